@@ -22,10 +22,10 @@ import torch.distributed as dist
 import headwise as hw
 from headwise.bench.reference_models import GPTShape, to_model_spec
 from headwise.data import Batch
-from headwise.distributed import Launch, Spread, joined
-from headwise.distributed.communication_volume import Meter, Rows, traffic
-from headwise.distributed.ranks import World
-from headwise.distributed.sharded_model import alone, hold
+from headwise.distributed import ProcessInfo, Parallelism, join_process_group
+from headwise.distributed.communication_volume import CommunicationMeter, BatchShape, count_communication
+from headwise.distributed.ranks import ProcessMesh
+from headwise.distributed.sharded_model import wrap_single_process, shard_model
 from headwise.training import Recipe
 from headwise.training.optimiser import AdamWOptimiser, group_parameters
 from headwise.training.train_step import StepOptions, TrainStep
@@ -38,14 +38,14 @@ CASES = ((GPTShape(), 48, 4, 7), (GPTShape(tokens=512, length=256, layers=6, hea
 class Work:
     """Steps of one model, divided one way, on the same batch every time."""
 
-    def __init__(self, shape: GPTShape, rows: int, world: World | None) -> None:
+    def __init__(self, shape: GPTShape, rows: int, world: ProcessMesh | None) -> None:
         ids = torch.randint(shape.tokens, (rows, shape.length), generator=torch.Generator().manual_seed(0))
         self.batch, self.world = Batch(ids, ids.roll(-1, 1)), world
         net = hw.build(to_model_spec(shape), seed=0)
-        holding = alone(net) if world is None else hold(net, world)
+        holding = wrap_single_process(net) if world is None else shard_model(net, world)
         recipe = Recipe(batch=rows, precision="fp32", compile="off", attention="fused")
         self.train_step = TrainStep(holding, recipe, StepOptions("fp32", "off"))
-        self.optimiser = AdamWOptimiser(group_parameters(holding.own, net.described, recipe.decays), recipe)
+        self.optimiser = AdamWOptimiser(group_parameters(holding.own, net.spec, recipe.decays), recipe)
         self.holding, self.clip = holding, recipe.clip
         net.train()
 
@@ -57,7 +57,7 @@ class Work:
 
     def sent(self) -> tuple[int, float]:
         """How many messages the gradients of a step take, and the bytes that this rank sends with them."""
-        with Meter() as meter:
+        with CommunicationMeter() as meter:
             self.train_step.compute_gradients(self.batch)
         self.optimiser.zero_grad()
         return len(meter.messages), sum(message.moved for message in meter.messages)
@@ -71,10 +71,10 @@ def timed(work: Callable[[], None], calls: int) -> float:
     return (time.perf_counter() - begun) / calls
 
 
-def rows_of(launch: Launch, shape: GPTShape, rows: int, calls: int, repeats: int) -> list[dict[str, Any]]:
+def rows_of(launch: ProcessInfo, shape: GPTShape, rows: int, calls: int, repeats: int) -> list[dict[str, Any]]:
     """One row for each mode, of one shape."""
-    works = {mode: Work(shape, rows, World(launch, Spread.over(mode, launch.size))) for mode in MODES}
-    first = Work(shape, rows, None) if launch.leads else None
+    works = {mode: Work(shape, rows, ProcessMesh(launch, Parallelism.over(mode, launch.size))) for mode in MODES}
+    first = Work(shape, rows, None) if launch.is_leader else None
     taken: dict[str, list[float]] = {"alone": [], **{mode: [] for mode in MODES}}
     for turn in range(repeats + 1):
         seconds = {"alone": timed(first.step, calls) if first else 0.0}
@@ -88,8 +88,8 @@ def rows_of(launch: Launch, shape: GPTShape, rows: int, calls: int, repeats: int
     found = []
     for mode, work in works.items():
         messages, seen = work.sent()
-        batch = Rows(rows, shape.length)
-        counted = sum(message.moved for message in traffic(to_model_spec(shape), Spread.parse(mode), rows=batch))
+        batch = BatchShape(rows, shape.length)
+        counted = sum(message.moved for message in count_communication(to_model_spec(shape), Parallelism.parse(mode), batch_shape=batch))
         found.append(
             {
                 "name": f"{size / 1e6:.1f} M, {rows} rows of {shape.length}, {mode}",
@@ -108,7 +108,7 @@ def rows_of(launch: Launch, shape: GPTShape, rows: int, calls: int, repeats: int
 def main() -> int:
     """Start two processes; or be one of them, and print what was measured if it leads."""
     torch.set_num_threads(1)
-    with joined() as launch:
+    with join_process_group() as launch:
         if launch.size == 1:
             torchrun = [
                 "torch.distributed.run",
@@ -120,7 +120,7 @@ def main() -> int:
             ]
             return subprocess.run([sys.executable, "-m", *torchrun, *sys.argv[1:]], check=False).returncode
         rows = [row for case in CASES for row in rows_of(launch, *case)]
-        if not launch.leads:
+        if not launch.is_leader:
             return 0
         if "--json" in sys.argv[1:]:
             print(json.dumps({"torch": torch.__version__, "rows": rows}))

@@ -10,7 +10,7 @@ import sys
 import tempfile
 
 import headwise as hw
-from headwise.data import task
+from headwise.data import make_task
 from headwise.model_spec import (
     BlockSpec,
     EmbeddingSpec,
@@ -46,7 +46,7 @@ def main() -> int:
     if paths is None:
         return 0
     with tempfile.TemporaryDirectory() as folder:
-        result = hw.train(task("images", path=str(paths[0].parent)), described(), RECIPE, out=f"{folder}/run")
+        result = hw.train(make_task("images", path=str(paths[0].parent)), described(), RECIPE, out=f"{folder}/run")
     print(json.dumps(result.data | {"model": "digits"}, indent=2))
     return 0
 

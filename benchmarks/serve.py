@@ -23,7 +23,7 @@ import headwise as hw
 from headwise.costs.roofline import Device, NumberFormats, remeasure_this_machine
 from headwise.costs.serving_cost import ServingStep
 from headwise.families import read_model_spec
-from headwise.serving import Predicted
+from headwise.serving import ThroughputPrediction
 
 CONFIG = {
     "model_type": "llama", "hidden_size": 384, "intermediate_size": 1024, "num_attention_heads": 6,
@@ -127,13 +127,13 @@ def compared(ours: hw.Transformer, theirs: Any, here: Device) -> dict[str, Any]:
         "transformers": theirs_took | {"tokens_per_second": tokens / theirs_took["seconds"]},
         "ratio": {name: theirs_took[name] / ours_took[name] for name in ours_took},
         "same_answers": sum(a == b for a, b in zip(said, other, strict=True)),
-        "predicted": Predicted.of(ours, report, here).data,
+        "predicted": ThroughputPrediction.of(ours, report, here).data,
         "bytes": {
             "budget": BUDGET,
-            "allocated": engine.room.nbytes,
+            "allocated": engine.memory.nbytes,
             "peak": report.peak_bytes,
             "padded_batch": hw.kv_cache_bytes(
-                ours.described, hw.RequestBatch.uniform(REQUESTS, longest), "ring", "fp32"
+                ours.spec, hw.RequestBatch.uniform(REQUESTS, longest), "ring", "fp32"
             ),
         },
     }
@@ -141,8 +141,8 @@ def compared(ours: hw.Transformer, theirs: Any, here: Device) -> dict[str, Any]:
 
 def steps(net: hw.Transformer, here: Device) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Steps in which every row gets a token, by the number of rows; and of the most and the fewest, what they do."""
-    serving, generator = hw.ServingCost(net.described, here, NumberFormats("fp32")), torch.Generator().manual_seed(SEED)
-    engine = hw.Engine(net, budget=2**28, batching=hw.Batching(rows=ROWS[0], chunk=2048))
+    serving, generator = hw.ServingCost(net.spec, here, NumberFormats("fp32")), torch.Generator().manual_seed(SEED)
+    engine = hw.Engine(net, budget=2**28, batching=hw.BatchingConfig(rows=ROWS[0], chunk=2048))
     prompts = torch.randint(CONFIG["vocab_size"], (ROWS[0], PROMPT), generator=generator).tolist()
     streams = [engine.submit(prompt, max_new_tokens=PROMPT) for prompt in prompts]
     while not all(stream.ids for stream in streams):

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 
 import headwise as hw
 from headwise.bench.reference_models import GPTShape, PlainGPT, to_model_spec
-from headwise.data import task
+from headwise.data import make_task
 from headwise.training import Recipe
 
 from .real import found
@@ -34,7 +34,7 @@ EVALUATIONS = 20  # batches, as in the recipe; the whole of the held-out text is
 
 def ours(path: Path, folder: str, rate: float) -> dict[str, Any]:
     """Through the library's own loop, at its own choice of precision."""
-    data = task("text", path=str(path), tokens="chars", length=SHAPE.length, valid=0.1, test=0.0)
+    data = make_task("text", path=str(path), tokens="chars", length=SHAPE.length, valid=0.1, test=0.0)
     recipe = Recipe(
         steps=STEPS, batch=BATCH, lr=rate, schedule="cosine", warmup=WARM / STEPS, floor=LEAST / rate,
         betas=(0.9, 0.99), weight_decay=0.1, clip=1.0, start="gpt2", seed=1337, evaluate_every=250,

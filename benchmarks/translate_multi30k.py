@@ -18,10 +18,10 @@ from typing import Any
 import torch
 
 import headwise as hw
-from headwise.data import task
-from headwise.data.translation import Parallel, translation_scores
-from headwise.distributed import Launch, Spread
-from headwise.distributed.ranks import World
+from headwise.data import make_task
+from headwise.data.translation import ParallelTextTask, score_translations
+from headwise.distributed import ProcessInfo, Parallelism
+from headwise.distributed.ranks import ProcessMesh
 from headwise.model_spec import (
     BlockSpec,
     EmbeddingSpec,
@@ -65,16 +65,16 @@ def recipe(steps: int) -> Recipe:
     )  # fmt: skip
 
 
-def scored(data: Parallel, result: TrainingResult) -> dict[str, Any]:
+def scored(data: ParallelTextTask, result: TrainingResult) -> dict[str, Any]:
     """All of the test set, translated greedily with the best weights."""
     recipe, choice = Recipe(batch=100), StepOptions("fp32", "off")
-    examiner = TaskEvaluator(data, recipe, choice, World(Launch(), Spread()))
+    examiner = TaskEvaluator(data, recipe, choice, ProcessMesh(ProcessInfo(), Parallelism()))
     said, wanted = [], []
     for index in range(data.batches(recipe.batch, "test") or 0):
         batch = data.batch(index, recipe.batch, "test")
         said += [data.text(row) for row in examiner.generate_answers(result.net, batch)]
         wanted += batch.gold
-    return {"test_2016": asdict(translation_scores(said, wanted)), "sentences": len(said)}
+    return {"test_2016": asdict(score_translations(said, wanted)), "sentences": len(said)}
 
 
 def main(argv: list[str]) -> int:
@@ -88,7 +88,7 @@ def main(argv: list[str]) -> int:
         texts = out.with_name(f"{out.name}-texts")  # beside the run: a run goes on with the files that it began with
         texts.mkdir(parents=True, exist_ok=True)
         de, en, *held = unpacked(paths, texts)
-        data = task("parallel", path=(de, en), valid=tuple(held[:2]), test=tuple(held[2:]), vocab=VOCABULARY)
+        data = make_task("parallel", path=(de, en), valid=tuple(held[:2]), test=tuple(held[2:]), vocab=VOCABULARY)
         outputs = data.model().heads[0].outputs
         result = hw.train(data, described(outputs, *map(int, argv[2:])), recipe(steps), out=out, resume="allowed")
         told = scored(data, result)

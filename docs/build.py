@@ -57,14 +57,14 @@ def layers() -> str:
 def traffic() -> str:
     """What a step sends, by how its work is divided."""
     from headwise import families
-    from headwise.distributed import Spread
-    from headwise.distributed.communication_volume import Rows, traffic as sent
+    from headwise.distributed import Parallelism
+    from headwise.distributed.communication_volume import BatchShape, count_communication as sent
 
     sizes = {"n_embd": 128, "n_head": 4, "n_layer": 4, "n_positions": 64, "vocab_size": 65}
     described, rows = families.read_model_spec({"model_type": "gpt2", **sizes}), []
     alone = ("data=2", "data=8", "shards=2", "shards=8", "data=2,shards=4")
     for said in (*alone, "tensor=2", "tensor=4", "context=2", "context=8", "data=2,tensor=2", "context=2,tensor=2"):
-        messages = sent(described, Spread.parse(said), rows=Rows(16, 64))
+        messages = sent(described, Parallelism.parse(said), batch_shape=BatchShape(16, 64))
         moved = sum(message.moved for message in messages) / 1e6
         each = {kind: sum(m.kind == kind for m in messages) for kind in ("sum", "gather", "scatter")}
         rows.append([f"`{said}`", *(str(count) for count in each.values()), f"{moved:.2f} MB"])
@@ -75,8 +75,8 @@ def traffic() -> str:
 def divided() -> str:
     """Every preset of 8 heads between two ranks: by heads, by tokens."""
     from headwise import PRESETS, SpecError, costs, design
-    from headwise.distributed.communication_volume import remembered
-    from headwise.distributed.head_partition import divided as shared
+    from headwise.distributed.communication_volume import count_kv_entry_numbers
+    from headwise.distributed.head_partition import partition_heads as shared
 
     rows = []
     for name in PRESETS:
@@ -86,7 +86,7 @@ def divided() -> str:
             said = f"{share:.0%}"
         except SpecError as refused:
             said = f"refused: {str(refused).partition(': ')[2].partition(',')[0]}"
-        rows.append([f"`{name}`", said, f"{remembered(spec):,}"])
+        rows.append([f"`{name}`", said, f"{count_kv_entry_numbers(spec):,}"])
     return table(
         ["preset", "`tensor=2`: of a layer's numbers, a rank has", "`context=2`: numbers sent of a token"], rows
     )

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import headwise as hw
-from headwise.data.language_modelling import Text
+from headwise.data.language_modelling import TextTask
 from headwise.head_analysis.annotated_examples import Example, ExampleReader, TokenAnnotations, examples_from_task
 from headwise.head_analysis.head_circuits import LowRankMap
 from headwise.head_analysis.head_classes import classify_heads
@@ -57,11 +57,11 @@ class Setting:
     rows: int = 400
     seeds: tuple[int, ...] = (0, 1)
 
-    def task(self, seed: int) -> Text:
+    def task(self, seed: int) -> TextTask:
         """The text, in an order of its own for each seed; what is held out is the same."""
-        return Text(self.path, tokens="bpe", vocab=self.vocab, length=self.length, seed=seed)
+        return TextTask(self.path, tokens="bpe", vocab=self.vocab, length=self.length, seed=seed)
 
-    def model(self, task: Text) -> ModelSpec:
+    def model(self, task: TextTask) -> ModelSpec:
         """What is trained: attention alone, whose positions turn fast enough to tell neighbours apart."""
         turns = hw.Rotary(base=self.base)
         spec = design(model=self.width, heads=self.heads, pattern="causal()", modifiers=(turns,), bias="qkvo")
@@ -72,7 +72,7 @@ class Setting:
         return ModelSpec("stdlib", "decoder", (stack,), (head,))
 
 
-def source_scenes(net: Transformer, task: Text, count: int) -> list[Example]:
+def source_scenes(net: Transformer, task: TextTask, count: int) -> list[Example]:
     """So many held-out texts, evenly spread over all there are: neighbours would be of one file."""
     scenes = examples_from_task(net, task, EVERY, "valid").examples
     counted = ExampleReader(net, [scenes[at] for at in evenly(len(scenes), count)]).examples_with_frequencies()
@@ -88,7 +88,7 @@ def evenly(count: int, wanted: int) -> list[int]:
     return np.linspace(0, count - 1, min(count, wanted)).round().astype(int).tolist()
 
 
-def held_out(task: Text, count: int) -> Tensor:
+def held_out(task: TextTask, count: int) -> Tensor:
     """So many held-out rows in the same way, [rows, tokens]."""
     every = task.batch(0, task.data.sizes["valid"], "valid").x
     return every[evenly(len(every), count)]
@@ -264,7 +264,7 @@ class Found(NamedTuple):
     """All that was found: a story for each seed, and what was seen of a twin."""
 
     setting: Setting
-    task: Text
+    task: TextTask
     parameters: int
     stories: tuple[Story, ...]
     twin: Seen

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from headwise.data import IGNORED, TASKS, Batch, Task, task
-from headwise.data.synthetic_task import Generated
+from headwise.data import IGNORE_INDEX, TASKS, Batch, Task, make_task
+from headwise.data.synthetic_task import SyntheticTask
 
 
 class Told(NamedTuple):
@@ -76,13 +76,13 @@ TOLD = {
 
 def page() -> str:
     """All of it, as Markdown."""
-    return "\n\n".join(section(name) for name, cls in sorted(TASKS.items()) if issubclass(cls, Generated))
+    return "\n\n".join(section(name) for name, cls in sorted(TASKS.items()) if issubclass(cls, SyntheticTask))
 
 
 def section(name: str) -> str:
     """One task."""
-    one, told = task(name), TOLD[name]
-    short = task(name, **told.short)
+    one, told = make_task(name), TOLD[name]
+    short = make_task(name, **told.short)
     described = one.model()
     count = sum(weight.numel for weight in described.weights() if weight.trainable)
     layers = " + ".join(str(len(stack.layers)) for stack in described.stacks)
@@ -137,7 +137,7 @@ def aligned(one: Task, batch: Batch) -> Iterator[str]:
         yield f"reads   {one.text(read)}"
         yield f"wanted  {int(labels)}"
         return
-    wanted = ["" if label == IGNORED else one.text([label]) for label in labels[live].tolist()]
+    wanted = ["" if label == IGNORE_INDEX else one.text([label]) for label in labels[live].tolist()]
     columns = [(one.text([token]), want) for token, want in zip(read, wanted, strict=True)]
     for head, row in zip(("reads ", "wanted"), zip(*columns, strict=True), strict=True):
         cells = [cell.rjust(max(map(len, column))) for cell, column in zip(row, columns, strict=True)]

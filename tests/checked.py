@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from headwise.distributed import joined
+from headwise.distributed import join_process_group
 from worlds import world
 
 
@@ -34,7 +34,7 @@ def run(check: Callable[[str], None], folder: Path) -> dict[str, str | None]:
     """What this rank finds. It stops at the first failure, for what comes after would not meet; others learn of it."""
     found: dict[str, str | None] = {}
     names = folder.joinpath("names").read_text().splitlines()
-    with joined():
+    with join_process_group():
         for name in names:
             torch.manual_seed(0)
             try:

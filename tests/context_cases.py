@@ -32,9 +32,9 @@ from divided import (
     world,
 )
 from headwise import model_spec as bp
-from headwise.data import IGNORED, Batch
-from headwise.distributed.context_parallel import part_of, whole_of
-from headwise.distributed.parallel_attention import ORDERS, Ranks, set_peers, whole_rows
+from headwise.data import IGNORE_INDEX, Batch
+from headwise.distributed.context_parallel import shard_tokens, gather_token_outputs
+from headwise.distributed.parallel_attention import TOKEN_ORDERS, TensorContextParallel, set_parallel_context, use_whole_rows
 from headwise.masking.sequence_info import SequenceInfo
 
 CASES: dict[str, Callable[[], None]] = {}
@@ -60,7 +60,7 @@ def check_model(model: bp.ModelSpec, order: str, tokens=None, count: int = 7, st
     """A model whose padding asks nothing."""
     batch = batch_of(model, tokens or {}, count)
     if batch.labels.dim() == 2:
-        batch = replace(batch, labels=batch.labels.where(alive(batch), IGNORED))
+        batch = replace(batch, labels=batch.labels.where(alive(batch), IGNORE_INDEX))
     check_context(built(model), world(), order, batch, steps=steps)
 
 
@@ -74,13 +74,13 @@ def decoder(*blocks: bp.BlockSpec, heads=None, **said) -> bp.ModelSpec:
 def spread(layer, order: str):
     """A copy that shares its rows."""
     part = copy.deepcopy(layer)
-    set_peers(part, Ranks(context=world(), order=order))
+    set_parallel_context(part, TensorContextParallel(context_group=world(), token_order=order))
     return part
 
 
 def row(x: Tensor, tokens: SequenceInfo | None, order: str) -> tuple[Tensor, SequenceInfo]:
     """This rank's tokens of vectors."""
-    own = part_of(Batch(x, torch.zeros(x.shape[:2], dtype=torch.int64), tokens), world(), order)
+    own = shard_tokens(Batch(x, torch.zeros(x.shape[:2], dtype=torch.int64), tokens), world(), order)
     assert own.tokens is not None
     return own.x, own.tokens
 
@@ -99,7 +99,7 @@ def check_layer(name: str, layer, x: Tensor, tokens: SequenceInfo, order: str, s
         leaves.append(z)
     ours, whole = part(own, tokens=at, **given), layer(leaves[0], tokens=tokens, **theirs)
     named = {"msg": lambda said: f"{name} {order}: {said}"}
-    check_close(whole_of(ours, x.shape[1], wire, order)[live], whole[live], **named)
+    check_close(gather_token_outputs(ours, x.shape[1], wire, order)[live], whole[live], **named)
     first = torch.autograd.grad((whole * asks).sum(), leaves, materialize_grads=True)
     second = torch.autograd.grad((ours * mine).sum(), leaves, materialize_grads=True)
     for grad, other in zip(first, second, strict=True):
@@ -121,7 +121,7 @@ def every_part() -> None:
             layer,
             x,
             SequenceInfo.from_batch(x, lengths=[7, 3, 5]) if source else fill,
-            ORDERS[n // 4 % 2],
+            TOKEN_ORDERS[n // 4 % 2],
             source,
         )
 
@@ -131,10 +131,10 @@ def lengths() -> None:
     """Rows of any length: fewer tokens than ranks, one more than divides, none of a rank's own asked."""
     model = described("gqa", "decoder")
     for n, count in enumerate((1, 1, 2, 2, 3, 8)):
-        check_model(model, ORDERS[n % 2], count=count)
+        check_model(model, TOKEN_ORDERS[n % 2], count=count)
     net, wire = built(model), world()
     batch = batch_of(model)
-    check_context(net, wire, "runs", replace(batch, labels=batch.labels.where(torch.arange(7) < 2, IGNORED)))
+    check_context(net, wire, "runs", replace(batch, labels=batch.labels.where(torch.arange(7) < 2, IGNORE_INDEX)))
 
 
 @case
@@ -143,7 +143,7 @@ def filled() -> None:
     for preset in ("gqa", "dcmha", "linear"):
         model = described(preset, "decoder")
         for n, tokens in enumerate(cases.batches(batch_of(model).x).values()):
-            check_model(model, ORDERS[n % 2], {"x": tokens})
+            check_model(model, TOKEN_ORDERS[n % 2], {"x": tokens})
     x, source = (torch.zeros(3, count) for count in (7, 5))
     both = {
         "x": SequenceInfo.from_batch(x, lengths=[7, 2, 5]),
@@ -159,7 +159,7 @@ def rows_as_a_whole() -> None:
         model = decoder(
             bp.BlockSpec(spec_of("gqa"), feed=bp.FeedForwardSpec(8)), heads=(bp.OutputHeadSpec("class", 5, at=at),)
         )
-        for order in ORDERS:
+        for order in TOKEN_ORDERS:
             check_model(model, order)
             check_model(model, order, {"x": SequenceInfo.from_batch(torch.zeros(3, 7), lengths=[5, 1, 7], pad="left")})
 
@@ -184,7 +184,7 @@ def a_block_of_several_layers() -> None:
         block = hw.LongformerAttention(hw.design(model=MODEL, heads=HEADS, pattern=pattern)).double()
         for held in block.state_dict().values():
             dist.broadcast(held, 0)
-        for order in ORDERS:
+        for order in TOKEN_ORDERS:
             for tokens in cases.batches(x).values():
                 check_layer("longformer", block, x, tokens, order)
 
@@ -223,7 +223,7 @@ def a_mask_over_all_keys() -> None:
     part, wire = spread(layer, "runs"), world()
     own, at = row(x, None, "runs")
     mine = mask[:, :, at.start : at.start + 3]
-    check_close(whole_of(part(own, tokens=at, mask=mine), 6, wire), layer(x, mask=mask))
+    check_close(gather_token_outputs(part(own, tokens=at, mask=mine), 6, wire), layer(x, mask=mask))
 
 
 @case
@@ -231,13 +231,13 @@ def a_prompt_into_a_cache() -> None:
     """Every rank remembers the tokens of all, and goes on alone."""
     for preset in ("gqa", "linear", "mla", "dcmha"):
         net = built(decoder(*[bp.BlockSpec(spec_of(preset))] * 2)).eval()
-        part, ids = spread(net, "runs"), batch_of(net.described, count=8).x
-        own = part_of(Batch(ids[:, :6], ids[:, :6]), world())
+        part, ids = spread(net, "runs"), batch_of(net.spec, count=8).x
+        own = shard_tokens(Batch(ids[:, :6], ids[:, :6]), world())
         with torch.no_grad():
             cache = part.cache(batch=3, capacity=8)
             part(own.x, tokens=own.tokens, cache=cache)
             assert cache.used == 6
-            with whole_rows(part):
+            with use_whole_rows(part):
                 steps = [part(ids[:, t : t + 1], cache=cache) for t in (6, 7)]
         check_close(torch.cat(steps, 1), said(net, Batch(ids, ids))[:, 6:])
 
@@ -262,7 +262,7 @@ def single_precision() -> None:
     model = described("gqa", "encoder")
     net, wire = built(model, torch.float32), world()
     part, batch = spread(net, "zigzag"), batch_of(model)
-    own = part_of(batch, wire, "zigzag")
+    own = shard_tokens(batch, wire, "zigzag")
     for one, given in ((net, batch), (part, own)):
         loss_of(one, given).backward()
     norm = torch.nn.utils.get_total_norm([p.grad for p in net.parameters()])

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 import headwise as hw
 from cases import check_close
 from headwise import model_spec as bp
-from headwise.data import IGNORED, Batch
-from headwise.distributed.collectives import Wire
-from headwise.distributed.context_parallel import part_of, whole_of
-from headwise.distributed.parallel_attention import Ranks, set_peers
-from headwise.distributed.tensor_parallel import Divided
+from headwise.data import IGNORE_INDEX, Batch
+from headwise.distributed.collectives import CollectiveGroup
+from headwise.distributed.context_parallel import shard_tokens, gather_token_outputs
+from headwise.distributed.parallel_attention import TensorContextParallel, set_parallel_context
+from headwise.distributed.tensor_parallel import TensorParallelModel
 
 MODEL, HEADS, WORDS = 16, 4, 11
 KINDS = ("decoder", "encoder", "encoder-decoder")
@@ -77,7 +77,7 @@ def batch_of(model: bp.ModelSpec, tokens: Mapping[str, hw.SequenceInfo | None] =
 def loss_of(net: nn.Module, batch: Batch) -> Tensor:
     """The summed cross entropy."""
     logits = net(batch.x, tokens=batch.tokens, source=batch.source, source_tokens=batch.source_tokens)
-    return F.cross_entropy(logits.flatten(0, -2), batch.labels.flatten(), ignore_index=IGNORED, reduction="sum")
+    return F.cross_entropy(logits.flatten(0, -2), batch.labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
 
 
 def adamw(net: nn.Module) -> torch.optim.AdamW:
@@ -85,9 +85,9 @@ def adamw(net: nn.Module) -> torch.optim.AdamW:
     return torch.optim.AdamW(net.parameters(), lr=0.01, weight_decay=0.1, eps=1e-3)
 
 
-def world() -> Wire:
+def world() -> CollectiveGroup:
     """Every rank."""
-    return Wire(dist.group.WORLD)
+    return CollectiveGroup(dist.group.WORLD)
 
 
 def check_gradients(ours: Mapping[str, Tensor], net: nn.Module, **tolerance: float) -> None:
@@ -125,7 +125,7 @@ def check_steps(nets, steps: int, gather: Callable[[], Grads], learn: Callable[[
             optimiser.zero_grad()
 
 
-def check_tensor(net, part, divided: Divided, batch: Batch, loss: Loss = loss_of, steps: int = 1) -> None:
+def check_tensor(net, part, divided: TensorParallelModel, batch: Batch, loss: Loss = loss_of, steps: int = 1) -> None:
     """A portion says, learns and becomes what the whole does."""
     check_close(said(part, batch), said(net, batch))
 
@@ -133,7 +133,7 @@ def check_tensor(net, part, divided: Divided, batch: Batch, loss: Loss = loss_of
         whole, ours = learned([net, part], [batch, batch], loss)
         if whole is not None:
             check_close(ours, whole)
-        divided.settle(dict(part.named_parameters()))
+        divided.sum_replicated_gradients(dict(part.named_parameters()))
 
     def gather() -> Grads:
         return gathered(divided, {name: p.grad for name, p in part.named_parameters() if p.grad is not None})
@@ -144,19 +144,19 @@ def check_tensor(net, part, divided: Divided, batch: Batch, loss: Loss = loss_of
         check_close(whole[name], tensor)
 
 
-def gathered(divided: Divided, tensors: Grads) -> Grads:
+def gathered(divided: TensorParallelModel, tensors: Grads) -> Grads:
     """Tensors of the whole model."""
     cut = {name for name, pieces in divided.pieces.items() if pieces[0].kept}
     return {name: divided.whole(name, tensor) if name in cut else tensor for name, tensor in tensors.items()}
 
 
-def check_context(net, wire: Wire, order: str, batch: Batch, loss: Loss = loss_of, steps: int = 1) -> None:
+def check_context(net, wire: CollectiveGroup, order: str, batch: Batch, loss: Loss = loss_of, steps: int = 1) -> None:
     """A model that is told some tokens of each row says, learns and becomes what one does that is told all."""
-    part, own = copy.deepcopy(net), part_of(batch, wire, order)
-    set_peers(part, Ranks(context=wire, order=order))
+    part, own = copy.deepcopy(net), shard_tokens(batch, wire, order)
+    set_parallel_context(part, TensorContextParallel(context_group=wire, token_order=order))
     whole, ours = said(net, batch), said(part, own)
     if batch.labels.dim() == 2:
-        ours, live = whole_of(ours, whole.shape[1], wire, order), alive(batch)
+        ours, live = gather_token_outputs(ours, whole.shape[1], wire, order), alive(batch)
         check_close(ours[live], whole[live])
     else:
         check_close(ours, whole)
@@ -164,7 +164,7 @@ def check_context(net, wire: Wire, order: str, batch: Batch, loss: Loss = loss_o
     def learn() -> None:
         whole, ours = learned([net, part], [batch, own], loss)
         if whole is not None:
-            check_close(whole_of(ours, whole.shape[1], wire, order), whole)
+            check_close(gather_token_outputs(ours, whole.shape[1], wire, order), whole)
         for p in part.parameters():
             p.grad = None if p.grad is None else wire.total(p.grad)
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 import headwise as hw
-from headwise.data import IGNORED, SPLITS, Batch, Tally, Task
+from headwise.data import IGNORE_INDEX, SPLITS, Batch, MetricSums, Task
 from headwise.data.task import check_split
-from headwise.distributed.sharded_model import alone
+from headwise.distributed.sharded_model import wrap_single_process
 from headwise.model_spec import (
     BlockSpec,
     EmbeddingSpec,
@@ -52,7 +52,7 @@ class Echo(Task):
             length = int(torch.randint(3, LONGEST + 1, (1,), generator=drawn))
             rows.append(torch.randint(1, IDS, (length,), generator=drawn))
         x = torch.zeros(size, LONGEST, dtype=torch.int64)
-        labels = torch.full_like(x, IGNORED)
+        labels = torch.full_like(x, IGNORE_INDEX)
         for n, row in enumerate(rows):
             x[n, : len(row)] = row
             labels[n, 1 : len(row)] = row[:-1]
@@ -81,7 +81,7 @@ class Answered(Echo):
     def prompt(self, batch: Batch) -> tuple[Tensor, None]:
         return batch.x[:, :3], None
 
-    def score(self, generated: Sequence[Sequence[int]], batch: Batch) -> Tally:
+    def score(self, generated: Sequence[Sequence[int]], batch: Batch) -> MetricSums:
         right = sum(row == x[1:3].tolist() for row, x in zip(generated, batch.x, strict=True))
         return {"exact_match": (float(right), len(generated))}
 
@@ -115,4 +115,4 @@ PLAIN = StepOptions("fp32", "off")
 
 def stepper(net: Transformer, recipe: Recipe, choice: StepOptions = PLAIN) -> TrainStep:
     """What steps on this rank alone, on the CPU."""
-    return TrainStep(alone(net), recipe, choice)
+    return TrainStep(wrap_single_process(net), recipe, choice)

@@ -16,13 +16,13 @@ from torch import Tensor, nn
 
 import headwise as hw
 from headwise import model_spec as bp
-from headwise.data import IGNORED, Batch, Task
-from headwise.distributed import Spread, joined, launch
-from headwise.distributed.communication_volume import Meter, traffic
-from headwise.distributed.config_consistency import code
-from headwise.distributed.launch import Launch
-from headwise.distributed.ranks import World
-from headwise.distributed.sharded_model import hold
+from headwise.data import IGNORE_INDEX, Batch, Task
+from headwise.distributed import Parallelism, join_process_group, launch
+from headwise.distributed.communication_volume import CommunicationMeter, count_communication
+from headwise.distributed.config_consistency import fingerprint_code
+from headwise.distributed.launch import ProcessInfo
+from headwise.distributed.ranks import ProcessMesh
+from headwise.distributed.sharded_model import shard_model
 from headwise.models import Transformer
 from headwise.training import Recipe, run_setup, train
 from headwise.training.autotune import StepTrial
@@ -44,7 +44,7 @@ class Odd(Echo):
     def batch(self, index: int, size: int, split: str = "train") -> Batch:
         found, source = super().batch(index, size, split), super().batch(index + 50, size, split)
         labels = found.labels.clone()
-        labels[: size // 2, 2:] = IGNORED  # the first rank is asked less than the second
+        labels[: size // 2, 2:] = IGNORE_INDEX  # the first rank is asked less than the second
         return Batch(found.x, labels, found.tokens, source.x, source.tokens)
 
     def model(self) -> bp.ModelSpec:
@@ -62,12 +62,12 @@ class Odd(Echo):
         return bp.ModelSpec("odd", "encoder-decoder", stacks, heads)
 
 
-def stepped(task: Task, net: Transformer, said: Recipe, launch: Launch, spread: str) -> dict[str, Any]:
+def stepped(task: Task, net: Transformer, said: Recipe, launch: ProcessInfo, spread: str) -> dict[str, Any]:
     """Losses, norms and gradients of a few steps, and weights after them, whole."""
-    world = World(launch, Spread.over(spread, launch.size))
-    holding = hold(net, world)
+    world = ProcessMesh(launch, Parallelism.over(spread, launch.size))
+    holding = shard_model(net, world)
     stepper = TrainStep(holding, said, StepOptions("fp32", "off"))
-    optimiser = AdamWOptimiser(group_parameters(holding.own, net.described, said.decays), said)
+    optimiser = AdamWOptimiser(group_parameters(holding.own, net.spec, said.decays), said)
     found: dict[str, Any] = {"losses": [], "norms": [], "gradients": []}
     for step in range(STEPS):
         net.train()
@@ -93,7 +93,7 @@ STEPPED: dict[str, tuple[Task, dict[str, Any]]] = {
 }
 
 
-def steps_of(case: str, launch: Launch, spread: str, **also: Any) -> dict[str, Any]:
+def steps_of(case: str, launch: ProcessInfo, spread: str, **also: Any) -> dict[str, Any]:
     """Those of a case, in float64 so that only the order of sums is left to differ."""
     task, said = STEPPED[case]
     recipe = quick(**said, **also)
@@ -104,11 +104,11 @@ def steps_of(case: str, launch: Launch, spread: str, **also: Any) -> dict[str, A
 
 def steps(folder: Path) -> dict[str, Any]:
     """Every case, divided every way that this world can be."""
-    with joined() as launch:
+    with join_process_group() as launch:
         return {way: {case: steps_of(case, launch, way) for case in STEPPED} for way in ways_of(launch)}
 
 
-def ways_of(launch: Launch) -> list[str]:
+def ways_of(launch: ProcessInfo) -> list[str]:
     return [f"data={launch.size}", f"shards={launch.size}", *(["data=2,shards=2"] if launch.size == 4 else [])]
 
 
@@ -116,25 +116,25 @@ def sent(folder: Path) -> dict[str, Any]:
     """The collectives that the gradients of a step call, every way; one model's gradients fill several messages."""
     wide = bp.from_toml(bp.to_toml(Echo().model()).replace("hidden = 13", "hidden = 65521"))
     found: dict[str, Any] = {}
-    with joined() as launch:
+    with join_process_group() as launch:
         for way in ways_of(launch):
             for name, model, parts in (("wide", wide, 1), ("odd", Odd().model(), 3)):
-                holding = hold(hw.build(model, seed=3), World(launch, Spread.over(way, launch.size)))
+                holding = shard_model(hw.build(model, seed=3), ProcessMesh(launch, Parallelism.over(way, launch.size)))
                 stepper = TrainStep(holding, quick(batch=6, accumulate=parts), StepOptions("fp32", "off"))
-                with Meter() as meter:
+                with CommunicationMeter() as meter:
                     stepper.compute_gradients((Odd() if name == "odd" else Echo()).batch(0, 6))
                 found[way, name] = [tuple(message) for message in meter.messages]
-                found[way, name, "counted"] = [tuple(m) for m in traffic(model, holding.world.spread, parts)]
+                found[way, name, "counted"] = [tuple(m) for m in count_communication(model, holding.world.spread, parts)]
     return found
 
 
 def stuck(folder: Path) -> str:
     """What is told to a rank that waits for one which says nothing."""
-    launch.ANSWERING = timedelta(seconds=2)
+    launch.COLLECTIVE_TIMEOUT = timedelta(seconds=2)
     try:
-        with joined() as found:
-            world = World(found, Spread.over("auto", found.size))
-            if not world.leads:
+        with join_process_group() as found:
+            world = ProcessMesh(found, Parallelism.over("auto", found.size))
+            if not world.is_leader:
                 time.sleep(6)
             world.every(RANK)
     except ConnectionError as error:
@@ -183,11 +183,11 @@ def refusals(folder: Path) -> dict[str, str]:
         return told(lambda: train(task, described, quick(**said), folder / out))
 
     def with_code() -> str:
-        kept, run_setup.code = run_setup.code, lambda: {**code(), **({"source": "other"} if second else {})}
+        kept, run_setup.fingerprint_code = run_setup.fingerprint_code, lambda: {**fingerprint_code(), **({"source": "other"} if second else {})}
         try:
             return run()
         finally:
-            run_setup.code = kept
+            run_setup.fingerprint_code = kept
 
     second = RANK == 1
     return {
@@ -255,7 +255,7 @@ PLAIN = {"batch": 7, "steps": 6, "evaluate_every": 3, "patience": 1, "lr": 0.01}
 
 def two(folder: Path) -> dict[str, Any]:
     """All that two ranks are asked for, in one world: beginning one takes longer than most of it."""
-    with joined():
+    with join_process_group():
         return {"steps": steps(folder), "sent": sent(folder), "runs": runs(folder)}
 
 

@@ -31,9 +31,9 @@ from divided import (
     world,
 )
 from headwise import model_spec as bp
-from headwise.distributed.head_partition import divided
-from headwise.distributed.parallel_attention import Ranks, set_peers
-from headwise.distributed.tensor_parallel import Divided
+from headwise.distributed.head_partition import partition_heads
+from headwise.distributed.parallel_attention import TensorContextParallel, set_parallel_context
+from headwise.distributed.tensor_parallel import TensorParallelModel
 from headwise.masking.sequence_info import SequenceInfo
 
 CASES: dict[str, Callable[[], None]] = {}
@@ -54,11 +54,11 @@ def check(name: str) -> None:
         check_model(described(preset, kind), steps=STEPS if kind == "decoder" else 1)
 
 
-def halves(net: hw.Transformer) -> tuple[hw.Transformer, Divided]:
+def halves(net: hw.Transformer) -> tuple[hw.Transformer, TensorParallelModel]:
     """This rank's portion."""
     wire = world()
-    parts = Divided(net.described, wire)
-    return parts.portion(net), parts
+    parts = TensorParallelModel(net.spec, wire)
+    return parts.shard_model(net), parts
 
 
 def first(x: Tensor) -> Tensor:
@@ -84,7 +84,7 @@ def every_part() -> None:
     wire, many = world(), 0
     for name, spec in cases.EVERY.items():
         try:
-            own = divided(name, spec, wire.size)[wire.rank]
+            own = partition_heads(name, spec, wire.size)[wire.rank]
         except hw.SpecError:
             continue
         layer, many = cases.layer(spec), many + 1
@@ -92,7 +92,7 @@ def every_part() -> None:
             dist.broadcast(held, 0)
         small = hw.Attention(own.spec).double().eval()
         small.load_state_dict(hw.nn.head_axis_ops.keep_heads(spec, layer.state_dict(), own.by_axis["out"])[1])
-        set_peers(small, Ranks(tensor=wire))
+        set_parallel_context(small, TensorContextParallel(tensor_group=wire))
         x, z = (None if t is None else first(t).requires_grad_() for t in cases.tensors(spec))
         tokens = None if spec.source is None and "source" in name else SequenceInfo.from_batch(x, lengths=[7, 3, 5])
         asks = first(torch.randn(3, 7, spec.model, dtype=torch.float64))
@@ -163,7 +163,7 @@ def single_precision() -> None:
     batch = batch_of(model)
     for one in (net, part):
         loss_of(one, batch).backward()
-    parts.settle(dict(part.named_parameters()))
+    parts.sum_replicated_gradients(dict(part.named_parameters()))
     check_gradients(gathered(parts, {name: p.grad for name, p in part.named_parameters()}), net, rtol=1e-5, atol=1e-6)
 
 
@@ -221,7 +221,7 @@ def recomputing() -> None:
         net.checkpointing = checkpointing
         part, _ = halves(net.train())
         torch.manual_seed(5)
-        loss_of(part, batch_of(net.described)).backward()
+        loss_of(part, batch_of(net.spec)).backward()
         found.append([p.grad for p in part.parameters() if p.grad is not None])
     for plain, again in zip(*found, strict=True):
         check_close(again, plain)
@@ -237,7 +237,7 @@ def one_file_whatever_the_split() -> None:
     whole = gathered(parts, part.state_dict())
     with tempfile.TemporaryDirectory() as folder:
         for place, tensors in (("one", net.state_dict()), ("two", whole)):
-            again = hw.build(net.described).double()
+            again = hw.build(net.spec).double()
             again.load_state_dict(tensors)
             hw.save(again, Path(folder, place))
         first, second = (Path(folder, place, "model.safetensors").read_bytes() for place in ("one", "two"))
@@ -249,7 +249,7 @@ def decoding() -> None:
     """Each rank remembers its own heads; what is said is the same."""
     net = built(decoder(*[bp.BlockSpec(spec_of("gqa"), feed=bp.FeedForwardSpec(8))] * 2)).eval()
     part, _ = halves(net)
-    ids = batch_of(net.described).x
+    ids = batch_of(net.spec).x
     cache = part.cache(batch=3, capacity=7)
     with torch.no_grad():
         steps = [part(ids[:, t : t + 1], cache=cache) for t in range(7)]

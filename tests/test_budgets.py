@@ -26,7 +26,7 @@ MICHEL = HeadRanking("michel")
 def test_numbers_go_down_to_what_was_asked():
     net = noisy(built(LLAMA))
     done = prune(net, PruneToBudget(PruningBudget("parameters", 0.9), RANDOM))
-    was, now = (hw.costs.count_parameters(one.described) for one in (net, done.after))
+    was, now = (hw.costs.count_parameters(one.spec) for one in (net, done.after))
     assert now <= 0.9 * was
     unit = 2 * 4 * 12 * 2 + 2 * 4 * 12  # two heads of queries and outputs, one of keys and values
     assert now + unit > 0.9 * was
@@ -36,7 +36,7 @@ def test_numbers_go_down_to_what_was_asked():
 def test_caches_go_down_to_what_was_asked():
     net = noisy(built(LLAMA))
     done = prune(net, PruneToBudget(PruningBudget("cache", 0.5), RANDOM))
-    assert count_cache_bytes(net.described, 8) == net.cache(batch=1, capacity=1).nbytes
+    assert count_cache_bytes(net.spec, 8) == net.cache(batch=1, capacity=1).nbytes
     assert done.after.cache(batch=1, capacity=9).nbytes * 2 == net.cache(batch=1, capacity=9).nbytes
 
 
@@ -44,7 +44,7 @@ def test_time_goes_down_to_what_was_asked(monkeypatch):
     """Each head takes a quarter of the time of its layer, however fast the machine is."""
 
     def timed(before, after, pace):
-        shares = [sum(spec.heads.q for _, spec in net.described.specs()) for net in (before, after)]
+        shares = [sum(spec.heads.q for _, spec in net.spec.specs()) for net in (before, after)]
         return SimpleNamespace(phases=[SimpleNamespace(faster=shares[0] / shares[1])])
 
     monkeypatch.setattr("headwise.surgery.head_selection.speeds", timed)
@@ -74,7 +74,7 @@ def test_loss_grows_no_further_than_allowed():
 
 
 def _without(net, heads):
-    keep = {site: range(len(spec.speaks)) for site, spec in net.described.specs()}
+    keep = {site: range(len(spec.speaks)) for site, spec in net.spec.specs()}
     return {site: [head for head in own if (site, head) not in heads] for site, own in keep.items()}
 
 
@@ -84,11 +84,11 @@ def test_worths_are_found_anew_when_asked():
     done = prune(net, PruneToBudget(PruningBudget("parameters", 0.92), MICHEL, rescore_every=1, unit="head"), texts)
     heads = {
         (site, head): head
-        for site, spec in net.described.attention_specs()
+        for site, spec in net.spec.attention_specs()
         for head in range(len(spec.score_head_of_output))
     }
     gone, now = list[tuple[str, int]](), net
-    while hw.costs.count_parameters(now.described) > 0.92 * hw.costs.count_parameters(net.described):
+    while hw.costs.count_parameters(now.spec) > 0.92 * hw.costs.count_parameters(net.spec):
         found = score_heads(now, texts, MICHEL).scores
         site, place = min(found, key=lambda one: found[one])
         left = [head for there, head in heads if there == site and (site, head) not in gone]
@@ -144,7 +144,7 @@ def test_what_cannot_be_kept_to_is_told(choice, told):
 
 def test_a_cache_without_attention_is_empty():
     net = built(GPT2)
-    assert count_cache_bytes(remove_heads(net, {"decoder.0.attention": ()}).described, 8) * 2 == count_cache_bytes(
-        net.described, 8
+    assert count_cache_bytes(remove_heads(net, {"decoder.0.attention": ()}).spec, 8) * 2 == count_cache_bytes(
+        net.spec, 8
     )
     assert torch.is_tensor(net(torch.tensor([[1, 2]])))

@@ -11,8 +11,8 @@ from torch._dynamo.utils import counters
 
 import headwise as hw
 from headwise.errors import SpecError
-from headwise.generation import Asked, Course, Given, compiled_step
-from headwise.generation.compiled_step import chosen, worth
+from headwise.generation import TextGenerator, DecodingState, PromptBatch, compiled_step
+from headwise.generation.compiled_step import decide_compile, estimate_compile_gain
 from test_generation import CAUSAL, built, decoder, pair
 
 SPECS = {
@@ -34,7 +34,7 @@ def graphs(monkeypatch):
 
 
 def answers(net: hw.Transformer, prompts: list[list[int]], how: str, count: int = 12) -> Any:
-    return hw.generate(net, prompts, max_new_tokens=count, how=hw.Decoding(compile=how))
+    return hw.generate(net, prompts, max_new_tokens=count, config=hw.DecodingConfig(compile=how))
 
 
 @pytest.mark.compile
@@ -84,16 +84,16 @@ def test_parameters_are_read_anew(graphs):
 
 def test_auto_weighs_what_is_gained_against_what_compiling_takes(monkeypatch):
     net = built(decoder())
-    assert not chosen(net, "auto", 64).compiled
-    assert chosen(net, "auto", 10**6).compiled
-    assert chosen(net, "on", 1) == compiled_step.Choice(True, "compiled: it was asked for")
-    assert worth(12, 64).reason.startswith("not compiled: 64 steps could gain about")
+    assert not decide_compile(net, "auto", 64).should_compile
+    assert decide_compile(net, "auto", 10**6).should_compile
+    assert decide_compile(net, "on", 1) == compiled_step.CompileDecision(True, "compiled: it was asked for")
+    assert estimate_compile_gain(12, 64).reason.startswith("not compiled: 64 steps could gain about")
 
 
 def test_without_a_compiler_auto_says_so_and_on_is_refused(monkeypatch):
     monkeypatch.setattr(compiled_step.shutil, "which", lambda name: None)
     net = built(decoder())
-    assert chosen(net, "auto", 10**6) == compiled_step.Choice(False, "not compiled: there is no C++ compiler")
+    assert decide_compile(net, "auto", 10**6) == compiled_step.CompileDecision(False, "not compiled: there is no C++ compiler")
     assert answers(net, [[3, 1]], "auto") == answers(net, [[3, 1]], "off")
     with pytest.raises(SpecError, match=r"steps cannot be compiled: there is no C\+\+ compiler; leave compile out"):
         answers(net, [[3, 1]], "on")
@@ -102,9 +102,9 @@ def test_without_a_compiler_auto_says_so_and_on_is_refused(monkeypatch):
 def test_probes_hinder_and_other_words_are_refused():
     net = built(decoder())
     net.probes = {"decoder.0.attention": hw.Probe("heads")}
-    assert chosen(net, "auto", 10**6).reason == "not compiled: probes look into its attentions"
+    assert decide_compile(net, "auto", 10**6).reason == "not compiled: probes look into its attentions"
     with pytest.raises(SpecError, match=r"compile='yes' is unknown"):
-        hw.Decoding(compile="yes")
+        hw.DecodingConfig(compile="yes")
 
 
 def test_rows_of_several_lengths_say_why_they_are_not_compiled():
@@ -112,18 +112,18 @@ def test_rows_of_several_lengths_say_why_they_are_not_compiled():
     told = hw.SequenceInfo.from_batch(prompt, lengths=[3, 2], pad="left")
     with torch.no_grad():
         for tokens, compiled in ((told, False), (None, True)):
-            choice = Course(net, prompt, count=2, tokens=tokens, how=hw.Decoding(compile="on")).choice
-            assert choice.compiled is compiled
-            assert choice.reason == ("compiled: it was asked for" if compiled else compiled_step.RAGGED.reason)
-        assert Course(net, prompt, count=2, tokens=told).choice.reason == "not compiled: nobody asked for it"
+            choice = DecodingState(net, prompt, max_new_tokens=2, sequence=tokens, config=hw.DecodingConfig(compile="on")).choice
+            assert choice.should_compile is compiled
+            assert choice.reason == ("compiled: it was asked for" if compiled else compiled_step.UNEQUAL_LENGTHS.reason)
+        assert DecodingState(net, prompt, max_new_tokens=2, sequence=told).choice.reason == "not compiled: nobody asked for it"
 
 
 def test_whoever_asks_hears_of_every_choice():
     net, heard = built(decoder()), []
-    asked = Asked.of(net, 5, 0.0, hw.Decoding(compile="auto"), heard.append)
-    asked.answers(Given([[3, 1], [4, 1]], "ids", "together"))
-    list(asked.pieces(Given([[3, 1]], "ids", "alone")))
-    assert [choice.compiled for choice in heard] == [False, False]
+    asked = TextGenerator.of(net, 5, 0.0, hw.DecodingConfig(compile="auto"), heard.append)
+    asked.answers(PromptBatch([[3, 1], [4, 1]], "ids", "together"))
+    list(asked.pieces(PromptBatch([[3, 1]], "ids", "alone")))
+    assert [choice.should_compile for choice in heard] == [False, False]
     assert all("5 steps could gain" in choice.reason for choice in heard)
 
 

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 
 import headwise as hw
 from headwise import cli
-from headwise.data import task
-from headwise.data.vocabulary import Bytes
+from headwise.data import make_task
+from headwise.data.vocabulary import ByteVocabulary
 from headwise.head_analysis.annotated_examples import Example, examples_from_task
 from headwise.head_analysis.head_classes import classify_heads
 from headwise.head_analysis.head_figures import FIGURE_THEMES, class_group, get_theme
@@ -69,7 +69,7 @@ def found(net: Transformer) -> PruningCurves:
 
 def silenced_loss(net: Transformer, texts: list[Example], keep: dict[str, tuple[int, ...]]) -> float:
     """The loss of the next token in all texts together, of the model itself with the other heads silent."""
-    there = {site: len(spec.score_head_of_output) for site, spec in net.described.attention_specs()}
+    there = {site: len(spec.score_head_of_output) for site, spec in net.spec.attention_specs()}
     gone = [(site, n) for site, heads in keep.items() for n in range(there[site]) if n not in heads]
     total, count = 0.0, 0
     for text in texts:
@@ -283,7 +283,7 @@ def test_free_answers_are_told_with_what_was_shown_of_them():
 
 
 def test_free_answers_to_a_task_are_asked_for_once_of_the_model_before(monkeypatch: pytest.MonkeyPatch):
-    dates = task("dates")
+    dates = make_task("dates")
     before, after = (hw.build(dates.model(), seed=seed).eval() for seed in (0, 1))
     monkeypatch.setattr(pruning_curves, "DEFAULT_NUM_EXAMPLES", 3)
     judge = pruning_curves.ModelEvaluator.of(
@@ -312,7 +312,7 @@ def test_no_label_at_the_end_of_a_line_lies_upon_another():
 
     curves = made({"encoder": [1.5] * 4, "decoder": [1.55] * 4})
     figure = plot_by_order(curves, "loss", get_theme("light"))
-    FigureCanvasAgg(figure).draw()
+    FigureCanvasAgg(figure).draw_examples()
     for axes in figure.axes:
         boxes = [Text.get_window_extent(text) for text in axes.texts if text.get_text() in curves.orders]
         assert len(boxes) == 2
@@ -350,7 +350,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     base = tmp_path_factory.mktemp("sweep")
     config = {"model_type": "gpt2", "n_embd": 12, "n_head": 3, "n_layer": 2, "vocab_size": 300, "n_positions": 32}
     net = hw.build(hw.families.read_model_spec(config), seed=0)
-    net.usage = hw.ProcessorSpec(tokenizer=Bytes().document)
+    net.usage = hw.ProcessorSpec(tokenizer=ByteVocabulary().document)
     hw.save(net, base / "ours")
     (base / "texts").write_text("".join(f"text {n} of {n * n} words\n" for n in range(10)))
     return base

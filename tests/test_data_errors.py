@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 
 import headwise as hw
 from headwise.data import open_data
-from headwise.data.language_modelling import Text
+from headwise.data.language_modelling import TextTask
 
 LINES = "".join(f"sentence number {n}\n" for n in range(40))
 PAIRS = "".join(f"source {n}\ttarget {n}\n" for n in range(40))
@@ -86,28 +86,28 @@ BAD: list[tuple[Callable[[], object], Callable[[], object] | str, str]] = [
     (lambda: None, "x" * 999 + ".txt", "cannot be a path"),
     (lambda: None, "a\0.txt", "no file 'a\\x00.txt'"),
     (lambda: None, "", "there is no file ''"),
-    (lambda: write("a.txt", LINES), lambda: Text("a.txt", tokens="byte"), "tokens='byte' .. did you mean 'bytes'?"),
-    (lambda: write("a.txt", LINES), lambda: Text("a.txt", tokens="bpe", vocab=200), "vocab=200 .. 256 .. give 256"),
-    (lambda: write("a.txt", LINES), lambda: Text("a.txt", tokens="a.json"), "no file 'a.json'"),
+    (lambda: write("a.txt", LINES), lambda: TextTask("a.txt", tokens="byte"), "tokens='byte' .. did you mean 'bytes'?"),
+    (lambda: write("a.txt", LINES), lambda: TextTask("a.txt", tokens="bpe", vocab=200), "vocab=200 .. 256 .. give 256"),
+    (lambda: write("a.txt", LINES), lambda: TextTask("a.txt", tokens="a.json"), "no file 'a.json'"),
     (
         lambda: [write("a.txt", LINES), write("a.json", "{}")],
-        lambda: Text("a.txt", "a.json"),
+        lambda: TextTask("a.txt", "a.json"),
         "a.json is no document of",
     ),
-    (lambda: write("a.txt", LINES), lambda: Text("a.txt", length=0), "length=0 .. length=64"),
-    (lambda: write("a.txt", LINES), lambda: Text("a.txt", valid=1.2), "valid=1.2 .. valid=0.1"),
-    (lambda: write("a.txt", LINES), lambda: Text("a.txt", valid=float("nan")), "valid=nan"),
-    (lambda: write("a.txt", LINES), lambda: Text("a.txt", seed=-1), "seed=-1 .. 0 or more"),
-    (lambda: write("a.txt", LINES), lambda: Text("a.txt", length="9"), "length='9' .. str .. give int"),  # pyright: ignore[reportArgumentType] - that is what is refused
+    (lambda: write("a.txt", LINES), lambda: TextTask("a.txt", length=0), "length=0 .. length=64"),
+    (lambda: write("a.txt", LINES), lambda: TextTask("a.txt", valid=1.2), "valid=1.2 .. valid=0.1"),
+    (lambda: write("a.txt", LINES), lambda: TextTask("a.txt", valid=float("nan")), "valid=nan"),
+    (lambda: write("a.txt", LINES), lambda: TextTask("a.txt", seed=-1), "seed=-1 .. 0 or more"),
+    (lambda: write("a.txt", LINES), lambda: TextTask("a.txt", length="9"), "length='9' .. str .. give int"),  # pyright: ignore[reportArgumentType] - that is what is refused
     (lambda: write("a.txt", LINES), lambda: open_data("a.txt", {"lenght": 9}), "'lenght' .. did you mean 'length'?"),
-    (lambda: write("a.txt", LINES), lambda: Text("a.txt", "chars").ids("Q"), "'Q' at place 0 .. 21 characters"),
-    (lambda: write("a.txt", LINES), lambda: Text("a.txt").text([300]), "id 300 .. 256 .. 0..255"),
-    (lambda: write("a.txt", LINES), lambda: Text("a.txt").batch(-1, 2), "no batch -1 .. from 0"),
-    (lambda: write("a.txt", LINES), lambda: Text("a.txt").batch(0, 0), "batch of 0 .. 1 or more"),
-    (lambda: write("a.txt", LINES), lambda: Text("a.txt").batch(0, 2, "tset"), "'tset' .. did you mean 'test'?"),
+    (lambda: write("a.txt", LINES), lambda: TextTask("a.txt", "chars").ids("Q"), "'Q' at place 0 .. 21 characters"),
+    (lambda: write("a.txt", LINES), lambda: TextTask("a.txt").text([300]), "id 300 .. 256 .. 0..255"),
+    (lambda: write("a.txt", LINES), lambda: TextTask("a.txt").batch(-1, 2), "no batch -1 .. from 0"),
+    (lambda: write("a.txt", LINES), lambda: TextTask("a.txt").batch(0, 0), "batch of 0 .. 1 or more"),
+    (lambda: write("a.txt", LINES), lambda: TextTask("a.txt").batch(0, 2, "tset"), "'tset' .. did you mean 'test'?"),
     (
         lambda: write("a.txt", LINES),
-        lambda: Text("a.txt", test=0.0).batch(0, 2, "test"),
+        lambda: TextTask("a.txt", test=0.0).batch(0, 2, "test"),
         "train and valid alone .. test=0.05",
     ),
     # parallel
@@ -339,7 +339,7 @@ def test_one_line_says_what_is_wrong_where_and_what_to_do(
 def test_a_tokenizer_of_another_vocabulary_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     write("a.txt", LINES)
-    write("t.json", Text("a.txt", "bpe", 270).tokenizer or "")
+    write("t.json", TextTask("a.txt", "bpe", 270).tokenizer or "")
     npy("a.npy", np.arange(300))
     with pytest.raises(hw.SpecError, match=r"id 270 at place 270, outside a vocabulary of 270; .*tokenizer"):
         open_data("a.npy", {"tokenizer_path": "t.json"})

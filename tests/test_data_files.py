@@ -17,9 +17,9 @@ from PIL import Image
 from safetensors.numpy import save_file
 
 from headwise import data, model_spec
-from headwise.data import IGNORED, Batch, Task, open_data
-from headwise.data.image_arrays import idx
-from headwise.data.language_modelling import Text
+from headwise.data import IGNORE_INDEX, Batch, Task, open_data
+from headwise.data.image_arrays import read_idx
+from headwise.data.language_modelling import TextTask
 
 IDS = np.arange(1009) * 613 % 331
 
@@ -33,7 +33,7 @@ def swept(task: Task, split: str, size: int = 5) -> list[Batch]:
 
 def asked(task: Task, split: str) -> list[int]:
     """Every label of a split, in its order."""
-    return [int(one) for one in task.batch(0, 9_999, split).labels.flatten() if one != IGNORED]
+    return [int(one) for one in task.batch(0, 9_999, split).labels.flatten() if one != IGNORE_INDEX]
 
 
 # --- ids -----------------------------------------------------------------------------------------------
@@ -77,7 +77,7 @@ def test_ids_stay_on_disk(kind: str, tmp_path: Path):
 
 def test_a_folder_has_parts_of_its_own_and_a_tokenizer(tmp_path: Path):
     (text := tmp_path / "a.txt").write_text("low lower lowest\n" * 50)
-    made = Text(str(text), tokens="bpe", vocab=280)
+    made = TextTask(str(text), tokens="bpe", vocab=280)
     (tmp_path / "ids" / "x").mkdir(parents=True)
     for split, said in (("train", "low lower lowest\n" * 30), ("val", "lowest low\n" * 5)):
         (tmp_path / "ids" / f"{split}.bin").write_bytes(np.array(made.ids(said), "<u2").tobytes())
@@ -90,7 +90,7 @@ def test_a_folder_has_parts_of_its_own_and_a_tokenizer(tmp_path: Path):
     assert task.tokenizer == made.tokenizer
     batch = task.batch(0, 3, "valid")
     told = task.measure(torch.zeros(*batch.x.shape, 290), batch)
-    written_ = [int(one) for one in batch.labels.flatten() if one != IGNORED]
+    written_ = [int(one) for one in batch.labels.flatten() if one != IGNORE_INDEX]
     assert told["bits_per_byte"][1] == len(task.text(written_).encode())
 
 
@@ -178,7 +178,7 @@ def test_idx_files_are_what_was_packed(kind: int, code: str, end: str, tmp_path:
     array = np.arange(2 * 3 * 5).reshape(2, 3, 5) * 4 - (50 if code != "B" else 0)
     raw = packed(array, kind, code)
     (path := tmp_path / f"a{end}").write_bytes(gzip.compress(raw) if end else raw)
-    assert (idx(path) == array).all()
+    assert (read_idx(path) == array).all()
 
 
 def as_idx(folder: Path) -> str:
@@ -282,7 +282,7 @@ def spoken(task: Task) -> list[tuple[np.ndarray, list[int]]]:
         live = batch.tokens.is_real if batch.tokens else torch.ones(batch.x.shape[:2], dtype=torch.bool)
         for x, label, at in zip(batch.x, batch.labels, live, strict=True):
             assert not x[~at].any()
-            assert label.ndim == 0 or (label[~at] == IGNORED).all()
+            assert label.ndim == 0 or (label[~at] == IGNORE_INDEX).all()
             names = [int(task.data.names[one]) for one in (label[at] if label.ndim else label[None]).tolist()]
             found.append((x[at].numpy() * task.data.inputs.deviation + task.data.inputs.mean, names))
     return found

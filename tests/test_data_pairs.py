@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import headwise as hw
-from headwise.data import IGNORED, Batch
-from headwise.data.example_order import bucketed, budgeted, members, packed
-from headwise.data.translation import Parallel, plain, translation_scores
+from headwise.data import IGNORE_INDEX, Batch
+from headwise.data.example_order import plan_by_length, plan_by_token_budget, split_by_key, plan_packed_rows
+from headwise.data.translation import ParallelTextTask, normalise_sentence, score_translations
 
 SOURCES = [f"{n} " + " ".join(["red", "small", "houses"] * (1 + n * 37 % 5)) for n in range(83)]
 TARGETS = [source.upper()[::-1] for source in SOURCES]
@@ -28,11 +28,11 @@ def path(tmp_path: Path) -> str:
     return str(file)
 
 
-def made(path: str, form: str = "bucketed", **said) -> Parallel:
-    return Parallel(path, form=form, vocab=300, longest=60, **said)
+def made(path: str, form: str = "bucketed", **said) -> ParallelTextTask:
+    return ParallelTextTask(path, form=form, vocab=300, longest=60, **said)
 
 
-def rows(task: Parallel, batch: Batch) -> Iterator[tuple[str, str, str]]:
+def rows(task: ParallelTextTask, batch: Batch) -> Iterator[tuple[str, str, str]]:
     """What a batch holds, text by text, as segments tell them apart: source, target as read, and target as asked."""
     source, target = task.data.vocabularies
     sides = (
@@ -49,7 +49,7 @@ def rows(task: Parallel, batch: Batch) -> Iterator[tuple[str, str, str]]:
             yield tuple(v.decode(ids) for ids, (_, _, v) in zip(own, sides, strict=True))
 
 
-def swept(task: Parallel, split: str, size: int, first: int = 0) -> list[Batch]:
+def swept(task: ParallelTextTask, split: str, size: int, first: int = 0) -> list[Batch]:
     count = task.batches(size, split)
     assert count is not None
     return [task.batch(first * count + n, size, split) for n in range(count)]
@@ -87,7 +87,7 @@ def test_epochs_differ_in_order_and_batches_follow_from_their_numbers(path: str,
 
 def test_padding_is_told_and_asks_nothing(path: str):
     batch = made(path).batch(0, 7)
-    assert ((batch.labels == IGNORED) == (batch.tokens.segment < 0)).all()
+    assert ((batch.labels == IGNORE_INDEX) == (batch.tokens.segment < 0)).all()
     for row, at in zip(batch.tokens.position, batch.tokens.is_real, strict=True):
         assert row[at].tolist() == list(range(int(at.sum())))
 
@@ -102,7 +102,7 @@ def test_neighbours_in_a_batch_are_of_about_one_length(path: str):
 
 def test_a_budget_is_kept_and_used():
     levels = torch.randint(3, 40, (211,)).numpy()
-    plan = budgeted(levels, 200)
+    plan = plan_by_token_budget(levels, 200)
     batches = [[n for row in plan.take(at, seed=0) for n in row] for at in range(plan.batches)]
     costs = [len(batch) * int(levels[batch].max()) for batch in batches]
     assert max(costs) <= 200
@@ -112,7 +112,7 @@ def test_a_budget_is_kept_and_used():
 
 def test_rows_are_packed_without_overflowing_either_side():
     sides = [torch.randint(1, 20, (211,)).numpy() for _ in range(2)]
-    plan = packed(sides, 32, 6)
+    plan = plan_packed_rows(sides, 32, 6)
     found = [row for at in range(plan.batches) for row in plan.take(at, seed=0)]
     assert sorted(n for row in found for n in row) == list(range(211))
     assert all(int(side[row].sum()) <= 32 for side in sides for row in found)
@@ -121,7 +121,7 @@ def test_rows_are_packed_without_overflowing_either_side():
 
 def test_buckets_are_no_larger_than_asked():
     for count in (1, 7, 8, 9, 64):
-        sizes = [len(bucketed(torch.ones(count).numpy(), 8).take(at, 0)) for at in range(-(-count // 8))]
+        sizes = [len(plan_by_length(torch.ones(count).numpy(), 8).take(at, 0)) for at in range(-(-count // 8))]
         assert sum(sizes) == count
         assert max(sizes) <= 8
 
@@ -136,7 +136,7 @@ def test_sources_that_are_nearly_alike_stay_in_one_split(tmp_path: Path):
     random.Random(0).shuffle(lines)
     (file := tmp_path / "a.tsv").write_text("".join(lines))
     task = made(str(file), valid=0.25, test=0.25)
-    keys = {split: {plain(pair.source) for pair in pairs} for split, pairs in task.data.pairs.items()}
+    keys = {split: {normalise_sentence(pair.source) for pair in pairs} for split, pairs in task.data.pairs.items()}
     assert [len(keys[split]) for split in ("train", "valid", "test")] == [12, 6, 6]
     assert sum(map(len, keys.values())) == len(set().union(*keys.values())) == len(words)
     assert sum(task.data.sizes.values()) == len(lines)
@@ -154,7 +154,7 @@ def test_a_split_does_not_depend_on_the_order_of_lines(path: str, tmp_path: Path
 @pytest.mark.parametrize(("valid", "test"), [(0.1, 0.1), (0.5, 0.0), (0.01, 0.01), (0.4, 0.5)])
 @pytest.mark.parametrize("count", [3, 4, 10, 101])
 def test_every_split_that_is_asked_for_has_members(count: int, valid: float, test: float):
-    found = members([str(n) for n in range(count)], valid, test)
+    found = split_by_key([str(n) for n in range(count)], valid, test)
     assert sorted(n for own in found.values() for n in own) == list(range(count))
     assert len(found["train"]) > 0 < len(found["valid"])
     assert bool(len(found["test"])) == bool(test)
@@ -169,7 +169,7 @@ def test_files_of_their_own_and_what_is_left_out_is_said(tmp_path: Path):
         (tmp_path / f"test.{end}").write_text(f"{words[11]}\n")
     said = {split: tuple(str(tmp_path / f"{split}.{end}") for end in ("de", "en")) for split in ("val", "test")}
     train = tuple(str(tmp_path / f"train.{end}.gz") for end in ("de", "en"))
-    task = Parallel(train, valid=said["val"], test=said["test"], vocab=300, longest=40)
+    task = ParallelTextTask(train, valid=said["val"], test=said["test"], vocab=300, longest=40)
     assert task.data.sizes == {"train": 40 - 2 - 2 - 1, "valid": 2, "test": 1}
     assert [pair.source for pair in task.data.pairs["valid"]] == ["WORT 10!", "neu"]
     told = " ".join(task.notes)
@@ -217,17 +217,17 @@ def test_answers_are_scored_against_the_text_itself(path: str):
 
 def test_published_scores_are_those_of_sacrebleu(monkeypatch: pytest.MonkeyPatch):
     told, wanted = ["the cat sat on a mat", "who is there"], ["the cat sat on the mat", "who is there?"]
-    found = translation_scores(told, wanted)
+    found = score_translations(told, wanted)
     import sacrebleu
 
     assert found.bleu == sacrebleu.corpus_bleu(told, [wanted]).score
     assert found.chrf == sacrebleu.corpus_chrf(told, [wanted]).score
     assert "tok:13a" in found.bleu_signature
     assert "version:" in found.chrf_signature
-    assert translation_scores(["他来了。"], ["他走了。"], tokenize="zh").bleu_signature != found.bleu_signature
+    assert score_translations(["他来了。"], ["他走了。"], tokenize="zh").bleu_signature != found.bleu_signature
     monkeypatch.setitem(sys.modules, "sacrebleu.metrics", None)
     with pytest.raises(hw.SpecError, match=r"pip install 'headwise\[mt\]'"):
-        translation_scores(told, wanted)
+        score_translations(told, wanted)
 
 
 def test_a_few_held_out_batches_have_short_and_long_sentences(path: str):

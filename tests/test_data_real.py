@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from headwise.data import IGNORED, Task, open_data
-from headwise.data.image_arrays import idx
-from headwise.data.translation import plain, translation_scores
+from headwise.data import IGNORE_INDEX, Task, open_data
+from headwise.data.image_arrays import read_idx
+from headwise.data.translation import normalise_sentence, score_translations
 
 pytestmark = pytest.mark.slow
 
@@ -27,7 +27,7 @@ def folder(shared: Path, name: str) -> Path:
 
 def asked(task: Task, split: str) -> list[int]:
     """Every label of a split, in its order."""
-    return [int(one) for one in task.batch(0, 99_999, split).labels.flatten() if one != IGNORED]
+    return [int(one) for one in task.batch(0, 99_999, split).labels.flatten() if one != IGNORE_INDEX]
 
 
 def test_tiny_shakespeare_is_split_as_nanogpt_splits_it(shared: Path):
@@ -50,12 +50,12 @@ def test_mnist_has_the_mean_and_deviation_that_everybody_writes(shared: Path):
     path = folder(shared, "mnist")
     raw = gzip.decompress((path / "t10k-labels-idx1-ubyte.gz").read_bytes())
     assert hashlib.md5(raw).hexdigest() == "27ae3e4e09519cfbb04c329615203637"  # of the original file
-    assert Counter(idx(path / "t10k-labels-idx1-ubyte.gz").tolist())[1] == 1135
+    assert Counter(read_idx(path / "t10k-labels-idx1-ubyte.gz").tolist())[1] == 1135
     task = open_data(str(path), {"valid": 1 / 12})
     assert task.data.sizes == {"train": 55_000, "valid": 5_000, "test": 10_000}
     assert task.data.given.mean[0] == pytest.approx(0.1307, abs=0.002)
     assert task.data.given.deviation[0] == pytest.approx(0.3081, abs=0.002)
-    assert (task.batch(0, 10_000, "test").labels.numpy() == idx(path / "t10k-labels-idx1-ubyte.gz")).all()
+    assert (task.batch(0, 10_000, "test").labels.numpy() == read_idx(path / "t10k-labels-idx1-ubyte.gz")).all()
     assert task.chance["accuracy"] == pytest.approx(0.1124, abs=0.002)  # ones are the most frequent
 
 
@@ -76,7 +76,7 @@ def test_multi30k_keeps_its_own_splits(shared: Path):
     for batch in batches:
         for ids, at, reference in zip(batch.source, batch.source_tokens.is_real, batch.gold, strict=True):
             assert known[task.data.vocabularies[0].decode(ids[at].tolist())].strip() == reference
-    assert translation_scores(read, read).bleu == pytest.approx(100)
+    assert score_translations(read, read).bleu == pytest.approx(100)
 
 
 def test_tatoeba_leaks_no_sentence(shared: Path):
@@ -85,7 +85,7 @@ def test_tatoeba_leaks_no_sentence(shared: Path):
     assert len({line.split("\t")[0] for line in lines}) == 27_661
     task = open_data(f"parallel:{path}", {"test": 0.05})
     assert sum(task.data.sizes.values()) == 29_155
-    keys = {split: {plain(pair.source) for pair in pairs} for split, pairs in task.data.pairs.items()}
+    keys = {split: {normalise_sentence(pair.source) for pair in pairs} for split, pairs in task.data.pairs.items()}
     assert sum(map(len, keys.values())) == len(set().union(*keys.values()))
     assert len(keys["valid"]) == round(0.05 * sum(map(len, keys.values())))
     for target in task.batch(0, 64, "test").gold:

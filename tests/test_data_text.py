@@ -16,8 +16,8 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from headwise.data import IGNORED, Task
-from headwise.data.language_modelling import Text
+from headwise.data import IGNORE_INDEX, Task
+from headwise.data.language_modelling import TextTask
 
 # Bytes of one to four for a character, lines of all lengths, and no newline at the end.
 WORDS = "the low lower lowest Äpfel 你好 \N{MATHEMATICAL BOLD CAPITAL A} naïve\n\n\twidest, wider; wide"
@@ -30,17 +30,17 @@ def path(tmp_path: Path) -> str:
     return str(file)
 
 
-def texts(path: str, **said) -> list[Text]:
+def texts(path: str, **said) -> list[TextTask]:
     """The text cut into bytes, characters and learnt pieces."""
-    return [Text(path, tokens=tokens, vocab=300, length=13, **said) for tokens in ("bytes", "chars", "bpe")]
+    return [TextTask(path, tokens=tokens, vocab=300, length=13, **said) for tokens in ("bytes", "chars", "bpe")]
 
 
 def asked(task: Task, split: str) -> list[int]:
     """Every label that a split asks for, in its order; small batches ask for the same."""
     some = range(task.batches(5, split) or 0)
-    parts = [batch.labels[batch.labels != IGNORED] for batch in (task.batch(n, 5, split) for n in some)]
+    parts = [batch.labels[batch.labels != IGNORE_INDEX] for batch in (task.batch(n, 5, split) for n in some)]
     whole = task.batch(0, 9_999, split).labels
-    found = whole[whole != IGNORED].tolist()
+    found = whole[whole != IGNORE_INDEX].tolist()
     assert sorted(torch.cat(parts).tolist()) == sorted(found)
     return found
 
@@ -58,14 +58,14 @@ def test_what_a_label_stands_behind_is_what_is_read(path: str):
     for task in texts(path):
         for split in ("train", "valid", "test"):
             batch = task.batch(1, 3, split)
-            both = batch.labels[:, 1:] != IGNORED
+            both = batch.labels[:, 1:] != IGNORE_INDEX
             assert (batch.x[:, 1:][both] == batch.labels[:, :-1][both]).all()
 
 
 def test_training_reads_nothing_of_what_is_held_out(tmp_path: Path):
     raw = bytes(range(1, 101))
     (tmp_path / "a.txt").write_bytes(raw)
-    task = Text(str(tmp_path / "a.txt"), length=7, valid=0.2, test=0.1)
+    task = TextTask(str(tmp_path / "a.txt"), length=7, valid=0.2, test=0.1)
     seen = {int(one) for n in range(40) for one in task.batch(n, 9).labels.flatten()}
     assert seen == set(range(2, 71))  # every place but the first, to the last of seventy
     assert asked(task, "valid") == list(range(71, 91))
@@ -76,13 +76,13 @@ def test_training_reads_nothing_of_what_is_held_out(tmp_path: Path):
 def test_only_the_last_window_is_short(path: str):
     task = texts(path)[0]
     labels = task.batch(0, 9_999, "valid").labels
-    assert (labels[-1] == IGNORED).any()
-    assert (labels[:-1] != IGNORED).all()
+    assert (labels[-1] == IGNORE_INDEX).any()
+    assert (labels[:-1] != IGNORE_INDEX).all()
 
 
 def test_a_few_batches_are_a_sample_of_the_whole_part(tmp_path: Path):
     (tmp_path / "a.txt").write_bytes(bytes(range(1, 101)))
-    task = Text(str(tmp_path / "a.txt"), length=5, valid=0.5, test=0.1)
+    task = TextTask(str(tmp_path / "a.txt"), length=5, valid=0.5, test=0.1)
     first = task.batch(0, 4, "valid").labels.flatten()  # of 10 windows in 3 batches
     assert sorted(first.tolist()) == [*range(41, 46), *range(56, 61), *range(71, 76), *range(86, 91)]
 
@@ -97,10 +97,10 @@ def test_text_comes_back_as_it_went_in(path: str):
 
 def test_pieces_are_learnt_from_the_part_to_train_on_alone(tmp_path: Path):
     (file := tmp_path / "a.txt").write_text("seen word again\n" * 90 + "zzqzzq\n" * 16)
-    task = Text(str(file), tokens="bpe", vocab=300, valid=0.05, test=0.02)
+    task = TextTask(str(file), tokens="bpe", vocab=300, valid=0.05, test=0.02)
     assert len(task.ids(" word")) == 1
     assert len(task.ids("zzqzzq")) == 6
-    held = Text(str(file), tokens="bpe", vocab=300, valid=0.002, test=0.002)
+    held = TextTask(str(file), tokens="bpe", vocab=300, valid=0.002, test=0.002)
     assert len(held.ids("zzqzzq")) < 6  # where training has it, it is learnt
 
 
@@ -116,7 +116,7 @@ def test_bits_for_each_byte_by_hand(path: str):
             for row, wanted in zip(
                 logits.double().flatten(0, 1).tolist(), batch.labels.flatten().tolist(), strict=True
             ):
-                if wanted != IGNORED:
+                if wanted != IGNORE_INDEX:
                     total += math.log2(sum(math.exp(one) for one in row)) - row[wanted] / math.log(2)
         held = TEXT.encode()[-sum(tally["bits_per_byte"][1] for tally in tallies) :]
         assert held.decode() == task.text(asked(task, "valid"))  # so many bytes were counted as the part has
@@ -141,23 +141,23 @@ def test_a_batch_follows_from_its_numbers(path: str):
         for other in (task, pickle.loads(pickle.dumps(task)), copy.deepcopy(task)):
             assert (other.batch(3, 5).x == first.x).all()
         assert not (task.batch(4, 5).x == first.x).all()
-        assert not (Text(path, task.tokens, 300, 13, seed=1).batch(3, 5).x == first.x).all()
+        assert not (TextTask(path, task.tokens, 300, 13, seed=1).batch(3, 5).x == first.x).all()
 
 
 def test_another_process_draws_and_learns_the_same(path: str):
     code = "import sys; from headwise.data.language_modelling import Text; t = Text(sys.argv[1], 'bpe', 290, 13); "
     code += "import json; print(json.dumps([t.batch(3, 5).x.tolist(), t.tokenizer]))"
     ran = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True, check=True)
-    task = Text(path, "bpe", 290, 13)
+    task = TextTask(path, "bpe", 290, 13)
     assert json.loads(ran.stdout) == [task.batch(3, 5).x.tolist(), task.tokenizer]
 
 
 def test_tasks_that_are_alike_read_once_and_a_changed_file_is_read_again(path: str):
-    first = Text(path)
-    assert Text(path, seed=3).data is first.data
+    first = TextTask(path)
+    assert TextTask(path, seed=3).data is first.data
     Path(path).write_bytes(TEXT.upper().encode() + b"!")
-    assert Text(path).data is not first.data
-    assert Text(path) == first  # the description is the same
+    assert TextTask(path).data is not first.data
+    assert TextTask(path) == first  # the description is the same
 
 
 def test_a_folder_is_its_files_by_name(tmp_path: Path):
@@ -171,25 +171,25 @@ def test_a_folder_is_its_files_by_name(tmp_path: Path):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text * 20)
     raw = ("one\n" * 20 + "two\n" * 20 + "three\n" * 20).encode()
-    task = Text(str(tmp_path), length=5, valid=0.5, test=0.4)
+    task = TextTask(str(tmp_path), length=5, valid=0.5, test=0.4)
     assert task.text(asked(task, "valid") + asked(task, "test")).encode() == raw[28:]
 
 
 def test_a_compressed_text_is_the_text(path: str, tmp_path: Path):
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress(TEXT.encode()))
-    one, other = Text(path), Text(str(tmp_path / "a.txt.gz"))
+    one, other = TextTask(path), TextTask(str(tmp_path / "a.txt.gz"))
     assert (one.batch(2, 3).x == other.batch(2, 3).x).all()
 
 
 def test_line_ends_stay_as_they_are(tmp_path: Path):
     (file := tmp_path / "a.txt").write_bytes(b"one\r\ntwo\n\xef\xbb\xbfthree\r" * 20)
-    task = Text(str(file), length=5, valid=0.5, test=0.1)
+    task = TextTask(str(file), length=5, valid=0.5, test=0.1)
     assert task.text(asked(task, "valid")).encode() in file.read_bytes()
     assert "\r\n" in task.text(asked(task, "valid"))
 
 
 def test_the_standard_library_is_text_on_every_machine():
-    task = Text("stdlib")
+    task = TextTask("stdlib")
     assert task.examples is not None
     assert task.examples > 100_000  # windows of 64 bytes
     names = [str(path) for path in task.files()]
@@ -198,26 +198,26 @@ def test_the_standard_library_is_text_on_every_machine():
 
 
 def test_a_tokenizer_from_elsewhere_is_used_as_it_is(path: str, tmp_path: Path):
-    made = Text(path, tokens="bpe", vocab=300)
+    made = TextTask(path, tokens="bpe", vocab=300)
     (tmp_path / "tokenizer.json").write_text(made.tokenizer or "")
-    again = Text(path, tokens=str(tmp_path / "tokenizer.json"))
+    again = TextTask(path, tokens=str(tmp_path / "tokenizer.json"))
     assert again.ids(TEXT) == made.ids(TEXT)
     assert again.chance == made.chance
     held = json.loads(made.tokenizer or "")
     held["normalizer"] = {"type": "Replace", "pattern": {"String": "low"}, "content": ""}
     held["truncation"] = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}
     (tmp_path / "other.json").write_text(json.dumps(held))
-    other = Text(path, tokens=str(tmp_path / "other.json"))
+    other = TextTask(path, tokens=str(tmp_path / "other.json"))
     assert other.text(other.ids("the lowest lower")) == "the est er"  # all of it, whatever its document cuts
     assert set(other.chance) == {"nats"}  # its tokens do not say how many bytes of the text they stand for
 
 
 def test_marks_of_a_vocabulary_that_stand_in_a_text_are_text(path: str, tmp_path: Path):
-    held = json.loads(Text(path, tokens="bpe", vocab=300).tokenizer or "")
+    held = json.loads(TextTask(path, tokens="bpe", vocab=300).tokenizer or "")
     held["added_tokens"] = [{"id": 300, "content": "<s>", "special": True, "single_word": False, "lstrip": False}]
     held["added_tokens"][0] |= {"rstrip": False, "normalized": False}
     (tmp_path / "t.json").write_text(json.dumps(held))
-    task = Text(path, tokens=str(tmp_path / "t.json"))
+    task = TextTask(path, tokens=str(tmp_path / "t.json"))
     assert 300 not in task.ids("a <s> b")
     assert task.text(task.ids("a <s> b")) == "a <s> b"
 
@@ -234,11 +234,11 @@ def test_no_character_is_cut_in_two(tmp_path: Path, valid: float):
     for count in (100, 23_333):  # and one line that is longer than a block of text
         (file := tmp_path / f"{count}.txt").write_text("你" * count)
         for tokens in ("bytes", "bpe"):
-            task = Text(str(file), tokens=tokens, vocab=258, length=5, valid=valid, test=0.0)
+            task = TextTask(str(file), tokens=tokens, vocab=258, length=5, valid=valid, test=0.0)
             held = task.text(asked(task, "valid"))
             assert set(held) == {"你"}
             assert abs(len(held) - valid * count) <= 1
 
 
 def test_a_plain_file_of_bytes_stays_on_disk(path: str):
-    assert isinstance(Text(path).data.placed["train"].ids, np.memmap)
+    assert isinstance(TextTask(path).data.placed["train"].ids, np.memmap)

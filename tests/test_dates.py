@@ -12,20 +12,20 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from headwise.data import IGNORED, SPLITS, task
+from headwise.data import IGNORE_INDEX, SPLITS, make_task
 from headwise.data.date_translation import (
-    BEGIN,
+    BEGIN_ID,
     CURRENCIES,
-    END,
+    END_ID,
     LANGUAGES,
-    PAD,
-    UNKNOWN,
+    PAD_ID,
+    UNKNOWN_ID,
     VOCABULARY,
     Amount,
     Date,
-    Dates,
-    joined,
-    numeral,
+    DateTranslation,
+    join_tokens,
+    format_chinese_numeral,
 )
 
 NUMBERS = [*range(1, 1300), *range(9900, 11_200), *random.Random(0).sample(range(11_200, 10**8), 1500)]
@@ -34,7 +34,7 @@ HUNDREDTHS = [*range(1, 300), *random.Random(1).sample(range(300, 10**10), 500),
 
 
 def said(language: str, one: Date | Amount) -> str:
-    return joined(LANGUAGES[language](one))
+    return join_tokens(LANGUAGES[language](one))
 
 
 # --- Chinese numbers, twice again ----------------------------------------------------------------------
@@ -66,7 +66,7 @@ def read(text: str) -> int:
 
 def test_numerals_are_as_written_otherwise_and_read_back():
     for number in NUMBERS:
-        text = joined(numeral(number, "n"))
+        text = join_tokens(format_chinese_numeral(number, "n"))
         assert text == written(number)
         assert read(text) == number
         assert not re.search("零零|零[万十百千]|零$|^一十", text)
@@ -96,7 +96,7 @@ def test_numerals_are_as_written_otherwise_and_read_back():
     ],
 )
 def test_numerals_as_schoolbooks_write_them(number: int, text: str):
-    assert joined(numeral(number, "n")) == text
+    assert join_tokens(format_chinese_numeral(number, "n")) == text
 
 
 @pytest.mark.parametrize(
@@ -179,7 +179,7 @@ def test_no_two_things_are_said_alike():
     """So that an answer is right or wrong."""
     things = [Amount(cents, currency) for cents in HUNDREDTHS for currency in CURRENCIES]
     for say in LANGUAGES.values():
-        assert len({joined(say(one)) for one in things}) == len(set(things))
+        assert len({join_tokens(say(one)) for one in things}) == len(set(things))
 
 
 # --- examples ------------------------------------------------------------------------------------------
@@ -204,7 +204,7 @@ def understood(text: str) -> tuple:
 
 
 def test_both_sides_say_the_same():
-    one, seen = Dates(), Counter()
+    one, seen = DateTranslation(), Counter()
     batch = one.batch(0, 1000)
     for n, gold in enumerate(batch.gold):
         assert understood(gold.source) == understood(gold.target)
@@ -220,16 +220,16 @@ def test_both_sides_say_the_same():
 
 
 def test_rows_are_what_a_translator_is_trained_on():
-    batch = Dates().batch(1, 60)
+    batch = DateTranslation().batch(1, 60)
     assert batch.tokens is not None
     assert batch.source_tokens is not None
     for n in range(60):
         x, labels = batch.x[n][batch.tokens.is_real[n]].tolist(), batch.labels[n].tolist()
-        wanted = [token for token in labels if token != IGNORED]
-        assert x == [BEGIN, *wanted[:-1]]
-        assert wanted[-1] == END
-        assert labels == wanted + [IGNORED] * (len(labels) - len(wanted))
-        assert (batch.source[n] != PAD).tolist() == batch.source_tokens.is_real[n].tolist()
+        wanted = [token for token in labels if token != IGNORE_INDEX]
+        assert x == [BEGIN_ID, *wanted[:-1]]
+        assert wanted[-1] == END_ID
+        assert labels == wanted + [IGNORE_INDEX] * (len(labels) - len(wanted))
+        assert (batch.source[n] != PAD_ID).tolist() == batch.source_tokens.is_real[n].tolist()
 
 
 # What tokens are worth by themselves: a digit, a month, a currency.
@@ -246,11 +246,11 @@ for word, (code, units) in {"dollars": ("USD", "美元分"), "euros": ("EUR", "�
 
 def test_linked_tokens_mean_the_same():
     """Equal digits, a month and a digit of its number, one currency; 十, 百, 千, 万, 角, 分 the digit there."""
-    one, kinds = Dates(), Counter()
+    one, kinds = DateTranslation(), Counter()
     batch = one.batch(0, 1500)
     for n, gold in enumerate(batch.gold):
         source, target = (
-            [VOCABULARY[i] for i in row[n].tolist() if i != IGNORED] for row in (batch.source, batch.labels)
+            [VOCABULARY[i] for i in row[n].tolist() if i != IGNORE_INDEX] for row in (batch.source, batch.labels)
         )
         for s, t in gold.links:
             pair = source[s], target[t]
@@ -266,7 +266,7 @@ def test_linked_tokens_mean_the_same():
 
 def test_digits_link_one_to_one_between_english_and_iso():
     """There the same digits are written, but for zeros before a day, for what a month is, and for commas."""
-    batch = Dates(languages=("en", "iso")).batch(0, 300)
+    batch = DateTranslation(languages=("en", "iso")).batch(0, 300)
     for n, gold in enumerate(batch.gold):
         tokens = [[VOCABULARY[i] for i in row[n].tolist() if i >= 0] for row in (batch.source, batch.labels)]
         for side, row in enumerate(tokens):
@@ -280,7 +280,7 @@ def test_digits_link_one_to_one_between_english_and_iso():
 
 def test_what_chinese_says_of_a_number_is_linked():
     """十一 of 十一月 with the word or with both digits; 零 with all zeros that it stands for; 千 with its digit."""
-    one = Dates()
+    one = DateTranslation()
     wanted = {"zh-en": {}, "iso-zh": {}}
     for index in range(12):
         for gold in one.batch(index, 200).gold:
@@ -307,7 +307,7 @@ def test_what_is_held_out_is_held_out_in_every_language():
     """By what is said: the same date, or the same number of whatever currency, is in one split alone."""
     seen: dict[tuple, str] = {}
     for split in SPLITS:
-        for one in (Dates(), Dates(seed=1), Dates(years=(1990, 2010), digits=3)):
+        for one in (DateTranslation(), DateTranslation(seed=1), DateTranslation(years=(1990, 2010), digits=3)):
             for gold in one.batch(0, 300, split).gold:
                 meaning = understood(gold.source)
                 assert seen.setdefault(meaning[:1] if len(meaning) == 2 else meaning, split) == split
@@ -315,7 +315,7 @@ def test_what_is_held_out_is_held_out_in_every_language():
 
 def test_each_knob_does_what_it_says():
     def golds(**said):
-        return task("dates", **said).batch(0, 300).gold
+        return make_task("dates", **said).batch(0, 300).gold
 
     assert {gold.subject for gold in golds(subjects=("date",))} == {"date"}
     assert {gold.direction for gold in golds(languages=("zh", "en"))} == {"zh-en", "en-zh"}
@@ -328,7 +328,7 @@ def test_each_knob_does_what_it_says():
         re.sub("[1-9]", "x", gold.source) for gold in golds(languages=("iso", "en"), subjects=("amount",), digits=1)
     }
     assert {"USD 0.0x", "EUR 0.x0", "CNY 0.xx", "USD x.00", "EUR x.0x", "x.x0 yuan", "x.xx euros"} <= forms
-    ends = task("dates", subjects=("date",), years=(9998, 9999))
+    ends = make_task("dates", subjects=("date",), years=(9998, 9999))
     days = {understood(gold.source) for split in SPLITS for gold in ends.batch(0, 900, split).gold}
     assert (len(days) > 600, min(days), max(days)) == (True, (9998, 1, 1), (9999, 12, 31))
     wide = [understood(gold.source)[0] for gold in golds(subjects=("amount",), digits=8)]
@@ -337,16 +337,16 @@ def test_each_knob_does_what_it_says():
 
 @pytest.mark.parametrize("digits", range(1, 9))
 def test_answers_are_just_long_enough(digits: int):
-    one = task("dates", digits=digits)
+    one = make_task("dates", digits=digits)
     things = [Amount(int("9" * (digits + 2)), "euros"), Date(2027, 12, 27)]
     assert max(len(say(thing)) for say in LANGUAGES.values() for thing in things) + 1 == one.answers
     assert one.batch(0, 300).labels.shape[1] <= one.answers
 
 
 def test_scores_count_whole_answers():
-    one = Dates()
+    one = DateTranslation()
     batch = one.batch(0, 40, "test")
-    right = [[i for i in row if i not in (END, IGNORED)] for row in batch.labels.tolist()]
+    right = [[i for i in row if i not in (END_ID, IGNORE_INDEX)] for row in batch.labels.tolist()]
     told = one.score(right, batch)
     assert told["exact_match"] == (40, 40)
     assert sum(count for name, (_, count) in told.items() if "@date" in name or "@amount" in name) == 40
@@ -354,12 +354,12 @@ def test_scores_count_whole_answers():
     wrong = [row[:-1] if n < 3 else [*row, row[0]] if n < 5 else row for n, row in enumerate(right)]
     assert one.score(wrong, batch)["exact_match"] == (35, 40)
     prompt, tokens = one.prompt(batch)
-    assert (prompt.tolist(), tokens, one.end) == ([[BEGIN]] * 40, None, END)
+    assert (prompt.tolist(), tokens, one.end) == ([[BEGIN_ID]] * 40, None, END_ID)
 
 
 def test_chance_is_what_guessing_a_whole_answer_scores():
     """A guesser that says any date of the range, or any amount, in the right language."""
-    one = task("dates", subjects=("date",), years=(2000, 2001))
+    one = make_task("dates", subjects=("date",), years=(2000, 2001))
     assert one.chance["exact_match"] == 1 / 731
     draw, days, hits = random.Random(0), [date(2000, 1, 1) + timedelta(n) for n in range(731)], 0
     golds = one.batch(0, 300).gold
@@ -367,35 +367,35 @@ def test_chance_is_what_guessing_a_whole_answer_scores():
         day = draw.choice(days)
         hits += said(gold.direction.split("-")[1], Date(day.year, day.month, day.day)) == gold.target
     assert abs(hits - 9000 / 731) < 4 * (9000 / 731) ** 0.5
-    both = task("dates", years=(2000, 2001), digits=1, currencies=("yuan", "euros"))
+    both = make_task("dates", years=(2000, 2001), digits=1, currencies=("yuan", "euros"))
     assert both.chance["exact_match"] == pytest.approx((1 / 731 + 1 / 1998) / 2)
 
 
 def test_typed_text_becomes_the_tokens_of_the_task():
-    one = Dates()
+    one = DateTranslation()
     tokenizer = Tokenizer.from_str(one.tokenizer)
     assert tokenizer.get_vocab_size() == len(VOCABULARY) == len(set(VOCABULARY))
     batch = one.batch(0, 100)
     for n, gold in enumerate(batch.gold):
         language = gold.direction.split("-")[1]
-        ids = [i for i in batch.source[n].tolist() if i != PAD]
+        ids = [i for i in batch.source[n].tolist() if i != PAD_ID]
         assert tokenizer.encode(f"<{language}>{gold.source}").ids == ids
         assert tokenizer.encode(f"<{language}> {gold.source}").ids == ids
-        assert tokenizer.decode([i for i in batch.labels[n].tolist() if i != IGNORED]) == gold.target
-        assert tokenizer.encode(gold.target).ids == [i for i in batch.labels[n].tolist() if i not in (END, IGNORED)]
-    assert tokenizer.encode("<zh>3 Mai").ids[-1] == UNKNOWN
-    assert tokenizer.encode("7€").ids == [VOCABULARY.index("7"), UNKNOWN]
+        assert tokenizer.decode([i for i in batch.labels[n].tolist() if i != IGNORE_INDEX]) == gold.target
+        assert tokenizer.encode(gold.target).ids == [i for i in batch.labels[n].tolist() if i not in (END_ID, IGNORE_INDEX)]
+    assert tokenizer.encode("<zh>3 Mai").ids[-1] == UNKNOWN_ID
+    assert tokenizer.encode("7€").ids == [VOCABULARY.index("7"), UNKNOWN_ID]
 
 
 def test_the_default_model_is_as_large_as_said():
     """2 + 2 layers, 128 wide, about 0.94 million parameters."""
-    described = Dates().model()
+    described = DateTranslation().model()
     assert [(stack.model, len(stack.layers)) for stack in described.stacks] == [(128, 2), (128, 2)]
     assert sum(weight.numel for weight in described.weights()) == pytest.approx(0.94e6, rel=0.02)
 
 
 def test_batches_have_no_empty_rows():
-    batch = Dates().batch(5, 64, "valid")
+    batch = DateTranslation().batch(5, 64, "valid")
     assert torch.is_tensor(batch.source)
-    assert (batch.source != PAD).any(1).all()
+    assert (batch.source != PAD_ID).any(1).all()
     assert min(len(gold.links) for gold in batch.gold) > 0

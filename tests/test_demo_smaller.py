@@ -27,7 +27,7 @@ from headwise.demo.translator_compression import (
     TrainingDemo,
 )
 from headwise.errors import SpecError
-from headwise.generation.greedy_decoding import greedy
+from headwise.generation.greedy_decoding import greedy_decode
 from headwise.surgery.distillation import RetrainingPoint
 from headwise.surgery.hf_export.model_folder import read_record
 from headwise.surgery.pruning_plan import fingerprint_model
@@ -81,8 +81,8 @@ def test_what_is_shown_is_what_the_folders_translate(
     assert batch.source is not None
     for net in (translator.result.net, hw.load(made[name].folder)):
         with torch.no_grad():
-            memory = net.eval().encode(batch.source, tokens=batch.source_tokens)
-        said = greedy(net, task.prompt(batch)[0], count=task.answers, end=task.end, memory=memory)
+            memory = net.eval().encode(batch.source, sequence=batch.source_tokens)
+        said = greedy_decode(net, task.prompt(batch)[0], max_new_tokens=task.answers, end_id=task.end, encoder_output=memory)
         found.append(sum(task.text(s) == one.target for s, one in zip(said, batch.gold, strict=True)) / len(batch.gold))
     assert [row["before"]["value"], row["after"]["value"]] == found
     assert made[name].data["proof"]["holds"]

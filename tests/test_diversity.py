@@ -198,17 +198,17 @@ def test_how_far_tokens_are_from_one():
 
 def states(net: Any, ids: Tensor) -> Iterator[Tensor]:
     """The states before any layer and behind each, by running the layers one after the other."""
-    from headwise.models.transformer import placed
+    from headwise.models.transformer import resolve_sequence
 
     (stack,) = net.stacks.values()
     h, types = stack.embed(ids)
-    at = placed(h, None, None)
+    at = resolve_sequence(h, None, None)
     h = stack.place(h, at, types)
     yield h[0]
-    from headwise.models.block import Call
+    from headwise.models.block import LayerInputs
 
     for layer in stack.blocks:
-        h = layer(h, Call(at, None, None, None, {}))
+        h = layer(h, LayerInputs(at, None, None, None, {}))
         yield h[0]
 
 

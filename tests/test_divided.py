@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from checked import check_found, found_by
-from headwise.distributed import Launch, Spread
-from headwise.distributed.communication_volume import Message
+from headwise.distributed import ProcessInfo, Parallelism
+from headwise.distributed.communication_volume import CollectiveMessage
 from headwise.files import read_lines
 from headwise.training import train
 from learning import quick
@@ -35,9 +35,9 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 def alone(case: str, way: str) -> dict[str, Any]:
     """The steps of one rank; of terms, in as many parts as ranks take rows of their own."""
-    spread = Spread.parse(way)
+    spread = Parallelism.parse(way)
     parts = {"accumulate": spread.data * spread.shards} if case == "terms" else {}
-    return steps_as(case, Launch(), "data=1", **parts)
+    return steps_as(case, ProcessInfo(), "data=1", **parts)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -59,7 +59,7 @@ def test_ways_multiply(four: list[dict[str, Any]], way: str, case: str):
 
 def check_sent(seen: Counter[Any], counted: Counter[Any]) -> None:
     assert seen == counted
-    assert sum(Message(*message).moved for message in seen.elements()) > 0
+    assert sum(CollectiveMessage(*message).moved for message in seen.elements()) > 0
 
 
 @pytest.mark.parametrize("name", ["echo", "odd", "pooled"])

@@ -151,7 +151,7 @@ def test_no_text_covers_another_or_leaves_the_drawing(count, panels):
         matplotlib.rcParams.update(cost_plots.MATPLOTLIB_STYLE)
         figure = cost_plots.make_figure(prices, shown[:panels])
         canvas = FigureCanvasAgg(figure)
-        canvas.draw()
+        canvas.draw_examples()
         renderer = canvas.get_renderer()
         ticks = [tick for axes in figure.axes for axis in (axes.xaxis, axes.yaxis) for tick in beyond(axis)]
         seen = [text for text in figure.findobj(Text) if text.get_visible() and text.get_text().strip()]

@@ -13,7 +13,7 @@ import headwise as hw
 from headwise import model_spec as bp
 from headwise.cli.arguments import PRESETS
 from headwise.serving import model_runner
-from headwise.serving.scheduler import chunked, divided
+from headwise.serving.scheduler import split_prefill, split_by_size
 
 TOKENS, MODEL = 13, 16
 ROOMY = 40_000_000
@@ -78,7 +78,7 @@ def model(name: str) -> hw.Transformer:
 
 
 def alone(net: hw.Transformer, prompt: list[int], count: int) -> list[int]:
-    return hw.greedy(net, torch.tensor([prompt]), count=count)[0]
+    return hw.greedy_decode(net, torch.tensor([prompt]), max_new_tokens=count)[0]
 
 
 # --- alone and together --------------------------------------------------------------------------------
@@ -87,7 +87,7 @@ PROMPTS = st.lists(st.integers(0, 2), min_size=1, max_size=14)  # of three token
 ASKED = st.tuples(PROMPTS, st.integers(1, 8))
 EVENTS = st.lists(st.sampled_from(["join", "join", "step", "step", "leave"]), max_size=16)
 WAYS = st.builds(
-    hw.Batching,
+    hw.BatchingConfig,
     rows=st.integers(1, 6),
     page=st.integers(1, 5),
     chunk=st.integers(1, 9),
@@ -99,7 +99,7 @@ WAYS = st.builds(
 @pytest.mark.parametrize("name", MODELS)
 @FEW
 @given(asked=st.lists(ASKED, min_size=1, max_size=5), events=EVENTS, way=WAYS, tight=st.booleans(), data=st.data())
-def test_a_request_gets_what_it_gets_alone(name: str, asked, events, way: hw.Batching, tight: bool, data):
+def test_a_request_gets_what_it_gets_alone(name: str, asked, events, way: hw.BatchingConfig, tight: bool, data):
     net = model(name)
     if name == "prefix":
         asked = [([*prompt, 1, 2, 0][: max(3, len(prompt))], count) for prompt, count in asked]
@@ -110,20 +110,20 @@ def test_a_request_gets_what_it_gets_alone(name: str, asked, events, way: hw.Bat
             prompt, count = coming.pop()
             streams.append((engine.submit(prompt, max_new_tokens=count), prompt, count))
         if event == "leave" and streams:
-            streams[data.draw(st.integers(0, len(streams) - 1))][0].cancel()
+            streams[data.draw_examples(st.integers(0, len(streams) - 1))][0].cancel()
         if event == "step":
             engine.step()
-        assert engine.room.used <= engine.room.nbytes <= engine.room.budget
+        assert engine.memory.used <= engine.memory.nbytes <= engine.memory.budget
     streams += [(engine.submit(prompt, max_new_tokens=count), prompt, count) for prompt, count in coming]
     for stream, prompt, count in reversed(streams):
         expected, said = alone(net, prompt, count), stream.result()
         assert said == (expected[: len(said)] if stream.ended == "cancelled" else expected)
         assert stream.ended in ("cancelled", "length")
-    assert engine.room.used == 0
-    assert engine.room.pool.book.pages.num_held == 0
+    assert engine.memory.used == 0
+    assert engine.memory.pool.book.pages.num_held == 0
 
 
-def smallest(net: hw.Transformer, way: hw.Batching, asked: list[tuple[list[int], int]]) -> int:
+def smallest(net: hw.Transformer, way: hw.BatchingConfig, asked: list[tuple[list[int], int]]) -> int:
     """The least budget in which each of these fits when it is alone, found from what is refused."""
     budget = 1
     while True:
@@ -148,8 +148,8 @@ def test_logits_are_those_of_one_pass(name: str, monkeypatch: pytest.MonkeyPatch
         seen.extend((list(ids), row) for ids, row in zip(past, logits, strict=True))
         return hw.models.generating.pick(logits, past, **how)
 
-    monkeypatch.setattr(model_runner, "pick", watched)
-    engine = hw.Engine(net, budget=ROOMY, batching=hw.Batching(rows=3, page=4, chunk=7))
+    monkeypatch.setattr(model_runner, "sample_tokens", watched)
+    engine = hw.Engine(net, budget=ROOMY, batching=hw.BatchingConfig(rows=3, page=4, chunk=7))
     asked = [([n * n % 5 for n in range(length)], count) for length, count in ((9, 5), (3, 7), (17, 3), (5, 4), (9, 2))]
     streams = [engine.submit(prompt, max_new_tokens=count) for prompt, count in asked]
     engine.run()
@@ -165,7 +165,7 @@ def test_logits_are_those_of_one_pass(name: str, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_step_is_a_chunk_of_prompts_and_a_token_of_every_row():
-    engine = hw.Engine(model("gqa"), budget=ROOMY, batching=hw.Batching(chunk=8))
+    engine = hw.Engine(model("gqa"), budget=ROOMY, batching=hw.BatchingConfig(chunk=8))
     short, long = engine.submit([1, 2], max_new_tokens=20), engine.submit(list(range(13)) * 3, max_new_tokens=4)
     told = []
     while engine.step():
@@ -180,13 +180,13 @@ def test_a_step_is_a_chunk_of_prompts_and_a_token_of_every_row():
 def test_beginnings_are_read_once():
     """A common beginning of 40 tokens, asked by all at once: one reads it, the others wait a step and share."""
     net, begin = model("mixed"), [n % 7 for n in range(40)]
-    engine = hw.Engine(net, budget=ROOMY, batching=hw.Batching(page=4, chunk=64))
+    engine = hw.Engine(net, budget=ROOMY, batching=hw.BatchingConfig(page=4, chunk=64))
     prompts = [[*begin, *[8 + n % 5] * (1 + n)] for n in range(6)]
     streams = [engine.submit(prompt, max_new_tokens=5) for prompt in prompts]
     assert [stream.result() for stream in streams] == [alone(net, prompt, 5) for prompt in prompts]
     shared = 24  # two layers keep 24 numbers of each of 4 tokens in a page, one keeps 8 of each of 24
     assert engine.report().shared == 5 * shared
-    assert engine.room.pool.book.pages.num_held == 0
+    assert engine.memory.pool.book.pages.num_held == 0
     again = engine.submit([*begin, 9, 9, 9], max_new_tokens=2)  # nobody holds those pages, but they are still known
     assert again.result() == alone(net, [*begin, 9, 9, 9], 2)
     assert engine.report().shared == 6 * shared
@@ -195,7 +195,7 @@ def test_beginnings_are_read_once():
 def test_what_is_shared_is_in_memory_once():
     spec = plain()
     net, begin = language(spec), list(range(12)) * 4
-    engine = hw.Engine(net, budget=ROOMY, batching=hw.Batching(page=4, chunk=100))
+    engine = hw.Engine(net, budget=ROOMY, batching=hw.BatchingConfig(page=4, chunk=100))
     for n in range(5):
         engine.submit([*begin, n], max_new_tokens=4)
     engine.step()
@@ -203,13 +203,13 @@ def test_what_is_shared_is_in_memory_once():
     rows = hw.RequestBatch.from_lengths(
         [50, 49, 49, 49, 49], shared=48
     )  # the first has said two tokens, and reads the first of them
-    assert engine.room.used == hw.kv_cache_bytes(spec, rows, "paged(4)", "fp32")
+    assert engine.memory.used == hw.kv_cache_bytes(spec, rows, "paged(4)", "fp32")
 
 
 def test_a_source_is_part_of_what_a_beginning_follows_from():
     net = translator("seq")
     net.usage = hw.ProcessorSpec(begin=(1, 2, 3, 4, 5, 6, 7, 8), end=(0,))
-    engine = hw.Engine(net, budget=ROOMY, batching=hw.Batching(page=1, chunk=16))
+    engine = hw.Engine(net, budget=ROOMY, batching=hw.BatchingConfig(page=1, chunk=16))
     sources = [[3, 4, 5], [5, 4, 3, 6, 7], [3, 4, 5], [6]]
     streams = [engine.submit(source, max_new_tokens=7) for source in sources]
     assert [stream.result() for stream in streams] == [generated(net, source, max_new_tokens=7) for source in sources]
@@ -243,23 +243,23 @@ def generated(net: hw.Transformer, prompt: object, **said: object):
 @pytest.mark.parametrize("form", ["seq", "merged"])
 @FEW
 @given(sources=st.lists(st.lists(st.integers(0, 12), min_size=1, max_size=9), min_size=1, max_size=7), way=WAYS)
-def test_two_stacks_answer_together(form: str, sources: list[list[int]], way: hw.Batching):
+def test_two_stacks_answer_together(form: str, sources: list[list[int]], way: hw.BatchingConfig):
     net = translator(form)
     engine = hw.Engine(net, budget=ROOMY, batching=way)
     streams = [engine.submit(source, max_new_tokens=6) for source in sources]
     assert [stream.result() for stream in streams] == [generated(net, source, max_new_tokens=6) for source in sources]
-    assert engine.room.used == 0
+    assert engine.memory.used == 0
 
 
 def test_the_budget_is_kept_and_what_waits_is_let_in_when_pages_are_free():
     spec = plain()
-    net, way = language(spec), hw.Batching(page=4, chunk=16)
+    net, way = language(spec), hw.BatchingConfig(page=4, chunk=16)
     each = hw.kv_cache_bytes(spec, hw.RequestBatch.uniform(1, 20), "paged(4)", "fp32")
     engine = hw.Engine(net, budget=3 * 2 * each, batching=way)  # as much again for the buffer, of one layer
     streams = [engine.submit([n] * 13, max_new_tokens=8) for n in range(9)]
     most = 0
     while engine.step():
-        assert engine.room.nbytes <= engine.room.budget
+        assert engine.memory.nbytes <= engine.memory.budget
         most = max(most, sum(1 for stream in streams if stream.ids and not stream.ended))
     assert most == 2  # three rows of 5 pages would be 15, and there are 14 beside the empty one
     assert [stream.result() for stream in streams] == [alone(net, [n] * 13, 8) for n in range(9)]
@@ -269,7 +269,7 @@ def test_the_budget_is_kept_and_what_waits_is_let_in_when_pages_are_free():
 # --- who is next ---------------------------------------------------------------------------------------
 
 
-def order_of(batching: hw.Batching, counts: list[int]) -> list[int]:
+def order_of(batching: hw.BatchingConfig, counts: list[int]) -> list[int]:
     """The order in which requests of these lengths have their first token, one row at a time."""
     engine = hw.Engine(model("gqa"), budget=ROOMY, batching=batching)
     streams = [engine.submit([1, 2], max_new_tokens=count) for count in counts]
@@ -278,17 +278,17 @@ def order_of(batching: hw.Batching, counts: list[int]) -> list[int]:
 
 
 def test_who_came_first_is_first():
-    assert order_of(hw.Batching(rows=1), [5, 1, 3, 2]) == [0, 1, 2, 3]
+    assert order_of(hw.BatchingConfig(rows=1), [5, 1, 3, 2]) == [0, 1, 2, 3]
 
 
 def test_short_ones_overtake_but_nobody_waits_for_ever():
-    assert order_of(hw.Batching(rows=1, order="shortest"), [5, 1, 3, 2]) == [1, 3, 2, 0]
-    assert order_of(hw.Batching(rows=1, order="shortest", patience=2), [9, 1, 1, 1, 1, 1]) == [1, 2, 0, 3, 4, 5]
+    assert order_of(hw.BatchingConfig(rows=1, order="shortest"), [5, 1, 3, 2]) == [1, 3, 2, 0]
+    assert order_of(hw.BatchingConfig(rows=1, order="shortest", patience=2), [9, 1, 1, 1, 1, 1]) == [1, 2, 0, 3, 4, 5]
 
 
 def test_a_long_one_is_not_passed_by_short_ones_while_it_waits_for_room():
     spec = plain()
-    engine = hw.Engine(language(spec), budget=2 * 12 * 4 * 96, batching=hw.Batching(page=1))
+    engine = hw.Engine(language(spec), budget=2 * 12 * 4 * 96, batching=hw.BatchingConfig(page=1))
     sizes = [8, 20, 3, 3]
     streams = [engine.submit([1] * size, max_new_tokens=4) for size in sizes]
     engine.run()
@@ -298,15 +298,15 @@ def test_a_long_one_is_not_passed_by_short_ones_while_it_waits_for_room():
 
 
 def test_rows_of_like_length_share_a_call():
-    assert divided([9, 9, 9, 1], worth=100) == [4]
-    assert divided([90, 9, 9, 9, 9, 9, 9], worth=100) == [1, 6]
-    assert divided([], worth=1) == []
+    assert split_by_size([9, 9, 9, 1], call_cost=100) == [4]
+    assert split_by_size([90, 9, 9, 9, 9, 9, 9], call_cost=100) == [1, 6]
+    assert split_by_size([], call_cost=1) == []
 
 
 @given(st.lists(st.integers(1, 90), min_size=1, max_size=12), st.integers(0, 200))
 def test_dividing_never_costs_more_than_one_call(sizes: list[int], worth: int):
     sizes.sort(reverse=True)
-    parts, start, cost = divided(sizes, worth), 0, 0
+    parts, start, cost = split_by_size(sizes, worth), 0, 0
     for count in parts:
         cost += sizes[start] * count + worth
         start += count
@@ -316,7 +316,7 @@ def test_dividing_never_costs_more_than_one_call(sizes: list[int], worth: int):
 
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=9), st.integers(1, 40), st.integers(0, 9))
 def test_a_chunk_takes_prompts_in_order(pending: list[int], chunk: int, opening: int):
-    taken = list(chunked(pending, chunk, opening))
+    taken = list(split_prefill(pending, chunk, opening))
     assert taken
     assert sum(taken) <= max(chunk, opening)
     assert all(min(count, opening) <= n <= count for n, count in zip(taken, pending, strict=False))
@@ -334,9 +334,9 @@ def test_what_is_cancelled_is_free_at_once():
     waiting.cancel()
     assert waiting.ended == "cancelled"
     assert [next(gone), next(gone)] == alone(net, [1, 2, 3], 20)[:2]
-    held = engine.room.used
+    held = engine.memory.used
     gone.cancel()
-    assert engine.room.used < held
+    assert engine.memory.used < held
     assert gone.ended == "cancelled"
     assert gone.result() == alone(net, [1, 2, 3], 20)[: len(gone.ids)]
     gone.cancel()
@@ -346,7 +346,7 @@ def test_what_is_cancelled_is_free_at_once():
 
 def test_nobody_waits_for_who_stops_reading():
     net = model("gqa")
-    engine = hw.Engine(net, budget=ROOMY, batching=hw.Batching(rows=2))
+    engine = hw.Engine(net, budget=ROOMY, batching=hw.BatchingConfig(rows=2))
     left, other, third = (engine.submit([n], max_new_tokens=6) for n in range(3))
     next(left)
     assert other.result() == alone(net, [1], 6)
@@ -367,7 +367,7 @@ def broken_at(token: int) -> hw.Transformer:
 
 def test_who_fails_fails_alone():
     net = broken_at(11)
-    engine = hw.Engine(net, budget=ROOMY, batching=hw.Batching(page=2))
+    engine = hw.Engine(net, budget=ROOMY, batching=hw.BatchingConfig(page=2))
     fine, bad, later = (engine.submit(prompt, max_new_tokens=6) for prompt in ([1, 2, 3], [4, 11, 5], [6, 7]))
     with pytest.raises(ValueError, match="the model says NaN"):
         bad.result()
@@ -378,14 +378,14 @@ def test_who_fails_fails_alone():
     assert fine.result() == alone(sound, [1, 2, 3], 6)
     assert later.result() == alone(sound, [6, 7], 6)
     assert engine.submit([4, 5], max_new_tokens=3).result() == alone(sound, [4, 5], 3)  # in the pages of who failed
-    assert engine.room.used == 0
+    assert engine.memory.used == 0
 
 
 def test_whoever_breaks_a_call_is_found_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch):
     """What goes wrong inside the model for all rows at once is tried again row by row."""
     for name in ("gqa", "linear", "sinks"):
         net = MODELS[name]()
-        engine = hw.Engine(net, budget=ROOMY, batching=hw.Batching(page=2))
+        engine = hw.Engine(net, budget=ROOMY, batching=hw.BatchingConfig(page=2))
         hidden = net.hidden
 
         def fussy(x, hidden=hidden, **told):
@@ -406,7 +406,7 @@ def test_whoever_breaks_a_call_is_found_and_the_others_go_on(monkeypatch: pytest
 def test_an_interrupted_step_has_not_happened(monkeypatch: pytest.MonkeyPatch):
     for name in ("gqa", "linear", "sinks"):
         net = MODELS[name]()
-        engine = hw.Engine(net, budget=ROOMY, batching=hw.Batching(page=2, chunk=3))
+        engine = hw.Engine(net, budget=ROOMY, batching=hw.BatchingConfig(page=2, chunk=3))
         stream = engine.submit([1, 2, 3, 4, 5], max_new_tokens=6)
         hidden, calls = net.hidden, []
 
@@ -438,7 +438,7 @@ SMALL = 30_000
         ("gqa", [[1], [2]], {}, "the prompt is a list of 2; submit each by itself"),
         ("gqa", [1], {"max_new_tokens": 0}, "max_new_tokens=0 cannot be"),
         ("gqa", [1], {"temperature": -1.0}, "temperature=-1.0 cannot be"),
-        ("gqa", [1], {"how": hw.Decoding(beams=2)}, "hw.generate"),
+        ("gqa", [1], {"how": hw.DecodingConfig(beams=2)}, "hw.generate"),
         ("gqa", "text", {}, "has no tokenizer"),
         ("learned", [1] * 65, {}, "a prompt of 65 tokens is 1 longer than the 64 positions"),
         ("learned", [1] * 60, {"max_new_tokens": 6}, "60 tokens and 6 new ones are 1 more than the 64 positions"),
@@ -456,7 +456,7 @@ def test_what_could_never_be_answered_is_refused_at_once(name: str, prompt, said
 
 
 def test_a_budget_that_is_said_to_be_enough_is():
-    net, way = model("mixed"), hw.Batching(page=4)
+    net, way = model("mixed"), hw.BatchingConfig(page=4)
     asked = [([1] * 37, 5)]
     budget = smallest(net, way, asked)
     assert hw.Engine(net, budget=budget, batching=way).submit([1] * 37, max_new_tokens=5).result()
@@ -475,9 +475,9 @@ def test_an_engine_that_cannot_be_is_refused():
         hw.Engine(net.decoder, budget=100)
     for said in ({"rows": 0}, {"page": 1.5}, {"chunk": True}, {"order": "longest"}):
         with pytest.raises(hw.SpecError, match=r"Batching\("):
-            hw.Batching(**said)
+            hw.BatchingConfig(**said)
     with pytest.raises(ValueError, match="a source of 9 tokens is 1 longer than the 8"):
-        hw.Engine(translator("seq"), budget=ROOMY, batching=hw.Batching(source=8)).submit([1] * 9)
+        hw.Engine(translator("seq"), budget=ROOMY, batching=hw.BatchingConfig(source=8)).submit([1] * 9)
 
 
 # --- how tokens are chosen -----------------------------------------------------------------------------
@@ -488,10 +488,10 @@ def test_what_is_drawn_is_what_would_be_drawn_alone():
     engine = hw.Engine(net, budget=ROOMY)
     ways = [
         {"temperature": 0.7, "seed": 3},
-        {"temperature": 1.3, "seed": 4, "how": hw.Decoding(top_k=5, repetition=1.5)},
-        {"how": hw.Decoding(repetition=4.0)},
+        {"temperature": 1.3, "seed": 4, "how": hw.DecodingConfig(top_k=5, repetition=1.5)},
+        {"how": hw.DecodingConfig(repetition=4.0)},
         {"temperature": 0.7, "seed": 5},
-        {"how": hw.Decoding(end=(alone(net, [4, 5], 9)[4],))},
+        {"how": hw.DecodingConfig(end=(alone(net, [4, 5], 9)[4],))},
     ]
     streams = [engine.submit([4, 5], max_new_tokens=9, **way) for way in ways]
     expected = [generated(net, [4, 5], max_new_tokens=9, **way) for way in ways]
@@ -502,10 +502,10 @@ def test_what_is_drawn_is_what_would_be_drawn_alone():
 
 def test_a_window_goes_on_beyond_the_last_position():
     net = model("learned")
-    engine = hw.Engine(net, budget=ROOMY, batching=hw.Batching(chunk=16))
-    how = hw.Decoding(window=20)
+    engine = hw.Engine(net, budget=ROOMY, batching=hw.BatchingConfig(chunk=16))
+    how = hw.DecodingConfig(window=20)
     prompts = [[n % 7 for n in range(length)] for length in (70, 15, 60)]
-    streams = [engine.submit(prompt, max_new_tokens=50, how=how) for prompt in prompts]
+    streams = [engine.submit(prompt, max_new_tokens=50, config=how) for prompt in prompts]
     expected = [generated(net, prompt, max_new_tokens=50, how=how) for prompt in prompts]
     assert [stream.result() for stream in streams] == expected
 
@@ -516,8 +516,8 @@ def test_text_is_answered_by_text_and_stops_where_it_is_told():
     engine = hw.Engine(net, budget=ROOMY)
     whole = generated(net, "cab", max_new_tokens=12)
     assert len(whole) > 4
-    stop = hw.Decoding(stop=(whole[3:5],))
-    streams = [engine.submit("cab", max_new_tokens=12), engine.submit("cab", max_new_tokens=12, how=stop)]
+    stop = hw.DecodingConfig(stop=(whole[3:5],))
+    streams = [engine.submit("cab", max_new_tokens=12), engine.submit("cab", max_new_tokens=12, config=stop)]
     assert [stream.result() for stream in streams] == [whole, generated(net, "cab", max_new_tokens=12, how=stop)]
     assert streams[0].text == whole
     assert streams[1].ended == "stop"
@@ -538,7 +538,7 @@ def letters() -> str:
 
 def test_readers_in_many_threads_drive_together():
     net, told = model("gqa"), {}
-    engine = hw.Engine(net, budget=ROOMY, batching=hw.Batching(rows=3))
+    engine = hw.Engine(net, budget=ROOMY, batching=hw.BatchingConfig(rows=3))
 
     def client(n: int) -> None:
         told[n] = list(engine.submit([n % 7, n % 5], max_new_tokens=3 + n))
@@ -555,10 +555,10 @@ def test_readers_in_many_threads_drive_together():
 def test_a_thread_drives_while_it_is_asked_to():
     net = model("gqa")
     engine = hw.Engine(net, budget=ROOMY)
-    with engine.driven():
+    with engine.background_thread():
         first = engine.submit([1, 2], max_new_tokens=5)
         assert list(first) == alone(net, [1, 2], 5)
-        with pytest.raises(ValueError, match="a thread drives this engine already"), engine.driven():
+        with pytest.raises(ValueError, match="a thread drives this engine already"), engine.background_thread():
             pass
         later = engine.submit([3], max_new_tokens=40)
     assert later.result() == alone(net, [3], 40)  # whoever reads goes on where the thread left it
@@ -567,8 +567,8 @@ def test_a_thread_drives_while_it_is_asked_to():
 
 def test_a_thread_that_fails_ends_what_waits_for_it(monkeypatch: pytest.MonkeyPatch):
     engine = hw.Engine(model("gqa"), budget=ROOMY)
-    monkeypatch.setattr(engine.room, "admits", lambda *_: 1 / 0)
-    with engine.driven():
+    monkeypatch.setattr(engine.memory, "can_admit", lambda *_: 1 / 0)
+    with engine.background_thread():
         stream, heard = engine.submit([1, 2], max_new_tokens=5), []
 
         def client() -> None:

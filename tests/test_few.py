@@ -14,7 +14,7 @@ import headwise as hw
 from headwise.kernels import attend_paged, multiply_small_batch, small_batch_ops
 from headwise.kernels.autograd_guards import can_skip_dispatcher
 from headwise.model_spec import FeedForwardSpec, NormSpec
-from headwise.models.feed_forward import Feed, Normed
+from headwise.models.feed_forward import FeedForward, NormLayer
 from headwise.parts.rotary_embedding import Rotary
 
 EPS = {torch.float32: 1e-6, torch.bfloat16: 2**-8}
@@ -101,7 +101,7 @@ def called(monkeypatch: pytest.MonkeyPatch, name: str) -> list[str]:
 @pytest.mark.parametrize("kind", ["rms", "offset"])
 def test_a_norm_of_a_few_tokens_is_one_call(monkeypatch, kind, dtype):
     norm, x, calls = (
-        Normed(NormSpec(kind, eps=1e-3), 48).to(dtype),
+        NormLayer(NormSpec(kind, eps=1e-3), 48).to(dtype),
         drawn(0, 4, 1, 48, dtype=dtype),
         called(monkeypatch, "normed"),
     )
@@ -136,7 +136,7 @@ def test_other_turns_are_for_torch(monkeypatch, turn):
 
 def test_a_gated_feed_of_a_few_tokens_gates_in_one_call(monkeypatch):
     calls, x = called(monkeypatch, "gated"), drawn(0, 2, 1, 32)
-    feed = Feed(FeedForwardSpec(48, form="gated", activation="silu"), 32)
+    feed = FeedForward(FeedForwardSpec(48, form="gated", activation="silu"), 32)
     with torch.no_grad():
         y = feed(x)
     assert calls == ["gated"]

@@ -76,21 +76,21 @@ def source(name: str, folder: Path, **keys: Any) -> Transformer:
 
 
 def everywhere(net: Transformer, heads: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-    return {site: heads for site, _ in net.described.attention_specs()}
+    return {site: heads for site, _ in net.spec.attention_specs()}
 
 
 def said(net: Transformer) -> tuple[dict[str, Tensor], Tensor]:
     """Inputs under transformers' names, and what a model says of them."""
-    draw, first = torch.Generator().manual_seed(5), net.described.stacks[0].embedding
+    draw, first = torch.Generator().manual_seed(5), net.spec.stacks[0].embedding
     ids = torch.randint(3, 67, (2, 11), generator=draw)
     assert first is not None
     with torch.no_grad():
         if first.patches:
             pixels = torch.randn(2, 3, 16, 16, generator=draw)
             return {"pixel_values": pixels}, net.hidden(pixels)
-        if len(net.described.stacks) > 1:
+        if len(net.spec.stacks) > 1:
             return {"input_ids": ids, "decoder_input_ids": ids[:, :7]}, net(ids[:, :7], source=ids)
-        tokens = net.described.heads and net.described.heads[0].name == "tokens"
+        tokens = net.spec.heads and net.spec.heads[0].name == "tokens"
         return {"input_ids": ids}, net(ids) if tokens else net.hidden(ids)
 
 
@@ -129,7 +129,7 @@ def record(folder: Path) -> dict[str, Any]:
 def shared(net: Transformer, groups: list[list[int]]) -> Transformer:
     changes = {
         site: AttentionChange(*head_axis_ops.share_kv_heads(spec, get_attention_parameters(net, site), groups))
-        for site, spec in net.described.attention_specs()
+        for site, spec in net.spec.attention_specs()
     }
     return replace_attentions(net, changes)
 
@@ -167,7 +167,7 @@ def test_layers_alike_are_a_plain_checkpoint(case: str, tmp_path: Path, here: No
         assert {key for key in after if after[key] != before.get(key)} <= {
             "num_attention_heads", "num_key_value_heads", "num_heads", "head_dim"
         }  # fmt: skip
-    assert hw.load(tmp_path / "cut").described.stacks == hw.families.read_model_spec(tmp_path / "cut").stacks
+    assert hw.load(tmp_path / "cut").spec.stacks == hw.families.read_model_spec(tmp_path / "cut").stacks
 
 
 def test_shards_dtypes_and_what_the_map_ignores_stay(tmp_path: Path, here: None):
@@ -252,7 +252,7 @@ def test_what_no_config_says_comes_with_a_loader(case: str, tmp_path: Path, here
     check_same(model, net)
     again = hw.load(tmp_path / "cut")
     assert torch.allclose(said(again)[1], said(net)[1], atol=1e-6)
-    assert hw.families.read_model_spec(tmp_path / "cut") == again.described
+    assert hw.families.read_model_spec(tmp_path / "cut") == again.spec
     assert type(model) is getattr(transformers, ZOO[UNEVEN[case][0]].model)
     with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
         loaded(tmp_path / "cut")
@@ -308,7 +308,7 @@ def test_a_vector_that_was_folded_in_before_stays(tmp_path: Path, here: None):
 
 def test_keys_shared_in_one_layer_alone(tmp_path: Path, here: None):
     net = source("llama", tmp_path / "source", **ALONE)
-    spec = dict(net.described.attention_specs())[NEXT]
+    spec = dict(net.spec.attention_specs())[NEXT]
     small = replace_attentions(
         net,
         {
@@ -569,9 +569,9 @@ def test_the_plain_form_is_the_same_function(tmp_path: Path):
     net = remove_heads(source("t5", tmp_path), {s: (1, 3) if s.startswith("e") else (0, 1, 2) for s in sites("t5")})
     specs = {
         site: head_axis_ops.transform_axes(spec, get_attention_parameters(net, site), turned(spec))
-        for site, spec in net.described.attention_specs()
+        for site, spec in net.spec.attention_specs()
     }
-    odd = build(net.described)
+    odd = build(net.spec)
     odd.load_state_dict({
         name: specs.get(".".join(name.split(".")[:3]), {}).get(".".join(name.split(".")[3:]), tensor)
         for name, tensor in net.state_dict().items()
@@ -588,7 +588,7 @@ def test_the_plain_form_is_the_same_function(tmp_path: Path):
 
 
 def sites(name: str) -> list[str]:
-    return [s for s, _ in copy_live_model(ZOO[name].build()).described.attention_specs()]
+    return [s for s, _ in copy_live_model(ZOO[name].build()).spec.attention_specs()]
 
 
 def turned(spec: hw.AttentionSpec) -> dict[str, Any]:
@@ -616,8 +616,8 @@ def test_specs_change_places():
     net = hw.build(
         hw.families.read_model_spec({"model_type": "gpt2", "n_layer": 2, "n_embd": 8, "n_head": 2, "vocab_size": 5})
     )
-    specs = dict(net.described.attention_specs())
-    other = replace_specs(net.described, specs | {NEXT: replace(specs[NEXT], pattern=hw.Full())})
+    specs = dict(net.spec.attention_specs())
+    other = replace_specs(net.spec, specs | {NEXT: replace(specs[NEXT], pattern=hw.Full())})
     assert [block.attention.pattern for block in other.stacks[0].layers] == [specs[OWN].pattern, hw.Full()]
 
 

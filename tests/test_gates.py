@@ -47,7 +47,7 @@ def needy(needless: dict[str, tuple[int, ...]], seed: int = 0, **config: Any) ->
     net = loud(hw.build(hw.families.read_model_spec(config or told), seed=seed), 3.0).float()
     with torch.no_grad():
         for site, heads in needless.items():
-            spec, weight = dict(net.described.specs())[site], get_attention_parameters(net, site)["output.o"]
+            spec, weight = dict(net.spec.specs())[site], get_attention_parameters(net, site)["output.o"]
             weight.view(spec.model, len(spec.speaks), -1)[:, list(heads)] = 0
     return net
 
@@ -80,7 +80,7 @@ def test_needless_heads_are_found_and_can_be_cut_for_nothing(seed):
     assert found.keep == {"decoder.0.attention": (0, 3), "decoder.1.attention": (1, 2)}
     assert same(net, before)
     assert same(found.net, before)  # the model was frozen, and nothing of gates is left
-    assert found.net.described == net.described
+    assert found.net.spec == net.spec
     assert abs(found.curve[-1].num_open_gates - 4) < 0.75
     x = scenes(net)[0].inputs["x"]
     torch.testing.assert_close(remove_heads(found.net, found.keep)(x), net(x), rtol=1e-5, atol=1e-5)
@@ -103,7 +103,7 @@ def test_heads_of_a_group_go_together():
     assert found.keep == {"decoder.0.attention": (0, 1), "decoder.1.attention": (2, 3)}
     assert all(told[0] == told[1] and told[2] == told[3] for told in found.open_probabilities.values())
     small = remove_heads(found.net, found.keep)
-    assert [spec.heads.kv for _, spec in small.described.attention_specs()] == [1, 1]
+    assert [spec.heads.kv for _, spec in small.spec.attention_specs()] == [1, 1]
 
 
 def test_the_count_of_groups_is_of_gates():
@@ -133,7 +133,7 @@ def test_the_expected_count_is_the_closed_form_and_the_ledgers():
     found = train_gates(net, scenes(net, 20), GateTrainingOptions(heads=3, start=0.7, **BRIEF))
     assert found.curve[0].num_open_gates == pytest.approx(8 * sigmoid(0.7 - 0.33 * math.log(0.1 / 1.1)), abs=1e-5)
     assert found.curve[-1].num_open_gates == pytest.approx(sum(map(sum, found.open_probabilities.values())), abs=1e-5)
-    spec = with_gates(net.described.stacks[0].layers[0].attention, start=0.7)
+    spec = with_gates(net.spec.stacks[0].layers[0].attention, start=0.7)
     ledger, layer = hw.AuxLosses(), hw.Attention(spec)
     layer(torch.zeros(1, 2, 20), probe=hw.Probe(aux_losses=ledger))
     assert float(ledger.total("l0").detach()) * 2 == pytest.approx(found.curve[0].num_open_gates, abs=1e-5)
@@ -219,7 +219,7 @@ def test_a_table_that_the_decoder_reads_is_frozen_with_it():
     from test_uptraining import T5
 
     net = built(T5).float()
-    assert net.described.stacks[-1].embedding.table == "encoder"
+    assert net.spec.stacks[-1].embedding.table == "encoder"
     found = train_gates(
         net, scenes(net, 20), GateTrainingOptions(heads=3, sites=("encoder",), freeze="decoder", **BRIEF)
     )

@@ -15,9 +15,9 @@ from torch import Tensor
 
 import headwise as hw
 from headwise import model_spec as bp
-from headwise.generation import Course, answering
-from headwise.generation.beam_search import Search, followed
-from headwise.generation.sampling import filtered
+from headwise.generation import DecodingState, eval_mode
+from headwise.generation.beam_search import BeamSearch, run_beam_search
+from headwise.generation.sampling import filter_logits
 from headwise.ops.counter_rng import RandomStream
 
 MODEL, WORDS, SOURCES = 32, 11, 13
@@ -90,7 +90,7 @@ def anew(net: hw.Transformer, prompt: Sequence[int], count: int, source: Sequenc
 # --- what is drawn from, and how often -----------------------------------------------------------------
 
 
-def shares(logits: Sequence[float], past: Sequence[int], temperature: float, how: hw.Decoding) -> list[float]:
+def shares(logits: Sequence[float], past: Sequence[int], temperature: float, how: hw.DecodingConfig) -> list[float]:
     """How likely each token is, by the definitions, one number after the other."""
     scores = [(s / how.repetition if s > 0 else s * how.repetition) if n in past else s for n, s in enumerate(logits)]
     kept = {n: s / temperature for n, s in enumerate(scores)}
@@ -116,12 +116,12 @@ def shares(logits: Sequence[float], past: Sequence[int], temperature: float, how
 
 
 HOWS = {
-    "plain": hw.Decoding(),
-    "top_k": hw.Decoding(top_k=4),
-    "top_p": hw.Decoding(top_p=0.7),
-    "min_p": hw.Decoding(min_p=0.2),
-    "repetition": hw.Decoding(repetition=2.5),
-    "all": hw.Decoding(top_k=7, top_p=0.8, min_p=0.1, repetition=1.5),
+    "plain": hw.DecodingConfig(),
+    "top_k": hw.DecodingConfig(top_k=4),
+    "top_p": hw.DecodingConfig(top_p=0.7),
+    "min_p": hw.DecodingConfig(min_p=0.2),
+    "repetition": hw.DecodingConfig(repetition=2.5),
+    "all": hw.DecodingConfig(top_k=7, top_p=0.8, min_p=0.1, repetition=1.5),
 }
 
 
@@ -158,7 +158,7 @@ def test_tokens_are_drawn_as_often_as_they_are_likely(name: str, temperature: fl
 def test_what_is_left_is_what_the_definitions_leave(name: str):
     for _ in range(50):
         logits = torch.randn(13, dtype=torch.float64) * 3
-        kept = filtered(logits[None], HOWS[name])[0].softmax(-1)
+        kept = filter_logits(logits[None], HOWS[name])[0].softmax(-1)
         assert kept.tolist() == pytest.approx(shares(logits.tolist(), [], 1.0, HOWS[name]))
 
 
@@ -221,7 +221,7 @@ def test_from_its_cache_a_model_says_what_it_says_anew(name: str):
     said = {"max_new_tokens": 6, "temperature": 1.0, "seed": [3, 4, 5]}
     ends = (alone[0][2], alone[1][0])
     expected = [row[: min((row.index(end) for end in ends if end in row), default=6)] for row in alone]
-    assert hw.generate(net, PROMPTS, **said, how=hw.Decoding(end=ends)) == expected
+    assert hw.generate(net, PROMPTS, **said, config=hw.DecodingConfig(end=ends)) == expected
 
 
 def test_a_translator_answers_each_source_as_alone(translator: hw.Transformer):
@@ -233,7 +233,7 @@ def test_a_translator_answers_each_source_as_alone(translator: hw.Transformer):
         translator.usage = hw.ProcessorSpec(begin=(1,), end=(end,))
         cut = [row[: row.index(end)] if end in row else row for row in expected]
         assert hw.generate(translator, sources, max_new_tokens=6) == cut
-    assert hw.generate(translator, sources, max_new_tokens=6, how=hw.Decoding(end=())) == expected
+    assert hw.generate(translator, sources, max_new_tokens=6, config=hw.DecodingConfig(end=())) == expected
 
 
 def test_a_row_does_not_ask_what_stands_beside_it(net: hw.Transformer):
@@ -254,7 +254,7 @@ def test_rows_that_are_over_are_computed_no_longer(net: hw.Transformer, monkeypa
     end = free[1][0]
     sizes, hidden = [], net.hidden
     monkeypatch.setattr(net, "hidden", lambda x, **said: sizes.append(len(x)) or hidden(x, **said))
-    said = hw.generate(net, PROMPTS, max_new_tokens=9, how=hw.Decoding(end=(end,)))
+    said = hw.generate(net, PROMPTS, max_new_tokens=9, config=hw.DecodingConfig(end=(end,)))
     assert said == [row[: row.index(end)] if end in row else row for row in free]
     assert sizes[:2] == [3, 2]
     assert len(sizes) == max(row.index(end) + 1 if end in row else 9 for row in free)
@@ -265,7 +265,7 @@ def test_rows_draw_on_as_they_would_when_others_end(net: hw.Transformer, end: in
     said = {"max_new_tokens": 9, "temperature": 1.0, "seed": 2}
     free = hw.generate(net, PROMPTS * 2, **said)
     cut = [row[: row.index(end)] if end in row else row for row in free]
-    assert hw.generate(net, PROMPTS * 2, **said, how=hw.Decoding(end=end)) == cut
+    assert hw.generate(net, PROMPTS * 2, **said, config=hw.DecodingConfig(end=end)) == cut
 
 
 def test_what_was_given_is_given_back_alike(net: hw.Transformer):
@@ -276,9 +276,9 @@ def test_what_was_given_is_given_back_alike(net: hw.Transformer):
         said = hw.generate(net, given, max_new_tokens=3)
         assert said == [alone] or len(given[0]) == 1
         assert isinstance(said[0], list)
-    best = hw.generate(net, PROMPTS, max_new_tokens=3, how=hw.Decoding(beams=5, best=2))
+    best = hw.generate(net, PROMPTS, max_new_tokens=3, config=hw.DecodingConfig(beams=5, best=2))
     assert [len(row) for row in best] == [2, 2, 2]
-    assert hw.generate(net, PROMPTS[1], max_new_tokens=3, how=hw.Decoding(beams=5, best=2)) == best[1]
+    assert hw.generate(net, PROMPTS[1], max_new_tokens=3, config=hw.DecodingConfig(beams=5, best=2)) == best[1]
 
 
 # --- beams ---------------------------------------------------------------------------------------------
@@ -306,12 +306,12 @@ def every(net: hw.Transformer, prompt: Sequence[int], count: int, ends: Sequence
 def test_enough_beams_find_the_best_of_all_answers(kind: str, power: float):
     net = built(decoder(words=3) if kind == "decoder" else pair(words=3), begin=() if kind == "decoder" else (1,))
     prompts = [[2, 1], [1, 0]]
-    how = hw.Decoding(beams=3**4, best=7, length_penalty=power, end=(0,))
-    with answering(net):
+    how = hw.DecodingConfig(beams=3**4, best=7, length_penalty=power, end=(0,))
+    with eval_mode(net):
         memory = None if kind == "decoder" else net.encode(torch.tensor(prompts))
         begin = torch.tensor(prompts if kind == "decoder" else [[1], [1]])
-        course = Course(net, begin, count=4, memory=memory)
-        found = followed(course, how, frozenset([0]), lambda ids: ids[-1] == 0)
+        course = DecodingState(net, begin, max_new_tokens=4, encoder_output=memory)
+        found = run_beam_search(course, how, frozenset([0]), lambda ids: ids[-1] == 0)
     for prompt, best in zip(prompts, found, strict=True):
         expected = every(net, prompt, 4, [0], power)[:7]
         assert [one.ids for one in best] == [ids for ids, _ in expected]
@@ -320,9 +320,9 @@ def test_enough_beams_find_the_best_of_all_answers(kind: str, power: float):
 
 def test_an_answer_that_ends_behind_those_that_go_on_is_none():
     """With one beam and a likelier token than the end the search goes on, as theirs does."""
-    search = Search(hw.Decoding(beams=1), 3, frozenset([0]), lambda ids: ids[-1] == 0)
+    search = BeamSearch(hw.DecodingConfig(beams=1), 3, frozenset([0]), lambda ids: ids[-1] == 0)
     assert search.step(torch.tensor([[0.3, 0.6, 0.1]]).log()) == [0]
-    assert (search.over, search.going[0].ids) == ([], (1,))
+    assert (search.over, search.active[0].ids) == ([], (1,))
     assert search.step(torch.tensor([[0.7, 0.2, 0.1]]).log()) == []
     assert [one.ids for one in search.over] == [(1, 0)]
     assert search.over[0].value == pytest.approx(math.log(0.6 * 0.7) / 2)
@@ -331,8 +331,8 @@ def test_an_answer_that_ends_behind_those_that_go_on_is_none():
 @pytest.mark.parametrize("power", [0.0, 1.0])
 def test_as_many_beams_as_tokens_find_the_best_of_two(net: hw.Transformer, power: float):
     """Through the door that users take: of two tokens nothing is lost, and ends may lie anywhere."""
-    how = hw.Decoding(beams=WORDS, best=4, length_penalty=power, end=(5,))
-    for prompt, best in zip(PROMPTS, hw.generate(net, PROMPTS, max_new_tokens=2, how=how), strict=True):
+    how = hw.DecodingConfig(beams=WORDS, best=4, length_penalty=power, end=(5,))
+    for prompt, best in zip(PROMPTS, hw.generate(net, PROMPTS, max_new_tokens=2, config=how), strict=True):
         expected = [list(ids) for ids, _ in every(net, prompt, 2, [5], power)[:4]]
         assert best == [ids[:-1] if ids[-1] == 5 else ids for ids in expected]
 
@@ -343,7 +343,7 @@ def test_beams_score_no_less_than_the_likeliest_tokens(net: hw.Transformer):
         return float(sum(rows))
 
     greedy, beams = (
-        hw.generate(net, PROMPTS, max_new_tokens=6, how=hw.Decoding(beams=count, best=1)) for count in (1, 6)
+        hw.generate(net, PROMPTS, max_new_tokens=6, config=hw.DecodingConfig(beams=count, best=1)) for count in (1, 6)
     )
     assert greedy == [anew(net, prompt, 6) for prompt in PROMPTS]
     better = [score(p, b) - score(p, a) for p, a, b in zip(PROMPTS, greedy, beams, strict=True)]
@@ -369,14 +369,14 @@ def test_a_window_goes_on_beyond_the_last_position(window: int):
     net = built(decoder(positions=8))
     prompts = [*PROMPTS, [1] * 13]
     expected = [shifted(net, prompt, 15, 8, window) for prompt in prompts]
-    assert hw.generate(net, prompts, max_new_tokens=15, how=hw.Decoding(window=window)) == expected
-    with answering(net):
-        assert list(hw.stream(net, prompts[3], max_new_tokens=15, how=hw.Decoding(window=window))) == expected[3]
+    assert hw.generate(net, prompts, max_new_tokens=15, config=hw.DecodingConfig(window=window)) == expected
+    with eval_mode(net):
+        assert list(hw.stream(net, prompts[3], max_new_tokens=15, config=hw.DecodingConfig(window=window))) == expected[3]
 
 
 def test_a_window_reads_the_end_of_a_prompt_alone(net: hw.Transformer, translator: hw.Transformer):
     for one in (net, translator):
-        said = hw.generate(one, PROMPTS, max_new_tokens=4, how=hw.Decoding(window=3))
+        said = hw.generate(one, PROMPTS, max_new_tokens=4, config=hw.DecodingConfig(window=3))
         assert said == hw.generate(one, [prompt[-3:] for prompt in PROMPTS], max_new_tokens=4)
 
 
@@ -395,7 +395,7 @@ def test_positions_of_a_part_count_too():
 
 
 def test_a_stream_says_what_generation_says(net: hw.Transformer):
-    for said in ({}, {"temperature": 0.8, "seed": 11}, {"how": hw.Decoding(end=(4, 7))}):
+    for said in ({}, {"temperature": 0.8, "seed": 11}, {"how": hw.DecodingConfig(end=(4, 7))}):
         whole = hw.generate(net, PROMPTS[0], max_new_tokens=9, **said)
         assert list(hw.stream(net, PROMPTS[0], max_new_tokens=9, **said)) == whole
 
@@ -425,22 +425,22 @@ BAD: dict[str, tuple[bp.ModelSpec, Any, dict[str, Any], str]] = {
     "below the table": (LEARNED, [-1], {}, "holds the id -1"),
     "too long": (LEARNED, [1] * 11, {}, "11 tokens is 3 longer than the 8 positions of small.* window=8"),
     "too far": (LEARNED, [1] * 5, {"max_new_tokens": 6}, "are 2 more than .* at most 4 new ones, or .* window=4"),
-    "a wide window": (LEARNED, [1], {"how": hw.Decoding(window=9)}, "window=9 is more than the 8 positions"),
+    "a wide window": (LEARNED, [1], {"how": hw.DecodingConfig(window=9)}, "window=9 is more than the 8 positions"),
     "no tokens": (LEARNED, [1], {"max_new_tokens": 0}, "max_new_tokens=0 cannot be; give a whole number"),
     "cold": (LEARNED, [1], {"temperature": -0.5}, "temperature=-0.5 cannot be; give 0"),
     "endless heat": (LEARNED, [1], {"temperature": math.inf}, "temperature=inf cannot be"),
     "no way": (LEARNED, [1], {"how": "greedy"}, "how='greedy' is no way to decode"),
-    "many beams": (LEARNED, [1], {"how": hw.Decoding(beams=12)}, "beams=12 are more than the 11 tokens"),
-    "drawn beams": (LEARNED, [1], {"how": hw.Decoding(beams=2), "temperature": 1.0}, "give temperature=0, or beams=1"),
-    "idle filter": (LEARNED, [1], {"how": hw.Decoding(top_k=3)}, "top_k=3 is for drawing, but temperature=0"),
+    "many beams": (LEARNED, [1], {"how": hw.DecodingConfig(beams=12)}, "beams=12 are more than the 11 tokens"),
+    "drawn beams": (LEARNED, [1], {"how": hw.DecodingConfig(beams=2), "temperature": 1.0}, "give temperature=0, or beams=1"),
+    "idle filter": (LEARNED, [1], {"how": hw.DecodingConfig(top_k=3)}, "top_k=3 is for drawing, but temperature=0"),
     "idle filter of beams": (
         LEARNED,
         [1],
-        {"how": hw.Decoding(top_p=0.5, beams=2)},
+        {"how": hw.DecodingConfig(top_p=0.5, beams=2)},
         "top_p=0.5 is .* but beams follow",
     ),
-    "a strange end": (LEARNED, [1], {"how": hw.Decoding(end=(11,))}, "the id 11 cannot end an answer of 11 tokens"),
-    "a strange stop": (LEARNED, [1], {"how": hw.Decoding(stop=(99,))}, "the id 99 cannot end"),
+    "a strange end": (LEARNED, [1], {"how": hw.DecodingConfig(end=(11,))}, "the id 11 cannot end an answer of 11 tokens"),
+    "a strange stop": (LEARNED, [1], {"how": hw.DecodingConfig(stop=(99,))}, "the id 99 cannot end"),
     "no seed": (LEARNED, [1], {"temperature": 1.0, "seed": "x"}, "seed='x' is no seed for 1 rows"),
     "seeds": (LEARNED, [1], {"temperature": 1.0, "seed": [1, 2]}, r"seed=\[1, 2\] is no seed for 1 rows"),
     "a seed of text": (LEARNED, [1], {"temperature": 1.0, "seed": 1.5}, "seed=1.5 is no seed"),
@@ -477,7 +477,7 @@ def test_what_cannot_be_said_says_why(name: str):
 )
 def test_a_way_that_cannot_be_meant_says_why(said: dict[str, Any], words: str):
     with pytest.raises(hw.SpecError, match=words):
-        hw.Decoding(**said)
+        hw.DecodingConfig(**said)
 
 
 def test_a_model_whose_weights_are_broken_says_so(net: hw.Transformer):
@@ -492,6 +492,6 @@ def test_what_cannot_be_streamed_says_why(net: hw.Transformer):
     with pytest.raises(ValueError, match="3 prompts cannot be told as they come; give one, or call generate"):
         hw.stream(net, PROMPTS)
     with pytest.raises(hw.SpecError, match="beams=2 are decided at the end"):
-        hw.stream(net, PROMPTS[0], how=hw.Decoding(beams=2))
+        hw.stream(net, PROMPTS[0], config=hw.DecodingConfig(beams=2))
     with pytest.raises(ValueError, match=r"give what hw\.build or hw\.load returned"):
         hw.generate(torch.nn.Linear(1, 1), [1])  # pyright: ignore[reportArgumentType] - that is the test

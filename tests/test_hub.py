@@ -20,7 +20,7 @@ from torch import Tensor
 
 import headwise as hw
 from headwise import model_spec as bp
-from headwise.data.vocabulary import Chars
+from headwise.data.vocabulary import CharVocabulary
 from headwise.families import WEIGHT_NAMES, WRITERS, get_weight_names, write_config
 from headwise.families.weight_names import CheckpointPlan, TensorLocation, make_pieces
 from headwise.interfaces.axis_layout import AxisLayout
@@ -274,7 +274,7 @@ def test_a_tied_head_may_be_there_or_not(tmp_path: Path):
 def test_a_tokenizer_that_knows_few_words_is_read(tmp_path: Path):
     """It has nothing to say of words it does not know."""
     net = built(LLAMA)
-    net.usage = bp.ProcessorSpec(before=(2,), tokenizer=Chars("0123456789\n").document)
+    net.usage = bp.ProcessorSpec(before=(2,), tokenizer=CharVocabulary("0123456789\n").document)
     hw.export(net, tmp_path / "f")
     usage = hw.load(tmp_path / "f").usage
     assert (usage.before, usage.behind) == ((2,), ())
@@ -418,7 +418,7 @@ def test_a_config_that_was_read_is_written_to_say_the_same(form: str):
 
 def test_words_and_lengths_that_cannot_be_meant(tmp_path: Path):
     check_refused(
-        "configs of 'lama' are not written; did you mean 'llama'?", lambda: write_config(built(LLAMA).described, "lama")
+        "configs of 'lama' are not written; did you mean 'llama'?", lambda: write_config(built(LLAMA).spec, "lama")
     )
     for length in (0, True, 7.5):
         told = f"length={length!r} is no number of positions; give a whole number"

@@ -23,7 +23,7 @@ def test_a_folder_says_the_same_here(name: str, tmp_path: Path):
             buffer.normal_()
     theirs.save_pretrained(tmp_path)
     ours = hw.load(tmp_path)
-    assert ours.described == read(kind)
+    assert ours.spec == read(kind)
     assert sum(p.numel() for p in ours.parameters()) == sum(p.numel() for p in theirs.parameters() if p.requires_grad)
     given = kind.inputs()
     with torch.no_grad():

@@ -10,15 +10,15 @@ from tokenizers import Tokenizer
 
 import headwise as hw
 from headwise.cli import main
-from headwise.data.language_modelling import Text
-from headwise.data.vocabulary import learned
+from headwise.data.language_modelling import TextTask
+from headwise.data.vocabulary import train_bpe
 from headwise.files import read_lines
 from headwise.model_spec import ProcessorSpec
 
 SMALL = ["--steps", "1", "--batch", "4", "--lr", "0.000001", "--precision", "fp32", "--compile", "off"]
 SMALL += ["--device", "cpu", "--set", "recipe.evaluate_batches=1", "--set", "task.length=8", "--set", "task.test=0.0"]
 LINE = "the quick brown fox jumps over the lazy dog\n"
-WORDS = learned([LINE * 9], size=280, specials=("<s>",))
+WORDS = train_bpe([LINE * 9], vocab_size=280, special_tokens=("<s>",))
 CONFIG = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 24, "num_hidden_layers": 1}
 CONFIG |= {"num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 13}
 
@@ -87,10 +87,10 @@ def test_what_cannot_be_gone_on_with_is_one_line(
 def test_a_table_may_be_wider_than_its_own_tokenizer_alone(text: Path, tmp_path: Path):
     """A model that brought no tokenizer, or another, has as many rows as the task knows tokens."""
     (tmp_path / "t.json").write_text(WORDS.document)
-    task = Text(str(text), tokens=str(tmp_path / "t.json"), length=8, test=0.0)
+    task = TextTask(str(text), tokens=str(tmp_path / "t.json"), length=8, test=0.0)
     recipe = hw.Recipe(steps=1, batch=4, precision="fp32", compile="off", attention="auto", evaluate_batches=1)
     net = model(WORDS.size + 7)
-    net.usage = ProcessorSpec(tokenizer=learned([LINE * 9], size=270, specials=("<s>",)).document)
+    net.usage = ProcessorSpec(tokenizer=train_bpe([LINE * 9], vocab_size=270, special_tokens=("<s>",)).document)
     with pytest.raises(hw.SpecError, match=r"the task's tokenizer \d+ tokens; give it"):
         hw.train(task, net, recipe, tmp_path / "out")
 

@@ -111,7 +111,7 @@ def small():
     """A model, a text, and its caches in full and in 8 bits behind all of that but the last token."""
     net = hw.build(hw.families.read_model_spec(LLAMA), seed=0).eval()
     ids = torch.randint(31, (2, 40), generator=torch.Generator().manual_seed(0))
-    caches = {store: net.cache(batch=2, capacity=50, store=store) for store in (None, "int8")}
+    caches = {store: net.cache(batch=2, capacity=50, storage_format=store) for store in (None, "int8")}
     with torch.no_grad():
         for cache in caches.values():
             net(ids[:, :-1], cache=cache)
@@ -125,7 +125,7 @@ def test_a_model_remembers_in_8_bits(small):
     check_close(eight, full, rtol=0, atol=0.02 * full.abs().max().item())
     assert 3 * caches["int8"].nbytes < 2 * caches[None].nbytes
     with pytest.raises(hw.SpecError, match="store='int4' is unknown"):
-        net.cache(batch=2, capacity=9, store="int4")
+        net.cache(batch=2, capacity=9, storage_format="int4")
 
 
 def test_who_looks_at_keys_of_8_bits_sees_numbers(small):

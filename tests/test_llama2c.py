@@ -156,7 +156,7 @@ def test_sizes_that_begin_like_a_pickle_are_read(tmp_path: Path):
     numbers[-640:-320] = 1  # the cosines of position 0
     (tmp_path / "a.bin").write_bytes(data + numbers.tobytes())
     assert data[:2] == b"\x80\x02"
-    assert hw.load(tmp_path / "a.bin").described.stacks[0].model == 640
+    assert hw.load(tmp_path / "a.bin").spec.stacks[0].model == 640
 
 
 # --- its tokenizer -------------------------------------------------------------------------------------

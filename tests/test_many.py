@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 
 import headwise as hw
-from headwise.data import IGNORED
-from headwise.distributed import Launch, Spread
-from headwise.distributed.communication_volume import traffic
+from headwise.data import IGNORE_INDEX
+from headwise.distributed import ProcessInfo, Parallelism
+from headwise.distributed.communication_volume import count_communication
 from headwise.errors import SpecError
 from headwise.files import read_lines
 from headwise.training import CheckpointFolder, train
@@ -20,15 +20,15 @@ from learning import Echo, quick
 from many import PLAIN, STEPPED, steps_of, until
 from worlds import world
 
-ALONE = Launch()
+ALONE = ProcessInfo()
 
 # --- a spread ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("spread", [Spread(), Spread(data=3), Spread(data=2, tensor=5), Spread(2, 3, 5, 7)])
-def test_a_spread_survives_its_text(spread: Spread):
-    assert Spread.parse(str(spread)) == spread
-    assert Spread.over(str(spread), spread.size) == spread
+@pytest.mark.parametrize("spread", [Parallelism(), Parallelism(data=3), Parallelism(data=2, tensor=5), Parallelism(2, 3, 5, 7)])
+def test_a_spread_survives_its_text(spread: Parallelism):
+    assert Parallelism.parse(str(spread)) == spread
+    assert Parallelism.over(str(spread), spread.size) == spread
 
 
 @pytest.mark.parametrize(
@@ -46,17 +46,17 @@ def test_a_spread_survives_its_text(spread: Spread):
 )
 def test_a_spread_that_cannot_be_is_refused_in_one_line(text: str, ranks: int, told: str):
     with pytest.raises(SpecError, match=told) as refused:
-        Spread.over(text, ranks)
+        Parallelism.over(text, ranks)
     assert "\n" not in str(refused.value)
 
 
 def test_every_rank_stands_somewhere_else_and_neighbours_differ_in_the_last_way():
     """Against the places of an array of that shape."""
-    spread = Spread(data=2, context=3, shards=5, tensor=7)
+    spread = Parallelism(data=2, context=3, shards=5, tensor=7)
     ranks = torch.arange(spread.size).view(spread.shape)
     for rank in range(spread.size):
         assert ranks[tuple(spread.place(rank).values())] == rank
-    assert sorted(spread.circles("context", "tensor")) == sorted(ranks.permute(0, 2, 1, 3).reshape(10, 21).tolist())
+    assert sorted(spread.rank_groups("context", "tensor")) == sorted(ranks.permute(0, 2, 1, 3).reshape(10, 21).tolist())
 
 
 def test_a_spread_without_ranks_is_refused_before_anything_is_written(tmp_path: Path):
@@ -121,7 +121,7 @@ def test_the_first_gradient_is_that_of_the_mean_over_all_that_is_asked(stepped: 
     task, said = STEPPED[case]
     net, batch = hw.build(task.model(), seed=3).double(), task.batch(0, said["batch"])
     logits = net(batch.x, tokens=batch.tokens, source=batch.source, source_tokens=batch.source_tokens)
-    loss = F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), ignore_index=IGNORED)
+    loss = F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), ignore_index=IGNORE_INDEX)
     loss.backward()
     norm = torch.nn.utils.clip_grad_norm_(net.parameters(), said.get("clip", 1.0))
     for way in ("data=2", "shards=2"):
@@ -157,7 +157,7 @@ def test_what_is_sent_is_what_is_counted(two: tuple[Path, list[dict[str, Any]]],
 
 def test_what_follows_from_the_batch_is_not_counted_without_it():
     with pytest.raises(SpecError, match=r"what ranks of tensor=2 send follows from the batch; give rows=Rows\("):
-        traffic(Echo().model(), Spread(tensor=2))
+        count_communication(Echo().model(), Parallelism(tensor=2))
 
 
 # --- runs ----------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from headwise.distributed import joined, launch
+from headwise.distributed import join_process_group, launch
 from headwise.files import read_lines
 from headwise.training import CheckpointFolder
 from worlds import begun, ended, environment, free_port, world
@@ -156,17 +156,17 @@ def test_a_port_in_use_is_said(monkeypatch: pytest.MonkeyPatch):
         for name, value in environment(0, 2, port).items():
             monkeypatch.setenv(name, value)
         told = f"the port of localhost:{port} is in use; give torchrun another --master-port, or --standalone"
-        with pytest.raises(ConnectionError, match=told), joined():
+        with pytest.raises(ConnectionError, match=told), join_process_group():
             pass
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_ranks_that_do_not_come_are_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch, rank: int):
-    monkeypatch.setattr(launch, "JOINING", timedelta(seconds=1))
+    monkeypatch.setattr(launch, "JOIN_TIMEOUT", timedelta(seconds=1))
     for name, value in environment(rank, 2, free_port()).items():
         monkeypatch.setenv(name, value)
     waited = time.monotonic()
-    with pytest.raises(ConnectionError, match=f"rank {rank} of 2 did not meet the others at localhost:"), joined():
+    with pytest.raises(ConnectionError, match=f"rank {rank} of 2 did not meet the others at localhost:"), join_process_group():
         pass
     assert time.monotonic() - waited < 20
 
@@ -176,4 +176,4 @@ def test_an_environment_that_says_nothing_is_refused(rank: str, size: str):
     with pytest.raises(
         ValueError, match=f"RANK={rank} WORLD_SIZE={size} .* is no rank of a world; start with torchrun"
     ):
-        launch.launched({"RANK": rank, "WORLD_SIZE": size})
+        launch.read_torchrun_environment({"RANK": rank, "WORLD_SIZE": size})

@@ -18,8 +18,8 @@ from tokenizers.models import WordLevel
 import headwise as hw
 from headwise import cli, families, model_spec as bp
 from headwise.model_spec.serialization import ModelManifest
-from headwise.models import tokenizer_of
-from headwise.models.save_load import MANIFEST_FILE, PAGE, TOKENIZER_FILE, WEIGHTS_FILE
+from headwise.models import read_tokenizer
+from headwise.models.save_load import MANIFEST_FILE, MODEL_CARD_FILE, TOKENIZER_FILE, WEIGHTS_FILE
 
 WORDS = 11
 
@@ -41,7 +41,7 @@ def check_same(ours: hw.Transformer, theirs: hw.Transformer) -> None:
     one, two = ours.state_dict(), theirs.state_dict()
     assert list(one) == list(two)
     assert all(one[name].dtype == two[name].dtype and torch.equal(one[name], two[name]) for name in one)
-    assert ours.described == theirs.described
+    assert ours.spec == theirs.spec
 
 
 @pytest.fixture
@@ -68,17 +68,17 @@ def test_what_was_saved_is_loaded(tmp_path: Path, dtype: torch.dtype):
     x = torch.randint(0, WORDS, (2, 5))
     assert torch.equal(again(x), net.eval()(x))
     assert again(x).sum().backward() is None
-    assert hw.greedy(again, x, count=3) == hw.greedy(net, x, count=3)
+    assert hw.greedy_decode(again, x, max_new_tokens=3) == hw.greedy_decode(net, x, max_new_tokens=3)
 
 
 def test_a_folder_holds_what_it_says(folder: Path):
-    assert sorted(path.name for path in folder.iterdir()) == sorted([MANIFEST_FILE, PAGE, TOKENIZER_FILE, WEIGHTS_FILE])
-    page = (folder / PAGE).read_text()
+    assert sorted(path.name for path in folder.iterdir()) == sorted([MANIFEST_FILE, MODEL_CARD_FILE, TOKENIZER_FILE, WEIGHTS_FILE])
+    page = (folder / MODEL_CARD_FILE).read_text()
     assert "# small" in page
     assert "2 layers of 12, 1,800 parameters in float32" in page
     assert "## Training\n\nNone." in page
     assert str(bp.ModelTable(described())) in page
-    assert tokenizer_of(folder) == words()
+    assert read_tokenizer(folder) == words()
     assert families.read_model_spec(folder) == described()
     held = safetensors.torch.load_file(folder / WEIGHTS_FILE)
     assert {name: tuple(t.shape) for name, t in held.items()} == described().shapes_by_name()
@@ -104,8 +104,8 @@ def test_saving_again_takes_the_place_of_the_first(folder: Path):
     other = hw.build(described(13), seed=1)
     hw.save(other, folder)
     check_same(hw.load(folder), other)
-    assert tokenizer_of(folder) is None
-    assert sorted(path.name for path in folder.iterdir()) == sorted([MANIFEST_FILE, PAGE, WEIGHTS_FILE])
+    assert read_tokenizer(folder) is None
+    assert sorted(path.name for path in folder.iterdir()) == sorted([MANIFEST_FILE, MODEL_CARD_FILE, WEIGHTS_FILE])
 
 
 # --- nothing is lost -----------------------------------------------------------------------------------
@@ -173,7 +173,7 @@ def test_whatever_fails_a_whole_model_is_there(folder: Path, error: BaseExceptio
     assert set(outcomes) == {"old", "new"}
 
 
-KEPT = sorted([MANIFEST_FILE, PAGE, TOKENIZER_FILE, WEIGHTS_FILE])
+KEPT = sorted([MANIFEST_FILE, MODEL_CARD_FILE, TOKENIZER_FILE, WEIGHTS_FILE])
 
 
 def check_whole(folder: Path, old: hw.Transformer, new: hw.Transformer) -> str:
@@ -181,7 +181,7 @@ def check_whole(folder: Path, old: hw.Transformer, new: hw.Transformer) -> str:
     found = hw.load(folder)
     fresh = torch.equal(found.decoder.embedding.tokens, new.decoder.embedding.tokens)
     check_same(found, new if fresh else old)
-    assert tokenizer_of(folder) == words()
+    assert read_tokenizer(folder) == words()
     return "new" if fresh else "old"
 
 

@@ -15,8 +15,8 @@ from torch import Tensor
 import headwise as hw
 from anchors.test_families import FAMILIES, PUBLIC, TINY
 from headwise import costs, families, model_spec as bp, models
-from headwise.models import STARTS, Memory, Typed
-from headwise.models.feed_forward import Feed, Mixture, Normed
+from headwise.models import INIT_SCHEMES, EncoderOutput, TokenTypeInput
+from headwise.models.feed_forward import FeedForward, MixtureOfExperts, NormLayer
 from headwise.ops.dropout import dropout
 
 MODEL, WORDS = 12, 11
@@ -86,7 +86,7 @@ def test_public_models_are_built_with_their_numbers(name: str):
     with torch.device("meta"):
         net = hw.build(families.read_model_spec(PUBLIC[name][0]))
     numbers = sum(p.numel() for p in net.parameters())
-    assert numbers == costs.count_parameters(net.described)
+    assert numbers == costs.count_parameters(net.spec)
     assert numbers == (PUBLIC[name][1] or numbers)
 
 
@@ -242,8 +242,8 @@ def test_vectors_enter_where_there_is_no_embedding():
 def test_types_are_the_first_unless_told():
     net = built(model(BLOCK, embedding=bp.EmbeddingSpec(WORDS, types=3)))
     x = ids()
-    torch.testing.assert_close(net(x), net(Typed(x, torch.zeros_like(x))))
-    assert not torch.allclose(net(x), net(Typed(x, torch.full_like(x, 2))))
+    torch.testing.assert_close(net(x), net(TokenTypeInput(x, torch.zeros_like(x))))
+    assert not torch.allclose(net(x), net(TokenTypeInput(x, torch.full_like(x, 2))))
 
 
 # --- feed-forwards -------------------------------------------------------------------------------------
@@ -274,14 +274,14 @@ def brute(told: bp.ExpertsSpec, p: Any, x: Tensor) -> Tensor:
 def test_experts_are_what_their_router_says(scores: str, bias: str):
     shared = bp.FeedForwardSpec(3, "relu") if bias else None
     told = bp.ExpertsSpec(bp.FeedForwardSpec(7, "silu", "gated", "g"), 5, 2, shared, scores, bias, scale=1.7)
-    feed = Mixture(told, 6).double()
+    feed = MixtureOfExperts(told, 6).double()
     with torch.no_grad():
         for tensor in (*feed.parameters(), *feed.buffers()):
             tensor.copy_(torch.randn(tensor.shape, dtype=tensor.dtype))
     x = torch.randn(3, 4, 6, dtype=torch.float64, requires_grad=True)
     expected = brute(told, feed, x)
-    share, chosen = feed.routed(x.flatten(0, 1))
-    for run in (feed._sorted, feed._all):
+    share, chosen = feed.route(x.flatten(0, 1))
+    for run in (feed._run_chosen_experts, feed._all):
         y = run(x.flatten(0, 1), share, chosen).view(x.shape) + (0 if feed.shared is None else feed.shared(x))
         torch.testing.assert_close(y, expected)
     names, tensors = zip(*feed.named_parameters(), strict=True)
@@ -295,7 +295,7 @@ def test_an_expert_that_nobody_asks_costs_nothing():
     """32 tokens and one expert each: as many products as one feed-forward for all of them."""
     from torch.utils.flop_counter import FlopCounterMode
 
-    feed, x = Mixture(bp.ExpertsSpec(bp.FeedForwardSpec(16), 8, 1), 4), torch.randn(1, 32, 4)
+    feed, x = MixtureOfExperts(bp.ExpertsSpec(bp.FeedForwardSpec(16), 8, 1), 4), torch.randn(1, 32, 4)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         feed(x)
     assert counter.get_total_flops() == 2 * 32 * (4 * 8 + 2 * 4 * 16)
@@ -309,7 +309,7 @@ def test_activations_by_name(name: str):
     expected = {"gelu": x * phi, "gelu_tanh": x * bent, "silu": x / (1 + torch.exp(-x)), "relu": x.clamp(min=0)}
     expected |= {"relu2": x.clamp(min=0) ** 2, "relu6": x.clamp(0, 6)}
     expected |= {"mish": x * torch.tanh(torch.log1p(torch.exp(x)))}
-    feed = Feed(bp.FeedForwardSpec(41, name), 41).double()
+    feed = FeedForward(bp.FeedForwardSpec(41, name), 41).double()
     with torch.no_grad():
         feed.up.copy_(torch.eye(41)), feed.down.copy_(torch.eye(41))
     torch.testing.assert_close(feed(x), expected[name])
@@ -317,7 +317,7 @@ def test_activations_by_name(name: str):
 
 @pytest.mark.parametrize("kind", ["layer", "unbiased", "rms", "offset"])
 def test_norms_by_their_definitions(kind: str):
-    norm = Normed(bp.NormSpec(kind, eps=0.1), 7).double()
+    norm = NormLayer(bp.NormSpec(kind, eps=0.1), 7).double()
     x = torch.randn(3, 7, dtype=torch.float64)
     for moved in (0.0, 1.0):  # as it starts, and after
         with torch.no_grad():
@@ -436,7 +436,7 @@ def wide(start: str, layers: int = 4) -> hw.Transformer:
         [bp.BlockSpec(spec, feed=bp.FeedForwardSpec(384, bias="ud"))] * layers,
         embedding=bp.EmbeddingSpec(99),
     )
-    return hw.build(bp.ModelSpec("wide", "decoder", (one,), (bp.OutputHeadSpec("tokens", 99),)), seed=0, start=start)
+    return hw.build(bp.ModelSpec("wide", "decoder", (one,), (bp.OutputHeadSpec("tokens", 99),)), seed=0, init=start)
 
 
 def test_depth_scaled_start():
@@ -465,9 +465,9 @@ def test_the_usual_start():
     up = net.decoder.blocks[0].feed.up
     assert float(up.detach().abs().max()) == pytest.approx((6 / 480) ** 0.5, rel=0.01)
     assert float(net.decoder.embedding.tokens.detach().std()) == pytest.approx(96**-0.5, rel=0.05)
-    feed = Mixture(bp.ExpertsSpec(bp.FeedForwardSpec(64), 5, 2), 32)
+    feed = MixtureOfExperts(bp.ExpertsSpec(bp.FeedForwardSpec(64), 5, 2), 32)
     assert float(feed.each.up.detach().abs().max()) == pytest.approx((6 / 96) ** 0.5, rel=0.01)
-    for start in STARTS:
+    for start in INIT_SCHEMES:
         assert wide(start, 1)(torch.tensor([[1, 2]])).isfinite().all()
 
 
@@ -479,12 +479,12 @@ def test_what_was_encoded_is_read_again(described: bp.ModelSpec):
     net = built(described)
     x, source = ids(), ids(3, 5)
     told = hw.SequenceInfo.from_batch(source, lengths=[5, 2, 3])
-    memory = net.encode(source, tokens=told)
+    memory = net.encode(source, sequence=told)
     got = net(x, source=source, source_tokens=told)
     torch.testing.assert_close(net(x, source=memory), got)
     for row, length in enumerate((5, 2, 3)):
         torch.testing.assert_close(net(x[row : row + 1], source=source[row : row + 1, :length])[0], got[row])
-    assert isinstance(memory, Memory)
+    assert isinstance(memory, EncoderOutput)
     order = torch.tensor([2, 0, 2])
     torch.testing.assert_close(net(x[order], source=memory.rows(order)), got[order])
 
@@ -516,9 +516,9 @@ def test_a_merged_block_is_the_block_of_attentions():
     normed = layer.cross_norm(x)
     mid = x + merged(normed, source=merged.project_source(z))
     expected = mid + layer.feed(layer.feed_norm(mid))
-    from headwise.models.block import Call
+    from headwise.models.block import LayerInputs
 
-    torch.testing.assert_close(layer(x, Call(at, None, z, told, {})), expected)
+    torch.testing.assert_close(layer(x, LayerInputs(at, None, z, told, {})), expected)
     assert net.cache(batch=2, capacity=1000).nbytes == 2 * 2 * 3 * (4 + 1) * 8  # of 3 heads of 4 a sum and a count
     for wrong in ({"attention": CAUSAL, "cross": FULL}, {}):
         with pytest.raises(hw.SpecError, match="give cross=, and no attention"):
@@ -543,12 +543,12 @@ def test_a_merged_block_is_the_block_of_attentions():
 def test_rows_stop_before_the_end():
     net = built(DECODER)
     x = ids(16, 3)
-    free = hw.greedy(net, x, count=6)
+    free = hw.greedy_decode(net, x, max_new_tokens=6)
     end = next(one for row in free for one in row if not all(one in other for other in free))
-    stopped = hw.greedy(net, x, count=6, end=end)
+    stopped = hw.greedy_decode(net, x, max_new_tokens=6, end_id=end)
     assert stopped == [row[: row.index(end)] if end in row else row for row in free]
     assert min(map(len, stopped)) < max(map(len, stopped)) == 6
-    assert hw.greedy(net, x[:1], count=6, end=free[0][0]) == [[]]
+    assert hw.greedy_decode(net, x[:1], max_new_tokens=6, end_id=free[0][0]) == [[]]
 
 
 def test_generation_leaves_the_model_as_it_was():
@@ -556,10 +556,10 @@ def test_generation_leaves_the_model_as_it_was():
     net.decoder.blocks[0].feed.eval()
     before = [module.training for module in net.modules()]
     x = ids()
-    assert hw.greedy(net, x, count=1) == hw.greedy(net, x, count=1)
+    assert hw.greedy_decode(net, x, max_new_tokens=1) == hw.greedy_decode(net, x, max_new_tokens=1)
     assert [module.training for module in net.modules()] == before
     with pytest.raises(ValueError, match="ids hold"):
-        hw.greedy(net, x + WORDS, count=2)
+        hw.greedy_decode(net, x + WORDS, max_new_tokens=2)
     assert [module.training for module in net.modules()] == before
 
 
@@ -614,7 +614,7 @@ LONG, STRANGE = torch.zeros(1, 10, dtype=torch.int64), torch.tensor([[3, WORDS]]
             {"x": LONG[:, :5], "tokens": hw.SequenceInfo.contiguous(0, 4, "cpu")},
             r"tokens are \[1, 4\].*x is \[1, 5\]",
         ),
-        (DECODER, {"x": Typed(LONG[:, :5], LONG[:, :5])}, "knows no types of tokens"),
+        (DECODER, {"x": TokenTypeInput(LONG[:, :5], LONG[:, :5])}, "knows no types of tokens"),
         (PAIR, {"x": LONG[:, :5]}, "reads two sequences; give source="),
         (PAIR, {"x": LONG[:, :5], "source": STRANGE}, "ids hold 11"),
     ],
@@ -650,13 +650,13 @@ def test_an_image_of_other_sizes_is_refused(shape: tuple[int, ...], words: str):
 )
 def test_what_cannot_go_on_says_why(said: dict[str, Any], words: str):
     with pytest.raises(ValueError, match=words):
-        hw.greedy(hw.build(DECODER), **({"prompt": LONG[:, :3], "count": 2} | said))
+        hw.greedy_decode(hw.build(DECODER), **({"prompt": LONG[:, :3], "count": 2} | said))
 
 
 def test_a_model_without_words_says_none():
     with pytest.raises(hw.SpecError, match=r"its first head must be Head\('tokens', 11\)"):
-        hw.greedy(hw.build(model(BLOCK, heads=(bp.OutputHeadSpec("classes", 3, "last"),))), LONG[:, :3], count=2)
+        hw.greedy_decode(hw.build(model(BLOCK, heads=(bp.OutputHeadSpec("classes", 3, "last"),))), LONG[:, :3], max_new_tokens=2)
     with pytest.raises(hw.SpecError, match="no attention that reads its past"):
-        hw.greedy(hw.build(model(bp.BlockSpec(feed=bp.FeedForwardSpec(3)))), LONG[:, :3], count=2)
+        hw.greedy_decode(hw.build(model(bp.BlockSpec(feed=bp.FeedForwardSpec(3)))), LONG[:, :3], max_new_tokens=2)
     with pytest.raises(ValueError, match="reads two sequences"):
-        hw.greedy(hw.build(PAIR), LONG[:, :3], count=2)
+        hw.greedy_decode(hw.build(PAIR), LONG[:, :3], max_new_tokens=2)

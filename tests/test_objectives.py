@@ -15,7 +15,7 @@ from headwise import model_spec as bp
 from headwise.head_analysis.annotated_examples import Example, TokenAnnotations
 from headwise.head_analysis.head_importance import estimate_importance
 from headwise.head_analysis.objectives import (
-    IGNORED,
+    IGNORE_INDEX,
     OBJECTIVES,
     MaskedTokenLoss,
     OutputDrift,
@@ -72,11 +72,11 @@ def test_masked_loss_is_transformers_own():
     question = objective.prepare_input(model, scene, 3)
     masked, labels = question.inputs.kwargs["input_ids"], question.labels
     assert labels is not None
-    places = (labels != IGNORED).nonzero().flatten().tolist()
+    places = (labels != IGNORE_INDEX).nonzero().flatten().tolist()
     assert len(places) == 3  # 15 % of 18, special tokens aside
     assert not {0, 19} & set(places)
     assert masked[0, places].tolist() == [1, 1, 1]
-    assert torch.equal(torch.where(labels == IGNORED, masked[0], labels), scene.inputs["input_ids"][0])
+    assert torch.equal(torch.where(labels == IGNORE_INDEX, masked[0], labels), scene.inputs["input_ids"][0])
     wanted = float(model(input_ids=masked, labels=labels[None]).loss.detach())
     assert value(model, objective, scene, 3) == pytest.approx(wanted, rel=1e-5)
     again = objective.prepare_input(model, scene, 3).labels
@@ -94,7 +94,7 @@ def test_label_loss_is_transformers_own():
 def test_translation_loss_is_transformers_own():
     model = THEIRS["translation"].build()
     told = text(0) | {"decoder_input_ids": ids(1, 5, WORDS)}
-    labels = torch.cat([told["decoder_input_ids"][:, 1:], torch.tensor([[IGNORED]])], 1)
+    labels = torch.cat([told["decoder_input_ids"][:, 1:], torch.tensor([[IGNORE_INDEX]])], 1)
     wanted = float(model(**told, labels=labels).loss.detach())
     assert value(model, TargetLoss("translation"), Example(told, {})) == pytest.approx(wanted, rel=1e-5)
     ended = torch.cat([told["decoder_input_ids"][:, 1:], torch.tensor([[2]])], 1)
@@ -191,10 +191,10 @@ def test_what_is_chosen_is_told():
 
 def test_labels_of_each_token_are_a_loss():
     net = classifier("each")
-    labels = torch.tensor([[0, 1, IGNORED, 2, 4, 3, 0]])
+    labels = torch.tensor([[0, 1, IGNORE_INDEX, 2, 4, 3, 0]])
     scene = Example({"x": ids(0), "labels": labels}, {})
     logits = net(ids(0))[0].detach().log_softmax(-1)
-    wanted = -np.mean([float(logits[t, one]) for t, one in enumerate(labels[0].tolist()) if one != IGNORED])
+    wanted = -np.mean([float(logits[t, one]) for t, one in enumerate(labels[0].tolist()) if one != IGNORE_INDEX])
     assert value(net, TargetLoss("label"), scene) == pytest.approx(wanted)
     result = estimate_importance(net, [scene] * 3, method="michel")
     assert result.objective == "label"

@@ -9,13 +9,13 @@ import torch
 from hypothesis import given, strategies as st
 
 import headwise as hw
-from headwise.data import IGNORED, Batch
-from headwise.data.file_task import translator
-from headwise.data.translation import Corpus, Making, Pair, Pairs, Unpackable, filled, pack_batch, texts_of
-from headwise.distributed import Launch, Spread
-from headwise.distributed.parallelism import Spread as Mesh, share
-from headwise.distributed.ranks import World
-from headwise.distributed.sharded_model import Path, alone
+from headwise.data import IGNORE_INDEX, Batch
+from headwise.data.file_task import make_translator
+from headwise.data.translation import ParallelCorpus, TranslationOptions, SentencePair, TranslationDataset, UnpackableBatch, real_token_share, pack_batch, iter_texts
+from headwise.distributed import ProcessInfo, Parallelism
+from headwise.distributed.parallelism import Parallelism as Mesh, shard_batch
+from headwise.distributed.ranks import ProcessMesh
+from headwise.distributed.sharded_model import BatchForward, wrap_single_process
 from headwise.errors import SpecError
 from headwise.masking.sequence_info import SequenceInfo
 from headwise.training import Recipe, autotune, train
@@ -37,18 +37,18 @@ def pairs(lengths=LENGTHS) -> Batch:
         SequenceInfo.from_batch(one, lengths=list(each))
         for one, each in zip(ids, zip(*lengths, strict=True), strict=True)
     ]
-    labels = torch.randint(IDS, x.shape, generator=draw).where(told[1].is_real, IGNORED)
+    labels = torch.randint(IDS, x.shape, generator=draw).where(told[1].is_real, IGNORE_INDEX)
     return Batch(x, labels, told[1], source, told[0])
 
 
 def net_of_pairs():
-    return hw.build(translator((IDS, IDS), 64, 2, "one"), seed=1).double()
+    return hw.build(make_translator((IDS, IDS), 64, 2, "one"), seed=1).double()
 
 
 def gradients(net, batch, rows, **said):
     recipe = Recipe(batch=len(batch.labels), device="cpu", **said)
     net.zero_grad(set_to_none=True)
-    loss = TrainStep(alone(net.train()), recipe, StepOptions("fp32", "off", rows=rows)).compute_gradients(batch)
+    loss = TrainStep(wrap_single_process(net.train()), recipe, StepOptions("fp32", "off", rows=rows)).compute_gradients(batch)
     return {"loss": loss} | {name: p.grad for name, p in net.named_parameters() if p.grad is not None}
 
 
@@ -75,19 +75,19 @@ def test_packed_texts_teach_the_same(task):
 
 def test_shares_of_ranks_are_packed_apart():
     net, recipe = net_of_pairs(), Recipe(batch=5, device="cpu")
-    stepper = TrainStep(alone(net), recipe, StepOptions("fp32", "off", rows="packed"))
-    own = [stepper.compute_loss(share(pairs(), rank, 2).batch).item() for rank in range(2)]
+    stepper = TrainStep(wrap_single_process(net), recipe, StepOptions("fp32", "off", rows="packed"))
+    own = [stepper.compute_loss(shard_batch(pairs(), rank, 2).batch).item() for rank in range(2)]
     assert sum(own) == pytest.approx(stepper.compute_loss(pairs()).item(), rel=1e-12)
-    idle = share(pairs(), 6, 7)
+    idle = shard_batch(pairs(), 6, 7)
     assert (idle.rows, stepper.compute_loss(idle.batch).item()) == (0, 0)
 
 
 @pytest.mark.parametrize("task", [Echo(), Routed()], ids=["text", "terms"])
 def test_what_is_measured_is_the_same(task):
     net = hw.build(task.model(), seed=1).double().eval()
-    world = World(Launch(), Spread(), "cpu")
+    world = ProcessMesh(ProcessInfo(), Parallelism(), "cpu")
     told = [TaskEvaluator(task, quick(), StepOptions("fp32", "off", rows=rows), world) for rows in ("padded", "packed")]
-    first, second = (one.compute_metrics(Path(net), "valid") for one in told)
+    first, second = (one.compute_metrics(BatchForward(net), "valid") for one in told)
     assert first.keys() == second.keys()
     assert all(first[name] == pytest.approx(second[name], rel=1e-10) for name in first)
 
@@ -101,22 +101,22 @@ ROWS = st.lists(
 def test_rows_of_any_texts_come_back(rows):
     told = [SequenceInfo.packed([[text[side] for text in row] for row in rows]) for side in (0, 1)]
     x, source = (torch.randint(1, IDS, t.position.shape) for t in told)
-    batch = Batch(x, x.where(told[0].is_real, IGNORED), told[0], source, told[1])
+    batch = Batch(x, x.where(told[0].is_real, IGNORE_INDEX), told[0], source, told[1])
     row = pack_batch(batch)
     own = row.batch.tokens
     assert own.is_real.all()
     assert row.batch.source_tokens.is_real.all()
-    assert torch.equal(row.unpacked(row.batch.x), x.where(told[0].is_real, 0))
+    assert torch.equal(row.unpack(row.batch.x), x.where(told[0].is_real, 0))
     each = [text for one in rows for text in one if any(text)]
     assert own.lengths == (tuple(text[0] for text in each),)
     assert row.batch.source_tokens.lengths == (tuple(text[1] for text in each),)
     apart = [[text[0], text[1]] for text in each if text[0]]
-    assert [[one.x.shape[1], one.source.shape[1]] for one in texts_of(row.batch)] == apart
+    assert [[one.x.shape[1], one.source.shape[1]] for one in iter_texts(row.batch)] == apart
 
 
 def test_padding_on_the_left_is_left_out_too():
     ids = torch.tensor([[0, 5, 6], [7, 8, 9]])
-    row = pack_batch(Batch(ids, ids.where(ids > 0, IGNORED), SequenceInfo.from_batch(ids, lengths=[2, 3], pad="left")))
+    row = pack_batch(Batch(ids, ids.where(ids > 0, IGNORE_INDEX), SequenceInfo.from_batch(ids, lengths=[2, 3], pad="left")))
     assert row.batch.x.tolist() == [[5, 6, 7, 8, 9]]
     assert row.batch.tokens.position.tolist() == [[0, 1, 0, 1, 2]]
 
@@ -132,13 +132,13 @@ def test_what_cannot_be_packed_says_why():
     mixed = SequenceInfo(torch.tensor([[0, 0, 1, 1]]), torch.tensor([[0, 1, 0, 1]]))
     cases["one behind the other"] = Batch(torch.zeros(1, 4, dtype=torch.long), torch.zeros(1, 4), mixed)
     for said, batch in cases.items():
-        with pytest.raises(Unpackable, match=said):
+        with pytest.raises(UnpackableBatch, match=said):
             pack_batch(batch)
 
 
 def test_rows_of_several_pairs_know_their_lengths():
-    words = [Pair(f"a b c d {n}" * (1 + n % 3), f"e f {n}" * (1 + n % 2)) for n in range(40)]
-    data = Pairs(Corpus.of(words, (0.1, 0.1), {}), Making(vocab=300, longest=64, form="packed"))
+    words = [SentencePair(f"a b c d {n}" * (1 + n % 3), f"e f {n}" * (1 + n % 2)) for n in range(40)]
+    data = TranslationDataset(ParallelCorpus.of(words, (0.1, 0.1), {}), TranslationOptions(vocab=300, longest=64, form="packed"))
     batch = data.batch(0, 3, "train", seed=0)
     assert max(map(len, batch.tokens.lengths)) > 1
     for side in (batch.tokens, batch.source_tokens):
@@ -158,8 +158,8 @@ def masked(tokens: SequenceInfo) -> SequenceInfo:
 
 
 def test_how_much_is_no_padding():
-    assert filled(pairs()) == pytest.approx((21 + 22) / (5 * (9 + 7)), rel=1e-6)
-    assert filled(Batch(torch.zeros(2, 3), torch.zeros(2, 3))) == 1
+    assert real_token_share(pairs()) == pytest.approx((21 + 22) / (5 * (9 + 7)), rel=1e-6)
+    assert real_token_share(Batch(torch.zeros(2, 3), torch.zeros(2, 3))) == 1
 
 
 def trial(monkeypatch, seconds, task=None, **said):
@@ -211,7 +211,7 @@ def test_a_step_that_fails_is_no_way():
 def test_rows_divided_by_tokens_are_not_packed():
     from headwise.training.run_setup import check_ranks
 
-    world = World(Launch(), Mesh(), "cpu")
+    world = ProcessMesh(ProcessInfo(), Mesh(), "cpu")
     world.spread = Mesh(context=2)
     with pytest.raises(SpecError, match="not packed"):
         check_ranks(Recipe(rows="packed"), world)

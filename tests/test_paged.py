@@ -16,7 +16,7 @@ from headwise.cache import PagePool
 from headwise.cache.full_visibility import FullVisibility, retained_tokens
 from headwise.masking.patterns import Causal
 from headwise.masking.sequence_info import AttentionMask
-from headwise.serving.paged_layers import Reading
+from headwise.serving.paged_layers import PagedSupport
 
 MODEL, LONGEST = 14, 300
 FEW = settings(max_examples=max(1, settings().max_examples // 4), deadline=None)
@@ -297,7 +297,7 @@ def language(*specs: hw.AttentionSpec) -> hw.Transformer:
 
 def answered(net: hw.Transformer, patch: pytest.MonkeyPatch, sizes: list[int]) -> tuple[hw.Engine, list[int], int]:
     """An engine that has answered such prompts; rows of each call of one token, and how often pages were gathered."""
-    engine = hw.Engine(net, budget=4_000_000, batching=hw.Batching(page=4, chunk=512))
+    engine = hw.Engine(net, budget=4_000_000, batching=hw.BatchingConfig(page=4, chunk=512))
     rows, gathered, hidden, gather = [], [], net.hidden, PagePool.gather
 
     def called(x: torch.Tensor, **how):
@@ -312,7 +312,7 @@ def answered(net: hw.Transformer, patch: pytest.MonkeyPatch, sizes: list[int]) -
     engine.run()
     told = rows[:], len(gathered) - before
     for stream, size in zip(streams, sizes, strict=True):
-        assert stream.ids == hw.greedy(net, torch.tensor([[n * size % 13 for n in range(size)]]), count=4)[0]
+        assert stream.ids == hw.greedy_decode(net, torch.tensor([[n * size % 13 for n in range(size)]]), max_new_tokens=4)[0]
     return engine, *told
 
 
@@ -321,7 +321,7 @@ def test_an_engine_whose_layers_read_in_place_gathers_nothing(monkeypatch: pytes
     net = language(near, far)
     monkeypatch.setattr(hw.serving.stepping, "BESIDE", -(10**9))  # a call of its own would cost nothing
     engine, rows, gathered = answered(net, monkeypatch, [50, 3, 7])
-    assert engine.room.reading == Reading(2, {})
+    assert engine.memory.reading == PagedSupport(2, {})
     assert rows == [3] * 2
     assert gathered == 0
     assert "layers that read pages where they lie, of" in str(engine.report())
@@ -334,7 +334,7 @@ def test_an_engine_says_which_layers_gather(monkeypatch: pytest.MonkeyPatch):
     net.stacks["decoder"].blocks[2].attentions["attention"].backend_name = "dense"
     monkeypatch.setattr(hw.serving.stepping, "BESIDE", -(10**9))
     engine, rows, gathered = answered(net, monkeypatch, [50, 3, 7])
-    gathers = engine.room.reading.gathers
+    gathers = engine.memory.reading.gathers
     assert gathers["decoder.1.attention"] == "it normalises by softmax, not Entmax"
     assert gathers["decoder.2.attention"] == "the layer asks for dense"
     assert set(rows) == {1}  # each row in a call of its own, as that costs nothing here

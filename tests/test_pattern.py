@@ -127,9 +127,9 @@ def assert_memory_holds(pattern, size=37):
 
 
 def assert_opening_holds(pattern, size=37):
-    if pattern.opening is not None:
+    if pattern.min_first_chunk is not None:
         ahead = [(i, j) for i in range(size) for j in range(i + 1, size) if pattern.allows(i, j)]
-        assert all(j < pattern.opening for _, j in ahead), (pattern, ahead)
+        assert all(j < pattern.min_first_chunk for _, j in ahead), (pattern, ahead)
 
 
 # --- one rule: ints, tensors, counts, memory, opening ------------------------------------------------------
@@ -253,7 +253,7 @@ def test_memory_is_tight(pattern, memory):
     ids=str,
 )
 def test_opening_is_as_told(pattern, opening):
-    assert pattern.opening == opening
+    assert pattern.min_first_chunk == opening
 
 
 # --- what each pattern means -------------------------------------------------------------------------------

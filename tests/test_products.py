@@ -13,7 +13,7 @@ import headwise as hw
 from headwise.kernels import multiply_small_batch
 from headwise.kernels.small_batch_ops import GEMV_STEP
 from headwise.model_spec import FeedForwardSpec
-from headwise.models.feed_forward import Feed
+from headwise.models.feed_forward import FeedForward
 from headwise.ops import linear
 from headwise.ops.linear import MAX_GEMV_TOKENS, MIN_GEMV_WEIGHTS, linear, linear_many, uses_gemv_kernel
 
@@ -163,7 +163,7 @@ def test_gradients_and_autocast_are_for_torch():
 
 
 def test_a_gated_feed_meets_its_input_once(monkeypatch):
-    feed = Feed(FeedForwardSpec(TALL, "silu", form="gated"), WIDE)
+    feed = FeedForward(FeedForwardSpec(TALL, "silu", form="gated"), WIDE)
     asked: list[int] = []
 
     def counting(x: Tensor, weights: list[Tensor]) -> Tensor:

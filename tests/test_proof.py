@@ -150,7 +150,7 @@ def test_a_proof_of_every_kind_is_whole_and_reads_well(kind, tmp_path):
         assert max(map(len, shown.split("\n"))) <= 80
         assert "the same up to rounding" in shown
         assert "\x1b" not in shown
-    depths = [f"{stack.name}.{depth}" for stack in net.described.stacks for depth in range(2)]
+    depths = [f"{stack.name}.{depth}" for stack in net.spec.stacks for depth in range(2)]
     assert list(proof.agreement.layers) == depths
     assert all(-1 <= one.low <= one.mean <= 1.000001 for one in proof.agreement.layers.values())
     assert len(proof.examples) == 5

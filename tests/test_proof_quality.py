@@ -13,8 +13,8 @@ import torch.nn.functional as F
 
 import headwise as hw
 from cut_models import KEEP, KINDS, built, model, scenes
-from headwise.data import task
-from headwise.data.translation import translation_scores
+from headwise.data import make_task
+from headwise.data.translation import score_translations
 from headwise.head_analysis.annotated_examples import Example
 from headwise.head_analysis.objectives import MaskedTokenLoss, OutputDrift
 from headwise.head_analysis.resampling import draw_resamples
@@ -184,14 +184,14 @@ def test_bleu_is_that_of_sacrebleu_and_its_draws_those_of_corpora():
     pairs = [TranslationPair((), one) for one in wanted]
     draws = draw_resamples(4, 5, 0)
     found = _bootstrap_bleu(said, pairs, draws)
-    assert found[0] == pytest.approx(translation_scores(said, wanted).bleu)
+    assert found[0] == pytest.approx(score_translations(said, wanted).bleu)
     for times, one in zip(draws.astype(int), found[1:], strict=True):
         some = [n for n in range(4) for _ in range(times[n])]
-        assert one == pytest.approx(translation_scores([said[n] for n in some], [wanted[n] for n in some]).bleu)
+        assert one == pytest.approx(score_translations([said[n] for n in some], [wanted[n] for n in some]).bleu)
 
 
 def test_a_task_scores_every_example_as_it_scores_all():
-    recall = task("recall")
+    recall = make_task("recall")
     net = hw.build(recall.model(), seed=0).eval()
     batch = recall.batch(0, SCORING_BATCH_SIZE, "valid").rows(slice(0, 9))
     with torch.no_grad():

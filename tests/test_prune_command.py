@@ -13,8 +13,8 @@ import headwise as hw
 from commands import refused
 from foreign import ZOO
 from headwise import cli
-from headwise.data import task
-from headwise.data.vocabulary import Bytes
+from headwise.data import make_task
+from headwise.data.vocabulary import ByteVocabulary
 from weighed import ids
 
 # Texts of bytes that differ, eleven of them; an empty line among them.
@@ -28,7 +28,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     base = tmp_path_factory.mktemp("models")
     config = {"model_type": "gpt2", "n_embd": 24, "n_head": 4, "n_layer": 2, "vocab_size": 300, "n_positions": 64}
     net = hw.build(hw.families.read_model_spec(config), seed=0)
-    net.usage = hw.ProcessorSpec(tokenizer=Bytes().document)
+    net.usage = hw.ProcessorSpec(tokenizer=ByteVocabulary().document)
     hw.save(net, base / "ours")
     net.usage = hw.ProcessorSpec()
     hw.save(net, base / "wordless")
@@ -37,11 +37,11 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         torch.manual_seed(0)
         model = foreign._replace(keys={**foreign.keys, "vocab_size": 300, "eos_token_id": None}).build("sdpa")
         model.save_pretrained(base / name)
-        (base / name / "tokenizer.json").write_text(Bytes().document)
+        (base / name / "tokenizer.json").write_text(ByteVocabulary().document)
     draw = np.random.default_rng(0)
     images = {"images": draw.integers(0, 255, (40, 8, 8), dtype=np.uint8), "labels": draw.integers(0, 3, 40)}
     np.savez(base / "images.npz", **images)
-    made = task("images", path=str(base / "images.npz"))
+    made = make_task("images", path=str(base / "images.npz"))
     vision = hw.build(made.model(), seed=0)
     vision.usage = made.usage
     hw.save(vision, base / "vision")
@@ -58,7 +58,7 @@ def said(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int, str, s
 
 
 def heads(folder: Path) -> list[int]:
-    return [spec.heads.q for _, spec in hw.load(folder).described.attention_specs()]
+    return [spec.heads.q for _, spec in hw.load(folder).spec.attention_specs()]
 
 
 FAST = ("--seconds", "0.05", "--length", "8")
@@ -85,7 +85,7 @@ def test_one_command(name: str, folders: dict[str, Path], tmp_path: Path, capsys
 
 
 def proof_heads(folder: Path) -> dict[str, int]:
-    return {site: len(spec.score_head_of_output) for site, spec in hw.load(folder).described.attention_specs()}
+    return {site: len(spec.score_head_of_output) for site, spec in hw.load(folder).spec.attention_specs()}
 
 
 def test_images_by_a_task(folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -100,7 +100,7 @@ def test_images_by_a_task(folders: dict[str, Path], tmp_path: Path, capsys: pyte
     whole, half = hw.load(folders["vision"]), hw.load(out)
     assert 2 * sum(heads(out)) == sum(heads(folders["vision"]))
     with torch.no_grad():
-        x = task("images", path=str(path)).batch(0, 2, "valid").x
+        x = make_task("images", path=str(path)).batch(0, 2, "valid").x
         assert half(x).shape == whole(x).shape
 
 
@@ -108,7 +108,7 @@ def test_images_by_a_task(folders: dict[str, Path], tmp_path: Path, capsys: pyte
 def test_examples_of_a_task_choose_in_every_way(
     which: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    made = task("copy")
+    made = make_task("copy")
     net = hw.build(made.model(), seed=0)
     net.usage = made.usage
     hw.save(net, tmp_path / "net")
@@ -141,7 +141,7 @@ def test_the_same_plan_again_and_not_for_another_model(
     assert said(capsys, folders["ours"], "--budget", "cache=0.5", "--by", "random", "--out", one, *more)[0] == 0
     assert said(capsys, folders["ours"], "--plan", one, "--out", two, *more)[0] == 0
     first, second = (hw.load(folder) for folder in (one, two))
-    assert first.described == second.described
+    assert first.spec == second.spec
     x = ids(0, 5)
     with torch.no_grad():
         assert torch.equal(first(x), second(x))

@@ -50,7 +50,7 @@ def test_heads_that_nobody_hears_go_first(by):
     assert sorted(done.plan.removed_heads) == FAINT
     with torch.no_grad():
         torch.testing.assert_close(said(done.after), said(net), rtol=0, atol=0.05)
-    assert {spec.heads.q for _, spec in done.after.described.attention_specs()} == {4}
+    assert {spec.heads.q for _, spec in done.after.spec.attention_specs()} == {4}
     assert done.data["keep"]["decoder.0.attention"] == [0, 2, 3, 5]
 
 
@@ -123,7 +123,7 @@ def test_a_layer_that_goes_leaves_its_mean():
     with hw.patch(net, hw.head_means(net, [text.inputs for text in texts], gone)):
         patched = said(net)
     torch.testing.assert_close(said(done.after), patched, rtol=1e-9, atol=1e-9)
-    assert done.after.described.stacks[0].layers[0].attention is None
+    assert done.after.spec.stacks[0].layers[0].attention is None
 
 
 def test_folding_biases_is_saying_them():
@@ -164,7 +164,7 @@ def test_the_best_way_to_rank_is_by_slopes_where_there_are_any():
 
 
 def test_a_plan_says_what_it_keeps():
-    plan = PruningPlan.without(built(GPT2).described, [("decoder.1.attention", 0)], "as asked")
+    plan = PruningPlan.without(built(GPT2).spec, [("decoder.1.attention", 0)], "as asked")
     assert plan.keep == {"decoder.0.attention": (0, 1, 2), "decoder.1.attention": (1, 2)}
     assert plan.changed_sites == {"decoder.1.attention": (1, 2)}
     assert plan.summary == "5 of 6 heads stay, as asked"

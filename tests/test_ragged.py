@@ -235,7 +235,7 @@ def test_its_products_are_counted():
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_rows_of_any_length_are_what_dense_reads(name):
     spec = cases.causal(EXAMPLES[name])
-    if "ragged" not in cases.takers(spec, one=True):
+    if "ragged" not in cases.num_data_shards(spec, one=True):
         pytest.skip("ragged refuses it")
     layer = cases.layer(spec)
     x = torch.randn(3, 2, spec.model, dtype=torch.float64)
@@ -318,10 +318,10 @@ def test_a_cache_of_8_bits_is_near_and_as_large_as_counted(name):
     layer = cases.layer(spec)
     if spec.is_recurrent:
         with pytest.raises(hw.SpecError, match="one state"):
-            layer.cache(batch=2, capacity=20, store="int8")
+            layer.cache(batch=2, capacity=20, storage_format="int8")
         return
     x = torch.randn(2, 9, spec.model, dtype=torch.float64)
-    full, small = (layer.cache(batch=2, capacity=20, store=store) for store in (None, "int8"))
+    full, small = (layer.cache(batch=2, capacity=20, storage_format=store) for store in (None, "int8"))
     expected, y = (decoded(layer, x, (5, 1, 2, 1), cache) for cache in (full, small))
     assert (y - expected).abs().max() <= 0.1 * expected.abs().max().clamp(min=1)
     counted = costs.cache_bytes(spec, batch=2, capacity=20, bytes_per_number=8, storage="int8")
@@ -330,7 +330,7 @@ def test_a_cache_of_8_bits_is_near_and_as_large_as_counted(name):
 
 def test_8_bits_are_off_by_half_a_step():
     layer = cases.layer(cases.base(kv=2, vdim=5, pattern="causal"), torch.float32)
-    full, small = (layer.cache(batch=2, capacity=9, store=store) for store in (None, "int8"))
+    full, small = (layer.cache(batch=2, capacity=9, storage_format=store) for store in (None, "int8"))
     x = torch.randn(2, 7, 10)
     x[0, 3] = 0.0
     for cache in (full, small):
@@ -341,7 +341,7 @@ def test_8_bits_are_off_by_half_a_step():
         assert ((found[name] - held).abs() <= 0.5001 * step).all()
     assert small.nbytes < full.nbytes / 2
     with pytest.raises(hw.SpecError, match="int4"):
-        layer.cache(batch=2, capacity=9, store="int4")
+        layer.cache(batch=2, capacity=9, storage_format="int4")
 
 
 @pytest.mark.parametrize("pattern", ["causal", "window(5) | first(2)"])
@@ -351,7 +351,7 @@ def test_the_kernel_reads_8_bits_as_they_lie(pattern):
     found = {}
     with torch.no_grad():
         for only in ("dense", None):
-            cache = layer.cache(batch=2, capacity=20, store="int8")
+            cache = layer.cache(batch=2, capacity=20, storage_format="int8")
             layer.backend_name = None
             layer(x[:, :9], cache=cache)
             layer.backend_name = only

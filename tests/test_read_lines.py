@@ -28,12 +28,12 @@ class Some:
             numbers(batch, queries, heads, dim), numbers(batch, keys, kept, dim), numbers(batch, keys, kept, vdim)
         )  # fmt: skip
         self.way = torch.randn(batch, queries, heads, vdim, generator=make, dtype=torch.float64).to(dtype)
-        self.opened = torch.rand(batch, queries, heads, generator=make) < rate
+        self.unmerged_shape = torch.rand(batch, queries, heads, generator=make) < rate
         ends = torch.randint(0, keys + 1, (batch, queries, 2), generator=make).sort(-1).values
         self.ends = ends[:1] if seed % 2 else ends
 
     def read(self) -> torch.Tensor:
-        told = RoutedWorkItems.from_open_heads(self.opened, self.k.shape[2], self.ends, self.k.shape[1])
+        told = RoutedWorkItems.from_open_heads(self.unmerged_shape, self.k.shape[2], self.ends, self.k.shape[1])
         return gathered_attention(self.q, self.k, self.v, told.kernel_args, SCALE, told.num_pairs)[0]
 
     def expected(self) -> torch.Tensor:
@@ -42,7 +42,7 @@ class Some:
         allowed = ((key >= self.ends[..., :1]) & (key < self.ends[..., 1:]))[:, None]
         s = torch.einsum("bthk,bshk->bhts", q, k) * SCALE
         w = s.masked_fill(~allowed, -torch.inf).on_softmax(-1).masked_fill(~allowed.any(-1, keepdim=True), 0.0)
-        return torch.einsum("bhts,bshv->bthv", w, v) * self.opened[..., None]
+        return torch.einsum("bhts,bshv->bthv", w, v) * self.unmerged_shape[..., None]
 
     def both(self, o: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return (o, *torch.autograd.grad((o * self.way.to(o.dtype)).sum(), (self.q, self.k, self.v)))
@@ -73,7 +73,7 @@ def test_units_and_blocks_of_keys_end_where_they_should(queries, keys, parts):
 @pytest.mark.parametrize("kept", [1, 2, 7, 14])
 def test_parts_of_keys_are_added_up(kept, parts):
     some = Some((1, 80, 201), (14, kept, 5, 3))
-    told = RoutedWorkItems.from_open_heads(some.opened, kept, some.ends, 201).kernel_args
+    told = RoutedWorkItems.from_open_heads(some.unmerged_shape, kept, some.ends, 201).kernel_args
     assert len(told[3]) == kept * {1: 4, 2: 4, 7: 2, 14: 1}[kept]
     some.check_reading()
 
@@ -136,7 +136,7 @@ def test_those_with_most_keys_begin():
 
 def test_it_is_an_operation_of_torch():
     some = Some((1, 20, 20), (2, 2, 4, 4))
-    told = RoutedWorkItems.from_open_heads(some.opened, 2, some.ends, 20)
+    told = RoutedWorkItems.from_open_heads(some.unmerged_shape, 2, some.ends, 20)
     given = (some.q, some.k, some.v, told.kernel_args, SCALE, told.num_pairs)
     looks = ("test_schema", "test_autograd_registration", "test_faketensor")
     assert set(torch.library.opcheck(gathered_attention, given, test_utils=looks).values()) == {"SUCCESS"}

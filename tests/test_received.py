@@ -27,7 +27,7 @@ def test_columns_are_those_of_all_weights(monkeypatch):
 
     stream_weight_bands(net, those, scene, {one.site.name: ("text", "text") for one in those}, see)
     assert len(bands) > 2 * len(those)
-    probes = {name: hw.Probe("weights") for name, _ in net.described.attention_specs()}
+    probes = {name: hw.Probe("weights") for name, _ in net.spec.attention_specs()}
     net.probes = probes
     net(ids[None])
     for one, probe in zip(those, probes.values(), strict=True):

@@ -73,8 +73,8 @@ def divergence(p: Array, q: Array) -> float:
 
 def eager(net: Any, text: Any) -> Tensor:
     """The weights of all heads of all layers, layer by layer, in float64."""
-    seen = [hw.Probe("weights") for _ in net.described.specs()]
-    net.probes = dict(zip((name for name, _ in net.described.specs()), seen, strict=True))
+    seen = [hw.Probe("weights") for _ in net.spec.specs()]
+    net.probes = dict(zip((name for name, _ in net.spec.specs()), seen, strict=True))
     with torch.no_grad():
         net(text.inputs["x"])
     net.probes = {}

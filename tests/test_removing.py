@@ -57,7 +57,7 @@ def said(net: Transformer, number: int = 0) -> torch.Tensor:
 
 def gone(net: Transformer, keep: dict[str, Any]) -> list[tuple[str, int]]:
     """The heads that a plan removes."""
-    heads = {name: range(len(spec.score_head_of_output)) for name, spec in net.described.attention_specs()}
+    heads = {name: range(len(spec.score_head_of_output)) for name, spec in net.spec.attention_specs()}
     return [(site, head) for site, kept in keep.items() for head in heads[site] if head not in kept]
 
 
@@ -69,7 +69,7 @@ def check_cut(net: Transformer, keep: dict[str, Any]) -> Transformer:
         silent = said(net)
     torch.testing.assert_close(said(small), silent, rtol=1e-9, atol=1e-9)
     assert all(torch.equal(tensor, before[name]) for name, tensor in net.state_dict().items())
-    assert sum(p.numel() for p in small.parameters()) == hw.costs.count_parameters(small.described)
+    assert sum(p.numel() for p in small.parameters()) == hw.costs.count_parameters(small.spec)
     assert not {p.data_ptr() for p in small.parameters()} & {p.data_ptr() for p in net.parameters()}
     return small
 
@@ -79,16 +79,16 @@ def check_cut(net: Transformer, keep: dict[str, Any]) -> Transformer:
 def test_cut_is_silenced_wherever_norms_stand(placement, kept):
     net = noisy(stacked(hw.design(model=12, heads=3, bias="qkvo", pattern="causal"), placement, scale=0.7))
     small = check_cut(net, {"decoder.0.attention": kept})
-    assert small.described.stacks[0].layers[0].still == (() if kept else ("attention",))
+    assert small.spec.stacks[0].layers[0].still == (() if kept else ("attention",))
     check_cut(small, {"decoder.1.attention": (1,)})
 
 
 @pytest.mark.parametrize("config", [GPT2, BERT, LLAMA], ids=lambda config: config["model_type"])
 def test_cut_is_silenced_in_models_of_families(config):
     net = noisy(built(config))
-    stack = net.described.stacks[0].name
+    stack = net.spec.stacks[0].name
     small = check_cut(net, {f"{stack}.0.attention": (1,), f"{stack}.1.attention": (0, 2)})
-    assert [spec.heads.q for _, spec in small.described.attention_specs()] == [1, 2]
+    assert [spec.heads.q for _, spec in small.spec.attention_specs()] == [1, 2]
 
 
 @pytest.mark.parametrize("placement", ["pre", "post"])
@@ -96,7 +96,7 @@ def test_cross_attention_is_cut_and_goes(placement):
     net = noisy(translator(placement=placement))
     keep = {"encoder.0.attention": (2,), "decoder.0.cross": (), "decoder.1.cross": (1,), "decoder.1.attention": ()}
     small = check_cut(net, keep)
-    assert [block.sublayer_names for block in small.described.stacks[1].layers] == [("attention", "cross", "feed")] * 2
+    assert [block.sublayer_names for block in small.spec.stacks[1].layers] == [("attention", "cross", "feed")] * 2
     source, text = ids(3, 6), ids(4, 5)
     cache, memory = small.cache(batch=1, capacity=9), small.encode(source)
     steps = [small(text[:, t : t + 1], source=memory, cache=cache) for t in range(5)]
@@ -122,13 +122,13 @@ def test_a_table_that_layers_share_stays_one_and_finds_another_owner():
 @settings(max_examples=12)
 @given(st.data())
 def test_cut_is_silenced_whatever_the_spec(data):
-    spec = data.draw(strategies.specs().filter(lambda spec: spec.source is None))
+    spec = data.draw_examples(strategies.specs().filter(lambda spec: spec.source is None))
     try:
-        net = stacked(spec, data.draw(st.sampled_from(PLACEMENTS)))
+        net = stacked(spec, data.draw_examples(st.sampled_from(PLACEMENTS)))
     except hw.SpecError:  # a schedule by depth, or a part that stands only once
         return
     outs = len(spec.speaks)
-    kept = tuple(sorted(data.draw(st.sets(st.integers(0, outs - 1)))))
+    kept = tuple(sorted(data.draw_examples(st.sets(st.integers(0, outs - 1)))))
     small = remove_heads(net, {"decoder.0.attention": kept})
     x = ids(0, 5)
     with torch.no_grad(), hw.ablate(net, [(0, head) for head in range(outs) if head not in kept]):
@@ -141,7 +141,7 @@ def test_a_vector_takes_the_place_of_what_went():
     net = noisy(stacked(hw.design(model=12, heads=3, bias="", pattern="causal"), "pre"))
     means = {"decoder.0.attention": torch.arange(12.0).double(), "decoder.1.attention": torch.ones(12).double()}
     small = remove_heads(net, {"decoder.0.attention": (0, 2), "decoder.1.attention": ()}, means)
-    specs = dict(small.described.attention_specs())
+    specs = dict(small.spec.attention_specs())
     assert specs["decoder.0.attention"].merge.bias == "o"
     assert torch.equal(
         get_attention_parameters(small, "decoder.0.attention")["output.o_bias"], means["decoder.0.attention"]
@@ -151,8 +151,8 @@ def test_a_vector_takes_the_place_of_what_went():
 
 def test_a_description_with_attentions_that_went_is_read_back():
     small = remove_heads(built(GPT2), {"decoder.0.attention": (), "decoder.1.attention": (1,)})
-    assert bp.from_toml(bp.to_toml(small.described)) == small.described
-    assert "one vector" in str(bp.ModelTable(small.described))
+    assert bp.from_toml(bp.to_toml(small.spec)) == small.spec
+    assert "one vector" in str(bp.ModelTable(small.spec))
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from headwise import model_spec as bp
 from headwise.cli import main
 from headwise.costs import roofline
 from headwise.costs.roofline import Device
-from headwise.serving.metrics import Predicted, Spread
+from headwise.serving.metrics import ThroughputPrediction, LatencySummary
 
 LETTERS = "<>abcdefghijk"
 
@@ -74,7 +74,7 @@ def test_lines_are_answered_as_alone(net, folder: Path, tmp_path: Path, capsys: 
     assert told[1]["text"] == hw.generate(net, "cab", max_new_tokens=9)
     assert told[2]["ids"] == hw.generate(net, [4, 2], max_new_tokens=5)
     assert "text" not in told[2]
-    drawn = hw.generate(net, "fed", max_new_tokens=5, temperature=0.9, seed=7, how=hw.Decoding(top_k=4))
+    drawn = hw.generate(net, "fed", max_new_tokens=5, temperature=0.9, seed=7, config=hw.DecodingConfig(top_k=4))
     assert told[3]["text"] == drawn
     lines = hw.generate(net, ["fed"] * 6, max_new_tokens=5, temperature=0.9, seed=3)
     assert (told[4]["text"], told[6]["text"]) == (lines[3], lines[5])  # line n draws from stream n of the seed
@@ -157,19 +157,19 @@ def test_a_file_without_requests_is_answered_by_nothing(folder: Path, tmp_path: 
 
 
 def test_what_half_and_95_of_100_do_not_exceed():
-    assert Spread.of(range(1, 101)) == (50.5, 50, 95)
-    assert Spread.of([7.0]) == (7.0, 7.0, 7.0)
-    assert Spread.of([]) == (0.0, 0.0, 0.0)
+    assert LatencySummary.of(range(1, 101)) == (50.5, 50, 95)
+    assert LatencySummary.of([7.0]) == (7.0, 7.0, 7.0)
+    assert LatencySummary.of([]) == (0.0, 0.0, 0.0)
 
 
 def test_the_prediction_is_the_price_of_every_step(net):
     """Each step priced by hand: all rows with their own lengths, and the chunks of prompts."""
-    engine = hw.Engine(net, budget=10**7, batching=hw.Batching(chunk=16))
+    engine = hw.Engine(net, budget=10**7, batching=hw.BatchingConfig(chunk=16))
     streams = [engine.submit([1] * 16, max_new_tokens=9), engine.submit([2] * 16, max_new_tokens=4)]
     engine.run()
     assert [stream.ended for stream in streams] == ["length"] * 2
     device = Device("here", "this machine", {"fp32": 1e11}, 1e10, 1e10, "cpu")
-    serving = hw.ServingCost(net.described, device, hw.NumberFormats("fp32"))
+    serving = hw.ServingCost(net.spec, device, hw.NumberFormats("fp32"))
     report = engine.report()
     # Row one answers at lengths 17 .. 24; row two, a step later, at 17 .. 19.
     steps = [
@@ -183,6 +183,6 @@ def test_the_prediction_is_the_price_of_every_step(net):
     assert [(step.rows, step.context) for step in report.steps] == [
         (1, 17), (2, 35), (2, 37), (2, 39), (1, 21), (1, 22), (1, 23), (1, 24)
     ]  # fmt: skip
-    predicted = Predicted.of(net, report, device)
+    predicted = ThroughputPrediction.of(net, report, device)
     assert predicted.seconds == pytest.approx(sum(step.seconds for step in steps), rel=2e-3)
     assert predicted.tokens == pytest.approx(13 / predicted.seconds)

@@ -21,8 +21,8 @@ from tokenizers.models import WordLevel
 import headwise as hw
 from headwise import model_spec as bp
 from headwise.cli import main
-from headwise.data import synthetic_task, task, translation
-from headwise.data.vocabulary import Bytes
+from headwise.data import synthetic_task, make_task, translation
+from headwise.data.vocabulary import ByteVocabulary
 
 LINES = ["<zh>20 November 2026", "<iso>3 May 1999", "<en>1999-05-03", "<en>2026-11-20", "<iso>7 June 1985"]
 Run = Callable[..., tuple[int, str, str]]
@@ -53,11 +53,11 @@ def jittered(net: hw.Transformer) -> hw.Transformer:
 def translator(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder as `headwise train dates` leaves it, with less learnt."""
     torch.manual_seed(0)
-    described = synthetic_task.translator(
-        "dates", task("dates").model().heads[0].outputs, synthetic_task.Shape(16, 2, 1, 32)
+    described = synthetic_task.make_small_translator(
+        "dates", make_task("dates").model().heads[0].outputs, synthetic_task.ModelShape(16, 2, 1, 32)
     )
     net, folder = jittered(hw.build(described, seed=0)), tmp_path_factory.mktemp("dates")
-    net.usage = task("dates").usage
+    net.usage = make_task("dates").usage
     hw.save(net, folder)
     return folder
 
@@ -90,10 +90,10 @@ def test_help_needs_no_torch():
 def test_a_text_is_answered_as_the_library_answers(run: Run, translator: Path):
     short = ["--max-new-tokens", 9]
     assert run(translator, LINES[0], *short) == (0, said(translator, LINES[0]) + "\n", "")
-    drawn = said(translator, LINES[0], temperature=0.9, seed=7, how=hw.Decoding(top_p=0.9, top_k=20, repetition=1.3))
+    drawn = said(translator, LINES[0], temperature=0.9, seed=7, how=hw.DecodingConfig(top_p=0.9, top_k=20, repetition=1.3))
     options = ["--temperature", 0.9, "--seed", 7, "--top-p", 0.9, "--top-k", 20, "--repetition", 1.3]
     assert run(translator, LINES[0], *short, *options)[1] == drawn + "\n"
-    best = said(translator, LINES[0], how=hw.Decoding(beams=4, best=3, length_penalty=0.5))
+    best = said(translator, LINES[0], how=hw.DecodingConfig(beams=4, best=3, length_penalty=0.5))
     code, out, _ = run(translator, LINES[0], *short, "--beams", 4, "--best", 3, "--length-penalty", 0.5)
     scores, texts = zip(*((float(score), text) for _, score, text in map(cells, out.splitlines())), strict=True)
     assert (code, list(texts)) == (0, best)
@@ -160,7 +160,7 @@ def test_a_document_holds_all_that_was_said(run: Run, translator: Path):
     rows = json.loads(out)["answers"]
     assert (code, err.count("\n")) == (2, 1)
     assert [row["line"] for row in rows] == [1, 2, 3, 4]
-    how = hw.Decoding(beams=3, best=2)
+    how = hw.DecodingConfig(beams=3, best=2)
     assert [one["text"] for one in rows[0]["best"]] == said(translator, LINES[1], how=how)
     assert rows[0]["text"] == rows[0]["best"][0]["text"]
     assert rows[0]["score"] == rows[0]["best"][0]["score"] >= rows[0]["best"][1]["score"]
@@ -178,13 +178,13 @@ def test_translations_are_scored(run: Run, translator: Path, tmp_path: Path):
     references.write_text("\n".join([*wanted, ""]))
     lines = [LINES[0], "", LINES[2]]
     answers = [said(translator, LINES[0]), "", said(translator, LINES[2])]
-    expected = translation.translation_scores(answers, wanted)
+    expected = translation.score_translations(answers, wanted)
     code, out, err = run(translator, "--score", references, *short, stdin=lines)
     assert (code, out.splitlines()) == (0, answers)
     assert err.splitlines()[0].startswith(f"BLEU {expected.bleu:6.2f}   nrefs:1")
     assert err.splitlines()[1].startswith(f"chrF {expected.chrf:6.2f}   nrefs:1")
     code, out, _ = run(translator, "--score", references, "--json", "--score-tokenize", "zh", *short, stdin=lines)
-    told = translation.translation_scores(answers, wanted, "zh")
+    told = translation.score_translations(answers, wanted, "zh")
     assert json.loads(out)["scores"] == {name: getattr(told, name) for name in vars(told)}
     code, out, err = run(translator, "--score", references, *short, stdin=lines[:2])
     assert (code, out.splitlines()) == (2, answers[:2])
@@ -210,7 +210,7 @@ def test_a_model_without_a_tokenizer_is_given_one(run: Run, speaker: Path, tmp_p
     ids = hw.generate(hw.load(speaker), list(b"low"), max_new_tokens=20, temperature=1.0, seed=2)
     expected = bytes(ids).decode(errors="replace") + "\n"
     assert run(speaker, "low", "--tokenizer", "bytes", *options) == (0, expected, "")
-    (tmp_path / "bytes.json").write_text(Bytes().document)
+    (tmp_path / "bytes.json").write_text(ByteVocabulary().document)
     assert run(speaker, "low", "--tokenizer", tmp_path / "bytes.json", *options) == (0, expected, "")
     window = ["--tokenizer", "bytes", "--window", 10, "--max-new-tokens", 60]
     assert len(run(speaker, "x" * 70, *window, "--temperature", 1)[1]) > 20
@@ -236,14 +236,14 @@ def painter(tmp_path: Path) -> tuple[Path, Path]:
         Image.fromarray(pixels).save(path)
     recipe = hw.Recipe(steps=1, batch=8, precision="fp32", compile="off", device="cpu", evaluate_batches=1)
     out = tmp_path / "run"
-    made = task("images", path=str(pictures), size=(9, 11), valid=0.25, test=0.25)
+    made = make_task("images", path=str(pictures), size=(9, 11), valid=0.25, test=0.25)
     hw.train(made, shallow(made.model()), recipe, out)
     return out, pictures
 
 
 def test_images_are_classified_as_in_training(run: Run, painter: tuple[Path, Path], tmp_path: Path):
     folder, pictures = painter
-    made = task("images", path=str(pictures), size=(9, 11), valid=0.25, test=0.25)
+    made = make_task("images", path=str(pictures), size=(9, 11), valid=0.25, test=0.25)
     inputs = made.data.inputs  # pyright: ignore[reportAttributeAccessIssue] - of images
     at = [path.name for path in inputs.store.paths].index("3.png")
     with torch.no_grad():
@@ -279,7 +279,7 @@ def test_frames_are_classified_as_in_training(run: Run, tmp_path: Path):
     rng = np.random.default_rng(0)
     frames, labels = rng.normal(3, 2, (20, 6, 5)), np.arange(20) % 2
     np.savez(tmp_path / "a.npz", frames=frames, labels=labels)
-    made = task("frames", path=str(tmp_path / "a.npz"), valid=0.25, test=0.25)
+    made = make_task("frames", path=str(tmp_path / "a.npz"), valid=0.25, test=0.25)
     recipe = hw.Recipe(steps=1, batch=8, precision="fp32", compile="off", device="cpu", evaluate_batches=1)
     hw.train(made, shallow(made.model()), recipe, tmp_path / "run")
     inputs = made.data.inputs  # pyright: ignore[reportAttributeAccessIssue] - of frames

@@ -12,7 +12,7 @@ import headwise as hw
 from commands import refused
 from foreign import ZOO
 from headwise import cli
-from headwise.data.vocabulary import Bytes
+from headwise.data.vocabulary import ByteVocabulary
 from test_prune_command import TEXTS
 
 FAST = ("--seconds", "0.05", "--length", "8")
@@ -27,13 +27,13 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "num_hidden_layers": 2, "intermediate_size": 20, "vocab_size": 300, "max_position_embeddings": 64,
     }  # fmt: skip
     net = hw.build(hw.families.read_model_spec(config), seed=0)
-    net.usage = hw.ProcessorSpec(tokenizer=Bytes().document)
+    net.usage = hw.ProcessorSpec(tokenizer=ByteVocabulary().document)
     hw.save(net, base / "ours")
     foreign = ZOO["llama"]
     torch.manual_seed(0)
     keys = {**foreign.keys, "vocab_size": 300, "eos_token_id": None, "num_key_value_heads": 4, "num_attention_heads": 4}
     foreign._replace(keys=keys).build("sdpa").save_pretrained(base / "llama")
-    (base / "llama" / "tokenizer.json").write_text(Bytes().document)
+    (base / "llama" / "tokenizer.json").write_text(ByteVocabulary().document)
     (base / "texts").write_text(TEXTS)
     return {path.name: path for path in base.iterdir()}
 
@@ -60,7 +60,7 @@ def test_one_command(
         "aligned, before heads are pooled", "headwise.load of what was written"
     }  # fmt: skip
     assert proof["holds"] is True
-    assert {spec.heads.kv for _, spec in hw.load(out).described.attention_specs()} == {2}
+    assert {spec.heads.kv for _, spec in hw.load(out).spec.attention_specs()} == {2}
     done = json.loads((out / "heads.json").read_text())["done"]
     assert done["done"] == "share"
     assert all(len(groups) == 2 for groups in done["groups"].values())
@@ -73,7 +73,7 @@ def test_other_forms(form: str, folders: dict[str, Path], tmp_path: Path, capsys
     if name == "gpt":
         config = {"model_type": "gpt2", "n_embd": 24, "n_head": 4, "n_layer": 1, "vocab_size": 300, "n_positions": 64}
         net = hw.build(hw.families.read_model_spec(config), seed=0)
-        net.usage = hw.ProcessorSpec(tokenizer=Bytes().document)
+        net.usage = hw.ProcessorSpec(tokenizer=ByteVocabulary().document)
         hw.save(net, tmp_path / "gpt")
     model = folders.get(name, tmp_path / "gpt")
     code, told, err = said(
@@ -82,7 +82,7 @@ def test_other_forms(form: str, folders: dict[str, Path], tmp_path: Path, capsys
     assert code == 0, err
     quality = json.loads(told)["quality"]["rows"][0]
     assert abs(quality["change"]["value"]) < 1e-4
-    assert hw.load(out).described != hw.load(model).described or form == "mha"
+    assert hw.load(out).spec != hw.load(model).spec or form == "mha"
 
 
 def test_learning_again_is_told(folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -39,20 +39,20 @@ def test_pooling_takes_means_of_neighbours():
             old, new = (get_attention_parameters(one, site)[f"project.{side}"] for one in (net, done.after))
             close(new.view(3, 4, 24), old.view(3, 2, 4, 24).mean(1))
         close(get_attention_parameters(done.after, site)["project.q"], get_attention_parameters(net, site)["project.q"])
-    assert [spec.heads.reads for _, spec in done.after.described.attention_specs()] == [(0, 0, 1, 1, 2, 2)] * 2
+    assert [spec.heads.reads for _, spec in done.after.spec.attention_specs()] == [(0, 0, 1, 1, 2, 2)] * 2
     assert done.after.cache(batch=1, capacity=5).nbytes * 2 == net.cache(batch=1, capacity=5).nbytes
 
 
 @pytest.mark.parametrize("build", [lambda: built(LLAMA), lambda: built(BERT | {"num_attention_heads": 4}), translator])
 def test_aligning_says_the_same_before_heads_are_pooled(build):
     net = noisy(build())
-    kv = {spec.heads.kv for _, spec in net.described.attention_specs()}
+    kv = {spec.heads.kv for _, spec in net.spec.attention_specs()}
     texts = scenes(net)
     if kv != {3, 2}:
         done = convert(net, ALIGNED, texts)
         assert done.equivalent is not None
         close(said(done.equivalent), said(net))
-        assert {spec.heads.kv for _, spec in done.after.described.attention_specs()} == {2}
+        assert {spec.heads.kv for _, spec in done.after.spec.attention_specs()} == {2}
         missed = [lost for one in done.layers.values() for lost in one.pooling_errors.values()]
         assert missed
         assert all(after <= before + 1e-12 for before, after in missed)
@@ -60,7 +60,7 @@ def test_aligning_says_the_same_before_heads_are_pooled(build):
     done = convert(net, Pool(1, align="values"), texts, kind="cross")
     assert done.equivalent is not None
     close(said(done.equivalent), said(net))
-    sizes = {site: spec.heads.kv for site, spec in done.after.described.attention_specs()}
+    sizes = {site: spec.heads.kv for site, spec in done.after.spec.attention_specs()}
     assert {kv for site, kv in sizes.items() if site.endswith("cross")} == {1}
     assert {kv for site, kv in sizes.items() if site.endswith("attention")} == {3}
 
@@ -86,7 +86,7 @@ def test_other_forms_say_the_same(way):
     close(said(done.after), said(net))
     assert way.exact
     if way == Split():
-        assert {spec.heads.kv for _, spec in done.after.described.attention_specs()} == {6}
+        assert {spec.heads.kv for _, spec in done.after.spec.attention_specs()} == {6}
         again = convert(done.after, 2).after
         close(said(again), said(net))
 
@@ -97,7 +97,7 @@ def test_collaborating_at_full_width_says_the_same():
     close(said(done.after), said(net))
     assert "scores are met to 0.00% of their size" in done.notes[0]
     small = convert(net, Collaborate(6))
-    assert hw.costs.count_parameters(small.after.described) < hw.costs.count_parameters(net.described)
+    assert hw.costs.count_parameters(small.after.spec) < hw.costs.count_parameters(net.spec)
 
 
 def test_routing_lets_those_worth_most_always_speak():

@@ -64,7 +64,7 @@ def test_a_model_of_ours_and_a_copy_of_it():
     ids = torch.tensor([[3, 1, 4, 1, 5]])
     those = hw.sites(net)
     assert [site.name for site in those] == ["decoder.0.attention", "decoder.1.attention"]
-    assert [site.spec for site in those] == [spec for _, spec in net.described.attention_specs()]
+    assert [site.spec for site in those] == [spec for _, spec in net.spec.attention_specs()]
     with torch.no_grad():
         whole = net(ids)
         with hw.ablate(net, [(1, 2)], scale=0.5):

@@ -174,9 +174,9 @@ def test_a_file_that_is_no_text(tmp_path: Path):
 
 
 def test_examples_of_a_task_and_their_links():
-    from headwise.data import task
+    from headwise.data import make_task
 
-    dates = task("dates")
+    dates = make_task("dates")
     net = hw.build(dates.model(), seed=0).eval()
     net.usage = hw.ProcessorSpec(tokenizer=dates.tokenizer, begin=(1,), end=(2,))
     sources = ExampleReader(net)
@@ -194,4 +194,4 @@ def test_examples_of_a_task_and_their_links():
         said = [words["text"][n] for n in sorted(words["text"]) if n >= 0]
         assert "".join(said) == gold.target
     with pytest.raises(SpecError, match="knows of no links"):
-        ExampleReader(net).add_task_examples(task("copy"), 2)
+        ExampleReader(net).add_task_examples(make_task("copy"), 2)

@@ -14,9 +14,9 @@ import pytest
 import torch
 from sympy.combinatorics.named_groups import AlternatingGroup, SymmetricGroup
 
-from headwise.data import IGNORED, Batch, Task, task
-from headwise.data.group_product import table_of
-from headwise.data.listops import SYMBOLS, ListOps, lengths
+from headwise.data import IGNORE_INDEX, Batch, Task, make_task
+from headwise.data.group_product import make_multiplication_table
+from headwise.data.listops import SYMBOLS, ListOps, tree_length_distribution
 
 Row = tuple[list[int], list[int]]
 
@@ -32,7 +32,7 @@ def live_of(batch: Batch) -> torch.Tensor:
 
 
 def asked(labels: list[int]) -> list[int]:
-    return [t for t, label in enumerate(labels) if label != IGNORED]
+    return [t for t, label in enumerate(labels) if label != IGNORE_INDEX]
 
 
 def check_frequency(found: int, of: int, chance: float):
@@ -46,7 +46,7 @@ def check_frequency(found: int, of: int, chance: float):
 @pytest.mark.parametrize("filler", ["random", "zero"])
 @pytest.mark.parametrize("passes", [1, 2])
 def test_recall_wants_the_value_of_each_key(filler: str, passes: int):
-    one = task("recall", vocabulary=51, length=(32, 64), pairs=(3, 5), passes=passes, filler=filler)
+    one = make_task("recall", vocabulary=51, length=(32, 64), pairs=(3, 5), passes=passes, filler=filler)
     found = Counter()
     batch = one.batch(0, 200)
     for (x, labels), gold in zip(examples(one), batch.gold, strict=True):
@@ -72,7 +72,7 @@ def test_recall_wants_the_value_of_each_key(filler: str, passes: int):
 
 def test_recall_takes_slots_by_the_power_law_without_replacement():
     """p(i) ~ i^(power - 1), i = 1 .. space: of the first key's slot exactly, and of both keys' together."""
-    one = task("recall", vocabulary=200, length=16, pairs=2, power=0.3)
+    one = make_task("recall", vocabulary=200, length=16, pairs=2, power=0.3)
     weights = [i ** (0.3 - 1) for i in range(1, 7)]
     p = [w / sum(weights) for w in weights]
     count, found = 6000, Counter()
@@ -86,8 +86,8 @@ def test_recall_takes_slots_by_the_power_law_without_replacement():
 
 
 def test_recall_fills_with_any_token():
-    one = task("recall", vocabulary=11, length=64, pairs=3)
-    rest = [x[t] for x, labels in examples(one, 300) for t in range(6, 64) if labels[t] == IGNORED]
+    one = make_task("recall", vocabulary=11, length=64, pairs=3)
+    rest = [x[t] for x, labels in examples(one, 300) for t in range(6, 64) if labels[t] == IGNORE_INDEX]
     counts = Counter(rest)
     for token in range(11):
         check_frequency(counts[token], len(rest), 1 / 11)
@@ -98,7 +98,7 @@ def test_recall_fills_with_any_token():
 
 @pytest.mark.parametrize("kind", ["induction", "selective"])
 def test_copy_wants_the_block_again(kind: str):
-    one = task("copy", kind=kind, symbols=7, block=(5, 9), gap=(0, 4))
+    one = make_task("copy", kind=kind, symbols=7, block=(5, 9), gap=(0, 4))
     batch, shapes, apart = one.batch(0, 200), Counter(), 0
     for (x, labels), gold in zip(examples(one), batch.gold, strict=True):
         mark = x.index(1)
@@ -108,7 +108,7 @@ def test_copy_wants_the_block_again(kind: str):
         assert x[0] == 2
         assert (gold.block, gold.gap) == (len(block), mark - 1 - len(block))
         assert all(3 <= token < 10 for token in block)
-        assert labels == [IGNORED] * mark + block
+        assert labels == [IGNORE_INDEX] * mark + block
         assert x[mark + 1 :] == block[:-1]
         assert gold.links == tuple(zip(places, range(mark, len(x)), strict=True))
         apart += places != list(range(1, 1 + len(block)))
@@ -117,7 +117,7 @@ def test_copy_wants_the_block_again(kind: str):
 
 
 def test_copy_says_how_far_back():
-    one = task("copy", symbols=7, block=(5, 9), gap=(0, 20))
+    one = make_task("copy", symbols=7, block=(5, 9), gap=(0, 20))
     batch = one.batch(0, 50)
     logits = torch.zeros(*batch.labels.shape, 10)
     told = one.measure(logits, batch)
@@ -128,7 +128,7 @@ def test_copy_says_how_far_back():
 
 
 def test_copy_by_rows_is_all_or_nothing():
-    one = task("copy", symbols=7, block=5, gap=0)
+    one = make_task("copy", symbols=7, block=5, gap=0)
     batch = one.batch(0, 4)
     logits = torch.nn.functional.one_hot(batch.labels.clamp(min=0), 10).float()
     logits[2, -1] = 0  # one symbol of the third row is wrong
@@ -152,17 +152,17 @@ def bayes(x: list[int], symbols: int) -> list[list[Fraction]]:
 
 
 def test_markov_knows_the_best_guess():
-    one = task("markov", symbols=3, length=23)
+    one = make_task("markov", symbols=3, length=23)
     batch = one.batch(0, 20)
     for (x, labels), gold in zip(examples(one, 20), batch.gold, strict=True):
-        assert (x[0], labels[0]) == (3, IGNORED)
+        assert (x[0], labels[0]) == (3, IGNORE_INDEX)
         x, labels = x[1:], labels[1:]
         assert labels[:-1] == x[1:]
         np.testing.assert_allclose(gold.numpy(), [[float(p) for p in row] for row in bayes(x, 3)], rtol=1e-12)
 
 
 def test_markov_measures_nats_above_the_best_guess():
-    one = task("markov", symbols=3, length=23)
+    one = make_task("markov", symbols=3, length=23)
     batch = one.batch(0, 300, "valid")
     best = torch.stack(list(batch.gold))
     best = torch.cat([best[:, :1], best], 1)  # of the place before all symbols nothing is asked
@@ -176,19 +176,19 @@ def test_markov_measures_nats_above_the_best_guess():
     # The excess is the mean of what a guess costs more, so both agree within the error of the latter.
     more = (uniform["nats"][0] - told["nats"][0]) / told["nats"][1]
     assert uniform["excess"][0] / uniform["excess"][1] == pytest.approx(more, abs=0.03)
-    again = task("markov", symbols=3, length=23)
+    again = make_task("markov", symbols=3, length=23)
     assert again.chance["excess"] == pytest.approx(uniform["excess"][0] / uniform["excess"][1], abs=0.01)
 
 
 def test_markov_lines_stand_in_order():
-    lines = task("markov").lines
+    lines = make_task("markov").lines
     assert lines["bigram"] == 0 < lines["unigram"] < lines["uniform"] < log(4)
 
 
 def test_markov_rows_are_dirichlet():
     """Of a row drawn from Dirichlet(1, ..., 1), two draws agree with probability 2 / (symbols + 1)."""
     agree, count = 0, 0
-    for x, _ in examples(task("markov", symbols=4, length=128), 3000):
+    for x, _ in examples(make_task("markov", symbols=4, length=128), 3000):
         after = [b for a, b in pairwise(x) if a == 0][:2]
         agree, count = agree + (len(after) == 2 and after[0] == after[1]), count + (len(after) == 2)
     assert count > 2800
@@ -205,15 +205,15 @@ def test_permutations_multiply_as_sympys(name: str, group):
     """Its p * q applies p first, too."""
     elements = sorted(group.elements, key=lambda p: p.array_form)
     expected = [[elements.index(p * q) for q in elements] for p in elements[:9]]
-    assert table_of(name)[:9].tolist() == expected
-    assert len(table_of(name)) == group.order()
+    assert make_multiplication_table(name)[:9].tolist() == expected
+    assert len(make_multiplication_table(name)) == group.order()
 
 
 @pytest.mark.parametrize("name", ["parity", "Z5", "S3", "A5"])
 def test_group_wants_the_product_so_far(name: str):
-    table = table_of(name)
-    for (first, *x), (none, *labels) in examples(task("group", group=name, length=12), 50):
-        assert (first, none) == (len(table), IGNORED)
+    table = make_multiplication_table(name)
+    for (first, *x), (none, *labels) in examples(make_task("group", group=name, length=12), 50):
+        assert (first, none) == (len(table), IGNORE_INDEX)
         assert labels == [prefix(table, x[: t + 1]) for t in range(12)]
         if name in ("parity", "Z5"):
             assert labels == [sum(x[: t + 1]) % len(table) for t in range(12)]
@@ -228,7 +228,7 @@ def prefix(table: np.ndarray, x: list[int]) -> int:
 
 
 def test_lookup2_wants_what_the_facts_say():
-    one = task("lookup2", entities=4, attributes=3, values=9, direct=3, composed=4)
+    one = make_task("lookup2", entities=4, attributes=3, values=9, direct=3, composed=4)
     batch, others = one.batch(0, 200), Counter()
     for (x, labels), gold in zip(examples(one), batch.gold, strict=True):
         words = one.text(x).split()
@@ -260,7 +260,7 @@ def test_lookup2_wants_what_the_facts_say():
 
 
 def test_lookup2_tells_its_questions_apart():
-    one = task("lookup2", entities=4, attributes=3, values=9, direct=3, composed=4)
+    one = make_task("lookup2", entities=4, attributes=3, values=9, direct=3, composed=4)
     batch = one.batch(0, 5)
     logits = torch.nn.functional.one_hot(batch.labels.clamp(min=0), one.model().heads[0].outputs).float()
     logits[:, [t for _, t in batch.gold[0].composed]] = 0
@@ -303,7 +303,7 @@ def test_the_evaluator_knows_published_values():
 
 
 @pytest.mark.parametrize(
-    "one", [task("listops"), task("listops", depth=7, arguments=3, shortest=20, longest=60), ListOps.published()]
+    "one", [make_task("listops"), make_task("listops", depth=7, arguments=3, shortest=20, longest=60), ListOps.long_range_arena()]
 )
 def test_listops_wants_the_value(one: ListOps):
     count = 8 if one.longest > 1000 else 150
@@ -336,7 +336,7 @@ def grown(random: np.random.Generator, depth: int, arguments: int) -> list[str]:
 
 def test_listops_draws_as_the_arena_does():
     """Length, operators, digits and values beside trees that were drawn one by one."""
-    one = task("listops", depth=4, arguments=5, shortest=8, longest=40)
+    one = make_task("listops", depth=4, arguments=5, shortest=8, longest=40)
     random, plain = np.random.default_rng(0), []
     while len(plain) < 1500:
         tree = grown(random, 4, 5)
@@ -363,7 +363,7 @@ def test_how_long_trees_are_is_known():
     for count in (2, 3):
         for sizes in product(two, repeat=count):
             three[2 + sum(sizes)] += Fraction(1, 8) * prod(two[size] for size in sizes)
-    found = lengths(3, 3, 20)
+    found = tree_length_distribution(3, 3, 20)
     np.testing.assert_allclose(found, [float(three[n]) for n in range(21)], atol=1e-15)
     assert sum(found) == pytest.approx(1)
 
@@ -372,7 +372,7 @@ def test_how_long_trees_are_is_known():
 
 
 def test_graph_wants_how_far_the_nearest_source_is():
-    one = task("graph", nodes=17, chords=4, sources=3, reach=2)
+    one = make_task("graph", nodes=17, chords=4, sources=3, reach=2)
     near = {node: {b for a, b in one.edges if a == node} | {a for a, b in one.edges if b == node} for node in range(17)}
     assert sum(map(len, near.values())) == 2 * (17 + 4)
     assert not any(node in others for node, others in near.items())
@@ -390,7 +390,7 @@ def test_graph_wants_how_far_the_nearest_source_is():
 
 
 def test_graph_reads_along_its_edges():
-    one = task("graph", nodes=12, chords=3, sources=5, reach=2)
+    one = make_task("graph", nodes=12, chords=3, sources=5, reach=2)
     both = set(one.edges) | {(b, a) for a, b in one.edges} | {(n, n) for n in range(12)}
     assert {(i, j) for i, j in product(range(12), repeat=2) if one.pattern.allows(i, j)} == both
     described = one.model()

@@ -12,21 +12,21 @@ import torch
 
 import headwise as hw
 from headwise import model_spec as bp
-from headwise.data import SPLITS, TASKS, Batch, Task, task
-from headwise.data.synthetic_task import marks, options, splits, tallied, up_to
+from headwise.data import SPLITS, TASKS, Batch, Task, make_task
+from headwise.data.synthetic_task import hash_rows, parse_sizes, assign_splits, sum_by_slice, slice_by_power_of_two
 from headwise.ops.counter_rng import RandomStreams, philox
 
 SMALL: dict[str, Task] = {
-    "recall": task("recall", vocabulary=21, length=(26, 34), pairs=(2, 5)),
-    "recall-passes": task("recall", vocabulary=21, length=30, pairs=3, passes=3, filler="zero"),
-    "copy": task("copy", symbols=5, block=(4, 7), gap=(0, 3)),
-    "copy-selective": task("copy", kind="selective", symbols=5, block=(4, 7), gap=(2, 3)),
-    "markov": task("markov", symbols=3, length=19),
-    "group": task("group", group="S3", length=7),
-    "lookup2": task("lookup2", entities=3, attributes=2, values=5, direct=2, composed=3),
-    "listops": task("listops", arguments=4, shortest=5, longest=37),
-    "graph": task("graph", nodes=13, chords=3, sources=4, reach=2),
-    "dates": task("dates"),
+    "recall": make_task("recall", vocabulary=21, length=(26, 34), pairs=(2, 5)),
+    "recall-passes": make_task("recall", vocabulary=21, length=30, pairs=3, passes=3, filler="zero"),
+    "copy": make_task("copy", symbols=5, block=(4, 7), gap=(0, 3)),
+    "copy-selective": make_task("copy", kind="selective", symbols=5, block=(4, 7), gap=(2, 3)),
+    "markov": make_task("markov", symbols=3, length=19),
+    "group": make_task("group", group="S3", length=7),
+    "lookup2": make_task("lookup2", entities=3, attributes=2, values=5, direct=2, composed=3),
+    "listops": make_task("listops", arguments=4, shortest=5, longest=37),
+    "graph": make_task("graph", nodes=13, chords=3, sources=4, reach=2),
+    "dates": make_task("dates"),
 }
 # The first 8 hexadecimal digits of SHA-256 over batch 3 of 8 examples of "train", and of "test". They change with the
 # data and with nothing else: whoever trained before then trained on something else.
@@ -134,10 +134,10 @@ def test_streams_do_not_repeat_nor_meet():
 
 def test_marks_see_order_and_length_but_not_padding():
     told = np.array([[3, 1, -1, -1], [1, 3, -1, -1], [3, 1, 0, -1], [3, 1, -1, -1]])
-    first, other, longer, same = marks(told).tolist()
+    first, other, longer, same = hash_rows(told).tolist()
     assert len({first, other, longer}) == 3
-    assert first == same == int(marks(told[:1, :2])[0])
-    share = np.bincount(splits(np.arange(80_000)[:, None]), minlength=3) / 80_000
+    assert first == same == int(hash_rows(told[:1, :2])[0])
+    share = np.bincount(assign_splits(np.arange(80_000)[:, None]), minlength=3) / 80_000
     assert np.abs(share - [6 / 8, 1 / 8, 1 / 8]).max() < 0.006
 
 
@@ -175,7 +175,7 @@ def test_splits_share_no_example(small: Task):
 
 def test_small_tasks_use_all_that_there_is():
     """Of 1,024 examples, each occurs, and in one split alone."""
-    parity = task("group", group="parity", length=10)
+    parity = make_task("group", group="parity", length=10)
     found = [
         set(rows(parity.batch(0, size, split))) for size, split in ((8000, "train"), (1500, "valid"), (1500, "test"))
     ]
@@ -220,7 +220,7 @@ def test_default_models_fit_their_tasks(name: str):
     """Tables and heads as large as ids and labels ask; one document describes them."""
     if name not in {one.name for one in SMALL.values()}:
         pytest.skip(f"{name} is not made in code")
-    for one in [task(name), *(one for one in SMALL.values() if one.name == name)]:
+    for one in [make_task(name), *(one for one in SMALL.values() if one.name == name)]:
         described, batch = one.model(), one.batch(0, 40)
         first, last = described.stacks[0].embedding, described.stacks[-1].embedding
         assert first is not None
@@ -294,7 +294,7 @@ def test_default_models_fit_their_tasks(name: str):
 )
 def test_what_cannot_be_meant_is_refused(name: str, said: dict, words: str):
     with pytest.raises(hw.SpecError) as error:
-        task(name, **said)
+        make_task(name, **said)
     assert words in str(error.value)
     assert "\n" not in str(error.value)
 
@@ -323,7 +323,7 @@ def test_far_batches_are_as_near_ones():
 
 
 def test_slices_by_powers_of_two_divide_what_there_is():
-    told = up_to("t", torch.arange(1, 10))
+    told = slice_by_power_of_two("t", torch.arange(1, 10))
     assert {name: where.nonzero().flatten().add(1).tolist() for name, where in told.items()} == {
         "t<=1": [1],
         "t<=2": [2],
@@ -335,8 +335,8 @@ def test_slices_by_powers_of_two_divide_what_there_is():
 
 def test_empty_slices_are_left_out_but_never_the_whole():
     nothing = torch.zeros(3, dtype=torch.bool)
-    assert tallied("a", nothing, nothing, {"x": ~nothing}) == {"a": (0.0, 0)}
+    assert sum_by_slice("a", nothing, nothing, {"x": ~nothing}) == {"a": (0.0, 0)}
 
 
 def test_options_are_one_or_several():
-    assert (options("n", 3, 1), options("n", (3, 5), 1)) == ((3,), (3, 5))
+    assert (parse_sizes("n", 3, 1), parse_sizes("n", (3, 5), 1)) == ((3,), (3, 5))

@@ -15,12 +15,12 @@ from tokenizers.models import BPE, WordLevel, WordPiece
 
 import headwise as hw
 from headwise import model_spec as bp
-from headwise.data import task
-from headwise.data.vocabulary import Bytes, learned
-from headwise.generation import Telling, Words
+from headwise.data import make_task
+from headwise.data.vocabulary import ByteVocabulary, train_bpe
+from headwise.generation import IncrementalDetokenizer, ModelTokenizer
 from headwise.generation.classification import classify
-from headwise.generation.fill_mask import fill
-from headwise.generation.text_output import Answer
+from headwise.generation.fill_mask import fill_masks
+from headwise.generation.text_output import Completion
 
 TEXT = "low lower lowest 你好 naïve 😀 — new newer newest"
 
@@ -46,22 +46,22 @@ def sentencepiece() -> str:
 
 
 DOCUMENTS = {
-    "bytes": Bytes().document,
-    "pieces": learned([TEXT] * 5, 300, ("<s>", "</s>")).document,
+    "bytes": ByteVocabulary().document,
+    "pieces": train_bpe([TEXT] * 5, 300, ("<s>", "</s>")).document,
     "sentencepiece": sentencepiece(),
     "wordpiece": wordpiece(),
 }
-WORDS = {name: Words(document) for name, document in DOCUMENTS.items()}
+WORDS = {name: ModelTokenizer(document) for name, document in DOCUMENTS.items()}
 
 
-def pieces(telling: Telling, ids: list[int]) -> list[str]:
+def pieces(telling: IncrementalDetokenizer, ids: list[int]) -> list[str]:
     """What every id adds, and what is left at the end."""
     told, before = [], ""
     for one in [*ids, None]:
         if one is None:
             telling.close()
         else:
-            telling.push(one)
+            telling.append(one)
         assert telling.text.startswith(before)
         told.append(telling.text[len(before) :])
         before = telling.text
@@ -76,10 +76,10 @@ def pieces(telling: Telling, ids: list[int]) -> list[str]:
 def test_any_ids_come_as_the_text_that_they_are(name: str, data: st.DataObject):
     """Bytes that make no character among them."""
     words = WORDS[name]
-    ids = data.draw(st.lists(st.one_of(st.integers(0, 255), st.sampled_from([0xE4, 0xBD, 0xA0, 0xF0]))))
-    assert "".join(pieces(Telling(words), ids)) == words.text(ids)
+    ids = data.draw_examples(st.lists(st.one_of(st.integers(0, 255), st.sampled_from([0xE4, 0xBD, 0xA0, 0xF0]))))
+    assert "".join(pieces(IncrementalDetokenizer(words), ids)) == words.text(ids)
     before = words.ids("low 你")
-    assert "".join(pieces(Telling(words, before), ids)) == words.text([*before, *ids])[5:]
+    assert "".join(pieces(IncrementalDetokenizer(words, before), ids)) == words.text([*before, *ids])[5:]
 
 
 @pytest.mark.parametrize("name", ["bytes", "pieces", "sentencepiece"])
@@ -88,19 +88,19 @@ def test_a_text_goes_on_as_it_is_written(name: str, text: str, first: int):
     """Spaces at the seam too; and characters never come in part."""
     words = WORDS[name]
     ids = words.ids(text)
-    told = pieces(Telling(words, ids[:0]), ids)
+    told = pieces(IncrementalDetokenizer(words, ids[:0]), ids)
     assert "".join(told) == words.text(ids)
     assert not any("\ufffd" in piece for piece in told)
     begun = words.text(ids[:first])
     if not begun.endswith("\ufffd"):
-        assert begun + "".join(pieces(Telling(words, ids[:first]), ids[first:])) == words.text(ids)
+        assert begun + "".join(pieces(IncrementalDetokenizer(words, ids[:first]), ids[first:])) == words.text(ids)
 
 
 def test_a_character_waits_for_its_last_byte():
-    telling = Telling(WORDS["bytes"])
+    telling = IncrementalDetokenizer(WORDS["bytes"])
     assert pieces(telling, list("a你😀".encode())) == ["a", "", "", "你", "", "", "", "😀", ""]
-    assert pieces(Telling(WORDS["bytes"]), [0xF0, 0x9F, 0x41, 0xE4]) == ["", "", "\ufffdA", "", "\ufffd"]
-    assert pieces(Telling(WORDS["bytes"]), [0xFF] * 6) == ["", "", "", "\ufffd"] + ["\ufffd"] * 2 + ["\ufffd" * 3]
+    assert pieces(IncrementalDetokenizer(WORDS["bytes"]), [0xF0, 0x9F, 0x41, 0xE4]) == ["", "", "\ufffdA", "", "\ufffd"]
+    assert pieces(IncrementalDetokenizer(WORDS["bytes"]), [0xFF] * 6) == ["", "", "", "\ufffd"] + ["\ufffd"] * 2 + ["\ufffd" * 3]
 
 
 def test_what_was_told_is_never_taken_back():
@@ -108,7 +108,7 @@ def test_what_was_told_is_never_taken_back():
     words = WORDS["sentencepiece"]
     whole = list("你".encode())
     assert words.text([*whole, 0xFF]) == "\ufffd" * 4
-    assert "".join(pieces(Telling(words), [*whole, 0xFF])) == "你\ufffd"
+    assert "".join(pieces(IncrementalDetokenizer(words), [*whole, 0xFF])) == "你\ufffd"
 
 
 # --- stops ---------------------------------------------------------------------------------------------
@@ -120,28 +120,28 @@ def test_what_was_told_is_never_taken_back():
 )
 def test_an_answer_is_the_text_before_the_first_stop(text: str, stops: list[str]):
     """Told in pieces that never hold what a stop cuts off; ids end where that begins."""
-    answer = Answer((), stops, Telling(WORDS["bytes"]))
+    answer = Completion((), stops, IncrementalDetokenizer(WORDS["bytes"]))
     ids, told, told_ids = list(text.encode()), "", []
     for one in ids:
         answer.take(one)
-        told += answer.fresh_text()
-        told_ids += answer.fresh_ids()
+        told += answer.take_new_text()
+        told_ids += answer.take_new_ids()
         assert all(stop not in told for stop in stops)
     answer.close()
     cut = min((text.find(stop) for stop in stops if stop in text), default=len(text))
-    assert told + answer.fresh_text() == answer.text == text[:cut]
-    assert told_ids + answer.fresh_ids() == answer.ids == list(text[:cut].encode())
+    assert told + answer.take_new_text() == answer.text == text[:cut]
+    assert told_ids + answer.take_new_ids() == answer.ids == list(text[:cut].encode())
 
 
 def test_what_may_become_a_stop_is_withheld_no_longer_than_that():
-    answer = Answer((), ("abc",), Telling(WORDS["bytes"]))
+    answer = Completion((), ("abc",), IncrementalDetokenizer(WORDS["bytes"]))
     told = []
     for one in b"xababab":
         answer.take(one)
-        told.append(answer.fresh_text())
+        told.append(answer.take_new_text())
     assert told == ["x", "", "", "ab", "", "ab", ""]
     answer.take(ord("c"))
-    assert (answer.over, answer.fresh_text(), answer.text, bytes(answer.ids)) == (True, "", "xabab", b"xabab")
+    assert (answer.over, answer.take_new_text(), answer.text, bytes(answer.ids)) == (True, "", "xabab", b"xabab")
 
 
 # --- generation of text --------------------------------------------------------------------------------
@@ -191,36 +191,36 @@ def test_text_behind_text_is_ids_behind_ids(speaker: hw.Transformer):
 def test_a_stop_ends_an_answer_as_text_and_as_ids(speaker: hw.Transformer):
     for temperature, beams in ((1.0, 1), (0.0, 3)):
         said = DRAWN | {"temperature": temperature}
-        free = hw.generate(speaker, "low", **said, how=hw.Decoding(beams=beams))
+        free = hw.generate(speaker, "low", **said, config=hw.DecodingConfig(beams=beams))
         stop = free[4:7]
-        how = hw.Decoding(stop=(stop, "never there"), beams=beams)
-        cut = hw.generate(speaker, "low", **said, how=how)
+        how = hw.DecodingConfig(stop=(stop, "never there"), beams=beams)
+        cut = hw.generate(speaker, "low", **said, config=how)
         assert stop not in cut
         if beams == 1:
             assert cut == free[: free.index(stop)]
-            assert "".join(hw.stream(speaker, "low", **said, how=how)) == cut
-            ids = hw.generate(speaker, list(b"low"), **said, how=how)
-            assert list(hw.stream(speaker, list(b"low"), **said, how=how)) == ids
+            assert "".join(hw.stream(speaker, "low", **said, config=how)) == cut
+            ids = hw.generate(speaker, list(b"low"), **said, config=how)
+            assert list(hw.stream(speaker, list(b"low"), **said, config=how)) == ids
             assert bytes(ids).decode(errors="replace") == cut
 
 
 def test_a_window_keeps_what_stands_around_a_text(speaker: hw.Transformer):
     speaker.usage = replace(speaker.usage, before=(1,))
-    said = {"max_new_tokens": 3, "how": hw.Decoding(window=4)}
+    said = {"max_new_tokens": 3, "how": hw.DecodingConfig(window=4)}
     assert hw.generate(speaker, "abcdef", **said) == hw.generate(speaker, "def", max_new_tokens=3)
     with pytest.raises(ValueError, match="window=1 leaves no room beside the 1 ids around a text"):
-        hw.generate(speaker, "abc", how=hw.Decoding(window=1))
+        hw.generate(speaker, "abc", config=hw.DecodingConfig(window=1))
 
 
 @pytest.mark.parametrize("name", ["dates", "wordpiece", "chars"])
 def test_what_a_tokenizer_does_not_know_is_said(name: str):
     made = Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="<unk>"))  # of which <unk> itself is none
     made.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    document = {"dates": task("dates").tokenizer, "wordpiece": wordpiece(), "chars": made.to_str()}[name]
+    document = {"dates": make_task("dates").tokenizer, "wordpiece": wordpiece(), "chars": made.to_str()}[name]
     texts = {"dates": ("<zh>3 May €", "€", 10), "wordpiece": ("The cät sat", "cät", 4), "chars": ("abx", "x", 2)}
     text, piece, at = texts[name]
     with pytest.raises(hw.SpecError) as caught:
-        Words(document or "", "read").ids(text)
+        ModelTokenizer(document or "", "read").ids(text)
     assert str(caught.value).startswith(f"{piece!r} at place {at} is nothing that the model's tokenizer knows")
 
 
@@ -286,9 +286,9 @@ def test_what_is_said_of_another_model_is_not_saved(tmp_path: Path):
 
 
 def test_tasks_say_how_they_are_spoken_to(tmp_path: Path):
-    dates = task("dates")
+    dates = make_task("dates")
     batch = dates.batch(0, 5)
-    words = Words(dates.tokenizer or "", dates.usage.specials)
+    words = ModelTokenizer(dates.tokenizer or "", dates.usage.specials)
     for row, one in enumerate(batch.gold):
         tag = f"<{one.direction.split('-')[1]}>"
         ids = words.ids(tag + one.source)
@@ -299,12 +299,12 @@ def test_tasks_say_how_they_are_spoken_to(tmp_path: Path):
     rows = [{"text": text, "label": label} for text, label in labels] * 9
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
     said = {"path": str(tmp_path / "a.jsonl"), "vocab": 280, "length": 8, "valid": 0.3, "test": 0.0}
-    stream, labelled = task("jsonl", **said), task("jsonl", **said, label_field="label")
+    stream, labelled = make_task("jsonl", **said), make_task("jsonl", **said, label_field="label")
     assert stream.usage.before == stream.usage.end == (0,)
     assert (labelled.usage.labels, labelled.usage.behind) == (("a", "b"), (0,))
     (tmp_path / "p.tsv").write_text("\n".join(f"low {n}\tneu {n}" for n in range(40)))
-    made = task("parallel", path=str(tmp_path / "p.tsv"), vocab=280, vocabularies="separate", valid=0.2, test=0.0)
-    read, written = Words(made.usage.source_tokenizer or ""), Words(made.usage.tokenizer or "")
+    made = make_task("parallel", path=str(tmp_path / "p.tsv"), vocab=280, vocabularies="separate", valid=0.2, test=0.0)
+    read, written = ModelTokenizer(made.usage.source_tokenizer or ""), ModelTokenizer(made.usage.tokenizer or "")
     batch = made.batch(0, 3, "valid")
     assert batch.source is not None
     own = batch.source[0].tolist()
@@ -338,21 +338,21 @@ def test_texts_are_classified_each_as_alone():
 
 def test_masks_are_filled_each_by_what_is_likely_there():
     net = drawn(encoder(bp.OutputHeadSpec("tokens", 12)), **AROUND)
-    filled, other = fill(net, ["The [MASK] sat, [MASK].", "[MASK]"], top=3)
+    filled, other = fill_masks(net, ["The [MASK] sat, [MASK].", "[MASK]"], top=3)
     with torch.no_grad():
         shares = net(torch.tensor([[1, 4, 3, 6, 11, 3, 8, 2]]))[0].on_softmax(-1)
-    words = Words(wordpiece())
-    for guesses, row in zip(filled.masks, shares[[2, 5]], strict=True):
+    words = ModelTokenizer(wordpiece())
+    for guesses, row in zip(filled.predictions, shares[[2, 5]], strict=True):
         best = row.topk(3)
         assert [guess.share for guess in guesses] == pytest.approx(best.values.tolist(), rel=1e-5)
-        assert [guess.name for guess in guesses] == [words.text([n]) or words.token(n) for n in best.indices.tolist()]
-    first, second = (guesses[0].name for guesses in filled.masks)
+        assert [guess.name for guess in guesses] == [words.text([n]) or words.token_text(n) for n in best.indices.tolist()]
+    first, second = (guesses[0].name for guesses in filled.predictions)
     assert filled.text == f"The {first} sat, {second}."
-    assert len(other.masks) == 1
+    assert len(other.predictions) == 1
     with pytest.raises(ValueError, match=r"'the cat' holds no \[MASK\]; write one"):
-        fill(net, ["the cat"])
+        fill_masks(net, ["the cat"])
     with pytest.raises(ValueError, match=r"top=13 of 12 tokens cannot be told"):
-        fill(net, ["[MASK]"], top=13)
+        fill_masks(net, ["[MASK]"], top=13)
 
 
 def test_a_model_that_says_no_classes_says_why():
@@ -362,7 +362,7 @@ def test_a_model_that_says_no_classes_says_why():
     with pytest.raises(hw.SpecError, match="does not read rows as a whole"):
         classify(drawn(encoder(bp.OutputHeadSpec("tokens", 12)), **AROUND), ["the"])
     with pytest.raises(hw.SpecError, match="of kind decoder, and masks are for encoders"):
-        fill(drawn(decoder(12), **AROUND), ["[MASK]"])
+        fill_masks(drawn(decoder(12), **AROUND), ["[MASK]"])
 
 
 def test_a_source_is_read_with_its_own_words():
@@ -376,4 +376,4 @@ def test_a_source_is_read_with_its_own_words():
     usage = {"tokenizer": wordpiece(), "source_tokenizer": DOCUMENTS["bytes"], "begin": (1,), "behind": (0,)}
     net = drawn(described, **usage)
     ids = hw.generate(net, [*b"low", 0], **DRAWN)
-    assert hw.generate(net, "low", **DRAWN) == Words(wordpiece()).text(ids)
+    assert hw.generate(net, "low", **DRAWN) == ModelTokenizer(wordpiece()).text(ids)

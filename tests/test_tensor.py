@@ -8,7 +8,7 @@ import headwise as hw
 import tensor_cases
 from checked import asked, check_found, found_by
 from divided import KINDS, described
-from headwise.distributed.head_partition import portions
+from headwise.distributed.head_partition import partition_model
 from headwise.presets import PRESETS
 
 
@@ -24,7 +24,7 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def test_a_divided_model_is_the_model(found, preset, kind):
     if preset in tensor_cases.MIXED:
         with pytest.raises(hw.SpecError, match=r"join the scores of 4 heads, so that none .* use data= or context="):
-            portions(described(preset, kind), 2)
+            partition_model(described(preset, kind), 2)
     else:
         check_found(found[f"{preset} {kind}"])
 

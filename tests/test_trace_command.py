@@ -12,7 +12,7 @@ import torch
 import headwise as hw
 from foreign import ZOO
 from headwise import cli
-from headwise.data.vocabulary import Bytes
+from headwise.data.vocabulary import ByteVocabulary
 
 GPT = {"model_type": "gpt2", "n_embd": 12, "n_head": 3, "n_layer": 2, "vocab_size": 256, "n_positions": 24}
 
@@ -20,7 +20,7 @@ GPT = {"model_type": "gpt2", "n_embd": 12, "n_head": 3, "n_layer": 2, "vocab_siz
 def written(base: Path) -> dict[str, Path]:
     """A model of ours and two of transformers, all of which read bytes."""
     net = hw.build(hw.families.read_model_spec(GPT), seed=0)
-    net.usage = hw.ProcessorSpec(tokenizer=Bytes().document)
+    net.usage = hw.ProcessorSpec(tokenizer=ByteVocabulary().document)
     hw.save(net, base / "ours")
     for name in ("gpt2", "t5"):
         foreign = ZOO[name]
@@ -29,7 +29,7 @@ def written(base: Path) -> dict[str, Path]:
         model = foreign._replace(keys=keys).build("sdpa")
         model.generation_config.eos_token_id = None
         model.save_pretrained(base / name)
-        (base / name / "tokenizer.json").write_text(Bytes().document)
+        (base / name / "tokenizer.json").write_text(ByteVocabulary().document)
     return {path.name: path for path in base.iterdir()}
 
 

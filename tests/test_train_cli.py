@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from headwise.cli import main
-from headwise.data import task
+from headwise.data import make_task
 from headwise.files import read_lines
 from headwise.models import load
 from headwise.training import ConsoleLogger
@@ -44,7 +44,7 @@ def test_dates_end_with_one_document(capsys: pytest.CaptureFixture[str], tmp_pat
     assert 0 <= told["metrics"]["exact_match"] <= 1
     assert told["seconds"] > 0
     assert "dates into" in err
-    assert load(tmp_path).described.kind == "encoder-decoder"
+    assert load(tmp_path).spec.kind == "encoder-decoder"
     assert (tmp_path / "tokenizer.json").is_file()
 
 
@@ -75,7 +75,7 @@ def test_a_file_is_learnt_and_a_model_goes_on(capsys: pytest.CaptureFixture[str]
 
 @pytest.mark.parametrize("preset", ["mqa", "linear", "longformer", "diff"])
 def test_a_preset_takes_the_place_of_every_attention(preset: str):
-    plain, changed = task("dates").model(), replace_self_attention(task("dates").model(), preset)
+    plain, changed = make_task("dates").model(), replace_self_attention(make_task("dates").model(), preset)
     assert {name for name, _ in plain.attention_specs()} == {name for name, _ in changed.attention_specs()}
     for (name, before), (_, after) in zip(plain.attention_specs(), changed.attention_specs(), strict=True):
         if name.endswith("cross"):

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import headwise as hw
-from headwise.data import IGNORED, Batch
+from headwise.data import IGNORE_INDEX, Batch
 from headwise.errors import SpecError
 from headwise.interfaces.axis_layout import AxisLayout
 from headwise.interfaces.core_types import AuxLosses
@@ -207,11 +207,11 @@ def test_adamw_goes_on_from_its_tensors_however_often_and_in_whatever_order():
 @pytest.mark.parametrize("shape", [(3, 5, 7), (4, 7)])
 def test_the_loss_is_its_definition(shape: tuple[int, ...], smoothing: float):
     logits, labels = torch.randn(shape), torch.randint(0, shape[-1], shape[:-1])
-    labels.view(-1)[1] = IGNORED
+    labels.view(-1)[1] = IGNORE_INDEX
     log_p = logits.double().numpy() - np.log(np.exp(logits.double().numpy()).sum(-1, keepdims=True))
     wanted = 0.0
     for place in np.ndindex(*shape[:-1]):
-        if labels[place] != IGNORED:
+        if labels[place] != IGNORE_INDEX:
             target = np.full(shape[-1], smoothing / shape[-1])
             target[labels[place]] += 1 - smoothing
             wanted -= (target * log_p[place]).sum()
@@ -254,7 +254,7 @@ def test_reading_only_what_is_asked_is_reading_all():
     """Against cross entropy over all logits."""
     batch, net = Echo().batch(0, 5), hw.build(Echo().model(), seed=3).double()
     logits = net(batch.x, tokens=batch.tokens)
-    wanted = nn.functional.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), ignore_index=IGNORED)
+    wanted = nn.functional.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), ignore_index=IGNORE_INDEX)
     wanted.backward()
     found, each = gradients(quick(), batch)
     assert found == pytest.approx(wanted.item(), rel=1e-12)
@@ -265,7 +265,7 @@ def test_reading_only_what_is_asked_is_reading_all():
 def test_smoothing_of_a_recipe_reaches_the_loss():
     batch, net = Echo().batch(0, 5), hw.build(Echo().model(), seed=3).double()
     logits, labels = net(batch.x, tokens=batch.tokens).flatten(0, 1), batch.labels.flatten()
-    wanted = nn.functional.cross_entropy(logits, labels, ignore_index=IGNORED, label_smoothing=0.2)
+    wanted = nn.functional.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, label_smoothing=0.2)
     assert gradients(quick(smoothing=0.2), batch)[0] == pytest.approx(wanted.item(), rel=1e-12)
 
 
@@ -282,7 +282,7 @@ def test_terms_join_the_loss_by_their_factor():
     batch, net = Routed().batch(0, 4), hw.build(Routed().model(), seed=3).double()
     plain = stepper(net, quick(batch=4)).compute_gradients(batch).item()
     terms: dict = {}
-    probes = {name: hw.Probe(aux_losses=AuxLosses(terms, name)) for name, _ in net.described.attention_specs()}
+    probes = {name: hw.Probe(aux_losses=AuxLosses(terms, name)) for name, _ in net.spec.attention_specs()}
     net.probes = probes
     net(batch.x, tokens=batch.tokens)
     balance = sum(term.item() for term in terms.values())

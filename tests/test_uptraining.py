@@ -11,7 +11,7 @@ import torch
 
 import headwise as hw
 from headwise import model_spec as bp
-from headwise.data import IGNORED
+from headwise.data import IGNORE_INDEX
 from headwise.errors import SpecError, TrainingDiverged
 from headwise.head_analysis.annotated_examples import Example
 from headwise.head_analysis.objectives import MaskedTokenLoss, choose_objective
@@ -49,7 +49,7 @@ def listener() -> Transformer:
 def headless() -> Transformer:
     """A model that says nothing but its states."""
     net = built(BERT)
-    made = hw.build(bp.ModelSpec("small", "encoder", net.described.stacks), seed=1)
+    made = hw.build(bp.ModelSpec("small", "encoder", net.spec.stacks), seed=1)
     return loud(made)
 
 
@@ -160,7 +160,7 @@ def test_lessons_follow_from_the_seed_and_leave_what_is_held_back():
 def test_every_time_round_other_tokens_are_masked_and_held_back_ones_stay():
     net, those, asked = MODELS["bert"]()
     texts = DistillationTexts(net, those, asked)
-    masked = [(texts.make_batch([0, 1], epoch_seed=turn).labels != IGNORED).tolist() for turn in (0, 0, 1, 2)]
+    masked = [(texts.make_batch([0, 1], epoch_seed=turn).labels != IGNORE_INDEX).tolist() for turn in (0, 0, 1, 2)]
     assert masked[0] == masked[1]
     assert len({str(one) for one in masked}) == 3
 
@@ -246,12 +246,12 @@ def test_one_step_is_torchs_own_adamw():
     live, losses = lesson.positions, []
     for n in range(4):
         apart = 1.5**2 * (p[n] * (p[n].log() - q[n].log())).sum(-1)[live[n]].mean()
-        asked = lesson.labels[n] != IGNORED
+        asked = lesson.labels[n] != IGNORE_INDEX
         own = -said[n].log_softmax(-1)[asked, lesson.labels[n][asked]].mean()
         losses.append(0.3 * apart + 0.7 * own)
     torch.stack(losses).mean().backward()
     torch.nn.utils.clip_grad_norm_(mine.parameters(), 0.3)
-    weights = mine.described.weights_by_name()
+    weights = mine.spec.weights_by_name()
     decayed = [p for name, p in mine.named_parameters() if p.dim() > 1 and not weights[name].name.endswith("bias")]
     rest = [p for p in mine.parameters() if not any(p is one for one in decayed)]
     groups = [{"params": decayed, "weight_decay": 0.01}, {"params": rest, "weight_decay": 0.0}]

@@ -12,7 +12,7 @@ import headwise as hw
 from cut_models import built, model
 from headwise import model_spec as bp
 from headwise.__main__ import main
-from headwise.generation import read, words_of
+from headwise.generation import encode_text, load_tokenizers
 from headwise.hub.tokenizer_files import attach_tokenizer
 from headwise.surgery.verification.efficiency import TimingOptions
 from headwise.surgery.verification.proof import ProofOptions, prove
@@ -29,8 +29,8 @@ def wordless(words=256, kind="decoder"):
 def test_ids_are_bytes_and_come_back_as_text():
     net, text = wordless(), "Grüße, 中 \n\x00."
     attach_tokenizer(net, "bytes")
-    assert read(net, text) == list(text.encode())
-    assert words_of(net)[1].text(list(text.encode())) == text
+    assert encode_text(net, text) == list(text.encode())
+    assert load_tokenizers(net)[1].text(list(text.encode())) == text
 
 
 def test_too_few_ids_another_tokenizer_and_models_of_others_are_refused(tmp_path):
@@ -59,13 +59,13 @@ def test_a_document_and_pieces_with_scores_are_read_as_they_are_meant(tmp_path):
     (tmp_path / "tokenizer.bin").write_bytes(packed(pieces))
     net = wordless(len(pieces))
     attach_tokenizer(net, str(tmp_path / "tokenizer.bin"))
-    assert read(net, "ab ba") == [1, *merged(pieces, "ab ba")]
+    assert encode_text(net, "ab ba") == [1, *merged(pieces, "ab ba")]
     assert net.usage.end == (1,)
     (tmp_path / "tokenizer.json").write_text(net.usage.tokenizer)
     again = wordless(len(pieces))
     attach_tokenizer(again, str(tmp_path / "tokenizer.json"))
     assert again.usage.before == (1,)
-    assert read(again, "ab ba") == read(net, "ab ba")
+    assert encode_text(again, "ab ba") == encode_text(net, "ab ba")
     small = wordless(len(pieces) - 1)
     with pytest.raises(ValueError, match="knows 263 tokens, the model 262"):
         attach_tokenizer(small, str(tmp_path / "tokenizer.json"))

@@ -13,10 +13,10 @@ import torch
 import headwise as hw
 from headwise import model_spec as bp
 from headwise.data import Batch, Task
-from headwise.distributed import Launch, Spread, joined
-from headwise.distributed.communication_volume import Meter, Rows, traffic
-from headwise.distributed.ranks import World
-from headwise.distributed.sharded_model import hold
+from headwise.distributed import ProcessInfo, Parallelism, join_process_group
+from headwise.distributed.communication_volume import CommunicationMeter, BatchShape, count_communication
+from headwise.distributed.ranks import ProcessMesh
+from headwise.distributed.sharded_model import shard_model
 from headwise.training import train
 from headwise.training.train_step import StepOptions, TrainStep
 from learning import IDS, Answered, Echo, quick
@@ -30,39 +30,39 @@ PAIRS = ("data=2,tensor=2", "data=2,context=2", "context=2,tensor=2", "shards=2,
 
 def everything(folder: Path) -> dict[str, Any]:
     """All that ranks are asked for, in one world: beginning one takes longer than most of it."""
-    with joined() as launch:
+    with join_process_group() as launch:
         found = {"steps": steps(launch), "sent": sent(launch)}
         return found | ({"runs": runs(folder), "told": refusals(folder)} if launch.size == 2 else {})
 
 
-def steps(launch: Launch) -> dict[str, Any]:
+def steps(launch: ProcessInfo) -> dict[str, Any]:
     """Every case, divided every way that this world can be."""
     return {way: {case: steps_as(case, launch, way) for case in CASES} for way in ways_of(launch)}
 
 
-def steps_as(case: str, launch: Launch, way: str, **more: Any) -> dict[str, Any]:
+def steps_as(case: str, launch: ProcessInfo, way: str, **more: Any) -> dict[str, Any]:
     """Those of a case of many ranks, or of one more: heads that share a key, and a gradient that is shortened."""
     if case in STEPPED:
         return steps_of(case, launch, way, **more)
     return stepped(Pooled(), hw.build(Pooled().model(), seed=3).double(), quick(batch=6, clip=0.05), launch, way)
 
 
-def ways_of(launch: Launch) -> tuple[str, ...]:
+def ways_of(launch: ProcessInfo) -> tuple[str, ...]:
     return WAYS if launch.size == 2 else PAIRS
 
 
-def sent(launch: Launch) -> dict[str, Any]:
+def sent(launch: ProcessInfo) -> dict[str, Any]:
     """The collectives that the gradients of one step call, and those that are counted, of rows without padding."""
     found: dict[str, Any] = {}
     for way in ways_of(launch):
         for name, task, parts in (("echo", Echo(), 1), ("odd", Odd(), 2), ("pooled", Pooled(), 1)):
-            model, world = task.model(), World(launch, Spread.over(way, launch.size))
-            stepper = TrainStep(hold(hw.build(model, seed=3), world), quick(batch=8, accumulate=parts), PLAIN)
+            model, world = task.model(), ProcessMesh(launch, Parallelism.over(way, launch.size))
+            stepper = TrainStep(shard_model(hw.build(model, seed=3), world), quick(batch=8, accumulate=parts), PLAIN)
             batch = replace(task.batch(0, 8), tokens=None, source_tokens=None)
-            rows = Rows(8, batch.x.shape[1], 0 if batch.source is None else batch.source.shape[1])
-            with Meter() as meter:
+            rows = BatchShape(8, batch.x.shape[1], 0 if batch.source is None else batch.source.shape[1])
+            with CommunicationMeter() as meter:
                 stepper.compute_gradients(batch)
-            counted = traffic(model, world.spread, parts, rows)
+            counted = count_communication(model, world.spread, parts, rows)
             found[way, name] = Counter(map(tuple, meter.messages)), Counter(map(tuple, counted))
     return found
 

@@ -63,7 +63,7 @@ def ids(number: int, count: int = 7, words: int = WORDS) -> torch.Tensor:
 
 def scenes(net: nn.Module, count: int = 5) -> list[Example]:
     """Texts of several lengths, with a source where one is read."""
-    two = isinstance(net, Transformer) and net.described.kind == "encoder-decoder"
+    two = isinstance(net, Transformer) and net.spec.kind == "encoder-decoder"
     name = "x" if isinstance(net, Transformer) else "input_ids"
     texts = [{name: ids(n, 5 + n % 3)} | ({"source": ids(100 + n, 6)} if two else {}) for n in range(count)]
     return [Example(text, {}) for text in texts]

@@ -23,11 +23,11 @@ if TYPE_CHECKING:  # what type checkers and editors see; at run time a name is i
     from .costs.serving_cost import ServingCost
     from .costs.size_matching import match_size
     from .costs.training_memory import ActivationSettings, activation_memory
-    from .distributed import Spread
+    from .distributed import Parallelism
     from .errors import CacheFull, NoBackend, SpecError, TrainingDiverged
-    from .generation.decoding_config import Decoding
+    from .generation.decoding_config import DecodingConfig
     from .generation.generate import generate, stream
-    from .generation.greedy_decoding import greedy
+    from .generation.greedy_decoding import greedy_decode
     from .head_analysis.annotated_examples import Example, ExampleReader
     from .head_analysis.head_circuits import get_circuits
     from .head_analysis.head_classes import classify_heads
@@ -88,7 +88,7 @@ if TYPE_CHECKING:  # what type checkers and editors see; at run time a name is i
     from .parts.value_projection import Values
     from .parts.weight_dropout import WeightDropout
     from .presets import PRESETS, design, from_json, from_toml
-    from .serving import Batching, Engine
+    from .serving import BatchingConfig, Engine
     from .spec.attention_spec import AttentionSpec
     from .spec.heads import Heads
     from .spec.serialization import to_json, to_toml
@@ -138,11 +138,11 @@ _HOMES = {
     "MergedAttention": "nn",
     "depth_scaled_init": "nn",
     "build": "models",
-    "Decoding": "generation.decoding_config",
+    "DecodingConfig": "generation.decoding_config",
     "ProcessorSpec": "model_spec",
     "generate": "generation.generate",
     "stream": "generation.generate",
-    "greedy": "generation.greedy_decoding",
+    "greedy_decode": "generation.greedy_decoding",
     "export": "hub",
     "sites": "inspect.attention_sites",
     "declare": "inspect.adapters.output_projection",
@@ -176,7 +176,7 @@ _HOMES = {
     "load_trace": "traces",
     "save": "models",
     "Transformer": "models",
-    "Batching": "serving",
+    "BatchingConfig": "serving",
     "Engine": "serving",
     "convert_to_collaborative": "parts.collaborative",
     "Workload": "costs.cost_report",
@@ -201,7 +201,7 @@ _HOMES = {
     "Recipe": "training",
     "TrainingResult": "training",
     "train": "training",
-    "Spread": "distributed",
+    "Parallelism": "distributed",
     "walk": "nn.op_trace",
     "run_benchmarks": "bench.runner",
     "why": "backends.backend_report",

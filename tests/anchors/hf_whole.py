@@ -210,7 +210,7 @@ def made(name: str, folder: Path) -> tuple[nn.Module, hw.Transformer]:
 def mapped(theirs: nn.Module, ours: hw.Transformer) -> dict[str, Tensor]:
     """Their weights under our names; our constants stay, and what they keep twice is left out."""
     wanted = ours.state_dict()
-    rules = NAMES.get(ours.described.name, LLAMA)
+    rules = NAMES.get(ours.spec.name, LLAMA)
     found = {}
     for key, tensor in theirs.state_dict().items():
         for name, part in apart(key, tensor, theirs.config):
@@ -225,7 +225,7 @@ def mapped(theirs: nn.Module, ours: hw.Transformer) -> dict[str, Tensor]:
     if strange:
         raise ValueError(f"nothing of ours is called {sorted(strange)}")
     shaped = {name: part.reshape(wanted[name].shape) for name, part in found.items() if name in wanted}
-    constants = {w.name: wanted[w.name] for w in ours.described.weights() if not w.trainable and w.name not in shaped}
+    constants = {w.name: wanted[w.name] for w in ours.spec.weights() if not w.trainable and w.name not in shaped}
     return shaped | constants
 
 

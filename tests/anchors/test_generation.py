@@ -14,9 +14,9 @@ from transformers.generation import logits_process as theirs_
 
 import headwise as hw
 from anchors.hf_whole import VOCABULARY, made
-from headwise.generation.generate import Asked
-from headwise.generation.prompts import taken
-from headwise.generation.sampling import filtered, penalised
+from headwise.generation.generate import TextGenerator
+from headwise.generation.prompts import parse_prompts
+from headwise.generation.sampling import filter_logits, apply_repetition_penalty
 
 ROWS, WORDS = 40, 23
 END, START = 2, 3
@@ -42,8 +42,8 @@ def test_what_is_drawn_from_is_theirs(chosen: tuple[str, ...], temperature: floa
     steps = [theirs_.RepetitionPenaltyLogitsProcessor(1.6), theirs_.TemperatureLogitsWarper(temperature)]
     steps += [FILTERS[name][0](FILTERS[name][1]) for name in chosen]
     expected = LogitsProcessorList(steps)(past, logits.clone())
-    how = hw.Decoding(repetition=1.6, **{name: FILTERS[name][1] for name in chosen})
-    got = filtered(penalised(logits, past.tolist(), how.repetition) / temperature, how)
+    how = hw.DecodingConfig(repetition=1.6, **{name: FILTERS[name][1] for name in chosen})
+    got = filter_logits(apply_repetition_penalty(logits, past.tolist(), how.repetition) / temperature, how)
     assert torch.equal(got, expected)
     assert not expected.isfinite().all()
 
@@ -59,8 +59,8 @@ def test_their_order_is_the_one_we_follow():
     ]
 
 
-def asked(net: hw.Transformer, **said: Any) -> Asked:
-    return Asked.of(net, said.pop("count"), 0.0, hw.Decoding(**said))
+def asked(net: hw.Transformer, **said: Any) -> TextGenerator:
+    return TextGenerator.of(net, said.pop("count"), 0.0, hw.DecodingConfig(**said))
 
 
 def theirs_say(theirs: Any, ids: Tensor, **said: Any) -> Any:
@@ -82,14 +82,14 @@ def test_beams_find_what_theirs_find(name: str, penalty: float, tmp_path: Path):
     theirs, ours = made(name, tmp_path)
     x = torch.randint(4, VOCABULARY, (3, 5))
     ours.usage = hw.ProcessorSpec(begin=(START,))
-    free = hw.generate(ours.float(), x, max_new_tokens=6, how=hw.Decoding(beams=4, best=4))
+    free = hw.generate(ours.float(), x, max_new_tokens=6, config=hw.DecodingConfig(beams=4, best=4))
     end = free[0][1][3]  # so that some answers end early
     said = {"num_beams": 4, "num_return_sequences": 4, "length_penalty": penalty, "early_stopping": "never"}
     told = theirs_say(theirs.float(), x, **said, eos_token_id=end)
     wanted = cut(told.sequences[:, 1 if name == "bart" else x.shape[1] :], end)
     assert penalty > 1 or len({len(row) for row in wanted}) > 1
     how = asked(ours, count=6, beams=4, best=4, length_penalty=penalty, end=end)
-    got = [one for best in how.answers(taken(ours, x)) for one in best]
+    got = [one for best in how.answers(parse_prompts(ours, x)) for one in best]
     assert [one.ids for one in got] == wanted
     torch.testing.assert_close(torch.tensor([one.score for one in got]), told.sequences_scores, rtol=1e-4, atol=1e-4)
 
@@ -101,6 +101,6 @@ def test_a_penalty_for_repetition_does_what_theirs_does(beams: int, tmp_path: Pa
     said = {"repetition_penalty": 1.7, "num_beams": beams} | ({"early_stopping": "never"} if beams > 1 else {})
     wanted = cut(theirs_say(theirs.float(), x, **said).sequences[:, 5:], END)
     plain = hw.generate(ours.float(), x, max_new_tokens=6)
-    got = hw.generate(ours, x, max_new_tokens=6, how=hw.Decoding(beams=beams, repetition=1.7, end=(END,)))
+    got = hw.generate(ours, x, max_new_tokens=6, config=hw.DecodingConfig(beams=beams, repetition=1.7, end=(END,)))
     assert got == wanted
     assert got != plain

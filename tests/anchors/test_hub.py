@@ -20,7 +20,7 @@ import headwise as hw
 from anchors.hf import drawn
 from anchors.hf_whole import BERT, GATED, LATENT, MODELS, VOCABULARY
 from headwise import model_spec as bp
-from headwise.data.vocabulary import learned
+from headwise.data.vocabulary import train_bpe
 from headwise.hub.llama2c import make_tokenizer_json
 from llama2c_pieces import FIRST, merged, packed
 
@@ -106,7 +106,7 @@ def both(name: str, theirs: nn.Module, ours: hw.Transformer) -> list[tuple[Tenso
 
 def check_close(name: str, theirs: nn.Module, ours: hw.Transformer) -> None:
     """To within a share of the largest number; rotary angles and RMSNorm are float32 in every dtype of theirs."""
-    exact = ours.described.name in ("gpt2", "bert", "bart", "vit") and next(ours.parameters()).dtype == torch.float64
+    exact = ours.spec.name in ("gpt2", "bert", "bart", "vit") and next(ours.parameters()).dtype == torch.float64
     for got, expected in both(name, theirs, ours):
         assert expected.abs().max() > 0.1
         share = 1e-10 if exact else 1e-5
@@ -153,7 +153,7 @@ def test_greedy_generation_is_token_for_token_the_same(name: str, tmp_path: Path
     said = theirs.generate(
         prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=17, do_sample=False, pad_token_id=0
     )
-    assert hw.greedy(hw.load(tmp_path), prompt, count=17) == said[:, 3:].tolist()
+    assert hw.greedy_decode(hw.load(tmp_path), prompt, max_new_tokens=17) == said[:, 3:].tolist()
 
 
 # --- and back ------------------------------------------------------------------------------------------
@@ -171,7 +171,7 @@ def test_what_was_read_is_written_as_it_was(name: str, tmp_path: Path):
     assert type(again) is type(theirs)
     x = ids(T)
     torch.testing.assert_close(again(x).logits, theirs(x).logits, rtol=0.0, atol=1e-5)
-    assert hw.load(tmp_path / "ours").described == hw.load(tmp_path / "theirs").described
+    assert hw.load(tmp_path / "ours").spec == hw.load(tmp_path / "theirs").spec
 
 
 def ours(form: str) -> bp.ModelSpec:
@@ -212,7 +212,7 @@ def test_a_model_of_ours_is_read_by_transformers(form: str, tmp_path: Path):
     check_same(net, theirs)
     prompt = ids(3)
     said = theirs.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=9, do_sample=False)
-    assert said[:, 3:].tolist() == hw.greedy(net, prompt, count=9)
+    assert said[:, 3:].tolist() == hw.greedy_decode(net, prompt, max_new_tokens=9)
 
 
 def check_same(net: hw.Transformer, theirs: nn.Module) -> None:
@@ -224,7 +224,7 @@ def check_same(net: hw.Transformer, theirs: nn.Module) -> None:
 
 def test_a_tokenizer_goes_both_ways(tmp_path: Path):
     """The document is carried along, and transformers cuts text by it as it is, with what stands around a text."""
-    words = learned(["low lower lowest"] * 9, size=270, specials=("<s>", "</s>"))
+    words = train_bpe(["low lower lowest"] * 9, vocab_size=270, special_tokens=("<s>", "</s>"))
     sizes = {"hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1, "vocab_size": 272}
     net = hw.build(hw.families.read_model_spec({"model_type": "llama", "architectures": ["LlamaForCausalLM"]} | sizes))
     for n, (before, behind) in enumerate((((), ()), ((0,), ()), ((0,), (1,)))):

@@ -98,7 +98,7 @@ def test_padding_changes_nothing(name: str, pad: str, tmp_path: Path):
 def test_types_of_tokens_agree(tmp_path: Path):
     theirs, ours = made("bert-masked", tmp_path)
     x, types = ids(T), torch.randint(0, 2, (B, T))
-    got = ours(hw.models.Typed(x, types))
+    got = ours(hw.models.TokenTypeInput(x, types))
     check_close(got, theirs(input_ids=x, token_type_ids=types).logits, "bert")
     assert not torch.allclose(got, ours(x))
 
@@ -119,10 +119,10 @@ def test_greedy_decoding_agrees(name: str, tmp_path: Path):
     prompt, source = ids(3), ids(S)
     if name in PAIRS:
         expected = likeliest(theirs, 9, input_ids=source, decoder_input_ids=prompt)
-        assert hw.greedy(ours, prompt, count=9, memory=ours.encode(source)) == expected
+        assert hw.greedy_decode(ours, prompt, max_new_tokens=9, encoder_output=ours.encode(source)) == expected
         return
     expected = likeliest(theirs, 9, input_ids=prompt)
-    assert hw.greedy(ours, prompt, count=9) == expected
+    assert hw.greedy_decode(ours, prompt, max_new_tokens=9) == expected
     theirs.generation_config.eos_token_id = None
     said = theirs.generate(
         prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=9, do_sample=False, pad_token_id=0
@@ -199,4 +199,4 @@ def test_a_parallel_block_is_that_of_gptj():
     ours.load_state_dict(mapped(theirs, ours))
     x = ids(T)
     check_close(ours(x), theirs(input_ids=x).logits, "llama")
-    assert hw.greedy(ours, x[:, :3], count=7) == likeliest(theirs, 7, input_ids=x[:, :3])
+    assert hw.greedy_decode(ours, x[:, :3], max_new_tokens=7) == likeliest(theirs, 7, input_ids=x[:, :3])

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 
 import headwise as hw
 from headwise.cli import main
-from headwise.data.language_modelling import Text
+from headwise.data.language_modelling import TextTask
 from headwise.hub.llama2c import read_pieces
 from llama2c_pieces import merged
 
@@ -55,7 +55,7 @@ def check_story(net: hw.Transformer, golden: dict[str, Any]) -> None:
     """Ids, text, and the five likeliest ids with their logits."""
     ids = golden["greedy_ids"]
     first = torch.tensor([ids[:1]])
-    assert hw.greedy(net, first, count=len(ids) - 1) == [ids[1:]]
+    assert hw.greedy_decode(net, first, max_new_tokens=len(ids) - 1) == [ids[1:]]
     with torch.no_grad():
         top = net(torch.tensor([ids[:PROMPT]]))[0, -1].topk(5)
     wanted, values = zip(*golden["logits_after_first_16_ids_last_row_top5"], strict=True)
@@ -113,7 +113,7 @@ def test_training_goes_on_from_it(data: Path, story: hw.Transformer, text: str, 
     """On Shakespeare, in its own tokens: the loss begins below that of a guess, and falls."""
     hw.save(story, tmp_path / "story")
     (tmp_path / "text.txt").write_text(text[:200_000])
-    task = Text(str(tmp_path / "text.txt"), tokens=str(tmp_path / "story" / "tokenizer.json"), length=128)
+    task = TextTask(str(tmp_path / "text.txt"), tokens=str(tmp_path / "story" / "tokenizer.json"), length=128)
     before = loss(story, task)
     assert before < task.chance["nats"] - 0.5
     said = ["--steps", "30", "--batch", "16", "--lr", "0.001", "--precision", "fp32", "--compile", "off"]
@@ -135,7 +135,7 @@ def known(net: hw.Transformer) -> dict[str, int]:
     return Tokenizer.from_str(net.usage.tokenizer or "").get_vocab()
 
 
-def loss(net: hw.Transformer, task: Text) -> float:
+def loss(net: hw.Transformer, task: TextTask) -> float:
     """Nats a token on the first held-out batch."""
     batch = task.batch(0, 16, "valid")
     with torch.no_grad():

@@ -99,7 +99,7 @@ def test_one_query_runs_in_every_backend_that_takes_it(name):
     layer = cases.layer(spec)
     x, _ = cases.tensors(spec)
     expected = layer(x)[:, -1:]
-    for backend in [None] if spec.recurrent_part else cases.takers(spec, one=True):
+    for backend in [None] if spec.recurrent_part else cases.num_data_shards(spec, one=True):
         cache = layer.cache(batch=cases.BATCH, capacity=9)
         layer.backend_name = None
         layer(x[:, :-1], cache=cache)

@@ -138,7 +138,7 @@ def check_decodes(described: bp.ModelSpec) -> None:
     lengths = [5, 2, 4]
     memory = net.encode(read["source"]) if read else None
     at = hw.SequenceInfo.from_batch(x, lengths=lengths, pad="left")
-    said = hw.greedy(net, x, count=NEW, tokens=at, memory=memory)
+    said = hw.greedy_decode(net, x, max_new_tokens=NEW, sequence=at, encoder_output=memory)
     alone = []
     for row, length in enumerate(lengths):
         ids, own = x[row : row + 1, 5 - length :], {key: value[row : row + 1] for key, value in read.items()}
@@ -165,4 +165,4 @@ def test_what_reads_ahead_cannot_decode(name: str):
     one = stack("decoder", WORDS, block(spec))
     net = hw.build(bp.ModelSpec("small", "decoder", (one,), (bp.OutputHeadSpec("tokens", WORDS),)))
     with pytest.raises(hw.SpecError, match=r"reads tokens that have not come yet.*use a causal pattern"):
-        hw.greedy(net, torch.tensor([[1, 2]]), count=3)
+        hw.greedy_decode(net, torch.tensor([[1, 2]]), max_new_tokens=3)

@@ -23,7 +23,7 @@ def test_output_is_the_references(name):
     ways = cases.batches(x) if name in EXAMPLES else {"packed": cases.batches(x)["packed"]}
     for tokens in ways.values():
         expected = reference.reference_attention(layer, x, source=z, tokens=tokens)
-        for backend in cases.takers(spec):
+        for backend in cases.num_data_shards(spec):
             layer.backend_name = backend
             check_close(layer(x, source=z, tokens=tokens), expected)
 
@@ -39,7 +39,7 @@ def test_a_source_is_read_as_the_reference_reads_it(name):
     told = hw.SequenceInfo.from_batch(z, lengths=[11, 5, 0])
     expected = reference.reference_attention(layer, x, source=z, source_tokens=told)
     kept = layer.project_source(z, sequence=told)
-    for backend in cases.takers(spec):
+    for backend in cases.num_data_shards(spec):
         layer.backend_name = backend
         check_close(layer(x, source=kept), expected)
     check_close(layer(x[:, :1], source=kept), expected[:, :1])
@@ -62,7 +62,7 @@ def test_gradients_are_the_references(name):
     x.requires_grad_()
     tokens = cases.batches(x)["packed"]
     expected = gradients(layer, reference.reference_attention(layer, x, source=z, tokens=tokens), x)
-    for backend in cases.takers(spec, grad=True):
+    for backend in cases.num_data_shards(spec, grad=True):
         layer.backend_name = backend
         ours = gradients(layer, layer(x, source=z, tokens=tokens), x)
         for parameter, grad in expected.items():
@@ -94,7 +94,7 @@ def test_low_precision_errs_no_more_than_twice_as_dense(name, dtype):
 
     limit = 2 * error("dense") + 4 * torch.finfo(dtype).eps * truth.abs().max()
     assert limit < 0.2 * truth.abs().max() + 1e-3
-    for backend in cases.takers(spec, dtype=dtype):
+    for backend in cases.num_data_shards(spec, dtype=dtype):
         assert error(backend) <= limit, backend
 
 

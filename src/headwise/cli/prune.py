@@ -125,7 +125,7 @@ def _stopping_budget(given: argparse.Namespace, by: HeadRanking) -> HeadSelectio
     except ValueError:
         raise UsageError(f"--budget {given.budget} is no budget; write KIND=LIMIT, as in cache=0.5") from None
     state = None if given.state is None else Path(given.state)
-    return PruneToBudget(budget, by, given.again, given.unit, given.least or 0, state)
+    return PruneToBudget(budget, by, given.restart, given.unit, given.least or 0, state)
 
 
 def _load_plan(given: argparse.Namespace, work: CompressionRun) -> HeadSelection:
@@ -139,7 +139,7 @@ def _load_plan(given: argparse.Namespace, work: CompressionRun) -> HeadSelection
         raise UsageError(f"{given.plan} does not say which heads went; give a folder that headwise prune wrote")
     if done.get("model") != fingerprint_model(work.net):
         raise UsageError(f"the plan in {given.plan} was made for another checkpoint than {given.model}; choose anew")
-    return DropHeads(PruningPlan.from_dict(work.net.described, done).removed_heads)
+    return DropHeads(PruningPlan.from_dict(work.net.spec, done).removed_heads)
 
 
 def _parse_fraction(said: str) -> float | int:

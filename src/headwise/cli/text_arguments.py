@@ -44,7 +44,7 @@ def attach_named_tokenizer(model: Any, given: argparse.Namespace) -> None:
 
 def parse_task(given: argparse.Namespace, changes: list[str]) -> Task:
     """The task that was named, with its fields as KEY=VALUE."""
-    from ..data import task
+    from ..data import make_task
 
     said: dict[str, Any] = {}
     for change in changes:
@@ -52,7 +52,7 @@ def parse_task(given: argparse.Namespace, changes: list[str]) -> Task:
         if not equals or not key:
             raise UsageError(f"--set {change!r} says nothing; write KEY=VALUE, a field of the task")
         said[key] = parse_value(words)
-    return task(given.task, **said)
+    return make_task(given.task, **said)
 
 
 def read_examples(
@@ -70,7 +70,7 @@ def read_examples(
     elif vars(given).get("align_files") is not None:
         found = _read_aligned_pairs(model, given)
     elif given.task is not None:
-        from ..data import task as named
+        from ..data import make_task as named
 
         found = annotated_examples.ExampleReader(model)
         found.add_task_examples(named(given.task), given.limit or DEFAULT_EXAMPLES)

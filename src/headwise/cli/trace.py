@@ -116,7 +116,7 @@ def _capture_inputs(given: argparse.Namespace) -> tuple[Any, Any, int]:
         if given.text is None or len(given.text) != 1:
             raise UsageError("--target is written while one --text is read; give one")
         return model, {"source": given.text[0], "text": given.target}, 0
-    first = model.described.stacks[0].embedding if isinstance(model, Transformer) else None
+    first = model.spec.stacks[0].embedding if isinstance(model, Transformer) else None
     if isinstance(model, Transformer) and first is not None and first.patches is not None:
         from .run.inputs import make_input_reader
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..distributed import joined
+from ..distributed import join_process_group
 from ..errors import suggest
 from .arguments import (
     BAD_INPUT,
@@ -24,7 +24,7 @@ from .arguments import (
 
 if TYPE_CHECKING:
     from ..data import Task
-    from ..distributed import Launch
+    from ..distributed import ProcessInfo
     from ..model_spec import ModelSpec
     from ..models import Transformer
     from ..training import Recipe
@@ -48,7 +48,7 @@ DESCRIPTION_SUFFIXES = (".toml", ".json")  # ends of files that say what a model
 
 def main(argv: list[str]) -> int:
     """Train, and say at the end what came of it; of many ranks one says it."""
-    with joined() as launch:
+    with join_process_group() as launch:
         try:
             _train(argv, launch)
         except (Exception, KeyboardInterrupt) as error:
@@ -63,7 +63,7 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _train(argv: list[str], launch: Launch) -> None:
+def _train(argv: list[str], launch: ProcessInfo) -> None:
     given = _parser().parse_args(argv)
     changes = _parse_changes(given.changed_sites)
     recipe = _make_recipe(given, changes["recipe"])
@@ -75,7 +75,7 @@ def _train(argv: list[str], launch: Launch) -> None:
     described = None if given.model is None else _make_model(given.model, task, recipe)
     sinks = [ConsoleLogger(), *given.sinks]
     result = train(task, described, recipe, given.out, "allowed" if given.resume else "never", sinks)
-    if launch.leads:
+    if launch.is_leader:
         print_page(to_json(result.data) if given.json else _format_result(result.data, given.out))
 
 
@@ -139,17 +139,17 @@ def _read_text(name: str) -> str:
 
 def _make_task(what: str | None, data: str | None, changes: Mapping[str, Any]) -> Task:
     """The task of this name, or what reads this data."""
-    from ..data import TASKS, open_data, task
-    from ..data.file_task import Brought
+    from ..data import TASKS, open_data, make_task
+    from ..data.file_task import FileTask
 
     said = {key: tuple(value) if isinstance(value, list) else value for key, value in changes.items()}
-    made = [name for name, kind in TASKS.items() if not issubclass(kind, Brought)]
+    made = [name for name, kind in TASKS.items() if not issubclass(kind, FileTask)]
     if data is not None:
         return open_data(f"{what}:{data}" if what else data, said)
     if what is None:
         raise UsageError(f"name what is to be learnt: {', '.join(made)}, or a file or folder")
     if what in made:
-        return task(what, **said)
+        return make_task(what, **said)
     if ":" not in what and not Path(what).exists() and "," not in what and what != "stdlib":
         raise UsageError(f"there is no task, file or folder {what!r}; {suggest(what, made)}")
     return open_data(what, said)
@@ -157,11 +157,11 @@ def _make_task(what: str | None, data: str | None, changes: Mapping[str, Any]) -
 
 def _with_model_tokenizer(task: Task, model: str) -> Task:
     """The task, a text in the tokens of the model that goes on with it."""
-    from ..data.language_modelling import Text
+    from ..data.language_modelling import TextTask
     from ..model_spec.serialization import TOKENIZER_FILE
 
     path = Path(model) / TOKENIZER_FILE
-    return replace(task, tokens=str(path)) if isinstance(task, Text) and path.is_file() else task
+    return replace(task, tokens=str(path)) if isinstance(task, TextTask) and path.is_file() else task
 
 
 def _make_model(name: str, task: Task, recipe: Recipe) -> ModelSpec | Transformer:
@@ -180,11 +180,11 @@ def _make_model(name: str, task: Task, recipe: Recipe) -> ModelSpec | Transforme
 
 def _load_weights(path: Path, task: Task, recipe: Recipe) -> Transformer:
     """What a folder or a file holds, to go on from; weights of 16 bits are too coarse to be changed a little."""
-    from ..data.language_modelling import TOKENS, Text
+    from ..data.language_modelling import TOKENIZATIONS, TextTask
     from ..hub import load
 
     net = load(path, dropout=recipe.dropout)
-    if path.is_file() and net.usage.tokenizer and isinstance(task, Text) and task.tokens in TOKENS:
+    if path.is_file() and net.usage.tokenizer and isinstance(task, TextTask) and task.tokens in TOKENIZATIONS:
         remedy = "write it as a folder first, hw.save(hw.load(FILE), FOLDER), and give that"
         raise UsageError(f"{path} has a tokenizer that a text cannot be given by its path; {remedy}")
     return net if min(p.element_size() for p in net.parameters()) > 2 else net.float()

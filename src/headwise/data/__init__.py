@@ -1,7 +1,7 @@
 """What models are taught: tasks made in code, and data that is brought along."""
 
 from .data_sources import open_data
-from .task import IGNORED, SPLITS, Batch, Tally, Task
-from .task_registry import TASKS, task
+from .task import IGNORE_INDEX, SPLITS, Batch, MetricSums, Task
+from .task_registry import TASKS, make_task
 
-__all__ = ["IGNORED", "SPLITS", "TASKS", "Batch", "Tally", "Task", "open_data", "task"]
+__all__ = ["IGNORE_INDEX", "SPLITS", "TASKS", "Batch", "MetricSums", "Task", "open_data", "make_task"]

@@ -16,12 +16,12 @@ from ..errors import SpecError
 from ..interfaces.registry import CheckedDataclass
 from ..masking.sequence_info import SequenceInfo
 from ..model_spec import EmbeddingSpec, ModelSpec, NormSpec, OutputHeadSpec, PatchSpec, ProcessorSpec, StackSpec
-from .synthetic_task import Shape
-from .task import SPLITS, Batch, Tally, Task, accuracy, check_split
+from .synthetic_task import ModelShape
+from .task import SPLITS, Batch, MetricSums, Task, measure_accuracy, check_split
 from .vocabulary import Vocabulary
 
 
-class Data(ABC):
+class Dataset(ABC):
     """What was read, ready to be handed out. `sizes` is how many examples each split has, `notes` what was left out."""
 
     sizes: Mapping[str, int]
@@ -47,15 +47,15 @@ class Data(ABC):
     def chance(self) -> Mapping[str, float]:
         """What each measure reads when nothing was learnt."""
 
-    def measure(self, logits: Tensor, batch: Batch) -> Tally:
+    def measure(self, logits: Tensor, batch: Batch) -> MetricSums:
         """What is right where labels are given."""
-        return accuracy(logits, batch)
+        return measure_accuracy(logits, batch)
 
     def prompt(self, batch: Batch) -> tuple[Tensor, SequenceInfo | None]:
         """What generation starts from."""
         raise NotImplementedError("nothing is generated from this data")
 
-    def score(self, generated: Sequence[Sequence[int]], batch: Batch) -> Tally:
+    def score(self, generated: Sequence[Sequence[int]], batch: Batch) -> MetricSums:
         """What is right in free answers."""
         raise NotImplementedError("nothing is generated from this data")
 
@@ -66,11 +66,11 @@ class Data(ABC):
 
 
 # What tasks that are alike have read, for as long as one of them lives: reading again would give the same.
-_READ: WeakValueDictionary[Any, Data] = WeakValueDictionary()
+_LOADED_DATASETS: WeakValueDictionary[Any, Dataset] = WeakValueDictionary()
 
 
 @dataclass(frozen=True, repr=False)
-class Brought(CheckedDataclass, Task):
+class FileTask(CheckedDataclass, Task):
     """A task whose examples stand in files. Two that print alike, over unchanged files, are alike."""
 
     def __post_init__(self) -> None:
@@ -79,16 +79,16 @@ class Brought(CheckedDataclass, Task):
             raise SpecError(f"seed={self.seed} is below 0; give 0 or more")
         self.check()
         stamps = tuple((str(path), (at := path.stat()).st_mtime_ns, at.st_size) for path in self.files())
-        key = type(self), tuple(value for name, value in self._said().items() if name != "seed"), stamps
-        data = _READ.get(key)
+        key = type(self), tuple(value for name, value in self._field_values().items() if name != "seed"), stamps
+        data = _LOADED_DATASETS.get(key)
         if data is None:
-            data = _READ[key] = self.read()
+            data = _LOADED_DATASETS[key] = self.read()
         object.__setattr__(self, "_data", data)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return partial(type(self), **self._said()), ()
+        return partial(type(self), **self._field_values()), ()
 
-    def _said(self) -> dict[str, Any]:
+    def _field_values(self) -> dict[str, Any]:
         return {told.name: getattr(self, told.name) for told in fields(self)}
 
     def check(self) -> None:
@@ -99,11 +99,11 @@ class Brought(CheckedDataclass, Task):
         """Every file that is read."""
 
     @abstractmethod
-    def read(self) -> Data:
+    def read(self) -> Dataset:
         """What stands in them."""
 
     @property
-    def data(self) -> Data:
+    def data(self) -> Dataset:
         """What was read."""
         return vars(self)["_data"]
 
@@ -113,7 +113,7 @@ class Brought(CheckedDataclass, Task):
         return self.data.notes
 
     def batch(self, index: int, size: int, split: str = "train") -> Batch:
-        self._check_asked(size, split)
+        self._check_batch_arguments(size, split)
         if index < 0:
             raise ValueError(f"there is no batch {index}; count from 0")
         if not self.data.sizes.get(split):
@@ -122,10 +122,10 @@ class Brought(CheckedDataclass, Task):
         return self.data.batch(index, size, split, self.seed)
 
     def batches(self, size: int, split: str = "train") -> int | None:
-        self._check_asked(size, split)
+        self._check_batch_arguments(size, split)
         return self.data.batches(size, split) if self.data.sizes.get(split) else 0
 
-    def _check_asked(self, size: int, split: str) -> None:
+    def _check_batch_arguments(self, size: int, split: str) -> None:
         check_split(split)
         if size < 1:
             raise ValueError(f"a batch of {size} is none; give 1 or more")
@@ -137,7 +137,7 @@ class Brought(CheckedDataclass, Task):
     def chance(self) -> Mapping[str, float]:
         return self.data.chance
 
-    def measure(self, logits: Tensor, batch: Batch) -> Tally:
+    def measure(self, logits: Tensor, batch: Batch) -> MetricSums:
         return self.data.measure(logits, batch)
 
     @property
@@ -147,7 +147,7 @@ class Brought(CheckedDataclass, Task):
     def prompt(self, batch: Batch) -> tuple[Tensor, SequenceInfo | None]:
         return self.data.prompt(batch)
 
-    def score(self, generated: Sequence[Sequence[int]], batch: Batch) -> Tally:
+    def score(self, generated: Sequence[Sequence[int]], batch: Batch) -> MetricSums:
         return self.data.score(generated, batch)
 
     @property
@@ -178,52 +178,52 @@ class Brought(CheckedDataclass, Task):
 
 # SECTION: Models of a size that suits data: what a task over files proposes.
 
-USUAL = Shape(width=128, heads=4, layers=4, feed=512)
-PATCHES = 64  # about how many an image is divided into
+DEFAULT_SHAPE = ModelShape(width=128, heads=4, layers=4, feed=512)
+TARGET_NUM_PATCHES = 64  # about how many an image is divided into
 
 
-def decoder(vocab: int) -> ModelSpec:
+def make_language_model(vocab_size: int) -> ModelSpec:
     """Four layers, 128 wide, with one table of tokens at both ends.
 
     >>> from headwise import counting
-    >>> counting.params(decoder(65))  # 65 d + 4 (12 d^2 + 9 d) + 2 d, for d = 128
+    >>> counting.params(make_language_model(65))  # 65 d + 4 (12 d^2 + 9 d) + 2 d, for d = 128
     799616
     """
-    blocks, embedding = USUAL.blocks("causal()"), EmbeddingSpec(vocab)
-    stack = StackSpec.from_blocks("decoder", USUAL.width, blocks, embedding=embedding, norm=NormSpec())
-    return ModelSpec("text", "decoder", (stack,), (OutputHeadSpec("tokens", vocab, table="decoder"),))
+    blocks, embedding = DEFAULT_SHAPE.blocks("causal()"), EmbeddingSpec(vocab_size)
+    stack = StackSpec.from_blocks("decoder", DEFAULT_SHAPE.width, blocks, embedding=embedding, norm=NormSpec())
+    return ModelSpec("text", "decoder", (stack,), (OutputHeadSpec("tokens", vocab_size, table="decoder"),))
 
 
-def translator(vocabs: tuple[int, int], width: int, layers: int, table: str) -> ModelSpec:
+def make_translator(vocab_sizes: tuple[int, int], width: int, layers: int, table: str) -> ModelSpec:
     """An encoder and a decoder of so many layers, heads 32 wide; table="one" of tokens for all, or "two".
 
-    >>> translator((11, 11), 64, 2, "one").ties()
+    >>> make_translator((11, 11), 64, 2, "one").ties()
     {'decoder.embedding.tokens': 'encoder.embedding.tokens', 'head.tokens.weight': 'encoder.embedding.tokens'}
     """
-    shape, own = Shape(width, width // 32, layers, 4 * width), "encoder" if table == "one" else ""
-    read, said = EmbeddingSpec(vocabs[0]), EmbeddingSpec(vocabs[1], table=own)
+    shape, own = ModelShape(width, width // 32, layers, 4 * width), "encoder" if table == "one" else ""
+    read, said = EmbeddingSpec(vocab_sizes[0]), EmbeddingSpec(vocab_sizes[1], table=own)
     stacks = (
         StackSpec.from_blocks("encoder", width, shape.blocks("full()"), embedding=read, norm=NormSpec()),
         StackSpec.from_blocks("decoder", width, shape.blocks("causal()", "full()"), embedding=said, norm=NormSpec()),
     )
     return ModelSpec(
-        "translator", "encoder-decoder", stacks, (OutputHeadSpec("tokens", vocabs[1], table=own or "decoder"),)
+        "translator", "encoder-decoder", stacks, (OutputHeadSpec("tokens", vocab_sizes[1], table=own or "decoder"),)
     )
 
 
-def classifier(name: str, embedding: EmbeddingSpec, classes: int, at: str, kind: str = "encoder") -> ModelSpec:
+def make_classifier(name: str, embedding: EmbeddingSpec, classes: int, pooling: str, kind: str = "encoder") -> ModelSpec:
     """Four layers, 128 wide, that read all of an example and say its class, or that of each of its tokens."""
-    stack = StackSpec.from_blocks("encoder", USUAL.width, USUAL.blocks("full()"), embedding=embedding, norm=NormSpec())
-    return ModelSpec(name, kind, (stack,), (OutputHeadSpec("classes", classes, at, bias="learned"),))
+    stack = StackSpec.from_blocks("encoder", DEFAULT_SHAPE.width, DEFAULT_SHAPE.blocks("full()"), embedding=embedding, norm=NormSpec())
+    return ModelSpec(name, kind, (stack,), (OutputHeadSpec("classes", classes, pooling, bias="learned"),))
 
 
-def patched(high: int, wide: int, channels: int) -> PatchSpec:
+def make_patches(high: int, wide: int, channels: int) -> PatchSpec:
     """An image in about 64 square patches, none cut off where a size divides it evenly.
 
-    >>> patched(28, 28, 1)
+    >>> make_patches(28, 28, 1)
     Patches(rows=7, columns=7, high=4, wide=4, channels=1)
     """
-    least = max(1, round((high * wide / PATCHES) ** 0.5))
+    least = max(1, round((high * wide / TARGET_NUM_PATCHES) ** 0.5))
     even = [size for size in range(least, 2 * least + 1) if high % size == 0 and wide % size == 0]
     size = min([*even, least][0], high, wide)
     return PatchSpec(high // size, wide // size, size, size, channels)

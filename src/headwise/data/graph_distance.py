@@ -16,21 +16,21 @@ from ..masking.pattern_base import check_whole_number
 from ..masking.patterns import Edges
 from ..model_spec import ModelSpec, OutputHeadSpec
 from ..ops.counter_rng import Ints, RandomStreams
-from .synthetic_task import Drawn, Generated, Shape, check_space, encoder, right_of, tallied, whole_rows
-from .task import Batch, Tally
+from .synthetic_task import ExampleArrays, SyntheticTask, ModelShape, check_num_examples, make_small_encoder, find_correct, sum_by_slice, find_correct_rows
+from .task import Batch, MetricSums
 
-GRAPH = 3  # the stream from which the graph is drawn; 0, 1 and 2 are the splits
+GRAPH_STREAM = 3  # the stream from which the graph is drawn; 0, 1 and 2 are the splits
 
 
 @dataclass(frozen=True, repr=False)
-class Graph(Generated):
+class GraphDistance(SyntheticTask):
     """A graph drawn once from the seed; each example marks `sources` of its nodes, and asks all how far they are.
 
     Every node is joined with the next, and `chords` more pairs of nodes are. Labels are distances 0 .. reach, and
     reach + 1 for farther. `pattern` lets a node read itself and its neighbours, so that t layers carry a message t
     steps far; tokens (1 a source, 0 none) have no position, so a node is known by what reaches it.
 
-    >>> task = Graph(nodes=14, chords=2, sources=4)
+    >>> task = GraphDistance(nodes=14, chords=2, sources=4)
     >>> batch = task.batch(0, 1)
     >>> batch.x[0].tolist(), batch.labels[0].tolist()
     ([0, 0, 0, 0, 1, 0, 0, 0, 1, 1, 1, 0, 0, 0], [4, 3, 2, 1, 0, 1, 2, 1, 0, 0, 0, 1, 2, 3])
@@ -53,7 +53,7 @@ class Graph(Generated):
         if self.sources >= self.nodes:
             fact = f"sources={self.sources} of {self.nodes} nodes leave none to ask about"
             raise SpecError(f"{fact}; use at most {self.nodes - 1}")
-        check_space(self, comb(self.nodes, self.sources), "use more nodes or sources")
+        check_num_examples(self, comb(self.nodes, self.sources), "use more nodes or sources")
 
     @property
     def edges(self) -> tuple[tuple[int, int], ...]:
@@ -61,7 +61,7 @@ class Graph(Generated):
         ring = [(n, n + 1) for n in range(self.nodes - 1)] + [(0, self.nodes - 1)]
         free = [(a, b) for a in range(self.nodes) for b in range(a + 2, self.nodes) if (a, b) != (0, self.nodes - 1)]
         none = np.zeros(1, np.int64)
-        drawn = RandomStreams(self.seed, GRAPH, none, none).distinct(len(free), self.chords)[0]
+        drawn = RandomStreams(self.seed, GRAPH_STREAM, none, none).distinct(len(free), self.chords)[0]
         return (*ring, *(free[n] for n in drawn.tolist()))
 
     @property
@@ -91,25 +91,25 @@ class Graph(Generated):
 
     def model(self) -> ModelSpec:
         """As many layers as a message needs steps."""
-        shape = Shape(width=64, heads=4, layers=self.reach, feed=128, positions="none")
-        return encoder(self.name, 2, shape, OutputHeadSpec("distance", self.reach + 2), self.pattern)
+        shape = ModelShape(width=64, heads=4, layers=self.reach, feed=128, positions="none")
+        return make_small_encoder(self.name, 2, shape, OutputHeadSpec("distance", self.reach + 2), self.pattern)
 
-    def draw(self, draws: RandomStreams) -> Drawn:
-        chosen = np.sort(draws.distinct(self.nodes, self.sources), 1)
-        x = np.zeros((len(draws), self.nodes), np.int64)
+    def draw_examples(self, random: RandomStreams) -> ExampleArrays:
+        chosen = np.sort(random.distinct(self.nodes, self.sources), 1)
+        x = np.zeros((len(random), self.nodes), np.int64)
         np.put_along_axis(x, chosen, 1, 1)
         return {"content": chosen, "x": x, "sources": chosen}
 
-    def show(self, drawn: Drawn) -> Batch:
+    def to_batch(self, examples: ExampleArrays) -> Batch:
         """`gold` holds the sources of each example."""
-        labels = self.distances[drawn["sources"]].min(1).clip(max=self.reach + 1)
-        gold = [tuple(row) for row in drawn["sources"].tolist()]
-        return Batch(torch.from_numpy(drawn["x"]), torch.from_numpy(labels), gold=gold)
+        labels = self.distances[examples["sources"]].min(1).clip(max=self.reach + 1)
+        gold = [tuple(row) for row in examples["sources"].tolist()]
+        return Batch(torch.from_numpy(examples["x"]), torch.from_numpy(labels), gold=gold)
 
-    def measure(self, logits: Tensor, batch: Batch) -> Tally:
+    def measure(self, logits: Tensor, batch: Batch) -> MetricSums:
         """Accuracy by distance, and how often all nodes are right."""
-        right, asked = right_of(logits, batch.labels)
+        right, asked = find_correct(logits, batch.labels)
         far = {f"distance={d}": batch.labels == d for d in range(self.reach + 1)}
-        rows = whole_rows(right, asked)
-        told = dict(tallied("accuracy", right, asked, far | {f"distance>{self.reach}": batch.labels > self.reach}))
-        return told | dict(tallied("exact_match", rows, torch.ones_like(rows), {}))
+        rows = find_correct_rows(right, asked)
+        told = dict(sum_by_slice("accuracy", right, asked, far | {f"distance>{self.reach}": batch.labels > self.reach}))
+        return told | dict(sum_by_slice("exact_match", rows, torch.ones_like(rows), {}))

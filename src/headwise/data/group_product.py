@@ -17,26 +17,26 @@ from ..masking.pattern_base import check_whole_number
 from ..model_spec import ModelSpec
 from ..ops.counter_rng import RandomStreams
 from .synthetic_task import (
-    SPACE,
-    Drawn,
-    Generated,
-    Shape,
+    MIN_DISTINCT_EXAMPLES,
+    ExampleArrays,
+    SyntheticTask,
+    ModelShape,
     check_sizes,
-    check_space,
-    decoder,
-    right_of,
-    tallied,
-    up_to,
-    whole_rows,
+    check_num_examples,
+    make_small_decoder,
+    find_correct,
+    sum_by_slice,
+    slice_by_power_of_two,
+    find_correct_rows,
 )
-from .task import IGNORED, Batch, Tally
+from .task import IGNORE_INDEX, Batch, MetricSums
 
-NAMED = re.compile(r"([ZSA])([1-9]\d{0,3})")
-MOST = {"Z": 1000, "S": 5, "A": 6}
+GROUP_PATTERN = re.compile(r"([ZSA])([1-9]\d{0,3})")
+MAX_GROUP_SIZE = {"Z": 1000, "S": 5, "A": 6}
 
 
 @dataclass(frozen=True, repr=False)
-class Group(Generated):
+class GroupProduct(SyntheticTask):
     """Elements g1, g2, ...; at each place the product g1 g2 ... gt is wanted (2404.08819).
 
     group="parity" is Z2; "Z5" adds modulo 5; "S3" are all permutations of three things, "A5" the even ones of five.
@@ -44,7 +44,7 @@ class Group(Generated):
     the one that moves nothing. A token of its own, the last id, begins every row: without it, and without absolute
     positions, attention cannot tell one element from the same one twice.
 
-    >>> batch = Group(group="Z5", length=8).batch(0, 1)
+    >>> batch = GroupProduct(group="Z5", length=8).batch(0, 1)
     >>> batch.x.tolist(), batch.labels.tolist()
     ([[5, 1, 4, 3, 3, 4, 1, 3, 0]], [[-100, 1, 0, 3, 1, 0, 1, 4, 4]])
     """
@@ -58,14 +58,14 @@ class Group(Generated):
         order, length = len(self.table), check_whole_number("length", self.length, 1)
         if order < 2:
             raise SpecError(f"group={self.group!r} has one element, so nothing is asked; use 'parity', 'Z5' or 'S3'")
-        enough = next(n for n in range(1, 20) if order**n >= SPACE)
+        enough = next(n for n in range(1, 20) if order**n >= MIN_DISTINCT_EXAMPLES)
         check_sizes(self, tokens=length)
-        check_space(self, float(order) ** min(length, 64), f"use length={enough} or more")
+        check_num_examples(self, float(order) ** min(length, 64), f"use length={enough} or more")
 
     @property
     def table(self) -> np.ndarray:
         """The product of every two elements: table[g, h] is g h."""
-        return table_of(self.group)
+        return make_multiplication_table(self.group)
 
     @property
     def chance(self) -> Mapping[str, float]:
@@ -75,56 +75,56 @@ class Group(Generated):
 
     def model(self) -> ModelSpec:
         """Four layers; how many a group needs for a length is what the task is about."""
-        return decoder(self.name, len(self.table) + 1, Shape(width=64, heads=4, layers=4, feed=128))
+        return make_small_decoder(self.name, len(self.table) + 1, ModelShape(width=64, heads=4, layers=4, feed=128))
 
-    def draw(self, draws: RandomStreams) -> Drawn:
+    def draw_examples(self, random: RandomStreams) -> ExampleArrays:
         table = self.table
-        x = draws.integers(len(table), self.length)
+        x = random.integers(len(table), self.length)
         products = x.copy()
         for t in range(1, self.length):
             products[:, t] = table[products[:, t - 1], x[:, t]]
         return {"content": x, "x": x, "labels": products}
 
-    def show(self, drawn: Drawn) -> Batch:
-        first = np.ones((len(drawn["x"]), 1), np.int64)
-        x = np.concatenate([len(self.table) * first, drawn["x"]], 1)
-        labels = np.concatenate([IGNORED * first, drawn["labels"]], 1)
+    def to_batch(self, examples: ExampleArrays) -> Batch:
+        first = np.ones((len(examples["x"]), 1), np.int64)
+        x = np.concatenate([len(self.table) * first, examples["x"]], 1)
+        labels = np.concatenate([IGNORE_INDEX * first, examples["labels"]], 1)
         return Batch(torch.from_numpy(x), torch.from_numpy(labels))
 
-    def measure(self, logits: Tensor, batch: Batch) -> Tally:
+    def measure(self, logits: Tensor, batch: Batch) -> MetricSums:
         """Accuracy by how many elements were multiplied, and how often all of a row is right."""
-        right, asked = right_of(logits, batch.labels)
+        right, asked = find_correct(logits, batch.labels)
         count = torch.arange(asked.shape[1], device=asked.device).expand(asked.shape)
-        rows = whole_rows(right, asked)
-        told = dict(tallied("accuracy", right, asked, up_to("t", count)))
-        return told | dict(tallied("exact_match", rows, torch.ones_like(rows), {}))
+        rows = find_correct_rows(right, asked)
+        told = dict(sum_by_slice("accuracy", right, asked, slice_by_power_of_two("t", count)))
+        return told | dict(sum_by_slice("exact_match", rows, torch.ones_like(rows), {}))
 
     def text(self, ids: list[int]) -> str:
         """Elements by number, what begins a row as |."""
         return " ".join("|" if one == len(self.table) else str(one) for one in ids)
 
 
-def table_of(name: str) -> np.ndarray:
+def make_multiplication_table(name: str) -> np.ndarray:
     """The products of a group by its name.
 
-    >>> table_of("Z3").tolist(), table_of("S3")[1].tolist()
+    >>> make_multiplication_table("Z3").tolist(), make_multiplication_table("S3")[1].tolist()
     ([[0, 1, 2], [1, 2, 0], [2, 0, 1]], [1, 0, 3, 2, 5, 4])
     """
-    told = NAMED.fullmatch("Z2" if name == "parity" else name)
+    told = GROUP_PATTERN.fullmatch("Z2" if name == "parity" else name)
     if not told:
         raise SpecError(f"group={name!r} is unknown; use 'parity', or a letter and a size: 'Z5', 'S3', 'A5'")
     kind, size = told[1], int(told[2])
-    if size > MOST[kind]:
-        raise SpecError(f"group={name!r} is larger than any model here learns; use at most {kind}{MOST[kind]}")
+    if size > MAX_GROUP_SIZE[kind]:
+        raise SpecError(f"group={name!r} is larger than any model here learns; use at most {kind}{MAX_GROUP_SIZE[kind]}")
     if kind == "Z":
         return np.add.outer(np.arange(size), np.arange(size)) % size
-    moves = np.array(list(_moves(kind, size)))
+    moves = np.array(list(_permutations(kind, size)))
     weights = size ** np.arange(size)[::-1]
     products = moves[np.arange(len(moves))[None, :, None], moves[:, None]]  # [g, h, thing]: where h takes what g moved
     return np.searchsorted(moves @ weights, products @ weights)
 
 
-def _moves(kind: str, size: int) -> Iterator[tuple[int, ...]]:
+def _permutations(kind: str, size: int) -> Iterator[tuple[int, ...]]:
     """Permutations as where each thing goes, in order; of A, those with an even number of inversions."""
     for move in permutations(range(size)):
         inversions = sum(a > b for n, a in enumerate(move) for b in move[n + 1 :])

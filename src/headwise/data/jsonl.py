@@ -16,22 +16,22 @@ from torch import Tensor
 from ..errors import SpecError, suggest
 from ..masking.sequence_info import SequenceInfo
 from ..model_spec import EmbeddingSpec, ModelSpec, ProcessorSpec
-from .example_order import HELD, Numbers, divided, shares
-from .file_task import Brought, Data, classifier
-from .labelled_examples import Inputs, Labelled, numbered
-from .language_modelling import Span, Stream, ranges
-from .text_files import lines, of_splits, there
-from .translation import Corpus, Making, Pair, Pairs, plain
-from .vocabulary import Ids, Pieces, learned
+from .example_order import DEFAULT_HELD_OUT, IndexArray, split_examples, check_split_shares
+from .file_task import FileTask, Dataset, make_classifier
+from .labelled_examples import ClassifierInputs, LabelledDataset, number_labels
+from .language_modelling import TokenSpan, TokenStreamDataset, split_ranges
+from .text_files import read_lines, find_splits, existing_path
+from .translation import ParallelCorpus, TranslationOptions, SentencePair, TranslationDataset, normalise_sentence
+from .vocabulary import IdArray, SubwordVocabulary, train_bpe
 
-END = "<|end|>"
-SUFFIXES = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
+END_OF_TEXT = "<|end|>"
+JSONL_SUFFIXES = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
 
-Rows = list[list[str]]  # what the wanted fields of each object say
+FieldRows = list[list[str]]  # what the wanted fields of each object say
 
 
 @dataclass(frozen=True, repr=False)
-class Jsonl(Brought):
+class JsonlTask(FileTask):
     """Lines of JSON objects: texts one after the other, each with an end; with `source_field` and `target_field`
     translations; with `label_field` the class of each text.
 
@@ -46,13 +46,13 @@ class Jsonl(Brought):
     label_field: str = ""
     source_field: str = ""
     target_field: str = ""
-    valid: float = HELD
-    test: float = HELD
+    valid: float = DEFAULT_HELD_OUT
+    test: float = DEFAULT_HELD_OUT
     vocab: int = 4096
     length: int = 128
 
     def check(self) -> None:
-        shares(self.valid, self.test)
+        check_split_shares(self.valid, self.test)
         if bool(self.source_field) != bool(self.target_field):
             raise SpecError("a translation has two sides; give both source_field= and target_field=")
         if self.source_field and self.label_field:
@@ -60,80 +60,80 @@ class Jsonl(Brought):
         if self.length < 2:
             raise SpecError(f"Jsonl(length={self.length}) is no number of tokens; give length=64, say")
 
-    def _paths(self) -> dict[str, Path]:
-        path = there(self.path)
+    def _split_paths(self) -> dict[str, Path]:
+        path = existing_path(self.path)
         if not path.is_dir():
             return {"train": path}
-        if len(found := of_splits(path, SUFFIXES)) < 2:
+        if len(found := find_splits(path, JSONL_SUFFIXES)) < 2:
             raise SpecError(f"{path} has no train.jsonl with a valid.jsonl; name them so, or give one file")
         return found
 
     def files(self) -> Sequence[Path]:
-        return list(self._paths().values())
+        return list(self._split_paths().values())
 
-    def read(self) -> Data:
+    def read(self) -> Dataset:
         if self.source_field:
-            both = {split: self._rows(path, "source_field", "target_field") for split, path in self._paths().items()}
-            pairs = {split: [Pair(*row) for row in rows] for split, rows in both.items()}
-            making = Making(self.vocab, longest=self.length)
-            return Pairs(Corpus.of(pairs.pop("train"), (self.valid, self.test), pairs), making)
+            both = {split: self._read_fields(path, "source_field", "target_field") for split, path in self._split_paths().items()}
+            pairs = {split: [SentencePair(*row) for row in rows] for split, rows in both.items()}
+            making = TranslationOptions(self.vocab, longest=self.length)
+            return TranslationDataset(ParallelCorpus.of(pairs.pop("train"), (self.valid, self.test), pairs), making)
         if self.label_field:
-            paths = self._paths().items()
-            return self._labelled({split: list(self._rows(path, "text_field", "label_field")) for split, path in paths})
-        return self._stream()
+            paths = self._split_paths().items()
+            return self._labelled_dataset({split: list(self._read_fields(path, "text_field", "label_field")) for split, path in paths})
+        return self._token_stream()
 
-    def _rows(self, path: Path, *names: str) -> Iterator[list[str]]:
+    def _read_fields(self, path: Path, *names: str) -> Iterator[list[str]]:
         """What these fields say in each object, one object after the other."""
         wanted, empty = [(name, getattr(self, name)) for name in names], True
-        for n, line in enumerate(lines(path), 1):
+        for n, line in enumerate(read_lines(path), 1):
             if line.strip():
-                row, empty = _object(line, n, path), False
-                yield [_value(row, *field, n, path) for field in wanted]
+                row, empty = _parse_object(line, n, path), False
+                yield [_field_text(row, *field, n, path) for field in wanted]
         if empty:
             raise SpecError(f"{path} is empty; give one JSON object a line")
 
-    def _stream(self) -> Stream:
+    def _token_stream(self) -> TokenStreamDataset:
         """The ids of all texts; of the texts themselves there are only ever a few in memory."""
-        paths = self._paths()
-        counts = {split: sum(1 for _ in self._texts(path)) for split, path in paths.items()}
-        told = ranges(counts, (self.valid, self.test))
-        vocabulary = learned(islice(self._texts(paths["train"]), told["train"][2]), self.vocab, (END,))
-        end = np.array([vocabulary.special(END)], vocabulary.dtype)
-        coded = {split: vocabulary.encode(self._texts(path)) for split, path in paths.items()}
-        spans: dict[str, Span] = {}
+        paths = self._split_paths()
+        counts = {split: sum(1 for _ in self._read_texts(path)) for split, path in paths.items()}
+        told = split_ranges(counts, (self.valid, self.test))
+        vocabulary = train_bpe(islice(self._read_texts(paths["train"]), told["train"][2]), self.vocab, (END_OF_TEXT,))
+        end = np.array([vocabulary.special(END_OF_TEXT)], vocabulary.dtype)
+        coded = {split: vocabulary.encode(self._read_texts(path)) for split, path in paths.items()}
+        spans: dict[str, TokenSpan] = {}
         for split, (owner, start, stop) in told.items():
             ids = np.concatenate([end[:0], *(one for text in coded[owner][start:stop] for one in (text, end))])
-            spans[split] = Span(ids, 0, len(ids))
-        widths, stop = vocabulary.widths, vocabulary.special(END)
-        return Stream(spans, self.length, vocabulary.size, vocabulary=vocabulary, widths=widths, end=stop)
+            spans[split] = TokenSpan(ids, 0, len(ids))
+        widths, stop = vocabulary.bytes_per_id, vocabulary.special(END_OF_TEXT)
+        return TokenStreamDataset(spans, self.length, vocabulary.size, vocabulary=vocabulary, bytes_per_id=widths, end_id=stop)
 
-    def _texts(self, path: Path) -> Iterator[str]:
-        return (row[0] for row in self._rows(path, "text_field"))
+    def _read_texts(self, path: Path) -> Iterator[str]:
+        return (row[0] for row in self._read_fields(path, "text_field"))
 
-    def _labelled(self, found: Mapping[str, Rows]) -> Labelled:
+    def _labelled_dataset(self, found: Mapping[str, FieldRows]) -> LabelledDataset:
         rows = [row for own in found.values() for row in own]
         counts = {split: len(own) for split, own in found.items()}
-        splits = divided(counts, [plain(text) for text, _ in rows], self.valid, self.test)
+        splits = split_examples(counts, [normalise_sentence(text) for text, _ in rows], self.valid, self.test)
         texts = [text for text, _ in rows]
-        vocabulary = learned([texts[n] for n in splits["train"]], self.vocab, (END,))
-        labels, names = numbered([label for _, label in rows])
+        vocabulary = train_bpe([texts[n] for n in splits["train"]], self.vocab, (END_OF_TEXT,))
+        labels, names = number_labels([label for _, label in rows])
         coded = vocabulary.encode(texts)
-        data = Labelled(Texts(coded, vocabulary, self.length), labels, names, splits)
+        data = LabelledDataset(TextInputs(coded, vocabulary, self.length), labels, names, splits)
         if long := sum(len(ids) >= self.length for ids in coded):
             data.notes = (f"cut, for they have more than length={self.length} tokens: {long} of {len(texts)} texts",)
         return data
 
 
-class Texts(Inputs):
+class TextInputs(ClassifierInputs):
     """Texts as ids, each with an end, so that none is without a token."""
 
-    def __init__(self, coded: list[Ids], vocabulary: Pieces, length: int) -> None:
-        self.vocabulary, self.size, self.end = vocabulary, vocabulary.size, vocabulary.special(END)
+    def __init__(self, encoded: list[IdArray], vocabulary: SubwordVocabulary, length: int) -> None:
+        self.vocabulary, self.size, self.end = vocabulary, vocabulary.size, vocabulary.special(END_OF_TEXT)
         self.document = vocabulary.document
-        self.coded, self.length = coded, length
+        self.encoded, self.length = encoded, length
 
-    def take(self, chosen: Numbers) -> tuple[Tensor, SequenceInfo | None]:
-        rows = [[*self.coded[n][: self.length - 1], self.end] for n in chosen]
+    def take(self, indices: IndexArray) -> tuple[Tensor, SequenceInfo | None]:
+        rows = [[*self.encoded[n][: self.length - 1], self.end] for n in indices]
         ids = np.zeros((len(rows), max(map(len, rows))), np.int64)
         for place, row in zip(ids, rows, strict=True):
             place[: len(row)] = row
@@ -144,11 +144,11 @@ class Texts(Inputs):
     def usage(self) -> ProcessorSpec:
         return ProcessorSpec(behind=(self.end,), tokenizer=self.document)
 
-    def model(self, classes: int, at: str) -> ModelSpec:
-        return classifier("reader", EmbeddingSpec(self.size), classes, at)
+    def model(self, num_classes: int, pooling: str) -> ModelSpec:
+        return make_classifier("reader", EmbeddingSpec(self.size), num_classes, pooling)
 
 
-def _object(line: str, n: int, path: Path) -> dict[str, Any]:
+def _parse_object(line: str, n: int, path: Path) -> dict[str, Any]:
     try:
         found: Any = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -158,7 +158,7 @@ def _object(line: str, n: int, path: Path) -> dict[str, Any]:
     return found
 
 
-def _value(row: dict[str, Any], name: str, field: str, n: int, path: Path) -> str:
+def _field_text(row: dict[str, Any], name: str, field: str, n: int, path: Path) -> str:
     if field not in row:
         raise SpecError(f"line {n} of {path} has no {field!r}; {suggest(field, row)}, as {name}=")
     value = row[field]

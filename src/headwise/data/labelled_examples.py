@@ -15,13 +15,13 @@ from torch import Tensor
 from ..errors import SpecError
 from ..masking.sequence_info import SequenceInfo
 from ..model_spec import ModelSpec, ProcessorSpec
-from .example_order import Numbers, Order, swept
-from .file_task import Data
-from .task import IGNORED, Batch
+from .example_order import IndexArray, EpochOrder, strided_batch_indices
+from .file_task import Dataset
+from .task import IGNORE_INDEX, Batch
 from .vocabulary import Vocabulary
 
 
-class Inputs(ABC):
+class ClassifierInputs(ABC):
     """What is to be classified, wherever it lies."""
 
     vocabulary: Vocabulary | None = None
@@ -32,29 +32,29 @@ class Inputs(ABC):
         """How such an input is brought to what a model reads."""
 
     @abstractmethod
-    def take(self, chosen: Numbers) -> tuple[Tensor, SequenceInfo | None]:
+    def take(self, indices: IndexArray) -> tuple[Tensor, SequenceInfo | None]:
         """These examples side by side, and where their tokens stand if they are of several lengths."""
 
     @abstractmethod
-    def model(self, classes: int, at: str) -> ModelSpec:
+    def model(self, num_classes: int, pooling: str) -> ModelSpec:
         """A model that tells so many classes apart, `at` each token or the mean of them."""
 
 
-class Labelled(Data):
+class LabelledDataset(Dataset):
     """Examples and their `labels`: one number for each, or as many as an example has tokens.
 
     `names` are what the labels stand for, in their order.
     """
 
-    def __init__(self, inputs: Inputs, labels: Any, names: Sequence[str], splits: Mapping[str, Numbers]) -> None:
-        self.inputs, self.labels, self.names, self.splits = inputs, labels, tuple(names), splits
+    def __init__(self, inputs: ClassifierInputs, labels: Any, class_names: Sequence[str], splits: Mapping[str, IndexArray]) -> None:
+        self.inputs, self.labels, self.names, self.splits = inputs, labels, tuple(class_names), splits
         self.vocabulary = inputs.vocabulary
         self.sizes = {split: len(own) for split, own in splits.items()}
         for split in ("train", "valid"):
             if not self.sizes[split]:
                 raise SpecError(f"no example is left for {split}; bring more, or give another share for valid=")
-        self._order = Order(self.sizes["train"])
-        self._each = np.ndim(labels[0]) > 0
+        self._order = EpochOrder(self.sizes["train"])
+        self._has_token_labels = np.ndim(labels[0]) > 0
 
     def batches(self, size: int, split: str) -> int:
         return -(-self.sizes[split] // size)
@@ -63,15 +63,15 @@ class Labelled(Data):
         if split == "train":
             places = self._order.take(index, size, seed)
         else:
-            places = np.array(swept(self.sizes[split], index, size))
+            places = np.array(strided_batch_indices(self.sizes[split], index, size))
         chosen = self.splits[split][places]
         x, tokens = self.inputs.take(chosen)
-        return Batch(x, self._asked([self.labels[n] for n in chosen]), tokens)
+        return Batch(x, self._label_tensor([self.labels[n] for n in chosen]), tokens)
 
-    def _asked(self, labels: list[Any]) -> Tensor:
-        if not self._each:
+    def _label_tensor(self, labels: list[Any]) -> Tensor:
+        if not self._has_token_labels:
             return torch.tensor([int(label) for label in labels])
-        asked = np.full((len(labels), max(map(len, labels))), IGNORED, np.int64)
+        asked = np.full((len(labels), max(map(len, labels))), IGNORE_INDEX, np.int64)
         for row, label in zip(asked, labels, strict=True):
             row[: len(label)] = label
         return torch.from_numpy(asked)
@@ -88,13 +88,13 @@ class Labelled(Data):
         return replace(self.inputs.usage, labels=self.names)
 
     def model(self) -> ModelSpec:
-        return self.inputs.model(len(self.names), "each" if self._each else "mean")
+        return self.inputs.model(len(self.names), "each" if self._has_token_labels else "mean")
 
 
-def numbered(labels: Sequence[Any]) -> tuple[NDArray[np.int64], list[str]]:
+def number_labels(labels: Sequence[Any]) -> tuple[NDArray[np.int64], list[str]]:
     """Labels as numbers from 0, and what each stands for: numbers in their order, words in that of the alphabet.
 
-    >>> numbered(["dog", "cat", "dog"])
+    >>> number_labels(["dog", "cat", "dog"])
     (array([1, 0, 1]), ['cat', 'dog'])
     """
     names, found = np.unique(np.asarray(labels), return_inverse=True)

@@ -16,71 +16,71 @@ from ..masking.pattern_base import check_whole_number
 from ..masking.sequence_info import SequenceInfo
 from ..model_spec import ModelSpec, OutputHeadSpec
 from ..ops.counter_rng import HALF, Ints, RandomStreams
-from .synthetic_task import Drawn, Generated, Shape, check_space, each_of, encoder, right_of, tallied
-from .task import Batch, Tally
+from .synthetic_task import ExampleArrays, SyntheticTask, ModelShape, check_num_examples, slice_by_value, make_small_encoder, find_correct, sum_by_slice
+from .task import Batch, MetricSums
 
 OPERATORS, DIGITS = 4, 10  # MIN, MAX, MED, SM; 0 to 9
 QUARTER = 2**30  # of 2**32: how often a node is an operator
 
 
 @dataclass
-class Level:
+class TreeLevel:
     """The nodes of all trees at one depth, tree by tree: whose row, which node above, and what each is."""
 
     row: Ints
     parent: Ints
-    operator: NDArray[np.bool_]
+    is_operator: NDArray[np.bool_]
     arguments: Ints  # how many; 0 of a digit
     kind: Ints
     digit: Ints
 
 
-def grow(draws: RandomStreams, depth: int, arguments: int, longest: int) -> tuple[list[Level], Ints]:
+def grow_trees(random: RandomStreams, depth: int, max_arguments: int, max_tokens: int) -> tuple[list[TreeLevel], Ints]:
     """A tree for each example, and how many tokens it is: 1 for a digit, 2 for an operator.
 
     Trees of more than `longest` tokens are left unfinished; no others can become so long.
     """
-    row = np.arange(len(draws))
+    row = np.arange(len(random))
     parent, met, length = np.full_like(row, -1), np.zeros_like(row), np.zeros_like(row)
-    levels: list[Level] = []
+    levels: list[TreeLevel] = []
     for above in reversed(range(depth)):
         number = met[row] + np.arange(len(row)) - np.searchsorted(row, row)
-        chance, count, kind, digit = draws.blocks(row, number)
+        chance, count, kind, digit = random.blocks(row, number)
         operator = (chance < QUARTER) & (above > 0)
-        many = np.where(operator, 2 + _below(count, arguments - 1), 0)
-        levels.append(Level(row, parent, operator, many, _below(kind, OPERATORS), _below(digit, DIGITS)))
-        length += np.bincount(row, 1 + operator, len(draws)).astype(np.int64)
-        met += np.bincount(row, minlength=len(draws))
-        parent = np.repeat(np.arange(len(row)), np.where(length[row] <= longest, many, 0))
+        many = np.where(operator, 2 + _scale_to_limit(count, max_arguments - 1), 0)
+        levels.append(TreeLevel(row, parent, operator, many, _scale_to_limit(kind, OPERATORS), _scale_to_limit(digit, DIGITS)))
+        length += np.bincount(row, 1 + operator, len(random)).astype(np.int64)
+        met += np.bincount(row, minlength=len(random))
+        parent = np.repeat(np.arange(len(row)), np.where(length[row] <= max_tokens, many, 0))
         row = row[parent]
     return levels, length
 
 
-def lengths(depth: int, arguments: int, longest: int) -> NDArray[np.float64]:
+def tree_length_distribution(depth: int, max_arguments: int, max_tokens: int) -> NDArray[np.float64]:
     """How likely a tree has 0, 1, ... `longest` tokens, up to the rounding of Fourier transforms.
 
-    >>> lengths(2, 3, 5).round(4).tolist()  # a digit, or two arguments, or three
+    >>> tree_length_distribution(2, 3, 5).round(4).tolist()  # a digit, or two arguments, or three
     [0.0, 0.75, 0.0, 0.0, 0.125, 0.125]
     """
-    digit = np.eye(1, longest + 1, 1)[0]
+    digit = np.eye(1, max_tokens + 1, 1)[0]
     told = digit
     for _ in range(depth - 1):
-        one = np.fft.rfft(told, 2 * (longest + 1))
+        one = np.fft.rfft(told, 2 * (max_tokens + 1))
         power, several = one, np.zeros_like(told)
-        for _ in range(arguments - 1):
+        for _ in range(max_arguments - 1):
             # Lengths beyond the longest are cut off at every step, or they would come back as short ones.
-            found = np.fft.irfft(power * one, 2 * (longest + 1))[: longest + 1]
-            power, several = np.fft.rfft(found, 2 * (longest + 1)), several + found
-        told = QUARTER / 2**32 * np.concatenate([[0, 0], several[:-2]]) / (arguments - 1)
+            found = np.fft.irfft(power * one, 2 * (max_tokens + 1))[: max_tokens + 1]
+            power, several = np.fft.rfft(found, 2 * (max_tokens + 1)), several + found
+        told = QUARTER / 2**32 * np.concatenate([[0, 0], several[:-2]]) / (max_arguments - 1)
         told = told + (1 - QUARTER / 2**32) * digit
     return told
 
 
-def _below(words: np.ndarray, limit: int) -> Ints:
+def _scale_to_limit(words: np.ndarray, limit: int) -> Ints:
     return ((words * np.uint64(limit)) >> HALF).astype(np.int64)
 
 
-def chosen(levels: Sequence[Level], rows: NDArray[np.bool_]) -> list[Level]:
+def select_trees(levels: Sequence[TreeLevel], rows: NDArray[np.bool_]) -> list[TreeLevel]:
     """The trees of these rows alone; levels that only others reach are empty."""
     out, above = [], np.zeros(1, np.int64)
     for level in levels:
@@ -91,11 +91,11 @@ def chosen(levels: Sequence[Level], rows: NDArray[np.bool_]) -> list[Level]:
     return out
 
 
-def written(levels: Sequence[Level]) -> tuple[list[Ints], list[Ints]]:
+def locate_nodes(levels: Sequence[TreeLevel]) -> tuple[list[Ints], list[Ints]]:
     """Where each node begins, the root at 1, and how many tokens it is with all that is below it; level by level."""
     sizes: list[Ints] = []
     for level, below in zip(reversed(levels), [None, *reversed(levels[1:])], strict=True):
-        size = 1 + level.operator.astype(np.int64)
+        size = 1 + level.is_operator.astype(np.int64)
         if below is not None:
             size += np.bincount(below.parent, sizes[0], len(size)).astype(np.int64)
         sizes.insert(0, size)
@@ -107,20 +107,20 @@ def written(levels: Sequence[Level]) -> tuple[list[Ints], list[Ints]]:
     return starts, sizes
 
 
-def values(levels: Sequence[Level]) -> Ints:
+def evaluate_trees(levels: Sequence[TreeLevel]) -> Ints:
     """The value of each tree."""
     below = levels[-1].digit
     for level in reversed(levels[:-1]):
         value = level.digit.copy()
-        value[level.operator] = _reduced(below, level.arguments[level.operator], level.kind[level.operator])
+        value[level.is_operator] = _apply_operators(below, level.arguments[level.is_operator], level.kind[level.is_operator])
         below = value
     return below
 
 
-def _reduced(values: Ints, count: Ints, kind: Ints) -> Ints:
+def _apply_operators(values: Ints, count: Ints, kind: Ints) -> Ints:
     """What operators make of their arguments, which stand one after another.
 
-    >>> _reduced(np.array([1, 2, 5, 8, 8, 7, 6]), np.array([4, 3]), np.array([2, 3])).tolist()
+    >>> _apply_operators(np.array([1, 2, 5, 8, 8, 7, 6]), np.array([4, 3]), np.array([2, 3])).tolist()
     [3, 1]
     """
     if not len(count):
@@ -138,12 +138,12 @@ def _reduced(values: Ints, count: Ints, kind: Ints) -> Ints:
 # SECTION: listops: the value of nested lists of digits, as one of ten classes.
 
 SYMBOLS = ("", *"0123456789", "[MIN", "[MAX", "[MED", "[SM", "]", "=")  # padding is 0, the first token of all 16
-CLASSES, OPEN, CLOSE, READ = 10, 11, 15, 16
-SIZES = {"depth": (2, 32), "arguments": (2, 32), "shortest": (4, 4096), "longest": (4, 4096)}
-RARE = 1 / 500  # of all trees that are drawn, the fewest that may be kept
+NUM_CLASSES, FIRST_OPERATOR_ID, CLOSE_ID, READ_ID = 10, 11, 15, 16
+SIZE_LIMITS = {"depth": (2, 32), "arguments": (2, 32), "shortest": (4, 4096), "longest": (4, 4096)}
+MIN_LENGTH_PROBABILITY = 1 / 500  # of all trees that are drawn, the fewest that may be kept
 
 
-class Nested(NamedTuple):
+class ListOpsAnnotation(NamedTuple):
     """What is known of an example: how deep its lists nest, and where the list of each token opens.
 
     An operator's own list is the one that it is an argument of, and the outermost one's is the first token.
@@ -154,7 +154,7 @@ class Nested(NamedTuple):
 
 
 @dataclass(frozen=True, repr=False)
-class ListOps(Generated):
+class ListOps(SyntheticTask):
     """`= [MAX 2 9 [MIN 4 7 ] 0 ]` has the class 9 (1804.06028, as Long Range Arena generates it, 2011.04006).
 
     MIN, MAX, MED (of an even number, the mean of the two middle ones, cut down) and SM, the sum modulo 10. A node
@@ -174,73 +174,73 @@ class ListOps(Generated):
     longest: int = 96
 
     @classmethod
-    def published(cls, seed: int = 0) -> Self:
+    def long_range_arena(cls, seed: int = 0) -> Self:
         """The Arena's sizes: ten levels, up to ten arguments, more than 500 and fewer than 2,000 tokens."""
         return cls(seed=seed, depth=10, arguments=10, shortest=501, longest=1999)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for knob, (least, most) in SIZES.items():
+        for knob, (least, most) in SIZE_LIMITS.items():
             if check_whole_number(knob, getattr(self, knob), least) > most:
                 raise SpecError(f"{knob}={getattr(self, knob)} is more than any model here learns; use at most {most}")
         if self.shortest > self.longest:
             fact = f"shortest={self.shortest} is more than longest={self.longest}"
             raise SpecError(f"{fact}; use shortest={self.longest} or less")
-        share = lengths(self.depth, self.arguments, self.longest)[self.shortest :].sum()
-        if share < RARE:
+        share = tree_length_distribution(self.depth, self.arguments, self.longest)[self.shortest :].sum()
+        if share < MIN_LENGTH_PROBABILITY:
             fact = f"{max(share, 0):.2%} of the trees of {self!r} have {self.shortest} to {self.longest} tokens"
             raise SpecError(f"{fact}, too few to be drawn; use a wider range, or other depth and arguments")
-        check_space(
+        check_num_examples(
             self, 4 * 10.0 ** min(self.longest - 2, self.arguments, 9), "use more arguments or a larger longest"
         )
 
     @property
     def chance(self) -> Mapping[str, float]:
         """Any digit. The classes are not alike frequent, so that always saying the commonest gives more."""
-        return {"accuracy": 1 / CLASSES}
+        return {"accuracy": 1 / NUM_CLASSES}
 
     def model(self) -> ModelSpec:
         """Four layers, and what the first token has gathered."""
-        shape = Shape(width=64, heads=4, layers=4, feed=128)
-        return encoder(self.name, len(SYMBOLS), shape, OutputHeadSpec("classes", CLASSES, at="first", bias="learned"))
+        shape = ModelShape(width=64, heads=4, layers=4, feed=128)
+        return make_small_encoder(self.name, len(SYMBOLS), shape, OutputHeadSpec("classes", NUM_CLASSES, at="first", bias="learned"))
 
-    def draw(self, draws: RandomStreams) -> Drawn:
-        levels, length = grow(draws, self.depth, self.arguments, self.longest)
+    def draw_examples(self, random: RandomStreams) -> ExampleArrays:
+        levels, length = grow_trees(random, self.depth, self.arguments, self.longest)
         fits = (length >= self.shortest) & (length <= self.longest)
-        levels = chosen(levels, fits)
-        starts, sizes = written(levels)
-        x = np.full((len(draws), self.longest + 1), -1)
+        levels = select_trees(levels, fits)
+        starts, sizes = locate_nodes(levels)
+        x = np.full((len(random), self.longest + 1), -1)
         parents = np.zeros_like(x)
-        x[:, 0] = READ
+        x[:, 0] = READ_ID
         for n, (level, start, size) in enumerate(zip(levels, starts, sizes, strict=True)):
-            x[level.row, start] = np.where(level.operator, OPEN + level.kind, 1 + level.digit)
+            x[level.row, start] = np.where(level.is_operator, FIRST_OPERATOR_ID + level.kind, 1 + level.digit)
             parents[level.row, start] = starts[n - 1][level.parent] if n else 0
-            row, end = level.row[level.operator], (start + size - 1)[level.operator]
-            x[row, end], parents[row, end] = CLOSE, start[level.operator]
-        labels = np.zeros(len(draws), np.int64)
-        labels[levels[0].row] = values(levels)
-        told = {"x": x, "labels": labels, "length": length + 1, "depth": _depth(levels, len(draws)), "parents": parents}
+            row, end = level.row[level.is_operator], (start + size - 1)[level.is_operator]
+            x[row, end], parents[row, end] = CLOSE_ID, start[level.is_operator]
+        labels = np.zeros(len(random), np.int64)
+        labels[levels[0].row] = evaluate_trees(levels)
+        told = {"x": x, "labels": labels, "length": length + 1, "depth": _tree_depths(levels, len(random)), "parents": parents}
         return {"content": x, "fits": fits, **told}
 
-    def show(self, drawn: Drawn) -> Batch:
-        length = drawn["length"]
-        x = torch.from_numpy(drawn["x"][:, : length.max()]).clamp(min=0)
+    def to_batch(self, examples: ExampleArrays) -> Batch:
+        length = examples["length"]
+        x = torch.from_numpy(examples["x"][:, : length.max()]).clamp(min=0)
         tokens = SequenceInfo.from_batch(x, lengths=torch.from_numpy(length))
-        rows = zip(drawn["depth"].tolist(), drawn["parents"].tolist(), length.tolist(), strict=True)
-        gold = [Nested(depth, tuple(parents[:end])) for depth, parents, end in rows]
-        return Batch(x, torch.from_numpy(drawn["labels"]), tokens=tokens, gold=gold)
+        rows = zip(examples["depth"].tolist(), examples["parents"].tolist(), length.tolist(), strict=True)
+        gold = [ListOpsAnnotation(depth, tuple(parents[:end])) for depth, parents, end in rows]
+        return Batch(x, torch.from_numpy(examples["labels"]), tokens=tokens, gold=gold)
 
-    def measure(self, logits: Tensor, batch: Batch) -> Tally:
+    def measure(self, logits: Tensor, batch: Batch) -> MetricSums:
         """Accuracy, and that of each depth."""
-        right, asked = right_of(logits, batch.labels)
-        return tallied("accuracy", right, asked, each_of("depth", [one.depth for one in batch.gold], asked))
+        right, asked = find_correct(logits, batch.labels)
+        return sum_by_slice("accuracy", right, asked, slice_by_value("depth", [one.depth for one in batch.gold], asked))
 
     def text(self, ids: list[int]) -> str:
         """As it is written."""
         return " ".join(SYMBOLS[one] for one in ids if one)
 
 
-def _depth(levels: list[Level], rows: int) -> Ints:
+def _tree_depths(levels: list[TreeLevel], rows: int) -> Ints:
     """How many levels each tree has."""
     deepest = np.zeros(rows, np.int64)
     for depth, level in enumerate(levels, 1):

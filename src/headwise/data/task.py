@@ -14,11 +14,11 @@ from ..errors import SpecError, suggest
 from ..masking.sequence_info import SequenceInfo
 from ..model_spec import ModelSpec, ProcessorSpec
 
-IGNORED = -100  # the label of a place where nothing is asked
+IGNORE_INDEX = -100  # the label of a place where nothing is asked
 SPLITS = ("train", "valid", "test")
 
 # A sum and how many things were summed, by the name of what was measured: "accuracy": (310.0, 320).
-Tally = Mapping[str, tuple[float, int]]
+MetricSums = Mapping[str, tuple[float, int]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,20 +40,20 @@ class Batch:
 
     def to(self, device: torch.device | str) -> Self:
         """The same batch over there."""
-        moved = {name: _moved(value, device) for name, value in vars(self).items()}
+        moved = {name: _to_device(value, device) for name, value in vars(self).items()}
         return type(self)(**moved)
 
-    def rows(self, own: slice) -> Self:
+    def rows(self, rows: slice) -> Self:
         """Some of its examples.
 
         >>> ids = torch.arange(6).view(3, 2)
         >>> Batch(ids, ids, SequenceInfo.of(ids, lengths=[2, 1, 2]), gold="abc").rows(slice(1, 2)).gold
         'b'
         """
-        return type(self)(**{name: _rows(value, own) for name, value in vars(self).items()})
+        return type(self)(**{name: _select_rows(value, rows) for name, value in vars(self).items()})
 
 
-def _rows(value: Any, own: slice) -> Any:
+def _select_rows(value: Any, own: slice) -> Any:
     if isinstance(value, SequenceInfo):
         if value.segment.shape[0] == 1:  # all rows are alike
             return value
@@ -61,7 +61,7 @@ def _rows(value: Any, own: slice) -> Any:
     return None if value is None else value[own]
 
 
-def _moved(value: Any, device: torch.device | str) -> Any:
+def _to_device(value: Any, device: torch.device | str) -> Any:
     return value.to(device) if isinstance(value, (Tensor, SequenceInfo)) else value
 
 
@@ -90,9 +90,9 @@ class Task(ABC):
     def chance(self) -> Mapping[str, float]:
         """What each measure reads when nothing was learnt, by the name that `measure` or `score` gives it."""
 
-    def measure(self, logits: Tensor, batch: Batch) -> Tally:
+    def measure(self, logits: Tensor, batch: Batch) -> MetricSums:
         """What is right where labels are given: [B, T, vocabulary] or [B, classes] against `batch.labels`."""
-        return accuracy(logits, batch)
+        return measure_accuracy(logits, batch)
 
     @property
     def answers(self) -> int:
@@ -103,7 +103,7 @@ class Task(ABC):
         """What generation starts from: ids [B, P], padded on the left where rows differ, and where they stand."""
         raise NotImplementedError(f"{self.name} generates nothing")
 
-    def score(self, generated: Sequence[Sequence[int]], batch: Batch) -> Tally:
+    def score(self, generated: Sequence[Sequence[int]], batch: Batch) -> MetricSums:
         """What is right in free answers, one row of new ids for each example, cut at the end token."""
         raise NotImplementedError(f"{self.name} generates nothing")
 
@@ -141,9 +141,9 @@ class Task(ABC):
         return " ".join(map(str, ids))
 
 
-def accuracy(logits: Tensor, batch: Batch) -> Tally:
+def measure_accuracy(logits: Tensor, batch: Batch) -> MetricSums:
     """How many labels are the likeliest, of those that are given."""
-    asked = batch.labels != IGNORED
+    asked = batch.labels != IGNORE_INDEX
     right = (logits.argmax(-1) == batch.labels) & asked
     return {"accuracy": (float(right.sum()), int(asked.sum()))}
 

@@ -6,46 +6,46 @@ from dataclasses import fields
 from typing import Any
 
 from ..errors import SpecError, suggest
-from .associative_recall import Recall
-from .copy_task import Copy
-from .date_translation import Dates
-from .graph_distance import Graph
-from .group_product import Group
-from .images import Images
-from .jsonl import Jsonl
-from .language_modelling import Text
+from .associative_recall import AssociativeRecall
+from .copy_task import CopyTask
+from .date_translation import DateTranslation
+from .graph_distance import GraphDistance
+from .group_product import GroupProduct
+from .images import ImageClassification
+from .jsonl import JsonlTask
+from .language_modelling import TextTask
 from .listops import ListOps
-from .markov_chains import Markov
+from .markov_chains import MarkovChains
 from .task import Task
-from .time_series import Frames
-from .token_files import TokenFile
-from .translation import Parallel
-from .two_key_lookup import Lookup2
+from .time_series import FrameClassification
+from .token_files import TokenFileTask
+from .translation import ParallelTextTask
+from .two_key_lookup import TwoKeyLookup
 
 TASKS: dict[str, type[Task]] = {
-    "copy": Copy,
-    "dates": Dates,
-    "frames": Frames,
-    "graph": Graph,
-    "group": Group,
-    "images": Images,
-    "jsonl": Jsonl,
+    "copy": CopyTask,
+    "dates": DateTranslation,
+    "frames": FrameClassification,
+    "graph": GraphDistance,
+    "group": GroupProduct,
+    "images": ImageClassification,
+    "jsonl": JsonlTask,
     "listops": ListOps,
-    "lookup2": Lookup2,
-    "markov": Markov,
-    "parallel": Parallel,
-    "recall": Recall,
-    "text": Text,
-    "tokens": TokenFile,
+    "lookup2": TwoKeyLookup,
+    "markov": MarkovChains,
+    "parallel": ParallelTextTask,
+    "recall": AssociativeRecall,
+    "text": TextTask,
+    "tokens": TokenFileTask,
 }
 
 
-def task(name: str, **said: Any) -> Task:
+def make_task(name: str, **said: Any) -> Task:
     """The task of this name, its difficulty as said.
 
-    >>> task("recall", pairs=8, seed=1)
+    >>> make_task("recall", pairs=8, seed=1)
     Recall(seed=1, pairs=8)
-    >>> task("recal")
+    >>> make_task("recal")
     Traceback (most recent call last):
     headwise.errors.SpecError: there is no task 'recal'; did you mean 'recall'?
     """

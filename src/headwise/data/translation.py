@@ -18,60 +18,60 @@ from torch import Tensor
 from ..errors import SpecError, suggest
 from ..masking.sequence_info import SequenceInfo
 from ..model_spec import ModelSpec, ProcessorSpec
-from .example_order import HELD, Numbers, Plan, bucketed, budgeted, members, packed, shares
-from .file_task import Brought, Data, translator
-from .task import IGNORED, Batch, Tally
-from .text_files import file_at, lines
-from .vocabulary import Ids, Pieces, learned
+from .example_order import DEFAULT_HELD_OUT, IndexArray, BatchPlan, plan_by_length, plan_by_token_budget, split_by_key, plan_packed_rows, check_split_shares
+from .file_task import FileTask, Dataset, make_translator
+from .task import IGNORE_INDEX, Batch, MetricSums
+from .text_files import existing_file, read_lines
+from .vocabulary import IdArray, SubwordVocabulary, train_bpe
 
 
-class Unpackable(ValueError):
+class UnpackableBatch(ValueError):
     """A batch whose texts cannot lie in one row, and why."""
 
 
 @dataclass(frozen=True, eq=False)
-class Packed:
+class PackedBatch:
     """The same texts in one row: the `batch`, and which place each token had among the rows of a `shape` [B, T]."""
 
     batch: Batch
     places: Tensor
     shape: tuple[int, int]
 
-    def unpacked(self, said: Tensor) -> Tensor:
+    def unpack(self, outputs: Tensor) -> Tensor:
         """What is said of every token [1, N, ...] where it stood, [B, T, ...]; zeros where rows were filled up."""
-        rows = said.new_zeros(self.shape[0] * self.shape[1], *said.shape[2:])
-        return rows.index_copy_(0, self.places.to(said.device), said[0]).unflatten(0, self.shape)
+        rows = outputs.new_zeros(self.shape[0] * self.shape[1], *outputs.shape[2:])
+        return rows.index_copy_(0, self.places.to(outputs.device), outputs[0]).unflatten(0, self.shape)
 
 
-def pack_batch(batch: Batch) -> Packed:
+def pack_batch(batch: Batch) -> PackedBatch:
     """The texts of a batch of ids, in the order in which they stand; text k of a source goes with text k of x.
 
     >>> ids = torch.tensor([[5, 6, 0], [7, 8, 9]])
-    >>> told = pack_batch(Batch(ids, torch.tensor([[6, 5, IGNORED], [8, 9, 7]]), SequenceInfo.of(ids, lengths=[2, 3])))
+    >>> told = pack_batch(Batch(ids, torch.tensor([[6, 5, IGNORE_INDEX], [8, 9, 7]]), SequenceInfo.of(ids, lengths=[2, 3])))
     >>> told.batch.x.tolist(), told.batch.tokens.lengths
     ([[5, 6, 7, 8, 9]], ((2, 3),))
-    >>> told.unpacked(told.batch.x).tolist()
+    >>> told.unpack(told.batch.x).tolist()
     [[5, 6, 0], [7, 8, 9]]
     """
     if batch.labels.shape != batch.x.shape:
-        raise Unpackable("its labels are of whole rows, which are told apart by nothing else")
+        raise UnpackableBatch("its labels are of whole rows, which are told apart by nothing else")
     sides = [(batch.x, batch.tokens)] + ([] if batch.source is None else [(batch.source, batch.source_tokens)])
-    found = [_side(ids, tokens) for ids, tokens in sides]
+    found = [_find_texts(ids, tokens) for ids, tokens in sides]
     texts = np.unique(np.concatenate([side.texts for side in found]), axis=0)
-    rows = [_laid(ids, side, texts) for (ids, _), side in zip(sides, found, strict=True)]
+    rows = [_flatten_side(ids, side, texts) for (ids, _), side in zip(sides, found, strict=True)]
     own, places = found[0], torch.from_numpy(found[0].places)
     labels = batch.labels.flatten()[places]
-    if int((labels != IGNORED).sum()) != int((batch.labels != IGNORED).sum()):
-        raise Unpackable("something is asked where rows are filled up")
+    if int((labels != IGNORE_INDEX).sum()) != int((batch.labels != IGNORE_INDEX).sum()):
+        raise UnpackableBatch("something is asked where rows are filled up")
     (x, tokens), (source, source_tokens) = rows[0], rows[1] if len(rows) > 1 else (None, None)
     row = replace(batch, x=x, labels=labels[None], tokens=tokens, source=source, source_tokens=source_tokens)
-    return Packed(row, places, own.shape)
+    return PackedBatch(row, places, own.shape)
 
 
-def filled(batch: Batch) -> float:
+def real_token_share(batch: Batch) -> float:
     """How much of the rows of a batch is no padding, of x and of its source.
 
-    >>> filled(Batch(torch.zeros(2, 4), torch.zeros(2, 4), SequenceInfo.packed([[4], [1, 1]])))
+    >>> real_token_share(Batch(torch.zeros(2, 4), torch.zeros(2, 4), SequenceInfo.packed([[4], [1, 1]])))
     0.75
     """
     told = [(batch.x, batch.tokens), (batch.source, batch.source_tokens)]
@@ -80,7 +80,7 @@ def filled(batch: Batch) -> float:
     return sum(live) / max(1, sum(size for size, _ in sizes))
 
 
-def texts_of(row: Batch) -> Iterator[Batch]:
+def iter_texts(row: Batch) -> Iterator[Batch]:
     """Every text of a packed row as a batch of its own, without its tokens: each stands from 0 on."""
     own, other = row.tokens, row.source_tokens
     assert own is not None
@@ -94,18 +94,18 @@ def texts_of(row: Batch) -> Iterator[Batch]:
             yield Batch(x, wanted, source=source)
 
 
-class _Side(NamedTuple):
+class _PackedSide(NamedTuple):
     """Where the tokens of a side stand among its rows, and its texts as (row, segment), with their lengths."""
 
-    places: Numbers
-    texts: Numbers
-    lengths: Numbers
+    places: IndexArray
+    texts: IndexArray
+    lengths: IndexArray
     shape: tuple[int, int]
 
 
-def _side(ids: Tensor, tokens: SequenceInfo | None) -> _Side:
+def _find_texts(ids: Tensor, tokens: SequenceInfo | None) -> _PackedSide:
     if ids.dim() != 2 or ids.is_floating_point():
-        raise Unpackable("what it reads are no ids of tokens")
+        raise UnpackableBatch("what it reads are no ids of tokens")
     shape = (ids.shape[0], ids.shape[1])
     told = SequenceInfo.contiguous(0, shape[1], "cpu") if tokens is None else tokens
     position, segment = (t.expand(shape).cpu().numpy().ravel() for t in (told.position, told.segment))
@@ -114,11 +114,11 @@ def _side(ids: Tensor, tokens: SequenceInfo | None) -> _Side:
     texts, begins, lengths = np.unique(which, axis=0, return_index=True, return_counts=True)
     inside = np.arange(len(places)) - np.repeat(begins, lengths)
     if not (np.array_equal(np.repeat(texts, lengths, 0), which) and np.array_equal(inside, position[places])):
-        raise Unpackable("its texts do not stand one behind the other, each from position 0 on")
-    return _Side(places, texts, lengths, shape)
+        raise UnpackableBatch("its texts do not stand one behind the other, each from position 0 on")
+    return _PackedSide(places, texts, lengths, shape)
 
 
-def _laid(ids: Tensor, side: _Side, texts: Numbers) -> tuple[Tensor, SequenceInfo]:
+def _flatten_side(ids: Tensor, side: _PackedSide, texts: IndexArray) -> tuple[Tensor, SequenceInfo]:
     """The ids of a side in one row, and its tokens, of these texts; one that it does not have is empty."""
     lengths = dict(zip(map(tuple, side.texts.tolist()), side.lengths.tolist(), strict=True))
     each: Sequence[int] = [lengths.get(text, 0) for text in map(tuple, texts.tolist())]
@@ -129,7 +129,7 @@ def _laid(ids: Tensor, side: _Side, texts: Numbers) -> tuple[Tensor, SequenceInf
 
 
 @dataclass(frozen=True)
-class Published:
+class SacreBleuScores:
     """BLEU and chrF of a whole corpus, 0 to 100, each with the signature that says how it was reckoned."""
 
     bleu: float
@@ -138,24 +138,24 @@ class Published:
     chrf_signature: str
 
 
-def translation_scores(hypotheses: Sequence[str], references: Sequence[str], tokenize: str = "13a") -> Published:
+def score_translations(hypotheses: Sequence[str], references: Sequence[str], tokenize: str = "13a") -> SacreBleuScores:
     """The scores of translations against one reference each; tokenize="zh" for Chinese, as sacreBLEU names it.
 
-    >>> translation_scores(["the cat sat on the mat"], ["the cat sat on the mat"]).chrf
+    >>> score_translations(["the cat sat on the mat"], ["the cat sat on the mat"]).chrf
     100.0
     """
     if len(hypotheses) != len(references) or not references:
         raise ValueError(f"{len(hypotheses)} translations for {len(references)} references; give one for each")
-    metrics = _metrics()
+    metrics = _sacrebleu_metrics()
     try:
         bleu, chrf = metrics.BLEU(tokenize=tokenize), metrics.CHRF()
     except (KeyError, AssertionError, ValueError):
         raise SpecError(f"tokenize={tokenize!r} is unknown to sacrebleu; use '13a', 'zh', 'char' or 'intl'") from None
     scores = [metric.corpus_score(list(hypotheses), [list(references)]).score for metric in (bleu, chrf)]
-    return Published(scores[0], scores[1], str(bleu.get_signature()), str(chrf.get_signature()))
+    return SacreBleuScores(scores[0], scores[1], str(bleu.get_signature()), str(chrf.get_signature()))
 
 
-def _metrics() -> Any:
+def _sacrebleu_metrics() -> Any:
     try:
         return import_module("sacrebleu.metrics")
     except ImportError:
@@ -164,12 +164,12 @@ def _metrics() -> Any:
 
 # SECTION: Sentences and what they are in another language: batches for an encoder and a decoder, and what is right in them.
 
-START, END = "<s>", "</s>"
-FORMS = ("bucketed", "budget", "packed")
-MANY = 10_000  # pairs from which on a wider model pays
+START_TOKEN, END_TOKEN = "<s>", "</s>"
+BATCH_FORMS = ("bucketed", "budget", "packed")
+LARGE_CORPUS_PAIRS = 10_000  # pairs from which on a wider model pays
 
 
-class Pair(NamedTuple):
+class SentencePair(NamedTuple):
     """A sentence and its translation."""
 
     source: str
@@ -177,7 +177,7 @@ class Pair(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Making:
+class TranslationOptions:
     """How pairs become batches: what all adaptors that have pairs let a user choose.
 
     `vocab` pieces are learnt from the train split, one vocabulary for both sides or `separate` ones. Pairs with
@@ -191,7 +191,7 @@ class Making:
     form: str = "bucketed"
 
     def __post_init__(self) -> None:
-        for name, known in (("vocabularies", ("shared", "separate")), ("form", FORMS)):
+        for name, known in (("vocabularies", ("shared", "separate")), ("form", BATCH_FORMS)):
             if (said := getattr(self, name)) not in known:
                 raise SpecError(f"{name}={said!r} is unknown; {suggest(said, known)}")
         if self.longest < 2:
@@ -199,14 +199,14 @@ class Making:
 
 
 @dataclass(eq=False)
-class Corpus:
+class ParallelCorpus:
     """The pairs of each split, and a sentence for each reason that some were left out."""
 
-    splits: Mapping[str, list[Pair]]
+    splits: Mapping[str, list[SentencePair]]
     notes: list[str] = field(default_factory=list)
 
     @staticmethod
-    def of(train: Iterable[Pair], shares: tuple[float, float], own: Mapping[str, list[Pair]]) -> Corpus:
+    def of(train: Iterable[SentencePair], shares: tuple[float, float], held_out_pairs: Mapping[str, list[SentencePair]]) -> ParallelCorpus:
         """Held-out splits are their `own` pairs or a share of those to train on; no source is in two splits.
 
         Sources that differ in case, punctuation and spaces alone count as one.
@@ -217,105 +217,105 @@ class Corpus:
             notes.append(f"left out, for a side of theirs is empty: {len(pairs) - len(whole)} of {len(pairs)} pairs")
         if not whole:
             raise SpecError("there is no pair with words on both sides; give source and target sentences")
-        held = dict(own)
-        if "valid" not in own:
-            valid, test = shares[0], 0.0 if "test" in own else shares[1]
-            found = members([plain(pair.source) for pair in whole], valid, test)
-            held |= {split: [whole[n] for n in found[split]] for split in ("valid", "test") if split not in own}
+        held = dict(held_out_pairs)
+        if "valid" not in held_out_pairs:
+            valid, test = shares[0], 0.0 if "test" in held_out_pairs else shares[1]
+            found = split_by_key([normalise_sentence(pair.source) for pair in whole], valid, test)
+            held |= {split: [whole[n] for n in found[split]] for split in ("valid", "test") if split not in held_out_pairs}
             whole = [whole[n] for n in found["train"]]
-        judged = {plain(pair.source) for split in held.values() for pair in split}
-        kept = [pair for pair in whole if plain(pair.source) not in judged]
+        judged = {normalise_sentence(pair.source) for split in held.values() for pair in split}
+        kept = [pair for pair in whole if normalise_sentence(pair.source) not in judged]
         if len(kept) < len(whole):
             notes.append(
                 f"not trained on, for their sources are held out: {len(whole) - len(kept)} of {len(whole)} pairs"
             )
         if not kept:
             raise SpecError("every pair to train on is held out too; give other files to validate and test")
-        return Corpus({"train": kept, **held}, notes)
+        return ParallelCorpus({"train": kept, **held}, notes)
 
 
-def plain(sentence: str) -> str:
+def normalise_sentence(sentence: str) -> str:
     """What two sentences share that are nearly one: letters and digits alone, or the sentence where it has none.
 
-    >>> plain("Hi, Tom!") == plain("hi tom."), plain("?!")
+    >>> normalise_sentence("Hi, Tom!") == normalise_sentence("hi tom."), normalise_sentence("?!")
     (True, '?!')
     """
     folded = unicodedata.normalize("NFKC", sentence).casefold()
     return re.sub(r"[\W_]+", "", folded) or sentence
 
 
-class Side(NamedTuple):
+class EncodedSide(NamedTuple):
     """One side of all pairs of a split, as ids."""
 
-    ids: list[Ids]
-    lengths: Numbers
+    ids: list[IdArray]
+    lengths: IndexArray
 
     @staticmethod
-    def of(ids: list[Ids]) -> Side:
-        return Side(ids, np.array([len(one) + 1 for one in ids], np.int64))  # and the end, or the start
+    def of(ids: list[IdArray]) -> EncodedSide:
+        return EncodedSide(ids, np.array([len(one) + 1 for one in ids], np.int64))  # and the end, or the start
 
 
-class Pairs(Data):
+class TranslationDataset(Dataset):
     """Pairs as ids. A source is read up to its end; a target is begun with a start and asked up to its end."""
 
-    def __init__(self, corpus: Corpus, making: Making) -> None:
-        self.making, self.pairs = making, dict(corpus.splits)
-        self.vocabularies = _vocabularies(self.pairs["train"], making)
+    def __init__(self, corpus: ParallelCorpus, options: TranslationOptions) -> None:
+        self.options, self.pairs = options, dict(corpus.splits)
+        self.vocabularies = _train_vocabularies(self.pairs["train"], options)
         self.vocabulary = target = self.vocabularies[1]
-        self.target, self.start, self.end = target, target.special(START), target.special(END)
-        coded = {split: self._coded(pairs) for split, pairs in self.pairs.items()}
-        long = np.flatnonzero(_levels(coded["train"]) > making.longest)
+        self.target, self.start, self.end = target, target.special(START_TOKEN), target.special(END_TOKEN)
+        coded = {split: self._encode_pairs(pairs) for split, pairs in self.pairs.items()}
+        long = np.flatnonzero(_pair_lengths(coded["train"]) > options.longest)
         self.notes = tuple(corpus.notes)
         if len(long):
-            said = f"not trained on, for they have more than longest={making.longest} tokens on a side"
+            said = f"not trained on, for they have more than longest={options.longest} tokens on a side"
             self.notes += (f"{said}: {len(long)} of {len(self.pairs['train'])} pairs",)
             kept = sorted(set(range(len(self.pairs["train"]))) - set(long.tolist()))
             self.pairs["train"] = [self.pairs["train"][n] for n in kept]
-            coded["train"] = tuple(Side.of([side.ids[n] for n in kept]) for side in coded["train"])
+            coded["train"] = tuple(EncodedSide.of([side.ids[n] for n in kept]) for side in coded["train"])
         if not self.pairs["train"]:
-            raise SpecError(f"no pair to train on has at most {making.longest} tokens on each side; raise longest=")
-        self.coded = coded
+            raise SpecError(f"no pair to train on has at most {options.longest} tokens on each side; raise longest=")
+        self.encoded = coded
         self.sizes = {split: len(pairs) for split, pairs in self.pairs.items()}
         held = [side.lengths for split, sides in coded.items() if split != "train" for side in sides[1:]]
         self.answers = int(np.concatenate([*held, coded["train"][1].lengths]).max()) + 8  # room for a longer wording
-        self._plans: dict[tuple[str, int], Plan] = {}
+        self._plans: dict[tuple[str, int], BatchPlan] = {}
 
-    def _coded(self, pairs: list[Pair]) -> tuple[Side, ...]:
+    def _encode_pairs(self, pairs: list[SentencePair]) -> tuple[EncodedSide, ...]:
         texts = [pair.source for pair in pairs], [pair.target for pair in pairs]
-        return tuple(Side.of(v.encode(side)) for v, side in zip(self.vocabularies, texts, strict=True))
+        return tuple(EncodedSide.of(v.encode(side)) for v, side in zip(self.vocabularies, texts, strict=True))
 
-    def _plan(self, size: int, split: str) -> Plan:
+    def _batch_plan(self, size: int, split: str) -> BatchPlan:
         """How examples share batches, which no seed changes."""
         key = split, size
         if key not in self._plans:
-            form = "bucketed" if split != "train" and self.making.form == "packed" else self.making.form
-            lengths = [side.lengths for side in self.coded[split]]
-            levels = _levels(self.coded[split])
+            form = "bucketed" if split != "train" and self.options.form == "packed" else self.options.form
+            lengths = [side.lengths for side in self.encoded[split]]
+            levels = _pair_lengths(self.encoded[split])
             if form == "packed":
-                self._plans[key] = packed(lengths, self.making.longest, size)
+                self._plans[key] = plan_packed_rows(lengths, self.options.longest, size)
             else:
-                self._plans[key] = {"bucketed": bucketed, "budget": budgeted}[form](levels, size)
+                self._plans[key] = {"bucketed": plan_by_length, "budget": plan_by_token_budget}[form](levels, size)
         return self._plans[key]
 
     def batches(self, size: int, split: str) -> int:
-        return self._plan(size, split).batches
+        return self._batch_plan(size, split).batches
 
     def batch(self, index: int, size: int, split: str, seed: int) -> Batch:
-        plan = self._plan(size, split)
-        rows = plan.take(index, seed) if split == "train" else plan.sweep(index)
-        sources, targets = self.coded[split]
-        stop, end = self.vocabularies[0].special(END), self.target.special(END)
-        source, source_tokens = _joined([[[*sources.ids[n], stop] for n in row] for row in rows])
-        x, tokens = _joined([[[self.start, *targets.ids[n]] for n in row] for row in rows])
-        labels, _ = _joined([[[*targets.ids[n], end] for n in row] for row in rows], IGNORED)
-        alone = split != "train" or self.making.form != "packed"  # so that a row is one example
+        plan = self._batch_plan(size, split)
+        rows = plan.take(index, seed) if split == "train" else plan.evaluation_rows(index)
+        sources, targets = self.encoded[split]
+        stop, end = self.vocabularies[0].special(END_TOKEN), self.target.special(END_TOKEN)
+        source, source_tokens = _pad_rows([[[*sources.ids[n], stop] for n in row] for row in rows])
+        x, tokens = _pad_rows([[[self.start, *targets.ids[n]] for n in row] for row in rows])
+        labels, _ = _pad_rows([[[*targets.ids[n], end] for n in row] for row in rows], IGNORE_INDEX)
+        alone = split != "train" or self.options.form != "packed"  # so that a row is one example
         gold = [self.pairs[split][row[0]].target for row in rows] if alone else ()
         return Batch(x, labels, tokens, source, source_tokens, gold)
 
     def prompt(self, batch: Batch) -> tuple[Tensor, SequenceInfo | None]:
         return batch.x[:, :1], None
 
-    def score(self, generated: Sequence[Sequence[int]], batch: Batch) -> Tally:
+    def score(self, generated: Sequence[Sequence[int]], batch: Batch) -> MetricSums:
         """How many answers are the wanted one, letter for letter."""
         if len(batch.gold) != len(generated):
             raise ValueError(f"{len(generated)} answers for {len(batch.gold)} sentences; packed rows cannot be scored")
@@ -326,7 +326,7 @@ class Pairs(Data):
     def usage(self) -> ProcessorSpec:
         source, target = self.vocabularies
         own = None if source is target else source.document
-        around = {"behind": (source.special(END),), "begin": (self.start,), "end": (self.end,)}
+        around = {"behind": (source.special(END_TOKEN),), "begin": (self.start,), "end": (self.end,)}
         return ProcessorSpec(**around, tokenizer=target.document, source_tokenizer=own)
 
     @property
@@ -335,24 +335,24 @@ class Pairs(Data):
 
     def model(self) -> ModelSpec:
         source, target = self.vocabularies
-        width, layers = (256, 3) if self.sizes["train"] >= MANY else (128, 2)
-        return translator((source.size, target.size), width, layers, table="one" if source is target else "two")
+        width, layers = (256, 3) if self.sizes["train"] >= LARGE_CORPUS_PAIRS else (128, 2)
+        return make_translator((source.size, target.size), width, layers, table="one" if source is target else "two")
 
 
-def _levels(sides: Sequence[Side]) -> Numbers:
+def _pair_lengths(sides: Sequence[EncodedSide]) -> IndexArray:
     return np.max([side.lengths for side in sides], axis=0)
 
 
-def _vocabularies(train: list[Pair], making: Making) -> tuple[Pieces, Pieces]:
+def _train_vocabularies(train: list[SentencePair], making: TranslationOptions) -> tuple[SubwordVocabulary, SubwordVocabulary]:
     sources, targets = ([pair[n] for pair in train] for n in (0, 1))
     if making.vocabularies == "separate":
-        first, second = (learned(texts, making.vocab, (START, END)) for texts in (sources, targets))
+        first, second = (train_bpe(texts, making.vocab, (START_TOKEN, END_TOKEN)) for texts in (sources, targets))
         return first, second
-    both = learned([*sources, *targets], making.vocab, (START, END))
+    both = train_bpe([*sources, *targets], making.vocab, (START_TOKEN, END_TOKEN))
     return both, both
 
 
-def _joined(rows: list[list[list[int]]], rest: int = 0) -> tuple[Tensor, SequenceInfo]:
+def _pad_rows(rows: list[list[list[int]]], rest: int = 0) -> tuple[Tensor, SequenceInfo]:
     """Ids [B, T] of rows that hold one text or several, filled up with `rest`, and where each token stands."""
     length = max(sum(map(len, row)) for row in rows)
     ids, position, segment = np.full((3, len(rows), length), -1, np.int64)
@@ -372,14 +372,14 @@ def _joined(rows: list[list[list[int]]], rest: int = 0) -> tuple[Tensor, Sequenc
 
 
 @dataclass(frozen=True, repr=False)
-class Parallel(Brought):
+class ParallelTextTask(FileTask):
     """A target sentence, from its source. `path` is two aligned files (source, target), or one whose `columns`,
     counted from 1 and parted by tabs, hold source and target.
 
     `valid` and `test` are shares, or files of the same kind as `path`. No source sentence is in two splits. The other
     fields are those of `pairs.Making`.
 
-    >>> Parallel(("train.de", "train.en"), valid=("val.de",))
+    >>> ParallelTextTask(("train.de", "train.en"), valid=("val.de",))
     Traceback (most recent call last):
     headwise.errors.SpecError: valid=('val.de',) names 1 file; give two, (source, target), or one with columns
     """
@@ -387,12 +387,12 @@ class Parallel(Brought):
     name: ClassVar[str] = "parallel"
     path: str | tuple[str, ...]
     columns: tuple[int, ...] = (1, 2)
-    valid: float | str | tuple[str, ...] = HELD
-    test: float | str | tuple[str, ...] = HELD
-    vocab: int = Making.vocab
-    vocabularies: str = Making.vocabularies
-    longest: int = Making.longest
-    form: str = Making.form
+    valid: float | str | tuple[str, ...] = DEFAULT_HELD_OUT
+    test: float | str | tuple[str, ...] = DEFAULT_HELD_OUT
+    vocab: int = TranslationOptions.vocab
+    vocabularies: str = TranslationOptions.vocabularies
+    longest: int = TranslationOptions.longest
+    form: str = TranslationOptions.form
 
     def check(self) -> None:
         for name in ("path", "valid", "test"):
@@ -402,53 +402,53 @@ class Parallel(Brought):
                 raise SpecError(f"{name}={said!r} {files}; give two, (source, target), or one with columns")
         if len(self.columns) != 2 or min(self.columns) < 1:
             raise SpecError(f"columns={self.columns!r} are not two counted from 1; give source and target, as (1, 2)")
-        shares(*self._shares())
-        self._making()
+        check_split_shares(*self._shares())
+        self._options()
 
     def _shares(self) -> tuple[float, float]:
         """What is held out for validation and test; where that has files of its own, the usual share."""
-        valid, test = (HELD if isinstance(said, (str, tuple)) else said for said in (self.valid, self.test))
+        valid, test = (DEFAULT_HELD_OUT if isinstance(said, (str, tuple)) else said for said in (self.valid, self.test))
         return valid, test
 
-    def _making(self) -> Making:
-        return Making(self.vocab, self.vocabularies, self.longest, self.form)
+    def _options(self) -> TranslationOptions:
+        return TranslationOptions(self.vocab, self.vocabularies, self.longest, self.form)
 
     def files(self) -> Sequence[Path]:
         said = [self.path, self.valid, self.test]
-        return [file_at(str(one)) for held in said if not isinstance(held, (int, float)) for one in _both(held)]
+        return [existing_file(str(one)) for held in said if not isinstance(held, (int, float)) for one in _as_tuple(held)]
 
-    def read(self) -> Pairs:
+    def read(self) -> TranslationDataset:
         held = {"valid": self.valid, "test": self.test}
-        own = {name: list(self._pairs(said)) for name, said in held.items() if not isinstance(said, (int, float))}
+        own = {name: list(self._read_pairs(said)) for name, said in held.items() if not isinstance(said, (int, float))}
         for name, pairs in own.items():
             if not pairs:
                 raise SpecError(f"{name}={held[name]!r} is empty; give sentences, or a share such as {name}=0.05")
-        return Pairs(Corpus.of(self._pairs(self.path), self._shares(), own), self._making())
+        return TranslationDataset(ParallelCorpus.of(self._read_pairs(self.path), self._shares(), own), self._options())
 
-    def _pairs(self, said: str | tuple[str, ...]) -> Iterator[Pair]:
-        paths = [file_at(one) for one in _both(said)]
-        return _aligned(*paths) if len(paths) == 2 else _columns(paths[0], self.columns)
+    def _read_pairs(self, said: str | tuple[str, ...]) -> Iterator[SentencePair]:
+        paths = [existing_file(one) for one in _as_tuple(said)]
+        return _read_aligned_files(*paths) if len(paths) == 2 else _read_columns(paths[0], self.columns)
 
 
-def _both(said: str | tuple[str, ...]) -> tuple[str, ...]:
+def _as_tuple(said: str | tuple[str, ...]) -> tuple[str, ...]:
     return said if isinstance(said, tuple) else (said,)
 
 
-def _aligned(source: Path, target: Path) -> Iterator[Pair]:
+def _read_aligned_files(source: Path, target: Path) -> Iterator[SentencePair]:
     counts = [0, 0]
-    for both in zip_longest(lines(source), lines(target)):
+    for both in zip_longest(read_lines(source), read_lines(target)):
         counts = [count + (line is not None) for count, line in zip(counts, both, strict=True)]
         if None not in both:
-            yield Pair(both[0].strip(), both[1].strip())
+            yield SentencePair(both[0].strip(), both[1].strip())
     if counts[0] != counts[1]:
         told = f"{source} has {counts[0]} lines, {target} has {counts[1]}"
         raise SpecError(f"{told}; line n of one must be the translation of line n of the other")
 
 
-def _columns(path: Path, columns: tuple[int, ...]) -> Iterator[Pair]:
-    for n, line in enumerate(lines(path), 1):
+def _read_columns(path: Path, columns: tuple[int, ...]) -> Iterator[SentencePair]:
+    for n, line in enumerate(read_lines(path), 1):
         cells = line.split("\t")
         if len(cells) < max(columns):
             fact = f"line {n} of {path} has {len(cells)} column{'s' * (len(cells) != 1)}"
             raise SpecError(f"{fact}, but columns={columns} are wanted; part source and target by a tab")
-        yield Pair(*(cells[column - 1].strip() for column in columns))
+        yield SentencePair(*(cells[column - 1].strip() for column in columns))

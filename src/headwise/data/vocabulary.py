@@ -17,9 +17,9 @@ from tokenizers.trainers import BpeTrainer
 
 from ..errors import SpecError
 
-Ids = NDArray[Any]  # whole numbers, in as few bytes as the vocabulary allows
+IdArray = NDArray[Any]  # whole numbers, in as few bytes as the vocabulary allows
 
-TOGETHER = 64  # texts that are encoded at once
+ENCODE_BATCH_SIZE = 64  # texts that are encoded at once
 
 
 class Vocabulary(ABC):
@@ -40,12 +40,12 @@ class Vocabulary(ABC):
         return np.min_scalar_type(self.size - 1)
 
     @abstractmethod
-    def encode(self, texts: Iterable[str]) -> list[Ids]:
+    def encode(self, texts: Iterable[str]) -> list[IdArray]:
         """The ids of each text."""
 
     @property
     @abstractmethod
-    def widths(self) -> NDArray[np.int64] | None:
+    def bytes_per_id(self) -> NDArray[np.int64] | None:
         """How many bytes of text each id stands for; None where that depends on its neighbours."""
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -56,28 +56,28 @@ class Vocabulary(ABC):
         return self._tokenizer.decode(told)
 
 
-class Bytes(Vocabulary):
+class ByteVocabulary(Vocabulary):
     """The 256 bytes, each its own number.
 
-    >>> Bytes().encode(["aé"])[0].tolist(), Bytes().decode([97, 195, 169])
+    >>> ByteVocabulary().encode(["aé"])[0].tolist(), ByteVocabulary().decode([97, 195, 169])
     ([97, 195, 169], 'aé')
     """
 
     def __init__(self) -> None:
-        super().__init__(_byte_level(BPE(_byte_pieces(), []), splitting="none"))
+        super().__init__(_byte_level_tokenizer(BPE(_byte_alphabet(), []), splitting="none"))
 
-    def encode(self, texts: Iterable[str]) -> list[Ids]:
+    def encode(self, texts: Iterable[str]) -> list[IdArray]:
         return [np.frombuffer(text.encode(), np.uint8) for text in texts]
 
     @property
-    def widths(self) -> NDArray[np.int64]:
+    def bytes_per_id(self) -> NDArray[np.int64]:
         return np.ones(256, np.int64)
 
 
-class Chars(Vocabulary):
+class CharVocabulary(Vocabulary):
     """The characters of an alphabet, in their order.
 
-    >>> Chars("cab").encode(["abba"])[0].tolist()
+    >>> CharVocabulary("cab").encode(["abba"])[0].tolist()
     [0, 1, 1, 0]
     """
 
@@ -87,28 +87,28 @@ class Chars(Vocabulary):
         tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
         tokenizer.decoder = decoders.Fuse()
         super().__init__(tokenizer)
-        self._known = np.array([ord(char) for char in known], np.uint32)
+        self._id_of_char = np.array([ord(char) for char in known], np.uint32)
 
-    def encode(self, texts: Iterable[str]) -> list[Ids]:
+    def encode(self, texts: Iterable[str]) -> list[IdArray]:
         return [self._encode(text) for text in texts]
 
-    def _encode(self, text: str) -> Ids:
+    def _encode(self, text: str) -> IdArray:
         codes = np.frombuffer(text.encode("utf-32-le"), np.uint32)
-        found = np.searchsorted(self._known, codes).clip(max=self.size - 1)
-        if len(wrong := np.flatnonzero(self._known[found] != codes)):
+        found = np.searchsorted(self._id_of_char, codes).clip(max=self.size - 1)
+        if len(wrong := np.flatnonzero(self._id_of_char[found] != codes)):
             at = int(wrong[0])
             raise SpecError(f"{text[at]!r} at place {at} is none of the {self.size} characters known; leave it out")
         return found.astype(self.dtype)
 
     @property
-    def widths(self) -> NDArray[np.int64]:
-        return np.array([len(chr(code).encode()) for code in self._known], np.int64)
+    def bytes_per_id(self) -> NDArray[np.int64]:
+        return np.array([len(chr(code).encode()) for code in self._id_of_char], np.int64)
 
 
-class Pieces(Vocabulary):
+class SubwordVocabulary(Vocabulary):
     """What a document of `tokenizers` says, `specials`, such as the end of a sentence, being no text.
 
-    >>> pieces = learned(["low lower lowest"] * 9, size=262, specials=("<s>", "</s>"))
+    >>> pieces = train_bpe(["low lower lowest"] * 9, size=262, specials=("<s>", "</s>"))
     >>> pieces.decode(pieces.encode(["the lowest"])[0]), pieces.special("</s>")
     ('the lowest', 1)
     """
@@ -117,9 +117,9 @@ class Pieces(Vocabulary):
         super().__init__(tokenizer)
         tokenizer.encode_special_tokens = True  # a special token that stands in a text is text
 
-    def encode(self, texts: Iterable[str]) -> list[Ids]:
-        left, done = iter(texts), list[Ids]()
-        while some := list(islice(left, TOGETHER)):
+    def encode(self, texts: Iterable[str]) -> list[IdArray]:
+        left, done = iter(texts), list[IdArray]()
+        while some := list(islice(left, ENCODE_BATCH_SIZE)):
             found = self._tokenizer.encode_batch_fast(some, add_special_tokens=False)
             done += [np.array(one.ids, self.dtype) for one in found]
         return done
@@ -132,7 +132,7 @@ class Pieces(Vocabulary):
         return found
 
     @property
-    def widths(self) -> NDArray[np.int64] | None:
+    def bytes_per_id(self) -> NDArray[np.int64] | None:
         told: dict[str, Any] = json.loads(self.document)
         decoder = (told.get("decoder") or {}).get("type")
         if decoder not in ("ByteLevel", "Fuse"):
@@ -145,21 +145,21 @@ class Pieces(Vocabulary):
         return widths
 
 
-def learned(texts: Iterable[str], size: int, specials: Sequence[str] = ()) -> Pieces:
+def train_bpe(texts: Iterable[str], vocab_size: int, special_tokens: Sequence[str] = ()) -> SubwordVocabulary:
     """A vocabulary of at most `size` pieces that these texts are written with in the fewest (BPE over bytes)."""
-    least = 256 + len(specials)
-    if size < least:
-        raise SpecError(f"vocab={size} is less than the {least} of bytes and special tokens; give {least} or more")
-    tokenizer = _byte_level(BPE(), splitting="words")
+    least = 256 + len(special_tokens)
+    if vocab_size < least:
+        raise SpecError(f"vocab={vocab_size} is less than the {least} of bytes and special tokens; give {least} or more")
+    tokenizer = _byte_level_tokenizer(BPE(), splitting="words")
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = BpeTrainer(
-        vocab_size=size, special_tokens=list(specials), initial_alphabet=alphabet, show_progress=False, min_frequency=2
+        vocab_size=vocab_size, special_tokens=list(special_tokens), initial_alphabet=alphabet, show_progress=False, min_frequency=2
     )
     tokenizer.train_from_iterator(texts, trainer)
-    return Pieces(tokenizer)
+    return SubwordVocabulary(tokenizer)
 
 
-def read(path: Path) -> Pieces:
+def read_vocabulary(path: Path) -> SubwordVocabulary:
     """The vocabulary that a tokenizer.json holds."""
     try:
         tokenizer = Tokenizer.from_file(str(path))
@@ -167,17 +167,17 @@ def read(path: Path) -> Pieces:
         raise SpecError(f"{path} is no document of tokenizers: {error}; give a tokenizer.json") from None
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    return Pieces(tokenizer)
+    return SubwordVocabulary(tokenizer)
 
 
-def _byte_level(model: Any, splitting: str) -> Tokenizer:
+def _byte_level_tokenizer(model: Any, splitting: str) -> Tokenizer:
     tokenizer = Tokenizer(model)
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=splitting == "words")
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 
 
-def _byte_pieces() -> dict[str, int]:
+def _byte_alphabet() -> dict[str, int]:
     """The letter that stands for each byte: printable ones for themselves, others from 256 on (GPT-2)."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]

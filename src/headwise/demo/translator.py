@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..data import IGNORED, Batch
-from ..data.date_translation import END, VOCABULARY, Dates, Translated
-from ..generation.greedy_decoding import greedy
+from ..data import IGNORE_INDEX, Batch
+from ..data.date_translation import END_ID, VOCABULARY, DateTranslation, TranslationAnnotation
+from ..generation.greedy_decoding import greedy_decode
 from ..interfaces.probe import Probe
 from ..models import Transformer
 from ..training import ConsoleLogger, Recipe, TrainingResult, train
@@ -53,7 +53,7 @@ class AlignmentMap:
 
     layer: int
     head: int
-    gold: Translated
+    gold: TranslationAnnotation
     weights: tuple[tuple[float, ...], ...]
 
     def __str__(self) -> str:
@@ -75,7 +75,7 @@ class Translator:
 
     def __init__(self, folder: Path, recipe: Recipe | None = None) -> None:
         self.folder, self.recipe = folder, RECIPE if recipe is None else recipe
-        self.task = Dates()
+        self.task = DateTranslation()
         self.batch = self.task.batch(0, NUM_EVALUATED, "test")  # examples that training never shows
         self._result: TrainingResult | None = None
 
@@ -120,7 +120,7 @@ class Translator:
         return {**self.result.data, "samples": told, "heads": heads}
 
 
-def translate_samples(net: Transformer, task: Dates, batch: Batch) -> list[TranslationExample]:
+def translate_samples(net: Transformer, task: DateTranslation, batch: Batch) -> list[TranslationExample]:
     """What a model says of the first example of each direction."""
     firsts = {one.direction: row for row, one in reversed(list(enumerate(batch.gold)))}
     rows = sorted(firsts.values())
@@ -132,12 +132,12 @@ def translate_samples(net: Transformer, task: Dates, batch: Batch) -> list[Trans
     ]
 
 
-def _predict(net: Transformer, task: Dates, batch: Batch) -> list[list[int]]:
+def _predict(net: Transformer, task: DateTranslation, batch: Batch) -> list[list[int]]:
     assert batch.source is not None, "dates are read before they are written"
     with torch.no_grad():
-        memory = net.eval().encode(batch.source, tokens=batch.source_tokens)
+        memory = net.eval().encode(batch.source, sequence=batch.source_tokens)
     prompt, tokens = task.prompt(batch)
-    return greedy(net, prompt, count=task.answers, tokens=tokens, end=END, memory=memory)
+    return greedy_decode(net, prompt, max_new_tokens=task.answers, sequence=tokens, end_id=END_ID, encoder_output=memory)
 
 
 def measure_alignment(net: Transformer, batch: Batch) -> list[HeadAlignment]:
@@ -152,7 +152,7 @@ def measure_alignment(net: Transformer, batch: Batch) -> list[HeadAlignment]:
 
 def cross_attention_weights(net: Transformer, batch: Batch) -> dict[int, Tensor]:
     """The weights [B, H, T, S] of every attention to the source, by layer, while the right answer is read."""
-    names = [name for name, _ in net.described.attention_specs() if name.endswith(".cross")]
+    names = [name for name, _ in net.spec.attention_specs() if name.endswith(".cross")]
     probes = {name: Probe("weights") for name in names}
     before, net.probes = net.probes, probes
     try:
@@ -174,7 +174,7 @@ def count_correct_links(w_BTS: Tensor, batch: Batch) -> tuple[int, int]:
     return sum(most[row][t] in wanted for row, t, wanted in linked), len(linked)
 
 
-def _linked_positions(one: Translated) -> Iterator[int]:
+def _linked_positions(one: TranslationAnnotation) -> Iterator[int]:
     """The places of a translation that translate something."""
     return iter(sorted({t for _, t in one.links}))
 
@@ -187,7 +187,7 @@ def make_alignment_map(net: Transformer, best: HeadAlignment, batch: Batch) -> A
         if one.subject == "date" and len(one.links) and one.direction == "en-zh"
     )
     one = batch.gold[row]
-    count, width = int((batch.labels[row] != IGNORED).sum()), len(_tokenize(one.source)) + 1
+    count, width = int((batch.labels[row] != IGNORE_INDEX).sum()), len(_tokenize(one.source)) + 1
     weights = cross_attention_weights(net, batch)[best.layer][row, best.head, :count, :width]
     return AlignmentMap(best.layer, best.head, one, tuple(tuple(line) for line in weights.tolist()))
 

@@ -3,7 +3,7 @@
 What is imported here needs no torch: a command reads how it was launched before anything heavy.
 """
 
-from .launch import Launch, joined
-from .parallelism import WAYS, Spread
+from .launch import ProcessInfo, join_process_group
+from .parallelism import PARALLEL_DIMS, Parallelism
 
-__all__ = ["WAYS", "Launch", "Spread", "joined"]
+__all__ = ["PARALLEL_DIMS", "ProcessInfo", "Parallelism", "join_process_group"]

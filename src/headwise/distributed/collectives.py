@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 
-class Wire:
+class CollectiveGroup:
     """A group of ranks that share something; `rank` is which of its `size` this one is."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -39,24 +39,24 @@ class Wire:
         return y
 
 
-class Enter(torch.autograd.Function):
+class CopyToGroup(torch.autograd.Function):
     """x as it is; backwards the sum over all."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, wire: Wire) -> Tensor:
-        ctx.wire = wire
+    def forward(ctx: Any, x: Tensor, wire: CollectiveGroup) -> Tensor:
+        ctx.group = wire
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return ctx.wire.total(grads[0]), None
+        return ctx.group.total(grads[0]), None
 
 
-class Leave(torch.autograd.Function):
+class ReduceFromGroup(torch.autograd.Function):
     """The sum over all; backwards as it is, for all have the same."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, wire: Wire) -> Tensor:
+    def forward(ctx: Any, x: Tensor, wire: CollectiveGroup) -> Tensor:
         return wire.total(x)
 
     @staticmethod
@@ -64,88 +64,88 @@ class Leave(torch.autograd.Function):
         return grads[0], None
 
 
-class Total(torch.autograd.Function):
+class AllReduceSum(torch.autograd.Function):
     """The sum over all, of which each makes a loss of its own: backwards the sum of what all find."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, wire: Wire) -> Tensor:
-        ctx.wire = wire
+    def forward(ctx: Any, x: Tensor, wire: CollectiveGroup) -> Tensor:
+        ctx.group = wire
         return wire.total(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return ctx.wire.total(grads[0]), None
+        return ctx.group.total(grads[0]), None
 
 
-class Beside(torch.autograd.Function):
+class AllGather(torch.autograd.Function):
     """What each holds, [ranks, *x]; backwards the sum of what all find, each its own part."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, wire: Wire) -> Tensor:
-        ctx.wire = wire
+    def forward(ctx: Any, x: Tensor, wire: CollectiveGroup) -> Tensor:
+        ctx.group = wire
         return wire.beside(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return ctx.wire.dealt(grads[0]), None
+        return ctx.group.dealt(grads[0]), None
 
 
 # SECTION: Gradients summed over ranks, many to a message, each message as soon as it is full.
 
-BYTES = 4 << 20  # of a message: few enough that most of them travel while gradients are still made
+BUCKET_BYTES = 4 << 20  # of a message: few enough that most of them travel while gradients are still made
 
 
-class Buckets:
+class GradientBuckets:
     """The gradients of some parameters, summed over a group of ranks.
 
     Gradients come from the last layer to the first, and so do messages; on every rank in the same order, whatever is
     ready first. Behind the gradients of a message stands which parameters have one: what no rank used keeps none.
     """
 
-    def __init__(self, params: Iterable[nn.Parameter], group: dist.ProcessGroup | None, most: int = BYTES) -> None:
+    def __init__(self, params: Iterable[nn.Parameter], group: dist.ProcessGroup | None, max_bytes: int = BUCKET_BYTES) -> None:
         self.group = group
-        self._buckets = list(_packed(reversed(list(params)), most)) if group is not None else []
-        self._sent: list[tuple[Tensor, Any]] = []
-        self._left: list[int] = []
+        self._buckets = list(_make_buckets(reversed(list(params)), max_bytes)) if group is not None else []
+        self._pending: list[tuple[Tensor, Any]] = []
+        self._num_missing: list[int] = []
         for index, bucket in enumerate(self._buckets):
             for param in bucket:
-                param.register_post_accumulate_grad_hook(lambda _, index=index: self._made(index))
+                param.register_post_accumulate_grad_hook(lambda _, index=index: self._on_gradient(index))
 
     @property
-    def numels(self) -> list[int]:
+    def bucket_sizes(self) -> list[int]:
         """How many numbers each message has."""
         return [sum(param.numel() for param in bucket) + len(bucket) for bucket in self._buckets]
 
-    def arm(self) -> None:
+    def begin_final_backward(self) -> None:
         """The gradients of the next way back are the last ones: send them as they come."""
-        self._sent, self._left = [], [len(bucket) for bucket in self._buckets]
+        self._pending, self._num_missing = [], [len(bucket) for bucket in self._buckets]
 
     def finish(self) -> None:
         """Send what is left, and wait for all of it."""
-        while len(self._sent) < len(self._buckets):
-            self._send()
-        for bucket, (message, work) in zip(self._buckets, self._sent, strict=True):
+        while len(self._pending) < len(self._buckets):
+            self._send_bucket()
+        for bucket, (message, work) in zip(self._buckets, self._pending, strict=True):
             work.wait()
-            _unpack(bucket, message)
-        self._sent, self._left = [], []
+            _unflatten_bucket(bucket, message)
+        self._pending, self._num_missing = [], []
 
-    def _made(self, index: int) -> None:
-        if self._left:
-            self._left[index] -= 1
-            while len(self._sent) < len(self._left) and self._left[len(self._sent)] == 0:
-                self._send()
+    def _on_gradient(self, index: int) -> None:
+        if self._num_missing:
+            self._num_missing[index] -= 1
+            while len(self._pending) < len(self._num_missing) and self._num_missing[len(self._pending)] == 0:
+                self._send_bucket()
 
-    def _send(self) -> None:
-        message = _message(self._buckets[len(self._sent)])
-        self._sent.append((message, dist.all_reduce(message, group=self.group, async_op=True)))
+    def _send_bucket(self) -> None:
+        message = _flatten_bucket(self._buckets[len(self._pending)])
+        self._pending.append((message, dist.all_reduce(message, group=self.group, async_op=True)))
 
 
-def _packed(params: Iterable[nn.Parameter], most: int) -> Iterator[list[nn.Parameter]]:
+def _make_buckets(params: Iterable[nn.Parameter], max_bytes: int) -> Iterator[list[nn.Parameter]]:
     """Parameters of one kind in a row, up to so many bytes."""
     bucket: list[nn.Parameter] = []
     for param in params:
         held = sum(p.numel() for p in bucket)
-        if bucket and ((held + param.numel()) * param.itemsize > most or param.dtype != bucket[0].dtype):
+        if bucket and ((held + param.numel()) * param.itemsize > max_bytes or param.dtype != bucket[0].dtype):
             yield bucket
             bucket = []
         bucket.append(param)
@@ -153,13 +153,13 @@ def _packed(params: Iterable[nn.Parameter], most: int) -> Iterator[list[nn.Param
         yield bucket
 
 
-def _message(bucket: list[nn.Parameter]) -> Tensor:
+def _flatten_bucket(bucket: list[nn.Parameter]) -> Tensor:
     flat = [torch.zeros_like(p).view(-1) if p.grad is None else p.grad.reshape(-1) for p in bucket]
     there = torch.tensor([p.grad is not None for p in bucket], dtype=flat[0].dtype, device=flat[0].device)
     return torch.cat([*flat, there])
 
 
-def _unpack(bucket: list[nn.Parameter], message: Tensor) -> None:
+def _unflatten_bucket(bucket: list[nn.Parameter], message: Tensor) -> None:
     *flat, there = message.split([*(p.numel() for p in bucket), len(bucket)])
     for index, (param, sums) in enumerate(zip(bucket, flat, strict=True)):
         if param.grad is not None or bool(there[index]):

@@ -12,27 +12,27 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from ..models import Transformer
-from .collectives import Buckets
-from .ranks import World
-from .sharded_model import Holding, Path, working
+from .collectives import GradientBuckets
+from .ranks import ProcessMesh
+from .sharded_model import ShardedModel, BatchForward, get_gradient_group
 
 
-class Slices:
+class FSDPSharding:
     """A tensor whose first axis is divided among ranks as FSDP2 does: ceil(n / ranks) each, as long as there are any.
 
-    >>> [Slices(5, rank, 3).part(torch.arange(5)).tolist() for rank in range(3)]
+    >>> [FSDPSharding(5, rank, 3).part(torch.arange(5)).tolist() for rank in range(3)]
     [[0, 1], [2, 3], [4]]
     """
 
-    ways = ("shards",)
+    dims = ("shards",)
 
-    def __init__(self, length: int, rank: int, ranks: int, group: dist.ProcessGroup | None = None) -> None:
-        self.length, self.rank, self.ranks, self.group = length, rank, ranks, group
-        self.each = -(-length // ranks)
+    def __init__(self, length: int, rank: int, num_ranks: int, group: dist.ProcessGroup | None = None) -> None:
+        self.length, self.rank, self.ranks, self.group = length, rank, num_ranks, group
+        self.each = -(-length // num_ranks)
 
-    def part(self, whole: Tensor) -> Tensor:
+    def part(self, full: Tensor) -> Tensor:
         """The slice of this rank, which may be empty."""
-        return whole[self.rank * self.each : (self.rank + 1) * self.each]
+        return full[self.rank * self.each : (self.rank + 1) * self.each]
 
     def whole(self, part: Tensor) -> Tensor:
         """All slices behind each other; every rank must ask."""
@@ -47,40 +47,40 @@ class Slices:
         return part.square().sum()
 
 
-def sharded(net: Transformer, world: World) -> Holding:
+def apply_fsdp(net: Transformer, process_mesh: ProcessMesh) -> ShardedModel:
     """A rank's slices of a model. Layers are put together one at a time, what stands around them once a step.
 
     A tensor that layers hold in common is read outside the layer that owns it: it stays whole, as does a single number.
     """
-    copies = [way for way in ("data", "context") if getattr(world.spread, way) > 1]  # one of them at most
-    mesh = world.mesh[*copies, "shards"] if copies else world.mesh["shards"]
+    copies = [way for way in ("data", "context") if getattr(process_mesh.spread, way) > 1]  # one of them at most
+    mesh = process_mesh.device_mesh[*copies, "shards"] if copies else process_mesh.device_mesh["shards"]
     learned = {name: p for name, p in net.named_parameters() if p.requires_grad}
-    common = {name for name, weight in net.described.weights_by_name().items() if weight.tied_to}
+    common = {name for name, weight in net.spec.weights_by_name().items() if weight.tied_to}
     kept = {name: p for name, p in net.named_parameters() if name in common or not p.dim()}
     whole, lengths = set(kept.values()), {name: len(p) for name, p in learned.items() if name not in kept}
     for layers in net.stacks.values():
         for layer in layers.blocks:
             fully_shard(layer, mesh=mesh, ignored_params=whole)
-    path = Path(net)
+    path = BatchForward(net)
     fully_shard(path, mesh=mesh, ignored_params=whole)
     for module in path.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)  # losses are parts of one mean already: sums, not means, of these
             module.set_force_sum_reduction_for_comms(True)
-    group, rank = world.group("shards"), world.place["shards"]
-    lying = {name: Slices(length, rank, world.spread.shards, group) for name, length in lengths.items()}
+    group, rank = process_mesh.group("shards"), process_mesh.place["shards"]
+    lying = {name: FSDPSharding(length, rank, process_mesh.spread.shards, group) for name, length in lengths.items()}
     slices = {name: cast(DTensor, p) for name, p in net.named_parameters() if name in lying}
-    own = {name: kept[name] if name in kept else _local(slices[name]) for name in learned}
-    summed = Buckets([p for name, p in kept.items() if name in learned], working(world))
-    return Holding(path, world, own, summed, net.described, lying, fetch=lambda: _fetch(own, slices))
+    own = {name: kept[name] if name in kept else _local_parameter(slices[name]) for name in learned}
+    summed = GradientBuckets([p for name, p in kept.items() if name in learned], get_gradient_group(process_mesh))
+    return ShardedModel(path, process_mesh, own, summed, net.spec, lying, collect_gradients=lambda: _collect_gradients(own, slices))
 
 
-def _local(param: DTensor) -> nn.Parameter:
+def _local_parameter(param: DTensor) -> nn.Parameter:
     """The slice of this rank as a plain tensor, in the memory of the other."""
     return nn.Parameter(cast(DTensor, param.detach()).to_local())
 
 
-def _fetch(own: Mapping[str, nn.Parameter], slices: Mapping[str, DTensor]) -> None:
+def _collect_gradients(own: Mapping[str, nn.Parameter], slices: Mapping[str, DTensor]) -> None:
     """Gradients of slices, from where FSDP2 leaves them to where the optimiser looks."""
     for name, param in slices.items():
         own[name].grad = None if param.grad is None else cast(DTensor, param.grad).to_local()

@@ -15,74 +15,74 @@ from ..model_spec.model import group_blocks
 from ..nn.head_axis_ops import KeptHeads, select_heads
 from ..spec.attention_spec import AttentionSpec
 
-INSIDE = ("attention", "cross", "feed")  # roles of what is divided; all else every rank does alike
+DIVIDED_ROLES = ("attention", "cross", "feed")  # roles of what is divided; all else every rank does alike
 
-ByAxis = Mapping[str, tuple[int, ...]]
+IndicesByAxis = Mapping[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
-class Piece:
+class TensorShard:
     """Where a smaller tensor lies in a whole one: `kept` are the places along each axis that was cut.
 
-    >>> piece = Piece(AxisLayout.parse("(q dim) model"), {"q": 3, "dim": 2, "model": 1}, {"q": (0, 2)})
+    >>> piece = TensorShard(AxisLayout.parse("(q dim) model"), {"q": 3, "dim": 2, "model": 1}, {"q": (0, 2)})
     >>> piece.of(torch.arange(6.0)[:, None]).flatten().tolist()
     [0.0, 1.0, 4.0, 5.0]
     """
 
     layout: AxisLayout
     sizes: Mapping[str, int]
-    kept: ByAxis
+    kept: IndicesByAxis
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the smaller one, as stored."""
-        return self.layout.shape(self._own)
+        return self.layout.shape(self._shard_sizes)
 
     @property
-    def opened(self) -> tuple[int, ...]:
+    def unmerged_shape(self) -> tuple[int, ...]:
         """The same with one dimension per axis."""
-        return self.layout.unmerged_shape(self._own)
+        return self.layout.unmerged_shape(self._shard_sizes)
 
-    def of(self, whole: Tensor) -> Tensor:
+    def of(self, full: Tensor) -> Tensor:
         """The smaller tensor, in memory of its own."""
-        opened = whole.reshape(self.layout.unmerged_shape(self.sizes))
+        opened = full.reshape(self.layout.unmerged_shape(self.sizes))
         for axis, places in self.kept.items():
             opened = select_heads(places)(opened, self.layout.axes.index(axis))
         return opened.reshape(self.shape).clone()
 
-    def put(self, own: Tensor, whole: Tensor) -> None:
+    def put(self, shard: Tensor, full: Tensor) -> None:
         """Write the smaller one to where it lies in the whole."""
-        whole.view(self.layout.unmerged_shape(self.sizes))[self._places] = own.reshape(self.opened)
+        full.view(self.layout.unmerged_shape(self.sizes))[self._full_indices] = shard.reshape(self.unmerged_shape)
 
     @property
-    def cut_places(self) -> tuple[Tensor, ...]:
+    def cut_indices(self) -> tuple[Tensor, ...]:
         """An index of each axis, of those that are not cut the first place alone."""
-        return _meeting([self.kept.get(axis, (0,)) for axis in self.layout.axes])
+        return _outer_indices([self.kept.get(axis, (0,)) for axis in self.layout.axes])
 
     @property
-    def _own(self) -> dict[str, int]:
+    def _shard_sizes(self) -> dict[str, int]:
         return {**self.sizes, **{axis: len(places) for axis, places in self.kept.items()}}
 
     @property
-    def _places(self) -> tuple[Tensor, ...]:
+    def _full_indices(self) -> tuple[Tensor, ...]:
         opened = self.layout.unmerged_shape(self.sizes)
-        return _meeting([self.kept.get(axis, range(size)) for axis, size in zip(self.layout.axes, opened, strict=True)])
+        return _outer_indices([self.kept.get(axis, range(size)) for axis, size in zip(self.layout.axes, opened, strict=True)])
 
 
-def _meeting(rows: Sequence[Sequence[int]]) -> tuple[Tensor, ...]:
+def _outer_indices(rows: Sequence[Sequence[int]]) -> tuple[Tensor, ...]:
     """Indices shaped so that each meets all of the others."""
     return tuple(torch.tensor(list(row)).view(-1, *[1] * (len(rows) - n - 1)) for n, row in enumerate(rows))
 
 
 @dataclass(frozen=True)
-class Portion:
+class ModelShard:
     """What one rank holds: a model of fewer heads and narrower feed-forwards, and a piece of each tensor."""
 
-    described: ModelSpec
-    pieces: Mapping[str, Piece]
+    spec: ModelSpec
+    pieces: Mapping[str, TensorShard]
 
 
-def portions(described: ModelSpec, count: int) -> tuple[Portion, ...]:
+def partition_model(model_spec: ModelSpec, num_ranks: int) -> tuple[ModelShard, ...]:
     """A model divided among `count` ranks: output heads with all that they need, and what feed-forwards hold inside.
 
     What has no axis of these is with every rank. Where a number does not divide, some have one more than others.
@@ -90,31 +90,31 @@ def portions(described: ModelSpec, count: int) -> tuple[Portion, ...]:
     >>> import headwise as hw
     >>> config = {"model_type": "llama", "hidden_size": 8, "intermediate_size": 6, "num_attention_heads": 4}
     >>> config |= {"num_key_value_heads": 2, "num_hidden_layers": 1, "vocab_size": 11}
-    >>> first, second = portions(hw.families.read(config), 2)
-    >>> first.described.stacks[0].layers[0].attention.heads
+    >>> first, second = partition_model(hw.families.read(config), 2)
+    >>> first.spec.stacks[0].layers[0].attention.heads
     Heads.grouped(q=2, kv=1, dim=2)
     >>> second.pieces["decoder.0.attention.project.k"].kept
     {'kv': (1,)}
     """
-    cuts = {name: divided(name, spec, count) for name, spec in described.attention_specs()}
-    by_rank = [{name: cut[rank] for name, cut in cuts.items()} for rank in range(count)]
-    return tuple(_portion(described, rank, count, own) for rank, own in enumerate(by_rank))
+    cuts = {name: partition_heads(name, spec, num_ranks) for name, spec in model_spec.attention_specs()}
+    by_rank = [{name: cut[rank] for name, cut in cuts.items()} for rank in range(num_ranks)]
+    return tuple(_partition_for_rank(model_spec, rank, num_ranks, own) for rank, own in enumerate(by_rank))
 
 
-def divided(name: str, spec: AttentionSpec, count: int) -> list[KeptHeads]:
+def partition_heads(name: str, spec: AttentionSpec, num_ranks: int) -> list[KeptHeads]:
     """A layer cut for each of `count` ranks, none of which needs a score head of another."""
-    groups = groups_of(spec)
-    if len(groups) < count:
-        raise SpecError(f"{name}: {_too_few(spec, len(groups), count)}")
-    runs = [_run(len(groups), rank, count) for rank in range(count)]
+    groups = find_independent_heads(spec)
+    if len(groups) < num_ranks:
+        raise SpecError(f"{name}: {_too_few_groups_message(spec, len(groups), num_ranks)}")
+    runs = [_range_of_rank(len(groups), rank, num_ranks) for rank in range(num_ranks)]
     return [KeptHeads.of(spec, [out for n in run for out in groups[n]]) for run in runs]
 
 
-def groups_of(spec: AttentionSpec) -> list[list[int]]:
+def find_independent_heads(spec: AttentionSpec) -> list[list[int]]:
     """Output heads in groups that share no score head: what can be computed apart.
 
     >>> import headwise as hw
-    >>> groups_of(hw.design(model=8, heads=4, modifiers=(hw.Dynamic(groups=2),)))
+    >>> find_independent_heads(hw.design(model=8, heads=4, modifiers=(hw.Dynamic(groups=2),)))
     [[0, 1], [2, 3]]
     """
     groups: list[tuple[list[int], frozenset[int]]] = []
@@ -127,7 +127,7 @@ def groups_of(spec: AttentionSpec) -> list[list[int]]:
     return sorted(outs for outs, _ in groups)
 
 
-def _too_few(spec: AttentionSpec, groups: int, count: int) -> str:
+def _too_few_groups_message(spec: AttentionSpec, groups: int, count: int) -> str:
     outs, every = len(spec.score_head_of_output), range(spec.heads.q)
     if groups == outs:
         return f"{outs} heads cannot be divided among {count} ranks; use tensor={outs} or less"
@@ -142,65 +142,65 @@ def _too_few(spec: AttentionSpec, groups: int, count: int) -> str:
     return f"{said} in {groups} groups, which cannot be divided among {count} ranks; use tensor={groups} or less"
 
 
-def _portion(described: ModelSpec, rank: int, count: int, cuts: Mapping[str, KeptHeads]) -> Portion:
+def _partition_for_rank(described: ModelSpec, rank: int, count: int, cuts: Mapping[str, KeptHeads]) -> ModelShard:
     stacks = []
     for stack in described.stacks:
-        blocks = [_block(block, f"{stack.name}.{depth}", rank, count, cuts) for depth, block in enumerate(stack.layers)]
+        blocks = [_partition_block(block, f"{stack.name}.{depth}", rank, count, cuts) for depth, block in enumerate(stack.layers)]
         stacks.append(replace(stack, runs=group_blocks(blocks)))
-    pieces = {w.name: Piece(w.layout, w.axis_sizes, _kept(w, rank, count, cuts)) for w in described.weights()}
-    return Portion(replace(described, stacks=tuple(stacks)), pieces)
+    pieces = {w.name: TensorShard(w.layout, w.axis_sizes, _kept_indices(w, rank, count, cuts)) for w in described.weights()}
+    return ModelShard(replace(described, stacks=tuple(stacks)), pieces)
 
 
-def _block(block: BlockSpec, name: str, rank: int, count: int, cuts: Mapping[str, KeptHeads]) -> BlockSpec:
+def _partition_block(block: BlockSpec, name: str, rank: int, count: int, cuts: Mapping[str, KeptHeads]) -> BlockSpec:
     own = {role: cuts[f"{name}.{role}"].spec for role in block.attention_specs}
     feed = block.feed
     if isinstance(feed, ExpertsSpec):
-        shared = feed.shared and _narrower(feed.shared, name, rank, count)
-        feed = replace(feed, each=_narrower(feed.each, name, rank, count), shared=shared)
+        shared = feed.shared and _partition_feed_forward(feed.shared, name, rank, count)
+        feed = replace(feed, each=_partition_feed_forward(feed.each, name, rank, count), shared=shared)
     elif feed is not None:
-        feed = _narrower(feed, name, rank, count)
+        feed = _partition_feed_forward(feed, name, rank, count)
     return replace(block, **own, feed=feed)
 
 
-def _narrower(feed: FeedForwardSpec, name: str, rank: int, count: int) -> FeedForwardSpec:
+def _partition_feed_forward(feed: FeedForwardSpec, name: str, rank: int, count: int) -> FeedForwardSpec:
     if feed.hidden < count:
         fact = f"{name}.feed: {feed.hidden} hidden units cannot be divided among {count} ranks"
         raise SpecError(f"{fact}; use tensor={feed.hidden} or less")
-    return replace(feed, hidden=len(_run(feed.hidden, rank, count)))
+    return replace(feed, hidden=len(_range_of_rank(feed.hidden, rank, count)))
 
 
-def _run(size: int, rank: int, count: int) -> tuple[int, ...]:
+def _range_of_rank(size: int, rank: int, count: int) -> tuple[int, ...]:
     return tuple(range(rank * size // count, (rank + 1) * size // count))
 
 
-def _kept(w: WeightSpec, rank: int, count: int, cuts: Mapping[str, KeptHeads]) -> dict[str, tuple[int, ...]]:
+def _kept_indices(w: WeightSpec, rank: int, count: int, cuts: Mapping[str, KeptHeads]) -> dict[str, tuple[int, ...]]:
     """Which places of a tensor a rank holds, along each axis that is cut."""
     sublayer = ".".join(w.name.split(".")[:3])
-    by_axis: ByAxis = cuts[sublayer].by_axis if sublayer in cuts else {}
+    by_axis: IndicesByAxis = cuts[sublayer].by_axis if sublayer in cuts else {}
     if w.role == "feed":
-        by_axis = {"hidden": _run(w.axis_sizes["hidden"], rank, count)} if "hidden" in w.layout.axes else {}
+        by_axis = {"hidden": _range_of_rank(w.axis_sizes["hidden"], rank, count)} if "hidden" in w.layout.axes else {}
     return {axis: places for axis, places in by_axis.items() if axis in w.layout.axes}
 
 
-def copied(described: ModelSpec, every: Sequence[Portion]) -> dict[str, Tensor]:
+def count_replicas(spec: ModelSpec, shards: Sequence[ModelShard]) -> dict[str, Tensor]:
     """Tensors of divided layers of which several ranks hold something, with how many hold each number."""
     inside = [
-        name for name, weight in described.weights_by_name().items() if weight.role in INSIDE and weight.trainable
+        name for name, weight in spec.weights_by_name().items() if weight.role in DIVIDED_ROLES and weight.trainable
     ]
-    held = {name: holders([portion.pieces[name] for portion in every]) for name in inside}
+    held = {name: count_holders([portion.pieces[name] for portion in shards]) for name in inside}
     return {name: count for name, count in held.items() if int(count.max()) > 1}
 
 
-def holders(pieces: Sequence[Piece]) -> Tensor:
+def count_holders(shards: Sequence[TensorShard]) -> Tensor:
     """How many ranks hold each number of a tensor, by the axes that are cut; the others are 1 wide.
 
     >>> both = AxisLayout.parse("kv model"), {"kv": 2, "model": 5}
-    >>> holders([Piece(*both, {"kv": (0,)}), Piece(*both, {"kv": (0, 1)})]).tolist()
+    >>> count_holders([TensorShard(*both, {"kv": (0,)}), TensorShard(*both, {"kv": (0, 1)})]).tolist()
     [[2], [1]]
     """
-    layout, sizes, cut = pieces[0].layout, pieces[0].sizes, pieces[0].kept
+    layout, sizes, cut = shards[0].layout, shards[0].sizes, shards[0].kept
     wide = [size if axis in cut else 1 for axis, size in zip(layout.axes, layout.unmerged_shape(sizes), strict=True)]
     held = torch.zeros(wide, dtype=torch.int64)
-    for piece in pieces:
-        held[piece.cut_places] += 1
+    for piece in shards:
+        held[piece.cut_indices] += 1
     return held

@@ -8,24 +8,24 @@ from typing import NamedTuple
 
 import torch
 
-from ..data import IGNORED, Batch
+from ..data import IGNORE_INDEX, Batch
 from ..errors import SpecError, suggest
 from ..interfaces.registry import CheckedDataclass
 
 # From the outermost to the innermost: ranks that differ in the last one alone are neighbours and talk the most.
-WAYS = ("data", "context", "shards", "tensor")
+PARALLEL_DIMS = ("data", "context", "shards", "tensor")
 AUTO = "auto"
 
 
 @dataclass(frozen=True, repr=False)
-class Spread(CheckedDataclass):
+class Parallelism(CheckedDataclass):
     """What ranks divide among themselves, each way by so many.
 
     "data": the rows of a batch, each rank with a copy of the model. "shards": the rows as well, and every tensor of
     the model, put together layer by layer where it is needed (FSDP2). "tensor": heads, and what feed-forwards hold
     inside. "context": the tokens of a row. Ways multiply: data=2,tensor=2 takes four ranks.
 
-    >>> str(Spread(data=2, tensor=3)), Spread(data=2, tensor=3).size
+    >>> str(Parallelism(data=2, tensor=3)), Parallelism(data=2, tensor=3).size
     ('data=2,tensor=3', 6)
     """
 
@@ -36,52 +36,52 @@ class Spread(CheckedDataclass):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for way, count in zip(WAYS, self.shape, strict=True):
+        for way, count in zip(PARALLEL_DIMS, self.shape, strict=True):
             if count < 1:
                 raise SpecError(f"Spread({way}={count}) cannot be meant; give 1 or more")
 
     @staticmethod
-    def parse(text: str) -> Spread:
+    def parse(text: str) -> Parallelism:
         """The spread of a text such as "data=2,tensor=2"; a word alone is no spread, its number must be said.
 
-        >>> Spread.parse("data=2, shards=2") == Spread(data=2, shards=2)
+        >>> Parallelism.parse("data=2, shards=2") == Parallelism(data=2, shards=2)
         True
-        >>> Spread.parse("date=2")
+        >>> Parallelism.parse("date=2")
         Traceback (most recent call last):
         headwise.errors.SpecError: there is no way 'date' to spread; did you mean 'data'?
         """
         said: dict[str, int] = {}
         for word in text.split(","):
             way, _, count = (piece.strip() for piece in word.partition("="))
-            if way not in WAYS:
-                raise SpecError(f"there is no way {way!r} to spread; {suggest(way, WAYS)}")
+            if way not in PARALLEL_DIMS:
+                raise SpecError(f"there is no way {way!r} to spread; {suggest(way, PARALLEL_DIMS)}")
             if way in said or not count.isascii() or not count.isdigit():
                 raise SpecError(f"spread={text!r} says nothing; write each way once with its number, as in data=2")
             said[way] = int(count)
-        return Spread(**said)
+        return Parallelism(**said)
 
     @staticmethod
-    def over(text: str, world: int) -> Spread:
+    def over(text: str, num_ranks: int) -> Parallelism:
         """The spread of this text over so many ranks; "auto" divides the data.
 
-        >>> Spread.over("auto", 3)
+        >>> Parallelism.over("auto", 3)
         Spread(data=3)
-        >>> Spread.over("data=2", 3)
+        >>> Parallelism.over("data=2", 3)
         Traceback (most recent call last):
         headwise.errors.SpecError: a world of 3 cannot be data=2, which takes 2; start 2 processes, or give data=3
         """
         if text == AUTO:
-            return Spread(data=world)
-        spread = Spread.parse(text)
-        if spread.size != world:
-            fact = f"a world of {world} cannot be {spread}, which takes {spread.size}"
-            raise SpecError(f"{fact}; start {spread.size} processes, or give data={world}")
+            return Parallelism(data=num_ranks)
+        spread = Parallelism.parse(text)
+        if spread.size != num_ranks:
+            fact = f"a world of {num_ranks} cannot be {spread}, which takes {spread.size}"
+            raise SpecError(f"{fact}; start {spread.size} processes, or give data={num_ranks}")
         return spread
 
     @property
     def shape(self) -> tuple[int, ...]:
         """How many ranks each way has, in the order of WAYS."""
-        return tuple(getattr(self, way) for way in WAYS)
+        return tuple(getattr(self, way) for way in PARALLEL_DIMS)
 
     @property
     def size(self) -> int:
@@ -91,35 +91,35 @@ class Spread(CheckedDataclass):
     def place(self, rank: int) -> dict[str, int]:
         """Where a rank stands, each way.
 
-        >>> Spread(data=2, tensor=3).place(4)
+        >>> Parallelism(data=2, tensor=3).place(4)
         {'data': 1, 'context': 0, 'shards': 0, 'tensor': 1}
         """
         found: dict[str, int] = {}
-        for way in reversed(WAYS):
+        for way in reversed(PARALLEL_DIMS):
             rank, found[way] = divmod(rank, getattr(self, way))
-        return {way: found[way] for way in WAYS}
+        return {way: found[way] for way in PARALLEL_DIMS}
 
-    def circles(self, *ways: str) -> list[list[int]]:
+    def rank_groups(self, *ways: str) -> list[list[int]]:
         """All ranks, in circles of those that differ in nothing but these ways.
 
-        >>> Spread(data=2, tensor=2).circles("data")
+        >>> Parallelism(data=2, tensor=2).rank_groups("data")
         [[0, 2], [1, 3]]
         """
         found: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.size):
             place = self.place(rank)
-            found.setdefault(tuple(place[way] for way in WAYS if way not in ways), []).append(rank)
+            found.setdefault(tuple(place[way] for way in PARALLEL_DIMS if way not in ways), []).append(rank)
         return list(found.values())
 
     def __str__(self) -> str:
-        said = [f"{way}={count}" for way, count in zip(WAYS, self.shape, strict=True) if count > 1]
+        said = [f"{way}={count}" for way, count in zip(PARALLEL_DIMS, self.shape, strict=True) if count > 1]
         return ",".join(said) or "data=1"
 
 
 # SECTION: Which examples of a batch are a rank's.
 
 
-class Share(NamedTuple):
+class BatchShard(NamedTuple):
     """What a rank takes of a batch, and how many of its rows count.
 
     Who gets no row takes one that asks nothing: it has nothing to learn, but others wait for it in every layer.
@@ -129,21 +129,21 @@ class Share(NamedTuple):
     rows: int
 
 
-def share(batch: Batch, index: int, count: int) -> Share:
+def shard_batch(batch: Batch, index: int, num_shards: int) -> BatchShard:
     """Part `index` of `count`, all as large as the others or one row smaller, in order.
 
     >>> ids = torch.arange(3)[:, None]
-    >>> [(part.batch.x.tolist(), part.rows) for part in (share(Batch(ids, ids), index, 2) for index in range(2))]
+    >>> [(part.batch.x.tolist(), part.rows) for part in (shard_batch(Batch(ids, ids), index, 2) for index in range(2))]
     [([[0], [1]], 2), ([[2]], 1)]
-    >>> share(Batch(ids, ids), 3, 4).batch.labels.tolist()
+    >>> shard_batch(Batch(ids, ids), 3, 4).batch.labels.tolist()
     [[-100]]
     """
-    if count == 1:
-        return Share(batch, len(batch.labels))
-    each, over = divmod(len(batch.labels), count)
+    if num_shards == 1:
+        return BatchShard(batch, len(batch.labels))
+    each, over = divmod(len(batch.labels), num_shards)
     first = index * each + min(index, over)
     rows = each + (index < over)
     if rows:
-        return Share(batch.rows(slice(first, first + rows)), rows)
+        return BatchShard(batch.rows(slice(first, first + rows)), rows)
     idle = batch.rows(slice(0, 1))
-    return Share(replace(idle, labels=torch.full_like(idle.labels, IGNORED)), 0)
+    return BatchShard(replace(idle, labels=torch.full_like(idle.labels, IGNORE_INDEX)), 0)

@@ -14,34 +14,34 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ..data import Batch
 from ..errors import SpecError
-from .launch import Launch
-from .parallelism import WAYS, Share, Spread, share
+from .launch import ProcessInfo
+from .parallelism import PARALLEL_DIMS, BatchShard, Parallelism, shard_batch
 
 T = TypeVar("T")
-Failures = (ValueError, OSError, RuntimeError)  # what is said to the others; anything else ends the process
+SHARED_FAILURES = (ValueError, OSError, RuntimeError)  # what is said to the others; anything else ends the process
 
 # Ranks of these ways work on something else each; those of "tensor" work on the same rows and tokens.
-WORK = ("data", "context", "shards")
+GRADIENT_DIMS = ("data", "context", "shards")
 
 
-class World:
+class ProcessMesh:
     """Which rank this is, of a spread over so many, on which device. Of one rank, all that follows is a formality.
 
     What is said here every rank must say, in the same order.
 
-    >>> world = World(Launch(), Spread())
-    >>> world.leads, world.every("here"), world.any(True), world.sum(torch.ones(2)).tolist()
+    >>> world = ProcessMesh(ProcessInfo(), Parallelism())
+    >>> world.is_leader, world.every("here"), world.any(True), world.sum(torch.ones(2)).tolist()
     (True, ['here'], True, [1.0, 1.0])
     """
 
-    def __init__(self, launch: Launch, spread: Spread, device: torch.device | str = "cpu") -> None:
-        self.rank, self.size, self.spread, self.device = launch.rank, launch.size, spread, torch.device(device)
-        self.place = spread.place(launch.rank)
+    def __init__(self, process: ProcessInfo, parallelism: Parallelism, device: torch.device | str = "cpu") -> None:
+        self.rank, self.size, self.spread, self.device = process.rank, process.size, parallelism, torch.device(device)
+        self.place = parallelism.place(process.rank)
         self._groups: dict[tuple[str, ...], dist.ProcessGroup] = {}
-        self._mesh: DeviceMesh | None = None
-        self._check_device(launch)
+        self._device_mesh: DeviceMesh | None = None
+        self._check_device(process)
 
-    def _check_device(self, launch: Launch) -> None:
+    def _check_device(self, launch: ProcessInfo) -> None:
         if self.size == 1 or self.device.type != "cuda":
             return
         cards = torch.cuda.device_count()
@@ -50,26 +50,26 @@ class World:
             raise SpecError(f"{said} cannot serve {self.size} ranks; give device='cuda' and a card to each, or 'cpu'")
 
     @property
-    def leads(self) -> bool:
+    def is_leader(self) -> bool:
         """Whether this rank is the one that writes and prints."""
         return self.rank == 0
 
     @property
-    def worker(self) -> int:
+    def worker_index(self) -> int:
         """Which of those that work on something else each: its number among them, the same for ranks of one head."""
-        return self._number(WORK)[0]
+        return self._index_along(GRADIENT_DIMS)[0]
 
     @property
-    def workers(self) -> int:
+    def num_workers(self) -> int:
         """How many work on something else each."""
         return self.size // self.spread.tensor
 
     @property
-    def takers(self) -> int:
+    def num_data_shards(self) -> int:
         """How many learn from rows of their own: those of one context learn from the same."""
-        return self.workers // self.spread.context
+        return self.num_workers // self.spread.context
 
-    def _number(self, ways: Sequence[str]) -> tuple[int, int]:
+    def _index_along(self, ways: Sequence[str]) -> tuple[int, int]:
         """Its number among ranks that differ in these ways, and how many they are."""
         found, count = 0, 1
         for way in ways:
@@ -77,16 +77,16 @@ class World:
         return found, count
 
     @property
-    def mesh(self) -> DeviceMesh:
+    def device_mesh(self) -> DeviceMesh:
         """All ranks as torch's mesh, its dimensions named as WAYS are."""
-        if self._mesh is None:
-            self._mesh = init_device_mesh(self.device.type, self.spread.shape, mesh_dim_names=WAYS)
-        return self._mesh
+        if self._device_mesh is None:
+            self._device_mesh = init_device_mesh(self.device.type, self.spread.shape, mesh_dim_names=PARALLEL_DIMS)
+        return self._device_mesh
 
     def group(self, *ways: str) -> dist.ProcessGroup:
         """The ranks that differ from this one in nothing but these ways."""
         if ways not in self._groups:
-            circles = self.spread.circles(*ways)
+            circles = self.spread.rank_groups(*ways)
             self._groups[ways] = cast(dist.ProcessGroup, dist.new_subgroups_by_enumeration(circles)[0])
         return self._groups[ways]
 
@@ -98,22 +98,22 @@ class World:
         dist.all_gather_object(said, value)
         return said
 
-    def told(self, work: Callable[[], T]) -> T:
+    def told(self, function: Callable[[], T]) -> T:
         """What the leader's work gives, told to all; if it fails, they all fail."""
         if self.size == 1:
-            return work()
-        said: list[Any] = [_outcome(work) if self.leads else None]
+            return function()
+        said: list[Any] = [_run_safely(function) if self.is_leader else None]
         dist.broadcast_object_list(said)
         value, failure = said[0]
         if failure is not None:
             raise failure
         return value
 
-    def together(self, work: Callable[[], T]) -> T:
+    def run_on_all(self, function: Callable[[], T]) -> T:
         """What its own work gives each rank; if that of one fails, they all fail, and for its reason."""
         if self.size == 1:
-            return work()
-        value, failure = _outcome(work)
+            return function()
+        value, failure = _run_safely(function)
         failures = self.every(failure)
         if failure is not None and all(str(other) == str(failure) for other in failures):
             raise failure
@@ -129,42 +129,42 @@ class World:
                 return said, f" on rank {rank}" if self.size > 1 else ""
         return None
 
-    def any(self, said: bool) -> bool:
+    def any(self, value: bool) -> bool:
         """Whether any rank says so."""
         if self.size == 1:
-            return said
-        flag = torch.tensor(float(said), device=self.device)
+            return value
+        flag = torch.tensor(float(value), device=self.device)
         dist.all_reduce(flag, op=dist.ReduceOp.MAX)
         return bool(flag)
 
     def sum(self, own: Tensor) -> Tensor:
         """The sum over all that work on something else, in place of what is given."""
-        if self.workers > 1:
-            dist.all_reduce(own, group=self.group(*WORK))
+        if self.num_workers > 1:
+            dist.all_reduce(own, group=self.group(*GRADIENT_DIMS))
         return own
 
-    def share(self, batch: Batch, *ways: str) -> Share:
+    def share(self, batch: Batch, *ways: str) -> BatchShard:
         """What this rank takes of a batch that all of them have, where ranks of these ways take rows of their own."""
-        index, count = self._number(ways or WORK)
-        return share(batch, index, count)
+        index, count = self._index_along(ways or GRADIENT_DIMS)
+        return shard_batch(batch, index, count)
 
     @contextmanager
-    def leading(self, manager: AbstractContextManager[Any]) -> Iterator[None]:
+    def leader_context(self, manager: AbstractContextManager[Any]) -> Iterator[None]:
         """The leader inside this, and the others with it."""
         with ExitStack() as stack:
             self.told(lambda: stack.enter_context(manager) and None)
             yield
 
 
-def _outcome(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
+def _run_safely(function: Callable[[], T]) -> tuple[T | None, Exception | None]:
     """What a work gives, or how it fails; nothing else may end it, for others are waiting."""
     try:
-        return work(), None
-    except Failures as error:
-        return None, _sendable(error)
+        return function(), None
+    except SHARED_FAILURES as error:
+        return None, _picklable_error(error)
 
 
-def _sendable(error: Exception) -> Exception:
+def _picklable_error(error: Exception) -> Exception:
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:  # whatever it cannot be sent for

@@ -10,14 +10,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .decoding_config import Decoding
-from .decoding_state import Course
-from .sampling import NEVER, penalised
+from .decoding_config import DecodingConfig
+from .decoding_state import DecodingState
+from .sampling import NEG_INF, apply_repetition_penalty
 
-Ended = Callable[[Sequence[int]], bool]  # whether an answer of these ids is over
+IsFinished = Callable[[Sequence[int]], bool]  # whether an answer of these ids is over
 
 
-class Followed(NamedTuple):
+class BeamHypothesis(NamedTuple):
     """An answer: its ids, and the sum of their log-likelihoods; once it is over, its score."""
 
     value: float
@@ -25,7 +25,7 @@ class Followed(NamedTuple):
 
 
 @dataclass
-class Search:
+class BeamSearch:
     """The answers of one prompt: at most `beams` that go on, and as many that are over, both best first.
 
     Of all answers one token longer the likeliest are looked at, enough that `beams` of them go on whatever ends. One
@@ -34,65 +34,65 @@ class Search:
     over.
     """
 
-    how: Decoding
+    how: DecodingConfig
     count: int
     ends: frozenset[int]
-    ended: Ended
-    going: list[Followed] = field(default_factory=lambda: [Followed(0.0, ())])
-    over: list[Followed] = field(default_factory=list)
+    ended: IsFinished
+    active: list[BeamHypothesis] = field(default_factory=lambda: [BeamHypothesis(0.0, ())])
+    over: list[BeamHypothesis] = field(default_factory=list)
 
-    def step(self, likely: Tensor) -> list[int]:
+    def step(self, log_probs: Tensor) -> list[int]:
         """One token more, by log-likelihoods [going, tokens]; which of those before each that goes on continues."""
-        sums = torch.tensor([[one.value] for one in self.going], dtype=torch.float64) + likely.double().cpu()
+        sums = torch.tensor([[one.value] for one in self.active], dtype=torch.float64) + log_probs.double().cpu()
         looked = max(2, 1 + len(self.ends)) * self.how.beams
         values, places = sums.flatten().topk(min(looked, sums.numel()))
-        before, self.going = self.going, []
+        before, self.active = self.active, []
         parents: list[int] = []
         for rank, (value, place) in enumerate(zip(values.tolist(), places.tolist(), strict=True)):
             parent, one = divmod(place, sums.shape[1])
-            answer = Followed(value, (*before[parent].ids, one))
-            if value == NEVER:
+            answer = BeamHypothesis(value, (*before[parent].ids, one))
+            if value == NEG_INF:
                 break
             if len(answer.ids) == self.count or self.ended(answer.ids):
-                self._finish(answer, rank)
-            elif len(self.going) < self.how.beams:
-                self.going.append(answer)
+                self._add_finished(answer, rank)
+            elif len(self.active) < self.how.beams:
+                self.active.append(answer)
                 parents.append(parent)
-        if self._decided:
-            self.going = []
-        return parents[: len(self.going)]
+        if self._is_decided:
+            self.active = []
+        return parents[: len(self.active)]
 
-    def _finish(self, answer: Followed, rank: int) -> None:
+    def _add_finished(self, answer: BeamHypothesis, rank: int) -> None:
         if rank < self.how.beams:
             score = answer.value / len(answer.ids) ** self.how.length_penalty
-            self.over = sorted([*self.over, Followed(score, answer.ids)], key=lambda one: -one.value)[: self.how.beams]
+            self.over = sorted([*self.over, BeamHypothesis(score, answer.ids)], key=lambda one: -one.value)[: self.how.beams]
 
     @property
-    def _decided(self) -> bool:
+    def _is_decided(self) -> bool:
         """Whether what goes on comes too late: a sum only falls, so its best score is that over the kindest length."""
-        if not self.going or len(self.over) < self.how.best:
+        if not self.active or len(self.over) < self.how.best:
             return False
-        kindest = self.count if self.how.length_penalty > 0 else len(self.going[0].ids)
-        return self.going[0].value / kindest**self.how.length_penalty <= self.over[self.how.best - 1].value
+        kindest = self.count if self.how.length_penalty > 0 else len(self.active[0].ids)
+        return self.active[0].value / kindest**self.how.length_penalty <= self.over[self.how.best - 1].value
 
 
-def followed(course: Course, how: Decoding, ends: frozenset[int], ended: Ended) -> list[list[Followed]]:
+def run_beam_search(state: DecodingState, config: DecodingConfig, end_ids: frozenset[int], is_finished: IsFinished) -> list[list[BeamHypothesis]]:
     """The `best` answers behind each prompt of a course, best first, their ends included.
 
     As transformers has it, a penalty for repetition reaches log-likelihoods, which are not brought to sum to one again.
     """
-    searches = [Search(how, course.count, ends, ended) for _ in course.rows]
-    while course.rows:
-        logits = course.logits.to(torch.promote_types(course.logits.dtype, torch.float32))
-        likely = penalised(logits.log_softmax(-1), course.texts, how.repetition)
+    searches = [BeamSearch(config, state.count, end_ids, is_finished) for _ in state.rows]
+    while state.rows:
+        logits = state.logits.to(torch.promote_types(state.logits.dtype, torch.float32))
+        likely = apply_repetition_penalty(logits.log_softmax(-1), state.texts, config.repetition)
         index, ids, at = list[int](), list[int](), 0
-        for prompt, rows in groupby(course.rows):
+        for prompt, rows in groupby(state.rows):
             own = likely[at : (stop := at + len(list(rows)))]
             index += [at + parent for parent in searches[prompt].step(own)]
-            ids += [answer.ids[-1] for answer in searches[prompt].going]
+            ids += [answer.ids[-1] for answer in searches[prompt].active]
             at = stop
         if not index:
             break
-        course.keep(index)
-        course.say(ids)
-    return [search.over[: how.best] for search in searches]
+        state.keep(index)
+        state.append_tokens(ids)
+    return [search.over[: config.best] for search in searches]

@@ -9,11 +9,11 @@ from typing import Any
 
 from ..errors import SpecError, suggest
 
-COMPILE = ("off", "auto", "on")
+COMPILE_MODES = ("off", "auto", "on")
 
 
 @dataclass(frozen=True)
-class Decoding:
+class DecodingConfig:
     """What tokens are drawn from, how many answers are followed at once, and where an answer ends.
 
     Logits of tokens that were read or written before are first pushed down by `repetition` (1909.05858), then divided
@@ -26,7 +26,7 @@ class Decoding:
     last position that a model knows, it goes on from its last `window` tokens. Steps of one token are compiled, "on",
     "off", or "auto" where so many are asked for that it pays.
 
-    >>> Decoding(top_p=0.0)
+    >>> DecodingConfig(top_p=0.0)
     Traceback (most recent call last):
     headwise.errors.SpecError: top_p=0.0 keeps no token; give more than 0 and at most 1, or leave it out
     """
@@ -48,22 +48,22 @@ class Decoding:
             _check_count(name, getattr(self, name), "leave it out")
         for name in ("top_p", "min_p"):
             share = getattr(self, name)
-            if share is not None and not (_number(share) and 0 < share <= 1):
+            if share is not None and not (_is_number(share) and 0 < share <= 1):
                 keeps = "keeps no token" if name == "top_p" else "is no share"
                 raise SpecError(f"{name}={share!r} {keeps}; give more than 0 and at most 1, or leave it out")
-        if not (_number(self.repetition) and self.repetition > 0):
+        if not (_is_number(self.repetition) and self.repetition > 0):
             raise SpecError(f"repetition={self.repetition!r} is no penalty; give 1 for none, 1.2 for a mild one")
-        if not _number(self.length_penalty):
+        if not _is_number(self.length_penalty):
             raise SpecError(f"length_penalty={self.length_penalty!r} is no number; give 0 for none, 1 for the mean")
         for name in ("beams", "best"):
             _check_count(name, getattr(self, name) or 0, f"give {name}=1 for one answer")
         if self.best > self.beams:
             raise SpecError(f"best={self.best} of beams={self.beams} answers cannot be told; give beams={self.best}")
-        if self.compile not in COMPILE:
-            raise SpecError(f"compile={self.compile!r} is unknown; {suggest(str(self.compile), COMPILE)}")
-        object.__setattr__(self, "stop", _stops(self.stop))
+        if self.compile not in COMPILE_MODES:
+            raise SpecError(f"compile={self.compile!r} is unknown; {suggest(str(self.compile), COMPILE_MODES)}")
+        object.__setattr__(self, "stop", _parse_stops(self.stop))
         if self.end is not None:
-            object.__setattr__(self, "end", _ids("end", self.end))
+            object.__setattr__(self, "end", _parse_ids("end", self.end))
 
     @property
     def filters(self) -> dict[str, float]:
@@ -76,65 +76,65 @@ class Decoding:
         """The texts that stop an answer."""
         return tuple(one for one in self.stop if isinstance(one, str))
 
-    def ends(self, usual: Iterable[int]) -> frozenset[int]:
+    def ends(self, default_ids: Iterable[int]) -> frozenset[int]:
         """The ids that an answer stops before; `usual` are the model's own."""
-        told = usual if self.end is None else self.end
+        told = default_ids if self.end is None else self.end
         return frozenset([*told, *(one for one in self.stop if isinstance(one, int))])
 
 
-def check_together(how: Decoding, temperature: float, vocabulary: int) -> None:
+def check_decoding(config: DecodingConfig, temperature: float, vocab_size: int) -> None:
     """Refuse what cannot be meant together, at this temperature and of so many tokens.
 
-    >>> check_together(Decoding(beams=12), 0.0, 11)
+    >>> check_decoding(DecodingConfig(beams=12), 0.0, 11)
     Traceback (most recent call last):
     headwise.errors.SpecError: beams=12 are more than the 11 tokens an answer can begin with; give at most beams=11
     """
-    if not isinstance(how, Decoding):
-        raise SpecError(f"how={how!r} is no way to decode; give Decoding(top_p=0.9), say")
-    if not (_number(temperature) and temperature >= 0):
+    if not isinstance(config, DecodingConfig):
+        raise SpecError(f"how={config!r} is no way to decode; give Decoding(top_p=0.9), say")
+    if not (_is_number(temperature) and temperature >= 0):
         raise SpecError(f"temperature={temperature!r} cannot be; give 0 for the likeliest token, or 0.8 to draw")
-    if how.beams > 1 and temperature:
-        fact = f"beams={how.beams} follow the likeliest answers, and temperature={temperature} draws some"
+    if config.beams > 1 and temperature:
+        fact = f"beams={config.beams} follow the likeliest answers, and temperature={temperature} draws some"
         raise SpecError(f"{fact}; give temperature=0, or beams=1")
-    if how.beams > vocabulary:
-        fact = f"beams={how.beams} are more than the {vocabulary} tokens an answer can begin with"
-        raise SpecError(f"{fact}; give at most beams={vocabulary}")
-    if how.filters and not temperature:
-        name, value = next(iter(how.filters.items()))
-        says = "beams follow the likeliest" if how.beams > 1 else "temperature=0 takes the likeliest"
+    if config.beams > vocab_size:
+        fact = f"beams={config.beams} are more than the {vocab_size} tokens an answer can begin with"
+        raise SpecError(f"{fact}; give at most beams={vocab_size}")
+    if config.filters and not temperature:
+        name, value = next(iter(config.filters.items()))
+        says = "beams follow the likeliest" if config.beams > 1 else "temperature=0 takes the likeliest"
         raise SpecError(f"{name}={value} is for drawing, but {says}; give temperature=1, or leave {name} out")
-    for one in how.ends(()):
-        if one >= vocabulary:
-            raise SpecError(f"the id {one} cannot end an answer of {vocabulary} tokens; give 0..{vocabulary - 1}")
+    for one in config.ends(()):
+        if one >= vocab_size:
+            raise SpecError(f"the id {one} cannot end an answer of {vocab_size} tokens; give 0..{vocab_size - 1}")
 
 
-def _number(said: Any) -> bool:
+def _is_number(said: Any) -> bool:
     return isinstance(said, (int, float)) and not isinstance(said, bool) and math.isfinite(said)
 
 
-def _whole(said: Any) -> bool:
+def _is_whole_number(said: Any) -> bool:
     return isinstance(said, int) and not isinstance(said, bool)
 
 
-def _check_count(name: str, said: Any, remedy: str) -> None:
-    if said is not None and not (_whole(said) and said >= 1):
-        raise SpecError(f"{name}={said!r} is no count; give a whole number of at least 1, or {remedy}")
+def _check_count(name: str, value: Any, remedy: str) -> None:
+    if value is not None and not (_is_whole_number(value) and value >= 1):
+        raise SpecError(f"{name}={value!r} is no count; give a whole number of at least 1, or {remedy}")
 
 
-def _stops(said: Any) -> tuple[str | int, ...]:
+def _parse_stops(said: Any) -> tuple[str | int, ...]:
     """Texts and ids, from one of them or several."""
     told = (said,) if isinstance(said, (str, int)) else tuple(said)
     for one in told:
-        if not (one if isinstance(one, str) else _whole(one) and one >= 0):
+        if not (one if isinstance(one, str) else _is_whole_number(one) and one >= 0):
             raise SpecError(f"stop={one!r} stops nothing; give a text that is not empty, or an id")
     return told
 
 
-def _ids(name: str, said: Any) -> tuple[int, ...]:
-    told = (said,) if _whole(said) else tuple(said)
-    if not all(_whole(one) and one >= 0 for one in told):
+def _parse_ids(name: str, said: Any) -> tuple[int, ...]:
+    told = (said,) if _is_whole_number(said) else tuple(said)
+    if not all(_is_whole_number(one) and one >= 0 for one in told):
         raise SpecError(f"{name}={said!r} holds no ids; give whole numbers such as {name}=2")
     return told
 
 
-USUAL = Decoding()
+DEFAULT_DECODING = DecodingConfig()

@@ -11,19 +11,19 @@ from torch import Tensor
 from ..errors import SpecError
 from ..masking.sequence_info import SequenceInfo
 from ..model_spec import ModelSpec, StackSpec
-from ..models.embeddings_heads import last
-from ..models.model_cache import Memory
+from ..models.embeddings_heads import pool_last
+from ..models.model_cache import EncoderOutput
 from ..models.transformer import Transformer
-from .compiled_step import RAGGED, chosen, compiled
-from .decoding_config import USUAL, Decoding
-from .sampling import Past
-from .text_output import Answer
+from .compiled_step import UNEQUAL_LENGTHS, decide_compile, compile_decode_step
+from .decoding_config import DEFAULT_DECODING, DecodingConfig
+from .sampling import TokenHistory
+from .text_output import Completion
 
-WORTH = 0.75  # rows are left out of the caches once no more than this share of them goes on: copying costs a few steps
-Choose = Callable[[Tensor, Past], list[int]]
+COMPACTION_THRESHOLD = 0.75  # rows are left out of the caches once no more than this share of them goes on: copying costs a few steps
+TokenChooser = Callable[[Tensor, TokenHistory], list[int]]
 
 
-class Course:
+class DecodingState:
     """Rows of several lengths behind which tokens are said. `logits` [rows, tokens] are of what comes next.
 
     `rows` are the numbers of the prompts that are still there, `texts` all ids of each. The model takes them as far as
@@ -36,50 +36,50 @@ class Course:
         net: Transformer,
         prompt: Tensor,
         *,
-        count: int,
-        tokens: SequenceInfo | None = None,
-        memory: Memory | None = None,
-        how: Decoding = USUAL,
+        max_new_tokens: int,
+        sequence: SequenceInfo | None = None,
+        encoder_output: EncoderOutput | None = None,
+        config: DecodingConfig = DEFAULT_DECODING,
     ) -> None:
-        window = how.window
-        told = chosen(net, how.compile, count)
-        alike = tokens is None or tokens.start is not None
-        self.choice = told if alike or not told.compiled else RAGGED
-        self._graph = compiled(net) if self.choice.compiled else None
-        self._first = True  # no step was made yet that found out what a graph takes for granted
-        self.net, self.memory, self.count, self.window = net, memory, count, window
-        self.texts = _live(prompt, tokens)
+        window = config.window
+        told = decide_compile(net, config.compile, max_new_tokens)
+        alike = sequence is None or sequence.start is not None
+        self.choice = told if alike or not told.should_compile else UNEQUAL_LENGTHS
+        self._compiled_step = compile_decode_step(net) if self.choice.should_compile else None
+        self._is_first_step = True  # no step was made yet that found out what a graph takes for granted
+        self.net, self.memory, self.count, self.window = net, encoder_output, max_new_tokens, window
+        self.texts = _real_token_ids(prompt, sequence)
         self.rows = list(range(len(self.texts)))
-        self._longest = longest(net.described.stacks[-1])
-        self._held = [len(text) for text in self.texts]  # how many tokens of each row the caches hold
-        check_room(net.described, max(self._held), count, window)
-        self._read(prompt, tokens)
+        self._max_positions = max_positions(net.spec.stacks[-1])
+        self._cached_lengths = [len(text) for text in self.texts]  # how many tokens of each row the caches hold
+        check_prompt_length(net.spec, max(self._cached_lengths), max_new_tokens, window)
+        self._prefill(prompt, sequence)
 
-    def _read(self, ids: Tensor, tokens: SequenceInfo | None) -> None:
+    def _prefill(self, ids: Tensor, tokens: SequenceInfo | None) -> None:
         """Begin with these."""
         at = tokens or SequenceInfo.contiguous(0, ids.shape[1], ids.device)
         self.cache = self.net.cache(batch=len(ids), capacity=ids.shape[1] + self.count)
-        h = self.net.hidden(ids, tokens=at, source=self.memory, cache=self.cache)
-        self.logits = self.net.read(last(h, at)[:, None])[:, 0]
+        h = self.net.hidden(ids, sequence=at, source=self.memory, cache=self.cache)
+        self.logits = self.net.read(pool_last(h, at)[:, None])[:, 0]
 
-    def say(self, ids: Sequence[int]) -> None:
+    def append_tokens(self, ids: Sequence[int]) -> None:
         """One more token of each row."""
-        self._held = [held + 1 for held in self._held]
+        self._cached_lengths = [held + 1 for held in self._cached_lengths]
         for text, one in zip(self.texts, ids, strict=True):
             text.append(one)
-        if self._longest is not None and max(self._held) > self._longest:
-            self._again(self._longest)
+        if self._max_positions is not None and max(self._cached_lengths) > self._max_positions:
+            self._restart_long_rows(self._max_positions)
             return
         x = torch.tensor(ids, device=self.logits.device)[:, None]
-        graph = None if self._first or not self.cache.foreseen else self._graph
-        self._first = False
+        graph = None if self._is_first_step or not self.cache.is_predictable else self._compiled_step
+        self._is_first_step = False
         self.logits = (graph or self.net)(x, source=self.memory, cache=self.cache)[:, -1]
 
-    def _again(self, longest: int) -> None:
+    def _restart_long_rows(self, longest: int) -> None:
         """Rows beyond the last position begin with the end of their text; the others with what they had."""
-        self._held = [held if held <= longest else self.window or 1 for held in self._held]
-        ends = [text[-held:] for text, held in zip(self.texts, self._held, strict=True)]
-        self._read(*side_by_side(ends, self.logits.device))
+        self._cached_lengths = [held if held <= longest else self.window or 1 for held in self._cached_lengths]
+        ends = [text[-held:] for text, held in zip(self.texts, self._cached_lengths, strict=True)]
+        self._prefill(*pad_left(ends, self.logits.device))
 
     def keep(self, index: Sequence[int]) -> None:
         """These of the rows, in this order; one may be taken twice."""
@@ -90,32 +90,32 @@ class Course:
         if self.memory is not None and rows != self.rows:
             self.memory = self.memory.rows(at)
         self.rows, self.logits = rows, self.logits[at]
-        self._held = [self._held[n] for n in index]
+        self._cached_lengths = [self._cached_lengths[n] for n in index]
         self.texts = [list(self.texts[n]) for n in index]
 
 
-def steps(course: Course, choose: Choose, answers: Sequence[Answer], count: int) -> Iterator[None]:
+def run_decode_steps(state: DecodingState, choose: TokenChooser, completions: Sequence[Completion], max_new_tokens: int) -> Iterator[None]:
     """One token of every answer that is not over, up to `count` of each; `answers` have one for each prompt."""
     ids: list[int] = []
-    for _ in range(count):
+    for _ in range(max_new_tokens):
         if ids:
-            course.say(ids)
-        ids = choose(course.logits, course.texts)
-        for row, one in zip(course.rows, ids, strict=True):
-            answers[row].take(one)
+            state.append_tokens(ids)
+        ids = choose(state.logits, state.texts)
+        for row, one in zip(state.rows, ids, strict=True):
+            completions[row].take(one)
         yield
-        going = [n for n, row in enumerate(course.rows) if not answers[row].over]
+        going = [n for n, row in enumerate(state.rows) if not completions[row].over]
         if not going:
             break
-        if len(going) <= WORTH * len(ids):
-            course.keep(going)
+        if len(going) <= COMPACTION_THRESHOLD * len(ids):
+            state.keep(going)
             ids = [ids[n] for n in going]
-    for answer in answers:
+    for answer in completions:
         answer.close()
 
 
 @contextmanager
-def answering(net: Transformer) -> Iterator[None]:
+def eval_mode(net: Transformer) -> Iterator[None]:
     """The model set to answer and not to train, and as it was thereafter."""
     training = [module for module in net.modules() if module.training]
     try:
@@ -127,10 +127,10 @@ def answering(net: Transformer) -> Iterator[None]:
             module.training = True
 
 
-def side_by_side(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, SequenceInfo | None]:
+def pad_left(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, SequenceInfo | None]:
     """Ids [rows, tokens], padded on the left where rows differ, and where their tokens then stand.
 
-    >>> ids, tokens = side_by_side([[3, 1, 4], [1]], torch.device("cpu"))
+    >>> ids, tokens = pad_left([[3, 1, 4], [1]], torch.device("cpu"))
     >>> ids.tolist(), tokens.segment.tolist()
     ([[3, 1, 4], [0, 0, 1]], [[0, 0, 0], [-1, -1, 0]])
     """
@@ -139,7 +139,7 @@ def side_by_side(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[T
     return ids, None if min(lengths) == max(lengths) else SequenceInfo.from_batch(ids, lengths=lengths, pad="left")
 
 
-def longest(stack: StackSpec) -> int | None:
+def max_positions(stack: StackSpec) -> int | None:
     """How many positions a stack knows, counted from 0; None when there is no last one."""
     positions = stack.embedding.positions if stack.embedding else None
     told = [positions.length if positions and positions.kind == "learned" else None]
@@ -153,41 +153,41 @@ def longest(stack: StackSpec) -> int | None:
     return min((length for length in told if length is not None), default=None)
 
 
-def check_room(described: ModelSpec, prompt: int, count: int, window: int | None) -> None:
+def check_prompt_length(spec: ModelSpec, prompt_length: int, max_new_tokens: int, window: int | None) -> None:
     """Refuse what does not fit into the positions of the last stack.
 
     >>> from headwise import families
-    >>> check_room(families.read({"model_type": "gpt2", "n_positions": 8}), 5, 6, None)
+    >>> check_prompt_length(families.read({"model_type": "gpt2", "n_positions": 8}), 5, 6, None)
     Traceback (most recent call last):
     ValueError: 5 tokens and 6 new ones are 2 more than the 8 positions of gpt2 can take; ask for at most 4 new ...
     """
-    known = longest(described.stacks[-1])
+    known = max_positions(spec.stacks[-1])
     if known is None:
         return
-    where = f"the {known} positions of {described.name}"
+    where = f"the {known} positions of {spec.name}"
     if window is not None and window > known:
         raise ValueError(f"window={window} is more than {where}; give at most window={known}")
-    if prompt > known:
-        raise ValueError(f"{prompt} tokens are {prompt - known} more than {where}; read the last with window={known}")
-    beyond = prompt + count - 1 - known  # the last new token is not read
+    if prompt_length > known:
+        raise ValueError(f"{prompt_length} tokens are {prompt_length - known} more than {where}; read the last with window={known}")
+    beyond = prompt_length + max_new_tokens - 1 - known  # the last new token is not read
     if beyond > 0 and window is None:
-        fact = f"{prompt} tokens and {count} new ones are {beyond} more than {where} can take"
-        first = f"ask for at most {count - beyond} new ones"
+        fact = f"{prompt_length} tokens and {max_new_tokens} new ones are {beyond} more than {where} can take"
+        first = f"ask for at most {max_new_tokens - beyond} new ones"
         raise ValueError(f"{fact}; {first}, or go on from the last tokens alone with window={max(1, known // 2)}")
 
 
-def check_says(described: ModelSpec) -> int:
+def require_language_model(spec: ModelSpec) -> int:
     """How many tokens its first head tells apart; refuse a model that does not say which token comes next."""
-    embedding = described.stacks[-1].embedding
+    embedding = spec.stacks[-1].embedding
     known = embedding.tokens if embedding else 0
-    head = described.heads[0] if described.heads else None
+    head = spec.heads[0] if spec.heads else None
     if not known or head is None or head.at != "each" or head.outputs != known:
         wanted = f"Head('tokens', {known})" if known else "one over tokens that it also reads"
-        raise SpecError(f"{described.name} does not say which token comes next; its first head must be {wanted}")
+        raise SpecError(f"{spec.name} does not say which token comes next; its first head must be {wanted}")
     return known
 
 
-def _live(prompt: Tensor, tokens: SequenceInfo | None) -> list[list[int]]:
+def _real_token_ids(prompt: Tensor, tokens: SequenceInfo | None) -> list[list[int]]:
     rows: list[list[int]] = prompt.tolist()
     if tokens is None or tokens.start is not None:
         return rows

@@ -12,19 +12,19 @@ from torch import Tensor
 from ..errors import SpecError
 from ..models.transformer import Transformer
 from ..ops.counter_rng import RandomStream
-from .beam_search import Followed, followed
-from .compiled_step import Tell, unheard
-from .decoding_config import USUAL, Decoding, check_together
-from .decoding_state import Choose, Course, answering, check_says, steps
-from .prompts import Given, begun, taken
-from .sampling import Past, pick
-from .text_output import Answer, Telling, words_of
+from .beam_search import BeamHypothesis, run_beam_search
+from .compiled_step import CompileReporter, ignore_decision
+from .decoding_config import DEFAULT_DECODING, DecodingConfig, check_decoding
+from .decoding_state import TokenChooser, DecodingState, eval_mode, require_language_model, run_decode_steps
+from .prompts import PromptBatch, prepare_decoder_input, parse_prompts
+from .sampling import TokenHistory, sample_tokens
+from .text_output import Completion, IncrementalDetokenizer, load_tokenizers
 
-Seed = int | Sequence[int] | None
-END = object()  # behind the last step
+SeedOrSeeds = int | Sequence[int] | None
+STEPS_FINISHED = object()  # behind the last step
 
 
-class Said(NamedTuple):
+class GenerationOutput(NamedTuple):
     """An answer: its ids, its text where there is a tokenizer, and its score if several were followed."""
 
     ids: list[int]
@@ -38,8 +38,8 @@ def generate(
     *,
     max_new_tokens: int = 64,
     temperature: float = 0.0,
-    how: Decoding = USUAL,
-    seed: Seed = None,
+    config: DecodingConfig = DEFAULT_DECODING,
+    seed: SeedOrSeeds = None,
 ) -> Any:
     """What a model says behind a prompt: new ids behind ids, text behind text, and a list of either for a list.
 
@@ -59,11 +59,11 @@ def generate(
     Traceback (most recent call last):
     ValueError: 3 tokens and 9 new ones are 3 more than the 8 positions of gpt2 can take; ask for at most 6 new ...
     """
-    asked = Asked.of(model, max_new_tokens, temperature, how)
-    given = taken(model, ids_or_text, how.window)
-    found = asked.answers(given, streams_of(seed, len(given.rows)) if temperature else ())
+    asked = TextGenerator.of(model, max_new_tokens, temperature, config)
+    given = parse_prompts(model, ids_or_text, config.window)
+    found = asked.answers(given, make_random_streams(seed, len(given.rows)) if temperature else ())
     said = [[one.text if given.kind == "text" else one.ids for one in best] for best in found]
-    plain = [best if how.best > 1 else best[0] for best in said]
+    plain = [best if config.best > 1 else best[0] for best in said]
     return plain[0] if given.form == "alone" else plain
 
 
@@ -73,8 +73,8 @@ def stream(
     *,
     max_new_tokens: int = 64,
     temperature: float = 0.0,
-    how: Decoding = USUAL,
-    seed: Seed = None,
+    config: DecodingConfig = DEFAULT_DECODING,
+    seed: SeedOrSeeds = None,
 ) -> Iterator[Any]:
     """What `generate` says behind one prompt, as it comes: ids, or pieces of text that stay whatever follows.
 
@@ -84,25 +84,25 @@ def stream(
     >>> list(stream(net, [3, 1, 4], max_new_tokens=5)) == generate(net, [3, 1, 4], max_new_tokens=5)
     True
     """
-    asked = Asked.of(model, max_new_tokens, temperature, how)
-    given = taken(model, ids_or_text, how.window)
+    asked = TextGenerator.of(model, max_new_tokens, temperature, config)
+    given = parse_prompts(model, ids_or_text, config.window)
     if given.form == "together":
         raise ValueError(f"{len(given.rows)} prompts cannot be told as they come; give one, or call generate")
-    if how.beams > 1:
-        raise SpecError(f"beams={how.beams} are decided at the end; call generate, or give beams=1")
-    return asked.pieces(given, streams_of(seed, 1) if temperature else ())
+    if config.beams > 1:
+        raise SpecError(f"beams={config.beams} are decided at the end; call generate, or give beams=1")
+    return asked.pieces(given, make_random_streams(seed, 1) if temperature else ())
 
 
-def streams_of(seed: Seed, count: int, first: int = 0) -> list[RandomStream]:
+def make_random_streams(seed: SeedOrSeeds, count: int, first_row: int = 0) -> list[RandomStream]:
     """What each of so many rows draws from; without a seed, one from torch's own generator.
 
-    >>> [row.number for row in streams_of(7, 2)], [row.seed for row in streams_of([7, 5], 2)]
+    >>> [row.number for row in make_random_streams(7, 2)], [row.seed for row in make_random_streams([7, 5], 2)]
     ([0, 1], [7, 5])
     """
     if seed is None:
         seed = int(torch.randint(2**63 - 1, ()))
     if isinstance(seed, int) and not isinstance(seed, bool):
-        return [RandomStream(seed, first + n) for n in range(count)]
+        return [RandomStream(seed, first_row + n) for n in range(count)]
     told = list(seed) if isinstance(seed, (list, tuple, range)) else []
     if len(told) != count or not all(isinstance(one, int) and not isinstance(one, bool) for one in told):
         raise SpecError(f"seed={seed!r} is no seed for {count} rows; give a whole number, or one for each row")
@@ -110,101 +110,101 @@ def streams_of(seed: Seed, count: int, first: int = 0) -> list[RandomStream]:
 
 
 @dataclass(frozen=True)
-class Asked:
+class TextGenerator:
     """A model, and how it is to answer; `tell` hears whether steps are compiled, and why, whenever texts are begun."""
 
     net: Transformer
     count: int
     temperature: float
-    how: Decoding
-    tell: Tell = unheard
+    how: DecodingConfig
+    tell: CompileReporter = ignore_decision
 
     @staticmethod
-    def of(net: Transformer, count: int, temperature: float, how: Decoding, tell: Tell = unheard) -> Asked:
+    def of(net: Transformer, max_new_tokens: int, temperature: float, config: DecodingConfig, report_compile: CompileReporter = ignore_decision) -> TextGenerator:
         """The same, if it can be meant."""
         if not isinstance(net, Transformer):
             raise ValueError(f"model is of type {type(net).__name__}; give what hw.build or hw.load returned")
-        check_together(how, temperature, check_says(net.described))
-        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-            raise ValueError(f"max_new_tokens={count!r} cannot be; give a whole number of at least 1")
-        return Asked(net, count, temperature, how, tell)
+        check_decoding(config, temperature, require_language_model(net.spec))
+        if not isinstance(max_new_tokens, int) or isinstance(max_new_tokens, bool) or max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens={max_new_tokens!r} cannot be; give a whole number of at least 1")
+        return TextGenerator(net, max_new_tokens, temperature, config, report_compile)
 
     @property
     def ends(self) -> frozenset[int]:
         """The ids that an answer stops before."""
         return self.how.ends(self.net.usage.end)
 
-    def answers(self, given: Given, streams: Sequence[RandomStream] = ()) -> list[list[Said]]:
+    def answers(self, prompts: PromptBatch, streams: Sequence[RandomStream] = ()) -> list[list[GenerationOutput]]:
         """The answers to each prompt, best first."""
-        found = [self.answer(given.kind, row) for row in given.rows]
-        with answering(self.net):
-            course = self._course(given)
+        found = [self.answer(prompts.kind, row) for row in prompts.rows]
+        with eval_mode(self.net):
+            course = self._start_decoding(prompts)
             if self.how.beams > 1:
-                return self._followed(course, given)
-            for _ in steps(course, self._choose(course, streams), found, self.count):
+                return self._beam_search(course, prompts)
+            for _ in run_decode_steps(course, self._make_chooser(course, streams), found, self.count):
                 pass
-        return [[_said(answer, given.kind)] for answer in found]
+        return [[_make_output(answer, prompts.kind)] for answer in found]
 
-    def pieces(self, given: Given, streams: Sequence[RandomStream] = ()) -> Iterator[Any]:
+    def pieces(self, prompts: PromptBatch, streams: Sequence[RandomStream] = ()) -> Iterator[Any]:
         """The answer to one prompt, as it comes."""
-        answer = self.answer(given.kind, given.rows[0])
-        with answering(self.net):
-            course = self._course(given)
-        return self._told(answer, given.kind, steps(course, self._choose(course, streams), [answer], self.count))
+        answer = self.answer(prompts.kind, prompts.rows[0])
+        with eval_mode(self.net):
+            course = self._start_decoding(prompts)
+        return self._iter_pieces(answer, prompts.kind, run_decode_steps(course, self._make_chooser(course, streams), [answer], self.count))
 
-    def _told(self, answer: Answer, kind: str, going: Iterator[None]) -> Iterator[Any]:
+    def _iter_pieces(self, answer: Completion, kind: str, going: Iterator[None]) -> Iterator[Any]:
         while True:
-            with answering(self.net):  # and not while whoever reads does something else with it
-                last = next(going, END)
+            with eval_mode(self.net):  # and not while whoever reads does something else with it
+                last = next(going, STEPS_FINISHED)
             if kind == "ids":
-                yield from answer.fresh_ids()
-            elif piece := answer.fresh_text():
+                yield from answer.take_new_ids()
+            elif piece := answer.take_new_text():
                 yield piece
-            if last is END:
+            if last is STEPS_FINISHED:
                 return
 
-    def _course(self, given: Given) -> Course:
-        prompt = begun(self.net, given.rows, next(self.net.parameters()).device)
+    def _start_decoding(self, given: PromptBatch) -> DecodingState:
+        prompt = prepare_decoder_input(self.net, given.rows, next(self.net.parameters()).device)
         told = {"tokens": prompt.tokens, "memory": prompt.memory, "how": self.how}
-        course = Course(self.net, prompt.ids, count=self.count, **told)
+        course = DecodingState(self.net, prompt.ids, max_new_tokens=self.count, **told)
         self.tell(course.choice)
         return course
 
-    def _choose(self, course: Course, streams: Sequence[RandomStream]) -> Choose:
+    def _make_chooser(self, course: DecodingState, streams: Sequence[RandomStream]) -> TokenChooser:
         """Each row draws from the stream of its prompt."""
 
-        def choose(logits: Tensor, past: Past) -> list[int]:
+        def choose(logits: Tensor, past: TokenHistory) -> list[int]:
             own = [streams[row] for row in course.rows] if streams else ()
-            return pick(logits, past, temperature=self.temperature, how=self.how, streams=own)
+            return sample_tokens(logits, past, temperature=self.temperature, config=self.how, streams=own)
 
         return choose
 
-    def answer(self, kind: str, prompt: list[int]) -> Answer:
+    def answer(self, kind: str, prompt: list[int]) -> Completion:
         """An answer that is still empty; where ids are asked for, text matters only if it may stop them."""
         if kind == "ids" and not self.how.words:
-            return Answer(self.ends)
-        before = prompt if self.net.described.kind == "decoder" else ()
-        return Answer(self.ends, self.how.words, Telling(words_of(self.net)[1], before))
+            return Completion(self.ends)
+        before = prompt if self.net.spec.kind == "decoder" else ()
+        return Completion(self.ends, self.how.words, IncrementalDetokenizer(load_tokenizers(self.net)[1], before))
 
-    def _followed(self, course: Course, given: Given) -> list[list[Said]]:
+    def _beam_search(self, course: DecodingState, given: PromptBatch) -> list[list[GenerationOutput]]:
         ends, stops = self.ends, self.how.words
-        words = words_of(self.net)[1] if stops else None
+        words = load_tokenizers(self.net)[1] if stops else None
 
         def ended(ids: Sequence[int]) -> bool:
             return ids[-1] in ends or (words is not None and any(stop in words.text(ids) for stop in stops))
 
-        found = followed(course, self.how, ends, ended)
+        found = run_beam_search(course, self.how, ends, ended)
         return [
-            [self._scored(one, given.kind, row) for one in best] for best, row in zip(found, given.rows, strict=True)
+            [self._beam_output(one, given.kind, row) for one in best] for best, row in zip(found, given.rows, strict=True)
         ]
 
-    def _scored(self, one: Followed, kind: str, prompt: list[int]) -> Said:
+    def _beam_output(self, one: BeamHypothesis, kind: str, prompt: list[int]) -> GenerationOutput:
         answer = self.answer(kind, prompt)
         for token in one.ids:
             answer.take(token)
         answer.close()
-        return _said(answer, kind)._replace(score=one.value)
+        return _make_output(answer, kind)._replace(score=one.value)
 
 
-def _said(answer: Answer, kind: str) -> Said:
-    return Said(answer.ids, answer.text if kind == "text" else None)
+def _make_output(answer: Completion, kind: str) -> GenerationOutput:
+    return GenerationOutput(answer.ids, answer.text if kind == "text" else None)

@@ -5,20 +5,20 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..masking.sequence_info import SequenceInfo
-from ..models.model_cache import Memory
+from ..models.model_cache import EncoderOutput
 from ..models.transformer import Transformer
-from . import Course, answering, check_says, pick, steps
-from .text_output import Answer
+from . import DecodingState, eval_mode, require_language_model, sample_tokens, run_decode_steps
+from .text_output import Completion
 
 
-def greedy(
+def greedy_decode(
     net: Transformer,
     prompt: Tensor,
     *,
-    count: int,
-    tokens: SequenceInfo | None = None,
-    end: int | None = None,
-    memory: Memory | None = None,
+    max_new_tokens: int,
+    sequence: SequenceInfo | None = None,
+    end_id: int | None = None,
+    encoder_output: EncoderOutput | None = None,
 ) -> list[list[int]]:
     """Up to `count` new ids behind each row of a prompt [B, P], each the likeliest; a row stops before `end`.
 
@@ -28,21 +28,21 @@ def greedy(
     >>> import torch, headwise as hw
     >>> described = hw.families.read({"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 11})
     >>> net = hw.build(described, seed=0)
-    >>> first, second = greedy(net, torch.tensor([[3, 1], [4, 1]]), count=5)
-    >>> len(first), first == greedy(net, torch.tensor([[3, 1]]), count=5)[0]
+    >>> first, second = greedy_decode(net, torch.tensor([[3, 1], [4, 1]]), count=5)
+    >>> len(first), first == greedy_decode(net, torch.tensor([[3, 1]]), count=5)[0]
     (5, True)
     """
-    _check(net, prompt, count, tokens)
-    answers = [Answer(() if end is None else (end,)) for _ in range(len(prompt))]
-    with answering(net):
-        course = Course(net, prompt, count=count, tokens=tokens, memory=memory)
-        for _ in steps(course, pick, answers, count):
+    _check_greedy_inputs(net, prompt, max_new_tokens, sequence)
+    answers = [Completion(() if end_id is None else (end_id,)) for _ in range(len(prompt))]
+    with eval_mode(net):
+        course = DecodingState(net, prompt, max_new_tokens=max_new_tokens, sequence=sequence, encoder_output=encoder_output)
+        for _ in run_decode_steps(course, sample_tokens, answers, max_new_tokens):
             pass
     return [answer.ids for answer in answers]
 
 
-def _check(net: Transformer, prompt: Tensor, count: int, tokens: SequenceInfo | None) -> None:
-    check_says(net.described)
+def _check_greedy_inputs(net: Transformer, prompt: Tensor, count: int, tokens: SequenceInfo | None) -> None:
+    require_language_model(net.spec)
     if not isinstance(count, int) or isinstance(count, bool) or count < 1:
         raise ValueError(f"count={count!r} new tokens cannot be; give a whole number of at least 1")
     if not isinstance(prompt, Tensor) or prompt.dim() != 2 or not prompt.numel():

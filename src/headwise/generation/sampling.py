@@ -8,73 +8,73 @@ import torch
 from torch import Tensor
 
 from ..ops.counter_rng import RandomStream
-from .decoding_config import USUAL, Decoding
+from .decoding_config import DEFAULT_DECODING, DecodingConfig
 
-NEVER = float("-inf")
-Past = Sequence[Sequence[int]]  # the ids that each row has read or written so far
+NEG_INF = float("-inf")
+TokenHistory = Sequence[Sequence[int]]  # the ids that each row has read or written so far
 
 
-def pick(
+def sample_tokens(
     logits: Tensor,
-    past: Past = (),
+    history: TokenHistory = (),
     *,
     temperature: float = 0.0,
-    how: Decoding = USUAL,
+    config: DecodingConfig = DEFAULT_DECODING,
     streams: Sequence[RandomStream] = (),
 ) -> list[int]:
     """The next id of each row of logits [rows, tokens]; at a temperature each row draws from a stream of its own.
 
     `past` are the ids before, which a penalty for repetition looks at.
 
-    >>> pick(torch.tensor([[0.0, 2.0, 1.0]]))
+    >>> sample_tokens(torch.tensor([[0.0, 2.0, 1.0]]))
     [1]
-    >>> pick(torch.tensor([[0.0, 2.0, 1.0]]), [[1]], how=Decoding(repetition=3.0))
+    >>> sample_tokens(torch.tensor([[0.0, 2.0, 1.0]]), [[1]], how=Decoding(repetition=3.0))
     [2]
     """
-    logits = penalised(logits.to(torch.promote_types(logits.dtype, torch.float32)), past, how.repetition)
+    logits = apply_repetition_penalty(logits.to(torch.promote_types(logits.dtype, torch.float32)), history, config.repetition)
     highest, likeliest = logits.max(-1)
     if bool(highest.isnan().any()):
         raise ValueError("the model says NaN of how likely a token is, so its weights are broken; load others")
     if temperature == 0:
         return likeliest.tolist()
-    return drawn(filtered(logits / temperature, how), streams)
+    return draw_tokens(filter_logits(logits / temperature, config), streams)
 
 
-def penalised(logits: Tensor, past: Past, penalty: float) -> Tensor:
+def apply_repetition_penalty(logits: Tensor, history: TokenHistory, penalty: float) -> Tensor:
     """Logits of ids that were there before divided by the penalty, or multiplied where they are negative (1909.05858).
 
-    >>> penalised(torch.tensor([[2.0, -2.0, 2.0]]), [[0, 1]], 4.0).tolist()
+    >>> apply_repetition_penalty(torch.tensor([[2.0, -2.0, 2.0]]), [[0, 1]], 4.0).tolist()
     [[0.5, -8.0, 2.0]]
     """
     if penalty == 1:
         return logits
     seen = torch.zeros_like(logits, dtype=torch.bool)
-    rows = [row for row, ids in enumerate(past) for _ in ids]
-    seen[rows, [one for ids in past for one in ids]] = True
+    rows = [row for row, ids in enumerate(history) for _ in ids]
+    seen[rows, [one for ids in history for one in ids]] = True
     return torch.where(seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
 
 
-def filtered(logits: Tensor, how: Decoding) -> Tensor:
+def filter_logits(logits: Tensor, config: DecodingConfig) -> Tensor:
     """Logits with -inf for what is not to be drawn: by `top_k`, of the rest by `top_p`, of the rest by `min_p`.
 
-    >>> filtered(torch.tensor([[0.1, 0.2, 0.7]]).log(), Decoding(top_p=0.8)).isfinite().tolist()
+    >>> filter_logits(torch.tensor([[0.1, 0.2, 0.7]]).log(), DecodingConfig(top_p=0.8)).isfinite().tolist()
     [[False, True, True]]
     """
-    if how.top_k is not None and how.top_k < logits.shape[-1]:
-        least = logits.topk(how.top_k).values[..., -1:]
-        logits = logits.masked_fill(logits < least, NEVER)
-    if how.top_p is not None:
+    if config.top_k is not None and config.top_k < logits.shape[-1]:
+        least = logits.topk(config.top_k).values[..., -1:]
+        logits = logits.masked_fill(logits < least, NEG_INF)
+    if config.top_p is not None:
         ordered, order = logits.sort(dim=-1)
-        out = ordered.softmax(-1).cumsum(-1) <= 1 - how.top_p  # from the least likely on
+        out = ordered.softmax(-1).cumsum(-1) <= 1 - config.top_p  # from the least likely on
         out[..., -1] = False
-        logits = logits.masked_fill(out.scatter(-1, order, out), NEVER)
-    if how.min_p is not None:
+        logits = logits.masked_fill(out.scatter(-1, order, out), NEG_INF)
+    if config.min_p is not None:
         share = logits.softmax(-1)
-        logits = logits.masked_fill(share < how.min_p * share.amax(-1, keepdim=True), NEVER)
+        logits = logits.masked_fill(share < config.min_p * share.amax(-1, keepdim=True), NEG_INF)
     return logits
 
 
-def drawn(logits: Tensor, streams: Sequence[RandomStream]) -> list[int]:
+def draw_tokens(logits: Tensor, streams: Sequence[RandomStream]) -> list[int]:
     """An id of each row, as likely as its logit says, by one number of the row's own stream."""
     unit = torch.tensor([[stream.uniform()] for stream in streams], dtype=torch.float64, device=logits.device)
     up_to = logits.double().softmax(-1).cumsum(-1)

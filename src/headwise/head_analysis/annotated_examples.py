@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..data import Batch, Task
 from ..errors import SequenceTooLong, SpecError, UnknownToken
-from ..generation import words_of
+from ..generation import load_tokenizers
 from ..inspect.model_inputs import PAD_ID, ModelInputs, get_max_length, is_encoder_decoder, prepare_inputs
 from ..inspect.site_hooks import ModelRun
 from ..models import Transformer
@@ -253,8 +253,8 @@ class ExampleReader:
         """How ids are written, of the text and of the source."""
         if not isinstance(self.model, Transformer) or self.model.usage.tokenizer is None:
             return {"text": str, "source": str}
-        reading, writing = words_of(self.model)
-        return {"text": writing.token, "source": reading.token}
+        reading, writing = load_tokenizers(self.model)
+        return {"text": writing.token_text, "source": reading.token_text}
 
     def examples_with_frequencies(self) -> list[Example]:
         """The scenes, their tokens with how often each id was met in all of them."""
@@ -365,7 +365,7 @@ def _check_task_matches(model: nn.Module, task: Task, first: Batch) -> None:
     """Refuse a task that another model has learnt."""
     if not isinstance(model, Transformer):
         raise SpecError(f"{type(model).__name__} does not read the ids of the task {task.name}; give lines of text")
-    mine, theirs = model.described, task.model()
+    mine, theirs = model.spec, task.model()
     ends = [[(s.embedding and (s.embedding.tokens, s.embedding.patches)) for s in one.stacks] for one in (mine, theirs)]
     heads = [one.heads[0].outputs if one.heads else 0 for one in (mine, theirs)]
     own = model.usage.tokenizer

@@ -255,7 +255,7 @@ def get_token_tables(model: nn.Module, stack: str) -> TokenTables:
     A model that says no tokens is held to its own table: whether a head raises what it read.
     """
     net = as_native_model(model)
-    owners, state = net.described.tied_weights(), net.state_dict(keep_vars=True)
+    owners, state = net.spec.tied_weights(), net.state_dict(keep_vars=True)
 
     def held(name: str) -> Tensor | None:
         tensor = state.get(owners.get(name, name))
@@ -263,8 +263,8 @@ def get_token_tables(model: nn.Module, stack: str) -> TokenTables:
 
     embed = held(f"{stack}.embedding.tokens")
     if embed is None:
-        raise SpecError(f"{stack} of {net.described.name} has no table of tokens; copying of states has copying(ov)")
-    heads = [head for head in net.described.heads if head.outputs == len(embed) and head.at == "each"]
+        raise SpecError(f"{stack} of {net.spec.name} has no table of tokens; copying of states has copying(ov)")
+    heads = [head for head in net.spec.heads if head.outputs == len(embed) and head.at == "each"]
     own = held(f"head.{heads[0].name}.weight") if heads else None
     if own is None or own.shape != embed.shape:
         return TokenTables(embed, embed.T, "the model says no such tokens: held to the table that it reads")

@@ -20,10 +20,10 @@ from ..interfaces.probe import Probe
 from ..masking.sequence_info import SequenceInfo
 from ..model_spec import ExpertsSpec
 from ..models import Transformer
-from ..models.block import Call, Layer, Layers
-from ..models.embeddings_heads import Reading
-from ..models.feed_forward import Feed, Normed
-from ..models.transformer import placed
+from ..models.block import LayerInputs, TransformerLayer, LayerStack
+from ..models.embeddings_heads import OutputHead
+from ..models.feed_forward import FeedForward, NormLayer
+from ..models.transformer import resolve_sequence
 from ..nn.attention import Attention
 from .importance_methods import CheckTime, ImportanceInput, ImportanceMethod, ImportanceSums
 
@@ -168,7 +168,7 @@ class LayerwiseRelevance(ImportanceMethod):
     def unsupported_reason(self, model: nn.Module) -> str:
         if not isinstance(model, Transformer):
             return f"the layers of {type(model).__name__} are not known here; hw.load reads a folder as a model of ours"
-        described = model.described
+        described = model.spec
         if not described.heads or not described.heads[0].outputs:
             return f"{described.name} has no head whose largest output could be followed"
         for stack in described.stacks:
@@ -201,8 +201,8 @@ class RelevanceForward:
         told: SequenceInfo | None = None
         for stack, (ids, tokens) in zip(model.stacks.values(), ways[-len(model.stacks) :], strict=True):
             x, types = stack.embed(ids)
-            at = placed(x, tokens, None)
-            states = self._run_stack(stack, stack.place(x, at, types), Call(at, None, None, told, {}), states)
+            at = resolve_sequence(x, tokens, None)
+            states = self._run_stack(stack, stack.place(x, at, types), LayerInputs(at, None, None, told, {}), states)
             told = at
         assert states is not None
         assert told is not None
@@ -216,16 +216,16 @@ class RelevanceForward:
     def _embed_inputs(self, names: Mapping[str, Any]) -> Tensor:
         return self.net(**names).double()
 
-    def _run_stack(self, stack: Layers, x: Tensor, call: Call, states: RelevanceNode | None) -> RelevanceNode:
-        h = self.stack_inputs[stack.described.name] = RelevanceNode(x[0].double())
+    def _run_stack(self, stack: LayerStack, x: Tensor, call: LayerInputs, states: RelevanceNode | None) -> RelevanceNode:
+        h = self.stack_inputs[stack.spec.name] = RelevanceNode(x[0].double())
         for layer in stack.blocks:
             h = self._run_layer(layer, h, call, states)
         return h if stack.norm is None else self._run_norm(stack.norm, h)
 
-    def _run_layer(self, layer: Layer, x: RelevanceNode, call: Call, states: RelevanceNode | None) -> RelevanceNode:
+    def _run_layer(self, layer: TransformerLayer, x: RelevanceNode, call: LayerInputs, states: RelevanceNode | None) -> RelevanceNode:
         """As the layer does it, by where its norms stand."""
         place, tape = layer.placement, self.tape
-        norms = {name: one for name, one in layer.named_children() if isinstance(one, Normed)}
+        norms = {name: one for name, one in layer.named_children() if isinstance(one, NormLayer)}
         if place in ("parallel", "abreast"):
             inner = {name: "norm" if place == "parallel" else f"{name}_norm" for name in layer.sublayers}
             before = {name: self._run_norm(norms[norm], x) if norm in norms else x for name, norm in inner.items()}
@@ -241,38 +241,38 @@ class RelevanceForward:
         return x
 
     def _run_sublayer(
-        self, layer: Layer, name: str, x: RelevanceNode, call: Call, states: RelevanceNode | None
+        self, layer: TransformerLayer, name: str, x: RelevanceNode, call: LayerInputs, states: RelevanceNode | None
     ) -> RelevanceNode:
         if name in layer.still:
             return RelevanceNode(layer.get_parameter(f"{name}.constant").detach().double().expand_as(x.value))
         if name == "feed":
-            assert isinstance(layer.feed, Feed)
+            assert isinstance(layer.feed, FeedForward)
             y = self._run_feed_forward(layer.feed, x)
         else:
             y = self._run_attention(layer, name, (x, states), call)
         return y if layer.scale == 1 else self.tape.identity(y, y.value * layer.scale)
 
-    def _run_norm(self, norm: Normed, x: RelevanceNode) -> RelevanceNode:
+    def _run_norm(self, norm: NormLayer, x: RelevanceNode) -> RelevanceNode:
         like = next(norm.parameters(), x.value)
         value = norm(x.value[None].to(like.dtype))[0].double()
         if norm.kind not in ("layer", "unbiased", "bare"):
             return self.tape.identity(x, value)
         deviation = (x.value.var(-1, correction=0, keepdim=True) + norm.eps).sqrt()
-        gain, wide = norm.maybe("weight"), x.value.shape[-1]
+        gain, wide = norm.get_weight("weight"), x.value.shape[-1]
         centred = torch.eye(wide, dtype=torch.float64, device=x.value.device) - 1 / wide
         weight = centred if gain is None else gain.double()[:, None] * centred
-        return self.tape.linear(self.tape.identity(x, x.value / deviation), weight, norm.maybe("bias"))
+        return self.tape.linear(self.tape.identity(x, x.value / deviation), weight, norm.get_weight("bias"))
 
-    def _run_feed_forward(self, feed: Feed, x: RelevanceNode) -> RelevanceNode:
+    def _run_feed_forward(self, feed: FeedForward, x: RelevanceNode) -> RelevanceNode:
         like = feed.down
         assert isinstance(like, Tensor)
         given = x.value[None].to(like.dtype)
         inner = feed.join(lambda name: feed.linear(given, name))[0].double()
-        up = self.tape.linear(x, _get_tensor(feed, "up"), feed.maybe("up_bias"))
-        return self.tape.linear(self.tape.identity(up, inner), _get_tensor(feed, "down"), feed.maybe("down_bias"))
+        up = self.tape.linear(x, _get_tensor(feed, "up"), feed.get_weight("up_bias"))
+        return self.tape.linear(self.tape.identity(up, inner), _get_tensor(feed, "down"), feed.get_weight("down_bias"))
 
     def _run_attention(
-        self, layer: Layer, name: str, nodes: tuple[RelevanceNode, RelevanceNode | None], call: Call
+        self, layer: TransformerLayer, name: str, nodes: tuple[RelevanceNode, RelevanceNode | None], call: LayerInputs
     ) -> RelevanceNode:
         attention, (x, states), site = layer.attentions[name], nodes, f"{layer.name}.{name}"
         told = x if name == "attention" or states is None else states
@@ -294,30 +294,30 @@ class RelevanceForward:
     def _run_output_head(self, h: RelevanceNode, at: SequenceInfo) -> RelevanceNode:
         """The logits of the model's first head; `likeliest` is the largest of each place."""
         head = next(iter(self.net.head.values()))
-        assert isinstance(head, Reading)
-        told, tape = head.described, self.tape
+        assert isinstance(head, OutputHead)
+        told, tape = head.spec, self.tape
         if told.at != "each":
             h = tape.reshape(
                 tape.attention_read(tape.reshape(h, (len(h.value), 1, -1)), _pooling_weights(told.at, at), (0,)),
                 (1, -1),
             )
-        if head.act is not None:
-            y = tape.linear(h, _get_tensor(head, "transform"), head.maybe("transform_bias"))
-            h = tape.identity(y, head.act(y.value))
+        if head.activation is not None:
+            y = tape.linear(h, _get_tensor(head, "transform"), head.get_weight("transform_bias"))
+            h = tape.identity(y, head.activation(y.value))
             h = h if head.transform_norm is None else self._run_norm(head.transform_norm, h)
         h = h if told.scale == 1 else tape.identity(h, h.value * told.scale)
         weight = self._output_weight(head).double()
-        bias = head.maybe("bias")
+        bias = head.get_weight("bias")
         logits = h.value @ weight.T + (0 if bias is None else bias.double())
         top = logits.argmax(-1)
         self.top_logits = tape.elementwise_linear(h, weight[top], None if bias is None else bias[top])
         return RelevanceNode(logits if told.cap is None else told.cap * torch.tanh(logits / told.cap))
 
-    def _output_weight(self, head: Reading) -> Tensor:
+    def _output_weight(self, head: OutputHead) -> Tensor:
         """The weight of a head, its own or the table of a stack."""
-        if not head.described.table:
+        if not head.spec.table:
             return _get_tensor(head, "weight")
-        embedding = self.net.stacks[head.described.table].embedding
+        embedding = self.net.stacks[head.spec.table].embedding
         assert embedding is not None
         return embedding.table
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
-from ..data import IGNORED
+from ..data import IGNORE_INDEX
 from ..errors import suggest
 from ..inspect.model_inputs import ModelInputs, is_encoder_decoder, prepare_inputs
 from ..model_spec.serialization import TOKENIZER_FILE
@@ -50,7 +50,7 @@ def detect_head_objective(model: nn.Module) -> str:
 
 
 def _native_head_objective(net: Transformer) -> str:
-    described = net.described
+    described = net.spec
     if not described.heads or not described.heads[0].outputs:
         return ""
     head, kind = described.heads[0], described.kind
@@ -107,7 +107,7 @@ class EvaluationInput(NamedTuple):
     @property
     def num_targets(self) -> int:
         """How many places are asked; an output that is only compared is one."""
-        return 1 if self.labels is None else int((self.labels != IGNORED).sum())
+        return 1 if self.labels is None else int((self.labels != IGNORE_INDEX).sum())
 
 
 class Objective(ABC):
@@ -163,7 +163,7 @@ class TargetLoss(Objective):
                 )
             return EvaluationInput(given, told.flatten())
         ids = torch.tensor(_get_ids(model, given))
-        return EvaluationInput(given, torch.cat([ids[1:], ids.new_full((1,), IGNORED)]))
+        return EvaluationInput(given, torch.cat([ids[1:], ids.new_full((1,), IGNORE_INDEX)]))
 
     def value(self, outputs: Any, baseline_outputs: Any, evaluation: EvaluationInput) -> Tensor:
         return _cross_entropy(outputs, evaluation)
@@ -206,7 +206,7 @@ class MaskedTokenLoss(Objective):
         count = min(len(free), max(1, round(self.mask_fraction * len(free))))
         draw = np.random.default_rng((self.seed, number))
         places = torch.from_numpy(draw.choice(free, count, replace=False))
-        labels = torch.full_like(ids, IGNORED)
+        labels = torch.full_like(ids, IGNORE_INDEX)
         labels[places] = ids[places]
         mask = find_mask_id(model) if self.mask_id is None else self.mask_id
         assert mask is not None
@@ -310,14 +310,14 @@ def _cross_entropy(said: Any, question: EvaluationInput) -> Tensor:
     flat = logits.reshape(-1, logits.shape[-1])
     if len(flat) != len(labels):
         raise ValueError(f"the model says {len(flat)} places and {len(labels)} labels are given; give one for each")
-    asked = labels[labels != IGNORED]
+    asked = labels[labels != IGNORE_INDEX]
     if len(wrong := asked[(asked < 0) | (asked >= flat.shape[1])]):
         known = flat.shape[1]
         raise ValueError(
             f"a label of a text is {int(wrong[0])}, but the model has {known} of them; give 0..{known - 1}"
         )
     exact = torch.promote_types(flat.dtype, torch.float32)
-    return F.cross_entropy(flat.to(exact), labels.to(flat.device), ignore_index=IGNORED)
+    return F.cross_entropy(flat.to(exact), labels.to(flat.device), ignore_index=IGNORE_INDEX)
 
 
 def _get_logits(said: Any) -> Tensor:

@@ -12,8 +12,8 @@ from ..inspect.hooks import AttentionCall, AttentionHook, SiteModule
 from ..inspect.model_inputs import ModelInputs
 from ..inspect.site_hooks import ModelRun, hook_sites
 from ..models import Transformer
-from ..models.block import Call, Layers
-from ..models.transformer import placed
+from ..models.block import LayerInputs, LayerStack
+from ..models.transformer import resolve_sequence
 
 STACK_ARGUMENTS = frozenset(
     {"x", "tokens", "source", "source_tokens"}
@@ -104,18 +104,18 @@ class PartialForward(RepeatedForward):
         super().__init__(model, sites, inputs)
 
     def _run_baseline(self, hooks: Mapping[str, AttentionHook]) -> Tensor:
-        self.layer_inputs: dict[str, list[Tensor]] = {stack.described.name: [] for stack in self.stacks}
-        self.calls: dict[str, list[Call]] = {}
+        self.layer_inputs: dict[str, list[Tensor]] = {stack.spec.name: [] for stack in self.stacks}
+        self.calls: dict[str, list[LayerInputs]] = {}
         with hook_sites(self.model, self.sites, hooks), torch.inference_mode():
             return self._run_from_start(self.stacks)
 
-    def _run_from_start(self, stacks: Sequence[Layers]) -> Tensor:
+    def _run_from_start(self, stacks: Sequence[LayerStack]) -> Tensor:
         names, told = self.inputs.kwargs, None
         h: Tensor | None = None
         for stack, (ids, tokens) in zip(stacks, _stack_inputs(names)[-len(stacks) :], strict=True):
-            name, (x, types) = stack.described.name, stack.embed(ids)
-            at = placed(x, tokens, None)
-            self.calls[name] = _layer_calls(stack, Call(at, None, None, told, self.model_network.probes), h)
+            name, (x, types) = stack.spec.name, stack.embed(ids)
+            at = resolve_sequence(x, tokens, None)
+            self.calls[name] = _layer_calls(stack, LayerInputs(at, None, None, told, self.model_network.probes), h)
             h, told = (
                 _run_layers(stack, self.calls[name], stack.place(x, at, types), self.layer_inputs[name].append),
                 at,
@@ -127,27 +127,27 @@ class PartialForward(RepeatedForward):
         """What the model says while these watch, from the first layer on at which anybody does."""
         named = {one.site.name: one.site for one in self.sites}
         where = {name: (named[name].stack, named[name].layer) for name in hooks}
-        order = [stack.described.name for stack in self.stacks]
+        order = [stack.spec.name for stack in self.stacks]
         _ = self.baseline_outputs  # which keeps what is gone on from
         first, depth = min((order.index(stack), layer) for stack, layer in where.values())
         with hook_sites(self.model, self.sites, hooks), torch.inference_mode():
             return self._run_from_layer(self.stacks[first:], depth)
 
-    def _run_from_layer(self, stacks: Sequence[Layers], first_layer: int) -> Tensor:
+    def _run_from_layer(self, stacks: Sequence[LayerStack], first_layer: int) -> Tensor:
         """From a layer of the first of these stacks on; the next reads what that says now."""
-        name = stacks[0].described.name
+        name = stacks[0].spec.name
         h = _run_layers(stacks[0], self.calls[name], self.layer_inputs[name][first_layer], start=first_layer)
         for stack in stacks[1:]:
-            name = stack.described.name
+            name = stack.spec.name
             h = _run_layers(stack, _layer_calls(stack, self.calls[name][0], h), self.layer_inputs[name][0])
         return self._apply_head(h)
 
     def _apply_head(self, h: Tensor) -> Tensor:
-        return self.model_network.read(h, tokens=self.inputs.kwargs.get("tokens"))
+        return self.model_network.read(h, sequence=self.inputs.kwargs.get("tokens"))
 
 
 def _run_layers(
-    stack: Layers, calls: Sequence[Call], h: Tensor, keep: Callable[[Tensor], object] = id, start: int = 0
+    stack: LayerStack, calls: Sequence[LayerInputs], h: Tensor, keep: Callable[[Tensor], object] = id, start: int = 0
 ) -> Tensor:
     """Through the layers of a stack from one of them on, and its norm; `keep` is handed the input of each."""
     for layer, call in zip(stack.blocks[start:], calls[start:], strict=True):
@@ -156,7 +156,7 @@ def _run_layers(
     return h if stack.norm is None else stack.norm(h)
 
 
-def _layer_calls(stack: Layers, call: Call, states: Tensor | None) -> list[Call]:
+def _layer_calls(stack: LayerStack, call: LayerInputs, states: Tensor | None) -> list[LayerInputs]:
     """The call of each layer, with what it reads of another stack projected once."""
     if states is None:
         return [call] * stack.depth

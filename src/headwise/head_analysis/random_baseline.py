@@ -28,12 +28,12 @@ def make_random_baseline(model: nn.Module, *, seed: int = 0) -> nn.Module:
     >>> net = hw.build(
     ...     hw.families.read({"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 11}), seed=0
     ... )
-    >>> make_random_baseline(net, seed=1).described == net.described
+    >>> make_random_baseline(net, seed=1).spec == net.spec
     True
     """
     like = next(model.parameters(), torch.empty(0))
     if isinstance(model, Transformer):
-        other: nn.Module = build(model.described, seed=seed)
+        other: nn.Module = build(model.spec, seed=seed)
         other.usage = model.usage
     else:
         config: Any = getattr(model, "config", None)

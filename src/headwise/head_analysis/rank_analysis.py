@@ -21,7 +21,7 @@ from ..inspect.site_hooks import ModelRun
 from ..interfaces.probe import Probe
 from ..masking.patterns import Pattern
 from ..models import Transformer
-from ..models.block import Call, Layer
+from ..models.block import LayerInputs, TransformerLayer
 from ..nn.attention import Attention
 from .annotated_examples import Example
 from .head_circuits import AttentionCircuits, LowRankMap, get_circuits
@@ -385,9 +385,9 @@ def _layer_states(model: nn.Module, scene: Example, path: ForwardVariant | None)
 class RecordedLayerCall(NamedTuple):
     """One layer, what it was called with, and what it said."""
 
-    layer: Layer
+    layer: TransformerLayer
     x: Tensor
-    call: Call
+    call: LayerInputs
     output: Tensor
 
 

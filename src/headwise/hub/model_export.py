@@ -44,7 +44,7 @@ def export(model: Transformer, folder: Path | str, *, form: str = "auto", max_le
     if not isinstance(model, Transformer):
         raise ValueError(f"net is of type {type(model).__name__}; give what hw.build made, not a wrapper around it")
     config = (
-        write_config(model.described, form)
+        write_config(model.spec, form)
         | _token_ids(model.usage)
         | {"dtype": str(_dtype(model)).removeprefix("torch.")}
     )
@@ -63,7 +63,7 @@ def collect_tensors(model: Transformer, family: str) -> dict[str, Tensor]:
     """Every tensor of a model under the names, and in the layouts, of a family's files."""
     names = get_weight_names(family)
     held, made = model.state_dict(), dict[str, Tensor]()
-    for path, own in CheckpointPlan.from_spec(model.described, names, names.prefixes[0]).pieces.items():
+    for path, own in CheckpointPlan.from_spec(model.spec, names, names.prefixes[0]).pieces.items():
         made[path] = torch.empty(own[0].shape, dtype=held[own[0].name].dtype)
         for piece in own:
             piece.file_view.view(made[path]).copy_(piece.own_view.view(held[piece.name].detach().cpu().contiguous()))

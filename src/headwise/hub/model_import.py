@@ -85,7 +85,7 @@ def load(what: Path | str, *, dropout: float = 0.0, tokenizer: Path | str | None
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     hw.save(net, f"{folder}/ours")
     ...     hw.export_weights(net, f"{folder}/theirs")
-    ...     [load(f"{folder}/{name}").described.name for name in ("ours", "theirs")]
+    ...     [load(f"{folder}/{name}").spec.name for name in ("ours", "theirs")]
     ['gpt2', 'gpt2']
     """
     path = Path(what)

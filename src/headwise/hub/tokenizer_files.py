@@ -11,12 +11,12 @@ from typing import Any
 from tokenizers import Tokenizer
 from torch import nn
 
-from ..data.vocabulary import Bytes
+from ..data.vocabulary import ByteVocabulary
 from ..errors import SpecError
 from ..model_spec import ModelSpec, ProcessorSpec
 from ..model_spec.serialization import TOKENIZER_FILE
 from ..models import Transformer
-from ..models.save_load import check_usage
+from ..models.save_load import check_processor
 from .llama2c import BOS_ID, make_tokenizer_json
 
 CONFIG_FILE, GENERATION_FILE = "config.json", "generation_config.json"
@@ -35,7 +35,7 @@ def read_processor(folder: Path, model_spec: ModelSpec) -> ProcessorSpec:
     if (folder / TOKENIZER_FILE).is_file():
         told |= _read_tokenizer(folder)
     usage = ProcessorSpec(**told)
-    check_usage(model_spec, usage, f"{folder}/")
+    check_processor(model_spec, usage, f"{folder}/")
     return usage
 
 
@@ -123,7 +123,7 @@ def attach_tokenizer(model: nn.Module, tokenizer: str) -> None:
     if not isinstance(model, Transformer):
         fact = f"{type(model).__name__} is not a model of ours"
         raise SpecError(f"{fact}, and reads with the tokenizer beside its weights; put a tokenizer.json there")
-    model.usage = add_tokenizer(model.described, model.usage, tokenizer)
+    model.usage = add_tokenizer(model.spec, model.usage, tokenizer)
 
 
 def add_tokenizer(model_spec: ModelSpec, processor: ProcessorSpec, tokenizer: str) -> ProcessorSpec:
@@ -138,7 +138,7 @@ def add_tokenizer(model_spec: ModelSpec, processor: ProcessorSpec, tokenizer: st
         if tokenizer == BYTE_TOKENIZER
         else _use_file(Path(tokenizer), processor, tokens)
     )
-    check_usage(model_spec, found, f"{tokenizer}: ")
+    check_processor(model_spec, found, f"{tokenizer}: ")
     return found
 
 
@@ -146,7 +146,7 @@ def _use_bytes(described: ModelSpec, usage: ProcessorSpec, tokens: int) -> Proce
     if tokens < NUM_BYTES:
         fact = f"{described.name} knows {tokens} ids, and there are {NUM_BYTES} bytes"
         raise SpecError(f"{fact}; give the path of its own tokenizer instead of {BYTE_TOKENIZER!r}")
-    return replace(usage, tokenizer=Bytes().document)
+    return replace(usage, tokenizer=ByteVocabulary().document)
 
 
 def _use_file(path: Path, usage: ProcessorSpec, tokens: int) -> ProcessorSpec:

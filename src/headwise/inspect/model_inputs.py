@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from ..errors import SequenceTooLong, SpecError
-from ..generation import Words, beginning, longest, read, side_by_side, words_of
+from ..generation import ModelTokenizer, get_decoder_start_ids, max_positions, encode_text, pad_left, load_tokenizers
 from ..model_spec.serialization import TOKENIZER_FILE
 from ..models import Transformer
 from ..traces import TokenRow
@@ -133,7 +133,7 @@ def _make_row(ids: Sequence[int]) -> TokenRow:
 def is_encoder_decoder(model: nn.Module) -> bool:
     """Whether one stack reads a source, and another a text."""
     if isinstance(model, Transformer):
-        return model.described.kind == "encoder-decoder"
+        return model.spec.kind == "encoder-decoder"
     return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
 
 
@@ -149,7 +149,7 @@ def get_streams(site: Site, has_source: bool) -> tuple[str, str]:
 def get_max_length(model: nn.Module) -> int | None:
     """How many tokens a model takes at most; None where there is no end."""
     if isinstance(model, Transformer):
-        return min((n for stack in model.described.stacks if (n := longest(stack)) is not None), default=None)
+        return min((n for stack in model.spec.stacks if (n := max_positions(stack)) is not None), default=None)
     config = getattr(model, "config", None)
     return next((n for name in MAX_LENGTH_KEYS if isinstance(n := getattr(config, name, None), int)), None)
 
@@ -165,29 +165,29 @@ def _check_length(model: nn.Module, count: int) -> None:
 def _from_texts_headwise(net: Transformer, texts: list[str], steps: int) -> ModelInputs:
     """Texts for a model of ours, with what its usage says stands around them."""
     device = next(net.parameters()).device
-    reading, writing = words_of(net)
+    reading, writing = load_tokenizers(net)
     usage = net.usage
     found = [_make_surrounded_row(reading, usage.before, text, usage.behind) for text in texts]
     for row, text in zip(found, texts, strict=True):
-        if list(row.ids) != read(net, text):
+        if list(row.ids) != encode_text(net, text):
             raise SpecError(f"{text[:40]!r} is read in another way than it is told; give ids")
     if is_encoder_decoder(net):
         if not steps:
             raise ValueError("a source alone is no text to trace; say max_new_tokens, or give ids of both by name")
-        begin = beginning(net)
-        text = tuple(TokenRow(begin, tuple(writing.token(one) for one in begin)) for _ in found)
-        ids, _ = side_by_side([row.ids for row in found], device)
+        begin = get_decoder_start_ids(net)
+        text = tuple(TokenRow(begin, tuple(writing.token_text(one) for one in begin)) for _ in found)
+        ids, _ = pad_left([row.ids for row in found], device)
         counts = {"text": len(begin), "source": ids.shape[1]}
         rows = {"source": _pad_rows(found, ids), "text": text}
-        return ModelInputs((), {}, rows, counts, len(found), True, [list(row.ids) for row in found], writing.token)
+        return ModelInputs((), {}, rows, counts, len(found), True, [list(row.ids) for row in found], writing.token_text)
     if steps and len({len(row.ids) for row in found}) > 1:
         raise ValueError("texts of several lengths cannot be traced together while they go on; trace one at a time")
-    ids, tokens = side_by_side([row.ids for row in found], device)
+    ids, tokens = pad_left([row.ids for row in found], device)
     count = ids.shape[1]
     names = {"x": ids} | ({} if tokens is None else {"tokens": tokens})
     counts = {"text": count, "source": count}
     prompts = [list(row.ids) for row in found]
-    return ModelInputs((), names, {"text": _pad_rows(found, ids)}, counts, len(found), False, prompts, writing.token)
+    return ModelInputs((), names, {"text": _pad_rows(found, ids)}, counts, len(found), False, prompts, writing.token_text)
 
 
 def _from_source_and_text(model: nn.Module, texts: Mapping[str, str]) -> ModelInputs:
@@ -196,10 +196,10 @@ def _from_source_and_text(model: nn.Module, texts: Mapping[str, str]) -> ModelIn
         fact = f"{type(model).__name__} is given {', '.join(texts)}"
         raise ValueError(f"{fact}; give a text, or source and text to a model of two stacks")
     if isinstance(model, Transformer):
-        reading, writing = words_of(model)
+        reading, writing = load_tokenizers(model)
         usage, keys = model.usage, ("source", "x")
         source = _make_surrounded_row(reading, usage.before, texts["source"], usage.behind)
-        text = _make_surrounded_row(writing, beginning(model), texts["text"], ())
+        text = _make_surrounded_row(writing, get_decoder_start_ids(model), texts["text"], ())
     else:
         tokenizer, keys = _load_tokenizer(model), ("input_ids", "decoder_input_ids")
         start = getattr(getattr(model, "config", None), "decoder_start_token_id", None) or 0
@@ -213,14 +213,14 @@ def _from_source_and_text(model: nn.Module, texts: Mapping[str, str]) -> ModelIn
     return ModelInputs((), _to_device(model, names), rows, counts, 1, True)
 
 
-def _make_surrounded_row(words: Words, before: Sequence[int], text: str, behind: Sequence[int]) -> TokenRow:
+def _make_surrounded_row(words: ModelTokenizer, before: Sequence[int], text: str, behind: Sequence[int]) -> TokenRow:
     """The row of a text between ids of its own."""
     ids, places = words.ids(text), words.places(text)
-    named = [text[start:stop] or words.token(one) for one, (start, stop) in zip(ids, places, strict=True)]
+    named = [text[start:stop] or words.token_text(one) for one, (start, stop) in zip(ids, places, strict=True)]
     end = len(text)
     return TokenRow(
         (*before, *ids, *behind),
-        (*map(words.token, before), *named, *map(words.token, behind)),
+        (*map(words.token_text, before), *named, *map(words.token_text, behind)),
         (*[(0, 0)] * len(before), *places, *[(end, end)] * len(behind)),
         text,
     )

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..generation.decoding_config import Decoding
+from ..generation.decoding_config import DecodingConfig
 from ..generation.generate import generate
 from ..models import Transformer
 from .hooks import AttentionCall, AttentionHook, MethodPatch, SharedPatch, SiteModule, install_hooks
@@ -210,8 +210,8 @@ class ModelRun(NamedTuple):
                 return model(*given.args, **given.kwargs)
             if isinstance(model, Transformer):
                 # rows that ended would leave the batch, so that among several none ends before the others
-                how = Decoding(end=() if given.batch_size > 1 else None)
-                return generate(model, given.prompt_ids, max_new_tokens=self.max_new_tokens, how=how)
+                how = DecodingConfig(end=() if given.batch_size > 1 else None)
+                return generate(model, given.prompt_ids, max_new_tokens=self.max_new_tokens, config=how)
             speak: Any = getattr(model, "generate", None)
             if speak is None:
                 raise ValueError(f"{type(model).__name__} says no tokens; leave max_new_tokens out")

@@ -470,6 +470,6 @@ def _rows_with_output(given: ModelInputs, said: Any) -> dict[str, tuple[TokenRow
 def get_model_name(model: nn.Module) -> str:
     """What a model is called: by its description, its folder, or its class."""
     if isinstance(model, Transformer):
-        return model.described.name
+        return model.spec.name
     path = str(getattr(getattr(model, "config", None), "_name_or_path", "") or "")
     return path.rstrip("/").rpartition("/")[2] or type(model).__name__

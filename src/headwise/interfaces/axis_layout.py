@@ -23,7 +23,7 @@ class AxisLayout:
     """The axes of a tensor, dimension by dimension; one dimension may hold several axes.
 
     >>> layout = AxisLayout.parse("(q dim) model")
-    >>> layout.shape({"q": 2, "dim": 3, "model": 5}), layout.opened({"q": 2, "dim": 3, "model": 5})
+    >>> layout.shape({"q": 2, "dim": 3, "model": 5}), layout.unmerged_shape({"q": 2, "dim": 3, "model": 5})
     ((6, 5), (2, 3, 5))
     """
 

@@ -1,9 +1,9 @@
 """Whole models that run: a Transformer built from its blueprint, decoded, saved and read back."""
 
-from .embeddings_heads import Typed
-from .initialisation import STARTS
-from .model_cache import Caches, Memory
-from .save_load import load, save, tokenizer_of
+from .embeddings_heads import TokenTypeInput
+from .initialisation import INIT_SCHEMES
+from .model_cache import ModelCache, EncoderOutput
+from .save_load import load, save, read_tokenizer
 from .transformer import Transformer, build
 
-__all__ = ["STARTS", "Caches", "Memory", "Transformer", "Typed", "build", "load", "save", "tokenizer_of"]
+__all__ = ["INIT_SCHEMES", "ModelCache", "EncoderOutput", "Transformer", "TokenTypeInput", "build", "load", "save", "read_tokenizer"]

@@ -19,22 +19,22 @@ from ..nn.attention import Attention
 from ..nn.part_weights import PartWeights
 from ..ops.dropout import dropout
 from ..spec.attention_spec import AttentionSpec
-from .embeddings_heads import Embed, Typed
-from .feed_forward import Feed, Mixture, Normed
+from .embeddings_heads import EmbeddingLayer, TokenTypeInput
+from .feed_forward import FeedForward, MixtureOfExperts, NormLayer
 
 # Who owns what layers of a stack hold in common, by role, name and shape.
-Owners = dict[tuple[str, tuple[int, ...]], PartWeights]
+SharedWeightOwners = dict[tuple[str, tuple[int, ...]], PartWeights]
 
 
-class Still(nn.Module):
+class ConstantSublayer(nn.Module):
     """What is left of an attention that was cut away: one vector."""
 
-    def __init__(self, model: int) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.constant = nn.Parameter(torch.zeros(model))
+        self.constant = nn.Parameter(torch.zeros(width))
 
 
-class Call(NamedTuple):
+class LayerInputs(NamedTuple):
     """What a layer is told besides its input: where tokens stand, its caches, what it reads of another stack."""
 
     at: SequenceInfo
@@ -44,31 +44,31 @@ class Call(NamedTuple):
     probes: Mapping[str, Probe]
 
 
-class Layer(nn.Module):
+class TransformerLayer(nn.Module):
     """x, and what attention, cross-attention and feed-forward add to it, its norms where the blueprint places them."""
 
-    def __init__(self, described: BlockSpec, name: str, model: int, dropout: float, owners: Owners) -> None:
+    def __init__(self, described: BlockSpec, name: str, width: int, dropout: float, owners: SharedWeightOwners) -> None:
         super().__init__()
         if isinstance(described.attention, ApproximateAttention):
             raise SpecError(f"{name}.attention cannot be built: {described.attention.reason}; change its spec")
-        self.described, self.name, self.dropout = described, name, dropout
+        self.spec, self.name, self.dropout = described, name, dropout
         self.placement, self.scale = described.placement, described.scale
         self.sublayers, self.still = described.sublayer_names, described.still
         self._merged: tuple[MergedAttention, ...] = ()  # in a tuple: its parts are saved and moved as the layer's own
         for role, spec in described.attention_specs.items():
-            self._attend(role, spec, owners, described.form)
+            self._add_attention(role, spec, owners, described.form)
         for role in described.still:
-            self.add_module(role, Still(model))
+            self.add_module(role, ConstantSublayer(width))
         if isinstance(described.feed, ExpertsSpec):
-            self.feed = Mixture(described.feed, model, dropout)
+            self.feed = MixtureOfExperts(described.feed, width, dropout)
         elif described.feed:
-            self.feed = Feed(described.feed, model, dropout)
+            self.feed = FeedForward(described.feed, width, dropout)
         for norm in described.norm_names:
-            self.add_module(norm, Normed(described.norm, model))
+            self.add_module(norm, NormLayer(described.norm, width))
 
-    def _attend(self, role: str, spec: AttentionSpec, owners: Owners, form: str) -> None:
+    def _add_attention(self, role: str, spec: AttentionSpec, owners: SharedWeightOwners, form: str) -> None:
         """Make one attention, which reads what it has in common with earlier layers where these keep it."""
-        tied = dict(_tied(role, spec))
+        tied = dict(_iter_tied_weights(role, spec))
         shares = {name: owners[key] for name, key in tied.items() if key in owners}
         if form == "merged":
             merged = MergedAttention(spec, shared=shares)
@@ -84,55 +84,55 @@ class Layer(nn.Module):
         names = (name for name in self.sublayers if name != "feed" and name not in self.still)
         return {name: cast(Attention, self._modules[name]) for name in names}
 
-    def cache(self, *, batch: int, capacity: int, store: str | None = None) -> dict[str, KVCache]:
+    def cache(self, *, batch: int, capacity: int, storage_format: str | None = None) -> dict[str, KVCache]:
         """A fresh cache for each sublayer that reads the past: the sum, where that is a mean."""
         keeps = {"cross": self.average} if self._merged else {"attention": self._modules.get("attention")}
         return {
-            name: attention.cache(batch=batch, capacity=capacity, store=store)
+            name: attention.cache(batch=batch, capacity=capacity, storage_format=storage_format)
             for name, attention in keeps.items()
             if isinstance(attention, Attention)
         }
 
-    def remember(self, z: Tensor, told: SequenceInfo) -> ProjectedSource | None:
+    def remember(self, z: Tensor, source_sequence: SequenceInfo) -> ProjectedSource | None:
         """What its cross-attention reads of another stack, projected once."""
         cross = self.attentions.get("cross")
-        return None if cross is None else cross.project_source(z, sequence=told)
+        return None if cross is None else cross.project_source(z, sequence=source_sequence)
 
-    def forward(self, x: Tensor, call: Call) -> Tensor:
+    def forward(self, x: Tensor, inputs: LayerInputs) -> Tensor:
         """The same shape."""
         if self.placement == "parallel" and self.sublayers:
-            z = self._normed("norm", x)
+            z = self._normalise("norm", x)
             for name in self.sublayers:
-                x = x + self._run(name, z, call)
+                x = x + self._sublayer_output(name, z, inputs)
             return x
         if self.placement == "abreast":
-            return sum((self._run(name, self._normed(f"{name}_norm", x), call) for name in self.sublayers), x)
+            return sum((self._sublayer_output(name, self._normalise(f"{name}_norm", x), inputs) for name in self.sublayers), x)
         for name in self.sublayers:
-            x = self._added(name, x, call)
+            x = self._apply_sublayer(name, x, inputs)
         return x
 
-    def _added(self, name: str, x: Tensor, call: Call) -> Tensor:
+    def _apply_sublayer(self, name: str, x: Tensor, call: LayerInputs) -> Tensor:
         """x and what one sublayer adds to it, where nothing stands beside that."""
         if self.placement == "post":
-            return self._normed(f"{name}_norm", x + self._run(name, x, call))
+            return self._normalise(f"{name}_norm", x + self._sublayer_output(name, x, call))
         if self.placement == "after":
-            return x + self._normed(f"{name}_norm", self._run(name, x, call))
-        y = self._run(name, self._normed(f"{name}_norm", x), call)
-        return x + (self._normed(f"{name}_norm_after", y) if self.placement == "sandwich" else y)
+            return x + self._normalise(f"{name}_norm", self._sublayer_output(name, x, call))
+        y = self._sublayer_output(name, self._normalise(f"{name}_norm", x), call)
+        return x + (self._normalise(f"{name}_norm_after", y) if self.placement == "sandwich" else y)
 
-    def _normed(self, name: str, x: Tensor) -> Tensor:
+    def _normalise(self, name: str, x: Tensor) -> Tensor:
         norm = self._modules.get(name)
         return x if norm is None else norm(x)  # what is still has none but a norm of all that is added up
 
-    def _run(self, name: str, z: Tensor, call: Call) -> Tensor:
+    def _sublayer_output(self, name: str, z: Tensor, call: LayerInputs) -> Tensor:
         """One sublayer, scaled, with dropout behind it; one that is still says what it adds."""
         if name in self.still:
-            return cast(Still, self._modules[name]).constant
-        y = self.feed(z) if name == "feed" else self._attended(name, z, call)
+            return cast(ConstantSublayer, self._modules[name]).constant
+        y = self.feed(z) if name == "feed" else self._attention_output(name, z, call)
         y = y if self.scale == 1 else y * self.scale
         return dropout(y, self.dropout, self.training)
 
-    def _attended(self, name: str, z: Tensor, call: Call) -> Tensor:
+    def _attention_output(self, name: str, z: Tensor, call: LayerInputs) -> Tensor:
         attention = cast(Attention, self._modules[name])
         probe, cache = call.probes.get(f"{self.name}.{name}"), call.caches and call.caches.get(name)
         if name == "attention":
@@ -145,7 +145,7 @@ class Layer(nn.Module):
         return attention(z, source=source, tokens=call.at, probe=probe)
 
 
-def _tied(role: str, spec: AttentionSpec) -> Iterator[tuple[str, tuple[str, tuple[int, ...]]]]:
+def _iter_tied_weights(role: str, spec: AttentionSpec) -> Iterator[tuple[str, tuple[str, tuple[int, ...]]]]:
     """Tensors that layers may hold in common, with what they must agree in."""
     for name, part in spec.parts():
         for key, param in part.params(spec).items():
@@ -153,48 +153,48 @@ def _tied(role: str, spec: AttentionSpec) -> Iterator[tuple[str, tuple[str, tupl
                 yield f"{name}.{key}", (f"{role}.{name}.{key}", param.layout.shape(spec.sizes_of(part)))
 
 
-class Layers(nn.Module):
+class LayerStack(nn.Module):
     """A stack: an embedding, layers by their numbers, and a norm behind them."""
 
-    def __init__(self, described: StackSpec, dropout: float) -> None:
+    def __init__(self, spec: StackSpec, dropout: float) -> None:
         super().__init__()
-        self.described, self.depth = described, len(described.layers)
-        self.embedding = Embed(described.embedding, described.model, dropout) if described.embedding else None
-        owners: Owners = {}
-        for depth, block in enumerate(described.layers):
-            name = f"{described.name}.{depth}"
-            self.add_module(str(depth), Layer(block, name, described.model, dropout, owners))
-        self.norm = Normed(described.norm, described.model) if described.norm else None
+        self.spec, self.depth = spec, len(spec.layers)
+        self.embedding = EmbeddingLayer(spec.embedding, spec.model, dropout) if spec.embedding else None
+        owners: SharedWeightOwners = {}
+        for depth, block in enumerate(spec.layers):
+            name = f"{spec.name}.{depth}"
+            self.add_module(str(depth), TransformerLayer(block, name, spec.model, dropout, owners))
+        self.norm = NormLayer(spec.norm, spec.model) if spec.norm else None
 
     @property
-    def blocks(self) -> list[Layer]:
+    def blocks(self) -> list[TransformerLayer]:
         """Its layers, in order."""
-        return [cast(Layer, self._modules[str(depth)]) for depth in range(self.depth)]
+        return [cast(TransformerLayer, self._modules[str(depth)]) for depth in range(self.depth)]
 
-    def embed(self, given: Tensor | Typed) -> tuple[Tensor, Tensor | None]:
+    def embed(self, inputs: Tensor | TokenTypeInput) -> tuple[Tensor, Tensor | None]:
         """Vectors [B, T, model], before anybody knows where they stand, and the types of tokens if told."""
-        x, types = given if isinstance(given, Typed) else (given, None)
+        x, types = inputs if isinstance(inputs, TokenTypeInput) else (inputs, None)
         if self.embedding is not None:
             return self.embedding(x), types
-        if not isinstance(x, Tensor) or x.dim() != 3 or x.shape[-1] != self.described.model:
+        if not isinstance(x, Tensor) or x.dim() != 3 or x.shape[-1] != self.spec.model:
             said = f"of shape {list(x.shape)}" if isinstance(x, Tensor) else f"of type {type(x).__name__}"
-            name, model = self.described.name, self.described.model
+            name, model = self.spec.name, self.spec.model
             raise ValueError(
                 f"{name} has no embedding and reads vectors, but x is {said}; give [batch, tokens, {model}]"
             )
         return x, types
 
-    def place(self, h: Tensor, at: SequenceInfo, types: Tensor | None) -> Tensor:
+    def place(self, h: Tensor, sequence: SequenceInfo, types: Tensor | None) -> Tensor:
         """The same with positions and types."""
         if self.embedding is not None:
-            return self.embedding.place(h, at, types)
+            return self.embedding.place(h, sequence, types)
         if types is not None:
-            raise ValueError(f"{self.described.name} has no embedding, so no types of tokens; give vectors alone")
+            raise ValueError(f"{self.spec.name} has no embedding, so no types of tokens; give vectors alone")
         return h
 
-    def run(self, h: Tensor, calls: Iterable[Call], checkpointing: str) -> Tensor:
+    def run(self, h: Tensor, layer_inputs: Iterable[LayerInputs], checkpointing: str) -> Tensor:
         """What its layers and its norm make of these vectors; each layer has a call of its own."""
         again = checkpointing == "block" and torch.is_grad_enabled()
-        for layer, call in zip(self.blocks, calls, strict=True):
+        for layer, call in zip(self.blocks, layer_inputs, strict=True):
             h = cast(Tensor, checkpoint(layer, h, call, use_reentrant=False)) if again else layer(h, call)
         return h if self.norm is None else self.norm(h)

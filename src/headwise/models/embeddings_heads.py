@@ -15,31 +15,31 @@ from ..nn.parallel_context import HasParallelContext
 from ..nn.position_embeddings import sinusoidal_table
 from ..ops.dropout import dropout
 from ..ops.linear import linear
-from .feed_forward import Declared, Normed, activation
+from .feed_forward import SpecModule, NormLayer, get_activation
 
 
-class Typed(NamedTuple):
+class TokenTypeInput(NamedTuple):
     """Ids [B, T], and the type of each token, such as which of two sentences it belongs to."""
 
     ids: Tensor
     types: Tensor
 
 
-class Embed(Declared):
+class EmbeddingLayer(SpecModule):
     """Ids, an image or frames to what a stack reads."""
 
-    def __init__(self, described: EmbeddingSpec, model: int, dropout: float) -> None:
+    def __init__(self, spec: EmbeddingSpec, width: int, dropout: float) -> None:
         super().__init__()
-        if described.first and not described.patches:
-            raise SpecError(f"first={described.first} vectors stand before patches; of tokens, begin with one of them")
-        self.described, self.dropout = described, dropout
-        self._owner: tuple[Embed, ...] = ()  # in a tuple: it is saved, moved and trained with its own stack alone
-        self.declare(described.weights(model))
-        self.norm = Normed(described.norm, model) if described.norm else None
-        if described.positions and described.positions.kind == "sinusoidal":
-            sinusoidal_table(torch.zeros(1), model)  # refuses a width that has no pairs
+        if spec.first and not spec.patches:
+            raise SpecError(f"first={spec.first} vectors stand before patches; of tokens, begin with one of them")
+        self.spec, self.dropout = spec, dropout
+        self._owner: tuple[EmbeddingLayer, ...] = ()  # in a tuple: it is saved, moved and trained with its own stack alone
+        self.register_weights(spec.weights(width))
+        self.norm = NormLayer(spec.norm, width) if spec.norm else None
+        if spec.positions and spec.positions.kind == "sinusoidal":
+            sinusoidal_table(torch.zeros(1), width)  # refuses a width that has no pairs
 
-    def share(self, owner: Embed) -> None:
+    def share(self, owner: EmbeddingLayer) -> None:
         """Read the table of another stack."""
         self._owner = (owner,)
 
@@ -50,19 +50,19 @@ class Embed(Declared):
 
     def forward(self, x: Tensor) -> Tensor:
         """Vectors [B, T, model], before anybody knows where they stand."""
-        told = self.described
+        told = self.spec
         if told.patches:
-            h = self._patched(x, told.patches)
+            h = self._embed_patches(x, told.patches)
         else:
             check_ids("ids", x, told.tokens, self.training)
             h = F.embedding(x, self.table)
         return h if told.scale == 1 else h * told.scale
 
-    def place(self, h: Tensor, at: SequenceInfo, types: Tensor | None) -> Tensor:
+    def place(self, h: Tensor, sequence: SequenceInfo, types: Tensor | None) -> Tensor:
         """The same with positions and types."""
-        told = self.described
+        told = self.spec
         if told.positions:
-            h = h + self._positions(told.positions, at, h)
+            h = h + self._position_vectors(told.positions, sequence, h)
         if told.types:
             if types is None:
                 types = torch.zeros(1, 1, dtype=torch.int64, device=h.device)
@@ -74,19 +74,19 @@ class Embed(Declared):
         h = h if self.norm is None else self.norm(h)
         return dropout(h, self.dropout, self.training)
 
-    def _patched(self, x: Tensor, told: PatchSpec) -> Tensor:
-        pixels = _picture(x, told)
+    def _embed_patches(self, x: Tensor, told: PatchSpec) -> Tensor:
+        pixels = _check_image(x, told)
         kernel = cast(Tensor, self.patches)
-        grid = F.conv2d(pixels, kernel, self.maybe("patches_bias"), stride=(told.high, told.wide))
+        grid = F.conv2d(pixels, kernel, self.get_weight("patches_bias"), stride=(told.high, told.wide))
         h = grid.flatten(2).transpose(1, 2)
-        if not self.described.first:
+        if not self.spec.first:
             return h
         return torch.cat([cast(Tensor, self.first).to(h.dtype).expand(len(h), -1, -1), h], 1)
 
-    def _positions(self, told: PositionSpec, at: SequenceInfo, like: Tensor) -> Tensor:
+    def _position_vectors(self, told: PositionSpec, at: SequenceInfo, like: Tensor) -> Tensor:
         position = at.position if at.start is not None else at.position.where(at.is_real, 0)
         if told.kind == "learned":
-            check_last(at, told.length or 0)
+            check_position_range(at, told.length or 0)
             return F.embedding(position + told.skipped, cast(Tensor, self.positions))
         if at.start is None and not torch.compiler.is_compiling() and position.numel():
             every = torch.arange(int(position.max()) + 1, device=position.device)
@@ -94,7 +94,7 @@ class Embed(Declared):
         return sinusoidal_table(position, like.shape[-1], told.layout).to(like.dtype)
 
 
-def check_ids(name: str, ids: Tensor, known: int, training: bool) -> None:
+def check_ids(name: str, ids: Tensor, num_embeddings: int, training: bool) -> None:
     """Refuse what is no index of a table; on a graphics card in training the caller has looked, for that would wait."""
     if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.dtype not in (torch.int64, torch.int32):
         told = f"{ids.dtype} {list(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
@@ -102,19 +102,19 @@ def check_ids(name: str, ids: Tensor, known: int, training: bool) -> None:
     if torch.compiler.is_compiling() or not ids.numel() or ids.is_meta or (training and ids.is_cuda):
         return
     low, high = (int(bound) for bound in ids.aminmax())
-    if low < 0 or high >= known:
+    if low < 0 or high >= num_embeddings:
         wrong = low if low < 0 else high
-        raise ValueError(f"{name} hold {wrong}, but there are {known} of them; give numbers in 0..{known - 1}")
+        raise ValueError(f"{name} hold {wrong}, but there are {num_embeddings} of them; give numbers in 0..{num_embeddings - 1}")
 
 
-def check_last(at: SequenceInfo, length: int) -> None:
+def check_position_range(sequence: SequenceInfo, length: int) -> None:
     """Refuse a position that has no row."""
-    if at.start is not None:
-        last = at.start + at.count - 1
-    elif torch.compiler.is_compiling() or not at.position.numel():
+    if sequence.start is not None:
+        last = sequence.start + sequence.count - 1
+    elif torch.compiler.is_compiling() or not sequence.position.numel():
         return
     else:
-        last = int(at.position.masked_fill(~at.is_real, -1).max())
+        last = int(sequence.position.masked_fill(~sequence.is_real, -1).max())
     if last >= length:
         raise ValueError(
             f"there is no position {last}, the last of {length} learned ones is {length - 1}; "
@@ -122,7 +122,7 @@ def check_last(at: SequenceInfo, length: int) -> None:
         )
 
 
-def _picture(x: Tensor, told: PatchSpec) -> Tensor:
+def _check_image(x: Tensor, told: PatchSpec) -> Tensor:
     """Pixels [B, C, H, W] of whole patches; frames [B, T, F] are a picture of one channel, as high as it is long."""
     if isinstance(x, Tensor) and x.dim() == 3 and told.channels == 1:
         x = x[:, None]
@@ -140,77 +140,77 @@ def _picture(x: Tensor, told: PatchSpec) -> Tensor:
     return x[:, :, : rows * told.high, : told.columns * told.wide]
 
 
-class Reading(HasParallelContext, Declared):
+class OutputHead(HasParallelContext, SpecModule):
     """A head: what states say, of each token, or of the first, the last or the mean of a row's."""
 
-    def __init__(self, described: OutputHeadSpec, model: int, owner: Embed | None) -> None:
+    def __init__(self, spec: OutputHeadSpec, width: int, owner: EmbeddingLayer | None) -> None:
         super().__init__()
-        self.described = described
+        self.spec = spec
         self._owner = (owner,)
-        self.declare(described.weights(model))
-        told = described.transform
-        self.act = activation(told.activation) if told else None
-        self.transform_norm = Normed(told.norm, told.hidden) if told and told.norm else None
+        self.register_weights(spec.weights(width))
+        told = spec.transform
+        self.activation = get_activation(told.activation) if told else None
+        self.transform_norm = NormLayer(told.norm, told.hidden) if told and told.norm else None
 
-    def forward(self, h: Tensor, at: SequenceInfo | None = None) -> Tensor:
+    def forward(self, h: Tensor, sequence: SequenceInfo | None = None) -> Tensor:
         """[B, T, outputs], or [B, outputs] of a head that reads a row as a whole."""
-        told = self.described
+        told = self.spec
         if told.at != "each":
-            at = at or SequenceInfo.contiguous(0, h.shape[1], h.device)
-            held, at = self.parallel.gather_tokens({"states": h}, at)
-            check_one(at, told)
-            h = POOLED[told.at](held["states"], at)
-        if self.act is not None:
-            h = self.act(self.linear(h, "transform"))
+            sequence = sequence or SequenceInfo.contiguous(0, h.shape[1], h.device)
+            held, sequence = self.parallel.gather_tokens({"states": h}, sequence)
+            check_single_text(sequence, told)
+            h = POOLINGS[told.at](held["states"], sequence)
+        if self.activation is not None:
+            h = self.activation(self.linear(h, "transform"))
             h = h if self.transform_norm is None else self.transform_norm(h)
         if not told.outputs:
             return h
         h = h if told.scale == 1 else h * told.scale
         owner = self._owner[0]
         weight = cast(Tensor, self.weight) if owner is None else owner.table
-        y = linear(h, weight, self.maybe("bias"))
+        y = linear(h, weight, self.get_weight("bias"))
         return y if told.cap is None else told.cap * torch.tanh(y / told.cap)
 
 
-def first(h: Tensor, at: SequenceInfo) -> Tensor:
+def pool_first(h: Tensor, sequence: SequenceInfo) -> Tensor:
     """The first live token of each row."""
-    if at.start is not None:
+    if sequence.start is not None:
         return h[:, 0]
-    return _taken(h, at.is_real.byte().argmax(1))
+    return _select_tokens(h, sequence.is_real.byte().argmax(1))
 
 
-def last(h: Tensor, at: SequenceInfo) -> Tensor:
+def pool_last(h: Tensor, sequence: SequenceInfo) -> Tensor:
     """The last live token of each row.
 
     >>> x = torch.arange(3.0)[None, :, None]
-    >>> last(x, SequenceInfo.of(x, lengths=[2])).tolist()
+    >>> pool_last(x, SequenceInfo.of(x, lengths=[2])).tolist()
     [[1.0]]
     """
-    if at.start is not None:
+    if sequence.start is not None:
         return h[:, -1]
-    return _taken(h, at.count - 1 - at.is_real.flip(1).byte().argmax(1))
+    return _select_tokens(h, sequence.count - 1 - sequence.is_real.flip(1).byte().argmax(1))
 
 
-def mean(h: Tensor, at: SequenceInfo) -> Tensor:
+def pool_mean(h: Tensor, sequence: SequenceInfo) -> Tensor:
     """The mean of each row's live tokens; of none, zeros."""
-    if at.start is not None:
+    if sequence.start is not None:
         return h.mean(1)
-    live = at.is_real[..., None].to(h.dtype)
+    live = sequence.is_real[..., None].to(h.dtype)
     return (h * live).sum(1) / live.sum(1).clamp(min=1)
 
 
-def check_one(at: SequenceInfo, told: OutputHeadSpec) -> None:
+def check_single_text(sequence: SequenceInfo, spec: OutputHeadSpec) -> None:
     """Refuse several texts in a row that is to be read as a whole."""
-    if at.start is not None or torch.compiler.is_compiling():
+    if sequence.start is not None or torch.compiler.is_compiling():
         return
-    most = at.segment.amax(1, keepdim=True)
-    if bool((at.is_real & (at.segment != most)).any()):
-        raise ValueError(f"{told!r} reads rows as a whole, but one of them holds several texts; give each its own row")
+    most = sequence.segment.amax(1, keepdim=True)
+    if bool((sequence.is_real & (sequence.segment != most)).any()):
+        raise ValueError(f"{spec!r} reads rows as a whole, but one of them holds several texts; give each its own row")
 
 
-def _taken(h: Tensor, index: Tensor) -> Tensor:
+def _select_tokens(h: Tensor, index: Tensor) -> Tensor:
     index = index.expand(len(h))
     return h[torch.arange(len(h), device=h.device), index]
 
 
-POOLED = {"first": first, "last": last, "mean": mean}
+POOLINGS = {"first": pool_first, "last": pool_last, "mean": pool_mean}

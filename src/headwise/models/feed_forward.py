@@ -16,12 +16,12 @@ from ..model_spec import ExpertsSpec, FeedForwardSpec, NormSpec, WeightSpec
 from ..nn.parallel_context import HasParallelContext
 from ..ops.dropout import dropout
 from ..ops.linear import linear, linear_many
-from .initialisation import usual
+from .initialisation import initialise_weight
 
-Act = Callable[[Tensor], Tensor]
-Maps = Callable[[str], Tensor]  # what one of the maps before the last, "up" or "gate", makes of the input
+ActivationFunction = Callable[[Tensor], Tensor]
+ProjectionLookup = Callable[[str], Tensor]  # what one of the maps before the last, "up" or "gate", makes of the input
 
-ACTIVATIONS: dict[str, Act] = {
+ACTIVATIONS: dict[str, ActivationFunction] = {
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "silu": F.silu,
@@ -34,13 +34,13 @@ ACTIVATIONS: dict[str, Act] = {
     "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
     "linear": lambda x: x,
 }
-BOUNDED = re.compile(r"bounded_silu\(([-+.\w]+), ([-+.\w]+)\)")
+BOUNDED_SILU_PATTERN = re.compile(r"bounded_silu\(([-+.\w]+), ([-+.\w]+)\)")
 
 
-def activation(name: str) -> Act:
+def get_activation(name: str) -> ActivationFunction:
     """The function of this name.
 
-    >>> activation("relu2")(torch.tensor([-3.0, 3.0])).tolist()
+    >>> get_activation("relu2")(torch.tensor([-3.0, 3.0])).tolist()
     [0.0, 9.0]
     """
     if name not in ACTIVATIONS:
@@ -48,24 +48,24 @@ def activation(name: str) -> Act:
     return ACTIVATIONS[name]
 
 
-def joined(described: FeedForwardSpec) -> Callable[[Maps], Tensor]:
+def make_hidden_activation(spec: FeedForwardSpec) -> Callable[[ProjectionLookup], Tensor]:
     """What a feed-forward makes of its first maps, before the last: act(up), or act(gate) up.
 
     "bounded_silu(gain, limit)" bounds both first: g sigmoid(gain g) (u + 1), g <= limit, |u| <= limit (2508.10925).
     """
-    if bounded := BOUNDED.fullmatch(described.activation):
-        if described.form != "gated":
-            raise SpecError(f"{described.activation} bounds a gate too; give Dense(form='gated')")
-        return _bounded(*(float(number) for number in bounded.groups()))
-    act = activation(described.activation)
-    if described.form == "gated":
-        if described.activation == "silu":
-            return _swish
+    if bounded := BOUNDED_SILU_PATTERN.fullmatch(spec.activation):
+        if spec.form != "gated":
+            raise SpecError(f"{spec.activation} bounds a gate too; give Dense(form='gated')")
+        return _bounded_silu_glu(*(float(number) for number in bounded.groups()))
+    act = get_activation(spec.activation)
+    if spec.form == "gated":
+        if spec.activation == "silu":
+            return _swiglu
         return lambda maps: act(maps("gate")) * maps("up")
     return lambda maps: act(maps("up"))
 
 
-def _swish(maps: Maps) -> Tensor:
+def _swiglu(maps: ProjectionLookup) -> Tensor:
     gate, up = maps("gate"), maps("up")
     return (
         small_batch_ops.silu_and_multiply(gate, up).view(up.shape)
@@ -74,8 +74,8 @@ def _swish(maps: Maps) -> Tensor:
     )
 
 
-def _bounded(gain: float, limit: float) -> Callable[[Maps], Tensor]:
-    def join(maps: Maps) -> Tensor:
+def _bounded_silu_glu(gain: float, limit: float) -> Callable[[ProjectionLookup], Tensor]:
+    def join(maps: ProjectionLookup) -> Tensor:
         gate, up = maps("gate").clamp(max=limit), maps("up").clamp(-limit, limit)
         return gate * torch.sigmoid(gain * gate) * (up + 1)
 
@@ -85,47 +85,47 @@ def _bounded(gain: float, limit: float) -> Callable[[Maps], Tensor]:
 # SECTION: Norms and feed-forwards, made of what a blueprint says of them.
 
 
-class Declared(nn.Module):
+class SpecModule(nn.Module):
     """What holds the tensors that a description declares, under their names."""
 
-    def declare(self, weights: Iterable[WeightSpec]) -> None:
+    def register_weights(self, weights: Iterable[WeightSpec]) -> None:
         """Make those that stand here, and none further inside."""
         for weight in weights:
             if "." in weight.name:
                 continue
             if weight.trainable:
-                self.register_parameter(weight.name, nn.Parameter(usual(weight)))
+                self.register_parameter(weight.name, nn.Parameter(initialise_weight(weight)))
             else:
-                self.register_buffer(weight.name, usual(weight))
+                self.register_buffer(weight.name, initialise_weight(weight))
 
     def linear(self, x: Tensor, name: str) -> Tensor:
         """x through the matrix of this name, with its bias if it has one."""
-        return linear(x, getattr(self, name), self.maybe(f"{name}_bias"))
+        return linear(x, getattr(self, name), self.get_weight(f"{name}_bias"))
 
-    def maybe(self, name: str) -> Tensor | None:
+    def get_weight(self, name: str) -> Tensor | None:
         """The tensor of this name, if there is one."""
         return self._parameters[name] if name in self._parameters else self._buffers.get(name)
 
 
-class Normed(Declared):
+class NormLayer(SpecModule):
     """x normalised over its channels, in at least single precision.
 
-    >>> Normed(NormSpec("rms"), 2)(torch.tensor([1.0, 7.0])).tolist()  # a root mean square of 5
+    >>> NormLayer(NormSpec("rms"), 2)(torch.tensor([1.0, 7.0])).tolist()  # a root mean square of 5
     [0.199..., 1.399...]
     """
 
-    def __init__(self, described: NormSpec, model: int) -> None:
+    def __init__(self, spec: NormSpec, width: int) -> None:
         super().__init__()
-        self.kind, self.eps, self.shape = described.kind, described.eps, (model,)
-        self.declare(described.weights(model))
-        if (weight := self.maybe("weight")) is not None:
+        self.kind, self.eps, self.shape = spec.kind, spec.eps, (width,)
+        self.register_weights(spec.weights(width))
+        if (weight := self.get_weight("weight")) is not None:
             with torch.no_grad():
                 weight.fill_(0.0 if self.kind == "offset" else 1.0)
 
     def forward(self, x: Tensor) -> Tensor:
         """The same shape."""
         if self.kind in ("layer", "unbiased", "bare"):
-            return F.layer_norm(x, self.shape, self.maybe("weight"), self.maybe("bias"), self.eps)
+            return F.layer_norm(x, self.shape, self.get_weight("weight"), self.get_weight("bias"), self.eps)
         weight = cast(Tensor, self.weight)
         if small_batch_ops.is_small_batch(x, weight):
             return small_batch_ops.rms_norm(x, weight, self.eps, 1.0 if self.kind == "offset" else 0.0)
@@ -136,47 +136,47 @@ class Normed(Declared):
         return f"{self.kind!r}, {self.shape[0]}, eps={self.eps}"
 
 
-class Feed(HasParallelContext, Declared):
+class FeedForward(HasParallelContext, SpecModule):
     """y = W_down act(W_up x), or with a gate; what is inside may be dropped in training.
 
-    >>> Feed(FeedForwardSpec(12, form="gated"), 3)(torch.zeros(2, 5, 3)).shape
+    >>> FeedForward(FeedForwardSpec(12, form="gated"), 3)(torch.zeros(2, 5, 3)).shape
     torch.Size([2, 5, 3])
     """
 
-    def __init__(self, described: FeedForwardSpec, model: int, dropout: float = 0.0) -> None:
+    def __init__(self, spec: FeedForwardSpec, width: int, dropout: float = 0.0) -> None:
         super().__init__()
-        self.join, self.dropout = joined(described), dropout
-        self.declare(described.weights(model))
-        bare = described.form == "gated" and not set("gu") & set(described.bias)
-        self._both = ("gate", "up") if bare else ()  # what x meets in one go
+        self.join, self.dropout = make_hidden_activation(spec), dropout
+        self.register_weights(spec.weights(width))
+        bare = spec.form == "gated" and not set("gu") & set(spec.bias)
+        self._fused_names = ("gate", "up") if bare else ()  # what x meets in one go
 
     def forward(self, x: Tensor) -> Tensor:
         """The same shape."""
         x = self.parallel.copy_to_heads(x)
-        told = linear_many(x, [cast(Tensor, self.maybe(name)) for name in self._both]) if self._both else ()
-        both = dict(zip(self._both, told, strict=True))
+        told = linear_many(x, [cast(Tensor, self.get_weight(name)) for name in self._fused_names]) if self._fused_names else ()
+        both = dict(zip(self._fused_names, told, strict=True))
         inner = self.join(lambda name: both[name] if name in both else self.linear(x, name))
         with self.parallel.head_local_rng(self.training):
             inner = dropout(inner, self.dropout, self.training)
-        bias = self.maybe("down_bias") if self.parallel.adds_output_bias else None  # it is added once
+        bias = self.get_weight("down_bias") if self.parallel.adds_output_bias else None  # it is added once
         return self.parallel.reduce_from_heads(linear(inner, cast(Tensor, self.down), bias))
 
 
-class Each(HasParallelContext, Declared):
+class ExpertFeedForwards(HasParallelContext, SpecModule):
     """As many feed-forwards as there are experts, held side by side."""
 
-    def __init__(self, described: FeedForwardSpec, model: int, count: int, dropout: float = 0.0) -> None:
+    def __init__(self, spec: FeedForwardSpec, width: int, num_experts: int, dropout: float = 0.0) -> None:
         super().__init__()
-        self.join, self.dropout = joined(described), dropout
-        self.declare(described.weights(model, count))
+        self.join, self.dropout = make_hidden_activation(spec), dropout
+        self.register_weights(spec.weights(width, num_experts))
 
-    def forward(self, x: Tensor, chosen: int | slice = slice(None)) -> Tensor:
+    def forward(self, x: Tensor, expert: int | slice = slice(None)) -> Tensor:
         """[tokens, model] through one expert; through all of them, [expert, tokens, model]."""
 
         def through(x: Tensor, name: str) -> Tensor:
-            bias = self.maybe(f"{name}_bias") if name != "down" or self.parallel.adds_output_bias else None
-            y = torch.matmul(x, getattr(self, name)[chosen].mT)
-            return y if bias is None else y + bias[chosen].unsqueeze(-2)
+            bias = self.get_weight(f"{name}_bias") if name != "down" or self.parallel.adds_output_bias else None
+            y = torch.matmul(x, getattr(self, name)[expert].mT)
+            return y if bias is None else y + bias[expert].unsqueeze(-2)
 
         inner = self.join(lambda name: through(x, name))
         with self.parallel.head_local_rng(self.training):
@@ -184,35 +184,35 @@ class Each(HasParallelContext, Declared):
         return through(inner, "down")
 
 
-class Mixture(HasParallelContext, Declared):
+class MixtureOfExperts(HasParallelContext, SpecModule):
     """`active` of `count` feed-forwards for each token, added up by their scores, and one shared by all.
 
     Tokens are sorted by expert, and each expert meets only its own; a compiled graph, whose shapes may not depend on
     the scores, runs all experts on all tokens.
     """
 
-    def __init__(self, described: ExpertsSpec, model: int, dropout: float = 0.0) -> None:
+    def __init__(self, spec: ExpertsSpec, width: int, dropout: float = 0.0) -> None:
         super().__init__()
-        self.described = described
-        self.declare(described.weights(model))
-        self.each = Each(described.each, model, described.count, dropout)
-        self.shared = Feed(described.shared, model, dropout) if described.shared else None
+        self.spec = spec
+        self.register_weights(spec.weights(width))
+        self.each = ExpertFeedForwards(spec.each, width, spec.count, dropout)
+        self.shared = FeedForward(spec.shared, width, dropout) if spec.shared else None
 
     def forward(self, x: Tensor) -> Tensor:
         """The same shape."""
         flat = self.parallel.copy_to_heads(x).flatten(0, -2)
-        share, chosen = self.routed(flat)
-        run = self._all if torch.compiler.is_compiling() else self._sorted
+        share, chosen = self.route(flat)
+        run = self._run_all_experts if torch.compiler.is_compiling() else self._run_chosen_experts
         y = self.parallel.reduce_from_heads(run(flat, share.to(x.dtype), chosen).view(x.shape))
         return y if self.shared is None else y + self.shared(x)
 
-    def routed(self, flat: Tensor) -> tuple[Tensor, Tensor]:
+    def route(self, flat: Tensor) -> tuple[Tensor, Tensor]:
         """The share of each chosen expert and which ones they are, both [tokens, active]."""
-        told, exact = self.described, torch.promote_types(flat.dtype, torch.float32)
-        bias = cast("Tensor | None", self.maybe("router_bias"))
+        told, exact = self.spec, torch.promote_types(flat.dtype, torch.float32)
+        bias = cast("Tensor | None", self.get_weight("router_bias"))
         learned = bias.to(exact) if bias is not None and told.bias == "learned" else None
         logits = F.linear(flat.to(exact), cast(Tensor, self.router).to(exact), learned)
-        score = SCORES[told.scores](logits)
+        score = ROUTER_SCORES[told.scores](logits)
         wanted = score if bias is None or learned is not None else score + bias
         chosen = wanted.topk(told.active, dim=-1).indices
         share = score.gather(-1, chosen)
@@ -222,20 +222,20 @@ class Mixture(HasParallelContext, Declared):
             share = share / (share.sum(-1, keepdim=True) + 1e-20)
         return share * told.scale, chosen
 
-    def _sorted(self, flat: Tensor, share: Tensor, chosen: Tensor) -> Tensor:
+    def _run_chosen_experts(self, flat: Tensor, share: Tensor, chosen: Tensor) -> Tensor:
         order = chosen.flatten().argsort(stable=True)
-        counts = chosen.flatten().bincount(minlength=self.described.count).tolist()
+        counts = chosen.flatten().bincount(minlength=self.spec.count).tolist()
         rows = flat[order // chosen.shape[-1]].split(counts)
         out = torch.cat([self.each(some, expert) for expert, some in enumerate(rows) if len(some)] or [flat])
         back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
         return (out[back].view(*chosen.shape, -1) * share[..., None]).sum(-2)
 
-    def _all(self, flat: Tensor, share: Tensor, chosen: Tensor) -> Tensor:
-        every = flat.new_zeros(len(flat), self.described.count).scatter(-1, chosen, share)
+    def _run_all_experts(self, flat: Tensor, share: Tensor, chosen: Tensor) -> Tensor:
+        every = flat.new_zeros(len(flat), self.spec.count).scatter(-1, chosen, share)
         return torch.einsum("ne,end->nd", every, self.each(flat))
 
 
-SCORES: dict[str, Callable[[Tensor], Tensor]] = {
+ROUTER_SCORES: dict[str, Callable[[Tensor], Tensor]] = {
     "softmax": lambda logits: logits.softmax(-1),
     "chosen": lambda logits: logits,
     "sigmoid": torch.sigmoid,

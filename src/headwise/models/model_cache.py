@@ -13,7 +13,7 @@ from ..masking.sequence_info import SequenceInfo
 
 
 @dataclass(eq=False)
-class Caches:
+class ModelCache:
     """The caches of every layer, made by `net.cache(...)` and handed over as `cache=`.
 
     >>> import headwise as hw, torch
@@ -30,13 +30,13 @@ class Caches:
 
     layers: Sequence[Mapping[str, KVCache]]
 
-    def _each(self) -> Iterator[KVCache]:
+    def _iter_caches(self) -> Iterator[KVCache]:
         return (cache for layer in self.layers for cache in layer.values())
 
     @property
     def one(self) -> KVCache:
         """Any of them: all have seen the same tokens."""
-        return next(self._each())
+        return next(self._iter_caches())
 
     @property
     def used(self) -> int:
@@ -51,41 +51,41 @@ class Caches:
     @property
     def nbytes(self) -> int:
         """The bytes held for remembered tokens."""
-        return sum(cache.nbytes for cache in self._each())
+        return sum(cache.nbytes for cache in self._iter_caches())
 
     @property
-    def foreseen(self) -> bool:
+    def is_predictable(self) -> bool:
         """Whether the next token of every row does only what those before it did."""
-        return all(cache.is_predictable for cache in self._each())
+        return all(cache.is_predictable for cache in self._iter_caches())
 
-    def next(self, count: int) -> SequenceInfo:
+    def next_positions(self, count: int) -> SequenceInfo:
         """Where the next tokens stand when nobody says otherwise."""
         return self.one.next_positions(count)
 
     def rows(self, index: Tensor) -> None:
         """Keep these rows of the batch, in this order; a row may be taken twice."""
-        for cache in self._each():
+        for cache in self._iter_caches():
             cache.select_rows(index)
 
 
-class Memory(NamedTuple):
+class EncoderOutput(NamedTuple):
     """What an encoder made of a source, and what every layer of the decoder reads of it, projected once."""
 
     states: Tensor
     tokens: SequenceInfo
     layers: tuple[ProjectedSource | None, ...]
 
-    def rows(self, index: Tensor) -> Memory:
+    def rows(self, index: Tensor) -> EncoderOutput:
         """These rows of the batch, in this order; a row may be taken twice."""
-        tokens = _rows(self.tokens, index)
+        tokens = _select_sequence_rows(self.tokens, index)
         layers = tuple(
             held and ProjectedSource({name: entry[index] for name, entry in held.entry.items()}, tokens, held.spec)
             for held in self.layers
         )
-        return Memory(self.states[index], tokens, layers)
+        return EncoderOutput(self.states[index], tokens, layers)
 
 
-def _rows(tokens: SequenceInfo, index: Tensor) -> SequenceInfo:
+def _select_sequence_rows(tokens: SequenceInfo, index: Tensor) -> SequenceInfo:
     if tokens.position.shape[0] == 1:
         return tokens
     return SequenceInfo(tokens.position[index], tokens.segment[index], checked=True)

@@ -13,15 +13,15 @@ from ..errors import SpecError, suggest
 from ..interfaces.probe import Probe
 from ..masking.sequence_info import SequenceInfo
 from ..model_spec import ModelSpec, ProcessorSpec
-from .block import Call, Layers
-from .embeddings_heads import Reading, Typed
-from .initialisation import begin
-from .model_cache import Caches, Memory
+from .block import LayerInputs, LayerStack
+from .embeddings_heads import OutputHead, TokenTypeInput
+from .initialisation import initialise_model
+from .model_cache import ModelCache, EncoderOutput
 
-CHECKPOINTING = ("none", "block")
+CHECKPOINTING_MODES = ("none", "block")
 
 
-def build(described: ModelSpec, *, dropout: float = 0.0, seed: int | None = None, start: str = "xavier") -> Transformer:
+def build(spec: ModelSpec, *, dropout: float = 0.0, seed: int | None = None, init: str = "xavier") -> Transformer:
     """The model that a blueprint describes, its tensors named as the blueprint names them.
 
     `dropout` is of embeddings, of what feed-forwards hold inside, and of what every sublayer adds; that of attention
@@ -30,28 +30,28 @@ def build(described: ModelSpec, *, dropout: float = 0.0, seed: int | None = None
 
     >>> import headwise as hw
     >>> net = build(hw.families.read({"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 3, "vocab_size": 11}))
-    >>> sum(p.numel() for p in net.parameters()) == hw.select_counted.params(net.described)
+    >>> sum(p.numel() for p in net.parameters()) == hw.select_counted.params(net.spec)
     True
     >>> net(torch.tensor([[3, 1, 4]])).shape
     torch.Size([1, 3, 11])
     """
-    if not isinstance(described, ModelSpec):
-        raise SpecError(f"described is of type {type(described).__name__}; give a blueprint.Model")
-    for stack in (stack for stack in described.stacks if stack.weights_of == "first"):
+    if not isinstance(spec, ModelSpec):
+        raise SpecError(f"described is of type {type(spec).__name__}; give a blueprint.Model")
+    for stack in (stack for stack in spec.stacks if stack.weights_of == "first"):
         one = "all layers read the weights of the first"
         raise SpecError(
-            f"{described.name} cannot be built: in {stack.name} {one}; give each its own, weights_of='each'"
+            f"{spec.name} cannot be built: in {stack.name} {one}; give each its own, weights_of='each'"
         )
-    for beyond in described.beyond:
-        raise SpecError(f"{described.name} cannot be built: {beyond.reason}; describe it without that")
+    for beyond in spec.beyond:
+        raise SpecError(f"{spec.name} cannot be built: {beyond.reason}; describe it without that")
     if not isinstance(dropout, (int, float)) or not 0 <= dropout < 1:
         raise SpecError(f"dropout={dropout!r} is no share of what is dropped; give 0 or more and less than 1")
     cards = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     with torch.random.fork_rng(cards, enabled=seed is not None):
         if seed is not None:
             (torch.manual_seed if cards else torch.default_generator.manual_seed)(seed)
-        net = Transformer(described, dropout)
-        begin(net, start)
+        net = Transformer(spec, dropout)
+        initialise_model(net, init)
     return net
 
 
@@ -62,27 +62,27 @@ class Transformer(nn.Module):
     attentions by their names, "decoder.3.attention". `usage` says how it is spoken to: its tokenizer, what ends a text.
     """
 
-    def __init__(self, described: ModelSpec, dropout: float = 0.0) -> None:
+    def __init__(self, spec: ModelSpec, dropout: float = 0.0) -> None:
         super().__init__()
-        self.described, self.dropout = described, dropout
+        self.spec, self.dropout = spec, dropout
         self.usage = ProcessorSpec()
         self._checkpointing, self._probes = "none", dict[str, Probe]()
-        _check_names("stack", [stack.name for stack in described.stacks], dir(self))
-        _check_names("head", [head.name for head in described.heads], dir(nn.ModuleDict()))
-        for stack in described.stacks:
-            self.add_module(stack.name, Layers(stack, dropout))
+        _check_names("stack", [stack.name for stack in spec.stacks], dir(self))
+        _check_names("head", [head.name for head in spec.heads], dir(nn.ModuleDict()))
+        for stack in spec.stacks:
+            self.add_module(stack.name, LayerStack(stack, dropout))
         owners = {name: stack.embedding for name, stack in self.stacks.items() if stack.embedding is not None}
         for embedding in owners.values():
-            if table := embedding.described.table:
+            if table := embedding.spec.table:
                 embedding.share(owners[table])
-        last = described.stacks[-1].model
-        heads = {head.name: Reading(head, last, owners[head.table] if head.table else None) for head in described.heads}
+        last = spec.stacks[-1].model
+        heads = {head.name: OutputHead(head, last, owners[head.table] if head.table else None) for head in spec.heads}
         self.head = nn.ModuleDict(heads)
 
     @property
-    def stacks(self) -> dict[str, Layers]:
+    def stacks(self) -> dict[str, LayerStack]:
         """Its stacks by name, in order."""
-        return {stack.name: cast(Layers, self._modules[stack.name]) for stack in self.described.stacks}
+        return {stack.name: cast(LayerStack, self._modules[stack.name]) for stack in self.spec.stacks}
 
     @property
     def checkpointing(self) -> str:
@@ -91,8 +91,8 @@ class Transformer(nn.Module):
 
     @checkpointing.setter
     def checkpointing(self, kind: str) -> None:
-        if kind not in CHECKPOINTING:
-            raise ValueError(f"checkpointing={kind!r} is unknown; {suggest(str(kind), CHECKPOINTING)}")
+        if kind not in CHECKPOINTING_MODES:
+            raise ValueError(f"checkpointing={kind!r} is unknown; {suggest(str(kind), CHECKPOINTING_MODES)}")
         self._checkpointing = kind
 
     @property
@@ -102,19 +102,19 @@ class Transformer(nn.Module):
 
     @probes.setter
     def probes(self, probes: Mapping[str, Probe]) -> None:
-        known = [name for name, _ in self.described.attention_specs()]
+        known = [name for name, _ in self.spec.attention_specs()]
         if wrong := [name for name in probes if name not in known]:
             raise ValueError(f"no attention is called {wrong[0]!r}; {suggest(wrong[0], known)}")
         self._probes = dict(probes)
 
     def forward(
         self,
-        x: Tensor | Typed,
+        x: Tensor | TokenTypeInput,
         *,
-        tokens: SequenceInfo | None = None,
-        source: Tensor | Typed | Memory | None = None,
-        source_tokens: SequenceInfo | None = None,
-        cache: Caches | None = None,
+        sequence: SequenceInfo | None = None,
+        source: Tensor | TokenTypeInput | EncoderOutput | None = None,
+        source_sequence: SequenceInfo | None = None,
+        cache: ModelCache | None = None,
         head: str | None = None,
     ) -> Tensor:
         """What a head, the first unless named, says of x: [B, T, outputs], or [B, outputs] if it reads whole rows.
@@ -123,102 +123,102 @@ class Transformer(nn.Module):
         padding. `source` is what the first of two stacks reads, or what `encode` made of it. A model without heads
         gives its states.
         """
-        h = self.hidden(x, tokens=tokens, source=source, source_tokens=source_tokens, cache=cache)
-        return self.read(h, tokens=tokens, head=head)
+        h = self.hidden(x, sequence=sequence, source=source, source_sequence=source_sequence, cache=cache)
+        return self.read(h, sequence=sequence, head=head)
 
     def hidden(
         self,
-        x: Tensor | Typed,
+        x: Tensor | TokenTypeInput,
         *,
-        tokens: SequenceInfo | None = None,
-        source: Tensor | Typed | Memory | None = None,
-        source_tokens: SequenceInfo | None = None,
-        cache: Caches | None = None,
+        sequence: SequenceInfo | None = None,
+        source: Tensor | TokenTypeInput | EncoderOutput | None = None,
+        source_sequence: SequenceInfo | None = None,
+        cache: ModelCache | None = None,
     ) -> Tensor:
         """States [B, T, model] behind the last stack, its norm included: what heads read."""
-        first, last = self._ends()
-        read: tuple[Tensor | Memory | None, SequenceInfo | None] = None, None
+        first, last = self._first_and_last_stack()
+        read: tuple[Tensor | EncoderOutput | None, SequenceInfo | None] = None, None
         if first is not last:
-            read = self._source(first, source, source_tokens)
-        elif source is not None or source_tokens is not None:
-            raise ValueError(f"{self.described.name} has one stack, which reads x alone; leave source out")
+            read = self._encoder_output(first, source, source_sequence)
+        elif source is not None or source_sequence is not None:
+            raise ValueError(f"{self.spec.name} has one stack, which reads x alone; leave source out")
         h, types = last.embed(x)
-        at = placed(h, tokens, cache)
-        return last.run(last.place(h, at, types), self._calls(at, cache, *read), self._checkpointing)
+        at = resolve_sequence(h, sequence, cache)
+        return last.run(last.place(h, at, types), self._layer_inputs(at, cache, *read), self._checkpointing)
 
-    def read(self, h: Tensor, *, tokens: SequenceInfo | None = None, head: str | None = None) -> Tensor:
+    def read(self, h: Tensor, *, sequence: SequenceInfo | None = None, head: str | None = None) -> Tensor:
         """What a head, the first unless named, says of these states."""
-        if head is None and not self.described.heads:
+        if head is None and not self.spec.heads:
             return h
-        name = self.described.heads[0].name if head is None else head
+        name = self.spec.heads[0].name if head is None else head
         if name not in self.head:
-            known = [head.name for head in self.described.heads]
-            raise ValueError(f"{self.described.name} has no head {name!r}; {suggest(name, known)}")
-        return self.head[name](h, tokens)
+            known = [head.name for head in self.spec.heads]
+            raise ValueError(f"{self.spec.name} has no head {name!r}; {suggest(name, known)}")
+        return self.head[name](h, sequence)
 
-    def encode(self, source: Tensor | Typed, *, tokens: SequenceInfo | None = None) -> Memory:
+    def encode(self, source: Tensor | TokenTypeInput, *, sequence: SequenceInfo | None = None) -> EncoderOutput:
         """What the first of two stacks makes of a source, projected for every layer of the second."""
-        first, last = self._ends()
+        first, last = self._first_and_last_stack()
         if first is last:
-            raise ValueError(f"{self.described.name} has one stack and reads no other; give x alone")
-        states, told = self._encoded(first, source, tokens)
-        return Memory(states, told, tuple(layer.remember(states, told) for layer in last.blocks))
+            raise ValueError(f"{self.spec.name} has one stack and reads no other; give x alone")
+        states, told = self._run_encoder(first, source, sequence)
+        return EncoderOutput(states, told, tuple(layer.remember(states, told) for layer in last.blocks))
 
-    def cache(self, *, batch: int, capacity: int, store: str | None = None) -> Caches:
+    def cache(self, *, batch: int, capacity: int, storage_format: str | None = None) -> ModelCache:
         """Fresh caches for the last stack, in the model's dtype and on its device; store="int8" keeps keys and values
         in 8 bits each."""
-        layers = [layer.cache(batch=batch, capacity=capacity, store=store) for layer in self._ends()[1].blocks]
+        layers = [layer.cache(batch=batch, capacity=capacity, storage_format=storage_format) for layer in self._first_and_last_stack()[1].blocks]
         if not any(layers):
-            raise SpecError(f"{self.described.name} has no attention that reads its past; call it without cache=")
-        return Caches(layers)
+            raise SpecError(f"{self.spec.name} has no attention that reads its past; call it without cache=")
+        return ModelCache(layers)
 
-    def _ends(self) -> tuple[Layers, Layers]:
+    def _first_and_last_stack(self) -> tuple[LayerStack, LayerStack]:
         layers = list(self.stacks.values())
         return layers[0], layers[-1]
 
-    def _source(
-        self, first: Layers, source: Tensor | Typed | Memory | None, tokens: SequenceInfo | None
-    ) -> tuple[Tensor | Memory, SequenceInfo]:
-        if isinstance(source, Memory):
+    def _encoder_output(
+        self, first: LayerStack, source: Tensor | TokenTypeInput | EncoderOutput | None, tokens: SequenceInfo | None
+    ) -> tuple[Tensor | EncoderOutput, SequenceInfo]:
+        if isinstance(source, EncoderOutput):
             if tokens is not None:
                 raise ValueError("what was encoded knows its tokens; leave source_tokens out")
             return source, source.tokens
         if source is None:
-            raise ValueError(f"{self.described.name} reads two sequences; give source= as ids, or as net.encode(ids)")
-        return self._encoded(first, source, tokens)
+            raise ValueError(f"{self.spec.name} reads two sequences; give source= as ids, or as net.encode(ids)")
+        return self._run_encoder(first, source, tokens)
 
-    def _encoded(
-        self, first: Layers, source: Tensor | Typed, tokens: SequenceInfo | None
+    def _run_encoder(
+        self, first: LayerStack, source: Tensor | TokenTypeInput, tokens: SequenceInfo | None
     ) -> tuple[Tensor, SequenceInfo]:
         h, types = first.embed(source)
-        told = placed(h, tokens, None)
-        calls = repeat(Call(told, None, None, None, self._probes), first.depth)
+        told = resolve_sequence(h, tokens, None)
+        calls = repeat(LayerInputs(told, None, None, None, self._probes), first.depth)
         return first.run(first.place(h, told, types), calls, self._checkpointing), told
 
-    def _calls(
-        self, at: SequenceInfo, cache: Caches | None, memory: Tensor | Memory | None, told: SequenceInfo | None
-    ) -> list[Call]:
+    def _layer_inputs(
+        self, at: SequenceInfo, cache: ModelCache | None, memory: Tensor | EncoderOutput | None, told: SequenceInfo | None
+    ) -> list[LayerInputs]:
         """What each layer of the last stack is told."""
-        depth = self._ends()[1].depth
+        depth = self._first_and_last_stack()[1].depth
         kept = repeat(None, depth) if cache is None else cache.layers
-        read = memory.layers if isinstance(memory, Memory) else repeat(memory, depth)
-        return [Call(at, own, source, told, self._probes) for own, source in zip(kept, read, strict=True)]
+        read = memory.layers if isinstance(memory, EncoderOutput) else repeat(memory, depth)
+        return [LayerInputs(at, own, source, told, self._probes) for own, source in zip(kept, read, strict=True)]
 
 
-def placed(h: Tensor, tokens: SequenceInfo | None, cache: Caches | None) -> SequenceInfo:
+def resolve_sequence(h: Tensor, sequence: SequenceInfo | None, cache: ModelCache | None) -> SequenceInfo:
     """Where these vectors [B, T, model] stand: as told, behind what is remembered, or from 0 on."""
-    if tokens is None:
-        return SequenceInfo.contiguous(0, h.shape[1], h.device) if cache is None else cache.next(h.shape[1])
-    shape = tuple(tokens.position.shape)
-    if shape[0] not in (1, h.shape[0]) or shape[1] != h.shape[1] or tokens.position.device != h.device:
+    if sequence is None:
+        return SequenceInfo.contiguous(0, h.shape[1], h.device) if cache is None else cache.next_positions(h.shape[1])
+    shape = tuple(sequence.position.shape)
+    if shape[0] not in (1, h.shape[0]) or shape[1] != h.shape[1] or sequence.position.device != h.device:
         raise ValueError(
-            f"tokens are {list(shape)} on {tokens.position.device} but x is {list(h.shape[:2])} on {h.device}; "
+            f"tokens are {list(shape)} on {sequence.position.device} but x is {list(h.shape[:2])} on {h.device}; "
             "give Tokens.of(x, ...)"
         )
-    return tokens
+    return sequence
 
 
-def _check_names(what: str, names: list[str], taken: list[str]) -> None:
+def _check_names(kind: str, names: list[str], reserved: list[str]) -> None:
     """Refuse names that a module has for something else."""
-    if wrong := [name for name in names if name in taken]:
-        raise SpecError(f"a {what} cannot be called {wrong[0]!r}, which every model has; choose another name")
+    if wrong := [name for name in names if name in reserved]:
+        raise SpecError(f"a {kind} cannot be called {wrong[0]!r}, which every model has; choose another name")

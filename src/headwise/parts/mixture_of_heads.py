@@ -200,7 +200,7 @@ def convert_to_mixture_of_heads(
     >>> import headwise as hw
     >>> spec = hw.design(model=8, heads=4)
     >>> routed, told = convert_to_mixture_of_heads(spec, hw.Attention(spec).state_dict(), shared=[2], active=2)
-    >>> routed.modifiers, told["routed.slot"].tolist(), told["routed.asker"].tolist()
+    >>> routed.modifiers, told["routed.state_index"].tolist(), told["routed.asker"].tolist()
     ((Routed(active=2, router='norm'),), [1, 2, 0, 3], [0, 1, 3])
     """
     speaks = spec.score_head_of_output

@@ -1,8 +1,8 @@
 """Continuous batching: many requests answered by one model, joining and leaving between steps."""
 
 from .engine import Engine
-from .kv_memory import Batching
-from .metrics import Predicted, Report
-from .requests import Stream, Timing
+from .kv_memory import BatchingConfig
+from .metrics import ThroughputPrediction, ServingReport
+from .requests import RequestStream, RequestTiming
 
-__all__ = ["Batching", "Engine", "Predicted", "Report", "Stream", "Timing"]
+__all__ = ["BatchingConfig", "Engine", "ThroughputPrediction", "ServingReport", "RequestStream", "RequestTiming"]

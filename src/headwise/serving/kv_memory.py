@@ -14,22 +14,22 @@ from ..cache.block_table import PageLayout
 from ..cache.paged_batch import PagedBatch
 from ..errors import SpecError, suggest
 from ..masking.sequence_info import SequenceInfo
-from ..models import Caches, Memory, Transformer
+from ..models import ModelCache, EncoderOutput, Transformer
 from ..spec.attention_spec import AttentionSpec
-from .paged_layers import Reading
+from .paged_layers import PagedSupport
 
-ORDERS = ("arrival", "shortest")
+ADMISSION_ORDERS = ("arrival", "shortest")
 
 
 @dataclass(frozen=True)
-class Batching:
+class BatchingConfig:
     """How requests share a model: at most so many `rows` at once, in pages of so many tokens.
 
     A step takes at most `chunk` tokens of prompts beside one of every row. `order` says who is let in next: by
     "arrival", or the "shortest" first, where nobody is overtaken more than `patience` times. `source` is the longest
     that a model of two stacks reads.
 
-    >>> Batching(rows=0)
+    >>> BatchingConfig(rows=0)
     Traceback (most recent call last):
     headwise.errors.SpecError: Batching(rows=0) cannot be; give a whole number of at least 1
     """
@@ -46,54 +46,54 @@ class Batching:
             size = getattr(self, name)
             if type(size) is not int or size < 1:
                 raise SpecError(f"Batching({name}={size!r}) cannot be; give a whole number of at least 1")
-        if self.order not in ORDERS:
-            raise SpecError(f"Batching(order={self.order!r}) is unknown; {suggest(str(self.order), ORDERS)}")
+        if self.order not in ADMISSION_ORDERS:
+            raise SpecError(f"Batching(order={self.order!r}) is unknown; {suggest(str(self.order), ADMISSION_ORDERS)}")
 
 
 @dataclass
-class Place:
+class CacheSlot:
     """Where one request is remembered: its row of pages, and the number of its state and source."""
 
     row: PagedSequence
-    slot: int
+    state_index: int
     source: int = 0  # tokens
 
 
-class Room:
+class KVMemory:
     """A budget in bytes, divided into pages for all layers, and a state and a source for every row.
 
     The buffer into which the pages of one layer are gathered is part of it; what one step has alive besides is not.
     """
 
-    def __init__(self, net: Transformer, budget: int, batching: Batching) -> None:
+    def __init__(self, net: Transformer, budget: int, batching: BatchingConfig) -> None:
         self.batching, self.budget = batching, budget
-        self.reading = Reading.of(net)
+        self.reading = PagedSupport.of(net)
         layers = net.cache(batch=1, capacity=1).layers
-        self._names = [[*layer] for layer in layers]
+        self._cache_names = [[*layer] for layer in layers]
         caches = [cache for layer in layers for cache in layer.values()]
-        self._stated = [cache.spec.is_recurrent for cache in caches]
+        self._is_stateful = [cache.spec.is_recurrent for cache in caches]
         paged = [cache.spec for cache in caches if not cache.spec.is_recurrent]
         like, rows = caches[0], batching.rows
         self._states = [RecurrentStateCache(c.spec, rows, c.dtype, c.device) for c in caches if c.spec.is_recurrent]
         blocks = list(net.stacks.values())[-1].blocks
-        self._crossed = [block.attentions["cross"].spec if "cross" in block.attentions else None for block in blocks]
-        self._sources = [_source(spec, batching, like) for spec in self._crossed]
+        self._cross_specs = [block.attentions["cross"].spec if "cross" in block.attentions else None for block in blocks]
+        self._source_buffers = [_make_source_buffers(spec, batching, like) for spec in self._cross_specs]
         self.paging = PageLayout.for_specs(paged, batching.page)
-        self.pages = self._affordable(like)
+        self.pages = self._num_affordable_pages(like)
         self.pool = PagePool(paged, pages=self.pages, page=batching.page, dtype=like.dtype, device=like.device)
         self.pool.reserve(self.pages)
-        self.opening = max((spec.pattern.tokens_before_decode or 0 for spec in paged), default=0)
-        self._free = list(reversed(range(rows)))
+        self.min_first_chunk = max((spec.pattern.tokens_before_decode or 0 for spec in paged), default=0)
+        self._free_slots = list(reversed(range(rows)))
 
     @property
     def shares(self) -> bool:
         """Whether beginnings can be shared: a state is of one row."""
-        return not any(self._stated)
+        return not any(self._is_stateful)
 
     @property
-    def fixed(self) -> int:
+    def fixed_bytes(self) -> int:
         """Bytes of states and sources, of all rows there may be."""
-        sources = sum(held.nbytes for source in self._sources for held in source.values())
+        sources = sum(held.nbytes for source in self._source_buffers for held in source.values())
         # A call takes those of its rows side by side, once more.
         return 2 * (sum(state.nbytes for state in self._states) + sources)
 
@@ -110,92 +110,92 @@ class Room:
     @property
     def nbytes(self) -> int:
         """Bytes that are really taken, in use or not: never more than the budget."""
-        return self.fixed + self.pool.nbytes
+        return self.fixed_bytes + self.pool.nbytes
 
     @property
     def used(self) -> int:
         """Bytes in use: of pages that are held, and of states and sources of the rows there are."""
         rows = self.batching.rows
-        return self.pool.book.pages.num_held * self.page_bytes + self.fixed * (rows - len(self._free)) // rows
+        return self.pool.book.pages.num_held * self.page_bytes + self.fixed_bytes * (rows - len(self._free_slots)) // rows
 
-    def need(self, tokens: int) -> tuple[int, ...]:
+    def pages_needed(self, tokens: int) -> tuple[int, ...]:
         """The pages that a row comes to hold at most on its way to so many tokens, group by group."""
-        chunk = max(self.batching.chunk, self.opening)
+        chunk = max(self.batching.chunk, self.min_first_chunk)
         return tuple(keep.max_pages(tokens, chunk) for keep in self.paging.groups)
 
     def check(self, tokens: int) -> None:
         """Refuse what could not be remembered if nobody else were here."""
-        need = sum(self.need(tokens))
+        need = sum(self.pages_needed(tokens))
         if need > self.pages:
-            enough = self.budget + (need - self.pages) * self._each(self.pool.numbers.element_size())
+            enough = self.budget + (need - self.pages) * self._bytes_per_page(self.pool.numbers.element_size())
             raise ValueError(
                 f"a request of {tokens:,} tokens needs {need:,} pages of {self.page_bytes:,} bytes and the budget of "
                 f"{self.budget:,} bytes holds {self.pages:,}; ask for fewer tokens, or give a budget of {enough:,}"
             )
 
-    def admits(self, places: Sequence[Place], tokens: int) -> bool:
+    def can_admit(self, slots: Sequence[CacheSlot], tokens: int) -> bool:
         """Whether a row of so many tokens fits beside these, whatever each of them still comes to need."""
-        rows = [place.row for place in places]
-        fresh = self.pool.book.new_sequence(self.need(tokens))
-        return bool(self._free) and self.pool.book.num_reserved_pages([*rows, fresh]) <= self.pages
+        rows = [place.row for place in slots]
+        fresh = self.pool.book.new_sequence(self.pages_needed(tokens))
+        return bool(self._free_slots) and self.pool.book.num_reserved_pages([*rows, fresh]) <= self.pages
 
-    def enter(self, tokens: int, root: bytes) -> Place:
+    def enter(self, tokens: int, namespace: bytes) -> CacheSlot:
         """A place for a row of so many tokens."""
-        place = Place(self.pool.book.new_sequence(self.need(tokens), root), self._free.pop())
-        self._clear(place)
+        place = CacheSlot(self.pool.book.new_sequence(self.pages_needed(tokens), namespace), self._free_slots.pop())
+        self._clear_states(place)
         return place
 
-    def leave(self, place: Place) -> None:
+    def leave(self, slot: CacheSlot) -> None:
         """Give back all that a row has."""
-        self.pool.book.free_sequence(place.row)
-        self._free.append(place.slot)
+        self.pool.book.free_sequence(slot.row)
+        self._free_slots.append(slot.state_index)
 
-    def again(self, place: Place) -> None:
+    def restart(self, slot: CacheSlot) -> None:
         """Let a row begin anew in the same place."""
-        need, root = place.row.reserved_tokens, place.row.namespace
-        self.pool.book.free_sequence(place.row)
-        place.row = self.pool.book.new_sequence(need, root)
-        self._clear(place)
+        need, root = slot.row.reserved_tokens, slot.row.namespace
+        self.pool.book.free_sequence(slot.row)
+        slot.row = self.pool.book.new_sequence(need, root)
+        self._clear_states(slot)
 
-    def pages_at(self, place: Place, count: int) -> int:
+    def max_gathered_pages(self, slot: CacheSlot, count: int) -> int:
         """The pages that a layer gathers of a row with so many tokens more, at most."""
-        end = place.row.length + count
-        each = zip(self.paging.groups, place.row.reserved_tokens, strict=True)
+        end = slot.row.length + count
+        each = zip(self.paging.groups, slot.row.reserved_tokens, strict=True)
         return max((min(-(-end // keep.page), need) for keep, need in each), default=0)
 
-    def remember(self, place: Place, memory: Memory) -> None:
+    def remember(self, slot: CacheSlot, encoder_output: EncoderOutput) -> None:
         """Keep what a row reads of another stack."""
-        place.source = memory.tokens.count
-        for kept, read in zip(self._sources, memory.layers, strict=True):
+        slot.source = encoder_output.tokens.count
+        for kept, read in zip(self._source_buffers, encoder_output.layers, strict=True):
             for name, held in kept.items():
                 assert read is not None
-                held[place.slot, : place.source] = read.entry[name][0]
+                held[slot.state_index, : slot.source] = read.entry[name][0]
 
-    def call(self, places: Sequence[Place]) -> Call:
+    def call(self, cache_slots: Sequence[CacheSlot]) -> BatchedModelCall:
         """What a call of the model with these rows is handed."""
-        slots = torch.tensor([place.slot for place in places], device=self.pool.numbers.device)
-        seats = self.pool.batch_of([place.row for place in places])
-        states = [RecurrentStateCache(held.spec, len(places), held.dtype, held.device) for held in self._states]
+        slots = torch.tensor([place.state_index for place in cache_slots], device=self.pool.numbers.device)
+        seats = self.pool.batch_of([place.row for place in cache_slots])
+        states = [RecurrentStateCache(held.spec, len(cache_slots), held.dtype, held.device) for held in self._states]
         for cache, held in zip(states, self._states, strict=True):
             cache.set_state({name: kept[slots] for name, kept in held.state.items()})
         paged, stated = iter(self.pool.caches(seats)), iter(states)
-        every = iter([cast(KVCache, next(stated if is_stated else paged)) for is_stated in self._stated])
-        layers = [{name: next(every) for name in names} for names in self._names]
-        return Call(seats, Caches(layers), self._memory(places, slots), slots, states)
+        every = iter([cast(KVCache, next(stated if is_stated else paged)) for is_stated in self._is_stateful])
+        layers = [{name: next(every) for name in names} for names in self._cache_names]
+        return BatchedModelCall(seats, ModelCache(layers), self._encoder_output(cache_slots, slots), slots, states)
 
-    def keep(self, call: Call) -> None:
+    def keep(self, call: BatchedModelCall) -> None:
         """Write down the states behind a call."""
         for held, cache in zip(self._states, call.states, strict=True):
             for name, kept in held.state.items():
                 kept[call.slots] = cache.state[name]
 
-    def _clear(self, place: Place) -> None:
+    def _clear_states(self, place: CacheSlot) -> None:
         for state in self._states:
             for held in state.state.values():
-                held[place.slot] = 0
+                held[place.state_index] = 0
 
-    def _memory(self, places: Sequence[Place], slots: Tensor) -> Memory | None:
-        if not any(self._sources):
+    def _encoder_output(self, places: Sequence[CacheSlot], slots: Tensor) -> EncoderOutput | None:
+        if not any(self._source_buffers):
             return None
         counts = [place.source for place in places]
         device, most = slots.device, max(counts)
@@ -207,40 +207,40 @@ class Room:
         )
         layers = [
             spec and ProjectedSource({name: held[slots, :most] for name, held in kept.items()}, tokens, spec)
-            for spec, kept in zip(self._crossed, self._sources, strict=True)
+            for spec, kept in zip(self._cross_specs, self._source_buffers, strict=True)
         ]
-        return Memory(self.pool.numbers.new_zeros(len(places), 0, 0), tokens, tuple(layers))
+        return EncoderOutput(self.pool.numbers.new_zeros(len(places), 0, 0), tokens, tuple(layers))
 
-    def _affordable(self, like: KVCache) -> int:
+    def _num_affordable_pages(self, like: KVCache) -> int:
         """Pages that the budget holds beside what every row has, the empty one and the buffer counted."""
-        each, one = self._each(like.dtype.itemsize), self.paging.numbers * like.dtype.itemsize
-        left = self.budget - self.fixed - one
+        each, one = self._bytes_per_page(like.dtype.itemsize), self.paging.numbers * like.dtype.itemsize
+        left = self.budget - self.fixed_bytes - one
         pages = left // each if each else 0
         if left < 0 or (each and pages < 1):
-            least = self.fixed + one + each
+            least = self.fixed_bytes + one + each
             raise ValueError(
                 f"a budget of {self.budget:,} bytes holds no request: states and sources of {self.batching.rows} rows "
-                f"take {self.fixed:,} and a page {each:,}; give {least:,} or more, or fewer rows"
+                f"take {self.fixed_bytes:,} and a page {each:,}; give {least:,} or more, or fewer rows"
             )
         return pages
 
-    def _each(self, itemsize: int) -> int:
+    def _bytes_per_page(self, itemsize: int) -> int:
         """Bytes of a page, and of its share in the buffer."""
         return (self.paging.numbers + self.paging.widest) * itemsize
 
 
 @dataclass
-class Call:
+class BatchedModelCall:
     """What one call of the model is handed: caches and memory of its rows, and where their states are kept."""
 
-    seats: PagedBatch
-    caches: Caches
-    memory: Memory | None
+    paged_batch: PagedBatch
+    caches: ModelCache
+    memory: EncoderOutput | None
     slots: Tensor
     states: list[RecurrentStateCache] = field(default_factory=list)
 
 
-def _source(spec: AttentionSpec | None, batching: Batching, like: KVCache) -> dict[str, Tensor]:
+def _make_source_buffers(spec: AttentionSpec | None, batching: BatchingConfig, like: KVCache) -> dict[str, Tensor]:
     """Room for what one layer reads of every row's source."""
     if spec is None:
         return {}

@@ -12,18 +12,18 @@ from ..costs.roofline import Device, NumberFormats
 from ..costs.serving_cost import RequestChunk, ServingCost
 from ..errors import SpecError
 from ..models import Transformer
-from .kv_memory import Room
-from .model_runner import Stepped, Stepping
-from .requests import Timing
+from .kv_memory import KVMemory
+from .model_runner import StepRecord, ModelRunner
+from .requests import RequestTiming
 
-PRICED = 48  # steps that are priced, evenly among all
-DTYPES = {"torch.float32": "fp32", "torch.bfloat16": "bf16", "torch.float16": "fp16"}
+MAX_PRICED_STEPS = 48  # steps that are priced, evenly among all
+DTYPE_NAMES = {"torch.float32": "fp32", "torch.bfloat16": "bf16", "torch.float16": "fp16"}
 
 
-class Spread(NamedTuple):
+class LatencySummary(NamedTuple):
     """The mean of some seconds, and what half and 95 of 100 of them do not exceed.
 
-    >>> Spread.of([3.0, 1.0, 2.0, 10.0])
+    >>> LatencySummary.of([3.0, 1.0, 2.0, 10.0])
     Spread(mean=4.0, p50=2.0, p95=10.0)
     """
 
@@ -32,17 +32,17 @@ class Spread(NamedTuple):
     p95: float
 
     @staticmethod
-    def of(seconds: Iterable[float]) -> Spread:
+    def of(seconds: Iterable[float]) -> LatencySummary:
         """Of these; zeros of none."""
         told = sorted(seconds)
         if not told:
-            return Spread(0.0, 0.0, 0.0)
+            return LatencySummary(0.0, 0.0, 0.0)
         p50, p95 = (told[-(-len(told) * share // 100) - 1] for share in (50, 95))
-        return Spread(sum(told) / len(told), p50, p95)
+        return LatencySummary(sum(told) / len(told), p50, p95)
 
 
 @dataclass(frozen=True)
-class Report:
+class ServingReport:
     """Tokens a second, seconds until the first token and between tokens, and memory against the budget.
 
     `computed` are the tokens of prompts that were read, `shared` those that were remembered already, `sources` those
@@ -55,32 +55,32 @@ class Report:
     shared: int
     sources: int
     seconds: float
-    wait: Spread
-    each: Spread
+    wait: LatencySummary
+    each: LatencySummary
     peak_bytes: int
     budget: int
     layers: int
     gathers: Mapping[str, str]
-    steps: tuple[Stepped, ...] = field(repr=False)
+    steps: tuple[StepRecord, ...] = field(repr=False)
 
     @staticmethod
-    def of(room: Room, ended: Sequence[Timing], stepping: Stepping) -> Report:
+    def of(memory: KVMemory, timings: Sequence[RequestTiming], runner: ModelRunner) -> ServingReport:
         """Of all requests that have ended, and the steps since the engine was made."""
-        told = [timing for timing in ended if timing.tokens]
-        steps = tuple(stepping.steps)
-        return Report(
-            requests=len(ended),
+        told = [timing for timing in timings if timing.tokens]
+        steps = tuple(runner.steps)
+        return ServingReport(
+            requests=len(timings),
             tokens=sum(timing.tokens for timing in told),
             computed=sum(step.tokens for step in steps),
-            shared=stepping.shared,
-            sources=stepping.sources,
+            shared=runner.shared,
+            sources=runner.sources,
             seconds=sum(step.seconds for step in steps),
-            wait=Spread.of(timing.wait for timing in told),
-            each=Spread.of(timing.each for timing in told if timing.tokens > 1),
-            peak_bytes=stepping.peak,
-            budget=room.budget,
-            layers=room.reading.layers,
-            gathers=room.reading.gathers,
+            wait=LatencySummary.of(timing.wait for timing in told),
+            each=LatencySummary.of(timing.each for timing in told if timing.tokens > 1),
+            peak_bytes=runner.peak,
+            budget=memory.budget,
+            layers=memory.reading.layers,
+            gathers=memory.reading.gathers,
             steps=steps,
         )
 
@@ -99,20 +99,20 @@ class Report:
     def __str__(self) -> str:
         lines = [
             f"{self.requests:,} requests, {self.tokens:,} tokens in {self.seconds:,.2f} s of {len(self.steps):,} steps",
-            _said("tokens a second, all together", f"{self.rate:,.1f}"),
-            _said("tokens of prompts read, shared", f"{self.computed:,}, {self.shared:,}"),
+            _format_line("tokens a second, all together", f"{self.rate:,.1f}"),
+            _format_line("tokens of prompts read, shared", f"{self.computed:,}, {self.shared:,}"),
             " " * 34 + "".join(name.rjust(12) for name in ("mean", "half", "95 of 100")),
-            _spread("until the first token", self.wait),
-            _spread("from token to token", self.each),
-            _said("bytes in use at most, of", f"{self.peak_bytes:,}, {self.budget:,}"),
-            _said("layers that read pages where they lie, of", f"{self.layers - len(self.gathers)}, {self.layers}"),
+            _format_latency("until the first token", self.wait),
+            _format_latency("from token to token", self.each),
+            _format_line("bytes in use at most, of", f"{self.peak_bytes:,}, {self.budget:,}"),
+            _format_line("layers that read pages where they lie, of", f"{self.layers - len(self.gathers)}, {self.layers}"),
             *(f"  for {count} they are gathered: {why}" for why, count in Counter(self.gathers.values()).items()),
         ]
         return "\n".join(lines)
 
 
 @dataclass(frozen=True)
-class Predicted:
+class ThroughputPrediction:
     """What `headwise cost --serve` says of the steps that were taken: seconds at least, on this device."""
 
     device: str
@@ -120,24 +120,24 @@ class Predicted:
     tokens: float
 
     @staticmethod
-    def of(net: Transformer, report: Report, device: Device) -> Predicted:
+    def of(net: Transformer, report: ServingReport, device: Device) -> ThroughputPrediction:
         """Some steps among all are priced, each as if its rows were alike, and stand for their neighbours."""
-        dtype = DTYPES.get(str(next(net.parameters()).dtype))
+        dtype = DTYPE_NAMES.get(str(next(net.parameters()).dtype))
         if dtype is None:
             raise SpecError(
                 f"weights of {next(net.parameters()).dtype} have no price; use float32, bfloat16 or float16"
             )
         source = -(-report.sources // max(1, report.requests))
         serving = ServingCost(
-            net.described, device, NumberFormats(dtype), allocator=CacheAllocator("paged", 16), source_tokens=source
+            net.spec, device, NumberFormats(dtype), allocator=CacheAllocator("paged", 16), source_tokens=source
         )
-        chosen = [report.steps[n * len(report.steps) // PRICED] for n in range(PRICED)] if report.steps else []
-        if len(report.steps) <= PRICED:
+        chosen = [report.steps[n * len(report.steps) // MAX_PRICED_STEPS] for n in range(MAX_PRICED_STEPS)] if report.steps else []
+        if len(report.steps) <= MAX_PRICED_STEPS:
             chosen = list(report.steps)
         measured = sum(step.seconds for step in chosen)
-        least = sum(_least(serving, step) for step in chosen)
+        least = sum(_min_step_seconds(serving, step) for step in chosen)
         seconds = report.seconds * least / measured if measured else 0.0
-        return Predicted(device.description, seconds, report.tokens / seconds if seconds else 0.0)
+        return ThroughputPrediction(device.description, seconds, report.tokens / seconds if seconds else 0.0)
 
     @property
     def data(self) -> dict[str, Any]:
@@ -145,23 +145,23 @@ class Predicted:
         return {"device": self.device, "seconds": self.seconds, "tokens_per_second": self.tokens}
 
     def __str__(self) -> str:
-        return _said("tokens a second that cost predicts at most", f"{self.tokens:,.1f}") + f"\n  on {self.device}"
+        return _format_line("tokens a second that cost predicts at most", f"{self.tokens:,.1f}") + f"\n  on {self.device}"
 
 
-def _least(serving: ServingCost, step: Stepped) -> float:
+def _min_step_seconds(serving: ServingCost, step: StepRecord) -> float:
     """Seconds at least of one step, its rows taken to be alike, and its prompts."""
     asked: Counter[RequestChunk] = Counter()
     if step.rows:
         asked[RequestChunk(1, round(step.context / step.rows) - 1, serving.source_tokens)] += step.rows
-    if step.prompts:
-        taken, past = (round(count / step.prompts) for count in (step.tokens, step.past))
-        asked[RequestChunk(max(1, taken), past, serving.source_tokens)] += step.prompts
+    if step.num_prompts:
+        taken, past = (round(count / step.num_prompts) for count in (step.tokens, step.past))
+        asked[RequestChunk(max(1, taken), past, serving.source_tokens)] += step.num_prompts
     return serving.estimate_step(asked).seconds
 
 
-def _said(name: str, value: str) -> str:
+def _format_line(name: str, value: str) -> str:
     return f"{name:<46}{value:>24}"
 
 
-def _spread(name: str, spread: Spread) -> str:
+def _format_latency(name: str, spread: LatencySummary) -> str:
     return f"{name:<34}" + "".join(f"{seconds * 1e3:,.2f} ms".rjust(12) for seconds in spread)

@@ -10,150 +10,150 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..generation.sampling import pick
+from ..generation.sampling import sample_tokens
 from ..models import Transformer
-from .kv_memory import Room
-from .requests import Request
-from .scheduler import chunked, divided
+from .kv_memory import KVMemory
+from .requests import ServingRequest
+from .scheduler import split_prefill, split_by_size
 
-BESIDE = 2**25  # bytes that could have been moved in the time that a call takes beside its weights and pages
-TOKENS = 32  # that could have been computed in the time that a call takes to read its weights
-PASSES = 3  # a page that is gathered is read, written, and read again
-KEPT = 2**16  # steps of which is remembered what they were
+CALL_OVERHEAD_BYTES = 2**25  # bytes that could have been moved in the time that a call takes beside its weights and pages
+CALL_OVERHEAD_TOKENS = 32  # that could have been computed in the time that a call takes to read its weights
+GATHER_PASSES = 3  # a page that is gathered is read, written, and read again
+MAX_RECORDED_STEPS = 2**16  # steps of which is remembered what they were
 
-Part = tuple[Request, int]  # so many tokens of a request
+RequestPart = tuple[ServingRequest, int]  # so many tokens of a request
 
 
-class Stepped(NamedTuple):
+class StepRecord(NamedTuple):
     """What one step did: so many rows with so many tokens together, and tokens of prompts behind others."""
 
     rows: int
     context: int
-    prompts: int
+    num_prompts: int
     tokens: int
     past: int
     seconds: float
 
 
-class Stepping:
+class ModelRunner:
     """Calls of the model for the rows of an engine."""
 
-    def __init__(self, net: Transformer, room: Room, longest: int | None) -> None:
-        self.net, self.room, self.longest = net, room, longest
-        self.steps: deque[Stepped] = deque(maxlen=KEPT)
+    def __init__(self, net: Transformer, memory: KVMemory, max_positions: int | None) -> None:
+        self.net, self.memory, self.longest = net, memory, max_positions
+        self.steps: deque[StepRecord] = deque(maxlen=MAX_RECORDED_STEPS)
         self.peak = self.shared = self.sources = 0  # bytes, tokens, tokens
-        moved = sum(p.nbytes for p in list(net.stacks.values())[-1].parameters()) + BESIDE
-        self._worth = moved / (PASSES * room.page_bytes) if room.page_bytes else float("inf")
+        moved = sum(p.nbytes for p in list(net.stacks.values())[-1].parameters()) + CALL_OVERHEAD_BYTES
+        self._call_cost_pages = moved / (GATHER_PASSES * memory.page_bytes) if memory.page_bytes else float("inf")
 
-    def step(self, requests: Sequence[Request]) -> None:
+    def step(self, requests: Sequence[ServingRequest]) -> None:
         """Go on with all of these."""
         begun = perf_counter()
         for request in requests:
-            self._refit(request)
-        prompts = self._prompts([request for request in requests if request.reads])
+            self._restart_long_request(request)
+        prompts = self._schedule_prefill([request for request in requests if request.reads])
         past = sum(request.row.length for request, _ in prompts)
-        self._calls(prompts)
+        self._run_calls(prompts)
         rows = [(request, 1) for request in requests if not request.ended and not request.reads]
         context = sum(request.row.length + 1 for request, _ in rows)
-        self._calls(rows)
+        self._run_calls(rows)
         if prompts or rows:
             taken, seconds = sum(count for _, count in prompts), perf_counter() - begun
-            self.steps.append(Stepped(len(rows), context, len(prompts), taken, past, seconds))
+            self.steps.append(StepRecord(len(rows), context, len(prompts), taken, past, seconds))
 
     # --- who is called -------------------------------------------------------------------------------------
 
-    def _prompts(self, reading: Sequence[Request]) -> list[Part]:
+    def _schedule_prefill(self, reading: Sequence[ServingRequest]) -> list[RequestPart]:
         """Prompts to go on reading, and how much of each; who could share what another is reading waits for it."""
-        found: list[tuple[Request, int]] = []
+        found: list[tuple[ServingRequest, int]] = []
 
         def unread() -> Iterator[int]:
             ahead, sources = set[bytes](), 0
             for request in reading:
-                length = self._begun(request)
+                length = self._num_cached_tokens(request)
                 known = (
-                    self.room.pool.book.next_hashes(request.row, request.context, length) if self.room.shares else None
+                    self.memory.pool.book.next_hashes(request.row, request.context, length) if self.memory.shares else None
                 )
-                if known in ahead or (sources and sources + len(request.source) > self.room.batching.chunk):
+                if known in ahead or (sources and sources + len(request.source) > self.memory.batching.chunk):
                     continue
                 ahead |= {known} if known else set()
                 sources += len(request.source)
                 found.append((request, length))
                 yield len(request.context) - length
 
-        counts = list(chunked(unread(), self.room.batching.chunk, self.room.opening))
+        counts = list(split_prefill(unread(), self.memory.batching.chunk, self.memory.min_first_chunk))
         for request, length in found[: len(counts)]:
-            self._begin(request, length)
+            self._start_request(request, length)
         return [(request, n) for (request, _), n in zip(found, counts, strict=False) if not request.ended]
 
-    def _begun(self, request: Request) -> int:
+    def _num_cached_tokens(self, request: ServingRequest) -> int:
         """How many of its tokens are remembered, or could be shared before it begins."""
-        row, book = request.row, self.room.pool.book
-        if row.length or not self.room.shares:
+        row, book = request.row, self.memory.pool.book
+        if row.length or not self.memory.shares:
             return row.length
-        return book.find_prefix(row, request.context, self.room.opening)
+        return book.find_prefix(row, request.context, self.memory.min_first_chunk)
 
-    def _begin(self, request: Request, length: int) -> None:
+    def _start_request(self, request: ServingRequest, length: int) -> None:
         """Share what is there already, and read the source."""
         if request.row.length:
             return
         if length:
-            self.room.pool.book.reuse_prefix(request.row, length)
+            self.memory.pool.book.reuse_prefix(request.row, length)
             self.shared += length
         if request.source:
             self.sources += len(request.source)
             try:
                 with torch.no_grad():
-                    source = torch.tensor([request.source], device=self.room.device)
-                    self.room.remember(request.placed, self.net.encode(source))
+                    source = torch.tensor([request.source], device=self.memory.device)
+                    self.memory.remember(request.placed, self.net.encode(source))
             except Exception as error:  # the others go on
                 request.fail(error)
 
-    def _refit(self, request: Request) -> None:
+    def _restart_long_request(self, request: ServingRequest) -> None:
         """Begin anew with the end of a text that has gone beyond the last position."""
         if self.longest is not None and len(request.context) > self.longest:
             request.base = len(request.ids) - (request.how.window or 1)
-            self.room.again(request.placed)
+            self.memory.restart(request.placed)
 
     # --- the calls -----------------------------------------------------------------------------------------
 
-    def _calls(self, parts: Sequence[Part]) -> None:
+    def _run_calls(self, parts: Sequence[RequestPart]) -> None:
         """All of these, those of like length together: by their new tokens, and where all have one, by their pages.
 
         Where no page is gathered for one token, a long row costs the others nothing.
         """
         one = all(count == 1 for _, count in parts)
-        if one and parts and not self.room.reading.gathers:
-            self._call(parts)
+        if one and parts and not self.memory.reading.gathers:
+            self._run_call(parts)
             return
-        size = {request.number: self._pages((request, count)) if one else count for request, count in parts}
+        size = {request.number: self._gathered_pages((request, count)) if one else count for request, count in parts}
         ordered = sorted(parts, key=lambda part: -size[part[0].number])
-        for count in divided([size[request.number] for request, _ in ordered], self._worth if one else TOKENS):
-            for some in self._gathered(ordered[:count]):
-                self._call(some)
+        for count in split_by_size([size[request.number] for request, _ in ordered], self._call_cost_pages if one else CALL_OVERHEAD_TOKENS):
+            for some in self._split_by_buffer(ordered[:count]):
+                self._run_call(some)
             ordered = ordered[count:]
 
-    def _gathered(self, parts: Sequence[Part]) -> Iterator[Sequence[Part]]:
+    def _split_by_buffer(self, parts: Sequence[RequestPart]) -> Iterator[Sequence[RequestPart]]:
         """The same in calls whose pages, each row's as many as the longest has, find room in the buffer."""
-        widest = max(map(self._pages, parts))
-        most = max(1, self.room.pages // max(1, widest))
+        widest = max(map(self._gathered_pages, parts))
+        most = max(1, self.memory.pages // max(1, widest))
         yield from (parts[first : first + most] for first in range(0, len(parts), most))
 
-    def _pages(self, part: Part) -> int:
-        return self.room.pages_at(part[0].placed, part[1])
+    def _gathered_pages(self, part: RequestPart) -> int:
+        return self.memory.max_gathered_pages(part[0].placed, part[1])
 
-    def _call(self, parts: Sequence[Part]) -> None:
+    def _run_call(self, parts: Sequence[RequestPart]) -> None:
         """One call; if it fails, one for each, so that whoever is at fault fails alone."""
         try:
-            done, logits = self._logits(parts)
-            self._tell(done, logits)
+            done, logits = self._forward(parts)
+            self._append_tokens(done, logits)
         except Exception as error:
             if len(parts) == 1:
                 parts[0][0].fail(error)
                 return
             for part in parts:
-                self._call([part])
+                self._run_call([part])
 
-    def _logits(self, parts: Sequence[Part]) -> tuple[list[Request], Tensor]:
+    def _forward(self, parts: Sequence[RequestPart]) -> tuple[list[ServingRequest], Tensor]:
         """What comes next in those whose ids have all been read; either the call counts, or nothing has happened."""
         rows, counts = [request.row for request, _ in parts], [count for _, count in parts]
         before, most = [row.length for row in rows], max(counts)
@@ -163,24 +163,24 @@ class Stepping:
         ]
         try:
             with torch.no_grad():
-                call = self.room.call([request.placed for request, _ in parts])
-                at = call.seats.next_positions(counts)
-                x = torch.tensor(ids, device=self.room.device)
-                h = self.net.hidden(x, tokens=at, source=call.memory, cache=call.caches)
-                done = [n for n, (request, _) in enumerate(parts) if request.pending == 0]
+                call = self.memory.call([request.placed for request, _ in parts])
+                at = call.paged_batch.next_positions(counts)
+                x = torch.tensor(ids, device=self.memory.device)
+                h = self.net.hidden(x, sequence=at, source=call.memory, cache=call.caches)
+                done = [n for n, (request, _) in enumerate(parts) if request.num_pending == 0]
                 ends = torch.tensor([counts[n] - 1 for n in done], dtype=torch.int64, device=h.device)
                 logits = self.net.read(h[torch.tensor(done, dtype=torch.int64, device=h.device), ends][:, None])[:, 0]
-                self.room.keep(call)
+                self.memory.keep(call)
         except BaseException:
             for row, length in zip(rows, before, strict=True):
                 row.length = length
             raise
-        self.peak = max(self.peak, self.room.used)
-        for request, _ in parts if self.room.shares else ():
-            self.room.pool.book.publish_prefix(request.row, request.context)
+        self.peak = max(self.peak, self.memory.used)
+        for request, _ in parts if self.memory.shares else ():
+            self.memory.pool.book.publish_prefix(request.row, request.context)
         return [parts[n][0] for n in done], logits
 
-    def _tell(self, requests: Sequence[Request], logits: Tensor) -> None:
+    def _append_tokens(self, requests: Sequence[ServingRequest], logits: Tensor) -> None:
         """One token more of each, chosen as it was asked."""
         alike: dict[object, list[int]] = defaultdict(list)
         broken = logits.isnan().any(-1).tolist()
@@ -196,6 +196,6 @@ class Stepping:
             numbers = [request.numbers for request in those] if those[0].temperature else []
             past = [request.ids for request in those]
             temperature, how = those[0].temperature, those[0].how
-            ids = pick(logits[rows], past, temperature=temperature, how=how, streams=numbers)
+            ids = sample_tokens(logits[rows], past, temperature=temperature, config=how, streams=numbers)
             for request, one in zip(those, ids, strict=True):
                 request.take(one)

@@ -10,12 +10,12 @@ from ..models import Transformer
 from ..nn.attention import Attention
 
 
-class Reading(NamedTuple):
+class PagedSupport(NamedTuple):
     """How many layers keep pages, and for which of these a step of one token a row gathers them: why, by their paths.
 
     >>> import headwise as hw
     >>> config = {"model_type": "llama", "hidden_size": 8, "intermediate_size": 12, "num_attention_heads": 2}
-    >>> Reading.of(hw.build(hw.families.read(config | {"num_hidden_layers": 2, "vocab_size": 11})))
+    >>> PagedSupport.of(hw.build(hw.families.read(config | {"num_hidden_layers": 2, "vocab_size": 11})))
     Reading(layers=2, gathers={})
     """
 
@@ -23,7 +23,7 @@ class Reading(NamedTuple):
     gathers: dict[str, str]
 
     @staticmethod
-    def of(net: Transformer) -> Reading:
+    def of(net: Transformer) -> PagedSupport:
         """Of the stack that answers."""
         name, stack = list(net.stacks.items())[-1]
         found: dict[str, str] = {}
@@ -32,12 +32,12 @@ class Reading(NamedTuple):
             layer = block.attentions.get("attention")
             if layer is not None and not layer.spec.is_recurrent:
                 layers += 1
-                if why := _why(layer):
+                if why := _gather_reason(layer):
                     found[f"{name}.{number}.attention"] = why
-        return Reading(layers, found)
+        return PagedSupport(layers, found)
 
 
-def _why(layer: Attention) -> str:
+def _gather_reason(layer: Attention) -> str:
     if layer.backend_name not in (None, "paged"):
         return f"the layer asks for {layer.backend_name}"
     spec, like = layer.spec, layer.weights["project"].first_parameter

@@ -4,36 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from .kv_memory import Batching
-from .requests import Request
+from .kv_memory import BatchingConfig
+from .requests import ServingRequest
 
 
-def first(waiting: Sequence[Request], batching: Batching) -> Request:
+def select_next_request(waiting: Sequence[ServingRequest], batching: BatchingConfig) -> ServingRequest:
     """Who is let in next; whoever came first and was overtaken often enough comes before all."""
     oldest = waiting[0]
-    if batching.order == "arrival" or oldest.overtaken >= batching.patience:
+    if batching.order == "arrival" or oldest.times_overtaken >= batching.patience:
         return oldest
     return min(waiting, key=lambda request: request.tokens)
 
 
-def overtake(waiting: Sequence[Request], chosen: Request) -> None:
+def record_overtaking(waiting: Sequence[ServingRequest], chosen: ServingRequest) -> None:
     """Count those that came before who is let in."""
     for request in waiting:
         if request.number < chosen.number:
-            request.overtaken += 1
+            request.times_overtaken += 1
 
 
-def chunked(pending: Iterable[int], chunk: int, opening: int = 0) -> Iterator[int]:
+def split_prefill(pending: Iterable[int], chunk_size: int, min_first_chunk: int = 0) -> Iterator[int]:
     """How many tokens of each prompt a step takes, in order, until they are `chunk`.
 
     The first `opening` tokens of a prompt must come together, and wait for a step that has room for them, or is theirs.
 
-    >>> list(chunked([100, 3, 5], 64)), list(chunked([5, 3, 70], 64)), list(chunked([5, 3, 70], 64, opening=60))
+    >>> list(split_prefill([100, 3, 5], 64)), list(split_prefill([5, 3, 70], 64)), list(split_prefill([5, 3, 70], 64, opening=60))
     ([64], [5, 3, 56], [5, 3])
     """
-    left = chunk
+    left = chunk_size
     for number, count in enumerate(pending):
-        least = min(count, opening)
+        least = min(count, min_first_chunk)
         taken = max(min(count, left), 0 if number else least)
         if taken < max(least, 1):
             return
@@ -41,17 +41,17 @@ def chunked(pending: Iterable[int], chunk: int, opening: int = 0) -> Iterator[in
         yield taken
 
 
-def divided(sizes: Sequence[int], worth: float) -> list[int]:
+def split_by_size(sizes: Sequence[int], call_cost: float) -> list[int]:
     """How many rows share each call, of rows by their sizes, the largest first.
 
     Those of one call take as long as if all were as large as the first of them. They are divided where that saves more
     than a call is `worth`.
 
-    >>> divided([40, 39, 2, 2, 2, 1], worth=100), divided([40, 39, 2], worth=100)
+    >>> split_by_size([40, 39, 2, 2, 2, 1], worth=100), split_by_size([40, 39, 2], worth=100)
     ([2, 4], [3])
     """
     count = len(sizes)
     if count < 2:
         return [count] * count
     saved, at = max(((sizes[0] - sizes[n]) * (count - n), n) for n in range(1, count))
-    return [count] if saved <= worth else divided(sizes[:at], worth) + divided(sizes[at:], worth)
+    return [count] if saved <= call_cost else split_by_size(sizes[:at], call_cost) + split_by_size(sizes[at:], call_cost)

@@ -15,7 +15,7 @@ from ..interfaces.registry import field_defaults
 from ..model_spec import BlockSpec, ModelSpec
 from ..model_spec.model import ATTENTION_SUBLAYERS, group_blocks
 from ..models import Transformer, build
-from ..models.feed_forward import Normed
+from ..models.feed_forward import NormLayer
 from ..nn.attention import Attention
 from ..nn.head_axis_ops import keep_heads
 from ..spec.attention_spec import AttentionSpec
@@ -53,9 +53,9 @@ def get_attention_parameters(net: Transformer, site: str) -> dict[str, Tensor]:
 
 def get_attention(net: Transformer, site: str) -> Attention:
     """The attention of this name."""
-    known = [name for name, _ in net.described.attention_specs()]
+    known = [name for name, _ in net.spec.attention_specs()]
     if site not in known:
-        raise SpecError(f"{net.described.name} has no attention {site!r}; {suggest(site, known)}")
+        raise SpecError(f"{net.spec.name} has no attention {site!r}; {suggest(site, known)}")
     stack, depth, role = site.split(".")
     return net.stacks[stack].blocks[int(depth)].attentions[role]
 
@@ -73,11 +73,11 @@ def replace_attentions(net: Transformer, changes: Mapping[str, AttentionChange])
     ...     hw.families.read({"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 2, "vocab_size": 11}), seed=0
     ... )
     >>> gone = replace_attentions(net, {"decoder.1.attention": AttentionChange(None, {"constant": torch.ones(8)})})
-    >>> [block.still for block in gone.described.stacks[0].layers]
+    >>> [block.still for block in gone.spec.stacks[0].layers]
     [(), ('attention',)]
     """
     whole = {site: _resolve_constant(net, site, change) for site, change in changes.items()}
-    described = _replace_specs(net.described, whole)
+    described = _replace_specs(net.spec, whole)
     with torch.device("meta"):
         made = build(described, dropout=net.dropout)
     made.load_state_dict(dict(_tensors(net, described, whole)), assign=True)
@@ -93,12 +93,12 @@ def _resolve_constant(net: Transformer, site: str, change: AttentionChange) -> A
         return change
     stack, depth, role = site.split(".")
     layer = net.stacks[stack].blocks[int(depth)]
-    if layer.described.form == "merged":
+    if layer.spec.form == "merged":
         raise SpecError(f"{site} carries the mean of a merged block, which no vector is; keep one of its heads")
     added = change.weights.get("constant", torch.zeros(attention.spec.model)).to(next(net.parameters())) * layer.scale
     behind = layer._modules.get({"after": f"{role}_norm", "sandwich": f"{role}_norm_after"}.get(layer.placement, ""))
     with torch.no_grad():
-        return AttentionChange(None, {"constant": added if behind is None else cast(Normed, behind)(added)})
+        return AttentionChange(None, {"constant": added if behind is None else cast(NormLayer, behind)(added)})
 
 
 def _replace_specs(model: ModelSpec, changes: Mapping[str, AttentionChange]) -> ModelSpec:
@@ -177,8 +177,8 @@ def remove_heads(
     if wrong := [site for site in constants if site not in keep]:
         raise SpecError(f"{wrong[0]} keeps all of its heads, and no vector stands for any; say which it keeps")
     changes = {site: _shrink_attention(net, site, heads, constants.get(site)) for site, heads in keep.items()}
-    if changes.keys() >= {site for site, _ in net.described.attention_specs()} and not any(keep.values()):
-        raise SpecError(f"no head would be left in {net.described.name}; keep at least one")
+    if changes.keys() >= {site for site, _ in net.spec.attention_specs()} and not any(keep.values()):
+        raise SpecError(f"no head would be left in {net.spec.name}; keep at least one")
     return replace_attentions(net, changes)
 
 
@@ -199,7 +199,7 @@ def _shrink_attention(net: Transformer, site: str, heads: Sequence[int], constan
 
 def _check_removable(net: Transformer, site: str) -> None:
     stack, depth, _ = site.split(".")
-    if net.stacks[stack].blocks[int(depth)].described.form == "merged":
+    if net.stacks[stack].blocks[int(depth)].spec.form == "merged":
         raise SpecError(
             f"{site} reads its source and a mean of the past through the same heads; to cut one would cut both"
         )

@@ -275,7 +275,7 @@ def convert(
     >>> import headwise as hw
     >>> net = hw.build(hw.families.read({"model_type": "gpt2", "n_embd": 8, "n_head": 4, "n_layer": 2}), seed=0)
     >>> done = convert(net, 2)
-    >>> [spec.heads.kv for _, spec in done.after.described.specs()], done.groups["decoder.0.attention"]
+    >>> [spec.heads.kv for _, spec in done.after.spec.specs()], done.groups["decoder.0.attention"]
     ([2, 2], ((0, 1), (2, 3)))
     """
     model = to_native_model(model)
@@ -287,10 +287,10 @@ def convert(
             f"way={conversion!r} says nothing of what is shared; give a number of heads, or hw.surgery.Pool(...)"
         )
     sites = [
-        site for site in count_heads(model.described) if kind in ("all", "cross" if site.endswith("cross") else "self")
+        site for site in count_heads(model.spec) if kind in ("all", "cross" if site.endswith("cross") else "self")
     ]
     if not sites:
-        raise SpecError(f"{model.described.name} has no {kind}-attention; use where='all'")
+        raise SpecError(f"{model.spec.name} has no {kind}-attention; use where='all'")
     if chosen.needs_statistics and len(examples) < 2:
         raise SpecError(f"{len(examples)} texts say little of what heads say; give at least two, or align='none'")
     made = _convert_layers(model, chosen, sites, examples, (ranking, log))

@@ -11,7 +11,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..data.example_order import Order, drawn
+from ..data.example_order import EpochOrder, make_rng
 from ..errors import SpecError, TrainingDiverged
 from ..head_analysis.annotated_examples import Example
 from ..head_analysis.objectives import Objective
@@ -88,14 +88,14 @@ class DistillationLoader:
             fact = f"{count} texts less {back} held back are fewer than a batch of {options.batch}"
             fits = f"use batch={count - back}" if count > back else "give more texts"
             raise SpecError(f"{fact}; {fits}")
-        mixed = [texts.numbers[n] for n in drawn(options.seed, HELD_OUT_STREAM).permutation(count)]
+        mixed = [texts.numbers[n] for n in make_rng(options.seed, HELD_OUT_STREAM).permutation(count)]
         self.texts, self.options, self.held_out_ids, self.train_ids = (
             texts,
             options,
             sorted(mixed[:back]),
             sorted(mixed[back:]),
         )
-        self._order = Order(len(self.train_ids))
+        self._order = EpochOrder(len(self.train_ids))
 
     def get_batch(self, step: int) -> DistillationBatch:
         """The lesson of a step, counted from 1."""
@@ -119,14 +119,14 @@ class Student:
         losses = loader.texts.has_loss
         self.alpha = self.options.alpha if losses else 1.0
         if teacher is None and not losses:
-            raise SpecError(f"{net.described.name} has no loss of its own in these texts, and no teacher; give one")
+            raise SpecError(f"{net.spec.name} has no loss of its own in these texts, and no teacher; give one")
         if teacher is None:
             self.alpha = 0.0
-        heads = net.described.heads
+        heads = net.spec.heads
         self._has_logits = bool(heads and heads[0].outputs)
         own = {name: p for name, p in net.named_parameters() if name in trainable}
         self._optimiser = (
-            AdamWOptimiser(group_parameters(own, net.described, "matrices"), self.options.recipe) if own else None
+            AdamWOptimiser(group_parameters(own, net.spec, "matrices"), self.options.recipe) if own else None
         )
         self._parameters = list(own.values())
         for name, parameter in net.named_parameters():
@@ -371,8 +371,8 @@ def list_trainable(net: Transformer, trainable: str = "all") -> list[str]:
     >>> list_trainable(hw.build(hw.families.read(config), seed=0), "attention")[0]
     'decoder.0.attention.project.q'
     """
-    sites = tuple(f"{site}." for site, _ in net.described.attention_specs())
+    sites = tuple(f"{site}." for site, _ in net.spec.attention_specs())
     found = [name for name, _ in net.named_parameters() if trainable == "all" or name.startswith(sites)]
     if not found:
-        raise SpecError(f"{net.described.name} has no attention that could learn; use which='all'")
+        raise SpecError(f"{net.spec.name} has no attention that could learn; use which='all'")
     return found

@@ -9,14 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..data import IGNORED
+from ..data import IGNORE_INDEX
 from ..errors import SpecError
 from ..head_analysis.annotated_examples import Example
 from ..head_analysis.objectives import EvaluationInput, Objective, choose_objective
 from ..masking.sequence_info import SequenceInfo
 from ..model_spec import StackSpec
 from ..models import Transformer
-from ..models.embeddings_heads import Typed
+from ..models.embeddings_heads import TokenTypeInput
 
 STREAM_ARGUMENTS = {"x": "tokens", "source": "source_tokens"}  # what is read, and what says where its tokens stand
 STATE_LOSSES = ("cosine", "l2")
@@ -42,8 +42,8 @@ class DistillationBatch(NamedTuple):
         """- log p of what is wanted, for each text a mean over the places that are asked."""
         assert self.labels is not None
         exact = outputs.to(torch.promote_types(outputs.dtype, torch.float32)).transpose(1, 2)
-        each = F.cross_entropy(exact, self.labels, ignore_index=IGNORED, reduction="none")
-        return _mean_by_text(each, self.labels != IGNORED)
+        each = F.cross_entropy(exact, self.labels, ignore_index=IGNORE_INDEX, reduction="none")
+        return _mean_by_text(each, self.labels != IGNORE_INDEX)
 
     def kl_divergences(self, outputs: Tensor, teacher_outputs: Tensor, temperature: float = 1.0) -> Tensor:
         """KL(teacher || model), of logits over `temperature`, times its square (1503.02531); for each text a mean.
@@ -119,11 +119,11 @@ class DistillationTexts:
 def _check_labels(net: Transformer, question: EvaluationInput, number: int) -> None:
     if question.labels is None:
         return
-    places, known = _count_positions(net, question.inputs.kwargs), net.described.heads[0].outputs
+    places, known = _count_positions(net, question.inputs.kwargs), net.spec.heads[0].outputs
     if len(question.labels) != places:
         fact = f"the model says {places} places of text {number} and {len(question.labels)} labels are given"
         raise SpecError(f"{fact}; give one for each")
-    asked = question.labels[question.labels != IGNORED]
+    asked = question.labels[question.labels != IGNORE_INDEX]
     if len(wrong := asked[(asked < 0) | (asked >= known)]):
         fact = f"a label of text {number} is {int(wrong[0])}, but the model has {known} of them"
         raise SpecError(f"{fact}; give 0..{known - 1}")
@@ -131,12 +131,12 @@ def _check_labels(net: Transformer, question: EvaluationInput, number: int) -> N
 
 def _count_positions(net: Transformer, names: Mapping[str, Any]) -> int:
     """How many things a model says of a text."""
-    heads = net.described.heads
-    return 1 if heads and heads[0].at != "each" else _count_stack_tokens(net.described.stacks[-1], _ids(names["x"]))
+    heads = net.spec.heads
+    return 1 if heads and heads[0].at != "each" else _count_stack_tokens(net.spec.stacks[-1], _ids(names["x"]))
 
 
-def _ids(x: Tensor | Typed) -> Tensor:
-    return x.ids if isinstance(x, Typed) else x
+def _ids(x: Tensor | TokenTypeInput) -> Tensor:
+    return x.ids if isinstance(x, TokenTypeInput) else x
 
 
 def _count_stack_tokens(stack: StackSpec, x: Tensor) -> int:
@@ -157,7 +157,7 @@ def collate_questions(net: Transformer, questions: Sequence[EvaluationInput]) ->
     ):
         raise SpecError("some texts come with a source and some without; give each one")
     for (stream, told), stack in zip(
-        STREAM_ARGUMENTS.items(), (net.described.stacks[-1], net.described.stacks[0]), strict=True
+        STREAM_ARGUMENTS.items(), (net.spec.stacks[-1], net.spec.stacks[0]), strict=True
     ):
         if stream in names:
             rows = [question.inputs.kwargs[stream] for question in questions]
@@ -168,13 +168,13 @@ def collate_questions(net: Transformer, questions: Sequence[EvaluationInput]) ->
     places = torch.arange(max(counts))[None] < torch.tensor(counts)[:, None]
     device = next(net.parameters()).device
     told_labels = [question.labels for question in questions if question.labels is not None]
-    labels = _pad_rows([row[None] for row in told_labels], IGNORED).to(device) if told_labels else None
+    labels = _pad_rows([row[None] for row in told_labels], IGNORE_INDEX).to(device) if told_labels else None
     return DistillationBatch(given, places.to(device), labels)
 
 
 def _stack_rows(rows: Sequence[Any]) -> Any:
-    if all(isinstance(row, Typed) for row in rows):
-        return Typed(*(_pad_rows([row[n] for row in rows], 0) for n in range(2)))
+    if all(isinstance(row, TokenTypeInput) for row in rows):
+        return TokenTypeInput(*(_pad_rows([row[n] for row in rows], 0) for n in range(2)))
     return _pad_rows(rows, 0)
 
 

@@ -75,7 +75,7 @@ def score_heads(net: Transformer, examples: Sequence[Example], ranking: HeadRank
     if ranking.method not in RANKING_METHODS:
         raise SpecError(f"heads are ranked by {ranking.method!r} nowhere; {suggest(ranking.method, RANKING_METHODS)}")
     if ranking.method == RANDOM:
-        heads = [(site, head) for site, count in count_heads(net.described).items() for head in range(count)]
+        heads = [(site, head) for site, count in count_heads(net.spec).items() for head in range(count)]
         order = np.random.default_rng(ranking.seed).permutation(len(heads))
         return HeadScores({head: float(place) for head, place in zip(heads, order, strict=True)})
     if len(examples) < 2:
@@ -145,7 +145,7 @@ class KeepTop(HeadSelection):
 
     def plan(self, net: Transformer, examples: Sequence[Example], log: LogFunction) -> PruningPlan:
         log("weighing heads")
-        found, those = score_heads(net, examples, self.ranking), list_units(net.described, self.unit)
+        found, those = score_heads(net, examples, self.ranking), list_units(net.spec, self.unit)
         kept = {"layer": self._select_per_layer, "stack": self._select_per_stack, "model": self._select_per_model}[
             self.scope
         ](those, found)
@@ -158,7 +158,7 @@ class KeepTop(HeadSelection):
             "model": "of the model",
         }
         return PruningPlan.of(
-            net.described, keep, f"those worth most {where[self.scope]} by {self.ranking.method}", found.notes
+            net.spec, keep, f"those worth most {where[self.scope]} by {self.ranking.method}", found.notes
         )
 
     def _select_per_layer(self, those: Mapping[str, tuple[HeadUnit, ...]], found: HeadScores) -> Iterator[HeadUnit]:
@@ -208,7 +208,7 @@ class DropHeads(HeadSelection):
     heads: tuple[HeadId, ...]
 
     def plan(self, net: Transformer, examples: Sequence[Example], log: LogFunction) -> PruningPlan:
-        return PruningPlan.without(net.described, self.heads, "without those that were named")
+        return PruningPlan.without(net.spec, self.heads, "without those that were named")
 
 
 @dataclass(frozen=True)
@@ -224,7 +224,7 @@ class DropClasses(HeadSelection):
         if wrong := [name for name in self.classes if name not in known]:
             raise SpecError(f"no head of the model is called {wrong[0]!r}; {suggest(wrong[0], known)}")
         return PruningPlan.without(
-            net.described, self._heads_to_drop(table), f"without the {' and '.join(self.classes)}", table.notes
+            net.spec, self._heads_to_drop(table), f"without the {' and '.join(self.classes)}", table.notes
         )
 
     def _heads_to_drop(self, table: HeadTable) -> list[HeadId]:
@@ -258,9 +258,9 @@ class KeepOnePerCluster(HeadSelection):
             site, head = max(own, key=lambda one: found.scores[one])
             keep.setdefault(site, []).append(head)
         seen = {site for own in clusters for site, _ in own}
-        keep = {site: keep.get(site, []) for site in count_heads(net.described) if site in seen}
+        keep = {site: keep.get(site, []) for site in count_heads(net.spec) if site in seen}
         notes = (*found.notes, *alike.notes)
-        return PruningPlan.of(net.described, keep, f"the one worth most of each of {len(clusters)} clusters", notes)
+        return PruningPlan.of(net.spec, keep, f"the one worth most of each of {len(clusters)} clusters", notes)
 
 
 def select_top_units(
@@ -357,7 +357,7 @@ class PruneToBudget(HeadSelection):
     def _build_plan(self, net: Transformer, on: _BudgetSearch) -> PruningPlan:
         until = "would have gone beyond" if self.budget.kind == "loss" else "was down to"
         why = f"those worth least gone, until {self.budget.kind} {until} {self.budget.limit:g}"
-        return PruningPlan.of(net.described, on.keep, why, on.notes)
+        return PruningPlan.of(net.spec, on.keep, why, on.notes)
 
 
 class _BudgetSearch:
@@ -365,7 +365,7 @@ class _BudgetSearch:
 
     def __init__(self, asked: PruneToBudget, net: Transformer, scenes: Sequence[Example], tell: LogFunction) -> None:
         self.selection, self.net, self.scenes, self.tell = asked, net, scenes, tell
-        self.units = [unit for own in list_units(net.described, asked.unit).values() for unit in own]
+        self.units = [unit for own in list_units(net.spec, asked.unit).values() for unit in own]
         self.removed_units, self.notes = list[HeadUnit](), list[str]()
         self.current, self.is_met = self._measure(net), False
         self.initial = self.current
@@ -379,7 +379,7 @@ class _BudgetSearch:
 
     def _heads_without(self, units: Sequence[HeadUnit]) -> dict[str, tuple[int, ...]]:
         gone = {(unit.site, head) for unit in units for head in unit.heads}
-        there = count_heads(self.net.described)
+        there = count_heads(self.net.spec)
         return {site: tuple(h for h in range(count) if (site, h) not in gone) for site, count in there.items()}
 
     def steps(self) -> Iterator[None]:
@@ -425,9 +425,9 @@ class _BudgetSearch:
         """What the budget is of."""
         kind = self.selection.budget.kind
         if kind == "parameters":
-            return costs.count_parameters(net.described)
+            return costs.count_parameters(net.spec)
         if kind == "cache":
-            return count_cache_bytes(net.described, next(net.parameters()).element_size())
+            return count_cache_bytes(net.spec, next(net.parameters()).element_size())
         if kind == "time":
             return 1.0 if net is self.net else 1 / compare_speed(self.net, net, self.selection.timing).phases[0].faster
         return measure_quality(net, self.scenes, self.selection.ranking.objective, self.net).rows[0].after.value

@@ -122,7 +122,7 @@ def train_gates(
     """
     lessons = DistillationLoader(DistillationTexts(net, examples, options.objective), options)
     if options.alpha == 0 and not lessons.texts.has_loss:
-        raise SpecError(f"{net.described.name} has no loss of its own in these texts; use alpha=1, to stay near itself")
+        raise SpecError(f"{net.spec.name} has no loss of its own in these texts; use alpha=1, to stay near itself")
     sites = select_attentions(net, options.sites)
     units = {site: list_gate_units(spec, options.unit) for site, spec in sites.items()}
     target = options.target_count(sum(map(len, units.values())))
@@ -177,10 +177,10 @@ def select_attentions(net: Transformer, wanted: Sequence[str] = ()) -> dict[str,
     >>> list(select_attentions(net, ["decoder.1"]))
     ['decoder.1.attention']
     """
-    every = dict(net.described.attention_specs())
+    every = dict(net.spec.attention_specs())
     for one in wanted:
         if not any(_has_prefix(site, one) for site in every):
-            raise SpecError(f"{net.described.name} has no attention {one!r}; {suggest(one, every)}")
+            raise SpecError(f"{net.spec.name} has no attention {one!r}; {suggest(one, every)}")
     return {site: spec for site, spec in every.items() if not wanted or any(_has_prefix(site, one) for one in wanted)}
 
 
@@ -281,11 +281,11 @@ def _trainable_names(net: Transformer, freeze: str) -> list[str]:
     names = [name for name, _ in net.named_parameters()]
     if freeze == "none":
         return names
-    stacks = net.described.stacks
+    stacks = net.spec.stacks
     if len(stacks) < 2:
-        raise SpecError(f"{net.described.name} has one stack; freeze='decoder' is for two, use 'none' or 'model'")
+        raise SpecError(f"{net.spec.name} has one stack; freeze='decoder' is for two, use 'none' or 'model'")
     last = stacks[-1]
-    tables = [last.embedding and last.embedding.table, *(head.table for head in net.described.heads)]
+    tables = [last.embedding and last.embedding.table, *(head.table for head in net.spec.heads)]
     still = (f"{last.name}.", "head.", *(f"{table}.embedding.tokens" for table in tables if table))
     return [name for name in names if not name.startswith(still)]
 
@@ -313,7 +313,7 @@ class KeepOpenGates(HeadSelection):
         notes = [f"{surely} of {len(chances)} gates were open or shut with 9 chances in 10 at the end", *found.notes]
         notes += [found.stop_reason] if found.stop_reason else []
         why = f"those whose gates stayed open over {self.options.steps} steps"
-        return found.net, PruningPlan.of(net.described, found.keep, why, notes)
+        return found.net, PruningPlan.of(net.spec, found.keep, why, notes)
 
     def plan(self, net: Transformer, examples: Sequence[Example], log: LogFunction) -> PruningPlan:
         return self.prepare(net, examples, log)[1]

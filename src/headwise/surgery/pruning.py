@@ -71,7 +71,7 @@ def _bias_outputs(net: Transformer, plan: PruningPlan) -> dict[HeadId, Tensor]:
             (site, head): shift_OV[head].double() for head in range(len(spec.score_head_of_output)) if head not in kept
         }
     if not said:
-        raise SpecError(f"no values of {net.described.name} have a bias that heads leave behind; use fold='mean'")
+        raise SpecError(f"no values of {net.spec.name} have a bias that heads leave behind; use fold='mean'")
     return said
 
 
@@ -130,7 +130,7 @@ def prune(
     >>> import headwise as hw
     >>> net = hw.build(hw.families.read({"model_type": "gpt2", "n_embd": 8, "n_head": 4, "n_layer": 2}), seed=0)
     >>> done = prune(net, hw.surgery.Named((("decoder.0.attention", 3),)))
-    >>> done.plan.sentence, hw.select_counted.params(net.described) - hw.select_counted.params(done.after.described)
+    >>> done.plan.sentence, hw.select_counted.params(net.spec) - hw.select_counted.params(done.after.spec)
     ('7 of 8 heads stay, without those that were named', 70)
     """
     model = to_native_model(model)

@@ -176,7 +176,7 @@ def fingerprint_model(net: Transformer) -> str:
     >>> [fingerprint_model(net) == fingerprint_model(nets[0]) for net in nets]
     [True, True, False]
     """
-    mark = hashlib.sha256(to_json(net.described).encode())
+    mark = hashlib.sha256(to_json(net.spec).encode())
     for name, tensor in net.state_dict().items():
         mark.update(f"{name} {tensor.dtype}".encode())
         mark.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)

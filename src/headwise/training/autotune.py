@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from ..data import Batch
-from ..data.translation import Unpackable, filled, pack_batch
-from ..distributed.sharded_model import Path, alone
+from ..data.translation import UnpackableBatch, real_token_share, pack_batch
+from ..distributed.sharded_model import BatchForward, wrap_single_process
 from ..models import Transformer
 from .recipe import Recipe
 from .train_step import (
@@ -33,7 +33,7 @@ class StepTrial:
     """Trial steps of a model on a few batches, whose shapes may differ; none changes it, nor what is drawn later."""
 
     def __init__(self, net: Transformer, recipe: Recipe, device: torch.device, batches: Sequence[Batch]) -> None:
-        self.holding = alone(net, device)
+        self.holding = wrap_single_process(net, device)
         self.net, self.recipe, self.device, self.batches = net, recipe, device, batches
 
     def choose(self) -> StepOptions:
@@ -65,13 +65,13 @@ class StepTrial:
 
     def _try_packed(self, padded: StepOptions, seconds: float | None) -> tuple[StepOptions, float | None]:
         """The same with texts one behind the other, where enough is padding and that is faster; its seconds a step."""
-        full = sum(map(filled, self.batches)) / len(self.batches)
+        full = sum(map(real_token_share, self.batches)) / len(self.batches)
         if full > MAX_FILL_RATIO:
             return padded, seconds
         try:
             for batch in self.batches:
                 pack_batch(batch)
-        except Unpackable as why:
+        except UnpackableBatch as why:
             return replace(padded, reasons=(*padded.reasons, f"rows are filled up: {why}")), seconds
         if seconds is None:
             seconds = self._seconds(self._make_step(padded))
@@ -114,7 +114,7 @@ class StepTrial:
         return ("fused", "plain") if self.device.type == "cpu" and longest <= MAX_PLAIN_LENGTH else ("fused",)
 
     def _make_step(self, choice: StepOptions) -> TrainStep:
-        return TrainStep(replace(self.holding, path=Path(self.net)), self.recipe, choice)
+        return TrainStep(replace(self.holding, path=BatchForward(self.net)), self.recipe, choice)
 
     def _time_or_error(self, stepper: TrainStep) -> tuple[float | None, str]:
         """The seconds of a step; or none, and what was said when it failed."""

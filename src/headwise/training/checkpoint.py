@@ -14,7 +14,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from ..distributed.config_consistency import difference
+from ..distributed.config_consistency import find_difference
 from ..errors import SpecError
 from ..files import write_atomically
 
@@ -125,5 +125,5 @@ def describe_first_difference(old: Mapping[str, Any], new: Mapping[str, Any]) ->
     >>> describe_first_difference({"recipe": {"lr": 0.1, "seed": 3}}, {"recipe": {"lr": 0.2, "seed": 3}})
     'recipe.lr was 0.1, is now 0.2'
     """
-    found = difference(old, new)
+    found = find_difference(old, new)
     return None if found is None else f"{found[0]} was {found[1]}, is now {found[2]}"

@@ -16,8 +16,8 @@ from typing import Any, Self
 import torch
 
 from ..data import Task
-from ..distributed import joined
-from ..distributed.sharded_model import Path as Way
+from ..distributed import join_process_group
+from ..distributed.sharded_model import BatchForward as Way
 from ..errors import SpecError, suggest
 from ..files import FolderLock, remove_temporary_files, write_atomically
 from ..model_spec import ModelSpec
@@ -153,7 +153,7 @@ def train(
     if not str(out):
         raise SpecError("train leaves a model behind; say where, as in out='runs/first'")
     taken = [create_logger(one) if isinstance(one, str) else one for one in loggers]
-    with joined() as launch:
+    with join_process_group() as launch:
         setup = TrainingSetup.of(task, model_spec, Recipe() if recipe is None else recipe, Path(out), launch)
         return _run_training(setup, resume, [JsonlLogger(), *taken])
 
@@ -162,9 +162,9 @@ def _run_training(setup: TrainingSetup, resume: str, sinks: Sequence[MetricLogge
     """What the setup comes to, with the folder to itself; of all ranks the leader tells."""
     world = setup.ranks
     devices = [world.device] if world.device.type == "cuda" else []
-    with InterruptGuard() as interrupts, world.leading(FolderLock(setup.folder)), torch.random.fork_rng(devices):
+    with InterruptGuard() as interrupts, world.leader_context(FolderLock(setup.folder)), torch.random.fork_rng(devices):
         run, notes = _start_or_resume(setup, resume)
-        with _open_loggers(sinks if world.leads else [], run, omit_model(setup.config)) as write:
+        with _open_loggers(sinks if world.is_leader else [], run, omit_model(setup.config)) as write:
             for note in notes:
                 write({"event": "note", "step": run.progress.step, "says": note})
             _run_steps(run, setup, write, interrupts)
@@ -242,7 +242,7 @@ def _finish_run(run: TrainingRun, write: RecordWriter) -> TrainingResult:
     choice = run.train_step.options
     told = (run.task.name, run.progress.step, seconds, metrics, split, str(run.folder), run.progress.best)
     result = TrainingResult(*told, choice.precision, choice.compile, net.eval())
-    if run.world.leads:
+    if run.world.is_leader:
         save(net, run.folder, readme=render_training_card(run, metrics, split))
         write_atomically(run.folder / FINAL_FILE, json.dumps(result.data, indent=2).encode() + b"\n")
     write({"event": "end", "step": run.progress.step, "metrics": metrics, "seconds": seconds, "split": split})

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from ..data import IGNORED, Batch, Task
+from ..data import IGNORE_INDEX, Batch, Task
 from ..errors import SpecError
 from ..interfaces.core_types import AuxLosses
 from ..model_spec import ModelSpec, StackSpec
@@ -26,12 +26,12 @@ def cross_entropy(logits: Tensor, labels: Tensor, smoothing: float = 0.0) -> Ten
     """
     exact = torch.promote_types(logits.dtype, torch.float32)
     flat = logits.reshape(-1, logits.shape[-1]).to(exact)
-    return F.cross_entropy(flat, labels.reshape(-1), ignore_index=IGNORED, label_smoothing=smoothing, reduction="sum")
+    return F.cross_entropy(flat, labels.reshape(-1), ignore_index=IGNORE_INDEX, label_smoothing=smoothing, reduction="sum")
 
 
 def count_labels(batch: Batch) -> int:
     """How many labels a batch has."""
-    return int((batch.labels != IGNORED).sum())
+    return int((batch.labels != IGNORE_INDEX).sum())
 
 
 def compute_aux_loss(aux_losses: AuxLosses, weights: Sequence[tuple[str, float]]) -> Tensor | float:
@@ -65,9 +65,9 @@ def check_batch(batch: Batch, model_spec: ModelSpec, where: str) -> None:
     """Refuse, while a batch is still in main memory, what would fail inside a kernel or teach nothing."""
     if model_spec.heads:
         known = model_spec.heads[0].outputs
-        _check_range(batch.labels[batch.labels != IGNORED], known, f"{where} asks for the label")
+        _check_range(batch.labels[batch.labels != IGNORE_INDEX], known, f"{where} asks for the label")
     if not count_labels(batch):
-        raise ValueError(f"{where} asks nothing, every label is {IGNORED}; label at least one place")
+        raise ValueError(f"{where} asks nothing, every label is {IGNORE_INDEX}; label at least one place")
     for x, stack in ((batch.x, model_spec.stacks[-1]), (batch.source, model_spec.stacks[0])):
         if x is None:
             continue

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from ..distributed.parallelism import AUTO, Spread
+from ..distributed.parallelism import AUTO, Parallelism
 from ..errors import SpecError, suggest
 from ..interfaces.registry import CheckedDataclass
 from ..spec.serialization import format_toml
@@ -111,7 +111,7 @@ class Recipe(CheckedDataclass):
             if len(row) != 2 or not isinstance(row[0], str) or not _is_number(row[1]):
                 raise SpecError(f"Recipe(terms={self.terms!r}) must name factors; write terms=(('balance', 0.01),)")
         if self.spread != AUTO:
-            Spread.parse(self.spread)
+            Parallelism.parse(self.spread)
         self._check_combinations()
 
     def lr_at(self, step: int) -> float:

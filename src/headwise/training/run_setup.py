@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from ..data import Batch, Task
-from ..distributed import Launch, Spread
-from ..distributed.config_consistency import check_alike, code
-from ..distributed.ranks import World
-from ..distributed.sharded_model import check_divides, hold
+from ..distributed import ProcessInfo, Parallelism
+from ..distributed.config_consistency import check_same_config, fingerprint_code
+from ..distributed.ranks import ProcessMesh
+from ..distributed.sharded_model import check_partition, shard_model
 from ..errors import SpecError
 from ..masking.patterns import Causal, Full
 from ..model_spec import (
@@ -96,29 +96,29 @@ class TrainingSetup:
     initial_model: Transformer | None
     first_batch: Batch
     config: Mapping[str, Any]
-    ranks: World
+    ranks: ProcessMesh
 
     @staticmethod
     def of(
-        task: Task, model_spec: ModelSpec | Transformer | None, recipe: Recipe, folder: Path, launch: Launch
+        task: Task, model_spec: ModelSpec | Transformer | None, recipe: Recipe, folder: Path, launch: ProcessInfo
     ) -> TrainingSetup:
         """The setup of what `train` is given; task and model must fit together, and ranks must be given the same."""
-        world = World(launch, Spread.over(recipe.spread, launch.size), resolve_device(recipe.device))
+        world = ProcessMesh(launch, Parallelism.over(recipe.spread, launch.size), resolve_device(recipe.device))
         if world.size > 1:
-            check_alike(world, {**code(), "spread": recipe.spread})
-        setup = world.together(lambda: TrainingSetup._of(task, model_spec, recipe, folder, world))
+            check_same_config(world, {**fingerprint_code(), "spread": recipe.spread})
+        setup = world.run_on_all(lambda: TrainingSetup._of(task, model_spec, recipe, folder, world))
         if world.size > 1:
-            check_alike(world, {**setup.config, "weights": setup.initial_model and hash_weights(setup.initial_model)})
+            check_same_config(world, {**setup.config, "weights": setup.initial_model and hash_weights(setup.initial_model)})
         return setup
 
     @staticmethod
     def _of(
-        task: Task, model_spec: ModelSpec | Transformer | None, recipe: Recipe, folder: Path, world: World
+        task: Task, model_spec: ModelSpec | Transformer | None, recipe: Recipe, folder: Path, world: ProcessMesh
     ) -> TrainingSetup:
         if not isinstance(task, Task):
             raise SpecError(f"task is of type {type(task).__name__}; give one of headwise.data")
         given = model_spec if isinstance(model_spec, Transformer) else None
-        model = given.described if given else task.model() if model_spec is None else model_spec
+        model = given.spec if given else task.model() if model_spec is None else model_spec
         if not isinstance(model, ModelSpec):
             raise SpecError(
                 f"described is of type {type(model).__name__}; give a blueprint.Model, or one that is built"
@@ -129,7 +129,7 @@ class TrainingSetup:
         check_model(model, task, given.usage.tokenizer if given else None)
         first = task.batch(0, recipe.batch, "train")
         check_batch(first, model, "batch 0")
-        check_divides(model, world.spread)
+        check_partition(model, world.spread)
         check_ranks(recipe, world)
         return TrainingSetup(task, model, recipe, folder, given, first, build_config(task, model, recipe, first), world)
 
@@ -139,13 +139,13 @@ class TrainingSetup:
         if self.ranks.size == 1:
             return []
         rows = self.recipe.batch // self.recipe.accumulate
-        uneven = f"; {rows} rows make {self.ranks.takers} unequal shares" if rows % self.ranks.takers else ""
+        uneven = f"; {rows} rows make {self.ranks.num_data_shards} unequal shares" if rows % self.ranks.num_data_shards else ""
         return [f"{self.ranks.size} ranks, {self.ranks.spread}{uneven}"]
 
     def start_run(self) -> TrainingRun:
         """A run before its first step, its ways chosen and kept: what was measured once is not measured again."""
         net, world = self._make_model(), self.ranks
-        torch.manual_seed(derive_worker_seed(self.recipe.seed, world.worker))
+        torch.manual_seed(derive_worker_seed(self.recipe.seed, world.worker_index))
         some = [self.first_batch, *(self.task.batch(index, self.recipe.batch) for index in range(1, TRIAL_BATCHES))]
         for index, batch in enumerate(some):
             check_batch(batch, self.model_spec, f"batch {index}")
@@ -167,7 +167,7 @@ class TrainingSetup:
         """A run of this model, as far as this rank is to hold it; slices are not compiled, whatever was chosen."""
         possible = choice if self.ranks.spread.shards == 1 else replace(choice, compile="off")
         possible = possible if self.ranks.spread.context == 1 else replace(possible, rows="padded")
-        return TrainingRun(self.task, TrainStep(hold(net, self.ranks), self.recipe, possible), self.folder)
+        return TrainingRun(self.task, TrainStep(shard_model(net, self.ranks), self.recipe, possible), self.folder)
 
     @property
     def _trial_recipe(self) -> Recipe:
@@ -177,7 +177,7 @@ class TrainingSetup:
 
     def _make_model(self) -> Transformer:
         said = self.recipe
-        net = self.initial_model or build(self.model_spec, dropout=said.dropout, seed=said.seed, start=said.start)
+        net = self.initial_model or build(self.model_spec, dropout=said.dropout, seed=said.seed, init=said.start)
         net.usage = self._merge_usage()
         net.checkpointing = "block" if said.activations == "recompute" else "none"
         return net.to(self.ranks.device)
@@ -222,20 +222,20 @@ def hash_weights(net: Transformer) -> str:
     return found.hexdigest()[:12]
 
 
-def check_ranks(recipe: Recipe, ranks: World) -> None:
+def check_ranks(recipe: Recipe, ranks: ProcessMesh) -> None:
     """Refuse parts of a batch that do not give every worker a row, and what ranks cannot do together."""
     if _has_layer_collectives(ranks.spread) and recipe.compile == "on":
         raise SpecError(f"layers whose ranks talk to each other ({ranks.spread}) are not compiled; give compile='off'")
     if ranks.spread.context > 1 and recipe.rows == "packed":
         raise SpecError(f"rows whose tokens are divided ({ranks.spread}) are not packed; give rows='padded'")
     rows = recipe.batch // recipe.accumulate
-    if rows < ranks.takers:
+    if rows < ranks.num_data_shards:
         part = f"a batch of {recipe.batch}" + (f" in {recipe.accumulate} parts" if recipe.accumulate > 1 else "")
-        more = ranks.takers * recipe.accumulate
-        raise SpecError(f"{part} has no row for each of {ranks.takers} ranks; use batch={more} or more, or fewer ranks")
+        more = ranks.num_data_shards * recipe.accumulate
+        raise SpecError(f"{part} has no row for each of {ranks.num_data_shards} ranks; use batch={more} or more, or fewer ranks")
 
 
-def _has_layer_collectives(spread: Spread) -> bool:
+def _has_layer_collectives(spread: Parallelism) -> bool:
     """Whether ranks talk to each other inside layers."""
     return max(spread.context, spread.shards, spread.tensor) > 1
 

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..data import IGNORED, Batch
+from ..data import IGNORE_INDEX, Batch
 from ..data.translation import pack_batch
-from ..distributed.sharded_model import Holding
+from ..distributed.sharded_model import ShardedModel
 from ..interfaces.core_types import AuxLosses
 from ..interfaces.probe import Probe
 from ..models import Transformer
@@ -121,14 +121,14 @@ def decide_compile(seconds: float, compiled: float, steps: int) -> tuple[str, st
 class TrainStep:
     """Gradients of a model by a recipe, computed as a choice says."""
 
-    def __init__(self, sharded_model: Holding, recipe: Recipe, options: StepOptions) -> None:
+    def __init__(self, sharded_model: ShardedModel, recipe: Recipe, options: StepOptions) -> None:
         self.sharded_model, self.recipe, self.options = sharded_model, recipe, options
         self.net, self.world, self.device = sharded_model.net, sharded_model.world, sharded_model.world.device
         if options.compile == "on":
             sharded_model.path.hidden = torch.compile(self.net.hidden)
         self._terms: dict[tuple[str, str], Tensor] = {}
         if recipe.terms:
-            names = [name for name, _ in self.net.described.attention_specs()]
+            names = [name for name, _ in self.net.spec.attention_specs()]
             self.net.probes = {name: Probe(aux_losses=AuxLosses(self._terms, name)) for name in names}
 
     def compute_gradients(self, batch: Batch) -> Tensor:
@@ -143,7 +143,7 @@ class TrainStep:
             for n, own in enumerate(shares, 1):
                 loss = self.compute_loss(own.batch) / total + self._aux_loss() * (own.rows / rows)
                 if n == len(shares):
-                    self.sharded_model.arm()
+                    self.sharded_model.begin_final_backward()
                 loss.backward()
                 losses.append(loss.detach())
         self.sharded_model.finish()
@@ -165,11 +165,11 @@ class TrainStep:
 
     def _scored_positions(self, part: Batch) -> tuple[Tensor | None, Tensor]:
         """Which states the head reads, so that it need not read all of them; None for all."""
-        heads = self.net.described.heads
+        heads = self.net.spec.heads
         if part.labels.dim() != 2 or not heads or heads[0].at != "each":
             return None, part.labels
         labels = part.labels.flatten()
-        index = (labels != IGNORED).nonzero()[:, 0]
+        index = (labels != IGNORE_INDEX).nonzero()[:, 0]
         return (None, part.labels) if len(index) == len(labels) else (index, labels[index][None])
 
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from .. import costs
 from ..data import Batch, Task
-from ..data.translation import pack_batch, texts_of
-from ..distributed.sharded_model import Holding
+from ..data.translation import pack_batch, iter_texts
+from ..distributed.sharded_model import ShardedModel
 from ..errors import TrainingDiverged
 from ..interfaces.core_types import CallSize
 from ..masking.sequence_info import SequenceInfo
@@ -110,7 +110,7 @@ def _active_parameters(feed: FeedForwardSpec | ExpertsSpec, model: int) -> int:
 # SECTION: Where numbers first stopped being finite.
 
 
-def find_first_non_finite(sharded_model: Holding, groups: ParameterGroups, forward: Callable[[], Tensor]) -> str:
+def find_first_non_finite(sharded_model: ShardedModel, groups: ParameterGroups, forward: Callable[[], Tensor]) -> str:
     """What went bad first: a weight; else, going forward once more, an output; else, going backward, a gradient.
 
     Ranks look side by side and end together: the first that finds something names it.
@@ -177,7 +177,7 @@ class TrainingRun:
         self.net: Transformer = train_step.net
         self.recipe: Recipe = train_step.recipe
         self.sharded_model, self.world, self.device = train_step.sharded_model, train_step.world, train_step.device
-        self.groups = group_parameters(self.sharded_model.own, self.net.described, self.recipe.decays)
+        self.groups = group_parameters(self.sharded_model.own, self.net.spec, self.recipe.decays)
         self.optimiser = AdamWOptimiser(self.groups, self.recipe)
         self.checkpoints = CheckpointFolder(folder / CHECKPOINT_FOLDER, self.recipe.keep)
         self.evaluator = TaskEvaluator(task, self.recipe, train_step.options, self.world)
@@ -201,7 +201,7 @@ class TrainingRun:
         """Take one step; its record."""
         begun, step = time.perf_counter(), self.progress.step + 1
         batch = self.task.batch(step - 1, self.recipe.batch, "train")
-        check_batch(batch, self.net.described, f"batch {step - 1}")
+        check_batch(batch, self.net.spec, f"batch {step - 1}")
         self.net.train()
         loss = self.train_step.compute_gradients(batch)
         norm = self.sharded_model.norm()
@@ -236,13 +236,13 @@ class TrainingRun:
         tensors |= {f"optimiser {key}": value for key, value in self._gather_on_leader(self._optimiser_tensors())}
         tensors |= {f"random {name}": value for name, value in self._rng_states().items()}
         state = {"config": config, "choice": asdict(self.train_step.options), "progress": asdict(self.progress)}
-        if self.world.leads:
+        if self.world.is_leader:
             self.checkpoints.save(TrainingCheckpoint(self.progress.step, tensors, state), self.progress.best)
 
     def save_model(self, readme: str) -> None:
         """Leave the model in the run's folder."""
         net = self.sharded_model.gathered()
-        if self.world.leads:
+        if self.world.is_leader:
             save(net, self.folder, readme=readme)
 
     def load_best(self) -> tuple[Transformer, str | None]:
@@ -257,7 +257,7 @@ class TrainingRun:
                 return last, f"{error}; the last weights are taken"
 
         tensors, damage = self.world.told(found)
-        return self.sharded_model.assembled(tensors), damage
+        return self.sharded_model.assemble_model(tensors), damage
 
     def restore(self, checkpoint: TrainingCheckpoint) -> None:
         """Go back to the moment of a checkpoint."""
@@ -271,7 +271,7 @@ class TrainingRun:
 
     def _gather_on_leader(self, every: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """All of these, put together with the others, for the leader alone."""
-        return ((name, value.detach().cpu()) for name, value in every if self.world.leads)
+        return ((name, value.detach().cpu()) for name, value in every if self.world.is_leader)
 
     def _optimiser_tensors(self) -> Iterator[tuple[str, Tensor]]:
         for key, value in self.optimiser.state_tensors.items():
@@ -286,9 +286,9 @@ class TrainingRun:
 
     def _restore_rng(self, states: Mapping[str, Tensor]) -> None:
         """Go on drawing where this worker stood; one that was not there begins a stream of its own."""
-        cpu, cuda = (states.get(_worker_key(name, self.world.worker)) for name in ("cpu", "cuda"))
+        cpu, cuda = (states.get(_worker_key(name, self.world.worker_index)) for name in ("cpu", "cuda"))
         if cpu is None:
-            torch.manual_seed(derive_worker_seed(self.recipe.seed + self.progress.step, self.world.worker))
+            torch.manual_seed(derive_worker_seed(self.recipe.seed + self.progress.step, self.world.worker_index))
             return
         torch.set_rng_state(cpu)
         if cuda is not None:
@@ -298,20 +298,20 @@ class TrainingRun:
         self._pace = seconds if self._pace is None else TIME_SMOOTHING * self._pace + (1 - TIME_SMOOTHING) * seconds
         return {
             "seconds": seconds,
-            "tokens_per_second": count_batch_tokens(self.net.described, batch) / seconds,
+            "tokens_per_second": count_batch_tokens(self.net.spec, batch) / seconds,
             "mfu": self._required_flops(batch) / seconds / self.peak_flops / self.world.size,
             "left": self._pace * (self.recipe.steps - self.progress.step),
         }
 
     def _required_flops(self, batch: Batch) -> int:
         """The FLOPs of a step on this batch, of packed rows those of every text by itself."""
-        each = [batch] if self.train_step.options.rows == "padded" else texts_of(pack_batch(batch).batch)
+        each = [batch] if self.train_step.options.rows == "padded" else iter_texts(pack_batch(batch).batch)
         return sum(self._batch_flops(one) for one in each)
 
     def _batch_flops(self, batch: Batch) -> int:
         shape = (batch.x.shape, None if batch.source is None else batch.source.shape)
         if shape not in self._flops:
-            self._flops[shape] = count_step_flops(self.sharded_model.described, batch)
+            self._flops[shape] = count_step_flops(self.sharded_model.spec, batch)
         return self._flops[shape]
 
     def _raise_diverged(self, step: int, batch: Batch, loss: Tensor) -> None:

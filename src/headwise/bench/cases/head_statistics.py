@@ -130,7 +130,7 @@ def _eager_statistics(net: Transformer, scene: Example) -> TimedCall:
     told = scene.streams["text"]
 
     def eager() -> tuple[Tensor, ...]:
-        (name, _), *_ = net.described.attention_specs()
+        (name, _), *_ = net.spec.attention_specs()
         probe = Probe("weights")
         net.probes = {name: probe}
         try:

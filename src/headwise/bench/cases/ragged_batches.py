@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from ...data import IGNORED, Batch
-from ...data.example_order import Numbers, bucketed, drawn
-from ...data.file_task import translator
-from ...data.translation import filled, pack_batch
-from ...distributed.sharded_model import Path, alone
+from ...data import IGNORE_INDEX, Batch
+from ...data.example_order import IndexArray, plan_by_length, make_rng
+from ...data.file_task import make_translator
+from ...data.translation import real_token_share, pack_batch
+from ...distributed.sharded_model import BatchForward, wrap_single_process
 from ...masking.sequence_info import SequenceInfo
 from ...models import Transformer, build
 from ...training import Recipe
@@ -48,7 +48,7 @@ def cases(quick: bool) -> Iterator[BenchmarkCase]:
         if not quick:
             runs["rows filled up, nn.Transformer"] = _torch_training_step(mixed, choice)
         yield _case(f"training step, {choice.precision}", runs, (mixed, alike), None)
-    net = build(translator((VOCABULARY_SIZE, VOCABULARY_SIZE), MODEL_WIDTH, NUM_LAYERS, "one"), seed=0).eval()
+    net = build(make_translator((VOCABULARY_SIZE, VOCABULARY_SIZE), MODEL_WIDTH, NUM_LAYERS, "one"), seed=0).eval()
     runs = {"ours": _scoring_pass(net, mixed, packs=True), PADDED: _scoring_pass(net, mixed, packs=False)}
     runs[BUCKETED] = _scoring_pass(net, alike, packs=False)
     yield _case("loss of every text, fp32", runs, (mixed, alike), 1e-2)
@@ -58,7 +58,7 @@ def _case(
     name: str, runs: dict[str, TimedCall], both: tuple[Batches, Batches], tolerance: float | None
 ) -> BenchmarkCase:
     ours = runs.pop("ours")
-    full = {who: f"{np.mean([filled(one) for one in some]):.0%} of rows" for who, some in zip(runs, both, strict=False)}
+    full = {who: f"{np.mean([real_token_share(one) for one in some]):.0%} of rows" for who, some in zip(runs, both, strict=False)}
     notes = {"no padding": ", ".join(f"{share} where {who}" for who, share in full.items())}
     told = [t for one in both[0] for t in (one.tokens, one.source_tokens) if t is not None]
     notes["tokens"] = f"{sum(int(t.is_real.sum()) for t in told)}, of both sides"
@@ -76,15 +76,15 @@ def _case(
 
 def make_batches() -> tuple[Batches, Batches]:
     """Pairs in batches as they come, and as many tokens in batches of about one length that a corpus is cut into."""
-    draw, each = drawn(0), (1.0, LENGTH_CORRELATION)
+    draw, each = make_rng(0), (1.0, LENGTH_CORRELATION)
     normal = draw.multivariate_normal([0, 0], [each, each[::-1]], NUM_PAIRS)
     lengths = np.rint(np.exp(normal * LENGTH_LOG_DEVIATIONS + LENGTH_LOG_MEANS)).astype(np.int64) + 1
     mixed = _typical_batches(
         lengths,
         np.array_split(draw.permutation(NUM_PAIRS)[: NUM_PAIRS // BATCH_SIZE * BATCH_SIZE], NUM_PAIRS // BATCH_SIZE),
     )
-    plan, wanted = bucketed(lengths.max(1), BATCH_SIZE), lengths[np.concatenate(mixed)].sum()
-    order, alike = np.argsort(plan.levels, kind="stable"), list[Numbers]()
+    plan, wanted = plan_by_length(lengths.max(1), BATCH_SIZE), lengths[np.concatenate(mixed)].sum()
+    order, alike = np.argsort(plan.lengths, kind="stable"), list[IndexArray]()
     while not alike or abs(lengths[np.concatenate(alike)].sum() / wanted - 1) > FILL_TOLERANCE:
         units = [
             int((n + draw.random()) * plan.batches / NUM_BATCHES) for n in range(NUM_BATCHES)
@@ -93,7 +93,7 @@ def make_batches() -> tuple[Batches, Batches]:
     return [_make_batch(lengths, some) for some in mixed], [_make_batch(lengths, some) for some in alike]
 
 
-def _typical_batches(lengths: Numbers, every: Sequence[Numbers]) -> Sequence[Numbers]:
+def _typical_batches(lengths: IndexArray, every: Sequence[IndexArray]) -> Sequence[IndexArray]:
     """The first batches in a row that are together as full as all are on the mean."""
     full = np.array([lengths[own].mean(0) / lengths[own].max(0) for own in every]).mean(1)
     means = np.convolve(full, np.full(NUM_BATCHES, 1 / NUM_BATCHES), "valid")
@@ -101,26 +101,26 @@ def _typical_batches(lengths: Numbers, every: Sequence[Numbers]) -> Sequence[Num
     return every[first : first + NUM_BATCHES]
 
 
-def _make_batch(lengths: Numbers, chosen: Numbers) -> Batch:
+def _make_batch(lengths: IndexArray, chosen: IndexArray) -> Batch:
     """Pairs of random ids, each the same whatever stands beside it."""
 
     def side(number: int, rest: int) -> Tensor:
-        rows = [drawn(number, int(n)).integers(VOCABULARY_SIZE, size=lengths[n, number // 2]) for n in chosen]
+        rows = [make_rng(number, int(n)).integers(VOCABULARY_SIZE, size=lengths[n, number // 2]) for n in chosen]
         return pad_sequence([torch.from_numpy(row) for row in rows], batch_first=True, padding_value=rest)
 
-    source, x, labels = side(0, 0), side(2, 0), side(3, IGNORED)
+    source, x, labels = side(0, 0), side(2, 0), side(3, IGNORE_INDEX)
     told = [SequenceInfo.from_batch(ids, lengths=lengths[chosen, n].tolist()) for n, ids in enumerate((source, x))]
     return Batch(x, labels, told[1], source, told[0])
 
 
 def _training_step(choice: StepOptions, some: Batches, rows: str) -> TimedCall:
     """A step on each batch: gradients, and AdamW."""
-    net = build(translator((VOCABULARY_SIZE, VOCABULARY_SIZE), MODEL_WIDTH, NUM_LAYERS, "one"), seed=0).train()
+    net = build(make_translator((VOCABULARY_SIZE, VOCABULARY_SIZE), MODEL_WIDTH, NUM_LAYERS, "one"), seed=0).train()
     recipe = Recipe(batch=BATCH_SIZE, device="cpu")
     own = StepOptions(choice.precision, "off", attention=choice.attention, rows=rows)
-    holding = alone(net)
+    holding = wrap_single_process(net)
     stepper = TrainStep(holding, recipe, own)
-    optimiser = AdamWOptimiser(group_parameters(holding.own, net.described, recipe.decays), recipe)
+    optimiser = AdamWOptimiser(group_parameters(holding.own, net.spec, recipe.decays), recipe)
 
     def run() -> None:
         for batch in some:
@@ -133,7 +133,7 @@ def _training_step(choice: StepOptions, some: Batches, rows: str) -> TimedCall:
 
 def _scoring_pass(net: Transformer, some: Batches, *, packs: bool) -> TimedCall:
     """The loss of a token, over all batches; of other texts it is nearly the same, for nothing was learnt."""
-    path = Path(net)
+    path = BatchForward(net)
 
     def run() -> Tensor:
         with torch.no_grad():

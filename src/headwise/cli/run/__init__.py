@@ -53,7 +53,7 @@ def task_kind(net: Transformer) -> str:
     """The module that knows what to do with such a model: "texts", "masks" or "classes"."""
     from ...errors import SpecError
 
-    described = net.described
+    described = net.spec
     if not described.heads:
         raise SpecError(f"{described.name} has no head, so it says nothing; train it on a task, or give another model")
     if described.heads[0].at != "each":
@@ -102,9 +102,9 @@ def _load_model(given: argparse.Namespace) -> Transformer:
 
     device = resolve_device(given.device)
     net = hw.load(given.model)
-    first = net.described.stacks[0].embedding
+    first = net.spec.stacks[0].embedding
     if first and first.tokens and net.usage.tokenizer is None and given.tokenizer is None:
-        raise UsageError(f"{net.described.name} has no tokenizer; give --tokenizer FILE, or --tokenizer bytes")
+        raise UsageError(f"{net.spec.name} has no tokenizer; give --tokenizer FILE, or --tokenizer bytes")
     if given.tokenizer is not None:
         attach_tokenizer(net, given.tokenizer)
     return net.to(device)
@@ -119,10 +119,10 @@ def attach_tokenizer(net: Transformer, name: str) -> None:
 
 def _tokenizer_document(name: str) -> str:
     """What a file says of a tokenizer, or what makes every byte a token."""
-    from ...data.vocabulary import Bytes
+    from ...data.vocabulary import ByteVocabulary
 
     if name == "bytes":
-        return Bytes().document
+        return ByteVocabulary().document
     try:
         return Path(name).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -135,5 +135,5 @@ def _check_unused(given: argparse.Namespace, parser: argparse.ArgumentParser, ne
         if name not in COMMON_OPTIONS and value != parser.get_default(name):
             says = {"classes": "tells classes", "masks": "fills in masks"}[kind]
             raise UsageError(
-                f"--{name.replace('_', '-')} is for answers that are written, and {net.described.name} {says}"
+                f"--{name.replace('_', '-')} is for answers that are written, and {net.spec.name} {says}"
             )

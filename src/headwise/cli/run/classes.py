@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-from ...generation.classification import Guess, check_labels, classify
+from ...generation.classification import Prediction, require_class_names, classify
 from ...models import Transformer
 from ..arguments import UsageError, print_page, to_json
 from .inputs import InputLine, InputLines, make_input_reader
@@ -17,7 +17,7 @@ BAR_WIDTH = 40  # columns of a bar that stands for all
 
 def answer(net: Transformer, given: argparse.Namespace) -> int:
     """The classes of one input by their shares, or a line for each line of stdin."""
-    names = check_labels(net)
+    names = require_class_names(net)
     if given.top_k is not None and not 1 <= given.top_k <= len(names):
         raise UsageError(f"--top-k {given.top_k} of {len(names)} classes cannot be told; give 1..{len(names)}")
     inputs, told = make_input_reader(net), list[InputLine[Any]]()
@@ -41,7 +41,7 @@ def answer(net: Transformer, given: argparse.Namespace) -> int:
     return 2 if lines.num_failed else 0
 
 
-def _format_classes(own: Sequence[Guess]) -> str:
+def _format_classes(own: Sequence[Prediction]) -> str:
     side = max(len(guess.name) for guess in own)
     return "\n".join(f"{name:<{side}}  {share:6.1%}  {'█' * round(BAR_WIDTH * share)}".rstrip() for name, share in own)
 
@@ -51,4 +51,4 @@ def _classes_to_dict(net: Transformer, lines: Sequence[InputLine[Any]]) -> dict[
     for line in lines:
         said = {"error": line.error} if line.error else {"classes": [guess._asdict() for guess in line.read or ()]}
         rows.append({"line": line.number, "input": line.text, **said})
-    return {"model": net.described.name, "answers": rows}
+    return {"model": net.spec.name, "answers": rows}

@@ -14,12 +14,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...data.image_arrays import SUFFIXES, Arrays, Files, npy
-from ...data.text_files import file_at
+from ...data.image_arrays import IMAGE_SUFFIXES, ArrayImages, ImageFiles, open_npy
+from ...data.text_files import existing_file
 from ...errors import SpecError
-from ...generation import side_by_side
-from ...generation.classification import scaled
-from ...generation.prompts import read
+from ...generation import pad_left
+from ...generation.classification import scale_inputs
+from ...generation.prompts import encode_text
 from ...masking.sequence_info import SequenceInfo
 from ...models import Transformer
 from ..arguments import UsageError
@@ -103,13 +103,13 @@ class InputReader(ABC):
 
 def make_input_reader(net: Transformer) -> InputReader:
     """What a model reads: texts, images if it knows their size, frames if its patches are one column of them."""
-    embedding = net.described.stacks[0].embedding
+    embedding = net.spec.stacks[0].embedding
     patches = embedding.patches if embedding else None
     if patches is None:
         return TextReader(net)
     if net.usage.mean and (net.usage.size or patches.columns == 1):
         return ImageReader(net) if net.usage.size else FrameReader(net)
-    fact = f"{net.described.name} does not say how its inputs were brought to size and scale"
+    fact = f"{net.spec.name} does not say how its inputs were brought to size and scale"
     raise SpecError(f"{fact}; say it, as in net.usage = Usage(size=(28, 28), mean=(0.13,), deviation=(0.31,))")
 
 
@@ -117,29 +117,29 @@ class TextReader(InputReader):
     """Texts as ids."""
 
     def read(self, said: str) -> list[int]:
-        return read(self.net, said)
+        return encode_text(self.net, said)
 
     def collate(self, read: Sequence[list[int]]) -> tuple[Tensor, SequenceInfo | None]:
-        return side_by_side(read, torch.device("cpu"))
+        return pad_left(read, torch.device("cpu"))
 
 
 class ImageReader(InputReader):
     """Files of images by their paths, brought to the size and the channels that were trained on."""
 
     def read(self, said: str) -> Tensor:
-        path, (high, wide) = file_at(said), self.net.usage.size
+        path, (high, wide) = existing_file(said), self.net.usage.size
         shape = high, wide, len(self.net.usage.mean)
         if path.suffix == ".npy":
-            store = Arrays(_check_image(npy(path), said)[None], said)
+            store = ArrayImages(_check_image(open_npy(path), said)[None], said)
             if store.shape != shape:
                 sizes = [" x ".join(map(str, told)) for told in (store.shape, shape)]
                 raise SpecError(f"{said} holds {sizes[0]}, the model reads {sizes[1]}; give high, wide and channels so")
-        elif path.suffix.lower() in SUFFIXES:
-            store = Files([path], (high, wide))
+        elif path.suffix.lower() in IMAGE_SUFFIXES:
+            store = ImageFiles([path], (high, wide))
             store.shape = shape
         else:
-            raise SpecError(f"{said} is none of {', '.join((*SUFFIXES, '.npy'))}; give an image")
-        return scaled(self.net, store.take(np.arange(1)))
+            raise SpecError(f"{said} is none of {', '.join((*IMAGE_SUFFIXES, '.npy'))}; give an image")
+        return scale_inputs(self.net, store.take(np.arange(1)))
 
     def collate(self, read: Sequence[Tensor]) -> tuple[Tensor, SequenceInfo | None]:
         return torch.cat(list(read)), None
@@ -149,10 +149,10 @@ class FrameReader(InputReader):
     """Frames [time, features] in .npy files."""
 
     def read(self, said: str) -> Tensor:
-        frames = npy(file_at(said)) if Path(said).suffix == ".npy" else np.empty(0)
+        frames = open_npy(existing_file(said)) if Path(said).suffix == ".npy" else np.empty(0)
         if frames.ndim != 2 or frames.dtype.kind not in "fui" or not frames.size or not np.isfinite(frames).all():
             raise SpecError(f"{said} holds no finite numbers [time, features]; give such an .npy")
-        return scaled(self.net, frames[None])[0]
+        return scale_inputs(self.net, frames[None])[0]
 
     def collate(self, read: Sequence[Tensor]) -> tuple[Tensor, SequenceInfo | None]:
         lengths = [len(frames) for frames in read]

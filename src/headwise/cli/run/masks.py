@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-from ...generation.fill_mask import Filled, fill
+from ...generation.fill_mask import FilledText, fill_masks
 from ...models import Transformer
 from ..arguments import print_page, to_json
 from .inputs import InputLine, InputLines
@@ -18,13 +18,13 @@ def answer(net: Transformer, given: argparse.Namespace) -> int:
     """One text with what fits its masks, or every line of stdin filled in."""
     top = MAX_TOKENS_SHOWN if given.top_k is None else given.top_k
     if given.text is not None:
-        filled = fill(net, [given.text], top=top)[0]
+        filled = fill_masks(net, [given.text], top=top)[0]
         line = InputLine(1, given.text, filled)
         print_page(to_json(_masks_to_dict(net, [line])) if given.json else _format_masks(filled))
         return 0
     lines, told = InputLines(given.batch), list[InputLine[Any]]()
     for some in lines:
-        lines.read(some, lambda text: fill(net, [text], top=top)[0])
+        lines.read(some, lambda text: fill_masks(net, [text], top=top)[0])
         told += some if given.json else []
         for line in some if not given.json else ():
             print_page(line.read.text if line.read else "")
@@ -33,11 +33,11 @@ def answer(net: Transformer, given: argparse.Namespace) -> int:
     return 2 if lines.num_failed else 0
 
 
-def _format_masks(filled: Filled) -> str:
+def _format_masks(filled: FilledText) -> str:
     lines = [filled.text]
-    for number, guesses in enumerate(filled.masks, 1):
+    for number, guesses in enumerate(filled.predictions, 1):
         side = max(len(guess.name) for guess in guesses)
-        lines += ["", f"mask {number}"] if len(filled.masks) > 1 else [""]
+        lines += ["", f"mask {number}"] if len(filled.predictions) > 1 else [""]
         lines += [f"  {name:<{side}}  {share:6.1%}" for name, share in guesses]
     return "\n".join(lines)
 
@@ -47,6 +47,6 @@ def _masks_to_dict(net: Transformer, lines: Sequence[InputLine[Any]]) -> dict[st
     for line in lines:
         said: dict[str, Any] = {"error": line.error} if line.error else {}
         if line.read:
-            said = {"text": line.read.text, "masks": [[guess._asdict() for guess in own] for own in line.read.masks]}
+            said = {"text": line.read.text, "masks": [[guess._asdict() for guess in own] for own in line.read.predictions]}
         rows.append({"line": line.number, "prompt": line.text, **said})
-    return {"model": net.described.name, "answers": rows}
+    return {"model": net.spec.name, "answers": rows}

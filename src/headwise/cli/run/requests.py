@@ -14,13 +14,13 @@ from typing import Any, BinaryIO
 from ...costs.roofline import Device
 from ...costs.serving_capacity import parse_bytes
 from ...errors import suggest
-from ...generation import streams_of
-from ...generation.compiled_step import TOGETHER
-from ...generation.decoding_config import Decoding
+from ...generation import make_random_streams
+from ...generation.compiled_step import MIXED_REQUESTS
+from ...generation.decoding_config import DecodingConfig
 from ...models import Transformer
 from ...ops.counter_rng import RandomStream as Numbers
-from ...serving import Batching, Engine, Predicted, Stream
-from ...serving.metrics import DTYPES
+from ...serving import BatchingConfig, Engine, ThroughputPrediction, RequestStream
+from ...serving.metrics import DTYPE_NAMES
 from ..arguments import UsageError, print_page, to_json
 from .inputs import MAX_LINE_BYTES
 from .texts import CompileNotices, parse_decoding, parse_length
@@ -33,13 +33,13 @@ UNSUPPORTED_OPTIONS = ("beams", "best", "length_penalty", "end", "compile")
 def answer(net: Transformer, given: argparse.Namespace) -> int:
     """Answer every line; 2 at the end if one could not be."""
     usual = RequestDefaults(
-        parse_length(given), given.temperature or 0.0, streams_of(given.seed, 1)[0].seed, parse_decoding(given)
+        parse_length(given), given.temperature or 0.0, make_random_streams(given.seed, 1)[0].seed, parse_decoding(given)
     )
     _check_request_options(given, usual)
-    batching = Batching(**{name: said for name in ("rows", "chunk") if (said := getattr(given, name)) is not None})
+    batching = BatchingConfig(**{name: said for name in ("rows", "chunk") if (said := getattr(given, name)) is not None})
     engine = Engine(net, budget=parse_bytes(given.budget or DEFAULT_MEMORY), batching=batching)
     writer = RequestWriter("document" if given.json else "lines")
-    streams: dict[int, Stream] = {}
+    streams: dict[int, RequestStream] = {}
     for number, raw in _read_request_lines(given.requests):
         try:
             streams[number] = usual.submit(engine, number, _parse_request(raw))
@@ -60,9 +60,9 @@ class RequestDefaults:
     max_new_tokens: int
     temperature: float
     seed: int
-    decoding: Decoding
+    decoding: DecodingConfig
 
-    def submit(self, engine: Engine, number: int, said: dict[str, Any]) -> Stream:
+    def submit(self, engine: Engine, number: int, said: dict[str, Any]) -> RequestStream:
         """Hand in one line; without a seed of its own it draws from the stream of its number, as a line of stdin."""
         how = {name: value for name, value in said.items() if name not in REQUEST_KEYS}
         if isinstance(how.get("stop"), list):
@@ -75,7 +75,7 @@ class RequestDefaults:
             said["prompt"],
             max_new_tokens=said.get("max_new_tokens", self.max_new_tokens),
             temperature=said.get("temperature", self.temperature),
-            how=told,
+            config=told,
             seed=said.get("seed", Numbers(self.seed, number - 1)),
         )
 
@@ -100,17 +100,17 @@ class RequestWriter:
     def finish(self, net: Transformer, engine: Engine) -> None:
         """What was measured, beside what is predicted."""
         report = engine.report()
-        priced = str(next(net.parameters()).dtype) in DTYPES and report.tokens
-        predicted = Predicted.of(net, report, Device.from_name("here")) if priced else None
+        priced = str(next(net.parameters()).dtype) in DTYPE_NAMES and report.tokens
+        predicted = ThroughputPrediction.of(net, report, Device.from_name("here")) if priced else None
         if self.form == "document":
             answers = sorted(self.documents, key=lambda answer: answer["line"])
             summary = report.data | {"predicted": predicted and predicted.data}
-            print_page(to_json({"model": net.described.name, "answers": answers, "summary": summary}))
+            print_page(to_json({"model": net.spec.name, "answers": answers, "summary": summary}))
         else:
             print(report, *([predicted] if predicted else []), sep="\n", file=sys.stderr)
 
 
-def _stream_to_dict(number: int, stream: Stream) -> dict[str, Any]:
+def _stream_to_dict(number: int, stream: RequestStream) -> dict[str, Any]:
     if stream.error is not None:
         return {"line": number, "error": " ".join(str(stream.error).split())}
     text = {"text": stream.result()} if isinstance(stream.result(), str) else {}
@@ -132,7 +132,7 @@ def _check_request_options(given: argparse.Namespace, usual: RequestDefaults) ->
             "--compile on is for rows that are alike, and requests are not; leave out --requests, or --compile"
         )
     if given.compile is not None:
-        CompileNotices().print_once(TOGETHER)
+        CompileNotices().print_once(MIXED_REQUESTS)
 
 
 def _read_request_lines(name: str) -> Iterator[tuple[int, bytes]]:
@@ -163,7 +163,7 @@ def _parse_request(raw: bytes) -> dict[str, Any]:
         raise ValueError(f"the line is no JSON: {reason}; write {EXAMPLE_REQUEST}") from None
     if not isinstance(said, dict) or "prompt" not in said:
         raise ValueError(f"the line has no prompt; write {EXAMPLE_REQUEST}")
-    known = [*REQUEST_KEYS, *(f.name for f in fields(Decoding) if f.name not in UNSUPPORTED_OPTIONS)]
+    known = [*REQUEST_KEYS, *(f.name for f in fields(DecodingConfig) if f.name not in UNSUPPORTED_OPTIONS)]
     for name in said:
         if name not in known:
             raise ValueError(f"a request has no {name!r}; {suggest(name, known)}")

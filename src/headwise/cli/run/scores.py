@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ...data.translation import Published, translation_scores
+from ...data.translation import SacreBleuScores, score_translations
 from ..arguments import UsageError
 
 DEFAULT_BLEU_TOKENIZER = "13a"  # how sacreBLEU cuts a line into words
@@ -34,7 +34,7 @@ class TranslationScores:
             raise UsageError(f"{path!r} cannot be read: {error}; give a file with a line for each answer") from None
         wanted = wanted[:-1] if wanted[-1] == "" else wanted
         scores = TranslationScores(path, [line.rstrip("\r") for line in wanted], tokenize or DEFAULT_BLEU_TOKENIZER)
-        translation_scores(["a"], ["a"], scores.tokenize)  # refuses what is not installed or not known
+        score_translations(["a"], ["a"], scores.tokenize)  # refuses what is not installed or not known
         return scores
 
     @property
@@ -43,12 +43,12 @@ class TranslationScores:
         return len(self.hypotheses) == len(self.references)
 
     @property
-    def metrics(self) -> Published:
+    def metrics(self) -> SacreBleuScores:
         """BLEU and chrF of all lines."""
         if not self.is_complete:
             fact = f"{len(self.hypotheses)} lines were answered, and {self.path} has {len(self.references)}"
             raise UsageError(f"{fact}; give a reference for each")
-        return translation_scores(self.hypotheses, self.references, self.tokenize)
+        return score_translations(self.hypotheses, self.references, self.tokenize)
 
     @property
     def data(self) -> dict[str, Any]:

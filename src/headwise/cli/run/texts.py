@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from ...generation import Asked, Given, row_of
-from ...generation.compiled_step import Choice, unheard
-from ...generation.decoding_config import Decoding
-from ...generation.generate import Said
+from ...generation import TextGenerator, PromptBatch, encode_prompt
+from ...generation.compiled_step import CompileDecision, ignore_decision
+from ...generation.decoding_config import DecodingConfig
+from ...generation.generate import GenerationOutput
 from ...models import Transformer
 from ...ops.counter_rng import RandomStream
 from ..arguments import print_page, to_json
@@ -29,12 +29,12 @@ def answer(net: Transformer, given: argparse.Namespace) -> int:
     """One text as it is written, or line after line."""
     how, count = parse_decoding(given), parse_length(given)
     reasons = CompileNotices()
-    tell = unheard if given.compile is None else reasons.print_once
-    asked = Asked.of(net, count, given.temperature or 0.0, how, tell)
+    tell = ignore_decision if given.compile is None else reasons.print_once
+    asked = TextGenerator.of(net, count, given.temperature or 0.0, how, tell)
     seed = RandomStream(secrets.randbits(63) if given.seed is None else given.seed).seed  # one for all lines
     form, scores = "document" if given.json else "lines", TranslationScores.from_file(given.score, given.score_tokenize)
     writer = AnswerWriter(asked, seed, form, scores, reasons)
-    read = partial(row_of, net, count=count, window=how.window)
+    read = partial(encode_prompt, net, count=count, window=how.window)
     if given.text is not None:
         writer.write_one(InputLine(1, given.text, read(given.text)))
         writer.finish()
@@ -46,10 +46,10 @@ def answer(net: Transformer, given: argparse.Namespace) -> int:
     return 2 if lines.num_failed else 0
 
 
-def parse_decoding(given: argparse.Namespace) -> Decoding:
+def parse_decoding(given: argparse.Namespace) -> DecodingConfig:
     """How tokens are chosen, as the command line says."""
     told = {name: getattr(given, name) for name in (option.replace("-", "_") for option in DECODING_OPTIONS)}
-    return Decoding(**{name: value for name, value in told.items() if value is not None}, stop=tuple(given.stop or ()))
+    return DecodingConfig(**{name: value for name, value in told.items() if value is not None}, stop=tuple(given.stop or ()))
 
 
 def parse_length(given: argparse.Namespace) -> int:
@@ -63,7 +63,7 @@ class CompileNotices:
 
     messages: list[str] = field(default_factory=list)
 
-    def print_once(self, choice: Choice) -> None:
+    def print_once(self, choice: CompileDecision) -> None:
         """One more choice."""
         if choice.reason not in self.messages:
             self.messages.append(choice.reason)
@@ -74,7 +74,7 @@ class CompileNotices:
 class AnswerWriter:
     """Where answers go: lines on stdout as they come, or one "document" at the end."""
 
-    generation: Asked
+    generation: TextGenerator
     seed: int
     form: str
     scores: TranslationScores | None
@@ -114,13 +114,13 @@ class AnswerWriter:
             steps = {"steps": self.compile_notices.messages} if self.compile_notices.messages else {}
             print_page(
                 to_json(
-                    {"model": self.generation.net.described.name, **seed, **steps, "answers": self.documents, **scores}
+                    {"model": self.generation.net.spec.name, **seed, **steps, "answers": self.documents, **scores}
                 )
             )
         if self.scores and not whole:
             print(self.scores, file=sys.stderr)
 
-    def _write_answer(self, line: InputLine[list[int]], own: Sequence[Said]) -> None:
+    def _write_answer(self, line: InputLine[list[int]], own: Sequence[GenerationOutput]) -> None:
         for said in own:
             text = re.sub(r"[\r\n]+", " ", said.text or "")  # a line is answered by a line
             print_page(text if self.generation.how.best == 1 else f"{line.number}\t{said.score:.4f}\t{text}")
@@ -136,11 +136,11 @@ class AnswerWriter:
         return [RandomStream(self.seed, line.number - 1) for line in lines] if self.generation.temperature else []
 
 
-def _generation_inputs(lines: Sequence[InputLine[list[int]]]) -> Given:
-    return Given([line.read for line in lines if line.read is not None], "text", "together")
+def _generation_inputs(lines: Sequence[InputLine[list[int]]]) -> PromptBatch:
+    return PromptBatch([line.read for line in lines if line.read is not None], "text", "together")
 
 
-def _answer_to_dict(line: InputLine[list[int]], own: Sequence[Said]) -> dict[str, Any]:
+def _answer_to_dict(line: InputLine[list[int]], own: Sequence[GenerationOutput]) -> dict[str, Any]:
     head = {"line": line.number, "prompt": line.text}
     if line.error:
         return head | {"error": line.error}

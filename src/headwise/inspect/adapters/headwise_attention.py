@@ -34,7 +34,7 @@ class HeadwiseAdapter(SiteAdapter):
     """Every `hw.Attention`: all that its spec says is known, and any of it can be computed again."""
 
     def find_sites(self, model: nn.Module) -> Iterator[SiteModule]:
-        names = [name for name, _ in model.described.attention_specs()] if isinstance(model, Transformer) else []
+        names = [name for name, _ in model.spec.attention_specs()] if isinstance(model, Transformer) else []
         modules = model.named_modules(remove_duplicate=False)
         layers = [(path, module) for path, module in modules if isinstance(module, Attention)]
         for number, (path, module) in enumerate(layers):

@@ -111,7 +111,7 @@ def declare(module: nn.Module, *, heads: int, output: str) -> None:
     ...         super().__init__()
     ...         self.mix, self.last = nn.Linear(6, 6), nn.Linear(6, 6)
     >>> net = nn.Sequential(Mine())
-    >>> hw.declare(net[0], heads=3, out="last")
+    >>> hw.register_weights(net[0], heads=3, out="last")
     >>> [(make_site.name, make_site.q, make_site.dim) for make_site in hw.sites(net)]
     [('model.0.attention', 3, 2)]
     """

@@ -139,7 +139,7 @@ def _find_changed_tensor(again: Transformer, form: CanonicalForm) -> str:
 def _to_float32(net: Transformer, dtype: torch.dtype) -> Transformer:
     """The model in 32 bits, with the numbers that it has in those of the files."""
     with torch.device("meta"):
-        copy = build(net.described)
+        copy = build(net.spec)
     held = {name: t.detach().cpu() for name, t in net.state_dict().items()}
     learned = {name for name, _ in net.named_parameters()}
     copy.load_state_dict({n: t.to(dtype).float() if n in learned else t for n, t in held.items()}, assign=True)
@@ -150,7 +150,7 @@ def _to_float32(net: Transformer, dtype: torch.dtype) -> Transformer:
 def _expected_outputs(net: Transformer) -> dict[str, Tensor]:
     """Something to read, under transformers' names, and what the model says of it."""
     draw = torch.Generator().manual_seed(0)
-    first, last = net.described.stacks[0], net.described.stacks[-1]
+    first, last = net.spec.stacks[0], net.spec.stacks[-1]
     x = _sample_input(first, net, draw)
     name = "pixel_values" if first.embedding and first.embedding.patches else "input_ids"
     given = {f"in.{name}": x}
@@ -161,7 +161,7 @@ def _expected_outputs(net: Transformer) -> dict[str, Tensor]:
             y = _sample_input(last, net, draw)[:, :-2]
             given["in.decoder_input_ids"] = y
             h = net.hidden(y, source=x)
-        said = {"out.last_hidden_state": h} | ({"out.logits": net.read(h)} if net.described.heads else {})
+        said = {"out.last_hidden_state": h} | ({"out.logits": net.read(h)} if net.spec.heads else {})
     return given | {name: tensor.clone().contiguous() for name, tensor in said.items()}
 
 

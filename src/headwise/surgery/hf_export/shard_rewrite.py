@@ -56,11 +56,11 @@ def to_canonical_form(net: Transformer) -> CanonicalForm:
     >>> from headwise.model_spec import Block, Embedding, Stack
     >>> spec = hw.design(model=8, heads=4, kv=2, dim=3).with_heads(reads=(0, 1, 0, 1))
     >>> stack = Stack.of("decoder", 8, [Block(spec)], embedding=Embedding(5))
-    >>> [(_, sorted_spec)] = to_canonical_form(hw.build(ModelSpec("x", "decoder", (stack,)))).described.specs()
+    >>> [(_, sorted_spec)] = to_canonical_form(hw.build(ModelSpec("x", "decoder", (stack,)))).spec.specs()
     >>> sorted_spec.heads
     Heads.grouped(q=4, kv=2, dim=3)
     """
-    form = CanonicalForm(net.described, {name: tensor.detach() for name, tensor in net.state_dict().items()})
+    form = CanonicalForm(net.spec, {name: tensor.detach() for name, tensor in net.state_dict().items()})
     for step in (_sort_heads, _narrow_tables, _drop_defaults):
         form = step(form)
     return form

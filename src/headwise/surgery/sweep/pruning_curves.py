@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...data import Task
 from ...errors import SpecError, suggest
-from ...generation import answering
+from ...generation import eval_mode
 from ...head_analysis.annotated_examples import Example
 from ...head_analysis.dependency_syntax import DependencyScores
 from ...head_analysis.head_classes import classify_heads
@@ -74,7 +74,7 @@ class ModelEvaluator:
         before, drifts = QualityTally(chosen, [why] if why else []), isinstance(chosen, OutputDrift)
         questions = tuple(chosen.prepare_input(net, scene, number) for number, scene in enumerate(examples))
         said = list[Tensor | None]()
-        with answering(net):
+        with eval_mode(net):
             for question in questions:
                 own = compute_output(net, question.inputs)
                 said.append(own if drifts else None)
@@ -84,7 +84,7 @@ class ModelEvaluator:
     def with_generation(self, task: Task | None = None) -> ModelEvaluator:
         """The same with free answers of the model before, to a task or as translations."""
         if task is None and not can_compute_bleu(self.net):
-            fact = f"free answers of {self.net.described.name} have no score here"
+            fact = f"free answers of {self.net.spec.name} have no score here"
             raise SpecError(f"{fact}; give a task, or a translator with pairs of texts and sacrebleu installed")
         asked = replace(
             self, task=task, pairs=() if task is not None else get_translation_pairs(self.net, self.examples)
@@ -100,7 +100,7 @@ class ModelEvaluator:
         if after is self.net:
             now.after, now.num_unscored = self.baseline_tally.after, self.baseline_tally.num_unscored
             return now.report, tuple(now.after)
-        with answering(after):
+        with eval_mode(after):
             for question, said in zip(self.questions, self.baseline_outputs, strict=True):
                 now.add(question, compute_output(after, question.inputs), said)
         return now.report, tuple(now.after)
@@ -113,7 +113,7 @@ class ModelEvaluator:
         return [compare_bleu_of_texts(self.baseline_answers, own, self.pairs)]
 
     def _generate_answers(self, net: Transformer) -> list[Any]:
-        with answering(net):
+        with eval_mode(net):
             return (
                 translate_sources(net, self.pairs)
                 if self.task is None
@@ -378,7 +378,7 @@ def run_sweep(
     [('all', 0, [4, 2, 1]), ('all', 1, [4, 2, 1])]
     """
     check_min_count(len(selection_examples), "texts to choose by")
-    those = list_units(net.described, options.unit)
+    those = list_units(net.spec, options.unit)
     parts, orders = (
         _list_parts(net, options.parts),
         options.orders or list_default_orders(net, selection_examples, options.ordering),
@@ -399,7 +399,7 @@ def run_sweep(
     log("naming heads")
     classes, more = _classify_heads(net, selection_examples)
     return PruningCurves(
-        model=net.described.name, objective=judge.objective.name, num_texts=len(judge.baseline_tally.after),
+        model=net.spec.name, objective=judge.objective.name, num_texts=len(judge.baseline_tally.after),
         num_positions=sum(one.num_positions for one in judge.baseline_tally.after), parts=parts, curves=tuple(lines), classes=classes,
         max_loss_increase=options.max_loss_increase, notes=(*judge.baseline_tally.notes, *notes, *more),
     )  # fmt: skip
@@ -442,14 +442,14 @@ class _OrderSweep:
 
 def _list_parts(net: Transformer, wanted: Sequence[str]) -> dict[str, dict[str, int]]:
     """The attentions of each part, with how many heads they have: all of them, and each kind by itself."""
-    there = count_heads(net.described)
+    there = count_heads(net.spec)
     found: dict[str, dict[str, int]] = {}
     for site, heads in there.items():
         stack, _, kind = site.split(".")
         found.setdefault(stack if kind == "attention" else kind, {})[site] = heads
     found = {ALL_PARTS: there} | (found if len(found) > 1 else {})
     if wrong := [one for one in wanted if one not in found]:
-        raise SpecError(f"{net.described.name} has no part {wrong[0]!r}; {suggest(wrong[0], found)}")
+        raise SpecError(f"{net.spec.name} has no part {wrong[0]!r}; {suggest(wrong[0], found)}")
     return {part: sites for part, sites in found.items() if not wanted or part in wanted}
 
 

@@ -19,10 +19,10 @@ from ... import costs
 from ...costs.cost_report import CostEstimate, CostReport, Workload, cost
 from ...costs.workload import image_tokens, max_lengths
 from ...errors import SpecError
-from ...generation import answering, longest as known
+from ...generation import eval_mode, max_positions as known
 from ...masking.sequence_info import SequenceInfo
 from ...models import Transformer
-from ...models.model_cache import Caches, Memory
+from ...models.model_cache import ModelCache, EncoderOutput
 from ...spec.attention_spec import AttentionSpec
 
 COUNTED_LENGTH = 512  # tokens that are priced, unless said
@@ -127,18 +127,18 @@ def compare_cost(
     (512, 64, 1.0)
     """
     load = default_workload(before, length, source_length)
-    prices = cost({"before": before.described, "after": after.described}, load)
+    prices = cost({"before": before.spec, "after": after.spec}, load)
     nets = {"before": before, "after": after}
     for name, net in nets.items():
         _check_parameter_count(name, net, prices[name])
-    specs = tuple(dict(net.described.attention_specs()) for net in nets.values())
+    specs = tuple(dict(net.spec.attention_specs()) for net in nets.values())
     sites = {
         site: (AttentionSize.of_spec(specs[0].get(site)), AttentionSize.of_spec(specs[1].get(site)))
         for site in specs[0]
     }
     dtype = str(next(before.parameters()).dtype).removeprefix("torch.")
     changed = {site: pair for site, pair in sites.items() if pair[0] != pair[1]}
-    reads = load.source if len(before.described.stacks) > 1 else None
+    reads = load.source if len(before.spec.stacks) > 1 else None
     return CostComparison(prices["before"].full_call.tokens, reads, dtype, tuple(_iter_costs(nets, prices)), changed)
 
 
@@ -148,7 +148,7 @@ def _join_sites(sites: Sequence[str]) -> str:
 
 def default_workload(net: Transformer, length: int | None, source_length: int | None) -> Workload:
     """A row as long as is asked for, or as the model takes."""
-    most = max_lengths(net.described)
+    most = max_lengths(net.spec)
     own = length or min(COUNTED_LENGTH, most.own or COUNTED_LENGTH)
     read = source_length or min(own, most.source or own)
     return Workload(context=own, dtype="fp32", source=read)
@@ -247,7 +247,7 @@ def fit_lengths(net: Transformer, timing: TimingOptions) -> tuple[int, int]:
     Traceback (most recent call last):
     ValueError: 2000 tokens read and 16 said are more than the 1024 positions of gpt2; give length=1008
     """
-    described, most = net.described, max_lengths(net.described)
+    described, most = net.spec, max_lengths(net.spec)
     if described.kind == "vision":
         return image_tokens(described)[-1] or 1, timing.steps
     two = len(described.stacks) > 1
@@ -266,7 +266,7 @@ def fit_lengths(net: Transformer, timing: TimingOptions) -> tuple[int, int]:
 
 def make_timing_input(net: Transformer, batch: int, length: int) -> Tensor:
     """Something to read for the first stack: ids in turn, or noise where it reads numbers."""
-    stack = net.described.stacks[0]
+    stack = net.spec.stacks[0]
     embedding, weight = stack.embedding, next(net.parameters())
     draw = torch.Generator().manual_seed(0)
     if embedding is not None and embedding.tokens:
@@ -284,22 +284,22 @@ def list_phases(
     """Every phase of a kind of model; `notes` hear what cannot be timed."""
     pace, length = how
     read = pace.batch * length
-    if any(net.described.attention_specs()):
-        count, unit = (pace.batch, "images/s") if net.described.kind == "vision" else (read, "tokens/s")
+    if any(net.spec.attention_specs()):
+        count, unit = (pace.batch, "images/s") if net.spec.kind == "vision" else (read, "tokens/s")
         yield TimedPhase(ATTENTION_PHASE, unit, count, partial(_prepare_attentions, pace.batch, length))
-    if net.described.kind == "vision":
+    if net.spec.kind == "vision":
         yield TimedPhase("forward", "images/s", pace.batch, lambda one: partial(one, inputs))
-    elif net.described.kind == "encoder":
+    elif net.spec.kind == "encoder":
         yield TimedPhase("forward", "tokens/s", read, lambda one: partial(one, inputs))
-    elif net.described.kind == "encoder-decoder":
+    elif net.spec.kind == "encoder-decoder":
         yield TimedPhase("encode", "tokens/s", read, lambda one: partial(one.encode, inputs))
         yield TimedPhase(
             "decode", "tokens/s", pace.batch * pace.steps, partial(_prepare_source_decode, inputs, pace.steps)
         )
     else:
         yield TimedPhase("prefill", "tokens/s", read, lambda one: partial(_prefill, one, inputs, length))
-        if next(iter(cost(net.described, default_workload(net, None, None)))).decode_flops is None:
-            notes.append(f"{net.described.name} reads ahead and says nothing token by token, so no decoding is timed")
+        if next(iter(cost(net.spec, default_workload(net, None, None)))).decode_flops is None:
+            notes.append(f"{net.spec.name} reads ahead and says nothing token by token, so no decoding is timed")
         else:
             yield TimedPhase(
                 "decode", "tokens/s", pace.batch * pace.steps, partial(_prepare_decode, inputs, pace.steps)
@@ -311,7 +311,7 @@ def _prepare_attentions(batch: int, length: int, net: Transformer) -> Callable[[
     weight, draw = next(net.parameters()), torch.Generator().manual_seed(0)
     given = {
         stack.name: torch.randn(batch, min(length, known(stack) or length), stack.model, generator=draw).to(weight)
-        for stack in net.described.stacks
+        for stack in net.spec.stacks
     }
     source, every = next(iter(given.values())), list[Callable[[], object]]()
     for name, stack in net.stacks.items():
@@ -322,7 +322,7 @@ def _prepare_attentions(batch: int, length: int, net: Transformer) -> Callable[[
     return lambda: [run() for run in every]
 
 
-def _prefill(net: Transformer, given: Tensor, capacity: int) -> tuple[Tensor, Caches | None]:
+def _prefill(net: Transformer, given: Tensor, capacity: int) -> tuple[Tensor, ModelCache | None]:
     """A prompt, remembered, and what is said behind its last token."""
     cache = _make_cache(net, len(given), capacity)
     return net.read(net.hidden(given, cache=cache)[:, -1:]), cache
@@ -340,17 +340,17 @@ def _prepare_source_decode(given: Tensor, steps: int, net: Transformer) -> Calla
     return partial(_decode_steps, net, first, _make_cache(net, len(given), steps), (steps, 0, memory))
 
 
-def _decode_steps(net: Transformer, one: Tensor, cache: Caches | None, how: tuple[int, int, Memory | None]) -> Tensor:
+def _decode_steps(net: Transformer, one: Tensor, cache: ModelCache | None, how: tuple[int, int, EncoderOutput | None]) -> Tensor:
     """One token after the other, the same each time: what it is changes no time."""
     steps, past, memory = how
     said = one
     for step in range(steps):
         at = None if cache is not None else SequenceInfo.contiguous(past + step, 1, one.device)
-        said = net.read(net.hidden(one, tokens=at, source=memory, cache=cache))
+        said = net.read(net.hidden(one, sequence=at, source=memory, cache=cache))
     return said
 
 
-def _make_cache(net: Transformer, batch: int, capacity: int) -> Caches | None:
+def _make_cache(net: Transformer, batch: int, capacity: int) -> ModelCache | None:
     """What it remembers; nothing where all that read their past are gone."""
     try:
         return net.cache(batch=batch, capacity=capacity)
@@ -474,11 +474,11 @@ def compare_speed(before: Transformer, after: Transformer, timing: TimingOptions
     timing = replace(timing, steps=steps)
     read, notes = make_timing_input(before, timing.batch, length), list[str]()
     every = list(list_phases(before, read, (timing, length), notes))
-    if not any(after.described.attention_specs()):
+    if not any(after.spec.attention_specs()):
         every = [phase for phase in every if phase.name != ATTENTION_PHASE]
         notes.append("the model after has no attention left, so none is timed by itself")
     each = timing.seconds / len(every)
-    with answering(before), answering(after), torch.inference_mode():
+    with eval_mode(before), eval_mode(after), torch.inference_mode():
         found = tuple(_measure_phase(phase, (before, after), each) for phase in every)
     threads = torch.get_num_threads()
     device = next(before.parameters()).device

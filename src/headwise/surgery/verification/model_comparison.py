@@ -212,7 +212,7 @@ def build_ablations(
     >>> build_ablations(net, {"decoder.0.attention": [1]}, {})
     {('decoder.0.attention', 0): Scaled(scale=0.0)}
     """
-    specs, found = dict(before.described.attention_specs()), dict[HeadRef, HeadPatch | Tensor]()
+    specs, found = dict(before.spec.attention_specs()), dict[HeadRef, HeadPatch | Tensor]()
     for site, kept in keep.items():
         if site not in specs:
             raise ValueError(f"the model has no site {site!r}; {suggest(site, specs)}")

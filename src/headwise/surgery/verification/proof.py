@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from ... import __version__
-from ...data import IGNORED, Task
+from ...data import IGNORE_INDEX, Task
 from ...errors import suggest
 from ...files import write_atomically
-from ...generation import answering, longest, words_of
+from ...generation import eval_mode, max_positions, load_tokenizers
 from ...generation.generate import generate
 from ...head_analysis.annotated_examples import Example
 from ...head_analysis.objectives import EvaluationInput, Objective, choose_objective, detect_head_objective
@@ -116,7 +116,7 @@ def _format_continuation(one: TextChange, nets: ModelPair) -> FormattedTexts:
     """What both say behind the first half of a text."""
     ids = one.question.inputs.token_rows["text"][0].ids
     half = max(1, len(ids) // 2)
-    room = longest(nets[0].described.stacks[-1])
+    room = max_positions(nets[0].spec.stacks[-1])
     count = max(1, min(MAX_CONTINUATION_TOKENS, MAX_CONTINUATION_TOKENS if room is None else room - half + 1))
     said = tuple(generate(net, list(ids[:half]), max_new_tokens=count) for net in nets)
     spell = _target_speller(nets[0])
@@ -128,7 +128,7 @@ def _format_translation(one: TextChange, nets: ModelPair) -> FormattedTexts:
     source, text = rows["source"][0].ids, rows["text"][0].ids
     said = ("", "")
     if nets[0].usage.begin:
-        room = longest(nets[0].described.stacks[-1])
+        room = max_positions(nets[0].spec.stacks[-1])
         count = min(
             MAX_TRANSLATION_TOKENS, MAX_TRANSLATION_TOKENS if room is None else max(1, room - len(nets[0].usage.begin))
         )
@@ -141,7 +141,7 @@ def _format_translation(one: TextChange, nets: ModelPair) -> FormattedTexts:
 def _format_masked_tokens(one: TextChange, nets: ModelPair) -> FormattedTexts:
     """What both think stands at masked places."""
     spell, labels = _target_speller(nets[0]), _get_labels(one)
-    places = torch.nonzero(labels != IGNORED).flatten()[:MAX_POSITIONS]
+    places = torch.nonzero(labels != IGNORE_INDEX).flatten()[:MAX_POSITIONS]
     best = [flatten_positions(said).argmax(-1)[places.to(said.device)].tolist() for said in one.outputs]
     wanted = ", ".join(spell([label]) for label in labels[places].tolist())
     before, after = (", ".join(spell([label]) for label in told) for told in best)
@@ -153,7 +153,7 @@ def _format_labels(one: TextChange, nets: ModelPair) -> FormattedTexts:
     """Which class both take it for."""
     names = nets[0].usage.labels
     labels = _get_labels(one)
-    places = torch.nonzero(labels != IGNORED).flatten()[:MAX_POSITIONS]
+    places = torch.nonzero(labels != IGNORE_INDEX).flatten()[:MAX_POSITIONS]
 
     def named(ids: Sequence[int]) -> str:
         return ", ".join(names[label] if label < len(names) else f"class {label}" for label in ids)
@@ -199,8 +199,8 @@ def _make_speller(net: Transformer, which: int) -> Callable[[Sequence[int]], str
     """How ids are written, of the text that is read, 0, or said, 1."""
     if net.usage.tokenizer is None:
         return lambda ids: " ".join(map(str, ids))
-    words = words_of(net)[which]
-    return lambda ids: words.text(ids) or " ".join(words.token(one) for one in ids)
+    words = load_tokenizers(net)[which]
+    return lambda ids: words.text(ids) or " ".join(words.token_text(one) for one in ids)
 
 
 # SECTION: What was proven of a model that was changed, as plain values, as a file, as a page and on a terminal.
@@ -332,7 +332,7 @@ def prove(
     """
     check_min_count(len(texts), "texts")
     _check_comparable(before, after)
-    with answering(before), answering(after):
+    with eval_mode(before), eval_mode(after):
         log(f"{len(texts)} texts, before and after")
         compared = _TextComparison.of(before, after, texts, options.objective)
         log("what was cut, silenced")
@@ -349,7 +349,7 @@ def prove(
         examples = compared.changes.format_examples((before, after), found.objective)
     notes = (*options.notes, *more, *saved.uncut_cache_notes)
     return ModelProof(
-        model=before.described.name, what=options.change,
+        model=before.spec.name, what=options.change,
         keep={site: tuple(heads) for site, heads in options.keep.items()}, num_texts=len(texts), equal=tuple(equal),
         savings=saved, speeds=timed, quality=found, agreement=compared.agreement.result, examples=examples,
         command=options.command, versions={"headwise": __version__, "torch": torch.__version__}, notes=notes,
@@ -410,7 +410,7 @@ def _add_generation_scores(
 def _check_comparable(before: Transformer, after: Transformer) -> None:
     """Refuse two models that nothing can be said of side by side."""
     told = [
-        (one.described.kind, [(head.name, head.outputs) for head in one.described.heads]) for one in (before, after)
+        (one.spec.kind, [(head.name, head.outputs) for head in one.spec.heads]) for one in (before, after)
     ]
     if told[0] != told[1]:
         raise ValueError(f"the model before is {told[0]}, the one after {told[1]}; give what was made of that model")

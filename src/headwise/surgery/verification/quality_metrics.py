@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...data import IGNORED, Batch, Task
-from ...generation import longest, words_of
+from ...data import IGNORE_INDEX, Batch, Task
+from ...generation import max_positions, load_tokenizers
 from ...generation.generate import generate
-from ...generation.greedy_decoding import greedy
+from ...generation.greedy_decoding import greedy_decode
 from ...head_analysis.annotated_examples import Example
 from ...head_analysis.objectives import EvaluationInput, Objective, OutputDrift, choose_objective
 from ...head_analysis.resampling import Array, confidence_interval, draw_resamples, ratio_of_sums, resampled_ratios
@@ -168,7 +168,7 @@ class QualityTally:
         found = {LOSS: value * question.num_targets}
         if question.labels is not None:
             flat, labels = own.reshape(-1, own.shape[-1]), question.labels.to(own.device)
-            found[ACCURACY] = float(((flat.argmax(-1) == labels) & (labels != IGNORED)).sum())
+            found[ACCURACY] = float(((flat.argmax(-1) == labels) & (labels != IGNORE_INDEX)).sum())
         return TextCounts(found, question.num_targets)
 
     @property
@@ -313,9 +313,9 @@ def score_task(net: Transformer, task: Task, num_examples: int) -> Iterator[Any]
 def _generate_answers(net: Transformer, task: Task, batch: Batch, device: torch.device) -> list[list[int]]:
     prompt, tokens = task.prompt(batch)
     here = batch.to(device)
-    memory = None if here.source is None else net.encode(here.source, tokens=here.source_tokens)
+    memory = None if here.source is None else net.encode(here.source, sequence=here.source_tokens)
     given = Batch(prompt, prompt, tokens).to(device)
-    return greedy(net, given.x, count=task.answers, tokens=given.tokens, end=task.end, memory=memory)
+    return greedy_decode(net, given.x, max_new_tokens=task.answers, sequence=given.tokens, end_id=task.end, encoder_output=memory)
 
 
 def _compute_logits(net: Transformer, batch: Batch, device: torch.device) -> Any:
@@ -325,7 +325,7 @@ def _compute_logits(net: Transformer, batch: Batch, device: torch.device) -> Any
 
 def get_translation_pairs(net: Transformer, examples: Sequence[Example]) -> list[TranslationPair]:
     """Sources of scenes with the texts that stand beside them, as translations that are wanted."""
-    words, begin = words_of(net)[1], len(net.usage.begin)
+    words, begin = load_tokenizers(net)[1], len(net.usage.begin)
     return [
         TranslationPair(one.streams["source"].ids.tolist(), words.text(one.streams["text"].ids.tolist()[begin:]))
         for one in examples
@@ -334,7 +334,7 @@ def get_translation_pairs(net: Transformer, examples: Sequence[Example]) -> list
 
 def can_compute_bleu(net: Transformer) -> bool:
     """Whether translations of a model can be held to others: it says what begins one, it has words, BLEU is there."""
-    told = net.described.kind == "encoder-decoder" and bool(net.usage.begin) and net.usage.tokenizer is not None
+    told = net.spec.kind == "encoder-decoder" and bool(net.usage.begin) and net.usage.tokenizer is not None
     return told and find_spec("sacrebleu") is not None
 
 
@@ -358,9 +358,9 @@ def _bleu_estimate(found: Any) -> IntervalEstimate:
 
 def translate_sources(net: Transformer, pairs: Sequence[TranslationPair]) -> list[str]:
     """What a model says of sources, the likeliest token each time."""
-    room = longest(net.described.stacks[-1])
+    room = max_positions(net.spec.stacks[-1])
     count = min(MAX_ANSWER_TOKENS, MAX_ANSWER_TOKENS if room is None else max(1, room - len(net.usage.begin)))
-    words, found = words_of(net)[1], list[str]()
+    words, found = load_tokenizers(net)[1], list[str]()
     for at in range(0, len(pairs), SCORING_BATCH_SIZE):
         said = generate(net, [list(one.source) for one in pairs[at : at + SCORING_BATCH_SIZE]], max_new_tokens=count)
         found += [words.text(ids) for ids in said]
