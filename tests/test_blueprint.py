@@ -133,7 +133,7 @@ def test_every_tensor_is_named_once_and_is_what_the_spec_builds():
         assert len(set(names)) == len(names)
         for name, attention in model.attention_specs():
             built = {f"{name}.{key}": tuple(t.shape) for key, t in hw.Attention(attention).state_dict().items()}
-            assert built.items() <= model.shapes_by_name().items()
+            assert built.items() <= model.shapes().items()
 
 
 @pytest.mark.parametrize(
@@ -246,7 +246,7 @@ def test_a_description_needs_no_torch():
 
 def test_a_table_of_relative_positions_is_named_where_it_first_stands():
     bias = spec(modifiers=(hw.T5Bias(buckets=8, reach=9),), similarity=hw.Dot(scale=1.0))
-    named = decoder(*[block(bias)] * 3).shapes_by_name()
+    named = decoder(*[block(bias)] * 3).shapes()
     assert [name for name in named if name.endswith("t5_bias.table")] == ["decoder.0.attention.t5_bias.table"]
     assert sum(name.endswith("t5_bias.column") for name in named) == 3
 
@@ -254,17 +254,17 @@ def test_a_table_of_relative_positions_is_named_where_it_first_stands():
 def test_tables_of_another_shape_are_not_shared():
     few = spec(modifiers=(hw.T5Bias(buckets=8, reach=9),), similarity=hw.Dot(scale=1.0))
     more = replace(few, modifiers=(hw.T5Bias(buckets=4, reach=9),))
-    assert sum("table" in name for name in decoder(block(few), block(more), block(few)).shapes_by_name()) == 2
+    assert sum("table" in name for name in decoder(block(few), block(more), block(few)).shapes()) == 2
 
 
 def test_ties_name_the_owner():
     model = EVERY[0]
     assert model.tied_weights() == {"head.tokens.weight": "decoder.embedding.tokens"}
-    assert "head.tokens.weight" not in model.shapes_by_name()
+    assert "head.tokens.weight" not in model.shapes()
     assert EVERY[3].tied_weights() == {"decoder.embedding.tokens": "encoder.embedding.tokens"}
     own = replace(model, heads=(OutputHeadSpec("tokens", 11),))
     assert own.tied_weights() == {}
-    assert own.shapes_by_name()["head.tokens.weight"] == (11, 10)
+    assert own.shapes()["head.tokens.weight"] == (11, 10)
 
 
 # --- depth ---------------------------------------------------------------------------------------------
@@ -532,7 +532,7 @@ def test_biases_that_no_word_has_are_counted_and_said():
     model = config("deepseek_v3", attention_bias=True, architectures=["DeepseekV3Model"])
     assert "attention_bias" in model.approximation_reasons()["decoder.1.attention"]
     shape = {
-        name: size for name, size in model.shapes_by_name().items() if name.startswith("decoder.1.attention.project.")
+        name: size for name, size in model.shapes().items() if name.startswith("decoder.1.attention.project.")
     }
     assert shape["decoder.1.attention.project.q_down_bias"] == (1536,)
     assert shape["decoder.1.attention.project.kv_down_bias"] == (576,)

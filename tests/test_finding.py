@@ -99,7 +99,7 @@ def test_all_that_the_function_was_told_is_seen():
     k = layer.kv(X).unflatten(-1, (2, 2, 3))[:, :, 0]
     for head in range(4):
         scores = q[:, :, head] @ k[:, :, head // 2].transpose(1, 2) * 0.7 + mask
-        assert torch.allclose(keep.seen[0].head_weights(head), scores.on_softmax(-1), atol=1e-6)
+        assert torch.allclose(keep.seen[0].head_weights(head), scores.softmax(-1), atol=1e-6)
 
 
 UNCLEAR = {

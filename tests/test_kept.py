@@ -75,7 +75,7 @@ class Plain(nn.Module):
     def weights(self, scores: Tensor, mask: Tensor | None, dropout: float) -> Tensor:
         if mask is not None:
             scores = scores.masked_fill(mask, -torch.inf)
-        return F.dropout((scores * self.heads[2] ** -0.5).on_softmax(-1), dropout)
+        return F.dropout((scores * self.heads[2] ** -0.5).softmax(-1), dropout)
 
 
 @pytest.mark.parametrize("dtype", BYTES)

@@ -81,7 +81,7 @@ def test_a_folder_holds_what_it_says(folder: Path):
     assert read_tokenizer(folder) == words()
     assert families.read_model_spec(folder) == described()
     held = safetensors.torch.load_file(folder / WEIGHTS_FILE)
-    assert {name: tuple(t.shape) for name, t in held.items()} == described().shapes_by_name()
+    assert {name: tuple(t.shape) for name, t in held.items()} == described().shapes()
 
 
 def test_a_tokenizer_of_another_vocabulary_is_refused(tmp_path: Path):

@@ -76,7 +76,7 @@ def test_tensors_are_those_of_the_description(name: str, task: str, draw: int):
             hw.build(described)
         return
     net = hw.build(described)
-    assert {key: tuple(t.shape) for key, t in net.state_dict().items()} == described.shapes_by_name()
+    assert {key: tuple(t.shape) for key, t in net.state_dict().items()} == described.shapes()
     assert sum(p.numel() for p in net.parameters()) == costs.count_parameters(described)
     assert {key for key, _ in net.named_parameters()} == {w.name for w in described.weights() if w.trainable}
 
@@ -254,11 +254,11 @@ def brute(told: bp.ExpertsSpec, p: Any, x: Tensor) -> Tensor:
     out = []
     for row in x.flatten(0, 1):
         logits = p.router @ row + (p.router_bias if told.bias == "learned" else 0)
-        score = {"softmax": logits.on_softmax(0), "chosen": logits, "sigmoid": logits.sigmoid()}[told.scores]
+        score = {"softmax": logits.softmax(0), "chosen": logits, "sigmoid": logits.sigmoid()}[told.scores]
         seen = score + (p.router_bias if told.bias == "constant" else 0)
         best = sorted(range(told.count), key=lambda expert: -seen[expert])[: told.active]
         share = score[best]
-        share = {"softmax": share, "chosen": share.on_softmax(0), "sigmoid": share / share.sum()}[told.scores]
+        share = {"softmax": share, "chosen": share.softmax(0), "sigmoid": share / share.sum()}[told.scores]
         y = torch.zeros_like(row)
         for weight, expert in zip(share, best, strict=True):
             gate, up = (getattr(p.each, name)[expert] @ row for name in ("gate", "up"))

@@ -47,7 +47,7 @@ class Hand(nn.Module):
     def outputs(self, x: Tensor) -> Tensor:
         """What heads say."""
         q, k, v = (self.__getattr__(name)(x).unflatten(-1, (3, 4)) for name in "qkv")
-        those = [(q[:, :, h] @ k[:, :, h].transpose(1, 2) / 2).on_softmax(-1) @ v[:, :, h] for h in range(3)]
+        those = [(q[:, :, h] @ k[:, :, h].transpose(1, 2) / 2).softmax(-1) @ v[:, :, h] for h in range(3)]
         return torch.stack(those, 2)
 
     def forward(self, x: Tensor) -> Tensor:

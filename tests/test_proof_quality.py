@@ -49,7 +49,7 @@ def rendered(net, ids):
             asks, keys, values = z @ q[head].T, z @ k[head // 2].T, z @ v[head // 2].T
             for t in range(count):
                 scores = asks[t] @ keys[: t + 1].T / math.sqrt(6)
-                said = scores.on_softmax(0) @ values[: t + 1]
+                said = scores.softmax(0) @ values[: t + 1]
                 y[t] += own["attention.output.o"].reshape(24, 4, 6)[:, head] @ said
         x = x + y
         z = F.layer_norm(x, (24,), own["feed_norm.weight"], own["feed_norm.bias"])

@@ -41,7 +41,7 @@ class Some:
         q, k, v = (t.double() for t in (self.q, self.k.repeat_interleave(each, 2), self.v.repeat_interleave(each, 2)))
         allowed = ((key >= self.ends[..., :1]) & (key < self.ends[..., 1:]))[:, None]
         s = torch.einsum("bthk,bshk->bhts", q, k) * SCALE
-        w = s.masked_fill(~allowed, -torch.inf).on_softmax(-1).masked_fill(~allowed.any(-1, keepdim=True), 0.0)
+        w = s.masked_fill(~allowed, -torch.inf).softmax(-1).masked_fill(~allowed.any(-1, keepdim=True), 0.0)
         return torch.einsum("bhts,bshv->bthv", w, v) * self.unmerged_shape[..., None]
 
     def both(self, o: torch.Tensor) -> tuple[torch.Tensor, ...]:

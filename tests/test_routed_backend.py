@@ -70,7 +70,7 @@ class Call:
         fits = self.spec.pattern.allows(asks.position[:, None, :, None], told.position[:, None, None, :])
         same = asks.segment[:, None, :, None] == told.segment[:, None, None, :]
         allowed = fits & same & (asks.segment >= 0)[:, None, :, None]
-        w = s.masked_fill(~allowed, -torch.inf).on_softmax(-1).masked_fill(~allowed.any(-1, keepdim=True), 0.0)
+        w = s.masked_fill(~allowed, -torch.inf).softmax(-1).masked_fill(~allowed.any(-1, keepdim=True), 0.0)
         return torch.einsum("bhts,bshv->bthv", w, v) * opened[..., None]
 
     def check_reading(self, opened: torch.Tensor, **tolerance: float) -> None:

@@ -28,7 +28,7 @@ def plain(q, k, v, where, causal: bool, scale: float):
         s = torch.einsum("thk,shk->hts", q[own], k[read].repeat_interleave(each, 1)) * scale
         if causal:
             s = s.masked_fill(torch.arange(keys) > torch.arange(asks)[:, None], -torch.inf)
-        w = s.on_softmax(-1) if keys else s
+        w = s.softmax(-1) if keys else s
         o = o.index_copy(
             0, torch.arange(first, first + asks), torch.einsum("hts,shv->thv", w, v[read].repeat_interleave(each, 1))
         )

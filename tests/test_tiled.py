@@ -54,7 +54,7 @@ class Call:
             last = len(key) if self.ahead is None else torch.arange(q.shape[1])[:, None] + self.ahead
             allowed = (key <= last)[None] if self.ahead is not None else torch.ones(1, q.shape[1], len(key)).bool()
         s = torch.einsum("bthk,bshk->bhts", q, k) * SCALE
-        w = s.masked_fill(~allowed[:, None], -torch.inf).on_softmax(-1)
+        w = s.masked_fill(~allowed[:, None], -torch.inf).softmax(-1)
         w = w.masked_fill(~allowed.any(-1)[:, None, :, None], 0.0)
         return torch.einsum("bhts,bshv->bthv", w, v)
 

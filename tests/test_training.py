@@ -131,7 +131,7 @@ def test_a_recipe_survives_toml():
 
 def test_decay_reaches_matrices_alone():
     described = Echo().model()
-    named = {name: nn.Parameter(torch.zeros(shape)) for name, shape in described.shapes_by_name().items()}
+    named = {name: nn.Parameter(torch.zeros(shape)) for name, shape in described.shapes().items()}
     matrices = optimiser.group_parameters(named, described, "matrices")
     assert {name: sorted(group) for name, group in matrices.items() if "decayed" in name} == {
         "embedding, decayed": ["decoder.embedding.positions", "decoder.embedding.tokens"],

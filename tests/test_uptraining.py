@@ -251,7 +251,7 @@ def test_one_step_is_torchs_own_adamw():
         losses.append(0.3 * apart + 0.7 * own)
     torch.stack(losses).mean().backward()
     torch.nn.utils.clip_grad_norm_(mine.parameters(), 0.3)
-    weights = mine.spec.weights_by_name()
+    weights = mine.spec.params()
     decayed = [p for name, p in mine.named_parameters() if p.dim() > 1 and not weights[name].name.endswith("bias")]
     rest = [p for p in mine.parameters() if not any(p is one for one in decayed)]
     groups = [{"params": decayed, "weight_decay": 0.01}, {"params": rest, "weight_decay": 0.0}]

@@ -44,7 +44,7 @@ class ScaledDotProductAttention(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         scores = q @ k.mT / self.d_k**0.5
-        return scores.on_softmax(-1) @ v
+        return scores.softmax(-1) @ v
 
 
 # --- 002: Llama 3, one rank ----------------------------------------------------------------------------
@@ -196,5 +196,5 @@ def scaled_dot_product_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor |
     scores = torch.matmul(q, k.transpose(-2, -1)) / torch.tensor(q.shape[-1], dtype=q.dtype).sqrt()
     if mask is not None:
         scores = scores.masked_fill(mask == 0, HIDDEN)
-    weights = scores.on_softmax(-1)
+    weights = scores.softmax(-1)
     return torch.matmul(weights, v), weights

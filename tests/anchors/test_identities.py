@@ -115,7 +115,7 @@ def test_differential_heads_that_subtract_nothing():
     assert rows.spec.heads.q == spec.heads.q == 6
     q, k, v = (torch.nn.functional.linear(X, layer.project[n]) for n in "qkv")
     q, k = q.view(3, 7, 6, 4), k.view(3, 7, 6, 4)
-    weights = (torch.einsum("bthk,bshk->bhts", q, k) / 2).on_softmax(-1)
+    weights = (torch.einsum("bthk,bshk->bhts", q, k) / 2).softmax(-1)
     pair = weights[:, ::2] - start * weights[:, 1::2]
     o = torch.einsum("bhts,bshv->bthv", pair, v.view(3, 7, 3, 8))
     normed = o / (o.square().mean(-1, keepdim=True) + 1e-5).sqrt() * layer.differential["norm"] * (1 - start)

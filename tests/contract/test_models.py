@@ -102,7 +102,7 @@ def test_merged_attention_learns(name: str):
 def check_learns(described: bp.ModelSpec) -> None:
     """One step in the direction of the gradient lowers the loss, and the gradient reaches every parameter."""
     net = hw.build(described, seed=0).double()
-    assert {name: tuple(t.shape) for name, t in net.state_dict().items()} == described.shapes_by_name()
+    assert {name: tuple(t.shape) for name, t in net.state_dict().items()} == described.shapes()
     x, read = inputs(described)
     head = "tokens"
     wanted = torch.randint(0, WORDS, x.shape)

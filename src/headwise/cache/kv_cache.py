@@ -51,14 +51,14 @@ class KVCache(ABC):
         capacity: int,
         dtype: torch.dtype = torch.float32,
         device: str = "cpu",
-        store: str | None = None,
+        storage_format: str | None = None,
     ) -> KVCache:
         """The cache this spec needs: a state, a ring of what its pattern still reads, or every token.
 
-        With store="int8" keys and values are kept in 8 bits, and each head of each token has a scale.
+        With storage_format="int8" keys and values are kept in 8 bits, and each head of each token has a scale.
 
         >>> import headwise as hw
-        >>> hw.KVCache.of(hw.design(model=8, heads=2, pattern="window(3) | first(2)"), batch=1, capacity=100).slots
+        >>> hw.KVCache.for_spec(hw.design(model=8, heads=2, pattern="window(3) | first(2)"), batch=1, capacity=100).slots
         5
         """
         if not (isinstance(batch, int) and isinstance(capacity, int) and batch >= 0 and capacity >= 1):
@@ -68,13 +68,13 @@ class KVCache(ABC):
         from .int8_quantization import check_storage_format
         from .recurrent_state import RecurrentStateCache
 
-        check_storage_format(spec, store)
+        check_storage_format(spec, storage_format)
 
         where = torch.empty(0, device=device).device  # "cuda" is some card, and knows which
         if spec.is_recurrent:
             return RecurrentStateCache(spec, batch, dtype, where)
         first, last = spec.pattern.retention
-        kept = StorageFormat(dtype, where, store)
+        kept = StorageFormat(dtype, where, storage_format)
         if last is not None and first + last < capacity:
             return RingCache(spec, (batch, first, last), kept)
         return ContiguousCache(spec, (batch, capacity), kept)

@@ -123,15 +123,15 @@ def count_communication(spec: ModelSpec, parallelism: Parallelism, num_micro_bat
         found += _layer_messages(spec, parallelism, batch_shape._replace(rows=each)) * num_micro_batches
     if parallelism.tensor > 1:
         every = partition_model(spec, parallelism.tensor)
-        weights, common = spec.weights_by_name(), count_replicas(spec, every)
+        weights, common = spec.params(), count_replicas(spec, every)
         found.append(CollectiveMessage("sum", FLOAT_BYTES * sum(weights[name].numel for name in common), parallelism.tensor))
         spec = every[0].spec
         if parallelism.shards > 1:  # of what several ranks hold, slices are put together before they are summed
             held = [
-                weight for name, weight in spec.weights_by_name().items() if name in common and not _is_unsharded(weight)
+                weight for name, weight in spec.params().items() if name in common and not _is_unsharded(weight)
             ]
             found += [CollectiveMessage("gather", FLOAT_BYTES * _padded_numel([weight], parallelism.shards), parallelism.shards) for weight in held]
-    weights = {name: w for name, w in spec.weights_by_name().items() if w.trainable}
+    weights = {name: w for name, w in spec.params().items() if w.trainable}
     found += _fsdp_messages(spec, weights, parallelism, num_micro_batches) if parallelism.shards > 1 else []
     kept = [w for w in weights.values() if parallelism.shards == 1 or _is_unsharded(w)]
     if workers > 1:

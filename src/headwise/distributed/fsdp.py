@@ -55,7 +55,7 @@ def apply_fsdp(net: Transformer, process_mesh: ProcessMesh) -> ShardedModel:
     copies = [way for way in ("data", "context") if getattr(process_mesh.spread, way) > 1]  # one of them at most
     mesh = process_mesh.device_mesh[*copies, "shards"] if copies else process_mesh.device_mesh["shards"]
     learned = {name: p for name, p in net.named_parameters() if p.requires_grad}
-    common = {name for name, weight in net.spec.weights_by_name().items() if weight.tied_to}
+    common = {name for name, weight in net.spec.params().items() if weight.tied_to}
     kept = {name: p for name, p in net.named_parameters() if name in common or not p.dim()}
     whole, lengths = set(kept.values()), {name: len(p) for name, p in learned.items() if name not in kept}
     for layers in net.stacks.values():

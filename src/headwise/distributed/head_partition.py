@@ -185,7 +185,7 @@ def _kept_indices(w: WeightSpec, rank: int, count: int, cuts: Mapping[str, KeptH
 def count_replicas(spec: ModelSpec, shards: Sequence[ModelShard]) -> dict[str, Tensor]:
     """Tensors of divided layers of which several ranks hold something, with how many hold each number."""
     inside = [
-        name for name, weight in spec.weights_by_name().items() if weight.role in DIVIDED_ROLES and weight.trainable
+        name for name, weight in spec.params().items() if weight.role in DIVIDED_ROLES and weight.trainable
     ]
     held = {name: count_holders([portion.pieces[name] for portion in shards]) for name in inside}
     return {name: count for name, count in held.items() if int(count.max()) > 1}

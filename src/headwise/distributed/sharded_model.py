@@ -83,7 +83,7 @@ class ShardedModel:
     own: Mapping[str, nn.Parameter]
     summed: GradientBuckets
     spec: ModelSpec
-    shardings: Mapping[str, TensorSharding] = field(default_factory=dict[str, "Lying"])
+    shardings: Mapping[str, TensorSharding] = field(default_factory=dict[str, "TensorSharding"])
     collect_gradients: Callable[[], None] = _collect_nothing
     context: CollectiveGroup | None = None
 

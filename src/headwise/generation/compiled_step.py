@@ -13,7 +13,7 @@ from ..errors import SpecError
 from ..models.transformer import Transformer
 
 DecodeStep = Callable[..., Tensor]
-CompileReporter = Callable[["Choice"], object]
+CompileReporter = Callable[["CompileDecision"], object]
 COMPILERS = ("c++", "g++", "clang++")
 # Measured on two cores (log/2026-11-22-fast-models.md): processor seconds of a graph, and of each layer of it; and
 # seconds a step that it saves for each layer in float32. In bfloat16, whose small operations are slow, it saves more.

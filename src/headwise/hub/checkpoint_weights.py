@@ -111,7 +111,7 @@ def build_from_weights(
     `constants` are numbers of attentions by name where they are not those that follow from their specs.
     """
     held = read_tensors(model_spec, names, source)
-    missing = model_spec.shapes_by_name().keys() - held.keys()
+    missing = model_spec.shapes().keys() - held.keys()
     held |= {name: made for name, made in _make_constants(model_spec, constants) if name in missing}
     with torch.device("meta"):
         net = build(model_spec, dropout=dropout)
@@ -175,7 +175,7 @@ def _find_unsupported_dtypes(
 
 def _allocate(described: ModelSpec, plan: CheckpointPlan, kinds: Mapping[str, TensorInfo]) -> dict[str, Tensor]:
     """A tensor for each of ours that the file holds, to be filled."""
-    shapes = described.shapes_by_name()
+    shapes = described.shapes()
     return {
         piece.name: torch.empty(shapes[piece.name], dtype=DTYPES[kinds[name].dtype])
         for path, own in plan.pieces.items()

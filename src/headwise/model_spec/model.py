@@ -392,11 +392,11 @@ class ModelSpec(SpecNode):
         for beyond in self.beyond:
             yield from beyond.weights()
 
-    def weights_by_name(self) -> dict[str, WeightSpec]:
+    def params(self) -> dict[str, WeightSpec]:
         """Every tensor by its name, as a spec says its own."""
         return {w.name: w for w in self.weights()}
 
-    def shapes_by_name(self) -> dict[str, tuple[int, ...]]:
+    def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shape of every tensor by its name."""
         return {w.name: w.shape for w in self.weights()}
 

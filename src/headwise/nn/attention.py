@@ -224,11 +224,11 @@ class Attention(HasParallelContext, nn.Module):
         """What a backend runs between queries, keys and values and the per-head outputs."""
         return self._bound
 
-    def cache(self, *, batch: int, capacity: int, store: str | None = None) -> KVCache:
-        """A fresh cache for this layer, in its dtype and on its device; store="int8" keeps keys and values in 8 bits
+    def cache(self, *, batch: int, capacity: int, storage_format: str | None = None) -> KVCache:
+        """A fresh cache for this layer, in its dtype and on its device; storage_format="int8" keeps keys and values in 8 bits
         each."""
         like, device = self._like, str(self._like.device)
-        return KVCache.for_spec(self.spec, batch=batch, capacity=capacity, dtype=like.dtype, device=device, store=store)
+        return KVCache.for_spec(self.spec, batch=batch, capacity=capacity, dtype=like.dtype, device=device, storage_format=storage_format)
 
     @property
     def _like(self) -> Tensor:

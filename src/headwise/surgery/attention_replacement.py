@@ -130,7 +130,7 @@ def _tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """Every tensor of the new model, in memory of its own; a shared one is named where it now first stands."""
     held = net.state_dict()
-    for name in described.shapes_by_name():
+    for name in described.shapes():
         site, inner = ".".join(name.split(".")[:3]), ".".join(name.split(".")[3:])
         if site in changes:
             tensor = changes[site].weights[inner]

@@ -31,7 +31,7 @@ def has_weight_decay(weight: WeightSpec, rule: str) -> bool:
 
 def group_parameters(parameters: Mapping[str, nn.Parameter], model_spec: ModelSpec, rule: str) -> ParameterGroups:
     """The parameters by the name of their group, such as "feed, decayed"."""
-    weights, groups = model_spec.weights_by_name(), ParameterGroups()
+    weights, groups = model_spec.params(), ParameterGroups()
     for name, parameter in parameters.items():
         weight = weights[name]
         kind = "decayed" if has_weight_decay(weight, rule) else "kept"

@@ -152,7 +152,7 @@ def _talking_heads_reference(core: MixedHeadCore, mixing: Sequence[Tensor]) -> T
     q, k, v = (t.transpose(1, 2) for t in core.qkv)
     a = torch.einsum("bgts,gh->bhts", q @ k.mT * HEAD_DIM**-0.5, mixing[0])
     later = torch.ones(a.shape[-2:], dtype=torch.bool).triu(1)
-    w = torch.einsum("bgts,gh->bhts", a.masked_fill(later, torch.finfo(a.dtype).min).on_softmax(-1), mixing[1])
+    w = torch.einsum("bgts,gh->bhts", a.masked_fill(later, torch.finfo(a.dtype).min).softmax(-1), mixing[1])
     return (w @ v).transpose(1, 2)
 
 

@@ -34,7 +34,7 @@ def answer(net: Transformer, given: argparse.Namespace) -> int:
     seed = RandomStream(secrets.randbits(63) if given.seed is None else given.seed).seed  # one for all lines
     form, scores = "document" if given.json else "lines", TranslationScores.from_file(given.score, given.score_tokenize)
     writer = AnswerWriter(asked, seed, form, scores, reasons)
-    read = partial(encode_prompt, net, count=count, window=how.window)
+    read = partial(encode_prompt, net, max_new_tokens=count, window=how.window)
     if given.text is not None:
         writer.write_one(InputLine(1, given.text, read(given.text)))
         writer.finish()
