@@ -14,39 +14,12 @@ from dataclasses import dataclass
 MODULE_LEVEL = "<module>"
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
-COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
-    ast.Lt: ast.LtE,
-    ast.LtE: ast.Lt,
-    ast.Gt: ast.GtE,
-    ast.GtE: ast.Gt,
-    ast.Eq: ast.NotEq,
-    ast.NotEq: ast.Eq,
-    ast.Is: ast.IsNot,
-    ast.IsNot: ast.Is,
-    ast.In: ast.NotIn,
-    ast.NotIn: ast.In,
-}
-ARITHMETIC: dict[type[ast.operator], type[ast.operator]] = {
-    ast.Add: ast.Sub,
-    ast.Sub: ast.Add,
-    ast.Mult: ast.FloorDiv,
-    ast.FloorDiv: ast.Mult,
-    ast.Div: ast.Mult,
-    ast.BitAnd: ast.BitOr,
-    ast.BitOr: ast.BitAnd,
-}
-EXTREMES = {
-    "min": "max",
-    "max": "min",
-    "minimum": "maximum",
-    "maximum": "minimum",
-    "amin": "amax",
-    "amax": "amin",
-    "argmin": "argmax",
-    "argmax": "argmin",
-    "any": "all",
-    "all": "any",
-}
+COMPARISONS = [(ast.Lt, ast.LtE), (ast.Gt, ast.GtE), (ast.Eq, ast.NotEq), (ast.Is, ast.IsNot), (ast.In, ast.NotIn)]
+SWAPPED_COMPARISON = {a: b for pair in COMPARISONS for a, b in (pair, pair[::-1])}
+ARITHMETIC = [(ast.Add, ast.Sub), (ast.Mult, ast.FloorDiv), (ast.BitAnd, ast.BitOr)]
+SWAPPED_ARITHMETIC = {a: b for pair in ARITHMETIC for a, b in (pair, pair[::-1])} | {ast.Div: ast.Mult}
+EXTREMES = [("min", "max"), ("minimum", "maximum"), ("amin", "amax"), ("argmin", "argmax"), ("any", "all")]
+SWAPPED_EXTREME = {a: b for pair in EXTREMES for a, b in (pair, pair[::-1])}
 
 
 @dataclass(frozen=True)
@@ -81,16 +54,16 @@ def swap_comparison(node: ast.AST) -> Iterator[ast.AST]:
     """`<` and `<=`, `>` and `>=`, `==` and `!=`, `is` and `is not`, `in` and `not in`."""
     if isinstance(node, ast.Compare):
         for at, sign in enumerate(node.ops):
-            signs = [*node.ops[:at], COMPARISONS[type(sign)](), *node.ops[at + 1 :]]
+            signs = [*node.ops[:at], SWAPPED_COMPARISON[type(sign)](), *node.ops[at + 1 :]]
             yield ast.Compare(node.left, signs, node.comparators)
 
 
 def swap_arithmetic(node: ast.AST) -> Iterator[ast.AST]:
     """`+` and `-`, `*` and `//`, `&` and `|`; `/` becomes `*`. Also in `x += y`."""
-    if isinstance(node, ast.BinOp) and type(node.op) in ARITHMETIC:
-        yield ast.BinOp(node.left, ARITHMETIC[type(node.op)](), node.right)
-    if isinstance(node, ast.AugAssign) and type(node.op) in ARITHMETIC:
-        yield ast.AugAssign(node.target, ARITHMETIC[type(node.op)](), node.value)
+    if isinstance(node, ast.BinOp) and type(node.op) in SWAPPED_ARITHMETIC:
+        yield ast.BinOp(node.left, SWAPPED_ARITHMETIC[type(node.op)](), node.right)
+    if isinstance(node, ast.AugAssign) and type(node.op) in SWAPPED_ARITHMETIC:
+        yield ast.AugAssign(node.target, SWAPPED_ARITHMETIC[type(node.op)](), node.value)
 
 
 def raise_constant(node: ast.AST) -> Iterator[ast.AST]:
@@ -119,10 +92,10 @@ def remove_not(node: ast.AST) -> Iterator[ast.AST]:
 
 def swap_extreme(node: ast.AST) -> Iterator[ast.AST]:
     """`min` and `max`, `any` and `all`, and functions and methods of tensors named like them."""
-    if isinstance(node, ast.Name) and node.id in EXTREMES and isinstance(node.ctx, ast.Load):
-        yield ast.Name(EXTREMES[node.id], node.ctx)
-    if isinstance(node, ast.Attribute) and node.attr in EXTREMES and isinstance(node.ctx, ast.Load):
-        yield ast.Attribute(node.value, EXTREMES[node.attr], node.ctx)
+    if isinstance(node, ast.Name) and node.id in SWAPPED_EXTREME and isinstance(node.ctx, ast.Load):
+        yield ast.Name(SWAPPED_EXTREME[node.id], node.ctx)
+    if isinstance(node, ast.Attribute) and node.attr in SWAPPED_EXTREME and isinstance(node.ctx, ast.Load):
+        yield ast.Attribute(node.value, SWAPPED_EXTREME[node.attr], node.ctx)
 
 
 def shift_slice(node: ast.AST) -> Iterator[ast.AST]:
