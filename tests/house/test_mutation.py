@@ -198,7 +198,11 @@ def trial(function: str, operator: str, nth: int = 1, test: str = "test_small.py
         (trial("add", "constant"), "survived", "every test passes"),
         (trial("add", "arithmetic"), "killed", ""),
         (trial("<module>", "constant", 3), "broken", "the mutated module cannot be imported"),
-        (trial("add", "arithmetic", test="test_small.py::test_absent"), "broken", "a named test does not exist"),
+        (
+            trial("add", "arithmetic", test="test_small.py::test_absent"),
+            "broken",
+            "pytest cannot collect the tests, or a named test does not exist",
+        ),
         (trial("loop", "arithmetic"), "timeout", "after 5 s"),
     ],
 )

@@ -45,7 +45,7 @@ VERDICTS = {
     0: ("survived", "every test passes"),
     1: ("killed", ""),
     2: ("broken", "pytest cannot collect the tests"),
-    4: ("broken", "a named test does not exist"),
+    4: ("broken", "pytest cannot collect the tests, or a named test does not exist"),
     5: ("broken", "no named test ran"),
     WRONG_SOURCE: ("broken", "the tests would run another copy of the package"),
     CANNOT_IMPORT: ("broken", "the mutated module cannot be imported"),
