@@ -51,8 +51,9 @@ slow: $(STAMP)  ## the slow tests, 500 hypothesis examples each
 gpu: $(STAMP)  ## the tests that need CUDA
 	@$(BIN)/pytest -m gpu
 
-mutate: $(STAMP)  ## plant every known bug in a copy; the tests it names must catch it
-	@$(BIN)/python tests/planted.py
+mutate: $(STAMP)  ## mutation testing: every guard, then a seeded sample of changes to the numeric core
+	@PYTHONPATH=tests $(BIN)/python -m mutation --guards
+	@PYTHONPATH=tests $(BIN)/python -m mutation --seed 0 --sample 60 --aim 0.9
 
 bench: $(STAMP)  ## our paths against peers and the machine's limits: `headwise bench`
 	@$(BIN)/headwise bench

@@ -1,0 +1,247 @@
+"""The mutation operators change what they say, samples are deterministic, and the runner tells killed from survived."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mutation import lists, runner
+from mutation.__main__ import main
+from mutation.lists import Trial
+from mutation.operators import OPERATORS, Address, mutate, points
+
+CODE = '''
+"""Module docstring 1 + 1."""
+LIMIT = 3
+
+class Window:
+    size: int = 2
+
+    def boxes(self, i, j=4):
+        """Docstring."""
+        def inner(k):
+            return k // 2
+        if i < j and not self.size:
+            raise ValueError("a" + "b")
+        return max(inner(i), -j)[1:i]
+
+    def examples(self):
+        return 1 + 1
+'''
+
+
+def after(operator: str, source: str) -> list[str]:
+    """The source after each mutation of one operator."""
+    return [mutate(source, point).source.strip() for point in points(source, "x.py") if point.operator == operator]
+
+
+@pytest.mark.parametrize(
+    ("operator", "source", "expected"),
+    [
+        ("comparison", "a < b == c", ["a <= b == c", "a < b != c"]),
+        ("comparison", "a in b", ["a not in b"]),
+        ("arithmetic", "a + b // c", ["a - b // c", "a + b * c"]),
+        ("arithmetic", "a *= b", ["a //= b"]),
+        ("arithmetic", "a / b & c", ["a / b | c", "a * b & c"]),
+        ("constant", "f(1, 0.5, True, 'x')", ["f(2, 0.5, True, 'x')", "f(1, 1.5, True, 'x')"]),
+        ("constant-down", "f(0, 2)", ["f(0, 1)"]),
+        ("and-or", "a and b", ["a or b"]),
+        ("not", "not a", ["a"]),
+        ("not", "-a", ["a"]),
+        ("extreme", "min(a, b.amax())", ["max(a, b.amax())", "min(a, b.amin())"]),
+        ("slice", "a[b:c]", ["a[b + 1:c]", "a[b:c + 1]"]),
+        ("negate", "a if b else c", ["a if not b else c"]),
+        ("negate", "if a:\n    b()", ["if not a:\n    b()"]),
+        ("boolean", "f(True)", ["f(False)"]),
+        ("operand", "a * b", ["a", "b"]),
+        ("operand", "a and b and c", ["b and c", "a and c", "a and b"]),
+        ("condition", "a if b else c", ["a", "c"]),
+        ("condition", "if a:\n    b()", ["if True:\n    b()", "if False:\n    b()"]),
+        ("statement", "'text'\na = 1\nb()", ["'text'\npass\nb()", "'text'\na = 1\npass"]),
+    ],
+)
+def test_operators_change_what_they_say(operator: str, source: str, expected: list[str]):
+    assert [text.replace('"""', "'") for text in after(operator, source)] == expected
+
+
+def test_every_operator_applies_somewhere_and_gives_code_that_parses():
+    source = CODE + "\nif LIMIT:\n    LIMIT += sum(range(LIMIT)) if True else 0\n"
+    found = points(source, "x.py")
+    assert {point.operator for point in found} == set(OPERATORS)
+    for point in found:
+        assert ast.dump(ast.parse(mutate(source, point).source)) != ast.dump(ast.parse(source)), point
+
+
+def test_points_are_addressed_by_function_and_number():
+    found = [(point.function, point.nth) for point in points(CODE, "x.py") if point.operator == "constant"]
+    assert found == [
+        ("<module>", 1),
+        ("Window", 1),
+        ("Window.boxes", 1),
+        ("Window.boxes.inner", 1),
+        ("Window.boxes", 2),
+    ]
+
+
+def test_addresses_do_not_depend_on_layout():
+    spaced = CODE.replace("LIMIT = 3", "# a comment\n\n\nLIMIT = (3)")
+    assert points(spaced, "x.py") == points(CODE, "x.py")
+
+
+def test_an_unknown_address_is_an_error():
+    with pytest.raises(KeyError, match=r"no mutation point x\.py Window not 9"):
+        mutate(CODE, Address("x.py", "Window", "not", 9))
+
+
+# --- lists ---------------------------------------------------------------------------------------------
+
+
+def test_the_lists_fit_the_repository():
+    assert lists.find_errors() == []
+    assert 0 < len(lists.guards()) <= 120
+
+
+def test_errors_of_a_list_are_all_named(monkeypatch: pytest.MonkeyPatch):
+    address = Address("errors.py", "<module>", "constant", 999)
+    wrong = [
+        Trial("twice", address, ("house/test_mutation.py",)),
+        Trial("twice", Address("absent.py", "f", "not", 1), ("house/absent.py",)),
+        Trial("empty", address, ()),
+        Trial("test", address, ("house/test_mutation.py::test_absent[1]",)),
+    ]
+    monkeypatch.setattr(lists, "guards", lambda: wrong)
+    monkeypatch.setattr(lists, "equivalents", lambda: {address: " "})
+    errors = "\n".join(lists.find_errors())
+    for error in (
+        "twice: the name is used twice",
+        "twice: no mutation point errors.py <module> constant 999",
+        "twice: no module absent.py",
+        "twice: no test file house/absent.py",
+        "empty: names no test",
+        "test: no test house/test_mutation.py::test_absent[1]",
+        "no reason is given",
+    ):
+        assert error in errors
+
+
+def test_samples_are_deterministic():
+    tests = dict(list(lists.tests_of_module().items())[:5])
+    first, again, other = (runner.sample(tests, {}, 20, seed) for seed in (0, 0, 1))
+    assert first == again != other
+    assert len({trial.address for trial in first}) == 20
+    assert not {trial.address for trial in runner.sample(tests, {first[0].address: "why"}, 20, 0)} & {first[0].address}
+
+
+def test_unknown_names_are_refused(capsys: pytest.CaptureFixture[str]):
+    for argv in (["--guards", "absent"], ["--module", "absent.py"]):
+        with pytest.raises(SystemExit):
+            main(argv)
+        assert "absent" in capsys.readouterr().err
+
+
+# --- runner --------------------------------------------------------------------------------------------
+
+PACKAGE = '''
+"""A package with one function."""
+HALF = 1 // 1
+
+
+def add(a, b):
+    """
+    >>> add(1, 2)
+    3
+    """
+    unused = 1
+    return a + b
+
+
+def loop(n):
+    while n > 0:
+        n -= 1
+    return n
+'''
+TEST = """
+import headwise
+
+def test_add():
+    assert headwise.add(1, 2) == 3
+
+def test_loop():
+    assert headwise.loop(3) == 0
+"""
+
+
+@pytest.fixture
+def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A repository with a small package named headwise and its tests, in the place of ours."""
+    (tmp_path / "src" / "headwise").mkdir(parents=True)
+    (tmp_path / "tests").mkdir()
+    source = PACKAGE.replace("1 // 1", "1 // (1 - 0)")
+    (tmp_path / "src" / "headwise" / "__init__.py").write_text(source)
+    (tmp_path / "tests" / "test_small.py").write_text(TEST)
+    monkeypatch.setattr(runner, "ROOT", tmp_path)
+    monkeypatch.setattr(runner, "SOURCE", tmp_path / "src")
+    yield tmp_path
+    assert (tmp_path / "src" / "headwise" / "__init__.py").read_text() == source
+
+
+def trial(function: str, operator: str, nth: int = 1, test: str = "test_small.py") -> Trial:
+    return Trial(function, Address("__init__.py", function, operator, nth), (test,))
+
+
+@pytest.mark.parametrize(
+    ("mutant", "verdict", "reason"),
+    [
+        (trial("add", "constant"), "survived", "every test passes"),
+        (trial("add", "arithmetic"), "killed", ""),
+        (trial("<module>", "constant", 3), "broken", "the mutated module cannot be imported"),
+        (
+            trial("add", "arithmetic", test="test_small.py::test_absent"),
+            "broken",
+            "pytest cannot collect the tests, or a named test does not exist",
+        ),
+        (trial("loop", "arithmetic"), "timeout", "after 5 s"),
+    ],
+)
+def test_verdicts(small: Path, mutant: Trial, verdict: str, reason: str):
+    result = runner.run_trial(mutant, time_limit=5.0)
+    assert (result.verdict, result.reason) == (verdict, reason), result.output
+
+
+def test_another_copy_of_the_package_is_noticed(small: Path, monkeypatch: pytest.MonkeyPatch):
+    """The working folder comes first on the path of `python -c`, so a package in it wins over PYTHONPATH."""
+    (small / "headwise").mkdir()
+    (small / "headwise" / "__init__.py").write_text(PACKAGE)
+    result = runner.run_trial(trial("add", "arithmetic"))
+    assert (result.verdict, result.reason) == ("broken", "the tests would run another copy of the package")
+
+
+def test_the_report_gives_the_kill_rate(
+    small: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    trials = [trial("add", "arithmetic"), trial("add", "constant")]
+    assert runner.passes_unchanged(trials)
+    results = list(runner.run_trials(trials))
+    monkeypatch.setattr(runner, "run_trials", lambda *args: results)
+    assert [runner.report(trials, aim) for aim in (0.5, 0.9, 1)] == [0, 1, 1]
+    said = capsys.readouterr().out
+    assert "add: a + b -> a - b" in said
+    assert "2 mutants: 1 killed, 1 survived, 0 timeout, 0 broken; kill rate 0.50, aim 0.90" in said
+
+
+def test_tests_that_fail_without_a_change_are_refused(small: Path, capsys: pytest.CaptureFixture[str]):
+    (small / "tests" / "test_small.py").write_text("def test_red():\n    assert False\n")
+    assert not runner.passes_unchanged([trial("add", "arithmetic")])
+    assert "must pass on the unchanged package first" in capsys.readouterr().out
+
+
+def test_timeouts_are_no_kills_and_broken_mutants_do_not_count(monkeypatch: pytest.MonkeyPatch):
+    verdicts = ["killed", "killed", "timeout", "survived", "broken"]
+    results = [runner.Result(trial("f", "not"), verdict, "", "", 1.0, "") for verdict in verdicts]
+    assert runner.kill_rate(results) == 0.5
+    assert runner.kill_rate([]) == 0.0
+    monkeypatch.setattr(runner, "run_trials", lambda *args: results[:1] + results[-1:])
+    assert [runner.report([], aim) for aim in (0.9, 1)] == [0, 1]
