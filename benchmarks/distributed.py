@@ -22,10 +22,10 @@ import torch.distributed as dist
 import headwise as hw
 from headwise.bench.reference_models import GPTShape, to_model_spec
 from headwise.data import Batch
-from headwise.distributed import ProcessInfo, Parallelism, join_process_group
-from headwise.distributed.communication_volume import CommunicationMeter, BatchShape, count_communication
+from headwise.distributed import Parallelism, ProcessInfo, join_process_group
+from headwise.distributed.communication_volume import BatchShape, CommunicationMeter, count_communication
 from headwise.distributed.ranks import ProcessMesh
-from headwise.distributed.sharded_model import wrap_single_process, shard_model
+from headwise.distributed.sharded_model import shard_model, wrap_single_process
 from headwise.training import Recipe
 from headwise.training.optimiser import AdamWOptimiser, group_parameters
 from headwise.training.train_step import StepOptions, TrainStep
@@ -89,7 +89,10 @@ def rows_of(launch: ProcessInfo, shape: GPTShape, rows: int, calls: int, repeats
     for mode, work in works.items():
         messages, seen = work.sent()
         batch = BatchShape(rows, shape.length)
-        counted = sum(message.moved for message in count_communication(to_model_spec(shape), Parallelism.parse(mode), batch_shape=batch))
+        counted = sum(
+            message.moved
+            for message in count_communication(to_model_spec(shape), Parallelism.parse(mode), batch_shape=batch)
+        )
         found.append(
             {
                 "name": f"{size / 1e6:.1f} M, {rows} rows of {shape.length}, {mode}",

@@ -132,9 +132,7 @@ def compared(ours: hw.Transformer, theirs: Any, here: Device) -> dict[str, Any]:
             "budget": BUDGET,
             "allocated": engine.memory.nbytes,
             "peak": report.peak_bytes,
-            "padded_batch": hw.kv_cache_bytes(
-                ours.spec, hw.RequestBatch.uniform(REQUESTS, longest), "ring", "fp32"
-            ),
+            "padded_batch": hw.kv_cache_bytes(ours.spec, hw.RequestBatch.uniform(REQUESTS, longest), "ring", "fp32"),
         },
     }
 

@@ -20,7 +20,7 @@ import torch
 import headwise as hw
 from headwise.data import make_task
 from headwise.data.translation import ParallelTextTask, score_translations
-from headwise.distributed import ProcessInfo, Parallelism
+from headwise.distributed import Parallelism, ProcessInfo
 from headwise.distributed.ranks import ProcessMesh
 from headwise.model_spec import (
     BlockSpec,

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from headwise.spec.attention_spec import SLOTS, AttentionSpec
-
 import headwise as hw
 from headwise import costs
 from headwise.interfaces import Part
 from headwise.interfaces.registry import REGISTRY
 from headwise.masking.patterns import And, Or, Pattern
 from headwise.presets import PRESETS
+from headwise.spec.attention_spec import SLOTS, AttentionSpec
 
 MODEL, HEADS, TOKENS, FAR = 512, 8, 1024, 8192  # the sizes at which all are priced
 Row = Sequence[str]

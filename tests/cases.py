@@ -9,13 +9,13 @@ from dataclasses import replace
 from itertools import permutations
 
 import torch
-from headwise.spec.attention_spec import AttentionSpec
 from torch import Tensor
 
 import headwise as hw
 from headwise.backends import BACKENDS, CallSignature
 from headwise.interfaces import Modifier, Part
 from headwise.interfaces.core_types import Phase
+from headwise.spec.attention_spec import AttentionSpec
 
 BATCH, TOKENS, SOURCE, WIDTH = 3, 7, 11, 13
 EXACT = {"rtol": 1e-10, "atol": 1e-11}

@@ -33,8 +33,13 @@ from divided import (
 )
 from headwise import model_spec as bp
 from headwise.data import IGNORE_INDEX, Batch
-from headwise.distributed.context_parallel import shard_tokens, gather_token_outputs
-from headwise.distributed.parallel_attention import TOKEN_ORDERS, TensorContextParallel, set_parallel_context, use_whole_rows
+from headwise.distributed.context_parallel import gather_token_outputs, shard_tokens
+from headwise.distributed.parallel_attention import (
+    TOKEN_ORDERS,
+    TensorContextParallel,
+    set_parallel_context,
+    use_whole_rows,
+)
 from headwise.masking.sequence_info import SequenceInfo
 
 CASES: dict[str, Callable[[], None]] = {}
@@ -97,7 +102,7 @@ def check_layer(name: str, layer, x: Tensor, tokens: SequenceInfo, order: str, s
         cut, there = row(z, told, order)
         given, theirs = {"source": part.remember(cut, sequence=there)}, {"source": layer.remember(z, sequence=told)}
         leaves.append(z)
-    ours, whole = part(own, tokens=at, **given), layer(leaves[0], tokens=tokens, **theirs)
+    ours, whole = part(own, sequence=at, **given), layer(leaves[0], sequence=tokens, **theirs)
     named = {"msg": lambda said: f"{name} {order}: {said}"}
     check_close(gather_token_outputs(ours, x.shape[1], wire, order)[live], whole[live], **named)
     first = torch.autograd.grad((whole * asks).sum(), leaves, materialize_grads=True)
@@ -223,7 +228,7 @@ def a_mask_over_all_keys() -> None:
     part, wire = spread(layer, "runs"), world()
     own, at = row(x, None, "runs")
     mine = mask[:, :, at.start : at.start + 3]
-    check_close(gather_token_outputs(part(own, tokens=at, mask=mine), 6, wire), layer(x, mask=mask))
+    check_close(gather_token_outputs(part(own, sequence=at, mask=mine), 6, wire), layer(x, mask=mask))
 
 
 @case
@@ -235,7 +240,7 @@ def a_prompt_into_a_cache() -> None:
         own = shard_tokens(Batch(ids[:, :6], ids[:, :6]), world())
         with torch.no_grad():
             cache = part.cache(batch=3, capacity=8)
-            part(own.x, tokens=own.tokens, cache=cache)
+            part(own.x, sequence=own.tokens, cache=cache)
             assert cache.used == 6
             with use_whole_rows(part):
                 steps = [part(ids[:, t : t + 1], cache=cache) for t in (6, 7)]
@@ -251,7 +256,7 @@ def nobody_said_where() -> None:
             part(torch.zeros(1, 3, dtype=torch.int64))
     x = torch.zeros(2, 3, dtype=torch.int64)
     with pytest.raises(ValueError, match="two tokens of one segment stand at the same position"):
-        part(x, tokens=SequenceInfo.from_batch(x, lengths=[3, 2]))
+        part(x, sequence=SequenceInfo.from_batch(x, lengths=[3, 2]))
     with pytest.raises(ValueError, match="takes its 3 tokens for the first of their rows"):
         spread(part, "zigzag")(x)
 

@@ -16,7 +16,7 @@ from cases import check_close
 from headwise import model_spec as bp
 from headwise.data import IGNORE_INDEX, Batch
 from headwise.distributed.collectives import CollectiveGroup
-from headwise.distributed.context_parallel import shard_tokens, gather_token_outputs
+from headwise.distributed.context_parallel import gather_token_outputs, shard_tokens
 from headwise.distributed.parallel_attention import TensorContextParallel, set_parallel_context
 from headwise.distributed.tensor_parallel import TensorParallelModel
 
@@ -76,7 +76,7 @@ def batch_of(model: bp.ModelSpec, tokens: Mapping[str, hw.SequenceInfo | None] =
 
 def loss_of(net: nn.Module, batch: Batch) -> Tensor:
     """The summed cross entropy."""
-    logits = net(batch.x, tokens=batch.tokens, source=batch.source, source_tokens=batch.source_tokens)
+    logits = net(batch.x, sequence=batch.tokens, source=batch.source, source_tokens=batch.source_tokens)
     return F.cross_entropy(logits.flatten(0, -2), batch.labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
 
 
@@ -101,7 +101,7 @@ def check_gradients(ours: Mapping[str, Tensor], net: nn.Module, **tolerance: flo
 def said(net: nn.Module, batch: Batch) -> Tensor:
     """What a model says of a batch."""
     with torch.no_grad():
-        return net(batch.x, tokens=batch.tokens, source=batch.source, source_tokens=batch.source_tokens)
+        return net(batch.x, sequence=batch.tokens, source=batch.source, source_tokens=batch.source_tokens)
 
 
 def learned(nets: Sequence[nn.Module], batches: Sequence[Batch], loss: Loss) -> list[Tensor | None]:

@@ -124,7 +124,9 @@ def sent(folder: Path) -> dict[str, Any]:
                 with CommunicationMeter() as meter:
                     stepper.compute_gradients((Odd() if name == "odd" else Echo()).batch(0, 6))
                 found[way, name] = [tuple(message) for message in meter.messages]
-                found[way, name, "counted"] = [tuple(m) for m in count_communication(model, holding.world.spread, parts)]
+                found[way, name, "counted"] = [
+                    tuple(m) for m in count_communication(model, holding.world.spread, parts)
+                ]
     return found
 
 
@@ -183,7 +185,10 @@ def refusals(folder: Path) -> dict[str, str]:
         return told(lambda: train(task, described, quick(**said), folder / out))
 
     def with_code() -> str:
-        kept, run_setup.fingerprint_code = run_setup.fingerprint_code, lambda: {**fingerprint_code(), **({"source": "other"} if second else {})}
+        kept, run_setup.fingerprint_code = (
+            run_setup.fingerprint_code,
+            lambda: {**fingerprint_code(), **({"source": "other"} if second else {})},
+        )
         try:
             return run()
         finally:

@@ -99,7 +99,7 @@ def every_part() -> None:
         found = []
         for one in (layer, small):
             x.grad = None
-            y = one(x, source=z, tokens=tokens)
+            y = one(x, source=z, sequence=tokens)
             (y * asks).sum().backward()
             found.append((y.detach(), x.grad, None if z is None else z.grad))
             if z is not None:

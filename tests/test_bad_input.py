@@ -60,7 +60,7 @@ def heads(**said: object) -> hw.Heads:
 
 def rows(table: str) -> list[object]:
     split = (line.split(" -> ") for line in table.strip().splitlines())
-    return [pytest.param(does.strip(), words.strip(), id=does.strip()) for does, words in split]
+    return [pytest.param(does.strip(), words.strip(), token_id=does.strip()) for does, words in split]
 
 
 def check_refused(does: str, words: str, kind: type[Exception]) -> None:
@@ -287,7 +287,7 @@ def test_a_full_cache_says_so_and_keeps_what_it_has(ragged: bool):
     used, x = causal(), numbers(2, 7, 10)
     cache = used.cache(batch=2, capacity=7)
     lengths = [5, 4] if ragged else [5, 5]
-    used(x[:, :5], cache=cache, tokens=hw.SequenceInfo.from_batch(x[:, :5], lengths=lengths) if ragged else None)
+    used(x[:, :5], cache=cache, sequence=hw.SequenceInfo.from_batch(x[:, :5], lengths=lengths) if ragged else None)
     with pytest.raises(hw.CacheFull, match=r"8 tokens do not fit in 7 slots; .*capacity=8"):
         used(x[:, :3], cache=cache)
     torch.testing.assert_close(used(x[:, 5:], cache=cache)[0], used(x)[0, 5:], rtol=0, atol=1e-12)

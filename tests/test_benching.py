@@ -293,7 +293,7 @@ def test_a_row_says_where_its_time_went(capsys, fakes, clock: Clock):
         clock.now += 60.0
         yield BenchmarkCase("second", clock.run("ours", 0.5), {})
 
-    fakes["slow"] = SimpleNamespace(cases=slow, TITLE="Slow work")
+    fakes["slow"] = SimpleNamespace(features=slow, TITLE="Slow work")
     _, out, _ = run(capsys, "slow", "--json")
     told = json.loads(out)
     pace = runner.TIMING_PACES[False]
@@ -405,8 +405,8 @@ def fakes(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> dict[str, Any]:
     def other(quick: bool) -> Iterator[BenchmarkCase]:
         yield BenchmarkCase("other", clock.run("ours", 0.5), {"liar": clock.run("liar", 1.0, gives=SAME + 1)})
 
-    made = {"slow": SimpleNamespace(cases=slow, TITLE="Slow work"),
-            "other": SimpleNamespace(cases=other, TITLE="Other work")}  # fmt: skip
+    made = {"slow": SimpleNamespace(features=slow, TITLE="Slow work"),
+            "other": SimpleNamespace(features=other, TITLE="Other work")}  # fmt: skip
     monkeypatch.setattr(runner, "case_modules", lambda: made)
     monkeypatch.setattr(session, "describe_machine", lambda limits, threads: MACHINE | {"threads": threads})
     bench = session.CaseTimer
@@ -516,7 +516,7 @@ def test_an_interrupt_shows_what_is_done(capsys, fakes, monkeypatch: pytest.Monk
         raise KeyboardInterrupt
         yield
 
-    fakes["other"] = SimpleNamespace(cases=stopped, TITLE="Other work")
+    fakes["other"] = SimpleNamespace(features=stopped, TITLE="Other work")
     code, out, _ = run(capsys, "--out", str(tmp_path / "new"))
     assert code == 130
     assert "slow, forward" in out
@@ -529,7 +529,7 @@ def test_a_kind_that_cannot_be_made_is_a_row(capsys, fakes):
         yield from fakes["slow"].features(quick)
         raise RuntimeError("not here")
 
-    fakes["other"] = SimpleNamespace(cases=broken, TITLE="Other work")
+    fakes["other"] = SimpleNamespace(features=broken, TITLE="Other work")
     code, out, _ = run(capsys, "other", "--json")
     told = json.loads(out)["rows"]
     assert (code, [row["name"] for row in told]) == (1, ["slow, forward", "slow, backward", "other"])

@@ -352,7 +352,7 @@ def test_a_blueprint_may_leave_out_what_is_usual(tmp_path: Path):
 
 def rows(table: str) -> list[Any]:
     split = (line.split(" -> ") for line in table.strip().splitlines())
-    return [pytest.param(does.strip(), words.strip(), id=does.strip()) for does, words in split]
+    return [pytest.param(does.strip(), words.strip(), token_id=does.strip()) for does, words in split]
 
 
 def check_refused(does: str, words: str, **named: object) -> None:
@@ -531,9 +531,7 @@ def test_a_family_is_known_by_the_class_alone():
 def test_biases_that_no_word_has_are_counted_and_said():
     model = config("deepseek_v3", attention_bias=True, architectures=["DeepseekV3Model"])
     assert "attention_bias" in model.approximation_reasons()["decoder.1.attention"]
-    shape = {
-        name: size for name, size in model.shapes().items() if name.startswith("decoder.1.attention.project.")
-    }
+    shape = {name: size for name, size in model.shapes().items() if name.startswith("decoder.1.attention.project.")}
     assert shape["decoder.1.attention.project.q_down_bias"] == (1536,)
     assert shape["decoder.1.attention.project.kv_down_bias"] == (576,)
 

@@ -89,7 +89,7 @@ def check_stream(layer: hw.Attention, stream: list[list[str]], cache: hw.KVCache
     asked, said = defaultdict(list), defaultdict(list)
     with torch.no_grad():
         for x, at in told(stream):
-            y = layer(x, cache=cache, tokens=None if unsaid else at)
+            y = layer(x, cache=cache, sequence=None if unsaid else at)
             for b, t in at.is_real.nonzero().tolist():
                 asked[b, int(at.segment[b, t])].append(x[b, t])
                 said[b, int(at.segment[b, t])].append(y[b, t])
@@ -182,7 +182,7 @@ def test_rows_go_their_own_way(kind: str, ragged: bool, moves: str):
     x = numbers(3, 4, MODEL)
     past = [x[b, :length] for b, length in enumerate(lengths)]
     with torch.no_grad():
-        layer(x, cache=cache, tokens=hw.SequenceInfo.from_batch(x, lengths=lengths) if ragged else None)
+        layer(x, cache=cache, sequence=hw.SequenceInfo.from_batch(x, lengths=lengths) if ragged else None)
         for move in MOVES[moves]:
             cache.select_rows(torch.tensor(move))
             past = [past[b] for b in move]
@@ -249,7 +249,7 @@ def test_a_step_never_changes_a_shape(kind: str, ragged: bool, monkeypatch: pyte
     append = cache.append
     monkeypatch.setattr(cache, "append", lambda entry, at: handed.append(append(entry, at)) or handed[-1])
     with torch.no_grad():
-        layer(x, cache=cache, tokens=hw.SequenceInfo.from_batch(x, lengths=[5, 2]) if ragged else None)
+        layer(x, cache=cache, sequence=hw.SequenceInfo.from_batch(x, lengths=[5, 2]) if ragged else None)
         for _ in range(9):
             layer(numbers(2, 1, MODEL), cache=cache)
     steps = [{name: (t.shape, t.data_ptr()) for name, t in entry.items()} for entry, _ in handed[1:]]
@@ -270,7 +270,7 @@ def test_the_next_tokens_stand_after_the_last_of_each_row(kind: str):
         layer(x, cache=cache)
         after = cache.next_positions(2)
         assert (after.position.tolist(), after.start) == ([[5, 6]], 5)
-        layer(x, cache=cache, tokens=hw.SequenceInfo(torch.arange(5, 10).repeat(3, 1), ragged([5, 0, 3])))
+        layer(x, cache=cache, sequence=hw.SequenceInfo(torch.arange(5, 10).repeat(3, 1), ragged([5, 0, 3])))
     assert cache.next_positions(2).position.tolist() == [[10, 11], [5, 6], [8, 9]]
     assert cache.next_positions(2).segment.tolist() == [[0, 0]] * 3
     cache.select_rows(torch.tensor([2, 1]))
@@ -286,7 +286,9 @@ def test_the_next_tokens_stay_in_the_last_segment():
     layer, x = built("sinks"), numbers(2, 5, MODEL)
     cache = layer.cache(batch=2, capacity=31)
     layer(
-        x, cache=cache, tokens=hw.SequenceInfo.from_batch(x, segments=torch.tensor([[0, 0, 1, 1, 1], [0, 1, 2, 2, -1]]))
+        x,
+        cache=cache,
+        sequence=hw.SequenceInfo.from_batch(x, segments=torch.tensor([[0, 0, 1, 1, 1], [0, 1, 2, 2, -1]])),
     )
     assert cache.next_positions(1).position.tolist() == [[3], [2]]
     assert cache.next_positions(1).segment.tolist() == [[1], [2]]

@@ -11,7 +11,7 @@ from torch._dynamo.utils import counters
 
 import headwise as hw
 from headwise.errors import SpecError
-from headwise.generation import TextGenerator, DecodingState, PromptBatch, compiled_step
+from headwise.generation import DecodingState, PromptBatch, TextGenerator, compiled_step
 from headwise.generation.compiled_step import decide_compile, estimate_compile_gain
 from test_generation import CAUSAL, built, decoder, pair
 
@@ -93,7 +93,9 @@ def test_auto_weighs_what_is_gained_against_what_compiling_takes(monkeypatch):
 def test_without_a_compiler_auto_says_so_and_on_is_refused(monkeypatch):
     monkeypatch.setattr(compiled_step.shutil, "which", lambda name: None)
     net = built(decoder())
-    assert decide_compile(net, "auto", 10**6) == compiled_step.CompileDecision(False, "not compiled: there is no C++ compiler")
+    assert decide_compile(net, "auto", 10**6) == compiled_step.CompileDecision(
+        False, "not compiled: there is no C++ compiler"
+    )
     assert answers(net, [[3, 1]], "auto") == answers(net, [[3, 1]], "off")
     with pytest.raises(SpecError, match=r"steps cannot be compiled: there is no C\+\+ compiler; leave compile out"):
         answers(net, [[3, 1]], "on")
@@ -112,10 +114,15 @@ def test_rows_of_several_lengths_say_why_they_are_not_compiled():
     told = hw.SequenceInfo.from_batch(prompt, lengths=[3, 2], pad="left")
     with torch.no_grad():
         for tokens, compiled in ((told, False), (None, True)):
-            choice = DecodingState(net, prompt, max_new_tokens=2, sequence=tokens, config=hw.DecodingConfig(compile="on")).choice
+            choice = DecodingState(
+                net, prompt, max_new_tokens=2, sequence=tokens, config=hw.DecodingConfig(compile="on")
+            ).choice
             assert choice.should_compile is compiled
             assert choice.reason == ("compiled: it was asked for" if compiled else compiled_step.UNEQUAL_LENGTHS.reason)
-        assert DecodingState(net, prompt, max_new_tokens=2, sequence=told).choice.reason == "not compiled: nobody asked for it"
+        assert (
+            DecodingState(net, prompt, max_new_tokens=2, sequence=told).choice.reason
+            == "not compiled: nobody asked for it"
+        )
 
 
 def test_whoever_asks_hears_of_every_choice():

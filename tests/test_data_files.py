@@ -71,7 +71,7 @@ def test_ids_are_those_of_the_file(kind: str, tmp_path: Path):
 @pytest.mark.parametrize("kind", ["npy uint16", "bin uint16", "safetensors uint16"])
 def test_ids_stay_on_disk(kind: str, tmp_path: Path):
     options = {"tensor": "ids"} if kind.startswith("safe") else {}
-    held = open_data(written(tmp_path, kind), options).data.placed["train"].ids
+    held = open_data(written(tmp_path, kind), options).data.splits["train"].ids
     assert not isinstance(held, np.ndarray) or isinstance(held, np.memmap)
 
 

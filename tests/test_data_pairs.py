@@ -14,7 +14,7 @@ import torch
 
 import headwise as hw
 from headwise.data import IGNORE_INDEX, Batch
-from headwise.data.example_order import plan_by_length, plan_by_token_budget, split_by_key, plan_packed_rows
+from headwise.data.example_order import plan_by_length, plan_by_token_budget, plan_packed_rows, split_by_key
 from headwise.data.translation import ParallelTextTask, normalise_sentence, score_translations
 
 SOURCES = [f"{n} " + " ".join(["red", "small", "houses"] * (1 + n * 37 % 5)) for n in range(83)]

@@ -24,8 +24,8 @@ from headwise.data.date_translation import (
     Amount,
     Date,
     DateTranslation,
-    join_tokens,
     format_chinese_numeral,
+    join_tokens,
 )
 
 NUMBERS = [*range(1, 1300), *range(9900, 11_200), *random.Random(0).sample(range(11_200, 10**8), 1500)]
@@ -382,7 +382,9 @@ def test_typed_text_becomes_the_tokens_of_the_task():
         assert tokenizer.encode(f"<{language}>{gold.source}").ids == ids
         assert tokenizer.encode(f"<{language}> {gold.source}").ids == ids
         assert tokenizer.decode([i for i in batch.labels[n].tolist() if i != IGNORE_INDEX]) == gold.target
-        assert tokenizer.encode(gold.target).ids == [i for i in batch.labels[n].tolist() if i not in (END_ID, IGNORE_INDEX)]
+        assert tokenizer.encode(gold.target).ids == [
+            i for i in batch.labels[n].tolist() if i not in (END_ID, IGNORE_INDEX)
+        ]
     assert tokenizer.encode("<zh>3 Mai").ids[-1] == UNKNOWN_ID
     assert tokenizer.encode("7€").ids == [VOCABULARY.index("7"), UNKNOWN_ID]
 

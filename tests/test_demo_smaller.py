@@ -82,7 +82,9 @@ def test_what_is_shown_is_what_the_folders_translate(
     for net in (translator.result.net, hw.load(made[name].folder)):
         with torch.no_grad():
             memory = net.eval().encode(batch.source, sequence=batch.source_tokens)
-        said = greedy_decode(net, task.prompt(batch)[0], max_new_tokens=task.answers, end_id=task.end, encoder_output=memory)
+        said = greedy_decode(
+            net, task.prompt(batch)[0], max_new_tokens=task.answers, end_id=task.end, encoder_output=memory
+        )
         found.append(sum(task.text(s) == one.target for s, one in zip(said, batch.gold, strict=True)) / len(batch.gold))
     assert [row["before"]["value"], row["after"]["value"]] == found
     assert made[name].data["proof"]["holds"]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from checked import check_found, found_by
-from headwise.distributed import ProcessInfo, Parallelism
+from headwise.distributed import Parallelism, ProcessInfo
 from headwise.distributed.communication_volume import CollectiveMessage
 from headwise.files import read_lines
 from headwise.training import train

@@ -82,7 +82,7 @@ def test_it_equals_the_reference(temperature: ModuleType):
     for spec in specs(temperature):
         layer = cases.layer(spec)
         x, z = cases.tensors(spec)
-        for backend in cases.num_data_shards(spec):
+        for backend in cases.takers(spec):
             fast = cases.layer(spec, backend=backend)
             fast.load_state_dict(layer.state_dict())
             cases.check_close(fast(x, source=z), reference.reference_attention(layer, x, source=z))

@@ -371,7 +371,9 @@ def test_a_window_goes_on_beyond_the_last_position(window: int):
     expected = [shifted(net, prompt, 15, 8, window) for prompt in prompts]
     assert hw.generate(net, prompts, max_new_tokens=15, config=hw.DecodingConfig(window=window)) == expected
     with eval_mode(net):
-        assert list(hw.stream(net, prompts[3], max_new_tokens=15, config=hw.DecodingConfig(window=window))) == expected[3]
+        assert (
+            list(hw.stream(net, prompts[3], max_new_tokens=15, config=hw.DecodingConfig(window=window))) == expected[3]
+        )
 
 
 def test_a_window_reads_the_end_of_a_prompt_alone(net: hw.Transformer, translator: hw.Transformer):
@@ -431,7 +433,12 @@ BAD: dict[str, tuple[bp.ModelSpec, Any, dict[str, Any], str]] = {
     "endless heat": (LEARNED, [1], {"temperature": math.inf}, "temperature=inf cannot be"),
     "no way": (LEARNED, [1], {"how": "greedy"}, "how='greedy' is no way to decode"),
     "many beams": (LEARNED, [1], {"how": hw.DecodingConfig(beams=12)}, "beams=12 are more than the 11 tokens"),
-    "drawn beams": (LEARNED, [1], {"how": hw.DecodingConfig(beams=2), "temperature": 1.0}, "give temperature=0, or beams=1"),
+    "drawn beams": (
+        LEARNED,
+        [1],
+        {"how": hw.DecodingConfig(beams=2), "temperature": 1.0},
+        "give temperature=0, or beams=1",
+    ),
     "idle filter": (LEARNED, [1], {"how": hw.DecodingConfig(top_k=3)}, "top_k=3 is for drawing, but temperature=0"),
     "idle filter of beams": (
         LEARNED,
@@ -439,7 +446,12 @@ BAD: dict[str, tuple[bp.ModelSpec, Any, dict[str, Any], str]] = {
         {"how": hw.DecodingConfig(top_p=0.5, beams=2)},
         "top_p=0.5 is .* but beams follow",
     ),
-    "a strange end": (LEARNED, [1], {"how": hw.DecodingConfig(end=(11,))}, "the id 11 cannot end an answer of 11 tokens"),
+    "a strange end": (
+        LEARNED,
+        [1],
+        {"how": hw.DecodingConfig(end=(11,))},
+        "the id 11 cannot end an answer of 11 tokens",
+    ),
     "a strange stop": (LEARNED, [1], {"how": hw.DecodingConfig(stop=(99,))}, "the id 99 cannot end"),
     "no seed": (LEARNED, [1], {"temperature": 1.0, "seed": "x"}, "seed='x' is no seed for 1 rows"),
     "seeds": (LEARNED, [1], {"temperature": 1.0, "seed": [1, 2]}, r"seed=\[1, 2\] is no seed for 1 rows"),

@@ -59,10 +59,10 @@ def test_any_rows_give_what_plain_operations_give(lengths, kv, pattern, pad):
     was = bf16_matmul.QUERY_BLOCK_SIZE, bf16_matmul.MAX_SAVED_KEYS
     try:
         bf16_matmul.QUERY_BLOCK_SIZE, bf16_matmul.MAX_SAVED_KEYS = 4, 9
-        made = gradients(ours, x, tokens=told)
+        made = gradients(ours, x, sequence=told)
     finally:
         bf16_matmul.QUERY_BLOCK_SIZE, bf16_matmul.MAX_SAVED_KEYS = was
-    for one, expected in zip(made, gradients(other, x, tokens=told), strict=True):
+    for one, expected in zip(made, gradients(other, x, sequence=told), strict=True):
         check_close(one, expected, rtol=1e-9, atol=1e-10)
 
 
@@ -81,7 +81,7 @@ def test_queries_may_stand_anywhere_beside_their_keys(queries, keys, before, pat
         bf16_matmul.QUERY_BLOCK_SIZE, bf16_matmul.MAX_SAVED_KEYS = 4, 9
         for layer in (ours, other):
             source = layer.project_source(z, sequence=hw.SequenceInfo.contiguous(20, keys, "cpu"))
-            made.append(gradients(layer, x, source=source, tokens=at))
+            made.append(gradients(layer, x, source=source, sequence=at))
     finally:
         bf16_matmul.QUERY_BLOCK_SIZE, bf16_matmul.MAX_SAVED_KEYS = was
     for one, expected in zip(*made, strict=True):
@@ -101,9 +101,9 @@ def test_rows_that_read_nothing_read_zero_and_have_no_gradient(small):
     x = torch.randn(2, 7, 10, dtype=torch.float64)
     told = hw.SequenceInfo.from_batch(x, lengths=[7, 3])
     seen = hw.Probe("heads")
-    ours(x, tokens=told, probe=seen)
+    ours(x, sequence=told, probe=seen)
     assert (seen.tensors["heads"][1, 3:] == 0).all()
-    for one in gradients(ours, x, tokens=told):
+    for one in gradients(ours, x, sequence=told):
         assert one.isfinite().all()
 
 
@@ -244,7 +244,7 @@ def test_packed_texts_stay_with_their_kernel(monkeypatch: pytest.MonkeyPatch):
     told = hw.SequenceInfo.packed([[3, 4]])
     calls = []
     monkeypatch.setattr(varlen, "attend_varlen", lambda qkv, *rest: calls.append(1) or qkv[2])
-    layer(torch.randn(1, 7, 8).to(BF16), tokens=told)
+    layer(torch.randn(1, 7, 8).to(BF16), sequence=told)
     assert calls == [1]
 
 

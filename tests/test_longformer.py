@@ -55,7 +55,7 @@ def truth(block: hw.LongformerAttention, x: Tensor, tokens: hw.SequenceInfo) -> 
 def test_each_token_is_read_by_its_own_layer(kind: str):
     block, x = built(KINDS[kind]), torch.randn(BATCH, TOKENS, 10).double()
     for tokens in cases.batches(x).values():
-        check_close(block(x, tokens=tokens), truth(block, x, tokens))
+        check_close(block(x, sequence=tokens), truth(block, x, tokens))
 
 
 def test_gradients_are_the_references():
@@ -63,7 +63,7 @@ def test_gradients_are_the_references():
     x = torch.randn(BATCH, TOKENS, 10, dtype=torch.float64, requires_grad=True)
     tokens = cases.batches(x)["packed"]
     expected = gradients(block, truth(block, x, tokens), x)
-    for name, grad in gradients(block, block(x, tokens=tokens), x).items():
+    for name, grad in gradients(block, block(x, sequence=tokens), x).items():
         check_close(grad, expected[name], msg=lambda m, name=name: f"{name}: {m}")
 
 
@@ -75,7 +75,7 @@ def test_a_fresh_block_is_the_plain_layer(kind: str):
     x = torch.randn(BATCH, TOKENS, 10).double()
     check_close(block(x), plain(x))
     for tokens in cases.batches(x).values():
-        check_close(block(x, tokens=tokens), plain(x, tokens=tokens))
+        check_close(block(x, sequence=tokens), plain(x, sequence=tokens))
 
 
 LEARNED = {
@@ -115,9 +115,9 @@ def test_positions_count_from_where_the_tokens_stand(start: int):
     """A run that begins later holds fewer global tokens, or none."""
     block, x = built(KINDS["turned"]), torch.randn(BATCH, TOKENS, 10).double()
     run = hw.SequenceInfo.contiguous(start, TOKENS, "cpu")
-    check_close(block(x, tokens=run), truth(block, x, run))
+    check_close(block(x, sequence=run), truth(block, x, run))
     told = hw.SequenceInfo(run.position.expand(BATCH, -1), run.segment.expand(BATCH, -1))
-    check_close(block(x, tokens=told), block(x, tokens=run))
+    check_close(block(x, sequence=told), block(x, sequence=run))
 
 
 @pytest.mark.parametrize("kind", ["plain", "grouped", "mixed"])
@@ -136,11 +136,11 @@ def test_only_global_tokens_ask_twice(kind: str):
 def test_no_global_token_no_second_layer():
     block, x = hw.LongformerAttention(KINDS["plain"]), torch.randn(BATCH, 3, 10)
     run = hw.SequenceInfo.contiguous(20, 3, "cpu")
-    assert torch_counts(block, x, tokens=run) == torch_counts(block.local, x, tokens=run)
+    assert torch_counts(block, x, sequence=run) == torch_counts(block.local, x, sequence=run)
     for empty in (x[:0], x[:, :0]):
         assert block(empty).shape == empty.shape
         tokens = hw.SequenceInfo.from_batch(empty, segments=torch.zeros(empty.shape[:2], dtype=torch.int64))
-        assert block(empty, tokens=tokens).shape == empty.shape
+        assert block(empty, sequence=tokens).shape == empty.shape
 
 
 def test_one_merge_is_saved_once(tmp_path: Path):

@@ -119,11 +119,11 @@ def test_a_query_that_reads_nothing_anywhere():
     layer, x = built(kv=2), numbers(BATCH, TOKENS, 10)
     z, at = numbers(BATCH, SOURCE, WIDTH), hw.SequenceInfo.contiguous(0, SOURCE, "cpu")
     asks = hw.SequenceInfo.from_batch(x, lengths=[TOKENS, 4])
-    parts = [read(layer, x, kept, tokens=asks) for kept in in_parts(layer, x, z, at, (8, 9))]
+    parts = [read(layer, x, kept, sequence=asks) for kept in in_parts(layer, x, z, at, (8, 9))]
     assert all((lse[1, 4:] == -torch.inf).all() for _, lse in parts)
     assert (merged(parts)[1, 4:] == 0).all()
     torch.testing.assert_close(
-        merged(parts), read(layer, x, layer.project_source(z), tokens=asks)[0], rtol=0, atol=1e-11
+        merged(parts), read(layer, x, layer.project_source(z), sequence=asks)[0], rtol=0, atol=1e-11
     )
 
 

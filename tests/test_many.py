@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 import headwise as hw
 from headwise.data import IGNORE_INDEX
-from headwise.distributed import ProcessInfo, Parallelism
+from headwise.distributed import Parallelism, ProcessInfo
 from headwise.distributed.communication_volume import count_communication
 from headwise.errors import SpecError
 from headwise.files import read_lines
@@ -25,7 +25,9 @@ ALONE = ProcessInfo()
 # --- a spread ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("spread", [Parallelism(), Parallelism(data=3), Parallelism(data=2, tensor=5), Parallelism(2, 3, 5, 7)])
+@pytest.mark.parametrize(
+    "spread", [Parallelism(), Parallelism(data=3), Parallelism(data=2, tensor=5), Parallelism(2, 3, 5, 7)]
+)
 def test_a_spread_survives_its_text(spread: Parallelism):
     assert Parallelism.parse(str(spread)) == spread
     assert Parallelism.over(str(spread), spread.size) == spread
@@ -120,7 +122,7 @@ def test_the_first_gradient_is_that_of_the_mean_over_all_that_is_asked(stepped: 
     """Against torch's own cross entropy of the whole batch: ranks are asked unlike much, none counts more."""
     task, said = STEPPED[case]
     net, batch = hw.build(task.model(), seed=3).double(), task.batch(0, said["batch"])
-    logits = net(batch.x, tokens=batch.tokens, source=batch.source, source_tokens=batch.source_tokens)
+    logits = net(batch.x, sequence=batch.tokens, source=batch.source, source_tokens=batch.source_tokens)
     loss = F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), ignore_index=IGNORE_INDEX)
     loss.backward()
     norm = torch.nn.utils.clip_grad_norm_(net.parameters(), said.get("clip", 1.0))

@@ -166,7 +166,10 @@ def test_ranks_that_do_not_come_are_not_waited_for_without_end(monkeypatch: pyte
     for name, value in environment(rank, 2, free_port()).items():
         monkeypatch.setenv(name, value)
     waited = time.monotonic()
-    with pytest.raises(ConnectionError, match=f"rank {rank} of 2 did not meet the others at localhost:"), join_process_group():
+    with (
+        pytest.raises(ConnectionError, match=f"rank {rank} of 2 did not meet the others at localhost:"),
+        join_process_group(),
+    ):
         pass
     assert time.monotonic() - waited < 20
 

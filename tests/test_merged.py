@@ -134,7 +134,7 @@ def test_padded_rows_come_out_as_if_alone(kind: str, pad: str):
     at = hw.SequenceInfo.from_batch(x, lengths=lengths, pad=pad)
     memory = block.project_source(z, sequence=hw.SequenceInfo.from_batch(z, lengths=told, pad=pad))
     with torch.no_grad():
-        y = block(x, source=memory, tokens=at)
+        y = block(x, source=memory, sequence=at)
         for b in range(BATCH):
             mine, its = (slice(-n, None) if pad == "left" else slice(n) for n in (lengths[b], told[b]))
             check_close(y[b : b + 1, mine], block(x[b : b + 1, mine], source=z[b : b + 1, its]))
@@ -156,7 +156,7 @@ def test_padded_prompts_decode_on(kind: str, pad: str):
     prompt, rest = x[:, :4], x[:, 4:]
     cache = block.cache(batch=BATCH, capacity=1)
     with torch.no_grad():
-        block(prompt, source=memory, cache=cache, tokens=hw.SequenceInfo.from_batch(prompt, lengths=lengths, pad=pad))
+        block(prompt, source=memory, cache=cache, sequence=hw.SequenceInfo.from_batch(prompt, lengths=lengths, pad=pad))
         steps = torch.cat([block(token, source=memory, cache=cache) for token in rest.split(1, 1)], 1)
         for b, n in enumerate(lengths):
             own = prompt[b : b + 1, -n:] if pad == "left" else prompt[b : b + 1, :n]

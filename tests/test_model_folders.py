@@ -72,7 +72,9 @@ def test_what_was_saved_is_loaded(tmp_path: Path, dtype: torch.dtype):
 
 
 def test_a_folder_holds_what_it_says(folder: Path):
-    assert sorted(path.name for path in folder.iterdir()) == sorted([MANIFEST_FILE, MODEL_CARD_FILE, TOKENIZER_FILE, WEIGHTS_FILE])
+    assert sorted(path.name for path in folder.iterdir()) == sorted(
+        [MANIFEST_FILE, MODEL_CARD_FILE, TOKENIZER_FILE, WEIGHTS_FILE]
+    )
     page = (folder / MODEL_CARD_FILE).read_text()
     assert "# small" in page
     assert "2 layers of 12, 1,800 parameters in float32" in page

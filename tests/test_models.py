@@ -146,7 +146,7 @@ def test_padded_rows_are_as_if_alone(kind: str, pad: str):
     for n, row in enumerate(ROWS):
         x[n, 4 - len(row) if pad == "left" else 0 :][: len(row)] = torch.tensor(row)
     at = hw.SequenceInfo.from_batch(x, lengths=lengths, pad=pad)
-    got = net(x, tokens=at)
+    got = net(x, sequence=at)
     for n, row in enumerate(ROWS):
         torch.testing.assert_close(got[n][at.is_real[n]], net(torch.tensor([row]))[0])
 
@@ -156,7 +156,7 @@ def test_packed_rows_are_as_if_alone(kind: str):
     net = positioned(kind)
     x = torch.tensor([ROWS[0] + ROWS[2] + [0]])
     at = hw.SequenceInfo.from_batch(x, segments=torch.tensor([[0] * 4 + [1] * 3 + [-1]]))
-    got = net(x, tokens=at)
+    got = net(x, sequence=at)
     torch.testing.assert_close(got[0, :4], net(torch.tensor([ROWS[0]]))[0])
     torch.testing.assert_close(got[0, 4:7], net(torch.tensor([ROWS[2]]))[0])
 
@@ -179,7 +179,7 @@ def test_heads_of_whole_rows_mind_padding(at: str, pad: str):
     lengths = [4, 4, 4] if pad == "none" else [4, 1, 3]
     x = ids(3, 4)
     tokens = None if pad == "none" else hw.SequenceInfo.from_batch(x, lengths=lengths, pad=pad)
-    got = net(x, tokens=tokens)
+    got = net(x, sequence=tokens)
     assert got.shape == (3, 3)
     for row, length in enumerate(lengths):
         alone = x[row : row + 1, 4 - length :] if pad == "left" else x[row : row + 1, :length]
@@ -195,7 +195,7 @@ def test_a_row_of_several_texts_cannot_be_read_as_a_whole():
     net = built(model(BLOCK, heads=(bp.OutputHeadSpec("classes", 3, "mean"),)))
     x = ids(1, 4)
     with pytest.raises(ValueError, match=r"one of them holds several texts; give each its own row"):
-        net(x, tokens=hw.SequenceInfo.from_batch(x, segments=torch.tensor([[0, 0, 1, 1]])))
+        net(x, sequence=hw.SequenceInfo.from_batch(x, segments=torch.tensor([[0, 0, 1, 1]])))
 
 
 # --- what enters ---------------------------------------------------------------------------------------
@@ -226,7 +226,7 @@ def test_frames_over_time_are_an_image_of_one_column():
     described = vision(patches=bp.PatchSpec(9, 1, 1, 5, channels=1), positions=bp.PositionSpec("sinusoidal"))
     net = built(described)
     x = torch.randn(2, 7, 5, dtype=torch.float64)
-    got = net(x, tokens=hw.SequenceInfo.from_batch(x, lengths=[7, 4]))
+    got = net(x, sequence=hw.SequenceInfo.from_batch(x, lengths=[7, 4]))
     torch.testing.assert_close(got[1], net(x[1:, :4])[0])
     torch.testing.assert_close(got[0], net(x[:1, None])[0])
 
@@ -655,7 +655,9 @@ def test_what_cannot_go_on_says_why(said: dict[str, Any], words: str):
 
 def test_a_model_without_words_says_none():
     with pytest.raises(hw.SpecError, match=r"its first head must be Head\('tokens', 11\)"):
-        hw.greedy_decode(hw.build(model(BLOCK, heads=(bp.OutputHeadSpec("classes", 3, "last"),))), LONG[:, :3], max_new_tokens=2)
+        hw.greedy_decode(
+            hw.build(model(BLOCK, heads=(bp.OutputHeadSpec("classes", 3, "last"),))), LONG[:, :3], max_new_tokens=2
+        )
     with pytest.raises(hw.SpecError, match="no attention that reads its past"):
         hw.greedy_decode(hw.build(model(bp.BlockSpec(feed=bp.FeedForwardSpec(3)))), LONG[:, :3], max_new_tokens=2)
     with pytest.raises(ValueError, match="reads two sequences"):

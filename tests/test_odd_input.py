@@ -45,7 +45,7 @@ def test_a_nan_is_never_hidden(backend: str, pattern: str, tokens: str):
     used, x = layer(backend, pattern=pattern, kv=2), numbers(3, 7, 10)
     at = TOKENS[tokens](x)
     x[1, 1] = NAN
-    y, sight = used(x, tokens=at), hw.AttentionMask(at, at, used.spec.pattern)
+    y, sight = used(x, sequence=at), hw.AttentionMask(at, at, used.spec.pattern)
     reads = sight.allowed.expand(3, -1, -1, -1)[1, 0, :, 1]
     assert reads.any()
     assert y[1][reads].isnan().all()
@@ -172,15 +172,15 @@ def test_a_later_document_may_not_be_forgotten():
     """Segments only go forward, in every row."""
     used, x = layer(pattern="causal()"), numbers(1, 3, 10)
     cache = used.cache(batch=1, capacity=9)
-    used(x, cache=cache, tokens=at([0, 1, 0], [0, 0, 1]))
+    used(x, cache=cache, sequence=at([0, 1, 0], [0, 0, 1]))
     with pytest.raises(ValueError, match=r"went back to an earlier position or segment; .*goes forward"):
-        used(x[:, :1], cache=cache, tokens=at([2], [0]))
+        used(x[:, :1], cache=cache, sequence=at([2], [0]))
 
 
 def test_a_state_cannot_tell_documents_apart():
     used, x = layer(**STATED), numbers(1, 3, 10)
     with pytest.raises(ValueError, match=r"cannot tell segments apart; give each .*cache of its own"):
-        used(x, cache=used.cache(batch=1, capacity=9), tokens=at([0, 1, 0], [0, 0, 1]))
+        used(x, cache=used.cache(batch=1, capacity=9), sequence=at([0, 1, 0], [0, 0, 1]))
 
 
 def test_a_later_prefix_must_come_at_once_too():
@@ -189,7 +189,7 @@ def test_a_later_prefix_must_come_at_once_too():
     cache, whole_row = used.cache(batch=1, capacity=9), at([0, 1, 2, 3, 0, 1, 2, 3, 4], [0] * 4 + [1] * 5)
     cut = hw.SequenceInfo(whole_row.position[:, :6], whole_row.segment[:, :6])
     with pytest.raises(ValueError, match="first 3 tokens"):
-        used(x[:, :6], cache=cache, tokens=cut)
+        used(x[:, :6], cache=cache, sequence=cut)
 
 
 def test_what_a_caller_claims_of_tokens_is_not_believed():
@@ -206,10 +206,10 @@ def test_positions_of_small_types_are_positions(dtype: torch.dtype):
     for said in ({"pattern": "window(3)"}, {"pattern": "causal()", "modifiers": (hw.Shaw(reach=2), hw.Alibi())}):
         used, x = layer(**said), numbers(2, 7, 10)
         small = hw.SequenceInfo(torch.arange(7, dtype=dtype)[None], torch.zeros(1, 7, dtype=dtype))
-        torch.testing.assert_close(used(x, tokens=small), used(x), rtol=0, atol=1e-12)
+        torch.testing.assert_close(used(x, sequence=small), used(x), rtol=0, atol=1e-12)
         cache = used.cache(batch=2, capacity=9)
         packed = hw.SequenceInfo.from_batch(x, segments=torch.zeros(2, 7, dtype=torch.int32))
-        torch.testing.assert_close(used(x, tokens=packed, cache=cache), used(x), rtol=0, atol=1e-12)
+        torch.testing.assert_close(used(x, sequence=packed, cache=cache), used(x), rtol=0, atol=1e-12)
 
 
 def test_segments_may_be_any_numbers():
@@ -217,9 +217,9 @@ def test_segments_may_be_any_numbers():
     assert hw.SequenceInfo(torch.tensor([[5, 5, 2**32 - 1]]), far).count == 3
     used, x = layer(pattern="causal()"), numbers(1, 3, 10)
     cache = used.cache(batch=1, capacity=9)
-    used(x, tokens=hw.SequenceInfo(torch.zeros(1, 3, dtype=torch.int64), far), cache=cache)
+    used(x, sequence=hw.SequenceInfo(torch.zeros(1, 3, dtype=torch.int64), far), cache=cache)
     with pytest.raises(ValueError, match="went back"):
-        used(x[:, :1], tokens=at([0], [7]), cache=cache)
+        used(x[:, :1], sequence=at([0], [7]), cache=cache)
 
 
 def test_a_state_keeps_sums_that_its_inputs_could_not():
@@ -243,7 +243,7 @@ def test_caches_work_under_autocast(kind: str):
     cache = used.cache(batch=2, capacity=9)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         whole = used(x)
-        first = used(x[:, :3], cache=cache, tokens=hw.SequenceInfo.from_batch(x[:, :3], lengths=[3, 3]))
+        first = used(x[:, :3], cache=cache, sequence=hw.SequenceInfo.from_batch(x[:, :3], lengths=[3, 3]))
         rest = [used(x[:, 3:5], cache=cache), *(used(x[:, t : t + 1], cache=cache) for t in (5, 6))]
     torch.testing.assert_close(torch.cat([first, *rest], 1), whole, rtol=0.05, atol=0.05)
 
@@ -260,4 +260,4 @@ def test_only_distances_matter_however_far_out():
     used = hw.Attention(base(pattern="causal()", modifiers=(hw.Rotary(),)))
     x, place = torch.randn(1, 7, 10), torch.arange(7)[None]
     far = hw.SequenceInfo(place + 2**24, torch.zeros_like(place))
-    torch.testing.assert_close(used(x, tokens=far), used(x), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(used(x, sequence=far), used(x), rtol=1e-4, atol=1e-5)

@@ -60,7 +60,7 @@ def test_a_placed_layer_runs_decodes_and_is_cut(schedule):
 def test_what_was_cut_is_not_placed_anew():
     spec = scheduled("l")
     small, _ = hw.nn.head_axis_ops.keep_heads(spec, cases.layer(spec).state_dict(), [1, 3])
-    assert small.placed(5, 6) == small
+    assert small.at_depth(5, 6) == small
 
 
 def test_other_layers_stay_as_they_are_when_placed():

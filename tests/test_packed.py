@@ -48,9 +48,9 @@ def test_texts_read_as_if_they_were_alone(name, many_groups):
     x = torch.randn(3, told.count, spec.model, dtype=torch.float64, requires_grad=True)
     expected = reference.reference_attention(layer, x, tokens=masked(told))
     wanted = gradients(layer, expected, x)
-    for backend in (*cases.num_data_shards(spec, grad=True), None):
+    for backend in (*cases.takers(spec, grad=True), None):
         layer.backend_name = backend
-        y = layer(x, tokens=told)
+        y = layer(x, sequence=told)
         check_close(y, expected)
         for parameter, grad in gradients(layer, y, x).items():
             check_close(grad, wanted[parameter], msg=lambda m, p=parameter, b=backend: f"{b}, {p}: {m}")
@@ -68,9 +68,9 @@ def test_a_text_reads_its_own_source(name, many_groups):
     z = torch.randn(3, told.count, spec.source, dtype=torch.float64)
     expected = reference.reference_attention(layer, x, source=z, tokens=masked(at), source_tokens=masked(told))
     wanted = gradients(layer, expected, x)
-    for backend in (*cases.num_data_shards(spec, grad=True), None):
+    for backend in (*cases.takers(spec, grad=True), None):
         layer.backend_name = backend
-        y = layer(x, tokens=at, source=layer.project_source(z, sequence=told))
+        y = layer(x, sequence=at, source=layer.project_source(z, sequence=told))
         check_close(y, expected)
         for parameter, grad in gradients(layer, y, x).items():
             check_close(grad, wanted[parameter], msg=lambda m, p=parameter, b=backend: f"{b}, {p}: {m}")
@@ -85,7 +85,7 @@ def test_any_lengths_give_what_texts_alone_give(rows, pattern):
     layer = hw.Attention(hw.design(model=6, heads=3, kv=1, dim=4, pattern=pattern, modifiers=(hw.Rotary(),))).double()
     told = SequenceInfo.packed(rows)
     x = torch.randn(len(rows), told.count, 6, dtype=torch.float64, requires_grad=True)
-    y = layer(x, tokens=told)
+    y = layer(x, sequence=told)
     back = torch.randn_like(y)
     (grad,) = torch.autograd.grad(y, x, back) if told.count else (x,)
     for n, row in enumerate(rows):
@@ -128,7 +128,7 @@ def test_memory_grows_with_the_texts_and_not_with_the_row():
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            y = layer(x, tokens=told)
+            y = layer(x, sequence=told)
         assert y.requires_grad
         return sum(held.values())
 
@@ -141,7 +141,7 @@ def test_who_has_no_source_reads_nothing():
     x, z = torch.randn(1, 5, 10).double(), torch.randn(1, 4, cases.WIDTH).double()
     y = layer(
         x,
-        tokens=SequenceInfo.packed([[2, 3]]),
+        sequence=SequenceInfo.packed([[2, 3]]),
         source=layer.project_source(z, sequence=SequenceInfo.packed([[4]])),
         probe=seen,
     )
@@ -165,7 +165,7 @@ def test_large_scores_are_no_trouble(way):
     layer = hw.Attention(hw.design(model=8, heads=2))
     told = SequenceInfo.packed([[40, 3, 2]])
     x = (1e4 * torch.randn(1, told.count, 8)).requires_grad_()
-    y = layer(x, tokens=told)
+    y = layer(x, sequence=told)
     assert y.isfinite().all()
     assert torch.autograd.grad(y.sum(), x)[0].isfinite().all()
 
@@ -178,10 +178,10 @@ def test_low_precision_errs_no_more_than_twice_as_dense(dtype, way):
     exact.load_state_dict(coarse.state_dict())
     told = SequenceInfo.packed([[5, 40, 33, 2]])
     x = torch.randn(1, told.count, 16).to(dtype)
-    truth = exact(x.double(), tokens=masked(told))
-    ours = (coarse(x, tokens=told).double() - truth).abs().max()
+    truth = exact(x.double(), sequence=masked(told))
+    ours = (coarse(x, sequence=told).double() - truth).abs().max()
     coarse.backend_name = "dense"
-    theirs = (coarse(x, tokens=masked(told)).double() - truth).abs().max()
+    theirs = (coarse(x, sequence=masked(told)).double() - truth).abs().max()
     assert ours <= 2 * theirs + 4 * torch.finfo(dtype).eps * truth.abs().max()
 
 
@@ -220,7 +220,7 @@ def test_a_source_that_is_not_packed_is_read_as_one():
     layer = cases.layer(cases.crossed(cases.base()))
     x, z = torch.randn(1, 5, 10).double(), torch.randn(1, 4, cases.WIDTH).double()
     told = SequenceInfo.packed([[2, 3]])
-    check_close(layer(x, tokens=told, source=z), layer(x, tokens=masked(told), source=z))
+    check_close(layer(x, sequence=told, source=z), layer(x, sequence=masked(told), source=z))
 
 
 def test_a_plan_is_made_once_for_all_layers():
@@ -228,7 +228,7 @@ def test_a_plan_is_made_once_for_all_layers():
     layers = [cases.layer(cases.base(pattern=pattern)) for pattern in ("causal", "causal", "full", "full")]
     for layer, backend in zip(layers, ("dense", "sdpa", "sdpa", None), strict=True):
         layer.backend_name = backend
-        layer(torch.randn(1, 7, 10, dtype=torch.float64), tokens=told)
+        layer(torch.randn(1, 7, 10, dtype=torch.float64), sequence=told)
     assert [kind for _, kind, _ in told.backend_plans] == ["where", "groups, True", "groups, False"]
     assert all(other is None for other, _, _ in told.backend_plans)
 
@@ -252,7 +252,7 @@ def test_compiled_rows_are_masked_and_the_same():
     x = torch.randn(1, 7, 8, dtype=torch.float64)
     torch._dynamo.reset()
     run = torch.compile(layer, fullgraph=True, backend="eager")
-    check_close(run(x, tokens=told), layer(x, tokens=told))
+    check_close(run(x, tokens=told), layer(x, sequence=told))
 
 
 def test_what_texts_read_of_themselves_and_of_a_source_is_planned_apart():

@@ -11,8 +11,17 @@ from hypothesis import given, strategies as st
 import headwise as hw
 from headwise.data import IGNORE_INDEX, Batch
 from headwise.data.file_task import make_translator
-from headwise.data.translation import ParallelCorpus, TranslationOptions, SentencePair, TranslationDataset, UnpackableBatch, real_token_share, pack_batch, iter_texts
-from headwise.distributed import ProcessInfo, Parallelism
+from headwise.data.translation import (
+    ParallelCorpus,
+    SentencePair,
+    TranslationDataset,
+    TranslationOptions,
+    UnpackableBatch,
+    iter_texts,
+    pack_batch,
+    real_token_share,
+)
+from headwise.distributed import Parallelism, ProcessInfo
 from headwise.distributed.parallelism import Parallelism as Mesh, shard_batch
 from headwise.distributed.ranks import ProcessMesh
 from headwise.distributed.sharded_model import BatchForward, wrap_single_process
@@ -48,7 +57,9 @@ def net_of_pairs():
 def gradients(net, batch, rows, **said):
     recipe = Recipe(batch=len(batch.labels), device="cpu", **said)
     net.zero_grad(set_to_none=True)
-    loss = TrainStep(wrap_single_process(net.train()), recipe, StepOptions("fp32", "off", rows=rows)).compute_gradients(batch)
+    loss = TrainStep(wrap_single_process(net.train()), recipe, StepOptions("fp32", "off", rows=rows)).compute_gradients(
+        batch
+    )
     return {"loss": loss} | {name: p.grad for name, p in net.named_parameters() if p.grad is not None}
 
 
@@ -116,7 +127,9 @@ def test_rows_of_any_texts_come_back(rows):
 
 def test_padding_on_the_left_is_left_out_too():
     ids = torch.tensor([[0, 5, 6], [7, 8, 9]])
-    row = pack_batch(Batch(ids, ids.where(ids > 0, IGNORE_INDEX), SequenceInfo.from_batch(ids, lengths=[2, 3], pad="left")))
+    row = pack_batch(
+        Batch(ids, ids.where(ids > 0, IGNORE_INDEX), SequenceInfo.from_batch(ids, lengths=[2, 3], pad="left"))
+    )
     assert row.batch.x.tolist() == [[5, 6, 7, 8, 9]]
     assert row.batch.tokens.position.tolist() == [[0, 1, 0, 1, 2]]
 
@@ -138,7 +151,9 @@ def test_what_cannot_be_packed_says_why():
 
 def test_rows_of_several_pairs_know_their_lengths():
     words = [SentencePair(f"a b c d {n}" * (1 + n % 3), f"e f {n}" * (1 + n % 2)) for n in range(40)]
-    data = TranslationDataset(ParallelCorpus.of(words, (0.1, 0.1), {}), TranslationOptions(vocab=300, longest=64, form="packed"))
+    data = TranslationDataset(
+        ParallelCorpus.of(words, (0.1, 0.1), {}), TranslationOptions(vocab=300, longest=64, form="packed")
+    )
     batch = data.batch(0, 3, "train", seed=0)
     assert max(map(len, batch.tokens.lengths)) > 1
     for side in (batch.tokens, batch.source_tokens):

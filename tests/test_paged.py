@@ -71,7 +71,7 @@ def begun(layer: hw.Attention, pool: PagePool, x: torch.Tensor, lengths: list[in
     cache = pool.caches(pool.batch_of([pool.book.new_sequence() for _ in lengths]))[0]
     if most := max(lengths):
         with torch.no_grad():
-            layer(x[:, :most], cache=cache, tokens=hw.SequenceInfo.from_batch(x[:, :most], lengths=lengths))
+            layer(x[:, :most], cache=cache, sequence=hw.SequenceInfo.from_batch(x[:, :most], lengths=lengths))
     return cache
 
 
@@ -126,7 +126,7 @@ def test_a_row_that_has_ended_reads_nothing(name: str):
     cache = begun(layer, pool, x, [20, 7, 10])
     position = torch.tensor([[20], [0], [10]])
     at = hw.SequenceInfo(position, torch.tensor([[0], [-1], [0]]))
-    ours = step(layer, cache, x[:, 20:], "paged", tokens=at)
+    ours = step(layer, cache, x[:, 20:], "paged", sequence=at)
     assert not ours[1].any()
     cases.check_close(ours[0], one_pass(layer, x[0]))
     cases.check_close(ours[2], one_pass(layer, torch.cat([x[2, :10], x[2, 20:]])))
@@ -215,7 +215,7 @@ def said(spec: hw.AttentionSpec, **more) -> list[str]:
 def test_the_reasons_to_gather():
     plain = hw.design(model=12, heads=4, kv=2)
     assert said(plain) == []
-    assert said(plain, paged=False) == ["keys do not lie in pages"]
+    assert said(plain, has_paged_cache=False) == ["keys do not lie in pages"]
     assert said(plain, one=False) == ["there is more than one query per row"]
     assert said(plain, grad=True) == ["pages keep no gradients"]
     assert said(plain, device="cuda") == ["its kernel is for the CPU, not cuda"]
@@ -312,7 +312,10 @@ def answered(net: hw.Transformer, patch: pytest.MonkeyPatch, sizes: list[int]) -
     engine.run()
     told = rows[:], len(gathered) - before
     for stream, size in zip(streams, sizes, strict=True):
-        assert stream.ids == hw.greedy_decode(net, torch.tensor([[n * size % 13 for n in range(size)]]), max_new_tokens=4)[0]
+        assert (
+            stream.ids
+            == hw.greedy_decode(net, torch.tensor([[n * size % 13 for n in range(size)]]), max_new_tokens=4)[0]
+        )
     return engine, *told
 
 

@@ -281,7 +281,7 @@ def test_a_row_sees_nothing_of_who_had_its_pages_before():
         cache.select_rows(torch.tensor([], dtype=torch.int64))
         x = streams.numbers(2, 5, streams.MODEL)
         cache = pool.caches(pool.batch_of([pool.book.new_sequence(), pool.book.new_sequence()]))[0]
-        layer(x[:, :4], cache=cache, tokens=hw.SequenceInfo.from_batch(x[:, :4], lengths=[4, 1]))
+        layer(x[:, :4], cache=cache, sequence=hw.SequenceInfo.from_batch(x[:, :4], lengths=[4, 1]))
         layer.backend_name = "dense"  # gathers pages; whoever reads them where they lie leaves out what is not there
         last = layer(torch.stack([x[0, 4:], x[1, 1:2]]), cache=cache)
         layer.backend_name = None
@@ -311,10 +311,10 @@ def test_what_cannot_lie_in_pages_is_refused():
             layer(
                 x,
                 cache=cache,
-                tokens=hw.SequenceInfo.from_batch(x, segments=torch.tensor([[0, 0, 1, 1], [0, 0, 0, 0]])),
+                sequence=hw.SequenceInfo.from_batch(x, segments=torch.tensor([[0, 0, 1, 1], [0, 0, 0, 0]])),
             )
         with pytest.raises(ValueError, match="goes on at position 0, one by one"):
-            layer(x, cache=cache, tokens=hw.SequenceInfo.contiguous(1, 4, "cpu"))
+            layer(x, cache=cache, sequence=hw.SequenceInfo.contiguous(1, 4, "cpu"))
         with pytest.raises(hw.CacheFull, match="4 more pages are needed and 3 of 3 are free"):
             layer(x, cache=cache)
         assert layer(x[:, :3], cache=cache).shape == (2, 3, streams.MODEL)  # nothing was taken

@@ -390,7 +390,7 @@ def test_rows_that_adopt_a_beginning_read_it_together(name):
     at = hw.SequenceInfo.from_batch(x[:, 200:230], lengths=lengths)
     at = hw.SequenceInfo(at.position + 200, at.segment)
     with torch.no_grad():
-        layer(x[:, 200:230], cache=cache, tokens=at)
+        layer(x[:, 200:230], cache=cache, sequence=at)
     new = torch.randn(4, 1, MODEL, dtype=torch.float64)
     ours = step(layer, cache, new, "paged")
     for row, length in enumerate(lengths):

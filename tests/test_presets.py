@@ -70,7 +70,7 @@ def test_gradients_are_finite_under_autocast(name):
     layer, x = layer_of(name, torch.float32).train(), torch.randn(2, 40, 256, requires_grad=True)
     tokens = hw.SequenceInfo.from_batch(x, lengths=[40, 0])  # a row of nothing but padding
     with torch.autocast("cpu", torch.bfloat16):
-        y = layer(x, tokens=tokens)
+        y = layer(x, sequence=tokens)
     assert y.isfinite().all()
     y.float().square().sum().backward()
     assert x.grad.isfinite().all()

@@ -195,7 +195,7 @@ def test_a_task_scores_every_example_as_it_scores_all():
     net = hw.build(recall.model(), seed=0).eval()
     batch = recall.batch(0, SCORING_BATCH_SIZE, "valid").rows(slice(0, 9))
     with torch.no_grad():
-        said = net(batch.x, tokens=batch.tokens)
+        said = net(batch.x, sequence=batch.tokens)
     total, count = recall.measure(said, batch)["accuracy"]
     row: Any = next(row for row in compare_task_scores(net, net, recall, 9) if row.name == "accuracy")
     assert row.after.value == total / count

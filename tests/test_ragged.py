@@ -235,7 +235,7 @@ def test_its_products_are_counted():
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_rows_of_any_length_are_what_dense_reads(name):
     spec = cases.causal(EXAMPLES[name])
-    if "ragged" not in cases.num_data_shards(spec, one=True):
+    if "ragged" not in cases.takers(spec, one=True):
         pytest.skip("ragged refuses it")
     layer = cases.layer(spec)
     x = torch.randn(3, 2, spec.model, dtype=torch.float64)
@@ -245,7 +245,7 @@ def test_rows_of_any_length_are_what_dense_reads(name):
             cache = layer.cache(batch=3, capacity=9)
             layer.backend_name = None
             first = torch.ones(3, 5, spec.model, dtype=torch.float64).cumsum(1)
-            layer(first, cache=cache, tokens=hw.SequenceInfo.from_batch(first, lengths=lengths))
+            layer(first, cache=cache, sequence=hw.SequenceInfo.from_batch(first, lengths=lengths))
             layer.backend_name = only
             found[only] = decoded(layer, x, (1, 1), cache)
         check_close(found["ragged"], found["dense"])
@@ -255,13 +255,13 @@ def test_a_cache_says_how_much_each_row_holds():
     layer = cases.layer(cases.base(pattern="causal"))
     x = torch.randn(3, 4, 10, dtype=torch.float64)
     cache, told = layer.cache(batch=3, capacity=9), []
-    layer(x, cache=cache, tokens=hw.SequenceInfo.from_batch(x, lengths=[4, 1, 2]))
+    layer(x, cache=cache, sequence=hw.SequenceInfo.from_batch(x, lengths=[4, 1, 2]))
     append = cache.append
     cache.append = lambda entry, at: told.append(append(entry, at)) or told[-1]
     layer(x[:, :1], cache=cache)
     assert told[-1][1].held.tolist() == [5, 2, 3]
     at = hw.SequenceInfo(torch.tensor([[5], [0], [3]]), torch.tensor([[0], [-1], [0]]))
-    layer(x[:, :1], cache=cache, tokens=at)
+    layer(x[:, :1], cache=cache, sequence=at)
     assert told[-1][1].held.tolist() == [6, 0, 4]
 
 
@@ -275,11 +275,11 @@ def test_packed_documents_do_not_meet_in_a_cache():
         layer(
             x[:, :3],
             cache=cache,
-            tokens=hw.SequenceInfo.from_batch(x[:, :3], segments=torch.tensor([[0, 0, 1], [0, 0, 0]])),
+            sequence=hw.SequenceInfo.from_batch(x[:, :3], segments=torch.tensor([[0, 0, 1], [0, 0, 0]])),
         )
         layer.backend_name = only
         at = hw.SequenceInfo(torch.tensor([[1], [3]]), torch.tensor([[1], [0]]))
-        found[only] = layer(x[:, 3:], cache=cache, tokens=at)
+        found[only] = layer(x[:, 3:], cache=cache, sequence=at)
     check_close(found["ragged"], found["dense"])
 
 

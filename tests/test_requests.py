@@ -16,7 +16,7 @@ from headwise import model_spec as bp
 from headwise.cli import main
 from headwise.costs import roofline
 from headwise.costs.roofline import Device
-from headwise.serving.metrics import ThroughputPrediction, LatencySummary
+from headwise.serving.metrics import LatencySummary, ThroughputPrediction
 
 LETTERS = "<>abcdefghijk"
 

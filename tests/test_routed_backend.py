@@ -374,7 +374,7 @@ def test_memory_grows_with_length_alone(way):
 def test_packed_texts_take_their_gates_with_them(modifiers):
     layer = layer_of("causal()", *modifiers)
     x = torch.randn(2, 1600, 10, dtype=torch.float64)
-    ours = layer(x, tokens=hw.SequenceInfo.packed([[780, 820], [1600]]))
+    ours = layer(x, sequence=hw.SequenceInfo.packed([[780, 820], [1600]]))
     layer.backend_name = "dense"
     check_close(ours[:1], torch.cat([layer(x[:1, :780]), layer(x[:1, 780:])], 1))
     check_close(ours[1:], layer(x[1:]))

@@ -21,7 +21,7 @@ from tokenizers.models import WordLevel
 import headwise as hw
 from headwise import model_spec as bp
 from headwise.cli import main
-from headwise.data import synthetic_task, make_task, translation
+from headwise.data import make_task, synthetic_task, translation
 from headwise.data.vocabulary import ByteVocabulary
 
 LINES = ["<zh>20 November 2026", "<iso>3 May 1999", "<en>1999-05-03", "<en>2026-11-20", "<iso>7 June 1985"]
@@ -90,7 +90,9 @@ def test_help_needs_no_torch():
 def test_a_text_is_answered_as_the_library_answers(run: Run, translator: Path):
     short = ["--max-new-tokens", 9]
     assert run(translator, LINES[0], *short) == (0, said(translator, LINES[0]) + "\n", "")
-    drawn = said(translator, LINES[0], temperature=0.9, seed=7, how=hw.DecodingConfig(top_p=0.9, top_k=20, repetition=1.3))
+    drawn = said(
+        translator, LINES[0], temperature=0.9, seed=7, how=hw.DecodingConfig(top_p=0.9, top_k=20, repetition=1.3)
+    )
     options = ["--temperature", 0.9, "--seed", 7, "--top-p", 0.9, "--top-k", 20, "--repetition", 1.3]
     assert run(translator, LINES[0], *short, *options)[1] == drawn + "\n"
     best = said(translator, LINES[0], how=hw.DecodingConfig(beams=4, best=3, length_penalty=0.5))

@@ -303,7 +303,12 @@ def test_the_evaluator_knows_published_values():
 
 
 @pytest.mark.parametrize(
-    "one", [make_task("listops"), make_task("listops", depth=7, arguments=3, shortest=20, longest=60), ListOps.long_range_arena()]
+    "one",
+    [
+        make_task("listops"),
+        make_task("listops", depth=7, arguments=3, shortest=20, longest=60),
+        ListOps.long_range_arena(),
+    ],
 )
 def test_listops_wants_the_value(one: ListOps):
     count = 8 if one.longest > 1000 else 150

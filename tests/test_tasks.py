@@ -13,7 +13,7 @@ import torch
 import headwise as hw
 from headwise import model_spec as bp
 from headwise.data import SPLITS, TASKS, Batch, Task, make_task
-from headwise.data.synthetic_task import hash_rows, parse_sizes, assign_splits, sum_by_slice, slice_by_power_of_two
+from headwise.data.synthetic_task import assign_splits, hash_rows, parse_sizes, slice_by_power_of_two, sum_by_slice
 from headwise.ops.counter_rng import RandomStreams, philox
 
 SMALL: dict[str, Task] = {

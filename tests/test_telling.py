@@ -100,7 +100,9 @@ def test_a_character_waits_for_its_last_byte():
     telling = IncrementalDetokenizer(WORDS["bytes"])
     assert pieces(telling, list("a你😀".encode())) == ["a", "", "", "你", "", "", "", "😀", ""]
     assert pieces(IncrementalDetokenizer(WORDS["bytes"]), [0xF0, 0x9F, 0x41, 0xE4]) == ["", "", "\ufffdA", "", "\ufffd"]
-    assert pieces(IncrementalDetokenizer(WORDS["bytes"]), [0xFF] * 6) == ["", "", "", "\ufffd"] + ["\ufffd"] * 2 + ["\ufffd" * 3]
+    assert pieces(IncrementalDetokenizer(WORDS["bytes"]), [0xFF] * 6) == ["", "", "", "\ufffd"] + ["\ufffd"] * 2 + [
+        "\ufffd" * 3
+    ]
 
 
 def test_what_was_told_is_never_taken_back():
@@ -345,7 +347,9 @@ def test_masks_are_filled_each_by_what_is_likely_there():
     for guesses, row in zip(filled.predictions, shares[[2, 5]], strict=True):
         best = row.topk(3)
         assert [guess.share for guess in guesses] == pytest.approx(best.values.tolist(), rel=1e-5)
-        assert [guess.name for guess in guesses] == [words.text([n]) or words.token_text(n) for n in best.indices.tolist()]
+        assert [guess.name for guess in guesses] == [
+            words.text([n]) or words.token_text(n) for n in best.indices.tolist()
+        ]
     first, second = (guesses[0].name for guesses in filled.predictions)
     assert filled.text == f"The {first} sat, {second}."
     assert len(other.predictions) == 1

@@ -142,7 +142,7 @@ def called(layer, x, tokens, monkeypatch) -> bool:
 
     monkeypatch.setattr(varlen, "attend_varlen", told)
     layer._plans.clear()
-    layer(x, tokens=tokens)
+    layer(x, sequence=tokens)
     return bool(seen)
 
 
@@ -179,7 +179,7 @@ def test_nothing_of_pairs_is_kept():
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            y = layer(torch.randn(1, 256, 16, requires_grad=True), tokens=told)
+            y = layer(torch.randn(1, 256, 16, requires_grad=True), sequence=told)
         assert y.requires_grad
         return sum(held.values())
 

@@ -254,7 +254,7 @@ def test_padding_and_documents(kind, pattern):
     found = {}
     for name in ("tiled", "dense"):
         layer.backend_name = name
-        y = layer(x, tokens=tokens_of(kind, x))
+        y = layer(x, sequence=tokens_of(kind, x))
         found[name] = [y, *torch.autograd.grad(y.square().sum(), [x, *layer.parameters()])]
     for ours, theirs in zip(found["tiled"], found["dense"], strict=True):
         check_close(ours, theirs, rtol=1e-8, atol=1e-9)

@@ -253,7 +253,7 @@ def test_what_an_epoch_leaves_over_is_taken_in_parts_too(rows: int):
 def test_reading_only_what_is_asked_is_reading_all():
     """Against cross entropy over all logits."""
     batch, net = Echo().batch(0, 5), hw.build(Echo().model(), seed=3).double()
-    logits = net(batch.x, tokens=batch.tokens)
+    logits = net(batch.x, sequence=batch.tokens)
     wanted = nn.functional.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), ignore_index=IGNORE_INDEX)
     wanted.backward()
     found, each = gradients(quick(), batch)
@@ -264,7 +264,7 @@ def test_reading_only_what_is_asked_is_reading_all():
 
 def test_smoothing_of_a_recipe_reaches_the_loss():
     batch, net = Echo().batch(0, 5), hw.build(Echo().model(), seed=3).double()
-    logits, labels = net(batch.x, tokens=batch.tokens).flatten(0, 1), batch.labels.flatten()
+    logits, labels = net(batch.x, sequence=batch.tokens).flatten(0, 1), batch.labels.flatten()
     wanted = nn.functional.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, label_smoothing=0.2)
     assert gradients(quick(smoothing=0.2), batch)[0] == pytest.approx(wanted.item(), rel=1e-12)
 
@@ -284,7 +284,7 @@ def test_terms_join_the_loss_by_their_factor():
     terms: dict = {}
     probes = {name: hw.Probe(aux_losses=AuxLosses(terms, name)) for name, _ in net.spec.attention_specs()}
     net.probes = probes
-    net(batch.x, tokens=batch.tokens)
+    net(batch.x, sequence=batch.tokens)
     balance = sum(term.item() for term in terms.values())
     assert len(terms) == 2
     found = stepper(net, quick(batch=4, terms=(("balance", 0.5),))).compute_gradients(batch).item()

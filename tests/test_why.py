@@ -164,8 +164,8 @@ def test_what_lies_in_a_cache_and_in_a_source_counts(chosen):
 def test_of_packed_texts_the_longest_counts(chosen):
     layer, least = hw.Attention(hw.design(model=12, heads=3, **LONG["banded"])).eval(), backends.banded.MIN_KEYS
     with torch.no_grad():
-        layer(torch.randn(1, least + 9, 12), tokens=hw.SequenceInfo.packed([[least - 1, 10]]))
-        layer(torch.randn(1, least + 9, 12), tokens=hw.SequenceInfo.packed([[9, least]]))
+        layer(torch.randn(1, least + 9, 12), sequence=hw.SequenceInfo.packed([[least - 1, 10]]))
+        layer(torch.randn(1, least + 9, 12), sequence=hw.SequenceInfo.packed([[9, least]]))
     assert chosen == [backends.sdpa, backends.banded]
 
 

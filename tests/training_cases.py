@@ -13,8 +13,8 @@ import torch
 import headwise as hw
 from headwise import model_spec as bp
 from headwise.data import Batch, Task
-from headwise.distributed import ProcessInfo, Parallelism, join_process_group
-from headwise.distributed.communication_volume import CommunicationMeter, BatchShape, count_communication
+from headwise.distributed import Parallelism, ProcessInfo, join_process_group
+from headwise.distributed.communication_volume import BatchShape, CommunicationMeter, count_communication
 from headwise.distributed.ranks import ProcessMesh
 from headwise.distributed.sharded_model import shard_model
 from headwise.training import train

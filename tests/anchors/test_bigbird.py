@@ -111,7 +111,7 @@ def test_one_head_with_drawn_blocks_is_a_pattern(pad: str, record_property):
     for site in passed(model, at.is_real):
         drawn_blocks = edges(plan(site.reads)[0])
         site.spec = hw.design(model=15, heads=1, bias="qkvo", pattern=fixed() | drawn_blocks)
-        worst = max(worst, far(site.layer(site.inputs[0], tokens=at), site, at))
+        worst = max(worst, far(site.layer(site.inputs[0], sequence=at), site, at))
     record_property("worst", worst)
     assert worst < 1e-12
 
@@ -124,7 +124,7 @@ def test_heads_that_draw_apart_are_a_mask(record_property):
         plans = plan(site.reads)
         assert plans[0] != plans[1] != plans[2]
         both = [(fixed() | edges(rows)).allows(place[:, None], place) for rows in plans]
-        worst = max(worst, far(site.layer(site.inputs[0], tokens=at, mask=torch.stack(both)[None]), site, at))
+        worst = max(worst, far(site.layer(site.inputs[0], sequence=at, mask=torch.stack(both)[None]), site, at))
     record_property("worst", worst)
     assert worst < 1e-12
 
@@ -139,8 +139,8 @@ def test_outside_training_it_reads_the_first_block_over_and_over(pad: str, recor
     for site in passed(model, at.is_real):
         assert not np.any(plan(site.reads))
         site.spec = hw.design(model=15, heads=3, bias="qkvo", pattern=fixed())
-        worst = max(worst, far(site.layer(site.inputs[0], tokens=at, probe=again), site, at))
-        assert far(site.layer(site.inputs[0], tokens=at), site, at) > 1e-3
+        worst = max(worst, far(site.layer(site.inputs[0], sequence=at, probe=again), site, at))
+        assert far(site.layer(site.inputs[0], sequence=at), site, at) > 1e-3
     record_property("worst", worst)
     assert worst < 1e-12
 

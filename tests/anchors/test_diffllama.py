@@ -110,8 +110,8 @@ def test_layers_agree(name: str, pad: str, record_property: Callable[[str, objec
     for site, theirs in zip(model.sites, told.attentions, strict=True):
         layer, probe = site.layer, hw.Probe("weights")
         x, y = site.inputs[0], site.outputs[0]
-        assert far(layer(x, tokens=at)[live], y[live]) < off
-        worst.append(far(layer(x, tokens=at, probe=probe)[live], y[live]))
+        assert far(layer(x, sequence=at)[live], y[live]) < off
+        worst.append(far(layer(x, sequence=at, probe=probe)[live], y[live]))
         paired = theirs.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
         worst.append(far(probe.tensors["weights"].transpose(1, 2)[live], paired.transpose(1, 2)[live]))
     record_property("worst", max(worst))

@@ -35,7 +35,7 @@ def test_residue_classes_are_segments(keys: int, rate: int, after: int):
     """Packed side by side, each token at its place in its class."""
     dilated, window = layers(keys, rate, after)
     x, place = torch.randn(3, T, 10).double(), torch.arange(T)[None]
-    check_close(window(x, tokens=hw.SequenceInfo(place // rate, place % rate)), dilated(x))
+    check_close(window(x, sequence=hw.SequenceInfo(place // rate, place % rate)), dilated(x))
 
 
 @pytest.mark.parametrize(("keys", "rate", "after"), CASES)

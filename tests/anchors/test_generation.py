@@ -16,7 +16,7 @@ import headwise as hw
 from anchors.hf_whole import VOCABULARY, made
 from headwise.generation.generate import TextGenerator
 from headwise.generation.prompts import parse_prompts
-from headwise.generation.sampling import filter_logits, apply_repetition_penalty
+from headwise.generation.sampling import apply_repetition_penalty, filter_logits
 
 ROWS, WORDS = 40, 23
 END, START = 2, 3

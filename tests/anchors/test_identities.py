@@ -152,7 +152,7 @@ def test_routing_leaves_padding_out_of_its_balance():
     layer = cases.layer(base(modifiers=(hw.Routed(always=2, active=1),)))
     short, padded = hw.AuxLosses(), hw.AuxLosses()
     layer(X[:, :4], probe=hw.Probe(aux_losses=short))
-    layer(X, tokens=hw.SequenceInfo.from_batch(X, lengths=[4, 4, 4]), probe=hw.Probe(aux_losses=padded))
+    layer(X, sequence=hw.SequenceInfo.from_batch(X, lengths=[4, 4, 4]), probe=hw.Probe(aux_losses=padded))
     check_close(padded.total("balance"), short.total("balance"))
 
 

@@ -49,7 +49,7 @@ def test_synthesizers_by_their_formulas(kind, project):
     e = np.where(np.tril(np.ones((7, 7), bool)), np.exp(s - s.max(-1, keepdims=True)), 0.0)
     o = e / e.sum(-1, keepdims=True) @ np.einsum("btd,hvd->hbtv", told, w["project.v"].reshape(6, 4, 10))
     y = np.moveaxis(o, 0, 2).reshape(3, 7, 24) @ w["output.o"].T
-    check_close(layer(x, tokens=hw.SequenceInfo(PLACES, torch.zeros_like(PLACES))), torch.from_numpy(y))
+    check_close(layer(x, sequence=hw.SequenceInfo(PLACES, torch.zeros_like(PLACES))), torch.from_numpy(y))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -109,22 +109,22 @@ def test_input_beyond_the_table_is_refused():
 def test_positions_are_what_counts_and_not_how_many_tokens_there_are():
     layer, x = learned(), torch.randn(3, 12, 10, dtype=torch.float64)
     padded = hw.SequenceInfo.from_batch(x, lengths=[7, 2, 0])
-    check_close(layer(x, tokens=padded)[0, :7], layer(x[:1, :7])[0])
+    check_close(layer(x, sequence=padded)[0, :7], layer(x[:1, :7])[0])
     packed = hw.SequenceInfo.from_batch(x, segments=torch.tensor([[0] * 6 + [1] * 6] * 3))
-    check_close(layer(x, tokens=packed)[:, 6:], layer(x[:, 6:]))
+    check_close(layer(x, sequence=packed)[:, 6:], layer(x[:, 6:]))
     far = torch.arange(12)[None].expand(3, -1) + 90
     far[:, :4] = torch.arange(4)
     beyond = hw.SequenceInfo(far, torch.tensor([[0] * 4 + [-1] * 8] * 3))
-    check_close(layer(x, tokens=beyond)[:, :4], layer(x[:, :4]))
+    check_close(layer(x, sequence=beyond)[:, :4], layer(x[:, :4]))
     with pytest.raises(ValueError, match="knows no position 7"):
-        layer(x, tokens=hw.SequenceInfo.from_batch(x, lengths=[2, 8, 0]))
+        layer(x, sequence=hw.SequenceInfo.from_batch(x, lengths=[2, 8, 0]))
 
 
 @pytest.mark.parametrize("ragged", [False, True])
 def test_a_refused_step_leaves_the_cache_as_it_was(ragged):
     layer, x = learned(), torch.randn(2, 8, 10, dtype=torch.float64)
     cache = layer.cache(batch=2, capacity=40)
-    layer(x[:, :4], cache=cache, tokens=hw.SequenceInfo.from_batch(x[:, :4], lengths=[4, 3]) if ragged else None)
+    layer(x[:, :4], cache=cache, sequence=hw.SequenceInfo.from_batch(x[:, :4], lengths=[4, 3]) if ragged else None)
     before = cache.used, cache.tokens.position.clone(), {k: v.clone() for k, v in cache.entry.items()}
     with pytest.raises(ValueError, match="knows no position 7"):
         layer(x[:, 4:8], cache=cache)
@@ -155,7 +155,7 @@ def test_a_compiled_call_refuses_what_it_knows_without_asking():
     torch._dynamo.reset()
     traced = torch.compile(layer, fullgraph=True, backend="eager")
     check_close(traced(x[:, :7]), expected)
-    check_close(traced(x, tokens=hw.SequenceInfo.from_batch(x, lengths=[7, 7, 7]))[:, :7], expected)
+    check_close(traced(x, sequence=hw.SequenceInfo.from_batch(x, lengths=[7, 7, 7]))[:, :7], expected)
     with pytest.raises(Exception, match="knows no position 7"):
         traced(x)
 

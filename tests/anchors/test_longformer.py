@@ -83,7 +83,7 @@ def test_layers_agree(pad: str, record_property):
     live, worst = tokens.is_real.expand(B, -1), 0.0
     for each in sites:
         theirs = each.outputs[0][live]
-        ours = block(each)(each.inputs[0], tokens=None if pad == "none" else tokens)[live]
+        ours = block(each)(each.inputs[0], sequence=None if pad == "none" else tokens)[live]
         worst = max(worst, ((ours - theirs).abs().max() / theirs.abs().max()).item())
     record_property("worst", worst)
     assert worst < 1e-12

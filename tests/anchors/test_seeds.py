@@ -168,7 +168,7 @@ def test_padding_as_a_mask_of_keys(backend: str):
     x, lengths = numbers(3, TOKENS, MODEL), torch.tensor([5, 0, TOKENS])
     layer, tokens = of_four(theirs, backend), hw.SequenceInfo.from_batch(x, lengths=lengths)
     src_mask = (torch.arange(TOKENS) < lengths[:, None])[:, None]
-    ours, wanted, live = layer(x, tokens=tokens), theirs(x, x, x, src_mask), tokens.is_real
+    ours, wanted, live = layer(x, sequence=tokens), theirs(x, x, x, src_mask), tokens.is_real
     check_close(ours[live], wanted[live])
     check_close(ours[~live], layer.state_dict()["output.o_bias"].expand_as(ours[~live]))
     assert (ours[1] - wanted[1]).abs().min() > 1e-6, "the empty row reads zero here and a mean there"
@@ -190,7 +190,7 @@ def test_the_norm_of_the_listing_is_not_that_of_torch():
 def encoded(theirs: nn.Module, ours: hw.Attention, x: Tensor, tokens: hw.SequenceInfo) -> Tensor:
     """An encoder layer around our attention: norm first, then what is read is added."""
     first, second = (connection.norm for connection in theirs.sublayer)
-    x = x + ours(norm(x, first.a, first.b, first.eps), tokens=tokens)
+    x = x + ours(norm(x, first.a, first.b, first.eps), sequence=tokens)
     return x + theirs.feed_forward(norm(x, second.a, second.b, second.eps))
 
 

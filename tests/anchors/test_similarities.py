@@ -207,7 +207,7 @@ def test_far_tokens_that_nobody_reads_change_nothing(away):
             hw.SequenceInfo.from_batch(x, lengths=[5, 5]),
             hw.SequenceInfo.from_batch(x, segments=torch.tensor([[0] * 5 + [1] * 2] * 2)),
         ):
-            assert torch.equal(layer(moved, tokens=tokens)[:, :5], layer(x, tokens=tokens)[:, :5])
+            assert torch.equal(layer(moved, sequence=tokens)[:, :5], layer(x, sequence=tokens)[:, :5])
 
 
 def test_clusters_far_apart_are_each_as_if_alone():
@@ -246,8 +246,8 @@ def test_empty_slots_do_not_cost_digits_either():
     ours, truth = layer.cache(batch=2, capacity=500), judge.cache(batch=2, capacity=500)
     first = hw.SequenceInfo.from_batch(x[:, :6], lengths=[6, 2])
     with torch.no_grad():
-        layer(x[:, :6], cache=ours, tokens=first)
-        judge(x[:, :6].double(), cache=truth, tokens=first)
+        layer(x[:, :6], cache=ours, sequence=first)
+        judge(x[:, :6].double(), cache=truth, sequence=first)
         for t in range(6, 12):
             step = x[:, t : t + 1]
             check_close(layer(step, cache=ours) - 1e4, judge(step.double(), cache=truth) - 1e4, rtol=0, atol=3e-3)

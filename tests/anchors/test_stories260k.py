@@ -150,6 +150,6 @@ def test_rows_of_different_lengths_do_not_disturb_each_other(story: Story, golde
     lengths = [29, 17, 5]
     rows = [F.pad(x[0, :length], (0, 0, 29 - length, 0)) for length in lengths]
     batch = torch.stack(rows)
-    got = layer(batch, tokens=hw.SequenceInfo.from_batch(batch, lengths=lengths, pad="left"))
+    got = layer(batch, sequence=hw.SequenceInfo.from_batch(batch, lengths=lengths, pad="left"))
     want = layer(x)[0]
     assert all((row[29 - n :] - want[:n]).abs().max() < 1e-5 for row, n in zip(got, lengths, strict=True))

@@ -141,7 +141,7 @@ def test_key_padding(pattern: str):
     live = torch.arange(T) < torch.tensor(lengths)[:, None]
     hidden = torch.ones(T, T, dtype=torch.bool).triu(1) if pattern == "causal()" else None
     theirs, _ = other(x, x, x, key_padding_mask=~live, attn_mask=hidden)
-    ours = layer(x, tokens=hw.SequenceInfo.from_batch(x, lengths=lengths))
+    ours = layer(x, sequence=hw.SequenceInfo.from_batch(x, lengths=lengths))
     assert_close(ours[live], theirs[live], **EXACT)
     assert_close(ours[~live], layer.output["o_bias"].expand(T - 4, -1), **EXACT)  # padding reads nothing
     check_same_gradients(ours[live], theirs[live], layer, other)
@@ -181,4 +181,4 @@ def test_their_fast_path_agrees(monkeypatch: pytest.MonkeyPatch):
         padded, _ = other(x, x, x, key_padding_mask=~live, need_weights=False)
         assert len(calls) == 2
         assert_close(layer(x), theirs, **EXACT)
-        assert_close(layer(x, tokens=hw.SequenceInfo.from_batch(x, lengths=lengths))[live], padded[live], **EXACT)
+        assert_close(layer(x, sequence=hw.SequenceInfo.from_batch(x, lengths=lengths))[live], padded[live], **EXACT)

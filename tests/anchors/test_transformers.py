@@ -117,8 +117,8 @@ def run(site: Site, asks: hw.SequenceInfo, told: hw.SequenceInfo) -> tuple[Tenso
     """Our output and weights for the hidden states that the site saw."""
     layer, probe = site.layer, hw.Probe("weights")
     source = layer.project_source(site.sources[0], sequence=told) if site.sources else None
-    ours = layer(site.inputs[0], source=source, tokens=asks)  # whatever backend takes it
-    layer(site.inputs[0], source=source, tokens=asks, probe=probe)  # the one that shows weights
+    ours = layer(site.inputs[0], source=source, sequence=asks)  # whatever backend takes it
+    layer(site.inputs[0], source=source, sequence=asks, probe=probe)  # the one that shows weights
     return ours, probe.tensors["weights"]
 
 

@@ -30,9 +30,9 @@ def test_any_spec_is_the_references(spec):
     tokens = cases.batches(x)["packed"]
     truth = reference.reference_attention(layer, x, source=z, tokens=tokens)
     slopes = gradients(layer, truth, x)
-    for backend in cases.num_data_shards(spec, grad=True):
+    for backend in cases.takers(spec, grad=True):
         layer.backend_name = backend
-        ours = layer(x, source=z, tokens=tokens)
+        ours = layer(x, source=z, sequence=tokens)
         check_close(ours, truth)
         for name, slope in gradients(layer, ours, x).items():
             check_close(slope, slopes[name], rtol=1e-8, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}")

@@ -63,7 +63,7 @@ def test_ragged_rows_decode_on_from_where_each_ends(name):
         first = torch.zeros(cases.BATCH, 4, spec.model, dtype=torch.float64)
         for row, length in enumerate(lengths):
             first[row, 4 - length if pad == "left" else 0 :][:length] = x[row, :length]
-        layer(first, cache=cache, tokens=hw.SequenceInfo.from_batch(first, lengths=lengths, pad=pad))
+        layer(first, cache=cache, sequence=hw.SequenceInfo.from_batch(first, lengths=lengths, pad=pad))
         next_two = torch.stack([x[row, length : length + 2] for row, length in enumerate(lengths)])
         ours = decoded(layer, next_two, (1, 1), cache)
         for row, length in enumerate(lengths):
@@ -99,7 +99,7 @@ def test_one_query_runs_in_every_backend_that_takes_it(name):
     layer = cases.layer(spec)
     x, _ = cases.tensors(spec)
     expected = layer(x)[:, -1:]
-    for backend in [None] if spec.recurrent_part else cases.num_data_shards(spec, one=True):
+    for backend in [None] if spec.recurrent_part else cases.takers(spec, one=True):
         cache = layer.cache(batch=cases.BATCH, capacity=9)
         layer.backend_name = None
         layer(x[:, :-1], cache=cache)

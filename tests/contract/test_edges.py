@@ -41,7 +41,7 @@ def filled(x):
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_blocks_end_where_they_should(name, backend):
     spec = EXAMPLES[name]
-    if backend not in cases.num_data_shards(spec, grad=True):
+    if backend not in cases.takers(spec, grad=True):
         pytest.skip(f"{backend} refuses it")
     layer = cases.layer(spec)
     for count in lengths(spec, backend):
@@ -49,10 +49,10 @@ def test_blocks_end_where_they_should(name, backend):
         z = None if spec.source is None else torch.randn(2, count + 2, spec.source, dtype=torch.float64)
         for tokens in filled(x):
             layer.backend_name = "dense"
-            y = layer(x, source=z, tokens=tokens)
+            y = layer(x, source=z, sequence=tokens)
             expected = gradients(layer, y, x)
             layer.backend_name = backend
-            ours = layer(x, source=z, tokens=tokens)
+            ours = layer(x, source=z, sequence=tokens)
             check_close(ours, y)
             for parameter, grad in gradients(layer, ours, x).items():
                 check_close(grad, expected[parameter], rtol=1e-8, atol=1e-9, msg=lambda m, p=parameter: f"{p}: {m}")
@@ -62,7 +62,7 @@ def test_blocks_end_where_they_should(name, backend):
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_blocks_are_counted_as_torch_counts_them(name, backend):
     spec = EXAMPLES[name]
-    if backend not in cases.num_data_shards(spec, dtype=torch.float32) or spec.source is not None:
+    if backend not in cases.takers(spec, dtype=torch.float32) or spec.source is not None:
         pytest.skip(f"{backend} refuses it" if spec.source is None else "counted with one block in test_counts.py")
     if backend == "routed":
         pytest.skip("what it runs is for the gates to say; counted where these are known, in test_routed_backend.py")

@@ -44,7 +44,7 @@ def test_every_backend_errs_no_more_than_twice_as_dense(name, dtype):
         assert error(backend) <= limit, backend
 
 
-@pytest.mark.parametrize("tokens", BACKENDS["flex"].EDGES)
+@pytest.mark.parametrize("tokens", BACKENDS["flex"].FLEX_BLOCK_LENGTHS)
 def test_flex_keeps_the_numbers_at_its_block_edges(tokens):
     spec = hw.design(
         model=64, heads=4, kv=2, dim=16, pattern="window(40) | first(3)", modifiers=(hw.Rotary(), hw.Softcap(limit=2.0))
@@ -53,7 +53,7 @@ def test_flex_keeps_the_numbers_at_its_block_edges(tokens):
     judge.load_state_dict(layer.state_dict())
     x = torch.randn(3, tokens, 64, device="cuda")
     at = hw.SequenceInfo.from_batch(x, lengths=[tokens, tokens // 2, tokens - 1])
-    torch.testing.assert_close(layer(x, tokens=at), judge(x, tokens=at), rtol=2e-3, atol=2e-3)
+    torch.testing.assert_close(layer(x, sequence=at), judge(x, sequence=at), rtol=2e-3, atol=2e-3)
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

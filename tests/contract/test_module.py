@@ -121,9 +121,9 @@ def test_fused_kernels_show_the_lse_that_dense_shows(name):
         at = hw.SequenceInfo(tokens.position[:, :count], tokens.segment[:, :count])
         seen = {}
         with torch.no_grad():
-            for backend in cases.num_data_shards(spec, one=count == 1, wants=frozenset({"lse"})):
+            for backend in cases.takers(spec, one=count == 1, wants=frozenset({"lse"})):
                 layer.backend_name, probe = backend, hw.Probe("lse", "heads")
-                layer(x[:, :count], source=z, tokens=at, probe=probe)
+                layer(x[:, :count], source=z, sequence=at, probe=probe)
                 seen[backend] = probe.tensors
         for other in seen.values():
             check_close(other["lse"], seen["dense"]["lse"])
@@ -133,7 +133,7 @@ def test_fused_kernels_show_the_lse_that_dense_shows(name):
 
 
 @pytest.mark.compile
-@pytest.mark.parametrize("tokens", BACKENDS["flex"].EDGES)
+@pytest.mark.parametrize("tokens", BACKENDS["flex"].FLEX_BLOCK_LENGTHS)
 def test_flex_keeps_the_numbers_at_its_block_edges_on_the_cpu(tokens):
     spec = hw.design(model=32, heads=4, kv=2, pattern="window(40) | first(3)", modifiers=(hw.Rotary(), hw.Softcap(2.0)))
     layer = hw.Attention(spec, backend="flex")
@@ -142,7 +142,7 @@ def test_flex_keeps_the_numbers_at_its_block_edges_on_the_cpu(tokens):
     x = torch.randn(3, tokens, 32)
     at = hw.SequenceInfo.from_batch(x, lengths=[tokens, 50, tokens - 1])
     with torch.no_grad():
-        check_close(layer(x, tokens=at), judge(x, tokens=at), rtol=1e-4, atol=1e-5)
+        check_close(layer(x, sequence=at), judge(x, sequence=at), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.compile
@@ -169,7 +169,7 @@ def test_coarse_products_leave_finite_gradients(name):
     x, z = cases.tensors(spec, torch.float32)
     x.requires_grad_()
     with torch.autocast("cpu", torch.bfloat16):
-        y = layer(x, source=z, tokens=hw.SequenceInfo.from_batch(x, lengths=[7, 3, 0]))
+        y = layer(x, source=z, sequence=hw.SequenceInfo.from_batch(x, lengths=[7, 3, 0]))
     y.float().square().sum().backward()
     assert y.isfinite().all()
     for tensor in (x, *layer.parameters()):

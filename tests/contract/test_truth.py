@@ -23,9 +23,9 @@ def test_output_is_the_references(name):
     ways = cases.batches(x) if name in EXAMPLES else {"packed": cases.batches(x)["packed"]}
     for tokens in ways.values():
         expected = reference.reference_attention(layer, x, source=z, tokens=tokens)
-        for backend in cases.num_data_shards(spec):
+        for backend in cases.takers(spec):
             layer.backend_name = backend
-            check_close(layer(x, source=z, tokens=tokens), expected)
+            check_close(layer(x, source=z, sequence=tokens), expected)
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -39,7 +39,7 @@ def test_a_source_is_read_as_the_reference_reads_it(name):
     told = hw.SequenceInfo.from_batch(z, lengths=[11, 5, 0])
     expected = reference.reference_attention(layer, x, source=z, source_tokens=told)
     kept = layer.project_source(z, sequence=told)
-    for backend in cases.num_data_shards(spec):
+    for backend in cases.takers(spec):
         layer.backend_name = backend
         check_close(layer(x, source=kept), expected)
     check_close(layer(x[:, :1], source=kept), expected[:, :1])
@@ -62,9 +62,9 @@ def test_gradients_are_the_references(name):
     x.requires_grad_()
     tokens = cases.batches(x)["packed"]
     expected = gradients(layer, reference.reference_attention(layer, x, source=z, tokens=tokens), x)
-    for backend in cases.num_data_shards(spec, grad=True):
+    for backend in cases.takers(spec, grad=True):
         layer.backend_name = backend
-        ours = gradients(layer, layer(x, source=z, tokens=tokens), x)
+        ours = gradients(layer, layer(x, source=z, sequence=tokens), x)
         for parameter, grad in expected.items():
             check_close(ours[parameter], grad, msg=lambda m, p=parameter: f"{p}: {m}")
 
@@ -94,7 +94,7 @@ def test_low_precision_errs_no_more_than_twice_as_dense(name, dtype):
 
     limit = 2 * error("dense") + 4 * torch.finfo(dtype).eps * truth.abs().max()
     assert limit < 0.2 * truth.abs().max() + 1e-3
-    for backend in cases.num_data_shards(spec, dtype=dtype):
+    for backend in cases.takers(spec, dtype=dtype):
         assert error(backend) <= limit, backend
 
 
@@ -108,11 +108,11 @@ def test_only_distances_matter(name):
     place = torch.arange(cases.TOKENS)[None]
     moved = hw.SequenceInfo(place + 1000, torch.zeros_like(place))
     if z is None:
-        check_close(layer(x, tokens=moved), layer(x), rtol=1e-8, atol=1e-9)
+        check_close(layer(x, sequence=moved), layer(x), rtol=1e-8, atol=1e-9)
         return
     far = torch.arange(cases.SOURCE)[None] + 1000
     kept = layer.project_source(z, sequence=hw.SequenceInfo(far, torch.zeros_like(far)))
-    check_close(layer(x, source=kept, tokens=moved), layer(x, source=z), rtol=1e-8, atol=1e-9)
+    check_close(layer(x, source=kept, sequence=moved), layer(x, source=z), rtol=1e-8, atol=1e-9)
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -123,7 +123,7 @@ def test_packed_documents_do_not_meet(name):
     layer = cases.layer(spec)
     x, _ = cases.tensors(spec)
     together = layer(
-        x, tokens=hw.SequenceInfo.from_batch(x, segments=torch.tensor([[0, 0, 0, 1, 1, 1, 1]] * cases.BATCH))
+        x, sequence=hw.SequenceInfo.from_batch(x, segments=torch.tensor([[0, 0, 0, 1, 1, 1, 1]] * cases.BATCH))
     )
     apart = torch.cat([layer(x[:, :3]), layer(x[:, 3:])], 1)
     check_close(together, apart)
@@ -144,7 +144,7 @@ def test_a_query_with_nothing_to_read_reads_zero(name):
     for grad in gradients(layer, y, x).values():
         assert grad.isfinite().all()
     if z is None:
-        blind = layer(x, tokens=hw.SequenceInfo.from_batch(x, lengths=[7, 3, 0]))
+        blind = layer(x, sequence=hw.SequenceInfo.from_batch(x, lengths=[7, 3, 0]))
         check_close(blind[2], layer.merge_heads(torch.zeros_like(seen.tensors["heads"]))[2])
 
 
@@ -176,4 +176,4 @@ def test_who_asks_where_tokens_stand_says_so(name):
     if not spec.positional and spec.source is None:
         place = torch.randperm(50)[: cases.TOKENS][None]
         moved = hw.SequenceInfo(place, torch.zeros_like(place))
-        check_close(layer(x, tokens=moved), layer(x))
+        check_close(layer(x, sequence=moved), layer(x))

@@ -58,7 +58,9 @@ class KVCache(ABC):
         With storage_format="int8" keys and values are kept in 8 bits, and each head of each token has a scale.
 
         >>> import headwise as hw
-        >>> hw.KVCache.for_spec(hw.design(model=8, heads=2, pattern="window(3) | first(2)"), batch=1, capacity=100).slots
+        >>> hw.KVCache.for_spec(
+        ...     hw.design(model=8, heads=2, pattern="window(3) | first(2)"), batch=1, capacity=100
+        ... ).slots
         5
         """
         if not (isinstance(batch, int) and isinstance(capacity, int) and batch >= 0 and capacity >= 1):

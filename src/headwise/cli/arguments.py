@@ -121,7 +121,7 @@ def parse_spec(given: argparse.Namespace) -> AttentionSpec:
         raise UsageError("name one spec: a .toml or .json file, or --preset NAME with one of " + ", ".join(PRESETS))
     sizes = {name: size for name in ("model", "heads") if (size := getattr(given, name)) is not None}
     spec = _preset_spec(given.preset, sizes) if given.preset is not None else load_named_spec(given.spec, sizes)
-    return apply_changes(spec, given.changed_sites)
+    return apply_changes(spec, given.changes)
 
 
 def apply_changes(spec: AttentionSpec, changes: Sequence[str]) -> AttentionSpec:
@@ -367,7 +367,7 @@ def print_model_page(model: ModelSpec, given: argparse.Namespace) -> str:
     """What was asked of a model: its text, its table as a document, or its table."""
     from ..model_spec import ModelTable, to_dict, to_toml
 
-    for option, value in (("--set", given.changed_sites), ("--model", given.model), ("--heads", given.heads)):
+    for option, value in (("--set", given.changes), ("--model", given.model), ("--heads", given.heads)):
         if value:
             raise UsageError(f"{option} is for one spec, and {given.spec} describes a whole model; change the file")
     if given.toml:

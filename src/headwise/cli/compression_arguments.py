@@ -79,7 +79,7 @@ class CompressionRun:
         check_folder_empty(given.out)
         net = load(Path(given.model))
         attach_named_tokenizer(net, given)
-        task = None if given.task is None else parse_task(given, given.changed_sites)
+        task = None if given.task is None else parse_task(given, given.changes)
         scenes, left_out = read_examples(net, given, task)
         _check_model(net, given, scenes[0])
         one, other, said = split_examples(scenes)

@@ -82,7 +82,7 @@ def _measure_importance(
     from ..head_analysis.head_importance import estimate_importance
     from ..head_analysis.importance_methods import ImportanceOptions
 
-    how = ImportanceOptions(max_seconds=given.budget, num_resamples=given.num_resamples, seed=given.seed)
+    how = ImportanceOptions(max_seconds=given.budget, num_resamples=given.resamples, seed=given.seed)
     found = more.importance = estimate_importance(model, scenes, method=given.importance, options=how)
     by_head = {(one.site, one.head): one.measure for one in found.heads}
     heads = tuple(
@@ -162,8 +162,8 @@ def _parser() -> CommandParser:
 
 def _check_arguments(given: argparse.Namespace) -> None:
     check_text_arguments(given)
-    if given.num_resamples < 100:
-        raise UsageError(f"--resamples {given.num_resamples} make no interval; give at least 100")
+    if given.resamples < 100:
+        raise UsageError(f"--resamples {given.resamples} make no interval; give at least 100")
     if _parse_head_pair(given.pair) and given.out is None:
         raise UsageError("--pair is drawn into a folder; say which by --out DIR")
     if given.out is not None and Path(given.out).exists() and not Path(given.out).is_dir():
@@ -192,7 +192,7 @@ def _measure_model(model: Any, *, scenes: Sequence[Example], given: argparse.Nam
         if sys.stderr.isatty():
             print(f"\r{count} of {len(scenes)} texts", end="" if count < len(scenes) else "\n", file=sys.stderr)
 
-    chosen = MeasureOptions(num_resamples=given.num_resamples, seed=given.seed)
+    chosen = MeasureOptions(num_resamples=given.resamples, seed=given.seed)
     chosen = chosen._replace(metrics=(*chosen.metrics, *literature_metrics.metrics_for_criteria(given.criteria)))
     theirs = "clark" if given.criteria == "clark" else "ours"
     links = given.align_files is not None or given.task is not None

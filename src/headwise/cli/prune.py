@@ -125,7 +125,7 @@ def _stopping_budget(given: argparse.Namespace, by: HeadRanking) -> HeadSelectio
     except ValueError:
         raise UsageError(f"--budget {given.budget} is no budget; write KIND=LIMIT, as in cache=0.5") from None
     state = None if given.state is None else Path(given.state)
-    return PruneToBudget(budget, by, given.restart, given.unit, given.least or 0, state)
+    return PruneToBudget(budget, by, given.again, given.unit, given.least or 0, state)
 
 
 def _load_plan(given: argparse.Namespace, work: CompressionRun) -> HeadSelection:

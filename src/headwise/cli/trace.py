@@ -77,13 +77,13 @@ def _parser() -> CommandParser:
 def _capture_trace(given: argparse.Namespace) -> Trace:
     if (given.text is None) == (given.data is None):
         raise UsageError("say what is read: --text TEXT, or --data FILE")
-    if given.out is None and given.export_weights is None:
+    if given.out is None and given.export is None:
         raise UsageError("say where it goes: --out FILE.trace, or --export FILE.csv")
     for name, least in (("limit", 1), ("new_tokens", 0), ("thumbnails", 0)):
         said = getattr(given, name)
         if said is not None and said < least:
             raise UsageError(f"--{name.replace('_', '-')} {said} is no count; give {least} or more")
-    for path in filter(None, (given.out, given.export_weights)):
+    for path in filter(None, (given.out, given.export)):
         if not Path(path).absolute().parent.is_dir():
             raise UsageError(f"{path} lies in no folder that is there; make it first")
     from ..costs.serving_capacity import parse_bytes
@@ -91,7 +91,7 @@ def _capture_trace(given: argparse.Namespace) -> Trace:
 
     names = {"budget": parse_bytes(given.budget)} if given.budget else {}
     sites = tuple(int(one) if one.isdigit() else one for one in given.sites.split(",") if one)
-    also = tuple(one for one in given.extra.split(",") if one)
+    also = tuple(one for one in given.also.split(",") if one)
     how = Capture(extra=also, sites=sites, precision=given.numbers, **names)
     model, inputs, steps = _capture_inputs(given)
     found = trace(model, inputs, max_new_tokens=steps, capture=how, log=lambda said: print(said, file=sys.stderr))
@@ -143,5 +143,5 @@ def _read_lines(given: argparse.Namespace) -> list[str]:
 def _export(trace: Trace, given: argparse.Namespace) -> None:
     if given.out is not None:
         trace.save(given.out)
-    if given.export_weights is not None:
-        trace.export_weights(given.export_weights, min_weight=given.least)
+    if given.export is not None:
+        trace.export_weights(given.export, min_weight=given.least)

@@ -65,7 +65,7 @@ def main(argv: list[str]) -> int:
 
 def _train(argv: list[str], launch: ProcessInfo) -> None:
     given = _parser().parse_args(argv)
-    changes = _parse_changes(given.changed_sites)
+    changes = _parse_changes(given.changes)
     recipe = _make_recipe(given, changes["recipe"])
     task = _make_task(given.what, given.data, changes["task"])
     if given.model is not None and "tokens" not in changes["task"]:
@@ -139,7 +139,7 @@ def _read_text(name: str) -> str:
 
 def _make_task(what: str | None, data: str | None, changes: Mapping[str, Any]) -> Task:
     """The task of this name, or what reads this data."""
-    from ..data import TASKS, open_data, make_task
+    from ..data import TASKS, make_task, open_data
     from ..data.file_task import FileTask
 
     said = {key: tuple(value) if isinstance(value, list) else value for key, value in changes.items()}

@@ -17,14 +17,14 @@ from ..model_spec import ModelSpec
 from ..ops.counter_rng import RandomStreams
 from .synthetic_task import (
     ExampleArrays,
-    SyntheticTask,
     ModelShape,
-    check_sizes,
+    SyntheticTask,
     check_num_examples,
-    make_small_decoder,
-    slice_by_value,
-    parse_sizes,
+    check_sizes,
     find_correct,
+    make_small_decoder,
+    parse_sizes,
+    slice_by_value,
     sum_by_slice,
 )
 from .task import IGNORE_INDEX, Batch, MetricSums

@@ -17,17 +17,17 @@ from ..model_spec import ModelSpec
 from ..ops.counter_rng import RandomStreams
 from .synthetic_task import (
     ExampleArrays,
-    SyntheticTask,
     ModelShape,
-    check_sizes,
+    SyntheticTask,
     check_num_examples,
-    make_small_decoder,
-    slice_by_value,
-    parse_sizes,
+    check_sizes,
     find_correct,
-    sum_by_slice,
-    slice_by_power_of_two,
     find_correct_rows,
+    make_small_decoder,
+    parse_sizes,
+    slice_by_power_of_two,
+    slice_by_value,
+    sum_by_slice,
 )
 from .task import IGNORE_INDEX, Batch, MetricSums
 
@@ -80,7 +80,9 @@ class CopyTask(SyntheticTask):
 
     def model(self) -> ModelSpec:
         """Two layers, of which the first tells every token what stood before it."""
-        return make_small_decoder(self.name, self.symbols + START_ID + 1, ModelShape(width=64, heads=4, layers=2, feed=128))
+        return make_small_decoder(
+            self.name, self.symbols + START_ID + 1, ModelShape(width=64, heads=4, layers=2, feed=128)
+        )
 
     def draw_examples(self, random: RandomStreams) -> ExampleArrays:
         blocks, gaps = parse_sizes("block", self.block, 1), parse_sizes("gap", self.gap, 0)

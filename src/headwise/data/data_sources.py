@@ -12,7 +12,7 @@ from .file_task import FileTask
 from .image_arrays import read_npz
 from .language_modelling import STDLIB, TextTask
 from .task_registry import TASKS, make_task
-from .text_files import list_files, find_splits, existing_path
+from .text_files import existing_path, find_splits, list_files
 
 # What the end of a name says; .npz and folders are looked into.
 ADAPTER_OF_SUFFIX = {
@@ -78,5 +78,7 @@ def _adapter_of_folder(folder: Path) -> str:
         return "tokens"
     if len(find_splits(folder, jsonl.JSONL_SUFFIXES)) > 1:
         return "jsonl"
-    pictures, texts = (len(list_files(folder, suffixes)) for suffixes in (image_arrays.IMAGE_SUFFIXES, TextTask.suffixes))
+    pictures, texts = (
+        len(list_files(folder, suffixes)) for suffixes in (image_arrays.IMAGE_SUFFIXES, TextTask.suffixes)
+    )
     return "images" if images.find_idx_files(folder) or pictures > texts else "text"

@@ -16,7 +16,15 @@ from ..masking.pattern_base import check_whole_number
 from ..masking.sequence_info import SequenceInfo
 from ..model_spec import ModelSpec, ProcessorSpec
 from ..ops.counter_rng import RandomStreams
-from .synthetic_task import ExampleArrays, SyntheticTask, ModelShape, check_num_examples, parse_sizes, sum_by_slice, make_small_translator
+from .synthetic_task import (
+    ExampleArrays,
+    ModelShape,
+    SyntheticTask,
+    check_num_examples,
+    make_small_translator,
+    parse_sizes,
+    sum_by_slice,
+)
 from .task import IGNORE_INDEX, Batch, MetricSums
 
 # A token and what of the meaning it stands for: "y3" is the thousands of a year, "n-1" the tenths of an amount, "unit"
@@ -68,7 +76,13 @@ def format_english(value: Date | Amount) -> TokenizedPhrase:
     if isinstance(value, Amount):
         return [*_format_decimal(value.cents, ","), *make_plain_token(" "), (value.currency, ("unit",))]
     month = (MONTHS[value.month - 1], ("m1", "m0"))
-    return [*_tag_digits(str(value.day), "d"), *make_plain_token(" "), month, *make_plain_token(" "), *_tag_digits(str(value.year), "y")]
+    return [
+        *_tag_digits(str(value.day), "d"),
+        *make_plain_token(" "),
+        month,
+        *make_plain_token(" "),
+        *_tag_digits(str(value.year), "y"),
+    ]
 
 
 def format_iso(value: Date | Amount) -> TokenizedPhrase:
@@ -97,12 +111,27 @@ def format_chinese(value: Date | Amount) -> TokenizedPhrase:
     ('两万零二元零五分', '二百美元十二美分')
     """
     if isinstance(value, Amount):
-        return _format_yuan(value.cents) if value.currency == "yuan" else _format_units_and_cents(value.cents, CURRENCIES[value.currency])
+        return (
+            _format_yuan(value.cents)
+            if value.currency == "yuan"
+            else _format_units_and_cents(value.cents, CURRENCIES[value.currency])
+        )
     year = _spell_digits(str(value.year), "y", digits=CHINESE_YEAR_DIGITS)
-    return [*year, *make_plain_token("年"), *format_chinese_numeral(value.month, "m"), *make_plain_token("月"), *format_chinese_numeral(value.day, "d"), *make_plain_token("日")]
+    return [
+        *year,
+        *make_plain_token("年"),
+        *format_chinese_numeral(value.month, "m"),
+        *make_plain_token("月"),
+        *format_chinese_numeral(value.day, "d"),
+        *make_plain_token("日"),
+    ]
 
 
-LANGUAGES: Mapping[str, Callable[[Date | Amount], TokenizedPhrase]] = {"en": format_english, "iso": format_iso, "zh": format_chinese}
+LANGUAGES: Mapping[str, Callable[[Date | Amount], TokenizedPhrase]] = {
+    "en": format_english,
+    "iso": format_iso,
+    "zh": format_chinese,
+}
 
 
 def format_chinese_numeral(number: int, letter: str, last: int = 0) -> TokenizedPhrase:
@@ -153,7 +182,10 @@ def _format_units_and_cents(cents: int, currency: Currency) -> TokenizedPhrase:
     out: TokenizedPhrase = []
     for number, last, unit in ((whole, 0, currency.unit), (rest, -2, currency.subunit)):
         if number:
-            out += [*_use_counting_two(format_chinese_numeral(number, "n", last)), *((token, ("unit",)) for token in unit)]
+            out += [
+                *_use_counting_two(format_chinese_numeral(number, "n", last)),
+                *((token, ("unit",)) for token in unit),
+            ]
     return out
 
 
@@ -296,7 +328,13 @@ class DateTranslation(SyntheticTask):
             one = Amount(of, list(CURRENCIES)[currency]) if subject else date_of_day_number(of)
             source, target = self.directions[direction]
             said, wanted = LANGUAGES[source](one), LANGUAGES[target](one)
-            known = (SUBJECTS[subject], f"{source}-{target}", join_tokens(said), join_tokens(wanted), align_tokens(said, wanted))
+            known = (
+                SUBJECTS[subject],
+                f"{source}-{target}",
+                join_tokens(said),
+                join_tokens(wanted),
+                align_tokens(said, wanted),
+            )
             gold.append(TranslationAnnotation(*known))
             sources.append([number[f"<{target}>"], *(number[token] for token, _ in said)])
             targets.append([number[token] for token, _ in wanted])
@@ -382,7 +420,12 @@ def _make_tokenizer() -> dict[str, object]:
         "padding": None,
         "added_tokens": [{"id": n, "content": token, **own} for n, token in enumerate(SPECIAL_TOKENS)],
         "normalizer": None,
-        "pre_tokenizer": {"type": "Split", "pattern": {"Regex": TOKEN_PATTERN}, "behavior": "Isolated", "invert": False},
+        "pre_tokenizer": {
+            "type": "Split",
+            "pattern": {"Regex": TOKEN_PATTERN},
+            "behavior": "Isolated",
+            "invert": False,
+        },
         "post_processor": None,
         "decoder": {"type": "Fuse"},
         "model": {

@@ -35,7 +35,9 @@ class EpochOrder:
 
     def __init__(self, num_examples: int) -> None:
         self.count = num_examples
-        self._permutations: dict[tuple[int, int], IndexArray] = {}  # spares drawing an epoch again for each of its batches
+        self._permutations: dict[
+            tuple[int, int], IndexArray
+        ] = {}  # spares drawing an epoch again for each of its batches
 
     def of(self, seed: int, epoch: int) -> IndexArray:
         """All of them, as this epoch orders them."""

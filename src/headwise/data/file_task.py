@@ -17,7 +17,7 @@ from ..interfaces.registry import CheckedDataclass
 from ..masking.sequence_info import SequenceInfo
 from ..model_spec import EmbeddingSpec, ModelSpec, NormSpec, OutputHeadSpec, PatchSpec, ProcessorSpec, StackSpec
 from .synthetic_task import ModelShape
-from .task import SPLITS, Batch, MetricSums, Task, measure_accuracy, check_split
+from .task import SPLITS, Batch, MetricSums, Task, check_split, measure_accuracy
 from .vocabulary import Vocabulary
 
 
@@ -211,9 +211,13 @@ def make_translator(vocab_sizes: tuple[int, int], width: int, layers: int, table
     )
 
 
-def make_classifier(name: str, embedding: EmbeddingSpec, classes: int, pooling: str, kind: str = "encoder") -> ModelSpec:
+def make_classifier(
+    name: str, embedding: EmbeddingSpec, classes: int, pooling: str, kind: str = "encoder"
+) -> ModelSpec:
     """Four layers, 128 wide, that read all of an example and say its class, or that of each of its tokens."""
-    stack = StackSpec.from_blocks("encoder", DEFAULT_SHAPE.width, DEFAULT_SHAPE.blocks("full()"), embedding=embedding, norm=NormSpec())
+    stack = StackSpec.from_blocks(
+        "encoder", DEFAULT_SHAPE.width, DEFAULT_SHAPE.blocks("full()"), embedding=embedding, norm=NormSpec()
+    )
     return ModelSpec(name, kind, (stack,), (OutputHeadSpec("classes", classes, pooling, bias="learned"),))
 
 

@@ -16,7 +16,16 @@ from ..masking.pattern_base import check_whole_number
 from ..masking.patterns import Edges
 from ..model_spec import ModelSpec, OutputHeadSpec
 from ..ops.counter_rng import Ints, RandomStreams
-from .synthetic_task import ExampleArrays, SyntheticTask, ModelShape, check_num_examples, make_small_encoder, find_correct, sum_by_slice, find_correct_rows
+from .synthetic_task import (
+    ExampleArrays,
+    ModelShape,
+    SyntheticTask,
+    check_num_examples,
+    find_correct,
+    find_correct_rows,
+    make_small_encoder,
+    sum_by_slice,
+)
 from .task import Batch, MetricSums
 
 GRAPH_STREAM = 3  # the stream from which the graph is drawn; 0, 1 and 2 are the splits

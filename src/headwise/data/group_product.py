@@ -19,15 +19,15 @@ from ..ops.counter_rng import RandomStreams
 from .synthetic_task import (
     MIN_DISTINCT_EXAMPLES,
     ExampleArrays,
-    SyntheticTask,
     ModelShape,
-    check_sizes,
+    SyntheticTask,
     check_num_examples,
-    make_small_decoder,
+    check_sizes,
     find_correct,
-    sum_by_slice,
-    slice_by_power_of_two,
     find_correct_rows,
+    make_small_decoder,
+    slice_by_power_of_two,
+    sum_by_slice,
 )
 from .task import IGNORE_INDEX, Batch, MetricSums
 
@@ -115,7 +115,9 @@ def make_multiplication_table(name: str) -> np.ndarray:
         raise SpecError(f"group={name!r} is unknown; use 'parity', or a letter and a size: 'Z5', 'S3', 'A5'")
     kind, size = told[1], int(told[2])
     if size > MAX_GROUP_SIZE[kind]:
-        raise SpecError(f"group={name!r} is larger than any model here learns; use at most {kind}{MAX_GROUP_SIZE[kind]}")
+        raise SpecError(
+            f"group={name!r} is larger than any model here learns; use at most {kind}{MAX_GROUP_SIZE[kind]}"
+        )
     if kind == "Z":
         return np.add.outer(np.arange(size), np.arange(size)) % size
     moves = np.array(list(_permutations(kind, size)))

@@ -21,7 +21,7 @@ from ..model_spec import EmbeddingSpec, ModelSpec, PositionSpec, ProcessorSpec
 from .example_order import IndexArray
 from .file_task import make_classifier, make_patches
 from .labelled_examples import ClassifierInputs
-from .text_files import read_chunks, is_gzipped
+from .text_files import is_gzipped, read_chunks
 
 IDX_DTYPES = {0x08: "u1", 0x09: "i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
 

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from ..errors import SpecError
-from .example_order import DEFAULT_HELD_OUT, split_examples, check_split_shares
+from .example_order import DEFAULT_HELD_OUT, check_split_shares, split_examples
 from .file_task import FileTask
 from .image_arrays import IMAGE_SUFFIXES, ArrayImages, ImageFiles, ImageInputs, ImageStore, read_idx, read_npz
 from .labelled_examples import LabelledDataset, number_labels
-from .text_files import existing_file, list_files, find_splits, existing_path
+from .text_files import existing_file, existing_path, find_splits, list_files
 
 # What files and arrays are called: MNIST's names, those of Keras, and plain words.
 SPLIT_PREFIXES = {"train": ("train",), "valid": ("valid", "val"), "test": ("t10k", "test")}
@@ -119,7 +119,9 @@ def _read_npz_splits(path: Path) -> dict[str, LabelledImages]:
 def _find_array(arrays: Mapping[str, Any], kind: str, words: Sequence[str], split: str) -> str:
     """Which array holds this, if any."""
     plain = ARRAY_NAMES[kind] if split == "train" else ()
-    ways = [f"{first}_{last}" for one in ARRAY_NAMES[kind] for word in words for first, last in ((one, word), (word, one))]
+    ways = [
+        f"{first}_{last}" for one in ARRAY_NAMES[kind] for word in words for first, last in ((one, word), (word, one))
+    ]
     return next((name for name in (*ways, *plain) if name in arrays), "")
 
 

@@ -16,12 +16,12 @@ from torch import Tensor
 from ..errors import SpecError, suggest
 from ..masking.sequence_info import SequenceInfo
 from ..model_spec import EmbeddingSpec, ModelSpec, ProcessorSpec
-from .example_order import DEFAULT_HELD_OUT, IndexArray, split_examples, check_split_shares
-from .file_task import FileTask, Dataset, make_classifier
+from .example_order import DEFAULT_HELD_OUT, IndexArray, check_split_shares, split_examples
+from .file_task import Dataset, FileTask, make_classifier
 from .labelled_examples import ClassifierInputs, LabelledDataset, number_labels
 from .language_modelling import TokenSpan, TokenStreamDataset, split_ranges
-from .text_files import read_lines, find_splits, existing_path
-from .translation import ParallelCorpus, TranslationOptions, SentencePair, TranslationDataset, normalise_sentence
+from .text_files import existing_path, find_splits, read_lines
+from .translation import ParallelCorpus, SentencePair, TranslationDataset, TranslationOptions, normalise_sentence
 from .vocabulary import IdArray, SubwordVocabulary, train_bpe
 
 END_OF_TEXT = "<|end|>"
@@ -73,13 +73,18 @@ class JsonlTask(FileTask):
 
     def read(self) -> Dataset:
         if self.source_field:
-            both = {split: self._read_fields(path, "source_field", "target_field") for split, path in self._split_paths().items()}
+            both = {
+                split: self._read_fields(path, "source_field", "target_field")
+                for split, path in self._split_paths().items()
+            }
             pairs = {split: [SentencePair(*row) for row in rows] for split, rows in both.items()}
             making = TranslationOptions(self.vocab, longest=self.length)
             return TranslationDataset(ParallelCorpus.of(pairs.pop("train"), (self.valid, self.test), pairs), making)
         if self.label_field:
             paths = self._split_paths().items()
-            return self._labelled_dataset({split: list(self._read_fields(path, "text_field", "label_field")) for split, path in paths})
+            return self._labelled_dataset(
+                {split: list(self._read_fields(path, "text_field", "label_field")) for split, path in paths}
+            )
         return self._token_stream()
 
     def _read_fields(self, path: Path, *names: str) -> Iterator[list[str]]:
@@ -105,7 +110,9 @@ class JsonlTask(FileTask):
             ids = np.concatenate([end[:0], *(one for text in coded[owner][start:stop] for one in (text, end))])
             spans[split] = TokenSpan(ids, 0, len(ids))
         widths, stop = vocabulary.bytes_per_id, vocabulary.special(END_OF_TEXT)
-        return TokenStreamDataset(spans, self.length, vocabulary.size, vocabulary=vocabulary, bytes_per_id=widths, end_id=stop)
+        return TokenStreamDataset(
+            spans, self.length, vocabulary.size, vocabulary=vocabulary, bytes_per_id=widths, end_id=stop
+        )
 
     def _read_texts(self, path: Path) -> Iterator[str]:
         return (row[0] for row in self._read_fields(path, "text_field"))

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..errors import SpecError
 from ..masking.sequence_info import SequenceInfo
 from ..model_spec import ModelSpec, ProcessorSpec
-from .example_order import IndexArray, EpochOrder, strided_batch_indices
+from .example_order import EpochOrder, IndexArray, strided_batch_indices
 from .file_task import Dataset
 from .task import IGNORE_INDEX, Batch
 from .vocabulary import Vocabulary
@@ -46,7 +46,9 @@ class LabelledDataset(Dataset):
     `names` are what the labels stand for, in their order.
     """
 
-    def __init__(self, inputs: ClassifierInputs, labels: Any, class_names: Sequence[str], splits: Mapping[str, IndexArray]) -> None:
+    def __init__(
+        self, inputs: ClassifierInputs, labels: Any, class_names: Sequence[str], splits: Mapping[str, IndexArray]
+    ) -> None:
         self.inputs, self.labels, self.names, self.splits = inputs, labels, tuple(class_names), splits
         self.vocabulary = inputs.vocabulary
         self.sizes = {split: len(own) for split, own in splits.items()}

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from ..errors import SpecError, suggest
 from ..model_spec import ModelSpec, ProcessorSpec
-from .example_order import DEFAULT_HELD_OUT, make_rng, check_split_shares, strided_batch_indices
-from .file_task import FileTask, Dataset, make_language_model
+from .example_order import DEFAULT_HELD_OUT, check_split_shares, make_rng, strided_batch_indices
+from .file_task import Dataset, FileTask, make_language_model
 from .task import IGNORE_INDEX, Batch, MetricSums
-from .text_files import read_text_chunks, existing_file, list_files, existing_path, is_gzipped
-from .vocabulary import ByteVocabulary, CharVocabulary, Vocabulary, train_bpe, read_vocabulary
+from .text_files import existing_file, existing_path, is_gzipped, list_files, read_text_chunks
+from .vocabulary import ByteVocabulary, CharVocabulary, Vocabulary, read_vocabulary, train_bpe
 
 ROUNDING_SLACK = 1e-6  # 1 - 0.9 is a little less than 0.1
 SCAN_TOKENS = 1 << 22  # tokens that are looked at together

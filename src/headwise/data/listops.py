@@ -16,7 +16,16 @@ from ..masking.pattern_base import check_whole_number
 from ..masking.sequence_info import SequenceInfo
 from ..model_spec import ModelSpec, OutputHeadSpec
 from ..ops.counter_rng import HALF, Ints, RandomStreams
-from .synthetic_task import ExampleArrays, SyntheticTask, ModelShape, check_num_examples, slice_by_value, make_small_encoder, find_correct, sum_by_slice
+from .synthetic_task import (
+    ExampleArrays,
+    ModelShape,
+    SyntheticTask,
+    check_num_examples,
+    find_correct,
+    make_small_encoder,
+    slice_by_value,
+    sum_by_slice,
+)
 from .task import Batch, MetricSums
 
 OPERATORS, DIGITS = 4, 10  # MIN, MAX, MED, SM; 0 to 9
@@ -48,7 +57,9 @@ def grow_trees(random: RandomStreams, depth: int, max_arguments: int, max_tokens
         chance, count, kind, digit = random.blocks(row, number)
         operator = (chance < QUARTER) & (above > 0)
         many = np.where(operator, 2 + _scale_to_limit(count, max_arguments - 1), 0)
-        levels.append(TreeLevel(row, parent, operator, many, _scale_to_limit(kind, OPERATORS), _scale_to_limit(digit, DIGITS)))
+        levels.append(
+            TreeLevel(row, parent, operator, many, _scale_to_limit(kind, OPERATORS), _scale_to_limit(digit, DIGITS))
+        )
         length += np.bincount(row, 1 + operator, len(random)).astype(np.int64)
         met += np.bincount(row, minlength=len(random))
         parent = np.repeat(np.arange(len(row)), np.where(length[row] <= max_tokens, many, 0))
@@ -112,7 +123,9 @@ def evaluate_trees(levels: Sequence[TreeLevel]) -> Ints:
     below = levels[-1].digit
     for level in reversed(levels[:-1]):
         value = level.digit.copy()
-        value[level.is_operator] = _apply_operators(below, level.arguments[level.is_operator], level.kind[level.is_operator])
+        value[level.is_operator] = _apply_operators(
+            below, level.arguments[level.is_operator], level.kind[level.is_operator]
+        )
         below = value
     return below
 
@@ -202,7 +215,9 @@ class ListOps(SyntheticTask):
     def model(self) -> ModelSpec:
         """Four layers, and what the first token has gathered."""
         shape = ModelShape(width=64, heads=4, layers=4, feed=128)
-        return make_small_encoder(self.name, len(SYMBOLS), shape, OutputHeadSpec("classes", NUM_CLASSES, at="first", bias="learned"))
+        return make_small_encoder(
+            self.name, len(SYMBOLS), shape, OutputHeadSpec("classes", NUM_CLASSES, at="first", bias="learned")
+        )
 
     def draw_examples(self, random: RandomStreams) -> ExampleArrays:
         levels, length = grow_trees(random, self.depth, self.arguments, self.longest)
@@ -219,7 +234,13 @@ class ListOps(SyntheticTask):
             x[row, end], parents[row, end] = CLOSE_ID, start[level.is_operator]
         labels = np.zeros(len(random), np.int64)
         labels[levels[0].row] = evaluate_trees(levels)
-        told = {"x": x, "labels": labels, "length": length + 1, "depth": _tree_depths(levels, len(random)), "parents": parents}
+        told = {
+            "x": x,
+            "labels": labels,
+            "length": length + 1,
+            "depth": _tree_depths(levels, len(random)),
+            "parents": parents,
+        }
         return {"content": x, "fits": fits, **told}
 
     def to_batch(self, examples: ExampleArrays) -> Batch:

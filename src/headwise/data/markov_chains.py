@@ -15,7 +15,17 @@ from ..errors import SpecError
 from ..masking.pattern_base import check_whole_number
 from ..model_spec import ModelSpec
 from ..ops.counter_rng import Ints, RandomStreams
-from .synthetic_task import ExampleArrays, SyntheticTask, ModelShape, check_sizes, check_num_examples, make_small_decoder, find_correct, sum_by_slice, slice_by_power_of_two
+from .synthetic_task import (
+    ExampleArrays,
+    ModelShape,
+    SyntheticTask,
+    check_num_examples,
+    check_sizes,
+    find_correct,
+    make_small_decoder,
+    slice_by_power_of_two,
+    sum_by_slice,
+)
 from .task import IGNORE_INDEX, Batch, MetricSums
 
 NUM_BASELINE_EXAMPLES = 512  # examples over which the lines of simple guessers are drawn
@@ -61,7 +71,11 @@ class MarkovChains(SyntheticTask):
         """
         x = self._examples_of_split(np.arange(NUM_BASELINE_EXAMPLES), "valid")["x"][:, :-1]
         best = predict_by_bigrams(x, self.symbols)
-        told = {"uniform": np.full_like(best, 1 / self.symbols), "unigram": predict_by_unigrams(x, self.symbols), "bigram": best}
+        told = {
+            "uniform": np.full_like(best, 1 / self.symbols),
+            "unigram": predict_by_unigrams(x, self.symbols),
+            "bigram": best,
+        }
         return {name: float((best * np.log(best / guess)).sum(-1).mean()) for name, guess in told.items()}
 
     def model(self) -> ModelSpec:

@@ -227,7 +227,9 @@ def make_small_decoder(name: str, vocab_size: int, shape: ModelShape) -> ModelSp
     return ModelSpec(name, "decoder", (stack,), (OutputHeadSpec("tokens", vocab_size),))
 
 
-def make_small_encoder(name: str, vocab_size: int, shape: ModelShape, head: OutputHeadSpec, pattern: str | Pattern = "full()") -> ModelSpec:
+def make_small_encoder(
+    name: str, vocab_size: int, shape: ModelShape, head: OutputHeadSpec, pattern: str | Pattern = "full()"
+) -> ModelSpec:
     """A model that reads all at once."""
     return ModelSpec(name, "encoder", (_make_stack("encoder", vocab_size, shape, pattern),), (head,))
 
@@ -239,7 +241,9 @@ def make_small_translator(name: str, vocab_size: int, shape: ModelShape) -> Mode
     target = StackSpec.from_blocks(
         "decoder", shape.width, shape.blocks("causal()", "full()"), embedding=embedding, norm=NormSpec()
     )
-    return ModelSpec(name, "encoder-decoder", (source, target), (OutputHeadSpec("tokens", vocab_size, table="encoder"),))
+    return ModelSpec(
+        name, "encoder-decoder", (source, target), (OutputHeadSpec("tokens", vocab_size, table="encoder"),)
+    )
 
 
 def _make_stack(name: str, tokens: int, shape: ModelShape, pattern: str | Pattern) -> StackSpec:

@@ -14,11 +14,11 @@ from torch import Tensor
 from ..errors import SpecError
 from ..masking.sequence_info import SequenceInfo
 from ..model_spec import EmbeddingSpec, ModelSpec, PatchSpec, ProcessorSpec
-from .example_order import DEFAULT_HELD_OUT, IndexArray, split_examples, check_split_shares
+from .example_order import DEFAULT_HELD_OUT, IndexArray, check_split_shares, split_examples
 from .file_task import FileTask, make_classifier
 from .image_arrays import open_npy, read_npz
 from .labelled_examples import ClassifierInputs, LabelledDataset, number_labels
-from .text_files import existing_file, read_lines, list_files, existing_path
+from .text_files import existing_file, existing_path, list_files, read_lines
 
 LABEL_TABLE = "labels.tsv"
 

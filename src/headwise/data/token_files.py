@@ -16,7 +16,7 @@ from .example_order import DEFAULT_HELD_OUT, check_split_shares
 from .file_task import FileTask
 from .image_arrays import open_npy
 from .language_modelling import SCAN_TOKENS, TokenSpan, TokenStreamDataset, split_ranges
-from .text_files import existing_file, find_splits, existing_path
+from .text_files import existing_file, existing_path, find_splits
 from .vocabulary import SubwordVocabulary, read_vocabulary
 
 TOKEN_FILE_SUFFIXES = (".npy", ".bin", ".safetensors")
@@ -113,7 +113,9 @@ class TokenFileTask(FileTask):
     def _open_ids(self, path: Path, meta: TokenFileMetadata) -> Any:
         if path.suffix not in TOKEN_FILE_SUFFIXES:
             raise SpecError(f"{path} is none of {', '.join(TOKEN_FILE_SUFFIXES)}; store ids as one of these")
-        ids = {".npy": _open_npy_ids, ".bin": _open_bin_ids, ".safetensors": _open_safetensors_ids}[path.suffix](path, meta, self.tensor)
+        ids = {".npy": _open_npy_ids, ".bin": _open_bin_ids, ".safetensors": _open_safetensors_ids}[path.suffix](
+            path, meta, self.tensor
+        )
         if not len(ids):
             raise SpecError(f"{path} is empty; give ids")
         return ids
@@ -126,7 +128,9 @@ def _read_metadata(path: Path) -> TokenFileMetadata:
         raise SpecError(f"{path} is no JSON: {error}; write vocab, dtype and tokenizer, or take it away") from None
     if not isinstance(told, dict):
         raise SpecError(f"{path} holds {type(told).__name__}; write an object with vocab, dtype and tokenizer")
-    meta = TokenFileMetadata(*(told.get(name, usual) for name, usual in (("vocab", 0), ("dtype", ""), ("tokenizer", ""))))
+    meta = TokenFileMetadata(
+        *(told.get(name, usual) for name, usual in (("vocab", 0), ("dtype", ""), ("tokenizer", "")))
+    )
     if type(meta.vocab) is not int or meta.vocab < 0 or type(meta.dtype) is not str or type(meta.tokenizer) is not str:
         raise SpecError(f"{path} says {told}; write vocab as a whole number, dtype and tokenizer as text")
     _check_dtype(meta.dtype, f"{path}: dtype")

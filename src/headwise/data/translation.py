@@ -18,8 +18,17 @@ from torch import Tensor
 from ..errors import SpecError, suggest
 from ..masking.sequence_info import SequenceInfo
 from ..model_spec import ModelSpec, ProcessorSpec
-from .example_order import DEFAULT_HELD_OUT, IndexArray, BatchPlan, plan_by_length, plan_by_token_budget, split_by_key, plan_packed_rows, check_split_shares
-from .file_task import FileTask, Dataset, make_translator
+from .example_order import (
+    DEFAULT_HELD_OUT,
+    BatchPlan,
+    IndexArray,
+    check_split_shares,
+    plan_by_length,
+    plan_by_token_budget,
+    plan_packed_rows,
+    split_by_key,
+)
+from .file_task import Dataset, FileTask, make_translator
 from .task import IGNORE_INDEX, Batch, MetricSums
 from .text_files import existing_file, read_lines
 from .vocabulary import IdArray, SubwordVocabulary, train_bpe
@@ -47,7 +56,9 @@ def pack_batch(batch: Batch) -> PackedBatch:
     """The texts of a batch of ids, in the order in which they stand; text k of a source goes with text k of x.
 
     >>> ids = torch.tensor([[5, 6, 0], [7, 8, 9]])
-    >>> told = pack_batch(Batch(ids, torch.tensor([[6, 5, IGNORE_INDEX], [8, 9, 7]]), SequenceInfo.of(ids, lengths=[2, 3])))
+    >>> told = pack_batch(
+    ...     Batch(ids, torch.tensor([[6, 5, IGNORE_INDEX], [8, 9, 7]]), SequenceInfo.of(ids, lengths=[2, 3]))
+    ... )
     >>> told.batch.x.tolist(), told.batch.tokens.lengths
     ([[5, 6, 7, 8, 9]], ((2, 3),))
     >>> told.unpack(told.batch.x).tolist()
@@ -206,7 +217,9 @@ class ParallelCorpus:
     notes: list[str] = field(default_factory=list)
 
     @staticmethod
-    def of(train: Iterable[SentencePair], shares: tuple[float, float], held_out_pairs: Mapping[str, list[SentencePair]]) -> ParallelCorpus:
+    def of(
+        train: Iterable[SentencePair], shares: tuple[float, float], held_out_pairs: Mapping[str, list[SentencePair]]
+    ) -> ParallelCorpus:
         """Held-out splits are their `own` pairs or a share of those to train on; no source is in two splits.
 
         Sources that differ in case, punctuation and spaces alone count as one.
@@ -221,7 +234,9 @@ class ParallelCorpus:
         if "valid" not in held_out_pairs:
             valid, test = shares[0], 0.0 if "test" in held_out_pairs else shares[1]
             found = split_by_key([normalise_sentence(pair.source) for pair in whole], valid, test)
-            held |= {split: [whole[n] for n in found[split]] for split in ("valid", "test") if split not in held_out_pairs}
+            held |= {
+                split: [whole[n] for n in found[split]] for split in ("valid", "test") if split not in held_out_pairs
+            }
             whole = [whole[n] for n in found["train"]]
         judged = {normalise_sentence(pair.source) for split in held.values() for pair in split}
         kept = [pair for pair in whole if normalise_sentence(pair.source) not in judged]
@@ -343,7 +358,9 @@ def _pair_lengths(sides: Sequence[EncodedSide]) -> IndexArray:
     return np.max([side.lengths for side in sides], axis=0)
 
 
-def _train_vocabularies(train: list[SentencePair], making: TranslationOptions) -> tuple[SubwordVocabulary, SubwordVocabulary]:
+def _train_vocabularies(
+    train: list[SentencePair], making: TranslationOptions
+) -> tuple[SubwordVocabulary, SubwordVocabulary]:
     sources, targets = ([pair[n] for pair in train] for n in (0, 1))
     if making.vocabularies == "separate":
         first, second = (train_bpe(texts, making.vocab, (START_TOKEN, END_TOKEN)) for texts in (sources, targets))
@@ -415,7 +432,9 @@ class ParallelTextTask(FileTask):
 
     def files(self) -> Sequence[Path]:
         said = [self.path, self.valid, self.test]
-        return [existing_file(str(one)) for held in said if not isinstance(held, (int, float)) for one in _as_tuple(held)]
+        return [
+            existing_file(str(one)) for held in said if not isinstance(held, (int, float)) for one in _as_tuple(held)
+        ]
 
     def read(self) -> TranslationDataset:
         held = {"valid": self.valid, "test": self.test}

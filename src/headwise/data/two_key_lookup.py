@@ -14,7 +14,16 @@ from ..errors import SpecError
 from ..masking.pattern_base import check_whole_number
 from ..model_spec import ModelSpec
 from ..ops.counter_rng import Ints, RandomStreams
-from .synthetic_task import ExampleArrays, SyntheticTask, ModelShape, check_sizes, check_num_examples, make_small_decoder, find_correct, sum_by_slice
+from .synthetic_task import (
+    ExampleArrays,
+    ModelShape,
+    SyntheticTask,
+    check_num_examples,
+    check_sizes,
+    find_correct,
+    make_small_decoder,
+    sum_by_slice,
+)
 from .task import IGNORE_INDEX, Batch, MetricSums
 
 QUESTION_ID, SAME_ID, FIRST_ENTITY_ID = 0, 1, 2  # the marks of the two questions, and the id of the first entity
@@ -59,7 +68,9 @@ class TwoKeyLookup(SyntheticTask):
             fact = f"{self.direct} direct questions about different ones of {self.entities} entities cannot be asked"
             raise SpecError(f"{fact}; use direct={self.entities}")
         check_sizes(self, tokens=self._length, symbols=self.vocabulary)
-        check_num_examples(self, float(self.values) ** min(self._num_facts, 64), "use more entities, attributes or values")
+        check_num_examples(
+            self, float(self.values) ** min(self._num_facts, 64), "use more entities, attributes or values"
+        )
 
     @property
     def _num_facts(self) -> int:
@@ -97,7 +108,9 @@ class TwoKeyLookup(SyntheticTask):
         fact = asked * self.attributes + wanted
         direct = self._make_rows(asked, wanted, np.take_along_axis(value, fact, 1), QUESTION_ID)
         hopped = one * self.attributes + np.take_along_axis(wanted, other, 1)
-        composed = self._make_rows(one, np.take_along_axis(asked, other, 1), np.take_along_axis(value, hopped, 1), SAME_ID)
+        composed = self._make_rows(
+            one, np.take_along_axis(asked, other, 1), np.take_along_axis(value, hopped, 1), SAME_ID
+        )
         return {
             "content": (x := np.concatenate([facts, direct, composed], 1)),
             "x": x,
@@ -109,7 +122,11 @@ class TwoKeyLookup(SyntheticTask):
     def _make_rows(self, entity: Ints, second: Ints, value: Ints, mark: int | None = None) -> Ints:
         """Facts, or questions with their answers, side by side as ids [examples, tokens]."""
         attributes = FIRST_ENTITY_ID + self.entities
-        said = [entity + FIRST_ENTITY_ID, second + (FIRST_ENTITY_ID if mark == SAME_ID else attributes), value + attributes + self.attributes]
+        said = [
+            entity + FIRST_ENTITY_ID,
+            second + (FIRST_ENTITY_ID if mark == SAME_ID else attributes),
+            value + attributes + self.attributes,
+        ]
         said = said if mark is None else [np.full_like(entity, mark), *said]
         return np.stack(said, -1).reshape(len(entity), -1)
 
@@ -149,7 +166,11 @@ class TwoKeyLookup(SyntheticTask):
         return " ".join(
             marks.get(one)
             or (
-                f"E{one - FIRST_ENTITY_ID}" if one < attributes else f"a{one - attributes}" if one < values else str(one - values)
+                f"E{one - FIRST_ENTITY_ID}"
+                if one < attributes
+                else f"a{one - attributes}"
+                if one < values
+                else str(one - values)
             )
             for one in ids
         )

@@ -149,11 +149,17 @@ def train_bpe(texts: Iterable[str], vocab_size: int, special_tokens: Sequence[st
     """A vocabulary of at most `size` pieces that these texts are written with in the fewest (BPE over bytes)."""
     least = 256 + len(special_tokens)
     if vocab_size < least:
-        raise SpecError(f"vocab={vocab_size} is less than the {least} of bytes and special tokens; give {least} or more")
+        raise SpecError(
+            f"vocab={vocab_size} is less than the {least} of bytes and special tokens; give {least} or more"
+        )
     tokenizer = _byte_level_tokenizer(BPE(), splitting="words")
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = BpeTrainer(
-        vocab_size=vocab_size, special_tokens=list(special_tokens), initial_alphabet=alphabet, show_progress=False, min_frequency=2
+        vocab_size=vocab_size,
+        special_tokens=list(special_tokens),
+        initial_alphabet=alphabet,
+        show_progress=False,
+        min_frequency=2,
     )
     tokenizer.train_from_iterator(texts, trainer)
     return SubwordVocabulary(tokenizer)

@@ -137,7 +137,9 @@ def _predict(net: Transformer, task: DateTranslation, batch: Batch) -> list[list
     with torch.no_grad():
         memory = net.eval().encode(batch.source, sequence=batch.source_tokens)
     prompt, tokens = task.prompt(batch)
-    return greedy_decode(net, prompt, max_new_tokens=task.answers, sequence=tokens, end_id=END_ID, encoder_output=memory)
+    return greedy_decode(
+        net, prompt, max_new_tokens=task.answers, sequence=tokens, end_id=END_ID, encoder_output=memory
+    )
 
 
 def measure_alignment(net: Transformer, batch: Batch) -> list[HeadAlignment]:
@@ -157,7 +159,7 @@ def cross_attention_weights(net: Transformer, batch: Batch) -> dict[int, Tensor]
     before, net.probes = net.probes, probes
     try:
         with torch.no_grad():
-            net.eval()(batch.x, tokens=batch.tokens, source=batch.source, source_tokens=batch.source_tokens)
+            net.eval()(batch.x, sequence=batch.tokens, source=batch.source, source_tokens=batch.source_tokens)
     finally:
         net.probes = before
     return {int(name.split(".")[1]): probe.tensors["weights"] for name, probe in probes.items()}

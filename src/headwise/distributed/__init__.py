@@ -6,4 +6,4 @@ What is imported here needs no torch: a command reads how it was launched before
 from .launch import ProcessInfo, join_process_group
 from .parallelism import PARALLEL_DIMS, Parallelism
 
-__all__ = ["PARALLEL_DIMS", "ProcessInfo", "Parallelism", "join_process_group"]
+__all__ = ["PARALLEL_DIMS", "Parallelism", "ProcessInfo", "join_process_group"]

@@ -102,7 +102,9 @@ class GradientBuckets:
     ready first. Behind the gradients of a message stands which parameters have one: what no rank used keeps none.
     """
 
-    def __init__(self, params: Iterable[nn.Parameter], group: dist.ProcessGroup | None, max_bytes: int = BUCKET_BYTES) -> None:
+    def __init__(
+        self, params: Iterable[nn.Parameter], group: dist.ProcessGroup | None, max_bytes: int = BUCKET_BYTES
+    ) -> None:
         self.group = group
         self._buckets = list(_make_buckets(reversed(list(params)), max_bytes)) if group is not None else []
         self._pending: list[tuple[Tensor, Any]] = []

@@ -34,11 +34,16 @@ def iter_tensor_parallel_sizes(spec: ModelSpec, batch_shape: BatchShape) -> Iter
 
     >>> from headwise.model_spec import Block, Dense
     >>> stack = StackSpec.of("decoder", 3, [Block(feed=Dense(7))] * 2)
-    >>> list(iter_tensor_parallel_sizes(ModelSpec("one", "decoder", (stack,)), BatchShape(5, 11)))  # 5 rows of 11 tokens of 3 numbers
+    >>> list(
+    ...     iter_tensor_parallel_sizes(ModelSpec("one", "decoder", (stack,)), BatchShape(5, 11))
+    ... )  # 5 rows of 11 tokens of 3 numbers
     [165, 165, 165, 165]
     """
     for stack, tokens in _iter_stacks(spec, batch_shape):
-        own, other = batch_shape.rows * tokens * stack.model, batch_shape.rows * batch_shape.source * spec.stacks[0].model
+        own, other = (
+            batch_shape.rows * tokens * stack.model,
+            batch_shape.rows * batch_shape.source * spec.stacks[0].model,
+        )
         for block in stack.layers:
             for role in block.attention_specs:
                 yield from [own] * (3 if block.form == "merged" else 2)  # the mean enters by a door of its own
@@ -53,7 +58,9 @@ def iter_context_parallel_sizes(model_spec: ModelSpec, batch_shape: BatchShape) 
     >>> import headwise as hw
     >>> from headwise.model_spec import Block
     >>> stack = StackSpec.of("decoder", 8, [Block(hw.design(model=8, heads=4, kv=1))])
-    >>> list(iter_context_parallel_sizes(ModelSpec("one", "decoder", (stack,)), BatchShape(5, 11)))  # a key and a value, 2 wide, of each token
+    >>> list(
+    ...     iter_context_parallel_sizes(ModelSpec("one", "decoder", (stack,)), BatchShape(5, 11))
+    ... )  # a key and a value, 2 wide, of each token
     [220]
     """
     for stack, tokens in _iter_stacks(model_spec, batch_shape):
@@ -61,7 +68,11 @@ def iter_context_parallel_sizes(model_spec: ModelSpec, batch_shape: BatchShape) 
             if block.form == "merged" and block.cross is not None:
                 yield batch_shape.rows * tokens * count_kv_entry_numbers(averaging_spec(block.cross))
             for role, spec in block.attention_specs.items():
-                yield batch_shape.rows * (batch_shape.source if role == "cross" else tokens) * count_kv_entry_numbers(spec)
+                yield (
+                    batch_shape.rows
+                    * (batch_shape.source if role == "cross" else tokens)
+                    * count_kv_entry_numbers(spec)
+                )
     for head in model_spec.heads[:1]:
         if head.at != "each":
             yield batch_shape.rows * batch_shape.tokens * model_spec.stacks[-1].model
@@ -102,7 +113,9 @@ class CollectiveMessage(NamedTuple):
         return (2 if self.kind == "sum" else 1) * self.held * (self.ranks - 1) / self.ranks
 
 
-def count_communication(spec: ModelSpec, parallelism: Parallelism, num_micro_batches: int = 1, batch_shape: BatchShape | None = None) -> list[CollectiveMessage]:
+def count_communication(
+    spec: ModelSpec, parallelism: Parallelism, num_micro_batches: int = 1, batch_shape: BatchShape | None = None
+) -> list[CollectiveMessage]:
     """The messages of one step, a batch of it taken in so many parts, each tensor in single precision.
 
     Ranks that divide heads or tokens send what follows from `rows`, those of the batch: as many for each rank, all of
@@ -112,7 +125,10 @@ def count_communication(spec: ModelSpec, parallelism: Parallelism, num_micro_bat
     >>> stack = Stack.of("encoder", 3, [Block(feed=Dense(7))], embedding=Embedding(tokens=11))
     >>> net = ModelSpec("one", "encoder", (stack,), (Head("tokens", 11),))
     >>> numbers, tensors = 2 * 3 + 2 * 3 * 7 + 3 * 11 + 3 * 11, 6
-    >>> count_communication(net, Parallelism(data=2)) == [CollectiveMessage("sum", 4 * (numbers + tensors), 2), CollectiveMessage("sum", 4, 2)]
+    >>> count_communication(net, Parallelism(data=2)) == [
+    ...     CollectiveMessage("sum", 4 * (numbers + tensors), 2),
+    ...     CollectiveMessage("sum", 4, 2),
+    ... ]
     True
     """
     workers, found = parallelism.size // parallelism.tensor, list[CollectiveMessage]()
@@ -124,13 +140,18 @@ def count_communication(spec: ModelSpec, parallelism: Parallelism, num_micro_bat
     if parallelism.tensor > 1:
         every = partition_model(spec, parallelism.tensor)
         weights, common = spec.params(), count_replicas(spec, every)
-        found.append(CollectiveMessage("sum", FLOAT_BYTES * sum(weights[name].numel for name in common), parallelism.tensor))
+        found.append(
+            CollectiveMessage("sum", FLOAT_BYTES * sum(weights[name].numel for name in common), parallelism.tensor)
+        )
         spec = every[0].spec
         if parallelism.shards > 1:  # of what several ranks hold, slices are put together before they are summed
-            held = [
-                weight for name, weight in spec.params().items() if name in common and not _is_unsharded(weight)
+            held = [weight for name, weight in spec.params().items() if name in common and not _is_unsharded(weight)]
+            found += [
+                CollectiveMessage(
+                    "gather", FLOAT_BYTES * _padded_numel([weight], parallelism.shards), parallelism.shards
+                )
+                for weight in held
             ]
-            found += [CollectiveMessage("gather", FLOAT_BYTES * _padded_numel([weight], parallelism.shards), parallelism.shards) for weight in held]
     weights = {name: w for name, w in spec.params().items() if w.trainable}
     found += _fsdp_messages(spec, weights, parallelism, num_micro_batches) if parallelism.shards > 1 else []
     kept = [w for w in weights.values() if parallelism.shards == 1 or _is_unsharded(w)]
@@ -148,10 +169,16 @@ def _layer_messages(described: ModelSpec, spread: Parallelism, rows: BatchShape)
         found += [CollectiveMessage("sum", FLOAT_BYTES * numel, spread.tensor) for numel in numels]
     if spread.context > 1:
         own = partition_model(described, spread.tensor)[0].spec
-        numels = iter_context_parallel_sizes(own, BatchShape(rows.rows, tokens * spread.context, source * spread.context))
-        found += [CollectiveMessage(kind, FLOAT_BYTES * n, spread.context) for n in numels for kind in ("gather", "scatter")]
+        numels = iter_context_parallel_sizes(
+            own, BatchShape(rows.rows, tokens * spread.context, source * spread.context)
+        )
+        found += [
+            CollectiveMessage(kind, FLOAT_BYTES * n, spread.context) for n in numels for kind in ("gather", "scatter")
+        ]
         filled = [each for count, each in ((rows.tokens, tokens), (rows.source, source)) if count % spread.context]
-        found += [CollectiveMessage("gather", POSITION_BYTES * each * spread.context, spread.context) for each in filled]
+        found += [
+            CollectiveMessage("gather", POSITION_BYTES * each * spread.context, spread.context) for each in filled
+        ]
     return found
 
 
@@ -171,7 +198,9 @@ def _bucket_sizes(weights: Iterable[WeightSpec]) -> Iterator[int]:
         yield held + count
 
 
-def _fsdp_messages(described: ModelSpec, weights: Mapping[str, WeightSpec], spread: Parallelism, parts: int) -> Iterator[CollectiveMessage]:
+def _fsdp_messages(
+    described: ModelSpec, weights: Mapping[str, WeightSpec], spread: Parallelism, parts: int
+) -> Iterator[CollectiveMessage]:
     """Layers are put together on the way there and on the way back, what stands around them once."""
     unread = tuple(f"head.{head.name}." for head in described.heads[1:])
     around: list[tuple[str, WeightSpec]] = []
@@ -183,7 +212,9 @@ def _fsdp_messages(described: ModelSpec, weights: Mapping[str, WeightSpec], spre
     for group, times in [(around, 1), *((layer, 2) for layer in layers.values())]:
         sliced = [(name, weight) for name, weight in group if not _is_unsharded(weight)]
         learned = [weight for name, weight in sliced if not name.startswith(unread)]
-        gathered = CollectiveMessage("gather", FLOAT_BYTES * _padded_numel([w for _, w in sliced], spread.shards), spread.shards)
+        gathered = CollectiveMessage(
+            "gather", FLOAT_BYTES * _padded_numel([w for _, w in sliced], spread.shards), spread.shards
+        )
         scattered = CollectiveMessage("scatter", FLOAT_BYTES * _padded_numel(learned, spread.shards), spread.shards)
         if not sliced:
             continue

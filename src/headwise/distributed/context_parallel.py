@@ -60,13 +60,18 @@ def gather_token_outputs(y: Tensor, num_tokens: int, group: CollectiveGroup, tok
     return restore_token_order(group.beside(y.detach()), token_order)[:, :num_tokens]
 
 
-def _shard_sequence(x: Tensor, tokens: SequenceInfo | None, wire: CollectiveGroup, order: str) -> tuple[Tensor, SequenceInfo]:
+def _shard_sequence(
+    x: Tensor, tokens: SequenceInfo | None, wire: CollectiveGroup, order: str
+) -> tuple[Tensor, SequenceInfo]:
     """This rank's tokens of what an encoder or a decoder reads, and where they stand."""
     own, count = _select_positions(x, wire, order, 0), x.shape[1]
     told = SequenceInfo.contiguous(0, count, x.device) if tokens is None else tokens
     if told.start is not None and order == "runs" and own.shape[1] * wire.size == count:
         return own, SequenceInfo.contiguous(told.start + wire.rank * own.shape[1], own.shape[1], x.device)
-    position, segment = _select_positions(told.position, wire, order, 0), _select_positions(told.segment, wire, order, -1)
+    position, segment = (
+        _select_positions(told.position, wire, order, 0),
+        _select_positions(told.segment, wire, order, -1),
+    )
     return own, SequenceInfo(position, segment, checked=True)
 
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from ..models import Transformer
 from .collectives import GradientBuckets
 from .ranks import ProcessMesh
-from .sharded_model import ShardedModel, BatchForward, get_gradient_group
+from .sharded_model import BatchForward, ShardedModel, get_gradient_group
 
 
 class FSDPSharding:
@@ -72,7 +72,9 @@ def apply_fsdp(net: Transformer, process_mesh: ProcessMesh) -> ShardedModel:
     slices = {name: cast(DTensor, p) for name, p in net.named_parameters() if name in lying}
     own = {name: kept[name] if name in kept else _local_parameter(slices[name]) for name in learned}
     summed = GradientBuckets([p for name, p in kept.items() if name in learned], get_gradient_group(process_mesh))
-    return ShardedModel(path, process_mesh, own, summed, net.spec, lying, collect_gradients=lambda: _collect_gradients(own, slices))
+    return ShardedModel(
+        path, process_mesh, own, summed, net.spec, lying, collect_gradients=lambda: _collect_gradients(own, slices)
+    )
 
 
 def _local_parameter(param: DTensor) -> nn.Parameter:

@@ -66,7 +66,9 @@ class TensorShard:
     @property
     def _full_indices(self) -> tuple[Tensor, ...]:
         opened = self.layout.unmerged_shape(self.sizes)
-        return _outer_indices([self.kept.get(axis, range(size)) for axis, size in zip(self.layout.axes, opened, strict=True)])
+        return _outer_indices(
+            [self.kept.get(axis, range(size)) for axis, size in zip(self.layout.axes, opened, strict=True)]
+        )
 
 
 def _outer_indices(rows: Sequence[Sequence[int]]) -> tuple[Tensor, ...]:
@@ -145,9 +147,14 @@ def _too_few_groups_message(spec: AttentionSpec, groups: int, count: int) -> str
 def _partition_for_rank(described: ModelSpec, rank: int, count: int, cuts: Mapping[str, KeptHeads]) -> ModelShard:
     stacks = []
     for stack in described.stacks:
-        blocks = [_partition_block(block, f"{stack.name}.{depth}", rank, count, cuts) for depth, block in enumerate(stack.layers)]
+        blocks = [
+            _partition_block(block, f"{stack.name}.{depth}", rank, count, cuts)
+            for depth, block in enumerate(stack.layers)
+        ]
         stacks.append(replace(stack, runs=group_blocks(blocks)))
-    pieces = {w.name: TensorShard(w.layout, w.axis_sizes, _kept_indices(w, rank, count, cuts)) for w in described.weights()}
+    pieces = {
+        w.name: TensorShard(w.layout, w.axis_sizes, _kept_indices(w, rank, count, cuts)) for w in described.weights()
+    }
     return ModelShard(replace(described, stacks=tuple(stacks)), pieces)
 
 
@@ -184,9 +191,7 @@ def _kept_indices(w: WeightSpec, rank: int, count: int, cuts: Mapping[str, KeptH
 
 def count_replicas(spec: ModelSpec, shards: Sequence[ModelShard]) -> dict[str, Tensor]:
     """Tensors of divided layers of which several ranks hold something, with how many hold each number."""
-    inside = [
-        name for name, weight in spec.params().items() if weight.role in DIVIDED_ROLES and weight.trainable
-    ]
+    inside = [name for name, weight in spec.params().items() if weight.role in DIVIDED_ROLES and weight.trainable]
     held = {name: count_holders([portion.pieces[name] for portion in shards]) for name in inside}
     return {name: count for name, count in held.items() if int(count.max()) > 1}
 

@@ -14,7 +14,9 @@ from typing import Any
 from ..errors import SpecError
 
 JOIN_TIMEOUT = timedelta(minutes=5)  # until every rank must have come
-COLLECTIVE_TIMEOUT = timedelta(minutes=10)  # until a rank that says nothing is given up; the longest work of one rank alone
+COLLECTIVE_TIMEOUT = timedelta(
+    minutes=10
+)  # until a rank that says nothing is given up; the longest work of one rank alone
 MAX_REASON_LENGTH = 200  # of what torch says of ranks that did not meet, for it goes on for long
 FAILURE_KEY = "said"  # what the first rank to speak of an end writes into the store
 
@@ -111,7 +113,9 @@ def _init_process_group(launch: ProcessInfo) -> Any:
             store=store, rank=launch.rank, world_size=launch.size, timeout=COLLECTIVE_TIMEOUT,
         )  # fmt: skip
     except (RuntimeError, ValueError) as error:
-        raise ConnectionError(_join_failure_message(launch, " ".join(str(error).split())[:MAX_REASON_LENGTH])) from error
+        raise ConnectionError(
+            _join_failure_message(launch, " ".join(str(error).split())[:MAX_REASON_LENGTH])
+        ) from error
     return store
 
 

@@ -14,7 +14,7 @@ from ..errors import SpecError, suggest
 from ..interfaces.core_types import AuxLosses
 from ..masking.sequence_info import SequenceInfo
 from ..nn.parallel_context import SINGLE_PROCESS, HasParallelContext, ParallelContext
-from .collectives import AllGather, CopyToGroup, ReduceFromGroup, AllReduceSum, CollectiveGroup
+from .collectives import AllGather, AllReduceSum, CollectiveGroup, CopyToGroup, ReduceFromGroup
 
 TOKEN_ORDERS = ("runs", "zigzag")
 MAX_CACHED_SEQUENCES = 4  # sets of tokens whose places are remembered: those of both stacks, and of a call before
@@ -27,7 +27,12 @@ class TensorContextParallel(ParallelContext):
     from the end, so that under a causal pattern all have as many pairs.
     """
 
-    def __init__(self, tensor_group: CollectiveGroup | None = None, context_group: CollectiveGroup | None = None, token_order: str = "runs") -> None:
+    def __init__(
+        self,
+        tensor_group: CollectiveGroup | None = None,
+        context_group: CollectiveGroup | None = None,
+        token_order: str = "runs",
+    ) -> None:
         if token_order not in TOKEN_ORDERS:
             raise SpecError(f"order={token_order!r} is unknown; {suggest(token_order, TOKEN_ORDERS)}")
         self.tensor, self.context, self.order = tensor_group, context_group, token_order

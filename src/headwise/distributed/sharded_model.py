@@ -14,7 +14,7 @@ from ..data import Batch
 from ..errors import SpecError
 from ..model_spec import ModelSpec
 from ..models import Transformer, build
-from .collectives import GradientBuckets, CollectiveGroup
+from .collectives import CollectiveGroup, GradientBuckets
 from .context_parallel import check_context_parallel, shard_tokens
 from .head_partition import partition_model
 from .launch import ProcessInfo
@@ -178,7 +178,13 @@ class ShardedModel:
 
 def wrap_single_process(net: Transformer, device: torch.device | str = "cpu") -> ShardedModel:
     """A whole model that no other rank has to do with."""
-    return ShardedModel(BatchForward(net), ProcessMesh(ProcessInfo(), Parallelism(), device), _trainable_params(net), GradientBuckets((), None), net.spec)
+    return ShardedModel(
+        BatchForward(net),
+        ProcessMesh(ProcessInfo(), Parallelism(), device),
+        _trainable_params(net),
+        GradientBuckets((), None),
+        net.spec,
+    )
 
 
 def shard_model(net: Transformer, mesh: ProcessMesh) -> ShardedModel:
@@ -214,7 +220,9 @@ def _shard_parameters(net: Transformer, mesh: ProcessMesh) -> ShardedModel:
 
         return apply_fsdp(net, mesh)
     learned = _trainable_params(net)
-    return ShardedModel(BatchForward(net), mesh, learned, GradientBuckets(learned.values(), get_gradient_group(mesh)), net.spec)
+    return ShardedModel(
+        BatchForward(net), mesh, learned, GradientBuckets(learned.values(), get_gradient_group(mesh)), net.spec
+    )
 
 
 def get_gradient_group(mesh: ProcessMesh) -> dist.ProcessGroup | None:

@@ -14,7 +14,7 @@ from ..errors import SpecError
 from ..model_spec import ModelSpec
 from ..models import Transformer, build
 from .collectives import CollectiveGroup
-from .head_partition import count_replicas, count_holders, partition_model
+from .head_partition import count_holders, count_replicas, partition_model
 from .parallel_attention import TensorContextParallel, set_parallel_context
 from .sharded_model import ShardedModel, TensorSharding
 
@@ -51,7 +51,9 @@ class TensorParallelModel:
         set_parallel_context(part, TensorContextParallel(tensor_group=self.group))
         return part.train(net.training)
 
-    def sum_replicated_gradients(self, local_params: Mapping[str, nn.Parameter], shardings: Mapping[str, TensorSharding] = NO_SHARDINGS) -> None:
+    def sum_replicated_gradients(
+        self, local_params: Mapping[str, nn.Parameter], shardings: Mapping[str, TensorSharding] = NO_SHARDINGS
+    ) -> None:
         """Give every number that several ranks hold the sum of what they found as its gradient.
 
         Of those in `slices` a rank holds no more than a slice of its piece.

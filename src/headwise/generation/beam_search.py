@@ -65,7 +65,9 @@ class BeamSearch:
     def _add_finished(self, answer: BeamHypothesis, rank: int) -> None:
         if rank < self.how.beams:
             score = answer.value / len(answer.ids) ** self.how.length_penalty
-            self.over = sorted([*self.over, BeamHypothesis(score, answer.ids)], key=lambda one: -one.value)[: self.how.beams]
+            self.over = sorted([*self.over, BeamHypothesis(score, answer.ids)], key=lambda one: -one.value)[
+                : self.how.beams
+            ]
 
     @property
     def _is_decided(self) -> bool:
@@ -76,7 +78,9 @@ class BeamSearch:
         return self.active[0].value / kindest**self.how.length_penalty <= self.over[self.how.best - 1].value
 
 
-def run_beam_search(state: DecodingState, config: DecodingConfig, end_ids: frozenset[int], is_finished: IsFinished) -> list[list[BeamHypothesis]]:
+def run_beam_search(
+    state: DecodingState, config: DecodingConfig, end_ids: frozenset[int], is_finished: IsFinished
+) -> list[list[BeamHypothesis]]:
     """The `best` answers behind each prompt of a course, best first, their ends included.
 
     As transformers has it, a penalty for repetition reaches log-likelihoods, which are not brought to sum to one again.

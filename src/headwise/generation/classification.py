@@ -23,7 +23,9 @@ class Prediction(NamedTuple):
     share: float
 
 
-def classify(net: Transformer, inputs: Sequence[str] | Tensor, sequence: SequenceInfo | None = None) -> list[list[Prediction]]:
+def classify(
+    net: Transformer, inputs: Sequence[str] | Tensor, sequence: SequenceInfo | None = None
+) -> list[list[Prediction]]:
     """The classes of each input, likeliest first, by the model's first head.
 
     Inputs are texts; or what the model reads as it is, ids, or pixels and frames that `scaled` has prepared.
@@ -44,7 +46,7 @@ def classify(net: Transformer, inputs: Sequence[str] | Tensor, sequence: Sequenc
     if sequence is not None:
         sequence = sequence.to(device)
     with eval_mode(net):
-        shares = net(inputs.to(device), tokens=sequence).float().on_softmax(-1)
+        shares = net(inputs.to(device), sequence=sequence).float().on_softmax(-1)
     return [_rank_predictions(names, row) for row in shares]
 
 

@@ -14,12 +14,14 @@ from ..model_spec import ModelSpec, StackSpec
 from ..models.embeddings_heads import pool_last
 from ..models.model_cache import EncoderOutput
 from ..models.transformer import Transformer
-from .compiled_step import UNEQUAL_LENGTHS, decide_compile, compile_decode_step
+from .compiled_step import UNEQUAL_LENGTHS, compile_decode_step, decide_compile
 from .decoding_config import DEFAULT_DECODING, DecodingConfig
 from .sampling import TokenHistory
 from .text_output import Completion
 
-COMPACTION_THRESHOLD = 0.75  # rows are left out of the caches once no more than this share of them goes on: copying costs a few steps
+COMPACTION_THRESHOLD = (
+    0.75  # rows are left out of the caches once no more than this share of them goes on: copying costs a few steps
+)
 TokenChooser = Callable[[Tensor, TokenHistory], list[int]]
 
 
@@ -94,7 +96,9 @@ class DecodingState:
         self.texts = [list(self.texts[n]) for n in index]
 
 
-def run_decode_steps(state: DecodingState, choose: TokenChooser, completions: Sequence[Completion], max_new_tokens: int) -> Iterator[None]:
+def run_decode_steps(
+    state: DecodingState, choose: TokenChooser, completions: Sequence[Completion], max_new_tokens: int
+) -> Iterator[None]:
     """One token of every answer that is not over, up to `count` of each; `answers` have one for each prompt."""
     ids: list[int] = []
     for _ in range(max_new_tokens):
@@ -168,7 +172,9 @@ def check_prompt_length(spec: ModelSpec, prompt_length: int, max_new_tokens: int
     if window is not None and window > known:
         raise ValueError(f"window={window} is more than {where}; give at most window={known}")
     if prompt_length > known:
-        raise ValueError(f"{prompt_length} tokens are {prompt_length - known} more than {where}; read the last with window={known}")
+        raise ValueError(
+            f"{prompt_length} tokens are {prompt_length - known} more than {where}; read the last with window={known}"
+        )
     beyond = prompt_length + max_new_tokens - 1 - known  # the last new token is not read
     if beyond > 0 and window is None:
         fact = f"{prompt_length} tokens and {max_new_tokens} new ones are {beyond} more than {where} can take"

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..errors import SpecError
 from ..models.transformer import Transformer
 from .classification import Prediction
-from .decoding_state import eval_mode, require_language_model, pad_left
+from .decoding_state import eval_mode, pad_left, require_language_model
 from .prompts import encode_text
 from .text_output import ModelTokenizer, load_tokenizers
 
@@ -39,7 +39,7 @@ def fill_masks(net: Transformer, texts: Sequence[str], *, top: int = 5) -> list[
     rows = [encode_masked_text(net, text, mask) for text in texts]
     ids, tokens = pad_left(rows, next(net.parameters()).device)
     with eval_mode(net):
-        logits = net(ids, tokens=tokens)
+        logits = net(ids, sequence=tokens)
     found = zip(texts, ids, logits, strict=True)
     return [_fill_text(words, text, words.token_text(mask), own[row == mask], top) for text, row, own in found]
 

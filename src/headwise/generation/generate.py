@@ -15,8 +15,8 @@ from ..ops.counter_rng import RandomStream
 from .beam_search import BeamHypothesis, run_beam_search
 from .compiled_step import CompileReporter, ignore_decision
 from .decoding_config import DEFAULT_DECODING, DecodingConfig, check_decoding
-from .decoding_state import TokenChooser, DecodingState, eval_mode, require_language_model, run_decode_steps
-from .prompts import PromptBatch, prepare_decoder_input, parse_prompts
+from .decoding_state import DecodingState, TokenChooser, eval_mode, require_language_model, run_decode_steps
+from .prompts import PromptBatch, parse_prompts, prepare_decoder_input
 from .sampling import TokenHistory, sample_tokens
 from .text_output import Completion, IncrementalDetokenizer, load_tokenizers
 
@@ -120,7 +120,13 @@ class TextGenerator:
     tell: CompileReporter = ignore_decision
 
     @staticmethod
-    def of(net: Transformer, max_new_tokens: int, temperature: float, config: DecodingConfig, report_compile: CompileReporter = ignore_decision) -> TextGenerator:
+    def of(
+        net: Transformer,
+        max_new_tokens: int,
+        temperature: float,
+        config: DecodingConfig,
+        report_compile: CompileReporter = ignore_decision,
+    ) -> TextGenerator:
         """The same, if it can be meant."""
         if not isinstance(net, Transformer):
             raise ValueError(f"model is of type {type(net).__name__}; give what hw.build or hw.load returned")
@@ -150,7 +156,9 @@ class TextGenerator:
         answer = self.answer(prompts.kind, prompts.rows[0])
         with eval_mode(self.net):
             course = self._start_decoding(prompts)
-        return self._iter_pieces(answer, prompts.kind, run_decode_steps(course, self._make_chooser(course, streams), [answer], self.count))
+        return self._iter_pieces(
+            answer, prompts.kind, run_decode_steps(course, self._make_chooser(course, streams), [answer], self.count)
+        )
 
     def _iter_pieces(self, answer: Completion, kind: str, going: Iterator[None]) -> Iterator[Any]:
         while True:
@@ -195,7 +203,8 @@ class TextGenerator:
 
         found = run_beam_search(course, self.how, ends, ended)
         return [
-            [self._beam_output(one, given.kind, row) for one in best] for best, row in zip(found, given.rows, strict=True)
+            [self._beam_output(one, given.kind, row) for one in best]
+            for best, row in zip(found, given.rows, strict=True)
         ]
 
     def _beam_output(self, one: BeamHypothesis, kind: str, prompt: list[int]) -> GenerationOutput:

@@ -7,7 +7,7 @@ from torch import Tensor
 from ..masking.sequence_info import SequenceInfo
 from ..models.model_cache import EncoderOutput
 from ..models.transformer import Transformer
-from . import DecodingState, eval_mode, require_language_model, sample_tokens, run_decode_steps
+from . import DecodingState, eval_mode, require_language_model, run_decode_steps, sample_tokens
 from .text_output import Completion
 
 
@@ -35,7 +35,9 @@ def greedy_decode(
     _check_greedy_inputs(net, prompt, max_new_tokens, sequence)
     answers = [Completion(() if end_id is None else (end_id,)) for _ in range(len(prompt))]
     with eval_mode(net):
-        course = DecodingState(net, prompt, max_new_tokens=max_new_tokens, sequence=sequence, encoder_output=encoder_output)
+        course = DecodingState(
+            net, prompt, max_new_tokens=max_new_tokens, sequence=sequence, encoder_output=encoder_output
+        )
         for _ in run_decode_steps(course, sample_tokens, answers, max_new_tokens):
             pass
     return [answer.ids for answer in answers]

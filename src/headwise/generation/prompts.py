@@ -12,7 +12,7 @@ from ..errors import SequenceTooLong, SpecError
 from ..masking.sequence_info import SequenceInfo
 from ..models.model_cache import EncoderOutput
 from ..models.transformer import Transformer
-from .decoding_state import check_prompt_length, require_language_model, max_positions, pad_left
+from .decoding_state import check_prompt_length, max_positions, pad_left, require_language_model
 from .text_output import load_tokenizers
 
 PROMPT_HELP = "give text, ids such as [3, 1, 4], or a list of either"

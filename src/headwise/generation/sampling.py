@@ -31,7 +31,9 @@ def sample_tokens(
     >>> sample_tokens(torch.tensor([[0.0, 2.0, 1.0]]), [[1]], how=Decoding(repetition=3.0))
     [2]
     """
-    logits = apply_repetition_penalty(logits.to(torch.promote_types(logits.dtype, torch.float32)), history, config.repetition)
+    logits = apply_repetition_penalty(
+        logits.to(torch.promote_types(logits.dtype, torch.float32)), history, config.repetition
+    )
     highest, likeliest = logits.max(-1)
     if bool(highest.isnan().any()):
         raise ValueError("the model says NaN of how likely a token is, so its weights are broken; load others")

@@ -119,7 +119,9 @@ class IncrementalDetokenizer:
     def _new_text(self) -> str:
         whole = self.words.text([*self._settled, *self._pending])
         # What was told stays, even where a tokenizer would now read its bytes otherwise.
-        return whole[len(self._settled_text) :] if whole.startswith(self._settled_text) else self.words.text(self._pending)
+        return (
+            whole[len(self._settled_text) :] if whole.startswith(self._settled_text) else self.words.text(self._pending)
+        )
 
     def _emit(self, new: str, up_to: int) -> None:
         self.text += new[self._num_emitted : up_to]
@@ -164,7 +166,12 @@ class Completion:
     ([5, 7], True)
     """
 
-    def __init__(self, end_ids: Collection[int] = (), stop_texts: Sequence[str] = (), detokenizer: IncrementalDetokenizer | None = None) -> None:
+    def __init__(
+        self,
+        end_ids: Collection[int] = (),
+        stop_texts: Sequence[str] = (),
+        detokenizer: IncrementalDetokenizer | None = None,
+    ) -> None:
         self.ids: list[int] = []
         self.over = False
         self._end_ids, self._stop_texts, self._detokenizer = end_ids, tuple(stop_texts), detokenizer
@@ -230,6 +237,8 @@ class Completion:
         """Which of the ids were not told yet and will stay."""
         first, count = self._num_taken_ids, len(self.ids)
         if self._stop_texts and not self.over:
-            count = max((n for n, mark in enumerate(self._text_lengths, 1) if 0 <= mark <= self._stable_length), default=0)
+            count = max(
+                (n for n, mark in enumerate(self._text_lengths, 1) if 0 <= mark <= self._stable_length), default=0
+            )
         self._num_taken_ids = max(first, count)
         return self.ids[first : self._num_taken_ids]

@@ -20,7 +20,7 @@ from ..interfaces.probe import Probe
 from ..masking.sequence_info import SequenceInfo
 from ..model_spec import ExpertsSpec
 from ..models import Transformer
-from ..models.block import LayerInputs, TransformerLayer, LayerStack
+from ..models.block import LayerInputs, LayerStack, TransformerLayer
 from ..models.embeddings_heads import OutputHead
 from ..models.feed_forward import FeedForward, NormLayer
 from ..models.transformer import resolve_sequence
@@ -216,13 +216,17 @@ class RelevanceForward:
     def _embed_inputs(self, names: Mapping[str, Any]) -> Tensor:
         return self.net(**names).double()
 
-    def _run_stack(self, stack: LayerStack, x: Tensor, call: LayerInputs, states: RelevanceNode | None) -> RelevanceNode:
+    def _run_stack(
+        self, stack: LayerStack, x: Tensor, call: LayerInputs, states: RelevanceNode | None
+    ) -> RelevanceNode:
         h = self.stack_inputs[stack.spec.name] = RelevanceNode(x[0].double())
         for layer in stack.blocks:
             h = self._run_layer(layer, h, call, states)
         return h if stack.norm is None else self._run_norm(stack.norm, h)
 
-    def _run_layer(self, layer: TransformerLayer, x: RelevanceNode, call: LayerInputs, states: RelevanceNode | None) -> RelevanceNode:
+    def _run_layer(
+        self, layer: TransformerLayer, x: RelevanceNode, call: LayerInputs, states: RelevanceNode | None
+    ) -> RelevanceNode:
         """As the layer does it, by where its norms stand."""
         place, tape = layer.placement, self.tape
         norms = {name: one for name, one in layer.named_children() if isinstance(one, NormLayer)}

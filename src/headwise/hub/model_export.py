@@ -44,9 +44,7 @@ def export(model: Transformer, folder: Path | str, *, form: str = "auto", max_le
     if not isinstance(model, Transformer):
         raise ValueError(f"net is of type {type(model).__name__}; give what hw.build made, not a wrapper around it")
     config = (
-        write_config(model.spec, form)
-        | _token_ids(model.usage)
-        | {"dtype": str(_dtype(model)).removeprefix("torch.")}
+        write_config(model.spec, form) | _token_ids(model.usage) | {"dtype": str(_dtype(model)).removeprefix("torch.")}
     )
     if max_length is not None:
         config |= _set_max_length(config, max_length)

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from ..errors import SequenceTooLong, SpecError
-from ..generation import ModelTokenizer, get_decoder_start_ids, max_positions, encode_text, pad_left, load_tokenizers
+from ..generation import ModelTokenizer, encode_text, get_decoder_start_ids, load_tokenizers, max_positions, pad_left
 from ..model_spec.serialization import TOKENIZER_FILE
 from ..models import Transformer
 from ..traces import TokenRow
@@ -187,7 +187,9 @@ def _from_texts_headwise(net: Transformer, texts: list[str], steps: int) -> Mode
     names = {"x": ids} | ({} if tokens is None else {"tokens": tokens})
     counts = {"text": count, "source": count}
     prompts = [list(row.ids) for row in found]
-    return ModelInputs((), names, {"text": _pad_rows(found, ids)}, counts, len(found), False, prompts, writing.token_text)
+    return ModelInputs(
+        (), names, {"text": _pad_rows(found, ids)}, counts, len(found), False, prompts, writing.token_text
+    )
 
 
 def _from_source_and_text(model: nn.Module, texts: Mapping[str, str]) -> ModelInputs:

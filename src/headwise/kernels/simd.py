@@ -68,7 +68,7 @@ def splat(typing: Any, value: Any) -> Any:
     lanes = SIMD_FLOAT64 if value == types.float64 else SIMD_FLOAT32
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return _build_splat(builder, args[0], lanes.kind)
+        return _build_splat(builder, args[0], lanes.llvm_type)
 
     return lanes(value), code
 
@@ -77,7 +77,7 @@ def llvm_elementwise(name: str, count: int) -> Any:
     """LLVM's operation of this name on so many vectors."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        kind = signature.return_type.kind
+        kind = signature.return_type.llvm_type
         letter = "f64" if signature.return_type == SIMD_FLOAT64 else "f32"
         told = ir.FunctionType(kind, [kind] * count)
         return builder.call(
@@ -91,7 +91,7 @@ def _llvm_reduction(name: str, start: bool) -> Any:
     """LLVM's operation of this name over the numbers of a vector, in whatever order is fastest."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        number, vector = llvm_scalar_type(signature.return_type), signature.args[0].kind
+        number, vector = llvm_scalar_type(signature.return_type), signature.args[0].llvm_type
         letter = "f64" if signature.return_type == types.float64 else "f32"
         told = ir.FunctionType(number, [number, vector] if start else [vector])
         call = cgutils.get_or_insert_function(builder.module, told, f"llvm.vector.reduce.{name}.v{SIMD_WIDTH}{letter}")
@@ -195,7 +195,7 @@ def exp2_from_shifted(typing: Any, shifted: Any) -> Any:
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         kind = ir.VectorType(INT32, SIMD_WIDTH)
         bits = builder.shl(builder.bitcast(args[0], kind), ir.Constant(kind, [23] * SIMD_WIDTH))
-        return builder.bitcast(builder.add(bits, ir.Constant(kind, [127 << 23] * SIMD_WIDTH)), SIMD_FLOAT32.kind)
+        return builder.bitcast(builder.add(bits, ir.Constant(kind, [127 << 23] * SIMD_WIDTH)), SIMD_FLOAT32.llvm_type)
 
     return SIMD_FLOAT32(SIMD_FLOAT32), code
 
@@ -210,8 +210,8 @@ def _split_float(mantissa: bool) -> Any:
             bits, bit = builder.bitcast(args[0], kind), ir.Constant(kind, [23] * SIMD_WIDTH)
             n = builder.ashr(builder.sub(bits, ir.Constant(kind, [_ROOT_BITS] * SIMD_WIDTH)), bit)
             if mantissa:
-                return builder.bitcast(builder.sub(bits, builder.shl(n, bit)), SIMD_FLOAT32.kind)
-            return builder.sitofp(n, SIMD_FLOAT32.kind)
+                return builder.bitcast(builder.sub(bits, builder.shl(n, bit)), SIMD_FLOAT32.llvm_type)
+            return builder.sitofp(n, SIMD_FLOAT32.llvm_type)
 
         return SIMD_FLOAT32(SIMD_FLOAT32), code
 
@@ -368,7 +368,7 @@ def _make_load(many: bool, memory: bool) -> Any:
     def read(typing: Any, form: Any, address: Any) -> Any:
         lanes = form.lanes
         kind = form.kind if memory else "float64" if lanes == SIMD_FLOAT64 else "float32"
-        told = lanes.kind if many else llvm_scalar_type(lanes.number)
+        told = lanes.llvm_type if many else llvm_scalar_type(lanes.number)
         raw = ir.VectorType(STORAGE_LLVM_TYPES[kind], SIMD_WIDTH) if many else STORAGE_LLVM_TYPES[kind]
 
         def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -399,11 +399,11 @@ def _make_bf16_load(odd: int) -> Any:
                     _typed_pointer(builder, at, ir.VectorType(STORAGE_LLVM_TYPES[kind], SIMD_WIDTH)),
                     align=STORAGE_ITEMSIZES[kind],
                 )
-                return _widen(builder, found, kind, lanes.kind)
+                return _widen(builder, found, kind, lanes.llvm_type)
             found = builder.load(_typed_pointer(builder, args[1], pair), align=STORAGE_ITEMSIZES[kind])
             upper = ir.Constant(pair, [0xFFFF0000] * SIMD_WIDTH)
             told = builder.and_(found, upper) if odd else builder.shl(found, ir.Constant(pair, [16] * SIMD_WIDTH))
-            return builder.bitcast(told, lanes.kind)
+            return builder.bitcast(told, lanes.llvm_type)
 
         return lanes(form, types.int64), code
 

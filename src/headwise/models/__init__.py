@@ -2,8 +2,18 @@
 
 from .embeddings_heads import TokenTypeInput
 from .initialisation import INIT_SCHEMES
-from .model_cache import ModelCache, EncoderOutput
-from .save_load import load, save, read_tokenizer
+from .model_cache import EncoderOutput, ModelCache
+from .save_load import load, read_tokenizer, save
 from .transformer import Transformer, build
 
-__all__ = ["INIT_SCHEMES", "ModelCache", "EncoderOutput", "Transformer", "TokenTypeInput", "build", "load", "save", "read_tokenizer"]
+__all__ = [
+    "INIT_SCHEMES",
+    "EncoderOutput",
+    "ModelCache",
+    "TokenTypeInput",
+    "Transformer",
+    "build",
+    "load",
+    "read_tokenizer",
+    "save",
+]

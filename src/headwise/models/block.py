@@ -106,7 +106,9 @@ class TransformerLayer(nn.Module):
                 x = x + self._sublayer_output(name, z, inputs)
             return x
         if self.placement == "abreast":
-            return sum((self._sublayer_output(name, self._normalise(f"{name}_norm", x), inputs) for name in self.sublayers), x)
+            return sum(
+                (self._sublayer_output(name, self._normalise(f"{name}_norm", x), inputs) for name in self.sublayers), x
+            )
         for name in self.sublayers:
             x = self._apply_sublayer(name, x, inputs)
         return x
@@ -141,7 +143,7 @@ class TransformerLayer(nn.Module):
         if isinstance(source, Tensor):
             source = attention.project_source(source, sequence=call.told)
         if self._merged:
-            return self._merged[0](z, source=source, tokens=call.at, cache=cache, probe=probe)
+            return self._merged[0](z, source=source, sequence=call.at, cache=cache, probe=probe)
         return attention(z, source=source, tokens=call.at, probe=probe)
 
 

@@ -15,7 +15,7 @@ from ..nn.parallel_context import HasParallelContext
 from ..nn.position_embeddings import sinusoidal_table
 from ..ops.dropout import dropout
 from ..ops.linear import linear
-from .feed_forward import SpecModule, NormLayer, get_activation
+from .feed_forward import NormLayer, SpecModule, get_activation
 
 
 class TokenTypeInput(NamedTuple):
@@ -33,7 +33,9 @@ class EmbeddingLayer(SpecModule):
         if spec.first and not spec.patches:
             raise SpecError(f"first={spec.first} vectors stand before patches; of tokens, begin with one of them")
         self.spec, self.dropout = spec, dropout
-        self._owner: tuple[EmbeddingLayer, ...] = ()  # in a tuple: it is saved, moved and trained with its own stack alone
+        self._owner: tuple[
+            EmbeddingLayer, ...
+        ] = ()  # in a tuple: it is saved, moved and trained with its own stack alone
         self.register_weights(spec.weights(width))
         self.norm = NormLayer(spec.norm, width) if spec.norm else None
         if spec.positions and spec.positions.kind == "sinusoidal":
@@ -104,7 +106,9 @@ def check_ids(name: str, ids: Tensor, num_embeddings: int, training: bool) -> No
     low, high = (int(bound) for bound in ids.aminmax())
     if low < 0 or high >= num_embeddings:
         wrong = low if low < 0 else high
-        raise ValueError(f"{name} hold {wrong}, but there are {num_embeddings} of them; give numbers in 0..{num_embeddings - 1}")
+        raise ValueError(
+            f"{name} hold {wrong}, but there are {num_embeddings} of them; give numbers in 0..{num_embeddings - 1}"
+        )
 
 
 def check_position_range(sequence: SequenceInfo, length: int) -> None:

@@ -153,7 +153,11 @@ class FeedForward(HasParallelContext, SpecModule):
     def forward(self, x: Tensor) -> Tensor:
         """The same shape."""
         x = self.parallel.copy_to_heads(x)
-        told = linear_many(x, [cast(Tensor, self.get_weight(name)) for name in self._fused_names]) if self._fused_names else ()
+        told = (
+            linear_many(x, [cast(Tensor, self.get_weight(name)) for name in self._fused_names])
+            if self._fused_names
+            else ()
+        )
         both = dict(zip(self._fused_names, told, strict=True))
         inner = self.join(lambda name: both[name] if name in both else self.linear(x, name))
         with self.parallel.head_local_rng(self.training):

@@ -37,12 +37,16 @@ def check_processor(spec: ModelSpec, processor: ProcessorSpec, file_prefix: str 
             _check_tokenizer(spec, held, f"{file_prefix}{name}.json" if file_prefix else name)
     first, last = _vocab_size(spec.stacks[0]), _vocab_size(spec.stacks[-1])
     sizes = {"before": first, "behind": first, "begin": last, "end": last}
-    told = {name: getattr(processor, name) for name in sizes} | {"mask": () if processor.mask is None else (processor.mask,)}
+    told = {name: getattr(processor, name) for name in sizes} | {
+        "mask": () if processor.mask is None else (processor.mask,)
+    }
     for name, ids in told.items():
         known = sizes.get(name, first)
         if any(one >= known for one in ids):
             fact = f"{name}={ids} holds no id of {spec.name}, which has {known} of them"
-            raise SpecError(f"{file_prefix}{fact}; give ids in 0..{known - 1}" if known else f"{file_prefix}{fact}; leave it out")
+            raise SpecError(
+                f"{file_prefix}{fact}; give ids in 0..{known - 1}" if known else f"{file_prefix}{fact}; leave it out"
+            )
     if processor.labels and spec.heads and len(processor.labels) != spec.heads[0].outputs:
         fact = f"there are {len(processor.labels)} labels for {spec.heads[0].outputs} outputs of {spec.name}"
         raise SpecError(f"{file_prefix}{fact}; give one for each")
@@ -94,9 +98,7 @@ def save(net: Transformer, folder: Path | str, *, tokenizer: str | None = None, 
     _back_up_files(folder)
     for name, data in new.items():
         write_atomically(folder / name, data)
-    manifest = ModelManifest(
-        net.spec, {name: hashlib.sha256(data).hexdigest() for name, data in new.items()}, usage
-    )
+    manifest = ModelManifest(net.spec, {name: hashlib.sha256(data).hexdigest() for name, data in new.items()}, usage)
     write_atomically(folder / MANIFEST_FILE, str(manifest).encode())  # from here on it is the new
     write_atomically(folder / MODEL_CARD_FILE, _model_card_text(net, readme).encode())
     for name in CHECKED_FILES:

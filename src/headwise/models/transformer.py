@@ -16,7 +16,7 @@ from ..model_spec import ModelSpec, ProcessorSpec
 from .block import LayerInputs, LayerStack
 from .embeddings_heads import OutputHead, TokenTypeInput
 from .initialisation import initialise_model
-from .model_cache import ModelCache, EncoderOutput
+from .model_cache import EncoderOutput, ModelCache
 
 CHECKPOINTING_MODES = ("none", "block")
 
@@ -39,9 +39,7 @@ def build(spec: ModelSpec, *, dropout: float = 0.0, seed: int | None = None, ini
         raise SpecError(f"described is of type {type(spec).__name__}; give a blueprint.Model")
     for stack in (stack for stack in spec.stacks if stack.weights_of == "first"):
         one = "all layers read the weights of the first"
-        raise SpecError(
-            f"{spec.name} cannot be built: in {stack.name} {one}; give each its own, weights_of='each'"
-        )
+        raise SpecError(f"{spec.name} cannot be built: in {stack.name} {one}; give each its own, weights_of='each'")
     for beyond in spec.beyond:
         raise SpecError(f"{spec.name} cannot be built: {beyond.reason}; describe it without that")
     if not isinstance(dropout, (int, float)) or not 0 <= dropout < 1:
@@ -167,7 +165,10 @@ class Transformer(nn.Module):
     def cache(self, *, batch: int, capacity: int, storage_format: str | None = None) -> ModelCache:
         """Fresh caches for the last stack, in the model's dtype and on its device; store="int8" keeps keys and values
         in 8 bits each."""
-        layers = [layer.cache(batch=batch, capacity=capacity, storage_format=storage_format) for layer in self._first_and_last_stack()[1].blocks]
+        layers = [
+            layer.cache(batch=batch, capacity=capacity, storage_format=storage_format)
+            for layer in self._first_and_last_stack()[1].blocks
+        ]
         if not any(layers):
             raise SpecError(f"{self.spec.name} has no attention that reads its past; call it without cache=")
         return ModelCache(layers)
@@ -196,7 +197,11 @@ class Transformer(nn.Module):
         return first.run(first.place(h, told, types), calls, self._checkpointing), told
 
     def _layer_inputs(
-        self, at: SequenceInfo, cache: ModelCache | None, memory: Tensor | EncoderOutput | None, told: SequenceInfo | None
+        self,
+        at: SequenceInfo,
+        cache: ModelCache | None,
+        memory: Tensor | EncoderOutput | None,
+        told: SequenceInfo | None,
     ) -> list[LayerInputs]:
         """What each layer of the last stack is told."""
         depth = self._first_and_last_stack()[1].depth

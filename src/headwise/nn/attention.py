@@ -228,7 +228,9 @@ class Attention(HasParallelContext, nn.Module):
         """A fresh cache for this layer, in its dtype and on its device; storage_format="int8" keeps keys and values in 8 bits
         each."""
         like, device = self._like, str(self._like.device)
-        return KVCache.for_spec(self.spec, batch=batch, capacity=capacity, dtype=like.dtype, device=device, storage_format=storage_format)
+        return KVCache.for_spec(
+            self.spec, batch=batch, capacity=capacity, dtype=like.dtype, device=device, storage_format=storage_format
+        )
 
     @property
     def _like(self) -> Tensor:
@@ -308,11 +310,7 @@ class Attention(HasParallelContext, nn.Module):
         project = self._forms[one]
         job = CallSignature(self.spec, self.spec.core_of(project), *facts)
         backend, scale = backends.choose_backend(job, self.backend_name), self.spec.similarity.score_scale(job.core)
-        attend = (
-            varlen.VarlenRunner.from_backend(backend, job, self.backend_name).attend
-            if apart
-            else backend.attend
-        )
+        attend = varlen.VarlenRunner.from_backend(backend, job, self.backend_name).attend if apart else backend.attend
         raw = backends.reads_quantized_cache(backend, job)
         plan = ExecutionPlan(project, job, attend, raw, scale, self.spec.score_head_of_row)
         if not compiled:  # a graph that saw none would be made anew once there is one

@@ -139,6 +139,6 @@ def _check_even(spec: AttentionSpec, sizes: Sequence[int]) -> None:
 
 def _with(spec: AttentionSpec, heads: Heads) -> AttentionSpec:
     """The same parts, with sizes that followed from the number of heads written out, around other heads."""
-    slots = {slot: getattr(spec, slot).settled(spec) for slot in SLOTS if slot != "pattern"}
+    slots = {slot: getattr(spec, slot).with_fixed_sizes(spec) for slot in SLOTS if slot != "pattern"}
     heads = replace(heads, speaks=() if heads.speaks == spec.default_score_heads(heads.rows) else heads.speaks)
     return replace(spec, heads=heads, **slots, modifiers=tuple(m.with_fixed_sizes(spec) for m in spec.modifiers))

@@ -184,6 +184,6 @@ def sample_orthogonal_gaussian(seed: int, shape: tuple[int, ...]) -> Tensor:
     blocks = []
     for _ in range(0, count, dim):
         q, r = torch.linalg.qr(draw(dim, dim))
-        blocks.append(q * r.diagonal().marker())  # only with these signs are all rotations as likely
+        blocks.append(q * r.diagonal().sign())  # only with these signs are all rotations as likely
     lengths = draw(count, dim).norm(dim=1, keepdim=True)
     return fixed_values((torch.cat(blocks)[:count] * lengths).flatten().tolist())(shape)

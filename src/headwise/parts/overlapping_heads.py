@@ -40,7 +40,7 @@ class Overlapping(Project):
     slice, W_O of h (D + 2 overlap) columns. Channels are remembered before they are divided. `heads.vdim` is
     D + 2 overlap. Channels are an axis of their own, so cutting a head leaves its neighbours' view untouched.
 
-    `schedule` says how the overlap follows from the depth l = 0 .. L-1, once `spec.placed(l, L)` asks for it: "l"
+    `schedule` says how the overlap follows from the depth l = 0 .. L-1, once `spec.at_depth(l, L)` asks for it: "l"
     (what the released code ships), "l+1", "l//2", "l//2+1", and from the other end "L-l-1", "L-l", "(L-l-1)//2",
     "(L-l-1)//2+1"; until then, and when it is "fixed", the overlap is the number given.
 
@@ -48,7 +48,7 @@ class Overlapping(Project):
     >>> spec = hw.design(model=8, heads=2, project=Overlapping(overlap=1, schedule="l+1"))
     >>> spec.heads.vdim, hw.select_counted.params(spec) - hw.select_counted.params(hw.design(model=8, heads=2))
     (6, 32)
-    >>> spec.placed(2, 6).project, spec.placed(2, 6).heads.vdim
+    >>> spec.at_depth(2, 6).project, spec.at_depth(2, 6).heads.vdim
     (Overlapping(overlap=3), 10)
     """
 

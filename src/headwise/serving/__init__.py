@@ -2,7 +2,7 @@
 
 from .engine import Engine
 from .kv_memory import BatchingConfig
-from .metrics import ThroughputPrediction, ServingReport
+from .metrics import ServingReport, ThroughputPrediction
 from .requests import RequestStream, RequestTiming
 
-__all__ = ["BatchingConfig", "Engine", "ThroughputPrediction", "ServingReport", "RequestStream", "RequestTiming"]
+__all__ = ["BatchingConfig", "Engine", "RequestStream", "RequestTiming", "ServingReport", "ThroughputPrediction"]

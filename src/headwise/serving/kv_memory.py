@@ -14,7 +14,7 @@ from ..cache.block_table import PageLayout
 from ..cache.paged_batch import PagedBatch
 from ..errors import SpecError, suggest
 from ..masking.sequence_info import SequenceInfo
-from ..models import ModelCache, EncoderOutput, Transformer
+from ..models import EncoderOutput, ModelCache, Transformer
 from ..spec.attention_spec import AttentionSpec
 from .paged_layers import PagedSupport
 
@@ -76,7 +76,9 @@ class KVMemory:
         like, rows = caches[0], batching.rows
         self._states = [RecurrentStateCache(c.spec, rows, c.dtype, c.device) for c in caches if c.spec.is_recurrent]
         blocks = list(net.stacks.values())[-1].blocks
-        self._cross_specs = [block.attentions["cross"].spec if "cross" in block.attentions else None for block in blocks]
+        self._cross_specs = [
+            block.attentions["cross"].spec if "cross" in block.attentions else None for block in blocks
+        ]
         self._source_buffers = [_make_source_buffers(spec, batching, like) for spec in self._cross_specs]
         self.paging = PageLayout.for_specs(paged, batching.page)
         self.pages = self._num_affordable_pages(like)
@@ -116,7 +118,9 @@ class KVMemory:
     def used(self) -> int:
         """Bytes in use: of pages that are held, and of states and sources of the rows there are."""
         rows = self.batching.rows
-        return self.pool.book.pages.num_held * self.page_bytes + self.fixed_bytes * (rows - len(self._free_slots)) // rows
+        return (
+            self.pool.book.pages.num_held * self.page_bytes + self.fixed_bytes * (rows - len(self._free_slots)) // rows
+        )
 
     def pages_needed(self, tokens: int) -> tuple[int, ...]:
         """The pages that a row comes to hold at most on its way to so many tokens, group by group."""

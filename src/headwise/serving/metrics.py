@@ -13,7 +13,7 @@ from ..costs.serving_cost import RequestChunk, ServingCost
 from ..errors import SpecError
 from ..models import Transformer
 from .kv_memory import KVMemory
-from .model_runner import StepRecord, ModelRunner
+from .model_runner import ModelRunner, StepRecord
 from .requests import RequestTiming
 
 MAX_PRICED_STEPS = 48  # steps that are priced, evenly among all
@@ -105,7 +105,9 @@ class ServingReport:
             _format_latency("until the first token", self.wait),
             _format_latency("from token to token", self.each),
             _format_line("bytes in use at most, of", f"{self.peak_bytes:,}, {self.budget:,}"),
-            _format_line("layers that read pages where they lie, of", f"{self.layers - len(self.gathers)}, {self.layers}"),
+            _format_line(
+                "layers that read pages where they lie, of", f"{self.layers - len(self.gathers)}, {self.layers}"
+            ),
             *(f"  for {count} they are gathered: {why}" for why, count in Counter(self.gathers.values()).items()),
         ]
         return "\n".join(lines)
@@ -131,7 +133,11 @@ class ThroughputPrediction:
         serving = ServingCost(
             net.spec, device, NumberFormats(dtype), allocator=CacheAllocator("paged", 16), source_tokens=source
         )
-        chosen = [report.steps[n * len(report.steps) // MAX_PRICED_STEPS] for n in range(MAX_PRICED_STEPS)] if report.steps else []
+        chosen = (
+            [report.steps[n * len(report.steps) // MAX_PRICED_STEPS] for n in range(MAX_PRICED_STEPS)]
+            if report.steps
+            else []
+        )
         if len(report.steps) <= MAX_PRICED_STEPS:
             chosen = list(report.steps)
         measured = sum(step.seconds for step in chosen)
@@ -145,7 +151,9 @@ class ThroughputPrediction:
         return {"device": self.device, "seconds": self.seconds, "tokens_per_second": self.tokens}
 
     def __str__(self) -> str:
-        return _format_line("tokens a second that cost predicts at most", f"{self.tokens:,.1f}") + f"\n  on {self.device}"
+        return (
+            _format_line("tokens a second that cost predicts at most", f"{self.tokens:,.1f}") + f"\n  on {self.device}"
+        )
 
 
 def _min_step_seconds(serving: ServingCost, step: StepRecord) -> float:

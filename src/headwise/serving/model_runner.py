@@ -14,9 +14,11 @@ from ..generation.sampling import sample_tokens
 from ..models import Transformer
 from .kv_memory import KVMemory
 from .requests import ServingRequest
-from .scheduler import split_prefill, split_by_size
+from .scheduler import split_by_size, split_prefill
 
-CALL_OVERHEAD_BYTES = 2**25  # bytes that could have been moved in the time that a call takes beside its weights and pages
+CALL_OVERHEAD_BYTES = (
+    2**25
+)  # bytes that could have been moved in the time that a call takes beside its weights and pages
 CALL_OVERHEAD_TOKENS = 32  # that could have been computed in the time that a call takes to read its weights
 GATHER_PASSES = 3  # a page that is gathered is read, written, and read again
 MAX_RECORDED_STEPS = 2**16  # steps of which is remembered what they were
@@ -71,7 +73,9 @@ class ModelRunner:
             for request in reading:
                 length = self._num_cached_tokens(request)
                 known = (
-                    self.memory.pool.book.next_hashes(request.row, request.context, length) if self.memory.shares else None
+                    self.memory.pool.book.next_hashes(request.row, request.context, length)
+                    if self.memory.shares
+                    else None
                 )
                 if known in ahead or (sources and sources + len(request.source) > self.memory.batching.chunk):
                     continue
@@ -127,7 +131,9 @@ class ModelRunner:
             return
         size = {request.number: self._gathered_pages((request, count)) if one else count for request, count in parts}
         ordered = sorted(parts, key=lambda part: -size[part[0].number])
-        for count in split_by_size([size[request.number] for request, _ in ordered], self._call_cost_pages if one else CALL_OVERHEAD_TOKENS):
+        for count in split_by_size(
+            [size[request.number] for request, _ in ordered], self._call_cost_pages if one else CALL_OVERHEAD_TOKENS
+        ):
             for some in self._split_by_buffer(ordered[:count]):
                 self._run_call(some)
             ordered = ordered[count:]

@@ -131,7 +131,9 @@ class RequestStream:
     else drives the engine, reading does.
     """
 
-    def __init__(self, request: ServingRequest, step_until: StepUntil, cancel: Callable[[ServingRequest], None]) -> None:
+    def __init__(
+        self, request: ServingRequest, step_until: StepUntil, cancel: Callable[[ServingRequest], None]
+    ) -> None:
         self._request, self._step_until, self._cancel, self._num_read = request, step_until, cancel, 0
 
     def __iter__(self) -> Iterator[int]:

@@ -28,7 +28,11 @@ def split_prefill(pending: Iterable[int], chunk_size: int, min_first_chunk: int 
 
     The first `opening` tokens of a prompt must come together, and wait for a step that has room for them, or is theirs.
 
-    >>> list(split_prefill([100, 3, 5], 64)), list(split_prefill([5, 3, 70], 64)), list(split_prefill([5, 3, 70], 64, opening=60))
+    >>> (
+    ...     list(split_prefill([100, 3, 5], 64)),
+    ...     list(split_prefill([5, 3, 70], 64)),
+    ...     list(split_prefill([5, 3, 70], 64, opening=60)),
+    ... )
     ([64], [5, 3, 56], [5, 3])
     """
     left = chunk_size
@@ -54,4 +58,6 @@ def split_by_size(sizes: Sequence[int], call_cost: float) -> list[int]:
     if count < 2:
         return [count] * count
     saved, at = max(((sizes[0] - sizes[n]) * (count - n), n) for n in range(1, count))
-    return [count] if saved <= call_cost else split_by_size(sizes[:at], call_cost) + split_by_size(sizes[at:], call_cost)
+    return (
+        [count] if saved <= call_cost else split_by_size(sizes[:at], call_cost) + split_by_size(sizes[at:], call_cost)
+    )

@@ -250,7 +250,7 @@ class AttentionSpec:
         """The same layer at one depth of a stack: parts with a schedule get their numbers, and heads the widths."""
         if type(layer) is not int or type(layers) is not int or not 0 <= layer < layers:
             raise SpecError(f"there is no layer {layer!r} of {layers!r}; give whole numbers, 0 <= layer < layers")
-        moved = {slot: getattr(self, slot).placed(layer, layers) for slot in SLOTS if slot != "pattern"}
+        moved = {slot: getattr(self, slot).at_depth(layer, layers) for slot in SLOTS if slot != "pattern"}
         modifiers, heads = tuple(m.at_depth(layer, layers) for m in self.modifiers), self.heads
         for part in (*moved.values(), *modifiers):
             heads = part.widen_heads(heads)

@@ -286,9 +286,7 @@ def convert(
         raise SpecError(
             f"way={conversion!r} says nothing of what is shared; give a number of heads, or hw.surgery.Pool(...)"
         )
-    sites = [
-        site for site in count_heads(model.spec) if kind in ("all", "cross" if site.endswith("cross") else "self")
-    ]
+    sites = [site for site in count_heads(model.spec) if kind in ("all", "cross" if site.endswith("cross") else "self")]
     if not sites:
         raise SpecError(f"{model.spec.name} has no {kind}-attention; use where='all'")
     if chosen.needs_statistics and len(examples) < 2:

@@ -156,9 +156,7 @@ def collate_questions(net: Transformer, questions: Sequence[EvaluationInput]) ->
         for question in questions
     ):
         raise SpecError("some texts come with a source and some without; give each one")
-    for (stream, told), stack in zip(
-        STREAM_ARGUMENTS.items(), (net.spec.stacks[-1], net.spec.stacks[0]), strict=True
-    ):
+    for (stream, told), stack in zip(STREAM_ARGUMENTS.items(), (net.spec.stacks[-1], net.spec.stacks[0]), strict=True):
         if stream in names:
             rows = [question.inputs.kwargs[stream] for question in questions]
             given[stream] = _stack_rows(rows)

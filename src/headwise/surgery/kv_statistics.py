@@ -86,7 +86,7 @@ def _notify_collectors(attention: Attention, z_BSE: Tensor, tokens: SequenceInfo
 def _wrap_project_kv(original: Callable[..., Any]) -> Callable[..., Any]:
     def remember(self: Attention, z: Tensor, *, tokens: SequenceInfo | None = None) -> Any:
         _notify_collectors(self, z, tokens)
-        return original(self, z, tokens=tokens)
+        return original(self, z, sequence=tokens)
 
     return remember
 

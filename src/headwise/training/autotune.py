@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..data import Batch
-from ..data.translation import UnpackableBatch, real_token_share, pack_batch
+from ..data.translation import UnpackableBatch, pack_batch, real_token_share
 from ..distributed.sharded_model import BatchForward, wrap_single_process
 from ..models import Transformer
 from .recipe import Recipe

@@ -56,7 +56,9 @@ class TaskEvaluator:
             memory = None if here.source is None else net.eval().encode(here.source, sequence=here.source_tokens)
         given = Batch(prompt, prompt, tokens).to(self.device)
         count, end = self.task.answers, self.task.end
-        return greedy_decode(net, given.x, max_new_tokens=count, sequence=given.tokens, end_id=end, encoder_output=memory)
+        return greedy_decode(
+            net, given.x, max_new_tokens=count, sequence=given.tokens, end_id=end, encoder_output=memory
+        )
 
     def _averages(self, own: Iterable[MetricSums]) -> dict[str, float]:
         """Over what all ranks measured, each its share."""

@@ -26,7 +26,9 @@ def cross_entropy(logits: Tensor, labels: Tensor, smoothing: float = 0.0) -> Ten
     """
     exact = torch.promote_types(logits.dtype, torch.float32)
     flat = logits.reshape(-1, logits.shape[-1]).to(exact)
-    return F.cross_entropy(flat, labels.reshape(-1), ignore_index=IGNORE_INDEX, label_smoothing=smoothing, reduction="sum")
+    return F.cross_entropy(
+        flat, labels.reshape(-1), ignore_index=IGNORE_INDEX, label_smoothing=smoothing, reduction="sum"
+    )
 
 
 def count_labels(batch: Batch) -> int:

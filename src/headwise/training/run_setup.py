@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..data import Batch, Task
-from ..distributed import ProcessInfo, Parallelism
+from ..distributed import Parallelism, ProcessInfo
 from ..distributed.config_consistency import check_same_config, fingerprint_code
 from ..distributed.ranks import ProcessMesh
 from ..distributed.sharded_model import check_partition, shard_model
@@ -108,7 +108,9 @@ class TrainingSetup:
             check_same_config(world, {**fingerprint_code(), "spread": recipe.spread})
         setup = world.run_on_all(lambda: TrainingSetup._of(task, model_spec, recipe, folder, world))
         if world.size > 1:
-            check_same_config(world, {**setup.config, "weights": setup.initial_model and hash_weights(setup.initial_model)})
+            check_same_config(
+                world, {**setup.config, "weights": setup.initial_model and hash_weights(setup.initial_model)}
+            )
         return setup
 
     @staticmethod
@@ -139,7 +141,11 @@ class TrainingSetup:
         if self.ranks.size == 1:
             return []
         rows = self.recipe.batch // self.recipe.accumulate
-        uneven = f"; {rows} rows make {self.ranks.num_data_shards} unequal shares" if rows % self.ranks.num_data_shards else ""
+        uneven = (
+            f"; {rows} rows make {self.ranks.num_data_shards} unequal shares"
+            if rows % self.ranks.num_data_shards
+            else ""
+        )
         return [f"{self.ranks.size} ranks, {self.ranks.spread}{uneven}"]
 
     def start_run(self) -> TrainingRun:
@@ -232,7 +238,9 @@ def check_ranks(recipe: Recipe, ranks: ProcessMesh) -> None:
     if rows < ranks.num_data_shards:
         part = f"a batch of {recipe.batch}" + (f" in {recipe.accumulate} parts" if recipe.accumulate > 1 else "")
         more = ranks.num_data_shards * recipe.accumulate
-        raise SpecError(f"{part} has no row for each of {ranks.num_data_shards} ranks; use batch={more} or more, or fewer ranks")
+        raise SpecError(
+            f"{part} has no row for each of {ranks.num_data_shards} ranks; use batch={more} or more, or fewer ranks"
+        )
 
 
 def _has_layer_collectives(spread: Parallelism) -> bool:

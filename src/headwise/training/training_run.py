@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from .. import costs
 from ..data import Batch, Task
-from ..data.translation import pack_batch, iter_texts
+from ..data.translation import iter_texts, pack_batch
 from ..distributed.sharded_model import ShardedModel
 from ..errors import TrainingDiverged
 from ..interfaces.core_types import CallSize

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from ...data import IGNORE_INDEX, Batch
-from ...data.example_order import IndexArray, plan_by_length, make_rng
+from ...data.example_order import IndexArray, make_rng, plan_by_length
 from ...data.file_task import make_translator
-from ...data.translation import real_token_share, pack_batch
+from ...data.translation import pack_batch, real_token_share
 from ...distributed.sharded_model import BatchForward, wrap_single_process
 from ...masking.sequence_info import SequenceInfo
 from ...models import Transformer, build
@@ -58,7 +58,10 @@ def _case(
     name: str, runs: dict[str, TimedCall], both: tuple[Batches, Batches], tolerance: float | None
 ) -> BenchmarkCase:
     ours = runs.pop("ours")
-    full = {who: f"{np.mean([real_token_share(one) for one in some]):.0%} of rows" for who, some in zip(runs, both, strict=False)}
+    full = {
+        who: f"{np.mean([real_token_share(one) for one in some]):.0%} of rows"
+        for who, some in zip(runs, both, strict=False)
+    }
     notes = {"no padding": ", ".join(f"{share} where {who}" for who, share in full.items())}
     told = [t for one in both[0] for t in (one.tokens, one.source_tokens) if t is not None]
     notes["tokens"] = f"{sum(int(t.is_real.sum()) for t in told)}, of both sides"

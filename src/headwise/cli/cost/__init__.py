@@ -153,7 +153,7 @@ def estimate_costs(given: argparse.Namespace) -> CostReport:
     from ...costs.cost_report import CostReport, estimate_cost
     from ...costs.workload import Workload, max_lengths
 
-    found = [load_target(name, given, given.changed_sites) for name in names]
+    found = [load_target(name, given, given.changes) for name in names]
     known = [own - max(given.generate - 1, 0) for own, _ in map(max_lengths, found) if own is not None]
     usual = max(min([DEFAULT_CONTEXT, *known]), 1)
     context = usual if given.context is None else given.context

@@ -67,7 +67,7 @@ def make_published_views(given: argparse.Namespace, costs: CostReport) -> Mappin
     from ...costs.published_formulas import FormulaSource, compare_formulas
 
     sources = tuple(FormulaSource.from_name(name) for name in given.beside)
-    rows = (row for source in sources for price in costs for row in compare_formulas(price, source, given.dims))
+    rows = (row for source in sources for price in costs for row in compare_formulas(price, source, given.ways))
     return {"beside": PublishedFormulasView(sources, tuple(rows))}
 
 

@@ -134,6 +134,4 @@ def _check_unused(given: argparse.Namespace, parser: argparse.ArgumentParser, ne
     for name, value in vars(given).items():
         if name not in COMMON_OPTIONS and value != parser.get_default(name):
             says = {"classes": "tells classes", "masks": "fills in masks"}[kind]
-            raise UsageError(
-                f"--{name.replace('_', '-')} is for answers that are written, and {net.spec.name} {says}"
-            )
+            raise UsageError(f"--{name.replace('_', '-')} is for answers that are written, and {net.spec.name} {says}")

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-from ...generation.classification import Prediction, require_class_names, classify
+from ...generation.classification import Prediction, classify, require_class_names
 from ...models import Transformer
 from ..arguments import UsageError, print_page, to_json
 from .inputs import InputLine, InputLines, make_input_reader

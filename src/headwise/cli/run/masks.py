@@ -47,6 +47,9 @@ def _masks_to_dict(net: Transformer, lines: Sequence[InputLine[Any]]) -> dict[st
     for line in lines:
         said: dict[str, Any] = {"error": line.error} if line.error else {}
         if line.read:
-            said = {"text": line.read.text, "masks": [[guess._asdict() for guess in own] for own in line.read.predictions]}
+            said = {
+                "text": line.read.text,
+                "masks": [[guess._asdict() for guess in own] for own in line.read.predictions],
+            }
         rows.append({"line": line.number, "prompt": line.text, **said})
     return {"model": net.spec.name, "answers": rows}

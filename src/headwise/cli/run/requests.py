@@ -19,7 +19,7 @@ from ...generation.compiled_step import MIXED_REQUESTS
 from ...generation.decoding_config import DecodingConfig
 from ...models import Transformer
 from ...ops.counter_rng import RandomStream as Numbers
-from ...serving import BatchingConfig, Engine, ThroughputPrediction, RequestStream
+from ...serving import BatchingConfig, Engine, RequestStream, ThroughputPrediction
 from ...serving.metrics import DTYPE_NAMES
 from ..arguments import UsageError, print_page, to_json
 from .inputs import MAX_LINE_BYTES
@@ -36,7 +36,9 @@ def answer(net: Transformer, given: argparse.Namespace) -> int:
         parse_length(given), given.temperature or 0.0, make_random_streams(given.seed, 1)[0].seed, parse_decoding(given)
     )
     _check_request_options(given, usual)
-    batching = BatchingConfig(**{name: said for name in ("rows", "chunk") if (said := getattr(given, name)) is not None})
+    batching = BatchingConfig(
+        **{name: said for name in ("rows", "chunk") if (said := getattr(given, name)) is not None}
+    )
     engine = Engine(net, budget=parse_bytes(given.budget or DEFAULT_MEMORY), batching=batching)
     writer = RequestWriter("document" if given.json else "lines")
     streams: dict[int, RequestStream] = {}

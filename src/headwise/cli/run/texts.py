@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from ...generation import TextGenerator, PromptBatch, encode_prompt
+from ...generation import PromptBatch, TextGenerator, encode_prompt
 from ...generation.compiled_step import CompileDecision, ignore_decision
 from ...generation.decoding_config import DecodingConfig
 from ...generation.generate import GenerationOutput
@@ -49,7 +49,9 @@ def answer(net: Transformer, given: argparse.Namespace) -> int:
 def parse_decoding(given: argparse.Namespace) -> DecodingConfig:
     """How tokens are chosen, as the command line says."""
     told = {name: getattr(given, name) for name in (option.replace("-", "_") for option in DECODING_OPTIONS)}
-    return DecodingConfig(**{name: value for name, value in told.items() if value is not None}, stop=tuple(given.stop or ()))
+    return DecodingConfig(
+        **{name: value for name, value in told.items() if value is not None}, stop=tuple(given.stop or ())
+    )
 
 
 def parse_length(given: argparse.Namespace) -> int:
@@ -113,9 +115,7 @@ class AnswerWriter:
             scores = {"scores": self.scores.data} if self.scores and whole else {}
             steps = {"steps": self.compile_notices.messages} if self.compile_notices.messages else {}
             print_page(
-                to_json(
-                    {"model": self.generation.net.spec.name, **seed, **steps, "answers": self.documents, **scores}
-                )
+                to_json({"model": self.generation.net.spec.name, **seed, **steps, "answers": self.documents, **scores})
             )
         if self.scores and not whole:
             print(self.scores, file=sys.stderr)

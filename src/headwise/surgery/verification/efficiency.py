@@ -22,7 +22,7 @@ from ...errors import SpecError
 from ...generation import eval_mode, max_positions as known
 from ...masking.sequence_info import SequenceInfo
 from ...models import Transformer
-from ...models.model_cache import ModelCache, EncoderOutput
+from ...models.model_cache import EncoderOutput, ModelCache
 from ...spec.attention_spec import AttentionSpec
 
 COUNTED_LENGTH = 512  # tokens that are priced, unless said
@@ -340,7 +340,9 @@ def _prepare_source_decode(given: Tensor, steps: int, net: Transformer) -> Calla
     return partial(_decode_steps, net, first, _make_cache(net, len(given), steps), (steps, 0, memory))
 
 
-def _decode_steps(net: Transformer, one: Tensor, cache: ModelCache | None, how: tuple[int, int, EncoderOutput | None]) -> Tensor:
+def _decode_steps(
+    net: Transformer, one: Tensor, cache: ModelCache | None, how: tuple[int, int, EncoderOutput | None]
+) -> Tensor:
     """One token after the other, the same each time: what it is changes no time."""
     steps, past, memory = how
     said = one

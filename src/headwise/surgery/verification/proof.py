@@ -17,7 +17,7 @@ from ... import __version__
 from ...data import IGNORE_INDEX, Task
 from ...errors import suggest
 from ...files import write_atomically
-from ...generation import eval_mode, max_positions, load_tokenizers
+from ...generation import eval_mode, load_tokenizers, max_positions
 from ...generation.generate import generate
 from ...head_analysis.annotated_examples import Example
 from ...head_analysis.objectives import EvaluationInput, Objective, choose_objective, detect_head_objective
@@ -409,8 +409,6 @@ def _add_generation_scores(
 
 def _check_comparable(before: Transformer, after: Transformer) -> None:
     """Refuse two models that nothing can be said of side by side."""
-    told = [
-        (one.spec.kind, [(head.name, head.outputs) for head in one.spec.heads]) for one in (before, after)
-    ]
+    told = [(one.spec.kind, [(head.name, head.outputs) for head in one.spec.heads]) for one in (before, after)]
     if told[0] != told[1]:
         raise ValueError(f"the model before is {told[0]}, the one after {told[1]}; give what was made of that model")

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ...data import IGNORE_INDEX, Batch, Task
-from ...generation import max_positions, load_tokenizers
+from ...generation import load_tokenizers, max_positions
 from ...generation.generate import generate
 from ...generation.greedy_decoding import greedy_decode
 from ...head_analysis.annotated_examples import Example
@@ -315,12 +315,14 @@ def _generate_answers(net: Transformer, task: Task, batch: Batch, device: torch.
     here = batch.to(device)
     memory = None if here.source is None else net.encode(here.source, sequence=here.source_tokens)
     given = Batch(prompt, prompt, tokens).to(device)
-    return greedy_decode(net, given.x, max_new_tokens=task.answers, sequence=given.tokens, end_id=task.end, encoder_output=memory)
+    return greedy_decode(
+        net, given.x, max_new_tokens=task.answers, sequence=given.tokens, end_id=task.end, encoder_output=memory
+    )
 
 
 def _compute_logits(net: Transformer, batch: Batch, device: torch.device) -> Any:
     here = batch.to(device)
-    return net(here.x, tokens=here.tokens, source=here.source, source_tokens=here.source_tokens).float().cpu()
+    return net(here.x, sequence=here.tokens, source=here.source, source_tokens=here.source_tokens).float().cpu()
 
 
 def get_translation_pairs(net: Transformer, examples: Sequence[Example]) -> list[TranslationPair]:
