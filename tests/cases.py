@@ -102,7 +102,7 @@ def batches(x: Tensor) -> dict[str, hw.SequenceInfo]:
 
 def takers(spec: AttentionSpec, *, dtype: torch.dtype = torch.float64, one: bool = False, **more) -> list[str]:
     """The backends that run this spec on the CPU; `more` is more of the job, with gradients as a call here would."""
-    more = {"grad": torch.is_grad_enabled()} | more
+    more = {"needs_grad": torch.is_grad_enabled()} | more
     job = CallSignature(spec, spec.projection_form(one).core(spec), "cpu", dtype, single_query=one, **more)
     return [name for name, backend in BACKENDS.items() if name != "flex" and not backend.unsupported_reasons(job)]
 

@@ -76,7 +76,7 @@ def batch_of(model: bp.ModelSpec, tokens: Mapping[str, hw.SequenceInfo | None] =
 
 def loss_of(net: nn.Module, batch: Batch) -> Tensor:
     """The summed cross entropy."""
-    logits = net(batch.x, sequence=batch.tokens, source=batch.source, source_tokens=batch.source_tokens)
+    logits = net(batch.x, sequence=batch.tokens, source=batch.source, source_sequence=batch.source_tokens)
     return F.cross_entropy(logits.flatten(0, -2), batch.labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
 
 
@@ -101,7 +101,7 @@ def check_gradients(ours: Mapping[str, Tensor], net: nn.Module, **tolerance: flo
 def said(net: nn.Module, batch: Batch) -> Tensor:
     """What a model says of a batch."""
     with torch.no_grad():
-        return net(batch.x, sequence=batch.tokens, source=batch.source, source_tokens=batch.source_tokens)
+        return net(batch.x, sequence=batch.tokens, source=batch.source, source_sequence=batch.source_tokens)
 
 
 def learned(nets: Sequence[nn.Module], batches: Sequence[Batch], loss: Loss) -> list[Tensor | None]:

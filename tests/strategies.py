@@ -98,7 +98,7 @@ def heads(draw: st.DrawFn) -> hw.Heads:
 def readings(draw: st.DrawFn, q: int, kv: int) -> tuple[int, ...]:
     """Who reads whom: q readers of kv heads, none of them unread."""
     rest = draw(st.lists(st.integers(0, kv - 1), min_size=q - kv, max_size=q - kv))
-    return tuple(draw(st.num_permutations([*range(kv), *rest])))
+    return tuple(draw(st.permutations([*range(kv), *rest])))
 
 
 # --- specs ---------------------------------------------------------------------------------------------

@@ -60,7 +60,7 @@ def heads(**said: object) -> hw.Heads:
 
 def rows(table: str) -> list[object]:
     split = (line.split(" -> ") for line in table.strip().splitlines())
-    return [pytest.param(does.strip(), words.strip(), token_id=does.strip()) for does, words in split]
+    return [pytest.param(does.strip(), words.strip(), id=does.strip()) for does, words in split]
 
 
 def check_refused(does: str, words: str, kind: type[Exception]) -> None:

@@ -352,7 +352,7 @@ def test_a_blueprint_may_leave_out_what_is_usual(tmp_path: Path):
 
 def rows(table: str) -> list[Any]:
     split = (line.split(" -> ") for line in table.strip().splitlines())
-    return [pytest.param(does.strip(), words.strip(), token_id=does.strip()) for does, words in split]
+    return [pytest.param(does.strip(), words.strip(), id=does.strip()) for does, words in split]
 
 
 def check_refused(does: str, words: str, **named: object) -> None:

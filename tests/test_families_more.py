@@ -213,7 +213,7 @@ class Passing(NamedTuple):
     inputs: list[tuple[Tensor, Tensor | None]]
     heads: list[Tensor]
     seen: list[AttentionCall]
-    wants_core: bool = True
+    needs_call: bool = True
 
     def core(self, seen: AttentionCall) -> None:
         self.seen.append(seen)
@@ -231,7 +231,7 @@ class Passing(NamedTuple):
 class Watching:
     """A watcher that keeps all."""
 
-    wants_core = True
+    needs_call = True
 
     def __init__(self, passing: Passing) -> None:
         self.core, self.heads = passing.core, passing.take

@@ -131,7 +131,7 @@ def test_every_part_keeps_what_its_formula_says(name):
     spec, dtype = cases.EXAMPLES[name], torch.bfloat16
     x, z = (t if t is None else t.requires_grad_() for t in cases.tensors(spec, dtype))
     source = None if z is None else z.shape[1]
-    for profile in ["dense"] + ["sdpa"] * ("sdpa" in cases.takers(spec, dtype=dtype, training=True, grad=True)):
+    for profile in ["dense"] + ["sdpa"] * ("sdpa" in cases.takers(spec, dtype=dtype, training=True, needs_grad=True)):
         bill = hw.layer_activation_memory(spec, load(*x.shape[:2], dtype), profile, source=source)
         assert bill.total == by_layer(hw.Attention(spec, backend=profile).to(dtype), x, z), profile
         for term in bill.terms:

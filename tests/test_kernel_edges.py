@@ -144,7 +144,7 @@ def test_who_looks_at_keys_of_8_bits_sees_numbers(small):
 class Weights:
     """Watches an attention, and asks for its weights."""
 
-    wants_core = True
+    needs_call = True
 
     def __init__(self) -> None:
         self.seen = []
@@ -152,7 +152,7 @@ class Weights:
     def core(self, seen):
         self.seen.append(seen.every())
 
-    def heads(self, z):
+    def on_head_outputs(self, z):
         return None
 
 

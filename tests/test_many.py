@@ -122,7 +122,7 @@ def test_the_first_gradient_is_that_of_the_mean_over_all_that_is_asked(stepped: 
     """Against torch's own cross entropy of the whole batch: ranks are asked unlike much, none counts more."""
     task, said = STEPPED[case]
     net, batch = hw.build(task.model(), seed=3).double(), task.batch(0, said["batch"])
-    logits = net(batch.x, sequence=batch.tokens, source=batch.source, source_tokens=batch.source_tokens)
+    logits = net(batch.x, sequence=batch.tokens, source=batch.source, source_sequence=batch.source_tokens)
     loss = F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), ignore_index=IGNORE_INDEX)
     loss.backward()
     norm = torch.nn.utils.clip_grad_norm_(net.parameters(), said.get("clip", 1.0))

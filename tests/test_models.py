@@ -480,7 +480,7 @@ def test_what_was_encoded_is_read_again(described: bp.ModelSpec):
     x, source = ids(), ids(3, 5)
     told = hw.SequenceInfo.from_batch(source, lengths=[5, 2, 3])
     memory = net.encode(source, sequence=told)
-    got = net(x, source=source, source_tokens=told)
+    got = net(x, source=source, source_sequence=told)
     torch.testing.assert_close(net(x, source=memory), got)
     for row, length in enumerate((5, 2, 3)):
         torch.testing.assert_close(net(x[row : row + 1], source=source[row : row + 1, :length])[0], got[row])

@@ -48,7 +48,7 @@ def test_texts_read_as_if_they_were_alone(name, many_groups):
     x = torch.randn(3, told.count, spec.model, dtype=torch.float64, requires_grad=True)
     expected = reference.reference_attention(layer, x, tokens=masked(told))
     wanted = gradients(layer, expected, x)
-    for backend in (*cases.takers(spec, grad=True), None):
+    for backend in (*cases.takers(spec, needs_grad=True), None):
         layer.backend_name = backend
         y = layer(x, sequence=told)
         check_close(y, expected)
@@ -68,7 +68,7 @@ def test_a_text_reads_its_own_source(name, many_groups):
     z = torch.randn(3, told.count, spec.source, dtype=torch.float64)
     expected = reference.reference_attention(layer, x, source=z, tokens=masked(at), source_tokens=masked(told))
     wanted = gradients(layer, expected, x)
-    for backend in (*cases.takers(spec, grad=True), None):
+    for backend in (*cases.takers(spec, needs_grad=True), None):
         layer.backend_name = backend
         y = layer(x, sequence=at, source=layer.project_source(z, sequence=told))
         check_close(y, expected)

@@ -44,7 +44,7 @@ def trees(draw):
         end = begin + draw(st.one_of(st.integers(0, 9), st.integers(0, 300)))
         own = [(next(pool), begin if n == 0 else 0, min(page, end - n)) for n in range(0, end, page)]
         rows.append([*kept, *own])
-    rows = draw(st.num_permutations(rows))
+    rows = draw(st.permutations(rows))
     most = max(map(len, rows))
     padded = [[*row, *[(next(pool), 0, 0)] * (most - len(row))] for row in rows]
     table = torch.tensor(padded, dtype=torch.int64).view(len(rows), most, 3)

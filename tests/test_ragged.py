@@ -111,7 +111,7 @@ def paged(draw):
     page = draw(st.integers(1, 19))
     lengths = draw(st.lists(st.integers(0, 300), min_size=1, max_size=3))
     each = [math.ceil(length / page) for length in lengths]
-    pool = draw(st.num_permutations(range(sum(each) + 2)))
+    pool = draw(st.permutations(range(sum(each) + 2)))
     shared = draw(st.integers(0, min(each)))
     rows, used = [], shared
     for count in each:

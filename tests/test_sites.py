@@ -21,7 +21,7 @@ from headwise.inspect.hooks import AttentionInputs, install_hooks
 class Keep:
     """A watcher that keeps what an attention worked with."""
 
-    wants_core = True
+    needs_call = True
 
     def __init__(self) -> None:
         self.seen: list[AttentionInputs] = []
@@ -29,7 +29,7 @@ class Keep:
     def core(self, seen: AttentionInputs) -> None:
         self.seen.append(seen)
 
-    def heads(self, z: Tensor) -> None:
+    def on_head_outputs(self, z: Tensor) -> None:
         return None
 
 

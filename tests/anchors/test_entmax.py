@@ -23,7 +23,7 @@ def numbers(*shape: int) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64)
 
 
-@pytest.fixture(params=["normalise", "fused"], autouse=True)
+@pytest.fixture(params=["normalise", "fused_normalise"], autouse=True)
 def way(request, monkeypatch):
     """Plain tensor operations, and the kernel where there is one."""
     monkeypatch.setitem(WAY, "taken", request.param)
@@ -317,7 +317,7 @@ def test_what_training_does_to_a_layer():
 
 def test_a_second_derivative_is_exact_or_refused():
     s, seen = numbers(2, 3, 5, 7).requires_grad_(), torch.rand(1, 1, 5, 7) < 0.7
-    if WAY["taken"] == "fused":
+    if WAY["taken"] == "fused_normalise":
         with pytest.raises(RuntimeError, match="create_graph=True"):
             torch.autograd.grad(weights(s, 1.5).square().sum(), s, create_graph=True)
         return

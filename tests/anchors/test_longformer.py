@@ -24,7 +24,7 @@ def exact_softmax(monkeypatch: pytest.MonkeyPatch):
     def softmax(scores: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
         return plain(scores, dim=dim)
 
-    monkeypatch.setattr(nn.functional, "on_softmax", softmax)
+    monkeypatch.setattr(nn.functional, "softmax", softmax)
     with torch.no_grad():
         yield
 

@@ -84,7 +84,7 @@ def test_padding_changes_nothing(name: str, pad: str, tmp_path: Path):
         at = hw.SequenceInfo.from_batch(x, lengths=LENGTHS[T], pad="right" if name == "bart" else pad)
         given: dict[str, Any] = {"input_ids": source, "decoder_input_ids": x} | hidden
         expected = theirs(**given, decoder_attention_mask=at.is_real.long()).logits
-        got = ours(x, sequence=at, source=source, source_tokens=told)
+        got = ours(x, sequence=at, source=source, source_sequence=told)
     elif name == "bert-classes" and pad == "left":
         rows = [x[row : row + 1, T - length :] for row, length in enumerate(LENGTHS[T])]  # theirs reads place 0
         expected, got = torch.cat([theirs(input_ids=row).logits for row in rows]), ours(x, sequence=at)
@@ -181,7 +181,7 @@ def test_layers_of_torch_agree(placement: str):
     expected = theirs[1](
         x, memory, tgt_mask=blind, tgt_key_padding_mask=dead["x"], memory_key_padding_mask=dead["source"]
     )
-    got = ours(x, sequence=at, source=source, source_tokens=told)
+    got = ours(x, sequence=at, source=source, source_sequence=told)
     check_close(got[at.is_real], expected[at.is_real], "torch")
 
 

@@ -253,7 +253,7 @@ def test_frequencies(name: str):
     ours = torch.tensor(hw.Rotary(base=base, scaling=scaling).frequencies(dims))
     assert len(ours) == dims // 2
     torch.testing.assert_close(ours, theirs, rtol=3e-6, atol=0.0)
-    assert scaling.swell == pytest.approx(factor, rel=1e-12)
+    assert scaling.attention_factor == pytest.approx(factor, rel=1e-12)
 
 
 @pytest.mark.parametrize(("dims", "base", "factor", "length"), [(10, 500.0, 2.0, 13), (64, 1e4, 4.0, 31)])

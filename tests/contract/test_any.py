@@ -30,7 +30,7 @@ def test_any_spec_is_the_references(spec):
     tokens = cases.batches(x)["packed"]
     truth = reference.reference_attention(layer, x, source=z, tokens=tokens)
     slopes = gradients(layer, truth, x)
-    for backend in cases.takers(spec, grad=True):
+    for backend in cases.takers(spec, needs_grad=True):
         layer.backend_name = backend
         ours = layer(x, source=z, sequence=tokens)
         check_close(ours, truth)

@@ -41,7 +41,7 @@ def filled(x):
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_blocks_end_where_they_should(name, backend):
     spec = EXAMPLES[name]
-    if backend not in cases.takers(spec, grad=True):
+    if backend not in cases.takers(spec, needs_grad=True):
         pytest.skip(f"{backend} refuses it")
     layer = cases.layer(spec)
     for count in lengths(spec, backend):

@@ -121,7 +121,7 @@ def test_fused_kernels_show_the_lse_that_dense_shows(name):
         at = hw.SequenceInfo(tokens.position[:, :count], tokens.segment[:, :count])
         seen = {}
         with torch.no_grad():
-            for backend in cases.takers(spec, one=count == 1, wants=frozenset({"lse"})):
+            for backend in cases.takers(spec, one=count == 1, probed_tensors=frozenset({"lse"})):
                 layer.backend_name, probe = backend, hw.Probe("lse", "heads")
                 layer(x[:, :count], source=z, sequence=at, probe=probe)
                 seen[backend] = probe.tensors

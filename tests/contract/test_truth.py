@@ -62,7 +62,7 @@ def test_gradients_are_the_references(name):
     x.requires_grad_()
     tokens = cases.batches(x)["packed"]
     expected = gradients(layer, reference.reference_attention(layer, x, source=z, tokens=tokens), x)
-    for backend in cases.takers(spec, grad=True):
+    for backend in cases.takers(spec, needs_grad=True):
         layer.backend_name = backend
         ours = gradients(layer, layer(x, source=z, sequence=tokens), x)
         for parameter, grad in expected.items():

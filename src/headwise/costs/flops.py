@@ -122,7 +122,7 @@ def list_products(spec: AttentionSpec, work: CallSize) -> Iterator[MatrixProduct
 
 def _symbolic_sizes(work: CallSize) -> CallSize:
     """The sizes of a call under their letters, but for those that have a name already."""
-    names = {"batch": "b", "queries": "s", "remembered": "r", "keys": "t", "pairs": "pairs"}
+    names = {"batch": "b", "queries": "s", "new_tokens": "r", "keys": "t", "pairs": "pairs"}
     sizes = {name: (getattr(work, name), letter) for name, letter in names.items()}
     return CallSize(
         **{n: size if isinstance(size, SymbolicInt) else SymbolicInt.of(size, a) for n, (size, a) in sizes.items()}

@@ -61,7 +61,7 @@ def check_cached_decode(dtype: torch.dtype, tokens: int = 40) -> CacheProof:
     >>> check_cached_decode(torch.float64, tokens=9).largest < 1e-12
     True
     """
-    with torch.random.fork_rng(num_devices=[]), torch.no_grad():
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
         layer = Attention(demo_spec()).to(dtype).eval()
         x_BTD = torch.randn(2, tokens, layer.spec.model, dtype=dtype)

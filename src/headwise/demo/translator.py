@@ -159,7 +159,7 @@ def cross_attention_weights(net: Transformer, batch: Batch) -> dict[int, Tensor]
     before, net.probes = net.probes, probes
     try:
         with torch.no_grad():
-            net.eval()(batch.x, sequence=batch.tokens, source=batch.source, source_tokens=batch.source_tokens)
+            net.eval()(batch.x, sequence=batch.tokens, source=batch.source, source_sequence=batch.source_tokens)
     finally:
         net.probes = before
     return {int(name.split(".")[1]): probe.tensors["weights"] for name, probe in probes.items()}

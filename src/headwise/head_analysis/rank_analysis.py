@@ -444,7 +444,7 @@ def _run_attention_variant(one: RecordedLayerCall, name: str, z: Tensor, pattern
     if name == "attention":
         if pattern is not None:
             attention = Attention(replace(attention.spec, pattern=pattern), shared=attention.weights)
-        return attention(z, tokens=call.at)
+        return attention(z, sequence=call.at)
     source = call.source
     return attention(z, source=attention.project_source(source, sequence=call.told) if isinstance(source, Tensor) else source,
-                     tokens=call.at)  # fmt: skip
+                     sequence=call.at)  # fmt: skip

@@ -102,7 +102,7 @@ class KernelSet:
                 else _entry_without_dtype(function, KERNEL_SOURCE_HASH)
             )
             self.compiled_functions.setdefault(own, _compile_entry_point(entry, f"{function.__module__}.{name}.{kind}"))
-        return self.compiled_functions[own].function_address
+        return self.compiled_functions[own].address
 
     def make_entry_point(self, function: Callable[..., None], kind: str, mark: int) -> Any:
         """What is compiled: the function with the form."""

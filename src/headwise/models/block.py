@@ -138,13 +138,13 @@ class TransformerLayer(nn.Module):
         attention = cast(Attention, self._modules[name])
         probe, cache = call.probes.get(f"{self.name}.{name}"), call.caches and call.caches.get(name)
         if name == "attention":
-            return attention(z, tokens=call.at, cache=cache, probe=probe)
+            return attention(z, sequence=call.at, cache=cache, probe=probe)
         source = call.source
         if isinstance(source, Tensor):
             source = attention.project_source(source, sequence=call.told)
         if self._merged:
             return self._merged[0](z, source=source, sequence=call.at, cache=cache, probe=probe)
-        return attention(z, source=source, tokens=call.at, probe=probe)
+        return attention(z, source=source, sequence=call.at, probe=probe)
 
 
 def _iter_tied_weights(role: str, spec: AttentionSpec) -> Iterator[tuple[str, tuple[str, tuple[int, ...]]]]:

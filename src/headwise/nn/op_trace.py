@@ -116,7 +116,7 @@ def walk(spec: AttentionSpec, batch: int = 5, tokens: int = 10, source_tokens: i
             raise ValueError(f"{name}={size!r} gives nothing to walk with; use a whole number of at least 1")
     if source_tokens is None and spec.source is not None:
         source_tokens = tokens
-    with torch.random.fork_rng(num_devices=[]), torch.no_grad():
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
         layer = Attention(spec, backend="dense").eval()
         x_BTD = torch.randn(batch, tokens, spec.model)
         z_BSE = None if source_tokens is None else torch.randn(batch, source_tokens, spec.source or spec.model)

@@ -322,7 +322,7 @@ def _generate_answers(net: Transformer, task: Task, batch: Batch, device: torch.
 
 def _compute_logits(net: Transformer, batch: Batch, device: torch.device) -> Any:
     here = batch.to(device)
-    return net(here.x, sequence=here.tokens, source=here.source, source_tokens=here.source_tokens).float().cpu()
+    return net(here.x, sequence=here.tokens, source=here.source, source_sequence=here.source_tokens).float().cpu()
 
 
 def get_translation_pairs(net: Transformer, examples: Sequence[Example]) -> list[TranslationPair]:
