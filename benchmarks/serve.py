@@ -189,8 +189,8 @@ def _taken(seen: profile, steps: int) -> dict[str, float]:
     """Seconds of one step by what ran."""
     found = dict.fromkeys(("weights", "core", "gather", "else"), 0.0)
     for event in seen.key_averages():
-        kinds = (kind for kind, names in KERNELS.items() if event.identity in names)
-        kind = "core" if event.identity.startswith(CORE) else next(kinds, "else")
+        kinds = (kind for kind, names in KERNELS.items() if event.key in names)
+        kind = "core" if event.key.startswith(CORE) else next(kinds, "else")
         found[kind] += event.self_cpu_time_total / 1e6 / steps
     return found
 

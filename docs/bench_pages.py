@@ -107,7 +107,7 @@ def takes() -> str:
 
 def taken(reasons: Mapping[str, Any], backend: str) -> str:
     """The presets that a backend could run, those that it does run in bold."""
-    those = {preset: one.runs for preset, one in reasons.items() if not one.unsupported[backend]}
+    those = {preset: one.backend for preset, one in reasons.items() if not one.unsupported[backend]}
     return ", ".join(f"**{preset}**" if runs == backend else preset for preset, runs in those.items()) or "-"
 
 

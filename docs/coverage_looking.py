@@ -16,17 +16,17 @@ from headwise.inspect.hooks import AttentionCall, WeightsOnlyCall
 class Keep:
     """A watcher that keeps the first of what an attention worked with, and of what its heads said."""
 
-    wants_core = True
+    needs_call = True
 
     def __init__(self) -> None:
         self.seen: AttentionCall | None = None
         self.said: Tensor | None = None
 
-    def core(self, seen: AttentionCall) -> None:
+    def on_call(self, seen: AttentionCall) -> None:
         """Keep it."""
         self.seen = self.seen or seen
 
-    def heads(self, z: Tensor) -> None:
+    def on_head_outputs(self, z: Tensor) -> None:
         """Keep it."""
         self.said = z.detach().clone() if self.said is None else self.said
 

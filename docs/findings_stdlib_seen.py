@@ -116,14 +116,14 @@ class ByText:
     def __init__(self, statistics: Sequence[str]) -> None:
         self.names, self.adding = statistics, MetricSums([get_metric(one) for one in statistics])
 
-    def open(self, scene: Example) -> None:
+    def start_example(self, example: Example) -> None:
         """Nothing is to be known of a text beforehand."""
 
-    def see(self, site: str, block: WeightBand) -> None:
+    def add_band(self, site: str, band: WeightBand) -> None:
         """Add a band of rows."""
-        self.adding.add_band(site, block)
+        self.adding.add_band(site, band)
 
-    def close(self) -> None:
+    def finish_example(self) -> None:
         """A text is over."""
         self.adding.finish_example()
 

@@ -17,8 +17,8 @@ import torch
 import cases
 import headwise as hw
 from headwise import costs
-from headwise.interfaces.registry import REGISTRY
 from headwise.nn import head_axis_ops, reference
+from headwise.parts import REGISTRY
 
 ROOT = Path(__file__).resolve().parent.parent
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)

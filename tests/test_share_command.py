@@ -1,4 +1,4 @@
-"""`headwise share` on folders of every kind: what it leaves, what it proves, what it refuses."""
+"""`headwise convert` on folders of every kind: what it leaves, what it proves, what it refuses."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def said(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int, str, str]:
-    code = cli.main(["share", *map(str, argv)])
+    code = cli.main(["convert", *map(str, argv)])
     out = capsys.readouterr()
     return code, out.out, out.err
 
@@ -122,4 +122,4 @@ def test_learning_again_is_told(folders: dict[str, Path], tmp_path: Path, capsys
 def test_wrong_arguments(
     argv: list[str], wrong: str, folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    assert wrong in refused(capsys, "share", argv, folders, tmp_path)
+    assert wrong in refused(capsys, "convert", argv, folders, tmp_path)

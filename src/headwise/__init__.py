@@ -44,7 +44,6 @@ if TYPE_CHECKING:  # what type checkers and editors see; at run time a name is i
     from .inspect.trace_capture import Capture, trace
     from .interfaces.core_types import AuxLosses, CallSize
     from .interfaces.probe import Probe
-    from .interfaces.registry import REGISTRY
     from .masking.patterns import BigBird, Blocks, Causal, Dilated, Edges, First, Full, Global, Pattern, Prefix, Window
     from .masking.sequence_info import AttentionMask, SequenceInfo
     from .model_spec import ProcessorSpec
@@ -53,6 +52,7 @@ if TYPE_CHECKING:  # what type checkers and editors see; at run time a name is i
     from .nn.attention import Attention
     from .nn.op_trace import walk
     from .nn.position_embeddings import LearnedPositions, SinusoidalPositions
+    from .parts import REGISTRY
     from .parts.additive_attention import Additive
     from .parts.alibi import Alibi
     from .parts.collaborative import Collaborative, convert_to_collaborative
@@ -205,31 +205,36 @@ _HOMES = {
     "walk": "nn.op_trace",
     "run_benchmarks": "bench.runner",
     "why": "backends.backend_report",
-    "REGISTRY": "interfaces.registry",
+    "REGISTRY": "parts",
 }
 # What the repr of a spec is made of, besides parts.
-_SPOKEN = {name: home for name, home in _HOMES.items() if home in ("grouping", "pattern", "spec")}
+_SPOKEN = {
+    name: home for name, home in _HOMES.items() if home in ("spec.heads", "spec.attention_spec", "masking.patterns")
+}
 _MODULES = (
-    "nn.head_axis_ops",
     "backends",
-    "nn",
-    "model_spec",
+    "bench",
     "costs",
+    "data",
+    "distributed",
     "errors",
     "families",
+    "generation",
     "head_analysis",
-    "surgery",
     "hub",
-    "interfaces.axis_layout",
-    "models",
-    "parts",
-    "masking.patterns",
-    "presets",
-    "nn.reference",
+    "inspect",
     "interfaces",
-    "distributed",
-    "data",
+    "masking",
+    "model_spec",
+    "models",
+    "nn",
+    "parts",
+    "presets",
+    "serving",
+    "spec",
+    "surgery",
     "traces",
+    "training",
 )
 
 __all__ = sorted(_HOMES)

@@ -61,7 +61,7 @@ def holed(batch: int, queries: int, keys: int) -> Tensor:
 def test_projections(qkv_bias: bool):
     theirs = seeds.scattered(seeds.Projections(MODEL, HEADS * 5, qkv_bias=qkv_bias))
     spec = hw.design(model=MODEL, heads=HEADS, dim=5, bias="qkv" if qkv_bias else "")
-    layer = adopted(spec, q=theirs.query, k=theirs.identity, v=theirs.value)
+    layer = adopted(spec, q=theirs.query, k=theirs.key, v=theirs.value)
     x, probe = numbers(BATCH, TOKENS, MODEL), hw.Probe("q", "k", "v")
     layer(x, probe=probe)
     for letter, wanted in zip("qkv", theirs(x), strict=True):
@@ -74,7 +74,7 @@ def test_projections(qkv_bias: bool):
 def test_scaled_dot_products_of_four_axes(backend: str):
     theirs = seeds.scattered(seeds.Projections(MODEL, MODEL, qkv_bias=True))
     layer = adopted(
-        hw.design(model=MODEL, heads=HEADS, bias="qkv"), backend, q=theirs.query, k=theirs.identity, v=theirs.value
+        hw.design(model=MODEL, heads=HEADS, bias="qkv"), backend, q=theirs.query, k=theirs.key, v=theirs.value
     )
     x = numbers(BATCH, TOKENS, MODEL)
     q, k, v = (side.view(BATCH, TOKENS, HEADS, DIM).transpose(1, 2) for side in theirs(x))

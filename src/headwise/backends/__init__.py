@@ -1,4 +1,11 @@
-"""Ways to run the core. A backend is a module with `refuses`, `attend` and `spent`; nothing else chooses it."""
+"""Backends: the ways to compute the attention core, one file each, tried in order of preference.
+
+A backend is a module with `unsupported_reasons(call)`, `attend(...)` and `executed_flops(...)`. `core_interface`
+holds what dispatch may look at and what a backend receives; `dense` is the definition in torch operations; `sdpa`,
+`flex`, `flash_cpu`, `bf16_matmul`, `chunked_attention` and `block_sparse` are faster forms; `varlen` runs packed
+documents, `routed_heads` skips closed heads, `linear_attention` keeps a state; `grouped_decode`, `ragged_decode`
+and `paged_decode` answer single queries. `backend_report` is `headwise why`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the tokens of each row stand, looked up: neighbours of one text that lie side by side."""
+"""Fused attention in blocks of queries: keys that no query of a block may attend to are never touched."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def _scan_token_runs(position_BT: Tensor, segment_BT: Tensor) -> list[list[Token
     return found
 
 
-# SECTION: Blocks of one call laid side by side in memory that is already there, and what they give put back or added up.
+# --- Blocks of one call laid side by side in memory that is already there, and what they give put back ---
 
 MAX_CALL_BYTES = (
     2**24
@@ -190,7 +190,7 @@ def _range_to_slice(some: range) -> slice:
     return slice(some.start, some.stop, some.step)
 
 
-# SECTION: The fused kernel of the CPU over pieces of a call, forward and backward, as one operation that torch knows by name.
+# --- The fused kernel of the CPU over pieces of a call, forward and backward, as one operation that ----
 
 FLASH_FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -406,7 +406,7 @@ def _count_call_pairs(q: Tensor, k: Tensor, how: BlockSparseArgs) -> int:
     return q.shape[0] * count_batch_pairs(parse_pattern(how.pattern), asks, told)
 
 
-# SECTION: Fused attention in blocks of queries: keys that no query of a block may read are not touched.
+# --- Fused attention in blocks of queries --------------------------------------------------------------
 
 MIN_KEYS = 370  # keys from which on it was measured to be faster: docs/backends.md
 

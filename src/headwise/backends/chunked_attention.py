@@ -1,4 +1,4 @@
-"""Blocks that are run once more on the way back, so that nothing is kept of them but what they were handed."""
+"""Every score, one block of queries at a time: takes what `dense` takes, in memory that grows with the length alone."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def _restored_rng_state(device: torch.device, drawn: tuple[Tensor, ...]) -> Iter
         yield
 
 
-# SECTION: Every score, a block of queries at a time: takes what `dense` takes, in memory that only the length makes grow.
+# --- Every score, a block of queries at a time ---------------------------------------------------------
 
 
 def boundary_lengths() -> tuple[int, ...]:

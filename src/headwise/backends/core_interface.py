@@ -74,7 +74,7 @@ class CoreInputs(NamedTuple):
     gates: Sequence[Tensor] = ()
 
 
-# SECTION: The parts that run inside the core, each with its weights, in the order in which they act.
+# --- The parts that run inside the core, each with its weights, in the order in which they act ---------
 
 GatherFunction = Callable[[Tensor, Tensor, Tensor, tuple[int, ...], PartParams], Tensor]
 CORE_PART_TYPES = (Similarity, Normaliser, ScoreStep, Mix, WeightStep, ValueStep)

@@ -100,7 +100,7 @@ class ResiduePattern:
         return -((self.residue - place) // self.modulus)
 
 
-# SECTION: A call in blocks of queries, each with the keys that some of its queries may read, and no others.
+# --- A call in blocks of queries, each with the keys that some of its queries may read, and no others ---
 
 QUERY_BLOCK_SIZE = 128
 QUERY_BLOCK_LENGTHS = (
@@ -234,7 +234,7 @@ def _slice_rows(t: Tensor, ranges: Sequence[range]) -> Tensor:
     return t.index_select(1, torch.cat(index) if index else torch.arange(0, device=t.device))
 
 
-# SECTION: Slices of tokens whose gradients are added up in one place, where autograd would make a whole for each.
+# --- Slices of tokens whose gradients are added up in one place, where autograd would make a whole for ---
 
 SliceRanges = tuple[range, ...]
 
@@ -269,7 +269,7 @@ def _concat_ranges(x: Tensor, ranges: Sequence[tuple[int, int]]) -> Tensor:
     return torch.cat([x[:, start:stop] for start, stop in ranges], 1) if ranges else x[:, :0]
 
 
-# SECTION: A call cut into pieces: blocks of queries that read as many keys in the same way, so that one fused call runs all.
+# --- A call cut into pieces ----------------------------------------------------------------------------
 
 # What a pair costs in blocks of so many queries, forward and backward, against one in blocks of 64. For 128 and 256 it
 # was measured alone on the machine, for 32 beside other work, for 16 not at all.

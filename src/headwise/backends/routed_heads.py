@@ -1,4 +1,4 @@
-"""Queries that speak, packed for each key head in the order of tokens, and the rectangles in which they read."""
+"""Mixture of heads: heads that are closed for a token skip its query, in the forward and the backward pass."""
 
 from __future__ import annotations
 
@@ -229,7 +229,7 @@ class KeyVisibility:
         return allowed_BTS.flatten(0, 1).index_select(0, flat).view(*place_BGR.shape, self.keys)
 
 
-# SECTION: Queries that speak, one behind the other for each key head, and the units of work of the kernel that reads them.
+# --- Queries that speak, one behind the other for each key head, and the units of work of the kernel ---
 
 MIN_KEYS_PER_PART = 512  # whose gradients are a part at least
 MAX_KEY_PARTS, TARGET_WORK_ITEMS = 4, 16  # parts there may be at most, so that there are so many units
@@ -284,7 +284,7 @@ def _make_backward_items(counts: Tensor, keys: int) -> Tensor:
     return torch.cat(some).contiguous()
 
 
-# SECTION: Heads that do not speak for a token are not asked: its query is left out of what they compute, both ways.
+# --- Heads that do not speak for a token are not asked -------------------------------------------------
 
 MIN_KEYS = 1024  # keys from which on it was measured to be faster: docs/backends.md
 

@@ -61,7 +61,7 @@ class BenchmarkCase:
     notes: Mapping[str, str] = field(default_factory=dict)  # more that is worth a line: memory, say
 
 
-# SECTION: Whether two ways give the same: a bench compares like with like, or says so.
+# --- Whether two ways give the same --------------------------------------------------------------------
 
 
 def describe_difference(ours: Any, theirs: Any, tolerance: float) -> str:
@@ -104,7 +104,7 @@ def _format_shapes(tensors: list[Tensor]) -> str:
     return ", ".join(str(tuple(one.shape)) for one in tensors) or "nothing"
 
 
-# SECTION: Other libraries, each where it is installed; who is not is named, and why.
+# --- Other libraries, each where it is installed -------------------------------------------------------
 
 T = TypeVar("T")
 
@@ -130,7 +130,7 @@ def import_quietly(library: str) -> Any:
     return found
 
 
-# SECTION: Runs timed in turns within one process, so that all of them meet the same machine.
+# --- Runs timed in turns within one process, so that all of them meet the same machine -----------------
 
 Clock = Callable[[], float]
 

@@ -227,7 +227,7 @@ def wrap_lines(text: str, indent: str = "") -> list[str]:
     return textwrap.wrap(text, TERMINAL_WIDTH, initial_indent=indent, subsequent_indent=f"{indent}  ") or [""]
 
 
-# SECTION: Rows drawn: everybody's seconds as multiples of ours, what is aimed at, and what the machine allows.
+# --- Rows drawn ----------------------------------------------------------------------------------------
 
 CHART_WIDTH, CHART_MARGIN = 960, 20  # pixels of the drawing, and of its margins
 PLOT_LEFT, PLOT_RIGHT = 306, 714  # where bars are: names stand on the left of them, numbers on the right
@@ -410,11 +410,17 @@ class _SvgPage:
             head.add_text(CHART_MARGIN, 52 + n * BAR_HEIGHT, line, "")
         light, dark = (_colour_css(FIGURE_THEMES[name]) for name in ("light", "dark"))
         size = f'viewBox="0 0 {CHART_WIDTH} {tall}" width="{CHART_WIDTH}" height="{tall}"'
-        return "\n".join([
-            f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">', f"<title>{CHART_TITLE}</title>",
-            f"<style>{CHART_CSS}{light}\n@media (prefers-color-scheme:dark){{{dark}}}</style>",
-            f'<rect class="paper" width="{CHART_WIDTH}" height="{tall}"/>', *head.elements, *self.elements, "</svg>\n",
-        ]).encode()  # fmt: skip
+        return "\n".join(
+            [
+                f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">',
+                f"<title>{CHART_TITLE}</title>",
+                f"<style>{CHART_CSS}{light}\n@media (prefers-color-scheme:dark){{{dark}}}</style>",
+                f'<rect class="paper" width="{CHART_WIDTH}" height="{tall}"/>',
+                *head.elements,
+                *self.elements,
+                "</svg>\n",
+            ]
+        ).encode()
 
 
 def _colour_css(paper: FigureTheme) -> str:

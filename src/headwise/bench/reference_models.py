@@ -99,7 +99,7 @@ class PlainGPT(nn.Module):
         return F.linear(self.norm(x), self.tokens.weight)
 
 
-# SECTION: Dynamically composed heads in plain PyTorch, as published: from the formulas of 2405.08553, rank after rank.
+# --- Dynamically composed heads in plain PyTorch, as published -----------------------------------------
 
 RMS_EPS = 1e-6
 
@@ -158,7 +158,7 @@ def composed_attention(
     return (w_BHTS @ v).transpose(1, 2)
 
 
-# SECTION: Mixture of heads as its paper and released code have it, in plain PyTorch: all heads are asked, then many shut.
+# --- Mixture of heads as its paper and released code have it, in plain PyTorch -------------------------
 
 
 class ReferenceMoH(NamedTuple):
@@ -200,7 +200,7 @@ class ReferenceMoH(NamedTuple):
         return F.linear(o_BHTV.transpose(1, 2).flatten(2), self.maps["o"])
 
 
-# SECTION: CTranslate2, one step of a batch at a time: it decodes whole answers, and is held back behind every token.
+# --- CTranslate2, one step of a batch at a time --------------------------------------------------------
 
 STOP_MESSAGE = "stop"
 

@@ -123,7 +123,7 @@ def _iter_cases(module: ModuleType, quick: bool) -> Iterator[BenchmarkCase]:
     yield from module.features(quick)
 
 
-# SECTION: What follows from seconds at several sizes: by which power they grow, and where one way overtakes another.
+# --- What follows from seconds at several sizes --------------------------------------------------------
 
 # Two-sided 95 % quantiles of Student's t for 1, 2, .. degrees of freedom; beyond them the normal's.
 STUDENT_T_975 = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
@@ -204,7 +204,7 @@ def find_crossings(points: Mapping[int, Mapping[str, float]]) -> list[SpeedCross
     return found
 
 
-# SECTION: Calls that grow along one axis at a time: kinds of layers, and every backend that takes them, timed in turns.
+# --- Calls that grow along one axis at a time ----------------------------------------------------------
 
 MODEL_WIDTH, HEAD_DIM = 32, 64  # narrow models of wide heads: hardly anything but the core is timed
 SCALING_PACE = TimingPace(min_sample_seconds=0.005, min_samples=3, max_samples=7, max_seconds=0.5)
@@ -289,9 +289,15 @@ def measure_scaling(bench: CaseTimer, kind: str) -> Iterator[dict[str, Any]]:
             slow |= {name for name, took in seconds.items() if took > MAX_CALL_SECONDS} | set(broken)
             spread = {names[0] if name == HEADWISE else name: wide for name, wide in row["spread"].items()}
             yield {
-                "kind": kind, "axis": axis, "at": at, "seconds": seconds, "spread": spread, "runs": takes[0],
-                "absent": broken, "differs": row["differs"],
-            }  # fmt: skip
+                "kind": kind,
+                "axis": axis,
+                "at": at,
+                "seconds": seconds,
+                "spread": spread,
+                "runs": takes[0],
+                "absent": broken,
+                "differs": row["differs"],
+            }
 
 
 def design_layer(kind: str, size: CallSize) -> AttentionSpec:
@@ -351,7 +357,7 @@ class _FilledCache:
         return self._now
 
 
-# SECTION: What every backend costs as calls grow: in tokens, heads, rows and layers; by which power, and who is first where.
+# --- What every backend costs as calls grow ------------------------------------------------------------
 
 SCALING_FILE = "scaling.json"
 

@@ -92,8 +92,11 @@ class MachineLimits:
         needs = {"memory": need.bytes_read, "compute": need.flops}
         least = {by: needs[by] * taken[run].median / rates[by] for by, run in waits.items() if needs[by]}
         longest = max(least, key=lambda by: least[by])
-        told = {name: rates[by] / taken[run].median for (by, run), name in zip(waits.items(), RATE_KEYS, strict=True)
-                if needs[by]}  # fmt: skip
+        told = {
+            name: rates[by] / taken[run].median
+            for (by, run), name in zip(waits.items(), RATE_KEYS, strict=True)
+            if needs[by]
+        }
         spread = taken[waits[longest]].spread
         needed = {"bytes": need.bytes_read, "flops": need.flops, "dtype": str(need.dtype).removeprefix("torch.")}
         return {"seconds": least[longest], "waits_for": longest, "spread": spread, **told, **needed}
@@ -147,7 +150,7 @@ def find_last_level_cache(system: Path) -> LastLevelCache:
     return LastLevelCache(size, True) if size else LastLevelCache(ASSUMED_CACHE_BYTES, False)
 
 
-# SECTION: The machine and the versions that a run belongs to, and what is odd about them.
+# --- The machine and the versions that a run belongs to, and what is odd about them --------------------
 
 # Whoever a row may be compared with, by the name under which it is installed.
 PACKAGES = ("torch", "numpy", "numba", "transformers", "x-transformers", "entmax", "local-attention", "ctranslate2")
@@ -166,9 +169,15 @@ def describe_machine(limits: MachineLimits, threads: int) -> dict[str, Any]:
     labels += [] if told else ["the size of the last-level cache is assumed"]
     name = torch.cuda.get_device_name() if limits.device_type == "cuda" else processor_name()
     return {
-        "processor": name, "threads": threads, "processors": num_processors(), "last_level_cache_bytes": limits.last_level_cache.size,
-        "buffer_bytes": limits.buffer_bytes, "versions": said, **limits.measure_rates(), "labels": labels,
-    }  # fmt: skip
+        "processor": name,
+        "threads": threads,
+        "processors": num_processors(),
+        "last_level_cache_bytes": limits.last_level_cache.size,
+        "buffer_bytes": limits.buffer_bytes,
+        "versions": said,
+        **limits.measure_rates(),
+        "labels": labels,
+    }
 
 
 def package_versions() -> dict[str, str]:
@@ -219,7 +228,7 @@ def use_threads(count: int) -> Iterator[None]:
         numba.set_num_threads(others)
 
 
-# SECTION: One row: a case that was timed, as plain values, with a verdict on every aim.
+# --- One row -------------------------------------------------------------------------------------------
 
 HEADWISE = "ours"
 MAX_SPREAD = 0.2  # a spread beyond which there is no verdict
@@ -329,15 +338,24 @@ class _CaseResult:
         ours = taken[HEADWISE].median if HEADWISE in taken else None
         verdicts = [self._target_verdict(aim, ours, peers) for aim in case.targets]
         return {
-            "name": case.name, "kind": kind, "ours_s": ours, "peers": peers,
+            "name": case.name,
+            "kind": kind,
+            "ours_s": ours,
+            "peers": peers,
             "ratio": {name: seconds / ours for name, seconds in peers.items() if ours},
-            "limit": self.limit, "aim": verdicts, "met": _overall_verdict([one["met"] for one in verdicts]),
+            "limit": self.limit,
+            "aim": verdicts,
+            "met": _overall_verdict([one["met"] for one in verdicts]),
             "spread": {name: taken[name].spread for name in (HEADWISE, *peers) if name in taken},
             "samples": {name: len(taken[name].seconds) for name in (HEADWISE, *peers) if name in taken},
             "calls": {name: taken[name].calls_per_sample for name in (HEADWISE, *peers) if name in taken},
-            "absent": self.missing, "differs": self.differences, "failed": self.failed,
-            "notes": dict(case.notes), "tried": case.history, "took": self.phase_seconds,
-        }  # fmt: skip
+            "absent": self.missing,
+            "differs": self.differences,
+            "failed": self.failed,
+            "notes": dict(case.notes),
+            "tried": case.history,
+            "took": self.phase_seconds,
+        }
 
     def _target_verdict(self, aim: SpeedTarget, ours: float | None, peers: Mapping[str, float]) -> dict[str, Any]:
         """What was reached of an aim, and whether it is met; where nothing can be said, why."""
@@ -366,7 +384,7 @@ def _overall_verdict(verdicts: list[bool | None]) -> bool | None:
     return None if None in verdicts or not verdicts else True
 
 
-# SECTION: What goes around every run: threads, states that are drawn from, the machine before it, and a folder after it.
+# --- What goes around every run ------------------------------------------------------------------------
 
 ProgressCallback = Callable[[str], None]
 RowSource = Callable[

@@ -84,7 +84,7 @@ class PageAllocator:
         return self._named.get(name)
 
 
-# SECTION: Which pages hold the tokens of which row: one table for all layers that keep alike.
+# --- Which pages hold the tokens of which row ----------------------------------------------------------
 
 
 class RetentionGroup(NamedTuple):

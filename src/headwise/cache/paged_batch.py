@@ -127,7 +127,7 @@ class HeldPages:
         return torch.tensor(told, dtype=torch.int64, device=self.device)
 
 
-# SECTION: The rows of one call, and what it does to their pages.
+# --- The rows of one call, and what it does to their pages ---------------------------------------------
 
 
 class PagedBatch:

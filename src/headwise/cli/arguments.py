@@ -105,9 +105,13 @@ def add_spec_arguments(parser: argparse.ArgumentParser) -> None:
 def add_set_argument(parser: argparse.ArgumentParser) -> None:
     """Let a verb be told to change what it was told of."""
     parser.add_argument(
-        "--set", dest="changes", action="append", default=[], metavar="KEY=VALUE",
+        "--set",
+        dest="changes",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
         help="change one thing, as in heads.kv=4, pattern='window(256)', modifiers.0.base=500000",
-    )  # fmt: skip
+    )
 
 
 def add_json_argument(parser: argparse._ActionsContainer) -> None:
@@ -245,7 +249,7 @@ def to_json(data: Any) -> str:
     return json.dumps(data, indent=2)
 
 
-# SECTION: What a name on the command line stands for: a preset, a spec, a model, or a part of one.
+# --- What a name on the command line stands for --------------------------------------------------------
 
 MAX_CONFIG_BYTES = 2**24  # bytes of a config.json: some name the 21,000 classes of a classifier, twice
 
@@ -336,7 +340,7 @@ def _has_spec_keys(table: Mapping[str, Any]) -> bool:
     return not table or "heads" in table or ("model" in table and "model_type" not in table)
 
 
-# SECTION: A whole model on the command line: which arguments name one, and the page about it.
+# --- A whole model on the command line -----------------------------------------------------------------
 
 MODEL_KEYS = {".json": ("model_type", "architectures"), ".toml": ("stacks", "format")}  # keys that no spec has
 

@@ -64,9 +64,11 @@ def _parser() -> CommandParser:
         "headwise bench decode:fp32 entmax --quick --out runs/bench",
     )
     parser.add_argument(
-        "names", nargs="*", metavar="KIND[:PIECE]",
+        "names",
+        nargs="*",
+        metavar="KIND[:PIECE]",
         help="a kind of work; of KIND:PIECE the rows with that piece in their names",
-    )  # fmt: skip
+    )
     parser.add_argument("--list", action="store_true", help="say which kinds there are, and measure nothing")
     parser.add_argument("--quick", action="store_true", help="fewer samples and rows: minutes for all kinds")
     parser.add_argument("--scaling", action="store_true", help="time what backends cost as calls grow, and no rows")

@@ -113,9 +113,13 @@ class CompressionRun:
             return after, {}
         texts = self.distillation_texts()
         how = UptrainingOptions(
-            steps=self.args.uptrain, seed=self.args.seed, objective=self.args.objective, alpha=1.0,
-            rate=LEARNING_RATE if self.args.rate is None else self.args.rate, batch=max(1, min(BATCH_SIZE, len(texts) // 4)),
-        )  # fmt: skip
+            steps=self.args.uptrain,
+            seed=self.args.seed,
+            objective=self.args.objective,
+            alpha=1.0,
+            rate=LEARNING_RATE if self.args.rate is None else self.args.rate,
+            batch=max(1, min(BATCH_SIZE, len(texts) // 4)),
+        )
         done = uptrain(
             after,
             self.net,
@@ -159,9 +163,15 @@ class CompressionRun:
 
         given, command = self.args, shlex.join(["headwise", *sys.argv[1:]])
         return ProofOptions(
-            what, objective=given.objective, timing=_timing_pace(given), length=given.length, task=self.task,
-            notes=(*self.notes, *notes), command=command, **asked,
-        )  # fmt: skip
+            what,
+            objective=given.objective,
+            timing=_timing_pace(given),
+            length=given.length,
+            task=self.task,
+            notes=(*self.notes, *notes),
+            command=command,
+            **asked,
+        )
 
 
 def _timing_pace(given: argparse.Namespace) -> TimingOptions:

@@ -1,4 +1,4 @@
-"""`headwise share`: keys and values shared, split or merged in a new folder, and the proof of what is left."""
+"""`headwise convert`: keys and values shared, split or merged in a new folder, and the proof of what is left."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def main(argv: list[str]) -> int:
 
 def _parser() -> CommandParser:
     parser = CommandParser(
-        "share",
+        "convert",
         "Heads of keys and values are shared among query heads, or brought into another form, and the model is written "
         "into a new folder with a proof of what was saved and what was lost.",
-        "headwise share path/to/model --kv 2 --align --data texts.txt --out smaller",
+        "headwise convert path/to/model --kv 2 --align --data texts.txt --out smaller",
     )
     add_compression_arguments(parser)
     which = parser.add_argument_group("what is made (one of these)")
@@ -51,9 +51,13 @@ def _parser() -> CommandParser:
     )
     how = parser.add_argument_group("how heads are pooled")
     how.add_argument(
-        "--align", nargs="?", const="both", default="none", metavar="SIDE",
+        "--align",
+        nargs="?",
+        const="both",
+        default="none",
+        metavar="SIDE",
         help="map heads as near to each other as the function allows: both, keys or values",
-    )  # fmt: skip
+    )
     how.add_argument("--grouping", default="even", metavar="KIND", help="even takes neighbours, alike the nearest")
     how.add_argument("--score", default="distance", metavar="KIND", help="nearness for --grouping: distance or cosine")
     how.add_argument("--where", default="all", metavar="KIND", help="in all attentions, self or cross alone")

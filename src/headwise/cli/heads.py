@@ -87,9 +87,10 @@ def _measure_importance(
     by_head = {(one.site, one.head): one.measure for one in found.heads}
     heads = tuple(
         replace(one, measures={**one.measures, "importance": by_head[one.site, one.head]})
-        if (one.site, one.head) in by_head else one
+        if (one.site, one.head) in by_head
+        else one
         for one in table.heads
-    )  # fmt: skip
+    )
     first = ", ".join(f"{one.site} {one.head} ({one.value:.3g})" for one in found.by_importance[:5])
     more.lines.append(f"importance by {found.method}, of {found.objective}, {found.texts} texts: most of all {first}")
     return replace(table, heads=heads, notes=(*table.notes, *found.notes))
@@ -107,7 +108,7 @@ def format_extras(more: ExtraAnalyses) -> str:
     return "\n".join("\n" + textwrap.fill(line, TERMINAL_WIDTH) for line in more.lines)
 
 
-# SECTION: `headwise heads`: what every head of a model does over texts, and what it is called.
+# --- `headwise heads` ----------------------------------------------------------------------------------
 
 
 def main(argv: list[str]) -> int:
@@ -143,9 +144,12 @@ def _parser() -> CommandParser:
     parser.add_argument("model", metavar="MODEL", help="a folder of headwise, or one of transformers")
     add_text_arguments(parser, "examples of a task that knows its links: dates")
     parser.add_argument(
-        "--align", dest="align_files", nargs=3, metavar=("SOURCE", "TARGET", "GOLD"),
+        "--align",
+        dest="align_files",
+        nargs=3,
+        metavar=("SOURCE", "TARGET", "GOLD"),
         help="pairs of lines, and links between their words as in 0-0 1-2 2?3",
-    )  # fmt: skip
+    )
     parser.add_argument("--sort", metavar="MEASURE", help="heads with the most of it first")
     parser.add_argument("--criteria", default="ours", metavar="WHOSE", help="ours, clark or voita: what makes a class")
     parser.add_argument("--resamples", type=int, default=1000, metavar="COUNT", help="draws of the bootstrap (1000)")
@@ -153,9 +157,12 @@ def _parser() -> CommandParser:
     add_extra_arguments(parser)
     parser.add_argument("--out", metavar="DIR", help="write figures there, as SVG and PNG, and the table")
     parser.add_argument(
-        "--pair", nargs="*", default=[], metavar="SITE:HEAD",
+        "--pair",
+        nargs="*",
+        default=[],
+        metavar="SITE:HEAD",
         help="with --out, two heads laid over each other; the most global and the most local unless named",
-    )  # fmt: skip
+    )
     add_json_argument(parser)
     return parser
 

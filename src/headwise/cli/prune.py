@@ -52,9 +52,10 @@ def _parser() -> CommandParser:
     which.add_argument("--drop", nargs="+", metavar="CLASS", help="those that are of these classes and no other go")
     which.add_argument("--clusters", action="store_true", help="one stays of each cluster of heads that look alike")
     which.add_argument(
-        "--budget", metavar="KIND=LIMIT",
+        "--budget",
+        metavar="KIND=LIMIT",
         help="those worth least go until parameters=0.8, cache=0.5 or time=0.7 is met, or as long as loss=0.05 is kept",
-    )  # fmt: skip
+    )
     which.add_argument("--plan", metavar="FOLDER", help="the same as was done before, of which this folder tells")
     which.add_argument("--sweep", action="store_true", help="no model, but curves: see headwise prune --sweep --help")
     how = parser.add_argument_group("how they are chosen")
@@ -165,7 +166,7 @@ def _parse_heads(net: Transformer, said: list[str]) -> list[tuple[str, int]]:
     return found
 
 
-# SECTION: `headwise prune MODEL --sweep`: quality against heads left in several orders, as numbers, figures and a page.
+# --- `headwise prune MODEL --sweep` --------------------------------------------------------------------
 
 GATE_BATCH_SIZE = 16  # texts that gates learn from at once
 
@@ -205,14 +206,20 @@ def _sweep_parser() -> CommandParser:
     add_model_arguments(parser)
     how = parser.add_argument_group("what is swept")
     how.add_argument("--sweep", action="store_true", help="quality against heads left, and no model")
-    how.add_argument("--by", nargs="+", default=[], metavar="ORDER",
-                     help="methods of importance, random, gates; the first is ours")  # fmt: skip
+    how.add_argument(
+        "--by", nargs="+", default=[], metavar="ORDER", help="methods of importance, random, gates; the first is ours"
+    )
     how.add_argument("--points", default="", metavar="SHARES", help="shares of heads that stay, as in 0.75,0.5,0.25")
     how.add_argument("--parts", nargs="+", default=[], metavar="PART", help="of all, encoder, decoder, cross")
     how.add_argument("--draws", type=int, default=5, metavar="COUNT", help="of the random order (5)")
     how.add_argument("--gates", type=int, metavar="STEPS", help="an order by gates too, which learn so long")
-    how.add_argument("--answers", nargs="+", default=[], metavar="ORDER",
-                     help="orders whose models also answer freely: BLEU, or what a task scores")  # fmt: skip
+    how.add_argument(
+        "--answers",
+        nargs="+",
+        default=[],
+        metavar="ORDER",
+        help="orders whose models also answer freely: BLEU, or what a task scores",
+    )
     how.add_argument("--sample", type=int, metavar="COUNT", help="texts that importance reads")
     how.add_argument("--unit", default="auto", metavar="KIND", help="head, group (of one key head), or auto")
     how.add_argument("--least", type=int, default=0, metavar="COUNT", help="heads that stay in every attention (0)")
@@ -234,9 +241,17 @@ def _sweep_config(given: argparse.Namespace, work: CompressionRun, points: tuple
     gates = None if given.gates is None else _gate_training(given, work)
     ordering = OrderingOptions(given.objective, given.sample, gates, given.seed)
     return SweepOptions(
-        ordering, tuple(given.by), points or DEFAULT_SHARES, tuple(given.parts), given.draws, tuple(given.answers), given.unit,
-        given.least, given.allowed, work.task,
-    )  # fmt: skip
+        ordering,
+        tuple(given.by),
+        points or DEFAULT_SHARES,
+        tuple(given.parts),
+        given.draws,
+        tuple(given.answers),
+        given.unit,
+        given.least,
+        given.allowed,
+        work.task,
+    )
 
 
 def _gate_training(given: argparse.Namespace, work: CompressionRun) -> GateTrainingOptions:
@@ -248,6 +263,11 @@ def _gate_training(given: argparse.Namespace, work: CompressionRun) -> GateTrain
     loss = choose_objective(work.net, given.objective, work.selection_examples[0])[0]
     batch = max(1, min(GATE_BATCH_SIZE, texts - max(1, round(0.1 * texts))))
     return GateTrainingOptions(
-        heads=0.5, steps=given.gates, batch=batch, freeze="model", objective=given.objective,
-        alpha=0.0 if loss.has_gradient else 1.0, seed=given.seed,
-    )  # fmt: skip
+        heads=0.5,
+        steps=given.gates,
+        batch=batch,
+        freeze="model",
+        objective=given.objective,
+        alpha=0.0 if loss.has_gradient else 1.0,
+        seed=given.seed,
+    )

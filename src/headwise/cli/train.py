@@ -90,21 +90,30 @@ def _parser() -> CommandParser:
     parser.add_argument("--data", metavar="PATH", help="a file, a folder, or stdlib, Python's own source")
     parser.add_argument("--out", required=True, metavar="DIR", help="the folder to leave it in")
     parser.add_argument(
-        "--model", metavar="MODEL",
+        "--model",
+        metavar="MODEL",
         help="a .toml or config.json, a preset, or weights to go on from: a folder, or a file of llama2.c",
-    )  # fmt: skip
+    )
     parser.add_argument("--recipe", metavar="FILE", help="a .toml that says how to train; options change it")
     for name, (kind, what) in RECIPE_OPTIONS.items():
         parser.add_argument(f"--{name}", type=kind, metavar=kind.__name__.upper(), help=what)
     parser.add_argument(
-        "--set", dest="changes", action="append", default=[], metavar="KEY=VALUE",
+        "--set",
+        dest="changes",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
         help="change one thing of the task or the recipe, as in task.digits=3, recipe.schedule=wsd",
-    )  # fmt: skip
+    )
     parser.add_argument("--resume", action="store_true", help="go on where a run into this folder was ended")
     parser.add_argument(
-        "--sink", dest="sinks", action="append", default=[], metavar="NAME",
+        "--sink",
+        dest="sinks",
+        action="append",
+        default=[],
+        metavar="NAME",
         help="also tell tensorboard, mlflow, wandb or trackio",
-    )  # fmt: skip
+    )
     add_json_argument(parser)
     return parser
 

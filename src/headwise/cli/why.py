@@ -22,9 +22,12 @@ def main(argv: list[str]) -> int:
         "--tokens", default="many", help="many queries per row, how many, or one (decoding from a cache)"
     )
     parser.add_argument(
-        "--when", action="append", default=[], metavar="STATE",
+        "--when",
+        action="append",
+        default=[],
+        metavar="STATE",
         help="grad, training, mask (a mask of the caller's own), or paged (as an engine remembers); may be repeated",
-    )  # fmt: skip
+    )
     add_json_argument(parser)
     given = parser.parse_args(argv)
     spec = parse_spec(given)

@@ -1,4 +1,11 @@
-"""What a spec costs, read off the same declarations that build it."""
+"""Cost of a spec or a model before it runs: parameters, FLOPs, memory, KV cache, time.
+
+`workload` describes a call, `flops` counts it, `roofline` turns it into seconds on a device; `activations`,
+`training_memory` and `saved_tensors` price training; `kv_cache_memory`, `serving_cost` and `serving_capacity` price
+serving; `cost_report`, `cost_vs_length` and `cost_plots` show it; `size_matching` finds sizes of equal cost;
+`complexity` and `published_formulas` compare with the literature; `formula_checks` runs a small layer and compares
+every formula with what happened.
+"""
 
 from __future__ import annotations
 

@@ -205,7 +205,7 @@ def head_bytes(described: OutputHeadSpec, width: int, context: ActivationContext
     yield "its weight", context.element_bytes
 
 
-# SECTION: Bytes kept for the way back as published: formulas for one block, in half precision with masks of one byte.
+# --- Bytes kept for the way back as published ----------------------------------------------------------
 
 FORMULA_PROFILES = ("paper-2022", "zhihu-624740065")
 
@@ -286,7 +286,7 @@ def _formula_attention_bytes(sizes: tuple[int, int, int, int], how: tuple[str, s
     yield "dropout mask", b * s * h
 
 
-# SECTION: Bytes that an attention layer keeps for the way back, by how it is run.
+# --- Bytes that an attention layer keeps for the way back, by how it is run ----------------------------
 
 # What runs the core, and on which kind of device; the published ones are formulas and run nothing.
 BACKEND_PROFILES = {

@@ -236,7 +236,10 @@ def _contiguous_path(sizes: LayerSizes) -> int:
 LAYER_KINDS = {
     "self-attention": _attention_kind("self-attention", "n^2 d", "8 n d^2 + 4 n^2 d", _constant_steps, _constant_steps),
     "in a window": _attention_kind(
-        "in a window", "r n d", "8 n d^2 + 4 d pairs[window({r})]", _constant_steps,
+        "in a window",
+        "r n d",
+        "8 n d^2 + 4 d pairs[window({r})]",
+        _constant_steps,
         lambda sizes: _layers_to_reach(sizes.window - 1, sizes.tokens),
     ),
     "linear": _attention_kind("linear", "n d^2 / h", "8 n d^2 + sums over tokens", _num_chunks, _constant_steps),
@@ -246,12 +249,15 @@ LAYER_KINDS = {
     "convolution": _convolution_kind(_contiguous_path),
     "dilated convolution": _convolution_kind(_dilated_path),
     "separable conv.": _LayerKind(
-        "k n d + n d^2", _constant_steps, _contiguous_path,
-        lambda sizes: sizes.model * (sizes.kernel + 1) + sizes.model * (sizes.model + 1), _separable_flops,
+        "k n d + n d^2",
+        _constant_steps,
+        _contiguous_path,
+        lambda sizes: sizes.model * (sizes.kernel + 1) + sizes.model * (sizes.model + 1),
+        _separable_flops,
     ),
-}  # fmt: skip
+}
 
-# SECTION: How the time of a layer grows with the length of its rows, measured on this machine.
+# --- How the time of a layer grows with the length of its rows, measured on this machine ---------------
 
 MEASURED_LENGTHS = (256, 512, 1024, 2048)
 MODEL_WIDTH = 64  # small, so that all of it takes seconds on one processor

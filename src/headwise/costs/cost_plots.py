@@ -204,7 +204,7 @@ def _crossover_label(found: Crossover) -> str:
             return found.name
 
 
-# SECTION: Where names stand beside what they name, so that none covers another.
+# --- Where names stand beside what they name, so that none covers another ------------------------------
 
 
 def spread_labels(wanted: Sequence[float], gap: float, low: float = 0.0, high: float = 1.0) -> list[float]:
@@ -242,7 +242,7 @@ def shorten_label(name: str, most: int) -> str:
     return name if len(name) <= most else f"{name[:half]}…{name[len(name) - (most - half - 1) :]}"
 
 
-# SECTION: One panel of a drawing: lines or points, and a name for each at its end.
+# --- One panel of a drawing ----------------------------------------------------------------------------
 
 FONT_SIZE = 7.5  # points of text: 11 pixels where a drawing is 800 wide
 MIN_LABEL_GAP = 4.0  # points of text where many names share a panel
@@ -351,9 +351,14 @@ class PlotPanel:
         said = {"color": GREY, "textcoords": "offset points", "size": FONT_SIZE - 0.5}
         middle = math.sqrt(start * roof.ridge_point)
         axes.annotate(
-            f"{_format_tick(roof.bandwidth)}B a second", (middle, middle * roof.bandwidth), (-4, 3), rotation=slope,
-            rotation_mode="anchor", ha="center", **said,
-        )  # fmt: skip
+            f"{_format_tick(roof.bandwidth)}B a second",
+            (middle, middle * roof.bandwidth),
+            (-4, 3),
+            rotation=slope,
+            rotation_mode="anchor",
+            ha="center",
+            **said,
+        )
         axes.annotate(
             f"{_format_tick(roof.peak_flops)}FLOP a second",
             (axes.get_xlim()[1], roof.peak_flops),
@@ -396,11 +401,23 @@ class PlotPanel:
         )
         for mark, height in zip(marks, heights, strict=True):
             self.axes.annotate(
-                shorten_label(mark.name, int(72 * room / size / LETTER_WIDTH)), (mark.x, mark.y), (at, height),
-                textcoords="axes fraction", va="center", color=mark.colour, size=size, annotation_clip=False,
-                arrowprops={"arrowstyle": "-", "color": mark.colour, "linewidth": 0.4, "shrinkA": 1, "shrinkB": 0,
-                            "relpos": (0, 0.5)},
-            )  # fmt: skip
+                shorten_label(mark.name, int(72 * room / size / LETTER_WIDTH)),
+                (mark.x, mark.y),
+                (at, height),
+                textcoords="axes fraction",
+                va="center",
+                color=mark.colour,
+                size=size,
+                annotation_clip=False,
+                arrowprops={
+                    "arrowstyle": "-",
+                    "color": mark.colour,
+                    "linewidth": 0.4,
+                    "shrinkA": 1,
+                    "shrinkB": 0,
+                    "relpos": (0, 0.5),
+                },
+            )
 
     def _axes_position(self, mark: LabelledPoint) -> tuple[float, float]:
         """Where it stands, as shares of the axes."""
@@ -430,7 +447,7 @@ def _format_tick(value: float) -> str:
     return f"{value / 1000**power:.3g} {UNIT_PREFIXES[power]}".rstrip()
 
 
-# SECTION: Costs drawn into a file: lines that carry their names, in colours that everybody can tell apart.
+# --- Costs drawn into a file ---------------------------------------------------------------------------
 
 # What leaves no trace of when it was written, so that the same costs are the same file.
 SAVE_OPTIONS: dict[str, dict[str, Any]] = {

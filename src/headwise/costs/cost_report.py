@@ -249,7 +249,7 @@ def _cache_bytes_of(some: Iterable[AttentionComponent], load: Workload, tokens: 
     )
 
 
-# SECTION: What several layers cost, side by side: `hw.cost`, and the table that `headwise cost` prints.
+# --- What several layers cost, side by side ------------------------------------------------------------
 
 TERMINAL_WIDTH = 80  # columns of a terminal
 NAME_WIDTH, COLUMN_WIDTH = 25, 11  # characters of a row's name, and of each spec's number
@@ -371,16 +371,16 @@ Cell = Callable[[CostEstimate], str]
 
 
 def _flops_rows(call: str) -> Iterator[tuple[str, Cell]]:
-    """The rows of one call: asked, spent, counted."""
+    """The FLOP rows of one call: required, executed, counted."""
     name = {"prefill": "prefill", "backward": "its gradients", "decode": "a step", "generate": "writing"}[call]
-    ways = {"FLOP asked": "flops", "  spent": "spent", "  counted": "counted"}
+    ways = {"FLOP required": "required_flops", "  executed": "executed_flops", "  counted": "counted_flops"}
     for told, way in ways.items():
 
         def cell(one: CostEstimate, way: str = way) -> str:
             number = getattr(one, way).get(call)
             return "-" if number is None else format_count(number)
 
-        yield (f"{name}, {told}" if way == "flops" else told + "." * len(call)), cell
+        yield (f"{name}, {told}" if way == "required_flops" else told + "." * len(call)), cell
 
 
 def _time_rows(phase: str) -> Iterator[tuple[str, Cell]]:
@@ -463,8 +463,12 @@ def _format_terms(prices: Sequence[CostEstimate]) -> list[str]:
         for name, bill in ((name, bill) for name, bill in bills.items() if bill.terms):
             lines += ["", f"{one.name}: {name}, {bill.total:,}"]
             for term in bill.terms:
-                lines += textwrap.wrap(f"{term.name} = {term.formula} = {term.value:,}", TERMINAL_WIDTH - 2,
-                                       initial_indent="  ", subsequent_indent="      ")  # fmt: skip
+                lines += textwrap.wrap(
+                    f"{term.name} = {term.formula} = {term.value:,}",
+                    TERMINAL_WIDTH - 2,
+                    initial_indent="  ",
+                    subsequent_indent="      ",
+                )
     return lines
 
 
@@ -499,7 +503,7 @@ def _format_row(name: str, cells: Sequence[str], wide: int) -> str:
     return (name.ljust(NAME_WIDTH) + "".join(cell.rjust(wide) for cell in cells)).rstrip()
 
 
-# SECTION: Rows of plain values as a sheet: what spreadsheets and data frames read.
+# --- Rows of plain values as a sheet -------------------------------------------------------------------
 
 
 def to_csv(rows: Iterable[Mapping[str, Any]]) -> str:

@@ -126,7 +126,7 @@ def _pattern_lines(pattern: Pattern, tokens: int) -> int:
     return sum(map(len, pattern.lines(range(tokens), range(tokens))))
 
 
-# SECTION: From which length on a layer costs less than another: found by counting, and to the token.
+# --- From which length on a layer costs less than another ----------------------------------------------
 
 NEAR_LENGTHS = 16  # lengths that are all looked at, before they are doubled
 RELATIVE_TOLERANCE = 1e-12  # seconds are sums of rounded quotients: what is nearer than this share is equal

@@ -179,7 +179,7 @@ def value_grad_factors(spec: AttentionSpec, core: CoreShape) -> int:
     return 2 if core.score_dim or any(param.learned for part in parts for param in part.params(spec).values()) else 1
 
 
-# SECTION: An attention where it stands, and what its products are in one call: asked, counted by torch, and spent.
+# --- An attention where it stands, and what its products are in one call -------------------------------
 
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -329,7 +329,7 @@ def _executed_core_flops(backend: ModuleType, job: CallSignature, work: CallSize
     return none * work.queries + every - none
 
 
-# SECTION: What is priced, in pieces: an attention alone, or every attention, map and table of a model, equal ones once.
+# --- What is priced, in pieces -------------------------------------------------------------------------
 
 SpecOrModel = AttentionSpec | ModelSpec
 

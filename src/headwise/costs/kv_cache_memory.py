@@ -218,7 +218,7 @@ def _stored_bytes(shapes: Shapes, dtype: str) -> int:
     return sum(stored_bytes(shape, dtype) for shape in shapes)
 
 
-# SECTION: What remembered tokens take in memory: how it is handed out, and to how many rows of which length.
+# --- What remembered tokens take in memory -------------------------------------------------------------
 
 MIN_STATE_BYTES = 4  # bytes at least of a number that adds up thousands of tokens
 
@@ -470,7 +470,7 @@ def _state_numbers(spec: AttentionSpec) -> Iterable[tuple[AxisLayout, Mapping[st
     return ((layout, spec.sizes_of(part)) for layout in part.state_layouts(spec).values())
 
 
-# SECTION: How long requests are: listed, or drawn from a distribution by a seed.
+# --- How long requests are -----------------------------------------------------------------------------
 
 MAX_REQUESTS = 100_000  # requests that are drawn one by one
 LENGTH_DISTRIBUTIONS: dict[str, tuple[tuple[str, ...], Callable[..., float]]] = {

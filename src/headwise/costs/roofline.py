@@ -146,7 +146,7 @@ def stored_bytes(shape: Sequence[int], dtype: str) -> int:
 
 DEFAULT_FORMATS = NumberFormats()
 
-# SECTION: The machine that runs this, measured: a large product for each precision, a large copy, and its memory.
+# --- The machine that runs this, measured --------------------------------------------------------------
 
 MEASURE_SECONDS = 0.25  # of one measurement: there are about ten
 MATRIX_SIZES = (
@@ -326,7 +326,7 @@ def _available_memory() -> int:
         return whole
 
 
-# SECTION: The roofline: what each operation of a call computes and moves, and how long that takes at least.
+# --- The roofline --------------------------------------------------------------------------------------
 
 OPERATION_LABELS = {"feed": "feed-forward"}  # of what is not named by its role
 

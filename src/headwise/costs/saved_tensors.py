@@ -159,7 +159,7 @@ def _storage_shape(tensor: Tensor) -> tuple[int, ...]:
     return (count,)
 
 
-# SECTION: A layer that runs without memory or numbers, and what autograd would keep of it.
+# --- A layer that runs without memory or numbers, and what autograd would keep of it -------------------
 
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 CPU_FLASH_OP = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -293,7 +293,7 @@ def _dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = F
 
 _ON_CUDA: dict[Any, Callable[..., Any]] = {F.rms_norm: _rms_norm, F.dropout: _dropout}
 
-# SECTION: From two runs of different sizes, the formula of each memory: which of its axes are rows, tokens, heads, widths.
+# --- From two runs of different sizes, the formula of each memory --------------------------------------
 
 # Powers of rows, tokens and tokens of a source that one axis may hold, as when axes are laid out as one.
 SIZE_POWERS = sorted(product((0, 1), (0, 1, 2), (0, 1, 2)), key=sum)

@@ -214,7 +214,7 @@ def parse_bytes(text: str) -> int:
     return count
 
 
-# SECTION: Whether it fits, and if not, what would: every remedy is priced again before it is named.
+# --- Whether it fits, and if not, what would -----------------------------------------------------------
 
 MAX_DEVICES = 2**16  # more than anybody has
 PAGE_SIZE = 16
@@ -409,7 +409,7 @@ REMEDIES = (
     _more_devices,
 )
 
-# SECTION: How fast requests are answered, what a step waits for, and how many of them memory holds: one page for each.
+# --- How fast requests are answered, what a step waits for, and how many of them memory holds ----------
 
 MAX_ROWS = 2**16  # rows at which the curve ends, where memory does not end it
 

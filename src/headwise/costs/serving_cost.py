@@ -144,7 +144,7 @@ def _num_keys_read(spec: AttentionSpec, queries: range, keys: range) -> int:
     return sum(len(some) for some in spec.pattern.visible_keys(queries, keys))
 
 
-# SECTION: Answering many requests at once: one step, its parts on the roofline, and how often a token comes.
+# --- Answering many requests at once -------------------------------------------------------------------
 
 MAX_STEPS = 4096  # that one prompt may take
 ChunkCosts = Mapping[tuple[AttentionGroup, RequestChunk], ChunkCost]
@@ -339,7 +339,7 @@ def first_where(holds: Callable[[int], bool]) -> int | None:
     return found if found <= MAX_SIZE else None
 
 
-# SECTION: Products of the sizes that a box has, timed on this machine.
+# --- Products of the sizes that a box has, timed on this machine ---------------------------------------
 
 TIMING_SECONDS = 0.05  # of one measurement: a table has dozens
 
@@ -387,7 +387,7 @@ def _random_tensor(shape: tuple[int, ...], dtype: str) -> Tensor:
     return torch.full(shape, 0.01, dtype=TORCH_DTYPES[dtype], device=accelerator_type())
 
 
-# SECTION: One token of each of N rows: the three boxes of a layer, how many FLOPs each has for a byte, what it waits for.
+# --- One token of each of N rows -----------------------------------------------------------------------
 
 DEFAULT_ROWS = 16  # rows in the middle, where a load has one
 MAX_TIMED_NUMBERS = 2**29  # bytes of what is measured

@@ -126,7 +126,7 @@ class SizeSearch:
             self._at(size)
 
 
-# SECTION: One layer made as large as another: by its parameters, its products or its cache.
+# --- One layer made as large as another ----------------------------------------------------------------
 
 MOST_HEADS = 2**14  # more are tried of no layer: each has a place in a tuple
 

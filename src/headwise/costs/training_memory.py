@@ -289,7 +289,7 @@ def attention_profiles(
     return " and ".join(dict.fromkeys(default_profile(spec, workload) for spec in specs)) or "no attention"
 
 
-# SECTION: FLOPs that checkpoints cost: what the way back computes anew; and gradients under a fused kernel.
+# --- FLOPs that checkpoints cost -----------------------------------------------------------------------
 
 CORE_PHASES = (Phase.SCORES, Phase.WEIGHTS, Phase.VALUES)
 SCORE_TERM, VALUE_TERM = "core (scores)", "core (values)"
@@ -439,7 +439,7 @@ def feed_forward_products(feed: FeedForwardSpec | ExpertsSpec, model: int, count
         yield CostTerm(name, f"2 {count} {feed.hidden} {model}", 2 * count * feed.hidden * model)
 
 
-# SECTION: Bytes that training keeps of every learned number, by the name of who counts so.
+# --- Bytes that training keeps of every learned number, by the name of who counts so -------------------
 
 ADAM_MOMENT_BYTES = {"first moments": 4, "second moments": 4}
 

@@ -143,7 +143,7 @@ def _smallest(lengths: Iterable[int | None]) -> int | None:
     return min((length for length in lengths if length is not None), default=None)
 
 
-# SECTION: How much is asked, the calls that it comes to, and their totals as backends and torch's counter have them.
+# --- How much is asked, the calls that it comes to, and their totals as backends and torch's counter ---
 
 MAX_SIZE = 2**62  # tokens, rows: beyond it nobody can mean what they say
 

@@ -214,7 +214,7 @@ def join_tokens(phrase: TokenizedPhrase) -> str:
     return "".join(token for token, _ in phrase)
 
 
-# SECTION: dates: translation of dates and amounts of money between English, ISO and Chinese.
+# --- dates ---------------------------------------------------------------------------------------------
 
 SUBJECTS = ("date", "amount")
 PAD_ID, BEGIN_ID, END_ID, UNKNOWN_ID = range(4)

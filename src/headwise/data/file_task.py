@@ -176,7 +176,7 @@ class FileTask(CheckedDataclass, Task):
         return self.data.vocabulary.encode([text])[0].tolist()
 
 
-# SECTION: Models of a size that suits data: what a task over files proposes.
+# --- Models of a size that suits data ------------------------------------------------------------------
 
 DEFAULT_SHAPE = ModelShape(width=128, heads=4, layers=4, feed=512)
 TARGET_NUM_PATCHES = 64  # about how many an image is divided into

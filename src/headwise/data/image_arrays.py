@@ -77,7 +77,7 @@ def open_npy(path: Path) -> Any:
         raise SpecError(f"{path} is no whole .npy of numbers: {told}; write it again with numpy.save") from None
 
 
-# SECTION: Images wherever they lie: in arrays, or in files of their own.
+# --- Images wherever they lie --------------------------------------------------------------------------
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
 STATISTICS_SAMPLE = 10_000  # images that mean and deviation are taken over

@@ -158,7 +158,7 @@ def split_points(count: int, shares: tuple[float, float]) -> tuple[int, int]:
     return int(count * (1 - valid - test) + ROUNDING_SLACK), int(count * (1 - test) + ROUNDING_SLACK)
 
 
-# SECTION: Plain text as a language model reads it: a file, a folder, or the standard library's own source.
+# --- Plain text as a language model reads it -----------------------------------------------------------
 
 ByteArray = NDArray[np.uint8]
 

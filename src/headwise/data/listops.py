@@ -148,7 +148,7 @@ def _apply_operators(values: Ints, count: Ints, kind: Ints) -> Ints:
     )
 
 
-# SECTION: listops: the value of nested lists of digits, as one of ten classes.
+# --- listops -------------------------------------------------------------------------------------------
 
 SYMBOLS = ("", *"0123456789", "[MIN", "[MAX", "[MED", "[SM", "]", "=")  # padding is 0, the first token of all 16
 NUM_CLASSES, FIRST_OPERATOR_ID, CLOSE_ID, READ_ID = 10, 11, 15, 16

@@ -190,7 +190,7 @@ def slice_by_power_of_two(name: str, values: Tensor) -> dict[str, Tensor]:
     return told
 
 
-# SECTION: Blueprints of the small models that learn generated tasks within minutes.
+# --- Blueprints of the small models that learn generated tasks within minutes --------------------------
 
 
 @dataclass(frozen=True)

@@ -136,7 +136,7 @@ def _flatten_side(ids: Tensor, side: _PackedSide, texts: IndexArray) -> tuple[Te
     return ids.flatten()[torch.from_numpy(side.places)][None], SequenceInfo.packed([each])
 
 
-# SECTION: The scores that translations are published with, as sacreBLEU reckons them.
+# --- The scores that translations are published with, as sacreBLEU reckons them ------------------------
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,7 @@ def _sacrebleu_metrics() -> Any:
         raise SpecError("BLEU and chrF need sacrebleu; pip install 'headwise[mt]'") from None
 
 
-# SECTION: Sentences and what they are in another language: batches for an encoder and a decoder, and what is right in them.
+# --- Sentences and what they are in another language ---------------------------------------------------
 
 START_TOKEN, END_TOKEN = "<s>", "</s>"
 BATCH_FORMS = ("bucketed", "budget", "packed")
@@ -385,7 +385,7 @@ def _pad_rows(rows: list[list[list[int]]], rest: int = 0) -> tuple[Tensor, Seque
     return torch.from_numpy(ids), tokens
 
 
-# SECTION: Translations: two aligned files, or one with columns.
+# --- Translations --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, repr=False)

@@ -68,7 +68,7 @@ class RetrainingProgress:
             self.report_stage(f"step {at.step} of {self._steps}{loss}{rest}")
 
 
-# SECTION: The translator made smaller, with half of its heads and with shared keys and values, each with its proof.
+# --- The translator made smaller, with half of its heads and with shared keys and values, each with its ---
 
 SCORE_NAME = "exact_match"
 ProgressCallback = Callable[[str], object]
@@ -196,10 +196,15 @@ class CompressedTranslator:
         write_model_folder(learnt.net, self.translator.folder, self.folder, record)
         notes = f"learned again for {self.retraining.steps} steps from what the model was; step {learnt.step} is kept"
         how = ProofOptions(
-            made.summary, exports={"headwise.load of what was written": lambda: load(self.folder)}, task=task,
-            num_examples=scale.num_scored_examples, timing=TimingOptions(batch=16, length=16, steps=task.answers, seconds=scale.seconds),
-            notes=(notes,), command="headwise demo", **made.verification,
-        )  # fmt: skip
+            made.summary,
+            exports={"headwise.load of what was written": lambda: load(self.folder)},
+            task=task,
+            num_examples=scale.num_scored_examples,
+            timing=TimingOptions(batch=16, length=16, steps=task.answers, seconds=scale.seconds),
+            notes=(notes,),
+            command="headwise demo",
+            **made.verification,
+        )
         proof = prove(
             net,
             learnt.net,
@@ -211,7 +216,7 @@ class CompressedTranslator:
         write_proof(proof, self.folder)
 
 
-# SECTION: A translator from its first step to two smaller ones: the pages of the demo that are learned as you watch.
+# --- A translator from its first step to two smaller ones ----------------------------------------------
 
 
 class TrainingDemo:

@@ -1,6 +1,9 @@
-"""Many machines: how the ranks of a world divide a training among themselves, and what each holds of a model.
+"""Training on several processes: data, FSDP, tensor and context parallelism.
 
-What is imported here needs no torch: a command reads how it was launched before anything heavy.
+`parallelism` describes how ranks divide the work; `launch` and `ranks` start and name processes; `collectives` are
+the messages; `sharded_model` is what one rank holds, by `fsdp`, `tensor_parallel` (with `head_partition`) or
+`context_parallel`; `parallel_attention` is a layer whose heads or tokens are divided; `communication_volume`
+predicts bytes sent; `config_consistency` checks that all ranks agree.
 """
 
 from .launch import ProcessInfo, join_process_group

@@ -90,7 +90,7 @@ class AllGather(torch.autograd.Function):
         return ctx.group.dealt(grads[0]), None
 
 
-# SECTION: Gradients summed over ranks, many to a message, each message as soon as it is full.
+# --- Gradients summed over ranks, many to a message, each message as soon as it is full ----------------
 
 BUCKET_BYTES = 4 << 20  # of a message: few enough that most of them travel while gradients are still made
 

@@ -90,7 +90,7 @@ def _iter_stacks(described: ModelSpec, rows: BatchShape) -> Iterator[tuple[Stack
     )
 
 
-# SECTION: What ranks send each other in a step: counted from the description, and seen as collectives are called.
+# --- What ranks send each other in a step --------------------------------------------------------------
 
 FLOAT_BYTES = 4  # bytes of a gradient, a weight, a loss
 POSITION_BYTES = 16  # bytes that say where a token stands, asked of others where rows had to be filled up

@@ -110,8 +110,11 @@ def _init_process_group(launch: ProcessInfo) -> Any:
         store = PrefixStore(f"headwise {launch.attempt} {next(_join_counter)}", store)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
-            store=store, rank=launch.rank, world_size=launch.size, timeout=COLLECTIVE_TIMEOUT,
-        )  # fmt: skip
+            store=store,
+            rank=launch.rank,
+            world_size=launch.size,
+            timeout=COLLECTIVE_TIMEOUT,
+        )
     except (RuntimeError, ValueError) as error:
         raise ConnectionError(
             _join_failure_message(launch, " ".join(str(error).split())[:MAX_REASON_LENGTH])

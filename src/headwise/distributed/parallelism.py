@@ -116,7 +116,7 @@ class Parallelism(CheckedDataclass):
         return ",".join(said) or "data=1"
 
 
-# SECTION: Which examples of a batch are a rank's.
+# --- Which examples of a batch are a rank's ------------------------------------------------------------
 
 
 class BatchShard(NamedTuple):

@@ -42,7 +42,7 @@ class BatchForward(nn.Module):
         return self.net.read(h, sequence=batch.tokens)
 
 
-# SECTION: What one rank holds of a model, and how it becomes one with what the others hold.
+# --- What one rank holds of a model, and how it becomes one with what the others hold ------------------
 
 
 class TensorSharding(Protocol):

@@ -1,4 +1,8 @@
-"""config.json to a whole model, described: one file per architecture, nothing loaded, no weights touched."""
+"""Architectures of transformers: config.json to a model description and back, and tensor names in checkpoints.
+
+One file per architecture family; `config_reader`, `config_writer`, `attention_config`, `model_builders` and
+`weight_names` are what they share. Nothing is loaded here.
+"""
 
 from __future__ import annotations
 

@@ -175,7 +175,7 @@ def _select_heads(
     return select_heads(config, task, ways)
 
 
-# SECTION: BART and its kin: both stacks spell their layers alike; the last head's bias is a constant.
+# --- BART and its kin ----------------------------------------------------------------------------------
 
 
 def name_attention(own_prefix: str, file_prefix: str) -> dict[str, str]:
@@ -230,7 +230,7 @@ BART_WEIGHTS = WeightNames(
     ignored=(r"(encoder|decoder)\.version$", r"^model\.(encoder|decoder)\.embed_positions\.weight$"),
 )
 
-# SECTION: Whisper: an encoder that reads sound, a decoder that writes what was said; keys have no bias (2212.04356).
+# --- Whisper -------------------------------------------------------------------------------------------
 
 WHISPER = BartVariant("pre", final_norm=NormSpec(), layers=4, heads=6, hidden=1536, bias="qvo")
 

@@ -65,7 +65,7 @@ def read_bert(config: TransformersConfig, task: str) -> ModelSpec:
     return ModelSpec("bert", "encoder", (stack,), select_heads(config, task, ways), tuple(config.notes))
 
 
-# SECTION: BERT: published files hold a pooler and both heads of pretraining, whichever of them the class in config.json has.
+# --- BERT ----------------------------------------------------------------------------------------------
 
 BERT_LAYER, BERT_LM_HEAD = ".encoder.layer.{layer}", "cls.predictions"
 
@@ -116,7 +116,7 @@ BERT_WEIGHTS = WeightNames(
     ignored=(r"embeddings\.position_ids$", r"^(bert\.)?pooler\.", r"^cls\."),
 )
 
-# SECTION: DistilBERT: BERT without kinds of token and without a pooler (1910.01108).
+# --- DistilBERT ----------------------------------------------------------------------------------------
 
 
 @register_family("distilbert", "DistilBert", default_task="ForMaskedLM")
@@ -147,7 +147,7 @@ def read_distilbert(config: TransformersConfig, task: str) -> ModelSpec:
     )
 
 
-# SECTION: MPNet: BERT with T5's table of relative positions beside its own (2004.09297).
+# --- MPNet ---------------------------------------------------------------------------------------------
 
 PAD_ID = 1  # the same for all of them, whatever their configs say
 

@@ -30,7 +30,7 @@ def read_bloom(config: TransformersConfig, task: str) -> ModelSpec:
     return model_builders.build_decoder(config, task, blocks, norm, ends, (UnsupportedPart(why),) if normed else ())
 
 
-# SECTION: BLOOM: fused as GPT-NeoX, with a norm behind the table of tokens; published files name no trunk.
+# --- BLOOM ---------------------------------------------------------------------------------------------
 
 BLOOM_WEIGHTS = WeightNames(
     families=("bloom",),
@@ -47,7 +47,7 @@ BLOOM_WEIGHTS = WeightNames(
     },
 )
 
-# SECTION: Falcon: one key-value head for all, or groups; attention and feed-forward side by side (2311.16867).
+# --- Falcon --------------------------------------------------------------------------------------------
 
 
 @register_family("falcon", "Falcon")
@@ -92,7 +92,7 @@ def _read_num_kv_heads(config: TransformersConfig, heads: int) -> int:
     return kv
 
 
-# SECTION: MPT: linear biases, LayerNorm without biases, no bias anywhere.
+# --- MPT -----------------------------------------------------------------------------------------------
 
 
 @register_family("mpt", "Mpt")

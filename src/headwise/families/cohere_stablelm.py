@@ -73,7 +73,7 @@ def _build_cohere(config: TransformersConfig, task: str, attentions: list[model_
     return model_builders.build_decoder(config, task, blocks, norm, ends)
 
 
-# SECTION: StableLM: LayerNorm, a quarter of a head turns, a gated feed-forward (2402.17834).
+# --- StableLM ------------------------------------------------------------------------------------------
 
 
 @register_family("stablelm", "StableLm")
@@ -100,7 +100,7 @@ def read_stablelm(config: TransformersConfig, task: str) -> ModelSpec:
     )
 
 
-# SECTION: StableLM and Cohere: Llama's names, norms that may have biases, and may be one for both sublayers.
+# --- StableLM and Cohere -------------------------------------------------------------------------------
 
 OWN_LAYER, FILE_LAYER = "decoder.{layer}", ".layers.{layer}"
 STABLELM_NAMES = {

@@ -166,7 +166,7 @@ class TransformersConfig:
             self.notes.append(text)
 
 
-# SECTION: Families by the name that a config gives them.
+# --- Families by the name that a config gives them -----------------------------------------------------
 
 ConfigReader = Callable[[TransformersConfig, str], ModelSpec]
 ConfigWriter = Callable[[ModelSpec, str], dict[str, Any]]

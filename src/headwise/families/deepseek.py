@@ -129,7 +129,7 @@ def _make_latent_attention(
     return ApproximateAttention(spec, "attention_bias adds one to the latent vectors, which Latent has not", more)
 
 
-# SECTION: DeepSeek-V2 and V3, and others whose experts have tensors of their own: keys and values of a head lie together.
+# --- DeepSeek-V2 and V3, and others whose experts have tensors of their own ----------------------------
 
 OWN_LAYER, FILE_ATTENTION = "decoder.{layer}", ".layers.{layer}.self_attn"
 FILE_EXPERT, FILE_SHARED_EXPERT = ".layers.{layer}.mlp.experts.{expert}", ".layers.{layer}.mlp.shared_experts"

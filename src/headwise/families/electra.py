@@ -67,7 +67,7 @@ def make_token_head(sizes: model_builders.EncoderSizes, narrow: int, act: str, o
     return OutputHeadSpec("tokens", transform=inner)
 
 
-# SECTION: ALBERT: one layer that serves all depths, and a table narrower than it (1909.11942).
+# --- ALBERT --------------------------------------------------------------------------------------------
 
 ALBERT_DEFAULTS = model_builders.EncoderDefaults(4096, 64, 12, 30000, 16384, "gelu_new")
 

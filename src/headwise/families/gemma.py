@@ -105,7 +105,7 @@ def _build_gemma(config: TransformersConfig, task: str, blocks: list[Any], norm:
     )
 
 
-# SECTION: Gemma 2: a norm on either side of every sublayer, windows in every other layer, scores and logits bent.
+# --- Gemma 2 -------------------------------------------------------------------------------------------
 
 
 @register_family("gemma2", "Gemma2")
@@ -152,7 +152,7 @@ def _read_softcap(config: TransformersConfig, name: str, usual: float) -> float 
     return None if config.find_key([name], usual)[1] is None else config.read_float(name, default=usual)
 
 
-# SECTION: Gemma 2 and 3: a norm on either side of every sublayer.
+# --- Gemma 2 and 3 -------------------------------------------------------------------------------------
 
 GEMMA2_NORMS = {
     "decoder.{layer}.attention_norm_after.weight": ".layers.{layer}.post_attention_layernorm.weight",

@@ -40,6 +40,6 @@ def _build_glm(config: TransformersConfig, task: str, placement: str) -> ModelSp
     )
 
 
-# SECTION: GLM-4: gates and ups lie in one matrix; the newer has norms on either side.
+# --- GLM-4 ---------------------------------------------------------------------------------------------
 
 GLM_WEIGHTS = LLAMA._replace(families=("glm",), locations={**LLAMA.locations, **FUSED_GATE_UP_NAMES})

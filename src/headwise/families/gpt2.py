@@ -66,7 +66,7 @@ def write_gpt2_config(model: ModelSpec, name: str) -> dict[str, Any]:
     return keys | dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
 
 
-# SECTION: GPT-2: matrices lie as (in, out), and those of queries, keys and values side by side.
+# --- GPT-2 ---------------------------------------------------------------------------------------------
 
 FUSED_QKV, FUSED_QKV_BIAS = ".h.{layer}.attn.c_attn.weight", ".h.{layer}.attn.c_attn.bias"
 QKV_AXIS = {"qkv": 3}

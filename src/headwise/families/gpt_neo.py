@@ -47,7 +47,7 @@ def _read_attention_types(config: TransformersConfig, layers: int) -> list[str]:
     return found
 
 
-# SECTION: GPT-J: the first channels of a head turn in neighbouring pairs; attention and feed-forward share a norm.
+# --- GPT-J ---------------------------------------------------------------------------------------------
 
 
 @register_family("gptj", "GPTJ")
@@ -70,7 +70,7 @@ def read_gptj(config: TransformersConfig, task: str) -> ModelSpec:
     return model_builders.build_decoder(config, task, blocks, norm, ends)
 
 
-# SECTION: GPT-J: one norm for both sublayers, and a head with a bias.
+# --- GPT-J ---------------------------------------------------------------------------------------------
 
 GPTJ_LAYER, GPTJ_FILE_LAYER = "decoder.{layer}", ".h.{layer}"
 
@@ -98,7 +98,7 @@ GPTJ_WEIGHTS = WeightNames(
     ignored=(r"(^|\.)attn\.(bias|masked_bias)$",),
 )
 
-# SECTION: GPT-NeoX and Pythia: a quarter of a head turns; attention and feed-forward side by side (2204.06745).
+# --- GPT-NeoX and Pythia -------------------------------------------------------------------------------
 
 
 @register_family("gpt_neox", "GPTNeoX")
@@ -122,7 +122,7 @@ def read_gpt_neox(config: TransformersConfig, task: str) -> ModelSpec:
     )
 
 
-# SECTION: GPT-NeoX and BLOOM: queries, keys and values of a head lie side by side.
+# --- GPT-NeoX and BLOOM --------------------------------------------------------------------------------
 
 GPT_NEOX_LAYER = "decoder.{layer}"
 

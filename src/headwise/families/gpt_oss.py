@@ -63,7 +63,7 @@ def read_gpt_oss(config: TransformersConfig, task: str) -> ModelSpec:
     )
 
 
-# SECTION: gpt-oss: matrices of experts lie as (in, out), rows of gates and of ups in turn.
+# --- gpt-oss -------------------------------------------------------------------------------------------
 
 FILE_EXPERTS = ".layers.{layer}.mlp.experts"
 FILE_GATE_UP, FILE_GATE_UP_BIAS = f"{FILE_EXPERTS}.gate_up_proj", f"{FILE_EXPERTS}.gate_up_proj_bias"

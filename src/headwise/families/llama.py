@@ -153,7 +153,7 @@ def _write_windows(stack: StackSpec, name: str) -> dict[str, Any]:
     return {"use_sliding_window": window is not None, "sliding_window": window, "layer_types": types}
 
 
-# SECTION: Llama, and those whose files are named like its own.
+# --- Llama, and those whose files are named like its own -----------------------------------------------
 
 LLAMA_WEIGHTS = WeightNames(
     families=("llama", "mistral", "qwen2", "qwen3", "gemma", "granite", "smollm3", "olmo"),
@@ -188,7 +188,7 @@ LLAMA_WEIGHTS = WeightNames(
     ignored=(r"rotary_emb\.inv_freq$",),
 )
 
-# SECTION: Granite: Llama with a number for each of its four sums and products (2405.04324).
+# --- Granite -------------------------------------------------------------------------------------------
 
 
 @register_family("granite", "Granite")
@@ -217,7 +217,7 @@ def read_granite(config: TransformersConfig, task: str) -> ModelSpec:
     return model_builders.build_decoder(config, task, blocks, norm, ends)
 
 
-# SECTION: SmolLM3: Llama whose every fourth layer turns nothing.
+# --- SmolLM3 -------------------------------------------------------------------------------------------
 
 
 @register_family("smollm3", "SmolLM3")
@@ -264,7 +264,7 @@ def _read_rope_layers(config: TransformersConfig, layers: int) -> list[int]:
     return told
 
 
-# SECTION: llama2.c: Llama's tensors under short names, where a pair that turns together lies in neighbouring rows.
+# --- llama2.c ------------------------------------------------------------------------------------------
 
 ROPE_PAIR_AXIS = {"side": 2}
 

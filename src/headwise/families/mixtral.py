@@ -118,7 +118,7 @@ def _build_mixture(
     )
 
 
-# SECTION: Mixtral: every expert has tensors of its own.
+# --- Mixtral -------------------------------------------------------------------------------------------
 
 OWN_LAYER, FILE_EXPERTS = "decoder.{layer}", ".layers.{layer}.block_sparse_moe"
 

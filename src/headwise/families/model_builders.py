@@ -129,7 +129,7 @@ def make_blocks(
     return [BlockSpec(attention, feed=feed, norm=norm, **said) for attention in attentions]
 
 
-# SECTION: What encoders after BERT have in common: sizes, a table with positions, heads that tell tokens and classes.
+# --- What encoders after BERT have in common -----------------------------------------------------------
 
 
 class EncoderSizes(NamedTuple):

@@ -114,7 +114,7 @@ def _read_ends(config: TransformersConfig) -> model_builders.DecoderEnds:
     return model_builders.DecoderEnds(config.read_int("vocab_size", default=OLMO_VOCAB_SIZE))
 
 
-# SECTION: OLMo 2: norms stand behind sublayers alone.
+# --- OLMo 2 --------------------------------------------------------------------------------------------
 
 OLMO2_NORMS = {
     "decoder.{layer}.attention_norm.weight": ".layers.{layer}.post_attention_layernorm.weight",

@@ -38,7 +38,7 @@ def read_opt(config: TransformersConfig, task: str) -> ModelSpec:
     )
 
 
-# SECTION: OPT: BART's names for the layers of a decoder.
+# --- OPT -----------------------------------------------------------------------------------------------
 
 OWN_LAYER, FILE_LAYER = "decoder.{layer}", ".layers.{layer}"
 

@@ -57,7 +57,7 @@ def read_phi3(config: TransformersConfig, task: str) -> ModelSpec:
     )
 
 
-# SECTION: Phi: one norm for both sublayers, and a head with a bias.
+# --- Phi -----------------------------------------------------------------------------------------------
 
 PHI_NAMES = {
     f"{OWN_LAYER}.attention.output.o": f"{FILE_LAYER}.self_attn.dense.weight",
@@ -72,7 +72,7 @@ PHI_NAMES = {
 }
 PHI_WEIGHTS = STABLELM._replace(families=("phi",), locations={**STABLELM.locations, **PHI_NAMES})
 
-# SECTION: Phi-3: queries, keys and values end to end in one matrix, gates and ups in another.
+# --- Phi-3 ---------------------------------------------------------------------------------------------
 
 PHI3_QKV, PHI3_PROJECTION = ".layers.{layer}.self_attn.qkv_proj.weight", "decoder.{layer}.attention.project"
 FUSED_QKV_LAYOUT, FUSED_GATE_UP_LAYOUT = "([q|kv|v] dim) model", "(side hidden) model"

@@ -33,7 +33,7 @@ def read_roberta(config: TransformersConfig, task: str) -> ModelSpec:
     )
 
 
-# SECTION: RoBERTa and its kin: BERT's layers under a name of their own, other heads.
+# --- RoBERTa and its kin -------------------------------------------------------------------------------
 
 ROBERTA_LM_HEAD, ROBERTA_CLASSIFIER = "lm_head", "classifier"
 ROBERTA_LAYERS = {name: path for name, path in BERT.locations.items() if not name.startswith("head.")}
@@ -70,7 +70,7 @@ ROBERTA_WEIGHTS = BERT._replace(
     ignored=(r"embeddings\.position_ids$", r"^(roberta\.)?pooler\.", r"^lm_head\."),
 )
 
-# SECTION: Longformer: RoBERTa that reads a window, with tokens that read and are read by all (2004.05150).
+# --- Longformer ----------------------------------------------------------------------------------------
 
 GLOBAL_TOKENS_REASON = (
     "global tokens are chosen in every call and have queries, keys and values of their own; without any it is this"

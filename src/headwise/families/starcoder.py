@@ -31,7 +31,7 @@ def read_gpt_bigcode(config: TransformersConfig, task: str) -> ModelSpec:
     )
 
 
-# SECTION: StarCoder 2: grouped heads, biases everywhere, LayerNorm, a plain feed-forward, perhaps a window (2402.19173).
+# --- StarCoder 2 ---------------------------------------------------------------------------------------
 
 
 @register_family("starcoder2", "Starcoder2")
@@ -56,7 +56,7 @@ def read_starcoder2(config: TransformersConfig, task: str) -> ModelSpec:
     )
 
 
-# SECTION: StarCoder 2: Llama's names for attention, GPT-2's for feed-forwards.
+# --- StarCoder 2 ---------------------------------------------------------------------------------------
 
 STARCODER2_FEED_FORWARD = {
     f"{OWN_LAYER}.feed.up": f"{FILE_LAYER}.mlp.c_fc.weight",

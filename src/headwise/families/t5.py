@@ -59,7 +59,7 @@ def _read_feed_forward(config: TransformersConfig) -> FeedForwardSpec:
     return FeedForwardSpec(config.read_int("d_ff", default=2048), act, form)
 
 
-# SECTION: T5: every sublayer has a number of its own, and one table of relative positions stands in the first layer.
+# --- T5 ------------------------------------------------------------------------------------------------
 
 OWN_LAYER, FILE_BLOCK = "{stack}.{{layer}}", "{stack}.block.{{layer}}.layer"
 

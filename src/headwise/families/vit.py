@@ -51,7 +51,7 @@ def read_vit(config: TransformersConfig, task: str) -> ModelSpec:
     return ModelSpec("vit", "vision", (stack,), select_heads(config, task, ways), tuple(config.notes))
 
 
-# SECTION: ViT: positions and the first vector lie as rows of a batch of one.
+# --- ViT -----------------------------------------------------------------------------------------------
 
 VIT_LAYER, BATCH_OF_ONE = ".encoder.layer.{layer}", ({"one": 0}, {"one": 1})
 
@@ -90,7 +90,7 @@ VIT_WEIGHTS = WeightNames(
     },
 )
 
-# SECTION: DeiT and DINOv2: ViT with a second vector of its own, and ViT whose sublayers are scaled channel by channel.
+# --- DeiT and DINOv2 -----------------------------------------------------------------------------------
 
 
 @register_family("deit", "DeiT", default_task="ForImageClassification")

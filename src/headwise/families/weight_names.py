@@ -107,7 +107,7 @@ def _complete_sizes(layout: AxisLayout, sizes: Mapping[str, int], shape: tuple[i
     return found
 
 
-# SECTION: What a file must hold to be a model, worked out from the names that one architecture gives its tensors.
+# --- What a file must hold to be a model, worked out from the names that one architecture gives its ----
 
 LAYER = re.compile(r"^(\w+)\.(\d+)\.")
 ADDED_BIAS = re.compile(r"^(\w+\.\{layer\}\.(?:attention|cross))\.(?:output\.o_bias|constant)$")

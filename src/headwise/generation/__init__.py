@@ -1,4 +1,11 @@
-"""Generation: what a model says behind a prompt, chosen, followed or drawn, and told as it comes."""
+"""Decoding: continue prompts with a model, one token at a time or several candidates at once.
+
+`decoding_config` describes how tokens are chosen; `prompts` turns text or ids into model inputs; `decoding_state`
+holds the rows that are being continued and their caches; `sampling` picks the next token; `beam_search` follows
+several candidates; `compiled_step` decides when a decode step is worth compiling; `text_output` turns ids into text
+as they arrive; `generate` is the public entry point. `greedy_decoding`, `fill_mask` and `classification` are the
+simpler uses of a model.
+"""
 
 from .decoding_config import DecodingConfig
 from .decoding_state import DecodingState, eval_mode, max_positions, pad_left, require_language_model, run_decode_steps

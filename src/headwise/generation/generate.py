@@ -173,7 +173,7 @@ class TextGenerator:
 
     def _start_decoding(self, given: PromptBatch) -> DecodingState:
         prompt = prepare_decoder_input(self.net, given.rows, next(self.net.parameters()).device)
-        told = {"sequence": prompt.sequence, "encoder_output": prompt.encoder_output, "config": self.config}
+        told = {"sequence": prompt.tokens, "encoder_output": prompt.memory, "config": self.how}
         course = DecodingState(self.net, prompt.ids, max_new_tokens=self.count, **told)
         self.tell(course.choice)
         return course

@@ -150,7 +150,7 @@ def load_tokenizers(net: Transformer) -> tuple[ModelTokenizer, ModelTokenizer]:
     return read, written
 
 
-# SECTION: What is said behind one prompt: ids and text, up to an end or a stop.
+# --- What is said behind one prompt --------------------------------------------------------------------
 
 
 class Completion:

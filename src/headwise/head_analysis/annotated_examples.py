@@ -79,7 +79,7 @@ def find_sink_tokens(annotations: TokenAnnotations) -> Tensor:
     return found | first
 
 
-# SECTION: Parsed sentences as CoNLL-U writes them (universaldependencies.org/format).
+# --- Parsed sentences as CoNLL-U writes them (universaldependencies.org/format) ------------------------
 
 NUM_COLUMNS = 10
 ROOT_RELATION = "root"
@@ -182,7 +182,7 @@ def _parse_number(said: str, where: str) -> int:
     return int(said)
 
 
-# SECTION: Texts, parsed texts and pairs of texts, as scenes: what a model reads, and what is known of its tokens.
+# --- Texts, parsed texts and pairs of texts, as scenes -------------------------------------------------
 
 WORD_PATTERN = re.compile(r"\w+|[^\w\s]")  # of a text that nobody has taken apart
 NON_SPACE_PATTERN = re.compile(r"\S+")
@@ -223,8 +223,10 @@ class ExampleReader:
         if sentence is not None and (
             lost := _count_words_without_tokens(next(iter(streams.values())), len(sentence.word_spans))
         ):
-            self.skipped[f"sentences whose words the tokenizer reads otherwise ({lost} of {len(sentence.word_spans)} words "
-                          "without a token in the first)"] += 1  # fmt: skip
+            self.skipped[
+                f"sentences whose words the tokenizer reads otherwise ({lost} of {len(sentence.word_spans)} words "
+                "without a token in the first)"
+            ] += 1
             return
         self.examples.append(Example(given.kwargs, streams, tuple(arcs), linked))
 
@@ -294,8 +296,13 @@ class ExampleReader:
         rows = given.extend_rows(said.tolist() if isinstance(said, Tensor) else said)
         ours = not given.kwargs
         source = torch.tensor(given.prompt_ids) if ours else given.kwargs["input_ids"]
-        names = dict(zip(("source", "x") if ours else ("input_ids", "decoder_input_ids"),
-                         (source, torch.tensor([rows[0].ids])), strict=True))  # fmt: skip
+        names = dict(
+            zip(
+                ("source", "x") if ours else ("input_ids", "decoder_input_ids"),
+                (source, torch.tensor([rows[0].ids])),
+                strict=True,
+            )
+        )
         return replace(given, kwargs=names, token_rows={**given.token_rows, "text": rows})
 
 
@@ -429,8 +436,9 @@ def _annotate_tokens(row: TokenRow, spans: Sequence[Span] | None) -> TokenAnnota
     separator[:1] = False
     punctuation = torch.tensor([_is_punctuation(word) for word in row.words]) & ~special
     known = spans if spans is not None else [match.span() for match in WORD_PATTERN.finditer(row.text)]
-    word = torch.tensor([-1 if not row.offsets or gone else _find_word(row, n, known)
-                         for n, gone in enumerate(special.tolist())])  # fmt: skip
+    word = torch.tensor(
+        [-1 if not row.offsets or gone else _find_word(row, n, known) for n, gone in enumerate(special.tolist())]
+    )
     if not row.offsets:
         word = torch.arange(len(row.ids))
     ids = torch.tensor(row.ids)

@@ -100,7 +100,7 @@ def make_dependency_pairs(
     return DependencyPairs(torch.tensor(table, device=words.word_index.device).T, keys, words)
 
 
-# SECTION: Dependencies that heads follow: how often the word that is read most is the governor, or the dependent, of who asks.
+# --- Dependencies that heads follow --------------------------------------------------------------------
 
 MIN_ARCS = 20  # arcs of a relation, or nothing is said of it
 SYNTAX_PREFIX = "syntactic"  # what the names of its measures begin with
@@ -252,7 +252,7 @@ def _relation_measures(sums: Array, num_baselines: int, draws: Array, confidence
     ]
 
 
-# SECTION: How much of syntax all heads know together: governors of words guessed from weights of attention alone (1906.04341).
+# --- How much of syntax all heads know together --------------------------------------------------------
 
 MAX_BASELINE_OFFSET = 8  # offsets that the baseline may choose from, each way
 MAX_ITERATIONS = 100
@@ -306,10 +306,15 @@ class ProbeResult:
     def data(self) -> dict[str, Any]:
         """All of it as plain values; texts and arcs are those learned from and those held out."""
         return {
-            "uas": self.uas.data, "twin": None if self.twin is None else self.twin.data,
-            "baseline": self.baseline.data, "offset": self.offset, "pulls": [one._asdict() for one in self.pulls],
-            "texts": list(self.texts), "arcs": list(self.arcs), "notes": list(self.notes),
-        }  # fmt: skip
+            "uas": self.uas.data,
+            "twin": None if self.twin is None else self.twin.data,
+            "baseline": self.baseline.data,
+            "offset": self.offset,
+            "pulls": [one._asdict() for one in self.pulls],
+            "texts": list(self.texts),
+            "arcs": list(self.arcs),
+            "notes": list(self.notes),
+        }
 
 
 class ProbeSentence(NamedTuple):
@@ -374,9 +379,15 @@ def train_attention_probe(
     notes = (f"{left_out} texts without arcs were left out",) if left_out else ()
     counts = [sum(len(seen[0][n].dependencies) for n in part) for part in (learned, held)]
     return ProbeResult(
-        rates[0], rates[1] if random_baseline is not None else None, rates[-1], offset, _head_probe_weights(seen[0][0].heads, fits[0]),
-        (len(learned), len(held)), (counts[0], counts[1]), notes,
-    )  # fmt: skip
+        rates[0],
+        rates[1] if random_baseline is not None else None,
+        rates[-1],
+        offset,
+        _head_probe_weights(seen[0][0].heads, fits[0]),
+        (len(learned), len(held)),
+        (counts[0], counts[1]),
+        notes,
+    )
 
 
 def word_attention_maps(model: nn.Module, sites: Sequence[SiteModule], example: Example) -> dict[str, Tensor]:

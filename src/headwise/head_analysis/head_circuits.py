@@ -272,7 +272,7 @@ def get_token_tables(model: nn.Module, stack: str) -> TokenTables:
     return TokenTables(embed, own.T, note)
 
 
-# SECTION: What each head writes into the states of a model: how much, and what share of what all heads of its layer write.
+# --- What each head writes into the states of a model --------------------------------------------------
 
 MAX_CHUNK_CELLS = 2**22  # numbers that all heads of a layer write at once, at most
 
@@ -297,8 +297,10 @@ def measure_residual_contributions(
 
     What output biases add belongs to no head, and what a norm behind the attention does is left out.
     """
-    maps = {name: torch.stack([own.output_map(head) for head in range(len(own.spec.score_head_of_output))])
-            for name, own in get_circuits(model).items()}  # fmt: skip
+    maps = {
+        name: torch.stack([own.output_map(head) for head in range(len(own.spec.score_head_of_output))])
+        for name, own in get_circuits(model).items()
+    }
     those = [one for one in find_attention(model) if one.site.silence.can and one.site.name in maps]
     sums = {one.site.name: FoldedSums() for one in those}
     for number, scene in enumerate(examples):

@@ -141,8 +141,9 @@ def classify_heads(table: HeadTable, *, criteria: str = "ours") -> HeadTable:
     for head in table.heads:
         if not any(name in head.measures for name in known):
             asked = f"Chosen(statistics={known!r})" if literature_metrics.metrics_for_criteria(criteria) else "Chosen()"
-            raise ValueError(f"head {head.head} of {head.site} has no measure that {criteria!r} names heads by; "
-                             f"measure with {asked}")  # fmt: skip
+            raise ValueError(
+                f"head {head.head} of {head.site} has no measure that {criteria!r} names heads by; measure with {asked}"
+            )
     nobody = [HeadClass(UNCLEAR, 0.0, f"is none of what {criteria!r} names")]
     heads = [replace(head, classes=tuple(_sort_classes(CLASSIFIERS[criteria](head) or nobody))) for head in table.heads]
     return replace(table, heads=tuple(heads))

@@ -40,8 +40,18 @@ OFFSET_CLASSES = ("previous", "self", "next")
 FONT_SIZE = 8.0
 DEFAULT_FONT = "DejaVu Sans"
 # Fonts that know Chinese, Japanese and Korean, by the names of usual systems.
-FALLBACK_FONTS = ("Noto Sans CJK SC", "Noto Sans SC", "Source Han Sans SC", "WenQuanYi Zen Hei", "WenQuanYi Micro Hei",
-         "PingFang SC", "Hiragino Sans GB", "Microsoft YaHei", "SimHei", "Arial Unicode MS")  # fmt: skip
+FALLBACK_FONTS = (
+    "Noto Sans CJK SC",
+    "Noto Sans SC",
+    "Source Han Sans SC",
+    "WenQuanYi Zen Hei",
+    "WenQuanYi Micro Hei",
+    "PingFang SC",
+    "Hiragino Sans GB",
+    "Microsoft YaHei",
+    "SimHei",
+    "Arial Unicode MS",
+)
 
 
 @dataclass(frozen=True)
@@ -111,13 +121,27 @@ def replace_undrawable(text: str) -> str:
 def plot_style(theme: FigureTheme) -> Any:
     """What matplotlib is told before anything is drawn."""
     return {
-        "font.size": FONT_SIZE, "font.family": list_fonts(), "figure.facecolor": theme.background,
-        "savefig.facecolor": theme.background, "axes.facecolor": theme.background, "text.color": theme.foreground,
-        "axes.edgecolor": theme.muted, "axes.labelcolor": theme.foreground, "xtick.color": theme.muted,
-        "ytick.color": theme.muted, "axes.titlesize": FONT_SIZE + 1, "axes.titlelocation": "left",
-        "axes.titleweight": "bold", "axes.spines.top": False, "axes.spines.right": False, "text.parse_math": False,
-        "svg.hashsalt": "headwise", "svg.fonttype": "path", "legend.frameon": False, "lines.linewidth": 1.2,
-    }  # fmt: skip
+        "font.size": FONT_SIZE,
+        "font.family": list_fonts(),
+        "figure.facecolor": theme.background,
+        "savefig.facecolor": theme.background,
+        "axes.facecolor": theme.background,
+        "text.color": theme.foreground,
+        "axes.edgecolor": theme.muted,
+        "axes.labelcolor": theme.foreground,
+        "xtick.color": theme.muted,
+        "ytick.color": theme.muted,
+        "axes.titlesize": FONT_SIZE + 1,
+        "axes.titlelocation": "left",
+        "axes.titleweight": "bold",
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "text.parse_math": False,
+        "svg.hashsalt": "headwise",
+        "svg.fonttype": "path",
+        "legend.frameon": False,
+        "lines.linewidth": 1.2,
+    }
 
 
 def save_figure(draw: Callable[[FigureTheme], Figure], path: Path | str, theme_name: str = "light") -> None:
@@ -136,7 +160,7 @@ def save_figure(draw: Callable[[FigureTheme], Figure], path: Path | str, theme_n
     write_atomically(path, written.getvalue())
 
 
-# SECTION: Heads at work on one text: the best of each class, the arcs of a parse, and two heads over each other.
+# --- Heads at work on one text -------------------------------------------------------------------------
 
 NUM_COLUMNS = 3  # pictures beside each other
 MIN_LINE_WEIGHT = 0.05  # the least weight that is drawn as a line
@@ -212,7 +236,7 @@ def _shorten_token(word: str) -> str:
     return shown if len(shown) <= 12 else f"{shown[:11]}…"
 
 
-# SECTION: A model's heads drawn: one cell for each, by layer, by importance, on a map.
+# --- A model's heads drawn -----------------------------------------------------------------------------
 
 CELL_SIZE = 0.32  # inches
 MAX_LABELLED_HEADS = 24  # names on an axis, beyond which some are left out
@@ -319,8 +343,14 @@ def draw_importance_curve(
     axes.plot(places, [values[n][0] for n in order], color=theme.pair_colours[0], marker=".", ms=3)
     axes.axhline(0, color=theme.muted, lw=0.6)
     for place in list(places)[:5]:
-        axes.annotate(names[order[place]], (place, values[order[place]][0]), xytext=(4, 3), textcoords="offset points",
-                      fontsize=6.5, color=theme.foreground)  # fmt: skip
+        axes.annotate(
+            names[order[place]],
+            (place, values[order[place]][0]),
+            xytext=(4, 3),
+            textcoords="offset points",
+            fontsize=6.5,
+            color=theme.foreground,
+        )
     axes.set(xlabel="heads, the most important first")
     axes.set_title(title)
     return figure
@@ -346,7 +376,7 @@ def draw_head_map(table: HeadTable, positions: Array, theme: FigureTheme) -> Fig
     return figure
 
 
-# SECTION: The heads of a model on a terminal: a cell for each, then the surest of every class and why.
+# --- The heads of a model on a terminal ----------------------------------------------------------------
 
 LINE_WIDTH = 80
 HEADS_PER_CLASS = 2  # heads that are told of each class
@@ -434,8 +464,12 @@ def _top_heads(table: HeadTable, group: str, paint: ColourFunction) -> Iterator[
     count = len({id(one) for _, one in found})
     yield paint(f"{CLASS_STYLES[group][0]}  {group}", group) + f", {count} head{'s' if count > 1 else ''}"
     for named, one in found[:HEADS_PER_CLASS]:
-        yield from textwrap.wrap(f"{one.site} {one.head}: {named.name} {named.score:.2f}, {named.evidence}", LINE_WIDTH,
-                                 initial_indent="   ", subsequent_indent="   ")  # fmt: skip
+        yield from textwrap.wrap(
+            f"{one.site} {one.head}: {named.name} {named.score:.2f}, {named.evidence}",
+            LINE_WIDTH,
+            initial_indent="   ",
+            subsequent_indent="   ",
+        )
 
 
 def _note_lines(table: HeadTable) -> Sequence[str]:

@@ -36,10 +36,16 @@ from .resampling import min_p_value
 IMPORTANCE_METHODS: Mapping[str, ImportanceMethod] = {
     one.name: one
     for one in (
-        LeaveOneOut(), ShapleyValue(), GradientTimesActivation(), GradientTimesActivation("code"), GradientTimesActivation("bertology", batch_size=8), TaylorExpansion(), TaylorExpansion("size"),
+        LeaveOneOut(),
+        ShapleyValue(),
+        GradientTimesActivation(),
+        GradientTimesActivation("code"),
+        GradientTimesActivation("bertology", batch_size=8),
+        TaylorExpansion(),
+        TaylorExpansion("size"),
         LayerwiseRelevance(),
     )
-}  # fmt: skip
+}
 DEFAULT_OPTIONS = ImportanceOptions()
 
 

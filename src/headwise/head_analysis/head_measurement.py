@@ -169,10 +169,17 @@ def _site_heads(one: SiteModule, adding: MetricSums, draws: Array) -> list[HeadM
     count = len(next(iter(measures.values())))
     each = max(1, count // max(1, site.kv))
     return [
-        HeadMeasures(site.stack, site.kind, site.layer, number, number // each, site.name,
-             {name: own[number] for name, own in measures.items()})
+        HeadMeasures(
+            site.stack,
+            site.kind,
+            site.layer,
+            number,
+            number // each,
+            site.name,
+            {name: own[number] for name, own in measures.items()},
+        )
         for number in range(count)
-    ]  # fmt: skip
+    ]
 
 
 def _metric_measures(adding: MetricSums, site: str, statistic: HeadMetric, draws: Array) -> list[Measure]:

@@ -147,8 +147,10 @@ def find_outliers(
         beyond = _studentise(np.log(np.maximum(far, 1e-12))[None])[0]
         normal = np.random.default_rng([seed, len(own)]).standard_normal((num_draws, len(own)))
         chance = _studentise(normal)[:, 0]
-        found += [HeadOutlier(heads[n], float(far[k]), float(beyond[k]), compare_with_null(beyond[k], chance, "high").p)
-                  for k, n in enumerate(own)]  # fmt: skip
+        found += [
+            HeadOutlier(heads[n], float(far[k]), float(beyond[k]), compare_with_null(beyond[k], chance, "high").p)
+            for k, n in enumerate(own)
+        ]
     p = holm_correction([one.p for one in found])
     return tuple(sorted((one._replace(p=p[n]) for n, one in enumerate(found)), key=lambda one: (one.p, -one.beyond)))
 
@@ -164,7 +166,7 @@ def _studentise(values: Array) -> Array:
     return np.divide(gap, deviation, out=np.where(gap == 0, 0.0, np.copysign(np.inf, gap)), where=deviation > 1e-12)
 
 
-# SECTION: What was found between heads, as an answer to whether they are redundant: numbers beside what chance gives.
+# --- What was found between heads, as an answer to whether they are redundant --------------------------
 
 SIGNIFICANCE = 0.05
 CHANCE_RATE = 0.05  # of pairs are nearer than the cut where heads look at nothing alike
@@ -225,8 +227,10 @@ def _layers_sentence(own: ComparableHeads) -> str:
         parts.append(_within_layer_sentence(own.within))
     odd = [layer for layer in own.layers if layer.p < SIGNIFICANCE]
     if any(not math.isnan(layer.p) for layer in own.layers):
-        parts.append(f"{len(odd)} of {len(own.layers)} layers spread otherwise than heads dealt out anew (corrected "
-                     f"p < {SIGNIFICANCE}).")  # fmt: skip
+        parts.append(
+            f"{len(odd)} of {len(own.layers)} layers spread otherwise than heads dealt out anew (corrected "
+            f"p < {SIGNIFICANCE})."
+        )
     apart = [one for one in own.outliers if one.p < SIGNIFICANCE]
     if own.outliers:
         parts.append(
@@ -252,7 +256,7 @@ def _format_p(one: PermutationTest) -> str:
     return f"p = {one.p:.3f}" if one.p >= 0.001 else "p < 0.001"
 
 
-# SECTION: Are the heads of a model redundant, and how do we know? Distances, likeness, clusters and a map, held to chance.
+# --- Are the heads of a model redundant, and how do we know? Distances, likeness, clusters and a map, ---
 
 
 class RedundancyOptions(NamedTuple):
@@ -347,14 +351,23 @@ class ComparableHeads:
         """As plain values."""
         grids = {name: _grid_to_lists(getattr(self, name)) for name in ("distances", "low", "high", "chance")}
         return {
-            "streams": list(self.streams), "heads": [who._asdict() for who in self.heads], **grids,
-            "outputs": None if self.outputs is None else _grid_to_lists(self.outputs), "cut": self.cut,
-            "joined": [one._asdict() for one in self.joined], "clusters": list(self.clusters),
-            "clusters_by_chance": self.by_chance, "map": _grid_to_lists(self.plane.places), "stress": self.plane.stress,
-            "layers": [one.data for one in self.layers], "alike": _test_to_dict(self.alike), "within": _test_to_dict(self.within),
+            "streams": list(self.streams),
+            "heads": [who._asdict() for who in self.heads],
+            **grids,
+            "outputs": None if self.outputs is None else _grid_to_lists(self.outputs),
+            "cut": self.cut,
+            "joined": [one._asdict() for one in self.joined],
+            "clusters": list(self.clusters),
+            "clusters_by_chance": self.by_chance,
+            "map": _grid_to_lists(self.plane.places),
+            "stress": self.plane.stress,
+            "layers": [one.data for one in self.layers],
+            "alike": _test_to_dict(self.alike),
+            "within": _test_to_dict(self.within),
             "outliers": [{**one.head._asdict(), "far": one.far, "p": one.p} for one in self.outliers],
-            "agreement": _test_to_dict(self.agreement), "sentence": self.sentence,
-        }  # fmt: skip
+            "agreement": _test_to_dict(self.agreement),
+            "sentence": self.sentence,
+        }
 
 
 @dataclass(frozen=True, eq=False)
@@ -405,9 +418,13 @@ class _RedundancySums:
 
 
 def measure_redundancy(
-    model: nn.Module, examples: Iterable[Example], *, options: RedundancyOptions = RedundancyOptions(), name: str = "",  # noqa: B008 - it is frozen
+    model: nn.Module,
+    examples: Iterable[Example],
+    *,
+    options: RedundancyOptions = RedundancyOptions(),
+    name: str = "",  # noqa: B008 - it is frozen
     progress: Callable[[int], object] = lambda _: None,
-) -> RedundancyResult:  # fmt: skip
+) -> RedundancyResult:
     """How alike all heads of a model are that read the same tokens, and whether that is more than chance.
 
     Every text is run by itself; of each, some rows of all heads are held, and of all texts, some tokens of what heads
@@ -434,8 +451,9 @@ def measure_redundancy(
         raise ValueError(f"{count} texts leave no interval; give at least two")
     readers = tuple(_compare_heads(pair, own, said.get(pair[0])) for pair, own in adding.items() if len(own.heads) > 1)
     if not readers:
-        raise ValueError("no two heads read the same tokens" + "".join(
-            f"; {site}: {why}" for site, why in notes.items()))  # fmt: skip
+        raise ValueError(
+            "no two heads read the same tokens" + "".join(f"; {site}: {why}" for site, why in notes.items())
+        )
     told = tuple(f"{site} is left out: {why}" for site, why in notes.items())
     return RedundancyResult(name or type(model).__name__, count, readers, told)
 
@@ -474,11 +492,24 @@ def _compare_heads(pair: StreamPair, adding: _RedundancySums, said: OutputReserv
     near = int((high < np.minimum(cut, chance))[pairs].sum())
     alike = poisson_test(near, expected_pairs_below(*(grid[pairs] for grid in dealt), threshold=cut))
     return ComparableHeads(
-        pair, heads, far, low, high, chance, outputs, tuple(joined), cut, cut_clusters(joined, cut),
-        len(set(cut_clusters(average_linkage(chance), cut))), embed_in_plane(far, seed=how.seed),
-        adding.spread.layer_diversities(how.num_resamples, how.seed), find_outliers(far, heads, seed=how.seed),
-        alike, class_separation_test(far, own, how.num_permutations, how.seed), _test_agreement(far, outputs, how),
-    )  # fmt: skip
+        pair,
+        heads,
+        far,
+        low,
+        high,
+        chance,
+        outputs,
+        tuple(joined),
+        cut,
+        cut_clusters(joined, cut),
+        len(set(cut_clusters(average_linkage(chance), cut))),
+        embed_in_plane(far, seed=how.seed),
+        adding.spread.layer_diversities(how.num_resamples, how.seed),
+        find_outliers(far, heads, seed=how.seed),
+        alike,
+        class_separation_test(far, own, how.num_permutations, how.seed),
+        _test_agreement(far, outputs, how),
+    )
 
 
 def _chance_threshold(chance: Array) -> float:

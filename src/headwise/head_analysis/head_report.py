@@ -43,12 +43,14 @@ def export_headvis(table: HeadTable, trace: Trace, annotated: Example, folder: P
     sites = table.sites
     points = [
         {
-            "layer": sites.index(one.site), "head": one.head, "site": one.site,
+            "layer": sites.index(one.site),
+            "head": one.head,
+            "site": one.site,
             "metrics": {name: told.data["value"] for name, told in one.measures.items()},
             "labels": [named.name for named in one.classes],
         }
         for one in table.heads
-    ]  # fmt: skip
+    ]
     path = folder / "scatter_data.json"
     write_atomically(path, json.dumps({"model": table.model, "heads": points}).encode())
     yield str(path)
@@ -62,15 +64,16 @@ def export_headvis(table: HeadTable, trace: Trace, annotated: Example, folder: P
             for row in weights
         ]
         example = {
-            "tokens": list(annotated.streams[own.asks].words), "keys": list(annotated.streams[own.told].words),
+            "tokens": list(annotated.streams[own.asks].words),
+            "keys": list(annotated.streams[own.told].words),
             "attention": strongest,
-        }  # fmt: skip
+        }
         told = {**one.data, "examples": [example]}
         name = folder / "heads" / f"L{sites.index(one.site)}H{one.head}.json"
         write_atomically(name, json.dumps(told).encode())
 
 
-# SECTION: Figures of a model's heads, and the table, as files in a folder.
+# --- Figures of a model's heads, and the table, as files in a folder -----------------------------------
 
 EXAMPLE_LENGTHS = range(6, 19)  # tokens of a text that a picture shows well
 MAX_RELATIONS = 9  # that are shown

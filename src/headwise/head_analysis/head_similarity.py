@@ -125,7 +125,7 @@ def _unbiased_hsic(x: Tensor, shared: Tensor) -> Tensor:
     return found / (tokens * (tokens - 3))
 
 
-# SECTION: Rows of all heads at once, and what they say, of one text: a sample, so that little is held at any length.
+# --- Rows of all heads at once, and what they say, of one text -----------------------------------------
 
 MAX_SAMPLED_CELLS = 2**25  # weights of all heads of a text, at most: 128 MB
 MIN_ROWS = 8  # rows of a text, however long it is
@@ -207,15 +207,21 @@ class RowSamplingHook:
 
 
 def sample_rows(
-    model: nn.Module, sites: Sequence[SiteModule], example: Example, streams: Mapping[str, StreamPair], sampling: RowSampling,
+    model: nn.Module,
+    sites: Sequence[SiteModule],
+    example: Example,
+    streams: Mapping[str, StreamPair],
+    sampling: RowSampling,
     text_index: int = 0,
-) -> tuple[list[SampledRows], dict[str, str]]:  # fmt: skip
+) -> tuple[list[SampledRows], dict[str, str]]:
     """Drawn rows of one text, of all heads that read the same tokens together; and which sites have none, and why.
 
     Rows in which some head may read nothing are left out.
     """
-    cells = {one.site.name: _num_comparable_heads(sites, streams, one) * example.streams[streams[one.site.name][1]].count
-             for one in sites}  # fmt: skip
+    cells = {
+        one.site.name: _num_comparable_heads(sites, streams, one) * example.streams[streams[one.site.name][1]].count
+        for one in sites
+    }
     picks = {
         name: sampling.choose_queries(text_index, example.streams[streams[name][0]].count, held)
         for name, held in cells.items()
@@ -245,9 +251,10 @@ def _merge_sites(pair: StreamPair, kept: Mapping[SiteModule, RowSamplingHook]) -
     may = torch.cat([held.allowed for held in kept.values() if held.allowed is not None])
     alive = may.any(-1).all(0)
     heads = [
-        HeadLocation(one.site.name, one.site.layer, head) for one, own in zip(kept, weights, strict=True)
+        HeadLocation(one.site.name, one.site.layer, head)
+        for one, own in zip(kept, weights, strict=True)
         for head in range(len(own))
-    ]  # fmt: skip
+    ]
     return SampledRows(pair, tuple(heads), append_sink_column(torch.cat(weights)[:, alive].float()), may[:, alive])
 
 
@@ -307,7 +314,7 @@ class OutputReservoir:
         return torch.cat(each, 1).transpose(0, 1)
 
 
-# SECTION: Heads by the distances between them: which stand together, and where on a plane.
+# --- Heads by the distances between them ---------------------------------------------------------------
 
 DistanceArray = NDArray[np.float64]
 

@@ -52,10 +52,14 @@ class HeadMeasures:
     def data(self) -> dict[str, Any]:
         """All of it as plain values."""
         return {
-            "stack": self.stack, "kind": self.kind, "layer": self.layer, "head": self.head, "kv": self.kv,
+            "stack": self.stack,
+            "kind": self.kind,
+            "layer": self.layer,
+            "head": self.head,
+            "kv": self.kv,
             "measures": {name: one.data for name, one in self.measures.items()},
             "classes": [one._asdict() for one in self.classes],
-        }  # fmt: skip
+        }
 
 
 @dataclass(frozen=True)

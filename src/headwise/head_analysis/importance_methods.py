@@ -131,9 +131,13 @@ class ImportanceResult:
     def data(self) -> dict[str, Any]:
         """All of it as plain values."""
         return {
-            "model": self.model, "method": self.method, "objective": self.objective, "texts": self.texts,
-            "heads": [one.data for one in self.heads], "notes": list(self.notes),
-        }  # fmt: skip
+            "model": self.model,
+            "method": self.method,
+            "objective": self.objective,
+            "texts": self.texts,
+            "heads": [one.data for one in self.heads],
+            "notes": list(self.notes),
+        }
 
 
 def rate_heads(
@@ -180,7 +184,7 @@ def _normalise_scores(told: Array, how: ImportanceOptions) -> Array:
     return told / (np.linalg.norm(told, axis=-1, keepdims=True) + MIN_NORM) if how.normalisation == "layer" else told
 
 
-# SECTION: Ways to find how much each head matters in a text, each under the name of the paper that has it.
+# --- Ways to find how much each head matters in a text, each under the name of the paper that has it ---
 
 CheckTime = Callable[[], None]
 GRANULARITIES = ("paper", "code", "bertology")

@@ -148,7 +148,7 @@ def _attention_read_backward(w: Tensor, v: Tensor, relevance: Tensor) -> Tensor:
     return up * (more.mT @ gain + less.mT @ loss) + down * (less.mT @ gain + more.mT @ loss)
 
 
-# SECTION: Relevance of heads for what a model of ours says likeliest, weights of attention taken as constants (1905.09418).
+# --- Relevance of heads for what a model of ours says likeliest, weights of attention taken as constants ---
 
 TOLERANCE = 1e-4  # of the largest number: what is followed must come out as the model has it
 

@@ -89,11 +89,13 @@ def get_output_tensor(outputs: Any) -> Tensor:
             return found
     if isinstance(outputs, (tuple, list)) and outputs and isinstance(outputs[0], Tensor):
         return outputs[0]
-    raise ValueError(f"the model returns {type(outputs).__name__}, and none of it is known to be its output; "
-                     "wrap it so that it returns one tensor")  # fmt: skip
+    raise ValueError(
+        f"the model returns {type(outputs).__name__}, and none of it is known to be its output; "
+        "wrap it so that it returns one tensor"
+    )
 
 
-# SECTION: What importance is importance of: a loss that the model's own head has, or how far its output drifts.
+# --- What importance is importance of ------------------------------------------------------------------
 
 LOSS_NAMES = ("next-token", "translation", "label")
 
@@ -261,10 +263,16 @@ class OutputDrift(Objective):
 OBJECTIVES: Mapping[str, Objective] = {
     one.name: one
     for one in (
-        TargetLoss("next-token"), MaskedTokenLoss(), TargetLoss("label"), TargetLoss("translation"),
-        OutputDrift(), OutputDrift("tokens"), OutputDrift("pooled", "l2"), OutputDrift("tokens", "l2"),
+        TargetLoss("next-token"),
+        MaskedTokenLoss(),
+        TargetLoss("label"),
+        TargetLoss("translation"),
+        OutputDrift(),
+        OutputDrift("tokens"),
+        OutputDrift("pooled", "l2"),
+        OutputDrift("tokens", "l2"),
     )
-}  # fmt: skip
+}
 
 
 def choose_objective(model: nn.Module, requested: str | Objective | None, example: Example) -> tuple[Objective, str]:
@@ -299,8 +307,10 @@ def _get_labels(scene: Example) -> Tensor | None:
 
 def _get_ids(model: nn.Module, given: ModelInputs) -> tuple[int, ...]:
     if "text" not in given.token_rows:
-        raise ValueError(f"{type(model).__name__} is given no ids of a text, so no next token is known; give ids, "
-                         "or labels beside the inputs")  # fmt: skip
+        raise ValueError(
+            f"{type(model).__name__} is given no ids of a text, so no next token is known; give ids, "
+            "or labels beside the inputs"
+        )
     return given.token_rows["text"][0].ids
 
 

@@ -158,7 +158,7 @@ def _sample_gaussian_maps(
     ]
 
 
-# SECTION: How many directions the scores and the weights of a head use over a text: before softmax, mixed, and behind it.
+# --- How many directions the scores and the weights of a head use over a text --------------------------
 
 MAX_QUERIES = 256  # queries of a text
 SCORE_STAGES = ("scores", "mixed", "weights")
@@ -283,7 +283,7 @@ def _head_ranks(site: str, stage: str, folds: FoldedSums, width: int, how: tuple
         yield HeadRank(site, head, stage, told.measure_at((0, head)), told.measure_at((1, head)), bound)
 
 
-# SECTION: Whether the states of a text's tokens become one over depth: of a model as it is, and along paths through it.
+# --- Whether the states of a text's tokens become one over depth ---------------------------------------
 
 HIDDEN_STATE_FIELDS = {
     "encoder_hidden_states": "encoder",
@@ -446,5 +446,8 @@ def _run_attention_variant(one: RecordedLayerCall, name: str, z: Tensor, pattern
             attention = Attention(replace(attention.spec, pattern=pattern), shared=attention.weights)
         return attention(z, sequence=call.at)
     source = call.source
-    return attention(z, source=attention.project_source(source, sequence=call.told) if isinstance(source, Tensor) else source,
-                     sequence=call.at)  # fmt: skip
+    return attention(
+        z,
+        source=attention.project_source(source, sequence=call.told) if isinstance(source, Tensor) else source,
+        sequence=call.at,
+    )

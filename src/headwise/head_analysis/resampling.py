@@ -60,7 +60,7 @@ def confidence_interval(values: Array, confidence: float = CONFIDENCE) -> tuple[
     return low, high
 
 
-# SECTION: Sums over texts in bounded memory, that can still be resampled: texts are dealt into so many folds at most.
+# --- Sums over texts in bounded memory, that can still be resampled ------------------------------------
 
 MAX_FOLDS = 64
 COLUMNS_PER_CHUNK = 4096
@@ -130,7 +130,7 @@ class FoldedSums:
         return MeanIntervals(self.mean, low.reshape(shape), high.reshape(shape))
 
 
-# SECTION: How likely chance alone would do as much: signs of paired differences turned over, and many tests at once.
+# --- How likely chance alone would do as much ----------------------------------------------------------
 
 FloatMatrix = NDArray[np.float64]
 MAX_EXACT_TEXTS = 14  # texts: with as many, or fewer, all turns are tried
@@ -192,7 +192,7 @@ def correct_p_values(p: FloatMatrix, method: str = "holm") -> FloatMatrix:
     return found
 
 
-# SECTION: What chance would do: how often it does as much, corrected for how often one looked.
+# --- What chance would do ------------------------------------------------------------------------------
 
 FloatVector = NDArray[np.float64]
 Z_95 = 1.959964  # of a normal number, on both sides of 95 % of them

@@ -159,7 +159,7 @@ class WeightBand:
         return replace(self, w_HTS=whole, allowed=self.allowed & ~out, counted_rows=self.select_counted(there))
 
 
-# SECTION: Weights of every attention while a model runs, a band of rows at a time, handed to whoever adds them up.
+# --- Weights of every attention while a model runs, a band of rows at a time, handed to whoever adds ---
 
 MAX_CELLS = 2**22  # weights of a band, at most: 16 MB
 MAX_HEIGHT_RATIO = 4  # times as high as one of all keys is a band of few keys, at most
@@ -213,7 +213,7 @@ def stream_weight_bands(
         ModelRun(model, prepare_inputs(model, example.model_inputs, 0)).run_with_hooks(sites, lookers)
 
 
-# SECTION: How much each token of a text is read by every head: columns of weights summed band by band.
+# --- How much each token of a text is read by every head -----------------------------------------------
 
 
 class AttentionReceived:
@@ -234,7 +234,7 @@ class AttentionReceived:
         self.sums[site][:, keys] += band.w_HTS.sum(1)
 
 
-# SECTION: Bands of words out of bands of the pieces that a tokenizer makes of them (1906.04341).
+# --- Bands of words out of bands of the pieces that a tokenizer makes of them (1906.04341) -------------
 
 
 def number_words(annotations: TokenAnnotations) -> Tensor:
@@ -270,10 +270,14 @@ def merge_annotations(annotations: TokenAnnotations) -> TokenAnnotations:
         0, of, annotations.frequency, "amin", include_self=False
     )
     return TokenAnnotations(
-        torch.tensor(ids, device=of.device), tuple(words), _any_by_word(annotations.is_special, of, count),
-        _any_by_word(annotations.is_separator, of, count), _any_by_word(annotations.is_punctuation, of, count),
-        annotations.word_index.new_zeros(count).scatter_(0, of, annotations.word_index), common,
-    )  # fmt: skip
+        torch.tensor(ids, device=of.device),
+        tuple(words),
+        _any_by_word(annotations.is_special, of, count),
+        _any_by_word(annotations.is_separator, of, count),
+        _any_by_word(annotations.is_punctuation, of, count),
+        annotations.word_index.new_zeros(count).scatter_(0, of, annotations.word_index),
+        common,
+    )
 
 
 def _any_by_word(flags: Tensor, of: Tensor, count: int) -> Tensor:

@@ -46,8 +46,10 @@ class AlignmentScores:
         if not example.alignment_links:
             return
         if set(example.streams) != {"source", "text"}:
-            raise ValueError(f"links lead from a source to a text, and here is only {', '.join(example.streams)}; leave "
-                             "links out, or give a model that reads two")  # fmt: skip
+            raise ValueError(
+                f"links lead from a source to a text, and here is only {', '.join(example.streams)}; leave "
+                "links out, or give a model that reads two"
+            )
         text, source = example.streams["text"], example.streams["source"]
         self._asks = {"read": text, "said": _shift_to_next_token(text)}
         self._gold = _gold_links(example.alignment_links, text, source)

@@ -1,6 +1,8 @@
-"""Models as others keep them: folders of transformers, files of llama2.c; read into ours, and written back.
+"""Import and export of checkpoints: transformers folders and llama2.c files.
 
-Importing it lets transformers run its own models on headwise (`registered`).
+`model_import` and `checkpoint_weights` read them into our models, `model_export` writes a transformers folder,
+`tokenizer_files` converts tokenizers, `llama2c` reads llama2.c. `transformers_backend` registers headwise as an
+attention implementation of transformers; importing this package registers it once.
 """
 
 from .model_export import export

@@ -94,7 +94,7 @@ def _read_weight_map(index: Path) -> dict[str, str]:
     return told
 
 
-# SECTION: A model out of tensors in a file: checked by name, shape and kind before one number is read.
+# --- A model out of tensors in a file ------------------------------------------------------------------
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 

@@ -107,7 +107,7 @@ def _decode_piece(path: Path, data: bytes, number: int) -> str:
         raise SpecError(f"{path}: piece {number} is no text; give the tokenizer of the model") from None
 
 
-# SECTION: A file of llama2.c: seven whole numbers, then every tensor as 32-bit floats one after the other (docs/hub.md).
+# --- A file of llama2.c --------------------------------------------------------------------------------
 
 FORMAT_NAME = "llama2.c"
 HEADER = struct.Struct("<7i")

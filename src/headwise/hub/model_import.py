@@ -66,7 +66,7 @@ def _no_weights_message(folder: Path) -> str:
     return f"{folder} holds a {CONFIG_FILE} but neither {WEIGHTS_FILE} nor {INDEX_FILE}; {fresh}"
 
 
-# SECTION: Whatever a folder or a file holds, as a model that runs.
+# --- Whatever a folder or a file holds, as a model that runs -------------------------------------------
 
 MODEL_FILE_SUFFIXES = (".safetensors", ".json", ".toml")  # of a folder
 
@@ -112,7 +112,7 @@ def _not_loadable_message(path: Path) -> str:
     return f"{path} holds neither {MANIFEST_FILE} nor {CONFIG_FILE}; give {kinds}"
 
 
-# SECTION: A model in a folder as whoever wrote it runs it: ours as ours, transformers' as transformers'.
+# --- A model in a folder as whoever wrote it runs it ---------------------------------------------------
 
 WEIGHT_GLOBS = ("*.safetensors", "*.safetensors.index.json")
 
@@ -152,7 +152,7 @@ def _find_class(transformers: Any, said: dict[str, Any]) -> Any:
     return getattr(transformers, named, None) or transformers.AutoModel
 
 
-# SECTION: A model of transformers that is already in memory, copied into one of ours.
+# --- A model of transformers that is already in memory, copied into one of ours ------------------------
 
 
 class LiveTensors:

@@ -103,7 +103,7 @@ def _read_mask_token(folder: Path) -> str | None:
     return None
 
 
-# SECTION: A tokenizer for a model that carries none: its ids are bytes, or a file says what they are.
+# --- A tokenizer for a model that carries none ---------------------------------------------------------
 
 BYTE_TOKENIZER = "bytes"
 NUM_BYTES = 256

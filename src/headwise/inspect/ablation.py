@@ -198,7 +198,7 @@ def check_shape(site: str, value: Tensor, output: Tensor) -> None:
         raise ValueError(f"{site} reads {list(output.shape[:-1])} tokens, told were {said}; give as many")
 
 
-# SECTION: Heads made silent, or made to say something else, while a model runs.
+# --- Heads made silent, or made to say something else, while a model runs ------------------------------
 
 ALL_HEADS = "all"
 HeadRef = tuple[int | str, int | str]  # a layer, or the name of a site; and a head of it, or "all"

@@ -74,7 +74,7 @@ def _read_group_sizes(model: nn.Module, path: str) -> tuple[int, int, int]:
     return 0, 0, 0
 
 
-# SECTION: What stands in the way of looking at an attention, of changing it, and of making it smaller: each with its reason.
+# --- What stands in the way of looking at an attention, of changing it, and of making it smaller -------
 
 PACKED_WEIGHT_NAMES = (
     "qweight",
@@ -181,7 +181,7 @@ def _child_names(layer: nn.Module) -> frozenset[str]:
     return frozenset(name for child in layer.children() if "Norm" not in (name := type(child).__name__))
 
 
-# SECTION: What the config of somebody else's model says of its attentions, given to their sites.
+# --- What the config of somebody else's model says of its attentions, given to their sites -------------
 
 # Configs inside a config, and how modules that they describe are called.
 TOWER_CONFIGS = {"vision_config": ("vision", "visual"), "text_config": ("text", "language"), "audio_config": ("audio",)}
@@ -288,7 +288,7 @@ def _read_inner_towers(told: Mapping[str, Any]) -> Iterator[TowerSpecs]:
                 continue
 
 
-# SECTION: Every attention of a model, whoever wrote it.
+# --- Every attention of a model, whoever wrote it ------------------------------------------------------
 
 ABILITY_PARTICIPLES = {"see": "seen", "silence": "silenced"}
 ADAPTERS = (

@@ -131,7 +131,7 @@ def _padding_masks(inputs: object, stacks: set[str]) -> TokenMasks:
     return dict.fromkeys(stacks, mask.bool())
 
 
-# SECTION: What heads say over data: their means and their spread; and what they say of one input.
+# --- What heads say over data --------------------------------------------------------------------------
 
 MEAN_KINDS = ("overall", "position")
 
@@ -273,7 +273,7 @@ def _pad_positions(one: Tensor, length: int) -> Tensor:
     return torch.cat([one, one.new_zeros(length - len(one), *one.shape[1:])])
 
 
-# SECTION: Heads that look by distance alone: their weights, replaced by the mean over all pairs equally far from each other.
+# --- Heads that look by distance alone -----------------------------------------------------------------
 
 TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3}  # relative; of what is narrower, less can be asked
 LOW_PRECISION_TOLERANCE = 0.05
@@ -348,9 +348,10 @@ def offset_means(
     ...     _ = net(ids)
     """
     return {
-        (one.site, head): OffsetWeights(*one.mean_weights(head)) for one in observe_dataset(model, batches, heads, OffsetObserver)
+        (one.site, head): OffsetWeights(*one.mean_weights(head))
+        for one in observe_dataset(model, batches, heads, OffsetObserver)
         for head in one.head_indices
-    }  # fmt: skip
+    }
 
 
 @dataclass(eq=False)
@@ -400,9 +401,11 @@ class OffsetObserver(OutputObserver):
         pairs = torch.bincount(place, minlength=2 * count - 1).double().cpu()
         had = self.totals.get(head, OffsetTotals(torch.zeros(1).double(), torch.zeros(1).double()))
         self.totals[head] = OffsetTotals(
-            _add_centred(had.weights, weights), _add_centred(had.pair_counts, pairs), had.row_sum + float(weights.sum()),
+            _add_centred(had.weights, weights),
+            _add_centred(had.pair_counts, pairs),
+            had.row_sum + float(weights.sum()),
             had.num_rows + int(counted_BTS.any(-1).sum()),
-        )  # fmt: skip
+        )
 
     def mean_weights(self, head: int) -> tuple[Tensor, Tensor, float]:
         """Means by offset, of how many pairs, and the mean sum of a row."""

@@ -302,7 +302,7 @@ def install_hooks(hooks: HooksByModule, patches: Sequence[SharedPatch]) -> Itera
             _ACTIVE_HOOKS.reset(token)
 
 
-# SECTION: What a way into attentions is.
+# --- What a way into attentions is ---------------------------------------------------------------------
 
 
 class SiteModule(NamedTuple):

@@ -19,8 +19,18 @@ from ..traces import TokenRow
 from .site import Site
 
 # What transformers' models are told beside ids, which adds no tokens.
-NON_TOKEN_INPUTS = frozenset({"input_ids", "decoder_input_ids", "attention_mask", "decoder_attention_mask", "token_type_ids",
-                    "position_ids", "use_cache", "return_dict"})  # fmt: skip
+NON_TOKEN_INPUTS = frozenset(
+    {
+        "input_ids",
+        "decoder_input_ids",
+        "attention_mask",
+        "decoder_attention_mask",
+        "token_type_ids",
+        "position_ids",
+        "use_cache",
+        "return_dict",
+    }
+)
 MAX_LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_target_positions")
 PAD_ID = -1  # the id of a place that holds no token
 TokenDecoder = Callable[[int], str]
@@ -111,9 +121,14 @@ def _from_tensors(model: nn.Module, names: dict[str, Any], keys: tuple[str, str]
     prompt = ids.get("source" if two else "text")
     tensors = [one for one in names.values() if isinstance(one, Tensor) and one.dim()]
     return ModelInputs(
-        (), _to_device(model, names), rows, counts | {"source": counts.get("source", counts.get("text", 0))}
-        if whole else None, len(tensors[0]) if tensors else 1, two, prompt.tolist() if prompt is not None else [],
-    )  # fmt: skip
+        (),
+        _to_device(model, names),
+        rows,
+        counts | {"source": counts.get("source", counts.get("text", 0))} if whole else None,
+        len(tensors[0]) if tensors else 1,
+        two,
+        prompt.tolist() if prompt is not None else [],
+    )
 
 
 def _to_device(model: nn.Module, names: dict[str, Any]) -> dict[str, Any]:
@@ -254,10 +269,14 @@ def _from_texts_transformers(model: nn.Module, texts: list[str], steps: int) -> 
     live = [_pad([1] * (longest - gap), [0] * gap, left) for gap in gaps]
     names = _to_device(model, {"input_ids": torch.tensor(ids), "attention_mask": torch.tensor(live)})
     rows = tuple(
-        TokenRow(_pad(row.ids, [PAD_ID] * gap, left), _pad(row.words, [""] * gap, left),
-            _pad(row.offsets, [(0, 0)] * gap, left), row.text)
+        TokenRow(
+            _pad(row.ids, [PAD_ID] * gap, left),
+            _pad(row.words, [""] * gap, left),
+            _pad(row.offsets, [(0, 0)] * gap, left),
+            row.text,
+        )
         for row, gap in zip(found, gaps, strict=True)
-    )  # fmt: skip
+    )
     if two and not steps:
         raise ValueError("a source alone is no text to trace; say max_new_tokens, or give ids of both by name")
     counts = {"text": 1 if two else longest, "source": longest}

@@ -187,7 +187,7 @@ def _recomputes(module: nn.Module) -> bool:
     return theirs or getattr(module, "checkpointing", "none") == "block"
 
 
-# SECTION: A model run once, watched.
+# --- A model run once, watched -------------------------------------------------------------------------
 
 
 class ModelRun(NamedTuple):
@@ -217,5 +217,7 @@ class ModelRun(NamedTuple):
                 raise ValueError(f"{type(model).__name__} says no tokens; leave max_new_tokens out")
             return speak(**given.kwargs, max_new_tokens=self.max_new_tokens, do_sample=False)
         except IndexError as error:
-            raise ValueError(f"{type(model).__name__} cannot read this: {error}; are there ids it does not know, or "
-                             "more tokens than it takes?") from None  # fmt: skip
+            raise ValueError(
+                f"{type(model).__name__} cannot read this: {error}; are there ids it does not know, or "
+                "more tokens than it takes?"
+            ) from None

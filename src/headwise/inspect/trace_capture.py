@@ -134,9 +134,17 @@ class CallRecorder:
         site = self.site
         heads = len(self.reads) or next(a.shape[1] for name, a in arrays.items() if name.startswith("weights"))
         return AttentionRecord(
-            site.name, site.stack, site.layer, site.kind, site.path, heads, self.reads, *streams, tuple(self.calls),
+            site.name,
+            site.stack,
+            site.layer,
+            site.kind,
+            site.path,
+            heads,
+            self.reads,
+            *streams,
+            tuple(self.calls),
             arrays,
-        )  # fmt: skip
+        )
 
     def _append(self, name: str, array: Array) -> None:
         self.pieces.setdefault(name, []).append(array)
@@ -291,7 +299,7 @@ def _concatenate(pieces: Sequence[Array]) -> Array:
     return pieces[0] if len(pieces) == 1 else np.concatenate(pieces, 1)
 
 
-# SECTION: What a capture will take, before it is taken.
+# --- What a capture will take, before it is taken ------------------------------------------------------
 
 
 class CaptureSize(NamedTuple):
@@ -343,7 +351,7 @@ def _head_width(site: Site) -> int:
     return site.spec.heads.vdim if site.spec is not None else site.dim
 
 
-# SECTION: A run of any model, kept as a trace: what every attention worked with, and not its weights.
+# --- A run of any model, kept as a trace ---------------------------------------------------------------
 
 ProgressFunction = Callable[[str], object]
 
@@ -387,9 +395,12 @@ def trace(
 
 
 def _make_trace(
-    model: nn.Module, rows: Mapping[str, tuple[TokenRow, ...]], those: Sequence[SiteModule], keepers: Mapping[str, CallRecorder],
+    model: nn.Module,
+    rows: Mapping[str, tuple[TokenRow, ...]],
+    those: Sequence[SiteModule],
+    keepers: Mapping[str, CallRecorder],
     streams: Mapping[str, tuple[str, str]],
-) -> Trace:  # fmt: skip
+) -> Trace:
     skipped = {one.site.name: one.site.see.why for one in find_attention(model) if not one.site.see.can}
     for name, keeper in keepers.items():
         if keeper.why or not keeper.calls:

@@ -1,7 +1,8 @@
-"""The seams: what a part of an attention layer may do.
+"""What a part of an attention layer may do: the base classes that every part implements.
 
-A part is a frozen description with pure methods. Its parameters are declared by named axes and handed back
-to it as `p`; so one declaration builds, counts, cuts, shares and saves it. Letters: see `headwise.interfaces.core_types`.
+`part` is the base class; `slots` the five choices (project, similarity, pattern, normaliser, merge); `modifiers`
+everything else; `core_types` the values they exchange; `axis_layout` names the axes of a tensor; `registry` finds
+parts by name; `probe` observes tensors inside a layer.
 """
 
 from .modifiers import (

@@ -1,6 +1,10 @@
-"""Kernels that torch has no operation for, compiled by Numba and handed to torch as operations of its own.
+"""CPU kernels, compiled by Numba when they first run and registered as torch operations.
 
-Importing this package compiles nothing; each operation does when it first runs.
+`simd` (16-wide vectors, loads and stores), `jit` (compile cache, threads) and `autograd_guards` are the foundation.
+`flash_attention` with `flash_attention_kernel`: attention with gradients over key ranges; `varlen_attention`:
+packed short sequences; `paged_decode`, `paged_decode_kernel`, `kv_block_attention` and `split_kv_schedule`: one
+query per row over a KV cache; `row_normalisers`: softmax and entmax rows; `head_mixing`: dynamic head composition;
+`small_batch_ops`: norms, rotary embedding, gates and matrix-vector products of single tokens.
 """
 
 from .paged_decode import PagedDecodeOptions, attend_paged, attend_paged_reference

@@ -187,7 +187,7 @@ def _gathered_attention_backward_flops(grad: Any, given: Any, told: Any, scale: 
     return 2 * formed * (3 * q[3] + 2 * v[3])
 
 
-# SECTION: Every query reads the keys from a first to a last of its own, as an operation of torch with a gradient of its own.
+# --- Every query reads the keys from a first to a last of its own, as an operation of torch with a -----
 
 MIN_KEYS_PER_PART = 512  # whose gradients are a part at least
 MAX_KEY_PARTS, TARGET_WORK_ITEMS = 4, 16  # parts there may be at most, so that there are so many units

@@ -138,7 +138,7 @@ def gemm(f, to, a, b, shape, more):
         gemm_4_rows(f, (to + step * m, step), of, b, (wide, depth), more)
 
 
-# SECTION: Rows of queries that read keys, each up to an end of its own: softmax in one pass, no score is kept (2205.14135).
+# --- Rows of queries that read keys, each up to an end of its own --------------------------------------
 
 FLASH_KEY_BLOCK_SIZE = 64  # that are compared before their values are read
 
@@ -379,7 +379,7 @@ def flash_forward(f, table, number, desk):
     store_output_and_lse(f, table, unit, sums, desk)
 
 
-# SECTION: The gradients of rows that read keys: scores are formed once more, from the log-sum-exp of each row (2205.14135).
+# --- The gradients of rows that read keys --------------------------------------------------------------
 
 
 @njit

@@ -234,7 +234,7 @@ def head_mixing_forward(form, table, unit, desk):
         copy_rows(form, (made, size * T * S), (y, step), OUT, count)
 
 
-# SECTION: The gradients of heads that are composed, and all kernels of composition by name.
+# --- The gradients of heads that are composed, and all kernels of composition by name ------------------
 
 
 @njit
@@ -397,7 +397,7 @@ def head_mixing_backward(form, table, unit, desk):
 
 HEAD_MIXING_KERNELS = ParallelKernelSet(COMPUTE_DTYPES, forward=head_mixing_forward, backward=head_mixing_backward)
 
-# SECTION: Heads composed at every pair, as an operation of torch with a gradient of its own.
+# --- Heads composed at every pair, as an operation of torch with a gradient of its own -----------------
 
 
 def has_head_mixing_kernel(a_BHTS: Tensor) -> bool:

@@ -61,7 +61,7 @@ def run_in_threads(address: int, args_address: int, threads: int) -> None:
 
 KERNEL_CFUNCTYPE = ctypes.CFUNCTYPE(None, ctypes.c_int64)
 
-# SECTION: Kernels by name: compiled when they are first asked for, kept on disk where that can be, run by torch's threads.
+# --- Kernels by name -----------------------------------------------------------------------------------
 
 COMPUTE_DTYPES = {torch.float32: "float32", torch.float64: "float64"}  # that are computed with as they lie
 NUM_ITEMS_ARG = 2  # where a table says how many there are; then where desks lie, and the bytes of one

@@ -124,7 +124,7 @@ def hash_table_size(batch: int) -> int:
     return count
 
 
-# SECTION: A block of keys, read by one query of every head: its scores, and what is read of the values.
+# --- A block of keys, read by one query of every head --------------------------------------------------
 
 KEYS_OFFSET, VALUES_OFFSET, SCALES_OFFSET, COLUMNS_OFFSET, NEXT_BLOCK_OFFSET = (8 * KV_BLOCK_SIZE * n for n in range(5))
 SCORES_OFFSET = 2 * NEXT_BLOCK_OFFSET
@@ -481,7 +481,7 @@ def pv_block(f, told, desk, part, count, following):
             pv_head_group(f, scores + apart * h, keys, (dim, some, each), tail, (part + step * h, step))
 
 
-# SECTION: Scores of a block of keys, before their values are read: scales, a ceiling, what is added, and shares.
+# --- Scores of a block of keys, before their values are read -------------------------------------------
 
 
 @njit

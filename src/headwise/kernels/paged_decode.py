@@ -51,7 +51,7 @@ def search_invalid_span(table):
 
 SPAN_CHECK_KERNELS = KernelSet({}, search=search_invalid_span)
 
-# SECTION: `decode`: one query of each row reads keys wherever they lie. A custom operation of torch.
+# --- `decode` ------------------------------------------------------------------------------------------
 
 
 class PagedDecodeOptions(NamedTuple):

@@ -319,7 +319,7 @@ def attend_shared_prefix(f, told, entry, following, desk):
     store_shared_rows(f, told, this, part)
 
 
-# SECTION: One query of a row reads the keys of that row, wherever they lie: the kernel.
+# --- One query of a row reads the keys of that row, wherever they lie ----------------------------------
 
 KV_STORAGE_DTYPES = {torch.float32: "float32", torch.float64: "float64", torch.bfloat16: "bfloat16", torch.int8: "int8"}
 

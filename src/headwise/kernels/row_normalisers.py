@@ -148,7 +148,7 @@ def softmax_kernel(form, table, unit, desk):
 
 SOFTMAX_KERNELS = ParallelKernelSet(COMPUTE_DTYPES, softmax=softmax_kernel)
 
-# SECTION: The few scores of a row that can have weight by entmax, side by side, and their weights (1905.05702, 1909.00015).
+# --- The few scores of a row that can have weight by entmax, side by side, and their weights -----------
 
 NUM_ROW_LISTS = 5  # on a desk: the row, the few scores that count, slopes, gradients, and where they stand
 MAX_SOLVER_STEPS = 200  # steps; Newton takes 5 to 12, halving as many as a number has digits
@@ -261,7 +261,7 @@ def scale_scores(form, desk, S, top, alpha):
         store_value(desk + size * c, vec_mul(vec_sub(load_vector(form, desk + size * c), splat(top)), splat(by)))
 
 
-# SECTION: Entmax of rows of scores, and values read with it: only keys that get weight are touched (1905.05702, 1909.00015).
+# --- Entmax of rows of scores, and values read with it -------------------------------------------------
 
 ROW_STATE_SIZE = 2  # numbers of a row from which it is formed again: the highest score and tau
 VALUE_STRIP_WIDTH = 4 * SIMD_WIDTH  # channels of a value that are read at once
@@ -469,7 +469,7 @@ def entmax_backward_kernel(form, table, unit, desk):
 
 ENTMAX_KERNELS = ParallelKernelSet(COMPUTE_DTYPES, forward=entmax_forward_kernel, backward=entmax_backward_kernel)
 
-# SECTION: Rows of scores as weights, each way as an operation of torch with a gradient of its own.
+# --- Rows of scores as weights, each way as an operation of torch with a gradient of its own -----------
 
 
 def has_row_kernels(s_BHTS: Tensor) -> bool:

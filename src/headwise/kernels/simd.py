@@ -295,7 +295,7 @@ def _overload_log(x):
     return lambda x: _log_elementwise(x)
 
 
-# SECTION: Memory by its address: what kernels read and write.
+# --- Memory by its address -----------------------------------------------------------------------------
 
 INT8 = ir.IntType(8)
 STORAGE_LLVM_TYPES = {"float32": ir.FloatType(), "float64": ir.DoubleType(), "bfloat16": ir.IntType(16), "int8": INT8}
@@ -522,7 +522,7 @@ def load_arg(table, at):
     return load_int64(table + 8 * at)
 
 
-# SECTION: Which of sixteen numbers count, and these side by side.
+# --- Which of sixteen numbers count, and these side by side --------------------------------------------
 
 
 @intrinsic

@@ -271,7 +271,7 @@ def run_gemv(f, told):
 
 GEMV_KERNELS = KernelSet(GEMV_DTYPES, work=run_gemv)
 
-# SECTION: `thin`: a few tokens meet matrices, and reading these is all that takes time. A custom operation of torch.
+# --- `thin` --------------------------------------------------------------------------------------------
 
 BLOCKS_PER_THREAD, MAX_BLOCK_BYTES = 2, 2**19  # blocks of rows for each thread, at least; bytes of a block, at most
 
@@ -338,7 +338,7 @@ def _small_batch_matmul_backward(ctx: Any, dy: Tensor) -> tuple[Tensor, list[Ten
 
 _small_batch_matmul_op.register_autograd(_small_batch_matmul_backward, setup_context=_save_for_backward)
 
-# SECTION: What is done to a few tokens between products, each in one call: norms, turns by positions, gates.
+# --- What is done to a few tokens between products, each in one call -----------------------------------
 
 MAX_SMALL_NUMEL = 2**14  # numbers at most, beyond which threads are worth their while
 

@@ -311,7 +311,7 @@ def varlen_backward(form, table, unit, places):
 
 VARLEN_KERNELS = ParallelKernelSet(COMPUTE_DTYPES, forward=varlen_forward, backward=varlen_backward)
 
-# SECTION: Texts that lie one behind the other, each read by itself, as an operation of torch with a gradient of its own.
+# --- Texts that lie one behind the other, each read by itself, as an operation of torch with a gradient ---
 
 HAS_NUMBA = find_spec("numba") is not None
 PADDING_WIDTH = 16  # numbers that are computed with at once: rows are filled up to a multiple of them

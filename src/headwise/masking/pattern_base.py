@@ -139,7 +139,7 @@ def _literal(node: ast.expr) -> Any:
         raise TypeError(f"{ast.unparse(node)!r} is no number") from None
 
 
-# SECTION: What every pattern is and does, and how two patterns join.
+# --- What every pattern is and does, and how two patterns join -----------------------------------------
 
 
 @dataclass(frozen=True, repr=False)

@@ -244,7 +244,7 @@ def _edge(value: object) -> tuple[int, int]:
     return check_whole_number("the query of an edge", ends[0], 0), check_whole_number("the key of an edge", ends[1], 0)
 
 
-# SECTION: Pattern: which keys a query may read, as one rule from which mask, pair count and cache length are derived.
+# --- Pattern -------------------------------------------------------------------------------------------
 
 __all__ = ["PATTERNS_BY_NAME", "And", "BigBird", "Blocks", "Causal", "Dilated", "Edges", "First", "Full", "Global"]
 __all__ += ["KeyRetention", "Or", "Pattern", "Prefix", "Window", "draw_pattern", "parse_pattern"]

@@ -1,4 +1,9 @@
-"""Whole models, described: what counting, building, saving and reading foreign files all share."""
+"""Descriptions of whole models, shared by building, cost, saving and reading of other formats; torch-free.
+
+`components` are embeddings, norms, feed-forwards and output heads; `model` puts attention specs and components into
+blocks, stacks and a model; `weight_table` lists every tensor by name; `processor_spec` describes tokenizer, labels
+and pixel scaling; `serialization` writes and reads TOML and JSON.
+"""
 
 from .components import (
     EmbeddingSpec,

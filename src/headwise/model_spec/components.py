@@ -200,7 +200,7 @@ class ExpertsSpec(SpecNode):
         return every - one * (self.count - min(self.count, num_tokens * self.active))
 
 
-# SECTION: What enters a stack and what leaves a model: embeddings and heads; each says its own weights.
+# --- What enters a stack and what leaves a model -------------------------------------------------------
 
 
 @dataclass(frozen=True, repr=False)

@@ -270,7 +270,7 @@ def _repeats(items: Sequence[Item], at: int, period: int) -> int:
     return times if len(pattern) == period else 0
 
 
-# SECTION: A whole model, described: stacks over embeddings, and heads on the last of them.
+# --- A whole model, described --------------------------------------------------------------------------
 
 MODEL_KINDS = ("decoder", "encoder", "encoder-decoder", "vision")
 WEIGHT_ROLES = frozenset({"embedding", "attention", "cross", "feed", "norm", "head"})

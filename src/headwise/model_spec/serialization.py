@@ -134,7 +134,7 @@ def _as_list(value: Any) -> list[Any]:
     return cast("list[Any]", value) if isinstance(value, list) else [value]
 
 
-# SECTION: The file that says what a folder with a model in it holds: the description, how it is used, and checksums.
+# --- The file that says what a folder with a model in it holds -----------------------------------------
 
 MANIFEST_FILE, WEIGHTS_FILE, TOKENIZER_FILE = "headwise.toml", "model.safetensors", "tokenizer.json"
 CHECKED_FILES = (WEIGHTS_FILE, *(f"{name}.json" for name in TOKENIZER_FIELDS))
@@ -215,7 +215,7 @@ def _read_checksum(row: Any, where: str) -> tuple[str, str]:
     return str(name), checksum
 
 
-# SECTION: heads.json: what was done to the heads of a model, and what its folder holds that config.json does not say.
+# --- heads.json ----------------------------------------------------------------------------------------
 
 RECORD_FILE = "heads.json"
 RECORD_FORMAT = 1  # of the file; a reader refuses what it does not know

@@ -82,7 +82,7 @@ def _bounded_silu_glu(gain: float, limit: float) -> Callable[[ProjectionLookup],
     return join
 
 
-# SECTION: Norms and feed-forwards, made of what a blueprint says of them.
+# --- Norms and feed-forwards, made of what a blueprint says of them ------------------------------------
 
 
 class SpecModule(nn.Module):

@@ -67,7 +67,7 @@ def _check_tokenizer(described: ModelSpec, document: str, where: str) -> None:
         raise SpecError(f"{where} knows {size} tokens, the model {known}; give the tokenizer it was trained with")
 
 
-# SECTION: A model as a folder: its description with checksums, its weights, its tokenizer, and a page about it.
+# --- A model as a folder -------------------------------------------------------------------------------
 
 MODEL_CARD_FILE = "README.md"
 

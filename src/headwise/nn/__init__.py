@@ -1,4 +1,12 @@
-"""Blocks: what one spec cannot say, because several layers act as one or because it concerns depth."""
+"""Attention layers as torch modules.
+
+`attention` is the layer: it owns the parameters of a spec and calls its parts in order. `part_weights` holds the
+tensors of one part, `call_validation` checks the arguments of a call, `parallel_context` is the hook for tensor and
+context parallelism. `longformer_attention` and `merged_attention` combine several layers; `position_embeddings` are
+added to the input; `depth_init` is depth-aware initialisation; `head_axis_ops` removes, shares and splits heads
+along named axes. `reference` is the slow float64 definition that every backend is tested against; `op_trace`
+records every tensor operation.
+"""
 
 from .depth_init import depth_scaled_init
 from .longformer_attention import LongformerAttention

@@ -83,7 +83,9 @@ def check_mask(
     """Refuse a mask of the caller's own that cannot be meant; a row's keys come from `spans` ranks."""
     _check_dtype("mask", mask, Tensor)
     if cache is not None:
-        raise ValueError("a mask cannot follow the slots of a cache; say with sequence=SequenceInfo.from_batch(x, ...) who is padding")
+        raise ValueError(
+            "a mask cannot follow the slots of a cache; say with sequence=SequenceInfo.from_batch(x, ...) who is padding"
+        )
     own = x if source is None else source
     keys = own.sequence.count if isinstance(own, ProjectedSource) else own.shape[1] * spans
     wanted = (x.shape[0], spec.num_heads_after(Phase.SCORES), x.shape[1], keys)

@@ -1,4 +1,12 @@
-"""One file per published idea. Importing this package fills the registry."""
+"""The published ideas an attention layer is made of, one file each; importing this package fills the registry.
+
+Projections: `linear_projection`, `latent_attention`, `overlapping_heads`, `collaborative`, `value_projection`.
+Queries and keys: `rotary_embedding`, `qk_norm`, `knocking_heads`. Similarity: `dot_product`, `additive_attention`,
+`gaussian_kernel`, `feature_map`. Scores: `alibi`, `t5_bias`, `shaw_relative_position`, `softcap`, `talking_heads`,
+`dynamic_composition`, `synthesizer`. Normalisers: `softmax`, `sink_softmax`, `sigmoid`, `entmax`, `mean_attention`,
+`sum_normaliser`. Outputs and gates: `differential`, `head_norm`, `gated_attention`, `mixture_of_heads`,
+`hard_concrete_gate`. Merges: `concat`, `sum_heads`.
+"""
 
 from importlib import import_module
 from pkgutil import iter_modules

@@ -173,7 +173,7 @@ def _balance_norms(factors: TrilinearFactors) -> TrilinearFactors:
     return TrilinearFactors(factors.q * scale[0, :, None], factors.mixing * scale[1], factors.k * scale[2, :, None])
 
 
-# SECTION: Heads that share one query-key space, each weighing its channels in its own way.
+# --- Heads that share one query-key space, each weighing its channels in its own way -------------------
 
 _INITIALISERS = {"normal": normal_with_std(0.2), "ones": ones_init, "blocks": init_head_blocks}
 

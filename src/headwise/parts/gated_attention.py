@@ -50,7 +50,7 @@ class HeadGate(Gate):
         yield base(modifiers=(cls(start=4.0),))
 
 
-# SECTION: A gate per channel of every head, opened by the token that asks.
+# --- A gate per channel of every head, opened by the token that asks -----------------------------------
 
 
 @part

@@ -150,7 +150,7 @@ def _check_shared(made: Transformer, changes: Mapping[str, AttentionChange]) -> 
                 raise SpecError(f"{site}.{name} is held in common with other layers; change it in all of them alike")
 
 
-# SECTION: Heads taken out of a model, which then says what it said with them silent.
+# --- Heads taken out of a model, which then says what it said with them silent -------------------------
 
 NO_CONSTANTS: Mapping[str, Tensor] = {}
 

@@ -105,9 +105,13 @@ class Pool(AttentionConversion):
     @property
     def summary(self) -> str:
         """What it does, in a few words."""
-        mapped = "" if self.align == "none" else f", after {self.align} were aligned" if self.align != "both" else (
-            ", after keys and values were aligned"
-        )  # fmt: skip
+        mapped = (
+            ""
+            if self.align == "none"
+            else f", after {self.align} were aligned"
+            if self.align != "both"
+            else (", after keys and values were aligned")
+        )
         if self.kv == 1:
             return f"every layer has one head of keys and values, the mean of all{mapped}"
         return (
@@ -223,7 +227,7 @@ def _describe_grouping(grouping: str) -> str:
     return "neighbours" if grouping == "even" else "those that are most alike"
 
 
-# SECTION: Heads of keys and values shared, split or merged in a whole model: one model in, another out, and what was done.
+# --- Heads of keys and values shared, split or merged in a whole model ---------------------------------
 
 ATTENTION_KINDS = ("all", "self", "cross")
 MAX_STATISTICS = 2**26  # sums of products that are gathered in one reading of the texts

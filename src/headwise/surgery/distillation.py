@@ -183,7 +183,7 @@ def cast_for_training(net: Transformer, student: Transformer) -> Transformer:
     return student.to(exact)
 
 
-# SECTION: The way of a model through its steps of learning: what is told, what is kept, and who may interrupt.
+# --- The way of a model through its steps of learning --------------------------------------------------
 
 
 class RetrainingPoint(NamedTuple):
@@ -311,7 +311,7 @@ def eval_mode(net: Transformer | None) -> Iterator[None]:
             net.train(was)
 
 
-# SECTION: A cut or shared model learns again, from what it was made of and from texts.
+# --- A cut or shared model learns again, from what it was made of and from texts -----------------------
 
 TRAINABLE_PARTS = ("all", "attention")
 KEEP_MODES = ("best", "last")

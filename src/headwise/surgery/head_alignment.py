@@ -115,7 +115,7 @@ def pooling_error(products: Tensor, maps: Tensor) -> float:
     return max((whole - squared_norm_of_sum(products, maps) / len(maps)).item(), 0.0)
 
 
-# SECTION: What the key and value heads of a layer say over data, as far as grouping and turning them asks: sums of products.
+# --- What the key and value heads of a layer say over data, as far as grouping and turning them asks ---
 
 SIMILARITY_KINDS = ("distance", "cosine")
 
@@ -200,7 +200,7 @@ def compute_similarity(
     return (2 * max_trace(products.sums, own) - size[:, None] - size) / products.num_tokens
 
 
-# SECTION: Key-value heads mapped alike before they are pooled, with the function as it was.
+# --- Key-value heads mapped alike before they are pooled, with the function as it was ------------------
 
 SIDE_NAMES = {"k": "keys", "v": "values"}
 GroupSequence = Sequence[Sequence[int]]

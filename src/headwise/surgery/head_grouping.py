@@ -127,7 +127,7 @@ def _canonical_order(place: Tensor, into: int) -> HeadGroups:
     return tuple(sorted(tuple((place == number).nonzero().flatten().tolist()) for number in range(into)))
 
 
-# SECTION: The heads of a layer in another order, which is the same layer.
+# --- The heads of a layer in another order, which is the same layer ------------------------------------
 
 
 def make_groups_contiguous(

@@ -98,7 +98,7 @@ def score_heads(net: Transformer, examples: Sequence[Example], ranking: HeadRank
     return HeadScores({(one.site, one.head): one.value for one in found.heads}, notes)
 
 
-# SECTION: Which heads go: a share of them by their worth, named ones, those of a class, or all but one of each cluster.
+# --- Which heads go ------------------------------------------------------------------------------------
 
 LogFunction = Callable[[str], Any]
 KEEP_SCOPES = ("layer", "stack", "model")
@@ -290,7 +290,7 @@ def _top_units(own: Sequence[HeadUnit], worth: Callable[[HeadUnit], float], coun
     return sorted(own, key=worth, reverse=True)[:count]
 
 
-# SECTION: Heads taken away one after the other, until a model is as small or as fast as asked for, or would lose too much.
+# --- Heads taken away one after the other, until a model is as small or as fast as asked for, or would ---
 
 BUDGET_KINDS = ("parameters", "cache", "time", "loss")
 DEFAULT_TIMING = TimingOptions(seconds=2.0)

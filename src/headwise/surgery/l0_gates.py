@@ -290,7 +290,7 @@ def _trainable_names(net: Transformer, freeze: str) -> list[str]:
     return [name for name in names if not name.startswith(still)]
 
 
-# SECTION: Heads that a model learns to do without, by gates: a choice among others.
+# --- Heads that a model learns to do without, by gates -------------------------------------------------
 
 
 @dataclass(frozen=True)

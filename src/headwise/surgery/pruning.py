@@ -90,7 +90,7 @@ def _site_constant(net: Transformer, site: str, said: Mapping[HeadId, Tensor]) -
     return (whole - output_without_heads(spec, weights, like).double()).to(like.dtype)
 
 
-# SECTION: Heads are chosen and cut: one model in, a smaller one out, and what was done.
+# --- Heads are chosen and cut --------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)

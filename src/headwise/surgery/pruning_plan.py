@@ -164,7 +164,7 @@ def _site_units(site: str, spec: AttentionSpec, kind: str) -> Iterator[HeadUnit]
     yield from (HeadUnit(site, tuple(heads)) for heads in (groups.values() if whole else [[out] for out in outs]))
 
 
-# SECTION: A mark by which a model is known again: of its description and of every number in it.
+# --- A mark by which a model is known again ------------------------------------------------------------
 
 
 def fingerprint_model(net: Transformer) -> str:

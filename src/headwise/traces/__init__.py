@@ -1,4 +1,8 @@
-"""Traces: what attentions worked with in one run, kept in one file that opens without the model and without torch."""
+"""Traces: one run's queries, keys and masks in one file that opens without the model and without torch.
+
+`attention_record` is what is kept of a call, `attention_trace` a whole run and its attention weights,
+`packed_masks` masks in bits, `trace_file` the file format, `import_export` other formats.
+"""
 
 from .attention_record import AttentionCallRecord, AttentionRecord, TokenRow
 from .attention_trace import Trace

@@ -46,7 +46,7 @@ def max_pool_weights(
     return np.round(np.clip(found, 0, 1) * 255).astype(np.uint8)
 
 
-# SECTION: A trace: what every attention of a model worked with in one run, without the model and without torch.
+# --- A trace -------------------------------------------------------------------------------------------
 
 ALL_POSITIONS = slice(None)
 THUMBNAIL_SIZE = 64
@@ -89,9 +89,15 @@ class Trace:
         return one.weights(head, row, (start, max(start, stop)), self.grids)
 
     def weight_tile(
-        self, site: str | int, head: int, queries: slice = ALL_POSITIONS, keys: slice = ALL_POSITIONS, *,
-        size: tuple[int, int] = (THUMBNAIL_SIZE, THUMBNAIL_SIZE), row: int = 0,
-    ) -> Array:  # fmt: skip
+        self,
+        site: str | int,
+        head: int,
+        queries: slice = ALL_POSITIONS,
+        keys: slice = ALL_POSITIONS,
+        *,
+        size: tuple[int, int] = (THUMBNAIL_SIZE, THUMBNAIL_SIZE),
+        row: int = 0,
+    ) -> Array:
         """A picture of some weights, 8 bit and at most `size` high and wide: each cell the largest weight in it."""
         one = self.get_layer(site)
         start, stop, _ = queries.indices(one.num_queries)
@@ -125,12 +131,16 @@ class Trace:
     def with_thumbnails(self, size: int = THUMBNAIL_SIZE) -> Trace:
         """The same with a thumbnail of every head, so that whoever opens it has something to show at once."""
         pictures = {
-            one.name: np.stack([
-                np.stack([self.weight_tile(one.name, head, size=(size, size), row=row) for head in range(one.heads)])
-                for row in range(one.batch_size)
-            ])
+            one.name: np.stack(
+                [
+                    np.stack(
+                        [self.weight_tile(one.name, head, size=(size, size), row=row) for head in range(one.heads)]
+                    )
+                    for row in range(one.batch_size)
+                ]
+            )
             for one in self.layers
-        }  # fmt: skip
+        }
         return replace(self, thumbnails=pictures)
 
     @property
@@ -147,12 +157,18 @@ class Trace:
             "streams": {name: [len(row.ids) for row in rows] for name, rows in self.streams.items()},
             "bytes": self.nbytes,
             "sites": [
-                {"name": one.name, "heads": one.heads, "queries": one.num_queries, "keys": one.num_keys,
-                 "calls": len(one.calls), "kept": sorted({name.partition(".")[0] for name in one.arrays})}
+                {
+                    "name": one.name,
+                    "heads": one.heads,
+                    "queries": one.num_queries,
+                    "keys": one.num_keys,
+                    "calls": len(one.calls),
+                    "kept": sorted({name.partition(".")[0] for name in one.arrays}),
+                }
                 for one in self.layers
             ],
             "skipped": dict(self.skipped),
-        }  # fmt: skip
+        }
 
     def save(self, path: Path | str) -> None:
         """Write one file that opens without the model and without torch."""
@@ -184,7 +200,7 @@ def make_token_rows(words: Sequence[Sequence[str]]) -> tuple[TokenRow, ...]:
     return tuple(TokenRow.from_words(tuple(map(str, row))) for row in words)
 
 
-# SECTION: A trace as a table in a terminal; strings of tokens are shown so that none of them can act.
+# --- A trace as a table in a terminal ------------------------------------------------------------------
 
 MAX_SHOWN = 12  # tokens of a row
 

@@ -23,9 +23,13 @@ TokenStrings = Sequence[str] | Sequence[Sequence[str]]
 
 
 def trace_from_weights(
-    attention: Sequence[Any] = (), tokens: TokenStrings = (), *,
-    encoder_attention: Sequence[Any] = (), cross_attention: Sequence[Any] = (), source: TokenStrings = (),
-) -> Trace:  # fmt: skip
+    attention: Sequence[Any] = (),
+    tokens: TokenStrings = (),
+    *,
+    encoder_attention: Sequence[Any] = (),
+    cross_attention: Sequence[Any] = (),
+    source: TokenStrings = (),
+) -> Trace:
     """A trace of weights that are there already: for each layer a tensor [B, heads, T, S], as BertViz takes them.
 
     `attention` is what `tokens` read of themselves; `encoder` and `cross` are what `source` read of itself, and what
@@ -107,9 +111,12 @@ def _csv_lines(trace: Trace, those: Sequence[AttentionRecord], least: float) -> 
 
 def _layer_weights(trace: Trace, one: AttentionRecord) -> Array:
     """All weights of a layer, [B, heads, queries, keys]."""
-    return np.stack([
-        np.stack([trace.head_weights(one.name, head, row=row) for head in range(one.heads)]) for row in range(one.batch_size)
-    ])  # fmt: skip
+    return np.stack(
+        [
+            np.stack([trace.head_weights(one.name, head, row=row) for head in range(one.heads)])
+            for row in range(one.batch_size)
+        ]
+    )
 
 
 def _weight_pairs(trace: Trace, those: Sequence[AttentionRecord], least: float) -> Iterator[tuple[Any, ...]]:

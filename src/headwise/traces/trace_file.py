@@ -128,9 +128,14 @@ def _trace_to_dict(trace: Trace) -> dict[str, Any]:
     ]
     streams = {name: [asdict(row) for row in rows] for name, rows in trace.streams.items()}
     return {
-        "schema": SCHEMA_VERSION, "model": dict(trace.model), "streams": streams, "layers": layers, "grids": grids,
-        "skipped": dict(trace.skipped), "thumbnails": list(trace.thumbnails),
-    }  # fmt: skip
+        "schema": SCHEMA_VERSION,
+        "model": dict(trace.model),
+        "streams": streams,
+        "layers": layers,
+        "grids": grids,
+        "skipped": dict(trace.skipped),
+        "thumbnails": list(trace.thumbnails),
+    }
 
 
 def _trace_from_dict(said: Mapping[str, Any], arrays: Mapping[str, Array]) -> Trace:
@@ -175,8 +180,9 @@ def _check_call(layer: AttentionRecord, call: AttentionCallRecord, grids: int) -
     """Whether all that a call speaks of is there."""
     if call.weights is not None:
         there = layer.arrays[f"weights.{call.weights}"].shape[2:] == (
-            call.queries[1] - call.queries[0], call.keys[1] - call.keys[0],
-        )  # fmt: skip
+            call.queries[1] - call.queries[0],
+            call.keys[1] - call.keys[0],
+        )
     else:
         q, k = layer.arrays["q"], layer.arrays["k"]
         there = (

@@ -168,7 +168,7 @@ def import_optional(module: str, name: str) -> Any:
         raise SpecError(f"this sink needs a package that is not installed; pip install {name}") from None
 
 
-# SECTION: A run as it is watched: a moving line on a terminal, a line now and then elsewhere.
+# --- A run as it is watched ----------------------------------------------------------------------------
 
 LINE_INTERVAL = 10.0  # seconds between lines where nothing can move
 

@@ -63,7 +63,7 @@ class InterruptGuard:
         self.is_requested = True
 
 
-# SECTION: What the page of a trained model says of how it was trained, and of its scores.
+# --- What the page of a trained model says of how it was trained, and of its scores --------------------
 
 SPLIT_DESCRIPTIONS = {"valid": "held-out examples", "test": "the test split, looked at once, after training"}
 
@@ -101,7 +101,7 @@ def _format_chance(chance: Mapping[str, float], name: str) -> str:
     return f"{chance[name]:.4f}" if name in chance else ""
 
 
-# SECTION: The loop: from a task and a recipe to a folder that holds a model, whatever happens on the way.
+# --- The loop ------------------------------------------------------------------------------------------
 
 RESUME_MODES = ("never", "allowed")
 FINAL_FILE = "final.json"

@@ -80,7 +80,7 @@ def _replace_spec(spec: AttentionSpec, name: str, turned: bool) -> AttentionSpec
     return replace(made, pattern=pattern, modifiers=modifiers)
 
 
-# SECTION: What a run is made of, and how it begins or goes on.
+# --- What a run is made of, and how it begins or goes on -----------------------------------------------
 
 TRIAL_BATCHES = 3  # batches that ways to compute are tried on, for their shapes may differ
 

@@ -115,7 +115,7 @@ def decide_compile(seconds: float, compiled: float, steps: int) -> tuple[str, st
     return "off", f"not compiled: {compiled:.4f} s a step when it is, {seconds:.4f} s when not"
 
 
-# SECTION: One step: gradients of a batch, in parts where memory is short, in the precision that was chosen.
+# --- One step ------------------------------------------------------------------------------------------
 
 
 class TrainStep:

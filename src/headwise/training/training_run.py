@@ -107,7 +107,7 @@ def _active_parameters(feed: FeedForwardSpec | ExpertsSpec, model: int) -> int:
     return sum(w.numel for w in matrices) - each + each * feed.active // feed.count + router
 
 
-# SECTION: Where numbers first stopped being finite.
+# --- Where numbers first stopped being finite ----------------------------------------------------------
 
 
 def find_first_non_finite(sharded_model: ShardedModel, groups: ParameterGroups, forward: Callable[[], Tensor]) -> str:
@@ -151,7 +151,7 @@ def _find_first_output(net: nn.Module, forward: Callable[[], Tensor]) -> str | N
     return found[0] if found else None
 
 
-# SECTION: A run in hand: one step after the other, and all that it needs to be taken up again where it stood.
+# --- A run in hand -------------------------------------------------------------------------------------
 
 CHECKPOINT_FOLDER = "checkpoint"  # the folder of them, in that of the run
 SEED_STRIDE = 0x9E3779B97F4A7C15  # far from one worker's seed to the next

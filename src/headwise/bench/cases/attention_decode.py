@@ -160,10 +160,14 @@ def _ragged_case() -> BenchmarkCase:
     past = _DecodeCaches.with_lengths(RAGGED_LENGTHS, torch.float32)
     live = torch.arange(max(RAGGED_LENGTHS)) < torch.tensor(RAGGED_LENGTHS)[:, None]
     mask = live[:, None, None]
-    return _decode_case("decode, 8 rows of 500 to 8,000", past, {
-        "padded SDPA, enable_gqa": lambda k, v: past.sdpa_gqa(k, v, mask),
-        "padded SDPA, heads as rows": lambda k, v: past.sdpa_grouped_rows(k, v, mask),
-    })  # fmt: skip
+    return _decode_case(
+        "decode, 8 rows of 500 to 8,000",
+        past,
+        {
+            "padded SDPA, enable_gqa": lambda k, v: past.sdpa_gqa(k, v, mask),
+            "padded SDPA, heads as rows": lambda k, v: past.sdpa_grouped_rows(k, v, mask),
+        },
+    )
 
 
 def _paged_case() -> BenchmarkCase:

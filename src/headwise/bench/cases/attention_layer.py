@@ -50,16 +50,28 @@ def cases(quick: bool) -> Iterator[BenchmarkCase]:
     """An encoder's layer and a decoder's, forward, and forward with backward."""
     encoder, decoder = _BenchmarkLayer(NUM_HEADS, causal=False), _BenchmarkLayer(2, causal=True)
     for backward in (False, True):
-        yield _case("8 heads, all pairs", encoder, backward, {
-            "SDPA by hand": _bare_sdpa_layer(encoder), "nn.MultiheadAttention": _torch_layer(encoder),
-            "x-transformers": make_peer("x_transformers", lambda library: _x_transformers_layer(library, encoder)),
-            "transformers BERT (sdpa)": make_peer("transformers", lambda library: _bert_layer(encoder)),
-        })  # fmt: skip
-        yield _case("8 heads on 2 key heads, causal", decoder, backward, {
-            "SDPA by hand": _bare_sdpa_layer(decoder), "FlexAttention by hand": _flex_layer(decoder),
-            "x-transformers": make_peer("x_transformers", lambda library: _x_transformers_layer(library, decoder)),
-            "transformers Llama (sdpa)": make_peer("transformers", lambda library: _llama_layer(decoder)),
-        })  # fmt: skip
+        yield _case(
+            "8 heads, all pairs",
+            encoder,
+            backward,
+            {
+                "SDPA by hand": _bare_sdpa_layer(encoder),
+                "nn.MultiheadAttention": _torch_layer(encoder),
+                "x-transformers": make_peer("x_transformers", lambda library: _x_transformers_layer(library, encoder)),
+                "transformers BERT (sdpa)": make_peer("transformers", lambda library: _bert_layer(encoder)),
+            },
+        )
+        yield _case(
+            "8 heads on 2 key heads, causal",
+            decoder,
+            backward,
+            {
+                "SDPA by hand": _bare_sdpa_layer(decoder),
+                "FlexAttention by hand": _flex_layer(decoder),
+                "x-transformers": make_peer("x_transformers", lambda library: _x_transformers_layer(library, decoder)),
+                "transformers Llama (sdpa)": make_peer("transformers", lambda library: _llama_layer(decoder)),
+            },
+        )
 
 
 def _case(name: str, layer: _BenchmarkLayer, backward: bool, peers: Mapping[str, Any]) -> BenchmarkCase:

@@ -24,9 +24,15 @@ HISTORY = (
 )
 # The shape of a Llama of 107.2 million parameters, one table for both ends.
 MODEL_CONFIG = {
-    "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "num_key_value_heads": 4,
-    "intermediate_size": 2304, "vocab_size": 32_000, "max_position_embeddings": 4096, "tie_word_embeddings": True,
-}  # fmt: skip
+    "hidden_size": 768,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "intermediate_size": 2304,
+    "vocab_size": 32_000,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": True,
+}
 NUM_CONTEXT_TOKENS, MAX_NEW_TOKENS = 2048, 500  # tokens that are read before, and steps that are made at most
 TRANSFORMERS_SDPA, TRANSFORMERS_EAGER, TRANSFORMERS_ON_HEADWISE, CTRANSLATE = (
     "transformers sdpa",

@@ -46,11 +46,14 @@ def cases(quick: bool) -> Iterator[BenchmarkCase]:
 def _ragged_pages_case(page: int, name: str) -> BenchmarkCase:
     rows = _PagedRows(ROW_LENGTHS, page, BENCHMARK_DTYPES[name])
     return BenchmarkCase(
-        f"8 rows of 500 to 8,000 tokens in pages of {page}, {name}", rows.headwise_kernel,
+        f"8 rows of 500 to 8,000 tokens in pages of {page}, {name}",
+        rows.headwise_kernel,
         {GATHERED_SDPA: rows.gathered_sdpa(), PADDED_SDPA: rows.padded_sdpa()},
-        (SpeedTarget(LIMIT, READ_LIMIT_TARGETS[name]), SpeedTarget(GATHERED_SDPA, 3.0)), RequiredWork(bytes_read=rows.bytes_read),
-        tolerance=1e-3 if name == "fp32" else 2e-2, history=HISTORY,
-    )  # fmt: skip
+        (SpeedTarget(LIMIT, READ_LIMIT_TARGETS[name]), SpeedTarget(GATHERED_SDPA, 3.0)),
+        RequiredWork(bytes_read=rows.bytes_read),
+        tolerance=1e-3 if name == "fp32" else 2e-2,
+        history=HISTORY,
+    )
 
 
 def _shared_prefix_case(name: str) -> BenchmarkCase:
@@ -59,11 +62,15 @@ def _shared_prefix_case(name: str) -> BenchmarkCase:
     apart = _PagedRows(lengths, 16, BENCHMARK_DTYPES[name])
     apart.copy_from(rows)
     return BenchmarkCase(
-        f"8 rows that share {SHARED_PREFIX:,} of {SHARED_PREFIX + OWN_TOKENS:,} tokens in pages of 16, {name}", rows.headwise_kernel,
-        {UNSHARED: apart.headwise_kernel, GATHERED_SDPA: rows.gathered_sdpa()}, required_work=RequiredWork(rows.bytes_read, rows.flops, BENCHMARK_DTYPES[name]),
+        f"8 rows that share {SHARED_PREFIX:,} of {SHARED_PREFIX + OWN_TOKENS:,} tokens in pages of 16, {name}",
+        rows.headwise_kernel,
+        {UNSHARED: apart.headwise_kernel, GATHERED_SDPA: rows.gathered_sdpa()},
+        required_work=RequiredWork(rows.bytes_read, rows.flops, BENCHMARK_DTYPES[name]),
         tolerance=1e-3 if name == "fp32" else 2e-2,
-        notes={"bytes": f"{rows.bytes_read:,}, shared pages being read once; {apart.bytes_read:,} if each row had its own"},
-    )  # fmt: skip
+        notes={
+            "bytes": f"{rows.bytes_read:,}, shared pages being read once; {apart.bytes_read:,} if each row had its own"
+        },
+    )
 
 
 class _PagedRows:

@@ -71,7 +71,7 @@ def make_published_views(given: argparse.Namespace, costs: CostReport) -> Mappin
     return {"beside": PublishedFormulasView(sources, tuple(rows))}
 
 
-# SECTION: `--match`, `--breakeven`, `--complexity`: layers made alike in one number, and beside what they are compared with.
+# --- `--match`, `--breakeven`, `--complexity` ----------------------------------------------------------
 
 MATCH_QUANTITIES = ("params", "flops", "kv")
 DEFAULT_KERNEL, DEFAULT_WINDOW = 3, 64
@@ -234,7 +234,7 @@ def _measure_scaling(given: argparse.Namespace, sizes: LayerSizes) -> ScalingMea
     return measure_scaling(sizes)
 
 
-# SECTION: `--plot`, `--csv`: costs as a drawing in a file, and as lines of a sheet.
+# --- `--plot`, `--csv` ---------------------------------------------------------------------------------
 
 PLOT_KINDS = ("all", "roofline", "kv", "flops", "breakeven")
 OPTIONS_NOT_IN_CSV = ("operations", "terms", "verify")  # for these in a sheet

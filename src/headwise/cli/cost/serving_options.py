@@ -169,16 +169,19 @@ def _check_dependent_options(given: argparse.Namespace) -> None:
         raise UsageError("--seed draws lengths, and none are said; add --lengths 'uniform(100, 4000)'")
 
 
-# SECTION: `headwise cost --boxes`: projections, core and output of a layer, FLOPs for each byte, and what they wait for.
+# --- `headwise cost --boxes` ---------------------------------------------------------------------------
 
 
 class MeasureMachineAction(argparse.Action):
     """Measures this machine at once, so that whatever is priced afterwards is priced on what was found."""
 
     def __call__(
-        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Sequence[Any] | str | None,
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Sequence[Any] | str | None,
         option_string: str | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         from ...costs.roofline import remeasure_this_machine
 
         remeasure_this_machine()
@@ -229,7 +232,7 @@ def make_intensity_views(given: argparse.Namespace, costs: CostReport) -> Mappin
     return {"boxes": IntensityReport.from_layers(layers, next(iter(loads.values())).batch)}
 
 
-# SECTION: `headwise cost --verdict`: whether it fits on the device, and what would.
+# --- `headwise cost --verdict` -------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

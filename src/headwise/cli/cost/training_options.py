@@ -64,7 +64,7 @@ def make_optimiser_views(given: argparse.Namespace, costs: CostReport) -> Mappin
     return {"training_state": OptimiserMemoryView(optimiser, rows)}
 
 
-# SECTION: What training keeps between the way forth and the way back, and what checkpoints make of it.
+# --- What training keeps between the way forth and the way back, and what checkpoints make of it -------
 
 
 def add_activation_arguments(parser: argparse.ArgumentParser) -> None:
@@ -141,8 +141,11 @@ class TrainingMemory:
         sums += [("done again, FLOP", self.recomputed.total)] if self.recomputed.terms else []
         rows = [f"  {name:<46}{value:>30,}" for name, value in sums]
         terms = [f"{term.name} = {term.formula} = {term.value:,}" for term in self.activations.terms]
-        rows += [line for term in terms for line in textwrap.wrap(term, TERMINAL_WIDTH - 4, initial_indent="    ",
-                                                                 subsequent_indent="        ")]  # fmt: skip
+        rows += [
+            line
+            for term in terms
+            for line in textwrap.wrap(term, TERMINAL_WIDTH - 4, initial_indent="    ", subsequent_indent="        ")
+        ]
         anew = {"none": "nothing computed anew", "block": "blocks computed anew", "core": "cores computed anew"}
         return "\n".join([f"{self.name}: in training, {self.profile}, {anew[self.settings.checkpoint]}", *rows])
 

@@ -82,9 +82,10 @@ def _parser() -> CommandParser:
     parser.add_argument("--score-tokenize", metavar="NAME", help="as sacreBLEU names it: 13a (usual), zh, char, intl")
     parser.add_argument("--batch", type=int, default=32, metavar="COUNT", help="lines answered together (32)")
     parser.add_argument(
-        "--requests", metavar="FILE",
+        "--requests",
+        metavar="FILE",
         help='answer the lines of this file together, each as in {"prompt": "Once", "max_new_tokens": 9}; - for stdin',
-    )  # fmt: skip
+    )
     parser.add_argument("--budget", metavar="MEMORY", help="what requests are remembered in (1 GiB)")
     parser.add_argument("--rows", type=int, metavar="COUNT", help="requests answered at once, at most (64)")
     parser.add_argument("--chunk", type=int, metavar="TOKENS", help="of prompts, that one step takes (256)")

@@ -83,7 +83,7 @@ def _decode_line(number: int, raw: bytes) -> InputLine[Any]:
         return InputLine(number, "", error=f"byte {error.start} is no text: {error.reason}; give UTF-8")
 
 
-# SECTION: What is classified, brought to what the model reads: texts, image files, frames in files.
+# --- What is classified, brought to what the model reads -----------------------------------------------
 
 
 class InputReader(ABC):

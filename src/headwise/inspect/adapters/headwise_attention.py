@@ -109,9 +109,17 @@ class HeadwiseCall:
                 tuple(range(len(core.key_head_of_query))),
             )
         return AttentionInputs(
-            inputs.q, k, v, inputs.query_context.scale, plain.mask, plain.causal, plain.bias, sinks=plain.sinks,
-            kv_head_of_query=reads, key_positions=self.key_positions,
-        )  # fmt: skip
+            inputs.q,
+            k,
+            v,
+            inputs.query_context.scale,
+            plain.mask,
+            plain.causal,
+            plain.bias,
+            sinks=plain.sinks,
+            kv_head_of_query=reads,
+            key_positions=self.key_positions,
+        )
 
     @property
     def key_positions(self) -> Tensor | None:
@@ -155,9 +163,23 @@ def _make_site(name: str, where: tuple[str, int, str], path: str, module: Attent
     heads = spec.heads
     stack, layer, kind = where
     return Site(
-        name=name, stack=stack, layer=layer, kind=kind, path=path, heads=len(spec.score_head_of_output), q=heads.q, kv=heads.kv,
-        dim=heads.dim, pattern=spec.pattern.text, spec=spec, unsaid="", see=POSSIBLE, silence=POSSIBLE, cut=POSSIBLE, share=POSSIBLE,
-    )  # fmt: skip
+        name=name,
+        stack=stack,
+        layer=layer,
+        kind=kind,
+        path=path,
+        heads=len(spec.score_head_of_output),
+        q=heads.q,
+        kv=heads.kv,
+        dim=heads.dim,
+        pattern=spec.pattern.text,
+        spec=spec,
+        unsaid="",
+        see=POSSIBLE,
+        silence=POSSIBLE,
+        cut=POSSIBLE,
+        share=POSSIBLE,
+    )
 
 
 def _wrap_head_outputs(original: Callable[..., Any]) -> Callable[..., Any]:

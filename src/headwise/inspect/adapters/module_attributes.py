@@ -64,7 +64,7 @@ def _read_int(holder: Any, name: str) -> int:
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 0
 
 
-# SECTION: Where somebody else's attention stands in its model, and how large it is: from names and numbers it keeps.
+# --- Where somebody else's attention stands in its model, and how large it is --------------------------
 
 NUM_HEADS_NAMES = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_q_heads", "heads")
 NUM_KV_HEADS_NAMES = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "num_key_value_head")
@@ -117,10 +117,23 @@ def make_site(
     stack = _stack_name(parts[: numbers[0]] if numbers else parts[:-1], module)
     said = describe_pattern(module, kind) if pattern is None else pattern
     return Site(
-        name=f"{stack}.{layer}.{kind}", stack=stack, layer=layer, kind=kind, path=path,
-        heads=sizes.num_heads, q=sizes.num_heads, kv=sizes.num_kv_heads, dim=sizes.head_dim, pattern=said, spec=None, unsaid="nothing reads it as a spec",
-        see=see, silence=silence, cut=NOT_CONVERTIBLE, share=NOT_CONVERTIBLE,
-    )  # fmt: skip
+        name=f"{stack}.{layer}.{kind}",
+        stack=stack,
+        layer=layer,
+        kind=kind,
+        path=path,
+        heads=sizes.num_heads,
+        q=sizes.num_heads,
+        kv=sizes.num_kv_heads,
+        dim=sizes.head_dim,
+        pattern=said,
+        spec=None,
+        unsaid="nothing reads it as a spec",
+        see=see,
+        silence=silence,
+        cut=NOT_CONVERTIBLE,
+        share=NOT_CONVERTIBLE,
+    )
 
 
 def is_within(path: str, other: str) -> bool:

@@ -62,7 +62,7 @@ def _wrap_forward(original: ForwardFunction) -> ForwardFunction:
     return forward
 
 
-# SECTION: What a module compares, overheard while its own code runs.
+# --- What a module compares, overheard while its own code runs -----------------------------------------
 
 SDPA_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 MAX_OPEN_WEIGHTS = 4  # grids of weights that may be open at once
@@ -194,9 +194,14 @@ class AttentionTracer(TorchFunctionMode):
 
 
 TRACED_FUNCTIONS: dict[str, Callable[[AttentionTracer, Any, Mapping[str, Any], Tensor], Tensor]] = {
-    "scaled_dot_product_attention": AttentionTracer.on_sdpa, "softmax": AttentionTracer.on_softmax, "dropout": AttentionTracer.on_dropout,
-    "matmul": AttentionTracer.on_matmul, "__matmul__": AttentionTracer.on_matmul, "bmm": AttentionTracer.on_matmul, "einsum": AttentionTracer.on_einsum,
-}  # fmt: skip
+    "scaled_dot_product_attention": AttentionTracer.on_sdpa,
+    "softmax": AttentionTracer.on_softmax,
+    "dropout": AttentionTracer.on_dropout,
+    "matmul": AttentionTracer.on_matmul,
+    "__matmul__": AttentionTracer.on_matmul,
+    "bmm": AttentionTracer.on_matmul,
+    "einsum": AttentionTracer.on_einsum,
+}
 
 
 def inputs_of_sdpa(arguments: Mapping[str, Any]) -> AttentionInputs:
@@ -207,9 +212,13 @@ def inputs_of_sdpa(arguments: Mapping[str, Any]) -> AttentionInputs:
         mask = mask[(None,) * (4 - mask.dim())]
     batch = q.shape[0]
     return AttentionInputs(
-        q, k.expand(batch, -1, -1, -1), v.expand(batch, -1, -1, -1), q.shape[-1] ** -0.5 if scale is None else scale,
-        mask, bool(arguments.get("is_causal", False)),
-    )  # fmt: skip
+        q,
+        k.expand(batch, -1, -1, -1),
+        v.expand(batch, -1, -1, -1),
+        q.shape[-1] ** -0.5 if scale is None else scale,
+        mask,
+        bool(arguments.get("is_causal", False)),
+    )
 
 
 def _split_heads(weights: Tensor, heads: int) -> Tensor | None:

@@ -78,13 +78,29 @@ def unband_weights(band: Tensor, half_window: int, reads_BT: Tensor | None, rows
     return weights
 
 
-# SECTION: Attentions of anybody's: a module that knows how many heads it has, and the projection of what they say.
+# --- Attentions of anybody's ---------------------------------------------------------------------------
 
 # What authors call the projection behind the heads, the usual names first; a dot leads to a neighbour's child.
 OUTPUT_PROJECTION_NAMES = (
-    "out_proj", "o_proj", "c_proj", "dense", "out_lin", "wo", "o", "proj", "to_out", "fc_out", "linear_out", "out",
-    "to_out.0", "output", "^output.dense", "^attention_output.dense", "^output.out_proj", "^output",
-)  # fmt: skip
+    "out_proj",
+    "o_proj",
+    "c_proj",
+    "dense",
+    "out_lin",
+    "wo",
+    "o",
+    "proj",
+    "to_out",
+    "fc_out",
+    "linear_out",
+    "out",
+    "to_out.0",
+    "output",
+    "^output.dense",
+    "^attention_output.dense",
+    "^output.out_proj",
+    "^output",
+)
 SOFTMAX_NAMES = ("softmax", "scaled_dot_product_attention")
 WEIGHTS_NOT_VISIBLE = Ability(False, "its code names no softmax, so that nothing says its weights")
 MISMATCH_REASON = "what enters its projection is not what its weights read of values"

@@ -77,16 +77,38 @@ def _compute_head_outputs(
     flip = self.batch_first and told[0].dim() == 3
     query, key, value = (x.transpose(0, 1) if flip else x for x in told)
     one = torch.eye(self.embed_dim, dtype=query.dtype, device=query.device)
-    separate = {} if self._qkv_same_embed_dim else {
-        "use_separate_proj_weight": True, "q_proj_weight": self.q_proj_weight,
-        "k_proj_weight": self.k_proj_weight, "v_proj_weight": self.v_proj_weight,
-    }  # fmt: skip
+    separate = (
+        {}
+        if self._qkv_same_embed_dim
+        else {
+            "use_separate_proj_weight": True,
+            "q_proj_weight": self.q_proj_weight,
+            "k_proj_weight": self.k_proj_weight,
+            "v_proj_weight": self.v_proj_weight,
+        }
+    )
     z, weights = F.multi_head_attention_forward(
-        query, key, value, self.embed_dim, self.num_heads, cast(Tensor, self.in_proj_weight), self.in_proj_bias,
-        self.bias_k, self.bias_v, self.add_zero_attn, self.dropout, one, None, training=self.training,
-        key_padding_mask=said.get("key_padding_mask"), need_weights=True, attn_mask=said.get("attn_mask"),
-        average_attn_weights=False, is_causal=said.get("is_causal", False), **separate,
-    )  # fmt: skip
+        query,
+        key,
+        value,
+        self.embed_dim,
+        self.num_heads,
+        cast(Tensor, self.in_proj_weight),
+        self.in_proj_bias,
+        self.bias_k,
+        self.bias_v,
+        self.add_zero_attn,
+        self.dropout,
+        one,
+        None,
+        training=self.training,
+        key_padding_mask=said.get("key_padding_mask"),
+        need_weights=True,
+        attn_mask=said.get("attn_mask"),
+        average_attn_weights=False,
+        is_causal=said.get("is_causal", False),
+        **separate,
+    )
     return z.transpose(0, 1) if flip else z, cast(Tensor, weights)
 
 

@@ -34,11 +34,28 @@ BACKEND_NAME = "headwise"  # under which transformers knows our own function
 SUPPORTED_OPTIONS = frozenset(
     {"dropout", "scaling", "is_causal", "sliding_window", "softcap", "s_aux", "position_bias"}
 )
-IGNORED_OPTIONS = frozenset({
-    "attention_mask", "position_ids", "output_attentions", "use_cache", "cache_position", "deterministic",
-    "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "position_embeddings", "output_hidden_states",
-    "output_router_logits", "return_dict", "num_items_in_batch", "past_key_values", "logits_to_keep", "token_type_ids",
-})  # fmt: skip
+IGNORED_OPTIONS = frozenset(
+    {
+        "attention_mask",
+        "position_ids",
+        "output_attentions",
+        "use_cache",
+        "cache_position",
+        "deterministic",
+        "cu_seq_lens_q",
+        "cu_seq_lens_k",
+        "max_length_q",
+        "max_length_k",
+        "position_embeddings",
+        "output_hidden_states",
+        "output_router_logits",
+        "return_dict",
+        "num_items_in_batch",
+        "past_key_values",
+        "logits_to_keep",
+        "token_type_ids",
+    }
+)
 KNOWN_OPTIONS = {"query", "key", "value"} | SUPPORTED_OPTIONS | IGNORED_OPTIONS
 
 
@@ -105,9 +122,17 @@ def inputs_of_call(name: str, module: nn.Module, args: tuple[Any, ...], options:
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     sinks = told.get("s_aux", getattr(module, "sinks", None))
     return AttentionInputs(
-        q, k, v, float(scale), mask, _is_causal_call(name, module, told, q.shape[1]), told.get("position_bias"),
-        told.get("softcap"), sinks if isinstance(sinks, Tensor) else None, _unsupported_options(name, told, mask),
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        float(scale),
+        mask,
+        _is_causal_call(name, module, told, q.shape[1]),
+        told.get("position_bias"),
+        told.get("softcap"),
+        sinks if isinstance(sinks, Tensor) else None,
+        _unsupported_options(name, told, mask),
+    )
 
 
 def _is_causal_call(name: str, module: nn.Module, told: Mapping[str, Any], queries: int) -> bool:

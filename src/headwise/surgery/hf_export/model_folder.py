@@ -112,8 +112,10 @@ def _candidate_configs(described: ModelSpec, config: Mapping[str, Any]) -> Itera
     if not specs:
         return
     edited = dict(config)
-    sites = {name: [spec for site, spec in specs.items() if site.startswith(f"{name}.")] for name in
-             (stack.name for stack in described.stacks)}  # fmt: skip
+    sites = {
+        name: [spec for site, spec in specs.items() if site.startswith(f"{name}.")]
+        for name in (stack.name for stack in described.stacks)
+    }
     last = list(specs.values())[-1].heads
     for name in HEAD_COUNT_KEYS:
         own = next((rows[0].heads for side, rows in sites.items() if rows and name.startswith(side)), last)
@@ -164,7 +166,7 @@ def _hf_error(keys: Mapping[str, Any]) -> str:
     return ""
 
 
-# SECTION: A model whose heads were cut or shared as a folder: as its source was wherever that can be, with what was done.
+# --- A model whose heads were cut or shared as a folder ------------------------------------------------
 
 NO_FILES: Mapping[str, Any] = {}
 # What belongs to a model besides its weights: data that somebody reads, never pickles and never code.

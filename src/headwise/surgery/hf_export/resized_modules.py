@@ -146,8 +146,9 @@ def _locate_attentions(way: ShardRewrite, names: Mapping[str, str], before: Mode
     owner = {piece.name: there[path] for path, own in plan.pieces.items() if path in there for piece in own}
     left = dict(way.form.model_spec.attention_specs())
     for site, spec in before.attention_specs():
-        paths = {key: names[owner[f"{site}.{key}"]].rpartition(".")[0] for key in spec.params()
-                 if f"{site}.{key}" in owner}  # fmt: skip
+        paths = {
+            key: names[owner[f"{site}.{key}"]].rpartition(".")[0] for key in spec.params() if f"{site}.{key}" in owner
+        }
         sides = [path for key, path in paths.items() if key.startswith("project.")]
         last = paths.get("output.o")
         if not sides or last is None:
@@ -273,7 +274,7 @@ def _table_columns(
                 yield place.module_path, {"table": where[owner].rpartition(".")[0], "keep": keep}
 
 
-# SECTION: A folder of transformers with attentions that its config.json cannot say, and a loader for who has no headwise.
+# --- A folder of transformers with attentions that its config.json cannot say, and a loader for who has ---
 
 LOADER_NAME = "load_model.py"
 LOADER_SOURCE = Path(__file__).with_name("load_model.txt")  # text for people without headwise; nothing here runs it

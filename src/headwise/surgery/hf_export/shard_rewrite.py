@@ -201,7 +201,7 @@ def _replace_part(spec: AttentionSpec, name: str, fresh: Any) -> AttentionSpec:
     return replace(spec, modifiers=modifiers)
 
 
-# SECTION: Files of transformers written again with other attentions in them, shard by shard.
+# --- Files of transformers written again with other attentions in them, shard by shard -----------------
 
 HEAD_AXES = ("q", "kv", "v", "out", "voice")  # axes that are empty where no head is left
 

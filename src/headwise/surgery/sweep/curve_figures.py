@@ -88,8 +88,13 @@ def plot_by_order(curves: PruningCurves, name: str, paper: FigureTheme) -> Figur
     across = min(2, len(names))
     down = -(-len(names) // across)
     figure = Figure(figsize=(4.4 * across, 2.9 * down + 0.5), layout="constrained")
-    figure.suptitle(f"{curves.model}: {_axis_label(curves, name)}, less that of the whole model", x=0.01, ha="left",
-                    fontweight="bold", fontsize=9)  # fmt: skip
+    figure.suptitle(
+        f"{curves.model}: {_axis_label(curves, name)}, less that of the whole model",
+        x=0.01,
+        ha="left",
+        fontweight="bold",
+        fontsize=9,
+    )
     for number, part in enumerate(names, 1):
         axes = figure.add_subplot(down, across, number)
         every = [_make_line(curves, part, order, name, paper) for order in curves.orders]
@@ -165,8 +170,9 @@ def plot_columns(
 def _draw_lines(axes: Axes, strokes: Sequence[PlotLine], paper: FigureTheme) -> None:
     for one in reversed(strokes):  # ours lies upon the others
         lefts = [mark.num_heads for mark in one.values]
-        axes.fill_between(lefts, [m.low for m in one.values], [m.high for m in one.values], color=one.colour, alpha=0.16,
-                          lw=0)  # fmt: skip
+        axes.fill_between(
+            lefts, [m.low for m in one.values], [m.high for m in one.values], color=one.colour, alpha=0.16, lw=0
+        )
         axes.plot(lefts, [m.value for m in one.values], color=one.colour, marker=one.marker, ms=3.2)
     axes.axhline(0, color=paper.muted, lw=0.5)
     low, high = axes.get_ylim()
@@ -175,9 +181,15 @@ def _draw_lines(axes: Axes, strokes: Sequence[PlotLine], paper: FigureTheme) -> 
     for one, end, place in zip(strokes, ends, spread_labels(ends, low, high), strict=True):
         leads = {"arrowstyle": "-", "color": one.colour, "lw": 0.5, "shrinkA": 1, "shrinkB": 3}
         axes.annotate(
-            one.name, (one.values[-1].num_heads, end), xytext=(1.03, (place - low) / (high - low)), color=one.colour,
-            textcoords="axes fraction", va="center", fontsize=7, arrowprops=leads,
-        )  # fmt: skip
+            one.name,
+            (one.values[-1].num_heads, end),
+            xytext=(1.03, (place - low) / (high - low)),
+            color=one.colour,
+            textcoords="axes fraction",
+            va="center",
+            fontsize=7,
+            arrowprops=leads,
+        )
 
 
 def spread_labels(values: Sequence[float], low: float, high: float) -> list[float]:
@@ -203,8 +215,15 @@ def spread_labels(values: Sequence[float], low: float, high: float) -> list[floa
 
 def _draw_limit(axes: Axes, at: float, paper: FigureTheme) -> None:
     axes.axhline(at, color=paper.muted, lw=0.7, ls=(0, (4, 3)))
-    axes.annotate(f"allowed {at:g}", (0, at), xycoords=("axes fraction", "data"), xytext=(2, 2),
-                  textcoords="offset points", fontsize=6.5, color=paper.muted)  # fmt: skip
+    axes.annotate(
+        f"allowed {at:g}",
+        (0, at),
+        xycoords=("axes fraction", "data"),
+        xytext=(2, 2),
+        textcoords="offset points",
+        fontsize=6.5,
+        color=paper.muted,
+    )
 
 
 def _make_line(curves: PruningCurves, part: str, order: str, name: str, paper: FigureTheme) -> PlotLine:
@@ -226,9 +245,12 @@ def _draw_box(axes: Axes, at: tuple[int, float, int, int], ink: tuple[str, str],
 
 
 def _mark_extinctions(
-    axes: Axes, kept: Sequence[Sequence[HeadId]], groups: Mapping[HeadId, str],
-    inks: Mapping[str, tuple[str, str]], paper: FigureTheme,
-) -> None:  # fmt: skip
+    axes: Axes,
+    kept: Sequence[Sequence[HeadId]],
+    groups: Mapping[HeadId, str],
+    inks: Mapping[str, tuple[str, str]],
+    paper: FigureTheme,
+) -> None:
     """A mark above the first column that a group is missing from, and from all behind it."""
     above = Counter[int]()
     for name, (letter, colour) in inks.items():
@@ -237,18 +259,36 @@ def _mark_extinctions(
             continue
         height = len(kept[first]) + len(groups) * (0.045 + 0.06 * above[first])
         on = paper.foreground if colour == paper.empty_cell else LABEL_COLOUR
-        axes.text(first, height, f"× {letter}", ha="center", va="center", fontsize=7, fontweight="bold", color=on,
-                  bbox={"boxstyle": "round,pad=0.2", "facecolor": colour, "edgecolor": "none"})  # fmt: skip
+        axes.text(
+            first,
+            height,
+            f"× {letter}",
+            ha="center",
+            va="center",
+            fontsize=7,
+            fontweight="bold",
+            color=on,
+            bbox={"boxstyle": "round,pad=0.2", "facecolor": colour, "edgecolor": "none"},
+        )
         above[first] += 1
 
 
 def _draw_legend(figure: Figure, inks: Mapping[str, tuple[str, str]], paper: FigureTheme) -> None:
     from matplotlib.patches import Patch
 
-    marks = [Patch(facecolor=colour, edgecolor=paper.muted, lw=0.3, label=f"{letter}  {name}")
-             for name, (letter, colour) in inks.items()]  # fmt: skip
-    figure.legend(handles=marks, loc="outside lower center", ncols=4, fontsize=7, handlelength=1,
-                  title="× gone, ▲ surely more, ▼ fewer than chance leaves", title_fontsize=6.5)  # fmt: skip
+    marks = [
+        Patch(facecolor=colour, edgecolor=paper.muted, lw=0.3, label=f"{letter}  {name}")
+        for name, (letter, colour) in inks.items()
+    ]
+    figure.legend(
+        handles=marks,
+        loc="outside lower center",
+        ncols=4,
+        fontsize=7,
+        handlelength=1,
+        title="× gone, ▲ surely more, ▼ fewer than chance leaves",
+        title_fontsize=6.5,
+    )
 
 
 def _axis_label(curves: PruningCurves, name: str) -> str:

@@ -326,7 +326,7 @@ def _format_interval(one: IntervalEstimate) -> str:
     return f"{one.low:+.3f} to {one.high:+.3f}"
 
 
-# SECTION: Curves as files: numbers for programs, a page for people, and the figures.
+# --- Curves as files -----------------------------------------------------------------------------------
 
 COLUMNS_PER_TABLE = 3  # columns that fit a page
 CURVES_JSON, CURVES_PAGE = "curves.json", "CURVES.md"

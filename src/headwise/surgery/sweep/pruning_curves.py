@@ -121,7 +121,7 @@ class ModelEvaluator:
             )
 
 
-# SECTION: Orders in which heads are taken away: by what they are worth, by gates that were learned, by chance.
+# --- Orders in which heads are taken away --------------------------------------------------------------
 
 GATE_ORDER = "gates"
 REMOVAL_ORDERS = (*RANKING_METHODS, GATE_ORDER)
@@ -191,7 +191,7 @@ def score_by_order(
     return HeadScores(of, (said, *found.notes))
 
 
-# SECTION: How well a model speaks with ever fewer heads: quality against heads left, in several orders, part by part.
+# --- How well a model speaks with ever fewer heads -----------------------------------------------------
 
 ALL_PARTS = "all"
 DEFAULT_SHARES = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
@@ -346,11 +346,18 @@ class PruningCurves:
         for (site, head), name in self.classes.items():
             classes.setdefault(site, {})[str(head)] = name
         return {
-            "version": 1, "model": self.model, "objective": self.objective, "texts": self.num_texts, "places": self.num_positions,
-            "allowed": self.max_loss_increase, "parts": {name: dict(sites) for name, sites in self.parts.items()},
-            "classes": classes, "lines": [line.data for line in self.curves], "notes": list(self.notes),
+            "version": 1,
+            "model": self.model,
+            "objective": self.objective,
+            "texts": self.num_texts,
+            "places": self.num_positions,
+            "allowed": self.max_loss_increase,
+            "parts": {name: dict(sites) for name, sites in self.parts.items()},
+            "classes": classes,
+            "lines": [line.data for line in self.curves],
+            "notes": list(self.notes),
             "command": self.command,
-        }  # fmt: skip
+        }
 
 
 def _summarise_draws(found: Sequence[IntervalEstimate]) -> tuple[float, float, float]:
@@ -399,10 +406,16 @@ def run_sweep(
     log("naming heads")
     classes, more = _classify_heads(net, selection_examples)
     return PruningCurves(
-        model=net.spec.name, objective=judge.objective.name, num_texts=len(judge.baseline_tally.after),
-        num_positions=sum(one.num_positions for one in judge.baseline_tally.after), parts=parts, curves=tuple(lines), classes=classes,
-        max_loss_increase=options.max_loss_increase, notes=(*judge.baseline_tally.notes, *notes, *more),
-    )  # fmt: skip
+        model=net.spec.name,
+        objective=judge.objective.name,
+        num_texts=len(judge.baseline_tally.after),
+        num_positions=sum(one.num_positions for one in judge.baseline_tally.after),
+        parts=parts,
+        curves=tuple(lines),
+        classes=classes,
+        max_loss_increase=options.max_loss_increase,
+        notes=(*judge.baseline_tally.notes, *notes, *more),
+    )
 
 
 @dataclass(frozen=True, eq=False)

@@ -200,7 +200,7 @@ def _check_parameter_count(name: str, net: Transformer, price: CostEstimate) -> 
         raise ValueError(f"the model {name} holds {held:,} parameters and is described with {counted:,}; build it anew")
 
 
-# SECTION: What is timed of a model: its attentions, the reading of a prompt, the saying of tokens behind it.
+# --- What is timed of a model --------------------------------------------------------------------------
 
 ATTENTION_PHASE = "attention"  # by itself
 TIMED_LENGTH = 256  # tokens that are read, unless said
@@ -360,7 +360,7 @@ def _make_cache(net: Transformer, batch: int, capacity: int) -> ModelCache | Non
         return None
 
 
-# SECTION: Bytes of the tensors that a call holds at once, weights aside.
+# --- Bytes of the tensors that a call holds at once, weights aside -------------------------------------
 
 
 class TensorMemoryMode(TorchDispatchMode):
@@ -406,7 +406,7 @@ def measure_peak_bytes(run: Callable[[], object]) -> int:
     return seen.peak_bytes
 
 
-# SECTION: How fast two models run and how much they hold, measured in turns: one after the other, over and over.
+# --- How fast two models run and how much they hold, measured in turns ---------------------------------
 
 MIN_ROUNDS, MAX_ROUNDS = 5, 31  # rounds of both models
 MAX_SPREAD = 0.2  # spread beyond which nothing is concluded

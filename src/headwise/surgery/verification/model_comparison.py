@@ -60,7 +60,7 @@ def _store_state(states: dict[str, Tensor], name: str, module: nn.Module, given:
     states[name] = said
 
 
-# SECTION: How far two models of the same layers go along with each other, layer by layer and in what they say.
+# --- How far two models of the same layers go along with each other, layer by layer and in what they say ---
 
 
 class CosineSummary(NamedTuple):
@@ -128,7 +128,7 @@ class AgreementAccumulator:
         )
 
 
-# SECTION: Models that must say the same, held to it: cut and silenced, written and read again.
+# --- Models that must say the same, held to it ---------------------------------------------------------
 
 MAX_DOUBLE_PARAMETERS = 2 * 10**7  # parameters, up to which copies in double precision are made
 MAX_DOUBLE_TEXTS = 16  # texts that are read in double precision

@@ -203,7 +203,7 @@ def _make_speller(net: Transformer, which: int) -> Callable[[Sequence[int]], str
     return lambda ids: words.text(ids) or " ".join(words.token_text(one) for one in ids)
 
 
-# SECTION: What was proven of a model that was changed, as plain values, as a file, as a page and on a terminal.
+# --- What was proven of a model that was changed, as plain values, as a file, as a page and on a -------
 
 PROOF_VERSION = 1  # of the JSON document
 PROOF_JSON, PROOF_PAGE = "proof.json", "PROOF.md"
@@ -237,13 +237,22 @@ class ModelProof:
     def data(self) -> dict[str, Any]:
         """As plain values; what is no finite number is None."""
         told = {
-            "version": PROOF_VERSION, "model": self.model, "what": self.what, "command": self.command, "texts": self.num_texts,
-            "keep": {site: list(heads) for site, heads in self.keep.items()}, "holds": self.holds,
-            "equal": [one.data for one in self.equal], "savings": self.savings.data, "speeds": self.speeds.data,
-            "quality": self.quality.data, "agreement": self.agreement.data,
+            "version": PROOF_VERSION,
+            "model": self.model,
+            "what": self.what,
+            "command": self.command,
+            "texts": self.num_texts,
+            "keep": {site: list(heads) for site, heads in self.keep.items()},
+            "holds": self.holds,
+            "equal": [one.data for one in self.equal],
+            "savings": self.savings.data,
+            "speeds": self.speeds.data,
+            "quality": self.quality.data,
+            "agreement": self.agreement.data,
             "examples": [one.data for one in self.examples],
-            "versions": dict(self.versions or {}), "notes": list(self.notes),
-        }  # fmt: skip
+            "versions": dict(self.versions or {}),
+            "notes": list(self.notes),
+        }
         return replace_non_finite(told)
 
 
@@ -272,7 +281,7 @@ def replace_non_finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-# SECTION: A model before and after, held to each other in every way that the data allow.
+# --- A model before and after, held to each other in every way that the data allow ---------------------
 
 TARGET_SOURCES = ("given", "own")
 LogFunction = Callable[[str], object]
@@ -349,11 +358,20 @@ def prove(
         examples = compared.changes.format_examples((before, after), found.objective)
     notes = (*options.notes, *more, *saved.uncut_cache_notes)
     return ModelProof(
-        model=before.spec.name, what=options.change,
-        keep={site: tuple(heads) for site, heads in options.keep.items()}, num_texts=len(texts), equal=tuple(equal),
-        savings=saved, speeds=timed, quality=found, agreement=compared.agreement.result, examples=examples,
-        command=options.command, versions={"headwise": __version__, "torch": torch.__version__}, notes=notes,
-    )  # fmt: skip
+        model=before.spec.name,
+        what=options.change,
+        keep={site: tuple(heads) for site, heads in options.keep.items()},
+        num_texts=len(texts),
+        equal=tuple(equal),
+        savings=saved,
+        speeds=timed,
+        quality=found,
+        agreement=compared.agreement.result,
+        examples=examples,
+        command=options.command,
+        versions={"headwise": __version__, "torch": torch.__version__},
+        notes=notes,
+    )
 
 
 @dataclass

@@ -197,10 +197,16 @@ def _format_change(one: int, other: int) -> str:
 def _speed_section(proof: ModelProof) -> Iterator[str]:
     told = proof.speeds
     rows = [
-        (f"{one.phase}, {one.unit}", format_count(round(one.before)), format_count(round(one.after)), f"{one.faster:.2f}",
-         f"{one.low:.2f} to {one.high:.2f}", f"{one.spread:.0%}")
+        (
+            f"{one.phase}, {one.unit}",
+            format_count(round(one.before)),
+            format_count(round(one.after)),
+            f"{one.faster:.2f}",
+            f"{one.low:.2f} to {one.high:.2f}",
+            f"{one.spread:.0%}",
+        )
         for one in told.phases
-    ]  # fmt: skip
+    ]
     yield from format_table(("", "before", "after", "times", "middle half", "spread"), rows)
     yield ""
     held = [(one.phase, *map(format_bytes, one.held)) for one in told.phases]
@@ -221,10 +227,14 @@ def _speed_section(proof: ModelProof) -> Iterator[str]:
 def _quality_section(proof: ModelProof) -> Iterator[str]:
     told = proof.quality
     rows = [
-        (to_one_line(one.name), "-" if one.before is None else format_number(one.before.value), format_number(one.after.value),
-         *(("-", "-") if one.change is None else (format_number(one.change.value), _format_interval(one.change))))
+        (
+            to_one_line(one.name),
+            "-" if one.before is None else format_number(one.before.value),
+            format_number(one.after.value),
+            *(("-", "-") if one.change is None else (format_number(one.change.value), _format_interval(one.change))),
+        )
         for one in told.rows
-    ]  # fmt: skip
+    ]
     yield from format_table((to_one_line(told.objective), "before", "after", "change", "95% of draws"), rows)
     yield ""
     yield from wrap_text(
@@ -255,8 +265,12 @@ def _examples_section(proof: ModelProof) -> Iterator[str]:
         told = {"read": one.read, "wanted": one.wanted, "before": one.said_before, "after": one.said_after}
         for name, text in told.items():
             if text:
-                yield from (f"    {row}" for row in textwrap.wrap(f"{name + ':':<8}{to_one_line(text)}", TEXT_WIDTH,
-                                                                   subsequent_indent=" " * 8))  # fmt: skip
+                yield from (
+                    f"    {row}"
+                    for row in textwrap.wrap(
+                        f"{name + ':':<8}{to_one_line(text)}", TEXT_WIDTH, subsequent_indent=" " * 8
+                    )
+                )
         yield ""
 
 
@@ -272,7 +286,7 @@ def _reproduction_section(proof: ModelProof) -> Iterator[str]:
         yield from wrap_text(to_one_line(note), "- ")
 
 
-# SECTION: A proof on a terminal: what was done, whether it holds, what it saved, what it cost.
+# --- A proof on a terminal -----------------------------------------------------------------------------
 
 
 def render_summary(proof: ModelProof) -> str:

@@ -250,7 +250,7 @@ def describe_significance(change: IntervalEstimate | None) -> str:
     return "more" if change.value > 0 else "less"
 
 
-# SECTION: What free answers of two models are worth: by a task's own score, and of translations BLEU, with intervals.
+# --- What free answers of two models are worth ---------------------------------------------------------
 
 SCORING_BATCH_SIZE = 32
 DEFAULT_NUM_EXAMPLES = 100  # of a task
