@@ -25,7 +25,7 @@ class Picture(nn.Module):
         if self.fused:
             z = F.scaled_dot_product_attention(q, k, v, dropout_p=0.1 if self.training else 0.0)
         else:
-            weights = (q * DIM**-0.5 @ k.transpose(-2, -1)).on_softmax(dim=-1)
+            weights = (q * DIM**-0.5 @ k.transpose(-2, -1)).softmax(dim=-1)
             z = self.attn_drop(weights) @ v
         return self.proj(z.transpose(1, 2).reshape(batch, length, wide))
 
@@ -98,7 +98,7 @@ class Talking(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (3, HEADS, DIM)).permute(2, 0, 3, 1, 4)
-        weights = (q @ k.transpose(-2, -1)).on_softmax(-1)
+        weights = (q @ k.transpose(-2, -1)).softmax(-1)
         weights = self.mix(weights.movedim(1, -1)).movedim(-1, 1)
         return (weights @ v).transpose(1, 2).flatten(2)
 

@@ -173,7 +173,7 @@ hw.from_json("[1]") -> [1] is .. list .. a table
 hw.from_json('{"model": 10, "headz": {}}') -> 'headz' .. did you mean 'heads'
 hw.from_json('{"model": 10, "heads": {"q": 6, "dim": 4}, "merge": null}') -> merge = None .. a table
 hw.from_json('{"model": 10, "heads": {"q": 6, "dim": 4, "kv": null}}') -> kv of at least 1, not None
-hw.Cache.of(base(), batch=1, capacity=0) -> capacity=0 .. at least 1
+hw.KVCache.for_spec(base(), batch=1, capacity=0) -> capacity=0 .. at least 1
 layer(pattern="window(5, after=2)").cache(batch=2, capacity=9) -> not come yet .. causal()
 """
 X = torch.zeros(2, 7, 10, dtype=torch.float64)
@@ -186,23 +186,23 @@ layer()(X.float()) -> x is torch.float32 .. torch.float64 .. autocast
 layer()(X.to("meta")) -> x is on meta .. the layer is on cpu .. move one
 layer().to("meta")(X.float().to("meta")) -> x is torch.float32 .. torch.float64
 layer()([[0.0]]) -> x is .. list .. tensor
-layer()(X, tokens=hw.Tokens.run(0, 6, "cpu")) -> [1, 6] .. [2, 7] .. Tokens.of
-layer()(X, tokens=hw.Tokens.of(numbers(3, 7, 1), lengths=[7, 7, 7])) -> [3, 7] .. [2, 7] .. Tokens.of
-layer()(X, tokens=hw.Tokens.run(0, 7, "meta")) -> tokens are on meta .. cpu .. move one
-layer()(X, tokens="left") -> tokens .. str
-hw.Tokens(whole(1, 1), whole(1, 1).to("meta")) -> cpu .. meta
+layer()(X, sequence=hw.SequenceInfo.contiguous(0, 6, "cpu")) -> [1, 6] .. [2, 7] .. SequenceInfo.from_batch
+layer()(X, sequence=hw.SequenceInfo.from_batch(numbers(3, 7, 1), lengths=[7, 7, 7])) -> [3, 7] .. [2, 7] .. SequenceInfo.from_batch
+layer()(X, sequence=hw.SequenceInfo.contiguous(0, 7, "meta")) -> tokens are on meta .. cpu .. move one
+layer()(X, sequence="left") -> tokens .. str
+hw.SequenceInfo(whole(1, 1), whole(1, 1).to("meta")) -> cpu .. meta
 at([0, 1, 1], [0, 0, 0]) -> one segment .. same position .. from 0
-hw.Tokens.of(X[:1, :3], segments=torch.tensor([[0, 1, 0]])) -> one segment .. same position
+hw.SequenceInfo.from_batch(X[:1, :3], segments=torch.tensor([[0, 1, 0]])) -> one segment .. same position
 at([-1, 0], [0, 0]) -> below 0 .. count from 0
-hw.Tokens(numbers(1, 3), whole(1, 3)) -> torch.float64 .. whole numbers
-hw.Tokens(whole(3), whole(3)) -> (3,) .. [batch, tokens]
-hw.Tokens([[0]], [[0]]) -> list
-hw.Tokens.of(X, lengths=[3, 8]) -> lengths=[3, 8] .. 2 rows of 7 .. 0..7
-hw.Tokens.of(X, lengths=[3]) -> lengths=[3] .. 2 rows
-hw.Tokens.of(X, lengths="37") -> lengths='37'
-hw.Tokens.of(X, lengths=[3, 3], segments=whole(2, 7)) -> both .. segments alone
-hw.Tokens.of(X, segments=whole(2, 6)) -> (2, 6) .. whole numbers [2, 7]
-hw.Tokens.of(X, lengths=[3, 3], pad="top") -> pad='top' .. 'right' or 'left'
+hw.SequenceInfo(numbers(1, 3), whole(1, 3)) -> torch.float64 .. whole numbers
+hw.SequenceInfo(whole(3), whole(3)) -> (3,) .. [batch, tokens]
+hw.SequenceInfo([[0]], [[0]]) -> list
+hw.SequenceInfo.from_batch(X, lengths=[3, 8]) -> lengths=[3, 8] .. 2 rows of 7 .. 0..7
+hw.SequenceInfo.from_batch(X, lengths=[3]) -> lengths=[3] .. 2 rows
+hw.SequenceInfo.from_batch(X, lengths="37") -> lengths='37'
+hw.SequenceInfo.from_batch(X, lengths=[3, 3], segments=whole(2, 7)) -> both .. segments alone
+hw.SequenceInfo.from_batch(X, segments=whole(2, 6)) -> (2, 6) .. whole numbers [2, 7]
+hw.SequenceInfo.from_batch(X, lengths=[3, 3], pad="top") -> pad='top' .. 'right' or 'left'
 layer()(X, mask=MASK[:, 0]) -> (2, 7, 7) .. torch.bool [2 or 1, 6 or 1, 7
 layer()(X, mask=MASK.double()) -> torch.float64 .. True where a key may be read
 layer()(X, mask=MASK.to("meta")) -> on meta .. on cpu

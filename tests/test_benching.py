@@ -66,7 +66,7 @@ def clock() -> Clock:
 class Fixed(MachineLimits):
     """A machine that reads and multiplies by the fake clock."""
 
-    def runs(self, need: RequiredWork | None) -> dict[str, Any]:
+    def limit_runs(self, need: RequiredWork | None) -> dict[str, Any]:
         made = super().limit_runs(need)
         return {name: CLOCKS[-1].run(name, {READ_RUN: 0.125, MATMUL_RUN: 0.5}[name]) for name in made}
 

@@ -175,7 +175,7 @@ def test_a_query_without_a_key_gets_no_constant(backend: str):
         layer.backend_name = backend
     x = numbers(BATCH, TOKENS, 10)
     tokens = hw.SequenceInfo.from_batch(x, lengths=[TOKENS, 5])
-    added = biased(x, tokens=tokens) - plain(x, sequence=tokens)
+    added = biased(x, sequence=tokens) - plain(x, sequence=tokens)
     live = tokens.is_real
     torch.testing.assert_close(added[live], constant(biased).expand_as(added[live]), rtol=0, atol=ROUNDING)
     assert (added[~live] == 0).all()

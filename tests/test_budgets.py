@@ -44,7 +44,7 @@ def test_time_goes_down_to_what_was_asked(monkeypatch):
     """Each head takes a quarter of the time of its layer, however fast the machine is."""
 
     def timed(before, after, pace):
-        shares = [sum(spec.heads.q for _, spec in net.spec.specs()) for net in (before, after)]
+        shares = [sum(spec.heads.q for _, spec in net.spec.attention_specs()) for net in (before, after)]
         return SimpleNamespace(phases=[SimpleNamespace(faster=shares[0] / shares[1])])
 
     monkeypatch.setattr("headwise.surgery.head_selection.speeds", timed)
@@ -74,7 +74,7 @@ def test_loss_grows_no_further_than_allowed():
 
 
 def _without(net, heads):
-    keep = {site: range(len(spec.speaks)) for site, spec in net.spec.specs()}
+    keep = {site: range(len(spec.score_head_of_output)) for site, spec in net.spec.attention_specs()}
     return {site: [head for head in own if (site, head) not in heads] for site, own in keep.items()}
 
 

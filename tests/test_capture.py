@@ -248,8 +248,8 @@ def test_weights_are_kept_where_no_scores_are_told():
     (lambda m: m, torch.ones(1, 65, dtype=torch.long), {}, "65 tokens are 1 more than the 64 positions"),
     (lambda m: m, torch.ones(1, 60, dtype=torch.long), {"max_new_tokens": 5}, "65 tokens are 1 more"),
     (lambda m: m, torch.full((1, 3), 67), {}, "ids it does not know"),
-    (lambda m: m, None, {"how": hw.Capture(sites=(2,))}, "has no layer 2; its layers are 0..1"),
-    (lambda m: m, None, {"how": hw.Capture(sites=("decoder.0.cross",))}, "has no site"),
+    (lambda m: m, None, {"capture": hw.Capture(sites=(2,))}, "has no layer 2; its layers are 0..1"),
+    (lambda m: m, None, {"capture": hw.Capture(sites=("decoder.0.cross",))}, "has no site"),
     (lambda m: m, "a text", {}, "comes with no tokenizer.json"),
     (lambda m: m, 3, {}, "give tensors, a dictionary of them, or a text"),
     (lambda m: nn.Linear(2, 2).eval(), None, {}, "has no attention that headwise finds"),
@@ -265,7 +265,7 @@ def test_what_cannot_be_traced(change, inputs, more, said: str):
     )
 
 
-@pytest.mark.parametrize("said", [{"also": ("q",)}, {"budget": 0}, {"budget": 1.5}, {"numbers": "bf16"}])
+@pytest.mark.parametrize("said", [{"extra": ("q",)}, {"budget": 0}, {"budget": 1.5}, {"precision": "bf16"}])
 def test_what_no_capture_says(said: dict[str, Any]):
     with pytest.raises(SpecError, match="Capture"):
         hw.Capture(**said)

@@ -144,7 +144,9 @@ def test_the_inner_product_is_that_of_full_products():
 def test_kin_of_all_heads_of_a_model(which: str):
     net = small()
     told, made = compare_circuits(net, which), get_circuits(net)
-    whole = [getattr(one, which)(head).whole.double().numpy() for one in made.values() for head in range(4)]
+    whole = [
+        getattr(one, f"{which}_circuit")(head).whole.double().numpy() for one in made.values() for head in range(4)
+    ]
     for one, other in ((0, 0), (1, 6), (5, 2)):
         a, b = whole[one], whole[other]
         wanted = (a * b).sum() / np.linalg.norm(a) / np.linalg.norm(b)
@@ -262,7 +264,7 @@ def test_norms_and_shares_of_what_is_written():
 def test_what_is_written_in_pieces_is_written_at_once(monkeypatch: pytest.MonkeyPatch):
     net, texts = small(), scenes(2)
     whole = measure_residual_contributions(net, texts)
-    monkeypatch.setattr("headwise.head_analysis.head_circuits.CHUNK", 200)
+    monkeypatch.setattr("headwise.head_analysis.head_circuits.MAX_CHUNK_CELLS", 200)
     assert [one.share.value for one in measure_residual_contributions(net, texts)] == pytest.approx(
         [one.share.value for one in whole]
     )

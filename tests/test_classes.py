@@ -98,7 +98,7 @@ def test_a_class_is_how_far_a_measure_is_between_chance_and_perfect(kind):
 
 
 def test_a_head_may_be_several_things_the_surest_first():
-    found = called(head(sink=(0.6, 0.5, 0.7, 0.2), is_punctuation=(0.9, 0.8, 1.0, 0.2), breadth=(0.7, 0.6, 0.8, 1.0)))
+    found = called(head(sink=(0.6, 0.5, 0.7, 0.2), punctuation=(0.9, 0.8, 1.0, 0.2), breadth=(0.7, 0.6, 0.8, 1.0)))
     assert list(found.items()) == [("punctuation", pytest.approx(0.875)), ("broad", 0.7), ("sink", pytest.approx(0.5))]
     assert called(head(sink=(0.2, 0.2, 0.2, 0.2), breadth=(0.7, 0.4, 0.8, 1.0))) == {"unclear": 0}
 

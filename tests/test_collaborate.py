@@ -198,8 +198,8 @@ REFUSED = {
 NO_NUMBERS = {
     "width=3.5 is no whole number": {"width": 3.5},
     "width=True is no whole number": {"width": True},
-    "sweeps=-1 is fewer than none; give 0 or more": {"sweeps": -1},
-    "sweeps=2.0 is no whole number": {"sweeps": 2.0},
+    "sweeps=-1 is fewer than none; give 0 or more": {"max_sweeps": -1},
+    "sweeps=2.0 is no whole number": {"max_sweeps": 2.0},
     "tolerance=nan is no least gain": {"tolerance": float("nan")},
     "weights lack project.q, .* give the state_dict": {"weights": {}},
 }

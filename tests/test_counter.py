@@ -16,7 +16,7 @@ import headwise as hw
 from headwise import model_spec as bp
 from headwise.backends import dense, sdpa
 from headwise.backends.core_interface import CoreInputs
-from headwise.costs import flops, formula_checks
+from headwise.costs import flops as flop_formulas, formula_checks
 from headwise.costs.training_memory import fused_backward_flops, layer_recompute_flops, recompute_flops
 
 CHANGED = "torch's counter has changed here; see whether auditing.FUSED and docs are still needed"
@@ -140,10 +140,10 @@ def test_gradients_under_the_fused_kernel(preset):
         y = layer(x)
         ahead = counted.get_total_flops()
         y.sum().backward()
-    assert ahead == flops.forward_flops(spec, work).total
+    assert ahead == flop_formulas.forward_flops(spec, work).total
     assert counted.get_total_flops() - ahead == fused_backward_flops(spec, work).total
     heads, core = spec.heads, spec.core
-    plain = flops.backward_flops(spec, work).total - 4 * B * heads.q * S * S * (core.dim + core.vdim)
+    plain = flop_formulas.backward_flops(spec, work).total - 4 * B * heads.q * S * S * (core.dim + core.vdim)
     assert fused_backward_flops(spec, work).total == plain + 2 * B * heads.q * S * S * (3 * core.dim + 2 * core.vdim)
 
 
@@ -173,7 +173,9 @@ def more(spec: hw.AttentionSpec, kind: str) -> tuple[int, int]:
         )
         ahead = counted.get_total_flops()
         y.sum().backward()
-    return counted.get_total_flops() - ahead - flops.backward_flops(spec, work_of(spec)).total, watch.total_bytes
+    return counted.get_total_flops() - ahead - flop_formulas.backward_flops(
+        spec, work_of(spec)
+    ).total, watch.total_bytes
 
 
 def work_of(spec: hw.AttentionSpec) -> hw.CallSize:

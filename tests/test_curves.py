@@ -312,7 +312,7 @@ def test_no_label_at_the_end_of_a_line_lies_upon_another():
 
     curves = made({"encoder": [1.5] * 4, "decoder": [1.55] * 4})
     figure = plot_by_order(curves, "loss", get_theme("light"))
-    FigureCanvasAgg(figure).draw_examples()
+    FigureCanvasAgg(figure).draw()
     for axes in figure.axes:
         boxes = [Text.get_window_extent(text) for text in axes.texts if text.get_text() in curves.orders]
         assert len(boxes) == 2

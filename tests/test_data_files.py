@@ -205,7 +205,7 @@ def as_folders(folder: Path) -> str:
 @pytest.mark.parametrize("write", [as_idx, as_npz, as_folders])
 def test_pictures_stay_with_their_labels_at_mean_0_and_deviation_1(write: Any, tmp_path: Path):
     task = open_data(write(tmp_path), {"valid": 0.2})
-    assert type(task).__name__ == "Images"
+    assert type(task).__name__ == "ImageClassification"
     assert task.data.sizes == {"train": 24, "valid": 6, "test": 10}
     known = {picture.tobytes(): label for picture, label in zip(PICTURES, SHOWN, strict=True)}
     inputs, seen = task.data.given, {}

@@ -125,5 +125,5 @@ def test_generated_pages_are_fresh(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.syspath_prepend(str(ROOT / "docs"))
     import build
 
-    stale = [page.name for page in build.pages() if build.new_sequence(page) != page.read_text()]
+    stale = [page.name for page in build.pages() if build.fresh(page) != page.read_text()]
     assert stale == []

@@ -55,18 +55,18 @@ def test_lines_are_the_prices_at_every_length():
 
 def test_points_stand_where_calls_do():
     roof = make_charts(PRICES, "roofline")[0]
-    assert (roof.peak, roof.bandwidth) == (989e12, 4.8e12)
-    assert roof.ridge == pytest.approx(206, rel=1e-3)
+    assert (roof.peak_flops, roof.bandwidth) == (989e12, 4.8e12)
+    assert roof.ridge_point == pytest.approx(206, rel=1e-3)
     step = PRICES["mla"].operations["decode"]
     flops, moved, seconds = (sum(getattr(one, what) for one in step) for what in ("flops", "moved", "seconds"))
-    assert RooflinePoint("mla", "a step", flops / moved, flops / seconds) in roof.wants
-    assert all(one.y <= min(roof.peak, one.x * roof.bandwidth) * 1.0001 for one in roof.wants)
+    assert RooflinePoint("mla", "a step", flops / moved, flops / seconds) in roof.points
+    assert all(one.y <= min(roof.peak_flops, one.x * roof.bandwidth) * 1.0001 for one in roof.points)
 
 
 def test_what_reads_ahead_is_named_beside_the_lines_and_not_drawn_alone():
     prices = PRICES | {"mha": estimate_cost(hw.design(preset="mha"), LOAD, "mha")}
     chart = make_charts(prices, "kv")[0]
-    assert (len(chart.lines), chart.without) == (3, ("mha",))
+    assert (len(chart.lines), chart.missing_names) == (3, ("mha",))
     with pytest.raises(hw.SpecError, match="nothing here is remembered, for they read ahead: mha; give them pattern"):
         make_charts({"mha": prices["mha"]}, "kv")
     with pytest.raises(hw.SpecError, match="gqa has nothing to break even with"):
@@ -151,7 +151,7 @@ def test_no_text_covers_another_or_leaves_the_drawing(count, panels):
         matplotlib.rcParams.update(cost_plots.MATPLOTLIB_STYLE)
         figure = cost_plots.make_figure(prices, shown[:panels])
         canvas = FigureCanvasAgg(figure)
-        canvas.draw_examples()
+        canvas.draw()
         renderer = canvas.get_renderer()
         ticks = [tick for axes in figure.axes for axis in (axes.xaxis, axes.yaxis) for tick in beyond(axis)]
         seen = [text for text in figure.findobj(Text) if text.get_visible() and text.get_text().strip()]

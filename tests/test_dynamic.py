@@ -151,7 +151,7 @@ def test_whole_groups_are_cut(on):
     spec = base(modifiers=(hw.Dynamic(on=on, groups=3, static="full"),), kv=3)
     layer = cases.layer(spec)
     small, weights = hw.nn.head_axis_ops.keep_heads(spec, layer.state_dict(), [3, 4])
-    assert (small.heads.q, small.heads.kv, small.speaks) == (4, 2, (1, 2))
+    assert (small.heads.q, small.heads.kv, small.score_head_of_output) == (4, 2, (1, 2))
     assert small.modifiers == (hw.Dynamic(on=on, members=2, static="full"),)
     assert weights["dynamic.query_hidden"].shape == (4 * 4, 10)
     x, _ = cases.tensors(spec)

@@ -110,7 +110,7 @@ def test_a_request_gets_what_it_gets_alone(name: str, asked, events, way: hw.Bat
             prompt, count = coming.pop()
             streams.append((engine.submit(prompt, max_new_tokens=count), prompt, count))
         if event == "leave" and streams:
-            streams[data.draw_examples(st.integers(0, len(streams) - 1))][0].cancel()
+            streams[data.draw(st.integers(0, len(streams) - 1))][0].cancel()
         if event == "step":
             engine.step()
         assert engine.memory.used <= engine.memory.nbytes <= engine.memory.budget
@@ -146,7 +146,7 @@ def test_logits_are_those_of_one_pass(name: str, monkeypatch: pytest.MonkeyPatch
 
     def watched(logits, past, **how):
         seen.extend((list(ids), row) for ids, row in zip(past, logits, strict=True))
-        return hw.models.generating.pick(logits, past, **how)
+        return hw.generation.sample_tokens(logits, past, **how)
 
     monkeypatch.setattr(model_runner, "sample_tokens", watched)
     engine = hw.Engine(net, budget=ROOMY, batching=hw.BatchingConfig(rows=3, page=4, chunk=7))
@@ -438,7 +438,7 @@ SMALL = 30_000
         ("gqa", [[1], [2]], {}, "the prompt is a list of 2; submit each by itself"),
         ("gqa", [1], {"max_new_tokens": 0}, "max_new_tokens=0 cannot be"),
         ("gqa", [1], {"temperature": -1.0}, "temperature=-1.0 cannot be"),
-        ("gqa", [1], {"how": hw.DecodingConfig(beams=2)}, "hw.generate"),
+        ("gqa", [1], {"config": hw.DecodingConfig(beams=2)}, "hw.generate"),
         ("gqa", "text", {}, "has no tokenizer"),
         ("learned", [1] * 65, {}, "a prompt of 65 tokens is 1 longer than the 64 positions"),
         ("learned", [1] * 60, {"max_new_tokens": 6}, "60 tokens and 6 new ones are 1 more than the 64 positions"),
@@ -488,10 +488,10 @@ def test_what_is_drawn_is_what_would_be_drawn_alone():
     engine = hw.Engine(net, budget=ROOMY)
     ways = [
         {"temperature": 0.7, "seed": 3},
-        {"temperature": 1.3, "seed": 4, "how": hw.DecodingConfig(top_k=5, repetition=1.5)},
-        {"how": hw.DecodingConfig(repetition=4.0)},
+        {"temperature": 1.3, "seed": 4, "config": hw.DecodingConfig(top_k=5, repetition=1.5)},
+        {"config": hw.DecodingConfig(repetition=4.0)},
         {"temperature": 0.7, "seed": 5},
-        {"how": hw.DecodingConfig(end=(alone(net, [4, 5], 9)[4],))},
+        {"config": hw.DecodingConfig(end=(alone(net, [4, 5], 9)[4],))},
     ]
     streams = [engine.submit([4, 5], max_new_tokens=9, **way) for way in ways]
     expected = [generated(net, [4, 5], max_new_tokens=9, **way) for way in ways]

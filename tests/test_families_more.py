@@ -215,7 +215,7 @@ class Passing(NamedTuple):
     seen: list[AttentionCall]
     needs_call: bool = True
 
-    def core(self, seen: AttentionCall) -> None:
+    def on_call(self, seen: AttentionCall) -> None:
         self.seen.append(seen)
 
     def take(self, z: Tensor) -> None:

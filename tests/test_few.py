@@ -103,18 +103,18 @@ def test_a_norm_of_a_few_tokens_is_one_call(monkeypatch, kind, dtype):
     norm, x, calls = (
         NormLayer(NormSpec(kind, eps=1e-3), 48).to(dtype),
         drawn(0, 4, 1, 48, dtype=dtype),
-        called(monkeypatch, "normed"),
+        called(monkeypatch, "rms_norm"),
     )
     with torch.no_grad():
         norm.get_parameter("weight").copy_(drawn(1, 48, dtype=dtype))
         y = norm(x)
     again = norm(x)
-    assert calls == ["normed"]
+    assert calls == ["rms_norm"]
     torch.testing.assert_close(y, again.detach(), rtol=2**-7 if dtype == torch.bfloat16 else 1e-5, atol=1e-5)
 
 
 def test_turns_of_a_few_tokens_are_two_calls(monkeypatch):
-    calls = called(monkeypatch, "turned")
+    calls = called(monkeypatch, "apply_rotary")
     layer = hw.Attention(hw.design(model=64, heads=2, kv=1, modifiers=(Rotary(),), pattern="causal()"))
     x, cache = drawn(0, 3, 5, 64), layer.cache(batch=3, capacity=8)
     whole = layer(x).detach()
@@ -127,7 +127,7 @@ def test_turns_of_a_few_tokens_are_two_calls(monkeypatch):
 
 @pytest.mark.parametrize("turn", [Rotary(pairs="interleaved"), Rotary(dims=16)], ids=["interleaved", "narrow"])
 def test_other_turns_are_for_torch(monkeypatch, turn):
-    calls = called(monkeypatch, "turned")
+    calls = called(monkeypatch, "apply_rotary")
     layer = hw.Attention(hw.design(model=64, heads=2, modifiers=(turn,)))
     with torch.no_grad():
         layer(drawn(0, 1, 3, 64))
@@ -135,11 +135,11 @@ def test_other_turns_are_for_torch(monkeypatch, turn):
 
 
 def test_a_gated_feed_of_a_few_tokens_gates_in_one_call(monkeypatch):
-    calls, x = called(monkeypatch, "gated"), drawn(0, 2, 1, 32)
+    calls, x = called(monkeypatch, "silu_and_multiply"), drawn(0, 2, 1, 32)
     feed = FeedForward(FeedForwardSpec(48, form="gated", activation="silu"), 32)
     with torch.no_grad():
         y = feed(x)
-    assert calls == ["gated"]
+    assert calls == ["silu_and_multiply"]
     gate, up, down = (feed.get_parameter(name).detach() for name in ("gate", "up", "down"))
     torch.testing.assert_close(y, (F.silu(x @ gate.T) * (x @ up.T)) @ down.T, rtol=1e-5, atol=1e-6)
 

@@ -136,7 +136,7 @@ def test_a_declared_attention_is_seen_where_its_weights_explain_what_heads_say()
             continue
         q, k, _ = model[1].qkv(model[0](X)).unflatten(-1, (3, HEADS, DIM)).unbind(2)
         for head in range(HEADS):
-            expected = (q[:, :, head] @ k[:, :, head].transpose(1, 2)).on_softmax(-1)
+            expected = (q[:, :, head] @ k[:, :, head].transpose(1, 2)).softmax(-1)
             assert torch.allclose(keep.seen[0].head_weights(head), expected, atol=1e-6)
 
 
@@ -338,7 +338,7 @@ class Tiles(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(x).flatten(1, 2).unflatten(-1, (3, HEADS, DIM)).permute(2, 0, 3, 1, 4)
-        z = (q @ k.transpose(-2, -1)).on_softmax(-1) @ v
+        z = (q @ k.transpose(-2, -1)).softmax(-1) @ v
         return self.proj(z.transpose(1, 2).flatten(2).unflatten(1, x.shape[1:3]))
 
 

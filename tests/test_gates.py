@@ -47,8 +47,8 @@ def needy(needless: dict[str, tuple[int, ...]], seed: int = 0, **config: Any) ->
     net = loud(hw.build(hw.families.read_model_spec(config or told), seed=seed), 3.0).float()
     with torch.no_grad():
         for site, heads in needless.items():
-            spec, weight = dict(net.spec.specs())[site], get_attention_parameters(net, site)["output.o"]
-            weight.view(spec.model, len(spec.speaks), -1)[:, list(heads)] = 0
+            spec, weight = dict(net.spec.attention_specs())[site], get_attention_parameters(net, site)["output.o"]
+            weight.view(spec.model, len(spec.score_head_of_output), -1)[:, list(heads)] = 0
     return net
 
 

@@ -144,12 +144,12 @@ def test_tokens_are_drawn_as_often_as_they_are_likely(name: str, temperature: fl
     logits[[2, 5]] = torch.tensor([0.9, -0.9], dtype=torch.float64)
     expected = shares(logits.tolist(), past, temperature, how)
     rows = 1000
-    said = {"temperature": temperature, "how": how}
-    found = hw.models.pick(
+    said = {"temperature": temperature, "config": how}
+    found = hw.generation.sample_tokens(
         logits.expand(rows, -1), [past] * rows, streams=[RandomStream(7, n) for n in range(rows)], **said
     )
     again = RandomStream(7, 1234)
-    found += [hw.models.pick(logits[None], [past], streams=[again], **said)[0] for _ in range(300)]
+    found += [hw.generation.sample_tokens(logits[None], [past], streams=[again], **said)[0] for _ in range(300)]
     counts = Counter(found)
     assert p_value([counts[n] for n in range(9)], expected) > 1e-3
 
@@ -189,7 +189,7 @@ def test_a_number_that_is_rounded_up_draws_no_impossible_token():
             return 1 - 2.0**-53
 
     logits = torch.tensor([[0.1, 0.7, -math.inf]])
-    assert hw.models.pick(logits, temperature=1.0, streams=[Last()]) == [1]  # pyright: ignore[reportArgumentType] - it has what is asked of it
+    assert hw.generation.sample_tokens(logits, temperature=1.0, streams=[Last()]) == [1]  # pyright: ignore[reportArgumentType] - it has what is asked of it
 
 
 # --- rows that stand beside each other -----------------------------------------------------------------
@@ -216,7 +216,7 @@ def test_from_its_cache_a_model_says_what_it_says_anew(name: str):
     for row, prompt in enumerate(PROMPTS):
         ids, own = list(prompt), RandomStream(row + 3)
         for _ in range(6):
-            ids += hw.models.pick(logits_of(net, ids)[None], temperature=1.0, streams=[own])
+            ids += hw.generation.sample_tokens(logits_of(net, ids)[None], temperature=1.0, streams=[own])
         alone.append(ids[len(prompt) :])
     said = {"max_new_tokens": 6, "temperature": 1.0, "seed": [3, 4, 5]}
     ends = (alone[0][2], alone[1][0])
@@ -397,7 +397,7 @@ def test_positions_of_a_part_count_too():
 
 
 def test_a_stream_says_what_generation_says(net: hw.Transformer):
-    for said in ({}, {"temperature": 0.8, "seed": 11}, {"how": hw.DecodingConfig(end=(4, 7))}):
+    for said in ({}, {"temperature": 0.8, "seed": 11}, {"config": hw.DecodingConfig(end=(4, 7))}):
         whole = hw.generate(net, PROMPTS[0], max_new_tokens=9, **said)
         assert list(hw.stream(net, PROMPTS[0], max_new_tokens=9, **said)) == whole
 
@@ -427,32 +427,32 @@ BAD: dict[str, tuple[bp.ModelSpec, Any, dict[str, Any], str]] = {
     "below the table": (LEARNED, [-1], {}, "holds the id -1"),
     "too long": (LEARNED, [1] * 11, {}, "11 tokens is 3 longer than the 8 positions of small.* window=8"),
     "too far": (LEARNED, [1] * 5, {"max_new_tokens": 6}, "are 2 more than .* at most 4 new ones, or .* window=4"),
-    "a wide window": (LEARNED, [1], {"how": hw.DecodingConfig(window=9)}, "window=9 is more than the 8 positions"),
+    "a wide window": (LEARNED, [1], {"config": hw.DecodingConfig(window=9)}, "window=9 is more than the 8 positions"),
     "no tokens": (LEARNED, [1], {"max_new_tokens": 0}, "max_new_tokens=0 cannot be; give a whole number"),
     "cold": (LEARNED, [1], {"temperature": -0.5}, "temperature=-0.5 cannot be; give 0"),
     "endless heat": (LEARNED, [1], {"temperature": math.inf}, "temperature=inf cannot be"),
-    "no way": (LEARNED, [1], {"how": "greedy"}, "how='greedy' is no way to decode"),
-    "many beams": (LEARNED, [1], {"how": hw.DecodingConfig(beams=12)}, "beams=12 are more than the 11 tokens"),
+    "no way": (LEARNED, [1], {"config": "greedy"}, "config='greedy' is no way to decode"),
+    "many beams": (LEARNED, [1], {"config": hw.DecodingConfig(beams=12)}, "beams=12 are more than the 11 tokens"),
     "drawn beams": (
         LEARNED,
         [1],
-        {"how": hw.DecodingConfig(beams=2), "temperature": 1.0},
+        {"config": hw.DecodingConfig(beams=2), "temperature": 1.0},
         "give temperature=0, or beams=1",
     ),
-    "idle filter": (LEARNED, [1], {"how": hw.DecodingConfig(top_k=3)}, "top_k=3 is for drawing, but temperature=0"),
+    "idle filter": (LEARNED, [1], {"config": hw.DecodingConfig(top_k=3)}, "top_k=3 is for drawing, but temperature=0"),
     "idle filter of beams": (
         LEARNED,
         [1],
-        {"how": hw.DecodingConfig(top_p=0.5, beams=2)},
+        {"config": hw.DecodingConfig(top_p=0.5, beams=2)},
         "top_p=0.5 is .* but beams follow",
     ),
     "a strange end": (
         LEARNED,
         [1],
-        {"how": hw.DecodingConfig(end=(11,))},
+        {"config": hw.DecodingConfig(end=(11,))},
         "the id 11 cannot end an answer of 11 tokens",
     ),
-    "a strange stop": (LEARNED, [1], {"how": hw.DecodingConfig(stop=(99,))}, "the id 99 cannot end"),
+    "a strange stop": (LEARNED, [1], {"config": hw.DecodingConfig(stop=(99,))}, "the id 99 cannot end"),
     "no seed": (LEARNED, [1], {"temperature": 1.0, "seed": "x"}, "seed='x' is no seed for 1 rows"),
     "seeds": (LEARNED, [1], {"temperature": 1.0, "seed": [1, 2]}, r"seed=\[1, 2\] is no seed for 1 rows"),
     "a seed of text": (LEARNED, [1], {"temperature": 1.0, "seed": 1.5}, "seed=1.5 is no seed"),

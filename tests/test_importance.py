@@ -313,7 +313,7 @@ def test_shapley_of_many_orders_is_its_definition():
             with hw.ablate(net, [(0, head) for head in gone]):
                 worth[frozenset(gone)] = mean_of([loss_of(net, one, "next-token", 0) for one in texts])
     wanted = np.zeros(3)
-    for order in itertools.num_permutations(range(3)):
+    for order in itertools.permutations(range(3)):
         for place, head in enumerate(order):
             gone = frozenset(order[:place])
             wanted[head] += (worth[gone | {head}] - worth[gone]) / 6

@@ -149,7 +149,7 @@ class Weights:
     def __init__(self) -> None:
         self.seen = []
 
-    def core(self, seen):
+    def on_call(self, seen):
         self.seen.append(seen.every())
 
     def on_head_outputs(self, z):
@@ -241,9 +241,9 @@ def test_no_two_kernels_are_kept_under_one_name():
 
 KEPT = """
 import torch
-from headwise.kernels import normalising
-normalising.KERNELS.address("softmax", torch.float32)
-print(normalising.KERNELS.made["softmax", torch.float32].cache_hits)
+from headwise.kernels import row_normalisers
+row_normalisers.SOFTMAX_KERNELS.function_address("softmax", torch.float32)
+print(row_normalisers.SOFTMAX_KERNELS.compiled_functions["softmax", torch.float32].cache_hits)
 """
 
 

@@ -77,8 +77,8 @@ def test_caches_are_matched_by_hand(spec, free, size):
 @given(spec=st.sampled_from(SPECS), like=st.sampled_from(SPECS), by=st.sampled_from(("params", "kv")), data=st.data())
 def test_nobody_nearer_exists(spec, like, by, data):
     load = hw.Workload(batch=2, context=13)
-    free = data.draw_examples(st.sampled_from(sorted(list_sizes(spec))))
-    if by == "kv" and any(one.pattern.min_first_chunk != 0 for one in (spec, like)):
+    free = data.draw(st.sampled_from(sorted(list_sizes(spec))))
+    if by == "kv" and any(one.pattern.tokens_before_decode != 0 for one in (spec, like)):
         return
     spec, like = (replace(one, source=None) for one in (spec, like))
     count = MATCH_QUANTITIES[by][0]
@@ -160,7 +160,7 @@ def test_the_first_size_that_reaches_is_free_unless_one_is_named():
 )
 def test_an_impossible_match_says_what_is_near_and_what_else_to_free(spec, said, told):
     with pytest.raises(hw.SpecError) as refused:
-        hw.match_size(spec, **{"like": MHA, "load": LOAD} | said)
+        hw.match_size(spec, **{"like": MHA, "workload": LOAD} | said)
     assert told in str(refused.value)
 
 

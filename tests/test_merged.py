@@ -44,7 +44,7 @@ CHUNKS = {
 class Doubled(QKTransform):
     """Turns values."""
 
-    def reaches(self, spec: hw.AttentionSpec) -> frozenset[str]:
+    def transformed_sides(self, spec: hw.AttentionSpec) -> frozenset[str]:
         return frozenset("v")
 
     def transform(self, x_BTHK: Tensor, side: str, placed: object, p: object) -> Tensor:

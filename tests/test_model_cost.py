@@ -275,7 +275,7 @@ def test_layers_that_are_equal_are_one_term():
 
 
 def test_terms_say_how():
-    told = costs.bills.CostBreakdown.from_repeated_items(
+    told = costs.flops.CostBreakdown.from_repeated_items(
         [("a", SymbolicInt.of(3, "x") + 1, 1), ("a", SymbolicInt.of(3, "x") + 1, 1)]
     )
     assert told.terms[0].formula == "2 · (x + 1)"

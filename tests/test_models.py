@@ -281,7 +281,7 @@ def test_experts_are_what_their_router_says(scores: str, bias: str):
     x = torch.randn(3, 4, 6, dtype=torch.float64, requires_grad=True)
     expected = brute(told, feed, x)
     share, chosen = feed.route(x.flatten(0, 1))
-    for run in (feed._run_chosen_experts, feed._all):
+    for run in (feed._run_chosen_experts, feed._run_all_experts):
         y = run(x.flatten(0, 1), share, chosen).view(x.shape) + (0 if feed.shared is None else feed.shared(x))
         torch.testing.assert_close(y, expected)
     names, tensors = zip(*feed.named_parameters(), strict=True)
@@ -346,7 +346,7 @@ def test_dropout_acts_in_training_alone_and_where_it_should():
         return drop(h, rate, training)
 
     with pytest.MonkeyPatch.context() as patch:
-        for place in (models.block, models.ends, models.feeds):
+        for place in (models.block, models.embeddings_heads, models.feed_forward):
             patch.setattr(place, "has_dropout", counted)
         net.train()(x)
     each = [MODEL, 17, MODEL]  # behind the attention, inside the feed-forward, behind it
@@ -382,14 +382,14 @@ def test_forward_is_one_graph():
     net, x = built(model(block, block)), ids()
     check_one_graph(net, x)
     net.checkpointing = "block"
-    check_one_graph(net, x, tokens=hw.SequenceInfo.from_batch(x, lengths=[7, 3, 5]))
+    check_one_graph(net, x, sequence=hw.SequenceInfo.from_batch(x, lengths=[7, 3, 5]))
 
 
 @pytest.mark.compile
 def test_forward_of_two_stacks_is_one_graph():
     short = replace(MERGED, stacks=(MERGED.stacks[0], replace(MERGED.stacks[1], runs=(bp.LayerRun(1, (MERGING,)),))))
     x = ids()
-    check_one_graph(built(short), x, tokens=hw.SequenceInfo.from_batch(x, lengths=[7, 3, 5]), source=ids(3, 5))
+    check_one_graph(built(short), x, sequence=hw.SequenceInfo.from_batch(x, lengths=[7, 3, 5]), source=ids(3, 5))
 
 
 def check_one_graph(net: hw.Transformer, x: Tensor, **said: Any) -> None:
@@ -589,7 +589,7 @@ def test_what_cannot_be_built_says_why(described: Any, words: str):
 
 @pytest.mark.parametrize(
     ("said", "words"),
-    [({"dropout": 1.0}, "dropout=1.0"), ({"dropout": "much"}, "dropout='much'"), ({"start": "xavir"}, "mean 'xavier'")],
+    [({"dropout": 1.0}, "dropout=1.0"), ({"dropout": "much"}, "dropout='much'"), ({"init": "xavir"}, "mean 'xavier'")],
 )
 def test_how_it_cannot_be_built_says_why(said: dict[str, Any], words: str):
     with pytest.raises(hw.SpecError, match=words):
@@ -642,15 +642,15 @@ def test_an_image_of_other_sizes_is_refused(shape: tuple[int, ...], words: str):
 @pytest.mark.parametrize(
     ("said", "words"),
     [
-        ({"count": 0}, "count=0"),
+        ({"max_new_tokens": 0}, "max_new_tokens=0"),
         ({"prompt": LONG[:, :0]}, "at least one token"),
         ({"prompt": LONG[0]}, "at least one token"),
-        ({"tokens": hw.SequenceInfo.from_batch(LONG[:, :3], lengths=[0])}, "all padding"),
+        ({"sequence": hw.SequenceInfo.from_batch(LONG[:, :3], lengths=[0])}, "all padding"),
     ],
 )
 def test_what_cannot_go_on_says_why(said: dict[str, Any], words: str):
     with pytest.raises(ValueError, match=words):
-        hw.greedy_decode(hw.build(DECODER), **({"prompt": LONG[:, :3], "count": 2} | said))
+        hw.greedy_decode(hw.build(DECODER), **({"prompt": LONG[:, :3], "max_new_tokens": 2} | said))
 
 
 def test_a_model_without_words_says_none():

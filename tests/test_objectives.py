@@ -40,7 +40,7 @@ def text(number: int, count: int = 7, **more: Any) -> dict[str, Any]:
 
 def value(model: nn.Module, objective: Any, scene: Example, number: int = 0) -> float:
     """What an objective says of a model that nobody edits."""
-    question = objective.question(model, scene, number)
+    question = objective.prepare_input(model, scene, number)
     with torch.no_grad():
         said = model(*question.given.places, **question.given.names)
     return float(objective.value(said, said, question))

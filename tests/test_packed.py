@@ -206,14 +206,14 @@ def test_texts_run_apart_where_they_are_known_and_nobody_looks_at_the_whole():
     layer = cases.layer(cases.base(pattern="causal"))
     told = SequenceInfo.packed([[3, 4]])
     x = torch.randn(1, 7, 10, dtype=torch.float64)
-    assert runs_apart(layer, x, tokens=told)
-    assert runs_apart(layer, x, tokens=told.to("cpu"))
-    assert runs_apart(layer, x, tokens=told, probe=hw.Probe("q", "heads"))
-    assert not runs_apart(layer, x, tokens=masked(told))
-    assert not runs_apart(layer, x, tokens=told, probe=hw.Probe("weights"))
-    assert not runs_apart(layer, x, tokens=told, mask=torch.ones(1, 1, 7, 7, dtype=torch.bool))
-    assert not runs_apart(layer, x, tokens=told, cache=layer.cache(batch=1, capacity=9))
-    assert not runs_apart(layer, x.expand(2, -1, -1), tokens=told)  # one row of tokens for two rows alike
+    assert runs_apart(layer, x, sequence=told)
+    assert runs_apart(layer, x, sequence=told.to("cpu"))
+    assert runs_apart(layer, x, sequence=told, probe=hw.Probe("q", "heads"))
+    assert not runs_apart(layer, x, sequence=masked(told))
+    assert not runs_apart(layer, x, sequence=told, probe=hw.Probe("weights"))
+    assert not runs_apart(layer, x, sequence=told, mask=torch.ones(1, 1, 7, 7, dtype=torch.bool))
+    assert not runs_apart(layer, x, sequence=told, cache=layer.cache(batch=1, capacity=9))
+    assert not runs_apart(layer, x.expand(2, -1, -1), sequence=told)  # one row of tokens for two rows alike
 
 
 def test_a_source_that_is_not_packed_is_read_as_one():
@@ -252,7 +252,7 @@ def test_compiled_rows_are_masked_and_the_same():
     x = torch.randn(1, 7, 8, dtype=torch.float64)
     torch._dynamo.reset()
     run = torch.compile(layer, fullgraph=True, backend="eager")
-    check_close(run(x, tokens=told), layer(x, sequence=told))
+    check_close(run(x, sequence=told), layer(x, sequence=told))
 
 
 def test_what_texts_read_of_themselves_and_of_a_source_is_planned_apart():

@@ -102,7 +102,7 @@ class Books(RuleBasedStateMachine):
     @precondition(lambda self: self.rows)
     @rule(data=st.data(), count=st.integers(1, 9), more=st.lists(st.integers(0, 1), max_size=5))
     def grow(self, data: st.DataObject, count: int, more: list[int]) -> None:
-        row, ids = data.draw_examples(st.sampled_from(self.rows))
+        row, ids = data.draw(st.sampled_from(self.rows))
         ids += more
         count = min(count, len(ids) - row.length)
         if count == 0:
@@ -123,13 +123,13 @@ class Books(RuleBasedStateMachine):
     @precondition(lambda self: self.rows)
     @rule(data=st.data())
     def fork(self, data: st.DataObject) -> None:
-        row, ids = data.draw_examples(st.sampled_from(self.rows))
+        row, ids = data.draw(st.sampled_from(self.rows))
         self.rows.append((self.book.fork(row), list(ids)))
 
     @precondition(lambda self: self.rows)
     @rule(data=st.data())
     def leave(self, data: st.DataObject) -> None:
-        row, ids = self.rows.pop(data.draw_examples(st.integers(0, len(self.rows) - 1)))
+        row, ids = self.rows.pop(data.draw(st.integers(0, len(self.rows) - 1)))
         self.book.free_sequence(row)
         self.gone.append(ids)
 

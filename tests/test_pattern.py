@@ -117,7 +117,7 @@ steady = settings(derandomize=True, max_examples=60, deadline=None)
 
 
 def assert_memory_holds(pattern, size=37):
-    first, last = pattern.memory
+    first, last = pattern.retention
     assert first >= 0
     assert last is None or last >= 1
     for i in range(size):
@@ -127,9 +127,9 @@ def assert_memory_holds(pattern, size=37):
 
 
 def assert_opening_holds(pattern, size=37):
-    if pattern.min_first_chunk is not None:
+    if pattern.tokens_before_decode is not None:
         ahead = [(i, j) for i in range(size) for j in range(i + 1, size) if pattern.allows(i, j)]
-        assert all(j < pattern.min_first_chunk for _, j in ahead), (pattern, ahead)
+        assert all(j < pattern.tokens_before_decode for _, j in ahead), (pattern, ahead)
 
 
 # --- one rule: ints, tensors, counts, memory, opening ------------------------------------------------------
@@ -157,7 +157,7 @@ def test_pairs_equal_brute_force_on_any_tree(pattern, queries, keys):
 @settings(derandomize=True, max_examples=300, deadline=None)
 @given(trees, spans, spans)
 def test_reach_is_what_somebody_reads(pattern, queries, keys):
-    reach = pattern.reach(queries, keys)
+    reach = pattern.visible_keys(queries, keys)
     assert [j for span in reach for j in span] == [j for j in keys if any(pattern.allows(i, j) for i in queries)]
 
 
@@ -222,7 +222,7 @@ def test_memory_and_opening_hold_on_any_tree(pattern):
     ids=str,
 )
 def test_memory_is_tight(pattern, memory):
-    assert pattern.memory == memory
+    assert pattern.retention == memory
 
 
 @pytest.mark.parametrize(
@@ -253,7 +253,7 @@ def test_memory_is_tight(pattern, memory):
     ids=str,
 )
 def test_opening_is_as_told(pattern, opening):
-    assert pattern.min_first_chunk == opening
+    assert pattern.tokens_before_decode == opening
 
 
 # --- what each pattern means -------------------------------------------------------------------------------

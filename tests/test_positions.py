@@ -72,7 +72,7 @@ def test_sines_follow_the_tokens():
     ):
         position = tokens.position.expand(2, -1).numpy()
         wanted = np.stack([laid_out(row, 6, "interleaved") for row in position])
-        added = add(x, tokens=tokens) - x
+        added = add(x, sequence=tokens) - x
         np.testing.assert_allclose(added[tokens.is_real.expand(2, -1)], wanted[tokens.is_real.expand(2, -1)], atol=1e-6)
 
 
@@ -106,9 +106,9 @@ def test_learned_positions_add_the_row_of_their_position():
     add, x = hw.LearnedPositions(5, length=9), torch.randn(2, TOKENS, 5)
     torch.testing.assert_close(add(x), x + add.table[:TOKENS], rtol=0, atol=0)
     later = hw.SequenceInfo.contiguous(2, TOKENS, "cpu")
-    torch.testing.assert_close(add(x, tokens=later), x + add.table[2:9], rtol=0, atol=0)
+    torch.testing.assert_close(add(x, sequence=later), x + add.table[2:9], rtol=0, atol=0)
     left = hw.SequenceInfo.from_batch(x, lengths=[TOKENS, 4], pad="left")
-    torch.testing.assert_close(add(x, tokens=left)[1, 3:], x[1, 3:] + add.table[:4], rtol=0, atol=0)
+    torch.testing.assert_close(add(x, sequence=left)[1, 3:], x[1, 3:] + add.table[:4], rtol=0, atol=0)
 
 
 def test_learned_positions_end_where_they_end():
@@ -118,18 +118,18 @@ def test_learned_positions_end_where_they_end():
     with pytest.raises(ValueError, match=said):
         add(torch.zeros(1, TOKENS + 1, 5))
     with pytest.raises(ValueError, match=said):
-        add(torch.zeros(1, 1, 5), tokens=hw.SequenceInfo.contiguous(TOKENS, 1, "cpu"))
+        add(torch.zeros(1, 1, 5), sequence=hw.SequenceInfo.contiguous(TOKENS, 1, "cpu"))
     x = torch.zeros(2, 3, 5)
     far = hw.SequenceInfo(torch.tensor([[0, 1, 2], [5, 6, 7]]), torch.zeros(2, 3, dtype=torch.int64))
     with pytest.raises(ValueError, match=said):
-        add(x, tokens=far)
+        add(x, sequence=far)
 
 
 def test_learned_positions_of_nothing():
     add = hw.LearnedPositions(5, length=3)
     assert add(torch.zeros(2, 0, 5)).shape == (2, 0, 5)
     empty = torch.zeros(2, 0, dtype=torch.int64)
-    assert add(torch.zeros(2, 0, 5), tokens=hw.SequenceInfo(empty, empty)).shape == (2, 0, 5)
+    assert add(torch.zeros(2, 0, 5), sequence=hw.SequenceInfo(empty, empty)).shape == (2, 0, 5)
 
 
 def test_padding_needs_no_learned_position():
@@ -137,7 +137,7 @@ def test_padding_needs_no_learned_position():
     x = torch.randn(2, 5, 4)
     tokens = hw.SequenceInfo.from_batch(x, lengths=[3, 2])
     add = hw.LearnedPositions(4, length=3)
-    said = add(x, tokens=tokens)
+    said = add(x, sequence=tokens)
     torch.testing.assert_close(said[0, :3], x[0, :3] + add.table, rtol=0, atol=0)
 
 
@@ -157,4 +157,4 @@ def test_x_of_another_width_is_refused(add: torch.nn.Module, shape: tuple[int, .
 @pytest.mark.parametrize("add", [hw.SinusoidalPositions(4), hw.LearnedPositions(4, length=9)], ids=["sines", "learned"])
 def test_tokens_of_another_batch_are_refused(add: torch.nn.Module):
     with pytest.raises(ValueError, match="tokens"):
-        add(torch.zeros(2, 3, 4), tokens=hw.SequenceInfo.contiguous(0, 1, "cpu"))
+        add(torch.zeros(2, 3, 4), sequence=hw.SequenceInfo.contiguous(0, 1, "cpu"))

@@ -73,8 +73,8 @@ def divergence(p: Array, q: Array) -> float:
 
 def eager(net: Any, text: Any) -> Tensor:
     """The weights of all heads of all layers, layer by layer, in float64."""
-    seen = [hw.Probe("weights") for _ in net.spec.specs()]
-    net.probes = dict(zip((name for name, _ in net.spec.specs()), seen, strict=True))
+    seen = [hw.Probe("weights") for _ in net.spec.attention_specs()]
+    net.probes = dict(zip((name for name, _ in net.spec.attention_specs()), seen, strict=True))
     with torch.no_grad():
         net(text.inputs["x"])
     net.probes = {}
@@ -223,11 +223,11 @@ def without_bias(x: Array, y: Array) -> float:
     def hsic(k: Array, other: Array) -> float:
         n = len(k)
         pairs = triples = quads = 0.0
-        for i, j in itertools.num_permutations(range(n), 2):
+        for i, j in itertools.permutations(range(n), 2):
             pairs += k[i, j] * other[i, j]
-        for i, j, q in itertools.num_permutations(range(n), 3):
+        for i, j, q in itertools.permutations(range(n), 3):
             triples += k[i, j] * other[i, q]
-        for i, j, q, r in itertools.num_permutations(range(n), 4):
+        for i, j, q, r in itertools.permutations(range(n), 4):
             quads += k[i, j] * other[q, r]
         return pairs / math.perm(n, 2) + quads / math.perm(n, 4) - 2 * triples / math.perm(n, 3)
 

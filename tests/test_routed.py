@@ -58,7 +58,7 @@ def learned(x, p, always, active, norm):
 def test_learned_gates(always, active, norm):
     layer = cases.layer(base(modifiers=(hw.Routed(always, active, norm=norm),), kv=2, vdim=5))
     x, _ = cases.tensors(layer.spec)
-    p = {name: t.detach().numpy() for name, t in layer.route.named_parameters()}
+    p = {name: t.detach().numpy() for name, t in layer.routed.named_parameters()}
     gates = torch.from_numpy(learned(x.numpy(), p, always, active, norm))
     check_close(heads_of(layer, x), heads_of(plain(layer), x) * gates[..., None])
 
@@ -129,7 +129,7 @@ def test_without_a_preference_all_heads_are_plain_ones():
         layer = cases.layer(base(modifiers=(routed,)))
         x, _ = cases.tensors(layer.spec)
         with torch.no_grad():
-            for parameter in layer.route.parameters():
+            for parameter in layer.routed.parameters():
                 parameter.zero_()
         check_close(layer(x), plain(layer)(x))
 
@@ -137,7 +137,7 @@ def test_without_a_preference_all_heads_are_plain_ones():
 def test_all_heads_routed_and_active_are_weighted_by_a_softmax():
     layer = cases.layer(base(modifiers=(hw.Routed(always=0, active=6),)))
     x, _ = cases.tensors(layer.spec)
-    weight = torch.from_numpy(softmax((x @ layer.route["router"].T).detach().numpy()))
+    weight = torch.from_numpy(softmax((x @ layer.routed["router"].T).detach().numpy()))
     check_close(heads_of(layer, x), heads_of(plain(layer), x) * 6 * weight[..., None])
 
 
@@ -153,21 +153,21 @@ def test_the_balance(router, norm):
     layer = cases.layer(base(modifiers=(hw.Routed(2, 3, norm=norm, router=router),)))
     x, _ = cases.tensors(layer.spec)
     if router == "learned":
-        p = softmax((x @ layer.route["router"].T).detach().numpy())
+        p = softmax((x @ layer.routed["router"].T).detach().numpy())
     else:
         p, _ = by_norm(x.numpy(), layer.project["q"].detach().numpy(), 2, 3)
     expected = (p.mean((0, 1)) * best(p, 3).mean((0, 1))).sum() * (4 if norm == "code" else 1)
     assert balance(layer, x).item() == pytest.approx(expected, rel=1e-12)
     short = balance(layer, x[:, :4])
     assert not torch.isclose(short, balance(layer, x))
-    check_close(balance(layer, x, tokens=hw.SequenceInfo.from_batch(x, lengths=[4, 4, 4])), short)
+    check_close(balance(layer, x, sequence=hw.SequenceInfo.from_batch(x, lengths=[4, 4, 4])), short)
 
 
 @pytest.mark.parametrize(("norm", "value"), [("code", 3.0), ("paper", 3 / 4)])
 def test_the_balance_of_a_uniform_router(norm, value):
     layer = cases.layer(base(modifiers=(hw.Routed(2, 3, norm=norm),)))
     with torch.no_grad():
-        layer.route["router"].zero_()
+        layer.routed["router"].zero_()
     x, _ = cases.tensors(layer.spec)
     assert balance(layer, x).item() == pytest.approx(value, rel=1e-12)
 
@@ -177,7 +177,7 @@ def test_of_equals_the_first_is_chosen(router):
     layer = cases.layer(base(modifiers=(hw.Routed(1, 2, router=router),)))
     x, _ = cases.tensors(layer.spec)
     with torch.no_grad():
-        for parameter in layer.route.parameters():
+        for parameter in layer.routed.parameters():
             parameter.zero_()
         layer.project["q"].copy_(layer.project["q"][:4].repeat(6, 1))
     speaks = heads_of(layer, x).abs().sum(-1) > 0
@@ -207,7 +207,7 @@ def test_a_cut_head_is_still_asked():
     x, _ = cases.tensors(layer.spec)
     small, weights = hw.nn.head_axis_ops.keep_heads(layer.spec, layer.state_dict(), [1, 3, 4])
     assert small.heads.q == 6
-    assert len(small.speaks) == 3
+    assert len(small.score_head_of_output) == 3
     cut = hw.Attention(small).double().eval()
     cut.load_state_dict(weights)
     check_close(heads_of(cut, x), heads_of(layer, x)[:, :, [1, 3, 4]])

@@ -91,11 +91,11 @@ def test_a_text_is_answered_as_the_library_answers(run: Run, translator: Path):
     short = ["--max-new-tokens", 9]
     assert run(translator, LINES[0], *short) == (0, said(translator, LINES[0]) + "\n", "")
     drawn = said(
-        translator, LINES[0], temperature=0.9, seed=7, how=hw.DecodingConfig(top_p=0.9, top_k=20, repetition=1.3)
+        translator, LINES[0], temperature=0.9, seed=7, config=hw.DecodingConfig(top_p=0.9, top_k=20, repetition=1.3)
     )
     options = ["--temperature", 0.9, "--seed", 7, "--top-p", 0.9, "--top-k", 20, "--repetition", 1.3]
     assert run(translator, LINES[0], *short, *options)[1] == drawn + "\n"
-    best = said(translator, LINES[0], how=hw.DecodingConfig(beams=4, best=3, length_penalty=0.5))
+    best = said(translator, LINES[0], config=hw.DecodingConfig(beams=4, best=3, length_penalty=0.5))
     code, out, _ = run(translator, LINES[0], *short, "--beams", 4, "--best", 3, "--length-penalty", 0.5)
     scores, texts = zip(*((float(score), text) for _, score, text in map(cells, out.splitlines())), strict=True)
     assert (code, list(texts)) == (0, best)
@@ -154,7 +154,7 @@ def test_a_document_holds_all_that_was_said(run: Run, translator: Path):
     code, out, err = run(translator, LINES[0], "--json", "--max-new-tokens", 9)
     told = json.loads(out)
     net = hw.load(translator)
-    ids = hw.generate(net, hw.models.generating.taken(net, LINES[0]).rows[0], max_new_tokens=9)
+    ids = hw.generate(net, hw.generation.parse_prompts(net, LINES[0]).rows[0], max_new_tokens=9)
     answer = {"line": 1, "prompt": LINES[0], "ids": ids, "text": said(translator, LINES[0])}
     assert (code, err, told) == (0, "", {"model": "dates", "answers": [answer]})
     options = ["--json", "--beams", 3, "--best", 2, "--max-new-tokens", 9]
@@ -163,7 +163,7 @@ def test_a_document_holds_all_that_was_said(run: Run, translator: Path):
     assert (code, err.count("\n")) == (2, 1)
     assert [row["line"] for row in rows] == [1, 2, 3, 4]
     how = hw.DecodingConfig(beams=3, best=2)
-    assert [one["text"] for one in rows[0]["best"]] == said(translator, LINES[1], how=how)
+    assert [one["text"] for one in rows[0]["best"]] == said(translator, LINES[1], config=how)
     assert rows[0]["text"] == rows[0]["best"][0]["text"]
     assert rows[0]["score"] == rows[0]["best"][0]["score"] >= rows[0]["best"][1]["score"]
     assert rows[1] == {"line": 2, "prompt": ""}
@@ -249,7 +249,7 @@ def test_images_are_classified_as_in_training(run: Run, painter: tuple[Path, Pat
     inputs = made.data.inputs  # pyright: ignore[reportAttributeAccessIssue] - of images
     at = [path.name for path in inputs.store.paths].index("3.png")
     with torch.no_grad():
-        shares = hw.load(folder)(inputs.take(np.array([at]))[0])[0].on_softmax(-1).tolist()
+        shares = hw.load(folder)(inputs.take(np.array([at]))[0])[0].softmax(-1).tolist()
     picture = str(pictures / "dog" / "3.png")
     told = json.loads(run(folder, picture, "--json")[1])
     found = {one["name"]: one["share"] for one in told["answers"][0]["classes"]}
@@ -286,7 +286,7 @@ def test_frames_are_classified_as_in_training(run: Run, tmp_path: Path):
     hw.train(made, shallow(made.model()), recipe, tmp_path / "run")
     inputs = made.data.inputs  # pyright: ignore[reportAttributeAccessIssue] - of frames
     with torch.no_grad():
-        shares = hw.load(tmp_path / "run")(inputs.take(np.array([4]))[0])[0].on_softmax(-1).tolist()
+        shares = hw.load(tmp_path / "run")(inputs.take(np.array([4]))[0])[0].softmax(-1).tolist()
     np.save(tmp_path / "4.npy", frames[4])
     told = json.loads(run(tmp_path / "run", tmp_path / "4.npy", "--json")[1])
     found = {one["name"]: one["share"] for one in told["answers"][0]["classes"]}
@@ -315,7 +315,7 @@ def reader(folder: Path, head: bp.OutputHeadSpec, **usage: Any) -> Path:
 def test_masks_are_filled(run: Run, tmp_path: Path):
     folder = reader(tmp_path, bp.OutputHeadSpec("tokens", 7))
     with torch.no_grad():
-        shares = hw.load(folder)(torch.tensor([[2, 1, 5, 6]]))[0, 1].on_softmax(-1)
+        shares = hw.load(folder)(torch.tensor([[2, 1, 5, 6]]))[0, 1].softmax(-1)
     best = [["[UNK]", "[MASK]", "the", "cat", "dog", "sat", "."][n] for n in shares.argsort(descending=True).tolist()]
     code, out, _ = run(folder, "the [MASK] sat.", "--top-k", 3)
     assert code == 0
@@ -330,7 +330,7 @@ def test_masks_are_filled(run: Run, tmp_path: Path):
 
 def test_texts_are_classified(run: Run, tmp_path: Path):
     folder = reader(tmp_path, bp.OutputHeadSpec("classes", 3, "mean"), labels=("x", "y", "z"))
-    expected = hw.models.labelling.classify(hw.load(folder), ["the cat", "sat ."])
+    expected = hw.generation.classification.classify(hw.load(folder), ["the cat", "sat ."])
     code, out, _ = run(folder, stdin=["the cat", "sat ."])
     assert out.splitlines() == [f"{best.name}\t{best.share:.4f}" for best, *_ in expected]
     code, out, err = run(folder, "the cat", "--beams", 3)

@@ -26,7 +26,7 @@ class Keep:
     def __init__(self) -> None:
         self.seen: list[AttentionInputs] = []
 
-    def core(self, seen: AttentionInputs) -> None:
+    def on_call(self, seen: AttentionInputs) -> None:
         self.seen.append(seen)
 
     def on_head_outputs(self, z: Tensor) -> None:

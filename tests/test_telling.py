@@ -76,7 +76,7 @@ def pieces(telling: IncrementalDetokenizer, ids: list[int]) -> list[str]:
 def test_any_ids_come_as_the_text_that_they_are(name: str, data: st.DataObject):
     """Bytes that make no character among them."""
     words = WORDS[name]
-    ids = data.draw_examples(st.lists(st.one_of(st.integers(0, 255), st.sampled_from([0xE4, 0xBD, 0xA0, 0xF0]))))
+    ids = data.draw(st.lists(st.one_of(st.integers(0, 255), st.sampled_from([0xE4, 0xBD, 0xA0, 0xF0]))))
     assert "".join(pieces(IncrementalDetokenizer(words), ids)) == words.text(ids)
     before = words.ids("low 你")
     assert "".join(pieces(IncrementalDetokenizer(words, before), ids)) == words.text([*before, *ids])[5:]
@@ -208,7 +208,7 @@ def test_a_stop_ends_an_answer_as_text_and_as_ids(speaker: hw.Transformer):
 
 def test_a_window_keeps_what_stands_around_a_text(speaker: hw.Transformer):
     speaker.usage = replace(speaker.usage, before=(1,))
-    said = {"max_new_tokens": 3, "how": hw.DecodingConfig(window=4)}
+    said = {"max_new_tokens": 3, "config": hw.DecodingConfig(window=4)}
     assert hw.generate(speaker, "abcdef", **said) == hw.generate(speaker, "def", max_new_tokens=3)
     with pytest.raises(ValueError, match="window=1 leaves no room beside the 1 ids around a text"):
         hw.generate(speaker, "abc", config=hw.DecodingConfig(window=1))
@@ -331,7 +331,7 @@ AROUND = {"before": (1,), "behind": (2,), "tokenizer": wordpiece()}
 def test_texts_are_classified_each_as_alone():
     net = drawn(encoder(bp.OutputHeadSpec("classes", 3, "mean")), **AROUND, labels=("x", "y", "z"))
     with torch.no_grad():
-        expected = [net(torch.tensor([ids]))[0].on_softmax(-1) for ids in ([1, 4, 5, 2], [1, 4, 9, 6, 8, 2])]
+        expected = [net(torch.tensor([ids]))[0].softmax(-1) for ids in ([1, 4, 5, 2], [1, 4, 9, 6, 8, 2])]
     for guesses, shares in zip(classify(net, ["The cat", "the dog sat."]), expected, strict=True):
         found = {guess.name: guess.share for guess in guesses}
         assert [found[name] for name in "xyz"] == pytest.approx(shares.tolist(), rel=1e-5)
@@ -342,7 +342,7 @@ def test_masks_are_filled_each_by_what_is_likely_there():
     net = drawn(encoder(bp.OutputHeadSpec("tokens", 12)), **AROUND)
     filled, other = fill_masks(net, ["The [MASK] sat, [MASK].", "[MASK]"], top=3)
     with torch.no_grad():
-        shares = net(torch.tensor([[1, 4, 3, 6, 11, 3, 8, 2]]))[0].on_softmax(-1)
+        shares = net(torch.tensor([[1, 4, 3, 6, 11, 3, 8, 2]]))[0].softmax(-1)
     words = ModelTokenizer(wordpiece())
     for guesses, row in zip(filled.predictions, shares[[2, 5]], strict=True):
         best = row.topk(3)

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 import headwise as hw
-from headwise.spec.attention_spec import serialization
+from headwise.spec import serialization
 from strategies import base, examples, heads, modifier_lists, patterns, specs
 
 EXAMPLES = examples()

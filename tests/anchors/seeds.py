@@ -26,10 +26,10 @@ class Projections(nn.Module):
 
     def __init__(self, hidden_size: int, all_head_size: int, *, qkv_bias: bool) -> None:
         super().__init__()
-        self.query, self.identity, self.value = (nn.Linear(hidden_size, all_head_size, bias=qkv_bias) for _ in range(3))
+        self.query, self.key, self.value = (nn.Linear(hidden_size, all_head_size, bias=qkv_bias) for _ in range(3))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return self.query(x), self.identity(x), self.value(x)
+        return self.query(x), self.key(x), self.value(x)
 
 
 # --- 001: scaled dot products on [batch, head, token, channel] -----------------------------------------

@@ -333,7 +333,7 @@ class Told:
     def __init__(self, a: Tensor) -> None:
         self.a = a
 
-    def spread(self) -> dict[str, Tensor]:
+    def broadcast_over_scores(self) -> dict[str, Tensor]:
         return {"a": self.a}
 
 

@@ -141,7 +141,7 @@ def test_routing_without_a_preference_and_all_heads_active():
 def test_routing_sets_its_balance_once():
     layer = cases.layer(base(modifiers=(hw.Routed(always=2, active=3),)))
     with torch.no_grad():
-        layer.route["router"].zero_()
+        layer.routed["router"].zero_()
     ledger = hw.AuxLosses()
     for _ in range(2):
         layer(X, probe=hw.Probe(aux_losses=ledger))

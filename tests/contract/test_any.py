@@ -44,7 +44,7 @@ def test_any_spec_decodes(spec):
     layer = cases.layer(spec)
     x, _ = cases.tensors(spec)
     expected = layer(x)
-    if spec.folder and spec.pattern.memory.last is not None:
+    if spec.folder and spec.pattern.retention.last is not None:
         return
     for chunks in [(1,) * 7, (3, 1, 3)]:
         cache = layer.cache(batch=cases.BATCH, capacity=9)
@@ -56,7 +56,7 @@ def test_any_spec_decodes(spec):
 def test_any_spec_is_cut_and_counted(spec):
     layer = cases.layer(spec)
     x, z = cases.tensors(spec)
-    outs = len(spec.speaks)
+    outs = len(spec.score_head_of_output)
     keep = list(range(0, outs, 2))
     loud = torch.zeros(outs, 1, dtype=x.dtype)
     loud[keep] = 1

@@ -96,7 +96,7 @@ class _RecomputedBlocks(torch.autograd.Function):
                 _restored_rng_state(given[0].device, drawn),
             ):
                 leaves = sums.make_leaves(_tensors_of(part))
-                o_BTHV = ctx.plan.run(block, _replace_tensors(part, leaves))
+                o_BTHV = ctx.plan.attend_block(block, _replace_tensors(part, leaves))
             sums.add_block(block, o_BTHV, leaves, grads[0][:, block.queries.start : block.queries.stop])
         return None, None, *sums.all
 

@@ -25,7 +25,7 @@ VERBS = {
     "sites": "every attention layer of a model, and what may be done to it",
     "heads": "what every head does over texts, and what it is called",
     "prune": "fewer heads: a smaller model in a new folder, and the proof of it",
-    "convert": "multi-head attention to grouped-query, multi-query, latent or other heads: new folder, with proof",
+    "convert": "MHA to GQA, MQA, latent and others: a new folder, and the proof of it",
     "trace": "capture a run into one file that opens without the model",
     "bench": "our paths beside those of others, and this machine's limits",
     "why": "which backend would run a spec, and why each other one refuses",

@@ -122,7 +122,7 @@ def _capture_inputs(given: argparse.Namespace) -> tuple[Any, Any, int]:
 
         reading = make_input_reader(model)
         x, tokens = reading.collate([reading.read(given.data or given.text[0])])
-        return model, {"x": x} | ({} if tokens is None else {"tokens": tokens}), 0
+        return model, {"x": x} | ({} if tokens is None else {"sequence": tokens}), 0
     two = is_encoder_decoder(model)
     steps = given.new_tokens if given.new_tokens is not None else MAX_NEW_TOKENS if two else 0
     return model, given.text or _read_lines(given), steps

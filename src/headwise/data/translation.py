@@ -87,7 +87,7 @@ def real_token_share(batch: Batch) -> float:
     """
     told = [(batch.x, batch.tokens), (batch.source, batch.source_tokens)]
     sizes = [(x.shape[0] * x.shape[1], tokens) for x, tokens in told if x is not None]
-    live = [size if tokens is None else float(tokens.live.float().mean()) * size for size, tokens in sizes]
+    live = [size if tokens is None else float(tokens.is_real.float().mean()) * size for size, tokens in sizes]
     return sum(live) / max(1, sum(size for size, _ in sizes))
 
 

@@ -94,7 +94,7 @@ def _read_feed_forward(config: TransformersConfig, act: str, usual: int) -> Feed
 
 def _build_gemma(config: TransformersConfig, task: str, blocks: list[Any], norm: NormSpec, tokens: int) -> ModelSpec:
     """A table of tokens times the root of its width, the same at the end."""
-    (wide,) = {spec.model for spec in blocks[0].specs.values()}
+    (wide,) = {spec.model for spec in blocks[0].attention_specs.values()}
     count, cap = config.read_int("vocab_size", default=tokens), config.read_optional_float("final_logit_softcapping")
     return model_builders.build_decoder(
         config,

@@ -90,7 +90,7 @@ def check_decoding(config: DecodingConfig, temperature: float, vocab_size: int) 
     headwise.errors.SpecError: beams=12 are more than the 11 tokens an answer can begin with; give at most beams=11
     """
     if not isinstance(config, DecodingConfig):
-        raise SpecError(f"how={config!r} is no way to decode; give Decoding(top_p=0.9), say")
+        raise SpecError(f"config={config!r} is no way to decode; give DecodingConfig(top_p=0.9), say")
     if not (_is_number(temperature) and temperature >= 0):
         raise SpecError(f"temperature={temperature!r} cannot be; give 0 for the likeliest token, or 0.8 to draw")
     if config.beams > 1 and temperature:

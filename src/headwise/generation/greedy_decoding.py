@@ -22,14 +22,14 @@ def greedy_decode(
 ) -> list[list[int]]:
     """Up to `count` new ids behind each row of a prompt [B, P], each the likeliest; a row stops before `end`.
 
-    Rows of several lengths are padded, which `tokens` says: Tokens.of(prompt, lengths=..., pad="left"). `memory` is
+    Rows of several lengths are padded, which `tokens` says: SequenceInfo.from_batch(prompt, lengths=..., pad="left"). `memory` is
     what `net.encode(source)` returned. Past tokens are remembered, and computed once.
 
     >>> import torch, headwise as hw
     >>> described = hw.families.read({"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 11})
     >>> net = hw.build(described, seed=0)
-    >>> first, second = greedy_decode(net, torch.tensor([[3, 1], [4, 1]]), count=5)
-    >>> len(first), first == greedy_decode(net, torch.tensor([[3, 1]]), count=5)[0]
+    >>> first, second = greedy_decode(net, torch.tensor([[3, 1], [4, 1]]), max_new_tokens=5)
+    >>> len(first), first == greedy_decode(net, torch.tensor([[3, 1]]), max_new_tokens=5)[0]
     (5, True)
     """
     _check_greedy_inputs(net, prompt, max_new_tokens, sequence)
@@ -46,7 +46,7 @@ def greedy_decode(
 def _check_greedy_inputs(net: Transformer, prompt: Tensor, count: int, tokens: SequenceInfo | None) -> None:
     require_language_model(net.spec)
     if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-        raise ValueError(f"count={count!r} new tokens cannot be; give a whole number of at least 1")
+        raise ValueError(f"max_new_tokens={count!r} new tokens cannot be; give a whole number of at least 1")
     if not isinstance(prompt, Tensor) or prompt.dim() != 2 or not prompt.numel():
         told = list(prompt.shape) if isinstance(prompt, Tensor) else type(prompt).__name__
         raise ValueError(f"prompt is {told}; give ids [rows, tokens] with at least one token in each row")

@@ -356,7 +356,7 @@ def examples_from_task(model: nn.Module, task: Task, limit: int, split: str = "v
     spell = sources.token_decoders() if first.x.dim() == 2 and not first.x.is_floating_point() else {}
     for number in range(limit if every is None else min(limit, every)):
         one = task.batch(number, 1, split)
-        named = {"x": one.x, "tokens": one.tokens, "source": one.source, "source_tokens": one.source_tokens}
+        named = {"x": one.x, "sequence": one.tokens, "source": one.source, "source_sequence": one.source_tokens}
         inputs = {name: told for name, told in named.items() if told is not None} | {LABELS_INPUT: one.labels}
         ids = {"text": one.x, "source": one.source} if spell else {}
         streams = {

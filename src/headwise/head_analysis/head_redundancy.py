@@ -422,7 +422,7 @@ def measure_redundancy(
     examples: Iterable[Example],
     *,
     options: RedundancyOptions = RedundancyOptions(),
-    name: str = "",  # noqa: B008 - it is frozen
+    name: str = "",
     progress: Callable[[int], object] = lambda _: None,
 ) -> RedundancyResult:
     """How alike all heads of a model are that read the same tokens, and whether that is more than chance.

@@ -174,7 +174,7 @@ class RowSampling(NamedTuple):
     def choose_queries(self, text_index: int, num_queries: int, cells_per_query: int) -> Tensor:
         """Which queries of text `number`, of so many, when each holds so many cells: evenly spaced from a drawn start.
 
-        >>> RowSampling(3).queries(0, 9, 1).diff().tolist()
+        >>> RowSampling(3).choose_queries(0, 9, 1).diff().tolist()
         [3, 3]
         """
         most = max(1, min(num_queries, self.num_rows, max(MIN_ROWS, MAX_SAMPLED_CELLS // max(1, cells_per_query))))

@@ -196,7 +196,7 @@ class RelevanceForward:
         self.net, self.tape, names = model, RelevanceTape(), inputs.kwargs
         self.head_outputs: dict[str, RelevanceNode] = {}
         self.stack_inputs: dict[str, RelevanceNode] = {}  # what enters each stack
-        ways = [(names.get("source"), names.get("source_tokens")), (names["x"], names.get("tokens"))]
+        ways = [(names.get("source"), names.get("source_sequence")), (names["x"], names.get("sequence"))]
         states: RelevanceNode | None = None
         told: SequenceInfo | None = None
         for stack, (ids, tokens) in zip(model.stacks.values(), ways[-len(model.stacks) :], strict=True):

@@ -16,7 +16,7 @@ from ..models.block import LayerInputs, LayerStack
 from ..models.transformer import resolve_sequence
 
 STACK_ARGUMENTS = frozenset(
-    {"x", "tokens", "source", "source_tokens"}
+    {"x", "sequence", "source", "source_sequence"}
 )  # what a model of ours is told that can go on midway
 
 
@@ -143,7 +143,7 @@ class PartialForward(RepeatedForward):
         return self._apply_head(h)
 
     def _apply_head(self, h: Tensor) -> Tensor:
-        return self.model_network.read(h, sequence=self.inputs.kwargs.get("tokens"))
+        return self.model_network.read(h, sequence=self.inputs.kwargs.get("sequence"))
 
 
 def _run_layers(
@@ -166,7 +166,7 @@ def _layer_calls(stack: LayerStack, call: LayerInputs, states: Tensor | None) ->
 
 def _stack_inputs(names: Mapping[str, Any]) -> list[tuple[Any, Any]]:
     """What each of two stacks reads, and where that stands."""
-    return [(names.get("source"), names.get("source_tokens")), (names["x"], names.get("tokens"))]
+    return [(names.get("source"), names.get("source_sequence")), (names["x"], names.get("sequence"))]
 
 
 def make_forward(model: nn.Module, sites: Sequence[SiteModule], inputs: ModelInputs) -> RepeatedForward:

@@ -119,7 +119,7 @@ def _padding_masks(inputs: object, stacks: set[str]) -> TokenMasks:
     """What a batch itself says of padding, as long as there is no doubt of whom it speaks."""
     if not isinstance(inputs, Mapping):
         return {}
-    hides = inputs.get("attention_mask", inputs.get("tokens"))
+    hides = inputs.get("attention_mask", inputs.get("sequence"))
     mask = hides.is_real if isinstance(hides, SequenceInfo) else hides
     if not isinstance(mask, Tensor) or bool((mask == 1).all()):
         return {}

@@ -47,7 +47,7 @@ def initialise_model(net: Transformer, init: str) -> None:
     (1908.11365). "gpt2": N(0, 0.02), and where a sublayer ends that over the root of how many its stack has.
     """
     if init not in INIT_SCHEMES:
-        raise SpecError(f"start={init!r} is unknown; {suggest(init, INIT_SCHEMES)}")
+        raise SpecError(f"init={init!r} is unknown; {suggest(init, INIT_SCHEMES)}")
     with torch.no_grad():
         INIT_SCHEMES[init](net)
 

@@ -218,7 +218,7 @@ def resolve_sequence(h: Tensor, sequence: SequenceInfo | None, cache: ModelCache
     if shape[0] not in (1, h.shape[0]) or shape[1] != h.shape[1] or sequence.position.device != h.device:
         raise ValueError(
             f"tokens are {list(shape)} on {sequence.position.device} but x is {list(h.shape[:2])} on {h.device}; "
-            "give Tokens.of(x, ...)"
+            "give SequenceInfo.from_batch(x, ...)"
         )
     return sequence
 

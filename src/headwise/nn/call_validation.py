@@ -164,6 +164,8 @@ def _check_sequence(name: str, x: Tensor, tokens: SequenceInfo) -> None:
     _check_dtype("tokens", tokens, SequenceInfo)
     shape = tuple(tokens.position.shape)
     if shape[0] not in (1, x.shape[0]) or shape[1] != x.shape[1]:
-        raise ValueError(f"tokens are {list(shape)} but {name} is {list(x.shape[:2])}; give Tokens.of({name}, ...)")
+        raise ValueError(
+            f"tokens are {list(shape)} but {name} is {list(x.shape[:2])}; give SequenceInfo.from_batch({name}, ...)"
+        )
     if tokens.position.device != x.device:
         raise ValueError(f"tokens are on {tokens.position.device} but {name} is on {x.device}; move one of them")

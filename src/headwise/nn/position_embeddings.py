@@ -83,5 +83,5 @@ def _positions_of(x: Tensor, model: int, tokens: SequenceInfo | None) -> Sequenc
     at = tokens or SequenceInfo.contiguous(0, x.shape[1], x.device)
     if at.position.shape[0] not in (1, x.shape[0]) or at.count != x.shape[1]:
         shape = list(at.position.shape)
-        raise ValueError(f"tokens are {shape} but x is {list(x.shape[:2])}; give Tokens.of(x, ...)")
+        raise ValueError(f"tokens are {shape} but x is {list(x.shape[:2])}; give SequenceInfo.from_batch(x, ...)")
     return at

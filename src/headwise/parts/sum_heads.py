@@ -23,7 +23,7 @@ class SumHeads(Merge):
 
     It is `Concat` with all W_O[h] tied: adding heads that are projected first *is* concatenation. of="mean" divides
     by the number of heads, which a cut leaves alone; output="fixed" leaves W_O as it was drawn. At one width it has
-    fewer parameters than Concat; `hw.match` says how wide values make up for that.
+    fewer parameters than Concat; `hw.match_size` says how wide values make up for that.
 
     >>> import headwise as hw
     >>> hw.Attention(hw.design(model=8, heads=2, merge=SumHeads())).state_dict()["output.o"].shape

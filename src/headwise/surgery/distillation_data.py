@@ -18,7 +18,7 @@ from ..model_spec import StackSpec
 from ..models import Transformer
 from ..models.embeddings_heads import TokenTypeInput
 
-STREAM_ARGUMENTS = {"x": "tokens", "source": "source_tokens"}  # what is read, and what says where its tokens stand
+STREAM_ARGUMENTS = {"x": "sequence", "source": "source_sequence"}  # what is read, and what says where its tokens stand
 STATE_LOSSES = ("cosine", "l2")
 
 

@@ -48,7 +48,7 @@ def replace_self_attention(model_spec: ModelSpec, name: str) -> ModelSpec:
     >>> plain = design(model=8, heads=4, pattern="causal()")
     >>> stack = StackSpec.of("decoder", 8, [BlockSpec(plain)], embedding=Embedding(11))
     >>> changed = replace_self_attention(ModelSpec("one", "decoder", (stack,)), "mqa")
-    >>> [spec.heads.kv for _, spec in changed.specs()]
+    >>> [spec.heads.kv for _, spec in changed.attention_specs()]
     [1]
     """
     return replace(model_spec, stacks=tuple(_replace_in_stack(stack, name) for stack in model_spec.stacks))

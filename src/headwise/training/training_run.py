@@ -38,10 +38,12 @@ def count_step_flops(model_spec: ModelSpec, batch: Batch) -> int:
     A matrix of n numbers that meets t tokens is 6 n t:
 
     >>> import torch
-    >>> from headwise.model_spec import Block, FeedForwardSpec, Embedding, Head, StackSpec
-    >>> stack = StackSpec.of("encoder", 3, [Block(feed=Dense(7))], embedding=Embedding(tokens=11))
+    >>> from headwise.model_spec import BlockSpec, EmbeddingSpec, FeedForwardSpec, OutputHeadSpec, StackSpec
+    >>> stack = StackSpec.from_blocks(
+    ...     "encoder", 3, [BlockSpec(feed=FeedForwardSpec(7))], embedding=EmbeddingSpec(tokens=11)
+    ... )
     >>> batch = Batch(torch.zeros(2, 5, dtype=torch.int64), torch.zeros(2, 5, dtype=torch.int64))
-    >>> count_step_flops(ModelSpec("one", "encoder", (stack,), (Head("tokens", 11),)), batch) == 6 * (
+    >>> count_step_flops(ModelSpec("one", "encoder", (stack,), (OutputHeadSpec("tokens", 11),)), batch) == 6 * (
     ...     2 * 3 * 7 + 3 * 11
     ... ) * 10
     True

@@ -15,7 +15,7 @@ from ..arguments import CommandParser, UsageError, add_json_argument
 if TYPE_CHECKING:
     from ...models import Transformer
 
-# Options that are words of hw.Decoding, with the kind of their values and what they say.
+# Options that are words of hw.DecodingConfig, with the kind of their values and what they say.
 DECODING_OPTIONS: dict[str, tuple[type, str, str]] = {
     "top-k": (int, "K", "draw from the K likeliest tokens; of classes and masks, tell K"),
     "top-p": (float, "SHARE", "draw from the likeliest that have this share together"),

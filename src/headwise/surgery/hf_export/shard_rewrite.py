@@ -56,7 +56,7 @@ def to_canonical_form(net: Transformer) -> CanonicalForm:
     >>> from headwise.model_spec import Block, Embedding, Stack
     >>> spec = hw.design(model=8, heads=4, kv=2, dim=3).with_heads(reads=(0, 1, 0, 1))
     >>> stack = Stack.of("decoder", 8, [Block(spec)], embedding=Embedding(5))
-    >>> [(_, sorted_spec)] = to_canonical_form(hw.build(ModelSpec("x", "decoder", (stack,)))).spec.specs()
+    >>> [(_, sorted_spec)] = to_canonical_form(hw.build(ModelSpec("x", "decoder", (stack,)))).spec.attention_specs()
     >>> sorted_spec.heads
     Heads.grouped(q=4, kv=2, dim=3)
     """

@@ -415,7 +415,7 @@ def _order_tables(curves: PruningCurves, part: str) -> Iterator[str]:
             lines = zip(*(rows[name] for name in own), strict=True)
             yield from format_table(
                 ("left", *(_format_unit(curves, name) for name in own)),
-                [(str(marks[0].left), *map(partial(_format_cell, curves), own, marks)) for marks in lines],
+                [(str(marks[0].num_heads), *map(partial(_format_cell, curves), own, marks)) for marks in lines],
             )
             yield ""
 
