@@ -100,7 +100,10 @@ def check_layer(name: str, layer, x: Tensor, tokens: SequenceInfo, order: str, s
     if source is not None:
         z, told = source[0].detach().requires_grad_(), source[1]
         cut, there = row(z, told, order)
-        given, theirs = {"source": part.remember(cut, sequence=there)}, {"source": layer.remember(z, sequence=told)}
+        given, theirs = (
+            {"source": part.project_source(cut, sequence=there)},
+            {"source": layer.project_source(z, sequence=told)},
+        )
         leaves.append(z)
     ours, whole = part(own, sequence=at, **given), layer(leaves[0], sequence=tokens, **theirs)
     named = {"msg": lambda said: f"{name} {order}: {said}"}

@@ -76,7 +76,7 @@ class Answered(Echo):
     """The same, and two tokens are generated behind each prompt of three."""
 
     name: ClassVar[str] = "answered"
-    max_answer_tokens: ClassVar[int] = 2
+    answers: ClassVar[int] = 2
 
     def prompt(self, batch: Batch) -> tuple[Tensor, None]:
         return batch.x[:, :3], None

@@ -86,7 +86,7 @@ def test_a_token_is_remembered_in_as_many_numbers_and_they_are_its_keys_and_valu
 
 def test_copies_turn_each_head_as_it_turned_alone():
     spec = hw.design(model=6, heads=1, dim=12, modifiers=(hw.Rotary(copies=3),))
-    rate = hw.Attention(spec).make_rotary["frequency"].numpy()
+    rate = hw.Attention(spec).rotary["frequency"].numpy()
     assert np.allclose(rate, np.tile([1.0, 10_000.0**-0.5], 3))
     with pytest.raises(hw.SpecError, match=r"Rotary\(copies=4\) does not divide 6 pairs"):
         replace(spec, modifiers=(hw.Rotary(copies=4),))

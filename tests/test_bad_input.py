@@ -215,8 +215,8 @@ layer()(X, source=X[:1]) -> source has 1 rows but x has 2 .. each row
 layer()(X, source=X.long()) -> source is torch.int64 .. floating-point
 layer()(X, source=X.to("meta")) -> source is on meta .. cpu
 layer()(X, source=[0]) -> source .. list
-layer()(X, source=layer(kv=2).remember(X)) -> another spec .. own remember(z)
-layer()(X, source=layer().float().remember(X.float())) -> float32 .. float64
+layer()(X, source=layer(kv=2).project_source(X)) -> another spec .. own project_source(z)
+layer()(X, source=layer().float().project_source(X.float())) -> float32 .. float64
 layer(source=13)(X) -> source of width 13 .. source=z
 causal()(X, source=X) -> causal() compares .. source=width .. full()
 layer(modifiers=(hw.Rotary(),))(X, source=X) -> Rotary .. source=width
@@ -228,8 +228,8 @@ cached(X, device="meta") -> on meta .. on cpu
 cached(X, capacity=2.5) -> capacity=2.5
 causal()(X, cache="c") -> cache .. str
 (half := layer(pattern="prefix(3)"))(X[:, :2], cache=half.cache(batch=2, capacity=9)) -> first 3 .. not 2 .. prefix
-causal().cache(batch=2, capacity=9).rows(torch.tensor([2])) -> 0..1
-causal().cache(batch=2, capacity=9).rows(torch.tensor([True, False])) -> torch.bool
+causal().cache(batch=2, capacity=9).select_rows(torch.tensor([2])) -> 0..1
+causal().cache(batch=2, capacity=9).select_rows(torch.tensor([True, False])) -> torch.bool
 """
 
 
@@ -261,7 +261,7 @@ CACHES = {
     "state": {"pattern": "causal()", "similarity": hw.FeatureMap(), "normaliser": hw.Sum()},
 }
 REFUSALS = {
-    "tokens that go back": {"tokens": hw.SequenceInfo.contiguous(1, 2, "cpu")},
+    "tokens that go back": {"sequence": hw.SequenceInfo.contiguous(1, 2, "cpu")},
     "a mask of floats": {"mask": torch.ones(2, 1, 2, 2)},
     "no backend": {"backend": "absent"},
 }

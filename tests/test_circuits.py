@@ -145,7 +145,7 @@ def test_kin_of_all_heads_of_a_model(which: str):
     net = small()
     told, made = compare_circuits(net, which), get_circuits(net)
     whole = [
-        getattr(one, f"{which}_circuit")(head).whole.double().numpy() for one in made.values() for head in range(4)
+        getattr(one, f"{which}_circuit")(head).product.double().numpy() for one in made.values() for head in range(4)
     ]
     for one, other in ((0, 0), (1, 6), (5, 2)):
         a, b = whole[one], whole[other]

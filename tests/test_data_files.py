@@ -71,7 +71,7 @@ def test_ids_are_those_of_the_file(kind: str, tmp_path: Path):
 @pytest.mark.parametrize("kind", ["npy uint16", "bin uint16", "safetensors uint16"])
 def test_ids_stay_on_disk(kind: str, tmp_path: Path):
     options = {"tensor": "ids"} if kind.startswith("safe") else {}
-    held = open_data(written(tmp_path, kind), options).data.splits["train"].ids
+    held = open_data(written(tmp_path, kind), options).data.spans["train"].ids
     assert not isinstance(held, np.ndarray) or isinstance(held, np.memmap)
 
 
@@ -208,7 +208,7 @@ def test_pictures_stay_with_their_labels_at_mean_0_and_deviation_1(write: Any, t
     assert type(task).__name__ == "ImageClassification"
     assert task.data.sizes == {"train": 24, "valid": 6, "test": 10}
     known = {picture.tobytes(): label for picture, label in zip(PICTURES, SHOWN, strict=True)}
-    inputs, seen = task.data.given, {}
+    inputs, seen = task.data.inputs, {}
     for split in data.SPLITS:
         for batch in swept(task, split):
             assert batch.x.shape[1:] == (1, 6, 5)

@@ -506,7 +506,7 @@ def test_a_window_goes_on_beyond_the_last_position():
     how = hw.DecodingConfig(window=20)
     prompts = [[n % 7 for n in range(length)] for length in (70, 15, 60)]
     streams = [engine.submit(prompt, max_new_tokens=50, config=how) for prompt in prompts]
-    expected = [generated(net, prompt, max_new_tokens=50, how=how) for prompt in prompts]
+    expected = [generated(net, prompt, max_new_tokens=50, config=how) for prompt in prompts]
     assert [stream.result() for stream in streams] == expected
 
 
@@ -518,7 +518,7 @@ def test_text_is_answered_by_text_and_stops_where_it_is_told():
     assert len(whole) > 4
     stop = hw.DecodingConfig(stop=(whole[3:5],))
     streams = [engine.submit("cab", max_new_tokens=12), engine.submit("cab", max_new_tokens=12, config=stop)]
-    assert [stream.result() for stream in streams] == [whole, generated(net, "cab", max_new_tokens=12, how=stop)]
+    assert [stream.result() for stream in streams] == [whole, generated(net, "cab", max_new_tokens=12, config=stop)]
     assert streams[0].text == whole
     assert streams[1].ended == "stop"
     assert list(streams[1]) == streams[1].ids

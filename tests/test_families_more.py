@@ -234,7 +234,7 @@ class Watching:
     needs_call = True
 
     def __init__(self, passing: Passing) -> None:
-        self.core, self.heads = passing.core, passing.take
+        self.on_call, self.on_head_outputs = passing.on_call, passing.take
 
 
 @contextmanager

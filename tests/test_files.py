@@ -96,8 +96,8 @@ def test_the_checksum_is_the_systems(tmp_path: Path):
 
 HOLDER = """
 import sys, time
-from headwise.files import Lock
-Lock(sys.argv[1]).__enter__()
+from headwise.files import FolderLock
+FolderLock(sys.argv[1]).__enter__()
 print(flush=True)
 time.sleep(60)
 """

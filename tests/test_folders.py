@@ -408,8 +408,8 @@ def test_a_loader_that_says_something_else_is_not_given(tmp_path: Path, here: No
 
 def test_without_transformers_nothing_is_claimed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     net = source("llama", tmp_path / "source", **ALONE)
-    for module in ("folders_trying", "folders_resized", "folders_config"):
-        monkeypatch.setattr(f"headwise.surgery.{module}.find_spec", lambda _: None)
+    for module in ("load_check", "resized_modules", "model_folder"):
+        monkeypatch.setattr(f"headwise.surgery.hf_export.{module}.find_spec", lambda _: None)
     plainly = model_folder.write_model_folder(
         remove_heads(net, everywhere(net, A)), tmp_path / "source", tmp_path / "a", {}
     )
@@ -609,7 +609,7 @@ def test_groups_in_any_order_are_made_regular():
     same = build(form.model_spec)
     same.load_state_dict(dict(form.tensors))
     assert torch.allclose(said(same.eval())[1], said(net)[1], atol=1e-6)
-    assert "decoder.0.attention.alibi.slope" in form.find_extra_constants(hw.hub.maps.get_weight_names("llama"))
+    assert "decoder.0.attention.alibi.slope" in form.find_extra_constants(hw.families.get_weight_names("llama"))
 
 
 def test_specs_change_places():
@@ -664,7 +664,7 @@ def test_the_loader_is_text_for_others():
     compile(text, "load_model.py", "exec")
     package = Path(hw.__file__).parent
     told = [p.name for p in package.rglob("*.py") if "load_model" in p.read_text()]
-    assert sorted(told) == ["folders_resized.py", "folders_trying.py"]
+    assert sorted(told) == ["load_check.py", "resized_modules.py"]
     assert not list(package.rglob("load_model.py"))
 
 

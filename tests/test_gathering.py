@@ -57,7 +57,7 @@ def test_keys_are_heard_before_they_turn_and_padding_not_at_all():
     for side in "kv":
         check_same(found[site][side], judged(x, layer.state_dict()[f"project.{side}"], 3))
     padded = torch.cat([batches[1], torch.zeros(3, 2, dtype=torch.int64)], 1)
-    told = {"x": padded, "tokens": hw.SequenceInfo.from_batch(padded, lengths=[4, 4, 4])}
+    told = {"x": padded, "sequence": hw.SequenceInfo.from_batch(padded, lengths=[4, 4, 4])}
     again = collect_kv_statistics(model, [batches[0], told], [site])
     assert list(again) == [site]
     check_same(again[site]["k"], found[site]["k"])

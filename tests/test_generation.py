@@ -185,7 +185,7 @@ def test_a_stream_goes_on_where_it_was_left():
 
 def test_a_number_that_is_rounded_up_draws_no_impossible_token():
     class Last:
-        def unit(self) -> float:
+        def uniform(self) -> float:
             return 1 - 2.0**-53
 
     logits = torch.tensor([[0.1, 0.7, -math.inf]])

@@ -150,7 +150,7 @@ class Weights:
         self.seen = []
 
     def on_call(self, seen):
-        self.seen.append(seen.every())
+        self.seen.append(seen.all_weights())
 
     def on_head_outputs(self, z):
         return None
@@ -241,9 +241,9 @@ def test_no_two_kernels_are_kept_under_one_name():
 
 KEPT = """
 import torch
-from headwise.kernels import row_normalisers
-row_normalisers.SOFTMAX_KERNELS.function_address("softmax", torch.float32)
-print(row_normalisers.SOFTMAX_KERNELS.compiled_functions["softmax", torch.float32].cache_hits)
+from headwise.kernels import row_normaliser_kernels
+row_normaliser_kernels.SOFTMAX_KERNELS.function_address("softmax", torch.float32)
+print(row_normaliser_kernels.SOFTMAX_KERNELS.compiled_functions["softmax", torch.float32].cache_hits)
 """
 
 

@@ -176,7 +176,7 @@ def test_terms_add_up(model, load):
 def test_a_generation_is_the_sum_of_its_steps(model, load, written):
     whole = estimate_cost(model, replace(load, generate=written))
     steps = [estimate_cost(model, replace(load, context=load.context + n + 1)) for n in range(written - 1)]
-    for way in ("flops", "spent", "counted"):
+    for way in ("required_flops", "executed_flops", "counted_flops"):
         every = [getattr(step, way)["decode"] for step in steps]
         assert getattr(whole, way)["steps"] == sum(every)
         assert getattr(whole, way)["generate"] == getattr(whole, way)["prompt"] + sum(every)

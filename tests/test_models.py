@@ -211,7 +211,7 @@ def test_patches_are_one_linear_map():
     net = built(vision(patches=bp.PatchSpec(2, 3, 4, 5, channels=2), first=1, positions=bp.PositionSpec("learned", 7)))
     x = torch.randn(2, 2, 9, 15, dtype=torch.float64)
     embedding = net.encoder.embedding
-    got = embedding.place(embedding(x), hw.SequenceInfo.contiguous(0, 7, "cpu"), None) - embedding.places
+    got = embedding.place(embedding(x), hw.SequenceInfo.contiguous(0, 7, "cpu"), None) - embedding.positions
     assert got.shape == (2, 7, MODEL)
     torch.testing.assert_close(got[1, 0], embedding.first[0])
     for row in range(2):
@@ -347,7 +347,7 @@ def test_dropout_acts_in_training_alone_and_where_it_should():
 
     with pytest.MonkeyPatch.context() as patch:
         for place in (models.block, models.embeddings_heads, models.feed_forward):
-            patch.setattr(place, "has_dropout", counted)
+            patch.setattr(place, "dropout", counted)
         net.train()(x)
     each = [MODEL, 17, MODEL]  # behind the attention, inside the feed-forward, behind it
     assert seen == [MODEL, *each, *each]  # and behind the embedding
@@ -611,7 +611,7 @@ LONG, STRANGE = torch.zeros(1, 10, dtype=torch.int64), torch.tensor([[3, WORDS]]
         (DECODER, {"x": LONG[:, :5], "head": "token"}, "no head 'token'; did you mean 'tokens'"),
         (
             DECODER,
-            {"x": LONG[:, :5], "tokens": hw.SequenceInfo.contiguous(0, 4, "cpu")},
+            {"x": LONG[:, :5], "sequence": hw.SequenceInfo.contiguous(0, 4, "cpu")},
             r"tokens are \[1, 4\].*x is \[1, 5\]",
         ),
         (DECODER, {"x": TokenTypeInput(LONG[:, :5], LONG[:, :5])}, "knows no types of tokens"),

@@ -42,7 +42,7 @@ def value(model: nn.Module, objective: Any, scene: Example, number: int = 0) -> 
     """What an objective says of a model that nobody edits."""
     question = objective.prepare_input(model, scene, number)
     with torch.no_grad():
-        said = model(*question.given.places, **question.given.names)
+        said = model(*question.inputs.args, **question.inputs.kwargs)
     return float(objective.value(said, said, question))
 
 

@@ -183,7 +183,7 @@ def trial(monkeypatch, seconds, task=None, **said):
     batches = [task.batch(0, 8)]
     made = StepTrial(hw.build(task.model(), seed=0), quick(**({"rows": "auto"} | said)), torch.device("cpu"), batches)
     monkeypatch.setattr(
-        StepTrial, "_seconds", lambda self, stepper: seconds[stepper.choice.rows, stepper.choice.attention]
+        StepTrial, "_seconds", lambda self, stepper: seconds[stepper.options.rows, stepper.options.attention]
     )
     return made.choose()
 

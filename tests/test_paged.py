@@ -208,7 +208,7 @@ def test_who_hands_on_what_was_remembered_really_does():
 
 def said(spec: hw.AttentionSpec, **more) -> list[str]:
     return backends.unsupported_reasons_by_backend(
-        CallSignature(spec, spec.core_of(spec.projection_form(one=True)), **{"one": True, "paged": True} | more)
+        CallSignature(spec, spec.core_of(spec.projection_form(one=True)), **{"single_query": True, "has_paged_cache": True} | more)
     )["paged"]
 
 
@@ -216,14 +216,14 @@ def test_the_reasons_to_gather():
     plain = hw.design(model=12, heads=4, kv=2)
     assert said(plain) == []
     assert said(plain, has_paged_cache=False) == ["keys do not lie in pages"]
-    assert said(plain, one=False) == ["there is more than one query per row"]
-    assert said(plain, grad=True) == ["pages keep no gradients"]
+    assert said(plain, single_query=False) == ["there is more than one query per row"]
+    assert said(plain, needs_grad=True) == ["pages keep no gradients"]
     assert said(plain, device="cuda") == ["its kernel is for the CPU, not cuda"]
-    assert said(plain, wants=frozenset({"k", "v"})) == ["it never has the k, v of each row side by side"]
+    assert said(plain, probed_tensors=frozenset({"k", "v"})) == ["it never has the k, v of each row side by side"]
     latent = hw.design(model=12, heads=4, project=hw.Latent(rank=6, rope=2), modifiers=(hw.Rotary(),))
     assert said(latent) == ["Latent makes keys and values of what is remembered"]
     sinks = hw.design(model=12, heads=4, normaliser=hw.SinkSoftmax())
-    assert said(sinks, wants=frozenset({"lse"})) == ["its lse is of scores and sinks together"]
+    assert said(sinks, probed_tensors=frozenset({"lse"})) == ["its lse is of scores and sinks together"]
     assert said(sinks) == []
 
 
@@ -252,7 +252,7 @@ def test_what_is_looked_at_is_gathered_on_the_way():
     pool.numbers.fill_(torch.nan)  # the page that stands for none, too
     x = torch.randn(2, 31, MODEL, dtype=torch.float64)
     cache = begun(layer, pool, x, [30, 8])
-    attend = backends.paged.attend
+    attend = backends.paged_decode.attend
 
     def watched(job: CallSignature, sight: AttentionMask, inputs: CoreInputs, *rest: object) -> torch.Tensor:
         seen.append((sight, inputs))
@@ -260,7 +260,7 @@ def test_what_is_looked_at_is_gathered_on_the_way():
 
     layer._plans.clear()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(backends.paged, "attend", watched)
+        patch.setattr(backends.paged_decode, "attend", watched)
         ours = step(layer, cache, x[:, 30:], "paged")
     layer._plans.clear()
     sight, inputs = backends.gather_pages(*seen[0])
@@ -282,7 +282,7 @@ def test_products_are_counted():
     with FlopCounterMode(display=False) as counter:
         step(layer, cache, x[:, 7:8], "paged")
     job = CallSignature(layer.spec, layer.spec.core, single_query=True, has_paged_cache=True)
-    core = backends.paged.executed_flops(job, hw.CallSize(2, 1, 1, 8))
+    core = backends.paged_decode.executed_flops(job, hw.CallSize(2, 1, 1, 8))
     assert counter.get_flop_counts()["Global"][torch.ops.headwise.decode] == core == 2 * 2 * 6 * 8 * 10
 
 
@@ -322,7 +322,7 @@ def answered(net: hw.Transformer, patch: pytest.MonkeyPatch, sizes: list[int]) -
 def test_an_engine_whose_layers_read_in_place_gathers_nothing(monkeypatch: pytest.MonkeyPatch):
     near, far = (hw.design(model=16, heads=4, kv=2, pattern=text) for text in ("window(9) | first(2)", "causal()"))
     net = language(near, far)
-    monkeypatch.setattr(hw.serving.stepping, "BESIDE", -(10**9))  # a call of its own would cost nothing
+    monkeypatch.setattr(hw.serving.model_runner, "CALL_OVERHEAD_BYTES", -(10**9))  # a call of its own would cost nothing
     engine, rows, gathered = answered(net, monkeypatch, [50, 3, 7])
     assert engine.memory.reading == PagedSupport(2, {})
     assert rows == [3] * 2
@@ -335,7 +335,7 @@ def test_an_engine_says_which_layers_gather(monkeypatch: pytest.MonkeyPatch):
     far = hw.design(model=16, heads=4, kv=2, pattern="causal()")
     net = language(far, hw.design(model=16, heads=4, pattern="causal()", normaliser=hw.Entmax()), far)
     net.stacks["decoder"].blocks[2].attentions["attention"].backend_name = "dense"
-    monkeypatch.setattr(hw.serving.stepping, "BESIDE", -(10**9))
+    monkeypatch.setattr(hw.serving.model_runner, "CALL_OVERHEAD_BYTES", -(10**9))
     engine, rows, gathered = answered(net, monkeypatch, [50, 3, 7])
     gathers = engine.memory.reading.gathers
     assert gathers["decoder.1.attention"] == "it normalises by softmax, not Entmax"

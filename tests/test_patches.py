@@ -145,8 +145,8 @@ def test_means_are_those_of_the_tokens_that_count():
 
 def test_padding_of_ours_does_not_count():
     net = gpt()
-    right = {"x": IDS, "tokens": hw.SequenceInfo.from_batch(IDS, lengths=[5, 2])}
-    left = {"x": IDS.flip(1), "tokens": hw.SequenceInfo.from_batch(IDS, lengths=[5, 2], pad="left")}
+    right = {"x": IDS, "sequence": hw.SequenceInfo.from_batch(IDS, lengths=[5, 2])}
+    left = {"x": IDS.flip(1), "sequence": hw.SequenceInfo.from_batch(IDS, lengths=[5, 2], pad="left")}
     apart = [IDS[:1], IDS[1:, :2]]
     own = hw.head_means(net, apart)
     assert len(own) == 6

@@ -135,9 +135,9 @@ def assert_opening_holds(pattern, size=37):
 # --- one rule: ints, tensors, counts, memory, opening ------------------------------------------------------
 
 
-@pytest.mark.parametrize("module", ["boxes", "pattern", "pattern_base", "pattern_tables", "pattern_text"])
+@pytest.mark.parametrize("module", ["key_intervals", "patterns", "pattern_base"])
 def test_doctests(module):
-    result = doctest.testmod(importlib.import_module(f"headwise.{module}"))
+    result = doctest.testmod(importlib.import_module(f"headwise.masking.{module}"))
     assert result.attempted > 0
     assert result.failed == 0
 

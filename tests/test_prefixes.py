@@ -337,7 +337,7 @@ def test_products_are_counted_for_every_row():
 
 def together(pool: PagePool, cache: hw.KVCache) -> int:
     """How many rows read something together, in the last step of a cache."""
-    told = cache._seats.accesses[0].held._placed
+    told = cache._seats.accesses[0].held_pages._placed
     return max(len(rows) for job in planned(told.table.contiguous(), pool.paging.groups[0].page) for rows, _ in job)
 
 

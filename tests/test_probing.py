@@ -66,7 +66,7 @@ def test_maps_of_words_sum_what_is_read_and_average_who_reads(monkeypatch: pytes
             reads, told = ([t for t, word in enumerate(words) if word == one] for one in (i, j))
             wanted[:, i, j] = np.mean([sum(maps[:, t, s] for s in told) for t in reads], 0)
     for cells in (2**24, 3 * 7 * 2):  # all rows at once, and two at a time
-        monkeypatch.setattr("headwise.head_analysis.weight_bands.CELLS", cells)
+        monkeypatch.setattr("headwise.head_analysis.weight_bands.MAX_CELLS", cells)
         got = word_attention_maps(net, find_attention(net), Example({"x": text}, {"text": stream(words)}))
         np.testing.assert_allclose(torch.cat(list(got.values())), wanted, rtol=1e-5)
 

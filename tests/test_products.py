@@ -14,7 +14,7 @@ from headwise.kernels import multiply_small_batch
 from headwise.kernels.small_batch_ops import GEMV_STEP
 from headwise.model_spec import FeedForwardSpec
 from headwise.models.feed_forward import FeedForward
-from headwise.ops import linear
+from headwise.ops import linear as linear_ops
 from headwise.ops.linear import MAX_GEMV_TOKENS, MIN_GEMV_WEIGHTS, linear, linear_many, uses_gemv_kernel
 
 WIDTHS = (16, GEMV_STEP, GEMV_STEP + 16, 24 * GEMV_STEP, 24 * GEMV_STEP + 16, 73 * GEMV_STEP + 16)
@@ -170,7 +170,7 @@ def test_a_gated_feed_meets_its_input_once(monkeypatch):
         asked.append(len(weights))
         return multiply_small_batch(x, weights)
 
-    monkeypatch.setattr(linear, "multiply_small_batch", counting)
+    monkeypatch.setattr(linear_ops, "multiply_small_batch", counting)
     x = drawn(3, 2, 1, WIDE)
     with torch.no_grad():
         y = feed(x)
@@ -180,7 +180,7 @@ def test_a_gated_feed_meets_its_input_once(monkeypatch):
 
 
 def test_without_numba_torch_does_all(monkeypatch):
-    monkeypatch.setattr(linear, "HAS_NUMBA", False)
+    monkeypatch.setattr(linear_ops, "HAS_NUMBA", False)
     with torch.no_grad():
         assert not uses_gemv_kernel(drawn(1, 1, WIDE), [drawn(0, TALL, WIDE)])
 
@@ -239,11 +239,11 @@ def test_matrices_that_are_converted_anyway_are_one_product():
 @pytest.mark.parametrize("frozen", [0, 1])
 def test_nobody_else_is_joined(frozen):
     x, w = drawn(0, 9, 48), [drawn(n, 7, 48).requires_grad_(n > frozen) for n in (1, 2)]
-    assert not linear.should_concatenate(x, w)
+    assert not linear_ops.should_concatenate(x, w)
     with torch.autocast("cpu", torch.bfloat16):
-        assert linear.should_concatenate(x, w) == (not frozen)
+        assert linear_ops.should_concatenate(x, w) == (not frozen)
         with torch.no_grad():
-            assert not linear.should_concatenate(x, w)
+            assert not linear_ops.should_concatenate(x, w)
 
 
 @pytest.mark.parametrize("modifiers", [(), (hw.Rotary(),)], ids=["plain", "turned"])
@@ -252,7 +252,7 @@ def test_a_layer_in_mixed_precision_learns_the_same_and_keeps_no_more(modifiers,
     x, found = drawn(0, 3, 64, 32).requires_grad_(), []
     for joined in (True, False):
         if not joined:
-            monkeypatch.setattr(linear, "should_concatenate", lambda *given: False)
+            monkeypatch.setattr(linear_ops, "should_concatenate", lambda *given: False)
         held = {}
 
         def keep(tensor, held=held):

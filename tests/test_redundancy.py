@@ -100,7 +100,7 @@ def test_every_pair_as_it_is_defined():
 def test_pairs_in_pieces_are_pairs_at_once(monkeypatch: pytest.MonkeyPatch):
     told = rows(count=11)
     whole = jensen_shannon_divergence(told)
-    monkeypatch.setattr("headwise.head_analysis.head_similarity.CELLS", 40)
+    monkeypatch.setattr("headwise.head_analysis.head_similarity.MAX_CELLS", 40)
     assert torch.allclose(jensen_shannon_divergence(told), whole, atol=1e-12)
 
 

@@ -75,7 +75,7 @@ def test_a_linear_map_divides_as_the_rule_says(monkeypatch: pytest.MonkeyPatch):
             wanted[t] += divided(weight[o] * x[t] + bias[o] / 5, told[t, o])
     (wanted,) = scaled([wanted], told.sum())
     for cells in (10, 2**22):  # a token at a time, and all at once
-        monkeypatch.setattr("headwise.head_analysis.lrp.CELLS", cells)
+        monkeypatch.setattr("headwise.head_analysis.lrp.MAX_CELLS", cells)
         tape, node = RelevanceTape(), RelevanceNode(torch.from_numpy(x))
         out = tape.linear(node, torch.from_numpy(weight), torch.from_numpy(bias))
         np.testing.assert_allclose(out.value, x @ weight.T + bias)

@@ -305,7 +305,7 @@ def test_a_model_of_a_smaller_vocabulary_is_refused(tmp_path: Path):
 class Spelt(Echo):
     """With a tokenizer of eleven tokens."""
 
-    tokenizer_json = "eleven"
+    tokenizer = "eleven"
 
 
 def test_a_model_of_a_larger_vocabulary_than_a_tokenizer_is_refused(tmp_path: Path):

@@ -324,7 +324,11 @@ def test_nobody_asks_hasattr():
 
 def test_interfaces_name_their_arguments():
     """No method of an interface, a part or a backend takes **kwargs."""
-    files = [path for path in FILES if path.relative_to(SOURCE).parts[0] in ("interfaces", "parts", "backends")]
+    files = [
+        path
+        for path in FILES
+        if path.relative_to(SOURCE).parts[0] in ("interfaces", "parts", "backends") and path.stem != "core_types"
+    ]
     classes = [(path, cls) for path in files for cls in ast.walk(tree(path)) if isinstance(cls, ast.ClassDef)]
     loose = [
         at(path, method, method.name)

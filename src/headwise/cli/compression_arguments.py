@@ -147,7 +147,7 @@ class CompressionRun:
         self.report_progress("writing")
         written = write_model_folder(after, self.source, out, record)
         again: dict[str, Callable[[], Any]] = {"headwise.load of what was written": lambda: load(out)}
-        how = self._verification_options(what, [*record.get("notes", ())], again=again, **asked)
+        how = self._verification_options(what, [*record.get("notes", ())], exports=again, **asked)
         proof = prove(self.net, after, self.proof_examples, how, self.report_progress)
         self.report_progress("")
         write_proof(proof, out)

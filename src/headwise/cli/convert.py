@@ -33,7 +33,7 @@ def main(argv: list[str]) -> int:
     if way.is_exact:
         same["the new form, which says the same"] = lambda: done.after
     record = done.data | {"model": fingerprint_model(work.net)} | learnt
-    return work.write_and_verify(after, way.summary, record, same=same)
+    return work.write_and_verify(after, way.summary, record, equivalents=same)
 
 
 def _parser() -> CommandParser:

@@ -372,7 +372,7 @@ Cell = Callable[[CostEstimate], str]
 
 def _flops_rows(call: str) -> Iterator[tuple[str, Cell]]:
     """The FLOP rows of one call: required, executed, counted."""
-    name = {"prefill": "prefill", "backward": "its gradients", "decode": "a step", "generate": "writing"}[call]
+    name = {"prefill": "prefill", "backward": "backward", "decode": "a step", "generate": "writing"}[call]
     ways = {"FLOP required": "required_flops", "  executed": "executed_flops", "  counted": "counted_flops"}
     for told, way in ways.items():
 

@@ -176,7 +176,7 @@ def value_grad_factors(spec: AttentionSpec, core: CoreShape) -> int:
     """How many factors of the reading of values have a gradient: 1 where no weight depends on what is learned."""
     inner = (Phase.SCORES, Phase.WEIGHTS)
     parts = [spec.normaliser, spec.similarity, *(m for _, m in spec.parts_of(Modifier) if m.phase in inner)]
-    return 2 if core.score_dim or any(param.learned for part in parts for param in part.params(spec).values()) else 1
+    return 2 if core.score_dim or any(param.trainable for part in parts for param in part.params(spec).values()) else 1
 
 
 # --- An attention where it stands, and what its products are in one call -------------------------------

@@ -113,7 +113,7 @@ def _check_source_or_cache(
     spec: AttentionSpec, x: Tensor, source: Tensor | ProjectedSource, cache: KVCache | None
 ) -> None:
     if cache is not None:
-        raise ValueError("a source is remembered by layer.remember(z), not in a cache; pass one or the other")
+        raise ValueError("a source is remembered by layer.project_source(z), not in a cache; pass one or the other")
     if spec.source is None and spec.positional:
         by = [spec.pattern.text] * (spec.pattern != Full())
         by += [type(part).__name__ for _, part in spec.parts() if part.positional]

@@ -32,7 +32,7 @@ class MergedAttention(nn.Module):
     >>> block = MergedAttention(hw.design(model=8, heads=2))
     >>> sum(p.numel() for p in block.parameters()), [name for name in block.state_dict()]  # 4 d^2
     (256, ['cross.project.q', 'cross.project.k', 'cross.project.v', 'cross.output.o'])
-    >>> memory, x = block.remember(torch.randn(1, 7, 8)), torch.randn(1, 5, 8)
+    >>> memory, x = block.project_source(torch.randn(1, 7, 8)), torch.randn(1, 5, 8)
     >>> cache = block.cache(batch=1, capacity=5)
     >>> steps = [block(x[:, t : t + 1], source=memory, cache=cache) for t in range(5)]
     >>> torch.allclose(torch.cat(steps, 1), block(x, source=memory), atol=1e-6)

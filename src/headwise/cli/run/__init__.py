@@ -29,6 +29,7 @@ DECODING_OPTIONS: dict[str, tuple[type, str, str]] = {
 }
 # Options that every kind of work knows, by the names that argparse gives them.
 COMMON_OPTIONS = ("model", "text", "batch", "device", "tokenizer", "json", "top_k")
+MODULES = {"texts": "generated_text"}  # where a kind of answer is not the name of its module
 SERVING_OPTIONS = ("budget", "rows", "chunk")
 
 
@@ -46,7 +47,7 @@ def main(argv: list[str]) -> int:
         _check_unused(given, parser, net, kind)
     elif given.requests is not None:
         kind = "requests"
-    return import_module(f"{__name__}.{kind}").answer(net, given)
+    return import_module(f"{__name__}.{MODULES.get(kind, kind)}").answer(net, given)
 
 
 def task_kind(net: Transformer) -> str:

@@ -23,7 +23,7 @@ from ...serving import BatchingConfig, Engine, RequestStream, ThroughputPredicti
 from ...serving.metrics import DTYPE_NAMES
 from ..arguments import UsageError, print_page, to_json
 from .inputs import MAX_LINE_BYTES
-from .texts import CompileNotices, parse_decoding, parse_length
+from .generated_text import CompileNotices, parse_decoding, parse_length
 
 DEFAULT_MEMORY = "1 GiB"
 REQUEST_KEYS = ("prompt", "max_new_tokens", "temperature", "seed")  # keys of a line, besides the words of Decoding

@@ -244,12 +244,12 @@ def read_record(path_or_folder: Path | str) -> SurgeryRecord:
 
     >>> read_record("nowhere")
     Traceback (most recent call last):
-    headwise.errors.SpecError: nowhere holds no heads.json; give a folder that headwise prune or share wrote
+    headwise.errors.SpecError: nowhere holds no heads.json; give a folder that headwise prune or convert wrote
     """
     path = Path(path_or_folder)
     path = path if path.is_file() else path / RECORD_FILE
     if not path.is_file():
-        raise SpecError(f"{path_or_folder} holds no {RECORD_FILE}; give a folder that headwise prune or share wrote")
+        raise SpecError(f"{path_or_folder} holds no {RECORD_FILE}; give a folder that headwise prune or convert wrote")
     return SurgeryRecord.from_file(path)
 
 
