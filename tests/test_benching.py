@@ -357,7 +357,7 @@ def test_where_nobody_says_which_processors_all_count(monkeypatch: pytest.Monkey
 
 
 def test_odd_machines_are_labelled(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(MachineLimits, "header", lambda self: {})
+    monkeypatch.setattr(MachineLimits, "measure_rates", lambda self: {})
     monkeypatch.setattr(session.os, "getloadavg", lambda: (0.5, 9.0, 9.0))
     assert session.describe_machine(MachineLimits(LAST), 2)["labels"] == []
     monkeypatch.setattr(session, "version", lambda name: {"torch": "2.13.0", "entmax": None}.get(name, "1"))

@@ -162,7 +162,7 @@ def test_a_merged_block_holds_its_cross_attention_alone():
     both = [sum(w.numel for w in one.weights(10) if w.role in ("attention", "cross")) for one in (merged, plain)]
     assert both == [4 * 100, 8 * 100]
     for wrong in (BlockSpec(cross, cross), BlockSpec()):
-        with pytest.raises(hw.SpecError, match=r"Block\(form='merged'\) adds a mean .*; give cross=, and no attention"):
+        with pytest.raises(hw.SpecError, match=r"BlockSpec\(form='merged'\) adds a mean .*; give cross=, and no att"):
             replace(wrong, form="merged")
 
 
@@ -288,7 +288,7 @@ def test_a_stack_places_schedules_by_depth():
 
 def test_an_unplaced_schedule_is_refused_with_the_reason():
     with pytest.raises(
-        hw.SpecError, match=r"layer 1 holds Differential\(\).*depth.*Stack\.of.*Differential\(depth=1\)"
+        hw.SpecError, match=r"layer 1 holds Differential\(\).*depth.*StackSpec\.from_blocks.*Differential\(depth=1\)"
     ):
         StackSpec("decoder", 12, (LayerRun(2, (BlockSpec(SCHEDULED),)),))
 
@@ -333,7 +333,7 @@ def test_examples_have_every_field():
     text = "\n".join(model_spec.to_json(model) for model in EVERY)
     for name in model_spec.__all__:
         piece = getattr(model_spec, name)
-        if isinstance(piece, type) and name not in ("Weight", "Usage"):  # no pieces of a description
+        if isinstance(piece, type) and name not in ("WeightSpec", "ProcessorSpec"):  # no pieces of a description
             for field in fields(piece):
                 assert f'"{field.name}"' in text, (name, field.name)
 
@@ -365,58 +365,58 @@ def check_refused(does: str, words: str, **named: object) -> None:
 
 
 PIECES = """
-Norm("batch") -> kind='batch' .. use one of bare, layer, offset, rms, unbiased
-Norm(eps=0.0) -> eps=0.0 .. not positive
-Norm(eps=float("nan")) -> eps=nan .. finite
-Dense(0) -> hidden=0 .. hidden=1 or more
-Dense(-7) -> hidden=-7
-Dense("7") -> hidden='7' .. int
-Dense(True) -> hidden=True .. int
-Dense(2.0) -> hidden=2.0 .. int
-Dense(7, bias="g") -> bias='g' .. 'ud'
-Dense(7, form="gate") -> form='gate' .. did you mean 'gated'
-Experts(Dense(3), 2, 3) -> active=3 .. count=2 .. at most 2
-Experts(Dense(3), 2, 1, scores="max") -> scores='max'
-Positions("learned") -> length=512
-Positions("rotary", 3) -> kind='rotary'
-Embedding() -> just one of tokens= and patches=
-Embedding(11, Patches(1, 1, 1, 1)) -> just one
-Embedding(-3) -> tokens=-3 .. tokens=0 or more
-Embedding(patches=Patches(2, 2, 1, 1), positions=Positions("learned", 5)) -> 5 positions for 4 tokens .. length=4
-Head("tokens") -> outputs= or transform=
-Head("tokens", 3, at="middle") -> at='middle'
-Head("tokens", 3, cap=0.0) -> cap=0.0
-Head("a.b", 3) -> name='a.b'
-Nearly(FULL, "so", (("bias", 0),)) -> more=(('bias', 0),)
-Nearly(FULL, "so", (("bias", "3"),)) -> more=(('bias', '3'),)
-Run(3, ()) -> blocks=()
-Run(3, (LOCAL,)) -> must hold blocks
-Run(0, (block(),)) -> times=0
-Block(LOCAL, placement="before") -> placement='before'
-Block("mha") -> attention='mha' .. AttentionSpec
+NormSpec("batch") -> kind='batch' .. use one of bare, layer, offset, rms, unbiased
+NormSpec(eps=0.0) -> eps=0.0 .. not positive
+NormSpec(eps=float("nan")) -> eps=nan .. finite
+FeedForwardSpec(0) -> hidden=0 .. hidden=1 or more
+FeedForwardSpec(-7) -> hidden=-7
+FeedForwardSpec("7") -> hidden='7' .. int
+FeedForwardSpec(True) -> hidden=True .. int
+FeedForwardSpec(2.0) -> hidden=2.0 .. int
+FeedForwardSpec(7, bias="g") -> bias='g' .. 'ud'
+FeedForwardSpec(7, form="gate") -> form='gate' .. did you mean 'gated'
+ExpertsSpec(FeedForwardSpec(3), 2, 3) -> active=3 .. count=2 .. at most 2
+ExpertsSpec(FeedForwardSpec(3), 2, 1, scores="max") -> scores='max'
+PositionSpec("learned") -> length=512
+PositionSpec("rotary", 3) -> kind='rotary'
+EmbeddingSpec() -> just one of tokens= and patches=
+EmbeddingSpec(11, PatchSpec(1, 1, 1, 1)) -> just one
+EmbeddingSpec(-3) -> tokens=-3 .. tokens=0 or more
+EmbeddingSpec(patches=PatchSpec(2, 2, 1, 1), positions=PositionSpec("learned", 5)) -> 5 positions for 4 tokens .. length=4
+OutputHeadSpec("tokens") -> outputs= or transform=
+OutputHeadSpec("tokens", 3, at="middle") -> at='middle'
+OutputHeadSpec("tokens", 3, cap=0.0) -> cap=0.0
+OutputHeadSpec("a.b", 3) -> name='a.b'
+ApproximateAttention(FULL, "so", (("bias", 0),)) -> more=(('bias', 0),)
+ApproximateAttention(FULL, "so", (("bias", "3"),)) -> more=(('bias', '3'),)
+LayerRun(3, ()) -> blocks=()
+LayerRun(3, (LOCAL,)) -> must hold blocks
+LayerRun(0, (block(),)) -> times=0
+BlockSpec(LOCAL, placement="before") -> placement='before'
+BlockSpec("mha") -> attention='mha' .. AttentionSpec
 stack(block(), model=12) -> 12 wide .. 10 .. one width
 stack(block(), name="head") -> name='head'
 stack(block(), name="a.b") -> name='a.b'
-Stack("decoder", 10, (block(),)) -> must hold runs
-Stack("decoder", 10, (Run(10**12, (block(),)),)) -> 1000000000000 layers .. at most 10000
-Model("m", "decoder", (stack(), stack(name="b"))) -> 2 stacks; give 1
-Model("m", "encoder-decoder", (stack(),)) -> 1 stacks; give 2
-Model("m", "seq2seq", (stack(),)) -> kind='seq2seq'
-Model("m", "decoder", (block(),)) -> must hold Stacks
-decoder(heads=(Head("a", 3), Head("a", 4))) -> 'head a' twice
-decoder(heads=(Head("a", 11, table="encoder"),)) -> table of 'encoder' .. name one of decoder
-decoder(heads=(Head("a", 12, table="decoder"),)) -> 12 x 10 .. 11 x 10 .. leave table out
+StackSpec("decoder", 10, (block(),)) -> must hold runs
+StackSpec("decoder", 10, (LayerRun(10**12, (block(),)),)) -> 1000000000000 layers .. at most 10000
+ModelSpec("m", "decoder", (stack(), stack(name="b"))) -> 2 stacks; give 1
+ModelSpec("m", "encoder-decoder", (stack(),)) -> 1 stacks; give 2
+ModelSpec("m", "seq2seq", (stack(),)) -> kind='seq2seq'
+ModelSpec("m", "decoder", (block(),)) -> must hold StackSpecs
+decoder(heads=(OutputHeadSpec("a", 3), OutputHeadSpec("a", 4))) -> 'head a' twice
+decoder(heads=(OutputHeadSpec("a", 11, table="encoder"),)) -> table of 'encoder' .. name one of decoder
+decoder(heads=(OutputHeadSpec("a", 12, table="decoder"),)) -> 12 x 10 .. 11 x 10 .. leave table out
 decoder(block(cross=spec())) -> cross-attention .. no stack before
-replace(EVERY[3], stacks=(Stack.of("encoder", 8, []), EVERY[3].stacks[1])) -> table of 'encoder' .. no stack owns one
-blueprint.from_toml("name = ") -> not TOML
-blueprint.from_json("{") -> not JSON
-blueprint.from_json("1" * 5000) -> not JSON
-blueprint.from_toml("a = " + "1" * 5000) -> not TOML
-blueprint.from_json("[]") -> model = [] .. a table
-blueprint.from_toml("name = 'm'") -> says nothing of kind
-blueprint.from_toml("nam = 'm'") -> no 'nam'; did you mean 'name'
-blueprint.from_toml("name = 'm'\\nkind = 'decoder'\\nstacks = 3") -> stacks=3 .. tuple
-blueprint.from_toml("name = {a = 1}\\nkind = 'decoder'\\nstacks = []") -> name = {'a': 1} .. plain value
+replace(EVERY[3], stacks=(StackSpec.from_blocks("encoder", 8, []), EVERY[3].stacks[1])) -> table of 'encoder' .. no stack owns one
+model_spec.from_toml("name = ") -> not TOML
+model_spec.from_json("{") -> not JSON
+model_spec.from_json("1" * 5000) -> not JSON
+model_spec.from_toml("a = " + "1" * 5000) -> not TOML
+model_spec.from_json("[]") -> model = [] .. a table
+model_spec.from_toml("name = 'm'") -> says nothing of kind
+model_spec.from_toml("nam = 'm'") -> no 'nam'; did you mean 'name'
+model_spec.from_toml("name = 'm'\\nkind = 'decoder'\\nstacks = 3") -> stacks=3 .. tuple
+model_spec.from_toml("name = {a = 1}\\nkind = 'decoder'\\nstacks = []") -> name = {'a': 1} .. plain value
 """
 
 
@@ -430,12 +430,12 @@ def config(family: str, **said: Any) -> ModelSpec:
 
 
 CONFIGS = """
-families.read({}) -> neither model_type nor architectures .. add model_type
-families.read({"model_type": "lama"}) -> 'lama' is not known .. did you mean 'llama'
-families.read({"model_type": 7}) -> '7' is not known
-families.read({"model_type": "x", "auto_map": {"AutoConfig": "x.X"}}) -> 'x' is not known .. auto_map .. not followed
-families.read({"architectures": ["FalkonForCausalLM"]}) -> 'FalkonForCausalLM' is not known
-families.read({"architectures": "LlamaModel"}) -> architectures = 'LlamaModel' is no list
+families.read_model_spec({}) -> neither model_type nor architectures .. add model_type
+families.read_model_spec({"model_type": "lama"}) -> 'lama' is not known .. did you mean 'llama'
+families.read_model_spec({"model_type": 7}) -> '7' is not known
+families.read_model_spec({"model_type": "x", "auto_map": {"AutoConfig": "x.X"}}) -> 'x' is not known .. auto_map .. not followed
+families.read_model_spec({"architectures": ["FalkonForCausalLM"]}) -> 'FalkonForCausalLM' is not known
+families.read_model_spec({"architectures": "LlamaModel"}) -> architectures = 'LlamaModel' is no list
 config("llama", architectures=["GPT2Model"]) -> 'GPT2Model' .. 'llama' .. a class Llama
 config("llama", architectures=["LlamaForCausalLn"]) -> 'ForCausalLn' .. did you mean 'ForCausalLM'
 config("llama", hidden_size="12") -> hidden_size = '12' .. whole number
@@ -491,8 +491,8 @@ def test_an_impossible_config_is_refused(does: str, words: str):
 
 
 def test_files_that_are_no_config_are_refused(tmp_path: Path):
-    check_refused("families.read(at)", "neither headwise.toml nor config.json", at=tmp_path)
-    check_refused("families.read(at)", "cannot be read", at=tmp_path / "absent.json")
+    check_refused("families.read_model_spec(at)", "neither headwise.toml nor config.json", at=tmp_path)
+    check_refused("families.read_model_spec(at)", "cannot be read", at=tmp_path / "absent.json")
     file = tmp_path / "config.json"
     for text, words in (
         ("{", "is not JSON"),
@@ -501,11 +501,11 @@ def test_files_that_are_no_config_are_refused(tmp_path: Path):
         ("1" * 5000, "is not JSON"),
     ):
         file.write_text(text)
-        check_refused("families.read(at)", f"{file} .. {words} .. config.json", at=tmp_path)
+        check_refused("families.read_model_spec(at)", f"{file} .. {words} .. config.json", at=tmp_path)
     file.write_bytes(b"\xff\xfe{}")
-    check_refused("families.read(at)", "cannot be read", at=file)
+    check_refused("families.read_model_spec(at)", "cannot be read", at=file)
     file.write_text(json.dumps({"model_type": "llama", "hidden_size": "wide"}))
-    check_refused("families.read(at)", f"{file}: hidden_size = 'wide'", at=str(tmp_path))
+    check_refused("families.read_model_spec(at)", f"{file}: hidden_size = 'wide'", at=str(tmp_path))
 
 
 def test_numbers_of_a_config_are_exact():

@@ -47,7 +47,7 @@ def test_time_goes_down_to_what_was_asked(monkeypatch):
         shares = [sum(spec.heads.q for _, spec in net.spec.attention_specs()) for net in (before, after)]
         return SimpleNamespace(phases=[SimpleNamespace(faster=shares[0] / shares[1])])
 
-    monkeypatch.setattr("headwise.surgery.head_selection.speeds", timed)
+    monkeypatch.setattr("headwise.surgery.head_selection.compare_speed", timed)
     net = built(LLAMA | {"num_attention_heads": 4, "num_key_value_heads": 4})
     done = prune(net, PruneToBudget(PruningBudget("time", 0.75), RANDOM, min_units=1))
     assert done.plan.num_kept == 6

@@ -227,10 +227,10 @@ def test_an_autocast_layer_is_as_good_as_plain():
         ({"modifiers": (hw.Alibi(),)}, {}, "a plain softmax over products, with nothing added"),
         ({"normaliser": hw.SinkSoftmax()}, {}, "a plain softmax over products, with nothing added"),
         ({"pattern": "window(3)"}, {}, "window(3) leaves out keys whose scores it would form"),
-        ({}, {"one": True}, "a single query is no block"),
+        ({}, {"single_query": True}, "a single query is no block"),
         ({}, {"compiled": True}, "which a compiled graph cannot ask"),
         ({}, {"wants": frozenset({"lse"})}, "it has no log-sum-exp"),
-        ({}, {"masked": True}, "a mask of the caller's own is for dense"),
+        ({}, {"has_caller_mask": True}, "a mask of the caller's own is for dense"),
     ],
 )
 def test_it_says_what_it_cannot_do(words, state, said):

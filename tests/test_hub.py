@@ -127,7 +127,7 @@ def test_every_family_that_is_described_is_read(family: str):
         assert {piece.shape for piece in own} == {own[0].shape}, path
         assert sum(piece.file_view.view(stored).numel() for piece in own) == stored.numel(), path
     placed = {piece.name for own in plan.pieces.values() for piece in own}
-    assert {w.name for w in described.weights() if w.learned} <= placed
+    assert {w.name for w in described.weights() if w.trainable} <= placed
 
 
 FEW = dict.fromkeys(("num_hidden_layers", "n_layer", "num_layers", "encoder_layers", "decoder_layers"), 2)

@@ -370,7 +370,7 @@ def test_the_interval_is_that_of_texts():
 def test_time_that_is_used_up_is_said(monkeypatch: pytest.MonkeyPatch):
     net, ticks = built(GPT2), itertools.count()
     monkeypatch.setattr(
-        "headwise.head_analysis.head_importance.clock", lambda seconds: make_time_check(seconds, lambda: next(ticks))
+        "headwise.head_analysis.head_importance.make_time_check", lambda seconds: make_time_check(seconds, lambda: next(ticks))
     )
     heard: list[int] = []
     result = estimate_importance(net, scenes(net, 9), options=ImportanceOptions(max_seconds=25), progress=heard.append)

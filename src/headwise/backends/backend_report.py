@@ -140,7 +140,7 @@ def why(
 
     >>> import headwise as hw
     >>> reasons = why(hw.design(model=512, heads=8, pattern="causal"), want=["weights"])
-    >>> reasons.runs, reasons.unsupported["sdpa"]
+    >>> reasons.backend, reasons.unsupported["sdpa"]
     ('dense', ['it cannot show weights'])
     """
     want, when = _each(want), _each(when)

@@ -28,8 +28,8 @@ def find_dilation(pattern: Pattern) -> int:
     ...     find_dilation(one)
     ...     for one in (
     ...         Window(9),
-    ...         Dilated(5, find_dilation=6),
-    ...         Dilated(5, find_dilation=6) | Dilated(3, find_dilation=4),
+    ...         Dilated(5, rate=6),
+    ...         Dilated(5, rate=6) | Dilated(3, rate=4),
     ...     )
     ... ]
     [1, 6, 2]
@@ -356,7 +356,7 @@ def plan_block_batches(pattern: Pattern, query_axis: TokenAxis, key_axes: Sequen
 
     >>> from headwise.masking.patterns import Window
     >>> [
-    ...     (len(one.queries), one.pairs)
+    ...     (len(one.queries), one.num_pairs)
     ...     for one in plan_block_batches(Window(256), TokenAxis(range(1024)), [TokenAxis(range(1024))])
     ... ]
     [(1, 4096), (1, 8192), (1, 12288), (1, 16384), (11, 224576), (1, 20416)]

@@ -113,7 +113,7 @@ def make_peer(library: str, make: Callable[[Any], T]) -> T | MissingPeer:
     """What `make` makes of an imported library; where that cannot be imported, the reason.
 
     >>> make_peer("no_such_library", lambda library: library.run)
-    Absent(why="No module named 'no_such_library'")
+    MissingPeer(reason="No module named 'no_such_library'")
     """
     try:
         return make(import_quietly(library))
@@ -179,7 +179,7 @@ class TimingPace:
     def calls_per_sample(self, seconds: float) -> int:
         """How many calls of so many seconds are a sample.
 
-        >>> TimingPace(sample=0.02).calls(0.003)
+        >>> TimingPace(min_sample_seconds=0.02).calls_per_sample(0.003)
         7
         """
         return max(1, math.ceil(self.min_sample_seconds / seconds))
@@ -187,7 +187,7 @@ class TimingPace:
     def num_samples(self, seconds: float, runs: int) -> int:
         """How many samples are taken of one of so many runs, when a sample takes so many seconds.
 
-        >>> [TimingPace(budget=10).num_samples(seconds, runs=2) for seconds in (0.02, 1.0, 7.0)]
+        >>> [TimingPace(max_seconds=10).num_samples(seconds, runs=2) for seconds in (0.02, 1.0, 7.0)]
         [15, 5, 3]
         """
         return max(self.min_samples, min(self.max_samples, int(self.max_seconds / runs / seconds)))
@@ -195,7 +195,7 @@ class TimingPace:
     def needs_more_samples(self, samples: TimingSamples) -> bool:
         """Whether they lie apart, and more might bring their median nearer.
 
-        >>> pace = TimingPace(most=4)
+        >>> pace = TimingPace(max_samples=4)
         >>> (
         ...     pace.needs_more_samples(TimingSamples((1.0, 2.0, 3.0))),
         ...     pace.needs_more_samples(TimingSamples((1.0, 2.0, 3.0, 4.0))),

@@ -288,7 +288,7 @@ class LogScale(NamedTuple):
     def position(self, ratio: float) -> float:
         """How far to the right this is.
 
-        >>> LogScale(0.1, 10).at(1) == (PLOT_LEFT + PLOT_RIGHT) / 2
+        >>> LogScale(0.1, 10).position(1) == (PLOT_LEFT + PLOT_RIGHT) / 2
         True
         """
         part = math.log(ratio / self.low) / math.log(self.high / self.low)

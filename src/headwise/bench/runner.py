@@ -191,7 +191,7 @@ def find_crossings(points: Mapping[int, Mapping[str, float]]) -> list[SpeedCross
     """Where the fastest changes: the size at which straight lines between the points, in logarithms, meet.
 
     >>> find_crossings({256: {"a": 1.0, "b": 2.0}, 1024: {"a": 4.0, "b": 2.0}})
-    [Crossing(from_='a', to='b', at=512.0)]
+    [SpeedCrossover(from_='a', to='b', at=512.0)]
     """
     found, best = [], list(fastest_by_size(points).items())
     for (size, one), (larger, other) in pairwise(best):

@@ -81,8 +81,8 @@ class MachineLimits:
     def bound(self, need: RequiredWork, taken: Mapping[str, TimingSamples]) -> dict[str, Any]:
         """Seconds that the work takes at least, which of the two it waits for, and what was measured of the machine.
 
-        >>> said = MachineLimits(LastLevelCache(2**20, True)).of(
-        ...     RequiredWork(reads=2**24), {READ_RUN: TimingSamples((0.5, 0.25, 1.0))}
+        >>> said = MachineLimits(LastLevelCache(2**20, True)).bound(
+        ...     RequiredWork(bytes_read=2**24), {READ_RUN: TimingSamples((0.5, 0.25, 1.0))}
         ... )
         >>> said["seconds"], said["waits_for"]
         (1.0, 'memory')

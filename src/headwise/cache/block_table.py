@@ -21,11 +21,11 @@ class PageAllocator:
     the name may hold it again. Those without a name are handed out first, then the one given back longest ago.
 
     >>> pages = PageAllocator(3)
-    >>> first, second = pages.take(), pages.take()
+    >>> first, second = pages.allocate(), pages.allocate()
     >>> pages.name(first, "once upon")
-    >>> pages.release(first), pages.held
+    >>> pages.release(first), pages.num_held
     (None, 1)
-    >>> pages.add_reference(pages.find("once upon")), pages.held
+    >>> pages.add_reference(pages.find("once upon")), pages.num_held
     (None, 2)
     """
 
@@ -97,7 +97,7 @@ class RetentionGroup(NamedTuple):
     def visible_pages(self, length: int) -> Iterator[int]:
         """The numbers of the pages that queries from position `length` on may still read.
 
-        >>> list(RetentionGroup(first=1, last=5, page=4).read(20)), list(RetentionGroup(0, None, 4).read(9))
+        >>> list(RetentionGroup(first=1, last=5, page=4).visible_pages(20)), list(RetentionGroup(0, None, 4).visible_pages(9))
         ([0, 4], [0, 1, 2])
         """
         held = -(-length // self.page)
@@ -111,7 +111,7 @@ class RetentionGroup(NamedTuple):
     def max_pages(self, length: int, chunk: int) -> int:
         """The pages that a row holds at most at any time on its way to this length, so many tokens at once.
 
-        >>> RetentionGroup(0, None, 16).most(1000, chunk=1), RetentionGroup(0, 512, 16).most(1000, chunk=1)
+        >>> RetentionGroup(0, None, 16).max_pages(1000, chunk=1), RetentionGroup(0, 512, 16).max_pages(1000, chunk=1)
         (63, 33)
         """
         whole = -(-length // self.page)
@@ -139,11 +139,11 @@ class PageLayout:
 
     >>> import headwise as hw
     >>> near, far = (hw.design(model=8, heads=2, pattern=pattern) for pattern in ("window(5)", "causal"))
-    >>> paging = PageLayout.of([near, near, far], page=4)
-    >>> paging.keeps, paging.numbers  # 2 layers x 16 numbers x 4 tokens
-    ((Keep(first=0, last=5, page=4), Keep(first=0, last=None, page=8)), 128)
+    >>> paging = PageLayout.for_specs([near, near, far], page=4)
+    >>> paging.groups, paging.numbers  # 2 layers x 16 numbers x 4 tokens
+    ((RetentionGroup(first=0, last=5, page=4), RetentionGroup(first=0, last=None, page=8)), 128)
     >>> paging.layers[1]["v"]
-    Place(group=0, start=96, heads=2, width=4, shape=(2, 4))
+    TensorPlacement(group=0, start=96, heads=2, width=4, shape=(2, 4))
     """
 
     groups: tuple[RetentionGroup, ...]
@@ -220,12 +220,12 @@ class BlockTables:
 
     >>> book = BlockTables(PageLayout((RetentionGroup(0, None, 4),), (), 0, page=4), count=9)
     >>> one = book.new_sequence()
-    >>> _ = book.extend([one], [10])
+    >>> _ = book.append_slots([one], [10])
     >>> one.length = 10
     >>> book.publish_prefix(one, range(10))
     >>> two = book.new_sequence()
-    >>> book.reuse_prefix(two, book.common(two, [*range(9), 77]))  # two pages are full; the third is its own
-    >>> two.length, book.pages.held
+    >>> book.reuse_prefix(two, book.find_prefix(two, [*range(9), 77]))  # two pages are full; the third is its own
+    >>> two.length, book.pages.num_held
     (8, 3)
     """
 

@@ -11,7 +11,7 @@ class FullVisibility:
     """Whether a pattern allows exactly what is held by a rule, found by counting pairs, ahead of need.
 
     >>> from headwise.masking.patterns import Dilated
-    >>> [FullVisibility(pattern).all(1000, Causal) for pattern in (Causal(), Dilated(keys=5, rate=2))]
+    >>> [FullVisibility(pattern).sees_all(1000, Causal) for pattern in (Causal(), Dilated(keys=5, rate=2))]
     [True, False]
     """
 

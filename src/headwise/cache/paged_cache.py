@@ -29,7 +29,7 @@ class PagePool:
     >>> (cache,) = pool.caches(pool.batch_of([pool.book.new_sequence(), pool.book.new_sequence()]))
     >>> with torch.no_grad():
     ...     _ = layer(torch.randn(2, 5, 8), cache=cache)
-    >>> pool.book.pages.held, cache.nbytes  # 2 rows x 2 pages x 4 tokens x 16 numbers x 4 bytes
+    >>> pool.book.pages.num_held, cache.nbytes  # 2 rows x 2 pages x 4 tokens x 16 numbers x 4 bytes
     (4, 1024)
     """
 

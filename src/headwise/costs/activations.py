@@ -90,8 +90,8 @@ def norm_bytes(described: NormSpec, width: int, count: int, context: ActivationC
     """A norm of so many tokens: what it reads, and what it found of each.
 
     >>> import headwise as hw
-    >>> at = ActivationContext.of(hw.Workload(2, 10, "fp32"), 10, "sdpa", 0.0)
-    >>> [int(size) for _, size in norm_bytes(NormSpec(), 8, at.count, at)]  # 4 b s d, and two numbers of each token
+    >>> at = ActivationContext.from_workload(hw.Workload(2, 10, "fp32"), 10, "sdpa", 0.0)
+    >>> [int(size) for _, size in norm_bytes(NormSpec(), 8, at.num_tokens, at)]  # 4 b s d, and two numbers of each token
     [640, 160]
     """
     if described.kind in ("layer", "unbiased", "bare"):
@@ -109,9 +109,9 @@ def feed_forward_bytes(described: FeedForwardSpec, count: int, context: Activati
     """A feed-forward on so many tokens, without what it reads.
 
     >>> import headwise as hw
-    >>> at = ActivationContext.of(hw.Workload(2, 10, "fp32"), 10, "sdpa", 0.0)
+    >>> at = ActivationContext.from_workload(hw.Workload(2, 10, "fp32"), 10, "sdpa", 0.0)
     >>> [
-    ...     int(size) for _, size in feed_forward_bytes(FeedForwardSpec(32), at.count, at)
+    ...     int(size) for _, size in feed_forward_bytes(FeedForwardSpec(32), at.num_tokens, at)
     ... ]  # before and behind the lookup_activation
     [5120]
     """

@@ -84,7 +84,7 @@ class ComplexityTable:
     def from_sizes(sizes: LayerSizes) -> ComplexityTable:
         """Every layer of these sizes.
 
-        >>> for layer in ComplexityTable.of(LayerSizes(tokens=1000, model=64, window=10)).layers[:4]:
+        >>> for layer in ComplexityTable.from_sizes(LayerSizes(tokens=1000, model=64, window=10)).layers[:4]:
         ...     print(layer.name, layer.formula, layer.serial, layer.path, layer.dearer)
         self-attention 8 n d^2 + 4 n^2 d 1 1 None
         in a window 8 n d^2 + 4 d pairs[window(10)] 1 111 2
@@ -299,7 +299,7 @@ def measure_scaling(sizes: LayerSizes, lengths: tuple[int, ...] = MEASURED_LENGT
     """Every layer of the table, small, at a few lengths; heads, kernel and window as they are there.
 
     >>> told = measure_scaling(LayerSizes(tokens=8, model=64), lengths=(4, 8))
-    >>> all(second > 0 for each in told.layers.values() for second in each), len(told.times["GRU"])
+    >>> all(second > 0 for each in told.layers.values() for second in each), len(told.growth_factors["GRU"])
     (True, 1)
     """
     heads = math.gcd(sizes.heads, MODEL_WIDTH)

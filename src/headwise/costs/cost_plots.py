@@ -494,8 +494,8 @@ def save_plot(estimates: Mapping[str, CostEstimate], path: Path | str, kind: str
 
     >>> import tempfile, headwise as hw
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     save_plot({one.name: one for one in hw.cost(hw.design(preset="gqa"))}, f"{folder}/gqa.render", "kv")
-    ...     Path(folder, "gqa.render").read_text()[:5]
+    ...     save_plot({one.name: one for one in hw.cost(hw.design(preset="gqa"))}, f"{folder}/gqa.svg", "kv")
+    ...     Path(folder, "gqa.svg").read_text()[:5]
     '<?xml'
     """
     kept = check_plot_suffix(path)

@@ -165,7 +165,7 @@ def estimate_cost(spec_or_model: SpecOrModel, workload: Workload, name: str = ""
 
     >>> import headwise as hw
     >>> gqa = estimate_cost(hw.design(preset="gqa", model=4096, heads=32), Workload(batch=16, context=32768))
-    >>> gqa.kept.total * 2, gqa.operations["decode"][1].intensity  # bytes a token; 4 heads read each key
+    >>> gqa.cache_numbers.total * 2, gqa.operations["decode"][1].intensity  # bytes a token; 4 heads read each key
     (4096, 3.9995117783473697)
     """
     every = list_components(spec_or_model)

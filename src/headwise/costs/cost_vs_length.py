@@ -217,7 +217,7 @@ def find_crossovers(specs: Mapping[str, SpecOrModel], workload: Workload | None 
 
     >>> import headwise as hw
     >>> told = find_crossovers({n: hw.design(preset=n, model=4096, heads=32) for n in ("gqa", "mla", "linear")})
-    >>> {row.name: str(row) for row in told.rows if row.quantity == "cache_bytes"}
+    >>> {row.name: str(row) for row in told.crossovers if row.quantity == "cache_bytes"}
     {'mla': 'always', 'linear': 'from 517 on'}
     """
     known = specs if isinstance(specs, Mapping) else {f"{specs!r}"[:40]: specs}

@@ -57,8 +57,8 @@ class CostBreakdown:
     def from_repeated_items(items: Iterable[tuple[str, int, int]]) -> CostBreakdown:
         """From names, numbers, and how often each is there; what is equal becomes one item.
 
-        >>> CostBreakdown.repeated([("up", 6, 2), ("up", 6, 3), ("up", 7, 1)]).terms
-        (Term(name='up', formula='5 · 6', value=30), Term(name='up', formula='7', value=7))
+        >>> CostBreakdown.from_repeated_items([("up", 6, 2), ("up", 6, 3), ("up", 7, 1)]).terms
+        (CostTerm(name='up', formula='5 · 6', value=30), CostTerm(name='up', formula='7', value=7))
         """
         times: Counter[tuple[str, str, str, int]] = Counter()
         for name, value, often in items:
@@ -459,8 +459,8 @@ def _head_component(model: ModelSpec, head: OutputHeadSpec) -> LinearComponent:
 def parameter_terms(spec_or_model: SpecOrModel) -> CostBreakdown:
     """Learned numbers, tensor by tensor; layers that have the same tensor are one term.
 
-    >>> from headwise.families import read
-    >>> for term in parameter_terms(read({"model_type": "gpt2", "n_layer": 2})).terms[:3]:
+    >>> from headwise.families import read_model_spec
+    >>> for term in parameter_terms(read_model_spec({"model_type": "gpt2", "n_layer": 2})).terms[:3]:
     ...     print(*term)
     decoder.embedding.tokens token model 38597376
     decoder.embedding.positions position model 786432

@@ -66,8 +66,8 @@ class WeightMatrixGroup:
     def bytes_moved(self, tokens: int, dtype: str) -> int:
         """Bytes of the tensors that so many tokens meet, if no two choose the same expert while others are idle.
 
-        >>> experts = WeightMatrixGroup("experts", 1, (), ((2, 5),), count=4, active=2)  # 40 bytes each
-        >>> [experts.moved(tokens, "fp32") for tokens in (1, 2, 3)]
+        >>> experts = WeightMatrixGroup("experts", 1, (), ((2, 5),), num_experts=4, num_active_experts=2)  # 40 bytes each
+        >>> [experts.bytes_moved(tokens, "fp32") for tokens in (1, 2, 3)]
         [80, 160, 160]
         """
         return _stored_bytes(self.dense_shapes, dtype) + min(
@@ -86,7 +86,7 @@ def group_attentions(spec_or_model: AttentionSpec | ModelSpec, num_layers: int =
     """The attentions that answer a token, alike ones together: a spec so many times, or a model's last stack.
 
     >>> import headwise as hw
-    >>> [(each.name, each.times) for each in group_attentions(hw.design(preset="gqa"), layers=32)]
+    >>> [(each.name, each.num_layers) for each in group_attentions(hw.design(preset="gqa"), num_layers=32)]
     [('attention', 32)]
     """
     if type(num_layers) is not int or not 1 <= num_layers <= MAX_LAYERS:
@@ -168,8 +168,8 @@ def weight_memory(spec_or_model: AttentionSpec | ModelSpec, dtype: str, num_laye
     """All learned numbers of a spec in so many layers, or of a model: embeddings and encoders too.
 
     >>> import headwise as hw
-    >>> weight_memory(hw.design(preset="gqa", model=4096, heads=32, kv=8), "bf16", layers=32)
-    Held(numbers=1342177280, bytes=2684354560)
+    >>> weight_memory(hw.design(preset="gqa", model=4096, heads=32, kv=8), "bf16", num_layers=32)
+    WeightMemory(num_parameters=1342177280, bytes=2684354560)
     """
     if isinstance(spec_or_model, AttentionSpec):
         shapes, times = _learned_shapes(spec_or_model), num_layers
@@ -247,7 +247,7 @@ class CacheAllocator:
     forgotten. "unified": pages alike for all layers, so that a window gives nothing back.
 
     >>> window = KeyRetention(first=0, last=512)  # no first token for ever, the latest 512
-    >>> [CacheAllocator.named(text).slots(window, 1000) for text in ("ideal", "paged(16)", "unified")]
+    >>> [CacheAllocator.from_text(text).num_slots(window, 1000) for text in ("ideal", "paged(16)", "unified")]
     [512, 528, 1000]
     """
 
@@ -268,8 +268,8 @@ class CacheAllocator:
     def from_text(text: str) -> CacheAllocator:
         """The allocator that a text such as "paged(16)" says.
 
-        >>> CacheAllocator.named("paged(16)")
-        Allocator(kind='paged', page=16)
+        >>> CacheAllocator.from_text("paged(16)")
+        CacheAllocator(kind='paged', page_size=16)
         """
         found = re.fullmatch(r"\s*(\w+)\s*(?:\(\s*(-?\d{1,30})\s*\))?\s*", text)
         if not found:
@@ -313,7 +313,7 @@ def _ceil_div(count: int, size: int) -> int:
 class RequestBatch:
     """Sequences in memory: so many of each length, the first `shared` tokens alike, and a source of its own each.
 
-    >>> RequestBatch.alike(16, 2048).count, RequestBatch.of([7, 9, 7]).each
+    >>> RequestBatch.uniform(16, 2048).num_requests, RequestBatch.from_lengths([7, 9, 7]).counts_by_length
     (16, ((7, 2), (9, 1)))
     """
 
@@ -369,7 +369,7 @@ def list_cache_terms(
     >>> spec = hw.design(model=64, heads=1, pattern="causal")
     >>> local = hw.design(model=64, heads=1, pattern="window(512)")
     >>> layers = (AttentionGroup("local", local, 2), AttentionGroup("full", spec))
-    >>> for term in list_cache_terms(layers, RequestBatch.alike(3, 1000), CacheAllocator(), NumberFormats()):
+    >>> for term in list_cache_terms(layers, RequestBatch.uniform(3, 1000), CacheAllocator(), NumberFormats()):
     ...     print(*term)
     local 2 layers x 1,536 tokens x 256 bytes 786432
     full 1 layer x 3,000 tokens x 256 bytes 768000
@@ -393,7 +393,7 @@ def kv_cache_bytes(
     Llama-3-8B remembers 131,072 bytes of a token:
 
     >>> import headwise as hw
-    >>> kv_cache_bytes(hw.design(preset="gqa", model=4096, heads=32, kv=8), RequestBatch.alike(1, 1), layers=32)
+    >>> kv_cache_bytes(hw.design(preset="gqa", model=4096, heads=32, kv=8), RequestBatch.uniform(1, 1), num_layers=32)
     131072
     """
     maths = dtype if dtype != "int8" else "bf16"

@@ -44,7 +44,7 @@ class Device:
     def from_name(name: str) -> Device:
         """The machine of this name; "here" is the one that runs this, measured when first asked for.
 
-        >>> round(Device.named("h200").ridge_point("bf16"), 1)
+        >>> round(Device.from_name("h200").ridge_point("bf16"), 1)
         206.0
         """
         if name == THIS_MACHINE:
@@ -58,7 +58,7 @@ class Device:
     def with_efficiency(self, compute: float = 1.0, bandwidth: float = 1.0) -> Device:
         """The same machine when programs reach only these shares of its products and of its bandwidth.
 
-        >>> Device.named("h200").reached(products=0.5).flops["bf16"]
+        >>> Device.from_name("h200").with_efficiency(compute=0.5).flops["bf16"]
         494500000000000.0
         """
         for name, share in (("products", compute), ("memory", bandwidth)):
@@ -82,9 +82,9 @@ class Device:
 
         Two FLOPs for each number of the matrix and token, against the bytes of that number:
 
-        >>> [round(Device.named(name).critical("bf16")) for name in ("a100", "h100", "h200")]
+        >>> [round(Device.from_name(name).compute_bound_tokens("bf16")) for name in ("a100", "h100", "h200")]
         [153, 295, 206]
-        >>> round(Device.named("h100").critical("bf16", weights="int8"))  # half as many bytes
+        >>> round(Device.from_name("h100").compute_bound_tokens("bf16", weights="int8"))  # half as many bytes
         148
         """
         return self.ridge_point(dtype) * STORAGE_BYTES[weights or dtype] / 2
@@ -105,7 +105,7 @@ class NumberFormats:
     Weights and cache are held as products are made unless said; int8 has a float32 scale for each row.
 
     >>> NumberFormats("bf16", cache="int8")
-    Formats(maths='bf16', weights='bf16', cache='int8')
+    NumberFormats(compute='bf16', weights='bf16', cache='int8')
     """
 
     compute: str = "bf16"

@@ -48,9 +48,9 @@ class SavedTensorRecorder:
 
     >>> import headwise as hw
     >>> layer, x = hw.Attention(hw.design(model=8, heads=2), backend="dense"), torch.randn(3, 5, 8)
-    >>> with SavedTensorRecorder.over(layer) as watch:
+    >>> with SavedTensorRecorder.for_module(layer) as watch:
     ...     y = layer(x)
-    >>> watch.total == 4 * (5 * 3 * 5 * 8 + 2 * 3 * 2 * 5 * 5) + 2 * 5 * 5  # x, q, k, v, o; weights, masks
+    >>> watch.total_bytes == 4 * (5 * 3 * 5 * 8 + 2 * 3 * 2 * 5 * 5) + 2 * 5 * 5  # x, q, k, v, o; weights, masks
     True
     """
 
@@ -188,7 +188,7 @@ def record_meta_run(
 
     >>> import headwise as hw
     >>> told = record_meta_run(hw.design(model=4096, heads=32), CallSizes(16, 32768, 32768), "sdpa", "bf16")
-    >>> [saved.step for saved in told.kept]
+    >>> [saved.step for saved in told.saved]
     ['input', 'keys', 'queries', 'values', 'logsumexp', 'read']
     """
     with torch.device("meta"):

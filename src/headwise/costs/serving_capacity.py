@@ -144,9 +144,9 @@ def max_context(demand: MemoryDemand) -> int | None:
     Eight billion bytes for layers of Llama-3-8B's attention; of a step only the cache grows with the context:
 
     >>> import headwise as hw
-    >>> from headwise.select_counted.num_devices import Device
-    >>> device = replace(Device.named("h200"), memory=8e9)
-    >>> serving = ServingCost(hw.design(preset="gqa", model=4096, heads=32, kv=8), device, layers=32)
+    >>> from headwise.costs.roofline import Device
+    >>> device = replace(Device.from_name("h200"), memory=8e9)
+    >>> serving = ServingCost(hw.design(preset="gqa", model=4096, heads=32, kv=8), device, num_layers=32)
     >>> most = max_context(MemoryDemand(serving, chunk=1))  # 32 x 41,943,040 weights, 4,096 + 14,336 numbers of a token
     >>> most, (8 * 10**9 - 2 * (32 * 41943040 + 18432)) // 131072
     (40554, 40554)
@@ -169,7 +169,7 @@ def max_requests(demand: MemoryDemand) -> int | None:
 def last_where(fits: Callable[[int], bool], limit: int = MAX_SIZE) -> int:
     """The last whole number from 1 on that fits, where larger ones fit less; 0 when not even 1 does.
 
-    >>> last_where(lambda n: n * n <= 50), last_where(lambda n: False), last_where(lambda n: True, most=7)
+    >>> last_where(lambda n: n * n <= 50), last_where(lambda n: False), last_where(lambda n: True, limit=7)
     (7, 0, 7)
     """
     over = first_where(lambda n: n > limit or not fits(n))
@@ -278,11 +278,11 @@ def check_memory_fit(demand: MemoryDemand) -> MemoryFit:
     Sixteen rows of 131,072 tokens for layers of Llama-3-8B's attention, on a device of 80 GB:
 
     >>> import headwise as hw
-    >>> from headwise.select_counted.allocators import Rows
-    >>> from headwise.select_counted.num_devices import Device
-    >>> from headwise.select_counted.serving import Serving
-    >>> serving = Serving(hw.design(preset="gqa", model=4096, heads=32, kv=8), Device.named("h100"), layers=32)
-    >>> told = check_memory_fit(MemoryDemand(serving, Rows.alike(16, 131072)))
+    >>> from headwise.costs.kv_cache_memory import RequestBatch
+    >>> from headwise.costs.roofline import Device
+    >>> from headwise.costs.serving_cost import ServingCost
+    >>> serving = ServingCost(hw.design(preset="gqa", model=4096, heads=32, kv=8), Device.from_name("h100"), num_layers=32)
+    >>> told = check_memory_fit(MemoryDemand(serving, RequestBatch.uniform(16, 131072)))
     >>> told.fits, [remedy.name for remedy in told.remedies][:3]
     (False, ['a context of 36,830 tokens', '4 rows', 'kv=2 in every layer'])
     """
@@ -427,11 +427,11 @@ class ThroughputReport:
     """Rows that are answered together, and a prompt that comes in beside them.
 
     >>> import headwise as hw
-    >>> from headwise.select_counted.num_devices import Device
-    >>> from headwise.select_counted.serving import Serving
-    >>> serving = Serving(hw.design(preset="gqa", model=4096, heads=32, kv=8), Device.named("h200"), layers=32)
-    >>> told = ThroughputReport("gqa", MemoryDemand(serving, RequestBatch.alike(16, 8192)), prompt=8192)
-    >>> [round(rate.tokens, -1) for rate in told.curve[:2]]  # n / ((2.684 + n 1.074) GB / 4.8 TB/s), nearly
+    >>> from headwise.costs.roofline import Device
+    >>> from headwise.costs.serving_cost import ServingCost
+    >>> serving = ServingCost(hw.design(preset="gqa", model=4096, heads=32, kv=8), Device.from_name("h200"), num_layers=32)
+    >>> told = ThroughputReport("gqa", MemoryDemand(serving, RequestBatch.uniform(16, 8192)), prompt=8192)
+    >>> [round(rate.tokens, -1) for rate in told.decode_rates[:2]]  # n / ((2.684 + n 1.074) GB / 4.8 TB/s), nearly
     [1280.0, 1990.0]
     """
 

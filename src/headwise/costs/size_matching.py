@@ -31,7 +31,7 @@ class SizeSearch:
     `gap` is how many in a row may be impossible before there are taken to be no more.
 
     >>> squares = SizeSearch(lambda size: size**2 if size and size % 6 == 0 else None, start=6)
-    >>> squares.nearest(10**6), squares.reached(10**6), len(squares.tried) < 500
+    >>> squares.nearest(10**6), squares.is_bracketed(10**6), len(squares.counts) < 500
     ((1002, 1004004), True, True)
     """
 

@@ -69,8 +69,8 @@ def block_activation_memory(
     bytes, with two masks of one byte):
 
     >>> import headwise as hw
-    >>> from headwise.model_spec import Dense
-    >>> block = BlockSpec(hw.design(model=64, heads=4, bias="qkvo"), feed=Dense(256, bias="ud"))
+    >>> from headwise.model_spec import FeedForwardSpec
+    >>> block = BlockSpec(hw.design(model=64, heads=4, bias="qkvo"), feed=FeedForwardSpec(256, bias="ud"))
     >>> told = block_activation_memory(block, 64, hw.Workload(2, 10, "fp32"), ActivationSettings("sdpa"))
     >>> told.total == 4 * 16 * 2 * 10 * 64 + 4 * 2 * 4 * 10 + 4 * 2 * 10 * 4
     True
@@ -96,7 +96,7 @@ def activation_memory(
 
     >>> import headwise as hw
     >>> gpt3 = {"model_type": "gpt2", "n_layer": 96, "n_embd": 12288, "n_head": 96, "n_positions": 2048}
-    >>> activation_memory(hw.families.read(gpt3), hw.Workload(1, 2048), ActivationSettings("paper-2022")).total
+    >>> activation_memory(hw.families.read_model_spec(gpt3), hw.Workload(1, 2048), ActivationSettings("paper-2022")).total
     275414777856
     """
     if isinstance(spec_or_model, AttentionSpec):
@@ -324,7 +324,7 @@ def recompute_flops(
     Embeddings, the last norm and heads never are.
 
     >>> import headwise as hw
-    >>> gpt = hw.families.read({"model_type": "gpt2", "n_layer": 3})
+    >>> gpt = hw.families.read_model_spec({"model_type": "gpt2", "n_layer": 3})
     >>> block = 24 * 2 * 10 * 768**2 + 4 * 2 * 10**2 * 768  # 24 b s h^2 + 4 b s^2 h
     >>> recompute_flops(gpt, hw.Workload(2, 10), ActivationSettings(checkpoint="block")).total == 3 * (
     ...     block - 8 * 2 * 10 * 768**2
@@ -354,7 +354,7 @@ def fused_backward_flops(spec: AttentionSpec, work: CallSize) -> CostBreakdown:
 
     >>> import headwise as hw
     >>> spec, work = hw.design(model=8, heads=2), hw.CallSize(1, 5, 5, 5)
-    >>> fused_backward_flops(spec, work).total - bills.backward(spec, work).total == 2 * 2 * 5 * 5 * 4
+    >>> fused_backward_flops(spec, work).total - flops.backward_flops(spec, work).total == 2 * 2 * 5 * 5 * 4
     True
     """
     times = {SCORE_TERM: 3, VALUE_TERM: 2}
@@ -461,7 +461,7 @@ class OptimiserMemory:
     def from_name(name: str) -> OptimiserMemory:
         """The convention of this name.
 
-        >>> [OptimiserMemory.named(name).each for name in ("zero", "megatron", "zhihu-624740065", "adam-fp32", "muon")]
+        >>> [OptimiserMemory.from_name(name).bytes_per_parameter for name in ("zero", "megatron", "zhihu-624740065", "adam-fp32", "muon")]
         [16, 18, 20, 16, 12]
         """
         if name not in OPTIMISERS:

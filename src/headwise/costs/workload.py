@@ -25,9 +25,9 @@ class MaxLengths(NamedTuple):
 def max_lengths(spec_or_model: SpecOrModel) -> MaxLengths:
     """What learned positions allow, wherever they stand; those of an image are as many as there are.
 
-    >>> from headwise.families import read
-    >>> max_lengths(read({"model_type": "gpt2"}))
-    Longest(own=1024, source=None)
+    >>> from headwise.families import read_model_spec
+    >>> max_lengths(read_model_spec({"model_type": "gpt2"}))
+    MaxLengths(own=1024, source=None)
     """
     if isinstance(spec_or_model, AttentionSpec):
         return MaxLengths(_smallest(_check_known_depth(spec_or_model)), None)
@@ -47,9 +47,9 @@ def select_layer(model: ModelSpec, path: str) -> ModelSpec | AttentionSpec:
 
     A block is a model that has nothing else.
 
-    >>> from headwise.families import read
-    >>> from headwise.select_counted import params
-    >>> params(select_layer(read({"model_type": "gpt2"}), "11"))  # 12 h^2 + 13 h
+    >>> from headwise.families import read_model_spec
+    >>> from headwise.costs import count_parameters
+    >>> count_parameters(select_layer(read_model_spec({"model_type": "gpt2"}), "11"))  # 12 h^2 + 13 h
     7087872
     """
     stack, block, rest = _find_block(model, path)

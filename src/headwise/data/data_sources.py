@@ -30,7 +30,7 @@ def open_data(source: str, options: Mapping[str, Any] | None = None) -> FileTask
     adaptor.
 
     >>> open_data("stdlib", {"length": 128})
-    Text(path='stdlib', length=128)
+    TextTask(path='stdlib', length=128)
     >>> open_data("image:digits")
     Traceback (most recent call last):
     headwise.errors.SpecError: there is no adaptor 'image'; did you mean 'images'?

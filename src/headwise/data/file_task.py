@@ -185,8 +185,8 @@ TARGET_NUM_PATCHES = 64  # about how many an image is divided into
 def make_language_model(vocab_size: int) -> ModelSpec:
     """Four layers, 128 wide, with one table of tokens at both ends.
 
-    >>> from headwise import counting
-    >>> counting.params(make_language_model(65))  # 65 d + 4 (12 d^2 + 9 d) + 2 d, for d = 128
+    >>> from headwise import costs
+    >>> costs.count_parameters(make_language_model(65))  # 65 d + 4 (12 d^2 + 9 d) + 2 d, for d = 128
     799616
     """
     blocks, embedding = DEFAULT_SHAPE.blocks("causal()"), EmbeddingSpec(vocab_size)
@@ -197,7 +197,7 @@ def make_language_model(vocab_size: int) -> ModelSpec:
 def make_translator(vocab_sizes: tuple[int, int], width: int, layers: int, table: str) -> ModelSpec:
     """An encoder and a decoder of so many layers, heads 32 wide; table="one" of tokens for all, or "two".
 
-    >>> make_translator((11, 11), 64, 2, "one").ties()
+    >>> make_translator((11, 11), 64, 2, "one").tied_weights()
     {'decoder.embedding.tokens': 'encoder.embedding.tokens', 'head.tokens.weight': 'encoder.embedding.tokens'}
     """
     shape, own = ModelShape(width, width // 32, layers, 4 * width), "encoder" if table == "one" else ""
@@ -225,7 +225,7 @@ def make_patches(high: int, wide: int, channels: int) -> PatchSpec:
     """An image in about 64 square patches, none cut off where a size divides it evenly.
 
     >>> make_patches(28, 28, 1)
-    Patches(rows=7, columns=7, high=4, wide=4, channels=1)
+    PatchSpec(rows=7, columns=7, high=4, wide=4, channels=1)
     """
     least = max(1, round((high * wide / TARGET_NUM_PATCHES) ** 0.5))
     even = [size for size in range(least, 2 * least + 1) if high % size == 0 and wide % size == 0]

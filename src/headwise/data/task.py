@@ -47,7 +47,7 @@ class Batch:
         """Some of its examples.
 
         >>> ids = torch.arange(6).view(3, 2)
-        >>> Batch(ids, ids, SequenceInfo.of(ids, lengths=[2, 1, 2]), gold="abc").rows(slice(1, 2)).gold
+        >>> Batch(ids, ids, SequenceInfo.from_batch(ids, lengths=[2, 1, 2]), gold="abc").rows(slice(1, 2)).gold
         'b'
         """
         return type(self)(**{name: _select_rows(value, rows) for name, value in vars(self).items()})

@@ -44,7 +44,7 @@ def make_task(name: str, **said: Any) -> Task:
     """The task of this name, its difficulty as said.
 
     >>> make_task("recall", pairs=8, seed=1)
-    Recall(seed=1, pairs=8)
+    AssociativeRecall(seed=1, pairs=8)
     >>> make_task("recal")
     Traceback (most recent call last):
     headwise.errors.SpecError: there is no task 'recal'; did you mean 'recall'?

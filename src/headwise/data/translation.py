@@ -57,7 +57,7 @@ def pack_batch(batch: Batch) -> PackedBatch:
 
     >>> ids = torch.tensor([[5, 6, 0], [7, 8, 9]])
     >>> told = pack_batch(
-    ...     Batch(ids, torch.tensor([[6, 5, IGNORE_INDEX], [8, 9, 7]]), SequenceInfo.of(ids, lengths=[2, 3]))
+    ...     Batch(ids, torch.tensor([[6, 5, IGNORE_INDEX], [8, 9, 7]]), SequenceInfo.from_batch(ids, lengths=[2, 3]))
     ... )
     >>> told.batch.x.tolist(), told.batch.tokens.lengths
     ([[5, 6, 7, 8, 9]], ((2, 3),))

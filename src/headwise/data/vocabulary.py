@@ -108,7 +108,7 @@ class CharVocabulary(Vocabulary):
 class SubwordVocabulary(Vocabulary):
     """What a document of `tokenizers` says, `specials`, such as the end of a sentence, being no text.
 
-    >>> pieces = train_bpe(["low lower lowest"] * 9, size=262, specials=("<s>", "</s>"))
+    >>> pieces = train_bpe(["low lower lowest"] * 9, vocab_size=262, special_tokens=("<s>", "</s>"))
     >>> pieces.decode(pieces.encode(["the lowest"])[0]), pieces.special("</s>")
     ('the lowest', 1)
     """

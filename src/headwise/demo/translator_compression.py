@@ -38,7 +38,7 @@ class RetrainingProgress:
 
     >>> import io
     >>> heard = io.StringIO()
-    >>> RetrainingProgress("pruned", 300, heard).tell("weighing heads")
+    >>> RetrainingProgress("pruned", 300, heard).report_stage("weighing heads")
     >>> heard.getvalue()
     'pruned: weighing heads\\n'
     """

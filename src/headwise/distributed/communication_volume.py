@@ -32,8 +32,8 @@ def iter_tensor_parallel_sizes(spec: ModelSpec, batch_shape: BatchShape) -> Iter
     """Numbers of each sum over ranks that divide heads: one for whatever enters a sublayer, backwards, and one for
     what leaves it.
 
-    >>> from headwise.model_spec import Block, Dense
-    >>> stack = StackSpec.of("decoder", 3, [Block(feed=Dense(7))] * 2)
+    >>> from headwise.model_spec import BlockSpec, FeedForwardSpec
+    >>> stack = StackSpec.from_blocks("decoder", 3, [BlockSpec(feed=FeedForwardSpec(7))] * 2)
     >>> list(
     ...     iter_tensor_parallel_sizes(ModelSpec("one", "decoder", (stack,)), BatchShape(5, 11))
     ... )  # 5 rows of 11 tokens of 3 numbers
@@ -56,8 +56,8 @@ def iter_context_parallel_sizes(model_spec: ModelSpec, batch_shape: BatchShape) 
     """Numbers of each gathering over ranks that divide tokens, of whole rows; backwards each is scattered once.
 
     >>> import headwise as hw
-    >>> from headwise.model_spec import Block
-    >>> stack = StackSpec.of("decoder", 8, [Block(hw.design(model=8, heads=4, kv=1))])
+    >>> from headwise.model_spec import BlockSpec
+    >>> stack = StackSpec.from_blocks("decoder", 8, [BlockSpec(hw.design(model=8, heads=4, kv=1))])
     >>> list(
     ...     iter_context_parallel_sizes(ModelSpec("one", "decoder", (stack,)), BatchShape(5, 11))
     ... )  # a key and a value, 2 wide, of each token
@@ -121,9 +121,9 @@ def count_communication(
     Ranks that divide heads or tokens send what follows from `rows`, those of the batch: as many for each rank, all of
     one length, and without terms of the ledger. Where heads do not divide, these are the messages of the first rank.
 
-    >>> from headwise.model_spec import Block, Dense, Embedding, Head, Stack
-    >>> stack = Stack.of("encoder", 3, [Block(feed=Dense(7))], embedding=Embedding(tokens=11))
-    >>> net = ModelSpec("one", "encoder", (stack,), (Head("tokens", 11),))
+    >>> from headwise.model_spec import BlockSpec, FeedForwardSpec, EmbeddingSpec, OutputHeadSpec, StackSpec
+    >>> stack = StackSpec.from_blocks("encoder", 3, [BlockSpec(feed=FeedForwardSpec(7))], embedding=EmbeddingSpec(tokens=11))
+    >>> net = ModelSpec("one", "encoder", (stack,), (OutputHeadSpec("tokens", 11),))
     >>> numbers, tensors = 2 * 3 + 2 * 3 * 7 + 3 * 11 + 3 * 11, 6
     >>> count_communication(net, Parallelism(data=2)) == [
     ...     CollectiveMessage("sum", 4 * (numbers + tensors), 2),

@@ -92,7 +92,7 @@ def partition_model(model_spec: ModelSpec, num_ranks: int) -> tuple[ModelShard, 
     >>> import headwise as hw
     >>> config = {"model_type": "llama", "hidden_size": 8, "intermediate_size": 6, "num_attention_heads": 4}
     >>> config |= {"num_key_value_heads": 2, "num_hidden_layers": 1, "vocab_size": 11}
-    >>> first, second = partition_model(hw.families.read(config), 2)
+    >>> first, second = partition_model(hw.families.read_model_spec(config), 2)
     >>> first.spec.stacks[0].layers[0].attention.heads
     Heads.grouped(q=2, kv=1, dim=2)
     >>> second.pieces["decoder.0.attention.project.k"].kept

@@ -54,7 +54,7 @@ def read_torchrun_environment(environment: Mapping[str, str] | None = None) -> P
     """What torchrun says of this process; without it, that it is alone.
 
     >>> read_torchrun_environment({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"})
-    Launch(rank=3, size=4, local=1, attempt=0)
+    ProcessInfo(rank=3, size=4, local=1, attempt=0)
     >>> read_torchrun_environment({}).size
     1
     """

@@ -65,7 +65,7 @@ class Parallelism(CheckedDataclass):
         """The spread of this text over so many ranks; "auto" divides the data.
 
         >>> Parallelism.over("auto", 3)
-        Spread(data=3)
+        Parallelism(data=3)
         >>> Parallelism.over("data=2", 3)
         Traceback (most recent call last):
         headwise.errors.SpecError: a world of 3 cannot be data=2, which takes 2; start 2 processes, or give data=3

@@ -49,7 +49,7 @@ class TensorView(NamedTuple):
         >>> fused = torch.arange(12).view(2, 6)  # two inputs, and q, k and v of two heads of one channel side by side
         >>> TensorView(
         ...     AxisLayout.parse("model (qkv q)"), {"model": 2, "qkv": 3, "q": 2}, {"qkv": 1}, ("q", "model")
-        ... ).of(fused)
+        ... ).view(fused)
         tensor([[2, 8],
                 [3, 9]])
         """

@@ -31,9 +31,9 @@ def classify(
     Inputs are texts; or what the model reads as it is, ids, or pixels and frames that `scaled` has prepared.
 
     >>> import headwise as hw
-    >>> from headwise import blueprint as bp
-    >>> stack = bp.Stack.of("encoder", 3, [], embedding=bp.Embedding(5))
-    >>> net = hw.build(bp.Model("small", "encoder", (stack,), (bp.Head("classes", 2, "mean"),)), seed=0)
+    >>> from headwise import model_spec as bp
+    >>> stack = bp.StackSpec.from_blocks("encoder", 3, [], embedding=bp.EmbeddingSpec(5))
+    >>> net = hw.build(bp.ModelSpec("small", "encoder", (stack,), (bp.OutputHeadSpec("classes", 2, "mean"),)), seed=0)
     >>> net.usage = hw.ProcessorSpec(labels=("cat", "dog"))
     >>> [likeliest, other] = classify(net, torch.tensor([[3, 1, 4]]))[0]
     >>> sorted([likeliest.name, other.name]), round(likeliest.share + other.share, 6)
@@ -46,7 +46,7 @@ def classify(
     if sequence is not None:
         sequence = sequence.to(device)
     with eval_mode(net):
-        shares = net(inputs.to(device), sequence=sequence).float().on_softmax(-1)
+        shares = net(inputs.to(device), sequence=sequence).float().softmax(-1)
     return [_rank_predictions(names, row) for row in shares]
 
 
@@ -65,9 +65,9 @@ def scale_inputs(net: Transformer, values: Any) -> Tensor:
     """Pixels [n, high, wide, channels] from 0 to 1, or frames [n, time, features], as in training.
 
     >>> import headwise as hw
-    >>> from headwise import blueprint as bp
-    >>> patches = bp.Embedding(patches=bp.Patches(1, 1, 2, 2, channels=1))
-    >>> net = hw.build(bp.Model("tiny", "vision", (bp.Stack.of("encoder", 3, [], embedding=patches),)))
+    >>> from headwise import model_spec as bp
+    >>> patches = bp.EmbeddingSpec(patches=bp.PatchSpec(1, 1, 2, 2, channels=1))
+    >>> net = hw.build(bp.ModelSpec("tiny", "vision", (bp.StackSpec.from_blocks("encoder", 3, [], embedding=patches),)))
     >>> net.usage = hw.ProcessorSpec(mean=(0.5,), deviation=(0.25,))
     >>> scale_inputs(net, np.array([[[[0.5], [1.0]], [[0.75], [0.0]]]])).tolist()
     [[[[0.0, 2.0], [1.0, -2.0]]]]

@@ -41,8 +41,8 @@ def decide_compile(net: Transformer, mode: str, num_steps: int) -> CompileDecisi
 
     >>> import headwise as hw
     >>> config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 2, "vocab_size": 11}
-    >>> decide_compile(hw.build(hw.families.read(config)), "off", 64)
-    Choice(compiled=False, reason='not compiled: nobody asked for it')
+    >>> decide_compile(hw.build(hw.families.read_model_spec(config)), "off", 64)
+    CompileDecision(should_compile=False, reason='not compiled: nobody asked for it')
     """
     if mode == "off":
         return CompileDecision(False, "not compiled: nobody asked for it")
@@ -68,7 +68,7 @@ def estimate_compile_gain(num_layers: int, num_steps: int) -> CompileDecision:
     """Whether so many steps of a model of so many layers pay for being compiled.
 
     >>> estimate_compile_gain(12, 64)
-    Choice(compiled=False, reason='not compiled: 64 steps could gain about 0.1 s, compiling takes about 51 s')
+    CompileDecision(should_compile=False, reason='not compiled: 64 steps could gain about 0.1 s, compiling takes about 51 s')
     >>> estimate_compile_gain(12, 100_000).should_compile
     True
     """

@@ -161,7 +161,7 @@ def check_prompt_length(spec: ModelSpec, prompt_length: int, max_new_tokens: int
     """Refuse what does not fit into the positions of the last stack.
 
     >>> from headwise import families
-    >>> check_prompt_length(families.read({"model_type": "gpt2", "n_positions": 8}), 5, 6, None)
+    >>> check_prompt_length(families.read_model_spec({"model_type": "gpt2", "n_positions": 8}), 5, 6, None)
     Traceback (most recent call last):
     ValueError: 5 tokens and 6 new ones are 2 more than the 8 positions of gpt2 can take; ask for at most 4 new ...
     """

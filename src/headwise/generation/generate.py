@@ -51,7 +51,7 @@ def generate(
 
     >>> import headwise as hw
     >>> config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 11, "n_positions": 8}
-    >>> net = hw.build(hw.families.read(config), seed=0)
+    >>> net = hw.build(hw.families.read_model_spec(config), seed=0)
     >>> first, second = generate(net, [[3, 1, 4], [1]], max_new_tokens=5)
     >>> len(first), generate(net, [1], max_new_tokens=5) == second
     (5, True)
@@ -80,7 +80,7 @@ def stream(
 
     >>> import headwise as hw
     >>> config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 11, "n_positions": 8}
-    >>> net = hw.build(hw.families.read(config), seed=0)
+    >>> net = hw.build(hw.families.read_model_spec(config), seed=0)
     >>> list(stream(net, [3, 1, 4], max_new_tokens=5)) == generate(net, [3, 1, 4], max_new_tokens=5)
     True
     """

@@ -38,11 +38,11 @@ def parse_prompts(net: Transformer, prompts: Any, window: int | None = None) -> 
     """What was given as prompts, as ids; of each only the last `window`, if that is said.
 
     >>> import headwise as hw
-    >>> net = hw.build(hw.families.read({"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1}))
+    >>> net = hw.build(hw.families.read_model_spec({"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1}))
     >>> parse_prompts(net, [3, 1, 4], window=2)
-    Given(rows=[[1, 4]], kind='ids', form='alone')
+    PromptBatch(rows=[[1, 4]], kind='ids', form='alone')
     >>> parse_prompts(net, [[3, 1, 4], [1]])
-    Given(rows=[[3, 1, 4], [1]], kind='ids', form='together')
+    PromptBatch(rows=[[3, 1, 4], [1]], kind='ids', form='together')
     """
     require_language_model(net.spec)
     if isinstance(prompts, str):

@@ -28,7 +28,7 @@ def sample_tokens(
 
     >>> sample_tokens(torch.tensor([[0.0, 2.0, 1.0]]))
     [1]
-    >>> sample_tokens(torch.tensor([[0.0, 2.0, 1.0]]), [[1]], how=Decoding(repetition=3.0))
+    >>> sample_tokens(torch.tensor([[0.0, 2.0, 1.0]]), [[1]], config=DecodingConfig(repetition=3.0))
     [2]
     """
     logits = apply_repetition_penalty(

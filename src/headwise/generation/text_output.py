@@ -159,7 +159,7 @@ class Completion:
     It ends before what ends or stops it. What may still become a stop is not told before that is known: `fresh_ids`
     and `fresh_text` are what was not told yet and will stay. Without a `telling` there are ids alone.
 
-    >>> answer = Completion(ends={2})
+    >>> answer = Completion(end_ids={2})
     >>> for one in (5, 7, 2, 9):
     ...     answer.take(one)
     >>> answer.ids, answer.over

@@ -64,7 +64,7 @@ class Example:
     def model_inputs(self) -> Any:
         """What the model reads of its inputs: all but the labels.
 
-        >>> Example({"x": 3, "labels": 5}, {}).given
+        >>> Example({"x": 3, "labels": 5}, {}).model_inputs
         {'x': 3}
         """
         told: Any = self.inputs
@@ -107,7 +107,7 @@ def read_conllu(lines: Iterable[str], source: str = "CoNLL-U") -> Iterator[Parse
     ...     "2\\tbark\\t_\\t_\\t_\\t_\\t0\\troot\\t_\\t_",
     ... ]
     >>> next(read_conllu(rows))
-    Sentence(text='Dogs bark', words=('Dogs', 'bark'), spans=((0, 4), (5, 9)), arcs=((0, 1, 'nsubj'),))
+    ParsedSentence(text='Dogs bark', words=('Dogs', 'bark'), word_spans=((0, 4), (5, 9)), dependencies=((0, 1, 'nsubj'),))
     """
     rows: list[list[str]] = []
     text, first = "", 1

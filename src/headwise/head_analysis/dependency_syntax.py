@@ -262,7 +262,7 @@ MAX_ITERATIONS = 100
 class ProbeOptions:
     """How a probe is learned and asked: this share of texts is held out; `decay` times half the squares is added.
 
-    >>> ProbeOptions(held_out=1.5)
+    >>> ProbeOptions(test_fraction=1.5)
     Traceback (most recent call last):
     ValueError: held_out=1.5 is no share of texts; give more than 0 and less than 1
     """

@@ -162,7 +162,7 @@ ALL_METRICS: Mapping[str, HeadMetric] = {**HEAD_METRICS, **LITERATURE_METRICS}
 def get_metric(name: str) -> HeadMetric:
     """The statistic of this name, ours or published.
 
-    >>> get_metric("clark next").says
+    >>> get_metric("clark next").description
     'weight on the token behind'
     """
     if name not in ALL_METRICS:

@@ -37,7 +37,7 @@ def detect_head_objective(model: nn.Module) -> str:
 
     >>> import headwise as hw
     >>> detect_head_objective(
-    ...     hw.build(hw.families.read({"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1}))
+    ...     hw.build(hw.families.read_model_spec({"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1}))
     ... )
     'next-token'
     """
@@ -229,7 +229,7 @@ class OutputDrift(Objective):
     edited, so that no method with gradients can take it.
 
     >>> a, b = torch.tensor([[[3.0, 4.0]]]), torch.tensor([[[4.0, 3.0]]])
-    >>> [round(OutputDrift(by=by).value(a, b, EvaluationInput(ModelInputs())).item(), 4) for by in ("cosine", "l2")]
+    >>> [round(OutputDrift(metric=by).value(a, b, EvaluationInput(ModelInputs())).item(), 4) for by in ("cosine", "l2")]
     [0.04, 0.2828]
     """
 

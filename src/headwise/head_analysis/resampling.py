@@ -258,7 +258,7 @@ def expected_pairs_below(mean: FloatVector, low: FloatVector, high: FloatVector,
     and the cut; nan where an interval is not known.
 
     >>> told = [np.array([value] * 1000) for value in (5.0, 4.0, 6.0)]
-    >>> round(expected_pairs_below(*told, cut=9.0)), round(expected_pairs_below(*told, cut=2.0))
+    >>> round(expected_pairs_below(*told, threshold=9.0)), round(expected_pairs_below(*told, threshold=2.0))
     (25, 0)
     """
     error = np.maximum((high - low) / (2 * Z_95), 1e-300)

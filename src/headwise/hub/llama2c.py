@@ -143,7 +143,7 @@ class Llama2cHeader(NamedTuple):
     def file_size(self) -> int:
         """How long the file is; worked out before anything is listed, for sizes may be nonsense.
 
-        >>> Llama2cHeader(64, 172, 5, 8, 4, 512, 512).bytes
+        >>> Llama2cHeader(64, 172, 5, 8, 4, 512, 512).file_size
         1056540
         """
         model, hidden, kv = self.model, self.hidden, self.kv * self.dim

@@ -34,7 +34,7 @@ def export(model: Transformer, folder: Path | str, *, form: str = "auto", max_le
 
     >>> import headwise as hw, tempfile
     >>> net = hw.build(
-    ...     hw.families.read({"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 5})
+    ...     hw.families.read_model_spec({"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 5})
     ... )
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     export(net, f"{folder}/small")

@@ -81,10 +81,10 @@ def load(what: Path | str, *, dropout: float = 0.0, tokenizer: Path | str | None
 
     >>> import headwise as hw, tempfile
     >>> config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 11}
-    >>> net = hw.build(hw.families.read(config))
+    >>> net = hw.build(hw.families.read_model_spec(config))
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     hw.save(net, f"{folder}/ours")
-    ...     hw.export_weights(net, f"{folder}/theirs")
+    ...     hw.export(net, f"{folder}/theirs")
     ...     [load(f"{folder}/{name}").spec.name for name in ("ours", "theirs")]
     ['gpt2', 'gpt2']
     """

@@ -114,10 +114,10 @@ def attach_tokenizer(model: nn.Module, tokenizer: str) -> None:
 
     >>> import headwise as hw
     >>> config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 256}
-    >>> net = hw.build(hw.families.read(config))
+    >>> net = hw.build(hw.families.read_model_spec(config))
     >>> attach_tokenizer(net, "bytes")
-    >>> from headwise.generation import read
-    >>> read(net, "né")
+    >>> from headwise.generation import encode_text
+    >>> encode_text(net, "né")
     [110, 195, 169]
     """
     if not isinstance(model, Transformer):

@@ -69,7 +69,7 @@ class AttentionInputs:
         """The weights of one head for some queries, [B, T, S], computed again in float32 or finer.
 
         >>> q = torch.zeros(1, 2, 1, 3)
-        >>> AttentionInputs(q, q, q, 1.0, causal=True).rows(0)
+        >>> AttentionInputs(q, q, q, 1.0, causal=True).head_weights(0)
         tensor([[[1.0000, 0.0000],
                  [0.5000, 0.5000]]])
         """

@@ -76,7 +76,7 @@ class Sites(list[Site]):
 
         >>> yes = Ability(True)
         >>> site = Site("decoder.0.attention", "decoder", 0, "attention", "h.0", 4, 4, 2, 8, "", None, "", *[yes] * 4)
-        >>> Sites([site], "small").named(0).name
+        >>> Sites([site], "small").find(0).name
         'decoder.0.attention'
         """
         if isinstance(which, str):

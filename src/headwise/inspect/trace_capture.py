@@ -33,7 +33,7 @@ class Capture:
     given. What is kept may fill `budget` bytes. numbers="own" keeps numbers as the model has them; "half" keeps
     sixteen bits of each, and weights computed from them are off by as much.
 
-    >>> Capture(also=("values",))
+    >>> Capture(extra=("values",))
     Traceback (most recent call last):
     headwise.errors.SpecError: Capture(also=('values',)) holds 'values'; give some of v, z
     """
@@ -371,11 +371,11 @@ def trace(
 
     >>> import headwise as hw
     >>> net = hw.build(
-    ...     hw.families.read({"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 2, "vocab_size": 11}), seed=0
+    ...     hw.families.read_model_spec({"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 2, "vocab_size": 11}), seed=0
     ... )
     >>> kept = trace(net.eval(), torch.tensor([[3, 1, 4]]))
     about 435 bytes of 1.0 GB: queries and keys of 2 sites
-    >>> kept.rows(1, 0).shape
+    >>> kept.head_weights(1, 0).shape
     (3, 3)
     """
     those = _select_sites(model, capture)

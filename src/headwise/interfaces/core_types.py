@@ -140,8 +140,8 @@ class SymmetryGroup(NamedTuple):
 
     `a & b` are the maps of both:
 
-    >>> SymmetryGroup(planes=((0, 2), (1, 3))) & SymmetryGroup(rooms=((0, 1, 2), (3,)))
-    Freedom(planes=((0, 2),), rooms=())
+    >>> SymmetryGroup(planes=((0, 2), (1, 3))) & SymmetryGroup(blocks=((0, 1, 2), (3,)))
+    SymmetryGroup(planes=((0, 2),), blocks=())
     """
 
     planes: tuple[tuple[int, int], ...] = ()
@@ -156,8 +156,8 @@ class SymmetryGroup(NamedTuple):
     def commuting_with_scales(columns: Sequence[Sequence[float]]) -> SymmetryGroup:
         """The maps that commute with scaling channels so: any among channels with one column of factors.
 
-        >>> SymmetryGroup.alike([(1.0, 2.0), (1.0, 3.0), (1.0, 2.0)])
-        Freedom(planes=(), rooms=((0, 2), (1,)))
+        >>> SymmetryGroup.commuting_with_scales([(1.0, 2.0), (1.0, 3.0), (1.0, 2.0)])
+        SymmetryGroup(planes=(), blocks=((0, 2), (1,)))
         """
         rooms: dict[tuple[float, ...], list[int]] = {}
         for channel, factors in enumerate(columns):

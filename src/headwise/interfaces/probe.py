@@ -30,7 +30,7 @@ class Probe:
     >>> layer = hw.Attention(hw.design(model=8, heads=2))
     >>> with_weights = hw.Probe("weights")
     >>> _ = layer(torch.randn(1, 3, 8), probe=with_weights)
-    >>> with_weights.seen["weights"].shape
+    >>> with_weights.tensors["weights"].shape
     torch.Size([1, 2, 3, 3])
     """
 

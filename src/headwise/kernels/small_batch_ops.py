@@ -359,7 +359,7 @@ def is_small_batch(x: Tensor, *more: Tensor) -> bool:
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float, offset: float = 0.0) -> Tensor:
     """x / sqrt(mean(x^2) + eps) over the last axis, times the weight and what is added to that (1910.07467).
 
-    >>> rms_norm(torch.is_full((1, 16), 3.0), torch.is_full((16,), 2.0), 0.0)[0, :2].tolist()
+    >>> rms_norm(torch.full((1, 16), 3.0), torch.full((16,), 2.0), 0.0)[0, :2].tolist()
     [2.0, 2.0]
     """
     x, width = x.contiguous(), x.shape[-1]
@@ -376,7 +376,7 @@ def apply_rotary(x_BTHK: Tensor, position_BT: Tensor, frequency: Tensor, attenti
     (2104.09864); the others as they are.
 
     >>> apply_rotary(
-    ...     torch.ones(1, 1, 1, 32), torch.tensor([[1]]), torch.is_full((16,), torch.pi, dtype=torch.float64), 2.0
+    ...     torch.ones(1, 1, 1, 32), torch.tensor([[1]]), torch.full((16,), torch.pi, dtype=torch.float64), 2.0
     ... )[0, 0, 0, ::16].tolist()
     [-2.0, -2.0]
     """
@@ -395,7 +395,7 @@ def apply_rotary(x_BTHK: Tensor, position_BT: Tensor, frequency: Tensor, attenti
 def silu_and_multiply(gate: Tensor, up: Tensor) -> Tensor:
     """gate / (1 + e^-gate) x up (2002.05202), of the same shape, whose rows may lie apart.
 
-    >>> silu_and_multiply(torch.is_full((1, 16), 100.0), torch.is_full((1, 16), 2.0))[0, 0].item()
+    >>> silu_and_multiply(torch.full((1, 16), 100.0), torch.full((1, 16), 2.0))[0, 0].item()
     200.0
     """
     gate, up = _flatten_rows(gate), _flatten_rows(up)

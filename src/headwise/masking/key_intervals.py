@@ -36,7 +36,7 @@ def smallest_retention(*memories: KeyRetention) -> KeyRetention:
     """The cheapest of several true promises, the earlier one when they cost the same.
 
     >>> smallest_retention(KeyRetention(0, None), KeyRetention(2, 4), KeyRetention(0, 6))
-    Memory(first=2, last=4)
+    KeyRetention(first=2, last=4)
     """
     return min(memories, key=lambda memory: memory.total)
 
@@ -45,7 +45,7 @@ def largest_retention(*memories: KeyRetention) -> KeyRetention:
     """The promise that covers all the given ones.
 
     >>> largest_retention(KeyRetention(0, 4), KeyRetention(2, 1))
-    Memory(first=2, last=4)
+    KeyRetention(first=2, last=4)
     """
     lasts = [memory.last for memory in memories if memory.last is not None]
     if len(lasts) < len(memories):

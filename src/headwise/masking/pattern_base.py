@@ -186,7 +186,7 @@ class Pattern(ABC):
         """The keys that at least one of these queries may read, as disjoint ranges in order.
 
         >>> from headwise.masking.patterns import First, Window
-        >>> (Window(4) | First(2)).reach(range(100, 110), range(200))
+        >>> (Window(4) | First(2)).visible_keys(range(100, 110), range(200))
         [range(0, 2), range(97, 110)]
         """
         return union_of_spans(self, queries, keys) if queries and keys else []

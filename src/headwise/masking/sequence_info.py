@@ -34,7 +34,7 @@ class SequenceInfo:
     `packed`, are those of the texts of each row, known without looking at the device. `checked` spares what the library
     made itself a second look.
 
-    >>> SequenceInfo.of(torch.zeros(2, 3, 8), lengths=[3, 2]).segment.tolist()
+    >>> SequenceInfo.from_batch(torch.zeros(2, 3, 8), lengths=[3, 2]).segment.tolist()
     [[0, 0, 0], [0, 0, -1]]
     """
 

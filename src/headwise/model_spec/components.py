@@ -113,7 +113,9 @@ class FeedForwardSpec(SpecNode):
         super().__post_init__()
         letters = "".join(name[0] for name in self.matrix_layouts)
         if set(self.bias) - set(letters) or len(set(self.bias)) != len(self.bias):
-            raise SpecError(f"Dense(bias={self.bias!r}) names unknown biases; use letters of {letters!r}, each once")
+            raise SpecError(
+                f"FeedForwardSpec(bias={self.bias!r}) names unknown biases; use letters of {letters!r}, each once"
+            )
 
     @property
     def matrix_layouts(self) -> dict[str, str]:
@@ -168,7 +170,9 @@ class ExpertsSpec(SpecNode):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.active > self.count:
-            raise SpecError(f"Experts(active={self.active}) are more than count={self.count}; use at most {self.count}")
+            raise SpecError(
+                f"ExpertsSpec(active={self.active}) are more than count={self.count}; use at most {self.count}"
+            )
 
     def weights(self, width: int) -> Iterator[WeightSpec]:
         """What it learns at this width."""
@@ -193,7 +197,7 @@ class ExpertsSpec(SpecNode):
         """How many of its numbers so many tokens meet, if no two choose the same expert while others are idle.
 
         >>> experts = ExpertsSpec(FeedForwardSpec(3), count=4, active=2)  # 20 numbers of a router, 30 of each expert
-        >>> [experts.met(5, tokens) for tokens in (0, 1, 2, 3)]
+        >>> [experts.active_params(5, tokens) for tokens in (0, 1, 2, 3)]
         [20, 80, 140, 140]
         """
         every, one = sum(w.numel for w in self.weights(width)), self.each.active_params(width, num_tokens)
@@ -228,7 +232,7 @@ class PositionSpec(SpecNode):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.kind == "learned" and self.length is None:
-            raise SpecError("Positions('learned') need a row for each position; give length=512, say")
+            raise SpecError("PositionSpec('learned') need a row for each position; give length=512, say")
 
     def weights(self, width: int) -> Iterator[WeightSpec]:
         """The table, where it is learned."""
@@ -274,7 +278,7 @@ class EmbeddingSpec(SpecNode):
 
     `table` names the stack whose table of tokens it reads; none stands for its own.
 
-    >>> [w.name for w in EmbeddingSpec(tokens=11, positions=Positions("learned", 5), types=2).weights(7)]
+    >>> [w.name for w in EmbeddingSpec(tokens=11, positions=PositionSpec("learned", 5), types=2).weights(7)]
     ['tokens', 'positions', 'types']
     """
 
@@ -294,7 +298,7 @@ class EmbeddingSpec(SpecNode):
         length = self.positions.length if self.positions else None
         if self.patches and length is not None and length != self.first + self.patches.num_patches:
             met = self.first + self.patches.num_patches
-            raise SpecError(f"{length} positions for {met} tokens of an image; give Positions(length={met})")
+            raise SpecError(f"{length} positions for {met} tokens of an image; give PositionSpec(length={met})")
 
     def weights(self, width: int) -> Iterator[WeightSpec]:
         """What it learns at this width, but for a table that another stack owns."""
@@ -356,7 +360,7 @@ class OutputHeadSpec(SpecNode):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.name.isidentifier():
-            raise SpecError(f"Head(name={self.name!r}) is no name of a head; write a word such as 'tokens'")
+            raise SpecError(f"OutputHeadSpec(name={self.name!r}) is no name of a head; write a word such as 'tokens'")
         if not self.outputs and not self.transform:
             raise SpecError(f"{self!r} gives nothing; say outputs= or transform=")
 

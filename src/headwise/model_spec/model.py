@@ -82,9 +82,13 @@ class BlockSpec(SpecNode):
     def __post_init__(self) -> None:
         super().__post_init__()
         if wrong := [name for name in self.still if name not in ATTENTION_SUBLAYERS or name in self.attention_specs]:
-            raise SpecError(f"Block(still={self.still!r}) cannot hold {wrong[0]!r}; name an attention that is left out")
+            raise SpecError(
+                f"BlockSpec(still={self.still!r}) cannot hold {wrong[0]!r}; name an attention that is left out"
+            )
         if self.form == "merged" and (self.attention is not None or self.cross is None):
-            raise SpecError("Block(form='merged') adds a mean to its cross-attention; give cross=, and no attention")
+            raise SpecError(
+                "BlockSpec(form='merged') adds a mean to its cross-attention; give cross=, and no attention"
+            )
 
     @property
     def sublayer_names(self) -> tuple[str, ...]:
@@ -159,7 +163,7 @@ def make_vectors(named: Iterable[tuple[str, int]]) -> Iterator[WeightSpec]:
 
 @dataclass(frozen=True, repr=False)
 class LayerRun(SpecNode):
-    """Blocks in a row, all of them so many times: Run(13, (local, full)) is 26 layers."""
+    """Blocks in a row, all of them so many times: LayerRun(13, (local, full)) is 26 layers."""
 
     times: int
     blocks: tuple[BlockSpec, ...]
@@ -167,19 +171,19 @@ class LayerRun(SpecNode):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.blocks or not all(type(block) is BlockSpec for block in self.blocks):
-            raise SpecError(f"Run(blocks={self.blocks!r}) must hold blocks; write blocks=(Block(...),)")
+            raise SpecError(f"LayerRun(blocks={self.blocks!r}) must hold blocks; write blocks=(BlockSpec(...),)")
 
 
 @dataclass(frozen=True, repr=False)
 class StackSpec(SpecNode):
     """Layers over an embedding, `model` wide, and a norm behind them or none.
 
-    `runs` say the layers; however they are written, stacks of the same layers are equal. `Stack.of` takes blocks
-    instead, finds what repeats, and places schedules by depth. weights_of="first": all layers read those of the first
-    (ALBERT, 1909.11942), "each": every layer has its own.
+    `runs` say the layers; however they are written, stacks of the same layers are equal. `StackSpec.from_blocks`
+    takes blocks instead, finds what repeats, and places schedules by depth. weights_of="first": all layers read those
+    of the first (ALBERT, 1909.11942), "each": every layer has its own.
 
-    >>> block = BlockSpec(feed=Dense(12))
-    >>> stack = StackSpec.of("decoder", 3, [block] * 5)
+    >>> block = BlockSpec(feed=FeedForwardSpec(12))
+    >>> stack = StackSpec.from_blocks("decoder", 3, [block] * 5)
     >>> stack.runs[0].times, len(stack.layers), sum(w.numel for w in stack.weights())
     (5, 5, 390)
     """
@@ -202,9 +206,9 @@ class StackSpec(SpecNode):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.name.isidentifier() or self.name == "head":
-            raise SpecError(f"Stack(name={self.name!r}) is no name of a stack; write a word such as 'decoder'")
+            raise SpecError(f"StackSpec(name={self.name!r}) is no name of a stack; write a word such as 'decoder'")
         if not all(type(run) is LayerRun for run in self.runs):
-            raise SpecError(f"{self.name}: runs={self.runs!r} must hold runs; write runs=(Run(12, (block,)),)")
+            raise SpecError(f"{self.name}: runs={self.runs!r} must hold runs; write runs=(LayerRun(12, (block,)),)")
         _check_depth(sum(run.times * len(run.blocks) for run in self.runs))
         object.__setattr__(self, "runs", group_blocks(self.layers))
         for spec in (spec for run in self.runs for block in run.blocks for spec in block.attention_specs.values()):
@@ -214,7 +218,7 @@ class StackSpec(SpecNode):
             for part, placed in block.parts_with_schedule(depth, len(self.layers))[:1]:
                 raise SpecError(
                     f"{self.name}: layer {depth} holds {part!r}, whose numbers follow from the depth; "
-                    f"use Stack.of, which places it, or write {placed!r}"
+                    f"use StackSpec.from_blocks, which places it, or write {placed!r}"
                 )
 
     @property
@@ -314,11 +318,11 @@ class ModelSpec(SpecNode):
     Heads read the last stack. `notes` keep what the words here do not say of a model that was read from elsewhere;
     `beyond` what stands in it besides, with tensors of its own.
 
-    >>> stack = StackSpec.of("encoder", 3, [], embedding=Embedding(tokens=11))
+    >>> stack = StackSpec.from_blocks("encoder", 3, [], embedding=EmbeddingSpec(tokens=11))
     >>> model = ModelSpec("none", "encoder", (stack,), (OutputHeadSpec("tokens", 11, table="encoder", bias="learned"),))
     >>> model.shapes()
     {'encoder.embedding.tokens': (11, 3), 'head.tokens.bias': (11,)}
-    >>> model.ties()
+    >>> model.tied_weights()
     {'head.tokens.weight': 'encoder.embedding.tokens'}
     """
 

@@ -24,7 +24,7 @@ class ProcessorSpec:
     divided by `deviation`. `tokenizer` and `source_tokenizer`, where what is read has one of its own, are documents of
     a `tokenizers.Tokenizer`.
 
-    >>> ProcessorSpec(begin=(1,), end=(2,)).table
+    >>> ProcessorSpec(begin=(1,), end=(2,)).to_dict
     {'begin': [1], 'end': [2]}
     """
 

@@ -160,9 +160,9 @@ class ModelManifest(NamedTuple):
     def from_toml(text: str, source: str) -> ModelManifest:
         """Read what `str` gives; `where` names the file in what is said of it.
 
-        >>> from headwise.families import read
-        >>> told = ModelManifest(read({"model_type": "gpt2"}), {WEIGHTS_FILE: "00ff"}, ProcessorSpec(end=(50256,)))
-        >>> ModelManifest.of(str(told), "here") == told
+        >>> from headwise.families import read_model_spec
+        >>> told = ModelManifest(read_model_spec({"model_type": "gpt2"}), {WEIGHTS_FILE: "00ff"}, ProcessorSpec(end=(50256,)))
+        >>> ModelManifest.from_toml(str(told), "here") == told
         True
         """
         said = _parse_toml(text, source)

@@ -187,7 +187,7 @@ def pool_last(h: Tensor, sequence: SequenceInfo) -> Tensor:
     """The last live token of each row.
 
     >>> x = torch.arange(3.0)[None, :, None]
-    >>> pool_last(x, SequenceInfo.of(x, lengths=[2])).tolist()
+    >>> pool_last(x, SequenceInfo.from_batch(x, lengths=[2])).tolist()
     [[1.0]]
     """
     if sequence.start is not None:

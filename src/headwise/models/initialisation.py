@@ -25,8 +25,8 @@ GPT2_STD = 0.02  # of every matrix in GPT-2
 def initialise_weight(weight: WeightSpec) -> Tensor:
     """Zeros for a bias, vectors of length about 1 for a table, Xavier-uniform for a matrix, expert by expert.
 
-    >>> from headwise.model_spec import Dense
-    >>> up, down = Dense(2).weights(4)
+    >>> from headwise.model_spec import FeedForwardSpec
+    >>> up, down = FeedForwardSpec(2).weights(4)
     >>> bool(initialise_weight(up).abs().max() <= 1), initialise_weight(up).shape  # sqrt(6 / (2 + 4))
     (True, torch.Size([2, 4]))
     """

@@ -27,7 +27,7 @@ def check_processor(spec: ModelSpec, processor: ProcessorSpec, file_prefix: str 
     """Refuse what speaks of another model; `where` stands before the names of files.
 
     >>> from headwise import families
-    >>> small = families.read({"model_type": "gpt2", "vocab_size": 11})
+    >>> small = families.read_model_spec({"model_type": "gpt2", "vocab_size": 11})
     >>> check_processor(small, ProcessorSpec(end=(11,)))
     Traceback (most recent call last):
     headwise.errors.SpecError: end=(11,) holds no id of gpt2, which has 11 of them; give ids in 0..10
@@ -80,7 +80,7 @@ def save(net: Transformer, folder: Path | str, *, tokenizer: str | None = None, 
 
     >>> import headwise as hw, tempfile
     >>> config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 11}
-    >>> net = hw.build(hw.families.read(config))
+    >>> net = hw.build(hw.families.read_model_spec(config))
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     save(net, folder, readme="Not trained.")
     ...     again = hw.load(folder)

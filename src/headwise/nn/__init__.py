@@ -8,8 +8,16 @@ along named axes. `reference` is the slow float64 definition that every backend 
 records every tensor operation.
 """
 
+from . import head_axis_ops, position_embeddings, reference
 from .depth_init import depth_scaled_init
 from .longformer_attention import LongformerAttention
 from .merged_attention import MergedAttention
 
-__all__ = ["LongformerAttention", "MergedAttention", "depth_scaled_init"]
+__all__ = [
+    "LongformerAttention",
+    "MergedAttention",
+    "depth_scaled_init",
+    "head_axis_ops",
+    "position_embeddings",
+    "reference",
+]

@@ -80,7 +80,7 @@ def averaging_spec(spec: AttentionSpec) -> AttentionSpec:
     """The mean that is read through the value map and the merge of this cross-attention.
 
     >>> import headwise as hw
-    >>> hw.select_counted.params(averaging_spec(hw.design(model=8, heads=2)))  # W_V and W_O
+    >>> hw.costs.count_parameters(averaging_spec(hw.design(model=8, heads=2)))  # W_V and W_O
     128
     """
     bias = "v" if "v_bias" in spec.project.params(spec) else ""

@@ -45,8 +45,8 @@ class RandomStreams:
     `example` and `attempt` [B] say which streams; whoever refuses an example reads its next attempt. Every method
     gives [B, count] and moves all streams on by as much.
 
-    >>> both = RandomStreams(0, 0, np.array([4, 7]), np.array([0, 0])).below(100, 5)
-    >>> alone = RandomStreams(0, 0, np.array([7]), np.array([0])).below(100, 5)
+    >>> both = RandomStreams(0, 0, np.array([4, 7]), np.array([0, 0])).integers(100, 5)
+    >>> alone = RandomStreams(0, 0, np.array([7]), np.array([0])).integers(100, 5)
     >>> (both[1] == alone[0]).all()
     np.True_
     """
@@ -110,8 +110,8 @@ class RandomStream:
     `used` says how many were drawn: a stream that is made with it goes on where another was left.
 
     >>> first, again = RandomStream(7, number=3), RandomStream(7, number=3, used=1)
-    >>> _, second = first.unit(), first.unit()
-    >>> second == again.unit()
+    >>> _, second = first.uniform(), first.uniform()
+    >>> second == again.uniform()
     True
     """
 

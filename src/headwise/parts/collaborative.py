@@ -191,7 +191,7 @@ class Collaborative(Project):
 
     >>> import headwise as hw
     >>> spec = hw.design(model=8, heads=2, project=Collaborative(width=4))
-    >>> hw.select_counted.cache_numbers(spec)  # 4 shared key channels, 2 content biases, 8 value channels
+    >>> hw.costs.cached_numbers_per_token(spec)  # 4 shared key channels, 2 content biases, 8 value channels
     14
     """
 
@@ -296,7 +296,7 @@ def convert_to_collaborative(
     >>> import headwise as hw
     >>> spec = hw.design(model=8, heads=2)
     >>> made = convert_to_collaborative(spec, hw.Attention(spec).state_dict(), 8)
-    >>> made.spec.project, made.error
+    >>> made.spec.project, made.relative_error
     (Collaborative(width=8), 0.0)
     """
     if reasons := list(_argument_errors(width, max_sweeps, tolerance)) or list(

@@ -53,7 +53,7 @@ class Differential(HeadPairs):
     from 0, one l for all heads of a layer. `design(heads=h)` makes h pairs of score heads. Where keys are grouped,
     either head of a pair reads a key of its own, as the released flash form; in the naive one both read the same.
 
-    >>> round(Differential(depth=0).start, 3), round(Differential(depth=10).start, 3)
+    >>> round(Differential(depth=0).initial_lambda, 3), round(Differential(depth=10).initial_lambda, 3)
     (0.2, 0.77)
     """
 
@@ -123,7 +123,7 @@ class DifferentialV2(HeadPairs):
     which x.w is 0 takes half of it away:
 
     >>> p = {"noise": torch.zeros(1, 3)}
-    >>> DifferentialV2().finish(torch.tensor([[[[5.0], [4.0]]]]), torch.ones(1, 1, 3), p).tolist()
+    >>> DifferentialV2().transform_outputs(torch.tensor([[[[5.0], [4.0]]]]), torch.ones(1, 1, 3), p).tolist()
     [[[[3.0]]]]
     """
 

@@ -43,7 +43,7 @@ class Dynamic(Mix):
     With all factors zero, which is close to how it starts, every pair is left as it is:
 
     >>> zero = {"source": torch.zeros(2, 3), "target": torch.zeros(2, 3), "gate": torch.zeros(3)}
-    >>> Dynamic().pair(torch.ones(3), zero, zero, {}).tolist()
+    >>> Dynamic().mix_pair(torch.ones(3), zero, zero, {}).tolist()
     [1.0, 1.0, 1.0]
     """
 

@@ -32,9 +32,9 @@ class Entmax(Normaliser):
     alpha = 1 would be softmax, 2 is sparsemax; the larger, the fewer keys are read. Of two keys whose scores differ
     by 1 / (alpha - 1) or more, the lower is not:
 
-    >>> Entmax().row(torch.tensor([2.0, 0.0]), {}).tolist()
+    >>> Entmax().normalise_row(torch.tensor([2.0, 0.0]), {}).tolist()
     [1.0, 0.0]
-    >>> Entmax(alpha=2.0).row(torch.tensor([0.5, 0.0]), {}).tolist()
+    >>> Entmax(alpha=2.0).normalise_row(torch.tensor([0.5, 0.0]), {}).tolist()
     [0.75, 0.25]
 
     kind="learned" is the adaptively sparse transformer: alpha_h = 1 + sigmoid(a_h), one number a_h per score head,

@@ -26,7 +26,7 @@ class HeadGate(Gate):
 
     >>> import headwise as hw
     >>> spec = hw.design(model=8, heads=2, modifiers=(HeadGate(),))
-    >>> hw.select_counted.params(spec) - hw.select_counted.params(hw.design(model=8, heads=2))
+    >>> hw.costs.count_parameters(spec) - hw.costs.count_parameters(hw.design(model=8, heads=2))
     16
     """
 
@@ -59,7 +59,7 @@ class OutputGate(Gate):
 
     >>> import headwise as hw
     >>> spec = hw.design(model=8, heads=2, modifiers=(OutputGate(),))
-    >>> hw.select_counted.params(spec) - hw.select_counted.params(hw.design(model=8, heads=2))
+    >>> hw.costs.count_parameters(spec) - hw.costs.count_parameters(hw.design(model=8, heads=2))
     64
     """
 

@@ -34,7 +34,7 @@ class Concrete(Gate):
     mean over the `layers` that have gates. To drop a head with probability r at first, start=log((1 - r) / r).
     per="kv" is one gate for all heads that read the same key-value head; `gates` is how many there were before any cut.
 
-    >>> round(Concrete().chance(torch.tensor(0.0)).item(), 3)  # 1 / (1 + 11 ** -0.33)
+    >>> round(Concrete().probability_nonzero(torch.tensor(0.0)).item(), 3)  # 1 / (1 + 11 ** -0.33)
     0.688
     """
 

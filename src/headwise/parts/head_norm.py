@@ -23,7 +23,7 @@ class HeadNorm(OutputStep):
     heads, as its released code; scope="head": every output head has its own, as a group norm (2307.08621).
 
     >>> import torch
-    >>> HeadNorm().finish(torch.tensor([[[[3.0, 4.0]]]]), torch.ones(1, 1, 1), {"scale": torch.ones(2)})
+    >>> HeadNorm().transform_outputs(torch.tensor([[[[3.0, 4.0]]]]), torch.ones(1, 1, 1), {"scale": torch.ones(2)})
     tensor([[[[0.8485, 1.1314]]]])
     """
 

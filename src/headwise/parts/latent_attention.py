@@ -34,7 +34,7 @@ class Latent(Project):
     DeepSeek-V3 remembers 576 numbers per token where its 128 heads would need 40,960:
 
     >>> import headwise as hw
-    >>> hw.select_counted.cache_numbers(hw.design(preset="mla", model=7168, heads=128))
+    >>> hw.costs.cached_numbers_per_token(hw.design(preset="mla", model=7168, heads=128))
     576
     """
 
@@ -179,7 +179,7 @@ def convert_to_latent(spec: AttentionSpec, weights: Mapping[str, Tensor]) -> tup
     >>> shared, _ = convert_to_latent(spec, hw.Attention(spec).state_dict())
     >>> shared.project
     Latent(rank=8, rope=4, norm='none')
-    >>> [hw.select_counted.cache_numbers(one) for one in (spec, shared)]
+    >>> [hw.costs.cached_numbers_per_token(one) for one in (spec, shared)]
     [12, 12]
     """
     name, turn, joined = _merged_key_transform(spec, weights)

@@ -26,7 +26,7 @@ class Direct(Project):
     a token costs 256 remembered numbers:
 
     >>> import headwise as hw
-    >>> hw.select_counted.cache_numbers(hw.design(model=512, heads=8, kv=2))
+    >>> hw.costs.cached_numbers_per_token(hw.design(model=512, heads=8, kv=2))
     256
     """
 

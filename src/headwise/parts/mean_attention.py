@@ -21,7 +21,7 @@ class Average(Normaliser):
 
     All past tokens are one sum of values and their number, unless something mixes heads or changes weights.
 
-    >>> Average().row(torch.tensor([5.0, -5.0]), {}).tolist()
+    >>> Average().normalise_row(torch.tensor([5.0, -5.0]), {}).tolist()
     [0.5, 0.5]
     """
 

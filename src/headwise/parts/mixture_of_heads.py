@@ -40,7 +40,7 @@ class Routed(Gate):
 
     >>> import headwise as hw
     >>> spec = hw.design(model=8, heads=4, modifiers=(Routed(always=2, active=1),))
-    >>> hw.select_counted.params(spec) - hw.select_counted.params(hw.design(model=8, heads=4))  # (h + 2) d
+    >>> hw.costs.count_parameters(spec) - hw.costs.count_parameters(hw.design(model=8, heads=4))  # (h + 2) d
     48
     """
 
@@ -199,8 +199,8 @@ def convert_to_mixture_of_heads(
 
     >>> import headwise as hw
     >>> spec = hw.design(model=8, heads=4)
-    >>> routed, told = convert_to_mixture_of_heads(spec, hw.Attention(spec).state_dict(), shared=[2], active=2)
-    >>> routed.modifiers, told["routed.state_index"].tolist(), told["routed.asker"].tolist()
+    >>> routed, told = convert_to_mixture_of_heads(spec, hw.Attention(spec).state_dict(), shared_heads=[2], num_active_heads=2)
+    >>> routed.modifiers, told["routed.slot"].tolist(), told["routed.asker"].tolist()
     ((Routed(active=2, router='norm'),), [1, 2, 0, 3], [0, 1, 3])
     """
     speaks = spec.score_head_of_output

@@ -46,7 +46,7 @@ class Overlapping(Project):
 
     >>> import headwise as hw
     >>> spec = hw.design(model=8, heads=2, project=Overlapping(overlap=1, schedule="l+1"))
-    >>> spec.heads.vdim, hw.select_counted.params(spec) - hw.select_counted.params(hw.design(model=8, heads=2))
+    >>> spec.heads.vdim, hw.costs.count_parameters(spec) - hw.costs.count_parameters(hw.design(model=8, heads=2))
     (6, 32)
     >>> spec.at_depth(2, 6).project, spec.at_depth(2, 6).heads.vdim
     (Overlapping(overlap=3), 10)

@@ -101,7 +101,7 @@ class Rotary(QKTransform):
     def channel_pairs(self, dims: int) -> tuple[tuple[int, int], ...]:
         """The channels that turn together, pair by pair.
 
-        >>> Rotary().planes(4), Rotary(pairs="interleaved").planes(4)
+        >>> Rotary().channel_pairs(4), Rotary(pairs="interleaved").channel_pairs(4)
         (((0, 2), (1, 3)), ((0, 1), (2, 3)))
         """
         if self.pairs == "half":

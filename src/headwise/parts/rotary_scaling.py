@@ -83,7 +83,7 @@ class YaRN(RotaryScaling):
     between those where r is `fast` and `slow`: ramp="code" rounds them outwards, "exact" does not (gpt-oss).
     Turned channels swell by 0.1 ln(factor) + 1 unless said.
 
-    >>> YaRN(4.0, original=2048).scale_frequencies([1.0], 10_000.0, 64)[0], round(YaRN(4.0).swell, 4)
+    >>> YaRN(4.0, original=2048).scale_frequencies([1.0], 10_000.0, 64)[0], round(YaRN(4.0).attention_factor, 4)
     (1.0, 1.1386)
     """
 

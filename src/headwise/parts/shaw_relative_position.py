@@ -22,7 +22,7 @@ class Shaw(ScoreStep):
 
     >>> import headwise as hw
     >>> Shaw(reach=2).params(hw.design(model=8, heads=2))["table"].layout
-    Layout(dims=(('place',), ('dim',)))
+    AxisLayout(dims=(('place',), ('dim',)))
     """
 
     paper = "1803.02155"

@@ -21,7 +21,7 @@ class Sigmoid(Normaliser):
     Counting the allowed keys of the query itself, and not the length of the batch, keeps a cached step equal
     to one pass. Two keys of score 0 get a third each:
 
-    >>> Sigmoid().row(torch.zeros(2), {}).tolist() == [torch.tensor(1 / 3).item()] * 2
+    >>> Sigmoid().normalise_row(torch.zeros(2), {}).tolist() == [torch.tensor(1 / 3).item()] * 2
     True
     """
 

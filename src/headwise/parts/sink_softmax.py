@@ -21,7 +21,7 @@ class SinkSoftmax(Normaliser):
 
     A head whose sink is large reads almost nothing; a sink of 0 beside one key of score 0 takes half:
 
-    >>> SinkSoftmax().row(torch.zeros(1), {"sink": torch.tensor(0.0)}).item()
+    >>> SinkSoftmax().normalise_row(torch.zeros(1), {"sink": torch.tensor(0.0)}).item()
     0.5
     """
 

@@ -19,7 +19,7 @@ from ..spec.attention_spec import AttentionSpec
 class Softmax(Normaliser):
     """w_j = exp(s_j) / sum of exp(s) over the allowed keys; nothing allowed, no weight (1706.03762).
 
-    >>> Softmax().row(torch.tensor([0.0, 0.0, 0.0, 0.0]), {})[0].item()
+    >>> Softmax().normalise_row(torch.tensor([0.0, 0.0, 0.0, 0.0]), {})[0].item()
     0.25
     """
 

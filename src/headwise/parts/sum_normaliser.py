@@ -19,7 +19,7 @@ from .feature_map import FeatureMap
 class Sum(Normaliser):
     """w_j = s_j / sum of s: for similarities that are never negative (2006.16236). A row of zeros reads zero.
 
-    >>> Sum().row(torch.tensor([1.0, 3.0]), {}).tolist()
+    >>> Sum().normalise_row(torch.tensor([1.0, 3.0]), {}).tolist()
     [0.25, 0.75]
     """
 

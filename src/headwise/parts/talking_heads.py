@@ -26,7 +26,7 @@ class TalkingHeads(Mix):
     P starts as the identity, so a fresh layer is plain attention (CaiT's released code starts it at random):
 
     >>> import torch
-    >>> TalkingHeads().pair(torch.tensor([1.0, 2.0]), {}, {}, {"mixing": torch.eye(2)}).tolist()
+    >>> TalkingHeads().mix_pair(torch.tensor([1.0, 2.0]), {}, {}, {"mixing": torch.eye(2)}).tolist()
     [1.0, 2.0]
     """
 

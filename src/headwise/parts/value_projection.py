@@ -27,7 +27,7 @@ class Values(Project):
     (2005.00743), with T5Bias or Alibi attention by position alone. Of the parameters W_V and W_O are left:
 
     >>> import headwise as hw
-    >>> hw.select_counted.params(hw.design(model=8, heads=2, project=Values()))  # 2 d^2
+    >>> hw.costs.count_parameters(hw.design(model=8, heads=2, project=Values()))  # 2 d^2
     128
     """
 

@@ -32,10 +32,10 @@ class Engine:
 
     >>> import headwise as hw, torch
     >>> config = {"model_type": "llama", "hidden_size": 8, "intermediate_size": 12, "num_attention_heads": 2}
-    >>> net = hw.build(hw.families.read(config | {"num_hidden_layers": 2, "vocab_size": 11}), seed=0)
+    >>> net = hw.build(hw.families.read_model_spec(config | {"num_hidden_layers": 2, "vocab_size": 11}), seed=0)
     >>> engine = Engine(net, budget=200_000)
     >>> one, two = engine.submit([3, 1, 4], max_new_tokens=5), engine.submit([1], max_new_tokens=3)
-    >>> list(one) == hw.greedy_decode(net, torch.tensor([[3, 1, 4]]), count=5)[0], len(two.result())
+    >>> list(one) == hw.greedy_decode(net, torch.tensor([[3, 1, 4]]), max_new_tokens=5)[0], len(two.result())
     (True, 3)
     """
 

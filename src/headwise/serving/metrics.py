@@ -24,7 +24,7 @@ class LatencySummary(NamedTuple):
     """The mean of some seconds, and what half and 95 of 100 of them do not exceed.
 
     >>> LatencySummary.of([3.0, 1.0, 2.0, 10.0])
-    Spread(mean=4.0, p50=2.0, p95=10.0)
+    LatencySummary(mean=4.0, p50=2.0, p95=10.0)
     """
 
     mean: float

@@ -15,8 +15,8 @@ class PagedSupport(NamedTuple):
 
     >>> import headwise as hw
     >>> config = {"model_type": "llama", "hidden_size": 8, "intermediate_size": 12, "num_attention_heads": 2}
-    >>> PagedSupport.of(hw.build(hw.families.read(config | {"num_hidden_layers": 2, "vocab_size": 11})))
-    Reading(layers=2, gathers={})
+    >>> PagedSupport.of(hw.build(hw.families.read_model_spec(config | {"num_hidden_layers": 2, "vocab_size": 11})))
+    PagedSupport(layers=2, gathers={})
     """
 
     layers: int

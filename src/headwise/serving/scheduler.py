@@ -31,7 +31,7 @@ def split_prefill(pending: Iterable[int], chunk_size: int, min_first_chunk: int 
     >>> (
     ...     list(split_prefill([100, 3, 5], 64)),
     ...     list(split_prefill([5, 3, 70], 64)),
-    ...     list(split_prefill([5, 3, 70], 64, opening=60)),
+    ...     list(split_prefill([5, 3, 70], 64, min_first_chunk=60)),
     ... )
     ([64], [5, 3, 56], [5, 3])
     """
@@ -51,7 +51,7 @@ def split_by_size(sizes: Sequence[int], call_cost: float) -> list[int]:
     Those of one call take as long as if all were as large as the first of them. They are divided where that saves more
     than a call is `worth`.
 
-    >>> split_by_size([40, 39, 2, 2, 2, 1], worth=100), split_by_size([40, 39, 2], worth=100)
+    >>> split_by_size([40, 39, 2, 2, 2, 1], call_cost=100), split_by_size([40, 39, 2], call_cost=100)
     ([2, 4], [3])
     """
     count = len(sizes)

@@ -18,7 +18,7 @@ class Heads:
 
     >>> Heads.grouped(q=6, kv=2, dim=5).reads
     (0, 0, 0, 1, 1, 1)
-    >>> Heads(q=3, kv=2, dim=5, reads=(0, 1, 1)).even
+    >>> Heads(q=3, kv=2, dim=5, reads=(0, 1, 1)).is_evenly_grouped
     False
     """
 

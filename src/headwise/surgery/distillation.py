@@ -325,7 +325,7 @@ class UptrainingOptions(RetrainingOptions):
     texts held back, which may be step 0, before any; "last" as it ended.
 
     >>> UptrainingOptions(steps=50, alpha=1.0)
-    Uptraining(steps=50, alpha=1.0)
+    UptrainingOptions(steps=50, alpha=1.0)
     """
 
     choices: ClassVar = {**RetrainingOptions.choices, "which": TRAINABLE_PARTS, "keep": KEEP_MODES}
@@ -368,7 +368,7 @@ def list_trainable(net: Transformer, trainable: str = "all") -> list[str]:
 
     >>> import headwise as hw
     >>> config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 11}
-    >>> list_trainable(hw.build(hw.families.read(config), seed=0), "attention")[0]
+    >>> list_trainable(hw.build(hw.families.read_model_spec(config), seed=0), "attention")[0]
     'decoder.0.attention.project.q'
     """
     sites = tuple(f"{site}." for site, _ in net.spec.attention_specs())

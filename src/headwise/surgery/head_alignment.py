@@ -44,7 +44,7 @@ def solve_procrustes(products: Tensor, symmetry: SymmetryGroup) -> Tensor:
 def max_trace(products: Tensor, symmetry: SymmetryGroup) -> Tensor:
     """The largest trace of R P of any R of this freedom, for each P of [.., width, width].
 
-    >>> max_trace(torch.tensor([[0.0, 1.0], [-1.0, 0.0]]), SymmetryGroup.whole(2)).item()
+    >>> max_trace(torch.tensor([[0.0, 1.0], [-1.0, 0.0]]), SymmetryGroup.full(2)).item()
     2.0
     """
     bound = {channel for group in (*symmetry.planes, *symmetry.blocks) for channel in group}
@@ -72,7 +72,7 @@ def align_to_mean(products: Tensor, symmetry: SymmetryGroup) -> Tensor:
 
     >>> p = torch.eye(2, dtype=torch.float64)
     >>> maps = align_to_mean(
-    ...     torch.stack([torch.stack([p, -p]), torch.stack([-p, p])]), SymmetryGroup.whole(2)
+    ...     torch.stack([torch.stack([p, -p]), torch.stack([-p, p])]), SymmetryGroup.full(2)
     ... )  # X and -X
     >>> maps[1].tolist()
     [[-1.0, 0.0], [0.0, -1.0]]
@@ -127,8 +127,8 @@ class CrossProducts:
     All that the least squares between mapped heads depend on, so that no token is kept; two of them add up.
 
     >>> x = torch.tensor([[[3.0, 4.0]], [[0.0, 0.0]]])  # two tokens of one head
-    >>> both = CrossProducts.of(x) + CrossProducts.of(x)
-    >>> both.rows, both.sums[0, 0].tolist(), both.units[0, 0].trace().item()
+    >>> both = CrossProducts.from_features(x) + CrossProducts.from_features(x)
+    >>> both.num_tokens, both.sums[0, 0].tolist(), both.normalised_sums[0, 0].trace().item()
     (4, [[18.0, 24.0], [24.0, 32.0]], 2.0)
     """
 
@@ -186,7 +186,7 @@ def compute_similarity(
     is mapped. The best map is that of the same rows, of unit length for cosines.
 
     >>> x = torch.tensor([[[1.0, 0.0], [0.0, 1.0]]])  # one token, two heads at a right angle
-    >>> [compute_similarity(CrossProducts.of(x), free)[0, 1].item() for free in (None, SymmetryGroup.whole(2))]
+    >>> [compute_similarity(CrossProducts.from_features(x), free)[0, 1].item() for free in (None, SymmetryGroup.full(2))]
     [-2.0, 0.0]
     """
     if kind not in SIMILARITY_KINDS:
@@ -233,11 +233,11 @@ def align_heads(
     the reason.
 
     >>> import headwise as hw
-    >>> from headwise.surgery.head_alignment import features
+    >>> from headwise.surgery.head_alignment import compute_kv_features
     >>> layer = hw.Attention(hw.design(model=8, heads=4, kv=2, modifiers=(hw.Rotary(),)))
-    >>> said = {side: CrossProducts.of(x) for side, x in features(layer, torch.randn(1, 9, 8)).items()}
+    >>> said = {side: CrossProducts.from_features(x) for side, x in compute_kv_features(layer, torch.randn(1, 9, 8)).items()}
     >>> made = align_heads(layer.spec, layer.state_dict(), [(0, 1)], said)
-    >>> made.stayed, made.pooling_errors["v"][1] <= made.pooling_errors["v"][0]
+    >>> made.skip_reasons, made.pooling_errors["v"][1] <= made.pooling_errors["v"][0]
     ({}, True)
     """
     _check_alignment(spec, groups, products, sides)
@@ -262,7 +262,7 @@ def find_symmetry(spec: AttentionSpec, weights: Mapping[str, Tensor], side: str)
     >>> import headwise as hw
     >>> spec = hw.design(model=8, heads=2, modifiers=(hw.Rotary(dims=2), hw.ShawValues(reach=3)))
     >>> [find_symmetry(spec, hw.Attention(spec).state_dict(), side) for side in "kv"]
-    [(Freedom(planes=((0, 1),), rooms=((2, 3),)), ''), (Freedom(planes=(), rooms=()), 'ShawValues sees how values lie')]
+    [(SymmetryGroup(planes=((0, 1),), blocks=((2, 3),)), ''), (SymmetryGroup(planes=(), blocks=()), 'ShawValues sees how values lie')]
     """
     heads = spec.heads
     still = torch.eye(heads.dim if side == "k" else heads.vdim, dtype=torch.float64)

@@ -68,8 +68,8 @@ def score_heads(net: Transformer, examples: Sequence[Example], ranking: HeadRank
     """What each head of a model is worth on these texts.
 
     >>> import headwise as hw
-    >>> net = hw.build(hw.families.read({"model_type": "gpt2", "n_embd": 8, "n_head": 4, "n_layer": 1}), seed=0)
-    >>> sorted(score_heads(net, [], HeadRanking("random")).of.values())
+    >>> net = hw.build(hw.families.read_model_spec({"model_type": "gpt2", "n_embd": 8, "n_head": 4, "n_layer": 1}), seed=0)
+    >>> sorted(score_heads(net, [], HeadRanking("random")).scores.values())
     [0.0, 1.0, 2.0, 3.0]
     """
     if ranking.method not in RANKING_METHODS:
@@ -271,7 +271,7 @@ def select_top_units(
     >>> those = {"a": (HeadUnit("a", (0,)), HeadUnit("a", (1,))), "b": (HeadUnit("b", (0,)),)}
     >>> [
     ...     unit.site
-    ...     for unit in select_top_units(those, HeadScores({("a", 0): 3.0, ("a", 1): 2.0, ("b", 0): 1.0}), 2, least=1)
+    ...     for unit in select_top_units(those, HeadScores({("a", 0): 3.0, ("a", 1): 2.0, ("b", 0): 1.0}), 2, min_units=1)
     ... ]
     ['a', 'b']
     """
@@ -300,8 +300,8 @@ class PruningBudget(NamedTuple):
     """What a model may have: numbers that it learns, bytes that it remembers of a token, seconds that its attentions
     take, each as a share of what it has now (below 1) or in full; or by how much its loss may grow.
 
-    >>> PruningBudget("cache", 0.5).checked()
-    Budget(kind='cache', limit=0.5)
+    >>> PruningBudget("cache", 0.5).validate()
+    PruningBudget(kind='cache', limit=0.5)
     """
 
     kind: str
@@ -466,7 +466,7 @@ def count_cache_bytes(model_spec: ModelSpec, element_size: int) -> int:
     >>> import headwise as hw
     >>> llama = {"model_type": "llama", "hidden_size": 8, "num_attention_heads": 4, "num_key_value_heads": 2}
     >>> count_cache_bytes(
-    ...     hw.families.read(llama | {"num_hidden_layers": 3, "head_dim": 6}), 2
+    ...     hw.families.read_model_spec(llama | {"num_hidden_layers": 3, "head_dim": 6}), 2
     ... )  # 3 layers, k and v, 2 heads
     144
     """

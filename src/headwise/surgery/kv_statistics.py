@@ -26,10 +26,10 @@ def collect_kv_statistics(
 
     >>> import headwise as hw
     >>> net = hw.build(
-    ...     hw.families.read({"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 11}), seed=0
+    ...     hw.families.read_model_spec({"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 11}), seed=0
     ... ).eval()
     >>> told = collect_kv_statistics(net, [torch.tensor([[3, 1, 4]]), torch.tensor([[1, 5]])])
-    >>> [(site, side, said.rows) for site, sides in told.items() for side, said in sides.items()]
+    >>> [(site, side, said.num_tokens) for site, sides in told.items() for side, said in sides.items()]
     [('decoder.0.attention', 'k', 5), ('decoder.0.attention', 'v', 5)]
     """
     named = _select_attentions(model, sites)
@@ -84,11 +84,11 @@ def _notify_collectors(attention: Attention, z_BSE: Tensor, tokens: SequenceInfo
 
 
 def _wrap_project_kv(original: Callable[..., Any]) -> Callable[..., Any]:
-    def remember(self: Attention, z: Tensor, *, tokens: SequenceInfo | None = None) -> Any:
-        _notify_collectors(self, z, tokens)
-        return original(self, z, sequence=tokens)
+    def project_source(self: Attention, z: Tensor, *, sequence: SequenceInfo | None = None) -> Any:
+        _notify_collectors(self, z, sequence)
+        return original(self, z, sequence=sequence)
 
-    return remember
+    return project_source
 
 
 def _wrap_attention_kv(original: Callable[..., Any]) -> Callable[..., Any]:

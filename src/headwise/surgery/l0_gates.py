@@ -83,7 +83,7 @@ class GateTrainingOptions(RetrainingOptions):
     def target_count(self, count: int) -> int:
         """How many of so many stay.
 
-        >>> GateTrainingOptions(heads=0.25).target(8), GateTrainingOptions(heads=3).target(8)
+        >>> GateTrainingOptions(heads=0.25).target_count(8), GateTrainingOptions(heads=3).target_count(8)
         (2, 3)
         """
         units = "heads" if self.unit == "head" else "groups of heads"
@@ -172,7 +172,7 @@ def select_attentions(net: Transformer, wanted: Sequence[str] = ()) -> dict[str,
 
     >>> import headwise as hw
     >>> net = hw.build(
-    ...     hw.families.read({"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 2, "vocab_size": 11}), seed=0
+    ...     hw.families.read_model_spec({"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 2, "vocab_size": 11}), seed=0
     ... )
     >>> list(select_attentions(net, ["decoder.1"]))
     ['decoder.1.attention']

@@ -23,9 +23,9 @@ class PruningPlan:
     """The heads that each site keeps, for every attention of a model, and how they were chosen.
 
     >>> import headwise as hw
-    >>> gpt2 = hw.families.read({"model_type": "gpt2", "n_embd": 8, "n_head": 4, "n_layer": 2})
+    >>> gpt2 = hw.families.read_model_spec({"model_type": "gpt2", "n_embd": 8, "n_head": 4, "n_layer": 2})
     >>> plan = PruningPlan.without(gpt2, [("decoder.0.attention", 3)], "named")
-    >>> plan.keep["decoder.0.attention"], plan.count, plan.gone
+    >>> plan.keep["decoder.0.attention"], plan.num_kept, plan.removed_heads
     ((0, 1, 2), 7, (('decoder.0.attention', 3),))
     """
 
@@ -68,8 +68,8 @@ class PruningPlan:
         """The plan whose `data` this is.
 
         >>> import headwise as hw
-        >>> gpt2 = hw.families.read({"model_type": "gpt2", "n_embd": 8, "n_head": 4, "n_layer": 1})
-        >>> PruningPlan.told(gpt2, {"keep": {"decoder.0.attention": [1, 2]}, "why": "by hand"}).sentence
+        >>> gpt2 = hw.families.read_model_spec({"model_type": "gpt2", "n_embd": 8, "n_head": 4, "n_layer": 1})
+        >>> PruningPlan.from_dict(gpt2, {"keep": {"decoder.0.attention": [1, 2]}, "why": "by hand"}).summary
         '2 of 4 heads stay, by hand'
         """
         keep = values.get("keep")
@@ -142,7 +142,7 @@ def list_units(model_spec: ModelSpec, kind: str = "auto") -> dict[str, tuple[Hea
 
     >>> import headwise as hw
     >>> llama = {"model_type": "llama", "hidden_size": 8, "num_attention_heads": 4, "num_key_value_heads": 2}
-    >>> small = hw.families.read(llama | {"num_hidden_layers": 1, "intermediate_size": 8, "vocab_size": 11})
+    >>> small = hw.families.read_model_spec(llama | {"num_hidden_layers": 1, "intermediate_size": 8, "vocab_size": 11})
     >>> [unit.heads for unit in list_units(small)["decoder.0.attention"]]
     [(0, 1), (2, 3)]
     """
@@ -171,7 +171,7 @@ def fingerprint_model(net: Transformer) -> str:
     """SHA-256 of what a model is and of all that it holds.
 
     >>> import headwise as hw
-    >>> small = hw.families.read({"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 5})
+    >>> small = hw.families.read_model_spec({"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 5})
     >>> nets = [hw.build(small, seed=seed) for seed in (0, 0, 1)]
     >>> [fingerprint_model(net) == fingerprint_model(nets[0]) for net in nets]
     [True, True, False]

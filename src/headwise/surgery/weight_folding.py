@@ -33,7 +33,7 @@ def fold_bias(spec: AttentionSpec, weights: Mapping[str, Tensor]) -> FoldedWeigh
     >>> import headwise as hw
     >>> spec = hw.design(model=8, heads=2, bias="qkv", modifiers=(hw.Rotary(),))
     >>> folded = fold_bias(spec, hw.Attention(spec).state_dict())
-    >>> folded.spec.project.bias, folded.spec.merge.bias, list(folded.stayed)
+    >>> folded.spec.project.bias, folded.spec.merge.bias, list(folded.reasons_kept)
     ('qk', 'o', ['k'])
     """
     shifts = spec.project.constant_biases(spec, weights)
@@ -89,7 +89,7 @@ def fold_qk_transforms(spec: AttentionSpec, weights: Mapping[str, Tensor]) -> Fo
     >>> import headwise as hw
     >>> spec = hw.design(model=8, heads=2, modifiers=(hw.Rotary(), hw.Knocking(sides="qv")))
     >>> folded = fold_qk_transforms(spec, hw.Attention(spec).state_dict())
-    >>> folded.spec.modifiers[1], folded.stayed["knocking.q"]
+    >>> folded.spec.modifiers[1], folded.reasons_kept["knocking.q"]
     (Knocking(sides='q'), 'rotary turns q before it')
     """
     left, gone, stayed = dict(weights), dict[str, frozenset[str]](), dict[str, str]()

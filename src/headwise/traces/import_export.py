@@ -36,7 +36,7 @@ def trace_from_weights(
     `tokens` read of `source`.
 
     >>> trace = trace_from_weights([np.eye(2)[None, None]], ["a", "b"])
-    >>> trace.rows(0, 0)
+    >>> trace.head_weights(0, 0)
     array([[1., 0.],
            [0., 1.]], dtype=float32)
     """

@@ -21,12 +21,12 @@ class PackedMask:
     As "bits" it adds nothing where one is set and `low` elsewhere; as a "band" one number for each distance of key and
     query, the most negative first; as "full" whatever stands there.
 
-    >>> triangle = PackedMask.of(np.tri(3, dtype=bool)[None, None])
-    >>> triangle.form, triangle.rows(0, 0, 1, 3)
+    >>> triangle = PackedMask.pack(np.tri(3, dtype=bool)[None, None])
+    >>> triangle.form, triangle.unpack_rows(0, 0, 1, 3)
     ('bits', array([[  0.,   0., -inf],
            [  0.,   0.,   0.]], dtype=float32))
     >>> far = -np.abs(np.arange(3.0)[:, None] - np.arange(3.0))
-    >>> PackedMask.of(far[None, None]).form
+    >>> PackedMask.pack(far[None, None]).form
     'band'
     """
 

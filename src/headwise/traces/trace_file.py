@@ -43,8 +43,8 @@ def load_trace(path: Path | str) -> Trace:
     """The trace in a file; its numbers stay on the disk until they are asked for.
 
     >>> import tempfile
-    >>> from headwise.traces import of_weights
-    >>> trace = of_weights([np.is_full((1, 2, 3, 3), 1 / 3)], ["a", "b", "c"])
+    >>> from headwise.traces import trace_from_weights
+    >>> trace = trace_from_weights([np.full((1, 2, 3, 3), 1 / 3)], ["a", "b", "c"])
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     trace.save(f"{folder}/a.trace")
     ...     load_trace(f"{folder}/a.trace").rows(0, 1, slice(0, 1)).round(2)

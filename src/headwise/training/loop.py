@@ -40,7 +40,7 @@ class InterruptGuard:
 
     >>> with InterruptGuard() as interrupts:
     ...     signal.raise_signal(signal.SIGINT)
-    ...     interrupts.asked
+    ...     interrupts.is_requested
     True
     """
 

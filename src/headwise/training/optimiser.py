@@ -19,8 +19,8 @@ def has_weight_decay(weight: WeightSpec, rule: str) -> bool:
 
     That there is one for each expert makes no matrix. rule="maps" leaves out tables of tokens and positions.
 
-    >>> from headwise.model_spec import Dense
-    >>> {w.name: has_weight_decay(w, "matrices") for w in Dense(7, bias="ud").weights(5, experts=3)}
+    >>> from headwise.model_spec import FeedForwardSpec
+    >>> {w.name: has_weight_decay(w, "matrices") for w in FeedForwardSpec(7, bias="ud").weights(5, num_experts=3)}
     {'up': True, 'up_bias': False, 'down': True, 'down_bias': False}
     """
     dimensions = len(weight.shape) - ("expert" in weight.layout.axes)

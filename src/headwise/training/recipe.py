@@ -117,7 +117,7 @@ class Recipe(CheckedDataclass):
     def lr_at(self, step: int) -> float:
         """The rate of learning at a step, counted from 1.
 
-        >>> [Recipe(steps=10, lr=0.5, schedule="wsd").rate(step) for step in (1, 8, 9, 10)]
+        >>> [Recipe(steps=10, lr=0.5, schedule="wsd").lr_at(step) for step in (1, 8, 9, 10)]
         [0.5, 0.5, 0.25, 0.0]
         """
         warmup, decay = self.warmup * self.steps, self.decay * self.steps

@@ -44,9 +44,9 @@ def replace_self_attention(model_spec: ModelSpec, name: str) -> ModelSpec:
     What says where tokens stand is kept, unless the preset brings its own; where it cannot stand beside the preset,
     sinusoidal positions are added to the embedding instead. Cross-attention stays what it is.
 
-    >>> from headwise.model_spec import Embedding
+    >>> from headwise.model_spec import EmbeddingSpec
     >>> plain = design(model=8, heads=4, pattern="causal()")
-    >>> stack = StackSpec.of("decoder", 8, [BlockSpec(plain)], embedding=Embedding(11))
+    >>> stack = StackSpec.from_blocks("decoder", 8, [BlockSpec(plain)], embedding=EmbeddingSpec(11))
     >>> changed = replace_self_attention(ModelSpec("one", "decoder", (stack,)), "mqa")
     >>> [spec.heads.kv for _, spec in changed.attention_specs()]
     [1]

@@ -94,7 +94,7 @@ def decide_compile_trial(seconds: float, steps: int, num_shapes: int = 1) -> tup
 
     >>> decide_compile_trial(0.1, steps=600)
     (False, 'not compiled: 600 steps of 0.1000 s could gain about 18 s, compiling takes about 30 s')
-    >>> decide_compile_trial(0.1, steps=3000)[0], decide_compile_trial(0.1, steps=3000, shapes=3)[0]
+    >>> decide_compile_trial(0.1, steps=3000)[0], decide_compile_trial(0.1, steps=3000, num_shapes=3)[0]
     (True, False)
     """
     gain, cost = seconds * steps * COMPILE_GAIN, COMPILE_SECONDS * num_shapes

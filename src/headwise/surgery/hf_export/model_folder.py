@@ -54,7 +54,7 @@ def find_config_keys(model_spec: ModelSpec, config: Mapping[str, Any]) -> Config
     >>> import headwise as hw
     >>> config = {"model_type": "mistral", "hidden_size": 8, "num_attention_heads": 4, "num_key_value_heads": 4}
     >>> config |= {"num_hidden_layers": 1, "vocab_size": 5, "intermediate_size": 6, "head_dim": 2}
-    >>> three = hw.families.read(config | {"num_attention_heads": 3, "num_key_value_heads": 3})
+    >>> three = hw.families.read_model_spec(config | {"num_attention_heads": 3, "num_key_value_heads": 3})
     >>> find_config_keys(three, config).keys["num_attention_heads"]
     3
     """
@@ -202,7 +202,7 @@ def write_model_folder(
 
     >>> import headwise as hw, tempfile
     >>> net = hw.build(
-    ...     hw.families.read({"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 5})
+    ...     hw.families.read_model_spec({"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 5})
     ... )
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     print(

@@ -112,7 +112,7 @@ def assess_group_survival(groups: Mapping[HeadId, str], kept: Sequence[Collectio
 
     >>> groups = {("a", n): "few" if n < 8 else "many" for n in range(32)}
     >>> few, many = assess_group_survival(groups, [[("a", n) for n in range(8)]])
-    >>> few.own, few.chance, few.verdict, many.verdict
+    >>> few.num_in_group, few.expected_in_group, few.verdict, many.verdict
     (8, 2.0, 'more', 'fewer')
     """
     sizes, found = Counter(groups.values()), list[GroupSurvival]()

@@ -50,9 +50,9 @@ class ModelEvaluator:
 
     >>> import headwise as hw, torch
     >>> config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 11}
-    >>> net = hw.build(hw.families.read(config), seed=0)
+    >>> net = hw.build(hw.families.read_model_spec(config), seed=0)
     >>> judge = ModelEvaluator.of(net, [Example({"x": torch.tensor([[n, 1, 4, 1, 5]])}, {}) for n in range(5)])
-    >>> judge.heard(net)[0].row("loss").change.value
+    >>> judge.evaluate(net)[0].row("loss").change.value
     0.0
     """
 
@@ -143,7 +143,7 @@ def list_default_orders(net: Transformer, examples: Sequence[Example], options: 
     """The orders that can be found of a model: those with slopes need a loss, gates need to be said how they learn.
 
     >>> import headwise as hw, torch
-    >>> net = hw.build(hw.families.read({"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1}), seed=0)
+    >>> net = hw.build(hw.families.read_model_spec({"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1}), seed=0)
     >>> texts = [Example({"x": torch.tensor([[3, 1, 4]])}, {})]
     >>> list_default_orders(net, texts, OrderingOptions()), list_default_orders(net, texts, OrderingOptions("drift"))
     (('leave-one-out', 'michel', 'random'), ('leave-one-out', 'random'))
@@ -378,10 +378,10 @@ def run_sweep(
 
     >>> import headwise as hw, torch
     >>> config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 2, "vocab_size": 11}
-    >>> net = hw.build(hw.families.read(config), seed=0).eval()
+    >>> net = hw.build(hw.families.read_model_spec(config), seed=0).eval()
     >>> texts = [Example({"x": torch.tensor([[n, 1, 4, 1, 5]])}, {}) for n in range(4)]
-    >>> found = run_sweep(net, texts, texts, SweepOptions(orders=("random",), points=(0.5, 0.25), seeds=2))
-    >>> [(line.part, line.seed, [point.left for point in line.points]) for line in found.lines]
+    >>> found = run_sweep(net, texts, texts, SweepOptions(orders=("random",), shares=(0.5, 0.25), seeds=2))
+    >>> [(line.part, line.seed, [point.num_heads for point in line.points]) for line in found.curves]
     [('all', 0, [4, 2, 1]), ('all', 1, [4, 2, 1])]
     """
     check_min_count(len(selection_examples), "texts to choose by")

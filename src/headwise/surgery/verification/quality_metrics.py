@@ -98,11 +98,11 @@ def measure_quality(
 
     >>> import headwise as hw, torch
     >>> net = hw.build(
-    ...     hw.families.read({"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 11}), seed=0
+    ...     hw.families.read_model_spec({"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 11}), seed=0
     ... )
     >>> texts = [Example({"x": torch.tensor([[n, 1, 4, 1, 5]])}, {}) for n in range(5)]
     >>> found = measure_quality(net.eval(), texts)
-    >>> [row.name for row in found.rows], found.texts, found.places
+    >>> [row.name for row in found.rows], found.texts, found.num_positions
     (['loss', 'perplexity', 'accuracy'], 5, 20)
     """
     texts = iter(examples)
@@ -208,7 +208,7 @@ def build_metric_row(
 
     >>> some = [TextCounts({"loss": 4.0}, 2), TextCounts({"loss": 8.0}, 4)]
     >>> build_metric_row("loss", "loss", (some, None)).after
-    Between(value=2.0, low=2.0, high=2.0)
+    IntervalEstimate(value=2.0, low=2.0, high=2.0)
     """
     draws = draw_resamples(len(counts[0]), BOOTSTRAP_RESAMPLES, BOOTSTRAP_SEED)
     own = _bootstrap_means(counts[0], sum_name, draws, transform)
@@ -272,8 +272,8 @@ def compare_task_scores(
     say with the truth before it.
 
     >>> import headwise as hw
-    >>> from headwise.data import task
-    >>> dates = task("dates")
+    >>> from headwise.data import make_task
+    >>> dates = make_task("dates")
     >>> net = hw.build(dates.model(), seed=0).eval()
     >>> [(row.name, row.before.value, row.change.value) for row in compare_task_scores(net, net, dates, 4)][:1]
     [('exact_match', 0.0, 0.0)]
