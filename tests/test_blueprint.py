@@ -162,7 +162,9 @@ def test_a_merged_block_holds_its_cross_attention_alone():
     both = [sum(w.numel for w in one.weights(10) if w.role in ("attention", "cross")) for one in (merged, plain)]
     assert both == [4 * 100, 8 * 100]
     for wrong in (BlockSpec(cross, cross), BlockSpec()):
-        with pytest.raises(hw.SpecError, match=r"BlockSpec\(form='merged'\) adds a mean .*; give cross=, and no att"):
+        with pytest.raises(
+            hw.SpecError, match=r"BlockSpec\(form='merged'\) adds a mean .*; give cross=, and no attention"
+        ):
             replace(wrong, form="merged")
 
 

@@ -145,7 +145,9 @@ def test_a_batch_follows_from_its_numbers(path: str):
 
 
 def test_another_process_draws_and_learns_the_same(path: str):
-    code = "import sys; from headwise.data.language_modelling import TextTask; t = TextTask(sys.argv[1], 'bpe', 290, 13); "
+    code = (
+        "import sys; from headwise.data.language_modelling import TextTask; t = TextTask(sys.argv[1], 'bpe', 290, 13); "
+    )
     code += "import json; print(json.dumps([t.batch(3, 5).x.tolist(), t.tokenizer]))"
     ran = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True, check=True)
     task = TextTask(path, "bpe", 290, 13)

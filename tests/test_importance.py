@@ -370,7 +370,8 @@ def test_the_interval_is_that_of_texts():
 def test_time_that_is_used_up_is_said(monkeypatch: pytest.MonkeyPatch):
     net, ticks = built(GPT2), itertools.count()
     monkeypatch.setattr(
-        "headwise.head_analysis.head_importance.make_time_check", lambda seconds: make_time_check(seconds, lambda: next(ticks))
+        "headwise.head_analysis.head_importance.make_time_check",
+        lambda seconds: make_time_check(seconds, lambda: next(ticks)),
     )
     heard: list[int] = []
     result = estimate_importance(net, scenes(net, 9), options=ImportanceOptions(max_seconds=25), progress=heard.append)
@@ -459,6 +460,6 @@ def test_bad_input_is_refused():
         lambda: OutputDrift("token"),
         lambda: ImportanceOptions(num_examples=1),
     ):
-        with pytest.raises(ValueError, match=r"unknown; did you mean|batch=2|sample=1"):
+        with pytest.raises(ValueError, match=r"unknown; did you mean|batch_size=2|num_examples=1"):
             made()
-    assert LeaveOneOut().unsupported_reasons(net) == ""
+    assert LeaveOneOut().unsupported_reason(net) == ""

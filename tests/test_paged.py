@@ -208,7 +208,9 @@ def test_who_hands_on_what_was_remembered_really_does():
 
 def said(spec: hw.AttentionSpec, **more) -> list[str]:
     return backends.unsupported_reasons_by_backend(
-        CallSignature(spec, spec.core_of(spec.projection_form(one=True)), **{"single_query": True, "has_paged_cache": True} | more)
+        CallSignature(
+            spec, spec.core_of(spec.projection_form(one=True)), **{"single_query": True, "has_paged_cache": True} | more
+        )
     )["paged"]
 
 
@@ -322,7 +324,9 @@ def answered(net: hw.Transformer, patch: pytest.MonkeyPatch, sizes: list[int]) -
 def test_an_engine_whose_layers_read_in_place_gathers_nothing(monkeypatch: pytest.MonkeyPatch):
     near, far = (hw.design(model=16, heads=4, kv=2, pattern=text) for text in ("window(9) | first(2)", "causal()"))
     net = language(near, far)
-    monkeypatch.setattr(hw.serving.model_runner, "CALL_OVERHEAD_BYTES", -(10**9))  # a call of its own would cost nothing
+    monkeypatch.setattr(
+        hw.serving.model_runner, "CALL_OVERHEAD_BYTES", -(10**9)
+    )  # a call of its own would cost nothing
     engine, rows, gathered = answered(net, monkeypatch, [50, 3, 7])
     assert engine.memory.reading == PagedSupport(2, {})
     assert rows == [3] * 2

@@ -97,7 +97,10 @@ class RetentionGroup(NamedTuple):
     def visible_pages(self, length: int) -> Iterator[int]:
         """The numbers of the pages that queries from position `length` on may still read.
 
-        >>> list(RetentionGroup(first=1, last=5, page=4).visible_pages(20)), list(RetentionGroup(0, None, 4).visible_pages(9))
+        >>> (
+        ...     list(RetentionGroup(first=1, last=5, page=4).visible_pages(20)),
+        ...     list(RetentionGroup(0, None, 4).visible_pages(9)),
+        ... )
         ([0, 4], [0, 1, 2])
         """
         held = -(-length // self.page)

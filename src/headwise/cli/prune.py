@@ -34,7 +34,11 @@ def main(argv: list[str]) -> int:
     done = prune(work.net, _selection(given, work), work.selection_examples, fold=given.fold, log=work.report_progress)
     record = done.data | {"model": fingerprint_model(work.net)}
     return work.write_and_verify(
-        done.after, done.plan.summary, record, keep=dict(done.plan.changed_sites), replacements=dict(done.head_constants)
+        done.after,
+        done.plan.summary,
+        record,
+        keep=dict(done.plan.changed_sites),
+        replacements=dict(done.head_constants),
     )
 
 

@@ -91,7 +91,9 @@ def norm_bytes(described: NormSpec, width: int, count: int, context: ActivationC
 
     >>> import headwise as hw
     >>> at = ActivationContext.from_workload(hw.Workload(2, 10, "fp32"), 10, "sdpa", 0.0)
-    >>> [int(size) for _, size in norm_bytes(NormSpec(), 8, at.num_tokens, at)]  # 4 b s d, and two numbers of each token
+    >>> [
+    ...     int(size) for _, size in norm_bytes(NormSpec(), 8, at.num_tokens, at)
+    ... ]  # 4 b s d, and two numbers of each token
     [640, 160]
     """
     if described.kind in ("layer", "unbiased", "bare"):

@@ -66,7 +66,9 @@ class WeightMatrixGroup:
     def bytes_moved(self, tokens: int, dtype: str) -> int:
         """Bytes of the tensors that so many tokens meet, if no two choose the same expert while others are idle.
 
-        >>> experts = WeightMatrixGroup("experts", 1, (), ((2, 5),), num_experts=4, num_active_experts=2)  # 40 bytes each
+        >>> experts = WeightMatrixGroup(
+        ...     "experts", 1, (), ((2, 5),), num_experts=4, num_active_experts=2
+        ... )  # 40 bytes each
         >>> [experts.bytes_moved(tokens, "fp32") for tokens in (1, 2, 3)]
         [80, 160, 160]
         """

@@ -281,7 +281,9 @@ def check_memory_fit(demand: MemoryDemand) -> MemoryFit:
     >>> from headwise.costs.kv_cache_memory import RequestBatch
     >>> from headwise.costs.roofline import Device
     >>> from headwise.costs.serving_cost import ServingCost
-    >>> serving = ServingCost(hw.design(preset="gqa", model=4096, heads=32, kv=8), Device.from_name("h100"), num_layers=32)
+    >>> serving = ServingCost(
+    ...     hw.design(preset="gqa", model=4096, heads=32, kv=8), Device.from_name("h100"), num_layers=32
+    ... )
     >>> told = check_memory_fit(MemoryDemand(serving, RequestBatch.uniform(16, 131072)))
     >>> told.fits, [remedy.name for remedy in told.remedies][:3]
     (False, ['a context of 36,830 tokens', '4 rows', 'kv=2 in every layer'])
@@ -429,7 +431,9 @@ class ThroughputReport:
     >>> import headwise as hw
     >>> from headwise.costs.roofline import Device
     >>> from headwise.costs.serving_cost import ServingCost
-    >>> serving = ServingCost(hw.design(preset="gqa", model=4096, heads=32, kv=8), Device.from_name("h200"), num_layers=32)
+    >>> serving = ServingCost(
+    ...     hw.design(preset="gqa", model=4096, heads=32, kv=8), Device.from_name("h200"), num_layers=32
+    ... )
     >>> told = ThroughputReport("gqa", MemoryDemand(serving, RequestBatch.uniform(16, 8192)), prompt=8192)
     >>> [round(rate.tokens, -1) for rate in told.decode_rates[:2]]  # n / ((2.684 + n 1.074) GB / 4.8 TB/s), nearly
     [1280.0, 1990.0]

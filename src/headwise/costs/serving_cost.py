@@ -70,7 +70,11 @@ def chunk_cost(layers: AttentionGroup, request: RequestChunk, formats: NumberFor
     >>> import headwise as hw
     >>> gqa = AttentionGroup("attention", hw.design(preset="gqa", model=4096, heads=32, kv=8))
     >>> told = chunk_cost(gqa, RequestChunk(1, past=9999), NumberFormats())
-    >>> told.weight_flops, told.core_flops, told.bytes_moved  # 2 x 41,943,040; 2 x 32 x 256 x 10,000; 10,000 x 4,096 and its own
+    >>> (
+    ...     told.weight_flops,
+    ...     told.core_flops,
+    ...     told.bytes_moved,
+    ... )  # 2 x 41,943,040; 2 x 32 x 256 x 10,000; 10,000 x 4,096 and its own
     (83886080, 163840000, 40976384)
     """
     spec, one = layers.spec, request.tokens == 1
@@ -173,7 +177,9 @@ class ServingCost:
     """A spec in so many layers, or a model, on a device: what a step of it takes.
 
     >>> import headwise as hw
-    >>> llama = ServingCost(hw.design(preset="gqa", model=4096, heads=32, kv=8), Device.from_name("h200"), num_layers=32)
+    >>> llama = ServingCost(
+    ...     hw.design(preset="gqa", model=4096, heads=32, kv=8), Device.from_name("h200"), num_layers=32
+    ... )
     >>> step = llama.decode_step(RequestBatch.uniform(16, 8192))
     >>> [(one.name, one.bound) for one in step.operations]
     [('projections', 'memory'), ('core, decoding', 'memory')]
@@ -422,7 +428,11 @@ class DecodeLayer:
 
     >>> import headwise as hw
     >>> gqa = DecodeLayer(hw.design(preset="gqa", model=4096, heads=32, kv=8), Device.from_name("h200"), 10**6)
-    >>> [round(box.intensity, 2) for box in gqa.components(1)], gqa.compute_bound_rows("projections"), gqa.compute_bound_rows("core")
+    >>> (
+    ...     [round(box.intensity, 2) for box in gqa.components(1)],
+    ...     gqa.compute_bound_rows("projections"),
+    ...     gqa.compute_bound_rows("core"),
+    ... )
     ([1.0, 4.0, 1.0], 225, None)
     """
 

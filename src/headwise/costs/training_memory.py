@@ -96,7 +96,9 @@ def activation_memory(
 
     >>> import headwise as hw
     >>> gpt3 = {"model_type": "gpt2", "n_layer": 96, "n_embd": 12288, "n_head": 96, "n_positions": 2048}
-    >>> activation_memory(hw.families.read_model_spec(gpt3), hw.Workload(1, 2048), ActivationSettings("paper-2022")).total
+    >>> activation_memory(
+    ...     hw.families.read_model_spec(gpt3), hw.Workload(1, 2048), ActivationSettings("paper-2022")
+    ... ).total
     275414777856
     """
     if isinstance(spec_or_model, AttentionSpec):
@@ -461,7 +463,10 @@ class OptimiserMemory:
     def from_name(name: str) -> OptimiserMemory:
         """The convention of this name.
 
-        >>> [OptimiserMemory.from_name(name).bytes_per_parameter for name in ("zero", "megatron", "zhihu-624740065", "adam-fp32", "muon")]
+        >>> [
+        ...     OptimiserMemory.from_name(name).bytes_per_parameter
+        ...     for name in ("zero", "megatron", "zhihu-624740065", "adam-fp32", "muon")
+        ... ]
         [16, 18, 20, 16, 12]
         """
         if name not in OPTIMISERS:

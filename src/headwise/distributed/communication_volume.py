@@ -122,7 +122,9 @@ def count_communication(
     one length, and without terms of the ledger. Where heads do not divide, these are the messages of the first rank.
 
     >>> from headwise.model_spec import BlockSpec, FeedForwardSpec, EmbeddingSpec, OutputHeadSpec, StackSpec
-    >>> stack = StackSpec.from_blocks("encoder", 3, [BlockSpec(feed=FeedForwardSpec(7))], embedding=EmbeddingSpec(tokens=11))
+    >>> stack = StackSpec.from_blocks(
+    ...     "encoder", 3, [BlockSpec(feed=FeedForwardSpec(7))], embedding=EmbeddingSpec(tokens=11)
+    ... )
     >>> net = ModelSpec("one", "encoder", (stack,), (OutputHeadSpec("tokens", 11),))
     >>> numbers, tensors = 2 * 3 + 2 * 3 * 7 + 3 * 11 + 3 * 11, 6
     >>> count_communication(net, Parallelism(data=2)) == [

@@ -26,7 +26,9 @@ def greedy_decode(
     what `net.encode(source)` returned. Past tokens are remembered, and computed once.
 
     >>> import torch, headwise as hw
-    >>> described = hw.families.read_model_spec({"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 11})
+    >>> described = hw.families.read_model_spec(
+    ...     {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 11}
+    ... )
     >>> net = hw.build(described, seed=0)
     >>> first, second = greedy_decode(net, torch.tensor([[3, 1], [4, 1]]), max_new_tokens=5)
     >>> len(first), first == greedy_decode(net, torch.tensor([[3, 1]]), max_new_tokens=5)[0]

@@ -179,7 +179,9 @@ def get_circuits(model: nn.Module) -> Mapping[str, AttentionCircuits]:
     reads.
 
     >>> import headwise as hw
-    >>> net = hw.build(hw.families.read_model_spec({"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1}), seed=0)
+    >>> net = hw.build(
+    ...     hw.families.read_model_spec({"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1}), seed=0
+    ... )
     >>> made = get_circuits(net)["decoder.0.attention"]
     >>> made.qk_circuit(1).left.shape, made.ov_circuit(0).product.shape
     (torch.Size([8, 4]), torch.Size([8, 8]))
@@ -209,7 +211,9 @@ def compare_circuits(model: nn.Module, circuit: str = "qk") -> CircuitSimilarity
     Two drawn maps have an inner product of zero on average; `kin(twin(model), which)` says how far from it they come.
 
     >>> import headwise as hw
-    >>> net = hw.build(hw.families.read_model_spec({"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1}), seed=0)
+    >>> net = hw.build(
+    ...     hw.families.read_model_spec({"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1}), seed=0
+    ... )
     >>> compare_circuits(net, "ov").values.shape
     torch.Size([2, 2])
     """

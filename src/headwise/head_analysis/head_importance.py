@@ -66,7 +66,10 @@ def estimate_importance(
 
     >>> import headwise as hw, torch
     >>> net = hw.build(
-    ...     hw.families.read_model_spec({"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 11}), seed=0
+    ...     hw.families.read_model_spec(
+    ...         {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 11}
+    ...     ),
+    ...     seed=0,
     ... )
     >>> texts = [Example({"x": torch.tensor([[n, 1, 4, 1, 5]])}, {}) for n in range(5)]
     >>> found = estimate_importance(net.eval(), texts, method="taylor")

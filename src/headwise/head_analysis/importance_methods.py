@@ -313,7 +313,7 @@ class GradientTimesActivation(ImportanceMethod):
             raise ValueError(f"granularity={self.granularity!r} is unknown; {known}")
         if self.batch_size != 1 and (self.granularity != "bertology" or self.batch_size < 1):
             raise ValueError(
-                f"batch={self.batch_size} texts are summed for granularity='bertology' alone; leave it out"
+                f"batch_size={self.batch_size} texts are summed for granularity='bertology' alone; leave it out"
             )
 
     @property

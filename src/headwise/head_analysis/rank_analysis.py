@@ -80,7 +80,9 @@ def measure_qk_spectra(
     The weights alone are asked: what turns queries and keys token by token is named beside each layer.
 
     >>> import headwise as hw
-    >>> net = hw.build(hw.families.read_model_spec({"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1}), seed=0)
+    >>> net = hw.build(
+    ...     hw.families.read_model_spec({"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1}), seed=0
+    ... )
     >>> found = measure_qk_spectra(net)[0]
     >>> [head.most for head in found.heads], found.summed.most
     ([4, 4], 8)

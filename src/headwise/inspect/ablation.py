@@ -84,7 +84,10 @@ class Resample(HeadPatch):
 
     >>> import headwise as hw
     >>> net = hw.build(
-    ...     hw.families.read_model_spec({"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 11}), seed=0
+    ...     hw.families.read_model_spec(
+    ...         {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 11}
+    ...     ),
+    ...     seed=0,
     ... )
     >>> ids = torch.tensor([[3, 1, 4], [1, 5, 9]])
     >>> with hw.patch(net, {(0, "all"): Resample(rows=(1, 0))}):
@@ -136,7 +139,10 @@ class Noise(HeadPatch):
 
     >>> import headwise as hw
     >>> net = hw.build(
-    ...     hw.families.read_model_spec({"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 11}), seed=0
+    ...     hw.families.read_model_spec(
+    ...         {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 11}
+    ...     ),
+    ...     seed=0,
     ... )
     >>> said = []
     >>> for _ in range(2):
@@ -262,7 +268,10 @@ def ablate(
 
     >>> import headwise as hw
     >>> net = hw.build(
-    ...     hw.families.read_model_spec({"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 2, "vocab_size": 11}), seed=0
+    ...     hw.families.read_model_spec(
+    ...         {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 2, "vocab_size": 11}
+    ...     ),
+    ...     seed=0,
     ... )
     >>> ids = torch.tensor([[3, 1, 4]])
     >>> with ablate(net, [(0, 1), (1, "all")], tokens=[-1]):
@@ -291,7 +300,10 @@ def patch(
 
     >>> import headwise as hw
     >>> net = hw.build(
-    ...     hw.families.read_model_spec({"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 11}), seed=0
+    ...     hw.families.read_model_spec(
+    ...         {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 11}
+    ...     ),
+    ...     seed=0,
     ... )
     >>> ids = torch.tensor([[3, 1, 4]])
     >>> with patch(net, {(0, 1): torch.zeros(4)}):

@@ -308,7 +308,9 @@ def sites(model: nn.Module, example: Any = None) -> Sites:
 
     >>> import headwise as hw
     >>> net = hw.build(
-    ...     hw.families.read_model_spec({"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 11})
+    ...     hw.families.read_model_spec(
+    ...         {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 11}
+    ...     )
     ... )
     >>> [site.name for site in sites(net)]
     ['decoder.0.attention']

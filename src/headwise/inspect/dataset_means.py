@@ -147,7 +147,10 @@ def head_means(
 
     >>> import headwise as hw
     >>> net = hw.build(
-    ...     hw.families.read_model_spec({"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 11}), seed=0
+    ...     hw.families.read_model_spec(
+    ...         {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 11}
+    ...     ),
+    ...     seed=0,
     ... ).eval()
     >>> means = head_means(net, [torch.tensor([[3, 1, 4]]), torch.tensor([[1, 5]])], [(0, 1)])
     >>> [(head, mean.shape) for head, mean in means.items()]
@@ -168,7 +171,10 @@ def head_noise(
 
     >>> import headwise as hw
     >>> net = hw.build(
-    ...     hw.families.read_model_spec({"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 11}), seed=0
+    ...     hw.families.read_model_spec(
+    ...         {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 11}
+    ...     ),
+    ...     seed=0,
     ... ).eval()
     >>> with hw.patch(net, head_noise(net, [torch.tensor([[3, 1, 4]])], [(0, 1)], seed=3)):
     ...     _ = net(torch.tensor([[3]]))
@@ -187,7 +193,10 @@ def head_outputs(model: nn.Module, inputs: Any, heads: Iterable[HeadRef] | None 
 
     >>> import headwise as hw
     >>> net = hw.build(
-    ...     hw.families.read_model_spec({"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 11}), seed=0
+    ...     hw.families.read_model_spec(
+    ...         {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 11}
+    ...     ),
+    ...     seed=0,
     ... ).eval()
     >>> other = head_outputs(net, torch.tensor([[3, 1, 4]]), [(0, 1)])
     >>> with hw.patch(net, other):
@@ -338,7 +347,10 @@ def offset_means(
 
     >>> import headwise as hw
     >>> net = hw.build(
-    ...     hw.families.read_model_spec({"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 11}), seed=0
+    ...     hw.families.read_model_spec(
+    ...         {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 11}
+    ...     ),
+    ...     seed=0,
     ... ).eval()
     >>> ids = torch.tensor([[3, 1, 4]])
     >>> means = offset_means(net, [ids], [(0, 1)])

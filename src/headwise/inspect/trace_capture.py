@@ -371,7 +371,10 @@ def trace(
 
     >>> import headwise as hw
     >>> net = hw.build(
-    ...     hw.families.read_model_spec({"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 2, "vocab_size": 11}), seed=0
+    ...     hw.families.read_model_spec(
+    ...         {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 2, "vocab_size": 11}
+    ...     ),
+    ...     seed=0,
     ... )
     >>> kept = trace(net.eval(), torch.tensor([[3, 1, 4]]))
     about 435 bytes of 1.0 GB: queries and keys of 2 sites

@@ -161,7 +161,9 @@ class ModelManifest(NamedTuple):
         """Read what `str` gives; `where` names the file in what is said of it.
 
         >>> from headwise.families import read_model_spec
-        >>> told = ModelManifest(read_model_spec({"model_type": "gpt2"}), {WEIGHTS_FILE: "00ff"}, ProcessorSpec(end=(50256,)))
+        >>> told = ModelManifest(
+        ...     read_model_spec({"model_type": "gpt2"}), {WEIGHTS_FILE: "00ff"}, ProcessorSpec(end=(50256,))
+        ... )
         >>> ModelManifest.from_toml(str(told), "here") == told
         True
         """

@@ -60,7 +60,9 @@ class ModelTable:
     """A model, to be printed or handed on as plain `data`.
 
     >>> from headwise.families import read_model_spec
-    >>> told = ModelTable(read_model_spec({"model_type": "gpt2", "n_layer": 2, "n_embd": 8, "n_head": 2, "vocab_size": 11}))
+    >>> told = ModelTable(
+    ...     read_model_spec({"model_type": "gpt2", "n_layer": 2, "n_embd": 8, "n_head": 2, "vocab_size": 11})
+    ... )
     >>> [line.split() for line in str(told).splitlines() if line.startswith(("  layers", "total"))]
     [['layers', '0', 'to', '1,', '2', 'x', '872', '1,744'], ['total', '10,040']]
     """

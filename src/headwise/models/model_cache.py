@@ -20,7 +20,11 @@ class ModelCache:
     >>> from headwise import model_spec as bp
     >>> block = bp.BlockSpec(hw.design(model=8, heads=2, kv=1, pattern="window(3)"), feed=bp.FeedForwardSpec(16))
     >>> net = hw.build(
-    ...     bp.ModelSpec("small", "decoder", (bp.StackSpec.from_blocks("decoder", 8, [block] * 2, embedding=bp.EmbeddingSpec(11)),))
+    ...     bp.ModelSpec(
+    ...         "small",
+    ...         "decoder",
+    ...         (bp.StackSpec.from_blocks("decoder", 8, [block] * 2, embedding=bp.EmbeddingSpec(11)),),
+    ...     )
     ... )
     >>> cache = net.cache(batch=1, capacity=100)
     >>> _ = net(torch.tensor([[3, 1, 4, 1, 5]]), cache=cache)

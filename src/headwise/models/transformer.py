@@ -29,7 +29,11 @@ def build(spec: ModelSpec, *, dropout: float = 0.0, seed: int | None = None, ini
     is "xavier", "depth" (DS-Init, 1908.11365) or "gpt2".
 
     >>> import headwise as hw
-    >>> net = build(hw.families.read_model_spec({"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 3, "vocab_size": 11}))
+    >>> net = build(
+    ...     hw.families.read_model_spec(
+    ...         {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 3, "vocab_size": 11}
+    ...     )
+    ... )
     >>> sum(p.numel() for p in net.parameters()) == hw.costs.count_parameters(net.spec)
     True
     >>> net(torch.tensor([[3, 1, 4]])).shape

@@ -132,7 +132,9 @@ def _check_source_or_cache(
                 f"source was remembered in {held.dtype} on {held.device} but x is {x.dtype} on {x.device}; do it anew"
             )
     else:
-        raise ValueError("this source was remembered by a layer of another spec; use this layer's own project_source(z)")
+        raise ValueError(
+            "this source was remembered by a layer of another spec; use this layer's own project_source(z)"
+        )
     if batch != x.shape[0]:
         raise ValueError(f"source has {batch} rows but x has {x.shape[0]}; give one source row for each row of x")
 

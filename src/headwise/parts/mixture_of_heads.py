@@ -199,7 +199,9 @@ def convert_to_mixture_of_heads(
 
     >>> import headwise as hw
     >>> spec = hw.design(model=8, heads=4)
-    >>> routed, told = convert_to_mixture_of_heads(spec, hw.Attention(spec).state_dict(), shared_heads=[2], num_active_heads=2)
+    >>> routed, told = convert_to_mixture_of_heads(
+    ...     spec, hw.Attention(spec).state_dict(), shared_heads=[2], num_active_heads=2
+    ... )
     >>> routed.modifiers, told["routed.slot"].tolist(), told["routed.asker"].tolist()
     ((Routed(active=2, router='norm'),), [1, 2, 0, 3], [0, 1, 3])
     """

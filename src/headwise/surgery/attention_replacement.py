@@ -42,7 +42,10 @@ def get_attention_parameters(net: Transformer, site: str) -> dict[str, Tensor]:
 
     >>> import headwise as hw
     >>> net = hw.build(
-    ...     hw.families.read_model_spec({"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 11}), seed=0
+    ...     hw.families.read_model_spec(
+    ...         {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 11}
+    ...     ),
+    ...     seed=0,
     ... )
     >>> get_attention_parameters(net, "decoder.0.attention")["output.o_bias"].shape
     torch.Size([8])
@@ -70,7 +73,10 @@ def replace_attentions(net: Transformer, changes: Mapping[str, AttentionChange])
 
     >>> import headwise as hw
     >>> net = hw.build(
-    ...     hw.families.read_model_spec({"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 2, "vocab_size": 11}), seed=0
+    ...     hw.families.read_model_spec(
+    ...         {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 2, "vocab_size": 11}
+    ...     ),
+    ...     seed=0,
     ... )
     >>> gone = replace_attentions(net, {"decoder.1.attention": AttentionChange(None, {"constant": torch.ones(8)})})
     >>> [block.still for block in gone.spec.stacks[0].layers]
@@ -164,7 +170,10 @@ def remove_heads(
 
     >>> import headwise as hw
     >>> net = hw.build(
-    ...     hw.families.read_model_spec({"model_type": "gpt2", "n_embd": 8, "n_head": 4, "n_layer": 2, "vocab_size": 11}), seed=0
+    ...     hw.families.read_model_spec(
+    ...         {"model_type": "gpt2", "n_embd": 8, "n_head": 4, "n_layer": 2, "vocab_size": 11}
+    ...     ),
+    ...     seed=0,
     ... )
     >>> small, x = (
     ...     remove_heads(net, {"decoder.0.attention": (0, 2), "decoder.1.attention": ()}),

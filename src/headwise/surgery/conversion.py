@@ -277,7 +277,9 @@ def convert(
     The model itself is left alone; one of transformers is copied as one of ours first.
 
     >>> import headwise as hw
-    >>> net = hw.build(hw.families.read_model_spec({"model_type": "gpt2", "n_embd": 8, "n_head": 4, "n_layer": 2}), seed=0)
+    >>> net = hw.build(
+    ...     hw.families.read_model_spec({"model_type": "gpt2", "n_embd": 8, "n_head": 4, "n_layer": 2}), seed=0
+    ... )
     >>> done = convert(net, 2)
     >>> [spec.heads.kv for _, spec in done.after.spec.attention_specs()], done.groups["decoder.0.attention"]
     ([2, 2], ((0, 1), (2, 3)))

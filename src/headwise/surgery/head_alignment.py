@@ -186,7 +186,10 @@ def compute_similarity(
     is mapped. The best map is that of the same rows, of unit length for cosines.
 
     >>> x = torch.tensor([[[1.0, 0.0], [0.0, 1.0]]])  # one token, two heads at a right angle
-    >>> [compute_similarity(CrossProducts.from_features(x), free)[0, 1].item() for free in (None, SymmetryGroup.full(2))]
+    >>> [
+    ...     compute_similarity(CrossProducts.from_features(x), free)[0, 1].item()
+    ...     for free in (None, SymmetryGroup.full(2))
+    ... ]
     [-2.0, 0.0]
     """
     if kind not in SIMILARITY_KINDS:
@@ -235,7 +238,9 @@ def align_heads(
     >>> import headwise as hw
     >>> from headwise.surgery.head_alignment import compute_kv_features
     >>> layer = hw.Attention(hw.design(model=8, heads=4, kv=2, modifiers=(hw.Rotary(),)))
-    >>> said = {side: CrossProducts.from_features(x) for side, x in compute_kv_features(layer, torch.randn(1, 9, 8)).items()}
+    >>> said = {
+    ...     side: CrossProducts.from_features(x) for side, x in compute_kv_features(layer, torch.randn(1, 9, 8)).items()
+    ... }
     >>> made = align_heads(layer.spec, layer.state_dict(), [(0, 1)], said)
     >>> made.skip_reasons, made.pooling_errors["v"][1] <= made.pooling_errors["v"][0]
     ({}, True)

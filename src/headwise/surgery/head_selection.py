@@ -68,7 +68,9 @@ def score_heads(net: Transformer, examples: Sequence[Example], ranking: HeadRank
     """What each head of a model is worth on these texts.
 
     >>> import headwise as hw
-    >>> net = hw.build(hw.families.read_model_spec({"model_type": "gpt2", "n_embd": 8, "n_head": 4, "n_layer": 1}), seed=0)
+    >>> net = hw.build(
+    ...     hw.families.read_model_spec({"model_type": "gpt2", "n_embd": 8, "n_head": 4, "n_layer": 1}), seed=0
+    ... )
     >>> sorted(score_heads(net, [], HeadRanking("random")).scores.values())
     [0.0, 1.0, 2.0, 3.0]
     """
@@ -271,7 +273,9 @@ def select_top_units(
     >>> those = {"a": (HeadUnit("a", (0,)), HeadUnit("a", (1,))), "b": (HeadUnit("b", (0,)),)}
     >>> [
     ...     unit.site
-    ...     for unit in select_top_units(those, HeadScores({("a", 0): 3.0, ("a", 1): 2.0, ("b", 0): 1.0}), 2, min_units=1)
+    ...     for unit in select_top_units(
+    ...         those, HeadScores({("a", 0): 3.0, ("a", 1): 2.0, ("b", 0): 1.0}), 2, min_units=1
+    ...     )
     ... ]
     ['a', 'b']
     """

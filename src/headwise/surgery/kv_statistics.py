@@ -26,7 +26,10 @@ def collect_kv_statistics(
 
     >>> import headwise as hw
     >>> net = hw.build(
-    ...     hw.families.read_model_spec({"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 11}), seed=0
+    ...     hw.families.read_model_spec(
+    ...         {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 11}
+    ...     ),
+    ...     seed=0,
     ... ).eval()
     >>> told = collect_kv_statistics(net, [torch.tensor([[3, 1, 4]]), torch.tensor([[1, 5]])])
     >>> [(site, side, said.num_tokens) for site, sides in told.items() for side, said in sides.items()]

@@ -172,7 +172,10 @@ def select_attentions(net: Transformer, wanted: Sequence[str] = ()) -> dict[str,
 
     >>> import headwise as hw
     >>> net = hw.build(
-    ...     hw.families.read_model_spec({"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 2, "vocab_size": 11}), seed=0
+    ...     hw.families.read_model_spec(
+    ...         {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 2, "vocab_size": 11}
+    ...     ),
+    ...     seed=0,
     ... )
     >>> list(select_attentions(net, ["decoder.1"]))
     ['decoder.1.attention']

@@ -128,7 +128,9 @@ def prune(
     of transformers is copied as one of ours first.
 
     >>> import headwise as hw
-    >>> net = hw.build(hw.families.read_model_spec({"model_type": "gpt2", "n_embd": 8, "n_head": 4, "n_layer": 2}), seed=0)
+    >>> net = hw.build(
+    ...     hw.families.read_model_spec({"model_type": "gpt2", "n_embd": 8, "n_head": 4, "n_layer": 2}), seed=0
+    ... )
     >>> done = prune(net, hw.surgery.DropHeads((("decoder.0.attention", 3),)))
     >>> done.plan.summary, hw.costs.count_parameters(net.spec) - hw.costs.count_parameters(done.after.spec)
     ('7 of 8 heads stay, without those that were named', 70)

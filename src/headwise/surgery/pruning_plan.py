@@ -171,7 +171,9 @@ def fingerprint_model(net: Transformer) -> str:
     """SHA-256 of what a model is and of all that it holds.
 
     >>> import headwise as hw
-    >>> small = hw.families.read_model_spec({"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 5})
+    >>> small = hw.families.read_model_spec(
+    ...     {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 5}
+    ... )
     >>> nets = [hw.build(small, seed=seed) for seed in (0, 0, 1)]
     >>> [fingerprint_model(net) == fingerprint_model(nets[0]) for net in nets]
     [True, True, False]

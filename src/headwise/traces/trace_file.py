@@ -47,7 +47,7 @@ def load_trace(path: Path | str) -> Trace:
     >>> trace = trace_from_weights([np.full((1, 2, 3, 3), 1 / 3)], ["a", "b", "c"])
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     trace.save(f"{folder}/a.trace")
-    ...     load_trace(f"{folder}/a.trace").rows(0, 1, slice(0, 1)).round(2)
+    ...     load_trace(f"{folder}/a.trace").head_weights(0, 1, slice(0, 1)).round(2)
     array([[0.33, 0.33, 0.33]], dtype=float32)
     """
     path = Path(path)

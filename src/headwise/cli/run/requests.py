@@ -22,8 +22,8 @@ from ...ops.counter_rng import RandomStream as Numbers
 from ...serving import BatchingConfig, Engine, RequestStream, ThroughputPrediction
 from ...serving.metrics import DTYPE_NAMES
 from ..arguments import UsageError, print_page, to_json
-from .inputs import MAX_LINE_BYTES
 from .generated_text import CompileNotices, parse_decoding, parse_length
+from .inputs import MAX_LINE_BYTES
 
 DEFAULT_MEMORY = "1 GiB"
 REQUEST_KEYS = ("prompt", "max_new_tokens", "temperature", "seed")  # keys of a line, besides the words of Decoding

@@ -119,7 +119,7 @@ _LAST: WeakKeyDictionary[nn.Module, nn.Module] = WeakKeyDictionary()  # the proj
 
 
 def declare(module: nn.Module, *, heads: int, output: str) -> None:
-    """Say that a module is an attention of so many heads, whose output projection is its child `out`.
+    """Say that a module is an attention of so many heads, whose output projection is its child `output`.
 
     >>> import headwise as hw
     >>> class Mine(nn.Module):
@@ -127,8 +127,8 @@ def declare(module: nn.Module, *, heads: int, output: str) -> None:
     ...         super().__init__()
     ...         self.mix, self.last = nn.Linear(6, 6), nn.Linear(6, 6)
     >>> net = nn.Sequential(Mine())
-    >>> hw.register_weights(net[0], heads=3, out="last")
-    >>> [(make_site.name, make_site.q, make_site.dim) for make_site in hw.sites(net)]
+    >>> hw.declare(net[0], heads=3, output="last")
+    >>> [(site.name, site.q, site.dim) for site in hw.sites(net)]
     [('model.0.attention', 3, 2)]
     """
     children = dict(module.named_modules())

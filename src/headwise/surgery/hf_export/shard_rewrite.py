@@ -56,7 +56,9 @@ def to_canonical_form(net: Transformer) -> CanonicalForm:
     >>> from headwise.model_spec import BlockSpec, EmbeddingSpec, StackSpec
     >>> spec = hw.design(model=8, heads=4, kv=2, dim=3).with_heads(reads=(0, 1, 0, 1))
     >>> stack = StackSpec.from_blocks("decoder", 8, [BlockSpec(spec)], embedding=EmbeddingSpec(5))
-    >>> [(_, sorted_spec)] = to_canonical_form(hw.build(ModelSpec("x", "decoder", (stack,)))).model_spec.attention_specs()
+    >>> [(_, sorted_spec)] = to_canonical_form(
+    ...     hw.build(ModelSpec("x", "decoder", (stack,)))
+    ... ).model_spec.attention_specs()
     >>> sorted_spec.heads
     Heads.grouped(q=4, kv=2, dim=3)
     """

@@ -143,7 +143,9 @@ def list_default_orders(net: Transformer, examples: Sequence[Example], options: 
     """The orders that can be found of a model: those with slopes need a loss, gates need to be said how they learn.
 
     >>> import headwise as hw, torch
-    >>> net = hw.build(hw.families.read_model_spec({"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1}), seed=0)
+    >>> net = hw.build(
+    ...     hw.families.read_model_spec({"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1}), seed=0
+    ... )
     >>> texts = [Example({"x": torch.tensor([[3, 1, 4]])}, {})]
     >>> list_default_orders(net, texts, OrderingOptions()), list_default_orders(net, texts, OrderingOptions("drift"))
     (('leave-one-out', 'michel', 'random'), ('leave-one-out', 'random'))

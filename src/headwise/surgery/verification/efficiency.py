@@ -121,7 +121,9 @@ def compare_cost(
     """What both cost for a row of `length` tokens, and `source` of them where one is read.
 
     >>> import headwise as hw
-    >>> net = hw.build(hw.families.read_model_spec({"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1}), seed=0)
+    >>> net = hw.build(
+    ...     hw.families.read_model_spec({"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1}), seed=0
+    ... )
     >>> found = compare_cost(net, net)
     >>> found.length, found.get_cost("cache, a token").before, found.get_cost("parameters").ratio
     (512, 64, 1.0)

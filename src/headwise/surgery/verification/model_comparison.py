@@ -33,9 +33,11 @@ def compute_output_and_states(net: Transformer, given: ModelInputs) -> OutputAnd
     """Both, of one call.
 
     >>> import headwise as hw
-    >>> from headwise.hub.num_readable import readable
-    >>> net = hw.build(hw.families.read_model_spec({"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 2}), seed=0).eval()
-    >>> said = compute_output_and_states(net, readable(net, torch.tensor([[3, 1, 4]]), 0))
+    >>> from headwise.inspect.model_inputs import prepare_inputs
+    >>> net = hw.build(
+    ...     hw.families.read_model_spec({"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 2}), seed=0
+    ... ).eval()
+    >>> said = compute_output_and_states(net, prepare_inputs(net, torch.tensor([[3, 1, 4]]), 0))
     >>> said.output.shape, {name: states.shape for name, states in said.states.items()}
     (torch.Size([1, 3, 50257]), {'decoder.0': torch.Size([1, 3, 8]), 'decoder.1': torch.Size([1, 3, 8])})
     """
@@ -185,7 +187,10 @@ def compare_ablated(
 
     >>> import headwise as hw
     >>> net = hw.build(
-    ...     hw.families.read_model_spec({"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 11}), seed=0
+    ...     hw.families.read_model_spec(
+    ...         {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 11}
+    ...     ),
+    ...     seed=0,
     ... ).eval()
     >>> texts = [Example({"x": torch.tensor([[3, 1, 4]])}, {})]
     >>> [one.apart for one in compare_ablated(net, net, texts, {"decoder.0.attention": [0, 1]})]
@@ -208,7 +213,9 @@ def build_ablations(
     """What is put in the place of every head that a plan does not keep.
 
     >>> import headwise as hw
-    >>> net = hw.build(hw.families.read_model_spec({"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1}), seed=0)
+    >>> net = hw.build(
+    ...     hw.families.read_model_spec({"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1}), seed=0
+    ... )
     >>> build_ablations(net, {"decoder.0.attention": [1]}, {})
     {('decoder.0.attention', 0): ScaledOutput(scale=0.0)}
     """
