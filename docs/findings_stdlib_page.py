@@ -282,7 +282,8 @@ def doubtful(found: Found, told: Mapping[Key, Test]) -> Iterator[str]:
     yield (
         f"{len(told):,} tests, sign flips of paired differences over texts. Corrected together (Holm) are all heads at "
         "all steps of all seeds, each against the twin's strongest head on the same texts; and together all changes of "
-        f"curves between kept steps and what silence does. {sum(not one.verdict for one in told.values()):,} are not told "
+        f"curves between kept steps and what silence does. {sum(not one.verdict for one in told.values()):,} "
+        f"are not told "
         f"from chance at {LEVEL:g}."
     )
     for data, name in product(("repeated", "source"), TESTED):

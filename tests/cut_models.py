@@ -28,7 +28,7 @@ def model(kind: str, blocks: int = 2, words: int = WORDS, modifiers: tuple[Any, 
     heads = (
         (bp.OutputHeadSpec("classes", 7, at="first"),) if kind == "vision" else (bp.OutputHeadSpec("tokens", words),)
     )
-    stacks = (bp.StackSpec.from_blocks("encoder" if kind != "decoder" else kind, 24, [own] * blocks, embedding=embedding,
+    stacks = (bp.StackSpec.from_blocks("encoder" if kind != "decoder" else kind, 24, [own] * blocks, embedding=embedding,  # noqa: E501 - one case a line
                           norm=bp.NormSpec()),)  # fmt: skip
     if kind == "encoder-decoder":
         both = bp.BlockSpec(attention(), cross=attention("full"), feed=feed)

@@ -87,7 +87,7 @@ def test_a_head_that_draws_the_gold_links_has_no_error():
     """One that links all target words as people did, of whom some were not sure, and one along the diagonal."""
     count, order = 7, [3, 1, 0, 6, 5, 2, 4]
     flags = [torch.zeros(count, dtype=torch.bool)] * 3
-    source, text = (TokenAnnotations(torch.arange(count), ("w",) * count, *flags, torch.arange(count), torch.ones(count))
+    source, text = (TokenAnnotations(torch.arange(count), ("w",) * count, *flags, torch.arange(count), torch.ones(count))  # noqa: E501 - one case a line
                     for _ in range(2))  # fmt: skip
     w = torch.zeros(2, count, count)
     w[0, range(count), order] = 1

@@ -245,7 +245,7 @@ def test_norms_and_shares_of_what_is_written():
             net(text.inputs["x"])
             z = probe.tensors["heads"]
             each = torch.stack([
-                made.merge_heads(z * (torch.arange(4) == head)[:, None])[0] - made.merge_heads(0 * z)[0] for head in range(4)
+                made.merge_heads(z * (torch.arange(4) == head)[:, None])[0] - made.merge_heads(0 * z)[0] for head in range(4)  # noqa: E501 - one case a line
             ])  # fmt: skip
         net.probes = {}
         whole = each.sum(0)

@@ -122,7 +122,7 @@ def fan(count: int) -> tuple[dict, list]:
     )
     roof = RooflineChart("Roofline, FLOP a second", 1e15, 5e12, tuple(
         point for n, name in enumerate(names)
-        for point in (RooflinePoint(name, "all tokens", 900.0 + n, 1e15), RooflinePoint(name, "a step", 1 + n / 30, 5e12 + n * 1e10))
+        for point in (RooflinePoint(name, "all tokens", 900.0 + n, 1e15), RooflinePoint(name, "a step", 1 + n / 30, 5e12 + n * 1e10))  # noqa: E501 - one case a line
     ))  # fmt: skip
     chart = LineChart("Cache of 16 rows, bytes", 4096, lines, tuple(names))
     return dict.fromkeys(names, PRICES["gqa"]), [

@@ -137,7 +137,7 @@ def small() -> HeadTable:
     one = Measure(0.8, 0.7, 0.9, 0.1)
     names = ("previous", "syntactic det to governor", "unclear", "sink")
     heads = tuple(
-        HeadMeasures("decoder", "attention", n // 2, n % 2, 0, f"decoder.{n // 2}.attention", {"entropy": one, "sink": one},
+        HeadMeasures("decoder", "attention", n // 2, n % 2, 0, f"decoder.{n // 2}.attention", {"entropy": one, "sink": one},  # noqa: E501 - one case a line
              (HeadClass(name, 0.3 + 0.2 * n, "it does"),))
         for n, name in enumerate(names)
     )  # fmt: skip

@@ -271,10 +271,10 @@ REFUSED = {
     "size": "SpecError: a world of 2 cannot be data=3, which takes 3; start 3 processes, or give data=2",
     "compile": "SpecError: layers whose ranks talk to each other (shards=2) are not compiled; give compile='off'",
     "one rank": "SpecError: rank 1 of 2: the data is not here; copy it to this machine",
-    "diverged": "TrainingDiverged: step 1: the loss is nan; the output of decoder.0.feed (feed, decayed) is the first that is "
+    "diverged": "TrainingDiverged: step 1: the loss is nan; the output of decoder.0.feed (feed, decayed) is the first that is "  # noqa: E501 - one case a line
     "not finite on rank 1; the checkpoint of step 0 is kept in ",
-    "diverged slices": "TrainingDiverged: step 1: the loss is nan; the output of decoder.0.feed (feed, decayed) is the first ",
-    "bad weight": "TrainingDiverged: step 1: the loss is nan; the weight decoder.0.feed.up (feed, decayed) is not finite on "
+    "diverged slices": "TrainingDiverged: step 1: the loss is nan; the output of decoder.0.feed (feed, decayed) is the first ",  # noqa: E501 - one case a line
+    "bad weight": "TrainingDiverged: step 1: the loss is nan; the weight decoder.0.feed.up (feed, decayed) is not finite on "  # noqa: E501 - one case a line
     "rank 1; the checkpoint of step 0",
 }
 

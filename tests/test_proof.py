@@ -80,7 +80,7 @@ def test_a_model_that_was_read_again_otherwise_is_found_out():
 
 def test_where_all_heads_talk_the_proof_says_that_little_was_saved():
     talking = replace(model("decoder", 1), stacks=(
-        bp.StackSpec.from_blocks("decoder", 24, [bp.BlockSpec(attention(kv=4, modifiers=(hw.TalkingHeads(),)), feed=bp.FeedForwardSpec(31))],
+        bp.StackSpec.from_blocks("decoder", 24, [bp.BlockSpec(attention(kv=4, modifiers=(hw.TalkingHeads(),)), feed=bp.FeedForwardSpec(31))],  # noqa: E501 - one case a line
                     embedding=bp.EmbeddingSpec(23)),))  # fmt: skip
     net, keep = built(talking), {"decoder.0.attention": [2]}
     proof = prove(

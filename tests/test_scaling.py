@@ -174,7 +174,7 @@ def test_a_cache_begins_anew(monkeypatch: pytest.MonkeyPatch):
 def test_every_backend_is_measured_by_some_kind():
     measured = {
         name for kind in runner.SCALING_LAYERS
-        for name, said in runner.unsupported_reasons(kind, runner.design_layer(kind, runner.CallSize())).items() if not said
+        for name, said in runner.unsupported_reasons(kind, runner.design_layer(kind, runner.CallSize())).items() if not said  # noqa: E501 - one case a line
     }  # fmt: skip
     assert measured == set(backends.BACKENDS) - {"paged"}  # it is for pages, which the bench has rows of
 

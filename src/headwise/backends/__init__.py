@@ -152,18 +152,16 @@ __all__ = [
     "CallSignature",
     "CoreInputs",
     "CoreSteps",
-    "choose_backend",
-    "gather_pages",
-    "recomputed_flops",
-    "values_per_row",
-]
-__all__ += [
     "backend_notes",
     "backends_by_length",
+    "choose_backend",
+    "gather_pages",
     "is_plain_softmax",
-    "packed",
     "preference_length",
     "reads_quantized_cache",
+    "recomputed_flops",
     "softmax_args",
     "unsupported_reasons_by_backend",
+    "values_per_row",
+    "varlen",
 ]

@@ -64,7 +64,8 @@ def run_extras(
         other = make_random_baseline(model, seed=args.seed)
         more.random_baseline = measure(other)
         more.lines.append(
-            f"classes here: {_count_classes(table)}; of its twin with fresh weights: {_count_classes(more.random_baseline)}"
+            f"classes here: {_count_classes(table)}; of its twin with fresh weights: "
+            f"{_count_classes(more.random_baseline)}"
         )
     if args.redundancy:
         from ..head_analysis.head_redundancy import measure_redundancy

@@ -286,7 +286,10 @@ class ScalingMeasurement:
         return {"width": self.width, "lengths": self.lengths, "layers": rows}
 
     def __str__(self) -> str:
-        told = f"Measured on this machine ({accelerator_type()}), one row, width {self.width}: the time of {self.lengths[0]} tokens"
+        told = (
+            f"Measured on this machine ({accelerator_type()}), one row, width {self.width}: the time of "
+            f"{self.lengths[0]} tokens"
+        )
         lines = [told, "and how many times as long each doubling takes", ""]
         lines.append(f"{'':<20}" + "".join(f"{f'{length:,} tokens':>15}" for length in self.lengths))
         for name, each in self.layers.items():

@@ -53,7 +53,8 @@ class MemoryDemand:
                 raise SpecError(f"{name}={size!r} is no size; give a whole number of at least {least}")
         if 0 < self.training_bytes_per_parameter < (least := dtype_bytes(self.serving.formats.compute)):
             raise SpecError(
-                f"training={self.training_bytes_per_parameter} bytes of each number cannot hold it, which takes {least}; 16, 18 and 20 "
+                f"training={self.training_bytes_per_parameter} bytes of each number cannot hold it, which "
+                f"takes {least}; 16, 18 and 20 "
                 "are usual"
             )
 
@@ -181,7 +182,8 @@ def _max_size(sized: Callable[[int], MemoryDemand], least: str, demand: MemoryDe
     if not found:
         needed, memory = sized(1).bytes_per_device, int(demand.serving.device.memory)
         raise SpecError(
-            f"{least} takes {format_gigabytes(needed)} with weights and activations, and memory is {format_gigabytes(memory)}; "
+            f"{least} takes {format_gigabytes(needed)} with weights and activations, and memory is "
+            f"{format_gigabytes(memory)}; "
             f"give {format_gigabytes(needed)} or more, or divide them among devices"
         )
     return None if found >= MAX_SIZE else found
@@ -492,7 +494,8 @@ class ThroughputReport:
             else f"{min(rows.counts_by_length)[0]:,} to {self.longest_length:,}"
         )
         yield from _wrap(
-            f"{self.name}: {_pluralise(rows.num_requests, 'row')} of {long} tokens, {serving.formats.compute}, a cache of "
+            f"{self.name}: {_pluralise(rows.num_requests, 'row')} of {long} tokens, "
+            f"{serving.formats.compute}, a cache of "
             f"{serving.formats.cache} ({serving.allocator}), {serving.device.description}"
         )
         yield from ("", _operation_line("a token for every row", "FLOP", "bytes", "FLOP/byte", "waits for", "at least"))

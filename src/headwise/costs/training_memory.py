@@ -343,9 +343,9 @@ def recompute_flops(
     for stack in spec_or_model.stacks:
         told = stack_workload(spec_or_model, stack, workload, settings)
         for block, times in Counter(stack.layers).items():
-            for name, formula, flops in _block_recompute_items(block, stack.model, told, settings):
+            for name, formula, count in _block_recompute_items(block, stack.model, told, settings):
                 where, (text, value) = f"{stack.name}.*.{name}", found.get(f"{stack.name}.*.{name}", ("", 0))
-                found[where] = " + ".join(filter(None, [text, f"{times} ({formula})"])), value + times * flops
+                found[where] = " + ".join(filter(None, [text, f"{times} ({formula})"])), value + times * count
     return CostBreakdown(tuple(CostTerm(name, *told) for name, told in found.items()))
 
 

@@ -74,7 +74,8 @@ def _render_bar(name: str, one: Mapping[str, float]) -> str:
     """A share as a bar, and between which values it might have come out as a line across its end."""
     low, high = BAR_WIDTH * one["low"], BAR_WIDTH * one["high"]
     drawing = (
-        f'<rect width="{BAR_WIDTH}" height="16" fill="#eceaf4"/><rect width="{BAR_WIDTH * one["value"]:.1f}" height="16" '
+        f'<rect width="{BAR_WIDTH}" height="16" fill="#eceaf4"/>'
+        f'<rect width="{BAR_WIDTH * one["value"]:.1f}" height="16" '
         f'fill="#5b4b8a"/><path d="M{low:.1f} 8H{high:.1f}" stroke="#e0a030" stroke-width="3"/>'
     )
     label = f'<text x="{BAR_WIDTH + 8}" y="13" font-size="13">{one["value"]:.1%}</text>'

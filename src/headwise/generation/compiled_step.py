@@ -68,7 +68,8 @@ def estimate_compile_gain(num_layers: int, num_steps: int) -> CompileDecision:
     """Whether so many steps of a model of so many layers pay for being compiled.
 
     >>> estimate_compile_gain(12, 64)
-    CompileDecision(should_compile=False, reason='not compiled: 64 steps could gain about 0.1 s, compiling takes about 51 s')
+    CompileDecision(should_compile=False, reason='not compiled: 64 steps could gain about 0.1 s, compiling takes about
+    51 s')
     >>> estimate_compile_gain(12, 100_000).should_compile
     True
     """

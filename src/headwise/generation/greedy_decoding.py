@@ -22,7 +22,8 @@ def greedy_decode(
 ) -> list[list[int]]:
     """Up to `count` new ids behind each row of a prompt [B, P], each the likeliest; a row stops before `end`.
 
-    Rows of several lengths are padded, which `tokens` says: SequenceInfo.from_batch(prompt, lengths=..., pad="left"). `memory` is
+    Rows of several lengths are padded, which `tokens` says: SequenceInfo.from_batch(prompt, lengths=..., pad="left").
+    `memory` is
     what `net.encode(source)` returned. Past tokens are remembered, and computed once.
 
     >>> import torch, headwise as hw

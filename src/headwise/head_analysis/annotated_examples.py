@@ -107,7 +107,8 @@ def read_conllu(lines: Iterable[str], source: str = "CoNLL-U") -> Iterator[Parse
     ...     "2\\tbark\\t_\\t_\\t_\\t_\\t0\\troot\\t_\\t_",
     ... ]
     >>> next(read_conllu(rows))
-    ParsedSentence(text='Dogs bark', words=('Dogs', 'bark'), word_spans=((0, 4), (5, 9)), dependencies=((0, 1, 'nsubj'),))
+    ParsedSentence(text='Dogs bark', words=('Dogs', 'bark'), word_spans=((0, 4), (5, 9)), dependencies=((0, 1,
+    'nsubj'),))
     """
     rows: list[list[str]] = []
     text, first = "", 1

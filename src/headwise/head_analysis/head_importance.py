@@ -138,7 +138,8 @@ class ImportanceRun:
             and least * num_heads > SIGNIFICANCE_LEVEL
         ):
             told.append(
-                f"{len(self.sums_by_unit)} texts tell no head from chance: no p is below {least:g}, of {num_heads} heads"
+                f"{len(self.sums_by_unit)} texts tell no head from chance: no p is below {least:g}, of "
+                f"{num_heads} heads"
             )
         if self.time_limit_reached:
             told.append(f"stopped after {self.num_texts} texts, when {options.max_seconds:g} seconds were used up")

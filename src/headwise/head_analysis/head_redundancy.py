@@ -184,7 +184,8 @@ def compare_redundancy(group: ComparableHeads, other: ComparableHeads) -> str:
     middle = float(np.median(other.distances[np.triu_indices(len(other.heads), 1)]))
     return (
         f"of {len(other.heads)} heads ({other.streams[0]} reads {other.streams[1]}) the median pair is {middle:.3f} "
-        f"nats apart, and {len(other.similar_pairs)} of {other.num_pairs} pairs are surely near, not {len(group.similar_pairs)}."
+        f"nats apart, and {len(other.similar_pairs)} of {other.num_pairs} pairs are surely near, not "
+        f"{len(group.similar_pairs)}."
     )
 
 
@@ -204,8 +205,10 @@ def _distances_sentence(own: ComparableHeads) -> str:
     near = own.similar_pairs
     told = (
         f"Of {len(own.heads)} heads ({own.streams[0]} reads {own.streams[1]}) the median pair is {middle:.3f} nats "
-        f"apart of at most {MAX_DIVERGENCE:.3f}, and {chance:.3f} where weights are dealt anew; {len(near)} of {own.num_pairs} pairs "
-        f"are surely nearer than {own.cut:.3f}, where {own.alike.chance:.1f} would be by chance ({_format_p(own.alike)})"
+        f"apart of at most {MAX_DIVERGENCE:.3f}, and {chance:.3f} where weights are dealt anew; {len(near)} "
+        f"of {own.num_pairs} pairs "
+        f"are surely nearer than {own.cut:.3f}, where {own.alike.chance:.1f} would be by chance "
+        f"({_format_p(own.alike)})"
     )
     if not near:
         return f"{told}."
@@ -243,13 +246,19 @@ def _layers_sentence(own: ComparableHeads) -> str:
 
 def _within_layer_sentence(found: PermutationTest) -> str:
     way = "nearer to" if found.value < 0 else "farther from"
-    return f"Heads of a layer are {abs(found.value):.3f} nats {way} each other than to those of others ({_format_p(found)})."
+    return (
+        f"Heads of a layer are {abs(found.value):.3f} nats {way} each other than to those of others "
+        f"({_format_p(found)})."
+    )
 
 
 def _outputs_sentence(own: ComparableHeads) -> str:
     if math.isnan(own.agreement.p):
         return ""
-    return f"Distances of weights and of what heads say agree with r = {own.agreement.value:.2f} ({_format_p(own.agreement)})."
+    return (
+        f"Distances of weights and of what heads say agree with r = {own.agreement.value:.2f} "
+        f"({_format_p(own.agreement)})."
+    )
 
 
 def _format_p(one: PermutationTest) -> str:
@@ -417,11 +426,14 @@ class _RedundancySums:
         return torch.cat([smooth_weights(weights[..., :-1], self.how.smoothing), weights[..., -1:]], -1)
 
 
+DEFAULT_OPTIONS = RedundancyOptions()
+
+
 def measure_redundancy(
     model: nn.Module,
     examples: Iterable[Example],
     *,
-    options: RedundancyOptions = RedundancyOptions(),
+    options: RedundancyOptions = DEFAULT_OPTIONS,
     name: str = "",
     progress: Callable[[int], object] = lambda _: None,
 ) -> RedundancyResult:

@@ -62,7 +62,8 @@ class SiteHooks:
             post, count = self.hook_of_module[module], calls[self.hook_of_module[module].site]
             if post.calls_per_forward > 1 and count not in (0, post.calls_per_forward):
                 raise ValueError(
-                    f"{post.name} is a module of {post.calls_per_forward} depths, which ran {count} times in a forward; run the "
+                    f"{post.name} is a module of {post.calls_per_forward} depths, which ran {count} times in "
+                    f"a forward; run the "
                     "whole model"
                 )
 
@@ -71,7 +72,8 @@ class SiteHooks:
         for module, post in self.hook_of_module.items():
             if self.num_forwards[module] and not self.num_calls[module]:
                 raise ValueError(
-                    f"{post.name} never ran, though its model did (forwards: {self.num_forwards[module]}), and nothing was "
+                    f"{post.name} never ran, though its model did (forwards: {self.num_forwards[module]}), "
+                    f"and nothing was "
                     "done there; name sites that this input reaches"
                 )
 
@@ -108,7 +110,8 @@ class SiteHook:
             raise ValueError(f"{self.name} is not called by a forward of its model; call the model itself")
         if turn >= self.calls_per_forward:
             raise ValueError(
-                f"{self.name} runs more than {self.calls_per_forward} times in one forward, and nothing says of which depth that "
+                f"{self.name} runs more than {self.calls_per_forward} times in one forward, and nothing says "
+                f"of which depth that "
                 "is; give the part of the model that runs it once"
             )
         return max(turn, 0)

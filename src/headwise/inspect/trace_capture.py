@@ -79,7 +79,10 @@ class CaptureBuffer:
         """Take note of more bytes, or refuse them."""
         self.nbytes += nbytes
         if self.nbytes > self.capture.budget:
-            fact = f"what is kept takes {format_bytes(self.nbytes)} and more, beyond a budget of {format_bytes(self.capture.budget)}"
+            fact = (
+                f"what is kept takes {format_bytes(self.nbytes)} and more, beyond a budget of "
+                f"{format_bytes(self.capture.budget)}"
+            )
             raise SpecError(f"{fact}; give a larger one, fewer sites, or numbers='half'")
 
     def add_mask(self, tensor: Tensor) -> int:

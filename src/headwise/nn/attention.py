@@ -225,7 +225,8 @@ class Attention(HasParallelContext, nn.Module):
         return self._bound
 
     def cache(self, *, batch: int, capacity: int, storage_format: str | None = None) -> KVCache:
-        """A fresh cache for this layer, in its dtype and on its device; storage_format="int8" keeps keys and values in 8 bits
+        """A fresh cache for this layer, in its dtype and on its device; storage_format="int8" keeps keys and values
+        in 8 bits
         each."""
         like, device = self._like, str(self._like.device)
         return KVCache.for_spec(

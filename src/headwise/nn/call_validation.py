@@ -84,7 +84,8 @@ def check_mask(
     _check_dtype("mask", mask, Tensor)
     if cache is not None:
         raise ValueError(
-            "a mask cannot follow the slots of a cache; say with sequence=SequenceInfo.from_batch(x, ...) who is padding"
+            "a mask cannot follow the slots of a cache; say with sequence=SequenceInfo.from_batch(x, ...) "
+            "who is padding"
         )
     own = x if source is None else source
     keys = own.sequence.count if isinstance(own, ProjectedSource) else own.shape[1] * spans

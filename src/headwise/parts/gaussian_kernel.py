@@ -36,7 +36,9 @@ class Gaussian(Similarity):
 
     def conflicts(self, spec: AttentionSpec) -> Iterable[str]:
         if not self.width >= MIN_BANDWIDTH:
-            yield f"Gaussian(width={self.width!r}) is too narrow to divide by; use at least {MIN_BANDWIDTH}, such as 1.0"
+            yield (
+                f"Gaussian(width={self.width!r}) is too narrow to divide by; use at least {MIN_BANDWIDTH}, such as 1.0"
+            )
         if not spec.project.uses_head_dims:
             name = type(spec.project).__name__
             yield f"Gaussian measures between vectors as wide as a head, unlike those of {name}; use project Direct()"

@@ -66,7 +66,9 @@ class Routed(Gate):
     def conflicts(self, spec: AttentionSpec) -> Iterable[str]:
         heads = self.heads or len(spec.score_head_of_output)
         if heads < len(spec.score_head_of_output):
-            yield f"Routed(heads={heads}) is fewer than the {len(spec.score_head_of_output)} that speak; leave heads out"
+            yield (
+                f"Routed(heads={heads}) is fewer than the {len(spec.score_head_of_output)} that speak; leave heads out"
+            )
         if self.norm not in ("code", "paper"):
             yield f"Routed(norm={self.norm!r}) is unknown; use 'code' or 'paper'"
         if self.router not in ("learned", "norm"):

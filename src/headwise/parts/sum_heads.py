@@ -45,7 +45,10 @@ class SumHeads(Merge):
         if self.heads and self.of == "sum":
             yield f"SumHeads(heads={self.heads}) counts heads for a mean; leave heads out, or use of='mean'"
         elif self.heads and self.heads < len(spec.score_head_of_output):
-            yield f"SumHeads(heads={self.heads}) is fewer than the {len(spec.score_head_of_output)} that speak; leave heads out"
+            yield (
+                f"SumHeads(heads={self.heads}) is fewer than the {len(spec.score_head_of_output)} that "
+                f"speak; leave heads out"
+            )
 
     def with_fixed_sizes(self, spec: AttentionSpec) -> Self:
         return replace(self, heads=self.heads or len(spec.score_head_of_output)) if self.of == "mean" else self

@@ -209,14 +209,18 @@ class Route(AttentionConversion):
     @property
     def summary(self) -> str:
         """What it does, in a few words."""
-        return f"{self.num_always_active} heads of every layer always speak, and of the others the {self.num_active} that ask loudest"
+        return (
+            f"{self.num_always_active} heads of every layer always speak, and of the others the "
+            f"{self.num_active} that ask loudest"
+        )
 
     def convert_layer(
         self, spec: AttentionSpec, weights: Weights, statistics: KVStatistics, importance: Sequence[float]
     ) -> ConvertedLayer:
         if not 0 <= self.num_always_active <= len(importance):
             raise SpecError(
-                f"{self.num_always_active} of {len(importance)} heads cannot always speak; give at most {len(importance)}"
+                f"{self.num_always_active} of {len(importance)} heads cannot always speak; give at most "
+                f"{len(importance)}"
             )
         first = sorted(range(len(importance)), key=lambda head: -importance[head])[: self.num_always_active]
         made = convert_to_mixture_of_heads(spec, weights, sorted(first), self.num_active)

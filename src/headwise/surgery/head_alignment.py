@@ -267,7 +267,8 @@ def find_symmetry(spec: AttentionSpec, weights: Mapping[str, Tensor], side: str)
     >>> import headwise as hw
     >>> spec = hw.design(model=8, heads=2, modifiers=(hw.Rotary(dims=2), hw.ShawValues(reach=3)))
     >>> [find_symmetry(spec, hw.Attention(spec).state_dict(), side) for side in "kv"]
-    [(SymmetryGroup(planes=((0, 1),), blocks=((2, 3),)), ''), (SymmetryGroup(planes=(), blocks=()), 'ShawValues sees how values lie')]
+    [(SymmetryGroup(planes=((0, 1),), blocks=((2, 3),)), ''), (SymmetryGroup(planes=(), blocks=()), 'ShawValues sees
+    how values lie')]
     """
     heads = spec.heads
     still = torch.eye(heads.dim if side == "k" else heads.vdim, dtype=torch.float64)

@@ -35,7 +35,8 @@ RANKING_METHODS = (*IMPORTANCE_METHODS, RANDOM, BEST)
 
 
 class HeadRanking(NamedTuple):
-    """By what heads are ranked: a method of `hw.estimate_importance`, or "random"; of which objective, on how many texts.
+    """By what heads are ranked: a method of `hw.estimate_importance`, or "random"; of which objective, on how many
+    texts.
 
     "best" is michel where the objective has a slope, and leave-one-out where it has none: of a trained translator the
     latter was no better than chance when many heads went at once (docs/findings/translator.md).
@@ -238,7 +239,8 @@ class DropClasses(HeadSelection):
 class KeepOnePerCluster(HeadSelection):
     """Keep one of each cluster of heads that look alike, the one worth most, and all that are alone.
 
-    `cut` is the Jensen-Shannon distance below which heads are one cluster; without it, as `hw.measure_redundancy` has it.
+    `cut` is the Jensen-Shannon distance below which heads are one cluster; without it, as `hw.measure_redundancy` has
+    it.
     """
 
     ranking: HeadRanking = DEFAULT_RANKING

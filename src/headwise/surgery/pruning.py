@@ -123,7 +123,8 @@ def prune(
 ) -> PruningResult:
     """A model without the heads that a choice gives up; a number is the share that every layer keeps.
 
-    `scenes` are the texts by which heads are judged, as `hw.ExampleReader` reads them. fold="mean" leaves what the heads said
+    `scenes` are the texts by which heads are judged, as `hw.ExampleReader` reads them. fold="mean" leaves what the
+    heads said
     on average over these texts, fold="bias" what their values' bias made them say. The model itself is left alone; one
     of transformers is copied as one of ours first.
 

@@ -155,7 +155,8 @@ def _check_memory_limit(demand: MemoryDemand, said: str) -> None:
     weights, memory = demand.serving.weights.bytes, demand.serving.device.memory
     if weights > memory:
         raise UsageError(
-            f"--budget {said} is less than the weights, {format_gigabytes(weights)}; give {format_gigabytes(weights)} or more"
+            f"--budget {said} is less than the weights, {format_gigabytes(weights)}; give "
+            f"{format_gigabytes(weights)} or more"
         )
 
 

@@ -155,7 +155,8 @@ def _describe_harmless_removal(curves: PruningCurves, part: str) -> str:
                 f"{gone[0]} by {order} ({_format_interval(found[0].loss_change)})" if gone[0] else f"none by {order}"
             )
     return (
-        f"{describe_part(curves, part)}: {_metric_name(curves)} surely grows by less than {curves.max_loss_increase:g} with so many gone, "
+        f"{describe_part(curves, part)}: {_metric_name(curves)} surely grows by less than "
+        f"{curves.max_loss_increase:g} with so many gone, "
         f"of the counts that were tried: {', '.join(told)}."
     )
 
@@ -176,7 +177,8 @@ def _compare_orders(curves: PruningCurves, part: str, other: str) -> str:
         [point for left in lefts for point in own[left]], [p for left in lefts for p in theirs[left]]
     )
     return (
-        f"{name}: over all counts {_metric_name(curves)} {_describe_difference(every)}; of {len(lefts)} counts it is lower at "
+        f"{name}: over all counts {_metric_name(curves)} {_describe_difference(every)}; of {len(lefts)} "
+        f"counts it is lower at "
         f"{each.count(-1)}, higher at {each.count(1)}, and no difference is shown at {each.count(0)}."
     )
 
@@ -217,7 +219,10 @@ def _compare_parts(curves: PruningCurves) -> Iterator[str]:
     tests = len(names) * (len(names) - 1) // 2
     more = [compare_losses(own[other], own[one], tests) for one, other in pairwise(names)]
     for (one, other), differs in zip(pairwise(names), more, strict=True):
-        yield f"Without heads of {other}, beside without heads of {one}: {_metric_name(curves)} {_describe_difference(differs)}."
+        yield (
+            f"Without heads of {other}, beside without heads of {one}: {_metric_name(curves)} "
+            f"{_describe_difference(differs)}."
+        )
     if sorted(names) == sorted(PUBLISHED_ORDER):
         yield f"That the encoder goes first and cross-attention last: {_order_verdict(names, more)}."
 
@@ -396,8 +401,14 @@ def format_short_table(curves: PruningCurves, part: str) -> list[str]:
 
 def _describe_setup(curves: PruningCurves) -> str:
     whole = curves.curves[0].points[0].rows[0].after
-    asked = f"{curves.objective.capitalize()} over {curves.num_texts} texts, {curves.num_positions:,} places, with ever fewer heads"
-    base = f" The whole model's loss is {format_number(whole.value)} ({format_number(whole.low)} to {format_number(whole.high)})."
+    asked = (
+        f"{curves.objective.capitalize()} over {curves.num_texts} texts, {curves.num_positions:,} places, "
+        f"with ever fewer heads"
+    )
+    base = (
+        f" The whole model's loss is {format_number(whole.value)} ({format_number(whole.low)} to "
+        f"{format_number(whole.high)})."
+    )
     draws = f", of {RANDOM} the range of draws" if RANDOM in curves.orders else ""
     said = f" Told is what differs from the whole model; in brackets 95% of draws of texts{draws}."
     return f"{asked}; nothing is trained anew.{base if LOSS in curves.metric_names else ''}{said}"

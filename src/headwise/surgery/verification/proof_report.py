@@ -144,7 +144,8 @@ def _equivalence_section(proof: ModelProof) -> Iterator[str]:
     yield from format_table(("what", "apart", "rounding", "texts", "same"), rows)
     yield ""
     yield from wrap_text(
-        f"Apart is the largest difference of any number that the two say of any text; rounding is what {TOLERANCE_STEPS:,} steps "
+        f"Apart is the largest difference of any number that the two say of any text; rounding is what "
+        f"{TOLERANCE_STEPS:,} steps "
         f"of the precision, {HALF_TOLERANCE_STEPS} of one of two bytes, make of the largest number said."
     )
 
@@ -253,7 +254,8 @@ def _agreement_section(proof: ModelProof) -> Iterator[str]:
     if told.top1_match is not None and told.kl is not None:
         yield ""
         yield from wrap_text(
-            f"Both hold the same for likeliest at {told.top1_match:.1%} of places; KL(before || after) is {format_number(told.kl)} "
+            f"Both hold the same for likeliest at {told.top1_match:.1%} of places; KL(before || after) is "
+            f"{format_number(told.kl)} "
             "nats on average."
         )
 
