@@ -19,7 +19,7 @@ from ..masking.patterns import Causal
 from ..masking.sequence_info import AttentionMask
 from . import dense, sdpa
 from .core_interface import CallSignature, CoreInputs, CoreSteps
-from .query_blocks import QUERY_BLOCK_LENGTHS, QUERY_BLOCK_SIZE, count_block_pairs
+from .query_blocks import QUERY_BLOCK_LENGTHS, QUERY_BLOCK_SIZE, count_formed_pairs
 
 MAX_SAVED_KEYS = 512  # keys up to which weights are kept for the way back; of more they are formed once more
 
@@ -69,7 +69,7 @@ def is_preferred(job: CallSignature) -> bool:
 
 def executed_flops(job: CallSignature, work: CallSize) -> int:
     """The products of every block with the keys that some of its queries may read."""
-    return job.core.flops(work.batch * count_block_pairs(job, work))
+    return job.core.flops(work.batch * count_formed_pairs(job, work))
 
 
 def attend(

@@ -439,7 +439,7 @@ def count_formed_pairs(job: CallSignature, work: CallSize) -> int:
     if _is_single_call(job, work):
         return work.queries * work.keys
     if not _has_cpu_kernel(job):
-        return query_blocks.count_block_pairs(job, work)
+        return query_blocks.count_formed_pairs(job, work)
     return query_blocks.count_batch_pairs(job.spec.pattern, *_position_ranges(job, work))
 
 

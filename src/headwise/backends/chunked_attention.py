@@ -17,7 +17,7 @@ from ..kernels.autograd_guards import NO_DOUBLE_BACKWARD_REMEDY, forbid_double_b
 from ..masking.sequence_info import AttentionMask
 from . import dense
 from .core_interface import CallSignature, CoreInputs, CoreSteps, has_unmodified_weights
-from .query_blocks import QUERY_BLOCK_LENGTHS, CallBlocks, QueryBlock, count_block_pairs, slice_inputs
+from .query_blocks import QUERY_BLOCK_LENGTHS, CallBlocks, QueryBlock, count_formed_pairs, slice_inputs
 
 NUM_QUERY_TENSORS = 3  # of what a block is handed, the first so many have a row for each query, the others for each key
 
@@ -184,7 +184,7 @@ def notes(job: CallSignature) -> list[str]:
 
 def executed_flops(job: CallSignature, work: CallSize) -> int:
     """The products of every block with the keys that some of its queries may read."""
-    return job.core.flops(work.batch * count_block_pairs(job, work))
+    return job.core.flops(work.batch * count_formed_pairs(job, work))
 
 
 def attend(

@@ -140,7 +140,7 @@ def split_unordered_queries(queries: int, keys: int) -> Iterator[QueryBlock]:
         yield QueryBlock(range(start, stop), (range(keys),))
 
 
-def count_block_pairs(job: CallSignature, work: CallSize) -> int:
+def count_formed_pairs(job: CallSignature, work: CallSize) -> int:
     """The pairs of one row whose scores are formed, for queries that are the last of the keys."""
     if work.queries <= QUERY_BLOCK_SIZE:
         return work.queries * work.keys

@@ -79,12 +79,12 @@ class TensorContextParallel(ParallelContext):
     def without_token_shards(self) -> ParallelContext:
         return TensorContextParallel(self.tensor)
 
-    def whole(self, x: Tensor, over: Literal["heads", "tokens"]) -> Tensor:
+    def sum_over(self, x: Tensor, over: Literal["heads", "tokens"]) -> Tensor:
         """The sum over all heads, or all tokens."""
         wire = {"heads": self.tensor, "tokens": self.context}[over]
         return x if wire is None else _apply_collective(AllReduceSum, x, wire)
 
-    def term(self, value: Tensor) -> Tensor:
+    def own_share(self, value: Tensor) -> Tensor:
         """A term that all have alike, so that the gradients of all add up to its own, and over tokens the values."""
         value = value / self.num_token_shards
         each = value / (1 if self.tensor is None else self.tensor.size)
