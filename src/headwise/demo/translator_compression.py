@@ -109,7 +109,11 @@ RETRAINING = UptrainingOptions(steps=1, batch=64, rate=1e-3, alpha=1.0, every=50
 def prune_half(net: Transformer, texts: Sequence[Example], tell: ProgressCallback) -> CompressedModel:
     """Half of all heads, those worth most; the others leave what they said on average."""
     done = prune(net, KeepTop(0.5, HeadRanking(num_examples=64), scope="model"), texts, fold="mean", log=tell)
-    asked = {"keep": dict(done.plan.changed_sites), "said": dict(done.head_constants), "cut": (net, done.after)}
+    asked = {
+        "keep": dict(done.plan.changed_sites),
+        "replacements": dict(done.head_constants),
+        "ablation_pair": (net, done.after),
+    }
     return CompressedModel(done.after, done.plan.summary, done.data, asked)
 
 
@@ -117,7 +121,7 @@ def convert_to_mqa(net: Transformer, texts: Sequence[Example], tell: ProgressCal
     """One head of keys and values for all query heads of a layer, the mean of those there were, aligned first."""
     tell("aligning keys and values")
     done = convert(net, Pool(1, align="both"), texts)
-    asked = {"same": {"aligned, before heads are pooled": lambda: done.equivalent}}
+    asked = {"equivalents": {"aligned, before heads are pooled": lambda: done.equivalent}}
     return CompressedModel(done.after, done.conversion.summary, done.data, asked)
 
 

@@ -25,7 +25,7 @@ WEIGHT_NAMES: dict[str, WeightNames] = {}
 for _module in iter_modules(__path__):
     for _table in vars(import_module(f"{__name__}.{_module.name}")).values():
         if isinstance(_table, WeightNames):
-            WEIGHT_NAMES |= dict.fromkeys(_table.families, _table)
+            WEIGHT_NAMES.update(dict.fromkeys(_table.families, _table))
 
 __all__ = ["FAMILIES", "WRITERS", "read_model_spec", "write_config"]
 

@@ -60,17 +60,17 @@ def _select_attentions(model: nn.Module, sites: Iterable[str] | None) -> dict[st
 class KVStatisticsCollector:
     """Adds up what the heads of one attention make of each input that it remembers."""
 
-    wants_core = False
+    needs_call = False
 
     def __init__(self, attention: Attention) -> None:
         self.attention = attention
         self.told: dict[str, CrossProducts] = {}
 
-    def core(self, seen: AttentionCall) -> None:
-        """It does not look there."""
+    def on_call(self, call: AttentionCall) -> None:
+        """Nothing: the collector reads inputs."""
 
-    def heads(self, z: Tensor) -> None:
-        """Nor there."""
+    def on_head_outputs(self, outputs: Tensor) -> None:
+        """Nothing: the collector reads inputs."""
 
     def add(self, z_BSE: Tensor, tokens: SequenceInfo | None) -> None:
         """Take one input, its padding left out."""
