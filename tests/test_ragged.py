@@ -259,10 +259,10 @@ def test_a_cache_says_how_much_each_row_holds():
     append = cache.append
     cache.append = lambda entry, at: told.append(append(entry, at)) or told[-1]
     layer(x[:, :1], cache=cache)
-    assert told[-1][1].held.tolist() == [5, 2, 3]
+    assert told[-1][1].visible_per_row.tolist() == [5, 2, 3]
     at = hw.SequenceInfo(torch.tensor([[5], [0], [3]]), torch.tensor([[0], [-1], [0]]))
     layer(x[:, :1], cache=cache, sequence=at)
-    assert told[-1][1].held.tolist() == [6, 0, 4]
+    assert told[-1][1].visible_per_row.tolist() == [6, 0, 4]
 
 
 def test_packed_documents_do_not_meet_in_a_cache():

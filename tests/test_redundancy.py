@@ -494,7 +494,7 @@ def test_what_cannot_be_compared_is_refused():
     net = small()
     with pytest.raises(ValueError, match="1 texts leave no interval; give at least two"):
         measure_redundancy(net, scenes(1), options=LIGHT)
-    with pytest.raises(ValueError, match="outputs='cca' is unknown; use 'unbiased' or 'linear'"):
+    with pytest.raises(ValueError, match="cka_estimator='cca' is unknown; use 'unbiased' or 'linear'"):
         measure_redundancy(net, scenes(2), options=RedundancyOptions(cka_estimator="cca"))
     with pytest.raises(ValueError, match="rows=0 is too few"):
         measure_redundancy(net, scenes(2), options=RedundancyOptions(rows_per_text=0))
@@ -513,7 +513,7 @@ def test_little_is_held_however_long_a_text_is(monkeypatch: pytest.MonkeyPatch):
         return original(weights, others)
 
     monkeypatch.setattr(module, "jensen_shannon_divergence", spy)
-    monkeypatch.setattr("headwise.head_analysis.head_similarity.HELD", 8 * 10 * 30)
+    monkeypatch.setattr("headwise.head_analysis.head_similarity.MAX_SAMPLED_CELLS", 8 * 10 * 30)
     measure_redundancy(small(), [scene([5] * 30), scene([6] * 300)], options=LIGHT)
     assert held == [10, 10, 8, 8]
 

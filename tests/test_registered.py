@@ -315,10 +315,10 @@ assert not {"torch", "transformers"} & sys.modules.keys()
 import headwise.hub
 assert "transformers" not in sys.modules
 from transformers import AttentionInterface, AttentionMaskInterface
-from headwise.hub import registered
-assert AttentionInterface()["headwise"] is registered.attend
-assert AttentionMaskInterface()["headwise"] is registered.mask
-assert not any(isinstance(finder, registered.Waiting) for finder in sys.meta_path)
+from headwise.hub import transformers_backend as registered
+assert AttentionInterface()["headwise"] is registered.attention_forward
+assert AttentionMaskInterface()["headwise"] is registered.make_mask
+assert not any(isinstance(finder, registered.TransformersImportHook) for finder in sys.meta_path)
 """
 
 

@@ -216,4 +216,4 @@ def test_what_relevance_cannot_follow_is_refused():
     stack = bp.StackSpec.from_blocks("encoder", 12, [bp.BlockSpec(own)], embedding=bp.EmbeddingSpec(WORDS))
     bare = loud(hw.build(bp.ModelSpec("bare", "encoder", (stack,)), seed=0))
     assert "bare has no head whose largest output could be followed" in refused(bare)
-    assert "the layers of Linear are not known here" in LayerwiseRelevance().unsupported_reasons(torch.nn.Linear(2, 2))
+    assert "the layers of Linear are not known here" in LayerwiseRelevance().unsupported_reason(torch.nn.Linear(2, 2))

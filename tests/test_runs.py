@@ -100,7 +100,7 @@ def script(monkeypatch: pytest.MonkeyPatch, losses: list[float]) -> None:
     """Held-out data gives these losses, one after the other; test data gives 0."""
     left = iter(losses)
     monkeypatch.setattr(
-        TaskEvaluator, "measures", lambda self, net, split: {"loss": next(left) if split == "valid" else 0.0}
+        TaskEvaluator, "compute_metrics", lambda self, net, split: {"loss": next(left) if split == "valid" else 0.0}
     )
 
 

@@ -44,7 +44,7 @@ def test_any_spec_decodes(spec):
     layer = cases.layer(spec)
     x, _ = cases.tensors(spec)
     expected = layer(x)
-    if spec.folder and spec.pattern.retention.last is not None:
+    if spec.recurrent_part and spec.pattern.retention.last is not None:
         return
     for chunks in [(1,) * 7, (3, 1, 3)]:
         cache = layer.cache(batch=cases.BATCH, capacity=9)

@@ -433,7 +433,7 @@ class _RoutedAttention(torch.autograd.Function):
         for n, pack in enumerate(ctx.packed):
             call = _PackedCall(pack, q, k, v, ctx.how)
             dq_BGRK, dk_BGSK, dv_BGSV = call.backward(grads[0], kept[2 * n], kept[2 * n + 1])
-            dq.index_copy_(0, pack.line, dq_BGRK.view(-1, q.shape[-1]).to(q.dtype))
+            dq.index_copy_(0, pack.flat_index, dq_BGRK.view(-1, q.shape[-1]).to(q.dtype))
             dk[:, pack.heads], dv[:, pack.heads] = dk_BGSK.to(k.dtype), dv_BGSV.to(v.dtype)
         return dq[:-1].view(q.shape), dk.transpose(1, 2), dv.transpose(1, 2), None, None
 
