@@ -206,7 +206,7 @@ def dropout() -> None:
     with torch.no_grad():  # the two heads are made alike
         for p in attention.parameters():
             p.copy_(first(p))
-    read = wire.beside(attention.heads(torch.ones(2, 9, MODEL, dtype=torch.float64)).detach())
+    read = wire.beside(attention.head_outputs(torch.ones(2, 9, MODEL, dtype=torch.float64)).detach())
     assert not torch.allclose(read[0], read[1])
     assert not torch.equal(part(ids), part(ids))
 

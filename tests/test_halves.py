@@ -228,8 +228,8 @@ def test_an_autocast_layer_is_as_good_as_plain():
         ({"normaliser": hw.SinkSoftmax()}, {}, "a plain softmax over products, with nothing added"),
         ({"pattern": "window(3)"}, {}, "window(3) leaves out keys whose scores it would form"),
         ({}, {"single_query": True}, "a single query is no block"),
-        ({}, {"compiled": True}, "which a compiled graph cannot ask"),
-        ({}, {"wants": frozenset({"lse"})}, "it has no log-sum-exp"),
+        ({}, {"is_compiling": True}, "which a compiled graph cannot ask"),
+        ({}, {"probed_tensors": frozenset({"lse"})}, "it has no log-sum-exp"),
         ({}, {"has_caller_mask": True}, "a mask of the caller's own is for dense"),
     ],
 )

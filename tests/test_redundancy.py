@@ -496,7 +496,7 @@ def test_what_cannot_be_compared_is_refused():
         measure_redundancy(net, scenes(1), options=LIGHT)
     with pytest.raises(ValueError, match="cka_estimator='cca' is unknown; use 'unbiased' or 'linear'"):
         measure_redundancy(net, scenes(2), options=RedundancyOptions(cka_estimator="cca"))
-    with pytest.raises(ValueError, match="rows=0 is too few"):
+    with pytest.raises(ValueError, match="rows_per_text=0 is too few"):
         measure_redundancy(net, scenes(2), options=RedundancyOptions(rows_per_text=0))
     with pytest.raises(ValueError, match="Linear has no attention that can be seen"):
         measure_redundancy(torch.nn.Linear(2, 2), scenes(2))

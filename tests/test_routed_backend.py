@@ -254,10 +254,10 @@ def said(modifiers, **more) -> str:
 
 
 def test_it_takes_what_it_can():
-    assert said(HALF) == said(HALF, grad=True) == said((hw.Rotary(), *HALF), training=True) == ""
+    assert said(HALF) == said(HALF, needs_grad=True) == said((hw.Rotary(), *HALF), training=True) == ""
     by_norm = (hw.Routed(always=2, active=2, router="norm"),)
     assert said(by_norm) == ""
-    assert "gradients pass the gates" in said(by_norm, grad=True)
+    assert "gradients pass the gates" in said(by_norm, needs_grad=True)
 
 
 @pytest.mark.parametrize(
@@ -269,11 +269,11 @@ def test_it_takes_what_it_can():
         ((hw.Alibi(), *HALF), {}, "nothing added"),
         (HALF, {"normaliser": hw.SinkSoftmax()}, "nothing added"),
         (HALF, {"vdim": 5}, "one width"),
-        (HALF, {"one": True}, "sooner than one of some"),
+        (HALF, {"single_query": True}, "sooner than one of some"),
         (HALF, {"pattern": "window(9)"}, "leaves keys out"),
         (HALF, {"device": "cuda"}, "CPU's kernel"),
-        (HALF, {"compiled": True}, "compiled graph"),
-        (HALF, {"wants": frozenset({"lse"})}, "heads that speak only"),
+        (HALF, {"is_compiling": True}, "compiled graph"),
+        (HALF, {"probed_tensors": frozenset({"lse"})}, "heads that speak only"),
         ((hw.TalkingHeads(), *HALF), {}, "mixes heads"),
         ((hw.WeightDropout(0.1), *HALF), {"training": True}, "drops weights"),
     ],

@@ -84,7 +84,7 @@ def test_other_forms_say_the_same(way):
     net = noisy(built(grouped(2)))
     done = convert(net, way)
     close(said(done.after), said(net))
-    assert way.exact
+    assert way.is_exact
     if way == Split():
         assert {spec.heads.kv for _, spec in done.after.spec.attention_specs()} == {6}
         again = convert(done.after, 2).after
@@ -122,7 +122,7 @@ def test_texts_are_read_as_often_as_sums_need_room(monkeypatch):
     convert(net, ALIGNED, scenes(net), log=heard.append)
     assert sum("reading 5 texts" in line for line in heard) == 1
     assert MAX_STATISTICS > 2**20
-    monkeypatch.setattr("headwise.surgery.conversion.AT_ONCE", 1)
+    monkeypatch.setattr("headwise.surgery.conversion.MAX_STATISTICS", 1)
     heard.clear()
     convert(net, ALIGNED, scenes(net), log=heard.append)
     assert sum("reading 5 texts" in line for line in heard) == 2

@@ -376,7 +376,7 @@ def clark(block: WeightBand, name: str, head: int) -> float | None:
 @pytest.mark.parametrize("kind", ["full", "causal"])
 def test_clarks_statistics_are_means_over_texts(kind: str, one):
     texts = [maps.block(kind, seed, count=count) for seed, count in ((1, 7), (2, 29), (3, 13))]
-    told = [one.sums(text) for text in texts]
+    told = [one.compute_sums(text) for text in texts]
     for head in range(maps.HEADS):
         each = [clark(text, one.name.removeprefix("clark "), head) for text in texts]
         sums, numbers = (np.array([float(part[n][head]) for part in told]) for n in range(2))

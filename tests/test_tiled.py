@@ -291,7 +291,7 @@ def said(job: dict | None = None, **words) -> str:
     return "; ".join(flash_cpu.unsupported_reasons(CallSignature(spec, spec.core, **(job or {}))))
 
 
-@pytest.mark.parametrize("job", [{}, {"grad": True}, {"training": True}, {"compiled": True}, {"dtype": torch.float64}])
+@pytest.mark.parametrize("job", [{}, {"needs_grad": True}, {"training": True}, {"is_compiling": True}, {"dtype": torch.float64}])
 @pytest.mark.parametrize("words", [{}, {"kv": 2}, {"vdim": 5}, {"pattern": "full()"}, {"modifiers": (hw.Rotary(),)}])
 def test_it_takes_plain_heads(job, words):
     assert said(job, **words) == ""
@@ -306,13 +306,13 @@ def test_it_takes_plain_heads(job, words):
         ({"modifiers": (hw.TalkingHeads(),)}, {}, "mixes heads"),
         ({"modifiers": (hw.WeightDropout(0.1),)}, {"training": True}, "drops weights"),
         ({"pattern": "window(9)"}, {}, "leaves out keys"),
-        ({}, {"masked": True}, "caller's own"),
-        ({}, {"one": True}, "fills no unit"),
+        ({}, {"has_caller_mask": True}, "caller's own"),
+        ({}, {"single_query": True}, "fills no unit"),
         ({}, {"device": "cuda"}, "not that of cuda"),
         ({}, {"dtype": torch.bfloat16}, "bfloat16"),
-        ({}, {"wants": frozenset({"lse"})}, "log-sum-exp"),
-        ({}, {"wants": frozenset({"weights"})}, "cannot show weights"),
-        ({}, {"keys": flash_cpu.MIN_KEYS - 1}, f"begins at {flash_cpu.MIN_KEYS}"),
+        ({}, {"probed_tensors": frozenset({"lse"})}, "log-sum-exp"),
+        ({}, {"probed_tensors": frozenset({"weights"})}, "cannot show weights"),
+        ({}, {"num_keys": flash_cpu.MIN_KEYS - 1}, f"begins at {flash_cpu.MIN_KEYS}"),
     ],
     ids=repr,
 )

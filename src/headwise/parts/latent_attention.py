@@ -13,7 +13,7 @@ from torch import Tensor
 from ..errors import SpecError
 from ..interfaces import Project, QKTransform, SingleVectorTransform
 from ..interfaces.axis_layout import AxisLayout
-from ..interfaces.core_types import CoreShape, Param, PartParams, SpecFactory, TransformsQK
+from ..interfaces.core_types import CallSize, CoreShape, Param, PartParams, SpecFactory, TransformsQK
 from ..interfaces.registry import part
 from ..spec.attention_spec import AttentionSpec
 from .initialisers import ones_init, xavier_uniform, zeros_init
@@ -96,6 +96,14 @@ class Latent(Project):
             **({"q_bias": Param(AxisLayout.parse(wide), zeros_init)} if "q" in self.bias else {}),
             **({"kv_bias": Param(AxisLayout.parse("[rank|rope]"), zeros_init)} if "kv" in self.bias else {}),
         }
+
+    def flops(self, spec: AttentionSpec, work: CallSize) -> int:
+        """Absorbed, an output row passes the `v_up` of its own head alone: where only some heads have an output,
+        the others' count less than their parameters say."""
+        if self.form == "expanded":
+            return 0
+        unused = spec.heads.kv - len(spec.score_head_of_row)
+        return -2 * unused * spec.heads.vdim * self.rank * work.tokens("query")
 
     def kv_entry_layouts(self, spec: AttentionSpec) -> Mapping[str, AxisLayout]:
         return {"c": AxisLayout.parse("rank"), "r": AxisLayout.parse("rope")}
