@@ -169,7 +169,7 @@ def test_who_asks_where_tokens_stand_says_so(name):
     layer = cases.layer(spec)
     for step, part in spec.parts_of(ScoreStep):
         if not part.positional:
-            p = layer.get_submodule(step).spread()
+            p = layer.get_submodule(step).broadcast_over_scores()
             scores = torch.randn(cases.BATCH, spec.heads.q, cases.TOKENS, cases.SOURCE, dtype=torch.float64)
             assert part.score(scores, Nowhere(), None, p).shape == scores.shape
     x, _ = cases.tensors(spec)
