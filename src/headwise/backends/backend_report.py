@@ -36,7 +36,7 @@ class CallReport:
     """One kind of call: the form the project runs in, and what each backend says to it."""
 
     tokens: str
-    job: CallSignature
+    call: CallSignature
     form: str
     unsupported: dict[str, list[str]]
     length_ranges: list[tuple[int, str]]  # from how many keys on which backend runs it
@@ -50,16 +50,16 @@ class CallReport:
     @property
     def data(self) -> dict[str, Any]:
         """The same as plain values."""
-        job = self.job
-        told = {"tokens": self.tokens, "device": job.device, "dtype": str(job.dtype).removeprefix("torch.")}
+        call = self.call
+        told = {"tokens": self.tokens, "device": call.device, "dtype": str(call.dtype).removeprefix("torch.")}
         told |= {
-            "grad": job.needs_grad,
-            "training": job.training,
-            "mask": job.has_caller_mask,
-            "state": job.has_recurrent_state,
-            "paged": job.has_paged_cache,
+            "grad": call.needs_grad,
+            "training": call.training,
+            "mask": call.has_caller_mask,
+            "state": call.has_recurrent_state,
+            "paged": call.has_paged_cache,
         }
-        told |= {"want": sorted(job.probed_tensors), "form": self.form, "keys": job.num_keys, "runs": self.backend}
+        told |= {"want": sorted(call.probed_tensors), "form": self.form, "keys": call.num_keys, "runs": self.backend}
         told |= {"from": [{"keys": least, "runs": name} for least, name in self.length_ranges]}
         return told | {
             "backends": [
@@ -102,17 +102,17 @@ class BackendReport:
         return json.dumps(self.data, indent=2)
 
     def __str__(self) -> str:
-        job = self.call.job
-        said = [CALL_KINDS[self.call.tokens], str(job.dtype).removeprefix("torch."), f"on {job.device}"]
+        call = self.call.call
+        said = [CALL_KINDS[self.call.tokens], str(call.dtype).removeprefix("torch."), f"on {call.device}"]
         states = {
-            "training": job.training,
-            "with gradient": job.needs_grad,
-            "with a mask of its own": job.has_caller_mask,
+            "training": call.training,
+            "with gradient": call.needs_grad,
+            "with a mask of its own": call.has_caller_mask,
         }
-        states |= {"of past tokens in pages": job.has_paged_cache}
+        states |= {"of past tokens in pages": call.has_paged_cache}
         said += [state for state, holds in states.items() if holds]
-        said += [f"showing {', '.join(sorted(job.probed_tensors))}"] if job.probed_tensors else []
-        said += [f"of {job.num_keys:,} keys"] if job.num_keys is not None else []
+        said += [f"showing {', '.join(sorted(call.probed_tensors))}"] if call.probed_tensors else []
+        said += [f"of {call.num_keys:,} keys"] if call.num_keys is not None else []
         name = max(map(len, self.unsupported))
         lines = [*textwrap.wrap(", ".join(said), WIDTH), ""]
         for backend, reasons in self.unsupported.items():
@@ -148,7 +148,7 @@ def why(
     _known("when", when, STATES)
     _known("dtype", [dtype], DTYPES)
     tokens, keys = _call_kind(tokens)
-    job = CallSignature(
+    call = CallSignature(
         spec,
         spec.core,
         device=_device(device),
@@ -160,18 +160,18 @@ def why(
         probed_tensors=frozenset(want),
         num_keys=keys,
     )
-    return BackendReport(spec, _call(job, tokens), _call(job, "one" if tokens == "many" else "many"))
+    return BackendReport(spec, _call(call, tokens), _call(call, "one" if tokens == "many" else "many"))
 
 
-def _call(job: CallSignature, tokens: str) -> CallReport:
-    spec, one = job.spec, tokens == "one"
+def _call(call: CallSignature, tokens: str) -> CallReport:
+    spec, one = call.spec, tokens == "one"
     project = spec.projection_form(one)
-    job = replace(job, core=spec.core_of(project), single_query=one, has_recurrent_state=one and spec.is_recurrent)
-    job = replace(job, num_keys=None) if one else job  # a single query is not chosen by them
-    refusals = backends.unsupported_reasons_by_backend(job)
-    notes = {name: [] if reasons else backends.backend_notes(name, job) for name, reasons in refusals.items()}
+    call = replace(call, core=spec.core_of(project), single_query=one, has_recurrent_state=one and spec.is_recurrent)
+    call = replace(call, num_keys=None) if one else call  # a single query is not chosen by them
+    refusals = backends.unsupported_reasons_by_backend(call)
+    notes = {name: [] if reasons else backends.backend_notes(name, call) for name, reasons in refusals.items()}
     form = "" if project == spec.project else repr(project)
-    return CallReport(tokens, job, form, refusals, backends.backends_by_length(job), notes)
+    return CallReport(tokens, call, form, refusals, backends.backends_by_length(call), notes)
 
 
 def _each(words: Iterable[str]) -> tuple[str, ...]:
@@ -208,7 +208,7 @@ def _row(backend: str, wide: int, said: str) -> list[str]:
 def _ends(call: CallReport) -> list[str]:
     wide = max(map(len, CALL_KINDS.values()))
     ran = call.backend or "nothing can run it"
-    if call.job.num_keys is None and len(call.length_ranges) > 1:
+    if call.call.num_keys is None and len(call.length_ranges) > 1:
         ran = "; ".join(f"{name} from {least:,} keys on" if least else name for least, name in call.length_ranges)
     ran += f", as {call.form}" if call.form and call.backend else ""
     start = f"{CALL_KINDS[call.tokens].ljust(wide)}  "

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from ..interfaces.core_types import CallSize
 from ..interfaces.probe import Probe
-from ..kernels.autograd_guards import NO_DOUBLE_BACKWARD_REMEDY, forbid_double_backward, is_under_functorch
+from ..kernels.autograd_guards import NO_DOUBLE_BACKWARD_REMEDY, forbid_double_backward
 from ..masking.patterns import Causal
 from ..masking.sequence_info import AttentionMask
-from . import dense, sdpa
-from .core_interface import CallSignature, CoreInputs, CoreSteps
+from . import sdpa
+from .core_interface import CallSignature, CoreInputs, CoreSteps, never_slower, no_tensor_conflicts
 from .query_blocks import QUERY_BLOCK_LENGTHS, QUERY_BLOCK_SIZE, count_formed_pairs
 
 MAX_SAVED_KEYS = 512  # keys up to which weights are kept for the way back; of more they are formed once more
@@ -46,41 +46,45 @@ def boundary_lengths() -> tuple[int, ...]:
     return *QUERY_BLOCK_LENGTHS, MAX_SAVED_KEYS + 1
 
 
-def unsupported_reasons(job: CallSignature) -> list[str]:
-    """Why this job cannot run here."""
-    reasons = sdpa.plain_softmax_conflicts(job)
-    if not job.group_size:
+def unsupported_reasons(call: CallSignature) -> list[str]:
+    """Why this call cannot run here."""
+    reasons = sdpa.plain_softmax_conflicts(call)
+    if not call.group_size:
         reasons.append("its groups of heads must be equal")
-    if job.single_query:
+    if call.single_query:
         reasons.append("a single query is no block")
-    if job.is_compiling:
+    if call.is_compiling:
         reasons.append("who reads nothing is for the data to say, which a compiled graph cannot ask")
-    if "lse" in job.probed_tensors:
+    if "lse" in call.probed_tensors:
         reasons.append("it has no log-sum-exp")
+    if call.is_transformed:
+        reasons.append("does not support torch.func and forward-mode derivatives")
     return reasons
 
 
-def is_preferred(job: CallSignature) -> bool:
-    """Whether it was measured to be faster than torch's call, at every length (log/2026-11-22-fast-halves.md); where
-    keys are not told nobody asks for the fastest.
-    """
-    return job.device == "cpu" and job.dtype == torch.bfloat16 and job.num_keys is not None
+def is_preferred(call: CallSignature) -> bool:
+    """Whether it was measured to be faster than torch's call, at every length (log/2026-11-22-fast-halves.md)."""
+    return call.device == "cpu" and call.dtype == torch.bfloat16
 
 
-def executed_flops(job: CallSignature, work: CallSize) -> int:
+tensor_conflicts = no_tensor_conflicts
+slower_reasons = never_slower
+
+
+def executed_flops(call: CallSignature, size: CallSize) -> int:
     """The products of every block with the keys that some of its queries may read."""
-    return job.core.flops(work.batch * count_formed_pairs(job, work))
+    return call.core.flops(size.batch * count_formed_pairs(call, size))
 
 
 def attend(
-    job: CallSignature, sight: AttentionMask, inputs: CoreInputs, bound: CoreSteps, probe: Probe | None
+    call: CallSignature, attention_mask: AttentionMask, inputs: CoreInputs, steps: CoreSteps, probe: Probe | None
 ) -> Tensor:
     """Per-head outputs o_BTHV."""
-    if not inputs.q.numel() or not inputs.k.numel() or is_under_functorch():
-        return dense.attend(job, sight, inputs, bound, probe)
-    q, k, v = (t.to(job.dtype) for t in inputs[:3])
+    q, k, v = (t.to(call.dtype) for t in inputs[:3])
     plan = BlockedMatmulPlan(
-        tuple(_make_causal_blocks(sight, q)), inputs.query_context.scale, saves_weights_for_backward(k.shape[1])
+        tuple(_make_causal_blocks(attention_mask, q)),
+        inputs.query_context.scale,
+        saves_weights_for_backward(k.shape[1]),
     )
     o_BTHV: Tensor = _BlockedMatmulAttention.apply(q, k, v, plan)
     return o_BTHV
@@ -91,20 +95,20 @@ def saves_weights_for_backward(keys: int) -> bool:
     return keys <= MAX_SAVED_KEYS
 
 
-def _make_causal_blocks(sight: AttentionMask, like: Tensor) -> Iterator[CausalBlock]:
-    asks, told = sight.queries, sight.keys
+def _make_causal_blocks(attention_mask: AttentionMask, like: Tensor) -> Iterator[CausalBlock]:
+    asks, told = attention_mask.queries, attention_mask.keys
     low = torch.finfo(like.dtype).min / 2
     for start in range(0, asks.count, QUERY_BLOCK_SIZE):
         rows = slice(start, min(start + QUERY_BLOCK_SIZE, asks.count))
-        if sight.shape == "full":
+        if attention_mask.shape == "full":
             yield CausalBlock(rows, slice(0, told.count))
-        elif asks.start is not None and told.start is not None and isinstance(sight.pattern, Causal):
+        elif asks.start is not None and told.start is not None and isinstance(attention_mask.pattern, Causal):
             seen = asks.start - told.start + start + 1  # keys up to the first query
             stop = min(told.count, max(seen + rows.stop - start - 1, 0))
             hides = like.new_full((1, 1, rows.stop - start, stop), low).triu_(seen)
             yield CausalBlock(rows, slice(0, stop), hides, None if seen > 0 else (hides < 0).all(-1, keepdim=True))
         else:
-            hidden = ~sight.allowed[:, :, rows]
+            hidden = ~attention_mask.allowed[:, :, rows]
             blind = hidden.all(-1, keepdim=True)
             hides = like.new_zeros(hidden.shape).masked_fill_(hidden, low)
             yield CausalBlock(rows, slice(0, told.count), hides, blind if bool(blind.any()) else None)

@@ -17,7 +17,7 @@ from ..masking.patterns import Causal, Full, parse_pattern
 from ..masking.sequence_info import AttentionMask
 from ..parts.sink_softmax import SinkSoftmax
 from . import query_blocks, sdpa
-from .core_interface import CallSignature, CoreInputs, CoreSteps, expand_kv_heads
+from .core_interface import CallSignature, CoreInputs, CoreSteps, expand_kv_heads, no_tensor_conflicts
 from .query_blocks import (
     QUERY_BLOCK_SIZE,
     BlockBatch,
@@ -416,101 +416,94 @@ def boundary_lengths() -> tuple[int, ...]:
     return query_blocks.QUERY_BLOCK_LENGTHS
 
 
-def unsupported_reasons(job: CallSignature) -> list[str]:
-    """Why this job cannot run here."""
-    reasons = sdpa.fused_call_conflicts(job)
-    if job.single_query:
+def unsupported_reasons(call: CallSignature) -> list[str]:
+    """Why this call cannot run here."""
+    reasons = sdpa.fused_call_conflicts(call)
+    if call.single_query:
         reasons.append("a single query is one block")
-    if job.spec.pattern in (Full(), Causal()):
-        reasons.append(f"{job.spec.pattern.text} leaves no block of keys out that one call would not")
-    if "lse" in job.probed_tensors:
+    if call.spec.pattern in (Full(), Causal()):
+        reasons.append(f"{call.spec.pattern.text} leaves no block of keys out that one call would not")
+    if "lse" in call.probed_tensors:
         reasons.append("it has a log-sum-exp for each block only")
-    return reasons or job.slower_than(MIN_KEYS, "one call with a mask takes less time")
+    return reasons
 
 
-def executed_flops(job: CallSignature, work: CallSize) -> int:
+def slower_reasons(call: CallSignature, size: CallSize, mask_shape: str) -> list[str]:
+    """Why another backend is preferred at this size."""
+    if _has_cpu_kernel(call) and mask_shape != "any":
+        return [f"{call.spec.pattern.text} hides no key of this call that one fused call would not skip"]
+    return call.slower_below(MIN_KEYS, size, "one call with a mask takes less time")
+
+
+tensor_conflicts = no_tensor_conflicts
+
+
+def executed_flops(call: CallSignature, size: CallSize) -> int:
     """The products of every block with the keys that some of its queries may read, and of a sink's own column."""
-    columns = sdpa.num_sink_columns(job) * work.queries if _is_single_call(job, work) or not _has_cpu_kernel(job) else 0
-    return job.core.flops(work.batch * (count_formed_pairs(job, work) + columns))
+    columns = 0 if _has_cpu_kernel(call) else sdpa.num_sink_columns(call) * size.queries
+    return call.core.flops(size.batch * (count_formed_pairs(call, size) + columns))
 
 
-def count_formed_pairs(job: CallSignature, work: CallSize) -> int:
-    """The pairs of one row whose scores are formed, for queries that are the last of the keys."""
-    if _is_single_call(job, work):
-        return work.queries * work.keys
-    if not _has_cpu_kernel(job):
-        return query_blocks.count_formed_pairs(job, work)
-    return query_blocks.count_batch_pairs(job.spec.pattern, *_position_ranges(job, work))
+def count_formed_pairs(call: CallSignature, size: CallSize) -> int:
+    """The pairs of one row whose scores are computed, for queries that are the last of the keys."""
+    if _has_cpu_kernel(call):
+        return query_blocks.count_batch_pairs(call.spec.pattern, *_position_ranges(call, size))
+    if size.queries <= QUERY_BLOCK_SIZE:
+        return size.queries * size.keys
+    return query_blocks.count_formed_pairs(call, size)
 
 
 def attend(
-    job: CallSignature, sight: AttentionMask, inputs: CoreInputs, bound: CoreSteps, probe: Probe | None
+    call: CallSignature, attention_mask: AttentionMask, inputs: CoreInputs, steps: CoreSteps, probe: Probe | None
 ) -> Tensor:
     """Per-head outputs o_BTHV."""
-    if not _has_cpu_kernel(job) or is_under_functorch():
-        return _attend_per_block(job, sight, inputs, bound)
-    asks, told = sight.queries, sight.keys
-    if _is_single_block(asks.count, told.count) or sight.shape != "any":
-        return sdpa.attend(job, sight, inputs, bound, None)
+    if not _has_cpu_kernel(call) or is_under_functorch():
+        return _attend_per_block(call, attention_mask, inputs, steps)
+    asks, told = attention_mask.queries, attention_mask.keys
     k, v = inputs.k, inputs.v
-    if not job.group_size:
+    if not call.group_size:
         k, v = (
             expand_kv_heads(x, by).transpose(1, 2)
-            for x, by in ((k, job.core.key_head_of_query), (v, job.core.value_head_of_row))
+            for x, by in ((k, call.core.key_head_of_query), (v, call.core.value_head_of_row))
         )
     known = asks.start is not None and told.start is not None
     tokens = [] if known else [asks.position, asks.segment, told.position, told.segment]
     sinks = (
-        bound.normaliser_p.broadcast_over_scores()["sink"].flatten()
-        if isinstance(bound.normaliser, SinkSoftmax)
+        steps.normaliser_p.broadcast_over_scores()["sink"].flatten()
+        if isinstance(steps.normaliser, SinkSoftmax)
         else None
     )
     starts = [asks.start, told.start] if known else []
     return block_sparse_attention(
-        inputs.q, k, v, sinks, tokens, starts, bound.pattern_text, inputs.query_context.scale
+        inputs.q, k, v, sinks, tokens, starts, steps.pattern_text, inputs.query_context.scale
     )[0]
 
 
-def _is_single_block(queries: int, keys: int) -> bool:
-    """Whether there is not enough to cut."""
-    return queries <= QUERY_BLOCK_SIZE and keys <= 2 * QUERY_BLOCK_SIZE
-
-
-def _has_cpu_kernel(job: CallSignature) -> bool:
+def _has_cpu_kernel(call: CallSignature) -> bool:
     """Whether the kernel of the CPU can run it, forward and backward."""
-    steps = any(isinstance(part, ScoreStep) for _, part in job.spec.parts())
-    return job.device == "cpu" and job.core.dim == job.core.vdim and not steps
+    steps = any(isinstance(part, ScoreStep) for _, part in call.spec.parts())
+    return call.device == "cpu" and call.core.dim == call.core.vdim and not steps
 
 
-def _is_single_call(job: CallSignature, work: CallSize) -> bool:
-    """Whether one call does it all."""
-    if not _has_cpu_kernel(job):
-        return work.queries <= QUERY_BLOCK_SIZE
-    if _is_single_block(work.queries, work.keys):
-        return True
-    queries, keys = _position_ranges(job, work)
-    pairs = job.spec.pattern.pairs(queries, keys)
-    square = queries == keys and job.spec.pattern.tokens_before_decode == 0 and pairs == Causal().pairs(queries, keys)
-    return square or pairs == work.queries * work.keys
-
-
-def _position_ranges(job: CallSignature, work: CallSize) -> tuple[range, range]:
+def _position_ranges(call: CallSignature, size: CallSize) -> tuple[range, range]:
     # Tokens of a source are counted from 0 like those that ask.
-    first = work.keys - work.queries if job.spec.source is None else 0
-    return range(first, first + work.queries), range(work.keys)
+    first = size.keys - size.queries if call.spec.source is None else 0
+    return range(first, first + size.queries), range(size.keys)
 
 
-def _attend_per_block(job: CallSignature, sight: AttentionMask, inputs: CoreInputs, bound: CoreSteps) -> Tensor:
-    cut = CallBlocks(sight, inputs)
+def _attend_per_block(
+    call: CallSignature, attention_mask: AttentionMask, inputs: CoreInputs, steps: CoreSteps
+) -> Tensor:
+    cut = CallBlocks(attention_mask, inputs)
     if len(cut.all) == 1:
-        return sdpa.attend(job, sight, inputs, bound, None)
+        return sdpa.fused_attention(call, attention_mask, inputs, steps, None)
     read, asking = [block.keys for block in cut.all], [(block.queries,) for block in cut.all]
     queries, keys, values = (
         gather_slices(x, some) for x, some in ((inputs.q, asking), (inputs.k, read), (inputs.v, read))
     )
     asked = (gather_slices(x, asking) for x in (inputs.query_context.x_BTD, inputs.query_context.q_BTHK))
     parts = [
-        sdpa.attend(job, cut.mask_of(block), _block_inputs(cut.inputs_of(block), *given), bound, None)
+        sdpa.fused_attention(call, cut.mask_of(block), _block_inputs(cut.inputs_of(block), *given), steps, None)
         for block, *given in zip(cut.all, queries, keys, values, *asked, strict=True)
     ]
     return torch.cat(parts, 1)

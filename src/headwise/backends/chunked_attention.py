@@ -16,7 +16,14 @@ from ..interfaces.probe import Probe
 from ..kernels.autograd_guards import NO_DOUBLE_BACKWARD_REMEDY, forbid_double_backward, is_under_functorch
 from ..masking.sequence_info import AttentionMask
 from . import dense
-from .core_interface import CallSignature, CoreInputs, CoreSteps, has_unmodified_weights
+from .core_interface import (
+    CallSignature,
+    CoreInputs,
+    CoreSteps,
+    has_unmodified_weights,
+    never_slower,
+    no_tensor_conflicts,
+)
 from .query_blocks import QUERY_BLOCK_LENGTHS, CallBlocks, QueryBlock, count_formed_pairs, slice_inputs
 
 NUM_QUERY_TENSORS = 3  # of what a block is handed, the first so many have a row for each query, the others for each key
@@ -165,54 +172,60 @@ def boundary_lengths() -> tuple[int, ...]:
     return QUERY_BLOCK_LENGTHS
 
 
-def unsupported_reasons(job: CallSignature) -> list[str]:
-    """Why this job cannot run here."""
-    reasons = dense.unsupported_reasons(job)
-    if job.single_query:
+def unsupported_reasons(call: CallSignature) -> list[str]:
+    """Why this call cannot run here."""
+    reasons = dense.unsupported_reasons(call)
+    if call.single_query:
         reasons.append("a single query is one block, which dense runs as it is")
-    if job.has_caller_mask:
+    if call.has_caller_mask:
         reasons.append("a mask of the caller's own is for dense")
-    if unseen := sorted(job.probed_tensors & {"scores", "weights", "lse"}):
+    if unseen := sorted(call.probed_tensors & {"scores", "weights", "lse"}):
         reasons.append(f"it never has all {', '.join(unseen)} at once")
     return reasons
 
 
-def notes(job: CallSignature) -> list[str]:
-    """What it does with this job beyond what it does with every one."""
-    return ["values of keys that get no weight are not read"] if _can_gather_values(job) else []
+def notes(call: CallSignature) -> list[str]:
+    """What it does with this call beyond what it does with every one."""
+    return ["values of keys that get no weight are not read"] if _can_gather_values(call) else []
 
 
-def executed_flops(job: CallSignature, work: CallSize) -> int:
+tensor_conflicts = no_tensor_conflicts
+slower_reasons = never_slower
+
+
+def executed_flops(call: CallSignature, size: CallSize) -> int:
     """The products of every block with the keys that some of its queries may read."""
-    return job.core.flops(work.batch * count_formed_pairs(job, work))
+    return call.core.flops(size.batch * count_formed_pairs(call, size))
 
 
 def attend(
-    job: CallSignature, sight: AttentionMask, inputs: CoreInputs, bound: CoreSteps, probe: Probe | None
+    call: CallSignature, attention_mask: AttentionMask, inputs: CoreInputs, steps: CoreSteps, probe: Probe | None
 ) -> Tensor:
     """Per-head outputs o_BTHV. Backwards, the scores of a block are formed once more, so that none is kept."""
-    cut = CallBlocks(sight, inputs)
+    cut = CallBlocks(attention_mask, inputs)
     if len(cut.all) == 1:  # keeps for the way back what dense keeps: nothing is gained by forming it once more
-        plain = torch.is_grad_enabled() and not _can_gather_values(job)
-        return dense.attend(job, sight, inputs, bound if plain else bound.with_fused_kernels(), None)
-    bound = bound.with_fused_kernels()
-    run = partial(_attend_block, job, cut.mask_of, bound)
+        plain = torch.is_grad_enabled() and not _can_gather_values(call)
+        return dense.attend_all_pairs(
+            call, attention_mask, inputs, steps if plain else steps.with_fused_kernels(), None
+        )
+    steps = steps.with_fused_kernels()
+    run = partial(_attend_block, call, cut.mask_of, steps)
     if torch.compiler.is_compiling():  # which traces no gradient inside a gradient, but knows checkpoints
-        run_again = partial(checkpoint, run, use_reentrant=False, preserve_rng_state=job.training)
+        run_again = partial(checkpoint, run, use_reentrant=False, preserve_rng_state=call.training)
         made = run_again if torch.is_grad_enabled() else run
         return torch.cat([made(block, cut.inputs_of(block)) for block in cut.all], 1)
-    return attend_recomputed(RecomputePlan(cut.all, run, job.training), inputs, bound.trainable_parameters)
+    return attend_recomputed(RecomputePlan(cut.all, run, call.training), inputs, steps.trainable_parameters)
 
 
-def _can_gather_values(job: CallSignature) -> bool:
-    return has_unmodified_weights(job.spec) and job.spec.normaliser.prefers_gather(job.device, job.dtype)
+def _can_gather_values(call: CallSignature) -> bool:
+    return has_unmodified_weights(call.spec) and call.spec.normaliser.prefers_gather(call.device, call.dtype)
 
 
 def _attend_block(
-    job: CallSignature,
+    call: CallSignature,
     seen: Callable[[QueryBlock], AttentionMask],
-    bound: CoreSteps,
+    steps: CoreSteps,
     block: QueryBlock,
     handed: CoreInputs,
 ) -> Tensor:
-    return dense.attend(job, seen(block), handed, bound, None)
+    return dense.attend_all_pairs(call, seen(block), handed, steps, None)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..interfaces import Mix, Normaliser, Part, RecurrentPart, ScoreStep, Similarity, ValueStep, WeightStep
-from ..interfaces.core_types import CoreShape, PartParams, Phase, QueryContext
+from ..interfaces.core_types import CallSize, CoreShape, PartParams, Phase, QueryContext
 from ..masking.sequence_info import AttentionMask
 from ..spec.attention_spec import AttentionSpec
 
@@ -33,7 +33,8 @@ class CallSignature:
     probed_tensors: frozenset[str] = field(default_factory=frozenset)
     is_compiling: bool = False  # traced into a graph, which cannot ask the data
     cache_format: str | None = None  # the form in which past tokens are kept, where it is not `dtype`
-    num_keys: int | None = None  # how many keys a row has at least, where who is asked shall be chosen by it
+    is_transformed: bool = False  # inside torch.func or a forward-mode derivative, which see plain operations only
+    is_packed: bool = False  # rows hold several sequences of known lengths, which run apart
 
     heads_in_order: bool = field(init=False)  # every score head reads values for itself, in order
     group_size: int = field(init=False)  # score heads to a key head when all groups are equal neighbours, else 0
@@ -45,17 +46,14 @@ class CallSignature:
         object.__setattr__(self, "group_size", each if even else 0)
         object.__setattr__(self, "heads_in_order", self.spec.score_head_of_row == tuple(range(self.spec.heads.q)))
 
-    def slower_than(self, min_keys: int, faster_backends: str) -> list[str]:
-        """Why a call is left to others that could run here: with so few keys these were measured to be faster.
+    def slower_below(self, min_keys: int, size: CallSize, faster: str) -> list[str]:
+        """Why another backend runs a call with few keys: `faster` was measured to take less time below `min_keys`.
 
-        That is a preference and no ability: nothing is said of calls whose keys are not told, on devices where nobody
-        measured, or of past tokens that are a state.
+        This is a preference and not a limit. It holds on the CPU, where it was measured, for more than one query.
         """
-        if self.num_keys is None or self.num_keys >= min_keys or self.device != "cpu" or self.has_recurrent_state:
+        if size.keys >= min_keys or self.device != "cpu" or self.single_query:
             return []
-        return [
-            f"for {self.num_keys:,} keys {faster_backends}: it begins at {min_keys:,}, or where it is asked for by name"
-        ]
+        return [f"{faster} below {min_keys:,} keys; this call has {size.keys:,}"]
 
 
 class CoreInputs(NamedTuple):
@@ -74,6 +72,16 @@ class CoreInputs(NamedTuple):
     gates: Sequence[Tensor] = ()
 
 
+def no_tensor_conflicts(call: CallSignature, attention_mask: AttentionMask, inputs: CoreInputs) -> list[str]:
+    """For backends that run any tensors of the calls they support."""
+    return []
+
+
+def never_slower(call: CallSignature, size: CallSize, mask_shape: str) -> list[str]:
+    """For backends that are preferred at any size to those behind them."""
+    return []
+
+
 # --- The parts that run inside the core, each with its weights, in the order in which they act ---------
 
 GatherFunction = Callable[[Tensor, Tensor, Tensor, tuple[int, ...], PartParams], Tensor]
@@ -84,7 +92,7 @@ CORE_PART_TYPES = (Similarity, Normaliser, ScoreStep, Mix, WeightStep, ValueStep
 class ScoreTransform(Protocol):
     """One change of a tensor [B, H, T, S] of scores or weights."""
 
-    def __call__(self, a_BHTS: Tensor, sight: AttentionMask, inputs: CoreInputs, /) -> Tensor: ...
+    def __call__(self, a_BHTS: Tensor, attention_mask: AttentionMask, inputs: CoreInputs, /) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -149,19 +157,19 @@ class CoreSteps:
         """Every parameter that is read in here."""
         return [t for p in self.part_weights for t in p.trainable()]
 
-    def additive_bias(self, sight: AttentionMask, inputs: CoreInputs) -> Tensor:
+    def additive_bias(self, attention_mask: AttentionMask, inputs: CoreInputs) -> Tensor:
         """What additive score steps add, as scores over which they were run on zero."""
-        zero = inputs.q.new_zeros(1, 1, sight.queries.count, sight.keys.count)
+        zero = inputs.q.new_zeros(1, 1, attention_mask.queries.count, attention_mask.keys.count)
         for act in self.scores:
-            zero = act(zero, sight, inputs)
+            zero = act(zero, attention_mask, inputs)
         return zero
 
 
 class PairPositions:
     """All pairs of a call at once: positions [B, 1, T, 1] and [B, 1, 1, S]."""
 
-    def __init__(self, sight: AttentionMask) -> None:
-        self.i, self.j = sight.i, sight.j
+    def __init__(self, attention_mask: AttentionMask) -> None:
+        self.i, self.j = attention_mask.i, attention_mask.j
 
     def take(self, factors: Tensor, index: Tensor) -> Tensor:
         """factors [B, T, H, R] at index [B, 1, T, S], as [B, H, T, S]."""
@@ -190,24 +198,30 @@ def _use_fused_kernel(act: ScoreTransform) -> ScoreTransform:
 
 
 def _apply_mix_fused(
-    part: Mix, p: PartParams, names: Mapping[str, str], a: Tensor, sight: AttentionMask, inputs: CoreInputs
+    part: Mix, p: PartParams, names: Mapping[str, str], a: Tensor, attention_mask: AttentionMask, inputs: CoreInputs
 ) -> Tensor:
     kept = {key: inputs.kv_entry[name] for key, name in names.items()}
     return part.fused_mix(a, part.query_factors(inputs.query_context.x_BTD, p), kept, p)
 
 
 def _apply_mix(
-    part: Mix, p: PartParams, names: Mapping[str, str], a: Tensor, sight: AttentionMask, inputs: CoreInputs
+    part: Mix, p: PartParams, names: Mapping[str, str], a: Tensor, attention_mask: AttentionMask, inputs: CoreInputs
 ) -> Tensor:
     kept = {key: inputs.kv_entry[name] for key, name in names.items()}
     return part.mix(a, part.query_factors(inputs.query_context.x_BTD, p), kept, p)
 
 
-def _apply_score_step(part: ScoreStep, p: PartParams, s: Tensor, sight: AttentionMask, inputs: CoreInputs) -> Tensor:
-    return part.score(s, PairPositions(sight), part.query_factors(inputs.query_context, p), p.broadcast_over_scores())
+def _apply_score_step(
+    part: ScoreStep, p: PartParams, s: Tensor, attention_mask: AttentionMask, inputs: CoreInputs
+) -> Tensor:
+    return part.score(
+        s, PairPositions(attention_mask), part.query_factors(inputs.query_context, p), p.broadcast_over_scores()
+    )
 
 
-def _apply_weight_step(part: WeightStep, p: PartParams, w: Tensor, sight: AttentionMask, inputs: CoreInputs) -> Tensor:
+def _apply_weight_step(
+    part: WeightStep, p: PartParams, w: Tensor, attention_mask: AttentionMask, inputs: CoreInputs
+) -> Tensor:
     return part.transform_weights(w, p)
 
 

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from ..interfaces.core_types import CallSize
 from ..interfaces.probe import Probe
-from ..kernels.autograd_guards import is_under_functorch
 from ..kernels.flash_attention import FlashAttentionShape, attend_key_ranges, count_executed_pairs
 from ..kernels.flash_attention_kernel import QUERY_TILE_ROWS
 from ..kernels.jit import COMPUTE_DTYPES
@@ -25,64 +24,78 @@ def boundary_lengths() -> tuple[int, ...]:
     return QUERY_TILE_ROWS - 1, QUERY_TILE_ROWS, QUERY_TILE_ROWS + 1, 259
 
 
-def unsupported_reasons(job: CallSignature) -> list[str]:
-    """Why this job cannot run here."""
-    reasons = sdpa.plain_softmax_conflicts(job)
-    if job.device != "cpu":
-        reasons.append(f"its kernel is the CPU's, not that of {job.device}")
-    if job.dtype not in COMPUTE_DTYPES:
-        reasons.append(f"it computes in float32 and float64; torch's call multiplies {_dtype_name(job.dtype)} as it is")
-    if job.single_query:
+def unsupported_reasons(call: CallSignature) -> list[str]:
+    """Why this call cannot run here."""
+    reasons = sdpa.plain_softmax_conflicts(call)
+    if call.device != "cpu":
+        reasons.append(f"its kernel is the CPU's, not that of {call.device}")
+    if call.dtype not in COMPUTE_DTYPES:
+        reasons.append(
+            f"it computes in float32 and float64; torch's call multiplies {_dtype_name(call.dtype)} as it is"
+        )
+    if call.single_query:
         reasons.append("a single query fills no unit")
-    if "lse" in job.probed_tensors:
+    if "lse" in call.probed_tensors:
         reasons.append("sdpa shows a log-sum-exp as well, also of queries that read nothing")
-    return reasons or job.slower_than(MIN_KEYS, "torch's own call takes less time")
+    if call.is_transformed:
+        reasons.append("does not support torch.func and forward-mode derivatives")
+    return reasons
+
+
+def slower_reasons(call: CallSignature, size: CallSize, mask_shape: str) -> list[str]:
+    """Why another backend is preferred at this size."""
+    return call.slower_below(MIN_KEYS, size, "torch's fused call takes less time")
+
+
+def tensor_conflicts(call: CallSignature, attention_mask: AttentionMask, inputs: CoreInputs) -> list[str]:
+    """Why these tensors cannot run here: the kernel reads one range of keys per query."""
+    if _key_ranges(attention_mask, inputs.q) is None:
+        return ["needs the allowed keys of each query to be neighbours, in a mask that is known outside a graph"]
+    return []
 
 
 def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def executed_flops(job: CallSignature, work: CallSize) -> int:
+def executed_flops(call: CallSignature, size: CallSize) -> int:
     """The products that whole units of queries form, each with the keys of its last."""
-    ahead = work.keys - work.queries if job.spec.pattern == Causal() and job.spec.source is None else None
+    ahead = size.keys - size.queries if call.spec.pattern == Causal() and call.spec.source is None else None
     size = FlashAttentionShape(
-        work.batch, work.queries, len(job.core.key_head_of_query), work.keys, _num_kernel_kv_heads(job)
+        size.batch, size.queries, len(call.core.key_head_of_query), size.keys, _num_kernel_kv_heads(call)
     )
-    return job.core.flops(count_executed_pairs(size, None, ahead)) // len(job.core.key_head_of_query)
+    return call.core.flops(count_executed_pairs(size, None, ahead)) // len(call.core.key_head_of_query)
 
 
-def _num_kernel_kv_heads(job: CallSignature) -> int:
+def _num_kernel_kv_heads(call: CallSignature) -> int:
     """The key heads that the kernel sees: where groups are not equal, one for each that reads."""
-    return len(job.core.key_head_of_query) // (job.group_size or 1)
+    return len(call.core.key_head_of_query) // (call.group_size or 1)
 
 
 def attend(
-    job: CallSignature, sight: AttentionMask, inputs: CoreInputs, bound: CoreSteps, probe: Probe | None
+    call: CallSignature, attention_mask: AttentionMask, inputs: CoreInputs, steps: CoreSteps, probe: Probe | None
 ) -> Tensor:
     """Per-head outputs o_BTHV."""
     q, k, v = inputs.q, inputs.k, inputs.v
-    coarse = q.dtype not in COMPUTE_DTYPES or torch.is_autocast_enabled(q.device.type)
-    if coarse or not q.numel() or not k.numel() or is_under_functorch():
-        return sdpa.attend(job, sight, inputs, bound, probe)
-    known, ends, ahead = _key_ranges(sight, q)
-    if not known:
-        return sdpa.attend(job, sight, inputs, bound, probe)
-    if not job.group_size:
+    ranges = _key_ranges(attention_mask, q)
+    assert ranges is not None, "tensor_conflicts refuses such a mask"
+    ends, ahead = ranges
+    if not call.group_size:
         k, v = (
             expand_kv_heads(x, by).transpose(1, 2)
-            for x, by in ((k, job.core.key_head_of_query), (v, job.core.value_head_of_row))
+            for x, by in ((k, call.core.key_head_of_query), (v, call.core.value_head_of_row))
         )
     return attend_key_ranges(q, k, v, ends, ahead, inputs.query_context.scale)
 
 
-def _key_ranges(sight: AttentionMask, q: Tensor) -> tuple[bool, Tensor | None, int | None]:
-    """Whether every token reads neighbouring keys, and which: as ends, or how many stand before the first token."""
-    if sight.shape in ("full", "triangle"):
-        return True, None, None if sight.shape == "full" else 0
+def _key_ranges(attention_mask: AttentionMask, q: Tensor) -> tuple[Tensor | None, int | None] | None:
+    """The keys of each query: ends [1 or B, T, 2], or how many keys stand before the first query; None if some in
+    between are hidden."""
+    if attention_mask.shape in ("full", "triangle"):
+        return None, None if attention_mask.shape == "full" else 0
     with torch.no_grad():
-        reading = KeyVisibility(sight, q.dtype)
-        if reading.is_causal:
-            return True, None, reading.query_offset
-        ends = None if torch.compiler.is_compiling() else reading.key_ranges(q.shape[1])  # a graph cannot ask the data
-        return ends is not None, ends, None
+        visibility = KeyVisibility(attention_mask, q.dtype)
+        if visibility.is_causal:
+            return None, visibility.query_offset
+        ends = None if torch.compiler.is_compiling() else visibility.key_ranges(q.shape[1])
+        return None if ends is None else (ends, None)

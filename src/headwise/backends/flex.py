@@ -15,55 +15,59 @@ from ..masking.sequence_info import AttentionMask
 from ..parts.dot_product import Dot
 from ..parts.softmax import Softmax
 from ..parts.weight_dropout import WeightDropout
-from .core_interface import CallSignature, CoreInputs, CoreSteps
+from .core_interface import CallSignature, CoreInputs, CoreSteps, never_slower, no_tensor_conflicts
 
 FLEX_BLOCK_LENGTHS = (127, 128, 129)  # lengths around the block of its kernels, where a mistake would show
 
 
-def unsupported_reasons(job: CallSignature) -> list[str]:
-    """Why this job cannot run here."""
-    spec, reasons = job.spec, []
-    if job.has_recurrent_state:
+def unsupported_reasons(call: CallSignature) -> list[str]:
+    """Why this call cannot run here."""
+    spec, reasons = call.spec, []
+    if call.has_recurrent_state:
         reasons.append("past tokens are a state, not scores")
-    if job.single_query:
+    if call.single_query:
         reasons.append("a single query fills no block, and every length would be a kernel of its own")
     if not isinstance(spec.similarity, Dot) or not isinstance(spec.normaliser, Softmax):
         reasons.append("its kernel is a softmax over scaled dot products")
     for _, part in spec.parts():
         if isinstance(part, (Mix, ValueStep)):
             reasons.append(f"{type(part).__name__} needs all heads or the weights, its kernel sees one score")
-        elif isinstance(part, WeightDropout) and job.training and part.rate > 0:
+        elif isinstance(part, WeightDropout) and call.training and part.rate > 0:
             reasons.append("it has no dropout")
-    if unseen := sorted(job.probed_tensors & {"scores", "weights", "lse"}):
+    if unseen := sorted(call.probed_tensors & {"scores", "weights", "lse"}):
         reasons.append(f"it cannot show {', '.join(unseen)}")
-    if job.has_caller_mask:
+    if call.has_caller_mask:
         reasons.append("a mask of the caller's own is for dense")
-    if not job.heads_in_order:
+    if not call.heads_in_order:
         reasons.append("not every score head speaks for itself")
-    if not job.group_size:
+    if not call.group_size:
         reasons.append("its groups of heads must be equal")
-    return [*reasons, *_unsupported_device_reasons(job)]
+    return [*reasons, *_unsupported_device_reasons(call)]
 
 
-def _unsupported_device_reasons(job: CallSignature) -> list[str]:
-    if job.device == "cuda":
-        sizes = (job.core.dim, job.core.vdim)
+def _unsupported_device_reasons(call: CallSignature) -> list[str]:
+    if call.device == "cuda":
+        sizes = (call.core.dim, call.core.vdim)
         return [] if min(sizes) >= 16 else [f"its CUDA kernel wants heads of at least 16 channels, not {min(sizes)}"]
-    if job.device != "cpu":
-        return [f"it has no kernel for {job.device}"]
-    reasons = ["it has no backward pass on the CPU"] if job.needs_grad else []
-    if job.dtype == torch.float64:
+    if call.device != "cpu":
+        return [f"it has no kernel for {call.device}"]
+    reasons = ["it has no backward pass on the CPU"] if call.needs_grad else []
+    if call.dtype == torch.float64:
         reasons.append("its CPU kernel has no float64")
-    if job.core.dim != job.core.vdim:
+    if call.core.dim != call.core.vdim:
         reasons.append("its CPU kernel wants keys and values of one width")
     if not (shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")):
         reasons.append("there is no C++ compiler for its CPU kernel")
     return reasons
 
 
-def executed_flops(job: CallSignature, work: CallSize) -> int:
+tensor_conflicts = no_tensor_conflicts
+slower_reasons = never_slower
+
+
+def executed_flops(call: CallSignature, size: CallSize) -> int:
     """The products over blocks of 128 by 128 that hold an allowed pair; at least the allowed ones."""
-    return job.core.flops(work.batch * work.pairs)
+    return call.core.flops(size.batch * size.pairs)
 
 
 class _FlexPair:
@@ -79,21 +83,24 @@ class _FlexPair:
 
 
 def attend(
-    job: CallSignature, sight: AttentionMask, inputs: CoreInputs, bound: CoreSteps, probe: Probe | None
+    call: CallSignature, attention_mask: AttentionMask, inputs: CoreInputs, steps: CoreSteps, probe: Probe | None
 ) -> Tensor:
     """Per-head outputs o_BTHV."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     q, k, v = (t.transpose(1, 2) for t in (inputs.q, inputs.k, inputs.v))
     batch = q.shape[0]
-    asks, told = ((t.position.expand(batch, -1), t.segment.expand(batch, -1)) for t in (sight.queries, sight.keys))
+    asks, told = (
+        (t.position.expand(batch, -1), t.segment.expand(batch, -1))
+        for t in (attention_mask.queries, attention_mask.keys)
+    )
 
     def allowed(b: Tensor, h: Tensor, t: Tensor, s: Tensor) -> Tensor:
         same = (asks[1][b, t] == told[1][b, s]) & (told[1][b, s] >= 0)
-        return same & sight.pattern.allows(asks[0][b, t], told[0][b, s])
+        return same & attention_mask.pattern.allows(asks[0][b, t], told[0][b, s])
 
     blocks = create_block_mask(allowed, batch, None, q.shape[2], k.shape[2], device=str(q.device))
-    steps = [(step, p, step.query_factors(inputs.query_context, p)) for step, p in bound.elementwise]
+    steps = [(step, p, step.query_factors(inputs.query_context, p)) for step, p in steps.elementwise]
 
     def score(s: Tensor, b: Tensor, h: Tensor, t: Tensor, n: Tensor) -> Tensor:
         pair = _FlexPair(asks[0][b, t], told[0][b, n], b, h, t)
@@ -102,7 +109,7 @@ def attend(
         return s
 
     how: dict[str, Any] = {"score_mod": score if steps else None, "block_mask": blocks}
-    how |= {"scale": inputs.query_context.scale, "enable_gqa": job.group_size > 1}
+    how |= {"scale": inputs.query_context.scale, "enable_gqa": call.group_size > 1}
     o_BHTV = _run_compiled(q, k, v, how)
     return o_BHTV.transpose(1, 2)
 

@@ -9,35 +9,39 @@ from ..interfaces.core_types import CallSize
 from ..interfaces.probe import Probe
 from ..masking.sequence_info import AttentionMask
 from ..parts.sink_softmax import SinkSoftmax
-from .core_interface import CallSignature, CoreInputs, CoreSteps
+from .core_interface import CallSignature, CoreInputs, CoreSteps, never_slower, no_tensor_conflicts
 from .sdpa import attend_with_lse, fused_call_conflicts, mask_or_bias
 
 
-def unsupported_reasons(job: CallSignature) -> list[str]:
-    """Why this job cannot run here."""
-    reasons = fused_call_conflicts(job)
-    if not job.single_query:
+def unsupported_reasons(call: CallSignature) -> list[str]:
+    """Why this call cannot run here."""
+    reasons = fused_call_conflicts(call)
+    if not call.single_query:
         reasons.append("there is more than one query per row")
-    if job.group_size <= 1:
+    if call.group_size <= 1:
         reasons.append("no equal groups of heads share a key head")
-    if isinstance(job.spec.normaliser, SinkSoftmax):
+    if isinstance(call.spec.normaliser, SinkSoftmax):
         reasons.append("it has no column for a sink")
     return reasons
 
 
-def executed_flops(job: CallSignature, work: CallSize) -> int:
+tensor_conflicts = no_tensor_conflicts
+slower_reasons = never_slower
+
+
+def executed_flops(call: CallSignature, size: CallSize) -> int:
     """The products of the full rectangle, allowed or not."""
-    return job.core.flops(work.batch * work.queries * work.keys)
+    return call.core.flops(size.batch * size.queries * size.keys)
 
 
 def attend(
-    job: CallSignature, sight: AttentionMask, inputs: CoreInputs, bound: CoreSteps, probe: Probe | None
+    call: CallSignature, attention_mask: AttentionMask, inputs: CoreInputs, steps: CoreSteps, probe: Probe | None
 ) -> Tensor:
     """Per-head outputs o_B1HV."""
     batch, _, heads, dim = inputs.q.shape
     kept = inputs.k.shape[2]
     rows_BGRK = inputs.q.reshape(batch, kept, heads // kept, dim)
-    _, bias = mask_or_bias(sight, inputs, bound)
+    _, bias = mask_or_bias(attention_mask, inputs, steps)
     if bias is not None and bias.shape[1] > 1:
         bias = bias.reshape(bias.shape[0], kept, heads // kept, bias.shape[-1])
     k, v, scale = inputs.k.transpose(1, 2), inputs.v.transpose(1, 2), inputs.query_context.scale

@@ -12,7 +12,7 @@ from ..interfaces.probe import Probe
 from ..masking.patterns import Causal, Full
 from ..masking.sequence_info import AttentionMask
 from ..spec.attention_spec import AttentionSpec
-from .core_interface import CallSignature, CoreInputs, CoreSteps, expand_kv_heads
+from .core_interface import CallSignature, CoreInputs, CoreSteps, expand_kv_heads, no_tensor_conflicts
 
 MIN_KEYS = 266  # keys from which on it was measured to be faster: docs/backends.md
 CHUNK_SIZE = 128  # queries that form scores among themselves before they become part of the state
@@ -23,34 +23,42 @@ def boundary_lengths() -> tuple[int, ...]:
     return CHUNK_SIZE - 1, CHUNK_SIZE, CHUNK_SIZE + 1, 2 * CHUNK_SIZE + 3
 
 
-def unsupported_reasons(job: CallSignature) -> list[str]:
-    """Why this job cannot run here."""
-    spec, reasons = job.spec, []
+def unsupported_reasons(call: CallSignature) -> list[str]:
+    """Why this call cannot run here."""
+    spec, reasons = call.spec, []
     if spec.recurrent_part is None:
         reasons.append("no part of it can keep tokens as sums")
-    if not job.has_recurrent_state and spec.pattern not in (Causal(), Full()):
+    if not call.has_recurrent_state and spec.pattern not in (Causal(), Full()):
         reasons.append(f"sums cannot forget tokens, as {spec.pattern.text} must")
-    if job.has_caller_mask:
+    if call.has_caller_mask:
         reasons.append("a sum cannot be masked")
-    if unseen := sorted(job.probed_tensors & {"scores", "weights", "lse"}):
+    if unseen := sorted(call.probed_tensors & {"scores", "weights", "lse"}):
         reasons.append(f"it cannot show {', '.join(unseen)}")
-    return reasons or job.slower_than(MIN_KEYS, "every score takes less time")
+    return reasons
 
 
-def executed_flops(job: CallSignature, work: CallSize) -> int:
+def slower_reasons(call: CallSignature, size: CallSize, mask_shape: str) -> list[str]:
+    """Why another backend is preferred at this size; a state is read here at any size."""
+    return [] if call.has_recurrent_state else call.slower_below(MIN_KEYS, size, "every score takes less time")
+
+
+tensor_conflicts = no_tensor_conflicts
+
+
+def executed_flops(call: CallSignature, size: CallSize) -> int:
     """Scores of each chunk among itself, the folding of chunks, and a reading of the state for each query."""
-    assert job.spec.recurrent_part is not None
+    assert call.spec.recurrent_part is not None
     rows, features, vdim = (
-        len(job.core.value_head_of_row),
-        job.spec.recurrent_part[1].num_state_features(job.core),
-        job.core.vdim,
+        len(call.core.value_head_of_row),
+        call.spec.recurrent_part[1].num_state_features(call.core),
+        call.core.vdim,
     )
-    queries, keys = work.queries, work.keys
-    if job.has_recurrent_state:
+    queries, keys = size.queries, size.keys
+    if call.has_recurrent_state:
         own, folded, readers = queries * queries, 0, queries
-    elif job.spec.pattern == Full() or queries == keys == 1:
+    elif call.spec.pattern == Full() or queries == keys == 1:
         own, folded, readers = 0, keys, queries
-    elif job.spec.source is not None:  # whose tokens come before whose is for the data to say
+    elif call.spec.source is not None:  # whose tokens come before whose is for the data to say
         own, folded, readers = queries * keys, 0, 0
     else:
         full, rest = divmod(queries, CHUNK_SIZE)
@@ -58,7 +66,7 @@ def executed_flops(job: CallSignature, work: CallSize) -> int:
         readers = max(queries - CHUNK_SIZE, 0)
         folded = max(queries - 1, 0) // CHUNK_SIZE * CHUNK_SIZE
     each = own * (features + vdim) + folded * features * vdim + readers * features * (vdim + 1)
-    return 2 * work.batch * rows * each
+    return 2 * size.batch * rows * each
 
 
 def empty_state(spec: AttentionSpec, batch: int, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
@@ -72,28 +80,32 @@ def empty_state(spec: AttentionSpec, batch: int, dtype: torch.dtype, device: tor
     }
 
 
-def values_per_row(inputs: CoreInputs, job: CallSignature) -> tuple[Tensor, Tensor]:
+def values_per_row(inputs: CoreInputs, call: CallSignature) -> tuple[Tensor, Tensor]:
     """The key and the value that each voice reads."""
-    keys = tuple(job.core.key_head_of_query[own] for own in job.spec.score_head_of_row)
-    return expand_kv_heads(inputs.k, keys), expand_kv_heads(inputs.v, job.core.value_head_of_row)
+    keys = tuple(call.core.key_head_of_query[own] for own in call.spec.score_head_of_row)
+    return expand_kv_heads(inputs.k, keys), expand_kv_heads(inputs.v, call.core.value_head_of_row)
 
 
 def attend(
-    job: CallSignature, sight: AttentionMask, inputs: CoreInputs, bound: CoreSteps, probe: Probe | None
+    call: CallSignature, attention_mask: AttentionMask, inputs: CoreInputs, steps: CoreSteps, probe: Probe | None
 ) -> Tensor:
     """Per-head outputs o_BTHV: (what the state gives + what keys beside it give) / (the total of their shares)."""
     q_BHTK = inputs.q.transpose(1, 2)
-    if bound.selected_rows is not None:
-        q_BHTK = q_BHTK.index_select(1, torch.tensor(bound.selected_rows, device=q_BHTK.device))
-    k_BHSK, v_BHSV = values_per_row(inputs, job)
-    reading = _StateReader(bound, inputs.query_context.scale, v_BHSV.dtype)
-    if job.has_recurrent_state:
-        o_BHTV = reading.read_state_and_keys(q_BHTK, k_BHSK, v_BHSV, sight.allowed, inputs.state, sight.queries.is_real)
-    elif sight.shape == "any":  # who may be summed up with whom depends on the data: one chunk, without a state
-        o_BHTV = reading.read_state_and_keys(q_BHTK, k_BHSK, v_BHSV, sight.allowed)
+    if steps.selected_rows is not None:
+        q_BHTK = q_BHTK.index_select(1, torch.tensor(steps.selected_rows, device=q_BHTK.device))
+    k_BHSK, v_BHSV = values_per_row(inputs, call)
+    reading = _StateReader(steps, inputs.query_context.scale, v_BHSV.dtype)
+    if call.has_recurrent_state:
+        o_BHTV = reading.read_state_and_keys(
+            q_BHTK, k_BHSK, v_BHSV, attention_mask.allowed, inputs.state, attention_mask.queries.is_real
+        )
+    elif (
+        attention_mask.shape == "any"
+    ):  # who may be summed up with whom depends on the data: one chunk, without a state
+        o_BHTV = reading.read_state_and_keys(q_BHTK, k_BHSK, v_BHSV, attention_mask.allowed)
     else:
-        nothing = empty_state(job.spec, q_BHTK.shape[0], q_BHTK.dtype, q_BHTK.device)
-        passed = reading.read_all_keys if sight.shape == "full" else reading.read_causal_chunks
+        nothing = empty_state(call.spec, q_BHTK.shape[0], q_BHTK.dtype, q_BHTK.device)
+        passed = reading.read_all_keys if attention_mask.shape == "full" else reading.read_causal_chunks
         o_BHTV = passed(q_BHTK, k_BHSK, v_BHSV, nothing)
     return o_BHTV.transpose(1, 2)
 
@@ -101,9 +113,9 @@ def attend(
 class _StateReader:
     """The ways in which queries read sums."""
 
-    def __init__(self, bound: CoreSteps, scale: float, dtype: torch.dtype) -> None:
-        assert bound.recurrent_part is not None
-        (self.folder, self.p), self.scale, self.dtype = bound.recurrent_part, scale, dtype
+    def __init__(self, steps: CoreSteps, scale: float, dtype: torch.dtype) -> None:
+        assert steps.recurrent_part is not None
+        (self.folder, self.p), self.scale, self.dtype = steps.recurrent_part, scale, dtype
 
     def read_state_and_keys(
         self,

@@ -140,13 +140,13 @@ def split_unordered_queries(queries: int, keys: int) -> Iterator[QueryBlock]:
         yield QueryBlock(range(start, stop), (range(keys),))
 
 
-def count_formed_pairs(job: CallSignature, work: CallSize) -> int:
+def count_formed_pairs(call: CallSignature, size: CallSize) -> int:
     """The pairs of one row whose scores are formed, for queries that are the last of the keys."""
-    if work.queries <= QUERY_BLOCK_SIZE:
-        return work.queries * work.keys
+    if size.queries <= QUERY_BLOCK_SIZE:
+        return size.queries * size.keys
     # Tokens of a source are counted from 0 like those that ask.
-    first = work.keys - work.queries if job.spec.source is None else 0
-    return sum_block_pairs(job.spec.pattern, range(first, first + work.queries), range(work.keys))
+    first = size.keys - size.queries if call.spec.source is None else 0
+    return sum_block_pairs(call.spec.pattern, range(first, first + size.queries), range(size.keys))
 
 
 def sum_block_pairs(pattern: Pattern, queries: range, keys: range) -> int:
@@ -183,22 +183,22 @@ def _list_block_pairs(pattern: Pattern, queries: range, keys: range) -> int:
 class CallBlocks:
     """The blocks of one call: what each sees and is handed."""
 
-    def __init__(self, sight: AttentionMask, inputs: CoreInputs) -> None:
-        self.sight, self.inputs = sight, inputs
+    def __init__(self, attention_mask: AttentionMask, inputs: CoreInputs) -> None:
+        self.attention_mask, self.inputs = attention_mask, inputs
         self.all = list(self._planned())
 
     def _planned(self) -> Iterator[QueryBlock]:
-        asks, told = self.sight.queries, self.sight.keys
+        asks, told = self.attention_mask.queries, self.attention_mask.keys
         if asks.start is None or told.start is None or asks.count <= QUERY_BLOCK_SIZE:
             return split_unordered_queries(asks.count, told.count)
         queries = range(asks.start, asks.start + asks.count)
-        return split_queries(self.sight.pattern, queries, range(told.start, told.start + told.count))
+        return split_queries(self.attention_mask.pattern, queries, range(told.start, told.start + told.count))
 
     def mask_of(self, block: QueryBlock) -> AttentionMask:
         """Who may read whom inside one block."""
-        asks, told = self.sight.queries, self.sight.keys
+        asks, told = self.attention_mask.queries, self.attention_mask.keys
         return AttentionMask(
-            _slice_sequence(asks, (block.queries,)), _slice_sequence(told, block.keys), self.sight.pattern
+            _slice_sequence(asks, (block.queries,)), _slice_sequence(told, block.keys), self.attention_mask.pattern
         )
 
     def inputs_of(self, block: QueryBlock) -> CoreInputs:
@@ -272,7 +272,7 @@ def _concat_ranges(x: Tensor, ranges: Sequence[tuple[int, int]]) -> Tensor:
 # --- A call cut into pieces ----------------------------------------------------------------------------
 
 # What a pair costs in blocks of so many queries, forward and backward, against one in blocks of 64. For 128 and 256 it
-# was measured alone on the machine, for 32 beside other work, for 16 not at all.
+# was measured alone on the machine, for 32 beside other size, for 16 not at all.
 BLOCK_SIZE_COSTS = {16: 2.0, 32: 1.35, 64: 1.0, 128: 0.93, 256: 0.93}
 BLOCK_SIZE_PROBE = range(2048, 2560), range(4096)  # the queries and keys over which heights are compared
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from importlib.util import find_spec
-from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -19,8 +17,8 @@ from ..parts.linear_projection import Direct
 from ..parts.sink_softmax import SinkSoftmax
 from ..parts.softcap import Softcap
 from ..spec.attention_spec import AttentionSpec
-from . import dense, grouped_decode, sdpa
-from .core_interface import CallSignature, CoreInputs, CoreSteps
+from . import sdpa
+from .core_interface import CallSignature, CoreInputs, CoreSteps, no_tensor_conflicts
 
 RAGGED_DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 HAS_NUMBA = find_spec("numba") is not None
@@ -28,21 +26,21 @@ HAS_NUMBA = find_spec("numba") is not None
 MIN_BYTES_BY_DTYPE = {torch.bfloat16: 2**21, torch.float32: 2**23, torch.float64: 2**23}
 
 
-def unsupported_reasons(job: CallSignature) -> list[str]:
-    """Why this job cannot run here."""
-    cap = leading_softcap(job.spec)
-    core = sdpa.fused_call_conflicts(replace(job, probed_tensors=job.probed_tensors - {"lse"}))
+def unsupported_reasons(call: CallSignature) -> list[str]:
+    """Why this call cannot run here."""
+    cap = leading_softcap(call.spec)
+    core = sdpa.fused_call_conflicts(replace(call, probed_tensors=call.probed_tensors - {"lse"}))
     reasons = list(core)
     if cap is not None:  # it is the first to act; another behind it is none of the kernel's
         reasons.remove(f"{type(cap).__name__} is not additive")
-    if not job.single_query:
+    if not call.single_query:
         reasons.append("there is more than one query per row")
-    if not job.group_size:
+    if not call.group_size:
         reasons.append("no equal groups of heads share a key head")
-    if job.device != "cpu":
-        reasons.append(f"its kernel is for the CPU, not {job.device}")
-    if job.dtype not in RAGGED_DTYPES:
-        reasons.append(f"its kernel does not know {job.dtype}")
+    if call.device != "cpu":
+        reasons.append(f"its kernel is for the CPU, not {call.device}")
+    if call.dtype not in RAGGED_DTYPES:
+        reasons.append(f"its kernel does not know {call.dtype}")
     if not HAS_NUMBA:
         reasons.append("Numba, which compiles its kernel, is not installed")
     return reasons
@@ -50,78 +48,78 @@ def unsupported_reasons(job: CallSignature) -> list[str]:
 
 def leading_softcap(spec: AttentionSpec) -> Softcap | None:
     """The ceiling that scores have before anything is added to them, where there is one."""
-    return _leading_softcap_of([step for _, step in spec.parts_of(ScoreStep)])
-
-
-def _leading_softcap_of(steps: Sequence[ScoreStep]) -> Softcap | None:
+    steps = [step for _, step in spec.parts_of(ScoreStep)]
     return steps[0] if steps and isinstance(steps[0], Softcap) else None
 
 
-def executed_flops(job: CallSignature, work: CallSize) -> int:
+tensor_conflicts = no_tensor_conflicts
+
+
+def executed_flops(call: CallSignature, size: CallSize) -> int:
     """The products with every slot there is, read or not."""
-    if is_small_call(job, work.batch, work.keys) and _small_call_backend(job, leading_softcap(job.spec)) is sdpa:
-        return sdpa.executed_flops(job, work)
-    return job.core.flops(work.batch * work.queries * work.keys)
+    return call.core.flops(size.batch * size.queries * size.keys)
 
 
-def reads_quantized_cache(job: CallSignature) -> bool:
+def reads_quantized_cache(call: CallSignature) -> bool:
     """Whether it reads keys and values in 8 bits: where a project hands on what it remembered, and nobody looks."""
-    seen = job.probed_tensors & {"k", "v"}
+    seen = call.probed_tensors & {"k", "v"}
     return (
-        job.cache_format == "int8" and isinstance(job.spec.project, Direct) and job.dtype != torch.float64 and not seen
+        call.cache_format == "int8"
+        and isinstance(call.spec.project, Direct)
+        and call.dtype != torch.float64
+        and not seen
     )
 
 
-def is_small_call(job: CallSignature, batch: int, keys: int) -> bool:
-    """Whether there is so little to read that torch's own call is done before."""
-    if reads_quantized_cache(job) or "lse" in job.probed_tensors:
-        return False
-    numbers = batch * keys * (job.core.dim + job.core.vdim) * (max(job.core.key_head_of_query) + 1)
-    return numbers * job.dtype.itemsize < MIN_BYTES_BY_DTYPE[job.dtype]
+def slower_reasons(call: CallSignature, size: CallSize, mask_shape: str) -> list[str]:
+    """Why another backend is preferred at this size: torch's own call takes less time on few bytes of keys and values."""
+    nbytes, least = size.batch * size.keys * bytes_per_token(call), MIN_BYTES_BY_DTYPE[call.dtype]
+    if nbytes >= least or not bytes_per_token(call):
+        return []
+    return [
+        f"plain calls take less time below {least / 2**20:.0f} MiB of keys and values; this call has {nbytes:,} bytes"
+    ]
 
 
-def _small_call_backend(job: CallSignature, cap: Softcap | None) -> ModuleType:
-    """Who reads what is small."""
-    if job.group_size == 1 and cap is None:
-        return sdpa
-    return dense if cap or isinstance(job.spec.normaliser, SinkSoftmax) else grouped_decode
+def bytes_per_token(call: CallSignature) -> int:
+    """Bytes of keys and values that one token adds; 0 where no other backend reads them as they are stored."""
+    if reads_quantized_cache(call) or "lse" in call.probed_tensors or call.dtype not in MIN_BYTES_BY_DTYPE:
+        return 0
+    return (call.core.dim + call.core.vdim) * (max(call.core.key_head_of_query) + 1) * call.dtype.itemsize
 
 
 def attend(
-    job: CallSignature, sight: AttentionMask, inputs: CoreInputs, bound: CoreSteps, probe: Probe | None
+    call: CallSignature, attention_mask: AttentionMask, inputs: CoreInputs, steps: CoreSteps, probe: Probe | None
 ) -> Tensor:
     """Per-head outputs o_B1HV."""
-    if is_small_call(job, len(inputs.q), sight.keys.count):
-        cap = _leading_softcap_of([step for step, _ in bound.elementwise])
-        return _small_call_backend(job, cap).attend(job, sight, inputs, bound, probe)
-    return attend_spans(job, sight, inputs, bound, probe, key_spans(sight, len(inputs.q)))
+    return attend_spans(call, attention_mask, inputs, steps, probe, key_spans(attention_mask, len(inputs.q)))
 
 
 def attend_spans(
-    job: CallSignature,
-    sight: AttentionMask,
+    call: CallSignature,
+    attention_mask: AttentionMask,
     inputs: CoreInputs,
-    bound: CoreSteps,
+    steps: CoreSteps,
     probe: Probe | None,
     span_args: tuple[Tensor | None, Tensor | None],
 ) -> Tensor:
     """The same of keys in pages, told by their spans, [B, N, 3], if not all, and which of their columns are hidden."""
-    cap, (spans_BN3, hidden) = leading_softcap(job.spec), span_args
+    cap, (spans_BN3, hidden) = leading_softcap(call.spec), span_args
     if cap is not None:
-        bound = replace(bound, scores=bound.scores[1:])
+        steps = replace(steps, scores=steps.scores[1:])
     exact = torch.promote_types(inputs.q.dtype, torch.float32)
-    bias = bound.additive_bias(sight, inputs._replace(q=inputs.q.to(exact)))[:, :, 0] if bound.scores else None
+    bias = steps.additive_bias(attention_mask, inputs._replace(q=inputs.q.to(exact)))[:, :, 0] if steps.scores else None
     if hidden is not None:
         zero = inputs.q.new_zeros(()) if bias is None else bias
         bias = torch.where(hidden, -torch.inf, zero)
     sink = (
-        bound.normaliser_p.broadcast_over_scores()["sink"].flatten()
-        if isinstance(bound.normaliser, SinkSoftmax)
+        steps.normaliser_p.broadcast_over_scores()["sink"].flatten()
+        if isinstance(steps.normaliser, SinkSoftmax)
         else None
     )
     scales = (
         [inputs.kv_entry[f"{side}.scale"].transpose(1, 2) for side in "kv"]
-        if reads_quantized_cache(job)
+        if reads_quantized_cache(call)
         else [None, None]
     )
     beside = PagedDecodeOptions(bias, sink, *scales, softcap=0.0 if cap is None else cap.limit)
@@ -132,10 +130,10 @@ def attend_spans(
     return o_BHV[:, None]
 
 
-def key_spans(sight: AttentionMask, batch: int) -> tuple[Tensor | None, Tensor | None]:
+def key_spans(attention_mask: AttentionMask, batch: int) -> tuple[Tensor | None, Tensor | None]:
     """Which slots each row reads, [B, 1, 3], if not all; and which of these are hidden, [B or 1, 1, S], if some are."""
-    keys, device = sight.keys, sight.keys.position.device
-    if sight.shape == "full":
+    keys, device = attention_mask.keys, attention_mask.keys.position.device
+    if attention_mask.shape == "full":
         return None, None
     row, hidden = torch.arange(batch, device=device), None
     begin = torch.zeros_like(row)
@@ -144,7 +142,7 @@ def key_spans(sight: AttentionMask, batch: int) -> tuple[Tensor | None, Tensor |
     elif keys.num_visible is not None:
         end = torch.full_like(row, keys.num_visible)
     else:
-        allowed = sight.allowed[:, 0, 0].expand(batch, -1)
+        allowed = attention_mask.allowed[:, 0, 0].expand(batch, -1)
         slot = torch.arange(keys.count, device=device)
         end = torch.where(allowed, slot + 1, 0).amax(1) if keys.count else begin
         begin = torch.where(allowed, slot, keys.count).amin(1) if keys.count else begin

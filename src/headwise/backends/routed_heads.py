@@ -14,7 +14,7 @@ from torch import Tensor
 from ..interfaces import Gate, OutputStep, ScoreStep
 from ..interfaces.core_types import CallSize
 from ..interfaces.probe import Probe
-from ..kernels.autograd_guards import NO_DOUBLE_BACKWARD_REMEDY, forbid_double_backward, is_under_functorch
+from ..kernels.autograd_guards import NO_DOUBLE_BACKWARD_REMEDY, forbid_double_backward
 from ..kernels.flash_attention import gathered_attention
 from ..kernels.flash_attention_kernel import QUERY_TILE_ROWS
 from ..kernels.jit import COMPUTE_DTYPES
@@ -22,7 +22,7 @@ from ..masking.patterns import Causal, Full
 from ..masking.sequence_info import AttentionMask
 from ..parts.softmax import Softmax
 from . import sdpa
-from .core_interface import CallSignature, CoreInputs, CoreSteps
+from .core_interface import CallSignature, CoreInputs, CoreSteps, no_tensor_conflicts
 
 QUERIES_PER_CHUNK = 64  # about so many queries of a key head read at once what only some of them may
 UNMASKED_CHUNKS_PER_CALL = 4  # and so many times as many what all of them may
@@ -127,15 +127,15 @@ class KeyVisibility:
     """Who reads whom in a call, in places among its queries and places among its keys: all keys, those that are not
     later, or whom the tokens let."""
 
-    def __init__(self, sight: AttentionMask, dtype: torch.dtype) -> None:
-        asks, told = sight.queries.start, sight.keys.start
-        self.sight, self.dtype, self.keys = sight, dtype, sight.keys.count
+    def __init__(self, attention_mask: AttentionMask, dtype: torch.dtype) -> None:
+        asks, told = attention_mask.queries.start, attention_mask.keys.start
+        self.attention_mask, self.dtype, self.keys = attention_mask, dtype, attention_mask.keys.count
         self.query_offset = (
             -1 if asks is None or told is None else asks - told
         )  # how many keys the first query has before it
-        self.is_full = sight.shape == "full"
-        self.is_full_or_causal = self.is_full or sight.shape == "triangle"
-        self.is_causal = not self.is_full and self.query_offset >= 0 and sight.pattern == Causal()
+        self.is_full = attention_mask.shape == "full"
+        self.is_full_or_causal = self.is_full or attention_mask.shape == "triangle"
+        self.is_causal = not self.is_full and self.query_offset >= 0 and attention_mask.pattern == Causal()
         self._extents: tuple[Tensor, Tensor] | None = None
 
     def forward_rectangles(self, pack: PackedQueries) -> Iterator[MaskedRectangle]:
@@ -183,13 +183,13 @@ class KeyVisibility:
     def key_ranges(self, queries: int) -> Tensor | None:
         """The first key that each token reads and the one behind its last, [1 or B, T, 2]; None where some in between
         are not for it."""
-        device = self.sight.keys.position.device
+        device = self.attention_mask.keys.position.device
         if self.is_full or self.is_causal:
             last = torch.full((queries,), self.keys, device=device)
             if not self.is_full:
                 last = (torch.arange(queries, device=device) + self.query_offset + 1).clamp_(max=self.keys)
             return torch.stack([torch.zeros_like(last), last], -1)[None]
-        allowed_BTS = self.sight.allowed[:, 0]
+        allowed_BTS = self.attention_mask.allowed[:, 0]
         count, first = allowed_BTS.sum(-1), allowed_BTS.to(torch.uint8).argmax(-1)
         last = self.keys - allowed_BTS.flip(-1).to(torch.uint8).argmax(-1)
         last = torch.where(count > 0, last, first)
@@ -198,7 +198,7 @@ class KeyVisibility:
     def key_slice(self, first: int, last: int) -> slice:
         """Keys outside of which no query from the first to the last place reads."""
         if self._extents is None:
-            some_TS = self.sight.allowed[:, 0].any(0)
+            some_TS = self.attention_mask.allowed[:, 0].any(0)
             place = torch.arange(self.keys, device=some_TS.device)
             low, high = torch.where(some_TS, place, self.keys).amin(-1), torch.where(some_TS, place + 1, 0).amax(-1)
             self._extents = low, high
@@ -223,13 +223,13 @@ class KeyVisibility:
 
     def _rows(self, place_BGR: Tensor) -> Tensor:
         """Which keys each may read, from all pairs."""
-        allowed_BTS = self.sight.allowed[:, 0]
+        allowed_BTS = self.attention_mask.allowed[:, 0]
         row = torch.arange(place_BGR.shape[0], device=place_BGR.device) % allowed_BTS.shape[0]
         flat = (row[:, None, None] * allowed_BTS.shape[1] + place_BGR).flatten()
         return allowed_BTS.flatten(0, 1).index_select(0, flat).view(*place_BGR.shape, self.keys)
 
 
-# --- Queries that speak, one behind the other for each key head, and the units of work of the kernel ---
+# --- Queries that speak, one behind the other for each key head, and the units of size of the kernel ---
 
 MIN_KEYS_PER_PART = 512  # whose gradients are a part at least
 MAX_KEY_PARTS, TARGET_WORK_ITEMS = 4, 16  # parts there may be at most, so that there are so many units
@@ -294,12 +294,12 @@ def boundary_lengths() -> tuple[int, ...]:
     return QUERY_TILE_ROWS - 1, QUERY_TILE_ROWS, QUERY_TILE_ROWS + 1, 259
 
 
-def unsupported_reasons(job: CallSignature) -> list[str]:
-    """Why this job cannot run here."""
-    spec, reasons = job.spec, sdpa.fused_call_conflicts(job)
+def unsupported_reasons(call: CallSignature) -> list[str]:
+    """Why this call cannot run here."""
+    spec, reasons = call.spec, sdpa.fused_call_conflicts(call)
     if not any(gate.open_fractions(spec) for _, gate in spec.parts_of(Gate)):
         reasons.append("no gate promises that heads are shut")
-    elif not any(_open_shares(job)):
+    elif not any(_open_shares(call)):
         reasons.append("gradients pass the gates of heads that are shut, so what these read is needed")
     if any(isinstance(part, ScoreStep) for _, part in spec.parts()) or not isinstance(spec.normaliser, Softmax):
         reasons.append("it reads by a plain softmax over products, with nothing added")
@@ -310,46 +310,56 @@ def unsupported_reasons(job: CallSignature) -> list[str]:
         reasons.append("outputs of several heads are joined before the gates")
     if spec.pattern not in (Full(), Causal()):
         reasons.append(f"{spec.pattern.text} leaves keys out, which saves as much without packing")
-    if job.single_query:
+    if call.single_query:
         reasons.append("a single query of all heads is answered sooner than one of some")
-    if job.is_compiling:
+    if call.is_compiling:
         reasons.append("how many queries a head has is for the data to say, which a compiled graph cannot ask")
-    if "lse" in job.probed_tensors:
+    if "lse" in call.probed_tensors:
         reasons.append("it has a log-sum-exp for heads that speak only")
-    return [*reasons, *_unsupported_kernel_reasons(job)] or job.slower_than(MIN_KEYS, "all heads take less time")
+    if call.is_transformed:
+        reasons.append("does not support torch.func and forward-mode derivatives")
+    return [*reasons, *_unsupported_kernel_reasons(call)]
 
 
-def _unsupported_kernel_reasons(job: CallSignature) -> list[str]:
+def slower_reasons(call: CallSignature, size: CallSize, mask_shape: str) -> list[str]:
+    """Why another backend is preferred at this size."""
+    return call.slower_below(MIN_KEYS, size, "all heads take less time")
+
+
+def _unsupported_kernel_reasons(call: CallSignature) -> list[str]:
     reasons = []
-    if job.device != "cpu":
-        reasons.append(f"it works with the CPU's kernel, not on {job.device}")
-    if job.core.dim != job.core.vdim:
+    if call.device != "cpu":
+        reasons.append(f"it works with the CPU's kernel, not on {call.device}")
+    if call.core.dim != call.core.vdim:
         reasons.append("its kernel wants keys and values of one width")
-    if not job.group_size:
+    if not call.group_size:
         reasons.append("its groups of heads must be equal")
     return reasons
 
 
-def _open_shares(job: CallSignature) -> list[tuple[Fraction, ...] | None]:
+def _open_shares(call: CallSignature) -> list[tuple[Fraction, ...] | None]:
     """Of each gate how often heads speak, if where it is zero nobody needs to know what they read."""
-    gates = (gate for _, gate in job.spec.parts_of(Gate))
+    gates = (gate for _, gate in call.spec.parts_of(Gate))
     return [
-        gate.open_fractions(job.spec) if gate.blocks_gradient_when_closed() or not job.needs_grad else None
+        gate.open_fractions(call.spec) if gate.blocks_gradient_when_closed() or not call.needs_grad else None
         for gate in gates
     ]
 
 
-def executed_flops(job: CallSignature, work: CallSize) -> int:
+tensor_conflicts = no_tensor_conflicts
+
+
+def executed_flops(call: CallSignature, size: CallSize) -> int:
     """The products that are formed if every head speaks as often as its gate tells, and evenly."""
-    shares, causal = min(filter(None, _open_shares(job)), key=sum), job.spec.pattern == Causal()
-    formed = _pairs_of_work_items if _has_kernel(job) else _pairs_of_chunks
-    pairs = sum(formed(share * job.group_size, work, causal) for share in _share_per_kv_head(shares, job.group_size))
-    return int(job.core.flops(work.batch) * pairs / len(job.core.key_head_of_query))
+    shares, causal = min(filter(None, _open_shares(call)), key=sum), call.spec.pattern == Causal()
+    formed = _pairs_of_work_items if _has_kernel(call) else _pairs_of_chunks
+    pairs = sum(formed(share * call.group_size, size, causal) for share in _share_per_kv_head(shares, call.group_size))
+    return int(call.core.flops(size.batch) * pairs / len(call.core.key_head_of_query))
 
 
-def _has_kernel(job: CallSignature) -> bool:
+def _has_kernel(call: CallSignature) -> bool:
     """Whether there is a kernel for its numbers; torch's own call reads for others, chunk by chunk."""
-    return job.device == "cpu" and job.dtype in COMPUTE_DTYPES
+    return call.device == "cpu" and call.dtype in COMPUTE_DTYPES
 
 
 def _share_per_kv_head(shares: tuple[Fraction, ...], each: int) -> list[Fraction]:
@@ -357,36 +367,34 @@ def _share_per_kv_head(shares: tuple[Fraction, ...], each: int) -> list[Fraction
     return [sum(shares[n : n + each], Fraction(0)) / each for n in range(0, len(shares), each)]
 
 
-def _pairs_of_work_items(rate: Fraction, work: CallSize, causal: bool) -> Fraction:
+def _pairs_of_work_items(rate: Fraction, size: CallSize, causal: bool) -> Fraction:
     """Pairs of a key head for which so many rows speak at each token: whole units, each with the keys of its last."""
-    units = -(-math.ceil(rate * work.queries) // QUERY_TILE_ROWS)
+    units = -(-math.ceil(rate * size.queries) // QUERY_TILE_ROWS)
     if not causal or not units:
-        return Fraction(QUERY_TILE_ROWS * units * work.keys)
-    own = QUERY_TILE_ROWS * Fraction(units * (units - 1), 2) / rate + work.queries
-    return QUERY_TILE_ROWS * (own + units * (work.keys - work.queries))
+        return Fraction(QUERY_TILE_ROWS * units * size.keys)
+    own = QUERY_TILE_ROWS * Fraction(units * (units - 1), 2) / rate + size.queries
+    return QUERY_TILE_ROWS * (own + units * (size.keys - size.queries))
 
 
-def _pairs_of_chunks(rate: Fraction, work: CallSize, causal: bool) -> Fraction:
+def _pairs_of_chunks(rate: Fraction, size: CallSize, causal: bool) -> Fraction:
     """The same of chunks."""
-    rows = rate * work.queries
-    if not causal or not rows or (rate == 1 and work.keys == work.queries):
-        return rows * work.keys
+    rows = rate * size.queries
+    if not causal or not rows or (rate == 1 and size.keys == size.queries):
+        return rows * size.keys
     count = num_chunks(math.ceil(rows))
     each = Fraction(math.ceil(rows / count))
-    return each * (count * (work.keys - work.queries) + Fraction(work.queries * (count + 1), 2))
+    return each * (count * (size.keys - size.queries) + Fraction(size.queries * (count + 1), 2))
 
 
 def attend(
-    job: CallSignature, sight: AttentionMask, inputs: CoreInputs, bound: CoreSteps, probe: Probe | None
+    call: CallSignature, attention_mask: AttentionMask, inputs: CoreInputs, steps: CoreSteps, probe: Probe | None
 ) -> Tensor:
     """Per-head outputs o_BTHV, zero for heads that are shut."""
     q, k, v = inputs.q, inputs.k, inputs.v
-    if not q.numel() or not k.numel() or is_under_functorch():
-        return sdpa.attend(job, sight, inputs, bound, probe)
     if torch.is_autocast_enabled(q.device.type):
         q, k, v = (t.to(torch.get_autocast_dtype(q.device.type)) for t in (q, k, v))
     with torch.no_grad():
-        reading, opened = KeyVisibility(sight, q.dtype), _open_heads(job, inputs)
+        reading, opened = KeyVisibility(attention_mask, q.dtype), _open_heads(call, inputs)
         ends = reading.key_ranges(q.shape[1]) if q.dtype in COMPUTE_DTYPES else None
         lines = None if ends is None else RoutedWorkItems.from_open_heads(opened, k.shape[2], ends, k.shape[1])
         packed = pack_open_queries(opened, k.shape[2], reading.is_full_or_causal) if lines is None else []
@@ -396,10 +404,10 @@ def attend(
     return o_BTHV
 
 
-def _open_heads(job: CallSignature, inputs: CoreInputs) -> Tensor:
+def _open_heads(call: CallSignature, inputs: CoreInputs) -> Tensor:
     """Which heads speak for which token, [B, T, H]: no gate that promises to shut some is zero there."""
     opened = torch.ones(inputs.q.shape[:3], dtype=torch.bool, device=inputs.q.device)
-    for shares, gate in zip(_open_shares(job), inputs.gates, strict=True):
+    for shares, gate in zip(_open_shares(call), inputs.gates, strict=True):
         if shares is not None:
             opened &= gate[..., 0] != 0
     return opened
@@ -416,8 +424,8 @@ class _RoutedAttention(torch.autograd.Function):
         line = v.new_zeros(batch * queries * heads + 1, v.shape[-1])
         kept = []
         for pack in packed:
-            call = _PackedCall(pack, q, k, v, how)
-            o_BGRV, lse_BGR = call.forward()
+            packed_call = _PackedCall(pack, q, k, v, how)
+            o_BGRV, lse_BGR = packed_call.forward()
             line.index_copy_(0, pack.flat_index, o_BGRV.view(-1, v.shape[-1]))
             kept += [o_BGRV, lse_BGR]
         ctx.packed, ctx.how = packed, how
@@ -431,8 +439,8 @@ class _RoutedAttention(torch.autograd.Function):
         dq = q.new_zeros(q.shape[:3].numel() + 1, q.shape[-1])
         dk, dv = (t.new_zeros(t.transpose(1, 2).shape) for t in (k, v))
         for n, pack in enumerate(ctx.packed):
-            call = _PackedCall(pack, q, k, v, ctx.how)
-            dq_BGRK, dk_BGSK, dv_BGSV = call.backward(grads[0], kept[2 * n], kept[2 * n + 1])
+            packed_call = _PackedCall(pack, q, k, v, ctx.how)
+            dq_BGRK, dk_BGSK, dv_BGSV = packed_call.backward(grads[0], kept[2 * n], kept[2 * n + 1])
             dq.index_copy_(0, pack.flat_index, dq_BGRK.view(-1, q.shape[-1]).to(q.dtype))
             dk[:, pack.heads], dv[:, pack.heads] = dk_BGSK.to(k.dtype), dv_BGSV.to(v.dtype)
         return dq[:-1].view(q.shape), dk.transpose(1, 2), dv.transpose(1, 2), None, None

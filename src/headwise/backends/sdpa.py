@@ -18,25 +18,32 @@ from ..parts.dot_product import Dot
 from ..parts.sink_softmax import SinkSoftmax
 from ..parts.softmax import Softmax
 from ..parts.weight_dropout import WeightDropout
-from .core_interface import CallSignature, CoreInputs, CoreSteps, expand_kv_heads
+from .core_interface import (
+    CallSignature,
+    CoreInputs,
+    CoreSteps,
+    expand_kv_heads,
+    never_slower,
+    no_tensor_conflicts,
+)
 
 
-def unsupported_reasons(job: CallSignature) -> list[str]:
-    """Why this job cannot run here."""
+def unsupported_reasons(call: CallSignature) -> list[str]:
+    """Why this call cannot run here."""
     return [
-        *fused_call_conflicts(job),
-        *(["a single query runs in rows instead"] if job.single_query and job.group_size > 1 else []),
+        *fused_call_conflicts(call),
+        *(["a single query runs in rows instead"] if call.single_query and call.group_size > 1 else []),
     ]
 
 
-def fused_call_conflicts(job: CallSignature) -> list[str]:
+def fused_call_conflicts(call: CallSignature) -> list[str]:
     """What the fused call cannot say, whoever makes it."""
-    spec, reasons = job.spec, []
-    if job.has_recurrent_state:
+    spec, reasons = call.spec, []
+    if call.has_recurrent_state:
         reasons.append("past tokens are a state, not scores")
     if not isinstance(spec.similarity, Dot):
         reasons.append(f"it compares by dot product, not {type(spec.similarity).__name__}")
-    if not job.core.dim:
+    if not call.core.dim:
         reasons.append(f"{type(spec.project).__name__} leaves it nothing to compare")
     if not isinstance(spec.normaliser, (Softmax, SinkSoftmax)):
         reasons.append(f"it normalises by softmax, not {type(spec.normaliser).__name__}")
@@ -48,22 +55,22 @@ def fused_call_conflicts(job: CallSignature) -> list[str]:
             reasons.append(f"{name} is not additive")
         elif isinstance(part, ValueStep):
             reasons.append(f"{name} needs the weights")
-        elif isinstance(part, WeightDropout) and job.training and part.rate > 0:
+        elif isinstance(part, WeightDropout) and call.training and part.rate > 0:
             reasons.append(f"{name} drops weights that only dense can repeat")
-    if job.has_caller_mask:
+    if call.has_caller_mask:
         reasons.append("a mask of the caller's own is for dense")
-    if unseen := sorted(job.probed_tensors & {"scores", "weights"}):
+    if unseen := sorted(call.probed_tensors & {"scores", "weights"}):
         reasons.append(f"it cannot show {', '.join(unseen)}")
-    if "lse" in job.probed_tensors and not _can_return_lse(job):
+    if "lse" in call.probed_tensors and not _can_return_lse(call):
         reasons.append("it can show lse only on the CPU, without gradients or sinks, for keys as wide as values")
-    if not job.heads_in_order:
+    if not call.heads_in_order:
         reasons.append("not every score head speaks for itself")
     return reasons
 
 
-def plain_softmax_conflicts(job: CallSignature) -> list[str]:
+def plain_softmax_conflicts(call: CallSignature) -> list[str]:
     """What is more than a plain softmax over products of all keys, or of all that are not ahead."""
-    spec, reasons = job.spec, fused_call_conflicts(job)
+    spec, reasons = call.spec, fused_call_conflicts(call)
     if any(isinstance(part, ScoreStep) for _, part in spec.parts()) or not isinstance(spec.normaliser, Softmax):
         reasons.append("it reads by a plain softmax over products, with nothing added")
     if spec.pattern not in (Full(), Causal()):
@@ -71,40 +78,44 @@ def plain_softmax_conflicts(job: CallSignature) -> list[str]:
     return reasons
 
 
-def _can_return_lse(job: CallSignature) -> bool:
+def _can_return_lse(call: CallSignature) -> bool:
     """The CPU's kernel has it at hand, but not its gradient, and does not know a sink's column from a key's."""
-    plain = not job.needs_grad and not isinstance(job.spec.normaliser, SinkSoftmax)
-    return plain and job.device == "cpu" and job.core.dim == job.core.vdim
+    plain = not call.needs_grad and not isinstance(call.spec.normaliser, SinkSoftmax)
+    return plain and call.device == "cpu" and call.core.dim == call.core.vdim
 
 
-def executed_flops(job: CallSignature, work: CallSize) -> int:
+tensor_conflicts = no_tensor_conflicts
+slower_reasons = never_slower
+
+
+def executed_flops(call: CallSignature, size: CallSize) -> int:
     """The products of the full rectangle, allowed or not, and of a sink's own column."""
-    return job.core.flops(work.batch * work.queries * (work.keys + num_sink_columns(job)))
+    return call.core.flops(size.batch * size.queries * (size.keys + num_sink_columns(call)))
 
 
-def num_sink_columns(job: CallSignature) -> int:
+def num_sink_columns(call: CallSignature) -> int:
     """How many keys of its own every query reads beside the real ones: a sink."""
-    return int(isinstance(job.spec.normaliser, SinkSoftmax))
+    return int(isinstance(call.spec.normaliser, SinkSoftmax))
 
 
-def attend(
-    job: CallSignature, sight: AttentionMask, inputs: CoreInputs, bound: CoreSteps, probe: Probe | None
+def fused_attention(
+    call: CallSignature, attention_mask: AttentionMask, inputs: CoreInputs, steps: CoreSteps, probe: Probe | None
 ) -> Tensor:
     """Per-head outputs o_BTHV."""
     q_BHTK = inputs.q.transpose(1, 2)
-    grouped = job.group_size > 0
+    grouped = call.group_size > 0
     k, v = (
         (inputs.k.transpose(1, 2), inputs.v.transpose(1, 2))
         if grouped
         else (
-            expand_kv_heads(inputs.k, job.core.key_head_of_query),
-            expand_kv_heads(inputs.v, job.core.value_head_of_row),
+            expand_kv_heads(inputs.k, call.core.key_head_of_query),
+            expand_kv_heads(inputs.v, call.core.value_head_of_row),
         )
     )
-    triangle, bias = mask_or_bias(sight, inputs, bound)
-    if isinstance(bound.normaliser, SinkSoftmax):
+    triangle, bias = mask_or_bias(attention_mask, inputs, steps)
+    if isinstance(steps.normaliser, SinkSoftmax):
         # One more key of zeros whose bias is the sink and whose value is nothing: softmax with a sink, exactly.
-        bias, triangle = _bias_with_sink_column(sight.allowed if triangle else bias, bound, inputs), False
+        bias, triangle = _bias_with_sink_column(attention_mask.allowed if triangle else bias, steps, inputs), False
         k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))
     scale = inputs.query_context.scale
     if probe is not None and "lse" in probe.points:
@@ -112,9 +123,12 @@ def attend(
         probe("lse", lse_BHT)
     else:
         o_BHTV = F.scaled_dot_product_attention(
-            q_BHTK, k, v, bias, is_causal=triangle, scale=scale, enable_gqa=job.group_size > 1
+            q_BHTK, k, v, bias, is_causal=triangle, scale=scale, enable_gqa=call.group_size > 1
         )
     return o_BHTV.transpose(1, 2)
+
+
+attend = fused_attention  # other backends run their blocks by the function; `attend` is for dispatch alone
 
 
 def attend_with_lse(
@@ -131,14 +145,14 @@ def attend_with_lse(
     return o, lse
 
 
-def mask_or_bias(sight: AttentionMask, inputs: CoreInputs, bound: CoreSteps) -> tuple[bool, Tensor | None]:
+def mask_or_bias(attention_mask: AttentionMask, inputs: CoreInputs, steps: CoreSteps) -> tuple[bool, Tensor | None]:
     """What the call needs of the pattern and of additive steps: the triangle flag, and a mask or bias."""
-    if not bound.scores:
-        if sight.shape == "any":
-            return False, sight.allowed
-        return sight.shape == "triangle", None
-    bias = bound.additive_bias(sight, inputs)
-    return False, bias if sight.shape == "full" else bias.masked_fill(~sight.allowed, -torch.inf)
+    if not steps.scores:
+        if attention_mask.shape == "any":
+            return False, attention_mask.allowed
+        return attention_mask.shape == "triangle", None
+    bias = steps.additive_bias(attention_mask, inputs)
+    return False, bias if attention_mask.shape == "full" else bias.masked_fill(~attention_mask.allowed, -torch.inf)
 
 
 class SoftmaxArgs(NamedTuple):
@@ -150,26 +164,31 @@ class SoftmaxArgs(NamedTuple):
     sinks: Tensor | None
 
 
-def is_plain_softmax(job: CallSignature) -> bool:
+def is_plain_softmax(call: CallSignature) -> bool:
     """Whether its weights are a softmax of scaled products and what is added to them, and nothing else."""
-    return not fused_call_conflicts(replace(job, probed_tensors=frozenset(), has_caller_mask=False, training=False))
+    return not fused_call_conflicts(replace(call, probed_tensors=frozenset(), has_caller_mask=False, training=False))
 
 
-def softmax_args(sight: AttentionMask, inputs: CoreInputs, bound: CoreSteps) -> SoftmaxArgs:
+def softmax_args(attention_mask: AttentionMask, inputs: CoreInputs, steps: CoreSteps) -> SoftmaxArgs:
     """All that such a call works with, told apart."""
     sinks = (
-        bound.normaliser_p.broadcast_over_scores()["sink"].flatten()
-        if isinstance(bound.normaliser, SinkSoftmax)
+        steps.normaliser_p.broadcast_over_scores()["sink"].flatten()
+        if isinstance(steps.normaliser, SinkSoftmax)
         else None
     )
-    bias = bound.additive_bias(sight, inputs) if bound.scores else None
-    return SoftmaxArgs(sight.allowed if sight.shape == "any" else None, sight.shape == "triangle", bias, sinks)
+    bias = steps.additive_bias(attention_mask, inputs) if steps.scores else None
+    return SoftmaxArgs(
+        attention_mask.allowed if attention_mask.shape == "any" else None,
+        attention_mask.shape == "triangle",
+        bias,
+        sinks,
+    )
 
 
-def _bias_with_sink_column(bias: Tensor | None, bound: CoreSteps, inputs: CoreInputs) -> Tensor:
+def _bias_with_sink_column(bias: Tensor | None, steps: CoreSteps, inputs: CoreInputs) -> Tensor:
     heads, queries, keys = inputs.q.shape[2], inputs.q.shape[1], inputs.k.shape[1]
     zero = inputs.q.new_zeros(1, 1, queries, keys)
     if bias is None or bias.dtype == torch.bool:
         bias = zero if bias is None else zero.masked_fill(~bias, -torch.inf)
-    sink = bound.normaliser_p.broadcast_over_scores()["sink"].to(bias.dtype).expand(*bias.shape[:1], heads, queries, 1)
+    sink = steps.normaliser_p.broadcast_over_scores()["sink"].to(bias.dtype).expand(*bias.shape[:1], heads, queries, 1)
     return torch.cat([bias.expand(-1, heads, queries, keys), sink], -1)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
-from types import ModuleType
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -16,14 +15,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..interfaces import ScoreStep
-from ..interfaces.probe import Probe
 from ..kernels.autograd_guards import is_under_functorch
 from ..kernels.varlen_attention import HAS_NUMBA, attend_varlen
-from ..masking.patterns import Causal, Full
+from ..masking.patterns import Causal
 from ..masking.sequence_info import AttentionMask, SequenceInfo
-from ..parts.softmax import Softmax
-from . import bf16_matmul, block_sparse, dense, flash_cpu, sdpa
+from . import sdpa
 from .core_interface import CallSignature, CoreInputs, CoreSteps
 
 MAX_WASTED_PAIRS_RATIO = (
@@ -31,9 +27,6 @@ MAX_WASTED_PAIRS_RATIO = (
 )
 FREE_PAIRS = 4096  # pairs that are formed in less time than another call takes
 PROBED_TENSORS = frozenset({"q", "k", "v", "heads"})  # what can be seen of texts that run apart
-MAX_DENSE_LENGTH = (
-    32  # tokens of a text, up to which plain operations take less time on a CPU than a fused call for each head
-)
 MAX_KERNEL_LENGTH = 256  # tokens of a text, up to which the kernel takes less time than fused calls for groups
 KERNEL_DTYPES = (torch.float32, torch.float64)  # what it computes in; what is coarser is widened
 MAX_PLANS_PER_SEQUENCE = (
@@ -125,58 +118,24 @@ class VarlenTable(NamedTuple):
     longest: int
 
 
-class VarlenRunner(NamedTuple):
-    """What runs a call whose texts are apart: the kernel, unless one of them is longer than `whole`; else groups, by a
-    backend's function or, up to a length that is `short`, plain operations.
-
-    A function and not its module: a layer that holds one can be copied.
-    """
-
-    attend_group: Callable[..., Tensor]
-    max_dense_length: int
-    max_kernel_length: int
-
-    @staticmethod
-    def from_backend(backend: ModuleType, job: CallSignature, only: str | None) -> VarlenRunner:
-        """With the backend alone where the caller insists on it, or another than a fused one was chosen."""
-        fused = only is None and job.device == "cpu" and backend in (sdpa, bf16_matmul, flash_cpu, block_sparse)
-        whole = MAX_KERNEL_LENGTH if fused and backend is not block_sparse and _can_use_kernel(job) else -1
-        return VarlenRunner(backend.attend, MAX_DENSE_LENGTH if fused else 0, whole)
-
-    def attend(
-        self, job: CallSignature, sight: AttentionMask, inputs: CoreInputs, bound: CoreSteps, probe: Probe | None
-    ) -> Tensor:
-        """Per-head outputs o_BTHV."""
-        if self.max_kernel_length >= 0 and (where := kernel_plan(sight)).longest <= self.max_kernel_length:
-            return _attend_by_kernel(sight, inputs, where)
-        plan, o = group_plan(sight), list[Tensor]()
-        for (asks, told), own in zip(plan.groups, _group_inputs(plan, inputs, bound), strict=True):
-            run = dense.attend if max(asks.count, told.count) <= self.max_dense_length else self.attend_group
-            o.append(run(job, AttentionMask(asks, told, sight.pattern), own, bound, None))
-        return plan.queries.scatter_groups(o).unflatten(0, inputs.q.shape[:2])
+def supports_kernel(call: CallSignature) -> bool:
+    """Whether the kernel computes what such a call asks for: plain softmax attention in equal groups of heads."""
+    return HAS_NUMBA and call.device == "cpu" and call.group_size > 0 and not sdpa.plain_softmax_conflicts(call)
 
 
-def _can_use_kernel(job: CallSignature) -> bool:
-    """Whether the kernel says all that the fused call would: nothing is added to scores, and key heads are read by
-    equally many neighbours."""
-    spec = job.spec
-    adds = any(isinstance(part, ScoreStep) for _, part in spec.parts())
-    known = job.group_size > 0 and isinstance(spec.normaliser, Softmax) and spec.pattern in (Full(), Causal())
-    return HAS_NUMBA and known and not adds
-
-
-def _attend_by_kernel(sight: AttentionMask, inputs: CoreInputs, where: VarlenTable) -> Tensor:
-    """All texts in one call of the kernel."""
+def attend_by_kernel(attention_mask: AttentionMask, inputs: CoreInputs) -> Tensor:
+    """Per-head outputs o_BTHV of all sequences, in one call of the kernel."""
     exact = inputs.q.dtype if inputs.q.dtype in KERNEL_DTYPES else torch.float32
     qkv = [t.flatten(0, 1).to(exact) for t in inputs[:3]]
-    o = attend_varlen(qkv, *where, sight.pattern == Causal(), inputs.query_context.scale)
+    causal, scale = attention_mask.pattern == Causal(), inputs.query_context.scale
+    o = attend_varlen(qkv, *kernel_plan(attention_mask), causal, scale)
     return o.to(inputs.v.dtype).unflatten(0, inputs.q.shape[:2])
 
 
-def _group_inputs(plan: VarlenPlan, inputs: CoreInputs, bound: CoreSteps) -> Iterator[CoreInputs]:
+def group_inputs(plan: VarlenPlan, inputs: CoreInputs, steps: CoreSteps) -> Iterator[CoreInputs]:
     """What each group is handed: beside q, k and v only what some part will ask for."""
     q, k, v, asked, entry, state, gates = inputs
-    asks = bool(bound.scores or bound.weights)
+    asks = bool(steps.scores or steps.weights)
     own = [plan.queries.gather_groups(q), plan.keys.gather_groups(k), plan.keys.gather_groups(v)]
     before = own[0] if asked.q_BTHK is q or not asks else plan.queries.gather_groups(asked.q_BTHK)
     x = plan.queries.gather_groups(asked.x_BTD) if asks else before
@@ -190,19 +149,21 @@ def _group_inputs(plan: VarlenPlan, inputs: CoreInputs, bound: CoreSteps) -> Ite
         yield CoreInputs(own[0][n], own[1][n], own[2][n], told, beside, state, [gate[n] for gate in opened])
 
 
-def group_plan(sight: AttentionMask) -> VarlenPlan:
+def group_plan(attention_mask: AttentionMask) -> VarlenPlan:
     """The plan of a call in groups, made once for all layers that are told the same tokens."""
-    ahead = sight.pattern.tokens_before_decode != 0
-    return _cached_plan(sight, f"groups, {ahead}", lambda: _make_group_plan(sight.queries, sight.keys, ahead))
+    ahead = attention_mask.pattern.tokens_before_decode != 0
+    return _cached_plan(
+        attention_mask, f"groups, {ahead}", lambda: _make_group_plan(attention_mask.queries, attention_mask.keys, ahead)
+    )
 
 
-def kernel_plan(sight: AttentionMask) -> VarlenTable:
+def kernel_plan(attention_mask: AttentionMask) -> VarlenTable:
     """The plan of a call of the kernel, made once as well."""
-    return _cached_plan(sight, "where", lambda: _make_kernel_plan(sight.queries, sight.keys))
+    return _cached_plan(attention_mask, "where", lambda: _make_kernel_plan(attention_mask.queries, attention_mask.keys))
 
 
-def _cached_plan(sight: AttentionMask, kind: str, make: Callable[[], Any]) -> Any:
-    at, told = sight.queries, sight.keys
+def _cached_plan(attention_mask: AttentionMask, kind: str, make: Callable[[], Any]) -> Any:
+    at, told = attention_mask.queries, attention_mask.keys
     other = None if told is at else told  # of itself none: no cycle
     for source, known, plan in at.backend_plans:
         if source is other and known == kind:

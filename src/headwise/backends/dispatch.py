@@ -1,0 +1,254 @@
+"""The choice of a backend: the one place that sees a whole call, and the only one that passes a call to a backend.
+
+A call becomes known in two steps. Its `CallSignature` (spec, dtype, device, gradients, probes) is known before any
+tensor is computed: `make_dispatch` keeps the backends that support it, and refuses the call if none does. Its sizes and
+its mask are known once queries and keys exist: `CoreDispatch.select` skips backends that cannot run these tensors
+(`tensor_conflicts`) or that were measured to be slower for this size (`slower_reasons`), and the first that remains
+runs. A backend that the caller names runs at any size, or the call is refused. No backend passes a call on to another.
+
+Packed rows with known lengths are cut into their sequences here: short plain ones run in one kernel
+(`varlen.attend_by_kernel`), the others in groups of similar length, for each of which a backend is selected.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import ModuleType
+
+from torch import Tensor
+
+from ..errors import NoBackend, suggest
+from ..interfaces.core_types import CallSize
+from ..interfaces.probe import Probe
+from ..masking.sequence_info import AttentionMask, SequenceInfo
+from . import (
+    bf16_matmul,
+    block_sparse,
+    chunked_attention,
+    dense,
+    flash_cpu,
+    flex,
+    grouped_decode,
+    linear_attention,
+    paged_decode,
+    ragged_decode,
+    routed_heads,
+    sdpa,
+    varlen,
+)
+from .core_interface import CallSignature, CoreInputs, CoreSteps
+from .query_blocks import QUERY_BLOCK_SIZE
+
+# In order of preference; see `preference_order` for the two that some calls try last.
+BACKENDS: dict[str, ModuleType] = {
+    "paged": paged_decode,
+    "ragged": ragged_decode,
+    "routed": routed_heads,
+    "grouped": grouped_decode,
+    "block_sparse": block_sparse,
+    "bf16_matmul": bf16_matmul,
+    "flash_cpu": flash_cpu,
+    "sdpa": sdpa,
+    "linear": linear_attention,
+    "flex": flex,
+    "chunked": chunked_attention,
+    "dense": dense,
+}
+
+SINGLE_CALL_BACKENDS = ("sdpa", "bf16_matmul", "flash_cpu", "block_sparse")  # plain operations beat them on few tokens
+MAX_DENSE_LENGTH = 32  # tokens of a packed sequence up to which plain operations take less time on a CPU
+
+
+@dataclass(frozen=True)
+class CoreDispatch:
+    """The names of the backends that support one kind of call, the preferred first.
+
+    It holds names and not modules, so that a layer which keeps one can be copied and pickled.
+    """
+
+    call: CallSignature
+    backend_names: tuple[str, ...]
+    is_named_by_caller: bool = False
+
+    def attend(
+        self, attention_mask: AttentionMask, inputs: CoreInputs, steps: CoreSteps, probe: Probe | None
+    ) -> Tensor:
+        """Per-head outputs o_BTHV, computed by the backend that `select` names."""
+        backend = BACKENDS[self.select(attention_mask, inputs)]
+        outputs: Tensor = backend.attend(self.call, attention_mask, inputs, steps, probe)
+        return outputs
+
+    def select(self, attention_mask: AttentionMask, inputs: CoreInputs) -> str:
+        """The name of the backend that runs these tensors."""
+        if inputs.q.numel() == 0 or (inputs.k.numel() == 0 and "dense" in self.backend_names):
+            return self._empty_call_backend()
+        queries, keys = attention_mask.queries.count, attention_mask.keys.count
+        size = CallSize(inputs.q.shape[0], queries, keys, keys)
+        conflicts: dict[str, list[str]] = {}
+        for name in self.backend_names:
+            backend = BACKENDS[name]
+            if not self._ignores_size and backend.slower_reasons(self.call, size, attention_mask.shape):
+                continue
+            if not (reasons := backend.tensor_conflicts(self.call, attention_mask, inputs)):
+                return name
+            conflicts[name] = reasons
+        raise NoBackend(_refusal(conflicts, self.is_named_by_caller))
+
+    def select_for_size(self, size: CallSize, mask_shape: str | None = None) -> str:
+        """The name of the backend that a call of this size runs on, as far as the size decides it."""
+        if self._ignores_size:
+            return self.backend_names[0]
+        shape = contiguous_mask_shape(self.call, size) if mask_shape is None else mask_shape
+        fitting = (n for n in self.backend_names if not BACKENDS[n].slower_reasons(self.call, size, shape))
+        return next(fitting, self.backend_names[-1])
+
+    @property
+    def _ignores_size(self) -> bool:
+        # A compiled graph serves every length, so a choice by length would compile it anew for each.
+        return self.is_named_by_caller or self.call.is_compiling
+
+    def _empty_call_backend(self) -> str:
+        """`dense` where it can: without queries or keys there is nothing to compute, and kernels need not know."""
+        return "dense" if self.is_named_by_caller or "dense" in self.backend_names else self.backend_names[0]
+
+
+@dataclass(frozen=True)
+class PackedDispatch:
+    """Runs every sequence of packed rows apart: in one kernel, or in groups of similar length.
+
+    Named by the caller, a backend runs every group; otherwise plain operations run groups of short sequences.
+    """
+
+    groups: CoreDispatch
+
+    def attend(
+        self, attention_mask: AttentionMask, inputs: CoreInputs, steps: CoreSteps, probe: Probe | None
+    ) -> Tensor:
+        """Per-head outputs o_BTHV."""
+        if self._uses_kernel(attention_mask):
+            return varlen.attend_by_kernel(attention_mask, inputs)
+        plan, outputs = varlen.group_plan(attention_mask), list[Tensor]()
+        for (queries, keys), group in zip(plan.groups, varlen.group_inputs(plan, inputs, steps), strict=True):
+            group_mask = AttentionMask(queries, keys, attention_mask.pattern)
+            backend = BACKENDS[self._select_for_group(group_mask, group)]
+            outputs.append(backend.attend(self.groups.call, group_mask, group, steps, None))
+        return plan.queries.scatter_groups(outputs).unflatten(0, inputs.q.shape[:2])
+
+    def _uses_kernel(self, attention_mask: AttentionMask) -> bool:
+        if self.groups.is_named_by_caller or not varlen.supports_kernel(self.groups.call):
+            return False
+        return varlen.kernel_plan(attention_mask).longest <= varlen.MAX_KERNEL_LENGTH
+
+    def _select_for_group(self, group_mask: AttentionMask, group: CoreInputs) -> str:
+        name = self.groups.select(group_mask, group)
+        longest = max(group_mask.queries.count, group_mask.keys.count)
+        short = longest <= MAX_DENSE_LENGTH and self.groups.call.device == "cpu"
+        return "dense" if short and name in SINGLE_CALL_BACKENDS and not self.groups.is_named_by_caller else name
+
+
+def make_dispatch(call: CallSignature, backend_name: str | None = None) -> CoreDispatch:
+    """The backends that support a call, or the one that the caller names; refuses if there is none."""
+    check_backend_name(backend_name)
+    refusals = {}
+    supported = []
+    for name in [backend_name] if backend_name else preference_order(call):
+        if reasons := _unique_reasons(name, call):
+            refusals[name] = reasons
+        else:
+            supported.append(name)
+    if not supported:
+        raise NoBackend(_refusal(refusals, backend_name is not None))
+    return CoreDispatch(call, tuple(supported), backend_name is not None)
+
+
+def choose_backend(call: CallSignature, size: CallSize | None = None) -> ModuleType:
+    """The backend that a call runs on; without a size, the preferred one of those that support it."""
+    dispatch = make_dispatch(call)
+    return BACKENDS[dispatch.backend_names[0] if size is None else dispatch.select_for_size(size)]
+
+
+def check_backend_name(name: str | None) -> None:
+    """Refuse a name that no backend has."""
+    if name is not None and name not in BACKENDS:
+        raise NoBackend(f"there is no backend {name!r}; {suggest(str(name), BACKENDS)}")
+
+
+def preference_order(call: CallSignature) -> list[str]:
+    """The names of all backends, the preferred first."""
+    return sorted(BACKENDS, key=lambda name: _is_last_resort(name, call))
+
+
+def unsupported_reasons_by_backend(call: CallSignature) -> dict[str, list[str]]:
+    """The reasons of every backend not to support a call, in order of preference; an empty list means that it does."""
+    return {name: _unique_reasons(name, call) for name in preference_order(call)}
+
+
+def backends_by_length(call: CallSignature) -> list[tuple[int, str]]:
+    """Pairs (least number of tokens, backend): what a call of one row runs on as it grows longer."""
+    try:
+        dispatch = make_dispatch(call)
+    except NoBackend:
+        return []
+    found: list[tuple[int, str]] = []
+    for length in _deciding_lengths(call):
+        queries = 1 if call.single_query else length
+        name = dispatch.select_for_size(CallSize(1, queries, queries, length))
+        if not found or found[-1][1] != name:
+            found.append((0 if not found else length, name))
+    return found
+
+
+def backend_notes(name: str, call: CallSignature) -> list[str]:
+    """What a backend does with this call beyond what it does with every one."""
+    return chunked_attention.notes(call) if BACKENDS[name] is chunked_attention else []
+
+
+def reads_cache_in_place(backend_name: str, call: CallSignature) -> bool:
+    """Whether a backend reads a cache in the form in which it is stored; others are handed full-precision tensors."""
+    return backend_name == "paged" or (backend_name == "ragged" and ragged_decode.reads_quantized_cache(call))
+
+
+def recomputed_flops(backend: ModuleType, call: CallSignature, size: CallSize, core_flops: int) -> int:
+    """How many of the core's FLOPs a backend executes once more in the backward pass, on scores that it did not keep.
+
+    Fused kernels keep none (2205.14135), and `chunked` keeps none of a call that it cut into blocks.
+    """
+    if backend in (dense, linear_attention) or (backend is chunked_attention and size.queries <= QUERY_BLOCK_SIZE):
+        return 0
+    if backend is bf16_matmul and bf16_matmul.saves_weights_for_backward(size.keys):
+        return 0
+    scores = call.core.score_dim * len(call.core.key_head_of_query)
+    values = call.core.vdim * len(call.core.value_head_of_row)
+    return core_flops * scores // (scores + values)
+
+
+def contiguous_mask_shape(call: CallSignature, size: CallSize) -> str:
+    """The `AttentionMask.shape` of a call whose queries are the last of its keys, or come from another sequence."""
+    first = size.keys - size.queries if call.spec.source is None else 0
+    queries = SequenceInfo.contiguous(max(first, 0), size.queries, "cpu")
+    keys = queries if size.queries == size.keys else SequenceInfo.contiguous(0, size.keys, "cpu")
+    return AttentionMask(queries, keys, call.spec.pattern).shape
+
+
+def _deciding_lengths(call: CallSignature) -> list[int]:
+    first, last = call.spec.pattern.retention
+    lengths = {1, *(backend.MIN_KEYS for backend in (block_sparse, linear_attention, routed_heads, flash_cpu))}
+    lengths |= {first + last + 1} if last is not None else set()
+    per_token = ragged_decode.bytes_per_token(call)
+    return sorted(lengths | {-(-ragged_decode.MIN_BYTES_BY_DTYPE[call.dtype] // per_token)} if per_token else lengths)
+
+
+def _is_last_resort(name: str, call: CallSignature) -> bool:
+    """Whether even `dense` is preferred."""
+    if name == "flex":  # on the CPU it compiles for seconds and then computes every score
+        return call.device == "cpu"
+    return name == "bf16_matmul" and not bf16_matmul.is_preferred(call)
+
+
+def _unique_reasons(name: str, call: CallSignature) -> list[str]:
+    return list(dict.fromkeys(BACKENDS[name].unsupported_reasons(call)))
+
+
+def _refusal(reasons_by_backend: dict[str, list[str]], is_named: bool) -> str:
+    listed = "; ".join(f"{name}: {', '.join(reasons)}" for name, reasons in reasons_by_backend.items())
+    return f"the backend asked for refuses this call: {listed}" if is_named else f"nothing can run this: {listed}"
