@@ -217,7 +217,7 @@ def test_patches_are_one_linear_map():
     for row in range(2):
         for column in range(3):
             patch = x[1, :, 4 * row : 4 * row + 4, 5 * column : 5 * column + 5]
-            expected = torch.einsum("mchw,chw->m", embedding.stands, patch) + embedding.patches_bias
+            expected = torch.einsum("mchw,chw->m", embedding.patches, patch) + embedding.patches_bias
             torch.testing.assert_close(got[1, 1 + 3 * row + column], expected)
 
 

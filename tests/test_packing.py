@@ -22,8 +22,7 @@ from headwise.data.translation import (
     real_token_share,
 )
 from headwise.distributed import Parallelism, ProcessInfo
-from headwise.distributed.parallelism import Parallelism as Mesh, shard_batch
-from headwise.distributed.ranks import ProcessMesh
+from headwise.distributed.ranks import ProcessMesh, shard_batch
 from headwise.distributed.sharded_model import BatchForward, wrap_single_process
 from headwise.errors import SpecError
 from headwise.masking.sequence_info import SequenceInfo
@@ -226,8 +225,8 @@ def test_a_step_that_fails_is_no_way():
 def test_rows_divided_by_tokens_are_not_packed():
     from headwise.training.run_setup import check_ranks
 
-    world = ProcessMesh(ProcessInfo(), Mesh(), "cpu")
-    world.spread = Mesh(context=2)
+    world = ProcessMesh(ProcessInfo(), Parallelism(), "cpu")
+    world.spread = Parallelism(context=2)
     with pytest.raises(SpecError, match="not packed"):
         check_ranks(Recipe(rows="packed"), world)
 

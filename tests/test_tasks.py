@@ -31,16 +31,16 @@ SMALL: dict[str, Task] = {
 # The first 8 hexadecimal digits of SHA-256 over batch 3 of 8 examples of "train", and of "test". They change with the
 # data and with nothing else: whoever trained before then trained on something else.
 PINNED = {
-    "recall": ("b8efa3f9", "9ba84aca"),
-    "recall-passes": ("922d4a2b", "2606f162"),
-    "copy": ("af8ac786", "e2877872"),
-    "copy-selective": ("27b8fca6", "c5b77d62"),
+    "recall": ("b8e92baf", "c9c32117"),
+    "recall-passes": ("74e043cb", "38b72911"),
+    "copy": ("4ad7afd6", "1389f7a8"),
+    "copy-selective": ("f6c96e2a", "d4029e3c"),
     "markov": ("1d14d693", "70cad9d3"),
     "group": ("52f90e12", "6b37e0e4"),
-    "lookup2": ("14ea6b0f", "b2bd6115"),
-    "listops": ("fb094557", "4ab2aa26"),
+    "lookup2": ("76488bce", "962106ef"),
+    "listops": ("0b678ba2", "7ede2cec"),
     "graph": ("9b561ad5", "4edc46bf"),
-    "dates": ("337d47e5", "e12f6c63"),
+    "dates": ("6e89939b", "5806e80a"),
 }
 
 
@@ -56,8 +56,13 @@ def tensors(batch: Batch) -> list[torch.Tensor]:
     return [tensor for tensor in found if tensor is not None]
 
 
+def as_tuples(value):
+    """Named tuples as plain ones: the name of a class is no data."""
+    return tuple(map(as_tuples, value)) if isinstance(value, tuple) else value
+
+
 def digest(batch: Batch) -> str:
-    gold = [one.tolist() if isinstance(one, torch.Tensor) else one for one in batch.gold]
+    gold = [one.tolist() if isinstance(one, torch.Tensor) else as_tuples(one) for one in batch.gold]
     told = hashlib.sha256(repr(gold).encode())
     for tensor in tensors(batch):
         told.update(repr((tuple(tensor.shape), tensor.tolist())).encode())

@@ -291,7 +291,9 @@ def said(job: dict | None = None, **words) -> str:
     return "; ".join(flash_cpu.unsupported_reasons(CallSignature(spec, spec.core, **(job or {}))))
 
 
-@pytest.mark.parametrize("job", [{}, {"needs_grad": True}, {"training": True}, {"is_compiling": True}, {"dtype": torch.float64}])
+@pytest.mark.parametrize(
+    "job", [{}, {"needs_grad": True}, {"training": True}, {"is_compiling": True}, {"dtype": torch.float64}]
+)
 @pytest.mark.parametrize("words", [{}, {"kv": 2}, {"vdim": 5}, {"pattern": "full()"}, {"modifiers": (hw.Rotary(),)}])
 def test_it_takes_plain_heads(job, words):
     assert said(job, **words) == ""

@@ -76,7 +76,7 @@ def test_lines_of_a_file(name: str, folders: dict[str, Path], tmp_path: Path, ca
     for row, one in enumerate(alone):
         there = [n for n, word in enumerate(trace.streams["text"][row].ids) if word >= 0]
         found = trace.head_weights(1, 2, row=row)[np.ix_(there, there)]
-        np.testing.assert_allclose(found, one.rows(1, 2), atol=1e-5)
+        np.testing.assert_allclose(found, one.head_weights(1, 2), atol=1e-5)
 
 
 def test_what_a_file_holds(folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -124,7 +124,10 @@ def test_a_file_gives_back_what_it_was_given(tmp_path: Path):
 
 def test_it_opens_without_torch(tmp_path: Path):
     random_trace().with_thumbnails().save(tmp_path / "a.trace")
-    said = "import sys, headwise; t = headwise.load_trace(sys.argv[1]); t.rows(0, 0); print(t, 'torch' in sys.modules)"
+    said = (
+        "import sys, headwise; t = headwise.load_trace(sys.argv[1]); t.head_weights(0, 0); "
+        "print(t, 'torch' in sys.modules)"
+    )
     run = subprocess.run([sys.executable, "-c", said, str(tmp_path / "a.trace")], capture_output=True, text=True)
     assert run.stdout.endswith("False\n"), run.stderr
 
@@ -238,11 +241,11 @@ def test_weights_of_others():
 
 
 @pytest.mark.parametrize(("asked", "said"), [
-    (lambda t: t.rows(3, 0), "the trace has no site 3"),
-    (lambda t: t.rows("decoder.0.attentoin", 0), "did you mean 'decoder.0.attention'"),
-    (lambda t: t.rows(0, 2), "has no head 2; give one in 0..1"),
-    (lambda t: t.rows(0, 0, row=1), "has no row 1; give one in 0..0"),
-    (lambda t: t.rows(0, 0, slice(None, None, 2)), "give neighbours"),
+    (lambda t: t.head_weights(3, 0), "the trace has no site 3"),
+    (lambda t: t.head_weights("decoder.0.attentoin", 0), "did you mean 'decoder.0.attention'"),
+    (lambda t: t.head_weights(0, 2), "has no head 2; give one in 0..1"),
+    (lambda t: t.head_weights(0, 0, row=1), "has no row 1; give one in 0..0"),
+    (lambda t: t.head_weights(0, 0, slice(None, None, 2)), "give neighbours"),
     (lambda t: t.weight_tile(0, 0, slice(3, 3)), "is empty"),
     (lambda t: t.weight_tile(0, 0, size=(0, 4)), "has no cell"),
 ])  # fmt: skip

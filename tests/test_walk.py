@@ -13,8 +13,8 @@ from headwise.nn.op_trace import walk
 
 # d = 512, h = 8, batch 5, 10 tokens: the steps of multi-head attention as they are usually taught, of one stream.
 TAUGHT = [
-    ("ask", "linear", (5, 10, 512)),
-    ("ask", None, (5, 10, 8, 64)),
+    ("project_query", "linear", (5, 10, 512)),
+    ("project_query", None, (5, 10, 8, 64)),
     ("attend", "transpose", (5, 8, 10, 64)),
     ("scores", "matmul", (5, 8, 10, 10)),
     ("normalise", None, (5, 8, 10, 10)),
@@ -26,8 +26,31 @@ TAUGHT = [
 ]
 
 # Where a step may belong: the methods of the seams, the backend, the layer itself, and what was given.
-SEAMS = {"x", "source", "remember", "ask", "turn", "recall", "gate", "scores", "score", "mix", "normalise", "weigh"}
-SEAMS |= {"lift", "read", "attend", "deliver", "finish", "layer", "merge"}
+SEAMS = {
+    "x",
+    "source",
+    "project_kv",
+    "project_query",
+    "transform",
+    "expand_kv",
+    "gate",
+    "scores",
+    "score",
+    "mix",
+    "normalise",
+    "transform_weights",
+}
+SEAMS |= {
+    "feature_map",
+    "weighted_values",
+    "query_factors",
+    "key_factors",
+    "attend",
+    "project_heads",
+    "transform_outputs",
+    "layer",
+    "merge",
+}
 
 
 def test_multi_head_attention_walks_as_it_is_taught():
@@ -43,7 +66,7 @@ def test_copies_and_views_are_told_apart():
     steps = walk(hw.design(model=512, heads=8)).steps
     memory = {(s.interface, s.operations[-1]): s.memory for s in steps}
     assert memory["attend", "transpose"] == memory["merge", "view"] == "view"
-    assert memory["merge", "contiguous"] == memory["ask", "linear"] == memory["scores", "matmul"] == "copy"
+    assert memory["merge", "contiguous"] == memory["project_query", "linear"] == memory["scores", "matmul"] == "copy"
     moved = next(s for s in steps if s.interface == "merge" and s.operations == ("contiguous",))
     assert moved.strides == (5120, 512, 64, 1)
 
@@ -73,8 +96,8 @@ def test_every_modifier_is_seen_acting():
 
 def test_a_single_query_walks_the_absorbed_way():
     spec = hw.design(preset="mla", model=20, heads=3, dim=4, project=hw.Latent(rank=7, rope=2))
-    assert "deliver" in {step.interface for step in walk(spec, 3, 1).steps}
-    assert "deliver" not in {step.interface for step in walk(spec, 3, 7).steps}
+    assert "project_heads" in {step.interface for step in walk(spec, 3, 1).steps}
+    assert "project_heads" not in {step.interface for step in walk(spec, 3, 7).steps}
 
 
 def test_a_walk_leaves_no_trace():

@@ -150,7 +150,7 @@ def test_who_is_told_a_length_and_asked_for_by_name_runs(name):
 
 
 def test_what_lies_in_a_cache_and_in_a_source_counts(chosen):
-    spec, least = hw.design(model=12, heads=3, **LONG["banded"]), backends.banded.MIN_KEYS
+    spec, least = hw.design(model=12, heads=3, **LONG["banded"]), backends.block_sparse.MIN_KEYS
     layer = hw.Attention(spec).eval()
     with torch.no_grad():
         cache = layer.cache(batch=1, capacity=least + 5)
@@ -158,19 +158,19 @@ def test_what_lies_in_a_cache_and_in_a_source_counts(chosen):
         layer(torch.randn(1, 2, 12), cache=cache)
         crossed = hw.Attention(replace(spec, source=12, pattern=hw.design(model=12, heads=3).pattern)).eval()
         crossed(torch.randn(1, 2, 12), source=torch.randn(1, least, 12))
-    assert chosen == [backends.sdpa, backends.banded, backends.tiled]
+    assert chosen == [backends.sdpa, backends.block_sparse, backends.flash_cpu]
 
 
 def test_of_packed_texts_the_longest_counts(chosen):
-    layer, least = hw.Attention(hw.design(model=12, heads=3, **LONG["banded"])).eval(), backends.banded.MIN_KEYS
+    layer, least = hw.Attention(hw.design(model=12, heads=3, **LONG["banded"])).eval(), backends.block_sparse.MIN_KEYS
     with torch.no_grad():
         layer(torch.randn(1, least + 9, 12), sequence=hw.SequenceInfo.packed([[least - 1, 10]]))
         layer(torch.randn(1, least + 9, 12), sequence=hw.SequenceInfo.packed([[9, least]]))
-    assert chosen == [backends.sdpa, backends.banded]
+    assert chosen == [backends.sdpa, backends.block_sparse]
 
 
 def test_a_length_that_is_told_is_said():
-    spec, least = hw.design(model=12, heads=3, **LONG["banded"]), backends.banded.MIN_KEYS
+    spec, least = hw.design(model=12, heads=3, **LONG["banded"]), backends.block_sparse.MIN_KEYS
     assert f"sdpa; banded from {least:,} keys on" in str(why(spec))
     assert why(spec).data["from"] == [{"keys": 0, "runs": "sdpa"}, {"keys": least, "runs": "banded"}]
     assert "of 7 keys" in str(why(spec, tokens=7))
@@ -184,6 +184,6 @@ def test_what_is_spent_is_of_the_backend_that_runs(context):
     spec = hw.design(model=12, heads=3, **LONG["banded"])
     work, job = costs.self_attention_work(spec, batch=1, queries=context), backends.CallSignature(spec, spec.core)
     runs = backends.BACKENDS[str(why(spec, tokens=context).backend)]
-    assert runs is (backends.sdpa if context == 300 else backends.banded)
+    assert runs is (backends.sdpa if context == 300 else backends.block_sparse)
     told = estimate_cost(spec, hw.Workload(context=context, dtype="fp32", device="cpu"))
     assert told.executed_flops["prefill"] == costs.executed_flops(spec, work, runs.executed_flops(job, work))

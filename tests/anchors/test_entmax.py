@@ -65,7 +65,7 @@ def check_root(s_S: Tensor, w_S: Tensor, alpha: float, atol: float) -> None:
     assert (w_S >= 0).all()
     check_close(w_S.sum(-1), torch.ones_like(w_S[..., 0]), rtol=0, atol=1e-5)
     check_close(above.masked_fill(w_S == 0, 0.0), tau.expand_as(w_S).masked_fill(w_S == 0, 0.0), rtol=0, atol=atol)
-    assert (x_S.masked_fill(w_S > 0, -torch.inf) <= tau + max(atol, tiny ** (alpha - 1))).all()
+    assert (x_S.masked_fill(w_S > 0, -torch.inf) <= tau + atol + tiny ** (alpha - 1)).all()
 
 
 # --- against the package -------------------------------------------------------------------------------

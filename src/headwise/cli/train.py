@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..distributed import join_process_group
 from ..errors import suggest
 from .arguments import (
     BAD_INPUT,
@@ -48,6 +47,8 @@ DESCRIPTION_SUFFIXES = (".toml", ".json")  # ends of files that say what a model
 
 def main(argv: list[str]) -> int:
     """Train, and say at the end what came of it; of many ranks one says it."""
+    from ..distributed import join_process_group
+
     with join_process_group() as launch:
         try:
             _train(argv, launch)

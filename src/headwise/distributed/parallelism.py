@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from dataclasses import dataclass
 
-import torch
-
-from ..data import IGNORE_INDEX, Batch
 from ..errors import SpecError, suggest
 from ..interfaces.registry import CheckedDataclass
 
@@ -114,36 +110,3 @@ class Parallelism(CheckedDataclass):
     def __str__(self) -> str:
         said = [f"{way}={count}" for way, count in zip(PARALLEL_DIMS, self.shape, strict=True) if count > 1]
         return ",".join(said) or "data=1"
-
-
-# --- Which examples of a batch are a rank's ------------------------------------------------------------
-
-
-class BatchShard(NamedTuple):
-    """What a rank takes of a batch, and how many of its rows count.
-
-    Who gets no row takes one that asks nothing: it has nothing to learn, but others wait for it in every layer.
-    """
-
-    batch: Batch
-    rows: int
-
-
-def shard_batch(batch: Batch, index: int, num_shards: int) -> BatchShard:
-    """Part `index` of `count`, all as large as the others or one row smaller, in order.
-
-    >>> ids = torch.arange(3)[:, None]
-    >>> [(part.batch.x.tolist(), part.rows) for part in (shard_batch(Batch(ids, ids), index, 2) for index in range(2))]
-    [([[0], [1]], 2), ([[2]], 1)]
-    >>> shard_batch(Batch(ids, ids), 3, 4).batch.labels.tolist()
-    [[-100]]
-    """
-    if num_shards == 1:
-        return BatchShard(batch, len(batch.labels))
-    each, over = divmod(len(batch.labels), num_shards)
-    first = index * each + min(index, over)
-    rows = each + (index < over)
-    if rows:
-        return BatchShard(batch.rows(slice(first, first + rows)), rows)
-    idle = batch.rows(slice(0, 1))
-    return BatchShard(replace(idle, labels=torch.full_like(idle.labels, IGNORE_INDEX)), 0)

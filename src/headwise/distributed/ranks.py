@@ -5,17 +5,18 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any, TypeVar, cast
+from dataclasses import replace
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from ..data import Batch
+from ..data import IGNORE_INDEX, Batch
 from ..errors import SpecError
 from .launch import ProcessInfo
-from .parallelism import PARALLEL_DIMS, BatchShard, Parallelism, shard_batch
+from .parallelism import PARALLEL_DIMS, Parallelism
 
 T = TypeVar("T")
 SHARED_FAILURES = (ValueError, OSError, RuntimeError)  # what is said to the others; anything else ends the process
@@ -170,3 +171,36 @@ def _picklable_error(error: Exception) -> Exception:
     except Exception:  # whatever it cannot be sent for
         return RuntimeError(str(error))
     return error
+
+
+# --- Which examples of a batch are a rank's ------------------------------------------------------------
+
+
+class BatchShard(NamedTuple):
+    """What a rank takes of a batch, and how many of its rows count.
+
+    Who gets no row takes one that asks nothing: it has nothing to learn, but others wait for it in every layer.
+    """
+
+    batch: Batch
+    rows: int
+
+
+def shard_batch(batch: Batch, index: int, num_shards: int) -> BatchShard:
+    """Part `index` of `count`, all as large as the others or one row smaller, in order.
+
+    >>> ids = torch.arange(3)[:, None]
+    >>> [(part.batch.x.tolist(), part.rows) for part in (shard_batch(Batch(ids, ids), index, 2) for index in range(2))]
+    [([[0], [1]], 2), ([[2]], 1)]
+    >>> shard_batch(Batch(ids, ids), 3, 4).batch.labels.tolist()
+    [[-100]]
+    """
+    if num_shards == 1:
+        return BatchShard(batch, len(batch.labels))
+    each, over = divmod(len(batch.labels), num_shards)
+    first = index * each + min(index, over)
+    rows = each + (index < over)
+    if rows:
+        return BatchShard(batch.rows(slice(first, first + rows)), rows)
+    idle = batch.rows(slice(0, 1))
+    return BatchShard(replace(idle, labels=torch.full_like(idle.labels, IGNORE_INDEX)), 0)

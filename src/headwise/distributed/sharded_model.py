@@ -19,8 +19,8 @@ from .context_parallel import check_context_parallel, shard_tokens
 from .head_partition import partition_model
 from .launch import ProcessInfo
 from .parallel_attention import TensorContextParallel, set_parallel_context
-from .parallelism import BatchShard, Parallelism
-from .ranks import GRADIENT_DIMS, ProcessMesh
+from .parallelism import Parallelism
+from .ranks import GRADIENT_DIMS, BatchShard, ProcessMesh
 
 
 class BatchForward(nn.Module):

@@ -11,8 +11,7 @@ from torch import Tensor
 from ..data import Batch, MetricSums, Task
 from ..data.translation import pack_batch
 from ..distributed.parallel_attention import use_whole_rows
-from ..distributed.parallelism import BatchShard
-from ..distributed.ranks import ProcessMesh
+from ..distributed.ranks import BatchShard, ProcessMesh
 from ..distributed.sharded_model import BatchForward
 from ..errors import SpecError
 from ..generation.greedy_decoding import greedy_decode
