@@ -240,7 +240,8 @@ def test_the_pages_say_what_was_measured(monkeypatch: pytest.MonkeyPatch, quick,
     monkeypatch.setattr(bench_pages, "SCALED", tmp_path / "scaling.json")
     said = bench_pages.scales()
     assert (
-        f"Chosen: `sdpa`, `tiled` from {backends.flash_cpu.MIN_KEYS} tokens on. Measured: `sdpa` overtakes `dense`" in said
+        f"Chosen: `sdpa`, `tiled` from {backends.flash_cpu.MIN_KEYS} tokens on. Measured: `sdpa` overtakes `dense`"
+        in said
     )
     assert "overtakes `dense` at 1,000 tokens." in said
     assert "| 64 | 64.0 us | **4.1 us** |" in said
