@@ -252,7 +252,7 @@ LINEAR = [
 
 @pytest.mark.parametrize("pattern", LINEAR)
 def test_work_and_memory_grow_with_the_length(pattern):
-    layer = hw.Attention(hw.design(model=16, heads=2, pattern=pattern), backend="banded")
+    layer = hw.Attention(hw.design(model=16, heads=2, pattern=pattern), backend="block_sparse")
     kept = [kept_for_backward(layer, count) for count in (1024, 2048)]
     numbers = [made(pattern, count) for count in (1024, 2048)]
     spent = [count_batch_pairs(parse_pattern(pattern), range(count), range(count)) for count in (1024, 2048)]
@@ -263,7 +263,7 @@ def test_work_and_memory_grow_with_the_length(pattern):
 
 @pytest.mark.parametrize("modifiers", [(hw.T5Bias(buckets=8, reach=9),), (hw.Alibi(),)], ids=repr)
 def test_biases_leave_gradients_that_grow_with_the_length(modifiers):
-    layer = hw.Attention(hw.design(model=8, heads=2, pattern="window(50)", modifiers=modifiers), backend="banded")
+    layer = hw.Attention(hw.design(model=8, heads=2, pattern="window(50)", modifiers=modifiers), backend="block_sparse")
     grown = list[int]()
     for count in (1024, 2048):
         x = torch.randn(1, count, 8, requires_grad=True)
@@ -275,14 +275,14 @@ def test_biases_leave_gradients_that_grow_with_the_length(modifiers):
 
 
 def test_nothing_is_kept_without_gradients():
-    layer, held = hw.Attention(cases.base(pattern="window(20)"), backend="banded"), list[Tensor]()
+    layer, held = hw.Attention(cases.base(pattern="window(20)"), backend="block_sparse"), list[Tensor]()
     with torch.no_grad(), torch.autograd.graph.saved_tensors_hooks(held.append, lambda t: t):
         layer(torch.randn(1, 300, 10))
     assert not held
 
 
 def test_second_derivatives_are_refused():
-    layer = hw.Attention(cases.base(pattern="window(20)"), backend="banded")
+    layer = hw.Attention(cases.base(pattern="window(20)"), backend="block_sparse")
     x = torch.randn(1, 300, 10, requires_grad=True)
     (first,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
     with pytest.raises((RuntimeError, NotImplementedError)):
@@ -292,10 +292,10 @@ def test_second_derivatives_are_refused():
 @pytest.mark.parametrize("pattern", ["window(20)", "dilated(5, rate=3)", "bigbird(300, block=16, random=2)"])
 def test_gradients_are_counted_as_torch_counts_them(pattern):
     spec = cases.base(pattern=pattern, kv=2)
-    layer = cases.layer(spec, torch.float32, "banded")
+    layer = cases.layer(spec, torch.float32, "block_sparse")
     x = torch.randn(2, 300, 10, requires_grad=True)
     job, work = CallSignature(spec, spec.core, needs_grad=True), costs.self_attention_work(spec, batch=2, queries=300)
-    core = BACKENDS["banded"].executed_flops(job, work)
+    core = BACKENDS["block_sparse"].executed_flops(job, work)
     with FlopCounterMode(display=False) as counter:
         y = layer(x)
         forth = counter.get_total_flops()
@@ -326,7 +326,7 @@ def test_a_chunk_behind_a_ring_reads_its_window(pattern):
     {"pattern": "window(20)", "normaliser": hw.SinkSoftmax()},
 ], ids=str)  # fmt: skip
 def test_patterns_are_one_graph(words):
-    layer = cases.layer(cases.base(**words), backend="banded")
+    layer = cases.layer(cases.base(**words), backend="block_sparse")
     x = torch.randn(2, 300, 10, dtype=torch.float64, requires_grad=True)
     torch._dynamo.reset()
     y = torch.compile(layer, fullgraph=True, backend="eager")(x)

@@ -104,8 +104,8 @@ def test_no_rows_at_all(kv):
         ("linear", {"preset": "linear"}, 1, None),
         ("linear", {"preset": "average"}, 1, None),
         ("linear", {"preset": "linear", "source": 12}, 5, 9),
-        ("composed", {"pattern": "causal", "modifiers": (hw.TalkingHeads(),), "source": 12}, 300, 280),
-        ("banded", {"pattern": "window(20)", "source": 12}, 300, 280),
+        ("chunked", {"pattern": "causal", "modifiers": (hw.TalkingHeads(),), "source": 12}, 300, 280),
+        ("block_sparse", {"pattern": "window(20)", "source": 12}, 300, 280),
     ],
 )
 def test_what_is_spent_on_a_source_or_a_single_query(backend, words, tokens, source):

@@ -120,7 +120,7 @@ def test_single_numbers_are_as_good_as_plain_ones():
         layer.backend_name = backend
         return (layer(x).double() - truth).abs().max().item()
 
-    assert error("composed") <= 2 * error("dense")
+    assert error("chunked") <= 2 * error("dense")
 
 
 # --- rows ----------------------------------------------------------------------------------------------
@@ -198,14 +198,14 @@ def test_gradients_of_keys_read_by_several_blocks_are_added_up(pattern):
     spec = base(kv=2, vdim=5, pattern=pattern, modifiers=(hw.Alibi(), hw.TalkingHeads(), hw.Dynamic(on="weights")))
     layer, x = hw.Attention(spec).double(), numbers(2, 300, 10).requires_grad_()
     found = {}
-    for layer.backend_name in ("composed", "dense"):
+    for layer.backend_name in ("chunked", "dense"):
         found[layer.backend_name] = gradients(layer, x)
-    for ours, theirs in zip(found["composed"], found["dense"], strict=True):
+    for ours, theirs in zip(found["chunked"], found["dense"], strict=True):
         check_close(ours, theirs, rtol=1e-8, atol=1e-9)
 
 
 def test_only_what_is_asked_for_gets_a_gradient():
-    layer = hw.Attention(base(modifiers=(hw.TalkingHeads(),)), backend="composed").double()
+    layer = hw.Attention(base(modifiers=(hw.TalkingHeads(),)), backend="chunked").double()
     x = numbers(2, 300, 10)
     layer.project["k"].requires_grad_(requires_grad=False)
     layer(x).sum().backward()
@@ -217,7 +217,7 @@ def test_only_what_is_asked_for_gets_a_gradient():
 
 def test_what_is_dropped_is_dropped_again():
     spec = base(modifiers=(hw.TalkingHeads(), hw.WeightDropout(0.5)))
-    layer, x = hw.Attention(spec, backend="composed").double().train(), numbers(2, 300, 10)
+    layer, x = hw.Attention(spec, backend="chunked").double().train(), numbers(2, 300, 10)
     v, step = layer.project["v"], numbers(*layer.project["v"].shape) * 1e-3
 
     def read() -> Tensor:
@@ -241,9 +241,9 @@ def test_what_is_dropped_is_dropped_again():
 def test_what_was_cast_is_cast_again(monkeypatch):
     layer = hw.Attention(base(modifiers=(hw.TalkingHeads(),), pattern="causal"))
     x = torch.randn(2, 300, 10, requires_grad=True)
-    found, casts, form = {}, list[bool](), dense.attend
-    monkeypatch.setattr(dense, "attend", lambda *said: casts.append(torch.is_autocast_enabled("cpu")) or form(*said))
-    for layer.backend_name in ("dense", "composed"):
+    found, casts, form = {}, list[bool](), dense.attend_all_pairs
+    monkeypatch.setattr(dense, "attend_all_pairs", lambda *said: casts.append(torch.is_autocast_enabled("cpu")) or form(*said))
+    for layer.backend_name in ("dense", "chunked"):
         casts.clear()
         with torch.autocast("cpu", torch.bfloat16):
             y = layer(x)
@@ -252,7 +252,7 @@ def test_what_was_cast_is_cast_again(monkeypatch):
     assert blocks > 1
     assert (rest, casts) == (0, [True] * 2 * blocks)
     assert not torch.equal(found["dense"], torch.zeros_like(x))
-    check_close(found["composed"], found["dense"], rtol=0, atol=0.05 * found["dense"].abs().max().item())
+    check_close(found["chunked"], found["dense"], rtol=0, atol=0.05 * found["dense"].abs().max().item())
 
 
 @pytest.mark.parametrize("preset", ["talking", "dcmha", "moh", "entmax"])
@@ -287,7 +287,7 @@ def test_what_a_block_keeps_is_gone_before_the_next():
     """The largest that is held on the way back grows as the keys do, not as the pairs."""
     peaks = []
     for count in (512, 1024):
-        layer = hw.Attention(base(modifiers=(hw.TalkingHeads(),), pattern="causal"), backend="composed")
+        layer = hw.Attention(base(modifiers=(hw.TalkingHeads(),), pattern="causal"), backend="chunked")
         y = layer(torch.randn(1, count, 10, requires_grad=True))
         held: list[int] = []
 
@@ -312,7 +312,7 @@ def test_what_a_block_keeps_is_gone_before_the_next():
     ids=["dynamic", "entmax", "learned"],
 )
 def test_kernels_stand_in_one_graph(words):
-    layer = hw.Attention(hw.design(model=16, heads=4, pattern="causal", **words), backend="composed").double()
+    layer = hw.Attention(hw.design(model=16, heads=4, pattern="causal", **words), backend="chunked").double()
     x = numbers(1, 300, 16).requires_grad_()
     torch._dynamo.reset()
     y = torch.compile(layer, fullgraph=True, backend="aot_eager")(x)

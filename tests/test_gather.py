@@ -134,7 +134,7 @@ def test_single_numbers_are_as_good_as_plain_ones(alpha):
         layer.backend_name = backend
         return (layer(x).double() - truth).abs().max().item()
 
-    assert error("composed") <= 2 * error("dense")
+    assert error("chunked") <= 2 * error("dense")
 
 
 def test_bfloat16_is_as_good_as_plain():
@@ -144,18 +144,18 @@ def test_bfloat16_is_as_good_as_plain():
     exact.backend_name = "dense"
     truth = exact(x.double())
     found = {}
-    for layer.backend_name in ("composed", "dense"):
+    for layer.backend_name in ("chunked", "dense"):
         made = layer(x)
         assert made.dtype == torch.bfloat16
         found[layer.backend_name] = (made.double() - truth).abs().max()
-    assert found["composed"] <= 2 * found["dense"]
+    assert found["chunked"] <= 2 * found["dense"]
 
 
 def test_what_is_kept_grows_with_the_length():
     """Scores and weights of a block alone are held, and of them nothing when the next begins."""
     peaks = []
     for count in (512, 1024):
-        layer = hw.Attention(base(normaliser=hw.Entmax(kind="learned"), pattern="causal"), backend="composed")
+        layer = hw.Attention(base(normaliser=hw.Entmax(kind="learned"), pattern="causal"), backend="chunked")
         held: list[int] = []
 
         def keep(tensor: Tensor, held: list[int] = held) -> Tensor:
@@ -190,7 +190,7 @@ GATHERS = "values of keys that get no weight are not read"
 )
 def test_why_says_where_values_are_gathered(words, dtype, said):
     reasons = hw.why(base(**{"normaliser": hw.Entmax(), **words}), dtype=dtype)
-    assert reasons.call.notes["composed"] == said
+    assert reasons.call.notes["chunked"] == said
     assert reasons.call.notes["dense"] == []
     assert (GATHERS in " ".join(str(reasons).split())) == bool(said)
-    assert next(row["notes"] for row in reasons.data["backends"] if row["name"] == "composed") == said
+    assert next(row["notes"] for row in reasons.data["backends"] if row["name"] == "chunked") == said

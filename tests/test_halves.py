@@ -11,7 +11,7 @@ from hypothesis import example, given, settings, strategies as st
 import headwise as hw
 from cases import base, check_close
 from headwise import backends
-from headwise.backends import BACKENDS, CallSignature, bf16_matmul, dense, varlen
+from headwise.backends import CallSignature, bf16_matmul, dense, varlen
 from headwise.backends.backend_report import why
 from headwise.nn import call_validation
 from test_kept import by_layer
@@ -28,7 +28,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def pair(spec: hw.AttentionSpec, dtype: torch.dtype = torch.float64) -> tuple[hw.Attention, hw.Attention]:
     """The same layer in whole products, and in plain operations."""
-    ours = hw.Attention(spec, backend="halves").to(dtype)
+    ours = hw.Attention(spec, backend="bf16_matmul").to(dtype)
     other = copy.deepcopy(ours)
     other.backend_name = "dense"
     return ours, other
@@ -140,7 +140,7 @@ def test_sums_over_many_blocks_are_not_rounded_with_each():
 
 
 def kept(count: int) -> int:
-    layer = hw.Attention(hw.design(model=16, heads=4, pattern="causal"), backend="halves").to(BF16)
+    layer = hw.Attention(hw.design(model=16, heads=4, pattern="causal"), backend="bf16_matmul").to(BF16)
     held: dict[int, int] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -161,10 +161,10 @@ def test_weights_of_long_texts_are_not_kept():
 def test_what_is_kept_is_billed(count):
     spec = hw.design(model=16, heads=4, kv=2, pattern="causal")
     load = hw.Workload(2, count, "bf16", "cpu")
-    layer = hw.Attention(spec, backend="halves").to(BF16)
+    layer = hw.Attention(spec, backend="bf16_matmul").to(BF16)
     x = torch.randn(2, count, 16).to(BF16).requires_grad_()
-    assert hw.layer_activation_memory(spec, load, "halves").total == by_layer(layer, x)
-    assert hw.layer_activation_memory(spec, load) == hw.layer_activation_memory(spec, load, "halves")
+    assert hw.layer_activation_memory(spec, load, "bf16_matmul").total == by_layer(layer, x)
+    assert hw.layer_activation_memory(spec, load) == hw.layer_activation_memory(spec, load, "bf16_matmul")
     assert hw.layer_activation_memory(spec, hw.Workload(2, count, "fp32", "cpu")) == hw.layer_activation_memory(
         spec, hw.Workload(2, count, "fp32", "cpu"), "sdpa"
     )
@@ -180,26 +180,34 @@ def test_what_is_kept_is_not_formed_again(small):
 # --- who takes what ------------------------------------------------------------------------------------
 
 
-def ran(layer: hw.Attention) -> list[str]:
-    """Who ran the calls of a layer so far."""
-    known = {module.attend: name for name, module in BACKENDS.items()}
-    return [known[plan.attend] for plan in layer._plans.values()]
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The backends that ran so far."""
+    names: list[str] = []
+    select = backends.CoreDispatch.select
+
+    def select_and_note(self: backends.CoreDispatch, *args: object) -> str:
+        names.append(select(self, *args))
+        return names[-1]
+
+    monkeypatch.setattr(backends.CoreDispatch, "select", select_and_note)
+    return names
 
 
-def test_numbers_of_16_bits_are_read_in_whole_products():
+def test_numbers_of_16_bits_are_read_in_whole_products(ran):
     spec = hw.design(model=8, heads=2, pattern="causal")
     x = torch.randn(1, 5, 8)
     layer = hw.Attention(spec)
     layer(x)
-    assert ran(layer) == ["sdpa"]
+    assert ran == ["sdpa"]
     with torch.autocast("cpu", BF16):
         assert layer(x).dtype == BF16
-    assert ran(layer) == ["sdpa", "halves"]
+    assert ran == ["sdpa", "bf16_matmul"]
     low = copy.deepcopy(layer).to(BF16)
     low(x.to(BF16))
-    assert ran(low)[-1] == "halves"
-    assert why(spec, dtype="bfloat16", tokens=5).backend == "halves"
-    assert why(spec, dtype="bfloat16").call.length_ranges == [(0, "halves")]
+    assert ran[-1] == "bf16_matmul"
+    assert why(spec, dtype="bfloat16", tokens=5).backend == "bf16_matmul"
+    assert why(spec, dtype="bfloat16").call.length_ranges == [(0, "bf16_matmul")]
     assert why(spec, tokens=5).backend == why(spec, dtype="bfloat16", device="cuda", tokens=5).backend == "sdpa"
 
 
@@ -260,6 +268,9 @@ def test_what_is_transformed_is_plain():
     ours, other = pair(base(pattern="causal"))
     x, along = torch.randn(2, 3, 9, 10, dtype=torch.float64)
     slopes, rises = [], []
+    with pytest.raises(hw.NoBackend, match="does not support torch"):
+        torch.func.grad(lambda x: ours(x).square().sum())(x)
+    ours.backend_name = None
     for layer in (ours, other):
         slopes.append(torch.func.grad(lambda x, layer=layer: layer(x).square().sum())(x))
         rises.append(torch.func.jvp(layer, (x,), (along,))[1])

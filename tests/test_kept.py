@@ -149,10 +149,10 @@ def worth(text: str, spec: hw.AttentionSpec, sizes: tuple[int, int, int]) -> int
 
 def test_blocks_of_queries_keep_what_the_core_is_handed():
     b, s, spec = 2, 150, hw.design(preset="entmax", model=6, heads=2, dim=3, modifiers=())
-    told = hw.layer_activation_memory(spec, load(b, s), "composed")
-    assert told.total == by_layer(hw.Attention(spec, backend="composed"), torch.randn(b, s, 6, requires_grad=True))
+    told = hw.layer_activation_memory(spec, load(b, s), "chunked")
+    assert told.total == by_layer(hw.Attention(spec, backend="chunked"), torch.randn(b, s, 6, requires_grad=True))
     assert told == hw.layer_activation_memory(spec, load(b, s), "dense", checkpoint="core")
-    assert hw.layer_activation_memory(spec, load(b, 128), "composed") == hw.layer_activation_memory(
+    assert hw.layer_activation_memory(spec, load(b, 128), "chunked") == hw.layer_activation_memory(
         spec, load(b, 128), "dense"
     )  # one block
 

@@ -505,4 +505,4 @@ def test_a_backend_that_keeps_scores_forms_none_again():
         name: backends.recomputed_flops(one, job, hw.CallSize(1, 200, 200, 200), 100)
         for name, one in backends.BACKENDS.items()
     }
-    assert told == dict.fromkeys(backends.BACKENDS, 50) | {"linear": 0, "dense": 0, "halves": 0}
+    assert told == dict.fromkeys(backends.BACKENDS, 50) | {"linear": 0, "dense": 0, "bf16_matmul": 0}

@@ -10,9 +10,10 @@ from test_truth import gradients
 import cases
 import headwise as hw
 from cases import EXAMPLES, check_close
-from headwise.backends import varlen
+from headwise import backends
+from headwise.backends import dispatch, varlen
+from headwise.backends.dispatch import MAX_DENSE_LENGTH
 from headwise.backends.varlen import (
-    MAX_DENSE_LENGTH,
     MAX_KERNEL_LENGTH,
     MAX_WASTED_PAIRS_RATIO,
     group_by_length,
@@ -157,7 +158,7 @@ WAYS = {"whole": (MAX_KERNEL_LENGTH, MAX_DENSE_LENGTH), "short": (-1, MAX_DENSE_
 def way(request, monkeypatch):
     """By the kernel; in groups, short ones by plain operations; in groups, all by a fused call."""
     monkeypatch.setattr(varlen, "MAX_KERNEL_LENGTH", WAYS[request.param][0])
-    monkeypatch.setattr(varlen, "MAX_DENSE_LENGTH", WAYS[request.param][1])
+    monkeypatch.setattr(dispatch, "MAX_DENSE_LENGTH", WAYS[request.param][1])
     return request.param
 
 
@@ -187,7 +188,7 @@ def test_low_precision_errs_no_more_than_twice_as_dense(dtype, way):
 
 def runs_apart(layer, x, **call) -> bool:
     """Whether a call forms groups of texts."""
-    before = varlen.VarlenRunner.attend
+    before = backends.PackedDispatch.attend
     called = []
 
     def attend(self, *given):
@@ -195,10 +196,8 @@ def runs_apart(layer, x, **call) -> bool:
         return before(self, *given)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(varlen.VarlenRunner, "attend", attend)
-        layer._plans.clear()
+        patch.setattr(backends.PackedDispatch, "attend", attend)
         layer(x, **call)
-    layer._plans.clear()
     return bool(called)
 
 

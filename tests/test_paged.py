@@ -242,7 +242,7 @@ def test_several_tokens_of_a_row_are_gathered():
     x = torch.randn(2, 9, MODEL, dtype=torch.float64)
     cache = begun(layer, pool, x, [5, 5])
     with pytest.raises(ValueError, match="2 tokens of a row read pages gathered"):
-        cache.append_in_place({}, hw.SequenceInfo.contiguous(5, 2, "cpu"))
+        cache.extend_in_place({}, hw.SequenceInfo.contiguous(5, 2, "cpu"))
     cases.check_close(step(layer, cache, x[:, 5:8])[:, -1:], torch.stack([one_pass(layer, row[:8]) for row in x]))
     assert pool.nbytes > pool.numbers.nbytes
 
@@ -260,11 +260,9 @@ def test_what_is_looked_at_is_gathered_on_the_way():
         seen.append((sight, inputs))
         return attend(job, sight, inputs, *rest)
 
-    layer._plans.clear()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(backends.paged_decode, "attend", watched)
         ours = step(layer, cache, x[:, 30:], "paged")
-    layer._plans.clear()
     sight, inputs = backends.gather_pages(*seen[0])
     unheld = ~sight.keys.is_real
     assert unheld.any()
@@ -272,7 +270,7 @@ def test_what_is_looked_at_is_gathered_on_the_way():
         assert held.isfinite().all()
         assert (held[unheld] == 0).all()
     job = CallSignature(layer.spec, layer.spec.core, dtype=torch.float64, single_query=True)
-    o = backends.BACKENDS["dense"].attend(job, sight, inputs, layer._bound, None)
+    o = backends.BACKENDS["dense"].attend(job, sight, inputs, layer.core_steps, None)
     cases.check_close(layer.merge_heads(o), ours)
 
 

@@ -287,8 +287,10 @@ def test_a_step_is_taken_by_whoever_is_measured_to_be_faster(monkeypatch):
     spec = cases.base(kv=2, pattern="causal")
     monkeypatch.setattr(ragged_decode, "MIN_BYTES_BY_DTYPE", {torch.float32: 2 * 2 * 4 * 8 * 5})
     job = CallSignature(spec, spec.core, single_query=True)
-    assert ragged_decode.is_small_call(job, 1, 4 // 2)
-    assert not ragged_decode.is_small_call(job, 5, 4)
+    assert ragged_decode.slower_reasons(job, hw.CallSize(1, 1, 1, 4 // 2), "any")
+    assert not ragged_decode.slower_reasons(job, hw.CallSize(5, 1, 1, 4), "any")
+    assert hw.backends.choose_backend(job, hw.CallSize(1, 1, 1, 2)) is BACKENDS["grouped"]
+    assert hw.backends.choose_backend(job, hw.CallSize(5, 1, 1, 4)) is ragged_decode
 
 
 def test_why_it_refuses(monkeypatch):

@@ -315,7 +315,7 @@ def test_it_spends_what_torch_counts(count, pattern, monkeypatch, way):
     spec = base(pattern=pattern, modifiers=HALF)
     layer = cases.layer(spec, torch.float32, "routed")
     gate = evenly(spec, count).float()[..., None]
-    monkeypatch.setattr(layer, "_opened", lambda asked, probe: [gate])
+    monkeypatch.setattr(layer.parts, "gate_values", lambda context, aux_losses: [gate])
     work = costs.self_attention_work(spec, batch=1, queries=count)
     router = 2 * count * spec.model * 6
     core = routed_heads.executed_flops(CallSignature(spec, spec.core), work)

@@ -84,7 +84,7 @@ def faked(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> CaseTimer:
 
     def made(kind: str, spec: hw.AttentionSpec, size: runner.CallSize, names: list[str]) -> BenchmarkCase:
         each = 1e-7 * size.tokens**2 * size.heads * size.rows * size.layers / 8
-        runs = {name: clock.run(each * (10 if name == "composed" else 1)) for name in names}
+        runs = {name: clock.run(each * (10 if name == "chunked" else 1)) for name in names}
         first, *rest = names
         return BenchmarkCase(kind, runs[first], {name: runs[name] for name in rest})
 
@@ -101,18 +101,18 @@ def test_every_axis_grows_and_who_is_slow_is_asked_no_more(monkeypatch: pytest.M
     points = list(runner.measure_scaling(faked(Clock(), monkeypatch), kind))
     at = {(point["axis"], point["at"]): point["seconds"] for point in points}
     assert {axis for axis, _ in at} == set(runner.SCALING_AXES)
-    assert set(at["tokens", 64]) == {"tiled", "sdpa", "composed", "dense", "halves"}
-    assert "composed" not in at["tokens", 1024]  # at 512 it took 0.26 seconds
+    assert set(at["tokens", 64]) == {"flash_cpu", "sdpa", "chunked", "dense", "bf16_matmul"}
+    assert "chunked" not in at["tokens", 1024]  # at 512 it took 0.26 seconds
     assert "flex" in at["tokens", 512]  # it compiles, and has three shapes
     assert "flex" not in at["tokens", 256]
     assert "sdpa" in at["tokens", 1024]
     assert ("tokens", 2048) not in at
-    assert all(point["runs"] == "tiled" for point in points)
+    assert all(point["runs"] == "flash_cpu" for point in points)
     found = ScalingReport(MACHINE, points)
     powers = {(one["axis"], one["backend"]): one["power"] for one in found.power_laws}
     assert powers["tokens", "sdpa"] == pytest.approx(2.0)
     (order,) = found.speed_order
-    assert order["fastest"]["64"] == "tiled"
+    assert order["fastest"]["64"] == "flash_cpu"
 
 
 def test_who_fails_is_named_and_asked_no_more(monkeypatch: pytest.MonkeyPatch):
@@ -124,13 +124,13 @@ def test_who_fails_is_named_and_asked_no_more(monkeypatch: pytest.MonkeyPatch):
 
     def worse(kind: str, spec: hw.AttentionSpec, size: runner.CallSize, names: list[str]) -> BenchmarkCase:
         case = made(kind, spec, size, names)
-        return replace(case, ours=broken) if names[0] == "tiled" else case
+        return replace(case, ours=broken) if names[0] == "flash_cpu" else case
 
     monkeypatch.setattr(runner, "_scaling_case", worse)
     points = list(runner.measure_scaling(bench, "plain heads, causal"))
-    assert points[0]["absent"] == {"tiled": "ValueError: too many values"}
+    assert points[0]["absent"] == {"flash_cpu": "ValueError: too many values"}
     assert points[0]["seconds"] == {}
-    assert set(points[1]["seconds"]) == {"sdpa", "composed", "dense", "halves"}
+    assert set(points[1]["seconds"]) == {"sdpa", "chunked", "dense", "bf16_matmul"}
     found = ScalingReport(MACHINE, points)
     assert not found.is_valid
     assert "! plain heads, causal, tiled: ValueError: too many values" in str(found)
@@ -240,7 +240,7 @@ def test_the_pages_say_what_was_measured(monkeypatch: pytest.MonkeyPatch, quick,
     monkeypatch.setattr(bench_pages, "SCALED", tmp_path / "scaling.json")
     said = bench_pages.scales()
     assert (
-        f"Chosen: `sdpa`, `tiled` from {backends.flash_cpu.MIN_KEYS} tokens on. Measured: `sdpa` overtakes `dense`"
+        f"Chosen: `sdpa`, `flash_cpu` from {backends.flash_cpu.MIN_KEYS} tokens on. Measured: `sdpa` overtakes `dense`"
         in said
     )
     assert "overtakes `dense` at 1,000 tokens." in said

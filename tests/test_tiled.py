@@ -228,7 +228,7 @@ def test_it_is_an_operation_of_torch(between):
 
 
 def layer_of(dtype: torch.dtype = torch.float64, **words) -> hw.Attention:
-    return cases.layer(base(**({"pattern": "causal()"} | words)), dtype, "tiled")
+    return cases.layer(base(**({"pattern": "causal()"} | words)), dtype, "flash_cpu")
 
 
 def tokens_of(kind: str, x: torch.Tensor) -> hw.SequenceInfo:
@@ -246,17 +246,35 @@ def tokens_of(kind: str, x: torch.Tensor) -> hw.SequenceInfo:
     }[kind]()
 
 
-@pytest.mark.parametrize("kind", ["left", "right", "segments", "torn"])
+@pytest.mark.parametrize("pattern", ["causal()", "full()"])
+def test_keys_with_gaps_between_them_are_refused(pattern):
+    layer, x = layer_of(pattern=pattern), torch.randn(2, 150, 10, dtype=torch.float64)
+    layer.backend_name = "flash_cpu"
+    with pytest.raises(hw.NoBackend, match="allowed keys of each query to be neighbours"):
+        layer(x, sequence=tokens_of("torn", x))
+    layer.backend_name = None
+    expected = reference_of(layer, x, tokens_of("torn", x))
+    check_close(layer(x, sequence=tokens_of("torn", x)), expected)
+
+
+def reference_of(layer, x, tokens):
+    layer.backend_name = "dense"
+    expected = layer(x, sequence=tokens)
+    layer.backend_name = None
+    return expected
+
+
+@pytest.mark.parametrize("kind", ["left", "right", "segments"])
 @pytest.mark.parametrize("pattern", ["causal()", "full()"])
 def test_padding_and_documents(kind, pattern):
     layer = layer_of(pattern=pattern, kv=2, vdim=5)
     x = torch.randn(2, 150, 10, dtype=torch.float64, requires_grad=True)
     found = {}
-    for name in ("tiled", "dense"):
+    for name in ("flash_cpu", "dense"):
         layer.backend_name = name
         y = layer(x, sequence=tokens_of(kind, x))
         found[name] = [y, *torch.autograd.grad(y.square().sum(), [x, *layer.parameters()])]
-    for ours, theirs in zip(found["tiled"], found["dense"], strict=True):
+    for ours, theirs in zip(found["flash_cpu"], found["dense"], strict=True):
         check_close(ours, theirs, rtol=1e-8, atol=1e-9)
 
 
@@ -277,7 +295,7 @@ def test_under_autocast_it_refuses():
     """There numbers are bfloat16, whatever x is; a layer that asks for nobody has them read by another."""
     layer = layer_of(torch.float32)
     x = torch.randn(2, 130, 10)
-    layer.backend_name = "tiled"
+    layer.backend_name = "flash_cpu"
     layer(x)
     with torch.autocast("cpu", torch.bfloat16):
         with pytest.raises(hw.NoBackend, match="it computes in float32 and float64"):
@@ -314,7 +332,7 @@ def test_it_takes_plain_heads(job, words):
         ({}, {"dtype": torch.bfloat16}, "bfloat16"),
         ({}, {"probed_tensors": frozenset({"lse"})}, "log-sum-exp"),
         ({}, {"probed_tensors": frozenset({"weights"})}, "cannot show weights"),
-        ({}, {"num_keys": flash_cpu.MIN_KEYS - 1}, f"begins at {flash_cpu.MIN_KEYS}"),
+        ({}, {"is_transformed": True}, "does not support torch.func"),
     ],
     ids=repr,
 )
@@ -353,6 +371,7 @@ def test_a_gradient_of_a_gradient_is_refused():
 @pytest.mark.filterwarnings("ignore")  # of torch's own batching
 def test_functions_that_are_transformed_see_torchs_call():
     layer, x = layer_of(), torch.randn(1, 130, 10, dtype=torch.float64)
+    layer.backend_name = None
     slope = torch.func.grad(lambda x: layer(x).square().sum())(x)
     x.requires_grad_()
     check_close(slope, torch.autograd.grad(layer(x).square().sum(), x)[0])
@@ -361,9 +380,14 @@ def test_functions_that_are_transformed_see_torchs_call():
 def test_it_is_preferred():
     spec = base(pattern="causal()")
     order = [*BACKENDS]
-    assert order.index("tiled") == order.index("sdpa") - 1
-    assert hw.why(spec, tokens=flash_cpu.MIN_KEYS).backend == hw.why(spec, when=["grad", "training"]).backend == "tiled"
-    assert hw.why(spec, tokens=flash_cpu.MIN_KEYS - 1).backend == hw.why(spec, dtype="bf16").backend == "sdpa"
+    assert order.index("flash_cpu") == order.index("sdpa") - 1
+    assert (
+        hw.why(spec, tokens=flash_cpu.MIN_KEYS).backend
+        == hw.why(spec, when=["grad", "training"]).backend
+        == "flash_cpu"
+    )
+    assert hw.why(spec, tokens=flash_cpu.MIN_KEYS - 1).backend == "sdpa"
+    assert hw.why(spec, dtype="bf16").backend == "bf16_matmul"
 
 
 @pytest.mark.compile

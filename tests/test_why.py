@@ -18,16 +18,21 @@ from headwise.costs.cost_report import estimate_cost
 
 @pytest.fixture
 def chosen(monkeypatch: pytest.MonkeyPatch) -> list[ModuleType]:
-    """The backends that layers really choose, in order."""
-    seen: list[ModuleType] = []
-    choose = backends.choose_backend
+    """Every backend whose `attend` runs, in order: one that passed its call on would show up with the other."""
+    ran: list[ModuleType] = []
 
-    def noted(*job: object) -> ModuleType:
-        seen.append(choose(*job))
-        return seen[-1]
+    def spy_on(backend: ModuleType) -> None:
+        attend = backend.attend
 
-    monkeypatch.setattr(backends, "choose_backend", noted)
-    return seen
+        def attend_and_note(*args: object) -> torch.Tensor:
+            ran.append(backend)
+            return attend(*args)
+
+        monkeypatch.setattr(backend, "attend", attend_and_note)
+
+    for backend in backends.BACKENDS.values():
+        spy_on(backend)
+    return ran
 
 
 @pytest.mark.parametrize("name", cases.EXAMPLES)
@@ -38,7 +43,7 @@ def test_what_it_says_is_what_runs(name: str, chosen: list[ModuleType]):
     with torch.no_grad():
         layer(x, source=z)
     keys = (x if z is None else z).shape[1]
-    assert [backends.BACKENDS[str(why(spec, tokens=keys).backend)]] == chosen
+    assert [backends.BACKENDS[str(why(spec, tokens=x.shape[1], keys=keys, batch=x.shape[0]).backend)]] == chosen
 
 
 @pytest.mark.parametrize("name", cases.EXAMPLES)
@@ -48,7 +53,7 @@ def test_a_decoding_step_runs_what_it_says(name: str, chosen: list[ModuleType]):
     x, _ = cases.tensors(spec, torch.float32)
     with torch.no_grad():
         layer(x[:, :1], cache=layer.cache(batch=cases.BATCH, capacity=9))
-    assert [backends.BACKENDS[str(why(spec, tokens="one").backend)]] == chosen
+    assert [backends.BACKENDS[str(why(spec, tokens="one", keys=1, batch=cases.BATCH).backend)]] == chosen
 
 
 def test_the_form_of_a_single_query_is_said():
@@ -80,14 +85,14 @@ def test_two_parts_of_a_kind_say_a_reason_once():
 
 def test_another_device_needs_none_here():
     small = why(hw.design(model=12, heads=3), device="cuda:1", dtype="bf16")
-    assert small.call.job.device == "cuda"
+    assert small.call.signature.device == "cuda"
     assert any("16 channels" in said for said in small.unsupported["flex"])
 
 
 def test_states_of_a_call_change_the_answer():
     spec = hw.design(model=12, heads=3, modifiers=(hw.WeightDropout(0.5),))
-    assert why(spec).backend == "tiled"
-    assert why(spec, when=["training"]).backend == "composed"
+    assert why(spec).backend == "flash_cpu"
+    assert why(spec, when=["training"]).backend == "chunked"
     assert why(replace(spec, modifiers=()), when="mask").backend == "dense"
 
 
@@ -109,10 +114,10 @@ def test_unknown_words_get_a_remedy(said: dict, remedy: str):
 # --- lengths ---------------------------------------------------------------------------------------------
 
 LONG = {
-    "banded": {"pattern": "window(20)"},
+    "block_sparse": {"pattern": "window(20)"},
     "linear": {"pattern": "causal", "similarity": hw.FeatureMap(), "normaliser": hw.Sum()},
     "routed": {"pattern": "causal", "modifiers": (hw.Routed(always=1, active=1),)},
-    "tiled": {"pattern": "causal"},
+    "flash_cpu": {"pattern": "causal"},
 }
 
 
@@ -124,14 +129,11 @@ def test_a_backend_leaves_calls_to_others_that_it_was_measured_to_be_slower_for(
         for count in (least, least - 1, least, 2):
             layer(torch.randn(1, count, 12))
     ran = [next(one for one, module in backends.BACKENDS.items() if module is backend) for backend in chosen]
-    asked = {backends.preference_length(count): why(spec, tokens=count).backend for count in (least, least - 1, 2)}
-    assert ran == list(asked.values())  # each length that changes the choice is asked about once
-    assert len(ran) in (2, 3)
-    assert name not in ran[1:]
-    [said] = why(spec, tokens=least - 1).unsupported[name]
-    assert f"for {least - 1:,} keys" in said
-    assert f"begins at {least:,}" in said
-    assert "by name" in said
+    assert ran == [why(spec, tokens=count).backend for count in (least, least - 1, least, 2)]
+    assert ran[0] == ran[2] == name
+    assert name not in (ran[1], ran[3])
+    [reason] = why(spec, tokens=least - 1).unsupported[name]
+    assert f"below {least:,} keys; this call has {least - 1:,}" in reason
     assert why(spec, tokens=least).backend == why(spec).backend == name
 
 
@@ -146,11 +148,12 @@ def test_who_is_asked_for_by_name_runs_at_any_length(name, chosen):
 @pytest.mark.parametrize("name", LONG)
 def test_who_is_told_a_length_and_asked_for_by_name_runs(name):
     spec = hw.design(model=12, heads=3, **LONG[name])
-    assert backends.choose_backend(backends.CallSignature(spec, spec.core, num_keys=5), name) is backends.BACKENDS[name]
+    dispatch = backends.make_dispatch(backends.CallSignature(spec, spec.core), name)
+    assert dispatch.select_for_size(hw.CallSize(1, 5, 5, 5)) == name
 
 
 def test_what_lies_in_a_cache_and_in_a_source_counts(chosen):
-    spec, least = hw.design(model=12, heads=3, **LONG["banded"]), backends.block_sparse.MIN_KEYS
+    spec, least = hw.design(model=12, heads=3, **LONG["block_sparse"]), backends.block_sparse.MIN_KEYS
     layer = hw.Attention(spec).eval()
     with torch.no_grad():
         cache = layer.cache(batch=1, capacity=least + 5)
@@ -158,30 +161,35 @@ def test_what_lies_in_a_cache_and_in_a_source_counts(chosen):
         layer(torch.randn(1, 2, 12), cache=cache)
         crossed = hw.Attention(replace(spec, source=12, pattern=hw.design(model=12, heads=3).pattern)).eval()
         crossed(torch.randn(1, 2, 12), source=torch.randn(1, least, 12))
-    assert chosen == [backends.sdpa, backends.block_sparse, backends.flash_cpu]
+    # A ring of 20 slots and two new tokens are 22 keys, however many came before.
+    assert chosen == [backends.sdpa, backends.sdpa, backends.flash_cpu]
 
 
 def test_of_packed_texts_the_longest_counts(chosen):
-    layer, least = hw.Attention(hw.design(model=12, heads=3, **LONG["banded"])).eval(), backends.block_sparse.MIN_KEYS
+    layer, least = (
+        hw.Attention(hw.design(model=12, heads=3, **LONG["block_sparse"])).eval(),
+        backends.block_sparse.MIN_KEYS,
+    )
     with torch.no_grad():
         layer(torch.randn(1, least + 9, 12), sequence=hw.SequenceInfo.packed([[least - 1, 10]]))
         layer(torch.randn(1, least + 9, 12), sequence=hw.SequenceInfo.packed([[9, least]]))
-    assert chosen == [backends.sdpa, backends.block_sparse]
+    # The sequences of the first call run in two groups; those of the second as well, one of them long enough.
+    assert chosen == [backends.sdpa, backends.dense, backends.block_sparse, backends.dense]
 
 
 def test_a_length_that_is_told_is_said():
-    spec, least = hw.design(model=12, heads=3, **LONG["banded"]), backends.block_sparse.MIN_KEYS
-    assert f"sdpa; banded from {least:,} keys on" in str(why(spec))
-    assert why(spec).data["from"] == [{"keys": 0, "runs": "sdpa"}, {"keys": least, "runs": "banded"}]
-    assert "of 7 keys" in str(why(spec, tokens=7))
+    spec, least = hw.design(model=12, heads=3, **LONG["block_sparse"]), backends.block_sparse.MIN_KEYS
+    assert f"sdpa; block_sparse from {least:,} keys on" in str(why(spec))
+    assert why(spec).data["from"] == [{"keys": 0, "runs": "sdpa"}, {"keys": least, "runs": "block_sparse"}]
+    assert "7 keys" in str(why(spec, tokens=7))
     assert why(spec, tokens=7).data["keys"] == 7
     assert why(spec, tokens=1).call.tokens == why(spec, tokens="1").call.tokens == "one"
-    assert why(spec, tokens=7, device="cuda").backend == "banded"  # nobody measured there
+    assert why(spec, tokens=7, device="cuda").backend == "block_sparse"  # nobody measured there
 
 
 @pytest.mark.parametrize("context", [300, 500])
 def test_what_is_spent_is_of_the_backend_that_runs(context):
-    spec = hw.design(model=12, heads=3, **LONG["banded"])
+    spec = hw.design(model=12, heads=3, **LONG["block_sparse"])
     work, job = costs.self_attention_work(spec, batch=1, queries=context), backends.CallSignature(spec, spec.core)
     runs = backends.BACKENDS[str(why(spec, tokens=context).backend)]
     assert runs is (backends.sdpa if context == 300 else backends.block_sparse)

@@ -68,7 +68,7 @@ def test_version_2_costs_a_second_query_and_a_number_a_head():
     assert hw.costs.cached_numbers_per_token(twice) == hw.costs.cached_numbers_per_token(usual)
 
 
-@pytest.mark.parametrize(("tokens", "runs"), [("many", "tiled"), ("one", "ragged")])
+@pytest.mark.parametrize(("tokens", "runs"), [("many", "flash_cpu"), ("one", "ragged")])
 def test_version_2_runs_fused(tokens: str, runs: str):
     reasons = hw.why(base(modifiers=(hw.DifferentialV2(),), kv=2, **LAST), tokens=tokens)
     assert reasons.backend == runs

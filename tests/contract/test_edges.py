@@ -87,7 +87,7 @@ SPARSE += ["window(40) & dilated(9, rate=2)", "prefix(30)", "edges(((3, 200), (2
 
 
 @pytest.mark.parametrize("pattern", SPARSE)
-@pytest.mark.parametrize("backend", ["banded", "composed", "dense"])
+@pytest.mark.parametrize("backend", ["block_sparse", "chunked", "dense"])
 def test_sparse_patterns_touch_what_they_read(backend, pattern):
     layer = cases.layer(cases.base(pattern=pattern), backend=backend)
     x = torch.randn(2, 300, 10, dtype=torch.float64)
@@ -128,22 +128,22 @@ def kept_for_backward(layer, count: int) -> int:
 def test_mixing_heads_keeps_no_square(modifiers):
     spec = hw.design(model=16, heads=4, pattern="causal", modifiers=modifiers)
     grown = {}
-    for backend in ("composed", "dense"):
+    for backend in ("chunked", "dense"):
         layer = hw.Attention(spec, backend=backend)
         short, long = (kept_for_backward(layer, count) for count in (512, 1024))
         grown[backend] = long / short
-    assert grown["composed"] <= 2 < 3 < grown["dense"], grown
+    assert grown["chunked"] <= 2 < 3 < grown["dense"], grown
 
 
 @pytest.mark.compile
 @pytest.mark.parametrize(
     ("backend", "words"),
     [
-        ("composed", {"pattern": "causal", "modifiers": (hw.TalkingHeads(),)}),
-        ("banded", {"pattern": "window(20) | first(3)"}),
+        ("chunked", {"pattern": "causal", "modifiers": (hw.TalkingHeads(),)}),
+        ("block_sparse", {"pattern": "window(20) | first(3)"}),
         ("linear", {"pattern": "causal", "similarity": hw.FeatureMap(), "normaliser": hw.Sum()}),
     ],
-    ids=["composed", "banded", "linear"],
+    ids=["chunked", "block_sparse", "linear"],
 )
 def test_blocks_are_one_graph(backend, words):
     layer = hw.Attention(hw.design(model=16, heads=4, **words), backend=backend).double()

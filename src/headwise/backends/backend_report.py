@@ -1,4 +1,4 @@
-"""Why a spec runs where it runs: every backend in order of preference, with its reasons to refuse."""
+"""`headwise why`: which backend runs a call of a spec, and which property of each other backend rules it out."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ import torch
 
 from .. import backends
 from ..errors import suggest
+from ..interfaces.core_types import CallSize
 from ..interfaces.probe import PROBE_POINTS
 from ..spec.attention_spec import AttentionSpec
-from . import CallSignature
+from . import CallSignature, varlen
+from .dispatch import MAX_DENSE_LENGTH, slower_reasons_by_backend
 
 WIDTH = 80
 DTYPES = {
@@ -27,50 +29,57 @@ DTYPES = {
     "fp16": torch.float16,
     "fp64": torch.float64,
 }
-STATES = ("grad", "training", "mask", "paged")
+STATES = ("grad", "training", "mask", "paged", "packed")
 CALL_KINDS = {"many": "several queries per row", "one": "one query per row"}
 
 
 @dataclass(frozen=True)
 class CallReport:
-    """One kind of call: the form the project runs in, and what each backend says to it."""
+    """One kind of call: the form of the project, and the answer of every backend."""
 
-    tokens: str
-    call: CallSignature
-    form: str
-    unsupported: dict[str, list[str]]
-    length_ranges: list[tuple[int, str]]  # from how many keys on which backend runs it
-    notes: dict[str, list[str]]  # what backends that take it do with it beyond what they do with every call
+    tokens: str  # "many" or "one" query per row
+    signature: CallSignature
+    size: CallSize | None  # None where the caller gave no length
+    form: str  # the form of the project that runs, where it is not the spec's own
+    unsupported: dict[str, list[str]]  # why a backend does not run the call: a limit, or another is faster at this size
+    length_ranges: list[tuple[int, str]]  # (least tokens of a row, backend that runs it from there on)
+    notes: dict[str, list[str]]  # what a backend that supports the call does with it beyond the usual
 
     @property
     def backend(self) -> str | None:
-        """The backend that runs it: the first without a refusal."""
+        """The backend that runs the call: the first without a reason against it."""
         return next((name for name, reasons in self.unsupported.items() if not reasons), None)
 
     @property
     def data(self) -> dict[str, Any]:
-        """The same as plain values."""
-        call = self.call
-        told = {"tokens": self.tokens, "device": call.device, "dtype": str(call.dtype).removeprefix("torch.")}
-        told |= {
+        """The report as plain values."""
+        call = self.signature
+        return {
+            "tokens": self.tokens,
+            "device": call.device,
+            "dtype": _dtype_name(call),
             "grad": call.needs_grad,
             "training": call.training,
             "mask": call.has_caller_mask,
             "state": call.has_recurrent_state,
             "paged": call.has_paged_cache,
-        }
-        told |= {"want": sorted(call.probed_tensors), "form": self.form, "keys": call.num_keys, "runs": self.backend}
-        told |= {"from": [{"keys": least, "runs": name} for least, name in self.length_ranges]}
-        return told | {
+            "packed": call.is_packed,
+            "want": sorted(call.probed_tensors),
+            "form": self.form,
+            "batch": None if self.size is None else self.size.batch,
+            "keys": None if self.size is None else self.size.keys,
+            "runs": self.backend,
+            "from": [{"keys": least, "runs": name} for least, name in self.length_ranges],
             "backends": [
-                {"name": name, "refuses": said, "notes": self.notes[name]} for name, said in self.unsupported.items()
-            ]
+                {"name": name, "refuses": reasons, "notes": self.notes[name]}
+                for name, reasons in self.unsupported.items()
+            ],
         }
 
 
 @dataclass(frozen=True)
 class BackendReport:
-    """What `why` found: `asked` is the kind of call in question, `other` the same with one query or with several."""
+    """The answer of `why`: the call in question, and the other kind of call (one query, or several) in short."""
 
     spec: AttentionSpec
     call: CallReport
@@ -83,43 +92,30 @@ class BackendReport:
 
     @property
     def unsupported(self) -> dict[str, list[str]]:
-        """The reasons of every backend for the call in question, in order of preference."""
+        """The reasons against every backend for the call in question, in order of preference."""
         return self.call.unsupported
 
     @property
     def data(self) -> dict[str, Any]:
-        """The same as plain values, ready for JSON."""
-        return self.call.data | {
-            "otherwise": {
-                "tokens": self.other_call.tokens,
-                "form": self.other_call.form,
-                "runs": self.other_call.backend,
-            }
-        }
+        """The report as plain values, ready for JSON."""
+        other = self.other_call
+        return self.call.data | {"otherwise": {"tokens": other.tokens, "form": other.form, "runs": other.backend}}
 
     def json(self) -> str:
-        """One JSON document."""
+        """The report as one JSON document."""
         return json.dumps(self.data, indent=2)
 
     def __str__(self) -> str:
-        call = self.call.call
-        said = [CALL_KINDS[self.call.tokens], str(call.dtype).removeprefix("torch."), f"on {call.device}"]
-        states = {
-            "training": call.training,
-            "with gradient": call.needs_grad,
-            "with a mask of its own": call.has_caller_mask,
-        }
-        states |= {"of past tokens in pages": call.has_paged_cache}
-        said += [state for state, holds in states.items() if holds]
-        said += [f"showing {', '.join(sorted(call.probed_tensors))}"] if call.probed_tensors else []
-        said += [f"of {call.num_keys:,} keys"] if call.num_keys is not None else []
-        name = max(map(len, self.unsupported))
-        lines = [*textwrap.wrap(", ".join(said), WIDTH), ""]
-        for backend, reasons in self.unsupported.items():
-            takes = ["runs it" if backend == self.backend else "could run it", *self.call.notes[backend]]
-            lines += _row(backend, name, "; ".join(reasons or takes))
-        lines += ["", *_ends(self.call)]
-        return "\n".join([*lines, *_ends(self.other_call)])
+        width = max(map(len, self.unsupported))
+        lines = [*textwrap.wrap(_title(self.call), WIDTH), "", f"  {'backend'.ljust(width)}  answer"]
+        for name, reasons in self.unsupported.items():
+            answer = "runs this call" if name == self.backend else "supports this call"
+            text = "; ".join([f"no: {reason}" if not n else reason for n, reason in enumerate(reasons)])
+            lines += _table_row(name, width, text or "; ".join([answer, *self.call.notes[name]]))
+        lines += ["", *_summary(self.call)]
+        if self.call.signature.is_packed:
+            lines += textwrap.wrap(_packed_note(self.call), WIDTH)
+        return "\n".join([*lines, *_summary(self.other_call)])
 
 
 def why(
@@ -129,63 +125,128 @@ def why(
     device: str = "cpu",
     dtype: str = "float32",
     tokens: str | int = "many",
+    keys: int | None = None,
+    batch: int = 1,
     when: Iterable[str] = (),
 ) -> BackendReport:
-    """Which backend would run this spec, and why each other one refuses; nothing is run, no device is needed.
+    """Which backend runs a call of this spec, and why not the others; nothing runs, and no device is needed.
 
-    `want` names what a probe asks to see, `tokens` is "many" or "one" query per row, or how many: then a backend also
-    says where it was measured to be slower than another, and a layer that asks for it by name runs it all the same.
-    `when` is any of "grad", "training", "mask" (a mask of the caller's own) and "paged" (past tokens lie in pages, as
-    an engine keeps them). One query per row means decoding from a cache.
+    `want` names the tensors that a probe reads. `tokens` is "many" or "one" query per row, or a number; `keys` is how
+    many keys a row has (default: as many as tokens). With a length, the answer includes which backend was measured to
+    be faster; a backend named by the layer runs at any length. `when` is any of "grad", "training", "mask" (the caller
+    passes one), "paged" (a paged KV cache) and "packed" (rows hold several sequences). One query per row means decoding
+    from a cache.
 
     >>> import headwise as hw
     >>> reasons = why(hw.design(model=512, heads=8, pattern="causal"), want=["weights"])
     >>> reasons.backend, reasons.unsupported["sdpa"]
     ('dense', ['it cannot show weights'])
     """
-    want, when = _each(want), _each(when)
-    _known("want", want, PROBE_POINTS)
-    _known("when", when, STATES)
-    _known("dtype", [dtype], DTYPES)
-    tokens, keys = _call_kind(tokens)
+    want, when = _as_words(want), _as_words(when)
+    _check_known("want", want, PROBE_POINTS)
+    _check_known("when", when, STATES)
+    _check_known("dtype", [dtype], DTYPES)
+    kind, length = _parse_tokens(tokens)
+    for name, value in (("keys", keys), ("batch", batch)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise ValueError(f"{name}={value!r} cannot be a size; give a whole number of at least 1")
     call = CallSignature(
         spec,
         spec.core,
-        device=_device(device),
+        device=_device_type(device),
         dtype=DTYPES[dtype],
         needs_grad="grad" in when,
         has_paged_cache="paged" in when,
         has_caller_mask="mask" in when,
         training="training" in when,
         probed_tensors=frozenset(want),
-        num_keys=keys,
+        is_packed="packed" in when,
     )
-    return BackendReport(spec, _call(call, tokens), _call(call, "one" if tokens == "many" else "many"))
+    num_keys = keys or length
+    queries = 1 if kind == "one" else length or num_keys
+    size = None if num_keys is None or queries is None else CallSize(batch, queries, queries, num_keys)
+    return BackendReport(
+        spec, _call_report(call, kind, size), _call_report(call, "one" if kind == "many" else "many", None)
+    )
 
 
-def _call(call: CallSignature, tokens: str) -> CallReport:
-    spec, one = call.spec, tokens == "one"
-    project = spec.projection_form(one)
-    call = replace(call, core=spec.core_of(project), single_query=one, has_recurrent_state=one and spec.is_recurrent)
-    call = replace(call, num_keys=None) if one else call  # a single query is not chosen by them
-    refusals = backends.unsupported_reasons_by_backend(call)
-    notes = {name: [] if reasons else backends.backend_notes(name, call) for name, reasons in refusals.items()}
+def _call_report(call: CallSignature, tokens: str, size: CallSize | None) -> CallReport:
+    spec, single = call.spec, tokens == "one"
+    project = spec.projection_form(single)
+    call = replace(
+        call,
+        core=spec.core_of(project),
+        single_query=single,
+        has_recurrent_state=single and spec.is_recurrent,
+        is_packed=call.is_packed and not single,
+    )
+    reasons = backends.unsupported_reasons_by_backend(call)
+    if size is not None:
+        slower = slower_reasons_by_backend(call, size)
+        reasons = {name: found or slower[name] for name, found in reasons.items()}
+    notes = {name: [] if found else backends.backend_notes(name, call) for name, found in reasons.items()}
     form = "" if project == spec.project else repr(project)
-    return CallReport(tokens, call, form, refusals, backends.backends_by_length(call), notes)
+    return CallReport(tokens, call, size, form, reasons, backends.backends_by_length(call), notes)
 
 
-def _each(words: Iterable[str]) -> tuple[str, ...]:
+def _title(report: CallReport) -> str:
+    call = report.signature
+    states = {
+        "training": call.training,
+        "with gradient": call.needs_grad,
+        "with a mask of the caller": call.has_caller_mask,
+        "with a paged KV cache": call.has_paged_cache,
+        "packed rows": call.is_packed,
+    }
+    words = [CALL_KINDS[report.tokens], f"{_dtype_name(call)} on {call.device}"]
+    words += [state for state, holds in states.items() if holds]
+    words += [f"reading {', '.join(sorted(call.probed_tensors))}"] if call.probed_tensors else []
+    if report.size is not None:
+        words += [f"{report.size.keys:,} keys"]
+        words += [f"batch {report.size.batch:,}"] if report.size.batch > 1 else []
+    return ", ".join(words)
+
+
+def _packed_note(report: CallReport) -> str:
+    kernel = f"up to {varlen.MAX_KERNEL_LENGTH} tokens in one kernel, longer ones "
+    return (
+        f"Packed sequences run apart: {kernel if varlen.supports_kernel(report.signature) else ''}in groups of similar "
+        f"length, each on the backend of its length (up to {MAX_DENSE_LENGTH} tokens on the CPU: dense)."
+    )
+
+
+def _summary(report: CallReport) -> list[str]:
+    """The kind of call, and the backends that run it by length."""
+    width = max(map(len, CALL_KINDS.values()))
+    text = report.backend or "no backend supports it"
+    if report.size is None and len(report.length_ranges) > 1:
+        text = "; ".join(f"{name} from {least:,} keys on" if least else name for least, name in report.length_ranges)
+    text += f", as {report.form}" if report.form and report.backend else ""
+    start = f"{CALL_KINDS[report.tokens].ljust(width)}  "
+    return textwrap.wrap(text, WIDTH, initial_indent=start, subsequent_indent=" " * len(start))
+
+
+def _table_row(name: str, width: int, text: str) -> list[str]:
+    indent = " " * (width + 4)
+    return textwrap.wrap(text, WIDTH, initial_indent=f"  {name.ljust(width)}  ", subsequent_indent=indent)
+
+
+def _dtype_name(call: CallSignature) -> str:
+    return str(call.dtype).removeprefix("torch.")
+
+
+def _as_words(words: Iterable[str]) -> tuple[str, ...]:
     return (words,) if isinstance(words, str) else tuple(words)
 
 
-def _known(name: str, words: Sequence[str], known: Iterable[str]) -> None:
+def _check_known(name: str, words: Sequence[str], known: Iterable[str]) -> None:
     for word in words:
         if word not in known:
             raise ValueError(f"{name}={word!r} is unknown; {suggest(str(word), known)}")
 
 
-def _call_kind(tokens: str | int) -> tuple[str, int | None]:
-    """The kind of call, and how many tokens a row has where that is said."""
+def _parse_tokens(tokens: str | int) -> tuple[str, int | None]:
+    """The kind of call, and the number of tokens in a row where it is given."""
     if str(tokens).isascii() and str(tokens).isdigit() and int(tokens) > 0:
         return ("one", None) if int(tokens) == 1 else ("many", int(tokens))
     if tokens not in CALL_KINDS:
@@ -193,23 +254,8 @@ def _call_kind(tokens: str | int) -> tuple[str, int | None]:
     return str(tokens), None
 
 
-def _device(name: str) -> str:
+def _device_type(name: str) -> str:
     try:
         return torch.device(name).type
     except RuntimeError:
         raise ValueError(f"device={name!r} is unknown; use one such as cpu, cuda or mps") from None
-
-
-def _row(backend: str, wide: int, said: str) -> list[str]:
-    indent = " " * (wide + 4)
-    return textwrap.wrap(said, WIDTH, initial_indent=f"  {backend.ljust(wide)}  ", subsequent_indent=indent)
-
-
-def _ends(call: CallReport) -> list[str]:
-    wide = max(map(len, CALL_KINDS.values()))
-    ran = call.backend or "nothing can run it"
-    if call.call.num_keys is None and len(call.length_ranges) > 1:
-        ran = "; ".join(f"{name} from {least:,} keys on" if least else name for least, name in call.length_ranges)
-    ran += f", as {call.form}" if call.form and call.backend else ""
-    start = f"{CALL_KINDS[call.tokens].ljust(wide)}  "
-    return textwrap.wrap(ran, WIDTH, initial_indent=start, subsequent_indent=" " * len(start))

@@ -57,8 +57,6 @@ def unsupported_reasons(call: CallSignature) -> list[str]:
         reasons.append("who reads nothing is for the data to say, which a compiled graph cannot ask")
     if "lse" in call.probed_tensors:
         reasons.append("it has no log-sum-exp")
-    if call.is_transformed:
-        reasons.append("does not support torch.func and forward-mode derivatives")
     return reasons
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from ..errors import NoBackend, suggest
 from ..interfaces.core_types import CallSize
 from ..interfaces.probe import Probe
-from ..masking.sequence_info import AttentionMask, SequenceInfo
+from ..masking.sequence_info import AttentionMask, mask_shape
 from . import (
     bf16_matmul,
     block_sparse,
@@ -56,6 +56,7 @@ BACKENDS: dict[str, ModuleType] = {
 }
 
 SINGLE_CALL_BACKENDS = ("sdpa", "bf16_matmul", "flash_cpu", "block_sparse")  # plain operations beat them on few tokens
+MAX_COUNTED_KEYS = 2**14  # keys up to which the pairs of a pattern are counted to know the shape of its mask
 MAX_DENSE_LENGTH = 32  # tokens of a packed sequence up to which plain operations take less time on a CPU
 
 
@@ -80,25 +81,26 @@ class CoreDispatch:
 
     def select(self, attention_mask: AttentionMask, inputs: CoreInputs) -> str:
         """The name of the backend that runs these tensors."""
-        if inputs.q.numel() == 0 or (inputs.k.numel() == 0 and "dense" in self.backend_names):
-            return self._empty_call_backend()
-        queries, keys = attention_mask.queries.count, attention_mask.keys.count
-        size = CallSize(inputs.q.shape[0], queries, keys, keys)
+        batch, queries, keys = *inputs.q.shape[:2], attention_mask.keys.count
+        if not (batch and queries and keys) and not dense.unsupported_reasons(self.call):
+            return "dense"  # nothing is computed, and the kernels need not know such calls
+        size = CallSize(batch, queries, 0, keys)
+        shape = "" if self.call.single_query or self._ignores_size else attention_mask.shape
         conflicts: dict[str, list[str]] = {}
         for name in self.backend_names:
             backend = BACKENDS[name]
-            if not self._ignores_size and backend.slower_reasons(self.call, size, attention_mask.shape):
+            if not self._ignores_size and backend.slower_reasons(self.call, size, shape):
                 continue
             if not (reasons := backend.tensor_conflicts(self.call, attention_mask, inputs)):
                 return name
             conflicts[name] = reasons
         raise NoBackend(_refusal(conflicts, self.is_named_by_caller))
 
-    def select_for_size(self, size: CallSize, mask_shape: str | None = None) -> str:
+    def select_for_size(self, size: CallSize) -> str:
         """The name of the backend that a call of this size runs on, as far as the size decides it."""
         if self._ignores_size:
             return self.backend_names[0]
-        shape = contiguous_mask_shape(self.call, size) if mask_shape is None else mask_shape
+        shape = contiguous_mask_shape(self.call, size)
         fitting = (n for n in self.backend_names if not BACKENDS[n].slower_reasons(self.call, size, shape))
         return next(fitting, self.backend_names[-1])
 
@@ -106,10 +108,6 @@ class CoreDispatch:
     def _ignores_size(self) -> bool:
         # A compiled graph serves every length, so a choice by length would compile it anew for each.
         return self.is_named_by_caller or self.call.is_compiling
-
-    def _empty_call_backend(self) -> str:
-        """`dense` where it can: without queries or keys there is nothing to compute, and kernels need not know."""
-        return "dense" if self.is_named_by_caller or "dense" in self.backend_names else self.backend_names[0]
 
 
 @dataclass(frozen=True)
@@ -156,6 +154,8 @@ def make_dispatch(call: CallSignature, backend_name: str | None = None) -> CoreD
             refusals[name] = reasons
         else:
             supported.append(name)
+            if name == "dense":  # it runs any tensors, so those behind it are never reached
+                break
     if not supported:
         raise NoBackend(_refusal(refusals, backend_name is not None))
     return CoreDispatch(call, tuple(supported), backend_name is not None)
@@ -181,6 +181,12 @@ def preference_order(call: CallSignature) -> list[str]:
 def unsupported_reasons_by_backend(call: CallSignature) -> dict[str, list[str]]:
     """The reasons of every backend not to support a call, in order of preference; an empty list means that it does."""
     return {name: _unique_reasons(name, call) for name in preference_order(call)}
+
+
+def slower_reasons_by_backend(call: CallSignature, size: CallSize) -> dict[str, list[str]]:
+    """Why another backend is preferred for a call of this size, for every backend."""
+    shape = contiguous_mask_shape(call, size)
+    return {name: backend.slower_reasons(call, size, shape) for name, backend in BACKENDS.items()}
 
 
 def backends_by_length(call: CallSignature) -> list[tuple[int, str]]:
@@ -224,10 +230,12 @@ def recomputed_flops(backend: ModuleType, call: CallSignature, size: CallSize, c
 
 def contiguous_mask_shape(call: CallSignature, size: CallSize) -> str:
     """The `AttentionMask.shape` of a call whose queries are the last of its keys, or come from another sequence."""
-    first = size.keys - size.queries if call.spec.source is None else 0
-    queries = SequenceInfo.contiguous(max(first, 0), size.queries, "cpu")
-    keys = queries if size.queries == size.keys else SequenceInfo.contiguous(0, size.keys, "cpu")
-    return AttentionMask(queries, keys, call.spec.pattern).shape
+    pattern = call.spec.pattern
+    if size.keys > MAX_COUNTED_KEYS:
+        first, last = pattern.retention
+        return "triangle" if last is not None and first + last >= size.keys == size.queries else "any"
+    start = size.keys - size.queries if call.spec.source is None else 0
+    return mask_shape(pattern, range(max(start, 0), max(start, 0) + size.queries), range(size.keys))
 
 
 def _deciding_lengths(call: CallSignature) -> list[int]:

@@ -37,8 +37,6 @@ def unsupported_reasons(call: CallSignature) -> list[str]:
         reasons.append("a single query fills no unit")
     if "lse" in call.probed_tensors:
         reasons.append("sdpa shows a log-sum-exp as well, also of queries that read nothing")
-    if call.is_transformed:
-        reasons.append("does not support torch.func and forward-mode derivatives")
     return reasons
 
 

@@ -72,7 +72,7 @@ def reads_quantized_cache(call: CallSignature) -> bool:
 
 
 def slower_reasons(call: CallSignature, size: CallSize, mask_shape: str) -> list[str]:
-    """Why another backend is preferred at this size: torch's own call takes less time on few bytes of keys and values."""
+    """Why another backend is preferred at this size: plain calls take less time on few bytes of keys and values."""
     nbytes, least = size.batch * size.keys * bytes_per_token(call), MIN_BYTES_BY_DTYPE[call.dtype]
     if nbytes >= least or not bytes_per_token(call):
         return []

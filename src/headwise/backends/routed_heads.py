@@ -316,8 +316,6 @@ def unsupported_reasons(call: CallSignature) -> list[str]:
         reasons.append("how many queries a head has is for the data to say, which a compiled graph cannot ask")
     if "lse" in call.probed_tensors:
         reasons.append("it has a log-sum-exp for heads that speak only")
-    if call.is_transformed:
-        reasons.append("does not support torch.func and forward-mode derivatives")
     return [*reasons, *_unsupported_kernel_reasons(call)]
 
 

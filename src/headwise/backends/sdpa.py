@@ -57,6 +57,8 @@ def fused_call_conflicts(call: CallSignature) -> list[str]:
             reasons.append(f"{name} needs the weights")
         elif isinstance(part, WeightDropout) and call.training and part.rate > 0:
             reasons.append(f"{name} drops weights that only dense can repeat")
+    if call.is_transformed:
+        reasons.append("does not support torch.func and forward-mode derivatives")
     if call.has_caller_mask:
         reasons.append("a mask of the caller's own is for dense")
     if unseen := sorted(call.probed_tensors & {"scores", "weights"}):

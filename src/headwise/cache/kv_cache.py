@@ -85,6 +85,15 @@ class KVCache(ABC):
     def append(self, entry: KVEntry, at: SequenceInfo) -> tuple[KVEntry, SequenceInfo]:
         """Remember these tokens; what their queries may read, and where each of them stands."""
 
+    def extend(self, entry: KVEntry, at: SequenceInfo) -> tuple[KVEntry, SequenceInfo]:
+        """Append these tokens; the keys and values that their queries may attend to, in the layer's own dtype."""
+        entry, sequence = _without_empty_slots(*self.append(entry, at))
+        return (self.dequantised(entry) if at.count == 1 else entry), sequence
+
+    def extend_in_place(self, entry: KVEntry, at: SequenceInfo) -> tuple[KVEntry, SequenceInfo]:
+        """`extend` for backends that read a cache in the form in which it is stored."""
+        return _without_empty_slots(*self.append(entry, at))
+
     @abstractmethod
     def select_rows(self, index: Tensor) -> None:
         """Keep these rows of the batch, in this order; a row may be taken twice."""
@@ -191,6 +200,12 @@ class KVCache(ABC):
             )
         self.batch = len(index)
         self._last, self._segment = self._last[index], self._segment[index]
+
+
+def _without_empty_slots(entry: KVEntry, sequence: SequenceInfo) -> tuple[KVEntry, SequenceInfo]:
+    if sequence.num_visible is None or torch.compiler.is_compiling():  # a compiled step keeps its shapes
+        return entry, sequence
+    return {name: stored[:, : sequence.num_visible] for name, stored in entry.items()}, sequence.trimmed()
 
 
 def check_causal(spec: AttentionSpec) -> None:

@@ -121,7 +121,7 @@ class PagedCache(KVCache):
         held = self._write_tokens(entry, at)
         return (entry, at) if held is None else (self._pool.gather(self._layer, held), held.gathered.sequence)
 
-    def append_in_place(self, entry: KVEntry, at: SequenceInfo) -> tuple[KVEntry, SequenceInfo]:
+    def extend_in_place(self, entry: KVEntry, at: SequenceInfo) -> tuple[KVEntry, SequenceInfo]:
         """Remember one token of each row; the pages of all rows as they lie, and `Tokens.spans` of them.
 
         For a layer that reads "k" and "v" as they were remembered.

@@ -293,8 +293,8 @@ def _formula_attention_bytes(sizes: tuple[int, int, int, int], how: tuple[str, s
 # What runs the core, and on which kind of device; the published ones are formulas and run nothing.
 BACKEND_PROFILES = {
     "dense": ("dense", "cpu"),
-    "composed": ("dense", "cpu"),
-    "halves": ("halves", "cpu"),
+    "chunked": ("dense", "cpu"),
+    "bf16_matmul": ("bf16_matmul", "cpu"),
     "sdpa": ("sdpa", "cpu"),
     "flash-cuda": ("sdpa", "cuda"),
 }
@@ -308,8 +308,8 @@ def layer_activation_memory(
 ) -> CostBreakdown:
     """Bytes that one layer keeps from its forward pass in training for the way back, by the step that keeps them.
 
-    profile="dense": every score in plain operations; "composed": the same in blocks of queries, whose scores are formed
-    once more on the way back; "halves": whole products; "sdpa": torch's fused call on the CPU; "flash-cuda": the same
+    profile="dense": every score in plain operations; "chunked": the same in blocks of queries, whose scores are formed
+    once more backward; "bf16_matmul": whole products; "sdpa": torch's fused call on the CPU; "flash-cuda": the same
     on CUDA, derived from what its kernels keep and not measured; "paper-2022" (2205.05198) and "zhihu-624740065" as
     textbook. Without one, `usual` says which. `source` is how many tokens another sequence has, if not as many.
 
@@ -342,7 +342,7 @@ def layer_activation_terms(
     if profile in FORMULA_PROFILES:
         return dict(formula_layer_bytes(spec, workload, how))
     axes = symbolic_axes(spec, workload, source)
-    if profile == "composed" and checkpoint == "none" and workload.context > QUERY_BLOCK_SIZE:
+    if profile == "chunked" and checkpoint == "none" and workload.context > QUERY_BLOCK_SIZE:
         how = (profile, "core")
     if checkpoint == "block":
         rows, each = axes.load.batch, dtype_bytes(workload.dtype)
@@ -359,16 +359,16 @@ def default_profile(spec: AttentionSpec, workload: Workload) -> str:
 
     >>> import headwise as hw
     >>> [default_profile(hw.design(preset=name), hw.Workload()) for name in ("gqa", "dcmha", "linear")]
-    ['flash-cuda', 'composed', 'dense']
+    ['flash-cuda', 'chunked', 'dense']
     """
     if fused_unsupported_reason(spec):
-        return "composed" if linear_attention.unsupported_reasons(_training_options(spec)) else "dense"
+        return "chunked" if linear_attention.unsupported_reasons(_training_options(spec)) else "dense"
     if (
         workload.device == "cpu"
         and workload.dtype == "bf16"
         and not bf16_matmul.unsupported_reasons(_training_options(spec))
     ):
-        return "halves"
+        return "bf16_matmul"
     return "sdpa" if workload.device in ("cpu", "m2-max") else "flash-cuda"
 
 

@@ -267,14 +267,14 @@ class AttentionComponent:
     def executed_flops(self, call: ForwardCall, on: ExecutionTarget) -> int:
         """What the backend executes that the layer would choose there."""
         job = self._call_signature(call, on)
-        core = _executed_core_flops(choose_backend(_with_key_count(job, self.work(call))), job, self.work(call), call)
+        core = _executed_core_flops(choose_backend(job, self.work(call)), job, self.work(call), call)
         return core + sum(one.flops for one in self._products_outside_core(call, core))
 
     def executed_backward_flops(self, call: ForwardCall, on: ExecutionTarget) -> int:
         """The same of gradients, with the scores that a backend did not keep and so forms once more."""
         job = replace(self._call_signature(call, on), needs_grad=True, training=True)
         work = self.work(call)
-        backend = choose_backend(_with_key_count(job, work))
+        backend = choose_backend(job, work)
         core = _executed_core_flops(backend, job, work, call)
         around = sum(one.num_grad_factors * one.flops for one in self._products_outside_core(call, core))
         again = recomputed_flops(backend, job, work, core)
@@ -313,11 +313,6 @@ def _cached_tokens_read(pattern: Pattern, past: int, steps: int) -> int:
     kept = past + steps if last is None else min(past + steps, first + last)
     growing = max(kept - past, 0)  # steps that find one more than the step before
     return growing * past + growing * (growing + 1) // 2 + (steps - growing) * kept
-
-
-def _with_key_count(job: CallSignature, work: CallSize) -> CallSignature:
-    """The same, told how many keys it has: who runs it may be chosen by that."""
-    return job if job.single_query else replace(job, num_keys=work.keys)
 
 
 def _executed_core_flops(backend: ModuleType, job: CallSignature, work: CallSize, call: ForwardCall) -> int:

@@ -279,7 +279,7 @@ def attention_profiles(
 
     >>> import headwise as hw
     >>> attention_profiles(hw.design(preset="dcmha"), hw.Workload())
-    'composed'
+    'chunked'
     """
     if settings.profile:
         return settings.profile

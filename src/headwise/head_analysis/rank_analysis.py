@@ -247,7 +247,7 @@ def _native_score_stages(call: HeadwiseCall) -> Mapping[str, Tensor]:
     found = {"scores": bound.similarity.scores(q, k, given.query_context.scale, bound.similarity_p)}
     if bound.scores:
         job, probe = replace(call.job, probed_tensors=frozenset({"scores"}), training=False), Probe("scores")
-        backends.choose_backend(job).attend(job, call.sight, given, bound, probe)
+        backends.make_dispatch(job).attend(call.sight, given, bound, probe)
         found["mixed"] = probe.tensors["scores"][:, :, :MAX_QUERIES]
     return found | {"weights": call.all_weights(slice(0, MAX_QUERIES))}
 

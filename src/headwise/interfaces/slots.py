@@ -36,9 +36,10 @@ class Project(Part):
     @abstractmethod
     def expand_kv(self, entry: Mapping[str, Tensor], turn: TransformsQK, p: PartParams) -> tuple[Tensor, Tensor]: ...
 
-    def project_qkv(self, x_BTD: Tensor, turn: TransformsQK, p: PartParams) -> tuple[Tensor, dict[str, Tensor]] | None:
-        """What tokens ask that read themselves, and what is remembered of them; None where these are formed apart."""
-        return None
+    def project_qkv(self, x_BTD: Tensor, turn: TransformsQK, p: PartParams) -> tuple[Tensor, dict[str, Tensor]]:
+        """Queries of these tokens and their kv entry, for self-attention; a project may compute them in one product."""
+        entry = self.project_kv(x_BTD, turn, p)
+        return self.project_query(x_BTD, turn, p), entry
 
     def project_heads(self, o_BTHV: Tensor, voices: tuple[int, ...], p: PartParams) -> Tensor:
         """What these score heads' weights read, brought to value width."""

@@ -193,13 +193,17 @@ class AttentionMask:
             return "full"
         if isinstance(self.pattern, Causal) and (first, self.queries.count) == (second, self.keys.count):
             return "full" if self.queries.count == 1 else "triangle"  # as its pairs say, which take long to count
-        asks = range(first, first + self.queries.count)
-        told = range(second, second + self.keys.count)
-        pairs = self.pattern.pairs(asks, told)
-        if pairs == len(asks) * len(told):
-            return "full"
-        square = asks == told and self.pattern.tokens_before_decode == 0 and pairs == Causal().pairs(asks, told)
-        return "triangle" if square else "any"
+        queries = range(first, first + self.queries.count)
+        return mask_shape(self.pattern, queries, range(second, second + self.keys.count))
+
+
+def mask_shape(pattern: Pattern, queries: range, keys: range) -> str:
+    """The shape of a pattern's mask over these positions: "full", the square "triangle", or "any"."""
+    pairs = pattern.pairs(queries, keys)
+    if pairs == len(queries) * len(keys):
+        return "full"
+    square = queries == keys and pattern.tokens_before_decode == 0 and pairs == Causal().pairs(queries, keys)
+    return "triangle" if square else "any"
 
 
 def _from_segments(segment: Tensor, batch: int, count: int) -> SequenceInfo:

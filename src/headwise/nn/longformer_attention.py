@@ -15,6 +15,7 @@ from ..masking.patterns import Full, Global, Or, Pattern, is_listed
 from ..masking.sequence_info import SequenceInfo
 from ..spec.attention_spec import AttentionSpec
 from .attention import Attention
+from .attention_call import AttentionArguments
 
 
 class LongformerAttention(nn.Module):
@@ -63,7 +64,7 @@ class LongformerAttention(nn.Module):
         """y [B, T, model]; `probe` looks into the local layer, where what global tokens read is not used."""
         if cache is not None:
             raise ValueError("global tokens read those that have not come yet; pass the whole sequence, without cache=")
-        o_BTOV, gates = self.local.head_outputs_and_gates(x, sequence=sequence, probe=probe)
+        o_BTOV, gates = self.local.head_outputs_and_gates(AttentionArguments(x, sequence=sequence, probe=probe))
         at = sequence or SequenceInfo.contiguous(0, x.shape[1], x.device)
         chosen_BT = at.is_real & is_listed((-1, *self.positions), at.position)
         # Who shares the rows with others takes part whether or not a global token is among its own.

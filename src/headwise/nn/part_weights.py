@@ -34,6 +34,11 @@ def check_shared(spec: AttentionSpec, shares: Mapping[str, PartWeights]) -> None
                 )
 
 
+def shared_within(shared: Mapping[str, PartWeights], part: str) -> dict[str, PartWeights]:
+    """The tensors of one part that are shared one by one, by their names in it."""
+    return {name.removeprefix(f"{part}."): owner for name, owner in shared.items() if name.startswith(f"{part}.")}
+
+
 class PartWeights(nn.Module):
     """Parameters and constants of one part: ``p["q"]``, one head's with `head`, shaped for scores with `spread`.
 

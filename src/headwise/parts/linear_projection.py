@@ -88,10 +88,10 @@ class Direct(Project):
             told = [_by_head(y, axes[side], p) for side, y in zip(axes, flat, strict=True)]
         return {side: turn(y, side) for side, y in zip(axes, told, strict=True)}
 
-    def project_qkv(self, x_BTD: Tensor, turn: TransformsQK, p: PartParams) -> tuple[Tensor, dict[str, Tensor]] | None:
+    def project_qkv(self, x_BTD: Tensor, turn: TransformsQK, p: PartParams) -> tuple[Tensor, dict[str, Tensor]]:
         weights = p["q"], p["k"], p["v"]
         if self.bias or not (should_concatenate(x_BTD, weights) or uses_gemv_kernel(x_BTD, weights)):
-            return None
+            return super().project_qkv(x_BTD, turn, p)
         q, k, v = linear_many(x_BTD, weights)
         k_BSGK = _by_head(k, ("kv", "dim"), p)
         turned = turn(k_BSGK, "k")

@@ -8,11 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..cache import KVEntry
 from ..errors import SpecError, suggest
 from ..inspect.attention_sites import find_attention
 from ..inspect.hooks import AttentionCall, MethodPatch, get_hooks, install_hooks
 from ..masking.sequence_info import SequenceInfo
 from ..nn.attention import Attention
+from ..nn.attention_call import AttentionCall as PlannedCall
 from .head_alignment import CrossProducts, compute_kv_features
 
 
@@ -95,15 +97,14 @@ def _wrap_project_kv(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _wrap_attention_kv(original: Callable[..., Any]) -> Callable[..., Any]:
-    def _remembered(self: Attention, x_BTD: Tensor, at: SequenceInfo, turning: Any, source: Any, cache: Any) -> Any:
-        if source is None:
-            _notify_collectors(self, x_BTD, at)
-        return original(self, x_BTD, at, turning, source, cache)
+    def extend_kv(self: Attention, kv_entry: KVEntry, call: PlannedCall) -> Any:
+        _notify_collectors(self, call.x, call.sequence)
+        return original(self, kv_entry, call)
 
-    return _remembered
+    return extend_kv
 
 
 METHOD_PATCHES = (
     MethodPatch(Attention, "project_source", _wrap_project_kv),
-    MethodPatch(Attention, "_remembered", _wrap_attention_kv),
+    MethodPatch(Attention, "extend_kv", _wrap_attention_kv),
 )

@@ -46,7 +46,7 @@ class MixedHeadCore:
         self.entry = self._kv_entry()
         self.grad = torch.randn(1, tokens, NUM_HEADS, HEAD_DIM)
         self.job = CallSignature(spec, spec.core, needs_grad=True)
-        self.backend = backends.choose_backend(self.job)
+        self.dispatch = backends.make_dispatch(self.job)
 
     def _kv_entry(self) -> dict[str, Tensor]:
         """What keys bring beside themselves."""
@@ -69,7 +69,7 @@ class MixedHeadCore:
         q, k, v = self.qkv
         inputs = CoreInputs(q, k, v, QueryContext(self.x, q, self.job.core.scale, self.at), self.entry, {})
         sight = AttentionMask(self.at, self.at, self.job.spec.pattern)
-        return self.backend.attend(self.job, sight, inputs, self.layer.core_steps, None)
+        return self.dispatch.attend(sight, inputs, self.layer.core_steps, None)
 
     def saved_bytes(self) -> int:
         """Bytes that it keeps for the way back, each storage once."""

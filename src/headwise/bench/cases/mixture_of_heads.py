@@ -17,6 +17,7 @@ from ...interfaces.probe import Probe
 from ...interfaces.registry import REGISTRY
 from ...masking.sequence_info import AttentionMask, SequenceInfo
 from ...nn.attention import Attention
+from ...nn.attention_call import AttentionArguments
 from ...presets import design
 from ..benchmark_case import BenchmarkCase, RequiredWork, SpeedTarget, TimedCall
 from ..reference_models import ReferenceMoH
@@ -81,7 +82,7 @@ class _RoutedCore:
         layer, seen = _make_layer(), Probe("q", "k", "v")
         x = torch.randn(1, self.tokens, MODEL_WIDTH)
         with torch.no_grad():
-            _, (gate,) = layer.head_outputs_and_gates(x, probe=seen)
+            _, (gate,) = layer.head_outputs_and_gates(AttentionArguments(x, probe=seen))
         own = [seen.tensors[name].detach().clone().requires_grad_(backward) for name in ("q", "k", "v")]
         runs = {DENSE_SDPA: _all_heads_core(gate), "ours": self._headwise_run(layer, x, gate, backward)}
         how = {name: _forward_backward(run, own) if backward else _forward(run, own) for name, run in runs.items()}

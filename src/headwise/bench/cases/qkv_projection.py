@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...nn.attention import Attention, QKTransforms
+from ...nn.attention import Attention
+from ...nn.bound_parts import QKTransforms
 from ...presets import design
 from ..benchmark_case import BenchmarkCase, TimedCall
 from .call_overhead import stacked_weights

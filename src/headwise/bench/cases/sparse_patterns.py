@@ -46,15 +46,13 @@ class _PatternCore:
         """The backend that a layer of this pattern would choose, as the layer calls it."""
         spec = design(model=NUM_HEADS * HEAD_DIM, heads=NUM_HEADS, pattern=self.pattern)
         layer, job = Attention(spec), CallSignature(spec, spec.core, needs_grad=backward, training=backward)
-        bound, attend = CoreSteps.from_spec(spec, layer.weights), backends.choose_backend(job).attend
+        bound, attend = CoreSteps.from_spec(spec, layer.weights), backends.make_dispatch(job).attend
         tokens = SequenceInfo.contiguous(0, self.tokens, "cpu")
         x = torch.zeros(1, self.tokens, 1)
 
         def heads(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             asked = QueryContext(x, q, HEAD_DIM**-0.5, tokens)
-            return attend(
-                job, AttentionMask(tokens, tokens, spec.pattern), CoreInputs(q, k, v, asked, {}, {}), bound, None
-            )
+            return attend(AttentionMask(tokens, tokens, spec.pattern), CoreInputs(q, k, v, asked, {}, {}), bound, None)
 
         return heads
 

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ... import backends
-from ...backends import AttendFunction, CallSignature, CoreInputs, CoreSteps
+from ...backends import CallSignature, CoreInputs, CoreSteps
 from ...interfaces.probe import Probe
 from ...masking.sequence_info import AttentionMask, SequenceInfo
 from ...models import Transformer
-from ...nn.attention import Attention, ExecutionPlan
+from ...nn.attention import Attention
+from ...nn.attention_call import AttentionArguments, AttentionCall
 from ..hooks import (
     AttentionHook,
     AttentionInputs,
@@ -73,7 +73,8 @@ class HeadwiseCall:
             return self._make_inputs(*_slice_call(self.sight, self._inputs_by_head, queries, keys)).all_weights()
         job = replace(self.job, probed_tensors=frozenset({"weights"}), training=False)
         probe = Probe("weights")
-        backends.choose_backend(job).attend(job, *_slice_call(self.sight, self.inputs, queries), self.bound, probe)
+        sliced = _slice_call(self.sight, self.inputs, queries)
+        backends.make_dispatch(job).attend(*sliced, self.bound, probe)
         return probe.tensors["weights"][..., keys]
 
     @property
@@ -183,33 +184,28 @@ def _make_site(name: str, where: tuple[str, int, str], path: str, module: Attent
 
 
 def _wrap_head_outputs(original: Callable[..., Any]) -> Callable[..., Any]:
-    def gated(self: Attention, x: Tensor, *, probe: Probe | None = None, **said: Any) -> Any:
-        those = get_hooks(self)
-        return original(self, x, probe=_join_probe(those, probe) if those else probe, **said)
+    def head_outputs_and_gates(self: Attention, arguments: AttentionArguments) -> Any:
+        if hooks := get_hooks(self):
+            arguments = arguments._replace(probe=_join_probe(hooks, arguments.probe))
+        return original(self, arguments)
 
-    return gated
-
-
-def _wrap_plan(original: Callable[..., ExecutionPlan]) -> Callable[..., ExecutionPlan]:
-    def _plan(self: Attention, *said: Any) -> ExecutionPlan:
-        plan = original(self, *said)
-        seers = [watcher for watcher in get_hooks(self) if watcher.needs_call]
-        return plan._replace(attend=partial(_attend_with_hooks, plan.attend, seers)) if seers else plan
-
-    return _plan
+    return head_outputs_and_gates
 
 
-def _attend_with_hooks(attend: AttendFunction, seers: Sequence[AttentionHook], *said: Any) -> Tensor:
-    """What a backend does, seen: it is told of the job, the sight, the inputs, the parts and a probe."""
-    worked = HeadwiseCall(*said[:4])
-    for watcher in seers:
-        watcher.on_call(worked)
-    return attend(*said)
+def _wrap_attend(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def attend(self: Attention, call: AttentionCall, attention_mask: AttentionMask, inputs: CoreInputs) -> Tensor:
+        if hooks := [hook for hook in get_hooks(self) if hook.needs_call]:
+            seen = HeadwiseCall(call.plan.call, attention_mask, inputs, self.core_steps)
+            for hook in hooks:
+                hook.on_call(seen)
+        return original(self, call, attention_mask, inputs)
+
+    return attend
 
 
 ATTENTION_PATCHES = (
     MethodPatch(Attention, "head_outputs_and_gates", _wrap_head_outputs),
-    MethodPatch(Attention, "_plan", _wrap_plan),
+    MethodPatch(Attention, "attend", _wrap_attend),
 )
 
 

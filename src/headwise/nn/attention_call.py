@@ -1,0 +1,141 @@
+"""One call of an attention layer: its arguments, checked and completed, and how it will run."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import backends
+from ..backends import CallSignature, CoreDispatch, PackedDispatch, varlen
+from ..cache import KVCache, PagedCache, ProjectedSource
+from ..interfaces import Project
+from ..interfaces.probe import Probe
+from ..kernels.autograd_guards import is_under_functorch
+from ..masking.sequence_info import SequenceInfo
+from ..spec.attention_spec import AttentionSpec
+from . import call_validation
+
+NO_PROBE = Probe()
+
+
+class AttentionArguments(NamedTuple):
+    """What the caller passed to `Attention.forward`."""
+
+    x: Tensor
+    source: Tensor | ProjectedSource | None = None
+    cache: KVCache | None = None
+    sequence: SequenceInfo | None = None
+    mask: Tensor | None = None
+    probe: Probe | None = None
+
+
+class LayerState(NamedTuple):
+    """What a layer adds to a call: one of its weights (for dtype and device), its mode, and its parallelism."""
+
+    weight: Tensor
+    backend_name: str | None
+    training: bool
+    num_token_shards: int
+
+
+class ExecutionPlan(NamedTuple):
+    """How one kind of call runs: the form of the project, and the backends that may run the core."""
+
+    project: Project
+    call: CallSignature
+    dispatch: CoreDispatch | PackedDispatch
+    reads_cache_in_place: bool
+    scale: float
+
+
+class AttentionCall(NamedTuple):
+    """One call, ready to run."""
+
+    x: Tensor
+    source: Tensor | ProjectedSource | None
+    cache: KVCache | None
+    sequence: SequenceInfo
+    mask: Tensor | None
+    probe: Probe
+    plan: ExecutionPlan
+
+
+class CallPlanner:
+    """Checks the calls of one layer, and plans each kind of call once."""
+
+    def __init__(self, spec: AttentionSpec) -> None:
+        self.spec = spec
+        self._form_for_single_query = {single: spec.projection_form(single) for single in (False, True)}
+        self._position_limit = call_validation.PositionLimit.of(spec)
+        self._plans: dict[tuple[object, ...], ExecutionPlan] = {}
+
+    def prepare(self, arguments: AttentionArguments, layer: LayerState) -> AttentionCall:
+        """The call that these arguments ask for; whatever is refused is refused here, before a cache changes."""
+        x, source, cache, sequence, mask, _ = arguments
+        call_validation.check_call(self.spec, x, source, cache, sequence, layer.weight)
+        if mask is not None:
+            call_validation.check_mask(self.spec, mask, x, source, cache, layer.num_token_shards)
+        probe = NO_PROBE if arguments.probe is None else call_validation.check_probe(arguments.probe)
+        if sequence is None and cache is None:
+            sequence = SequenceInfo.contiguous(0, x.shape[1], x.device)
+        elif sequence is None and cache is not None:
+            sequence = cache.next_positions(x.shape[1])
+        assert sequence is not None
+        call = AttentionCall(x, source, cache, sequence, mask, probe, self._plan(arguments, sequence, layer))
+        self.check_positions(sequence)
+        return call
+
+    def check_positions(self, sequence: SequenceInfo) -> None:
+        """Refuse positions beyond those that the parts know."""
+        if self._position_limit is not None:
+            call_validation.check_positions(self._position_limit, sequence)
+
+    def _plan(self, arguments: AttentionArguments, sequence: SequenceInfo, layer: LayerState) -> ExecutionPlan:
+        x, _, cache, _, mask, probe = arguments
+        single_query = x.shape[1] == 1
+        signature = {
+            "device": x.device.type,
+            "dtype": call_validation.compute_dtype(x),
+            "needs_grad": torch.is_grad_enabled(),
+            "single_query": single_query,
+            "has_recurrent_state": cache is not None and bool(cache.state),
+            "has_paged_cache": isinstance(cache, PagedCache),
+            "has_caller_mask": mask is not None,
+            "training": layer.training,
+            "probed_tensors": NO_PROBE.points if probe is None else probe.points,
+            "is_compiling": torch.compiler.is_compiling(),
+            "cache_format": None if cache is None else cache.storage_format,
+            "is_transformed": is_under_functorch(),
+            "is_packed": self._runs_sequences_apart(arguments, sequence, layer),
+        }
+        key = (layer.backend_name, *signature.values())
+        if key in self._plans:
+            return self._plans[key]
+        project = self._form_for_single_query[single_query]
+        call = CallSignature(self.spec, self.spec.core_of(project), **signature)
+        dispatch = backends.make_dispatch(call, layer.backend_name)
+        plan = ExecutionPlan(
+            project=project,
+            call=call,
+            dispatch=PackedDispatch(dispatch) if call.is_packed else dispatch,
+            reads_cache_in_place=backends.reads_cache_in_place(dispatch.backend_names[0], call),
+            scale=self.spec.similarity.score_scale(call.core),
+        )
+        if not call.is_compiling:  # a graph that saw none would be compiled anew once there is one
+            self._plans[key] = plan
+        return plan
+
+    def _runs_sequences_apart(self, arguments: AttentionArguments, sequence: SequenceInfo, layer: LayerState) -> bool:
+        """Whether the sequences of packed rows run apart; in a compiled graph, whose shapes may not follow their
+        lengths, they do not."""
+        x, source, cache, _, mask, probe = arguments
+        if cache is not None or mask is not None or sequence.lengths is None:
+            return False
+        if torch.compiler.is_compiling() or layer.num_token_shards > 1:
+            return False
+        if probe is not None and not probe.points <= varlen.PROBED_TENSORS:
+            return False
+        key_sequence = source.sequence if isinstance(source, ProjectedSource) else sequence if source is None else None
+        return varlen.has_known_lengths(sequence, key_sequence, x.shape[0])

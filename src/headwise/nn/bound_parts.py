@@ -1,0 +1,91 @@
+"""The parts of one layer's spec with their weights, in the order in which `Attention` uses them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..backends import CoreSteps
+from ..interfaces import Gate, Mix, OutputStep, Project, QKTransform
+from ..interfaces.core_types import AuxLosses, PartParams, QueryContext
+from ..spec.attention_spec import AttentionSpec
+from .part_weights import PartWeights
+
+
+class QKTransforms:
+    """Applies RoPE, QK-norm and the like to queries, keys or values at given positions.
+
+    What a transform needs of the positions (angles, say) is computed once, for the first side that asks for it.
+    """
+
+    def __init__(
+        self, transforms: Mapping[str, Sequence[tuple[str, QKTransform, PartParams]]], position_BT: Tensor
+    ) -> None:
+        self.transforms, self.position_BT = transforms, position_BT
+        self._precomputed: dict[str, Any] = {}
+
+    def __call__(self, x_BTHK: Tensor, side: str) -> Tensor:
+        for name, transform, p in self.transforms[side]:
+            if name not in self._precomputed:
+                exact = torch.promote_types(x_BTHK.dtype, torch.float32)
+                self._precomputed[name] = transform.precompute(self.position_BT, exact, p)
+            x_BTHK = transform.transform(x_BTHK, side, self._precomputed[name], p)
+        return x_BTHK
+
+
+class BoundParts:
+    """Every part of a spec, bound to its weights."""
+
+    def __init__(self, spec: AttentionSpec, weights: Mapping[str, PartWeights]) -> None:
+        self.spec = spec
+        self.weights: Mapping[str, PartWeights] = dict(weights)
+        transforms = spec.parts_of(QKTransform)
+        self._transforms = {
+            side: [(name, part, weights[name]) for name, part in transforms if side in part.transformed_sides(spec)]
+            for side in "qkv"
+        }
+        self.core_steps = CoreSteps.from_spec(spec, self.weights)
+        self.mixes = [(name, part, weights[name]) for name, part in spec.parts_of(Mix)]
+        self._output_steps = [(part, weights[name]) for name, part in spec.parts_of(OutputStep)]
+        self._gates = [(part, weights[name]) for name, part in spec.parts_of(Gate)]
+        self.score_head_of_row = spec.score_head_of_row
+
+    def qk_transforms(self, position_BT: Tensor) -> QKTransforms:
+        """The query and key transforms of the layer at these positions."""
+        return QKTransforms(self._transforms, position_BT)
+
+    def project_kv(self, project: Project, z_BSE: Tensor, transforms: QKTransforms) -> dict[str, Tensor]:
+        """The kv entry of these tokens: what a cache would keep of them."""
+        return project.project_kv(z_BSE, transforms, self.weights["project"]) | self._key_factors(z_BSE)
+
+    def project_qkv(
+        self, project: Project, x_BTD: Tensor, transforms: QKTransforms
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Queries q_BTHK of these tokens, and their kv entry."""
+        q_BTHK, entry = project.project_qkv(x_BTD, transforms, self.weights["project"])
+        return q_BTHK, entry | self._key_factors(x_BTD)
+
+    def feature_map(self, x_BTHK: Tensor, side: str) -> Tensor:
+        """Queries or keys as the similarity compares them: mapped to features in linear attention, else unchanged."""
+        return self.core_steps.similarity.feature_map(x_BTHK, side, self.core_steps.similarity_p)
+
+    def gate_values(self, context: QueryContext, aux_losses: AuxLosses | None) -> list[Tensor]:
+        """The value of every gate for every token and head."""
+        return [gate.gate(context, p, aux_losses) for gate, p in self._gates]
+
+    def finish_outputs(self, o_BTOV: Tensor, x_BTD: Tensor, gates: Sequence[Tensor]) -> Tensor:
+        """Head outputs after the output steps and the gates."""
+        for step, p in self._output_steps:
+            o_BTOV = step.transform_outputs(o_BTOV, x_BTD, p)
+        for gate in gates:
+            o_BTOV = o_BTOV * gate
+        return o_BTOV
+
+    def _key_factors(self, z_BSE: Tensor) -> dict[str, Tensor]:
+        """What mixes of heads keep of each key beside the key itself."""
+        return {
+            f"{name}.{key}": factor for name, mix, p in self.mixes for key, factor in mix.key_factors(z_BSE, p).items()
+        }
