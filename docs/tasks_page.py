@@ -54,7 +54,7 @@ TOLD = {
         "ways of sharing heads",
     ),
     "lookup2": Told(
-        {"entities": 2, "attributes": 2, "values": 9, "direct": 1, "chunked": 1},
+        {"entities": 2, "attributes": 2, "values": 9, "direct": 1, "composed": 1},
         "perhaps ways of composing heads: the motivation of 2405.08553 suggests that fewer heads than attributes learn "
         "it late. That is a hypothesis, to be tested before it is relied on: the model proposed here was not seen to "
         "learn it, with 4 entities, 2 attributes and 16 values it read 0.39 after 1,600 steps where chance is 0.06",

@@ -77,10 +77,10 @@ def test_a_cross_attention_is_heard_by_what_it_reads():
 
 def test_nothing_is_left_on_the_model():
     model, batch = net(LLAMA), torch.randint(0, 17, (1, 4))
-    before = hw.Attention.project_source, hw.Attention._remembered
+    before = hw.Attention.project_source, hw.Attention.extend_kv
     first = collect_kv_statistics(model, [batch])
     second = collect_kv_statistics(model, [batch])
-    assert (hw.Attention.project_source, hw.Attention._remembered) == before
+    assert (hw.Attention.project_source, hw.Attention.extend_kv) == before
     check_same(first["decoder.0.attention"]["k"], second["decoder.0.attention"]["k"])
 
 

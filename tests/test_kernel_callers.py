@@ -57,7 +57,7 @@ def test_a_checkpoint_changes_no_gradient(preset, again):
 
 
 def test_hooks_of_parameters_are_called_once():
-    layer = hw.Attention(hw.design(model=16, heads=4, modifiers=(hw.TalkingHeads(),)), backend="composed").double()
+    layer = hw.Attention(hw.design(model=16, heads=4, modifiers=(hw.TalkingHeads(),)), backend="chunked").double()
     x = torch.randn(2, LONG, 16, dtype=torch.float64)
     found = []
     for times in (1, 3):

@@ -133,7 +133,7 @@ def test_who_fails_is_named_and_asked_no_more(monkeypatch: pytest.MonkeyPatch):
     assert set(points[1]["seconds"]) == {"sdpa", "chunked", "dense", "bf16_matmul"}
     found = ScalingReport(MACHINE, points)
     assert not found.is_valid
-    assert "! plain heads, causal, tiled: ValueError: too many values" in str(found)
+    assert "! plain heads, causal, flash_cpu: ValueError: too many values" in str(found)
 
 
 def test_gradients_are_measured_along_tokens_alone(monkeypatch: pytest.MonkeyPatch):

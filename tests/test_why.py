@@ -43,7 +43,7 @@ def test_what_it_says_is_what_runs(name: str, chosen: list[ModuleType]):
     with torch.no_grad():
         layer(x, source=z)
     keys = (x if z is None else z).shape[1]
-    assert [backends.BACKENDS[str(why(spec, tokens=x.shape[1], keys=keys, batch=x.shape[0]).backend)]] == chosen
+    assert [backends.BACKENDS[str(why(spec, tokens=hw.CallSize(*x.shape[:2], 0, keys)).backend)]] == chosen
 
 
 @pytest.mark.parametrize("name", cases.EXAMPLES)
@@ -53,7 +53,7 @@ def test_a_decoding_step_runs_what_it_says(name: str, chosen: list[ModuleType]):
     x, _ = cases.tensors(spec, torch.float32)
     with torch.no_grad():
         layer(x[:, :1], cache=layer.cache(batch=cases.BATCH, capacity=9))
-    assert [backends.BACKENDS[str(why(spec, tokens="one", keys=1, batch=cases.BATCH).backend)]] == chosen
+    assert [backends.BACKENDS[str(why(spec, tokens=hw.CallSize(cases.BATCH, 1, 1, 1)).backend)]] == chosen
 
 
 def test_the_form_of_a_single_query_is_said():

@@ -124,18 +124,15 @@ def why(
     want: Iterable[str] = (),
     device: str = "cpu",
     dtype: str = "float32",
-    tokens: str | int = "many",
-    keys: int | None = None,
-    batch: int = 1,
+    tokens: str | int | CallSize = "many",
     when: Iterable[str] = (),
 ) -> BackendReport:
     """Which backend runs a call of this spec, and why not the others; nothing runs, and no device is needed.
 
-    `want` names the tensors that a probe reads. `tokens` is "many" or "one" query per row, or a number; `keys` is how
-    many keys a row has (default: as many as tokens). With a length, the answer includes which backend was measured to
-    be faster; a backend named by the layer runs at any length. `when` is any of "grad", "training", "mask" (the caller
-    passes one), "paged" (a paged KV cache) and "packed" (rows hold several sequences). One query per row means decoding
-    from a cache.
+    `want` names the tensors that a probe reads. `tokens` is "many" or "one" query per row, how many tokens a row has,
+    or a `CallSize`. With a size, the answer includes which backend was measured to be faster; a backend named by the
+    layer runs at any size. `when` is any of "grad", "training", "mask" (the caller passes one), "paged" (a paged KV
+    cache) and "packed" (rows hold several sequences). One query per row means decoding from a cache.
 
     >>> import headwise as hw
     >>> reasons = why(hw.design(model=512, heads=8, pattern="causal"), want=["weights"])
@@ -146,10 +143,7 @@ def why(
     _check_known("want", want, PROBE_POINTS)
     _check_known("when", when, STATES)
     _check_known("dtype", [dtype], DTYPES)
-    kind, length = _parse_tokens(tokens)
-    for name, value in (("keys", keys), ("batch", batch)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise ValueError(f"{name}={value!r} cannot be a size; give a whole number of at least 1")
+    kind, size = _parse_tokens(tokens)
     call = CallSignature(
         spec,
         spec.core,
@@ -162,9 +156,6 @@ def why(
         probed_tensors=frozenset(want),
         is_packed="packed" in when,
     )
-    num_keys = keys or length
-    queries = 1 if kind == "one" else length or num_keys
-    size = None if num_keys is None or queries is None else CallSize(batch, queries, queries, num_keys)
     return BackendReport(
         spec, _call_report(call, kind, size), _call_report(call, "one" if kind == "many" else "many", None)
     )
@@ -245,10 +236,13 @@ def _check_known(name: str, words: Sequence[str], known: Iterable[str]) -> None:
             raise ValueError(f"{name}={word!r} is unknown; {suggest(str(word), known)}")
 
 
-def _parse_tokens(tokens: str | int) -> tuple[str, int | None]:
-    """The kind of call, and the number of tokens in a row where it is given."""
+def _parse_tokens(tokens: str | int | CallSize) -> tuple[str, CallSize | None]:
+    """The kind of call, and its size where it is given."""
+    if isinstance(tokens, CallSize):
+        return "one" if tokens.queries == 1 else "many", tokens
     if str(tokens).isascii() and str(tokens).isdigit() and int(tokens) > 0:
-        return ("one", None) if int(tokens) == 1 else ("many", int(tokens))
+        count = int(tokens)
+        return ("one", None) if count == 1 else ("many", CallSize(1, count, count, count))
     if tokens not in CALL_KINDS:
         raise ValueError(f"tokens={tokens!r} is unknown; use one of many, one, or a number of tokens")
     return str(tokens), None

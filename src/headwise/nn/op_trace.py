@@ -29,6 +29,7 @@ ALIASES_INPUT = "given"
 PRODUCTS = ("linear", "matmul", "einsum")  # each is a step of its own
 PACKAGE_FOLDER = str(Path(__file__).parents[1])
 BACKENDS = "headwise.backends."
+COMBINING_METHODS = ("project_qkv",)  # methods of an interface that may call others of it, whose steps those are
 
 
 @dataclass(frozen=True)
@@ -195,7 +196,8 @@ def _current_part_method() -> tuple[str, str]:
     while frame is not None:
         name, ours = frame.f_code.co_name, frame.f_code.co_filename.startswith(PACKAGE_FOLDER)
         if frame.f_locals.get("self") is owner:
-            seam = name  # the outermost counts: helpers work for the method that called them
+            if name not in COMBINING_METHODS or not seam:
+                seam = name  # the outermost counts: helpers work for the method that called them
         elif ours and not name.startswith("<"):
             break
         frame = frame.f_back
