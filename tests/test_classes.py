@@ -185,7 +185,7 @@ def test_fewer_than_two_texts_leave_no_interval(count: int):
 def test_tokens_that_are_not_the_models_are_refused():
     scenes = handmade.texts(3)
     wrong = Example(scenes[0].inputs, scenes[1].streams)
-    with pytest.raises(ValueError, match="are known; tell of all tokens as the model's tokenizer makes them"):
+    with pytest.raises(ValueError, match="tokens; annotate every token as the model's tokenizer makes them"):
         measure_heads(handmade.decoder(), [wrong, scenes[2]])
 
 
