@@ -103,7 +103,7 @@ def test_models_that_nobody_reads_are_refused_with_the_reason():
 
     with pytest.raises(SpecError, match="deberta-v2"):
         get_circuits(FALLBACK["deberta-v2"].build())
-    with pytest.raises(SpecError, match=r"it keeps no config; give a model of hw\.build"):
+    with pytest.raises(SpecError, match=r"it has no config; use a model of hw\.build"):
         get_circuits(torch.nn.MultiheadAttention(8, 2))
 
 
@@ -308,7 +308,7 @@ def test_a_twin_of_somebody_elses(name: str):
 
 
 def test_a_twin_of_a_bare_module_is_refused():
-    with pytest.raises(ValueError, match="Linear keeps no description that it could be built from anew"):
+    with pytest.raises(ValueError, match="cannot rebuild Linear with random weights: it has neither a spec nor a config"):
         make_random_baseline(torch.nn.Linear(2, 2))
 
 

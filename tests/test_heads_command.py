@@ -104,7 +104,7 @@ def test_what_is_left_in_a_folder(parsed: dict[str, str], tmp_path: Path, capsys
 
 @pytest.mark.parametrize(("argv", "wrong"), [
     ([], "say what is read"),
-    (["--data", "none"], "cannot be read as text"),
+    (["--data", "none"], "cannot read none as text"),
     (["--data", "one", "--conllu", "one"], "say what is read: one of"),
     (["--data", "one"], "1 texts can be read; give at least two"),
     (["--data", "empty"], "0 texts can be read: 2 empty lines; give at least two"),
@@ -116,7 +116,7 @@ def test_what_is_left_in_a_folder(parsed: dict[str, str], tmp_path: Path, capsys
     (["--data", "two", "--out", "two"], "two is a file; give a folder"),
     (["--data", "two", "--pair", "decoder.0.attention:0", "decoder.0.attention:1"], "--pair is drawn into a folder"),
     (["--data", "two", "--pair", "0", "1", "--out", "drawn"], "--pair 0 1 names no two heads; write SITE:HEAD twice"),
-    (["--task", "dates"], "does not read the ids of the task dates"),
+    (["--task", "dates"], "does not use the vocabulary of the task dates"),
     (["--align", "one", "two", "two"], "have 1, 2 and 2 lines; give as many of each"),
 ])  # fmt: skip
 def test_wrong_arguments(
