@@ -178,9 +178,9 @@ def test_drawings_are_the_same_twice(paper: str, tmp_path: Path):
         for again in (1, 2):
             head_figures.save_figure(make, tmp_path / f"{name}{again}.svg", paper)
         assert (tmp_path / f"{name}1.svg").read_bytes() == (tmp_path / f"{name}2.svg").read_bytes()
-    with pytest.raises(ValueError, match=r"ends in none of \.svg, \.png"):
+    with pytest.raises(ValueError, match=r"the name must end in \.svg or \.png"):
         head_figures.save_figure(makers["grid"], tmp_path / "a.pdf")
-    with pytest.raises(ValueError, match="there is no paper 'grey'"):
+    with pytest.raises(ValueError, match="unknown theme 'grey'"):
         head_figures.save_figure(makers["grid"], tmp_path / "a.svg", "grey")
 
 
