@@ -2,7 +2,7 @@
 
 - Data: `annotated_examples` reads texts, parses and aligned pairs as examples with annotated tokens.
 - Measures: `head_measurement` runs a model over examples and returns a `head_table`. `weight_bands` streams the
-  attention weights, `head_metrics` and `literature_metrics` define the measures, and `head_classes` names heads by them.
+  attention weights, `head_metrics` and `literature_metrics` define the measures, `head_classes` names heads by them.
 - Linguistic roles: `dependency_syntax` (dependency relations, attention probe) and `word_alignment` (translation).
 - Importance: `head_importance` runs the methods of `importance_methods` and `lrp` for one of the `objectives`;
   `partial_forward` repeats forward passes with ablated heads.

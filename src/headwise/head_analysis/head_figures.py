@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 # --- Themes, colours and fonts -------------------------------------------------------------------------
 
 SAVE_OPTIONS: dict[str, dict[str, Any]] = {".svg": {"metadata": {"Date": None}}, ".png": {"dpi": 160}}
-# Letter and colour of each class. Colours are those of Okabe and Ito; the letter tells classes apart without colour.
+# Letter and colour of each class. Colours are those of Okabe and Ito; the letter distinguishes classes without colour.
 CLASS_STYLES: Mapping[str, tuple[str, str]] = {
     "sink": ("K", "#999999"),
     "positional": ("P", "#56B4E9"),
@@ -166,7 +166,7 @@ def save_figure(draw: Callable[[FigureTheme], Figure], path: Path | str, theme_n
 
 # --- Attention weights of single heads -----------------------------------------------------------------
 
-NUM_COLUMNS = 3  # heat maps beside each other
+NUM_COLUMNS = 3  # heat maps in a row
 MIN_LINE_WEIGHT = 0.05  # smaller weights are not drawn as lines
 
 

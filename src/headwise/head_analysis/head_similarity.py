@@ -201,7 +201,7 @@ class RowSampling(NamedTuple):
 
 
 class RowSamplingHook:
-    """Hook that keeps the sampled rows of one site; `unsupported_reason` tells why its rows are not distributions."""
+    """Hook that keeps the sampled rows of one site; `unsupported_reason` is set if its rows are not distributions."""
 
     needs_call = True
 
@@ -428,7 +428,7 @@ def _classical_scaling(distances: DistanceArray) -> DistanceArray:
 
 
 def _minimise_stress(distances: DistanceArray, points: DistanceArray, max_steps: int) -> PlaneEmbedding:
-    """Iterate the Guttman transform, of which every step lowers the stress."""
+    """Iterate the Guttman transform; every step lowers the stress."""
     stress = _stress(distances, points)
     for _ in range(max_steps):
         point_distances = np.linalg.norm(points[:, None] - points, axis=-1)
