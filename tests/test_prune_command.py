@@ -187,7 +187,7 @@ def test_the_same_plan_again_and_not_for_another_model(
         (["ours", "--keep", "0.5", "--data", "texts", "--length", "900"], "are more than the 64 positions of gpt2"),
         (["ours", "--keep", "0.5", "--data", "texts", "--length", "0"], "length=0 cannot be measured"),
         (["ours", "--heads", "0:1", "--data", "texts", "--objective", "joy"], "unknown objective 'joy'"),
-        (["ours", "--heads", "0:1", "--data", "texts", "--objective", "label"], "label cannot be measured"),
+        (["ours", "--heads", "0:1", "--data", "texts", "--objective", "label"], "cannot measure objective 'label'"),
         (["ours", "--keep", "0.5", "--data", "texts", "--lessons", "0"], "--lessons 0 teaches nothing"),
     ],
 )
