@@ -124,11 +124,11 @@ class DependencyScores:
     def __init__(self, *, convention: str = "ours", stream: str = "text", min_arcs: int = MIN_ARCS) -> None:
         if convention not in ARC_CONVENTIONS:
             raise ValueError(f"unknown convention={convention!r}; {suggest(convention, ARC_CONVENTIONS)}")
-        self.convention, self.stream, self.least = ARC_CONVENTIONS[convention], stream, min_arcs
+        self.convention, self.stream, self.min_arcs = ARC_CONVENTIONS[convention], stream, min_arcs
         self.kept: list[dict[tuple[str, RelationKey], Array]] = []
         self._words = WordBandMerger(self._add_word_band)
         self._tokens: TokenAnnotations | None = None
-        self._arcs: DependencyPairs | None = None
+        self._pairs: DependencyPairs | None = None
         self._sums: dict[str, Array] = {}
         self._best_readers: dict[str, tuple[Tensor, Tensor]] = {}
 
@@ -136,33 +136,33 @@ class DependencyScores:
         """Read the dependencies of the example."""
         if self.stream not in example.streams:
             raise ValueError(f"unknown stream={self.stream!r}; {suggest(self.stream, example.streams)}")
-        self._tokens, self._arcs = example.streams[self.stream], None
+        self._tokens, self._pairs = example.streams[self.stream], None
         if example.dependencies:
-            self._arcs = make_dependency_pairs(
+            self._pairs = make_dependency_pairs(
                 example.dependencies, self._words.group_words(self._tokens), self.convention
             )
 
     def add_band(self, site: str, band: WeightBand) -> None:
         """Add a band of rows; bands of other streams and of cross-attention are ignored."""
-        if self._arcs is None or not band.is_self_attention or band.query_tokens is not self._tokens:
+        if self._pairs is None or not band.is_self_attention or band.query_tokens is not self._tokens:
             return
         if self.convention.weight_baseline == "alike":
             band = replace(band, w_HTS=torch.cat([band.w_HTS, band.uniform_baseline.w_HTS.to(band.w_HTS.dtype)]))
         self._words.add_band(site, band)
 
     def _add_word_band(self, site: str, band: WeightBand) -> None:
-        arcs = self._arcs
-        assert arcs is not None
+        dependencies = self._pairs
+        assert dependencies is not None
         allowed = band.allowed if band.allowed.dim() == 2 else band.allowed.any(0)
         w_HTS = band.w_HTS.masked_fill((band.key_tokens.word_index < 0) | ~allowed, -1)
         if self.convention.self_reading == "left out":
             w_HTS = w_HTS.masked_fill(
                 torch.arange(band.key_tokens.count, device=w_HTS.device) == band.query_positions[:, None], -1
             )
-        pairs = arcs.pairs
+        pairs = dependencies.pairs
         if self.convention.dependents_from == "columns":
             self._update_best_readers(site, w_HTS, band)
-            pairs = arcs.select(DIRECTIONS[:1])
+            pairs = dependencies.select(DIRECTIONS[:1])
         pairs = pairs[:, (pairs[0] >= band.first_query) & (pairs[0] < band.first_query + w_HTS.shape[1])]
         query, target = pairs[0] - band.first_query, pairs[1]
         if self.convention.counted_arcs == "read":
@@ -183,9 +183,9 @@ class DependencyScores:
 
     def _add_hits(self, site: str, pairs: Tensor, hits: Tensor) -> None:
         """Add hits of heads and baselines and the number of dependencies, by key: [keys, H + baselines + 1]."""
-        arcs = self._arcs
-        assert arcs is not None
-        word = arcs.words.word_index
+        dependencies = self._pairs
+        assert dependencies is not None
+        word = dependencies.words.word_index
         query, target = word[pairs[0]], word[pairs[1]]
         predicted = query + torch.tensor(self.convention.baseline_offsets, device=word.device)[:, None]
         if self.convention.out_of_range == "last":
@@ -193,20 +193,20 @@ class DependencyScores:
         columns = torch.cat(
             [hits.double(), (predicted == target).double(), torch.ones_like(predicted[:1], dtype=torch.float64)]
         )
-        sums = columns.new_zeros(len(arcs.keys), len(columns)).index_add_(0, pairs[2], columns.T.contiguous())
+        sums = columns.new_zeros(len(dependencies.keys), len(columns)).index_add_(0, pairs[2], columns.T.contiguous())
         self._sums[site] = self._sums.get(site, 0) + sums.cpu().numpy()
 
     def finish_example(self) -> None:
         """Store the counts of the example."""
-        arcs = self._arcs
+        dependencies = self._pairs
         for site, (_, reader) in self._best_readers.items():
-            assert arcs is not None
-            pairs = arcs.select(DIRECTIONS[1:])
+            assert dependencies is not None
+            pairs = dependencies.select(DIRECTIONS[1:])
             self._add_hits(site, pairs, reader[:, pairs[0]] == pairs[1])
-        keys = arcs.keys if arcs is not None else ()
+        keys = dependencies.keys if dependencies is not None else ()
         counts = {(site, key): sums[n] for site, sums in self._sums.items() for n, key in enumerate(keys)}
         self.kept.append(counts)
-        self._sums, self._best_readers, self._arcs = {}, {}, None
+        self._sums, self._best_readers, self._pairs = {}, {}, None
         self._words.finish_example()
 
     def measures(self, resamples: Array) -> Mapping[tuple[str, int], Mapping[str, Measure]]:
@@ -219,7 +219,7 @@ class DependencyScores:
         """
         keys = dict.fromkeys(key for counts in self.kept for key in counts)
         counts_by_key = {key: self._stack_counts(key) for key in keys}
-        counts_by_key = {key: counts for key, counts in counts_by_key.items() if counts[..., -1].sum() >= self.least}
+        counts_by_key = {key: counts for key, counts in counts_by_key.items() if counts[..., -1].sum() >= self.min_arcs}
         baselines = self.convention.num_baselines
         tests = sum(counts.shape[1] - baselines - 1 for counts in counts_by_key.values())
         num_deviations = NormalDist().inv_cdf(1 - (1 - CONFIDENCE) / 2 / max(1, tests))
@@ -348,11 +348,9 @@ class ProbeSentence(NamedTuple):
     def features(self) -> Tensor:
         """Attention to and from each candidate governor of each dependency, [dependencies, words, 2 heads]."""
         dependents = [dependent for dependent, _ in self.dependencies]
-        up, down = (
-            self.attention_maps[:, :, dependents].permute(2, 1, 0),
-            self.attention_maps[:, dependents].permute(1, 2, 0),
-        )
-        return torch.cat([up, down], -1)
+        to_dependent = self.attention_maps[:, :, dependents].permute(2, 1, 0)
+        from_dependent = self.attention_maps[:, dependents].permute(1, 2, 0)
+        return torch.cat([to_dependent, from_dependent], -1)
 
     @property
     def is_candidate(self) -> Tensor:
@@ -373,7 +371,7 @@ def train_attention_probe(
 
     `random_baseline` is the same architecture before training, see `make_random_baseline`; its score shows what word
     positions alone reveal. The second baseline is the single offset from a word to its governor that is right most
-    often in the training texts. `progress` is called with the number of examples read so far.
+    often in the training texts. `progress` is called with the number of examples with dependencies read so far.
     """
     models = [model] if random_baseline is None else [model, random_baseline]
     sites_by_model = [_self_attention_sites(each) for each in models]

@@ -154,7 +154,8 @@ class AttentionCircuits:
 
     def output_map(self, head: int) -> Tensor:
         """W_O of an output head, [vdim, model], measured with one-hot head outputs."""
-        spec, weight = self.spec, self._get_weight("project", next(iter(self.spec.project.params(self.spec))))
+        spec = self.spec
+        weight = self._get_weight("project", next(iter(spec.project.params(spec))))
         _check_head(head, len(spec.score_head_of_output), "output head")
         vdim = spec.heads.vdim
         one_hot = torch.zeros(

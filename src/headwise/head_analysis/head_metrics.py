@@ -191,16 +191,16 @@ def offset_variance_sums(band: WeightBand) -> SumAndCount:
     """
     weights, allowed = band.weights_at_offsets(range(-MAX_DISTANCE, MAX_DISTANCE + 1))
     counted = band.select_counted(torch.ones_like(band.num_allowed_keys, dtype=torch.bool))
-    weights, pairs = weights.sum(1, dtype=torch.float64), (allowed & counted[..., None]).sum(1, dtype=torch.float64)
+    weights = weights.sum(1, dtype=torch.float64)
+    pairs = (allowed & counted[..., None]).sum(1, dtype=torch.float64)
     total_weight = band.w_HTS.sum(-1).sum(-1, dtype=torch.float64)
     num_pairs = (band.num_allowed_keys * counted).sum(-1, dtype=torch.float64)
     squares = torch.linalg.vector_norm(band.w_HTS, dim=-1).double().square().sum(-1)
     sums = torch.cat([weights, (total_weight - weights.sum(-1))[:, None]], -1)
     counts = torch.cat([pairs, (num_pairs - pairs.sum(-1))[:, None]], -1).expand_as(sums)
     num_pairs_H1 = num_pairs.expand(len(sums))[:, None]
-    return torch.cat([sums, counts, squares[:, None]], -1), torch.cat(
-        [counts, num_pairs_H1.expand(-1, 2 * MAX_DISTANCE + 3)], -1
-    )
+    all_sums = torch.cat([sums, counts, squares[:, None]], -1)
+    return all_sums, torch.cat([counts, num_pairs_H1.expand(-1, 2 * MAX_DISTANCE + 3)], -1)
 
 
 def variance_explained_by_offset(mean: Tensor) -> Tensor:
@@ -212,8 +212,9 @@ def variance_explained_by_offset(mean: Tensor) -> Tensor:
     group_mean, share, square = mean[..., :groups], mean[..., groups:-1], mean[..., -1]
     group_mean = torch.where(share > 0, group_mean, 0)  # offsets longer than every text have no pairs
     grand_mean = (share * group_mean).sum(-1)
-    within, total = (share * group_mean.square()).sum(-1) - grand_mean.square(), square - grand_mean.square()
-    return torch.where(total > MASS_TOLERANCE * square, within / total, torch.where(total.isnan(), total, 0))
+    explained = (share * group_mean.square()).sum(-1) - grand_mean.square()
+    total = square - grand_mean.square()
+    return torch.where(total > MASS_TOLERANCE * square, explained / total, torch.where(total.isnan(), total, 0))
 
 
 def select_largest(mean: Tensor) -> Tensor:

@@ -277,8 +277,7 @@ class LeaveOneOut(ImportanceMethod):
 
 @dataclass(frozen=True)
 class ShapleyValue(ImportanceMethod):
-    """Shapley value: mean contribution of a head to the heads that are still active, over random orders of ablation
-    (2210.05709).
+    """Shapley value (2210.05709): mean contribution of a head to the active heads, over random orders of ablation.
 
     It needs no gradients, and it credits heads that stand in for each other, which leave-one-out does not. Each text
     samples `num_permutations` orders of its own. The values of all heads sum exactly to the increase of the objective
@@ -294,10 +293,8 @@ class ShapleyValue(ImportanceMethod):
         text = texts[0]
         heads = [(site, head) for site, count in text.run.head_counts.items() for head in range(count)]
         values = {site: np.zeros(count) for site, count in text.run.head_counts.items()}
-        generator, baseline = (
-            np.random.default_rng((self.seed, text.index)),
-            float(text.value(text.run.baseline_outputs)),
-        )
+        generator = np.random.default_rng((self.seed, text.index))
+        baseline = float(text.value(text.run.baseline_outputs))
         for _ in range(self.num_permutations):
             ablated, before = dict[str, list[int]](), baseline
             for site, head in (heads[n] for n in generator.permutation(len(heads))):
@@ -378,7 +375,7 @@ class TaylorExpansion(ImportanceMethod):
 
     @property
     def significance_test(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride] - it follows from the fields
-        """ "signs" for the signed estimate, "none" for its size."""
+        """The signed estimate is tested, its size is not."""
         return "signs" if self.quantity == "change" else "none"
 
     def estimate(self, texts: Sequence[ImportanceInput], check_time: CheckTime) -> ImportanceSums:

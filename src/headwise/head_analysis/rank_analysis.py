@@ -256,7 +256,8 @@ def _native_score_stages(call: HeadwiseCall) -> Mapping[str, Tensor]:
     k = inputs.k[:, :, list(call.job.core.key_head_of_query)].transpose(1, 2).float()
     stages = {"scores": bound.similarity.scores(q, k, inputs.query_context.scale, bound.similarity_p)}
     if bound.scores:
-        job, probe = replace(call.job, probed_tensors=frozenset({"scores"}), training=False), Probe("scores")
+        job = replace(call.job, probed_tensors=frozenset({"scores"}), training=False)
+        probe = Probe("scores")
         backends.choose_backend(job).attend(job, call.sight, inputs, bound, probe)
         stages["mixed"] = probe.tensors["scores"][:, :, :MAX_QUERIES]
     return stages | {"weights": call.all_weights(slice(0, MAX_QUERIES))}

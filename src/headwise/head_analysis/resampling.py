@@ -162,11 +162,9 @@ def sign_flip_p_values(differences: FloatMatrix, seed: int = 0) -> FloatMatrix:
     if texts <= MAX_EXACT_TEXTS:
         bits = (np.arange(2**texts)[:, None] >> np.arange(texts)) & 1
         return (np.abs((1.0 - 2 * bits) @ differences) >= threshold).mean(0)
-    generator, num_flips, exceedances = (
-        np.random.default_rng(seed),
-        max(NUM_SIGN_FLIPS, FLIPS_PER_TEST * heads - 1),
-        np.ones(heads),
-    )
+    generator = np.random.default_rng(seed)
+    num_flips = max(NUM_SIGN_FLIPS, FLIPS_PER_TEST * heads - 1)
+    exceedances = np.ones(heads)
     for start in range(0, num_flips, 1000):
         signs = 1.0 - 2 * generator.integers(0, 2, (min(1000, num_flips - start), texts))
         exceedances += (np.abs(signs @ differences) >= threshold).sum(0)
@@ -289,22 +287,18 @@ def class_separation_test(
     >>> class_separation_test(np.abs(line[:, None] - line), [0, 0, 1, 1], 99, 0).value
     -9.0
     """
-    generator, labels_array = np.random.default_rng(seed), np.asarray(labels)
-    pairs = np.triu_indices(len(labels_array), 1)
+    generator, label_array = np.random.default_rng(seed), np.asarray(labels)
+    pairs = np.triu_indices(len(label_array), 1)
     pair_distances = distances[pairs]
 
-    def gap(labels_array: NDArray[np.int64]) -> float:
-        same_class = labels_array[pairs[0]] == labels_array[pairs[1]]
-        return (
-            float(pair_distances[same_class].mean() - pair_distances[~same_class].mean())
-            if same_class.any() and not same_class.all()
-            else float("nan")
-        )
+    def gap(label_array: NDArray[np.int64]) -> float:
+        same_class = label_array[pairs[0]] == label_array[pairs[1]]
+        if not same_class.any() or same_class.all():
+            return float("nan")
+        return float(pair_distances[same_class].mean() - pair_distances[~same_class].mean())
 
-    value = gap(labels_array)
-    return compare_with_null(
-        value, np.array([gap(generator.permutation(labels_array)) for _ in range(permutations)]), "low"
-    )
+    null_values = np.array([gap(generator.permutation(label_array)) for _ in range(permutations)])
+    return compare_with_null(gap(label_array), null_values, "low")
 
 
 def mantel_test(one: FloatVector, other: FloatVector, permutations: int, seed: int) -> PermutationTest:

@@ -73,7 +73,8 @@ class AlignmentScores:
         """Count the links of a band of words: those of the heads, of uniform attention and of the diagonal."""
         assert self._gold is not None
         sure, possible = self._gold
-        target_words, source_words = band.query_tokens.word_index[band.query_positions], band.key_tokens.word_index
+        target_words = band.query_tokens.word_index[band.query_positions]
+        source_words = band.key_tokens.word_index
         readable = band.uniform_baseline.allowed & (source_words >= 0)
         counted = replace(band, w_HTS=band.w_HTS.masked_fill(~readable, -1), allowed=readable)
         rows = (target_words >= 0) & readable.any(-1)
