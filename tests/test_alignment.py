@@ -108,8 +108,8 @@ def test_a_head_that_draws_the_gold_links_has_no_error():
     assert measures[SITE, 0]["alignment said"].value < 0.5
 
 
-@pytest.mark.parametrize(("link", "says"), [((99, 0, True), "names word 99 of the source, and the source has"),
-                                            ((0, 99, True), "names word 99 of the text, and the text has"),
+@pytest.mark.parametrize(("link", "says"), [((99, 0, True), "names word 99 of the source, which has"),
+                                            ((0, 99, True), "names word 99 of the text, which has"),
                                             ((-1, 0, True), "names word -1 of the source")])  # fmt: skip
 def test_links_out_of_range_are_refused(link: tuple[int, int, bool], says: str):
     block, _ = pair(0)
@@ -122,13 +122,13 @@ def test_links_out_of_range_are_refused(link: tuple[int, int, bool], says: str):
 def test_links_without_words_or_without_a_source_are_refused():
     block, links = pair(0)
     nothing = replace(block.key_tokens, word_index=torch.full_like(block.key_tokens.word_index, -1))
-    with pytest.raises(ValueError, match="the source has none; count words from 0"):
+    with pytest.raises(ValueError, match="of the source, which has no words; count words from 0"):
         AlignmentScores().start_example(
             Example(None, {"source": nothing, "text": block.query_tokens}, alignment_links=links)
         )
-    with pytest.raises(ValueError, match="links lead from a source to a text, and here is only text; leave"):
+    with pytest.raises(ValueError, match="links need a source and a target text .this example has only: text.; leave"):
         AlignmentScores().start_example(Example(None, {"text": block.query_tokens}, alignment_links=links))
-    with pytest.raises(ValueError, match="rows=\\('wrote',\\) are unknown; give some of"):
+    with pytest.raises(ValueError, match="unknown row_conventions=\\('wrote',\\); use any of"):
         AlignmentScores(row_conventions=("wrote",))
 
 

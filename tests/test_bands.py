@@ -148,7 +148,7 @@ def test_tokens_fewer_than_the_model_asks_for_are_refused():
     text = scene.streams["text"]
     short = replace(text, **{name: getattr(text, name)[:-1] for name in text.__dataclass_fields__})
     with pytest.raises(
-        ValueError, match=f"reads {text.count} tokens and asks for {text.count}, where {text.count - 1}"
+        ValueError, match=f"{text.count} queries and {text.count} keys, but the example annotates {text.count - 1}"
     ):
         measure_heads(handmade.decoder(), [Example(scene.inputs, {"text": short}), *more])
 

@@ -103,20 +103,20 @@ def test_models_that_nobody_reads_are_refused_with_the_reason():
 
     with pytest.raises(SpecError, match="deberta-v2"):
         get_circuits(FALLBACK["deberta-v2"].build())
-    with pytest.raises(SpecError, match=r"it keeps no config; give a model of hw\.build"):
+    with pytest.raises(SpecError, match=r"it has no config; use a model of hw\.build"):
         get_circuits(torch.nn.MultiheadAttention(8, 2))
 
 
 def test_what_has_no_such_maps_is_refused():
-    with pytest.raises(SpecError, match="no one matrix by head gives q; circuits are of layers"):
+    with pytest.raises(SpecError, match="has no single matrix per head for q; they need layers"):
         layer(project=hw.Collaborative(width=4)).qk_circuit(0)
-    with pytest.raises(SpecError, match="which is no product of W_Q and W_K"):
+    with pytest.raises(SpecError, match="which is not a product of W_Q and W_K"):
         layer(similarity=hw.Additive()).qk_circuit(0)
-    with pytest.raises(SpecError, match=r"joins rows by Differential.*no one W_V"):
+    with pytest.raises(SpecError, match=r"combines rows by Differential.*no single W_V"):
         layer(heads=8, modifiers=(hw.Differential(),), vdim=2).ov_circuit(0)
-    with pytest.raises(ValueError, match=r"there is no score head 4 of 4; give one in 0\.\.3"):
+    with pytest.raises(ValueError, match=r"score head must be in 0\.\.3, got 4"):
         layer().qk_circuit(4)
-    with pytest.raises(ValueError, match="there is no output head -1 of 4"):
+    with pytest.raises(ValueError, match="output head must be in 0..3, got -1"):
         layer().ov_circuit(-1)
 
 
@@ -152,7 +152,7 @@ def test_kin_of_all_heads_of_a_model(which: str):
         wanted = (a * b).sum() / np.linalg.norm(a) / np.linalg.norm(b)
         assert told.values[one, other].item() == pytest.approx(wanted, abs=1e-6)
     assert told.heads[6] == ("decoder.1.attention", 1, 2)
-    with pytest.raises(ValueError, match="which='vo' is unknown; use 'qk' or 'ov'"):
+    with pytest.raises(ValueError, match="unknown circuit='vo'; use 'qk' or 'ov'"):
         compare_circuits(net, "vo")
 
 
@@ -166,7 +166,7 @@ def test_angles_are_those_of_full_products(side: str):
         spans.append(u[:, :rank] if side == "left" else v[:rank].T)
     wanted = np.arccos(np.clip(np.linalg.svd(spans[0].T @ spans[1], compute_uv=False), -1, 1))
     np.testing.assert_allclose(principal_angles(one, other, side).numpy(), wanted, atol=1e-7)
-    with pytest.raises(ValueError, match="side='up' is unknown; use 'left'"):
+    with pytest.raises(ValueError, match="unknown side='up'; use 'left'"):
         principal_angles(one, other, "up")
 
 
@@ -226,7 +226,7 @@ def test_a_model_that_says_no_tokens_is_held_to_its_own_table():
     embed, unembed, note = get_token_tables(model, "encoder")
     assert torch.equal(embed, model.get_parameter("embeddings.word_embeddings.weight"))
     assert torch.equal(unembed, embed.T)
-    assert "held to the table that it reads" in note
+    assert "its embedding is used as unembedding" in note
 
 
 # --- what heads write ----------------------------------------------------------------------------------
@@ -308,7 +308,7 @@ def test_a_twin_of_somebody_elses(name: str):
 
 
 def test_a_twin_of_a_bare_module_is_refused():
-    with pytest.raises(ValueError, match="Linear keeps no description that it could be built from anew"):
+    with pytest.raises(ValueError, match="cannot rebuild Linear with random weights: it has neither a spec nor a config"):
         make_random_baseline(torch.nn.Linear(2, 2))
 
 

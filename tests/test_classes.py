@@ -115,14 +115,14 @@ def test_relations_are_told_with_how_much_better_than_the_best_offset():
                syntactic_det_to_dependent=(0.5, 0.3, 0.7, 0.4))  # fmt: skip
     (found,) = classify_heads(HeadTable("small", "9 texts", (one,))).heads[0].classes
     assert (found.name, found.score) == ("syntactic obj to governor", pytest.approx(0.5))
-    margin = "+0.30 over the best offset or all alike, 0.40, 95 % interval 0.60 to 0.80"
-    assert found.evidence == f"finds the governor of obj in 0.70 of arcs; {margin}"
+    margin = "+0.30 over the better of the best offset and uniform attention, 0.40, 95 % interval 0.60 to 0.80"
+    assert found.evidence == f"finds the governor of obj in 0.70 of dependencies; {margin}"
 
 
 def test_what_is_unclear_says_what_it_is_most_of_all():
     (found,) = classify_heads(HeadTable("small", "9 texts", (head(sink=(0.25, 0.1, 0.9, 0.2)),))).heads[0].classes
     most = "puts 0.25 of its weight on sinks; chance 0.20, 95 % interval 0.10 to 0.90"
-    assert found.evidence == f"nothing stands out from chance; most of all it is sink: {most}"
+    assert found.evidence == f"no measure is clearly above chance; the strongest candidate is sink: {most}"
 
 
 @pytest.mark.parametrize(("measures", "wanted"), [
@@ -164,13 +164,13 @@ def test_published_criteria_name_a_head_set_by_hand(criteria: str, wanted: dict[
 
 
 def test_unknown_criteria_and_measures_that_are_missing(decoder: HeadTable):
-    with pytest.raises(ValueError, match="criteria='clarks' are unknown; did you mean 'clark'"):
+    with pytest.raises(ValueError, match="unknown criteria='clarks'; did you mean 'clark'"):
         classify_heads(decoder, criteria="clarks")
     with pytest.raises(
-        ValueError, match="has no measure that 'voita' names heads by; measure with Chosen\\(statistics="
+        ValueError, match="has no measure that criteria='voita' use; measure with MeasureOptions\\(metrics="
     ):
         classify_heads(decoder, criteria="voita")
-    with pytest.raises(ValueError, match="names heads by; measure with Chosen\\(\\)"):
+    with pytest.raises(ValueError, match="criteria='ours' use; measure with MeasureOptions\\(\\)"):
         classify_heads(HeadTable("small", "9 texts", (head(distance=(1.0, 1.0, 1.0, 1.0)),)))
     with pytest.raises(ValueError, match="the table has no head 3 of 'decoder"):
         decoder.head(FIRST, 3)
@@ -178,25 +178,25 @@ def test_unknown_criteria_and_measures_that_are_missing(decoder: HeadTable):
 
 @pytest.mark.parametrize("count", [0, 1])
 def test_fewer_than_two_texts_leave_no_interval(count: int):
-    with pytest.raises(ValueError, match=f"{count} texts leave no interval; give at least two"):
+    with pytest.raises(ValueError, match=f"confidence intervals from {count} texts; give at least two"):
         measure_heads(handmade.decoder(), handmade.texts(count))
 
 
 def test_tokens_that_are_not_the_models_are_refused():
     scenes = handmade.texts(3)
     wrong = Example(scenes[0].inputs, scenes[1].streams)
-    with pytest.raises(ValueError, match="are known; tell of all tokens as the model's tokenizer makes them"):
+    with pytest.raises(ValueError, match="tokens; annotate every token as the model's tokenizer makes them"):
         measure_heads(handmade.decoder(), [wrong, scenes[2]])
 
 
 def test_what_sinks_leave_is_told():
     one = head(sink=(0.6, 0.5, 0.7, 0.2), previous=(0.9, 0.8, 1.0, 0.1))
     (found, _) = classify_heads(HeadTable("small", "9 texts", (one,))).heads[0].classes
-    assert found.evidence.startswith("of the 0.40 that sinks leave, puts 0.90 on the token before; chance 0.10,")
+    assert found.evidence.startswith("of the 0.40 that sinks leave, puts 0.90 on the previous token; chance 0.10,")
 
 
 def test_units_are_tokens_or_words():
-    with pytest.raises(ValueError, match="units='word' are unknown; did you mean 'words'"):
+    with pytest.raises(ValueError, match="unknown units='word'; did you mean 'words'"):
         measure_heads(handmade.decoder(), handmade.texts(2), options=MeasureOptions(units="word"))
 
 

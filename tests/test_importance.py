@@ -83,7 +83,7 @@ def test_leaving_out_is_a_copy_without_the_columns(name: str):
     model, asked = theirs(name), asked_of(name)
     texts = scenes(model, 3)
     result = estimate_importance(model, texts, objective=asked)
-    assert any("run whole" in note for note in result.notes)
+    assert any("runs in full" in note for note in result.notes)
     for site, head in [(hw.sites(model)[0], 1), (hw.sites(model)[1], 3)]:
         other = copy.deepcopy(model)
         without_columns(other, site.path, THEIRS[name].out, head, 8)
@@ -346,7 +346,7 @@ def test_chance_is_told_from_worth_as_often_as_it_says():
 
 def test_too_few_texts_are_said_to_tell_nothing():
     net = built(GPT2)
-    note = "4 texts tell no head from chance: no p is below 0.125, of 6 heads"
+    note = "4 texts are too few for significant heads: p is at least 0.125 before the correction for 6 heads"
     assert note in estimate_importance(net, scenes(net, 4)).notes
     for method, how in (("michel", ImportanceOptions()), ("taylor", ImportanceOptions(correction="none"))):
         assert note not in estimate_importance(net, scenes(net, 4), method=method, options=how).notes
@@ -376,9 +376,9 @@ def test_time_that_is_used_up_is_said(monkeypatch: pytest.MonkeyPatch):
     heard: list[int] = []
     result = estimate_importance(net, scenes(net, 9), options=ImportanceOptions(max_seconds=25), progress=heard.append)
     assert (result.texts, heard) == (3, [1, 2, 3])  # a text is asked before, and before each of its six heads
-    assert "stopped after 3 texts, when 25 seconds were used up" in result.notes
+    assert "stopped after 3 texts at the time limit of 25 seconds" in result.notes
     assert values(result).tolist() == values(estimate_importance(net, scenes(net, 3))).tolist()
-    with pytest.raises(ValueError, match="1 texts leave no interval; give at least two; give a larger budget"):
+    with pytest.raises(ValueError, match="confidence intervals from 1 texts; give at least two and a longer time limit"):
         estimate_importance(net, scenes(net, 9), options=ImportanceOptions(max_seconds=10))
 
 
@@ -394,7 +394,7 @@ def test_a_sample_is_drawn_and_said():
     net = built(GPT2)
     result = estimate_importance(net, scenes(net, 9), options=ImportanceOptions(num_examples=4))
     assert result.texts == 4
-    assert "4 of 9 texts, drawn with seed 0" in result.notes
+    assert "4 of 9 texts, sampled with seed 0" in result.notes
     assert estimate_importance(net, scenes(net, 9), options=ImportanceOptions(num_examples=4)) == result
     assert (
         estimate_importance(net, scenes(net, 9), options=ImportanceOptions(num_examples=4, seed=1)).heads
@@ -407,7 +407,7 @@ def test_texts_that_ask_nothing_are_left_out_and_counted():
     texts = [*scenes(net, 3), Example({"x": ids(0, 1)}, {})]
     result = estimate_importance(net, texts)
     assert result.texts == 3
-    assert "1 texts in which nothing is asked were left out" in result.notes
+    assert "1 texts without any target were left out" in result.notes
 
 
 def test_a_result_is_plain_values():
@@ -418,7 +418,7 @@ def test_a_result_is_plain_values():
     assert result.by_importance[0].value == values(result).max()
     assert result.heads[0].measure.value == result.heads[0].value
     assert result.significant_heads == ()
-    with pytest.raises(ValueError, match=r"no head 7 of 'decoder.0.attention' was rated; the sites are decoder.0"):
+    with pytest.raises(ValueError, match=r"head 7 of 'decoder.0.attention' was not rated; the rated sites are decoder.0"):
         result.head("decoder.0.attention", 7)
 
 
@@ -428,11 +428,11 @@ def test_a_result_is_plain_values():
 @pytest.mark.parametrize(
     ("said", "reason"),
     [
-        ({"method": "taylr"}, "there is no method 'taylr'; did you mean 'taylor'"),
-        ({"objective": "drif"}, "there is no objective 'drif'; did you mean 'drift'"),
+        ({"method": "taylr"}, "unknown method 'taylr'; did you mean 'taylor'"),
+        ({"objective": "drif"}, "unknown objective 'drif'; did you mean 'drift'"),
         ({"objective": "label"}, "Transformer has a next-token head, so no label loss"),
-        ({"method": "michel", "objective": "drift"}, "drift has no slope at the model itself"),
-        ({"method": "lrp", "objective": "drift"}, "lrp measures the largest logit; leave objective out"),
+        ({"method": "michel", "objective": "drift"}, "drift has no useful gradient at the unedited model"),
+        ({"method": "lrp", "objective": "drift"}, "method 'lrp' measures the largest logit; leave objective out"),
     ],
 )
 def test_what_cannot_be_weighed_is_refused(said: dict[str, Any], reason: str):
@@ -444,9 +444,9 @@ def test_what_cannot_be_weighed_is_refused(said: dict[str, Any], reason: str):
 def test_bad_input_is_refused():
     net = built(GPT2)
     for texts, reason in [
-        ([], "no text was given"),
-        (scenes(net, 1), "1 texts leave no interval"),
-        ([Example({"x": torch.cat([ids(0), ids(1)])}, {})] * 2, "a scene is one text, but its inputs hold 2 rows"),
+        ([], "cannot estimate importance without texts"),
+        (scenes(net, 1), "confidence intervals from 1 texts"),
+        ([Example({"x": torch.cat([ids(0), ids(1)])}, {})] * 2, "an example is one text, but its inputs have 2 rows"),
     ]:
         with pytest.raises(ValueError, match=reason):
             estimate_importance(net, texts)
@@ -460,6 +460,6 @@ def test_bad_input_is_refused():
         lambda: OutputDrift("token"),
         lambda: ImportanceOptions(num_examples=1),
     ):
-        with pytest.raises(ValueError, match=r"unknown; did you mean|batch_size=2|num_examples=1"):
+        with pytest.raises(ValueError, match=r"unknown .*; did you mean|batch_size=2|num_examples must be an integer >= 2"):
             made()
     assert LeaveOneOut().unsupported_reason(net) == ""

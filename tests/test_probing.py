@@ -150,25 +150,25 @@ def test_texts_without_arcs_are_left_out_and_counted():
     net, scenes = built(BERT), planted(built(BERT), 4, 10)
     root = replace(scenes[0], dependencies=[(2, -1, "root"), (2, 2, "root")])
     told = train_attention_probe(net, [*scenes, root])
-    assert told.notes == ("1 texts without arcs were left out",)
+    assert told.notes == ("1 texts without dependencies were left out",)
 
 
 def test_what_cannot_be_probed_is_refused():
     net, scenes = built(BERT), planted(built(BERT), 4, 10)
     for texts, reason in [
-        (scenes[:3], "3 texts with arcs leave 1 held out; give at least two"),
+        (scenes[:3], "3 texts with dependencies: 2 for training and 1 held out; at least two of each"),
         (
             [replace(scenes[0], dependencies=[(0, 9, "x")])],
-            r"an arc joins words \(0, 9\), and the tokens have the words 0..6",
+            r"a dependency joins words \(0, 9\), but the tokens have words 0..6",
         ),
-        ([replace(scenes[0], streams={"text": stream([-1] * 7)})] * 9, "and the tokens have no words"),
+        ([replace(scenes[0], streams={"text": stream([-1] * 7)})] * 9, "but the tokens have no words"),
     ]:
         with pytest.raises(ValueError, match=reason):
             train_attention_probe(net, texts)
     with pytest.raises(ValueError, match="in train mode"):
         train_attention_probe(net.train(), scenes)
-    with pytest.raises(ValueError, match="has no attention of a text over itself that can be seen"):
+    with pytest.raises(ValueError, match="it has no self-attention that can be observed"):
         train_attention_probe(torch.nn.Linear(2, 2).eval(), scenes)
-    with pytest.raises(ValueError, match="decay=-1 is negative"):
+    with pytest.raises(ValueError, match="weight_decay must be >= 0, got -1"):
         ProbeOptions(weight_decay=-1)
     assert len([one for one in hw.sites(translator()) if one.stack == "decoder"]) == 4

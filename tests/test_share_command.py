@@ -116,7 +116,7 @@ def test_learning_again_is_told(folders: dict[str, Path], tmp_path: Path, capsys
         (["ours", "--data", "texts", "--kv", "2", "--uptrain", "0"], "steps"),
         (["ours", "--kv", "2"], "say what is read: one of --data FILE, --conllu FILE, --task dates"),
         (["ours", "--data", "texts", "--kv", "2", "--out", "texts"], "is a file; give a new folder"),
-        (["ours", "--data", "texts", "--kv", "2", "--learn", "none", "--uptrain", "3"], "cannot be read as text"),
+        (["ours", "--data", "texts", "--kv", "2", "--learn", "none", "--uptrain", "3"], "cannot read none as text"),
     ],
 )
 def test_wrong_arguments(

@@ -88,7 +88,7 @@ def test_the_spectra_of_a_published_model_are_what_was_found_of_it(shared: Path)
 def test_layers_without_such_products_have_no_spectrum():
     torch.manual_seed(0)
     odd = hw.Attention(hw.design(model=20, heads=4, similarity=hw.Additive()))
-    with pytest.raises(SpecError, match="which is no product of W_Q and W_K"):
+    with pytest.raises(SpecError, match="which is not a product of W_Q and W_K"):
         measure_qk_spectra(torch.nn.ModuleList([odd]))
     assert len(measure_qk_spectra(torch.nn.ModuleList([odd, grouped()]))) == 1
 
@@ -166,7 +166,7 @@ def test_ranks_of_models_of_others():
 
 
 def test_what_cannot_be_ranked_is_refused():
-    with pytest.raises(ValueError, match="Linear has no attention that can be seen"):
+    with pytest.raises(ValueError, match="Linear has no attention that can be observed"):
         measure_score_ranks(torch.nn.Linear(2, 2), scenes(2))
-    with pytest.raises(ValueError, match="no text was read; give at least two"):
+    with pytest.raises(ValueError, match="cannot measure ranks without texts; give at least two"):
         measure_score_ranks(small(), [])

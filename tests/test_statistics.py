@@ -341,7 +341,7 @@ def test_what_is_known_of_words():
 
 def test_pieces_of_a_word_stand_in_a_row():
     told = maps.block("full", 4).key_tokens
-    with pytest.raises(ValueError, match="pieces of word 0 do not stand in a row; number words as"):
+    with pytest.raises(ValueError, match="the tokens of word 0 are not adjacent"):
         number_words(replace(told, word_index=torch.tensor([0, 1, 0] + [2] * 14)))
 
 
@@ -423,6 +423,6 @@ def test_intervals_hold_what_they_should_in_95_of_100_worlds():
 
 
 def test_unknown_statistics_are_named():
-    with pytest.raises(ValueError, match="no statistic is called 'sinc'; did you mean 'sink'"):
+    with pytest.raises(ValueError, match="unknown metric 'sinc'; did you mean 'sink'"):
         measure_heads(torch.nn.MultiheadAttention(4, 2).eval(), [], options=MeasureOptions(("sinc",)))
     assert not set(LITERATURE_METRICS) & set(HEAD_METRICS)

@@ -1,9 +1,13 @@
-"""What every head does: measures, classes, importance, redundancy.
+"""Analysis of attention heads: what each head attends to, how much it matters, and which heads are redundant.
 
-`annotated_examples` and `objectives` say what is measured on; `weight_bands` streams attention weights in bounded
-memory; `head_metrics` and `head_measurement` compute measures with intervals, `head_classes` names heads by them;
-`head_importance`, `importance_methods`, `partial_forward` and `lrp` rate heads; `head_redundancy` and
-`head_similarity` compare them; `dependency_syntax`, `syntax_probe` and `word_alignment` test linguistic roles;
-`head_circuits` and `rank_analysis` read weights alone; `resampling` has bootstrap intervals and permutation tests;
-`head_table`, `head_figures`, `head_report` show results.
+- Data: `annotated_examples` reads texts, parses and aligned pairs as examples with annotated tokens.
+- Measures: `head_measurement` runs a model over examples and returns a `head_table`. `weight_bands` streams the
+  attention weights, `head_metrics` and `literature_metrics` define the measures, `head_classes` names heads by them.
+- Linguistic roles: `dependency_syntax` (dependency relations, attention probe) and `word_alignment` (translation).
+- Importance: `head_importance` runs the methods of `importance_methods` and `lrp` for one of the `objectives`;
+  `partial_forward` repeats forward passes with ablated heads.
+- Redundancy: `head_redundancy` compares heads by the distances of `head_similarity`.
+- Weights: `head_circuits` has QK and OV circuits; `rank_analysis` measures spectra, ranks and rank collapse.
+- Statistics: `resampling` has bootstrap intervals and permutation tests, `random_baseline` untrained models.
+- Output: `head_figures` and `head_report`.
 """

@@ -1,4 +1,9 @@
-"""A text with what is known of its tokens, as measures ask for it."""
+"""Examples for measuring heads: model inputs with annotations of their tokens, read from text, parses or aligned pairs.
+
+An `Example` is one text, or a source and a target. `examples_from_lines`, `examples_from_sentences`,
+`examples_from_pairs` and `examples_from_task` return an `ExampleReader` with the examples and notes on what was
+skipped.
+"""
 
 from __future__ import annotations
 
@@ -21,16 +26,19 @@ from ..inspect.site_hooks import ModelRun
 from ..models import Transformer
 from ..traces import TokenRow
 
-LABELS_INPUT = "labels"  # what inputs may say beside what the model reads: what is wanted at each place of its output
+LABELS_INPUT = "labels"  # key of an example's inputs that holds the expected outputs and is not passed to the model
 
 
 @dataclass(frozen=True, eq=False)
 class TokenAnnotations:
-    """What is known of the tokens of one stream, by number.
+    """Annotations of the tokens of one stream, one entry per token.
 
-    `special` are those that stand for no text, `separator` those of them that end a part, `punctuation` those that say
-    so; `first` begins every text where that is special or read by a causal model. `word` numbers the words that tokens
-    are pieces of, -1 for none; `common` says how often each id was met in the whole data, 0 where nobody counted.
+    - `ids`, `words`: token ids and their texts.
+    - `is_special`: tokens that stand for no text, such as [CLS], or that are padding.
+    - `is_separator`: special tokens other than the first one.
+    - `is_punctuation`: tokens written in punctuation characters only.
+    - `word_index`: index of the word that the token is part of, -1 for none.
+    - `frequency`: how often the id occurs in the whole data set, 0 if not counted.
     """
 
     ids: Tensor
@@ -43,16 +51,17 @@ class TokenAnnotations:
 
     @property
     def count(self) -> int:
-        """How many there are."""
+        """Number of tokens."""
         return len(self.ids)
 
 
 @dataclass(frozen=True, eq=False)
 class Example:
-    """One text, or a source and a text, as a model is called with it.
+    """Inputs of one model call, a text or a source and a target, with annotations of its streams.
 
-    `arcs` are (dependent, governor, relation) of words, from 0; `links` are (source word, target word), sure ones with
-    True; both are of gold and empty where there is none.
+    `streams` maps "text" (and "source") to token annotations. `dependencies` are gold (dependent, governor, relation)
+    triples of word indices from 0. `alignment_links` are gold (source word, target word, is sure) triples. Both may be
+    empty.
     """
 
     inputs: Any
@@ -62,24 +71,26 @@ class Example:
 
     @property
     def model_inputs(self) -> Any:
-        """What the model reads of its inputs: all but the labels.
+        """The inputs without the labels.
 
         >>> Example({"x": 3, "labels": 5}, {}).model_inputs
         {'x': 3}
         """
-        told: Any = self.inputs
-        return {name: one for name, one in told.items() if name != LABELS_INPUT} if isinstance(told, Mapping) else told
+        inputs: Any = self.inputs
+        if not isinstance(inputs, Mapping):
+            return inputs
+        return {name: value for name, value in inputs.items() if name != LABELS_INPUT}
 
 
 def find_sink_tokens(annotations: TokenAnnotations) -> Tensor:
-    """Which keys are sinks for whatever has nowhere to look: the first token, and those that stand for no text."""
-    found = annotations.is_special | annotations.is_separator
-    first = torch.zeros_like(found)
-    first[:1] = True
-    return found | first
+    """Tokens that commonly act as attention sinks: the first token, special tokens and separators."""
+    is_sink = annotations.is_special | annotations.is_separator
+    is_first = torch.zeros_like(is_sink)
+    is_first[:1] = True
+    return is_sink | is_first
 
 
-# --- Parsed sentences as CoNLL-U writes them (universaldependencies.org/format) ------------------------
+# --- Parsed sentences in CoNLL-U (universaldependencies.org/format) ------------------------------------
 
 NUM_COLUMNS = 10
 ROOT_RELATION = "root"
@@ -87,9 +98,10 @@ ROOT_RELATION = "root"
 
 @dataclass(frozen=True)
 class ParsedSentence:
-    """A text, where each word stands in it, and arcs (dependent, governor, relation) between words, from 0.
+    """A sentence, its words and their character spans, and dependencies (dependent, governor, relation), counted from
+    0.
 
-    Relations lose what stands behind their colon: "nsubj:pass" is "nsubj". The root has no arc.
+    Subtypes of relations are dropped: "nsubj:pass" becomes "nsubj". The root has no dependency.
     """
 
     text: str
@@ -99,7 +111,7 @@ class ParsedSentence:
 
 
 def read_conllu(lines: Iterable[str], source: str = "CoNLL-U") -> Iterator[ParsedSentence]:
-    """The sentences of a file.
+    """Yield the sentences of a CoNLL-U file; `source` names the file in error messages.
 
     >>> rows = [
     ...     "# text = Dogs bark",
@@ -111,33 +123,33 @@ def read_conllu(lines: Iterable[str], source: str = "CoNLL-U") -> Iterator[Parse
     'nsubj'),))
     """
     rows: list[list[str]] = []
-    text, first = "", 1
-    for number, line in enumerate([*lines, ""], 1):
+    text, first_line = "", 1
+    for line_number, line in enumerate([*lines, ""], 1):
         if line.startswith("#"):
             name, _, value = line[1:].partition("=")
             text = value.strip() if name.strip() == "text" else text
         elif line.strip():
-            rows.append(_split_columns(line, f"{source}, line {number}"))
+            rows.append(_split_columns(line, f"{source}, line {line_number}"))
         elif rows:
-            yield _parse_sentence(text, rows, f"{source}, sentence at line {first}")
+            yield _parse_sentence(text, rows, f"{source}, sentence at line {first_line}")
             rows, text = [], ""
-        first = number + 1 if not rows else first
+        first_line = line_number + 1 if not rows else first_line
 
 
 def _split_columns(line: str, where: str) -> list[str]:
     row = line.rstrip("\n").split("\t")
     if len(row) != NUM_COLUMNS:
-        raise SpecError(f"{where}: a row has {len(row)} columns, not {NUM_COLUMNS}; part them by tabs")
+        raise SpecError(f"{where}: a row has {len(row)} columns, not {NUM_COLUMNS}; separate columns with tabs")
     return row
 
 
 def _parse_sentence(text: str, rows: Sequence[Sequence[str]], where: str) -> ParsedSentence:
     words: list[str] = []
-    pieces: list[tuple[str, int]] = []  # how each stretch is written, and of how many words it is
-    arcs: list[tuple[int, int, str]] = []
-    covered = 0
+    pieces: list[tuple[str, int]] = []  # each stretch of text and the number of words written in it
+    dependencies: list[tuple[int, int, str]] = []
+    covered = 0  # words up to this one belong to a multi-word token
     for row in rows:
-        if "." in row[0]:  # a word that is not written
+        if "." in row[0]:  # an empty node: a word that is not written
             continue
         if "-" in row[0]:
             first, last = (_parse_number(part, where) for part in row[0].split("-", 1))
@@ -146,56 +158,63 @@ def _parse_sentence(text: str, rows: Sequence[Sequence[str]], where: str) -> Par
             continue
         number = _parse_number(row[0], where)
         if number != len(words) + 1:
-            raise SpecError(f"{where}: word {number} follows word {len(words)}; number them 1, 2, 3")
+            raise SpecError(f"{where}: word {number} follows word {len(words)}; number words 1, 2, 3")
         words.append(row[1])
         if number > covered:
             pieces.append((row[1], 1))
         governor = _parse_number(row[6], where)
         if governor:
-            arcs.append((number - 1, governor - 1, row[7].partition(":")[0]))
-    if wrong := [one for one in arcs if not one[1] < len(words)]:
-        raise SpecError(f"{where}: word {wrong[0][0] + 1} hangs on word {wrong[0][1] + 1} of {len(words)}")
+            dependencies.append((number - 1, governor - 1, row[7].partition(":")[0]))
+    if invalid := [arc for arc in dependencies if not arc[1] < len(words)]:
+        dependent, governor, _ = invalid[0]
+        raise SpecError(f"{where}: the governor of word {dependent + 1} is word {governor + 1} of {len(words)}")
     text = text or " ".join(piece for piece, _ in pieces)
-    return ParsedSentence(text, tuple(words), tuple(_find_word_spans(text, words, pieces, where)), tuple(arcs))
+    spans = tuple(_find_word_spans(text, words, pieces, where))
+    return ParsedSentence(text, tuple(words), spans, tuple(dependencies))
 
 
 def _find_word_spans(
     text: str, words: Sequence[str], pieces: Sequence[tuple[str, int]], where: str
 ) -> Iterator[tuple[int, int]]:
-    """Where each word stands; words that are written as one stand one after another in it, or all in all of it."""
-    at, number = 0, 0
+    """Character span of each word.
+
+    Words of one multi-word token get consecutive spans if they spell the token together; otherwise each gets its whole
+    span.
+    """
+    position, first_word = 0, 0
     for piece, count in pieces:
-        start = text.find(piece, at)
+        start = text.find(piece, position)
         if start < 0:
-            raise SpecError(f"{where}: {piece!r} does not stand in its text behind place {at}; correct # text =")
-        own = words[number : number + count]
-        inner = start
-        for word in own:
-            whole = "".join(own) != piece
-            yield (start, start + len(piece)) if whole else (inner, inner + len(word))
-            inner += len(word)
-        at, number = start + len(piece), number + count
+            fact = f"{where}: {piece!r} is not found in the text after character {position}"
+            raise SpecError(f"{fact}; correct the line that starts with # text =")
+        token_words = words[first_word : first_word + count]
+        word_start = start
+        for word in token_words:
+            is_contracted = "".join(token_words) != piece
+            yield (start, start + len(piece)) if is_contracted else (word_start, word_start + len(word))
+            word_start += len(word)
+        position, first_word = start + len(piece), first_word + count
 
 
-def _parse_number(said: str, where: str) -> int:
-    if not said.isdigit():
-        raise SpecError(f"{where}: {said!r} is no number of a word; give one of 0 and more")
-    return int(said)
+def _parse_number(text: str, where: str) -> int:
+    if not text.isdigit():
+        raise SpecError(f"{where}: {text!r} is not a word number; use integers from 0")
+    return int(text)
 
 
-# --- Texts, parsed texts and pairs of texts, as scenes -------------------------------------------------
+# --- Examples from texts, parses, aligned pairs and tasks ----------------------------------------------
 
-WORD_PATTERN = re.compile(r"\w+|[^\w\s]")  # of a text that nobody has taken apart
+WORD_PATTERN = re.compile(r"\w+|[^\w\s]")  # words of a text without a parse
 NON_SPACE_PATTERN = re.compile(r"\S+")
-MAX_GENERATED_TOKENS = 64  # tokens that are written where a source has no text of its own
+MAX_GENERATED_TOKENS = 64  # length of the target that the model generates for a source without one
 Span = tuple[int, int]
 
 
 @dataclass
 class ExampleReader:
-    """Scenes of one data set, in order, with notes of what was left out or taken apart.
+    """Collects the examples of one data set in order, and counts what was skipped or split.
 
-    How often ids are met is counted over all of them: `scenes` are complete when all have been added.
+    Token frequencies cover the whole data set: call `examples_with_frequencies` after everything has been added.
     """
 
     model: nn.Module
@@ -205,207 +224,221 @@ class ExampleReader:
     def add_text(
         self, text: str, target: str = "", sentence: ParsedSentence | None = None, alignment_links: Iterable[Any] = ()
     ) -> None:
-        """One text, or a source and its target; with words and arcs of a parse, or links of an alignment."""
+        """Add one text, or a source and its target, optionally with a parse or with alignment links.
+
+        For an encoder-decoder model and no target, the model generates one.
+        """
         if not text.strip():
             self.skipped["empty lines"] += 1
             return
-        given = self._tokenise(text, target)
-        if given is None:
+        inputs = self._tokenise(text, target)
+        if inputs is None:
             return
-        arcs = () if sentence is None else sentence.dependencies
-        linked = tuple(alignment_links)
+        dependencies = () if sentence is None else sentence.dependencies
+        links = tuple(alignment_links)
         texts = {"source": text, "text": target}
-        spans = dict.fromkeys(given.token_rows, None if sentence is None else sentence.word_spans)
-        if linked:  # words of links stand between spaces
+        spans = dict.fromkeys(inputs.token_rows, None if sentence is None else sentence.word_spans)
+        if links:  # alignment links count words between spaces
             spans = {
-                name: [match.span() for match in NON_SPACE_PATTERN.finditer(texts[name])] for name in given.token_rows
+                name: [match.span() for match in NON_SPACE_PATTERN.finditer(texts[name])] for name in inputs.token_rows
             }
-        streams = {name: _annotate_tokens(rows[0], spans[name]) for name, rows in given.token_rows.items()}
-        if sentence is not None and (
-            lost := _count_words_without_tokens(next(iter(streams.values())), len(sentence.word_spans))
-        ):
-            self.skipped[
-                f"sentences whose words the tokenizer reads otherwise ({lost} of {len(sentence.word_spans)} words "
-                "without a token in the first)"
-            ] += 1
-            return
-        self.examples.append(Example(given.kwargs, streams, tuple(arcs), linked))
+        streams = {name: _annotate_tokens(rows[0], spans[name]) for name, rows in inputs.token_rows.items()}
+        if sentence is not None:
+            num_words = len(sentence.word_spans)
+            without_tokens = _count_words_without_tokens(next(iter(streams.values())), num_words)
+            if without_tokens:
+                reason = f"{without_tokens} of {num_words} words have no token of their own"
+                self.skipped[f"sentences skipped, in which {reason}"] += 1
+                return
+        self.examples.append(Example(inputs.kwargs, streams, tuple(dependencies), links))
 
     def add_task_examples(self, task: Task, limit: int, split: str = "valid") -> None:
-        """Examples of a task that knows which of its tokens are translations of which: each token is a word."""
+        """Add examples of a task whose gold data aligns source and target tokens; each token counts as a word."""
         first = task.batch(0, 1, split)
         if first.source is None or not first.gold or not getattr(first.gold[0], "links", ()):
-            raise SpecError(f"the task {task.name} knows of no links; give dates, or --align SOURCE TARGET GOLD")
-        own = self.model.usage.tokenizer if isinstance(self.model, Transformer) else None
-        if own is None or own != task.tokenizer:
-            raise SpecError(f"the model does not read the ids of the task {task.name}; give one that was trained on it")
-        for number in range(limit):
-            batch = task.batch(number, 1, split)
+            fact = f"the task {task.name} has no gold alignments"
+            raise SpecError(f"{fact}; use --task dates, or --align SOURCE TARGET GOLD")
+        tokenizer = self.model.usage.tokenizer if isinstance(self.model, Transformer) else None
+        if tokenizer is None or tokenizer != task.tokenizer:
+            fact = f"the model does not use the vocabulary of the task {task.name}"
+            raise SpecError(f"{fact}; use a model trained on this task")
+        for index in range(limit):
+            batch = task.batch(index, 1, split)
             assert batch.source is not None, "links lead from a source"
-            texts, spell = {"text": batch.x, "source": batch.source}, self.token_decoders()
+            ids_by_stream, decoders = {"text": batch.x, "source": batch.source}, self.token_decoders()
             streams = {
-                name: _annotate_tokens(_decode_row(ids[0].tolist(), spell[name]), None) for name, ids in texts.items()
+                name: _annotate_tokens(_decode_row(ids[0].tolist(), decoders[name]), None)
+                for name, ids in ids_by_stream.items()
             }
-            streams["text"] = replace(
-                streams["text"], word_index=streams["text"].word_index - 1
-            )  # what begins it is no word
-            gold = tuple((int(s), int(t), True) for s, t in batch.gold[0].links)
-            self.examples.append(Example({"x": batch.x, "source": batch.source}, streams, (), gold))
+            # The start token of the target is not a word.
+            streams["text"] = replace(streams["text"], word_index=streams["text"].word_index - 1)
+            links = tuple((int(s), int(t), True) for s, t in batch.gold[0].links)
+            self.examples.append(Example({"x": batch.x, "source": batch.source}, streams, (), links))
 
     def token_decoders(self) -> Mapping[str, Callable[[int], str]]:
-        """How ids are written, of the text and of the source."""
+        """Functions that turn an id into text, for the streams "text" and "source"."""
         if not isinstance(self.model, Transformer) or self.model.usage.tokenizer is None:
             return {"text": str, "source": str}
-        reading, writing = load_tokenizers(self.model)
-        return {"text": writing.token_text, "source": reading.token_text}
+        source_tokenizer, target_tokenizer = load_tokenizers(self.model)
+        return {"text": target_tokenizer.token_text, "source": source_tokenizer.token_text}
 
     def examples_with_frequencies(self) -> list[Example]:
-        """The scenes, their tokens with how often each id was met in all of them."""
-        met: dict[str, Counter[int]] = {}
-        for scene in self.examples:
-            for name, tokens in scene.streams.items():
-                met.setdefault(name, Counter()).update(tokens.ids.tolist())
+        """The examples, with the frequency of each token's id over all of them."""
+        counts: dict[str, Counter[int]] = {}
+        for example in self.examples:
+            for name, tokens in example.streams.items():
+                counts.setdefault(name, Counter()).update(tokens.ids.tolist())
         return [
             replace(
-                scene, streams={name: _with_frequencies(tokens, met[name]) for name, tokens in scene.streams.items()}
+                example,
+                streams={name: _with_frequencies(tokens, counts[name]) for name, tokens in example.streams.items()},
             )
-            for scene in self.examples
+            for example in self.examples
         ]
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What was left out, with counts."""
-        return tuple(f"{count} {what}" for what, count in self.skipped.items())
+        """What was skipped or split, with counts."""
+        return tuple(f"{count} {reason}" for reason, count in self.skipped.items())
 
     def _tokenise(self, text: str, target: str) -> ModelInputs | None:
-        """The text as the model takes it; None, and a note, where it is too long."""
-        two = is_encoder_decoder(self.model)
+        """Model inputs for a text; None, with a note, if the model cannot take it."""
         try:
-            if two and not target:
+            if is_encoder_decoder(self.model) and not target:
                 return self._generate_target(text)
             return prepare_inputs(self.model, {"source": text, "text": target} if target else text, 0)
         except SequenceTooLong:
-            self.skipped[f"texts longer than the {get_max_length(self.model)} tokens that the model takes"] += 1
+            self.skipped[f"texts longer than the model's {get_max_length(self.model)} tokens"] += 1
         except UnknownToken:
-            self.skipped["texts with something that the tokenizer does not know"] += 1
+            self.skipped["texts with characters that the tokenizer does not know"] += 1
         return None
 
     def _generate_target(self, text: str) -> ModelInputs:
-        """A source with what the model itself writes of it."""
-        given = prepare_inputs(self.model, text, MAX_GENERATED_TOKENS)
-        said = ModelRun(self.model, given, MAX_GENERATED_TOKENS).run_with_hooks([], {})
-        rows = given.extend_rows(said.tolist() if isinstance(said, Tensor) else said)
-        ours = not given.kwargs
-        source = torch.tensor(given.prompt_ids) if ours else given.kwargs["input_ids"]
-        names = dict(
-            zip(
-                ("source", "x") if ours else ("input_ids", "decoder_input_ids"),
-                (source, torch.tensor([rows[0].ids])),
-                strict=True,
-            )
-        )
-        return replace(given, kwargs=names, token_rows={**given.token_rows, "text": rows})
+        """Inputs of a source with a target that the model generates."""
+        inputs = prepare_inputs(self.model, text, MAX_GENERATED_TOKENS)
+        generated = ModelRun(self.model, inputs, MAX_GENERATED_TOKENS).run_with_hooks([], {})
+        rows = inputs.extend_rows(generated.tolist() if isinstance(generated, Tensor) else generated)
+        is_native = not inputs.kwargs
+        source = torch.tensor(inputs.prompt_ids) if is_native else inputs.kwargs["input_ids"]
+        source_name, target_name = ("source", "x") if is_native else ("input_ids", "decoder_input_ids")
+        kwargs = {source_name: source, target_name: torch.tensor([rows[0].ids])}
+        return replace(inputs, kwargs=kwargs, token_rows={**inputs.token_rows, "text": rows})
 
 
 def examples_from_lines(model: nn.Module, lines: Iterable[str], limit: int | None = None) -> ExampleReader:
-    """Scenes of texts, one a line; a tab parts a source from its target. A line that is too long is split at words."""
-    sources = ExampleReader(model)
+    """Read one text per line; a tab separates a source from its target.
+
+    Lines longer than the model takes are split at spaces.
+    """
+    reader = ExampleReader(model)
     for line in lines:
-        if limit is not None and len(sources.examples) >= limit:
+        if limit is not None and len(reader.examples) >= limit:
             break
         source, _, target = line.partition("\t")
         pieces = [source] if target or is_encoder_decoder(model) else list(_split_text(model, source))
         if len(pieces) > 1:
-            sources.skipped["lines split, for the model takes no more tokens at once"] += 1
+            reader.skipped["lines split because they are longer than the model takes"] += 1
         for piece in pieces:
-            sources.add_text(piece, target)
-    return sources
+            reader.add_text(piece, target)
+    return reader
 
 
 def examples_from_sentences(
     model: nn.Module, sentences: Iterable[ParsedSentence], limit: int | None = None
 ) -> ExampleReader:
-    """Scenes of parsed sentences."""
-    sources = ExampleReader(model)
+    """Read parsed sentences."""
+    reader = ExampleReader(model)
     for sentence in sentences:
-        if limit is not None and len(sources.examples) >= limit:
+        if limit is not None and len(reader.examples) >= limit:
             break
-        sources.add_text(sentence.text, sentence=sentence)
-    return sources
+        reader.add_text(sentence.text, sentence=sentence)
+    return reader
 
 
 def examples_from_pairs(
     model: nn.Module, pairs: Iterable[tuple[str, str]], gold_links: Iterable[Sequence[tuple[int, int, bool]]]
 ) -> ExampleReader:
-    """Scenes of sources and targets with links between their words."""
-    sources = ExampleReader(model)
+    """Read pairs of source and target, with gold links between their words."""
+    reader = ExampleReader(model)
     for number, ((source, target), links) in enumerate(zip(pairs, gold_links, strict=True), 1):
         counts = len(source.split()), len(target.split())
-        for one in links:
-            if not (0 <= one[0] < counts[0] and 0 <= one[1] < counts[1]):
-                fact = f"pair {number} links word {one[0]} with {one[1]}, of {counts[0]} and {counts[1]} words"
-                raise SpecError(f"{fact}; count from 0")
-        sources.add_text(source, target, alignment_links=links)
-    return sources
+        for link in links:
+            if not (0 <= link[0] < counts[0] and 0 <= link[1] < counts[1]):
+                words = f"{counts[0]} source words and {counts[1]} target words"
+                raise SpecError(f"pair {number} links word {link[0]} to {link[1]} but has {words}; count words from 0")
+        reader.add_text(source, target, alignment_links=links)
+    return reader
 
 
 def examples_from_task(model: nn.Module, task: Task, limit: int, split: str = "valid") -> ExampleReader:
-    """Scenes of a task's examples with what it wants of each; there are as many as it has, if that is fewer."""
-    sources, first = ExampleReader(model), task.batch(0, 1, split)
+    """Read examples of a task with their labels: `limit` of them, or all if the task has fewer."""
+    reader, first = ExampleReader(model), task.batch(0, 1, split)
     _check_task_matches(model, task, first)
-    every = task.batches(1, split)
-    spell = sources.token_decoders() if first.x.dim() == 2 and not first.x.is_floating_point() else {}
-    for number in range(limit if every is None else min(limit, every)):
-        one = task.batch(number, 1, split)
-        named = {"x": one.x, "sequence": one.tokens, "source": one.source, "source_sequence": one.source_tokens}
-        inputs = {name: told for name, told in named.items() if told is not None} | {LABELS_INPUT: one.labels}
-        ids = {"text": one.x, "source": one.source} if spell else {}
-        streams = {
-            name: _annotate_tokens(_decode_row(told[0].tolist(), spell[name]), None)
-            for name, told in ids.items()
-            if told is not None
+    num_examples = task.batches(1, split)
+    decoders = reader.token_decoders() if first.x.dim() == 2 and not first.x.is_floating_point() else {}
+    for index in range(limit if num_examples is None else min(limit, num_examples)):
+        batch = task.batch(index, 1, split)
+        tensors = {
+            "x": batch.x,
+            "sequence": batch.tokens,
+            "source": batch.source,
+            "source_sequence": batch.source_tokens,
         }
-        sources.examples.append(Example(inputs, streams))
-    return sources
+        inputs = {name: value for name, value in tensors.items() if value is not None} | {LABELS_INPUT: batch.labels}
+        ids = {"text": batch.x, "source": batch.source} if decoders else {}
+        streams = {
+            name: _annotate_tokens(_decode_row(token_ids[0].tolist(), decoders[name]), None)
+            for name, token_ids in ids.items()
+            if token_ids is not None
+        }
+        reader.examples.append(Example(inputs, streams))
+    return reader
 
 
 def _check_task_matches(model: nn.Module, task: Task, first: Batch) -> None:
-    """Refuse a task that another model has learnt."""
+    """Refuse a model that was built for another task."""
     if not isinstance(model, Transformer):
-        raise SpecError(f"{type(model).__name__} does not read the ids of the task {task.name}; give lines of text")
-    mine, theirs = model.spec, task.model()
-    ends = [[(s.embedding and (s.embedding.tokens, s.embedding.patches)) for s in one.stacks] for one in (mine, theirs)]
-    heads = [one.heads[0].outputs if one.heads else 0 for one in (mine, theirs)]
-    own = model.usage.tokenizer
-    if ends[0] != ends[1] or heads[0] != heads[1] or (own is not None and own != task.tokenizer):
-        raise SpecError(f"the model does not read and say what the task {task.name} asks; give one trained on it")
+        fact = f"{type(model).__name__} does not use the vocabulary of the task {task.name}"
+        raise SpecError(f"{fact}; give lines of text instead")
+    specs = (model.spec, task.model())
+    own_inputs, task_inputs = (
+        [stack.embedding and (stack.embedding.tokens, stack.embedding.patches) for stack in spec.stacks]
+        for spec in specs
+    )
+    own_outputs, task_outputs = (spec.heads[0].outputs if spec.heads else 0 for spec in specs)
+    tokenizer = model.usage.tokenizer
+    other_tokenizer = tokenizer is not None and tokenizer != task.tokenizer
+    if own_inputs != task_inputs or own_outputs != task_outputs or other_tokenizer:
+        raise SpecError(
+            f"the model does not have the inputs and outputs of the task {task.name}; use one trained on it"
+        )
 
 
 def parse_alignment_links(line: str, number: int) -> tuple[tuple[int, int, bool], ...]:
-    """The links of a line as in "0-0 1-2 2?3": source and target word, sure with "-", possible with "?" or "p".
+    """Parse a line such as "0-0 1-2 2?3": source word, "-" for a sure or "?" or "p" for a possible link, target word.
 
     >>> parse_alignment_links("0-0 1?2", 1)
     ((0, 0, True), (1, 2, False))
     """
-    found: list[tuple[int, int, bool]] = []
-    for one in line.split():
-        parts = re.fullmatch(r"(\d+)([-?p])(\d+)", one)
-        if parts is None:
-            raise SpecError(f"line {number}: {one!r} is no link; write source-target, as in 0-0 1-2 2?3")
-        found.append((int(parts[1]), int(parts[3]), parts[2] == "-"))
-    return tuple(found)
+    links: list[tuple[int, int, bool]] = []
+    for item in line.split():
+        match = re.fullmatch(r"(\d+)([-?p])(\d+)", item)
+        if match is None:
+            raise SpecError(f"line {number}: {item!r} is not an alignment link; write source-target, as in 0-0 1-2 2?3")
+        links.append((int(match[1]), int(match[3]), match[2] == "-"))
+    return tuple(links)
 
 
 def read_lines(path: Path | str) -> list[str]:
-    """The lines of a file of text."""
+    """Return the lines of a UTF-8 text file."""
     try:
         return Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise SpecError(f"{path} cannot be read as text: {error}; give a file in UTF-8") from None
+        raise SpecError(f"cannot read {path} as text: {error}; give a UTF-8 file") from None
 
 
 def _split_text(model: nn.Module, text: str) -> Iterator[str]:
-    """The text, or its halves, or theirs, each of which the model takes."""
+    """The text, or its parts, halved at spaces until the model takes each."""
     words = text.split(" ")
     if len(words) < 2 or not _is_long(model, text):
         yield text
@@ -419,42 +452,45 @@ def _is_long(model: nn.Module, text: str) -> bool:
         prepare_inputs(model, text, 0)
     except SequenceTooLong:
         return True
-    except ValueError:  # for another reason, which is told when it is read
+    except ValueError:  # any other problem is reported when the text is read
         return False
     return False
 
 
-def _decode_row(ids: Sequence[int], spell: Callable[[int], str]) -> TokenRow:
-    return TokenRow(tuple(ids), tuple(map(spell, ids)))
+def _decode_row(ids: Sequence[int], decode: Callable[[int], str]) -> TokenRow:
+    return TokenRow(tuple(ids), tuple(map(decode, ids)))
 
 
 def _annotate_tokens(row: TokenRow, spans: Sequence[Span] | None) -> TokenAnnotations:
-    """What is known of the tokens of a row; words as a parse has them, or as they stand between spaces."""
-    whole = row.offsets or ((0, 0),) * len(row.ids)
-    bare = torch.tensor([start == stop or one == PAD_ID for one, (start, stop) in zip(row.ids, whole, strict=True)])
-    special = bare if row.offsets else torch.zeros(len(row.ids), dtype=torch.bool)
+    """Annotate the tokens of a row; `spans` are the words of a parse, or None to split the text into words."""
+    offsets = row.offsets or ((0, 0),) * len(row.ids)
+    without_text = torch.tensor(
+        [start == stop or token_id == PAD_ID for token_id, (start, stop) in zip(row.ids, offsets, strict=True)]
+    )
+    special = without_text if row.offsets else torch.zeros(len(row.ids), dtype=torch.bool)
     separator = special.clone()
     separator[:1] = False
     punctuation = torch.tensor([_is_punctuation(word) for word in row.words]) & ~special
-    known = spans if spans is not None else [match.span() for match in WORD_PATTERN.finditer(row.text)]
-    word = torch.tensor(
-        [-1 if not row.offsets or gone else _find_word(row, n, known) for n, gone in enumerate(special.tolist())]
-    )
-    if not row.offsets:
-        word = torch.arange(len(row.ids))
+    if row.offsets:
+        word_spans = spans if spans is not None else [match.span() for match in WORD_PATTERN.finditer(row.text)]
+        word = torch.tensor(
+            [-1 if is_special else _find_word(row, n, word_spans) for n, is_special in enumerate(special.tolist())]
+        )
+    else:
+        word = torch.arange(len(row.ids))  # without character offsets, every token is a word
     ids = torch.tensor(row.ids)
     return TokenAnnotations(ids, row.words, special, separator, punctuation, word, torch.zeros_like(ids))
 
 
-def _find_word(row: TokenRow, number: int, spans: Sequence[Span]) -> int:
-    """The word in which a token begins, spaces before it left aside; -1 where it begins in none."""
-    start, stop = row.offsets[number]
+def _find_word(row: TokenRow, token: int, spans: Sequence[Span]) -> int:
+    """Index of the word in which a token begins, leading spaces ignored; -1 if it begins in none."""
+    start, stop = row.offsets[token]
     start += len(row.text[start:stop]) - len(row.text[start:stop].lstrip())
     return next((n for n, (first, last) in enumerate(spans) if first <= start < last), -1)
 
 
 def _is_punctuation(word: str) -> bool:
-    """Whether a token is written in signs of punctuation alone, in any language (Unicode's categories P).
+    """True if a token consists of punctuation in any language (Unicode categories P).
 
     >>> [_is_punctuation(word) for word in (".", "。", " ,", "a.", "")]
     [True, True, True, False, False]
@@ -463,10 +499,9 @@ def _is_punctuation(word: str) -> bool:
     return bool(bare) and all(unicodedata.category(char).startswith("P") for char in bare)
 
 
-def _count_words_without_tokens(tokens: TokenAnnotations, words: int) -> int:
-    """How many words have no token."""
-    return words - len(set(tokens.word_index.tolist()) - {-1})
+def _count_words_without_tokens(tokens: TokenAnnotations, num_words: int) -> int:
+    return num_words - len(set(tokens.word_index.tolist()) - {-1})
 
 
-def _with_frequencies(tokens: TokenAnnotations, met: Mapping[int, int]) -> TokenAnnotations:
-    return replace(tokens, frequency=torch.tensor([met[one] for one in tokens.ids.tolist()]))
+def _with_frequencies(tokens: TokenAnnotations, counts: Mapping[int, int]) -> TokenAnnotations:
+    return replace(tokens, frequency=torch.tensor([counts[token_id] for token_id in tokens.ids.tolist()]))

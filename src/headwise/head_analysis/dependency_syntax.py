@@ -1,4 +1,6 @@
-"""Dependency arcs of a text as pairs of words, by one convention or another."""
+"""Syntax in attention heads: which heads follow dependency relations, and how well a probe on all heads finds
+governors.
+"""
 
 from __future__ import annotations
 
@@ -21,22 +23,26 @@ from .head_table import Measure
 from .resampling import CONFIDENCE, Array, confidence_interval, draw_resamples, ratio_of_sums, resampled_ratios
 from .weight_bands import WeightBand, WordBandMerger, WordGrouping, merge_annotations, stream_weight_bands
 
+# --- Dependencies as pairs of words --------------------------------------------------------------------
+
 DIRECTIONS = ("governor", "dependent")
-ALL_RELATIONS = "all"  # relations together
+ALL_RELATIONS = "all"  # stands for all relations together
 POSSESSIVE_MARKS = ("'s", "s'")
-RelationKey = tuple[str, str]  # a relation, and towards which end
+RelationKey = tuple[str, str]  # relation name and direction: towards the governor or the dependent
 
 
 @dataclass(frozen=True)
 class ArcConvention:
-    """How arcs are counted.
+    """How dependencies count as found.
 
-    `offsets` compete as baseline, and "alike" `weights` on all tokens, for words of many pieces get more of those.
-    `back` is how a governor finds its dependents: by its "rows", what it reads most, or by "columns", where each
-    dependent is given to the word that reads it most. `itself` says whether a word may read itself: "counts" or "left
-    out". `edge` is where offsets lead beyond the last word: to "nothing", or to the "last". `counted` are arcs that may
-    be "read", or "all". A dependent of a `possessive` relation before a mark of possession is asked for through the
-    mark.
+    - `baseline_offsets`: fixed offsets between words that compete with the heads as baselines.
+    - `weight_baseline`: "alike" adds uniform attention over tokens as a baseline; it favours words of many tokens.
+    - `dependents_from`: how a governor finds its dependents. "rows": it attends to the dependent most. "columns": each
+      dependent belongs to the word that attends to it most.
+    - `self_reading`: whether attention of a word to itself "counts" or is "left out".
+    - `out_of_range`: an offset that leads past the last word finds "nothing" or the "last" word.
+    - `counted_arcs`: "read" counts dependencies that the attention mask allows, "all" counts every one.
+    - `possessive_relations`: relations whose dependent is represented by the possessive mark that follows it, if any.
     """
 
     baseline_offsets: tuple[int, ...]
@@ -49,12 +55,14 @@ class ArcConvention:
 
     @property
     def num_baselines(self) -> int:
-        """How many compete with a head."""
+        """Number of baselines that compete with a head."""
         return len(self.baseline_offsets) + (self.weight_baseline == "alike")
 
 
 ARC_CONVENTIONS: Mapping[str, ArcConvention] = {
-    "ours": ArcConvention(tuple(one for one in range(-MAX_OFFSET, MAX_OFFSET + 1) if one), weight_baseline="alike"),
+    "ours": ArcConvention(
+        tuple(offset for offset in range(-MAX_OFFSET, MAX_OFFSET + 1) if offset), weight_baseline="alike"
+    ),
     # 1906.04341, section 4.2, and its notebook
     "clark": ArcConvention(tuple(range(-3, 3)), "columns", "left out", "last", "all", ("poss", "nmod:poss")),
 }
@@ -62,9 +70,9 @@ ARC_CONVENTIONS: Mapping[str, ArcConvention] = {
 
 @dataclass(frozen=True, eq=False)
 class DependencyPairs:
-    """Pairs of words: who asks, who is wanted, and the number among `keys` of the relation with its direction, [3, N].
+    """Dependencies as pairs of word indices, [3, N]: the querying word, the word to be found, and an index into `keys`.
 
-    Words go by their numbers among the `words` of the text, those that stand for no text included.
+    A word index is a position among `words`, which include those of special tokens.
     """
 
     pairs: Tensor
@@ -72,159 +80,164 @@ class DependencyPairs:
     words: TokenAnnotations
 
     def select(self, directions: Sequence[str]) -> Tensor:
-        """The pairs of these directions."""
-        wanted = torch.tensor([key[1] in directions for key in self.keys], device=self.pairs.device)
-        return self.pairs[:, wanted[self.pairs[2]]]
+        """The pairs with one of these directions."""
+        selected = torch.tensor([key[1] in directions for key in self.keys], device=self.pairs.device)
+        return self.pairs[:, selected[self.pairs[2]]]
 
 
 def make_dependency_pairs(
     dependencies: Sequence[tuple[int, int, str]], word_grouping: WordGrouping, convention: ArcConvention
 ) -> DependencyPairs:
-    """The arcs (dependent, governor, relation) of a text."""
+    """Turn dependencies (dependent, governor, relation) of a text into pairs of word indices, in both directions."""
     words = word_grouping.tokens
-    at = {word: number for number, word in enumerate(words.word_index.tolist()) if word >= 0}
+    index_of = {word: index for index, word in enumerate(words.word_index.tolist()) if word >= 0}
     rows: list[tuple[int, int, RelationKey]] = []
     for arc in dependencies:
-        if arc[0] not in at or arc[1] not in at:
-            has = f"the words {min(at)}..{max(at)}" if at else "no words"
-            raise ValueError(f"arc {arc!r} names a word that is not there, the tokens have {has}; give arcs of those")
-        dependent, governor, relation = at[arc[0]], at[arc[1]], arc[2]
-        mark = at.get(arc[0] + 1) if relation in convention.possessive_relations else None
-        asks = dependent if mark is None or words.words[mark].strip() not in POSSESSIVE_MARKS else mark
-        back = (asks, governor) if convention.dependents_from == "columns" else (governor, dependent)
+        if arc[0] not in index_of or arc[1] not in index_of:
+            valid = f"words {min(index_of)}..{max(index_of)}" if index_of else "no words"
+            raise ValueError(f"dependency {arc!r} names a word that does not exist: the tokens have {valid}")
+        dependent, governor, relation = index_of[arc[0]], index_of[arc[1]], arc[2]
+        mark = index_of.get(arc[0] + 1) if relation in convention.possessive_relations else None
+        query = dependent if mark is None or words.words[mark].strip() not in POSSESSIVE_MARKS else mark
+        reverse = (query, governor) if convention.dependents_from == "columns" else (governor, dependent)
         for name in (relation, ALL_RELATIONS):
-            rows += [(asks, governor, (name, DIRECTIONS[0])), (*back, (name, DIRECTIONS[1]))]
+            rows += [(query, governor, (name, DIRECTIONS[0])), (*reverse, (name, DIRECTIONS[1]))]
     keys = tuple(dict.fromkeys(key for *_, key in rows))
-    number = {key: n for n, key in enumerate(keys)}
-    table = [(asks, wanted, number[key]) for asks, wanted, key in rows]
+    key_index = {key: n for n, key in enumerate(keys)}
+    table = [(query, target, key_index[key]) for query, target, key in rows]
     return DependencyPairs(torch.tensor(table, device=words.word_index.device).T, keys, words)
 
 
-# --- Dependencies that heads follow --------------------------------------------------------------------
+# --- Dependencies found by single heads ----------------------------------------------------------------
 
-MIN_ARCS = 20  # arcs of a relation, or nothing is said of it
-SYNTAX_PREFIX = "syntactic"  # what the names of its measures begin with
+MIN_ARCS = 20  # relations with fewer dependencies in the data are not measured
+SYNTAX_PREFIX = "syntactic"  # names of these measures start with it
 
 
 class DependencyScores:
-    """Arcs that heads find, added up text by text, of the words of one stream: what `measure` takes as `more`.
+    """Dependencies found by self-attention heads: a collector for `measure_heads`.
 
-    A relation is left out where the data have fewer than `least` arcs of it.
+    `stream` names the tokens whose sentences are parsed. A relation is left out if the data has fewer than `min_arcs`
+    of it. `kept` holds the counts of each text by site, relation and direction.
     """
 
     def __init__(self, *, convention: str = "ours", stream: str = "text", min_arcs: int = MIN_ARCS) -> None:
         if convention not in ARC_CONVENTIONS:
-            raise ValueError(f"convention={convention!r} is unknown; {suggest(convention, ARC_CONVENTIONS)}")
-        self.convention, self.stream, self.least = ARC_CONVENTIONS[convention], stream, min_arcs
+            raise ValueError(f"unknown convention={convention!r}; {suggest(convention, ARC_CONVENTIONS)}")
+        self.convention, self.stream, self.min_arcs = ARC_CONVENTIONS[convention], stream, min_arcs
         self.kept: list[dict[tuple[str, RelationKey], Array]] = []
         self._words = WordBandMerger(self._add_word_band)
         self._tokens: TokenAnnotations | None = None
-        self._arcs: DependencyPairs | None = None
+        self._pairs: DependencyPairs | None = None
         self._sums: dict[str, Array] = {}
-        self._columns: dict[str, tuple[Tensor, Tensor]] = {}
+        self._best_readers: dict[str, tuple[Tensor, Tensor]] = {}
 
     def start_example(self, example: Example) -> None:
-        """A text comes."""
+        """Read the dependencies of the example."""
         if self.stream not in example.streams:
-            raise ValueError(f"no stream is called {self.stream!r}; {suggest(self.stream, example.streams)}")
-        self._tokens, self._arcs = example.streams[self.stream], None
+            raise ValueError(f"unknown stream={self.stream!r}; {suggest(self.stream, example.streams)}")
+        self._tokens, self._pairs = example.streams[self.stream], None
         if example.dependencies:
-            self._arcs = make_dependency_pairs(
+            self._pairs = make_dependency_pairs(
                 example.dependencies, self._words.group_words(self._tokens), self.convention
             )
 
     def add_band(self, site: str, band: WeightBand) -> None:
-        """Add a band of rows."""
-        if self._arcs is None or not band.is_self_attention or band.query_tokens is not self._tokens:
+        """Add a band of rows; bands of other streams and of cross-attention are ignored."""
+        if self._pairs is None or not band.is_self_attention or band.query_tokens is not self._tokens:
             return
         if self.convention.weight_baseline == "alike":
             band = replace(band, w_HTS=torch.cat([band.w_HTS, band.uniform_baseline.w_HTS.to(band.w_HTS.dtype)]))
         self._words.add_band(site, band)
 
-    def _add_word_band(self, site: str, block: WeightBand) -> None:
-        """Add a band of words."""
-        arcs = self._arcs
-        assert arcs is not None
-        allowed = block.allowed if block.allowed.dim() == 2 else block.allowed.any(0)
-        w_HTS = block.w_HTS.masked_fill((block.key_tokens.word_index < 0) | ~allowed, -1)
+    def _add_word_band(self, site: str, band: WeightBand) -> None:
+        dependencies = self._pairs
+        assert dependencies is not None
+        allowed = band.allowed if band.allowed.dim() == 2 else band.allowed.any(0)
+        w_HTS = band.w_HTS.masked_fill((band.key_tokens.word_index < 0) | ~allowed, -1)
         if self.convention.self_reading == "left out":
             w_HTS = w_HTS.masked_fill(
-                torch.arange(block.key_tokens.count, device=w_HTS.device) == block.query_positions[:, None], -1
+                torch.arange(band.key_tokens.count, device=w_HTS.device) == band.query_positions[:, None], -1
             )
-        found = arcs.pairs
+        pairs = dependencies.pairs
         if self.convention.dependents_from == "columns":
-            self._update_best_readers(site, w_HTS, block)
-            found = arcs.select(DIRECTIONS[:1])
-        found = found[:, (found[0] >= block.first_query) & (found[0] < block.first_query + w_HTS.shape[1])]
-        asks, wanted = found[0] - block.first_query, found[1]
+            self._update_best_readers(site, w_HTS, band)
+            pairs = dependencies.select(DIRECTIONS[:1])
+        pairs = pairs[:, (pairs[0] >= band.first_query) & (pairs[0] < band.first_query + w_HTS.shape[1])]
+        query, target = pairs[0] - band.first_query, pairs[1]
         if self.convention.counted_arcs == "read":
-            found = found[:, allowed[asks, wanted]]
-            asks, wanted = found[0] - block.first_query, found[1]
-        best = w_HTS == w_HTS.amax(-1, keepdim=True)
-        self._add_hits(site, found, best[:, asks, wanted] / best.sum(-1)[:, asks])
+            pairs = pairs[:, allowed[query, target]]
+            query, target = pairs[0] - band.first_query, pairs[1]
+        is_max = w_HTS == w_HTS.amax(-1, keepdim=True)
+        self._add_hits(site, pairs, is_max[:, query, target] / is_max.sum(-1)[:, query])
 
-    def _update_best_readers(self, site: str, w_HTS: Tensor, block: WeightBand) -> None:
-        """Keep of each word who reads it most so far."""
-        w_HTS = w_HTS.masked_fill(block.query_tokens.word_index[block.query_positions][:, None] < 0, -1)
-        most, by = w_HTS.max(1)
-        was, whom = self._columns.get(site, (torch.full_like(most, -1), torch.zeros_like(by)))
-        self._columns[site] = torch.maximum(most, was), torch.where(most > was, by + block.first_query, whom)
+    def _update_best_readers(self, site: str, w_HTS: Tensor, band: WeightBand) -> None:
+        """Update, for each word, the word that attends to it most in the bands so far."""
+        w_HTS = w_HTS.masked_fill(band.query_tokens.word_index[band.query_positions][:, None] < 0, -1)
+        weight, reader = w_HTS.max(1)
+        best_weight, best_reader = self._best_readers.get(site, (torch.full_like(weight, -1), torch.zeros_like(reader)))
+        self._best_readers[site] = (
+            torch.maximum(weight, best_weight),
+            torch.where(weight > best_weight, reader + band.first_query, best_reader),
+        )
 
-    def _add_hits(self, site: str, heads_hits: Tensor, hits: Tensor) -> None:
-        """Hits of heads and of rivals, and the number of arcs, by relation and direction: [keys, H + rivals + 1]."""
-        arcs = self._arcs
-        assert arcs is not None
-        word = arcs.words.word_index
-        asks, wanted = word[heads_hits[0]], word[heads_hits[1]]
-        led = asks + torch.tensor(self.convention.baseline_offsets, device=word.device)[:, None]
+    def _add_hits(self, site: str, pairs: Tensor, hits: Tensor) -> None:
+        """Add hits of heads and baselines and the number of dependencies, by key: [keys, H + baselines + 1]."""
+        dependencies = self._pairs
+        assert dependencies is not None
+        word = dependencies.words.word_index
+        query, target = word[pairs[0]], word[pairs[1]]
+        predicted = query + torch.tensor(self.convention.baseline_offsets, device=word.device)[:, None]
         if self.convention.out_of_range == "last":
-            led = led.clamp(max=int(word.max()))
-        each = torch.cat([hits.double(), (led == wanted).double(), torch.ones_like(led[:1], dtype=torch.float64)])
-        sums = each.new_zeros(len(arcs.keys), len(each)).index_add_(0, heads_hits[2], each.T.contiguous())
+            predicted = predicted.clamp(max=int(word.max()))
+        columns = torch.cat(
+            [hits.double(), (predicted == target).double(), torch.ones_like(predicted[:1], dtype=torch.float64)]
+        )
+        sums = columns.new_zeros(len(dependencies.keys), len(columns)).index_add_(0, pairs[2], columns.T.contiguous())
         self._sums[site] = self._sums.get(site, 0) + sums.cpu().numpy()
 
     def finish_example(self) -> None:
-        """A text is over."""
-        arcs = self._arcs
-        for site, (_, by) in self._columns.items():
-            assert arcs is not None
-            found = arcs.select(DIRECTIONS[1:])
-            self._add_hits(site, found, by[:, found[0]] == found[1])
-        keys = arcs.keys if arcs is not None else ()
-        told = {(site, key): sums[n] for site, sums in self._sums.items() for n, key in enumerate(keys)}
-        self.kept.append(told)
-        self._sums, self._columns, self._arcs = {}, {}, None
+        """Store the counts of the example."""
+        dependencies = self._pairs
+        for site, (_, reader) in self._best_readers.items():
+            assert dependencies is not None
+            pairs = dependencies.select(DIRECTIONS[1:])
+            self._add_hits(site, pairs, reader[:, pairs[0]] == pairs[1])
+        keys = dependencies.keys if dependencies is not None else ()
+        counts = {(site, key): sums[n] for site, sums in self._sums.items() for n, key in enumerate(keys)}
+        self.kept.append(counts)
+        self._sums, self._best_readers, self._pairs = {}, {}, None
         self._words.finish_example()
 
     def measures(self, resamples: Array) -> Mapping[tuple[str, int], Mapping[str, Measure]]:
-        """Of each head: how many arcs of each relation it finds; chance is the best of its rivals.
+        """The share of each relation's dependencies that each head finds; chance is the best baseline.
 
-        The interval is that of how much better a head is, set on the rival, so wide that all heads, relations and
-        directions together are wrong once in 20 data sets (Bonferroni). So far out there are no draws: it is the normal
-        one, with their deviation.
+        The interval is that of the head's margin over the best baseline, moved to the head's own value. It is corrected
+        for testing all heads, relations and directions at once (Bonferroni: one false claim in 20 data sets). Bootstrap
+        draws do not reach that far into the tails, so the interval is a normal one with the standard deviation of the
+        draws.
         """
-        sums = {
-            where: self._stack_counts(where) for where in dict.fromkeys(where for told in self.kept for where in told)
-        }
-        sums = {where: own for where, own in sums.items() if own[..., -1].sum() >= self.least}
-        rivals = self.convention.num_baselines
-        tests = sum(own.shape[1] - rivals - 1 for own in sums.values())
-        wide = NormalDist().inv_cdf(1 - (1 - CONFIDENCE) / 2 / max(1, tests))
+        keys = dict.fromkeys(key for counts in self.kept for key in counts)
+        counts_by_key = {key: self._stack_counts(key) for key in keys}
+        counts_by_key = {key: counts for key, counts in counts_by_key.items() if counts[..., -1].sum() >= self.min_arcs}
+        baselines = self.convention.num_baselines
+        tests = sum(counts.shape[1] - baselines - 1 for counts in counts_by_key.values())
+        num_deviations = NormalDist().inv_cdf(1 - (1 - CONFIDENCE) / 2 / max(1, tests))
         measures: dict[tuple[str, int], dict[str, Measure]] = {}
-        for (site, (relation, towards)), own in sums.items():
+        for (site, (relation, towards)), counts in counts_by_key.items():
             name = f"{SYNTAX_PREFIX} {relation} to {towards}"
-            for head, one in enumerate(_relation_measures(own, rivals, resamples, wide)):
-                measures.setdefault((site, head), {})[name] = one
+            for head, measure in enumerate(_relation_measures(counts, baselines, resamples, num_deviations)):
+                measures.setdefault((site, head), {})[name] = measure
         return measures
 
-    def _stack_counts(self, where: tuple[str, RelationKey]) -> Array:
-        """The counts of all texts, [texts, H + rivals + 1]."""
-        none = np.zeros_like(next(told[where] for told in self.kept if where in told))
-        return np.stack([told.get(where, none) for told in self.kept])
+    def _stack_counts(self, key: tuple[str, RelationKey]) -> Array:
+        """Counts of every text, [texts, H + baselines + 1]."""
+        missing = np.zeros_like(next(counts[key] for counts in self.kept if key in counts))
+        return np.stack([counts.get(key, missing) for counts in self.kept])
 
 
 def is_relation_measure(measure: str) -> bool:
-    """Whether a measure of this name is of one relation.
+    """True if `measure` is the name of a measure of a single relation.
 
     >>> (
     ...     is_relation_measure("syntactic nsubj to governor"),
@@ -236,35 +249,35 @@ def is_relation_measure(measure: str) -> bool:
     return measure.startswith(f"{SYNTAX_PREFIX} ") and not measure.startswith(f"{SYNTAX_PREFIX} {ALL_RELATIONS} ")
 
 
-def _relation_measures(sums: Array, num_baselines: int, draws: Array, confidence: float) -> list[Measure]:
-    """What heads find of one relation in one direction."""
-    numbers = sums[:, -1:]
-    found, drawn = (
-        ratio_of_sums(sums[:, :-1], np.broadcast_to(numbers, sums[:, :-1].shape)),
-        resampled_ratios(sums[:, :-1], numbers, draws),
-    )
-    chance = found[-num_baselines:].max()
-    better = drawn[:, :-num_baselines] - drawn[:, -num_baselines:].max(1, keepdims=True)
-    far = confidence * np.nanstd(better, 0, ddof=1)
+def _relation_measures(sums: Array, num_baselines: int, resamples: Array, num_deviations: float) -> list[Measure]:
+    """Share of one relation's dependencies, in one direction, that each head finds."""
+    counts = sums[:, -1:]
+    values = ratio_of_sums(sums[:, :-1], np.broadcast_to(counts, sums[:, :-1].shape))
+    resampled = resampled_ratios(sums[:, :-1], counts, resamples)
+    chance = values[-num_baselines:].max()
+    margins = resampled[:, :-num_baselines] - resampled[:, -num_baselines:].max(1, keepdims=True)
+    half_widths = num_deviations * np.nanstd(margins, 0, ddof=1)
     return [
-        Measure(float(own), float(own - off), float(own + off), float(chance))
-        for own, off in zip(found[:-num_baselines], far, strict=True)
+        Measure(float(value), float(value - half), float(value + half), float(chance))
+        for value, half in zip(values[:-num_baselines], half_widths, strict=True)
     ]
 
 
-# --- How much of syntax all heads know together --------------------------------------------------------
+# --- A probe on the attention weights of all heads -----------------------------------------------------
 
-MAX_BASELINE_OFFSET = 8  # offsets that the baseline may choose from, each way
+MAX_BASELINE_OFFSET = 8  # largest offset that the baseline may choose, in both directions
 MAX_ITERATIONS = 100
 
 
 @dataclass(frozen=True)
 class ProbeOptions:
-    """How a probe is learned and asked: this share of texts is held out; `decay` times half the squares is added.
+    """Options of `train_attention_probe`.
+
+    `test_fraction` of the texts is held out; `weight_decay` / 2 times the squared weights is added to the loss.
 
     >>> ProbeOptions(test_fraction=1.5)
     Traceback (most recent call last):
-    ValueError: held_out=1.5 is no share of texts; give more than 0 and less than 1
+    ValueError: test_fraction must be between 0 and 1, got 1.5
     """
 
     test_fraction: float = 0.3
@@ -274,14 +287,15 @@ class ProbeOptions:
 
     def __post_init__(self) -> None:
         if not 0 < self.test_fraction < 1:
-            raise ValueError(f"held_out={self.test_fraction!r} is no share of texts; give more than 0 and less than 1")
+            raise ValueError(f"test_fraction must be between 0 and 1, got {self.test_fraction!r}")
         if not self.weight_decay >= 0:
-            raise ValueError(f"decay={self.weight_decay!r} is negative; give 0 or more")
+            raise ValueError(f"weight_decay must be >= 0, got {self.weight_decay!r}")
 
 
 class HeadProbeWeight(NamedTuple):
-    """What a probe learned of one head: `up`, how much it counts that a governor reads the word, and `down`, that the
-    word reads its governor."""
+    """Weights of one head in the probe: `up` for attention of the governor to the word, `down` for attention of the
+    word to its governor.
+    """
 
     site: str
     head: int
@@ -291,7 +305,11 @@ class HeadProbeWeight(NamedTuple):
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """How often governors are guessed right in texts held out (UAS): by the model, its twin, and one fixed offset."""
+    """Share of governors that the probe finds in the held-out texts (unlabelled attachment score, UAS).
+
+    `twin` is the score of the randomly initialised baseline, `baseline` that of one fixed `offset`. `pulls` are the
+    probe's weights by head; `texts` and `arcs` count the training and the held-out part.
+    """
 
     uas: Measure
     twin: Measure | None
@@ -304,13 +322,13 @@ class ProbeResult:
 
     @property
     def data(self) -> dict[str, Any]:
-        """All of it as plain values; texts and arcs are those learned from and those held out."""
+        """Dictionary of plain values, ready for JSON."""
         return {
             "uas": self.uas.data,
             "twin": None if self.twin is None else self.twin.data,
             "baseline": self.baseline.data,
             "offset": self.offset,
-            "pulls": [one._asdict() for one in self.pulls],
+            "pulls": [weight._asdict() for weight in self.pulls],
             "texts": list(self.texts),
             "arcs": list(self.arcs),
             "notes": list(self.notes),
@@ -318,7 +336,9 @@ class ProbeResult:
 
 
 class ProbeSentence(NamedTuple):
-    """The maps [heads, words, words] of a text, whose they are (site, head), and its arcs (dependent, governor)."""
+    """Attention maps [heads, words, words] of a text, the (site, head) of each map, and dependencies (dependent,
+    governor).
+    """
 
     attention_maps: Tensor
     heads: Sequence[tuple[str, int]]
@@ -326,14 +346,15 @@ class ProbeSentence(NamedTuple):
 
     @property
     def features(self) -> Tensor:
-        """For each arc and each word that might govern, what heads say: [arcs, words, 2 heads]."""
-        those = [dependent for dependent, _ in self.dependencies]
-        up, down = self.attention_maps[:, :, those].permute(2, 1, 0), self.attention_maps[:, those].permute(1, 2, 0)
-        return torch.cat([up, down], -1)
+        """Attention to and from each candidate governor of each dependency, [dependencies, words, 2 heads]."""
+        dependents = [dependent for dependent, _ in self.dependencies]
+        to_dependent = self.attention_maps[:, :, dependents].permute(2, 1, 0)
+        from_dependent = self.attention_maps[:, dependents].permute(1, 2, 0)
+        return torch.cat([to_dependent, from_dependent], -1)
 
     @property
     def is_candidate(self) -> Tensor:
-        """Which words might govern, [arcs, words]: no word governs itself."""
+        """Which words may be the governor, [dependencies, words]: every word but the dependent."""
         words = torch.arange(self.attention_maps.shape[1])
         return words != torch.tensor([dependent for dependent, _ in self.dependencies])[:, None]
 
@@ -346,98 +367,108 @@ def train_attention_probe(
     options: ProbeOptions = ProbeOptions(),
     progress: Callable[[int], object] = lambda _: None,
 ) -> ProbeResult:
-    """Clark's attention-only probe over the gold arcs of texts: learned on some, asked of those held out.
+    """Train the attention-only probe of Clark et al. (1906.04341) on gold dependencies; score it on held-out texts.
 
-    `twin` is the same model before it learned anything; what it reaches is what words' places alone say. The other
-    baseline is the one offset from a word to its governor that is most often right in the texts that are learned from.
+    `random_baseline` is the same architecture before training, see `make_random_baseline`; its score shows what word
+    positions alone reveal. The second baseline is the single offset from a word to its governor that is right most
+    often in the training texts. `progress` is called with the number of examples with dependencies read so far.
     """
     models = [model] if random_baseline is None else [model, random_baseline]
-    sites = [_self_attention_sites(one) for one in models]
-    seen: list[list[ProbeSentence]] = [[] for _ in models]
+    sites_by_model = [_self_attention_sites(each) for each in models]
+    sentences_by_model: list[list[ProbeSentence]] = [[] for _ in models]
     left_out = 0
-    for scene in examples:
-        arcs = _word_dependencies(scene)
-        if not arcs:
+    for example in examples:
+        dependencies = _word_dependencies(example)
+        if not dependencies:
             left_out += 1
             continue
-        for one, those, kept in zip(models, sites, seen, strict=True):
-            maps = word_attention_maps(one, those, scene)
-            names = [(site, head) for site, own in maps.items() for head in range(len(own))]
-            kept.append(ProbeSentence(torch.cat(list(maps.values())), names, arcs))
-        progress(len(seen[0]))
-    learned, held = _split_texts(len(seen[0]), options)
-    fits = [_fit_probe([kept[n] for n in learned], options) for kept in seen]
-    right = [[_arc_accuracy(kept[n], weight) for n in held] for kept, weight in zip(seen, fits, strict=True)]
-    offset = _best_offset([seen[0][n] for n in learned])
-    by_offset = [
-        [float(governor == dependent + offset) for dependent, governor in seen[0][n].dependencies] for n in held
+        for each, sites, sentences in zip(models, sites_by_model, sentences_by_model, strict=True):
+            maps = word_attention_maps(each, sites, example)
+            heads = [(site, head) for site, site_maps in maps.items() for head in range(len(site_maps))]
+            sentences.append(ProbeSentence(torch.cat(list(maps.values())), heads, dependencies))
+        progress(len(sentences_by_model[0]))
+    own = sentences_by_model[0]
+    train, test = _split_texts(len(own), options)
+    weights = [_fit_probe([sentences[n] for n in train], options) for sentences in sentences_by_model]
+    correct = [
+        [_arc_accuracy(sentences[n], weight) for n in test]
+        for sentences, weight in zip(sentences_by_model, weights, strict=True)
+    ]
+    offset = _best_offset([own[n] for n in train])
+    correct_by_offset = [
+        [float(governor == dependent + offset) for dependent, governor in own[n].dependencies] for n in test
     ]
     chance = np.concatenate(
-        [np.full(len(seen[0][n].dependencies), 1 / (seen[0][n].attention_maps.shape[1] - 1)) for n in held]
+        [np.full(len(own[n].dependencies), 1 / (own[n].attention_maps.shape[1] - 1)) for n in test]
     ).mean()
-    rates = [_accuracy_measure(one, float(chance), options) for one in (*right, by_offset)]
-    notes = (f"{left_out} texts without arcs were left out",) if left_out else ()
-    counts = [sum(len(seen[0][n].dependencies) for n in part) for part in (learned, held)]
+    scores = [_accuracy_measure(hits, float(chance), options) for hits in (*correct, correct_by_offset)]
+    notes = (f"{left_out} texts without dependencies were left out",) if left_out else ()
+    counts = [sum(len(own[n].dependencies) for n in part) for part in (train, test)]
     return ProbeResult(
-        rates[0],
-        rates[1] if random_baseline is not None else None,
-        rates[-1],
+        scores[0],
+        scores[1] if random_baseline is not None else None,
+        scores[-1],
         offset,
-        _head_probe_weights(seen[0][0].heads, fits[0]),
-        (len(learned), len(held)),
+        _head_probe_weights(own[0].heads, weights[0]),
+        (len(train), len(test)),
         (counts[0], counts[1]),
         notes,
     )
 
 
 def word_attention_maps(model: nn.Module, sites: Sequence[SiteModule], example: Example) -> dict[str, Tensor]:
-    """How much each word reads each word in every head of these sites, [heads, words, words] of each."""
+    """Attention of every word to every word, averaged over the querying tokens: site name -> [heads, words, words]."""
     tokens, bands = example.streams["text"], dict[str, list[Tensor]]()
-    words = WordBandMerger(lambda site, block: bands.setdefault(site, []).append(block.w_HTS.float().cpu()))
-    stream_weight_bands(model, sites, example, {one.site.name: ("text", "text") for one in sites}, words.add_band)
-    kept = (words.group_words(tokens).tokens.word_index >= 0).cpu()
-    return {one.site.name: torch.cat(bands[one.site.name], 1)[:, kept][:, :, kept] for one in sites}
+    words = WordBandMerger(lambda site, band: bands.setdefault(site, []).append(band.w_HTS.float().cpu()))
+    streams = {module.site.name: ("text", "text") for module in sites}
+    stream_weight_bands(model, sites, example, streams, words.add_band)
+    is_word = (words.group_words(tokens).tokens.word_index >= 0).cpu()
+    return {module.site.name: torch.cat(bands[module.site.name], 1)[:, is_word][:, :, is_word] for module in sites}
 
 
 def _self_attention_sites(model: nn.Module) -> list[SiteModule]:
-    """The sites at which the text reads itself."""
+    """Observable sites at which the text attends to itself."""
     if model.training:
-        raise ValueError("the model is in train mode, where dropout changes what is read; call model.eval() first")
-    two = is_encoder_decoder(model)
-    those = [
-        one for one in find_attention(model) if one.site.see.can and get_streams(one.site, two) == ("text", "text")
+        raise ValueError("cannot probe a model in train mode, where dropout changes attention; call model.eval() first")
+    has_source = is_encoder_decoder(model)
+    sites = [
+        module
+        for module in find_attention(model)
+        if module.site.see.can and get_streams(module.site, has_source) == ("text", "text")
     ]
-    if not those:
-        raise ValueError(f"{type(model).__name__} has no attention of a text over itself that can be seen")
-    return those
+    if not sites:
+        raise ValueError(f"cannot probe {type(model).__name__}: it has no self-attention that can be observed")
+    return sites
 
 
-def _word_dependencies(scene: Example) -> list[tuple[int, int]]:
-    """The arcs between two words, by the places of these in maps."""
-    numbers = merge_annotations(scene.streams["text"]).word_index.tolist() if "text" in scene.streams else []
-    at = {word: place for place, word in enumerate(number for number in numbers if number >= 0)}
-    arcs = [
+def _word_dependencies(example: Example) -> list[tuple[int, int]]:
+    """Dependencies between two words, as indices into the attention maps."""
+    word_indices = merge_annotations(example.streams["text"]).word_index.tolist() if "text" in example.streams else []
+    words = [word for word in word_indices if word >= 0]
+    index_of = {word: index for index, word in enumerate(words)}
+    dependencies = [
         (dependent, governor)
-        for dependent, governor, _ in scene.dependencies
+        for dependent, governor, _ in example.dependencies
         if dependent != governor and governor >= 0
     ]
-    if wrong := [arc for arc in arcs if not {*arc} <= at.keys()]:
-        has = f"the words {min(at)}..{max(at)}" if at else "no words"
-        raise ValueError(f"an arc joins words {wrong[0]}, and the tokens have {has}; give arcs of those")
-    return [(at[dependent], at[governor]) for dependent, governor in arcs]
+    if unknown := [pair for pair in dependencies if not {*pair} <= index_of.keys()]:
+        valid = f"words {min(index_of)}..{max(index_of)}" if index_of else "no words"
+        raise ValueError(f"a dependency joins words {unknown[0]}, but the tokens have {valid}")
+    return [(index_of[dependent], index_of[governor]) for dependent, governor in dependencies]
 
 
 def _split_texts(count: int, options: ProbeOptions) -> tuple[list[int], list[int]]:
-    """Which texts are learned from, and which are held out."""
-    held = round(options.test_fraction * count)
-    if held < 2 or count - held < 2:
-        raise ValueError(f"{count} texts with arcs leave {held} held out; give at least two to learn from and two more")
+    """Indices of the training texts and of the held-out texts."""
+    num_test = round(options.test_fraction * count)
+    if num_test < 2 or count - num_test < 2:
+        split = f"{count - num_test} for training and {num_test} held out"
+        raise ValueError(f"cannot split {count} texts with dependencies: {split}; at least two of each are needed")
     order = np.random.default_rng(options.seed).permutation(count).tolist()
-    return sorted(order[held:]), sorted(order[:held])
+    return sorted(order[num_test:]), sorted(order[:num_test])
 
 
 class ProbeCandidates(NamedTuple):
-    """Every word that might govern, of every arc: what heads say of it, which arc it is of, whether it governs."""
+    """Every candidate governor of every dependency: its features, the dependency, and whether it is the governor."""
 
     features: Tensor
     arc_index: Tensor
@@ -446,64 +477,68 @@ class ProbeCandidates(NamedTuple):
 
     @staticmethod
     def from_sentences(sentences: Sequence[ProbeSentence]) -> ProbeCandidates:
-        """Those of some texts, one behind the other."""
-        counts = [len(one.dependencies) for one in sentences]
-        kept = torch.cat([one.is_candidate.flatten() for one in sentences])
-        told = torch.cat([one.features.flatten(0, 1) for one in sentences])[kept]
-        gold = torch.cat([_gold_governors(one).flatten() for one in sentences])[kept]
-        words = torch.tensor([one.attention_maps.shape[1] for one in sentences]).repeat_interleave(torch.tensor(counts))
-        return ProbeCandidates(told, torch.arange(sum(counts)).repeat_interleave(words)[kept], gold, sum(counts))
+        """Concatenate the candidates of several texts."""
+        counts = [len(sentence.dependencies) for sentence in sentences]
+        is_candidate = torch.cat([sentence.is_candidate.flatten() for sentence in sentences])
+        features = torch.cat([sentence.features.flatten(0, 1) for sentence in sentences])[is_candidate]
+        is_governor = torch.cat([_gold_governors(sentence).flatten() for sentence in sentences])[is_candidate]
+        num_words = torch.tensor([sentence.attention_maps.shape[1] for sentence in sentences]).repeat_interleave(
+            torch.tensor(counts)
+        )
+        return ProbeCandidates(
+            features, torch.arange(sum(counts)).repeat_interleave(num_words)[is_candidate], is_governor, sum(counts)
+        )
 
     def negative_log_likelihood(self, weight: Tensor) -> Tensor:
-        """- log p of the gold governor, a mean over arcs."""
-        scores, none = self.features @ weight, self.features.new_zeros(self.num_arcs)
-        top = (none - torch.inf).scatter_reduce(0, self.arc_index, scores.detach(), "amax")
-        total = none.index_add(0, self.arc_index, (scores - top[self.arc_index]).exp())
-        return (total.log() + top - none.index_add(0, self.arc_index, scores * self.is_governor)).mean()
+        """-log p of the gold governor, averaged over dependencies."""
+        scores, zeros = self.features @ weight, self.features.new_zeros(self.num_arcs)
+        top = (zeros - torch.inf).scatter_reduce(0, self.arc_index, scores.detach(), "amax")
+        total = zeros.index_add(0, self.arc_index, (scores - top[self.arc_index]).exp())
+        return (total.log() + top - zeros.index_add(0, self.arc_index, scores * self.is_governor)).mean()
 
 
 def _fit_probe(sentences: Sequence[ProbeSentence], options: ProbeOptions) -> Tensor:
-    """[2 heads]: what makes gold governors likeliest, by L-BFGS from nothing."""
-    rows = ProbeCandidates.from_sentences(sentences)
-    weight = torch.zeros(rows.features.shape[1], requires_grad=True)
-    steps = torch.optim.LBFGS([weight], max_iter=MAX_ITERATIONS, line_search_fn="strong_wolfe")
+    """Probe weights [2 heads] that maximise the likelihood of the gold governors, by L-BFGS from zero."""
+    candidates = ProbeCandidates.from_sentences(sentences)
+    weight = torch.zeros(candidates.features.shape[1], requires_grad=True)
+    optimiser = torch.optim.LBFGS([weight], max_iter=MAX_ITERATIONS, line_search_fn="strong_wolfe")
 
     def loss() -> Tensor:
-        steps.zero_grad()
-        told = rows.negative_log_likelihood(weight) + options.weight_decay * weight.square().sum() / 2
-        told.backward()
-        return told
+        optimiser.zero_grad()
+        value = candidates.negative_log_likelihood(weight) + options.weight_decay * weight.square().sum() / 2
+        value.backward()
+        return value
 
     with torch.enable_grad():
-        steps.step(loss)  # pyright: ignore[reportArgumentType] - its stub wants a float, torch a tensor
+        optimiser.step(loss)  # pyright: ignore[reportArgumentType] - its stub wants a float, torch a tensor
     return weight.detach()
 
 
-def _gold_governors(one: ProbeSentence) -> Tensor:
-    governors = torch.tensor([governor for _, governor in one.dependencies])
-    return (torch.arange(one.attention_maps.shape[1]) == governors[:, None]).float()
+def _gold_governors(sentence: ProbeSentence) -> Tensor:
+    governors = torch.tensor([governor for _, governor in sentence.dependencies])
+    return (torch.arange(sentence.attention_maps.shape[1]) == governors[:, None]).float()
 
 
-def _arc_accuracy(one: ProbeSentence, weight: Tensor) -> list[float]:
-    """For each arc, whether the likeliest word governs."""
-    guessed = (one.features @ weight).masked_fill(~one.is_candidate, -torch.inf).argmax(-1).tolist()
-    return [float(guess == governor) for guess, (_, governor) in zip(guessed, one.dependencies, strict=True)]
+def _arc_accuracy(sentence: ProbeSentence, weight: Tensor) -> list[float]:
+    """For each dependency, 1.0 if the likeliest candidate is the governor."""
+    guessed = (sentence.features @ weight).masked_fill(~sentence.is_candidate, -torch.inf).argmax(-1).tolist()
+    return [float(guess == governor) for guess, (_, governor) in zip(guessed, sentence.dependencies, strict=True)]
 
 
 def _best_offset(sentences: Sequence[ProbeSentence]) -> int:
-    far = [governor - dependent for one in sentences for dependent, governor in one.dependencies]
-    known = [offset for offset in range(-MAX_BASELINE_OFFSET, MAX_BASELINE_OFFSET + 1) if offset]
-    return max(known, key=lambda offset: (far.count(offset), -abs(offset), -offset))
+    offsets = [governor - dependent for sentence in sentences for dependent, governor in sentence.dependencies]
+    choices = [offset for offset in range(-MAX_BASELINE_OFFSET, MAX_BASELINE_OFFSET + 1) if offset]
+    return max(choices, key=lambda offset: (offsets.count(offset), -abs(offset), -offset))
 
 
-def _accuracy_measure(right: Sequence[Sequence[float]], chance: float, options: ProbeOptions) -> Measure:
-    """The share that is right, resampled over texts."""
-    sums, numbers = (np.array([[float(told(one))] for one in right]) for told in (sum, len))
-    draws = draw_resamples(len(right), options.num_resamples, options.seed)
-    low, high = confidence_interval(resampled_ratios(sums, numbers, draws))
-    return Measure(float(ratio_of_sums(sums, numbers)[0]), float(low[0]), float(high[0]), chance)
+def _accuracy_measure(correct: Sequence[Sequence[float]], chance: float, options: ProbeOptions) -> Measure:
+    """Accuracy with a bootstrap interval over texts."""
+    sums, counts = (np.array([[float(reduction(hits))] for hits in correct]) for reduction in (sum, len))
+    resamples = draw_resamples(len(correct), options.num_resamples, options.seed)
+    low, high = confidence_interval(resampled_ratios(sums, counts, resamples))
+    return Measure(float(ratio_of_sums(sums, counts)[0]), float(low[0]), float(high[0]), chance)
 
 
 def _head_probe_weights(heads: Sequence[tuple[str, int]], weight: Tensor) -> tuple[HeadProbeWeight, ...]:
     up, down = weight.view(2, -1).tolist()
-    return tuple(HeadProbeWeight(site, head, *told) for (site, head), *told in zip(heads, up, down, strict=True))
+    return tuple(HeadProbeWeight(site, head, *weights) for (site, head), *weights in zip(heads, up, down, strict=True))

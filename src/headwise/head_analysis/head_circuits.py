@@ -1,7 +1,7 @@
-"""What a head can do, from its weights alone: which states it compares, and what it carries from where it reads.
+"""Circuits of a head from its weights alone: which states it compares (QK), and what it carries to the output (OV).
 
-Scores are x W_Q W_K^T z, and what is written is w z W_V W_O: two maps of the model's width, each the product of two
-narrow matrices, and kept so (Elhage et al. 2021). Biases, norms and what turns queries and keys stand outside of them.
+Scores are x W_Q W_K^T z and outputs are w z W_V W_O: two maps of the model's width, each kept as the product of two
+narrow matrices (Elhage et al. 2021). Biases, norms and transforms of queries and keys are not part of them.
 """
 
 from __future__ import annotations
@@ -24,79 +24,83 @@ from .head_table import Measure
 from .random_baseline import as_native_model
 from .resampling import FoldedSums
 
+# --- Low-rank maps -------------------------------------------------------------------------------------
+
 FACTOR_SIDES = ("left", "right")
 CIRCUIT_KINDS = ("qk", "ov")
 
 
 class LowRankMap(NamedTuple):
-    """A map as two narrow matrices, left [in, r] and right [r, out]: x of it is x @ left @ right."""
+    """A linear map x -> x @ left @ right, kept as two narrow matrices left [in, r] and right [r, out]."""
 
     left: Tensor
     right: Tensor
 
     @property
     def product(self) -> Tensor:
-        """The product, [in, out]: as large as the model is wide, squared."""
+        """The full matrix, [in, out]."""
         return self.left @ self.right
 
     @property
     def shape(self) -> tuple[int, int]:
-        """How wide it is, in and out."""
+        """Input width and output width."""
         return self.left.shape[0], self.right.shape[1]
 
     @property
     def singular_values(self) -> Tensor:
-        """Its singular values but for those that are zero by its shape, the largest first.
+        """The r largest singular values, in descending order; all others are zero.
 
         >>> LowRankMap(torch.tensor([[3.0], [4.0]]), torch.tensor([[2.0, 0.0]])).singular_values.tolist()
         [10.0]
         """
-        left, right = (torch.linalg.qr(each, mode="r").R for each in (self.left.double(), self.right.double().T))
+        left, right = (torch.linalg.qr(factor, mode="r").R for factor in (self.left.double(), self.right.double().T))
         return torch.linalg.svdvals(left @ right.T)
 
     def inner_product(self, other: LowRankMap) -> Tensor:
-        """The sum of products of the entries of two such maps, worked out between the narrow sides."""
+        """Frobenius inner product of two maps, computed on the narrow sides."""
         left = self.left.double().T @ other.left.double()
         return (left * (self.right.double() @ other.right.double().T)).sum()
 
 
 def map_similarity(one: LowRankMap, other: LowRankMap) -> float:
-    """The inner product of two maps over their norms: 1 where they are one map up to scale, 0 where they share nothing.
+    """Cosine similarity of two maps as vectors: 1 if they are equal up to a positive scale, 0 if they are orthogonal.
 
     >>> map_similarity(LowRankMap(torch.eye(2), torch.eye(2)), LowRankMap(torch.eye(2), -2 * torch.eye(2)))
     -1.0
     """
-    scale = (one.inner_product(one) * other.inner_product(other)).sqrt()
-    return float(one.inner_product(other) / scale) if scale > 0 else float("nan")
+    norms = (one.inner_product(one) * other.inner_product(other)).sqrt()
+    return float(one.inner_product(other) / norms) if norms > 0 else float("nan")
 
 
 def principal_angles(one: LowRankMap, other: LowRankMap, side: str = "left") -> Tensor:
-    """The principal angles, in radians, between what two maps read ("left") or write ("right"), the smallest first.
+    """Principal angles in radians, in ascending order, between the input spaces ("left") or output spaces ("right") of
+    two maps.
 
-    Their cosines, squared, are r / width on average where subspaces of r dimensions are drawn.
+    For random subspaces of r dimensions the squared cosines are r / width on average.
 
     >>> x, y = torch.eye(3).split([2, 1])
     >>> principal_angles(LowRankMap(x.T, x), LowRankMap(y.T, y)).tolist() == [torch.pi / 2]
     True
     """
     if side not in FACTOR_SIDES:
-        raise ValueError(f"side={side!r} is unknown; use 'left', what is read, or 'right', what is written")
-    spans = [_orthonormal_basis(each.left if side == "left" else each.right.T) for each in (one, other)]
-    return torch.linalg.svdvals(spans[0].T @ spans[1]).clamp(max=1).acos()
+        raise ValueError(f"unknown side={side!r}; use 'left' (input space) or 'right' (output space)")
+    bases = [_orthonormal_basis(factors.left if side == "left" else factors.right.T) for factors in (one, other)]
+    return torch.linalg.svdvals(bases[0].T @ bases[1]).clamp(max=1).acos()
 
 
 def _orthonormal_basis(columns: Tensor) -> Tensor:
-    """An orthonormal basis of what the columns reach."""
-    basis, size, _ = torch.linalg.svd(columns.double(), full_matrices=False)
-    return basis[:, size > 1e-10 * size[:1].clamp(min=1e-300)]
+    """Orthonormal basis of the column space."""
+    basis, singular, _ = torch.linalg.svd(columns.double(), full_matrices=False)
+    return basis[:, singular > 1e-10 * singular[:1].clamp(min=1e-300)]
 
 
 def copying_score(ov: LowRankMap, embed: Tensor | None = None, unembed: Tensor | None = None) -> float:
-    """Whether a head writes of a token what raises that token: the sum of eigenvalues over the sum of their sizes.
+    """Copying score of an OV circuit (Elhage et al. 2021): the sum of eigenvalues over the sum of their absolute
+    values.
 
-    Of embed W_V W_O unembed, tokens to tokens, whose eigenvalues but for zeros are those of a matrix as small as the
-    head; 1 where all are positive, -1 where all are negative (Elhage et al. 2021). `embed` is [tokens, model],
-    `unembed` [model, tokens]; without them it is of states.
+    It is 1 if all eigenvalues are positive, so that the head raises the logits of tokens that it attends to, and -1 if
+    all are negative. The map is embed W_V W_O unembed over tokens, with `embed` [tokens, model] and `unembed` [model,
+    tokens], or W_V W_O over states without them. Its nonzero eigenvalues are those of an [r, r] matrix.
 
     >>> ov = LowRankMap(torch.eye(3)[:, :2], torch.eye(3)[:2])
     >>> copying_score(ov), copying_score(LowRankMap(ov.left, -ov.right))
@@ -106,13 +110,16 @@ def copying_score(ov: LowRankMap, embed: Tensor | None = None, unembed: Tensor |
     if embed is not None and unembed is not None:
         left, right = embed.double() @ left, right @ unembed.double()
     values = torch.linalg.eigvals(right @ left)
-    size = values.abs().sum()
-    return float(values.real.sum() / size) if size > 0 else float("nan")
+    total = values.abs().sum()
+    return float(values.real.sum() / total) if total > 0 else float("nan")
+
+
+# --- Circuits of a model -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
 class AttentionCircuits:
-    """The maps of one attention, head by head, and what they leave out (`caveats`)."""
+    """QK and OV circuits of the heads of one attention layer; `caveats` name what they leave out."""
 
     site: str
     layer: Attention
@@ -120,95 +127,103 @@ class AttentionCircuits:
 
     @property
     def spec(self) -> AttentionSpec:
-        """What the attention is."""
+        """Spec of the attention layer."""
         return self.layer.spec
 
     def qk_circuit(self, head: int) -> LowRankMap:
-        """W_Q and W_K^T of a score head: which states it compares."""
+        """W_Q W_K^T of a score head: which states it compares."""
         heads = self.spec.heads
         _check_head(head, heads.q, "score head")
         if not self.spec.similarity.linear:
-            raise SpecError(f"{self.site} scores with {self.spec.similarity!r}, which is no product of W_Q and W_K")
+            fact = f"{self.site} scores with {self.spec.similarity!r}, which is not a product of W_Q and W_K"
+            raise SpecError(f"cannot get QK circuits: {fact}")
         q, k = self._head_matrices("q", "q dim model"), self._head_matrices("k", "kv dim source")
         return LowRankMap(q[head].T, k[heads.reads[head]])
 
     def ov_circuit(self, head: int) -> LowRankMap:
-        """W_V and W_O of an output head: what it carries from the tokens that it reads."""
+        """W_V W_O of an output head: what it carries from the tokens that it attends to."""
         spec = self.spec
         _check_head(head, len(spec.score_head_of_output), "output head")
-        joins = [step for _, step in spec.parts_of(OutputStep) if step.combines_rows]
-        if joins:
-            raise SpecError(f"{self.site} joins rows by {joins[0]!r}, so that no one W_V is an output head's")
+        combining = [step for _, step in spec.parts_of(OutputStep) if step.combines_rows]
+        if combining:
+            fact = f"{self.site} combines rows by {combining[0]!r}, so that no single W_V belongs to an output head"
+            raise SpecError(f"cannot get OV circuits: {fact}")
         v = self._head_matrices("v", f"{spec.heads.value_axis} vdim source")
-        return LowRankMap(
-            v[spec.core_of(spec.projection_form(one=False)).value_head_of_row[head]].T, self.output_map(head)
-        )
+        value_head = spec.core_of(spec.projection_form(one=False)).value_head_of_row[head]
+        return LowRankMap(v[value_head].T, self.output_map(head))
 
     def output_map(self, head: int) -> Tensor:
-        """W_O of an output head, [vdim, model]: what the merge makes of each of its channels."""
-        spec, like = self.spec, self._get_weight("project", next(iter(self.spec.project.params(self.spec))))
+        """W_O of an output head, [vdim, model], measured with one-hot head outputs."""
+        spec = self.spec
+        weight = self._get_weight("project", next(iter(spec.project.params(spec))))
         _check_head(head, len(spec.score_head_of_output), "output head")
         vdim = spec.heads.vdim
-        each = torch.zeros(1, vdim + 1, len(spec.score_head_of_output), vdim, dtype=like.dtype, device=like.device)
-        each[0, :vdim, head] = torch.eye(vdim, dtype=like.dtype, device=like.device)
+        one_hot = torch.zeros(
+            1, vdim + 1, len(spec.score_head_of_output), vdim, dtype=weight.dtype, device=weight.device
+        )
+        one_hot[0, :vdim, head] = torch.eye(vdim, dtype=weight.dtype, device=weight.device)
         with torch.inference_mode():
-            y = self.layer.merge_heads(each)[0]
+            y = self.layer.merge_heads(one_hot)[0]
         return y[:-1] - y[-1]
 
     def _head_matrices(self, side: str, axes: str) -> Tensor:
-        """The matrix of one side, [heads, width, in], where the project declares it by these axes."""
+        """Matrices of one side, [heads, width, in]; refuses a projection that does not declare it with these axes."""
         spec = self.spec
-        param = spec.project.params(spec).get(side)
-        if param is None or " ".join(param.layout.axes) != axes:
-            fact = f"{self.site} has {spec.project!r}, in which no one matrix by head gives {side}"
-            raise SpecError(f"{fact}; circuits are of layers whose {side} is one linear map of the input")
+        parameter = spec.project.params(spec).get(side)
+        if parameter is None or " ".join(parameter.layout.axes) != axes:
+            fact = f"{spec.project!r} of {self.site} has no single matrix per head for {side}"
+            raise SpecError(
+                f"cannot get circuits: {fact}; they need layers whose {side} is one linear map of the input"
+            )
         sizes = spec.sizes_of(spec.project)
-        return self._get_weight("project", side).view(*(sizes[axis] for axis in param.layout.axes))
+        return self._get_weight("project", side).view(*(sizes[axis] for axis in parameter.layout.axes))
 
     def _get_weight(self, part: str, name: str) -> Tensor:
         return self.layer.weights[part][name].detach()
 
 
-def _check_head(head: int, count: int, what: str) -> None:
+def _check_head(head: int, count: int, kind: str) -> None:
     if not 0 <= head < count:
-        raise ValueError(f"there is no {what} {head} of {count}; give one in 0..{count - 1}")
+        raise ValueError(f"{kind} must be in 0..{count - 1}, got {head}")
 
 
 def get_circuits(model: nn.Module) -> Mapping[str, AttentionCircuits]:
-    """The circuits of every attention of a model by the name of its site: ours, or one of transformers that hw.load
-    reads.
+    """Return the circuits of every attention layer by site name.
+
+    The model is a headwise model, or a transformers model of a family that hw.load can read.
 
     >>> import headwise as hw
     >>> net = hw.build(
     ...     hw.families.read_model_spec({"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1}), seed=0
     ... )
-    >>> made = get_circuits(net)["decoder.0.attention"]
-    >>> made.qk_circuit(1).left.shape, made.ov_circuit(0).product.shape
+    >>> circuits = get_circuits(net)["decoder.0.attention"]
+    >>> circuits.qk_circuit(1).left.shape, circuits.ov_circuit(0).product.shape
     (torch.Size([8, 4]), torch.Size([8, 8]))
     """
-    known = find_attention(model)
-    ours = [one for one in known if isinstance(one.module, Attention)]
-    if len(ours) < len(known) or not known:
-        ours = find_attention(as_native_model(model))
-    modules = {one.site.name: one.module for one in ours}
+    found = find_attention(model)
+    native = [module for module in found if isinstance(module.module, Attention)]
+    if len(native) < len(found) or not found:
+        native = find_attention(as_native_model(model))
+    modules = {module.site.name: module.module for module in native}
     return {
-        name: AttentionCircuits(name, module, tuple(_caveats(module.spec)))
-        for name, module in modules.items()
-        if isinstance(module, Attention)
+        name: AttentionCircuits(name, attention, tuple(_caveats(attention.spec)))
+        for name, attention in modules.items()
+        if isinstance(attention, Attention)
     }
 
 
 class CircuitSimilarity(NamedTuple):
-    """Heads, and how alike the maps of every two of them are, [heads, heads]; nan where they are of other widths."""
+    """Heads and the similarity of every two of their maps, [heads, heads]; NaN for maps of different widths."""
 
     heads: tuple[HeadLocation, ...]
     values: Tensor
 
 
 def compare_circuits(model: nn.Module, circuit: str = "qk") -> CircuitSimilarity:
-    """How alike the maps of all heads of a model are: "qk", which states they compare, or "ov", what they carry.
+    """Compare the QK or OV circuits of all heads of a model by `map_similarity`.
 
-    Two drawn maps have an inner product of zero on average; `kin(twin(model), which)` says how far from it they come.
+    Random maps have a similarity of zero on average; the circuits of `make_random_baseline(model)` show how far they
+    scatter.
 
     >>> import headwise as hw
     >>> net = hw.build(
@@ -218,35 +233,37 @@ def compare_circuits(model: nn.Module, circuit: str = "qk") -> CircuitSimilarity
     torch.Size([2, 2])
     """
     if circuit not in CIRCUIT_KINDS:
-        raise ValueError(f"which={circuit!r} is unknown; use 'qk' or 'ov'")
+        raise ValueError(f"unknown circuit={circuit!r}; use 'qk' or 'ov'")
     heads, maps = list[HeadLocation](), list[LowRankMap]()
-    layers = {one.site.name: one.site.layer for one in find_attention(model)}
-    for own in get_circuits(model).values():
-        count = own.spec.heads.q if circuit == "qk" else len(own.spec.score_head_of_output)
-        heads += [HeadLocation(own.site, layers[own.site], head) for head in range(count)]
-        maps += [own.qk_circuit(head) if circuit == "qk" else own.ov_circuit(head) for head in range(count)]
-    values = torch.full((len(maps), len(maps)), torch.nan, dtype=torch.float64)
-    for one, own in enumerate(maps):
-        for two in range(one, len(maps)):
-            if own.shape == maps[two].shape:
-                values[one, two] = values[two, one] = own.inner_product(maps[two])
-    size = values.diagonal().sqrt()
-    return CircuitSimilarity(tuple(heads), values / (size[:, None] * size))
+    layer_of_site = {module.site.name: module.site.layer for module in find_attention(model)}
+    for circuits in get_circuits(model).values():
+        site, spec = circuits.site, circuits.spec
+        num_heads = spec.heads.q if circuit == "qk" else len(spec.score_head_of_output)
+        for head in range(num_heads):
+            heads.append(HeadLocation(site, layer_of_site[site], head))
+            maps.append(circuits.qk_circuit(head) if circuit == "qk" else circuits.ov_circuit(head))
+    products = torch.full((len(maps), len(maps)), torch.nan, dtype=torch.float64)
+    for i, first in enumerate(maps):
+        for j in range(i, len(maps)):
+            if first.shape == maps[j].shape:
+                products[i, j] = products[j, i] = first.inner_product(maps[j])
+    norm = products.diagonal().sqrt()
+    return CircuitSimilarity(tuple(heads), products / (norm[:, None] * norm))
 
 
 def _caveats(spec: AttentionSpec) -> Iterator[str]:
-    """What stands between these maps and what the layer does."""
-    for _, turn in spec.parts_of(QKTransform):
-        if sides := [side for side in "qkv" if side in turn.transformed_sides(spec)]:
-            yield f"{turn!r} changes {' and '.join(sides)} token by token"
+    """What the layer does beside these maps."""
+    for _, transform in spec.parts_of(QKTransform):
+        if sides := [side for side in "qkv" if side in transform.transformed_sides(spec)]:
+            yield f"{transform!r} changes {' and '.join(sides)} token by token"
     for _, step in spec.parts_of(OutputStep):
-        yield f"{step!r} changes what heads say before it is written"
+        yield f"{step!r} changes head outputs before the output projection"
     for _, mix in spec.parts_of(Mix):
-        yield f"{mix!r} mixes heads, so that none compares or reads by itself"
+        yield f"{mix!r} mixes heads, so that no head acts on its own"
 
 
 class TokenTables(NamedTuple):
-    """The tables through which tokens enter a model and leave it, and what stands for the second where it has none."""
+    """Embedding and unembedding matrices of a model, and a note if one is a substitute or incomplete."""
 
     embed: Tensor
     unembed: Tensor
@@ -254,38 +271,40 @@ class TokenTables(NamedTuple):
 
 
 def get_token_tables(model: nn.Module, stack: str) -> TokenTables:
-    """The tables of the tokens that a stack reads and of those that the model says, [tokens, model], [model, tokens].
+    """Return the embedding [tokens, model] of a stack and the unembedding [model, tokens] of the model's token head.
 
-    A model that says no tokens is held to its own table: whether a head raises what it read.
+    A model without a token head gets the transposed embedding instead, with a note.
     """
-    net = as_native_model(model)
-    owners, state = net.spec.tied_weights(), net.state_dict(keep_vars=True)
+    native = as_native_model(model)
+    tied_to, state = native.spec.tied_weights(), native.state_dict(keep_vars=True)
 
-    def held(name: str) -> Tensor | None:
-        tensor = state.get(owners.get(name, name))
+    def get_tensor(name: str) -> Tensor | None:
+        tensor = state.get(tied_to.get(name, name))
         return None if tensor is None else tensor.detach()
 
-    embed = held(f"{stack}.embedding.tokens")
+    embed = get_tensor(f"{stack}.embedding.tokens")
     if embed is None:
-        raise SpecError(f"{stack} of {net.spec.name} has no table of tokens; copying of states has copying(ov)")
-    heads = [head for head in net.spec.heads if head.outputs == len(embed) and head.at == "each"]
-    own = held(f"head.{heads[0].name}.weight") if heads else None
-    if own is None or own.shape != embed.shape:
-        return TokenTables(embed, embed.T, "the model says no such tokens: held to the table that it reads")
-    note = "" if heads[0].transform is None else "what the head does before its table is left out"
-    return TokenTables(embed, own.T, note)
+        fact = f"{stack} of {native.spec.name} has no token embedding"
+        raise SpecError(f"{fact}; use copying_score(ov) without tables for copying of states")
+    token_heads = [head for head in native.spec.heads if head.outputs == len(embed) and head.at == "each"]
+    unembed = get_tensor(f"head.{token_heads[0].name}.weight") if token_heads else None
+    if unembed is None or unembed.shape != embed.shape:
+        return TokenTables(embed, embed.T, "the model predicts no tokens: its embedding is used as unembedding")
+    note = "" if token_heads[0].transform is None else "the transform of the output head is left out"
+    return TokenTables(embed, unembed.T, note)
 
 
-# --- What each head writes into the states of a model --------------------------------------------------
+# --- Contributions of heads to the residual stream -----------------------------------------------------
 
-MAX_CHUNK_CELLS = 2**22  # numbers that all heads of a layer write at once, at most
+MAX_CHUNK_CELLS = 2**22  # largest number of values computed at once for the heads of a layer
 
 
 class ResidualContribution(NamedTuple):
-    """One head: the norm of z W_O, and its share of what its layer writes, each a mean over tokens.
+    """Contribution of one head to the residual stream: the norm of z W_O, and its share of the layer's output.
 
-    A share is the part along the sum of all heads, <own, sum> / <sum, sum>: shares of a layer sum to one, and one that
-    is below zero takes back what others write. The chance of a share is one over the number of heads; a norm has none.
+    Both are means over tokens. The share is the component along the sum of all heads, <own, sum> / <sum, sum>. The
+    shares of a layer sum to one; a negative share cancels what other heads write. The chance level of a share is one
+    over the number of heads; a norm has none.
     """
 
     site: str
@@ -297,42 +316,45 @@ class ResidualContribution(NamedTuple):
 def measure_residual_contributions(
     model: nn.Module, examples: Iterable[Example], *, num_resamples: int = 1000, seed: int = 0
 ) -> tuple[ResidualContribution, ...]:
-    """How much every head of a model writes over texts, of models whose circuits are known.
+    """Measure how much every head of a model writes into the residual stream, over texts.
 
-    What output biases add belongs to no head, and what a norm behind the attention does is left out.
+    It needs a model whose circuits are known. Output biases belong to no head, and a norm after the attention is left
+    out.
     """
-    maps = {
-        name: torch.stack([own.output_map(head) for head in range(len(own.spec.score_head_of_output))])
-        for name, own in get_circuits(model).items()
+    output_maps = {
+        name: torch.stack([circuits.output_map(head) for head in range(len(circuits.spec.score_head_of_output))])
+        for name, circuits in get_circuits(model).items()
     }
-    those = [one for one in find_attention(model) if one.site.silence.can and one.site.name in maps]
-    sums = {one.site.name: FoldedSums() for one in those}
-    for number, scene in enumerate(examples):
-        for name, z in collect_head_outputs(model, those, scene).items():
-            told = _contribution_norms(z, maps[name].to(z))
-            sums[name].add(number, told.sum(0).cpu().numpy(), len(told))
+    sites = [module for module in find_attention(model) if module.site.silence.can and module.site.name in output_maps]
+    sums = {module.site.name: FoldedSums() for module in sites}
+    for index, example in enumerate(examples):
+        for name, z in collect_head_outputs(model, sites, example).items():
+            per_token = _contribution_norms(z, output_maps[name].to(z))
+            sums[name].add(index, per_token.sum(0).cpu().numpy(), len(per_token))
     rows: list[ResidualContribution] = []
-    for name, held in sums.items():
-        if held.count:
-            told = held.mean_intervals(num_resamples, seed)
-            heads = told.mean.shape[1]
+    for name, folds in sums.items():
+        if folds.count:
+            means = folds.mean_intervals(num_resamples, seed)
+            heads = means.mean.shape[1]
             rows += [
-                ResidualContribution(name, head, told.measure_at((0, head)), told.measure_at((1, head), 1 / heads))
+                ResidualContribution(name, head, means.measure_at((0, head)), means.measure_at((1, head), 1 / heads))
                 for head in range(heads)
             ]
     if not rows:
-        raise ValueError("no text was read; give at least two")
+        raise ValueError("cannot measure contributions without texts; give at least two")
     return tuple(rows)
 
 
-def _contribution_norms(z: Tensor, maps: Tensor) -> Tensor:
+def _contribution_norms(z: Tensor, output_maps: Tensor) -> Tensor:
     """Norm and share of each head at each token, [tokens, 2, heads], in float64."""
-    step = max(1, MAX_CHUNK_CELLS // max(1, maps.shape[0] * maps.shape[2]))
-    found: list[Tensor] = []
+    step = max(1, MAX_CHUNK_CELLS // max(1, output_maps.shape[0] * output_maps.shape[2]))
+    chunks: list[Tensor] = []
     for start in range(0, len(z), step):
-        own = torch.einsum("tov,ovd->tod", z[start : start + step], maps).double()
-        total = own.sum(1, keepdim=True)
-        whole = total.square().sum(-1)
-        share = torch.where(whole > 0, (own * total).sum(-1) / whole.clamp(min=1e-300), 1 / own.shape[1])
-        found.append(torch.stack([own.norm(dim=-1), share], 1))
-    return torch.cat(found)
+        written = torch.einsum("tov,ovd->tod", z[start : start + step], output_maps).double()
+        total = written.sum(1, keepdim=True)
+        squared_norm = total.square().sum(-1)
+        share = torch.where(
+            squared_norm > 0, (written * total).sum(-1) / squared_norm.clamp(min=1e-300), 1 / written.shape[1]
+        )
+        chunks.append(torch.stack([written.norm(dim=-1), share], 1))
+    return torch.cat(chunks)

@@ -1,8 +1,9 @@
-"""What heads are called, how surely, and why: by our own rules or by published ones.
+"""Names for heads (previous-token, induction, sink, ...), each with a score and its evidence, by our rules or published
+ones.
 
-A head belongs to a class as far as a measure is between its chance and perfect, if the interval of the measure leaves
-chance out. What sinks take is told first, and all else is of what they leave. A head may belong to several classes; one
-that belongs to none is unclear.
+A head belongs to a class if the confidence interval of the class's measure lies above chance; the score is how far the
+measure stands between chance (0) and perfect (1). Weight on sink tokens is measured first, and most other measures
+describe the weight that remains. A head may belong to several classes, and one without any class is "unclear".
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from .head_table import HeadClass, HeadMeasures, HeadTable, Measure
 from .literature_metrics import OFFSET_NAMES, offset_class_name
 from .word_alignment import ALIGNMENT_PREFIX, ROW_CONVENTIONS
 
-MIN_SCORE = 0.1  # of the way from chance to perfect; below, what is surely there is not worth a name
-SURE_SCORE = 0.5  # of what may be read is broad
+MIN_SCORE = 0.1  # smallest normalised score that earns a class, even if the interval excludes chance
+SURE_SCORE = 0.5  # a head is broad if the lower end of "breadth" is above this share of the allowed keys
 UNCLEAR = "unclear"
 
 
 class ClassRule(NamedTuple):
-    """A class, the measure it goes by, and the sentence that says so."""
+    """A class, the measure that decides it, and the sentence that reports the evidence."""
 
     name: str
     measure: str
@@ -35,87 +36,79 @@ class ClassRule(NamedTuple):
 CLASS_RULES = (
     ClassRule("sink", "sink", "puts {} of its weight on sinks"),
     ClassRule("separator", "separator", "puts {} of its weight on separators"),
-    ClassRule("previous", "previous", "puts {} on the token before"),
+    ClassRule("previous", "previous", "puts {} on the previous token"),
     ClassRule("self", "self", "puts {} on the token itself"),
-    ClassRule("next", "next", "puts {} on the token behind"),
-    ClassRule("duplicate", "duplicate", "puts {} on the same token elsewhere"),
-    ClassRule("induction", "induction", "puts {} behind an earlier same token"),
+    ClassRule("next", "next", "puts {} on the next token"),
+    ClassRule("duplicate", "duplicate", "puts {} on other occurrences of the same token"),
+    ClassRule("induction", "induction", "puts {} on tokens that follow an earlier occurrence of the same token"),
     ClassRule("punctuation", "punctuation", "puts {} on punctuation"),
-    ClassRule("rare-token", "rare", "reads the rarest token most in {} of rows"),
+    ClassRule("rare-token", "rare", "puts its largest weight on the rarest token in {} of rows"),
 )
 
 
 def normalised_score(measure: Measure) -> float:
-    """How far a measure is between chance and 1, the perfect head.
+    """How far a measure stands between chance (0) and 1, clipped to that range.
 
     >>> normalised_score(Measure(0.8, 0.7, 0.9, 0.5))
     0.6
     """
-    return (
-        0.0
-        if measure.chance >= 1
-        else min(1.0, max(0.0, round((measure.value - measure.chance) / (1 - measure.chance), 12)))
-    )
+    if measure.chance >= 1:
+        return 0.0
+    return min(1.0, max(0.0, round((measure.value - measure.chance) / (1 - measure.chance), 12)))
 
 
-def _evidence_sentence(one: Measure, says: str, against: str = "chance") -> str:
-    sure = f"95 % interval {one.low:.2f} to {one.high:.2f}"
-    return f"{says.format(f'{one.value:.2f}')}; {against} {one.chance:.2f}, {sure}"
+def _evidence_sentence(measure: Measure, template: str, baseline: str = "chance") -> str:
+    interval = f"95 % interval {measure.low:.2f} to {measure.high:.2f}"
+    return f"{template.format(f'{measure.value:.2f}')}; {baseline} {measure.chance:.2f}, {interval}"
 
 
 def _non_sink_prefix(head: HeadMeasures) -> str:
-    """What a sentence begins with that is of what sinks leave."""
-    left = f"the {1 - head.measures['sink'].value:.2f} that" if "sink" in head.measures else "what"
-    return f"of {left} sinks leave, "
+    """Start of an evidence sentence about the weight that sinks leave."""
+    remaining = f"the {1 - head.measures['sink'].value:.2f} that" if "sink" in head.measures else "what"
+    return f"of {remaining} sinks leave, "
 
 
 def _candidate_classes(head: HeadMeasures) -> Iterable[tuple[str, Measure, str]]:
-    """Classes with the measure that speaks for each, and the sentence that says it."""
-    rest = _non_sink_prefix(head)
-    for kind in CLASS_RULES:
-        if kind.measure in head.measures:
-            one = head.measures[kind.measure]
-            yield (
-                kind.name,
-                one,
-                (rest if HEAD_METRICS[kind.measure].weight_source == "rest" else "")
-                + _evidence_sentence(one, kind.evidence),
-            )
+    """All classes that the head's measures could give it, with the deciding measure and the evidence sentence."""
+    non_sink = _non_sink_prefix(head)
+    for rule in CLASS_RULES:
+        if rule.measure in head.measures:
+            measure = head.measures[rule.measure]
+            prefix = non_sink if HEAD_METRICS[rule.measure].weight_source == "rest" else ""
+            yield rule.name, measure, prefix + _evidence_sentence(measure, rule.evidence)
     if "offset" in head.measures and "peak" in head.measures:
-        one, peak = head.measures["offset"], head.measures["peak"].value
+        measure, peak = head.measures["offset"], head.measures["peak"].value
         if peak == peak and int(peak) not in OFFSET_NAMES:
-            says = f"reads most at distance {int(peak):+d} in {{}} of rows"
-            yield offset_class_name(peak), one, rest + _evidence_sentence(one, says)
-    for name, one in head.measures.items():
+            template = f"puts its largest weight at distance {int(peak):+d} in {{}} of rows"
+            yield offset_class_name(peak), measure, non_sink + _evidence_sentence(measure, template)
+    for name, measure in head.measures.items():
         if is_relation_measure(name):
             _, relation, _, towards = name.rsplit(" ", 3)
-            says = f"finds the {towards} of {relation} in {{}} of arcs"
-            margin = f"{one.value - one.chance:+.2f} over the best offset or all alike,"
-            yield name, one, _evidence_sentence(one, says, margin)
-    rows = [
-        head.measures[f"{ALIGNMENT_PREFIX} {row}"]
-        for row in ROW_CONVENTIONS
-        if f"{ALIGNMENT_PREFIX} {row}" in head.measures
-    ]
-    for one in sorted(rows, key=normalised_score)[-1:]:
-        yield "alignment", one, _evidence_sentence(one, "links words as people do, 1 - AER {}", "uniform or diagonal")
+            template = f"finds the {towards} of {relation} in {{}} of dependencies"
+            margin = f"{measure.value - measure.chance:+.2f} over the better of the best offset and uniform attention,"
+            yield name, measure, _evidence_sentence(measure, template, margin)
+    alignment_names = [f"{ALIGNMENT_PREFIX} {row}" for row in ROW_CONVENTIONS]
+    alignments = [head.measures[name] for name in alignment_names if name in head.measures]
+    for measure in sorted(alignments, key=normalised_score)[-1:]:
+        template = "aligns words as human annotators do, 1 - AER {}"
+        yield "alignment", measure, _evidence_sentence(measure, template, "uniform or diagonal")
 
 
 def default_classes(head: HeadMeasures) -> list[HeadClass]:
-    """All that our measures say of a head."""
-    found: list[HeadClass] = []
-    best = ""
-    for name, one, why in sorted(_candidate_classes(head), key=lambda told: -normalised_score(told[1])):
-        best = best or f"; most of all it is {name}: {why}"
-        if one.is_above_chance and normalised_score(one) >= MIN_SCORE:
-            found.append(HeadClass(name, normalised_score(one), why))
+    """Classes of a head by our own rules; "unclear" with the strongest measure if there is none."""
+    classes: list[HeadClass] = []
+    strongest = ""
+    candidates = sorted(_candidate_classes(head), key=lambda candidate: -normalised_score(candidate[1]))
+    for name, measure, evidence in candidates:
+        strongest = strongest or f"; the strongest candidate is {name}: {evidence}"
+        if measure.is_above_chance and normalised_score(measure) >= MIN_SCORE:
+            classes.append(HeadClass(name, normalised_score(measure), evidence))
     breadth = head.measures.get("breadth")
     if breadth is not None and breadth.low > SURE_SCORE:
-        says = f"reads {breadth.value:.2f} of what it may read, all alike would be 1"
-        found.append(
-            HeadClass("broad", breadth.value, f"{says}; 95 % interval {breadth.low:.2f} to {breadth.high:.2f}")
-        )
-    return found or [HeadClass(UNCLEAR, 0.0, f"nothing stands out from chance{best}")]
+        evidence = f"spreads its weight over {breadth.value:.2f} of the allowed keys (1 is uniform)"
+        interval = f"95 % interval {breadth.low:.2f} to {breadth.high:.2f}"
+        classes.append(HeadClass("broad", breadth.value, f"{evidence}; {interval}"))
+    return classes or [HeadClass(UNCLEAR, 0.0, f"no measure is clearly above chance{strongest}")]
 
 
 CLASSIFIERS: Mapping[str, Callable[[HeadMeasures], list[HeadClass]]] = {
@@ -126,28 +119,30 @@ CLASSIFIERS: Mapping[str, Callable[[HeadMeasures], list[HeadClass]]] = {
 
 
 def classify_heads(table: HeadTable, *, criteria: str = "ours") -> HeadTable:
-    """The same table with the classes of every head, the surest first.
+    """Return the table with the classes of every head, the highest score first.
 
-    `criteria` are "ours", or those published by "clark" (1906.04341) or "voita" (1905.09418), whose own statistics must
-    have been measured then.
+    `criteria` is "ours", "clark" (1906.04341) or "voita" (1905.09418). The published criteria need their own metrics,
+    which must have been measured: see `metrics_for_criteria`.
 
     >>> head = HeadMeasures("decoder", 0, 0, 0, 0, "decoder.0.attention", {"previous": Measure(0.97, 0.95, 0.99, 0.1)})
     >>> classify_heads(HeadTable("small", "9 texts", (head,))).heads[0].classes[0].name
     'previous'
     """
     if criteria not in CLASSIFIERS:
-        raise ValueError(f"criteria={criteria!r} are unknown; {suggest(criteria, CLASSIFIERS)}")
-    known = literature_metrics.metrics_for_criteria(criteria) or tuple(kind.measure for kind in CLASS_RULES)
+        raise ValueError(f"unknown criteria={criteria!r}; {suggest(criteria, CLASSIFIERS)}")
+    published = literature_metrics.metrics_for_criteria(criteria)
+    measures = published or tuple(rule.measure for rule in CLASS_RULES)
     for head in table.heads:
-        if not any(name in head.measures for name in known):
-            asked = f"Chosen(statistics={known!r})" if literature_metrics.metrics_for_criteria(criteria) else "Chosen()"
-            raise ValueError(
-                f"head {head.head} of {head.site} has no measure that {criteria!r} names heads by; measure with {asked}"
-            )
-    nobody = [HeadClass(UNCLEAR, 0.0, f"is none of what {criteria!r} names")]
-    heads = [replace(head, classes=tuple(_sort_classes(CLASSIFIERS[criteria](head) or nobody))) for head in table.heads]
+        if not any(name in head.measures for name in measures):
+            remedy = f"MeasureOptions(metrics={measures!r})" if published else "MeasureOptions()"
+            fact = f"cannot classify head {head.head} of {head.site}: it has no measure that criteria={criteria!r} use"
+            raise ValueError(f"{fact}; measure with {remedy}")
+    unclear = [HeadClass(UNCLEAR, 0.0, f"matches no class of criteria={criteria!r}")]
+    heads = [
+        replace(head, classes=tuple(_sort_classes(CLASSIFIERS[criteria](head) or unclear))) for head in table.heads
+    ]
     return replace(table, heads=tuple(heads))
 
 
 def _sort_classes(classes: list[HeadClass]) -> list[HeadClass]:
-    return sorted(classes, key=lambda one: -one.score)
+    return sorted(classes, key=lambda head_class: -head_class.score)

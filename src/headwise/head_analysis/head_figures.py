@@ -1,4 +1,4 @@
-"""Colours, letters and styles of drawings of heads, for light and for dark paper."""
+"""Drawings of heads for light and dark backgrounds, and tables of heads for a terminal."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+# --- Themes, colours and fonts -------------------------------------------------------------------------
+
 SAVE_OPTIONS: dict[str, dict[str, Any]] = {".svg": {"metadata": {"Date": None}}, ".png": {"dpi": 160}}
-# Okabe and Ito's colours; a class is told by its letter as well, never by its hue alone.
+# Letter and colour of each class. Colours are those of Okabe and Ito; the letter distinguishes classes without colour.
 CLASS_STYLES: Mapping[str, tuple[str, str]] = {
     "sink": ("K", "#999999"),
     "positional": ("P", "#56B4E9"),
@@ -39,7 +41,7 @@ CLASS_STYLES: Mapping[str, tuple[str, str]] = {
 OFFSET_CLASSES = ("previous", "self", "next")
 FONT_SIZE = 8.0
 DEFAULT_FONT = "DejaVu Sans"
-# Fonts that know Chinese, Japanese and Korean, by the names of usual systems.
+# Fonts with Chinese, Japanese and Korean characters on common systems.
 FALLBACK_FONTS = (
     "Noto Sans CJK SC",
     "Noto Sans SC",
@@ -56,8 +58,8 @@ FALLBACK_FONTS = (
 
 @dataclass(frozen=True)
 class FigureTheme:
-    """What a drawing stands on: the paper itself, ink, faint ink, what is empty, the ramp of weights,
-    and two colours to tell apart.
+    """Colours of a drawing: background, text, muted text, empty cells, the ramp of weights, and two colours for
+    pairs.
     """
 
     name: str
@@ -80,14 +82,14 @@ FIGURE_THEMES = {
 
 
 def get_theme(name: str) -> FigureTheme:
-    """The paper of this name."""
+    """Return the theme of this name."""
     if name not in FIGURE_THEMES:
-        raise SpecError(f"there is no paper {name!r}; give light or dark")
+        raise SpecError(f"unknown theme {name!r}; use light or dark")
     return FIGURE_THEMES[name]
 
 
 def class_group(name: str) -> str:
-    """The group of classes that share a letter and a colour: relations are syntactic, distances positional.
+    """Group of a class, which has one letter and one colour: relations are syntactic, distances positional.
 
     >>> class_group("syntactic det to its governor"), class_group("previous"), class_group("rare-token")
     ('syntactic', 'positional', 'rare-token')
@@ -97,29 +99,31 @@ def class_group(name: str) -> str:
 
 
 def class_style(name: str, theme: FigureTheme) -> tuple[str, str]:
-    """The letter and the colour of a class."""
+    """Letter and colour of a class."""
     letter, colour = CLASS_STYLES.get(class_group(name), ("?", theme.muted))
     return letter, colour or theme.empty_cell
 
 
 def list_fonts() -> list[str]:
-    """matplotlib's own font, and behind it those that are installed here and know more signs."""
+    """Names of matplotlib's own font and of the installed fallback fonts."""
     from matplotlib.font_manager import fontManager
 
-    there = {font.name for font in fontManager.ttflist}
-    return [DEFAULT_FONT, *(name for name in FALLBACK_FONTS if name in there)]
+    installed = {font.name for font in fontManager.ttflist}
+    return [DEFAULT_FONT, *(name for name in FALLBACK_FONTS if name in installed)]
 
 
 def replace_undrawable(text: str) -> str:
-    """The text with a box for every sign that no font here can draw."""
+    """Replace every character that no listed font can draw with a box."""
     from matplotlib.font_manager import FontProperties, findfont, get_font
 
-    known = [get_font(findfont(FontProperties(family=name))).get_charmap() for name in list_fonts()]
-    return "".join(char if any(ord(char) in one for one in known) and char.isprintable() else "□" for char in text)
+    charmaps = [get_font(findfont(FontProperties(family=name))).get_charmap() for name in list_fonts()]
+    return "".join(
+        char if any(ord(char) in charmap for charmap in charmaps) and char.isprintable() else "□" for char in text
+    )
 
 
 def plot_style(theme: FigureTheme) -> Any:
-    """What matplotlib is told before anything is drawn."""
+    """Settings of matplotlib for a theme."""
     return {
         "font.size": FONT_SIZE,
         "font.family": list_fonts(),
@@ -145,29 +149,29 @@ def plot_style(theme: FigureTheme) -> Any:
 
 
 def save_figure(draw: Callable[[FigureTheme], Figure], path: Path | str, theme_name: str = "light") -> None:
-    """Draw into an SVG or a PNG: the same numbers are the same file."""
+    """Draw a figure into an SVG or PNG file; equal data gives an equal file."""
     suffix = Path(path).suffix
     if suffix not in SAVE_OPTIONS:
-        raise SpecError(f"{Path(path).name} ends in none of {', '.join(SAVE_OPTIONS)}; give one of these")
+        raise SpecError(f"cannot save a figure as {Path(path).name}: the name must end in {' or '.join(SAVE_OPTIONS)}")
     import matplotlib
 
-    on = get_theme(theme_name)
+    theme = get_theme(theme_name)
     with matplotlib.rc_context():
-        matplotlib.rcdefaults()  # whatever a user's own settings are
-        matplotlib.rcParams.update(plot_style(on))
-        written = io.BytesIO()
-        draw(on).savefig(written, format=suffix[1:], **SAVE_OPTIONS[suffix])
-    write_atomically(path, written.getvalue())
+        matplotlib.rcdefaults()  # ignore the user's own settings
+        matplotlib.rcParams.update(plot_style(theme))
+        buffer = io.BytesIO()
+        draw(theme).savefig(buffer, format=suffix[1:], **SAVE_OPTIONS[suffix])
+    write_atomically(path, buffer.getvalue())
 
 
-# --- Heads at work on one text -------------------------------------------------------------------------
+# --- Attention weights of single heads -----------------------------------------------------------------
 
-NUM_COLUMNS = 3  # pictures beside each other
-MIN_LINE_WEIGHT = 0.05  # the least weight that is drawn as a line
+NUM_COLUMNS = 3  # heat maps in a row
+MIN_LINE_WEIGHT = 0.05  # smaller weights are not drawn as lines
 
 
 class HeadPicture(NamedTuple):
-    """The weights of one head over one text [T, S], its tokens, what it is called and why; arcs are marked cells."""
+    """Attention weights [T, S] of one head over one text, with a title, a class name, tokens and cells to mark."""
 
     title: str
     name: str
@@ -178,84 +182,88 @@ class HeadPicture(NamedTuple):
 
 
 def draw_gallery(pictures: Sequence[HeadPicture], title: str, theme: FigureTheme) -> Figure:
-    """A heat map for each: queries from above to below, keys from left to right; marked are gold arcs."""
+    """Draw a heat map for each head: queries from top to bottom, keys from left to right, gold dependencies marked."""
     from matplotlib.figure import Figure
 
-    down = -(-len(pictures) // NUM_COLUMNS)
-    across = min(NUM_COLUMNS, len(pictures))
-    figure = Figure(figsize=(3.1 * across, 3.2 * down + 0.4), layout="constrained")
+    rows = -(-len(pictures) // NUM_COLUMNS)
+    columns = min(NUM_COLUMNS, len(pictures))
+    figure = Figure(figsize=(3.1 * columns, 3.2 * rows + 0.4), layout="constrained")
     figure.suptitle(title, x=0.01, ha="left", fontweight="bold", fontsize=9)
-    for number, one in enumerate(pictures, 1):
-        _draw_heat_map(figure.add_subplot(down, across, number), one, theme)
+    for number, picture in enumerate(pictures, 1):
+        _draw_heat_map(figure.add_subplot(rows, columns, number), picture, theme)
     return figure
 
 
-def _draw_heat_map(axes: Axes, one: HeadPicture, paper: FigureTheme) -> None:
+def _draw_heat_map(axes: Axes, picture: HeadPicture, theme: FigureTheme) -> None:
     from matplotlib.colors import LinearSegmentedColormap
     from matplotlib.patches import Rectangle
 
-    ramp = LinearSegmentedColormap.from_list("weights", list(paper.colour_ramp))
-    axes.imshow(np.sqrt(np.clip(one.weights, 0, 1)), cmap=ramp, vmin=0, vmax=1, interpolation="nearest")
-    for t, s in one.marked_cells:
-        axes.add_patch(Rectangle((s - 0.5, t - 0.5), 1, 1, fill=False, edgecolor=paper.pair_colours[1], lw=1.1))
+    ramp = LinearSegmentedColormap.from_list("weights", list(theme.colour_ramp))
+    axes.imshow(np.sqrt(np.clip(picture.weights, 0, 1)), cmap=ramp, vmin=0, vmax=1, interpolation="nearest")
+    for t, s in picture.marked_cells:
+        axes.add_patch(Rectangle((s - 0.5, t - 0.5), 1, 1, fill=False, edgecolor=theme.pair_colours[1], lw=1.1))
     axes.set_xticks(
-        range(len(one.key_tokens)), [_shorten_token(word) for word in one.key_tokens], rotation=90, fontsize=5.5
+        range(len(picture.key_tokens)), [_shorten_token(word) for word in picture.key_tokens], rotation=90, fontsize=5.5
     )
-    axes.set_yticks(range(len(one.query_tokens)), [_shorten_token(word) for word in one.query_tokens], fontsize=5.5)
+    axes.set_yticks(
+        range(len(picture.query_tokens)), [_shorten_token(word) for word in picture.query_tokens], fontsize=5.5
+    )
     axes.tick_params(length=0, pad=1)
-    letter, colour = class_style(one.name, paper)
-    axes.set_title(f"{letter}  {one.title}", fontsize=7, color=paper.foreground)
+    letter, colour = class_style(picture.name, theme)
+    axes.set_title(f"{letter}  {picture.title}", fontsize=7, color=theme.foreground)
     for side in axes.spines.values():
         side.set(visible=True, color=colour, linewidth=1.2)
 
 
 def draw_head_overlay(first: HeadPicture, second: HeadPicture, theme: FigureTheme) -> Figure:
-    """What two heads read, one colour each: every line leads from a token that asks to one that is read."""
+    """Draw the attention of two heads as lines from queries to keys, in one colour each."""
     from matplotlib.figure import Figure
 
     count = max(len(first.query_tokens), len(first.key_tokens))
     figure = Figure(figsize=(4.6, 0.21 * count + 0.9), layout="constrained")
     axes = figure.add_subplot()
-    for one, colour in zip((first, second), theme.pair_colours, strict=True):
-        for t, s in np.argwhere(one.weights >= MIN_LINE_WEIGHT).tolist():
-            weight = float(one.weights[t, s])
+    for picture, colour in zip((first, second), theme.pair_colours, strict=True):
+        for t, s in np.argwhere(picture.weights >= MIN_LINE_WEIGHT).tolist():
+            weight = float(picture.weights[t, s])
             axes.plot([0, 1], [t, s], color=colour, alpha=min(1.0, 0.12 + 0.88 * weight), lw=0.4 + 2.2 * weight)
     for x, words, side in ((-0.03, first.query_tokens, "right"), (1.03, first.key_tokens, "left")):
-        for place, word in enumerate(words):
-            axes.text(x, place, _shorten_token(word), ha=side, va="center", fontsize=7)
-    for place, (one, colour) in enumerate(zip((first, second), theme.pair_colours, strict=True)):
-        axes.text(0.5, -2.4 + 0.9 * place, one.title, ha="center", color=colour, fontsize=7.5, fontweight="bold")
+        for row, word in enumerate(words):
+            axes.text(x, row, _shorten_token(word), ha=side, va="center", fontsize=7)
+    for row, (picture, colour) in enumerate(zip((first, second), theme.pair_colours, strict=True)):
+        axes.text(0.5, -2.4 + 0.9 * row, picture.title, ha="center", color=colour, fontsize=7.5, fontweight="bold")
     axes.set(xlim=(-0.5, 1.5), ylim=(count - 0.3, -3.2))
     axes.set_axis_off()
     return figure
 
 
 def _shorten_token(word: str) -> str:
-    """A token in a few signs that can be drawn."""
+    """The token as at most 12 characters that can be drawn."""
     shown = replace_undrawable(word.strip()) or "·"
     return shown if len(shown) <= 12 else f"{shown[:11]}…"
 
 
-# --- A model's heads drawn -----------------------------------------------------------------------------
+# --- All heads of a model ------------------------------------------------------------------------------
 
 CELL_SIZE = 0.32  # inches
-MAX_LABELLED_HEADS = 24  # names on an axis, beyond which some are left out
+MAX_LABELLED_HEADS = 24  # labels on an axis; with more heads, labels are left out
 
 
 def draw_head_grid(table: HeadTable, theme: FigureTheme) -> Figure:
-    """Every head of every layer as a cell: the colour and letter of its first class, the stronger the surer."""
+    """Draw every head of every layer as a cell with the letter and colour of its first class, stronger for a higher
+    score.
+    """
     from matplotlib.figure import Figure
 
     sites = table.sites
-    wide = max(one.head for one in table.heads) + 1
-    inches = max(4.6, wide * CELL_SIZE + 2.6), len(sites) * CELL_SIZE + 1.5
+    num_heads = max(head.head for head in table.heads) + 1
+    inches = max(4.6, num_heads * CELL_SIZE + 2.6), len(sites) * CELL_SIZE + 1.5
     figure = Figure(figsize=inches, layout="constrained")
     axes = figure.add_subplot()
-    for one in table.heads:
-        _draw_cell(axes, one.head, sites.index(one.site), one, theme)
-    axes.set(xlim=(-0.5, wide - 0.5), ylim=(len(sites) - 0.5, -0.5), aspect="equal", xlabel="head")
+    for head in table.heads:
+        _draw_cell(axes, head.head, sites.index(head.site), head, theme)
+    axes.set(xlim=(-0.5, num_heads - 0.5), ylim=(len(sites) - 0.5, -0.5), aspect="equal", xlabel="head")
     axes.set_title(f"Heads of {table.model}, {table.texts}")
-    _set_ticks(axes.set_xticks, range(wide), [str(n) for n in range(wide)])
+    _set_ticks(axes.set_xticks, range(num_heads), [str(n) for n in range(num_heads)])
     _set_ticks(axes.set_yticks, range(len(sites)), list(sites))
     axes.tick_params(length=0)
     for side in axes.spines.values():
@@ -264,61 +272,64 @@ def draw_head_grid(table: HeadTable, theme: FigureTheme) -> Figure:
     return figure
 
 
-def _draw_cell(axes: Axes, x: int, y: int, one: HeadMeasures, paper: FigureTheme) -> None:
+def _draw_cell(axes: Axes, x: int, y: int, head: HeadMeasures, theme: FigureTheme) -> None:
     from matplotlib.patches import Rectangle
 
-    first = one.classes[0] if one.classes else None
-    letter, colour = class_style(first.name, paper) if first else ("", paper.empty_cell)
+    first = head.classes[0] if head.classes else None
+    letter, colour = class_style(first.name, theme) if first else ("", theme.empty_cell)
     strength = 0.35 + 0.65 * first.score if first and first.name != "unclear" else 1.0
-    box = Rectangle((x - 0.47, y - 0.47), 0.94, 0.94, facecolor=colour, alpha=strength, edgecolor=paper.muted, lw=0.3)
+    box = Rectangle((x - 0.47, y - 0.47), 0.94, 0.94, facecolor=colour, alpha=strength, edgecolor=theme.muted, lw=0.3)
     axes.add_patch(box)
-    axes.text(x, y, letter, ha="center", va="center", fontsize=7, color=paper.foreground)
+    axes.text(x, y, letter, ha="center", va="center", fontsize=7, color=theme.foreground)
 
 
-def _draw_legend(figure: Figure, table: HeadTable, paper: FigureTheme) -> None:
+def _draw_legend(figure: Figure, table: HeadTable, theme: FigureTheme) -> None:
     from matplotlib.patches import Patch
 
-    there = {class_group(named.name) for one in table.heads for named in one.classes[:1]}
-    marks = [
+    present = {class_group(head_class.name) for head in table.heads for head_class in head.classes[:1]}
+    handles = [
         Patch(
-            facecolor=class_style(name, paper)[1],
-            edgecolor=paper.muted,
+            facecolor=class_style(name, theme)[1],
+            edgecolor=theme.muted,
             lw=0.3,
             label=f"{CLASS_STYLES[name][0]}  {name}",
         )
         for name in CLASS_STYLES
-        if name in there
+        if name in present
     ]
-    if marks:
-        figure.legend(handles=marks, loc="outside lower center", ncols=4, fontsize=7, handlelength=1)
+    if handles:
+        figure.legend(handles=handles, loc="outside lower center", ncols=4, fontsize=7, handlelength=1)
 
 
-def _set_ticks(put: Any, places: Sequence[int], names: Sequence[str]) -> None:
-    step = math.ceil(len(places) / MAX_LABELLED_HEADS)
-    put(list(places)[::step], list(names)[::step])
+def _set_ticks(set_ticks: Any, positions: Sequence[int], labels: Sequence[str]) -> None:
+    step = math.ceil(len(positions) / MAX_LABELLED_HEADS)
+    set_ticks(list(positions)[::step], list(labels)[::step])
 
 
 def draw_measure_by_layer(table: HeadTable, theme: FigureTheme, measure: str = "entropy") -> Figure:
-    """A measure of every head, layer by layer: dots are heads, the line their mean, the dashes chance."""
+    """Draw a measure of every head by layer: dots are heads with intervals, the line their mean, the dashed line
+    chance.
+    """
     from matplotlib.figure import Figure
 
     sites = table.sites
     figure = Figure(figsize=(6.4, 2.9), layout="constrained")
     axes = figure.add_subplot()
-    middle: list[float] = []
-    for place, site in enumerate(sites):
-        own = [one for one in table.heads if one.site == site]
-        values = [one.measures[measure].value for one in own]
-        for n, one in enumerate(own):
-            told = one.measures[measure]
-            x = place + 0.5 * (n / max(1, len(own) - 1) - 0.5)
-            axes.plot([x, x], [told.low, told.high], color=theme.muted, lw=0.6)
-            first = one.classes[0].name if one.classes else "unclear"
-            colour = class_style(first, theme)[1]
-            axes.plot(x, told.value, "o", ms=3.4, color=colour, mec=theme.foreground, mew=0.3)
-        middle.append(sum(values) / len(values))
-    chance = [next(one for one in table.heads if one.site == site).measures[measure].chance for site in sites]
-    axes.plot(range(len(sites)), middle, color=theme.foreground, lw=1, label="mean of the layer")
+    means: list[float] = []
+    for index, site in enumerate(sites):
+        heads = [head for head in table.heads if head.site == site]
+        for n, head in enumerate(heads):
+            value = head.measures[measure]
+            x = index + 0.5 * (n / max(1, len(heads) - 1) - 0.5)
+            axes.plot([x, x], [value.low, value.high], color=theme.muted, lw=0.6)
+            first_class = head.classes[0].name if head.classes else "unclear"
+            colour = class_style(first_class, theme)[1]
+            axes.plot(x, value.value, "o", ms=3.4, color=colour, mec=theme.foreground, mew=0.3)
+        values = [head.measures[measure].value for head in heads]
+        means.append(sum(values) / len(values))
+    first_heads = [next(head for head in table.heads if head.site == site) for site in sites]
+    chance = [head.measures[measure].chance for head in first_heads]
+    axes.plot(range(len(sites)), means, color=theme.foreground, lw=1, label="mean of the layer")
     axes.plot(range(len(sites)), chance, "--", color=theme.muted, lw=1, label="chance")
     _set_ticks(axes.set_xticks, range(len(sites)), [site.removesuffix(".attention") for site in sites])
     axes.tick_params(axis="x", labelrotation=30)
@@ -330,66 +341,66 @@ def draw_measure_by_layer(table: HeadTable, theme: FigureTheme, measure: str = "
 def draw_importance_curve(
     names: Sequence[str], values: Sequence[tuple[float, float, float]], title: str, theme: FigureTheme
 ) -> Figure:
-    """Heads by importance, the most important first: value, low and high of each."""
+    """Draw heads by decreasing importance; `values` are the value, low and high of each head."""
     from matplotlib.figure import Figure
 
     order = sorted(range(len(values)), key=lambda n: -values[n][0])
     figure = Figure(figsize=(6.4, 2.9), layout="constrained")
     axes = figure.add_subplot()
-    places = range(len(order))
+    ranks = range(len(order))
     axes.fill_between(
-        places, [values[n][1] for n in order], [values[n][2] for n in order], color=theme.pair_colours[0], alpha=0.25
+        ranks, [values[n][1] for n in order], [values[n][2] for n in order], color=theme.pair_colours[0], alpha=0.25
     )
-    axes.plot(places, [values[n][0] for n in order], color=theme.pair_colours[0], marker=".", ms=3)
+    axes.plot(ranks, [values[n][0] for n in order], color=theme.pair_colours[0], marker=".", ms=3)
     axes.axhline(0, color=theme.muted, lw=0.6)
-    for place in list(places)[:5]:
+    for rank in list(ranks)[:5]:
         axes.annotate(
-            names[order[place]],
-            (place, values[order[place]][0]),
+            names[order[rank]],
+            (rank, values[order[rank]][0]),
             xytext=(4, 3),
             textcoords="offset points",
             fontsize=6.5,
             color=theme.foreground,
         )
-    axes.set(xlabel="heads, the most important first")
+    axes.set(xlabel="heads by decreasing importance")
     axes.set_title(title)
     return figure
 
 
 def draw_head_map(table: HeadTable, positions: Array, theme: FigureTheme) -> Figure:
-    """Heads on a map [heads, 2]: near are those that read alike; colours and letters are classes, sizes layers."""
+    """Draw heads at points [heads, 2] with their class colours; later layers have larger dots."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(5.2, 5.2), layout="constrained")
     axes = figure.add_subplot()
     sites = table.sites
-    for one, (x, y) in zip(table.heads, positions.tolist(), strict=True):
-        colour = class_style(one.classes[0].name if one.classes else "unclear", theme)[1]
-        depth = sites.index(one.site) / max(1, len(sites) - 1)
+    for head, (x, y) in zip(table.heads, positions.tolist(), strict=True):
+        colour = class_style(head.classes[0].name if head.classes else "unclear", theme)[1]
+        depth = sites.index(head.site) / max(1, len(sites) - 1)
         axes.plot(x, y, "o", ms=7 + 6 * depth, color=colour, mec=theme.muted, mew=0.4, alpha=0.85)
         axes.text(
-            x, y, f"{sites.index(one.site)}.{one.head}", ha="center", va="center", fontsize=5, color=theme.foreground
+            x, y, f"{sites.index(head.site)}.{head.head}", ha="center", va="center", fontsize=5, color=theme.foreground
         )
     axes.set(aspect="equal", xticks=[], yticks=[])
-    axes.set_title(f"{table.model}: near are heads that read alike; site.head, larger is later")
+    axes.set_title(f"{table.model}: similar heads are close; site.head, later is larger")
     _draw_legend(figure, table, theme)
     return figure
 
 
-# --- The heads of a model on a terminal ----------------------------------------------------------------
+# --- Tables for a terminal -----------------------------------------------------------------------------
 
 LINE_WIDTH = 80
-HEADS_PER_CLASS = 2  # heads that are told of each class
-ColourFunction = Callable[[str, str], str]  # a text, and the name of a group of classes
+HEADS_PER_CLASS = 2  # heads listed for each class
+ColourFunction = Callable[[str, str], str]  # (text, class group) -> text with colour codes
 
 
 def without_colour(text: str, group: str) -> str:
-    """No colour."""
+    """Return the text unchanged."""
     return text
 
 
 def with_ansi_colour(text: str, group: str) -> str:
-    """In the colour of a group of classes, for a terminal that shows colours."""
+    """Return the text with ANSI codes for the colour of a class group."""
     colour = CLASS_STYLES[group][1]
     if not colour:
         return text
@@ -398,7 +409,9 @@ def with_ansi_colour(text: str, group: str) -> str:
 
 
 def format_head_table(table: HeadTable, colour: ColourFunction = without_colour) -> str:
-    """A grid of letters, layer by layer, and below it the surest heads of each class."""
+    """Format a table as a grid of class letters by layer, followed by the heads with the highest score in each
+    class.
+    """
     lines = [f"{table.model}, {table.texts}", "", *_grid_lines(table, colour), ""]
     for group in CLASS_STYLES:
         if group != "unclear":
@@ -407,7 +420,7 @@ def format_head_table(table: HeadTable, colour: ColourFunction = without_colour)
 
 
 def format_head_ranking(table: HeadTable, measure: str) -> str:
-    """Heads with the most of a measure first: the value, its interval, chance, and the first classes.
+    """Format heads by decreasing value of a measure: value, interval, chance and first classes.
 
     >>> from headwise.head_analysis.head_table import Measure
     >>> head = HeadMeasures(
@@ -417,64 +430,67 @@ def format_head_ranking(table: HeadTable, measure: str) -> str:
     decoder.0.attention     3   0.50    0.40    0.60    0.10
     """
     heads = table.sorted_by(measure)
-    wide = max(len(one.site) for one in heads)
+    width = max(len(head.site) for head in heads)
     lines = [
         f"{table.model}, {table.texts}",
         "",
-        f"{'site'.ljust(wide)}  head  {measure[:6]:>5}     low    high  chance",
+        f"{'site'.ljust(width)}  head  {measure[:6]:>5}     low    high  chance",
     ]
-    for one in heads:
-        numbers = "   ".join(f"{number:>5.2f}" for number in one.measures[measure])
-        classes = ", ".join(f"{named.name} {named.score:.2f}" for named in one.classes[:2])
-        line = f"{one.site.ljust(wide)}  {one.head:>4}  {numbers}  {classes}".rstrip()
+    for head in heads:
+        numbers = "   ".join(f"{number:>5.2f}" for number in head.measures[measure])
+        classes = ", ".join(f"{head_class.name} {head_class.score:.2f}" for head_class in head.classes[:2])
+        line = f"{head.site.ljust(width)}  {head.head:>4}  {numbers}  {classes}".rstrip()
         lines.append(line if len(line) <= LINE_WIDTH else f"{line[: LINE_WIDTH - 1]}…")
     return "\n".join([*lines, *_note_lines(table)])
 
 
-def _grid_lines(table: HeadTable, paint: ColourFunction) -> Iterator[str]:
+def _grid_lines(table: HeadTable, colour: ColourFunction) -> Iterator[str]:
     sites = table.sites
-    wide = max(len(site) for site in sites)
-    heads = {(one.site, one.head): one for one in table.heads}
-    count = max(one.head for one in table.heads) + 1
-    across = max(1, (LINE_WIDTH - wide - 2) // 3)
-    for start in range(0, count, across):
-        some = range(start, min(count, start + across))
-        yield f"{'head'.ljust(wide)}  {''.join(str(n).rjust(2) + ' ' for n in some)}".rstrip()
+    width = max(len(site) for site in sites)
+    head_at = {(head.site, head.head): head for head in table.heads}
+    num_heads = max(head.head for head in table.heads) + 1
+    columns = max(1, (LINE_WIDTH - width - 2) // 3)
+    for start in range(0, num_heads, columns):
+        numbers = range(start, min(num_heads, start + columns))
+        yield f"{'head'.ljust(width)}  {''.join(str(n).rjust(2) + ' ' for n in numbers)}".rstrip()
         for site in sites:
-            cells = [_cell_letter(heads.get((site, n)), paint) for n in some]
-            yield f"{site.ljust(wide)}  {''.join(cells)}".rstrip()
+            cells = [_cell_letter(head_at.get((site, n)), colour) for n in numbers]
+            yield f"{site.ljust(width)}  {''.join(cells)}".rstrip()
 
 
-def _cell_letter(one: HeadMeasures | None, paint: ColourFunction) -> str:
-    """The letter of the first class, small where it is not sure of half."""
-    if one is None:
+def _cell_letter(head: HeadMeasures | None, colour: ColourFunction) -> str:
+    """Letter of the first class, lower case if its score is below 0.5."""
+    if head is None:
         return "   "
-    if not one.classes:
+    if not head.classes:
         return " · "
-    group = class_group(one.classes[0].name)
+    group = class_group(head.classes[0].name)
     letter = "·" if group == "unclear" else CLASS_STYLES[group][0]
-    return " " + paint(letter if one.classes[0].score >= 0.5 else letter.lower(), group) + " "
+    return " " + colour(letter if head.classes[0].score >= 0.5 else letter.lower(), group) + " "
 
 
-def _top_heads(table: HeadTable, group: str, paint: ColourFunction) -> Iterator[str]:
-    found = [(named, one) for one in table.heads for named in one.classes if class_group(named.name) == group]
-    found.sort(key=lambda pair: -pair[0].score)
-    if not found:
+def _top_heads(table: HeadTable, group: str, colour: ColourFunction) -> Iterator[str]:
+    members = [
+        (head_class, head)
+        for head in table.heads
+        for head_class in head.classes
+        if class_group(head_class.name) == group
+    ]
+    members.sort(key=lambda member: -member[0].score)
+    if not members:
         return
-    count = len({id(one) for _, one in found})
-    yield paint(f"{CLASS_STYLES[group][0]}  {group}", group) + f", {count} head{'s' if count > 1 else ''}"
-    for named, one in found[:HEADS_PER_CLASS]:
+    count = len({id(head) for _, head in members})
+    yield colour(f"{CLASS_STYLES[group][0]}  {group}", group) + f", {count} head{'s' if count > 1 else ''}"
+    for head_class, head in members[:HEADS_PER_CLASS]:
         yield from textwrap.wrap(
-            f"{one.site} {one.head}: {named.name} {named.score:.2f}, {named.evidence}",
+            f"{head.site} {head.head}: {head_class.name} {head_class.score:.2f}, {head_class.evidence}",
             LINE_WIDTH,
             initial_indent="   ",
             subsequent_indent="   ",
         )
 
 
-def _note_lines(table: HeadTable) -> Sequence[str]:
-    return (
-        ["", *(line for note in table.notes for line in textwrap.wrap(f"note: {note}", LINE_WIDTH))]
-        if table.notes
-        else []
-    )
+def _note_lines(table: HeadTable) -> list[str]:
+    if not table.notes:
+        return []
+    return ["", *(line for note in table.notes for line in textwrap.wrap(f"note: {note}", LINE_WIDTH))]

@@ -1,4 +1,4 @@
-"""How much every head matters for a named objective, over texts, with intervals, in a time that is given."""
+"""Importance of every attention head for a named objective, over texts, with confidence intervals and a time limit."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ from .partial_forward import make_forward
 from .resampling import min_p_value
 
 IMPORTANCE_METHODS: Mapping[str, ImportanceMethod] = {
-    one.name: one
-    for one in (
+    method.name: method
+    for method in (
         LeaveOneOut(),
         ShapleyValue(),
         GradientTimesActivation(),
@@ -58,11 +58,12 @@ def estimate_importance(
     options: ImportanceOptions = DEFAULT_OPTIONS,
     progress: Callable[[int], object] = lambda _: None,
 ) -> ImportanceResult:
-    """How much each head of a model matters over texts: for the loss of the model's own head, or how far it drifts.
+    """Estimate how much each head of a model matters, over texts.
 
-    `method` and `objective` are names, or objects with fields of their own; the objective is chosen by the model's head
-    where none is named, and `notes` say which. Texts are read one at a time; `tell` hears how many there were. When the
-    budget is used up, what was begun is left out, and said.
+    `method` and `objective` are names or objects with options of their own; see `IMPORTANCE_METHODS` and `OBJECTIVES`.
+    If no objective is given, it is the loss of the model's own head, or the drift of its outputs if it has none;
+    `notes` of the result say which. Examples are read one at a time, and `progress` is called with their number so far.
+    When the time limit is reached, the unfinished example is dropped and a note is added.
 
     >>> import headwise as hw, torch
     >>> net = hw.build(
@@ -72,28 +73,29 @@ def estimate_importance(
     ...     seed=0,
     ... )
     >>> texts = [Example({"x": torch.tensor([[n, 1, 4, 1, 5]])}, {}) for n in range(5)]
-    >>> found = estimate_importance(net.eval(), texts, method="taylor")
-    >>> found.objective, found.texts, [(one.site, one.head) for one in found.heads]
+    >>> result = estimate_importance(net.eval(), texts, method="taylor")
+    >>> result.objective, result.texts, [(head.site, head.head) for head in result.heads]
     ('next-token', 5, [('decoder.0.attention', 0), ('decoder.0.attention', 1)])
     """
-    check, way, those = make_time_check(options.max_seconds), _resolve_method(method), require_ability(model, "silence")
-    if why := way.unsupported_reason(model):
-        raise ValueError(f"{way.name} cannot be used: {why}")
-    drawn, notes = _sample_examples(examples, options)
-    if (first := next(drawn, None)) is None:
-        raise ValueError("no text was given; give at least two")
-    chosen, said = _resolve_objective(model, objective, first, way)
-    units = ImportanceRun(model, those, way, chosen)
-    units.run(chain([first], drawn), check, progress)
-    heads = rate_heads(those, units.sums_by_unit, options, way.significance_test)
-    notes += [*([said] if said else []), *units.notes(options, len(heads)), *way.notes]
-    return ImportanceResult(
-        type(model).__name__, way.name, way.measured_quantity or chosen.name, units.num_texts, heads, tuple(notes)
-    )
+    check_time = make_time_check(options.max_seconds)
+    estimator = _resolve_method(method)
+    sites = require_ability(model, "silence")
+    if reason := estimator.unsupported_reason(model):
+        raise ValueError(f"cannot use method {estimator.name!r}: {reason}")
+    sampled, notes = _sample_examples(examples, options)
+    if (first := next(sampled, None)) is None:
+        raise ValueError("cannot estimate importance without texts; give at least two")
+    resolved, objective_note = _resolve_objective(model, objective, first, estimator)
+    run = ImportanceRun(model, sites, estimator, resolved)
+    run.run(chain([first], sampled), check_time, progress)
+    heads = rate_heads(sites, run.sums_by_unit, options, estimator.significance_test)
+    notes += [*([objective_note] if objective_note else []), *run.notes(options, len(heads)), *estimator.notes]
+    quantity = estimator.measured_quantity or resolved.name
+    return ImportanceResult(type(model).__name__, estimator.name, quantity, run.num_texts, heads, tuple(notes))
 
 
 class ImportanceRun:
-    """What was found text by text, or batch by batch."""
+    """Runs a method over examples and collects its sums, one unit per example or per batch."""
 
     def __init__(
         self, model: nn.Module, sites: Sequence[SiteModule], method: ImportanceMethod, objective: Objective
@@ -104,10 +106,10 @@ class ImportanceRun:
         self.time_limit_reached, self.uses_partial_forward = False, True
 
     def run(self, examples: Iterator[Example], check_time: CheckTime, progress: Callable[[int], object]) -> None:
-        """Read texts to the end, or as long as there is time."""
-        asking = self._prepare_inputs(examples)
+        """Read examples until they end or the time limit is reached."""
+        inputs = self._prepare_inputs(examples)
         try:
-            while texts := list(islice(asking, self.method.batch_size)):
+            while texts := list(islice(inputs, self.method.batch_size)):
                 check_time()
                 self.sums_by_unit.append(self.method.estimate(texts, check_time))
                 self.num_texts += len(texts)
@@ -115,82 +117,84 @@ class ImportanceRun:
         except TimeLimitReached:
             self.time_limit_reached = True
         if len(self.sums_by_unit) < 2:
-            what = "texts" if self.method.batch_size == 1 else f"batches of {self.method.batch_size} texts"
-            more = "; give a larger budget" if self.time_limit_reached else ""
-            raise ValueError(f"{len(self.sums_by_unit)} {what} leave no interval; give at least two{more}")
+            unit = "texts" if self.method.batch_size == 1 else f"batches of {self.method.batch_size} texts"
+            remedy = " and a longer time limit" if self.time_limit_reached else ""
+            count = len(self.sums_by_unit)
+            raise ValueError(f"cannot compute confidence intervals from {count} {unit}; give at least two{remedy}")
 
-    def _prepare_inputs(self, scenes: Iterator[Example]) -> Iterator[ImportanceInput]:
-        for number, scene in enumerate(scenes):
-            question = self.objective.prepare_input(self.model, scene, number)
-            if not question.num_targets:
+    def _prepare_inputs(self, examples: Iterator[Example]) -> Iterator[ImportanceInput]:
+        for index, example in enumerate(examples):
+            evaluation = self.objective.prepare_input(self.model, example, index)
+            if not evaluation.num_targets:
                 self.num_without_targets += 1
                 continue
-            way = make_forward(self.model, self.sites, question.inputs)
-            self.uses_partial_forward = self.uses_partial_forward and way.is_partial
-            yield ImportanceInput(number, way, question, self.objective)
+            forward = make_forward(self.model, self.sites, evaluation.inputs)
+            self.uses_partial_forward = self.uses_partial_forward and forward.is_partial
+            yield ImportanceInput(index, forward, evaluation, self.objective)
 
     def notes(self, options: ImportanceOptions, num_heads: int) -> list[str]:
-        """What must be known beside the numbers."""
-        told, least = [], min_p_value(len(self.sums_by_unit))
-        if (
-            self.method.significance_test == "signs"
-            and options.correction != "none"
-            and least * num_heads > SIGNIFICANCE_LEVEL
-        ):
-            told.append(
-                f"{len(self.sums_by_unit)} texts tell no head from chance: no p is below {least:g}, of "
-                f"{num_heads} heads"
-            )
+        """What a reader of the result must know: low power, the time limit, and skipped texts or sites."""
+        notes, num_units = [], len(self.sums_by_unit)
+        smallest_p = min_p_value(num_units)
+        corrected = self.method.significance_test == "signs" and options.correction != "none"
+        if corrected and smallest_p * num_heads > SIGNIFICANCE_LEVEL:
+            fact = f"{num_units} texts are too few for significant heads"
+            notes.append(f"{fact}: p is at least {smallest_p:g} before the correction for {num_heads} heads")
         if self.time_limit_reached:
-            told.append(f"stopped after {self.num_texts} texts, when {options.max_seconds:g} seconds were used up")
+            notes.append(f"stopped after {self.num_texts} texts at the time limit of {options.max_seconds:g} seconds")
         if self.num_without_targets:
-            told.append(f"{self.num_without_targets} texts in which nothing is asked were left out")
+            notes.append(f"{self.num_without_targets} texts without any target were left out")
         if not self.uses_partial_forward and not self.method.needs_gradient:
-            told.append(f"{type(self.model).__name__} is run whole for every head, for its layers are not known here")
-        missing = [one.site.name for one in self.sites if not all(one.site.name in unit for unit in self.sums_by_unit)]
+            notes.append(
+                f"{type(self.model).__name__} runs in full for every head: only headwise models can restart midway"
+            )
+        names = [module.site.name for module in self.sites]
+        missing = [name for name in names if not all(name in unit for unit in self.sums_by_unit)]
         if missing:
-            told.append(f"not rated, for not every text reaches them: {', '.join(missing)}")
-        return told
+            notes.append(f"not rated because some texts do not reach them: {', '.join(missing)}")
+        return notes
 
 
-def _resolve_method(asked: str | ImportanceMethod) -> ImportanceMethod:
-    if isinstance(asked, ImportanceMethod):
-        return asked
-    if asked not in IMPORTANCE_METHODS:
-        raise ValueError(f"there is no method {asked!r}; {suggest(str(asked), IMPORTANCE_METHODS)}")
-    return IMPORTANCE_METHODS[asked]
+def _resolve_method(method: str | ImportanceMethod) -> ImportanceMethod:
+    if isinstance(method, ImportanceMethod):
+        return method
+    if method not in IMPORTANCE_METHODS:
+        raise ValueError(f"unknown method {method!r}; {suggest(str(method), IMPORTANCE_METHODS)}")
+    return IMPORTANCE_METHODS[method]
 
 
 def _resolve_objective(
-    model: nn.Module, asked: str | Objective | None, scene: Example, method: ImportanceMethod
+    model: nn.Module, requested: str | Objective | None, example: Example, method: ImportanceMethod
 ) -> tuple[Objective, str]:
-    """What is measured, if this method can measure it."""
+    """The objective and a note on how it was chosen; refuses one that the method cannot use."""
     if method.measured_quantity:
-        if asked is not None:
-            raise ValueError(f"{method.name} measures the {method.measured_quantity}; leave objective out")
-        return choose_objective(model, "drift", scene)[0], ""
-    chosen, said = choose_objective(model, asked, scene)
-    if method.needs_gradient and not chosen.has_gradient:
-        fact = f"{chosen.name} has no slope at the model itself, which {method.name} asks for"
-        raise ValueError(f"{fact}; use leave-one-out or shapley, or a model with a head and labels")
-    return chosen, said
+        if requested is not None:
+            fact = f"method {method.name!r} measures the {method.measured_quantity}"
+            raise ValueError(f"cannot use an objective: {fact}; leave objective out")
+        return choose_objective(model, "drift", example)[0], ""
+    objective, note = choose_objective(model, requested, example)
+    if method.needs_gradient and not objective.has_gradient:
+        fact = f"{objective.name} has no useful gradient at the unedited model"
+        remedy = "use leave-one-out or shapley, or a model with a head and labels"
+        raise ValueError(f"cannot use method {method.name!r}: {fact}; {remedy}")
+    return objective, note
 
 
-def _sample_examples(scenes: Iterable[Example], how: ImportanceOptions) -> tuple[Iterator[Example], list[str]]:
-    """The texts, or as many of them as are asked for, each alike likely, in their order."""
-    if how.num_examples is None:
-        return iter(scenes), []
-    draw, kept, count = np.random.default_rng(how.seed), dict[int, Example](), 0
-    places: list[int] = []
-    for count, scene in enumerate(scenes, 1):
-        place = len(places) if len(places) < how.num_examples else int(draw.integers(count))
-        if place >= how.num_examples:
+def _sample_examples(examples: Iterable[Example], options: ImportanceOptions) -> tuple[Iterator[Example], list[str]]:
+    """A uniform sample of the examples in their order (reservoir sampling), or all of them, with a note."""
+    if options.num_examples is None:
+        return iter(examples), []
+    generator, sampled, count = np.random.default_rng(options.seed), dict[int, Example](), 0
+    numbers: list[int] = []  # of the sampled examples; a new example replaces a random one
+    for count, example in enumerate(examples, 1):
+        slot = len(numbers) if len(numbers) < options.num_examples else int(generator.integers(count))
+        if slot >= options.num_examples:
             continue
-        if place < len(places):
-            del kept[places[place]]
-            places[place] = count
+        if slot < len(numbers):
+            del sampled[numbers[slot]]
+            numbers[slot] = count
         else:
-            places.append(count)
-        kept[count] = scene
-    notes = [f"{len(kept)} of {count} texts, drawn with seed {how.seed}"]
-    return iter([kept[number] for number in sorted(kept)]), notes
+            numbers.append(count)
+        sampled[count] = example
+    notes = [f"{len(sampled)} of {count} texts, sampled with seed {options.seed}"]
+    return iter([sampled[number] for number in sorted(sampled)]), notes

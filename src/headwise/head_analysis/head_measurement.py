@@ -1,4 +1,4 @@
-"""Measures of every head over a data set, in one pass, with intervals and chance levels."""
+"""Measures of every attention head over a data set in one pass, with confidence intervals and chance levels."""
 
 from __future__ import annotations
 
@@ -28,80 +28,93 @@ TOKEN_UNITS = ("tokens", "words")
 
 
 class MeasureCollector(Protocol):
-    """What else is added up on the way, and made into measures of heads by site and number."""
+    """Collects something else during the pass of `measure_heads` and turns it into measures, keyed by site name and
+    head.
+
+    Implemented by `DependencyScores` and `AlignmentScores`.
+    """
 
     def start_example(self, example: Example) -> None:
-        """A text comes."""
+        """Called before the model runs on an example."""
         ...
 
     def add_band(self, site: str, band: WeightBand) -> None:
-        """Add a band of rows."""
+        """Called with each band of attention weights of the current example."""
         ...
 
     def finish_example(self) -> None:
-        """A text is over."""
+        """Called after the model has run on an example."""
         ...
 
     def measures(self, resamples: Array) -> Mapping[tuple[str, int], Mapping[str, Measure]]:
-        """What was found, with intervals of these draws of texts."""
+        """Return the measures of every head; the bootstrap draws `resamples` [draws, examples] give their intervals."""
         ...
 
 
 class MetricSums:
-    """Sums of every statistic, text by text: little is kept of each."""
+    """Sums and counts of every metric, one small array per example, for the model and for the uniform baseline.
+
+    `kept` maps (site, metric, `OBSERVED` or `UNIFORM`) to one (sums, counts) pair per example.
+    """
 
     def __init__(self, metrics: Sequence[HeadMetric]) -> None:
         self.statistics = metrics
         self.kept: dict[tuple[str, str, str], list[TextSums]] = {}
         self._open: dict[tuple[str, str, str], TextSums] = {}
-        self._known: list[tuple[Any, torch.Tensor, dict[str, TextSums]]] = []
+        self._recent_uniform: list[tuple[Any, torch.Tensor, dict[str, TextSums]]] = []
 
     def add_band(self, site: str, band: WeightBand) -> None:
-        """Add a band of rows, and the same of a head that reads all it may alike."""
-        chances = self._uniform_sums(band)
-        both = self._compute_sums(band if chances is not None else band.append_uniform_baseline())
-        if chances is None:  # it is the last head
-            chances = {name: (sums[-1:], numbers[-1:]) for name, (sums, numbers) in both.items()}
-            both = {name: (sums[:-1], numbers[:-1]) for name, (sums, numbers) in both.items()}
-            here = (band.first_query, band.first_key, band.query_tokens, band.key_tokens)
-            self._known = [*self._known[-2:], (here, band.allowed, chances)]
-        for which, told in ((OBSERVED, both), (UNIFORM, chances)):
-            for name, one in told.items():
-                self._accumulate((site, name, which), one)
+        """Add a band of rows, and the same band of a head that reads every allowed key equally (the chance level)."""
+        uniform = self._uniform_sums(band)
+        observed = self._compute_sums(band if uniform is not None else band.append_uniform_baseline())
+        if uniform is None:  # the uniform baseline is the last head
+            uniform = {metric: (sums[-1:], numbers[-1:]) for metric, (sums, numbers) in observed.items()}
+            observed = {metric: (sums[:-1], numbers[:-1]) for metric, (sums, numbers) in observed.items()}
+            place = (band.first_query, band.first_key, band.query_tokens, band.key_tokens)
+            self._recent_uniform = [*self._recent_uniform[-2:], (place, band.allowed, uniform)]
+        for source, sums_by_metric in ((OBSERVED, observed), (UNIFORM, uniform)):
+            for metric, sums in sums_by_metric.items():
+                self._accumulate((site, metric, source), sums)
 
-    def _compute_sums(self, block: WeightBand) -> dict[str, TextSums]:
-        left = block.without_sinks()
-        asked = [one for one in self.statistics if block.is_self_attention or not one.self_attention_only]
-        ways = {(one.compute_sums, one.weight_source): None for one in asked}  # several are made of the same sums
-        told = {way: _to_numpy(way[0](block if way[1] == "all" else left)) for way in ways}
-        return {one.name: told[one.compute_sums, one.weight_source] for one in asked}
+    def _compute_sums(self, band: WeightBand) -> dict[str, TextSums]:
+        rest = band.without_sinks()
+        metrics = [metric for metric in self.statistics if band.is_self_attention or not metric.self_attention_only]
+        # Several metrics reduce the same sums, which are computed once.
+        keys = {(metric.compute_sums, metric.weight_source): None for metric in metrics}
+        sums_by_key = {key: _to_numpy(key[0](band if key[1] == "all" else rest)) for key in keys}
+        return {metric.name: sums_by_key[metric.compute_sums, metric.weight_source] for metric in metrics}
 
-    def _uniform_sums(self, block: WeightBand) -> dict[str, TextSums] | None:
-        """What chance is here, if it is known: that of the last bands is, for most layers let tokens read the same."""
-        here = (block.first_query, block.first_key, block.query_tokens, block.key_tokens)
-        for place, allowed, told in self._known:
-            if place == here and allowed.shape == block.allowed.shape and torch.equal(allowed, block.allowed):
-                return told
+    def _uniform_sums(self, band: WeightBand) -> dict[str, TextSums] | None:
+        """Uniform-baseline sums of a recent band with the same allowed pairs, or None.
+
+        Most layers share one attention mask, so the baseline is the same for all of them.
+        """
+        place = (band.first_query, band.first_key, band.query_tokens, band.key_tokens)
+        for known_place, allowed, sums_by_metric in self._recent_uniform:
+            if known_place == place and allowed.shape == band.allowed.shape and torch.equal(allowed, band.allowed):
+                return sums_by_metric
         return None
 
-    def _accumulate(self, key: tuple[str, str, str], told: TextSums) -> None:
-        was = self._open.get(key)
-        self._open[key] = told if was is None else (was[0] + told[0], was[1] + told[1])
+    def _accumulate(self, key: tuple[str, str, str], added: TextSums) -> None:
+        total = self._open.get(key)
+        self._open[key] = added if total is None else (total[0] + added[0], total[1] + added[1])
 
     def finish_example(self) -> None:
-        """A text is over."""
-        for key, told in self._open.items():
-            self.kept.setdefault(key, []).append(told)
-        self._open, self._known = {}, []
+        """Store the sums of the example that just ended."""
+        for key, totals in self._open.items():
+            self.kept.setdefault(key, []).append(totals)
+        self._open, self._recent_uniform = {}, []
 
 
-def _to_numpy(told: tuple[torch.Tensor, torch.Tensor]) -> TextSums:
-    sums, numbers = (one.cpu().numpy().astype(np.float64) for one in told)
-    return sums, numbers
+def _to_numpy(sums_and_counts: tuple[torch.Tensor, torch.Tensor]) -> TextSums:
+    sums, counts = (tensor.cpu().numpy().astype(np.float64) for tensor in sums_and_counts)
+    return sums, counts
 
 
 class MeasureOptions(NamedTuple):
-    """What is measured and how: names of statistics, draws of the bootstrap, its seed, and of "tokens" or "words"."""
+    """What `measure_heads` measures: metric names, bootstrap resamples and their seed, and `units`, "tokens" or
+    "words".
+    """
 
     metrics: tuple[str, ...] = tuple(HEAD_METRICS)
     num_resamples: int = NUM_RESAMPLES
@@ -118,86 +131,89 @@ def measure_heads(
     name: str = "",
     progress: Callable[[int], object] = lambda _: None,
 ) -> HeadTable:
-    """What the heads of a model do over texts: a table of measures with intervals and chance levels.
+    """Measure every head of a model over a data set: a table of measures with confidence intervals and chance levels.
 
-    Every text is run by itself, and no map of weights is kept. `more` is added up on the way: `Syntax`, `Alignment`.
-    `tell` hears how many texts were read.
+    Each example runs alone, and attention weights are streamed in bands, so that memory stays bounded. `collectors` add
+    measures of their own during the same pass, for example `DependencyScores` or `AlignmentScores`. `progress` is
+    called with the number of examples measured so far.
     """
     if options.units not in TOKEN_UNITS:
-        raise ValueError(f"units={options.units!r} are unknown; {suggest(options.units, TOKEN_UNITS)}")
-    those = require_ability(model, "see")
-    streams = {one.site.name: get_streams(one.site, is_encoder_decoder(model)) for one in those}
-    adding = MetricSums([get_metric(one) for one in options.metrics])
-    words = WordBandMerger(adding.add_band)
-    sees = [words.add_band if options.units == "words" else adding.add_band, *(one.add_band for one in collectors)]
+        raise ValueError(f"unknown units={options.units!r}; {suggest(options.units, TOKEN_UNITS)}")
+    sites = require_ability(model, "see")
+    streams = {site.site.name: get_streams(site.site, is_encoder_decoder(model)) for site in sites}
+    metric_sums = MetricSums([get_metric(metric) for metric in options.metrics])
+    words = WordBandMerger(metric_sums.add_band)
+    own_callback = words.add_band if options.units == "words" else metric_sums.add_band
+    callbacks = [own_callback, *(collector.add_band for collector in collectors)]
 
-    def see(site: str, block: WeightBand) -> None:
-        for one in sees:
-            one(site, block)
+    def on_band(site: str, band: WeightBand) -> None:
+        for callback in callbacks:
+            callback(site, band)
 
     count = 0
-    for count, scene in enumerate(examples, 1):
-        for one in collectors:
-            one.start_example(scene)
-        stream_weight_bands(model, those, scene, streams, see)
-        for one in (adding, words, *collectors):
-            one.finish_example()
+    for count, example in enumerate(examples, 1):
+        for collector in collectors:
+            collector.start_example(example)
+        stream_weight_bands(model, sites, example, streams, on_band)
+        for receiver in (metric_sums, words, *collectors):
+            receiver.finish_example()
         progress(count)
     if count < 2:
-        raise ValueError(f"{count} texts leave no interval; give at least two")
-    draws = draw_resamples(count, options.num_resamples, options.seed)
-    also = [one.measures(draws) for one in collectors]
-    heads = [_with_measures(head, also) for one in those for head in _site_heads(one, adding, draws)]
+        raise ValueError(f"cannot compute confidence intervals from {count} texts; give at least two")
+    resamples = draw_resamples(count, options.num_resamples, options.seed)
+    collected = [collector.measures(resamples) for collector in collectors]
+    heads = [_with_measures(head, collected) for site in sites for head in _site_heads(site, metric_sums, resamples)]
     return HeadTable(name or type(model).__name__, f"{count} texts", tuple(heads))
 
 
-def _with_measures(head: HeadMeasures, also: Sequence[Mapping[tuple[str, int], Mapping[str, Measure]]]) -> HeadMeasures:
-    """The same with measures that were made elsewhere."""
-    found = dict(head.measures)
-    for told in also:
-        found.update(told.get((head.site, head.head), {}))
-    return replace(head, measures=found)
+def _with_measures(
+    head: HeadMeasures, collected: Sequence[Mapping[tuple[str, int], Mapping[str, Measure]]]
+) -> HeadMeasures:
+    measures = dict(head.measures)
+    for measures_by_head in collected:
+        measures.update(measures_by_head.get((head.site, head.head), {}))
+    return replace(head, measures=measures)
 
 
-def _site_heads(one: SiteModule, adding: MetricSums, draws: Array) -> list[HeadMeasures]:
-    site = one.site
+def _site_heads(module: SiteModule, metric_sums: MetricSums, resamples: Array) -> list[HeadMeasures]:
+    site = module.site
     measures = {
-        statistic.name: _metric_measures(adding, site.name, statistic, draws)
-        for statistic in adding.statistics
-        if (site.name, statistic.name, OBSERVED) in adding.kept
+        metric.name: _metric_measures(metric_sums, site.name, metric, resamples)
+        for metric in metric_sums.statistics
+        if (site.name, metric.name, OBSERVED) in metric_sums.kept
     }
-    count = len(next(iter(measures.values())))
-    each = max(1, count // max(1, site.kv))
+    num_heads = len(next(iter(measures.values())))
+    heads_per_kv = max(1, num_heads // max(1, site.kv))
     return [
         HeadMeasures(
             site.stack,
             site.kind,
             site.layer,
-            number,
-            number // each,
+            head,
+            head // heads_per_kv,
             site.name,
-            {name: own[number] for name, own in measures.items()},
+            {name: by_head[head] for name, by_head in measures.items()},
         )
-        for number in range(count)
+        for head in range(num_heads)
     ]
 
 
-def _metric_measures(adding: MetricSums, site: str, statistic: HeadMetric, draws: Array) -> list[Measure]:
-    """One statistic of every head of a site."""
-    sums, numbers = _stack_texts(adding.kept[site, statistic.name, OBSERVED])
-    chance = ratio_of_sums(*_stack_texts(adding.kept[site, statistic.name, UNIFORM]))
-    value, found = ratio_of_sums(sums, numbers), resampled_ratios(sums, numbers, draws)
-    if statistic.reduce is not None:
-        value, found, chance = (_reduce_mean(statistic, told) for told in (value, found, chance))
-    low, high = confidence_interval(found)
+def _metric_measures(metric_sums: MetricSums, site: str, metric: HeadMetric, resamples: Array) -> list[Measure]:
+    """One metric of every head of a site."""
+    sums, counts = _stack_texts(metric_sums.kept[site, metric.name, OBSERVED])
+    chance = ratio_of_sums(*_stack_texts(metric_sums.kept[site, metric.name, UNIFORM]))
+    value, resampled = ratio_of_sums(sums, counts), resampled_ratios(sums, counts, resamples)
+    if metric.reduce is not None:
+        value, resampled, chance = (_reduce_mean(metric, means) for means in (value, resampled, chance))
+    low, high = confidence_interval(resampled)
     rows = zip(value, low, high, strict=True)
-    return [Measure(float(own), float(least), float(most), float(chance[0])) for own, least, most in rows]
+    return [Measure(float(mean), float(start), float(stop), float(chance[0])) for mean, start, stop in rows]
 
 
-def _reduce_mean(statistic: HeadMetric, told: Array) -> Array:
-    assert statistic.reduce is not None
-    return statistic.reduce(torch.from_numpy(told)).numpy()
+def _reduce_mean(metric: HeadMetric, mean: Array) -> Array:
+    assert metric.reduce is not None
+    return metric.reduce(torch.from_numpy(mean)).numpy()
 
 
-def _stack_texts(told: Sequence[tuple[Array, Array]]) -> tuple[Array, Array]:
-    return np.stack([sums for sums, _ in told]), np.stack([numbers for _, numbers in told])
+def _stack_texts(sums_and_counts: Sequence[tuple[Array, Array]]) -> tuple[Array, Array]:
+    return np.stack([sums for sums, _ in sums_and_counts]), np.stack([counts for _, counts in sums_and_counts])

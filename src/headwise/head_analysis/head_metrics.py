@@ -1,7 +1,8 @@
-"""What is measured of a head's weights: each a sum over rows, and the number of rows it is a mean of.
+"""Metrics of a head's attention weights, each a sum over rows and the number of rows that it averages.
 
-A row is what one query reads. A statistic is given a band of rows of every head and adds up; the mean over a data set
-is the sum of its sums over the sum of their numbers. The same of a head that reads all it may alike is its chance.
+A row holds the weights of one query. A metric receives a `WeightBand` (some rows of every head of a layer) and returns
+sums and counts, which add up over bands and texts; its value on a data set is the total sum over the total count. The
+same metric of a head that reads every allowed key equally is its chance level.
 """
 
 from __future__ import annotations
@@ -14,20 +15,21 @@ from torch import Tensor
 
 from .weight_bands import WeightBand
 
-SumAndCount = tuple[Tensor, Tensor]  # of each head: [H] or [H, N], and the number of rows
+SumAndCount = tuple[Tensor, Tensor]  # sums over rows, [H] or [H, N], and the number of rows, of the same shape
 ReduceFunction = Callable[[Tensor], Tensor]
-MAX_OFFSET = 8  # offsets that are looked at, each way
-MAX_DISTANCE = 16  # offsets whose mean weight is kept, each way; farther pairs are one group
-MAX_ROWS = 64  # of a text are sorted, at most
+MAX_OFFSET = 8  # largest offset considered, in both directions
+MAX_DISTANCE = 16  # largest offset with a mean weight of its own, in both directions; farther pairs form one group
+MAX_ROWS = 64  # rows of a text that `support_sums` sorts, at most
 SUPPORT_FRACTIONS = (0.5, 0.9, 0.95)
-MASS_TOLERANCE = 1e-6  # by which a sum of float32 may miss a share
+MASS_TOLERANCE = 1e-6  # relative rounding error allowed in float32 sums
 
 
 @dataclass(frozen=True)
 class HeadMetric:
-    """A name, what it says in a sentence, and how it is summed; `of` "rest" is of what sinks leave.
+    """A metric: its name, a short description and the function that sums it over a band.
 
-    `fold` makes one number of a mean of several.
+    `weight_source` "rest" measures the weight that sink tokens leave, "all" the whole row. `reduce` turns several means
+    into one number. `self_attention_only` metrics are left out for cross-attention.
     """
 
     name: str
@@ -35,181 +37,193 @@ class HeadMetric:
     compute_sums: Callable[[WeightBand], SumAndCount]
     weight_source: str = "all"
     reduce: ReduceFunction | None = None
-    self_attention_only: bool = False  # only where a text reads itself
+    self_attention_only: bool = False
 
 
 def mean_over_rows(rows_HT: Tensor, counted: Tensor) -> SumAndCount:
-    """The sum over the rows that count, and how many these are."""
+    """Sum of `rows_HT` over the rows where `counted` is true, and their number."""
     counted = counted.expand_as(rows_HT)
     return torch.where(counted, rows_HT, 0).sum(-1, dtype=torch.float64), counted.sum(-1, dtype=torch.float64)
 
 
-def _weight_on_keys(block: WeightBand, keys: Tensor) -> SumAndCount:
-    """The weight on some tokens, of rows that may read one of them."""
-    return mean_over_rows(block.weight_on(keys), block.may_read(keys))
+def _weight_on_keys(band: WeightBand, keys: Tensor) -> SumAndCount:
+    """Weight on the given tokens, averaged over rows that may read at least one of them."""
+    return mean_over_rows(band.weight_on(keys), band.may_read(keys))
 
 
-def _weight_at_pairs(block: WeightBand, t: Tensor, s: Tensor) -> SumAndCount:
-    """The weight of each row on the keys it is paired with, which are few and picked one by one."""
-    t, s = t - block.first_query, s - block.first_key
-    here = (s >= 0) & (s < block.w_HTS.shape[2])
-    t, s = t[here], s[here]
-    flags = (block.allowed if block.allowed.dim() == 3 else block.allowed[None])[:, t, s].float()
-    rows = block.w_HTS.new_zeros(block.w_HTS.shape[:2]).index_add_(1, t, block.w_HTS[:, t, s])
-    may = flags.new_zeros(len(flags), rows.shape[1]).index_add_(1, t, flags) > 0
-    return mean_over_rows(rows, block.select_counted(may))
+def _weight_at_pairs(band: WeightBand, t: Tensor, s: Tensor) -> SumAndCount:
+    """Weight of each row on the keys it is paired with; gathered one by one because the pairs are few."""
+    t, s = t - band.first_query, s - band.first_key
+    in_band = (s >= 0) & (s < band.w_HTS.shape[2])
+    t, s = t[in_band], s[in_band]
+    allowed = (band.allowed if band.allowed.dim() == 3 else band.allowed[None])[:, t, s].float()
+    rows = band.w_HTS.new_zeros(band.w_HTS.shape[:2]).index_add_(1, t, band.w_HTS[:, t, s])
+    has_pair = allowed.new_zeros(len(allowed), rows.shape[1]).index_add_(1, t, allowed) > 0
+    return mean_over_rows(rows, band.select_counted(has_pair))
 
 
-def entropy_sums(block: WeightBand) -> SumAndCount:
-    """- sum p log p of each row in nats, and exp of it over the number of keys that may be read, [H, 2]."""
-    rows = row_entropy(block.w_HTS)
-    shares = rows.exp() / block.num_allowed_keys.clamp(min=1)
-    told = [mean_over_rows(one, block.has_keys) for one in (rows, shares)]
-    return torch.stack([sums for sums, _ in told], -1), torch.stack([numbers for _, numbers in told], -1)
+def entropy_sums(band: WeightBand) -> SumAndCount:
+    """Entropy -sum p log p of each row in nats, and exp(entropy) over the number of allowed keys, [H, 2]."""
+    rows = row_entropy(band.w_HTS)
+    breadth = rows.exp() / band.num_allowed_keys.clamp(min=1)
+    sums_and_counts = [mean_over_rows(values, band.has_keys) for values in (rows, breadth)]
+    return torch.stack([sums for sums, _ in sums_and_counts], -1), torch.stack(
+        [counts for _, counts in sums_and_counts], -1
+    )
 
 
 def row_entropy(w_HTS: Tensor) -> Tensor:
-    """- sum p log p of each row, [H, T]; of weights below zero there is none.
+    """Entropy -sum p log p of each row, [H, T]; NaN for rows with negative weights.
 
     >>> row_entropy(torch.tensor([[[0.5, 0.5, 0.0]]]))
     tensor([[0.6931]])
     """
-    least = torch.finfo(w_HTS.dtype).tiny  # changes no weight but 0, and nothing times its logarithm is nothing
-    return -(w_HTS + least).log_().mul_(w_HTS).sum(-1)
+    tiny = torch.finfo(w_HTS.dtype).tiny  # changes only weights of 0, for which 0 * log(tiny) is 0
+    return -(w_HTS + tiny).log_().mul_(w_HTS).sum(-1)
 
 
-def confidence_sums(block: WeightBand) -> SumAndCount:
-    """The largest weight of each row (1905.09418)."""
-    return mean_over_rows(block.max_weight, block.has_keys)
+def confidence_sums(band: WeightBand) -> SumAndCount:
+    """Largest weight of each row (1905.09418)."""
+    return mean_over_rows(band.max_weight, band.has_keys)
 
 
-def distance_sums(block: WeightBand) -> SumAndCount:
-    """How far away keys are, in tokens."""
-    far = (block.key_positions - block.query_positions[:, None]).abs().to(block.w_HTS.dtype)
-    return mean_over_rows((block.w_HTS * far).sum(-1), block.has_keys)
+def distance_sums(band: WeightBand) -> SumAndCount:
+    """Mean distance between query and key in tokens, weighted by attention."""
+    distance = (band.key_positions - band.query_positions[:, None]).abs().to(band.w_HTS.dtype)
+    return mean_over_rows((band.w_HTS * distance).sum(-1), band.has_keys)
 
 
-def sink_sums(block: WeightBand) -> SumAndCount:
-    """The weight on the first token and on those that stand for no text, and what a learned sink takes."""
-    return mean_over_rows(1 - block.non_sink_weight, block.has_keys)
+def sink_sums(band: WeightBand) -> SumAndCount:
+    """Weight on the first token, on special tokens and on a learned sink."""
+    return mean_over_rows(1 - band.non_sink_weight, band.has_keys)
 
 
-def separator_sums(block: WeightBand) -> SumAndCount:
-    """The weight on separators."""
-    return _weight_on_keys(block, block.key_tokens.is_separator)
+def separator_sums(band: WeightBand) -> SumAndCount:
+    """Weight on separators."""
+    return _weight_on_keys(band, band.key_tokens.is_separator)
 
 
-def first_token_sums(block: WeightBand) -> SumAndCount:
-    """The weight on the first token."""
-    keys = torch.zeros_like(block.key_tokens.is_special)
+def first_token_sums(band: WeightBand) -> SumAndCount:
+    """Weight on the first token."""
+    keys = torch.zeros_like(band.key_tokens.is_special)
     keys[:1] = True
-    return _weight_on_keys(block, keys)
+    return _weight_on_keys(band, keys)
 
 
-def punctuation_sums(block: WeightBand) -> SumAndCount:
-    """The weight on punctuation."""
-    return _weight_on_keys(block, block.key_tokens.is_punctuation)
+def punctuation_sums(band: WeightBand) -> SumAndCount:
+    """Weight on punctuation."""
+    return _weight_on_keys(band, band.key_tokens.is_punctuation)
 
 
 def make_offset_metric(offset: int) -> Callable[[WeightBand], SumAndCount]:
-    """The weight on the key so many tokens later, of rows that may read it."""
+    """Return a metric of the weight on the key `offset` tokens after the query, over rows that may read it."""
 
-    def sums(block: WeightBand) -> SumAndCount:
-        those, may = block.weights_at_offsets((offset,))
-        return mean_over_rows(those[..., 0], block.select_counted(may[..., 0]))
+    def sums(band: WeightBand) -> SumAndCount:
+        weights, allowed = band.weights_at_offsets((offset,))
+        return mean_over_rows(weights[..., 0], band.select_counted(allowed[..., 0]))
 
     return sums
 
 
-def argmax_offset_sums(block: WeightBand) -> SumAndCount:
-    """How often the largest weight stands at each offset of -8..8, [H, 17] (1905.09418)."""
-    those, _ = block.weights_at_offsets(range(-MAX_OFFSET, MAX_OFFSET + 1))
-    hits = (those == block.max_weight[..., None]) / block.num_max_keys[..., None]
-    counted = block.has_keys.expand(hits.shape[:2])
-    found = torch.where(counted[..., None], hits, 0).sum(1, dtype=torch.float64)
-    return found, counted.sum(-1, dtype=torch.float64)[:, None].expand_as(found)
+def argmax_offset_sums(band: WeightBand) -> SumAndCount:
+    """Share of rows whose largest weight is at each offset of -8..8, [H, 17] (1905.09418)."""
+    weights, _ = band.weights_at_offsets(range(-MAX_OFFSET, MAX_OFFSET + 1))
+    hits = (weights == band.max_weight[..., None]) / band.num_max_keys[..., None]
+    counted = band.has_keys.expand(hits.shape[:2])
+    sums = torch.where(counted[..., None], hits, 0).sum(1, dtype=torch.float64)
+    return sums, counted.sum(-1, dtype=torch.float64)[:, None].expand_as(sums)
 
 
-def duplicate_sums(block: WeightBand) -> SumAndCount:
-    """The weight on other tokens of the same id."""
-    t, s = block.same_id_pairs
-    return _weight_at_pairs(block, t[s != t], s[s != t])
+def duplicate_sums(band: WeightBand) -> SumAndCount:
+    """Weight on other occurrences of the query's token id."""
+    t, s = band.same_id_pairs
+    return _weight_at_pairs(band, t[s != t], s[s != t])
 
 
-def induction_sums(block: WeightBand) -> SumAndCount:
-    """The weight on tokens behind earlier ones of the same id (Olsson et al. 2022)."""
-    t, s = block.same_id_pairs
+def induction_sums(band: WeightBand) -> SumAndCount:
+    """Weight on tokens that follow an earlier occurrence of the query's token id (Olsson et al. 2022)."""
+    t, s = band.same_id_pairs
     earlier = s + 1 < t
-    return _weight_at_pairs(block, t[earlier], s[earlier] + 1)
+    return _weight_at_pairs(band, t[earlier], s[earlier] + 1)
 
 
-def rarest_token_sums(block: WeightBand) -> SumAndCount:
-    """How often the largest weight stands on the rarest token of the text (1905.09418)."""
-    told = block.key_tokens
-    readable = (told.frequency > 0) & ~told.is_special
+def rarest_token_sums(band: WeightBand) -> SumAndCount:
+    """Share of rows whose largest weight is on the rarest token of the text (1905.09418)."""
+    keys = band.key_tokens
+    readable = (keys.frequency > 0) & ~keys.is_special
     if not bool(readable.any()):
-        zero = block.w_HTS.new_zeros(block.w_HTS.shape[0], dtype=torch.float64)
+        zero = band.w_HTS.new_zeros(band.w_HTS.shape[0], dtype=torch.float64)
         return zero, zero
-    least = torch.where(readable, told.frequency, told.frequency.max() + 1).min()
-    rarest = readable & (told.frequency == least)
-    hits = block.is_max @ block.slice_keys(rarest).to(block.is_max.dtype) / block.num_max_keys
-    return mean_over_rows(hits, block.may_read(rarest))
+    lowest = torch.where(readable, keys.frequency, keys.frequency.max() + 1).min()
+    rarest = readable & (keys.frequency == lowest)
+    hits = band.is_max @ band.slice_keys(rarest).to(band.is_max.dtype) / band.num_max_keys
+    return mean_over_rows(hits, band.may_read(rarest))
 
 
-def support_sums(block: WeightBand) -> SumAndCount:
-    """How many keys hold 50, 90 and 95 % of a row, over those that may be read, [H, 3]; of rows evenly spread."""
-    count = block.query_tokens.count
-    spread = (
-        torch.linspace(0, count - 1, min(count, MAX_ROWS), device=block.w_HTS.device).round().long() - block.first_query
-    )
-    rows = spread[(spread >= 0) & (spread < block.w_HTS.shape[1])]
-    held = block.w_HTS[:, rows].sort(-1, descending=True).values.cumsum(-1, dtype=torch.float64)
-    goals = (
-        held[..., -1:] * (1 - MASS_TOLERANCE) * torch.tensor(SUPPORT_FRACTIONS, dtype=torch.float64, device=held.device)
-    )
-    keys = torch.searchsorted(held, goals) + 1
-    visible = block.num_allowed_keys[..., rows].expand(keys.shape[:2])
-    counted = (visible > 0)[..., None]
-    found = torch.where(counted, keys.double() / visible.clamp(min=1)[..., None], 0).sum(1, dtype=torch.float64)
-    return found, counted.expand_as(keys).sum(1, dtype=torch.float64)
+def support_sums(band: WeightBand) -> SumAndCount:
+    """Number of keys that hold 50, 90 and 95 % of a row over the number of allowed keys, [H, 3].
 
-
-def offset_variance_sums(block: WeightBand) -> SumAndCount:
-    """Weights of each offset of -16..16 and of all others, how many pairs these are of all, and squares: [H, 69].
-
-    All that the share of their variance that offsets explain is made of, see `explained`.
+    At most `MAX_ROWS` evenly spaced rows of a text are counted.
     """
-    those, may = block.weights_at_offsets(range(-MAX_DISTANCE, MAX_DISTANCE + 1))
-    left = block.select_counted(torch.ones_like(block.num_allowed_keys, dtype=torch.bool))
-    those, pairs = those.sum(1, dtype=torch.float64), (may & left[..., None]).sum(1, dtype=torch.float64)
-    whole = block.w_HTS.sum(-1).sum(-1, dtype=torch.float64)
-    every = (block.num_allowed_keys * left).sum(-1, dtype=torch.float64)
-    squares = torch.linalg.vector_norm(block.w_HTS, dim=-1).double().square().sum(-1)
-    sums = torch.cat([those, (whole - those.sum(-1))[:, None]], -1)
-    numbers = torch.cat([pairs, (every - pairs.sum(-1))[:, None]], -1).expand_as(sums)
-    total = every.expand(len(sums))[:, None]
-    return torch.cat([sums, numbers, squares[:, None]], -1), torch.cat(
-        [numbers, total.expand(-1, 2 * MAX_DISTANCE + 3)], -1
+    count = band.query_tokens.count
+    sampled = (
+        torch.linspace(0, count - 1, min(count, MAX_ROWS), device=band.w_HTS.device).round().long() - band.first_query
     )
+    rows = sampled[(sampled >= 0) & (sampled < band.w_HTS.shape[1])]
+    cumulative = band.w_HTS[:, rows].sort(-1, descending=True).values.cumsum(-1, dtype=torch.float64)
+    goals = (
+        cumulative[..., -1:]
+        * (1 - MASS_TOLERANCE)
+        * torch.tensor(SUPPORT_FRACTIONS, dtype=torch.float64, device=cumulative.device)
+    )
+    keys = torch.searchsorted(cumulative, goals) + 1
+    visible = band.num_allowed_keys[..., rows].expand(keys.shape[:2])
+    counted = (visible > 0)[..., None]
+    sums = torch.where(counted, keys.double() / visible.clamp(min=1)[..., None], 0).sum(1, dtype=torch.float64)
+    return sums, counted.expand_as(keys).sum(1, dtype=torch.float64)
+
+
+def offset_variance_sums(band: WeightBand) -> SumAndCount:
+    """Sums for `variance_explained_by_offset`, [H, 69].
+
+    These are the weights at each offset of -16..16 and at all other offsets, the share of pairs at each, and squared
+    weights.
+    """
+    weights, allowed = band.weights_at_offsets(range(-MAX_DISTANCE, MAX_DISTANCE + 1))
+    counted = band.select_counted(torch.ones_like(band.num_allowed_keys, dtype=torch.bool))
+    weights = weights.sum(1, dtype=torch.float64)
+    pairs = (allowed & counted[..., None]).sum(1, dtype=torch.float64)
+    total_weight = band.w_HTS.sum(-1).sum(-1, dtype=torch.float64)
+    num_pairs = (band.num_allowed_keys * counted).sum(-1, dtype=torch.float64)
+    squares = torch.linalg.vector_norm(band.w_HTS, dim=-1).double().square().sum(-1)
+    sums = torch.cat([weights, (total_weight - weights.sum(-1))[:, None]], -1)
+    counts = torch.cat([pairs, (num_pairs - pairs.sum(-1))[:, None]], -1).expand_as(sums)
+    num_pairs_H1 = num_pairs.expand(len(sums))[:, None]
+    all_sums = torch.cat([sums, counts, squares[:, None]], -1)
+    return all_sums, torch.cat([counts, num_pairs_H1.expand(-1, 2 * MAX_DISTANCE + 3)], -1)
 
 
 def variance_explained_by_offset(mean: Tensor) -> Tensor:
-    """The share of the variance of weights that offsets alone explain, of `by_offset`; 0 where nothing varies."""
+    """Share of the variance of attention weights that the offset alone explains; 0 where the weights do not vary.
+
+    `mean` holds the means of `offset_variance_sums`.
+    """
     groups = 2 * MAX_DISTANCE + 2
-    of_group, share, square = mean[..., :groups], mean[..., groups:-1], mean[..., -1]
-    of_group = torch.where(share > 0, of_group, 0)  # nobody is at an offset that no text is long enough for
-    centre = (share * of_group).sum(-1)
-    within, total = (share * of_group.square()).sum(-1) - centre.square(), square - centre.square()
-    return torch.where(total > MASS_TOLERANCE * square, within / total, torch.where(total.isnan(), total, 0))
+    group_mean, share, square = mean[..., :groups], mean[..., groups:-1], mean[..., -1]
+    group_mean = torch.where(share > 0, group_mean, 0)  # offsets longer than every text have no pairs
+    grand_mean = (share * group_mean).sum(-1)
+    explained = (share * group_mean.square()).sum(-1) - grand_mean.square()
+    total = square - grand_mean.square()
+    return torch.where(total > MASS_TOLERANCE * square, explained / total, torch.where(total.isnan(), total, 0))
 
 
 def select_largest(mean: Tensor) -> Tensor:
-    """The largest of several means."""
+    """Largest of several means."""
     return mean.amax(-1)
 
 
 def select_peak_offset(mean: Tensor) -> Tensor:
-    """The offset of the largest of the means of `offsets`.
+    """Offset with the largest of the means of `argmax_offset_sums`.
 
     >>> select_peak_offset(torch.tensor([0.0] * 6 + [0.9] + [0.0] * 10))
     tensor(-2., dtype=torch.float64)
@@ -218,7 +232,7 @@ def select_peak_offset(mean: Tensor) -> Tensor:
 
 
 def make_selector(index: int) -> ReduceFunction:
-    """One of several means.
+    """Return a function that selects one of several means.
 
     >>> make_selector(1)(torch.tensor([0.2, 0.7]))
     tensor(0.7000)
@@ -227,19 +241,21 @@ def make_selector(index: int) -> ReduceFunction:
 
 
 HEAD_METRICS: Mapping[str, HeadMetric] = {
-    one.name: one
-    for one in (
+    metric.name: metric
+    for metric in (
         HeadMetric("entropy", "nats of a row", entropy_sums, reduce=make_selector(0)),
-        HeadMetric("breadth", "share of what may be read that is read", entropy_sums, reduce=make_selector(1)),
+        HeadMetric("breadth", "exp(entropy) over the number of allowed keys", entropy_sums, reduce=make_selector(1)),
         HeadMetric("confidence", "largest weight of a row", confidence_sums),
         HeadMetric("distance", "tokens between query and key", distance_sums, self_attention_only=True),
         HeadMetric("sink", "weight on sinks", sink_sums),
         HeadMetric("first", "weight on the first token", first_token_sums),
         HeadMetric("separator", "weight on separators", separator_sums),
         HeadMetric("punctuation", "weight on punctuation", punctuation_sums, "rest"),
-        HeadMetric("previous", "weight on the token before", make_offset_metric(-1), "rest", self_attention_only=True),
+        HeadMetric(
+            "previous", "weight on the previous token", make_offset_metric(-1), "rest", self_attention_only=True
+        ),
         HeadMetric("self", "weight on the token itself", make_offset_metric(0), "rest", self_attention_only=True),
-        HeadMetric("next", "weight on the token behind", make_offset_metric(1), "rest", self_attention_only=True),
+        HeadMetric("next", "weight on the next token", make_offset_metric(1), "rest", self_attention_only=True),
         HeadMetric(
             "offset",
             "rows whose largest weight is at one distance",
@@ -250,7 +266,7 @@ HEAD_METRICS: Mapping[str, HeadMetric] = {
         ),
         HeadMetric(
             "peak",
-            "the distance that most largest weights are at",
+            "distance at which most rows have their largest weight",
             argmax_offset_sums,
             "rest",
             select_peak_offset,
@@ -258,7 +274,7 @@ HEAD_METRICS: Mapping[str, HeadMetric] = {
         ),
         HeadMetric(
             "positional_share",
-            "variance of weights that distance explains",
+            "share of the variance of weights that distance explains",
             offset_variance_sums,
             "rest",
             variance_explained_by_offset,
@@ -267,9 +283,19 @@ HEAD_METRICS: Mapping[str, HeadMetric] = {
         HeadMetric("support50", "share of keys that hold half of a row", support_sums, reduce=make_selector(0)),
         HeadMetric("support90", "share of keys that hold 90 % of a row", support_sums, reduce=make_selector(1)),
         HeadMetric("support95", "share of keys that hold 95 % of a row", support_sums, reduce=make_selector(2)),
-        HeadMetric("duplicate", "weight on the same token elsewhere", duplicate_sums, "rest", self_attention_only=True),
         HeadMetric(
-            "induction", "weight behind an earlier same token", induction_sums, "rest", self_attention_only=True
+            "duplicate",
+            "weight on other occurrences of the same token",
+            duplicate_sums,
+            "rest",
+            self_attention_only=True,
+        ),
+        HeadMetric(
+            "induction",
+            "weight on tokens that follow an earlier occurrence of the same token",
+            induction_sums,
+            "rest",
+            self_attention_only=True,
         ),
         HeadMetric("rare", "rows whose largest weight is on the rarest token", rarest_token_sums, "rest"),
     )

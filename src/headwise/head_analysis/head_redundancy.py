@@ -1,4 +1,8 @@
-"""How unlike each other the heads of a layer are, held to layers dealt out anew, and which of them stand apart."""
+"""Redundancy of heads: how similar their attention patterns and outputs are, compared with chance.
+
+`measure_redundancy` compares all heads over the same tokens: distances, clusters, a map in the plane, how much the
+heads of each layer differ, and outliers.
+"""
 
 from __future__ import annotations
 
@@ -48,15 +52,17 @@ from .resampling import (
     poisson_test,
 )
 
+# --- Diversity of layers and outliers ------------------------------------------------------------------
+
 NUM_NULL_DRAWS = 100_000
 
 
 class LayerDiversity(NamedTuple):
-    """One layer: how far its heads spread, from 0, where all read alike, to 1, where no two share a key.
+    """Diversity of the heads of one layer, from 0 (identical attention) to 1 (no two heads share a key).
 
-    `spread` is H(mean of rows) - mean of H(row) over log of the number of heads (1909.00015); its chance is the same of
-    as many heads drawn from all layers. `p` says how often so drawn heads are as far from that chance, corrected for
-    the number of layers.
+    `spread` is (H(mean of rows) - mean of H(row)) / log(number of heads) (1909.00015). Its chance level is the mean
+    over random sets of as many heads from all layers; `p` is the share of these sets that lie as far from that mean,
+    corrected for the number of layers.
     """
 
     site: str
@@ -66,15 +72,16 @@ class LayerDiversity(NamedTuple):
 
     @property
     def data(self) -> dict[str, Any]:
-        """As plain values."""
+        """Dictionary of plain values, ready for JSON."""
         p = None if math.isnan(self.p) else self.p
         return {"site": self.site, "heads": self.heads, "spread": self.spread.data, "p": p}
 
 
 class HeadOutlier(NamedTuple):
-    """A head, how far it is from the others of its layer on average, and how surely that is too far to be one of them.
+    """A head, its mean distance `far` to the other heads of its layer, and how unusual that is.
 
-    `beyond` is that distance, as a logarithm, less the mean of the others' own, in their deviations.
+    `beyond` is the log of `far`, minus the mean and divided by the standard deviation of the same value of the other
+    heads.
     """
 
     head: HeadLocation
@@ -84,79 +91,77 @@ class HeadOutlier(NamedTuple):
 
 
 class DiversitySums:
-    """Adds up, text by text, how far the heads of each layer spread, and those of layers dealt out anew."""
+    """Sums of the diversity of each layer, text by text, for the true layers and for heads permuted among layers."""
 
     def __init__(self, heads: Sequence[HeadLocation], permutations: int, seed: int) -> None:
-        self.sites = tuple(dict.fromkeys(one.site for one in heads))
-        self.sizes = [sum(one.site == site for one in heads) for site in self.sites]
-        own = np.array([self.sites.index(one.site) for one in heads])
-        draw, times = np.random.default_rng(seed), permutations if len(self.sites) > 1 else 0
-        dealt = [own, *(draw.permutation(own) for _ in range(times))]
-        self.sets = torch.cat([self._layer_sets(torch.from_numpy(of)) for of in dealt])
-        self.own, self.dealt = FoldedSums(), np.zeros((times, len(self.sites)))
+        self.sites = tuple(dict.fromkeys(head.site for head in heads))
+        self.sizes = [sum(head.site == site for head in heads) for site in self.sites]
+        layer_of_head = np.array([self.sites.index(head.site) for head in heads])
+        generator, times = np.random.default_rng(seed), permutations if len(self.sites) > 1 else 0
+        assignments = [layer_of_head, *(generator.permutation(layer_of_head) for _ in range(times))]
+        self.sets = torch.cat([self._layer_sets(torch.from_numpy(assignment)) for assignment in assignments])
+        self.observed, self.permuted = FoldedSums(), np.zeros((times, len(self.sites)))
 
-    def _layer_sets(self, of: Tensor) -> Tensor:
-        members = _membership(of, len(self.sizes))
+    def _layer_sets(self, layer_of_head: Tensor) -> Tensor:
+        members = _membership(layer_of_head, len(self.sizes))
         return members / members.sum(1, keepdim=True)
 
     def add(self, text_index: int, rows: SampledRows) -> None:
-        """Rows of text `number`."""
-        sums = (
-            generalised_jensen_shannon(rows.weights, self.sets).cpu().numpy().reshape(-1, len(self.sites))
-            * rows.row_weight
-        )
-        self.own.add(text_index, sums[0], rows.weights.shape[1] * rows.row_weight)
-        self.dealt += sums[1:]
+        """Add rows of a text."""
+        divergences = generalised_jensen_shannon(rows.weights, self.sets).cpu().numpy()
+        sums = divergences.reshape(-1, len(self.sites)) * rows.row_weight
+        self.observed.add(text_index, sums[0], rows.weights.shape[1] * rows.row_weight)
+        self.permuted += sums[1:]
 
     def layer_diversities(self, num_resamples: int, seed: int) -> tuple[LayerDiversity, ...]:
-        """What was found of each layer; a single head spreads over nothing, and a single layer has no other to be
-        dealt to."""
-        most = np.array([math.log(size) if size > 1 else math.nan for size in self.sizes])
-        told = MeanIntervals(*(each / most for each in self.own.mean_intervals(num_resamples, seed)))
-        dealt = self.dealt / self.own.count / most
-        alike = [dealt[:, np.equal(self.sizes, size)].ravel() for size in self.sizes]  # each a set of so many heads
-        held = [compare_with_null(value, each) for value, each in zip(told.mean, alike, strict=True)]
-        p = holm_correction([one.p for one in held])
+        """Diversity of each layer; NaN for a single head, and without a chance level for a single layer."""
+        maximum = np.array([math.log(size) if size > 1 else math.nan for size in self.sizes])
+        intervals = self.observed.mean_intervals(num_resamples, seed)
+        spreads = MeanIntervals(*(values / maximum for values in intervals))
+        permuted = self.permuted / self.observed.count / maximum
+        # The null distribution of a layer pools the permuted layers of the same size.
+        null_values = [permuted[:, np.equal(self.sizes, size)].ravel() for size in self.sizes]
+        tests = [compare_with_null(value, null) for value, null in zip(spreads.mean, null_values, strict=True)]
+        p = holm_correction([test.p for test in tests])
         return tuple(
-            LayerDiversity(site, size, told.measure_at(n, held[n].chance), p[n])
+            LayerDiversity(site, size, spreads.measure_at(n, tests[n].chance), p[n])
             for n, (site, size) in enumerate(zip(self.sites, self.sizes, strict=True))
         )
 
 
-def _membership(of: Tensor, count: int) -> Tensor:
-    """Which things [count, things] are of each class."""
-    return (of == torch.arange(count)[:, None]).float()
+def _membership(class_of_item: Tensor, count: int) -> Tensor:
+    """One-hot membership [classes, items]."""
+    return (class_of_item == torch.arange(count)[:, None]).float()
 
 
 def find_outliers(
     distances: Array, heads: Sequence[HeadLocation], *, seed: int = 0, num_draws: int = NUM_NULL_DRAWS
 ) -> tuple[HeadOutlier, ...]:
-    """Every head that has two layer mates or more, those that stand apart most surely first.
+    """Test every head with at least two other heads in its layer for being an outlier; the most significant come first.
 
-    How far a head is from its layer mates on average, as a logarithm, is held to the same of these mates: the
-    deviation is studentised without the head itself, as Grubbs (1950) does, and `p` is how often one of as many normal
-    numbers lies as far out, corrected for the number of heads. So a layer with no odd head has none.
+    The log of a head's mean distance to the other heads is studentised with the mean and the deviation of the other
+    heads (Grubbs 1950). `p` is the share of samples of as many normal numbers in which the first lies as far out,
+    corrected for the number of heads.
     """
-    found: list[HeadOutlier] = []
-    for site in dict.fromkeys(one.site for one in heads):
-        own = [n for n, one in enumerate(heads) if one.site == site]
-        if len(own) < 3:
+    outliers: list[HeadOutlier] = []
+    for site in dict.fromkeys(head.site for head in heads):
+        members = [n for n, head in enumerate(heads) if head.site == site]
+        if len(members) < 3:
             continue
-        near = distances[np.ix_(own, own)]
-        far = near.sum(1) / (len(own) - 1)
-        beyond = _studentise(np.log(np.maximum(far, 1e-12))[None])[0]
-        normal = np.random.default_rng([seed, len(own)]).standard_normal((num_draws, len(own)))
-        chance = _studentise(normal)[:, 0]
-        found += [
-            HeadOutlier(heads[n], float(far[k]), float(beyond[k]), compare_with_null(beyond[k], chance, "high").p)
-            for k, n in enumerate(own)
-        ]
-    p = holm_correction([one.p for one in found])
-    return tuple(sorted((one._replace(p=p[n]) for n, one in enumerate(found)), key=lambda one: (one.p, -one.beyond)))
+        mean_distance = distances[np.ix_(members, members)].sum(1) / (len(members) - 1)
+        studentised = _studentise(np.log(np.maximum(mean_distance, 1e-12))[None])[0]
+        normal = np.random.default_rng([seed, len(members)]).standard_normal((num_draws, len(members)))
+        null_values = _studentise(normal)[:, 0]
+        for k, n in enumerate(members):
+            p = compare_with_null(studentised[k], null_values, "high").p
+            outliers.append(HeadOutlier(heads[n], float(mean_distance[k]), float(studentised[k]), p))
+    corrected = holm_correction([outlier.p for outlier in outliers])
+    outliers = [outlier._replace(p=p) for outlier, p in zip(outliers, corrected, strict=True)]
+    return tuple(sorted(outliers, key=lambda outlier: (outlier.p, -outlier.beyond)))
 
 
 def _studentise(values: Array) -> Array:
-    """Each less the mean of the others in its row, over their deviation."""
+    """Each value minus the mean of the others in its row, over the standard deviation of the others."""
     count, values = values.shape[1] - 1, values - values.mean(1, keepdims=True)
     total, squares = values.sum(1, keepdims=True), (values**2).sum(1, keepdims=True)
     mean = (total - values) / count
@@ -166,114 +171,118 @@ def _studentise(values: Array) -> Array:
     return np.divide(gap, deviation, out=np.where(gap == 0, 0.0, np.copysign(np.inf, gap)), where=deviation > 1e-12)
 
 
-# --- What was found between heads, as an answer to whether they are redundant --------------------------
+# --- The result in sentences ---------------------------------------------------------------------------
 
 SIGNIFICANCE = 0.05
-CHANCE_RATE = 0.05  # of pairs are nearer than the cut where heads look at nothing alike
+CHANCE_RATE = 0.05  # share of pairs below the distance threshold by chance
 MAX_DIVERGENCE = math.log(2)  # the largest Jensen-Shannon divergence, in nats
 
 
 def summarise_redundancy(group: ComparableHeads) -> str:
-    """Whether heads are redundant, with every number that it rests on."""
+    """Whether heads are redundant, in sentences with every number that the answer rests on."""
     parts = [_distances_sentence(group), _clusters_sentence(group), _layers_sentence(group), _outputs_sentence(group)]
     return f"{_verdict_sentence(group)} " + " ".join(part for part in parts if part)
 
 
 def compare_redundancy(group: ComparableHeads, other: ComparableHeads) -> str:
-    """What another model does with the same texts, beside how many pairs are near in one's own."""
-    middle = float(np.median(other.distances[np.triu_indices(len(other.heads), 1)]))
+    """A sentence about another model on the same texts: its median distance and how many of its pairs are similar."""
+    median = float(np.median(other.distances[np.triu_indices(len(other.heads), 1)]))
     return (
-        f"of {len(other.heads)} heads ({other.streams[0]} reads {other.streams[1]}) the median pair is {middle:.3f} "
-        f"nats apart, and {len(other.similar_pairs)} of {other.num_pairs} pairs are surely near, not "
-        f"{len(group.similar_pairs)}."
+        f"among {_describe_heads(other)}, the median pair is {median:.3f} nats apart, and "
+        f"{len(other.similar_pairs)} of {other.num_pairs} pairs are significantly similar "
+        f"(instead of {len(group.similar_pairs)})."
     )
 
 
-def _verdict_sentence(own: ComparableHeads) -> str:
-    agree = own.agreement
-    if not own.alike.p < SIGNIFICANCE:
+def _describe_heads(group: ComparableHeads) -> str:
+    queries, keys = group.streams
+    return f"{len(group.heads)} heads (queries from the {queries}, keys from the {keys})"
+
+
+def _verdict_sentence(group: ComparableHeads) -> str:
+    if not group.alike.p < SIGNIFICANCE:
         return "Not shown to be redundant."
-    if math.isnan(agree.p):
-        return "Some heads read alike beyond chance; what they say could not be compared."
-    said = "and heads that read alike say alike" if agree.p < SIGNIFICANCE else "but not shown to say alike"
-    return f"Some heads read alike beyond chance, {said}; silence or cut them to know what the model loses."
+    similar = "Some heads have attention patterns more similar than chance"
+    if math.isnan(group.agreement.p):
+        return f"{similar}; their outputs could not be compared."
+    if group.agreement.p < SIGNIFICANCE:
+        outputs = "and heads with similar patterns have similar outputs"
+    else:
+        outputs = "but similar outputs are not shown"
+    return f"{similar}, {outputs}; ablate or prune them to measure what the model loses."
 
 
-def _distances_sentence(own: ComparableHeads) -> str:
-    pairs = np.triu_indices(len(own.heads), 1)
-    middle, chance = (float(np.median(grid[pairs])) for grid in (own.distances, own.chance))
-    near = own.similar_pairs
-    told = (
-        f"Of {len(own.heads)} heads ({own.streams[0]} reads {own.streams[1]}) the median pair is {middle:.3f} nats "
-        f"apart of at most {MAX_DIVERGENCE:.3f}, and {chance:.3f} where weights are dealt anew; {len(near)} "
-        f"of {own.num_pairs} pairs "
-        f"are surely nearer than {own.cut:.3f}, where {own.alike.chance:.1f} would be by chance "
-        f"({_format_p(own.alike)})"
+def _distances_sentence(group: ComparableHeads) -> str:
+    pairs = np.triu_indices(len(group.heads), 1)
+    median, chance = (float(np.median(grid[pairs])) for grid in (group.distances, group.chance))
+    similar = group.similar_pairs
+    sentence = (
+        f"Among {_describe_heads(group)}, the median pair has a Jensen-Shannon divergence of {median:.3f} nats "
+        f"(at most {MAX_DIVERGENCE:.3f}), and of {chance:.3f} if weights are permuted; "
+        f"{len(similar)} of {group.num_pairs} pairs are significantly closer than {group.cut:.3f}, "
+        f"where {group.alike.chance:.1f} are expected by chance ({_format_p(group.alike)})"
     )
-    if not near:
-        return f"{told}."
-    one, other = (own.heads.index(who) for who in near[0])
-    return f"{told}, the nearest {near[0][0]} and {near[0][1]} with {own.distances[one, other]:.3f}."
+    if not similar:
+        return f"{sentence}."
+    first, second = similar[0]
+    distance = group.distances[group.heads.index(first), group.heads.index(second)]
+    return f"{sentence}; the closest are {first} and {second} with {distance:.3f}."
 
 
-def _clusters_sentence(own: ComparableHeads) -> str:
-    largest = own.cluster_members[0]
-    return (
-        f"Below that distance they are {len(own.cluster_members)} clusters ({own.by_chance} by chance), the largest of "
-        f"{len(largest)}."
-    )
+def _clusters_sentence(group: ComparableHeads) -> str:
+    clusters = group.cluster_members
+    counts = f"{len(clusters)} clusters ({group.by_chance} by chance)"
+    return f"Clustering up to that distance gives {counts}, the largest with {len(clusters[0])} heads."
 
 
-def _layers_sentence(own: ComparableHeads) -> str:
+def _layers_sentence(group: ComparableHeads) -> str:
     parts = list[str]()
-    if not math.isnan(own.within.p):
-        parts.append(_within_layer_sentence(own.within))
-    odd = [layer for layer in own.layers if layer.p < SIGNIFICANCE]
-    if any(not math.isnan(layer.p) for layer in own.layers):
-        parts.append(
-            f"{len(odd)} of {len(own.layers)} layers spread otherwise than heads dealt out anew (corrected "
-            f"p < {SIGNIFICANCE})."
-        )
-    apart = [one for one in own.outliers if one.p < SIGNIFICANCE]
-    if own.outliers:
-        parts.append(
-            "No head stands apart from its layer."
-            if not apart
-            else f"{len(apart)} stand apart from their layer, first {apart[0].head} (corrected p {apart[0].p:.3f})."
-        )
+    if not math.isnan(group.within.p):
+        parts.append(_within_layer_sentence(group.within))
+    if any(not math.isnan(layer.p) for layer in group.layers):
+        significant = [layer for layer in group.layers if layer.p < SIGNIFICANCE]
+        fact = f"{len(significant)} of {len(group.layers)} layers differ in diversity from randomly chosen heads"
+        parts.append(f"{fact} (corrected p < {SIGNIFICANCE}).")
+    outliers = [outlier for outlier in group.outliers if outlier.p < SIGNIFICANCE]
+    if outliers:
+        first = outliers[0]
+        fact = f"{len(outliers)} heads are outliers in their layer"
+        parts.append(f"{fact}, most clearly {first.head} (corrected p {first.p:.3f}).")
+    elif group.outliers:
+        parts.append("No head is an outlier in its layer.")
     return " ".join(parts)
 
 
-def _within_layer_sentence(found: PermutationTest) -> str:
-    way = "nearer to" if found.value < 0 else "farther from"
-    return (
-        f"Heads of a layer are {abs(found.value):.3f} nats {way} each other than to those of others "
-        f"({_format_p(found)})."
-    )
+def _within_layer_sentence(test: PermutationTest) -> str:
+    direction = "closer to" if test.value < 0 else "farther from"
+    distance = f"{abs(test.value):.3f} nats {direction} each other than to heads of other layers"
+    return f"Heads of one layer are {distance} ({_format_p(test)})."
 
 
-def _outputs_sentence(own: ComparableHeads) -> str:
-    if math.isnan(own.agreement.p):
+def _outputs_sentence(group: ComparableHeads) -> str:
+    if math.isnan(group.agreement.p):
         return ""
-    return (
-        f"Distances of weights and of what heads say agree with r = {own.agreement.value:.2f} "
-        f"({_format_p(own.agreement)})."
-    )
+    correlation = f"r = {group.agreement.value:.2f} ({_format_p(group.agreement)})"
+    return f"Distances between attention patterns and between outputs correlate with {correlation}."
 
 
-def _format_p(one: PermutationTest) -> str:
-    return f"p = {one.p:.3f}" if one.p >= 0.001 else "p < 0.001"
+def _format_p(test: PermutationTest) -> str:
+    return f"p = {test.p:.3f}" if test.p >= 0.001 else "p < 0.001"
 
 
-# --- Are the heads of a model redundant, and how do we know? Distances, likeness, clusters and a map, ---
+# --- Options and results -------------------------------------------------------------------------------
 
 
 class RedundancyOptions(NamedTuple):
-    """How heads are compared.
+    """Options of `measure_redundancy`.
 
-    `rows` are queries of a text, `tokens` those of all texts whose outputs are compared; `smoothing` is "none" or
-    "clark", `outputs` "unbiased" or "linear". `cut` is the distance below which heads are one cluster; without it, the
-    one below which 5 % of pairs fall by chance.
+    - `rows_per_text`: queries sampled from each text for the attention patterns.
+    - `num_tokens`: tokens sampled from all texts for the comparison of outputs.
+    - `smoothing`: of attention weights, "none" or "clark" (1906.04341).
+    - `cka_estimator`: "unbiased" or "linear", see `centred_kernel_alignment`.
+    - `num_permutations`, `num_resamples`, `seed`: of permutation tests and bootstrap intervals.
+    - `max_distance`: distance below which heads form one cluster; None uses the distance that 5 % of pairs fall below
+      by chance.
     """
 
     rows_per_text: int = 64
@@ -286,29 +295,35 @@ class RedundancyOptions(NamedTuple):
     max_distance: float | None = None
 
     def validate(self) -> RedundancyOptions:
-        """The same, if it can be done."""
+        """Return the options; raise ValueError if one is invalid."""
         for name, value, known in (
             ("smoothing", self.smoothing, SMOOTHING_METHODS),
             ("cka_estimator", self.cka_estimator, CKA_ESTIMATORS),
         ):
             if value not in known:
-                raise ValueError(f"{name}={value!r} is unknown; use {' or '.join(map(repr, known))}")
-        for name, least in (("rows_per_text", 1), ("num_tokens", 4), ("num_permutations", 1), ("num_resamples", 1)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name}={getattr(self, name)} is too few; give at least {least}")
+                raise ValueError(f"unknown {name}={value!r}; use {' or '.join(map(repr, known))}")
+        for name, minimum in (("rows_per_text", 1), ("num_tokens", 4), ("num_permutations", 1), ("num_resamples", 1)):
+            if getattr(self, name) < minimum:
+                raise ValueError(f"{name} must be >= {minimum}, got {getattr(self, name)}")
         return self
 
 
 @dataclass(frozen=True, eq=False)
 class ComparableHeads:
-    """Heads that read the same tokens, and all that was found between them.
+    """Heads with the same query and key tokens, and every comparison between them.
 
-    `distances` are Jensen-Shannon divergences of their rows in nats, means over rows, between `low` and `high`;
-    `chance` is the same with the weights of each of the other's rows dealt anew among the keys it may read: what is
-    left where two heads are as sharp as these but look at nothing alike. `outputs` is CKA of what they say, or None
-    where that could not be had. `by_chance` is how many clusters the distances of chance would make at the same cut.
-    `alike` counts pairs that are surely near, beside how many would be where no head looks at what another does;
-    `within` holds distances in layers to those between, `agreement` distances to what heads say.
+    - `distances`, `low`, `high`: Jensen-Shannon divergences of attention rows in nats [heads, heads], means over rows,
+      with confidence intervals.
+    - `chance`: the divergences if the weights of one head are permuted among the keys that it may read. They are as
+      sharp as before but unrelated.
+    - `outputs`: CKA of head outputs, or None if it could not be computed.
+    - `joined`, `cut`, `clusters`: steps of the average-linkage clustering, its distance threshold, and the cluster of
+      each head. `by_chance` is the number of clusters of the chance distances at the same threshold.
+    - `plane`: the heads as points in the plane.
+    - `layers`, `outliers`: diversity of each layer, and outlying heads.
+    - `alike`: number of significantly similar pairs against the number expected by chance.
+    - `within`: distances within layers against distances between layers.
+    - `agreement`: correlation of distances with those of outputs.
     """
 
     streams: StreamPair
@@ -331,49 +346,49 @@ class ComparableHeads:
 
     @property
     def num_pairs(self) -> int:
-        """How many pairs of heads there are."""
+        """Number of pairs of heads."""
         return len(self.heads) * (len(self.heads) - 1) // 2
 
     @property
     def similar_pairs(self) -> tuple[tuple[HeadLocation, HeadLocation], ...]:
-        """Pairs whose interval ends below the cut and below their own chance, the nearest first."""
-        one, other = np.triu_indices(len(self.heads), 1)
-        sure = (self.high < np.minimum(self.cut, self.chance))[one, other]
-        order = np.argsort(self.distances[one, other], kind="stable")
-        return tuple((self.heads[one[n]], self.heads[other[n]]) for n in order if sure[n])
+        """Pairs whose interval ends below the threshold and below their chance distance, the closest first."""
+        first, second = np.triu_indices(len(self.heads), 1)
+        is_similar = (self.high < np.minimum(self.cut, self.chance))[first, second]
+        order = np.argsort(self.distances[first, second], kind="stable")
+        return tuple((self.heads[first[n]], self.heads[second[n]]) for n in order if is_similar[n])
 
     @property
     def cluster_members(self) -> tuple[tuple[HeadLocation, ...], ...]:
-        """The clusters, the largest first."""
-        every: dict[int, list[HeadLocation]] = {}
-        for who, number in zip(self.heads, self.clusters, strict=True):
-            every.setdefault(number, []).append(who)
-        return tuple(sorted(map(tuple, every.values()), key=len, reverse=True))
+        """The heads of each cluster, the largest cluster first."""
+        members: dict[int, list[HeadLocation]] = {}
+        for head, cluster in zip(self.heads, self.clusters, strict=True):
+            members.setdefault(cluster, []).append(head)
+        return tuple(sorted(map(tuple, members.values()), key=len, reverse=True))
 
     @property
     def sentence(self) -> str:
-        """The answer, with the numbers that it rests on and what chance would have given."""
+        """Whether the heads are redundant, in sentences; see `summarise_redundancy`."""
         return summarise_redundancy(self)
 
     @property
     def data(self) -> dict[str, Any]:
-        """As plain values."""
+        """Dictionary of plain values, ready for JSON."""
         grids = {name: _grid_to_lists(getattr(self, name)) for name in ("distances", "low", "high", "chance")}
         return {
             "streams": list(self.streams),
-            "heads": [who._asdict() for who in self.heads],
+            "heads": [head._asdict() for head in self.heads],
             **grids,
             "outputs": None if self.outputs is None else _grid_to_lists(self.outputs),
             "cut": self.cut,
-            "joined": [one._asdict() for one in self.joined],
+            "joined": [merge._asdict() for merge in self.joined],
             "clusters": list(self.clusters),
             "clusters_by_chance": self.by_chance,
             "map": _grid_to_lists(self.plane.places),
             "stress": self.plane.stress,
-            "layers": [one.data for one in self.layers],
+            "layers": [layer.data for layer in self.layers],
             "alike": _test_to_dict(self.alike),
             "within": _test_to_dict(self.within),
-            "outliers": [{**one.head._asdict(), "far": one.far, "p": one.p} for one in self.outliers],
+            "outliers": [{**outlier.head._asdict(), "far": outlier.far, "p": outlier.p} for outlier in self.outliers],
             "agreement": _test_to_dict(self.agreement),
             "sentence": self.sentence,
         }
@@ -381,7 +396,7 @@ class ComparableHeads:
 
 @dataclass(frozen=True, eq=False)
 class RedundancyResult:
-    """What was found of every set of heads that read the same tokens, on how many texts, and what was left out."""
+    """Comparisons of all groups of heads over the same tokens, the number of texts, and notes on what was left out."""
 
     model: str
     texts: int
@@ -390,40 +405,48 @@ class RedundancyResult:
 
     @property
     def sentence(self) -> str:
-        """The answer to "are heads redundant, how do we verify it?"."""
-        return " ".join(f"{self.model}, {self.texts} texts: {one.sentence}" for one in self.readers)
+        """Whether the heads are redundant, in sentences for every group."""
+        return " ".join(f"{self.model}, {self.texts} texts: {group.sentence}" for group in self.readers)
 
     def compare_with(self, other: RedundancyResult) -> str:
-        """The same of another model on the same texts, such as its `twin`, in a sentence for each set of readers."""
-        pairs = [(one, two) for one in self.readers for two in other.readers if one.streams == two.streams]
-        return " ".join(f"{other.model}, {other.texts} texts: {compare_redundancy(one, two)}" for one, two in pairs)
+        """Compare with the result of another model on the same texts, such as a random baseline; a sentence for every
+        group.
+        """
+        pairs = [(own, theirs) for own in self.readers for theirs in other.readers if own.streams == theirs.streams]
+        return " ".join(
+            f"{other.model}, {other.texts} texts: {compare_redundancy(own, theirs)}" for own, theirs in pairs
+        )
 
     @property
     def data(self) -> dict[str, Any]:
-        """As plain values."""
-        readers = [one.data for one in self.readers]
+        """Dictionary of plain values, ready for JSON."""
+        readers = [group.data for group in self.readers]
         return {"model": self.model, "texts": self.texts, "readers": readers, "notes": list(self.notes)}
 
 
+# --- Measurement ---------------------------------------------------------------------------------------
+
+
 class _RedundancySums:
-    """Sums over texts of everything that one set of readers is asked for."""
+    """Sums over texts for one group of heads."""
 
     def __init__(self, rows: SampledRows, options: RedundancyOptions) -> None:
-        self.heads, self.how = rows.heads, options
-        self.far, self.chance = FoldedSums(), FoldedSums()
-        self.spread = DiversitySums(rows.heads, options.num_permutations, options.seed)
+        self.heads, self.options = rows.heads, options
+        self.distances, self.chance = FoldedSums(), FoldedSums()
+        self.diversity = DiversitySums(rows.heads, options.num_permutations, options.seed)
 
-    def add(self, number: int, rows: SampledRows) -> None:
-        """Rows of text `number`."""
+    def add(self, text_index: int, rows: SampledRows) -> None:
         weights, count = self._smooth_weights(rows.weights), rows.weights.shape[1] * rows.row_weight
-        dealt = self._smooth_weights(rows.permute_weights((self.how.seed, number)))
-        self.far.add(number, jensen_shannon_divergence(weights).cpu().numpy() * rows.row_weight, count)
-        self.chance.add(number, jensen_shannon_divergence(weights, dealt).cpu().numpy() * rows.row_weight, count)
-        self.spread.add(number, rows)
+        permuted = self._smooth_weights(rows.permute_weights((self.options.seed, text_index)))
+        distances = jensen_shannon_divergence(weights).cpu().numpy()
+        chance = jensen_shannon_divergence(weights, permuted).cpu().numpy()
+        self.distances.add(text_index, distances * rows.row_weight, count)
+        self.chance.add(text_index, chance * rows.row_weight, count)
+        self.diversity.add(text_index, rows)
 
     def _smooth_weights(self, weights: torch.Tensor) -> torch.Tensor:
-        """All keys but the learned sink are smoothed."""
-        return torch.cat([smooth_weights(weights[..., :-1], self.how.smoothing), weights[..., -1:]], -1)
+        """Smooth the weights of all keys but the learned sink."""
+        return torch.cat([smooth_weights(weights[..., :-1], self.options.smoothing), weights[..., -1:]], -1)
 
 
 DEFAULT_OPTIONS = RedundancyOptions()
@@ -437,90 +460,96 @@ def measure_redundancy(
     name: str = "",
     progress: Callable[[int], object] = lambda _: None,
 ) -> RedundancyResult:
-    """How alike all heads of a model are that read the same tokens, and whether that is more than chance.
+    """Measure how similar all heads over the same tokens are, and whether that is more than chance.
 
-    Every text is run by itself; of each, some rows of all heads are held, and of all texts, some tokens of what heads
-    say, so that memory does not grow with the data. `tell` hears how many texts were read.
+    Each text runs alone. A sample of its attention rows and a sample of head outputs over all texts are kept, so that
+    memory does not grow with the data. `progress` is called with the number of texts read so far.
     """
-    those, options = require_ability(model, "see"), options.validate()
-    streams = {one.site.name: get_streams(one.site, is_encoder_decoder(model)) for one in those}
-    heard = [one for one in those if one.site.silence.can]
-    adding, said, notes, count = dict[StreamPair, _RedundancySums](), dict[str, OutputReservoir](), dict[str, str](), 0
-    for number, scene in enumerate(examples):
-        count = number + 1
-        every, whys = sample_rows(
-            model, those, scene, streams, RowSampling(options.rows_per_text, options.seed), number
-        )
-        notes |= whys
-        for rows in every:
+    sites, options = require_ability(model, "see"), options.validate()
+    sites_with_outputs = [module for module in sites if module.site.silence.can]
+    streams = {module.site.name: get_streams(module.site, is_encoder_decoder(model)) for module in sites}
+    sampling = RowSampling(options.rows_per_text, options.seed)
+    sums, reservoirs = dict[StreamPair, _RedundancySums](), dict[str, OutputReservoir]()
+    reasons, count = dict[str, str](), 0
+    for index, example in enumerate(examples):
+        count = index + 1
+        groups, unsupported = sample_rows(model, sites, example, streams, sampling, index)
+        reasons |= unsupported
+        for rows in groups:
             if rows.weights.shape[1]:
-                own = adding.setdefault(rows.streams, _RedundancySums(rows, options))
-                _check_same_heads(own.heads, rows.heads)
-                own.add(number, rows)
-        _add_head_outputs(said, collect_head_outputs(model, heard, scene), streams, number, options)
+                group_sums = sums.setdefault(rows.streams, _RedundancySums(rows, options))
+                _check_same_heads(group_sums.heads, rows.heads)
+                group_sums.add(index, rows)
+        outputs = collect_head_outputs(model, sites_with_outputs, example)
+        _add_head_outputs(reservoirs, outputs, streams, index, options)
         progress(count)
     if count < 2:
-        raise ValueError(f"{count} texts leave no interval; give at least two")
-    readers = tuple(_compare_heads(pair, own, said.get(pair[0])) for pair, own in adding.items() if len(own.heads) > 1)
-    if not readers:
-        raise ValueError(
-            "no two heads read the same tokens" + "".join(f"; {site}: {why}" for site, why in notes.items())
-        )
-    told = tuple(f"{site} is left out: {why}" for site, why in notes.items())
-    return RedundancyResult(name or type(model).__name__, count, readers, told)
+        raise ValueError(f"cannot compute confidence intervals from {count} texts; give at least two")
+    comparisons = tuple(
+        _compare_heads(pair, group_sums, reservoirs.get(pair[0]))
+        for pair, group_sums in sums.items()
+        if len(group_sums.heads) > 1
+    )
+    if not comparisons:
+        details = "".join(f"; {site}: {reason}" for site, reason in reasons.items())
+        raise ValueError(f"cannot compare heads: no two of them have the same queries and keys{details}")
+    notes = tuple(f"{site} is left out: {reason}" for site, reason in reasons.items())
+    return RedundancyResult(name or type(model).__name__, count, comparisons, notes)
 
 
-def _check_same_heads(heads: Sequence[HeadLocation], now: Sequence[HeadLocation]) -> None:
-    if tuple(heads) != tuple(now):
-        raise ValueError("the model runs other attentions for one text than for another; give texts that run the same")
+def _check_same_heads(heads: Sequence[HeadLocation], others: Sequence[HeadLocation]) -> None:
+    if tuple(heads) != tuple(others):
+        fact = "the model runs different attention layers for different texts"
+        raise ValueError(f"cannot compare heads: {fact}; give texts that run the same layers")
 
 
 def _add_head_outputs(
-    said: dict[str, OutputReservoir],
-    now: Mapping[str, torch.Tensor],
+    reservoirs: dict[str, OutputReservoir],
+    outputs: Mapping[str, torch.Tensor],
     streams: Mapping[str, StreamPair],
-    number: int,
-    how: RedundancyOptions,
+    text_index: int,
+    options: RedundancyOptions,
 ) -> None:
-    """Keep some tokens of what heads say, of all sites with the same queries alike."""
-    for asks in dict.fromkeys(pair[0] for pair in streams.values()):
-        own = {site: z for site, z in now.items() if streams[site][0] == asks}
-        if own:
-            said.setdefault(asks, OutputReservoir(how.num_tokens, how.seed)).add(number, own)
+    """Sample head outputs, with the same tokens for all sites of a query stream."""
+    for stream in dict.fromkeys(pair[0] for pair in streams.values()):
+        stream_outputs = {site: z for site, z in outputs.items() if streams[site][0] == stream}
+        if stream_outputs:
+            reservoirs.setdefault(stream, OutputReservoir(options.num_tokens, options.seed)).add(
+                text_index, stream_outputs
+            )
 
 
-def _compare_heads(pair: StreamPair, adding: _RedundancySums, said: OutputReservoir | None) -> ComparableHeads:
-    """What was added up, with what follows from it."""
-    how, heads = adding.how, adding.heads
-    far, low, high = adding.far.mean_intervals(how.num_resamples, how.seed)
-    dealt = adding.chance.mean_intervals(how.num_resamples, how.seed)
-    chance, pairs = dealt.mean, np.triu_indices(len(heads), 1)
-    cut = _chance_threshold(chance) if how.max_distance is None else how.max_distance
-    joined, own = (
-        average_linkage(far),
-        [list(dict.fromkeys(who.site for who in heads)).index(who.site) for who in heads],
-    )
-    outputs = _output_similarity(heads, said, how)
-    near = int((high < np.minimum(cut, chance))[pairs].sum())
-    alike = poisson_test(near, expected_pairs_below(*(grid[pairs] for grid in dealt), threshold=cut))
+def _compare_heads(pair: StreamPair, sums: _RedundancySums, reservoir: OutputReservoir | None) -> ComparableHeads:
+    """Turn the sums of a group into distances, clusters, tests and the rest of the result."""
+    options, heads = sums.options, sums.heads
+    distances, low, high = sums.distances.mean_intervals(options.num_resamples, options.seed)
+    permuted = sums.chance.mean_intervals(options.num_resamples, options.seed)
+    chance, pairs = permuted.mean, np.triu_indices(len(heads), 1)
+    threshold = _chance_threshold(chance) if options.max_distance is None else options.max_distance
+    merges = average_linkage(distances)
+    outputs = _output_similarity(heads, reservoir, options)
+    num_similar = int((high < np.minimum(threshold, chance))[pairs].sum())
+    num_expected = expected_pairs_below(*(grid[pairs] for grid in permuted), threshold=threshold)
+    sites = list(dict.fromkeys(head.site for head in heads))
+    layer_of_head = [sites.index(head.site) for head in heads]
     return ComparableHeads(
-        pair,
-        heads,
-        far,
-        low,
-        high,
-        chance,
-        outputs,
-        tuple(joined),
-        cut,
-        cut_clusters(joined, cut),
-        len(set(cut_clusters(average_linkage(chance), cut))),
-        embed_in_plane(far, seed=how.seed),
-        adding.spread.layer_diversities(how.num_resamples, how.seed),
-        find_outliers(far, heads, seed=how.seed),
-        alike,
-        class_separation_test(far, own, how.num_permutations, how.seed),
-        _test_agreement(far, outputs, how),
+        streams=pair,
+        heads=heads,
+        distances=distances,
+        low=low,
+        high=high,
+        chance=chance,
+        outputs=outputs,
+        joined=tuple(merges),
+        cut=threshold,
+        clusters=cut_clusters(merges, threshold),
+        by_chance=len(set(cut_clusters(average_linkage(chance), threshold))),
+        plane=embed_in_plane(distances, seed=options.seed),
+        layers=sums.diversity.layer_diversities(options.num_resamples, options.seed),
+        outliers=find_outliers(distances, heads, seed=options.seed),
+        alike=poisson_test(num_similar, num_expected),
+        within=class_separation_test(distances, layer_of_head, options.num_permutations, options.seed),
+        agreement=_test_agreement(distances, outputs, options),
     )
 
 
@@ -529,27 +558,27 @@ def _chance_threshold(chance: Array) -> float:
 
 
 def _output_similarity(
-    heads: Sequence[HeadLocation], said: OutputReservoir | None, how: RedundancyOptions
+    heads: Sequence[HeadLocation], reservoir: OutputReservoir | None, options: RedundancyOptions
 ) -> Array | None:
-    """CKA of what these heads say; None where rows of weights and what is said are not one to one."""
-    sites = list(dict.fromkeys(who.site for who in heads))
-    if said is None or any(site not in said.outputs for site in sites) or len(said.priorities) < 4:
+    """CKA of the outputs of these heads; None if attention rows and outputs do not correspond one to one."""
+    sites = list(dict.fromkeys(head.site for head in heads))
+    if reservoir is None or any(site not in reservoir.outputs for site in sites) or len(reservoir.priorities) < 4:
         return None
-    features = said.features(sites)
-    return centred_kernel_alignment(features, how.cka_estimator).numpy() if len(features) == len(heads) else None
+    features = reservoir.features(sites)
+    return centred_kernel_alignment(features, options.cka_estimator).numpy() if len(features) == len(heads) else None
 
 
-def _test_agreement(far: Array, outputs: Array | None, how: RedundancyOptions) -> PermutationTest:
-    """Whether heads that read alike say alike."""
+def _test_agreement(distances: Array, outputs: Array | None, options: RedundancyOptions) -> PermutationTest:
+    """Test whether heads with similar attention patterns have similar outputs."""
     if outputs is None or np.isnan(outputs).any():
         return PermutationTest(math.nan, math.nan, math.nan)
-    return mantel_test(far, 1 - outputs, how.num_permutations, how.seed)
+    return mantel_test(distances, 1 - outputs, options.num_permutations, options.seed)
 
 
 def _grid_to_lists(grid: Array) -> list[Any]:
-    """Rows of numbers; what was never counted is None."""
+    """Rows of a matrix as lists; NaN becomes None."""
     return [[None if math.isnan(value) else float(value) for value in row] for row in grid]
 
 
-def _test_to_dict(one: PermutationTest) -> dict[str, float | None]:
-    return {name: None if math.isnan(value) else value for name, value in one._asdict().items()}
+def _test_to_dict(test: PermutationTest) -> dict[str, float | None]:
+    return {name: None if math.isnan(value) else value for name, value in test._asdict().items()}

@@ -1,4 +1,4 @@
-"""What is known of heads, as HeadVis keeps it: one document for all heads, one for each head with its examples."""
+"""Report of a model's heads in a folder: the table as JSON, figures, and files for the HeadVis viewer."""
 
 from __future__ import annotations
 
@@ -34,49 +34,55 @@ from .importance_methods import ImportanceResult
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-MAX_KEYS = 8  # of a row, as HeadVis keeps
+# --- Files for HeadVis ---------------------------------------------------------------------------------
+
+MAX_KEYS = 8  # strongest keys kept of each row, as in HeadVis
 
 
 def export_headvis(table: HeadTable, trace: Trace, annotated: Example, folder: Path) -> Iterator[str]:
-    """Write scatter_data.json and heads/L{layer}H{head}.json; layers are numbered over all sites, in their order."""
+    """Write scatter_data.json and heads/L{layer}H{head}.json for HeadVis, and yield the path of the first.
+
+    Layers are numbered over all sites in the order of the table.
+    """
     (folder / "heads").mkdir(parents=True, exist_ok=True)
     sites = table.sites
     points = [
         {
-            "layer": sites.index(one.site),
-            "head": one.head,
-            "site": one.site,
-            "metrics": {name: told.data["value"] for name, told in one.measures.items()},
-            "labels": [named.name for named in one.classes],
+            "layer": sites.index(head.site),
+            "head": head.head,
+            "site": head.site,
+            "metrics": {name: measure.data["value"] for name, measure in head.measures.items()},
+            "labels": [head_class.name for head_class in head.classes],
         }
-        for one in table.heads
+        for head in table.heads
     ]
     path = folder / "scatter_data.json"
     write_atomically(path, json.dumps({"model": table.model, "heads": points}).encode())
     yield str(path)
-    for one in table.heads:
-        if one.site not in {layer.name for layer in trace.layers}:
+    traced_sites = {layer.name for layer in trace.layers}
+    for head in table.heads:
+        if head.site not in traced_sites:
             continue
-        own = trace.get_layer(one.site)
-        weights = trace.head_weights(one.site, one.head)
+        layer = trace.get_layer(head.site)
+        weights = trace.head_weights(head.site, head.head)
         strongest = [
             [[int(s), round(float(row[s]), 6)] for s in (-row).argsort(kind="stable")[:MAX_KEYS] if row[s] > 0]
             for row in weights
         ]
         example = {
-            "tokens": list(annotated.streams[own.asks].words),
-            "keys": list(annotated.streams[own.told].words),
+            "tokens": list(annotated.streams[layer.asks].words),
+            "keys": list(annotated.streams[layer.told].words),
             "attention": strongest,
         }
-        told = {**one.data, "examples": [example]}
-        name = folder / "heads" / f"L{sites.index(one.site)}H{one.head}.json"
-        write_atomically(name, json.dumps(told).encode())
+        document = {**head.data, "examples": [example]}
+        path = folder / "heads" / f"L{sites.index(head.site)}H{head.head}.json"
+        write_atomically(path, json.dumps(document).encode())
 
 
-# --- Figures of a model's heads, and the table, as files in a folder -----------------------------------
+# --- The report ----------------------------------------------------------------------------------------
 
-EXAMPLE_LENGTHS = range(6, 19)  # tokens of a text that a picture shows well
-MAX_RELATIONS = 9  # that are shown
+EXAMPLE_LENGTHS = range(6, 19)  # numbers of tokens that suit a heat map
+MAX_RELATIONS = 9  # largest number of relations in the figure
 
 
 ExtraResults = tuple[ImportanceResult | None, RedundancyResult | None]
@@ -91,127 +97,140 @@ def write_head_report(
     extra_results: ExtraResults = (None, None),
     head_pair: PairSelection = (),
 ) -> Iterator[str]:
-    """The table as JSON, what HeadVis reads, and every figure on light and dark paper, as SVG and PNG.
+    """Write the table as JSON, the files of HeadVis, and every figure for light and dark backgrounds as SVG and PNG.
 
-    `pair` are two heads, (site, number) each, to be laid over each other; the most global and the most local if none.
+    It yields the paths of the main files. `head_pair` are two heads, (site, number) each, for the overlay figure; by
+    default these are the heads with the broadest and the narrowest attention.
     """
     for site, head in head_pair:
-        table.head(site, head)  # refuse a head that is not there before anything is written
+        table.head(site, head)  # refuse an unknown head before anything is written
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / "heads.json", json.dumps(table.data, indent=1).encode())
     yield str(folder / "heads.json")
-    shown = [
-        scene for scene in examples if all(one.count in EXAMPLE_LENGTHS for one in scene.streams.values())
-    ] or list(examples[:1])
-    for name, make in [*_list_figures(model, table, shown, head_pair), *_extra_figures(table, *extra_results)]:
-        for paper in FIGURE_THEMES:
+    short = [
+        example for example in examples if all(tokens.count in EXAMPLE_LENGTHS for tokens in example.streams.values())
+    ]
+    shown = short or list(examples[:1])
+    for name, draw in [*_list_figures(model, table, shown, head_pair), *_extra_figures(table, *extra_results)]:
+        for theme in FIGURE_THEMES:
             for suffix in (".svg", ".png"):
-                save_figure(make, folder / f"{name}-{paper}{suffix}", paper)
+                save_figure(draw, folder / f"{name}-{theme}{suffix}", theme)
         yield str(folder / f"{name}-light.svg")
     yield from export_headvis(table, _trace_example(model, shown[0]), shown[0], folder / "headvis")
 
 
 def _list_figures(
-    model: nn.Module, table: HeadTable, shown: Sequence[Example], heads: PairSelection
+    model: nn.Module, table: HeadTable, examples: Sequence[Example], head_pair: PairSelection
 ) -> Iterator[tuple[str, Callable[[FigureTheme], Figure]]]:
     yield "grid", partial(head_figures.draw_head_grid, table)
     yield "entropy", partial(head_figures.draw_measure_by_layer, table)
-    pictures = list(_class_pictures(model, table, shown))
-    if pictures:
-        yield "gallery", partial(draw_gallery, pictures, f"{table.model}: the surest head of each class")
-    arcs = list(_relation_pictures(model, table, shown))
-    if arcs:
-        yield (
-            "relations",
-            partial(draw_gallery, arcs, f"{table.model}: the best head of each relation; marked are its arcs"),
-        )
-    if pair := _choose_pair(model, table, shown[0], heads):
+    if pictures := list(_class_pictures(model, table, examples)):
+        yield "gallery", partial(draw_gallery, pictures, f"{table.model}: the top head of each class")
+    if pictures := list(_relation_pictures(model, table, examples)):
+        title = f"{table.model}: the top head of each relation, its dependencies marked"
+        yield "relations", partial(draw_gallery, pictures, title)
+    if pair := _choose_pair(model, table, examples[0], head_pair):
         yield "pair", partial(draw_head_overlay, *pair)
 
 
 def _extra_figures(
-    table: HeadTable, weighed: ImportanceResult | None, alike: RedundancyResult | None
+    table: HeadTable, importance: ImportanceResult | None, redundancy: RedundancyResult | None
 ) -> Iterator[tuple[str, Callable[[FigureTheme], Figure]]]:
-    if weighed is not None:
-        names = [f"{one.site} {one.head}" for one in weighed.heads]
-        values = [(one.value, one.low, one.high) for one in weighed.heads]
-        title = f"importance by {weighed.method}, of {weighed.objective}"
+    if importance is not None:
+        names = [f"{head.site} {head.head}" for head in importance.heads]
+        values = [(head.value, head.low, head.high) for head in importance.heads]
+        title = f"importance for {importance.objective}, by {importance.method}"
         yield "importance", partial(head_figures.draw_importance_curve, names, values, title)
-    for number, one in enumerate(alike.readers if alike is not None else ()):
-        heads = tuple(table.head(who.site, who.head) for who in one.heads)
-        name = "map" if not number else f"map-{'-'.join(dict.fromkeys(one.streams))}"
-        yield name, partial(head_figures.draw_head_map, replace(table, heads=heads), one.plane.places)
+    for number, group in enumerate(redundancy.readers if redundancy is not None else ()):
+        heads = tuple(table.head(location.site, location.head) for location in group.heads)
+        name = "map" if not number else f"map-{'-'.join(dict.fromkeys(group.streams))}"
+        yield name, partial(head_figures.draw_head_map, replace(table, heads=heads), group.plane.places)
 
 
-def _trace_example(model: nn.Module, scene: Example) -> Trace:
-    return trace(model, scene.model_inputs, capture=Capture(), log=lambda _: None)
+def _trace_example(model: nn.Module, example: Example) -> Trace:
+    return trace(model, example.model_inputs, capture=Capture(), log=lambda _: None)
 
 
-def _make_picture(kept: Trace, scene: Example, one: HeadMeasures, name: str, title: str) -> HeadPicture:
-    own = kept.get_layer(one.site)
-    asks, told = scene.streams[own.asks].words, scene.streams[own.told].words
-    return HeadPicture(title, name, kept.head_weights(one.site, one.head), asks, told)
+def _make_picture(trace: Trace, example: Example, head: HeadMeasures, name: str, title: str) -> HeadPicture:
+    layer = trace.get_layer(head.site)
+    query_words, key_words = example.streams[layer.asks].words, example.streams[layer.told].words
+    return HeadPicture(title, name, trace.head_weights(head.site, head.head), query_words, key_words)
 
 
-def _class_pictures(model: nn.Module, table: HeadTable, shown: Sequence[Example]) -> Iterator[HeadPicture]:
-    """The surest head of each class, on the first text that fits."""
-    kept = _trace_example(model, shown[0])
+def _class_pictures(model: nn.Module, table: HeadTable, examples: Sequence[Example]) -> Iterator[HeadPicture]:
+    """The head with the highest score of each class, on the first example."""
+    first_trace = _trace_example(model, examples[0])
     for group in CLASS_STYLES:
-        found = [(named, one) for one in table.heads for named in one.classes if class_group(named.name) == group]
-        if not found or group in ("unclear", "syntactic"):
+        members = [
+            (head_class, head)
+            for head in table.heads
+            for head_class in head.classes
+            if class_group(head_class.name) == group
+        ]
+        if not members or group in ("unclear", "syntactic"):
             continue
-        named, one = max(found, key=lambda pair: pair[0].score)
-        title = f"{named.name} {named.score:.2f}: {one.site} {one.head}"
-        yield _make_picture(kept, shown[0], one, named.name, title)
+        head_class, head = max(members, key=lambda member: member[0].score)
+        title = f"{head_class.name} {head_class.score:.2f}: {head.site} {head.head}"
+        yield _make_picture(first_trace, examples[0], head, head_class.name, title)
 
 
-def _relation_pictures(model: nn.Module, table: HeadTable, shown: Sequence[Example]) -> Iterator[HeadPicture]:
-    """The surest head of each relation, on the first text that has it, with its arcs."""
-    found = sorted(
-        ((named, one) for one in table.heads for named in one.classes if class_group(named.name) == "syntactic"),
-        key=lambda pair: -pair[0].score,
-    )
+def _relation_pictures(model: nn.Module, table: HeadTable, examples: Sequence[Example]) -> Iterator[HeadPicture]:
+    """The head with the highest score of each relation, on the first example with that relation."""
+    members = [
+        (head_class, head)
+        for head in table.heads
+        for head_class in head.classes
+        if class_group(head_class.name) == "syntactic"
+    ]
     done: set[str] = set()
-    for named, one in found:
-        _, relation, _, towards = named.name.rsplit(" ", 3)
-        scene = next((told for told in shown if any(arc[2] == relation for arc in told.dependencies)), None)
-        if named.name in done or scene is None or len(done) == MAX_RELATIONS:
+    for head_class, head in sorted(members, key=lambda member: -member[0].score):
+        _, relation, _, towards = head_class.name.rsplit(" ", 3)
+        example = next(
+            (candidate for candidate in examples if any(arc[2] == relation for arc in candidate.dependencies)), None
+        )
+        if head_class.name in done or example is None or len(done) == MAX_RELATIONS:
             continue
-        done.add(named.name)
-        title = f"{relation} to {towards} {named.score:.2f}: {one.site} {one.head}"
-        picture = _make_picture(_trace_example(model, scene), scene, one, named.name, title)
-        yield picture._replace(marked_cells=_dependency_cells(scene, relation, towards))
+        done.add(head_class.name)
+        title = f"{relation} to {towards} {head_class.score:.2f}: {head.site} {head.head}"
+        picture = _make_picture(_trace_example(model, example), example, head, head_class.name, title)
+        yield picture._replace(marked_cells=_dependency_cells(example, relation, towards))
 
 
-def _dependency_cells(scene: Example, relation: str, towards: str) -> list[tuple[int, int]]:
-    """Where the first tokens of the words of these arcs meet."""
-    word = next(iter(scene.streams.values())).word_index.tolist()
-    arcs = [(word.index(a), word.index(b)) for a, b, name in scene.dependencies if name == relation]
-    return arcs if towards == "governor" else [(b, a) for a, b in arcs]
+def _dependency_cells(example: Example, relation: str, towards: str) -> list[tuple[int, int]]:
+    """Cells (query, key) of a relation's dependencies, at the first tokens of the words."""
+    word_of_token = next(iter(example.streams.values())).word_index.tolist()
+    cells = [
+        (word_of_token.index(dependent), word_of_token.index(governor))
+        for dependent, governor, name in example.dependencies
+        if name == relation
+    ]
+    return cells if towards == "governor" else [(governor, dependent) for dependent, governor in cells]
 
 
 def _choose_pair(
-    model: nn.Module, table: HeadTable, scene: Example, heads: PairSelection
+    model: nn.Module, table: HeadTable, example: Example, head_pair: PairSelection
 ) -> tuple[HeadPicture, HeadPicture] | None:
-    """Two heads; else that which reads most broadly and that which reads most narrowly, of those of their own text."""
-    if heads:
-        return _make_picture_pair(
-            model, scene, [(table.head(*one), name) for one, name in zip(heads, ("one", "other"), strict=True)]
-        )
-    own = [one for one in table.heads if {"breadth", "distance"} <= set(one.measures) and one.kind == "attention"]
-    own = [one for one in own if not np.isnan(one.measures["distance"].value)]
-    if len(own) < 2:
+    """The two given heads, or the self-attention heads with the broadest and the narrowest attention of one stack."""
+    if head_pair:
+        first, second = (table.head(*location) for location in head_pair)
+        return _make_picture_pair(model, example, [(first, "one"), (second, "other")])
+    heads = [head for head in table.heads if {"breadth", "distance"} <= set(head.measures) and head.kind == "attention"]
+    heads = [head for head in heads if not np.isnan(head.measures["distance"].value)]
+    if len(heads) < 2:
         return None
-    stack = own[0].stack
-    own = [one for one in own if one.stack == stack]
-    far = max(own, key=lambda one: one.measures["breadth"].value)
-    near = min((one for one in own if one is not far), key=lambda one: one.measures["breadth"].value)
-    return _make_picture_pair(model, scene, [(far, "most global"), (near, "most local")])
+    stack = heads[0].stack
+    heads = [head for head in heads if head.stack == stack]
+    broadest = max(heads, key=lambda head: head.measures["breadth"].value)
+    others = (head for head in heads if head is not broadest)
+    narrowest = min(others, key=lambda head: head.measures["breadth"].value)
+    return _make_picture_pair(model, example, [(broadest, "most global"), (narrowest, "most local")])
 
 
 def _make_picture_pair(
-    model: nn.Module, scene: Example, told: Sequence[tuple[HeadMeasures, str]]
+    model: nn.Module, example: Example, heads: Sequence[tuple[HeadMeasures, str]]
 ) -> tuple[HeadPicture, HeadPicture]:
-    kept = _trace_example(model, scene)
-    first, second = (_make_picture(kept, scene, one, "", f"{what}: {one.site} {one.head}") for one, what in told)
+    example_trace = _trace_example(model, example)
+    first, second = (
+        _make_picture(example_trace, example, head, "", f"{label}: {head.site} {head.head}") for head, label in heads
+    )
     return first, second

@@ -1,4 +1,4 @@
-"""The heads of a model with what was measured of each: rows that print as a table, and plain values."""
+"""The heads of a model with their measures and classes, as rows of a table and as plain values."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 
 class Measure(NamedTuple):
-    """A number, where it might have come out on other texts, and what chance would be."""
+    """A value with its confidence interval and the value expected by chance."""
 
     value: float
     low: float
@@ -18,17 +18,17 @@ class Measure(NamedTuple):
 
     @property
     def is_above_chance(self) -> bool:
-        """Whether even the low end is above chance."""
+        """True if the lower end of the interval is above chance."""
         return self.low > self.chance
 
     @property
     def data(self) -> dict[str, float | None]:
-        """As plain values; what was never counted is None."""
+        """Dictionary of plain values; NaN (nothing was counted) becomes None."""
         return {name: None if math.isnan(value) else value for name, value in self._asdict().items()}
 
 
 class HeadClass(NamedTuple):
-    """A class that a head belongs to, how surely, and the sentence that says why."""
+    """A class of a head: its name, a score from 0 to 1, and a sentence with the evidence."""
 
     name: str
     score: float
@@ -37,7 +37,11 @@ class HeadClass(NamedTuple):
 
 @dataclass(frozen=True)
 class HeadMeasures:
-    """One head: where it is, what it reads, what was measured of it, and what it is called."""
+    """One head: its position in the model, its measures and its classes.
+
+    `kv` is the index of the head's key-value group; `site` the name of the attention layer, as `headwise.inspect` gives
+    it.
+    """
 
     stack: str
     kind: str
@@ -50,21 +54,21 @@ class HeadMeasures:
 
     @property
     def data(self) -> dict[str, Any]:
-        """All of it as plain values."""
+        """Dictionary of plain values, ready for JSON."""
         return {
             "stack": self.stack,
             "kind": self.kind,
             "layer": self.layer,
             "head": self.head,
             "kv": self.kv,
-            "measures": {name: one.data for name, one in self.measures.items()},
-            "classes": [one._asdict() for one in self.classes],
+            "measures": {name: measure.data for name, measure in self.measures.items()},
+            "classes": [head_class._asdict() for head_class in self.classes],
         }
 
 
 @dataclass(frozen=True)
 class HeadTable:
-    """All heads that were measured, on which data, and what was left out and why."""
+    """Every measured head of a model, the data it was measured on, and notes on what was left out."""
 
     model: str
     texts: str
@@ -72,28 +76,28 @@ class HeadTable:
     notes: tuple[str, ...] = field(default=())
 
     def head(self, site: str, number: int) -> HeadMeasures:
-        """One of them."""
-        found = [one for one in self.heads if (one.site, one.head) == (site, number)]
-        if not found:
+        """Return head `number` of the site named `site`; raise ValueError if the table has none."""
+        matches = [head for head in self.heads if (head.site, head.head) == (site, number)]
+        if not matches:
             raise ValueError(f"the table has no head {number} of {site!r}; its sites are {', '.join(self.sites)}")
-        return found[0]
+        return matches[0]
 
     @property
     def sites(self) -> tuple[str, ...]:
-        """The names of the sites, in order."""
-        return tuple(dict.fromkeys(one.site for one in self.heads))
+        """Names of the sites, in the order of the table."""
+        return tuple(dict.fromkeys(head.site for head in self.heads))
 
     def sorted_by(self, measure: str) -> tuple[HeadMeasures, ...]:
-        """The heads with the largest of a measure first; those without it last."""
+        """Return the heads by decreasing value of a measure; heads where it is NaN come last."""
         known = self.heads[0].measures if self.heads else {}
         if measure not in known:
-            raise ValueError(f"nothing called {measure!r} was measured; measured were {', '.join(known)}")
-        return tuple(sorted(self.heads, key=lambda one: -_finite_or_last(one.measures[measure].value)))
+            raise ValueError(f"cannot sort by {measure!r}: it was not measured; use one of {', '.join(known)}")
+        return tuple(sorted(self.heads, key=lambda head: -_finite_or_last(head.measures[measure].value)))
 
     @property
     def data(self) -> dict[str, Any]:
-        """All of it as plain values."""
-        heads = [one.data for one in self.heads]
+        """Dictionary of plain values, ready for JSON."""
+        heads = [head.data for head in self.heads]
         return {"model": self.model, "data": self.texts, "heads": heads, "notes": list(self.notes)}
 
 

@@ -1,4 +1,4 @@
-"""How much each head matters: a number for every head, where it might have come out, and how it was found."""
+"""Methods that estimate the importance of heads, each under the name of the paper that has it, and their results."""
 
 from __future__ import annotations
 
@@ -30,22 +30,26 @@ from .resampling import (
 )
 
 NORMALISATIONS = ("", "layer")
-SIGNIFICANCE_LEVEL = 0.05  # what is less likely by chance is told from it
-MIN_NORM = 1e-20  # as the authors of 1905.10650 keep from dividing by nothing
-ImportanceSums = Mapping[str, tuple[Array, Array]]  # of each site: sums [heads], and what they are a mean over [heads]
+SIGNIFICANCE_LEVEL = 0.05
+MIN_NORM = 1e-20  # prevents division by zero, with the value of the code of 1905.10650
+ImportanceSums = Mapping[str, tuple[Array, Array]]  # site name -> sums [heads] and the counts to divide them by [heads]
+
+# --- Options and results -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class ImportanceOptions:
-    """What is asked of an estimate beside its method.
+    """Options of `estimate_importance` that do not depend on the method.
 
-    `budget` seconds are spent at most, begun texts aside; `sample` texts are drawn, all are read where nothing is said.
-    normalised="layer" divides by the root of the sum of squares over the heads of a site (1905.10650). `correction` is
-    of p-values, over all heads: "holm", "bonferroni" or "none".
+    - `max_seconds`: time limit; the example that is running when it is reached is dropped.
+    - `num_examples`: size of a random sample of the examples; None uses all.
+    - `normalisation`: "layer" divides the scores of a site by their l2 norm (1905.10650).
+    - `correction`: of p-values for testing all heads: "holm", "bonferroni" or "none".
+    - `num_resamples`, `seed`: of the bootstrap and of random samples.
 
     >>> ImportanceOptions(correction="hol")
     Traceback (most recent call last):
-    ValueError: correction='hol' is unknown; did you mean 'holm'?
+    ValueError: unknown correction='hol'; did you mean 'holm'?
     """
 
     max_seconds: float | None = None
@@ -57,21 +61,23 @@ class ImportanceOptions:
 
     def __post_init__(self) -> None:
         for name, known in (("normalisation", NORMALISATIONS), ("correction", CORRECTION_METHODS)):
-            if (said := getattr(self, name)) not in known:
-                raise ValueError(f"{name}={said!r} is unknown; {suggest(str(said), [one for one in known if one])}")
+            if (value := getattr(self, name)) not in known:
+                choices = [choice for choice in known if choice]
+                raise ValueError(f"unknown {name}={value!r}; {suggest(str(value), choices)}")
         if self.max_seconds is not None and not self.max_seconds > 0:
-            raise ValueError(f"budget={self.max_seconds!r} leaves no time; give seconds, or leave it out")
-        for name, least in (("num_examples", 2), ("num_resamples", 1)):
-            said = getattr(self, name)
-            if said is not None and (type(said) is not int or said < least):
-                raise ValueError(f"{name}={said!r} is too few; give a whole number of {least} or more")
+            raise ValueError(f"max_seconds must be positive, got {self.max_seconds!r}; leave it out for no limit")
+        for name, minimum in (("num_examples", 2), ("num_resamples", 1)):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < minimum):
+                raise ValueError(f"{name} must be an integer >= {minimum}, got {value!r}")
 
 
 @dataclass(frozen=True)
 class HeadImportance:
-    """One head, what it is worth, between what that might have come out, and how likely chance would do as much.
+    """Importance of one head, with its confidence interval and p-value.
 
-    `p` is that of this head alone, `level` the same corrected for all heads; nan where nothing is tested.
+    `p` is the p-value of this head alone, `level` the one corrected for all heads; both are NaN if the method is not
+    tested.
     """
 
     site: str
@@ -88,19 +94,21 @@ class HeadImportance:
 
     @property
     def measure(self) -> Measure:
-        """The same as a table keeps it; chance is to matter not at all."""
+        """The importance as a `Measure`, whose chance level is 0."""
         return Measure(self.value, self.low, self.high, 0.0)
 
     @property
     def data(self) -> dict[str, Any]:
-        """As plain values; what is not tested is None."""
-        told = asdict(self)
-        return {name: None if isinstance(one, float) and math.isnan(one) else one for name, one in told.items()}
+        """Dictionary of plain values; NaN becomes None."""
+        fields = asdict(self)
+        return {
+            name: None if isinstance(value, float) and math.isnan(value) else value for name, value in fields.items()
+        }
 
 
 @dataclass(frozen=True)
 class ImportanceResult:
-    """Every head of a model with its worth, of which objective, by which method, over how many texts."""
+    """Importance of every head of a model: the method, the objective and the number of texts."""
 
     model: str
     method: str
@@ -110,32 +118,32 @@ class ImportanceResult:
     notes: tuple[str, ...] = ()
 
     def head(self, site: str, number: int) -> HeadImportance:
-        """One of them."""
-        found = [one for one in self.heads if (one.site, one.head) == (site, number)]
-        if not found:
-            sites = ", ".join(dict.fromkeys(one.site for one in self.heads))
-            raise ValueError(f"no head {number} of {site!r} was rated; the sites are {sites}")
-        return found[0]
+        """Return head `number` of the site named `site`; raise ValueError if it was not rated."""
+        matches = [head for head in self.heads if (head.site, head.head) == (site, number)]
+        if not matches:
+            sites = ", ".join(dict.fromkeys(head.site for head in self.heads))
+            raise ValueError(f"head {number} of {site!r} was not rated; the rated sites are {sites}")
+        return matches[0]
 
     @property
     def by_importance(self) -> tuple[HeadImportance, ...]:
-        """The heads that matter most first; those of which nothing is known last."""
-        return tuple(sorted(self.heads, key=lambda one: math.inf if math.isnan(one.value) else -one.value))
+        """The heads by decreasing importance; heads with NaN come last."""
+        return tuple(sorted(self.heads, key=lambda head: math.inf if math.isnan(head.value) else -head.value))
 
     @property
     def significant_heads(self) -> tuple[HeadImportance, ...]:
-        """Those that are told from chance, with all heads that were tested in mind."""
-        return tuple(one for one in self.heads if one.level < SIGNIFICANCE_LEVEL)
+        """Heads whose corrected p-value is below `SIGNIFICANCE_LEVEL`."""
+        return tuple(head for head in self.heads if head.level < SIGNIFICANCE_LEVEL)
 
     @property
     def data(self) -> dict[str, Any]:
-        """All of it as plain values."""
+        """Dictionary of plain values, ready for JSON."""
         return {
             "model": self.model,
             "method": self.method,
             "objective": self.objective,
             "texts": self.texts,
-            "heads": [one.data for one in self.heads],
+            "heads": [head.data for head in self.heads],
             "notes": list(self.notes),
         }
 
@@ -143,70 +151,70 @@ class ImportanceResult:
 def rate_heads(
     located_sites: Sequence[SiteModule], units: Sequence[ImportanceSums], options: ImportanceOptions, tested: str
 ) -> tuple[HeadImportance, ...]:
-    """The heads of these sites, of what was found in each unit, a text or a batch of them.
+    """Turn the sums of all units (texts or batches) into the importance of every head, with intervals and p-values.
 
-    tested="signs" tells what is likely chance; "none" does not.
+    `tested` "signs" computes p-values by sign flips, "none" leaves them NaN. Sites that some unit does not reach are
+    left out.
     """
-    draws = draw_resamples(len(units), options.num_resamples, options.seed)
-    sites = [one for one in located_sites if all(one.site.name in unit for unit in units)]
+    resamples = draw_resamples(len(units), options.num_resamples, options.seed)
+    modules = [module for module in located_sites if all(module.site.name in unit for unit in units)]
     stacked = {
-        one.site.name: (
-            np.stack([unit[one.site.name][0] for unit in units]),
-            np.stack([unit[one.site.name][1] for unit in units]),
+        module.site.name: (
+            np.stack([unit[module.site.name][0] for unit in units]),
+            np.stack([unit[module.site.name][1] for unit in units]),
         )
-        for one in sites
+        for module in modules
     }
     p = np.full(sum(sums.shape[1] for sums, _ in stacked.values()), math.nan)
     if tested == "signs":
-        p = sign_flip_p_values(np.concatenate([sums / numbers for sums, numbers in stacked.values()], 1), options.seed)
-    tests, found = iter(zip(p, correct_p_values(p, options.correction), strict=True)), list[HeadImportance]()
-    for one in sites:
-        sums, numbers = stacked[one.site.name]
-        value, others = (
-            _normalise_scores(told, options)
-            for told in (ratio_of_sums(sums, numbers), resampled_ratios(sums, numbers, draws))
-        )
-        low, high = confidence_interval(others)
-        found += [
-            _rate_head(one, len(value), n, row) for n, row in enumerate(zip(value, low, high, tests, strict=False))
-        ]
-    return tuple(found)
+        p = sign_flip_p_values(np.concatenate([sums / counts for sums, counts in stacked.values()], 1), options.seed)
+    tests = iter(zip(p, correct_p_values(p, options.correction), strict=True))  # in the order of the heads below
+    heads: list[HeadImportance] = []
+    for module in modules:
+        sums, counts = stacked[module.site.name]
+        value = _normalise_scores(ratio_of_sums(sums, counts), options)
+        low, high = confidence_interval(_normalise_scores(resampled_ratios(sums, counts, resamples), options))
+        rows = zip(value, low, high, tests, strict=False)
+        heads += [_rate_head(module, len(value), head, row) for head, row in enumerate(rows)]
+    return tuple(heads)
 
 
-def _rate_head(one: SiteModule, heads: int, number: int, row: tuple[Any, ...]) -> HeadImportance:
-    site, (value, low, high, (p, level)) = one.site, row
-    kv = number // max(1, heads // max(1, site.kv))
-    told = (float(value), float(low), float(high), float(p), float(level))
-    return HeadImportance(site.name, site.stack, site.kind, site.layer, number, kv, *told)
+def _rate_head(module: SiteModule, num_heads: int, head: int, row: tuple[Any, ...]) -> HeadImportance:
+    site, (value, low, high, (p, level)) = module.site, row
+    kv = head // max(1, num_heads // max(1, site.kv))
+    numbers = (float(value), float(low), float(high), float(p), float(level))
+    return HeadImportance(site.name, site.stack, site.kind, site.layer, head, kv, *numbers)
 
 
-def _normalise_scores(told: Array, how: ImportanceOptions) -> Array:
-    return told / (np.linalg.norm(told, axis=-1, keepdims=True) + MIN_NORM) if how.normalisation == "layer" else told
+def _normalise_scores(scores: Array, options: ImportanceOptions) -> Array:
+    if options.normalisation != "layer":
+        return scores
+    return scores / (np.linalg.norm(scores, axis=-1, keepdims=True) + MIN_NORM)
 
 
-# --- Ways to find how much each head matters in a text, each under the name of the paper that has it ---
+# --- Methods -------------------------------------------------------------------------------------------
 
 CheckTime = Callable[[], None]
 GRANULARITIES = ("paper", "code", "bertology")
 
 
 class TimeLimitReached(Exception):
-    """The seconds that were given are used up."""
+    """The time limit of an estimate is used up."""
 
 
 def make_time_check(max_seconds: float | None, now: Callable[[], float] = time.monotonic) -> CheckTime:
-    """What is asked between two runs whether there is time for another."""
-    begun = now()
+    """Return a function that raises TimeLimitReached once `max_seconds` have passed; methods call it between runs."""
+    start = now()
 
     def check() -> None:
-        if max_seconds is not None and now() - begun > max_seconds:
+        if max_seconds is not None and now() - start > max_seconds:
             raise TimeLimitReached
 
     return check
 
 
 class ImportanceInput(NamedTuple):
-    """A text as methods see it: its number, its way through the model, and what is asked of it."""
+    """One text as a method sees it: its index, repeatable forward pass, targets and objective."""
 
     index: int
     run: RepeatedForward
@@ -214,22 +222,24 @@ class ImportanceInput(NamedTuple):
     objective: Objective
 
     def value(self, outputs: object) -> Tensor:
-        """The objective of what a model says."""
-        plain = None if self.objective.has_gradient else self.run.baseline_outputs
-        return self.objective.value(outputs, plain, self.evaluation)
+        """The objective of a model's outputs."""
+        baseline = None if self.objective.has_gradient else self.run.baseline_outputs
+        return self.objective.value(outputs, baseline, self.evaluation)
 
     def value_without(self, ablated_heads: Mapping[str, Sequence[int]]) -> float:
-        """The objective while these heads are silent."""
-        said = self.run.run_with_hooks({name: HeadAblationHook(*heads) for name, heads in ablated_heads.items()})
-        return float(self.value(said))
+        """The objective while these heads are ablated; `ablated_heads` maps site names to head indices."""
+        hooks = {site: HeadAblationHook(*heads) for site, heads in ablated_heads.items()}
+        return float(self.value(self.run.run_with_hooks(hooks)))
 
 
 class ImportanceMethod(ABC):
-    """A way to find what every head is worth in some texts.
+    """Interface of importance methods.
 
-    `sloped` says whether it needs the objective's gradients, `tested` whether what it gives may be of either sign, so
-    that it can be told from chance; `batch` texts are asked at once. `measures` names what it measures where that is no
-    objective of the caller's; `notes` say what must be known beside.
+    - `needs_gradient`: whether it needs gradients of the objective.
+    - `significance_test`: "signs" if its values can have either sign, so that sign flips can test them; else "none".
+    - `measured_quantity`: what it measures if it does not use an objective.
+    - `notes`: added to the notes of every result.
+    - `batch_size`: texts per call of `estimate`.
     """
 
     name: str
@@ -240,37 +250,38 @@ class ImportanceMethod(ABC):
     batch_size: int = 1
 
     def unsupported_reason(self, model: nn.Module) -> str:
-        """Why it cannot be used on this model; empty if it can."""
+        """Reason why the method cannot be used on this model; empty if it can."""
         return ""
 
     @abstractmethod
     def estimate(self, texts: Sequence[ImportanceInput], check_time: CheckTime) -> ImportanceSums:
-        """The sums of every head of every site over these texts, and what they are means over."""
+        """Return sums over these texts for the heads of every site, and the counts to divide them by."""
 
 
 @dataclass(frozen=True)
 class LeaveOneOut(ImportanceMethod):
-    """How much more the objective is when one head alone is silent: positive where the head helps (1905.10650)."""
+    """Increase of the objective when a single head is ablated; positive if the head helps (1905.10650)."""
 
     name = "leave-one-out"
     significance_test = "signs"
 
     def estimate(self, texts: Sequence[ImportanceInput], check_time: CheckTime) -> ImportanceSums:
         text = texts[0]
-        before, found = float(text.value(text.run.baseline_outputs)), dict[str, list[float]]()
+        baseline, changes = float(text.value(text.run.baseline_outputs)), dict[str, list[float]]()
         for site, count in text.run.head_counts.items():
             for head in range(count):
                 check_time()
-                found.setdefault(site, []).append(text.value_without({site: [head]}) - before)
-        return {site: _as_single_mean(np.array(told)) for site, told in found.items()}
+                changes.setdefault(site, []).append(text.value_without({site: [head]}) - baseline)
+        return {site: _as_single_mean(np.array(values)) for site, values in changes.items()}
 
 
 @dataclass(frozen=True)
 class ShapleyValue(ImportanceMethod):
-    """What a head adds to those that still speak, a mean over orders in which they fall silent (2210.05709).
+    """Shapley value (2210.05709): mean contribution of a head to the active heads, over random orders of ablation.
 
-    It needs no gradients, and sees that two heads stand in for each other, which leave-one-out does not. Each text
-    draws `orders` of its own; what all heads are worth together is what silence of all of them costs, exactly.
+    It needs no gradients, and it credits heads that stand in for each other, which leave-one-out does not. Each text
+    samples `num_permutations` orders of its own. The values of all heads sum exactly to the increase of the objective
+    when all heads are ablated.
     """
 
     name = "shapley"
@@ -280,27 +291,29 @@ class ShapleyValue(ImportanceMethod):
 
     def estimate(self, texts: Sequence[ImportanceInput], check_time: CheckTime) -> ImportanceSums:
         text = texts[0]
-        every = [(site, head) for site, count in text.run.head_counts.items() for head in range(count)]
-        found = {site: np.zeros(count) for site, count in text.run.head_counts.items()}
-        draw, plain = np.random.default_rng((self.seed, text.index)), float(text.value(text.run.baseline_outputs))
+        heads = [(site, head) for site, count in text.run.head_counts.items() for head in range(count)]
+        values = {site: np.zeros(count) for site, count in text.run.head_counts.items()}
+        generator = np.random.default_rng((self.seed, text.index))
+        baseline = float(text.value(text.run.baseline_outputs))
         for _ in range(self.num_permutations):
-            silenced, before = dict[str, list[int]](), plain
-            for site, head in (every[n] for n in draw.permutation(len(every))):
+            ablated, before = dict[str, list[int]](), baseline
+            for site, head in (heads[n] for n in generator.permutation(len(heads))):
                 check_time()
-                silenced.setdefault(site, []).append(head)
-                after = text.value_without(silenced)
-                found[site][head] += (after - before) / self.num_permutations
+                ablated.setdefault(site, []).append(head)
+                after = text.value_without(ablated)
+                values[site][head] += (after - before) / self.num_permutations
                 before = after
-        return {site: _as_single_mean(told) for site, told in found.items()}
+        return {site: _as_single_mean(sums) for site, sums in values.items()}
 
 
 @dataclass(frozen=True)
 class GradientTimesActivation(ImportanceMethod):
-    """z_h . dL/dz_h, which is how L follows a mask on the head, in one of three granularities (1905.10650).
+    """Gradient times activation z_h . dL/dz_h, the derivative of the loss by a mask on head h (1905.10650).
 
-    "paper": the size of its sum over the tokens of a text, a mean over texts. "code": as the authors' code has it, the
-    sum of its sizes token by token, over all tokens. "bertology": as transformers had it, the size of its sum over
-    `batch` texts, whose L is one mean, over all tokens.
+    - `granularity="paper"`: absolute value of the sum over the tokens of a text, averaged over texts.
+    - `granularity="code"`: as in the authors' code, sum of the absolute values of single tokens, averaged over tokens.
+    - `granularity="bertology"`: as in transformers, absolute value of the sum over a batch of `batch_size` texts with
+      one mean loss, over the number of tokens.
     """
 
     granularity: str = "paper"
@@ -309,94 +322,100 @@ class GradientTimesActivation(ImportanceMethod):
 
     def __post_init__(self) -> None:
         if self.granularity not in GRANULARITIES:
-            known = suggest(self.granularity, GRANULARITIES)
-            raise ValueError(f"granularity={self.granularity!r} is unknown; {known}")
+            raise ValueError(f"unknown granularity={self.granularity!r}; {suggest(self.granularity, GRANULARITIES)}")
         if self.batch_size != 1 and (self.granularity != "bertology" or self.batch_size < 1):
-            raise ValueError(
-                f"batch_size={self.batch_size} texts are summed for granularity='bertology' alone; leave it out"
-            )
+            fact = f"batch_size={self.batch_size} needs granularity='bertology' and at least 1 text"
+            raise ValueError(f"cannot sum over batches: {fact}; leave batch_size out")
 
     @property
     def name(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride] - it follows from the fields
-        """As it is asked for."""
+        """Name in `IMPORTANCE_METHODS`."""
         return "michel" if self.granularity == "paper" else f"michel-{self.granularity}"
 
     def estimate(self, texts: Sequence[ImportanceInput], check_time: CheckTime) -> ImportanceSums:
         if self.granularity == "bertology":
             return self._estimate_batch(texts, check_time)
-        found = {site: slope.per_token for site, slope in compute_activation_gradients(texts[0]).items()}
+        per_token = {site: gradient.per_token for site, gradient in compute_activation_gradients(texts[0]).items()}
         if self.granularity == "paper":
-            return {site: _as_single_mean(np.abs(told.sum(0))) for site, told in found.items()}
-        return {site: (np.abs(told).sum(0), np.full(told.shape[1], len(told))) for site, told in found.items()}
+            return {site: _as_single_mean(np.abs(values.sum(0))) for site, values in per_token.items()}
+        return {
+            site: (np.abs(values).sum(0), np.full(values.shape[1], len(values))) for site, values in per_token.items()
+        }
 
-    def _estimate_batch(self, texts: Sequence[ImportanceInput], check: CheckTime) -> ImportanceSums:
-        asked = sum(text.evaluation.num_targets for text in texts)
+    def _estimate_batch(self, texts: Sequence[ImportanceInput], check_time: CheckTime) -> ImportanceSums:
+        num_targets = sum(text.evaluation.num_targets for text in texts)
         sums, tokens = dict[str, np.ndarray](), dict[str, int]()
         for text in texts:
-            check()
-            for site, slope in compute_activation_gradients(text).items():
-                share = slope.per_token.sum(0) * text.evaluation.num_targets / asked
+            check_time()
+            for site, gradient in compute_activation_gradients(text).items():
+                share = gradient.per_token.sum(0) * text.evaluation.num_targets / num_targets
                 sums[site] = sums.get(site, 0) + share
-                tokens[site] = tokens.get(site, 0) + len(slope.per_token)
-        return {site: (np.abs(told), np.full(len(told), float(tokens[site]))) for site, told in sums.items()}
+                tokens[site] = tokens.get(site, 0) + len(gradient.per_token)
+        return {site: (np.abs(values), np.full(len(values), float(tokens[site]))) for site, values in sums.items()}
 
 
 @dataclass(frozen=True)
 class TaylorExpansion(ImportanceMethod):
-    """What leave-one-out is to first order, - z_h . dL/dz_h of a text; of="size", the size of its mean (1611.06440)."""
+    """First-order estimate of leave-one-out, -z_h . dL/dz_h summed over a text.
+
+    With `quantity="size"` it is the absolute value of its mean over tokens and channels (1611.06440).
+    """
 
     quantity: str = "change"
     needs_gradient = True
 
     def __post_init__(self) -> None:
         if self.quantity not in ("change", "size"):
-            raise ValueError(f"of={self.quantity!r} is unknown; {suggest(self.quantity, ('change', 'size'))}")
+            raise ValueError(f"unknown quantity={self.quantity!r}; {suggest(self.quantity, ('change', 'size'))}")
 
     @property
     def name(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride] - it follows from the fields
-        """As it is asked for."""
+        """Name in `IMPORTANCE_METHODS`."""
         return "taylor" if self.quantity == "change" else "taylor-size"
 
     @property
     def significance_test(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride] - it follows from the fields
-        """Only what has a sign is."""
+        """The signed estimate is tested, its size is not."""
         return "signs" if self.quantity == "change" else "none"
 
     def estimate(self, texts: Sequence[ImportanceInput], check_time: CheckTime) -> ImportanceSums:
-        found = compute_activation_gradients(texts[0])
+        gradients = compute_activation_gradients(texts[0])
         if self.quantity == "change":
-            return {site: _as_single_mean(-slope.per_token.sum(0)) for site, slope in found.items()}
+            return {site: _as_single_mean(-gradient.per_token.sum(0)) for site, gradient in gradients.items()}
         return {
-            site: _as_single_mean(np.abs(slope.per_token.mean(0)) / slope.head_dim) for site, slope in found.items()
+            site: _as_single_mean(np.abs(gradient.per_token.mean(0)) / gradient.head_dim)
+            for site, gradient in gradients.items()
         }
 
 
 class ActivationGradient(NamedTuple):
-    """z_h . dL/dz_h at each token, [tokens, heads], and how wide a head is."""
+    """z_h . dL/dz_h at each token, [tokens, heads], and the width of a head."""
 
     per_token: np.ndarray
     head_dim: int
 
 
 def compute_activation_gradients(text: ImportanceInput) -> dict[str, ActivationGradient]:
-    """How the objective follows what each head says."""
-    kept = {one.site.name: HeadOutputCapture() for one in text.run.sites}
+    """Gradient times activation of every head of every site that the text reaches."""
+    captures = {module.site.name: HeadOutputCapture() for module in text.run.sites}
     with torch.enable_grad():
-        value = text.value(text.run.run_with_gradients(kept))
-        every = [z for one in kept.values() for z in one.outputs]
-        told = torch.autograd.grad(value, every, allow_unused=True)
-    grads = iter(told)
+        value = text.value(text.run.run_with_gradients(captures))
+        outputs = [z for capture in captures.values() for z in capture.outputs]
+        grads = iter(torch.autograd.grad(value, outputs, allow_unused=True))
     return {
-        name: _activation_gradient([(z, next(grads)) for z in one.outputs]) for name, one in kept.items() if one.outputs
+        name: _activation_gradient([(z, next(grads)) for z in capture.outputs])
+        for name, capture in captures.items()
+        if capture.outputs
     }
 
 
-def _activation_gradient(told: Sequence[tuple[Tensor, Tensor | None]]) -> ActivationGradient:
-    """Of all calls of a site: tokens one behind the other."""
-    flat = [(z * (torch.zeros_like(z) if grad is None else grad)).sum(-1).flatten(0, -2) for z, grad in told]
-    return ActivationGradient(torch.cat(flat).detach().double().cpu().numpy(), told[0][0].shape[-1])
+def _activation_gradient(outputs_and_grads: Sequence[tuple[Tensor, Tensor | None]]) -> ActivationGradient:
+    """Concatenate the tokens of all calls of a site."""
+    per_call = [
+        (z * (torch.zeros_like(z) if grad is None else grad)).sum(-1).flatten(0, -2) for z, grad in outputs_and_grads
+    ]
+    return ActivationGradient(torch.cat(per_call).detach().double().cpu().numpy(), outputs_and_grads[0][0].shape[-1])
 
 
 def _as_single_mean(sums: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """A mean over texts."""
     return sums, np.ones(len(sums))

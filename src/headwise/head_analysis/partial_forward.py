@@ -1,4 +1,4 @@
-"""One text on its way through a model, again and again with other heads: whole, or from the layer that is edited."""
+"""Repeated forward passes of one text with different heads edited: in full, or from the edited layer on."""
 
 from __future__ import annotations
 
@@ -15,13 +15,12 @@ from ..models import Transformer
 from ..models.block import LayerInputs, LayerStack
 from ..models.transformer import resolve_sequence
 
-STACK_ARGUMENTS = frozenset(
-    {"x", "sequence", "source", "source_sequence"}
-)  # what a model of ours is told that can go on midway
+# Arguments of a headwise model with which a forward pass can restart midway.
+STACK_ARGUMENTS = frozenset({"x", "sequence", "source", "source_sequence"})
 
 
 class HeadAblationHook:
-    """A watcher that makes some heads say nothing, and counts how many there are."""
+    """Hook that sets the outputs of some heads to zero, and counts the heads of the site."""
 
     needs_call = False
 
@@ -30,18 +29,18 @@ class HeadAblationHook:
         self.num_heads = 0
 
     def on_call(self, call: AttentionCall) -> None:
-        """Nothing to look at."""
+        """Do nothing: weights are not needed."""
 
     def on_head_outputs(self, outputs: Tensor) -> Tensor:
-        """The same without these."""
+        """Head outputs [..., heads, channels] with the ablated heads set to zero."""
         self.num_heads = outputs.shape[-2]
-        other = outputs.clone()
-        other[..., self.ablated_heads, :] = 0
-        return other
+        ablated = outputs.clone()
+        ablated[..., self.ablated_heads, :] = 0
+        return ablated
 
 
 class HeadOutputCapture:
-    """A watcher that keeps what heads say, for gradients to be taken at."""
+    """Hook that keeps head outputs, for gradients with respect to them."""
 
     needs_call = False
 
@@ -49,53 +48,55 @@ class HeadOutputCapture:
         self.outputs: list[Tensor] = []
 
     def on_call(self, call: AttentionCall) -> None:
-        """Nothing to look at."""
+        """Do nothing: weights are not needed."""
 
     def on_head_outputs(self, outputs: Tensor) -> Tensor:
-        """The same, kept; where nothing before it is learned, it is where gradients begin."""
+        """Keep the outputs; they become leaves of the graph if nothing before them requires gradients."""
         outputs = outputs if outputs.requires_grad else outputs.detach().requires_grad_()
         self.outputs.append(outputs)
         return outputs
 
 
 class RepeatedForward:
-    """A model, its sites and one text: what it says, and what it says with watchers at some sites."""
+    """Runs a model on one text again and again, with different hooks at its attention sites."""
 
     is_partial = False
 
     def __init__(self, model: nn.Module, sites: Sequence[SiteModule], inputs: ModelInputs) -> None:
         self.model, self.sites, self.inputs = model, sites, inputs
-        self._counting = {one.site.name: HeadAblationHook() for one in sites}
-        self._plain: list[Any] = []
+        self._head_counters = {module.site.name: HeadAblationHook() for module in sites}
+        self._baseline: list[Any] = []
 
     @property
     def baseline_outputs(self) -> Any:
-        """What the model says unedited; it is run when this is first asked for."""
-        if not self._plain:
-            self._plain.append(self._run_baseline(self._counting))
-        return self._plain[0]
+        """Outputs of the unedited model, computed on first access."""
+        if not self._baseline:
+            self._baseline.append(self._run_baseline(self._head_counters))
+        return self._baseline[0]
 
     @property
     def head_counts(self) -> dict[str, int]:
-        """How many heads there are at each site that the text reaches."""
+        """Number of heads of each site that the text reaches."""
         _ = self.baseline_outputs
-        return {name: one.num_heads for name, one in self._counting.items() if one.num_heads}
+        return {name: counter.num_heads for name, counter in self._head_counters.items() if counter.num_heads}
 
     def _run_baseline(self, hooks: Mapping[str, AttentionHook]) -> Any:
         return self.run_with_hooks(hooks)
 
     def run_with_hooks(self, hooks: Mapping[str, AttentionHook]) -> Any:
-        """What the model says while these watch."""
+        """Outputs of the model with these hooks, by site name."""
         return ModelRun(self.model, self.inputs).run_with_hooks(self.sites, hooks)
 
     def run_with_gradients(self, hooks: Mapping[str, AttentionHook]) -> Any:
-        """The same with what gradients need."""
+        """Outputs of the model with these hooks, with the graph for gradients."""
         with hook_sites(self.model, self.sites, hooks), torch.enable_grad():
             return ModelRun(self.model, self.inputs).run()
 
 
 class PartialForward(RepeatedForward):
-    """The same of a model of ours: the input of every layer is kept, and a run begins at the first that is edited."""
+    """Repeated forward passes of a headwise model that keep the input of every layer and restart at the first edited
+    one.
+    """
 
     is_partial = True
 
@@ -110,31 +111,31 @@ class PartialForward(RepeatedForward):
             return self._run_from_start(self.stacks)
 
     def _run_from_start(self, stacks: Sequence[LayerStack]) -> Tensor:
-        names, told = self.inputs.kwargs, None
         h: Tensor | None = None
-        for stack, (ids, tokens) in zip(stacks, _stack_inputs(names)[-len(stacks) :], strict=True):
+        source_sequence = None
+        stack_inputs = _stack_inputs(self.inputs.kwargs)[-len(stacks) :]
+        for stack, (ids, tokens) in zip(stacks, stack_inputs, strict=True):
             name, (x, types) = stack.spec.name, stack.embed(ids)
-            at = resolve_sequence(x, tokens, None)
-            self.calls[name] = _layer_calls(stack, LayerInputs(at, None, None, told, self.model_network.probes), h)
-            h, told = (
-                _run_layers(stack, self.calls[name], stack.place(x, at, types), self.layer_inputs[name].append),
-                at,
-            )
+            sequence = resolve_sequence(x, tokens, None)
+            call = LayerInputs(sequence, None, None, source_sequence, self.model_network.probes)
+            self.calls[name] = _layer_calls(stack, call, h)
+            embedded = stack.place(x, sequence, types)
+            h = _run_layers(stack, self.calls[name], embedded, self.layer_inputs[name].append)
+            source_sequence = sequence
         assert h is not None
         return self._apply_head(h)
 
     def run_with_hooks(self, hooks: Mapping[str, AttentionHook]) -> Tensor:
-        """What the model says while these watch, from the first layer on at which anybody does."""
-        named = {one.site.name: one.site for one in self.sites}
-        where = {name: (named[name].stack, named[name].layer) for name in hooks}
-        order = [stack.spec.name for stack in self.stacks]
-        _ = self.baseline_outputs  # which keeps what is gone on from
-        first, depth = min((order.index(stack), layer) for stack, layer in where.values())
+        """Outputs of the model with these hooks, computed from the first hooked layer on."""
+        sites = {module.site.name: module.site for module in self.sites}
+        stack_names = [stack.spec.name for stack in self.stacks]
+        _ = self.baseline_outputs  # fills `calls` and `layer_inputs`
+        first_stack, first_layer = min((stack_names.index(sites[name].stack), sites[name].layer) for name in hooks)
         with hook_sites(self.model, self.sites, hooks), torch.inference_mode():
-            return self._run_from_layer(self.stacks[first:], depth)
+            return self._run_from_layer(self.stacks[first_stack:], first_layer)
 
     def _run_from_layer(self, stacks: Sequence[LayerStack], first_layer: int) -> Tensor:
-        """From a layer of the first of these stacks on; the next reads what that says now."""
+        """Run from a layer of the first of these stacks on; a following stack reads its new outputs."""
         name = stacks[0].spec.name
         h = _run_layers(stacks[0], self.calls[name], self.layer_inputs[name][first_layer], start=first_layer)
         for stack in stacks[1:]:
@@ -149,7 +150,7 @@ class PartialForward(RepeatedForward):
 def _run_layers(
     stack: LayerStack, calls: Sequence[LayerInputs], h: Tensor, keep: Callable[[Tensor], object] = id, start: int = 0
 ) -> Tensor:
-    """Through the layers of a stack from one of them on, and its norm; `keep` is handed the input of each."""
+    """Run the layers of a stack from `start` on, and its norm; `keep` receives the input of each layer."""
     for layer, call in zip(stack.blocks[start:], calls[start:], strict=True):
         keep(h)
         h = layer(h, call)
@@ -157,20 +158,20 @@ def _run_layers(
 
 
 def _layer_calls(stack: LayerStack, call: LayerInputs, states: Tensor | None) -> list[LayerInputs]:
-    """The call of each layer, with what it reads of another stack projected once."""
+    """Inputs of each layer beside the hidden states; keys and values of another stack's states are projected once."""
     if states is None:
         return [call] * stack.depth
     assert call.told is not None
     return [call._replace(source=layer.remember(states, call.told)) for layer in stack.blocks]
 
 
-def _stack_inputs(names: Mapping[str, Any]) -> list[tuple[Any, Any]]:
-    """What each of two stacks reads, and where that stands."""
-    return [(names.get("source"), names.get("source_sequence")), (names["x"], names.get("sequence"))]
+def _stack_inputs(kwargs: Mapping[str, Any]) -> list[tuple[Any, Any]]:
+    """Ids and sequence information of the source stack and of the text stack."""
+    return [(kwargs.get("source"), kwargs.get("source_sequence")), (kwargs["x"], kwargs.get("sequence"))]
 
 
 def make_forward(model: nn.Module, sites: Sequence[SiteModule], inputs: ModelInputs) -> RepeatedForward:
-    """A text on its way; one that is begun again midway where the model is ours."""
+    """Return a forward pass that can be repeated: restarted midway for a headwise model, else run in full."""
     if isinstance(model, Transformer) and not inputs.args and inputs.kwargs.keys() <= STACK_ARGUMENTS:
         return PartialForward(model, sites, inputs)
     return RepeatedForward(model, sites, inputs)

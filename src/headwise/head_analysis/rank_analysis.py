@@ -1,4 +1,8 @@
-"""How many dimensions the query-key products of heads use, held to Gaussian weights of the same shapes."""
+"""Ranks in attention: dimensions of query-key weights, ranks of scores and weights over texts, rank collapse over
+depth.
+
+The spectra of query-key weights are compared with Gaussian weights of the same shapes.
+"""
 
 from __future__ import annotations
 
@@ -28,12 +32,14 @@ from .head_circuits import AttentionCircuits, LowRankMap, get_circuits
 from .head_table import Measure
 from .resampling import FoldedSums
 
+# --- Dimensions of query-key weights -------------------------------------------------------------------
+
 ENERGY_FRACTION = 0.9
 NUM_GAUSSIAN_DRAWS = 8
 
 
 def count_dims(singular: Tensor, energy: float = ENERGY_FRACTION) -> int:
-    """The fewest of the largest singular values that hold this share of the sum of squares.
+    """Smallest number of singular values, largest first, that hold this share of the sum of their squares.
 
     >>> count_dims(torch.tensor([3.0, 1.0])), count_dims(torch.ones(10))
     (1, 9)
@@ -44,7 +50,7 @@ def count_dims(singular: Tensor, energy: float = ENERGY_FRACTION) -> int:
 
 
 class DimensionCount(NamedTuple):
-    """Dimensions for 90 % of the squared singular values, the most there could be, and what Gaussian weights use."""
+    """Dimensions that hold 90 % of the squared singular values, their maximum, and the mean for Gaussian weights."""
 
     dims: int
     most: int
@@ -52,9 +58,10 @@ class DimensionCount(NamedTuple):
 
 
 class LayerSpectrum(NamedTuple):
-    """One layer: of each head's W_Q W_K^T; of their sum over heads; and of all W_Q, and all W_K, side by side.
+    """Dimensions of one layer: of each head's W_Q W_K^T, of the sum over heads, and of all W_Q and all W_K
+    concatenated.
 
-    Where heads compare by the same few channels, those of the sum are far fewer than of Gaussian weights (2006.16362).
+    If heads compare the same few channels, the sum has far fewer dimensions than that of Gaussian weights (2006.16362).
     """
 
     site: str
@@ -66,61 +73,62 @@ class LayerSpectrum(NamedTuple):
 
     @property
     def data(self) -> dict[str, Any]:
-        """As plain values."""
-        one = {name: getattr(self, name)._asdict() for name in ("summed", "queries", "keys")}
+        """Dictionary of plain values, ready for JSON."""
+        counts = {name: getattr(self, name)._asdict() for name in ("summed", "queries", "keys")}
         heads = [head._asdict() for head in self.heads]
-        return {"site": self.site, "heads": heads, **one, "caveats": list(self.caveats)}
+        return {"site": self.site, "heads": heads, **counts, "caveats": list(self.caveats)}
 
 
 def measure_qk_spectra(
     model: nn.Module, *, num_draws: int = NUM_GAUSSIAN_DRAWS, seed: int = 0
 ) -> tuple[LayerSpectrum, ...]:
-    """How many dimensions every layer compares by; a layer whose scores are no product of two maps has none.
+    """Measure in how many dimensions the heads of each layer compare tokens, from the weights alone.
 
-    The weights alone are asked: what turns queries and keys token by token is named beside each layer.
+    Layers whose scores are not a product of two linear maps are left out. `caveats` of a layer name what changes
+    queries and keys token by token, such as rotary embeddings.
 
     >>> import headwise as hw
     >>> net = hw.build(
     ...     hw.families.read_model_spec({"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1}), seed=0
     ... )
-    >>> found = measure_qk_spectra(net)[0]
-    >>> [head.most for head in found.heads], found.summed.most
+    >>> spectrum = measure_qk_spectra(net)[0]
+    >>> [head.most for head in spectrum.heads], spectrum.summed.most
     ([4, 4], 8)
     """
-    found, why = list[LayerSpectrum](), ""
-    for own in get_circuits(model).values():
+    spectra, reason = list[LayerSpectrum](), ""
+    for circuits in get_circuits(model).values():
         try:
-            heads = [own.qk_circuit(head) for head in range(own.spec.heads.q)]
+            heads = [circuits.qk_circuit(head) for head in range(circuits.spec.heads.q)]
         except SpecError as error:
-            why = str(error)
+            reason = str(error)
             continue
-        found.append(_layer_spectrum(own, heads, num_draws, torch.Generator().manual_seed(seed)))
-    if not found:
-        raise SpecError(why or "the model has no attention; hw.sites(model) says what it saw")
-    return tuple(found)
+        spectra.append(_layer_spectrum(circuits, heads, num_draws, torch.Generator().manual_seed(seed)))
+    if not spectra:
+        raise SpecError(reason or "the model has no attention that can be read; see hw.sites(model)")
+    return tuple(spectra)
 
 
 def _layer_spectrum(
-    own: AttentionCircuits, heads: list[LowRankMap], draws: int, draw: torch.Generator
+    circuits: AttentionCircuits, heads: list[LowRankMap], num_draws: int, generator: torch.Generator
 ) -> LayerSpectrum:
-    """Of one layer, and of Gaussian weights where these keep who reads which keys."""
-    reads = own.spec.heads.reads
-    drawn = [_sample_gaussian_maps(heads, reads, draw) for _ in range(draws)]
-    each = tuple(
+    """Spectrum of one layer, with Gaussian weights that share key heads as the layer does."""
+    kv_head_of_query = circuits.spec.heads.reads
+    draws = [_sample_gaussian_maps(heads, kv_head_of_query, generator) for _ in range(num_draws)]
+    by_head = tuple(
         DimensionCount(
             count_dims(head.singular_values),
             min(*head.left.shape, *head.right.shape),
-            _mean_dims([one[n].singular_values for one in drawn]),
+            _mean_dims([draw[n].singular_values for draw in draws]),
         )
         for n, head in enumerate(heads)
     )
-    summed = [_sum_maps(one).singular_values for one in (heads, *drawn)]
-    most = min(_stack_query_weights(heads).shape + _stack_key_weights(heads, reads).shape)
-    queries = _count_joint_dims([_stack_query_weights(one) for one in (heads, *drawn)])
-    keys = _count_joint_dims([_stack_key_weights(one, reads) for one in (heads, *drawn)])
-    return LayerSpectrum(
-        own.site, each, DimensionCount(count_dims(summed[0]), most, _mean_dims(summed[1:])), queries, keys, own.caveats
-    )
+    own_and_draws = (heads, *draws)
+    summed_values = [_sum_maps(maps).singular_values for maps in own_and_draws]
+    most = min(_stack_query_weights(heads).shape + _stack_key_weights(heads, kv_head_of_query).shape)
+    summed = DimensionCount(count_dims(summed_values[0]), most, _mean_dims(summed_values[1:]))
+    queries = _count_joint_dims([_stack_query_weights(maps) for maps in own_and_draws])
+    keys = _count_joint_dims([_stack_key_weights(maps, kv_head_of_query) for maps in own_and_draws])
+    return LayerSpectrum(circuits.site, by_head, summed, queries, keys, circuits.caveats)
 
 
 def _count_joint_dims(matrices: list[Tensor]) -> DimensionCount:
@@ -129,11 +137,11 @@ def _count_joint_dims(matrices: list[Tensor]) -> DimensionCount:
 
 
 def _mean_dims(values: list[Tensor]) -> float:
-    return sum(count_dims(one) for one in values) / max(1, len(values))
+    return sum(count_dims(singular) for singular in values) / max(1, len(values))
 
 
 def _sum_maps(heads: list[LowRankMap]) -> LowRankMap:
-    """The sum over heads, as two matrices."""
+    """Sum over heads, as a product of two matrices."""
     return LowRankMap(_stack_query_weights(heads), torch.cat([head.right for head in heads]))
 
 
@@ -142,32 +150,32 @@ def _stack_query_weights(heads: list[LowRankMap]) -> Tensor:
 
 
 def _stack_key_weights(heads: list[LowRankMap], kv_head_of_query: tuple[int, ...]) -> Tensor:
-    """The matrices of all key heads, each once."""
-    return torch.cat([heads[kv_head_of_query.index(key)].right for key in dict.fromkeys(kv_head_of_query)])
+    """Matrices of all key heads, each once."""
+    return torch.cat([heads[kv_head_of_query.index(kv_head)].right for kv_head in dict.fromkeys(kv_head_of_query)])
 
 
 def _sample_gaussian_maps(
-    heads: list[LowRankMap], kv_head_of_query: tuple[int, ...], draw: torch.Generator
+    heads: list[LowRankMap], kv_head_of_query: tuple[int, ...], generator: torch.Generator
 ) -> list[LowRankMap]:
-    """Heads of the same shapes drawn anew; those that read the same keys still do."""
+    """Gaussian maps of the same shapes; heads that share a key head share a Gaussian one."""
     keys = {
-        key: torch.randn(heads[kv_head_of_query.index(key)].right.shape, generator=draw)
+        key: torch.randn(heads[kv_head_of_query.index(key)].right.shape, generator=generator)
         for key in dict.fromkeys(kv_head_of_query)
     }
     return [
-        LowRankMap(torch.randn(head.left.shape, generator=draw), keys[key])
+        LowRankMap(torch.randn(head.left.shape, generator=generator), keys[key])
         for head, key in zip(heads, kv_head_of_query, strict=True)
     ]
 
 
-# --- How many directions the scores and the weights of a head use over a text --------------------------
+# --- Ranks of scores and weights over texts ------------------------------------------------------------
 
-MAX_QUERIES = 256  # queries of a text
+MAX_QUERIES = 256  # queries of a text that are used
 SCORE_STAGES = ("scores", "mixed", "weights")
 
 
 def stable_rank(matrices: Tensor) -> Tensor:
-    """The sum of squared singular values over the largest squared one, of matrices [..., T, S].
+    """Stable rank of matrices [..., T, S]: the sum of squared singular values over the largest one.
 
     >>> stable_rank(torch.eye(3)).item()
     3.0
@@ -177,7 +185,8 @@ def stable_rank(matrices: Tensor) -> Tensor:
 
 
 def effective_rank(matrices: Tensor) -> Tensor:
-    """exp of the entropy of singular values as shares of their sum (Roy and Vetterli 2007), of matrices [..., T, S].
+    """Effective rank of matrices [..., T, S]: exp of the entropy of the normalised singular values (Roy and Vetterli
+    2007).
 
     >>> round(effective_rank(torch.eye(3)).item(), 6)
     3.0
@@ -189,9 +198,10 @@ def effective_rank(matrices: Tensor) -> Tensor:
 
 
 class HeadRank(NamedTuple):
-    """One head at one stage: "scores" as queries and keys give them, "mixed" behind what changes scores, "weights".
+    """Ranks of one head at one stage, means over texts.
 
-    Both ranks are means over texts; `bound` is the most that scores of this width can have, 0 where nothing bounds it.
+    `stage` is "scores" (products of queries and keys), "mixed" (scores after all score transforms) or "weights".
+    `bound` is the largest possible rank of scores, the head dimension; 0 at other stages, which have no such bound.
     """
 
     site: str
@@ -203,89 +213,93 @@ class HeadRank(NamedTuple):
 
 
 class _RankHook:
-    """A watcher that turns what an attention works with into ranks."""
+    """Hook that measures the ranks at one site."""
 
     needs_call = True
 
     def __init__(self) -> None:
-        self.found: dict[str, np.ndarray] = {}
+        self.ranks: dict[str, np.ndarray] = {}
         self.width = 0
 
     def on_call(self, call: AttentionCall) -> None:
-        """Rank the scores and weights of the first queries."""
+        """Compute the ranks of the first queries."""
         stages = _score_stages(call)
-        self.found = {
-            name: np.stack([kind(grids[0].float()).cpu().numpy() for kind in (stable_rank, effective_rank)])
-            for name, grids in stages.items()
+        self.ranks = {
+            name: np.stack([rank(matrices[0].float()).cpu().numpy() for rank in (stable_rank, effective_rank)])
+            for name, matrices in stages.items()
         }
         self.width = call.attention_inputs.q_BTHK.shape[-1] if call.attention_inputs is not None else 0
         if isinstance(call, HeadwiseCall):
             self.width = call.inputs.q.shape[-1]
 
     def on_head_outputs(self, outputs: Tensor) -> None:
-        """Leave it."""
+        """Do nothing: outputs are not needed."""
 
 
 def _score_stages(call: AttentionCall) -> Mapping[str, Tensor]:
-    """Scores and weights [B, heads, T, S] of the first queries, as far as they can be told."""
-    some = slice(0, MAX_QUERIES)
+    """Scores and weights [B, heads, T, S] of the first queries; only the weights if queries and keys are unknown."""
+    queries = slice(0, MAX_QUERIES)
     if isinstance(call, HeadwiseCall):
         return _native_score_stages(call)
-    weights, told = call.all_weights(some), call.attention_inputs
-    if told is None:
+    weights, inputs = call.all_weights(queries), call.attention_inputs
+    if inputs is None:
         return {"weights": weights}
-    q = told.q_BTHK[:, some].transpose(1, 2).float()
-    k = told.k_BSGK[:, :, [told.kv_head_of(head) for head in range(q.shape[1])]].transpose(1, 2).float()
-    return {"scores": q @ k.transpose(2, 3) * told.scale, "weights": weights}
+    q = inputs.q_BTHK[:, queries].transpose(1, 2).float()
+    k = inputs.k_BSGK[:, :, [inputs.kv_head_of(head) for head in range(q.shape[1])]].transpose(1, 2).float()
+    return {"scores": q @ k.transpose(2, 3) * inputs.scale, "weights": weights}
 
 
 def _native_score_stages(call: HeadwiseCall) -> Mapping[str, Tensor]:
-    """The same of an attention of ours, which also says what its steps make of scores."""
-    given, bound = call.inputs, call.bound
-    q = given.q[:, :MAX_QUERIES].transpose(1, 2).float()
-    k = given.k[:, :, list(call.job.core.key_head_of_query)].transpose(1, 2).float()
-    found = {"scores": bound.similarity.scores(q, k, given.query_context.scale, bound.similarity_p)}
+    """Scores, transformed scores and weights of a headwise attention."""
+    inputs, bound = call.inputs, call.bound
+    q = inputs.q[:, :MAX_QUERIES].transpose(1, 2).float()
+    k = inputs.k[:, :, list(call.job.core.key_head_of_query)].transpose(1, 2).float()
+    stages = {"scores": bound.similarity.scores(q, k, inputs.query_context.scale, bound.similarity_p)}
     if bound.scores:
-        job, probe = replace(call.job, probed_tensors=frozenset({"scores"}), training=False), Probe("scores")
-        backends.make_dispatch(job).attend(call.sight, given, bound, probe)
-        found["mixed"] = probe.tensors["scores"][:, :, :MAX_QUERIES]
-    return found | {"weights": call.all_weights(slice(0, MAX_QUERIES))}
+        job = replace(call.job, probed_tensors=frozenset({"scores"}), training=False)
+        probe = Probe("scores")
+        backends.make_dispatch(job).attend(call.sight, inputs, bound, probe)
+        stages["mixed"] = probe.tensors["scores"][:, :, :MAX_QUERIES]
+    return stages | {"weights": call.all_weights(slice(0, MAX_QUERIES))}
 
 
 def measure_score_ranks(
     model: nn.Module, examples: Iterable[Example], *, num_resamples: int = 1000, seed: int = 0
 ) -> tuple[HeadRank, ...]:
-    """The ranks of scores and weights of every head over texts, of at most the first 256 queries of each.
+    """Measure the rank of scores and weights of every head over texts, for at most the first 256 queries of each.
 
-    Scores of a head are a product over its width, which bounds their rank; what changes or mixes scores, and softmax,
-    may lift that. What a mask forbids counts in scores, whose rank it would else decide. No chance is told: measure
-    `twin(model)` on the same texts for what it is without training.
+    The head dimension bounds the rank of scores; transforms of scores and the softmax may raise it. Scores include
+    masked pairs, because the mask would otherwise decide the rank. There is no chance level: measure a random baseline
+    on the same texts to see the ranks without training.
     """
-    those = [one for one in find_attention(model) if one.site.see.can]
-    if not those:
-        raise ValueError(f"{type(model).__name__} has no attention that can be seen; hw.sites(model) says why")
-    kept: dict[tuple[str, str], FoldedSums] = {}
+    sites = [module for module in find_attention(model) if module.site.see.can]
+    if not sites:
+        fact = f"{type(model).__name__} has no attention that can be observed"
+        raise ValueError(f"{fact}; see hw.sites(model) for the reasons")
+    sums: dict[tuple[str, str], FoldedSums] = {}
     widths: dict[str, int] = {}
-    for number, scene in enumerate(examples):
-        watches = {one.site.name: _RankHook() for one in those}
-        ModelRun(model, prepare_inputs(model, scene.model_inputs, 0)).run_with_hooks(those, watches)
-        for name, watch in watches.items():
-            widths[name] = watch.width
-            for stage, ranks in watch.found.items():
-                kept.setdefault((name, stage), FoldedSums()).add(number, ranks, 1.0)
-    if not kept:
-        raise ValueError("no text was read; give at least two")
-    how = num_resamples, seed
-    return tuple(row for (name, stage), own in kept.items() for row in _head_ranks(name, stage, own, widths[name], how))
+    for index, example in enumerate(examples):
+        hooks = {module.site.name: _RankHook() for module in sites}
+        ModelRun(model, prepare_inputs(model, example.model_inputs, 0)).run_with_hooks(sites, hooks)
+        for name, hook in hooks.items():
+            widths[name] = hook.width
+            for stage, ranks in hook.ranks.items():
+                sums.setdefault((name, stage), FoldedSums()).add(index, ranks, 1.0)
+    if not sums:
+        raise ValueError("cannot measure ranks without texts; give at least two")
+    ranks_by_site = (
+        _head_ranks(name, stage, folds, widths[name], (num_resamples, seed)) for (name, stage), folds in sums.items()
+    )
+    return tuple(rank for ranks in ranks_by_site for rank in ranks)
 
 
-def _head_ranks(site: str, stage: str, folds: FoldedSums, width: int, how: tuple[int, int]) -> Iterable[HeadRank]:
-    told, bound = folds.mean_intervals(*how), width if stage == "scores" else 0
-    for head in range(told.mean.shape[1]):
-        yield HeadRank(site, head, stage, told.measure_at((0, head)), told.measure_at((1, head)), bound)
+def _head_ranks(site: str, stage: str, folds: FoldedSums, width: int, bootstrap: tuple[int, int]) -> Iterable[HeadRank]:
+    means, bound = folds.mean_intervals(*bootstrap), width if stage == "scores" else 0
+    for head in range(means.mean.shape[1]):
+        yield HeadRank(site, head, stage, means.measure_at((0, head)), means.measure_at((1, head)), bound)
 
 
-# --- Whether the states of a text's tokens become one over depth ---------------------------------------
+# --- Rank collapse of hidden states over depth ---------------------------------------------------------
 
 HIDDEN_STATE_FIELDS = {
     "encoder_hidden_states": "encoder",
@@ -296,7 +310,7 @@ PATH_CHOICES = ("with", "without")
 
 
 def rank_one_residual(states: Tensor) -> float:
-    """||X - 1 x^T|| / ||X|| of states [tokens, model], x their mean: 0 where all tokens are one, at most 1.
+    """||X - 1 x^T|| / ||X|| of states X [tokens, model] with mean x: 0 if all tokens are equal, at most 1.
 
     >>> rank_one_residual(torch.ones(3, 2)), rank_one_residual(torch.tensor([[1.0], [-1.0]]))
     (0.0, 1.0)
@@ -306,7 +320,7 @@ def rank_one_residual(states: Tensor) -> float:
 
 
 def singular_value_ratio(states: Tensor) -> float:
-    """The second singular value of states [tokens, model] over the first: 0 where all are one up to scale.
+    """Second singular value of states [tokens, model] over the first: 0 if all tokens are equal up to scale.
 
     >>> singular_value_ratio(torch.tensor([[1.0, 2.0], [2.0, 4.0]])) < 1e-9
     True
@@ -316,7 +330,10 @@ def singular_value_ratio(states: Tensor) -> float:
 
 
 class DepthSimilarity(NamedTuple):
-    """The states of one stack behind so many layers: how far tokens are from their mean, and from one direction."""
+    """Similarity of a text's tokens after `layers` layers of a stack.
+
+    `residual` is `rank_one_residual`, `second` is `singular_value_ratio`.
+    """
 
     stack: str
     layers: int
@@ -326,9 +343,10 @@ class DepthSimilarity(NamedTuple):
 
 @dataclass(frozen=True)
 class ForwardVariant:
-    """A way through the layers of a model: what of them is there, and who reads whom instead of what the model says.
+    """Variant of a model's forward pass with parts left out, or with another attention pattern.
 
-    `skip` is what each sublayer adds to, `feed` the feed-forward, `norm` all norms; each "with" or "without".
+    `skip` stands for residual connections, `feed` for feed-forward layers and `norm` for all norms; each is "with" or
+    "without".
     """
 
     skip: str = "with"
@@ -338,8 +356,8 @@ class ForwardVariant:
 
     def __post_init__(self) -> None:
         for name in ("skip", "feed", "norm"):
-            if (said := getattr(self, name)) not in PATH_CHOICES:
-                raise ValueError(f"{name}={said!r} is unknown; {suggest(str(said), PATH_CHOICES)}")
+            if (value := getattr(self, name)) not in PATH_CHOICES:
+                raise ValueError(f"unknown {name}={value!r}; {suggest(str(value), PATH_CHOICES)}")
 
 
 def measure_rank_collapse(
@@ -350,42 +368,48 @@ def measure_rank_collapse(
     num_resamples: int = 1000,
     seed: int = 0,
 ) -> tuple[DepthSimilarity, ...]:
-    """How alike the states of a text's tokens are before any layer and behind each, as means over texts.
+    """Measure how similar the hidden states of a text's tokens are after each layer, as means over texts.
 
-    Of models of ours and of transformers, which count a norm behind the last layer as part of it; a `path` other than
-    the model's own is of ours alone, from its embeddings on. The chance of each is what the embeddings have.
+    For headwise models and transformers models; the latter include the final norm in the last layer. A `variant` of the
+    forward pass starts from the model's embeddings and needs a headwise model. The chance level of each measure is its
+    value at the embeddings.
     """
     if variant is not None and not isinstance(model, Transformer):
-        raise ValueError(f"{type(model).__name__} runs on its own path alone; give a model of ours, as hw.load makes")
-    kept: dict[tuple[str, int], FoldedSums] = {}
-    for number, scene in enumerate(examples):
-        for stack, states in _layer_states(model, scene, variant).items():
-            for layers, each in enumerate(states):
-                found = np.array([rank_one_residual(each), singular_value_ratio(each)])
-                kept.setdefault((stack, layers), FoldedSums()).add(number, found, 1.0)
+        fact = f"cannot change the forward pass of {type(model).__name__}"
+        raise ValueError(f"{fact}; leave variant out, or use a headwise model, as hw.load makes")
+    sums: dict[tuple[str, int], FoldedSums] = {}
+    for index, example in enumerate(examples):
+        for stack, states in _layer_states(model, example, variant).items():
+            for layers, layer_states in enumerate(states):
+                values = np.array([rank_one_residual(layer_states), singular_value_ratio(layer_states)])
+                sums.setdefault((stack, layers), FoldedSums()).add(index, values, 1.0)
     rows: list[DepthSimilarity] = []
-    for (stack, layers), folds in kept.items():
-        told, first = folds.mean_intervals(num_resamples, seed), kept[stack, 0].mean
+    for (stack, layers), folds in sums.items():
+        means, first = folds.mean_intervals(num_resamples, seed), sums[stack, 0].mean
         rows.append(
-            DepthSimilarity(stack, layers, told.measure_at(0, float(first[0])), told.measure_at(1, float(first[1])))
+            DepthSimilarity(stack, layers, means.measure_at(0, float(first[0])), means.measure_at(1, float(first[1])))
         )
     return tuple(rows)
 
 
-def _layer_states(model: nn.Module, scene: Example, path: ForwardVariant | None) -> Mapping[str, list[Tensor]]:
-    """The states [tokens, model] of each stack before any layer and behind each."""
-    given = prepare_inputs(model, scene.model_inputs, 0)
+def _layer_states(model: nn.Module, example: Example, variant: ForwardVariant | None) -> Mapping[str, list[Tensor]]:
+    """States [tokens, model] of each stack, before the first layer and after each layer."""
+    inputs = prepare_inputs(model, example.model_inputs, 0)
     if isinstance(model, Transformer):
-        with torch.inference_mode(), _record_layer_calls(model) as heard:
-            model(*given.args, **given.kwargs)
-            return {stack: _run_variant(calls, path) for stack, calls in heard.items() if calls}
+        with torch.inference_mode(), _record_layer_calls(model) as calls_by_stack:
+            model(*inputs.args, **inputs.kwargs)
+            return {stack: _run_variant(calls, variant) for stack, calls in calls_by_stack.items() if calls}
     with torch.inference_mode():
-        said: Any = model(*given.args, **given.kwargs, output_hidden_states=True)
-    return {stack: [one[0] for one in said[key]] for key, stack in HIDDEN_STATE_FIELDS.items() if key in said}
+        outputs: Any = model(*inputs.args, **inputs.kwargs, output_hidden_states=True)
+    return {
+        stack: [layer_states[0] for layer_states in outputs[key]]
+        for key, stack in HIDDEN_STATE_FIELDS.items()
+        if key in outputs
+    }
 
 
 class RecordedLayerCall(NamedTuple):
-    """One layer, what it was called with, and what it said."""
+    """A layer with its inputs and its output."""
 
     layer: TransformerLayer
     x: Tensor
@@ -394,55 +418,56 @@ class RecordedLayerCall(NamedTuple):
 
 
 @contextmanager
-def _record_layer_calls(net: Transformer) -> Iterator[dict[str, list[RecordedLayerCall]]]:
-    """What every layer of a model is called with while this lasts."""
-    heard: dict[str, list[RecordedLayerCall]] = {stack: [] for stack in net.stacks}
+def _record_layer_calls(model: Transformer) -> Iterator[dict[str, list[RecordedLayerCall]]]:
+    """Record the calls of every layer of a model within the context."""
+    calls: dict[str, list[RecordedLayerCall]] = {stack: [] for stack in model.stacks}
     hooks: list[Any] = []
-    for stack, layers in net.stacks.items():
+    for stack, layer_stack in model.stacks.items():
 
-        def hear(layer: Any, given: Any, said: Tensor, stack: str = stack) -> None:
-            x, call = given
-            heard[stack].append(RecordedLayerCall(layer, x, call, said))
+        def record(layer: Any, args: Any, output: Tensor, stack: str = stack) -> None:
+            x, call = args
+            calls[stack].append(RecordedLayerCall(layer, x, call, output))
 
-        hooks += [layer.register_forward_hook(hear) for layer in layers.blocks]
+        hooks += [layer.register_forward_hook(record) for layer in layer_stack.blocks]
     try:
-        yield heard
+        yield calls
     finally:
         for hook in hooks:
             hook.remove()
 
 
 def _run_variant(calls: list[RecordedLayerCall], variant: ForwardVariant | None) -> list[Tensor]:
-    """The states on the model's own path, or on another."""
+    """States of the model's own forward pass, or of a variant."""
     if variant is None:
-        return [calls[0].x[0], *(one.output[0] for one in calls)]
+        return [calls[0].x[0], *(recorded.output[0] for recorded in calls)]
     states = [calls[0].x]
-    for one in calls:
-        states.append(_run_layer_variant(one, states[-1], variant))
+    for recorded in calls:
+        states.append(_run_layer_variant(recorded, states[-1], variant))
     return [x[0] for x in states]
 
 
-def _run_layer_variant(one: RecordedLayerCall, x: Tensor, path: ForwardVariant) -> Tensor:
-    """What one layer makes of states on a path."""
-    layer, norms = one.layer, path.norm == "with"
+def _run_layer_variant(recorded: RecordedLayerCall, x: Tensor, variant: ForwardVariant) -> Tensor:
+    """Output of one layer for other inputs, in a variant of the forward pass."""
+    layer, with_norms = recorded.layer, variant.norm == "with"
     if layer.placement not in ("pre", "post"):
-        raise ValueError(f"norms of {layer.name} stand {layer.placement!r}; paths are of layers with 'pre' or 'post'")
+        fact = f"{layer.name} has norm placement {layer.placement!r}"
+        raise ValueError(f"cannot run a variant: {fact}; only 'pre' and 'post' are supported")
     for name in layer.sublayers:
-        if name == "feed" and path.feed == "without":
+        if name == "feed" and variant.feed == "without":
             continue
         if name in layer.still:
-            raise ValueError(f"{layer.name}.{name} was cut away; paths are of layers that attend")
-        norm: nn.Module = layer.get_submodule(f"{name}_norm") if norms else nn.Identity()
+            raise ValueError(f"cannot run a variant: {layer.name}.{name} was pruned and is a constant")
+        norm: nn.Module = layer.get_submodule(f"{name}_norm") if with_norms else nn.Identity()
         z = norm(x) if layer.placement == "pre" else x
-        y = layer.feed(z) if name == "feed" else _run_attention_variant(one, name, z, path.pattern)
-        x = x + y * layer.scale if path.skip == "with" else y * layer.scale
+        y = layer.feed(z) if name == "feed" else _run_attention_variant(recorded, name, z, variant.pattern)
+        x = x + y * layer.scale if variant.skip == "with" else y * layer.scale
         x = norm(x) if layer.placement == "post" else x
     return x
 
 
-def _run_attention_variant(one: RecordedLayerCall, name: str, z: Tensor, pattern: Pattern | None) -> Tensor:
-    """What one attention gives, with another pattern than its own if that is said; cross-attentions keep theirs."""
-    attention, call = one.layer.attentions[name], one.call
+def _run_attention_variant(recorded: RecordedLayerCall, name: str, z: Tensor, pattern: Pattern | None) -> Tensor:
+    """Output of one attention, with another pattern if it is self-attention; cross-attention keeps its own."""
+    attention, call = recorded.layer.attentions[name], recorded.call
     if name == "attention":
         if pattern is not None:
             attention = Attention(replace(attention.spec, pattern=pattern), shared=attention.weights)

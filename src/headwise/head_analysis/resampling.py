@@ -1,4 +1,4 @@
-"""Means of sums, and where they might have come out: resampled over the texts of a data set."""
+"""Statistics over texts: bootstrap confidence intervals, permutation tests and corrections for multiple tests."""
 
 from __future__ import annotations
 
@@ -15,19 +15,21 @@ from .head_table import Measure
 Array = NDArray[np.float64]
 CONFIDENCE = 0.95
 
+# --- Bootstrap over texts ------------------------------------------------------------------------------
+
 
 def draw_resamples(num_texts: int, num_resamples: int, seed: int) -> Array:
-    """How often each of so many texts is drawn, `times` over, [times, count].
+    """Bootstrap counts [resamples, texts]: how often each resample draws each text.
 
     >>> draw_resamples(3, 2, 0).sum(1)
     array([3., 3.])
     """
-    draw = np.random.default_rng(seed)
-    return draw.multinomial(num_texts, np.full(num_texts, 1 / num_texts), size=num_resamples).astype(np.float64)
+    generator = np.random.default_rng(seed)
+    return generator.multinomial(num_texts, np.full(num_texts, 1 / num_texts), size=num_resamples).astype(np.float64)
 
 
 def ratio_of_sums(sums: Array, counts: Array) -> Array:
-    """The sum of sums over the sum of numbers, of texts along the first axis; nan where nothing was counted.
+    """Total sum over total count, with texts along the first axis; NaN where nothing was counted.
 
     >>> ratio_of_sums(np.array([[1.0], [5.0]]), np.array([[2.0], [4.0]]))
     array([1.])
@@ -37,52 +39,55 @@ def ratio_of_sums(sums: Array, counts: Array) -> Array:
 
 
 def resampled_ratios(sums: Array, counts: Array, resamples: Array) -> Array:
-    """The same of every draw, [times, ...]; one column of numbers is that of all sums."""
-    total, count = (resamples @ told.reshape(len(told), -1) for told in (sums, counts))
+    """The ratio of total sum to total count of every resample, [resamples, ...].
+
+    `counts` may have a single column that all columns of `sums` share.
+    """
+    total, count = (resamples @ array.reshape(len(array), -1) for array in (sums, counts))
     count = np.broadcast_to(count, total.shape)
-    found = np.divide(total, count, out=np.full(total.shape, np.nan), where=count > 0)
-    return found.reshape(len(resamples), *sums.shape[1:])
+    ratios = np.divide(total, count, out=np.full(total.shape, np.nan), where=count > 0)
+    return ratios.reshape(len(resamples), *sums.shape[1:])
 
 
 def confidence_interval(values: Array, confidence: float = CONFIDENCE) -> tuple[Array, Array]:
-    """Between which values this share of draws lies, of draws along the first axis.
+    """Ends of the interval that holds this share of the values, which lie along the first axis; NaN values are ignored.
 
     >>> low, high = confidence_interval(np.arange(101.0)[:, None])
     >>> low.round(9).tolist(), high.round(9).tolist()
     ([2.5], [97.5])
     """
-    tails = (1 - confidence) / 2, (1 + confidence) / 2
+    quantiles = (1 - confidence) / 2, (1 + confidence) / 2
     flat = values.reshape(len(values), -1)
-    there = ~np.isnan(flat).all(0)
+    has_values = ~np.isnan(flat).all(0)
     ends = np.full((2, flat.shape[1]), np.nan)
-    ends[:, there] = np.nanquantile(flat[:, there], tails, axis=0)
+    ends[:, has_values] = np.nanquantile(flat[:, has_values], quantiles, axis=0)
     low, high = ends.reshape(2, *values.shape[1:])
     return low, high
 
 
-# --- Sums over texts in bounded memory, that can still be resampled ------------------------------------
+# --- Bootstrap in bounded memory -----------------------------------------------------------------------
 
 MAX_FOLDS = 64
 COLUMNS_PER_CHUNK = 4096
 
 
 class MeanIntervals(NamedTuple):
-    """Means of one shape, and between which values resampled ones lie."""
+    """Means with the ends of their confidence intervals, three arrays of one shape."""
 
     mean: Array
     low: Array
     high: Array
 
     def measure_at(self, index: int | tuple[int, ...], chance: float = math.nan) -> Measure:
-        """One of them as a measure."""
-        value, low, high = (float(grid[index]) for grid in self)
+        """The mean at `index` as a `Measure`."""
+        value, low, high = (float(array[index]) for array in self)
         return Measure(value, low, high, chance)
 
 
 class FoldedSums:
-    """Sums of one shape, and how many rows each is of; text n goes to fold n modulo the most there are.
+    """Sums and row counts in at most `MAX_FOLDS` folds, which bound the memory of a bootstrap.
 
-    With fewer texts than that each is a fold of its own.
+    Text n goes to fold n modulo `MAX_FOLDS`; with fewer texts, every text is a fold of its own.
 
     >>> folds = FoldedSums()
     >>> for number in range(3):
@@ -96,75 +101,78 @@ class FoldedSums:
         self._counts: list[float] = []
 
     def add(self, text_index: int, sums: Array, count: float) -> None:
-        """Of text `number`."""
-        place = text_index % MAX_FOLDS
-        if place < len(self._sums):
-            self._sums[place] = self._sums[place] + sums
-            self._counts[place] += count
+        """Add the sums of one text over `count` rows."""
+        fold = text_index % MAX_FOLDS
+        if fold < len(self._sums):
+            self._sums[fold] = self._sums[fold] + sums
+            self._counts[fold] += count
         else:
             self._sums.append(sums)
             self._counts.append(count)
 
     @property
     def count(self) -> float:
-        """How many rows were added."""
+        """Number of rows added so far."""
         return sum(self._counts)
 
     @property
     def mean(self) -> Array:
-        """The sum of all over how many rows there are."""
+        """Total sum over the number of rows."""
         return np.sum(self._sums, 0) / self.count
 
     def mean_intervals(self, num_resamples: int, seed: int) -> MeanIntervals:
-        """The means, and between which 95 % of those of resampled folds come out; nan where there is one fold."""
+        """Means with 95 % intervals from resampled folds; NaN intervals if there is only one fold."""
         shape = self._sums[0].shape
         flat, counts = np.stack(self._sums).reshape(len(self._sums), -1), np.array(self._counts)
         low, high = np.full(flat.shape[1], np.nan), np.full(flat.shape[1], np.nan)
         if len(flat) > 1:
-            draws = draw_resamples(len(flat), num_resamples, seed)
-            numbers = draws @ counts
-            draws, numbers = draws[numbers > 0], numbers[numbers > 0]
+            resamples = draw_resamples(len(flat), num_resamples, seed)
+            row_counts = resamples @ counts
+            resamples, row_counts = resamples[row_counts > 0], row_counts[row_counts > 0]
             for start in range(0, flat.shape[1], COLUMNS_PER_CHUNK):
-                some = slice(start, start + COLUMNS_PER_CHUNK)
-                low[some], high[some] = confidence_interval(draws @ flat[:, some] / numbers[:, None])
+                columns = slice(start, start + COLUMNS_PER_CHUNK)
+                low[columns], high[columns] = confidence_interval(resamples @ flat[:, columns] / row_counts[:, None])
         return MeanIntervals(self.mean, low.reshape(shape), high.reshape(shape))
 
 
-# --- How likely chance alone would do as much ----------------------------------------------------------
+# --- Sign-flip tests and corrections for multiple tests ------------------------------------------------
 
 FloatMatrix = NDArray[np.float64]
-MAX_EXACT_TEXTS = 14  # texts: with as many, or fewer, all turns are tried
-NUM_SIGN_FLIPS = (
-    9_999  # else so many, or `EACH` for every head that is tested, so that a correction leaves room below 0.05
-)
+MAX_EXACT_TEXTS = 14  # up to this many texts, all sign flips are enumerated
+# With more texts, sign flips are sampled: this many, or FLIPS_PER_TEST for every head if that is more, so that p-values
+# can stay below 0.05 after a correction.
+NUM_SIGN_FLIPS = 9_999
 FLIPS_PER_TEST = 200
-COMPARISON_TOLERANCE = 1e-12  # of what was seen: a turn that adds the same numbers in another order is as far out
+COMPARISON_TOLERANCE = 1e-12  # relative rounding error: flips that sum the same numbers in another order count as equal
 CORRECTION_METHODS = ("holm", "bonferroni", "none")
 
 
 def sign_flip_p_values(differences: FloatMatrix, seed: int = 0) -> FloatMatrix:
-    """For each column of [texts, heads]: how often a mean is as far from 0 when signs are turned over by chance.
+    """Two-sided p-values of a paired sign-flip test, for each column of `differences` [texts, heads].
 
-    All turns of few texts, else drawn ones, with what was seen among them (Phipson and Smyth 2010).
+    All sign flips are enumerated for few texts. For more texts they are sampled, and the observed signs count as one of
+    the samples (Phipson and Smyth 2010).
 
     >>> sign_flip_p_values(np.array([[1.0, 1.0], [2.0, -1.0], [3.0, 0.0]])).tolist()
     [0.25, 1.0]
     """
     texts, heads = differences.shape
-    seen = np.abs(differences.sum(0))
-    least = seen - COMPARISON_TOLERANCE * np.abs(differences).sum(0)
+    observed = np.abs(differences.sum(0))
+    threshold = observed - COMPARISON_TOLERANCE * np.abs(differences).sum(0)
     if texts <= MAX_EXACT_TEXTS:
         bits = (np.arange(2**texts)[:, None] >> np.arange(texts)) & 1
-        return (np.abs((1.0 - 2 * bits) @ differences) >= least).mean(0)
-    draw, turns, beyond = np.random.default_rng(seed), max(NUM_SIGN_FLIPS, FLIPS_PER_TEST * heads - 1), np.ones(heads)
-    for start in range(0, turns, 1000):
-        signs = 1.0 - 2 * draw.integers(0, 2, (min(1000, turns - start), texts))
-        beyond += (np.abs(signs @ differences) >= least).sum(0)
-    return beyond / (turns + 1)
+        return (np.abs((1.0 - 2 * bits) @ differences) >= threshold).mean(0)
+    generator = np.random.default_rng(seed)
+    num_flips = max(NUM_SIGN_FLIPS, FLIPS_PER_TEST * heads - 1)
+    exceedances = np.ones(heads)
+    for start in range(0, num_flips, 1000):
+        signs = 1.0 - 2 * generator.integers(0, 2, (min(1000, num_flips - start), texts))
+        exceedances += (np.abs(signs @ differences) >= threshold).sum(0)
+    return exceedances / (num_flips + 1)
 
 
 def min_p_value(num_texts: int) -> float:
-    """The least p that so many texts can have: all signs alike is one of two ways to be as far out.
+    """Smallest p-value that a sign-flip test of `num_texts` texts can have: two of the 2^n flips have all signs alike.
 
     >>> min_p_value(5)
     0.0625
@@ -173,33 +181,33 @@ def min_p_value(num_texts: int) -> float:
 
 
 def correct_p_values(p: FloatMatrix, method: str = "holm") -> FloatMatrix:
-    """The same for as many tests at once: the least level at which each is still told from chance.
+    """Adjust p-values for testing all of them at once, by "holm" or "bonferroni"; "none" returns them unchanged.
 
     >>> p = np.array([0.01, 0.04, 0.03])
     >>> correct_p_values(p).round(4).tolist(), correct_p_values(p, "bonferroni").round(4).tolist()
     ([0.03, 0.06, 0.06], [0.03, 0.12, 0.09])
     """
     if method not in CORRECTION_METHODS:
-        raise ValueError(f"correction={method!r} is unknown; {suggest(method, CORRECTION_METHODS)}")
+        raise ValueError(f"unknown correction={method!r}; {suggest(method, CORRECTION_METHODS)}")
     if method == "none":
         return p
     if method == "bonferroni":
         return np.minimum(1, p * len(p))
     order = p.argsort()
     stepped = np.maximum.accumulate(p[order] * np.arange(len(p), 0, -1))
-    found = np.empty_like(p)
-    found[order] = np.minimum(1, stepped)
-    return found
+    corrected = np.empty_like(p)
+    corrected[order] = np.minimum(1, stepped)
+    return corrected
 
 
-# --- What chance would do ------------------------------------------------------------------------------
+# --- Permutation tests ---------------------------------------------------------------------------------
 
 FloatVector = NDArray[np.float64]
-Z_95 = 1.959964  # of a normal number, on both sides of 95 % of them
+Z_95 = 1.959964  # half the width of a 95 % interval in standard deviations of a normal distribution
 
 
 class PermutationTest(NamedTuple):
-    """A number, what it is on average where nothing is there, and how often chance does as much."""
+    """A statistic, its mean under the null hypothesis, and its p-value."""
 
     value: float
     chance: float
@@ -207,42 +215,44 @@ class PermutationTest(NamedTuple):
 
 
 def compare_with_null(value: float, null_values: FloatVector, tail: str = "both") -> PermutationTest:
-    """A number held to what chance drew: `tail` says whether "high", "low" or "both" ways are much.
+    """Compare a statistic with samples of its null distribution.
 
-    The number itself counts as one more draw, so that p is never zero; it is nan where nothing was drawn.
+    `tail` names the values that count as extreme: "high", "low" or "both". The statistic itself counts as one more
+    sample, so that p is never zero. The result is NaN if there are no samples.
 
     >>> compare_with_null(9.0, np.arange(9.0), "high").p
     0.1
     """
     if not len(null_values) or np.isnan(value):
         return PermutationTest(float(value), float("nan"), float("nan"))
-    middle = float(null_values.mean())
-    beyond = {
+    mean = float(null_values.mean())
+    is_extreme = {
         "high": null_values >= value,
         "low": null_values <= value,
-        "both": np.abs(null_values - middle) >= abs(value - middle),
+        "both": np.abs(null_values - mean) >= abs(value - mean),
     }
-    return PermutationTest(float(value), middle, float((1 + beyond[tail].sum()) / (1 + len(null_values))))
+    return PermutationTest(float(value), mean, float((1 + is_extreme[tail].sum()) / (1 + len(null_values))))
 
 
 def holm_correction(p: Sequence[float]) -> list[float]:
-    """The same for as many tests as there are, in the way of Holm (1979); what is nan was not tested.
+    """Adjust p-values by the method of Holm (1979); NaN values count as not tested.
 
     >>> holm_correction([0.01, 0.04, float("nan")])
     [0.02, 0.04, nan]
     """
-    told = np.asarray(p, dtype=np.float64)
-    found = np.full(len(told), np.nan)
-    order = [n for n in np.argsort(told) if not np.isnan(told[n])]
-    least = 0.0
+    values = np.asarray(p, dtype=np.float64)
+    corrected = np.full(len(values), np.nan)
+    order = [n for n in np.argsort(values) if not np.isnan(values[n])]
+    running_max = 0.0
     for rank, n in enumerate(order):
-        least = max(least, min(1.0, float(told[n]) * (len(order) - rank)))
-        found[n] = least
-    return found.tolist()
+        running_max = max(running_max, min(1.0, float(values[n]) * (len(order) - rank)))
+        corrected[n] = running_max
+    return corrected.tolist()
 
 
 def poisson_test(count: int, expected: float) -> PermutationTest:
-    """A count of rare things, held to how many are expected: p is how often a Poisson number is as large.
+    """Test a count of rare events: p is the probability that a Poisson variable with mean `expected` is at least
+    `count`.
 
     >>> poisson_test(2, 0.1).p < 0.005
     True
@@ -254,52 +264,58 @@ def poisson_test(count: int, expected: float) -> PermutationTest:
 
 
 def expected_pairs_below(mean: FloatVector, low: FloatVector, high: FloatVector, threshold: float) -> float:
-    """How many of these numbers, drawn anew as their intervals say, would have intervals that end below both themselves
-    and the cut; nan where an interval is not known.
+    """Expected number of values whose interval would end below both the value itself and the threshold, if each value
+    were sampled again with its own standard error; NaN where an interval is unknown.
 
-    >>> told = [np.array([value] * 1000) for value in (5.0, 4.0, 6.0)]
-    >>> round(expected_pairs_below(*told, threshold=9.0)), round(expected_pairs_below(*told, threshold=2.0))
-    (25, 0)
+    >>> mean, low, high = (np.array([value] * 1000) for value in (5.0, 4.0, 6.0))
+    >>> [round(expected_pairs_below(mean, low, high, threshold=threshold)) for threshold in (9.0, 2.0)]
+    [25, 0]
     """
     error = np.maximum((high - low) / (2 * Z_95), 1e-300)
-    far = (np.minimum(mean, threshold) - mean) / error - Z_95
-    return float(sum((1 + math.erf(max(-40.0, one) / math.sqrt(2))) / 2 for one in far))
+    z_score = (np.minimum(mean, threshold) - mean) / error - Z_95
+    return float(sum((1 + math.erf(max(-40.0, z) / math.sqrt(2))) / 2 for z in z_score))
 
 
 def class_separation_test(
     distances: FloatVector, labels: Sequence[int], permutations: int, seed: int
 ) -> PermutationTest:
-    """How much nearer those of one class are to each other than to others, held to classes dealt out anew.
+    """Test whether members of one class are closer to each other than to others, by permuting the labels.
+
+    The statistic is the mean distance within classes minus the mean distance between classes.
 
     >>> line = np.array([0.0, 1, 10, 11])
     >>> class_separation_test(np.abs(line[:, None] - line), [0, 0, 1, 1], 99, 0).value
     -9.0
     """
-    draw, own = np.random.default_rng(seed), np.asarray(labels)
-    pairs = np.triu_indices(len(own), 1)
-    far = distances[pairs]
+    generator, label_array = np.random.default_rng(seed), np.asarray(labels)
+    pairs = np.triu_indices(len(label_array), 1)
+    pair_distances = distances[pairs]
 
-    def gap(own: NDArray[np.int64]) -> float:
-        same = own[pairs[0]] == own[pairs[1]]
-        return float(far[same].mean() - far[~same].mean()) if same.any() and not same.all() else float("nan")
+    def gap(label_array: NDArray[np.int64]) -> float:
+        same_class = label_array[pairs[0]] == label_array[pairs[1]]
+        if not same_class.any() or same_class.all():
+            return float("nan")
+        return float(pair_distances[same_class].mean() - pair_distances[~same_class].mean())
 
-    value = gap(own)
-    return compare_with_null(value, np.array([gap(draw.permutation(own)) for _ in range(permutations)]), "low")
+    null_values = np.array([gap(generator.permutation(label_array)) for _ in range(permutations)])
+    return compare_with_null(gap(label_array), null_values, "low")
 
 
 def mantel_test(one: FloatVector, other: FloatVector, permutations: int, seed: int) -> PermutationTest:
-    """How two sets of distances between the same things agree, as a correlation, held to things exchanged in one.
+    """Mantel test: correlation of two distance matrices over the same items, against permutations of the items of one.
 
     >>> far = np.abs(np.subtract.outer(np.arange(9.0), np.arange(9.0)))
     >>> tuple(round(value, 2) for value in mantel_test(far, 2 * far + 1, 99, 0)[::2])
     (1.0, 0.01)
     """
-    draw, pairs = np.random.default_rng(seed), np.triu_indices(len(one), 1)
+    generator, pairs = np.random.default_rng(seed), np.triu_indices(len(one), 1)
 
-    def agree(order: NDArray[np.int64]) -> float:
+    def correlation(order: NDArray[np.int64]) -> float:
         return float(np.corrcoef(one[np.ix_(order, order)][pairs], other[pairs])[0, 1])
 
     if len(one) < 4 or not (np.ptp(one[pairs]) > 0 and np.ptp(other[pairs]) > 0):
         return PermutationTest(*[float("nan")] * 3)
-    value = agree(np.arange(len(one)))
-    return compare_with_null(value, np.array([agree(draw.permutation(len(one))) for _ in range(permutations)]), "high")
+    value = correlation(np.arange(len(one)))
+    return compare_with_null(
+        value, np.array([correlation(generator.permutation(len(one))) for _ in range(permutations)]), "high"
+    )

@@ -1,4 +1,8 @@
-"""A band of weights, as statistics see it; what several of them ask for is found once."""
+"""Attention weights of a running model, streamed in bands of rows so that memory stays bounded.
+
+`WeightBand` is what metrics receive; it caches the quantities that several metrics share. `stream_weight_bands` runs a
+model over one example and passes the bands on, and `WordBandMerger` turns bands of tokens into bands of words.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +18,23 @@ from ..inspect.model_inputs import prepare_inputs
 from ..inspect.site_hooks import ModelRun
 from .annotated_examples import Example, TokenAnnotations, find_sink_tokens
 
-GATHER_RATIO = 32  # of so many keys one is picked, and more are gone through with all others
-MIN_NON_SINK_WEIGHT = 0.01  # of a row's weight must be left beside sinks for the rest to be looked at
+GATHER_RATIO = (
+    32  # columns are gathered if fewer than one key in 32 is selected; else a product over all keys is faster
+)
+MIN_NON_SINK_WEIGHT = 0.01  # rows whose sinks leave less weight than this do not count
 
 
 @dataclass(frozen=True, eq=False)
 class WeightBand:
-    """Some queries of one attention over one text: weights [H, T, S], and which pairs may be [T, S] or [H, T, S].
+    """Attention weights of some consecutive queries over one text, for every head of a layer.
 
-    `start` is the number of the first query, and `first` of the first key: none of these queries may read a key that
-    is not here. `asks` and `told` are the tokens that ask and are read, the same object where a text reads itself. Of
-    rows only those in `left` [H, T] count, all where nothing is said.
+    - `w_HTS`: weights [heads, queries, keys].
+    - `allowed`: which pairs the mask allows, [T, S] or [H, T, S].
+    - `first_query`, `first_key`: positions of the first query and of the first key. None of these queries may read a
+      key outside the band.
+    - `query_tokens`, `key_tokens`: annotations of all tokens of the query stream and of the key stream; the same object
+      in self-attention.
+    - `counted_rows`: rows that metrics count, [H, T]; None counts all.
     """
 
     w_HTS: Tensor
@@ -34,92 +44,93 @@ class WeightBand:
     key_tokens: TokenAnnotations
     counted_rows: Tensor | None = None
     first_key: int = 0
-    _kept: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
+    _cache: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
 
-    def _cached(self, name: str, make: Callable[[], Any]) -> Any:
-        """What was made under this name, made now if nobody asked before."""
-        if name not in self._kept:
-            self._kept[name] = make()
-        return self._kept[name]
+    def _cached(self, name: str, compute: Callable[[], Any]) -> Any:
+        if name not in self._cache:
+            self._cache[name] = compute()
+        return self._cache[name]
 
     @property
     def is_self_attention(self) -> bool:
-        """Whether a text reads itself."""
+        """True if queries and keys come from the same text."""
         return self.query_tokens is self.key_tokens
 
     @property
     def query_positions(self) -> Tensor:
-        """The numbers of the queries, [T]."""
+        """Positions of the queries, [T]."""
         return torch.arange(self.first_query, self.first_query + self.w_HTS.shape[1], device=self.w_HTS.device)
 
     @property
     def key_positions(self) -> Tensor:
-        """The numbers of the keys, [S]."""
+        """Positions of the keys, [S]."""
         return torch.arange(self.first_key, self.first_key + self.w_HTS.shape[2], device=self.w_HTS.device)
 
     def slice_keys(self, values: Tensor) -> Tensor:
-        """Of what is known of all tokens that are read, that of the keys, [S]."""
+        """Restrict a tensor over all tokens of the key stream to the keys of the band, [S]."""
         return values[self.first_key : self.first_key + self.w_HTS.shape[2]]
 
     def weight_on(self, keys: Tensor) -> Tensor:
-        """The weight of each row on some of all tokens, [H, T]."""
-        those = self.slice_keys(keys).nonzero()[:, 0]
-        if len(those) * GATHER_RATIO < self.w_HTS.shape[2]:
-            return self.w_HTS[..., those].sum(-1)
+        """Weight of each row on the selected keys, [H, T]; `keys` is a boolean mask over all tokens of the stream."""
+        selected = self.slice_keys(keys).nonzero()[:, 0]
+        if len(selected) * GATHER_RATIO < self.w_HTS.shape[2]:
+            return self.w_HTS[..., selected].sum(-1)
         return self.w_HTS @ self.slice_keys(keys).to(self.w_HTS.dtype)
 
     def may_read(self, keys: Tensor) -> Tensor:
-        """Which rows count, and may read one of some tokens, [H or 1, T]."""
+        """Rows that count and may read at least one of the selected keys, [H or 1, T]."""
         return self.select_counted(self._allowed_as_float @ self.slice_keys(keys).to(self._allowed_as_float.dtype) > 0)
 
     def select_counted(self, rows: Tensor) -> Tensor:
-        """Of these rows [T] or [H, T] those that count, [H or 1, T]."""
+        """Restrict the boolean `rows`, [T] or [H, T], to rows that count, [H or 1, T]."""
         rows = rows[None] if rows.dim() == 1 else rows
         return rows if self.counted_rows is None else rows & self.counted_rows
 
     @property
     def _allowed_as_float(self) -> Tensor:
-        """`allowed` as numbers, which products add up faster."""
+        """`allowed` as floats, for which matrix products are faster."""
         return self._cached("flags", lambda: self.allowed.to(self.w_HTS.dtype))
 
     @property
     def num_allowed_keys(self) -> Tensor:
-        """How many keys each row may read, [T] or [H, T]."""
+        """Number of keys that each row may read, [T] or [H, T]."""
         return self._cached("visible", lambda: self.allowed.sum(-1))
 
     @property
     def has_keys(self) -> Tensor:
-        """Which rows count and have something to read, [H or 1, T]."""
+        """Rows that count and may read at least one key, [H or 1, T]."""
         return self._cached("alive", lambda: self.select_counted(self.num_allowed_keys > 0))
 
     @property
     def non_sink_weight(self) -> Tensor:
-        """The weight that sinks leave of each row, [H, T]."""
+        """Weight of each row that is not on sink tokens, [H, T]."""
         return self._cached("rest", lambda: self.weight_on(~find_sink_tokens(self.key_tokens)))
 
     @property
     def max_weight(self) -> Tensor:
-        """The largest weight of each row, [H, T]."""
+        """Largest weight of each row, [H, T]."""
         return self._cached("top", lambda: self.w_HTS.amax(-1))
 
     @property
     def is_max(self) -> Tensor:
-        """1 at the largest weight of each row, and at every other as large, [H, T, S]; numbers add up faster."""
+        """1.0 at the largest weight of each row and at its ties, [H, T, S]; floats sum faster than booleans."""
         return self._cached(
             "most", lambda: torch.eq(self.w_HTS, self.max_weight[..., None], out=torch.empty_like(self.w_HTS))
         )
 
     @property
     def num_max_keys(self) -> Tensor:
-        """How many keys have the largest weight of each row, [H, T]: a hit on one of them is a part of a hit.
+        """Number of keys that share the largest weight of each row, [H, T], by which a hit on one of them is divided.
 
-        Where a row reads nothing, none of them is one.
+        It is infinite for rows without any weight, so that they have no hit.
         """
         return self._cached("ties", lambda: torch.where(self.max_weight == 0, torch.inf, self.is_max.sum(-1)))
 
     @property
     def same_id_pairs(self) -> tuple[Tensor, Tensor]:
-        """Of each pair of a query and a token of the same id, a key or the one before all keys, the two numbers."""
+        """Positions (queries, keys) of all pairs with the same token id. Keys start one before the band, which
+        induction needs.
+        """
         return self._cached("alike", self._find_same_id_pairs)
 
     def _find_same_id_pairs(self) -> tuple[Tensor, Tensor]:
@@ -129,45 +140,54 @@ class WeightBand:
         return t + self.first_query, s + before
 
     def weights_at_offsets(self, offsets: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """The weights of each row on what stands so many tokens behind it, [H, T, N], and if it may, [H or 1, T, N]."""
-        at = self.query_positions[:, None] + torch.tensor(offsets, device=self.w_HTS.device) - self.first_key
-        there = (at >= 0) & (at < self.w_HTS.shape[2])
-        at = torch.where(there, at, 0)
+        """Weights of each row at keys `offset` positions after the query, [H, T, N], and whether they are allowed, [H
+        or 1, T, N].
+        """
+        index = self.query_positions[:, None] + torch.tensor(offsets, device=self.w_HTS.device) - self.first_key
+        in_band = (index >= 0) & (index < self.w_HTS.shape[2])
+        index = torch.where(in_band, index, 0)
         allowed = self.allowed if self.allowed.dim() == 3 else self.allowed[None]
-        those, may = (grid.gather(-1, at.expand(len(grid), -1, -1)) for grid in (self.w_HTS, allowed))
-        return torch.where(there, those, 0), there & may
+        weights, allowed_pairs = (
+            tensor.gather(-1, index.expand(len(tensor), -1, -1)) for tensor in (self.w_HTS, allowed)
+        )
+        return torch.where(in_band, weights, 0), in_band & allowed_pairs
 
     @property
     def uniform_baseline(self) -> WeightBand:
-        """The same of one head that reads every key it may alike: what chance is."""
+        """The band of one head that reads every allowed key equally: the chance level."""
         allowed = self.allowed if self.allowed.dim() == 2 else self.allowed.any(0)
         count = allowed.sum(-1, keepdim=True)
-        alike = allowed.to(self.w_HTS.dtype) / count.clamp(min=1)
-        return replace(self, w_HTS=alike[None], allowed=allowed, counted_rows=None)
+        uniform = allowed.to(self.w_HTS.dtype) / count.clamp(min=1)
+        return replace(self, w_HTS=uniform[None], allowed=allowed, counted_rows=None)
 
     def append_uniform_baseline(self) -> WeightBand:
-        """The same with one more head, the uniform one."""
-        chance = self.uniform_baseline
-        allowed = self.allowed if self.allowed.dim() == 2 else torch.cat([self.allowed, chance.allowed[None]])
-        return replace(self, w_HTS=torch.cat([self.w_HTS, chance.w_HTS]), allowed=allowed)
+        """The band with the uniform baseline as an additional last head."""
+        uniform = self.uniform_baseline
+        allowed = self.allowed if self.allowed.dim() == 2 else torch.cat([self.allowed, uniform.allowed[None]])
+        return replace(self, w_HTS=torch.cat([self.w_HTS, uniform.w_HTS]), allowed=allowed)
 
     def without_sinks(self) -> WeightBand:
-        """What sinks leave of each row, made whole again; rows of which they leave nothing do not count."""
-        there, out = self.non_sink_weight >= MIN_NON_SINK_WEIGHT, self.slice_keys(find_sink_tokens(self.key_tokens))
-        whole = self.w_HTS * torch.where(there, 1 / self.non_sink_weight.clamp(min=MIN_NON_SINK_WEIGHT), 0)[..., None]
-        whole.index_fill_(-1, out.nonzero()[:, 0], 0)
-        return replace(self, w_HTS=whole, allowed=self.allowed & ~out, counted_rows=self.select_counted(there))
+        """The band without sink tokens, each row rescaled to sum to 1.
+
+        Rows with less than `MIN_NON_SINK_WEIGHT` on other tokens do not count.
+        """
+        is_sink = self.slice_keys(find_sink_tokens(self.key_tokens))
+        counted = self.non_sink_weight >= MIN_NON_SINK_WEIGHT
+        scale = torch.where(counted, 1 / self.non_sink_weight.clamp(min=MIN_NON_SINK_WEIGHT), 0)
+        w_HTS = self.w_HTS * scale[..., None]
+        w_HTS.index_fill_(-1, is_sink.nonzero()[:, 0], 0)
+        return replace(self, w_HTS=w_HTS, allowed=self.allowed & ~is_sink, counted_rows=self.select_counted(counted))
 
 
-# --- Weights of every attention while a model runs, a band of rows at a time, handed to whoever adds ---
+# --- Streaming the weights of a running model ----------------------------------------------------------
 
-MAX_CELLS = 2**22  # weights of a band, at most: 16 MB
-MAX_HEIGHT_RATIO = 4  # times as high as one of all keys is a band of few keys, at most
+MAX_CELLS = 2**22  # largest number of weights in a band: 16 MB
+MAX_HEIGHT_RATIO = 4  # a band with few keys has at most 4 times the rows of one with all keys
 BandCallback = Callable[[str, WeightBand], None]
 
 
 class WeightBandHook:
-    """A watcher that hands the weights of one site on, band by band; `see` is told the name of the site."""
+    """Hook that passes the attention weights of one site to `add_band(name, band)`, band by band."""
 
     needs_call = True
 
@@ -175,29 +195,32 @@ class WeightBandHook:
         self.name, self.example, self.streams, self.add_band = name, example, streams, add_band
 
     def on_call(self, call: AttentionCall) -> None:
-        """Hand all rows on, each band with the keys that it may read."""
-        asks, told = (self.example.streams[stream] for stream in self.streams)
-        last = max(0, asks.count - 1)
+        """Split the rows of an attention call into bands, each with the range of keys that its queries may read."""
+        query_tokens, key_tokens = (self.example.streams[stream] for stream in self.streams)
+        last = max(0, query_tokens.count - 1)
         _, heads, queries, keys = call.all_weights(slice(last, None)).shape
-        if (last + queries, keys) != (asks.count, told.count):
-            fact = f"the model reads {keys} tokens and asks for {last + queries}, where {told.count} and {asks.count}"
-            raise ValueError(f"{fact} are known; tell of all tokens as the model's tokenizer makes them")
-        start, least = 0, max(1, MAX_CELLS // max(1, heads * keys))
-        step = least
-        while start < asks.count:
-            some = slice(start, min(asks.count, start + step))
-            allowed = call.allowed_pairs(some)[0]
-            read = allowed.flatten(0, -2).any(0).nonzero()
-            those = slice(int(read[0]), int(read[-1]) + 1) if len(read) else slice(0, 1)
-            w_HTS = call.all_weights(some, those)[0]
-            allowed = allowed[..., those].expand(-1, w_HTS.shape[1], -1)
+        if (last + queries, keys) != (query_tokens.count, key_tokens.count):
+            fact = f"{self.name} has {last + queries} queries and {keys} keys"
+            expected = f"the example annotates {query_tokens.count} and {key_tokens.count} tokens"
+            raise ValueError(f"{fact}, but {expected}; annotate every token as the model's tokenizer makes them")
+        start, min_rows = 0, max(1, MAX_CELLS // max(1, heads * keys))
+        num_rows = min_rows
+        while start < query_tokens.count:
+            rows = slice(start, min(query_tokens.count, start + num_rows))
+            allowed = call.allowed_pairs(rows)[0]
+            allowed_keys = allowed.flatten(0, -2).any(0).nonzero()
+            columns = slice(int(allowed_keys[0]), int(allowed_keys[-1]) + 1) if len(allowed_keys) else slice(0, 1)
+            w_HTS = call.all_weights(rows, columns)[0]
+            allowed = allowed[..., columns].expand(-1, w_HTS.shape[1], -1)
             allowed = allowed[0] if len(allowed) == 1 else allowed
-            self.add_band(self.name, WeightBand(w_HTS, allowed, start, asks, told, first_key=those.start))
-            # the next reads about as many keys; it may read all
-            start, step = some.stop, max(least, min(MAX_HEIGHT_RATIO * least, MAX_CELLS // (heads * w_HTS.shape[-1])))
+            band = WeightBand(w_HTS, allowed, start, query_tokens, key_tokens, first_key=columns.start)
+            self.add_band(self.name, band)
+            # The next band is sized for as many keys as this one; it may turn out to read all of them.
+            start = rows.stop
+            num_rows = max(min_rows, min(MAX_HEIGHT_RATIO * min_rows, MAX_CELLS // (heads * w_HTS.shape[-1])))
 
     def on_head_outputs(self, outputs: Tensor) -> None:
-        """Leave it."""
+        """Do nothing: only weights are needed."""
 
 
 def stream_weight_bands(
@@ -207,19 +230,26 @@ def stream_weight_bands(
     streams: Mapping[str, tuple[str, str]],
     add_band: BandCallback,
 ) -> None:
-    """Run a model over one text, and hand the weights of these sites on as they come."""
-    lookers = {one.site.name: WeightBandHook(one.site.name, example, streams[one.site.name], add_band) for one in sites}
+    """Run a model over one example and pass the attention weights of `sites` to `add_band(site_name, band)`.
+
+    `streams` maps a site name to the names of its query stream and its key stream.
+    """
+    hooks = {
+        module.site.name: WeightBandHook(module.site.name, example, streams[module.site.name], add_band)
+        for module in sites
+    }
     with torch.inference_mode():
-        ModelRun(model, prepare_inputs(model, example.model_inputs, 0)).run_with_hooks(sites, lookers)
+        ModelRun(model, prepare_inputs(model, example.model_inputs, 0)).run_with_hooks(sites, hooks)
 
 
-# --- How much each token of a text is read by every head -----------------------------------------------
+# --- Attention received by each token ------------------------------------------------------------------
 
 
 class AttentionReceived:
-    """Sums of the weights on each token of one text, by site [heads, tokens]; `see` is handed to `look`.
+    """Sums of the weights on each token of one text: site name -> [heads, tokens].
 
-    Divided by the number of queries it is the share of all reading that goes to a token.
+    Pass `add_band` to `stream_weight_bands`. A sum divided by the number of queries is the share of all attention that
+    the token receives.
     """
 
     def __init__(self) -> None:
@@ -234,114 +264,129 @@ class AttentionReceived:
         self.sums[site][:, keys] += band.w_HTS.sum(1)
 
 
-# --- Bands of words out of bands of the pieces that a tokenizer makes of them (1906.04341) -------------
+# --- Bands of words from bands of tokens (1906.04341) --------------------------------------------------
 
 
 def number_words(annotations: TokenAnnotations) -> Tensor:
-    """The number of the word, or of the token that is no piece of one, that each token belongs to, counted from 0."""
+    """Word index of each token, counted from 0; a token without a word counts as a word of its own."""
     word = annotations.word_index
     if not len(word):
         return word
-    alone = (word[1:] < 0) | (word[1:] != word[:-1])
-    found = torch.cat([word.new_zeros(1), alone.long().cumsum(0)])
-    firsts = word[torch.cat([alone.new_ones(1), alone])]
-    pieces = firsts[firsts >= 0]
-    if len(pieces) != len(pieces.unique()):
-        split = next(int(one) for one in pieces.unique() if int((pieces == one).sum()) > 1)
-        raise ValueError(f"pieces of word {split} do not stand in a row; number words as the tokenizer cut them")
-    return found
+    starts_word = (word[1:] < 0) | (word[1:] != word[:-1])
+    numbers = torch.cat([word.new_zeros(1), starts_word.long().cumsum(0)])
+    first_tokens = word[torch.cat([starts_word.new_ones(1), starts_word])]
+    words = first_tokens[first_tokens >= 0]
+    if len(words) != len(words.unique()):
+        split = next(int(index) for index in words.unique() if int((words == index).sum()) > 1)
+        raise ValueError(f"the tokens of word {split} are not adjacent; give every word one run of tokens")
+    return numbers
 
 
 def merge_annotations(annotations: TokenAnnotations) -> TokenAnnotations:
-    """What is known of words, of what is known of their pieces.
+    """Annotations of the words of a text, from those of its tokens.
 
-    Two words are the same where their pieces are; a word is as common as its rarest piece.
+    Two words have the same id if their tokens have; a word is as frequent as its rarest token.
     """
-    of = number_words(annotations)
-    count = int(of[-1]) + 1 if len(of) else 0
-    pieces: list[tuple[int, ...]] = [()] * count
+    word_of_token = number_words(annotations)
+    count = int(word_of_token[-1]) + 1 if len(word_of_token) else 0
+    token_ids: list[tuple[int, ...]] = [()] * count
     words = [""] * count
-    for one, piece, word in zip(of.tolist(), annotations.ids.tolist(), annotations.words, strict=True):
-        pieces[one] += (piece,)
-        words[one] += word
-    known: dict[tuple[int, ...], int] = {}
-    ids = [known.setdefault(one, len(known)) for one in pieces]
-    common = annotations.frequency.new_zeros(count).scatter_reduce_(
-        0, of, annotations.frequency, "amin", include_self=False
+    for word, token_id, text in zip(word_of_token.tolist(), annotations.ids.tolist(), annotations.words, strict=True):
+        token_ids[word] += (token_id,)
+        words[word] += text
+    id_of: dict[tuple[int, ...], int] = {}
+    ids = [id_of.setdefault(key, len(id_of)) for key in token_ids]
+    frequency = annotations.frequency.new_zeros(count).scatter_reduce_(
+        0, word_of_token, annotations.frequency, "amin", include_self=False
     )
     return TokenAnnotations(
-        torch.tensor(ids, device=of.device),
+        torch.tensor(ids, device=word_of_token.device),
         tuple(words),
-        _any_by_word(annotations.is_special, of, count),
-        _any_by_word(annotations.is_separator, of, count),
-        _any_by_word(annotations.is_punctuation, of, count),
-        annotations.word_index.new_zeros(count).scatter_(0, of, annotations.word_index),
-        common,
+        _any_by_word(annotations.is_special, word_of_token, count),
+        _any_by_word(annotations.is_separator, word_of_token, count),
+        _any_by_word(annotations.is_punctuation, word_of_token, count),
+        annotations.word_index.new_zeros(count).scatter_(0, word_of_token, annotations.word_index),
+        frequency,
     )
 
 
-def _any_by_word(flags: Tensor, of: Tensor, count: int) -> Tensor:
-    return torch.zeros(count, dtype=torch.long, device=of.device).index_add_(0, of, flags.long()) > 0
+def _any_by_word(flags: Tensor, word_of_token: Tensor, count: int) -> Tensor:
+    return (
+        torch.zeros(count, dtype=torch.long, device=word_of_token.device).index_add_(0, word_of_token, flags.long()) > 0
+    )
 
 
 class WordGrouping(NamedTuple):
-    """Words, and which of them each token belongs to."""
+    """Annotations of the words of a text, and the word of each token."""
 
     tokens: TokenAnnotations
     word_of_token: Tensor
 
 
 class _UnfinishedWord(NamedTuple):
-    """What the pieces of a word that is not over have read so far: weights [H, U], counts [H or 1, U], how many."""
+    """Sums of a word whose tokens continue in the next band: weights [H, S], allowed pairs [H or 1, S], number of
+    tokens.
+    """
 
     summed_weights: Tensor
     num_readable: Tensor
-    num_pieces: int
+    num_tokens: int
 
 
 class WordBandMerger:
-    """Hands bands on as bands of words; a word that ends in a later band waits for it."""
+    """Merges bands of tokens into bands of words and passes them to `add_word_band(site, band)`.
+
+    The weight on a word is the sum over its tokens; the row of a word is the mean over its tokens. A word that ends in
+    a later band is held back until then.
+    """
 
     def __init__(self, add_word_band: BandCallback) -> None:
-        self._see = add_word_band
-        self._whole: dict[TokenAnnotations, WordGrouping] = {}
-        self._open: dict[str, _UnfinishedWord] = {}
+        self._add_word_band = add_word_band
+        self._groupings: dict[TokenAnnotations, WordGrouping] = {}
+        self._unfinished: dict[str, _UnfinishedWord] = {}
 
     def add_band(self, site: str, band: WeightBand) -> None:
-        """Take a band of pieces, and hand on the words that are over."""
-        asks, told = self.group_words(band.query_tokens), self.group_words(band.key_tokens)
-        of = asks.word_of_token[band.first_query : band.first_query + band.w_HTS.shape[1]]
-        own, start, last = band.slice_keys(told.word_of_token), int(of[0]), int(of[-1])
-        rows, pieces = of - start, torch.bincount(of - start)
-        w_HTS = _sum_by_word(_sum_by_word(band.w_HTS, own, -1, told.tokens.count), rows, 1, last - start + 1)
+        """Add a band of tokens and pass on the words that are complete."""
+        queries, keys = self.group_words(band.query_tokens), self.group_words(band.key_tokens)
+        query_words = queries.word_of_token[band.first_query : band.first_query + band.w_HTS.shape[1]]
+        key_words = band.slice_keys(keys.word_of_token)
+        first_word, last_word = int(query_words[0]), int(query_words[-1])
+        rows, num_tokens = query_words - first_word, torch.bincount(query_words - first_word)
+
+        def sum_words(grid: Tensor) -> Tensor:
+            by_key = _sum_by_word(grid, key_words, -1, keys.tokens.count)
+            return _sum_by_word(by_key, rows, 1, last_word - first_word + 1)
+
+        w_HTS = sum_words(band.w_HTS)
         allowed = band.allowed if band.allowed.dim() == 3 else band.allowed[None]
-        readable = _sum_by_word(_sum_by_word(allowed.float(), own, -1, told.tokens.count), rows, 1, last - start + 1)
-        before = self._open.pop(site, None)
+        readable = sum_words(allowed.float())
+        before = self._unfinished.pop(site, None)
         if before is not None:
             w_HTS[:, 0] += before.summed_weights
             readable[:, 0] += before.num_readable
-            pieces[0] += before.num_pieces
-        end = band.first_query + len(of)
-        if end < band.query_tokens.count and int(asks.word_of_token[end]) == last:
-            self._open[site] = _UnfinishedWord(w_HTS[:, -1], readable[:, -1], int(pieces[-1]))
-            w_HTS, readable, pieces = w_HTS[:, :-1], readable[:, :-1], pieces[:-1]
-        if len(pieces):
-            may = readable > 0
-            w_HTS = w_HTS / pieces[:, None]
-            self._see(site, WeightBand(w_HTS, may[0] if len(may) == 1 else may, start, asks.tokens, told.tokens))
+            num_tokens[0] += before.num_tokens
+        end = band.first_query + len(query_words)
+        if end < band.query_tokens.count and int(queries.word_of_token[end]) == last_word:
+            self._unfinished[site] = _UnfinishedWord(w_HTS[:, -1], readable[:, -1], int(num_tokens[-1]))
+            w_HTS, readable, num_tokens = w_HTS[:, :-1], readable[:, :-1], num_tokens[:-1]
+        if len(num_tokens):
+            allowed = readable > 0
+            allowed = allowed[0] if len(allowed) == 1 else allowed
+            w_HTS = w_HTS / num_tokens[:, None]
+            self._add_word_band(site, WeightBand(w_HTS, allowed, first_word, queries.tokens, keys.tokens))
 
     def group_words(self, annotations: TokenAnnotations) -> WordGrouping:
-        """The words of these tokens."""
-        if annotations not in self._whole:
-            self._whole[annotations] = WordGrouping(merge_annotations(annotations), number_words(annotations))
-        return self._whole[annotations]
+        """Words of these tokens, cached until the example ends."""
+        if annotations not in self._groupings:
+            self._groupings[annotations] = WordGrouping(merge_annotations(annotations), number_words(annotations))
+        return self._groupings[annotations]
 
     def finish_example(self) -> None:
-        """A text is over."""
-        self._whole, self._open = {}, {}
+        """Drop the state of the example that just ended."""
+        self._groupings, self._unfinished = {}, {}
 
 
-def _sum_by_word(grid: Tensor, of: Tensor, axis: int, count: int) -> Tensor:
+def _sum_by_word(grid: Tensor, word_index: Tensor, axis: int, count: int) -> Tensor:
     shape = list(grid.shape)
     shape[axis] = count
-    return grid.new_zeros(shape).index_add_(axis, of, grid)
+    return grid.new_zeros(shape).index_add_(axis, word_index, grid)
