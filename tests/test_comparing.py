@@ -154,13 +154,15 @@ def test_spans_are_found_to_the_token(gaps, first):
 
 def test_break_even_needs_two():
     for alone, said in (({"one": MHA}, "one"), ({}, "nothing"), (MHA, "AttentionSpec")):
-        with pytest.raises(hw.SpecError, match=f"{said}.* has nothing to break even with; give two or more by name"):
+        with pytest.raises(
+            hw.SpecError, match=f"cannot find crossovers of {said}.*: it takes two specs; give two or more"
+        ):
             hw.find_crossovers(alone)
 
 
 def test_the_page_and_the_plain_values():
     found = hw.find_crossovers({"mha": MHA, "window": hw.design(model=D, heads=H, pattern="window(100)")}, LOAD)
-    assert "window (looked at up to 1,099,511,627,776 tokens)" in str(found)
+    assert "window (checked up to 1,099,511,627,776 tokens)" in str(found)
     assert max(map(len, str(found).splitlines())) <= 80
     rows = {row["quantity"]: row for row in found.data}
     assert list(rows) == list(QUANTITY_LABELS)

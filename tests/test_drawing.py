@@ -69,7 +69,7 @@ def test_what_reads_ahead_is_named_beside_the_lines_and_not_drawn_alone():
     assert (len(chart.lines), chart.missing_names) == (3, ("mha",))
     with pytest.raises(hw.SpecError, match="nothing here is remembered, for they read ahead: mha; give them pattern"):
         make_charts({"mha": prices["mha"]}, "kv")
-    with pytest.raises(hw.SpecError, match="gqa has nothing to break even with"):
+    with pytest.raises(hw.SpecError, match="cannot find crossovers of gqa: it takes two specs"):
         make_charts({"gqa": PRICES["gqa"]}, "breakeven")
     assert len(make_charts({"gqa": PRICES["gqa"]})) == 3
 
@@ -262,7 +262,7 @@ def test_everything_that_compares_fits_the_screen_and_the_document(capsys, tmp_p
         (("gqa", "mqa", "--match", "params", "--free", "gqa=dim"), "nothing that is changed is called 'gqa'"),
         (("gqa", "mqa", "--match", "kv", "--free", "q"), "mqa cannot be made as large as gqa: no q"),
         (("gqa", "mha", "--match", "kv"), "reads ahead, so that nothing is remembered"),
-        (("gqa", "--breakeven"), "gqa has nothing to break even with"),
+        (("gqa", "--breakeven"), "cannot find crossovers of gqa: it takes two specs"),
         (("gqa", "--complexity", "guessed"), "invalid choice: 'guessed'"),
         (("gqa", "--complexity", "--kernel", "1"), "kernel=1 compares nothing"),
         (("gqa", "--window", "5"), "--kernel and --window are sizes of --complexity"),

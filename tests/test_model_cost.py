@@ -403,7 +403,7 @@ def test_all_stand_in_one_table(capsys, folder):
     code, out, err = run(capsys, *what, "--generate", 20, "--operations", "--terms", "--optimiser", "zero")
     assert (code, err) == (0, "")
     assert max(map(len, out.splitlines())) <= 80
-    assert "t5: encoder-decoder of 6 + 6 layers, 2,048 tokens of a source" in out
+    assert "t5: encoder-decoder of 6 + 6 layers, 2,048 source tokens" in out
     assert "llama: decoder of 32 layers" in out
     assert "cross projections" in out
     assert "128,484,179,968 bytes" in out

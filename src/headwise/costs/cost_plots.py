@@ -103,7 +103,7 @@ def make_charts(estimates: Mapping[str, CostEstimate], kind: str = "all") -> lis
     if kind not in (*CHART_KINDS, "all"):
         raise SpecError(f"there is no drawing {kind!r}; {suggest(kind, [*CHART_KINDS, 'all'])}")
     if kind == "breakeven" and len(estimates) < 2:
-        raise SpecError(f"{', '.join(estimates)} has nothing to break even with; draw two or more")
+        raise SpecError(f"cannot find crossovers of {', '.join(estimates)}: it takes two specs; draw two or more")
     if kind == "kv" and all(one.decode_flops is None for one in estimates.values()):
         told = f"nothing here is remembered, for they read ahead: {', '.join(estimates)}"
         raise SpecError(f"{told}; give them pattern='causal()', or draw another kind")
