@@ -189,7 +189,7 @@ def test_attention_is_counted_as_torch_counts_it():
     assert layer.flops == 8 * n * d**2 + 4 * n**2 * d
     assert layer.formula == "8 n d^2 + 4 n^2 d"
     pairs = sum(min(i + 1, 7) for i in range(n))
-    assert LAYERS["in a window"].flops == 8 * n * d**2 + 4 * d * pairs
+    assert LAYERS["sliding window"].flops == 8 * n * d**2 + 4 * d * pairs
 
 
 @pytest.mark.parametrize(
@@ -242,7 +242,7 @@ def test_paths_are_as_long_as_walking_them(tokens, kernel, window):
     )
     pattern = hw.Window(window)
     near = [step for step in range(tokens) if pattern.allows(tokens, tokens - step)]
-    assert found["in a window"].path == reached(tokens, lambda _: near)
+    assert found["sliding window"].path == reached(tokens, lambda _: near)
     assert (found["self-attention"].path, found["self-attention"].serial) == (1, 1)
 
 
@@ -250,7 +250,7 @@ def test_orders_are_those_of_the_paper():
     """Table 1 of 1706.03762, and section 4 for separable convolutions; 2006.16236 for sums."""
     assert {name: layer.order for name, layer in LAYERS.items()} == {
         "self-attention": "n^2 d",
-        "in a window": "r n d",
+        "sliding window": "r n d",
         "linear": "n d^2 / h",
         "recurrent": "n d^2",
         "GRU": "n d^2",
@@ -267,7 +267,7 @@ def test_from_which_length_attention_is_dearer_by_hand():
         one.name: one.dearer for one in ComplexityTable.from_sizes(LayerSizes(9, 64, 4, kernel=7, window=10)).layers
     }
     assert (found["recurrent"], found["GRU"], found["LSTM"]) == (1, 64 + 1, 2 * 64 + 1)
-    assert (found["convolution"], found["separable conv."], found["in a window"]) == (96 + 1, 1, 2)
+    assert (found["convolution"], found["separable conv."], found["sliding window"]) == (96 + 1, 1, 2)
     assert found["self-attention"] is None
     square = [4 * sums(t, 16, 128) < 4 * 2 * 16 * t * t for t in range(1, 3000)]
     assert found["linear"] == 3000 - square[::-1].index(False)

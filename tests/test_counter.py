@@ -199,7 +199,7 @@ def test_checkpoints_do_again_and_keep_what_they_say(name, kind, monkeypatch):
 
 def test_a_reading_behind_the_values_is_refused():
     spec = next(cases.EXAMPLES[name] for name in cases.EXAMPLES if name == "Shaw0")
-    with pytest.raises(hw.SpecError, match="reads behind the values"):
+    with pytest.raises(hw.SpecError, match="runs after the values are read"):
         layer_recompute_flops(spec, work_of(spec), "core")
     with pytest.raises(hw.SpecError, match="did you mean 'block'"):
         layer_recompute_flops(spec, work_of(spec), "blck")

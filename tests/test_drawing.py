@@ -264,7 +264,7 @@ def test_everything_that_compares_fits_the_screen_and_the_document(capsys, tmp_p
         (("gqa", "mha", "--match", "kv"), "reads ahead, so that nothing is remembered"),
         (("gqa", "--breakeven"), "cannot find crossovers of gqa: it takes two specs"),
         (("gqa", "--complexity", "guessed"), "invalid choice: 'guessed'"),
-        (("gqa", "--complexity", "--kernel", "1"), "kernel=1 compares nothing"),
+        (("gqa", "--complexity", "--kernel", "1"), "kernel must be a whole number from 2"),
         (("gqa", "--window", "5"), "--kernel and --window are sizes of --complexity"),
         (("gqa", "--plot", "a.jpg"), "no drawing is written as '.jpg'"),
         (("gqa", "--plot", "nowhere/a.svg"), "cannot be written: No such file or directory"),
