@@ -28,9 +28,9 @@ def test_the_page_says_every_step_with_its_formula(capsys):
     code, out, err = run(capsys, "mha", "dcmha", *SIZES, "--kept")
     assert (code, err) == (0, "")
     assert max(map(len, out.splitlines())) <= 80
-    assert "mha: in training, flash-cuda, nothing computed anew" in out
+    assert "mha: in training, flash-cuda, nothing recomputed" in out
     assert "logsumexp = 4 b s q = 1,024" in out
-    assert "dcmha: in training, composed, nothing computed anew" in out
+    assert "dcmha: in training, composed, nothing recomputed" in out
 
 
 @pytest.mark.parametrize("checkpoint", ["none", "block", "core"])

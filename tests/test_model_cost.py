@@ -413,7 +413,7 @@ def test_what_others_publish_is_printed_with_the_difference(capsys, folder):
     said = [word for name in FORMULA_SOURCES for word in ("--beside", name)]
     code, out, _ = run(capsys, folder / "gpt2", *said)
     assert code == 0
-    assert "theirs 291,648,307,200, ours 291,648,307,200: equal" in out
+    assert "published 291,648,307,200, headwise 291,648,307,200: equal" in out
     assert max(map(len, out.splitlines())) <= 80
     told = json.loads(run(capsys, folder / "gpt2", *said, "--optimiser", "muon", "--json")[1])
     assert {row["beside"] for row in told["beside"]} == set(FORMULA_SOURCES)

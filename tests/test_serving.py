@@ -517,8 +517,8 @@ BAD = {
     "too many layers": (("--serve", "--layers", "9" * 30), "give 1 to 10000"),
     "chunk": (("--serve", "--chunk", "0"), "chunk must be a whole number of at least 1"),
     "chunks": (("--serve", "--chunk", "1", "--context", "999999"), "give a chunk of 245 or more"),
-    "prompt": (("--serve", "--prompt", "-4"), "--prompt -4 is no prompt"),
-    "one share": (("--serve", "--reached", "0.7"), "write products,memory"),
+    "prompt": (("--serve", "--prompt", "-4"), "--prompt must be at least 1 token, got -4"),
+    "one share": (("--serve", "--reached", "0.7"), "write compute,bandwidth"),
     "share": (("--serve", "--reached", "0.7,2"), "at most 1"),
     "nan": (("--serve", "--reached", "nan,1"), "at most 1"),
     "budget": (("--verdict", "--budget", "much"), "write it as in '80 GB'"),
@@ -534,8 +534,8 @@ BAD = {
     "distribution": (("--serve", "--lengths", "normal(9)"), "did you mean 'uniform'"),
     "many": (("--serve", "--lengths", "exponential(9)", "--batch", "9999999"), "sample from 1 to 100,000"),
     "optimiser": (("--verdict", "--optimiser", "zerro"), "did you mean 'zero'"),
-    "alone": (("--layers", "3"), "--layers changes only what --serve or --verdict shows"),
-    "alone too": (("--prompt", "16"), "--prompt changes only what --serve shows"),
+    "alone": (("--layers", "3"), "--layers has an effect only with --serve or --verdict"),
+    "alone too": (("--prompt", "16"), "--prompt has an effect only with --serve"),
     "seed": (("--serve", "--seed", "3"), "add --lengths"),
 }
 
