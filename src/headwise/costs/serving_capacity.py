@@ -131,7 +131,7 @@ class MemoryDemand:
         hidden_states = self._tensor_term("hidden states between layers", tokens, serving.model_width)
         if self.training_bytes_per_parameter:
             num_layers = sum(group.num_layers for group in serving.attentions if group.name != "cross")
-            text = f"{num_layers:,} layers x {hidden_states.formula}"
+            text = f"{_pluralise(num_layers, 'layer')} x {hidden_states.formula}"
             yield CostTerm("saved inputs of layers", text, num_layers * hidden_states.value)
         yield hidden_states
         inside_layers = [
@@ -513,7 +513,7 @@ class ThroughputReport:
         formats = f"{serving.formats.compute}, {serving.formats.cache} cache ({serving.allocator})"
         yield from _wrap(f"{title}, {formats}, {serving.device.description}")
         yield ""
-        yield _operation_line("decode step", "FLOPs", "bytes", "FLOPs/byte", "bound by", "least time")
+        yield _operation_line("decode step", "FLOPs", "bytes", "FLOPs/byte", "bound by", "min time")
         yield from _step_lines(self.decode_step)
         yield ""
         yield f"decode step with the last chunk of a prompt of {self.prompt:,} tokens"
@@ -538,7 +538,7 @@ class ThroughputReport:
         yield _value_line("cores take longer than these from", limit)
         longest, most = max_context(demand), max_requests(demand)
         yield _value_line(f"rows of {self.longest_length:,} tokens that fit into memory", _format_limit(most))
-        yield _value_line(f"tokens per row with {_pluralise(num_rows, 'row')}", _format_limit(longest))
+        yield _value_line(f"longest context of {_pluralise(num_rows, 'row')}", _format_limit(longest))
         if not demand.fits:
             yield "These rows do not fit; --verdict lists changes that would make them fit."
 
@@ -580,7 +580,7 @@ def _step_lines(step: ServingStep) -> Iterator[str]:
 
 
 def _operation_line(name: str, *cells: str) -> str:
-    widths = (10, 10, 11, 9, 10)
+    widths = (10, 10, 11, 10, 9)
     numbers = "".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
     return f"{name:<30}{numbers}" if len(name) <= 30 else f"{name}\n{'':<30}{numbers}"
 
