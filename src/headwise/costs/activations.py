@@ -400,7 +400,7 @@ def _training_options(spec: AttentionSpec) -> CallSignature:
 
 
 def is_fused_on_cpu(spec: AttentionSpec, dtype: str) -> bool:
-    """Whether torch runs the spec in its fused CPU kernel; it does not if keys and values differ in width, say.
+    """Whether torch runs the spec in its fused CPU kernel, which needs keys and values of equal width, for example.
 
     >>> import headwise as hw
     >>> [is_fused_on_cpu(hw.design(preset=name), "fp32") for name in ("gqa", "mla")]

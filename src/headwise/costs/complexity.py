@@ -222,7 +222,7 @@ def _one_step_per_token(sizes: LayerSizes) -> int:
 
 
 def _num_chunks(sizes: LayerSizes) -> int:
-    """Number of chunks of linear attention, each of which needs the state of the chunk before it."""
+    """Number of chunks of linear attention; a chunk needs the state of the chunk before it."""
     return -(-sizes.tokens // CHUNK_SIZE)
 
 

@@ -434,22 +434,29 @@ def _cache_per_token_cell(estimate: CostEstimate) -> str:
 
 # Trailing dots distinguish rows with equal labels and are not printed.
 TABLE_ROWS: list[tuple[str, Cell]] = [
-    ("parameters", lambda one: format_count(one.parameters.total)),
+    ("parameters", lambda estimate: format_count(estimate.parameters.total)),
     (
         "  active per token",
-        lambda one: format_count(one.active_parameters) if one.active_parameters != one.parameters.total else "-",
+        lambda estimate: (
+            format_count(estimate.active_parameters) if estimate.active_parameters != estimate.parameters.total else "-"
+        ),
     ),
-    ("weights, bytes", lambda one: format_count(one.weights_bytes)),
+    ("weights, bytes", lambda estimate: format_count(estimate.weights_bytes)),
     *(row for call in ("prefill", "backward", "decode", "generate") for row in _flops_rows(call)),
     ("cache, bytes per token", _cache_per_token_cell),
     (
         "  per source token",
-        lambda one: format_count(one.source_cache_bytes_per_token) if one.source_cache_bytes_per_token else "-",
+        lambda estimate: (
+            format_count(estimate.source_cache_bytes_per_token) if estimate.source_cache_bytes_per_token else "-"
+        ),
     ),
-    ("cache, total bytes", lambda one: format_count(one.cache_bytes) if one.decode_flops else "-"),
+    ("cache, total bytes", lambda estimate: format_count(estimate.cache_bytes) if estimate.decode_flops else "-"),
     *(row for phase in ("prefill", "decode") for row in _time_rows(phase)),
-    ("  core, FLOPs per byte", lambda one: f"{one.core_operation.intensity:.1f}" if one.decode_flops else "-"),
-    ("  core bound by", lambda one: one.core_operation.bound if one.decode_flops else "-"),
+    (
+        "  core, FLOPs per byte",
+        lambda estimate: f"{estimate.core_operation.intensity:.1f}" if estimate.decode_flops else "-",
+    ),
+    ("  core bound by", lambda estimate: estimate.core_operation.bound if estimate.decode_flops else "-"),
 ]
 # Rows that are left out if no estimate has the number.
 OPTIONAL_ROWS = {name for name, _ in [TABLE_ROWS[1], *_flops_rows("generate")]} | {"  per source token"}

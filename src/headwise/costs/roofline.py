@@ -371,9 +371,9 @@ def list_operations(
     return tuple(_combine_layers(name, operations, target, dtype) for name, operations in by_name.items())
 
 
-def merge_operations(name: str, some: Iterable[RooflineOperation]) -> RooflineOperation:
+def merge_operations(name: str, operations: Iterable[RooflineOperation]) -> RooflineOperation:
     """Sum operations that run one after another; the sum is bound by the resource that limits most of its time."""
-    operations = list(some)
+    operations = list(operations)
     seconds_by_bound = {
         bound: sum(operation.seconds for operation in operations if operation.bound == bound)
         for bound in ("compute", "memory")

@@ -43,7 +43,7 @@ class SavedTensor:
 
     @staticmethod
     def from_tensor(tensor: Tensor, step: str, core: bool = False) -> SavedTensor:
-        """Describe the whole storage of a tensor, of which the tensor may be a view."""
+        """Describe the whole storage of a tensor, even if the tensor is a view of a part."""
         return SavedTensor(step, tensor.dtype, _storage_shape(tensor), tensor.untyped_storage().nbytes(), core)
 
 

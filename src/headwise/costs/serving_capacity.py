@@ -116,7 +116,7 @@ class MemoryDemand:
 
     @property
     def _step_tokens(self) -> int:
-        """Number of tokens of one step: all in training; else one per request and a chunk in the place of one."""
+        """Tokens of one step: all in training; in serving, one chunk of a prompt and one token per other request."""
         if self.training_bytes_per_parameter:
             return sum(length * times for length, times in self.requests.counts_by_length)
         longest = max(length for length, _ in self.requests.counts_by_length)
@@ -326,7 +326,7 @@ def _shorter_context(demand: MemoryDemand) -> Iterator[MemoryRemedy]:
 
 
 def _fewer_requests(demand: MemoryDemand) -> Iterator[MemoryRemedy]:
-    """Take only the first requests, as many as fit."""
+    """Keep only as many requests as fit, in their order."""
 
     def first_requests(count: int) -> MemoryDemand:
         counts: list[tuple[int, int]] = []
@@ -469,7 +469,7 @@ class ThroughputReport:
 
     @property
     def mixed_step(self) -> ServingStep:
-        """A step that prefills the last chunk of the prompt, in the place of one request, and decodes the others."""
+        """A step that prefills the last chunk of the prompt and decodes all requests but one."""
         past = (self.prompt - 1) // self.demand.chunk * self.demand.chunk
         return self.demand.serving.mixed_step(self.other_requests, self.prompt - past, past)
 

@@ -227,7 +227,7 @@ def _feed_forward_items(block: BlockSpec, model: int, context: ActivationContext
 
 
 def stack_workload(model: ModelSpec, stack: StackSpec, workload: Workload, settings: ActivationSettings) -> Workload:
-    """Return the workload of one stack: images have as many tokens as patches, an encoder as many as its source."""
+    """Return the workload of one stack, whose context is the number of patches of images, or the source's length."""
     if stack.embedding and stack.embedding.patches:
         return replace(workload, context=stack.embedding.patches.num_patches + stack.embedding.first)
     if len(model.stacks) > 1 and stack is model.stacks[0]:

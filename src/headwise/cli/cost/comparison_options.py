@@ -246,8 +246,8 @@ def _layer_sizes(args: argparse.Namespace, costs: CostReport) -> LayerSizes:
     )
 
 
-def _measure_scaling(given: argparse.Namespace, sizes: LayerSizes) -> ScalingMeasurement | None:
-    if given.complexity != "measured":
+def _measure_scaling(args: argparse.Namespace, sizes: LayerSizes) -> ScalingMeasurement | None:
+    if args.complexity != "measured":
         return None
     from ...costs.complexity import measure_scaling
 
