@@ -2,8 +2,8 @@
 
 In reading order:
 
-- `workload` describes the calls to price, `flops` counts them term by term (`symbolic_int` keeps the formula of every
-  number), `roofline` turns FLOPs and bytes into a lower bound of seconds on a device;
+- `workload` describes forward calls, `flops` counts them term by term (`symbolic_int` keeps the formula of every
+  number), `roofline` turns FLOPs and bytes into a lower bound of the time on a device;
 - `cost_report` collects this in the tables of `hw.cost` and `headwise cost`; `cost_vs_length` finds the lengths at
   which one spec becomes cheaper than another; `cost_plots` draws charts; `size_matching` finds sizes of equal cost;
 - `activations`, `training_memory` and `saved_tensors` give the memory of training;

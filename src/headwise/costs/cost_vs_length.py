@@ -13,7 +13,7 @@ from ..masking.patterns import Pattern
 from . import cache_bytes
 from .flops import AttentionComponent, SpecOrModel, list_components
 from .roofline import Device, dtype_bytes, list_operations
-from .workload import PricedCalls, Workload, list_calls, max_lengths
+from .workload import CallsByPhase, Workload, list_calls, max_lengths
 
 MAX_TOKENS = 2**40
 MAX_PATTERN_TOKENS = 2**14  # limit for patterns whose number of row segments grows with the length, such as blocks
@@ -100,11 +100,11 @@ def cached_bytes(spec_or_model: SpecOrModel, workload: Workload) -> int | None:
     return _cached_bytes_of_calls(_calls_of_workload(spec_or_model, workload), workload)
 
 
-def _calls_of_workload(spec_or_model: SpecOrModel, workload: Workload) -> PricedCalls:
+def _calls_of_workload(spec_or_model: SpecOrModel, workload: Workload) -> CallsByPhase:
     return list_calls(spec_or_model, list_components(spec_or_model), replace(workload, generate=0), "")
 
 
-def _cached_bytes_of_calls(calls: PricedCalls, workload: Workload) -> int | None:
+def _cached_bytes_of_calls(calls: CallsByPhase, workload: Workload) -> int | None:
     if "decode" not in calls:
         return None
     tokens = {"attention": workload.context, "cross": calls["prefill"][1].source}

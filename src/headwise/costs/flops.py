@@ -369,9 +369,9 @@ TOKENS_SCORED_BY_HEAD: dict[str, Callable[[ForwardCall], int]] = {
 class LinearComponent:
     """Linear maps and lookup tables, applied token by token: feed-forward, embedding, output head.
 
-    `count_tokens` gives the number of tokens per row, `num_weights_met` the number of weights that so many tokens
-    read; `rows_looked_up` is the number of values looked up per token. `num_grad_factors` is 1 if the input has no
-    gradient, such as pixels.
+    `count_tokens` gives the number of tokens per row; `num_weights_met` maps the total number of tokens to the number
+    of weights that they read; `rows_looked_up` is the number of values looked up per token. `num_grad_factors` is 1 if
+    the input has no gradient, such as pixels.
     """
 
     name: str

@@ -431,7 +431,7 @@ class DecodeComponent:
 class DecodeLayer:
     """One layer that decodes a token at the end of `context` tokens, on a device.
 
-    Projections of one row have one FLOP per byte of bfloat16, the core as many as there are query heads per key head:
+    Projections of one row have one FLOP per byte of bfloat16, the core one for each query head per key head:
 
     >>> import headwise as hw
     >>> gqa = DecodeLayer(hw.design(preset="gqa", model=4096, heads=32, kv=8), Device.from_name("h200"), 10**6)

@@ -1,4 +1,4 @@
-"""The workload to price: batch size, context length, precision and device; and the forward calls that follow from it.
+"""Workloads: batch size, context length, precision and device; and the forward calls that follow from them.
 
 Also: the lengths that a model supports, and single layers of a model as specs of their own.
 """
@@ -41,8 +41,11 @@ def max_lengths(spec_or_model: SpecOrModel) -> MaxLengths:
 
 def image_tokens(model: ModelSpec) -> list[int | None]:
     """Return the fixed number of tokens of each stack that reads images; None for other stacks."""
-    tables = [stack.embedding for stack in model.stacks]
-    return [table.patches.num_patches + table.first if table and table.patches else None for table in tables]
+    embeddings = [stack.embedding for stack in model.stacks]
+    return [
+        embedding.patches.num_patches + embedding.first if embedding and embedding.patches else None
+        for embedding in embeddings
+    ]
 
 
 def select_layer(model: ModelSpec, path: str) -> ModelSpec | AttentionSpec:
@@ -55,17 +58,17 @@ def select_layer(model: ModelSpec, path: str) -> ModelSpec | AttentionSpec:
     >>> count_parameters(select_layer(read_model_spec({"model_type": "gpt2"}), "11"))  # 12 h^2 + 13 h
     7087872
     """
-    stack, block, rest = _find_block(model, path)
-    if rest:
-        if rest not in block.attention_specs:
-            raise SpecError(f"{model.name}: {path!r} has no {rest!r}; {suggest(rest, block.attention_specs)}")
-        spec = block.attention_specs[rest]
-        return replace(spec, source=spec.source or spec.model) if rest == "cross" else spec
-    alone = StackSpec(stack.name, stack.model, (LayerRun(1, (block,)),))
+    stack, block, role = _find_block(model, path)
+    if role:
+        if role not in block.attention_specs:
+            raise SpecError(f"{model.name}: {path!r} has no {role!r}; {suggest(role, block.attention_specs)}")
+        spec = block.attention_specs[role]
+        return replace(spec, source=spec.source or spec.model) if role == "cross" else spec
+    block_stack = StackSpec(stack.name, stack.model, (LayerRun(1, (block,)),))
     if not block.cross:
         kind = model.kind if len(model.stacks) == 1 else "decoder" if stack is model.stacks[-1] else "encoder"
-        return ModelSpec(model.name, kind, (alone,))
-    return ModelSpec(model.name, model.kind, (StackSpec(model.stacks[0].name, model.stacks[0].model, ()), alone))
+        return ModelSpec(model.name, kind, (block_stack,))
+    return ModelSpec(model.name, model.kind, (StackSpec(model.stacks[0].name, model.stacks[0].model, ()), block_stack))
 
 
 def check_depth_known(spec: AttentionSpec) -> None:
@@ -73,7 +76,7 @@ def check_depth_known(spec: AttentionSpec) -> None:
     for key, value, part in _depth_dependent_fields(spec):
         if not _is_first_layer(spec):
             fact = f"{key}={value!r} depends on the depth of the layer, which is unknown for a single layer"
-            raise SpecError(f"{fact}; use a fixed size such as {part!r}, or price a model")
+            raise SpecError(f"{fact}; use a fixed size such as {part!r}, or estimate a whole model")
 
 
 def list_assumptions(spec_or_model: SpecOrModel) -> Iterator[str]:
@@ -120,15 +123,15 @@ def _parameter_shapes(spec: AttentionSpec) -> tuple[Heads, dict[str, tuple[int, 
 
 def _find_block(model: ModelSpec, path: str) -> tuple[StackSpec, BlockSpec, str]:
     stacks = {stack.name: stack for stack in model.stacks}
-    name, _, rest = path.partition(".") if not path[:1].isdigit() else (model.stacks[-1].name, "", path)
+    name, _, role = path.partition(".") if not path[:1].isdigit() else (model.stacks[-1].name, "", path)
     if name not in stacks:
         raise SpecError(f"{model.name} has no stack {name!r}; {suggest(name, stacks)}")
-    number, _, rest = rest.partition(".")
+    index, _, role = role.partition(".")
     layers = stacks[name].layers
-    if not number.isdecimal() or int(number) >= len(layers):
+    if not index.isdecimal() or int(index) >= len(layers):
         fact = f"{name} has layers 0 to {len(layers) - 1}" if layers else f"{name} has no layers"
         raise SpecError(f"{model.name} has no layer {path!r}; {fact}")
-    return stacks[name], layers[int(number)], rest
+    return stacks[name], layers[int(index)], role
 
 
 def _max_positions(stack: StackSpec) -> Iterator[int | None]:
@@ -153,7 +156,7 @@ MAX_SIZE = 2**62  # of tokens and rows: larger values are typing errors
 
 @dataclass(frozen=True)
 class Workload:
-    """Workload to price: `batch` rows of `context` tokens, in the precision `dtype`, on `device`.
+    """A workload: `batch` rows of `context` tokens, in the precision `dtype`, on `device`.
 
     `source` is the number of tokens that cross-attention reads; for a model it defaults to `context`. `generate` is
     the number of tokens generated after a prompt of `context` tokens.
@@ -180,12 +183,12 @@ class Workload:
         return self.context + max(self.generate - 1, 0)
 
 
-PricedCalls = dict[str, tuple[list[ModelComponent], ForwardCall]]
+CallsByPhase = dict[str, tuple[list[ModelComponent], ForwardCall]]
 
 
 def list_calls(
     spec_or_model: SpecOrModel, components: list[ModelComponent], workload: Workload, name: str
-) -> PricedCalls:
+) -> CallsByPhase:
     """Return the forward calls of a workload by phase, each with the components that run in it.
 
     "prefill" is always there, "decode" (one step at full context) for a causal spec or model, "prompt" and "steps" if
@@ -202,7 +205,7 @@ def list_calls(
         calls["decode"] = (decoder, full_call._replace(tokens=1, past=workload.context - 1, mode="steps"))
     if workload.generate and not can_decode:
         fact = f"{name or 'this spec'} is not causal and cannot generate token by token"
-        raise SpecError(f"{fact}; price it without generate")
+        raise SpecError(f"{fact}; leave out generate")
     if workload.generate:
         steps = full_call._replace(tokens=workload.generate - 1, past=workload.context, mode="steps")
         calls |= {"prompt": (components, full_call._replace(mode="prompt")), "steps": (decoder, steps)}
@@ -236,7 +239,7 @@ def _reads_images_only(model: ModelSpec) -> bool:
     return image_tokens(model)[-1] is not None
 
 
-def executed_flops_by_call(calls: PricedCalls, on: ExecutionTarget) -> dict[str, int]:
+def executed_flops_by_call(calls: CallsByPhase, on: ExecutionTarget) -> dict[str, int]:
     """Return the FLOPs that backends execute in each call."""
     forward = {
         phase: sum(component.times * component.executed_flops(call, on) for component in components)
@@ -247,7 +250,7 @@ def executed_flops_by_call(calls: PricedCalls, on: ExecutionTarget) -> dict[str,
     return {"prefill": forward.pop("prefill"), "backward": backward, **forward}
 
 
-def counted_flops_by_call(calls: PricedCalls) -> dict[str, int | None]:
+def counted_flops_by_call(calls: CallsByPhase) -> dict[str, int | None]:
     """Return the FLOPs that `FlopCounterMode` counts in each call; None for a call that has no dense form."""
     totals: dict[str, int | None] = {}
     for phase, (components, call) in calls.items():
