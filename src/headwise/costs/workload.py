@@ -123,10 +123,10 @@ def _parameter_shapes(spec: AttentionSpec) -> tuple[Heads, dict[str, tuple[int, 
 
 def _find_block(model: ModelSpec, path: str) -> tuple[StackSpec, BlockSpec, str]:
     stacks = {stack.name: stack for stack in model.stacks}
-    name, _, role = path.partition(".") if not path[:1].isdigit() else (model.stacks[-1].name, "", path)
+    name, _, place = path.partition(".") if not path[:1].isdigit() else (model.stacks[-1].name, "", path)
     if name not in stacks:
         raise SpecError(f"{model.name} has no stack {name!r}; {suggest(name, stacks)}")
-    index, _, role = role.partition(".")
+    index, _, role = place.partition(".")
     layers = stacks[name].layers
     if not index.isdecimal() or int(index) >= len(layers):
         fact = f"{name} has layers 0 to {len(layers) - 1}" if layers else f"{name} has no layers"
