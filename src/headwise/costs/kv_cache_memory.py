@@ -1,4 +1,4 @@
-"""Memory of serving: the layers of a spec or model in groups, and the bytes of weights and KV cache.
+"""Memory of serving: bytes of weights and KV cache, and the layers of a spec or model in groups of equal ones.
 
 `group_attentions` and `group_matrices` collect equal layers; `weight_memory` and `kv_cache_bytes` give bytes. A
 `RequestBatch` says how long the sequences in memory are, a `CacheAllocator` how memory is allocated to them.
