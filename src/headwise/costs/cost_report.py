@@ -171,7 +171,10 @@ def estimate_cost(spec_or_model: SpecOrModel, workload: Workload, name: str = ""
 
     >>> import headwise as hw
     >>> gqa = estimate_cost(hw.design(preset="gqa", model=4096, heads=32), Workload(batch=16, context=32768))
-    >>> gqa.cache_numbers.total * 2, gqa.operations["decode"][1].intensity  # bytes a token; 4 heads read each key
+    >>> (
+    ...     gqa.cache_numbers.total * 2,
+    ...     gqa.operations["decode"][1].intensity,
+    ... )  # bytes per token; 4 query heads per key head
     (4096, 3.9995117783473697)
     """
     components = list_components(spec_or_model)
@@ -183,7 +186,7 @@ def estimate_cost(spec_or_model: SpecOrModel, workload: Workload, name: str = ""
     ]
     self_attention = [component for component in cached if component.role == "attention"]
     cross_attention = [component for component in cached if component.role == "cross"]
-    recurrence_free = [component for component in self_attention if not component.spec.is_recurrent]
+    non_recurrent = [component for component in self_attention if not component.spec.is_recurrent]
     breakdowns = {phase: _required_breakdown(*call) for phase, call in calls.items()}
     target = ExecutionTarget(Device.from_name(workload.device).kind, workload.dtype)
     prefill = calls["prefill"]
@@ -199,7 +202,7 @@ def estimate_cost(spec_or_model: SpecOrModel, workload: Workload, name: str = ""
         counted_flops=_add_generation_total(counted_flops_by_call(calls)),
         cache_numbers=_cache_numbers_of(self_attention),
         source_cache_numbers=_cache_numbers_of(cross_attention),
-        cache_bytes_per_token=_cache_numbers_of(recurrence_free).total * dtype_bytes(workload.dtype) or None,
+        cache_bytes_per_token=_cache_numbers_of(non_recurrent).total * dtype_bytes(workload.dtype) or None,
         cache_bytes=_cache_bytes_of(self_attention, workload, workload.cached_tokens)
         + _cache_bytes_of(cross_attention, workload, prefill[1].source),
         operations={
