@@ -213,7 +213,7 @@ PAPER = FormulaSource(
     "Korthikanti and others, 2205.05198: bytes on each of t devices",
     (
         PublishedFormula(
-            "training, FLOP",
+            "training FLOPs",
             "72 b l s h^2 (1 + s / 6 h + V / 12 h l)",
             lambda m: 3 * _forward_flops(m),
             f"{_GPT_ASSUMPTIONS}; it leaves out recomputation",
