@@ -195,8 +195,8 @@ def test_pages_of_one_token_are_ideal_and_nothing_shrinks(name, length, batch):
 def test_what_says_no_allocator():
     for text, said in {
         "page": "did you mean 'paged'",
-        "paged": "says nothing of its pages",
-        "paged(-1)": "paged(-1) has no pages",
+        "paged": "needs a page size in tokens",
+        "paged(-1)": "must be at least 1, got paged(-1)",
         "ring(3)": "ring has no pages",
         "paged(x)": "write ideal, ring, paged(16) or unified",
         "": "write ideal",
@@ -209,5 +209,5 @@ def test_what_says_no_allocator():
 def test_what_answers_nothing_remembers_nothing():
     with pytest.raises(hw.SpecError, match="give a decoder"):
         kv_cache_bytes(read_model_spec({"model_type": "bert"}), RequestBatch())
-    with pytest.raises(hw.SpecError, match="have not come yet"):
+    with pytest.raises(hw.SpecError, match="reads future tokens"):
         kv_cache_bytes(hw.design(preset="mha"), RequestBatch())

@@ -154,13 +154,15 @@ def test_spans_are_found_to_the_token(gaps, first):
 
 def test_break_even_needs_two():
     for alone, said in (({"one": MHA}, "one"), ({}, "nothing"), (MHA, "AttentionSpec")):
-        with pytest.raises(hw.SpecError, match=f"{said}.* has nothing to break even with; give two or more by name"):
+        with pytest.raises(
+            hw.SpecError, match=f"cannot find crossovers of {said}.*: it takes two specs; give two or more"
+        ):
             hw.find_crossovers(alone)
 
 
 def test_the_page_and_the_plain_values():
     found = hw.find_crossovers({"mha": MHA, "window": hw.design(model=D, heads=H, pattern="window(100)")}, LOAD)
-    assert "window (looked at up to 1,099,511,627,776 tokens)" in str(found)
+    assert "window (checked up to 1,099,511,627,776 tokens)" in str(found)
     assert max(map(len, str(found).splitlines())) <= 80
     rows = {row["quantity"]: row for row in found.data}
     assert list(rows) == list(QUANTITY_LABELS)
@@ -187,7 +189,7 @@ def test_attention_is_counted_as_torch_counts_it():
     assert layer.flops == 8 * n * d**2 + 4 * n**2 * d
     assert layer.formula == "8 n d^2 + 4 n^2 d"
     pairs = sum(min(i + 1, 7) for i in range(n))
-    assert LAYERS["in a window"].flops == 8 * n * d**2 + 4 * d * pairs
+    assert LAYERS["sliding window"].flops == 8 * n * d**2 + 4 * d * pairs
 
 
 @pytest.mark.parametrize(
@@ -240,7 +242,7 @@ def test_paths_are_as_long_as_walking_them(tokens, kernel, window):
     )
     pattern = hw.Window(window)
     near = [step for step in range(tokens) if pattern.allows(tokens, tokens - step)]
-    assert found["in a window"].path == reached(tokens, lambda _: near)
+    assert found["sliding window"].path == reached(tokens, lambda _: near)
     assert (found["self-attention"].path, found["self-attention"].serial) == (1, 1)
 
 
@@ -248,7 +250,7 @@ def test_orders_are_those_of_the_paper():
     """Table 1 of 1706.03762, and section 4 for separable convolutions; 2006.16236 for sums."""
     assert {name: layer.order for name, layer in LAYERS.items()} == {
         "self-attention": "n^2 d",
-        "in a window": "r n d",
+        "sliding window": "r n d",
         "linear": "n d^2 / h",
         "recurrent": "n d^2",
         "GRU": "n d^2",
@@ -265,7 +267,7 @@ def test_from_which_length_attention_is_dearer_by_hand():
         one.name: one.dearer for one in ComplexityTable.from_sizes(LayerSizes(9, 64, 4, kernel=7, window=10)).layers
     }
     assert (found["recurrent"], found["GRU"], found["LSTM"]) == (1, 64 + 1, 2 * 64 + 1)
-    assert (found["convolution"], found["separable conv."], found["in a window"]) == (96 + 1, 1, 2)
+    assert (found["convolution"], found["separable conv."], found["sliding window"]) == (96 + 1, 1, 2)
     assert found["self-attention"] is None
     square = [4 * sums(t, 16, 128) < 4 * 2 * 16 * t * t for t in range(1, 3000)]
     assert found["linear"] == 3000 - square[::-1].index(False)
@@ -286,5 +288,5 @@ def test_the_table_fits_the_screen(tokens):
 
 @pytest.mark.parametrize("said", [{"tokens": 0}, {"kernel": 1}, {"window": 1.5}, {"model": True}, {"heads": 3}])
 def test_sizes_that_cannot_be_meant_are_refused(said):
-    with pytest.raises(hw.SpecError, match=r"give a whole number|does not divide"):
+    with pytest.raises(hw.SpecError, match=r"must be a whole number|does not divide"):
         ComplexityTable.from_sizes(LayerSizes(**({"tokens": 5, "model": 8, "heads": 2} | said)))

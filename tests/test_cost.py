@@ -117,7 +117,7 @@ def test_what_is_no_spec_is_not_priced(told):
 def test_what_was_not_priced_is_not_found_and_no_source_is_guessed():
     with pytest.raises(hw.SpecError, match="did you mean 'gpt2'"):
         hw.cost({"gpt2": GPT2})["gpt"]
-    with pytest.raises(hw.SpecError, match="a length that no load says"):
+    with pytest.raises(hw.SpecError, match="whose length is not given"):
         hw.cost(hw.design(model=8, heads=2, source=5))
 
 
@@ -179,8 +179,8 @@ def test_verify_says_what_is_equal_and_fails_when_something_is_not(capsys, monke
         (("--preset", "gqaa"), "there is no preset 'gqaa'"),
         (("gqa", "--device", "h300"), "there is no device 'h300'"),
         (("gqa", "--dtype", "int3"), "dtype='int3' is unknown"),
-        (("gqa", "--context", "0"), "context=0 is no load"),
-        (("gqa", "--batch", "-1"), "batch=-1 is no load"),
+        (("gqa", "--context", "0"), "context must be a whole number from 1"),
+        (("gqa", "--batch", "-1"), "batch must be a whole number from 1"),
         (("gqa", "--model", "250"), "does not divide among 8 heads"),
         (("gqa", "--heads", "0"), "a whole number of at least 1"),
     ],

@@ -59,7 +59,7 @@ def test_points_stand_where_calls_do():
     assert roof.ridge_point == pytest.approx(206, rel=1e-3)
     step = PRICES["mla"].operations["decode"]
     flops, moved, seconds = (sum(getattr(one, what) for one in step) for what in ("flops", "moved", "seconds"))
-    assert RooflinePoint("mla", "a step", flops / moved, flops / seconds) in roof.points
+    assert RooflinePoint("mla", "decode", flops / moved, flops / seconds) in roof.points
     assert all(one.y <= min(roof.peak_flops, one.x * roof.bandwidth) * 1.0001 for one in roof.points)
 
 
@@ -67,9 +67,9 @@ def test_what_reads_ahead_is_named_beside_the_lines_and_not_drawn_alone():
     prices = PRICES | {"mha": estimate_cost(hw.design(preset="mha"), LOAD, "mha")}
     chart = make_charts(prices, "kv")[0]
     assert (len(chart.lines), chart.missing_names) == (3, ("mha",))
-    with pytest.raises(hw.SpecError, match="nothing here is remembered, for they read ahead: mha; give them pattern"):
+    with pytest.raises(hw.SpecError, match="cannot draw a KV cache: none of mha is causal; give them pattern"):
         make_charts({"mha": prices["mha"]}, "kv")
-    with pytest.raises(hw.SpecError, match="gqa has nothing to break even with"):
+    with pytest.raises(hw.SpecError, match="cannot find crossovers of gqa: it takes two specs"):
         make_charts({"gqa": PRICES["gqa"]}, "breakeven")
     assert len(make_charts({"gqa": PRICES["gqa"]})) == 3
 
@@ -120,9 +120,9 @@ def fan(count: int) -> tuple[dict, list]:
         ChartLine(name, f"{name} from {n:,}", (64, 4096, 2**17), (1e3, end / 7, end))
         for n, (name, end) in enumerate(zip(names, ends, strict=True))
     )
-    roof = RooflineChart("Roofline, FLOP a second", 1e15, 5e12, tuple(
+    roof = RooflineChart("Roofline, FLOP/s", 1e15, 5e12, tuple(
         point for n, name in enumerate(names)
-        for point in (RooflinePoint(name, "all tokens", 900.0 + n, 1e15), RooflinePoint(name, "a step", 1 + n / 30, 5e12 + n * 1e10))  # noqa: E501 - one case a line
+        for point in (RooflinePoint(name, "prefill", 900.0 + n, 1e15), RooflinePoint(name, "decode", 1 + n / 30, 5e12 + n * 1e10))  # noqa: E501 - one case a line
     ))  # fmt: skip
     chart = LineChart("Cache of 16 rows, bytes", 4096, lines, tuple(names))
     return dict.fromkeys(names, PRICES["gqa"]), [
@@ -164,7 +164,7 @@ def test_no_text_covers_another_or_leaves_the_drawing(count, panels):
         if not (whole.x0 <= box.x0 and box.x1 <= whole.x1 and whole.y0 <= box.y0 and box.y1 <= whole.y1)
     ]
     assert outside == []
-    flat = [(said, box.padded(-1.5)) for said, box in boxes if not said.endswith("B a second")]  # which leans
+    flat = [(said, box.padded(-1.5)) for said, box in boxes if not said.endswith("B/s")]  # which leans
     assert [(one, other) for (one, a), (other, b) in combinations(flat, 2) if a.overlaps(b)] == []
     assert len(texts) > 2 * count
 
@@ -229,7 +229,7 @@ def test_matching_on_the_command_line(capsys):
     argv = ["mha", "gqa", "mla", "--set", "pattern=causal()", "--match", "params", "--free", "mla=vdim"]
     code, out, err = run(capsys, *argv, "--model", "1024", "--heads", "8")
     assert (code, err) == (0, "")
-    assert "made as large as mha before they were priced" in out
+    assert "resized to match mha" in out
     assert max(map(len, out.splitlines())) <= 80
     _, out, _ = run(capsys, *argv, "--model", "1024", "--heads", "8", "--json")
     told = json.loads(out)
@@ -257,19 +257,19 @@ def test_everything_that_compares_fits_the_screen_and_the_document(capsys, tmp_p
         (("gqa", "mqa", "--free", "dim"), "--free dim changes nothing without --match"),
         (
             ("gqa", "mqa", "--match", "params", "--free", "dimm"),
-            "mqa cannot be made as large as gqa: the spec has no size",
+            "cannot resize mqa to match gqa: the spec has no size",
         ),
-        (("gqa", "mqa", "--match", "params", "--free", "gqa=dim"), "nothing that is changed is called 'gqa'"),
-        (("gqa", "mqa", "--match", "kv", "--free", "q"), "mqa cannot be made as large as gqa: no q"),
-        (("gqa", "mha", "--match", "kv"), "reads ahead, so that nothing is remembered"),
-        (("gqa", "--breakeven"), "gqa has nothing to break even with"),
+        (("gqa", "mqa", "--match", "params", "--free", "gqa=dim"), "there is no resized spec 'gqa'"),
+        (("gqa", "mqa", "--match", "kv", "--free", "q"), "cannot resize mqa to match gqa: no q"),
+        (("gqa", "mha", "--match", "kv"), "is not causal, so that there is no KV cache"),
+        (("gqa", "--breakeven"), "cannot find crossovers of gqa: it takes two specs"),
         (("gqa", "--complexity", "guessed"), "invalid choice: 'guessed'"),
-        (("gqa", "--complexity", "--kernel", "1"), "kernel=1 compares nothing"),
+        (("gqa", "--complexity", "--kernel", "1"), "kernel must be a whole number from 2"),
         (("gqa", "--window", "5"), "--kernel and --window are sizes of --complexity"),
-        (("gqa", "--plot", "a.jpg"), "no drawing is written as '.jpg'"),
+        (("gqa", "--plot", "a.jpg"), "'.jpg' is not supported"),
         (("gqa", "--plot", "nowhere/a.svg"), "cannot be written: No such file or directory"),
         (("gqa", "--plot-kind", "kv"), "draws nothing without a file"),
-        (("gqa", "--plot", "a.svg", "--plot-kind", "pie"), "there is no drawing 'pie'"),
+        (("gqa", "--plot", "a.svg", "--plot-kind", "pie"), "there is no kind of plot 'pie'"),
         (("gqa", "--csv", "--json"), "two forms of one document"),
         (("gqa", "--csv", "--terms"), "no room for --terms"),
         (("gqa", "--csv", "--complexity"), "no room for complexity"),

@@ -95,7 +95,7 @@ def test_without_a_home_it_is_measured_and_said_so(home: Path, monkeypatch: pyte
     else:
         monkeypatch.setattr(Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("there is no home")))
     device = Device.from_name("here")
-    assert "not kept for the next time" in device.description
+    assert "not stored for next time" in device.description
     assert "\n" not in device.description
     monkeypatch.setattr(roofline, "measure_machine", lambda machine: pytest.fail("measured again"))
     assert Device.from_name("here") is device

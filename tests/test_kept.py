@@ -365,7 +365,7 @@ def test_a_load_at_the_edge_of_a_pattern_or_of_a_table():
     [
         (lambda s, at: hw.layer_activation_memory(s, at, "spda"), "did you mean 'sdpa'"),
         (lambda s, at: hw.layer_activation_memory(s, at, checkpoint="blok"), "did you mean 'block'"),
-        (lambda s, at: hw.layer_activation_memory(s, at, "sdpa", checkpoint="core"), "keeps no scores"),
+        (lambda s, at: hw.layer_activation_memory(s, at, "sdpa", checkpoint="core"), "saves no scores"),
         (lambda s, at: hw.layer_activation_memory(s, at, source=3), "reads no source"),
         (lambda s, at: hw.layer_activation_memory(s, at, "paper-2022"), "numbers of 2 bytes"),
         (
@@ -373,8 +373,8 @@ def test_a_load_at_the_edge_of_a_pattern_or_of_a_table():
             "plain multi-head attention",
         ),
         (lambda s, at: hw.activation_memory(s, at, hw.ActivationSettings(dropout=0.1)), "a layer alone has none"),
-        (lambda s, at: hw.ActivationSettings(dropout=1.0), "no rate"),
-        (lambda s, at: hw.ActivationSettings(source=0), "no length of a source"),
+        (lambda s, at: hw.ActivationSettings(dropout=1.0), "dropout must be at least 0"),
+        (lambda s, at: hw.ActivationSettings(source=0), "source must be a whole number"),
         (lambda s, at: hw.layer_activation_memory(hw.design(preset="dcmha"), at, "sdpa"), "use profile='dense'"),
     ],
 )
@@ -390,7 +390,7 @@ def test_what_cannot_be_meant_is_refused(run, said):
 )
 def test_published_formulas_are_of_gpt_blocks_alone(change):
     block = bp.BlockSpec(**{"attention": hw.design(model=8, heads=2), "feed": bp.FeedForwardSpec(32)} | change)
-    with pytest.raises(hw.SpecError, match="is of GPT blocks"):
+    with pytest.raises(hw.SpecError, match="supports only GPT blocks"):
         block_activation_memory(block, 8, hw.Workload(1, 5), hw.ActivationSettings("paper-2022"))
 
 

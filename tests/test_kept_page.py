@@ -28,9 +28,9 @@ def test_the_page_says_every_step_with_its_formula(capsys):
     code, out, err = run(capsys, "mha", "dcmha", *SIZES, "--kept")
     assert (code, err) == (0, "")
     assert max(map(len, out.splitlines())) <= 80
-    assert "mha: in training, flash-cuda, nothing computed anew" in out
+    assert "mha: in training, flash-cuda, nothing recomputed" in out
     assert "logsumexp = 4 b s q = 1,024" in out
-    assert "dcmha: in training, chunked, nothing computed anew" in out
+    assert "dcmha: in training, composed, nothing recomputed" in out
 
 
 @pytest.mark.parametrize("checkpoint", ["none", "block", "core"])
@@ -59,8 +59,8 @@ def test_the_document_has_the_same_numbers(capsys, checkpoint):
         (("--checkpoint", "blok"), "did you mean 'block'"),
         (("--checkpoint", ""), "checkpoint='' is unknown"),
         (("--checkpoint", "core"), "use checkpoint='none' or 'block'"),
-        (("--dropout", "1.5"), "dropout=1.5 is no rate"),
-        (("--dropout", "nan"), "dropout=nan is no rate"),
+        (("--dropout", "1.5"), "dropout must be at least 0 and less than 1, got 1.5"),
+        (("--dropout", "nan"), "less than 1, got nan"),
         (("--dropout", "0.1"), "a layer alone has none"),
         (("--profile", "paper-2022"), "plain multi-head attention"),
     ],

@@ -134,28 +134,28 @@ def test_the_first_size_that_reaches_is_free_unless_one_is_named():
 @pytest.mark.parametrize(
     ("spec", "said", "told"),
     [
-        (GQA, {"by": "size"}, "nothing is matched by 'size'; use one of flops, kv, params"),
-        (GQA, {"free": "kvv"}, "no size 'kvv' that could be free; did you mean 'kv'?"),
+        (GQA, {"by": "size"}, "cannot match by='size'; use one of flops, kv, params"),
+        (GQA, {"free": "kvv"}, "no size 'kvv' to change; did you mean 'kv'?"),
         (
             hw.design(preset="mla"),
             {"by": "kv", "free": "dim"},
-            "no dim gives it 4,300,800 bytes of cache: dim has no say in it and leaves 2,419,200; free project.rank or",
+            "no dim gives 4,300,800 bytes of cache: 2,419,200 does not depend on dim; free project.rank or",
         ),
         (
             GQA,
             {"like": hw.design(model=2048, heads=8), "free": "kv"},
-            "it reaches 1,048,576 with kv=8 at most; free dim",
+            "the most is 1,048,576 with kv=8; free dim",
         ),
         (
             GQA,
             {"like": hw.design(model=2, heads=1), "free": "dim"},
-            "it reaches 10,240 with dim=1; nothing else of it alone gets there",
+            "the least is 10,240 with dim=1; no other single size does either",
         ),
         (hw.design(preset="mla"), {"like": hw.design(model=2, heads=1)}, "nearest is 43,008 with model=16"),
-        ("gqa", {}, "spec='gqa' is no spec; only layers are matched"),
-        (GQA, {"like": {"mha": MHA}}, "is no spec; only layers are matched"),
-        (hw.design(model=512, heads=8), {"by": "kv"}, "pattern=full() reads ahead"),
-        (GQA, {"by": "kv", "like": hw.design(model=512, heads=8)}, "pattern=full() reads ahead"),
+        ("gqa", {}, "spec must be the spec of a layer, got 'gqa'"),
+        (GQA, {"like": {"mha": MHA}}, "like must be the spec of a layer"),
+        (hw.design(model=512, heads=8), {"by": "kv"}, "pattern=full() is not causal"),
+        (GQA, {"by": "kv", "like": hw.design(model=512, heads=8)}, "pattern=full() is not causal"),
     ],
 )
 def test_an_impossible_match_says_what_is_near_and_what_else_to_free(spec, said, told):
@@ -166,8 +166,8 @@ def test_an_impossible_match_says_what_is_near_and_what_else_to_free(spec, said,
 
 def test_a_match_says_what_was_chosen():
     found = hw.match_size(GQA, like=MHA)
-    assert str(found) == "dim 102, was 64: 1,044,480 parameters, 0.39% fewer than the 1,048,576 wanted"
-    assert str(hw.match_size(MHA, like=MHA)) == "dim stays 64: 1,048,576 parameters, as many as wanted"
+    assert str(found) == "dim 102, was 64: 1,044,480 parameters, 0.39% fewer than 1,048,576"
+    assert str(hw.match_size(MHA, like=MHA)) == "dim stays 64: 1,048,576 parameters, equal"
     assert found.data == {
         "by": "params",
         "free": "dim",
@@ -229,5 +229,5 @@ def test_what_goes_up_and_down_is_tried_one_by_one():
 def test_numbers_far_beyond_machine_words():
     found = hw.match_size(GQA, like=hw.design(model=2**40, heads=1), free="dim")
     assert abs(found.reached - 4 * 2**80) <= 512 * 20 // 2
-    with pytest.raises(hw.SpecError, match="no q gives it"):
+    with pytest.raises(hw.SpecError, match="no q gives"):
         hw.match_size(GQA, like=hw.design(model=2**40, heads=1), free="q")

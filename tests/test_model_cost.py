@@ -310,7 +310,7 @@ def test_what_is_only_nearly_said_is_noted():
     )
     assert estimate_cost(model, hw.Workload()).notes == (
         "a note",
-        "decoder: nearly the attention that is priced; it hums",
+        "decoder: the attention is approximated by a similar one; it hums",
     )
     assert "it hums" in str(hw.cost(model))
 
@@ -403,7 +403,7 @@ def test_all_stand_in_one_table(capsys, folder):
     code, out, err = run(capsys, *what, "--generate", 20, "--operations", "--terms", "--optimiser", "zero")
     assert (code, err) == (0, "")
     assert max(map(len, out.splitlines())) <= 80
-    assert "t5: encoder-decoder of 6 + 6 layers, 2,048 tokens of a source" in out
+    assert "t5: encoder-decoder of 6 + 6 layers, 2,048 source tokens" in out
     assert "llama: decoder of 32 layers" in out
     assert "cross projections" in out
     assert "128,484,179,968 bytes" in out
@@ -413,7 +413,7 @@ def test_what_others_publish_is_printed_with_the_difference(capsys, folder):
     said = [word for name in FORMULA_SOURCES for word in ("--beside", name)]
     code, out, _ = run(capsys, folder / "gpt2", *said)
     assert code == 0
-    assert "theirs 291,648,307,200, ours 291,648,307,200: equal" in out
+    assert "published 291,648,307,200, headwise 291,648,307,200: equal" in out
     assert max(map(len, out.splitlines())) <= 80
     told = json.loads(run(capsys, folder / "gpt2", *said, "--optimiser", "muon", "--json")[1])
     assert {row["beside"] for row in told["beside"]} == set(FORMULA_SOURCES)
@@ -468,28 +468,28 @@ def test_bad_configs_are_refused_in_one_line(capsys, tmp_path, name):
     [
         (("mohsa", "--overlap", "l"), "no option --overlap, but mohsa has project.overlap: Overlapping(overlap='l')"),
         (("moh", "--active", "3"), "no option --active, but moh has modifiers.1.active; write --set modifiers.1."),
-        (("mohsa", "--set", "project.schedule=l"), "project.schedule='l' follows from the depth of a layer"),
+        (("mohsa", "--set", "project.schedule=l"), "project.schedule='l' depends on the depth of the layer"),
         (("mohsa", "--bogus", "3"), "unrecognized arguments: --bogus 3"),
         (("gqa", "--layer", "3"), "--layer 3 is for models"),
-        (("gqa", "--set", "source=9"), "a length that no load says; give its tokens"),
+        (("gqa", "--set", "source=9"), "whose length is not given; set Workload(source=512)"),
         (("gqa", "--set", "pattern=blocks(7)", "--context", 10**15), "counted block by block; give at most 1835008"),
         (("gqa", "--optimiser", "adm"), "there is no optimiser 'adm'"),
         (("gqa", "--beside", "palmm"), "did you mean 'palm'?"),
-        (("gqa", "--beside", "paper-2022"), "speaks of whole blocks, and gqa is one attention"),
-        (("mha", "--generate", "3"), "mha reads ahead and cannot write token by token"),
-        (("FOLDER/gpt2", "--ways", "0", "--beside", "paper-2022"), "ways=0 is no number of devices"),
-        (("FOLDER/gpt2", "--generate", "-3"), "generate=-3 is no load"),
-        (("FOLDER/gpt2", "--context", "1025"), "1025 tokens are more than the 1024 that have positions"),
-        (("FOLDER/gpt2", "--context", "1024", "--generate", "5"), "give context=1020"),
-        (("FOLDER/gpt2", "--layer", "12"), "the layers of decoder are 0 to 11"),
+        (("gqa", "--beside", "paper-2022"), "are of whole blocks, and gqa is one attention"),
+        (("mha", "--generate", "3"), "mha is not causal and cannot generate token by token"),
+        (("FOLDER/gpt2", "--ways", "0", "--beside", "paper-2022"), "tensor-parallel devices must be at least 1, got 0"),
+        (("FOLDER/gpt2", "--generate", "-3"), "generate must be a whole number from 0"),
+        (("FOLDER/gpt2", "--context", "1025"), "1025 tokens exceed the maximum length 1024"),
+        (("FOLDER/gpt2", "--context", "1024", "--generate", "5"), "use context=1020 or less"),
+        (("FOLDER/gpt2", "--layer", "12"), "decoder has layers 0 to 11"),
         (("FOLDER/gpt2", "--layer", "encoder.1"), "gpt2 has no stack 'encoder'"),
         (("FOLDER/gpt2", "--layer", "3.cross"), "has no 'cross'"),
         (("FOLDER/gpt2", "--model", "64"), "--model is for presets"),
         (("FOLDER/gpt2", "--set", "stacks.0.model=7"), "decoder is 7 wide"),
-        (("FOLDER/bart", "--source", "2000"), "2000 tokens of the source are more than the 1024"),
-        (("FOLDER/bert", "--generate", "1"), "bert reads ahead"),
-        (("FOLDER/t5", "--beside", "palm"), "speaks of one stack, and t5 has 2"),
-        (("FOLDER/t5", "--source", "0"), "source=0 is no load"),
+        (("FOLDER/bart", "--source", "2000"), "2000 source tokens exceed the maximum source length 1024"),
+        (("FOLDER/bert", "--generate", "1"), "bert is not causal"),
+        (("FOLDER/t5", "--beside", "palm"), "are of one stack, and t5 has 2"),
+        (("FOLDER/t5", "--source", "0"), "source must be a whole number from 1"),
         (("FOLDER",), "holds neither headwise.toml nor config.json"),
     ],
 )  # fmt: skip

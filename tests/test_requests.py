@@ -132,7 +132,7 @@ def test_a_bad_line_is_told_and_the_others_go_on(net, folder: Path, tmp_path: Pa
         (["cab", "--requests", "FILE"], "TEXT and --requests cannot be meant together"),
         (["--requests", "FILE", "--beams", "2"], "--beams 2 follows one text at a time"),
         (["--requests", "FILE", "--budget", "9 B"], "a budget of 9 bytes holds no request"),
-        (["--requests", "FILE", "--budget", "some"], "'some' says no memory"),
+        (["--requests", "FILE", "--budget", "some"], "cannot read 'some' as a number of bytes"),
         (["--requests", "FILE", "--rows", "0"], "Batching(rows=0) cannot be"),
         (["cab", "--rows", "3"], "--rows is for requests that are answered together"),
     ],

@@ -292,7 +292,7 @@ def test_llama_3_8b_on_24_gb_by_hand():
     assert {term.name: term.value for term in demand.terms} == {
         "weights": 16_060_522_496,
         "cache": 2048 * 131_072,
-        "between layers": 2048 * 4096 * 2,
+        "hidden states between layers": 2048 * 4096 * 2,
         "inside feed-forward": 2048 * (4096 + 2 * 14336) * 2,
     }
     row, one = 2048 * 131_072, 2 * (2 * 4096 + 2 * 14336)  # each row more is kept, and has one token in a step
@@ -332,7 +332,7 @@ def test_training_by_hand():
     demand = MemoryDemand(ServingCost(LLAMA, H200), RequestBatch.uniform(2, 100), training_bytes_per_parameter=18)
     told = {term.name: term.value for term in demand.terms}
     assert told["weights, gradients, optimiser"] == 18 * 8_030_261_248
-    assert told["inputs of layers"] == 32 * 200 * 4096 * 2
+    assert told["saved inputs of layers"] == 32 * 200 * 4096 * 2
     assert told["inside head"] == 200 * (4096 + 128256) * 2
     assert "cache" not in told
     assert replace(demand, num_devices=2).bytes_per_device == 9 * 8_030_261_248 + sum([*told.values()][1:]) // 2
@@ -381,7 +381,7 @@ def test_the_remedies_of_llama_by_hand():
     told = {remedy.name for remedy in check_memory_fit(ASKED["llama"]).remedies}
     tokens = left // (4 * 131_072)
     assert f"a context of {tokens:,} tokens" in told
-    assert f"window({tokens}) where a layer reads everything" in told
+    assert f"window({tokens}) in layers with full attention" in told
     assert "1 row" in told
     fewer = kv_cache_bytes(read_model_spec(LLAMA3 | {"num_key_value_heads": 2}), RequestBatch.uniform(4, 32768))
     saved = 2 * 32 * 2 * 4096 * (8 - 2) * 128
@@ -400,7 +400,7 @@ def test_remedies_are_what_such_configs_cost():
         == replace(demand, serving=replace(demand.serving, spec_or_model=fewer)).bytes_per_device
     )
     local = read_model_spec(LLAMA3 | {"model_type": "mistral", "sliding_window": keys})
-    narrow = told[f"window({keys}) where a layer reads everything"]
+    narrow = told[f"window({keys}) in layers with full attention"]
     assert (
         narrow.bytes_per_device
         == replace(demand, serving=replace(demand.serving, spec_or_model=local)).bytes_per_device
@@ -464,7 +464,7 @@ def test_the_page_of_serving(capsys):
     code, out, err = run(capsys, "gqa", *SIZES, "--serve", "--allocator", "paged(16)", "--cache", "int8")
     assert (code, err) == (0, "")
     assert max(map(len, out.splitlines())) <= 80
-    assert "a cache of int8 (paged(16))" in out
+    assert "int8 cache (paged(16))" in out
     code, out, _ = run(capsys, "gqa", *SIZES, "--serve", "--json", "--lengths", "300,4000", "--prompt", "70")
     (told,) = json.loads(out)["serving"]
     assert told["rows"] == [[300, 1], [4000, 1]]
@@ -472,7 +472,7 @@ def test_the_page_of_serving(capsys):
     assert told["tokens_per_second"] == pytest.approx(2 / told["token_seconds"])
     assert [rate["rows"] for rate in told["curve"][:3]] == [1, 2, 4]
     assert told["curve"][-1]["rows"] == told["most_rows"]
-    (core,) = [one for one in told["steps"]["mixed"] if one["name"] == "core, a prompt"]
+    (core,) = [one for one in told["steps"]["mixed"] if one["name"] == "core, prefill"]
     assert core["flops"] == 32 * 4 * 4096 * 70 * 71 // 2
 
 
@@ -481,7 +481,7 @@ def test_the_page_of_a_model_fits_a_terminal():
         "gemma", MemoryDemand(ServingCost(gemma_3_1b(), H200), RequestBatch.uniform(64, 8192)), prompt=5000
     )
     assert max(map(len, str(told).splitlines())) <= 80
-    assert "22 x core, window(512), decoding" in str(told).replace("\n", " ").replace("  ", " ")
+    assert "22 x core, window(512), decode" in str(told).replace("\n", " ").replace("  ", " ")
     assert [each.name for each in group_matrices(gemma_3_1b())] == ["feed-forward", "head"]
 
 
@@ -510,32 +510,32 @@ def test_the_page_of_boxes(capsys):
 BAD = {
     "device": (("--serve", "--device", "h20"), "did you mean 'h200'"),
     "allocator": (("--serve", "--allocator", "pages"), "did you mean 'paged'"),
-    "page": (("--serve", "--allocator", "paged(0)"), "paged(0) has no pages"),
+    "page": (("--serve", "--allocator", "paged(0)"), "must be at least 1, got paged(0)"),
     "cache": (("--serve", "--cache", "int9"), "did you mean 'int8'"),
     "weights": (("--verdict", "--weights", "int3"), "weights='int3' is unknown"),
     "no layers": (("--serve", "--layers", "-3"), "give 1 to 10000"),
     "too many layers": (("--serve", "--layers", "9" * 30), "give 1 to 10000"),
-    "chunk": (("--serve", "--chunk", "0"), "chunk=0 is no size"),
+    "chunk": (("--serve", "--chunk", "0"), "chunk must be a whole number of at least 1"),
     "chunks": (("--serve", "--chunk", "1", "--context", "999999"), "give a chunk of 245 or more"),
-    "prompt": (("--serve", "--prompt", "-4"), "--prompt -4 is no prompt"),
-    "one share": (("--serve", "--reached", "0.7"), "write products,memory"),
+    "prompt": (("--serve", "--prompt", "-4"), "--prompt must be at least 1 token, got -4"),
+    "one share": (("--serve", "--reached", "0.7"), "write compute,bandwidth"),
     "share": (("--serve", "--reached", "0.7,2"), "at most 1"),
     "nan": (("--serve", "--reached", "nan,1"), "at most 1"),
     "budget": (("--verdict", "--budget", "much"), "write it as in '80 GB'"),
-    "unit": (("--verdict", "--budget", "5 XiB"), "has the unit 'XiB'"),
-    "huge": (("--verdict", "--budget", "9" * 25 + " TB"), "no memory of a machine"),
+    "unit": (("--verdict", "--budget", "5 XiB"), "has the unknown unit 'XiB'"),
+    "huge": (("--verdict", "--budget", "9" * 25 + " TB"), "memory must be from 1 to"),
     "below the weights": (("--verdict", "--budget", "1 MB"), "--budget 1 MB is less than the weights, 1.31 MB"),
     "no row": (("--serve", "--budget", "1320000"), "one row of 2,048 tokens takes"),
     "shared": (("--serve", "--shared", "2049"), "share at most 2,048"),
-    "negative": (("--serve", "--shared", "-1"), "shared=-1 is no load"),
+    "negative": (("--serve", "--shared", "-1"), "shared must be a whole number from 0"),
     "ring": (("--serve", "--shared", "9", "--allocator", "ring"), "use paged(16)"),
     "lengths": (("--serve", "--lengths", "0,5"), "write 100,2000"),
     "drawn": (("--serve", "--lengths", "uniform(9,3)"), "write uniform(least, most)"),
     "distribution": (("--serve", "--lengths", "normal(9)"), "did you mean 'uniform'"),
-    "many": (("--serve", "--lengths", "exponential(9)", "--batch", "9999999"), "draw from 1 to 100,000"),
+    "many": (("--serve", "--lengths", "exponential(9)", "--batch", "9999999"), "sample from 1 to 100,000"),
     "optimiser": (("--verdict", "--optimiser", "zerro"), "did you mean 'zero'"),
-    "alone": (("--layers", "3"), "--layers changes only what --serve or --verdict shows"),
-    "alone too": (("--prompt", "16"), "--prompt changes only what --serve shows"),
+    "alone": (("--layers", "3"), "--layers has an effect only with --serve or --verdict"),
+    "alone too": (("--prompt", "16"), "--prompt has an effect only with --serve"),
     "seed": (("--serve", "--seed", "3"), "add --lengths"),
 }
 
@@ -565,7 +565,7 @@ def test_configs_are_served_and_judged(capsys, tmp_path):
     assert "give a decoder" in err
     code, out, err = run(capsys, str(tmp_path / "llama.json"), "--serve", "--layers", "2")
     assert (code, out) == (2, "")
-    assert "says its own layers" in err
+    assert "is a model with layers" in err
 
 
 def test_boxes_of_a_model_are_those_of_its_attention(capsys, tmp_path):
@@ -582,4 +582,4 @@ def test_what_is_not_decoded_is_not_served(capsys):
     for preset in ("mha", "longformer"):
         code, out, err = run(capsys, preset, "--serve")
         assert (code, out) == (2, "")
-        assert "have not come yet" in err
+        assert "reads future tokens" in err

@@ -1,6 +1,7 @@
-"""Bytes kept for the way back by what stands around attention: norms, feed-forwards, experts, embeddings, heads.
+"""Bytes that the components of a model save for the backward pass: norms, feed-forwards, experts, heads, attention.
 
-Each formula says what torch keeps of the plain operations that a blueprint stands for; biases and sums keep nothing.
+For attention the bytes are inferred from two runs on meta tensors (`saved_tensors`). The other components have
+formulas of what torch's autograd saves for them; biases and additions save nothing.
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ if TYPE_CHECKING:
     from .cost_report import Workload
 
 NamedBytes = Iterator[tuple[str, int]]
-INT64_BYTES = 8  # bytes of an index
+INT64_BYTES = 8
 
 
 class SavedByActivation(NamedTuple):
-    """What an activation keeps: so many tensors beside its output, and perhaps its output."""
+    """What an activation function saves: a number of tensors besides its output, and possibly its output."""
 
     num_tensors: int
     saves_output: bool = False
@@ -49,16 +50,16 @@ class SavedByActivation(NamedTuple):
 SAVED_BY_ACTIVATION = {
     **dict.fromkeys(("gelu", "gelu_tanh", "silu", "mish", "relu6"), SavedByActivation(1)),
     **dict.fromkeys(("relu", "tanh", "sigmoid"), SavedByActivation(0, saves_output=True)),
-    "relu2": SavedByActivation(1),  # relu keeps what it gives, and so does the square of it
+    "relu2": SavedByActivation(1),  # the output of relu, which is also the input of the square
     "quick_gelu": SavedByActivation(2),  # x sigmoid(1.7 x): both factors
     "linear": SavedByActivation(0),
 }
-NUM_BOUNDED_ACTIVATION_TENSORS = 7  # gate and up before and after their bounds, the sigmoid, and the two products
+NUM_BOUNDED_ACTIVATION_TENSORS = 7  # gate and up before and after clamping, the sigmoid, and the two products
 
 
 @dataclass(frozen=True)
 class ActivationContext:
-    """Where a piece runs: rows and tokens, bytes of a number, of a statistic and of a mask, with dropout or without."""
+    """How a component runs: rows and tokens, bytes of an element, a norm statistic and a mask element, and dropout."""
 
     rows: int
     tokens: int
@@ -70,170 +71,182 @@ class ActivationContext:
 
     @staticmethod
     def from_workload(load: Workload, tokens: int, profile: str, dropout: float) -> ActivationContext:
-        """On CUDA statistics have 4 bytes and masks one; on the CPU both are what the numbers are."""
-        each, fused = dtype_bytes(load.dtype), profile == "flash-cuda"
-        rows = SymbolicInt.of(load.batch, "b")
-        stat, mask = (4, 1) if fused else (each, each)
-        return ActivationContext(rows, SymbolicInt.of(tokens, "s"), each, stat, mask, fused, dropout > 0)
+        """Create from a workload; on CUDA, statistics have 4 bytes and masks 1, on the CPU those of the dtype."""
+        element_bytes, is_fused = dtype_bytes(load.dtype), profile == "flash-cuda"
+        return ActivationContext(
+            rows=SymbolicInt.of(load.batch, "b"),
+            tokens=SymbolicInt.of(tokens, "s"),
+            element_bytes=element_bytes,
+            statistic_bytes=4 if is_fused else element_bytes,
+            mask_bytes=1 if is_fused else element_bytes,
+            is_fused=is_fused,
+            has_dropout=dropout > 0,
+        )
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all rows."""
+        """Total number of tokens, in all rows."""
         return self.rows * self.tokens
 
     def dropout_mask_bytes(self, count: int, width: int) -> int:
-        """The mask of what is dropped, if anything is."""
+        """Bytes of the dropout mask of `count` tokens; 0 without dropout."""
         return self.mask_bytes * count * width if self.has_dropout else 0
 
 
-def norm_bytes(described: NormSpec, width: int, count: int, context: ActivationContext) -> NamedBytes:
-    """A norm of so many tokens: what it reads, and what it found of each.
+def norm_bytes(norm: NormSpec, width: int, count: int, context: ActivationContext) -> NamedBytes:
+    """Yield what a norm of `count` tokens saves: its input, and its statistics.
 
     >>> import headwise as hw
-    >>> at = ActivationContext.from_workload(hw.Workload(2, 10, "fp32"), 10, "sdpa", 0.0)
-    >>> [
-    ...     int(size) for _, size in norm_bytes(NormSpec(), 8, at.num_tokens, at)
-    ... ]  # 4 b s d, and two numbers of each token
+    >>> context = ActivationContext.from_workload(hw.Workload(2, 10, "fp32"), 10, "sdpa", 0.0)
+    >>> [int(size) for _, size in norm_bytes(NormSpec(), 8, context.num_tokens, context)]  # 4 b s d; mean and variance
     [640, 160]
     """
-    if described.kind in ("layer", "unbiased", "bare"):
+    if norm.kind in ("layer", "unbiased", "bare"):
         yield "input", context.element_bytes * count * width
         yield "statistics", 2 * context.statistic_bytes * count
         return
-    # Composed of plain operations, it keeps x in single precision, and x over its rms too.
+    # An RMSNorm of plain operations saves x in single precision, and also x divided by its RMS.
     yield "input", (context.element_bytes if context.is_fused else 8) * count * width
     yield "statistics", 4 * count
-    if described.kind == "offset":
-        yield "weight and one", context.element_bytes * width
+    if norm.kind == "offset":
+        yield "weight plus one", context.element_bytes * width
 
 
-def feed_forward_bytes(described: FeedForwardSpec, count: int, context: ActivationContext) -> NamedBytes:
-    """A feed-forward on so many tokens, without what it reads.
+def feed_forward_bytes(feed: FeedForwardSpec, count: int, context: ActivationContext) -> NamedBytes:
+    """Yield what a feed-forward on `count` tokens saves, except its input.
 
     >>> import headwise as hw
-    >>> at = ActivationContext.from_workload(hw.Workload(2, 10, "fp32"), 10, "sdpa", 0.0)
-    >>> [
-    ...     int(size) for _, size in feed_forward_bytes(FeedForwardSpec(32), at.num_tokens, at)
-    ... ]  # before and behind the lookup_activation
+    >>> context = ActivationContext.from_workload(hw.Workload(2, 10, "fp32"), 10, "sdpa", 0.0)
+    >>> feed = FeedForwardSpec(32)
+    >>> [int(size) for _, size in feed_forward_bytes(feed, context.num_tokens, context)]  # before and after GELU
     [5120]
     """
-    wide = context.element_bytes * count * SymbolicInt.of(described.hidden, "hidden")
-    yield "inside", _num_hidden_tensors(described, context) * wide
+    hidden_bytes = context.element_bytes * count * SymbolicInt.of(feed.hidden, "hidden")
+    yield "hidden", _num_hidden_tensors(feed, context) * hidden_bytes
     if context.has_dropout:
-        yield "mask", context.dropout_mask_bytes(count, SymbolicInt.of(described.hidden, "hidden"))
+        yield "mask", context.dropout_mask_bytes(count, SymbolicInt.of(feed.hidden, "hidden"))
 
 
-def _num_hidden_tensors(described: FeedForwardSpec, at: ActivationContext) -> int:
-    """How many tensors as wide as its hidden layer are kept."""
-    if described.activation.startswith("bounded_silu("):
+def _num_hidden_tensors(feed: FeedForwardSpec, context: ActivationContext) -> int:
+    """Number of saved tensors that have the width of the hidden layer."""
+    if feed.activation.startswith("bounded_silu("):
         return NUM_BOUNDED_ACTIVATION_TENSORS
-    act = lookup_activation(described.activation)
-    if described.form == "gated":
-        return act.num_tensors + 3  # both factors, and their product, which the last map reads
-    return (
-        act.num_tensors + 1 + (act.saves_output and at.has_dropout)
-    )  # dropped, the output is another than the last map reads
+    saved = lookup_activation(feed.activation)
+    if feed.form == "gated":
+        return saved.num_tensors + 3  # both factors, and their product, which is the input of the down projection
+    # With dropout, the input of the down projection is a different tensor than the output of the activation.
+    return saved.num_tensors + 1 + (saved.saves_output and context.has_dropout)
 
 
 def lookup_activation(name: str) -> SavedByActivation:
-    """What the activation of this name keeps."""
+    """Return what the activation function with this name saves."""
     if name not in SAVED_BY_ACTIVATION:
-        raise SpecError(f"what activation {name!r} keeps is not known; {suggest(name, SAVED_BY_ACTIVATION)}")
+        fact = f"cannot tell what activation {name!r} saves for the backward pass"
+        raise SpecError(f"{fact}; {suggest(name, SAVED_BY_ACTIVATION)}")
     return SAVED_BY_ACTIVATION[name]
 
 
-def experts_bytes(described: ExpertsSpec, width: int, context: ActivationContext) -> NamedBytes:
-    """A mixture whose tokens are sorted by expert, with what it reads; however they are spread, the sum is the same."""
-    count, active = context.num_tokens, SymbolicInt.of(described.active, "active")
-    each = SymbolicInt.of(described.count, "expert")
-    exact = context.element_bytes == 4
-    if exact or described.shared:
+def experts_bytes(experts: ExpertsSpec, width: int, context: ActivationContext) -> NamedBytes:
+    """Yield what a mixture of experts saves, including its input.
+
+    Tokens are sorted by expert; the sum does not depend on how they are distributed over the experts. The router
+    computes in float32.
+    """
+    count, active = context.num_tokens, SymbolicInt.of(experts.active, "active")
+    num_experts = SymbolicInt.of(experts.count, "expert")
+    is_fp32 = context.element_bytes == 4
+    if is_fp32 or experts.shared:
         yield "input", context.element_bytes * count * width
-    if not exact:
+    if not is_fp32:
         yield "router", 4 * count * width
-        yield "router", 4 * each * width
-    yield "scores", 4 * count * each
-    yield "chosen", INT64_BYTES * count * active
-    if described.scores == "chosen":
-        yield "shares", 4 * count * active
-    if described.scores == "sigmoid":
-        yield "shares", 4 * count * active
-        yield "shares", 4 * count
-    yield "order", 2 * INT64_BYTES * count * active
-    yield "tokens of experts", context.element_bytes * count * active * width
-    yield from feed_forward_bytes(described.each, count * active, context)
-    yield "outputs", context.element_bytes * count * active * width
-    yield "shares", context.element_bytes * count * active
-    if described.shared:
-        yield from ((f"shared, {name}", size) for name, size in feed_forward_bytes(described.shared, count, context))
+        yield "router", 4 * num_experts * width
+    yield "scores", 4 * count * num_experts
+    yield "expert indices", INT64_BYTES * count * active
+    if experts.scores == "chosen":
+        yield "routing weights", 4 * count * active
+    if experts.scores == "sigmoid":
+        yield "routing weights", 4 * count * active
+        yield "routing weights", 4 * count
+    yield "sort order", 2 * INT64_BYTES * count * active
+    yield "expert inputs", context.element_bytes * count * active * width
+    yield from feed_forward_bytes(experts.each, count * active, context)
+    yield "expert outputs", context.element_bytes * count * active * width
+    yield "routing weights", context.element_bytes * count * active
+    if experts.shared:
+        yield from ((f"shared, {name}", size) for name, size in feed_forward_bytes(experts.shared, count, context))
 
 
-def embedding_bytes(described: EmbeddingSpec, width: int, context: ActivationContext) -> NamedBytes:
-    """What enters a stack; ids and pixels are given, and nobody keeps them for it."""
-    if described.positions and described.positions.kind == "learned":
+def embedding_bytes(embedding: EmbeddingSpec, width: int, context: ActivationContext) -> NamedBytes:
+    """Yield what an embedding saves; token ids and pixels are inputs of the model and do not count."""
+    if embedding.positions and embedding.positions.kind == "learned":
         yield "positions", INT64_BYTES * context.tokens
-    if described.types:
+    if embedding.types:
         yield "types", INT64_BYTES
-    if described.norm:
-        yield from norm_bytes(described.norm, width, context.num_tokens, context)
+    if embedding.norm:
+        yield from norm_bytes(embedding.norm, width, context.num_tokens, context)
     if context.has_dropout:
         yield "mask", context.dropout_mask_bytes(context.num_tokens, width)
 
 
-def head_bytes(described: OutputHeadSpec, width: int, context: ActivationContext) -> NamedBytes:
-    """A head and the cross-entropy of what it says, a label for each of its rows."""
-    whole = described.at == "each"
-    count = context.num_tokens if whole else context.rows
-    # A first or last token is kept as what it is a part of; a mean is a tensor of its own, and so is a multiple.
-    scaled = described.scale != 1 and not described.transform
-    read = context.rows * width if described.at == "mean" or (scaled and not whole) else context.num_tokens * width
-    yield "input", context.element_bytes * read
-    told = described.transform
-    if told:
-        hidden = SymbolicInt.of(told.hidden, "transform")
-        act = lookup_activation(told.activation)
-        # What an activation gives is most often what is read next, and then kept once.
-        apart = act.saves_output and not told.norm and (described.scale != 1 or not described.outputs)
-        yield "transform", context.element_bytes * (act.num_tensors + apart) * count * hidden
-        if told.norm:
-            yield from ((f"transform, {name}", size) for name, size in norm_bytes(told.norm, hidden, count, context))
-        if described.outputs:
+def head_bytes(head: OutputHeadSpec, width: int, context: ActivationContext) -> NamedBytes:
+    """Yield what an output head and its cross-entropy loss save, with one label for each scored token."""
+    scores_all_tokens = head.at == "each"
+    count = context.num_tokens if scores_all_tokens else context.rows
+    # A first or last token is a view, which saves the memory of all tokens; a mean or a scaled token is a new tensor.
+    is_scaled = head.scale != 1 and not head.transform
+    is_copy = head.at == "mean" or (is_scaled and not scores_all_tokens)
+    yield "input", context.element_bytes * (context.rows if is_copy else context.num_tokens) * width
+    transform = head.transform
+    if transform:
+        hidden = SymbolicInt.of(transform.hidden, "transform")
+        saved = lookup_activation(transform.activation)
+        # The output of the activation is usually the input of the next operation, and saved only once.
+        saves_extra_output = saved.saves_output and not transform.norm and (head.scale != 1 or not head.outputs)
+        yield "transform", context.element_bytes * (saved.num_tensors + saves_extra_output) * count * hidden
+        if transform.norm:
+            for name, size in norm_bytes(transform.norm, hidden, count, context):
+                yield f"transform, {name}", size
+        if head.outputs:
             yield "transform", context.element_bytes * count * hidden
-    if not described.outputs:
+    if not head.outputs:
         return
-    outputs = SymbolicInt.of(described.outputs, "output")
-    yield "capped", context.element_bytes * count * outputs if described.cap else 0
+    outputs = SymbolicInt.of(head.outputs, "output")
+    yield "soft-capped logits", context.element_bytes * count * outputs if head.cap else 0
     yield "log-softmax", context.element_bytes * count * outputs
-    yield "its weight", context.element_bytes
+    yield "total weight", context.element_bytes  # a scalar of torch's nll_loss
 
 
-# --- Bytes kept for the way back as published ----------------------------------------------------------
+# --- Activation memory by published formulas -----------------------------------------------------------
 
 FORMULA_PROFILES = ("paper-2022", "zhihu-624740065")
 
 
 def formula_layer_bytes(spec: AttentionSpec, load: Workload, how: tuple[str, str]) -> NamedBytes:
-    """The attention's part, 11 b s h + 5 b s^2 a; `how` is the profile, and what is computed anew.
+    """Yield the attention's part of the published formulas, 11 b s h + 5 b s^2 a; `how` is (profile, checkpoint).
 
     >>> import headwise as hw
-    >>> told = dict(formula_layer_bytes(hw.design(model=12288, heads=96), hw.Workload(1, 2048), ("paper-2022", "none")))
-    >>> sum(told.values()) == 11 * 2048 * 12288 + 5 * 2048**2 * 96
+    >>> spec = hw.design(model=12288, heads=96)
+    >>> sizes = dict(formula_layer_bytes(spec, hw.Workload(1, 2048), ("paper-2022", "none")))
+    >>> sum(sizes.values()) == 11 * 2048 * 12288 + 5 * 2048**2 * 96
     True
     """
     check_formula_applies(spec, load, how[0])
     yield from _formula_attention_bytes(_symbolic_sizes(spec.model, spec.heads.q, load), how)
 
 
-def formula_block_bytes(described: BlockSpec, model: int, load: Workload, how: tuple[str, str]) -> NamedBytes:
-    """A whole block, 34 b s h + 5 b s^2 a: its attention, a feed-forward 4 h wide, two norms, dropout everywhere."""
-    (profile, checkpoint), spec, feed = how, described.attention, described.feed
-    if not isinstance(spec, AttentionSpec) or described.cross is not None:
-        raise SpecError(f"profile {profile} is of blocks with one self-attention; use profile='sdpa'")
+def formula_block_bytes(block: BlockSpec, model: int, load: Workload, how: tuple[str, str]) -> NamedBytes:
+    """Yield a block of the published formulas, 34 b s h + 5 b s^2 a.
+
+    Such a block has attention, a feed-forward with 4 h hidden units, two norms, and dropout in every branch.
+    """
+    (profile, checkpoint), spec, feed = how, block.attention, block.feed
+    if not isinstance(spec, AttentionSpec) or block.cross is not None:
+        raise SpecError(f"profile {profile} supports only blocks with one self-attention; use profile='sdpa'")
     check_formula_applies(spec, load, profile)
-    plain = isinstance(feed, FeedForwardSpec) and (feed.form, feed.hidden) == ("plain", 4 * model)
-    if not plain or described.norm.kind != "layer" or described.placement not in ("pre", "post"):
+    is_plain = isinstance(feed, FeedForwardSpec) and (feed.form, feed.hidden) == ("plain", 4 * model)
+    if not is_plain or block.norm.kind != "layer" or block.placement not in ("pre", "post"):
         raise SpecError(
-            f"profile {profile} is of GPT blocks: two layer norms and a plain feed-forward of 4 x {model}; "
+            f"profile {profile} supports only GPT blocks: two layer norms and a plain feed-forward of 4 x {model}; "
             "use profile='sdpa'"
         )
     sizes = b, s, h, _ = _symbolic_sizes(model, spec.heads.q, load)
@@ -244,35 +257,35 @@ def formula_block_bytes(described: BlockSpec, model: int, load: Workload, how: t
 
 
 def check_formula_applies(spec: AttentionSpec, load: Workload, profile: str) -> None:
-    """Refuse what the formulas were not written for."""
+    """Raise an error for specs and precisions that the published formulas do not cover."""
     heads = spec.heads
     plain = design(model=spec.model, heads=heads.q, dim=heads.dim, pattern=spec.pattern)
-    alike = (spec.project.uses_head_dims, type(spec.similarity), type(spec.normaliser), type(spec.merge), spec.source)
-    drops = all(modifier.phase is Phase.WEIGHTS and not modifier.params(spec) for modifier in spec.modifiers)
-    usual = (True, type(plain.similarity), type(plain.normaliser), type(plain.merge), None)
+    kinds = (spec.project.uses_head_dims, type(spec.similarity), type(spec.normaliser), type(spec.merge), spec.source)
+    plain_kinds = (True, type(plain.similarity), type(plain.normaliser), type(plain.merge), None)
+    only_dropout = all(modifier.phase is Phase.WEIGHTS and not modifier.params(spec) for modifier in spec.modifiers)
     if (
-        alike != usual
+        kinds != plain_kinds
         or heads.kv != heads.q
         or heads.q * heads.dim != spec.model
         or heads.vdim != heads.dim
-        or not drops
+        or not only_dropout
     ):
         raise SpecError(
-            f"profile {profile} is of plain multi-head attention, as wide as its model; "
+            f"profile {profile} supports only plain multi-head attention with heads x dim = model; "
             "use profile='dense', 'sdpa' or 'flash-cuda'"
         )
     if load.dtype == "fp32":
-        raise SpecError(f"profile {profile} is of numbers of 2 bytes, not fp32; use dtype='bf16' or 'fp16'")
+        raise SpecError(f"profile {profile} supports only numbers of 2 bytes, not fp32; use dtype='bf16' or 'fp16'")
 
 
 def _symbolic_sizes(model: int, heads: int, load: Workload) -> tuple[int, int, int, int]:
-    told = {"b": load.batch, "s": load.context, "h": model, "a": heads}
-    b, s, h, a = (SymbolicInt.of(size, letter) for letter, size in told.items())
+    sizes = {"b": load.batch, "s": load.context, "h": model, "a": heads}
+    b, s, h, a = (SymbolicInt.of(size, letter) for letter, size in sizes.items())
     return b, s, h, a
 
 
 def _formula_attention_bytes(sizes: tuple[int, int, int, int], how: tuple[str, str]) -> NamedBytes:
-    """2205.05198, section 4.1; the article keeps what goes into the softmax where the paper keeps what comes out."""
+    """Yield the terms of 2205.05198, section 4.1; the Zhihu article counts the softmax's input, not its output."""
     (b, s, h, a), (profile, checkpoint) = sizes, how
     yield "input", 2 * b * s * h
     if checkpoint == "block":
@@ -284,13 +297,13 @@ def _formula_attention_bytes(sizes: tuple[int, int, int, int], how: tuple[str, s
         yield f"softmax {side}", 2 * b * s**2 * a
         yield "softmax dropout mask", b * s**2 * a
         yield "dropped weights", 2 * b * s**2 * a
-    yield "input of the projection", 2 * b * s * h
+    yield "input of the output projection", 2 * b * s * h
     yield "dropout mask", b * s * h
 
 
-# --- Bytes that an attention layer keeps for the way back, by how it is run ----------------------------
+# --- Activation memory of an attention layer, by backend -----------------------------------------------
 
-# What runs the core, and on which kind of device; the published ones are formulas and run nothing.
+# Backend and device type of each profile; those of FORMULA_PROFILES run nothing.
 BACKEND_PROFILES = {
     "dense": ("dense", "cpu"),
     "chunked": ("dense", "cpu"),
@@ -299,44 +312,47 @@ BACKEND_PROFILES = {
     "flash-cuda": ("sdpa", "cuda"),
 }
 CHECKPOINT_MODES = ("none", "block", "core")
-SHORT_LENGTH, LONGER_LENGTH = 7, 11  # rows of the two runs
-MAX_LENGTH = 2**22  # tokens of a run: what is longer follows from a shorter one of the same kind
+SHORT_LENGTH, LONGER_LENGTH = 7, 11  # batch sizes of the two runs
+MAX_LENGTH = 2**22  # tokens of a run; the bytes of longer contexts follow from the formulas of shorter ones
 
 
 def layer_activation_memory(
     spec: AttentionSpec, workload: Workload, profile: str = "", *, source: int | None = None, checkpoint: str = "none"
 ) -> CostBreakdown:
-    """Bytes that one layer keeps from its forward pass in training for the way back, by the step that keeps them.
+    """Bytes that one attention layer saves for the backward pass, by the step that saves them.
 
-    profile="dense": every score in plain operations; "chunked": the same in blocks of queries, whose scores are formed
-    once more backward; "bf16_matmul": whole products; "sdpa": torch's fused call on the CPU; "flash-cuda": the same
-    on CUDA, derived from what its kernels keep and not measured; "paper-2022" (2205.05198) and "zhihu-624740065" as
-    textbook. Without one, `usual` says which. `source` is how many tokens another sequence has, if not as many.
+    The profile is how the layer runs:
+
+    - "dense": all scores at once, in plain operations;
+    - "composed": in blocks of queries, whose scores are recomputed in the backward pass;
+    - "halves": bf16 matrix products on the CPU;
+    - "sdpa": torch's fused attention on the CPU;
+    - "flash-cuda": torch's fused attention on CUDA, derived from what its kernels save, not measured;
+    - "paper-2022" (2205.05198) and "zhihu-624740065": published formulas.
+
+    The default is `default_profile(spec, workload)`. `source` is the length of the source sequence, if it differs from
+    the context.
 
     >>> import headwise as hw
-    >>> told = layer_activation_memory(hw.design(model=512, heads=8, bias="qkvo"), hw.Workload(2, 1000), "sdpa")
-    >>> for term in told.terms:
+    >>> memory = layer_activation_memory(hw.design(model=512, heads=8, bias="qkvo"), hw.Workload(2, 1000), "sdpa")
+    >>> for term in memory.terms:
     ...     print(*term)
     input 2 b s model 2048000
     keys 2 b s q dim 2048000
     queries 2 b s q dim 2048000
     values 2 b s q dim 2048000
     logsumexp 4 b s q 64000
-    read 2 b s q dim 2048000
+    outputs 2 b s q dim 2048000
     """
-    return CostBreakdown.from_items(
-        iter(
-            layer_activation_terms(
-                spec, workload, (profile or default_profile(spec, workload), checkpoint), source
-            ).items()
-        )
-    )
+    profile = profile or default_profile(spec, workload)
+    terms = layer_activation_terms(spec, workload, (profile, checkpoint), source)
+    return CostBreakdown.from_items(iter(terms.items()))
 
 
 def layer_activation_terms(
     spec: AttentionSpec, workload: Workload, how: tuple[str, str], source: int | None = None
 ) -> BytesByStep:
-    """The same as numbers that know their formulas, by step; `how` is profile and checkpoint."""
+    """Like `layer_activation_memory`, but as symbolic integers by step; `how` is (profile, checkpoint)."""
     profile, checkpoint = how
     _check_profile(profile, checkpoint)
     if profile in FORMULA_PROFILES:
@@ -345,17 +361,19 @@ def layer_activation_terms(
     if profile == "chunked" and checkpoint == "none" and workload.context > QUERY_BLOCK_SIZE:
         how = (profile, "core")
     if checkpoint == "block":
-        rows, each = axes.load.batch, dtype_bytes(workload.dtype)
-        held = {"input": each * rows * axes.load.tokens * SymbolicInt.of(spec.model, "model")}
-        wide = spec.source and SymbolicInt.of(spec.source, "source")
-        return held | ({"source": each * rows * axes.load.source * wide} if wide else {})
+        rows, element_bytes = axes.load.batch, dtype_bytes(workload.dtype)
+        terms = {"input": element_bytes * rows * axes.load.tokens * SymbolicInt.of(spec.model, "model")}
+        if spec.source:
+            source_width = SymbolicInt.of(spec.source, "source")
+            terms["source"] = element_bytes * rows * axes.load.source * source_width
+        return terms
     return _infer_terms(spec, workload, axes, how)
 
 
 def default_profile(spec: AttentionSpec, workload: Workload) -> str:
-    """How a layer runs in training on the device of a load: fused where the spec can, else in blocks of queries.
+    """Return how a layer runs in training on the device of a workload: fused if possible, else in blocks of queries.
 
-    Sums over tokens, where a spec has them, are not among the profiles; such a one stands as dense.
+    Linear attention has no profile of its own; it is treated as "dense".
 
     >>> import headwise as hw
     >>> [default_profile(hw.design(preset=name), hw.Workload()) for name in ("gqa", "dcmha", "linear")]
@@ -373,7 +391,7 @@ def default_profile(spec: AttentionSpec, workload: Workload) -> str:
 
 
 def fused_unsupported_reason(spec: AttentionSpec) -> list[str]:
-    """Why the fused call cannot run a spec in training."""
+    """Return the reasons why torch's fused attention cannot run a spec in training; empty if it can."""
     return sdpa.unsupported_reasons(_training_options(spec))
 
 
@@ -382,15 +400,14 @@ def _training_options(spec: AttentionSpec) -> CallSignature:
 
 
 def is_fused_on_cpu(spec: AttentionSpec, dtype: str) -> bool:
-    """Whether the fused call of the CPU really is one kernel: not where keys and values differ in width, say.
+    """Whether torch runs the spec in its fused CPU kernel, which needs keys and values of equal width, for example.
 
     >>> import headwise as hw
     >>> [is_fused_on_cpu(hw.design(preset=name), "fp32") for name in ("gqa", "mla")]
     [True, False]
     """
-    return record_saved_tensors(
-        spec, CallSizes(SHORT_LENGTH, SHORT_LENGTH, SHORT_LENGTH), "sdpa", dtype, "cpu"
-    ).is_fused
+    sizes = CallSizes(SHORT_LENGTH, SHORT_LENGTH, SHORT_LENGTH)
+    return record_saved_tensors(spec, sizes, "sdpa", dtype, "cpu").is_fused
 
 
 def _check_profile(profile: str, checkpoint: str) -> None:
@@ -399,52 +416,59 @@ def _check_profile(profile: str, checkpoint: str) -> None:
     if checkpoint not in CHECKPOINT_MODES:
         raise SpecError(f"checkpoint={checkpoint!r} is unknown; {suggest(checkpoint, CHECKPOINT_MODES)}")
     if checkpoint == "core" and profile in ("sdpa", "flash-cuda"):
-        raise SpecError(f"profile {profile} keeps no scores to be computed anew; use checkpoint='none' or 'block'")
+        raise SpecError(f"profile {profile} saves no scores to recompute; use checkpoint='none' or 'block'")
 
 
 def symbolic_axes(spec: AttentionSpec, load: Workload, source: int | None) -> SymbolicAxes:
-    """The sizes of a load by the letters and axes of a spec."""
-    if source is not None and (spec.source is None or type(source) is not int or source < 1):
-        told = "this spec reads no source" if spec.source is None else "give a whole number of at least 1"
-        raise SpecError(f"source={source!r} is no length of a source; {told}")
+    """Return the sizes of a workload and a spec as symbolic integers."""
+    if source is not None and spec.source is None:
+        raise SpecError(f"cannot set source={source!r}: this spec reads no source sequence; leave source out")
+    if source is not None and (type(source) is not int or source < 1):
+        raise SpecError(f"source must be a whole number of at least 1, got {source!r}")
     return SymbolicAxes(spec, CallSizes(load.batch, load.context, source or load.context))
 
 
 def _infer_terms(spec: AttentionSpec, load: Workload, axes: SymbolicAxes, how: tuple[str, str]) -> BytesByStep:
-    backend, device = BACKEND_PROFILES[how[0]]
+    """Infer the bytes of every step, with formulas, from two runs on meta tensors of slightly different sizes.
 
-    def kept(sizes: CallSizes) -> Sequence[SavedTensor]:
-        told = record_saved_tensors(spec, sizes, backend, load.dtype, device)
-        return told.outside_core if how[1] == "core" else told.saved
+    If the two runs differ in kind, the bytes are those of one run of the full size, without formulas.
+    """
+    profile, checkpoint = how
+    backend, device = BACKEND_PROFILES[profile]
 
-    wanted = CallSizes(*map(int, axes.load))
-    here = CallSizes(min(wanted.batch, SHORT_LENGTH), min(wanted.tokens, MAX_LENGTH), min(wanted.source, MAX_LENGTH))
-    first = kept(here)
-    for other in _probe_sizes(here, spec.source is None):
+    def saved_tensors(sizes: CallSizes) -> Sequence[SavedTensor]:
+        run = record_saved_tensors(spec, sizes, backend, load.dtype, device)
+        return run.outside_core if checkpoint == "core" else run.saved
+
+    full = CallSizes(*map(int, axes.load))
+    base = CallSizes(min(full.batch, SHORT_LENGTH), min(full.tokens, MAX_LENGTH), min(full.source, MAX_LENGTH))
+    base_tensors = saved_tensors(base)
+    for other in _probe_sizes(base, spec.source is None):
         try:
-            found = infer_formulas(first, kept(other), axes, (here, other))
-        except (ValueError, RuntimeError):  # a layer may know no position beyond, or nothing of no tokens
+            terms = infer_formulas(base_tensors, saved_tensors(other), axes, (base, other))
+        except (ValueError, RuntimeError):  # one token more may exceed the positions, and one less leave no token
             continue
-        if found is not None:
-            return found
-    if here[1:] != wanted[1:]:
-        raise SpecError(f"context={load.context} is another kind of call than any that can be tried; use {MAX_LENGTH}")
-    return sum_bytes_by_step(kept(wanted))
+        if terms is not None:
+            return terms
+    if base[1:] != full[1:]:
+        fact = f"cannot infer the activation memory of context={load.context} from shorter contexts"
+        raise SpecError(f"{fact}; use context={MAX_LENGTH} or less")
+    return sum_bytes_by_step(saved_tensors(full))
 
 
-def _probe_sizes(here: CallSizes, alone: bool) -> Iterator[CallSizes]:
-    """Sizes of the same kind of call, near enough that no pattern has an edge between."""
-    for more in (1, -1):
-        tokens = here.tokens + more
-        yield CallSizes(LONGER_LENGTH, tokens, tokens if alone else here.source + 2 * more)
+def _probe_sizes(base: CallSizes, is_self_attention: bool) -> Iterator[CallSizes]:
+    """Yield sizes of calls of the same kind; one token more or less crosses no boundary of a pattern."""
+    for difference in (1, -1):
+        tokens = base.tokens + difference
+        yield CallSizes(LONGER_LENGTH, tokens, tokens if is_self_attention else base.source + 2 * difference)
 
 
 def record_saved_tensors(
     spec: AttentionSpec, sizes: CallSizes, backend: str, dtype: str, device: str
 ) -> SavedTensorRun:
-    """One run; what cannot run is refused in a line."""
+    """Run a layer on meta tensors and record what it saves; errors of the run are raised as `SpecError`."""
     if dtype not in TORCH_DTYPES:
-        raise SpecError(f"dtype={dtype!r} is nothing that layers train in; {suggest(dtype, TORCH_DTYPES)}")
+        raise SpecError(f"cannot train in dtype={dtype!r}; {suggest(dtype, TORCH_DTYPES)}")
     try:
         return record_meta_run(spec, sizes, backend, dtype, device)
     except NoBackend as error:
@@ -452,4 +476,4 @@ def record_saved_tensors(
     except RuntimeError as error:
         if "overflow" not in str(error) and "too large" not in str(error):
             raise
-        raise SpecError(f"a layer of model={spec.model} is wider than any tensor can be; use less") from None
+        raise SpecError(f"model={spec.model} makes tensors larger than torch supports; use a smaller model") from None

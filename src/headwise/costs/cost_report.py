@@ -1,4 +1,4 @@
-"""What a layer or a model costs before it runs: items, bytes, and seconds at least on a machine."""
+"""Cost estimates of layers and models before they run: parameters, FLOPs, bytes and time; as text, JSON and CSV."""
 
 from __future__ import annotations
 
@@ -42,11 +42,12 @@ __all__ = ["CostEstimate", "Workload", "estimate_cost"]
 
 @dataclass(frozen=True)
 class CostEstimate:
-    """One layer, or one model, under one load.
+    """Cost of one layer or model under one workload.
 
-    Bills say what is asked for; `spent` and `counted` the totals of the same calls as a backend executes and as torch's
-    counter sees them. `kept` are numbers of one token (of a state, all of it), `told` of one token of a source;
-    `kept_each` is bytes that one more token adds while no window is full, None where it adds none.
+    `flops_by_call` has the required FLOPs term by term, `executed_flops` and `counted_flops` the totals that a backend
+    executes and that torch's `FlopCounterMode` counts in the same calls. `cache_numbers` are the values cached per
+    token (for a recurrent layer, its whole state), `source_cache_numbers` those per token of a source sequence.
+    `cache_bytes_per_token` is what one more token adds while no window is full; None if it adds nothing.
     """
 
     name: str
@@ -67,58 +68,61 @@ class CostEstimate:
 
     @property
     def prefill_flops(self) -> CostBreakdown:
-        """FLOPs of all tokens at once."""
+        """Required FLOPs of a forward pass over all tokens."""
         return self.flops_by_call["prefill"]
 
     @property
     def backward_flops(self) -> CostBreakdown:
-        """FLOPs of the gradients behind them."""
+        """Required FLOPs of the backward pass that belongs to prefill."""
         return self.flops_by_call["backward"]
 
     @property
     def decode_flops(self) -> CostBreakdown | None:
-        """FLOPs of the last token alone, the others remembered; None where that is not the same."""
+        """Required FLOPs of decoding the last token with the others cached; None for specs that are not causal."""
         return self.flops_by_call.get("decode")
 
     @property
     def required_flops(self) -> dict[str, int | None]:
-        """FLOPs asked for in every call."""
-        return _add_generation_total({call: bill.total for call, bill in self.flops_by_call.items()})
+        """Required FLOPs of every call."""
+        return _add_generation_total({call: breakdown.total for call, breakdown in self.flops_by_call.items()})
 
     @property
     def source_cache_bytes_per_token(self) -> int | None:
-        """Bytes that every token of the source adds; None where nothing reads one."""
+        """Bytes that each token of the source adds to the cache; None if nothing reads a source."""
         return self.source_cache_numbers.total * dtype_bytes(self.workload.dtype) or None
 
     @property
     def attention_specs(self) -> dict[str, AttentionSpec]:
-        """Every attention that differs from those before it, by where it stands."""
-        found = {p.spec: p for p in reversed(list_components(self.spec_or_model)) if isinstance(p, AttentionComponent)}
-        return {piece.name or self.name: spec for spec, piece in reversed(found.items())}
+        """The distinct attention specs, each under the name of the first layer that has it."""
+        first_with_spec: dict[AttentionSpec, AttentionComponent] = {}
+        for component in reversed(list_components(self.spec_or_model)):
+            if isinstance(component, AttentionComponent):
+                first_with_spec[component.spec] = component
+        return {component.name or self.name: spec for spec, component in reversed(first_with_spec.items())}
 
     def seconds(self, phase: str) -> float:
-        """Seconds at least of a phase: its operations one after the other."""
+        """Lower bound of the time of a phase, in seconds: the sum over its operations."""
         return self.total_operation(phase).seconds
 
     def total_operation(self, phase: str) -> RooflineOperation:
-        """All operations of a phase as one."""
+        """Sum of all operations of a phase."""
         return merge_operations(phase, self.operations[phase])
 
     @property
     def core_operation(self) -> RooflineOperation:
-        """The cores of a decoding step, or of all tokens where there is none; without attention, all there is."""
+        """Attention cores of a decode step, or of prefill if there is none; all operations if there is no attention."""
         phase = "decode" if self.decode_flops is not None else "prefill"
-        cores = [one for one in self.operations[phase] if one.name.endswith("core")]
+        cores = [operation for operation in self.operations[phase] if operation.name.endswith("core")]
         return merge_operations("core", cores or self.operations[phase])
 
     @property
     def weights_bytes(self) -> int:
-        """Bytes of the learned numbers, as they are read."""
+        """Bytes of the parameters in the precision of the workload."""
         return self.parameters.total * dtype_bytes(self.workload.dtype)
 
     @property
     def activation_bytes(self) -> int | None:
-        """Bytes kept for the gradients in training, as it usually runs there; None where a load names no such run."""
+        """Bytes saved for the backward pass with the default settings; None if these do not support the workload."""
         try:
             return activation_memory(
                 self.spec_or_model, self.workload, ActivationSettings(source=self.workload.source)
@@ -128,16 +132,16 @@ class CostEstimate:
 
     @property
     def data(self) -> dict[str, Any]:
-        """The same as plain values."""
-        bills = {
+        """The estimate as plain values that can be written as JSON."""
+        breakdowns = {
             "parameters": self.parameters,
             **self.flops_by_call,
             "cache": self.cache_numbers,
             "source_cache": self.source_cache_numbers,
         }
         operations = {
-            phase: [{**vars(one), "intensity": one.intensity} for one in each]
-            for phase, each in self.operations.items()
+            phase: [{**vars(operation), "intensity": operation.intensity} for operation in operations_of_phase]
+            for phase, operations_of_phase in self.operations.items()
         }
         return {
             "name": self.name,
@@ -156,28 +160,35 @@ class CostEstimate:
             "bound": self.core_operation.bound,
             "operations": operations,
             "notes": list(self.notes),
-            "terms": [{"bill": bill, **term._asdict()} for bill, each in bills.items() for term in each.terms],
+            "terms": [
+                {"bill": name, **term._asdict()} for name, breakdown in breakdowns.items() for term in breakdown.terms
+            ],
         }
 
 
 def estimate_cost(spec_or_model: SpecOrModel, workload: Workload, name: str = "") -> CostEstimate:
-    """Everything that a layer or a model costs under a load; nothing is built.
+    """Estimate the cost of a layer or a model under a workload; no module is built.
 
     >>> import headwise as hw
     >>> gqa = estimate_cost(hw.design(preset="gqa", model=4096, heads=32), Workload(batch=16, context=32768))
-    >>> gqa.cache_numbers.total * 2, gqa.operations["decode"][1].intensity  # bytes a token; 4 heads read each key
+    >>> (
+    ...     gqa.cache_numbers.total * 2,
+    ...     gqa.operations["decode"][1].intensity,
+    ... )  # bytes per token; 4 query heads per key head
     (4096, 3.9995117783473697)
     """
-    every = list_components(spec_or_model)
-    calls = list_calls(spec_or_model, every, workload, name)
-    readers = [
-        piece
-        for piece in every
-        if isinstance(piece, AttentionComponent) and not piece.before_last_stack and "decode" in calls
+    components = list_components(spec_or_model)
+    calls = list_calls(spec_or_model, components, workload, name)
+    cached = [
+        component
+        for component in components
+        if isinstance(component, AttentionComponent) and not component.before_last_stack and "decode" in calls
     ]
-    own, told = ([piece for piece in readers if piece.role == role] for role in ("attention", "cross"))
-    bills = {phase: _required_breakdown(*call) for phase, call in calls.items()}
-    runs = ExecutionTarget(Device.from_name(workload.device).kind, workload.dtype)
+    self_attention = [component for component in cached if component.role == "attention"]
+    cross_attention = [component for component in cached if component.role == "cross"]
+    non_recurrent = [component for component in self_attention if not component.spec.is_recurrent]
+    breakdowns = {phase: _required_breakdown(*call) for phase, call in calls.items()}
+    target = ExecutionTarget(Device.from_name(workload.device).kind, workload.dtype)
     prefill = calls["prefill"]
     return CostEstimate(
         name=name,
@@ -186,16 +197,14 @@ def estimate_cost(spec_or_model: SpecOrModel, workload: Workload, name: str = ""
         full_call=prefill[1],
         parameters=parameter_terms(spec_or_model),
         active_parameters=active_parameters(spec_or_model),
-        flops_by_call={"prefill": bills.pop("prefill"), "backward": _gradient_breakdown(*prefill), **bills},
-        executed_flops=_add_generation_total(executed_flops_by_call(calls, runs)),
+        flops_by_call={"prefill": breakdowns.pop("prefill"), "backward": _gradient_breakdown(*prefill), **breakdowns},
+        executed_flops=_add_generation_total(executed_flops_by_call(calls, target)),
         counted_flops=_add_generation_total(counted_flops_by_call(calls)),
-        cache_numbers=_cache_numbers_of(own),
-        source_cache_numbers=_cache_numbers_of(told),
-        cache_bytes_per_token=_cache_numbers_of(piece for piece in own if not piece.spec.is_recurrent).total
-        * dtype_bytes(workload.dtype)
-        or None,
-        cache_bytes=_cache_bytes_of(own, workload, workload.cached_tokens)
-        + _cache_bytes_of(told, workload, prefill[1].source),
+        cache_numbers=_cache_numbers_of(self_attention),
+        source_cache_numbers=_cache_numbers_of(cross_attention),
+        cache_bytes_per_token=_cache_numbers_of(non_recurrent).total * dtype_bytes(workload.dtype) or None,
+        cache_bytes=_cache_bytes_of(self_attention, workload, workload.cached_tokens)
+        + _cache_bytes_of(cross_attention, workload, prefill[1].source),
         operations={
             phase: list_operations(*calls[phase], workload.dtype, workload.device)
             for phase in ("prefill", "decode")
@@ -206,59 +215,67 @@ def estimate_cost(spec_or_model: SpecOrModel, workload: Workload, name: str = ""
 
 
 def _add_generation_total(totals: Mapping[str, int | None]) -> dict[str, int | None]:
-    """With the whole of a generation: its prompt, and its steps."""
+    """Add "generate", the sum of the prompt and the decode steps, if there are any."""
+    if "steps" not in totals:
+        return dict(totals)
     prompt, steps = totals.get("prompt"), totals.get("steps")
-    whole = {} if "steps" not in totals else {"generate": None if prompt is None or steps is None else prompt + steps}
-    return {**totals, **whole}
+    return {**totals, "generate": None if prompt is None or steps is None else prompt + steps}
 
 
-def _required_breakdown(some: Iterable[ModelComponent], call: ForwardCall) -> CostBreakdown:
-    """What is asked for in a call."""
+def _required_breakdown(components: Iterable[ModelComponent], call: ForwardCall) -> CostBreakdown:
+    """Required FLOPs of a forward call."""
     return CostBreakdown.from_repeated_items(
-        (_qualified_name(p.name, one.name), one.flops, p.times) for p in some for one in p.required_products(call)
+        (_qualified_name(component.name, product.name), product.flops, component.times)
+        for component in components
+        for product in component.required_products(call)
     )
 
 
-def _gradient_breakdown(some: Iterable[ModelComponent], call: ForwardCall) -> CostBreakdown:
-    """What its gradients ask for: of each product as many as factors that have one."""
-    products = ((piece, one) for piece in some for one in piece.required_products(call))
+def _gradient_breakdown(components: Iterable[ModelComponent], call: ForwardCall) -> CostBreakdown:
+    """Required FLOPs of a backward pass: each product counts once for each factor that needs a gradient."""
     return CostBreakdown.from_repeated_items(
-        (_qualified_name(p.name, one.name), one.num_grad_factors * one.flops, p.times) for p, one in products
+        (
+            _qualified_name(component.name, product.name),
+            product.num_grad_factors * product.flops,
+            component.times,
+        )
+        for component in components
+        for product in component.required_products(call)
     )
 
 
-def _qualified_name(place: str, name: str) -> str:
-    return f"{place}.{name}" if place else name
+def _qualified_name(owner: str, name: str) -> str:
+    return f"{owner}.{name}" if owner else name
 
 
-def _cache_numbers_of(some: Iterable[AttentionComponent]) -> CostBreakdown:
-    """Numbers that attentions remember of one token."""
+def _cache_numbers_of(components: Iterable[AttentionComponent]) -> CostBreakdown:
+    """Values that attention layers cache per token."""
     return CostBreakdown.from_repeated_items(
-        (_qualified_name(piece.name, term.name), SymbolicInt.of(term.value, term.formula), piece.times)
-        for piece in some
-        for term in cached_numbers(piece.spec).terms
+        (_qualified_name(component.name, term.name), SymbolicInt.of(term.value, term.formula), component.times)
+        for component in components
+        for term in cached_numbers(component.spec).terms
     )
 
 
-def _cache_bytes_of(some: Iterable[AttentionComponent], load: Workload, tokens: int) -> int:
-    """Bytes that they hold of so many tokens: rings where patterns forget."""
-    each = dtype_bytes(load.dtype)
+def _cache_bytes_of(components: Iterable[AttentionComponent], load: Workload, tokens: int) -> int:
+    """Bytes of the caches for this number of tokens; windowed patterns have ring buffers."""
+    number_bytes = dtype_bytes(load.dtype)
     return sum(
-        piece.times * cache_bytes(piece.spec, batch=load.batch, capacity=tokens, bytes_per_number=each)
-        for piece in some
+        component.times * cache_bytes(component.spec, batch=load.batch, capacity=tokens, bytes_per_number=number_bytes)
+        for component in components
     )
 
 
-# --- What several layers cost, side by side ------------------------------------------------------------
+# --- The report: estimates side by side ----------------------------------------------------------------
 
 TERMINAL_WIDTH = 80  # columns of a terminal
 NAME_WIDTH, COLUMN_WIDTH = 25, 11  # characters of a row's name, and of each spec's number
 CALL_LABELS = {
     "prefill": "prefill",
-    "backward": "gradients",
-    "decode": "a step",
-    "prompt": "the prompt",
-    "steps": "steps",
+    "backward": "backward",
+    "decode": "decode step",
+    "prompt": "prompt",
+    "steps": "decode steps",
 }
 UNIT_PREFIXES = ("", "k", "M", "G", "T", "P", "E", "Z", "Y")
 FORMAT_VERSION = 1  # of the JSON document
@@ -266,7 +283,10 @@ FORMAT_VERSION = 1  # of the JSON document
 
 @dataclass(frozen=True)
 class CostReport:
-    """Prices under one load, in order; printed, they stand side by side."""
+    """Cost estimates under one workload; `print` shows them side by side.
+
+    A report iterates over its estimates and can be indexed by name.
+    """
 
     estimates: tuple[CostEstimate, ...]
 
@@ -274,96 +294,104 @@ class CostReport:
         return iter(self.estimates)
 
     def __getitem__(self, name: str) -> CostEstimate:
-        named = {price.name: price for price in self.estimates}
-        if name not in named:
-            raise SpecError(f"nothing named {name!r} was priced; {suggest(name, named)}")
-        return named[name]
+        by_name = {estimate.name: estimate for estimate in self.estimates}
+        if name not in by_name:
+            raise SpecError(f"the report has no estimate {name!r}; {suggest(name, by_name)}")
+        return by_name[name]
 
     def __str__(self) -> str:
         return "\n".join(_format_table(self.estimates))
 
     @property
     def terms(self) -> str:
-        """Every item of every bill, with the formula that computed it."""
+        """All terms of parameters, FLOPs and cache, with the formula of each, as text."""
         return "\n".join(_format_terms(self.estimates)).lstrip("\n")
 
     @property
     def operations(self) -> str:
-        """Every operation: what it computes and moves, how long that takes at least, and what it waits for."""
+        """Table of the operations: FLOPs, bytes moved, lower bound of the time, and limiting resource, as text."""
         return "\n".join(_format_operations(self.estimates)).lstrip("\n")
 
     @property
     def data(self) -> dict[str, Any]:
-        """The same as plain values: {"version", "device", "load", "rows"}."""
+        """The report as plain values: {"version", "device", "load", "rows"}."""
         load = vars(self.estimates[0].workload) if self.estimates else {"device": None}
         return {
             "version": FORMAT_VERSION,
             "device": load["device"],
             "load": load,
-            "rows": [one.data for one in self.estimates],
+            "rows": [estimate.data for estimate in self.estimates],
         }
 
 
 def cost(spec_or_model: SpecOrModel | Mapping[str, SpecOrModel], workload: Workload | None = None) -> CostReport:
-    """What layers and models cost before they run; nothing is built.
+    """Estimate the cost of layers and models before they run; no module is built.
+
+    Pass one spec or model, or several by name, and a workload (default: one row of 2,048 tokens in bf16).
 
     >>> import headwise as hw
-    >>> told = cost({n: hw.design(preset=n, model=4096, heads=32) for n in ("gqa", "mla")}, hw.Workload(context=8192))
-    >>> {estimate_cost.name: estimate_cost.data["kv_bytes_per_token"] for estimate_cost in told}
+    >>> specs = {name: hw.design(preset=name, model=4096, heads=32) for name in ("gqa", "mla")}
+    >>> {estimate.name: estimate.data["kv_bytes_per_token"] for estimate in cost(specs, hw.Workload(context=8192))}
     {'gqa': 4096, 'mla': 1152}
     """
     named: Any = spec_or_model
     if isinstance(spec_or_model, AttentionSpec | ModelSpec):
         named = {spec_or_model.name if isinstance(spec_or_model, ModelSpec) else "spec": spec_or_model}
-    known = isinstance(named, Mapping) and all(isinstance(one, AttentionSpec | ModelSpec) for one in named.values())
-    if not known or not named:
-        told = "give a spec or a model, or specs by name as in {'gqa': hw.design(...)}"
-        raise SpecError(f"cost was given {spec_or_model!r}; {told}")
-    return CostReport(tuple(estimate_cost(one, workload or Workload(), name) for name, one in named.items()))
+    is_valid = isinstance(named, Mapping) and all(
+        isinstance(spec, AttentionSpec | ModelSpec) for spec in named.values()
+    )
+    if not is_valid or not named:
+        remedy = "give a spec or a model, or specs by name as in {'gqa': hw.design(...)}"
+        raise SpecError(f"cannot estimate the cost of {spec_or_model!r}; {remedy}")
+    return CostReport(tuple(estimate_cost(spec, workload or Workload(), name) for name, spec in named.items()))
 
 
-def _format_table(prices: Sequence[CostEstimate]) -> list[str]:
-    """What is priced side by side, as many as a terminal holds."""
-    load, each = prices[0].workload, (TERMINAL_WIDTH - NAME_WIDTH) // COLUMN_WIDTH
-    rows = "row" if load.batch == 1 else "rows"
-    tokens = f"{load.context:,} tokens" + (f" and {load.generate:,} written" if load.generate else "")
-    told = f"{load.batch:,} {rows} of {tokens}, {load.dtype}, {Device.from_name(load.device).description}"
-    only = all(isinstance(one.spec_or_model, AttentionSpec) for one in prices)
-    lines = textwrap.wrap(f"one layer, {told}" if only else told, TERMINAL_WIDTH)
-    lines += [
-        line
-        for one in prices
-        if not only
-        for line in textwrap.wrap(f"{one.name}: {_describe_estimate(one)}", TERMINAL_WIDTH)
-    ]
-    cells = [
+def _format_table(estimates: Sequence[CostEstimate]) -> list[str]:
+    """Lines of the table; estimates that do not fit side by side into a terminal follow below."""
+    lines = _format_header(estimates)
+    rows = [
         (name, cell)
         for name, cell in TABLE_ROWS
-        if name not in OPTIONAL_ROWS or any(cell(one) != "-" for one in prices)
+        if name not in OPTIONAL_ROWS or any(cell(estimate) != "-" for estimate in estimates)
     ]
-    for start in range(0, len(prices), each):
-        some = prices[start : start + each]
-        wide = min((TERMINAL_WIDTH - NAME_WIDTH) // len(some), 2 * COLUMN_WIDTH) if len(prices) < each else COLUMN_WIDTH
-        lines += ["", _format_row("", [one.name[-wide + 1 :] for one in some], wide)]
-        lines += [_format_row(name.rstrip("."), [cell(one) for one in some], wide) for name, cell in cells]
-    notes = [f"{one.name}: {note}" for one in prices for note in one.notes]
-    said = [
-        [],
-        *(textwrap.wrap(note, TERMINAL_WIDTH) for note in notes),
-        *([[]] if notes else []),
-        textwrap.wrap(FOOTNOTE, TERMINAL_WIDTH),
-    ]
-    return [*lines, *(line for told in said for line in told or [""])]
+    max_columns = (TERMINAL_WIDTH - NAME_WIDTH) // COLUMN_WIDTH
+    for start in range(0, len(estimates), max_columns):
+        group = estimates[start : start + max_columns]
+        width = COLUMN_WIDTH
+        if len(estimates) < max_columns:
+            width = min((TERMINAL_WIDTH - NAME_WIDTH) // len(group), 2 * COLUMN_WIDTH)
+        lines += ["", _format_row("", [estimate.name[-width + 1 :] for estimate in group], width)]
+        lines += [_format_row(name.rstrip("."), [cell(estimate) for estimate in group], width) for name, cell in rows]
+    lines.append("")
+    notes = [f"{estimate.name}: {note}" for estimate in estimates for note in estimate.notes]
+    for note in notes:
+        lines += textwrap.wrap(note, TERMINAL_WIDTH)
+    if notes:
+        lines.append("")
+    return lines + textwrap.wrap(FOOTNOTE, TERMINAL_WIDTH)
 
 
-def _describe_estimate(one: CostEstimate) -> str:
-    """What a price is of, in a few words."""
-    if isinstance(one.spec_or_model, AttentionSpec):
+def _format_header(estimates: Sequence[CostEstimate]) -> list[str]:
+    """Lines that describe the workload, and the models if there are any."""
+    load = estimates[0].workload
+    rows = "row" if load.batch == 1 else "rows"
+    tokens = f"{load.context:,} tokens" + (f" and {load.generate:,} generated" if load.generate else "")
+    header = f"{load.batch:,} {rows} of {tokens}, {load.dtype}, {Device.from_name(load.device).description}"
+    if all(isinstance(estimate.spec_or_model, AttentionSpec) for estimate in estimates):
+        return textwrap.wrap(f"one layer, {header}", TERMINAL_WIDTH)
+    lines = textwrap.wrap(header, TERMINAL_WIDTH)
+    for estimate in estimates:
+        lines += textwrap.wrap(f"{estimate.name}: {_describe_estimate(estimate)}", TERMINAL_WIDTH)
+    return lines
+
+
+def _describe_estimate(estimate: CostEstimate) -> str:
+    if isinstance(estimate.spec_or_model, AttentionSpec):
         return "one layer"
-    model, call = one.spec_or_model, one.full_call
+    model, call = estimate.spec_or_model, estimate.full_call
     layers = " + ".join(str(len(stack.layers)) for stack in model.stacks)
-    tokens = f", {call.tokens:,} tokens an image" if image_tokens(model)[-1] else ""
-    source = f", {call.source:,} tokens of a source" if len(model.stacks) > 1 else ""
+    tokens = f", {call.tokens:,} tokens per image" if image_tokens(model)[-1] else ""
+    source = f", {call.source:,} source tokens" if len(model.stacks) > 1 else ""
     return f"{model.kind} of {layers} {'layer' if layers == '1' else 'layers'}{tokens}{source}"
 
 
@@ -372,97 +400,111 @@ Cell = Callable[[CostEstimate], str]
 
 def _flops_rows(call: str) -> Iterator[tuple[str, Cell]]:
     """The FLOP rows of one call: required, executed, counted."""
-    name = {"prefill": "prefill", "backward": "backward", "decode": "a step", "generate": "writing"}[call]
-    ways = {"FLOP required": "required_flops", "  executed": "executed_flops", "  counted": "counted_flops"}
-    for told, way in ways.items():
+    labels = {
+        "required_flops": f"{call}, FLOPs required",
+        "executed_flops": "  executed" + "." * len(call),
+        "counted_flops": "  counted" + "." * len(call),
+    }
+    for attribute, label in labels.items():
 
-        def cell(one: CostEstimate, way: str = way) -> str:
-            number = getattr(one, way).get(call)
+        def cell(estimate: CostEstimate, attribute: str = attribute) -> str:
+            number = getattr(estimate, attribute).get(call)
             return "-" if number is None else format_count(number)
 
-        yield (f"{name}, {told}" if way == "required_flops" else told + "." * len(call)), cell
+        yield label, cell
 
 
 def _time_rows(phase: str) -> Iterator[tuple[str, Cell]]:
     """The rows of the time that a phase takes."""
-    name = {"prefill": "prefill", "decode": "a step"}[phase]
-    yield f"{name}, seconds", lambda one: format_seconds(one.seconds(phase)) if phase in one.operations else "-"
-    yield (
-        "  waits for" + "." * len(phase),
-        lambda one: one.total_operation(phase).bound if phase in one.operations else "-",
-    )
+
+    def seconds(estimate: CostEstimate) -> str:
+        return format_seconds(estimate.seconds(phase)) if phase in estimate.operations else "-"
+
+    def bound(estimate: CostEstimate) -> str:
+        return estimate.total_operation(phase).bound if phase in estimate.operations else "-"
+
+    yield f"{phase}, least time", seconds
+    yield "  bound by" + "." * len(phase), bound
 
 
-def _cache_per_token_cell(one: CostEstimate) -> str:
-    told = one.cache_bytes_per_token
-    return (
-        "-"
-        if one.decode_flops is None
-        else "a state"
-        if told is None and one.cache_numbers.terms
-        else format_count(told or 0)
-    )
+def _cache_per_token_cell(estimate: CostEstimate) -> str:
+    if estimate.decode_flops is None:
+        return "-"
+    if estimate.cache_bytes_per_token is None and estimate.cache_numbers.terms:
+        return "a state"
+    return format_count(estimate.cache_bytes_per_token or 0)
 
 
-# The dots at the end of a name tell rows of one name apart, and are not shown.
+# Trailing dots distinguish rows with equal labels and are not printed.
 TABLE_ROWS: list[tuple[str, Cell]] = [
-    ("parameters", lambda one: format_count(one.parameters.total)),
+    ("parameters", lambda estimate: format_count(estimate.parameters.total)),
     (
-        "  met by a token",
-        lambda one: format_count(one.active_parameters) if one.active_parameters != one.parameters.total else "-",
+        "  active per token",
+        lambda estimate: (
+            format_count(estimate.active_parameters) if estimate.active_parameters != estimate.parameters.total else "-"
+        ),
     ),
-    ("weights, bytes", lambda one: format_count(one.weights_bytes)),
+    ("weights, bytes", lambda estimate: format_count(estimate.weights_bytes)),
     *(row for call in ("prefill", "backward", "decode", "generate") for row in _flops_rows(call)),
-    ("cache, bytes a token", _cache_per_token_cell),
+    ("cache, bytes per token", _cache_per_token_cell),
     (
-        "  a token of the source",
-        lambda one: format_count(one.source_cache_bytes_per_token) if one.source_cache_bytes_per_token else "-",
+        "  per source token",
+        lambda estimate: (
+            format_count(estimate.source_cache_bytes_per_token) if estimate.source_cache_bytes_per_token else "-"
+        ),
     ),
-    ("cache, bytes in all", lambda one: format_count(one.cache_bytes) if one.decode_flops else "-"),
+    ("cache, total bytes", lambda estimate: format_count(estimate.cache_bytes) if estimate.decode_flops else "-"),
     *(row for phase in ("prefill", "decode") for row in _time_rows(phase)),
-    ("its core, FLOP/byte", lambda one: f"{one.core_operation.intensity:.1f}" if one.decode_flops else "-"),
-    ("  waits for", lambda one: one.core_operation.bound if one.decode_flops else "-"),
+    (
+        "  core, FLOPs per byte",
+        lambda estimate: f"{estimate.core_operation.intensity:.1f}" if estimate.decode_flops else "-",
+    ),
+    ("  core bound by", lambda estimate: estimate.core_operation.bound if estimate.decode_flops else "-"),
 ]
-OPTIONAL_ROWS = {name for name, _ in [TABLE_ROWS[1], *_flops_rows("generate")]} | {"  a token of the source"}
+# Rows that are left out if no estimate has the number.
+OPTIONAL_ROWS = {name for name, _ in [TABLE_ROWS[1], *_flops_rows("generate")]} | {"  per source token"}
 FOOTNOTE = (
-    "Asked: allowed pairs only; spent: by the backend that runs it; counted: by torch, every pair. Times are lower "
-    "bounds: products and memory at their largest, overlapping. k, M, G, T, P are powers of 1000."
+    "FLOPs required: of allowed query-key pairs only; executed: by the backend that the layer would choose; counted: "
+    "by torch's FlopCounterMode, all pairs. Times are lower bounds: peak FLOP/s or bandwidth, fully overlapped. "
+    "k, M, G, T, P are powers of 1000."
 )
 
 
-def _format_operations(prices: Sequence[CostEstimate]) -> Iterator[str]:
-    """Every operation of every phase."""
-    heads = ("FLOP", "bytes", "FLOP/byte", "at least", "waits for")
-    for one in prices:
-        for phase, every in one.operations.items():
-            name = {"prefill": "all tokens", "decode": "a step"}[phase]
-            yield from (
-                "",
-                f"{one.name}: {name}".ljust(NAME_WIDTH) + "".join(head.rjust(COLUMN_WIDTH) for head in heads),
-            )
-            for each in (*every, one.total_operation(phase)):
-                told = "together" if each.name == phase else each.name
-                numbers = (
-                    format_count(each.flops),
-                    format_count(each.moved),
-                    f"{each.intensity:.1f}",
-                    format_seconds(each.seconds),
-                )
-                yield _format_row(f"  {told}", [*numbers, each.bound], COLUMN_WIDTH)
+def _format_operations(estimates: Sequence[CostEstimate]) -> Iterator[str]:
+    """Lines of one table for each estimate and phase."""
+    headers = ("FLOPs", "bytes", "FLOPs/byte", "least time", "bound by")
+    for estimate in estimates:
+        for phase, operations in estimate.operations.items():
+            title = f"{estimate.name}: {CALL_LABELS[phase]}"
+            yield ""
+            yield title.ljust(NAME_WIDTH) + "".join(header.rjust(COLUMN_WIDTH) for header in headers)
+            for operation in (*operations, estimate.total_operation(phase)):
+                label = "total" if operation.name == phase else operation.name
+                cells = [
+                    format_count(operation.flops),
+                    format_count(operation.moved),
+                    f"{operation.intensity:.1f}",
+                    format_seconds(operation.seconds),
+                    operation.bound,
+                ]
+                yield _format_row(f"  {label}", cells, COLUMN_WIDTH)
 
 
-def _format_terms(prices: Sequence[CostEstimate]) -> list[str]:
-    """Every item of every bill."""
+def _format_terms(estimates: Sequence[CostEstimate]) -> list[str]:
+    """Lines with every term of every breakdown."""
     lines: list[str] = []
-    for one in prices:
-        bills = {"parameters": one.parameters, **{CALL_LABELS[name]: bill for name, bill in one.flops_by_call.items()}}
-        bills |= {
-            "cache, numbers a token": one.cache_numbers,
-            "cache, numbers a token of the source": one.source_cache_numbers,
+    for estimate in estimates:
+        breakdowns = {
+            "parameters": estimate.parameters,
+            **{f"{CALL_LABELS[call]} FLOPs": breakdown for call, breakdown in estimate.flops_by_call.items()},
+            "cached values per token": estimate.cache_numbers,
+            "cached values per source token": estimate.source_cache_numbers,
         }
-        for name, bill in ((name, bill) for name, bill in bills.items() if bill.terms):
-            lines += ["", f"{one.name}: {name}, {bill.total:,}"]
-            for term in bill.terms:
+        for name, breakdown in breakdowns.items():
+            if not breakdown.terms:
+                continue
+            lines += ["", f"{estimate.name}: {name}, {breakdown.total:,}"]
+            for term in breakdown.terms:
                 lines += textwrap.wrap(
                     f"{term.name} = {term.formula} = {term.value:,}",
                     TERMINAL_WIDTH - 2,
@@ -473,7 +515,7 @@ def _format_terms(prices: Sequence[CostEstimate]) -> list[str]:
 
 
 def format_count(number: int) -> str:
-    """A whole number in a few characters.
+    """Format a whole number with three significant digits or more and a unit prefix.
 
     >>> format_count(67108864), format_count(999), format_count(2 * 10**15), format_count(2345 * 10**27)
     ('67.11 M', '999', '2.00 P', '2.34e30')
@@ -488,7 +530,7 @@ def format_count(number: int) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Seconds in a few characters.
+    """Format a time with a suitable unit.
 
     >>> format_seconds(0.00012), format_seconds(3.5)
     ('120.0 us', '3.50 s')
@@ -499,17 +541,17 @@ def format_seconds(seconds: float) -> str:
     return f"{seconds / 1e-9:.1f} ns"
 
 
-def _format_row(name: str, cells: Sequence[str], wide: int) -> str:
-    return (name.ljust(NAME_WIDTH) + "".join(cell.rjust(wide) for cell in cells)).rstrip()
+def _format_row(name: str, cells: Sequence[str], width: int) -> str:
+    return (name.ljust(NAME_WIDTH) + "".join(cell.rjust(width) for cell in cells)).rstrip()
 
 
-# --- Rows of plain values as a sheet -------------------------------------------------------------------
+# --- CSV -----------------------------------------------------------------------------------------------
 
 
 def to_csv(rows: Iterable[Mapping[str, Any]]) -> str:
-    """One line for each row under the names of all that is a single value, as RFC 4180 has it.
+    """Format rows of plain values as CSV (RFC 4180), with one column for each scalar value.
 
-    What stands inside a table is named with a dot; lists are left out; nothing stands where a row has no such value.
+    Values of nested mappings get dotted names; lists are left out; a missing value is an empty field.
 
     >>> to_csv([{"name": "a, b", "flops": {"prefill": 2**70}, "terms": []}, {"name": "c", "bound": None}]).split(
     ...     "\\r\\n"
@@ -518,16 +560,16 @@ def to_csv(rows: Iterable[Mapping[str, Any]]) -> str:
     """
     flat = [dict(_flatten_values("", row)) for row in rows]
     names = list(dict.fromkeys(name for row in flat for name in row))
-    written = io.StringIO()
-    writer = csv.DictWriter(written, names, restval="", lineterminator="\r\n")
+    buffer = io.StringIO()
+    writer = csv.DictWriter(buffer, names, restval="", lineterminator="\r\n")
     writer.writeheader()
     writer.writerows(flat)
-    return written.getvalue()
+    return buffer.getvalue()
 
 
-def _flatten_values(inside: str, row: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _flatten_values(prefix: str, row: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     for key, value in row.items():
         if isinstance(value, Mapping):
-            yield from _flatten_values(f"{inside}{key}.", value)
+            yield from _flatten_values(f"{prefix}{key}.", value)
         elif not isinstance(value, list | tuple):
-            yield inside + key, value
+            yield prefix + key, value

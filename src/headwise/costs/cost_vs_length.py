@@ -1,4 +1,4 @@
-"""What a layer or a model costs at one length after another."""
+"""Cost as a function of the context length, and the lengths at which one spec is cheaper than another."""
 
 from __future__ import annotations
 
@@ -13,18 +13,16 @@ from ..masking.patterns import Pattern
 from . import cache_bytes
 from .flops import AttentionComponent, SpecOrModel, list_components
 from .roofline import Device, dtype_bytes, list_operations
-from .workload import PricedCalls, Workload, list_calls, max_lengths
+from .workload import CallsByPhase, Workload, list_calls, max_lengths
 
-MAX_TOKENS = 2**40  # tokens
-MAX_PATTERN_TOKENS = (
-    2**14
-)  # tokens of a pattern whose ends of rows grow in number with the rows: it is counted end by end
+MAX_TOKENS = 2**40
+MAX_PATTERN_TOKENS = 2**14  # limit for patterns whose number of row segments grows with the length, such as blocks
 
 
 class LengthCost(NamedTuple):
-    """What one length costs: all tokens at once, one more behind the others, and what is remembered of them.
+    """Cost at one length: of prefill, of the decode step for its last token, and of the cache.
 
-    What reads ahead writes no token alone, so that nothing is remembered of it.
+    Specs that are not causal have no decode step and no cache.
     """
 
     prefill_flops: int
@@ -34,19 +32,19 @@ class LengthCost(NamedTuple):
     step_seconds: float | None
 
 
-# How each quantity of a sample is called on paper.
+# Labels of the fields of LengthCost in printed tables.
 QUANTITY_LABELS = {
-    "prefill_flops": "prefill, FLOP",
-    "step_flops": "a step, FLOP",
-    "cache_bytes": "cache, bytes",
-    "prefill_seconds": "prefill, seconds",
-    "step_seconds": "a step, seconds",
+    "prefill_flops": "prefill FLOPs",
+    "step_flops": "decode FLOPs",
+    "cache_bytes": "cache bytes",
+    "prefill_seconds": "prefill time",
+    "step_seconds": "decode time",
 }
 
 
 @dataclass(frozen=True)
 class CostByLength:
-    """Descriptions by name under one load, at whatever length; nothing is worked out twice.
+    """Costs of several specs or models by length, under one workload; results are cached.
 
     >>> import headwise as hw
     >>> along = CostByLength({"gqa": hw.design(preset="gqa", model=4096, heads=32)}, Workload())
@@ -59,27 +57,27 @@ class CostByLength:
     cached: dict[tuple[str, int], LengthCost] = field(default_factory=dict[tuple[str, int], LengthCost], compare=False)
 
     def at(self, name: str, tokens: int) -> LengthCost:
-        """What it costs at this length."""
+        """Return the cost of one spec at this length."""
         if (name, tokens) not in self.cached:
             self.cached[name, tokens] = cost_at_length(self.specs[name], replace(self.workload, context=tokens))
         return self.cached[name, tokens]
 
     def max_length(self, *names: str) -> int:
-        """The length up to which all of these can be asked."""
+        """Return the greatest length that all of these specs support."""
         return min(_max_length(self.specs[name]) for name in names)
 
 
 def cost_at_length(spec_or_model: SpecOrModel, workload: Workload) -> LengthCost:
-    """What a load costs, in its totals alone.
+    """Return the totals of one spec or model under a workload.
 
     >>> import headwise as hw
     >>> cost_at_length(hw.design(model=8, heads=2), Workload(context=4)).prefill_flops == 8 * 4 * 8**2 + 4 * 4**2 * 8
     True
     """
     calls = _calls_of_workload(spec_or_model, workload)
-    ran = {phase: list_operations(*calls[phase], workload.dtype, workload.device) for phase in calls}
-    flops = {phase: sum(one.flops for one in each) for phase, each in ran.items()}
-    seconds = {phase: sum(one.seconds for one in each) for phase, each in ran.items()}
+    operations = {phase: list_operations(*calls[phase], workload.dtype, workload.device) for phase in calls}
+    flops = {phase: sum(operation.flops for operation in operations[phase]) for phase in calls}
+    seconds = {phase: sum(operation.seconds for operation in operations[phase]) for phase in calls}
     return LengthCost(
         flops["prefill"],
         flops.get("decode"),
@@ -90,51 +88,62 @@ def cost_at_length(spec_or_model: SpecOrModel, workload: Workload) -> LengthCost
 
 
 def prefill_flops(spec_or_model: SpecOrModel, workload: Workload) -> int:
-    """FLOPs of all tokens at once."""
-    every, call = _calls_of_workload(spec_or_model, workload)["prefill"]
-    return sum(piece.times * one.flops for piece in every for one in piece.required_products(call))
-
-
-def cached_bytes(spec_or_model: SpecOrModel, workload: Workload) -> int | None:
-    """Bytes held of all tokens, and of those of a source; None of what reads ahead, and so cannot go on from them."""
-    return _cached_bytes_of_calls(_calls_of_workload(spec_or_model, workload), workload)
-
-
-def _calls_of_workload(described: SpecOrModel, load: Workload) -> PricedCalls:
-    return list_calls(described, list_components(described), replace(load, generate=0), "")
-
-
-def _cached_bytes_of_calls(calls: PricedCalls, load: Workload) -> int | None:
-    if "decode" not in calls:
-        return None
-    tokens = {"attention": load.context, "cross": calls["prefill"][1].source}
-    each = dtype_bytes(load.dtype)
-    readers = [piece for piece in calls["decode"][0] if isinstance(piece, AttentionComponent)]
+    """Required FLOPs of a forward pass over all tokens."""
+    components, call = _calls_of_workload(spec_or_model, workload)["prefill"]
     return sum(
-        one.times * cache_bytes(one.spec, batch=load.batch, capacity=tokens[one.role], bytes_per_number=each)
-        for one in readers
+        component.times * product.flops for component in components for product in component.required_products(call)
     )
 
 
-def _max_length(described: SpecOrModel) -> int:
-    readers = [piece for piece in list_components(described) if isinstance(piece, AttentionComponent)]
-    grows = any(_pattern_lines(one.spec.pattern, 1024) > _pattern_lines(one.spec.pattern, 512) for one in readers)
-    return min(MAX_PATTERN_TOKENS if grows else MAX_TOKENS, max_lengths(described).own or MAX_TOKENS)
+def cached_bytes(spec_or_model: SpecOrModel, workload: Workload) -> int | None:
+    """Bytes of the cache for all tokens and those of a source; None for a spec that is not causal."""
+    return _cached_bytes_of_calls(_calls_of_workload(spec_or_model, workload), workload)
 
 
-def _pattern_lines(pattern: Pattern, tokens: int) -> int:
+def _calls_of_workload(spec_or_model: SpecOrModel, workload: Workload) -> CallsByPhase:
+    return list_calls(spec_or_model, list_components(spec_or_model), replace(workload, generate=0), "")
+
+
+def _cached_bytes_of_calls(calls: CallsByPhase, workload: Workload) -> int | None:
+    if "decode" not in calls:
+        return None
+    tokens = {"attention": workload.context, "cross": calls["prefill"][1].source}
+    number_bytes = dtype_bytes(workload.dtype)
+    total = 0
+    for component in calls["decode"][0]:
+        if isinstance(component, AttentionComponent):
+            total += component.times * cache_bytes(
+                component.spec,
+                batch=workload.batch,
+                capacity=tokens[component.role],
+                bytes_per_number=number_bytes,
+            )
+    return total
+
+
+def _max_length(spec_or_model: SpecOrModel) -> int:
+    patterns = [
+        component.spec.pattern
+        for component in list_components(spec_or_model)
+        if isinstance(component, AttentionComponent)
+    ]
+    grows = any(_num_pattern_lines(pattern, 1024) > _num_pattern_lines(pattern, 512) for pattern in patterns)
+    return min(MAX_PATTERN_TOKENS if grows else MAX_TOKENS, max_lengths(spec_or_model).own or MAX_TOKENS)
+
+
+def _num_pattern_lines(pattern: Pattern, tokens: int) -> int:
     return sum(map(len, pattern.lines(range(tokens), range(tokens))))
 
 
-# --- From which length on a layer costs less than another ----------------------------------------------
+# --- Crossovers: the lengths at which one spec costs less than another ---------------------------------
 
-NEAR_LENGTHS = 16  # lengths that are all looked at, before they are doubled
-RELATIVE_TOLERANCE = 1e-12  # seconds are sums of rounded quotients: what is nearer than this share is equal
-MAX_RANGES_SHOWN = 3  # spans of lengths that are told one by one
+NEAR_LENGTHS = 16  # all lengths up to this are evaluated, then only powers of two and those halfway between
+RELATIVE_TOLERANCE = 1e-12  # times are sums of rounded quotients: a smaller relative difference counts as equal
+MAX_RANGES_SHOWN = 3  # ranges that are printed; more are only counted
 
 
 class LengthRange(NamedTuple):
-    """Lengths one after another, both ends included; `last` is None where no end was found."""
+    """A range of lengths, both ends included; `last` is None if no end was found."""
 
     first: int
     last: int | None
@@ -147,9 +156,9 @@ class LengthRange(NamedTuple):
 
 @dataclass(frozen=True)
 class Crossover:
-    """The lengths at which one costs less than another in one quantity, as far as was looked.
+    """The lengths, up to `checked_up_to`, at which `name` costs less than `baseline` in one quantity.
 
-    `unlike` says whether they ever differ; None where one of the two has no such quantity.
+    `differs` is whether the two ever differ; None if one of them has no such quantity.
     """
 
     name: str
@@ -167,27 +176,25 @@ class Crossover:
         if self.ranges == (LengthRange(1, None),):
             return "always"
         more = len(self.ranges) - MAX_RANGES_SHOWN
-        told = ", ".join(map(str, self.ranges[:MAX_RANGES_SHOWN])) + (f", and {more} spans more" if more > 0 else "")
-        return told.replace("from 1 to", "up to")
+        text = ", ".join(map(str, self.ranges[:MAX_RANGES_SHOWN])) + (f", and {more} more ranges" if more > 0 else "")
+        return text.replace("from 1 to", "up to")
 
     @property
     def data(self) -> dict[str, Any]:
-        """The same as plain values."""
-        told = {
+        """The crossover as plain values."""
+        return {
             "name": self.name,
             "against": self.baseline,
             "quantity": self.quantity,
             "checked_up_to": self.checked_up_to,
-        }
-        return told | {
-            "cheaper": None if self.differs is None else [span._asdict() for span in self.ranges],
+            "cheaper": None if self.differs is None else [length_range._asdict() for length_range in self.ranges],
             "said": str(self),
         }
 
 
 @dataclass(frozen=True)
 class CrossoverReport:
-    """Where each of several costs less than the first of them, quantity by quantity."""
+    """The lengths at which each of several specs costs less than the first, quantity by quantity."""
 
     workload: Workload
     crossovers: tuple[Crossover, ...]
@@ -197,74 +204,74 @@ class CrossoverReport:
         rows = "row" if load.batch == 1 else "rows"
         lines = [f"Lengths at which each costs less than {first}"]
         lines += [f"{load.batch:,} {rows}, {load.dtype}, {Device.from_name(load.device).description}"]
-        for name in dict.fromkeys(row.name for row in self.crossovers):
-            mine = [row for row in self.crossovers if row.name == name]
-            lines += ["", f"{name} (looked at up to {mine[0].checked_up_to:,} tokens)"]
-            lines += [f"  {QUANTITY_LABELS[row.quantity]:<20}{row}" for row in mine]
+        for name in dict.fromkeys(crossover.name for crossover in self.crossovers):
+            crossovers = [crossover for crossover in self.crossovers if crossover.name == name]
+            lines += ["", f"{name} (checked up to {crossovers[0].checked_up_to:,} tokens)"]
+            lines += [f"  {QUANTITY_LABELS[crossover.quantity]:<20}{crossover}" for crossover in crossovers]
         return "\n".join(lines)
 
     @property
     def data(self) -> list[dict[str, Any]]:
-        """The same as plain values."""
-        return [row.data for row in self.crossovers]
+        """The crossovers as plain values."""
+        return [crossover.data for crossover in self.crossovers]
 
 
 def find_crossovers(specs: Mapping[str, SpecOrModel], workload: Workload | None = None) -> CrossoverReport:
-    """The lengths at which each costs less than the first: FLOPs, cache, and seconds at least on the device.
+    """Find the lengths at which each spec costs less than the first: FLOPs, cache bytes, and least time on the device.
 
-    Every change is found to the token, between lengths that are doubled and their halves; of two changes between the
-    same neighbours none is seen.
+    The search compares all lengths up to 16, then powers of two and the lengths halfway between, and bisects every
+    change to the token. It misses two changes between the same two neighbours.
 
     >>> import headwise as hw
-    >>> told = find_crossovers({n: hw.design(preset=n, model=4096, heads=32) for n in ("gqa", "mla", "linear")})
-    >>> {row.name: str(row) for row in told.crossovers if row.quantity == "cache_bytes"}
+    >>> specs = {name: hw.design(preset=name, model=4096, heads=32) for name in ("gqa", "mla", "linear")}
+    >>> {row.name: str(row) for row in find_crossovers(specs).crossovers if row.quantity == "cache_bytes"}
     {'mla': 'always', 'linear': 'from 517 on'}
     """
-    known = specs if isinstance(specs, Mapping) else {f"{specs!r}"[:40]: specs}
-    if len(known) < 2:
-        raise SpecError(f"{', '.join(known) or 'nothing'} has nothing to break even with; give two or more by name")
-    along = CostByLength(specs, workload or Workload())
-    first, *others = specs
-    rows = [find_crossover(along, name, first, quantity) for name in others for quantity in QUANTITY_LABELS]
-    return CrossoverReport(along.workload, tuple(rows))
+    by_name = specs if isinstance(specs, Mapping) else {f"{specs!r}"[:40]: specs}
+    if len(by_name) < 2:
+        names = ", ".join(by_name) or "nothing"
+        raise SpecError(f"cannot find crossovers of {names}: it takes two specs; give two or more by name")
+    costs = CostByLength(specs, workload or Workload())
+    baseline, *others = specs
+    crossovers = [find_crossover(costs, name, baseline, quantity) for name in others for quantity in QUANTITY_LABELS]
+    return CrossoverReport(costs.workload, tuple(crossovers))
 
 
 def find_crossover(
     costs: CostByLength, name: str, baseline: str, quantity: str, max_length: int = MAX_TOKENS
 ) -> Crossover:
-    """The lengths, up to `farthest`, at which one costs less than another in one quantity."""
+    """Find the lengths, up to `max_length`, at which one spec costs less than another in one quantity."""
     max_length = min(max_length, costs.max_length(name, baseline))
 
-    def gain(tokens: int) -> float:
-        """What one costs less than the other."""
-        one, other = (getattr(costs.at(each, tokens), quantity) for each in (name, baseline))
-        return 0 if type(one) is float and math.isclose(one, other, rel_tol=RELATIVE_TOLERANCE) else other - one
+    def saving(tokens: int) -> float:
+        """How much less `name` costs than `baseline`."""
+        own, other = (getattr(costs.at(spec_name, tokens), quantity) for spec_name in (name, baseline))
+        return 0 if type(own) is float and math.isclose(own, other, rel_tol=RELATIVE_TOLERANCE) else other - own
 
-    if None in (getattr(costs.at(each, 1), quantity) for each in (name, baseline)):
+    if None in (getattr(costs.at(spec_name, 1), quantity) for spec_name in (name, baseline)):
         return Crossover(name, baseline, quantity, (), None, max_length)
-    unlike = any(gain(tokens) for tokens in _sampled_lengths(max_length))
-    return Crossover(
-        name, baseline, quantity, find_ranges(lambda tokens: gain(tokens) > 0, max_length), unlike, max_length
-    )
+    differs = any(saving(tokens) for tokens in _sampled_lengths(max_length))
+    ranges = find_ranges(lambda tokens: saving(tokens) > 0, max_length)
+    return Crossover(name, baseline, quantity, ranges, differs, max_length)
 
 
 def find_ranges(holds: Callable[[int], bool], max_length: int) -> tuple[LengthRange, ...]:
-    """The lengths at which it holds, as far as was looked.
+    """Find the ranges of lengths, up to `max_length`, at which a condition holds.
 
-    >>> [str(span) for span in find_ranges(lambda tokens: tokens < 5 or tokens**2 > 10**9, 2**40)]
+    >>> [str(lengths) for lengths in find_ranges(lambda tokens: tokens < 5 or tokens**2 > 10**9, 2**40)]
     ['from 1 to 4', 'from 31,623 on']
     """
     return tuple(_ranges_from_samples(holds, {tokens: holds(tokens) for tokens in _sampled_lengths(max_length)}))
 
 
-def _sampled_lengths(farthest: int) -> Iterator[int]:
-    """Every short length, then fewer and fewer."""
-    yield from range(1, min(NEAR_LENGTHS, farthest))
-    yield from bisection_lengths(NEAR_LENGTHS, farthest)
+def _sampled_lengths(max_length: int) -> Iterator[int]:
+    """All lengths up to NEAR_LENGTHS, then those of `bisection_lengths`."""
+    yield from range(1, min(NEAR_LENGTHS, max_length))
+    yield from bisection_lengths(NEAR_LENGTHS, max_length)
 
 
 def bisection_lengths(first: int, max_length: int) -> Iterator[int]:
-    """A length doubled again and again, and what lies halfway between two of these; then the last.
+    """Yield `first` times each power of two, the lengths halfway between two of these, and at last `max_length`.
 
     >>> list(bisection_lengths(16, 50))
     [16, 24, 32, 48, 50]
@@ -278,14 +285,14 @@ def bisection_lengths(first: int, max_length: int) -> Iterator[int]:
     yield max_length
 
 
-def _ranges_from_samples(holds: Callable[[int], bool], found: Mapping[int, bool]) -> Iterator[LengthRange]:
-    """The lengths at which it holds, given where it was looked: between two that differ, the first like the second."""
-    start = 1 if found[1] else None
-    for low, high in pairwise(found):
-        if found[low] == found[high]:
+def _ranges_from_samples(holds: Callable[[int], bool], samples: Mapping[int, bool]) -> Iterator[LengthRange]:
+    """Yield the ranges at which a condition holds; between two samples that differ, the change is bisected."""
+    start = 1 if samples[1] else None
+    for low, high in pairwise(samples):
+        if samples[low] == samples[high]:
             continue
-        change = _bisect_change(holds, low, high, found[high])
-        if found[high]:
+        change = _bisect_change(holds, low, high, samples[high])
+        if samples[high]:
             start = change
         elif start is not None:
             yield LengthRange(start, change - 1)
@@ -294,8 +301,12 @@ def _ranges_from_samples(holds: Callable[[int], bool], found: Mapping[int, bool]
         yield LengthRange(start, None)
 
 
-def _bisect_change(holds: Callable[[int], bool], low: int, high: int, after: bool) -> int:
+def _bisect_change(holds: Callable[[int], bool], low: int, high: int, value_at_high: bool) -> int:
+    """Return the first length after `low` at which the condition has the value that it has at `high`."""
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (low, middle) if holds(middle) == after else (middle, high)
+        if holds(middle) == value_at_high:
+            high = middle
+        else:
+            low = middle
     return high

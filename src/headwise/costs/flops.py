@@ -1,4 +1,4 @@
-"""What a layer costs, item by item: a name, the formula it was computed by, and the number."""
+"""Parameters, FLOPs and cache entries of a layer or model as sums of terms: a name, a formula and a number each."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .symbolic_int import SymbolicInt, formula, formula_as_factor, name_sizes
 
 
 class CostTerm(NamedTuple):
-    """One line of a sum: what it is, how it is worked out, and what it comes to."""
+    """One term of a sum: its name, its formula, and its value."""
 
     name: str
     formula: str
@@ -30,7 +30,7 @@ class CostTerm(NamedTuple):
 
 
 class MatrixProduct(NamedTuple):
-    """A matrix product: its name, its FLOPs, and how many of its two factors have a gradient."""
+    """A matrix product: its name, its FLOPs, and how many of its two factors need a gradient."""
 
     name: str
     flops: int
@@ -39,40 +39,42 @@ class MatrixProduct(NamedTuple):
 
 @dataclass(frozen=True)
 class CostBreakdown:
-    """Items and their sum."""
+    """Cost terms and their sum."""
 
     terms: tuple[CostTerm, ...]
 
     @property
     def total(self) -> int:
-        """The sum of all items."""
+        """The sum of all terms."""
         return sum(term.value for term in self.terms)
 
     @staticmethod
     def from_items(items: Iterable[tuple[str, int]]) -> CostBreakdown:
-        """From names and numbers that know their formulas; what costs nothing is left out."""
+        """Build from (name, value) pairs; a `SymbolicInt` also gives its formula, and zeros are dropped."""
         return CostBreakdown.from_repeated_items((name, value, 1) for name, value in items)
 
     @staticmethod
     def from_repeated_items(items: Iterable[tuple[str, int, int]]) -> CostBreakdown:
-        """From names, numbers, and how often each is there; what is equal becomes one item.
+        """Build from (name, value, count) triples; equal names, formulas and values become one term.
 
         >>> CostBreakdown.from_repeated_items([("up", 6, 2), ("up", 6, 3), ("up", 7, 1)]).terms
         (CostTerm(name='up', formula='5 · 6', value=30), CostTerm(name='up', formula='7', value=7))
         """
-        times: Counter[tuple[str, str, str, int]] = Counter()
-        for name, value, often in items:
-            if value and often:
-                times[name, formula(value), formula_as_factor(value), int(value)] += often
-        lines = ((name, said if n == 1 else f"{n} · {held}", n * v) for (name, said, held, v), n in times.items())
-        return CostBreakdown(tuple(CostTerm(*line) for line in lines))
+        counts: Counter[tuple[str, str, str, int]] = Counter()
+        for name, value, count in items:
+            if value and count:
+                counts[name, formula(value), formula_as_factor(value), int(value)] += count
+        terms: list[CostTerm] = []
+        for (name, text, factor_text, value), count in counts.items():
+            terms.append(CostTerm(name, text if count == 1 else f"{count} · {factor_text}", count * value))
+        return CostBreakdown(tuple(terms))
 
     def __add__(self, other: CostBreakdown) -> CostBreakdown:
         return CostBreakdown(self.terms + other.terms)
 
 
 def attention_parameters(spec: AttentionSpec) -> CostBreakdown:
-    """Learned numbers, tensor by tensor.
+    """Trainable parameters of an attention layer, one term per tensor.
 
     >>> import headwise as hw
     >>> [term.formula for term in attention_parameters(hw.design(model=512, heads=8)).terms]
@@ -82,46 +84,46 @@ def attention_parameters(spec: AttentionSpec) -> CostBreakdown:
 
 
 def cached_numbers(spec: AttentionSpec) -> CostBreakdown:
-    """Numbers kept of one token; of a state, all of it."""
+    """Values that the cache stores per token; for a recurrent spec, the values of its whole state."""
     return CostBreakdown.from_items(_cached_items(name_sizes(spec)))
 
 
 def forward_flops(spec: AttentionSpec, work: CallSize) -> CostBreakdown:
-    """FLOPs of the products that the spec asks for, over the pairs its pattern allows."""
-    return CostBreakdown.from_items((one.name, one.flops) for one in list_products(spec_as_executed(spec, work), work))
+    """Required FLOPs of the forward pass: the matrix products of the spec, over the pairs that its pattern allows."""
+    products = list_products(spec_as_executed(spec, work), work)
+    return CostBreakdown.from_items((product.name, product.flops) for product in products)
 
 
 def backward_flops(spec: AttentionSpec, work: CallSize) -> CostBreakdown:
-    """FLOPs of the products behind gradients of the input and of every parameter.
+    """Required FLOPs of the backward pass: the products that give gradients of the input and of every parameter.
 
-    Each product of the forward pass has two, one for either factor, unless one of them is a constant.
+    Each product of the forward pass has two, one for each factor, unless one of the factors is a constant.
     """
-    return CostBreakdown.from_items(
-        (one.name, one.num_grad_factors * one.flops) for one in list_products(spec_as_executed(spec, work), work)
-    )
+    products = list_products(spec_as_executed(spec, work), work)
+    return CostBreakdown.from_items((product.name, product.num_grad_factors * product.flops) for product in products)
 
 
 def spec_as_executed(spec: AttentionSpec, work: CallSize) -> AttentionSpec:
-    """The spec in the form in which this call runs."""
+    """The spec with its projections in the form that this call runs (MLA, for one, has another form for one query)."""
     return replace(spec, project=spec.projection_form(work.queries == 1))
 
 
 def list_products(spec: AttentionSpec, work: CallSize) -> Iterator[MatrixProduct]:
-    """Every product of a call of this spec as it stands; of the core those of the pairs that `work` says."""
+    """Yield every matrix product of a call with the projections as given; the core covers `work.pairs` pairs."""
     spec, work = name_sizes(spec), _symbolic_sizes(work)
     for name, part in spec.parts():
         sizes = _name_axis_sizes(spec, spec.sizes_of(part))
         for key, param in part.params(spec).items():
             flops = 2 * param.layout.numel(sizes) * work.tokens(param.applied)
             yield MatrixProduct(f"{name}.{key}", flops, 2 if param.trainable else 1)
-        fixed = part.constant_flops(spec, work)
-        yield MatrixProduct(f"{name} (own products)", part.flops(spec, work) - fixed)
-        yield MatrixProduct(f"{name} (with constants)", fixed, 1)
+        constant_flops = part.constant_flops(spec, work)
+        yield MatrixProduct(f"{name} (own products)", part.flops(spec, work) - constant_flops)
+        yield MatrixProduct(f"{name} (with constants)", constant_flops, 1)
     yield from _core_products(spec, work)
 
 
 def _symbolic_sizes(work: CallSize) -> CallSize:
-    """The sizes of a call under their letters, but for those that have a name already."""
+    """Name the sizes of a call by their letters, except those that are symbolic already."""
     names = {"batch": "b", "queries": "s", "new_tokens": "r", "keys": "t", "pairs": "pairs"}
     sizes = {name: (getattr(work, name), letter) for name, letter in names.items()}
     return CallSize(
@@ -130,7 +132,7 @@ def _symbolic_sizes(work: CallSize) -> CallSize:
 
 
 def _name_axis_sizes(spec: AttentionSpec, sizes: dict[str, int]) -> dict[str, int]:
-    """Sizes that were counted, and so came without a name, under the axis they belong to."""
+    """Name by their axes the sizes that are plain integers."""
     return {axis: size if isinstance(size, SymbolicInt) else SymbolicInt.of(size, axis) for axis, size in sizes.items()}
 
 
@@ -143,13 +145,13 @@ def _parameter_items(spec: AttentionSpec) -> Iterator[tuple[str, int]]:
 
 
 def _cached_items(spec: AttentionSpec) -> Iterator[tuple[str, int]]:
-    for name, part, held in _state_items(spec):
+    for name, part, layouts in _cached_layouts(spec):
         sizes = _name_axis_sizes(spec, spec.sizes_of(part))
-        for key, layout in held.items():
+        for key, layout in layouts.items():
             yield f"{name}.{key}", layout.numel(sizes)
 
 
-def _state_items(spec: AttentionSpec) -> Iterator[tuple[str, Part, Mapping[str, AxisLayout]]]:
+def _cached_layouts(spec: AttentionSpec) -> Iterator[tuple[str, Part, Mapping[str, AxisLayout]]]:
     if spec.recurrent_part is not None and spec.is_recurrent:
         name, part = spec.recurrent_part
         yield name, part, part.state_layouts(spec)
@@ -173,22 +175,25 @@ def _symbol_of_size(size: int, name: str) -> int:
 
 
 def value_grad_factors(spec: AttentionSpec, core: CoreShape) -> int:
-    """How many factors of the reading of values have a gradient: 1 where no weight depends on what is learned."""
+    """How many factors of the product "weights @ values" need a gradient.
+
+    It is 1 if the attention weights depend on no parameter and no score, and 2 otherwise.
+    """
     inner = (Phase.SCORES, Phase.WEIGHTS)
     parts = [spec.normaliser, spec.similarity, *(m for _, m in spec.parts_of(Modifier) if m.phase in inner)]
     return 2 if core.score_dim or any(param.trainable for part in parts for param in part.params(spec).values()) else 1
 
 
-# --- An attention where it stands, and what its products are in one call -------------------------------
+# --- One attention layer within a model, and its products in one call ----------------------------------
 
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class ForwardCall(NamedTuple):
-    """New tokens of each row behind `past` ones, and the tokens of the source that they read.
+    """One forward call: `tokens` new tokens per row after `past` cached ones, and the length of the source sequence.
 
-    way="whole": all at once, as in training; "prompt": the same, but of heads over each token only the last is asked;
-    "steps": single tokens one after another, the source long remembered.
+    mode="whole": all tokens in one call and logits for each, as in training; "prompt": all tokens in one call, logits
+    for the last only; "steps": `tokens` decode steps of one token each, with the source cached before.
     """
 
     batch: int
@@ -199,12 +204,12 @@ class ForwardCall(NamedTuple):
 
     @property
     def encoder_call(self) -> ForwardCall:
-        """The same call, as stacks before the last one see it."""
+        """The call that this makes to the encoder, or to any stack before the last one."""
         return self._replace(tokens=0 if self.mode == "steps" else self.source, past=0)
 
 
 class ExecutionTarget(NamedTuple):
-    """What a call runs on: a kind of device, and a precision."""
+    """Where a call runs: the torch device type, and the precision."""
 
     device: str = "cpu"
     dtype: str = "fp32"
@@ -215,9 +220,10 @@ CPU_FP32 = ExecutionTarget()
 
 @dataclass(frozen=True)
 class AttentionComponent:
-    """An attention, alone or as it stands in a model so many times.
+    """An attention layer, alone or as it occurs `times` times in a model.
 
-    `role` is "attention", or "cross" where it reads the source; `early` says that it stands before the last stack.
+    `role` is "attention" for self-attention, or "cross" if it reads the source. `before_last_stack` is true in the
+    encoder of an encoder-decoder.
     """
 
     name: str
@@ -228,36 +234,41 @@ class AttentionComponent:
 
     @property
     def can_decode(self) -> bool:
-        """Whether single tokens can be asked one after another."""
+        """Whether the layer can decode token by token: no query needs a later token."""
         return self.role == "cross" or self.spec.pattern.tokens_before_decode == 0
 
     def work(self, call: ForwardCall) -> CallSize:
-        """The work of a call; of single steps, their sum."""
-        batch, new, past, source, way = call.encoder_call if self.before_last_stack else call
-        pattern, asks = self.spec.pattern, range(past, past + new)
-        if self.role == "cross" and way == "steps":
-            return CallSize(batch, new, 0, new * source, pattern.pairs(asks, range(source)))
+        """The size of a call; for decode steps, summed over the steps."""
+        batch, new, past, source, mode = call.encoder_call if self.before_last_stack else call
+        pattern, queries = self.spec.pattern, range(past, past + new)
+        if self.role == "cross" and mode == "steps":
+            return CallSize(batch, new, 0, new * source, pattern.pairs(queries, range(source)))
         if self.role == "cross":
-            return CallSize(batch, new, source, source, pattern.pairs(asks, range(source)))
-        read = _cached_tokens_read(pattern, past, new) if way == "steps" else past + new
-        return CallSize(batch, new, new, read, pattern.pairs(asks, range(past + new)))
+            return CallSize(batch, new, source, source, pattern.pairs(queries, range(source)))
+        keys = _cached_tokens_read(pattern, past, new) if mode == "steps" else past + new
+        return CallSize(batch, new, new, keys, pattern.pairs(queries, range(past + new)))
 
     def required_products(self, call: ForwardCall) -> Iterator[MatrixProduct]:
-        """What is asked for: allowed pairs only, and sums over tokens where these are the same function."""
-        work, job = self.work(call), self._call_signature(call)
+        """The required products: allowed pairs only, or linear attention's running sums where the spec permits them."""
+        work, signature = self.work(call), self._call_signature(call)
         pairs = SymbolicInt.of(work.pairs, f"pairs[{self.spec.pattern.text}]" if self.name else "pairs")
-        every = list_products(self._executed_spec(call), replace(work, pairs=pairs))
-        if self.spec.recurrent_part is None or linear_attention.unsupported_reasons(job):
-            yield from every
+        products = list_products(self._executed_spec(call), replace(work, pairs=pairs))
+        if self.spec.recurrent_part is None or linear_attention.unsupported_reasons(signature):
+            yield from products
             return
-        yield from (one for one in every if not one.name.startswith("core"))
-        how = "a reading of the state, and each chunk of tokens among itself"
-        sums = SymbolicInt.of(_executed_core_flops(linear_attention, job, work, call), how, loose="sum")
-        # A product of two things that learn is two products; shares that no token has a say in do not learn.
-        yield MatrixProduct("core (sums)", sums, 2 if self.spec.recurrent_part[1].num_state_features(job.core) else 1)
+        yield from (product for product in products if not product.name.startswith("core"))
+        text = "state updates and reads + scores within chunks"
+        core_flops = _executed_core_flops(linear_attention, signature, work, call)
+        sums = SymbolicInt.of(core_flops, text, loose="sum")
+        # Both factors need a gradient, unless the weights are constants that depend on no token (no state features).
+        num_features = self.spec.recurrent_part[1].num_state_features(signature.core)
+        yield MatrixProduct("core (sums)", sums, 2 if num_features else 1)
 
     def counted_products(self, call: ForwardCall) -> list[MatrixProduct] | None:
-        """What torch's counter sees of the dense backend, allowed or not; None of steps that keep only a state."""
+        """The products that `FlopCounterMode` counts in the dense backend: every pair, allowed or not.
+
+        None for decode steps of a recurrent state, which the dense backend does not run.
+        """
         work = self.work(call)
         if self._call_signature(call).has_recurrent_state:
             return None
@@ -265,70 +276,87 @@ class AttentionComponent:
         return list(list_products(self._executed_spec(call), replace(work, pairs=rectangle)))
 
     def executed_flops(self, call: ForwardCall, on: ExecutionTarget) -> int:
-        """What the backend executes that the layer would choose there."""
-        job = self._call_signature(call, on)
-        core = _executed_core_flops(choose_backend(job, self.work(call)), job, self.work(call), call)
-        return core + sum(one.flops for one in self._products_outside_core(call, core))
+        """FLOPs that the backend executes which the layer would choose on this target."""
+        signature, work = self._call_signature(call, on), self.work(call)
+        core = _executed_core_flops(choose_backend(_with_key_count(signature, work)), signature, work, call)
+        return core + sum(product.flops for product in self._products_outside_core(call, core))
 
     def executed_backward_flops(self, call: ForwardCall, on: ExecutionTarget) -> int:
-        """The same of gradients, with the scores that a backend did not keep and so forms once more."""
-        job = replace(self._call_signature(call, on), needs_grad=True, training=True)
+        """FLOPs that the backend executes in the backward pass, including scores that it recomputes there."""
+        signature = replace(self._call_signature(call, on), needs_grad=True, training=True)
         work = self.work(call)
-        backend = choose_backend(job, work)
-        core = _executed_core_flops(backend, job, work, call)
-        around = sum(one.num_grad_factors * one.flops for one in self._products_outside_core(call, core))
-        again = recomputed_flops(backend, job, work, core)
-        return around + core * value_grad_factors(self.spec, job.core) + again
+        backend = choose_backend(_with_key_count(signature, work))
+        core = _executed_core_flops(backend, signature, work, call)
+        outside = sum(product.num_grad_factors * product.flops for product in self._products_outside_core(call, core))
+        recomputed = recomputed_flops(backend, signature, work, core)
+        return outside + core * value_grad_factors(self.spec, signature.core) + recomputed
 
     def num_weights_read(self, call: ForwardCall) -> int:
-        """How many learned numbers are read: all, but for maps of tokens that do not come."""
-        running, work = self._executed_spec(call), self.work(call)
-        every = ((part, param) for _, part in running.parts() for param in part.params(running).values())
-        met = ((part, one) for part, one in every if one.trainable and (not one.applied or work.tokens(one.applied)))
-        return sum(one.layout.numel(running.sizes_of(part)) for part, one in met)
+        """How many parameters the call reads: all, except projections that no token of the call passes through."""
+        spec, work = self._executed_spec(call), self.work(call)
+        total = 0
+        for _, part in spec.parts():
+            for param in part.params(spec).values():
+                if param.trainable and (not param.applied or work.tokens(param.applied)):
+                    total += param.layout.numel(spec.sizes_of(part))
+        return total
 
     def _executed_spec(self, call: ForwardCall) -> AttentionSpec:
         return replace(self.spec, project=self.spec.projection_form(call.mode == "steps"))
 
     def _call_signature(self, call: ForwardCall, on: ExecutionTarget = CPU_FP32) -> CallSignature:
-        spec, one = self.spec, call.mode == "steps"
-        stated = one and spec.is_recurrent and self.role == "attention"
-        core = spec.core_of(spec.projection_form(one))
+        spec, single_query = self.spec, call.mode == "steps"
         return CallSignature(
-            spec, core, device=on.device, dtype=TORCH_DTYPES[on.dtype], single_query=one, has_recurrent_state=stated
+            spec,
+            spec.core_of(spec.projection_form(single_query)),
+            device=on.device,
+            dtype=TORCH_DTYPES[on.dtype],
+            single_query=single_query,
+            has_recurrent_state=single_query and spec.is_recurrent and self.role == "attention",
         )
 
     def _products_outside_core(self, call: ForwardCall, core: int) -> Iterable[MatrixProduct]:
-        """The products outside the core, where a backend forms as many pairs as its core tells of."""
-        work, running = self.work(call), self._executed_spec(call)
-        pair = running.core.flops(work.batch)
-        formed = core // pair if pair else work.keys if call.mode == "steps" else work.queries * work.keys
-        every = list_products(running, replace(work, pairs=formed))
-        return (one for one in every if not one.name.startswith("core"))
+        """The products outside the core; the number of pairs that they see follows from the core's FLOPs."""
+        work, spec = self.work(call), self._executed_spec(call)
+        flops_per_pair = spec.core.flops(work.batch)
+        if flops_per_pair:
+            pairs = core // flops_per_pair
+        else:
+            pairs = work.keys if call.mode == "steps" else work.queries * work.keys
+        products = list_products(spec, replace(work, pairs=pairs))
+        return (product for product in products if not product.name.startswith("core"))
 
 
 def _cached_tokens_read(pattern: Pattern, past: int, steps: int) -> int:
-    """Tokens that single queries find remembered, all steps together: a ring holds no more than may be read."""
+    """Total number of cached tokens that `steps` decode steps read; a ring buffer holds only tokens in the window."""
     first, last = pattern.retention
-    kept = past + steps if last is None else min(past + steps, first + last)
-    growing = max(kept - past, 0)  # steps that find one more than the step before
-    return growing * past + growing * (growing + 1) // 2 + (steps - growing) * kept
+    capacity = past + steps if last is None else min(past + steps, first + last)
+    growing = max(capacity - past, 0)  # steps that read one token more than the step before
+    return growing * past + growing * (growing + 1) // 2 + (steps - growing) * capacity
 
 
-def _executed_core_flops(backend: ModuleType, job: CallSignature, work: CallSize, call: ForwardCall) -> int:
-    """What a backend spends in the core; of one query at a time it grows evenly with the keys it finds."""
-    run: Callable[[CallSignature, CallSize], int] = backend.executed_flops
+def _with_key_count(signature: CallSignature, work: CallSize) -> CallSignature:
+    """Set the number of keys, on which the choice of a backend may depend; decode steps are left as they are."""
+    return signature if signature.single_query else replace(signature, num_keys=work.keys)
+
+
+def _executed_core_flops(backend: ModuleType, signature: CallSignature, work: CallSize, call: ForwardCall) -> int:
+    """FLOPs that a backend executes in the core.
+
+    Those of a single query are linear in the number of keys, so all decode steps follow from two evaluations.
+    """
+    core_flops: Callable[[CallSignature, CallSize], int] = backend.executed_flops
     if call.mode != "steps":
-        return run(job, work)
-    none, every = (run(job, CallSize(work.batch, 1, 1, keys)) for keys in (0, work.keys))
-    return none * work.queries + every - none
+        return core_flops(signature, work)
+    without_keys, with_all_keys = (core_flops(signature, CallSize(work.batch, 1, 1, keys)) for keys in (0, work.keys))
+    return without_keys * work.queries + with_all_keys - without_keys
 
 
-# --- What is priced, in pieces -------------------------------------------------------------------------
+# --- The components of a model -------------------------------------------------------------------------
 
 SpecOrModel = AttentionSpec | ModelSpec
 
-# Of which tokens of a call a head is asked: of each, or of one a row.
+# How many tokens of each row an output head is applied to, by the position of the head.
 TOKENS_SCORED_BY_HEAD: dict[str, Callable[[ForwardCall], int]] = {
     "each": lambda call: 1 if call.mode == "prompt" else call.tokens,
     "first": lambda call: 0 if call.mode == "steps" else 1,
@@ -339,10 +367,11 @@ TOKENS_SCORED_BY_HEAD: dict[str, Callable[[ForwardCall], int]] = {
 
 @dataclass(frozen=True)
 class LinearComponent:
-    """Matrices that tokens are multiplied with one by one, and tables that they are looked up in.
+    """Linear maps and lookup tables, applied token by token: feed-forward, embedding, output head.
 
-    `tokens` says how many of a row, `met` how many numbers so many tokens read; `looked` is how many numbers are
-    looked up for each token. `factors` is 1 where what is multiplied has no gradient, such as pixels.
+    `count_tokens` gives the number of tokens per row; `num_weights_met` maps the total number of tokens to the number
+    of weights that they read; `rows_looked_up` is the number of values looked up per token. `num_grad_factors` is 1 if
+    the input has no gradient, such as pixels.
     """
 
     name: str
@@ -357,68 +386,67 @@ class LinearComponent:
 
     def required_products(self, call: ForwardCall) -> Iterator[MatrixProduct]:
         """One product for each matrix."""
-        new = SymbolicInt.of(self._num_tokens(call), "s")
+        tokens = SymbolicInt.of(self._num_tokens(call), "s")
         for matrix in self.matrices:
             sizes = {axis: SymbolicInt.of(size, axis) for axis, size in matrix.axis_sizes.items()}
-            flops = 2 * matrix.layout.numel(sizes) * SymbolicInt.of(call.batch, "b") * new
+            flops = 2 * matrix.layout.numel(sizes) * SymbolicInt.of(call.batch, "b") * tokens
             yield MatrixProduct(matrix.name, flops, self.num_grad_factors)
 
     def counted_products(self, call: ForwardCall) -> list[MatrixProduct]:
-        """What torch's counter sees: the same."""
+        """The products that `FlopCounterMode` counts, which are the required ones."""
         return list(self.required_products(call))
 
     def executed_flops(self, call: ForwardCall, on: ExecutionTarget) -> int:
-        """What is executed: the same, on whatever."""
-        return sum(one.flops for one in self.required_products(call))
+        """FLOPs executed on any target, which are the required ones."""
+        return sum(product.flops for product in self.required_products(call))
 
     def executed_backward_flops(self, call: ForwardCall, on: ExecutionTarget) -> int:
-        """The same of gradients."""
-        return sum(one.num_grad_factors * one.flops for one in self.required_products(call))
+        """FLOPs executed in the backward pass on any target."""
+        return sum(product.num_grad_factors * product.flops for product in self.required_products(call))
 
     def numbers_moved(self, call: ForwardCall) -> int:
-        """Numbers that it reads and writes: weights that are met, and what goes into and out of every matrix."""
+        """Number of values read and written: the weights used, and the input and output of every matrix."""
         tokens = call.batch * self._num_tokens(call)
-        return (
-            self.num_weights_met(tokens)
-            + tokens * (sum(map(_input_output_sizes, self.matrices)) + 2 * self.rows_looked_up)
-            if tokens
-            else 0
-        )
+        if not tokens:
+            return 0
+        values_per_token = sum(map(_input_output_sizes, self.matrices)) + 2 * self.rows_looked_up
+        return self.num_weights_met(tokens) + tokens * values_per_token
 
     def _num_tokens(self, call: ForwardCall) -> int:
         return self.count_tokens(call.encoder_call if self.before_last_stack else call)
 
 
 def _input_output_sizes(matrix: WeightSpec) -> int:
-    """How many numbers go into a matrix and come out of it, for one token."""
+    """Number of input and output values of a matrix for one token; experts have one input and output per choice."""
     sizes = dict(matrix.axis_sizes)
-    often, out = sizes.pop("active", 1), sizes[next(axis for axis in matrix.layout.axes if axis != "active")]
-    return often * (out + matrix.numel // (often * out))
+    num_active = sizes.pop("active", 1)
+    out = sizes[next(axis for axis in matrix.layout.axes if axis != "active")]
+    return num_active * (out + matrix.numel // (num_active * out))
 
 
 ModelComponent = AttentionComponent | LinearComponent
 
 
 def list_components(spec_or_model: SpecOrModel) -> list[ModelComponent]:
-    """Everything that runs, in order."""
+    """List the components of a spec or model in the order in which they run; equal blocks of a stack are merged."""
     if isinstance(spec_or_model, AttentionSpec):
         return [AttentionComponent("", spec_or_model, "attention" if spec_or_model.source is None else "cross")]
-    found: list[ModelComponent] = []
+    components: list[ModelComponent] = []
     for stack in spec_or_model.stacks:
         early = stack is not spec_or_model.stacks[-1]
-        found += [_embedding_component(stack, stack.embedding, early)] if stack.embedding else []
+        components += [_embedding_component(stack, stack.embedding, early)] if stack.embedding else []
         blocks: Counter[BlockSpec] = Counter()
         for run in stack.runs:
             blocks.update({block: run.times * run.blocks.count(block) for block in run.blocks})
         for block, times in blocks.items():
-            found += _block_components(stack, block, times, early)
-    return found + [_head_component(spec_or_model, head) for head in spec_or_model.heads]
+            components += _block_components(stack, block, times, early)
+    return components + [_head_component(spec_or_model, head) for head in spec_or_model.heads]
 
 
 def _block_components(stack: StackSpec, block: BlockSpec, times: int, early: bool) -> Iterator[ModelComponent]:
     for role, spec in block.attention_specs.items():
-        said = replace(spec, source=spec.source or spec.model) if role == "cross" else spec
-        yield AttentionComponent(f"{stack.name}.*.{role}", said, role, times, early)
+        cross_spec = replace(spec, source=spec.source or spec.model) if role == "cross" else spec
+        yield AttentionComponent(f"{stack.name}.*.{role}", cross_spec, role, times, early)
     if feed := block.feed:
         yield LinearComponent(
             f"{stack.name}.*.feed",
@@ -452,7 +480,7 @@ def _head_component(model: ModelSpec, head: OutputHeadSpec) -> LinearComponent:
 
 
 def parameter_terms(spec_or_model: SpecOrModel) -> CostBreakdown:
-    """Learned numbers, tensor by tensor; layers that have the same tensor are one term.
+    """Trainable parameters, one term per tensor; tensors with the same name and shape in several layers are merged.
 
     >>> from headwise.families import read_model_spec
     >>> for term in parameter_terms(read_model_spec({"model_type": "gpt2", "n_layer": 2})).terms[:3]:
@@ -463,34 +491,36 @@ def parameter_terms(spec_or_model: SpecOrModel) -> CostBreakdown:
     """
     if isinstance(spec_or_model, AttentionSpec):
         return attention_parameters(spec_or_model)
-    times: Counter[tuple[str, tuple[tuple[str, int], ...]]] = Counter()
-    found: dict[tuple[str, tuple[tuple[str, int], ...]], WeightSpec] = {}
-    for w in spec_or_model.weights():
-        if w.trainable:
-            line = (
-                re.sub(r"^(\w+)\.\d+\.", r"\1.*.", w.name),
-                tuple((axis, w.axis_sizes[axis]) for axis in _axis_sizes(w)),
-            )
-            times[line] += 1
-            found[line] = w
-    return CostBreakdown.from_repeated_items((line[0], _num_elements(w), times[line]) for line, w in found.items())
+    counts: Counter[tuple[str, tuple[tuple[str, int], ...]]] = Counter()
+    weights: dict[tuple[str, tuple[tuple[str, int], ...]], WeightSpec] = {}
+    for weight in spec_or_model.weights():
+        if weight.trainable:
+            name = re.sub(r"^(\w+)\.\d+\.", r"\1.*.", weight.name)
+            key = (name, tuple((axis, weight.axis_sizes[axis]) for axis in _axis_names(weight)))
+            counts[key] += 1
+            weights[key] = weight
+    return CostBreakdown.from_repeated_items(
+        (key[0], _num_elements(weight), counts[key]) for key, weight in weights.items()
+    )
 
 
-def _axis_sizes(w: WeightSpec) -> list[str]:
-    return [name for axis in w.layout.axes for name in axis.split("|")]
+def _axis_names(weight: WeightSpec) -> list[str]:
+    return [name for axis in weight.layout.axes for name in axis.split("|")]
 
 
-def _num_elements(w: WeightSpec) -> int:
-    told = {"source": "model"} if w.role == "attention" else {}  # what reads its own stack is told of no other width
-    return w.layout.numel({axis: SymbolicInt.of(w.axis_sizes[axis], told.get(axis, axis)) for axis in _axis_sizes(w)})
+def _num_elements(weight: WeightSpec) -> int:
+    renamed = {"source": "model"} if weight.role == "attention" else {}  # the source of self-attention is its stack
+    sizes = {axis: SymbolicInt.of(weight.axis_sizes[axis], renamed.get(axis, axis)) for axis in _axis_names(weight)}
+    return weight.layout.numel(sizes)
 
 
 def active_parameters(spec_or_model: SpecOrModel) -> int:
-    """The learned numbers of which one token meets some: all, but for the experts that it does not choose."""
+    """Number of parameters that are active for one token: all, except experts that the token is not routed to."""
     total = parameter_terms(spec_or_model).total
     if isinstance(spec_or_model, AttentionSpec):
         return total
     feeds = [(stack.model, block.feed) for stack in spec_or_model.stacks for block in stack.layers if block.feed]
-    return total - sum(
-        sum(w.numel for w in feed.weights(model)) - feed.active_params(model, 1) for model, feed in feeds
+    inactive = sum(
+        sum(weight.numel for weight in feed.weights(model)) - feed.active_params(model, 1) for model, feed in feeds
     )
+    return total - inactive

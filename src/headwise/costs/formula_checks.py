@@ -1,4 +1,4 @@
-"""Formulas held against the thing itself: a small layer is built, run and watched."""
+"""Check the cost formulas against measurements: build a small layer, run it, and count what it did."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PRODUCT_OPERATION = re.compile(
 
 
 class UncountedOperation(ValueError):
-    """Something that multiplies matrices, of which nobody knows how many FLOPs it has."""
+    """An operation multiplies matrices, but neither torch nor this module has a FLOP formula for it."""
 
 
 def _forward_flops(q: Sequence[int], k: Sequence[int], v: Sequence[int], *_: Any, **__: Any) -> int:
@@ -42,13 +42,13 @@ def _forward_flops(q: Sequence[int], k: Sequence[int], v: Sequence[int], *_: Any
 
 
 def _backward_flops(grad: Any, q: Sequence[int], k: Sequence[int], v: Sequence[int], *_: Any, **__: Any) -> int:
-    """Scores once more and the gradients of queries and keys; those of weights and values."""
+    """FLOPs of recomputed scores and of gradients of queries, keys (3 dim), weights and values (2 vdim)."""
     batch, heads, queries, dim = q
     return 2 * batch * heads * queries * k[-2] * (3 * dim + 2 * v[-1])
 
 
 _ATEN = torch.ops.aten
-# What torch's own counter leaves out: the CPU's fused kernel and its gradients.
+# Operations that torch's counter has no formula for: the CPU's flash attention and its backward pass.
 FUSED_FLOPS: dict[Any, Callable[..., int]] = {
     _ATEN._scaled_dot_product_flash_attention_for_cpu: _forward_flops,
     _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: _backward_flops,
@@ -56,7 +56,10 @@ FUSED_FLOPS: dict[Any, Callable[..., int]] = {
 
 
 class UncountedGuard(TorchDispatchMode):
-    """Refuses operations that look like a product but have no formula: a silent zero would look like a saving."""
+    """Raises an error for operations that look like a matrix product but have no FLOP formula.
+
+    Counting such an operation as zero would look like a saving.
+    """
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -64,29 +67,29 @@ class UncountedGuard(TorchDispatchMode):
         packet = func._overloadpacket
         if PRODUCT_OPERATION.search(packet.__name__) and packet not in flop_registry and packet not in FUSED_FLOPS:
             raise UncountedOperation(
-                f"{packet} multiplies but has no formula; add one to auditing.FUSED, or run it otherwise"
+                f"{packet} multiplies but has no formula; add one to headwise.costs.formula_checks.FUSED_FLOPS"
             )
         return func(*args, **(kwargs or {}))
 
 
 @contextmanager
 def flop_counter() -> Iterator[FlopCounterMode]:
-    """torch's counter, with the CPU's fused kernel, and an error where it would count a product as nothing.
+    """torch's `FlopCounterMode` extended by the CPU's flash attention; it raises an error for uncounted products.
 
     >>> import torch.nn.functional as F
     >>> q = torch.randn(1, 2, 5, 8)
-    >>> with flop_counter() as counted:
+    >>> with flop_counter() as counter:
     ...     _ = F.scaled_dot_product_attention(q, q, q)
-    >>> counted.get_total_flops()  # 2 products of 5 x 5 x 8 for each of 2 heads
+    >>> counter.get_total_flops()  # 2 products of 5 x 5 x 8 for each of 2 heads
     1600
     """
     missing = {packet: formula for packet, formula in FUSED_FLOPS.items() if packet not in flop_registry}
-    with UncountedGuard(), FlopCounterMode(display=False, custom_mapping=missing) as counted:
-        yield counted
+    with UncountedGuard(), FlopCounterMode(display=False, custom_mapping=missing) as counter:
+        yield counter
 
 
 class FormulaCheck(NamedTuple):
-    """One quantity, as the formula has it and as it was measured."""
+    """One quantity: its name, the value of the formula, and the measured value."""
 
     what: str
     formula: int
@@ -94,14 +97,15 @@ class FormulaCheck(NamedTuple):
 
     @property
     def holds(self) -> bool:
-        """Whether the two are equal, to the last one."""
+        """Whether the two values are exactly equal."""
         return self.formula == self.measured
 
 
 def check_formulas(spec: AttentionSpec) -> list[FormulaCheck]:
-    """Every formula against a layer of this spec, made small: parameters, products, gradients, what is kept, cache.
+    """Compare every formula with a small layer of this spec: parameters, FLOPs, saved tensors and cache.
 
-    First in plain operations, of which torch's counter sees every one; then fused, where the spec can be.
+    The layer runs with the dense backend, whose operations torch's counter sees one by one, and with `sdpa` if that
+    supports the spec.
 
     >>> import headwise as hw
     >>> all(check.holds for check in check_formulas(hw.design(preset="mla")))
@@ -112,45 +116,47 @@ def check_formulas(spec: AttentionSpec) -> list[FormulaCheck]:
     checks = [
         FormulaCheck("parameters", costs.count_parameters(spec), sum(p.numel() for p in layer.parameters())),
         FormulaCheck("constants", costs.count_constants(spec), sum(b.numel() for b in layer.buffers())),
-        *_trained(spec, layer, "dense"),
+        *_check_training_step(spec, layer, "dense"),
     ]
     if not fused_unsupported_reason(spec):
-        checks += _trained(spec, Attention(spec, backend="sdpa"), "sdpa")
-    return [*checks, *_cached(spec)] if spec.pattern.tokens_before_decode == 0 and spec.source is None else checks
+        checks += _check_training_step(spec, Attention(spec, backend="sdpa"), "sdpa")
+    if spec.pattern.tokens_before_decode == 0 and spec.source is None:
+        checks += _check_decoding(spec)
+    return checks
 
 
 def shrink_spec(spec: AttentionSpec) -> AttentionSpec:
-    """The same spec in the smallest widths that its parts allow."""
+    """Return the spec with the smallest head dimensions that its parts allow, and a model dimension of at most 24."""
     heads = spec.heads
     for dim in (4, 8, 16, 32, 64):
-        wide = {"dim": dim, "vdim": max(1, heads.vdim * dim // heads.dim)}
         try:
-            fewer = replace(heads, **wide)
+            small_heads = replace(heads, dim=dim, vdim=max(1, heads.vdim * dim // heads.dim))
             for _, part in spec.parts():
-                fewer = part.widen_heads(fewer)
-            return replace(spec, model=min(spec.model, 24), heads=fewer, source=spec.source and min(spec.source, 20))
+                small_heads = part.widen_heads(small_heads)
+            source = spec.source and min(spec.source, 20)
+            return replace(spec, model=min(spec.model, 24), heads=small_heads, source=source)
         except SpecError:
             continue
     return spec
 
 
-def _trained(spec: AttentionSpec, layer: Attention, profile: str) -> Iterator[FormulaCheck]:
-    """One step of training, watched: products forth and back, and what is kept between."""
-    x, z = _inputs(spec)
-    keys = TOKENS if z is None else TOKENS + 2
+def _check_training_step(spec: AttentionSpec, layer: Attention, profile: str) -> Iterator[FormulaCheck]:
+    """Run one training step; check the FLOPs of both passes and the bytes saved between them."""
+    x, source = _inputs(spec)
+    keys = TOKENS if source is None else TOKENS + 2
     work = CallSize(BATCH, TOKENS, keys, keys)
-    with flop_counter() as counted, SavedTensorRecorder.for_module(layer) as watch:
-        y = layer(x, source=z)
-        ahead = counted.get_total_flops()
+    with flop_counter() as counter, SavedTensorRecorder.for_module(layer) as recorder:
+        y = layer(x, source=source)
+        measured_forward = counter.get_total_flops()
         y.sum().backward()
-    forth, back = _expected(spec, work, profile)
-    kept = layer_activation_memory(
-        spec, Workload(BATCH, TOKENS, "fp32", "cpu"), profile, source=None if z is None else keys
+    forward, backward = _expected_flops(spec, work, profile)
+    saved = layer_activation_memory(
+        spec, Workload(BATCH, TOKENS, "fp32", "cpu"), profile, source=None if source is None else keys
     )
-    told = "" if profile == "dense" else f", {profile}"
-    yield FormulaCheck(f"prefill, FLOP{told}", forth, ahead)
-    yield FormulaCheck(f"its gradients, FLOP{told}", back, counted.get_total_flops() - ahead)
-    yield FormulaCheck(f"kept, bytes{told}", kept.total, watch.total_bytes)
+    suffix = "" if profile == "dense" else f", {profile}"
+    yield FormulaCheck(f"forward FLOPs{suffix}", forward, measured_forward)
+    yield FormulaCheck(f"backward FLOPs{suffix}", backward, counter.get_total_flops() - measured_forward)
+    yield FormulaCheck(f"saved bytes{suffix}", saved.total, recorder.total_bytes)
 
 
 def _inputs(spec: AttentionSpec) -> tuple[Tensor, Tensor | None]:
@@ -160,30 +166,31 @@ def _inputs(spec: AttentionSpec) -> tuple[Tensor, Tensor | None]:
     return x, torch.randn(BATCH, TOKENS + 2, spec.source, requires_grad=True)
 
 
-def _expected(spec: AttentionSpec, work: CallSize, profile: str) -> tuple[int, int]:
-    """FLOPs forth and back, as formulas; a sink of the fused call is a key more."""
+def _expected_flops(spec: AttentionSpec, work: CallSize, profile: str) -> tuple[int, int]:
+    """FLOPs of the forward and backward pass by formula; with `sdpa`, an attention sink is one more key."""
     if profile == "dense":
         return flops.forward_flops(spec, work).total, flops.backward_flops(spec, work).total
-    job = CallSignature(spec, spec.core_of(spec.projection_form(one=False)), needs_grad=True, training=True)
-    forth = costs.executed_flops(spec, work, sdpa.executed_flops(job, work))
-    more = forth - flops.forward_flops(spec, work).total
+    signature = CallSignature(spec, spec.core_of(spec.projection_form(one=False)), needs_grad=True, training=True)
+    forward = costs.executed_flops(spec, work, sdpa.executed_flops(signature, work))
+    sink_flops = forward - flops.forward_flops(spec, work).total
     if is_fused_on_cpu(spec, "fp32"):
-        return forth, fused_backward_flops(spec, work).total
-    return forth, flops.backward_flops(spec, work).total + 2 * more
+        return forward, fused_backward_flops(spec, work).total
+    return forward, flops.backward_flops(spec, work).total + 2 * sink_flops
 
 
-def _cached(spec: AttentionSpec) -> Iterator[FormulaCheck]:
-    layer, one = Attention(spec), torch.randn(BATCH, 1, spec.model)
+def _check_decoding(spec: AttentionSpec) -> Iterator[FormulaCheck]:
+    """Decode token by token; check the bytes of the cache and the FLOPs of the last step."""
+    layer, x = Attention(spec), torch.randn(BATCH, 1, spec.model)
     cache = layer.cache(batch=BATCH, capacity=TOKENS)
-    yield FormulaCheck("cache, bytes", costs.cache_bytes(spec, batch=BATCH, capacity=TOKENS), cache.nbytes)
+    yield FormulaCheck("cache bytes", costs.cache_bytes(spec, batch=BATCH, capacity=TOKENS), cache.nbytes)
     if spec.is_recurrent:
-        return  # a state's own updates are elementwise, which torch's counter does not see
+        return  # updates of a recurrent state are elementwise, which torch's counter does not count
     layer.backend_name = "dense"
-    with torch.no_grad(), flop_counter() as counted:
+    with torch.no_grad(), flop_counter() as counter:
         for _ in range(TOKENS):
-            before = counted.get_total_flops()
-            layer(one, cache=cache)
+            before = counter.get_total_flops()
+            layer(x, cache=cache)
     first, last = spec.pattern.retention
     slots = TOKENS if last is None else min(TOKENS, first + last)
     step = flops.forward_flops(spec, CallSize(BATCH, 1, 1, slots)).total
-    yield FormulaCheck("a decoding step, FLOP", step, counted.get_total_flops() - before)
+    yield FormulaCheck("decode step FLOPs", step, counter.get_total_flops() - before)

@@ -1,4 +1,4 @@
-"""Formulas that others publish, beside ours: what each says of a model, and why the two are not the same."""
+"""Published cost formulas, evaluated for a model and compared with headwise's numbers, with reasons for differences."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from .training_memory import OptimiserMemory
 
 
 class FormulaSizes(NamedTuple):
-    """What published formulas speak of: layers l, width h, heads a of d channels, V tokens, b rows of s, n written
-    behind them, N parameters, t tensor-parallel ways."""
+    """The variables of published formulas: l layers of width h with a heads of d channels, a vocabulary of V tokens,
+    b rows of s tokens and n generated ones, N parameters, t tensor-parallel devices."""
 
     l: int  # noqa: E741 - the letter of every such formula
     h: int
@@ -30,7 +30,7 @@ class FormulaSizes(NamedTuple):
 
 
 class PublishedFormula(NamedTuple):
-    """One formula: of what, as it is written, itself, and why ours is another number."""
+    """One formula: the quantity, the formula as text and as a function, and why headwise's number may differ."""
 
     quantity: str
     formula: str
@@ -40,7 +40,7 @@ class PublishedFormula(NamedTuple):
 
 @dataclass(frozen=True)
 class FormulaSource:
-    """Formulas of one source; `scope` is "block" where they speak of whole blocks, "layer" where of any layer."""
+    """Formulas of one source; `scope` is "block" if they need whole blocks, "layer" if they apply to any attention."""
 
     name: str
     source: str
@@ -49,14 +49,14 @@ class FormulaSource:
 
     @staticmethod
     def from_name(name: str) -> FormulaSource:
-        """The formulas of this name."""
+        """Return the source with this name."""
         if name not in FORMULA_SOURCES:
-            raise SpecError(f"no formulas are known as {name!r}; {suggest(name, FORMULA_SOURCES)}")
+            raise SpecError(f"there are no published formulas {name!r}; {suggest(name, FORMULA_SOURCES)}")
         return FORMULA_SOURCES[name]
 
 
 class FormulaComparison(NamedTuple):
-    """One published number and ours; ours is None where nothing here says it."""
+    """One published number (`theirs`) and headwise's (`ours`), which is None if headwise does not estimate it."""
 
     name: str
     beside: str
@@ -70,7 +70,7 @@ class FormulaComparison(NamedTuple):
 def compare_formulas(
     estimate: CostEstimate, source: FormulaSource, tensor_parallel: int = 8
 ) -> Iterator[FormulaComparison]:
-    """Every formula of a source with the same quantity of a price; `ways` are those of tensor parallelism."""
+    """Compare every formula of a source with an estimate; `tensor_parallel` is the number of devices."""
     sizes = _formula_sizes(estimate, source, tensor_parallel)
     for row in source.formulas:
         theirs, ours = row.evaluate(sizes), HEADWISE_VALUES[row.quantity](estimate)
@@ -78,63 +78,75 @@ def compare_formulas(
         yield FormulaComparison(estimate.name, source.name, row.quantity, row.formula, theirs, ours, why)
 
 
-def _formula_sizes(price: CostEstimate, published: FormulaSource, ways: int) -> FormulaSizes:
-    model, load, name = price.spec_or_model, price.workload, published.name
-    if type(ways) is not int or ways < 1:
-        raise SpecError(f"ways={ways!r} is no number of devices; give 1 or more")
+def _formula_sizes(estimate: CostEstimate, source: FormulaSource, tensor_parallel: int) -> FormulaSizes:
+    model, load = estimate.spec_or_model, estimate.workload
+    if type(tensor_parallel) is not int or tensor_parallel < 1:
+        raise SpecError(f"the number of tensor-parallel devices must be at least 1, got {tensor_parallel!r}")
     if isinstance(model, AttentionSpec):
-        if published.scope == "block":
-            raise SpecError(f"{name} speaks of whole blocks, and {price.name} is one attention; name a model")
-        specs, layers, width, tokens = [model], 1, model.model, 0
+        if source.scope == "block":
+            fact = f"the formulas of {source.name} are of whole blocks, and {estimate.name} is one attention layer"
+            raise SpecError(f"{fact}; name a model")
+        specs, num_layers, width, vocabulary = [model], 1, model.model, 0
     else:
         if len(model.stacks) > 1:
-            raise SpecError(f"{name} speaks of one stack, and {price.name} has {len(model.stacks)}; name a decoder")
+            fact = f"the formulas of {source.name} are of one stack, and {estimate.name} has {len(model.stacks)}"
+            raise SpecError(f"{fact}; name a decoder")
         stack = next(iter(model.stacks))
         specs = [block.attention_specs["attention"] for block in stack.layers if "attention" in block.attention_specs]
-        layers, width = len(stack.layers), stack.model
-        tokens = stack.embedding.tokens if stack.embedding else 0
+        num_layers, width = len(stack.layers), stack.model
+        vocabulary = stack.embedding.tokens if stack.embedding else 0
     if not specs:
-        raise SpecError(f"{name} speaks of heads, and {price.name} has none; name a model with attention")
-    heads, core = specs[0].heads, specs[0].core
-    written, known = load.generate, price.parameters.total
+        fact = f"the formulas of {source.name} need attention heads, and {estimate.name} has none"
+        raise SpecError(f"{fact}; name a model with attention")
     return FormulaSizes(
-        layers, width, heads.q, core.dim, tokens, load.batch, price.full_call.tokens, written, known, ways
+        l=num_layers,
+        h=width,
+        a=specs[0].heads.q,
+        d=specs[0].core.dim,
+        V=vocabulary,
+        b=load.batch,
+        s=estimate.full_call.tokens,
+        n=load.generate,
+        N=estimate.parameters.total,
+        t=tensor_parallel,
     )
 
 
-def _attention_parameters(price: CostEstimate) -> int:
-    """Learned numbers of every attention."""
-    alone = isinstance(price.spec_or_model, AttentionSpec)
-    return sum(t.value for t in price.parameters.terms if alone or ".attention." in t.name)
+def _attention_parameters(estimate: CostEstimate) -> int:
+    is_layer = isinstance(estimate.spec_or_model, AttentionSpec)
+    return sum(term.value for term in estimate.parameters.terms if is_layer or ".attention." in term.name)
 
 
-def _training_flops(price: CostEstimate) -> int | None:
-    ahead, back = price.counted_flops["prefill"], price.counted_flops["backward"]
-    return None if ahead is None or back is None else ahead + back
+def _training_flops(estimate: CostEstimate) -> int | None:
+    forward, backward = estimate.counted_flops["prefill"], estimate.counted_flops["backward"]
+    return None if forward is None or backward is None else forward + backward
 
 
+# headwise's value of each quantity.
 HEADWISE_VALUES: dict[str, Callable[[CostEstimate], int | None]] = {
-    "parameters": lambda price: price.parameters.total,
-    "parameters of attention": _attention_parameters,
-    "forward, FLOP": lambda price: price.counted_flops["prefill"],
-    "training, FLOP": _training_flops,
-    "weights, bytes": lambda price: price.parameters.total * 2,
-    "training state, bytes": lambda price: (
-        price.parameters.total * OptimiserMemory.from_name("zero").bytes_per_parameter
+    "parameters": lambda estimate: estimate.parameters.total,
+    "attention parameters": _attention_parameters,
+    "forward FLOPs": lambda estimate: estimate.counted_flops["prefill"],
+    "training FLOPs": _training_flops,
+    "weight bytes": lambda estimate: estimate.parameters.total * 2,
+    "optimiser bytes": lambda estimate: (
+        estimate.parameters.total * OptimiserMemory.from_name("zero").bytes_per_parameter
     ),
-    "activations, bytes": lambda price: price.activation_bytes,
-    "cache, bytes": lambda price: price.cache_bytes * 2 // dtype_bytes(price.workload.dtype),
+    "activation bytes": lambda estimate: estimate.activation_bytes,
+    "cache bytes": lambda estimate: estimate.cache_bytes * 2 // dtype_bytes(estimate.workload.dtype),
 }
 
-_GPT_ASSUMPTIONS = "a feed-forward of 4 h, biases and a key head for every head are taken for granted"
-_TABLE_ASSUMPTIONS = f"{_GPT_ASSUMPTIONS}; positions and the last norm are left out"
-_MASK_ASSUMPTIONS = "numbers of 2 bytes, dropout with masks of 1, and all scores kept, which a fused core does not keep"
-_SIX_N_ASSUMPTIONS = "6 N counts tables that are only looked up, and no scores"
+_GPT_ASSUMPTIONS = "the formula assumes a feed-forward of 4 h, biases, and a key head for every head"
+_TABLE_ASSUMPTIONS = f"{_GPT_ASSUMPTIONS}; it leaves out positions and the final norm"
+_MASK_ASSUMPTIONS = (
+    "the formula assumes 2 bytes per number, dropout with masks of 1 byte, and saved scores, which fused attention "
+    "does not save"
+)
+_SIX_N_ASSUMPTIONS = "6 N counts embedding tables, which are only looked up, and leaves out scores"
 
 
-def _ceil_div(number: int, ways: int) -> int:
-    """Shared among devices, the last of which may have less."""
-    return -(-number // ways)
+def _ceil_div(number: int, divisor: int) -> int:
+    return -(-number // divisor)
 
 
 def _forward_flops(m: FormulaSizes) -> int:
@@ -145,14 +157,14 @@ def _score_flops(m: FormulaSizes) -> int:
     return 5 * m.a * m.b * m.s**2
 
 
-def _bytes_per_channel(m: FormulaSizes, each: int) -> int:
-    """So many bytes of every channel of every token, in all layers."""
-    return m.l * each * m.b * m.s * m.h
+def _hidden_state_bytes(m: FormulaSizes, bytes_per_channel: int) -> int:
+    """Bytes of all layers with this number of bytes per channel and token."""
+    return m.l * bytes_per_channel * m.b * m.s * m.h
 
 
 ZHIHU = FormulaSource(
     "zhihu-624740065",
-    "zhuanlan.zhihu.com/p/624740065, on the cost of decoders",
+    "zhuanlan.zhihu.com/p/624740065, on the cost of decoder-only models",
     (
         PublishedFormula(
             "parameters",
@@ -160,38 +172,38 @@ ZHIHU = FormulaSource(
             lambda m: m.l * (12 * m.h**2 + 13 * m.h) + m.V * m.h,
             _TABLE_ASSUMPTIONS,
         ),
-        PublishedFormula("forward, FLOP", "l (24 b s h^2 + 4 b s^2 h) + 2 b s h V", _forward_flops, _GPT_ASSUMPTIONS),
-        PublishedFormula("training, FLOP", "3 of these", lambda m: 3 * _forward_flops(m), _GPT_ASSUMPTIONS),
-        PublishedFormula("weights, bytes", "2 N", lambda m: 2 * m.N, "16 bits each"),
+        PublishedFormula("forward FLOPs", "l (24 b s h^2 + 4 b s^2 h) + 2 b s h V", _forward_flops, _GPT_ASSUMPTIONS),
+        PublishedFormula("training FLOPs", "3 x forward", lambda m: 3 * _forward_flops(m), _GPT_ASSUMPTIONS),
+        PublishedFormula("weight bytes", "2 N", lambda m: 2 * m.N, "16 bits per parameter"),
         PublishedFormula(
-            "training state, bytes",
+            "optimiser bytes",
             "20 N",
             lambda m: 20 * m.N,
-            "gradients twice, in 16 and 32 bits; ours are ZeRO's 16",
+            "it has gradients in 16 and in 32 bits; headwise assumes ZeRO's 16 bytes",
         ),
         PublishedFormula(
-            "activations, bytes",
+            "activation bytes",
             "l (34 b s h + 5 b s^2 a)",
-            lambda m: _bytes_per_channel(m, 34) + m.l * _score_flops(m),
+            lambda m: _hidden_state_bytes(m, 34) + m.l * _score_flops(m),
             _MASK_ASSUMPTIONS,
         ),
         PublishedFormula(
-            "cache, bytes",
+            "cache bytes",
             "4 b l h (s + n)",
             lambda m: 4 * m.b * m.l * m.h * (m.s + m.n),
-            "every head keeps its keys and values, for ever; the last token written is never remembered here",
+            "it assumes a key head for every head and no window; headwise does not cache the last generated token",
         ),
     ),
 )
 SEEDS = FormulaSource(
     "seeds",
-    "the notes that this project began with: three projections of every head, and one of all",
+    "the notes that this project began with: three projections per head, and an output projection",
     (
         PublishedFormula(
-            "parameters of attention",
+            "attention parameters",
             "l (3 a h d + h^2)",
             lambda m: m.l * (3 * m.a * m.h * m.d + m.h**2),
-            "no biases, as many key heads as heads, and heads that fill the width are taken for granted",
+            "the formula assumes no biases, a key head for every head, and a d = h",
         ),
     ),
     scope="layer",
@@ -201,72 +213,74 @@ PAPER = FormulaSource(
     "Korthikanti and others, 2205.05198: bytes on each of t devices",
     (
         PublishedFormula(
-            "training, FLOP",
+            "training FLOPs",
             "72 b l s h^2 (1 + s / 6 h + V / 12 h l)",
             lambda m: 3 * _forward_flops(m),
-            f"{_GPT_ASSUMPTIONS}; what is recomputed is left out",
+            f"{_GPT_ASSUMPTIONS}; it leaves out recomputation",
         ),
         *(
-            PublishedFormula("activations, bytes", formula, theirs, _MASK_ASSUMPTIONS)
-            for formula, theirs in {
-                "s b h l (34 + 5 a s / h)": lambda m: _bytes_per_channel(m, 34) + m.l * _score_flops(m),
+            PublishedFormula("activation bytes", formula, evaluate, _MASK_ASSUMPTIONS)
+            for formula, evaluate in {
+                "s b h l (34 + 5 a s / h)": lambda m: _hidden_state_bytes(m, 34) + m.l * _score_flops(m),
                 "s b h l (10 + 24/t + 5 a s / h t), tensor parallel": lambda m: (
-                    _bytes_per_channel(m, 10) + _ceil_div(_bytes_per_channel(m, 24) + m.l * _score_flops(m), m.t)
+                    _hidden_state_bytes(m, 10) + _ceil_div(_hidden_state_bytes(m, 24) + m.l * _score_flops(m), m.t)
                 ),
-                "s b h l (34 + 5 a s / h) / t, and sequence parallel": lambda m: _ceil_div(
-                    _bytes_per_channel(m, 34) + m.l * _score_flops(m), m.t
+                "s b h l (34 + 5 a s / h) / t, tensor and sequence parallel": lambda m: _ceil_div(
+                    _hidden_state_bytes(m, 34) + m.l * _score_flops(m), m.t
                 ),
                 "s b h l (10 + 24/t), tensor parallel, cores recomputed": lambda m: (
-                    _bytes_per_channel(m, 10) + _ceil_div(_bytes_per_channel(m, 24), m.t)
+                    _hidden_state_bytes(m, 10) + _ceil_div(_hidden_state_bytes(m, 24), m.t)
                 ),
-                "34 s b h l / t, both, cores recomputed": lambda m: _ceil_div(_bytes_per_channel(m, 34), m.t),
-                "2 s b h l, all recomputed": lambda m: _bytes_per_channel(m, 2),
+                "34 s b h l / t, tensor and sequence parallel, cores recomputed": lambda m: _ceil_div(
+                    _hidden_state_bytes(m, 34), m.t
+                ),
+                "2 s b h l, blocks recomputed": lambda m: _hidden_state_bytes(m, 2),
             }.items()
         ),
     ),
 )
 PALM = FormulaSource(
     "palm",
-    "2204.02311, appendix B, as in nanoGPT: for each of b s tokens",
+    "2204.02311, appendix B, as in nanoGPT, times b s tokens",
     (
         PublishedFormula(
-            "training, FLOP",
+            "training FLOPs",
             "b s (6 N + 12 l a d s)",
             lambda m: m.b * m.s * (6 * m.N + 12 * m.l * m.a * m.d * m.s),
-            "6 N counts biases, norms and tables that are only looked up as if they were multiplied",
+            "6 N counts biases, norms and embedding tables like matrix products",
         ),
     ),
     scope="layer",
 )
 SCALING = FormulaSource(
     "scaling-book",
-    "jax-ml.github.io/scaling-book: rules of thumb for short rows",
+    "jax-ml.github.io/scaling-book: rules of thumb for short sequences",
     (
-        PublishedFormula("training, FLOP", "6 N b s", lambda m: 6 * m.N * m.b * m.s, _SIX_N_ASSUMPTIONS),
+        PublishedFormula("training FLOPs", "6 N b s", lambda m: 6 * m.N * m.b * m.s, _SIX_N_ASSUMPTIONS),
         PublishedFormula(
-            "training, FLOP",
+            "training FLOPs",
             "8 N b s, blocks recomputed",
             lambda m: 8 * m.N * m.b * m.s,
-            f"{_SIX_N_ASSUMPTIONS}; a third forward",
+            f"{_SIX_N_ASSUMPTIONS}; it includes a second forward pass",
         ),
         PublishedFormula(
-            "activations, bytes",
-            "20 tensors of b s h a layer",
-            lambda m: _bytes_per_channel(m, 40),
-            "a count by the thumb",
+            "activation bytes",
+            "20 tensors of b s h per layer",
+            lambda m: _hidden_state_bytes(m, 40),
+            "a rule of thumb",
         ),
         PublishedFormula(
-            "activations, bytes",
-            "7 of them, products kept",
-            lambda m: _bytes_per_channel(m, 14),
-            "the rest is recomputed",
+            "activation bytes",
+            "7 tensors of b s h per layer, matrix products saved",
+            lambda m: _hidden_state_bytes(m, 14),
+            "everything else is recomputed",
         ),
         PublishedFormula(
-            "activations, bytes",
-            "1 of them, blocks recomputed",
-            lambda m: _bytes_per_channel(m, 2),
-            "all is recomputed",
+            "activation bytes",
+            "1 tensor of b s h per layer, blocks recomputed",
+            lambda m: _hidden_state_bytes(m, 2),
+            "everything is recomputed",
         ),
     ),
 )
-FORMULA_SOURCES: dict[str, FormulaSource] = {one.name: one for one in (ZHIHU, SEEDS, PAPER, PALM, SCALING)}
+FORMULA_SOURCES: dict[str, FormulaSource] = {source.name: source for source in (ZHIHU, SEEDS, PAPER, PALM, SCALING)}

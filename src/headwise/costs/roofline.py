@@ -1,4 +1,7 @@
-"""What machines can do at most, from a table, and what follows from it: the roofline."""
+"""Roofline model: peak FLOP/s, bandwidth and memory of devices, and the least time that an operation takes on one.
+
+Devices come from `hardware.toml`; the device "here" is the machine that runs this, which is measured once.
+"""
 
 from __future__ import annotations
 
@@ -24,25 +27,25 @@ from .flops import AttentionComponent, ForwardCall, ModelComponent, cached_numbe
 
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 STORAGE_BYTES = DTYPE_BYTES | {"int8": 1}
-SCALE_BYTES = 4  # bytes of the float32 number that a row of int8 is multiplied with
+SCALE_BYTES = 4  # bytes of the float32 scale of an int8 row
 THIS_MACHINE = "here"
 HARDWARE_TABLE = tomllib.loads(files("headwise.costs").joinpath("hardware.toml").read_text())
 
 
 @dataclass(frozen=True)
 class Device:
-    """FLOPs a second by precision, bytes a second, bytes of memory."""
+    """A device: peak FLOPs per second by precision, bandwidth in bytes per second, and memory in bytes."""
 
     name: str
     description: str
     flops: Mapping[str, float]
     bandwidth: float
     memory: float
-    kind: str = "cuda"  # what torch calls it
+    kind: str = "cuda"  # torch.device.type
 
     @staticmethod
     def from_name(name: str) -> Device:
-        """The machine of this name; "here" is the one that runs this, measured when first asked for.
+        """Return the device with this name; "here" is the machine that runs this, measured on first use.
 
         >>> round(Device.from_name("h200").ridge_point("bf16"), 1)
         206.0
@@ -56,31 +59,31 @@ class Device:
         return Device(name, row["what"], flops, row["gbps"] * 1e9, row["gb"] * 1e9, row.get("kind", "cuda"))
 
     def with_efficiency(self, compute: float = 1.0, bandwidth: float = 1.0) -> Device:
-        """The same machine when programs reach only these shares of its products and of its bandwidth.
+        """Return the device with its peak compute and bandwidth multiplied by these shares.
 
         >>> Device.from_name("h200").with_efficiency(compute=0.5).flops["bf16"]
         494500000000000.0
         """
-        for name, share in (("products", compute), ("memory", bandwidth)):
+        for name, share in (("compute", compute), ("bandwidth", bandwidth)):
             if not 0 < share <= 1:
-                raise SpecError(f"{name}={share!r} is no share of what a machine can do; give more than 0, at most 1")
+                raise SpecError(f"efficiency of {name} must be greater than 0 and at most 1, got {share!r}")
         flops = {dtype: rate * compute for dtype, rate in self.flops.items()}
         less = [
             f"{share:.0%} of its {name}"
-            for name, share in (("products", compute), ("bandwidth", bandwidth))
+            for name, share in (("peak FLOP/s", compute), ("bandwidth", bandwidth))
             if share < 1
         ]
         what = f"{self.description}, reaching {' and '.join(less)}" if less else self.description
         return replace(self, description=what, flops=flops, bandwidth=self.bandwidth * bandwidth)
 
     def ridge_point(self, dtype: str) -> float:
-        """FLOPs a byte at which products begin to take longer than memory."""
+        """FLOPs per byte above which an operation is compute-bound."""
         return self.flops[dtype] / self.bandwidth
 
     def compute_bound_tokens(self, dtype: str, weights: str = "") -> float:
-        """Tokens in a step from which a product with a matrix waits for compute, its in- and output left out.
+        """Number of tokens per step above which the product with a weight matrix is compute-bound.
 
-        Two FLOPs for each number of the matrix and token, against the bytes of that number:
+        A token needs two FLOPs per weight, against the bytes of that weight; inputs and outputs are neglected.
 
         >>> [round(Device.from_name(name).compute_bound_tokens("bf16")) for name in ("a100", "h100", "h200")]
         [153, 295, 206]
@@ -90,19 +93,19 @@ class Device:
         return self.ridge_point(dtype) * STORAGE_BYTES[weights or dtype] / 2
 
     def min_seconds(self, flops: int, moved: int, dtype: str) -> float:
-        """Seconds at least: products and memory overlap at best."""
+        """Lower bound of the time, in seconds, if compute and memory transfers overlap completely."""
         return max(flops / self.flops[dtype], moved / self.bandwidth)
 
     def limiting_resource(self, flops: int, moved: int, dtype: str) -> str:
-        """Which of the two it waits for."""
+        """Whether the operation is bound by "compute" or by "memory"."""
         return "compute" if flops / self.flops[dtype] >= moved / self.bandwidth else "memory"
 
 
 @dataclass(frozen=True)
 class NumberFormats:
-    """How numbers are held: those that products are made of, those of weights, and those that are remembered.
+    """Number formats of matrix products, of the stored weights, and of the KV cache.
 
-    Weights and cache are held as products are made unless said; int8 has a float32 scale for each row.
+    Weights and cache default to the format of the products; int8 has one float32 scale per row.
 
     >>> NumberFormats("bf16", cache="int8")
     NumberFormats(compute='bf16', weights='bf16', cache='int8')
@@ -115,14 +118,14 @@ class NumberFormats:
     def __post_init__(self) -> None:
         dtype_bytes(self.compute)
         for name in ("weights", "cache"):
-            said = getattr(self, name) or self.compute
-            if said not in STORAGE_BYTES:
-                raise SpecError(f"{name}={said!r} is unknown; {suggest(said, STORAGE_BYTES)}")
-            object.__setattr__(self, name, said)
+            dtype = getattr(self, name) or self.compute
+            if dtype not in STORAGE_BYTES:
+                raise SpecError(f"{name}={dtype!r} is unknown; {suggest(dtype, STORAGE_BYTES)}")
+            object.__setattr__(self, name, dtype)
 
 
 def dtype_bytes(dtype: str) -> int:
-    """Bytes of one number that products are made of.
+    """Bytes of one number of a format that matrix products are computed in.
 
     >>> dtype_bytes("bf16")
     2
@@ -133,9 +136,9 @@ def dtype_bytes(dtype: str) -> int:
 
 
 def stored_bytes(shape: Sequence[int], dtype: str) -> int:
-    """Bytes of a tensor held so; of int8 each row along the last axis has a scale.
+    """Bytes of a tensor stored in this format; in int8, each row along the last axis has a float32 scale.
 
-    Keys of 8 heads and 128 channels, of one token:
+    The keys of one token, with 8 heads of 128 channels:
 
     >>> stored_bytes((8, 128), "bf16"), stored_bytes((8, 128), "int8")
     (2048, 1056)
@@ -146,25 +149,20 @@ def stored_bytes(shape: Sequence[int], dtype: str) -> int:
 
 DEFAULT_FORMATS = NumberFormats()
 
-# --- The machine that runs this, measured --------------------------------------------------------------
+# --- Measuring the machine that runs this --------------------------------------------------------------
 
-MEASURE_SECONDS = 0.25  # of one measurement: there are about ten
-MATRIX_SIZES = (
-    128,
-    512,
-    2048,
-    8192,
-)  # rows of the matrices that are multiplied, while the next would not take too long
-COPY_BYTES = 2**28  # bytes, more than processors keep near themselves
+MEASURE_SECONDS = 0.25  # time limit of one measurement; there are about ten
+MATRIX_SIZES = (128, 512, 2048, 8192)  # measured in this order until the next one would exceed MEASURE_SECONDS
+COPY_BYTES = 2**28  # larger than the caches of processors
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 CGROUP_MEMORY_FILE = Path("/sys/fs/cgroup/memory.max")
 AGE_UNITS = ((86400, "day"), (3600, "hour"), (60, "minute"))
-_MEASURED_DEVICES: dict[str, Device] = {}  # measured in this process already, or read from the user's folder
+_MEASURED_DEVICES: dict[str, Device] = {}  # measured by this process, or read from the user's cache folder
 
 
 @dataclass(frozen=True)
 class DeviceMeasurement:
-    """What was found of a machine, and when, in seconds since 1970."""
+    """Measured rates and memory of a machine; `when` is the time of the measurement in seconds since 1970."""
 
     machine: str
     flops: dict[str, float]
@@ -174,31 +172,32 @@ class DeviceMeasurement:
     kind: str = "cpu"
 
     def to_device(self, now: float, note: str = "") -> Device:
-        """As a row of the table, with its age."""
+        """Return the measurement as a device whose description includes its age."""
         what = f"this machine ({self.machine}), measured {format_age(now - self.when)}{note}"
         return Device(THIS_MACHINE, what, self.flops, self.bandwidth, self.memory, self.kind)
 
 
 def get_this_machine() -> Device:
-    """This machine as it was measured last, by this process or an earlier one; measured now where it was not."""
+    """Return the last measurement of this machine, by this or an earlier process; measure it if there is none."""
     name = _machine_name()
     if name not in _MEASURED_DEVICES:
-        found = _read_measurement(name)
-        _MEASURED_DEVICES[name] = (
-            _store_measurement(measure_machine(name)) if found is None else found.to_device(time.time())
-        )
+        measurement = _read_measurement(name)
+        if measurement is None:
+            _MEASURED_DEVICES[name] = _store_measurement(measure_machine(name))
+        else:
+            _MEASURED_DEVICES[name] = measurement.to_device(time.time())
     return _MEASURED_DEVICES[name]
 
 
 def remeasure_this_machine() -> Device:
-    """This machine, measured now, whatever was known of it."""
+    """Measure this machine again and replace the stored measurement."""
     name = _machine_name()
     _MEASURED_DEVICES[name] = _store_measurement(measure_machine(name))
     return _MEASURED_DEVICES[name]
 
 
 def format_age(seconds: float) -> str:
-    """How long ago that was.
+    """Format the age of a measurement.
 
     >>> format_age(5), format_age(7200), format_age(86400 * 3.5)
     ('just now', '2 hours ago', '3 days ago')
@@ -211,7 +210,7 @@ def format_age(seconds: float) -> str:
 
 
 def _machine_name() -> str:
-    """What measurements belong to: the processor, how many threads torch uses of it, and torch."""
+    """Key of a measurement: the GPU, or the processor and torch's number of threads; and the version of torch."""
     if torch.cuda.is_available():
         return f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
     threads = torch.get_num_threads()
@@ -219,7 +218,7 @@ def _machine_name() -> str:
 
 
 def processor_name() -> str:
-    """The name of the processor, as the system says it."""
+    """The processor's name as the operating system reports it."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -233,37 +232,36 @@ def _measurement_path(machine: str) -> Path:
 
 
 def _read_measurement(machine: str) -> DeviceMeasurement | None:
-    """What was kept of this machine; nothing where that is missing, of another, or damaged."""
+    """Read the stored measurement of this machine; None if there is none, or if it is of another machine or damaged."""
     try:
-        told: dict[str, Any] = json.loads(_measurement_path(machine).read_text())
-        found = DeviceMeasurement(**told)
-        rates = [*found.flops.values(), found.bandwidth, found.memory, found.when]
-        sound = all(isinstance(rate, float) and math.isfinite(rate) and rate > 0 for rate in rates)
-        whole = (
-            sound
-            and set(found.flops) == set(DTYPE_BYTES)
-            and found.machine == machine
-            and found.kind in ("cpu", "cuda")
+        fields: dict[str, Any] = json.loads(_measurement_path(machine).read_text())
+        measurement = DeviceMeasurement(**fields)
+        numbers = [*measurement.flops.values(), measurement.bandwidth, measurement.memory, measurement.when]
+        is_valid = (
+            all(isinstance(number, float) and math.isfinite(number) and number > 0 for number in numbers)
+            and set(measurement.flops) == set(DTYPE_BYTES)
+            and measurement.machine == machine
+            and measurement.kind in ("cpu", "cuda")
         )
-    except (OSError, RuntimeError, ValueError, TypeError, AttributeError):  # RuntimeError: there is no home
+    except (OSError, RuntimeError, ValueError, TypeError, AttributeError):  # RuntimeError: no home folder
         return None
-    return found if whole else None
+    return measurement if is_valid else None
 
 
-def _store_measurement(found: DeviceMeasurement) -> Device:
-    """Written into the user's folder where that can be; where it cannot, the device says so."""
+def _store_measurement(measurement: DeviceMeasurement) -> Device:
+    """Store a measurement in the user's cache folder; if that fails, the device's description includes the reason."""
     try:
-        path = _measurement_path(found.machine)
+        path = _measurement_path(measurement.machine)
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, json.dumps(asdict(found)).encode())
+        write_atomically(path, json.dumps(asdict(measurement)).encode())
     except (OSError, RuntimeError) as error:
         reason = str(error).partition(";")[0]
-        return found.to_device(found.when, f", not kept for the next time: {reason}")
-    return found.to_device(found.when)
+        return measurement.to_device(measurement.when, f", not stored for next time: {reason}")
+    return measurement.to_device(measurement.when)
 
 
 def measure_machine(machine: str) -> DeviceMeasurement:
-    """A large product for each precision, the faster of a large copy and a large sum, and the memory there is."""
+    """Measure matrix products in each precision, the faster of a large copy and a large sum, and the memory."""
     kind = accelerator_type()
     memory = float(torch.cuda.mem_get_info()[1] if kind == "cuda" else _available_memory())
     flops = {name: _measure_matmul_flops(dtype) for name, dtype in TORCH_DTYPES.items()}
@@ -281,18 +279,18 @@ def measure_machine(machine: str) -> DeviceMeasurement:
 
 
 def _measure_matmul_flops(dtype: torch.dtype) -> float:
-    """FLOPs a second of square matrices, of the largest that do not take too long."""
-    found = 0.0
+    """Best FLOP/s of square matrix products; larger sizes are tried until one would exceed MEASURE_SECONDS."""
+    best = 0.0
     for size in MATRIX_SIZES:
-        if found and 2 * size**3 > found * MEASURE_SECONDS:
+        if best and 2 * size**3 > best * MEASURE_SECONDS:
             break
         a, b = (torch.randn(size, size, device=accelerator_type()).to(dtype) for _ in range(2))
-        found = max(found, 2 * size**3 / time_run(lambda a=a, b=b: a @ b, MEASURE_SECONDS))
-    return found
+        best = max(best, 2 * size**3 / time_run(lambda a=a, b=b: a @ b, MEASURE_SECONDS))
+    return best
 
 
 def time_run(run: Callable[[], Any], max_seconds: float) -> float:
-    """Seconds of one run, at best of as many as the time allows, after one that does not count."""
+    """Time of the fastest run, in seconds: repeat for `max_seconds` after one warm-up run."""
     run()
     synchronize_device()
     begun, best = time.perf_counter(), math.inf
@@ -307,33 +305,33 @@ def time_run(run: Callable[[], Any], max_seconds: float) -> float:
 
 
 def accelerator_type() -> str:
-    """The kind of device that is measured: a GPU where torch has one."""
+    """Type of the device to measure: "cuda" if torch has a GPU, else "cpu"."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def synchronize_device() -> None:
-    """Until a GPU has done all it was asked for; others have."""
+    """Wait until a GPU has finished its work; return at once on a CPU."""
     if accelerator_type() == "cuda":
         torch.cuda.synchronize()
 
 
 def _available_memory() -> int:
-    """Bytes of memory, or of the share that a container may use."""
-    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    """Bytes of main memory, or the container's limit if that is lower."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
-        return min(whole, int(CGROUP_MEMORY_FILE.read_text()))
+        return min(total, int(CGROUP_MEMORY_FILE.read_text()))
     except (OSError, ValueError):  # no container, or "max"
-        return whole
+        return total
 
 
 # --- The roofline --------------------------------------------------------------------------------------
 
-OPERATION_LABELS = {"feed": "feed-forward"}  # of what is not named by its role
+OPERATION_LABELS = {"feed": "feed-forward"}  # roles whose label differs from the role
 
 
 @dataclass(frozen=True)
 class RooflineOperation:
-    """One part of a call: its FLOPs, the bytes it moves, and what follows on a machine."""
+    """One operation of a call: FLOPs, bytes moved, and its time and limiting resource on a device."""
 
     name: str
     flops: int
@@ -343,12 +341,12 @@ class RooflineOperation:
 
     @property
     def intensity(self) -> float:
-        """FLOPs a byte."""
+        """Arithmetic intensity in FLOPs per byte."""
         return self.flops / self.moved if self.moved else 0.0
 
 
 class LayerOperation(NamedTuple):
-    """One operation of one layer, and how many layers have it."""
+    """One operation of one layer, and the number of layers that have it."""
 
     name: str
     flops: int
@@ -359,72 +357,78 @@ class LayerOperation(NamedTuple):
 def list_operations(
     components: Iterable[ModelComponent], call: ForwardCall, dtype: str, device: str
 ) -> tuple[RooflineOperation, ...]:
-    """Every operation of a call, that of all layers as one; layers run one after another."""
-    every = [
-        part
-        for piece in components
-        for part in _component_operations(piece, call, dtype_bytes(dtype))
-        if part.flops or part.bytes_moved
+    """List the operations of a call on a device; operations of the same name are summed over the layers."""
+    layer_operations = [
+        operation
+        for component in components
+        for operation in _component_operations(component, call, dtype_bytes(dtype))
+        if operation.flops or operation.bytes_moved
     ]
-    machine = Device.from_name(device)
-    return tuple(
-        _combine_layers(name, [part for part in every if part.name == name], machine, dtype)
-        for name in dict.fromkeys(part.name for part in every)
-    )
+    target = Device.from_name(device)
+    by_name: dict[str, list[LayerOperation]] = {}
+    for operation in layer_operations:
+        by_name.setdefault(operation.name, []).append(operation)
+    return tuple(_combine_layers(name, operations, target, dtype) for name, operations in by_name.items())
 
 
-def merge_operations(name: str, some: Iterable[RooflineOperation]) -> RooflineOperation:
-    """Several operations one after another; they wait for what most of the time is waited for."""
-    every = list(some)
-    waits = {bound: sum(one.seconds for one in every if one.bound == bound) for bound in ("compute", "memory")}
+def merge_operations(name: str, operations: Iterable[RooflineOperation]) -> RooflineOperation:
+    """Sum operations that run one after another; the sum is bound by the resource that limits most of its time."""
+    operations = list(operations)
+    seconds_by_bound = {
+        bound: sum(operation.seconds for operation in operations if operation.bound == bound)
+        for bound in ("compute", "memory")
+    }
     return RooflineOperation(
         name,
-        sum(one.flops for one in every),
-        sum(one.moved for one in every),
-        sum(one.seconds for one in every),
-        max(waits, key=waits.__getitem__),
+        sum(operation.flops for operation in operations),
+        sum(operation.moved for operation in operations),
+        sum(operation.seconds for operation in operations),
+        max(seconds_by_bound, key=seconds_by_bound.__getitem__),
     )
 
 
-def _combine_layers(name: str, parts: list[LayerOperation], machine: Device, dtype: str) -> RooflineOperation:
+def _combine_layers(name: str, operations: list[LayerOperation], device: Device, dtype: str) -> RooflineOperation:
     return merge_operations(
         name,
         [
             RooflineOperation(
                 name,
-                part.num_layers * part.flops,
-                part.num_layers * part.bytes_moved,
-                part.num_layers * machine.min_seconds(part.flops, part.bytes_moved, dtype),
-                machine.limiting_resource(part.flops, part.bytes_moved, dtype),
+                operation.num_layers * operation.flops,
+                operation.num_layers * operation.bytes_moved,
+                operation.num_layers * device.min_seconds(operation.flops, operation.bytes_moved, dtype),
+                device.limiting_resource(operation.flops, operation.bytes_moved, dtype),
             )
-            for part in parts
+            for operation in operations
         ],
     )
 
 
-def _component_operations(piece: ModelComponent, call: ForwardCall, each: int) -> Iterator[LayerOperation]:
-    if not isinstance(piece, AttentionComponent):
-        flops = sum(one.flops for one in piece.required_products(call))
-        yield LayerOperation(
-            OPERATION_LABELS.get(piece.role, piece.role), flops, each * piece.numbers_moved(call), piece.times
-        )
+def _component_operations(component: ModelComponent, call: ForwardCall, number_bytes: int) -> Iterator[LayerOperation]:
+    """Yield the operations of one layer: projections and core of an attention layer, or one for other components."""
+    if not isinstance(component, AttentionComponent):
+        flops = sum(product.flops for product in component.required_products(call))
+        label = OPERATION_LABELS.get(component.role, component.role)
+        yield LayerOperation(label, flops, number_bytes * component.numbers_moved(call), component.times)
         return
-    work, spec = piece.work(call), piece.spec
-    every = list(piece.required_products(call))
-    core = sum(one.flops for one in every if one.name.startswith("core"))
-    around = sum(one.flops for one in every) - core
-    spoken = work.queries * (spec.heads.q * spec.core.dim + len(spec.score_head_of_row) * spec.core.vdim)
-    told = work.new_tokens * spec.source if spec.source else 0
-    moved = each * (piece.num_weights_read(call) + work.batch * (work.queries * 2 * spec.model + told))
-    yield LayerOperation(f"{piece.role} projections", around, moved, piece.times)
-    read = work.batch * (_cached_bytes_read(piece, work, call, each) + each * spoken)
-    yield LayerOperation(f"{piece.role} core", core, read, piece.times)
+    work, spec = component.work(call), component.spec
+    products = list(component.required_products(call))
+    core_flops = sum(product.flops for product in products if product.name.startswith("core"))
+    projection_flops = sum(product.flops for product in products) - core_flops
+    source_numbers = work.new_tokens * spec.source if spec.source else 0
+    input_output_numbers = work.batch * (work.queries * 2 * spec.model + source_numbers)
+    moved = number_bytes * (component.num_weights_read(call) + input_output_numbers)
+    yield LayerOperation(f"{component.role} projections", projection_flops, moved, component.times)
+    query_output_numbers = work.queries * (spec.heads.q * spec.core.dim + len(spec.score_head_of_row) * spec.core.vdim)
+    cached_bytes = _cached_bytes_read(component, work, call, number_bytes)
+    moved = work.batch * (cached_bytes + number_bytes * query_output_numbers)
+    yield LayerOperation(f"{component.role} core", core_flops, moved, component.times)
 
 
-def _cached_bytes_read(piece: AttentionComponent, work: CallSize, call: ForwardCall, each: int) -> int:
-    """Bytes that one row reads of what is remembered: each token once, or its state in and out."""
-    spec, heads = piece.spec, piece.spec.heads
-    kept = cached_numbers(spec).total
+def _cached_bytes_read(component: AttentionComponent, work: CallSize, call: ForwardCall, number_bytes: int) -> int:
+    """Bytes of keys and values that one row reads, each token once; a recurrent state is read and written per step."""
+    spec, heads = component.spec, component.spec.heads
+    cached = cached_numbers(spec).total
     if spec.is_recurrent and call.mode == "steps":
-        return 2 * kept * max(each, 4) * work.queries
-    return work.keys * each * (heads.kv * heads.dim + heads.num_value_heads * heads.vdim if spec.is_recurrent else kept)
+        return 2 * cached * max(number_bytes, 4) * work.queries
+    per_token = heads.kv * heads.dim + heads.num_value_heads * heads.vdim if spec.is_recurrent else cached
+    return work.keys * number_bytes * per_token

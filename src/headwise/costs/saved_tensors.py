@@ -1,4 +1,8 @@
-"""What autograd keeps of a run until the way back: each memory once, under the step that kept it."""
+"""Record the tensors that autograd saves for the backward pass, and infer formulas of their sizes.
+
+`SavedTensorRecorder` lists the saved tensors of a run, each storage once. `record_meta_run` does so for a layer on meta
+tensors, as if it ran on a CPU or on CUDA. `infer_formulas` turns two runs of different sizes into a formula per step.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +30,9 @@ BACKENDS_PREFIX = f"{backends.__name__}."
 
 @dataclass
 class SavedTensor:
-    """One memory that is kept: who kept it, its dtype, the shape of what lies in it, its bytes.
+    """One saved storage: the step that saved it, its dtype, shape and bytes.
 
-    `core` says that it was kept between queries, keys and values and what is read of them, and nowhere else.
+    `in_core` is true if only the attention core saved it, that is, a backend between q, k, v and the head outputs.
     """
 
     step: str
@@ -39,34 +43,35 @@ class SavedTensor:
 
     @staticmethod
     def from_tensor(tensor: Tensor, step: str, core: bool = False) -> SavedTensor:
-        """All that lies in the memory of this tensor, of which it may be a part."""
+        """Describe the whole storage of a tensor, even if the tensor is a view of a part."""
         return SavedTensor(step, tensor.dtype, _storage_shape(tensor), tensor.untyped_storage().nbytes(), core)
 
 
 class SavedTensorRecorder:
-    """Notes what is kept while it is on. Parameters and constants are there anyway and do not count.
+    """Context manager that records what autograd saves; the `owned` tensors (parameters, buffers) do not count.
 
     >>> import headwise as hw
     >>> layer, x = hw.Attention(hw.design(model=8, heads=2), backend="dense"), torch.randn(3, 5, 8)
-    >>> with SavedTensorRecorder.for_module(layer) as watch:
+    >>> with SavedTensorRecorder.for_module(layer) as recorder:
     ...     y = layer(x)
-    >>> watch.total_bytes == 4 * (5 * 3 * 5 * 8 + 2 * 3 * 2 * 5 * 5) + 2 * 5 * 5  # x, q, k, v, o; weights, masks
+    >>> recorder.total_bytes == 4 * (5 * 3 * 5 * 8 + 2 * 3 * 2 * 5 * 5) + 2 * 5 * 5  # x, q, k, v, o; weights, masks
     True
     """
 
     def __init__(self, owned: Iterable[Tensor], steps: Mapping[int, str]) -> None:
-        self.saved: dict[int, SavedTensor] = {}
-        self.named: dict[int, str] = {}  # memories whose name is known better than by who kept them
+        self.saved: dict[int, SavedTensor] = {}  # by address of the storage
+        self._labels: dict[int, str] = {}  # storages with a name that is better than the step that saved them
         self._owned = {storage_address(tensor): tensor for tensor in owned}
-        self.handed: Sequence[Tensor] = ()  # what a backend was handed
-        self._steps, self._alive = steps, list[Tensor]()  # alive, so that no address is used twice
+        self._core_inputs: Sequence[Tensor] = ()
+        self._steps = steps
+        self._alive: list[Tensor] = []  # referenced, so that no address is reused during the recording
         self._hooks = saved_tensors_hooks(self._record, _identity)
 
     @staticmethod
     def for_module(net: nn.Module, spec: AttentionSpec | None = None) -> SavedTensorRecorder:
-        """A watch over a module; with the spec of a layer, steps go by the names of its parts."""
-        parts = {} if spec is None else {id(part): name for name, part in spec.parts()}
-        return SavedTensorRecorder([*net.parameters(), *net.buffers()], parts)
+        """Create a recorder for a module; with the spec of a layer, steps are named after its parts."""
+        part_names = {} if spec is None else {id(part): name for name, part in spec.parts()}
+        return SavedTensorRecorder([*net.parameters(), *net.buffers()], part_names)
 
     def __enter__(self) -> SavedTensorRecorder:
         self._hooks.__enter__()
@@ -77,72 +82,72 @@ class SavedTensorRecorder:
 
     @property
     def total_bytes(self) -> int:
-        """All bytes that are kept."""
+        """Total bytes of the saved storages."""
         return sum(saved.nbytes for saved in self.saved.values())
 
     def label_storage(self, tensor: Tensor, name: str) -> None:
-        """Call this memory so, whoever keeps it."""
-        self.named[storage_address(tensor)] = name
+        """Give the storage of a tensor a name, which replaces that of the step that saves it."""
+        self._labels[storage_address(tensor)] = name
         self._alive.append(tensor)
 
     def _record(self, tensor: Tensor) -> Tensor:
-        where = storage_address(tensor)
-        if where in self._owned:
+        address = storage_address(tensor)
+        if address in self._owned:
             return tensor
-        step, core = self._current_part()
-        if where in self.saved:
-            self.saved[where].in_core &= core
+        step, in_core = self._current_step()
+        if address in self.saved:
+            self.saved[address].in_core &= in_core
             return tensor
         self._alive.append(tensor)
-        self.saved[where] = SavedTensor.from_tensor(tensor, step, core)
+        self.saved[address] = SavedTensor.from_tensor(tensor, step, in_core)
         return tensor
 
     def tensors_by_step(self) -> list[SavedTensor]:
-        """What was kept, in order, by the best name there is."""
-        for where, saved in self.saved.items():
-            saved.step = self.named.get(where, saved.step)
+        """Return the saved tensors in the order of the forward pass, with their labels as steps if they have one."""
+        for address, saved in self.saved.items():
+            saved.step = self._labels.get(address, saved.step)
         return list(self.saved.values())
 
     def tensors_outside_core(self) -> list[SavedTensor]:
-        """What would be kept if the core were computed anew on the way back: all but its own, and what it is handed."""
+        """Return what would be saved if the core were recomputed: all but the core's own tensors, and its inputs."""
         self.tensors_by_step()
-        kept = {where: saved for where, saved in self.saved.items() if not saved.in_core}
-        handed = {storage_address(tensor): tensor for tensor in self.handed}
+        outside = {address: saved for address, saved in self.saved.items() if not saved.in_core}
+        inputs = {storage_address(tensor): tensor for tensor in self._core_inputs}
         return [
-            *kept.values(),
+            *outside.values(),
             *(
-                SavedTensor.from_tensor(handed[w], "core.inputs")
-                for w in handed
-                if w not in kept and w not in self._owned
+                SavedTensor.from_tensor(tensor, "core.inputs")
+                for address, tensor in inputs.items()
+                if address not in outside and address not in self._owned
             ),
         ]
 
-    def _current_part(self) -> tuple[str, bool]:
-        """The part and the method of it that is running, asked of the interpreter; and whether in a backend."""
-        frame, owner, step, core = sys._getframe(2), None, "", False
+    def _current_step(self) -> tuple[str, bool]:
+        """Find the part and method that is running in the interpreter's frames, and whether a backend called it."""
+        frame, owner, step, in_core = sys._getframe(2), None, "", False
         while frame is not None:
-            me = frame.f_locals.get("self")
-            if isinstance(me, Part) and owner in (None, id(me)):
-                owner = id(me)
-                step = f"{self._steps.get(owner, type(me).__name__)}.{frame.f_code.co_name}"
+            instance = frame.f_locals.get("self")
+            if isinstance(instance, Part) and owner in (None, id(instance)):
+                owner = id(instance)
+                step = f"{self._steps.get(owner, type(instance).__name__)}.{frame.f_code.co_name}"
             if frame.f_globals.get("__name__", "").startswith(BACKENDS_PREFIX):
-                core = True
-                self.handed = self.handed or iter_tensors(frame.f_locals.get("inputs"))
+                in_core = True
+                self._core_inputs = self._core_inputs or iter_tensors(frame.f_locals.get("inputs"))
             frame = frame.f_back
-        return step or ("attend" if core else "layer"), core
+        return step or ("attend" if in_core else "layer"), in_core
 
 
 def storage_address(tensor: Tensor) -> int:
-    """What tells one memory from another, on devices that have none too."""
+    """Return a number that identifies a storage, also on the meta device, where data pointers are 0."""
     return tensor.untyped_storage()._cdata
 
 
-def iter_tensors(told: Any) -> list[Tensor]:
-    """Every tensor in what a call was handed."""
-    if isinstance(told, Tensor):
-        return [told]
-    inside = told.values() if isinstance(told, Mapping) else told if isinstance(told, tuple) else ()
-    return [tensor for item in inside for tensor in iter_tensors(item)]
+def iter_tensors(value: Any) -> list[Tensor]:
+    """Return every tensor in a value, which may be nested tuples and mappings."""
+    if isinstance(value, Tensor):
+        return [value]
+    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, tuple) else ()
+    return [tensor for item in items for tensor in iter_tensors(item)]
 
 
 def _identity(tensor: Tensor) -> Tensor:
@@ -150,23 +155,23 @@ def _identity(tensor: Tensor) -> Tensor:
 
 
 def _storage_shape(tensor: Tensor) -> tuple[int, ...]:
-    """The axes of all that lies in the memory of a tensor, of which it may be a part."""
+    """Return the shape of the tensor, or of its base if that fills the storage; otherwise the number of elements."""
     count = tensor.untyped_storage().nbytes() // tensor.element_size()
     base = tensor._base
-    for told in (tensor, *(() if base is None else (base,))):
-        if told.numel() == count:
-            return tuple(told.shape)
+    for candidate in (tensor, *(() if base is None else (base,))):
+        if candidate.numel() == count:
+            return tuple(candidate.shape)
     return (count,)
 
 
-# --- A layer that runs without memory or numbers, and what autograd would keep of it -------------------
+# --- Running a layer on meta tensors -------------------------------------------------------------------
 
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 CPU_FLASH_OP = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
 class CallSizes(NamedTuple):
-    """Rows, tokens of a row, and tokens of a source, which are those of the row when it reads itself."""
+    """Batch size, tokens per row, and tokens of the source, which equal those of the row for self-attention."""
 
     batch: int
     tokens: int
@@ -174,7 +179,7 @@ class CallSizes(NamedTuple):
 
 
 class SavedTensorRun(NamedTuple):
-    """What a run keeps, in order, and without the core's own; and whether a fused kernel read the values."""
+    """What a run saves, in order; what it saves if the core is recomputed; and whether attention was fused."""
 
     saved: Sequence[SavedTensor]
     outside_core: Sequence[SavedTensor]
@@ -184,34 +189,36 @@ class SavedTensorRun(NamedTuple):
 def record_meta_run(
     spec: AttentionSpec, sizes: CallSizes, backend: str, dtype: str, device: str = "cpu"
 ) -> SavedTensorRun:
-    """A layer of this spec in training on tensors of these sizes, of which only the shapes are there.
+    """Run a layer of this spec on meta tensors of these sizes, and record what it saves in training.
 
     >>> import headwise as hw
-    >>> told = record_meta_run(hw.design(model=4096, heads=32), CallSizes(16, 32768, 32768), "sdpa", "bf16")
-    >>> [saved.step for saved in told.saved]
-    ['input', 'keys', 'queries', 'values', 'logsumexp', 'read']
+    >>> run = record_meta_run(hw.design(model=4096, heads=32), CallSizes(16, 32768, 32768), "sdpa", "bf16")
+    >>> [saved.step for saved in run.saved]
+    ['input', 'keys', 'queries', 'values', 'logsumexp', 'outputs']
     """
     with torch.device("meta"):
         layer = Attention(spec, backend=backend).to(TORCH_DTYPES[dtype])
-    like = {"dtype": TORCH_DTYPES[dtype], "device": "meta", "requires_grad": True}
-    x = torch.empty(sizes.batch, sizes.tokens, spec.model, **like)
-    z = None if spec.source is None else torch.empty(sizes.batch, sizes.source, spec.source, **like)
-    watch = SavedTensorRecorder.for_module(layer, spec)
-    watch.label_storage(x, "input")
-    if z is not None:
-        watch.label_storage(z, "source")
-    kernels = DeviceKernelMode(watch, device)
-    with watch, kernels:
-        layer(x, source=z)
-    return SavedTensorRun(watch.tensors_by_step(), watch.tensors_outside_core(), kernels.fused)
+    options = {"dtype": TORCH_DTYPES[dtype], "device": "meta", "requires_grad": True}
+    x = torch.empty(sizes.batch, sizes.tokens, spec.model, **options)
+    source = None if spec.source is None else torch.empty(sizes.batch, sizes.source, spec.source, **options)
+    recorder = SavedTensorRecorder.for_module(layer, spec)
+    recorder.label_storage(x, "input")
+    if source is not None:
+        recorder.label_storage(source, "source")
+    kernels = DeviceKernelMode(recorder, device)
+    with recorder, kernels:
+        layer(x, source=source)
+    return SavedTensorRun(recorder.tensors_by_step(), recorder.tensors_outside_core(), kernels.is_fused)
 
 
 class DeviceKernelMode(TorchFunctionMode):
-    """Runs what a device would run where tensors without memory do something else."""
+    """Replaces functions that run other kernels on the meta device than on the device to be simulated."""
 
-    def __init__(self, watch: SavedTensorRecorder, device: str) -> None:
+    def __init__(self, recorder: SavedTensorRecorder, device: str) -> None:
         super().__init__()
-        self.watch, self.cuda, self.fused = watch, device == "cuda", False
+        self.recorder = recorder
+        self.is_cuda = device == "cuda"
+        self.is_fused = False
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -219,45 +226,44 @@ class DeviceKernelMode(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
             return self._attend(*args, **kwargs)
-        if self.cuda and func in _ON_CUDA:
-            return _ON_CUDA[func](*args, **kwargs)
+        if self.is_cuda and func in _CUDA_REPLACEMENTS:
+            return _CUDA_REPLACEMENTS[func](*args, **kwargs)
         return func(*args, **kwargs)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None, **how: Any) -> Tensor:
-        causal, scale, grouped = (how.get(name) for name in ("is_causal", "scale", "enable_gqa"))
-        if not (self.cuda or _uses_fused_kernel((q, k, v), bias, bool(grouped))):
-            return F.scaled_dot_product_attention(q, k, v, bias, **how)
-        self.fused = True
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None, **options: Any) -> Tensor:
+        causal, scale, grouped = (options.get(name) for name in ("is_causal", "scale", "enable_gqa"))
+        if not (self.is_cuda or _uses_fused_kernel((q, k, v), bias, bool(grouped))):
+            return F.scaled_dot_product_attention(q, k, v, bias, **options)
+        self.is_fused = True
         if bias is not None and bias.dtype == torch.bool:
             bias = torch.where(bias, 0.0, -torch.inf).to(q.dtype)
-        if self.cuda:
+        if self.is_cuda:
             o, lse = _FusedAttention.apply(q, k, v, bias)
         else:
             o, lse = CPU_FLASH_OP(q, k, v, 0.0, bool(causal), attn_mask=bias, scale=scale)
-        named = {"queries": q, "keys": k, "values": v, "logsumexp": lse, "read": o}
-        named |= {} if bias is None else {"bias": bias}
-        for name, tensor in named.items():
-            self.watch.label_storage(tensor, name)
+        labels = {"queries": q, "keys": k, "values": v, "logsumexp": lse, "outputs": o}
+        labels |= {} if bias is None else {"bias": bias}
+        for name, tensor in labels.items():
+            self.recorder.label_storage(tensor, name)
         return o
 
 
 def _uses_fused_kernel(qkv: Sequence[Tensor], bias: Tensor | None, grouped: bool) -> bool:
-    """Whether torch would take the fused kernel of the CPU: asked of torch, about tensors of one token."""
-    few = [torch.zeros(1, t.shape[1], 1, t.shape[-1], dtype=t.dtype, device="cpu") for t in qkv]
-    few = [t.requires_grad_() for t in few]
+    """Ask torch, with CPU tensors of one token, whether it would run its fused CPU kernel."""
+    small = [torch.zeros(1, t.shape[1], 1, t.shape[-1], dtype=t.dtype, device="cpu").requires_grad_() for t in qkv]
     mask = None
     if bias is not None:
         mask = torch.zeros(1, 1, 1, 1, dtype=bias.dtype, device="cpu").requires_grad_(bias.requires_grad)
-    return bool(torch.ops.aten._fused_sdp_choice(few[0], few[1], few[2], mask, enable_gqa=grouped))
+    return bool(torch.ops.aten._fused_sdp_choice(small[0], small[1], small[2], mask, enable_gqa=grouped))
 
 
 class _FusedAttention(torch.autograd.Function):
-    """What the fused kernels of CUDA keep, but for a few bytes of random state and the padding of some."""
+    """Saves what the fused kernels of CUDA save, except a few bytes of random state and the padding of some."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
         batch, heads, tokens, _ = q.shape
-        o = q.new_empty(batch, tokens, heads, v.shape[-1]).transpose(1, 2)  # token by token, as the merge reads it
+        o = q.new_empty(batch, tokens, heads, v.shape[-1]).transpose(1, 2)  # contiguous as BTHD, as the merge reads it
         lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
         ctx.save_for_backward(q, k, v, *(() if bias is None else (bias,)), lse, o)
         ctx.mark_non_differentiable(lse)
@@ -265,65 +271,68 @@ class _FusedAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        raise NotImplementedError("nothing without numbers goes back")
+        raise NotImplementedError("backward is not available on meta tensors")
 
 
 class _FusedRMSNorm(torch.autograd.Function):
-    """What the fused RMSNorm of CUDA keeps: the input, one number a row, the weight."""
+    """Saves what the fused RMSNorm of CUDA saves: the input, one number per token, the weight."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor | None, over: int) -> Tensor:
-        scale = x.new_empty(x.shape[: x.dim() - over], dtype=torch.float32)
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, num_axes: int) -> Tensor:
+        scale = x.new_empty(x.shape[: x.dim() - num_axes], dtype=torch.float32)
         ctx.save_for_backward(x, scale, *(() if weight is None else (weight,)))
         return torch.empty_like(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        raise NotImplementedError("nothing without numbers goes back")
+        raise NotImplementedError("backward is not available on meta tensors")
 
 
 def _rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
-    return _FusedRMSNorm.apply(x, weight, len(shape))  # pyright: ignore[reportReturnType] - of a Function pyright knows no more
+    return _FusedRMSNorm.apply(x, weight, len(shape))  # pyright: ignore[reportReturnType] - Function.apply is untyped
 
 
 def _dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    """One byte for each element, where the CPU keeps one element for each."""
+    """CUDA's dropout, whose mask has one byte per element; that of the CPU has the dtype of the input."""
     return torch.native_dropout(x, p, True)[0] if training and p else x
 
 
-_ON_CUDA: dict[Any, Callable[..., Any]] = {F.rms_norm: _rms_norm, F.dropout: _dropout}
+_CUDA_REPLACEMENTS: dict[Any, Callable[..., Any]] = {F.rms_norm: _rms_norm, F.dropout: _dropout}
 
-# --- From two runs of different sizes, the formula of each memory --------------------------------------
+# --- Inferring formulas from two runs of different sizes -----------------------------------------------
 
-# Powers of rows, tokens and tokens of a source that one axis may hold, as when axes are laid out as one.
+# Powers of (rows, tokens, source tokens) that the size of one axis may contain, if several axes are merged into one.
 SIZE_POWERS = sorted(product((0, 1), (0, 1, 2), (0, 1, 2)), key=sum)
 HEAD_AXES = ("q", "kv", "v", "out", "voice")  # axes that count heads
-WIDTH_AXES = ("model", "dim", "vdim", "source")  # axes by which a last axis is called first
+WIDTH_AXES = ("model", "dim", "vdim", "source")  # names that are preferred for a last axis
 
-BytesByStep = dict[str, int]  # bytes by the step that keeps them, each number knowing its formula
+BytesByStep = dict[str, int]  # bytes by the step that saves them, as symbolic integers
 
 
 class SymbolicAxes:
-    """The sizes of a load under their letters, and of a spec under the names of its axes."""
+    """The sizes of a call under their letters (b, s, t), and those of a spec under the names of its axes."""
 
     def __init__(self, spec: AttentionSpec, load: CallSizes) -> None:
-        told, letter = (load.tokens, "s") if spec.source is None else (load.source, "t")
-        letters = SymbolicInt.of(load.batch, "b"), SymbolicInt.of(load.tokens, "s"), SymbolicInt.of(told, letter)
-        self.load, self.names = CallSizes(*letters), dict(_named_axis_sizes(spec))
+        source, letter = (load.tokens, "s") if spec.source is None else (load.source, "t")
+        self.load = CallSizes(
+            SymbolicInt.of(load.batch, "b"), SymbolicInt.of(load.tokens, "s"), SymbolicInt.of(source, letter)
+        )
+        self.names = dict(_named_axis_sizes(spec))
 
-    def infer_width(self, size: int, last: bool, rows: bool) -> list[int]:
-        """A size that is the same under every load, under the name of its axis where it has one."""
-        if last:
-            # Only what rows of tokens have may be a number of heads behind everything else: gates, say.
-            order = [*WIDTH_AXES, *(name for name in self.names if name not in HEAD_AXES), *(HEAD_AXES if rows else ())]
+    def infer_width(self, size: int, is_last: bool, has_rows: bool) -> list[int]:
+        """Return the factors, one or two named axes, of a size that does not depend on the call; or the size itself."""
+        if is_last:
+            # A last axis counts heads only in tensors that also have an axis of rows, such as gates.
+            widths = [*WIDTH_AXES, *(name for name in self.names if name not in HEAD_AXES)]
+            order = [*widths, *(HEAD_AXES if has_rows else ())]
         else:
             order = [*HEAD_AXES, *self.names]
-        told = {name: self.names[name] for name in order if name in self.names}
-        for known in told.values():
-            if known == size != 1:
-                return [known]
-        for many, wide in product(HEAD_AXES, told):
-            pair = [self.names[n] for n in (many, wide) if n in self.names]
+        candidates = {name: self.names[name] for name in order if name in self.names}
+        for axis_size in candidates.values():
+            if axis_size == size != 1:
+                return [axis_size]
+        for head_axis, axis in product(HEAD_AXES, candidates):
+            pair = [self.names[name] for name in (head_axis, axis) if name in self.names]
             if len(pair) == 2 and pair[0] * pair[1] == size and 1 not in pair:
                 return pair
         return [size]
@@ -331,36 +340,41 @@ class SymbolicAxes:
     def infer_factors(
         self, saved: SavedTensor, other: SavedTensor, sizes: tuple[CallSizes, CallSizes]
     ) -> list[int] | None:
-        """What the bytes of one memory of two runs are a product of; None where they are none."""
+        """Return the factors of the bytes of a tensor, given the same tensor of a second run; None if there are none.
+
+        `sizes` are the sizes of the two calls. An axis depends on the batch, on tokens, or on neither, as its two sizes
+        show.
+        """
         if len(saved.shape) != len(other.shape) or saved.dtype != other.dtype:
             return None
-        found, rows = [saved.dtype.itemsize], False
+        factors, has_rows = [saved.dtype.itemsize], False
         pairs = [pair for pair in zip(saved.shape, other.shape, strict=True) if pair != (1, 1)]
         for n, pair in enumerate(pairs, 1):
-            axis = self._axis(pair, sizes, (n == len(pairs), rows))
-            if axis is None:
+            axis_factors = self._axis_factors(pair, sizes, is_last=n == len(pairs), has_rows=has_rows)
+            if axis_factors is None:
                 return None
-            found += axis
-            rows = rows or self.load.batch in axis
-        return found
+            factors += axis_factors
+            has_rows = has_rows or self.load.batch in axis_factors
+        return factors
 
-    def _axis(
-        self, pair: tuple[int, int], sizes: tuple[CallSizes, CallSizes], where: tuple[bool, bool]
+    def _axis_factors(
+        self, pair: tuple[int, int], sizes: tuple[CallSizes, CallSizes], *, is_last: bool, has_rows: bool
     ) -> list[int] | None:
+        """Return the factors of one axis, whose sizes in the two runs are `pair`."""
         for powers in SIZE_POWERS:
-            one, two = (_product_of_powers(each, powers) for each in sizes)
-            if pair[0] * two == pair[1] * one and pair[0] % one == 0:
+            first, second = (_product_of_powers(call_sizes, powers) for call_sizes in sizes)
+            if pair[0] * second == pair[1] * first and pair[0] % first == 0:
                 letters = [size for size, times in zip(self.load, powers, strict=True) for _ in range(times)]
-                return letters + self.infer_width(pair[0] // one, *where)
-        for n in (1, 2):  # a token more, as of a sink
-            more = pair[0] - sizes[0][n]
-            if more == pair[1] - sizes[1][n]:
-                return [self.load[n] + more]
+                return letters + self.infer_width(pair[0] // first, is_last, has_rows)
+        for n in (1, 2):  # some tokens more than the call has, such as an attention sink
+            extra = pair[0] - sizes[0][n]
+            if extra == pair[1] - sizes[1][n]:
+                return [self.load[n] + extra]
         return None
 
 
 def _named_axis_sizes(spec: AttentionSpec) -> Iterator[tuple[str, int]]:
-    """Every axis of a spec with its size, and those that are laid end to end."""
+    """Yield every axis of a spec with its size, and concatenated axes with the sum of their sizes."""
     for _, part in spec.parts():
         sizes = spec.sizes_of(part)
         yield from ((name, SymbolicInt.of(size, name)) for name, size in sizes.items() if size > 1)
@@ -378,24 +392,27 @@ def _product_of_powers(sizes: CallSizes, powers: Sequence[int]) -> int:
 
 
 def infer_formulas(
-    kept: Sequence[SavedTensor], others: Sequence[SavedTensor], axes: SymbolicAxes, sizes: tuple[CallSizes, CallSizes]
+    tensors: Sequence[SavedTensor],
+    others: Sequence[SavedTensor],
+    axes: SymbolicAxes,
+    sizes: tuple[CallSizes, CallSizes],
 ) -> BytesByStep | None:
-    """The bytes of every step, from two runs; None where these are not alike."""
-    if [saved.step for saved in kept] != [other.step for other in others]:
+    """Infer the bytes of every step from two runs, as symbolic integers; None if the runs save different tensors."""
+    if [saved.step for saved in tensors] != [other.step for other in others]:
         return None
-    found: dict[str, dict[tuple[str, ...], int]] = {}
-    for saved, other in zip(kept, others, strict=True):
+    sums: dict[str, dict[tuple[str, ...], int]] = {}
+    for saved, other in zip(tensors, others, strict=True):
         factors = axes.infer_factors(saved, other, sizes)
         if factors is None:
             return None
-        step, value = found.setdefault(saved.step, {}), _symbolic_product(factors)
-        alike = tuple(sorted(factor.text for factor in factors if isinstance(factor, SymbolicInt)))
-        step[alike] = step[alike] + value if alike in step else value
-    return {name: _symbolic_sum(list(each.values())) for name, each in found.items()}
+        terms, value = sums.setdefault(saved.step, {}), _symbolic_product(factors)
+        key = tuple(sorted(factor.text for factor in factors if isinstance(factor, SymbolicInt)))
+        terms[key] = terms[key] + value if key in terms else value
+    return {step: _symbolic_sum(list(terms.values())) for step, terms in sums.items()}
 
 
 def _symbolic_product(factors: Sequence[int]) -> int:
-    """The product, its letters first."""
+    """Multiply factors; the formula starts with the number, b, s and t, followed by heads and widths."""
     number = 1
     for factor in factors:
         number *= 1 if isinstance(factor, SymbolicInt) else factor
@@ -415,9 +432,9 @@ def _symbolic_sum(values: Sequence[int]) -> int:
     return total
 
 
-def sum_bytes_by_step(kept: Sequence[SavedTensor]) -> BytesByStep:
-    """The bytes of every step of one run, where any other size is another kind of call."""
-    found: BytesByStep = {}
-    for saved in kept:
-        found[saved.step] = found.get(saved.step, 0) + saved.nbytes
-    return found
+def sum_bytes_by_step(tensors: Sequence[SavedTensor]) -> BytesByStep:
+    """Sum the bytes of every step of one run, without formulas."""
+    totals: BytesByStep = {}
+    for saved in tensors:
+        totals[saved.step] = totals.get(saved.step, 0) + saved.nbytes
+    return totals

@@ -1,4 +1,8 @@
-"""What has to lie in memory to answer or to train, and how much of it a machine can hold."""
+"""Capacity of serving: whether requests fit into memory, what would make them fit, and the throughput.
+
+`MemoryDemand` sums weights, cache and activations; `check_memory_fit` compares it with a device and looks for remedies;
+`ThroughputReport` gives latency and throughput by batch size.
+"""
 
 from __future__ import annotations
 
@@ -32,12 +36,14 @@ BYTE_UNITS |= {f"{p}ib": 1024**n for n, p in enumerate("kmgt", 1)}
 
 @dataclass(frozen=True)
 class MemoryDemand:
-    """Rows to be served, prompts being taken `chunk` tokens at a time, on devices that divide weights and cache.
+    """The memory that requests need, if prompts are prefilled in chunks of `chunk` tokens.
 
-    training=16 says that each learned number takes 16 bytes with its gradient and what the optimiser keeps, rows being
-    trained on and not answered: 16 (1910.02054), 18 with gradients in float32 (Megatron-LM), 20 with both
-    (zhihu 624740065). Of activations the inputs of layers are kept then, and the rest of each formed again; devices
-    divide the rows.
+    Several devices divide weights and cache.
+
+    A positive `training_bytes_per_parameter` describes training instead of serving: the bytes of a weight with its
+    gradient and optimiser state, such as 16 (1910.02054), 18 with gradients in float32 (Megatron-LM), or 20 with
+    gradients in both formats (zhihu 624740065). Activations are checkpointed: the inputs of layers are saved and
+    everything else is recomputed. Several devices then divide the state and the rows.
     """
 
     serving: ServingCost
@@ -50,43 +56,43 @@ class MemoryDemand:
         for name, least in (("chunk", 1), ("training_bytes_per_parameter", 0), ("num_devices", 1)):
             size = getattr(self, name)
             if type(size) is not int or not least <= size <= MAX_SIZE:
-                raise SpecError(f"{name}={size!r} is no size; give a whole number of at least {least}")
+                raise SpecError(f"{name} must be a whole number of at least {least}, got {size!r}")
         if 0 < self.training_bytes_per_parameter < (least := dtype_bytes(self.serving.formats.compute)):
-            raise SpecError(
-                f"training={self.training_bytes_per_parameter} bytes of each number cannot hold it, which "
-                f"takes {least}; 16, 18 and 20 "
-                "are usual"
+            fact = (
+                f"training_bytes_per_parameter={self.training_bytes_per_parameter} is less than the {least} of a weight"
             )
+            raise SpecError(f"{fact}; use 16, 18 or 20, for example")
 
     @property
     def terms(self) -> tuple[CostTerm, ...]:
-        """What lies in memory, on all devices together: first what they divide, then what each of them needs."""
+        """Everything in memory: first what several devices divide, then what each of them needs."""
         return (*self._sharded_terms(), *self._activation_terms())
 
     @property
     def bytes_per_device(self) -> int:
-        """Bytes on one device, at least."""
-        divided = -(-sum(term.value for term in self._sharded_terms()) // self.num_devices)
-        rows, working = self.requests.num_requests, sum(term.value for term in self._activation_terms())
-        return divided + (
-            -(-working * -(-rows // self.num_devices) // rows) if self.training_bytes_per_parameter else working
-        )
+        """Lower bound of the bytes on one device."""
+        sharded = -(-sum(term.value for term in self._sharded_terms()) // self.num_devices)
+        activations = sum(term.value for term in self._activation_terms())
+        if self.training_bytes_per_parameter:
+            num_rows = self.requests.num_requests
+            rows_per_device = -(-num_rows // self.num_devices)
+            activations = -(-activations * rows_per_device // num_rows)
+        return sharded + activations
 
     @property
     def fits(self) -> bool:
-        """Whether a device can hold its share."""
+        """Whether the device's memory is large enough."""
         return self.bytes_per_device <= self.serving.device.memory
 
     def with_uniform_requests(self, count: int, length: int) -> MemoryDemand:
-        """The same for so many rows of one length."""
-        rows = self.requests
-        return replace(
-            self, requests=RequestBatch.uniform(count, length, min(rows.shared_prefix, length), rows.source_tokens)
-        )
+        """Return the demand with `count` requests of one length."""
+        shared_prefix = min(self.requests.shared_prefix, length)
+        requests = RequestBatch.uniform(count, length, shared_prefix, self.requests.source_tokens)
+        return replace(self, requests=requests)
 
     @property
     def cache_terms(self) -> tuple[CostTerm, ...]:
-        """What is remembered, by kind of layer; in training nothing is."""
+        """KV cache by kind of layer; empty in training."""
         serving = self.serving
         if self.training_bytes_per_parameter:
             return ()
@@ -100,97 +106,99 @@ class MemoryDemand:
         serving, formats = self.serving, self.serving.formats
         if self.training_bytes_per_parameter:
             count = serving.weights.num_parameters
-            how = f"{count:,} numbers x {self.training_bytes_per_parameter} bytes"
-            yield CostTerm("weights, gradients, optimiser", how, count * self.training_bytes_per_parameter)
+            text = f"{count:,} parameters x {self.training_bytes_per_parameter} bytes"
+            yield CostTerm("weights, gradients, optimiser", text, count * self.training_bytes_per_parameter)
             return
-        scales = " and scales" if STORAGE_BYTES[formats.weights] == 1 else "s"
-        how = f"{serving.weights.num_parameters:,} numbers x {STORAGE_BYTES[formats.weights]} byte{scales}"
-        yield CostTerm("weights", how, serving.weights.bytes)
+        unit = "byte and scales" if STORAGE_BYTES[formats.weights] == 1 else "bytes"
+        text = f"{serving.weights.num_parameters:,} parameters x {STORAGE_BYTES[formats.weights]} {unit}"
+        yield CostTerm("weights", text, serving.weights.bytes)
         yield from self.cache_terms
 
     @property
     def _step_tokens(self) -> int:
-        """Tokens of one step: in training all of them, else one of each row and a chunk of one more prompt."""
+        """Tokens of one step: all in training; in serving, one chunk of a prompt and one token per other request."""
         if self.training_bytes_per_parameter:
             return sum(length * times for length, times in self.requests.counts_by_length)
         longest = max(length for length, _ in self.requests.counts_by_length)
         return min(self.chunk, longest) + self.requests.num_requests - 1
 
     def _activation_terms(self) -> Iterator[CostTerm]:
-        """What runs from layer to layer, and the widest of what is alive beside it; kernels may want more."""
-        serving, tokens = self.serving, self._step_tokens
-        between = self._live_term("between layers", tokens, serving.model_width)
-        if self.training_bytes_per_parameter:
-            layers = sum(each.num_layers for each in serving.attentions if each.name != "cross")
-            yield CostTerm("inputs of layers", f"{layers:,} layers x {between.formula}", layers * between.value)
-        yield between
-        answers = tokens if self.training_bytes_per_parameter else self.requests.num_requests
-        inside = [
-            self._live_term(f"inside {each.name}", tokens, live_numbers(each.spec)) for each in serving.attentions
-        ]
-        for each in serving.matrices:
-            count = answers if each.name == "head" else tokens
-            inside.append(self._live_term(f"inside {each.name}", count, each.hidden_numbers))
-        yield max(inside, key=lambda term: term.value)
+        """Yield the hidden states between layers, and the largest activations inside a layer.
 
-    def _live_term(self, name: str, tokens: int, width: int) -> CostTerm:
-        each = dtype_bytes(self.serving.formats.compute)
-        how = f"{tokens:,} tokens x {width:,} numbers x {each} bytes"
-        return CostTerm(name, how, tokens * width * each)
+        This is a lower bound; kernels may need more.
+        """
+        serving, tokens = self.serving, self._step_tokens
+        hidden_states = self._tensor_term("hidden states between layers", tokens, serving.model_width)
+        if self.training_bytes_per_parameter:
+            num_layers = sum(group.num_layers for group in serving.attentions if group.name != "cross")
+            text = f"{_pluralise(num_layers, 'layer')} x {hidden_states.formula}"
+            yield CostTerm("saved inputs of layers", text, num_layers * hidden_states.value)
+        yield hidden_states
+        inside_layers = [
+            self._tensor_term(f"inside {group.name}", tokens, live_numbers(group.spec)) for group in serving.attentions
+        ]
+        scored_tokens = tokens if self.training_bytes_per_parameter else self.requests.num_requests
+        for group in serving.matrices:
+            count = scored_tokens if group.name == "head" else tokens
+            inside_layers.append(self._tensor_term(f"inside {group.name}", count, group.hidden_numbers))
+        yield max(inside_layers, key=lambda term: term.value)
+
+    def _tensor_term(self, name: str, tokens: int, width: int) -> CostTerm:
+        number_bytes = dtype_bytes(self.serving.formats.compute)
+        text = f"{tokens:,} tokens x {width:,} values x {number_bytes} bytes"
+        return CostTerm(name, text, tokens * width * number_bytes)
 
 
 def max_context(demand: MemoryDemand) -> int | None:
-    """The most tokens that each of so many rows may have, at most all that have positions; None when any may.
+    """Return the greatest length that all requests can have together; None if memory and positions set no limit.
 
-    Eight billion bytes for layers of Llama-3-8B's attention; of a step only the cache grows with the context:
+    Layers with Llama-3-8B's attention in eight billion bytes; in a decode step only the cache grows with the context:
 
     >>> import headwise as hw
     >>> from headwise.costs.roofline import Device
     >>> device = replace(Device.from_name("h200"), memory=8e9)
     >>> serving = ServingCost(hw.design(preset="gqa", model=4096, heads=32, kv=8), device, num_layers=32)
-    >>> most = max_context(MemoryDemand(serving, chunk=1))  # 32 x 41,943,040 weights, 4,096 + 14,336 numbers of a token
-    >>> most, (8 * 10**9 - 2 * (32 * 41943040 + 18432)) // 131072
+    >>> weights, activations = 2 * 32 * 41943040, 2 * (4096 + 14336)
+    >>> max_context(MemoryDemand(serving, chunk=1)), (8 * 10**9 - weights - activations) // 131072
     (40554, 40554)
     """
-    found = _max_size(
+    max_length = _max_size(
         lambda length: demand.with_uniform_requests(demand.requests.num_requests, length),
         "a context of one token",
         demand,
     )
-    placed = max_lengths(demand.serving.spec_or_model).own  # learned positions end there, whatever memory holds
-    return placed if found is None else min(found, placed or found)
+    max_positions = max_lengths(demand.serving.spec_or_model).own  # the limit of learned positions
+    return max_positions if max_length is None else min(max_length, max_positions or max_length)
 
 
 def max_requests(demand: MemoryDemand) -> int | None:
-    """The most rows, as long as the longest, that can be answered at once; None when no number is too many."""
+    """Return how many requests, as long as the longest, fit at once; None if there is no limit."""
     length = max(length for length, _ in demand.requests.counts_by_length)
     return _max_size(lambda count: demand.with_uniform_requests(count, length), f"one row of {length:,} tokens", demand)
 
 
 def last_where(fits: Callable[[int], bool], limit: int = MAX_SIZE) -> int:
-    """The last whole number from 1 on that fits, where larger ones fit less; 0 when not even 1 does.
+    """Return the greatest number from 1 to `limit` for which a decreasing condition holds; 0 if there is none.
 
     >>> last_where(lambda n: n * n <= 50), last_where(lambda n: False), last_where(lambda n: True, limit=7)
     (7, 0, 7)
     """
-    over = first_where(lambda n: n > limit or not fits(n))
-    return MAX_SIZE if over is None else over - 1
+    first_failure = first_where(lambda n: n > limit or not fits(n))
+    return MAX_SIZE if first_failure is None else first_failure - 1
 
 
-def _max_size(sized: Callable[[int], MemoryDemand], least: str, demand: MemoryDemand) -> int | None:
-    found = last_where(lambda size: sized(size).fits)
-    if not found:
-        needed, memory = sized(1).bytes_per_device, int(demand.serving.device.memory)
-        raise SpecError(
-            f"{least} takes {format_gigabytes(needed)} with weights and activations, and memory is "
-            f"{format_gigabytes(memory)}; "
-            f"give {format_gigabytes(needed)} or more, or divide them among devices"
-        )
-    return None if found >= MAX_SIZE else found
+def _max_size(with_size: Callable[[int], MemoryDemand], minimum: str, demand: MemoryDemand) -> int | None:
+    size = last_where(lambda size: with_size(size).fits)
+    if not size:
+        needed, memory = with_size(1).bytes_per_device, int(demand.serving.device.memory)
+        fact = f"{minimum} takes {format_gigabytes(needed)} with weights and activations"
+        remedy = f"give {format_gigabytes(needed)} or more, or use several devices"
+        raise SpecError(f"{fact}, and memory is {format_gigabytes(memory)}; {remedy}")
+    return None if size >= MAX_SIZE else size
 
 
 def format_gigabytes(count: int) -> str:
-    """Bytes as 10^9 of them, few ones as 10^6.
+    """Format bytes in GB (10^9), or in MB if there are fewer.
 
     >>> format_gigabytes(16060522496), format_gigabytes(16777216)
     ('16.06 GB', '16.78 MB')
@@ -199,32 +207,33 @@ def format_gigabytes(count: int) -> str:
 
 
 def parse_bytes(text: str) -> int:
-    """How many bytes a text such as "80 GB" or "5.38 GiB" says.
+    """Parse a number of bytes such as "80 GB" or "5.38 GiB".
 
     >>> parse_bytes("80 GB"), parse_bytes("1.5GiB")
     (80000000000, 1610612736)
     """
-    found = re.fullmatch(r"\s*(\d{1,30}(?:\.\d{1,30})?)\s*([A-Za-z]*)\s*", text)
-    if not found:
-        raise SpecError(f"{text!r} says no memory; write it as in '80 GB' or '5.38 GiB'")
-    number, unit = found.groups()
-    if (known := unit.lower() or "b") not in BYTE_UNITS:
-        raise SpecError(f"{text!r} has the unit {unit!r}; {suggest(known, BYTE_UNITS)}")
-    count = int(Fraction(number) * BYTE_UNITS[known])
+    match = re.fullmatch(r"\s*(\d{1,30}(?:\.\d{1,30})?)\s*([A-Za-z]*)\s*", text)
+    if not match:
+        raise SpecError(f"cannot read {text!r} as a number of bytes; write it as in '80 GB' or '5.38 GiB'")
+    number, suffix = match.groups()
+    unit = suffix.lower() or "b"
+    if unit not in BYTE_UNITS:
+        raise SpecError(f"{text!r} has the unknown unit {suffix!r}; {suggest(unit, BYTE_UNITS)}")
+    count = int(Fraction(number) * BYTE_UNITS[unit])
     if not 1 <= count <= MAX_SIZE:
-        raise SpecError(f"{text!r} is no memory of a machine; give from 1 to {MAX_SIZE} bytes")
+        raise SpecError(f"memory must be from 1 to {MAX_SIZE} bytes, got {text!r}")
     return count
 
 
-# --- Whether it fits, and if not, what would -----------------------------------------------------------
+# --- Whether a demand fits, and remedies if it does not ------------------------------------------------
 
-MAX_DEVICES = 2**16  # more than anybody has
+MAX_DEVICES = 2**16  # remedies with more devices are not suggested
 PAGE_SIZE = 16
 VERDICT_WIDTH = 80
 
 
 class MemoryRemedy(NamedTuple):
-    """One thing to change, in words, and what is asked then."""
+    """A single change that makes a demand fit: its description, and the changed demand."""
 
     name: str
     demand: MemoryDemand
@@ -232,41 +241,43 @@ class MemoryRemedy(NamedTuple):
 
 @dataclass(frozen=True)
 class MemoryFit:
-    """What a demand takes, whether that fits on its device, and where it does not, what would."""
+    """Whether a demand fits on its device, and single changes that would make it fit."""
 
     demand: MemoryDemand
     remedies: tuple[MemoryRemedy, ...]
 
     @property
     def fits(self) -> bool:
-        """Whether it fits."""
+        """Whether the demand fits on its device."""
         return self.demand.fits
 
     def __str__(self) -> str:
         demand = self.demand
-        device, devices = demand.serving.device, demand.num_devices
-        where = device.description if devices == 1 else f"{devices:,} of {device.description}"
-        lines = [*textwrap.wrap(f"{'fits' if self.fits else 'does not fit'} on {where}", VERDICT_WIDTH)]
+        device, num_devices = demand.serving.device, demand.num_devices
+        description = device.description if num_devices == 1 else f"{num_devices:,} x {device.description}"
+        lines = textwrap.wrap(f"{'fits' if self.fits else 'does not fit'} on {description}", VERDICT_WIDTH)
         for term in demand.terms:
             lines += [f"  {term.name:<34}{format_gigabytes(term.value):>16}", f"    {term.formula}"]
-        lines += [_memory_line("needed of each device" if devices > 1 else "needed at least", demand.bytes_per_device)]
-        lines += [_memory_line("memory", int(device.memory))]
+        label = "needed per device, at least" if num_devices > 1 else "needed, at least"
+        lines.append(_memory_line(label, demand.bytes_per_device))
+        lines.append(_memory_line("memory", int(device.memory)))
         if self.remedies:
-            lines += ["", "each of these alone is enough:"]
-            lines += [f"  {name:<52}{format_gigabytes(other.bytes_per_device):>16}" for name, other in self.remedies]
+            lines += ["", "each of these changes alone is enough:"]
+            for name, changed in self.remedies:
+                lines.append(f"  {name:<52}{format_gigabytes(changed.bytes_per_device):>16}")
         elif not self.fits:
             lines += ["", "no single change is enough"]
         return "\n".join(lines)
 
     @property
     def data(self) -> dict[str, Any]:
-        """The same as plain values."""
+        """The result as plain values."""
         return {
             "fits": self.fits,
             "needed": self.demand.bytes_per_device,
             "memory": int(self.demand.serving.device.memory),
             "terms": [term._asdict() for term in self.demand.terms],
-            "remedies": [{"name": name, "needed": other.bytes_per_device} for name, other in self.remedies],
+            "remedies": [{"name": name, "needed": changed.bytes_per_device} for name, changed in self.remedies],
         }
 
 
@@ -275,65 +286,70 @@ def _memory_line(name: str, count: int) -> str:
 
 
 def check_memory_fit(demand: MemoryDemand) -> MemoryFit:
-    """The verdict on a demand: one change at a time that is enough, each with its largest number.
+    """Check whether a demand fits on its device; if it does not, find single changes that are enough.
 
-    Sixteen rows of 131,072 tokens for layers of Llama-3-8B's attention, on a device of 80 GB:
+    Each remedy changes as little as possible: it has the longest context, the most rows, or the fewest devices.
+
+    Sixteen rows of 131,072 tokens for layers with Llama-3-8B's attention, on a device of 80 GB:
 
     >>> import headwise as hw
     >>> from headwise.costs.kv_cache_memory import RequestBatch
     >>> from headwise.costs.roofline import Device
     >>> from headwise.costs.serving_cost import ServingCost
-    >>> serving = ServingCost(
-    ...     hw.design(preset="gqa", model=4096, heads=32, kv=8), Device.from_name("h100"), num_layers=32
-    ... )
-    >>> told = check_memory_fit(MemoryDemand(serving, RequestBatch.uniform(16, 131072)))
-    >>> told.fits, [remedy.name for remedy in told.remedies][:3]
+    >>> spec = hw.design(preset="gqa", model=4096, heads=32, kv=8)
+    >>> serving = ServingCost(spec, Device.from_name("h100"), num_layers=32)
+    >>> fit = check_memory_fit(MemoryDemand(serving, RequestBatch.uniform(16, 131072)))
+    >>> fit.fits, [remedy.name for remedy in fit.remedies][:3]
     (False, ['a context of 36,830 tokens', '4 rows', 'kv=2 in every layer'])
     """
     if demand.fits:
         return MemoryFit(demand, ())
-    tried = (remedy for find in REMEDIES for remedy in find(demand))
-    return MemoryFit(demand, tuple(remedy for remedy in tried if remedy.demand.fits))
+    candidates = (remedy for find in REMEDIES for remedy in find(demand))
+    return MemoryFit(demand, tuple(remedy for remedy in candidates if remedy.demand.fits))
 
 
 def _shorter_context(demand: MemoryDemand) -> Iterator[MemoryRemedy]:
-    """Rows cut to the most tokens that fit."""
-    rows = demand.requests
+    """Truncate requests to the greatest length that fits."""
+    requests = demand.requests
 
-    def cut(most: int) -> MemoryDemand:
-        each: dict[int, int] = {}
-        for length, times in rows.counts_by_length:
-            each[min(length, most)] = each.get(min(length, most), 0) + times
-        return replace(
-            demand,
-            requests=replace(rows, counts_by_length=tuple(each.items()), shared_prefix=min(rows.shared_prefix, *each)),
-        )
+    def truncated(max_length: int) -> MemoryDemand:
+        counts: dict[int, int] = {}
+        for length, times in requests.counts_by_length:
+            counts[min(length, max_length)] = counts.get(min(length, max_length), 0) + times
+        shared_prefix = min(requests.shared_prefix, *counts)
+        shorter = replace(requests, counts_by_length=tuple(counts.items()), shared_prefix=shared_prefix)
+        return replace(demand, requests=shorter)
 
-    if most := last_where(lambda length: cut(length).fits, max(length for length, _ in rows.counts_by_length)):
-        yield MemoryRemedy(f"a context of {most:,} tokens", cut(most))
+    longest = max(length for length, _ in requests.counts_by_length)
+    if max_length := last_where(lambda length: truncated(length).fits, longest):
+        yield MemoryRemedy(f"a context of {max_length:,} tokens", truncated(max_length))
 
 
 def _fewer_requests(demand: MemoryDemand) -> Iterator[MemoryRemedy]:
-    """Fewer rows, the first of them."""
+    """Keep only as many requests as fit, in their order."""
 
-    def kept(count: int) -> MemoryDemand:
-        each: list[tuple[int, int]] = []
+    def first_requests(count: int) -> MemoryDemand:
+        counts: list[tuple[int, int]] = []
+        remaining = count
         for length, times in demand.requests.counts_by_length:
-            left = count - sum(taken for _, taken in each)
-            each += [(length, min(times, left))] if left else []
-        return replace(demand, requests=replace(demand.requests, counts_by_length=tuple(each)))
+            if remaining:
+                counts.append((length, min(times, remaining)))
+                remaining -= min(times, remaining)
+        return replace(demand, requests=replace(demand.requests, counts_by_length=tuple(counts)))
 
-    if count := last_where(lambda count: kept(count).fits, demand.requests.num_requests - 1):
-        yield MemoryRemedy(f"{count:,} row{'s' if count > 1 else ''}", kept(count))
+    if count := last_where(lambda count: first_requests(count).fits, demand.requests.num_requests - 1):
+        yield MemoryRemedy(f"{count:,} row{'s' if count > 1 else ''}", first_requests(count))
 
 
 def _fewer_kv_heads(demand: MemoryDemand) -> Iterator[MemoryRemedy]:
-    """As many key-value heads as fit, every layer having that many."""
-    most = max((each.spec.heads.kv for each in demand.serving.attentions), default=1)
-    for count in (count for count in range(most - 1, 0, -1) if most % count == 0):
-        fewer = _with_specs(demand, lambda spec, count=count: _with_kv_heads(spec, count))
-        if fewer is not None and fewer.fits:
-            yield MemoryRemedy(f"kv={count} in every layer", fewer)
+    """Use the greatest number of key-value heads that fits, in every layer."""
+    num_kv_heads = max((group.spec.heads.kv for group in demand.serving.attentions), default=1)
+    for count in range(num_kv_heads - 1, 0, -1):
+        if num_kv_heads % count:
+            continue
+        changed = _with_specs(demand, lambda spec, count=count: _with_kv_heads(spec, count))
+        if changed is not None and changed.fits:
+            yield MemoryRemedy(f"kv={count} in every layer", changed)
             return
 
 
@@ -342,20 +358,20 @@ def _with_kv_heads(spec: AttentionSpec, count: int) -> AttentionSpec:
 
 
 def _narrower_window(demand: MemoryDemand) -> Iterator[MemoryRemedy]:
-    """The widest window that fits, in layers that read everything."""
+    """Use the widest sliding window that fits, in layers with full causal attention."""
     if not ALLOCATION_POLICIES[demand.serving.allocator.kind].frees_evicted:
         return
 
-    def seen(keys: int) -> MemoryDemand | None:
+    def with_window(keys: int) -> MemoryDemand | None:
         return _with_specs(demand, lambda spec: _with_window(spec, keys))
 
     def fits(keys: int) -> bool:
-        found = seen(keys)
-        return found is not None and found.fits
+        changed = with_window(keys)
+        return changed is not None and changed.fits
 
     longest = max(length for length, _ in demand.requests.counts_by_length)
-    if (keys := last_where(fits, longest - 1)) and (found := seen(keys)):
-        yield MemoryRemedy(f"window({keys}) where a layer reads everything", found)
+    if (keys := last_where(fits, longest - 1)) and (changed := with_window(keys)):
+        yield MemoryRemedy(f"window({keys}) in layers with full attention", changed)
 
 
 def _with_window(spec: AttentionSpec, keys: int) -> AttentionSpec:
@@ -363,44 +379,44 @@ def _with_window(spec: AttentionSpec, keys: int) -> AttentionSpec:
 
 
 def _with_specs(demand: MemoryDemand, change: Callable[[AttentionSpec], AttentionSpec]) -> MemoryDemand | None:
-    """The demand with every attention changed; None where one cannot be."""
+    """Change every attention spec of a demand; None if one does not support the change."""
     try:
-        described = map_attention_specs(demand.serving.spec_or_model, change)
-        return replace(demand, serving=replace(demand.serving, spec_or_model=described))
+        spec_or_model = map_attention_specs(demand.serving.spec_or_model, change)
+        return replace(demand, serving=replace(demand.serving, spec_or_model=spec_or_model))
     except SpecError:
         return None
 
 
 def _smaller_formats(demand: MemoryDemand) -> Iterator[MemoryRemedy]:
-    """Bytes for the cache, or for weights; for both where neither is enough."""
+    """Use int8 for the cache, or for weights; for both if neither is enough."""
     if demand.training_bytes_per_parameter:
         return
 
-    def held(name: str, *which: str) -> MemoryRemedy:
-        formats = replace(demand.serving.formats, **dict.fromkeys(which, "int8"))
+    def in_int8(name: str, *fields: str) -> MemoryRemedy:
+        formats = replace(demand.serving.formats, **dict.fromkeys(fields, "int8"))
         return MemoryRemedy(name, replace(demand, serving=replace(demand.serving, formats=formats)))
 
-    either = [held("int8 cache", "cache"), held("int8 weights", "weights")]
-    enough = [remedy for remedy in either if remedy.demand.fits]
-    yield from enough or [held("int8 weights and cache", "weights", "cache")]
+    single = [in_int8("int8 cache", "cache"), in_int8("int8 weights", "weights")]
+    sufficient = [remedy for remedy in single if remedy.demand.fits]
+    yield from sufficient or [in_int8("int8 weights and cache", "weights", "cache")]
 
 
 def _paged_allocation(demand: MemoryDemand) -> Iterator[MemoryRemedy]:
-    """Pages of its own for each layer, given back when they are forgotten, where they are not."""
+    """Use separate pages for each layer, which are freed when their tokens leave the window."""
     serving = demand.serving
     if not demand.training_bytes_per_parameter and not ALLOCATION_POLICIES[serving.allocator.kind].frees_evicted:
         paged = CacheAllocator("paged", max(serving.allocator.page_size, PAGE_SIZE))
-        yield MemoryRemedy(
-            f"an allocator that forgets, {paged}", replace(demand, serving=replace(serving, allocator=paged))
-        )
+        changed = replace(demand, serving=replace(serving, allocator=paged))
+        yield MemoryRemedy(f"allocator {paged}, which frees pages", changed)
 
 
 def _more_devices(demand: MemoryDemand) -> Iterator[MemoryRemedy]:
-    """As many devices as are enough, each with its share of weights and cache."""
+    """Use the least number of devices that is enough, each with its share of weights and cache."""
+    is_training = bool(demand.training_bytes_per_parameter)
     count = first_where(lambda count: replace(demand, num_devices=count).fits)
-    if count and count <= (demand.requests.num_requests if demand.training_bytes_per_parameter else MAX_DEVICES):
-        shared = "weights and rows" if demand.training_bytes_per_parameter else "weights and cache"
-        yield MemoryRemedy(f"{count:,} devices that divide {shared}", replace(demand, num_devices=count))
+    if count and count <= (demand.requests.num_requests if is_training else MAX_DEVICES):
+        divided = "weights and rows" if is_training else "weights and cache"
+        yield MemoryRemedy(f"{count:,} devices that divide {divided}", replace(demand, num_devices=count))
 
 
 REMEDIES = (
@@ -413,13 +429,13 @@ REMEDIES = (
     _more_devices,
 )
 
-# --- How fast requests are answered, what a step waits for, and how many of them memory holds ----------
+# --- Latency and throughput ----------------------------------------------------------------------------
 
-MAX_ROWS = 2**16  # rows at which the curve ends, where memory does not end it
+MAX_ROWS = 2**16  # the largest batch of the table, if memory allows it
 
 
 class DecodeRate(NamedTuple):
-    """So many rows at once: seconds of a step, and tokens a second of all of them."""
+    """Decoding with `rows` rows: seconds per step, and tokens per second of all rows together."""
 
     rows: int
     seconds: float
@@ -428,16 +444,17 @@ class DecodeRate(NamedTuple):
 
 @dataclass(frozen=True)
 class ThroughputReport:
-    """Rows that are answered together, and a prompt that comes in beside them.
+    """Latency and throughput of decoding a batch of requests, with and without a prompt that is prefilled meanwhile.
+
+    The rate of n rows is about n / ((2.684 + n 1.074) GB / 4.8 TB/s):
 
     >>> import headwise as hw
     >>> from headwise.costs.roofline import Device
     >>> from headwise.costs.serving_cost import ServingCost
-    >>> serving = ServingCost(
-    ...     hw.design(preset="gqa", model=4096, heads=32, kv=8), Device.from_name("h200"), num_layers=32
-    ... )
-    >>> told = ThroughputReport("gqa", MemoryDemand(serving, RequestBatch.uniform(16, 8192)), prompt=8192)
-    >>> [round(rate.tokens, -1) for rate in told.decode_rates[:2]]  # n / ((2.684 + n 1.074) GB / 4.8 TB/s), nearly
+    >>> spec = hw.design(preset="gqa", model=4096, heads=32, kv=8)
+    >>> serving = ServingCost(spec, Device.from_name("h200"), num_layers=32)
+    >>> report = ThroughputReport("gqa", MemoryDemand(serving, RequestBatch.uniform(16, 8192)), prompt=8192)
+    >>> [round(rate.tokens, -1) for rate in report.decode_rates[:2]]
     [1280.0, 1990.0]
     """
 
@@ -447,100 +464,99 @@ class ThroughputReport:
 
     @property
     def decode_step(self) -> ServingStep:
-        """One token for every row."""
+        """A step that decodes one token of every request."""
         return self.demand.serving.decode_step(self.demand.requests)
 
     @property
     def mixed_step(self) -> ServingStep:
-        """The same with the last chunk of a prompt in the place of one row."""
-        taken = (self.prompt - 1) // self.demand.chunk * self.demand.chunk
-        return self.demand.serving.mixed_step(self.other_requests, self.prompt - taken, taken)
+        """A step that prefills the last chunk of the prompt and decodes all requests but one."""
+        past = (self.prompt - 1) // self.demand.chunk * self.demand.chunk
+        return self.demand.serving.mixed_step(self.other_requests, self.prompt - past, past)
 
     @property
     def other_requests(self) -> RequestBatch | None:
-        """The rows without the first: who is answered while a prompt comes in."""
-        (length, times), *rest = self.demand.requests.counts_by_length
-        each = (*(((length, times - 1),) if times > 1 else ()), *rest)
-        return RequestBatch(each) if each else None
+        """The requests without the first one, which are decoded while the prompt is prefilled."""
+        (length, times), *others = self.demand.requests.counts_by_length
+        counts = (*(((length, times - 1),) if times > 1 else ()), *others)
+        return RequestBatch(counts) if counts else None
 
     @property
     def first_token_seconds(self) -> float:
-        """Seconds at least until the first token of the prompt."""
+        """Lower bound of the time to the first token of the prompt."""
         return self.demand.serving.first_token_seconds(self.prompt, self.demand.chunk, self.other_requests)
 
     @property
     def longest_length(self) -> int:
-        """Tokens of the longest row."""
+        """Length of the longest request."""
         return max(length for length, _ in self.demand.requests.counts_by_length)
 
     @property
     def decode_rates(self) -> list[DecodeRate]:
-        """Rates of 1, 2, 4 ... rows as long as the longest, as far as memory goes."""
-        most = max_requests(self.demand) or MAX_ROWS
-        counts = sorted({most} | {2**n for n in range(MAX_ROWS.bit_length()) if 2**n <= min(most, MAX_ROWS)})
-        steps = (
-            (n, self.demand.serving.decode_step(RequestBatch.uniform(n, self.longest_length)).seconds) for n in counts
-        )
-        return [DecodeRate(n, seconds, n / seconds) for n, seconds in steps]
+        """Rates with 1, 2, 4 ... rows as long as the longest, up to the number that fits into memory."""
+        max_rows = max_requests(self.demand) or MAX_ROWS
+        powers = {2**n for n in range(MAX_ROWS.bit_length()) if 2**n <= min(max_rows, MAX_ROWS)}
+        rates: list[DecodeRate] = []
+        for rows in sorted({max_rows} | powers):
+            seconds = self.demand.serving.decode_step(RequestBatch.uniform(rows, self.longest_length)).seconds
+            rates.append(DecodeRate(rows, seconds, rows / seconds))
+        return rates
 
     def __str__(self) -> str:
         return "\n".join(self._lines())
 
     def _lines(self) -> Iterator[str]:
-        serving, rows = self.demand.serving, self.demand.requests
-        long = (
-            f"{self.longest_length:,}"
-            if len(rows.counts_by_length) == 1
-            else f"{min(rows.counts_by_length)[0]:,} to {self.longest_length:,}"
-        )
-        yield from _wrap(
-            f"{self.name}: {_pluralise(rows.num_requests, 'row')} of {long} tokens, "
-            f"{serving.formats.compute}, a cache of "
-            f"{serving.formats.cache} ({serving.allocator}), {serving.device.description}"
-        )
-        yield from ("", _operation_line("a token for every row", "FLOP", "bytes", "FLOP/byte", "waits for", "at least"))
+        serving, requests = self.demand.serving, self.demand.requests
+        lengths = f"{self.longest_length:,}"
+        if len(requests.counts_by_length) > 1:
+            lengths = f"{min(requests.counts_by_length)[0]:,} to {lengths}"
+        title = f"{self.name}: {_pluralise(requests.num_requests, 'row')} of {lengths} tokens"
+        formats = f"{serving.formats.compute}, {serving.formats.cache} cache ({serving.allocator})"
+        yield from _wrap(f"{title}, {formats}, {serving.device.description}")
+        yield ""
+        yield _operation_line("decode step", "FLOPs", "bytes", "FLOPs/byte", "bound by", "min time")
         yield from _step_lines(self.decode_step)
-        yield from ("", f"the same while a prompt of {self.prompt:,} tokens ends")
+        yield ""
+        yield f"decode step with the last chunk of a prompt of {self.prompt:,} tokens"
         yield from _step_lines(self.mixed_step)
         seconds = self.decode_step.seconds
-        yield from ("", _value_line("first token of that prompt", format_seconds(self.first_token_seconds)))
-        yield _value_line("then a token every", format_seconds(seconds))
-        yield _value_line("tokens a second, all rows together", f"{rows.num_requests / seconds:,.0f}")
+        yield ""
+        yield _value_line("time to first token of that prompt", format_seconds(self.first_token_seconds))
+        yield _value_line("time per token", format_seconds(seconds))
+        yield _value_line("tokens per second, all rows together", f"{requests.num_requests / seconds:,.0f}")
         yield from self._limit_lines()
-        yield from ("", "rows".rjust(10) + "a step".rjust(14) + "tokens a second".rjust(20))
+        yield ""
+        yield "rows".rjust(10) + "step".rjust(14) + "tokens per second".rjust(20)
         for rate in self.decode_rates:
             yield f"{rate.rows:,}".rjust(10) + format_seconds(rate.seconds).rjust(14) + f"{rate.tokens:,.0f}".rjust(20)
 
     def _limit_lines(self) -> Iterator[str]:
-        serving, rows, demand = self.demand.serving, self.demand.requests, self.demand
-        tokens, context = serving.compute_bound_tokens(), serving.core_dominates_from(rows.num_requests)
-        yield _value_line(
-            "products with weights wait for compute from", "never" if tokens is None else f"{tokens:,} tokens a step"
-        )
-        yield _value_line(
-            "cores take longer than these from", "never" if context is None else f"{context:,} tokens a row"
-        )
+        demand, serving, num_rows = self.demand, self.demand.serving, self.demand.requests.num_requests
+        tokens, context = serving.compute_bound_tokens(), serving.core_dominates_from(num_rows)
+        limit = "never" if tokens is None else f"{tokens:,} tokens per step"
+        yield _value_line("products with weights are compute-bound from", limit)
+        limit = "never" if context is None else f"{context:,} tokens per row"
+        yield _value_line("cores take longer than these from", limit)
         longest, most = max_context(demand), max_requests(demand)
-        yield _value_line(f"rows of {self.longest_length:,} tokens that memory holds", _format_limit(most))
-        yield _value_line(f"or {_pluralise(rows.num_requests, 'row')} of so many tokens", _format_limit(longest))
+        yield _value_line(f"rows of {self.longest_length:,} tokens that fit into memory", _format_limit(most))
+        yield _value_line(f"longest context of {_pluralise(num_rows, 'row')}", _format_limit(longest))
         if not demand.fits:
-            yield "These rows do not fit; --verdict says what would."
+            yield "These rows do not fit; --verdict lists changes that would make them fit."
 
     @property
     def data(self) -> dict[str, Any]:
-        """The same as plain values."""
+        """The report as plain values."""
         demand, serving = self.demand, self.demand.serving
         seconds = self.decode_step.seconds
         steps = {"decode": self.decode_step, "mixed": self.mixed_step}
         return {
             "name": self.name,
-            "rows": [list(each) for each in demand.requests.counts_by_length],
+            "rows": [list(pair) for pair in demand.requests.counts_by_length],
             "allocator": str(serving.allocator),
             "first_token_seconds": self.first_token_seconds,
             "token_seconds": seconds,
             "tokens_per_second": demand.requests.num_requests / seconds,
             "steps": {
-                name: [{**asdict(one), "intensity": one.intensity} for one in step.operations]
+                name: [{**asdict(operation), "intensity": operation.intensity} for operation in step.operations]
                 for name, step in steps.items()
             },
             "compute_bound_from_tokens": serving.compute_bound_tokens(),
@@ -554,14 +570,13 @@ class ThroughputReport:
 
 
 def _step_lines(step: ServingStep) -> Iterator[str]:
-    for one in step.operations:
-        cells = (f"{one.intensity:,.1f}", one.bound, format_seconds(one.seconds))
-        yield _operation_line(f"  {one.name}", format_count(one.flops), format_count(one.moved), *cells)
-    together = (
-        format_count(sum(one.flops for one in step.operations)),
-        format_count(sum(one.moved for one in step.operations)),
-    )
-    yield _operation_line("  together", *together, "", "", format_seconds(step.seconds))
+    for operation in step.operations:
+        cells = (f"{operation.intensity:,.1f}", operation.bound, format_seconds(operation.seconds))
+        counts = (format_count(operation.flops), format_count(operation.moved))
+        yield _operation_line(f"  {operation.name}", *counts, *cells)
+    flops = sum(operation.flops for operation in step.operations)
+    moved = sum(operation.moved for operation in step.operations)
+    yield _operation_line("  total", format_count(flops), format_count(moved), "", "", format_seconds(step.seconds))
 
 
 def _operation_line(name: str, *cells: str) -> str:

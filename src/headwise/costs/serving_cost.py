@@ -1,4 +1,8 @@
-"""What one request asks of one attention: FLOPs with weights, FLOPs with what is remembered, and bytes read of that."""
+"""Time of serving: the least time of decode steps and prefill chunks of a spec or model on a device.
+
+`chunk_cost` gives the FLOPs and bytes of one attention layer for one request; `ServingCost` sums them over requests and
+layers; `DecodeLayer` and `IntensityReport` show the parts of a decode step by batch size.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +53,7 @@ from .workload import MAX_SIZE
 
 
 class RequestChunk(NamedTuple):
-    """Some tokens of one sequence, and how many of it, or of the source that it reads, came before them."""
+    """Some tokens of one sequence, the number of tokens before them, and the length of the source sequence."""
 
     tokens: int
     past: int = 0
@@ -57,7 +61,7 @@ class RequestChunk(NamedTuple):
 
 
 class ChunkCost(NamedTuple):
-    """FLOPs of products with weights, FLOPs of products without, and bytes that the latter move."""
+    """FLOPs of products with weights, FLOPs of the core, and bytes that the core moves."""
 
     weight_flops: int
     core_flops: int
@@ -65,65 +69,71 @@ class ChunkCost(NamedTuple):
 
 
 def chunk_cost(layers: AttentionGroup, request: RequestChunk, formats: NumberFormats) -> ChunkCost:
-    """What one such layer is asked by one sequence; its weights are read once for all of them, and not counted here.
+    """Return the cost of one layer for one request chunk; reading the weights, which all requests share, is left out.
 
     >>> import headwise as hw
     >>> gqa = AttentionGroup("attention", hw.design(preset="gqa", model=4096, heads=32, kv=8))
-    >>> told = chunk_cost(gqa, RequestChunk(1, past=9999), NumberFormats())
-    >>> (
-    ...     told.weight_flops,
-    ...     told.core_flops,
-    ...     told.bytes_moved,
-    ... )  # 2 x 41,943,040; 2 x 32 x 256 x 10,000; 10,000 x 4,096 and its own
-    (83886080, 163840000, 40976384)
+    >>> chunk_cost(gqa, RequestChunk(1, past=9999), NumberFormats())
+    ChunkCost(weight_flops=83886080, core_flops=163840000, bytes_moved=40976384)
+
+    These are 2 x 41,943,040 FLOPs with weights, 2 x 32 x 256 x 10,000 FLOPs in the core, and 10,000 x 4,096 bytes of
+    the cache besides the token's queries and outputs.
     """
-    spec, one = layers.spec, request.tokens == 1
+    spec, single_query = layers.spec, request.tokens == 1
     work = _attention_work(layers, request)
-    weights = required_flops(spec, replace(work, pairs=0))
-    core = spec.core_of(spec.projection_form(one))
-    job = CallSignature(
-        spec, core, single_query=one, has_recurrent_state=spec.is_recurrent and (one or request.past > 0)
+    weight_flops = required_flops(spec, replace(work, pairs=0))
+    core = spec.core_of(spec.projection_form(single_query))
+    signature = CallSignature(
+        spec,
+        core,
+        single_query=single_query,
+        has_recurrent_state=spec.is_recurrent and (single_query or request.past > 0),
     )
-    if spec.recurrent_part is not None and layers.kv_source == "own" and not linear_attention.unsupported_reasons(job):
-        inner = linear_attention.executed_flops(
-            job, replace(work, keys=request.tokens) if job.has_recurrent_state else work
-        )
+    uses_state = (
+        spec.recurrent_part is not None
+        and layers.kv_source == "own"
+        and not linear_attention.unsupported_reasons(signature)
+    )
+    if uses_state:
+        new_work = replace(work, keys=request.tokens) if signature.has_recurrent_state else work
+        core_flops = linear_attention.executed_flops(signature, new_work)
     else:
-        inner = required_flops(spec, work) - weights
-    spoken = request.tokens * (len(core.key_head_of_query) * core.dim + len(core.value_head_of_row) * core.vdim)
-    return ChunkCost(
-        weights, inner, _cache_bytes_read(layers, request, formats) + dtype_bytes(formats.compute) * spoken
+        core_flops = required_flops(spec, work) - weight_flops
+    query_output_numbers = request.tokens * (
+        len(core.key_head_of_query) * core.dim + len(core.value_head_of_row) * core.vdim
     )
+    bytes_moved = _cache_bytes_read(layers, request, formats) + dtype_bytes(formats.compute) * query_output_numbers
+    return ChunkCost(weight_flops, core_flops, bytes_moved)
 
 
 def prefix_bytes_read(layers: AttentionGroup, request: RequestChunk, count: int, formats: NumberFormats) -> int:
-    """Bytes that are read of so many first tokens of its sequence, for whoever reads them for several at once.
+    """Bytes that a chunk reads of the first `count` tokens of its sequence, which several requests may share.
+
+    With a window of 4,096 tokens, token 5,000 reads the last 96 of the first 1,000 tokens, 4,096 bytes each:
 
     >>> import headwise as hw
     >>> gqa = AttentionGroup("attention", hw.design(preset="gqa", model=4096, heads=32, kv=8, pattern="window(4096)"))
-    >>> prefix_bytes_read(
-    ...     gqa, RequestChunk(1, past=4999), 1000, NumberFormats()
-    ... )  # of 1,000 the latest 96, 4,096 bytes each
+    >>> prefix_bytes_read(gqa, RequestChunk(1, past=4999), 1000, NumberFormats())
     393216
     """
     if layers.kv_source != "own" or layers.spec.is_recurrent:
         return 0
     end = request.past + request.tokens
-    met = _num_keys_read(layers.spec, range(request.past, end), range(min(count, end)))
-    return cache_bytes_per_token(layers.spec, formats.cache) * met
+    num_keys = _num_keys_read(layers.spec, range(request.past, end), range(min(count, end)))
+    return cache_bytes_per_token(layers.spec, formats.cache) * num_keys
 
 
 def flops_by_part(spec: AttentionSpec, request: RequestChunk) -> dict[str, int]:
-    """FLOPs with weights of one sequence, part by part; together they are what `asks` says."""
-    running = replace(spec, project=spec.projection_form(request.tokens == 1))
+    """FLOPs with weights of one request chunk, by part; they add up to `chunk_cost(...).weight_flops`."""
+    executed_spec = replace(spec, project=spec.projection_form(request.tokens == 1))
     work = replace(_attention_work(AttentionGroup("attention", spec), request), pairs=0)
-    found: dict[str, int] = {}
-    for name, part in running.parts():
-        sizes = running.sizes_of(part)
-        params = part.params(running).values()
-        met = sum(2 * param.layout.numel(sizes) * work.tokens(param.applied) for param in params)
-        found[name] = met + part.flops(running, work)
-    return found
+    flops: dict[str, int] = {}
+    for name, part in executed_spec.parts():
+        sizes = executed_spec.sizes_of(part)
+        params = part.params(executed_spec).values()
+        projection_flops = sum(2 * param.layout.numel(sizes) * work.tokens(param.applied) for param in params)
+        flops[name] = projection_flops + part.flops(executed_spec, work)
+    return flops
 
 
 def _attention_work(layers: AttentionGroup, request: RequestChunk) -> CallSize:
@@ -134,56 +144,55 @@ def _attention_work(layers: AttentionGroup, request: RequestChunk) -> CallSize:
 
 
 def _cache_bytes_read(layers: AttentionGroup, request: RequestChunk, formats: NumberFormats) -> int:
-    """Bytes of each remembered token that some query may read; or a state, read and written."""
+    """Bytes of the cached tokens that some query can read; or of a recurrent state, which is read and written."""
     spec = layers.spec
     if layers.kv_source == "own" and spec.is_recurrent:
-        own = request.tokens * cache_bytes_per_token(spec, formats.compute) if request.tokens > 1 else 0
-        return 2 * state_bytes(spec, formats.cache) + own
+        new_kv_bytes = request.tokens * cache_bytes_per_token(spec, formats.compute) if request.tokens > 1 else 0
+        return 2 * state_bytes(spec, formats.cache) + new_kv_bytes
     end = request.past + request.tokens
     keys = range(end if layers.kv_source == "own" else request.source)
     return cache_bytes_per_token(spec, formats.cache) * _num_keys_read(spec, range(request.past, end), keys)
 
 
 def _num_keys_read(spec: AttentionSpec, queries: range, keys: range) -> int:
-    return sum(len(some) for some in spec.pattern.visible_keys(queries, keys))
+    return sum(len(interval) for interval in spec.pattern.visible_keys(queries, keys))
 
 
-# --- Answering many requests at once -------------------------------------------------------------------
+# --- Steps of a batch of requests ----------------------------------------------------------------------
 
-MAX_STEPS = 4096  # that one prompt may take
+MAX_STEPS = 4096  # chunks of one prompt
 ChunkCosts = Mapping[tuple[AttentionGroup, RequestChunk], ChunkCost]
 
 
 @dataclass(frozen=True)
 class ServingStep:
-    """One pass of tokens through all layers: products with weights, and those with what is remembered."""
+    """One forward pass through all layers: its products with weights, and its attention cores."""
 
     weight_operations: tuple[RooflineOperation, ...]
     core_operations: tuple[RooflineOperation, ...]
 
     @property
     def operations(self) -> tuple[RooflineOperation, ...]:
-        """All of them."""
+        """All operations of the step."""
         return (*self.weight_operations, *self.core_operations)
 
     @property
     def seconds(self) -> float:
-        """Seconds at least: one operation after the other."""
-        return sum(one.seconds for one in self.operations)
+        """Lower bound of the time, in seconds: the sum over the operations."""
+        return sum(operation.seconds for operation in self.operations)
 
 
 @dataclass(frozen=True)
 class ServingCost:
-    """A spec in so many layers, or a model, on a device: what a step of it takes.
+    """Cost of serving `num_layers` layers of a spec, or a model, on a device.
 
     >>> import headwise as hw
-    >>> llama = ServingCost(
-    ...     hw.design(preset="gqa", model=4096, heads=32, kv=8), Device.from_name("h200"), num_layers=32
-    ... )
+    >>> spec = hw.design(preset="gqa", model=4096, heads=32, kv=8)
+    >>> llama = ServingCost(spec, Device.from_name("h200"), num_layers=32)
     >>> step = llama.decode_step(RequestBatch.uniform(16, 8192))
-    >>> [(one.name, one.bound) for one in step.operations]
-    [('projections', 'memory'), ('core, decoding', 'memory')]
-    >>> round(step.seconds * 1e3, 2)  # 2.68 GB of weights and 17.2 GB remembered, at 4.8 TB/s
+    >>> [(operation.name, operation.bound) for operation in step.operations]
+    [('projections', 'memory'), ('core, decode', 'memory')]
+    >>> round(step.seconds * 1e3, 2)  # milliseconds: 2.68 GB of weights and 17.2 GB of cache, at 4.8 TB/s
     4.14
     """
 
@@ -192,7 +201,7 @@ class ServingCost:
     formats: NumberFormats = DEFAULT_FORMATS
     num_layers: int = 1
     allocator: CacheAllocator = IDEAL_ALLOCATOR
-    source_tokens: int = 0  # tokens of another sequence that each request reads
+    source_tokens: int = 0  # length of the source sequence of each request, for cross-attention
     attentions: tuple[AttentionGroup, ...] = field(init=False, repr=False, compare=False)
     matrices: tuple[WeightMatrixGroup, ...] = field(init=False, repr=False, compare=False)
     weights: WeightMemory = field(init=False, repr=False, compare=False)
@@ -201,210 +210,208 @@ class ServingCost:
         object.__setattr__(self, "attentions", group_attentions(self.spec_or_model, self.num_layers))
         object.__setattr__(self, "matrices", group_matrices(self.spec_or_model))
         object.__setattr__(self, "weights", weight_memory(self.spec_or_model, self.formats.weights, self.num_layers))
-        if not self.source_tokens and any(each.kv_source == "source" for each in self.attentions):
-            raise SpecError("it reads another sequence of a length that nothing says; give source, in tokens")
+        if not self.source_tokens and any(group.kv_source == "source" for group in self.attentions):
+            raise SpecError("cross-attention reads a source whose length is not given; give source, in tokens")
 
     @property
     def model_width(self) -> int:
-        """The width of what runs from layer to layer."""
-        described = self.spec_or_model
-        return described.model if isinstance(described, AttentionSpec) else described.stacks[-1].model
+        """Width of the hidden states between layers."""
+        if isinstance(self.spec_or_model, AttentionSpec):
+            return self.spec_or_model.model
+        return self.spec_or_model.stacks[-1].model
 
     def operation_title(self, what: str, layers: AttentionGroup) -> str:
-        """What it is; and of which attention, where there are several kinds."""
-        told = what if layers.name == "attention" else f"{layers.name} {what}"
-        patterns = {each.spec.pattern.text for each in self.attentions if each.name == layers.name}
-        return f"{told}, {layers.spec.pattern.text}" if len(patterns) > 1 else told
+        """Return the label of an operation, with the kind and pattern of the attention if there are several."""
+        label = what if layers.name == "attention" else f"{layers.name} {what}"
+        patterns = {group.spec.pattern.text for group in self.attentions if group.name == layers.name}
+        return f"{label}, {layers.spec.pattern.text}" if len(patterns) > 1 else label
 
     def estimate_step(self, chunks: Mapping[RequestChunk, int], shared_prefix: int = 0) -> ServingStep:
-        """One step of so many requests of each kind: single tokens, and chunks of prompts.
+        """Estimate one step with `count` requests of each chunk: decoded tokens (chunks of one token), and prompts.
 
-        Those that get a single token begin with so many that they share, which are read once.
+        The decoding requests begin with `shared_prefix` equal tokens, whose cache is read once for all of them.
         """
-        told = {
-            (each, request): chunk_cost(each, request, self.formats) for each in self.attentions for request in chunks
+        costs = {
+            (group, chunk): chunk_cost(group, chunk, self.formats) for group in self.attentions for chunk in chunks
         }
-        projections = [self._projection_operations(each, chunks, told) for each in self.attentions]
+        projections = [self._projection_operation(group, chunks, costs) for group in self.attentions]
         return ServingStep(
-            (*projections, *self._matrix_operations(chunks)), tuple(self._core_operations(chunks, told, shared_prefix))
+            (*projections, *self._matrix_operations(chunks)),
+            tuple(self._core_operations(chunks, costs, shared_prefix)),
         )
 
     def decode_step(self, requests: RequestBatch) -> ServingStep:
-        """A step in which every row gets one token; lengths count it."""
-        return self.estimate_step(
-            {RequestChunk(1, length - 1, self.source_tokens): times for length, times in requests.counts_by_length},
-            requests.shared_prefix,
-        )
+        """Estimate a step that decodes one token of every request; the lengths include that token."""
+        return self.estimate_step(self._decode_chunks(requests), requests.shared_prefix)
 
     def mixed_step(self, decode_requests: RequestBatch | None, tokens: int, past: int = 0) -> ServingStep:
-        """A step in which every row gets one token, and a prompt of another so many behind what was taken of it."""
-        requests = {
-            RequestChunk(1, length - 1, self.source_tokens): times
-            for length, times in (decode_requests.counts_by_length if decode_requests else ())
-        }
+        """Estimate a step that decodes one token of every request and prefills `tokens` tokens of another prompt."""
+        chunks = self._decode_chunks(decode_requests) if decode_requests else {}
         prompt = RequestChunk(tokens, past, self.source_tokens)
         return self.estimate_step(
-            requests | {prompt: requests.get(prompt, 0) + 1}, decode_requests.shared_prefix if decode_requests else 0
+            chunks | {prompt: chunks.get(prompt, 0) + 1}, decode_requests.shared_prefix if decode_requests else 0
         )
 
+    def _decode_chunks(self, requests: RequestBatch) -> dict[RequestChunk, int]:
+        return {RequestChunk(1, length - 1, self.source_tokens): times for length, times in requests.counts_by_length}
+
     def first_token_seconds(self, prompt: int, chunk: int, other_requests: RequestBatch | None = None) -> float:
-        """Seconds at least until a prompt's first token: chunk by chunk, others being answered beside it."""
+        """Lower bound of the time to first token, if the prompt is prefilled in chunks while others are decoded."""
         if chunk < 1 or prompt < 1 or -(-prompt // chunk) > MAX_STEPS:
-            least = max(1, -(-prompt // MAX_STEPS))
-            raise SpecError(
-                f"a prompt of {prompt:,} tokens cannot be taken {chunk:,} at a time; give a chunk of {least:,} or more"
+            min_chunk = max(1, -(-prompt // MAX_STEPS))
+            fact = (
+                f"cannot prefill a prompt of {prompt:,} tokens in chunks of {chunk:,}: it takes at most {MAX_STEPS:,}"
             )
+            raise SpecError(f"{fact} steps; give a chunk of {min_chunk:,} or more")
         starts = range(0, prompt, chunk)
         return sum(self.mixed_step(other_requests, min(chunk, prompt - past), past).seconds for past in starts)
 
     def compute_bound_tokens(self) -> int | None:
-        """Tokens in a step from which products with weights wait for compute; None when they never do."""
-        request = RequestChunk(1, 0, self.source_tokens)
-        told = {(each, request): chunk_cost(each, request, self.formats) for each in self.attentions}
+        """Number of tokens per step from which products with weights are compute-bound; None if they never are."""
+        chunk = RequestChunk(1, 0, self.source_tokens)
+        costs = {(group, chunk): chunk_cost(group, chunk, self.formats) for group in self.attentions}
 
-        def waits(tokens: int) -> bool:
-            requests = {request: tokens}
-            every = [self._projection_operations(each, requests, told) for each in self.attentions] + [
-                *self._matrix_operations(requests)
-            ]
-            products = sum(one.flops for one in every) / self.device.flops[self.formats.compute]
-            return products >= sum(one.moved for one in every) / self.device.bandwidth
+        def is_compute_bound(tokens: int) -> bool:
+            chunks = {chunk: tokens}
+            operations = [self._projection_operation(group, chunks, costs) for group in self.attentions]
+            operations += self._matrix_operations(chunks)
+            compute_seconds = sum(operation.flops for operation in operations) / self.device.flops[self.formats.compute]
+            return compute_seconds >= sum(operation.moved for operation in operations) / self.device.bandwidth
 
-        return first_where(waits)
+        return first_where(is_compute_bound)
 
     def core_dominates_from(self, batch: int) -> int | None:
-        """Tokens of context from which cores take longer than products with weights; None when they never do."""
+        """Context length from which the cores take longer than products with weights; None if they never do."""
 
         def dominates(context: int) -> bool:
             step = self.decode_step(RequestBatch.uniform(batch, context))
-            return sum(one.seconds for one in step.core_operations) >= sum(
-                one.seconds for one in step.weight_operations
-            )
+            core_seconds = sum(operation.seconds for operation in step.core_operations)
+            return core_seconds >= sum(operation.seconds for operation in step.weight_operations)
 
         return first_where(dominates)
 
-    def _projection_operations(
-        self, layers: AttentionGroup, requests: Mapping[RequestChunk, int], told: ChunkCosts
+    def _projection_operation(
+        self, group: AttentionGroup, chunks: Mapping[RequestChunk, int], costs: ChunkCosts
     ) -> RooflineOperation:
-        tokens = sum(request.tokens * n for request, n in requests.items())
-        weights = sum(stored_bytes(shape, self.formats.weights) for shape in layers.weight_shapes)
-        flops = sum(told[layers, request].weight_flops * n for request, n in requests.items())
-        moved = weights + dtype_bytes(self.formats.compute) * tokens * 2 * layers.spec.model
-        return self._roofline_operation(self.operation_title("projections", layers), flops, moved, layers.num_layers)
+        tokens = sum(chunk.tokens * times for chunk, times in chunks.items())
+        weights = sum(stored_bytes(shape, self.formats.weights) for shape in group.weight_shapes)
+        flops = sum(costs[group, chunk].weight_flops * times for chunk, times in chunks.items())
+        moved = weights + dtype_bytes(self.formats.compute) * tokens * 2 * group.spec.model
+        return self._roofline_operation(self.operation_title("projections", group), flops, moved, group.num_layers)
 
-    def _matrix_operations(self, requests: Mapping[RequestChunk, int]) -> Iterator[RooflineOperation]:
-        tokens, answers = sum(request.tokens * n for request, n in requests.items()), sum(requests.values())
-        for each in self.matrices:
-            met = answers if each.name == "head" else tokens
-            moved = (
-                each.bytes_moved(met, self.formats.weights)
-                + dtype_bytes(self.formats.compute) * met * each.numbers_per_token
-            )
-            yield self._roofline_operation(each.name, each.flops(met), moved, each.num_layers)
+    def _matrix_operations(self, chunks: Mapping[RequestChunk, int]) -> Iterator[RooflineOperation]:
+        num_tokens = sum(chunk.tokens * times for chunk, times in chunks.items())
+        num_requests = sum(chunks.values())
+        for group in self.matrices:
+            tokens = num_requests if group.name == "head" else num_tokens  # logits of the last token of each request
+            weights = group.bytes_moved(tokens, self.formats.weights)
+            moved = weights + dtype_bytes(self.formats.compute) * tokens * group.numbers_per_token
+            yield self._roofline_operation(group.name, group.flops(tokens), moved, group.num_layers)
 
     def _core_operations(
-        self, requests: Mapping[RequestChunk, int], told: ChunkCosts, shared: int
+        self, chunks: Mapping[RequestChunk, int], costs: ChunkCosts, shared_prefix: int
     ) -> Iterator[RooflineOperation]:
-        kinds = {
-            "decoding": [request for request in requests if request.tokens == 1],
-            "a prompt": [request for request in requests if request.tokens > 1],
+        phases = {
+            "decode": {chunk: times for chunk, times in chunks.items() if chunk.tokens == 1},
+            "prefill": {chunk: times for chunk, times in chunks.items() if chunk.tokens > 1},
         }
-        for each in self.attentions:
-            for kind, some in kinds.items():
-                flops = sum(told[each, request].core_flops * requests[request] for request in some)
-                moved = sum(told[each, request].bytes_moved * requests[request] for request in some)
-                if kind == "decoding":
-                    moved -= self._shared_prefix_bytes(each, {request: requests[request] for request in some}, shared)
-                if some:
-                    name = f"{self.operation_title('core', each)}, {kind}"
-                    yield self._roofline_operation(name, flops, moved, each.num_layers)
+        for group in self.attentions:
+            for phase, phase_chunks in phases.items():
+                if not phase_chunks:
+                    continue
+                flops = sum(costs[group, chunk].core_flops * times for chunk, times in phase_chunks.items())
+                moved = sum(costs[group, chunk].bytes_moved * times for chunk, times in phase_chunks.items())
+                if phase == "decode":
+                    moved -= self._saved_prefix_bytes(group, phase_chunks, shared_prefix)
+                name = f"{self.operation_title('core', group)}, {phase}"
+                yield self._roofline_operation(name, flops, moved, group.num_layers)
 
-    def _shared_prefix_bytes(self, layers: AttentionGroup, requests: Mapping[RequestChunk, int], shared: int) -> int:
-        """Bytes of a beginning that are not read again for each row: whole pages of it, where rows share pages."""
-        count = self.allocator.num_shared_slots(KeyRetention(0, None), shared, shared)
-        each = {request: prefix_bytes_read(layers, request, count, self.formats) for request in requests}
-        return sum(each[request] * times for request, times in requests.items()) - max(each.values(), default=0)
+    def _saved_prefix_bytes(self, group: AttentionGroup, chunks: Mapping[RequestChunk, int], shared_prefix: int) -> int:
+        """Bytes that are not read because the complete pages of a shared prefix are read once for all requests."""
+        count = self.allocator.num_shared_slots(KeyRetention(0, None), shared_prefix, shared_prefix)
+        prefix_bytes = {chunk: prefix_bytes_read(group, chunk, count, self.formats) for chunk in chunks}
+        total = sum(prefix_bytes[chunk] * times for chunk, times in chunks.items())
+        return total - max(prefix_bytes.values(), default=0)
 
-    def _roofline_operation(self, name: str, flops: int, moved: int, times: int) -> RooflineOperation:
-        maths = self.formats.compute
-        seconds, bound = (
-            self.device.min_seconds(flops, moved, maths),
-            self.device.limiting_resource(flops, moved, maths),
-        )
-        many = f"{times:,} x {name}" if times > 1 and not isinstance(self.spec_or_model, AttentionSpec) else name
-        return RooflineOperation(many, times * flops, times * moved, times * seconds, bound)
+    def _roofline_operation(self, name: str, flops: int, moved: int, num_layers: int) -> RooflineOperation:
+        dtype = self.formats.compute
+        seconds = self.device.min_seconds(flops, moved, dtype)
+        bound = self.device.limiting_resource(flops, moved, dtype)
+        if num_layers > 1 and not isinstance(self.spec_or_model, AttentionSpec):
+            name = f"{num_layers:,} x {name}"
+        return RooflineOperation(name, num_layers * flops, num_layers * moved, num_layers * seconds, bound)
 
 
 def first_where(holds: Callable[[int], bool]) -> int | None:
-    """The first whole number from 1 up at which something begins to hold, and holds from then on.
+    """Return the least whole number from 1 at which a monotonic condition becomes true; None if it never does.
 
     >>> first_where(lambda n: n * n >= 50), first_where(lambda n: False)
     (8, None)
     """
-    found = bisect_left(range(1, MAX_SIZE + 1), True, key=holds) + 1
-    return found if found <= MAX_SIZE else None
+    first = bisect_left(range(1, MAX_SIZE + 1), True, key=holds) + 1
+    return first if first <= MAX_SIZE else None
 
 
-# --- Products of the sizes that a box has, timed on this machine ---------------------------------------
+# --- Timing the products of a decode step on this machine ----------------------------------------------
 
-TIMING_SECONDS = 0.05  # of one measurement: a table has dozens
+TIMING_SECONDS = 0.05  # of one measurement; a table has dozens
 
 
 def time_products(shapes: Sequence[tuple[int, ...]], rows: int, dtype: str) -> float:
-    """Seconds in which so many vectors meet matrices of these shapes; tensors of one axis are left out.
+    """Time, in seconds, of multiplying `rows` vectors with matrices of these shapes; vectors are left out.
 
     >>> 0 < time_products([(8, 16), (8,)], 3, "fp32") < 1
     True
     """
-    matrices = [_random_tensor((math.prod(shape[:-1]), shape[-1]), dtype) for shape in shapes if len(shape) > 1]
-    inputs = [_random_tensor((rows, matrix.shape[1]), dtype) for matrix in matrices]
+    matrices = [_filled_tensor((math.prod(shape[:-1]), shape[-1]), dtype) for shape in shapes if len(shape) > 1]
+    inputs = [_filled_tensor((rows, matrix.shape[1]), dtype) for matrix in matrices]
     return time_run(lambda: [torch.mm(x, matrix.T) for x, matrix in zip(inputs, matrices, strict=True)], TIMING_SECONDS)
 
 
 def time_core(core: CoreShape, num_cached_numbers: int, sizes: tuple[int, int], dtype: str) -> float:
-    """Seconds in which one query of each of (rows, keys) meets keys, and their shares values.
+    """Time, in seconds, of softmax attention for one query in each of `rows` rows; `sizes` are (rows, keys).
 
-    `kept` is how many numbers are remembered of a token: where that is less than keys and values, values are the first
-    channels of keys, as in a latent.
+    If `num_cached_numbers`, the number of cached values per token, is too small for separate keys and values, the
+    values are the first channels of the keys, as in latent attention.
 
     >>> 0 < time_core(CoreShape((0, 0), (0, 0), 4, 4, 1.0), 8, (3, 5), "fp32") < 1
     True
     """
     rows, keys = sizes
-    groups, voices = max(core.key_head_of_query) + 1, max(core.value_head_of_row) + 1
-    q = _random_tensor((rows * groups, -(-len(core.key_head_of_query) // groups), core.score_dim), dtype)
-    k = _random_tensor((rows * groups, keys, core.score_dim), dtype)
-    joint = (
-        num_cached_numbers < groups * core.score_dim + voices * core.vdim
-        and groups == voices
+    key_heads, value_heads = max(core.key_head_of_query) + 1, max(core.value_head_of_row) + 1
+    q = _filled_tensor((rows * key_heads, -(-len(core.key_head_of_query) // key_heads), core.score_dim), dtype)
+    k = _filled_tensor((rows * key_heads, keys, core.score_dim), dtype)
+    values_are_keys = (
+        num_cached_numbers < key_heads * core.score_dim + value_heads * core.vdim
+        and key_heads == value_heads
         and core.vdim <= core.score_dim
     )
-    v = k[..., : core.vdim] if joint else _random_tensor((rows * voices, keys, core.vdim), dtype)
+    v = k[..., : core.vdim] if values_are_keys else _filled_tensor((rows * value_heads, keys, core.vdim), dtype)
 
-    def read() -> Tensor:
-        shares = torch.softmax(torch.bmm(q, k.transpose(1, 2)), -1)
-        return torch.bmm(shares.reshape(v.shape[0], -1, keys), v)
+    def attend() -> Tensor:
+        weights = torch.softmax(torch.bmm(q, k.transpose(1, 2)), -1)
+        return torch.bmm(weights.reshape(v.shape[0], -1, keys), v)
 
-    return time_run(read, TIMING_SECONDS)
+    return time_run(attend, TIMING_SECONDS)
 
 
-def _random_tensor(shape: tuple[int, ...], dtype: str) -> Tensor:
-    """Any numbers, but written: memory that nobody wrote to is not read from memory."""
+def _filled_tensor(shape: tuple[int, ...], dtype: str) -> Tensor:
+    """Create a tensor and write to it; memory that was never written is not read from DRAM."""
     return torch.full(shape, 0.01, dtype=TORCH_DTYPES[dtype], device=accelerator_type())
 
 
-# --- One token of each of N rows -----------------------------------------------------------------------
+# --- Arithmetic intensity of a decode step, by batch size ----------------------------------------------
 
-DEFAULT_ROWS = 16  # rows in the middle, where a load has one
-MAX_TIMED_NUMBERS = 2**29  # bytes of what is measured
-MAX_TIMED_SECONDS = 0.5  # seconds of it
+DEFAULT_ROWS = 16  # rows of the second line, if the workload has one row
+MAX_TIMED_NUMBERS = 2**29  # bytes; larger components are not timed
+MAX_TIMED_SECONDS = 0.5  # estimated; slower components are not timed
 WRAP_INDENT: dict[str, Any] = {"initial_indent": "  ", "subsequent_indent": "    "}
 COMPONENT_COLOURS = {"projections": "red", "core": "purple", "output": "blue"}
 
 
 @dataclass(frozen=True)
 class DecodeComponent:
-    """Some products of one step: FLOPs, bytes, and what follows on a machine. `measured` are seconds, where it was."""
+    """One component of a decode step: FLOPs, bytes moved, limiting resource, least and measured seconds."""
 
     name: str
     rows: int
@@ -416,24 +423,22 @@ class DecodeComponent:
 
     @property
     def intensity(self) -> float:
-        """FLOPs a byte."""
+        """Arithmetic intensity in FLOPs per byte."""
         return self.flops / self.moved
 
 
 @dataclass(frozen=True)
 class DecodeLayer:
-    """A layer whose last token is being answered, on a device.
+    """One layer that decodes a token at the end of `context` tokens, on a device.
 
-    Projections of one row do one FLOP for each byte of bfloat16, the core as many as query heads share a key:
+    Projections of one row have one FLOP per byte of bfloat16, the core one for each query head per key head:
 
     >>> import headwise as hw
     >>> gqa = DecodeLayer(hw.design(preset="gqa", model=4096, heads=32, kv=8), Device.from_name("h200"), 10**6)
-    >>> (
-    ...     [round(box.intensity, 2) for box in gqa.components(1)],
-    ...     gqa.compute_bound_rows("projections"),
-    ...     gqa.compute_bound_rows("core"),
-    ... )
-    ([1.0, 4.0, 1.0], 225, None)
+    >>> [round(component.intensity, 2) for component in gqa.components(1)]
+    [1.0, 4.0, 1.0]
+    >>> gqa.compute_bound_rows("projections"), gqa.compute_bound_rows("core")
+    (225, None)
     """
 
     spec: AttentionSpec
@@ -443,27 +448,25 @@ class DecodeLayer:
 
     def __post_init__(self) -> None:
         if self.spec.source is not None:
-            raise SpecError(
-                f"source={self.spec.source} is read by cross-attention, which has other boxes; leave it out"
-            )
+            raise SpecError(f"cross-attention is not supported here, got source={self.spec.source}; leave it out")
 
     def components(self, rows: int) -> tuple[DecodeComponent, ...]:
-        """Projections, core and output of so many rows."""
+        """Return projections, core and output with this number of rows."""
         return tuple(self._component(name, rows) for name in COMPONENT_COLOURS)
 
     def compute_bound_rows(self, name: str) -> int | None:
-        """The fewest rows with which a box waits for compute; None when it never does."""
+        """Return the least number of rows with which a component is compute-bound; None if it never is."""
         return first_where(lambda rows: self._component(name, rows).bound == "compute")
 
     def with_measured_seconds(self, box: DecodeComponent) -> DecodeComponent:
-        """The same with the seconds that products of these sizes took just now; without, where they are too large."""
+        """Time products of the component's sizes on this machine; too large components are returned unchanged."""
         if box.moved > MAX_TIMED_NUMBERS or box.seconds > MAX_TIMED_SECONDS:
             return box
         dtype = self.formats.compute
         if box.name != "core":
             return replace(box, measured=time_products(self._component_shapes(box.name), box.rows, dtype))
         core, keys = self.spec.core_of(self.spec.projection_form(one=True)), self._num_pairs
-        if box.flops != core.flops(box.rows * keys):  # a state, or more than scores and values
+        if box.flops != core.flops(box.rows * keys):  # a recurrent state, or more products than scores and values
             return box
         return replace(box, measured=time_core(core, self._cached_numbers, (box.rows, keys), dtype))
 
@@ -476,108 +479,122 @@ class DecodeLayer:
         return sum(math.prod(shape) for shape in self.spec.kv_entry_shapes().values())
 
     def _component_shapes(self, name: str) -> list[tuple[int, ...]]:
-        """The tensors of a box, by whose they are."""
+        """Shapes of the parameters of the output projection, or of all others."""
         shapes = self.spec.shapes().items()
         return [shape for key, shape in shapes if (key.partition(".")[0] == "output") == (name == "output")]
 
     def _component(self, name: str, rows: int) -> DecodeComponent:
-        request, core = RequestChunk(1, self.context - 1), self.spec.core_of(self.spec.projection_form(one=True))
+        chunk = RequestChunk(1, self.context - 1)
+        dtype = self.formats.compute
         if name == "core":
-            told = chunk_cost(AttentionGroup("attention", self.spec), request, self.formats)
-            flops, moved = rows * told.core_flops, rows * told.bytes_moved
+            cost = chunk_cost(AttentionGroup("attention", self.spec), chunk, self.formats)
+            flops, moved = rows * cost.core_flops, rows * cost.bytes_moved
         else:
-            flops = rows * sum(
-                n for part, n in flops_by_part(self.spec, request).items() if (part == "output") == (name == "output")
+            core = self.spec.core_of(self.spec.projection_form(one=True))
+            flops_per_row = sum(
+                flops
+                for part, flops in flops_by_part(self.spec, chunk).items()
+                if (part == "output") == (name == "output")
             )
-            heads = (
-                len(core.value_head_of_row) * core.vdim
-                if name == "output"
-                else len(core.key_head_of_query) * core.dim + self._cached_numbers
-            )
+            flops = rows * flops_per_row
+            if name == "output":
+                head_numbers = len(core.value_head_of_row) * core.vdim
+            else:
+                head_numbers = len(core.key_head_of_query) * core.dim + self._cached_numbers
             weights = sum(stored_bytes(shape, self.formats.weights) for shape in self._component_shapes(name))
-            moved = weights + dtype_bytes(self.formats.compute) * rows * (self.spec.model + heads)
-        maths = self.formats.compute
+            moved = weights + dtype_bytes(dtype) * rows * (self.spec.model + head_numbers)
         return DecodeComponent(
             name,
             rows,
             flops,
             moved,
-            self.device.limiting_resource(flops, moved, maths),
-            self.device.min_seconds(flops, moved, maths),
+            self.device.limiting_resource(flops, moved, dtype),
+            self.device.min_seconds(flops, moved, dtype),
         )
 
 
 @dataclass(frozen=True)
 class IntensityReport:
-    """The boxes of several layers, each with one row, with some, and with as many as projections need."""
+    """Arithmetic intensity of the components of several layers, for three batch sizes each.
+
+    The batch sizes are 1, that of the workload, and the one from which projections are compute-bound.
+    """
 
     layers: dict[str, DecodeLayer]
     components: dict[str, tuple[DecodeComponent, ...]]
 
     @staticmethod
     def from_layers(layers: Mapping[str, DecodeLayer], rows: int = DEFAULT_ROWS) -> IntensityReport:
-        """Priced, and on this machine measured too."""
-        found: dict[str, tuple[DecodeComponent, ...]] = {}
+        """Create the report; on the device "here" the components are also timed."""
+        components: dict[str, tuple[DecodeComponent, ...]] = {}
         for name, layer in layers.items():
-            counts = sorted({1, rows if rows > 1 else DEFAULT_ROWS, layer.compute_bound_rows("projections") or 1})
-            boxes = (box for count in counts for box in layer.components(count))
-            found[name] = tuple(
-                layer.with_measured_seconds(box) if layer.device.name == THIS_MACHINE else box for box in boxes
-            )
-        return IntensityReport(dict(layers), found)
+            batch_sizes = sorted({1, rows if rows > 1 else DEFAULT_ROWS, layer.compute_bound_rows("projections") or 1})
+            of_layer = [component for batch_size in batch_sizes for component in layer.components(batch_size)]
+            if layer.device.name == THIS_MACHINE:
+                of_layer = [layer.with_measured_seconds(component) for component in of_layer]
+            components[name] = tuple(of_layer)
+        return IntensityReport(dict(layers), components)
 
     def __str__(self) -> str:
         layer = next(iter(self.layers.values()))
         device, formats = layer.device, layer.formats
-        here = device.name == THIS_MACHINE
-        told = f"one token of each of N rows of {layer.context:,} tokens, {formats.compute}, {device.description}"
-        lines = [*textwrap.wrap(told, TERMINAL_WIDTH), ""]
-        lines.append(_format_component_row("", "N", "FLOP/byte", "waits for", "at least", "measured" if here else ""))
+        is_measured = device.name == THIS_MACHINE
+        title = f"decode step of N rows of {layer.context:,} tokens, {formats.compute}, {device.description}"
+        lines = [*textwrap.wrap(title, TERMINAL_WIDTH), ""]
+        headers = ("N", "FLOPs/byte", "bound by", "least time", "measured" if is_measured else "")
+        lines.append(_format_component_row("", *headers))
         for name, layer in self.layers.items():
-            lines += [name, *_component_rows(self.components[name], here)]
-            lines += textwrap.wrap(
-                f"N from which it waits for compute: {_compute_bound_lines(layer)}", TERMINAL_WIDTH, **WRAP_INDENT
-            )
-        alone = device.compute_bound_tokens(formats.compute, formats.weights)
-        notes = f"Of weights alone any product waits for compute from N = {alone:,.1f}. "
-        if here:
+            lines += [name, *_component_rows(self.components[name], is_measured)]
+            limits = f"compute-bound from N: {_compute_bound_limits(layer)}"
+            lines += textwrap.wrap(limits, TERMINAL_WIDTH, **WRAP_INDENT)
+        weights_only = device.compute_bound_tokens(formats.compute, formats.weights)
+        notes = f"A product with weights is compute-bound from N = {weights_only:,.1f} if only weights are moved. "
+        if is_measured:
             notes += (
-                "Measured are products of the same sizes, of any numbers, the best of some runs; what a processor "
-                "keeps near itself from run to run is read faster than memory. - is too large, or more than two "
-                "products."
+                "Measured: the best of several runs of products with the same sizes; data that stays in the "
+                "processor's cache between runs is read faster than memory. - means too large to measure, or more "
+                "than two products."
             )
         return "\n".join([*lines, "", *textwrap.wrap(notes, TERMINAL_WIDTH)])
 
     @property
     def data(self) -> list[dict[str, Any]]:
-        """The same as plain values."""
+        """The report as plain values."""
         return [
             {
                 "name": name,
-                "critical": {box: layer.compute_bound_rows(box) for box in COMPONENT_COLOURS},
-                "boxes": [{**asdict(box), "intensity": box.intensity} for box in self.components[name]],
+                "critical": {component: layer.compute_bound_rows(component) for component in COMPONENT_COLOURS},
+                "boxes": [
+                    {**asdict(component), "intensity": component.intensity} for component in self.components[name]
+                ],
             }
             for name, layer in self.layers.items()
         ]
 
 
-def _component_rows(boxes: Sequence[DecodeComponent], here: bool) -> Iterator[str]:
+def _component_rows(components: Sequence[DecodeComponent], is_measured: bool) -> Iterator[str]:
     for name, colour in COMPONENT_COLOURS.items():
-        some = [box for box in boxes if box.name == name]
-        for n, box in enumerate(some):
-            found = "" if not here else "-" if box.measured is None else format_seconds(box.measured)
-            title = f"  {name} ({colour})" if n == 0 else ""
+        with_name = [component for component in components if component.name == name]
+        for n, component in enumerate(with_name):
+            measured = ""
+            if is_measured:
+                measured = "-" if component.measured is None else format_seconds(component.measured)
             yield _format_component_row(
-                title, f"{box.rows:,}", f"{box.intensity:,.2f}", box.bound, format_seconds(box.seconds), found
+                f"  {name} ({colour})" if n == 0 else "",
+                f"{component.rows:,}",
+                f"{component.intensity:,.2f}",
+                component.bound,
+                format_seconds(component.seconds),
+                measured,
             )
 
 
-def _compute_bound_lines(layer: DecodeLayer) -> str:
+def _compute_bound_limits(layer: DecodeLayer) -> str:
     words = {None: "never", 1: "any"}
-    found = {name: layer.compute_bound_rows(name) for name in COMPONENT_COLOURS}
-    return ", ".join(f"{name} {words.get(n) or f'{n:,}'}" for name, n in found.items())
+    limits = {name: layer.compute_bound_rows(name) for name in COMPONENT_COLOURS}
+    return ", ".join(f"{name} {words.get(rows) or f'{rows:,}'}" for name, rows in limits.items())
 
 
 def _format_component_row(*cells: str) -> str:
-    name, *rest = cells
-    return (name.ljust(24) + "".join(cell.rjust(11) for cell in rest)).rstrip()
+    name, *values = cells
+    return (name.ljust(24) + "".join(value.rjust(11) for value in values)).rstrip()

@@ -1,4 +1,4 @@
-"""Whole numbers that remember how they came about, so that a formula and its value cannot disagree."""
+"""Integers that carry the formula they were computed by, so that a formula and its value cannot disagree."""
 
 from __future__ import annotations
 
@@ -26,29 +26,29 @@ class SymbolicInt(int):
 
     @classmethod
     def of(cls, value: int, text: str, factor: int = 1, *, loose: str = "") -> Self:
-        """A number under a name; `factor` is the part of it that the name leaves out."""
-        made = super().__new__(cls, value)
-        made.factor, made.text, made.loose = factor, text, bool(loose)
-        return made
+        """Create a number whose formula is `factor` times `text`; `loose` is not empty if `text` is a sum."""
+        number = super().__new__(cls, value)
+        number.factor, number.text, number.loose = factor, text, bool(loose)
+        return number
 
     @property
     def formula(self) -> str:
-        """How it came about."""
+        """The formula, with its factor."""
         return self.text if self.factor == 1 else f"{self.factor} {self.name_as_factor}"
 
     @property
     def name_as_factor(self) -> str:
-        """Its name as one factor of a product."""
+        """The text of the formula, without its factor, in brackets if it is a sum."""
         return f"({self.text})" if self.loose else self.text
 
     @property
     def formula_as_factor(self) -> str:
-        """Its formula as one factor of a product."""
+        """The formula, in brackets if it is a sum."""
         return f"({self.formula})" if self.loose else self.formula
 
     def __mul__(self, other: Any) -> Any:
         if not isinstance(other, int):
-            return other * int(self)  # a width in a square root, a tuple repeated: no count any more
+            return other * int(self)  # a float, or a tuple that is repeated: the result is not an integer
         if not isinstance(other, SymbolicInt):
             return SymbolicInt.of(int(self) * other, self.text, self.factor * other, loose="sum" if self.loose else "")
         text = f"{self.name_as_factor} {other.name_as_factor}"
@@ -76,29 +76,29 @@ class SymbolicInt(int):
         return int(self) ** power
 
     def __floordiv__(self, other: int) -> int:
-        below = other.name_as_factor if isinstance(other, SymbolicInt) else str(other)
-        return SymbolicInt.of(int(self) // int(other), f"floor({self.formula_as_factor} / {below})")
+        divisor = other.name_as_factor if isinstance(other, SymbolicInt) else str(other)
+        return SymbolicInt.of(int(self) // int(other), f"floor({self.formula_as_factor} / {divisor})")
 
     def _sum(self, other: int, sign: str) -> int:
-        told = (
-            (other.name_as_factor if sign == "-" else other.formula) if isinstance(other, SymbolicInt) else str(other)
-        )
+        text = str(other)
+        if isinstance(other, SymbolicInt):
+            text = other.name_as_factor if sign == "-" else other.formula
         value = int(self) + int(other) if sign == "+" else int(self) - int(other)
-        return SymbolicInt.of(value, f"{self.formula} {sign} {told}", loose="sum")
+        return SymbolicInt.of(value, f"{self.formula} {sign} {text}", loose="sum")
 
 
 def formula(value: int) -> str:
-    """How a number came about, or the number itself."""
+    """Return the formula of a symbolic number, or the digits of a plain one."""
     return value.formula if isinstance(value, SymbolicInt) else f"{value}"
 
 
 def formula_as_factor(value: int) -> str:
-    """How a number came about, as one factor of a product."""
+    """Return the formula of a symbolic number, in brackets if it is a sum, or the digits of a plain one."""
     return value.formula_as_factor if isinstance(value, SymbolicInt) else f"{value}"
 
 
 def name_sizes(spec: AttentionSpec) -> AttentionSpec:
-    """The same spec, its sizes under their names: whatever is computed of it says how.
+    """Replace the sizes of a spec by symbolic integers, so that numbers computed from it carry their formulas.
 
     >>> import headwise as hw
     >>> spec = name_sizes(hw.design(model=8, heads=2))
@@ -120,9 +120,9 @@ def name_sizes(spec: AttentionSpec) -> AttentionSpec:
 
 
 def _name_part_sizes(part: P, owner: str) -> P:
-    """A part with its whole numbers above 1 under their names: dynamic.rank, project.overlap."""
-    told = {field.name: getattr(part, field.name) for field in fields(part)}
+    """Replace the integers above 1 of a part by symbolic ones: dynamic.rank, project.overlap."""
+    values = {field.name: getattr(part, field.name) for field in fields(part)}
     sizes = {
-        name: SymbolicInt.of(size, f"{owner}.{name}") for name, size in told.items() if type(size) is int and size > 1
+        name: SymbolicInt.of(size, f"{owner}.{name}") for name, size in values.items() if type(size) is int and size > 1
     }
     return replace(part, **sizes)

@@ -1,4 +1,4 @@
-"""Bytes that a block, or a whole model, keeps for the way back, put together from what its pieces keep."""
+"""Memory of training: activations of blocks and models, FLOPs that checkpointing recomputes, and optimiser state."""
 
 from __future__ import annotations
 
@@ -30,10 +30,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ActivationSettings:
-    """How a model is trained: the profile of its attentions, what is computed anew, and how much is dropped.
+    """How a model is trained: profile of the attention layers, activation checkpointing, and dropout.
 
-    Without a profile each attention runs as it usually does on the device of the load. `source` is how many tokens
-    an encoder reads for a decoder, if not as many.
+    `profile` is one of those of `layer_activation_memory`; the default is that of each layer on the workload's device.
+    `checkpoint` is what the backward pass recomputes: "none", every "block", or the attention "core". `source` is the
+    number of tokens of the encoder, if it differs from that of the decoder.
     """
 
     profile: str = ""
@@ -43,13 +44,13 @@ class ActivationSettings:
 
     def __post_init__(self) -> None:
         if not isinstance(self.dropout, (int, float)) or not 0 <= self.dropout < 1:
-            raise SpecError(f"dropout={self.dropout!r} is no rate; give 0.1, say, or 0 for none")
+            raise SpecError(f"dropout must be at least 0 and less than 1, got {self.dropout!r}")
         if self.source is not None and (type(self.source) is not int or self.source < 1):
-            raise SpecError(f"source={self.source!r} is no length of a source; give a whole number of at least 1")
+            raise SpecError(f"source must be a whole number of at least 1, got {self.source!r}")
 
 
 DEFAULT_SETTINGS = ActivationSettings()
-# Norms before a sublayer and behind it, by where a block has them.
+# Number of norms before and after each sublayer, by placement.
 NORM_PLACEMENTS = {
     "pre": (1, 0),
     "parallel": (0, 0),
@@ -63,16 +64,16 @@ NORM_PLACEMENTS = {
 def block_activation_memory(
     block: BlockSpec, model: int, workload: Workload, settings: ActivationSettings = DEFAULT_SETTINGS
 ) -> CostBreakdown:
-    """What one block of this width keeps.
+    """Bytes that one block of width `model` saves for the backward pass.
 
-    A GPT block under a fused kernel, 16 b s h elements and a few numbers of each token (2205.05198 has 34 b s h
-    bytes, with two masks of one byte):
+    A GPT block with fused attention saves 16 b s h elements, and the statistics of softmax and norms (2205.05198 has
+    34 b s h bytes, with two masks of one byte):
 
     >>> import headwise as hw
     >>> from headwise.model_spec import FeedForwardSpec
     >>> block = BlockSpec(hw.design(model=64, heads=4, bias="qkvo"), feed=FeedForwardSpec(256, bias="ud"))
-    >>> told = block_activation_memory(block, 64, hw.Workload(2, 10, "fp32"), ActivationSettings("sdpa"))
-    >>> told.total == 4 * 16 * 2 * 10 * 64 + 4 * 2 * 4 * 10 + 4 * 2 * 10 * 4
+    >>> memory = block_activation_memory(block, 64, hw.Workload(2, 10, "fp32"), ActivationSettings("sdpa"))
+    >>> memory.total == 4 * 16 * 2 * 10 * 64 + 4 * 2 * 4 * 10 + 4 * 2 * 10 * 4
     True
     """
     if settings.profile in activations.FORMULA_PROFILES:
@@ -88,24 +89,23 @@ def block_activation_memory(
 def activation_memory(
     spec_or_model: AttentionSpec | ModelSpec, workload: Workload, settings: ActivationSettings = DEFAULT_SETTINGS
 ) -> CostBreakdown:
-    """What a layer keeps, or a whole model under the cross-entropy of its first head; equal blocks are one term.
+    """Bytes that a layer, or a model with the cross-entropy loss of its first head, saves for the backward pass.
 
-    With checkpoint="block" every block keeps its input alone, and `peak` says what the way back adds.
+    Equal blocks are one term. With checkpoint="block" every block saves only its input; `peak_activation_memory` adds
+    what the backward pass recomputes.
 
     GPT-3 as the paper counts it, 96 (34 b s h + 5 b s^2 a) bytes:
 
     >>> import headwise as hw
-    >>> gpt3 = {"model_type": "gpt2", "n_layer": 96, "n_embd": 12288, "n_head": 96, "n_positions": 2048}
-    >>> activation_memory(
-    ...     hw.families.read_model_spec(gpt3), hw.Workload(1, 2048), ActivationSettings("paper-2022")
-    ... ).total
+    >>> config = {"model_type": "gpt2", "n_layer": 96, "n_embd": 12288, "n_head": 96, "n_positions": 2048}
+    >>> gpt3 = hw.families.read_model_spec(config)
+    >>> activation_memory(gpt3, hw.Workload(1, 2048), ActivationSettings("paper-2022")).total
     275414777856
     """
     if isinstance(spec_or_model, AttentionSpec):
         if settings.dropout:
-            raise SpecError(
-                f"dropout={settings.dropout} stands behind the branches of a block, and a layer alone has none"
-            )
+            fact = f"dropout={settings.dropout} applies to the branches of a block"
+            raise SpecError(f"{fact}, and a layer alone has none; leave dropout out")
         source = settings.source if spec_or_model.source else None
         return layer_activation_memory(
             spec_or_model, workload, settings.profile, source=source, checkpoint=settings.checkpoint
@@ -118,112 +118,116 @@ def activation_memory(
 def peak_activation_memory(
     spec_or_model: AttentionSpec | ModelSpec, workload: Workload, settings: ActivationSettings = DEFAULT_SETTINGS
 ) -> int:
-    """Bytes kept at the fullest moment of the way back: with checkpoints, the dearest block has all of its own again.
+    """Greatest number of bytes saved at one time; with checkpoints, the largest block is recomputed completely.
 
     >>> import headwise as hw
     >>> spec, load = hw.design(model=64, heads=4), hw.Workload(1, 100)
-    >>> peak_activation_memory(spec, load, ActivationSettings("dense", "block")) == activation_memory(
-    ...     spec, load, ActivationSettings("dense")
-    ... ).total
+    >>> without_checkpoints = activation_memory(spec, load, ActivationSettings("dense")).total
+    >>> peak_activation_memory(spec, load, ActivationSettings("dense", "block")) == without_checkpoints
     True
     """
-    total, full, part, model = (
-        activation_memory(spec_or_model, workload, settings).total,
-        replace(settings, checkpoint="none"),
-        settings,
-        spec_or_model,
-    )
+    total = activation_memory(spec_or_model, workload, settings).total
     if settings.checkpoint == "none":
         return total
-    if isinstance(model, AttentionSpec):
-        return activation_memory(model, workload, full).total
-    rows = [(s, stack_workload(model, s, workload, settings), b) for s in model.stacks for b in dict.fromkeys(s.layers)]
-    each = [
-        block_activation_memory(b, s.model, of, full).total - block_activation_memory(b, s.model, of, part).total
-        for s, of, b in rows
-    ]
-    return total + max(each, default=0)
+    uncheckpointed = replace(settings, checkpoint="none")
+    if isinstance(spec_or_model, AttentionSpec):
+        return activation_memory(spec_or_model, workload, uncheckpointed).total
+    recomputed: list[int] = []
+    for stack in spec_or_model.stacks:
+        load = stack_workload(spec_or_model, stack, workload, settings)
+        for block in dict.fromkeys(stack.layers):
+            saved = block_activation_memory(block, stack.model, load, settings).total
+            recomputed.append(block_activation_memory(block, stack.model, load, uncheckpointed).total - saved)
+    return total + max(recomputed, default=0)
 
 
-def _check_no_dropout(way: ActivationSettings) -> None:
-    if way.dropout:
-        raise SpecError(f"profile {way.profile} has dropout everywhere already; leave dropout={way.dropout} out")
+def _check_no_dropout(settings: ActivationSettings) -> None:
+    if settings.dropout:
+        fact = f"profile {settings.profile} includes dropout in every branch"
+        raise SpecError(f"{fact}; leave dropout={settings.dropout} out")
 
 
-def _formula_model_bytes(model: ModelSpec, load: Workload, way: ActivationSettings) -> CostBreakdown:
-    _check_no_dropout(way)
-    (stack, *more) = model.stacks
-    if more or stack.embedding is None or stack.embedding.patches:
-        raise SpecError(f"profile {way.profile} is of one stack of GPT blocks over tokens; use profile='sdpa'")
-    return CostBreakdown.from_items(_merge_items(_stack_items(stack, load, way)))
+def _formula_model_bytes(model: ModelSpec, load: Workload, settings: ActivationSettings) -> CostBreakdown:
+    _check_no_dropout(settings)
+    (stack, *others) = model.stacks
+    if others or stack.embedding is None or stack.embedding.patches:
+        fact = f"profile {settings.profile} supports only one stack of GPT blocks over tokens"
+        raise SpecError(f"{fact}; use profile='sdpa'")
+    return CostBreakdown.from_items(_merge_items(_stack_items(stack, load, settings)))
 
 
-def _block_items(described: BlockSpec, model: int, load: Workload, way: ActivationSettings) -> NamedBytes:
-    """In the order of the way forth; what enters is the input of whoever keeps it first."""
-    at = ActivationContext.from_workload(load, load.context, way.profile or _norm_context(described, load), way.dropout)
-    if way.checkpoint == "block":
-        yield "input of the block", at.element_bytes * at.num_tokens * model
+def _block_items(block: BlockSpec, model: int, load: Workload, settings: ActivationSettings) -> NamedBytes:
+    """Yield what a block saves, in the order of the forward pass; a shared input counts where it is saved first."""
+    profile = settings.profile or _profile_of_block(block, load)
+    context = ActivationContext.from_workload(load, load.context, profile, settings.dropout)
+    if settings.checkpoint == "block":
+        yield "input of the block", context.element_bytes * context.num_tokens * model
         return
-    before, after = NORM_PLACEMENTS[described.placement]
-    if described.placement == "parallel" and described.norm_names:
-        yield from _norm_items("norm", described, model, at)
-    branches = [name for name in described.sublayer_names if name not in described.still]
-    for name in described.still:
-        if f"{name}_norm" in described.norm_names:
-            yield from _norm_items(f"{name}_norm", described, model, at)
+    norms_before, norms_after = NORM_PLACEMENTS[block.placement]
+    if block.placement == "parallel" and block.norm_names:
+        yield from _norm_items("norm", block, model, context)
+    branches = [name for name in block.sublayer_names if name not in block.still]
+    for name in block.still:
+        if f"{name}_norm" in block.norm_names:
+            yield from _norm_items(f"{name}_norm", block, model, context)
     for name in branches:
-        if before:
-            held = list(_norm_items(f"{name}_norm", described, model, at))
-            yield from held[1:] if described.placement == "abreast" and name != branches[0] else held
-        alone = described.placement != "parallel" or name == branches[0]
-        yield from _branch_items(name, described, model, (load, way, at), alone)
-        if at.has_dropout:
-            yield f"{name}.dropout mask", at.dropout_mask_bytes(at.num_tokens, model)
-        if after:
-            yield from _norm_items(f"{name}_norm" + "_after" * before, described, model, at)
+        is_first = name == branches[0]
+        if norms_before:
+            norm_items = list(_norm_items(f"{name}_norm", block, model, context))
+            # Branches side by side have norms of their own over one input, which the first one saves.
+            yield from norm_items[1:] if block.placement == "abreast" and not is_first else norm_items
+        saves_input = block.placement != "parallel" or is_first
+        yield from _branch_items(name, block, model, (load, settings, context), saves_input)
+        if context.has_dropout:
+            yield f"{name}.dropout mask", context.dropout_mask_bytes(context.num_tokens, model)
+        if norms_after:
+            yield from _norm_items(f"{name}_norm" + "_after" * norms_before, block, model, context)
 
 
-def _norm_context(described: BlockSpec, load: Workload) -> str:
-    """How norms and masks are kept: as on the device of its attentions."""
-    return next((default_profile(spec, load) for spec in described.attention_specs.values()), "sdpa")
+def _profile_of_block(block: BlockSpec, load: Workload) -> str:
+    """Profile of the first attention layer, which decides how norms and dropout masks are saved."""
+    return next((default_profile(spec, load) for spec in block.attention_specs.values()), "sdpa")
 
 
-def _norm_items(name: str, described: BlockSpec, model: int, at: ActivationContext) -> NamedBytes:
-    return ((f"{name}.{item}", size) for item, size in activations.norm_bytes(described.norm, model, at.num_tokens, at))
+def _norm_items(name: str, block: BlockSpec, model: int, context: ActivationContext) -> NamedBytes:
+    for item, size in activations.norm_bytes(block.norm, model, context.num_tokens, context):
+        yield f"{name}.{item}", size
 
 
 def _branch_items(
     name: str,
-    described: BlockSpec,
+    block: BlockSpec,
     model: int,
     how: tuple[Workload, ActivationSettings, ActivationContext],
-    alone: bool,
+    saves_input: bool,
 ) -> NamedBytes:
-    """One branch; its input too, unless another has kept it. What a decoder reads is one for all its layers."""
-    load, way, at = how
+    """Yield what one branch saves, with its input if `saves_input`.
+
+    The source of cross-attention is left out, because all layers of a decoder share it.
+    """
+    load, settings, context = how
     if name == "feed":
-        kept = _feed_forward_items(described, model, at)
+        items = _feed_forward_items(block, model, context)
     else:
-        spec, source = described.attention_specs[name], None
+        spec, source = block.attention_specs[name], None
         if name == "cross":
-            spec, source = replace(spec, source=spec.source or spec.model), way.source
-        kept = layer_activation_terms(
-            spec, load, (way.profile or default_profile(spec, load), way.checkpoint), source
-        ).items()
-    shared = {"source"} if alone else {"source", "input"}
-    yield from ((f"{name}.{item}", size) for item, size in kept if item not in shared)
+            spec, source = replace(spec, source=spec.source or spec.model), settings.source
+        profile = settings.profile or default_profile(spec, load)
+        items = layer_activation_terms(spec, load, (profile, settings.checkpoint), source).items()
+    excluded = {"source"} if saves_input else {"source", "input"}
+    yield from ((f"{name}.{item}", size) for item, size in items if item not in excluded)
 
 
-def _feed_forward_items(described: BlockSpec, model: int, at: ActivationContext) -> NamedBytes:
-    if isinstance(described.feed, ExpertsSpec):
-        yield from activations.experts_bytes(described.feed, model, at)
-    elif described.feed:
-        yield "input", at.element_bytes * at.num_tokens * model
-        yield from activations.feed_forward_bytes(described.feed, at.num_tokens, at)
+def _feed_forward_items(block: BlockSpec, model: int, context: ActivationContext) -> NamedBytes:
+    if isinstance(block.feed, ExpertsSpec):
+        yield from activations.experts_bytes(block.feed, model, context)
+    elif block.feed:
+        yield "input", context.element_bytes * context.num_tokens * model
+        yield from activations.feed_forward_bytes(block.feed, context.num_tokens, context)
 
 
 def stack_workload(model: ModelSpec, stack: StackSpec, workload: Workload, settings: ActivationSettings) -> Workload:
-    """The load of one stack: an image has as many tokens as patches, an encoder as many as its source."""
+    """Return the workload of one stack, whose context is the number of patches of images, or the source's length."""
     if stack.embedding and stack.embedding.patches:
         return replace(workload, context=stack.embedding.patches.num_patches + stack.embedding.first)
     if len(model.stacks) > 1 and stack is model.stacks[0]:
@@ -231,51 +235,55 @@ def stack_workload(model: ModelSpec, stack: StackSpec, workload: Workload, setti
     return workload
 
 
-def _stack_items(stack: StackSpec, load: Workload, way: ActivationSettings) -> NamedBytes:
-    """Every block, equal ones at once."""
+def _stack_items(stack: StackSpec, load: Workload, settings: ActivationSettings) -> NamedBytes:
+    """Yield what the blocks of a stack save; equal blocks are merged."""
     for block, times in Counter(stack.layers).items():
-        if way.profile in activations.FORMULA_PROFILES:
-            items = activations.formula_block_bytes(block, stack.model, load, (way.profile, way.checkpoint))
+        if settings.profile in activations.FORMULA_PROFILES:
+            how = (settings.profile, settings.checkpoint)
+            items = activations.formula_block_bytes(block, stack.model, load, how)
         else:
-            items = _block_items(block, SymbolicInt.of(stack.model, "model"), load, way)
+            items = _block_items(block, SymbolicInt.of(stack.model, "model"), load, settings)
         yield from ((f"{stack.name}.*.{name}", SymbolicInt.of(times, "layer") * size) for name, size in items if size)
 
 
-def _model_items(model: ModelSpec, load: Workload, way: ActivationSettings) -> NamedBytes:
+def _model_items(model: ModelSpec, load: Workload, settings: ActivationSettings) -> NamedBytes:
     for stack in model.stacks:
-        told, width = stack_workload(model, stack, load, way), SymbolicInt.of(stack.model, "model")
-        profile = way.profile or next((default_profile(spec, told) for _, spec in model.attention_specs()), "sdpa")
-        at = ActivationContext.from_workload(told, told.context, profile, way.dropout)
+        stack_load = stack_workload(model, stack, load, settings)
+        width = SymbolicInt.of(stack.model, "model")
+        profile = settings.profile or next(
+            (default_profile(spec, stack_load) for _, spec in model.attention_specs()), "sdpa"
+        )
+        context = ActivationContext.from_workload(stack_load, stack_load.context, profile, settings.dropout)
         if stack.embedding:
-            yield from _with_prefix(f"{stack.name}.embedding", activations.embedding_bytes(stack.embedding, width, at))
-        yield from _stack_items(stack, told, way)
+            items = activations.embedding_bytes(stack.embedding, width, context)
+            yield from _with_prefix(f"{stack.name}.embedding", items)
+        yield from _stack_items(stack, stack_load, settings)
         if stack.norm:
-            yield from _with_prefix(f"{stack.name}.norm", activations.norm_bytes(stack.norm, width, at.num_tokens, at))
+            items = activations.norm_bytes(stack.norm, width, context.num_tokens, context)
+            yield from _with_prefix(f"{stack.name}.norm", items)
         if stack is not model.stacks[-1] and any(block.cross for block in model.stacks[-1].layers):
-            yield (
-                f"{stack.name}.read by every layer",
-                at.element_bytes * at.rows * SymbolicInt.of(told.context, "t") * width,
-            )
-    for described in model.heads[:1]:
-        yield from _with_prefix(f"head.{described.name}", activations.head_bytes(described, width, at))
+            source_tokens = SymbolicInt.of(stack_load.context, "t")
+            yield f"{stack.name}.output", context.element_bytes * context.rows * source_tokens * width
+    for head in model.heads[:1]:
+        yield from _with_prefix(f"head.{head.name}", activations.head_bytes(head, width, context))
 
 
-def _with_prefix(where: str, items: NamedBytes) -> NamedBytes:
-    return ((f"{where}.{name}", size) for name, size in items)
+def _with_prefix(prefix: str, items: NamedBytes) -> NamedBytes:
+    return ((f"{prefix}.{name}", size) for name, size in items)
 
 
 def _merge_items(items: NamedBytes) -> NamedBytes:
-    """Items of one name at once."""
-    found: dict[str, int] = {}
+    """Sum items with equal names."""
+    totals: dict[str, int] = {}
     for name, size in items:
-        found[name] = found[name] + size if name in found else size
-    yield from found.items()
+        totals[name] = totals[name] + size if name in totals else size
+    yield from totals.items()
 
 
 def attention_profiles(
     spec_or_model: AttentionSpec | ModelSpec, workload: Workload, settings: ActivationSettings = DEFAULT_SETTINGS
 ) -> str:
-    """The profile, or the profiles, that its attentions run under.
+    """Return the profiles of the attention layers, joined by "and".
 
     >>> import headwise as hw
     >>> attention_profiles(hw.design(preset="dcmha"), hw.Workload())
@@ -291,14 +299,14 @@ def attention_profiles(
     return " and ".join(dict.fromkeys(default_profile(spec, workload) for spec in specs)) or "no attention"
 
 
-# --- FLOPs that checkpoints cost -----------------------------------------------------------------------
+# --- FLOPs that activation checkpointing recomputes ----------------------------------------------------
 
 CORE_PHASES = (Phase.SCORES, Phase.WEIGHTS, Phase.VALUES)
 SCORE_TERM, VALUE_TERM = "core (scores)", "core (values)"
 
 
 def layer_recompute_flops(spec: AttentionSpec, work: CallSize, checkpoint: str) -> CostBreakdown:
-    """FLOPs of one layer that are done again on the way back: "block" all but the last product, "core" the scores.
+    """FLOPs of one layer that the backward pass recomputes: with "block" all but the last product, with "core" scores.
 
     >>> import headwise as hw
     >>> spec, work = hw.design(model=8, heads=2), hw.CallSize(1, 5, 5, 5)
@@ -310,61 +318,60 @@ def layer_recompute_flops(spec: AttentionSpec, work: CallSize, checkpoint: str) 
     _check_checkpoint_mode(checkpoint)
     if checkpoint == "none":
         return CostBreakdown(())
-    forth = flops.forward_flops(spec, work).terms
+    terms = flops.forward_flops(spec, work).terms
     if checkpoint == "core":
         if steps := [name for name, _ in spec.parts_of(ValueStep)]:
-            raise SpecError(f"{steps[0]} reads behind the values, half of it last; use checkpoint='block' or 'none'")
-        return CostBreakdown(tuple(term for term in forth if _is_recomputed_in_core(spec, term)))
-    return CostBreakdown(tuple(term for term in forth if not term.name.startswith("output.")))
+            fact = f"checkpoint='core' does not support {steps[0]}, which runs after the values are read"
+            raise SpecError(f"{fact}; use checkpoint='block' or 'none'")
+        return CostBreakdown(tuple(term for term in terms if _is_recomputed_in_core(spec, term)))
+    return CostBreakdown(tuple(term for term in terms if not term.name.startswith("output.")))
 
 
 def recompute_flops(
     spec_or_model: AttentionSpec | ModelSpec, workload: Workload, settings: ActivationSettings = DEFAULT_SETTINGS
 ) -> CostBreakdown:
-    """FLOPs of a layer or a whole model that are done again, every pair of tokens, as torch counts them.
+    """FLOPs of a layer or model that the backward pass recomputes, over all query-key pairs, as torch counts them.
 
-    Embeddings, the last norm and heads never are.
+    Embeddings, the final norm and output heads are never recomputed.
 
     >>> import headwise as hw
     >>> gpt = hw.families.read_model_spec({"model_type": "gpt2", "n_layer": 3})
+    >>> recomputed = recompute_flops(gpt, hw.Workload(2, 10), ActivationSettings(checkpoint="block")).total
     >>> block = 24 * 2 * 10 * 768**2 + 4 * 2 * 10**2 * 768  # 24 b s h^2 + 4 b s^2 h
-    >>> recompute_flops(gpt, hw.Workload(2, 10), ActivationSettings(checkpoint="block")).total == 3 * (
-    ...     block - 8 * 2 * 10 * 768**2
-    ... )
+    >>> recomputed == 3 * (block - 8 * 2 * 10 * 768**2)
     True
     """
     if isinstance(spec_or_model, AttentionSpec):
-        return layer_recompute_flops(
-            spec_or_model,
-            _full_work(workload, (spec_or_model.source and settings.source) or workload.context),
-            settings.checkpoint,
-        )
-    found: dict[str, tuple[str, int]] = {}
+        keys = (spec_or_model.source and settings.source) or workload.context
+        return layer_recompute_flops(spec_or_model, _full_work(workload, keys), settings.checkpoint)
+    sums: dict[str, tuple[str, int]] = {}
     for stack in spec_or_model.stacks:
-        told = stack_workload(spec_or_model, stack, workload, settings)
+        load = stack_workload(spec_or_model, stack, workload, settings)
         for block, times in Counter(stack.layers).items():
-            for name, formula, count in _block_recompute_items(block, stack.model, told, settings):
-                where, (text, value) = f"{stack.name}.*.{name}", found.get(f"{stack.name}.*.{name}", ("", 0))
-                found[where] = " + ".join(filter(None, [text, f"{times} ({formula})"])), value + times * count
-    return CostBreakdown(tuple(CostTerm(name, *told) for name, told in found.items()))
+            for name, formula, value in _block_recompute_items(block, stack.model, load, settings):
+                key, summand = f"{stack.name}.*.{name}", f"{times} ({formula})"
+                text, total = sums.get(key, ("", 0))
+                sums[key] = (f"{text} + {summand}" if text else summand, total + times * value)
+    return CostBreakdown(tuple(CostTerm(name, text, total) for name, (text, total) in sums.items()))
 
 
 def fused_backward_flops(spec: AttentionSpec, work: CallSize) -> CostBreakdown:
-    """FLOPs behind gradients when a fused kernel reads the values: it forms the scores once more, 5 products on 4.
+    """FLOPs of the backward pass with a fused kernel, which recomputes the scores: 5 products instead of 4.
 
-    2 b q s t (3 dim + 2 vdim) of the core (flash attention, 2205.14135), where plain operations have 4 (dim + vdim):
+    The core has 2 b q s t (3 dim + 2 vdim) (flash attention, 2205.14135), with plain operations 4 b q s t (dim + vdim):
 
     >>> import headwise as hw
     >>> spec, work = hw.design(model=8, heads=2), hw.CallSize(1, 5, 5, 5)
     >>> fused_backward_flops(spec, work).total - flops.backward_flops(spec, work).total == 2 * 2 * 5 * 5 * 4
     True
     """
-    times = {SCORE_TERM: 3, VALUE_TERM: 2}
-    rest = [term for term in flops.backward_flops(spec, work).terms if term.name not in times]
-    core = [term for term in flops.forward_flops(spec, work).terms if term.name in times]
-    return CostBreakdown(
-        (*rest, *(CostTerm(t.name, f"{times[t.name]} ({t.formula})", times[t.name] * t.value) for t in core))
-    )
+    multiples = {SCORE_TERM: 3, VALUE_TERM: 2}  # of the forward product
+    terms = [term for term in flops.backward_flops(spec, work).terms if term.name not in multiples]
+    for term in flops.forward_flops(spec, work).terms:
+        if term.name in multiples:
+            multiple = multiples[term.name]
+            terms.append(CostTerm(term.name, f"{multiple} ({term.formula})", multiple * term.value))
+    return CostBreakdown(tuple(terms))
 
 
 def _check_checkpoint_mode(checkpoint: str) -> None:
@@ -373,50 +380,55 @@ def _check_checkpoint_mode(checkpoint: str) -> None:
 
 
 def _is_recomputed_in_core(spec: AttentionSpec, term: CostTerm) -> bool:
-    """Whether a product is made between queries, keys and values and what is read of them, and is not the last.
+    """Whether a product lies between q, k, v and the head outputs, and is not the last one ("weights @ values").
 
-    Of a similarity, products with constants are features, made of queries and keys before they meet.
+    Products of a similarity with constants do not count: they map queries and keys to features before the core.
     """
     if term.name == SCORE_TERM:
         return True
     if term.name == "similarity (with constants)":
         return False
-    inside = {name for name, step in spec.parts_of(Modifier) if step.phase in CORE_PHASES} | {
-        "similarity",
-        "normaliser",
-    }
-    owner, _, param = term.name.replace(" ", ".").partition(".")
-    met = spec.params().get(f"{owner}.{param}")
-    return owner in inside and (met is None or met.applied == "query")
+    core_parts = {name for name, step in spec.parts_of(Modifier) if step.phase in CORE_PHASES}
+    core_parts |= {"similarity", "normaliser"}
+    owner, _, param_name = term.name.replace(" ", ".").partition(".")
+    param = spec.params().get(f"{owner}.{param_name}")
+    return owner in core_parts and (param is None or param.applied == "query")
 
 
 def _block_recompute_items(
-    described: BlockSpec, model: int, load: Workload, way: ActivationSettings
+    block: BlockSpec, model: int, load: Workload, settings: ActivationSettings
 ) -> Iterator[CostTerm]:
-    """What one block does again, each branch under its name."""
-    branches = [*described.attention_specs, *(["feed"] if described.feed else [])]
-    for name in branches if way.checkpoint != "none" else ():
-        whole = name != branches[-1] or bool(way.dropout) or described.placement in ("post", "after", "sandwich")
-        for term in _branch_recompute_items(name, described, model, (load, way), whole):
+    """Yield the products that one block recomputes.
+
+    The last product of the block is not recomputed, unless a later operation saves tensors: dropout, or a norm.
+    """
+    if settings.checkpoint == "none":
+        return
+    branches = [*block.attention_specs, *(["feed"] if block.feed else [])]
+    for name in branches:
+        includes_last = (
+            name != branches[-1] or bool(settings.dropout) or block.placement in ("post", "after", "sandwich")
+        )
+        for term in _branch_recompute_items(name, block, model, (load, settings), includes_last):
             yield term._replace(name=f"{name}.{term.name}")
 
 
 def _branch_recompute_items(
-    name: str, described: BlockSpec, model: int, how: tuple[Workload, ActivationSettings], whole: bool
+    name: str, block: BlockSpec, model: int, how: tuple[Workload, ActivationSettings], includes_last: bool
 ) -> Iterable[CostTerm]:
-    """All products of a branch, or all but the last one."""
-    load, way = how
+    """Return the recomputed products of a branch, with its last product if `includes_last`."""
+    load, settings = how
     if name == "feed":
-        if way.checkpoint == "core" or described.feed is None:
+        if settings.checkpoint == "core" or block.feed is None:
             return ()
-        products = list(feed_forward_products(described.feed, model, load.batch * load.context))
-        last = isinstance(described.feed, FeedForwardSpec) or described.feed.shared
-        return products if whole or not last else products[:-1]
-    spec = described.attention_specs[name]
-    work = _full_work(load, (way.source if name == "cross" else None) or load.context)
-    if way.checkpoint == "block" and whole:
+        products = list(feed_forward_products(block.feed, model, load.batch * load.context))
+        ends_with_product = isinstance(block.feed, FeedForwardSpec) or block.feed.shared
+        return products if includes_last or not ends_with_product else products[:-1]
+    spec = block.attention_specs[name]
+    work = _full_work(load, (settings.source if name == "cross" else None) or load.context)
+    if settings.checkpoint == "block" and includes_last:
         return flops.forward_flops(spec, work).terms
-    return layer_recompute_flops(spec, work, way.checkpoint).terms
+    return layer_recompute_flops(spec, work, settings.checkpoint).terms
 
 
 def _full_work(load: Workload, keys: int) -> CallSize:
@@ -424,31 +436,31 @@ def _full_work(load: Workload, keys: int) -> CallSize:
 
 
 def feed_forward_products(feed: FeedForwardSpec | ExpertsSpec, model: int, count: int) -> Iterator[CostTerm]:
-    """FLOPs of a feed-forward on so many tokens, product by product, the last one last.
+    """Yield the FLOPs of a feed-forward on `count` tokens, product by product, in the order of execution.
 
     >>> [term.value for term in feed_forward_products(FeedForwardSpec(32), 8, 10)]  # 2 tokens d f each
     [5120, 5120]
     """
     if isinstance(feed, ExpertsSpec):
         yield CostTerm("router", f"2 {count} {feed.count} {model}", 2 * count * feed.count * model)
-        yield from (
-            t._replace(name=f"each.{t.name}") for t in feed_forward_products(feed.each, model, count * feed.active)
-        )
+        for term in feed_forward_products(feed.each, model, count * feed.active):
+            yield term._replace(name=f"each.{term.name}")
         if feed.shared:
-            yield from (t._replace(name=f"shared.{t.name}") for t in feed_forward_products(feed.shared, model, count))
+            for term in feed_forward_products(feed.shared, model, count):
+                yield term._replace(name=f"shared.{term.name}")
         return
     for name in sorted(feed.matrix_layouts, key="down".__eq__):
         yield CostTerm(name, f"2 {count} {feed.hidden} {model}", 2 * count * feed.hidden * model)
 
 
-# --- Bytes that training keeps of every learned number, by the name of who counts so -------------------
+# --- Memory of the optimiser: bytes per parameter, by convention ---------------------------------------
 
 ADAM_MOMENT_BYTES = {"first moments": 4, "second moments": 4}
 
 
 @dataclass(frozen=True)
 class OptimiserMemory:
-    """What is kept besides activations: bytes of each number by what they hold, and who says so."""
+    """Training memory besides activations, by one convention: bytes per parameter of weights, gradients and moments."""
 
     name: str
     description: str
@@ -456,12 +468,12 @@ class OptimiserMemory:
 
     @property
     def bytes_per_parameter(self) -> int:
-        """Bytes of a learned number in all."""
+        """Total bytes per parameter."""
         return sum(self.bytes_by_tensor.values())
 
     @staticmethod
     def from_name(name: str) -> OptimiserMemory:
-        """The convention of this name.
+        """Return the convention with this name.
 
         >>> [
         ...     OptimiserMemory.from_name(name).bytes_per_parameter
@@ -477,21 +489,21 @@ class OptimiserMemory:
 _OPTIMISER_CONVENTIONS = (
     OptimiserMemory(
         "zero",
-        "Adam in 16 bits, gradients too (1910.02054)",
+        "Adam with 16-bit weights and gradients (1910.02054)",
         {"weights": 2, "gradients": 2, "master weights": 4} | ADAM_MOMENT_BYTES,
     ),
     OptimiserMemory(
         "megatron",
-        "Adam in 16 bits, gradients in 32",
+        "Adam with 16-bit weights, 32-bit gradients",
         {"weights": 2, "gradients": 4, "master weights": 4} | ADAM_MOMENT_BYTES,
     ),
     OptimiserMemory(
         "zhihu-624740065",
-        "Adam in 16 bits, gradients in 16 and in 32",
-        {"weights": 2, "gradients": 2, "master weights": 4, "gradients again": 4} | ADAM_MOMENT_BYTES,
+        "Adam with 16-bit weights, 16-bit and 32-bit gradients",
+        {"weights": 2, "gradients": 2, "master weights": 4, "32-bit gradients": 4} | ADAM_MOMENT_BYTES,
     ),
-    OptimiserMemory("adam-fp32", "Adam in 32 bits (1412.6980)", {"weights": 4, "gradients": 4} | ADAM_MOMENT_BYTES),
-    OptimiserMemory("sgd-momentum", "SGD with momentum, in 32 bits", {"weights": 4, "gradients": 4, "momentum": 4}),
-    OptimiserMemory("muon", "Muon in 32 bits, as if all were matrices", {"weights": 4, "gradients": 4, "momentum": 4}),
+    OptimiserMemory("adam-fp32", "Adam in fp32 (1412.6980)", {"weights": 4, "gradients": 4} | ADAM_MOMENT_BYTES),
+    OptimiserMemory("sgd-momentum", "SGD with momentum in fp32", {"weights": 4, "gradients": 4, "momentum": 4}),
+    OptimiserMemory("muon", "Muon in fp32, for all parameters", {"weights": 4, "gradients": 4, "momentum": 4}),
 )
-OPTIMISERS: dict[str, OptimiserMemory] = {one.name: one for one in _OPTIMISER_CONVENTIONS}
+OPTIMISERS: dict[str, OptimiserMemory] = {convention.name: convention for convention in _OPTIMISER_CONVENTIONS}

@@ -1,4 +1,4 @@
-"""`headwise cost`: what specs and models cost before they run, side by side."""
+"""`headwise cost`: the cost of specs and models before they run, side by side."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ if TYPE_CHECKING:
 
 
 class CostView(Protocol):
-    """Something asked besides the prices: printed as text, and under its name in the document."""
+    """A report besides the table of costs: printed as text, or under its name in the JSON document."""
 
     @property
     def data(self) -> Any:
-        """The same as plain values."""
+        """The report as plain values."""
         ...
 
 
 class CostOptions(NamedTuple):
-    """A group of options, and the views that are printed when they are given."""
+    """A group of options, and a function that makes the reports that they ask for."""
 
     add_arguments: Callable[[argparse.ArgumentParser], None]
     make_views: Callable[[argparse.Namespace, CostReport], Mapping[str, CostView]]
@@ -53,33 +53,41 @@ OPTION_GROUPS = (
     CostOptions(comparison_options.add_comparison_arguments, comparison_options.make_comparison_views),
     CostOptions(comparison_options.add_plot_arguments, comparison_options.make_plot_views),
 )
-DEFAULT_CONTEXT = 2048  # tokens of a row, where nothing says how many and nothing knows fewer
+DEFAULT_CONTEXT = 2048  # tokens per row, or the maximum length of a model if that is less
 
 
 def main(argv: list[str]) -> int:
-    """Price everything that is named."""
-    given = _parse_arguments(_parser(), argv)
-    costs, views = comparison_options.match_sizes(given, estimate_costs(given))
-    checks = verify_formulas(costs) if given.verify else {}
-    views |= {name: view for group in OPTION_GROUPS for name, view in group.make_views(given, costs).items()}
-    if given.csv:
-        print(comparison_options.csv_of_costs(given, costs, views), end="")
-    elif given.json:
-        told = {name: [{**check._asdict(), "holds": check.holds} for check in each] for name, each in checks.items()}
-        more = {name: view.data for name, view in views.items()}
-        print_page(to_json(costs.data | more | ({"verified": told} if given.verify else {})))
+    """Print the costs of every target on the command line."""
+    args = _parse_arguments(_parser(), argv)
+    costs, views = comparison_options.match_sizes(args, estimate_costs(args))
+    checks = verify_formulas(costs) if args.verify else {}
+    for group in OPTION_GROUPS:
+        views |= group.make_views(args, costs)
+    if args.csv:
+        print(comparison_options.csv_of_costs(args, costs, views), end="")
+    elif args.json:
+        document = costs.data | {name: view.data for name, view in views.items()}
+        if args.verify:
+            document["verified"] = {
+                name: [{**check._asdict(), "holds": check.holds} for check in of_spec]
+                for name, of_spec in checks.items()
+            }
+        print_page(to_json(document))
     else:
-        asked = {"operations": given.operations, "terms": given.terms}
-        said = [str(costs), *(getattr(costs, name) for name in asked if asked[name]), *map(str, views.values())]
-        print_page("\n\n".join([*said, *(_format_checks(*item) for item in checks.items())]))
-    return 0 if all(check.holds for each in checks.values() for check in each) else 1
+        sections = [str(costs)]
+        sections += [costs.operations] if args.operations else []
+        sections += [costs.terms] if args.terms else []
+        sections += map(str, views.values())
+        sections += [_format_checks(name, of_spec) for name, of_spec in checks.items()]
+        print_page("\n\n".join(sections))
+    return 0 if all(check.holds for of_spec in checks.values() for check in of_spec) else 1
 
 
 def _parser() -> CommandParser:
     parser = CommandParser(
         "cost",
-        "What attention layers and whole models cost before they run: parameters, products, cache, and the time they "
-        "take at least.",
+        "Estimate what attention layers and models cost before they run: parameters, FLOPs, KV cache, and the least "
+        "time.",
         "headwise cost gqa mla --model 4096 --heads 32 --context 32768 --batch 16\n"
         "  headwise cost path/to/config.json --generate 256 --operations",
     )
@@ -87,23 +95,31 @@ def _parser() -> CommandParser:
         "specs", nargs="*", metavar="WHAT", help="a preset, a .toml or .json file, a config.json, or a model's folder"
     )
     parser.add_argument(
-        "--preset", action="append", default=[], metavar="NAME", help="one more preset, of " + ", ".join(PRESETS)
+        "--preset", action="append", default=[], metavar="NAME", help="another preset, of " + ", ".join(PRESETS)
     )
-    parser.add_argument("--model", type=int, metavar="WIDTH", help="the width of the presets' model")
-    parser.add_argument("--heads", type=int, metavar="COUNT", help="how many heads the presets have")
+    parser.add_argument("--model", type=int, metavar="WIDTH", help="model dimension of the presets")
+    parser.add_argument("--heads", type=int, metavar="COUNT", help="number of query heads of the presets")
     add_set_argument(parser)
-    parser.add_argument("--layer", metavar="PLACE", help="of models one block, 3 or encoder.3, or 3.attention")
+    parser.add_argument("--layer", metavar="PLACE", help="one block of a model (3 or encoder.3), or 3.attention")
     parser.add_argument(
-        "--context", type=int, metavar="TOKENS", help=f"tokens of a row ({DEFAULT_CONTEXT}, or all positions)"
+        "--context", type=int, metavar="TOKENS", help=f"tokens per row (default {DEFAULT_CONTEXT}, or all positions)"
     )
-    parser.add_argument("--source", type=int, metavar="TOKENS", help="tokens that cross-attention reads (as many)")
-    parser.add_argument("--generate", type=int, default=0, metavar="TOKENS", help="how many are written behind them")
-    parser.add_argument("--batch", type=int, default=1, metavar="ROWS", help="rows (1)")
-    parser.add_argument("--dtype", default="bf16", help="bf16, fp16 or fp32")
-    parser.add_argument("--device", default="h200", help="h200, h100, a100, l40s, rtx4090, m2-max, cpu, or here")
-    parser.add_argument("--operations", action="store_true", help="the time of each operation, and what it waits for")
-    parser.add_argument("--terms", action="store_true", help="every item with the formula that computed it")
-    parser.add_argument("--verify", action="store_true", help="build each small and hold every formula against it")
+    parser.add_argument(
+        "--source", type=int, metavar="TOKENS", help="tokens that cross-attention reads (default: the context)"
+    )
+    parser.add_argument(
+        "--generate", type=int, default=0, metavar="TOKENS", help="tokens to generate after the context (default 0)"
+    )
+    parser.add_argument("--batch", type=int, default=1, metavar="ROWS", help="rows, the batch size (default 1)")
+    parser.add_argument("--dtype", default="bf16", help="bf16, fp16 or fp32 (default bf16)")
+    parser.add_argument(
+        "--device", default="h200", help="h200, h100, a100, l40s, rtx4090, m2-max, cpu, or here (default h200)"
+    )
+    parser.add_argument(
+        "--operations", action="store_true", help="table of operations: FLOPs, bytes, least time, limiting resource"
+    )
+    parser.add_argument("--terms", action="store_true", help="every term with the formula that it was computed by")
+    parser.add_argument("--verify", action="store_true", help="check every formula against a small layer that is run")
     for group in OPTION_GROUPS:
         group.add_arguments(parser)
     add_json_argument(parser)
@@ -111,67 +127,74 @@ def _parser() -> CommandParser:
 
 
 def _parse_arguments(parser: CommandParser, argv: list[str]) -> argparse.Namespace:
-    """What the command line says; a key of a part that is written like an option is told how to say it."""
-    given, more = parser.parse_known_args(argv)
-    if not more:
-        return given
-    option, *value = more[0].split("=", 1) + more[1:2]
-    for name in [*given.specs, *given.preset]:
-        ends = f".{option.removeprefix('--')}"
-        if keys := [key for key in list_spec_keys(load_target(name, given, [])) if key.endswith(ends)]:
+    """Parse the command line; for an unknown option that is a key of a spec, suggest --set."""
+    args, unknown = parser.parse_known_args(argv)
+    if not unknown:
+        return args
+    option, *value = unknown[0].split("=", 1) + unknown[1:2]
+    for name in [*args.specs, *args.preset]:
+        suffix = f".{option.removeprefix('--')}"
+        if keys := [key for key in list_spec_keys(load_target(name, args, [])) if key.endswith(suffix)]:
             change = f"{keys[0]}={value[0] if value else ''}"
-            told = f"there is no option {option}, but {name} has {keys[0]}"
+            fact = f"there is no option {option}, but {name} has {keys[0]}"
             try:
-                load_target(name, given, [change])
+                load_target(name, args, [change])
             except SpecError as error:
-                raise UsageError(f"{told}: {error}") from None
-            raise UsageError(f"{told}; write --set {change}")
-    raise UsageError(f"unrecognized arguments: {' '.join(more)}; see headwise cost --help")
+                raise UsageError(f"{fact}: {error}") from None
+            raise UsageError(f"{fact}; write --set {change}")
+    raise UsageError(f"unrecognized arguments: {' '.join(unknown)}; see headwise cost --help")
 
 
 def verify_formulas(costs: CostReport) -> dict[str, list[FormulaCheck]]:
-    """Every formula against a small layer of each attention."""
+    """Check every formula against a small layer of each attention spec."""
     from ...costs.formula_checks import check_formulas
 
-    places = [(price.name, place, spec) for price in costs for place, spec in price.attention_specs.items()]
-    return {name if place == name else f"{name}: {place}": check_formulas(spec) for name, place, spec in places}
+    checks: dict[str, list[FormulaCheck]] = {}
+    for estimate in costs:
+        for layer, spec in estimate.attention_specs.items():
+            checks[estimate.name if layer == estimate.name else f"{estimate.name}: {layer}"] = check_formulas(spec)
+    return checks
 
 
 def _format_checks(name: str, checks: list[FormulaCheck]) -> str:
-    rows = [("a small layer of it", "formula", "measured", "")]
-    rows += [(c.what, f"{c.formula:,}", f"{c.measured:,}", "equal" if c.holds else "WRONG") for c in checks]
-    return "\n".join([name, *(f"  {a:<24}{b:>16}{c:>16}  {d}".rstrip() for a, b, c, d in rows)])
+    rows = [("a small layer of this kind", "formula", "measured", "")]
+    for check in checks:
+        verdict = "equal" if check.holds else "WRONG"
+        rows.append((check.what, f"{check.formula:,}", f"{check.measured:,}", verdict))
+    lines = [f"  {label:<26}{formula:>16}{measured:>16}  {verdict}" for label, formula, measured, verdict in rows]
+    return "\n".join([name, *(line.rstrip() for line in lines)])
 
 
-def estimate_costs(given: argparse.Namespace) -> CostReport:
-    """The price of everything that the command line names, in its order."""
-    names = [*given.specs, *given.preset]
+def estimate_costs(args: argparse.Namespace) -> CostReport:
+    """Estimate the cost of every target on the command line, in its order."""
+    names = [*args.specs, *args.preset]
     if not names:
         raise UsageError("name at least one spec or model: a file, a model's folder, or a preset such as gqa")
-    if strange := [name for name in given.preset if name not in PRESETS]:
-        raise UsageError(f"there is no preset {strange[0]!r}; use one of {', '.join(PRESETS)}")
+    if unknown := [name for name in args.preset if name not in PRESETS]:
+        raise UsageError(f"there is no preset {unknown[0]!r}; use one of {', '.join(PRESETS)}")
     from ...costs.cost_report import CostReport, estimate_cost
     from ...costs.workload import Workload, max_lengths
 
-    found = [load_target(name, given, given.changes) for name in names]
-    known = [own - max(given.generate - 1, 0) for own, _ in map(max_lengths, found) if own is not None]
-    usual = max(min([DEFAULT_CONTEXT, *known]), 1)
-    context = usual if given.context is None else given.context
-    load = Workload(given.batch, context, given.dtype, given.device, given.source, given.generate)
-    labels = [short_name(name) for name in names]
-    labels = [name if labels.count(told) > 1 else told for name, told in zip(names, labels, strict=True)]
-    return CostReport(tuple(estimate_cost(one, load, told) for one, told in zip(found, labels, strict=True)))
+    targets = [load_target(name, args, args.changes) for name in names]
+    context = args.context
+    if context is None:
+        limits = [own - max(args.generate - 1, 0) for own, _ in map(max_lengths, targets) if own is not None]
+        context = max(min([DEFAULT_CONTEXT, *limits]), 1)
+    load = Workload(args.batch, context, args.dtype, args.device, args.source, args.generate)
+    short_names = [short_name(name) for name in names]
+    labels = [name if short_names.count(short) > 1 else short for name, short in zip(names, short_names, strict=True)]
+    return CostReport(tuple(estimate_cost(target, load, label) for target, label in zip(targets, labels, strict=True)))
 
 
-def load_target(name: str, given: argparse.Namespace, changes: list[str]) -> SpecOrModel:
-    """What one name stands for, or the layer of it that is asked for."""
+def load_target(name: str, args: argparse.Namespace, changes: list[str]) -> SpecOrModel:
+    """Load the spec or model with this name, or the layer of it that --layer selects."""
     from ...costs.workload import select_layer
     from ...model_spec import ModelSpec
 
-    sizes = {size: told for size in ("model", "heads") if (told := getattr(given, size)) is not None}
-    found = resolve_target(name, sizes, changes)
-    if given.layer is None:
-        return found
-    if isinstance(found, ModelSpec):
-        return select_layer(found, given.layer)
-    raise UsageError(f"--layer {given.layer} is for models, and {name} is one layer; leave --layer out")
+    sizes = {size: getattr(args, size) for size in ("model", "heads") if getattr(args, size) is not None}
+    target = resolve_target(name, sizes, changes)
+    if args.layer is None:
+        return target
+    if isinstance(target, ModelSpec):
+        return select_layer(target, args.layer)
+    raise UsageError(f"--layer {args.layer} is for models, and {name} is one layer; leave --layer out")

@@ -1,4 +1,4 @@
-"""`headwise cost --serve`: requests answered together, step by step, and how many of them memory holds."""
+"""`headwise cost --serve`, `--verdict` and `--boxes`: throughput, memory fit, and arithmetic intensity of serving."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ...spec.attention_spec import AttentionSpec
 
 PREFILL_CHUNK = 2048
-# What says more of these pages, and of which; alone it would change nothing.
+# Options that only have an effect together with one of these reports.
 DEPENDENT_OPTIONS = {
     "layers": "serve verdict",
     "allocator": "serve verdict",
@@ -36,7 +36,7 @@ DEPENDENT_OPTIONS = {
 
 @dataclass(frozen=True)
 class ThroughputView:
-    """One page for each spec, one below the other."""
+    """The throughput report of every spec."""
 
     reports: tuple[ThroughputReport, ...]
 
@@ -45,136 +45,137 @@ class ThroughputView:
 
     @property
     def data(self) -> list[dict[str, Any]]:
-        """The same as plain values."""
-        return [page.data for page in self.reports]
+        """The reports as plain values."""
+        return [report.data for report in self.reports]
 
 
 def add_serving_arguments(parser: argparse.ArgumentParser) -> None:
-    """The page, and what says more of it and of its neighbours."""
-    parser.add_argument("--serve", action="store_true", help="answering many requests at once: steps, tokens a second")
-    more = parser.add_argument_group("for --serve, --verdict and --boxes")
-    more.add_argument("--layers", type=int, metavar="COUNT", help="so many layers of a spec (1)")
-    more.add_argument("--allocator", metavar="NAME", help="ideal, ring, paged(16) or unified (ideal)")
-    more.add_argument("--cache", metavar="DTYPE", help="what is remembered: int8, or as --dtype")
-    more.add_argument("--weights", metavar="DTYPE", help="weights: int8, or as --dtype")
-    more.add_argument("--reached", metavar="SHARES", help="of products and of bandwidth, as in 0.7,0.9 (1,1)")
-    more.add_argument("--budget", metavar="MEMORY", help="in the place of the device's, as in '24 GiB'")
-    more.add_argument("--chunk", type=int, metavar="TOKENS", help=f"of a prompt that one step takes ({PREFILL_CHUNK})")
-    more.add_argument("--prompt", type=int, metavar="TOKENS", help="of a prompt that comes in (--context)")
-    more.add_argument("--shared", type=int, metavar="TOKENS", help="a beginning that all rows have, kept once (0)")
-    more.add_argument(
-        "--lengths", metavar="TOKENS", help="of each row: 100,2000 or uniform(100,4000) or exponential(900)"
+    """Add --serve, and the options that it shares with --verdict and --boxes."""
+    parser.add_argument("--serve", action="store_true", help="latency and throughput of serving a batch of requests")
+    group = parser.add_argument_group("for --serve, --verdict and --boxes")
+    group.add_argument("--layers", type=int, metavar="COUNT", help="number of layers of a spec (default 1)")
+    group.add_argument(
+        "--allocator", metavar="NAME", help="cache allocation: ideal, ring, paged(16) or unified (default ideal)"
     )
-    more.add_argument("--seed", type=int, metavar="NUMBER", help="what lengths are drawn by (0)")
+    group.add_argument("--cache", metavar="DTYPE", help="format of the KV cache: int8, or as --dtype (default)")
+    group.add_argument("--weights", metavar="DTYPE", help="format of the weights: int8, or as --dtype (default)")
+    group.add_argument(
+        "--reached", metavar="SHARES", help="reached shares of peak FLOP/s and bandwidth, as in 0.7,0.9 (default 1,1)"
+    )
+    group.add_argument("--budget", metavar="MEMORY", help="memory instead of the device's, as in '24 GiB'")
+    group.add_argument(
+        "--chunk", type=int, metavar="TOKENS", help=f"tokens of a prompt per prefill step (default {PREFILL_CHUNK})"
+    )
+    group.add_argument(
+        "--prompt", type=int, metavar="TOKENS", help="length of an arriving prompt (default: the context)"
+    )
+    group.add_argument(
+        "--shared", type=int, metavar="TOKENS", help="length of a prefix that all rows share (default 0)"
+    )
+    group.add_argument(
+        "--lengths", metavar="TOKENS", help="lengths of the rows: 100,2000 or uniform(100,4000) or exponential(900)"
+    )
+    group.add_argument("--seed", type=int, metavar="NUMBER", help="random seed of --lengths (default 0)")
 
 
-def make_serving_views(given: argparse.Namespace, costs: CostReport) -> Mapping[str, ThroughputView]:
-    """The page of every spec, when it is asked for."""
-    _check_dependent_options(given)
-    if not given.serve:
+def make_serving_views(args: argparse.Namespace, costs: CostReport) -> Mapping[str, ThroughputView]:
+    """Return the report of --serve, if it is given."""
+    _check_dependent_options(args)
+    if not args.serve:
         return {}
     from ...costs.serving_capacity import ThroughputReport
 
-    prompt = given.prompt
-    if prompt is not None and prompt < 1:
-        raise UsageError(f"--prompt {prompt} is no prompt; give 1 token or more")
-    return {
-        "serving": ThroughputView(
-            tuple(
-                ThroughputReport(price.name, memory_demand(given, price), prompt or price.workload.context)
-                for price in costs
-            )
-        )
-    }
+    if args.prompt is not None and args.prompt < 1:
+        raise UsageError(f"--prompt must be at least 1 token, got {args.prompt}")
+    reports = tuple(
+        ThroughputReport(estimate.name, memory_demand(args, estimate), args.prompt or estimate.workload.context)
+        for estimate in costs
+    )
+    return {"serving": ThroughputView(reports)}
 
 
-def memory_demand(given: argparse.Namespace, price: CostEstimate) -> MemoryDemand:
-    """What the command line asks of one spec."""
+def memory_demand(args: argparse.Namespace, estimate: CostEstimate) -> MemoryDemand:
+    """Return the memory demand of one spec or model under the options."""
     from ...costs.kv_cache_memory import CacheAllocator
     from ...costs.serving_capacity import MemoryDemand
     from ...costs.serving_cost import ServingCost
 
-    formats, layers = number_formats(given, price), 1 if given.layers is None else given.layers
     serving = ServingCost(
-        price.spec_or_model,
-        _serving_device(given, price),
-        formats,
-        layers,
-        CacheAllocator.from_text(given.allocator or "ideal"),
-        price.full_call.source,
+        estimate.spec_or_model,
+        _serving_device(args, estimate),
+        number_formats(args, estimate),
+        1 if args.layers is None else args.layers,
+        CacheAllocator.from_text(args.allocator or "ideal"),
+        estimate.full_call.source,
     )
-    demand = MemoryDemand(serving, _request_batch(given, price), PREFILL_CHUNK if given.chunk is None else given.chunk)
-    if given.budget is not None:
-        _check_memory_limit(demand, given.budget)
+    demand = MemoryDemand(serving, _request_batch(args, estimate), PREFILL_CHUNK if args.chunk is None else args.chunk)
+    if args.budget is not None:
+        _check_memory_limit(demand, args.budget)
     return demand
 
 
-def number_formats(given: argparse.Namespace, price: CostEstimate) -> NumberFormats:
-    """How numbers are held."""
+def number_formats(args: argparse.Namespace, estimate: CostEstimate) -> NumberFormats:
+    """Return the number formats of products, weights and cache."""
     from ...costs.roofline import NumberFormats
 
-    return NumberFormats(price.workload.dtype, given.weights or "", given.cache or "")
+    return NumberFormats(estimate.workload.dtype, args.weights or "", args.cache or "")
 
 
-def apply_efficiency(given: argparse.Namespace, device: Device) -> Device:
-    """The device as far as programs reach."""
-    if given.reached is None:
+def apply_efficiency(args: argparse.Namespace, device: Device) -> Device:
+    """Return the device with the shares of --reached."""
+    if args.reached is None:
         return device
     try:
-        products, memory = map(float, given.reached.split(","))
+        compute, bandwidth = map(float, args.reached.split(","))
     except ValueError:
-        raise UsageError(
-            f"--reached {given.reached!r} says no two shares; write products,memory as in 0.7,0.9"
-        ) from None
-    return device.with_efficiency(products, memory)
+        fact = f"--reached needs two shares, got {args.reached!r}"
+        raise UsageError(f"{fact}; write compute,bandwidth as in 0.7,0.9") from None
+    return device.with_efficiency(compute, bandwidth)
 
 
-def _serving_device(given: argparse.Namespace, price: CostEstimate) -> Device:
+def _serving_device(args: argparse.Namespace, estimate: CostEstimate) -> Device:
     from ...costs.roofline import Device
     from ...costs.serving_capacity import parse_bytes
 
-    device = apply_efficiency(given, Device.from_name(price.workload.device))
-    return device if given.budget is None else replace(device, memory=float(parse_bytes(given.budget)))
+    device = apply_efficiency(args, Device.from_name(estimate.workload.device))
+    return device if args.budget is None else replace(device, memory=float(parse_bytes(args.budget)))
 
 
-def _request_batch(given: argparse.Namespace, price: CostEstimate) -> RequestBatch:
+def _request_batch(args: argparse.Namespace, estimate: CostEstimate) -> RequestBatch:
     from ...costs.kv_cache_memory import RequestBatch, parse_lengths
 
-    shared = 0 if given.shared is None else given.shared
-    if given.lengths is None:
-        return RequestBatch.uniform(price.workload.batch, price.workload.context, shared, price.full_call.source)
-    return RequestBatch.from_lengths(
-        parse_lengths(given.lengths, price.workload.batch, given.seed or 0), shared, price.full_call.source
-    )
+    load, source = estimate.workload, estimate.full_call.source
+    shared = 0 if args.shared is None else args.shared
+    if args.lengths is None:
+        return RequestBatch.uniform(load.batch, load.context, shared, source)
+    return RequestBatch.from_lengths(parse_lengths(args.lengths, load.batch, args.seed or 0), shared, source)
 
 
-def _check_memory_limit(demand: MemoryDemand, said: str) -> None:
-    """Refuse a budget that not even the weights fit in."""
+def _check_memory_limit(demand: MemoryDemand, budget: str) -> None:
+    """Raise an error if the weights alone exceed the budget."""
     from ...costs.serving_capacity import format_gigabytes
 
     weights, memory = demand.serving.weights.bytes, demand.serving.device.memory
     if weights > memory:
-        raise UsageError(
-            f"--budget {said} is less than the weights, {format_gigabytes(weights)}; give "
-            f"{format_gigabytes(weights)} or more"
-        )
+        needed = format_gigabytes(weights)
+        raise UsageError(f"--budget {budget} is less than the weights, {needed}; give {needed} or more")
 
 
-def _check_dependent_options(given: argparse.Namespace) -> None:
-    """Refuse what says more of a page that nobody asked for."""
-    for name, pages in DEPENDENT_OPTIONS.items():
-        if getattr(given, name) is not None and not any(getattr(given, page) for page in pages.split()):
-            shown = " or ".join(f"--{page}" for page in pages.split())
-            raise UsageError(f"--{name} changes only what {shown} shows; add that, or leave --{name} out")
-    if given.seed is not None and given.lengths is None:
-        raise UsageError("--seed draws lengths, and none are said; add --lengths 'uniform(100, 4000)'")
+def _check_dependent_options(args: argparse.Namespace) -> None:
+    """Raise an error for options that have no effect without a report that is not requested."""
+    for name, reports in DEPENDENT_OPTIONS.items():
+        if getattr(args, name) is not None and not any(getattr(args, report) for report in reports.split()):
+            options = " or ".join(f"--{report}" for report in reports.split())
+            raise UsageError(f"--{name} has an effect only with {options}; add that, or leave --{name} out")
+    if args.seed is not None and args.lengths is None:
+        raise UsageError("--seed has an effect only with --lengths; add --lengths 'uniform(100, 4000)'")
 
 
 # --- `headwise cost --boxes` ---------------------------------------------------------------------------
 
 
 class MeasureMachineAction(argparse.Action):
-    """Measures this machine at once, so that whatever is priced afterwards is priced on what was found."""
+    """Measures this machine when the option is parsed, so that everything after it uses the new measurement."""
 
     def __call__(
         self,
@@ -190,47 +191,49 @@ class MeasureMachineAction(argparse.Action):
 
 
 def add_intensity_arguments(parser: argparse.ArgumentParser) -> None:
-    """The page, and the measuring of this machine."""
-    told = "the three boxes of a layer: intensity and time of 1, N and enough rows"
-    parser.add_argument("--boxes", action="store_true", help=told)
+    """Add --boxes and --measure."""
     parser.add_argument(
-        "--measure", action=MeasureMachineAction, nargs=0, help="measure this machine anew, for --device here"
+        "--boxes",
+        action="store_true",
+        help="arithmetic intensity of projections, core and output in a decode step, by number of rows",
+    )
+    parser.add_argument(
+        "--measure", action=MeasureMachineAction, nargs=0, help="measure this machine again, for --device here"
     )
 
 
-def _attention_spec(price: CostEstimate) -> AttentionSpec:
-    """The attention that is drawn: the spec itself, or the one that all layers of a model have."""
+def _attention_spec(estimate: CostEstimate) -> AttentionSpec:
+    """Return the spec itself, or the only attention spec of a model."""
     from ...spec.attention_spec import AttentionSpec
 
-    described = price.spec_or_model
-    found = (
-        [described] if isinstance(described, AttentionSpec) else [*{spec: 0 for _, spec in described.attention_specs()}]
-    )
-    if len(found) != 1:
-        raise UsageError(f"{price.name} has {len(found)} kinds of attention; name a layer, as in --layer 0.attention")
-    return found[0]
+    if isinstance(estimate.spec_or_model, AttentionSpec):
+        return estimate.spec_or_model
+    specs = list(dict.fromkeys(spec for _, spec in estimate.spec_or_model.attention_specs()))
+    if len(specs) != 1:
+        fact = f"{estimate.name} has {len(specs)} kinds of attention"
+        raise UsageError(f"{fact}; name a layer, as in --layer 0.attention")
+    return specs[0]
 
 
-def make_intensity_views(given: argparse.Namespace, costs: CostReport) -> Mapping[str, IntensityReport]:
-    """The boxes of every spec, when they are asked for."""
-    if given.measure and given.device != "here":
-        raise UsageError("--measure measures this machine, and something else is priced; add --device here")
-    if not given.boxes:
+def make_intensity_views(args: argparse.Namespace, costs: CostReport) -> Mapping[str, IntensityReport]:
+    """Return the report of --boxes, if it is given."""
+    if args.measure and args.device != "here":
+        raise UsageError(f"--measure measures this machine, but the device is {args.device}; add --device here")
+    if not args.boxes:
         return {}
     from ...costs.roofline import Device
     from ...costs.serving_cost import DecodeLayer, IntensityReport
 
-    loads = {price.name: price.workload for price in costs}
     layers = {
-        price.name: DecodeLayer(
-            _attention_spec(price),
-            apply_efficiency(given, Device.from_name(price.workload.device)),
-            price.workload.context,
-            number_formats(given, price),
+        estimate.name: DecodeLayer(
+            _attention_spec(estimate),
+            apply_efficiency(args, Device.from_name(estimate.workload.device)),
+            estimate.workload.context,
+            number_formats(args, estimate),
         )
-        for price in costs
+        for estimate in costs
     }
-    return {"boxes": IntensityReport.from_layers(layers, next(iter(loads.values())).batch)}
+    return {"boxes": IntensityReport.from_layers(layers, costs.estimates[0].workload.batch)}
 
 
 # --- `headwise cost --verdict` -------------------------------------------------------------------------
@@ -238,40 +241,38 @@ def make_intensity_views(given: argparse.Namespace, costs: CostReport) -> Mappin
 
 @dataclass(frozen=True)
 class MemoryFitView:
-    """The verdict on every spec."""
+    """Whether each spec or model fits into memory."""
 
     fits: Mapping[str, MemoryFit]
 
     def __str__(self) -> str:
-        return "\n\n".join(f"{name}: {verdict}" for name, verdict in self.fits.items())
+        return "\n\n".join(f"{name}: {fit}" for name, fit in self.fits.items())
 
     @property
     def data(self) -> dict[str, Any]:
-        """The same as plain values."""
-        return {name: verdict.data for name, verdict in self.fits.items()}
+        """The results as plain values, by name."""
+        return {name: fit.data for name, fit in self.fits.items()}
 
 
 def add_memory_fit_arguments(parser: argparse.ArgumentParser) -> None:
-    """The page."""
-    told = "whether it fits on the device, and what would; with --optimiser, whether training does"
-    parser.add_argument("--verdict", action="store_true", help=told)
+    """Add --verdict."""
+    parser.add_argument(
+        "--verdict",
+        action="store_true",
+        help="whether serving fits into memory, and changes that would make it fit; with --optimiser, training",
+    )
 
 
-def make_memory_fit_views(given: argparse.Namespace, costs: CostReport) -> Mapping[str, MemoryFitView]:
-    """The verdict on every spec, when it is asked for."""
-    if not given.verdict:
+def make_memory_fit_views(args: argparse.Namespace, costs: CostReport) -> Mapping[str, MemoryFitView]:
+    """Return the report of --verdict, if it is given."""
+    if not args.verdict:
         return {}
     from ...costs.serving_capacity import check_memory_fit
     from ...costs.training_memory import OptimiserMemory
 
-    training = OptimiserMemory.from_name(given.optimiser).bytes_per_parameter if given.optimiser else 0
-    return {
-        "verdict": MemoryFitView(
-            {
-                price.name: check_memory_fit(
-                    replace(memory_demand(given, price), training_bytes_per_parameter=training)
-                )
-                for price in costs
-            }
-        )
-    }
+    training = OptimiserMemory.from_name(args.optimiser).bytes_per_parameter if args.optimiser else 0
+    fits: dict[str, MemoryFit] = {}
+    for estimate in costs:
+        demand = replace(memory_demand(args, estimate), training_bytes_per_parameter=training)
+        fits[estimate.name] = check_memory_fit(demand)
+    return {"verdict": MemoryFitView(fits)}

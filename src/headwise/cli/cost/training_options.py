@@ -1,4 +1,4 @@
-"""`--optimiser`: what training keeps of every learned number, and what only answering does."""
+"""`headwise cost --optimiser` and `--kept`: memory of the optimiser, and activation memory of training."""
 
 from __future__ import annotations
 
@@ -16,90 +16,98 @@ if TYPE_CHECKING:
     from ...costs.training_memory import ActivationSettings, OptimiserMemory
 
 OPTIMISER_NAMES = "zero, megatron, zhihu-624740065, adam-fp32, sgd-momentum or muon"
+PRINTED_LABELS = {"in_all": "total", "weights_for_inference": "weights for inference"}  # of keys that are not words
 
 
 class OptimiserMemoryView(NamedTuple):
-    """Bytes of the learned numbers by what holds them, for each that is priced."""
+    """Bytes of weights, gradients and optimiser state, for each estimate."""
 
     optimiser: OptimiserMemory
     rows: Mapping[str, Mapping[str, int]]
 
     @property
     def data(self) -> dict[str, Any]:
-        """The same as plain values."""
-        told = {"optimiser": self.optimiser.name, "bytes_each": self.optimiser.bytes_per_parameter}
-        return told | {"rows": [{"name": name, **row} for name, row in self.rows.items()]}
+        """The report as plain values."""
+        return {
+            "optimiser": self.optimiser.name,
+            "bytes_each": self.optimiser.bytes_per_parameter,
+            "rows": [{"name": name, **row} for name, row in self.rows.items()],
+        }
 
     def __str__(self) -> str:
-        one = self.optimiser
-        head = f"training state, {one.bytes_per_parameter} bytes of each learned number; {one.name}: {one.description}"
-        lines = textwrap.wrap(head, TERMINAL_WIDTH)
+        optimiser = self.optimiser
+        title = f"training state, {optimiser.bytes_per_parameter} bytes per parameter"
+        lines = textwrap.wrap(f"{title}; {optimiser.name}: {optimiser.description}", TERMINAL_WIDTH)
         for name, row in self.rows.items():
-            lines += ["", name, *(f"  {what.replace('_', ' '):<22}{number:>24,} bytes" for what, number in row.items())]
+            lines += ["", name]
+            lines += [f"  {PRINTED_LABELS.get(key, key):<24}{number:>22,} bytes" for key, number in row.items()]
         return "\n".join(lines)
 
 
 def add_optimiser_arguments(parser: argparse.ArgumentParser) -> None:
-    """Its option."""
+    """Add --optimiser."""
     parser.add_argument(
-        "--optimiser", metavar="NAME", help=f"what training keeps besides activations: {OPTIMISER_NAMES}"
+        "--optimiser", metavar="NAME", help=f"memory of weights, gradients and optimiser: {OPTIMISER_NAMES}"
     )
 
 
-def make_optimiser_views(given: argparse.Namespace, costs: CostReport) -> Mapping[str, OptimiserMemoryView]:
-    """What training keeps of everything that is priced."""
-    if given.optimiser is None:
+def make_optimiser_views(args: argparse.Namespace, costs: CostReport) -> Mapping[str, OptimiserMemoryView]:
+    """Return the report of --optimiser, if it is given."""
+    if args.optimiser is None:
         return {}
     from ...costs.training_memory import OptimiserMemory
 
-    optimiser = OptimiserMemory.from_name(given.optimiser)
-    rows = {
-        price.name: {what: each * price.parameters.total for what, each in optimiser.bytes_by_tensor.items()}
-        | {
-            "in_all": optimiser.bytes_per_parameter * price.parameters.total,
-            "weights_for_inference": price.weights_bytes,
-        }
-        for price in costs
-    }
+    optimiser = OptimiserMemory.from_name(args.optimiser)
+    rows: dict[str, dict[str, int]] = {}
+    for estimate in costs:
+        num_parameters = estimate.parameters.total
+        row = {name: size * num_parameters for name, size in optimiser.bytes_by_tensor.items()}
+        row["in_all"] = optimiser.bytes_per_parameter * num_parameters
+        row["weights_for_inference"] = estimate.weights_bytes
+        rows[estimate.name] = row
     return {"training_state": OptimiserMemoryView(optimiser, rows)}
 
 
-# --- What training keeps between the way forth and the way back, and what checkpoints make of it -------
+# --- Activation memory of training, and activation checkpointing ---------------------------------------
 
 
 def add_activation_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add its options."""
-    parser.add_argument("--kept", action="store_true", help="bytes kept for the gradients, step by step")
+    """Add --kept, --profile, --checkpoint and --dropout."""
+    parser.add_argument("--kept", action="store_true", help="bytes saved for the backward pass, by step")
     parser.add_argument(
         "--profile",
         metavar="NAME",
-        help="how it runs: dense, composed, halves, sdpa, flash-cuda, or as published: paper-2022, zhihu-624740065",
+        help="how attention runs in training: dense, composed, halves, sdpa, flash-cuda, or a published formula: "
+        "paper-2022, zhihu-624740065",
     )
-    parser.add_argument("--checkpoint", metavar="WHAT", help="computed anew on the way back: none, block or core")
-    parser.add_argument("--dropout", type=float, metavar="RATE", help="dropped behind every branch of a model's blocks")
+    parser.add_argument(
+        "--checkpoint", metavar="WHAT", help="recomputed in the backward pass: none, block or core (default none)"
+    )
+    parser.add_argument(
+        "--dropout", type=float, metavar="RATE", help="dropout after every branch of a model's blocks (default 0)"
+    )
 
 
-def make_activation_views(given: argparse.Namespace, costs: CostReport) -> Mapping[str, TrainingMemoryView]:
-    """What every layer or model keeps, when any of its options is given."""
-    asked = (given.kept, given.profile is not None, given.checkpoint is not None, given.dropout is not None)
-    if not any(asked):
+def make_activation_views(args: argparse.Namespace, costs: CostReport) -> Mapping[str, TrainingMemoryView]:
+    """Return the report of activation memory, if any of its options is given."""
+    if not args.kept and args.profile is None and args.checkpoint is None and args.dropout is None:
         return {}
     from ...costs.training_memory import ActivationSettings
 
-    if given.profile == "":
+    if args.profile == "":
         raise UsageError("--profile is empty; leave it out, or name one such as sdpa")
-    checkpoint = "none" if given.checkpoint is None else given.checkpoint
-    way = ActivationSettings(given.profile or "", checkpoint, given.dropout or 0.0, given.source)
-    return {
-        "training": TrainingMemoryView(
-            tuple(TrainingMemory.from_workload(one.name, one.spec_or_model, one.workload, way) for one in costs)
-        )
-    }
+    checkpoint = "none" if args.checkpoint is None else args.checkpoint
+    settings = ActivationSettings(args.profile or "", checkpoint, args.dropout or 0.0, args.source)
+    items = tuple(
+        TrainingMemory.from_workload(estimate.name, estimate.spec_or_model, estimate.workload, settings)
+        for estimate in costs
+    )
+    return {"training": TrainingMemoryView(items)}
 
 
 @dataclass(frozen=True)
 class TrainingMemory:
-    """One layer or model: what it keeps, the most it keeps at once, and what is done again."""
+    """Activation memory of one layer or model: saved and peak bytes, and recomputed FLOPs."""
 
     name: str
     settings: ActivationSettings
@@ -109,8 +117,8 @@ class TrainingMemory:
     recomputed: CostBreakdown
 
     @staticmethod
-    def from_workload(name: str, described: Any, load: Any, way: ActivationSettings) -> TrainingMemory:
-        """Under one load."""
+    def from_workload(name: str, spec_or_model: Any, load: Any, settings: ActivationSettings) -> TrainingMemory:
+        """Estimate the activation memory under a workload."""
         from ...costs.training_memory import (
             activation_memory,
             attention_profiles,
@@ -118,14 +126,18 @@ class TrainingMemory:
             recompute_flops,
         )
 
-        bill, most = activation_memory(described, load, way), peak_activation_memory(described, load, way)
         return TrainingMemory(
-            name, way, attention_profiles(described, load, way), bill, most, recompute_flops(described, load, way)
+            name,
+            settings,
+            attention_profiles(spec_or_model, load, settings),
+            activation_memory(spec_or_model, load, settings),
+            peak_activation_memory(spec_or_model, load, settings),
+            recompute_flops(spec_or_model, load, settings),
         )
 
     @property
     def data(self) -> dict[str, Any]:
-        """The same as plain values."""
+        """The estimate as plain values."""
         return {
             "profile": self.profile,
             "checkpoint": self.settings.checkpoint,
@@ -137,29 +149,27 @@ class TrainingMemory:
         }
 
     def __str__(self) -> str:
-        sums = [("kept, bytes", self.activations.total), ("at most at once, bytes", self.peak)]
-        sums += [("done again, FLOP", self.recomputed.total)] if self.recomputed.terms else []
-        rows = [f"  {name:<46}{value:>30,}" for name, value in sums]
-        terms = [f"{term.name} = {term.formula} = {term.value:,}" for term in self.activations.terms]
-        rows += [
-            line
-            for term in terms
-            for line in textwrap.wrap(term, TERMINAL_WIDTH - 4, initial_indent="    ", subsequent_indent="        ")
-        ]
-        anew = {"none": "nothing computed anew", "block": "blocks computed anew", "core": "cores computed anew"}
-        return "\n".join([f"{self.name}: in training, {self.profile}, {anew[self.settings.checkpoint]}", *rows])
+        totals = [("saved, bytes", self.activations.total), ("peak, bytes", self.peak)]
+        totals += [("recomputed, FLOPs", self.recomputed.total)] if self.recomputed.terms else []
+        recomputed = {"none": "nothing", "block": "blocks", "core": "cores"}[self.settings.checkpoint]
+        lines = [f"{self.name}: in training, {self.profile}, {recomputed} recomputed"]
+        lines += [f"  {name:<46}{value:>30,}" for name, value in totals]
+        for term in self.activations.terms:
+            text = f"{term.name} = {term.formula} = {term.value:,}"
+            lines += textwrap.wrap(text, TERMINAL_WIDTH - 4, initial_indent="    ", subsequent_indent="        ")
+        return "\n".join(lines)
 
 
 @dataclass(frozen=True)
 class TrainingMemoryView:
-    """What all of them keep, one after the other."""
+    """Activation memory of every layer or model, one after the other."""
 
     items: tuple[TrainingMemory, ...]
 
     @property
     def data(self) -> dict[str, Any]:
-        """The same as plain values, by name."""
-        return {one.name: one.data for one in self.items}
+        """The reports as plain values, by name."""
+        return {item.name: item.data for item in self.items}
 
     def __str__(self) -> str:
         return "\n\n".join(map(str, self.items))
