@@ -74,7 +74,7 @@ def test_what_cannot_be_meant(words, said):
 
 @pytest.mark.parametrize(("layer", "layers"), [("0", 2), (0, "2"), (2, 2), (True, 2)])
 def test_a_depth_is_a_whole_number(layer, layers):
-    with pytest.raises(hw.SpecError, match="give whole numbers"):
+    with pytest.raises(hw.SpecError, match="give integers"):
         hw.design(model=8, heads=2).at_depth(layer, layers)
 
 

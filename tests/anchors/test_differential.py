@@ -187,5 +187,5 @@ def test_what_cannot_be_a_pair_of_version_1_is_refused(heads: hw.Heads, words: s
 
 
 def test_rows_are_joined_once():
-    with pytest.raises(hw.SpecError, match="each join rows into output heads"):
+    with pytest.raises(hw.SpecError, match="each combine rows into output heads"):
         base(modifiers=(hw.Differential(), hw.DifferentialV2()))
