@@ -75,7 +75,7 @@ def check_refused(does: str, words: str, kind: type[Exception]) -> None:
 CLASHES = """
 base(project=hw.Collaborative(bias="q")) -> bias='q' .. use '' or 'v'
 base(project=hw.Collaborative(width=0)) -> width=0 .. at least 1
-base(project=hw.Collaborative(), modifiers=(hw.Rotary(),)) -> turn
+base(project=hw.Collaborative(), modifiers=(hw.Rotary(),)) -> QK transforms
 base(merge=hw.Concat(bias="v")) -> bias='v' .. bias='o'
 listing(Differential={"depth": -1}) -> depth=-1 .. first layer is 0
 replace(base(), modifiers=(hw.Differential(),)) -> Differential .. pairs .. values=
