@@ -58,7 +58,7 @@ def test_an_average_of_latent_values_is_no_sum_of_them(rank):
     [
         ({"modifiers": (hw.TalkingHeads(heads=2), hw.Shaw(reach=2))}, "Shaw has parameters for"),
         ({"modifiers": (hw.Dynamic(groups=3), hw.TalkingHeads(heads=2))}, "does not divide 4 heads"),
-        ({"modifiers": (hw.Dynamic(rank=0), hw.TalkingHeads(heads=2))}, "mixes nothing"),
+        ({"modifiers": (hw.Dynamic(rank=0), hw.TalkingHeads(heads=2))}, "mixes no heads"),
         ({"preset": "diff", "heads": 0}, "design needs heads"),
         ({"preset": "collaborative", "heads": None}, "design needs heads"),
         ({"preset": "gqa", "heads": "a"}, "design needs heads"),
