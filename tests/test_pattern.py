@@ -446,7 +446,7 @@ def test_text_is_forgiving():
         ("window('4')", "keys must be a whole number of at least 1; got '4'"),
         ("window(0)", "keys must be a whole number of at least 1; got 0"),
         ("window(-4)", "keys must be a whole number of at least 1; got -4"),
-        ("window(4, after=4)", "leave room for 3 after it; got after=4; use after in 0..3"),
+        ("window(4, after=4)", "has at most 3 after it; got after=4; use after in 0..3"),
         ("dilated(4, 0)", "rate must be a whole number of at least 1; got 0"),
         ("first(0)", "keys must be"),
         ("prefix(0)", "keys must be"),
@@ -457,7 +457,7 @@ def test_text_is_forgiving():
         ("edges(((0, -1),))", "the key of an edge must be a whole number of at least 0; got -1"),
         (
             "bigbird(64, window=4)",
-            "window must be odd, for as many blocks before as after; got 4; use 3 or 5",
+            "window must be odd, with equally many blocks before and after; got 4; use 3 or 5",
         ),
         ("bigbird(10**12)", "bigbird cannot take its arguments"),
         ("bigbird(1000000000000)", "got length=1000000000000, block=64; use a larger block"),
@@ -476,7 +476,7 @@ def test_bad_text_is_refused_with_reasons(text, message):
 
 
 def test_only_patterns_join():
-    with pytest.raises(SpecError, match="only patterns can be joined; got 3"):
+    with pytest.raises(SpecError, match="& and | need patterns, got 3"):
         Window(4) | 3
 
 
@@ -491,7 +491,7 @@ window(4) | first(2)
    3 ████··
    4 █████·
    5 ██████
-rows ask, columns are read (█); 21 of 36 pairs (58.3%)"""
+rows are queries, columns are keys (█ allowed); 21 of 36 pairs (58.3%)"""
 
 
 def test_drawing():
@@ -504,7 +504,7 @@ def test_drawing():
 def test_a_wide_drawing_shrinks_and_says_so():
     lines = draw_pattern(Window(300) | Global(tuple(range(30))), 1000, 5000).splitlines()
     assert max(map(len, lines)) <= 80
-    assert "shrunk: a mark is 79 x 79 pairs, █ all, ▒ some, · none" in lines
+    assert "each character is 79 x 79 pairs: █ all, ▒ some, · none allowed" in lines
     assert len(lines) == 2 + 13 + 2
     assert lines[2][5:] == "▒" * 64  # 30 of its 79 rows read all
     assert lines[14][5:] == "▒·······▒███▒" + "·" * 51  # rows 948..999 read 649..999
