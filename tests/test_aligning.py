@@ -320,8 +320,8 @@ def test_what_cannot_be_meant_is_refused():
     heard, weights = told(layer, x), layer.state_dict()
     for said, reason in (
         ({"groups": [(0, 1)]}, "must hold each of 3 key-value heads once"),
-        ({"sides": "q"}, "is unknown; name each"),
-        ({"sides": ""}, "is unknown; name each"),
+        ({"sides": "q"}, "is no choice of sides"),
+        ({"sides": ""}, "is no choice of sides"),
         ({"products": {"k": heard["k"]}}, "nothing was gathered of values"),
         ({"products": told(cases.layer(base(kv=2)), x)}, "gather those of this very layer"),
     ):
