@@ -115,12 +115,10 @@ class Global(LineCountedPattern):
 class BigBird(LineCountedPattern):
     """Block-sparse attention (2007.14062): query block r attends to key block c if one of these rules applies.
 
-    - |r - c| <= window // 2: the `window` neighbouring blocks, including its own;
-    - c < globals: all queries attend to the first blocks;
-    - r < globals: the first blocks attend to all keys;
-    - c was sampled for r: each row r >= globals samples `random` distinct blocks that it does not attend to already (or
-      all of them, if there are fewer), among the blocks of the first `length` tokens. Beyond `length` nothing is
-      sampled, and the other rules still apply.
+    |r - c| <= window // 2: the `window` neighbouring blocks, including its own. c < globals: all queries attend to the
+    first blocks. r < globals: the first blocks attend to all keys. c was sampled for r: among the blocks of the first
+    `length` tokens, each row r >= globals samples `random` distinct blocks that it does not attend to already (all of
+    them, if there are fewer). Beyond `length` nothing is sampled, and the other rules still apply.
 
     The paper does not define which blocks are global. Its code uses the first and the last, which is BigBird with
     globals=1 | Global of the last block's tokens. It samples separately for each head, and for most text lengths only
@@ -162,7 +160,7 @@ class BigBird(LineCountedPattern):
         draw = random.Random(self.seed).random
         for row in range(self._num_rows):
             left = range(self.globals, max(self.globals, row - self.window // 2))
-            right = range(max(self.globals, row + self.window // 2 + 1), self._rows)
+            right = range(max(self.globals, row + self.window // 2 + 1), self._num_rows)
             free = len(left) + len(right) if row >= self.globals else 0
             ranks: set[int] = set()
             while len(ranks) < min(self.random, free):
