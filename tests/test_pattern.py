@@ -361,7 +361,7 @@ def test_a_mixture_of_tables_is_still_counted_quickly():
 
 def test_ranges_are_checked():
     for axis in (range(0, 9, 2), range(-3, 4), range(9, 0, -1)):
-        with pytest.raises(SpecError, match=r"step-1 ranges from 0 up; got range\(.*; use range\(start, stop\)"):
+        with pytest.raises(SpecError, match=r"ranges of step 1 from 0 up, got range\(.*; use range\(start, stop\)"):
             Causal().pairs(axis, range(9))
 
 
@@ -425,10 +425,10 @@ def test_text_is_forgiving():
         ("xyz", "unknown pattern 'xyz'; use one of bigbird, blocks, causal"),
         ("", "not a pattern: ''; write it like"),
         ("window(4", "not a pattern: 'window(4'; write it like"),
-        ("window(4) + first(2)", "made of calls, & and |; got 'window(4) + first(2)'; use one of"),
-        ("window(4) or first(2)", "made of calls, & and |; got"),
-        ("__import__('os').system('x')", "made of calls, & and |; got"),
-        ("4", "made of calls, & and |; got '4'"),
+        ("window(4) + first(2)", "a pattern consists of calls, & and |; got 'window(4) + first(2)'; use one of"),
+        ("window(4) or first(2)", "a pattern consists of calls, & and |; got"),
+        ("__import__('os').system('x')", "a pattern consists of calls, & and |; got"),
+        ("4", "a pattern consists of calls, & and |; got '4'"),
         (
             "window()",
             "missing a required argument: 'keys'; write window(keys, after=0)",
@@ -511,7 +511,7 @@ def test_a_wide_drawing_shrinks_and_says_so():
 
 
 def test_nothing_to_draw():
-    with pytest.raises(SpecError, match="got 0 queries and 4 keys; use at least 1"):
+    with pytest.raises(SpecError, match="cannot draw 0 queries and 4 keys; use at least 1"):
         draw_pattern(Full(), 0, 4)
 
 
