@@ -84,8 +84,8 @@ def design(*, preset: str | None = None, **options: Any) -> AttentionSpec:
     if options["bias"] is not None:
         slots |= _with_biases(options["bias"], slots["project"], slots["merge"])
     pattern = parse_pattern(options["pattern"]) if isinstance(options["pattern"], str) else options["pattern"]
-    rest = {"model": options["model"], "source": options["source"], "modifiers": options["modifiers"]}
-    return AttentionSpec(heads=heads, pattern=pattern, **slots, **rest)
+    others = {"model": options["model"], "source": options["source"], "modifiers": options["modifiers"]}
+    return AttentionSpec(heads=heads, pattern=pattern, **slots, **others)
 
 
 def _check_keywords(options: dict[str, Any]) -> dict[str, Any]:
@@ -156,7 +156,7 @@ def mla(*, model: int = 2048, heads: int = 16, **options: Any) -> AttentionSpec:
 
 
 def moh(*, model: int = 512, heads: int = 8, **options: Any) -> AttentionSpec:
-    """Mixture of heads: a quarter of the heads are always active; each token chooses half as well (2410.11842)."""
+    """Mixture of heads: a quarter of all heads are always active, and each token chooses another half (2410.11842)."""
     always = max(1, heads // 4)
     routed = Routed(always=always, active=min(heads // 2, heads - always))
     return _filled(options, model=model, heads=heads, pattern="causal()", modifiers=(Rotary(), routed))

@@ -1,4 +1,4 @@
-"""Base classes of modifiers: optional parts, each of which acts in one phase of the computation."""
+"""Base classes of modifiers: optional parts that each act in one phase of the computation."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class Project(Part):
     def project_qkv(
         self, x_BTD: Tensor, transform: TransformsQK, p: PartParams
     ) -> tuple[Tensor, dict[str, Tensor]] | None:
-        """Queries and cache entries of self-attention in one step; None if separate projections are as fast."""
+        """Queries and cache entries of self-attention in one step; None if they are to be projected separately."""
         return None
 
     def project_heads(self, o_BTHV: Tensor, score_heads: tuple[int, ...], p: PartParams) -> Tensor:

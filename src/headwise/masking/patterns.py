@@ -438,8 +438,8 @@ class Blocks(Pattern):
     def _count_from_zero(self, queries: int, keys: int) -> int:
         """The allowed pairs of the first `queries` queries and the first `keys` keys."""
         whole_blocks = min(queries, keys) // self.size
-        rest = whole_blocks * self.size
-        return rest * self.size + min(queries - rest, self.size) * min(keys - rest, self.size)
+        covered = whole_blocks * self.size
+        return covered * self.size + min(queries - covered, self.size) * min(keys - covered, self.size)
 
 
 def check_window(keys: int, after: int) -> None:

@@ -52,7 +52,9 @@ class SequenceInfo:
     visible_per_row: Tensor | None = None
     block_table: BlockTable | None = field(default=None, repr=False)
     lengths: tuple[tuple[int, ...], ...] | None = field(default=None, repr=False)
-    backend_plans: list[Any] = field(default_factory=list, init=False, repr=False)  # cached by backends between layers
+    backend_plans: list[Any] = field(
+        default_factory=list, init=False, repr=False
+    )  # execution plans that backends cache here
 
     def __post_init__(self) -> None:
         if not self.checked:
@@ -172,7 +174,7 @@ class AttentionMask:
 
     @property
     def allowed(self) -> Tensor:
-        """The mask as a boolean tensor, [B or 1, 1, T, S] unless the caller's mask has a head axis."""
+        """The mask as a boolean tensor that broadcasts to [B, H, T, S]."""
         if self._allowed is None:
             self._allowed = self._compute_allowed()
         return self._allowed

@@ -20,7 +20,7 @@ from .initialisers import constant_value
 MIN_ALPHA = 1.01  # closer to 1 the gradient in alpha, a difference divided by (alpha - 1)^2, is lost to rounding
 MAX_ALPHA = 4.0  # weights are powers 1 / (alpha - 1): for larger alpha, float32 keeps too few digits of score - tau
 MIN_GATHER_ALPHA = 1.5  # from here on so few weights are nonzero that gathering pays for bfloat16 values too
-MAX_NEWTON_ALPHA = 2 - 1e-6  # at exactly 2, which a rounded sigmoid may give, slopes would be powers of zero
+MAX_NEWTON_ALPHA = 2 - 1e-6  # a rounded sigmoid may give exactly 2, where slopes of zero weights would be 0**0 = 1
 
 
 @part

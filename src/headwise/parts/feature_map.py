@@ -28,12 +28,12 @@ EXPONENT_OFFSET = 40.0  # largest offset subtracted from exponents; float32 unde
 class FeatureMap(Similarity):
     """s = phi(q).phi(k) with phi never negative, and without a scale; kind="elu": phi(x) = elu(x) + 1 (2006.16236).
 
-    kind="relu": phi(x) = max(x, 0); a query that shares no positive channel with any allowed key gets weight zero.
+    kind="relu": phi(x) = max(x, 0); the output is zero for queries without a positive channel in common with any key.
 
     kind="favor": positive random features (2009.14794), phi(x) = exp(w_i.x' - |x'|^2 / 2) / sqrt(draws) with
     x' = x dim^(-1/4), so that the expected value of s is exp(q.k / sqrt(dim)). There are `draws` directions w_i (0: dim
     ceil(ln(dim + 1))). They are orthogonal in blocks of dim, have the lengths of Gaussian vectors (the paper's
-    unbiased choice; with length sqrt(dim) the estimate would be biased), and are shared by all heads as in the paper's
+    unbiased choice; with length sqrt(dim) it would only be nearly unbiased), and are shared by all heads as in the paper's
     code. They are sampled once, from `seed`, and never resampled. Scores are computed up to one factor per query and
     one for all keys, which Sum divides out.
 

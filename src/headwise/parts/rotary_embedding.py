@@ -98,8 +98,8 @@ class Rotary(QKTransform):
         if side == "v":
             return super().symmetry(spec, side, p)
         dims = self.dims or spec.project.transformed_dims(spec)
-        rest = tuple(range(dims, spec.heads.dim))
-        return SymmetryGroup(self.channel_pairs(dims), (rest,) if rest else ())
+        unrotated = tuple(range(dims, spec.heads.dim))
+        return SymmetryGroup(self.channel_pairs(dims), (unrotated,) if unrotated else ())
 
     def channel_pairs(self, dims: int) -> tuple[tuple[int, int], ...]:
         """The pairs of channels that are rotated together.

@@ -110,10 +110,10 @@ class YaRN(RotaryScaling):
         return default if self.swelling is None else self.swelling
 
     def scale_frequencies(self, plain: list[float], base: float, dims: int) -> list[float]:
-        kept = (
+        fractions = (
             self._fractions_by_rotations(plain) if self.ramp == "paper" else self._fractions_by_index(plain, base, dims)
         )
-        return [f * k + f / self.factor * (1 - k) for f, k in zip(plain, kept, strict=True)]
+        return [f * k + f / self.factor * (1 - k) for f, k in zip(plain, fractions, strict=True)]
 
     def _fractions_by_rotations(self, plain: list[float]) -> list[float]:
         """The fraction of each original frequency in the blend, for ramp="paper"."""
@@ -155,8 +155,8 @@ class Llama3(RotaryScaling):
             raise SpecError(f"Llama3(low={self.low}, high={self.high}) has high at or below low; use high > low")
 
     def scale_frequencies(self, plain: list[float], base: float, dims: int) -> list[float]:
-        kept = [_interpolate(self.original * f / (2 * math.pi), self.low, self.high) for f in plain]
-        return [f * k + f / self.factor * (1 - k) for f, k in zip(plain, kept, strict=True)]
+        fractions = [_interpolate(self.original * f / (2 * math.pi), self.low, self.high) for f in plain]
+        return [f * k + f / self.factor * (1 - k) for f, k in zip(plain, fractions, strict=True)]
 
 
 def _interpolate(x: float, low: float, high: float) -> float:

@@ -10,7 +10,9 @@ from ..errors import SpecError
 
 @dataclass(frozen=True, kw_only=True)
 class Heads:
-    """`q` query heads of `dim` channels on `kv` key-value heads; values have `vdim` channels (0 means `dim`).
+    """The heads of a layer: `q` query heads on `kv` key-value heads.
+
+    Queries and keys have `dim` channels per head, values `vdim` (0 means `dim`).
 
     ``reads[h]`` is the key head of query head h. ``values[r]`` is the value head of row r of the attention weights;
     without `values`, row h belongs to query head h and uses the value head ``reads[h]``. ``speaks[o]`` is the row of
