@@ -33,7 +33,7 @@ class FeatureMap(Similarity):
     kind="favor": positive random features (2009.14794), phi(x) = exp(w_i.x' - |x'|^2 / 2) / sqrt(draws) with
     x' = x dim^(-1/4), so that the expected value of s is exp(q.k / sqrt(dim)). There are `draws` directions w_i (0: dim
     ceil(ln(dim + 1))). They are orthogonal in blocks of dim, have the lengths of Gaussian vectors (the paper's
-    unbiased choice; with length sqrt(dim) it would only be nearly unbiased), and are shared by all heads as in the paper's
+    unbiased choice; with length sqrt(dim) it would only be nearly unbiased), and are shared by all heads as in its
     code. They are sampled once, from `seed`, and never resampled. Scores are computed up to one factor per query and
     one for all keys, which Sum divides out.
 
