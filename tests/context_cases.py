@@ -258,7 +258,7 @@ def nobody_said_where() -> None:
         with pytest.raises(ValueError, match="rank 1 of 2 takes its 3 tokens for the first of their rows; hand over"):
             part(torch.zeros(1, 3, dtype=torch.int64))
     x = torch.zeros(2, 3, dtype=torch.int64)
-    with pytest.raises(ValueError, match="two tokens of one segment stand at the same position"):
+    with pytest.raises(ValueError, match="two tokens of one segment have the same position"):
         part(x, sequence=SequenceInfo.from_batch(x, lengths=[3, 2]))
     with pytest.raises(ValueError, match="takes its 3 tokens for the first of their rows"):
         spread(part, "zigzag")(x)

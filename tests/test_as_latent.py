@@ -94,9 +94,9 @@ def test_copies_turn_each_head_as_it_turned_alone():
 
 def test_why_a_layer_is_no_latent():
     for said, reason in (
-        ({"modifiers": (hw.QKNorm(), hw.Rotary())}, "qk_norm and rotary on queries and keys cannot be one turn"),
-        ({"modifiers": (hw.Knocking(),)}, "Knocking's matrices are as wide as a head"),
-        ({"project": hw.Overlapping(overlap=0)}, "knows the weights of Direct, not of Overlapping"),
+        ({"modifiers": (hw.QKNorm(), hw.Rotary())}, "qk_norm and rotary on queries and keys have no form for concatenated heads"),
+        ({"modifiers": (hw.Knocking(),)}, "Knocking needs queries, keys and values"),
+        ({"project": hw.Overlapping(overlap=0)}, "project Overlapping; give one with project Direct"),
         ({"similarity": hw.Gaussian()}, "use Dot"),
     ):
         spec = base(**said)
@@ -145,13 +145,13 @@ def test_pairs_are_routed_by_the_query_of_the_first():
 
 def test_what_cannot_be_routed_is_refused():
     for said, shared, active, reason in (
-        ({}, [6], 1, r"must name heads within 0\.\.5"),
+        ({}, [6], 1, r"must be heads in 0\.\.5"),
         ({}, [1, 1], 1, "each at most once"),
-        ({}, [0], 6, "asks for more than 6 heads can give"),
-        ({}, [0], 0, "would never let 5 heads speak"),
-        ({"modifiers": (hw.QKNorm(),)}, [0], 2, "finds queries of one length after qk_norm"),
+        ({}, [0], 6, "needs more than the 6 heads there are"),
+        ({}, [0], 0, "never uses 5 heads"),
+        ({"modifiers": (hw.QKNorm(),)}, [0], 2, "needs queries of different lengths, unlike qk_norm"),
         ({"modifiers": (hw.Routed(),)}, [0], 2, "routed already"),
-        ({"project": hw.Latent(rank=8, rope=0)}, [0], 2, "asks with others"),
+        ({"project": hw.Latent(rank=8, rope=0)}, [0], 2, "heads.dim channels, unlike Latent"),
     ):
         spec = base(**said)
         with pytest.raises(hw.SpecError, match=reason):

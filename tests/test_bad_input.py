@@ -75,7 +75,7 @@ def check_refused(does: str, words: str, kind: type[Exception]) -> None:
 CLASHES = """
 base(project=hw.Collaborative(bias="q")) -> bias='q' .. use '' or 'v'
 base(project=hw.Collaborative(width=0)) -> width=0 .. at least 1
-base(project=hw.Collaborative(), modifiers=(hw.Rotary(),)) -> turn
+base(project=hw.Collaborative(), modifiers=(hw.Rotary(),)) -> QK transforms
 base(merge=hw.Concat(bias="v")) -> bias='v' .. bias='o'
 listing(Differential={"depth": -1}) -> depth=-1 .. first layer is 0
 replace(base(), modifiers=(hw.Differential(),)) -> Differential .. pairs .. values=
@@ -147,17 +147,17 @@ replace(base(), modifiers=hw.Alibi()) -> modifiers=Alibi() .. the comma
 base(source=0) -> source=0 .. at least 1
 heads(q=3, reads=(0, 1)) -> reads=(0, 1) .. 3 .. one .. each
 heads(q=3, reads=(0, 0, 0)) -> every key-value head 0..1
-heads(reads=(0, "a")) -> reads=(0, 'a') .. 0..1
-heads(reads=(0.0, 1.0)) -> reads=(0.0, 1.0) .. 0..1
+heads(reads=(0, "a")) -> reads=(0, 'a') .. head indices
+heads(reads=(0.0, 1.0)) -> reads=(0.0, 1.0) .. head indices
 heads(reads=5) -> reads=5
 heads(speaks=(0, 2)) -> speaks=(0, 2) .. 0..1
-heads(speaks=("x",)) -> speaks=('x',) .. 0..1
+heads(speaks=("x",)) -> speaks=('x',) .. head indices
 base().with_heads(kvs=2) -> 'kvs' .. did you mean 'kv'
 hw.from_toml("modle = 10") -> 'modle' .. did you mean 'model'
-hw.from_toml("model = 10\\nheads = {q = 6}") -> nothing of dim .. add dim
+hw.from_toml("model = 10\\nheads = {q = 6}") -> lack dim .. add dim
 hw.from_toml("model = 10\\nheads = 6") -> heads = 6 is .. int .. a table
 hw.from_toml("model = 10\\nheads = {q = 6, dims = 4}") -> heads .. 'dims' .. did you mean 'dim'
-hw.from_toml('model = "10"\\nheads = {q = 6, dim = 4}') -> model='10' .. whole number
+hw.from_toml('model = "10"\\nheads = {q = 6, dim = 4}') -> model='10' .. integer
 hw.from_toml("model 10") -> not TOML .. print(spec)
 toml("pattern = 3") -> pattern = 3 is .. int .. 'causal()'
 toml('modifiers = ["Alibii"]') -> 'Alibii' .. did you mean 'Alibi'
@@ -172,7 +172,7 @@ hw.from_json("{") -> not JSON .. to_json
 hw.from_json("[1]") -> [1] is .. list .. a table
 hw.from_json('{"model": 10, "headz": {}}') -> 'headz' .. did you mean 'heads'
 hw.from_json('{"model": 10, "heads": {"q": 6, "dim": 4}, "merge": null}') -> merge = None .. a table
-hw.from_json('{"model": 10, "heads": {"q": 6, "dim": 4, "kv": null}}') -> kv of at least 1, not None
+hw.from_json('{"model": 10, "heads": {"q": 6, "dim": 4, "kv": null}}') -> kv .. at least 1, not None
 hw.KVCache.for_spec(base(), batch=1, capacity=0) -> capacity=0 .. at least 1
 layer(pattern="window(5, after=2)").cache(batch=2, capacity=9) -> not come yet .. causal()
 """

@@ -150,7 +150,7 @@ def test_bad_input_is_one_line(capsys, name: str):
         (b"\x00\xff\xfe", "no text"),
         (b"model = = 3", "not TOML"),
         (b'{"model": ', "not JSON"),
-        (b"", "says nothing of"),
+        (b"", "the spec lacks"),
         (b"model = 8\nheads = 3", "give a table"),
         (b"a = " + b"[" * 5000, "nested too deeply"),
         (b"#" * 2**21, "too long"),

@@ -185,22 +185,22 @@ def test_heads_wider_than_what_they_compare():
 REFUSED = {
     "width=0 .* 1..24": ({}, 0),
     "width=25 .* 1..24": ({}, 25),
-    "rotary turns .* each head": ({"modifiers": (hw.Rotary(),)}, 9),
-    "qk_norm turns": ({"modifiers": (hw.QKNorm(),)}, 9),
-    "Direct, not of Latent": ({"project": hw.Latent(rank=8, rope=0)}, 9),
-    "bias of keys .* SinkSoftmax sees": ({"bias": "k", "normaliser": hw.SinkSoftmax()}, 9),
-    "bias of keys .* softcap makes": ({"bias": "k", "modifiers": (hw.Softcap(),)}, 9),
-    "FeatureMap compares": ({"similarity": hw.FeatureMap(), "normaliser": hw.Sum()}, 9),
-    "Shaw's vectors": ({"modifiers": (hw.Shaw(reach=2),)}, 9),
+    "rotary transforms .* each head": ({"modifiers": (hw.Rotary(),)}, 9),
+    "qk_norm transforms": ({"modifiers": (hw.QKNorm(),)}, 9),
+    "project Latent; give one with project Direct": ({"project": hw.Latent(rank=8, rope=0)}, 9),
+    "key bias .* SinkSoftmax is not invariant": ({"bias": "k", "normaliser": hw.SinkSoftmax()}, 9),
+    "key bias .* softcap turns": ({"bias": "k", "modifiers": (hw.Softcap(),)}, 9),
+    "FeatureMap is not a dot product": ({"similarity": hw.FeatureMap(), "normaliser": hw.Sum()}, 9),
+    "Shaw needs queries": ({"modifiers": (hw.Shaw(reach=2),)}, 9),
 }
 
 
 NO_NUMBERS = {
-    "width=3.5 is no whole number": {"width": 3.5},
-    "width=True is no whole number": {"width": True},
-    "sweeps=-1 is fewer than none; give 0 or more": {"max_sweeps": -1},
-    "sweeps=2.0 is no whole number": {"max_sweeps": 2.0},
-    "tolerance=nan is no least gain": {"tolerance": float("nan")},
+    "width=3.5 is not an integer": {"width": 3.5},
+    "width=True is not an integer": {"width": True},
+    "max_sweeps=-1 is negative; give 0 or more": {"max_sweeps": -1},
+    "max_sweeps=2.0 is not an integer": {"max_sweeps": 2.0},
+    "tolerance=nan is not a relative gain": {"tolerance": float("nan")},
     "weights lack project.q, .* give the state_dict": {"weights": {}},
 }
 
@@ -244,7 +244,7 @@ def test_heads_that_compare_nothing(heads, sides, width):
 
 
 def test_sums_of_features_have_no_place_for_a_content_bias():
-    with pytest.raises(hw.SpecError, match=r"inside a product, which FeatureMap is not; use similarity Dot"):
+    with pytest.raises(hw.SpecError, match=r"needs a dot product .*, unlike FeatureMap; use similarity Dot"):
         base(project=hw.Collaborative(width=8), similarity=hw.FeatureMap(), normaliser=hw.Sum())
 
 

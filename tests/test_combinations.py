@@ -56,9 +56,9 @@ def test_an_average_of_latent_values_is_no_sum_of_them(rank):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ({"modifiers": (hw.TalkingHeads(heads=2), hw.Shaw(reach=2))}, "Shaw has something of its own"),
+        ({"modifiers": (hw.TalkingHeads(heads=2), hw.Shaw(reach=2))}, "Shaw has parameters for"),
         ({"modifiers": (hw.Dynamic(groups=3), hw.TalkingHeads(heads=2))}, "does not divide 4 heads"),
-        ({"modifiers": (hw.Dynamic(rank=0), hw.TalkingHeads(heads=2))}, "mixes nothing"),
+        ({"modifiers": (hw.Dynamic(rank=0), hw.TalkingHeads(heads=2))}, "mixes no heads"),
         ({"preset": "diff", "heads": 0}, "design needs heads"),
         ({"preset": "collaborative", "heads": None}, "design needs heads"),
         ({"preset": "gqa", "heads": "a"}, "design needs heads"),
@@ -74,7 +74,7 @@ def test_what_cannot_be_meant(words, said):
 
 @pytest.mark.parametrize(("layer", "layers"), [("0", 2), (0, "2"), (2, 2), (True, 2)])
 def test_a_depth_is_a_whole_number(layer, layers):
-    with pytest.raises(hw.SpecError, match="give whole numbers"):
+    with pytest.raises(hw.SpecError, match="give integers"):
         hw.design(model=8, heads=2).at_depth(layer, layers)
 
 

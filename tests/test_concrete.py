@@ -253,9 +253,9 @@ def test_one_graph_holds_the_draw(sample):
     [
         ({"temperature": 0.0}, r"temperature=0.0.*positive.*0.33"),
         ({"temperature": -1.0}, r"temperature=-1.0.*positive.*0.33"),
-        ({"low": 0.0}, r"low=0.0.*never shut.*-0.1"),
-        ({"high": 1.0}, r"high=1.0.*never open.*1.1"),
-        ({"start": float("nan")}, "no finite number"),
+        ({"low": 0.0}, r"low=0.0.*never close.*-0.1"),
+        ({"high": 1.0}, r"high=1.0.*never fully open.*1.1"),
+        ({"start": float("nan")}, "is not finite"),
         ({"sample": "round"}, r"sample='round'.*'soft' or 'hard'"),
         ({"evaluation": "paper"}, r"evaluation='paper'.*'code' or 'hard'"),
         ({"regulariser": "l1"}, r"regulariser='l1'.*'sum' or 'mean'"),

@@ -462,7 +462,7 @@ def test_what_is_beyond_words_is_counted_said_and_not_built():
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "gpt_neo": ({"attention_types": 3}, "is no list of patterns with counts"),
-    "gptj": ({"rotary_dim": 5}, "5 of 256 channels are asked; use an even number"),
+    "gptj": ({"rotary_dim": 5}, "5 of 256 channels; use an even number"),
     "falcon": ({"num_kv_heads": 3, "new_decoder_architecture": True}, "do not share num_kv_heads = 3 evenly"),
     "longformer": ({"attention_window": 5}, "is no even number for each of 12 layers"),
     "smollm3": ({"no_rope_layers": [1]}, "does not say 0 or 1 of 36 layers"),

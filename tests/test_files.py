@@ -144,7 +144,7 @@ def test_lines_are_read_back_but_for_a_torn_one(tmp_path: Path):
 
 def test_a_wrong_line_inside_is_no_torn_one(tmp_path: Path):
     (tmp_path / "a.jsonl").write_bytes(b'{"step": 1}\n{"st\n{"step": 3}\n')
-    with pytest.raises(SpecError, match="line 2 is no JSON"):
+    with pytest.raises(SpecError, match="line 2 is not JSON"):
         files.read_lines(tmp_path / "a.jsonl")
 
 

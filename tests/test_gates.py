@@ -289,7 +289,7 @@ def test_models_that_gates_cannot_be_put_on_are_refused():
     twice = replace_attentions(
         net, {site: AttentionChange(with_gates(spec), gate_of(net, site)) for site, spec in sites.items()}
     )
-    with pytest.raises(SpecError, match=r"decoder\.0\.attention: its heads have learned gates already"):
+    with pytest.raises(SpecError, match=r"decoder\.0\.attention: the spec has learned head gates already"):
         train_gates(twice, scenes(net, 20), GateTrainingOptions(heads=2, **BRIEF))
     assert (
         train_gates(none, scenes(none, 20), GateTrainingOptions(heads=2, **{**BRIEF, "alpha": 1.0})).curve[0].held_out

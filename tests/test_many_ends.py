@@ -48,7 +48,7 @@ def test_one_rank_speaks_and_writes(tmp_path: Path):
         (["--spread", "data=3"], "headwise: a world of 2 cannot be data=3, which takes 3; start 3 processes"),
         (["--spread", "date=2"], "headwise: there is no way 'date' to spread; did you mean 'data'?"),
         (["--model", "mqaa"], "headwise: there is no preset, file or folder 'mqaa'; did you mean 'mqa'?"),
-        (["--spread", "tensor=2", "--batch", "0"], r"headwise: Recipe\(batch=0\) cannot be meant"),
+        (["--spread", "tensor=2", "--batch", "0"], r"headwise: Recipe\(batch=0\) is out of range"),
     ],
 )
 def test_what_is_refused_is_said_once(tmp_path: Path, more: list[str], told: str):

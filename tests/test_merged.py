@@ -47,7 +47,7 @@ class Doubled(QKTransform):
     def transformed_sides(self, spec: hw.AttentionSpec) -> frozenset[str]:
         return frozenset("v")
 
-    def transform(self, x_BTHK: Tensor, side: str, placed: object, p: object) -> Tensor:
+    def transform(self, x_BTHK: Tensor, side: str, precomputed: object, p: object) -> Tensor:
         return 2 * x_BTHK
 
 

@@ -81,7 +81,7 @@ def test_other_layers_stay_as_they_are_when_placed():
         ),
         (lambda: scheduled("L-l+1"), r"schedule='L-l\+1'\) is unknown; did you mean 'L-l"),
         (lambda: scheduled("depth"), r"schedule='depth'\) is unknown; .*fixed"),
-        (lambda: scheduled("l").at_depth(6, 6), "no layer 6 of 6; give whole numbers, 0 <= layer < layers"),
+        (lambda: scheduled("l").at_depth(6, 6), "no layer 6 of 6; give integers with 0 <= layer < layers"),
         (lambda: scheduled("l").at_depth(-1, 6), "no layer -1 of 6"),
     ],
 )

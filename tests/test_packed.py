@@ -234,7 +234,7 @@ def test_a_plan_is_made_once_for_all_layers():
 
 def test_what_is_not_a_length_is_refused():
     for wrong in ([], [[2, -1]], [[2.0]], [[True]], 3, [3]):
-        with pytest.raises(ValueError, match="no texts in rows"):
+        with pytest.raises(ValueError, match="must list the text lengths"):
             SequenceInfo.packed(wrong)
 
 

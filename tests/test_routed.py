@@ -219,11 +219,11 @@ def test_a_cut_head_is_still_asked():
 REFUSED = {
     "router='query'.*'learned' or 'norm'": {"modifiers": (hw.Routed(router="query"),)},
     "not 1; use always=4, or always=6 and active=0": {"modifiers": (hw.Routed(5, 1, router="norm"),)},
-    "Latent asks with others": {
+    "unlike Latent": {
         "project": hw.Latent(rank=8, rope=0),
         "modifiers": (hw.Routed(router="norm"),),
     },
-    "one length after qk_norm; use router='learned'": {"modifiers": (hw.QKNorm(), hw.Routed(router="norm"))},
+    "different lengths, unlike qk_norm; use router='learned'": {"modifiers": (hw.QKNorm(), hw.Routed(router="norm"))},
 }
 
 

@@ -133,7 +133,7 @@ def test_what_is_usual_need_not_be_said():
 
 def test_without_the_usual_every_slot_must_be_said():
     said = {"model": 10, "heads": {"q": 6, "dim": 4}}
-    with pytest.raises(hw.SpecError, match="says nothing of project, similarity, pattern, normaliser, merge"):
+    with pytest.raises(hw.SpecError, match="the spec lacks project, similarity, pattern, normaliser, merge"):
         serialization.from_dict(said)
 
 

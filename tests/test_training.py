@@ -95,7 +95,7 @@ def test_every_rate_is_between_nothing_and_the_highest(name: str, steps: int, wa
         ({"steps": 2.5}, "of type float; give int"),
         ({"batch": True}, "of type bool; give int"),
         ({"lr": 0.0}, "lr=0.0.* give 1e-12 to 1"),
-        ({"lr": float("nan")}, "no finite number"),
+        ({"lr": float("nan")}, "is not finite"),
         ({"lr": 3.0}, "lr=3.0"),
         ({"schedule": "cosin"}, "did you mean 'cosine'"),
         ({"betas": (0.9, 1.0)}, "two numbers from 0 to below 1"),

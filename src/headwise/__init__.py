@@ -1,4 +1,9 @@
-"""headwise: the workbench for attention heads.
+"""headwise: a PyTorch library for building, measuring and changing attention heads.
+
+A layer is described by an `AttentionSpec`, which `design` builds from a few arguments. From the spec follow the layer
+(`Attention`), its costs (`cost`), the backends that can run it (`why`) and its text form (`to_toml`). `build`, `train`
+and `generate` are for whole models; `load`, `sites`, `ablate` and `measure_heads` analyse trained ones; `prune`,
+`convert` and `uptrain` change them. Public names are imported when they are first used.
 
 >>> import headwise as hw
 >>> hw.design(model=512, heads=8, kv=2).heads
@@ -9,7 +14,7 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # what type checkers and editors see; at run time a name is imported when it is first used
+if TYPE_CHECKING:  # for type checkers and editors only; at run time names are imported on first use
     from .backends.backend_report import why
     from .bench.runner import run_benchmarks
     from .cache import KVCache
@@ -102,8 +107,8 @@ if TYPE_CHECKING:  # what type checkers and editors see; at run time a name is i
 
 __version__ = "0.1.0"
 
-# Where each public name lives. Nothing is imported, and torch stays untouched, until a name is used.
-_HOMES = {
+# The module of each public name. Modules, and torch, are only imported when a name is used.
+_MODULE_OF_NAME = {
     "CacheFull": "errors",
     "TrainingDiverged": "errors",
     "NoBackend": "errors",
@@ -207,9 +212,11 @@ _HOMES = {
     "why": "backends.backend_report",
     "REGISTRY": "parts",
 }
-# What the repr of a spec is made of, besides parts.
-_SPOKEN = {
-    name: home for name, home in _HOMES.items() if home in ("spec.heads", "spec.attention_spec", "masking.patterns")
+# Names that occur in the repr of a spec, besides parts.
+_REPR_NAMES = {
+    name: home
+    for name, home in _MODULE_OF_NAME.items()
+    if home in ("spec.heads", "spec.attention_spec", "masking.patterns")
 }
 _MODULES = (
     "backends",
@@ -237,25 +244,25 @@ _MODULES = (
     "training",
 )
 
-__all__ = sorted(_HOMES)
+__all__ = sorted(_MODULE_OF_NAME)
 
 
 def __getattr__(name: str) -> Any:
-    """A public name, a module, or any part of the registry: a new part needs no line here."""
-    if name in _HOMES:
-        found = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    """Import a public name, a module, or a part from the registry (so new parts need no entry here)."""
+    if name in _MODULE_OF_NAME:
+        value = getattr(import_module(f"{__name__}.{_MODULE_OF_NAME[name]}"), name)
     elif name in _MODULES:
-        found = import_module(f"{__name__}.{name}")
+        value = import_module(f"{__name__}.{name}")
     elif name[:1].isupper() and name in (registry := import_module(f"{__name__}.parts").REGISTRY):
-        found = registry[name]
+        value = registry[name]
     else:
         raise AttributeError(f"headwise has no {name!r}")
-    globals()[name] = found
-    if f"{__name__}.parts" in sys.modules:  # a spec may exist now, and its repr speaks of any of these
+    globals()[name] = value
+    if f"{__name__}.parts" in sys.modules:  # specs may exist now: make all names available that their repr may contain
         globals().update(import_module(f"{__name__}.parts").REGISTRY)
-        globals().update({word: getattr(import_module(f"{__name__}.{home}"), word) for word, home in _SPOKEN.items()})
-    return found
+        globals().update({key: getattr(import_module(f"{__name__}.{home}"), key) for key, home in _REPR_NAMES.items()})
+    return value
 
 
 def __dir__() -> list[str]:
-    return [*_HOMES, *_MODULES, *import_module(f"{__name__}.parts").REGISTRY]
+    return [*_MODULE_OF_NAME, *_MODULES, *import_module(f"{__name__}.parts").REGISTRY]

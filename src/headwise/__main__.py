@@ -1,4 +1,4 @@
-"""`python -m headwise` is the command `headwise`."""
+"""Runs the `headwise` command as ``python -m headwise``."""
 
 import sys
 

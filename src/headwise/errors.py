@@ -1,4 +1,4 @@
-"""What can go wrong, said as: the fact, the values, the remedy."""
+"""The exceptions of headwise. Every message gives the fact, the values and a remedy."""
 
 from __future__ import annotations
 
@@ -7,31 +7,31 @@ from collections.abc import Iterable
 
 
 class SpecError(ValueError):
-    """A description that cannot be meant: a wrong size, name, key, pattern or combination."""
+    """An invalid spec or option: a wrong size, name, key, pattern or combination."""
 
 
 class SequenceTooLong(ValueError):
-    """More tokens than a model takes at once."""
+    """A sequence with more tokens than the model supports."""
 
 
 class UnknownToken(SpecError):
-    """A text that a model's tokenizer has no token for."""
+    """A text that the model's tokenizer cannot encode."""
 
 
 class NoBackend(RuntimeError):
-    """No backend can run this job; the message lists every refusal with its reason."""
+    """No backend supports this call; the message lists each backend with the reason."""
 
 
 class TrainingDiverged(ValueError):
-    """A loss or a gradient that is no finite number; what was kept before it is whole."""
+    """The loss or a gradient is not finite; checkpoints written before it are intact."""
 
 
 class CacheFull(RuntimeError):
-    """More tokens were remembered than the cache has slots for."""
+    """More tokens than the KV cache has slots for."""
 
 
 def suggest(word: str, known: Iterable[str]) -> str:
-    """The remedy for an unknown word: the closest known one, or all of them.
+    """The remedy for an unknown name: the closest known name, or a list of all known names.
 
     >>> suggest("windo", ["window", "first"])
     "did you mean 'window'?"

@@ -1,4 +1,4 @@
-"""Files that are never half written: whole or as before, whatever fails; one writer to a folder."""
+"""Crash-safe files: atomic writes, a lock per folder, and append-only JSON lines."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ TEMPORARY = ".tmp"
 
 
 def write_atomically(path: Path | str, data: bytes | Iterable[bytes | memoryview]) -> None:
-    """Put `data`, one piece or several, there under another name, and rename it once it has reached the disk.
+    """Write `data`, in one or several pieces, to a temporary file and rename it to `path` after syncing to disk.
 
-    Until the rename the old file is untouched; after it the new one is whole. What fails leaves no other name behind.
+    Readers see either the old or the complete new file. A failed write removes its temporary file.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -56,10 +56,10 @@ def _write(path: Path, pieces: Iterable[bytes | memoryview]) -> None:
 
 
 def _write_all(handle: int, data: bytes | memoryview) -> None:
-    """All of it: one call may take less than it was given."""
-    rest = memoryview(data)
-    while rest:
-        rest = rest[os.write(handle, rest) :]
+    """Write all of `data`, repeating os.write, which may write only a part of it."""
+    remaining = memoryview(data)
+    while remaining:
+        remaining = remaining[os.write(handle, remaining) :]
 
 
 def _sync_folder(folder: Path) -> None:
@@ -72,36 +72,36 @@ def _sync_folder(folder: Path) -> None:
 
 @contextmanager
 def _explain_os_error(path: Path) -> Iterator[None]:
-    """What the system says, with the file it says it of and a remedy."""
+    """Re-raise an OSError with the path and a remedy in its message."""
     try:
         yield
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        remedy = "make room and go on; what was there before is whole" if full else "give a folder that can be written"
-        refused = OSError(f"{path} cannot be written: {error.strerror or error}; {remedy}")
-        refused.errno = error.errno
-        raise refused from error
+        remedy = "make room and try again; existing files are intact" if full else "give a folder that can be written"
+        explained = OSError(f"{path} cannot be written: {error.strerror or error}; {remedy}")
+        explained.errno = error.errno
+        raise explained from error
 
 
 def remove_temporary_files(folder: Path | str) -> None:
-    """Take away what a killed writer left under temporary names; only for who holds the lock."""
-    for left in Path(folder).glob(f".*{TEMPORARY}"):
-        left.unlink()
+    """Delete the temporary files of killed writers; call it only while holding the folder's lock."""
+    for path in Path(folder).glob(f".*{TEMPORARY}"):
+        path.unlink()
 
 
 def sha256(path: Path | str) -> str:
-    """The checksum of a file, as `sha256sum` prints it."""
-    found = hashlib.sha256()
+    """The SHA-256 checksum of a file in hexadecimal, as `sha256sum` prints it."""
+    digest = hashlib.sha256()
     with Path(path).open("rb") as file:
         while block := file.read(BLOCK):
-            found.update(block)
-    return found.hexdigest()
+            digest.update(block)
+    return digest.hexdigest()
 
 
 class FolderLock:
-    """The right to write a folder, made where it is missing; whoever comes second is told who holds it.
+    """Exclusive lock for writing to a folder, which is created if missing; a second process gets a SpecError.
 
-    The system takes the lock back when its holder ends, however it ends.
+    The operating system releases the lock when its process ends, however it ends.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder, FolderLock(folder):
@@ -120,14 +120,14 @@ class FolderLock:
             self.folder.mkdir(parents=True, exist_ok=True)
             handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
-            self._take(handle)
+            self._acquire(handle)
         except BaseException:
-            os.close(handle)  # and with it the lock
+            os.close(handle)  # releases the lock
             raise
         self._handle = handle
         return self
 
-    def _take(self, handle: int) -> None:
+    def _acquire(self, handle: int) -> None:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -144,9 +144,9 @@ class FolderLock:
 
 
 class JsonLines:
-    """A file of JSON lines that only grows, one document each. A line cut short by a crash is dropped by `read_lines`.
+    """An append-only file of JSON lines. `read_lines` skips a last line that was cut short by a crash.
 
-    `add` hands a line to the system at once; `sync` waits until all of them have reached the disk.
+    `append` passes a line to the operating system at once; `sync` waits until all lines are on disk.
     """
 
     def __init__(self, path: Path | str) -> None:
@@ -155,22 +155,22 @@ class JsonLines:
             self._handle = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Write one line."""
+        """Append one line."""
         with _explain_os_error(self.path):
             _write_all(self._handle, _line(record))
 
     def sync(self) -> None:
-        """Wait for the disk."""
+        """Wait until all lines are on disk."""
         with _explain_os_error(self.path):
             os.fsync(self._handle)
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         os.close(self._handle)
 
 
 def read_lines(path: Path | str) -> list[dict[str, Any]]:
-    """Every whole line of a file of JSON lines; none where there is no file.
+    """The records of all complete lines of a JSON lines file; an empty list if there is no file.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -179,18 +179,18 @@ def read_lines(path: Path | str) -> list[dict[str, Any]]:
     [{'step': 1}, {'step': 2}]
     """
     path = Path(path)
-    *whole, _ = path.read_bytes().split(b"\n") if path.exists() else [b""]
-    found: list[dict[str, Any]] = []
-    for number, line in enumerate(whole, 1):
+    *complete_lines, _ = path.read_bytes().split(b"\n") if path.exists() else [b""]
+    records: list[dict[str, Any]] = []
+    for number, line in enumerate(complete_lines, 1):
         try:
-            found.append(json.loads(line))
+            records.append(json.loads(line))
         except ValueError:
-            raise SpecError(f"{path}: line {number} is no JSON; take the line out, or the file away") from None
-    return found
+            raise SpecError(f"{path}: line {number} is not JSON; delete the line or the file") from None
+    return records
 
 
 def write_lines(path: Path | str, records: list[dict[str, Any]]) -> None:
-    """Put these lines in the place of all that the file had."""
+    """Replace the contents of a JSON lines file by these records."""
     write_atomically(path, b"".join(_line(record) for record in records))
 
 

@@ -58,7 +58,7 @@ def test_who_has_parameters_by_score_head_cannot_follow_another_number():
     ):
         with pytest.raises(hw.SpecError, match="use heads=0"):
             base(**({"modifiers": (hw.TalkingHeads(heads=7),)} | changes))
-    with pytest.raises(hw.SpecError, match="7 rows of weights read values, but heads say what 6 read"):
+    with pytest.raises(hw.SpecError, match="there are 7 rows of attention weights, but heads has 6"):
         hw.AttentionSpec(
             model=10,
             heads=hw.Heads.grouped(q=6, dim=4),

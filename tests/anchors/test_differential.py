@@ -148,7 +148,7 @@ def test_groups_of_three_heads_hold_no_whole_pairs(pairs: hw.Modifier, keep: lis
 
 @pytest.mark.parametrize("project", [hw.Latent(rank=8, rope=2), hw.Overlapping()], ids=repr)
 def test_pairs_of_version_2_share_a_key(project: hw.Project):
-    with pytest.raises(hw.SpecError, match=r"pairs heads that share a key.* use project Direct\(\)$"):
+    with pytest.raises(hw.SpecError, match=r"pairs of heads that share a key.* use project Direct\(\)$"):
         base(heads=3, project=project, modifiers=(hw.DifferentialV2(),))
 
 
@@ -176,7 +176,7 @@ def test_what_cannot_be_a_pair_is_refused(heads: hw.Heads, words: str):
     ("heads", "words"),
     [
         (hw.Heads(q=5, kv=5, dim=4), r"q=5 is odd; use q=6"),
-        (hw.Heads(q=6, kv=2, dim=4), r"one value head; use values=\(0, 0, 1, 1"),
+        (hw.Heads(q=6, kv=2, dim=4), r"share a value head; use values=\(0, 0, 1, 1"),
         (hw.Heads(q=4, kv=4, dim=4, values=(0, 1)), r"2 rows for 4; mix no heads"),
     ],
 )
@@ -187,5 +187,5 @@ def test_what_cannot_be_a_pair_of_version_1_is_refused(heads: hw.Heads, words: s
 
 
 def test_rows_are_joined_once():
-    with pytest.raises(hw.SpecError, match="each join rows into output heads"):
+    with pytest.raises(hw.SpecError, match="each combine rows into output heads"):
         base(modifiers=(hw.Differential(), hw.DifferentialV2()))

@@ -216,10 +216,10 @@ def test_what_lifting_costs():
     ("similarity", "said"),
     [
         (hw.FeatureMap(kind="exp"), "'exp'.* is unknown; use 'elu', 'relu' or 'favor'"),
-        (hw.FeatureMap(draws=8), "'elu'.* draws nothing; leave draws and seed out"),
-        (hw.FeatureMap(kind="relu", seed=1), "'relu'.* draws nothing"),
+        (hw.FeatureMap(draws=8), "'elu'.* samples nothing; leave draws and seed out"),
+        (hw.FeatureMap(kind="relu", seed=1), "'relu'.* samples nothing"),
         (hw.FeatureMap(kind="favor", draws=-1), "draws=-1.* use at least 1"),
-        (hw.FeatureMap(kind="favor", seed=2**63), "seed=.* seeds no generator"),
+        (hw.FeatureMap(kind="favor", seed=2**63), "seed=.* is not a valid seed"),
     ],
 )
 def test_features_that_cannot_be(similarity, said):
@@ -228,7 +228,7 @@ def test_features_that_cannot_be(similarity, said):
 
 
 def test_an_absorbed_query_keeps_nothing_but_products():
-    with pytest.raises(hw.SpecError, match="keeps dot products alone, not FeatureMap"):
+    with pytest.raises(hw.SpecError, match="needs a dot product for its absorbed form, unlike FeatureMap"):
         base(similarity=hw.FeatureMap(), normaliser=hw.Sum(), project=hw.Latent(rank=8))
-    with pytest.raises(hw.SpecError, match="directions as wide as a head, unlike Overlapping"):
+    with pytest.raises(hw.SpecError, match="heads.dim channels, unlike Overlapping"):
         favor(project=hw.Overlapping(overlap=1))

@@ -163,10 +163,10 @@ def test_a_compiled_call_refuses_what_it_knows_without_asking():
 @pytest.mark.parametrize(
     ("part", "said"),
     [
-        (hw.Learned(length=0), r"length=0\) knows no position; use at least 1"),
+        (hw.Learned(length=0), r"length=0\) has no positions; use at least 1"),
         (hw.Learned(length=5, kind="sparse"), "'sparse'.* is unknown; use 'random', 'factorised' or 'dense'"),
-        (hw.Learned(length=5, rank=3), "rank=3.* factorises nothing; leave rank out"),
-        (hw.Learned(length=5, kind="factorised", rank=0), "rank=0.* leaves nothing of a table; use at least 1"),
+        (hw.Learned(length=5, rank=3), "rank=3.* is not factorised; leave rank out"),
+        (hw.Learned(length=5, kind="factorised", rank=0), "rank=0.* must be at least 1"),
     ],
 )
 def test_tables_that_cannot_be(part, said):

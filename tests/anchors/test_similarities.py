@@ -256,9 +256,9 @@ def test_empty_slots_do_not_cost_digits_either():
 @pytest.mark.parametrize(
     ("similarity", "said"),
     [
-        (hw.Gaussian(width=0.0), r"width=0.0\) is too narrow to divide by; use at least 1e-09"),
-        (hw.Gaussian(width=-1.0), "too narrow"),
-        (hw.Gaussian(width=1e-300), "too narrow"),
+        (hw.Gaussian(width=0.0), r"width=0.0\) is too small to divide by; use at least 1e-09"),
+        (hw.Gaussian(width=-1.0), "too small"),
+        (hw.Gaussian(width=1e-300), "too small"),
     ],
 )
 def test_a_width_that_cannot_be(similarity, said):

@@ -181,12 +181,12 @@ def test_a_bias_of_values_folds_into_a_fixed_sum(of: str):
 @pytest.mark.parametrize(
     ("merge", "words"),
     [
-        (lambda: hw.SumHeads(bias="v"), r"bias='v'.*say bias='o'"),
+        (lambda: hw.SumHeads(bias="v"), r"bias='v'.*use bias='o'"),
         (lambda: hw.SumHeads(of="max"), r"of='max'.*use 'sum' or 'mean'"),
         (lambda: hw.SumHeads(output="random"), r"output='random'.*use 'learned' or 'fixed'"),
         (lambda: hw.SumHeads(heads=6), r"heads=6.*leave heads out, or use of='mean'"),
-        (lambda: hw.SumHeads(of="mean", heads=5), r"heads=5.*fewer than the 6"),
-        (lambda: hw.SumHeads(of="mean", heads=-1), r"heads=-1.*fewer than the 6"),
+        (lambda: hw.SumHeads(of="mean", heads=5), r"heads=5.*less than the 6"),
+        (lambda: hw.SumHeads(of="mean", heads=-1), r"heads=-1.*less than the 6"),
         (lambda: hw.Concat(output="random"), r"Concat\(output='random'.*use 'learned' or 'fixed'"),
     ],
 )

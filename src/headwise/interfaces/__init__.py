@@ -1,8 +1,15 @@
-"""What a part of an attention layer may do: the base classes that every part implements.
+"""Base classes of the parts that an attention layer is made of.
 
-`part` is the base class; `slots` the five choices (project, similarity, pattern, normaliser, merge); `modifiers`
-everything else; `core_types` the values they exchange; `axis_layout` names the axes of a tensor; `registry` finds
-parts by name; `probe` observes tensors inside a layer.
+In reading order:
+
+- `part`: `Part`, the base class with the methods that every part may override;
+- `slots`: the base classes of the slots that a spec fills once (project, similarity, normaliser, merge; patterns live
+  in `headwise.masking`);
+- `modifiers`: the base classes of the optional modifiers, one per phase of the computation;
+- `core_types`: the values that parts, the layer and backends exchange;
+- `axis_layout`: names for the axes of a tensor, such as ``"(q dim) model"``;
+- `registry`: finds parts by class name, so that specs can be written as text;
+- `probe`: observes or replaces tensors inside a layer.
 """
 
 from .modifiers import (
@@ -28,8 +35,11 @@ __all__ = [
     "OutputStep",
     "Part",
     "Project",
+    "QKTransform",
     "RecurrentPart",
     "ScoreStep",
+    "Similarity",
     "SingleVectorTransform",
+    "ValueStep",
+    "WeightStep",
 ]
-__all__ += ["QKTransform", "Similarity", "ValueStep", "WeightStep"]

@@ -1,7 +1,12 @@
-"""The words that parts, readers and backends share: what is declared, asked and counted.
+"""Values that parts, the layer, the cost model and backends exchange.
 
-Letters everywhere: B batch, T queries, S keys, H score heads, G key or value heads, O output heads, K key
-width, V value width, D model, E source.
+Tensor names end in the letters of their axes: B batch, T queries, S keys, H score heads, G key or value heads,
+O output heads, K key channels, V value channels, D model width, E width of the source (the model width in
+self-attention).
+
+Three kinds of head are kept apart. A score head computes one score per (query, key) pair. A row of weights is one
+head's attention weights after any mixing of heads; it is multiplied with one value head. An output head is what the
+merge receives; some output steps combine several rows into one output head.
 """
 
 from __future__ import annotations
@@ -24,7 +29,10 @@ AppliedTo = Literal["query", "source", "recalled"]
 
 
 class Phase(IntEnum):
-    """When a modifier acts; modifiers are sorted by it, and keep the order written inside one phase."""
+    """The phase of the computation in which a modifier acts.
+
+    A spec sorts its modifiers by phase; within a phase they keep the order in which they were written.
+    """
 
     QK_TRANSFORM = 1
     SCORES = 2
@@ -36,10 +44,11 @@ class Phase(IntEnum):
 
 @dataclass(frozen=True)
 class CoreShape:
-    """All that a backend and the counting may know of shapes.
+    """The shapes of the attention core, as backends and the cost model see them.
 
-    keys[h] is the key head that score head h reads; values[r] the value head that row r of the weights reads.
-    `width` is how many channels the product of a score runs over: dim, unless a similarity lifts them.
+    ``key_head_of_query[h]`` is the key head of score head h, ``value_head_of_row[r]`` the value head of row r of the
+    weights. `dim` and `vdim` are the channels per key and value head. `score_dim` is the number of channels in the
+    product of query and key; it equals `dim` unless the similarity applies a feature map.
     """
 
     key_head_of_query: tuple[int, ...]
@@ -54,17 +63,18 @@ class CoreShape:
             object.__setattr__(self, "score_dim", self.dim)
 
     def flops(self, pairs: int) -> int:
-        """Two matrix products over `pairs` (query, key) pairs: scores, then the reading of values."""
+        """FLOPs of the two matrix products over `pairs` (query, key) pairs: scores, then weights times values."""
         return 2 * pairs * (len(self.key_head_of_query) * self.score_dim + len(self.value_head_of_row) * self.vdim)
 
 
 @dataclass(frozen=True)
 class Param:
-    """A parameter: its axes, how it starts, and which tokens it is multiplied with.
+    """Declaration of a parameter: its axes, its initialiser, and the tokens it is multiplied with.
 
-    `applied` names the tokens that meet it in a matrix product: each "query", each "source" token when it is
-    remembered, each "recalled" token whenever it is read; None for what only adds or scales. A constant
-    (learned=False) is saved, cut and moved with the rest but never trained. `tied` names its owner.
+    `applied_to` names the tokens whose vectors are multiplied with the parameter in a matrix product: "query" for
+    every query token, "source" for every token once, when its cache entry is computed, "recalled" for every cached
+    token each time it is read; None for parameters that only add or scale. A constant (``trainable=False``) is saved,
+    pruned and moved with the other parameters but never trained. `tied_to` names the parameter it shares memory with.
     """
 
     layout: AxisLayout
@@ -76,7 +86,11 @@ class Param:
 
 @dataclass(frozen=True)
 class CallSize:
-    """One call: batch, queries asked, tokens newly remembered, keys to be read, pairs allowed (of one row)."""
+    """The sizes of one forward call.
+
+    `batch` rows; and for one row: `queries`, `new_tokens` written to the cache, `keys` to attend to, and `pairs`, the
+    number of (query, key) pairs that the pattern allows (default: all of them).
+    """
 
     batch: int
     queries: int
@@ -89,14 +103,18 @@ class CallSize:
             object.__setattr__(self, "pairs", self.queries * self.keys)
 
     def tokens(self, applied: str | None) -> int:
-        """How many tokens of this call meet a parameter that is `applied` so."""
-        each = {"query": self.queries, "source": self.new_tokens, "recalled": self.keys}
-        return self.batch * each[applied] if applied else 0
+        """The number of tokens in this call that are multiplied with a parameter whose `applied_to` is `applied`."""
+        tokens_per_row = {"query": self.queries, "source": self.new_tokens, "recalled": self.keys}
+        return self.batch * tokens_per_row[applied] if applied else 0
 
 
 @runtime_checkable
 class PartParams(Protocol):
-    """The parameters of one part: by name, by head, or shaped to broadcast over a score tensor."""
+    """The parameters of one part.
+
+    ``p[name]`` is a parameter, ``p.head(h)`` the slices of score head h, `broadcast_over_scores` all parameters
+    reshaped to broadcast over a score tensor, and `trainable` those that are trained.
+    """
 
     training: bool
     sizes: Mapping[str, int]
@@ -110,13 +128,17 @@ class PartParams(Protocol):
 
 @runtime_checkable
 class TransformsQK(Protocol):
-    """Applies every turn of the layer to one side, "q", "k" or "v", of x_BTHK."""
+    """Applies all query/key transforms of the layer (RoPE, QK-norm) to x_BTHK; `side` is "q", "k" or "v"."""
 
     def __call__(self, x_BTHK: Tensor, side: str) -> Tensor: ...
 
 
 class QueryContext(NamedTuple):
-    """What queries bring: their input, themselves turned, the scale of scores, and where they stand."""
+    """Queries as gates and score steps see them.
+
+    `x_BTD` is the layer's input, `q_BTHK` the transformed queries, `scale` the factor of the scores, and `sequence` the
+    positions and segments of the query tokens.
+    """
 
     x_BTD: Tensor
     q_BTHK: Tensor
@@ -126,7 +148,10 @@ class QueryContext(NamedTuple):
 
 @runtime_checkable
 class ScorePosition(Protocol):
-    """The (query, key) pairs in hand: their positions, and `take`, which reads per-query factors at an index."""
+    """Positions of the (query, key) pairs whose scores are being computed: `i` of the query and `j` of the key.
+
+    `take` selects per-query factors at an index, such as the relative position.
+    """
 
     @property
     def i(self) -> Any: ...
@@ -136,9 +161,9 @@ class ScorePosition(Protocol):
 
 
 class SymmetryGroup(NamedTuple):
-    """Orthogonal maps of a head's channels: any rotation within a plane, any map at all within a room, no other.
+    """A group of orthogonal maps of a head's channels: rotations within each plane, any map within each block.
 
-    `a & b` are the maps of both:
+    `planes` are pairs of channels, `blocks` sets of channels. ``a & b`` is the intersection of two groups:
 
     >>> SymmetryGroup(planes=((0, 2), (1, 3))) & SymmetryGroup(blocks=((0, 1, 2), (3,)))
     SymmetryGroup(planes=((0, 2),), blocks=())
@@ -149,41 +174,52 @@ class SymmetryGroup(NamedTuple):
 
     @staticmethod
     def full(width: int) -> SymmetryGroup:
-        """Every orthogonal map of so many channels."""
+        """All orthogonal maps of `width` channels."""
         return SymmetryGroup(blocks=(tuple(range(width)),) if width else ())
 
     @staticmethod
     def commuting_with_scales(columns: Sequence[Sequence[float]]) -> SymmetryGroup:
-        """The maps that commute with scaling channels so: any among channels with one column of factors.
+        """The orthogonal maps that commute with scaling channel c by each of the factors in ``columns[c]``.
+
+        Channels with equal factors form a block.
 
         >>> SymmetryGroup.commuting_with_scales([(1.0, 2.0), (1.0, 3.0), (1.0, 2.0)])
         SymmetryGroup(planes=(), blocks=((0, 2), (1,)))
         """
-        rooms: dict[tuple[float, ...], list[int]] = {}
+        blocks: dict[tuple[float, ...], list[int]] = {}
         for channel, factors in enumerate(columns):
-            rooms.setdefault(tuple(factors), []).append(channel)
-        return SymmetryGroup(blocks=tuple(map(tuple, rooms.values())))
+            blocks.setdefault(tuple(factors), []).append(channel)
+        return SymmetryGroup(blocks=tuple(map(tuple, blocks.values())))
 
     def __and__(self, other: SymmetryGroup) -> SymmetryGroup:
-        mine = [plane for plane in self.planes if other._contains(plane)]
-        theirs = [plane for plane in other.planes if self._contains(plane) and set(plane) not in map(set, mine)]
-        rooms = [tuple(sorted(set(a) & set(b))) for a in self.blocks for b in other.blocks]
-        return SymmetryGroup((*mine, *theirs), tuple(room for room in rooms if room))
+        own_planes = [plane for plane in self.planes if other._contains(plane)]
+        known = list(map(set, own_planes))
+        other_planes = [plane for plane in other.planes if self._contains(plane) and set(plane) not in known]
+        blocks = [tuple(sorted(set(a) & set(b))) for a in self.blocks for b in other.blocks]
+        return SymmetryGroup((*own_planes, *other_planes), tuple(block for block in blocks if block))
 
     def _contains(self, plane: tuple[int, int]) -> bool:
-        return any(set(plane) == set(one) for one in self.planes) or any(set(plane) <= set(one) for one in self.blocks)
+        channels = set(plane)
+        return any(channels == set(own) for own in self.planes) or any(channels <= set(block) for block in self.blocks)
 
 
 @runtime_checkable
 class SpecFactory(Protocol):
-    """Makes a small spec from the words of `design`; what is not said gets sizes that no two axes share."""
+    """Builds a small spec from keyword arguments of `design`.
 
-    def __call__(self, **said: Any) -> AttentionSpec: ...
+    Sizes that are not given get defaults that differ between axes, so that mixed-up axes cause an error.
+    """
+
+    def __call__(self, **options: Any) -> AttentionSpec: ...
 
 
 @runtime_checkable
 class ReductionGroup(Protocol):
-    """Ranks that a layer's heads, or the tokens of its rows, are spread over."""
+    """The processes over which the heads of a layer, or the tokens of its batch, are sharded.
+
+    `sum_over` adds up a tensor over all shards; `own_share` is this process's share of an auxiliary loss, such that the
+    gradients of all processes add up to that of the loss.
+    """
 
     def sum_over(self, x: Tensor, over: Literal["heads", "tokens"]) -> Tensor: ...
     def own_share(self, value: Tensor) -> Tensor: ...
@@ -191,9 +227,10 @@ class ReductionGroup(Protocol):
 
 @dataclass
 class AuxLosses:
-    """Training terms by (layer, term): set, never added to, so that recomputing a layer cannot double them.
+    """Auxiliary losses by (layer, term), such as a router's load-balancing loss.
 
-    `among` is with whom the layer shares its heads or tokens: a part sums over all of these with `whole`.
+    Terms are overwritten, never accumulated, so that recomputing a layer (activation checkpointing) cannot count them
+    twice. `group` is set where the layer is sharded over processes.
     """
 
     terms: dict[tuple[str, str], Tensor] = field(default_factory=dict[tuple[str, str], "Tensor"])
@@ -201,13 +238,13 @@ class AuxLosses:
     group: ReductionGroup | None = None
 
     def set(self, term: str, value: Tensor) -> None:
-        """Write one term of the layer in hand."""
+        """Set one term of the current layer."""
         self.terms[self.layer, term] = value if self.group is None else self.group.own_share(value)
 
     def sum_over(self, x: Tensor, over: Literal["heads", "tokens"]) -> Tensor:
-        """A sum over all "heads" or "tokens" of a layer, from that over those in hand."""
+        """Sum x, which is a sum over this process's "heads" or "tokens", over all processes that share the layer."""
         return x if self.group is None else self.group.sum_over(x, over)
 
     def total(self, term: str) -> Tensor | float:
-        """The sum of one term over layers."""
-        return sum((v for (_, name), v in self.terms.items() if name == term), 0.0)
+        """The sum of one term over all layers."""
+        return sum((value for (_, name), value in self.terms.items() if name == term), 0.0)

@@ -1,4 +1,4 @@
-"""The list: what may change a layer at one phase of its computation."""
+"""Base classes of modifiers: optional parts that each act in one phase of the computation."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Modifier(Part):
-    """A part of the list: it acts in its phase."""
+    """A part that changes the computation in one phase; a spec may have any number of them."""
 
     @property
     @abstractmethod
@@ -26,7 +26,7 @@ class Modifier(Part):
 
 
 class QKTransform(Modifier):
-    """Changes queries, keys or values token by token, before they meet."""
+    """Changes queries, keys or values token by token, before scores are computed (RoPE, QK-norm)."""
 
     @property
     def phase(self) -> Phase:
@@ -34,42 +34,48 @@ class QKTransform(Modifier):
         return Phase.QK_TRANSFORM
 
     def transformed_sides(self, spec: AttentionSpec) -> frozenset[str]:
-        """The sides it changes."""
+        """The sides that this transform changes, of "q", "k" and "v"."""
         return frozenset("qk")
 
     def normalises_length(self) -> bool:
-        """Whether every head's vector leaves it with one length, whatever it came with."""
+        """Whether the transformed vectors of every head all have the same length."""
         return False
 
     def symmetry(self, spec: AttentionSpec, side: str, p: Mapping[str, Tensor]) -> SymmetryGroup:
-        """Those that commute with it: none, where it reaches the side at all and says no more."""
-        reached = self.transformed_sides(spec) & frozenset({"k": "qk", "v": "v"}[side])
-        return SymmetryGroup() if reached else super().symmetry(spec, side, p)
+        """The orthogonal maps that commute with this transform; by default none on the sides that it changes."""
+        changed = self.transformed_sides(spec) & frozenset({"k": "qk", "v": "v"}[side])
+        return SymmetryGroup() if changed else super().symmetry(spec, side, p)
 
     def precompute(self, position_BT: Tensor, exact: torch.dtype, p: PartParams) -> Any:
-        """What it needs of the positions, for both sides alike, in a precision that angles can stand."""
+        """Values that depend on positions only, such as rotary angles; computed once and passed to `transform`.
+
+        `exact` is a dtype with enough precision for angles.
+        """
         return None
 
     @abstractmethod
-    def transform(self, x_BTHK: Tensor, side: str, placed: Any, p: PartParams) -> Tensor: ...
+    def transform(self, x_BTHK: Tensor, side: str, precomputed: Any, p: PartParams) -> Tensor: ...
 
     def as_matrix(self, side: str, p: Mapping[str, Tensor]) -> Tensor | None:
-        """What it multiplies the channels of every head and token with, [out, in], when that is all it does."""
+        """The matrix [out, in] that this transform multiplies every head's channels with; None if it is not linear."""
         return None
 
     def without_sides(self, sides: frozenset[str]) -> Self | None:
-        """Itself on its other sides alone; None when it has none."""
+        """This transform on its other sides only; None if no side remains."""
         return self
 
     def as_single_vector(
         self, spec: AttentionSpec, heads: int, p: Mapping[str, Tensor]
     ) -> SingleVectorTransform | None:
-        """Itself where so many heads are one vector, for those of their channels that it turns; None when it cannot."""
+        """This transform for `heads` key heads concatenated into one vector; None if there is no such form."""
         return None
 
 
 class SingleVectorTransform(NamedTuple):
-    """A turn of heads that are laid out as one: itself, the (head, channel) of each of its channels, its weights."""
+    """A transform of several heads concatenated into one vector.
+
+    `channel_sources` lists the (head, channel) of each channel that `transform` changes; `weights` are its parameters.
+    """
 
     transform: QKTransform
     channel_sources: tuple[tuple[int, int], ...]
@@ -77,10 +83,14 @@ class SingleVectorTransform(NamedTuple):
 
 
 class ScoreStep(Modifier):
-    """Changes one score at a time; written once, for a number and for a tensor alike."""
+    """Changes each score on its own.
+
+    `score` is written once and works on a single number (the reference), a score tensor (dense backends) or inside a
+    FlexAttention kernel. `additive` steps only add a bias that does not depend on the score.
+    """
 
     additive: ClassVar[bool] = False
-    per_head: ClassVar[bool] = False  # whether its factors are of each score head
+    per_head: ClassVar[bool] = False  # whether the query factors differ between score heads
     unrestricted_sides: ClassVar[str] = "v"
 
     @property
@@ -88,47 +98,52 @@ class ScoreStep(Modifier):
         """On the scores."""
         return Phase.SCORES
 
-    def query_factors(self, asked: QueryContext, p: PartParams) -> Tensor | None:
-        """Factors [B, T, H, R] of each query, when the step needs them."""
+    def query_factors(self, context: QueryContext, p: PartParams) -> Tensor | None:
+        """Factors [B, T, H, R] of each query, passed on to `score`; None if the step needs none."""
         return None
 
     @abstractmethod
-    def score(self, s: Tensor, cell: ScorePosition, factors: Tensor | None, p: Mapping[str, Tensor]) -> Tensor: ...
+    def score(self, s: Tensor, position: ScorePosition, factors: Tensor | None, p: Mapping[str, Tensor]) -> Tensor: ...
 
 
 class Mix(Modifier):
-    """Mixes heads at every (query, key) pair, on the scores or on the weights; `even` when at all pairs alike."""
+    """Mixes heads at every (query, key) pair, on the scores or on the weights.
+
+    `position_independent` mixes use the same mixing matrix at all pairs.
+    """
 
     position_independent: ClassVar[bool] = False
 
     def num_outputs(self, heads: int) -> int:
-        """How many heads it makes of so many."""
+        """The number of heads after mixing `heads` heads."""
         return heads
 
     def query_factors(self, x_BTD: Tensor, p: PartParams) -> dict[str, Tensor]:
-        """Factors of each query token."""
+        """Factors of each query token, by name."""
         return {}
 
     def key_factors(self, z_BSE: Tensor, p: PartParams) -> dict[str, Tensor]:
-        """Factors of each key token, kept in its entry."""
+        """Factors of each key token, by name; they are cached with its keys and values."""
         return {}
 
     @abstractmethod
     def mix_pair(
-        self, a_H: Tensor, asked: Mapping[str, Tensor], kept: Mapping[str, Tensor], p: PartParams
+        self, a_H: Tensor, from_query: Mapping[str, Tensor], from_key: Mapping[str, Tensor], p: PartParams
     ) -> Tensor: ...
     @abstractmethod
-    def mix(self, a_BHTS: Tensor, asked: Mapping[str, Tensor], kept: Mapping[str, Tensor], p: PartParams) -> Tensor: ...
+    def mix(
+        self, a_BHTS: Tensor, from_query: Mapping[str, Tensor], from_key: Mapping[str, Tensor], p: PartParams
+    ) -> Tensor: ...
 
     def fused_mix(
-        self, a_BHTS: Tensor, asked: Mapping[str, Tensor], kept: Mapping[str, Tensor], p: PartParams
+        self, a_BHTS: Tensor, from_query: Mapping[str, Tensor], from_key: Mapping[str, Tensor], p: PartParams
     ) -> Tensor:
-        """The same in one pass over all pairs, where there is a kernel for it."""
-        return self.mix(a_BHTS, asked, kept, p)
+        """Like `mix`, in one pass over all pairs where a fused kernel exists."""
+        return self.mix(a_BHTS, from_query, from_key, p)
 
 
 class WeightStep(Modifier):
-    """Changes weights one at a time after normalising, in training only or always."""
+    """Changes each attention weight on its own, after normalisation."""
 
     @property
     def phase(self) -> Phase:
@@ -140,7 +155,7 @@ class WeightStep(Modifier):
 
 
 class ValueStep(Modifier):
-    """Adds to the value that a query reads from a key, depending on where the two stand."""
+    """Adds a vector to each value that depends on the positions of the query and the key."""
 
     unrestricted_sides: ClassVar[str] = "k"
 
@@ -156,7 +171,7 @@ class ValueStep(Modifier):
 
 
 class OutputStep(Modifier):
-    """Changes per-head outputs token by token; if it `joins`, several rows become one output head."""
+    """Changes per-head outputs token by token; with `combines_rows`, several rows become one output head."""
 
     combines_rows: ClassVar[bool] = False
     unrestricted_sides: ClassVar[str] = "k"
@@ -166,12 +181,12 @@ class OutputStep(Modifier):
         """On the outputs."""
         return Phase.OUTPUTS
 
-    def required_rows(self, speaks: tuple[int, ...]) -> tuple[int, ...]:
-        """The rows it needs, in order, to give these output heads."""
-        return speaks
+    def required_rows(self, own_rows: tuple[int, ...]) -> tuple[int, ...]:
+        """The input rows, in order, from which the output heads with these own rows are computed."""
+        return own_rows
 
     def own_row_of_output(self, rows: int) -> tuple[int, ...]:
-        """The own row of each output head when nothing has been cut."""
+        """The row that identifies each output head, for `rows` input rows and no pruned heads."""
         return tuple(range(rows))
 
     @abstractmethod
@@ -179,7 +194,10 @@ class OutputStep(Modifier):
 
 
 class Gate(Modifier):
-    """Scales output heads by something known before the core, so that a backend may skip what is zero."""
+    """Scales output heads by factors that are known before the attention core runs.
+
+    A backend can therefore skip heads whose factor is zero.
+    """
 
     unrestricted_sides: ClassVar[str] = ""
 
@@ -189,16 +207,16 @@ class Gate(Modifier):
         return Phase.GATES
 
     @abstractmethod
-    def gate(self, asked: QueryContext, p: PartParams, aux_losses: AuxLosses | None) -> Tensor: ...
+    def gate(self, context: QueryContext, p: PartParams, aux_losses: AuxLosses | None) -> Tensor: ...
 
     def open_fractions(self, spec: AttentionSpec) -> tuple[Fraction, ...] | None:
-        """The share of tokens for which each output head speaks, if it shuts them for all others: exactly zero."""
+        """The fraction of tokens for which each output head's gate is not exactly zero; None if gates never close."""
         return None
 
     def blocks_gradient_when_closed(self) -> bool:
-        """Whether no gradient passes where it is zero: what sets it learns nothing from heads that it shuts."""
+        """Whether a gate of zero passes no gradient to the parameters that set it."""
         return False
 
     def open_probabilities(self, p: PartParams) -> Tensor | None:
-        """How likely each output head is to speak, where that is learned whatever is read; None otherwise."""
+        """The probability that each output head's gate is open, if it does not depend on the input; else None."""
         return None

@@ -1,4 +1,4 @@
-"""A probe sees, and may change, what passes a named place inside a layer."""
+"""A probe observes, and may replace, tensors at named points inside a layer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 from ..errors import suggest
 from .core_types import AuxLosses
 
-# Where a probe may stand, with the axes of what passes there.
+# The points that can be probed, with the axes of their tensors.
 PROBE_POINTS = {
     "q": "B T H K",
     "k": "B S G K",
@@ -22,9 +22,9 @@ PROBE_POINTS = {
 
 
 class Probe:
-    """Calls `see(place, tensor)` at each place it wants; a tensor it returns takes the other's place.
+    """Calls ``callback(point, tensor)`` at each of the given points; a tensor that it returns replaces the original.
 
-    Without `see` it keeps what it saw. `ledger` is where parts set their training terms.
+    Without a callback the probe records the tensors in `tensors`. `aux_losses` collects the auxiliary losses of parts.
 
     >>> import headwise as hw, torch
     >>> layer = hw.Attention(hw.design(model=8, heads=2))
@@ -36,23 +36,23 @@ class Probe:
 
     def __init__(
         self,
-        *places: str,
+        *points: str,
         callback: Callable[[str, Tensor], Tensor | None] | None = None,
         aux_losses: AuxLosses | None = None,
     ) -> None:
-        for place in places:
-            if place not in PROBE_POINTS:
-                raise ValueError(f"no probe can stand at {place!r}; {suggest(place, PROBE_POINTS)}")
-        self.points: frozenset[str] = frozenset(places)
+        for point in points:
+            if point not in PROBE_POINTS:
+                raise ValueError(f"cannot probe {point!r}: there is no such point; {suggest(point, PROBE_POINTS)}")
+        self.points: frozenset[str] = frozenset(points)
         self.callback = callback
         self.aux_losses = aux_losses
         self.tensors: dict[str, Tensor] = {}
 
-    def __call__(self, place: str, tensor: Tensor) -> Tensor:
-        if place not in self.points:
+    def __call__(self, point: str, tensor: Tensor) -> Tensor:
+        if point not in self.points:
             return tensor
         if self.callback is None:
-            self.tensors[place] = tensor
+            self.tensors[point] = tensor
             return tensor
-        changed = self.callback(place, tensor)
+        changed = self.callback(point, tensor)
         return tensor if changed is None else changed

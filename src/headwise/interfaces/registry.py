@@ -1,4 +1,4 @@
-"""Every part and pattern by its name: what text may speak of."""
+"""The registry of parts: finds a class by its name, so that specs can be written as text."""
 
 from __future__ import annotations
 
@@ -16,17 +16,22 @@ REGISTRY: dict[str, type] = {}
 
 @dataclass_transform(frozen_default=True)
 def part(cls: type[C]) -> type[C]:
-    """Freeze a class and let text name it: parts, and the small values parts are made of."""
+    """Class decorator that makes a frozen dataclass and registers it under its name.
+
+    It is for parts, and for the small values that parts have as fields.
+    """
     frozen = dataclass(frozen=True, repr=False)(cls)
     known = REGISTRY.get(cls.__name__)
     if known is not None and known.__module__ != cls.__module__:
-        raise SpecError(f"two parts are named {cls.__name__}: {known.__module__} and {cls.__module__}; rename one")
+        raise SpecError(
+            f"cannot register {cls.__name__} of {cls.__module__}: {known.__module__} has that name too; rename one"
+        )
     REGISTRY[cls.__name__] = frozen
     return frozen
 
 
 def find_class(name: str) -> type:
-    """The registered class of this name.
+    """The registered class with this name.
 
     >>> find_class("Softmaxx")
     Traceback (most recent call last):
@@ -38,20 +43,23 @@ def find_class(name: str) -> type:
 
 
 def field_defaults(cls: type) -> dict[str, Any]:
-    """The fields of a registered class that need not be said, with their values."""
+    """The default values of the fields of a registered class that have one."""
     return {f.name: f.default for f in fields(cls) if f.default is not MISSING}
 
 
 @dataclass(frozen=True, repr=False)
 class CheckedDataclass:
-    """Something whose repr is the code that makes it, with what equals its default left out."""
+    """Base class of dataclasses that check the types of their fields.
+
+    The repr is the constructor call, without arguments that equal their defaults.
+    """
 
     def __post_init__(self) -> None:
         known = _field_types(type(self))
         for field in fields(self):
             value, kinds = getattr(self, field.name), known[field.name]
             if isinstance(value, float) and not math.isfinite(value):
-                raise SpecError(f"{type(self).__name__}({field.name}={value!r}) is no finite number; give one")
+                raise SpecError(f"{type(self).__name__}({field.name}={value!r}) is not finite; give a finite number")
             wrong = not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds)
             if wrong:
                 wanted = " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds)
@@ -61,27 +69,27 @@ class CheckedDataclass:
                 )
 
     def check_fields(self, ranges: Mapping[str, tuple[float, float]], choices: Mapping[str, Collection[str]]) -> None:
-        """Refuse numbers out of their range, and words that are none of those known."""
-        own = type(self).__name__
+        """Raise SpecError for numbers out of range and for strings that are not among the choices."""
+        class_name = type(self).__name__
         for name, (low, high) in ranges.items():
             if not low <= (value := getattr(self, name)) <= high:
-                raise SpecError(f"{own}({name}={value!r}) cannot be meant; give {low:g} to {high:g}")
+                raise SpecError(f"{class_name}({name}={value!r}) is out of range; give {low:g} to {high:g}")
         for name, known in choices.items():
             if (value := getattr(self, name)) not in known:
-                raise SpecError(f"{own}({name}={value!r}) is unknown; {suggest(value, known)}")
+                raise SpecError(f"{class_name}({name}={value!r}) is unknown; {suggest(value, known)}")
 
     def __repr__(self) -> str:
-        usual = field_defaults(type(self))
+        defaults = field_defaults(type(self))
         values = [(f.name, getattr(self, f.name)) for f in fields(self)]
-        said = [f"{name}={value!r}" for name, value in values if name not in usual or value != usual[name]]
-        return f"{type(self).__name__}({', '.join(said)})"
+        args = [f"{name}={value!r}" for name, value in values if name not in defaults or value != defaults[name]]
+        return f"{type(self).__name__}({', '.join(args)})"
 
 
-_FIELD_TYPES: dict[type, dict[str, tuple[type, ...]]] = {}  # reading hints takes longer than all else about a part
+_FIELD_TYPES: dict[type, dict[str, tuple[type, ...]]] = {}  # cached: resolving hints dominates the cost of a part
 
 
 def _field_types(cls: type) -> dict[str, tuple[type, ...]]:
-    """The classes that each field may be of; a whole number will do for a float."""
+    """The classes that each field accepts; float fields accept int too."""
     if cls not in _FIELD_TYPES:
         hints = get_type_hints(cls)
         _FIELD_TYPES[cls] = {field.name: _classes(hints[field.name]) for field in fields(cls)}
@@ -89,12 +97,12 @@ def _field_types(cls: type) -> dict[str, tuple[type, ...]]:
 
 
 def _classes(hint: Any) -> tuple[type, ...]:
-    told: tuple[Any, ...] = get_args(hint) if isinstance(hint, UnionType) else (hint,)
-    kinds = tuple(get_origin(kind) or kind for kind in told)
+    options: tuple[Any, ...] = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+    kinds = tuple(get_origin(option) or option for option in options)
     return (*kinds, int) if float in kinds else kinds
 
 
 def _suggested_classes(kinds: tuple[type, ...]) -> str:
-    """Which registered classes a value may be of, where a field wants one: ", such as PI(), YaRN()"."""
-    made = [name for name, cls in REGISTRY.items() if CheckedDataclass in cls.__mro__ and issubclass(cls, kinds)]
-    return f", such as {', '.join(f'{name}()' for name in sorted(made))}" if made else ""
+    """The registered classes that a field accepts, as the end of a message: ", such as PI(), YaRN()"."""
+    names = [name for name, cls in REGISTRY.items() if CheckedDataclass in cls.__mro__ and issubclass(cls, kinds)]
+    return f", such as {', '.join(f'{name}()' for name in sorted(names))}" if names else ""

@@ -1,4 +1,4 @@
-"""The choices of which a spec makes one each: where heads come from, how they compare, normalise and merge."""
+"""Base classes of the slots that a spec fills once: project, similarity, normaliser and merge."""
 
 from __future__ import annotations
 
@@ -17,64 +17,70 @@ if TYPE_CHECKING:
 
 
 class Project(Part):
-    """Where queries, keys and values come from, and what is remembered of a token."""
+    """Computes queries, keys and values from the input, and decides what is cached of a token.
 
-    uses_head_dims: ClassVar[bool] = (
-        False  # whether heads compare, read and are remembered dim and vdim wide, in every form
-    )
-    supports_grouping: ClassVar[bool] = True  # whether score heads may share keys and values
-    caches_keys_and_values: ClassVar[bool] = (
-        False  # whether what is recalled are the entry's "k" and "v" just as they were remembered
-    )
+    `project_kv` computes the entry that is cached for each token; `expand_kv` computes keys and values from entries.
+    """
+
+    # Whether queries and keys have heads.dim channels and values heads.vdim, in the cache too, in every form.
+    uses_head_dims: ClassVar[bool] = False
+    # Whether several score heads may share a key-value head.
+    supports_grouping: ClassVar[bool] = True
+    # Whether expand_kv returns the entry's "k" and "v" unchanged.
+    caches_keys_and_values: ClassVar[bool] = False
 
     @abstractmethod
     def core(self, spec: AttentionSpec) -> CoreShape: ...
     @abstractmethod
-    def project_query(self, x_BTD: Tensor, turn: TransformsQK, p: PartParams) -> Tensor: ...
+    def project_query(self, x_BTD: Tensor, transform: TransformsQK, p: PartParams) -> Tensor: ...
     @abstractmethod
-    def project_kv(self, z_BSE: Tensor, turn: TransformsQK, p: PartParams) -> dict[str, Tensor]: ...
+    def project_kv(self, z_BSE: Tensor, transform: TransformsQK, p: PartParams) -> dict[str, Tensor]: ...
     @abstractmethod
-    def expand_kv(self, entry: Mapping[str, Tensor], turn: TransformsQK, p: PartParams) -> tuple[Tensor, Tensor]: ...
+    def expand_kv(
+        self, entry: Mapping[str, Tensor], transform: TransformsQK, p: PartParams
+    ) -> tuple[Tensor, Tensor]: ...
 
-    def project_qkv(self, x_BTD: Tensor, turn: TransformsQK, p: PartParams) -> tuple[Tensor, dict[str, Tensor]]:
-        """Queries of these tokens and their kv entry, for self-attention; a project may compute them in one product."""
-        entry = self.project_kv(x_BTD, turn, p)
-        return self.project_query(x_BTD, turn, p), entry
+    def project_qkv(
+        self, x_BTD: Tensor, transform: TransformsQK, p: PartParams
+    ) -> tuple[Tensor, dict[str, Tensor]] | None:
+        """Queries and cache entries of self-attention in one step; None if they are to be projected separately."""
+        return None
 
-    def project_heads(self, o_BTHV: Tensor, voices: tuple[int, ...], p: PartParams) -> Tensor:
-        """What these score heads' weights read, brought to value width."""
+    def project_heads(self, o_BTHV: Tensor, score_heads: tuple[int, ...], p: PartParams) -> Tensor:
+        """The weighted sums of these score heads, projected to value width."""
         return o_BTHV
 
     def transformed_dims(self, spec: AttentionSpec) -> int:
-        """How many channels of a head the turns reach."""
+        """The number of channels per query or key head that QK transforms (RoPE, QK-norm) receive."""
         return spec.heads.dim
 
     def constant_biases(self, spec: AttentionSpec, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Biases that all keys ("k") or all values ("v") have alike: of values, what each voice reads of it."""
+        """Biases that are added to all keys ("k", per key head) or to all values ("v", per row of weights)."""
         return {}
 
     def without_biases(self, biases: frozenset[str]) -> Self:
-        """Itself without these biases."""
+        """A copy without these biases."""
         return self
 
     def absorb_matrix(
         self, spec: AttentionSpec, weights: Mapping[str, Tensor], side: str, matrix: Tensor
     ) -> Mapping[str, Tensor]:
-        """The weights of a side, bias and all, behind which the matrix met every head; none when it cannot.
+        """The weights of one side (with bias) after folding in a matrix that multiplies the side's heads.
 
-        `matrix` is one for all heads of the side, or one for each, [heads, out, in].
+        `matrix` is [out, in] for all heads, or [heads, out, in]. Empty if the project cannot absorb it.
         """
         return {}
 
     def equivalent_forms(self, spec: AttentionSpec) -> Mapping[str, Project]:
-        """Algebraically equal forms over the same parameters; "step" is the one for a single query."""
+        """Algebraically equivalent projects over the same parameters; "step" is the one for a single query."""
         return {}
 
 
 class Similarity(RecurrentPart):
-    """How alike a query and a key are: `signed` when that may be negative, `linear` when it is in the key.
+    """Computes the score of a query and a key.
 
-    `headed` when it has parameters of its own per score head, so that heads which share a key are not alike to it.
+    `signed`: scores may be negative. `linear`: scores are linear in the key. `per_head`: the similarity has parameters
+    per score head, so that score heads which share a key head still differ.
     """
 
     signed: ClassVar[bool] = True
@@ -88,29 +94,32 @@ class Similarity(RecurrentPart):
     def scores(self, q_BHTK: Tensor, k_BHSK: Tensor, scale: float, p: PartParams) -> Tensor: ...
 
     def score_scale(self, core: CoreShape) -> float:
-        """What scores are multiplied with."""
+        """The factor of the scores."""
         return core.scale
 
     def can_be_all_zero(self) -> bool:
-        """Whether all scores of a row may be 0 in spite of keys: weights in proportion to them then sum to 0."""
+        """Whether all scores of a row with allowed keys can be 0, so that proportional weights would sum to 0."""
         return False
 
     def feature_map(self, x_BTHK: Tensor, side: str, p: PartParams) -> Tensor:
-        """What of queries ("q"), or of keys, the vectorised forms compare: once a token, before heads share keys."""
+        """The features of queries (side "q") or keys (side "k") that `scores` takes.
+
+        It is applied once per token, before keys are repeated for the score heads that share them.
+        """
         return x_BTHK
 
     def feature_dim(self, core: CoreShape) -> int:
-        """How many channels that has."""
+        """The number of channels of the feature map."""
         return core.dim
 
 
 class Normaliser(RecurrentPart):
-    """Scores to weights. A query with nothing to read gets no weight at all.
+    """Turns scores into attention weights. All weights of a query without allowed keys are zero.
 
-    `proportional` when weights are the scores themselves over their sum, which is all that a similarity's state
-    can give; one that does not look at scores may have a state of its own;
-    `shift_free` when it does not see one number added to a whole row; `whole` when a row that reads anything
-    has weights that sum to one.
+    `proportional`: weights are the scores divided by their sum. This is the only kind that a similarity with a
+    recurrent state can use; a normaliser that ignores the scores may have a state of its own.
+    `shift_invariant`: adding a constant to all scores of a row changes nothing.
+    `sums_to_one`: the weights of every row with an allowed key sum to one.
     """
 
     proportional: ClassVar[bool] = False
@@ -123,25 +132,29 @@ class Normaliser(RecurrentPart):
     def normalise(self, s_BHTS: Tensor, allowed: Tensor, p: PartParams) -> Tensor: ...
 
     def fused_normalise(self, s_BHTS: Tensor, allowed: Tensor, p: PartParams) -> Tensor:
-        """The same in one pass over each row, where there is a kernel for it."""
+        """Like `normalise`, in one pass over each row where a fused kernel exists."""
         return self.normalise(s_BHTS, allowed, p)
 
     def prefers_gather(self, device: str, dtype: torch.dtype) -> bool:
-        """Whether `gather` is faster, of values in such numbers, than a product of all values with all weights."""
+        """Whether `gather_values` is faster for values of this dtype than multiplying all values with all weights."""
         return False
 
     def gather_values(
-        self, s_BHTS: Tensor, allowed: Tensor, v_BSGV: Tensor, of: tuple[int, ...], p: PartParams
+        self, s_BHTS: Tensor, allowed: Tensor, v_BSGV: Tensor, value_heads: tuple[int, ...], p: PartParams
     ) -> Tensor:
-        """What head h reads of the values of head of[h], o_BHTV; it touches the values of keys with weight alone."""
-        return self.fused_normalise(s_BHTS, allowed, p).to(v_BSGV.dtype) @ v_BSGV[:, :, list(of)].transpose(1, 2)
+        """Outputs o_BHTV, where row h uses value head ``value_heads[h]``; may skip the values of zero weights."""
+        v_BHSV = v_BSGV[:, :, list(value_heads)].transpose(1, 2)
+        return self.fused_normalise(s_BHTS, allowed, p).to(v_BSGV.dtype) @ v_BHSV
 
 
 class Merge(Part):
-    """Per-head outputs to the model's width."""
+    """Combines the outputs of all heads into a vector of the model's width."""
 
     def absorb_matrix(self, spec: AttentionSpec, weights: Mapping[str, Tensor], matrix: Tensor) -> Mapping[str, Tensor]:
-        """Its weights, before which each output head met a matrix of its own, [out, to, from]; none when it cannot."""
+        """The weights after folding in a matrix per output head, [heads, out, in], that multiplies the head's output.
+
+        Empty if the merge cannot absorb it.
+        """
         return {}
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""Patterns as text: reading the short form, and drawing a mask for a terminal."""
+"""Base classes of attention patterns, their combination with & and |, parsing from text, and drawing as text."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ ASCII = str.maketrans({FULL: "#", PART: "+", NONE: "."})
 
 
 def parse_calls(text: str, known: Mapping[str, Any]) -> Any:
-    """The value of a text made of known calls with literal arguments, `&` (which binds tighter) and `|`.
+    """Evaluate a text of known calls with literal arguments, `&` (which binds tighter) and `|`.
 
     >>> parse_calls("pair(0, right=3) | none", {"pair": lambda left, right: {left, right}, "none": lambda: set()})
     {0, 3}
     """
-    # `global` is a Python keyword, so it travels as a name that is not, and every name is lowered again.
+    # `global` is a Python keyword, so it is replaced by a valid name; all names are converted to lower case later.
     source = re.sub(r"\bglobal\b", "Global", " ".join(text.split()))
     try:
         return _build(ast.parse(source, mode="eval").body, known)
     except SyntaxError as error:
         raise SpecError(f"not a pattern: {text!r}; write it like 'window(256) | first(4)'") from error
     except (RecursionError, MemoryError) as error:
-        raise SpecError(f"nested too deeply to be read: {text[:40]!r}...; build it in Python") from error
+        raise SpecError(f"pattern is nested too deeply: {text[:40]!r}...; build it in Python") from error
 
 
 def _build(node: ast.expr, known: Mapping[str, Any]) -> Any:
@@ -56,8 +56,8 @@ def _build(node: ast.expr, known: Mapping[str, Any]) -> Any:
         case ast.Name(name):
             return _build_call(name.lower(), [], [], known)
         case _:
-            fact = f"a pattern is made of calls, & and |; got {ast.unparse(node)!r}"
-            raise SpecError(f"{fact}; use one of {', '.join(sorted(known))}")
+            problem = f"a pattern consists of calls, & and |; got {ast.unparse(node)!r}"
+            raise SpecError(f"{problem}; use one of {', '.join(sorted(known))}")
 
 
 def _build_call(name: str, args: list[ast.expr], keywords: list[ast.keyword], known: Mapping[str, Any]) -> Any:
@@ -65,8 +65,8 @@ def _build_call(name: str, args: list[ast.expr], keywords: list[ast.keyword], kn
         raise SpecError(f"unknown pattern {name!r}; {suggest(name, known)}")
     signature = inspect.signature(known[name])
     try:
-        named = {word.arg or "**": _literal(word.value) for word in keywords}
-        if len(named) < len(keywords):  # the parser lets a repeated keyword pass
+        named = {keyword.arg or "**": _literal(keyword.value) for keyword in keywords}
+        if len(named) < len(keywords):  # ast.parse accepts repeated keywords
             raise TypeError("a keyword is repeated")
         bound = signature.bind(*map(_literal, args), **named)
     except (TypeError, ValueError) as error:
@@ -80,38 +80,36 @@ def _build_call(name: str, args: list[ast.expr], keywords: list[ast.keyword], kn
 
 @runtime_checkable
 class Drawable(Protocol):
-    """What drawing needs to know of a pattern."""
+    """The interface that drawing needs from a pattern."""
 
     @property
     def text(self) -> str:
-        """Its short form."""
+        """The pattern in text form."""
         ...
 
     def pairs(self, queries: range, keys: range) -> int:
-        """The allowed pairs in the ranges."""
+        """The number of allowed pairs in the ranges."""
         ...
 
 
 def draw_pattern(pattern: Drawable, queries: int, keys: int) -> str:
-    """The mask as text: one row per query, one column per key, then what its marks mean and how full it is.
+    """The mask as text: one row per query, one column per key, and a legend with the number of allowed pairs.
 
-    Beyond 64 queries or keys it is shrunk: a mark stands for a square of pairs, and the legend says so.
+    With more than 64 queries or keys, a character stands for a square of pairs, as the legend explains.
     """
     if min(queries, keys) < 1:
-        raise SpecError(f"there is nothing to draw; got {queries} queries and {keys} keys; use at least 1 of each")
+        raise SpecError(f"cannot draw {queries} queries and {keys} keys; use at least 1 of each")
     side = -(-max(queries, keys) // MAX_DRAWN_CELLS)
     tops, lefts = range(0, queries, side), range(0, keys, side)
     margin = max(len(str(tops[-1])), 4)
     title = pattern.text if len(pattern.text) <= 80 else pattern.text[:77] + "..."
-    # A label stands over every eighth column, so that seven digits fit before the next.
+    # Every eighth column has a label, so that labels of up to seven digits fit.
     ruler = "".join(str(left).ljust(8) for left in lefts[::8]).rstrip()
-    rows = [
-        f"{top:>{margin}} "
-        + "".join(
-            _cell_mark(pattern, _cell_ranges(top, side, queries), _cell_ranges(left, side, keys)) for left in lefts
-        )
-        for top in tops
-    ]
+    rows: list[str] = []
+    for top in tops:
+        row_queries = _cell_ranges(top, side, queries)
+        marks = "".join(_cell_mark(pattern, row_queries, _cell_ranges(left, side, keys)) for left in lefts)
+        rows.append(f"{top:>{margin}} {marks}")
     return "\n".join([title, " " * (margin + 1) + ruler, *rows, _legend(pattern, queries, keys, side)])
 
 
@@ -128,49 +126,52 @@ def _legend(pattern: Drawable, queries: int, keys: int, side: int) -> str:
     pairs = pattern.pairs(range(queries), range(keys))
     counts = f"{pairs} of {queries * keys} pairs ({pairs / (queries * keys):.1%})"
     if side == 1:
-        return f"rows ask, columns are read ({FULL}); {counts}"
-    return f"shrunk: a mark is {side} x {side} pairs, {FULL} all, {PART} some, {NONE} none\n{counts}"
+        return f"rows are queries, columns are keys ({FULL} allowed); {counts}"
+    return f"each character is {side} x {side} pairs: {FULL} all, {PART} some, {NONE} none allowed\n{counts}"
 
 
 def _literal(node: ast.expr) -> Any:
     try:
         return ast.literal_eval(node)
     except (ValueError, TypeError):
-        raise TypeError(f"{ast.unparse(node)!r} is no number") from None
+        raise TypeError(f"{ast.unparse(node)!r} is not a number") from None
 
 
-# --- What every pattern is and does, and how two patterns join -----------------------------------------
+# --- Base classes --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, repr=False)
 class Pattern(ABC):
-    """Which keys a query may read."""
+    """A rule for which keys each query may attend to."""
 
     @abstractmethod
     def allows(self, i: Any, j: Any) -> Any:
-        """Whether query i may read key j: a bool for ints, a boolean tensor for tensors that broadcast."""
+        """Whether query i may attend to key j: a bool for ints, a boolean tensor for tensors that broadcast."""
 
     @property
     @abstractmethod
     def retention(self) -> KeyRetention:
-        """What later queries may still read: allows(i, j) and j <= i imply j < first or i - j < last."""
+        """The past keys that later queries may attend to: allows(i, j) and j <= i imply j < first or i - j < last."""
 
     @property
     @abstractmethod
     def tokens_before_decode(self) -> int | None:
-        """The tokens that must arrive together before decoding one by one is exact; None = no such number."""
+        """The number of first tokens that must be processed together before token-by-token decoding is exact.
+
+        None if no number suffices, because queries may attend to later keys anywhere in the sequence.
+        """
 
     @abstractmethod
     def spans(self, i: int, keys: range) -> list[range]:
-        """The keys that query i may read among `keys`, as disjoint step-1 ranges in order."""
+        """The keys in `keys` that query i may attend to, as disjoint ranges of step 1 in order."""
 
     @abstractmethod
     def lines(self, queries: range, keys: range) -> BoundaryLines:
-        """The lines on which the ends of the spans run."""
+        """The lines on which the ends of the spans lie."""
 
     @final
     def pairs(self, queries: range, keys: range) -> int:
-        """The number of allowed pairs of a query and a key in two step-1 ranges.
+        """The number of allowed (query, key) pairs in two ranges of step 1.
 
         >>> from headwise.masking.patterns import Causal
         >>> Causal().pairs(range(1_000_000), range(1_000_000))
@@ -178,12 +179,12 @@ class Pattern(ABC):
         """
         for axis in (queries, keys):
             if axis and (axis.step != 1 or axis.start < 0):
-                raise SpecError(f"pairs are counted in step-1 ranges from 0 up; got {axis}; use range(start, stop)")
+                raise SpecError(f"pairs needs ranges of step 1 from 0 up, got {axis}; use range(start, stop)")
         return self._count(queries, keys) if queries and keys else 0
 
     @final
     def visible_keys(self, queries: range, keys: range) -> list[range]:
-        """The keys that at least one of these queries may read, as disjoint ranges in order.
+        """The keys that at least one of these queries may attend to, as disjoint ranges in order.
 
         >>> from headwise.masking.patterns import First, Window
         >>> (Window(4) | First(2)).visible_keys(range(100, 110), range(200))
@@ -199,19 +200,19 @@ class Pattern(ABC):
 
     @property
     def text(self) -> str:
-        """The short form, which `parse` reads.
+        """The pattern in the text form that `parse_pattern` reads.
 
         >>> from headwise.masking.patterns import Causal, First, Window
         >>> (Window(5, after=2) & (Causal() | First(2))).text
         'window(5, after=2) & (causal() | first(2))'
         """
-        return _spell(self, _short_text)
+        return _format(self, _short_text)
 
     def __str__(self) -> str:
         return self.text
 
     def __repr__(self) -> str:
-        return _spell(self, _code_text)
+        return _format(self, _code_text)
 
     @abstractmethod
     def _count(self, queries: range, keys: range) -> int:
@@ -219,7 +220,7 @@ class Pattern(ABC):
 
 
 class LineCountedPattern(Pattern):
-    """A pattern counted by its lines."""
+    """Base class of patterns whose pairs are counted with `count_pairs`."""
 
     @final
     def _count(self, queries: range, keys: range) -> int:
@@ -227,39 +228,39 @@ class LineCountedPattern(Pattern):
 
 
 class BandedPattern(LineCountedPattern):
-    """A pattern that is a union of boxes: everything else follows from them."""
+    """Base class of patterns that are unions of bands; all other methods follow from the bands."""
 
     @property
     @abstractmethod
     def bands(self) -> tuple[KeyBand, ...]:
-        """The boxes whose union it is."""
+        """The bands whose union is the pattern."""
 
     @final
     def allows(self, i: Any, j: Any) -> Any:
-        return any_true(*[box.allows(i, j) for box in self.bands])
+        return any_true(*[band.allows(i, j) for band in self.bands])
 
     @final
     @property
     def retention(self) -> KeyRetention:
-        return largest_retention(*(box.memory for box in self.bands))
+        return largest_retention(*(band.memory for band in self.bands))
 
     @final
     @property
     def tokens_before_decode(self) -> int | None:
-        return longest_prefix(*(box.tokens_before_decode for box in self.bands))
+        return longest_prefix(*(band.tokens_before_decode for band in self.bands))
 
     @final
     def spans(self, i: int, keys: range) -> list[range]:
-        return spans_covered((box.span(i, keys) for box in self.bands), 1)
+        return spans_covered((band.span(i, keys) for band in self.bands), 1)
 
     @final
     def lines(self, queries: range, keys: range) -> BoundaryLines:
-        return reduce(BoundaryLines.join, (box.lines for box in self.bands))
+        return reduce(BoundaryLines.join, (band.lines for band in self.bands))
 
 
 @dataclass(frozen=True, repr=False)
 class CombinedPattern(LineCountedPattern):
-    """Two patterns joined; a chain leans left however it was bracketed, so equal spellings compare equal."""
+    """Base class of `And` and `Or`; chains associate to the left, so that bracketing does not affect equality."""
 
     left: Pattern
     right: Pattern
@@ -278,7 +279,7 @@ class CombinedPattern(LineCountedPattern):
 
 @dataclass(frozen=True, repr=False)
 class And(CombinedPattern):
-    """A query reads the keys that both patterns allow; it remembers what the more forgetful one needs.
+    """A query may attend to the keys that both patterns allow; the cache keeps the smaller of both retentions.
 
     >>> from headwise.masking.patterns import Causal, Window
     >>> [j for j in range(12) if (Window(keys=5, after=2) & Causal()).allows(8, j)]
@@ -294,10 +295,10 @@ class And(CombinedPattern):
 
     @property
     def tokens_before_decode(self) -> int | None:
-        openings = [
+        counts = [
             side.tokens_before_decode for side in (self.left, self.right) if side.tokens_before_decode is not None
         ]
-        return min(openings, default=None)
+        return min(counts, default=None)
 
     def spans(self, i: int, keys: range) -> list[range]:
         return spans_covered([*self.left.spans(i, keys), *self.right.spans(i, keys)], 2)
@@ -305,7 +306,7 @@ class And(CombinedPattern):
 
 @dataclass(frozen=True, repr=False)
 class Or(CombinedPattern):
-    """A query reads the keys that either pattern allows; it remembers what either needs.
+    """A query may attend to the keys that either pattern allows; the cache keeps what either needs.
 
     >>> from headwise.masking.patterns import First, Window
     >>> [j for j in range(12) if (Window(keys=3) | First(keys=2)).allows(8, j)]
@@ -327,18 +328,18 @@ class Or(CombinedPattern):
         return spans_covered([*self.left.spans(i, keys), *self.right.spans(i, keys)], 1)
 
 
-def longest_prefix(*openings: int | None) -> int | None:
-    """The opening that serves all: the longest, and none if one of them has none.
+def longest_prefix(*prefixes: int | None) -> int | None:
+    """The longest of several prefix lengths; None if any of them is None.
 
     >>> longest_prefix(0, 3), longest_prefix(3, None)
     (3, None)
     """
-    known = [opening for opening in openings if opening is not None]
-    return max(known) if len(known) == len(openings) else None
+    known = [prefix for prefix in prefixes if prefix is not None]
+    return max(known) if len(known) == len(prefixes) else None
 
 
 def check_whole_number(name: str, value: object, low: int) -> int:
-    """The value, if it is a whole number of at least `low` (True and 2.0 are not).
+    """`value`, if it is an integer of at least `low`; True and 2.0 are not. Raises SpecError otherwise.
 
     >>> check_whole_number("keys", 4, 1)
     4
@@ -350,32 +351,32 @@ def check_whole_number(name: str, value: object, low: int) -> int:
 
 def _check_pattern(side: object) -> None:
     if not isinstance(side, Pattern):
-        raise SpecError(f"only patterns can be joined; got {side!r}; use parse() to read a text")
+        raise SpecError(f"& and | need patterns, got {side!r}; use parse_pattern() for text")
 
 
-def _spell(pattern: Pattern, leaf: Callable[[Pattern], str]) -> str:
+def _format(pattern: Pattern, leaf: Callable[[Pattern], str]) -> str:
     if not isinstance(pattern, And | Or):
         return leaf(pattern)
     sign = " & " if isinstance(pattern, And) else " | "
-    sides = ((side, _spell(side, leaf)) for side in (pattern.left, pattern.right))
+    sides = ((side, _format(side, leaf)) for side in (pattern.left, pattern.right))
     # & binds tighter than |, so only an Or inside an And needs brackets.
-    return sign.join(f"({said})" if isinstance(pattern, And) and isinstance(side, Or) else said for side, said in sides)
+    return sign.join(f"({text})" if isinstance(pattern, And) and isinstance(side, Or) else text for side, text in sides)
 
 
 def _non_default_fields(pattern: Pattern) -> dict[str, tuple[object, object]]:
-    """The arguments that are not left at their default: name -> (value, default)."""
-    every = {one.name: (getattr(pattern, one.name), one.default) for one in fields(pattern) if one.init}
-    return {name: (value, default) for name, (value, default) in every.items() if value != default}
+    """The arguments that differ from their defaults: name -> (value, default)."""
+    args = {field.name: (getattr(pattern, field.name), field.default) for field in fields(pattern) if field.init}
+    return {name: (value, default) for name, (value, default) in args.items() if value != default}
 
 
 def _short_text(pattern: Pattern) -> str:
-    said = (
+    args = (
         repr(value) if default is MISSING else f"{name}={value!r}"
         for name, (value, default) in _non_default_fields(pattern).items()
     )
-    return f"{type(pattern).__name__.lower()}({', '.join(said)})"
+    return f"{type(pattern).__name__.lower()}({', '.join(args)})"
 
 
 def _code_text(pattern: Pattern) -> str:
-    said = (f"{name}={value!r}" for name, (value, _) in _non_default_fields(pattern).items())
-    return f"{type(pattern).__name__}({', '.join(said)})"
+    args = (f"{name}={value!r}" for name, (value, _) in _non_default_fields(pattern).items())
+    return f"{type(pattern).__name__}({', '.join(args)})"

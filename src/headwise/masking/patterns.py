@@ -1,4 +1,7 @@
-"""Patterns kept as tables: some tokens read all, blocks read drawn blocks, nodes read along edges."""
+"""The attention patterns: causal, windows, sinks, blocks, BigBird and others; `parse_pattern` reads them from text.
+
+``python -m headwise.masking.patterns 'window(4) | first(2)'`` draws a mask.
+"""
 
 from __future__ import annotations
 
@@ -33,11 +36,17 @@ from .pattern_base import (
     parse_calls,
 )
 
-MAX_TABLE_CELLS = 2**22  # the longest table a pattern may keep
+__all__ = ["PATTERNS_BY_NAME", "And", "BigBird", "Blocks", "Causal", "Dilated", "Edges", "First", "Full", "Global"]
+__all__ += ["KeyRetention", "Or", "Pattern", "Prefix", "Window", "draw_pattern", "parse_pattern"]
+
+MAX_TABLE_CELLS = 2**22  # limit on the size of a pattern's table
+
+
+# --- Lookups that work on ints and tensors -------------------------------------------------------------
 
 
 def lookup_clamped(table: tuple[int, ...], index: Any) -> Any:
-    """table[index] for an int or a tensor of ints; beyond the end, its last entry.
+    """table[index] for an int or an integer tensor; indices beyond the end give the last entry.
 
     >>> lookup_clamped((5, 7, -1), 1), lookup_clamped((5, 7, -1), 40)
     (7, -1)
@@ -48,20 +57,25 @@ def lookup_clamped(table: tuple[int, ...], index: Any) -> Any:
 
 
 def is_listed(table: tuple[int, ...], value: Any) -> Any:
-    """Whether a value >= 0 stands in the sorted table, led by -1: a binary search that does not branch.
+    """Whether a value >= 0 occurs in a sorted table that starts with -1, by a branch-free binary search.
 
     >>> [value for value in range(9) if is_listed((-1, 1, 4, 5), value)]
     [1, 4, 5]
     """
-    at = value - value
+    index = value - value
     for bit in reversed(range(len(table).bit_length())):
-        at = at + (lookup_clamped(table, at + (1 << bit)) <= value) * (1 << bit)
-    return lookup_clamped(table, at) == value
+        index = index + (lookup_clamped(table, index + (1 << bit)) <= value) * (1 << bit)
+    return lookup_clamped(table, index) == value
+
+
+# --- Patterns with tables ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, repr=False)
 class Global(LineCountedPattern):
-    """The tokens at `positions` read every key and are read by every query (2004.05150); sorted and unique.
+    """The tokens at `positions` attend to every key, and every query attends to them (2004.05150).
+
+    Positions are sorted and made unique.
 
     >>> Global((0, 3)).pairs(range(5), range(5))
     16
@@ -82,7 +96,7 @@ class Global(LineCountedPattern):
 
     @property
     def retention(self) -> KeyRetention:
-        # What a global query reads from memory is no later than itself, hence no later than the last of them.
+        # A global query attends only to keys up to itself among past keys, hence up to the last global position.
         return KeyRetention(max(self.positions, default=-1) + 1, 1)
 
     @property
@@ -99,16 +113,17 @@ class Global(LineCountedPattern):
 
 @dataclass(frozen=True, repr=False)
 class BigBird(LineCountedPattern):
-    """Blocks of tokens read blocks (2007.14062): query block r reads key block c if one of these holds.
+    """Block-sparse attention (2007.14062): query block r attends to key block c if one of these rules applies.
 
-    |r - c| <= window // 2: the `window` neighbours, its own included. c < globals: all read the first blocks.
-    r < globals: the first blocks read all. c was drawn for r: among the blocks that `length` tokens fill or
-    begin, each row r >= globals draws `random` different ones that it does not read already, all if fewer are
-    left. Beyond those blocks nothing is drawn, and the other three rules go on.
+    |r - c| <= window // 2: the `window` neighbouring blocks, including its own. c < globals: all queries attend to the
+    first blocks. r < globals: the first blocks attend to all keys. c was sampled for r: among the blocks of the first
+    `length` tokens, each row r >= globals samples `random` distinct blocks that it does not attend to already (all of
+    them, if there are fewer). Beyond `length` nothing is sampled, and the other rules still apply.
 
-    The paper leaves open which blocks are global. Its code makes the first and the last so, which is BigBird with
-    globals=1 | Global of the last block's tokens, and draws for each head apart, in texts of most lengths only among
-    the first 2 random + 5 blocks. transformers draws in training alone: else the first block is read 1 + random times.
+    The paper does not define which blocks are global. Its code uses the first and the last, which is BigBird with
+    globals=1 | Global of the last block's tokens. It samples separately for each head, and for most text lengths only
+    among the first 2 random + 5 blocks. transformers samples in training only; otherwise queries attend to the first
+    block 1 + random times.
 
     >>> bird = BigBird(length=24, block=2, window=3, globals=1, random=2, seed=0)
     >>> [c for c in range(12) if bird.allows(2 * 5, 2 * c)]
@@ -127,25 +142,25 @@ class BigBird(LineCountedPattern):
         for name, low in {"length": 1, "block": 1, "window": 1, "globals": 0, "random": 0, "seed": 0}.items():
             check_whole_number(name, getattr(self, name), low)
         if self.window % 2 == 0:
-            fact = "window must be odd, for as many blocks before as after"
-            raise SpecError(f"{fact}; got {self.window}; use {self.window - 1} or {self.window + 1}")
-        if self._rows * self.random > MAX_TABLE_CELLS:
-            fact = f"{self._rows} rows of {self.random} random blocks are more than {MAX_TABLE_CELLS}"
-            raise SpecError(f"{fact}; got length={self.length}, block={self.block}; use a larger block")
-        rows = list(self._draws())
-        # One column for each draw, ended by -1, which is no block, for the rows beyond.
+            problem = "window must be odd, with equally many blocks before and after"
+            raise SpecError(f"{problem}; got {self.window}; use {self.window - 1} or {self.window + 1}")
+        if self._num_rows * self.random > MAX_TABLE_CELLS:
+            problem = f"{self._num_rows} rows of {self.random} random blocks are more than {MAX_TABLE_CELLS}"
+            raise SpecError(f"{problem}; got length={self.length}, block={self.block}; use a larger block")
+        rows = list(self._sample_rows())
+        # One column per sample; the final -1, which is not a block, is for all rows beyond `length`.
         object.__setattr__(self, "drawn", tuple((*column, -1) for column in zip(*rows, strict=True)))
 
     @property
-    def _rows(self) -> int:
+    def _num_rows(self) -> int:
         return -(-self.length // self.block)
 
-    def _draws(self) -> Iterator[list[int]]:
-        # random() is the only method of Random whose numbers are promised to stay the same in every Python.
+    def _sample_rows(self) -> Iterator[list[int]]:
+        # random() is the only method of Random whose sequence is guaranteed not to change between Python versions.
         draw = random.Random(self.seed).random
-        for row in range(self._rows):
+        for row in range(self._num_rows):
             left = range(self.globals, max(self.globals, row - self.window // 2))
-            right = range(max(self.globals, row + self.window // 2 + 1), self._rows)
+            right = range(max(self.globals, row + self.window // 2 + 1), self._num_rows)
             free = len(left) + len(right) if row >= self.globals else 0
             ranks: set[int] = set()
             while len(ranks) < min(self.random, free):
@@ -155,9 +170,9 @@ class BigBird(LineCountedPattern):
 
     def allows(self, i: Any, j: Any) -> Any:
         r, c = i // self.block, j // self.block
-        near = (c >= r - self.window // 2) & (c <= r + self.window // 2)
-        drawn = [c == lookup_clamped(column, r) for column in self.drawn]
-        return any_true(near, c < self.globals, r < self.globals, *drawn)
+        in_window = (c >= r - self.window // 2) & (c <= r + self.window // 2)
+        sampled = [c == lookup_clamped(column, r) for column in self.drawn]
+        return any_true(in_window, c < self.globals, r < self.globals, *sampled)
 
     @property
     def retention(self) -> KeyRetention:
@@ -173,9 +188,9 @@ class BigBird(LineCountedPattern):
         r = i // self.block
         if r < self.globals:
             return [keys]
-        near = range(r - self.window // 2, r + self.window // 2 + 1)
-        read = {*range(self.globals), *near, *(lookup_clamped(column, r) for column in self.drawn)}
-        return [intersect(keys, range(c * self.block, (c + 1) * self.block)) for c in sorted(read) if c >= 0]
+        window = range(r - self.window // 2, r + self.window // 2 + 1)
+        blocks = {*range(self.globals), *window, *(lookup_clamped(column, r) for column in self.drawn)}
+        return [intersect(keys, range(c * self.block, (c + 1) * self.block)) for c in sorted(blocks) if c >= 0]
 
     def lines(self, queries: range, keys: range) -> BoundaryLines:
         return block_grid_lines(self.block, queries, keys)
@@ -183,7 +198,9 @@ class BigBird(LineCountedPattern):
 
 @dataclass(frozen=True, repr=False)
 class Edges(LineCountedPattern):
-    """Query i reads key j if the edge (i, j) is listed: message passing on a graph; sorted and unique.
+    """Query i attends to key j if the edge (i, j) is listed, as in message passing on a graph.
+
+    Edges are sorted and made unique.
 
     >>> Edges(((0, 1), (2, 0))).allows(2, 0), Edges.complete(3).pairs(range(3), range(3))
     (True, 9)
@@ -202,11 +219,11 @@ class Edges(LineCountedPattern):
 
     @classmethod
     def complete(cls, nodes: int) -> Edges:
-        """Every edge between `nodes` nodes, and from each to itself: Full on those nodes."""
+        """All edges between `nodes` nodes, including each node with itself; equals Full on those nodes."""
         return cls(tuple((i, j) for i in range(check_whole_number("nodes", nodes, 0)) for j in range(nodes)))
 
     def allows(self, i: Any, j: Any) -> Any:
-        # A key beyond the listed ones would pass for a key of the next query.
+        # Without the first condition, the code of a key beyond `width` would be that of another query's key.
         return (j < self.width) & is_listed(self.codes, i * self.width + j)
 
     @property
@@ -231,7 +248,7 @@ class Edges(LineCountedPattern):
 
 
 def check_entries(name: str, value: object) -> Iterable[object]:
-    """The entries of a tuple or list."""
+    """`value` if it is a tuple or list; raises SpecError otherwise."""
     if not isinstance(value, tuple | list):
         raise SpecError(f"{name} must be a tuple; got {value!r}; write (0,) for a single entry")
     return cast("Iterable[object]", value)
@@ -244,15 +261,12 @@ def _edge(value: object) -> tuple[int, int]:
     return check_whole_number("the query of an edge", ends[0], 0), check_whole_number("the key of an edge", ends[1], 0)
 
 
-# --- Pattern -------------------------------------------------------------------------------------------
-
-__all__ = ["PATTERNS_BY_NAME", "And", "BigBird", "Blocks", "Causal", "Dilated", "Edges", "First", "Full", "Global"]
-__all__ += ["KeyRetention", "Or", "Pattern", "Prefix", "Window", "draw_pattern", "parse_pattern"]
+# --- Bands and blocks ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, repr=False)
 class Full(BandedPattern):
-    """Every query reads every key.
+    """Every query attends to every key.
 
     >>> Full().pairs(range(3), range(5))
     15
@@ -265,7 +279,7 @@ class Full(BandedPattern):
 
 @dataclass(frozen=True, repr=False)
 class Causal(BandedPattern):
-    """A query reads its own key and those before it: j <= i.
+    """A query attends to its own key and all keys before it: j <= i.
 
     >>> Causal().pairs(range(4), range(4))
     10
@@ -278,9 +292,9 @@ class Causal(BandedPattern):
 
 @dataclass(frozen=True, repr=False)
 class Window(BandedPattern):
-    """A query reads `keys` neighbouring keys, its own INCLUDED: `after` follow it, keys-1-after precede.
+    """A query attends to `keys` neighbouring keys, including its own: `after` after it, keys - 1 - after before it.
 
-    Kernels count otherwise: this is flash attention's window_size = (keys - 1 - after, after).
+    Flash attention counts differently: its window_size is (keys - 1 - after, after).
 
     >>> [j for j in range(12) if Window(keys=4).allows(8, j)]
     [5, 6, 7, 8]
@@ -301,7 +315,7 @@ class Window(BandedPattern):
 
 @dataclass(frozen=True, repr=False)
 class First(BandedPattern):
-    """A query reads the first `keys` keys, never ahead: j < keys and j <= i (attention sinks, 2309.17453).
+    """A query attends to the first `keys` keys, up to its own: j < keys and j <= i (attention sinks, 2309.17453).
 
     >>> [[j for j in range(9) if First(keys=2).allows(i, j)] for i in (0, 7)]
     [[0], [0, 1]]
@@ -319,7 +333,7 @@ class First(BandedPattern):
 
 @dataclass(frozen=True, repr=False)
 class Prefix(BandedPattern):
-    """A query reads the first `keys` keys and those before it: j < keys or j <= i (prefix language models).
+    """A query attends to the first `keys` keys and all keys before it: j < keys or j <= i (prefix language models).
 
     >>> [[j for j in range(9) if Prefix(keys=3).allows(i, j)] for i in (0, 4)]
     [[0, 1, 2], [0, 1, 2, 3, 4]]
@@ -337,7 +351,7 @@ class Prefix(BandedPattern):
 
 @dataclass(frozen=True, repr=False)
 class Dilated(Pattern):
-    """A window with gaps: `keys` keys, `rate` apart, the query's own included; `after` of them follow it.
+    """A dilated window: `keys` keys at a distance of `rate`, including the query's own; `after` of them follow it.
 
     >>> [j for j in range(12) if Dilated(keys=4, rate=2, after=1).allows(8, j)]
     [4, 6, 8, 10]
@@ -353,12 +367,12 @@ class Dilated(Pattern):
 
     @property
     def offsets(self) -> range:
-        """Key minus query, for every key it reads."""
+        """The positions of the allowed keys relative to the query."""
         return range(-(self.keys - 1 - self.after) * self.rate, self.after * self.rate + 1, self.rate)
 
     def allows(self, i: Any, j: Any) -> Any:
-        near = (j >= i + self.offsets[0]) & (j <= i + self.offsets[-1])
-        return near & (i % self.rate == j % self.rate)
+        in_window = (j >= i + self.offsets[0]) & (j <= i + self.offsets[-1])
+        return in_window & (i % self.rate == j % self.rate)
 
     @property
     def retention(self) -> KeyRetention:
@@ -381,7 +395,7 @@ class Dilated(Pattern):
 
 @dataclass(frozen=True, repr=False)
 class Blocks(Pattern):
-    """A query reads the keys of its own block of `size` tokens: i // size == j // size.
+    """A query attends to the keys of its own block of `size` tokens: i // size == j // size.
 
     >>> Blocks(3).pairs(range(8), range(8))
     22
@@ -412,7 +426,7 @@ class Blocks(Pattern):
 
     def _count(self, queries: range, keys: range) -> int:
         return sum(
-            sign * self._corner(query, key)
+            sign * self._count_from_zero(query, key)
             for query, key, sign in (
                 (queries.stop, keys.stop, 1),
                 (queries.start, keys.stop, -1),
@@ -421,19 +435,23 @@ class Blocks(Pattern):
             )
         )
 
-    def _corner(self, queries: int, keys: int) -> int:
+    def _count_from_zero(self, queries: int, keys: int) -> int:
+        """The allowed pairs of the first `queries` queries and the first `keys` keys."""
         whole_blocks = min(queries, keys) // self.size
-        rest = whole_blocks * self.size
-        return rest * self.size + min(queries - rest, self.size) * min(keys - rest, self.size)
+        covered = whole_blocks * self.size
+        return covered * self.size + min(queries - covered, self.size) * min(keys - covered, self.size)
 
 
 def check_window(keys: int, after: int) -> None:
-    """Refuse a window without its query's own key."""
+    """Raise SpecError unless the window contains the query's own key."""
     check_whole_number("keys", keys, 1)
     check_whole_number("after", after, 0)
     if after >= keys:
-        fact = f"{keys} keys, the query's own included, leave room for {keys - 1} after it"
-        raise SpecError(f"{fact}; got after={after}; use after in 0..{keys - 1}, or more keys")
+        problem = f"a window of {keys} keys, including the query's own, has at most {keys - 1} after it"
+        raise SpecError(f"{problem}; got after={after}; use after in 0..{keys - 1}, or more keys")
+
+
+# --- Patterns as text ----------------------------------------------------------------------------------
 
 
 PATTERN_CLASSES: tuple[type[Pattern], ...] = (
@@ -452,7 +470,7 @@ PATTERNS_BY_NAME: dict[str, type[Pattern]] = {kind.__name__.lower(): kind for ki
 
 
 def parse_pattern(text: str) -> Pattern:
-    """The pattern that a text spells: calls, `&` (which binds tighter) and `|`; () may be left out.
+    """The pattern written as text: calls combined with `&` (which binds tighter) and `|`; () may be omitted.
 
     >>> parse_pattern("window(256) | first(4)")
     Window(keys=256) | First(keys=4)
@@ -465,27 +483,27 @@ class _OneLineParser(argparse.ArgumentParser):
         self.exit(2, f"{message}\n")
 
 
-def main(words: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None) -> int:
     """Draw the mask of a pattern given as text."""
     parser = _OneLineParser(prog="python -m headwise.masking.patterns", description=main.__doc__)
     parser.add_argument("pattern", help="such as 'window(4) | first(2)'; known: " + ", ".join(PATTERNS_BY_NAME))
-    parser.add_argument("--tokens", type=int, default=12, help="queries (default 12)")
-    parser.add_argument("--keys", type=int, default=None, help="keys (default: as many as queries)")
-    given = parser.parse_args(words)
+    parser.add_argument("--tokens", type=int, default=12, help="number of queries (default: 12)")
+    parser.add_argument("--keys", type=int, default=None, help="number of keys (default: the number of queries)")
+    args = parser.parse_args(argv)
     try:
-        keys = given.tokens if given.keys is None else given.keys
-        drawing = draw_pattern(parse_pattern(given.pattern), given.tokens, keys)
+        keys = args.tokens if args.keys is None else args.keys
+        drawing = draw_pattern(parse_pattern(args.pattern), args.tokens, keys)
     except SpecError as error:
         parser.error(str(error))
     try:
-        print(drawing if _supported_patterns(drawing) else drawing.translate(ASCII), flush=True)
-    except BrokenPipeError:  # the reader has gone, as after `| head`; Python would complain once more at the end
+        print(drawing if _can_print(drawing) else drawing.translate(ASCII), flush=True)
+    except BrokenPipeError:  # as after `| head`; redirecting stdout keeps Python from reporting the error again at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     return 0
 
 
-def _supported_patterns(text: str) -> bool:
+def _can_print(text: str) -> bool:
     try:
         text.encode(sys.stdout.encoding or "ascii")
     except UnicodeEncodeError:

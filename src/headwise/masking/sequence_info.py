@@ -1,4 +1,4 @@
-"""Tokens know where they stand; who may read whom is a question asked of two sets of them."""
+"""Positions and segments of tokens, and the attention mask between two sequences."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from .patterns import Causal, Full, Pattern
 
 
 class BlockTable(NamedTuple):
-    """Where tokens lie that were not gathered: row b's are slots `begin` to before `end` of a page, for each n.
+    """The location of each row's tokens in a paged cache, which are not gathered into one tensor.
 
-    The table is [B, N, 3]: page, begin, end; column n x slots + slot of a row is that slot of its n-th page. `whole`
-    says that the newest token of each row reads every one of them.
+    `table` is [B, N, 3] with page, begin and end: row b has tokens in the slots begin .. end - 1 of its n-th page.
+    Column n * slots + slot of a row is that slot of its n-th page. `all_visible`: the newest token of each row may
+    attend to all of these tokens.
     """
 
     table: Tensor
@@ -25,14 +26,19 @@ class BlockTable(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class SequenceInfo:
-    """The position of each token inside its own segment, counted from 0; segment -1 is padding and meets nobody.
+    """Positions and segments of the tokens of a batch.
 
-    Both tensors are [B, T], or [1, T] when all rows are alike. `start` is set when every row is known, without
-    looking at the device, to hold the neighbouring positions start, start + 1, ... of segment 0. `filled`, set by a
-    cache, says that the newest token reads exactly the first `filled` of these, and `held` [B] how many it reads in
-    each row where they differ; `spans`, set by a cache of pages, where they lie in place of rows. `lengths`, set by
-    `packed`, are those of the texts of each row, known without looking at the device. `checked` spares what the library
-    made itself a second look.
+    `position` counts from 0 within each segment. Tokens attend only to tokens of their own segment; segment -1 is
+    padding. Both tensors are [B, T], or [1, T] if all rows are equal.
+
+    The other fields are set by the library and are known without reading tensors from the device:
+
+    - `start`: every row has the consecutive positions start, start + 1, ... of segment 0;
+    - `checked`: the values come from the library and are not validated again;
+    - `num_visible` (set by a cache): the newest token attends to exactly the first `num_visible` tokens;
+    - `visible_per_row` [B]: their number in each row, if rows differ;
+    - `block_table` (set by a paged cache): the location of the tokens in pages;
+    - `lengths` (set by `packed`): the lengths of the texts in each row.
 
     >>> SequenceInfo.from_batch(torch.zeros(2, 3, 8), lengths=[3, 2]).segment.tolist()
     [[0, 0, 0], [0, 0, -1]]
@@ -46,15 +52,16 @@ class SequenceInfo:
     visible_per_row: Tensor | None = None
     block_table: BlockTable | None = field(default=None, repr=False)
     lengths: tuple[tuple[int, ...], ...] | None = field(default=None, repr=False)
-    backend_plans: list[Any] = field(default_factory=list, init=False, repr=False)  # what a backend made of them once
+    backend_plans: list[Any] = field(
+        default_factory=list, init=False, repr=False
+    )  # execution plans that backends cache here
 
     def __post_init__(self) -> None:
         if not self.checked:
             _check_sequence(self.position, self.segment)
             self.position, self.segment = self.position.long(), self.segment.long()
-            self.start = self.num_visible = self.visible_per_row = self.block_table = self.lengths = (
-                None  # who knows more has checked it
-            )
+            # Only the library may set the other fields, and it sets `checked` too.
+            self.start = self.num_visible = self.visible_per_row = self.block_table = self.lengths = None
 
     @staticmethod
     def from_batch(
@@ -64,13 +71,15 @@ class SequenceInfo:
         segments: Tensor | None = None,
         pad: str = "right",
     ) -> SequenceInfo:
-        """The tokens of a batch x [B, T, ...]: whole rows, rows of these lengths, or packed segments [B, T].
+        """The sequence info of a batch x [B, T, ...].
 
-        A segment's positions count from 0 where it begins in its row; -1 marks padding.
+        Without other arguments every row is one full sequence. `lengths` gives the number of tokens in each row, padded
+        on the side `pad`. `segments` [B, T] gives a segment id for each token, with -1 for padding; the positions of a
+        segment count from 0 at its first token in the row.
         """
         batch, count = x.shape[0], x.shape[1]
         if lengths is not None and segments is not None:
-            raise ValueError("both lengths and segments were given; segments alone can say both")
+            raise ValueError("got both lengths and segments; give segments alone, with -1 for padding")
         if segments is not None:
             return _from_segments(_as_integers("segments", segments, x.device), batch, count)
         if lengths is None:
@@ -78,38 +87,36 @@ class SequenceInfo:
         sizes = _as_integers("lengths", lengths, x.device)
         if sizes.shape != (batch,) or sizes.is_floating_point() or ((sizes < 0) | (sizes > count)).any():
             raise ValueError(
-                f"lengths={lengths!r} do not fit {batch} rows of {count} tokens; give one in 0..{count} a row"
+                f"lengths={lengths!r} do not fit {batch} rows of {count} tokens; give one in 0..{count} per row"
             )
         if pad not in ("right", "left"):
             raise ValueError(f"pad={pad!r} is unknown; use 'right' or 'left'")
-        place = torch.arange(count, device=x.device)[None]
-        position = place - (count - sizes[:, None]) if pad == "left" else place.expand(batch, count)
-        live = position >= 0 if pad == "left" else place < sizes[:, None]
-        return SequenceInfo(position.clamp(min=0), live.long() - 1, checked=True)
+        column = torch.arange(count, device=x.device)[None]
+        position = column - (count - sizes[:, None]) if pad == "left" else column.expand(batch, count)
+        is_real = position >= 0 if pad == "left" else column < sizes[:, None]
+        return SequenceInfo(position.clamp(min=0), is_real.long() - 1, checked=True)
 
     @staticmethod
     def contiguous(start: int, count: int, device: torch.device | str) -> SequenceInfo:
-        """Every row the same: positions start .. start + count - 1 of segment 0."""
+        """Sequence info whose rows all have the positions start .. start + count - 1 of segment 0."""
         position = torch.arange(start, start + count, device=device)[None]
         return SequenceInfo(position, torch.zeros_like(position), start, checked=True)
 
     @staticmethod
     def packed(lengths: Sequence[Sequence[int]], device: torch.device | str = "cpu") -> SequenceInfo:
-        """Rows of texts of these lengths, one behind the other; a row that holds less is filled up behind them.
+        """Sequence info of rows with several concatenated texts; `lengths` has the text lengths of each row.
 
-        Attention then runs text by text, and a source that is packed too is read text by text: text k of a row reads
-        text k of the same row of the source.
+        Shorter rows are padded at the end. Each text attends only to itself. In cross-attention with a packed source,
+        text k of a row attends to text k of the same row of the source.
 
-        >>> told = SequenceInfo.packed([[2, 3], [1]])
-        >>> told.segment.tolist(), told.position.tolist()
+        >>> sequence = SequenceInfo.packed([[2, 3], [1]])
+        >>> sequence.segment.tolist(), sequence.position.tolist()
         ([[0, 0, 1, 1, 1], [0, -1, -1, -1, -1]], [[0, 1, 0, 1, 2], [0, 0, 0, 0, 0]])
         """
-        told = isinstance(lengths, Sequence) and all(isinstance(row, Sequence) for row in lengths)
-        rows = tuple(tuple(row) for row in lengths) if told else ()
+        is_nested = isinstance(lengths, Sequence) and all(isinstance(row, Sequence) for row in lengths)
+        rows = tuple(tuple(row) for row in lengths) if is_nested else ()
         if not rows or any(type(length) is not int or length < 0 for row in rows for length in row):
-            raise ValueError(
-                f"lengths={lengths!r} are no texts in rows; give whole numbers from 0, as in [[5, 3], [8]]"
-            )
+            raise ValueError(f"lengths={lengths!r} must list the text lengths of each row, such as [[5, 3], [8]]")
         count = max(map(sum, rows))
         position, segment = (torch.full((len(rows), count), fill) for fill in (0, -1))
         for n, row in enumerate(rows):
@@ -119,33 +126,36 @@ class SequenceInfo:
         return SequenceInfo(position.to(device), segment.to(device), checked=True, lengths=rows)
 
     def to(self, device: torch.device | str) -> SequenceInfo:
-        """The same tokens over there."""
+        """A copy on another device."""
         position, segment = self.position.to(device), self.segment.to(device)
         return SequenceInfo(position, segment, self.start, checked=True, lengths=self.lengths)
 
     def rows(self, own: slice) -> SequenceInfo:
-        """Those of some rows."""
+        """The sequence info of some rows."""
         lengths = None if self.lengths is None else self.lengths[own]
         return SequenceInfo(self.position[own], self.segment[own], self.start, checked=True, lengths=lengths)
 
     @property
     def count(self) -> int:
-        """How many tokens a row has."""
+        """The number of tokens per row, including padding."""
         return self.position.shape[1]
 
     def trimmed(self) -> SequenceInfo:
-        """Only those that are filled."""
+        """The sequence info of the first `num_visible` tokens."""
         position, segment = (t[:, : self.num_visible] for t in (self.position, self.segment))
         return SequenceInfo(position, segment, checked=True, num_visible=self.num_visible)
 
     @property
     def is_real(self) -> Tensor:
-        """Which tokens are not padding."""
+        """Boolean tensor: True for tokens that are not padding."""
         return self.segment >= 0
 
 
 class AttentionMask:
-    """Which keys each query may read in this call, asked once and shared by all that want to know."""
+    """The keys that each query may attend to in one call, from positions, segments, pattern and an optional mask.
+
+    The boolean tensor is computed on first use and shared by everything that needs it.
+    """
 
     def __init__(self, queries: SequenceInfo, keys: SequenceInfo, pattern: Pattern, mask: Tensor | None = None) -> None:
         self.queries, self.keys, self.pattern, self.mask = queries, keys, pattern, mask
@@ -164,7 +174,7 @@ class AttentionMask:
 
     @property
     def allowed(self) -> Tensor:
-        """The rule as a tensor [B or 1, 1, T, S]."""
+        """The mask as a boolean tensor that broadcasts to [B, H, T, S]."""
         if self._allowed is None:
             self._allowed = self._compute_allowed()
         return self._allowed
@@ -173,60 +183,60 @@ class AttentionMask:
         if self.mask is None and self.keys.num_visible is not None:
             slot = torch.arange(self.keys.count, device=self.keys.position.device)
             return (slot < self.keys.num_visible)[None, None, None]
-        asks, told = self.queries.segment[:, None, :, None], self.keys.segment[:, None, None, :]
-        allowed = (asks == told) & (told >= 0) & self.pattern.allows(self.i, self.j)
+        query_segment, key_segment = self.queries.segment[:, None, :, None], self.keys.segment[:, None, None, :]
+        allowed = (query_segment == key_segment) & (key_segment >= 0) & self.pattern.allows(self.i, self.j)
         return allowed if self.mask is None else allowed & self.mask
 
     @property
     def shape(self) -> str:
-        """What is known without asking the device: "full", the square "triangle", or "any"."""
+        """The shape of the mask as far as it is known without reading tensors from the device.
+
+        "full": every query may attend to every key; "triangle": a square causal mask; "any": anything else.
+        """
         self._shape = self._shape or self._classify_shape()
         return self._shape
 
     def _classify_shape(self) -> str:
-        first, second = self.queries.start, self.keys.start
+        query_start, key_start = self.queries.start, self.keys.start
         if self.mask is None and self.keys.num_visible == self.keys.count:
             return "full"
-        if self.mask is not None or first is None or second is None:
+        if self.mask is not None or query_start is None or key_start is None:
             return "any"
-        if isinstance(self.pattern, Full):  # before positions are looked at, on which a graph would then depend
+        if isinstance(self.pattern, Full):  # checked first, because a compiled graph would depend on the positions
             return "full"
-        if isinstance(self.pattern, Causal) and (first, self.queries.count) == (second, self.keys.count):
-            return "full" if self.queries.count == 1 else "triangle"  # as its pairs say, which take long to count
-        queries = range(first, first + self.queries.count)
-        return mask_shape(self.pattern, queries, range(second, second + self.keys.count))
-
-
-def mask_shape(pattern: Pattern, queries: range, keys: range) -> str:
-    """The shape of a pattern's mask over these positions: "full", the square "triangle", or "any"."""
-    pairs = pattern.pairs(queries, keys)
-    if pairs == len(queries) * len(keys):
-        return "full"
-    square = queries == keys and pattern.tokens_before_decode == 0 and pairs == Causal().pairs(queries, keys)
-    return "triangle" if square else "any"
+        if isinstance(self.pattern, Causal) and (query_start, self.queries.count) == (key_start, self.keys.count):
+            return "full" if self.queries.count == 1 else "triangle"  # a shortcut: counting pairs takes longer
+        queries = range(query_start, query_start + self.queries.count)
+        keys = range(key_start, key_start + self.keys.count)
+        pairs = self.pattern.pairs(queries, keys)
+        if pairs == len(queries) * len(keys):
+            return "full"
+        # Without keys after the query, as many pairs as a causal mask means the same pairs.
+        causal = queries == keys and self.pattern.tokens_before_decode == 0 and pairs == Causal().pairs(queries, keys)
+        return "triangle" if causal else "any"
 
 
 def _from_segments(segment: Tensor, batch: int, count: int) -> SequenceInfo:
     if segment.shape != (batch, count) or segment.is_floating_point():
         raise ValueError(f"segments of shape {tuple(segment.shape)} do not fit; give whole numbers [{batch}, {count}]")
-    place = torch.arange(count, device=segment.device).expand(batch, count)
+    column = torch.arange(count, device=segment.device).expand(batch, count)
     begins = torch.ones_like(segment, dtype=torch.bool)
     begins[:, 1:] = segment[:, 1:] != segment[:, :-1]
-    position = place - torch.where(begins, place, 0).cummax(1).values
+    position = column - torch.where(begins, column, 0).cummax(1).values
     return SequenceInfo(position, segment)
 
 
-def _as_integers(name: str, told: object, device: torch.device) -> Tensor:
+def _as_integers(name: str, values: object, device: torch.device) -> Tensor:
     try:
-        return torch.as_tensor(told, device=device)
+        return torch.as_tensor(values, device=device)
     except (TypeError, ValueError, RuntimeError):
-        raise ValueError(f"{name}={told!r} is no list of whole numbers; give one for each row") from None
+        raise ValueError(f"{name}={values!r} is not a list of whole numbers; give one for each row") from None
 
 
 def _check_sequence(position: Tensor, segment: Tensor) -> None:
-    for name, told in (("positions", position), ("segments", segment)):
-        if not isinstance(told, Tensor):
-            raise ValueError(f"{name} are of type {type(told).__name__}; give a tensor [batch, tokens]")
+    for name, value in (("positions", position), ("segments", segment)):
+        if not isinstance(value, Tensor):
+            raise ValueError(f"{name} are of type {type(value).__name__}; give a tensor [batch, tokens]")
     if position.device != segment.device:
         raise ValueError(f"positions are on {position.device}, segments on {segment.device}; move one of them")
     if position.shape != segment.shape or position.dim() != 2:
@@ -235,11 +245,12 @@ def _check_sequence(position: Tensor, segment: Tensor) -> None:
     if any(t.is_floating_point() or t.is_complex() or t.dtype == torch.bool for t in (position, segment)):
         raise ValueError(f"positions and segments are {position.dtype} and {segment.dtype}; both must be whole numbers")
     if ((position < 0) & (segment >= 0)).any():
-        raise ValueError("a position below 0 has no place in its segment; count from 0")
-    place, order = position.sort(dim=1, stable=True)
-    told, again = segment.gather(1, order).sort(dim=1, stable=True)
-    place = place.gather(1, again)
-    if ((told[:, 1:] == told[:, :-1]) & (place[:, 1:] == place[:, :-1]) & (told[:, 1:] >= 0)).any():
-        raise ValueError(
-            "two tokens of one segment stand at the same position; count positions inside each segment from 0"
-        )
+        raise ValueError("a position is below 0; count from 0 within each segment")
+    # Sort by segment, then by position, so that duplicates become neighbours.
+    sorted_position, order = position.sort(dim=1, stable=True)
+    sorted_segment, order = segment.gather(1, order).sort(dim=1, stable=True)
+    sorted_position = sorted_position.gather(1, order)
+    same_segment = sorted_segment[:, 1:] == sorted_segment[:, :-1]
+    same_position = sorted_position[:, 1:] == sorted_position[:, :-1]
+    if (same_segment & same_position & (sorted_segment[:, 1:] >= 0)).any():
+        raise ValueError("two tokens of one segment have the same position; count positions within each segment from 0")

@@ -1,4 +1,4 @@
-"""The published ideas an attention layer is made of, one file each; importing this package fills the registry.
+"""The published attention variants, one part or family of parts per file; importing this package registers them all.
 
 Projections: `linear_projection`, `latent_attention`, `overlapping_heads`, `collaborative`, `value_projection`.
 Queries and keys: `rotary_embedding`, `qk_norm`, `knocking_heads`. Similarity: `dot_product`, `additive_attention`,

@@ -1,4 +1,4 @@
-"""Additive attention: a small network compares query and key."""
+"""Additive attention (Bahdanau): a small network computes the score of a query and a key."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ from ..interfaces.registry import part
 from ..spec.attention_spec import AttentionSpec
 from .initialisers import zeros_init
 
-MAX_HIDDEN_NUMEL = 2**24  # of the hidden layer that may be there at once
+MAX_HIDDEN_NUMEL = 2**24  # limit on the elements of the hidden layer in memory at once
 
 
 @part
 class Additive(Similarity):
     """s = v_h.tanh(W_Q x + W_K z + b_h): a network with one hidden layer, of width dim (1409.0473, section A.1.2).
 
-    W_Q and W_K are the project's, so a single head has the paper's parameters and no others but the one bias, which
-    the paper does not print. v and b start at zero as there (section B.1), which is an average of all keys. Each pair
-    has a hidden layer, so queries go in blocks; what gradients need is kept of all blocks nonetheless.
+    W_Q and W_K belong to the project, so a single head has exactly the paper's parameters plus the bias b, which the
+    paper leaves out. v and b start at zero as in the paper (section B.1), so a new layer averages all values. The
+    hidden layer exists for every (query, key) pair, so queries are processed in blocks; the backward pass still needs
+    the hidden layers of all blocks.
 
     >>> p = {"v": torch.tensor([2.0, 1.0]), "bias": torch.tensor([0.0, 30.0])}
     >>> Additive().pair(torch.zeros(2), torch.zeros(2), 1.0, p).item()
@@ -37,7 +38,7 @@ class Additive(Similarity):
     def conflicts(self, spec: AttentionSpec) -> Iterable[str]:
         if not spec.project.uses_head_dims:
             name = type(spec.project).__name__
-            yield f"Additive adds queries and keys as wide as a head, but {name} compares others; use project Direct()"
+            yield f"Additive needs queries and keys with heads.dim channels, unlike {name}; use project Direct()"
 
     def score_scale(self, core: CoreShape) -> float:
         return 1.0
@@ -61,7 +62,7 @@ class Additive(Similarity):
 
 
 def _score_hidden_layer(q_BHTK: Tensor, shifted: Tensor, v: Tensor) -> Tensor:
-    """s_BHTS: one product over the hidden layers of all pairs, as torch's counter and `Core.flops` count it."""
+    """s_BHTS as one matrix product over the hidden layers of all pairs, as torch and `CoreShape.flops` count it."""
     hidden = torch.tanh(q_BHTK[:, :, :, None] + shifted)
     pairs = hidden.shape[2:4]
     return torch.matmul(hidden.flatten(2, 3), v[:, :, None]).unflatten(2, pairs).squeeze(-1)

@@ -1,4 +1,4 @@
-"""Attention with linear biases: a score falls with distance, faster in some heads."""
+"""ALiBi: scores decrease linearly with the distance between query and key, with a different slope per head."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from .initialisers import fixed_values
 class Alibi(ScoreStep):
     """s - m_h |i - j|, with m_h = 2^(-8h/H) for h = 1..H when H is a power of two (2108.12409).
 
-    Other head counts take the slopes of the power of two below, then every second one of the next. Under a
-    causal pattern this is the published m (j - i); both ways it is the symmetric form.
+    Other numbers of heads use the slopes of the next lower power of two, then every second slope of the next higher
+    one. With a causal pattern this equals the published m (j - i); otherwise it is the symmetric form.
 
     >>> [round(math.log2(m), 3) for m in alibi_slopes(4)], len(alibi_slopes(6))
     ([-2.0, -4.0, -6.0, -8.0], 6)
@@ -35,8 +35,8 @@ class Alibi(ScoreStep):
     def params(self, spec: AttentionSpec) -> Mapping[str, Param]:
         return {"slope": Param(AxisLayout.parse("q"), fixed_values(alibi_slopes(spec.heads.q)), trainable=False)}
 
-    def score(self, s: Tensor, cell: ScorePosition, factors: Tensor | None, p: Mapping[str, Tensor]) -> Tensor:
-        return s - p["slope"].to(s.dtype) * (cell.i - cell.j).abs()
+    def score(self, s: Tensor, position: ScorePosition, factors: Tensor | None, p: Mapping[str, Tensor]) -> Tensor:
+        return s - p["slope"].to(s.dtype) * (position.i - position.j).abs()
 
     @classmethod
     def examples(cls, base: SpecFactory) -> Iterator[AttentionSpec]:
@@ -46,7 +46,7 @@ class Alibi(ScoreStep):
 
 def alibi_slopes(heads: int) -> list[float]:
     """The published slope of each head."""
-    below = 2 ** int(math.log2(heads))
-    series = [2.0 ** (-8 * (h + 1) / below) for h in range(below)]
-    between = [2.0 ** (-8 * (h + 1) / (2 * below)) for h in range(0, 2 * below, 2)]
-    return series + between[: heads - below]
+    power = 2 ** int(math.log2(heads))  # the largest power of two up to `heads`
+    series = [2.0 ** (-8 * (h + 1) / power) for h in range(power)]
+    between = [2.0 ** (-8 * (h + 1) / (2 * power)) for h in range(0, 2 * power, 2)]
+    return series + between[: heads - power]

@@ -1,4 +1,4 @@
-"""Per-head outputs side by side, and one linear map to the model's width."""
+"""The usual merge: concatenates the head outputs and applies a linear layer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .initialisers import xavier_uniform, zeros_init
 class Concat(Merge):
     """y = concat(o_1 .. o_h) W_O + b_O, which is the sum over heads of o_h W_O[h] (1706.03762).
 
-    output="fixed" leaves W_O as it was drawn: a constant, for asking what learning it is worth.
+    output="fixed" keeps W_O at its random initial value, for measuring what training it contributes.
 
     >>> import headwise as hw
     >>> hw.Attention(hw.design(model=8, heads=2, bias="o")).state_dict()["output.o"].shape
@@ -35,7 +35,7 @@ class Concat(Merge):
         if self.output not in ("learned", "fixed"):
             yield f"Concat(output={self.output!r}) is unknown; use 'learned' or 'fixed'"
         if self.bias not in ("", "o"):
-            yield f"Concat(bias={self.bias!r}) is unknown; say bias='o' for an output bias or '' for none"
+            yield f"Concat(bias={self.bias!r}) is unknown; use bias='o' for an output bias or '' for none"
 
     def params(self, spec: AttentionSpec) -> Mapping[str, Param]:
         learned = self.output == "learned"
@@ -43,8 +43,8 @@ class Concat(Merge):
         return weights | ({"o_bias": Param(AxisLayout.parse("model"), zeros_init)} if self.bias else {})
 
     def absorb_matrix(self, spec: AttentionSpec, weights: Mapping[str, Tensor], matrix: Tensor) -> Mapping[str, Tensor]:
-        told = weights["output.o"].unflatten(1, (-1, spec.heads.vdim))
-        return {"output.o": torch.einsum("dov,ovw->dow", told, matrix).flatten(1)}
+        by_head = weights["output.o"].unflatten(1, (-1, spec.heads.vdim))
+        return {"output.o": torch.einsum("dov,ovw->dow", by_head, matrix).flatten(1)}
 
     def merge(self, o_BTOV: Tensor, p: PartParams) -> Tensor:
         return linear(o_BTOV.flatten(2), p["o"].to(o_BTOV.dtype), p["o_bias"] if self.bias else None)

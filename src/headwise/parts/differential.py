@@ -1,4 +1,4 @@
-"""Differential attention: what two heads agree on is noise, and is taken away."""
+"""Differential attention: subtracts the output of one head of a pair from the other to cancel common noise."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ from .initialisers import normal_with_std, ones_init, xavier_uniform
 
 
 class HeadPairs(OutputStep):
-    """Output head i is made of the rows of score heads 2i and 2i + 1."""
+    """Base class of steps that compute output head i from the rows of score heads 2i and 2i + 1."""
 
     combines_rows: ClassVar[bool] = True
 
     def pairing_errors(self, heads: Heads) -> Iterator[str]:
-        """Why these heads are no pairs that the first of each could speak for."""
+        """Reasons why these heads do not form pairs whose first head stands for the output."""
         name = type(self).__name__
         if heads.rows != heads.q:
-            yield f"{name} subtracts rows of score heads, but there are {heads.rows} rows for {heads.q}; mix no heads"
+            yield f"{name} needs one row per score head, but there are {heads.rows} rows for {heads.q}; mix no heads"
         if heads.q % 2:
-            yield f"{name} subtracts pairs of heads, and q={heads.q} is odd; use q={heads.q + 1}"
-        if any(own % 2 for own in heads.speaks):
-            yield f"speaks={heads.speaks} names second heads of pairs; name the first of each, 0, 2, 4, ..."
+            yield f"{name} subtracts pairs of heads, but q={heads.q} is odd; use q={heads.q + 1}"
+        if any(head % 2 for head in heads.speaks):
+            yield f"speaks={heads.speaks} names second heads of pairs; name the first head of each pair, 0, 2, 4, ..."
 
     def required_score_heads(self, spec: AttentionSpec, heads: frozenset[int]) -> frozenset[int]:
         return heads | {head ^ 1 for head in heads}
 
-    def required_rows(self, speaks: tuple[int, ...]) -> tuple[int, ...]:
-        return tuple(own + half for own in speaks for half in range(2))
+    def required_rows(self, own_rows: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(row + half for row in own_rows for half in range(2))
 
     def own_row_of_output(self, rows: int) -> tuple[int, ...]:
         return tuple(range(0, rows, 2))
@@ -50,8 +50,8 @@ class Differential(HeadPairs):
     """o_i = (1 - l0) RMSNorm(softmax(q_2i k_2i) V_i - l softmax(q_2i+1 k_2i+1) V_i), V_i twice as wide.
 
     Version 1 (2410.05258): l = exp(a1.b1) - exp(a2.b2) + l0 with l0 = 0.8 - 0.6 exp(-0.3 depth), depth counted
-    from 0, one l for all heads of a layer. `design(heads=h)` makes h pairs of score heads. Where keys are grouped,
-    either head of a pair reads a key of its own, as the released flash form; in the naive one both read the same.
+    from 0, one l for all heads of a layer. `design(heads=h)` makes h pairs of score heads. With grouped keys, each head
+    of a pair has its own key head, as in the released flash implementation; in the naive one both share it.
 
     >>> round(Differential(depth=0).initial_lambda, 3), round(Differential(depth=10).initial_lambda, 3)
     (0.2, 0.77)
@@ -60,8 +60,8 @@ class Differential(HeadPairs):
     paper = "2410.05258"
     disagreements: ClassVar[tuple[str, ...]] = (
         (
-            "With grouped keys the released flash form gives each head of a pair a key of its own, the naive "
-            "form one for both: one each."
+            "With grouped keys the released flash code gives each head of a pair its own key, the naive code one key "
+            "to both: this follows the flash code."
         ),
     )
     depth: int = 0
@@ -69,7 +69,7 @@ class Differential(HeadPairs):
 
     @property
     def initial_lambda(self) -> float:
-        """The first value of lambda at this depth."""
+        """The initial value of lambda at this depth."""
         return 0.8 - 0.6 * math.exp(-0.3 * self.depth)
 
     def conflicts(self, spec: AttentionSpec) -> Iterable[str]:
@@ -77,17 +77,17 @@ class Differential(HeadPairs):
             yield f"{type(self).__name__}(eps={self.eps!r}) must be positive; 1e-6 is usual"
         heads = spec.heads
         if self.depth < 0:
-            yield f"Differential(depth={self.depth}) is no depth; the first layer is 0"
-        unpaired = list(self.pairing_errors(heads))
-        yield from unpaired
-        if not unpaired and heads.value_head_of_row[::2] != heads.value_head_of_row[1::2]:
-            yield "Differential subtracts pairs of heads that read one value head; use values=(0, 0, 1, 1, ...)"
+            yield f"Differential(depth={self.depth}) is negative; the first layer is 0"
+        pairing_errors = list(self.pairing_errors(heads))
+        yield from pairing_errors
+        if not pairing_errors and heads.value_head_of_row[::2] != heads.value_head_of_row[1::2]:
+            yield "Differential needs pairs of heads that share a value head; use values=(0, 0, 1, 1, ...)"
 
     def fit_heads(self, heads: Heads) -> Heads:
-        double = Heads.grouped(q=2 * heads.q, kv=2 * heads.kv, dim=heads.dim)
-        pairs = tuple(read for read in heads.reads for _ in range(2))
-        reads = tuple(2 * read + half for read in heads.reads for half in range(2))
-        return replace(double, vdim=2 * heads.dim, reads=reads, values=pairs)
+        doubled = Heads.grouped(q=2 * heads.q, kv=2 * heads.kv, dim=heads.dim)
+        values = tuple(kv_head for kv_head in heads.reads for _ in range(2))
+        reads = tuple(2 * kv_head + half for kv_head in heads.reads for half in range(2))
+        return replace(doubled, vdim=2 * heads.dim, reads=reads, values=values)
 
     def at_depth(self, layer: int, layers: int) -> Self:
         return replace(self, depth=layer)
@@ -97,15 +97,16 @@ class Differential(HeadPairs):
         return lambdas | {"norm": Param(AxisLayout.parse("vdim"), ones_init)}
 
     def symmetry(self, spec: AttentionSpec, side: str, p: Mapping[str, Tensor]) -> SymmetryGroup:
-        own = SymmetryGroup.commuting_with_scales(p["norm"][:, None].tolist())
-        return own if side == "v" else super().symmetry(spec, side, p)
+        of_norm = SymmetryGroup.commuting_with_scales(p["norm"][:, None].tolist())
+        return of_norm if side == "v" else super().symmetry(spec, side, p)
 
     def transform_outputs(self, o_BTHV: Tensor, x_BTD: Tensor, p: PartParams) -> Tensor:
         exact = torch.promote_types(o_BTHV.dtype, torch.float32)
         up, down = (p["a1"] * p["b1"]).sum(dtype=exact).exp(), (p["a2"] * p["b2"]).sum(dtype=exact).exp()
         noise = (up - down + self.initial_lambda).to(o_BTHV.dtype)
-        left = o_BTHV[..., ::2, :] - noise * o_BTHV[..., 1::2, :]
-        return F.rms_norm(left, left.shape[-1:], p["norm"].to(left.dtype), self.eps) * (1 - self.initial_lambda)
+        difference = o_BTHV[..., ::2, :] - noise * o_BTHV[..., 1::2, :]
+        weight = p["norm"].to(difference.dtype)
+        return F.rms_norm(difference, difference.shape[-1:], weight, self.eps) * (1 - self.initial_lambda)
 
     @classmethod
     def examples(cls, base: SpecFactory) -> Iterator[AttentionSpec]:
@@ -115,12 +116,12 @@ class Differential(HeadPairs):
 
 @part
 class DifferentialV2(HeadPairs):
-    """o_i = softmax(q_2i k) v - sigmoid(x.w_i) softmax(q_2i+1 k) v: both heads of a pair read the same k and v.
+    """o_i = softmax(q_2i k) v - sigmoid(x.w_i) softmax(q_2i+1 k) v: both heads of a pair share k and v.
 
-    Version 2 (unilm, Diff-Transformer-V2, 2026): how much is taken away is asked by each token for each head;
-    without norm and schedule, outputs as wide as values. `design(heads=h, kv=g)` makes 2h score heads on g
-    key-value heads, so W_Q is doubled and W_lambda is all else that is added to grouped attention. A token for
-    which x.w is 0 takes half of it away:
+    Version 2 (unilm, Diff-Transformer-V2, 2026): each token sets how much each head subtracts. There is no norm and no
+    depth schedule, and outputs are as wide as values. `design(heads=h, kv=g)` makes 2h score heads on g key-value
+    heads, so compared with grouped-query attention W_Q is twice as large and W_lambda is added. A token with x.w = 0
+    subtracts half of the second output:
 
     >>> p = {"noise": torch.zeros(1, 3)}
     >>> DifferentialV2().transform_outputs(torch.tensor([[[[5.0], [4.0]]]]), torch.ones(1, 1, 3), p).tolist()
@@ -132,23 +133,24 @@ class DifferentialV2(HeadPairs):
 
     def conflicts(self, spec: AttentionSpec) -> Iterable[str]:
         heads = spec.heads
-        if unpaired := list(self.pairing_errors(heads)):
-            yield from unpaired
+        if pairing_errors := list(self.pairing_errors(heads)):
+            yield from pairing_errors
             return
         if not spec.project.supports_grouping:
             name = type(spec.project).__name__
-            yield f"DifferentialV2 pairs heads that share a key, but {name} gives each its own; use project Direct()"
+            yield f"DifferentialV2 needs pairs of heads that share a key, unlike {name}; use project Direct()"
             return
-        read = list(zip(heads.reads, heads.value_head_of_row, strict=True))
-        if apart := [i for i in range(0, heads.q, 2) if read[i] != read[i + 1]]:
+        kv_heads = list(zip(heads.reads, heads.value_head_of_row, strict=True))
+        if mismatched := [i for i in range(0, heads.q, 2) if kv_heads[i] != kv_heads[i + 1]]:
+            first = mismatched[0]
             yield (
-                f"DifferentialV2 subtracts heads {apart[0]} and {apart[0] + 1}, which read different key-value heads; "
+                f"DifferentialV2 subtracts heads {first} and {first + 1}, which use different key-value heads; "
                 f"use a kv that divides {heads.q // 2}, or reads=(0, 0, 1, 1, ...)"
             )
 
     def fit_heads(self, heads: Heads) -> Heads:
-        twice = {name: tuple(read for read in getattr(heads, name) for _ in range(2)) for name in ("reads", "values")}
-        return replace(heads, q=2 * heads.q, **twice)
+        head_maps = {name: tuple(kv for kv in getattr(heads, name) for _ in range(2)) for name in ("reads", "values")}
+        return replace(heads, q=2 * heads.q, **head_maps)
 
     def params(self, spec: AttentionSpec) -> Mapping[str, Param]:
         return {"noise": Param(AxisLayout.parse("out model"), xavier_uniform, "query")}

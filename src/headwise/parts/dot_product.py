@@ -1,4 +1,4 @@
-"""Scaled dot product."""
+"""Scaled dot-product similarity."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..spec.attention_spec import AttentionSpec
 class Dot(Similarity):
     """s = scale * q.k, where scale is 1/sqrt(dim) unless given (1706.03762, section 3.2.1).
 
-    Unit vectors of width 4 that agree score a half:
+    Two equal unit vectors with 4 channels have a score of 1/2:
 
     >>> q = torch.tensor([1.0, 0, 0, 0])
     >>> Dot().pair(q, q, 4**-0.5, {}).item()

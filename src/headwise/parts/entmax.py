@@ -1,4 +1,4 @@
-"""Sparse weights: keys that score too low are read not at all."""
+"""Entmax and sparsemax: sparse attention weights, exactly zero for keys whose scores are too low."""
 
 from __future__ import annotations
 
@@ -17,28 +17,26 @@ from ..kernels import row_normalisers
 from ..spec.attention_spec import AttentionSpec
 from .initialisers import constant_value
 
-MIN_ALPHA = 1.01  # nearer to 1 the gradient in alpha, a difference over (alpha - 1)^2, is lost to rounding
-MAX_ALPHA = 4.0  # the root of a root: beyond it float32 keeps too few digits of what is left
-MIN_GATHER_ALPHA = (
-    1.5  # from here on few keys are read, and values in bfloat16, whose products are fast, are gathered as well
-)
-MAX_NEWTON_ALPHA = 2 - 1e-6  # a sigmoid may round to 1, and powers of zero would be one
+MIN_ALPHA = 1.01  # closer to 1 the gradient in alpha, a difference divided by (alpha - 1)^2, is lost to rounding
+MAX_ALPHA = 4.0  # weights are powers 1 / (alpha - 1): for larger alpha, float32 keeps too few digits of score - tau
+MIN_GATHER_ALPHA = 1.5  # from here on so few weights are nonzero that gathering pays for bfloat16 values too
+MAX_NEWTON_ALPHA = 2 - 1e-6  # a rounded sigmoid may give exactly 2, where slopes of zero weights would be 0**0 = 1
 
 
 @part
 class Entmax(Normaliser):
     """w_j = [(alpha - 1) s_j - tau]_+ ^ (1 / (alpha - 1)), tau such that weights sum to one (1905.05702, 1909.00015).
 
-    alpha = 1 would be softmax, 2 is sparsemax; the larger, the fewer keys are read. Of two keys whose scores differ
-    by 1 / (alpha - 1) or more, the lower is not:
+    alpha = 1 would be softmax, 2 is sparsemax; the larger alpha, the fewer weights are nonzero. Of two keys whose
+    scores differ by 1 / (alpha - 1) or more, the lower one has weight zero:
 
     >>> Entmax().normalise_row(torch.tensor([2.0, 0.0]), {}).tolist()
     [1.0, 0.0]
     >>> Entmax(alpha=2.0).normalise_row(torch.tensor([0.5, 0.0]), {}).tolist()
     [0.75, 0.25]
 
-    kind="learned" is the adaptively sparse transformer: alpha_h = 1 + sigmoid(a_h), one number a_h per score head,
-    starting where alpha says. Below 1.01 it is held at 1.01 and gets no gradient.
+    kind="learned" is the adaptively sparse transformer: alpha_h = 1 + sigmoid(a_h), with one number a_h per score head,
+    initialised to give `alpha`. Values below 1.01 are clamped to 1.01 and get no gradient.
     """
 
     paper = "1909.00015"
@@ -51,11 +49,14 @@ class Entmax(Normaliser):
         if self.kind not in ("fixed", "learned"):
             yield f"Entmax(kind={self.kind!r}) is unknown; use 'fixed' or 'learned'"
         if self.alpha <= 1:
-            yield f"Entmax(alpha={self.alpha!r}) must be above 1, where it is softmax; use normaliser Softmax()"
+            yield f"Entmax(alpha={self.alpha!r}) must be above 1; for alpha=1 use normaliser Softmax()"
         elif self.alpha < MIN_ALPHA:
-            yield f"Entmax(alpha={self.alpha!r}) is lost to rounding; use alpha={MIN_ALPHA}, or normaliser Softmax()"
+            yield (
+                f"Entmax(alpha={self.alpha!r}) is too close to 1 to be computed; "
+                f"use alpha={MIN_ALPHA}, or normaliser Softmax()"
+            )
         elif self.kind == "fixed" and self.alpha > MAX_ALPHA:
-            yield f"Entmax(alpha={self.alpha!r}) loses weights to rounding above {MAX_ALPHA}; use alpha=2.0"
+            yield f"Entmax(alpha={self.alpha!r}) is above {MAX_ALPHA}, where weights are inaccurate; use alpha=2.0"
         elif self.kind == "learned" and self.alpha >= 2:
             yield f"Entmax(alpha={self.alpha!r}, kind='learned') must start below 2; use alpha=1.5, or kind='fixed'"
 
@@ -67,8 +68,8 @@ class Entmax(Normaliser):
     def normalise_row(self, s_S: Tensor, p_h: Mapping[str, Tensor]) -> Tensor:
         if self.kind == "learned":
             return _entmax_by_bisection(s_S, _alpha_of_parameter(p_h["a"]))
-        exact = {1.5: _entmax15_by_sorting, 2.0: _sparsemax_by_sorting}.get(self.alpha)
-        return exact(s_S) if exact else _entmax_by_bisection(s_S, self.alpha)
+        closed_form = {1.5: _entmax15_by_sorting, 2.0: _sparsemax_by_sorting}.get(self.alpha)
+        return closed_form(s_S) if closed_form else _entmax_by_bisection(s_S, self.alpha)
 
     def normalise(self, s_BHTS: Tensor, allowed: Tensor, p: PartParams) -> Tensor:
         if s_BHTS.shape[-1] == 0:
@@ -89,18 +90,19 @@ class Entmax(Normaliser):
         return row_normalisers.masked_entmax(exact, allowed, self._alphas(exact, p), None, [])[0].to(s_BHTS.dtype)
 
     def prefers_gather(self, device: str, dtype: torch.dtype) -> bool:
-        few = self.kind == "fixed" and self.alpha >= MIN_GATHER_ALPHA
-        return device == "cpu" and (dtype in row_normalisers.COMPUTE_DTYPES or (dtype == torch.bfloat16 and few))
+        is_sparse = self.kind == "fixed" and self.alpha >= MIN_GATHER_ALPHA
+        return device == "cpu" and (dtype in row_normalisers.COMPUTE_DTYPES or (dtype == torch.bfloat16 and is_sparse))
 
     def gather_values(
-        self, s_BHTS: Tensor, allowed: Tensor, v_BSGV: Tensor, of: tuple[int, ...], p: PartParams
+        self, s_BHTS: Tensor, allowed: Tensor, v_BSGV: Tensor, value_heads: tuple[int, ...], p: PartParams
     ) -> Tensor:
         exact = s_BHTS.to(torch.promote_types(s_BHTS.dtype, torch.float32))
         v_BGSV = v_BSGV.transpose(1, 2).to(exact.dtype)
-        return row_normalisers.masked_entmax(exact, allowed, self._alphas(exact, p), v_BGSV, of)[0].to(v_BSGV.dtype)
+        alphas = self._alphas(exact, p)
+        return row_normalisers.masked_entmax(exact, allowed, alphas, v_BGSV, value_heads)[0].to(v_BSGV.dtype)
 
     def _alphas(self, s_BHTS: Tensor, p: PartParams) -> Tensor:
-        """Each head's, in the numbers of the scores."""
+        """The alpha of each head, in the dtype of the scores."""
         heads = s_BHTS.shape[1]
         if self.kind == "learned":
             return _alpha_of_parameter(p["a"].to(s_BHTS.dtype))
@@ -118,32 +120,32 @@ def _alpha_of_parameter(a: Tensor) -> Tensor:
     return (1 + torch.sigmoid(a)).clamp(min=MIN_ALPHA, max=MAX_NEWTON_ALPHA)
 
 
-# --- the definition: one row ---------------------------------------------------------------------------
+# --- Reference for one row -----------------------------------------------------------------------------
 
 
 def _sparsemax_by_sorting(s_S: Tensor) -> Tensor:
-    """alpha = 2: the projection on the simplex (1602.02068)."""
+    """alpha = 2, sparsemax: the projection onto the simplex (1602.02068)."""
     x_S = s_S - s_S.max()
     ordered = x_S.detach().sort(descending=True).values
     count = torch.ones_like(ordered).cumsum(0)
-    read = int((1 + count * ordered > ordered.cumsum(0)).sum())
-    return (x_S - (x_S.topk(read).values.sum() - 1) / read).relu()
+    num_nonzero = int((1 + count * ordered > ordered.cumsum(0)).sum())
+    return (x_S - (x_S.topk(num_nonzero).values.sum() - 1) / num_nonzero).relu()
 
 
 def _entmax15_by_sorting(s_S: Tensor) -> Tensor:
-    """alpha = 1.5: a quadratic equation for every number of keys read, of which one holds (1905.05702)."""
+    """alpha = 1.5 (1905.05702): solves a quadratic equation for every possible number of nonzero weights."""
     x_S = (s_S - s_S.max()) / 2
     ordered = x_S.detach().sort(descending=True).values
     count = torch.ones_like(ordered).cumsum(0)
     mean, square = ordered.cumsum(0) / count, ordered.square().cumsum(0) / count
     tau = mean - (1 / count - square + mean.square()).clamp(min=0).sqrt()
-    read = int((tau <= ordered).sum())
-    top = x_S.topk(read).values
-    return (x_S - top.mean() + ((1 - (top - top.mean()).square().sum()) / read).sqrt()).relu().square()
+    num_nonzero = int((tau <= ordered).sum())
+    top = x_S.topk(num_nonzero).values
+    return (x_S - top.mean() + ((1 - (top - top.mean()).square().sum()) / num_nonzero).sqrt()).relu().square()
 
 
 def _entmax_by_bisection(s_S: Tensor, alpha: Tensor | float) -> Tensor:
-    """Any alpha: the root by halving; its gradient is that of one Newton step from there."""
+    """Any alpha: tau by bisection without gradient, then one Newton step that carries the gradient."""
     x_S, power = (alpha - 1) * (s_S - s_S.max()), 1 / (alpha - 1)
     with torch.no_grad():
         tau, width = torch.full_like(x_S[0], -1.0), 1.0
@@ -157,13 +159,13 @@ def _entmax_by_bisection(s_S: Tensor, alpha: Tensor | float) -> Tensor:
     return torch.where(live, torch.where(live, x_S - tau, 1.0) ** power, 0.0)
 
 
-# --- all rows at once ----------------------------------------------------------------------------------
+# --- All rows at once ----------------------------------------------------------------------------------
 
 
 class _EntmaxFunction(torch.autograd.Function):
-    """The weights and their gradients, both in closed form; only the weights are kept for the second.
+    """Entmax weights with a closed-form backward pass, which needs only the weights.
 
-    Gradients of gradients are those of the closed form, by way of the weights.
+    Second derivatives follow from differentiating the closed form through the weights.
     """
 
     generate_vmap_rule = True
@@ -171,9 +173,9 @@ class _EntmaxFunction(torch.autograd.Function):
     @staticmethod
     def forward(s_BHTS: Tensor, allowed: Tensor, alpha: Tensor | float) -> Tensor:
         s_BHTS = s_BHTS.masked_fill(~allowed, -torch.inf)
-        # A view of the same: a compiler then writes it down once, where it would ask the mask again in every step.
+        # This view makes torch.compile store the masked scores once; it would fuse the mask into every Newton step.
         s_BHTS = s_BHTS.as_strided(s_BHTS.shape, s_BHTS.stride())
-        # The highest score goes first, so that no product can overflow; where nothing is allowed it is a number.
+        # The maximum is subtracted before multiplying, so that nothing overflows; rows without keys have a finite one.
         top = s_BHTS.amax(-1, keepdim=True).clamp(min=torch.finfo(s_BHTS.dtype).min)
         x_BHTS = (s_BHTS - top).mul_(alpha - 1)
         tau = (
@@ -203,50 +205,50 @@ class _EntmaxFunction(torch.autograd.Function):
 
 
 def _safe_row_sum(total: Tensor) -> Tensor:
-    """Sums over a row that reads anything are at least one but for rounding; over one that reads nothing zero."""
+    """A divisor for row sums: sums are at least one up to rounding, and zero for rows without allowed keys."""
     return total.clamp(min=0.5)
 
 
 def _power_on_support(r: Tensor, power: Tensor | float) -> Tensor:
-    """r^power over the keys that are read, zero over the others, whatever the power."""
+    """r^power where r > 0, and zero where r = 0, for any power."""
     if isinstance(power, Tensor) or power > 0:
         return r**power
     return r.sign() if power == 0 else (r**power).masked_fill_(r == 0, 0.0)
 
 
 def _power_of_weights(w_BHTS: Tensor, power: Tensor | float) -> Tensor:
-    """w^power over the keys that are read, as of weights that may be asked for slopes of slopes: zero has none."""
+    """w^power where w > 0, and zero elsewhere; differentiable, because second derivatives must avoid powers of zero."""
     if not torch.is_grad_enabled():
         return _power_on_support(w_BHTS, power)
-    read = w_BHTS != 0
-    return torch.where(read, torch.where(read, w_BHTS, 1.0) ** power, 0.0)
+    nonzero = w_BHTS != 0
+    return torch.where(nonzero, torch.where(nonzero, w_BHTS, 1.0) ** power, 0.0)
 
 
 def _num_newton_steps(dtype: torch.dtype, alpha: Tensor | float) -> int:
-    """Enough Newton steps for rows made to need many; far from the root a step at least halves error or slope."""
-    most = 2 if isinstance(alpha, Tensor) else alpha
-    return 3 + math.ceil(8 * (most - 1)) + (3 if dtype == torch.float64 else 0)
+    """The number of Newton steps, enough for adversarial rows; each step halves the error or the slope at least."""
+    max_alpha = 2 if isinstance(alpha, Tensor) else alpha
+    return 3 + math.ceil(8 * (max_alpha - 1)) + (3 if dtype == torch.float64 else 0)
 
 
 def _solve_tau_newton(x_BHTS: Tensor, alpha: Tensor | float) -> Tensor:
-    """tau such that [x - tau]_+ has the norm one, of order 1 / (alpha - 1), by Newton's method from tau = -1.
+    """tau such that the norm of [x - tau]_+ of order 1 / (alpha - 1) is one, by Newton's method from tau = -1.
 
-    A norm is convex, so that steps never pass the root. The sum of powers is convex as well, but falls so steeply
-    near alpha = 1 that a step on it gains next to nothing.
+    The norm is convex, so steps never pass the root. The sum of powers is convex too, but so steep for alpha near 1
+    that a Newton step on it makes almost no progress.
     """
     tau = torch.full_like(x_BHTS[..., :1], -1.0)
     for _ in range(_num_newton_steps(tau.dtype, alpha)):
         r_BHTS = (x_BHTS - tau).clamp_(min=0)
-        fall_BHTS = _power_on_support(r_BHTS, 1 / (alpha - 1) - 1)
-        # Before the root both sums are at least one; where nothing is allowed they are zero, and no step is made.
-        fall = fall_BHTS.sum(-1, keepdim=True).clamp(min=1)
-        total = fall_BHTS.mul_(r_BHTS).sum(-1, keepdim=True).clamp(min=1)
-        tau = tau + (total - total ** (2 - alpha)) / fall
+        slope_BHTS = _power_on_support(r_BHTS, 1 / (alpha - 1) - 1)
+        # Below the root both sums are at least one; for rows without allowed keys they are zero and tau stays.
+        slope = slope_BHTS.sum(-1, keepdim=True).clamp(min=1)
+        total = slope_BHTS.mul_(r_BHTS).sum(-1, keepdim=True).clamp(min=1)
+        tau = tau + (total - total ** (2 - alpha)) / slope
     return tau
 
 
 def _solve_tau_bisection(x_BHTS: Tensor, alpha: float) -> Tensor:
-    """The same tau by halving: beyond alpha = 2 there is no norm, and a step may go astray."""
+    """tau by bisection, for alpha > 2, where the order is below 1 and Newton's method may diverge."""
     tau, width = torch.full_like(x_BHTS[..., :1], -1.0), 1.0
     for _ in range(70 if tau.dtype == torch.float64 else 40):
         width /= 2
@@ -256,8 +258,8 @@ def _solve_tau_bisection(x_BHTS: Tensor, alpha: float) -> Tensor:
 
 
 def _grad_alpha(w_BHTS: Tensor, share_BHTS: Tensor, grad_BHTS: Tensor, alpha: Tensor) -> Tensor:
-    """The gradient in alpha (1909.00015, proposition 1); share is the slopes over their sum."""
-    r_BHTS = torch.where(w_BHTS != 0, w_BHTS, 1.0)  # whose logarithm has a slope
-    spread_BHTS = -r_BHTS * r_BHTS.log()
-    towards = (w_BHTS - share_BHTS) / (alpha - 1) + spread_BHTS - share_BHTS * spread_BHTS.sum(-1, keepdim=True)
-    return (grad_BHTS * towards / (alpha - 1)).sum_to_size(alpha.shape)
+    """The gradient with respect to alpha (1909.00015, proposition 1); share is the slopes divided by their sum."""
+    r_BHTS = torch.where(w_BHTS != 0, w_BHTS, 1.0)  # so that the logarithm is differentiable
+    entropy_BHTS = -r_BHTS * r_BHTS.log()
+    direction = (w_BHTS - share_BHTS) / (alpha - 1) + entropy_BHTS - share_BHTS * entropy_BHTS.sum(-1, keepdim=True)
+    return (grad_BHTS * direction / (alpha - 1)).sum_to_size(alpha.shape)

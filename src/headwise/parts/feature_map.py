@@ -1,4 +1,4 @@
-"""Linear attention: a similarity that splits into features of the query and features of the key."""
+"""Linear attention: scores are products of a feature map of the query and a feature map of the key."""
 
 from __future__ import annotations
 
@@ -20,25 +20,28 @@ from .initialisers import fixed_values
 from .precision import to_at_least_float32, without_autocast
 
 FEATURE_MAP_KINDS = ("elu", "relu", "favor")
-MAX_EXPONENT = 64.0  # exponent of a key's feature: float32 ends at 88, and sums over keys times values need the rest
-EXPONENT_OFFSET = 40.0  # at most, of the 87 that float32 has below 0
+MAX_EXPONENT = 64.0  # of a key's feature; float32 overflows at 88, and the sum over keys times values needs the rest
+EXPONENT_OFFSET = 40.0  # largest offset subtracted from exponents; float32 underflows at -87
 
 
 @part
 class FeatureMap(Similarity):
     """s = phi(q).phi(k) with phi never negative, and without a scale; kind="elu": phi(x) = elu(x) + 1 (2006.16236).
 
-    kind="relu": phi(x) = max(x, 0); where no channel of a query meets one of a key, it reads zero.
-    kind="favor": positive random features (2009.14794), phi(x) = exp(w_i.x' - |x'|^2 / 2) / sqrt(draws) with
-    x' = x dim^(-1/4), so that s is exp(q.k / sqrt(dim)) on average over what is drawn. The `draws` directions w_i, 0
-    for dim ceil(ln(dim + 1)), are orthogonal in blocks of dim and as long as Gaussians (the paper's unbiased choice;
-    of length sqrt(dim) they would only be close), and shared by all heads as in the paper's code. `seed` draws them,
-    once: nobody redraws. Scores are told but for a factor of each query and one of all keys, which Sum divides out.
-    In float32 weights are right to 2e-5 where queries and keys are up to 12 dim^(1/4) long; longer queries lose digits
-    with the size of their exponents, and keys of 15 dim^(1/4) leave no weight at all from dim 128 on. The exponent
-    of a key counts as 64 at most, which it passes only near directions longer than 14, as heads above dim 128 have.
+    kind="relu": phi(x) = max(x, 0); the output is zero for queries without a positive channel in common with any key.
 
-    All past tokens fit in one state per head: the sum of phi(k) v^T and the sum of phi(k).
+    kind="favor": positive random features (2009.14794), phi(x) = exp(w_i.x' - |x'|^2 / 2) / sqrt(draws) with
+    x' = x dim^(-1/4), so that the expected value of s is exp(q.k / sqrt(dim)). There are `draws` directions w_i (0: dim
+    ceil(ln(dim + 1))). They are orthogonal in blocks of dim, have the lengths of Gaussian vectors (the paper's
+    unbiased choice; with length sqrt(dim) it would only be nearly unbiased), and are shared by all heads as in its
+    code. They are sampled once, from `seed`, and never resampled. Scores are computed up to one factor per query and
+    one for all keys, which Sum divides out.
+
+    In float32, weights are accurate to 2e-5 for queries and keys of length up to 12 dim^(1/4). Longer queries lose
+    digits in proportion to their exponents, and keys of length 15 dim^(1/4) have no weight at all from dim 128 on.
+    Exponents of keys are clamped to 64, which they exceed only near directions longer than 14 (heads with dim > 128).
+
+    Decoding needs one state per head instead of a cache: the sum of phi(k) v^T and the sum of phi(k).
 
     >>> FeatureMap().pair(torch.zeros(3), torch.zeros(3), 1.0, {}).item()
     3.0
@@ -47,8 +50,8 @@ class FeatureMap(Similarity):
     paper = "2006.16236"
     disagreements: ClassVar[tuple[str, ...]] = (
         (
-            "Performer's code takes the largest exponent of each query, and of all keys, off before exp and adds a "
-            "small number: here a query's own alone, because with the others parallel, chunked and recurrent forms "
+            "Performer's code subtracts the largest exponent of each query and of all keys before exp and adds a "
+            "small number: here only that of each query, because otherwise the parallel, chunked and recurrent forms "
             "would differ."
         ),
     )
@@ -61,19 +64,19 @@ class FeatureMap(Similarity):
         if self.kind not in FEATURE_MAP_KINDS:
             yield f"FeatureMap(kind={self.kind!r}) is unknown; use 'elu', 'relu' or 'favor'"
         elif self.kind != "favor" and (self.draws or self.seed):
-            yield f"FeatureMap(kind={self.kind!r}) draws nothing; leave draws and seed out, or use kind 'favor'"
+            yield f"FeatureMap(kind={self.kind!r}) samples nothing; leave draws and seed out, or use kind 'favor'"
         if self.draws < 0:
-            yield f"FeatureMap(draws={self.draws}) is no number of directions; use at least 1, or leave it out"
+            yield f"FeatureMap(draws={self.draws}) is negative; use at least 1, or leave it out"
         if not 0 <= self.seed < 2**63:
-            yield f"FeatureMap(seed={self.seed}) seeds no generator; use 0 or more, below 2^63"
+            yield f"FeatureMap(seed={self.seed}) is not a valid seed; use 0 or more, below 2^63"
         if self.kind == "favor" and not spec.project.uses_head_dims:
             name = type(spec.project).__name__
-            yield f"FeatureMap(kind='favor') draws directions as wide as a head, unlike {name}; use project Direct()"
+            yield f"FeatureMap(kind='favor') needs queries with heads.dim channels, unlike {name}; use project Direct()"
         if not spec.normaliser.proportional:
             name = type(spec.normaliser).__name__
-            yield f"FeatureMap keeps past tokens as sums, of which {name} cannot be made; use normaliser Sum()"
+            yield f"FeatureMap sums over past tokens, which {name} does not support; use normaliser Sum()"
         if any(modifier.phase in (Phase.SCORES, Phase.WEIGHTS, Phase.VALUES) for modifier in spec.modifiers):
-            yield "FeatureMap never forms scores while decoding, so nothing may change scores, weights or values"
+            yield "FeatureMap computes no scores while decoding, so modifiers cannot change scores, weights or values"
 
     def score_scale(self, core: CoreShape) -> float:
         return 1.0
@@ -101,10 +104,10 @@ class FeatureMap(Similarity):
     def flops(self, spec: AttentionSpec, work: CallSize) -> int:
         if self.kind != "favor":
             return 0
-        # A state never meets a key again, and no source is kept in one.
+        # A recurrent state maps each key once, when it arrives; a cross-attention source has no state.
         keys = work.new_tokens if spec.is_recurrent and spec.source is None else work.keys
-        lifted = work.queries * spec.heads.q + keys * spec.heads.kv
-        return 2 * work.batch * lifted * self.num_state_features(spec.core) * spec.heads.dim
+        vectors = work.queries * spec.heads.q + keys * spec.heads.kv
+        return 2 * work.batch * vectors * self.num_state_features(spec.core) * spec.heads.dim
 
     def constant_flops(self, spec: AttentionSpec, work: CallSize) -> int:
         return self.flops(spec, work)
@@ -118,9 +121,9 @@ class FeatureMap(Similarity):
         if self.kind == "relu":
             return (q_K.clamp(min=0) * k_K.clamp(min=0)).sum(-1)
         q, k, directions = q_K / len(q_K) ** 0.25, k_K / len(k_K) ** 0.25, p_h["directions"]
-        asks = (directions * q).sum(-1)
-        tells = (directions * k).sum(-1) - k.square().sum() / 2 - key_exponent_offset(directions)
-        return (asks - asks.max() + tells.clamp(max=MAX_EXPONENT)).exp().mean()
+        q_exponents = (directions * q).sum(-1)
+        k_exponents = (directions * k).sum(-1) - k.square().sum() / 2 - key_exponent_offset(directions)
+        return (q_exponents - q_exponents.max() + k_exponents.clamp(max=MAX_EXPONENT)).exp().mean()
 
     def feature_map(self, x_BTHK: Tensor, side: str, p: PartParams) -> Tensor:
         if self.kind == "elu":
@@ -129,13 +132,13 @@ class FeatureMap(Similarity):
             return F.relu(x_BTHK)
         x, directions = to_at_least_float32(x_BTHK) * x_BTHK.shape[-1] ** -0.25, p["directions"]
         with without_autocast(x):
-            along = F.linear(x, directions.to(x.dtype))
-        # Whatever all features of a query have in common goes when weights are divided by their sum: its largest
-        # exponent, with which its length goes too. A key meets many queries, so only what all keys have in common
-        # may go, and that is known before there is any.
+            projections = F.linear(x, directions.to(x.dtype))
+        # Factors common to all features of a query cancel when weights are divided by their sum, so its largest
+        # exponent is subtracted and its length left out. A key is used by many queries, so only an offset common to
+        # all keys cancels, and it must be known before the first key arrives.
         if side == "q":
-            return (along - along.amax(-1, keepdim=True)).exp()
-        exponents = along - x.square().sum(-1, keepdim=True) / 2 - key_exponent_offset(directions).to(x.dtype)
+            return (projections - projections.amax(-1, keepdim=True)).exp()
+        exponents = projections - x.square().sum(-1, keepdim=True) / 2 - key_exponent_offset(directions).to(x.dtype)
         return exponents.clamp(max=MAX_EXPONENT).exp() / len(directions)
 
     def scores(self, q_BHTK: Tensor, k_BHSK: Tensor, scale: float, p: PartParams) -> Tensor:
@@ -150,7 +153,7 @@ class FeatureMap(Similarity):
     def update_state(
         self, state: Mapping[str, Tensor], k_BHSK: Tensor, v_BHSV: Tensor, live_BS: Tensor, p: PartParams
     ) -> dict[str, Tensor]:
-        wide = state["k"].dtype  # bfloat16 keeps 8 bits, too few for a sum of thousands
+        wide = state["k"].dtype  # wider than bfloat16, whose 8 bits are too few for sums over thousands of tokens
         phi = k_BHSK.to(wide).masked_fill(~live_BS[:, None, :, None], 0.0)
         return {"kv": state["kv"] + phi.transpose(-1, -2) @ v_BHSV.to(wide), "k": state["k"] + phi.sum(-2)}
 
@@ -169,21 +172,22 @@ class FeatureMap(Similarity):
 
 
 def key_exponent_offset(directions: Tensor) -> Tensor:
-    """What the exponents of all keys are lowered by, so that w.k - |k|^2 / 2, at most |w|^2 / 2, is at most HIGHEST.
+    """The offset subtracted from the exponents of all keys.
 
-    No further than LOWERED, so that keys of length 0 keep as many digits as others.
+    With it w.k - |k|^2 / 2, which is at most |w|^2 / 2, stays below MAX_EXPONENT. The offset is at most
+    EXPONENT_OFFSET, so that keys of length 0 do not underflow.
     """
     return (directions.square().sum(-1).amax() / 2 - MAX_EXPONENT).clamp(0, EXPONENT_OFFSET)
 
 
 def sample_orthogonal_gaussian(seed: int, shape: tuple[int, ...]) -> Tensor:
-    """Rows that are Gaussian vectors each, and orthogonal in blocks as high as they are wide."""
+    """A matrix [count, dim] whose rows are Gaussian vectors that are orthogonal within blocks of dim rows."""
     count, dim = shape
-    hat = torch.Generator().manual_seed(seed)
-    draw = partial(torch.randn, generator=hat, dtype=torch.float64, device="cpu")
+    generator = torch.Generator().manual_seed(seed)
+    sample = partial(torch.randn, generator=generator, dtype=torch.float64, device="cpu")
     blocks = []
     for _ in range(0, count, dim):
-        q, r = torch.linalg.qr(draw(dim, dim))
-        blocks.append(q * r.diagonal().sign())  # only with these signs are all rotations as likely
-    lengths = draw(count, dim).norm(dim=1, keepdim=True)
+        q, r = torch.linalg.qr(sample(dim, dim))
+        blocks.append(q * r.diagonal().sign())  # the signs make the rotation uniformly distributed
+    lengths = sample(count, dim).norm(dim=1, keepdim=True)
     return fixed_values((torch.cat(blocks)[:count] * lengths).flatten().tolist())(shape)

@@ -1,4 +1,4 @@
-"""A gate per head, opened by the token that asks."""
+"""Gated attention: sigmoid gates on head outputs, computed from the query token."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from .initialisers import constant_value, xavier_uniform
 class HeadGate(Gate):
     """o_h * sigmoid(x.g_h + b_h), before the merge: the headwise form of gated attention (2505.06708).
 
-    There is no bias unless `start` gives it a first value; a large one starts with every gate open, which is
-    what adding gates to a trained layer needs.
+    There is a bias b only if `start` gives its initial value. With a large value all gates start open, which is useful
+    when gates are added to a trained layer.
 
     >>> import headwise as hw
     >>> spec = hw.design(model=8, heads=2, modifiers=(HeadGate(),))
@@ -40,9 +40,9 @@ class HeadGate(Gate):
             gate if self.start is None else gate | {"bias": Param(AxisLayout.parse("out"), constant_value(self.start))}
         )
 
-    def gate(self, asked: QueryContext, p: PartParams, aux_losses: AuxLosses | None) -> Tensor:
+    def gate(self, context: QueryContext, p: PartParams, aux_losses: AuxLosses | None) -> Tensor:
         bias = None if self.start is None else p["bias"]
-        return torch.sigmoid(F.linear(asked.x_BTD, p["gate"], bias))[..., None]
+        return torch.sigmoid(F.linear(context.x_BTD, p["gate"], bias))[..., None]
 
     @classmethod
     def examples(cls, base: SpecFactory) -> Iterator[AttentionSpec]:
@@ -50,12 +50,11 @@ class HeadGate(Gate):
         yield base(modifiers=(cls(start=4.0),))
 
 
-# --- A gate per channel of every head, opened by the token that asks -----------------------------------
-
-
 @part
 class OutputGate(Gate):
-    """o_h * sigmoid(x G_h + b_h), elementwise before the merge: gated attention's best form (2505.06708).
+    """o_h * sigmoid(x G_h + b_h), elementwise before the merge: the best form of gated attention (2505.06708).
+
+    As in `HeadGate`, `start` adds a bias.
 
     >>> import headwise as hw
     >>> spec = hw.design(model=8, heads=2, modifiers=(OutputGate(),))
@@ -75,9 +74,9 @@ class OutputGate(Gate):
             else gate | {"bias": Param(AxisLayout.parse("(out vdim)"), constant_value(self.start))}
         )
 
-    def gate(self, asked: QueryContext, p: PartParams, aux_losses: AuxLosses | None) -> Tensor:
+    def gate(self, context: QueryContext, p: PartParams, aux_losses: AuxLosses | None) -> Tensor:
         bias = None if self.start is None else p["bias"]
-        flat = torch.sigmoid(F.linear(asked.x_BTD, p["gate"], bias))
+        flat = torch.sigmoid(F.linear(context.x_BTD, p["gate"], bias))
         return flat.unflatten(-1, (-1, p.sizes["vdim"]))
 
     @classmethod

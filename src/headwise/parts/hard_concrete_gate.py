@@ -1,4 +1,4 @@
-"""A gate per head that learns to be shut: pruning as training."""
+"""Hard-concrete gates: learns which heads to switch off, under an L0 penalty."""
 
 from __future__ import annotations
 
@@ -17,22 +17,23 @@ from ..interfaces.registry import part
 from ..spec.attention_spec import AttentionSpec
 from .initialisers import constant_value, fixed_values
 
-CLAMP_EPS = 1e-6  # how near to 0 and 1 the uniform number and the probability may come, as released
+CLAMP_EPS = 1e-6  # distance from 0 and 1 that uniform samples and probabilities are clamped to, as released
 
 
 @part
 class Concrete(Gate):
     """o_h g_h, g = clip(low + (high - low) sigmoid((logit u + log_a_h) / temperature), 0, 1), u uniform (1905.09418).
 
-    A hard-concrete gate (1712.01312), one number log_a for each output head. While training, u is drawn once for
-    each head and call; sample="hard" rounds g to 0 or 1 and lets the gradient pass as if it had not. Otherwise
-    nothing is drawn: evaluation="code" is clip(low + (high - low) sigmoid(log_a), 0, 1), without the temperature, as
-    released, and evaluation="hard" the likelier of 0 and 1, as published; in doubt a head speaks.
+    A hard-concrete gate (1712.01312) with one number log_a per output head. During training u is sampled once per head
+    and call; sample="hard" rounds g to 0 or 1 with a straight-through gradient. Otherwise nothing is sampled:
+    evaluation="code" is clip(low + (high - low) sigmoid(log_a), 0, 1), without the temperature, as released;
+    evaluation="hard" is the more likely of 0 and 1, as published, and 1 if both are equally likely.
 
-    The term "l0" in the ledger is the sum over heads of P(g != 0) = sigmoid(log_a - temperature log(-low / high)).
-    The ledger adds up layers: regulariser="sum", as published, is that over all heads, and "mean", as released, the
-    mean over the `layers` that have gates. To drop a head with probability r at first, start=log((1 - r) / r).
-    per="kv" is one gate for all heads that read the same key-value head; `gates` is how many there were before any cut.
+    The auxiliary loss "l0" is the sum over heads of P(g != 0) = sigmoid(log_a - temperature log(-low / high)).
+    Auxiliary losses are summed over layers: regulariser="sum", as published, is the sum over all heads; "mean", as
+    released, is the mean over the `layers` that have gates. For an initial drop probability r use
+    start=log((1 - r) / r). per="kv" uses one gate for all heads of a key-value head; `gates` is the number of gates
+    before pruning.
 
     >>> round(Concrete().probability_nonzero(torch.tensor(0.0)).item(), 3)  # 1 / (1 + 11 ** -0.33)
     0.688
@@ -41,9 +42,9 @@ class Concrete(Gate):
     paper = "1905.09418"
     unrestricted_sides: ClassVar[str] = "kv"
     disagreements: ClassVar[tuple[str, ...]] = (
-        "The paper sums the cost over all heads, its code takes the mean over layers of the sum in each: regulariser.",
-        "At test time gates are 0 or 1 in the paper, and sigmoid(log_a) without temperature in its code: evaluation.",
-        "log_a starts near 0 in this code, from a drop rate in Louizos': start.",
+        "The paper sums the penalty over all heads, its code takes the mean over layers: see `regulariser`.",
+        "At test time gates are 0 or 1 in the paper, sigmoid(log_a) without temperature in its code: see `evaluation`.",
+        "log_a starts near 0 in this code, and from a drop rate in that of Louizos: see `start`.",
     )
     temperature: float = 0.33
     low: float = -0.1
@@ -60,9 +61,9 @@ class Concrete(Gate):
         if not self.temperature > 0:
             yield f"Concrete(temperature={self.temperature!r}) must be positive; 0.33 is usual"
         if not self.low < 0:
-            yield f"Concrete(low={self.low!r}) would never shut a head; use a number below 0, -0.1 is usual"
+            yield f"Concrete(low={self.low!r}) can never close a gate; use a number below 0, -0.1 is usual"
         if not self.high > 1:
-            yield f"Concrete(high={self.high!r}) would never open a head; use a number above 1, 1.1 is usual"
+            yield f"Concrete(high={self.high!r}) can never fully open a gate; use a number above 1, 1.1 is usual"
         if self.sample not in ("soft", "hard"):
             yield f"Concrete(sample={self.sample!r}) is unknown; use 'soft' or 'hard'"
         if self.evaluation not in ("code", "hard"):
@@ -72,13 +73,13 @@ class Concrete(Gate):
         if self.per not in ("head", "kv"):
             yield f"Concrete(per={self.per!r}) is unknown; use 'head' or 'kv'"
         if self.gates and (self.per == "head" or self.gates <= max(spec.kv_head_of_output)):
-            yield f"Concrete(gates={self.gates}) is no number of groups here; leave gates out"
+            yield f"Concrete(gates={self.gates}) does not match the key-value heads; leave gates out"
         if self.layers < 1:
-            yield f"Concrete(layers={self.layers}) is no number of layers; use at least 1"
+            yield f"Concrete(layers={self.layers}) must be at least 1"
         if self.layers > 1 and self.regulariser == "sum":
             yield f"Concrete(layers={self.layers}) is for a mean over layers; use regulariser='mean', or leave it out"
         if sum(isinstance(modifier, Concrete) for modifier in spec.modifiers) > 1:
-            yield "two Concrete gates in a layer would set one term of the ledger; keep one"
+            yield "two Concrete gates in a layer would overwrite each other's auxiliary loss; keep one"
 
     def at_depth(self, layer: int, layers: int) -> Self:
         return replace(self, layers=layers) if self.regulariser == "mean" else self
@@ -95,25 +96,26 @@ class Concrete(Gate):
         own = Param(AxisLayout.parse("out"), fixed_values(spec.kv_head_of_output), trainable=False)
         return {"log_a": Param(AxisLayout.parse("gate"), constant_value(self.start)), "own": own}
 
-    def gate(self, asked: QueryContext, p: PartParams, aux_losses: AuxLosses | None) -> Tensor:
-        log_a = p["log_a"].to(torch.promote_types(asked.x_BTD.dtype, torch.float32))
+    def gate(self, context: QueryContext, p: PartParams, aux_losses: AuxLosses | None) -> Tensor:
+        log_a = p["log_a"].to(torch.promote_types(context.x_BTD.dtype, torch.float32))
         if aux_losses is not None:
             aux_losses.set(
                 "l0",
-                aux_losses.sum_over(self._by_head(self.probability_nonzero(log_a), p).sum(), "heads") / self.layers,
+                aux_losses.sum_over(self._gate_of_each_head(self.probability_nonzero(log_a), p).sum(), "heads")
+                / self.layers,
             )
-        gate = self._by_head(self._sample_gate(log_a) if p.training else self._deterministic_gate(log_a), p)
-        return gate.to(asked.x_BTD.dtype)[:, None]
+        gate = self._gate_of_each_head(self._sample_gate(log_a) if p.training else self._deterministic_gate(log_a), p)
+        return gate.to(context.x_BTD.dtype)[:, None]
 
     def open_probabilities(self, p: PartParams) -> Tensor:
-        return self._by_head(self.probability_nonzero(p["log_a"]), p)
+        return self._gate_of_each_head(self.probability_nonzero(p["log_a"]), p)
 
-    def _by_head(self, gates: Tensor, p: PartParams) -> Tensor:
-        """What each output head has of its gate."""
+    def _gate_of_each_head(self, gates: Tensor, p: PartParams) -> Tensor:
+        """The gate of each output head; with per="kv", heads of a group share one."""
         return gates if self.per == "head" else gates[p["own"]]
 
     def probability_nonzero(self, log_a: Tensor) -> Tensor:
-        """P(g != 0): how likely a head is to speak."""
+        """P(g != 0), the probability that a head's gate is open."""
         return torch.sigmoid(log_a - self.temperature * math.log(-self.low / self.high)).clamp(CLAMP_EPS, 1 - CLAMP_EPS)
 
     def _sample_gate(self, log_a: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What each head reads, brought to one length before the heads are merged."""
+"""RMSNorm of each head's output before the merge."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from .initialisers import ones_init
 class HeadNorm(OutputStep):
     """o_h -> w o_h / sqrt(mean(o_h^2) + eps): RMSNorm of every head's output over its own channels.
 
-    The norm inside differential attention (2410.05258), by itself. scope="shared": one w of vdim numbers for all
-    heads, as its released code; scope="head": every output head has its own, as a group norm (2307.08621).
+    This is the norm of differential attention (2410.05258) as a separate part. scope="shared": one weight w of vdim
+    numbers for all heads, as in its released code; scope="head": one per output head, as in a group norm (2307.08621).
 
     >>> import torch
     >>> HeadNorm().transform_outputs(torch.tensor([[[[3.0, 4.0]]]]), torch.ones(1, 1, 1), {"scale": torch.ones(2)})
@@ -39,14 +39,14 @@ class HeadNorm(OutputStep):
         steps = [step for _, step in spec.parts_of(OutputStep)]
         later = [type(step).__name__ for step in steps[steps.index(self) :] if step.combines_rows]
         if self.scope == "head" and later:
-            yield f"HeadNorm(scope='head') would meet rows that {later[0]} has yet to join; write it after {later[0]}"
+            yield f"HeadNorm(scope='head') would run before {later[0]} combines rows; write it after {later[0]}"
 
     def params(self, spec: AttentionSpec) -> Mapping[str, Param]:
         return {"scale": Param(AxisLayout.parse("vdim" if self.scope == "shared" else "out vdim"), ones_init)}
 
     def symmetry(self, spec: AttentionSpec, side: str, p: Mapping[str, Tensor]) -> SymmetryGroup:
-        own = SymmetryGroup.commuting_with_scales(p["scale"].reshape(-1, spec.heads.vdim).T.tolist())
-        return own if side == "v" else super().symmetry(spec, side, p)
+        of_scale = SymmetryGroup.commuting_with_scales(p["scale"].reshape(-1, spec.heads.vdim).T.tolist())
+        return of_scale if side == "v" else super().symmetry(spec, side, p)
 
     def transform_outputs(self, o_BTHV: Tensor, x_BTD: Tensor, p: PartParams) -> Tensor:
         return F.rms_norm(o_BTHV, o_BTHV.shape[-1:], eps=self.eps) * p["scale"]

@@ -1,4 +1,4 @@
-"""How parameters start: each function takes a shape and gives a tensor."""
+"""Parameter initialisers: functions from a shape to a tensor, or functions that return one."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ Initialiser = Callable[[tuple[int, ...]], Tensor]
 
 
 def xavier_uniform(shape: tuple[int, ...]) -> Tensor:
-    """Uniform within sqrt(6 / (fan in + fan out)) (Glorot and Bengio 2010)."""
+    """Uniform values within sqrt(6 / (fan in + fan out)) of zero (Glorot and Bengio 2010)."""
     bound = xavier_uniform_bound(shape)
     return torch.rand(shape) * (2 * bound) - bound
 
 
 def xavier_uniform_bound(shape: tuple[int, ...]) -> float:
-    """sqrt(6 / (fan in + fan out)), the last axis being what comes in.
+    """sqrt(6 / (fan in + fan out)), where the last axis is the input.
 
     >>> xavier_uniform_bound((4, 2))
     1.0
@@ -27,31 +27,31 @@ def xavier_uniform_bound(shape: tuple[int, ...]) -> float:
 
 
 def zeros_init(shape: tuple[int, ...]) -> Tensor:
-    """All zero."""
+    """A tensor of zeros."""
     return torch.zeros(shape)
 
 
 def ones_init(shape: tuple[int, ...]) -> Tensor:
-    """All one."""
+    """A tensor of ones."""
     return torch.ones(shape)
 
 
 def constant_value(value: float) -> Initialiser:
-    """All one value."""
+    """An initialiser that fills a tensor with one value."""
     return lambda shape: torch.full(shape, value)
 
 
 def normal_with_std(std: float) -> Initialiser:
-    """Gaussian with mean 0."""
+    """An initialiser with Gaussian values of mean 0 and this standard deviation."""
     return lambda shape: torch.randn(shape) * std
 
 
 def fixed_values(values: Sequence[float] | Sequence[int]) -> Initialiser:
-    """These very numbers; floats are kept in float64."""
+    """An initialiser with exactly these values; floats are stored in float64, integers in int64."""
     dtype = torch.int64 if all(isinstance(value, int) for value in values) else torch.float64
     return lambda shape: torch.tensor(values, dtype=dtype).reshape(shape)
 
 
 def identity_init(shape: tuple[int, ...]) -> Tensor:
-    """Ones on the diagonal."""
+    """An identity matrix."""
     return torch.eye(*shape)

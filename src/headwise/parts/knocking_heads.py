@@ -1,4 +1,4 @@
-"""Heads that knock on each other: one small matrix that all of them share."""
+"""Knocking-heads attention: one small matrix, shared by all heads, transforms queries, keys or values."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from .initialisers import identity_init, zeros_init
 
 @part
 class Knocking(QKTransform):
-    """x_h -> x_h T, with one T for all heads of a side and another for each of `sides`, q, k, v (2510.23052).
+    """x_h -> x_h T, with one T per side, shared by all heads; `sides` are any of q, k and v (2510.23052).
 
-    T starts as the identity. kind="mlp", for values alone: v_h -> 2 (v_h W_up * sigmoid(v_h W_gate)) W_down, with
-    W_up and W_down the identity and W_gate zero at the start, so that either kind begins as plain attention. The
-    paper finds values to be what matters. A linear one is gone after `fold_turns`.
+    T starts as the identity. kind="mlp", for values only: v_h -> 2 (v_h W_up * sigmoid(v_h W_gate)) W_down, where W_up
+    and W_down start as the identity and W_gate as zero, so that both kinds start as plain attention. The paper finds
+    that values matter most. `fold_qk_transforms` folds the linear kind into the projections.
 
-    >>> shears = {"v": torch.tensor([[1.0, 2.0], [0.0, 1.0]])}  # rows are what comes out
-    >>> Knocking().transform(torch.tensor([[[[3.0, 4.0]]]]), "v", None, shears).tolist()
+    >>> weights = {"v": torch.tensor([[1.0, 2.0], [0.0, 1.0]])}  # [out, in]
+    >>> Knocking().transform(torch.tensor([[[[3.0, 4.0]]]]), "v", None, weights).tolist()
     [[[[11.0, 4.0]]]]
     """
 
@@ -39,14 +39,17 @@ class Knocking(QKTransform):
         if self.kind not in ("linear", "mlp"):
             yield f"Knocking(kind={self.kind!r}) is unknown; use 'linear' or 'mlp'"
         if not self.sides or set(self.sides) - set("qkv") or len(set(self.sides)) != len(self.sides):
-            yield f"Knocking(sides={self.sides!r}) is no choice of sides; name each of q, k and v at most once"
+            yield f"Knocking(sides={self.sides!r}) is unknown; name each of q, k and v at most once"
         elif self.kind == "mlp" and self.sides != "v":
-            yield f"Knocking(kind='mlp', sides={self.sides!r}) is defined for values alone; use sides='v'"
+            yield f"Knocking(kind='mlp', sides={self.sides!r}) is defined for values only; use sides='v'"
         values = AxisLayout.parse(f"{spec.heads.value_axis} vdim")
-        alone = self.sides == "v" and spec.project.kv_entry_layouts(spec).get("v") == values
-        if not (spec.project.uses_head_dims or alone):
+        values_only = self.sides == "v" and spec.project.kv_entry_layouts(spec).get("v") == values
+        if not (spec.project.uses_head_dims or values_only):
             name = type(spec.project).__name__
-            yield f"Knocking's matrices are as wide as a head, but not all that {name} turns is; use project Direct()"
+            yield (
+                f"Knocking needs queries, keys and values with heads.dim and heads.vdim channels, unlike {name}; "
+                "use project Direct()"
+            )
 
     def sizes(self, spec: AttentionSpec) -> Mapping[str, int]:
         return {"knocked": spec.heads.dim, "vknocked": spec.heads.vdim}
@@ -61,17 +64,17 @@ class Knocking(QKTransform):
 
     def flops(self, spec: AttentionSpec, work: CallSize) -> int:
         heads, matrices = spec.heads, 3 if self.kind == "mlp" else 1
-        each = {
+        elements = {
             "q": work.queries * heads.q * heads.dim**2,
             "k": work.new_tokens * heads.kv * heads.dim**2,
             "v": work.new_tokens * heads.num_value_heads * heads.vdim**2,
         }
-        return 2 * work.batch * matrices * sum(each[side] for side in self.sides)
+        return 2 * work.batch * matrices * sum(elements[side] for side in self.sides)
 
     def transformed_sides(self, spec: AttentionSpec) -> frozenset[str]:
         return frozenset(self.sides)
 
-    def transform(self, x_BTHK: Tensor, side: str, placed: None, p: PartParams) -> Tensor:
+    def transform(self, x_BTHK: Tensor, side: str, precomputed: None, p: PartParams) -> Tensor:
         if self.kind == "linear":
             return F.linear(x_BTHK, p[side])
         open_BTHK = torch.sigmoid(F.linear(x_BTHK, p["gate"]))
@@ -81,8 +84,8 @@ class Knocking(QKTransform):
         return p[side] if self.kind == "linear" else None
 
     def without_sides(self, sides: frozenset[str]) -> Self | None:
-        left = "".join(side for side in self.sides if side not in sides)
-        return replace(self, sides=left) if left else None
+        remaining = "".join(side for side in self.sides if side not in sides)
+        return replace(self, sides=remaining) if remaining else None
 
     @classmethod
     def examples(cls, base: SpecFactory) -> Iterator[AttentionSpec]:

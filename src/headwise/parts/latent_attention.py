@@ -1,4 +1,4 @@
-"""Multi-head latent attention: one small vector per token is remembered, keys and values grow out of it."""
+"""Multi-head latent attention (MLA): caches one small vector per token instead of all keys and values."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from .linear_projection import Direct, absorb_matrix_per_head
 
 @part
 class Latent(Project):
-    """c = RMSNorm(z W_DKV), r = turn(z W_KR) shared by heads; k_h = [c W_UK_h, r], v_h = c W_UV_h (2405.04434).
+    """c = RMSNorm(z W_DKV), r = RoPE(z W_KR) shared by heads; k_h = [c W_UK_h, r], v_h = c W_UV_h (2405.04434).
 
-    Only c (`rank` numbers) and r (`rope` numbers) are remembered. `heads.dim` is the width that is not turned;
-    queries may pass a norm of their own at `query_rank`. form="expanded" makes keys and values anew;
-    form="absorbed" moves W_UK into the query and W_UV behind the reading, so that a single query reads the
-    latent itself. Both are the same function of the same parameters. Scale: 1/sqrt(dim + rope). `bias` names what has
-    one: "q" the queries, "kv" c and r before the norm. norm="none" leaves c as it is: so a trained layer whose heads
-    share keys and values becomes one of these by `as_latent`.
+    Only the latent c (`rank` numbers) and the rotary key r (`rope` numbers) are cached. `heads.dim` is the number of
+    key channels without RoPE. With `query_rank`, queries pass through a down-projection and a norm of their own.
+    form="expanded" computes keys and values from the latent; form="absorbed" multiplies W_UK into the query and W_UV
+    into the output, so that a single query attends to the latents directly. Both forms compute the same function of the
+    same parameters. The scale is 1/sqrt(dim + rope). `bias`: "q" for queries, "kv" for c and r before the norm.
+    norm="none" omits the norm of c, so that `convert_to_latent` can convert a trained layer of grouped heads exactly.
 
-    DeepSeek-V3 remembers 576 numbers per token where its 128 heads would need 40,960:
+    DeepSeek-V3 caches 576 numbers per token where its 128 heads would need 40,960:
 
     >>> import headwise as hw
     >>> hw.costs.cached_numbers_per_token(hw.design(preset="mla", model=7168, heads=128))
@@ -56,20 +56,20 @@ class Latent(Project):
         if self.norm not in ("rms", "none"):
             yield f"Latent(norm={self.norm!r}) is unknown; use 'rms' or 'none'"
         if self.bias not in ("", "q", "kv", "qkv"):
-            yield f"Latent(bias={self.bias!r}) is unknown, for k and v grow out of one vector; use 'q', 'kv' or 'qkv'"
+            yield f"Latent(bias={self.bias!r}) is unknown; k and v share one latent, so use 'q', 'kv' or 'qkv'"
         if not spec.similarity.linear:
             name = type(spec.similarity).__name__
-            yield f"Latent reads a single query absorbed, which keeps dot products alone, not {name}; use Dot()"
+            yield f"Latent needs a dot product for its absorbed form, unlike {name}; use Dot()"
         if min(self.rank, 1 if self.query_rank is None else self.query_rank) < 1 or self.rope < 0:
-            yield f"{self!r} has an impossible width; rank and query_rank need at least 1, rope at least 0"
+            yield f"{self!r} has an invalid width; rank and query_rank need at least 1, rope at least 0"
         if spec.heads.kv != spec.heads.q or spec.heads.values or spec.heads.reads != tuple(range(spec.heads.q)):
-            apart = spec.heads.values or spec.heads.kv == spec.heads.q
-            why = (
-                "heads that are grouped apart; use project Direct()"
-                if apart
+            custom = spec.heads.values or spec.heads.kv == spec.heads.q
+            actual = (
+                "custom reads= or values=; use project Direct()"
+                if custom
                 else f"kv={spec.heads.kv}; use kv={spec.heads.q}"
             )
-            yield f"Latent gives every head a key and a value of its own, unlike {why}"
+            yield f"Latent needs one key-value head per query head, not {actual}"
 
     def sizes(self, spec: AttentionSpec) -> Mapping[str, int]:
         return {"rank": self.rank, "rope": self.rope, "query_rank": self.query_rank or 0}
@@ -98,8 +98,10 @@ class Latent(Project):
         }
 
     def flops(self, spec: AttentionSpec, work: CallSize) -> int:
-        """Absorbed, an output row passes the `v_up` of its own head alone: where only some heads have an output,
-        the others' count less than their parameters say."""
+        """A negative correction for the absorbed form, which applies `v_up` only to heads that have an output.
+
+        The parameter count of `v_up` includes all heads.
+        """
         if self.form == "expanded":
             return 0
         unused = spec.heads.kv - len(spec.score_head_of_row)
@@ -122,7 +124,7 @@ class Latent(Project):
     def equivalent_forms(self, spec: AttentionSpec) -> Mapping[str, Project]:
         return {"step": replace(self, form="absorbed")}
 
-    def project_query(self, x_BTD: Tensor, turn: TransformsQK, p: PartParams) -> Tensor:
+    def project_query(self, x_BTD: Tensor, transform: TransformsQK, p: PartParams) -> Tensor:
         bias = p["q_bias"] if "q" in self.bias else None
         if self.query_rank is None:
             flat = F.linear(x_BTD, p["q"], bias)
@@ -135,16 +137,16 @@ class Latent(Project):
         own, shared = q_BTHK.split([dim, self.rope], -1)
         if self.form == "absorbed":
             own = torch.einsum("bthk,hkr->bthr", own, p["k_up"].view(-1, dim, self.rank))
-        return torch.cat([own, turn(shared, "q")], -1)
+        return torch.cat([own, transform(shared, "q")], -1)
 
-    def project_kv(self, z_BSE: Tensor, turn: TransformsQK, p: PartParams) -> dict[str, Tensor]:
+    def project_kv(self, z_BSE: Tensor, transform: TransformsQK, p: PartParams) -> dict[str, Tensor]:
         down = F.linear(z_BSE, p["kv_down"], p["kv_bias"] if "kv" in self.bias else None)
         c, r = down.split([self.rank, self.rope], -1)
         if self.norm == "rms":
             c = F.rms_norm(c, (self.rank,), p["kv_norm"].to(c.dtype), self.eps)
-        return {"c": c, "r": turn(r[..., None, :], "k").squeeze(-2)}
+        return {"c": c, "r": transform(r[..., None, :], "k").squeeze(-2)}
 
-    def expand_kv(self, entry: Mapping[str, Tensor], turn: TransformsQK, p: PartParams) -> tuple[Tensor, Tensor]:
+    def expand_kv(self, entry: Mapping[str, Tensor], transform: TransformsQK, p: PartParams) -> tuple[Tensor, Tensor]:
         c, r = entry["c"], entry["r"]
         if self.form == "absorbed":
             return torch.cat([c, r], -1)[..., None, :], c[..., None, :]
@@ -153,12 +155,12 @@ class Latent(Project):
         v = F.linear(c, p["v_up"]).unflatten(-1, (p.sizes["kv"], p.sizes["vdim"]))
         return torch.cat([own, shared], -1), v
 
-    def project_heads(self, o_BTHV: Tensor, voices: tuple[int, ...], p: PartParams) -> Tensor:
+    def project_heads(self, o_BTHV: Tensor, score_heads: tuple[int, ...], p: PartParams) -> Tensor:
         if self.form == "expanded":
             return o_BTHV
         up = p["v_up"].view(-1, p.sizes["vdim"], self.rank)
-        if voices != tuple(range(up.shape[0])):
-            up = up[list(voices)]
+        if score_heads != tuple(range(up.shape[0])):
+            up = up[list(score_heads)]
         return torch.einsum("bthr,hvr->bthv", o_BTHV, up)
 
     @classmethod
@@ -166,117 +168,126 @@ class Latent(Project):
         from .rotary_embedding import Rotary
         from .talking_heads import TalkingHeads
 
-        turned = (Rotary(),)
-        yield base(project=cls(rank=8, rope=2), modifiers=turned, pattern="causal", vdim=5)
-        yield base(project=cls(rank=8, rope=2, query_rank=9, eps=1e-5), modifiers=turned, pattern="causal")
+        rotary = (Rotary(),)
+        yield base(project=cls(rank=8, rope=2), modifiers=rotary, pattern="causal", vdim=5)
+        yield base(project=cls(rank=8, rope=2, query_rank=9, eps=1e-5), modifiers=rotary, pattern="causal")
         yield base(project=cls(rank=8, rope=0, form="absorbed"))
-        yield base(project=cls(rank=8, rope=2, norm="none", bias="qkv"), modifiers=turned)
+        yield base(project=cls(rank=8, rope=2, norm="none", bias="qkv"), modifiers=rotary)
         yield base(project=cls(rank=8, rope=0, form="absorbed"), modifiers=(TalkingHeads(),), vdim=5)
 
 
 def convert_to_latent(spec: AttentionSpec, weights: Mapping[str, Tensor]) -> tuple[AttentionSpec, dict[str, Tensor]]:
-    """A trained layer of Direct as one of Latent, exactly: one vector holds all key-value heads, k_up and v_up copy it.
+    """Convert a trained layer with `Direct` exactly to `Latent`: one latent holds the keys and values of all heads.
 
-    What a turn reaches of keys lies end to end in the shared slice, where each query has its own head's channels and
-    zeros elsewhere; the rest of keys, and values, are the latent, without a norm (2502.07864, its merge). A token needs
-    as many numbers as before. Queries take up that the scale now follows from another width; where turns reach all of a
-    key one channel of zeros stands for the rest.
+    (2502.07864, its merge step.) The key channels that RoPE transforms are concatenated into the shared rotary key;
+    each query has zeros for the channels of other heads. The other key channels and the values form the latent, which
+    has no norm; k_up and v_up select each head's slice from it. The cache size per token does not change. Queries are
+    rescaled because the default scale depends on the key width. If RoPE transforms all key channels, one channel of
+    zeros is added.
 
     >>> import headwise as hw
     >>> spec = hw.design(model=8, heads=4, kv=2, modifiers=(hw.Rotary(base=50.0, dims=2, pairs="interleaved"),), dim=3)
-    >>> shared, _ = convert_to_latent(spec, hw.Attention(spec).state_dict())
-    >>> shared.project
+    >>> latent_spec, _ = convert_to_latent(spec, hw.Attention(spec).state_dict())
+    >>> latent_spec.project
     Latent(rank=8, rope=4, norm='none')
-    >>> [hw.costs.cached_numbers_per_token(one) for one in (spec, shared)]
+    >>> [hw.costs.cached_numbers_per_token(s) for s in (spec, latent_spec)]
     [12, 12]
     """
-    name, turn, joined = _merged_key_transform(spec, weights)
-    lay = joined.channel_sources if joined else ()
-    rest = [c for c in range(spec.heads.dim) if c not in {channel for _, channel in lay}]
-    told = spec.project.constant_biases(spec, weights)
+    name, transform, merged = _merged_key_transform(spec, weights)
+    rotary_channels = merged.channel_sources if merged else ()
+    transformed = {channel for _, channel in rotary_channels}
+    other_channels = [c for c in range(spec.heads.dim) if c not in transformed]
+    has_kv_bias = bool(spec.project.constant_biases(spec, weights))
     project = Latent(
-        rank=spec.heads.kv * (len(rest) + spec.heads.vdim),
-        rope=len(lay),
+        rank=spec.heads.kv * (len(other_channels) + spec.heads.vdim),
+        rope=len(rotary_channels),
         norm="none",
-        bias=("q" if "project.q_bias" in weights else "") + ("kv" if told else ""),
+        bias=("q" if "project.q_bias" in weights else "") + ("kv" if has_kv_bias else ""),
     )
-    shared = replace(
+    latent_spec = replace(
         spec,
-        heads=replace(spec.heads, kv=spec.heads.q, dim=max(len(rest), 1), reads=()),
+        heads=replace(spec.heads, kv=spec.heads.q, dim=max(len(other_channels), 1), reads=()),
         project=project,
-        modifiers=tuple(joined.transform if joined and one == turn else one for one in spec.modifiers),
+        modifiers=tuple(merged.transform if merged and m == transform else m for m in spec.modifiers),
     )
-    own = _merged_projection_weights(
-        spec, weights, lay, rest, spec.similarity.score_scale(spec.core) / shared.similarity.score_scale(shared.core)
-    )
-    own |= {f"{name}.{key}": held for key, held in joined.weights.items()} if joined else {}
-    return shared, own | _other_part_weights(shared, weights, own)
+    query_scale = spec.similarity.score_scale(spec.core) / latent_spec.similarity.score_scale(latent_spec.core)
+    new_weights = _merged_projection_weights(spec, weights, rotary_channels, other_channels, query_scale)
+    new_weights |= {f"{name}.{key}": tensor for key, tensor in merged.weights.items()} if merged else {}
+    return latent_spec, new_weights | _other_part_weights(latent_spec, weights, new_weights)
 
 
 def _other_part_weights(
-    shared: AttentionSpec, weights: Mapping[str, Tensor], own: Mapping[str, Tensor]
+    latent_spec: AttentionSpec, weights: Mapping[str, Tensor], new_weights: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """What other parts hold, refused where one counts the heads of keys and values that were."""
-    left = {key: shape for key, shape in shared.shapes().items() if key not in own}
-    if counted := [key for key, shape in left.items() if tuple(weights[key].shape) != tuple(shape)]:
-        part = counted[0].partition(".")[0]
+    """Copies of the weights of all other parts; raises SpecError for parts whose shapes depend on key-value heads."""
+    shapes = {key: shape for key, shape in latent_spec.shapes().items() if key not in new_weights}
+    if changed := [key for key, shape in shapes.items() if tuple(weights[key].shape) != tuple(shape)]:
+        part = changed[0].partition(".")[0]
         raise SpecError(
-            f"{part} counts heads of keys and values, of which a latent has one for each query; take it off"
+            f"{part} has parameters per key-value head, but Latent has one key-value head per query head; remove {part}"
         )
-    return {key: weights[key].clone() for key in left}
+    return {key: weights[key].clone() for key in shapes}
 
 
 def _merged_key_transform(
     spec: AttentionSpec, weights: Mapping[str, Tensor]
 ) -> tuple[str, QKTransform | None, SingleVectorTransform | None]:
-    """The turn of keys, with its name, and as it is where all heads are one; refused where that cannot be."""
+    """The name of the transform of keys, the transform, and its form for concatenated key heads.
+
+    Raises SpecError if the layer has no such form.
+    """
     if not isinstance(spec.project, Direct):
         raise SpecError(
-            f"as_latent knows the weights of Direct, not of {type(spec.project).__name__}; give such a layer"
+            f"cannot convert a layer with project {type(spec.project).__name__}; give one with project Direct"
         )
     if spec.heads.values:
-        raise SpecError(f"keys and values are grouped apart here ({spec.heads}); no latent holds both for a head")
-    turns = [(name, turn) for name, turn in spec.parts_of(QKTransform) if turn.transformed_sides(spec) & set("qk")]
-    if not turns:
+        raise SpecError(f"cannot convert a layer whose keys and values are grouped differently ({spec.heads})")
+    transforms = [(name, part) for name, part in spec.parts_of(QKTransform) if part.transformed_sides(spec) & set("qk")]
+    if not transforms:
         return "", None, None
-    name, turn = turns[0]
-    own = {key.removeprefix(f"{name}."): held for key, held in weights.items() if key.startswith(f"{name}.")}
-    joined = turn.as_single_vector(spec, spec.heads.kv, own) if len(turns) == 1 else None
-    if joined is None:
-        names = " and ".join(name for name, _ in turns)
-        raise SpecError(
-            f"{names} on queries and keys cannot be one turn of all heads laid end to end; leave it as it is"
-        )
-    return name, turn, joined
+    name, transform = transforms[0]
+    params = {key.removeprefix(f"{name}."): tensor for key, tensor in weights.items() if key.startswith(f"{name}.")}
+    merged = transform.as_single_vector(spec, spec.heads.kv, params) if len(transforms) == 1 else None
+    if merged is None:
+        names = " and ".join(name for name, _ in transforms)
+        raise SpecError(f"{names} on queries and keys have no form for concatenated heads; give a layer without them")
+    return name, transform, merged
 
 
 def _merged_projection_weights(
-    spec: AttentionSpec, weights: Mapping[str, Tensor], lay: Sequence[tuple[int, int]], rest: list[int], grown: float
+    spec: AttentionSpec,
+    weights: Mapping[str, Tensor],
+    rotary_channels: Sequence[tuple[int, int]],
+    other_channels: list[int],
+    query_scale: float,
 ) -> dict[str, Tensor]:
-    """Weights and biases of the merged layer: rows of keys in their new places, queries to meet them, copies."""
-    heads, held = spec.heads, {key.removeprefix("project."): tensor.detach() for key, tensor in weights.items()}
-    owner, channel = ([place[n] for place in lay] for n in range(2))
+    """Weights and biases of the latent projection; queries are multiplied by `query_scale`."""
+    heads = spec.heads
+    old = {key.removeprefix("project."): tensor.detach() for key, tensor in weights.items()}
+    rotary_head, rotary_channel = ([source[n] for source in rotary_channels] for n in range(2))
     reads = list(heads.reads)
-    mine = (torch.tensor(reads)[:, None] == torch.tensor(owner)[None]).to(held["q"])
+    own_channels = (torch.tensor(reads)[:, None] == torch.tensor(rotary_head)[None]).to(old["q"])
 
-    def down(k: Tensor, v: Tensor) -> Tensor:
+    def merge_kv(k: Tensor, v: Tensor) -> Tensor:
         k, v = k.unflatten(0, (heads.kv, heads.dim)), v.unflatten(0, (heads.kv, heads.vdim))
-        return torch.cat([k[:, rest].flatten(0, 1), v.flatten(0, 1), k[owner, channel]])
+        return torch.cat([k[:, other_channels].flatten(0, 1), v.flatten(0, 1), k[rotary_head, rotary_channel]])
 
-    def asked(q: Tensor) -> Tensor:
-        q = q.unflatten(0, (heads.q, heads.dim)) * grown
-        own = q[:, rest] if rest else torch.zeros_like(q[:, :1])
-        return torch.cat([own, q[:, channel] * mine.view(*mine.shape, *[1] * (q.dim() - 2))], 1).flatten(0, 1)
+    def widen_queries(q: Tensor) -> Tensor:
+        q = q.unflatten(0, (heads.q, heads.dim)) * query_scale
+        plain = q[:, other_channels] if other_channels else torch.zeros_like(q[:, :1])
+        mask = own_channels.view(*own_channels.shape, *[1] * (q.dim() - 2))
+        return torch.cat([plain, q[:, rotary_channel] * mask], 1).flatten(0, 1)
 
-    copies = torch.eye(heads.kv * (len(rest) + heads.vdim)).to(held["q"])
-    k_up = copies[: heads.kv * len(rest)].unflatten(0, (heads.kv, len(rest)))[reads]
-    if not rest:
-        k_up = copies.new_zeros(heads.q, 1, copies.shape[1])
-    v_up = copies[heads.kv * len(rest) :].unflatten(0, (heads.kv, heads.vdim))[reads]
-    made = {"q": asked(held["q"]), "kv_down": down(held["k"], held["v"])}
-    made |= {"k_up": k_up.flatten(0, 1), "v_up": v_up.flatten(0, 1)}
-    if "q_bias" in held:
-        made["q_bias"] = asked(held["q_bias"])
-    if {"k_bias", "v_bias"} & set(held):
-        made["kv_bias"] = down(*(held.get(f"{side}_bias", held[side].new_zeros(len(held[side]))) for side in "kv"))
-    return {f"project.{key}": tensor for key, tensor in made.items()}
+    num_key_rows = heads.kv * len(other_channels)
+    selectors = torch.eye(heads.kv * (len(other_channels) + heads.vdim)).to(old["q"])
+    k_up = selectors[:num_key_rows].unflatten(0, (heads.kv, len(other_channels)))[reads]
+    if not other_channels:
+        k_up = selectors.new_zeros(heads.q, 1, selectors.shape[1])
+    v_up = selectors[num_key_rows:].unflatten(0, (heads.kv, heads.vdim))[reads]
+    new = {"q": widen_queries(old["q"]), "kv_down": merge_kv(old["k"], old["v"])}
+    new |= {"k_up": k_up.flatten(0, 1), "v_up": v_up.flatten(0, 1)}
+    if "q_bias" in old:
+        new["q_bias"] = widen_queries(old["q_bias"])
+    if {"k_bias", "v_bias"} & set(old):
+        new["kv_bias"] = merge_kv(*(old.get(f"{side}_bias", old[side].new_zeros(len(old[side]))) for side in "kv"))
+    return {f"project.{key}": tensor for key, tensor in new.items()}

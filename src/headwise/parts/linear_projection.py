@@ -1,4 +1,4 @@
-"""Queries, keys and values as three linear maps of the input."""
+"""The usual projection: queries, keys and values are linear maps of the input."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from .initialisers import xavier_uniform, zeros_init
 
 @part
 class Direct(Project):
-    """q = x W_Q + b_Q, k = z W_K + b_K, v = z W_V + b_V; keys and values are what is remembered.
+    """q = x W_Q + b_Q, k = z W_K + b_K, v = z W_V + b_V; keys and values are cached.
 
-    `bias` says which of the three have one: "qkv", "q", "". With 8 query heads of 64 on 2 key-value heads
-    a token costs 256 remembered numbers:
+    `bias` names the projections that have one: "qkv", "q", "". With 8 query heads of 64 channels on 2 key-value heads,
+    256 numbers are cached per token:
 
     >>> import headwise as hw
     >>> hw.costs.cached_numbers_per_token(hw.design(model=512, heads=8, kv=2))
@@ -37,7 +37,7 @@ class Direct(Project):
 
     def conflicts(self, spec: AttentionSpec) -> Iterable[str]:
         if set(self.bias) - set("qkv") or len(set(self.bias)) != len(self.bias):
-            yield f"Direct(bias={self.bias!r}) asks for unknown biases; name each of q, k and v at most once"
+            yield f"Direct(bias={self.bias!r}) is unknown; name each of q, k and v at most once"
 
     def params(self, spec: AttentionSpec) -> Mapping[str, Param]:
         axis = spec.heads.value_axis
@@ -46,8 +46,8 @@ class Direct(Project):
             "k": Param(AxisLayout.parse("(kv dim) source"), xavier_uniform, "source"),
             "v": Param(AxisLayout.parse(f"({axis} vdim) source"), xavier_uniform, "source"),
         }
-        wide = {"q": "(q dim)", "k": "(kv dim)", "v": f"({axis} vdim)"}
-        return weights | {f"{side}_bias": Param(AxisLayout.parse(wide[side]), zeros_init) for side in self.bias}
+        rows = {"q": "(q dim)", "k": "(kv dim)", "v": f"({axis} vdim)"}
+        return weights | {f"{side}_bias": Param(AxisLayout.parse(rows[side]), zeros_init) for side in self.bias}
 
     def kv_entry_layouts(self, spec: AttentionSpec) -> Mapping[str, AxisLayout]:
         return {"k": AxisLayout.parse("kv dim"), "v": AxisLayout.parse(f"{spec.heads.value_axis} vdim")}
@@ -55,11 +55,11 @@ class Direct(Project):
     def constant_biases(self, spec: AttentionSpec, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         heads = spec.heads
         shapes = {"k": (heads.kv, heads.dim), "v": (heads.num_value_heads, heads.vdim)}
-        shifts = {
+        biases = {
             side: weights[f"project.{side}_bias"].view(shape) for side, shape in shapes.items() if side in self.bias
         }
-        reads = [heads.value_head_of_row[voice] for voice in spec.score_head_of_row]
-        return shifts | {"v": shifts["v"][reads]} if "v" in shifts else shifts
+        value_heads = [heads.value_head_of_row[row] for row in spec.score_head_of_row]
+        return biases | {"v": biases["v"][value_heads]} if "v" in biases else biases
 
     def without_biases(self, biases: frozenset[str]) -> Self:
         return replace(self, bias="".join(side for side in self.bias if side not in biases))
@@ -76,36 +76,38 @@ class Direct(Project):
         values = tuple(heads.value_head_of_row[row] for row in spec.score_head_of_row)
         return CoreShape(heads.reads, values, heads.dim, heads.vdim, heads.dim**-0.5)
 
-    def project_query(self, x_BTD: Tensor, turn: TransformsQK, p: PartParams) -> Tensor:
-        return turn(self._project(x_BTD, "q", ("q", "dim"), p), "q")
+    def project_query(self, x_BTD: Tensor, transform: TransformsQK, p: PartParams) -> Tensor:
+        return transform(self._project(x_BTD, "q", ("q", "dim"), p), "q")
 
-    def project_kv(self, z_BSE: Tensor, turn: TransformsQK, p: PartParams) -> dict[str, Tensor]:
+    def project_kv(self, z_BSE: Tensor, transform: TransformsQK, p: PartParams) -> dict[str, Tensor]:
         axes = {"k": ("kv", "dim"), "v": ("v", "vdim")}
         if set(self.bias) & set("kv"):
-            told = [self._project(z_BSE, side, axes[side], p) for side in axes]
-        else:  # both are read in one go
+            projected = [self._project(z_BSE, side, axes[side], p) for side in axes]
+        else:  # both projections in one pass over z
             flat = linear_many(z_BSE, (p["k"], p["v"]))
-            told = [_by_head(y, axes[side], p) for side, y in zip(axes, flat, strict=True)]
-        return {side: turn(y, side) for side, y in zip(axes, told, strict=True)}
+            projected = [_split_heads(y, axes[side], p) for side, y in zip(axes, flat, strict=True)]
+        return {side: transform(y, side) for side, y in zip(axes, projected, strict=True)}
 
-    def project_qkv(self, x_BTD: Tensor, turn: TransformsQK, p: PartParams) -> tuple[Tensor, dict[str, Tensor]]:
+    def project_qkv(
+        self, x_BTD: Tensor, transform: TransformsQK, p: PartParams
+    ) -> tuple[Tensor, dict[str, Tensor]] | None:
         weights = p["q"], p["k"], p["v"]
         if self.bias or not (should_concatenate(x_BTD, weights) or uses_gemv_kernel(x_BTD, weights)):
             return super().project_qkv(x_BTD, turn, p)
         q, k, v = linear_many(x_BTD, weights)
-        k_BSGK = _by_head(k, ("kv", "dim"), p)
-        turned = turn(k_BSGK, "k")
-        if turned is not k_BSGK and v.requires_grad:
-            v = v.clone()  # all three lie in one piece, which it would keep until the way back
-        entry = {"k": turned, "v": turn(_by_head(v, ("v", "vdim"), p), "v")}
-        return turn(_by_head(q, ("q", "dim"), p), "q"), entry
+        k_BSGK = _split_heads(k, ("kv", "dim"), p)
+        transformed = transform(k_BSGK, "k")
+        if transformed is not k_BSGK and v.requires_grad:
+            v = v.clone()  # q, k and v are views of one tensor, which v would keep alive until the backward pass
+        entry = {"k": transformed, "v": transform(_split_heads(v, ("v", "vdim"), p), "v")}
+        return transform(_split_heads(q, ("q", "dim"), p), "q"), entry
 
-    def expand_kv(self, entry: Mapping[str, Tensor], turn: TransformsQK, p: PartParams) -> tuple[Tensor, Tensor]:
+    def expand_kv(self, entry: Mapping[str, Tensor], transform: TransformsQK, p: PartParams) -> tuple[Tensor, Tensor]:
         return entry["k"], entry["v"]
 
     def _project(self, x: Tensor, side: str, axes: tuple[str, str], p: PartParams) -> Tensor:
         bias = p[f"{side}_bias"] if side in self.bias else None
-        return _by_head(linear(x, p[side], bias), axes, p)
+        return _split_heads(linear(x, p[side], bias), axes, p)
 
     @classmethod
     def examples(cls, base: SpecFactory) -> Iterator[AttentionSpec]:
@@ -115,13 +117,16 @@ class Direct(Project):
         yield base(kv=1, source=13, project=cls(bias="q"))
 
 
-def _by_head(y: Tensor, axes: tuple[str, str], p: PartParams) -> Tensor:
+def _split_heads(y: Tensor, axes: tuple[str, str], p: PartParams) -> Tensor:
     return y.view(y.shape[0], y.shape[1], p.sizes[axes[0]], p.sizes[axes[1]])
 
 
 def absorb_matrix_per_head(weights: Mapping[str, Tensor], names: Iterable[str], matrix: Tensor) -> dict[str, Tensor]:
-    """These weights of a project, whose rows are channels of heads, behind which a matrix met each head."""
+    """The named weights of a project after folding in a matrix that multiplies the channels of each head.
+
+    The rows of the weights must be the channels of the heads; `matrix` is [out, in] or [heads, out, in].
+    """
     width = matrix.shape[-1]
-    held = {f"project.{name}": weights[f"project.{name}"] for name in names}
-    by_head = {name: rows.reshape(rows.shape[0] // width, width, -1) for name, rows in held.items()}
-    return {name: torch.matmul(matrix, heads).reshape(held[name].shape) for name, heads in by_head.items()}
+    old = {f"project.{name}": weights[f"project.{name}"] for name in names}
+    by_head = {name: rows.reshape(rows.shape[0] // width, width, -1) for name, rows in old.items()}
+    return {name: torch.matmul(matrix, heads).reshape(old[name].shape) for name, heads in by_head.items()}

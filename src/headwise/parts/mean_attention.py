@@ -1,4 +1,4 @@
-"""The same weight for every key."""
+"""Average attention: every allowed key has the same weight."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..spec.attention_spec import AttentionSpec
 class Average(Normaliser):
     """w_j = 1/n for the n allowed keys, whatever the scores: average attention (1805.00631).
 
-    All past tokens are one sum of values and their number, unless something mixes heads or changes weights.
+    Decoding needs only the sum of the values and their number, unless a modifier mixes heads or changes weights.
 
     >>> Average().normalise_row(torch.tensor([5.0, -5.0]), {}).tolist()
     [0.5, 0.5]
@@ -39,7 +39,7 @@ class Average(Normaliser):
     def state_layouts(self, spec: AttentionSpec) -> Mapping[str, AxisLayout]:
         core = (Phase.SCORES, Phase.WEIGHTS, Phase.VALUES)
         if any(step.phase in core for _, step in spec.parts_of(Modifier)) or spec.project.equivalent_forms(spec):
-            return {}  # a step in another form would read other values than were summed
+            return {}  # the equivalent form for single queries has other values than those that were summed
         return {"v": AxisLayout.parse("voice vdim"), "count": AxisLayout.parse("voice")}
 
     def unnormalised_weights(self, q_BHTK: Tensor, k_BHSK: Tensor, scale: float, p: PartParams) -> Tensor:
@@ -48,12 +48,12 @@ class Average(Normaliser):
     def update_state(
         self, state: Mapping[str, Tensor], k_BHSK: Tensor, v_BHSV: Tensor, live_BS: Tensor, p: PartParams
     ) -> dict[str, Tensor]:
-        heard = v_BHSV.to(state["v"].dtype).masked_fill(~live_BS[:, None, :, None], 0.0)
-        return {"v": state["v"] + heard.sum(-2), "count": state["count"] + live_BS.sum(-1, keepdim=True)}
+        values = v_BHSV.to(state["v"].dtype).masked_fill(~live_BS[:, None, :, None], 0.0)
+        return {"v": state["v"] + values.sum(-2), "count": state["count"] + live_BS.sum(-1, keepdim=True)}
 
     def read_state(self, q_BHTK: Tensor, state: Mapping[str, Tensor], p: PartParams) -> tuple[Tensor, Tensor]:
-        each = q_BHTK.shape[:3]
-        return state["v"][:, :, None].expand(*each, -1), state["count"][..., None].expand(each)
+        shape = q_BHTK.shape[:3]
+        return state["v"][:, :, None].expand(*shape, -1), state["count"][..., None].expand(shape)
 
     @classmethod
     def examples(cls, base: SpecFactory) -> Iterator[AttentionSpec]:

@@ -1,4 +1,4 @@
-"""Heads that overlap: each sees a few channels of both its neighbours."""
+"""Overlapping heads (MOHSA): each head also uses some channels of its two neighbours."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..spec.attention_spec import AttentionSpec
 from ..spec.heads import Heads
 from .initialisers import fixed_values, xavier_uniform, zeros_init
 
-# The overlap of layer l, counted from 0, in a stack of L (2410.14874, as in the released code).
+# Overlap as a function of the layer, counted from 0, and the number of layers (2410.14874, as in the released code).
 OVERLAP_SCHEDULES: dict[str, Callable[[int, int], int]] = {
     "l": lambda layer, layers: layer,
     "l+1": lambda layer, layers: layer + 1,
@@ -34,15 +34,16 @@ OVERLAP_SCHEDULES: dict[str, Callable[[int, int], int]] = {
 
 @part
 class Overlapping(Project):
-    """Head i takes channels [i D - overlap, (i + 1) D + overlap) of q, k and v, zeros beyond the ends.
+    """Head i uses channels [i D - overlap, (i + 1) D + overlap) of q, k and v, with zeros beyond the ends.
 
-    MOHSA's soft division (2410.14874): projections as plain attention's, scale 1/sqrt(D) and not of the wider
-    slice, W_O of h (D + 2 overlap) columns. Channels are remembered before they are divided. `heads.vdim` is
-    D + 2 overlap. Channels are an axis of their own, so cutting a head leaves its neighbours' view untouched.
+    The soft division of MOHSA (2410.14874): projections as in plain attention, scale 1/sqrt(D) despite the wider
+    slices, W_O with h (D + 2 overlap) columns. Keys and values are cached before they are divided into heads.
+    `heads.vdim` is D + 2 overlap. Channels have an axis of their own, so pruning a head does not change the channels of
+    its neighbours.
 
-    `schedule` says how the overlap follows from the depth l = 0 .. L-1, once `spec.at_depth(l, L)` asks for it: "l"
-    (what the released code ships), "l+1", "l//2", "l//2+1", and from the other end "L-l-1", "L-l", "(L-l-1)//2",
-    "(L-l-1)//2+1"; until then, and when it is "fixed", the overlap is the number given.
+    `schedule` computes the overlap from the layer l = 0 .. L-1 when `spec.at_depth(l, L)` is called: "l" (as in the
+    released code), "l+1", "l//2", "l//2+1", or decreasing "L-l-1", "L-l", "(L-l-1)//2", "(L-l-1)//2+1". Before that
+    call, and with "fixed", `overlap` is used.
 
     >>> import headwise as hw
     >>> spec = hw.design(model=8, heads=2, project=Overlapping(overlap=1, schedule="l+1"))
@@ -54,7 +55,7 @@ class Overlapping(Project):
 
     paper = "2410.14874"
     disagreements: ClassVar[tuple[str, ...]] = (
-        "The scores' scale is 1/sqrt(D) of the undivided head and not of its wider slice, as in the released code.",
+        "The scale is 1/sqrt(D) with the D channels of the head without overlap, as in the released code.",
     )
     supports_grouping: ClassVar[bool] = False
     overlap: int = 1
@@ -65,25 +66,25 @@ class Overlapping(Project):
     def conflicts(self, spec: AttentionSpec) -> Iterable[str]:
         heads = spec.heads
         if set(self.bias) - set("qkv"):
-            yield f"Overlapping(bias={self.bias!r}) asks for unknown biases; name each of q, k and v at most once"
+            yield f"Overlapping(bias={self.bias!r}) is unknown; name each of q, k and v at most once"
         if self.channels and self.channels < heads.q * heads.dim:
-            least = heads.q * heads.dim
-            yield f"Overlapping(channels={self.channels}) is below the {least} that heads start in; leave it out"
+            needed = heads.q * heads.dim
+            yield f"Overlapping(channels={self.channels}) is less than the {needed} channels of all heads; leave it out"
         if self.overlap < 0:
             yield f"Overlapping(overlap={self.overlap}) is negative; 0 is plain attention"
         if self.schedule not in ("fixed", *OVERLAP_SCHEDULES):
-            close = suggest(self.schedule, ("fixed", *OVERLAP_SCHEDULES))
-            yield f"Overlapping(schedule={self.schedule!r}) is unknown; {close}"
+            remedy = suggest(self.schedule, ("fixed", *OVERLAP_SCHEDULES))
+            yield f"Overlapping(schedule={self.schedule!r}) is unknown; {remedy}"
         if heads.reads != tuple(range(heads.q)) or heads.values:
-            apart = heads.values or heads.kv == heads.q
-            why = "heads that are grouped apart; use project Direct()" if apart else f"kv={heads.kv}; use kv={heads.q}"
-            yield f"Overlapping divides q, k and v alike, unlike {why}"
+            custom = heads.values or heads.kv == heads.q
+            actual = "custom reads= or values=; use project Direct()" if custom else f"kv={heads.kv}; use kv={heads.q}"
+            yield f"Overlapping needs one key-value head per query head, not {actual}"
         if heads.vdim != heads.dim + 2 * self.overlap and self.overlap >= 0:
-            yield f"overlapping heads deliver dim + 2 overlap channels; use vdim={heads.dim + 2 * self.overlap}"
+            yield f"overlapping heads have dim + 2 overlap channels; use vdim={heads.dim + 2 * self.overlap}"
 
     def widen_heads(self, heads: Heads) -> Heads:
         if self.overlap < 0:
-            return heads  # there are none so wide; `clashes` says why
+            return heads  # `conflicts` reports the negative overlap
         return replace(heads, vdim=heads.dim + 2 * self.overlap)
 
     def at_depth(self, layer: int, layers: int) -> Self:
@@ -114,25 +115,25 @@ class Overlapping(Project):
         return {"k": AxisLayout.parse("channel"), "v": AxisLayout.parse("channel")}
 
     def core(self, spec: AttentionSpec) -> CoreShape:
-        heads, wide = spec.heads, self.transformed_dims(spec)
-        return CoreShape(heads.reads, spec.score_head_of_row, wide, wide, heads.dim**-0.5)
+        heads, width = spec.heads, self.transformed_dims(spec)
+        return CoreShape(heads.reads, spec.score_head_of_row, width, width, heads.dim**-0.5)
 
-    def project_query(self, x_BTD: Tensor, turn: TransformsQK, p: PartParams) -> Tensor:
-        return turn(self._divide(self._project(x_BTD, "q", p), p), "q")
+    def project_query(self, x_BTD: Tensor, transform: TransformsQK, p: PartParams) -> Tensor:
+        return transform(self._divide(self._project(x_BTD, "q", p), p), "q")
 
-    def project_kv(self, z_BSE: Tensor, turn: TransformsQK, p: PartParams) -> dict[str, Tensor]:
+    def project_kv(self, z_BSE: Tensor, transform: TransformsQK, p: PartParams) -> dict[str, Tensor]:
         return {side: self._project(z_BSE, side, p) for side in "kv"}
 
-    def expand_kv(self, entry: Mapping[str, Tensor], turn: TransformsQK, p: PartParams) -> tuple[Tensor, Tensor]:
-        return turn(self._divide(entry["k"], p), "k"), turn(self._divide(entry["v"], p), "v")
+    def expand_kv(self, entry: Mapping[str, Tensor], transform: TransformsQK, p: PartParams) -> tuple[Tensor, Tensor]:
+        return transform(self._divide(entry["k"], p), "k"), transform(self._divide(entry["v"], p), "v")
 
     def _project(self, x: Tensor, side: str, p: PartParams) -> Tensor:
         return F.linear(x, p[side], p[f"{side}_bias"] if side in self.bias else None)
 
     def _divide(self, channels_BTC: Tensor, p: PartParams) -> Tensor:
         padded = F.pad(channels_BTC, (self.overlap, self.overlap))
-        own = torch.arange(p.sizes["dim"] + 2 * self.overlap, device=padded.device)
-        return padded[..., p["start"][:, None] + own]
+        offsets = torch.arange(p.sizes["dim"] + 2 * self.overlap, device=padded.device)
+        return padded[..., p["start"][:, None] + offsets]
 
     @classmethod
     def examples(cls, base: SpecFactory) -> Iterator[AttentionSpec]:

@@ -1,4 +1,4 @@
-"""Where rounding to the layer's precision, or to autocast's, would be another function."""
+"""Helpers for computations that must not run in the layer's low precision or under autocast."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from torch import Tensor
 
 
 def to_at_least_float32(x: Tensor) -> Tensor:
-    """x in at least float32."""
+    """x converted to float32 if its dtype is less precise."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def without_autocast(x: Tensor) -> AbstractContextManager[object]:
-    """Products in the precision of their operands, whatever autocast thinks of that."""
+    """A context in which matrix products run in the dtype of their operands, without autocast."""
     kind = x.device.type
     lowered = kind != "meta" and torch.is_autocast_enabled(kind)
     return torch.autocast(kind, enabled=False) if lowered else nullcontext()

@@ -1,4 +1,4 @@
-"""Queries and keys of a fixed length before they meet."""
+"""QK-norm: normalises queries and keys before scores are computed."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from .initialisers import constant_value, ones_init, zeros_init
 
 @part
 class QKNorm(QKTransform):
-    """Normalises q and k, each with weights of its own.
+    """Normalises q and k, each with its own weights.
 
-    kind="rms", scope="head": RMSNorm over each head's channels, as Qwen3 (2505.09388); scope="full": over all
-    heads at once, as OLMo 2 (2501.00656). kind="offset": the same per head with weights that are stored less one, as
-    Gemma 3 (2503.19786). kind="l2": unit vectors, and a learned temperature per head in
-    place of 1/sqrt(dim), so it goes with Dot(scale=1.0) (2010.04245). Where it stands among the turns is its
-    order: before Rotary as Qwen3, after it when written after.
+    kind="rms", scope="head": RMSNorm over the channels of each head, as in Qwen3 (2505.09388); scope="full": over all
+    heads at once, as in OLMo 2 (2501.00656). kind="offset": RMSNorm per head with weights stored as w - 1, as in
+    Gemma 3 (2503.19786). kind="l2": unit vectors with a learned temperature per head in place of 1/sqrt(dim), so it
+    needs Dot(scale=1.0) (2010.04245). QK transforms run in the order of the modifiers: write QKNorm before Rotary as in
+    Qwen3, or after it.
 
     >>> import torch
     >>> QKNorm().transform(torch.tensor([[[[3.0, 4.0]]]]), "q", None, {"q": torch.ones(2)}).round(decimals=3)
@@ -46,9 +46,10 @@ class QKNorm(QKTransform):
                 "use kind 'rms' with scope 'head' or 'full', or kinds 'offset' and 'l2' with scope 'head'"
             )
         if self.kind == "l2" and spec.similarity.score_scale(spec.core) != 1.0:
-            yield "QKNorm(kind='l2') brings a temperature in place of 1/sqrt(dim); use similarity Dot(scale=1.0)"
+            yield "QKNorm(kind='l2') has a temperature in place of 1/sqrt(dim); use similarity Dot(scale=1.0)"
         if not spec.project.uses_head_dims:
-            yield "QKNorm would reach only a slice of what this project compares; its own norms stand in its place"
+            name = type(spec.project).__name__
+            yield f"QKNorm would normalise only a slice of the queries and keys of {name}; leave QKNorm out"
 
     def params(self, spec: AttentionSpec) -> Mapping[str, Param]:
         if self.kind == "l2":
@@ -72,11 +73,11 @@ class QKNorm(QKTransform):
         scales = torch.cat([p[own].reshape(-1, spec.heads.dim) for own in "qk"])
         return SymmetryGroup.commuting_with_scales(scales.T.tolist())
 
-    def transform(self, x_BTHK: Tensor, side: str, placed: None, p: PartParams) -> Tensor:
+    def transform(self, x_BTHK: Tensor, side: str, precomputed: None, p: PartParams) -> Tensor:
         if self.kind == "l2":
             unit = F.normalize(x_BTHK, dim=-1, eps=self.eps)
             return unit * p["temperature"][:, None] if side == "q" else unit
-        scale = p[side].to(x_BTHK.dtype)  # under autocast only x is coarse
+        scale = p[side].to(x_BTHK.dtype)  # under autocast only x has low precision
         scale = scale + 1 if self.kind == "offset" else scale
         if self.scope == "full":
             flat = x_BTHK.flatten(-2)

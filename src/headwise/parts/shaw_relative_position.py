@@ -1,4 +1,4 @@
-"""Relative position representations: a vector per clipped distance, met by queries and added to values."""
+"""Relative position representations (Shaw et al.): learned vectors per clipped distance for keys and values."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ class Shaw(ScoreStep):
 
     def conflicts(self, spec: AttentionSpec) -> Iterable[str]:
         if self.reach < 1:
-            yield f"Shaw(reach={self.reach}) sees no distance; use at least 1"
+            yield f"Shaw(reach={self.reach}) distinguishes no distances; use at least 1"
         if not spec.project.uses_head_dims:
             name = type(spec.project).__name__
-            yield f"Shaw's vectors meet queries as wide as a head, but {name} asks with others; use project Direct()"
+            yield f"Shaw needs queries with heads.dim channels, unlike {name}; use project Direct()"
 
     def sizes(self, spec: AttentionSpec) -> Mapping[str, int]:
         return {"place": 2 * self.reach + 1}
@@ -47,12 +47,12 @@ class Shaw(ScoreStep):
     def flops(self, spec: AttentionSpec, work) -> int:
         return 2 * work.batch * work.queries * spec.heads.q * (2 * self.reach + 1) * spec.heads.dim
 
-    def query_factors(self, asked: QueryContext, p: PartParams) -> Tensor | None:
-        return torch.matmul(asked.q_BTHK * asked.scale, p["table"].T)
+    def query_factors(self, context: QueryContext, p: PartParams) -> Tensor | None:
+        return torch.matmul(context.q_BTHK * context.scale, p["table"].T)
 
-    def score(self, s: Tensor, cell: ScorePosition, factors: Tensor | None, p: Mapping[str, Tensor]) -> Tensor:
+    def score(self, s: Tensor, position: ScorePosition, factors: Tensor | None, p: Mapping[str, Tensor]) -> Tensor:
         assert factors is not None
-        return s + cell.take(factors, (cell.j - cell.i).clamp(-self.reach, self.reach) + self.reach)
+        return s + position.take(factors, (position.j - position.i).clamp(-self.reach, self.reach) + self.reach)
 
     @classmethod
     def examples(cls, base: SpecFactory) -> Iterator[AttentionSpec]:
@@ -62,7 +62,7 @@ class Shaw(ScoreStep):
 
 @part
 class ShawValues(ValueStep):
-    """o + sum over keys of w a[clip(j - i, -reach, reach)]: the values' half of Shaw et al. (1803.02155).
+    """o + sum over keys of w a[clip(j - i, -reach, reach)]: relative vectors added to values (1803.02155).
 
     >>> import headwise as hw
     >>> ShawValues(reach=2).params(hw.design(model=8, heads=2))["table"].layout.axes
@@ -75,10 +75,10 @@ class ShawValues(ValueStep):
 
     def conflicts(self, spec: AttentionSpec) -> Iterable[str]:
         if self.reach < 1:
-            yield f"ShawValues(reach={self.reach}) sees no distance; use at least 1"
+            yield f"ShawValues(reach={self.reach}) distinguishes no distances; use at least 1"
         if not spec.project.uses_head_dims:
             name = type(spec.project).__name__
-            yield f"ShawValues adds to values as they are read, but {name} reads something else first; use Direct()"
+            yield f"ShawValues needs values with heads.vdim channels in the core, unlike {name}; use project Direct()"
 
     def sizes(self, spec: AttentionSpec) -> Mapping[str, int]:
         return {"place_of_value": 2 * self.reach + 1}
@@ -93,6 +93,6 @@ class ShawValues(ValueStep):
         return p["table"][min(max(j - i, -self.reach), self.reach) + self.reach]
 
     def weighted_values(self, w_BHTS: Tensor, i: Tensor, j: Tensor, p: PartParams) -> Tensor:
-        place = ((j - i).clamp(-self.reach, self.reach) + self.reach).expand(w_BHTS.shape)
-        by_place = w_BHTS.new_zeros(*w_BHTS.shape[:3], 2 * self.reach + 1).scatter_add(-1, place, w_BHTS)
-        return torch.matmul(by_place, p["table"].to(w_BHTS.dtype))
+        distance = ((j - i).clamp(-self.reach, self.reach) + self.reach).expand(w_BHTS.shape)
+        by_distance = w_BHTS.new_zeros(*w_BHTS.shape[:3], 2 * self.reach + 1).scatter_add(-1, distance, w_BHTS)
+        return torch.matmul(by_distance, p["table"].to(w_BHTS.dtype))

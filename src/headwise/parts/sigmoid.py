@@ -1,4 +1,4 @@
-"""Every weight on its own: no row competes."""
+"""Sigmoid attention: each weight is the sigmoid of its score; rows are not normalised."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from ..spec.attention_spec import AttentionSpec
 
 @part
 class Sigmoid(Normaliser):
-    """w_j = sigmoid(s_j - log n), n the number of keys that this query may read (2409.04431).
+    """w_j = sigmoid(s_j - log n), where n is the number of allowed keys of the query (2409.04431).
 
-    Counting the allowed keys of the query itself, and not the length of the batch, keeps a cached step equal
-    to one pass. Two keys of score 0 get a third each:
+    n counts the allowed keys of each query, not the length of the batch, so that decoding with a cache equals one
+    forward pass. Two keys with score 0 get a weight of 1/3 each:
 
     >>> Sigmoid().normalise_row(torch.zeros(2), {}).tolist() == [torch.tensor(1 / 3).item()] * 2
     True

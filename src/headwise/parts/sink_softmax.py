@@ -1,4 +1,4 @@
-"""Softmax with a sink that takes weight and gives nothing."""
+"""Softmax with an attention sink: a learned score per head that takes weight but has no value."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .initialisers import zeros_init
 class SinkSoftmax(Normaliser):
     """w_j = exp(s_j) / (exp(sink_h) + sum of exp(s)): one learned score per head beside the keys (2508.10925).
 
-    A head whose sink is large reads almost nothing; a sink of 0 beside one key of score 0 takes half:
+    A head with a large sink attends to almost nothing. A sink of 0 takes half the weight from one key with score 0:
 
     >>> SinkSoftmax().normalise_row(torch.zeros(1), {"sink": torch.tensor(0.0)}).item()
     0.5

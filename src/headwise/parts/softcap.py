@@ -1,4 +1,4 @@
-"""Scores that saturate."""
+"""Soft-capping of scores."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..spec.attention_spec import AttentionSpec
 
 @part
 class Softcap(ScoreStep):
-    """s -> limit tanh(s / limit): no score beyond the limit (Gemma 2, 2408.00118).
+    """s -> limit tanh(s / limit): limits scores smoothly to (-limit, limit) (Gemma 2, 2408.00118).
 
     >>> Softcap(50.0).score(torch.tensor(1e6), None, None, {}).item()
     50.0
@@ -30,7 +30,7 @@ class Softcap(ScoreStep):
         if not self.limit > 0:
             yield f"Softcap(limit={self.limit!r}) must be positive; Gemma 2 uses 50.0"
 
-    def score(self, s: Tensor, cell: ScorePosition, factors: Tensor | None, p: Mapping[str, Tensor]) -> Tensor:
+    def score(self, s: Tensor, position: ScorePosition, factors: Tensor | None, p: Mapping[str, Tensor]) -> Tensor:
         return torch.tanh(s / self.limit) * self.limit
 
     @classmethod

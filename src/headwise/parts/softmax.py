@@ -1,4 +1,4 @@
-"""Softmax over the keys a query may read."""
+"""Softmax over the allowed keys of each query."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..spec.attention_spec import AttentionSpec
 
 @part
 class Softmax(Normaliser):
-    """w_j = exp(s_j) / sum of exp(s) over the allowed keys; nothing allowed, no weight (1706.03762).
+    """w_j = exp(s_j) / sum of exp(s) over the allowed keys; all weights are 0 if no key is allowed (1706.03762).
 
     >>> Softmax().normalise_row(torch.tensor([0.0, 0.0, 0.0, 0.0]), {})[0].item()
     0.25

@@ -1,4 +1,4 @@
-"""Per-head outputs added up, and one linear map of the sum to the model's width."""
+"""A merge that adds the head outputs and applies one linear layer to the sum."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ from .initialisers import xavier_uniform, zeros_init
 
 @part
 class SumHeads(Merge):
-    """y = (o_1 + .. + o_h) W_O + b_O: heads are added as they are, and share one W_O of vdim rows.
+    """y = (o_1 + .. + o_h) W_O + b_O: heads are summed and share one W_O with vdim rows.
 
-    It is `Concat` with all W_O[h] tied: adding heads that are projected first *is* concatenation. of="mean" divides
-    by the number of heads, which a cut leaves alone; output="fixed" leaves W_O as it was drawn. At one width it has
-    fewer parameters than Concat; `hw.match_size` says how wide values make up for that.
+    It equals `Concat` with all W_O[h] tied; with separate W_O[h], projecting and then adding *is* concatenation.
+    of="mean" divides by the number of heads, which pruning does not change. output="fixed" keeps W_O at its random
+    initial value. It has fewer parameters than Concat at the same width; `hw.match_size` finds the value width that
+    makes up for that.
 
     >>> import headwise as hw
     >>> hw.Attention(hw.design(model=8, heads=2, merge=SumHeads())).state_dict()["output.o"].shape
@@ -37,17 +38,17 @@ class SumHeads(Merge):
 
     def conflicts(self, spec: AttentionSpec) -> Iterable[str]:
         if self.bias not in ("", "o"):
-            yield f"SumHeads(bias={self.bias!r}) is unknown; say bias='o' for an output bias or '' for none"
+            yield f"SumHeads(bias={self.bias!r}) is unknown; use bias='o' for an output bias or '' for none"
         if self.of not in ("sum", "mean"):
             yield f"SumHeads(of={self.of!r}) is unknown; use 'sum' or 'mean'"
         if self.output not in ("learned", "fixed"):
             yield f"SumHeads(output={self.output!r}) is unknown; use 'learned' or 'fixed'"
         if self.heads and self.of == "sum":
-            yield f"SumHeads(heads={self.heads}) counts heads for a mean; leave heads out, or use of='mean'"
+            yield f"SumHeads(heads={self.heads}) is only used by of='mean'; leave heads out, or use of='mean'"
         elif self.heads and self.heads < len(spec.score_head_of_output):
             yield (
-                f"SumHeads(heads={self.heads}) is fewer than the {len(spec.score_head_of_output)} that "
-                f"speak; leave heads out"
+                f"SumHeads(heads={self.heads}) is less than the {len(spec.score_head_of_output)} output heads; "
+                "leave heads out"
             )
 
     def with_fixed_sizes(self, spec: AttentionSpec) -> Self:

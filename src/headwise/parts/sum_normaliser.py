@@ -1,4 +1,4 @@
-"""Weights in proportion to the scores themselves."""
+"""A normaliser that divides scores by their sum, for linear attention."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .feature_map import FeatureMap
 
 @part
 class Sum(Normaliser):
-    """w_j = s_j / sum of s: for similarities that are never negative (2006.16236). A row of zeros reads zero.
+    """w_j = s_j / sum of s, for similarities that are never negative (2006.16236). A row of zeros stays zero.
 
     >>> Sum().normalise_row(torch.tensor([1.0, 3.0]), {}).tolist()
     [0.25, 0.75]
@@ -30,7 +30,7 @@ class Sum(Normaliser):
     def conflicts(self, spec: AttentionSpec) -> Iterable[str]:
         if spec.similarity.signed:
             name = type(spec.similarity).__name__
-            yield f"Sum divides by the total of scores, which {name} may bring to zero; use similarity FeatureMap()"
+            yield f"Sum needs scores that are never negative, unlike {name}; use similarity FeatureMap()"
 
     def normalise_row(self, s_S: Tensor, p_h: Mapping[str, Tensor]) -> Tensor:
         total = s_S.sum()

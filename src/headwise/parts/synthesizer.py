@@ -1,4 +1,4 @@
-"""Learned scores: what a query reads follows from where it stands, or from itself alone."""
+"""Synthesizer: scores that are learned per position, or computed from the query token alone."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ SYNTHESIZER_KINDS = ("random", "factorised", "dense")
 class Learned(ScoreStep):
     """s + R_h[i, j], learned for the positions 0 .. length - 1: the scores of a Synthesizer (2005.00743).
 
-    kind="random": R is a table; "factorised": R = A B^T of this rank; "dense": row i of R is
-    W_2 relu(W_1 x_i + b_1) + b_2, from the query token alone, the hidden layer of a head dim wide, which gives the
-    paper's d^2 + d length when heads times dim are d. Without q and k (project Values()) it is the paper's pure
-    form, beside Dot its mixture as a plain sum: the paper weighs the two, its code can do either. Of "dense" that
-    code has another form: no biases, W_1 taken from the queries' projection, W_2 shared by all heads.
+    kind="random": R is a table. "factorised": R = A B^T with this `rank`. "dense": row i of R is
+    W_2 relu(W_1 x_i + b_1) + b_2, computed from the query token alone; the hidden layer has dim channels per head,
+    which gives the paper's d^2 + d length parameters if heads times dim is d. Without queries and keys (project
+    Values()) it is the paper's pure form; with Dot it is the paper's mixture as a plain sum, where the paper has
+    weights and its code can do either. The code's "dense" differs: no biases, W_1 taken from the query projection, and
+    W_2 shared by all heads.
 
-    Break-even with W_Q and W_K of dim channels is at h length^2 = 2 d h dim: 8 positions for d = 16 and dim = 2.
+    The table has as many parameters as W_Q and W_K at h length^2 = 2 d h dim: 8 positions for d = 16 and dim = 2.
 
     >>> import headwise as hw
     >>> spec = hw.design(model=16, heads=3, dim=2, modifiers=(Learned(length=8),))
@@ -39,7 +40,7 @@ class Learned(ScoreStep):
 
     paper = "2005.00743"
     disagreements: ClassVar[tuple[str, ...]] = (
-        "The paper weighs learned scores against dot products, its code can also add them: they are added.",
+        "The paper weights learned scores and dot products, its code can also add them: added.",
         "The dense kind follows the paper; its code has no biases and shares W_2 over heads.",
     )
     positional: ClassVar[bool] = True
@@ -51,13 +52,13 @@ class Learned(ScoreStep):
 
     def conflicts(self, spec: AttentionSpec) -> Iterable[str]:
         if self.length < 1:
-            yield f"Learned(length={self.length}) knows no position; use at least 1"
+            yield f"Learned(length={self.length}) has no positions; use at least 1"
         if self.kind not in SYNTHESIZER_KINDS:
             yield f"Learned(kind={self.kind!r}) is unknown; use 'random', 'factorised' or 'dense'"
         elif self.kind != "factorised" and self.rank != 8:
-            yield f"Learned(kind={self.kind!r}, rank={self.rank}) factorises nothing; leave rank out"
+            yield f"Learned(kind={self.kind!r}, rank={self.rank}) is not factorised; leave rank out"
         if self.rank < 1:
-            yield f"Learned(rank={self.rank}) leaves nothing of a table; use at least 1"
+            yield f"Learned(rank={self.rank}) must be at least 1"
 
     def max_positions(self, spec: AttentionSpec) -> int | None:
         return self.length
@@ -81,25 +82,26 @@ class Learned(ScoreStep):
         }
 
     def flops(self, spec: AttentionSpec, work: CallSize) -> int:
-        """Rows of R for each query; where all rows of a batch stand alike, and only then, once for all of them."""
+        """FLOPs of the rows of R; they are computed once for all rows of a batch with equal positions."""
         if self.kind != "factorised":
             return 0
         return 2 * work.queries * spec.heads.q * self.rank * self.length
 
-    def query_factors(self, asked: QueryContext, p: PartParams) -> Tensor | None:
+    def query_factors(self, context: QueryContext, p: PartParams) -> Tensor | None:
         if self.kind == "dense":
-            return _dense_score_rows(asked.x_BTD, p)
-        # Padding may stand anywhere; nobody reads what it gets.
-        place = asked.sequence.position.clamp(0, self.length - 1)
+            return _dense_score_rows(context.x_BTD, p)
+        # Padding may have any position; its rows are never used.
+        position = context.sequence.position.clamp(0, self.length - 1)
         if self.kind == "random":
-            rows = p["table"][:, place]
+            rows = p["table"][:, position]
         else:
-            rows = torch.matmul(p["asking"][:, place], p["told"].transpose(-1, -2)[:, None])
-        return rows.permute(1, 2, 0, 3).expand(asked.x_BTD.shape[0], -1, -1, -1)
+            rows = torch.matmul(p["asking"][:, position], p["told"].transpose(-1, -2)[:, None])
+        return rows.permute(1, 2, 0, 3).expand(context.x_BTD.shape[0], -1, -1, -1)
 
-    def score(self, s: Tensor, cell: ScorePosition, factors: Tensor | None, p: Mapping[str, Tensor]) -> Tensor:
+    def score(self, s: Tensor, position: ScorePosition, factors: Tensor | None, p: Mapping[str, Tensor]) -> Tensor:
         assert factors is not None
-        return s + cell.take(factors, cell.j.clamp(0, self.length - 1))  # so may an empty slot of a cache
+        # Clamped because empty cache slots may have any position, too.
+        return s + position.take(factors, position.j.clamp(0, self.length - 1))
 
     @classmethod
     def examples(cls, base: SpecFactory) -> Iterator[AttentionSpec]:
@@ -109,7 +111,7 @@ class Learned(ScoreStep):
 
 
 def _dense_score_rows(x_BTD: Tensor, p: PartParams) -> Tensor:
-    """Rows of scores [B, T, H, length] from the query tokens themselves."""
+    """Rows of scores [B, T, H, length] computed from the query tokens."""
     hidden = F.relu(F.linear(x_BTD, p["hidden"], p["hidden_bias"])).unflatten(-1, (p.sizes["q"], -1))
     rows = torch.matmul(hidden.transpose(1, 2), p["out"]) + p["out_bias"][:, None]
     return rows.transpose(1, 2)

@@ -1,4 +1,4 @@
-"""A learned bias by bucket of relative position, one table for many layers."""
+"""T5's relative position bias: a learned bias per head and bucket of distances."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from .initialisers import fixed_values, normal_with_std
 
 @part
 class T5Bias(ScoreStep):
-    """s + table[bucket(j - i), h]: half the buckets exact, half logarithmic up to `reach` (1910.10683).
+    """s + table[bucket(j - i), h]: half of the buckets exact, half logarithmic up to `reach` (1910.10683).
 
-    looking="both" halves the buckets between past and future; "back" gives all to the past. T5 has no
-    1/sqrt(dim): use Dot(scale=1.0). The table may be tied across layers, so each layer keeps the column
-    that each of its heads reads as a constant of its own: cutting heads cuts columns' readers, never the table.
+    looking="both" splits the buckets between past and future; "back" uses all of them for the past. T5 does not divide
+    by sqrt(dim): use Dot(scale=1.0). The table may be shared by all layers, so each layer stores the table column of
+    each of its heads in a constant; pruning heads shortens that constant and leaves the table as it is.
 
     >>> T5Bias().relative_bucket(torch.tensor([0, -1, 1, -8, -200])).tolist()
     [0, 1, 17, 8, 15]
@@ -43,7 +43,7 @@ class T5Bias(ScoreStep):
         if self.looking not in ("both", "back"):
             yield f"T5Bias(looking={self.looking!r}) is unknown; use 'both' or 'back'"
         elif self.columns and self.columns < spec.heads.q:
-            yield f"T5Bias(columns={self.columns}) has too few for {spec.heads.q} heads; leave columns out"
+            yield f"T5Bias(columns={self.columns}) is less than the {spec.heads.q} heads; leave columns out"
         elif self._exact < 1 or self.reach <= self._exact:
             yield (
                 f"T5Bias(buckets={self.buckets}, reach={self.reach}) leaves no logarithmic part; "
@@ -57,31 +57,31 @@ class T5Bias(ScoreStep):
         return replace(self, columns=self.sizes(spec)["column"])
 
     def params(self, spec: AttentionSpec) -> Mapping[str, Param]:
-        own = fixed_values(range(spec.heads.q))
+        column_of_head = fixed_values(range(spec.heads.q))
         return {
             "table": Param(AxisLayout.parse("bucket column"), normal_with_std(0.02), tied_to="t5_bias.table"),
-            "column": Param(AxisLayout.parse("q"), own, trainable=False),
+            "column": Param(AxisLayout.parse("q"), column_of_head, trainable=False),
         }
 
     @property
-    def _side(self) -> int:
+    def _buckets_per_side(self) -> int:
         return self.buckets // 2 if self.looking == "both" else self.buckets
 
     @property
     def _exact(self) -> int:
-        return self._side // 2
+        return self._buckets_per_side // 2
 
     def relative_bucket(self, relative_position: Tensor) -> Tensor:
-        """The bucket of a key that stands `ahead` of its query (behind, when negative)."""
-        side, exact = self._side, self._exact
-        later = (relative_position > 0) * side if self.looking == "both" else 0
-        far = relative_position.abs() if self.looking == "both" else (-relative_position).clamp(min=0)
-        ratio = (far.clamp(min=1).float() / exact).log() / math.log(self.reach / exact)
-        large = (exact + (ratio * (side - exact)).long()).clamp(max=side - 1)
-        return later + torch.where(far < exact, far, large)
+        """The bucket of a key at this position relative to its query (negative: before the query)."""
+        buckets, exact = self._buckets_per_side, self._exact
+        offset = (relative_position > 0) * buckets if self.looking == "both" else 0
+        distance = relative_position.abs() if self.looking == "both" else (-relative_position).clamp(min=0)
+        ratio = (distance.clamp(min=1).float() / exact).log() / math.log(self.reach / exact)
+        large = (exact + (ratio * (buckets - exact)).long()).clamp(max=buckets - 1)
+        return offset + torch.where(distance < exact, distance, large)
 
-    def score(self, s: Tensor, cell: ScorePosition, factors: Tensor | None, p: Mapping[str, Tensor]) -> Tensor:
-        return s + p["table"][self.relative_bucket(cell.j - cell.i), p["column"]].to(s.dtype)
+    def score(self, s: Tensor, position: ScorePosition, factors: Tensor | None, p: Mapping[str, Tensor]) -> Tensor:
+        return s + p["table"][self.relative_bucket(position.j - position.i), p["column"]].to(s.dtype)
 
     @classmethod
     def examples(cls, base: SpecFactory) -> Iterator[AttentionSpec]:

@@ -1,4 +1,4 @@
-"""Heads that talk: a learned mixing of all heads, the same at every pair of tokens."""
+"""Talking-heads attention: a learned linear mix of all heads, the same at every (query, key) pair."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from .initialisers import identity_init
 
 @part
 class TalkingHeads(Mix):
-    """a'_h = sum over g of a_g P[g, h], on the scores before the pattern or on the weights (2003.02436).
+    """a'_h = sum over g of a_g P[g, h], on the scores before masking or on the weights (2003.02436).
 
-    `heads` says how many come out, when that is not how many go in: the paper's h_k score heads, h softmaxes and
-    h_v value heads are TalkingHeads(heads=h) on the scores and TalkingHeads(on="weights", heads=h_v).
-    P starts as the identity, so a fresh layer is plain attention (CaiT's released code starts it at random):
+    `heads` is the number of heads after mixing, if it differs from the number before: the paper's h_k score heads, h
+    softmaxes and h_v value heads are TalkingHeads(heads=h) on the scores and TalkingHeads(on="weights", heads=h_v).
+    P starts as the identity, so that a new layer equals plain attention (CaiT's released code starts at random):
 
     >>> import torch
     >>> TalkingHeads().mix_pair(torch.tensor([1.0, 2.0]), {}, {}, {"mixing": torch.eye(2)}).tolist()
@@ -46,29 +46,28 @@ class TalkingHeads(Mix):
         if self.on not in ("scores", "weights"):
             yield f"TalkingHeads(on={self.on!r}) is unknown; use 'scores' or 'weights'"
         if self.heads < 0:
-            yield f"TalkingHeads(heads={self.heads}) is no number of heads; leave it out for as many as there are"
+            yield f"TalkingHeads(heads={self.heads}) is negative; leave it out to keep the number of heads"
         if self.phase is Phase.SCORES and self.num_outputs(spec.heads.q) != spec.heads.q:
-            yield from self._lost(spec)
+            yield from self._head_count_conflicts(spec)
 
-    def _lost(self, spec: AttentionSpec) -> Iterable[str]:
-        """Who acts on what comes out of it and has parameters for each score head, of which there are others now."""
+    def _head_count_conflicts(self, spec: AttentionSpec) -> Iterable[str]:
+        """Conflicts with later parts that have parameters per score head, whose number this mix changes."""
         mixes = [mix for _, mix in spec.parts_of(Mix) if mix is not self]
-        scores = [step for _, step in spec.parts_of(ScoreStep)][self._before(spec) :]
+        scores = [step for _, step in spec.parts_of(ScoreStep)][self._num_earlier_score_steps(spec) :]
         for later in (spec.normaliser, *mixes, *scores):
-            asks = isinstance(later, ScoreStep) and later.per_head
-            if asks or any("q" in param.layout.axes for param in later.params(spec).values()):
+            per_head = isinstance(later, ScoreStep) and later.per_head
+            if per_head or any("q" in param.layout.axes for param in later.params(spec).values()):
                 name = type(later).__name__
                 yield (
-                    f"TalkingHeads(heads={self.heads}) leaves other heads than the {spec.heads.q} that "
-                    f"{name} has something of its own for; use heads=0, or do without {name}"
+                    f"TalkingHeads(heads={self.heads}) changes the number of heads, but {name} has parameters for "
+                    f"{spec.heads.q} heads; use heads=0, or leave out {name}"
                 )
         if any(mix.phase is Phase.SCORES for mix in mixes):
-            yield f"TalkingHeads(heads={self.heads}) must be the only mixing on the scores; use heads=0"
+            yield f"TalkingHeads(heads={self.heads}) must be the only mix on the scores; use heads=0"
 
-    def _before(self, spec: AttentionSpec) -> int:
-        """How many score steps are written before it."""
-        written = spec.modifiers[: spec.modifiers.index(self)]
-        return sum(isinstance(step, ScoreStep) for step in written)
+    def _num_earlier_score_steps(self, spec: AttentionSpec) -> int:
+        earlier = spec.modifiers[: spec.modifiers.index(self)]
+        return sum(isinstance(step, ScoreStep) for step in earlier)
 
     def num_outputs(self, heads: int) -> int:
         return self.heads or heads
@@ -81,8 +80,8 @@ class TalkingHeads(Mix):
         return {"mixing": Param(AxisLayout.parse(axes), identity_init)}
 
     def sizes(self, spec: AttentionSpec) -> Mapping[str, int]:
-        given = spec.heads.q if self.on == "scores" else spec.num_heads_after(Phase.SCORES)
-        return {"given": given, "mixed": self.num_outputs(given)}
+        inputs = spec.heads.q if self.on == "scores" else spec.num_heads_after(Phase.SCORES)
+        return {"given": inputs, "mixed": self.num_outputs(inputs)}
 
     def flops(self, spec: AttentionSpec, work: CallSize) -> int:
         sizes = self.sizes(spec)
@@ -92,10 +91,14 @@ class TalkingHeads(Mix):
     def required_score_heads(self, spec: AttentionSpec, heads: frozenset[int]) -> frozenset[int]:
         return frozenset(range(spec.heads.q))
 
-    def mix_pair(self, a_H: Tensor, asked: Mapping[str, Tensor], kept: Mapping[str, Tensor], p: PartParams) -> Tensor:
+    def mix_pair(
+        self, a_H: Tensor, from_query: Mapping[str, Tensor], from_key: Mapping[str, Tensor], p: PartParams
+    ) -> Tensor:
         return a_H @ p["mixing"].to(a_H.dtype)
 
-    def mix(self, a_BHTS: Tensor, asked: Mapping[str, Tensor], kept: Mapping[str, Tensor], p: PartParams) -> Tensor:
+    def mix(
+        self, a_BHTS: Tensor, from_query: Mapping[str, Tensor], from_key: Mapping[str, Tensor], p: PartParams
+    ) -> Tensor:
         return mix_heads(a_BHTS, p["mixing"])
 
     @classmethod
@@ -109,5 +112,5 @@ class TalkingHeads(Mix):
 
 
 def mix_heads(a_BHTS: Tensor, mixing_HO: Tensor) -> Tensor:
-    """Heads mixed alike at every pair: [B, H, T, S] to [B, O, T, S]."""
+    """Mix heads with one matrix at every pair: [B, H, T, S] to [B, O, T, S]."""
     return (mixing_HO.to(a_BHTS.dtype).T @ a_BHTS.flatten(2)).unflatten(2, a_BHTS.shape[2:])

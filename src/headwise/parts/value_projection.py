@@ -1,4 +1,4 @@
-"""Values alone: neither queries nor keys, so nothing of the weights comes from the tokens' contents."""
+"""A projection with values only: without queries and keys, weights do not depend on the tokens' contents."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from .mean_attention import Average
 
 @part
 class Values(Project):
-    """v = z W_V + b_V, and no q or k: every score starts at 0.
+    """v = z W_V + b_V, without q and k: every score starts at 0.
 
-    With Average the averaging branch of merged attention (1908.11365), with a `Learned` score a synthesizer
-    (2005.00743), with T5Bias or Alibi attention by position alone. Of the parameters W_V and W_O are left:
+    With Average it is the averaging branch of merged attention (1908.11365), with `Learned` scores a synthesizer
+    (2005.00743), with T5Bias or Alibi attention by position only. The only weights are W_V and W_O:
 
     >>> import headwise as hw
     >>> hw.costs.count_parameters(hw.design(model=8, heads=2, project=Values()))  # 2 d^2
@@ -36,12 +36,12 @@ class Values(Project):
 
     def conflicts(self, spec: AttentionSpec) -> Iterable[str]:
         if self.bias not in ("", "v"):
-            yield f"Values(bias={self.bias!r}) asks for biases it has no use for; use '' or 'v'"
+            yield f"Values(bias={self.bias!r}) is unknown; use '' or 'v'"
         if not spec.similarity.linear:
-            yield f"Values has no q and k that {type(spec.similarity).__name__} could compare; use similarity Dot()"
-        for name, turn in spec.parts_of(QKTransform):
-            if turn.transformed_sides(spec) & set("qk"):
-                yield f"Values has no q and k for {name} to turn; leave it out, or use project Direct()"
+            yield f"Values has no queries and keys for {type(spec.similarity).__name__}; use similarity Dot()"
+        for name, transform in spec.parts_of(QKTransform):
+            if transform.transformed_sides(spec) & set("qk"):
+                yield f"Values has no queries and keys for {name}; leave it out, or use project Direct()"
 
     def params(self, spec: AttentionSpec) -> Mapping[str, Param]:
         rows = f"({spec.heads.value_axis} vdim)"
@@ -56,8 +56,10 @@ class Values(Project):
 
     def constant_biases(self, spec: AttentionSpec, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         heads = spec.heads
-        reads = [heads.value_head_of_row[voice] for voice in spec.score_head_of_row]
-        return {"v": weights["project.v_bias"].view(heads.num_value_heads, heads.vdim)[reads]} if self.bias else {}
+        if not self.bias:
+            return {}
+        value_heads = [heads.value_head_of_row[row] for row in spec.score_head_of_row]
+        return {"v": weights["project.v_bias"].view(heads.num_value_heads, heads.vdim)[value_heads]}
 
     def without_biases(self, biases: frozenset[str]) -> Self:
         return replace(self, bias="" if "v" in biases else self.bias)
@@ -74,14 +76,14 @@ class Values(Project):
             heads.reads, tuple(heads.value_head_of_row[row] for row in spec.score_head_of_row), 0, heads.vdim, 1.0
         )
 
-    def project_query(self, x_BTD: Tensor, turn: TransformsQK, p: PartParams) -> Tensor:
+    def project_query(self, x_BTD: Tensor, transform: TransformsQK, p: PartParams) -> Tensor:
         return x_BTD.new_zeros(*x_BTD.shape[:2], p.sizes["q"], 0)
 
-    def project_kv(self, z_BSE: Tensor, turn: TransformsQK, p: PartParams) -> dict[str, Tensor]:
+    def project_kv(self, z_BSE: Tensor, transform: TransformsQK, p: PartParams) -> dict[str, Tensor]:
         v = F.linear(z_BSE, p["v"], p["v_bias"] if self.bias else None)
-        return {"v": turn(v.unflatten(-1, (-1, p.sizes["vdim"])), "v")}
+        return {"v": transform(v.unflatten(-1, (-1, p.sizes["vdim"])), "v")}
 
-    def expand_kv(self, entry: Mapping[str, Tensor], turn: TransformsQK, p: PartParams) -> tuple[Tensor, Tensor]:
+    def expand_kv(self, entry: Mapping[str, Tensor], transform: TransformsQK, p: PartParams) -> tuple[Tensor, Tensor]:
         v_BSGV = entry["v"]
         return v_BSGV.new_zeros(*v_BSGV.shape[:2], p.sizes["kv"], 0), v_BSGV
 

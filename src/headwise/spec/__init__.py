@@ -1,5 +1,9 @@
-"""What an attention layer is, without saying how it runs; nothing here imports torch.
+"""Specs: frozen descriptions of attention layers, independent of how they are executed.
 
-`heads` says how many heads there are, how wide, and which key-value head each query head uses; `attention_spec` is
-the six choices and the list of modifiers; `serialization` writes a spec as TOML or JSON and reads it back.
+- `heads`: the number and widths of heads, and which key-value head each query head uses;
+- `attention_spec`: `AttentionSpec`, one part per slot (project, similarity, pattern, normaliser, merge), the heads,
+  and a list of modifiers;
+- `serialization`: writes a spec as TOML or JSON and reads it back.
+
+No module of this package imports torch itself.
 """

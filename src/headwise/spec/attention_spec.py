@@ -1,4 +1,4 @@
-"""A layer is six choices and a list. Everything else is a reading of this."""
+"""`AttentionSpec`: the complete description of an attention layer. Layers, costs and surgery are derived from it."""
 
 from __future__ import annotations
 
@@ -36,10 +36,11 @@ SLOTS: dict[str, type] = {
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionSpec:
-    """What an attention layer is, never how it runs: frozen, comparable, printable, and plain text if you like.
+    """Frozen description of an attention layer, independent of how it is executed.
 
-    `source` is the width of what cross-attention reads; giving it says that the positions of both sequences
-    are meant to be comparable.
+    Specs can be compared, printed, and written as text (`headwise.to_toml`). `model` is the model width. `source` is
+    the width of the sequence that cross-attention attends to; giving it states that the positions of both sequences
+    are comparable, because position-dependent parts then use their difference.
     """
 
     model: int
@@ -59,15 +60,15 @@ class AttentionSpec:
                 (isinstance(size, int) and not isinstance(size, bool) and size > 0)
                 or (name == "source" and size is None)
             ):
-                raise SpecError(f"{name}={size!r} is not a width; give a whole number of at least 1")
+                raise SpecError(f"{name}={size!r} is not a width; give an integer of at least 1")
         for name, kind in {"heads": Heads, **SLOTS}.items():
-            _must_be(name, getattr(self, name), kind)
+            _check_type(name, getattr(self, name), kind)
         if not isinstance(self.modifiers, (tuple, list)):  # pyright: ignore[reportUnnecessaryIsInstance] - users err
             raise SpecError(
-                f"modifiers={self.modifiers!r} is no list; write modifiers=({self.modifiers!r},) with the comma"
+                f"modifiers={self.modifiers!r} is not a tuple; write modifiers=({self.modifiers!r},) with the comma"
             )
         for modifier in self.modifiers:
-            _must_be("modifiers", modifier, Modifier)
+            _check_type("modifiers", modifier, Modifier)
         by_phase = tuple(sorted(self.modifiers, key=lambda modifier: modifier.phase))
         object.__setattr__(self, "modifiers", by_phase)
         reasons = list(self._conflicts())
@@ -75,39 +76,38 @@ class AttentionSpec:
             raise SpecError("; ".join(dict.fromkeys(reasons)))
 
     def _conflicts(self) -> Iterator[str]:
-        joins = [step for _, step in self.parts_of(OutputStep) if step.combines_rows]
-        if len(joins) > 1:
-            yield f"{' and '.join(map(repr, joins))} each join rows into output heads; only one part can do that"
+        combining = [step for _, step in self.parts_of(OutputStep) if step.combines_rows]
+        if len(combining) > 1:
+            yield f"{' and '.join(map(repr, combining))} each combine rows into output heads; keep only one of them"
             return
-        if first := [reason for join in joins for reason in join.conflicts(self)]:
-            yield from first  # until they hold nobody can ask which rows there are
+        if reasons := [reason for step in combining for reason in step.conflicts(self)]:
+            yield from reasons  # the number of rows, which the other checks need, is only defined without conflicts
             return
         if (rows := self.num_heads_after(Phase.WEIGHTS)) != self.heads.rows:
-            told = f"heads say what {self.heads.rows} read; use values= for {rows}"
-            yield f"{rows} rows of weights read values, but {told}"
+            yield f"there are {rows} rows of attention weights, but heads has {self.heads.rows}; use values= for {rows}"
             return
         mixes = [type(mix).__name__ for _, mix in self.parts_of(Mix) if mix.phase is Phase.WEIGHTS]
         if len(mixes) > 1:
-            yield f"{' and '.join(mixes)} both turn weights into output heads; only one part can mix them"
+            yield f"{' and '.join(mixes)} both mix attention weights into output heads; keep only one of them"
         if mixes and self.score_head_of_row != self.score_head_of_output:
-            yield f"{mixes[0]} gives output heads, but an output step wants to join their rows itself"
+            yield f"{mixes[0]} computes output heads, but an output step combines rows into output heads; keep only one"
         for _, part in self.parts():
             yield from part.conflicts(self)
 
     def parts(self) -> Iterator[tuple[str, Part]]:
-        """Every part with the name its parameters go by: "project", "output" (the merge), "alibi", "alibi_2"."""
+        """Every part with the prefix of its parameter names: "project", "output" (the merge), "alibi", "alibi_2"."""
         yield "project", self.project
         yield "similarity", self.similarity
         yield "normaliser", self.normaliser
-        yield "output", self.merge  # "merge" is what the layer does
-        seen: dict[str, int] = {}
+        yield "output", self.merge
+        counts: dict[str, int] = {}
         for modifier in self.modifiers:
             name = to_snake_case(type(modifier).__name__)
-            seen[name] = seen.get(name, 0) + 1
-            yield (name if seen[name] == 1 else f"{name}_{seen[name]}"), modifier
+            counts[name] = counts.get(name, 0) + 1
+            yield (name if counts[name] == 1 else f"{name}_{counts[name]}"), modifier
 
     def params(self) -> dict[str, Param]:
-        """Every parameter by its full name, "project.q"."""
+        """The declaration of every parameter by its full name, such as "project.q"."""
         return {f"{name}.{key}": param for name, part in self.parts() for key, param in part.params(self).items()}
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -119,7 +119,7 @@ class AttentionSpec:
         }
 
     def kv_entry_shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shape of what is remembered of one token, by name: "k", "v", "dynamic.gate"."""
+        """The shapes of the tensors cached for one token, by name: "k", "v", "dynamic.gate"."""
         return {
             key if part is self.project else f"{name}.{key}": layout.unmerged_shape(self.sizes_of(part))
             for name, part in self.parts()
@@ -127,23 +127,23 @@ class AttentionSpec:
         }
 
     def parts_of(self, kind: type[P]) -> list[tuple[str, P]]:
-        """The parts that fill one seam, with their names, in order."""
+        """The parts that implement one interface, with their names, in order."""
         return [(name, part) for name, part in self.parts() if isinstance(part, kind)]
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The sizes of the axes that every part knows."""
+        """The sizes of the axes that all parts may use in their layouts."""
         heads = self.heads
         sizes = {"model": self.model, "source": self.source or self.model}
         sizes |= {"q": heads.q, "kv": heads.kv, "v": heads.num_value_heads, "dim": heads.dim, "vdim": heads.vdim}
         return sizes | {"out": len(self.score_head_of_output), "voice": len(self.score_head_of_row)}
 
     def sizes_of(self, part: Part) -> dict[str, int]:
-        """The sizes of every axis that this part's layouts may name: the spec's and its own."""
+        """The sizes of all axes that a part may use in its layouts: those of the spec and its own."""
         return self.sizes | dict(part.sizes(self))
 
     def num_heads_after(self, until: Phase) -> int:
-        """How many heads there are behind the mixings up to this phase."""
+        """The number of heads after all mixes up to and including this phase."""
         count = self.heads.q
         for _, mix in self.parts_of(Mix):
             count = mix.num_outputs(count) if mix.phase <= until else count
@@ -151,78 +151,78 @@ class AttentionSpec:
 
     @property
     def score_head_of_output(self) -> tuple[int, ...]:
-        """The own score head of each output head."""
+        """The score head that each output head comes from."""
         return self.heads.speaks or self.default_score_heads(self.heads.rows)
 
     @property
     def kv_head_of_output(self) -> tuple[int, ...]:
-        """The key-value head of each output head's own row: those of one number are a group."""
+        """The value head that each output head's row of weights uses; equal numbers form a group."""
         return tuple(self.heads.value_head_of_row[row] for row in self.score_head_of_output)
 
     def default_score_heads(self, rows: int) -> tuple[int, ...]:
-        """The own score head of each output head when none of so many rows has been cut."""
-        speaks = tuple(range(rows))
+        """The score head that each output head comes from, for `rows` rows of weights and no pruned heads."""
+        score_heads = tuple(range(rows))
         for _, step in self.parts_of(OutputStep):
-            speaks = tuple(speaks[row] for row in step.own_row_of_output(len(speaks)))
-        return speaks
+            score_heads = tuple(score_heads[row] for row in step.own_row_of_output(len(score_heads)))
+        return score_heads
 
     @property
     def score_head_of_row(self) -> tuple[int, ...]:
-        """The own score head of each row of weights that reads values, in the order of the rows."""
-        voices = self.score_head_of_output
+        """The score head of each row of attention weights that is multiplied with values, in the order of the rows."""
+        score_heads = self.score_head_of_output
         for _, step in reversed(self.parts_of(OutputStep)):
-            voices = step.required_rows(voices)
-        return voices
+            score_heads = step.required_rows(score_heads)
+        return score_heads
 
     def projection_form(self, one: bool) -> Project:
-        """The project, or its rewrite for a single query."""
+        """The project, or with `one` its equivalent form for a single query, if it has one."""
         return self.project.equivalent_forms(self).get("step", self.project) if one else self.project
 
     @property
     def recurrent_part(self) -> tuple[str, RecurrentPart] | None:
-        """The part whose sums can stand for all past tokens, with its name; None when each must be kept."""
-        found = [(name, part) for name, part in self.parts_of(RecurrentPart) if part.state_layouts(self)]
-        return found[0] if found else None
+        """The part whose state can replace the cache of past tokens, with its name; None if there is none."""
+        recurrent = [(name, part) for name, part in self.parts_of(RecurrentPart) if part.state_layouts(self)]
+        return recurrent[0] if recurrent else None
 
     @property
     def is_recurrent(self) -> bool:
-        """Whether all past tokens are one state: some part has one, and every query reads all of the past."""
+        """Whether decoding uses a recurrent state: a part has one, and every query attends to all past tokens."""
         return self.recurrent_part is not None and self.pattern == Causal()
 
     @property
     def positional(self) -> bool:
-        """Whether it matters where tokens stand."""
+        """Whether the output depends on token positions."""
         return self.pattern != Full() or any(part.positional for _, part in self.parts())
 
     def required_score_heads(self, out: int) -> frozenset[int]:
-        """Every score head that this output head needs: what cutting must keep."""
-        speaks = (self.score_head_of_output[out],)
+        """All score heads that this output head depends on, which pruning must keep."""
+        rows = (self.score_head_of_output[out],)
         for _, step in reversed(self.parts_of(OutputStep)):
-            speaks = step.required_rows(speaks)
-        heads, needed = frozenset[int](), frozenset(speaks)
-        while heads != needed:  # what a late part needs may be half of what an early one takes as a whole
+            rows = step.required_rows(rows)
+        heads, needed = frozenset[int](), frozenset(rows)
+        while heads != needed:  # repeated because each part may add heads that another part's requirements depend on
             heads = needed
             for _, part in reversed(list(self.parts())):
                 needed = part.required_score_heads(self, needed)
         return heads
 
     def shift_sensitivity(self) -> Iterator[str]:
-        """Why a number added to all scores of a row would change what is read; nothing when it would not."""
+        """Reasons why adding a constant to all scores of a row changes the output; empty if it does not."""
         if not self.normaliser.shift_invariant:
-            yield f"{type(self.normaliser).__name__} sees what is added to a whole row"
+            yield f"{type(self.normaliser).__name__} is not invariant to a constant added to all scores of a row"
         for name, modifier in self.parts_of(Modifier):
-            bends = isinstance(modifier, ScoreStep) and not modifier.additive
+            nonlinear = isinstance(modifier, ScoreStep) and not modifier.additive
             mixes = isinstance(modifier, Mix) and modifier.phase is Phase.SCORES and not modifier.position_independent
-            if bends or mixes:
-                yield f"{name} makes of one number many"
+            if nonlinear or mixes:
+                yield f"{name} turns a constant added to all scores of a row into different amounts"
 
     @property
     def core(self) -> CoreShape:
-        """Shapes and scale of the attention core."""
+        """The shapes and the scale of the attention core."""
         return self.core_of(self.project)
 
     def core_of(self, form: Project) -> CoreShape:
-        """The core when the project runs in this form, with the width of what the similarity compares."""
+        """The shapes and the scale of the attention core for one form of the project."""
         core = form.core(self)
         return CoreShape(
             core.key_head_of_query,
@@ -234,32 +234,32 @@ class AttentionSpec:
         )
 
     def with_heads(self, **changes: Any) -> AttentionSpec:
-        """The same layer with other heads; who reads whom is made even again unless said.
+        """A copy with other heads, such as ``spec.with_heads(kv=2)``.
 
-        A change of q or kv that keeps even groups needs nothing else: ``spec.with_heads(kv=2)``.
+        A change of q or kv resets `reads`, `values` and `speaks` to even groups, unless they are given too.
         """
         known = {f.name for f in fields(Heads)}
-        if wrong := sorted(set(changes) - known):
-            raise SpecError(f"heads have no {wrong[0]!r}; {suggest(wrong[0], known)}")
-        fresh: dict[str, Any] = {"reads": (), "values": (), "speaks": ()} if {"q", "kv"} & set(changes) else {}
+        if unknown := sorted(set(changes) - known):
+            raise SpecError(f"heads have no {unknown[0]!r}; {suggest(unknown[0], known)}")
+        resets: dict[str, Any] = {"reads": (), "values": (), "speaks": ()} if {"q", "kv"} & set(changes) else {}
         if "dim" in changes and self.heads.vdim == self.heads.dim:
-            fresh["vdim"] = 0
-        return replace(self, heads=replace(self.heads, **(fresh | changes)))
+            resets["vdim"] = 0
+        return replace(self, heads=replace(self.heads, **(resets | changes)))
 
     def at_depth(self, layer: int, layers: int) -> AttentionSpec:
-        """The same layer at one depth of a stack: parts with a schedule get their numbers, and heads the widths."""
+        """A copy for one layer of a stack: depth schedules of parts become values, and heads get matching widths."""
         if type(layer) is not int or type(layers) is not int or not 0 <= layer < layers:
-            raise SpecError(f"there is no layer {layer!r} of {layers!r}; give whole numbers, 0 <= layer < layers")
-        moved = {slot: getattr(self, slot).at_depth(layer, layers) for slot in SLOTS if slot != "pattern"}
+            raise SpecError(f"there is no layer {layer!r} of {layers!r}; give integers with 0 <= layer < layers")
+        parts = {slot: getattr(self, slot).at_depth(layer, layers) for slot in SLOTS if slot != "pattern"}
         modifiers, heads = tuple(m.at_depth(layer, layers) for m in self.modifiers), self.heads
-        for part in (*moved.values(), *modifiers):
+        for part in (*parts.values(), *modifiers):
             heads = part.widen_heads(heads)
-        return replace(self, heads=heads, **moved, modifiers=modifiers)
+        return replace(self, heads=heads, **parts, modifiers=modifiers)
 
     def __repr__(self) -> str:
-        shown = [(f.name, getattr(self, f.name)) for f in fields(self)]
-        kept = [f"{name}={value!r}" for name, value in shown if value not in ((), None)]
-        return f"AttentionSpec({', '.join(kept)})"
+        values = [(f.name, getattr(self, f.name)) for f in fields(self)]
+        args = [f"{name}={value!r}" for name, value in values if value not in ((), None)]
+        return f"AttentionSpec({', '.join(args)})"
 
     def __str__(self) -> str:
         from .serialization import to_toml
@@ -268,7 +268,7 @@ class AttentionSpec:
 
 
 def to_snake_case(name: str) -> str:
-    """A class name as words: ``QKNorm`` -> ``qk_norm``.
+    """A class name in snake case, such as ``qk_norm`` for ``QKNorm``.
 
     >>> to_snake_case("QKNorm"), to_snake_case("T5Bias"), to_snake_case("HeadGate")
     ('qk_norm', 't5_bias', 'head_gate')
@@ -276,7 +276,7 @@ def to_snake_case(name: str) -> str:
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()
 
 
-def _must_be(name: str, value: object, kind: type) -> None:
+def _check_type(name: str, value: object, kind: type) -> None:
     if not isinstance(value, kind):
-        said = f"{value!r} is of type {type(value).__name__}"
-        raise SpecError(f"{name}: {said}, not {kind.__name__}; headwise.REGISTRY lists what fits")
+        actual = f"{value!r} is of type {type(value).__name__}"
+        raise SpecError(f"{name}: {actual}, not {kind.__name__}; headwise.REGISTRY lists all parts")

@@ -1,4 +1,4 @@
-"""Heads: how many, how wide, and who reads whom."""
+"""The heads of a layer: their number, their widths, and which key-value head each query head uses."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ from ..errors import SpecError
 
 @dataclass(frozen=True, kw_only=True)
 class Heads:
-    """`q` score heads of width `dim` read `kv` key-value heads; what they read is `vdim` wide (0 stands for `dim`).
+    """The heads of a layer: `q` query heads on `kv` key-value heads.
 
-    ``reads[h]`` is the key head that score head h reads, ``values[r]`` the value head that row r of the weights
-    reads (row h is score head h's and reads the same one, unless given), ``speaks[o]`` the row that is output
-    head o's own. Multi-head, grouped-query, multi-query and any pruned shape are one type:
+    Queries and keys have `dim` channels per head, values `vdim` (0 means `dim`).
+
+    ``reads[h]`` is the key head of query head h. ``values[r]`` is the value head of row r of the attention weights;
+    without `values`, row h belongs to query head h and uses the value head ``reads[h]``. ``speaks[o]`` is the row of
+    weights that output head o comes from. One class thus describes multi-head, grouped-query and multi-query attention
+    and every pruned shape:
 
     >>> Heads.grouped(q=6, kv=2, dim=5).reads
     (0, 0, 0, 1, 1, 1)
@@ -32,7 +35,7 @@ class Heads:
 
     @staticmethod
     def grouped(*, q: int, dim: int, kv: int | None = None, vdim: int | None = None) -> Heads:
-        """q heads in equal groups, each group sharing one of kv key-value heads (all their own by default)."""
+        """q query heads in kv equal groups that share a key-value head each (default: one key-value head per head)."""
         if vdim is not None:
             _positive("vdim", vdim)
         return Heads(q=q, kv=q if kv is None else kv, dim=dim, vdim=vdim or 0)
@@ -46,7 +49,7 @@ class Heads:
         for name in ("reads", "values", "speaks"):
             object.__setattr__(self, name, _check_head_map(name, getattr(self, name)))
         if not self.reads:
-            object.__setattr__(self, "reads", _even(self.q, self.kv))
+            object.__setattr__(self, "reads", _even_groups(self.q, self.kv))
         if self.values == self.reads:
             object.__setattr__(self, "values", ())
         _check_all_heads_used("reads", self.reads, self.q, self.kv, "key-value head")
@@ -54,69 +57,69 @@ class Heads:
             _check_all_heads_used("values", self.values, len(self.values), self.num_value_heads, "value head")
         if any(not 0 <= own < self.rows for own in self.speaks):
             raise SpecError(
-                f"speaks={self.speaks} names a score head outside 0..{self.rows - 1}; give one per output head"
+                f"speaks={self.speaks} has a score head outside 0..{self.rows - 1}; give one per output head"
             )
 
     @property
     def value_head_of_row(self) -> tuple[int, ...]:
-        """The value head that each row of weights reads."""
+        """The value head of each row of attention weights."""
         return self.values or self.reads
 
     @property
     def rows(self) -> int:
-        """How many rows of weights could read values: one for each score head, unless a mixing makes it others."""
+        """The number of rows of attention weights: one per score head, unless a mix changes the number of heads."""
         return len(self.value_head_of_row)
 
     @property
     def value_axis(self) -> str:
-        """The axis of the value heads: the keys' own, unless values are grouped otherwise."""
+        """The name of the axis of value heads: "kv" if they are grouped as the keys are, else "v"."""
         return "v" if self.values else "kv"
 
     @property
     def num_value_heads(self) -> int:
-        """How many value heads there are."""
+        """The number of value heads."""
         return max(self.values) + 1 if self.values else self.kv
 
     @property
     def is_evenly_grouped(self) -> bool:
-        """Whether equal, neighbouring groups of score heads share each key-value head."""
-        return not self.values and self.q % self.kv == 0 and self.reads == _even(self.q, self.kv)
+        """Whether each key-value head is shared by an equal number of neighbouring query heads."""
+        return not self.values and self.q % self.kv == 0 and self.reads == _even_groups(self.q, self.kv)
 
     def __repr__(self) -> str:
-        shown = {f.name: getattr(self, f.name) for f in fields(self)}
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
         grouped = self.is_evenly_grouped
-        shown = {
+        values = {
             name: value
-            for name, value in shown.items()
+            for name, value in values.items()
             if not (value == () or (name == "vdim" and value == self.dim) or (name == "reads" and grouped))
         }
-        said = ", ".join(f"{name}={value!r}" for name, value in shown.items())
-        return f"Heads.grouped({said})" if grouped and not self.speaks else f"Heads({said})"
+        args = ", ".join(f"{name}={value!r}" for name, value in values.items())
+        return f"Heads.grouped({args})" if grouped and not self.speaks else f"Heads({args})"
 
 
 def _positive(name: str, value: object) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise SpecError(f"heads need a whole {name} of at least 1, not {value!r}; give {name}=1 or more")
+        raise SpecError(f"heads need {name} to be an integer of at least 1, not {value!r}; give {name}=1 or more")
 
 
-def _check_head_map(name: str, told: object) -> tuple[int, ...]:
-    row: list[Any] = list(cast("list[Any]", told)) if isinstance(told, (tuple, list)) else [told]
-    if not isinstance(told, (tuple, list)) or any(type(head) is not int for head in row):
-        raise SpecError(f"{name}={told!r} must list the numbers of heads, 0..1 for two; write {name}=(0, 0, 1, 1)")
-    return tuple(row)
+def _check_head_map(name: str, value: object) -> tuple[int, ...]:
+    heads: list[Any] = list(cast("list[Any]", value)) if isinstance(value, (tuple, list)) else [value]
+    if not isinstance(value, (tuple, list)) or any(type(head) is not int for head in heads):
+        raise SpecError(f"{name}={value!r} must be a tuple of head indices from 0, such as {name}=(0, 0, 1, 1)")
+    return tuple(heads)
 
 
-def _even(q: int, kv: int) -> tuple[int, ...]:
+def _even_groups(q: int, kv: int) -> tuple[int, ...]:
     if q % kv:
-        ways = [n for n in range(1, q + 1) if q % n == 0]
+        divisors = [n for n in range(1, q + 1) if q % n == 0]
         raise SpecError(
-            f"{q} query heads cannot share {kv} key-value heads evenly; use kv in {ways}, or say reads= for each head"
+            f"{q} query heads cannot share {kv} key-value heads evenly; use kv in {divisors}, or give reads="
         )
     return tuple(h // (q // kv) for h in range(q))
 
 
-def _check_all_heads_used(name: str, who: tuple[int, ...], q: int, read: int, what: str) -> None:
-    if len(who) != q:
-        raise SpecError(f"{name}={who} says what {len(who)} heads read, but there are {q}; give one {what} for each")
-    if sorted(set(who)) != list(range(read)):
-        raise SpecError(f"{name}={who} must name every {what} 0..{read - 1} at least once and no other")
+def _check_all_heads_used(name: str, head_map: tuple[int, ...], length: int, num_heads: int, kind: str) -> None:
+    if len(head_map) != length:
+        raise SpecError(f"{name}={head_map} has {len(head_map)} entries for {length} heads; give one {kind} for each")
+    if sorted(set(head_map)) != list(range(num_heads)):
+        raise SpecError(f"{name}={head_map} must contain every {kind} 0..{num_heads - 1} at least once and no other")

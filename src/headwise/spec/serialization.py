@@ -1,4 +1,4 @@
-"""Specs as text: one dictionary form, written as TOML or JSON, read back as the same spec."""
+"""Converts specs to plain dictionaries, TOML and JSON, and back."""
 
 from __future__ import annotations
 
@@ -16,144 +16,150 @@ from .heads import Heads
 
 
 def to_dict(spec: AttentionSpec) -> dict[str, Any]:
-    """A spec as plain values; what equals its default is left out."""
+    """The spec as a dictionary of plain values, without fields that equal their defaults."""
     heads = {f.name: getattr(spec.heads, f.name) for f in fields(Heads)}
     if spec.heads.is_evenly_grouped:
         del heads["reads"]
     if heads["vdim"] == heads["dim"]:
         del heads["vdim"]
-    said: dict[str, Any] = {"model": spec.model}
+    data: dict[str, Any] = {"model": spec.model}
     if spec.source is not None:
-        said["source"] = spec.source
-    said["pattern"] = spec.pattern.text
-    said["heads"] = {name: _plain(value) for name, value in heads.items() if value != ()}
-    said |= {slot: _plain(getattr(spec, slot)) for slot in SLOTS if slot != "pattern"}
+        data["source"] = spec.source
+    data["pattern"] = spec.pattern.text
+    data["heads"] = {name: _plain(value) for name, value in heads.items() if value != ()}
+    data |= {slot: _plain(getattr(spec, slot)) for slot in SLOTS if slot != "pattern"}
     if spec.modifiers:
-        said["modifiers"] = [_plain(modifier) for modifier in spec.modifiers]
-    return said
+        data["modifiers"] = [_plain(modifier) for modifier in spec.modifiers]
+    return data
 
 
-def from_dict(said: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> AttentionSpec:
-    """The spec that a dictionary describes; `usual` fills the choices that it does not make."""
+def from_dict(data: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> AttentionSpec:
+    """The spec described by a dictionary; `defaults` supplies fields that it lacks."""
     known = [f.name for f in fields(AttentionSpec)]
-    _known_keys("a spec", said, known)
-    chosen = dict(defaults or {}) | {name: _slot_value(name, value) for name, value in said.items()}
-    if missing := [name for name in ("model", "heads", *SLOTS) if name not in chosen]:
-        raise SpecError(f"the spec says nothing of {', '.join(missing)}; add {missing[0]} = ...")
-    return AttentionSpec(**chosen)
+    _check_keys("a spec", data, known)
+    values = dict(defaults or {}) | {name: _slot_value(name, value) for name, value in data.items()}
+    if missing := [name for name in ("model", "heads", *SLOTS) if name not in values]:
+        raise SpecError(f"the spec lacks {', '.join(missing)}; add {missing[0]} = ...")
+    return AttentionSpec(**values)
 
 
 def to_json(spec: AttentionSpec) -> str:
-    """One JSON document."""
+    """The spec as a JSON document."""
     return json.dumps(to_dict(spec), indent=2)
 
 
 def from_json(text: str, defaults: Mapping[str, Any] | None = None) -> AttentionSpec:
-    """The spec that a JSON document describes."""
+    """The spec described by a JSON document."""
     try:
-        said = json.loads(text)
+        data = json.loads(text)
     except json.JSONDecodeError as error:
-        raise SpecError(f"this is not JSON: {error}; write what spec.to_json gives") from None
-    return from_dict(check_table("a spec", said), defaults)
+        raise SpecError(f"the text is not JSON: {error}; write the spec as headwise.to_json does") from None
+    return from_dict(check_table("a spec", data), defaults)
 
 
 def to_toml(spec: AttentionSpec) -> str:
-    """One TOML document; nested parts are inline tables."""
-    said = to_dict(spec)
-    modifiers: list[dict[str, Any]] = said.pop("modifiers", [])
-    tables: dict[str, dict[str, Any]] = {name: value for name, value in said.items() if isinstance(value, dict)}
-    lines = [f"{name} = {format_toml(value)}" for name, value in said.items() if name not in tables]
-    headed = [(f"[{name}]", table) for name, table in tables.items()]
-    headed += [("[[modifiers]]", table) for table in modifiers]
-    for head, table in headed:
-        lines += ["", head, *(f"{key} = {format_toml(value)}" for key, value in table.items())]
+    """The spec as a TOML document; nested parts are inline tables."""
+    data = to_dict(spec)
+    modifiers: list[dict[str, Any]] = data.pop("modifiers", [])
+    tables: dict[str, dict[str, Any]] = {name: value for name, value in data.items() if isinstance(value, dict)}
+    lines = [f"{name} = {format_toml(value)}" for name, value in data.items() if name not in tables]
+    sections = [(f"[{name}]", table) for name, table in tables.items()]
+    sections += [("[[modifiers]]", table) for table in modifiers]
+    for header, table in sections:
+        lines += ["", header, *(f"{key} = {format_toml(value)}" for key, value in table.items())]
     return "\n".join(lines)
 
 
 def from_toml(text: str, defaults: Mapping[str, Any] | None = None) -> AttentionSpec:
-    """The spec that a TOML document describes."""
+    """The spec described by a TOML document."""
     try:
-        said = tomllib.loads(text)
+        data = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise SpecError(f"this is not TOML: {error}; write what print(spec) shows") from None
-    return from_dict(said, defaults)
+        raise SpecError(f"the text is not TOML: {error}; write the spec as print(spec) does") from None
+    return from_dict(data, defaults)
 
 
-def _slot_value(name: str, said: Any) -> Any:
+def _slot_value(name: str, value: Any) -> Any:
     if name == "pattern":
-        return (
-            patterns.parse_pattern(said) if isinstance(said, str) else _mistyped(name, said, "text such as 'causal()'")
-        )
+        if isinstance(value, str):
+            return patterns.parse_pattern(value)
+        _raise_type_error(name, value, "text such as 'causal()'")
     if name == "heads":
-        return _heads(check_table(name, said))
+        return _heads(check_table(name, value))
     if name in SLOTS:
-        return _registered_object(name, said)
+        return _registered_object(name, value)
     if name == "modifiers":
-        return tuple(_registered_object(f"modifiers[{n}]", row) for n, row in enumerate(_list(name, said)))
-    return said
+        return tuple(_registered_object(f"modifiers[{n}]", item) for n, item in enumerate(_list(name, value)))
+    return value
 
 
 def _plain(value: Any) -> Any:
     if is_dataclass(value) and not isinstance(value, type):
-        usual = field_defaults(type(value))
-        own = {f.name: getattr(value, f.name) for f in fields(value)}
-        said = {name: _plain(v) for name, v in own.items() if name not in usual or usual[name] != v}
-        return {"part": type(value).__name__} | said
+        defaults = field_defaults(type(value))
+        values = {f.name: getattr(value, f.name) for f in fields(value)}
+        options = {name: _plain(v) for name, v in values.items() if name not in defaults or defaults[name] != v}
+        return {"part": type(value).__name__} | options
     return [_plain(item) for item in _list("", value)] if isinstance(value, (tuple, list)) else value
 
 
-def _registered_object(where: str, said: Any) -> Any:
-    table = check_table(where, {"part": said} if isinstance(said, str) else said)
+def _registered_object(where: str, value: Any) -> Any:
+    table = check_table(where, {"part": value} if isinstance(value, str) else value)
     name = table.pop("part", None)
     if not isinstance(name, str):
-        _mistyped(f"{where}.part", name, "the name of a part")
+        _raise_type_error(f"{where}.part", name, "the name of a part")
     cls = find_class(name)
-    _known_keys(name, table, [f.name for f in fields(cls)])
-    values = {key: _value(f"{where}.{key}", value) for key, value in table.items()}
+    _check_keys(name, table, [f.name for f in fields(cls)])
+    options = {key: _field_value(f"{where}.{key}", option) for key, option in table.items()}
     try:
-        return cls(**values)
+        return cls(**options)
     except TypeError as error:
-        raise SpecError(f"{where}: {name} cannot be made of {values}: {error}; see its docstring") from None
+        raise SpecError(f"{where}: cannot build {name} from {options}: {error}; see its docstring") from None
 
 
-def _value(where: str, said: Any) -> Any:
-    if isinstance(said, Mapping):
-        return _registered_object(where, said)
-    return tuple(_value(where, item) for item in _list(where, said)) if isinstance(said, (list, tuple)) else said
+def _field_value(where: str, value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return _registered_object(where, value)
+    if isinstance(value, (list, tuple)):
+        return tuple(_field_value(where, item) for item in _list(where, value))
+    return value
 
 
-def _heads(said: dict[str, Any]) -> Heads:
-    _known_keys("heads", said, [f.name for f in fields(Heads)])
-    if missing := [name for name in ("q", "dim") if name not in said]:
-        raise SpecError(f"heads say nothing of {missing[0]}; add {missing[0]} = ...")
-    rows: dict[str, Any] = {
-        name: tuple(_list(f"heads.{name}", said[name])) for name in ("reads", "values", "speaks") if name in said
+def _heads(table: dict[str, Any]) -> Heads:
+    _check_keys("heads", table, [f.name for f in fields(Heads)])
+    if missing := [name for name in ("q", "dim") if name not in table]:
+        raise SpecError(f"heads lack {missing[0]}; add {missing[0]} = ...")
+    head_maps: dict[str, Any] = {
+        name: tuple(_list(f"heads.{name}", table[name])) for name in ("reads", "values", "speaks") if name in table
     }
-    chosen: dict[str, Any] = {"kv": said["q"]} | said | rows
-    return Heads(**chosen)
+    values: dict[str, Any] = {"kv": table["q"]} | table | head_maps
+    return Heads(**values)
 
 
-def _known_keys(what: str, said: Mapping[str, Any], known: list[str]) -> None:
-    for name in said:
+def _check_keys(where: str, table: Mapping[str, Any], known: list[str]) -> None:
+    for name in table:
         if name not in known:
-            raise SpecError(f"{what} has no {name!r}; {suggest(name, known)}")
+            raise SpecError(f"{where} has no {name!r}; {suggest(name, known)}")
 
 
-def check_table(where: str, said: Any) -> dict[str, Any]:
-    """A table of its own to take apart, if it is one."""
-    return dict(cast("Mapping[str, Any]", said)) if isinstance(said, Mapping) else _mistyped(where, said, "a table")
+def check_table(where: str, value: Any) -> dict[str, Any]:
+    """A copy of `value` if it is a mapping; raises SpecError otherwise."""
+    if not isinstance(value, Mapping):
+        _raise_type_error(where, value, "a table")
+    return dict(cast("Mapping[str, Any]", value))
 
 
-def _list(where: str, said: Any) -> list[Any]:
-    return list(cast("list[Any]", said)) if isinstance(said, (list, tuple)) else _mistyped(where, said, "a list")
+def _list(where: str, value: Any) -> list[Any]:
+    if not isinstance(value, (list, tuple)):
+        _raise_type_error(where, value, "a list")
+    return list(cast("list[Any]", value))
 
 
-def _mistyped(where: str, value: object, wanted: str) -> NoReturn:
+def _raise_type_error(where: str, value: object, wanted: str) -> NoReturn:
     raise SpecError(f"{where} = {value!r} is of type {type(value).__name__}; give {wanted}")
 
 
 def format_toml(value: Any) -> str:
-    """One value as TOML writes it; a table stands on one line."""
+    """A value in TOML syntax; tables are written inline."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
