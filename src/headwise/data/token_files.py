@@ -207,7 +207,7 @@ def _check_ids(ids: Any, dtype: str, path: Path, meta: TokenFileMetadata) -> Any
 
 
 def _find_largest_id(ids: Any, size: int, path: Path) -> int:
-    """Largest id of a file, scanned in chunks; raises SpecError for negative ids and, if `size` > 0, for ids >= `size`."""
+    """Largest id, found in chunks; raises SpecError for negative ids and, if `size` > 0, for ids >= `size`."""
     largest = 0
     for start in range(0, len(ids), SCAN_TOKENS):
         chunk = np.asarray(ids[start : start + SCAN_TOKENS])
