@@ -112,7 +112,7 @@ class StepTrial:
         return ("fp32", "bf16") if self.recipe.precision == "auto" else (self.recipe.precision,)
 
     def _attentions(self) -> tuple[str, ...]:
-        """Candidates for attention; plain attention stores all scores, so it is tried only for short rows on the CPU."""
+        """Candidates for `attention`; "plain" stores all scores, so it is only tried for short rows on the CPU."""
         if self.recipe.attention != "auto":
             return (self.recipe.attention,)
         longest = max(x.shape[1] for batch in self.batches for x in (batch.x, batch.source) if x is not None)
