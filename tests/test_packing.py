@@ -192,10 +192,10 @@ def test_rows_are_packed_where_that_is_faster(monkeypatch):
     fast = {("padded", "fused"): 0.2, ("packed", "fused"): 0.1}
     chosen = trial(monkeypatch, fast)
     assert chosen.rows == "packed"
-    assert any(said.startswith("packed: 0.1000 s a step instead of 0.2000 s") for said in chosen.reasons)
+    assert any(said.startswith("packed rows: 0.1000 s per step, padded 0.2000 s") for said in chosen.reasons)
     slow = trial(monkeypatch, {("padded", "fused"): 0.2, ("packed", "fused"): 0.199})
     assert slow.rows == "padded"
-    assert any("rows are filled up: 0.2000 s a step, packed 0.1990 s" in said for said in slow.reasons)
+    assert any("padded rows: 0.2000 s per step, packed 0.1990 s" in said for said in slow.reasons)
     both = fast | {("padded", "plain"): 0.19, ("packed", "plain"): 0.05}
     assert (both := trial(monkeypatch, both, attention="auto")).rows == "packed"
     assert both.attention == "plain"

@@ -269,7 +269,9 @@ class DateTranslation(SyntheticTask):
             _check_choices(option, getattr(self, option), choices[option], minimum)
         years = parse_sizes("years", self.years, 1000)
         if len(years) != 2 or not years[0] <= years[1] <= 9999:
-            raise SpecError(f"years={self.years} must be the first and the last year, within 1000 .. 9999")
+            raise SpecError(
+                f"years={self.years} must be the first and the last year, from 1000 to 9999; use years=(1900, 2099)"
+            )
         if check_whole_number("digits", self.digits, 1) > 8:
             raise SpecError(
                 f"digits={self.digits} is not supported, Chinese numerals beyond 万 are missing; use at most 8"
