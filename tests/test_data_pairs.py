@@ -175,7 +175,7 @@ def test_files_of_their_own_and_what_is_left_out_is_said(tmp_path: Path):
     told = " ".join(task.notes)
     assert [f"{n} of" in told for n in (2, 2, 1)] == [True] * 3
     assert "2 of 40 pairs are left out because a side is empty" in told
-    assert "held out: 2 of 38" in told
+    assert "2 of 38 pairs are not trained on because their sources are held out" in told
     assert "1 of 36 pairs are not trained on because a side has more than longest=40 tokens" in told
     kept = {pair.source for pair in task.data.pairs["train"]}
     assert not kept & {"wort 10", "wort 11", "wort 7", "wort 5", ""}

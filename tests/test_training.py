@@ -107,7 +107,7 @@ def test_every_rate_is_between_nothing_and_the_highest(name: str, steps: int, wa
         ({"lr": 0.5, "weight_decay": 2.0}, "use weight_decay below 2"),
         ({"precision": "fp16"}, r"precision='fp16'\) is unknown"),
         ({"keep": 0}, "keep=0"),
-        ({"terms": (("balance",),)}, "must name factors"),
+        ({"terms": (("balance",),)}, "must be pairs of a name and a weight"),
     ],
 )
 def test_absurd_recipes_are_refused_in_one_line(said: dict, told: str):
