@@ -319,7 +319,7 @@ def test_words_are_known(tmp_path: Path):
         train(Echo(), recipe=quick(), out=tmp_path, resume="yes")
     with pytest.raises(SpecError, match="out= is missing"):
         train(Echo(), recipe=quick())
-    with pytest.raises(SpecError, match="device='gpu' is not here"):
+    with pytest.raises(SpecError, match="device='gpu' is not available"):
         train(Echo(), recipe=quick(device="gpu"), out=tmp_path)
     with pytest.raises(SpecError, match=r"built with dropout=0.2, but the recipe has dropout=0.0"):
         train(Echo(), hw.build(Echo().model(), dropout=0.2), quick(), tmp_path)

@@ -168,33 +168,33 @@ def _use_counting_two(numeral: TokenizedPhrase) -> TokenizedPhrase:
 
 
 def _format_yuan(cents: int) -> TokenizedPhrase:
-    whole, (tenths, hundredths) = cents // 100, divmod(cents % 100, 10)
-    out = [*_use_counting_two(format_chinese_numeral(whole, "n")), ("元", ("unit",))] if whole else []
+    units, (tenths, hundredths) = cents // 100, divmod(cents % 100, 10)
+    out = [*_use_counting_two(format_chinese_numeral(units, "n")), ("元", ("unit",))] if units else []
     if tenths:
         out += [*_spell_digits(str(tenths), "n", -1), ("角", ("n-1",))]
-    elif whole and hundredths:
+    elif units and hundredths:
         out += _spell_digits("0", "n", -1)
     if hundredths:
         out += [*_spell_digits(str(hundredths), "n", -2), ("分", ("n-2",))]
-    return out if whole else [*_use_counting_two(out[:1]), *out[1:]]
+    return out if units else [*_use_counting_two(out[:1]), *out[1:]]
 
 
 def _format_units_and_cents(cents: int, currency: Currency) -> TokenizedPhrase:
-    whole, rest = divmod(cents, 100)
+    units, hundredths = divmod(cents, 100)
     out: TokenizedPhrase = []
-    for number, last, unit in ((whole, 0, currency.unit), (rest, -2, currency.subunit)):
+    for number, lowest_place, unit in ((units, 0, currency.unit), (hundredths, -2, currency.subunit)):
         if number:
             out += [
-                *_use_counting_two(format_chinese_numeral(number, "n", last)),
+                *_use_counting_two(format_chinese_numeral(number, "n", lowest_place)),
                 *((token, ("unit",)) for token in unit),
             ]
     return out
 
 
 def _format_decimal(cents: int, comma: str) -> TokenizedPhrase:
-    whole = f"{cents // 100:,}" if comma else str(cents // 100)
-    places = iter(reversed(range(len(whole) - whole.count(","))))
-    integer: TokenizedPhrase = [(token, () if token == "," else (f"n{next(places)}",)) for token in whole]
+    integer_part = f"{cents // 100:,}" if comma else str(cents // 100)
+    places = iter(reversed(range(len(integer_part) - integer_part.count(","))))
+    integer: TokenizedPhrase = [(token, () if token == "," else (f"n{next(places)}",)) for token in integer_part]
     return [*integer, *make_plain_token("."), *_tag_digits(f"{cents % 100:02d}", "n", -2)]
 
 

@@ -54,7 +54,7 @@ class EpochOrder:
 
 
 class BatchPlan:
-    """Assignment of examples to batches by length, with the same number of batches in every epoch.
+    """Assignment of examples to batches by length; every epoch has the same number of batches.
 
     `lengths` holds the length of each example, or a number that is equal for examples of equal lengths. `units` are
     lists of rows; a row lists ranks of examples sorted by length. A batch consists of `units_per_batch` units. In each
@@ -173,7 +173,7 @@ def split_by_key(keys: Sequence[str], valid: float, test: float) -> dict[str, In
 
     Keys are ordered by their hash, and the first ones are held out.
 
-    >>> {split: own.tolist() for split, own in split_by_key(["a", "b", "a", "c"], 0.3, 0).items()}
+    >>> {split: indices.tolist() for split, indices in split_by_key(["a", "b", "a", "c"], 0.3, 0).items()}
     {'train': [0, 1, 2], 'valid': [3], 'test': []}
     """
     check_split_shares(valid, test)
@@ -198,7 +198,8 @@ def split_examples(counts: Mapping[str, int], keys: Sequence[str], valid: float,
     Without a validation split, shares of the train split are held out by `split_by_key`; `keys` has one key per
     example.
 
-    >>> {split: own.tolist() for split, own in split_examples({"train": 2, "test": 1}, ["a", "b", "a"], 0.5, 0).items()}
+    >>> splits = split_examples({"train": 2, "test": 1}, ["a", "b", "a"], 0.5, 0)
+    >>> {split: indices.tolist() for split, indices in splits.items()}
     {'train': [1], 'valid': [0], 'test': [2]}
     """
     ends = np.cumsum(list(counts.values())).tolist()

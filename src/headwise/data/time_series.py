@@ -44,11 +44,11 @@ class FrameClassification(FileTask):
         path = existing_path(self.path)
         if not path.is_dir():
             return [path]
-        if not (found := list_files(path, (".npy",))):
+        if not (npy_files := list_files(path, (".npy",))):
             raise SpecError(f"{path} has no .npy files; add one [time, features] per utterance, or give an .npz")
         if not (path / LABEL_TABLE).is_file():
             raise SpecError(f"{path} has no {LABEL_TABLE}; write a line NAME<tab>LABEL for each .npy")
-        return [path / LABEL_TABLE, *found]
+        return [path / LABEL_TABLE, *npy_files]
 
     def read(self) -> LabelledDataset:
         path = existing_path(self.path)
