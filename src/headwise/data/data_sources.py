@@ -14,7 +14,7 @@ from .language_modelling import STDLIB, TextTask
 from .task_registry import TASKS, make_task
 from .text_files import existing_path, find_splits, list_files
 
-# The adaptor for each file suffix; .npz files and folders are chosen by their content.
+# The adapter for each file suffix; .npz files and folders are chosen by their content.
 ADAPTER_OF_SUFFIX = {
     **dict.fromkeys((*TextTask.suffixes, ".text", ".log", ".tex", ".html", ".c", ".h", ".js", ".rs"), "text"),
     **dict.fromkeys(token_files.TOKEN_FILE_SUFFIXES, "tokens"),
@@ -26,21 +26,21 @@ ADAPTER_OF_SUFFIX = {
 def open_data(source: str, options: Mapping[str, Any] | None = None) -> FileTask:
     """Task over the data that `source` names: "stdlib", a file, a folder, or two aligned files joined by a comma.
 
-    The file suffix chooses the adaptor (the class that reads the data); a prefix, as in "parallel:cmn.txt", overrides
-    it. `options` are the fields of the adaptor.
+    The file suffix chooses the adapter (the class that reads the data); a prefix, as in "parallel:cmn.txt", overrides
+    it. `options` are the fields of the adapter.
 
     >>> open_data("stdlib", {"length": 128})
     TextTask(path='stdlib', length=128)
     >>> open_data("image:digits")
     Traceback (most recent call last):
-    headwise.errors.SpecError: there is no adaptor 'image'; did you mean 'images'?
+    headwise.errors.SpecError: there is no adapter 'image'; did you mean 'images'?
     """
     name, colon, path = source.partition(":")
     if not (colon and len(name) > 1 and name.isalpha()):  # a single letter is a Windows drive
         name, path = find_adapter(source), source
     adapters = {name: cls for name, cls in TASKS.items() if issubclass(cls, FileTask)}
     if name not in adapters:
-        raise SpecError(f"there is no adaptor {name!r}; {suggest(name, adapters)}")
+        raise SpecError(f"there is no adapter {name!r}; {suggest(name, adapters)}")
     values = {option: tuple(value) if isinstance(value, list) else value for option, value in (options or {}).items()}
     task = make_task(name, **({"path": _split_pair(path) if name == "parallel" else path} | values))
     return cast(FileTask, task)
@@ -52,7 +52,7 @@ def _split_pair(path: str) -> str | tuple[str, ...]:
 
 
 def find_adapter(source: str) -> str:
-    """Name of the adaptor for a source, from its suffix or from the content of the folder."""
+    """Name of the adapter for a source, from its suffix or from the content of the folder."""
     if source == STDLIB:
         return "text"
     if isinstance(_split_pair(source), tuple):
@@ -67,13 +67,13 @@ def find_adapter(source: str) -> str:
         return "images"
     if suffix not in ADAPTER_OF_SUFFIX:
         raise SpecError(
-            f"the suffix of {source!r} has no adaptor; name one in front, as in text:{source} or parallel:{source}"
+            f"the suffix of {source!r} has no adapter; name one in front, as in text:{source} or parallel:{source}"
         )
     return ADAPTER_OF_SUFFIX[suffix]
 
 
 def _adapter_of_folder(folder: Path) -> str:
-    """Adaptor of a folder: text, unless it has split or label files, or more images than texts."""
+    """Adapter of a folder: text, unless it has split or label files, or more images than texts."""
     if (folder / time_series.LABEL_TABLE).is_file():
         return "frames"
     if len(find_splits(folder, token_files.TOKEN_FILE_SUFFIXES)) > 1:

@@ -63,13 +63,13 @@ class BatchPlan:
     """
 
     def __init__(self, lengths: IndexArray, units: Sequence[ExampleRows], units_per_batch: int = 1) -> None:
-        self.lengths, self.units, self.each = lengths, units, units_per_batch
+        self.lengths, self.units, self.units_per_batch = lengths, units, units_per_batch
         self._epoch_orders: dict[tuple[int, int], tuple[IndexArray, IndexArray]] = {}
 
     @property
     def batches(self) -> int:
         """Number of batches in an epoch."""
-        return -(-len(self.units) // self.each)
+        return -(-len(self.units) // self.units_per_batch)
 
     def take(self, index: int, seed: int) -> ExampleRows:
         """Example indices of each row of training batch `index`."""
@@ -80,7 +80,7 @@ class BatchPlan:
             rng = make_rng(seed, epoch)
             orders = np.lexsort((rng.random(len(self.lengths)), self.lengths)), rng.permutation(len(self.units))
             self._epoch_orders = dict([*list(self._epoch_orders.items())[-1:], (key, orders)])
-        return self._rows(orders[0], orders[1][batch * self.each : (batch + 1) * self.each])
+        return self._rows(orders[0], orders[1][batch * self.units_per_batch : (batch + 1) * self.units_per_batch])
 
     def evaluation_rows(self, index: int) -> ExampleRows:
         """Example indices of each row of evaluation batch `index`, independent of any seed.
@@ -88,7 +88,9 @@ class BatchPlan:
         The units are shuffled, so that the first few batches contain all lengths.
         """
         batch = index % self.batches
-        units = make_rng(0).permutation(len(self.units))[batch * self.each : (batch + 1) * self.each]
+        units = make_rng(0).permutation(len(self.units))[
+            batch * self.units_per_batch : (batch + 1) * self.units_per_batch
+        ]
         return self._rows(np.argsort(self.lengths, kind="stable"), units)
 
     def _rows(self, order: IndexArray, units: IndexArray) -> ExampleRows:

@@ -33,7 +33,7 @@ class StepTrial:
     """Trial steps on a few batches, whose shapes may differ; they change neither weights nor random states."""
 
     def __init__(self, net: Transformer, recipe: Recipe, device: torch.device, batches: Sequence[Batch]) -> None:
-        self.holding = wrap_single_process(net, device)
+        self.sharded_model = wrap_single_process(net, device)
         self.net, self.recipe, self.device, self.batches = net, recipe, device, batches
 
     def choose(self) -> StepOptions:
@@ -119,7 +119,7 @@ class StepTrial:
         return ("fused", "plain") if self.device.type == "cpu" and longest <= MAX_PLAIN_LENGTH else ("fused",)
 
     def _make_step(self, choice: StepOptions) -> TrainStep:
-        return TrainStep(replace(self.holding, path=BatchForward(self.net)), self.recipe, choice)
+        return TrainStep(replace(self.sharded_model, path=BatchForward(self.net)), self.recipe, choice)
 
     def _time_or_error(self, stepper: TrainStep) -> tuple[float | None, str]:
         """Seconds per step and ""; or None and the first line of the error if the step failed."""
