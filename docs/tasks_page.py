@@ -1,4 +1,4 @@
-"""What `docs/build.py` writes into docs/tasks.md: every generated task with its knobs, an example and its chance."""
+"""The generated part of docs/tasks.md: every synthetic task with an example, its options, metrics and chance level."""
 
 from __future__ import annotations
 
@@ -14,131 +14,134 @@ from headwise.data import IGNORE_INDEX, TASKS, Batch, Task, make_task
 from headwise.data.synthetic_task import SyntheticTask
 
 
-class Told(NamedTuple):
-    """What cannot be read off a task: knobs of a short example, what the task separates, and what it does not."""
+class TaskNotes(NamedTuple):
+    """Notes about a task: options of a short example, which model variants the task distinguishes, and which not."""
 
-    short: dict[str, Any]
+    example_options: dict[str, Any]
     separates: str
-    same: str
+    does_not_separate: str
 
 
-TOLD = {
-    "copy": Told(
+TASK_NOTES = {
+    "copy": TaskNotes(
         {"symbols": 9, "block": 5, "gap": 2},
-        "one layer from two (2209.11895, 2408.14332); windows, which reach `layers * (window - 1)` tokens back and no "
-        "further; kinds of positions, on texts longer than in training (2402.01032); linear attention from softmax",
-        "ways of sharing heads",
+        "one layer from two (2209.11895, 2408.14332); sliding windows, which reach at most `layers * (window - 1)` "
+        "tokens back; position encodings, on longer sequences than in training (2402.01032); linear from softmax "
+        "attention",
+        "MHA, GQA and MQA",
     ),
-    "dates": Told(
+    "dates": TaskNotes(
         {},
-        "what is broken from what is not: cross-attention, padding, decoding from a cache. Its alignments are known, "
-        "so that heads of the cross-attention can be held against them",
-        "most variants, which all come near 1",
+        "broken from correct implementations of cross-attention, padding and decoding with a KV cache; the token "
+        "alignments are known, so cross-attention heads can be compared with them",
+        "most variants, which all score close to 1",
     ),
-    "graph": Told(
+    "graph": TaskNotes(
         {"nodes": 14, "chords": 2, "sources": 4},
-        "patterns: what is not joined is not heard of, and fewer layers than `reach` cannot know",
-        "ways of sharing heads. The graph is the same for all examples, because a pattern is part of a spec",
+        "attention patterns: without a path of edges no information arrives, and fewer than `reach` layers are too few",
+        "MHA, GQA and MQA. The graph is equal for all examples, because a pattern is part of a spec",
     ),
-    "group": Told(
+    "group": TaskNotes(
         {"group": "S3", "length": 12},
-        "recurrence from attention, and depth: A5 needs more layers for longer rows, clocks do not (2404.08819); in "
-        "linear recurrences, those with negative eigenvalues (2411.12537)",
-        "variants of softmax attention: a negative control. All learn the length of training, and none holds parity "
-        "far beyond it (2207.02098)",
+        "recurrence from attention, and depths: A5 needs more layers for longer rows, cyclic groups do not "
+        "(2404.08819); linear recurrences with negative eigenvalues from others (2411.12537)",
+        "variants of softmax attention, for which it is a negative control: all learn the training length, and none "
+        "generalises parity far beyond it (2207.02098)",
     ),
-    "listops": Told(
+    "listops": TaskNotes(
         {"arguments": 4, "shortest": 12, "longest": 20},
-        "full from local, linear and sparse attention: in the Arena's table 36 % against 16 to 18 % (2011.04006, which "
-        "tuned nothing; later work changed the order)",
-        "ways of sharing heads",
+        "full from local, linear and sparse attention: 36 % against 16 to 18 % in the table of 2011.04006, without "
+        "tuning; later work found another order",
+        "MHA, GQA and MQA",
     ),
-    "lookup2": Told(
+    "lookup2": TaskNotes(
         {"entities": 2, "attributes": 2, "values": 9, "direct": 1, "composed": 1},
-        "perhaps ways of composing heads: the motivation of 2405.08553 suggests that fewer heads than attributes learn "
-        "it late. That is a hypothesis, to be tested before it is relied on: the model proposed here was not seen to "
-        "learn it, with 4 entities, 2 attributes and 16 values it read 0.39 after 1,600 steps where chance is 0.06",
-        "anything, when there are as many heads as attributes",
+        "possibly ways of composing heads: 2405.08553 motivates the hypothesis that models with fewer heads than "
+        "attributes learn the task late. Test it before you rely on it: the default model was not seen to learn the "
+        "task; with 4 entities, 2 attributes and 16 values its accuracy was 0.39 after 1,600 steps, with a chance "
+        "level of 0.06",
+        "any models with as many heads as attributes",
     ),
-    "markov": Told(
+    "markov": TaskNotes(
         {"symbols": 3, "length": 16},
-        "depth, and when things are learnt: first all symbols alike, then their counts, then the bigram (2402.11004)",
-        "most variants once they have converged, linear attention among them, which can count: compare steps",
+        "depths, and stages of training: models first predict uniformly, then unigrams, then bigrams (2402.11004)",
+        "most variants after convergence, including linear attention, which can count: compare the steps they need",
     ),
-    "recall": Told(
+    "recall": TaskNotes(
         {"vocabulary": 32, "length": 20, "pairs": 4},
-        "softmax attention, however its heads are shared, from linear attention, which needs a state that grows with "
-        "the number of pairs, and from windows shorter than the text (2312.04927, 2403.17844)",
+        "softmax attention (MHA, GQA or MQA) from linear attention, whose state must grow with the number of pairs, "
+        "and from windows shorter than the sequence (2312.04927, 2403.17844)",
         "MHA, GQA and MQA",
     ),
 }
 
 
 def page() -> str:
-    """All of it, as Markdown."""
+    """Markdown with a section per synthetic task."""
     return "\n\n".join(section(name) for name, cls in sorted(TASKS.items()) if issubclass(cls, SyntheticTask))
 
 
 def section(name: str) -> str:
-    """One task."""
-    one, told = make_task(name), TOLD[name]
-    short = make_task(name, **told.short)
-    described = one.model()
-    count = sum(weight.numel for weight in described.weights() if weight.trainable)
-    layers = " + ".join(str(len(stack.layers)) for stack in described.stacks)
-    lines = [f"### {name}", "", prose(type(one)), "", *example(short), ""]
-    lines += ["- **knobs**: " + ", ".join(f"`{field.name}={getattr(one, field.name)!r}`" for field in fields(one))]
-    lines += [f"- **measures**: {measures(one)}"]
-    lines += ["- **chance**: " + ", ".join(f"{name} {level:.3g}" for name, level in one.chance.items())]
-    width = described.stacks[-1].model
-    lines += [f"- **default model**: {described.kind}, {layers} layers, {width} wide, {count:,} parameters"]
-    lines += [f"- **separates**: {told.separates}", f"- **does not separate**: {told.same}"]
+    """Markdown section about one task."""
+    task, notes = make_task(name), TASK_NOTES[name]
+    spec = task.model()
+    num_params = sum(weight.numel for weight in spec.weights() if weight.trainable)
+    layers = " + ".join(str(len(stack.layers)) for stack in spec.stacks)
+    options = ", ".join(f"`{field.name}={getattr(task, field.name)!r}`" for field in fields(task))
+    chance = ", ".join(f"{metric} {value:.3g}" for metric, value in task.chance.items())
+    lines = [f"### {name}", "", prose(type(task)), "", *example(make_task(name, **notes.example_options)), ""]
+    lines += [f"- **options**: {options}", f"- **metrics**: {metrics(task)}", f"- **chance**: {chance}"]
+    width = spec.stacks[-1].model
+    lines += [f"- **default model**: {spec.kind}, {layers} layers, {width} channels, {num_params:,} parameters"]
+    lines += [f"- **separates**: {notes.separates}", f"- **does not separate**: {notes.does_not_separate}"]
     return "\n".join(lines)
 
 
 def prose(cls: type[Task]) -> str:
-    """A docstring without its examples, one line a paragraph."""
+    """A docstring without its examples, with one line per paragraph."""
     text = (inspect.getdoc(cls) or "").split(">>>")[0].strip()
     return "\n\n".join(" ".join(part.split()) for part in text.split("\n\n"))
 
 
-def measures(one: Task) -> str:
-    """What `measure` and `score` give, with the kinds of their slices."""
-    batch = one.batch(0, 64, "valid")
-    logits = torch.zeros(*batch.labels.shape, one.model().heads[0].outputs)
-    names = list(one.measure(logits, batch))
-    names += list(one.score([[]] * len(batch.x), batch)) if one.answers else []
-    kinds: dict[str, list[str]] = {}
+def metrics(task: Task) -> str:
+    """Metrics of `measure` and `score`, with the kinds of their slices."""
+    batch = task.batch(0, 64, "valid")
+    logits = torch.zeros(*batch.labels.shape, task.model().heads[0].outputs)
+    names = list(task.measure(logits, batch))
+    names += list(task.score([[]] * len(batch.x), batch)) if task.answers else []
+    slices_of_metric: dict[str, list[str]] = {}
     for name in names:
-        measure, _, piece = name.partition("@")
-        found = kinds.setdefault(measure, [])
-        kind = re.split("[<>=]", piece)[0] if re.search("[<>=]", piece) else piece
-        found += [kind] if piece and kind not in found else []
-    return "; ".join(f"{measure}" + (f" by {', '.join(found)}" if found else "") for measure, found in kinds.items())
+        metric, _, label = name.partition("@")
+        slices = slices_of_metric.setdefault(metric, [])
+        kind = re.split("[<>=]", label)[0] if re.search("[<>=]", label) else label
+        slices += [kind] if label and kind not in slices else []
+    return "; ".join(
+        metric + (f" by {', '.join(slices)}" if slices else "") for metric, slices in slices_of_metric.items()
+    )
 
 
-def example(one: Task) -> Iterator[str]:
-    """The first training example, what is wanted under what is read; of translations, a few."""
-    batch = one.batch(0, 4)
+def example(task: Task) -> Iterator[str]:
+    """A code block with the first training example, or with four of a translation task."""
+    batch = task.batch(0, 4)
     yield "```"
     if batch.source is not None:
         for n in range(4):
-            yield f"{one.text(batch.source[n].tolist())} -> {one.text(batch.labels[n].tolist())}"
+            yield f"{task.text(batch.source[n].tolist())} -> {task.text(batch.labels[n].tolist())}"
     else:
-        yield from aligned(one, batch)
+        yield from aligned(task, batch)
     yield "```"
 
 
-def aligned(one: Task, batch: Batch) -> Iterator[str]:
-    """What is read, and what is wanted at each place."""
-    live = slice(None) if batch.tokens is None else batch.tokens.is_real[0]
-    read, labels = batch.x[0][live].tolist(), batch.labels[0]
+def aligned(task: Task, batch: Batch) -> Iterator[str]:
+    """The first row of a batch: input tokens above their labels."""
+    is_real = slice(None) if batch.tokens is None else batch.tokens.is_real[0]
+    inputs, labels = batch.x[0][is_real].tolist(), batch.labels[0]
     if labels.dim() == 0:
-        yield f"reads   {one.text(read)}"
-        yield f"wanted  {int(labels)}"
+        yield f"input  {task.text(inputs)}"
+        yield f"label  {int(labels)}"
         return
-    wanted = ["" if label == IGNORE_INDEX else one.text([label]) for label in labels[live].tolist()]
-    columns = [(one.text([token]), want) for token, want in zip(read, wanted, strict=True)]
-    for head, row in zip(("reads ", "wanted"), zip(*columns, strict=True), strict=True):
+    label_texts = ["" if label == IGNORE_INDEX else task.text([label]) for label in labels[is_real].tolist()]
+    columns = [(task.text([token]), label) for token, label in zip(inputs, label_texts, strict=True)]
+    for header, row in zip(("input ", "labels"), zip(*columns, strict=True), strict=True):
         cells = [cell.rjust(max(map(len, column))) for cell, column in zip(row, columns, strict=True)]
-        yield f"{head}  {' '.join(cells)}".rstrip()
+        yield f"{header}  {' '.join(cells)}".rstrip()

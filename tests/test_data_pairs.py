@@ -174,9 +174,9 @@ def test_files_of_their_own_and_what_is_left_out_is_said(tmp_path: Path):
     assert [pair.source for pair in task.data.pairs["valid"]] == ["WORT 10!", "neu"]
     told = " ".join(task.notes)
     assert [f"{n} of" in told for n in (2, 2, 1)] == [True] * 3
-    assert "side of theirs is empty: 2 of 40" in told
-    assert "held out: 2 of 38" in told
-    assert "longest=40 tokens on a side: 1 of 36" in told
+    assert "2 of 40 pairs are left out because a side is empty" in told
+    assert "2 of 38 pairs are not trained on because their sources are held out" in told
+    assert "1 of 36 pairs are not trained on because a side has more than longest=40 tokens" in told
     kept = {pair.source for pair in task.data.pairs["train"]}
     assert not kept & {"wort 10", "wort 11", "wort 7", "wort 5", ""}
 
@@ -211,7 +211,7 @@ def test_answers_are_scored_against_the_text_itself(path: str):
     assert task.end == 1
     longest = max(len(task.ids(target)) for target in TARGETS)
     assert task.answers > longest
-    with pytest.raises(ValueError, match="packed rows cannot be scored"):
+    with pytest.raises(ValueError, match="a batch that is not packed"):
         task.score([[2]], made(path, "packed").batch(0, 1))
 
 

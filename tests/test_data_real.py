@@ -67,7 +67,7 @@ def test_multi30k_keeps_its_own_splits(shared: Path):
     said = {split: tuple(map(str, both)) for split, both in files.items()}
     task = open_data(",".join(said["train"]), {"valid": said["val"], "test": said["test_2016_flickr"]})
     assert task.data.sizes == {"train": 28_999, "valid": 1_014, "test": 1_000}
-    assert task.notes == ("not trained on, for their sources are held out: 1 of 29000 pairs",)
+    assert task.notes == ("1 of 29000 pairs are not trained on because their sources are held out",)
     lines = [gzip.decompress(file.read_bytes()).decode().split("\n")[:-1] for file in files["test_2016_flickr"]]
     known = dict(zip(*lines, strict=True))
     batches = [task.batch(n, 64, "test") for n in range(task.batches(64, "test") or 0)]

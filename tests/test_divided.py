@@ -125,8 +125,8 @@ REFUSED = {
     "one head": "SpecError: decoder.0.attention: 1 heads cannot be divided among 2 ranks; use tensor=1 or less",
     "pixels": "SpecError: encoder makes tokens of pixels or frames, which no row can be cut into before; use data= or "
     "tensor= in the place of context=",
-    "compiled": "SpecError: layers whose ranks talk to each other (tensor=2) are not compiled; give compile='off'",
-    "compiled rows": "SpecError: layers whose ranks talk to each other (context=2) are not compiled; give compile=",
+    "compiled": "SpecError: compile='on' does not support collectives inside layers (tensor=2); use compile='off'",
+    "compiled rows": "SpecError: compile='on' does not support collectives inside layers (context=2); use compile=",
 }
 
 

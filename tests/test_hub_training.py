@@ -64,7 +64,7 @@ def test_other_tokens_are_used_where_they_are_said(text: Path, tmp_path: Path):
 @pytest.mark.parametrize(
     ("said", "told"),
     [
-        (["--set", "task.tokens=bytes"], "has 290 rows, the task's tokenizer 256 tokens"),
+        (["--set", "task.tokens=bytes"], "has 290 rows, but the task's tokenizer has 256 tokens"),
         (["--model", "{}/empty"], "holds neither headwise.toml nor config.json; give a folder that hw.save or"),
         (["--model", "{}/config"], "holds a config.json but neither model.safetensors nor"),
     ],
@@ -91,7 +91,7 @@ def test_a_table_may_be_wider_than_its_own_tokenizer_alone(text: Path, tmp_path:
     recipe = hw.Recipe(steps=1, batch=4, precision="fp32", compile="off", attention="auto", evaluate_batches=1)
     net = model(WORDS.size + 7)
     net.usage = ProcessorSpec(tokenizer=train_bpe([LINE * 9], vocab_size=270, special_tokens=("<s>",)).document)
-    with pytest.raises(hw.SpecError, match=r"the task's tokenizer \d+ tokens; give it"):
+    with pytest.raises(hw.SpecError, match=r"the task's tokenizer has \d+ tokens; use"):
         hw.train(task, net, recipe, tmp_path / "out")
 
 

@@ -189,7 +189,7 @@ def test_a_run_of_two_that_is_interrupted_goes_on_to_the_same_bits(ran: tuple[Pa
     """Ctrl-C reaches one rank; both end behind the same step, and what each drops goes on where it stood."""
     folder, ranks = ran
     for said in ranks:
-        assert said["stopped"] == f"ended at step 4, which is kept in {folder / 'stopped'}"
+        assert said["stopped"] == f"interrupted at step 4; the checkpoint is in {folder / 'stopped'}"
         assert said["whole"] == said["resumed"] == ""
     check_same(folder / "stopped", folder / "whole")
 
@@ -266,15 +266,15 @@ REFUSED = {
     "model": "SpecError: model.stack",
     "weights": "SpecError: weights is '",
     "spread": "SpecError: spread is 'data=2' on rank 0, 'shards=2' on rank 1;",
-    "rows": "SpecError: a batch of 1 has no row for each of 2 ranks; use batch=2 or more, or fewer ranks",
-    "parts": "SpecError: a batch of 4 in 4 parts has no row for each of 2 ranks; use batch=8 or more, or fewer ranks",
+    "rows": "SpecError: batch=1 has fewer rows than the 2 data shards; use batch=2 or more, or fewer ranks",
+    "parts": "SpecError: batch=4 with accumulate=4 has fewer rows than the 2 data shards; use batch=8 or more",
     "size": "SpecError: a world of 2 cannot be data=3, which takes 3; start 3 processes, or give data=2",
-    "compile": "SpecError: layers whose ranks talk to each other (shards=2) are not compiled; give compile='off'",
+    "compile": "SpecError: compile='on' does not support collectives inside layers (shards=2); use compile='off'",
     "one rank": "SpecError: rank 1 of 2: the data is not here; copy it to this machine",
-    "diverged": "TrainingDiverged: step 1: the loss is nan; the output of decoder.0.feed (feed, decayed) is the first that is "  # noqa: E501 - one case a line
-    "not finite on rank 1; the checkpoint of step 0 is kept in ",
+    "diverged": "TrainingDiverged: step 1: the loss is nan; the output of decoder.0.feed (feed, decayed) is the first with "  # noqa: E501 - one case a line
+    "NaN or inf on rank 1; the checkpoint of step 0 is in ",
     "diverged slices": "TrainingDiverged: step 1: the loss is nan; the output of decoder.0.feed (feed, decayed) is the first ",  # noqa: E501 - one case a line
-    "bad weight": "TrainingDiverged: step 1: the loss is nan; the weight decoder.0.feed.up (feed, decayed) is not finite on "  # noqa: E501 - one case a line
+    "bad weight": "TrainingDiverged: step 1: the loss is nan; the weight decoder.0.feed.up (feed, decayed) holds NaN or inf on "  # noqa: E501 - one case a line
     "rank 1; the checkpoint of step 0",
 }
 

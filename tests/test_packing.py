@@ -136,13 +136,13 @@ def test_padding_on_the_left_is_left_out_too():
 def test_what_cannot_be_packed_says_why():
     whole = pairs()
     cases = {
-        "of whole rows": replace(whole, labels=whole.labels[:, 0]),
-        "no ids": Batch(torch.randn(2, 3), torch.zeros(2, 3)),
-        "asked where": replace(whole, labels=torch.zeros_like(whole.labels)),
-        "from position 0": Batch(whole.x, whole.x, SequenceInfo.contiguous(3, whole.x.shape[1], "cpu")),
+        "per example": replace(whole, labels=whole.labels[:, 0]),
+        "not a batch of token ids": Batch(torch.randn(2, 3), torch.zeros(2, 3)),
+        "labels at padding": replace(whole, labels=torch.zeros_like(whole.labels)),
+        "positions from 0": Batch(whole.x, whole.x, SequenceInfo.contiguous(3, whole.x.shape[1], "cpu")),
     }
     mixed = SequenceInfo(torch.tensor([[0, 0, 1, 1]]), torch.tensor([[0, 1, 0, 1]]))
-    cases["one behind the other"] = Batch(torch.zeros(1, 4, dtype=torch.long), torch.zeros(1, 4), mixed)
+    cases["not consecutive"] = Batch(torch.zeros(1, 4, dtype=torch.long), torch.zeros(1, 4), mixed)
     for said, batch in cases.items():
         with pytest.raises(UnpackableBatch, match=said):
             pack_batch(batch)
@@ -191,10 +191,10 @@ def test_rows_are_packed_where_that_is_faster(monkeypatch):
     fast = {("padded", "fused"): 0.2, ("packed", "fused"): 0.1}
     chosen = trial(monkeypatch, fast)
     assert chosen.rows == "packed"
-    assert any(said.startswith("packed: 0.1000 s a step instead of 0.2000 s") for said in chosen.reasons)
+    assert any(said.startswith("packed rows: 0.1000 s per step, padded 0.2000 s") for said in chosen.reasons)
     slow = trial(monkeypatch, {("padded", "fused"): 0.2, ("packed", "fused"): 0.199})
     assert slow.rows == "padded"
-    assert any("rows are filled up: 0.2000 s a step, packed 0.1990 s" in said for said in slow.reasons)
+    assert any("padded rows: 0.2000 s per step, packed 0.1990 s" in said for said in slow.reasons)
     both = fast | {("padded", "plain"): 0.19, ("packed", "plain"): 0.05}
     assert (both := trial(monkeypatch, both, attention="auto")).rows == "packed"
     assert both.attention == "plain"
@@ -212,7 +212,7 @@ def test_rows_are_what_was_asked_for(monkeypatch):
 
 
 def test_what_cannot_be_compiled_is_refused():
-    with pytest.raises(SpecError, match="another shape in every batch"):
+    with pytest.raises(SpecError, match="would be compiled again for every batch"):
         Recipe(rows="packed", compile="on")
 
 
@@ -225,9 +225,9 @@ def test_a_step_that_fails_is_no_way():
 def test_rows_divided_by_tokens_are_not_packed():
     from headwise.training.run_setup import check_ranks
 
-    world = ProcessMesh(ProcessInfo(), Parallelism(), "cpu")
-    world.spread = Parallelism(context=2)
-    with pytest.raises(SpecError, match="not packed"):
+    world = ProcessMesh(ProcessInfo(), Mesh(), "cpu")
+    world.spread = Mesh(context=2)
+    with pytest.raises(SpecError, match="does not support context parallelism"):
         check_ranks(Recipe(rows="packed"), world)
 
 

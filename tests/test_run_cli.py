@@ -366,7 +366,7 @@ BAD: dict[str, tuple[list[str], str]] = {
     "a long answer": (["S", "x", "--tokenizer", "bytes"], "are 24 more than the 40 positions"),
     "a seed": (["T", LINES[0], "--seed", "-3"], "seed=-3"),
     "no option": (["T", LINES[0], "--beam", "3"], "unrecognized arguments: --beam"),
-    "no device": (["T", LINES[0], "--device", "gpu9"], "device='gpu9' is not here"),
+    "no device": (["T", LINES[0], "--device", "gpu9"], "device='gpu9' is not available"),
 }
 
 

@@ -96,11 +96,11 @@ def test_a_preset_takes_the_place_of_every_attention(preset: str):
         (["dates", "--out", "x", "--lr", "7"], "Recipe(lr=7.0) is out of range"),
         (["dates", "--out", "x", "--steps", "many"], "invalid int value: 'many'"),
         (["dates", "--out", "x", "--set", "digits=3"], "write task.KEY=VALUE or recipe.KEY=VALUE"),
-        (["dates", "--out", "x", "--set", "task.digit=3"], "dates has no 'digit'; did you mean 'digits'?"),
-        (["dates", "--out", "x", "--set", "recipe.lrr=3"], "a recipe has no 'lrr'; did you mean 'lr'?"),
+        (["dates", "--out", "x", "--set", "task.digit=3"], "'dates' has no option 'digit'; did you mean 'digits'?"),
+        (["dates", "--out", "x", "--set", "recipe.lrr=3"], "a recipe has no field 'lrr'; did you mean 'lr'?"),
         (["dates", "--out", "x", "--model", "mqaa"], "there is no preset, file or folder 'mqaa'; did you mean 'mqa'?"),
         (["dates", "--out", "x", "--recipe", "none.toml"], "'none.toml' cannot be read"),
-        (["dates", "--out", "x", "--sink", "wandbb"], "there is no sink 'wandbb'; did you mean 'wandb'?"),
+        (["dates", "--out", "x", "--sink", "wandbb"], "there is no logger 'wandbb'; did you mean 'wandb'?"),
     ],
 )
 def test_bad_input_is_one_line(
@@ -121,11 +121,11 @@ def test_ctrl_c_keeps_the_step_in_hand_and_says_how_to_go_on(
         patch.setattr(ConsoleLogger, "write", lambda self, record: record["event"] == "step" and signal.raise_signal(2))
         code, out, err = trained(capsys, *said)
     assert (code, out) == (130, "")
-    told = f"headwise: ended at step 1, which is kept in {tmp_path}; the same command with --resume goes on"
+    told = f"headwise: interrupted at step 1; the checkpoint is in {tmp_path}; the same command with --resume goes on"
     assert err.splitlines()[-1] == told
     code, _, err = trained(capsys, *said)
     assert (code, err.count("\n")) == (2, 1)
-    assert "holds a run of 1 steps; go on with resume='allowed' (--resume)" in err
+    assert "holds a run of 1 steps; continue it with resume='allowed' (--resume)" in err
     code, out, err = trained(capsys, *said, "--resume", "--json")
     assert (code, json.loads(out)["steps"]) == (0, 3)
     assert "from step 1 on" in err

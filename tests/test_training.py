@@ -98,16 +98,16 @@ def test_every_rate_is_between_nothing_and_the_highest(name: str, steps: int, wa
         ({"lr": float("nan")}, "is not finite"),
         ({"lr": 3.0}, "lr=3.0"),
         ({"schedule": "cosin"}, "did you mean 'cosine'"),
-        ({"betas": (0.9, 1.0)}, "two numbers from 0 to below 1"),
+        ({"betas": (0.9, 1.0)}, "two numbers >= 0 and < 1"),
         ({"betas": (0.9,)}, "two numbers"),
         ({"dropout": 1.0}, "dropout=1.0"),
         ({"smoothing": -0.1}, "smoothing=-0.1"),
         ({"batch": 12, "accumulate": 5}, "use accumulate=4 or batch=15"),
         ({"schedule": "wsd", "warmup": 0.5, "decay": 0.6}, "use decay=0.5 or less"),
-        ({"lr": 0.5, "weight_decay": 2.0}, "use less than 2"),
+        ({"lr": 0.5, "weight_decay": 2.0}, "use weight_decay below 2"),
         ({"precision": "fp16"}, r"precision='fp16'\) is unknown"),
         ({"keep": 0}, "keep=0"),
-        ({"terms": (("balance",),)}, "must name factors"),
+        ({"terms": (("balance",),)}, "must be pairs of a name and a weight"),
     ],
 )
 def test_absurd_recipes_are_refused_in_one_line(said: dict, told: str):
@@ -122,7 +122,7 @@ def test_a_recipe_survives_toml():
     assert recipes.from_toml("steps = 9", defaults=one).terms == one.terms
     with pytest.raises(SpecError, match="did you mean 'steps'"):
         recipes.from_toml("step = 9")
-    with pytest.raises(SpecError, match="this is not TOML"):
+    with pytest.raises(SpecError, match="the recipe is not valid TOML"):
         recipes.from_toml("steps: 9")
 
 
@@ -295,7 +295,7 @@ def test_terms_join_the_loss_by_their_factor():
 
 def test_a_term_that_no_part_sets_is_refused():
     net = hw.build(Routed().model(), seed=3)
-    with pytest.raises(SpecError, match="no layer sets the term 'balanc'; the terms here are balance"):
+    with pytest.raises(SpecError, match="no layer has the auxiliary loss 'balanc' of terms=; use one of balance"):
         stepper(net, quick(terms=(("balanc", 0.5),))).compute_gradients(Routed().batch(0, 5))
 
 
@@ -304,7 +304,7 @@ def test_a_term_that_no_part_sets_is_refused():
 
 def test_the_faster_precision_is_taken_and_the_exact_one_when_in_doubt():
     exact, short = ("fp32", "fused"), ("bf16", "fused")
-    assert choose_fastest({exact: 0.30, short: 0.20}) == (short, "bf16: 0.2000 s a step, fp32 0.3000")
+    assert choose_fastest({exact: 0.30, short: 0.20}) == (short, "bf16: 0.2000 s per step, fp32 0.3000")
     assert choose_fastest({exact: 0.20, short: 0.30})[0] == exact
     assert choose_fastest({exact: 0.200, short: 0.195})[0] == exact
 

@@ -130,7 +130,7 @@ def test_a_pipe_gets_plain_lines_now_and_then(tmp_path: Path, monkeypatch: pytes
     assert out.getvalue().splitlines() == [
         f"echo into {tmp_path}, 6 steps, 1,234 parameters",
         "step 3: loss 0.5000, 10,000 tokens/s, MFU 25%, 1:01 left",
-        "step 3, held out: loss 0.2500, the best so far",
+        "step 3, held out: loss 0.2500, best so far",
         "test: loss 0.5000; 1:01 in all",
     ]
 
@@ -181,7 +181,7 @@ def test_all_ways_are_tried_and_the_fastest_is_taken(monkeypatch: pytest.MonkeyP
     choice, tried = chosen(monkeypatch, SECONDS)
     assert (choice.precision, choice.compile) == ("bf16", "on")
     assert tried == [("fp32", "off"), ("bf16", "off"), ("bf16", "on")]
-    assert choice.reasons[0] == "bf16: 0.2000 s a step, fp32 0.4000"
+    assert choice.reasons[0] == "bf16: 0.2000 s per step, fp32 0.4000"
 
 
 def test_attention_is_tried_both_ways_where_rows_are_short(monkeypatch: pytest.MonkeyPatch):
@@ -189,19 +189,20 @@ def test_attention_is_tried_both_ways_where_rows_are_short(monkeypatch: pytest.M
     choice, tried = chosen(monkeypatch, SECONDS | plain, precision="auto", compile="off", attention="auto")
     assert (choice.precision, choice.attention) == ("bf16", "plain")
     assert tried == [("fp32", "off"), ("fp32", "off", "plain"), ("bf16", "off"), ("bf16", "off", "plain")]
-    assert choice.reasons[0].startswith("bf16 with plain attention: 0.1500 s a step, fp32 0.4000")
+    assert choice.reasons[0].startswith("bf16 with plain attention: 0.1500 s per step, fp32 0.4000")
     monkeypatch.setattr(autotune, "MAX_PLAIN_LENGTH", 1)
     assert chosen(monkeypatch, SECONDS, precision="fp32", compile="off", attention="auto")[1] == []
 
 
 def test_compiling_is_told_of(monkeypatch: pytest.MonkeyPatch):
     choice, _ = chosen(monkeypatch, SECONDS)
-    assert choice.reasons[1].startswith("compiled: 0.1000 s a step instead of 0.2000 s")
+    assert choice.reasons[1].startswith("compiled: 0.1000 s per step instead of 0.2000 s")
 
 
 def test_what_is_asked_for_is_not_tried(monkeypatch: pytest.MonkeyPatch):
     choice, tried = chosen(monkeypatch, SECONDS, precision="fp32", compile="on")
-    assert (choice, tried) == (StepOptions("fp32", "on", ("fp32, as asked", "compile on, as asked")), [])
+    reasons = "fp32, as set in the recipe", "compile on, as set in the recipe"
+    assert (choice, tried) == (StepOptions("fp32", "on", reasons), [])
 
 
 def test_a_precision_that_is_asked_for_is_timed_when_compiling_depends_on_it(monkeypatch: pytest.MonkeyPatch):
@@ -216,7 +217,7 @@ def test_a_way_that_fails_is_not_taken_and_says_why(monkeypatch: pytest.MonkeyPa
     assert choice == StepOptions(
         "fp32",
         "off",
-        ("fp32: 0.4000 s a step", "a step in bf16 fails: no kernel", "not compiled, it fails: no compiler"),
+        ("fp32: 0.4000 s per step", "a step in bf16 fails: no kernel", "not compiled: compilation failed: no compiler"),
     )
 
 
@@ -239,7 +240,7 @@ def test_what_was_chosen_once_is_kept_when_a_run_goes_on(tmp_path: Path, monkeyp
     result = train(Echo(), recipe=quick(precision="auto"), out=tmp_path, resume="allowed")
     notes = [r["says"] for r in read_lines(tmp_path / JsonlLogger.NAME) if r["event"] == "note"]
     assert result.precision in ("fp32", "bf16")
-    assert sum("s a step" in note for note in notes) == 2
+    assert sum("s per step" in note for note in notes) == 2
 
 
 def test_a_step_in_bf16_is_near_one_in_fp32():

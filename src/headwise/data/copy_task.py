@@ -1,4 +1,4 @@
-"""copy: say again what stood further up. Induction, and copying what is scattered among noise."""
+"""The task "copy": repeat a block of symbols (induction), or symbols scattered among noise (selective copying)."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from .synthetic_task import (
 )
 from .task import IGNORE_INDEX, Batch, MetricSums
 
-NOISE_ID, REPEAT_ID, START_ID = 0, 1, 2  # the ids before those of the symbols
+NOISE_ID, REPEAT_ID, START_ID = 0, 1, 2  # symbols have the ids after these
 COPY_KINDS = ("induction", "selective")
 
 
 class CopyAnnotation(NamedTuple):
-    """What is known of an example: its block and gap, and links (where a symbol stands, where it is wanted)."""
+    """Annotation of an example: lengths of block and gap, and links (index of a symbol, index of its label)."""
 
     block: int
     gap: int
@@ -45,11 +45,11 @@ class CopyAnnotation(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class CopyTask(SyntheticTask):
-    """A random block, a gap of noise, a mark, and the block again: from the mark on, the next symbol is wanted.
+    """A random block of symbols, a gap of noise, a separator, and the block again, which must be predicted.
 
-    kind="selective" scatters the noise among the symbols instead (MAD, 2403.17844). `block` and `gap` are how many
-    symbols and how much noise, or tuples of which an example takes one each. Ids: 0 is noise, 1 the mark, 2 what
-    begins every row, symbols follow.
+    kind="selective" scatters the noise among the symbols instead (MAD, 2403.17844). `block` and `gap` are the numbers
+    of symbols and of noise tokens; from a tuple each example draws one. Ids: 0 is noise, 1 the separator, 2 begins
+    every row, symbols follow.
 
     >>> task = CopyTask(symbols=9, block=4, gap=2)
     >>> print(task.text(task.batch(0, 1).x[0].tolist()))
@@ -73,13 +73,13 @@ class CopyTask(SyntheticTask):
 
     @property
     def chance(self) -> Mapping[str, float]:
-        """Any symbol."""
+        """Scores of guessing any symbol."""
         blocks = parse_sizes("block", self.block, 1)
-        one = 1 / self.symbols
-        return {"accuracy": one, "exact_match": sum(one**block for block in blocks) / len(blocks)}
+        accuracy = 1 / self.symbols
+        return {"accuracy": accuracy, "exact_match": sum(accuracy**block for block in blocks) / len(blocks)}
 
     def model(self) -> ModelSpec:
-        """Two layers, of which the first tells every token what stood before it."""
+        """A decoder of two layers, the least for induction heads: the first attends to the previous token."""
         return make_small_decoder(
             self.name, self.symbols + START_ID + 1, ModelShape(width=64, heads=4, layers=2, feed=128)
         )
@@ -87,23 +87,23 @@ class CopyTask(SyntheticTask):
     def draw_examples(self, random: RandomStreams) -> ExampleArrays:
         blocks, gaps = parse_sizes("block", self.block, 1), parse_sizes("gap", self.gap, 0)
         block, gap = random.choice(blocks), random.choice(gaps)
-        most, end = max(blocks), max(blocks) + max(gaps)
-        symbols = random.integers(self.symbols, most) + START_ID + 1
-        first = 1 + (block + gap)[:, None]  # where the mark stands
-        stands = 1 + np.tile(np.arange(most), (len(random), 1))
+        max_block, max_prefix = max(blocks), max(blocks) + max(gaps)
+        symbols = random.integers(self.symbols, max_block) + START_ID + 1
+        separator = 1 + (block + gap)[:, None]  # its index in each row
+        sources = 1 + np.tile(np.arange(max_block), (len(random), 1))  # indices of the symbols
         if self.kind == "selective":
-            stands = 1 + _scatter_positions(random.uniform(end), block, first - 1)[:, :most]
-        asked = first + np.arange(most)
-        x = np.full((len(random), 1 + end + most), NOISE_ID)
+            sources = 1 + _scatter_positions(random.uniform(max_prefix), block, separator - 1)[:, :max_block]
+        targets = separator + np.arange(max_block)  # indices of their labels
+        x = np.full((len(random), 1 + max_prefix + max_block), NOISE_ID)
         x[:, 0] = START_ID
         labels = np.full_like(x, IGNORE_INDEX)
-        row, place = np.nonzero(np.arange(most) < block[:, None])
-        x[row, stands[row, place]] = labels[row, asked[row, place]] = symbols[row, place]
-        x[np.arange(len(random)), first[:, 0]] = REPEAT_ID
-        row, place = np.nonzero(np.arange(most) < block[:, None] - 1)
-        x[row, asked[row, place] + 1] = symbols[row, place]
-        x[np.arange(x.shape[1]) >= first + block[:, None]] = -1
-        return {"content": x, "x": x, "labels": labels, "stands": stands, "block": block, "gap": gap}
+        row, n = np.nonzero(np.arange(max_block) < block[:, None])
+        x[row, sources[row, n]] = labels[row, targets[row, n]] = symbols[row, n]
+        x[np.arange(len(random)), separator[:, 0]] = REPEAT_ID
+        row, n = np.nonzero(np.arange(max_block) < block[:, None] - 1)
+        x[row, targets[row, n] + 1] = symbols[row, n]
+        x[np.arange(x.shape[1]) >= separator + block[:, None]] = -1
+        return {"content": x, "x": x, "labels": labels, "sources": sources, "block": block, "gap": gap}
 
     def to_batch(self, examples: ExampleArrays) -> Batch:
         block, gap = examples["block"], examples["gap"]
@@ -114,31 +114,35 @@ class CopyTask(SyntheticTask):
         )
         tokens = None if (length == length[0]).all() else SequenceInfo.from_batch(x, lengths=torch.from_numpy(length))
         gold = [
-            CopyAnnotation(count, free, tuple((at, 1 + count + free + n) for n, at in enumerate(stands[:count])))
-            for count, free, stands in zip(block.tolist(), gap.tolist(), examples["stands"].tolist(), strict=True)
+            CopyAnnotation(size, noise, tuple((at, 1 + size + noise + n) for n, at in enumerate(sources[:size])))
+            for size, noise, sources in zip(block.tolist(), gap.tolist(), examples["sources"].tolist(), strict=True)
         ]
         return Batch(x.clamp(min=0), labels, tokens=tokens, gold=gold)
 
     def measure(self, logits: Tensor, batch: Batch) -> MetricSums:
-        """Accuracy by how far back a symbol stands, and how often all of a block is right, by its length."""
-        right, asked = find_correct(logits, batch.labels)
-        back = torch.zeros(asked.shape, dtype=torch.long)
-        for row, one in enumerate(batch.gold):
-            stands, wanted = torch.tensor(one.links).T
-            back[row, wanted] = wanted - stands
-        rows = find_correct_rows(right, asked)
-        by_block = slice_by_value("block", [one.block for one in batch.gold], rows)
-        every = torch.ones_like(rows)
-        told = dict(sum_by_slice("accuracy", right, asked, slice_by_power_of_two("distance", back.to(asked.device))))
-        return told | dict(sum_by_slice("exact_match", rows, every, by_block))
+        """Accuracy per symbol, by distance to its source; exact match of whole blocks, by block length."""
+        correct, has_label = find_correct(logits, batch.labels)
+        distance = torch.zeros(has_label.shape, dtype=torch.long)
+        for row, example in enumerate(batch.gold):
+            sources, targets = torch.tensor(example.links).T
+            distance[row, targets] = targets - sources
+        by_distance = slice_by_power_of_two("distance", distance.to(has_label.device))
+        correct_rows = find_correct_rows(correct, has_label)
+        by_block = slice_by_value("block", [example.block for example in batch.gold], correct_rows)
+        accuracy = dict(sum_by_slice("accuracy", correct, has_label, by_distance))
+        return accuracy | dict(sum_by_slice("exact_match", correct_rows, torch.ones_like(correct_rows), by_block))
 
     def text(self, ids: list[int]) -> str:
-        """Symbols by number, noise as a dot, the mark as |, what begins a row as >."""
-        return " ".join({NOISE_ID: ".", REPEAT_ID: "|", START_ID: ">"}.get(one, str(one - START_ID - 1)) for one in ids)
+        """Symbols as numbers, noise as ".", the separator as "|", the start of a row as ">"."""
+        names = {NOISE_ID: ".", REPEAT_ID: "|", START_ID: ">"}
+        return " ".join(names.get(token_id, str(token_id - START_ID - 1)) for token_id in ids)
 
 
-def _scatter_positions(unit: np.ndarray, block: np.ndarray, end: np.ndarray) -> np.ndarray:
-    """`block` different places before `end`, in order, then places that nobody uses."""
-    unit = np.where(np.arange(unit.shape[1]) < end, unit, 2.0)
-    rank = unit.argsort(1, kind="stable").argsort(1, kind="stable")
+def _scatter_positions(random: np.ndarray, block: np.ndarray, end: np.ndarray) -> np.ndarray:
+    """In each row `block` distinct indices below `end`, sorted, followed by the remaining indices.
+
+    `random` are uniform numbers [rows, n]; the indices of the smallest ones are chosen.
+    """
+    random = np.where(np.arange(random.shape[1]) < end, random, 2.0)
+    rank = random.argsort(1, kind="stable").argsort(1, kind="stable")
     return (rank >= block[:, None]).argsort(1, kind="stable")

@@ -1,4 +1,4 @@
-"""Which adaptor reads what was named on a command line."""
+"""`open_data`: the file task that reads a path or name, as given on the command line."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .language_modelling import STDLIB, TextTask
 from .task_registry import TASKS, make_task
 from .text_files import existing_path, find_splits, list_files
 
-# What the end of a name says; .npz and folders are looked into.
+# The adapter for each file suffix; .npz files and folders are chosen by their content.
 ADAPTER_OF_SUFFIX = {
     **dict.fromkeys((*TextTask.suffixes, ".text", ".log", ".tex", ".html", ".c", ".h", ".js", ".rs"), "text"),
     **dict.fromkeys(token_files.TOKEN_FILE_SUFFIXES, "tokens"),
@@ -24,35 +24,35 @@ ADAPTER_OF_SUFFIX = {
 
 
 def open_data(source: str, options: Mapping[str, Any] | None = None) -> FileTask:
-    """The task over data that a few words name: "stdlib", a file, a folder, or two aligned files with a comma between.
+    """Task over the data that `source` names: "stdlib", a file, a folder, or two aligned files joined by a comma.
 
-    What the name ends in chooses the adaptor; "parallel:cmn.txt" chooses another. `options` are the fields of the
-    adaptor.
+    The file suffix chooses the adapter (the class that reads the data); a prefix, as in "parallel:cmn.txt", overrides
+    it. `options` are the fields of the adapter.
 
     >>> open_data("stdlib", {"length": 128})
     TextTask(path='stdlib', length=128)
     >>> open_data("image:digits")
     Traceback (most recent call last):
-    headwise.errors.SpecError: there is no adaptor 'image'; did you mean 'images'?
+    headwise.errors.SpecError: there is no adapter 'image'; did you mean 'images'?
     """
     name, colon, path = source.partition(":")
-    if not (colon and len(name) > 1 and name.isalpha()):  # one letter is the drive of a path
+    if not (colon and len(name) > 1 and name.isalpha()):  # a single letter is a Windows drive
         name, path = find_adapter(source), source
-    known = {name: kind for name, kind in TASKS.items() if issubclass(kind, FileTask)}
-    if name not in known:
-        raise SpecError(f"there is no adaptor {name!r}; {suggest(name, known)}")
+    adapters = {name: cls for name, cls in TASKS.items() if issubclass(cls, FileTask)}
+    if name not in adapters:
+        raise SpecError(f"there is no adapter {name!r}; {suggest(name, adapters)}")
     values = {option: tuple(value) if isinstance(value, list) else value for option, value in (options or {}).items()}
-    found = make_task(name, **({"path": _split_pair(path) if name == "parallel" else path} | values))
-    return cast(FileTask, found)
+    task = make_task(name, **({"path": _split_pair(path) if name == "parallel" else path} | values))
+    return cast(FileTask, task)
 
 
 def _split_pair(path: str) -> str | tuple[str, ...]:
-    """Two files, where a comma parts them."""
+    """Both paths of "a,b", unless a file of that name exists."""
     return tuple(path.split(",")) if "," in path and not Path(path).exists() else path
 
 
 def find_adapter(source: str) -> str:
-    """The name of the adaptor that what a name ends in, or what lies in a folder, asks for."""
+    """Name of the adapter for a source, from its suffix or from the content of the folder."""
     if source == STDLIB:
         return "text"
     if isinstance(_split_pair(source), tuple):
@@ -66,19 +66,21 @@ def find_adapter(source: str) -> str:
     if "idx" in path.name and "ubyte" in path.name:
         return "images"
     if suffix not in ADAPTER_OF_SUFFIX:
-        raise SpecError(f"{source!r} does not say what it holds; say it, as in text:{source} or parallel:{source}")
+        raise SpecError(
+            f"the suffix of {source!r} has no adapter; name one in front, as in text:{source} or parallel:{source}"
+        )
     return ADAPTER_OF_SUFFIX[suffix]
 
 
 def _adapter_of_folder(folder: Path) -> str:
-    """A folder is text, unless most of what lies in it is made for another adaptor."""
+    """Adapter of a folder: text, unless it has split or label files, or more images than texts."""
     if (folder / time_series.LABEL_TABLE).is_file():
         return "frames"
     if len(find_splits(folder, token_files.TOKEN_FILE_SUFFIXES)) > 1:
         return "tokens"
     if len(find_splits(folder, jsonl.JSONL_SUFFIXES)) > 1:
         return "jsonl"
-    pictures, texts = (
+    num_images, num_texts = (
         len(list_files(folder, suffixes)) for suffixes in (image_arrays.IMAGE_SUFFIXES, TextTask.suffixes)
     )
-    return "images" if images.find_idx_files(folder) or pictures > texts else "text"
+    return "images" if images.find_idx_files(folder) or num_images > num_texts else "text"

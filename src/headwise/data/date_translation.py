@@ -1,4 +1,4 @@
-"""Dates and amounts of money in words of three languages, each token with what it stands for."""
+"""The task "dates": translate dates and amounts of money between English, ISO notation and Chinese."""
 
 from __future__ import annotations
 
@@ -27,8 +27,10 @@ from .synthetic_task import (
 )
 from .task import IGNORE_INDEX, Batch, MetricSums
 
-# A token and what of the meaning it stands for: "y3" is the thousands of a year, "n-1" the tenths of an amount, "unit"
-# its currency. Tokens of two languages are translations of each other where they share one.
+# --- Writing dates and amounts -------------------------------------------------------------------------
+
+# Tokens, each with the parts of the meaning that it expresses: "y3" is the thousands digit of a year, "n-1" the tenths
+# of an amount, "unit" its currency. Tokens of two languages are aligned if they share a part.
 TokenizedPhrase = list[tuple[str, tuple[str, ...]]]
 
 MONTHS = ("January", "February", "March", "April", "May", "June", "July")
@@ -38,7 +40,7 @@ CHINESE_POWERS = ("", "十", "百", "千")
 
 
 class Date(NamedTuple):
-    """A day."""
+    """A date of the Gregorian calendar."""
 
     year: int
     month: int
@@ -46,14 +48,14 @@ class Date(NamedTuple):
 
 
 class Amount(NamedTuple):
-    """So many hundredths of a currency."""
+    """An amount of money in hundredths of a currency."""
 
     cents: int
     currency: str
 
 
 class Currency(NamedTuple):
-    """Its code (ISO 4217), and in Chinese its name and that of its hundredth; the yuan's are tenths and hundredths."""
+    """ISO 4217 code, and the Chinese names of the unit and of its hundredth (for the yuan: tenth and hundredth)."""
 
     code: str
     unit: str
@@ -68,7 +70,7 @@ CURRENCIES: Mapping[str, Currency] = {
 
 
 def format_english(value: Date | Amount) -> TokenizedPhrase:
-    """20 November 2026; 1,234.50 dollars.
+    """English, as in "20 November 2026" and "1,234.50 dollars".
 
     >>> join_tokens(format_english(Date(2026, 11, 20))), join_tokens(format_english(Amount(123450, "dollars")))
     ('20 November 2026', '1,234.50 dollars')
@@ -86,7 +88,7 @@ def format_english(value: Date | Amount) -> TokenizedPhrase:
 
 
 def format_iso(value: Date | Amount) -> TokenizedPhrase:
-    """2026-11-20 (ISO 8601); USD 1234.50 (codes of ISO 4217).
+    """ISO notation, as in "2026-11-20" (ISO 8601) and "USD 1234.50" (ISO 4217).
 
     >>> join_tokens(format_iso(Date(2026, 1, 2))), join_tokens(format_iso(Amount(5, "yuan")))
     ('2026-01-02', 'CNY 0.05')
@@ -98,12 +100,12 @@ def format_iso(value: Date | Amount) -> TokenizedPhrase:
 
 
 def format_chinese(value: Date | Amount) -> TokenizedPhrase:
-    """二〇二六年十一月二十日; 一千二百三十四元五角, 一千二百三十四美元五十美分.
+    """Chinese, as in "二〇二六年十一月二十日", "一千二百三十四元五角" and "一千二百三十四美元五十美分".
 
-    Years are said digit by digit, as 一九〇七. In amounts, zeros at the end of a number or before 万 are not said, and
-    others as one 零, however many; so is a missing 角 between 元 and 分. 十 is 一十 inside a number. 两 stands for 二
-    where a number begins with it before 千, 万 or its unit. 角 and 分 go on with the number of 元, while 美分 and 欧分
-    begin one of their own.
+    Years are written digit by digit, as in 一九〇七. In amounts, zeros at the end of a number or before 万 are omitted,
+    and any other run of zeros is a single 零; so is a missing 角 between 元 and 分. 十 is written 一十 inside a number.
+    两 replaces 二 at the start of a number before 千, 万 or the unit. 角 and 分 continue the number of 元; 美分 and
+    欧分 have a number of their own.
 
     >>> join_tokens(format_chinese(Date(2026, 11, 20))), join_tokens(format_chinese(Amount(123450, "yuan")))
     ('二〇二六年十一月二十日', '一千二百三十四元五角')
@@ -135,7 +137,7 @@ LANGUAGES: Mapping[str, Callable[[Date | Amount], TokenizedPhrase]] = {
 
 
 def format_chinese_numeral(number: int, letter: str, last: int = 0) -> TokenizedPhrase:
-    """A number from 1 below 10**8 in Chinese; its last digit stands for letter + last.
+    """An integer from 1 to 10**8 - 1 as a Chinese numeral; its last digit expresses the part f"{letter}{last}".
 
     >>> [join_tokens(format_chinese_numeral(n, "n")) for n in (10, 110, 1005, 1050, 100_010, 12_000_345)]
     ['十', '一百一十', '一千零五', '一千零五十', '十万零一十', '一千二百万零三百四十五']
@@ -144,56 +146,56 @@ def format_chinese_numeral(number: int, letter: str, last: int = 0) -> Tokenized
     zeros: tuple[str, ...] = ()
     digits = [int(digit) for digit in str(number)]
     for place, digit in zip(reversed(range(len(digits))), digits, strict=True):
-        means = (f"{letter}{place + last}",)
+        parts = (f"{letter}{place + last}",)
         if digit == 0:
-            zeros += means
+            zeros += parts
         else:
             out += [("零", zeros)] if zeros else []
             zeros = ()
             if out or digit > 1 or place % 4 != 1:
-                out.append((CHINESE_DIGITS[digit], means))
-            out += [(CHINESE_POWERS[place % 4], means)] if place % 4 else []
+                out.append((CHINESE_DIGITS[digit], parts))
+            out += [(CHINESE_POWERS[place % 4], parts)] if place % 4 else []
         if place == 4:
-            out, zeros = [*out, ("万", means)], ()
+            out, zeros = [*out, ("万", parts)], ()
     return out
 
 
-def _use_counting_two(said: TokenizedPhrase) -> TokenizedPhrase:
-    """两 where a number that counts something begins with 二 and 千, 万 or nothing follows."""
-    if said[0][0] == "二" and (len(said) == 1 or said[1][0] in "千万"):
-        return [("两", said[0][1]), *said[1:]]
-    return said
+def _use_counting_two(numeral: TokenizedPhrase) -> TokenizedPhrase:
+    """Write an initial 二 as 两 if 千, 万 or nothing follows, as Chinese does when counting."""
+    if numeral[0][0] == "二" and (len(numeral) == 1 or numeral[1][0] in "千万"):
+        return [("两", numeral[0][1]), *numeral[1:]]
+    return numeral
 
 
 def _format_yuan(cents: int) -> TokenizedPhrase:
-    whole, (tenths, hundredths) = cents // 100, divmod(cents % 100, 10)
-    out = [*_use_counting_two(format_chinese_numeral(whole, "n")), ("元", ("unit",))] if whole else []
+    units, (tenths, hundredths) = cents // 100, divmod(cents % 100, 10)
+    out = [*_use_counting_two(format_chinese_numeral(units, "n")), ("元", ("unit",))] if units else []
     if tenths:
         out += [*_spell_digits(str(tenths), "n", -1), ("角", ("n-1",))]
-    elif whole and hundredths:
+    elif units and hundredths:
         out += _spell_digits("0", "n", -1)
     if hundredths:
         out += [*_spell_digits(str(hundredths), "n", -2), ("分", ("n-2",))]
-    return out if whole else [*_use_counting_two(out[:1]), *out[1:]]
+    return out if units else [*_use_counting_two(out[:1]), *out[1:]]
 
 
 def _format_units_and_cents(cents: int, currency: Currency) -> TokenizedPhrase:
-    whole, rest = divmod(cents, 100)
+    units, hundredths = divmod(cents, 100)
     out: TokenizedPhrase = []
-    for number, last, unit in ((whole, 0, currency.unit), (rest, -2, currency.subunit)):
+    for number, lowest_place, unit in ((units, 0, currency.unit), (hundredths, -2, currency.subunit)):
         if number:
             out += [
-                *_use_counting_two(format_chinese_numeral(number, "n", last)),
+                *_use_counting_two(format_chinese_numeral(number, "n", lowest_place)),
                 *((token, ("unit",)) for token in unit),
             ]
     return out
 
 
 def _format_decimal(cents: int, comma: str) -> TokenizedPhrase:
-    whole = f"{cents // 100:,}" if comma else str(cents // 100)
-    places = iter(reversed(range(len(whole) - whole.count(","))))
-    said: TokenizedPhrase = [(token, () if token == "," else (f"n{next(places)}",)) for token in whole]
-    return [*said, *make_plain_token("."), *_tag_digits(f"{cents % 100:02d}", "n", -2)]
+    integer_part = f"{cents // 100:,}" if comma else str(cents // 100)
+    places = iter(reversed(range(len(integer_part) - integer_part.count(","))))
+    integer: TokenizedPhrase = [(token, () if token == "," else (f"n{next(places)}",)) for token in integer_part]
+    return [*integer, *make_plain_token("."), *_tag_digits(f"{cents % 100:02d}", "n", -2)]
 
 
 def _tag_digits(text: str, letter: str, last: int = 0) -> TokenizedPhrase:
@@ -201,20 +203,20 @@ def _tag_digits(text: str, letter: str, last: int = 0) -> TokenizedPhrase:
 
 
 def _spell_digits(text: str, letter: str, last: int = 0, digits: str = CHINESE_DIGITS) -> TokenizedPhrase:
-    return [(digits[int(digit)], means) for digit, means in _tag_digits(text, letter, last)]
+    return [(digits[int(digit)], parts) for digit, parts in _tag_digits(text, letter, last)]
 
 
 def make_plain_token(token: str) -> TokenizedPhrase:
-    """A token that stands for nothing by itself."""
+    """A phrase of one token without a part of the meaning, such as a space."""
     return [(token, ())]
 
 
 def join_tokens(phrase: TokenizedPhrase) -> str:
-    """As it is written."""
+    """The text of a phrase."""
     return "".join(token for token, _ in phrase)
 
 
-# --- dates ---------------------------------------------------------------------------------------------
+# --- The task ------------------------------------------------------------------------------------------
 
 SUBJECTS = ("date", "amount")
 PAD_ID, BEGIN_ID, END_ID, UNKNOWN_ID = range(4)
@@ -222,13 +224,13 @@ SPECIAL_TOKENS = ("<pad>", "<begin>", "<end>", "<unknown>", *(f"<{language}>" fo
 TEXT_TOKENS = (*"0123456789 -,.", *MONTHS, *CURRENCIES, *(currency.code for currency in CURRENCIES.values()))
 TEXT_TOKENS += (*CHINESE_DIGITS, *"〇两", *CHINESE_POWERS[1:], *"万年月日元角分美欧")
 VOCABULARY = (*SPECIAL_TOKENS, *TEXT_TOKENS)
-TOKEN_PATTERN = "[A-Za-z]+|[^A-Za-z]"  # a word is one token, and so is any other character
+TOKEN_PATTERN = "[A-Za-z]+|[^A-Za-z]"  # tokens are words of Latin letters, and single other characters
 
 
 class TranslationAnnotation(NamedTuple):
-    """What is known of an example: its subject, the direction ("en-zh"), both texts, and the alignment.
+    """Annotation of an example: its subject, the direction such as "en-zh", both texts, and the alignment.
 
-    A link (s, t) says that the token at place t of the labels translates the one at place s of the source.
+    A link (s, t) means that token t of the labels translates token s of the source.
     """
 
     subject: str
@@ -240,14 +242,14 @@ class TranslationAnnotation(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class DateTranslation(SyntheticTask):
-    """Dates and amounts, said in one language, wanted in another, which a tag before them names.
+    """Translate dates and amounts of money; a tag before the source names the target language.
 
-    A date is any day of `years`, first and last included. An amount has a number of digits before the point, up to
-    `digits`, is rich in zeros, and is one of `currencies`. What is held out is the date, or the amount in whatever
-    currency: it occurs in no language of training.
+    Dates are drawn from `years` = (first, last), both included. Amounts have at most `digits` digits before the point,
+    contain many zeros, and are in one of `currencies`. A held-out date or number does not occur in training in any
+    language or currency.
 
-    >>> for one in DateTranslation().batch(0, 3).gold:
-    ...     print(one.direction, one.source, "->", one.target)
+    >>> for example in DateTranslation().batch(0, 3).gold:
+    ...     print(example.direction, example.source, "->", example.target)
     en-iso 22 June 2057 -> 2057-06-22
     zh-en 八千零九十元三角 -> 8,090.30 yuan
     zh-iso 一九四三年十月十七日 -> 1943-10-17
@@ -262,19 +264,23 @@ class DateTranslation(SyntheticTask):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        known = {"subjects": SUBJECTS, "languages": LANGUAGES, "currencies": CURRENCIES}
-        for knob, least in {"subjects": 1, "languages": 2, "currencies": 1}.items():
-            _check_choices(knob, getattr(self, knob), known[knob], least)
+        choices = {"subjects": SUBJECTS, "languages": LANGUAGES, "currencies": CURRENCIES}
+        for option, minimum in {"subjects": 1, "languages": 2, "currencies": 1}.items():
+            _check_choices(option, getattr(self, option), choices[option], minimum)
         years = parse_sizes("years", self.years, 1000)
         if len(years) != 2 or not years[0] <= years[1] <= 9999:
-            raise SpecError(f"years={self.years} is no range within 1000 .. 9999; give the first and the last year")
+            raise SpecError(
+                f"years={self.years} must be the first and the last year, from 1000 to 9999; use years=(1900, 2099)"
+            )
         if check_whole_number("digits", self.digits, 1) > 8:
-            raise SpecError(f"digits={self.digits} need words beyond 万; use at most 8")
+            raise SpecError(
+                f"digits={self.digits} is not supported, Chinese numerals beyond 万 are missing; use at most 8"
+            )
         for subject in self.subjects:
             check_num_examples(self, self._num_values(subject), "use more years, or more digits")
 
     def _num_values(self, subject: str) -> int:
-        """How many different dates or amounts there are."""
+        """Number of different dates, or of different numbers in an amount."""
         return self._num_days if subject == "date" else 10 ** (self.digits + 2) - 1
 
     @property
@@ -284,18 +290,18 @@ class DateTranslation(SyntheticTask):
 
     @property
     def directions(self) -> tuple[tuple[str, str], ...]:
-        """From which language to which."""
+        """All pairs (source language, target language)."""
         return tuple((a, b) for a in self.languages for b in self.languages if a != b)
 
     @property
     def chance(self) -> Mapping[str, float]:
-        """Any token; as a whole, any date or amount of the right subject, well written in the right language."""
-        ways = {"date": 1, "amount": len(self.currencies)}
-        right = [1 / (self._num_values(subject) * ways[subject]) for subject in self.subjects]
-        return {"accuracy": 1 / len(VOCABULARY), "exact_match": sum(right) / len(right)}
+        """Accuracy of guessing any token; exact match of guessing any well-formed date or amount as required."""
+        num_units = {"date": 1, "amount": len(self.currencies)}
+        exact_match = [1 / (self._num_values(subject) * num_units[subject]) for subject in self.subjects]
+        return {"accuracy": 1 / len(VOCABULARY), "exact_match": sum(exact_match) / len(exact_match)}
 
     def model(self) -> ModelSpec:
-        """Two layers each, 128 wide."""
+        """Encoder and decoder of two layers each, with 128 channels."""
         return make_small_translator(self.name, len(VOCABULARY), ModelShape(width=128, heads=4, layers=2, feed=512))
 
     def draw_examples(self, random: RandomStreams) -> ExampleArrays:
@@ -305,85 +311,89 @@ class DateTranslation(SyntheticTask):
         first = int(np.datetime64(f"{self.years[0]}-01-01").astype(np.int64))
         day, cents = first + random.integers(self._num_days, 1)[:, 0], self._draw_cents(random)
         number = np.where(subject == 0, day, cents)
-        # A mark for -1 would be that of nothing, and days before 1970 are negative.
+        # Days before 1970 are negative; the sign is a column of its own, because -1 means padding in "content".
         content = np.stack([subject, np.abs(number), number < 0], 1).astype(np.int64)
-        told = {"subject": subject, "number": number, "currency": currency, "direction": direction}
-        return {"content": content, "fits": (subject == 0) | (cents > 0), **told}
+        arrays = {"subject": subject, "number": number, "currency": currency, "direction": direction}
+        return {"content": content, "fits": (subject == 0) | (cents > 0), **arrays}
 
-    def _draw_cents(self, draws: RandomStreams) -> np.ndarray:
-        """Amounts of 0 .. `digits` digits before the point; of all but the first, one in three is made zero."""
-        count = draws.choice(range(self.digits + 1))[:, None]
+    def _draw_cents(self, random: RandomStreams) -> np.ndarray:
+        """Amounts with 0 to `digits` digits before the point; a third of all digits but the first is set to zero."""
+        count = random.choice(range(self.digits + 1))[:, None]
         places = np.arange(self.digits + 2) - 2
-        digit = draws.integers(10, len(places)) * (draws.integers(3, len(places)) > 0)
-        leading = 1 + draws.integers(9, 1)
+        digit = random.integers(10, len(places)) * (random.integers(3, len(places)) > 0)
+        leading = 1 + random.integers(9, 1)
         first = (places == count - 1) & (places >= 0)
         return np.where(first, leading, np.where(places < count, digit, 0)) @ 10 ** np.arange(len(places))
 
     def to_batch(self, examples: ExampleArrays) -> Batch:
-        number = {token: n for n, token in enumerate(VOCABULARY)}
+        id_of_token = {token: n for n, token in enumerate(VOCABULARY)}
         gold, sources, targets = [], [], []
-        for subject, of, currency, direction in zip(
+        for subject, number, currency, direction in zip(
             *(examples[name].tolist() for name in ("subject", "number", "currency", "direction")), strict=True
         ):
-            one = Amount(of, list(CURRENCIES)[currency]) if subject else date_of_day_number(of)
-            source, target = self.directions[direction]
-            said, wanted = LANGUAGES[source](one), LANGUAGES[target](one)
-            known = (
+            value = Amount(number, list(CURRENCIES)[currency]) if subject else date_of_day_number(number)
+            source_language, target_language = self.directions[direction]
+            source, target = LANGUAGES[source_language](value), LANGUAGES[target_language](value)
+            annotation = TranslationAnnotation(
                 SUBJECTS[subject],
-                f"{source}-{target}",
-                join_tokens(said),
-                join_tokens(wanted),
-                align_tokens(said, wanted),
+                f"{source_language}-{target_language}",
+                join_tokens(source),
+                join_tokens(target),
+                align_tokens(source, target),
             )
-            gold.append(TranslationAnnotation(*known))
-            sources.append([number[f"<{target}>"], *(number[token] for token, _ in said)])
-            targets.append([number[token] for token, _ in wanted])
+            gold.append(annotation)
+            sources.append([id_of_token[f"<{target_language}>"], *(id_of_token[token] for token, _ in source)])
+            targets.append([id_of_token[token] for token, _ in target])
         source, source_tokens = _pad_rows(sources, PAD_ID)
         labels, _ = _pad_rows([[*row, END_ID] for row in targets], IGNORE_INDEX)
         x, tokens = _pad_rows([[BEGIN_ID, *row] for row in targets], PAD_ID)
         return Batch(x, labels, tokens=tokens, source=source, source_tokens=source_tokens, gold=gold)
 
     def prompt(self, batch: Batch) -> tuple[Tensor, SequenceInfo | None]:
-        """The token that begins every answer."""
+        """The start token of every answer."""
         return batch.x[:, :1], None
 
     @property
     def answers(self) -> int:
-        """As long as 二〇二七年十二月二十七日, or as nines, a unit and nine-and-ninety hundredths; and the end."""
+        """Length of the longest answer with its end token: 二〇二七年十二月二十七日, or a Chinese amount of nines."""
         return max(13, 2 * self.digits + 7)
 
     @property
     def end(self) -> int:
-        """What stands behind every answer."""
+        """Id of the token that ends every answer."""
         return END_ID
 
     def score(self, generated: Sequence[Sequence[int]], batch: Batch) -> MetricSums:
-        """How often the whole answer is right, by direction and by subject."""
-        wanted = [[token for token in row if token not in (END_ID, IGNORE_INDEX)] for row in batch.labels.tolist()]
-        right = torch.tensor([list(said) == want for said, want in zip(generated, wanted, strict=True)])
-        names = {one.direction for one in batch.gold} | {one.subject for one in batch.gold}
+        """Exact match of whole answers, overall, by direction and by subject."""
+        references = [[token for token in row if token not in (END_ID, IGNORE_INDEX)] for row in batch.labels.tolist()]
+        correct = torch.tensor(
+            [list(answer) == reference for answer, reference in zip(generated, references, strict=True)]
+        )
+        names = {example.direction for example in batch.gold} | {example.subject for example in batch.gold}
         slices = {
-            name: torch.tensor([name in (one.direction, one.subject) for one in batch.gold]) for name in sorted(names)
+            name: torch.tensor([name in (example.direction, example.subject) for example in batch.gold])
+            for name in sorted(names)
         }
-        return sum_by_slice("exact_match", right, torch.ones_like(right), slices)
+        return sum_by_slice("exact_match", correct, torch.ones_like(correct), slices)
 
     @property
     def tokenizer(self) -> str:
-        """Splits what is typed, such as "<zh>20 November 2026", into the tokens of this task."""
+        """JSON of a tokenizer that splits text such as "<zh>20 November 2026" into the tokens of this task."""
         return json.dumps(_make_tokenizer(), ensure_ascii=False)
 
     @property
     def usage(self) -> ProcessorSpec:
-        """A tag that is typed is the token; every answer begins and ends."""
+        """Processor that reads a typed "<zh>" as the special token, and starts and ends every answer."""
         return ProcessorSpec(begin=(BEGIN_ID,), end=(END_ID,), specials="read", tokenizer=self.tokenizer)
 
     def text(self, ids: Iterable[int]) -> str:
-        """As it is written, tags included, without what begins, ends and fills rows."""
-        return "".join(VOCABULARY[one] for one in ids if one not in (PAD_ID, BEGIN_ID, END_ID, IGNORE_INDEX))
+        """Text of ids with language tags, without padding, start and end tokens."""
+        hidden = (PAD_ID, BEGIN_ID, END_ID, IGNORE_INDEX)
+        return "".join(VOCABULARY[token_id] for token_id in ids if token_id not in hidden)
 
 
 def date_of_day_number(number: int) -> Date:
-    """The day so many days after 1 January 1970.
+    """The date `number` days after 1 January 1970.
 
     >>> date_of_day_number(0), date_of_day_number(-1)
     (Date(year=1970, month=1, day=1), Date(year=1969, month=12, day=31))
@@ -392,33 +402,33 @@ def date_of_day_number(number: int) -> Date:
 
 
 def align_tokens(source: TokenizedPhrase, target: TokenizedPhrase) -> tuple[tuple[int, int], ...]:
-    """Which tokens stand for the same: (place in the source behind its tag, place in the target).
+    """Pairs (source index, target index) of tokens that share a part of the meaning; index 0 of the source is its tag.
 
     >>> align_tokens([("November", ("m1", "m0"))], [("-", ()), ("1", ("m1",)), ("1", ("m0",))])
     ((1, 1), (1, 2))
     """
-    found: dict[str, list[int]] = {}
-    for place, (_, means) in enumerate(source, 1):
-        for mean in means:
-            found.setdefault(mean, []).append(place)
-    pairs = [(s, t) for t, (_, means) in enumerate(target) for mean in means for s in found.get(mean, ())]
+    source_indices: dict[str, list[int]] = {}
+    for s, (_, parts) in enumerate(source, 1):
+        for part in parts:
+            source_indices.setdefault(part, []).append(s)
+    pairs = [(s, t) for t, (_, parts) in enumerate(target) for part in parts for s in source_indices.get(part, ())]
     return tuple(dict.fromkeys(pairs))
 
 
 def _pad_rows(rows: list[list[int]], fill: int) -> tuple[Tensor, SequenceInfo | None]:
-    """Rows side by side, and their tokens where they differ in length."""
+    """Padded rows [B, T], and their positions and segments if they differ in length."""
     lengths = [len(row) for row in rows]
     out = torch.tensor([row + [fill] * (max(lengths) - len(row)) for row in rows])
     return out, None if min(lengths) == max(lengths) else SequenceInfo.from_batch(out, lengths=lengths)
 
 
 def _make_tokenizer() -> dict[str, object]:
-    own = {"single_word": False, "lstrip": False, "rstrip": True, "normalized": False, "special": True}
+    options = {"single_word": False, "lstrip": False, "rstrip": True, "normalized": False, "special": True}
     return {
         "version": "1.0",
         "truncation": None,
         "padding": None,
-        "added_tokens": [{"id": n, "content": token, **own} for n, token in enumerate(SPECIAL_TOKENS)],
+        "added_tokens": [{"id": n, "content": token, **options} for n, token in enumerate(SPECIAL_TOKENS)],
         "normalizer": None,
         "pre_tokenizer": {
             "type": "Split",
@@ -437,10 +447,10 @@ def _make_tokenizer() -> dict[str, object]:
 
 
 def _check_choices(option: str, words: tuple[str, ...], known: Iterable[str], minimum: int) -> None:
-    """Refuse what is unknown, said twice, or too few."""
+    """Raise SpecError for unknown or repeated words, and for fewer than `minimum`."""
     known = tuple(known)
     for word in words:
         if word not in known:
-            raise SpecError(f"{option}={words!r} holds {word!r}; {suggest(str(word), known)}")
+            raise SpecError(f"{option}={words!r} has the unknown entry {word!r}; {suggest(str(word), known)}")
     if len(set(words)) != len(words) or len(words) < minimum:
-        raise SpecError(f"{option}={words!r} must name {minimum} or more, each once; use some of {', '.join(known)}")
+        raise SpecError(f"{option}={words!r} must name {minimum} or more, each once; choose from {', '.join(known)}")

@@ -1,4 +1,4 @@
-"""Tasks over data that is brought along: a description says what to read and how, and holds what was read."""
+"""Base classes of tasks over files: `FileTask` holds the options, `Dataset` the data that was read."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .vocabulary import Vocabulary
 
 
 class Dataset(ABC):
-    """What was read, ready to be handed out. `sizes` is how many examples each split has, `notes` what was left out."""
+    """Base class of loaded data: `sizes` is the number of examples per split, `notes` states what was left out."""
 
     sizes: Mapping[str, int]
     notes: tuple[str, ...] = ()
@@ -32,51 +32,51 @@ class Dataset(ABC):
 
     @abstractmethod
     def batch(self, index: int, size: int, split: str, seed: int) -> Batch:
-        """Batch `index` of a split that has examples."""
+        """Batch number `index` of a split, which must not be empty."""
 
     @abstractmethod
     def batches(self, size: int, split: str) -> int:
-        """How many batches show a split once."""
+        """Number of batches in one pass over a split."""
 
     @abstractmethod
     def model(self) -> ModelSpec:
-        """A model of a size that suits the data."""
+        """Spec of a default model for the data."""
 
     @property
     @abstractmethod
     def chance(self) -> Mapping[str, float]:
-        """What each measure reads when nothing was learnt."""
+        """Value of each metric for random guessing."""
 
     def measure(self, logits: Tensor, batch: Batch) -> MetricSums:
-        """What is right where labels are given."""
+        """Metrics of `logits` against `batch.labels`."""
         return measure_accuracy(logits, batch)
 
     def prompt(self, batch: Batch) -> tuple[Tensor, SequenceInfo | None]:
-        """What generation starts from."""
-        raise NotImplementedError("nothing is generated from this data")
+        """Prompts for generation."""
+        raise NotImplementedError("this data does not use generation")
 
     def score(self, generated: Sequence[Sequence[int]], batch: Batch) -> MetricSums:
-        """What is right in free answers."""
-        raise NotImplementedError("nothing is generated from this data")
+        """Metrics of generated answers."""
+        raise NotImplementedError("this data does not use generation")
 
     @property
     def usage(self) -> ProcessorSpec:
-        """How a model that has learnt this is spoken to and understood."""
+        """How to turn raw input into ids, and ids into output, for a model that was trained on this data."""
         return ProcessorSpec(tokenizer=self.vocabulary.document if self.vocabulary else None)
 
 
-# What tasks that are alike have read, for as long as one of them lives: reading again would give the same.
+# Datasets by task fields and file stamps, so that equal tasks read their files once; kept while a task uses them.
 _LOADED_DATASETS: WeakValueDictionary[Any, Dataset] = WeakValueDictionary()
 
 
 @dataclass(frozen=True, repr=False)
 class FileTask(CheckedDataclass, Task):
-    """A task whose examples stand in files. Two that print alike, over unchanged files, are alike."""
+    """Base class of tasks whose examples are read from files; tasks with equal fields share the data they read."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.seed < 0:
-            raise SpecError(f"seed={self.seed} is below 0; give 0 or more")
+            raise SpecError(f"seed={self.seed} is below 0; use 0 or more")
         self.check()
         stamps = tuple((str(path), (at := path.stat()).st_mtime_ns, at.st_size) for path in self.files())
         key = type(self), tuple(value for name, value in self._field_values().items() if name != "seed"), stamps
@@ -89,36 +89,38 @@ class FileTask(CheckedDataclass, Task):
         return partial(type(self), **self._field_values()), ()
 
     def _field_values(self) -> dict[str, Any]:
-        return {told.name: getattr(self, told.name) for told in fields(self)}
+        return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def check(self) -> None:
-        """Refuse fields that cannot be meant, before a file is opened."""
+        """Raise SpecError for invalid options, before any file is opened."""
 
     @abstractmethod
     def files(self) -> Sequence[Path]:
-        """Every file that is read."""
+        """Paths of all files that are read."""
 
     @abstractmethod
     def read(self) -> Dataset:
-        """What stands in them."""
+        """Read the files."""
 
     @property
     def data(self) -> Dataset:
-        """What was read."""
+        """The data that was read."""
         return vars(self)["_data"]
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What was left out of the data, and why, a sentence each."""
+        """Sentences about what was left out of the data, and why."""
         return self.data.notes
 
     def batch(self, index: int, size: int, split: str = "train") -> Batch:
         self._check_batch_arguments(size, split)
         if index < 0:
-            raise ValueError(f"there is no batch {index}; count from 0")
+            raise ValueError(f"index={index} is below 0; batches are counted from 0")
         if not self.data.sizes.get(split):
-            there = " and ".join(name for name in SPLITS if self.data.sizes.get(name))
-            raise SpecError(f"{self!r} has examples for {there} alone; give test=0.05, or leave {split} out")
+            available = " and ".join(name for name in SPLITS if self.data.sizes.get(name))
+            raise SpecError(
+                f"{self!r} has no {split} split, only {available}; use one of these, or hold out data: {split}=0.05"
+            )
         return self.data.batch(index, size, split, self.seed)
 
     def batches(self, size: int, split: str = "train") -> int | None:
@@ -128,7 +130,7 @@ class FileTask(CheckedDataclass, Task):
     def _check_batch_arguments(self, size: int, split: str) -> None:
         check_split(split)
         if size < 1:
-            raise ValueError(f"a batch of {size} is none; give 1 or more")
+            raise ValueError(f"a batch of {size} examples is empty; use 1 or more")
 
     def model(self) -> ModelSpec:
         return self.data.model()
@@ -170,20 +172,20 @@ class FileTask(CheckedDataclass, Task):
         return self.data.vocabulary.decode(ids) if self.data.vocabulary else super().text(ids)
 
     def ids(self, text: str) -> list[int]:
-        """The ids of a text, such as a prompt."""
+        """Token ids of a text, such as a prompt."""
         if self.data.vocabulary is None:
-            raise ValueError(f"{self!r} has no tokenizer; give it ids")
+            raise ValueError(f"{self!r} has no tokenizer; pass ids instead of text")
         return self.data.vocabulary.encode([text])[0].tolist()
 
 
-# --- Models of a size that suits data ------------------------------------------------------------------
+# --- Default models ------------------------------------------------------------------------------------
 
 DEFAULT_SHAPE = ModelShape(width=128, heads=4, layers=4, feed=512)
-TARGET_NUM_PATCHES = 64  # about how many an image is divided into
+TARGET_NUM_PATCHES = 64  # approximate number of patches per image
 
 
 def make_language_model(vocab_size: int) -> ModelSpec:
-    """Four layers, 128 wide, with one table of tokens at both ends.
+    """A causal decoder of four layers with 128 channels, embedding and output weights tied.
 
     >>> from headwise import costs
     >>> costs.count_parameters(make_language_model(65))  # 65 d + 4 (12 d^2 + 9 d) + 2 d, for d = 128
@@ -195,26 +197,29 @@ def make_language_model(vocab_size: int) -> ModelSpec:
 
 
 def make_translator(vocab_sizes: tuple[int, int], width: int, layers: int, table: str) -> ModelSpec:
-    """An encoder and a decoder of so many layers, heads 32 wide; table="one" of tokens for all, or "two".
+    """Encoder and decoder of `layers` layers each, with 32 channels per head.
+
+    table="one" ties the embeddings of source and target and the output weights; table="two" ties only the target
+    embedding and the output weights. `vocab_sizes` are those of source and target.
 
     >>> make_translator((11, 11), 64, 2, "one").tied_weights()
     {'decoder.embedding.tokens': 'encoder.embedding.tokens', 'head.tokens.weight': 'encoder.embedding.tokens'}
     """
-    shape, own = ModelShape(width, width // 32, layers, 4 * width), "encoder" if table == "one" else ""
-    read, said = EmbeddingSpec(vocab_sizes[0]), EmbeddingSpec(vocab_sizes[1], table=own)
+    shape = ModelShape(width, width // 32, layers, 4 * width)
+    shared_table = "encoder" if table == "one" else ""
+    source, target = EmbeddingSpec(vocab_sizes[0]), EmbeddingSpec(vocab_sizes[1], table=shared_table)
     stacks = (
-        StackSpec.from_blocks("encoder", width, shape.blocks("full()"), embedding=read, norm=NormSpec()),
-        StackSpec.from_blocks("decoder", width, shape.blocks("causal()", "full()"), embedding=said, norm=NormSpec()),
+        StackSpec.from_blocks("encoder", width, shape.blocks("full()"), embedding=source, norm=NormSpec()),
+        StackSpec.from_blocks("decoder", width, shape.blocks("causal()", "full()"), embedding=target, norm=NormSpec()),
     )
-    return ModelSpec(
-        "translator", "encoder-decoder", stacks, (OutputHeadSpec("tokens", vocab_sizes[1], table=own or "decoder"),)
-    )
+    head = OutputHeadSpec("tokens", vocab_sizes[1], table=shared_table or "decoder")
+    return ModelSpec("translator", "encoder-decoder", stacks, (head,))
 
 
 def make_classifier(
     name: str, embedding: EmbeddingSpec, classes: int, pooling: str, kind: str = "encoder"
 ) -> ModelSpec:
-    """Four layers, 128 wide, that read all of an example and say its class, or that of each of its tokens."""
+    """An encoder of four layers with 128 channels; pooling="mean" gives one class per example, "each" one per token."""
     stack = StackSpec.from_blocks(
         "encoder", DEFAULT_SHAPE.width, DEFAULT_SHAPE.blocks("full()"), embedding=embedding, norm=NormSpec()
     )
@@ -222,12 +227,12 @@ def make_classifier(
 
 
 def make_patches(high: int, wide: int, channels: int) -> PatchSpec:
-    """An image in about 64 square patches, none cut off where a size divides it evenly.
+    """Square patches for images of this size, about 64 of them; a size that divides the image evenly is preferred.
 
     >>> make_patches(28, 28, 1)
     PatchSpec(rows=7, columns=7, high=4, wide=4, channels=1)
     """
-    least = max(1, round((high * wide / TARGET_NUM_PATCHES) ** 0.5))
-    even = [size for size in range(least, 2 * least + 1) if high % size == 0 and wide % size == 0]
-    size = min([*even, least][0], high, wide)
+    target_size = max(1, round((high * wide / TARGET_NUM_PATCHES) ** 0.5))
+    divisors = [size for size in range(target_size, 2 * target_size + 1) if high % size == 0 and wide % size == 0]
+    size = min([*divisors, target_size][0], high, wide)
     return PatchSpec(high // size, wide // size, size, size, channels)

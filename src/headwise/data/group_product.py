@@ -1,4 +1,4 @@
-"""group: the running product of elements of a group. Parity, clocks, permutations."""
+"""The task "group": running products in a finite group, such as parity, addition modulo n, or permutations."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ MAX_GROUP_SIZE = {"Z": 1000, "S": 5, "A": 6}
 
 @dataclass(frozen=True, repr=False)
 class GroupProduct(SyntheticTask):
-    """Elements g1, g2, ...; at each place the product g1 g2 ... gt is wanted (2404.08819).
+    """Predict at each position t the product g1 g2 ... gt of the group elements so far (2404.08819).
 
-    group="parity" is Z2; "Z5" adds modulo 5; "S3" are all permutations of three things, "A5" the even ones of five.
-    A product applies its left factor first. Elements of S and A are numbered in alphabetical order, which starts with
-    the one that moves nothing. A token of its own, the last id, begins every row: without it, and without absolute
-    positions, attention cannot tell one element from the same one twice.
+    group="parity" is Z2; "Z5" is addition modulo 5; "S3" are all permutations of three objects, "A5" the even
+    permutations of five. A product applies its left factor first. Elements of S and A are numbered in lexicographic
+    order, so 0 is the identity. Every row begins with a start token, the last id: without it and without absolute
+    positions, attention cannot distinguish g from g g.
 
     >>> batch = GroupProduct(group="Z5", length=8).batch(0, 1)
     >>> batch.x.tolist(), batch.labels.tolist()
@@ -57,24 +57,24 @@ class GroupProduct(SyntheticTask):
         super().__post_init__()
         order, length = len(self.table), check_whole_number("length", self.length, 1)
         if order < 2:
-            raise SpecError(f"group={self.group!r} has one element, so nothing is asked; use 'parity', 'Z5' or 'S3'")
-        enough = next(n for n in range(1, 20) if order**n >= MIN_DISTINCT_EXAMPLES)
+            raise SpecError(f"group={self.group!r} has only one element; use for example 'parity', 'Z5' or 'S3'")
+        min_length = next(n for n in range(1, 20) if order**n >= MIN_DISTINCT_EXAMPLES)
         check_sizes(self, tokens=length)
-        check_num_examples(self, float(order) ** min(length, 64), f"use length={enough} or more")
+        check_num_examples(self, float(order) ** min(length, 64), f"use length={min_length} or more")
 
     @property
     def table(self) -> np.ndarray:
-        """The product of every two elements: table[g, h] is g h."""
+        """Multiplication table: table[g, h] is the product g h."""
         return make_multiplication_table(self.group)
 
     @property
     def chance(self) -> Mapping[str, float]:
-        """Any element: products of random elements are all alike likely."""
-        one = 1 / len(self.table)
-        return {"accuracy": one, "exact_match": one**self.length}
+        """Scores of guessing any element; products of random elements are uniformly distributed."""
+        accuracy = 1 / len(self.table)
+        return {"accuracy": accuracy, "exact_match": accuracy**self.length}
 
     def model(self) -> ModelSpec:
-        """Four layers; how many a group needs for a length is what the task is about."""
+        """A decoder of four layers; the depth that a group needs at a given length is what the task measures."""
         return make_small_decoder(self.name, len(self.table) + 1, ModelShape(width=64, heads=4, layers=4, feed=128))
 
     def draw_examples(self, random: RandomStreams) -> ExampleArrays:
@@ -86,49 +86,48 @@ class GroupProduct(SyntheticTask):
         return {"content": x, "x": x, "labels": products}
 
     def to_batch(self, examples: ExampleArrays) -> Batch:
-        first = np.ones((len(examples["x"]), 1), np.int64)
-        x = np.concatenate([len(self.table) * first, examples["x"]], 1)
-        labels = np.concatenate([IGNORE_INDEX * first, examples["labels"]], 1)
+        ones = np.ones((len(examples["x"]), 1), np.int64)
+        x = np.concatenate([len(self.table) * ones, examples["x"]], 1)
+        labels = np.concatenate([IGNORE_INDEX * ones, examples["labels"]], 1)
         return Batch(torch.from_numpy(x), torch.from_numpy(labels))
 
     def measure(self, logits: Tensor, batch: Batch) -> MetricSums:
-        """Accuracy by how many elements were multiplied, and how often all of a row is right."""
-        right, asked = find_correct(logits, batch.labels)
-        count = torch.arange(asked.shape[1], device=asked.device).expand(asked.shape)
-        rows = find_correct_rows(right, asked)
-        told = dict(sum_by_slice("accuracy", right, asked, slice_by_power_of_two("t", count)))
-        return told | dict(sum_by_slice("exact_match", rows, torch.ones_like(rows), {}))
+        """Accuracy per position, by the number of factors; exact match of whole rows."""
+        correct, has_label = find_correct(logits, batch.labels)
+        num_factors = torch.arange(has_label.shape[1], device=has_label.device).expand(has_label.shape)
+        correct_rows = find_correct_rows(correct, has_label)
+        accuracy = dict(sum_by_slice("accuracy", correct, has_label, slice_by_power_of_two("t", num_factors)))
+        return accuracy | dict(sum_by_slice("exact_match", correct_rows, torch.ones_like(correct_rows), {}))
 
     def text(self, ids: list[int]) -> str:
-        """Elements by number, what begins a row as |."""
-        return " ".join("|" if one == len(self.table) else str(one) for one in ids)
+        """Elements as numbers, the start token as "|"."""
+        return " ".join("|" if token_id == len(self.table) else str(token_id) for token_id in ids)
 
 
 def make_multiplication_table(name: str) -> np.ndarray:
-    """The products of a group by its name.
+    """Multiplication table of a group, [order, order], by its name.
 
     >>> make_multiplication_table("Z3").tolist(), make_multiplication_table("S3")[1].tolist()
     ([[0, 1, 2], [1, 2, 0], [2, 0, 1]], [1, 0, 3, 2, 5, 4])
     """
-    told = GROUP_PATTERN.fullmatch("Z2" if name == "parity" else name)
-    if not told:
+    match = GROUP_PATTERN.fullmatch("Z2" if name == "parity" else name)
+    if not match:
         raise SpecError(f"group={name!r} is unknown; use 'parity', or a letter and a size: 'Z5', 'S3', 'A5'")
-    kind, size = told[1], int(told[2])
-    if size > MAX_GROUP_SIZE[kind]:
-        raise SpecError(
-            f"group={name!r} is larger than any model here learns; use at most {kind}{MAX_GROUP_SIZE[kind]}"
-        )
-    if kind == "Z":
+    family, size = match[1], int(match[2])
+    if size > MAX_GROUP_SIZE[family]:
+        raise SpecError(f"group={name!r} is too large; use at most {family}{MAX_GROUP_SIZE[family]}")
+    if family == "Z":
         return np.add.outer(np.arange(size), np.arange(size)) % size
-    moves = np.array(list(_permutations(kind, size)))
+    elements = np.array(list(_permutations(family, size)))
     weights = size ** np.arange(size)[::-1]
-    products = moves[np.arange(len(moves))[None, :, None], moves[:, None]]  # [g, h, thing]: where h takes what g moved
-    return np.searchsorted(moves @ weights, products @ weights)
+    # products[g, h, i] = h(g(i)); reading permutations as numbers in base `size` keeps their order.
+    products = elements[np.arange(len(elements))[None, :, None], elements[:, None]]
+    return np.searchsorted(elements @ weights, products @ weights)
 
 
-def _permutations(kind: str, size: int) -> Iterator[tuple[int, ...]]:
-    """Permutations as where each thing goes, in order; of A, those with an even number of inversions."""
-    for move in permutations(range(size)):
-        inversions = sum(a > b for n, a in enumerate(move) for b in move[n + 1 :])
-        if kind == "S" or inversions % 2 == 0:
-            yield move
+def _permutations(family: str, size: int) -> Iterator[tuple[int, ...]]:
+    """Permutations in lexicographic order, as the images of 0 .. size - 1; for "A" only the even ones."""
+    for images in permutations(range(size)):
+        inversions = sum(a > b for n, a in enumerate(images) for b in images[n + 1 :])
+        if family == "S" or inversions % 2 == 0:
+            yield images

@@ -1,4 +1,4 @@
-"""Files of arrays: the idx format of MNIST, and numpy's .npz."""
+"""Reading arrays (idx, .npz, .npy) and images, and normalising images for a classifier."""
 
 from __future__ import annotations
 
@@ -27,66 +27,69 @@ IDX_DTYPES = {0x08: "u1", 0x09: "i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0
 
 
 def read_idx(path: Path) -> Any:
-    """The array of an idx file: two zeros, a type, how many axes, their lengths, and the numbers, big end first.
+    """Read an idx file: two zero bytes, a type byte, the number of axes, their lengths, and big-endian data.
 
-    One that is not compressed stays on disk.
+    An uncompressed file is memory-mapped.
     """
     head = next(read_chunks(path), b"")[:4]
     if len(head) < 4 or head[:2] != b"\0\0" or head[2] not in IDX_DTYPES or not head[3]:
-        raise SpecError(f"{path} begins with {head.hex(' ') or 'nothing'}, as no idx file does; give one, or an .npz")
-    dtype, axes = np.dtype(IDX_DTYPES[head[2]]), head[3]
-    whole = b"".join(read_chunks(path)) if is_gzipped(path) else None
-    start = 4 + 4 * axes
-    have = path.stat().st_size if whole is None else len(whole)
-    if have < start:
-        raise SpecError(f"{path} ends after {have} bytes, inside its header of {start}; fetch it again")
-    told = next(read_chunks(path))[4:start] if whole is None else whole[4:start]
-    shape = struct.unpack(f">{axes}I", told)
-    wanted = start + dtype.itemsize * int(np.prod(shape, dtype=object))
-    if have != wanted:
-        size = " x ".join(map(str, shape))
         raise SpecError(
-            f"{path} has {have} bytes, but {size} numbers of {dtype.itemsize} need {wanted}; fetch it again"
+            f"{path} is not an idx file: it starts with the bytes {head.hex(' ') or '(none)'}; give an idx file or .npz"
         )
-    if have == start:
+    dtype, axes = np.dtype(IDX_DTYPES[head[2]]), head[3]
+    content = b"".join(read_chunks(path)) if is_gzipped(path) else None  # None: memory-mapped
+    start = 4 + 4 * axes
+    size = path.stat().st_size if content is None else len(content)
+    if size < start:
+        raise SpecError(f"{path} has {size} bytes, fewer than its header of {start}; download it again")
+    lengths = next(read_chunks(path))[4:start] if content is None else content[4:start]
+    shape = struct.unpack(f">{axes}I", lengths)
+    expected_size = start + dtype.itemsize * int(np.prod(shape, dtype=object))
+    if size != expected_size:
+        dimensions = " x ".join(map(str, shape))
+        raise SpecError(
+            f"{path} has {size} bytes, but {dimensions} numbers of {dtype.itemsize} bytes need {expected_size}; "
+            "download it again"
+        )
+    if size == start:
         return np.empty(shape, dtype)
-    if whole is None:
+    if content is None:
         return np.memmap(path, dtype, "r", offset=start, shape=shape)
-    return np.frombuffer(whole, dtype, offset=start).reshape(shape)
+    return np.frombuffer(content, dtype, offset=start).reshape(shape)
 
 
 def read_npz(path: Path) -> dict[str, Any]:
-    """The arrays of an .npz by their names."""
+    """Read the arrays of an .npz file, by name."""
     try:
-        with path.open("rb") as file:  # numpy leaves a broken one open
-            held = np.load(file, allow_pickle=False)
-            if not isinstance(held, np.lib.npyio.NpzFile):
+        with path.open("rb") as file:  # np.load(path) does not close a damaged file
+            archive = np.load(file, allow_pickle=False)
+            if not isinstance(archive, np.lib.npyio.NpzFile):
                 raise ValueError("it holds one array without a name")
-            return {name: held[name] for name in held.files}
+            return {name: archive[name] for name in archive.files}
     except (zipfile.BadZipFile, zlib.error, ValueError, EOFError, OSError) as error:
-        told = " ".join(str(error).split())
-        raise SpecError(f"{path} is no whole .npz of numbers: {told}; write it again with numpy.savez") from None
+        reason = " ".join(str(error).split())
+        raise SpecError(f"cannot read {path} as .npz: {reason}; write it again with numpy.savez") from None
 
 
 def open_npy(path: Path) -> Any:
-    """The array of an .npy file, which stays on disk."""
+    """Memory-map the array of an .npy file."""
     try:
         return np.load(path, mmap_mode="r", allow_pickle=False)
     except (ValueError, OSError, EOFError) as error:
-        told = " ".join(str(error).split())
-        raise SpecError(f"{path} is no whole .npy of numbers: {told}; write it again with numpy.save") from None
+        reason = " ".join(str(error).split())
+        raise SpecError(f"cannot read {path} as .npy: {reason}; write it again with numpy.save") from None
 
 
-# --- Images wherever they lie --------------------------------------------------------------------------
+# --- Images --------------------------------------------------------------------------------------------
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
-STATISTICS_SAMPLE = 10_000  # images that mean and deviation are taken over
+STATISTICS_SAMPLE = 10_000  # images from which mean and standard deviation are estimated
 GREY_MODES = ("1", "L", "LA")
 COLOUR_MODES = ("RGB", "RGBA", "P", "PA", "CMYK", "YCbCr", "LAB", "HSV")
 
 
 class ImageStore(ABC):
-    """So many images of one `shape`: high, wide, channels. `where` names them in a message."""
+    """Base class of `count` images of one `shape` (height, width, channels); `where` names them in error messages."""
 
     count: int
     shape: tuple[int, int, int]
@@ -94,14 +97,14 @@ class ImageStore(ABC):
 
     @abstractmethod
     def take(self, indices: IndexArray) -> NDArray[np.float32]:
-        """These images [n, high, wide, channels], whole pixels from 0 to 1."""
+        """Load images as [n, height, width, channels]; integer pixels are scaled to 0..1."""
 
     @staticmethod
     def joined(stores: Sequence[ImageStore]) -> ImageStore:
-        """Several as one, of images of one shape."""
+        """Concatenation of several stores, whose images must have the same shape."""
         for other in stores[1:]:
             if other.shape != stores[0].shape:
-                shapes = [" x ".join(map(str, one.shape)) for one in (other, stores[0])]
+                shapes = [" x ".join(map(str, store.shape)) for store in (other, stores[0])]
                 raise SpecError(
                     f"{other.where} has images of {shapes[0]}, {stores[0].where} of {shapes[1]}; use one size"
                 )
@@ -109,24 +112,24 @@ class ImageStore(ABC):
 
 
 class ConcatenatedImages(ImageStore):
-    """Stores one after the other."""
+    """Concatenation of several image stores."""
 
     def __init__(self, stores: Sequence[ImageStore]) -> None:
         self.stores = stores
-        self.count, self.shape, self.where = sum(one.count for one in stores), stores[0].shape, stores[0].where
+        self.count, self.shape, self.where = sum(store.count for store in stores), stores[0].shape, stores[0].where
 
     def take(self, indices: IndexArray) -> NDArray[np.float32]:
         out = np.empty((len(indices), *self.shape), np.float32)
         first = 0
         for store in self.stores:
-            own = (indices >= first) & (indices < first + store.count)
-            out[own] = store.take(indices[own] - first)
+            in_store = (indices >= first) & (indices < first + store.count)
+            out[in_store] = store.take(indices[in_store] - first)
             first += store.count
         return out
 
 
 class ArrayImages(ImageStore):
-    """Images of an array [n, high, wide], with channels last or first if it has any."""
+    """Images of an array [n, height, width], [n, height, width, channels] or [n, channels, height, width]."""
 
     def __init__(self, images: Any, description: str) -> None:
         if images.ndim == 3:
@@ -135,36 +138,36 @@ class ArrayImages(ImageStore):
             images = images.transpose(0, 2, 3, 1)
         if images.shape[3] > 4:
             shape = " x ".join(map(str, images.shape))
-            raise SpecError(f"{description} is {shape}, with more than 4 channels; give [n, high, wide, channels]")
+            raise SpecError(f"{description} is {shape}, with more than 4 channels; give [n, height, width, channels]")
         self.images, self.count, self.where = images, len(images), description
         _, high, wide, channels = images.shape
         self.shape = high, wide, channels
         self._scale = np.float32(1 / np.iinfo(images.dtype).max if images.dtype.kind in "ui" else 1)
 
     def take(self, indices: IndexArray) -> NDArray[np.float32]:
-        found = self.images[indices].astype(np.float32) * self._scale
-        if not np.isfinite(found).all():
-            wrong = int(indices[~np.isfinite(found).all((1, 2, 3))][0])
-            raise SpecError(f"image {wrong} of {self.where} holds numbers that are not finite; take it out")
-        return found
+        pixels = self.images[indices].astype(np.float32) * self._scale
+        if not np.isfinite(pixels).all():
+            index = int(indices[~np.isfinite(pixels).all((1, 2, 3))][0])
+            raise SpecError(f"image {index} of {self.where} holds NaN or inf; remove it from the data")
+        return pixels
 
 
 class ImageFiles(ImageStore):
-    """Images of one file each, opened when they are asked for; brought to `size` if it is given."""
+    """Images with one file each, loaded when a batch needs them; resized to `size` if that is not empty."""
 
     def __init__(self, paths: Sequence[Path], size: tuple[int, ...]) -> None:
         self.paths, self.count, self.where = paths, len(paths), str(paths[0].parent.parent)
-        known = [_read_header(path) for path in paths]
-        first = size or known[0][:2]
-        for path, (high, wide, _) in zip(paths, known, strict=True):
+        headers = [_read_header(path) for path in paths]
+        first = size or headers[0][:2]
+        for path, (high, wide, _) in zip(paths, headers, strict=True):
             if not size and (high, wide) != first:
                 fact = f"{path} is {high} x {wide} pixels, {paths[0]} is {first[0]} x {first[1]}"
-                raise SpecError(f"{fact}; give size={first} to bring all to one size")
-        self.shape = first[0], first[1], 1 if all(mode in GREY_MODES for *_, mode in known) else 3
+                raise SpecError(f"{fact}; use size={first} to resize all images")
+        self.shape = first[0], first[1], 1 if all(mode in GREY_MODES for *_, mode in headers) else 3
 
     def take(self, indices: IndexArray) -> NDArray[np.float32]:
-        found = [self._load_image(self.paths[n]) for n in indices]
-        return np.stack(found) if found else np.empty((0, *self.shape), np.float32)
+        images = [self._load_image(self.paths[n]) for n in indices]
+        return np.stack(images) if images else np.empty((0, *self.shape), np.float32)
 
     def _load_image(self, path: Path) -> NDArray[np.float32]:
         from PIL import Image
@@ -172,52 +175,52 @@ class ImageFiles(ImageStore):
         high, wide, channels = self.shape
         try:
             with Image.open(path) as image:
-                plain = image.convert("L" if channels == 1 else "RGB")
+                converted = image.convert("L" if channels == 1 else "RGB")
         except (OSError, ValueError, SyntaxError, EOFError) as error:
-            raise SpecError(f"{path} is no whole image: {error}; take it away or fetch it again") from None
-        plain = plain if plain.size == (wide, high) else plain.resize((wide, high), Image.Resampling.BILINEAR)
-        return np.asarray(plain, np.float32).reshape(self.shape) / np.float32(255)
+            raise SpecError(f"{path} is a damaged image: {error}; remove it or download it again") from None
+        if converted.size != (wide, high):
+            converted = converted.resize((wide, high), Image.Resampling.BILINEAR)
+        return np.asarray(converted, np.float32).reshape(self.shape) / np.float32(255)
 
 
 def _read_header(path: Path) -> tuple[int, int, str]:
-    """How high and wide an image is, and the kind of its pixels, without decoding it."""
+    """Height, width and pixel mode of an image, without decoding it."""
     from PIL import Image
 
     try:
         with Image.open(path) as image:
             (wide, high), mode = image.size, image.mode
     except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
-        raise SpecError(f"{path} is no image: {error}; take it away or fetch it again") from None
+        raise SpecError(f"cannot read {path} as an image: {error}; remove it or download it again") from None
     if mode not in (*GREY_MODES, *COLOUR_MODES):
-        raise SpecError(f"{path} has pixels of kind {mode!r}, not of 8 bits; convert it, or give an .npz")
+        raise SpecError(f"{path} has pixels of mode {mode!r}, not 8 bits per channel; convert it, or use an .npz")
     return high, wide, mode
 
 
 class ImageInputs(ClassifierInputs):
-    """Images with the mean of each channel taken off, in its deviation, both over images to train on."""
+    """Images normalised per channel with mean and standard deviation of (a sample of) the train split."""
 
     def __init__(self, store: ImageStore, train: IndexArray) -> None:
         self.store = store
-        evenly = train[np.linspace(0, len(train) - 1, min(len(train), STATISTICS_SAMPLE)).astype(np.int64)]
+        sample = train[np.linspace(0, len(train) - 1, min(len(train), STATISTICS_SAMPLE)).astype(np.int64)]
         sums = np.zeros((2, store.shape[2]))
-        for at in range(0, len(evenly), 1000):
-            some = store.take(evenly[at : at + 1000]).astype(np.float64)
-            sums += some.sum((0, 1, 2)), (some**2).sum((0, 1, 2))
-        mean, square = sums / (len(evenly) * store.shape[0] * store.shape[1])
-        deviation = np.sqrt(np.maximum(square - mean**2, 0))
-        self.mean, self.deviation = mean, np.where(deviation > 1e-6, deviation, 1.0)  # of a channel all of one value
+        for start in range(0, len(sample), 1000):
+            images = store.take(sample[start : start + 1000]).astype(np.float64)
+            sums += images.sum((0, 1, 2)), (images**2).sum((0, 1, 2))
+        mean, mean_square = sums / (len(sample) * store.shape[0] * store.shape[1])
+        deviation = np.sqrt(np.maximum(mean_square - mean**2, 0))
+        self.mean, self.deviation = mean, np.where(deviation > 1e-6, deviation, 1.0)  # 1 for a constant channel
 
     def take(self, indices: IndexArray) -> tuple[Tensor, SequenceInfo | None]:
-        found = (self.store.take(indices) - self.mean) / self.deviation
-        return torch.from_numpy(found.astype(np.float32).transpose(0, 3, 1, 2).copy()), None
+        images = (self.store.take(indices) - self.mean) / self.deviation
+        return torch.from_numpy(images.astype(np.float32).transpose(0, 3, 1, 2).copy()), None
 
     @property
     def usage(self) -> ProcessorSpec:
-        mean, deviation = (tuple(told.tolist()) for told in (self.mean, self.deviation))
+        mean, deviation = (tuple(array.tolist()) for array in (self.mean, self.deviation))
         return ProcessorSpec(size=self.store.shape[:2], mean=mean, deviation=deviation)
 
     def model(self, num_classes: int, pooling: str) -> ModelSpec:
-        embedding = EmbeddingSpec(
-            patches=(patches := make_patches(*self.store.shape)), positions=PositionSpec("learned", patches.num_patches)
-        )
+        patches = make_patches(*self.store.shape)
+        embedding = EmbeddingSpec(patches=patches, positions=PositionSpec("learned", patches.num_patches))
         return make_classifier("vision", embedding, num_classes, pooling, kind="vision")

@@ -1,4 +1,4 @@
-"""One JSON object a line: texts, translations, or texts with a label, by the names of their fields."""
+"""`JsonlTask`: JSON Lines files with texts, labelled texts, or translations."""
 
 from __future__ import annotations
 
@@ -27,17 +27,20 @@ from .vocabulary import IdArray, SubwordVocabulary, train_bpe
 END_OF_TEXT = "<|end|>"
 JSONL_SUFFIXES = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
 
-FieldRows = list[list[str]]  # what the wanted fields of each object say
+FieldRows = list[list[str]]  # for each object the values of the selected fields
 
 
 @dataclass(frozen=True, repr=False)
 class JsonlTask(FileTask):
-    """Lines of JSON objects: texts one after the other, each with an end; with `source_field` and `target_field`
-    translations; with `label_field` the class of each text.
+    """Task over files with one JSON object per line; the fields that are given choose the kind of task.
 
-    `path` is a file, of which `valid` and `test` are held out (of texts the last ones, else drawn by what is read), or
-    a folder with train.jsonl, valid.jsonl and perhaps test.jsonl. `vocab` pieces are learnt from the train split.
-    `length` is how many tokens are read at once: texts with a label are cut there, longer pairs are left out.
+    With `text_field` alone: language modelling on the texts, each followed by an end token. With `label_field`:
+    classification of the texts. With `source_field` and `target_field`: translation.
+
+    `path` is a file, or a folder with train.jsonl, valid.jsonl and optionally test.jsonl. From a single file the shares
+    `valid` and `test` are held out: the last texts for language modelling, otherwise by a hash of the text. A subword
+    vocabulary of `vocab` tokens is trained on the train split. `length` is the number of tokens per row: labelled texts
+    are cut there, and longer translation pairs are not trained on.
     """
 
     name: ClassVar[str] = "jsonl"
@@ -54,32 +57,32 @@ class JsonlTask(FileTask):
     def check(self) -> None:
         check_split_shares(self.valid, self.test)
         if bool(self.source_field) != bool(self.target_field):
-            raise SpecError("a translation has two sides; give both source_field= and target_field=")
+            raise SpecError("a translation needs two fields; give both source_field= and target_field=")
         if self.source_field and self.label_field:
             raise SpecError("a translation has no label; leave out label_field=, or source_field= and target_field=")
         if self.length < 2:
-            raise SpecError(f"Jsonl(length={self.length}) is no number of tokens; give length=64, say")
+            raise SpecError(f"length={self.length} must be at least 2 tokens; use for example length=64")
 
     def _split_paths(self) -> dict[str, Path]:
         path = existing_path(self.path)
         if not path.is_dir():
             return {"train": path}
-        if len(found := find_splits(path, JSONL_SUFFIXES)) < 2:
-            raise SpecError(f"{path} has no train.jsonl with a valid.jsonl; name them so, or give one file")
-        return found
+        if len(paths := find_splits(path, JSONL_SUFFIXES)) < 2:
+            raise SpecError(f"{path} needs train.jsonl and valid.jsonl; rename the files, or give a single file")
+        return paths
 
     def files(self) -> Sequence[Path]:
         return list(self._split_paths().values())
 
     def read(self) -> Dataset:
         if self.source_field:
-            both = {
+            fields = {
                 split: self._read_fields(path, "source_field", "target_field")
                 for split, path in self._split_paths().items()
             }
-            pairs = {split: [SentencePair(*row) for row in rows] for split, rows in both.items()}
-            making = TranslationOptions(self.vocab, longest=self.length)
-            return TranslationDataset(ParallelCorpus.of(pairs.pop("train"), (self.valid, self.test), pairs), making)
+            pairs = {split: [SentencePair(*row) for row in rows] for split, rows in fields.items()}
+            options = TranslationOptions(self.vocab, longest=self.length)
+            return TranslationDataset(ParallelCorpus.of(pairs.pop("train"), (self.valid, self.test), pairs), options)
         if self.label_field:
             paths = self._split_paths().items()
             return self._labelled_dataset(
@@ -88,51 +91,52 @@ class JsonlTask(FileTask):
         return self._token_stream()
 
     def _read_fields(self, path: Path, *names: str) -> Iterator[list[str]]:
-        """What these fields say in each object, one object after the other."""
-        wanted, empty = [(name, getattr(self, name)) for name in names], True
+        """The values of the fields that these options name, for each object of a file."""
+        fields = [(name, getattr(self, name)) for name in names]
+        is_empty = True
         for n, line in enumerate(read_lines(path), 1):
             if line.strip():
-                row, empty = _parse_object(line, n, path), False
-                yield [_field_text(row, *field, n, path) for field in wanted]
-        if empty:
-            raise SpecError(f"{path} is empty; give one JSON object a line")
+                row, is_empty = _parse_object(line, n, path), False
+                yield [_field_text(row, *field, n, path) for field in fields]
+        if is_empty:
+            raise SpecError(f"{path} is empty; write one JSON object per line")
 
     def _token_stream(self) -> TokenStreamDataset:
-        """The ids of all texts; of the texts themselves there are only ever a few in memory."""
+        """Language-modelling data; the ids of all texts are in memory, but only a few of the texts at a time."""
         paths = self._split_paths()
         counts = {split: sum(1 for _ in self._read_texts(path)) for split, path in paths.items()}
-        told = split_ranges(counts, (self.valid, self.test))
-        vocabulary = train_bpe(islice(self._read_texts(paths["train"]), told["train"][2]), self.vocab, (END_OF_TEXT,))
+        ranges = split_ranges(counts, (self.valid, self.test))
+        vocabulary = train_bpe(islice(self._read_texts(paths["train"]), ranges["train"][2]), self.vocab, (END_OF_TEXT,))
         end = np.array([vocabulary.special(END_OF_TEXT)], vocabulary.dtype)
-        coded = {split: vocabulary.encode(self._read_texts(path)) for split, path in paths.items()}
+        encoded = {split: vocabulary.encode(self._read_texts(path)) for split, path in paths.items()}
         spans: dict[str, TokenSpan] = {}
-        for split, (owner, start, stop) in told.items():
-            ids = np.concatenate([end[:0], *(one for text in coded[owner][start:stop] for one in (text, end))])
+        for split, (owner, start, stop) in ranges.items():
+            ids = np.concatenate([end[:0], *(part for text in encoded[owner][start:stop] for part in (text, end))])
             spans[split] = TokenSpan(ids, 0, len(ids))
-        widths, stop = vocabulary.bytes_per_id, vocabulary.special(END_OF_TEXT)
+        bytes_per_id, end_id = vocabulary.bytes_per_id, vocabulary.special(END_OF_TEXT)
         return TokenStreamDataset(
-            spans, self.length, vocabulary.size, vocabulary=vocabulary, bytes_per_id=widths, end_id=stop
+            spans, self.length, vocabulary.size, vocabulary=vocabulary, bytes_per_id=bytes_per_id, end_id=end_id
         )
 
     def _read_texts(self, path: Path) -> Iterator[str]:
         return (row[0] for row in self._read_fields(path, "text_field"))
 
-    def _labelled_dataset(self, found: Mapping[str, FieldRows]) -> LabelledDataset:
-        rows = [row for own in found.values() for row in own]
-        counts = {split: len(own) for split, own in found.items()}
+    def _labelled_dataset(self, rows_of_split: Mapping[str, FieldRows]) -> LabelledDataset:
+        rows = [row for split_rows in rows_of_split.values() for row in split_rows]
+        counts = {split: len(split_rows) for split, split_rows in rows_of_split.items()}
         splits = split_examples(counts, [normalise_sentence(text) for text, _ in rows], self.valid, self.test)
         texts = [text for text, _ in rows]
         vocabulary = train_bpe([texts[n] for n in splits["train"]], self.vocab, (END_OF_TEXT,))
         labels, names = number_labels([label for _, label in rows])
-        coded = vocabulary.encode(texts)
-        data = LabelledDataset(TextInputs(coded, vocabulary, self.length), labels, names, splits)
-        if long := sum(len(ids) >= self.length for ids in coded):
-            data.notes = (f"cut, for they have more than length={self.length} tokens: {long} of {len(texts)} texts",)
+        encoded = vocabulary.encode(texts)
+        data = LabelledDataset(TextInputs(encoded, vocabulary, self.length), labels, names, splits)
+        if num_long := sum(len(ids) >= self.length for ids in encoded):  # with the end token longer than `length`
+            data.notes = (f"{num_long} of {len(texts)} texts have more than length={self.length} tokens and are cut",)
         return data
 
 
 class TextInputs(ClassifierInputs):
-    """Texts as ids, each with an end, so that none is without a token."""
+    """Texts as token ids, each followed by an end token, so that an empty text has one token as well."""
 
     def __init__(self, encoded: list[IdArray], vocabulary: SubwordVocabulary, length: int) -> None:
         self.vocabulary, self.size, self.end = vocabulary, vocabulary.size, vocabulary.special(END_OF_TEXT)
@@ -142,8 +146,8 @@ class TextInputs(ClassifierInputs):
     def take(self, indices: IndexArray) -> tuple[Tensor, SequenceInfo | None]:
         rows = [[*self.encoded[n][: self.length - 1], self.end] for n in indices]
         ids = np.zeros((len(rows), max(map(len, rows))), np.int64)
-        for place, row in zip(ids, rows, strict=True):
-            place[: len(row)] = row
+        for padded, row in zip(ids, rows, strict=True):
+            padded[: len(row)] = row
         x = torch.from_numpy(ids)
         return x, SequenceInfo.from_batch(x, lengths=[len(row) for row in rows])
 
@@ -157,20 +161,20 @@ class TextInputs(ClassifierInputs):
 
 def _parse_object(line: str, n: int, path: Path) -> dict[str, Any]:
     try:
-        found: Any = json.loads(line)
+        row: Any = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise SpecError(f"line {n} of {path} is no JSON: {error}; give one object a line") from None
-    if not isinstance(found, dict):
-        raise SpecError(f"line {n} of {path} holds {type(found).__name__}; give one object a line")
-    return found
+        raise SpecError(f"line {n} of {path} is not valid JSON: {error}; write one object per line") from None
+    if not isinstance(row, dict):
+        raise SpecError(f"line {n} of {path} holds {type(row).__name__}; write one object per line")
+    return row
 
 
 def _field_text(row: dict[str, Any], name: str, field: str, n: int, path: Path) -> str:
     if field not in row:
-        raise SpecError(f"line {n} of {path} has no {field!r}; {suggest(field, row)}, as {name}=")
+        raise SpecError(f"line {n} of {path} has no field {field!r}; {suggest(field, row)}, as {name}=")
     value = row[field]
-    kinds = {str: "text", int: "a whole number", bool: "true or false"} if name == "label_field" else {str: "text"}
-    if type(value) not in kinds:
+    types = {str: "text", int: "an integer", bool: "true or false"} if name == "label_field" else {str: "text"}
+    if type(value) not in types:
         fact = f"{field!r} in line {n} of {path} is of type {type(value).__name__}"
-        raise SpecError(f"{fact}; give {', '.join(kinds.values())}")
+        raise SpecError(f"{fact}; write {' or '.join(types.values())}")
     return str(value).strip() if name in ("source_field", "target_field") else str(value)

@@ -1,4 +1,4 @@
-"""Examples with a class each, or a class for each of their tokens: images, frames, texts."""
+"""Classification datasets: one class per example, or one class per token."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ from .vocabulary import Vocabulary
 
 
 class ClassifierInputs(ABC):
-    """What is to be classified, wherever it lies."""
+    """Base class of the inputs of a classifier: images, frames or texts."""
 
     vocabulary: Vocabulary | None = None
 
     @property
     @abstractmethod
     def usage(self) -> ProcessorSpec:
-        """How such an input is brought to what a model reads."""
+        """How raw inputs are prepared for the model."""
 
     @abstractmethod
     def take(self, indices: IndexArray) -> tuple[Tensor, SequenceInfo | None]:
-        """These examples side by side, and where their tokens stand if they are of several lengths."""
+        """Input batch of these examples, and their positions and segments if they differ in length."""
 
     @abstractmethod
     def model(self, num_classes: int, pooling: str) -> ModelSpec:
-        """A model that tells so many classes apart, `at` each token or the mean of them."""
+        """Spec of a classifier; pooling="each" classifies every token, "mean" the average of them."""
 
 
 class LabelledDataset(Dataset):
-    """Examples and their `labels`: one number for each, or as many as an example has tokens.
+    """Inputs with labels, each label a class number or an array with one class number per token.
 
-    `names` are what the labels stand for, in their order.
+    `class_names` holds the names of the classes, in the order of their numbers.
     """
 
     def __init__(
@@ -51,10 +51,10 @@ class LabelledDataset(Dataset):
     ) -> None:
         self.inputs, self.labels, self.names, self.splits = inputs, labels, tuple(class_names), splits
         self.vocabulary = inputs.vocabulary
-        self.sizes = {split: len(own) for split, own in splits.items()}
+        self.sizes = {split: len(indices) for split, indices in splits.items()}
         for split in ("train", "valid"):
             if not self.sizes[split]:
-                raise SpecError(f"no example is left for {split}; bring more, or give another share for valid=")
+                raise SpecError(f"the split {split!r} has no examples; add examples to the data, or change valid=")
         self._order = EpochOrder(self.sizes["train"])
         self._has_token_labels = np.ndim(labels[0]) > 0
 
@@ -63,26 +63,26 @@ class LabelledDataset(Dataset):
 
     def batch(self, index: int, size: int, split: str, seed: int) -> Batch:
         if split == "train":
-            places = self._order.take(index, size, seed)
+            positions = self._order.take(index, size, seed)
         else:
-            places = np.array(strided_batch_indices(self.sizes[split], index, size))
-        chosen = self.splits[split][places]
-        x, tokens = self.inputs.take(chosen)
-        return Batch(x, self._label_tensor([self.labels[n] for n in chosen]), tokens)
+            positions = np.array(strided_batch_indices(self.sizes[split], index, size))
+        indices = self.splits[split][positions]
+        x, tokens = self.inputs.take(indices)
+        return Batch(x, self._label_tensor([self.labels[n] for n in indices]), tokens)
 
     def _label_tensor(self, labels: list[Any]) -> Tensor:
         if not self._has_token_labels:
             return torch.tensor([int(label) for label in labels])
-        asked = np.full((len(labels), max(map(len, labels))), IGNORE_INDEX, np.int64)
-        for row, label in zip(asked, labels, strict=True):
+        padded = np.full((len(labels), max(map(len, labels))), IGNORE_INDEX, np.int64)
+        for row, label in zip(padded, labels, strict=True):
             row[: len(label)] = label
-        return torch.from_numpy(asked)
+        return torch.from_numpy(padded)
 
     @property
     def chance(self) -> Mapping[str, float]:
-        """What the most frequent class of the train split would score."""
-        own = [np.atleast_1d(self.labels[n]) for n in self.splits["train"]]
-        counts = np.bincount(np.concatenate(own), minlength=len(self.names))
+        """Accuracy of always predicting the most frequent class of the train split."""
+        train_labels = [np.atleast_1d(self.labels[n]) for n in self.splits["train"]]
+        counts = np.bincount(np.concatenate(train_labels), minlength=len(self.names))
         return {"accuracy": float(counts.max() / counts.sum())}
 
     @property
@@ -94,12 +94,12 @@ class LabelledDataset(Dataset):
 
 
 def number_labels(labels: Sequence[Any]) -> tuple[NDArray[np.int64], list[str]]:
-    """Labels as numbers from 0, and what each stands for: numbers in their order, words in that of the alphabet.
+    """Class number of each label, and the class names in sorted order.
 
     >>> number_labels(["dog", "cat", "dog"])
     (array([1, 0, 1]), ['cat', 'dog'])
     """
-    names, found = np.unique(np.asarray(labels), return_inverse=True)
+    names, numbers = np.unique(np.asarray(labels), return_inverse=True)
     if len(names) < 2:
-        raise SpecError(f"all {len(labels)} labels are {str(names[0])!r}; give examples of two classes at least")
-    return found.astype(np.int64), [str(name) for name in names]
+        raise SpecError(f"all {len(labels)} labels are {str(names[0])!r}; give examples of at least two classes")
+    return numbers.astype(np.int64), [str(name) for name in names]

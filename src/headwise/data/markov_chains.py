@@ -1,4 +1,4 @@
-"""markov: texts of random Markov chains, whose next symbol must be guessed from what the text itself has shown."""
+"""The task "markov": sequences of random Markov chains, whose transitions must be inferred in context."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ from .synthetic_task import (
 )
 from .task import IGNORE_INDEX, Batch, MetricSums
 
-NUM_BASELINE_EXAMPLES = 512  # examples over which the lines of simple guessers are drawn
+NUM_BASELINE_EXAMPLES = 512  # validation examples that the baselines are measured on
 
 
 @dataclass(frozen=True, repr=False)
 class MarkovChains(SyntheticTask):
-    """A text of `length` symbols by a chain of its own, each row of whose table is Dirichlet(1, ..., 1) (2402.11004).
+    """Predict the next symbol of a Markov chain with a transition matrix of its own (2402.11004).
 
-    Whoever knows how it was made can do no better than the bigram: after symbol a comes b with probability
-    (n(a, b) + 1) / (n(a) + symbols), where n counts the text so far. `excess` is how many nats a model is worse: the
-    divergence of its guess from that one, which is exact at every place. A token of its own, the last id, begins every
-    text: without it, and without absolute positions, attention cannot tell one symbol from the same one twice.
+    Each row of the matrix is drawn from Dirichlet(1, ..., 1). The Bayes-optimal prediction is the smoothed bigram: b
+    follows a with probability (n(a, b) + 1) / (n(a) + symbols), where n counts the sequence so far. The metric `excess`
+    is the KL divergence of the model's prediction from it, in nats. Every sequence of `length` symbols begins with a
+    start token, the last id: without it and without absolute positions, attention cannot distinguish a from a a.
 
     >>> predict_by_bigrams(np.array([[0, 1, 0, 1, 0]]), 2)[0].round(3).tolist()
     [[0.5, 0.5], [0.5, 0.5], [0.333, 0.667], [0.667, 0.333], [0.25, 0.75]]
@@ -53,37 +53,40 @@ class MarkovChains(SyntheticTask):
         check_whole_number("length", self.length, 2)
         check_whole_number("symbols", self.symbols, 2)
         if self.symbols > 64:
-            raise SpecError(f"symbols={self.symbols} leave nothing to count in a text; use at most 64")
+            raise SpecError(f"symbols={self.symbols} is too many to count pairs of them in context; use at most 64")
         check_sizes(self, tokens=self.length)
-        check_num_examples(self, float(self.symbols) ** min(self.length, 64), "use a longer text")
+        check_num_examples(self, float(self.symbols) ** min(self.length, 64), "use a larger length=")
 
     @property
     def chance(self) -> Mapping[str, float]:
-        """All symbols alike likely."""
+        """Scores of the uniform distribution over symbols."""
         return {"accuracy": 1 / self.symbols, "nats": log(self.symbols), "excess": self.lines["uniform"]}
 
     @property
     def lines(self) -> Mapping[str, float]:
-        """The excess of simple guessers on the first 512 examples of validation: "uniform", "unigram" and "bigram".
+        """Excess of the baselines "uniform", "unigram" and "bigram" on the first 512 validation examples.
 
         >>> {name: round(excess, 2) for name, excess in MarkovChains().lines.items()}
         {'uniform': 0.22, 'unigram': 0.16, 'bigram': 0.0}
         """
         x = self._examples_of_split(np.arange(NUM_BASELINE_EXAMPLES), "valid")["x"][:, :-1]
-        best = predict_by_bigrams(x, self.symbols)
-        told = {
-            "uniform": np.full_like(best, 1 / self.symbols),
+        optimal = predict_by_bigrams(x, self.symbols)
+        predictions = {
+            "uniform": np.full_like(optimal, 1 / self.symbols),
             "unigram": predict_by_unigrams(x, self.symbols),
-            "bigram": best,
+            "bigram": optimal,
         }
-        return {name: float((best * np.log(best / guess)).sum(-1).mean()) for name, guess in told.items()}
+        return {
+            name: float((optimal * np.log(optimal / prediction)).sum(-1).mean())
+            for name, prediction in predictions.items()
+        }
 
     def model(self) -> ModelSpec:
-        """Two layers: one that tells every token what stood before it, one that counts."""
+        """A decoder of two layers: the first can attend to the previous token, the second can count pairs."""
         return make_small_decoder(self.name, self.symbols + 1, ModelShape(width=64, heads=4, layers=2, feed=128))
 
     def draw_examples(self, random: RandomStreams) -> ExampleArrays:
-        # Between 0, sorted uniform numbers and 1 lie the probabilities of Dirichlet(1, ..., 1).
+        # The gaps between 0, sorted uniform numbers and 1 are distributed as Dirichlet(1, ..., 1).
         edges = np.sort(random.uniform(self.symbols * (self.symbols - 1)).reshape(len(random), self.symbols, -1), -1)
         unit, rows = random.uniform(self.length), np.arange(len(random))
         x = np.empty((len(random), self.length + 1), np.int64)
@@ -93,31 +96,32 @@ class MarkovChains(SyntheticTask):
         return {"content": x[:, :-1], "x": x}
 
     def to_batch(self, examples: ExampleArrays) -> Batch:
-        """`gold` holds the bigram's guess behind each symbol, [length, symbols]."""
-        best = torch.from_numpy(predict_by_bigrams(examples["x"][:, :-1], self.symbols))
+        """The batch of these examples; `gold` holds the bigram prediction after each symbol, [length, symbols]."""
+        optimal = torch.from_numpy(predict_by_bigrams(examples["x"][:, :-1], self.symbols))
         x, labels = examples["x"].copy(), examples["x"].copy()
         x[:, 1:], x[:, 0], labels[:, 0] = x[:, :-1].copy(), self.symbols, IGNORE_INDEX
-        return Batch(torch.from_numpy(x), torch.from_numpy(labels), gold=list(best.unbind()))
+        return Batch(torch.from_numpy(x), torch.from_numpy(labels), gold=list(optimal.unbind()))
 
     def measure(self, logits: Tensor, batch: Batch) -> MetricSums:
-        """Accuracy, nats, and nats in excess of the bigram, these also by how much has been read."""
-        right, asked = find_correct(logits, batch.labels)
-        guess = logits.double().log_softmax(-1)
-        said = guess.gather(-1, batch.labels.clamp(min=0)[..., None])[..., 0]
-        best = torch.stack(list(batch.gold)).to(guess.device)
-        excess = torch.zeros_like(said)
-        excess[:, 1:] = (best * (best.log() - guess[:, 1:, : self.symbols])).sum(-1)
-        read = torch.arange(asked.shape[1], device=asked.device).expand(asked.shape)
-        told = dict(sum_by_slice("accuracy", right, asked, {})) | dict(sum_by_slice("nats", -said, asked, {}))
-        return told | dict(sum_by_slice("excess", excess, asked, slice_by_power_of_two("t", read)))
+        """Accuracy, nats per symbol, and excess over the bigram, the latter also by position."""
+        correct, has_label = find_correct(logits, batch.labels)
+        log_probs = logits.double().log_softmax(-1)
+        label_log_probs = log_probs.gather(-1, batch.labels.clamp(min=0)[..., None])[..., 0]
+        optimal = torch.stack(list(batch.gold)).to(log_probs.device)
+        excess = torch.zeros_like(label_log_probs)
+        excess[:, 1:] = (optimal * (optimal.log() - log_probs[:, 1:, : self.symbols])).sum(-1)
+        position = torch.arange(has_label.shape[1], device=has_label.device).expand(has_label.shape)
+        accuracy = dict(sum_by_slice("accuracy", correct, has_label, {}))
+        nats = dict(sum_by_slice("nats", -label_log_probs, has_label, {}))
+        return accuracy | nats | dict(sum_by_slice("excess", excess, has_label, slice_by_power_of_two("t", position)))
 
     def text(self, ids: list[int]) -> str:
-        """Symbols by number, what begins a text as |."""
-        return " ".join("|" if one == self.symbols else str(one) for one in ids)
+        """Symbols as numbers, the start token as "|"."""
+        return " ".join("|" if token_id == self.symbols else str(token_id) for token_id in ids)
 
 
 def predict_by_bigrams(x: Ints, symbols: int) -> np.ndarray:
-    """What comes after each place of x [rows, length], as whoever knows how it was made must guess: Bayes' rule."""
+    """Bayes-optimal distribution of the next symbol after each position of `x` [rows, length]: the smoothed bigram."""
     rows = np.arange(len(x))
     counts = np.ones((len(x), symbols, symbols))
     out = np.empty((*x.shape, symbols))
@@ -129,7 +133,7 @@ def predict_by_bigrams(x: Ints, symbols: int) -> np.ndarray:
 
 
 def predict_by_unigrams(x: Ints, symbols: int) -> np.ndarray:
-    """The same of whoever counts symbols alone.
+    """Distribution of the next symbol by smoothed counts of single symbols, for each position of `x` [rows, length].
 
     >>> predict_by_unigrams(np.array([[0, 1]]), 2)[0].round(3).tolist()
     [[0.667, 0.333], [0.5, 0.5]]

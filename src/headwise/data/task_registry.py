@@ -1,4 +1,4 @@
-"""Every task by its name."""
+"""All tasks by name: `TASKS` and `make_task`."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ TASKS: dict[str, type[Task]] = {
 }
 
 
-def make_task(name: str, **said: Any) -> Task:
-    """The task of this name, its difficulty as said.
+def make_task(name: str, **options: Any) -> Task:
+    """Create the task `name`; `options` are its fields.
 
     >>> make_task("recall", pairs=8, seed=1)
     AssociativeRecall(seed=1, pairs=8)
@@ -52,7 +52,7 @@ def make_task(name: str, **said: Any) -> Task:
     if name not in TASKS:
         raise SpecError(f"there is no task {name!r}; {suggest(name, TASKS)}")
     known = [field.name for field in fields(TASKS[name]) if field.init]
-    for knob in said:
-        if knob not in known:
-            raise SpecError(f"{name} has no {knob!r}; {suggest(knob, known)}")
-    return TASKS[name](**said)
+    for option in options:
+        if option not in known:
+            raise SpecError(f"the task {name!r} has no option {option!r}; {suggest(option, known)}")
+    return TASKS[name](**options)

@@ -1,4 +1,4 @@
-"""lookup2: a value found by two things at once, an entity and an attribute; and by an attribute that must be found."""
+"""The task "lookup2": look up values by two keys, an entity and an attribute, directly or in two hops."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from .synthetic_task import (
 )
 from .task import IGNORE_INDEX, Batch, MetricSums
 
-QUESTION_ID, SAME_ID, FIRST_ENTITY_ID = 0, 1, 2  # the marks of the two questions, and the id of the first entity
+QUESTION_ID, SAME_ID, FIRST_ENTITY_ID = 0, 1, 2  # tokens of direct and composed questions; id of the first entity
 
 
 class LookupAnnotation(NamedTuple):
-    """What is known of an example: links (where the value stands, where it is asked) of each kind of question.
+    """Annotation of an example: links (index of the value, index of its label) for each kind of question.
 
-    `hops` are the links that a composed question must follow first: (where the attribute stands, where it is asked).
+    `hops` are the first hops of composed questions: (index of the attribute in the other question, index of the label).
     """
 
     direct: tuple[tuple[int, int], ...]
@@ -42,11 +42,11 @@ class LookupAnnotation(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class TwoKeyLookup(SyntheticTask):
-    """Facts `entity attribute value` of every entity and attribute, in random order, then questions.
+    """Facts `entity attribute value` for every entity and attribute, in random order, then questions about them.
 
-    `? entity attribute` wants the fact's value, which follows. `= entity other` wants the entity's value of the
-    attribute that was asked of the other one: "the same of A as of B". Direct questions are about different entities,
-    so that a composed one has a single answer.
+    The answer to a direct question `? entity attribute` is the value of that fact; it follows the question. A composed
+    question `= A B` asks for the attribute of A that a direct question asked about B. Direct questions are about
+    different entities, so a composed question has a single answer.
 
     >>> task = TwoKeyLookup(entities=3, attributes=2, values=9, direct=1, composed=1)
     >>> print(task.text(task.batch(0, 1).x[0].tolist()))
@@ -62,10 +62,10 @@ class TwoKeyLookup(SyntheticTask):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for knob, least in {"entities": 2, "attributes": 1, "values": 2, "direct": 1, "composed": 0}.items():
-            check_whole_number(knob, getattr(self, knob), least)
+        for option, minimum in {"entities": 2, "attributes": 1, "values": 2, "direct": 1, "composed": 0}.items():
+            check_whole_number(option, getattr(self, option), minimum)
         if self.direct > self.entities:
-            fact = f"{self.direct} direct questions about different ones of {self.entities} entities cannot be asked"
+            fact = f"direct={self.direct} questions need as many different entities, but entities={self.entities}"
             raise SpecError(f"{fact}; use direct={self.entities}")
         check_sizes(self, tokens=self._length, symbols=self.vocabulary)
         check_num_examples(
@@ -82,95 +82,92 @@ class TwoKeyLookup(SyntheticTask):
 
     @property
     def vocabulary(self) -> int:
-        """Marks, entities, attributes, values, in this order."""
+        """Number of ids: question tokens, entities, attributes and values, in this order."""
         return FIRST_ENTITY_ID + self.entities + self.attributes + self.values
 
     @property
     def chance(self) -> Mapping[str, float]:
-        """Any value."""
+        """Accuracy of guessing any value."""
         return {"accuracy": 1 / self.values}
 
     def model(self) -> ModelSpec:
-        """Three layers: a composed question needs the answer of another look-up first."""
+        """A decoder of three layers: a composed question needs the result of another look-up first."""
         return make_small_decoder(self.name, self.vocabulary, ModelShape(width=64, heads=4, layers=3, feed=128))
 
     def draw_examples(self, random: RandomStreams) -> ExampleArrays:
         order = random.distinct(self._num_facts, self._num_facts)
         value = random.integers(self.values, self._num_facts)
-        asked = random.distinct(self.entities, self.direct)
-        wanted = random.integers(self.attributes, self.direct)
-        other = random.integers(self.direct, self.composed)
-        one = random.integers(self.entities - 1, self.composed)
-        one += one >= np.take_along_axis(asked, other, 1)  # any entity but the other
+        asked_entity = random.distinct(self.entities, self.direct)
+        asked_attribute = random.integers(self.attributes, self.direct)
+        other = random.integers(self.direct, self.composed)  # the direct question that a composed one refers to
+        other_entity = np.take_along_axis(asked_entity, other, 1)
+        composed_entity = random.integers(self.entities - 1, self.composed)
+        composed_entity += composed_entity >= other_entity  # any entity but the other one
         entity, attribute = np.divmod(order, self.attributes)
         facts = self._make_rows(entity, attribute, np.take_along_axis(value, order, 1))
-        stands = 3 * order.argsort(1) + 2  # where the value of each fact stands
-        fact = asked * self.attributes + wanted
-        direct = self._make_rows(asked, wanted, np.take_along_axis(value, fact, 1), QUESTION_ID)
-        hopped = one * self.attributes + np.take_along_axis(wanted, other, 1)
-        composed = self._make_rows(
-            one, np.take_along_axis(asked, other, 1), np.take_along_axis(value, hopped, 1), SAME_ID
-        )
+        value_index = 3 * order.argsort(1) + 2  # index of the value of each fact
+        direct_fact = asked_entity * self.attributes + asked_attribute
+        direct = self._make_rows(asked_entity, asked_attribute, np.take_along_axis(value, direct_fact, 1), QUESTION_ID)
+        composed_fact = composed_entity * self.attributes + np.take_along_axis(asked_attribute, other, 1)
+        composed = self._make_rows(composed_entity, other_entity, np.take_along_axis(value, composed_fact, 1), SAME_ID)
+        x = np.concatenate([facts, direct, composed], 1)
         return {
-            "content": (x := np.concatenate([facts, direct, composed], 1)),
+            "content": x,
             "x": x,
-            "direct": np.take_along_axis(stands, fact, 1),
-            "composed": np.take_along_axis(stands, hopped, 1),
+            "direct": np.take_along_axis(value_index, direct_fact, 1),
+            "composed": np.take_along_axis(value_index, composed_fact, 1),
             "hops": 3 * self._num_facts + 4 * other + 2,
         }
 
-    def _make_rows(self, entity: Ints, second: Ints, value: Ints, mark: int | None = None) -> Ints:
-        """Facts, or questions with their answers, side by side as ids [examples, tokens]."""
-        attributes = FIRST_ENTITY_ID + self.entities
-        said = [
+    def _make_rows(self, entity: Ints, second: Ints, value: Ints, question_id: int | None = None) -> Ints:
+        """Ids [examples, tokens] of facts, or of questions with their answers."""
+        first_attribute_id = FIRST_ENTITY_ID + self.entities
+        columns = [
             entity + FIRST_ENTITY_ID,
-            second + (FIRST_ENTITY_ID if mark == SAME_ID else attributes),
-            value + attributes + self.attributes,
+            second + (FIRST_ENTITY_ID if question_id == SAME_ID else first_attribute_id),
+            value + first_attribute_id + self.attributes,
         ]
-        said = said if mark is None else [np.full_like(entity, mark), *said]
-        return np.stack(said, -1).reshape(len(entity), -1)
+        columns = columns if question_id is None else [np.full_like(entity, question_id), *columns]
+        return np.stack(columns, -1).reshape(len(entity), -1)
 
     def to_batch(self, examples: ExampleArrays) -> Batch:
         x = examples["x"]
-        places = self._answer_positions()
+        positions = self._answer_positions()
         labels = np.full_like(x, IGNORE_INDEX)
-        labels[:, places] = x[:, places + 1]
-        known = [examples[name].tolist() for name in ("direct", "composed", "hops")]
-        direct, composed = places[: self.direct].tolist(), places[self.direct :].tolist()
-        gold = [
-            LookupAnnotation(
-                *(
-                    tuple(zip(at, wants, strict=True))
-                    for at, wants in zip(row, (direct, composed, composed), strict=True)
-                )
-            )
-            for row in zip(*known, strict=True)
-        ]
+        labels[:, positions] = x[:, positions + 1]
+        direct, composed = positions[: self.direct].tolist(), positions[self.direct :].tolist()
+        sources = [examples[name].tolist() for name in ("direct", "composed", "hops")]
+        gold = []
+        for row in zip(*sources, strict=True):
+            links = [
+                tuple(zip(source, target, strict=True))
+                for source, target in zip(row, (direct, composed, composed), strict=True)
+            ]
+            gold.append(LookupAnnotation(*links))
         return Batch(torch.from_numpy(x), torch.from_numpy(labels), gold=gold)
 
     def _answer_positions(self) -> Ints:
-        """Where answers are wanted, direct questions first."""
+        """Indices of the labels, direct questions first."""
         return 3 * self._num_facts + 4 * np.arange(self.direct + self.composed) + 2
 
     def measure(self, logits: Tensor, batch: Batch) -> MetricSums:
-        """Accuracy, of direct and of composed questions too."""
-        right, asked = find_correct(logits, batch.labels)
-        first = int(self._answer_positions()[self.direct - 1])
-        before = torch.arange(asked.shape[1], device=asked.device) <= first
-        return sum_by_slice("accuracy", right, asked, {"query=direct": before, "query=composed": ~before})
+        """Accuracy overall, and of direct and composed questions."""
+        correct, has_label = find_correct(logits, batch.labels)
+        last_direct = int(self._answer_positions()[self.direct - 1])
+        is_direct = torch.arange(has_label.shape[1], device=has_label.device) <= last_direct
+        return sum_by_slice("accuracy", correct, has_label, {"query=direct": is_direct, "query=composed": ~is_direct})
 
     def text(self, ids: list[int]) -> str:
-        """E0 for an entity, a0 for an attribute, values as numbers."""
-        attributes, values = FIRST_ENTITY_ID + self.entities, FIRST_ENTITY_ID + self.entities + self.attributes
-        marks = {QUESTION_ID: "?", SAME_ID: "="}
-        return " ".join(
-            marks.get(one)
-            or (
-                f"E{one - FIRST_ENTITY_ID}"
-                if one < attributes
-                else f"a{one - attributes}"
-                if one < values
-                else str(one - values)
-            )
-            for one in ids
-        )
+        """Ids as words: entities E0, E1, ..., attributes a0, a1, ..., and values as numbers."""
+        return " ".join(map(self._word, ids))
+
+    def _word(self, token_id: int) -> str:
+        if token_id < FIRST_ENTITY_ID:
+            return "?" if token_id == QUESTION_ID else "="
+        first_attribute_id = FIRST_ENTITY_ID + self.entities
+        first_value_id = first_attribute_id + self.attributes
+        if token_id < first_attribute_id:
+            return f"E{token_id - FIRST_ENTITY_ID}"
+        if token_id < first_value_id:
+            return f"a{token_id - first_attribute_id}"
+        return str(token_id - first_value_id)

@@ -1,4 +1,4 @@
-"""How text becomes ids and ids become text: bytes, characters, or pieces learnt from some of it."""
+"""Tokenisers: bytes, characters, and subwords that are trained or read from a tokenizer.json."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from tokenizers.trainers import BpeTrainer
 
 from ..errors import SpecError
 
-IdArray = NDArray[Any]  # whole numbers, in as few bytes as the vocabulary allows
+IdArray = NDArray[Any]  # token ids, in the smallest integer type that the vocabulary allows
 
-ENCODE_BATCH_SIZE = 64  # texts that are encoded at once
+ENCODE_BATCH_SIZE = 64  # texts that are encoded in one call
 
 
 class Vocabulary(ABC):
-    """Pieces of text by number. `document` is what `tokenizers` reads and writes, and gives the same ids."""
+    """Base class of tokenisers; `document` is the equivalent tokenizer.json of the `tokenizers` library."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -31,12 +31,12 @@ class Vocabulary(ABC):
 
     @property
     def document(self) -> str:
-        """All of it, as the JSON of `tokenizers`."""
+        """The tokeniser as JSON of the `tokenizers` library."""
         return self._tokenizer.to_str()
 
     @property
     def dtype(self) -> Any:
-        """The smallest numbers that hold every id."""
+        """The smallest unsigned integer type that holds every id."""
         return np.min_scalar_type(self.size - 1)
 
     @abstractmethod
@@ -46,18 +46,20 @@ class Vocabulary(ABC):
     @property
     @abstractmethod
     def bytes_per_id(self) -> NDArray[np.int64] | None:
-        """How many bytes of text each id stands for; None where that depends on its neighbours."""
+        """Number of UTF-8 bytes that each id stands for; None if that depends on the neighbouring ids."""
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids; special tokens, such as the end of an answer, are none."""
-        told = [int(one) for one in ids]
-        if wrong := [one for one in told if not 0 <= one < self.size]:
-            raise ValueError(f"the id {wrong[0]} is outside a vocabulary of {self.size}; give 0..{self.size - 1}")
-        return self._tokenizer.decode(told)
+        """Text of a sequence of ids; special tokens, such as the end of an answer, are left out."""
+        id_list = [int(token_id) for token_id in ids]
+        if invalid := [token_id for token_id in id_list if not 0 <= token_id < self.size]:
+            raise ValueError(
+                f"the id {invalid[0]} is outside the vocabulary of {self.size} ids; use 0..{self.size - 1}"
+            )
+        return self._tokenizer.decode(id_list)
 
 
 class ByteVocabulary(Vocabulary):
-    """The 256 bytes, each its own number.
+    """Byte-level vocabulary: the id of a byte is its value.
 
     >>> ByteVocabulary().encode(["aé"])[0].tolist(), ByteVocabulary().decode([97, 195, 169])
     ([97, 195, 169], 'aé')
@@ -75,38 +77,40 @@ class ByteVocabulary(Vocabulary):
 
 
 class CharVocabulary(Vocabulary):
-    """The characters of an alphabet, in their order.
+    """Character-level vocabulary: ids number the sorted characters of an alphabet.
 
     >>> CharVocabulary("cab").encode(["abba"])[0].tolist()
     [0, 1, 1, 0]
     """
 
     def __init__(self, alphabet: Iterable[str]) -> None:
-        known = sorted(set(alphabet))
-        tokenizer = Tokenizer(WordLevel({char: n for n, char in enumerate(known)}, unk_token="<unk>"))
+        chars = sorted(set(alphabet))
+        tokenizer = Tokenizer(WordLevel({char: n for n, char in enumerate(chars)}, unk_token="<unk>"))
         tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
         tokenizer.decoder = decoders.Fuse()
         super().__init__(tokenizer)
-        self._id_of_char = np.array([ord(char) for char in known], np.uint32)
+        self._code_points = np.array([ord(char) for char in chars], np.uint32)  # sorted; the id is the index
 
     def encode(self, texts: Iterable[str]) -> list[IdArray]:
         return [self._encode(text) for text in texts]
 
     def _encode(self, text: str) -> IdArray:
         codes = np.frombuffer(text.encode("utf-32-le"), np.uint32)
-        found = np.searchsorted(self._id_of_char, codes).clip(max=self.size - 1)
-        if len(wrong := np.flatnonzero(self._id_of_char[found] != codes)):
-            at = int(wrong[0])
-            raise SpecError(f"{text[at]!r} at place {at} is none of the {self.size} characters known; leave it out")
-        return found.astype(self.dtype)
+        ids = np.searchsorted(self._code_points, codes).clip(max=self.size - 1)
+        if len(unknown := np.flatnonzero(self._code_points[ids] != codes)):
+            at = int(unknown[0])
+            raise SpecError(
+                f"the character {text[at]!r} at offset {at} is not in the vocabulary of {self.size}; remove it"
+            )
+        return ids.astype(self.dtype)
 
     @property
     def bytes_per_id(self) -> NDArray[np.int64]:
-        return np.array([len(chr(code).encode()) for code in self._id_of_char], np.int64)
+        return np.array([len(chr(code).encode()) for code in self._code_points], np.int64)
 
 
 class SubwordVocabulary(Vocabulary):
-    """What a document of `tokenizers` says, `specials`, such as the end of a sentence, being no text.
+    """Subword vocabulary of a `tokenizers.Tokenizer`; special tokens, such as the end of a sentence, are not text.
 
     >>> pieces = train_bpe(["low lower lowest"] * 9, vocab_size=262, special_tokens=("<s>", "</s>"))
     >>> pieces.decode(pieces.encode(["the lowest"])[0]), pieces.special("</s>")
@@ -115,42 +119,44 @@ class SubwordVocabulary(Vocabulary):
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         super().__init__(tokenizer)
-        tokenizer.encode_special_tokens = True  # a special token that stands in a text is text
+        tokenizer.encode_special_tokens = True  # "</s>" in the input is ordinary text, not the special token
 
     def encode(self, texts: Iterable[str]) -> list[IdArray]:
-        left, done = iter(texts), list[IdArray]()
-        while some := list(islice(left, ENCODE_BATCH_SIZE)):
-            found = self._tokenizer.encode_batch_fast(some, add_special_tokens=False)
-            done += [np.array(one.ids, self.dtype) for one in found]
-        return done
+        remaining, ids = iter(texts), list[IdArray]()
+        while batch := list(islice(remaining, ENCODE_BATCH_SIZE)):
+            encodings = self._tokenizer.encode_batch_fast(batch, add_special_tokens=False)
+            ids += [np.array(encoding.ids, self.dtype) for encoding in encodings]
+        return ids
 
     def special(self, name: str) -> int:
         """The id of a special token."""
-        found = self._tokenizer.token_to_id(name)
-        if found is None:
+        token_id = self._tokenizer.token_to_id(name)
+        if token_id is None:
             raise ValueError(f"there is no special token {name!r} in this vocabulary")
-        return found
+        return token_id
 
     @property
     def bytes_per_id(self) -> NDArray[np.int64] | None:
-        told: dict[str, Any] = json.loads(self.document)
-        decoder = (told.get("decoder") or {}).get("type")
+        config: dict[str, Any] = json.loads(self.document)
+        decoder = (config.get("decoder") or {}).get("type")
         if decoder not in ("ByteLevel", "Fuse"):
             return None
-        specials: set[int] = {added["id"] for added in told["added_tokens"] if added["special"]}
-        widths = np.zeros(self.size, np.int64)
+        special_ids: set[int] = {token["id"] for token in config["added_tokens"] if token["special"]}
+        num_bytes = np.zeros(self.size, np.int64)
         for piece, n in self._tokenizer.get_vocab().items():
-            spelt = len(piece) if decoder == "ByteLevel" else len(piece.encode())  # a letter for each byte, or text
-            widths[n] = 0 if n in specials else spelt
-        return widths
+            # A byte-level piece has one character per byte; otherwise the piece is the text itself.
+            width = len(piece) if decoder == "ByteLevel" else len(piece.encode())
+            num_bytes[n] = 0 if n in special_ids else width
+        return num_bytes
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, special_tokens: Sequence[str] = ()) -> SubwordVocabulary:
-    """A vocabulary of at most `size` pieces that these texts are written with in the fewest (BPE over bytes)."""
-    least = 256 + len(special_tokens)
-    if vocab_size < least:
+    """Train a byte-level BPE vocabulary of at most `vocab_size` tokens on these texts."""
+    min_size = 256 + len(special_tokens)
+    if vocab_size < min_size:
         raise SpecError(
-            f"vocab={vocab_size} is less than the {least} of bytes and special tokens; give {least} or more"
+            f"vocab={vocab_size} is too small for 256 bytes and {len(special_tokens)} special tokens; "
+            f"use {min_size} or more"
         )
     tokenizer = _byte_level_tokenizer(BPE(), splitting="words")
     alphabet = pre_tokenizers.ByteLevel.alphabet()
@@ -166,11 +172,11 @@ def train_bpe(texts: Iterable[str], vocab_size: int, special_tokens: Sequence[st
 
 
 def read_vocabulary(path: Path) -> SubwordVocabulary:
-    """The vocabulary that a tokenizer.json holds."""
+    """Read a tokenizer.json of the `tokenizers` library."""
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # `tokenizers` raises nothing narrower
-        raise SpecError(f"{path} is no document of tokenizers: {error}; give a tokenizer.json") from None
+        raise SpecError(f"cannot read {path} as a tokenizer: {error}; give a tokenizer.json") from None
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return SubwordVocabulary(tokenizer)
@@ -184,7 +190,7 @@ def _byte_level_tokenizer(model: Any, splitting: str) -> Tokenizer:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The letter that stands for each byte: printable ones for themselves, others from 256 on (GPT-2)."""
+    """Character for each byte, as in GPT-2: printable bytes stand for themselves, others use code points from 256."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}

@@ -1,4 +1,4 @@
-"""The trial steps behind a choice of precision and compilation."""
+"""Autotuning: trial steps that choose precision, attention, row layout and compilation; the peak FLOPs of a device."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from .train_step import (
     decide_compile_trial,
 )
 
-MAX_PLAIN_LENGTH = 512  # tokens of a row, up to which plain attention is tried
-MAX_FILL_RATIO = 0.95  # of rows that are no padding, from which packing has nothing to gain
-SHARE = 0.05  # of the run's own time, that trying may take at most
+MAX_PLAIN_LENGTH = 512  # longest rows for which plain attention is tried
+MAX_FILL_RATIO = 0.95  # packing is not tried if a larger share of the rows is not padding
+SHARE = 0.05  # the trials of one option take at most this share of the run's estimated time
 
 
 class StepTrial:
-    """Trial steps of a model on a few batches, whose shapes may differ; none changes it, nor what is drawn later."""
+    """Trial steps on a few batches, whose shapes may differ; they change neither weights nor random states."""
 
     def __init__(self, net: Transformer, recipe: Recipe, device: torch.device, batches: Sequence[Batch]) -> None:
-        self.holding = wrap_single_process(net, device)
+        self.sharded_model = wrap_single_process(net, device)
         self.net, self.recipe, self.device, self.batches = net, recipe, device, batches
 
     def choose(self) -> StepOptions:
-        """How to step: as the recipe says; where it says "auto", as is fastest here, with the reasons."""
+        """Options of the recipe, with each "auto" replaced by the fastest value, and the reasons for the choices."""
         (precision, attention), reasons, seconds = self._choose_precision()
         plain = StepOptions(
             precision, "off", reasons, attention, "packed" if self.recipe.rows == "packed" else "padded"
@@ -45,59 +45,64 @@ class StepTrial:
         if self.recipe.rows == "auto" and self.recipe.compile != "on":
             plain, seconds = self._try_packed(plain, seconds)
         if self.recipe.compile != "auto":
-            told = f"compile {self.recipe.compile}, as asked"
-            return replace(plain, compile=self.recipe.compile, reasons=(*plain.reasons, told))
+            reason = f"compile {self.recipe.compile}, as set in the recipe"
+            return replace(plain, compile=self.recipe.compile, reasons=(*plain.reasons, reason))
         reasons = plain.reasons
         if seconds is None:
             seconds = self._seconds(self._make_step(plain))
         shapes = {(batch.x.shape, batch.source.shape if batch.source is not None else None) for batch in self.batches}
-        worth, told = decide_compile_trial(seconds, self.recipe.steps, len(shapes))
-        if not worth:
-            return replace(plain, reasons=(*reasons, told))
+        worth_trying, reason = decide_compile_trial(seconds, self.recipe.steps, len(shapes))
+        if not worth_trying:
+            return replace(plain, reasons=(*reasons, reason))
         if self.recipe.rows == "packed":
-            return replace(plain, reasons=(*reasons, "not compiled, for packed rows have another shape in every batch"))
+            reason = "not compiled: packed rows have another shape in every batch"
+            return replace(plain, reasons=(*reasons, reason))
         compiled = replace(plain, compile="on", rows="padded")
-        took, failed = self._time_or_error(self._make_step(compiled))
-        if took is None:
-            return replace(plain, reasons=(*reasons, f"not compiled, it fails: {failed}"))
-        compile_, told = decide_compile(seconds, took, self.recipe.steps)
-        return replace(compiled if compile_ == "on" else plain, reasons=(*reasons, told))
+        compiled_seconds, failure = self._time_or_error(self._make_step(compiled))
+        if compiled_seconds is None:
+            return replace(plain, reasons=(*reasons, f"not compiled: compilation failed: {failure}"))
+        compile_mode, reason = decide_compile(seconds, compiled_seconds, self.recipe.steps)
+        return replace(compiled if compile_mode == "on" else plain, reasons=(*reasons, reason))
 
     def _try_packed(self, padded: StepOptions, seconds: float | None) -> tuple[StepOptions, float | None]:
-        """The same with texts one behind the other, where enough is padding and that is faster; its seconds a step."""
-        full = sum(map(real_token_share, self.batches)) / len(self.batches)
-        if full > MAX_FILL_RATIO:
+        """Packed rows if enough of the batches is padding and packing is faster, and the seconds per step."""
+        fill_ratio = sum(map(real_token_share, self.batches)) / len(self.batches)
+        if fill_ratio > MAX_FILL_RATIO:
             return padded, seconds
         try:
             for batch in self.batches:
                 pack_batch(batch)
-        except UnpackableBatch as why:
-            return replace(padded, reasons=(*padded.reasons, f"rows are filled up: {why}")), seconds
+        except UnpackableBatch as reason:
+            return replace(
+                padded, reasons=(*padded.reasons, f"padded rows, packing is not possible: {reason}")
+            ), seconds
         if seconds is None:
             seconds = self._seconds(self._make_step(padded))
-        ways = {attention: replace(padded, attention=attention, rows="packed") for attention in self._attentions()}
-        taken = {
-            way: took for way, one in ways.items() if (took := self._time_or_error(self._make_step(one))[0]) is not None
-        }
-        return choose_row_layout(padded, seconds, {ways[way]: took for way, took in taken.items()}, full)
+        packed_seconds: dict[StepOptions, float] = {}
+        for attention in self._attentions():
+            packed = replace(padded, attention=attention, rows="packed")
+            trial_seconds, _ = self._time_or_error(self._make_step(packed))
+            if trial_seconds is not None:
+                packed_seconds[packed] = trial_seconds
+        return choose_row_layout(padded, seconds, packed_seconds, fill_ratio)
 
     def _choose_precision(self) -> tuple[tuple[str, str], tuple[str, ...], float | None]:
-        """A precision and how to attend, the reasons, and the seconds of a step where they were measured."""
-        ways = [(p, a) for p in self._precisions() for a in self._attentions()]
+        """Precision and attention, the reasons, and the seconds per step if they were measured."""
+        candidates = [(p, a) for p in self._precisions() for a in self._attentions()]
         rows = "packed" if self.recipe.rows == "packed" else "padded"
-        if len(ways) == 1:
-            asked = self.recipe.precision, self.recipe.attention
-            return ways[0], tuple(f"{said}, as asked" for said in asked if said not in ("auto", "fused")), None
+        if len(candidates) == 1:
+            values = self.recipe.precision, self.recipe.attention
+            reasons = tuple(f"{value}, as set in the recipe" for value in values if value not in ("auto", "fused"))
+            return candidates[0], reasons, None
         seconds: dict[tuple[str, str], float] = {}
         failures: list[str] = []
-        for way in ways:
-            taken, failed = self._time_or_error(
-                self._make_step(StepOptions(way[0], "off", attention=way[1], rows=rows))
-            )
-            if taken is None:
-                failures.append(f"a step in {way[0]} fails: {failed}")
+        for precision, attention in candidates:
+            options = StepOptions(precision, "off", attention=attention, rows=rows)
+            trial_seconds, failure = self._time_or_error(self._make_step(options))
+            if trial_seconds is None:
+                failures.append(f"a step in {precision} fails: {failure}")
             else:
-                seconds[way] = taken
+                seconds[precision, attention] = trial_seconds
         if not seconds:
             raise RuntimeError(failures[0])
         best, reason = choose_fastest(seconds)
@@ -107,17 +112,17 @@ class StepTrial:
         return ("fp32", "bf16") if self.recipe.precision == "auto" else (self.recipe.precision,)
 
     def _attentions(self) -> tuple[str, ...]:
-        """Plain attention holds every score, so only short rows are tried with it; elsewhere fused is what pays."""
+        """Candidates for `attention`; "plain" stores all scores, so it is only tried for short rows on the CPU."""
         if self.recipe.attention != "auto":
             return (self.recipe.attention,)
         longest = max(x.shape[1] for batch in self.batches for x in (batch.x, batch.source) if x is not None)
         return ("fused", "plain") if self.device.type == "cpu" and longest <= MAX_PLAIN_LENGTH else ("fused",)
 
     def _make_step(self, choice: StepOptions) -> TrainStep:
-        return TrainStep(replace(self.holding, path=BatchForward(self.net)), self.recipe, choice)
+        return TrainStep(replace(self.sharded_model, path=BatchForward(self.net)), self.recipe, choice)
 
     def _time_or_error(self, stepper: TrainStep) -> tuple[float | None, str]:
-        """The seconds of a step; or none, and what was said when it failed."""
+        """Seconds per step and ""; or None and the first line of the error if the step failed."""
         try:
             return self._seconds(stepper), ""
         except RuntimeError as error:
@@ -129,11 +134,11 @@ class StepTrial:
         try:
             with torch.random.fork_rng(devices):
                 steps = self.recipe.steps // len(self.batches)
-                return measure_step_seconds(lambda: self._steps(stepper), self._wait, steps) / len(self.batches)
+                return measure_step_seconds(lambda: self._run_steps(stepper), self._wait, steps) / len(self.batches)
         finally:
             self.net.zero_grad(set_to_none=True)
 
-    def _steps(self, stepper: TrainStep) -> None:
+    def _run_steps(self, stepper: TrainStep) -> None:
         for batch in self.batches:
             self.net.zero_grad(set_to_none=True)
             stepper.compute_gradients(batch)
@@ -143,7 +148,7 @@ class StepTrial:
 
 
 def synchronise_device(device: torch.device) -> None:
-    """Until what was asked of a device is done."""
+    """Wait until all work of a device is done."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -151,28 +156,28 @@ def synchronise_device(device: torch.device) -> None:
 def measure_step_seconds(
     step: Callable[[], Any], wait: Callable[[], Any], steps: int, max_seconds: float = TRIAL_SECONDS
 ) -> float:
-    """Seconds that a step takes after one that warms up: the least of as many as fit into `most` seconds, since
-    whatever else runs on a machine only adds to them.
+    """Seconds per step after a warm-up step: the minimum of repeated measurements.
 
-    Of a run of so many steps a small share is enough, but one step always is taken.
+    The minimum is used because other processes can only add to the time. Measurements stop after `max_seconds`, or
+    after a small share of the time of a run of `steps` steps; at least one is made.
     """
-    warm = _time_once(step, wait)
-    budget = min(max_seconds, SHARE * warm * steps)
-    taken = [_time_once(step, wait)]
-    while sum(taken) < budget:
-        taken.append(_time_once(step, wait))
-    return min(taken)
+    warmup_seconds = _time_once(step, wait)
+    budget = min(max_seconds, SHARE * warmup_seconds * steps)
+    measurements = [_time_once(step, wait)]
+    while sum(measurements) < budget:
+        measurements.append(_time_once(step, wait))
+    return min(measurements)
 
 
 def _time_once(step: Callable[[], Any], wait: Callable[[], Any]) -> float:
-    begun = time.perf_counter()
+    start = time.perf_counter()
     step()
     wait()
-    return time.perf_counter() - begun
+    return time.perf_counter() - start
 
 
 def measure_peak_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOPs a second of one large matrix product here: what a step is held against."""
+    """FLOPs per second of one large matrix product on this device: the reference for the MFU of a training step."""
     size = 8192 if device.type == "cuda" else 512
     left, right = torch.ones(2, size, size, device=device, dtype=dtype)
     return (

@@ -1,4 +1,4 @@
-"""What a model knows of examples it was not trained on."""
+"""Evaluation of a model on held-out batches of a task."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from .train_step import StepOptions, autocast, check_label_shape
 
 
 class TaskEvaluator:
-    """Measures models on held-out batches of a task."""
+    """Evaluates models on the held-out splits of a task, distributed over all ranks."""
 
     def __init__(self, task: Task, recipe: Recipe, choice: StepOptions, world: ProcessMesh) -> None:
         self.task, self.recipe, self.choice, self.world, self.device = task, recipe, choice, world, world.device
 
     @property
     def final_split(self) -> str:
-        """The split that a finished model is judged by: "test", or "valid" of data that has no more."""
+        """Split for the final evaluation: "test", or "valid" if the data has no test split."""
         try:
             self.task.batch(0, self.recipe.batch, "test")
         except SpecError:
@@ -37,71 +37,76 @@ class TaskEvaluator:
         return "test"
 
     def compute_metrics(self, path: BatchForward, split: str) -> dict[str, float]:
-        """The loss a label, without smoothing, and what the task measures of the same logits."""
+        """Mean loss per label without label smoothing, and the metrics of the task."""
         return self._averages(self._iter_tallies(path, split))
 
     def score_generation(self, net: Transformer, split: str) -> dict[str, float]:
-        """What the task says of free answers; nothing when it asks for none."""
+        """Metrics of generated answers; empty if the task does not use generation."""
         if not self.task.answers:
             return {}
-        shares = (own.batch for own in self._iter_shares(split) if own.rows)
+        shares = (share.batch for share in self._iter_shares(split) if share.rows)
         return self._averages(self.task.score(self.generate_answers(net, batch), batch) for batch in shares)
 
     def generate_answers(self, net: Transformer, batch: Batch) -> list[list[int]]:
-        """The new ids that a model writes, for each example."""
-        prompt, tokens = self.task.prompt(batch)
-        here = batch.to(self.device)
+        """Greedily generated ids for each example, without the prompt."""
+        prompt_ids, prompt_tokens = self.task.prompt(batch)
+        batch = batch.to(self.device)
         with torch.no_grad():
-            memory = None if here.source is None else net.eval().encode(here.source, sequence=here.source_tokens)
-        given = Batch(prompt, prompt, tokens).to(self.device)
-        count, end = self.task.answers, self.task.end
+            memory = None if batch.source is None else net.eval().encode(batch.source, sequence=batch.source_tokens)
+        prompt = Batch(prompt_ids, prompt_ids, prompt_tokens).to(self.device)
+        max_new_tokens, end_id = self.task.answers, self.task.end
         return greedy_decode(
-            net, given.x, max_new_tokens=count, sequence=given.tokens, end_id=end, encoder_output=memory
+            net,
+            prompt.x,
+            max_new_tokens=max_new_tokens,
+            sequence=prompt.tokens,
+            end_id=end_id,
+            encoder_output=memory,
         )
 
-    def _averages(self, own: Iterable[MetricSums]) -> dict[str, float]:
-        """Over what all ranks measured, each its share."""
-        return average_tallies(self.world.every(sum_tallies(own)))
+    def _averages(self, sums: Iterable[MetricSums]) -> dict[str, float]:
+        """Averages over all ranks; `sums` are those of this rank."""
+        return average_tallies(self.world.every(sum_tallies(sums)))
 
     def _iter_shares(self, split: str) -> Iterator[BatchShard]:
-        whole = self.task.batches(self.recipe.batch, split)
+        available = self.task.batches(self.recipe.batch, split)
         count = self.recipe.evaluate_batches
-        for index in range(count if whole is None else min(count, whole)):
+        for index in range(count if available is None else min(count, available)):
             yield self.world.share(self.task.batch(index, self.recipe.batch, split))
 
     def _iter_tallies(self, path: BatchForward, split: str) -> Iterator[MetricSums]:
         path.eval()
-        for own in self._iter_shares(split):
-            here = own.batch.to(self.device)
+        for share in self._iter_shares(split):
+            batch = share.batch.to(self.device)
             with torch.no_grad(), autocast(self.choice, self.device), use_whole_rows(path):
-                logits = self._compute_logits(path, own.batch).float()
-            check_label_shape(logits, here.labels)
-            loss = {"loss": (float(cross_entropy(logits, here.labels)), count_labels(here))}
-            yield loss | dict(self.task.measure(logits, here)) if own.rows else {}
+                logits = self._compute_logits(path, share.batch).float()
+            check_label_shape(logits, batch.labels)
+            loss = {"loss": (float(cross_entropy(logits, batch.labels)), count_labels(batch))}
+            yield loss | dict(self.task.measure(logits, batch)) if share.rows else {}
 
     def _compute_logits(self, path: BatchForward, batch: Batch) -> Tensor:
-        """What a model says of a batch, in its rows, however these are laid out on the way."""
+        """Logits in the rows of the batch, also if the model computes them on packed rows."""
         if self.choice.rows == "padded":
             return path(batch.to(self.device))
-        row = pack_batch(batch)
-        return row.unpack(path(row.batch.to(self.device)))
+        packed = pack_batch(batch)
+        return packed.unpack(path(packed.batch.to(self.device)))
 
 
 def sum_tallies(tallies: Iterable[MetricSums]) -> dict[str, tuple[float, int]]:
-    """One tally of several.
+    """Sum several tallies, metric by metric.
 
     >>> sum_tallies([{"accuracy": (3.0, 4)}, {"accuracy": (1.0, 1)}])
     {'accuracy': (4.0, 5)}
     """
-    found: dict[str, tuple[float, int]] = defaultdict(lambda: (0.0, 0))
+    sums: dict[str, tuple[float, int]] = defaultdict(lambda: (0.0, 0))
     for tally in tallies:
         for name, (total, count) in tally.items():
-            found[name] = found[name][0] + total, found[name][1] + count
-    return dict(found)
+            sums[name] = sums[name][0] + total, sums[name][1] + count
+    return dict(sums)
 
 
 def average_tallies(tallies: Iterable[MetricSums]) -> dict[str, float]:
-    """Sums over counts, over all tallies; what was never counted is left out.
+    """Mean of each metric over all tallies; metrics with a count of 0 are left out.
 
     >>> average_tallies([{"accuracy": (3.0, 4)}, {"accuracy": (1.0, 1), "never": (0.0, 0)}])
     {'accuracy': 0.8}

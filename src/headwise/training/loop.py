@@ -1,4 +1,4 @@
-"""Ctrl-C and a request to end, put off until a step is whole."""
+"""`train`: the training loop, with evaluation, checkpoints, resuming and graceful interruption."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import torch
 
 from ..data import Task
 from ..distributed import join_process_group
-from ..distributed.sharded_model import BatchForward as Way
+from ..distributed.sharded_model import BatchForward
 from ..errors import SpecError, suggest
 from ..files import FolderLock, remove_temporary_files, write_atomically
 from ..model_spec import ModelSpec
@@ -33,10 +33,13 @@ from .training_run import CHECKPOINT_FOLDER, TrainingRun
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
-class InterruptGuard:
-    """Inside, the first Ctrl-C or SIGTERM only sets `asked`; the second ends at once, as outside.
+# --- Interruption --------------------------------------------------------------------------------------
 
-    Only a main thread hears signals; in another one nothing changes.
+
+class InterruptGuard:
+    """Context in which the first Ctrl-C or SIGTERM only sets `is_requested`; a second one interrupts at once.
+
+    It has no effect outside the main thread, which alone can handle signals.
 
     >>> with InterruptGuard() as interrupts:
     ...     signal.raise_signal(signal.SIGINT)
@@ -63,30 +66,30 @@ class InterruptGuard:
         self.is_requested = True
 
 
-# --- What the page of a trained model says of how it was trained, and of its scores --------------------
+# --- Model card ----------------------------------------------------------------------------------------
 
-SPLIT_DESCRIPTIONS = {"valid": "held-out examples", "test": "the test split, looked at once, after training"}
+SPLIT_DESCRIPTIONS = {"valid": "held-out examples", "test": "the test split, evaluated once, after training"}
 
 
 def render_training_card(run: TrainingRun, metrics: Mapping[str, float], split: str) -> str:
-    """Markdown: the task, the recipe as far as it is not the usual one, and every measure beside its chance level."""
+    """Markdown with the task, the recipe fields that are not defaults, and each metric beside its chance level."""
     task, chance, choice = run.task, run.task.chance, run.train_step.options
-    knobs = ", ".join(f"{f.name}={getattr(task, f.name)!r}" for f in fields(task))
-    usual, own = vars(Recipe()), vars(run.recipe)
-    said = [f"{name} = {format_toml(_to_plain(value))}" for name, value in own.items() if value != usual[name]]
-    lines = ["## Training", "", f"The task is {task.name} ({knobs})."]
+    options = ", ".join(f"{f.name}={getattr(task, f.name)!r}" for f in fields(task))
+    defaults, values = vars(Recipe()), vars(run.recipe)
+    changed = [f"{name} = {format_toml(_to_plain(value))}" for name, value in values.items() if value != defaults[name]]
+    lines = ["## Training", "", f"The task is {task.name} ({options})."]
     lines += [
         f"{run.progress.step} steps of {run.recipe.batch} examples in {choice.precision}, "
-        f"{format_duration(run.progress.seconds)} in all, from the seed {run.recipe.seed}."
+        f"{format_duration(run.progress.seconds)} in total, with seed {run.recipe.seed}."
     ]
-    lines += ["", "What its recipe says besides the usual:", "", "```toml", *said, "```"] if said else []
+    lines += ["", "Recipe, where it differs from the defaults:", "", "```toml", *changed, "```"] if changed else []
     lines += [
         "",
         "## Scores",
         "",
         f"On {SPLIT_DESCRIPTIONS[split]}.",
         "",
-        "| measure | value | by chance |",
+        "| metric | value | chance |",
         "|---|---|---|",
     ]
     lines += [f"| {name} | {value:.4f} | {_format_chance(chance, name)} |" for name, value in metrics.items()]
@@ -110,8 +113,10 @@ RecordWriter = Callable[[Mapping[str, Any]], None]
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """What a run came to, with the weights that were best on "valid"; `split` says what they were measured on at last:
-    "test", or "valid" of data without a test split.
+    """Result of a training run: the model with the lowest validation loss, and its final metrics.
+
+    `split` is the split of `metrics`: "test", or "valid" if the data has no test split. `best` is the step at which
+    the model was saved.
     """
 
     task: str
@@ -127,7 +132,7 @@ class TrainingResult:
 
     @property
     def data(self) -> dict[str, Any]:
-        """All of it but the model itself, as plain values."""
+        """All fields but the model, as plain values."""
         return {name: value for name, value in vars(self).items() if name != "net"}
 
 
@@ -139,32 +144,32 @@ def train(
     resume: str = "never",
     loggers: Sequence[MetricLogger | str] = (),
 ) -> TrainingResult:
-    """Train a model on a task and leave it in the folder `out`, with checkpoints and metrics.jsonl beside it.
+    """Train a model on a task and save it in the folder `out`, together with checkpoints and metrics.jsonl.
 
-    Without a description the task's own model is built; a model that is given goes on from its weights, and is
-    changed. resume="allowed" goes on where a run of the same task, model and recipe was ended, and begins where there
-    is none; "never" refuses a folder that holds one. `sinks` are told all numbers as they come: "tensorboard",
-    "mlflow", "wandb", "trackio", or objects of your own.
+    `model_spec` is the spec of a new model (default: `task.model()`), or a model, which is trained further in place.
+    resume="allowed" continues a run of the same task, model and recipe in `out`, or starts one if there is none;
+    "never" raises SpecError if `out` holds a run. `loggers` receive all records: "tensorboard", "mlflow", "wandb",
+    "trackio", or objects of your own with the methods of `MetricLogger`.
 
-    Killed at any moment and resumed, a run on the CPU ends with the same bits as one that was let be.
+    A run on the CPU that was killed at any moment and resumed ends with the same bits as an uninterrupted one.
     """
     if resume not in RESUME_MODES:
         raise SpecError(f"resume={resume!r} is unknown; {suggest(str(resume), RESUME_MODES)}")
     if not str(out):
-        raise SpecError("train leaves a model behind; say where, as in out='runs/first'")
-    taken = [create_logger(one) if isinstance(one, str) else one for one in loggers]
+        raise SpecError("out= is missing; give the folder for the trained model, as in out='runs/first'")
+    metric_loggers = [create_logger(logger) if isinstance(logger, str) else logger for logger in loggers]
     with join_process_group() as launch:
         setup = TrainingSetup.of(task, model_spec, Recipe() if recipe is None else recipe, Path(out), launch)
-        return _run_training(setup, resume, [JsonlLogger(), *taken])
+        return _run_training(setup, resume, [JsonlLogger(), *metric_loggers])
 
 
-def _run_training(setup: TrainingSetup, resume: str, sinks: Sequence[MetricLogger]) -> TrainingResult:
-    """What the setup comes to, with the folder to itself; of all ranks the leader tells."""
+def _run_training(setup: TrainingSetup, resume: str, loggers: Sequence[MetricLogger]) -> TrainingResult:
+    """Train with the folder locked; only the leader of all ranks writes to the loggers."""
     world = setup.ranks
     devices = [world.device] if world.device.type == "cuda" else []
     with InterruptGuard() as interrupts, world.leader_context(FolderLock(setup.folder)), torch.random.fork_rng(devices):
         run, notes = _start_or_resume(setup, resume)
-        with _open_loggers(sinks if world.is_leader else [], run, omit_model(setup.config)) as write:
+        with _open_loggers(loggers if world.is_leader else [], run, omit_model(setup.config)) as write:
             for note in notes:
                 write({"event": "note", "step": run.progress.step, "says": note})
             _run_steps(run, setup, write, interrupts)
@@ -172,76 +177,88 @@ def _run_training(setup: TrainingSetup, resume: str, sinks: Sequence[MetricLogge
 
 
 def _start_or_resume(setup: TrainingSetup, resume: str) -> tuple[TrainingRun, list[str]]:
-    """The run, new or gone on with, and what is to be said about that."""
-    held, damages = setup.ranks.told(lambda: _find_checkpoint(setup.folder, resume))
-    if held is None:
+    """The new or resumed run, and notes about it for the loggers."""
+    checkpoint, damages = setup.ranks.told(lambda: _find_checkpoint(setup.folder, resume))
+    if checkpoint is None:
         run = setup.start_run()
         return run, [*setup.task.notes, *setup.notes, *run.train_step.options.reasons]
-    run = setup.resume_run(held)
-    return run, [*damages, *setup.notes, f"going on from step {held.step}", *run.train_step.options.reasons]
+    run = setup.resume_run(checkpoint)
+    return run, [*damages, *setup.notes, f"resuming from step {checkpoint.step}", *run.train_step.options.reasons]
 
 
 def _find_checkpoint(folder: Path, resume: str) -> tuple[TrainingCheckpoint | None, list[str]]:
-    """The checkpoint to go on from, none where there is nothing, and what was found wrong with newer ones."""
+    """The checkpoint to resume from (None if there is no run), and a message for each damaged newer one."""
     checkpoints = CheckpointFolder(folder / CHECKPOINT_FOLDER)
-    for swept in (folder, checkpoints.folder):
-        remove_temporary_files(swept)
-    held, damages = checkpoints.load_newest()
-    if held is None and (folder / MANIFEST_FILE).exists():
-        raise SpecError(f"{folder} holds a model already; give another folder, or move that one away")
-    if held is not None and resume == "never":
-        remedy = "go on with resume='allowed' (--resume), or give another folder"
-        raise SpecError(f"{folder} holds a run of {held.step} steps; {remedy}")
-    return held, damages
+    for directory in (folder, checkpoints.folder):
+        remove_temporary_files(directory)
+    checkpoint, damages = checkpoints.load_newest()
+    if checkpoint is None and (folder / MANIFEST_FILE).exists():
+        raise SpecError(f"{folder} already holds a model; give another folder, or move the model away")
+    if checkpoint is not None and resume == "never":
+        remedy = "continue it with resume='allowed' (--resume), or give another folder"
+        raise SpecError(f"{folder} holds a run of {checkpoint.step} steps; {remedy}")
+    return checkpoint, damages
 
 
 @contextmanager
-def _open_loggers(sinks: Sequence[MetricLogger], run: TrainingRun, config: Mapping[str, Any]) -> Iterator[RecordWriter]:
-    """Every sink, open; what hands a record to all of them."""
-    begins = {"event": "run", "step": run.progress.step, **describe_environment(run), **config}
+def _open_loggers(
+    loggers: Sequence[MetricLogger], run: TrainingRun, config: Mapping[str, Any]
+) -> Iterator[RecordWriter]:
+    """Open all loggers; yields a function that writes a record to each of them."""
+    run_record = {"event": "run", "step": run.progress.step, **describe_environment(run), **config}
     with ExitStack() as stack:
-        for one in sinks:
-            stack.callback(one.close)
-            one.open(run.folder, begins)
+        for logger in loggers:
+            stack.callback(logger.close)
+            logger.open(run.folder, run_record)
 
         def write(record: Mapping[str, Any]) -> None:
-            for one in sinks:
-                one.write(record)
+            for logger in loggers:
+                logger.write(record)
 
-        write(begins)
+        write(run_record)
         yield write
 
 
 def _run_steps(run: TrainingRun, setup: TrainingSetup, write: RecordWriter, interrupts: InterruptGuard) -> None:
-    """Every step that is left, with all that is looked at and kept on the way."""
-    every = run.recipe.checkpoint_every
+    """Take the remaining steps, with evaluations and checkpoints."""
+    checkpoint_every = run.recipe.checkpoint_every
     while not run.is_finished:
         write(run.step())
-        better = False
+        is_best = False
         if run.is_evaluation_due:
-            told = run.evaluate()
-            write(told)
-            better = told["best"]
-        asked = run.world.any(interrupts.is_requested)
-        if better or run.is_finished or asked or run.progress.step % every == 0:
+            evaluation = run.evaluate()
+            write(evaluation)
+            is_best = evaluation["best"]
+        is_interrupted = run.world.any(interrupts.is_requested)
+        if is_best or run.is_finished or is_interrupted or run.progress.step % checkpoint_every == 0:
             run.save_checkpoint(setup.config)
-        if better:
-            run.save_model(render_training_card(run, told["metrics"], "valid"))
-        if asked and not run.is_finished:
-            raise KeyboardInterrupt(f"ended at step {run.progress.step}, which is kept in {run.folder}")
+        if is_best:
+            run.save_model(render_training_card(run, evaluation["metrics"], "valid"))
+        if is_interrupted and not run.is_finished:
+            raise KeyboardInterrupt(f"interrupted at step {run.progress.step}; the checkpoint is in {run.folder}")
 
 
 def _finish_run(run: TrainingRun, write: RecordWriter) -> TrainingResult:
-    """Measure the best weights on what was never looked at, and leave them in the folder."""
+    """Evaluate the best weights on the final split, and save them in the folder."""
     net, damage = run.load_best()
     if damage:
         write({"event": "note", "step": run.progress.step, "says": damage})
-    begun, split = time.perf_counter(), run.evaluator.final_split
-    metrics = run.evaluator.compute_metrics(Way(net), split) | run.evaluator.score_generation(net, split)
-    seconds = run.progress.seconds + time.perf_counter() - begun
+    start, split = time.perf_counter(), run.evaluator.final_split
+    metrics = run.evaluator.compute_metrics(BatchForward(net), split) | run.evaluator.score_generation(net, split)
+    seconds = run.progress.seconds + time.perf_counter() - start
     choice = run.train_step.options
-    told = (run.task.name, run.progress.step, seconds, metrics, split, str(run.folder), run.progress.best)
-    result = TrainingResult(*told, choice.precision, choice.compile, net.eval())
+    result = TrainingResult(
+        task=run.task.name,
+        steps=run.progress.step,
+        seconds=seconds,
+        metrics=metrics,
+        split=split,
+        model=str(run.folder),
+        best=run.progress.best,
+        precision=choice.precision,
+        compile=choice.compile,
+        net=net.eval(),
+    )
     if run.world.is_leader:
         save(net, run.folder, readme=render_training_card(run, metrics, split))
         write_atomically(run.folder / FINAL_FILE, json.dumps(result.data, indent=2).encode() + b"\n")

@@ -1,4 +1,4 @@
-"""How the rate of learning goes up and down again, as functions of the step alone."""
+"""Learning-rate schedules: functions from the step to a factor of the peak learning rate."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import math
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-ONE_CYCLE_DIVISOR = 25  # a one-cycle schedule begins at this part of the highest rate, as torch's
+ONE_CYCLE_DIVISOR = 25  # a one-cycle schedule starts at 1 / 25 of the peak, as in torch.optim.lr_scheduler.OneCycleLR
 
 
 class ScheduleStep(NamedTuple):
-    """Where a run stands: `step` from 1 to `steps`; how many of these it warms up and decays; the lowest factor."""
+    """Position in a run: `step` of `steps`, counted from 1; numbers of warm-up and decay steps; the lowest factor."""
 
     step: int
     steps: int
@@ -20,66 +20,68 @@ class ScheduleStep(NamedTuple):
 
     @property
     def warmup_progress(self) -> float:
-        """The part of the warm-up that is done."""
+        """Share of the warm-up that is done, at most 1."""
         return min(1.0, self.step / self.warmup) if self.warmup else 1.0
 
 
-def _half_cosine(part: float, first: float, last: float) -> float:
-    """Half a cosine from `first` to `last`."""
-    return last + (first - last) * (1 + math.cos(math.pi * part)) / 2
+def _half_cosine(progress: float, first: float, last: float) -> float:
+    """Half a cosine from `first` to `last`, for progress from 0 to 1."""
+    return last + (first - last) * (1 + math.cos(math.pi * progress)) / 2
 
 
-def constant(course: ScheduleStep) -> float:
-    """Up, and there it stays.
+def constant(schedule: ScheduleStep) -> float:
+    """Linear warm-up, then constant.
 
     >>> [constant(ScheduleStep(step, 8, 2, 0, 0)) for step in (1, 2, 3, 8)]
     [0.5, 1.0, 1.0, 1.0]
     """
-    return course.warmup_progress
+    return schedule.warmup_progress
 
 
-def cosine(course: ScheduleStep) -> float:
-    """Up in a line, down along half a cosine (1608.03983).
+def cosine(schedule: ScheduleStep) -> float:
+    """Linear warm-up, then half a cosine down (1608.03983).
 
     >>> [round(cosine(ScheduleStep(step, 10, 2, 0, 0)), 3) for step in (1, 2, 6, 10)]
     [0.5, 1.0, 0.5, 0.0]
     """
-    if course.step <= course.warmup:
-        return course.warmup_progress
-    return _half_cosine((course.step - course.warmup) / (course.steps - course.warmup), 1.0, course.min_factor)
+    if schedule.step <= schedule.warmup:
+        return schedule.warmup_progress
+    return _half_cosine(
+        (schedule.step - schedule.warmup) / (schedule.steps - schedule.warmup), 1.0, schedule.min_factor
+    )
 
 
-def inverse_sqrt(course: ScheduleStep) -> float:
-    """min(s / w, sqrt(w / s)) at step s of w that warm up: the one of 1706.03762, with its peak at 1.
+def inverse_sqrt(schedule: ScheduleStep) -> float:
+    """min(s / w, sqrt(w / s)) at step s with w warm-up steps: the schedule of 1706.03762, scaled to a peak of 1.
 
     >>> [inverse_sqrt(ScheduleStep(step, 100, 4, 0, 0)) for step in (1, 4, 16, 64)]
     [0.25, 1.0, 0.5, 0.25]
     """
-    warmup = max(course.warmup, 1)
-    return min(course.step / warmup, max(course.min_factor, math.sqrt(warmup / course.step)))
+    warmup = max(schedule.warmup, 1)
+    return min(schedule.step / warmup, max(schedule.min_factor, math.sqrt(warmup / schedule.step)))
 
 
-def wsd(course: ScheduleStep) -> float:
-    """Warm up, stay, decay in a line over the last steps (2404.06395).
+def wsd(schedule: ScheduleStep) -> float:
+    """Warmup-stable-decay: linear warm-up, constant, then linear decay over the last steps (2404.06395).
 
     >>> [wsd(ScheduleStep(step, 10, 2, 4, 0)) for step in (1, 2, 6, 8, 10)]
     [0.5, 1.0, 1.0, 0.5, 0.0]
     """
-    left = (course.steps - course.step) / course.decay if course.decay else 1.0
-    return min(course.warmup_progress, course.min_factor + (1 - course.min_factor) * min(1.0, left))
+    left = (schedule.steps - schedule.step) / schedule.decay if schedule.decay else 1.0
+    return min(schedule.warmup_progress, schedule.min_factor + (1 - schedule.min_factor) * min(1.0, left))
 
 
-def one_cycle(course: ScheduleStep) -> float:
-    """Half a cosine up from 1 / 25, and half a cosine down (1708.07120); the last step is at the floor, as torch's.
+def one_cycle(schedule: ScheduleStep) -> float:
+    """Half a cosine up from 1 / 25, then half a cosine down to the floor at the last step (1708.07120), as in PyTorch.
 
     >>> [round(one_cycle(ScheduleStep(step, 9, 3, 0, 0)), 3) for step in (1, 2, 3, 6, 9)]
     [0.04, 0.52, 1.0, 0.5, 0.0]
     """
-    top, at = course.warmup - 1, course.step - 1
-    if at < top:
-        return _half_cosine(at / top, 1 / ONE_CYCLE_DIVISOR, 1.0)
-    top = max(top, 0.0)
-    return _half_cosine((at - top) / max(course.steps - 1 - top, 1e-9), 1.0, course.min_factor)
+    peak, step = schedule.warmup - 1, schedule.step - 1  # counted from 0
+    if step < peak:
+        return _half_cosine(step / peak, 1 / ONE_CYCLE_DIVISOR, 1.0)
+    peak = max(peak, 0.0)
+    return _half_cosine((step - peak) / max(schedule.steps - 1 - peak, 1e-9), 1.0, schedule.min_factor)
 
 
 SCHEDULES: Mapping[str, Callable[[ScheduleStep], float]] = {

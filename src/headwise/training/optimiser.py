@@ -1,4 +1,4 @@
-"""AdamW over named groups of parameters, and its state as named tensors."""
+"""AdamW with parameter groups by role, and its state as named tensors for checkpoints."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from ..model_spec import ModelSpec, WeightSpec
 from .recipe import Recipe
 
 ParameterGroups = dict[str, dict[str, nn.Parameter]]
-VECTOR_NAMES = ("bias", "scale")  # ends of names that mean one vector for each head where there are two axes
+VECTOR_NAMES = ("bias", "scale")  # suffixes of weights that are vectors, one per head, although they have two axes
 
 
 def has_weight_decay(weight: WeightSpec, rule: str) -> bool:
-    """Whether weight decay reaches a tensor: one stored as a matrix that is no bias, no scale and no part of a norm.
+    """Whether weight decay applies to a weight: a matrix that is not a bias, a scale, or part of a norm.
 
-    That there is one for each expert makes no matrix. rule="maps" leaves out tables of tokens and positions.
+    The expert axis does not count, so one vector per expert is not a matrix. rule="maps" also excludes token and
+    position embeddings.
 
     >>> from headwise.model_spec import FeedForwardSpec
     >>> {w.name: has_weight_decay(w, "matrices") for w in FeedForwardSpec(7, bias="ud").weights(5, num_experts=3)}
@@ -30,7 +31,7 @@ def has_weight_decay(weight: WeightSpec, rule: str) -> bool:
 
 
 def group_parameters(parameters: Mapping[str, nn.Parameter], model_spec: ModelSpec, rule: str) -> ParameterGroups:
-    """The parameters by the name of their group, such as "feed, decayed"."""
+    """Parameters by group; a group is named after role and weight decay, such as "feed, decayed" or "norm, kept"."""
     weights, groups = model_spec.params(), ParameterGroups()
     for name, parameter in parameters.items():
         weight = weights[name]
@@ -40,7 +41,7 @@ def group_parameters(parameters: Mapping[str, nn.Parameter], model_spec: ModelSp
 
 
 def get_parameter_name(key: str) -> str:
-    """Which tensor a tensor of the state belongs to.
+    """Name of the parameter that an optimiser state tensor belongs to.
 
     >>> get_parameter_name("exp_avg decoder.norm.weight")
     'decoder.norm.weight'
@@ -49,39 +50,39 @@ def get_parameter_name(key: str) -> str:
 
 
 class AdamWOptimiser:
-    """AdamW (1711.05101): m and v the means of g and g^2, w <- w - rate (decay w + m^ / (sqrt(v^) + eps)).
+    """AdamW (1711.05101): w <- w - lr (weight_decay w + m^ / (sqrt(v^) + eps)), with running means m of g and v of g^2.
 
-    Rates are given with each step; `groups` say which tensors decay.
+    The learning rate is passed to each step. Groups with "decayed" in their name have weight decay.
     """
 
     def __init__(self, groups: ParameterGroups, recipe: Recipe) -> None:
         self._names = [name for group in groups.values() for name in group]
-        rows = [
+        param_groups = [
             {"params": list(group.values()), "weight_decay": recipe.weight_decay if "decayed" in name else 0.0}
             for name, group in groups.items()
         ]
         first, second = recipe.betas
-        self._adamw = torch.optim.AdamW(rows, lr=recipe.lr, betas=(first, second), eps=recipe.eps, fused=True)
+        self._adamw = torch.optim.AdamW(param_groups, lr=recipe.lr, betas=(first, second), eps=recipe.eps, fused=True)
 
     def step(self, lr: float) -> None:
-        """One step at this rate, then no gradients."""
+        """Take one step with this learning rate and clear the gradients."""
         for group in self._adamw.param_groups:
             group["lr"] = lr
         self._adamw.step()
         self.zero_grad()
 
     def zero_grad(self) -> None:
-        """Forget every gradient."""
+        """Clear all gradients."""
         self._adamw.zero_grad(set_to_none=True)
 
     @property
     def state_tensors(self) -> dict[str, Tensor]:
-        """Its state by name, as in "exp_avg NAME"; nothing before the first step."""
+        """State tensors by name, such as "exp_avg decoder.norm.weight"; empty before the first step."""
         states: dict[int, dict[str, Tensor]] = self._adamw.state_dict()["state"]
         return {f"{kind} {self._names[n]}": value for n, state in states.items() for kind, value in state.items()}
 
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
-        """Go on from that state."""
+        """Load state tensors with the names of `state_tensors`."""
         states: dict[int, dict[str, Tensor]] = {}
         for key, value in tensors.items():
             kind, _, name = key.partition(" ")

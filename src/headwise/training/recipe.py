@@ -1,4 +1,4 @@
-"""How a model is trained, as one frozen description that survives a trip through TOML."""
+"""`Recipe`: the hyperparameters of a training run, and their conversion to and from TOML."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RECIPE_CHOICES = {
     "rows": ("auto", "padded", "packed"),
     "activations": ("keep", "recompute"),
 }
-# The smallest and the largest value that can be meant. What lies beyond is a slip, not a wish.
+# Smallest and largest value of each field; values outside are most likely typing errors.
 RECIPE_RANGES: dict[str, tuple[float, float]] = {
     "steps": (1, 10**9),
     "batch": (1, 10**7),
@@ -47,28 +47,30 @@ RECIPE_RANGES: dict[str, tuple[float, float]] = {
 
 @dataclass(frozen=True, repr=False)
 class Recipe(CheckedDataclass):
-    """How long, on how much at once, with which steps, and what is looked at on the way.
+    """Hyperparameters of a training run.
 
-    A step takes `batch` examples, in `accumulate` parts where memory is short. `lr` is the highest rate; `schedule`
-    says how it is reached and left: `warmup`, and for "wsd" `decay`, are parts of the steps, `floor` a part of `lr`.
-    Of AdamW (1711.05101) `weight_decay` reaches what `decays` names: "matrices", or "maps", those but for tables of
-    tokens and positions. `clip` bounds the norm of a gradient, 0 does not. `terms` are what parts set in the ledger,
-    each with the factor by which it joins the loss.
+    Optimisation: a step takes `batch` examples, in `accumulate` parts if memory is short. `lr` is the peak learning
+    rate; `schedule` is its shape, with `warmup` and (for "wsd") `decay` as shares of the steps and `floor` as a share
+    of `lr`. The optimiser is AdamW (1711.05101) with `betas`, `eps` and `weight_decay`, which applies to all matrices
+    (decays="matrices") or to all matrices but the token and position embeddings (decays="maps"). `clip` bounds the
+    gradient norm; 0 turns clipping off. `smoothing` is label smoothing. `terms` are the weights of auxiliary losses by
+    name, such as (("balance", 0.01),). `start` is the initialisation of new tensors, as in `build`.
 
-    Every `evaluate_every` steps `evaluate_batches` held-out batches are measured; after `patience` of these without
-    a lower loss training ends, with 0 it never ends early. Every `checkpoint_every` steps a checkpoint is written; the
-    last `keep` stay, and the best. `start` is how fresh tensors are drawn, as `build` knows it. precision, attention,
-    rows and compile are chosen by measuring where they are "auto"; attention="plain" runs its operations one by one,
-    "fused" as each layer chooses; rows="packed" lays the texts of a batch one behind the other, "padded" fills its rows
-    up; activations="recompute" keeps none inside a block, and computes them again when gradients need them. `spread`
-    says what the ranks that torchrun started divide among themselves, "data=2" or "data=2,shards=2"; "auto" divides
-    the data.
+    Evaluation and checkpoints: every `evaluate_every` steps, `evaluate_batches` held-out batches are evaluated.
+    Training stops early after `patience` evaluations without a lower loss; 0 turns that off. Every `checkpoint_every`
+    steps a checkpoint is written; the last `keep` and the best one are kept.
+
+    Execution: `precision`, `compile`, `attention` and `rows` are chosen by trial steps if they are "auto".
+    attention="plain" runs the operations of attention one by one, "fused" lets each layer choose a backend.
+    rows="packed" concatenates the texts of a batch into one row, "padded" pads each to the longest.
+    activations="recompute" recomputes the activations of each block in the backward pass. `spread` is how the ranks of
+    torchrun divide the work, such as "data=2" or "data=2,shards=2"; "auto" is data parallelism.
 
     >>> Recipe(steps=600, lr=0.003)
     Recipe(steps=600, lr=0.003)
     >>> Recipe(batch=64, accumulate=5)
     Traceback (most recent call last):
-    headwise.errors.SpecError: a batch of 64 cannot be taken in 5 equal parts; use accumulate=4 or batch=65
+    headwise.errors.SpecError: batch=64 is not divisible by accumulate=5; use accumulate=4 or batch=65
     """
 
     steps: int = 1000
@@ -106,16 +108,18 @@ class Recipe(CheckedDataclass):
         super().__post_init__()
         self.check_fields(RECIPE_RANGES, RECIPE_CHOICES)
         if len(self.betas) != 2 or not all(_is_number(beta) and 0 <= beta < 1 for beta in self.betas):
-            raise SpecError(f"Recipe(betas={self.betas!r}) must be two numbers from 0 to below 1, as in (0.9, 0.98)")
-        for row in self.terms:
-            if len(row) != 2 or not isinstance(row[0], str) or not _is_number(row[1]):
-                raise SpecError(f"Recipe(terms={self.terms!r}) must name factors; write terms=(('balance', 0.01),)")
+            raise SpecError(f"betas={self.betas!r} must be two numbers >= 0 and < 1; use for example betas=(0.9, 0.98)")
+        for term in self.terms:
+            if len(term) != 2 or not isinstance(term[0], str) or not _is_number(term[1]):
+                raise SpecError(
+                    f"terms={self.terms!r} must be pairs of a name and a weight, as in terms=(('balance', 0.01),)"
+                )
         if self.spread != AUTO:
             Parallelism.parse(self.spread)
         self._check_combinations()
 
     def lr_at(self, step: int) -> float:
-        """The rate of learning at a step, counted from 1.
+        """Learning rate at a step, counted from 1.
 
         >>> [Recipe(steps=10, lr=0.5, schedule="wsd").lr_at(step) for step in (1, 8, 9, 10)]
         [0.5, 0.5, 0.25, 0.0]
@@ -124,21 +128,21 @@ class Recipe(CheckedDataclass):
         return self.lr * SCHEDULES[self.schedule](ScheduleStep(step, self.steps, warmup, decay, self.floor))
 
     def _check_combinations(self) -> None:
-        """What is right alone and wrong beside another."""
+        """Raise SpecError for values that are valid alone but not together."""
         if self.batch % self.accumulate:
-            fits = max(n for n in range(1, self.accumulate) if self.batch % n == 0)
-            more = -(-self.batch // self.accumulate) * self.accumulate
-            fact = f"a batch of {self.batch} cannot be taken in {self.accumulate} equal parts"
-            raise SpecError(f"{fact}; use accumulate={fits} or batch={more}")
+            divisor = max(n for n in range(1, self.accumulate) if self.batch % n == 0)
+            multiple = -(-self.batch // self.accumulate) * self.accumulate
+            fact = f"batch={self.batch} is not divisible by accumulate={self.accumulate}"
+            raise SpecError(f"{fact}; use accumulate={divisor} or batch={multiple}")
         if self.rows == "packed" and self.compile == "on":
-            fact = "packed rows have another shape in every batch, for which each would be compiled anew"
-            raise SpecError(f"{fact}; use rows='padded', or compile='off'")
+            fact = "rows='packed' would be compiled again for every batch, because the shape of packed rows changes"
+            raise SpecError(f"{fact}; use rows='padded' or compile='off'")
         if self.schedule == "wsd" and self.warmup + self.decay > 1:
-            both = f"warmup={self.warmup} and decay={self.decay}"
-            raise SpecError(f"{both} are more than all steps; use decay={1 - self.warmup:g} or less")
+            fact = f"warmup={self.warmup} and decay={self.decay} are shares of the steps and exceed 1 together"
+            raise SpecError(f"{fact}; use decay={1 - self.warmup:g} or less")
         if self.lr * self.weight_decay >= 1:
-            fact = f"weight_decay={self.weight_decay} at lr={self.lr} turns every weight around"
-            raise SpecError(f"{fact}; use less than {1 / self.lr:g}")
+            fact = f"weight_decay={self.weight_decay} with lr={self.lr} flips the sign of every weight"
+            raise SpecError(f"{fact}; use weight_decay below {1 / self.lr:g}")
 
 
 def _is_number(value: Any) -> bool:
@@ -146,13 +150,13 @@ def _is_number(value: Any) -> bool:
 
 
 def to_dict(recipe: Recipe) -> dict[str, Any]:
-    """A recipe as plain values, all of them."""
-    said = {f.name: getattr(recipe, f.name) for f in fields(Recipe)}
-    return said | {"betas": list(recipe.betas), "terms": dict(recipe.terms)}
+    """All fields of a recipe as plain values."""
+    values = {f.name: getattr(recipe, f.name) for f in fields(Recipe)}
+    return values | {"betas": list(recipe.betas), "terms": dict(recipe.terms)}
 
 
 def from_dict(entries: Mapping[str, Any], defaults: Recipe | None = None) -> Recipe:
-    """The recipe that plain values describe; `usual` says what they leave out.
+    """Recipe from plain values; fields that are missing are taken from `defaults`.
 
     >>> from_dict({"steps": 3, "terms": {"balance": 0.01}}).terms
     (('balance', 0.01),)
@@ -160,7 +164,7 @@ def from_dict(entries: Mapping[str, Any], defaults: Recipe | None = None) -> Rec
     known = [f.name for f in fields(Recipe)]
     for name in entries:
         if name not in known:
-            raise SpecError(f"a recipe has no {name!r}; {suggest(name, known)}")
+            raise SpecError(f"a recipe has no field {name!r}; {suggest(name, known)}")
     values = ({} if defaults is None else vars(defaults)) | {name: _to_tuples(value) for name, value in entries.items()}
     return Recipe(**values)
 
@@ -172,7 +176,7 @@ def _to_tuples(value: Any) -> Any:
 
 
 def to_toml(recipe: Recipe) -> str:
-    """One TOML document.
+    """TOML document with all fields of a recipe.
 
     >>> from_toml(to_toml(Recipe(steps=5, terms=(("l0", 0.5),)))) == Recipe(steps=5, terms=(("l0", 0.5),))
     True
@@ -181,9 +185,9 @@ def to_toml(recipe: Recipe) -> str:
 
 
 def from_toml(text: str, defaults: Recipe | None = None) -> Recipe:
-    """The recipe that a TOML document describes."""
+    """Recipe from a TOML document; fields that are missing are taken from `defaults`."""
     try:
-        said = tomllib.loads(text)
+        entries = tomllib.loads(text)
     except (ValueError, RecursionError) as error:
-        raise SpecError(f"this is not TOML: {error}; write lines such as steps = 1000") from None
-    return from_dict(said, defaults)
+        raise SpecError(f"the recipe is not valid TOML: {error}; write lines such as steps = 1000") from None
+    return from_dict(entries, defaults)

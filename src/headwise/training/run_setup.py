@@ -1,4 +1,4 @@
-"""The same model with another attention in every layer."""
+"""Setup of a training run: checks of task, model and recipe, and starting or resuming the run."""
 
 from __future__ import annotations
 
@@ -37,17 +37,20 @@ from .recipe import Recipe, to_dict
 from .train_step import StepOptions, TrainStep
 from .training_run import TrainingRun, derive_worker_seed
 
+# --- Replacing the attention of a model ----------------------------------------------------------------
+
 
 def replace_self_attention(model_spec: ModelSpec, name: str) -> ModelSpec:
-    """A preset in the place of every self-attention: as wide, of as many heads, and no token reads more than before.
+    """Model spec with a preset in place of every self-attention, of the same width and number of query heads.
 
-    What says where tokens stand is kept, unless the preset brings its own; where it cannot stand beside the preset,
-    sinusoidal positions are added to the embedding instead. Cross-attention stays what it is.
+    A token attends to no more tokens than before. Positional modifiers such as RoPE are kept, unless the preset has its
+    own; if the preset does not support them, sinusoidal positions are added to the embedding instead. Cross-attention
+    is not changed.
 
     >>> from headwise.model_spec import EmbeddingSpec
-    >>> plain = design(model=8, heads=4, pattern="causal()")
-    >>> stack = StackSpec.from_blocks("decoder", 8, [BlockSpec(plain)], embedding=EmbeddingSpec(11))
-    >>> changed = replace_self_attention(ModelSpec("one", "decoder", (stack,)), "mqa")
+    >>> attention = design(model=8, heads=4, pattern="causal()")
+    >>> stack = StackSpec.from_blocks("decoder", 8, [BlockSpec(attention)], embedding=EmbeddingSpec(11))
+    >>> changed = replace_self_attention(ModelSpec("model", "decoder", (stack,)), "mqa")
     >>> [spec.heads.kv for _, spec in changed.attention_specs()]
     [1]
     """
@@ -57,37 +60,41 @@ def replace_self_attention(model_spec: ModelSpec, name: str) -> ModelSpec:
 def _replace_in_stack(stack: StackSpec, name: str) -> StackSpec:
     embedding = stack.embedding
     try:
-        blocks = [_replace_in_block(block, name, turned=True) for block in stack.layers]
+        blocks = [_replace_in_block(block, name, keep_positional=True) for block in stack.layers]
     except SpecError:
-        blocks = [_replace_in_block(block, name, turned=False) for block in stack.layers]
+        blocks = [_replace_in_block(block, name, keep_positional=False) for block in stack.layers]
         if embedding and embedding.positions is None:
             embedding = replace(embedding, positions=PositionSpec("sinusoidal"))
     return StackSpec.from_blocks(stack.name, stack.model, blocks, embedding=embedding, norm=stack.norm)
 
 
-def _replace_in_block(block: BlockSpec, name: str, turned: bool) -> BlockSpec:
+def _replace_in_block(block: BlockSpec, name: str, keep_positional: bool) -> BlockSpec:
     if isinstance(block.attention, ApproximateAttention):
-        raise SpecError(f"an attention that no spec says cannot be exchanged: {block.attention.reason}")
-    return replace(block, attention=block.attention and _replace_spec(block.attention, name, turned))
+        raise SpecError(f"cannot replace an attention that is not fully described by a spec: {block.attention.reason}")
+    return replace(block, attention=block.attention and _replace_spec(block.attention, name, keep_positional))
 
 
-def _replace_spec(spec: AttentionSpec, name: str, turned: bool) -> AttentionSpec:
-    made = design(preset=name, model=spec.model, heads=spec.heads.q)
-    pattern = spec.pattern if made.pattern in (Full(), Causal()) else made.pattern & spec.pattern
-    modifiers = made.modifiers
-    if turned and not any(modifier.positional for modifier in modifiers):
+def _replace_spec(spec: AttentionSpec, name: str, keep_positional: bool) -> AttentionSpec:
+    preset = design(preset=name, model=spec.model, heads=spec.heads.q)
+    pattern = spec.pattern if preset.pattern in (Full(), Causal()) else preset.pattern & spec.pattern
+    modifiers = preset.modifiers
+    if keep_positional and not any(modifier.positional for modifier in modifiers):
         modifiers = (*(modifier for modifier in spec.modifiers if modifier.positional), *modifiers)
-    return replace(made, pattern=pattern, modifiers=modifiers)
+    return replace(preset, pattern=pattern, modifiers=modifiers)
 
 
-# --- What a run is made of, and how it begins or goes on -----------------------------------------------
+# --- Starting and resuming a run -----------------------------------------------------------------------
 
-TRIAL_BATCHES = 3  # batches that ways to compute are tried on, for their shapes may differ
+TRIAL_BATCHES = 3  # batches for the trial steps of autotuning; several, because their shapes may differ
 
 
 @dataclass(frozen=True, eq=False)
 class TrainingSetup:
-    """A task, the model that is to learn it, a recipe, and where; `config` is what decides the numbers, as values."""
+    """Checked inputs of a run: task, model, recipe, folder and ranks.
+
+    `config` holds everything that determines the numbers of the run, as plain values. `initial_model` is the model
+    that is trained further, or None to build a new one.
+    """
 
     task: Task
     model_spec: ModelSpec
@@ -102,7 +109,7 @@ class TrainingSetup:
     def of(
         task: Task, model_spec: ModelSpec | Transformer | None, recipe: Recipe, folder: Path, launch: ProcessInfo
     ) -> TrainingSetup:
-        """The setup of what `train` is given; task and model must fit together, and ranks must be given the same."""
+        """Check the arguments of `train` and that they are equal on all ranks; raises SpecError."""
         world = ProcessMesh(launch, Parallelism.over(recipe.spread, launch.size), resolve_device(recipe.device))
         if world.size > 1:
             check_same_config(world, {**fingerprint_code(), "spread": recipe.spread})
@@ -118,138 +125,139 @@ class TrainingSetup:
         task: Task, model_spec: ModelSpec | Transformer | None, recipe: Recipe, folder: Path, world: ProcessMesh
     ) -> TrainingSetup:
         if not isinstance(task, Task):
-            raise SpecError(f"task is of type {type(task).__name__}; give one of headwise.data")
-        given = model_spec if isinstance(model_spec, Transformer) else None
-        model = given.spec if given else task.model() if model_spec is None else model_spec
-        if not isinstance(model, ModelSpec):
-            raise SpecError(
-                f"described is of type {type(model).__name__}; give a blueprint.Model, or one that is built"
-            )
-        if given and given.dropout != recipe.dropout:
-            said = f"the model was built with dropout={given.dropout}, the recipe says {recipe.dropout}"
-            raise SpecError(f"{said}; give Recipe(dropout={given.dropout})")
-        check_model(model, task, given.usage.tokenizer if given else None)
-        first = task.batch(0, recipe.batch, "train")
-        check_batch(first, model, "batch 0")
-        check_partition(model, world.spread)
+            raise SpecError(f"task is of type {type(task).__name__}; give a task of headwise.data")
+        net = model_spec if isinstance(model_spec, Transformer) else None
+        spec = net.spec if net else task.model() if model_spec is None else model_spec
+        if not isinstance(spec, ModelSpec):
+            raise SpecError(f"model_spec is of type {type(spec).__name__}; give a ModelSpec or a Transformer")
+        if net and net.dropout != recipe.dropout:
+            fact = f"the model was built with dropout={net.dropout}, but the recipe has dropout={recipe.dropout}"
+            raise SpecError(f"{fact}; use Recipe(dropout={net.dropout})")
+        check_model(spec, task, net.usage.tokenizer if net else None)
+        first_batch = task.batch(0, recipe.batch, "train")
+        check_batch(first_batch, spec, "batch 0")
+        check_partition(spec, world.spread)
         check_ranks(recipe, world)
-        return TrainingSetup(task, model, recipe, folder, given, first, build_config(task, model, recipe, first), world)
+        config = build_config(task, spec, recipe, first_batch)
+        return TrainingSetup(task, spec, recipe, folder, net, first_batch, config, world)
 
     @property
     def notes(self) -> list[str]:
-        """What is to be said of how ranks divide the work."""
+        """Notes about how the ranks divide the work; empty for a single process."""
         if self.ranks.size == 1:
             return []
         rows = self.recipe.batch // self.recipe.accumulate
         uneven = (
-            f"; {rows} rows make {self.ranks.num_data_shards} unequal shares"
+            f"; {rows} rows are divided into {self.ranks.num_data_shards} unequal shares"
             if rows % self.ranks.num_data_shards
             else ""
         )
         return [f"{self.ranks.size} ranks, {self.ranks.spread}{uneven}"]
 
     def start_run(self) -> TrainingRun:
-        """A run before its first step, its ways chosen and kept: what was measured once is not measured again."""
+        """A new run before its first step, with its step options chosen and saved, so that resuming keeps them."""
         net, world = self._make_model(), self.ranks
         torch.manual_seed(derive_worker_seed(self.recipe.seed, world.worker_index))
-        some = [self.first_batch, *(self.task.batch(index, self.recipe.batch) for index in range(1, TRIAL_BATCHES))]
-        for index, batch in enumerate(some):
+        batches = [self.first_batch, *(self.task.batch(index, self.recipe.batch) for index in range(1, TRIAL_BATCHES))]
+        for index, batch in enumerate(batches):
             check_batch(batch, self.model_spec, f"batch {index}")
-        shares = [world.share(batch).batch for batch in some]
+        shares = [world.share(batch).batch for batch in batches]
         run = self._make_run(net, world.told(lambda: StepTrial(net, self._trial_recipe, world.device, shares).choose()))
         run.save_checkpoint(self.config)
         return run
 
     def resume_run(self, checkpoint: TrainingCheckpoint) -> TrainingRun:
-        """The run of this checkpoint, if it is one of the same setup."""
+        """The run of a checkpoint; raises SpecError if its configuration is another."""
         if difference := describe_first_difference(checkpoint.state["config"], self.config):
-            same = "resume with what it was, or train into another folder"
-            raise SpecError(f"{self.folder} holds a run of another kind: {difference}; {same}")
+            remedy = "resume with the old value, or train into another folder"
+            raise SpecError(f"{self.folder} holds a run with another configuration: {difference}; {remedy}")
         run = self._make_run(self._make_model(), StepOptions(**checkpoint.state["choice"]))
         run.restore(checkpoint)
         return run
 
     def _make_run(self, net: Transformer, choice: StepOptions) -> TrainingRun:
-        """A run of this model, as far as this rank is to hold it; slices are not compiled, whatever was chosen."""
+        """A run with the part of the model that belongs to this rank; options that its layout excludes are changed."""
         possible = choice if self.ranks.spread.shards == 1 else replace(choice, compile="off")
         possible = possible if self.ranks.spread.context == 1 else replace(possible, rows="padded")
         return TrainingRun(self.task, TrainStep(shard_model(net, self.ranks), self.recipe, possible), self.folder)
 
     @property
     def _trial_recipe(self) -> Recipe:
-        """The recipe, with what cannot be compiled, or packed, not tried."""
-        said = replace(self.recipe, compile="off") if _has_layer_collectives(self.ranks.spread) else self.recipe
-        return replace(said, rows="padded") if self.ranks.spread.context > 1 else said
+        """The recipe for trial steps, without compilation and packing if the ranks' layout excludes them."""
+        recipe = replace(self.recipe, compile="off") if _has_layer_collectives(self.ranks.spread) else self.recipe
+        return replace(recipe, rows="padded") if self.ranks.spread.context > 1 else recipe
 
     def _make_model(self) -> Transformer:
-        said = self.recipe
-        net = self.initial_model or build(self.model_spec, dropout=said.dropout, seed=said.seed, init=said.start)
+        recipe = self.recipe
+        net = self.initial_model or build(self.model_spec, dropout=recipe.dropout, seed=recipe.seed, init=recipe.start)
         net.usage = self._merge_usage()
-        net.checkpointing = "block" if said.activations == "recompute" else "none"
+        net.checkpointing = "block" if recipe.activations == "recompute" else "none"
         return net.to(self.ranks.device)
 
     def _merge_usage(self) -> ProcessorSpec:
-        """How the model is spoken to: as the task says, and besides as before where that was in the same words."""
-        own = self.task.usage
-        if self.initial_model is None or not has_same_vocabulary(own.tokenizer, self.initial_model.usage.tokenizer):
-            return own
-        said = ProcessorSpec.from_dict(self.initial_model.usage.to_dict | own.to_dict)
-        return replace(said, tokenizer=own.tokenizer, source_tokenizer=own.source_tokenizer)
+        """Processor of the task, completed by that of the initial model if both have the same vocabulary."""
+        usage = self.task.usage
+        if self.initial_model is None or not has_same_vocabulary(usage.tokenizer, self.initial_model.usage.tokenizer):
+            return usage
+        merged = ProcessorSpec.from_dict(self.initial_model.usage.to_dict | usage.to_dict)
+        return replace(merged, tokenizer=usage.tokenizer, source_tokenizer=usage.source_tokenizer)
 
 
 def build_config(task: Task, model_spec: ModelSpec, recipe: Recipe, first: Batch) -> dict[str, Any]:
-    """All that decides what a run computes, as plain values."""
-    own = {f.name: getattr(task, f.name) for f in fields(task)}
-    decided = {name: value for name, value in to_dict(recipe).items() if name != "spread"}  # any world goes on
-    said = {
-        "task": {"name": task.name, **own},
-        "recipe": decided,
+    """Everything that determines the numbers of a run, as plain values; `first` is its first batch."""
+    options = {f.name: getattr(task, f.name) for f in fields(task)}
+    # Without `spread`: a run may be resumed on another number of ranks.
+    recipe_entries = {name: value for name, value in to_dict(recipe).items() if name != "spread"}
+    config = {
+        "task": {"name": task.name, **options},
+        "recipe": recipe_entries,
         "model": spec_to_dict(model_spec),
         "first batch": hash_batch(first),
     }
-    return json.loads(json.dumps(said, default=str))
+    return json.loads(json.dumps(config, default=str))
 
 
 def hash_batch(batch: Batch) -> str:
-    """A checksum of what a batch asks: data that was changed under a run shows in its first batch."""
-    found = hashlib.sha256()
+    """Checksum of a batch, which reveals data that was changed between a run and its resumption."""
+    digest = hashlib.sha256()
     for tensor in (batch.x, batch.labels, batch.source):
         if tensor is not None:
-            found.update(tensor.contiguous().numpy().tobytes())
-    return found.hexdigest()
+            digest.update(tensor.contiguous().numpy().tobytes())
+    return digest.hexdigest()
 
 
 def hash_weights(net: Transformer) -> str:
-    """A checksum of the weights of a model."""
-    found = hashlib.sha256()
+    """Checksum of the weights of a model."""
+    digest = hashlib.sha256()
     for name, tensor in net.state_dict().items():
-        found.update(name.encode())
-        found.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return found.hexdigest()[:12]
+        digest.update(name.encode())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()[:12]
 
 
 def check_ranks(recipe: Recipe, ranks: ProcessMesh) -> None:
-    """Refuse parts of a batch that do not give every worker a row, and what ranks cannot do together."""
+    """Raise SpecError if a part of a batch has fewer rows than there are data shards, or an option is unsupported."""
     if _has_layer_collectives(ranks.spread) and recipe.compile == "on":
-        raise SpecError(f"layers whose ranks talk to each other ({ranks.spread}) are not compiled; give compile='off'")
+        raise SpecError(f"compile='on' does not support collectives inside layers ({ranks.spread}); use compile='off'")
     if ranks.spread.context > 1 and recipe.rows == "packed":
-        raise SpecError(f"rows whose tokens are divided ({ranks.spread}) are not packed; give rows='padded'")
+        raise SpecError(f"rows='packed' does not support context parallelism ({ranks.spread}); use rows='padded'")
     rows = recipe.batch // recipe.accumulate
     if rows < ranks.num_data_shards:
-        part = f"a batch of {recipe.batch}" + (f" in {recipe.accumulate} parts" if recipe.accumulate > 1 else "")
-        more = ranks.num_data_shards * recipe.accumulate
+        part = f"batch={recipe.batch}" + (f" with accumulate={recipe.accumulate}" if recipe.accumulate > 1 else "")
+        min_batch = ranks.num_data_shards * recipe.accumulate
         raise SpecError(
-            f"{part} has no row for each of {ranks.num_data_shards} ranks; use batch={more} or more, or fewer ranks"
+            f"{part} has fewer rows than the {ranks.num_data_shards} data shards; "
+            f"use batch={min_batch} or more, or fewer ranks"
         )
 
 
 def _has_layer_collectives(spread: Parallelism) -> bool:
-    """Whether ranks talk to each other inside layers."""
+    """Whether ranks communicate inside layers."""
     return max(spread.context, spread.shards, spread.tensor) > 1
 
 
 def resolve_device(name: str) -> torch.device:
-    """The device of this name; "auto" is a graphics card where there is one.
+    """The device of this name; "auto" is a CUDA GPU if there is one, otherwise the CPU.
 
     >>> resolve_device("cpu")
     device(type='cpu')
@@ -260,12 +268,12 @@ def resolve_device(name: str) -> torch.device:
         device = torch.device(name)
         torch.zeros(1, device=device)
     except (RuntimeError, AssertionError):  # torch built without CUDA asserts
-        raise SpecError(f"device={name!r} is not here; use 'auto' or 'cpu'") from None
+        raise SpecError(f"device={name!r} is not available; use device='auto' or 'cpu'") from None
     return device
 
 
 def describe_environment(run: TrainingRun) -> dict[str, Any]:
-    """What a run's numbers depend on besides its setup."""
+    """Software and hardware of a run, which its numbers and times depend on."""
     return {
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
@@ -277,5 +285,5 @@ def describe_environment(run: TrainingRun) -> dict[str, Any]:
 
 
 def omit_model(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration for those who watch: without the model's description, which its folder holds."""
+    """The configuration without the model spec, which is already saved in the folder of the run."""
     return {name: value for name, value in config.items() if name != "model"}

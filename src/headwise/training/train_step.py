@@ -1,4 +1,4 @@
-"""In which precision, how attended, whether compiled: measured on a run's first batches, decided by arithmetic."""
+"""One training step, and the choice of its options (precision, attention, row layout, compilation) from timings."""
 
 from __future__ import annotations
 
@@ -20,18 +20,19 @@ from ..nn.attention import Attention
 from .loss import compute_aux_loss, count_labels, cross_entropy, split_batch
 from .recipe import Recipe
 
-COMPILE_SECONDS = 30.0  # seconds that a first graph takes on few cores, backwards included
-COMPILE_GAIN = 0.3  # the part of a step that compiling saves where it does well
-MIN_GAIN = 0.05  # what is gained must be at least this part of a step, or it is noise
-TRIAL_SECONDS = 1.2  # seconds that each way is tried for, so that all trials take about five
+COMPILE_SECONDS = 30.0  # time to compile forward and backward pass for one batch shape on a few CPU cores
+COMPILE_GAIN = 0.3  # share of the step time that compilation saves in good cases
+MIN_GAIN = 0.05  # smaller gains, as a share of the step time, are treated as noise
+TRIAL_SECONDS = 1.2  # time limit per option, so that all trials together take about five seconds
 
 
 @dataclass(frozen=True)
 class StepOptions:
-    """A precision, "fp32" or "bf16"; compile, "on" or "off"; the reason for each; and how attention runs in training.
+    """How a training step is computed, and the reasons for these choices.
 
-    "fused" leaves that to each layer, "plain" is one operation after the other: of short rows in bf16 often faster.
-    `rows` are "padded", or "packed" with the texts of a batch one behind the other.
+    `precision` is "fp32" or "bf16", `compile` "on" or "off". attention="fused" lets each layer choose a backend;
+    "plain" runs the operations one by one, which is often faster for short rows in bf16. `rows` are "padded", or
+    "packed" with all texts of a batch in one row.
     """
 
     precision: str
@@ -42,55 +43,61 @@ class StepOptions:
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """What autocast computes in; None for none."""
+        """Data type for autocast; None for no autocast."""
         return torch.bfloat16 if self.precision == "bf16" else None
 
 
 def choose_fastest(seconds: Mapping[tuple[str, str], float]) -> tuple[tuple[str, str], str]:
-    """The fastest of several ways (precision, attention) by their seconds a step, and why; of equals the first.
+    """The (precision, attention) with the fewest seconds per step, and the reason; differences below 5 % are ignored.
 
     >>> choose_fastest({("fp32", "fused"): 0.2, ("bf16", "fused"): 0.1})
-    (('bf16', 'fused'), 'bf16: 0.1000 s a step, fp32 0.2000')
+    (('bf16', 'fused'), 'bf16: 0.1000 s per step, fp32 0.2000')
     >>> choose_fastest({("fp32", "fused"): 0.2, ("fp32", "plain"): 0.199})
-    (('fp32', 'fused'), 'fp32: 0.2000 s a step, fp32 with plain attention 0.1990')
+    (('fp32', 'fused'), 'fp32: 0.2000 s per step, fp32 with plain attention 0.1990')
     """
     best = next(iter(seconds))
-    for way, taken in seconds.items():
-        if taken < seconds[best] * (1 - MIN_GAIN):
-            best = way
-    others = [f"{_describe_option(way)} {taken:.4f}" for way, taken in seconds.items() if way != best]
-    return best, ", ".join([f"{_describe_option(best)}: {seconds[best]:.4f} s a step", *others])
+    for option, option_seconds in seconds.items():
+        if option_seconds < seconds[best] * (1 - MIN_GAIN):
+            best = option
+    others = [
+        f"{_describe_option(option)} {option_seconds:.4f}"
+        for option, option_seconds in seconds.items()
+        if option != best
+    ]
+    return best, ", ".join([f"{_describe_option(best)}: {seconds[best]:.4f} s per step", *others])
 
 
-def _describe_option(way: tuple[str, str]) -> str:
-    precision, attention = way
+def _describe_option(option: tuple[str, str]) -> str:
+    precision, attention = option
     return precision if attention == "fused" else f"{precision} with plain attention"
 
 
 def choose_row_layout(
     padded: StepOptions, seconds: float, packed_seconds: Mapping[StepOptions, float], fill_ratio: float
 ) -> tuple[StepOptions, float]:
-    """Rows filled up, or the fastest of those packed, if that gains enough; the reason, and the seconds of a step.
+    """The fastest packed options if they gain enough, otherwise `padded`; and the seconds per step.
 
     >>> packed = StepOptions("fp32", "off", rows="packed")
     >>> choose_row_layout(StepOptions("fp32", "off"), 0.2, {packed: 0.1}, 0.5)[0].reasons
-    ('packed: 0.1000 s a step instead of 0.2000 s, for 50 % of the rows are padding',)
+    ('packed rows: 0.1000 s per step, padded 0.2000 s, 50 % of the rows are padding',)
     """
     if not packed_seconds:
-        return replace(padded, reasons=(*padded.reasons, "rows are filled up: a step of packed ones fails")), seconds
-    best = min(packed_seconds, key=lambda way: packed_seconds[way])
-    took, share = packed_seconds[best], f"{1 - fill_ratio:.0%}".replace("%", " %")
-    if took < seconds * (1 - MIN_GAIN):
-        told = f"packed: {took:.4f} s a step instead of {seconds:.4f} s, for {share} of the rows are padding"
-        return replace(best, reasons=(*padded.reasons, told)), took
-    told = f"rows are filled up: {seconds:.4f} s a step, packed {took:.4f} s, though {share} of them are padding"
-    return replace(padded, reasons=(*padded.reasons, told)), seconds
+        return replace(padded, reasons=(*padded.reasons, "padded rows: a step with packed rows fails")), seconds
+    best = min(packed_seconds, key=lambda options: packed_seconds[options])
+    best_seconds, padding = packed_seconds[best], f"{1 - fill_ratio:.0%}".replace("%", " %")
+    if best_seconds < seconds * (1 - MIN_GAIN):
+        reason = (
+            f"packed rows: {best_seconds:.4f} s per step, padded {seconds:.4f} s, {padding} of the rows are padding"
+        )
+        return replace(best, reasons=(*padded.reasons, reason)), best_seconds
+    reason = f"padded rows: {seconds:.4f} s per step, packed {best_seconds:.4f} s, {padding} of the rows are padding"
+    return replace(padded, reasons=(*padded.reasons, reason)), seconds
 
 
 def decide_compile_trial(seconds: float, steps: int, num_shapes: int = 1) -> tuple[bool, str]:
-    """Whether compiling is worth a trial, and why: what it may gain is twice its time, for it may gain nothing.
+    """Whether compilation is worth a trial, and the reason: its possible gain must be twice the time it takes.
 
-    Batches of other shapes are compiled anew, until a graph that takes any is made.
+    The time is counted once per batch shape, because each shape is compiled again until a dynamic graph is made.
 
     >>> decide_compile_trial(0.1, steps=600)
     (False, 'not compiled: 600 steps of 0.1000 s could gain about 18 s, compiling takes about 30 s')
@@ -98,28 +105,28 @@ def decide_compile_trial(seconds: float, steps: int, num_shapes: int = 1) -> tup
     (True, False)
     """
     gain, cost = seconds * steps * COMPILE_GAIN, COMPILE_SECONDS * num_shapes
-    worth = gain > 2 * cost
-    told = f"{steps} steps of {seconds:.4f} s could gain about {gain:.0f} s, compiling takes about {cost:.0f} s"
-    return worth, f"{'worth trying' if worth else 'not compiled'}: {told}"
+    is_worth = gain > 2 * cost
+    estimate = f"{steps} steps of {seconds:.4f} s could gain about {gain:.0f} s, compiling takes about {cost:.0f} s"
+    return is_worth, f"{'worth trying' if is_worth else 'not compiled'}: {estimate}"
 
 
 def decide_compile(seconds: float, compiled: float, steps: int) -> tuple[str, str]:
-    """Whether to go on with what was compiled; the time it took is spent either way.
+    """Whether to use the compiled model, and the reason; the time to compile is already spent and does not count.
 
     >>> decide_compile(0.2, 0.1, steps=50)
-    ('on', 'compiled: 0.1000 s a step instead of 0.2000 s, 5 s gained over 50 steps')
+    ('on', 'compiled: 0.1000 s per step instead of 0.2000 s, saves 5 s over 50 steps')
     """
     if compiled < seconds * (1 - MIN_GAIN):
-        gained = f"{(seconds - compiled) * steps:.0f} s gained over {steps} steps"
-        return "on", f"compiled: {compiled:.4f} s a step instead of {seconds:.4f} s, {gained}"
-    return "off", f"not compiled: {compiled:.4f} s a step when it is, {seconds:.4f} s when not"
+        gain = f"saves {(seconds - compiled) * steps:.0f} s over {steps} steps"
+        return "on", f"compiled: {compiled:.4f} s per step instead of {seconds:.4f} s, {gain}"
+    return "off", f"not compiled: {compiled:.4f} s per step compiled, {seconds:.4f} s without"
 
 
 # --- One step ------------------------------------------------------------------------------------------
 
 
 class TrainStep:
-    """Gradients of a model by a recipe, computed as a choice says."""
+    """Computes loss and gradients of a batch, with the hyperparameters of a recipe and the given step options."""
 
     def __init__(self, sharded_model: ShardedModel, recipe: Recipe, options: StepOptions) -> None:
         self.sharded_model, self.recipe, self.options = sharded_model, recipe, options
@@ -132,16 +139,16 @@ class TrainStep:
             self.net.probes = {name: Probe(aux_losses=AuxLosses(self._terms, name)) for name in names}
 
     def compute_gradients(self, batch: Batch) -> Tensor:
-        """Set the gradients of the mean loss over all places of the batch that ask; the loss, terms included.
+        """Accumulate the gradients of the mean loss over all labels of the batch; returns the loss with its terms.
 
-        Every rank takes its share of each part, and counts what is asked of all.
+        Every rank computes its share of each part; the mean is over the labels of all ranks.
         """
         total, rows = count_labels(batch), len(batch.labels)
         shares = [self.sharded_model.share(part) for part in split_batch(batch, self.recipe.accumulate)]
         losses: list[Tensor] = []
         with attention_mode(self.net, self.options.attention):
-            for n, own in enumerate(shares, 1):
-                loss = self.compute_loss(own.batch) / total + self._aux_loss() * (own.rows / rows)
+            for n, share in enumerate(shares, 1):
+                loss = self.compute_loss(share.batch) / total + self._aux_loss() * (share.rows / rows)
                 if n == len(shares):
                     self.sharded_model.begin_final_backward()
                 loss.backward()
@@ -150,7 +157,7 @@ class TrainStep:
         return self.world.sum(torch.stack(losses).sum())
 
     def compute_loss(self, part: Batch) -> Tensor:
-        """The summed cross entropy of a part."""
+        """Sum of the cross entropy over the labels of a part of a batch."""
         part = pack_batch(part).batch if self.options.rows == "packed" else part
         index, labels = self._scored_positions(part)
         self._terms.clear()
@@ -160,11 +167,11 @@ class TrainStep:
         return cross_entropy(logits, labels.to(self.device), self.recipe.smoothing)
 
     def _aux_loss(self) -> Tensor | float:
-        ledger = AuxLosses(self._terms)
-        return compute_aux_loss(ledger, self.recipe.terms) if self.recipe.terms else 0.0
+        aux_losses = AuxLosses(self._terms)
+        return compute_aux_loss(aux_losses, self.recipe.terms) if self.recipe.terms else 0.0
 
     def _scored_positions(self, part: Batch) -> tuple[Tensor | None, Tensor]:
-        """Which states the head reads, so that it need not read all of them; None for all."""
+        """Flat indices of the labelled positions (None for all), and their labels; the output head skips the others."""
         heads = self.net.spec.heads
         if part.labels.dim() != 2 or not heads or heads[0].at != "each":
             return None, part.labels
@@ -175,25 +182,28 @@ class TrainStep:
 
 @contextmanager
 def attention_mode(net: Transformer, mode: str) -> Iterator[None]:
-    """With "plain", every attention of a model runs its operations one by one; with "fused", as it chooses itself."""
+    """Context in which mode="plain" runs every attention with the "dense" backend; "fused" changes nothing."""
     layers = [module for module in net.modules() if isinstance(module, Attention)] if mode == "plain" else []
-    before = [layer.backend_name for layer in layers]
+    backend_names = [layer.backend_name for layer in layers]
     for layer in layers:
         layer.backend_name = "dense"
     try:
         yield
     finally:
-        for layer, only in zip(layers, before, strict=True):
-            layer.backend_name = only
+        for layer, backend_name in zip(layers, backend_names, strict=True):
+            layer.backend_name = backend_name
 
 
 def autocast(choice: StepOptions, device: torch.device) -> AbstractContextManager[Any]:
-    """Where products are computed in the chosen precision."""
+    """Autocast context for the chosen precision."""
     return nullcontext() if choice.dtype is None else torch.autocast(device.type, choice.dtype)
 
 
 def check_label_shape(logits: Tensor, labels: Tensor) -> None:
-    """Refuse labels that are not one for each thing that was said."""
+    """Raise ValueError unless there is one label per logits vector."""
     if logits.shape[:-1] != labels.shape:
-        said, wanted = list(logits.shape[:-1]), list(labels.shape)
-        raise ValueError(f"labels are {wanted}, but the model speaks for {said}; label what its first head reads")
+        logits_shape, labels_shape = list(logits.shape[:-1]), list(labels.shape)
+        raise ValueError(
+            f"labels have the shape {labels_shape}, but the first output head has logits for {logits_shape}; "
+            "give one label for each"
+        )

@@ -1,4 +1,4 @@
-"""How many FLOPs a training step is worth: what use of the machine is measured by."""
+"""`TrainingRun`: the state of a run, its steps, evaluations and checkpoints; FLOPs per step; diagnosis of NaNs."""
 
 from __future__ import annotations
 
@@ -29,13 +29,15 @@ from .optimiser import AdamWOptimiser, ParameterGroups, get_parameter_name, grou
 from .recipe import Recipe
 from .train_step import TrainStep
 
-TRAINING_FLOP_FACTOR = 3  # a step is a forward pass and, backwards, two products for each of its own
+# --- FLOPs of a step -----------------------------------------------------------------------------------
+
+TRAINING_FLOP_FACTOR = 3  # the backward pass has two matrix products for each one of the forward pass
 
 
 def count_step_flops(model_spec: ModelSpec, batch: Batch) -> int:
-    """FLOPs of one step on this batch, as the model asks for them: padding counts, what is computed twice does not.
+    """FLOPs that one training step on this batch requires; padding counts, recomputed activations do not.
 
-    A matrix of n numbers that meets t tokens is 6 n t:
+    A matrix of n parameters applied to t tokens takes 6 n t FLOPs:
 
     >>> import torch
     >>> from headwise.model_spec import BlockSpec, EmbeddingSpec, FeedForwardSpec, OutputHeadSpec, StackSpec
@@ -43,26 +45,27 @@ def count_step_flops(model_spec: ModelSpec, batch: Batch) -> int:
     ...     "encoder", 3, [BlockSpec(feed=FeedForwardSpec(7))], embedding=EmbeddingSpec(tokens=11)
     ... )
     >>> batch = Batch(torch.zeros(2, 5, dtype=torch.int64), torch.zeros(2, 5, dtype=torch.int64))
-    >>> count_step_flops(ModelSpec("one", "encoder", (stack,), (OutputHeadSpec("tokens", 11),)), batch) == 6 * (
+    >>> count_step_flops(ModelSpec("model", "encoder", (stack,), (OutputHeadSpec("tokens", 11),)), batch) == 6 * (
     ...     2 * 3 * 7 + 3 * 11
     ... ) * 10
     True
     """
     first, last = model_spec.stacks[0], model_spec.stacks[-1]
     rows = len(batch.labels)
-    own = count_stack_tokens(last, batch.x.shape)
+    length = count_stack_tokens(last, batch.x.shape)
     source = 0 if batch.source is None or first is last else count_stack_tokens(first, batch.source.shape)
-    forward = sum(_layer_flops(last, rows, own, source)) + (sum(_layer_flops(first, rows, source, 0)) if source else 0)
+    forward = sum(_layer_flops(last, rows, length, source))
+    forward += sum(_layer_flops(first, rows, source, 0)) if source else 0
     for head in model_spec.heads[:1]:
-        read = rows * (own if head.at == "each" else 1)
+        num_states = rows * (length if head.at == "each" else 1)
         matrices = [w.numel for w in head.weights(last.model) if len(w.layout.axes) == 2]
         table = head.outputs * (head.transform.hidden if head.transform else last.model) if head.table else 0
-        forward += 2 * read * (sum(matrices) + table)
+        forward += 2 * num_states * (sum(matrices) + table)
     return TRAINING_FLOP_FACTOR * forward
 
 
 def count_stack_tokens(stack: StackSpec, shape: tuple[int, ...]) -> int:
-    """How many tokens of a row a stack sees of an input of this shape."""
+    """Number of tokens per row in a stack, for an input of this shape."""
     embedding = stack.embedding
     if embedding is None or not embedding.patches:
         return shape[1]
@@ -71,108 +74,110 @@ def count_stack_tokens(stack: StackSpec, shape: tuple[int, ...]) -> int:
 
 
 def count_batch_tokens(model_spec: ModelSpec, batch: Batch) -> int:
-    """How many tokens a model reads of a batch, padding left out."""
+    """Number of tokens in the inputs of a model, padding left out."""
     first, last = model_spec.stacks[0], model_spec.stacks[-1]
-    read = _count_valid_tokens(batch.tokens, len(batch.labels), count_stack_tokens(last, batch.x.shape))
+    count = _count_valid_tokens(batch.tokens, len(batch.labels), count_stack_tokens(last, batch.x.shape))
     if batch.source is None:
-        return read
-    return read + _count_valid_tokens(
+        return count
+    return count + _count_valid_tokens(
         batch.source_tokens, len(batch.labels), count_stack_tokens(first, batch.source.shape)
     )
 
 
-def _count_valid_tokens(tokens: SequenceInfo | None, rows: int, each: int) -> int:
+def _count_valid_tokens(tokens: SequenceInfo | None, rows: int, length: int) -> int:
     if tokens is None:
-        return rows * each
+        return rows * length
     return int(tokens.is_real.sum()) * (rows if len(tokens.is_real) == 1 else 1)
 
 
-def _layer_flops(stack: StackSpec, rows: int, own: int, source: int) -> Iterator[int]:
+def _layer_flops(stack: StackSpec, rows: int, length: int, source: int) -> Iterator[int]:
+    """Forward FLOPs of the layers of a stack, for rows of `length` tokens and encoder outputs of `source` tokens."""
     if stack.embedding and stack.embedding.patches:
-        yield 2 * rows * own * sum(w.numel for w in stack.embedding.patches.weights(stack.model))
+        yield 2 * rows * length * sum(w.numel for w in stack.embedding.patches.weights(stack.model))
     for block in stack.layers:
         for name, spec in block.attention_specs.items():
-            crossing = CallSize(rows, own, source, source)
-            work = crossing if name == "cross" else costs.self_attention_work(spec, batch=rows, queries=own)
+            cross_size = CallSize(rows, length, source, source)
+            work = cross_size if name == "cross" else costs.self_attention_work(spec, batch=rows, queries=length)
             yield costs.required_flops(spec, work)
         if block.feed is not None:
-            yield 2 * rows * own * _active_parameters(block.feed, stack.model)
+            yield 2 * rows * length * _active_parameters(block.feed, stack.model)
 
 
 def _active_parameters(feed: FeedForwardSpec | ExpertsSpec, model: int) -> int:
-    """How many numbers of its matrices a token meets: of experts only those that are active."""
+    """Number of matrix parameters that are applied to each token, which leaves out inactive experts."""
     matrices = [w for w in feed.weights(model) if len([axis for axis in w.layout.axes if axis != "expert"]) == 2]
     if isinstance(feed, FeedForwardSpec):
         return sum(w.numel for w in matrices)
-    each = sum(w.numel for w in matrices if "expert" in w.layout.axes)
+    experts = sum(w.numel for w in matrices if "expert" in w.layout.axes)
     router = feed.count * model
-    return sum(w.numel for w in matrices) - each + each * feed.active // feed.count + router
+    return sum(w.numel for w in matrices) - experts + experts * feed.active // feed.count + router
 
 
-# --- Where numbers first stopped being finite ----------------------------------------------------------
+# --- Finding the first NaN or inf ----------------------------------------------------------------------
 
 
 def find_first_non_finite(sharded_model: ShardedModel, groups: ParameterGroups, forward: Callable[[], Tensor]) -> str:
-    """What went bad first: a weight; else, going forward once more, an output; else, going backward, a gradient.
+    """Message about the first NaN or inf: in the weights, else in the outputs of `forward`, else in the gradients.
 
-    Ranks look side by side and end together: the first that finds something names it.
+    All ranks search together; the message is that of the first rank that finds one.
     """
-    owners = {name: group for group, named in groups.items() for name in named}
+    group_of_name = {name: group for group, named in groups.items() for name in named}
     first = sharded_model.world.first
     if name := first(next((n for n, p in sharded_model.own.items() if not p.isfinite().all()), None)):
-        return f"the weight {name[0]} ({owners[name[0]]}) is not finite{name[1]}"
+        return f"the weight {name[0]} ({group_of_name[name[0]]}) holds NaN or inf{name[1]}"
     with torch.no_grad():
         module = first(_find_first_output(sharded_model.net, forward))
     if module:
-        group = next((g for name, g in owners.items() if name.startswith(f"{module[0]}.")), "no weights")
-        return f"the output of {module[0]} ({group}) is the first that is not finite{module[1]}"
+        group = next((g for name, g in group_of_name.items() if name.startswith(f"{module[0]}.")), "no weights")
+        return f"the output of {module[0]} ({group}) is the first with NaN or inf{module[1]}"
     gradients = [name for name, p in sharded_model.own.items() if p.grad is not None and not p.grad.isfinite().all()]
     if not (name := first(gradients[-1] if gradients else None)):
-        return "every weight, output and gradient is finite, only their sum is not"
-    return f"the gradient of {name[0]} ({owners[name[0]]}) is the first that is not finite{name[1]}"
+        return "all weights, outputs and gradients are finite, but the gradient norm overflows"
+    return f"the gradient of {name[0]} ({group_of_name[name[0]]}) is the first with NaN or inf{name[1]}"
 
 
 def _find_first_output(net: nn.Module, forward: Callable[[], Tensor]) -> str | None:
-    found: list[str] = []
+    """Name of the first module whose output holds NaN or inf, "the loss" if only that does, or None."""
+    module_names: list[str] = []
 
-    def look(name: str) -> Callable[[nn.Module, Any, Any], None]:
-        def seen(module: nn.Module, given: Any, out: Any) -> None:
-            if isinstance(out, Tensor) and not out.isfinite().all():
-                found.append(name)
+    def make_hook(name: str) -> Callable[[nn.Module, Any, Any], None]:
+        def check_output(module: nn.Module, args: Any, output: Any) -> None:
+            if isinstance(output, Tensor) and not output.isfinite().all():
+                module_names.append(name)
 
-        return seen
+        return check_output
 
-    handles = [module.register_forward_hook(look(name)) for name, module in net.named_modules() if name]
+    handles = [module.register_forward_hook(make_hook(name)) for name, module in net.named_modules() if name]
     try:
         loss = forward()
     finally:
         for handle in handles:
             handle.remove()
-    if not found and not loss.isfinite():
+    if not module_names and not loss.isfinite():
         return "the loss"
-    return found[0] if found else None
+    return module_names[0] if module_names else None
 
 
-# --- A run in hand -------------------------------------------------------------------------------------
+# --- The run -------------------------------------------------------------------------------------------
 
-CHECKPOINT_FOLDER = "checkpoint"  # the folder of them, in that of the run
-SEED_STRIDE = 0x9E3779B97F4A7C15  # far from one worker's seed to the next
-TIME_SMOOTHING = 0.9  # how much of the last estimate of a step's seconds stays
+CHECKPOINT_FOLDER = "checkpoint"  # name of the folder of checkpoints in the folder of the run
+SEED_STRIDE = 0x9E3779B97F4A7C15  # difference between the seeds of two workers
+TIME_SMOOTHING = 0.9  # exponential smoothing of the seconds per step, for the time left
 
 
 @dataclass
 class RunProgress:
-    """How far a run is: steps taken, which of them was the best and its loss, evaluations since, seconds in all."""
+    """Progress of a run; its fields are stored in checkpoints."""
 
-    step: int = 0
-    best: int | None = None
-    loss: float | None = None
-    waited: int = 0
-    seconds: float = 0.0
+    step: int = 0  # steps taken
+    best: int | None = None  # step with the lowest validation loss
+    loss: float | None = None  # that loss
+    waited: int = 0  # evaluations since then
+    seconds: float = 0.0  # total time of steps and evaluations
 
 
 class TrainingRun:
-    """A model that is being trained, the state of its optimiser, and how far it is."""
+    """State of a training run: the model, its optimiser and the progress."""
 
     def __init__(self, task: Task, train_step: TrainStep, folder: Path) -> None:
         self.task, self.train_step, self.folder = task, train_step, folder
@@ -190,18 +195,18 @@ class TrainingRun:
 
     @property
     def is_finished(self) -> bool:
-        """Whether every step is taken, or enough were taken for nothing."""
+        """Whether all steps are taken, or `patience` evaluations brought no lower loss."""
         waited = self.recipe.patience and self.progress.waited >= self.recipe.patience
         return self.progress.step >= self.recipe.steps or bool(waited)
 
     @property
     def is_evaluation_due(self) -> bool:
-        """Whether held-out data is to be looked at now."""
+        """Whether the model is to be evaluated after the current step."""
         return self.progress.step % self.recipe.evaluate_every == 0 or self.progress.step == self.recipe.steps
 
     def step(self) -> dict[str, Any]:
-        """Take one step; its record."""
-        begun, step = time.perf_counter(), self.progress.step + 1
+        """Take one training step; returns its record for the loggers."""
+        start, step = time.perf_counter(), self.progress.step + 1
         batch = self.task.batch(step - 1, self.recipe.batch, "train")
         check_batch(batch, self.net.spec, f"batch {step - 1}")
         self.net.train()
@@ -214,26 +219,26 @@ class TrainingRun:
         rate = self.recipe.lr_at(step)
         self.optimiser.step(rate)
         self.progress.step = step
-        seconds = time.perf_counter() - begun
+        seconds = time.perf_counter() - start
         self.progress.seconds += seconds
-        told = {"event": "step", "step": step, "loss": loss.item(), "rate": rate, "norm": norm.item()}
-        return told | self._throughput(batch, seconds)
+        record = {"event": "step", "step": step, "loss": loss.item(), "rate": rate, "norm": norm.item()}
+        return record | self._throughput(batch, seconds)
 
     def evaluate(self) -> dict[str, Any]:
-        """Measure held-out data and remember whether it was never better; the record."""
-        begun, step, before = time.perf_counter(), self.progress.step, self.progress.loss
+        """Evaluate the model on the validation split and update `progress`; returns the record for the loggers."""
+        start, step, best_loss = time.perf_counter(), self.progress.step, self.progress.loss
         metrics = self.evaluator.compute_metrics(self.sharded_model.path, "valid")
         if not math.isfinite(metrics["loss"]):
-            raise TrainingDiverged(self._divergence_message(f"step {step}: the held-out loss is {metrics['loss']}"))
-        if before is None or metrics["loss"] < before:
+            raise TrainingDiverged(self._divergence_message(f"step {step}: the validation loss is {metrics['loss']}"))
+        if best_loss is None or metrics["loss"] < best_loss:
             self.progress.best, self.progress.loss, self.progress.waited = step, metrics["loss"], 0
         else:
             self.progress.waited += 1
-        self.progress.seconds += time.perf_counter() - begun
+        self.progress.seconds += time.perf_counter() - start
         return {"event": "evaluation", "step": step, "metrics": metrics, "best": self.progress.best == step}
 
     def save_checkpoint(self, config: Mapping[str, Any]) -> None:
-        """Write a checkpoint of this moment; what ranks hold parts of is written whole, so that any world can go on."""
+        """Write a checkpoint; sharded tensors are gathered, so that it can be resumed on any number of ranks."""
         tensors = {f"model {name}": value for name, value in self._gather_on_leader(self.sharded_model.tensors())}
         tensors |= {f"optimiser {key}": value for key, value in self._gather_on_leader(self._optimiser_tensors())}
         tensors |= {f"random {name}": value for name, value in self._rng_states().items()}
@@ -242,27 +247,30 @@ class TrainingRun:
             self.checkpoints.save(TrainingCheckpoint(self.progress.step, tensors, state), self.progress.best)
 
     def save_model(self, readme: str) -> None:
-        """Leave the model in the run's folder."""
+        """Save the model in the folder of the run."""
         net = self.sharded_model.gathered()
         if self.world.is_leader:
             save(net, self.folder, readme=readme)
 
     def load_best(self) -> tuple[Transformer, str | None]:
-        """The whole model with the weights that were best, as the leader finds them; the last, and why, if damaged."""
-        path = self.checkpoints.path(self.progress.best or self.progress.step)
-        last = dict(self._gather_on_leader(self.sharded_model.tensors()))
+        """The full model with the best weights, read by the leader.
 
-        def found() -> tuple[dict[str, Tensor], str | None]:
+        If their checkpoint is damaged, the model has the last weights, and the second result is a message about it.
+        """
+        path = self.checkpoints.path(self.progress.best or self.progress.step)
+        last_tensors = dict(self._gather_on_leader(self.sharded_model.tensors()))
+
+        def read_best() -> tuple[dict[str, Tensor], str | None]:
             try:
                 return read_checkpoint(path).tensors_of_kind("model"), None
             except DamagedCheckpoint as error:
-                return last, f"{error}; the last weights are taken"
+                return last_tensors, f"{error}; the last weights are used instead"
 
-        tensors, damage = self.world.told(found)
+        tensors, damage = self.world.told(read_best)
         return self.sharded_model.assemble_model(tensors), damage
 
     def restore(self, checkpoint: TrainingCheckpoint) -> None:
-        """Go back to the moment of a checkpoint."""
+        """Restore model, optimiser, progress and random states from a checkpoint."""
         self.sharded_model.load(checkpoint.tensors_of_kind("model"))
         moments = checkpoint.tensors_of_kind("optimiser").items()
         self.optimiser.load_state(
@@ -271,23 +279,23 @@ class TrainingRun:
         self.progress = RunProgress(**checkpoint.state["progress"])
         self._restore_rng(checkpoint.tensors_of_kind("random"))
 
-    def _gather_on_leader(self, every: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """All of these, put together with the others, for the leader alone."""
-        return ((name, value.detach().cpu()) for name, value in every if self.world.is_leader)
+    def _gather_on_leader(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """CPU copies of all tensors on the leader, nothing elsewhere; iterating over `tensors` gathers the shards."""
+        return ((name, value.detach().cpu()) for name, value in tensors if self.world.is_leader)
 
     def _optimiser_tensors(self) -> Iterator[tuple[str, Tensor]]:
         for key, value in self.optimiser.state_tensors.items():
             yield key, self.sharded_model.whole(get_parameter_name(key), value)
 
     def _rng_states(self) -> dict[str, Tensor]:
-        """The states of torch's generators by worker, the leader's without a number; nothing else is drawn from."""
-        here = {"cpu": torch.get_rng_state()}
-        here |= {"cuda": torch.cuda.get_rng_state(self.device)} if self.device.type == "cuda" else {}
-        every = enumerate(self.world.every(here)[:: self.world.spread.tensor])
-        return {_worker_key(name, worker): state for worker, states in every for name, state in states.items()}
+        """States of torch's random generators for all workers; the names of worker 0 have no number."""
+        local_states = {"cpu": torch.get_rng_state()}
+        local_states |= {"cuda": torch.cuda.get_rng_state(self.device)} if self.device.type == "cuda" else {}
+        workers = enumerate(self.world.every(local_states)[:: self.world.spread.tensor])
+        return {_worker_key(name, worker): state for worker, states in workers for name, state in states.items()}
 
     def _restore_rng(self, states: Mapping[str, Tensor]) -> None:
-        """Go on drawing where this worker stood; one that was not there begins a stream of its own."""
+        """Restore the random state of this worker; a worker that the checkpoint lacks starts with a new seed."""
         cpu, cuda = (states.get(_worker_key(name, self.world.worker_index)) for name in ("cpu", "cuda"))
         if cpu is None:
             torch.manual_seed(derive_worker_seed(self.recipe.seed + self.progress.step, self.world.worker_index))
@@ -306,9 +314,9 @@ class TrainingRun:
         }
 
     def _required_flops(self, batch: Batch) -> int:
-        """The FLOPs of a step on this batch, of packed rows those of every text by itself."""
-        each = [batch] if self.train_step.options.rows == "padded" else iter_texts(pack_batch(batch).batch)
-        return sum(self._batch_flops(one) for one in each)
+        """FLOPs that a step on this batch requires; with packed rows the sum over its texts."""
+        parts = [batch] if self.train_step.options.rows == "padded" else iter_texts(pack_batch(batch).batch)
+        return sum(self._batch_flops(part) for part in parts)
 
     def _batch_flops(self, batch: Batch) -> int:
         shape = (batch.x.shape, None if batch.source is None else batch.source.shape)
@@ -317,19 +325,19 @@ class TrainingRun:
         return self._flops[shape]
 
     def _raise_diverged(self, step: int, batch: Batch, loss: Tensor) -> None:
-        own = self.sharded_model.share(batch).batch
-        bad = find_first_non_finite(self.sharded_model, self.groups, lambda: self.train_step.compute_loss(own))
-        what = "gradient is not finite" if bool(loss.isfinite()) else f"loss is {loss.item()}"
-        raise TrainingDiverged(self._divergence_message(f"step {step}: the {what}; {bad}"))
+        share = self.sharded_model.share(batch).batch
+        cause = find_first_non_finite(self.sharded_model, self.groups, lambda: self.train_step.compute_loss(share))
+        symptom = "the gradient holds NaN or inf" if bool(loss.isfinite()) else f"the loss is {loss.item()}"
+        raise TrainingDiverged(self._divergence_message(f"step {step}: {symptom}; {cause}"))
 
     def _divergence_message(self, fact: str) -> str:
         paths = self.checkpoints.paths
-        kept = f"the checkpoint of step {int(paths[0].stem)} is kept in {self.folder}" if paths else "nothing is lost"
-        return f"{fact}; {kept}; train anew with a lower lr than {self.recipe.lr:g} or a longer warmup"
+        checkpoint = f"the checkpoint of step {int(paths[0].stem)} is in {self.folder}; " if paths else ""
+        return f"{fact}; {checkpoint}train again with lr below {self.recipe.lr:g} or a longer warmup"
 
 
 def derive_worker_seed(seed: int, worker: int) -> int:
-    """The seed of what one of several workers draws: none draws what another does, and the first as if alone.
+    """Seed of one of several data-parallel workers: different for each, and `seed` itself for worker 0.
 
     >>> derive_worker_seed(7, 0), derive_worker_seed(7, 1) != derive_worker_seed(8, 0)
     (7, True)
