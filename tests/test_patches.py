@@ -614,7 +614,7 @@ def test_steps_of_generation():
         layer.self_attn.o_proj.weight[:, :8] = 0
     with hw.ablate(model, [(0, 0), (1, 0)]):
         assert torch.equal(model.generate(ids, **told), other.generate(ids, **told))
-    with pytest.raises(ValueError, match="none of them number 9"), hw.ablate(model, [(0, 0)], tokens=[9]):
+    with pytest.raises(ValueError, match="none of them has index 9"), hw.ablate(model, [(0, 0)], tokens=[9]):
         model.generate(ids, **told)
 
 
@@ -627,13 +627,13 @@ WRONG = {
     "all of a name twice": (lambda net: hw.ablate(net, [(0, "all"), (0, 1)]), "named twice"),
     "every": (lambda net: hw.ablate(net, [(0, "every")]), "names no head"),
     "two scales": (lambda net: hw.ablate(net, {(0, 1): 0.5}, scale=2), "leave scale out"),
-    "no scale": (lambda net: hw.ablate(net, {(0, 1): VECTOR}), "no number to multiply"),
+    "no scale": (lambda net: hw.ablate(net, {(0, 1): VECTOR}), "is not a finite number"),
     "nan": (lambda net: hw.patch(net, {(0, 1): NAN}), "not finite"),
     "whole numbers": (lambda net: hw.patch(net, {(0, 1): torch.zeros(4, dtype=torch.long)}), "tensor of floats"),
     "meta": (lambda net: hw.patch(net, {(0, 1): torch.zeros(4, device="meta")}), "finite"),
     "no mapping": (lambda net: hw.patch(net, [(0, 1)]), "what each head says"),
     "mask of numbers": (lambda net: hw.ablate(net, [(0, 1)], tokens=MASK.long()), "torch.bool"),
-    "no such column": (lambda net: hw.ablate(net, [(0, 1)], tokens=[5]), "none of them number 5"),
+    "no such column": (lambda net: hw.ablate(net, [(0, 1)], tokens=[5]), "none of them has index 5"),
     "other rows": (lambda net: hw.ablate(net, [(0, 1)], tokens=MASK[:, :3]), "as many"),
     "both": (lambda net: hw.patch(net, {(0, 1): hw.Resample(rows=(1, 0), seed=1)}), "two ways"),
     "neither": (lambda net: hw.patch(net, {(0, 1): hw.Resample()}), "two ways"),
@@ -643,7 +643,7 @@ WRONG = {
     "seed": (lambda net: hw.patch(net, {(0, 1): hw.Resample(seed=-1)}), "is no seed"),
     "other seed": (lambda net: hw.patch(net, {(0, 1): hw.Noise(seed=0.5)}), "is no seed"),
     "std": (lambda net: hw.patch(net, {(0, 1): hw.Noise(std=-1.0)}), "no Gaussian"),
-    "wide std": (lambda net: hw.patch(net, {(0, 1): hw.Noise(std=torch.ones(7))}), "say 4 numbers, not 7"),
+    "wide std": (lambda net: hw.patch(net, {(0, 1): hw.Noise(std=torch.ones(7))}), "output 4 channels, not 7"),
     "std of words": (lambda net: hw.patch(net, {(0, 1): hw.Noise(std="big")}), "give a number"),
     "one token": (lambda net: hw.patch(net, {(0, 1): hw.Noise()}, tokens=ONE), "no mean"),
     "kind": (lambda net: hw.head_means(net, [IDS], kind="median"), "no kind of mean"),

@@ -111,7 +111,7 @@ def test_a_source_and_its_target(folders: dict[str, Path], tmp_path: Path, capsy
     (["ours", "--text", "a", "--budget", "100", "--out", "a.trace"], "beyond a budget of 100 bytes"),
     (["ours", "--text", "a", "--target", "b", "--out", "a.trace"], "give a text, or source and text to a model of two"),
     (["ours", "--data", "none", "--out", "a.trace"], "cannot be read as text"),
-    (["ours", "--text", "a", "--export", "a.txt"], "ends in none of .csv, .json, .npz"),
+    (["ours", "--text", "a", "--export", "a.txt"], "has none of the suffixes .csv, .json, .npz"),
     (["t5", "--text", "a", "--new-tokens", "0", "--out", "a.trace"], "a source alone is no text to trace"),
     (["none", "--text", "a", "--out", "a.trace"], "is no folder of a model"),
     (["ours", "--data", "x", "--limit", "-1", "--out", "a.trace"], "--limit -1 is no count; give 1 or more"),
