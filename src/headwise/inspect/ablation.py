@@ -69,7 +69,8 @@ class ConstantOutput(HeadPatch):
         value, output = self.value, head_call.output
         if value.shape[-1] != output.shape[-1]:
             raise ValueError(
-                f"heads of {head_call.site} output {output.shape[-1]} channels, not {value.shape[-1]}; give {output.shape[-1]}"
+                f"heads of {head_call.site} output {output.shape[-1]} channels, not {value.shape[-1]}; "
+                f"give a vector of {output.shape[-1]}"
             )
         if value.dim() == 3:
             check_shape(head_call.site, value, output)
@@ -122,7 +123,8 @@ class Resample(HeadPatch):
         order = self._sample_rows(generator, num_rows) if self.rows is None else self.rows
         if len(order) != num_rows or max(order) >= num_rows:
             raise ValueError(
-                f"{head_call.site} gets a batch of {num_rows} rows, but rows={order}; give {num_rows} indices in 0..{num_rows - 1}"
+                f"{head_call.site} gets a batch of {num_rows} rows, but rows={order}; "
+                f"give {num_rows} indices in 0..{num_rows - 1}"
             )
         return head_call.output[torch.tensor(order, device=head_call.output.device)]
 
@@ -191,7 +193,8 @@ class Noise(HeadPatch):
             value = torch.as_tensor(value, device=output.device)
             if value.dim() and value.shape[0] != output.shape[-1]:
                 raise ValueError(
-                    f"heads of {head_call.site} output {output.shape[-1]} channels, not {len(value)}; give {output.shape[-1]}"
+                    f"heads of {head_call.site} output {output.shape[-1]} channels, not {len(value)}; "
+                    f"give a vector of {output.shape[-1]}"
                 )
             return value
         patched = (
