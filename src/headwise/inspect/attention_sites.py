@@ -71,7 +71,7 @@ def _calls_of_module(model: nn.Module, site_module: SiteModule) -> Iterator[Site
 
 
 def _read_group_sizes(model: nn.Module, path: str) -> tuple[int, int, int]:
-    """Numbers of layer runs, groups, and layers per group, from the config nearest to `path`; zeros if there is none."""
+    """Numbers of layer runs, groups, and layers per group, from the config nearest to `path`; zeros without one."""
     parts = path.split(".")
     for end in range(len(parts), -1, -1):
         config = getattr(model.get_submodule(".".join(parts[:end])), "config", None)
@@ -145,7 +145,7 @@ def _find_packed_weights(module: nn.Module) -> str:
 
 
 def _is_compiled(model: nn.Module) -> bool:
-    """True if compiled by torch.compile or TorchScript. Compares a class name, because importing torch._dynamo is slow."""
+    """True for torch.compile and TorchScript. Compares a class name, because importing torch._dynamo is slow."""
     if type(model).__name__ == "OptimizedModule" or isinstance(model, torch.jit.ScriptModule):
         return True
     return any(module._compiled_call_impl is not None for module in model.modules())
