@@ -383,11 +383,11 @@ def test_what_has_no_weights_by_offset_says_why():
     with pytest.raises(ValueError, match="reads 11 keys with 7 queries"):
         hw.offset_means(zoo.build(), [zoo.inputs()], [("decoder.0.cross", 1)])
     layer = cases.layer(hw.design(preset="diff", model=16, heads=4))
-    with pytest.raises(ValueError, match="more than the mean"):
+    with pytest.raises(ValueError, match="not weights @ values"):
         hw.offset_means(layer, [torch.randn(2, 5, 16, dtype=torch.float64)], [(0, 1)])
     net = gpt()
     means = hw.offset_means(net, [IDS[:, :3]], [(0, 1)])
-    with pytest.raises(ValueError, match="reads at offset 3"), hw.patch(net, means):
+    with pytest.raises(ValueError, match="attends at offset 3"), hw.patch(net, means):
         net(IDS)
     with hw.patch(net, means, tokens=[0, 1, 2]):
         net(IDS)
@@ -646,8 +646,8 @@ WRONG = {
     "wide std": (lambda net: hw.patch(net, {(0, 1): hw.Noise(std=torch.ones(7))}), "output 4 channels, not 7"),
     "std of words": (lambda net: hw.patch(net, {(0, 1): hw.Noise(std="big")}), "give a number"),
     "one token": (lambda net: hw.patch(net, {(0, 1): hw.Noise()}, tokens=ONE), "cannot compute mean"),
-    "kind": (lambda net: hw.head_means(net, [IDS], kind="median"), "no kind of mean"),
-    "no batch": (lambda net: hw.head_means(net, []), "no batch"),
+    "kind": (lambda net: hw.head_means(net, [IDS], kind="median"), "is unknown; give"),
+    "no batch": (lambda net: hw.head_means(net, []), "no batches"),
     "no list": (lambda net: hw.head_means(net, IDS), "one as"),
     "no input": (lambda net: hw.head_means(net, [[3]]), "a batch is of type list"),
     "no token": (lambda net: hw.head_means(net, [(IDS, ~MASK)]), "no token of"),

@@ -154,7 +154,7 @@ class AttentionInputs:
         return masks
 
     def _slice_mask(self, mask: Tensor, queries: slice, keys: slice) -> Tensor:
-        """Slice of a mask as [B or 1, heads or 1, T or 1, S or 1]; adds missing axes and drops columns beyond the keys."""
+        """Slice a mask as [B or 1, heads or 1, T or 1, S or 1]; adds missing axes and drops columns beyond the keys."""
         mask = mask[(None,) * (4 - mask.dim())]
         mask = mask[:, :, queries] if mask.shape[2] > 1 else mask
         return mask[..., : self.k_BSGK.shape[1]][..., keys] if mask.shape[3] > 1 else mask

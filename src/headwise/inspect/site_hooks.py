@@ -52,11 +52,13 @@ class SiteHooks:
             path for path, module in self.module_of_path.items() if _get_module(self.model, path) is not module
         ]:
             raise ValueError(
-                f"{replaced[0] or 'the model'} was replaced while it had hooks; replace modules before or after, not inside the context"
+                f"{replaced[0] or 'the model'} was replaced while it had hooks; replace modules before or after the "
+                "context"
             )
         if torch.is_grad_enabled() and any(map(_recomputes, self.model.modules())):
             raise ValueError(
-                "hooks do not support activation checkpointing: the backward pass runs layers again, maybe after the hooks are gone; switch it off"
+                "hooks do not support activation checkpointing: the backward pass runs layers again, perhaps without "
+                "hooks; switch checkpointing off"
             )
         return Counter()
 
