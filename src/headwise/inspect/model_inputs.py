@@ -218,7 +218,7 @@ def _from_texts_headwise(net: Transformer, texts: list[str], steps: int) -> Mode
         raise ValueError("texts of several lengths cannot be traced together while they go on; trace one at a time")
     ids, tokens = pad_left([row.ids for row in text_rows], device)
     count = ids.shape[1]
-    names = {"x": ids} | ({} if tokens is None else {"tokens": tokens})
+    names = {"x": ids} | ({} if tokens is None else {"sequence": tokens})
     counts = {"text": count, "source": count}
     prompts = [list(row.ids) for row in text_rows]
     return ModelInputs(
