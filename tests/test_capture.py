@@ -185,7 +185,7 @@ def test_a_budget_that_the_run_passes():
     model, inputs = ZOO["llama"].build("sdpa"), ZOO["llama"].inputs()
     model.generation_config.cache_implementation = "static"
     needed = hw.trace(model, inputs, max_new_tokens=6, log=silent).nbytes
-    with pytest.raises(SpecError, match=r"what is kept takes .* and more, beyond a budget"):
+    with pytest.raises(SpecError, match=r"cannot record this run: it takes at least .*, beyond the budget"):
         hw.trace(model, inputs, max_new_tokens=6, capture=hw.Capture(budget=needed - 100), log=silent)
 
 
@@ -247,7 +247,7 @@ def test_weights_are_kept_where_no_scores_are_told():
     (lambda m: m.to("meta"), None, {}, "on the meta device"),
     (lambda m: m, torch.ones(1, 65, dtype=torch.long), {}, "65 tokens are 1 more than the 64 positions"),
     (lambda m: m, torch.ones(1, 60, dtype=torch.long), {"max_new_tokens": 5}, "65 tokens are 1 more"),
-    (lambda m: m, torch.full((1, 3), 67), {}, "ids it does not know"),
+    (lambda m: m, torch.full((1, 3), 67), {}, "ids beyond its vocabulary"),
     (lambda m: m, None, {"capture": hw.Capture(sites=(2,))}, "has no layer 2; its layers are 0..1"),
     (lambda m: m, None, {"capture": hw.Capture(sites=("decoder.0.cross",))}, "has no site"),
     (lambda m: m, "a text", {}, "comes with no tokenizer.json"),

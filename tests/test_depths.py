@@ -166,7 +166,7 @@ class Again(nn.Module):
 @torch.no_grad()
 def test_depths_that_nothing_speaks_of_are_refused():
     model, x = Again(), torch.randn(2, 5, 12)
-    with pytest.raises(ValueError, match="runs more than 1 times in one forward"), hw.ablate(model, [(0, 1)]):
+    with pytest.raises(ValueError, match="runs more than 1 times in one forward call"), hw.ablate(model, [(0, 1)]):
         model(x)
     with hw.ablate(model.layer, [(0, 1)]):  # all of them are meant
         quiet = model(x)

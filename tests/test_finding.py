@@ -91,7 +91,7 @@ def test_all_that_the_function_was_told_is_seen():
     mask = torch.randn(5, 5).masked_fill(torch.rand(5, 5) < 0.3, -torch.inf).fill_diagonal_(0.0)
     for told in ((X, mask), {"x": X, "mask": mask}):
         (site,) = hw.sites(layer, told)
-        assert (site.q, site.kv, site.dim, site.pattern) == (4, 2, 3, "as each call says")
+        assert (site.q, site.kv, site.dim, site.pattern) == (4, 2, 3, "set by each call")
     with looked(layer) as keeps:
         layer(X, mask)
     (keep,) = keeps.values()
@@ -106,7 +106,7 @@ UNCLEAR = {
     "talking": (Talking, "no values are multiplied"),
     "several": (Several, "several times in one call"),
     "around": (Around, "so does a module within it"),
-    "merged": (lambda: Merged(True), "heads cannot be told apart"),
+    "merged": (lambda: Merged(True), "heads cannot be identified"),
 }
 
 
@@ -158,7 +158,7 @@ def test_a_call_unlike_the_example_is_refused():
     mute = blocks(lambda: Tutorial())
     hw.sites(mute, X)
     mute[1].core.soft = nn.Identity()
-    with pytest.raises(ValueError, match="does not compare as when"), hw.ablate(mute, [(1, 1)]):
+    with pytest.raises(ValueError, match="does not compute attention as"), hw.ablate(mute, [(1, 1)]):
         mute(X)
 
 
@@ -189,7 +189,7 @@ BAD = {
     "meta": (lambda model: model.to("meta"), "meta device"),
     "compiled": (lambda model: torch.compile(model, backend="eager"), "compiled"),
     "traced": (lambda model: torch.jit.trace(nn.Linear(WIDE, WIDE), X), "compiled"),
-    "example": (lambda model: nn.Sequential(model, nn.Linear(7, 7)).eval(), "cannot be run on this example"),
+    "example": (lambda model: nn.Sequential(model, nn.Linear(7, 7)).eval(), "cannot run on this example"),
 }
 
 

@@ -383,11 +383,11 @@ def test_what_has_no_weights_by_offset_says_why():
     with pytest.raises(ValueError, match="reads 11 keys with 7 queries"):
         hw.offset_means(zoo.build(), [zoo.inputs()], [("decoder.0.cross", 1)])
     layer = cases.layer(hw.design(preset="diff", model=16, heads=4))
-    with pytest.raises(ValueError, match="more than the mean"):
+    with pytest.raises(ValueError, match="not weights @ values"):
         hw.offset_means(layer, [torch.randn(2, 5, 16, dtype=torch.float64)], [(0, 1)])
     net = gpt()
     means = hw.offset_means(net, [IDS[:, :3]], [(0, 1)])
-    with pytest.raises(ValueError, match="reads at offset 3"), hw.patch(net, means):
+    with pytest.raises(ValueError, match="attends at offset 3"), hw.patch(net, means):
         net(IDS)
     with hw.patch(net, means, tokens=[0, 1, 2]):
         net(IDS)
@@ -614,7 +614,7 @@ def test_steps_of_generation():
         layer.self_attn.o_proj.weight[:, :8] = 0
     with hw.ablate(model, [(0, 0), (1, 0)]):
         assert torch.equal(model.generate(ids, **told), other.generate(ids, **told))
-    with pytest.raises(ValueError, match="none of them number 9"), hw.ablate(model, [(0, 0)], tokens=[9]):
+    with pytest.raises(ValueError, match="none of them has index 9"), hw.ablate(model, [(0, 0)], tokens=[9]):
         model.generate(ids, **told)
 
 
@@ -627,31 +627,31 @@ WRONG = {
     "all of a name twice": (lambda net: hw.ablate(net, [(0, "all"), (0, 1)]), "named twice"),
     "every": (lambda net: hw.ablate(net, [(0, "every")]), "names no head"),
     "two scales": (lambda net: hw.ablate(net, {(0, 1): 0.5}, scale=2), "leave scale out"),
-    "no scale": (lambda net: hw.ablate(net, {(0, 1): VECTOR}), "no number to multiply"),
-    "nan": (lambda net: hw.patch(net, {(0, 1): NAN}), "not finite"),
-    "whole numbers": (lambda net: hw.patch(net, {(0, 1): torch.zeros(4, dtype=torch.long)}), "tensor of floats"),
-    "meta": (lambda net: hw.patch(net, {(0, 1): torch.zeros(4, device="meta")}), "finite"),
-    "no mapping": (lambda net: hw.patch(net, [(0, 1)]), "what each head says"),
+    "no scale": (lambda net: hw.ablate(net, {(0, 1): VECTOR}), "is not a finite number"),
+    "nan": (lambda net: hw.patch(net, {(0, 1): NAN}), "NaN or infinite"),
+    "whole numbers": (lambda net: hw.patch(net, {(0, 1): torch.zeros(4, dtype=torch.long)}), "float tensor"),
+    "meta": (lambda net: hw.patch(net, {(0, 1): torch.zeros(4, device="meta")}), "infinite"),
+    "no mapping": (lambda net: hw.patch(net, [(0, 1)]), "give a mapping of heads"),
     "mask of numbers": (lambda net: hw.ablate(net, [(0, 1)], tokens=MASK.long()), "torch.bool"),
-    "no such column": (lambda net: hw.ablate(net, [(0, 1)], tokens=[5]), "none of them number 5"),
-    "other rows": (lambda net: hw.ablate(net, [(0, 1)], tokens=MASK[:, :3]), "as many"),
-    "both": (lambda net: hw.patch(net, {(0, 1): hw.Resample(rows=(1, 0), seed=1)}), "two ways"),
-    "neither": (lambda net: hw.patch(net, {(0, 1): hw.Resample()}), "two ways"),
+    "no such column": (lambda net: hw.ablate(net, [(0, 1)], tokens=[5]), "none of them has index 5"),
+    "other rows": (lambda net: hw.ablate(net, [(0, 1)], tokens=MASK[:, :3]), "the same shape"),
+    "both": (lambda net: hw.patch(net, {(0, 1): hw.Resample(rows=(1, 0), seed=1)}), "exactly one"),
+    "neither": (lambda net: hw.patch(net, {(0, 1): hw.Resample()}), "exactly one"),
     "negative row": (lambda net: hw.patch(net, {(0, 1): hw.Resample(rows=(1, -1))}), "names no rows"),
-    "too few rows": (lambda net: hw.patch(net, {(0, 1): hw.Resample(rows=(0,))}), "not that many"),
-    "no such row": (lambda net: hw.patch(net, {(0, 1): hw.Resample(rows=(1, 2))}), "not that many"),
+    "too few rows": (lambda net: hw.patch(net, {(0, 1): hw.Resample(rows=(0,))}), "give 2 indices"),
+    "no such row": (lambda net: hw.patch(net, {(0, 1): hw.Resample(rows=(1, 2))}), "give 2 indices"),
     "seed": (lambda net: hw.patch(net, {(0, 1): hw.Resample(seed=-1)}), "is no seed"),
     "other seed": (lambda net: hw.patch(net, {(0, 1): hw.Noise(seed=0.5)}), "is no seed"),
-    "std": (lambda net: hw.patch(net, {(0, 1): hw.Noise(std=-1.0)}), "no Gaussian"),
-    "wide std": (lambda net: hw.patch(net, {(0, 1): hw.Noise(std=torch.ones(7))}), "say 4 numbers, not 7"),
+    "std": (lambda net: hw.patch(net, {(0, 1): hw.Noise(std=-1.0)}), "std >= 0"),
+    "wide std": (lambda net: hw.patch(net, {(0, 1): hw.Noise(std=torch.ones(7))}), "output 4 channels, not 7"),
     "std of words": (lambda net: hw.patch(net, {(0, 1): hw.Noise(std="big")}), "give a number"),
-    "one token": (lambda net: hw.patch(net, {(0, 1): hw.Noise()}, tokens=ONE), "no mean"),
-    "kind": (lambda net: hw.head_means(net, [IDS], kind="median"), "no kind of mean"),
-    "no batch": (lambda net: hw.head_means(net, []), "no batch"),
+    "one token": (lambda net: hw.patch(net, {(0, 1): hw.Noise()}, tokens=ONE), "cannot compute mean"),
+    "kind": (lambda net: hw.head_means(net, [IDS], kind="median"), "is unknown; give"),
+    "no batch": (lambda net: hw.head_means(net, []), "no batches"),
     "no list": (lambda net: hw.head_means(net, IDS), "one as"),
     "no input": (lambda net: hw.head_means(net, [[3]]), "a batch is of type list"),
     "no token": (lambda net: hw.head_means(net, [(IDS, ~MASK)]), "no token of"),
-    "wrong mask": (lambda net: hw.head_means(net, [(IDS, MASK[:, :2])]), "as many"),
+    "wrong mask": (lambda net: hw.head_means(net, [(IDS, MASK[:, :2])]), "the same shape"),
     "no mask": (lambda net: hw.head_means(net, [(IDS, 3)]), "torch.bool"),
     "no stack": (lambda net: hw.head_means(net, [(IDS, {"encodr": MASK})]), "no stack 'encodr'"),
     "no heads": (lambda net: hw.head_means(net, [IDS], []), "no heads"),

@@ -108,12 +108,12 @@ WRONG = {
     "no number": (lambda net: hw.ablate(net, [(0, "a")]), "names no head"),
     "no list": (lambda net: hw.ablate(net, 5), "names no head"),
     "twice": (lambda net: hw.patch(net, {(0, 1): VECTOR, ("decoder.0.attention", 1): VECTOR}), "named twice"),
-    "no scale": (lambda net: hw.ablate(net, [(0, 1)], scale=float("nan")), "no number to multiply"),
+    "no scale": (lambda net: hw.ablate(net, [(0, 1)], scale=float("nan")), "is not a finite number"),
     "no tokens": (lambda net: hw.ablate(net, [(0, 1)], tokens=[1.5]), "torch.bool"),
-    "other tokens": (lambda net: hw.ablate(net, [(0, 1)], tokens=torch.ones(5, 9, dtype=torch.bool)), "as many"),
+    "other tokens": (lambda net: hw.ablate(net, [(0, 1)], tokens=torch.ones(5, 9, dtype=torch.bool)), "the same shape"),
     "no vector": (lambda net: hw.patch(net, {(0, 1): 3}), "tensor"),
-    "wide": (lambda net: hw.patch(net, {(0, 1): torch.zeros(7)}), "say 4 numbers, not 7"),
-    "other rows": (lambda net: hw.patch(net, {(0, 1): torch.zeros(5, 3, 4)}), "as many"),
+    "wide": (lambda net: hw.patch(net, {(0, 1): torch.zeros(7)}), "output 4 channels, not 7"),
+    "other rows": (lambda net: hw.patch(net, {(0, 1): torch.zeros(5, 3, 4)}), "the same shape"),
 }
 
 

@@ -194,12 +194,12 @@ def test_another_schema_and_what_speaks_of_more_than_there_is(tmp_path: Path):
     layer = said["layers"][0]
     call = {**layer["calls"][1], "keys": [1, 5]}
     more = {**said, "layers": [{**layer, "calls": [layer["calls"][0], call]}]}
-    assert "speaks of more than there is" in again("c.trace", more)
-    assert "says nothing that can be meant" in again("d.trace", {**said, "grids": [{"form": "full"}]})
+    assert "refers to data that is not in the file" in again("c.trace", more)
+    assert "is not a valid trace" in again("d.trace", {**said, "grids": [{"form": "full"}]})
     save_file(tensors, tmp_path / "e.trace")
-    with pytest.raises(SpecError, match="holds tensors, but no trace"):
+    with pytest.raises(SpecError, match="contains tensors, but no trace"):
         hw.load_trace(tmp_path / "e.trace")
-    with pytest.raises(SpecError, match="is not there"):
+    with pytest.raises(SpecError, match="does not exist"):
         hw.load_trace(tmp_path / "none.trace")
 
 
@@ -219,7 +219,7 @@ def test_what_is_given_out(tmp_path: Path):
     trace.export_weights(tmp_path / "a.npz")
     with np.load(tmp_path / "a.npz", allow_pickle=False) as held:
         np.testing.assert_array_equal(held["decoder.0.attention"][0, 1], weights[1])
-    with pytest.raises(SpecError, match=r"ends in none of \.csv, \.json, \.npz"):
+    with pytest.raises(SpecError, match=r"has none of the suffixes \.csv, \.json, \.npz"):
         trace.export_weights(tmp_path / "a.txt")
 
 
@@ -234,7 +234,7 @@ def test_weights_of_others():
     np.testing.assert_array_equal(trace.head_weights("decoder.0.attention", 2, row=1), own[1, 2].detach().numpy())
     np.testing.assert_array_equal(trace.head_weights("decoder.0.cross", 0), cross[0, 0].bfloat16().float().numpy())
     assert trace.streams["source"][1].words == tuple("vwxyz")
-    with pytest.raises(SpecError, match=r"has 4 tokens of text, told were 3; give a string for each"):
+    with pytest.raises(SpecError, match=r"has 4 tokens of text, but 3 strings were given; give a string for each token"):
         trace_from_weights([own], list("abc"))
     with pytest.raises(SpecError, match=r"give \[batch, heads, queries, keys\]"):
         trace_from_weights([own[0, 0]])
@@ -247,7 +247,7 @@ def test_weights_of_others():
     (lambda t: t.head_weights(0, 0, row=1), "has no row 1; give one in 0..0"),
     (lambda t: t.head_weights(0, 0, slice(None, None, 2)), "give neighbours"),
     (lambda t: t.weight_tile(0, 0, slice(3, 3)), "is empty"),
-    (lambda t: t.weight_tile(0, 0, size=(0, 4)), "has no cell"),
+    (lambda t: t.weight_tile(0, 0, size=(0, 4)), "has no cells"),
 ])  # fmt: skip
 def test_what_is_not_there(asked, said: str):
     with pytest.raises(ValueError, match=said.replace("(", r"\(")):

@@ -1,7 +1,12 @@
-"""Attention layers of any model: find them, watch them, change what their heads output.
+"""Attention layers of any model: find them, observe them, and ablate or patch their heads.
 
-`site` describes one layer and what may be done to it, `attention_sites` finds them, `adapters` know each kind of
-module; `hooks` and `site_hooks` run code while a model runs; `ablation` zeroes, scales and patches heads;
-`dataset_means` averages head outputs over data; `trace_capture` records a run; `model_inputs` prepares texts for
-any model.
+In reading order:
+
+- `site`: `Site`, one attention layer of a model and what can be done to it; `Sites`, a printable list.
+- `attention_sites`: `sites(model)` finds the attention layers; `adapters` has one adapter per kind of module.
+- `hooks`, `site_hooks`: run callbacks inside attention layers while a model runs, and remove them afterwards.
+- `ablation`: scale, zero or replace the outputs of heads.
+- `dataset_means`: means of head outputs and of attention weights over data, for mean ablation.
+- `trace_capture`: record a run as a trace (`headwise.traces`).
+- `model_inputs`: turn texts, tensors or dictionaries into the inputs of any model.
 """

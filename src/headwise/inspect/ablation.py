@@ -1,4 +1,4 @@
-"""What may be put in the place of what a head says: a share of it, a vector, another row's, noise."""
+"""Ablate and patch heads while a model runs: scale their outputs, or replace them by vectors, other rows or noise."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ MAX_SEED = 2**31
 
 
 class HeadCall(NamedTuple):
-    """One head in one call: what it says itself, [B, T, width], which tokens [B, T] are asked for, if not all of them,
-    and what the attention worked with, where a patch sees it."""
+    """One head in one forward call: its output [B, T, head_dim], the tokens [B, T] to patch (None: all), and the inputs
+    of the attention for patches with `needs_call`."""
 
     site: str
     head: int
@@ -37,50 +37,53 @@ PatchFunction = Callable[[HeadCall], Tensor]
 
 
 class HeadPatch(ABC):
-    """What a head says instead of its own."""
+    """Base class of replacements for a head's output."""
 
-    needs_call: ClassVar[bool] = False  # whether it needs what the attention worked with
+    needs_call: ClassVar[bool] = False  # whether it needs the inputs of the attention (queries, keys, values, mask)
 
     @abstractmethod
     def make_function(self, site: str, head: int) -> PatchFunction:
-        """What it says from now on, at one head."""
+        """Make the function that computes the new output of one head."""
 
 
 @dataclass(frozen=True)
 class ScaledOutput(HeadPatch):
-    """A share of its own."""
+    """The head's own output times `scale`."""
 
     scale: float
 
     def make_function(self, site: str, head: int) -> PatchFunction:
-        return lambda moment: moment.output * self.scale
+        return lambda head_call: head_call.output * self.scale
 
 
 @dataclass(frozen=True, eq=False)
 class ConstantOutput(HeadPatch):
-    """A vector [width], or one for each token [B, T, width]."""
+    """A vector [head_dim], or one for each token [B, T, head_dim]."""
 
     value: Tensor
 
     def make_function(self, site: str, head: int) -> PatchFunction:
         return self._output
 
-    def _output(self, moment: HeadCall) -> Tensor:
-        value, own = self.value, moment.output
-        if value.shape[-1] != own.shape[-1]:
-            raise ValueError(f"heads of {moment.site} say {own.shape[-1]} numbers, not {value.shape[-1]}; give as many")
+    def _output(self, head_call: HeadCall) -> Tensor:
+        value, output = self.value, head_call.output
+        if value.shape[-1] != output.shape[-1]:
+            raise ValueError(
+                f"heads of {head_call.site} output {output.shape[-1]} channels, not {value.shape[-1]}; "
+                f"give a vector of {output.shape[-1]}"
+            )
         if value.dim() == 3:
-            check_shape(moment.site, value, own)
-        return value.to(own).expand_as(own)
+            check_shape(head_call.site, value, output)
+        return value.to(output).expand_as(output)
 
 
 @dataclass(frozen=True)
 class Resample(HeadPatch):
-    """What the same head says for another row of the batch: row `rows[n]` for row n, or rows drawn from `seed`.
+    """The same head's output for another row of the batch: row `rows[n]` for row n, or rows sampled from `seed`.
 
-    Drawn rows are never a row's own. Heads that are given one seed read the same rows. Rows of one length are meant:
-    where another row has padding, its padding is what is read. A model that cuts pictures into windows makes a row of
-    each.
+    Sampled rows form one cycle, so that no row keeps its own output. Heads with the same seed use the same rows. The
+    rows should have equal lengths: padding in the other row is copied too. In a vision model that attends within
+    windows, each window is a row.
 
     >>> import headwise as hw
     >>> net = hw.build(
@@ -101,41 +104,46 @@ class Resample(HeadPatch):
 
     def __post_init__(self) -> None:
         if (self.rows is None) == (self.seed is None):
-            raise ValueError("rows and seed are two ways to say the same; give rows=(1, 0), say, or seed=0")
+            raise ValueError("give exactly one of rows and seed: rows=(1, 0), or seed=0")
         if self.rows is not None:
             object.__setattr__(self, "rows", tuple(self.rows))
             if not self.rows or any(type(row) is not int or row < 0 for row in self.rows):
-                raise ValueError(f"rows={self.rows!r} names no rows; give the number of a row for each, as in (1, 0)")
+                raise ValueError(
+                    f"rows={self.rows!r} names no rows; give one row index >= 0 for each row, as in (1, 0)"
+                )
         if self.seed is not None:
             check_seed(self.seed)
 
     def make_function(self, site: str, head: int) -> PatchFunction:
-        draws = None if self.seed is None else torch.Generator().manual_seed(self.seed)
-        return partial(self._output, draws)
+        generator = None if self.seed is None else torch.Generator().manual_seed(self.seed)
+        return partial(self._output, generator)
 
-    def _output(self, draws: torch.Generator | None, moment: HeadCall) -> Tensor:
-        rows = len(moment.output)
-        order = self._sample_rows(draws, rows) if self.rows is None else self.rows
-        if len(order) != rows or max(order) >= rows:
-            raise ValueError(f"{moment.site} reads {rows} rows, and rows={order} are not that many of 0..{rows - 1}")
-        return moment.output[torch.tensor(order, device=moment.output.device)]
+    def _output(self, generator: torch.Generator | None, head_call: HeadCall) -> Tensor:
+        num_rows = len(head_call.output)
+        order = self._sample_rows(generator, num_rows) if self.rows is None else self.rows
+        if len(order) != num_rows or max(order) >= num_rows:
+            raise ValueError(
+                f"{head_call.site} gets a batch of {num_rows} rows, but rows={order}; "
+                f"give {num_rows} indices in 0..{num_rows - 1}"
+            )
+        return head_call.output[torch.tensor(order, device=head_call.output.device)]
 
     @staticmethod
-    def _sample_rows(draws: torch.Generator | None, rows: int) -> tuple[int, ...]:
-        """One cycle through all rows, so that none keeps its own."""
-        if rows < 2:
-            raise ValueError("a batch of one row has no other row to read; give several")
-        cycle = torch.randperm(rows, generator=draws).tolist()
-        after = dict(zip(cycle, [*cycle[1:], cycle[0]], strict=True))
-        return tuple(after[row] for row in range(rows))
+    def _sample_rows(generator: torch.Generator | None, num_rows: int) -> tuple[int, ...]:
+        """Source row of each row: one random cycle through all rows, so that no row keeps its own output."""
+        if num_rows < 2:
+            raise ValueError("a batch of one row has no other row to sample; give several rows")
+        cycle = torch.randperm(num_rows, generator=generator).tolist()
+        next_row = dict(zip(cycle, [*cycle[1:], cycle[0]], strict=True))
+        return tuple(next_row[row] for row in range(num_rows))
 
 
 @dataclass(frozen=True, eq=False)
 class Noise(HeadPatch):
-    """Gaussian noise, channel by channel, of this mean and standard deviation: a number, or a vector [width].
+    """Gaussian noise with this mean and standard deviation: a number, or a vector [head_dim].
 
-    What is left out is the head's own, over the tokens that are patched in a call. Each head draws from a stream of its
-    own, and every call draws on; to enter the context again is to begin again.
+    The default for either is that of the head's own output over the tokens patched in the call, per channel. Each head
+    has its own random generator, which continues from call to call and restarts when the context is entered again.
 
     >>> import headwise as hw
     >>> net = hw.build(
@@ -144,11 +152,11 @@ class Noise(HeadPatch):
     ...     ),
     ...     seed=0,
     ... )
-    >>> said = []
+    >>> outputs = []
     >>> for _ in range(2):
     ...     with hw.patch(net, {(0, 1): Noise(seed=7)}):
-    ...         said.append(net(torch.tensor([[3, 1, 4]])))
-    >>> torch.equal(*said)
+    ...         outputs.append(net(torch.tensor([[3, 1, 4]])))
+    >>> torch.equal(*outputs)
     True
     """
 
@@ -159,87 +167,100 @@ class Noise(HeadPatch):
     def __post_init__(self) -> None:
         check_seed(self.seed)
         for name in ("mean", "std"):
-            told = getattr(self, name)
-            if told is None:
+            value = getattr(self, name)
+            if value is None:
                 continue
-            if type(told) not in (int, float) and not (isinstance(told, Tensor) and told.dim() == 1):
-                raise ValueError(f"{name} is of type {type(told).__name__}; give a number, or a tensor [width]")
-            if not torch.as_tensor(told).isfinite().all() or (name == "std" and (torch.as_tensor(told) < 0).any()):
-                raise ValueError(f"{name} holds what no Gaussian has; give finite numbers, std not below 0")
+            if type(value) not in (int, float) and not (isinstance(value, Tensor) and value.dim() == 1):
+                raise ValueError(f"{name} is of type {type(value).__name__}; give a number, or a tensor [head_dim]")
+            if not torch.as_tensor(value).isfinite().all() or (name == "std" and (torch.as_tensor(value) < 0).any()):
+                raise ValueError(f"{name} must be finite, and std >= 0; got {name}={value!r}")
 
     def make_function(self, site: str, head: int) -> PatchFunction:
-        number = zlib.crc32(f"{self.seed} {site} {head}".encode())  # torch's generator takes 32 bits, and no more
-        return partial(self._output, torch.Generator().manual_seed(number))
+        head_seed = zlib.crc32(
+            f"{self.seed} {site} {head}".encode()
+        )  # torch generators on the CPU use 32 bits of the seed
+        return partial(self._output, torch.Generator().manual_seed(head_seed))
 
-    def _output(self, draws: torch.Generator, moment: HeadCall) -> Tensor:
-        own = moment.output
-        mean, std = (self._statistic(moment, name) for name in ("mean", "std"))
-        drawn = torch.randn(own.shape, generator=draws, dtype=torch.float64).to(own)
-        return (mean + std * drawn).to(own)
+    def _output(self, generator: torch.Generator, head_call: HeadCall) -> Tensor:
+        output = head_call.output
+        mean, std = (self._statistic(head_call, name) for name in ("mean", "std"))
+        noise = torch.randn(output.shape, generator=generator, dtype=torch.float64).to(output)
+        return (mean + std * noise).to(output)
 
-    def _statistic(self, moment: HeadCall, name: str) -> Tensor:
-        told, own = getattr(self, name), moment.output
-        if told is not None:
-            told = torch.as_tensor(told, device=own.device)
-            if told.dim() and told.shape[0] != own.shape[-1]:
-                raise ValueError(f"heads of {moment.site} say {own.shape[-1]} numbers, not {len(told)}; give as many")
-            return told
-        those = own.flatten(0, -2) if moment.token_mask is None else own[moment.token_mask.expand(own.shape[:-1])]
-        if len(those) < 2:
-            raise ValueError(f"{len(those)} token has no mean and deviation of its own; give mean= and std= to Noise")
-        those = those.to(torch.promote_types(own.dtype, torch.float32))
-        return those.mean(0) if name == "mean" else those.std(0)
+    def _statistic(self, head_call: HeadCall, name: str) -> Tensor:
+        value, output = getattr(self, name), head_call.output
+        if value is not None:
+            value = torch.as_tensor(value, device=output.device)
+            if value.dim() and value.shape[0] != output.shape[-1]:
+                raise ValueError(
+                    f"heads of {head_call.site} output {output.shape[-1]} channels, not {len(value)}; "
+                    f"give a vector of {output.shape[-1]}"
+                )
+            return value
+        patched = (
+            output.flatten(0, -2)
+            if head_call.token_mask is None
+            else output[head_call.token_mask.expand(output.shape[:-1])]
+        )
+        if len(patched) < 2:
+            raise ValueError(f"cannot compute mean and std of {len(patched)} tokens; give mean= and std= to Noise")
+        patched = patched.to(torch.promote_types(output.dtype, torch.float32))
+        return patched.mean(0) if name == "mean" else patched.std(0)
 
 
 def check_seed(seed: object) -> None:
-    """Refuse what is no seed."""
+    """Raise unless `seed` is a valid seed."""
     if type(seed) is not int or not 0 <= seed < MAX_SEED:
-        raise ValueError(f"seed={seed!r} is no seed; give a whole number in 0..{MAX_SEED - 1}")
+        raise ValueError(f"seed={seed!r} is no seed; give an integer in 0..{MAX_SEED - 1}")
 
 
 def check_shape(site: str, value: Tensor, output: Tensor) -> None:
-    """Refuse what is told of other rows and tokens than there are; one may stand for all."""
-    said, seen = list(value.shape[:2]), list(output.shape[:2])
-    if output.dim() != 3 or any(one not in (1, count) for one, count in zip(said, seen, strict=True)):
-        raise ValueError(f"{site} reads {list(output.shape[:-1])} tokens, told were {said}; give as many")
+    """Raise unless `value` [B or 1, T or 1, ...] has the rows and tokens of `output` [B, T, ...]."""
+    given, expected = list(value.shape[:2]), list(output.shape[:2])
+    if output.dim() != 3 or any(size not in (1, count) for size, count in zip(given, expected, strict=True)):
+        raise ValueError(
+            f"{site} gets tokens [B, T] = {list(output.shape[:-1])}, but {given} were given; give the same shape"
+        )
 
 
-# --- Heads made silent, or made to say something else, while a model runs ------------------------------
+# --- Contexts that edit head outputs while a model runs -------------------------------------------------
 
 ALL_HEADS = "all"
-HeadRef = tuple[int | str, int | str]  # a layer, or the name of a site; and a head of it, or "all"
-TokenSelection = Tensor | Sequence[int] | None  # a mask [B, T], columns of a call, or all tokens
+HeadRef = tuple[int | str, int | str]  # layer number or site name; head number or "all"
+TokenSelection = Tensor | Sequence[int] | None  # a mask [B, T], column indices of a call, or None: all tokens
 
 
 class OutputEditor:
-    """A watcher that puts something in the place of what some heads of a site say, at some tokens or at all."""
+    """Observer that replaces the outputs of some heads of a site, at the given tokens or at all."""
 
     def __init__(self, site: str, patches: Mapping[int, HeadPatch], tokens: TokenSelection) -> None:
         self.site, self.tokens = site, tokens
         self.needs_call = any(patch.needs_call for patch in patches.values())
-        self.says = {head: patch.make_function(site, head) for head, patch in patches.items()}
-        self._core: AttentionCall | None = None
+        self.patch_functions = {head: patch.make_function(site, head) for head, patch in patches.items()}
+        self._call: AttentionCall | None = None
 
-    def on_call(self, seen: AttentionCall) -> None:
-        """What the attention works with, for patches that need it."""
-        self._core = seen
+    def on_call(self, call: AttentionCall) -> None:
+        """Keep the inputs of the attention for patches that need them."""
+        self._call = call
 
     def on_head_outputs(self, z: Tensor) -> Tensor:
-        """The same with the edits made."""
+        """Head outputs [..., heads, head_dim] with the patches applied."""
         count = z.shape[-2]
-        if wrong := [head for head in self.says if head >= count]:
+        if wrong := [head for head in self.patch_functions if head >= count]:
             raise ValueError(f"{self.site} has no head {wrong[0]}; give heads in 0..{count - 1}")
-        core, self._core = self._core, None
-        other, at = z.clone(), make_token_mask(self.site, self.tokens, z)
-        for head, says in self.says.items():
-            own = z[..., head, :]
-            said = says(HeadCall(self.site, head, own, at, core))
-            other[..., head, :] = said if at is None else torch.where(at[..., None], said, own)
-        return other
+        call, self._call = self._call, None
+        edited, token_mask = z.clone(), make_token_mask(self.site, self.tokens, z)
+        for head, patch_function in self.patch_functions.items():
+            output = z[..., head, :]
+            patched = patch_function(HeadCall(self.site, head, output, token_mask, call))
+            edited[..., head, :] = (
+                patched if token_mask is None else torch.where(token_mask[..., None], patched, output)
+            )
+        return edited
 
 
 def make_token_mask(site: str, tokens: TokenSelection, outputs: Tensor) -> Tensor | None:
-    """Which of the tokens of a call are asked for, [B or 1, T or 1]; None is all of them."""
+    """Boolean mask of the selected tokens of a call, [B or 1, T or 1]; None selects all tokens."""
     if tokens is None:
         return None
     if isinstance(tokens, Tensor):
@@ -247,10 +268,12 @@ def make_token_mask(site: str, tokens: TokenSelection, outputs: Tensor) -> Tenso
         return tokens.to(outputs.device)
     count = outputs.shape[1]
     if wrong := [column for column in tokens if not -count <= column < count]:
-        raise ValueError(f"{site} reads {count} tokens, none of them number {wrong[0]}; count from 0, or back from -1")
-    at = torch.zeros(1, count, dtype=torch.bool, device=outputs.device)
-    at[:, list(tokens)] = True
-    return at
+        raise ValueError(
+            f"{site} gets {count} tokens, none of them has index {wrong[0]}; give indices in {-count}..{count - 1}"
+        )
+    mask = torch.zeros(1, count, dtype=torch.bool, device=outputs.device)
+    mask[:, list(tokens)] = True
+    return mask
 
 
 @contextmanager
@@ -261,10 +284,10 @@ def ablate(
     scale: float = 0.0,
     tokens: TokenSelection = None,
 ) -> Iterator[None]:
-    """While this lasts, what these heads say is multiplied by `scale` before it is merged, at `tokens` or at all.
+    """Context in which the outputs of these heads are multiplied by `scale` before the output projection.
 
-    A head is (layer, head), (name of a site, head), or (layer, "all"); a mapping gives each a scale of its own.
-    `tokens` is a mask [B, T], or numbers of columns of every call.
+    A head is (layer, head), (site name, head), or (layer, "all"); a mapping gives each head its own scale. `tokens`
+    selects tokens by a mask [B, T] or by column indices of every call (default: all tokens).
 
     >>> import headwise as hw
     >>> net = hw.build(
@@ -281,11 +304,13 @@ def ablate(
     """
     scales = heads if isinstance(heads, Mapping) else dict.fromkeys(_check_pairs(heads), scale)
     if isinstance(heads, Mapping) and scale:
-        raise ValueError("each head is told its own scale; leave scale out, or give a list of heads")
-    for one in scales.values():
-        if type(one) not in (int, float) or not math.isfinite(one):
-            raise ValueError(f"scale={one!r} is no number to multiply with; give 0 to silence, 0.5 to halve")
-    with edit_heads(model, {head: ScaledOutput(one) for head, one in scales.items()}, tokens):
+        raise ValueError(
+            "scale= and a mapping of heads to scales are exclusive; leave scale out, or give a list of heads"
+        )
+    for factor in scales.values():
+        if type(factor) not in (int, float) or not math.isfinite(factor):
+            raise ValueError(f"scale={factor!r} is not a finite number; give 0 to ablate, 0.5 to halve")
+    with edit_heads(model, {head: ScaledOutput(factor) for head, factor in scales.items()}, tokens):
         yield
 
 
@@ -293,10 +318,10 @@ def ablate(
 def patch(
     model: nn.Module, values: Mapping[HeadRef, Tensor | HeadPatch], *, tokens: TokenSelection = None
 ) -> Iterator[None]:
-    """While this lasts, each of these heads says what it is given, at `tokens` or at all.
+    """Context in which the outputs of these heads are replaced, at `tokens` (default: all).
 
-    That is a vector [width], such as a mean over data; one for each token [B, T, width], such as what heads said of
-    another text; `hw.Resample`, `hw.Noise`, or the weights that `hw.offset_means` gives.
+    A value is a vector [head_dim], such as a mean over data; one for each token [B, T, head_dim], such as the outputs
+    for another text; `hw.Resample`, `hw.Noise`, or the weights that `hw.offset_means` returns.
 
     >>> import headwise as hw
     >>> net = hw.build(
@@ -313,55 +338,57 @@ def patch(
     True
     """
     if not isinstance(values, Mapping):
-        raise ValueError(f"values are of type {type(values).__name__}; give what each head says, {{(3, 5): vector}}")
+        raise ValueError(
+            f"values are of type {type(values).__name__}; give a mapping of heads, as in {{(3, 5): vector}}"
+        )
     with edit_heads(model, {head: _make_patch(head, value) for head, value in values.items()}, tokens):
         yield
 
 
 @contextmanager
 def edit_heads(model: nn.Module, patches: Mapping[HeadRef, HeadPatch], tokens: TokenSelection) -> Iterator[None]:
-    """While this lasts, these heads are patched."""
+    """Context in which these heads are patched; raises at its end if an edited site never ran."""
     _check_tokens(tokens)
-    those = find_attention(model)
+    site_modules = find_attention(model)
     editors: dict[str, OutputEditor] = {}
-    for name, heads in group_by_site(model, those, patches).items():
-        own = {head: patches[spelt] for head, spelt in heads.items()}
-        site = next(one.site for one in those if one.site.name == name)
+    for name, heads in group_by_site(model, site_modules, patches).items():
+        site_patches = {head: patches[ref] for head, ref in heads.items()}
+        site = next(one.site for one in site_modules if one.site.name == name)
         if not site.silence.can:
-            raise ValueError(f"{name} cannot be silenced: {site.silence.why}")
-        if any(patch.needs_call for patch in own.values()) and not site.see.can:
+            raise ValueError(f"{name} cannot be ablated: {site.silence.why}")
+        if any(patch.needs_call for patch in site_patches.values()) and not site.see.can:
             raise ValueError(f"{name} cannot be seen: {site.see.why}")
-        editors[name] = OutputEditor(name, own, tokens)
-    with hook_sites(model, those, editors) as posts:
+        editors[name] = OutputEditor(name, site_patches, tokens)
+    with hook_sites(model, site_modules, editors) as hooks:
         yield
-    posts.check_all_ran()
+    hooks.check_all_ran()
 
 
 def group_by_site(
-    model: nn.Module, those: Sequence[SiteModule], heads: Iterable[HeadRef]
+    model: nn.Module, site_modules: Sequence[SiteModule], heads: Iterable[HeadRef]
 ) -> dict[str, dict[int, HeadRef]]:
-    """The heads of each site by number, with how each was spelt."""
-    if not those:
+    """Group heads by site name: head number -> the reference by which the caller named it."""
+    if not site_modules:
         raise ValueError(
-            f"{type(model).__name__} has no attention that headwise finds; hw.sites(model) says what it saw"
+            f"{type(model).__name__} has no attention that headwise finds; print(hw.sites(model)) shows what it found"
         )
-    sites = Sites([one.site for one in those], type(model).__name__)
-    named: dict[str, dict[int, HeadRef]] = {}
-    for spelt in _check_pairs(heads):
-        site = sites.find(spelt[0])
-        own = named.setdefault(site.name, {})
-        for head in _head_indices(site, spelt[1]):
-            if head in own:
+    sites = Sites([one.site for one in site_modules], type(model).__name__)
+    grouped: dict[str, dict[int, HeadRef]] = {}
+    for ref in _check_pairs(heads):
+        site = sites.find(ref[0])
+        site_heads = grouped.setdefault(site.name, {})
+        for head in _head_indices(site, ref[1]):
+            if head in site_heads:
                 raise ValueError(f"head {head} of {site.name} is named twice; name it once")
-            own[head] = spelt
-    return named
+            site_heads[head] = ref
+    return grouped
 
 
 def _head_indices(site: Site, head: int | str) -> Sequence[int]:
-    """The number of a head, or of all; of a site that does not say how many it has, it shows when it runs."""
+    """Numbers of the heads that `head` names. Where the number of heads is unknown, the first call checks it."""
     if not isinstance(head, int):
         if not site.heads:
-            raise ValueError(f"{site.name} does not say how many heads it has; name each by its number")
+            raise ValueError(f"the number of heads of {site.name} is unknown; name each head by its number")
         return range(site.heads)
     if head < 0 or (site.heads and head >= site.heads):
         raise ValueError(f"{site.name} has no head {head}; give heads in 0..{max(site.heads - 1, 0)}")
@@ -369,12 +396,12 @@ def _head_indices(site: Site, head: int | str) -> Sequence[int]:
 
 
 def _check_pairs(heads: Any) -> list[HeadRef]:
-    """The same, if they are pairs of a layer or a name, and a number or "all"."""
-    told: list[Any] = list(heads) if isinstance(heads, Iterable) else [heads]
-    for one in told:
-        if not isinstance(one, tuple) or len(one) != 2 or not _is_head_ref(*one):
-            raise ValueError(f'{one!r} names no head; give (layer, head), (site, head) or (layer, "all"), as in (3, 5)')
-    return told
+    """List of `heads`; raises unless each is a pair (layer or site name, head or "all")."""
+    refs: list[Any] = list(heads) if isinstance(heads, Iterable) else [heads]
+    for ref in refs:
+        if not isinstance(ref, tuple) or len(ref) != 2 or not _is_head_ref(*ref):
+            raise ValueError(f'{ref!r} names no head; give (layer, head), (site, head) or (layer, "all"), as in (3, 5)')
+    return refs
 
 
 def _is_head_ref(where: object, head: object) -> bool:
@@ -385,15 +412,23 @@ def _make_patch(head: HeadRef, value: object) -> HeadPatch:
     if isinstance(value, HeadPatch):
         return value
     if not isinstance(value, Tensor) or value.dim() not in (1, 3) or not value.is_floating_point():
-        said = f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-        raise ValueError(f"{head} is given {said}; give a tensor of floats [width] or [B, T, width], or hw.Noise, say")
+        given = f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        raise ValueError(
+            f"{head} is given {given}; give a float tensor [head_dim] or [B, T, head_dim], or e.g. hw.Noise()"
+        )
     if value.is_meta or not value.isfinite().all():
-        raise ValueError(f"{head} is given numbers that are not finite; a model would say nothing else from there on")
+        raise ValueError(f"{head} is given values that are NaN or infinite; give finite values")
     return ConstantOutput(value)
 
 
 def _check_tokens(tokens: Any) -> None:
     if tokens is None or (isinstance(tokens, Tensor) and tokens.dim() == 2 and tokens.dtype == torch.bool):
         return
-    if isinstance(tokens, Tensor) or not isinstance(tokens, Sequence) or any(type(one) is not int for one in tokens):
-        raise ValueError("tokens say at which tokens; give a tensor [B, T] of torch.bool, or numbers of columns")
+    if (
+        isinstance(tokens, Tensor)
+        or not isinstance(tokens, Sequence)
+        or any(type(index) is not int for index in tokens)
+    ):
+        raise ValueError(
+            f"tokens is of type {type(tokens).__name__}; give a tensor [B, T] of torch.bool, or column indices"
+        )

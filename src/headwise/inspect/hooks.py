@@ -1,8 +1,8 @@
-"""Standing by while attentions run, in this context alone and with nothing left on a model.
+"""Hooks on attention layers that are local to the current context and leave nothing on the model.
 
-What a class does is replaced while anybody watches, and put back when nobody does; who watches which module is known to
-the watcher's own context and to no other. So nothing is hung onto a model: a copy made meanwhile is clean, another
-thread runs as if nobody watched, and an exception leaves nothing behind.
+While at least one hook is active, methods of classes are patched; afterwards they are restored. Which module has which
+hooks is stored in a context variable, not on the model. So a copy of the model made meanwhile has no hooks, other
+threads run without them, and an exception leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .site import Site
 
 
 class HeadValues(NamedTuple):
-    """How a head that speaks reads: its row of weights, and the values that these multiply."""
+    """What an output head reads: the score head whose weights it uses, and its values."""
 
     score_head: int
     v_BSV: Tensor
@@ -32,14 +32,13 @@ class HeadValues(NamedTuple):
 
 @dataclass(frozen=True)
 class AttentionInputs:
-    """What an attention worked with: queries, keys and values by head, where they stood, and how they were compared.
+    """Inputs of one attention call: queries, keys and values by head, mask, and how scores are computed.
 
-    Scores are q k^T times `scale`, capped softly at `cap`, plus `bias`; a pair counts where `mask` is true, or where
-    its number of `mask` is not minus infinity's stand-in, and if `causal` where the key is not ahead. `sinks` are
-    scores of a key that no head can read, one for each head. `odd` says what else the layer was told, which this does
-    not know of; then its weights cannot be computed again. `reads[h]` is the head of keys that head h reads, its
-    neighbours' too where nothing is said. `stands` are the numbers of the keys among all tokens, -1 for
-    a place without one, where those are known.
+    Scores are q k^T times `scale`, soft-capped at `softcap`, plus `bias`. `mask` is boolean (true: attend) or added to
+    scores; with `causal`, keys after the query are masked. `sinks` are additional scores without a value, one per
+    head. `unsupported` names arguments of the layer that this class cannot represent; the weights cannot be recomputed
+    then. `kv_head_of_query[h]` is the KV head of head h (None: equal groups of neighbouring heads). `key_positions`
+    are the positions of the keys in the text, -1 for an empty slot, or None if they are unknown.
     """
 
     q_BTHK: Tensor
@@ -57,16 +56,16 @@ class AttentionInputs:
 
     @property
     def attention_inputs(self) -> AttentionInputs | None:
-        """Itself, if that is all."""
+        """These inputs if the weights can be recomputed from them, else None."""
         return None if self.unsupported else self
 
     def kv_head_of(self, head: int) -> int:
-        """The head of keys that a head reads."""
+        """KV head of a query head."""
         heads, groups = self.q_BTHK.shape[2], self.k_BSGK.shape[2]
         return head * groups // heads if self.kv_head_of_query is None else self.kv_head_of_query[head]
 
     def head_weights(self, head: int, queries: slice = slice(None)) -> Tensor:
-        """The weights of one head for some queries, [B, T, S], computed again in float32 or finer.
+        """Attention weights of one head for a range of queries, [B, T, S], recomputed in float32 or float64.
 
         >>> q = torch.zeros(1, 2, 1, 3)
         >>> AttentionInputs(q, q, q, 1.0, causal=True).head_weights(0)
@@ -74,56 +73,62 @@ class AttentionInputs:
                  [0.5000, 0.5000]]])
         """
         if self.unsupported:
-            raise ValueError(f"weights cannot be computed again: {self.unsupported}; read them from the model's own")
+            raise ValueError(
+                f"cannot recompute weights: {self.unsupported}; read the weights that the model itself returns"
+            )
         heads = self.q_BTHK.shape[2]
         if not 0 <= head < heads:
-            raise ValueError(f"there is no head {head} of {heads}; give one in 0..{heads - 1}")
+            raise ValueError(f"there is no head {head}; give one in 0..{heads - 1}")
         return self._select_heads((head,)).all_weights(queries)[:, 0]
 
     def _select_heads(self, heads: tuple[int, ...]) -> AttentionInputs:
-        """The same of some heads."""
-        those = list(heads)
-        grids = {
-            name: grid[..., those, :, :] if grid is not None and grid.dim() > 2 and grid.shape[-3] > 1 else grid
+        """Inputs restricted to some heads."""
+        indices = list(heads)
+        masks = {
+            name: grid[..., indices, :, :] if grid is not None and grid.dim() > 2 and grid.shape[-3] > 1 else grid
             for name, grid in (("mask", self.mask), ("bias", self.bias))
         }
-        sinks = None if self.sinks is None else self.sinks.flatten()[those]
-        reads = tuple(self.kv_head_of(head) for head in heads)
-        return replace(self, q_BTHK=self.q_BTHK[:, :, those], sinks=sinks, kv_head_of_query=reads, **grids)
+        sinks = None if self.sinks is None else self.sinks.flatten()[indices]
+        kv_heads = tuple(self.kv_head_of(head) for head in heads)
+        return replace(self, q_BTHK=self.q_BTHK[:, :, indices], sinks=sinks, kv_head_of_query=kv_heads, **masks)
 
     def all_weights(self, queries: slice = slice(None), keys: slice = slice(None)) -> Tensor:
-        """The weights of all heads for some queries, [B, H, T, S]; of `keys` that are all they may read, if not all."""
+        """Attention weights of all heads for a range of queries, [B, H, T, S]. `keys` must include all allowed keys."""
         if self.unsupported:
-            raise ValueError(f"weights cannot be computed again: {self.unsupported}; read them from the model's own")
+            raise ValueError(
+                f"cannot recompute weights: {self.unsupported}; read the weights that the model itself returns"
+            )
         s_BHTS = self._scaled_products(queries, keys)
         if self.softcap is not None:
             s_BHTS = self.softcap * torch.tanh(s_BHTS / self.softcap)
-        for grid in self._score_biases(queries, keys):
-            s_BHTS = s_BHTS + grid
-        for grid in self._masked_pairs(queries, keys):
-            some = grid.flatten(0, -2).any(0).nonzero()  # others are not gone through
-            columns = slice(int(some[0]), int(some[-1]) + 1) if len(some) else slice(0)
-            s_BHTS[..., columns].masked_fill_(grid[..., columns], -torch.inf)
+        for mask in self._score_biases(queries, keys):
+            s_BHTS = s_BHTS + mask
+        for mask in self._masked_pairs(queries, keys):
+            masked_columns = mask.flatten(0, -2).any(0).nonzero()  # skip columns that are masked for no query
+            columns = slice(int(masked_columns[0]), int(masked_columns[-1]) + 1) if len(masked_columns) else slice(0)
+            s_BHTS[..., columns].masked_fill_(mask[..., columns], -torch.inf)
         if self.sinks is None:
-            none = s_BHTS.amax(-1, keepdim=True) == -torch.inf  # a query that may read nothing reads nothing
+            fully_masked = (
+                s_BHTS.amax(-1, keepdim=True) == -torch.inf
+            )  # a query without any allowed key has weights of zero
             w_BHTS = s_BHTS.softmax(-1)
-            return w_BHTS.masked_fill(none, 0) if bool(none.any()) else w_BHTS
+            return w_BHTS.masked_fill(fully_masked, 0) if bool(fully_masked.any()) else w_BHTS
         sink = self.sinks.flatten().to(s_BHTS.dtype)[:, None, None].expand(*s_BHTS.shape[:3], 1)
         return torch.cat([s_BHTS, sink], -1).softmax(-1)[..., :-1]
 
     def allowed_pairs(self, queries: slice = slice(None)) -> Tensor:
-        """Which keys some queries may read, [B, H or 1, T, S]."""
+        """Boolean mask of the keys that a range of queries may attend to, [B, H or 1, T, S]."""
         q_BTHK, k_BSGK = self.q_BTHK, self.k_BSGK
         count = len(range(q_BTHK.shape[1])[queries])
         allowed = torch.ones(q_BTHK.shape[0], 1, count, k_BSGK.shape[1], dtype=torch.bool, device=q_BTHK.device)
-        if added := self._score_biases(queries, slice(None)):
-            allowed = allowed & (sum(added[1:], added[0]) > MASK_THRESHOLD)
-        for grid in self._masked_pairs(queries, slice(None)):
-            allowed = allowed & ~grid
+        if biases := self._score_biases(queries, slice(None)):
+            allowed = allowed & (sum(biases[1:], biases[0]) > MASK_THRESHOLD)
+        for excluded in self._masked_pairs(queries, slice(None)):
+            allowed = allowed & ~excluded
         return allowed
 
     def _scaled_products(self, queries: slice, keys: slice) -> Tensor:
-        """Scaled products; heads that share keys with their neighbours are rows of one product."""
+        """Scaled products q k^T; the heads of a KV group are computed in one matrix product."""
         q_BHTK = _to_float32(self.q_BTHK[:, queries].transpose(1, 2)) * self.scale
         k_BGSK, heads = _to_float32(self.k_BSGK[:, keys].transpose(1, 2)), q_BHTK.shape[1]
         if self.kv_head_of_query is not None or heads % k_BGSK.shape[1]:
@@ -132,30 +137,32 @@ class AttentionInputs:
         return (rows @ k_BGSK.transpose(2, 3)).unflatten(2, (-1, q_BHTK.shape[2])).flatten(1, 2)
 
     def _score_biases(self, queries: slice, keys: slice) -> list[Tensor]:
-        """What is added to scores."""
-        grids = [self.bias, None if self.mask is None or self.mask.dtype == torch.bool else self.mask]
-        return [_to_float32(self._slice_grid(grid, queries, keys)) for grid in grids if grid is not None]
+        """Biases and additive masks, which are added to scores."""
+        biases = [self.bias, None if self.mask is None or self.mask.dtype == torch.bool else self.mask]
+        return [_to_float32(self._slice_mask(bias, queries, keys)) for bias in biases if bias is not None]
 
     def _masked_pairs(self, queries: slice, keys: slice) -> list[Tensor]:
-        """Pairs that do not count."""
-        grids = []
+        """Boolean masks of the pairs to exclude."""
+        masks = []
         if self.causal:
-            place, key = (torch.arange(of.shape[1], device=of.device) for of in (self.q_BTHK, self.k_BSGK))
-            grids.append(key[keys] > place[queries, None])
+            query_positions, key_positions = (
+                torch.arange(tensor.shape[1], device=tensor.device) for tensor in (self.q_BTHK, self.k_BSGK)
+            )
+            masks.append(key_positions[keys] > query_positions[queries, None])
         if self.mask is not None and self.mask.dtype == torch.bool:
-            grids.append(~self._slice_grid(self.mask, queries, keys))
-        return grids
+            masks.append(~self._slice_mask(self.mask, queries, keys))
+        return masks
 
-    def _slice_grid(self, grid: Tensor, queries: slice, keys: slice) -> Tensor:
-        """[B or 1, heads or 1, T or 1, S or 1] of a tensor of as many axes or fewer, which may know of more keys."""
-        grid = grid[(None,) * (4 - grid.dim())]
-        grid = grid[:, :, queries] if grid.shape[2] > 1 else grid
-        return grid[..., : self.k_BSGK.shape[1]][..., keys] if grid.shape[3] > 1 else grid
+    def _slice_mask(self, mask: Tensor, queries: slice, keys: slice) -> Tensor:
+        """Slice a mask as [B or 1, heads or 1, T or 1, S or 1]; adds missing axes and drops columns beyond the keys."""
+        mask = mask[(None,) * (4 - mask.dim())]
+        mask = mask[:, :, queries] if mask.shape[2] > 1 else mask
+        return mask[..., : self.k_BSGK.shape[1]][..., keys] if mask.shape[3] > 1 else mask
 
     def head_values(self, head: int) -> HeadValues:
-        """What a head reads, whatever it compares."""
+        """Score head and values of an output head."""
         if self.unsupported:
-            raise ValueError(f"what is read is not known: {self.unsupported}; nothing can stand for it")
+            raise ValueError(f"values of this layer are unknown: {self.unsupported}; give this head a mean instead")
         return HeadValues(head, self.v_BSGV[:, :, self.kv_head_of(head)])
 
 
@@ -164,54 +171,54 @@ def _to_float32(tensor: Tensor) -> Tensor:
 
 
 class AttentionCall(Protocol):
-    """What an attention worked with, as far as it can be told; good while the call lasts, for caches write over it."""
+    """Interface to the inputs of one attention call. Valid only during the call, because caches overwrite tensors."""
 
     def all_weights(self, queries: slice = slice(None), keys: slice = slice(None)) -> Tensor:
-        """The weights of all heads for some queries, [B, H, T, S]; of `keys` that are all they may read, if not all."""
+        """Attention weights of all heads for a range of queries, [B, H, T, S]. `keys` must include all allowed keys."""
         ...
 
     def allowed_pairs(self, queries: slice = slice(None)) -> Tensor:
-        """Which keys some queries may read, [B, H or 1, T, S]."""
+        """Boolean mask of the keys that a range of queries may attend to, [B, H or 1, T, S]."""
         ...
 
     def head_values(self, head: int) -> HeadValues:
-        """What a head that speaks reads, whatever it compares; refused where that is not seen."""
+        """Score head and values of an output head; raises if the values cannot be observed."""
         ...
 
     @property
     def attention_inputs(self) -> AttentionInputs | None:
-        """All of it as tensors, if tensors can say it."""
+        """The inputs as tensors, if the weights can be recomputed from them, else None."""
         ...
 
     @property
     def key_positions(self) -> Tensor | None:
-        """The numbers of its keys among all tokens, -1 for a place without one, where those are known."""
+        """Positions of the keys in the text, -1 for an empty slot; None if they are unknown."""
         ...
 
     def head_weights(self, head: int, queries: slice = slice(None)) -> Tensor:
-        """The weights of one head for some queries, [B, T, S]."""
+        """Attention weights of one head for a range of queries, [B, T, S]."""
         ...
 
 
 class AttentionHook(Protocol):
-    """Who watches one attention.
+    """Interface of an observer of one attention layer.
 
-    `wants_core` says whether it wants to see what the attention works with; `heads` is given what each head read,
-    [B, T, heads, width], before the merge, and what it returns takes its place.
+    With `needs_call`, `on_call` gets the inputs of the attention. `on_head_outputs` gets the head outputs
+    [B, T, heads, head_dim] before the output projection; a tensor that it returns replaces them.
     """
 
     needs_call: bool
 
     def on_call(self, call: AttentionCall, /) -> None:
-        """Look at what the attention works with."""
+        """Observe the inputs of the attention."""
         ...
 
     def on_head_outputs(self, outputs: Tensor, /) -> Tensor | None:
-        """Look at what heads say, or change it."""
+        """Observe the head outputs; return a tensor to replace them, or None."""
         ...
 
 
-MASK_THRESHOLD = -1e4  # what adds this or less to a score is meant as a mask
+MASK_THRESHOLD = -1e4  # a bias of this or less is treated as a mask
 
 HooksByModule = Mapping[nn.Module, tuple[AttentionHook, ...]]
 NO_HOOKS: HooksByModule = MappingProxyType({})
@@ -219,32 +226,32 @@ _ACTIVE_HOOKS: ContextVar[HooksByModule] = ContextVar("watched", default=NO_HOOK
 
 
 def get_hooks(module: nn.Module) -> tuple[AttentionHook, ...]:
-    """Who watches this module here and now."""
+    """Hooks on this module in the current context."""
     return _ACTIVE_HOOKS.get().get(module, ())
 
 
 def has_hooks() -> bool:
-    """Whether anybody watches anything in this context."""
+    """Whether any module has hooks in the current context."""
     return bool(_ACTIVE_HOOKS.get())
 
 
 def run_output_hooks(hooks: Sequence[AttentionHook], outputs: Tensor) -> Tensor:
-    """What heads say after everybody has had a look; the last to have come looks last."""
-    for watcher in hooks:
-        other = watcher.on_head_outputs(outputs)
-        outputs = outputs if other is None else other
+    """Run the hooks in the order of installation; each gets the outputs that the one before it returned."""
+    for hook in hooks:
+        replacement = hook.on_head_outputs(outputs)
+        outputs = outputs if replacement is None else replacement
     return outputs
 
 
 class SharedPatch(ABC):
-    """Something that is otherwise while anybody watches, however many they are."""
+    """Patch with a reference count: applied while at least one context uses it."""
 
     def __init__(self) -> None:
         self._holders, self._lock = 0, Lock()
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """While this lasts it is otherwise; the first to come changes it, the last to go puts it back."""
+        """Context in which the patch is applied; the first to enter applies it, the last to leave reverts it."""
         with self._lock:
             if not self._holders:
                 self.apply()
@@ -259,15 +266,15 @@ class SharedPatch(ABC):
 
     @abstractmethod
     def apply(self) -> None:
-        """Make it otherwise."""
+        """Apply the patch."""
 
     @abstractmethod
     def revert(self) -> None:
-        """Put it back."""
+        """Restore the original state."""
 
 
 class MethodPatch(SharedPatch):
-    """A method of a class that watching replaces: `around(original)` stands there while anybody watches."""
+    """Replaces a method of a class by `wrapper(original)` while applied."""
 
     def __init__(self, owner: type, name: str, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
         super().__init__()
@@ -288,27 +295,27 @@ class MethodPatch(SharedPatch):
 
 @contextmanager
 def install_hooks(hooks: HooksByModule, patches: Sequence[SharedPatch]) -> Iterator[None]:
-    """Let these watch these modules, in this context; whoever watches already goes on."""
-    now = dict(_ACTIVE_HOOKS.get())
-    for module, those in hooks.items():
-        now[module] = (*now.get(module, ()), *those)
+    """Context in which these modules have these hooks, in addition to those already installed."""
+    active = dict(_ACTIVE_HOOKS.get())
+    for module, module_hooks in hooks.items():
+        active[module] = (*active.get(module, ()), *module_hooks)
     with ExitStack() as stack:
-        for stand in patches:
-            stack.enter_context(stand.active())
-        token = _ACTIVE_HOOKS.set(now)
+        for patch in patches:
+            stack.enter_context(patch.active())
+        token = _ACTIVE_HOOKS.set(active)
         try:
             yield
         finally:
             _ACTIVE_HOOKS.reset(token)
 
 
-# --- What a way into attentions is ---------------------------------------------------------------------
+# --- Interface of adapters --------------------------------------------------------------------------------
 
 
 class SiteModule(NamedTuple):
-    """A site, the module that one watches there, and the way that leads to it.
+    """A site, the module that is hooked there, and its adapter.
 
-    A module may serve several sites: this one is its call number `call` of the `calls` in a forward.
+    A module may serve several sites: this site is call number `call_index` of its `calls_per_forward` calls.
     """
 
     site: Site
@@ -319,23 +326,23 @@ class SiteModule(NamedTuple):
 
 
 class SiteAdapter(ABC):
-    """One way into attentions."""
+    """Base class of adapters: finds one kind of attention module and makes it observable."""
 
     @abstractmethod
     def find_sites(self, model: nn.Module) -> Iterator[SiteModule]:
-        """The sites of a model that this way leads to."""
+        """Yield the sites of a model that this adapter supports."""
 
     @abstractmethod
     def patches(self) -> Sequence[SharedPatch]:
-        """What is replaced while somebody watches."""
+        """Patches that must be active for hooks on these modules to run."""
 
     def visible_tensors(self, module: nn.Module) -> str:
-        """What one sees there: "scores", what they are computed of, or the "weights" alone."""
+        """What hooks can observe at a module: "scores" (their inputs: queries, keys, masks), or only the "weights"."""
         return "weights"
 
 
 class WeightsOnlyCall:
-    """What an attention worked with, where its weights [B, H, T, S] are at hand."""
+    """An attention call of which only the weights [B, H, T, S] are known."""
 
     attention_inputs = key_positions = None
 
@@ -343,17 +350,19 @@ class WeightsOnlyCall:
         self.weights = weights
 
     def head_weights(self, head: int, queries: slice = slice(None)) -> Tensor:
-        """The weights of one head for some queries, [B, T, S]."""
+        """Attention weights of one head for a range of queries, [B, T, S]."""
         return self.weights[:, head, queries]
 
     def all_weights(self, queries: slice = slice(None), keys: slice = slice(None)) -> Tensor:
-        """The weights of all heads for some queries, [B, H, T, S]."""
+        """Attention weights of all heads for a range of queries, [B, H, T, S]."""
         return self.weights[:, :, queries, keys]
 
     def allowed_pairs(self, queries: slice = slice(None)) -> Tensor:
-        """Where any head has a weight: who may read whom was not told."""
+        """Pairs where any head has a nonzero weight, because the mask is unknown."""
         return (self.weights[:, :, queries] != 0).any(1, keepdim=True)
 
     def head_values(self, head: int) -> HeadValues:
-        """Refused."""
-        raise ValueError("only weights are seen here, not the values that they multiply; give this head a mean instead")
+        """Raises, because values are unknown."""
+        raise ValueError(
+            "only the weights of this layer can be observed, not its values; give this head a mean instead"
+        )

@@ -1,4 +1,4 @@
-"""What a model is given to read, as its forward takes it, and what its tokens are called."""
+"""Turn texts, tensors or dictionaries into the arguments of any model, with the strings of its tokens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..models import Transformer
 from ..traces import TokenRow
 from .site import Site
 
-# What transformers' models are told beside ids, which adds no tokens.
+# Arguments of transformers models that add no tokens to those of the ids.
 NON_TOKEN_INPUTS = frozenset(
     {
         "input_ids",
@@ -32,16 +32,17 @@ NON_TOKEN_INPUTS = frozenset(
     }
 )
 MAX_LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_target_positions")
-PAD_ID = -1  # the id of a place that holds no token
+PAD_ID = -1  # id of a padding token in a token row
 TokenDecoder = Callable[[int], str]
 
 
 @dataclass(frozen=True)
 class ModelInputs:
-    """How a model is called, by places and by names, and the rows of its streams.
+    """Positional and keyword arguments of a model call, and the token rows of its streams ("text", "source").
 
-    `counts` are the tokens of each stream, None where only a run can tell; `ids` are prompts that tokens are said
-    behind; `two` says that one stack reads a source and another a text. `spell` writes an id.
+    `token_counts` are the tokens per stream, or None if only a run can count them. `prompt_ids` are the prompts that
+    are continued with new tokens. `has_source`: the model is an encoder-decoder, with a source and a text.
+    `decode_token` turns an id into a string.
     """
 
     args: tuple[Any, ...] = ()
@@ -54,21 +55,21 @@ class ModelInputs:
     decode_token: TokenDecoder = str
 
     def extend_rows(self, new_ids: Sequence[Sequence[int]]) -> tuple[TokenRow, ...]:
-        """The rows of what is written when this has been said: whole, or behind what was there."""
-        there = self.token_rows.get("text", ())
-        found: list[TokenRow] = []
+        """Text rows extended by generated ids, which may include the prompt or only continue it."""
+        old_rows = self.token_rows.get("text", ())
+        rows: list[TokenRow] = []
         for number, ids in enumerate(new_ids):
-            row = there[number] if number < len(there) else TokenRow((), ())
-            new = list(ids[len(row.ids) :] if tuple(ids[: len(row.ids)]) == row.ids and row.ids else ids)
-            words = (*row.words, *(self.decode_token(one) for one in new))
-            offsets = (*row.offsets, *[(len(row.text), len(row.text))] * len(new)) if row.offsets else ()
-            found.append(TokenRow((*row.ids, *new), words, offsets, row.text))
-        return tuple(found)
+            row = old_rows[number] if number < len(old_rows) else TokenRow((), ())
+            new_tokens = list(ids[len(row.ids) :] if tuple(ids[: len(row.ids)]) == row.ids and row.ids else ids)
+            words = (*row.words, *(self.decode_token(token) for token in new_tokens))
+            offsets = (*row.offsets, *[(len(row.text), len(row.text))] * len(new_tokens)) if row.offsets else ()
+            rows.append(TokenRow((*row.ids, *new_tokens), words, offsets, row.text))
+        return tuple(rows)
 
 
 def prepare_inputs(model: nn.Module, inputs: Any, max_new_tokens: int) -> ModelInputs:
-    """The same, whatever form it was given in."""
-    ours = isinstance(model, Transformer)
+    """Prepare any supported form of inputs; checks lengths where the model does not."""
+    is_headwise = isinstance(model, Transformer)
     texts = [inputs] if isinstance(inputs, str) else list(inputs) if _is_texts(inputs) else None
     if texts is not None:
         return (
@@ -76,69 +77,74 @@ def prepare_inputs(model: nn.Module, inputs: Any, max_new_tokens: int) -> ModelI
             if isinstance(model, Transformer)
             else _from_texts_transformers(model, texts, max_new_tokens)
         )
-    if isinstance(inputs, Mapping) and inputs and all(isinstance(one, str) for one in inputs.values()):
+    if isinstance(inputs, Mapping) and inputs and all(isinstance(value, str) for value in inputs.values()):
         return _from_source_and_text(model, dict(inputs))
     if isinstance(inputs, Mapping):
         names = dict(inputs)
         return _from_tensors(
-            model, names, ("x", "source") if ours else ("input_ids", "decoder_input_ids"), max_new_tokens
+            model, names, ("x", "source") if is_headwise else ("input_ids", "decoder_input_ids"), max_new_tokens
         )
     if isinstance(inputs, Tensor) and _is_ids(inputs):
         return _from_tensors(
-            model, {"x" if ours else _ids_argument(model): inputs}, ("x", "source") if ours else None, max_new_tokens
+            model,
+            {"x" if is_headwise else _ids_argument(model): inputs},
+            ("x", "source") if is_headwise else None,
+            max_new_tokens,
         )
-    places = inputs if isinstance(inputs, tuple) else (inputs,)
-    if not places or not all(isinstance(one, Tensor) for one in places[:1]):
+    args = inputs if isinstance(inputs, tuple) else (inputs,)
+    if not args or not all(isinstance(value, Tensor) for value in args[:1]):
         raise ValueError(f"inputs are of type {type(inputs).__name__}; give tensors, a dictionary of them, or a text")
     if max_new_tokens:
-        raise ValueError("new tokens are said behind ids; give ids [rows, tokens], or a text")
-    return ModelInputs(places, batch_size=len(places[0]))
+        raise ValueError("max_new_tokens needs ids; give ids [rows, tokens], or a text")
+    return ModelInputs(args, batch_size=len(args[0]))
 
 
 def _is_texts(inputs: Any) -> bool:
-    return isinstance(inputs, (list, tuple)) and bool(inputs) and all(isinstance(one, str) for one in inputs)
+    return isinstance(inputs, (list, tuple)) and bool(inputs) and all(isinstance(text, str) for text in inputs)
 
 
 def _ids_argument(model: nn.Module) -> str:
-    """What the ids are called that a model of somebody else's reads."""
+    """Name of the argument that takes ids in a transformers model."""
     return str(getattr(model, "main_input_name", "input_ids"))
 
 
 def _from_tensors(model: nn.Module, names: dict[str, Any], keys: tuple[str, str] | None, steps: int) -> ModelInputs:
-    """Tensors by the names that the model gives them."""
+    """Inputs from tensors by argument name."""
     first, second = keys or (_ids_argument(model), "decoder_input_ids")
-    ours, two = isinstance(model, Transformer), is_encoder_decoder(model)
-    text, source = (first, second) if ours or not two else (second, first)
-    told = {name: names.get(key) for name, key in (("text", text), ("source", source))}
-    ids = {name: one for name, one in told.items() if isinstance(one, Tensor) and _is_ids(one)}
-    rows = {name: tuple(_make_row(row) for row in one.tolist()) for name, one in ids.items()}
-    for name, one in ids.items():
-        _check_length(model, one.shape[1] + (steps if name == "text" else 0))
-    counts = {name: one.shape[1] for name, one in ids.items()}
-    if two and steps and "text" not in counts:
+    is_headwise, has_source = isinstance(model, Transformer), is_encoder_decoder(model)
+    text, source = (first, second) if is_headwise or not has_source else (second, first)
+    values = {name: names.get(key) for name, key in (("text", text), ("source", source))}
+    ids = {name: tensor for name, tensor in values.items() if isinstance(tensor, Tensor) and _is_ids(tensor)}
+    rows = {name: tuple(_make_row(row) for row in tensor.tolist()) for name, tensor in ids.items()}
+    for name, tensor in ids.items():
+        _check_length(model, tensor.shape[1] + (steps if name == "text" else 0))
+    counts = {name: tensor.shape[1] for name, tensor in ids.items()}
+    if has_source and steps and "text" not in counts:
         counts["text"] = 1
-    whole = (set(counts) == {"text", "source"} if two else bool(counts)) and (ours or names.keys() <= NON_TOKEN_INPUTS)
-    prompt = ids.get("source" if two else "text")
-    tensors = [one for one in names.values() if isinstance(one, Tensor) and one.dim()]
+    counts_complete = (set(counts) == {"text", "source"} if has_source else bool(counts)) and (
+        is_headwise or names.keys() <= NON_TOKEN_INPUTS
+    )
+    prompt = ids.get("source" if has_source else "text")
+    tensors = [tensor for tensor in names.values() if isinstance(tensor, Tensor) and tensor.dim()]
     return ModelInputs(
         (),
         _to_device(model, names),
         rows,
-        counts | {"source": counts.get("source", counts.get("text", 0))} if whole else None,
+        counts | {"source": counts.get("source", counts.get("text", 0))} if counts_complete else None,
         len(tensors[0]) if tensors else 1,
-        two,
+        has_source,
         prompt.tolist() if prompt is not None else [],
     )
 
 
 def _to_device(model: nn.Module, names: dict[str, Any]) -> dict[str, Any]:
-    """The same on the device of the model."""
-    device = next((one.device for one in model.parameters()), torch.device("cpu"))
-    return {name: one.to(device) if isinstance(one, Tensor) else one for name, one in names.items()}
+    """Move tensors to the device of the model."""
+    device = next((value.device for value in model.parameters()), torch.device("cpu"))
+    return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in names.items()}
 
 
-def _is_ids(told: Tensor) -> bool:
-    return told.dim() == 2 and not told.is_floating_point()
+def _is_ids(tensor: Tensor) -> bool:
+    return tensor.dim() == 2 and not tensor.is_floating_point()
 
 
 def _make_row(ids: Sequence[int]) -> TokenRow:
@@ -146,14 +152,14 @@ def _make_row(ids: Sequence[int]) -> TokenRow:
 
 
 def is_encoder_decoder(model: nn.Module) -> bool:
-    """Whether one stack reads a source, and another a text."""
+    """Whether a model has an encoder for a source and a decoder for a text."""
     if isinstance(model, Transformer):
         return model.spec.kind == "encoder-decoder"
     return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
 
 
 def get_streams(site: Site, has_source: bool) -> tuple[str, str]:
-    """Which tokens ask and which are read at a site; `two` where one stack reads a source and another a text."""
+    """Streams of the queries and of the keys at a site; `has_source` for encoder-decoder models."""
     if not has_source:
         return "text", "text"
     if site.kind == "cross":
@@ -162,7 +168,7 @@ def get_streams(site: Site, has_source: bool) -> tuple[str, str]:
 
 
 def get_max_length(model: nn.Module) -> int | None:
-    """How many tokens a model takes at most; None where there is no end."""
+    """Maximum number of tokens of a model; None if it is unlimited or unknown."""
     if isinstance(model, Transformer):
         return min((n for stack in model.spec.stacks if (n := max_positions(stack)) is not None), default=None)
     config = getattr(model, "config", None)
@@ -170,53 +176,73 @@ def get_max_length(model: nn.Module) -> int | None:
 
 
 def _check_length(model: nn.Module, count: int) -> None:
-    """Refuse more tokens than a model of somebody else's says it takes; ours refuse for themselves."""
-    most = None if isinstance(model, Transformer) else get_max_length(model)
-    if most is not None and count > most:
-        fact = f"{count} tokens are {count - most} more than the {most} positions of {type(model).__name__}"
-        raise SequenceTooLong(f"{fact}; shorten the text, or ask for fewer new tokens")
+    """Raise if a model gets more tokens than its config allows; headwise models check this themselves."""
+    max_length = None if isinstance(model, Transformer) else get_max_length(model)
+    if max_length is not None and count > max_length:
+        fact = f"{count} tokens are {count - max_length} more than the {max_length} positions of {type(model).__name__}"
+        raise SequenceTooLong(f"{fact}; shorten the text, or lower max_new_tokens")
 
 
 def _from_texts_headwise(net: Transformer, texts: list[str], steps: int) -> ModelInputs:
-    """Texts for a model of ours, with what its usage says stands around them."""
+    """Inputs from texts for a headwise model, with the special tokens that its usage defines around them."""
     device = next(net.parameters()).device
-    reading, writing = load_tokenizers(net)
+    encoder_tokenizer, decoder_tokenizer = load_tokenizers(net)
     usage = net.usage
-    found = [_make_surrounded_row(reading, usage.before, text, usage.behind) for text in texts]
-    for row, text in zip(found, texts, strict=True):
+    text_rows = [_make_surrounded_row(encoder_tokenizer, usage.before, text, usage.behind) for text in texts]
+    for row, text in zip(text_rows, texts, strict=True):
         if list(row.ids) != encode_text(net, text):
-            raise SpecError(f"{text[:40]!r} is read in another way than it is told; give ids")
+            raise SpecError(f"the tokens of {text[:40]!r} do not match those of encode_text; give ids")
     if is_encoder_decoder(net):
         if not steps:
-            raise ValueError("a source alone is no text to trace; say max_new_tokens, or give ids of both by name")
-        begin = get_decoder_start_ids(net)
-        text = tuple(TokenRow(begin, tuple(writing.token_text(one) for one in begin)) for _ in found)
-        ids, _ = pad_left([row.ids for row in found], device)
-        counts = {"text": len(begin), "source": ids.shape[1]}
-        rows = {"source": _pad_rows(found, ids), "text": text}
-        return ModelInputs((), {}, rows, counts, len(found), True, [list(row.ids) for row in found], writing.token_text)
-    if steps and len({len(row.ids) for row in found}) > 1:
+            raise ValueError(
+                "a source alone is not enough to run the decoder; set max_new_tokens, or give ids of both by name"
+            )
+        start_ids = get_decoder_start_ids(net)
+        text = tuple(
+            TokenRow(start_ids, tuple(decoder_tokenizer.token_text(token) for token in start_ids)) for _ in text_rows
+        )
+        ids, _ = pad_left([row.ids for row in text_rows], device)
+        counts = {"text": len(start_ids), "source": ids.shape[1]}
+        rows = {"source": _pad_rows(text_rows, ids), "text": text}
+        return ModelInputs(
+            (),
+            {},
+            rows,
+            counts,
+            len(text_rows),
+            True,
+            [list(row.ids) for row in text_rows],
+            decoder_tokenizer.token_text,
+        )
+    if steps and len({len(row.ids) for row in text_rows}) > 1:
         raise ValueError("texts of several lengths cannot be traced together while they go on; trace one at a time")
-    ids, tokens = pad_left([row.ids for row in found], device)
+    ids, tokens = pad_left([row.ids for row in text_rows], device)
     count = ids.shape[1]
     names = {"x": ids} | ({} if tokens is None else {"sequence": tokens})
     counts = {"text": count, "source": count}
-    prompts = [list(row.ids) for row in found]
+    prompts = [list(row.ids) for row in text_rows]
     return ModelInputs(
-        (), names, {"text": _pad_rows(found, ids)}, counts, len(found), False, prompts, writing.token_text
+        (),
+        names,
+        {"text": _pad_rows(text_rows, ids)},
+        counts,
+        len(text_rows),
+        False,
+        prompts,
+        decoder_tokenizer.token_text,
     )
 
 
 def _from_source_and_text(model: nn.Module, texts: Mapping[str, str]) -> ModelInputs:
-    """A source, and the text that is written while it is read."""
+    """Inputs from a source and a target text for an encoder-decoder model."""
     if set(texts) != {"source", "text"} or not is_encoder_decoder(model):
-        fact = f"{type(model).__name__} is given {', '.join(texts)}"
-        raise ValueError(f"{fact}; give a text, or source and text to a model of two stacks")
+        fact = f"{type(model).__name__} does not take the texts {', '.join(texts)}"
+        raise ValueError(f"{fact}; give a text, or source and text to an encoder-decoder model")
     if isinstance(model, Transformer):
-        reading, writing = load_tokenizers(model)
+        encoder_tokenizer, decoder_tokenizer = load_tokenizers(model)
         usage, keys = model.usage, ("source", "x")
-        source = _make_surrounded_row(reading, usage.before, texts["source"], usage.behind)
-        text = _make_surrounded_row(writing, get_decoder_start_ids(model), texts["text"], ())
+        source = _make_surrounded_row(encoder_tokenizer, usage.before, texts["source"], usage.behind)
+        text = _make_surrounded_row(decoder_tokenizer, get_decoder_start_ids(model), texts["text"], ())
     else:
         tokenizer, keys = _load_tokenizer(model), ("input_ids", "decoder_input_ids")
         start = getattr(getattr(model, "config", None), "decoder_start_token_id", None) or 0
@@ -230,44 +256,48 @@ def _from_source_and_text(model: nn.Module, texts: Mapping[str, str]) -> ModelIn
     return ModelInputs((), _to_device(model, names), rows, counts, 1, True)
 
 
-def _make_surrounded_row(words: ModelTokenizer, before: Sequence[int], text: str, behind: Sequence[int]) -> TokenRow:
-    """The row of a text between ids of its own."""
-    ids, places = words.ids(text), words.places(text)
-    named = [text[start:stop] or words.token_text(one) for one, (start, stop) in zip(ids, places, strict=True)]
+def _make_surrounded_row(
+    tokenizer: ModelTokenizer, before: Sequence[int], text: str, behind: Sequence[int]
+) -> TokenRow:
+    """Token row of a text with special ids before and behind it."""
+    ids, offsets = tokenizer.ids(text), tokenizer.places(text)
+    strings = [
+        text[start:stop] or tokenizer.token_text(token) for token, (start, stop) in zip(ids, offsets, strict=True)
+    ]
     end = len(text)
     return TokenRow(
         (*before, *ids, *behind),
-        (*map(words.token_text, before), *named, *map(words.token_text, behind)),
-        (*[(0, 0)] * len(before), *places, *[(end, end)] * len(behind)),
+        (*map(tokenizer.token_text, before), *strings, *map(tokenizer.token_text, behind)),
+        (*[(0, 0)] * len(before), *offsets, *[(end, end)] * len(behind)),
         text,
     )
 
 
 def _pad_rows(rows: Sequence[TokenRow], ids: Tensor) -> tuple[TokenRow, ...]:
-    """The same, as long as each other: places without a token stand before."""
-    found: list[TokenRow] = []
+    """Pad rows on the left to the width of `ids`."""
+    padded: list[TokenRow] = []
     for row in rows:
         gap = ids.shape[1] - len(row.ids)
-        found.append(
+        padded.append(
             TokenRow((PAD_ID,) * gap + row.ids, ("",) * gap + row.words, ((0, 0),) * gap + row.offsets, row.text)
         )
-    return tuple(found)
+    return tuple(padded)
 
 
 def _from_texts_transformers(model: nn.Module, texts: list[str], steps: int) -> ModelInputs:
-    """Texts for a model of transformers, as the tokenizer beside its weights reads them."""
+    """Inputs from texts for a transformers model, with the tokenizer.json next to its weights."""
     tokenizer = _load_tokenizer(model)
-    found = [_encode(tokenizer, text) for text in texts]
-    two, longest = is_encoder_decoder(model), max(len(row.ids) for row in found)
+    text_rows = [_encode(tokenizer, text) for text in texts]
+    has_source, longest = is_encoder_decoder(model), max(len(row.ids) for row in text_rows)
     if not longest:
         raise ValueError("the text is empty; give at least one token")
-    _check_length(model, longest + (0 if two else steps))
+    _check_length(model, longest + (0 if has_source else steps))
     pad = getattr(getattr(model, "config", None), "pad_token_id", None) or 0
-    left = bool(steps) and not two  # what is said must stand next to what was read
-    gaps = [longest - len(row.ids) for row in found]
-    ids = [_pad(row.ids, [pad] * gap, left) for row, gap in zip(found, gaps, strict=True)]
-    live = [_pad([1] * (longest - gap), [0] * gap, left) for gap in gaps]
-    names = _to_device(model, {"input_ids": torch.tensor(ids), "attention_mask": torch.tensor(live)})
+    left = bool(steps) and not has_source  # generated tokens must follow the text directly
+    gaps = [longest - len(row.ids) for row in text_rows]
+    ids = [_pad(row.ids, [pad] * gap, left) for row, gap in zip(text_rows, gaps, strict=True)]
+    mask_rows = [_pad([1] * (longest - gap), [0] * gap, left) for gap in gaps]
+    names = _to_device(model, {"input_ids": torch.tensor(ids), "attention_mask": torch.tensor(mask_rows)})
     rows = tuple(
         TokenRow(
             _pad(row.ids, [PAD_ID] * gap, left),
@@ -275,22 +305,31 @@ def _from_texts_transformers(model: nn.Module, texts: list[str], steps: int) -> 
             _pad(row.offsets, [(0, 0)] * gap, left),
             row.text,
         )
-        for row, gap in zip(found, gaps, strict=True)
+        for row, gap in zip(text_rows, gaps, strict=True)
     )
-    if two and not steps:
-        raise ValueError("a source alone is no text to trace; say max_new_tokens, or give ids of both by name")
-    counts = {"text": 1 if two else longest, "source": longest}
+    if has_source and not steps:
+        raise ValueError(
+            "a source alone is not enough to run the decoder; set max_new_tokens, or give ids of both by name"
+        )
+    counts = {"text": 1 if has_source else longest, "source": longest}
     return ModelInputs(
-        (), names, {"source" if two else "text": rows}, counts, len(rows), two, [], _make_decoder(tokenizer)
+        (),
+        names,
+        {"source" if has_source else "text": rows},
+        counts,
+        len(rows),
+        has_source,
+        [],
+        _make_decoder(tokenizer),
     )
 
 
 def _load_tokenizer(model: nn.Module) -> Tokenizer:
-    """What lies beside the weights of a model of transformers."""
+    """Load the tokenizer.json next to the weights of a transformers model."""
     path = Path(str(getattr(getattr(model, "config", None), "_name_or_path", "") or "")) / TOKENIZER_FILE
     if not path.is_file():
         fact = f"{type(model).__name__} comes with no {TOKENIZER_FILE}"
-        raise ValueError(f"{fact}; give what it reads, as in {{'input_ids': tokenizer(text, return_tensors='pt')...}}")
+        raise ValueError(f"{fact}; give its arguments, as in {{'input_ids': tokenizer(text, return_tensors='pt')...}}")
     tokenizer = Tokenizer.from_file(str(path))
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -302,16 +341,18 @@ def _pad(row: Sequence[Any], gap: Sequence[Any], left: bool) -> tuple[Any, ...]:
 
 
 def _encode(tokenizer: Tokenizer, text: str) -> TokenRow:
-    found = tokenizer.encode(text)
+    encoding = tokenizer.encode(text)
     words = tuple(
         token if special else text[start:stop] or token
-        for token, special, (start, stop) in zip(found.tokens, found.special_tokens_mask, found.offsets, strict=True)
+        for token, special, (start, stop) in zip(
+            encoding.tokens, encoding.special_tokens_mask, encoding.offsets, strict=True
+        )
     )
-    return TokenRow(tuple(found.ids), words, tuple(found.offsets), text)
+    return TokenRow(tuple(encoding.ids), words, tuple(encoding.offsets), text)
 
 
 def _make_decoder(tokenizer: Tokenizer) -> TokenDecoder:
-    def spell(one: int) -> str:
-        return tokenizer.decode([one]) or tokenizer.id_to_token(one) or str(one)
+    def decode_token(token_id: int) -> str:
+        return tokenizer.decode([token_id]) or tokenizer.id_to_token(token_id) or str(token_id)
 
-    return spell
+    return decode_token

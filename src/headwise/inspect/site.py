@@ -1,4 +1,4 @@
-"""A site is one attention layer of any model: where it is, how many heads it has, and what may be done to it."""
+"""Sites: the attention layers of any model, with their heads and what can be done to them."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 from ..errors import suggest
 from ..spec.attention_spec import AttentionSpec
 
-WIDTH = 80  # columns of a terminal
+WIDTH = 80  # terminal columns
 ABILITIES = ("see", "silence", "cut", "share")
 
 
 class Ability(NamedTuple):
-    """Whether something may be done to a site, and why not."""
+    """Whether an operation is possible at a site, and if not, the reason."""
 
     can: bool
     why: str = ""
@@ -31,11 +31,11 @@ POSSIBLE = Ability(True)
 class Site:
     """One attention layer.
 
-    `stack`, `layer` and `kind` ("attention" or "cross") make its name; `path` is that of its module. `heads` is how
-    many speak, `q` how many ask, `kv` how many heads of keys and values they read. `see` is to read queries, keys and
-    weights, `silence` to change what heads say, `cut` and `share` to make the layer smaller. `pattern` says who reads
-    whom; `spec` is the layer in our words, or None, and then `unsaid` says why. `same_as` names the site whose module
-    it shares.
+    The name is `stack.layer.kind`; `kind` is "attention" or "cross", and `path` is the path of the module. `heads` is
+    the number of output heads, `q` of query heads, `kv` of KV heads, `dim` the head dimension. Four abilities: `see`
+    (read queries, keys and weights), `silence` (change head outputs), `cut` (prune heads) and `share` (convert to
+    fewer KV heads). `pattern` is the attention pattern. `spec` is the layer as a headwise spec, or None, and then
+    `unsaid` is the reason. `same_as` names an earlier site that runs the same module.
     """
 
     name: str
@@ -58,21 +58,21 @@ class Site:
 
     @property
     def to_dict(self) -> dict[str, Any]:
-        """All of it as plain values."""
-        told = {name: value for name, value in asdict(self).items() if name not in (*ABILITIES, "spec")}
-        able = {name: getattr(self, name)._asdict() for name in ABILITIES}
-        return {**told, "spec": None if self.spec is None else str(self.spec), **able}
+        """As plain values, for JSON."""
+        fields = {name: value for name, value in asdict(self).items() if name not in (*ABILITIES, "spec")}
+        abilities = {name: getattr(self, name)._asdict() for name in ABILITIES}
+        return {**fields, "spec": None if self.spec is None else str(self.spec), **abilities}
 
 
 class Sites(list[Site]):
-    """The sites of a model in the order of its layers; prints as a table, with `notes` on the rest of it beneath."""
+    """The sites of a model in layer order. Prints as a table, followed by `notes` and the reasons for each "no"."""
 
     def __init__(self, sites: Iterable[Site], model: str, notes: Sequence[str] = ()) -> None:
         super().__init__(sites)
         self.model, self.notes = model, list(notes)
 
     def find(self, which: int | str) -> Site:
-        """The site of this name, or of this layer where the model has no other there.
+        """The site with this name, or the only site at this layer number.
 
         >>> yes = Ability(True)
         >>> site = Site("decoder.0.attention", "decoder", 0, "attention", "h.0", 4, 4, 2, 8, "", None, "", *[yes] * 4)
@@ -80,29 +80,29 @@ class Sites(list[Site]):
         'decoder.0.attention'
         """
         if isinstance(which, str):
-            found = [site for site in self if site.name == which]
-            if not found:
+            matches = [site for site in self if site.name == which]
+            if not matches:
                 raise ValueError(f"{self.model} has no site {which!r}; {suggest(which, [site.name for site in self])}")
-            return found[0]
-        found = [site for site in self if site.layer == which]
-        if not found:
+            return matches[0]
+        matches = [site for site in self if site.layer == which]
+        if not matches:
             layers = sorted({site.layer for site in self})
             raise ValueError(f"{self.model} has no layer {which!r}; its layers are {layers[0]}..{layers[-1]}")
-        if len(found) > 1:
-            names = ", ".join(site.name for site in found)
-            raise ValueError(f"{self.model} has several sites at layer {which}: {names}; say which by its name")
-        return found[0]
+        if len(matches) > 1:
+            names = ", ".join(site.name for site in matches)
+            raise ValueError(f"{self.model} has several sites at layer {which}: {names}; give its name")
+        return matches[0]
 
     @property
     def to_dict(self) -> dict[str, Any]:
-        """All of it as plain values."""
+        """As plain values, for JSON."""
         return {"model": self.model, "sites": [site.to_dict for site in self], "notes": self.notes}
 
     def __str__(self) -> str:
         if not self:
             return (
-                f"{self.model} has no attention that headwise finds; hw.sites(model, example) finds one by what it "
-                "does, hw.declare says where one is"
+                f"{self.model} has no attention that headwise finds; hw.sites(model, example) finds it by tracing a "
+                "forward call, hw.declare(module, ...) declares one"
             )
         rows = [
             [site.name, str(site.q), str(site.kv), str(site.dim), site.pattern]
@@ -114,30 +114,31 @@ class Sites(list[Site]):
 
 
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:
-    wide = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    right = {1, 2, 3}
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    right_aligned = {1, 2, 3}
     return [
         "  ".join(
-            cell.rjust(width) if n in right else cell.ljust(width)
-            for n, (cell, width) in enumerate(zip(row, wide, strict=True))
+            cell.rjust(width) if n in right_aligned else cell.ljust(width)
+            for n, (cell, width) in enumerate(zip(row, widths, strict=True))
         ).rstrip()
         for row in rows
     ]
 
 
 def _reasons(sites: Sequence[Site]) -> list[str]:
-    """Each reason once, with what it stands against and at how many sites."""
-    said: dict[str, dict[str, int]] = {}
+    """One line per reason: the abilities that it rules out, and at how many sites."""
+    counts_by_reason: dict[str, dict[str, int]] = {}
     for site in sites:
-        no = [(name, getattr(site, name)) for name in ABILITIES]
-        whys = [(name, able.why) for name, able in no if not able.can]
-        for name, why in [*whys, *([("spec", site.unsaid)] if site.spec is None else [])]:
-            counts = said.setdefault(why, {})
+        abilities = [(name, getattr(site, name)) for name in ABILITIES]
+        reasons = [(name, ability.why) for name, ability in abilities if not ability.can]
+        for name, reason in [*reasons, *([("spec", site.unsaid)] if site.spec is None else [])]:
+            counts = counts_by_reason.setdefault(reason, {})
             counts[name] = counts.get(name, 0) + 1
     return [
-        f"no {' or '.join(counts)} at {max(counts.values())} of {len(sites)}: {why}" for why, counts in said.items()
+        f"no {' or '.join(counts)} at {max(counts.values())} of {len(sites)}: {reason}"
+        for reason, counts in counts_by_reason.items()
     ]
 
 
-def _wrap(told: Sequence[str]) -> list[str]:
-    return [line for long in told for line in textwrap.wrap(long, WIDTH, subsequent_indent="  ")]
+def _wrap(notes: Sequence[str]) -> list[str]:
+    return [line for note in notes for line in textwrap.wrap(note, WIDTH, subsequent_indent="  ")]

@@ -1,4 +1,4 @@
-"""What attentions work with, kept on the host as they run, within a budget of bytes."""
+"""Record the queries, keys and masks of every attention layer of a run on the CPU, within a budget of bytes."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ EXTRA_TENSORS = ("v", "z")
 
 @dataclass(frozen=True)
 class Capture:
-    """What is kept of a run, beside queries and keys.
+    """What to record of a run besides queries and keys.
 
-    `also` may name "v", the values, and "z", what each head says. `sites` are names or layers, all where none is
-    given. What is kept may fill `budget` bytes. numbers="own" keeps numbers as the model has them; "half" keeps
-    sixteen bits of each, and weights computed from them are off by as much.
+    `extra` may contain "v" (values) and "z" (head outputs). `sites` are site names or layer numbers (default: all).
+    `budget` is the maximum number of bytes recorded. precision="own" keeps the model's precision (float32 for
+    bfloat16, which is exact); "half" stores float16, and weights computed from it are rounded accordingly.
 
     >>> Capture(extra=("values",))
     Traceback (most recent call last):
-    headwise.errors.SpecError: Capture(also=('values',)) holds 'values'; give some of v, z
+    headwise.errors.SpecError: Capture(extra=('values',)) is unknown: 'values'; give some of v, z
     """
 
     extra: tuple[str, ...] = ()
@@ -45,21 +45,25 @@ class Capture:
 
     def __post_init__(self) -> None:
         if wrong := [name for name in self.extra if name not in EXTRA_TENSORS]:
-            raise SpecError(f"Capture(also={self.extra!r}) holds {wrong[0]!r}; give some of {', '.join(EXTRA_TENSORS)}")
+            raise SpecError(
+                f"Capture(extra={self.extra!r}) is unknown: {wrong[0]!r}; give some of {', '.join(EXTRA_TENSORS)}"
+            )
         if self.precision not in PRECISIONS:
-            raise SpecError(f"Capture(numbers={self.precision!r}) is unknown; give one of {', '.join(PRECISIONS)}")
+            raise SpecError(f"Capture(precision={self.precision!r}) is unknown; give one of {', '.join(PRECISIONS)}")
         if type(self.budget) is not int or self.budget < 1:
-            raise SpecError(f"Capture(budget={self.budget!r}) is no number of bytes; give a whole one, as in 10**9")
+            raise SpecError(
+                f"Capture(budget={self.budget!r}) is not a number of bytes; give an integer > 0, as in 10**9"
+            )
 
     @property
     def bytes_per_number(self) -> int:
-        """The bytes of a number."""
+        """Bytes per recorded number."""
         return 2 if self.precision == "half" else 4
 
 
 @dataclass
 class CaptureBuffer:
-    """What all layers of a run keep together: the bytes so far, and each grid once."""
+    """State shared by the recorders of a run: the bytes recorded so far, and the masks without duplicates."""
 
     capture: Capture
     nbytes: int = 0
@@ -68,72 +72,70 @@ class CaptureBuffer:
     _masks_seen: list[tuple[Tensor, int]] = field(default_factory=list)
 
     def copy_to_host(self, tensor: Tensor) -> Array:
-        """A tensor on the host, if there is room."""
+        """Copy a tensor to the CPU; raises if it does not fit into the budget."""
         half = self.capture.precision == "half" or tensor.dtype == torch.float16
-        kind = torch.float16 if half else torch.float32
-        self.reserve(tensor.numel() * kind.itemsize)
-        # to() may hand back the very tensor, which a cache writes over later
-        return tensor.detach().to("cpu", kind, copy=True).contiguous().numpy()
+        dtype = torch.float16 if half else torch.float32
+        self.reserve(tensor.numel() * dtype.itemsize)
+        # copy=True, because without it to() may return the tensor itself, which a cache overwrites later
+        return tensor.detach().to("cpu", dtype, copy=True).contiguous().numpy()
 
     def reserve(self, nbytes: int) -> None:
-        """Take note of more bytes, or refuse them."""
+        """Count `nbytes` more; raises if they exceed the budget."""
         self.nbytes += nbytes
         if self.nbytes > self.capture.budget:
             fact = (
-                f"what is kept takes {format_bytes(self.nbytes)} and more, beyond a budget of "
+                f"cannot record this run: it takes at least {format_bytes(self.nbytes)}, beyond the budget of "
                 f"{format_bytes(self.capture.budget)}"
             )
-            raise SpecError(f"{fact}; give a larger one, fewer sites, or numbers='half'")
+            raise SpecError(f"{fact}; give a larger budget=, fewer sites=, or precision='half'")
 
     def add_mask(self, tensor: Tensor) -> int:
-        """The number of a grid; masks that many layers share are looked at once."""
-        for met, number in self._masks_seen:
-            if met is tensor:
+        """Store a mask or bias and return its index; a mask that several layers share is stored once."""
+        for seen, number in self._masks_seen:
+            if seen is tensor:
                 return number
-        told = tensor.detach()[(None,) * (4 - tensor.dim())]  # a grid of two or three axes is one for all
-        grid = PackedMask.pack((told if told.dtype == torch.bool else told.float()).cpu().numpy())
+        mask_4d = tensor.detach()[(None,) * (4 - tensor.dim())]  # add missing batch and head axes
+        grid = PackedMask.pack((mask_4d if mask_4d.dtype == torch.bool else mask_4d.float()).cpu().numpy())
         number = self._numbers.get(grid.identity)
         if number is None:
             number = self._numbers[grid.identity] = len(self.grids)
             self.reserve(grid.values.nbytes)
             self.grids.append(grid)
-        self._masks_seen = [
-            *self._masks_seen[-1:],
-            (tensor, number),
-        ]  # two: layers by turns local and global share one of each
+        # keep two: models that alternate local and global layers share one mask of each kind
+        self._masks_seen = [*self._masks_seen[-1:], (tensor, number)]
         return number
 
 
 class CallRecorder:
-    """A watcher that keeps what one attention works with, call after call."""
+    """Observer that records the calls of one attention layer."""
 
     needs_call = True
 
     def __init__(self, site: Site, store: CaptureBuffer) -> None:
         self.site, self.store = site, store
         self.calls: list[AttentionCallRecord] = []
-        self.pieces: dict[str, list[Array]] = {}
+        self.chunks: dict[str, list[Array]] = {}
         self.reads: tuple[int, ...] = ()
-        self.why = ""
+        self.reason = ""
 
-    def on_call(self, seen: AttentionCall) -> None:
-        """Keep it, or the reason why it cannot be kept."""
-        if self.why:
+    def on_call(self, call: AttentionCall) -> None:
+        """Record a call, or the reason why it cannot be recorded."""
+        if self.reason:
             return
-        told = seen.attention_inputs
-        if told is None or not self._has_same_widths(told):
-            self._record_weights(seen)
+        inputs = call.attention_inputs
+        if inputs is None or not self._has_same_widths(inputs):
+            self._record_weights(call)
         else:
-            self._record_scores(told)
+            self._record_scores(inputs)
 
     def on_head_outputs(self, z: Tensor) -> None:
-        """Keep what heads say, if that was asked."""
-        if "z" in self.store.capture.extra and not self.why:
+        """Record head outputs if requested."""
+        if "z" in self.store.capture.extra and not self.reason:
             self._append("z", self.store.copy_to_host(z))
 
     def to_layer(self, streams: tuple[str, str]) -> AttentionRecord:
-        """All that was kept."""
-        arrays = {name: _concatenate(own) for name, own in self.pieces.items()}
+        """Make the trace record of this layer from the recorded calls."""
+        arrays = {name: _concatenate(chunks) for name, chunks in self.chunks.items()}
         site = self.site
         heads = len(self.reads) or next(a.shape[1] for name, a in arrays.items() if name.startswith("weights"))
         return AttentionRecord(
@@ -150,163 +152,168 @@ class CallRecorder:
         )
 
     def _append(self, name: str, array: Array) -> None:
-        self.pieces.setdefault(name, []).append(array)
+        self.chunks.setdefault(name, []).append(array)
 
     def _num_queries(self) -> int:
-        """How many queries were asked before."""
+        """Number of queries recorded so far."""
         return self.calls[-1].queries[1] if self.calls else 0
 
     def _count(self, name: str) -> int:
-        return sum(piece.shape[1] for piece in self.pieces.get(name, ()))
+        return sum(chunk.shape[1] for chunk in self.chunks.get(name, ()))
 
-    def _has_same_widths(self, told: AttentionInputs) -> bool:
-        """Whether queries and keys are as wide as those before: a latent is read whole, then step by step as it is."""
-        widths = {"q": told.q_BTHK.shape[2:], "k": told.k_BSGK.shape[2:]}
-        return all(self.pieces[name][0].shape[2:] == wide for name, wide in widths.items() if name in self.pieces)
+    def _has_same_widths(self, inputs: AttentionInputs) -> bool:
+        """Whether queries and keys have the shape of earlier calls. Latent attention (MLA) changes it between prefill,
+        which expands the latents, and decode steps, which attend to the latents directly."""
+        head_shapes = {"q": inputs.q_BTHK.shape[2:], "k": inputs.k_BSGK.shape[2:]}
+        return all(
+            self.chunks[name][0].shape[2:] == shape for name, shape in head_shapes.items() if name in self.chunks
+        )
 
-    def _record_weights(self, seen: AttentionCall) -> None:
-        """A call whose weights no few tensors say: they are kept themselves."""
+    def _record_weights(self, call: AttentionCall) -> None:
+        """Record the weights of a call that cannot be recomputed from queries and keys."""
         try:
-            weights = seen.all_weights()
-        except ValueError as error:  # NoBackend among them: no weights are formed at all
-            self.why = str(error)
+            weights = call.all_weights()
+        except ValueError as error:  # includes NoBackend: no backend returns these weights
+            self.reason = str(error)
             return
-        stands = None
-        if seen.key_positions is not None:
-            order, stands = _key_order(seen.key_positions)
+        positions = None
+        if call.key_positions is not None:
+            order, positions = _key_order(call.key_positions)
             weights = weights[..., order]
         start, (queries, keys) = self._num_queries(), weights.shape[2:]
         number = len(self.calls)
         self._append(f"weights.{number}", self.store.copy_to_host(weights))
-        known = 0 if keys >= start + queries or self.site.kind == "cross" else None
-        first, places = (known, None) if stands is None else self._record_key_positions(stands)
+        default_first = 0 if keys >= start + queries or self.site.kind == "cross" else None
+        first, places = (default_first, None) if positions is None else self._record_key_positions(positions)
         self.calls.append(
             AttentionCallRecord((start, start + queries), (0, keys), first, weights=number, places=places)
         )
 
-    def _record_scores(self, told: AttentionInputs) -> None:
-        """A call whose weights follow from queries and keys."""
+    def _record_scores(self, inputs: AttentionInputs) -> None:
+        """Record the queries, keys and masks of a call whose weights can be recomputed from them."""
         if not self.reads:
-            heads = told.q_BTHK.shape[2]
-            self.reads = tuple(told.kv_head_of(head) for head in range(heads))
-            if told.sinks is not None:
-                self.pieces["sinks"] = [self.store.copy_to_host(told.sinks.flatten())]
-        told, stands = _sort_keys(told)
-        start, asked, queries = self._num_queries(), self._count("q"), told.q_BTHK.shape[1]
-        self._append("q", self.store.copy_to_host(told.q_BTHK))
-        grids = tuple(self._record_mask(grid, told) for grid in (told.bias, told.mask) if grid is not None)
-        keys = self._record_keys(told, queries)
+            heads = inputs.q_BTHK.shape[2]
+            self.reads = tuple(inputs.kv_head_of(head) for head in range(heads))
+            if inputs.sinks is not None:
+                self.chunks["sinks"] = [self.store.copy_to_host(inputs.sinks.flatten())]
+        inputs, positions = _sort_keys(inputs)
+        start, first_row, queries = self._num_queries(), self._count("q"), inputs.q_BTHK.shape[1]
+        self._append("q", self.store.copy_to_host(inputs.q_BTHK))
+        grids = tuple(self._record_mask(grid, inputs) for grid in (inputs.bias, inputs.mask) if grid is not None)
+        keys = self._record_keys(inputs, queries)
         first, places = (
             (self._first_position(keys, start + queries), None)
-            if stands is None
-            else self._record_key_positions(stands)
+            if positions is None
+            else self._record_key_positions(positions)
         )
-        causal = told.causal and queries > 1
+        causal = inputs.causal and queries > 1
         self.calls.append(
             AttentionCallRecord(
                 (start, start + queries),
                 keys,
                 first,
-                told.scale,
-                told.softcap,
+                inputs.scale,
+                inputs.softcap,
                 causal,
                 grids,
-                asked=asked,
+                asked=first_row,
                 places=places,
             )
         )
 
-    def _record_mask(self, grid: Tensor, told: AttentionInputs) -> int:
-        """The number of a grid; what it says of keys that are not there, as of a cache's free places, is left out."""
-        keys = told.k_BSGK.shape[1]
+    def _record_mask(self, grid: Tensor, inputs: AttentionInputs) -> int:
+        """Store a mask and return its index; columns beyond the keys, such as free slots of a cache, are dropped."""
+        keys = inputs.k_BSGK.shape[1]
         return self.store.add_mask(grid if grid.shape[-1] <= keys else grid[..., :keys])
 
-    def _record_keys(self, told: AttentionInputs, queries: int) -> tuple[int, int]:
-        """Where the keys of this call stand among all that were kept; those that are there already are not again."""
-        k_BSGK, count = told.k_BSGK, told.k_BSGK.shape[1]
-        there = self._count("k")
-        for fresh in (0, queries):
-            known = count - fresh
-            if self.calls and 0 < known <= there and self._ends_with(k_BSGK[:, :known]):
+    def _record_keys(self, inputs: AttentionInputs, queries: int) -> tuple[int, int]:
+        """Record the new keys of this call, and return the range of all its keys among the recorded ones."""
+        k_BSGK, count = inputs.k_BSGK, inputs.k_BSGK.shape[1]
+        num_recorded = self._count("k")
+        for num_new in (0, queries):
+            num_known = count - num_new
+            if self.calls and 0 < num_known <= num_recorded and self._ends_with(k_BSGK[:, :num_known]):
                 break
         else:
-            fresh = count
-        sides = {"k": k_BSGK, "v": told.v_BSGV} if "v" in self.store.capture.extra else {"k": k_BSGK}
-        for name, side in sides.items():
-            if fresh:
-                self._append(name, self.store.copy_to_host(side[:, count - fresh :]))
-        stop = there + fresh
+            num_new = count
+        tensors = {"k": k_BSGK, "v": inputs.v_BSGV} if "v" in self.store.capture.extra else {"k": k_BSGK}
+        for name, tensor in tensors.items():
+            if num_new:
+                self._append(name, self.store.copy_to_host(tensor[:, count - num_new :]))
+        stop = num_recorded + num_new
         return stop - count, stop
 
     def _ends_with(self, k_BSGK: Tensor) -> bool:
-        """Whether what was kept of keys ends with these."""
-        half = self.pieces["k"][0].dtype == np.float16
-        rest = k_BSGK.detach().to("cpu", torch.float16 if half else torch.float32).numpy()
-        for piece in reversed(self.pieces["k"]):
-            count = min(piece.shape[1], rest.shape[1])
-            if not np.array_equal(piece[:, piece.shape[1] - count :], rest[:, rest.shape[1] - count :]):
+        """Whether the recorded keys end with these."""
+        half = self.chunks["k"][0].dtype == np.float16
+        remaining = k_BSGK.detach().to("cpu", torch.float16 if half else torch.float32).numpy()
+        for chunk in reversed(self.chunks["k"]):
+            count = min(chunk.shape[1], remaining.shape[1])
+            if not np.array_equal(chunk[:, chunk.shape[1] - count :], remaining[:, remaining.shape[1] - count :]):
                 return False
-            rest = rest[:, : rest.shape[1] - count]
-            if not rest.shape[1]:
+            remaining = remaining[:, : remaining.shape[1] - count]
+            if not remaining.shape[1]:
                 break
         return True
 
-    def _record_key_positions(self, stands: Tensor) -> tuple[int | None, int | None]:
-        """The number of the first key, if the others follow without a gap; else that of an array of all of them."""
-        first, last = (int(stands[0]), int(stands[-1])) if len(stands) else (0, -1)
-        if last - first == len(stands) - 1:
+    def _record_key_positions(self, positions: Tensor) -> tuple[int | None, int | None]:
+        """Position of the first key if the positions have no gaps, else the number of a recorded array of positions."""
+        first, last = (int(positions[0]), int(positions[-1])) if len(positions) else (0, -1)
+        if last - first == len(positions) - 1:
             return first, None
         number = len(self.calls)
-        self.store.reserve(4 * len(stands))
-        self._append(f"places.{number}", stands.to("cpu", torch.int32).numpy())
+        self.store.reserve(4 * len(positions))
+        self._append(f"places.{number}", positions.to("cpu", torch.int32).numpy())
         return None, number
 
     def _first_position(self, keys: tuple[int, int], tokens: int) -> int | None:
-        """The number of the first key among the tokens, None where a cache may hold them in an order of its own."""
+        """Position of the first key; None if the order of keys in the cache is unknown."""
         start, stop = keys
         if self.site.kind == "cross" or not self.calls:
             return 0
         last = self.calls[-1]
-        if last.weights is None and last.first is not None and start < last.keys[1]:  # it goes on from what was there
+        if (
+            last.weights is None and last.first is not None and start < last.keys[1]
+        ):  # continues the keys of the last call
             return last.first + start - last.keys[0]
         return 0 if stop - start >= tokens else None
 
 
-def _key_order(stands: Tensor) -> tuple[Tensor, Tensor]:
-    """What brings keys into the order of their tokens, and the numbers of these."""
-    order = stands.argsort()[int((stands < 0).sum()) :]
-    return order, stands[order]
+def _key_order(positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Indices that sort keys by position, without empty slots (position -1); and the sorted positions."""
+    order = positions.argsort()[int((positions < 0).sum()) :]
+    return order, positions[order]
 
 
-def _sort_keys(told: AttentionInputs) -> tuple[AttentionInputs, Tensor | None]:
-    """The same with its keys in the order of their tokens, and the numbers of these, where they are known."""
-    if told.key_positions is None:
-        return told, None
-    order, stands = _key_order(told.key_positions)
-    if torch.equal(order, torch.arange(told.k_BSGK.shape[1], device=order.device)):
-        return told, stands
-    sides = {"k_BSGK": told.k_BSGK[:, order], "v_BSGV": told.v_BSGV[:, order]}
-    grids = {
+def _sort_keys(inputs: AttentionInputs) -> tuple[AttentionInputs, Tensor | None]:
+    """Sort the keys by position; returns the inputs and the sorted positions, or None if these are unknown."""
+    if inputs.key_positions is None:
+        return inputs, None
+    order, positions = _key_order(inputs.key_positions)
+    if torch.equal(order, torch.arange(inputs.k_BSGK.shape[1], device=order.device)):
+        return inputs, positions
+    sorted_tensors = {"k_BSGK": inputs.k_BSGK[:, order], "v_BSGV": inputs.v_BSGV[:, order]}
+    sorted_masks = {
         name: grid[..., order]
-        for name, grid in (("mask", told.mask), ("bias", told.bias))
+        for name, grid in (("mask", inputs.mask), ("bias", inputs.bias))
         if grid is not None and grid.shape[-1] > 1
     }
-    return _replace_inputs(told, **sides, **grids), stands
+    return _replace_inputs(inputs, **sorted_tensors, **sorted_masks), positions
 
 
-def _replace_inputs(told: AttentionInputs, **other: Tensor) -> AttentionInputs:
-    return AttentionInputs(**{**vars(told), **other})
+def _replace_inputs(inputs: AttentionInputs, **tensors: Tensor) -> AttentionInputs:
+    return AttentionInputs(**{**vars(inputs), **tensors})
 
 
-def _concatenate(pieces: Sequence[Array]) -> Array:
-    return pieces[0] if len(pieces) == 1 else np.concatenate(pieces, 1)
+def _concatenate(chunks: Sequence[Array]) -> Array:
+    return chunks[0] if len(chunks) == 1 else np.concatenate(chunks, 1)
 
 
-# --- What a capture will take, before it is taken ------------------------------------------------------
+# --- Estimate of the size of a trace, before anything is computed -----------------------------------------
 
 
 class CaptureSize(NamedTuple):
-    """One run: texts side by side, tokens of each stream, and new ones that are said step by step."""
+    """Size of a run: batch size, tokens per stream, and tokens to generate."""
 
     batch_size: int
     num_tokens: Mapping[str, int]
@@ -316,37 +323,50 @@ class CaptureSize(NamedTuple):
 def estimate_bytes(
     sites: Sequence[SiteModule], capture: Capture, streams: Mapping[str, tuple[str, str]], size: CaptureSize
 ) -> int:
-    """The bytes that a run of this size is expected to take: queries, keys and what else is asked, and masks as bits.
+    """Estimate the bytes that a trace of this size takes: queries, keys, requested extras, and masks as bits.
 
-    Additions to scores are expected to follow the distance of tokens, as learned and fixed ones do.
+    Biases are assumed to depend on the offset of key and query only, as position biases do.
     """
-    total, patterns = 0, dict[tuple[str, int, int], int]()
-    for one in sites:
-        asks, told = streams[one.site.name]
-        new = {name: 0 if name == "source" else size.max_new_tokens for name in (asks, told)}
-        queries, keys = size.num_tokens[asks] + new[asks], size.num_tokens[told] + new[told]
-        if one.adapter.visible_tensors(one.module) == "weights":
-            total += size.batch_size * one.site.heads * queries * keys * capture.bytes_per_number
+    total, mask_bytes = 0, dict[tuple[str, int, int], int]()
+    for site_module in sites:
+        query_stream, key_stream = streams[site_module.site.name]
+        new_tokens = {name: 0 if name == "source" else size.max_new_tokens for name in (query_stream, key_stream)}
+        queries, keys = (
+            size.num_tokens[query_stream] + new_tokens[query_stream],
+            size.num_tokens[key_stream] + new_tokens[key_stream],
+        )
+        if site_module.adapter.visible_tensors(site_module.module) == "weights":
+            total += size.batch_size * site_module.site.heads * queries * keys * capture.bytes_per_number
         else:
-            total += size.batch_size * capture.bytes_per_number * _numbers_per_text(one.site, capture, queries, keys)
-            patterns[one.site.pattern, queries, keys] = _mask_bytes(one.site, queries, keys, size.batch_size)
+            total += (
+                size.batch_size * capture.bytes_per_number * _numbers_per_text(site_module.site, capture, queries, keys)
+            )
+            mask_bytes[site_module.site.pattern, queries, keys] = _mask_bytes(
+                site_module.site, queries, keys, size.batch_size
+            )
         if "z" in capture.extra:
-            total += size.batch_size * capture.bytes_per_number * queries * one.site.heads * _head_width(one.site)
-    return total + sum(patterns.values())
+            total += (
+                size.batch_size
+                * capture.bytes_per_number
+                * queries
+                * site_module.site.heads
+                * _head_width(site_module.site)
+            )
+    return total + sum(mask_bytes.values())
 
 
-def _numbers_per_text(site: Site, how: Capture, queries: int, keys: int) -> int:
-    """How many numbers queries and keys of one text are, and values if they are kept."""
+def _numbers_per_text(site: Site, capture: Capture, queries: int, keys: int) -> int:
+    """Number of elements of the queries and keys of one text, and of the values if they are recorded."""
     if site.spec is None:
-        heads, groups, dim = site.q, site.kv, site.dim
+        heads, kv_heads, dim = site.q, site.kv, site.dim
     else:
         core = site.spec.core_of(site.spec.projection_form(one=False))
-        heads, groups, dim = len(core.key_head_of_query), max(core.key_head_of_query) + 1, core.dim
-    return queries * heads * dim + keys * groups * (dim + (_head_width(site) if "v" in how.extra else 0))
+        heads, kv_heads, dim = len(core.key_head_of_query), max(core.key_head_of_query) + 1, core.dim
+    return queries * heads * dim + keys * kv_heads * (dim + (_head_width(site) if "v" in capture.extra else 0))
 
 
 def _mask_bytes(site: Site, queries: int, keys: int, batch: int) -> int:
-    """A mask as bits, and a band of numbers for each head."""
+    """Bytes of a mask as bits, and of one band of biases per head."""
     return batch * queries * -(-keys // 8) + 4 * site.q * (queries + keys)
 
 
@@ -354,7 +374,7 @@ def _head_width(site: Site) -> int:
     return site.spec.heads.vdim if site.spec is not None else site.dim
 
 
-# --- A run of any model, kept as a trace ---------------------------------------------------------------
+# --- Trace a run of any model ------------------------------------------------------------------------------
 
 ProgressFunction = Callable[[str], object]
 
@@ -367,10 +387,10 @@ def trace(
     capture: Capture = Capture(),
     log: ProgressFunction = print,
 ) -> Trace:
-    """What every attention of a model works with while it reads `inputs`, and then says so many new tokens.
+    """Run a model on `inputs`, generate `max_new_tokens` tokens, and record every attention layer as a `Trace`.
 
-    `inputs` are what the model is called with: a tensor, a tuple or a dictionary by names; or a text or several, where
-    the model has a tokenizer. `tell` is told how many bytes will be kept, before they are.
+    `inputs` are what the model is called with: a tensor, a tuple or a dictionary by argument names; or one or several
+    texts, if the model has a tokenizer. `log` is called with the expected size before anything is computed.
 
     >>> import headwise as hw
     >>> net = hw.build(
@@ -379,113 +399,133 @@ def trace(
     ...     ),
     ...     seed=0,
     ... )
-    >>> kept = trace(net.eval(), torch.tensor([[3, 1, 4]]))
+    >>> run = trace(net.eval(), torch.tensor([[3, 1, 4]]))
     about 435 bytes of 1.0 GB: queries and keys of 2 sites
-    >>> kept.head_weights(1, 0).shape
+    >>> run.head_weights(1, 0).shape
     (3, 3)
     """
-    those = _select_sites(model, capture)
-    given = prepare_inputs(model, inputs, max_new_tokens)
-    run = ModelRun(model, given, max_new_tokens)
-    streams = {one.site.name: get_streams(one.site, given.has_source) for one in those}
-    size = CaptureSize(given.batch_size, given.token_counts or _count_tokens(run, those, streams), max_new_tokens)
-    expected = estimate_bytes(those, capture, streams, size)
-    log(f"about {format_bytes(expected)} of {format_bytes(capture.budget)}: {_describe_capture(capture, those)}")
+    site_modules = _select_sites(model, capture)
+    model_inputs = prepare_inputs(model, inputs, max_new_tokens)
+    run = ModelRun(model, model_inputs, max_new_tokens)
+    streams = {
+        site_module.site.name: get_streams(site_module.site, model_inputs.has_source) for site_module in site_modules
+    }
+    size = CaptureSize(
+        model_inputs.batch_size, model_inputs.token_counts or _count_tokens(run, site_modules, streams), max_new_tokens
+    )
+    expected = estimate_bytes(site_modules, capture, streams, size)
+    log(f"about {format_bytes(expected)} of {format_bytes(capture.budget)}: {_describe_capture(capture, site_modules)}")
     if expected > capture.budget:
-        fact = f"about {format_bytes(expected)} would be kept, beyond a budget of {format_bytes(capture.budget)}"
-        raise SpecError(f"{fact}; give a larger one, fewer sites, fewer tokens, or numbers='half'")
+        limit = format_bytes(capture.budget)
+        fact = f"cannot record this run: it takes about {format_bytes(expected)}, beyond the budget of {limit}"
+        raise SpecError(f"{fact}; give a larger budget=, fewer sites=, fewer tokens, or precision='half'")
     store = CaptureBuffer(capture)
-    keepers = {one.site.name: CallRecorder(one.site, store) for one in those}
-    said = run.run_with_hooks(those, keepers)
-    return _make_trace(model, _rows_with_output(given, said if max_new_tokens else None), those, keepers, streams)
+    recorders = {site_module.site.name: CallRecorder(site_module.site, store) for site_module in site_modules}
+    output = run.run_with_hooks(site_modules, recorders)
+    return _make_trace(
+        model, _rows_with_output(model_inputs, output if max_new_tokens else None), site_modules, recorders, streams
+    )
 
 
 def _make_trace(
     model: nn.Module,
     rows: Mapping[str, tuple[TokenRow, ...]],
-    those: Sequence[SiteModule],
-    keepers: Mapping[str, CallRecorder],
+    site_modules: Sequence[SiteModule],
+    recorders: Mapping[str, CallRecorder],
     streams: Mapping[str, tuple[str, str]],
 ) -> Trace:
-    skipped = {one.site.name: one.site.see.why for one in find_attention(model) if not one.site.see.can}
-    for name, keeper in keepers.items():
-        if keeper.why or not keeper.calls:
-            skipped[name] = keeper.why or "it was not called"
-    if len(skipped) == len(those) and those:
-        raise ValueError(f"nothing could be kept: {next(iter(skipped.values()))}")
-    layers = tuple(keeper.to_layer(streams[name]) for name, keeper in keepers.items() if name not in skipped)
-    store = next(iter(keepers.values())).store
-    told = {"name": get_model_name(model), "class": type(model).__name__, "torch": torch.__version__}
-    return Trace(told, rows, layers, tuple(store.grids), skipped)
+    skipped = {
+        site_module.site.name: site_module.site.see.why
+        for site_module in find_attention(model)
+        if not site_module.site.see.can
+    }
+    for name, recorder in recorders.items():
+        if recorder.reason or not recorder.calls:
+            skipped[name] = recorder.reason or "it was not called"
+    if len(skipped) == len(site_modules) and site_modules:
+        raise ValueError(f"cannot record any attention layer: {next(iter(skipped.values()))}")
+    layers = tuple(recorder.to_layer(streams[name]) for name, recorder in recorders.items() if name not in skipped)
+    store = next(iter(recorders.values())).store
+    description = {"name": get_model_name(model), "class": type(model).__name__, "torch": torch.__version__}
+    return Trace(description, rows, layers, tuple(store.grids), skipped)
 
 
 class TokenCounter:
-    """A watcher that looks at how many tokens ask and are read, and keeps nothing."""
+    """Observer that counts the queries and keys of a call, and records nothing else."""
 
     needs_call = True
 
     def __init__(self) -> None:
         self.counts = (0, 0)
 
-    def on_call(self, seen: AttentionCall) -> None:
-        """Note the counts."""
-        told = seen.attention_inputs
-        weights = seen.head_weights(0, slice(0, 1)) if told is None else None
-        if told is not None:
-            self.counts = told.q_BTHK.shape[1], told.k_BSGK.shape[1]
+    def on_call(self, call: AttentionCall) -> None:
+        """Count queries and keys."""
+        inputs = call.attention_inputs
+        weights = call.head_weights(0, slice(0, 1)) if inputs is None else None
+        if inputs is not None:
+            self.counts = inputs.q_BTHK.shape[1], inputs.k_BSGK.shape[1]
         elif weights is not None:
-            self.counts = seen.head_weights(0).shape[1], weights.shape[2]
+            self.counts = call.head_weights(0).shape[1], weights.shape[2]
 
     def on_head_outputs(self, z: Tensor) -> None:
-        """Leave it."""
+        """Leave the outputs unchanged."""
 
 
-def _count_tokens(run: ModelRun, those: Sequence[SiteModule], streams: Mapping[str, tuple[str, str]]) -> dict[str, int]:
-    """How many tokens each stream has, from a run that keeps nothing: pictures and sounds do not say it themselves."""
-    measures = {one.site.name: TokenCounter() for one in those}
-    run._replace(max_new_tokens=min(run.max_new_tokens, 1)).run_with_hooks(
-        those, measures
-    )  # of a source alone a forward has nothing to say
+def _count_tokens(
+    run: ModelRun, site_modules: Sequence[SiteModule], streams: Mapping[str, tuple[str, str]]
+) -> dict[str, int]:
+    """Count the tokens of each stream in a run without recording; the shape of images and audio does not show it."""
+    counters = {site_module.site.name: TokenCounter() for site_module in site_modules}
+    # a forward call of a source alone does not run the decoder, so generate one token where tokens are requested
+    run._replace(max_new_tokens=min(run.max_new_tokens, 1)).run_with_hooks(site_modules, counters)
     counts = {"text": 0, "source": 0}
-    for name, measure in measures.items():
-        for stream, count in zip(streams[name], measure.counts, strict=True):
+    for name, counter in counters.items():
+        for stream, count in zip(streams[name], counter.counts, strict=True):
             counts[stream] = max(counts[stream], count)
     return counts
 
 
-def _select_sites(model: nn.Module, how: Capture) -> list[SiteModule]:
-    """The sites that are to be kept, if they can be seen."""
-    every = find_attention(model)
-    known = Sites([one.site for one in every], type(model).__name__)
-    if not known:
-        raise ValueError(f"{known.model} has no attention that headwise finds; hw.sites(model) says what it saw")
-    names = {known.find(which).name for which in how.sites}
-    those = [one for one in every if not names or one.site.name in names]
-    if (names and (blind := [one for one in those if not one.site.see.can])) or not any(o.site.see.can for o in those):
-        site = (blind if names else those)[0].site
+def _select_sites(model: nn.Module, capture: Capture) -> list[SiteModule]:
+    """The sites to record; raises if a site named in `capture`, or every site, cannot be observed."""
+    all_sites = find_attention(model)
+    sites = Sites([site_module.site for site_module in all_sites], type(model).__name__)
+    if not sites:
+        raise ValueError(
+            f"{sites.model} has no attention that headwise finds; print(hw.sites(model)) shows what it found"
+        )
+    names = {sites.find(which).name for which in capture.sites}
+    selected = [site_module for site_module in all_sites if not names or site_module.site.name in names]
+    if (
+        names and (unobservable := [site_module for site_module in selected if not site_module.site.see.can])
+    ) or not any(o.site.see.can for o in selected):
+        site = (unobservable if names else selected)[0].site
         raise ValueError(f"{site.name} cannot be seen: {site.see.why}")
     if model.training:
-        raise ValueError("the model is in train mode, where dropout changes what is read; call model.eval() first")
-    return [one for one in those if one.site.see.can]
+        raise ValueError(
+            "the model is in train mode, where dropout changes the attention weights; call model.eval() first"
+        )
+    return [site_module for site_module in selected if site_module.site.see.can]
 
 
-def _describe_capture(how: Capture, those: Sequence[SiteModule]) -> str:
-    names = ["queries", "keys", *({"v": "values", "z": "what heads say"}[name] for name in how.extra)]
-    by_weights = sum(one.adapter.visible_tensors(one.module) == "weights" for one in those)
-    said = f"{', '.join(names[:-1])} and {names[-1]} of {len(those)} sites"
-    return said if not by_weights else f"{said}, {by_weights} of them by their weights"
+def _describe_capture(capture: Capture, site_modules: Sequence[SiteModule]) -> str:
+    names = ["queries", "keys", *({"v": "values", "z": "head outputs"}[name] for name in capture.extra)]
+    by_weights = sum(
+        site_module.adapter.visible_tensors(site_module.module) == "weights" for site_module in site_modules
+    )
+    description = f"{', '.join(names[:-1])} and {names[-1]} of {len(site_modules)} sites"
+    return description if not by_weights else f"{description}, for {by_weights} of them the weights themselves"
 
 
-def _rows_with_output(given: ModelInputs, said: Any) -> dict[str, tuple[TokenRow, ...]]:
-    """The rows of all streams, with the tokens that were said."""
-    if said is None:
-        return dict(given.token_rows)
-    new = said.tolist() if isinstance(said, Tensor) else said
-    return dict(given.token_rows) | {"text": given.extend_rows(new)}
+def _rows_with_output(model_inputs: ModelInputs, output: Any) -> dict[str, tuple[TokenRow, ...]]:
+    """Token rows of all streams, including generated tokens."""
+    if output is None:
+        return dict(model_inputs.token_rows)
+    new_ids = output.tolist() if isinstance(output, Tensor) else output
+    return dict(model_inputs.token_rows) | {"text": model_inputs.extend_rows(new_ids)}
 
 
 def get_model_name(model: nn.Module) -> str:
-    """What a model is called: by its description, its folder, or its class."""
+    """Name of a model: that of its spec, its folder, or its class."""
     if isinstance(model, Transformer):
         return model.spec.name
     path = str(getattr(getattr(model, "config", None), "_name_or_path", "") or "")

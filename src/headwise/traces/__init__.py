@@ -1,7 +1,12 @@
-"""Traces: one run's queries, keys and masks in one file that opens without the model and without torch.
+"""Traces: the queries, keys and masks of one run in a file that opens without the model and without torch.
 
-`attention_record` is what is kept of a call, `attention_trace` a whole run and its attention weights,
-`packed_masks` masks in bits, `trace_file` the file format, `import_export` other formats.
+In reading order:
+
+- `attention_record`: what a trace stores per attention layer and call, and how weights are recomputed from it.
+- `attention_trace`: `Trace`, one whole run: weights, head outputs, tiles and thumbnails.
+- `packed_masks`: masks and score biases in compact form (bits, a band, or in full).
+- `trace_file`: the file format, safetensors with a JSON document and a checksum.
+- `import_export`: traces of weights from elsewhere; weights as CSV, JSON or NPZ.
 """
 
 from .attention_record import AttentionCallRecord, AttentionRecord, TokenRow

@@ -1,4 +1,4 @@
-"""What a trace holds: tokens, and what each attention worked with while it read them."""
+"""Records of a trace: the tokens, and per attention layer and call the tensors from which its weights follow."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ RECORDED_TENSORS = ("q", "k", "v", "z")
 
 @dataclass(frozen=True)
 class TokenRow:
-    """The tokens of one text: their ids, how they are written, and where each stands in the text, where that is known.
+    """The tokens of one text: ids, strings (`words`), and, if known, the text and each token's `offsets` in it.
 
-    Nothing is known of the strings: they come from a tokenizer, and may hold any character.
+    The strings come from a tokenizer and may contain any character; escape them before showing them.
     """
 
     ids: tuple[int, ...]
@@ -27,23 +27,23 @@ class TokenRow:
     def __post_init__(self) -> None:
         if len(self.words) != len(self.ids) or len(self.offsets) not in (0, len(self.ids)):
             counts = f"{len(self.ids)} ids, {len(self.words)} words and {len(self.offsets)} offsets"
-            raise ValueError(f"{counts} are of no one text; give as many of each, or no offsets")
+            raise ValueError(f"cannot make a row of tokens of {counts}: give equally many of each, or no offsets")
 
     @staticmethod
     def from_words(words: tuple[str, ...]) -> TokenRow:
-        """Tokens of which only the writing is known."""
+        """Tokens of which only the strings are known; their ids are 0, 1, 2, ..."""
         return TokenRow(tuple(range(len(words))), words)
 
 
 @dataclass(frozen=True)
 class AttentionCallRecord:
-    """One call of an attention: which queries asked, by their numbers, which keys were there, and how they compare.
+    """One forward call of an attention layer: its query and key ranges, and how their scores are computed.
 
-    Its queries begin at `asked` in "q", its keys are those at `keys` in "k". Scores are q k^T times `scale`, capped
-    softly at `cap`, plus the numbers of `grids` of the trace; with `causal` a pair counts where the key is not ahead of
-    the query. `first` is the number of the first key among the tokens that are read; where they leave gaps, `places`
-    numbers the array that says which they are; neither, where that is not known. Where weights were kept instead,
-    `weights` numbers them.
+    `queries` is the range of query positions in the text. The queries start at row `asked` of the array "q"; the keys
+    are rows `keys` of the array "k". Scores are q k^T times `scale`, soft-capped at `cap`, plus the trace's masks with
+    the indices `grids`; with `causal`, keys after the query are masked. `first` is the position of the first key; if
+    the positions have gaps, `places` is the number n of the array "places.n" that lists them; if both are None, the
+    positions are unknown. If the weights themselves were recorded, `weights` is the number n of the array "weights.n".
     """
 
     queries: tuple[int, int]
@@ -60,12 +60,11 @@ class AttentionCallRecord:
 
 @dataclass(frozen=True)
 class AttentionRecord:
-    """One attention: who it is, what it worked with, and when.
+    """One attention layer: its site, its calls in order, and the recorded tensors.
 
-    `reads[h]` is the head of keys that head h reads. `arrays` holds "q" and "z" [B, queries, heads, width], "k" and "v"
-    [B, keys, heads of keys, width], "sinks" [heads], "weights.0" [B, heads, queries, keys] and "places.0" [keys], as
-    far as each was kept.
-    `asks` and `told` name the streams of tokens that queries and keys belong to.
+    `reads[h]` is the KV head of head h. `arrays` contains those of the following that were recorded: "q" and "z"
+    [B, queries, heads, head_dim], "k" and "v" [B, keys, kv_heads, head_dim], "sinks" [heads], "weights.0"
+    [B, heads, queries, keys] and "places.0" [keys]. `asks` and `told` name the token streams of queries and of keys.
     """
 
     name: str
@@ -82,63 +81,71 @@ class AttentionRecord:
 
     @property
     def num_queries(self) -> int:
-        """How many queries were asked in all."""
+        """Number of queries over all calls."""
         return max((call.queries[1] for call in self.calls), default=0)
 
     @property
     def num_keys(self) -> int:
-        """How many tokens were read in all."""
+        """Number of key positions over all calls."""
         return max((int(self._key_indices(call).max(initial=-1)) + 1 for call in self.calls), default=0)
 
     @property
     def batch_size(self) -> int:
-        """How many texts were read side by side."""
+        """Number of rows in the batch."""
         return len(next(array for name, array in self.arrays.items() if name[0] in "qw"))
 
     def weights(self, head: int, row: int, queries: tuple[int, int], grids: tuple[PackedMask, ...]) -> Array:
-        """The weights of one head for some queries, [queries, keys], in float32."""
+        """Attention weights of one head for a range of queries, [queries, keys], in float32."""
         start, stop = queries
-        found = np.zeros((stop - start, self.num_keys), np.float32)
+        weights = np.zeros((stop - start, self.num_keys), np.float32)
         for call in self.calls:
-            one, other = max(start, call.queries[0]), min(stop, call.queries[1])
-            if one >= other:
+            first_query, end_query = max(start, call.queries[0]), min(stop, call.queries[1])
+            if first_query >= end_query:
                 continue
             if call.first is None and call.places is None:
                 raise ValueError(
-                    f"{self.name}: the keys of queries {call.queries[0]}..{call.queries[1] - 1} stand in an order that "
-                    "is not known, for their cache was reordered; trace the whole text in one run"
+                    f"cannot compute weights of {self.name}: the key positions of queries "
+                    f"{call.queries[0]}..{call.queries[1] - 1} are unknown, because their cache was reordered; trace "
+                    "the whole text in one forward call"
                 )
-            own = self._call_weights(call, head, row, (one - call.queries[0], other - call.queries[0]), grids)
-            found[one - start : other - start, self._key_indices(call)] = own
-        return found
+            call_weights = self._call_weights(
+                call, head, row, (first_query - call.queries[0], end_query - call.queries[0]), grids
+            )
+            weights[first_query - start : end_query - start, self._key_indices(call)] = call_weights
+        return weights
 
     def _key_indices(self, call: AttentionCallRecord) -> Array:
-        """The numbers of the keys of a call."""
+        """Positions of the keys of a call."""
         if call.places is not None:
             return self.arrays[f"places.{call.places}"]
         return (call.first or 0) + np.arange(call.keys[1] - call.keys[0])
 
     def _call_weights(
-        self, call: AttentionCallRecord, head: int, row: int, at: tuple[int, int], grids: tuple[PackedMask, ...]
+        self,
+        call: AttentionCallRecord,
+        head: int,
+        row: int,
+        query_range: tuple[int, int],
+        grids: tuple[PackedMask, ...],
     ) -> Array:
-        start, stop = at
+        start, stop = query_range
         if call.weights is not None:
             return self.arrays[f"weights.{call.weights}"][row, head, start:stop].astype(np.float32)
         q = self.arrays["q"][row, call.asked + start : call.asked + stop, head].astype(np.float32)
         k = self.arrays["k"][row, slice(*call.keys), self.reads[head]].astype(np.float32)
-        s = q @ k.T * np.float32(call.scale)
+        scores = q @ k.T * np.float32(call.scale)
         if call.cap is not None:
-            s = np.float32(call.cap) * np.tanh(s / np.float32(call.cap))
+            scores = np.float32(call.cap) * np.tanh(scores / np.float32(call.cap))
         for number in call.grids:
-            s += grids[number].unpack_rows(row, head, start, stop)
+            scores += grids[number].unpack_rows(row, head, start, stop)
         if call.causal:
-            s[np.arange(s.shape[1]) > np.arange(start, stop)[:, None]] = -np.inf
+            scores[np.arange(scores.shape[1]) > np.arange(start, stop)[:, None]] = -np.inf
         sinks = self.arrays.get("sinks")
-        return softmax_with_sink(s, None if sinks is None else float(sinks[head]))
+        return softmax_with_sink(scores, None if sinks is None else float(sinks[head]))
 
 
-def softmax_with_sink(s: Array, sink: float | None = None) -> Array:
-    """Rows of shares, in place; with a sink some of each row goes to nobody, and a row without a key is zero.
+def softmax_with_sink(scores: Array, sink: float | None = None) -> Array:
+    """Softmax over the last axis, in place. A sink takes part of each row; a row without any allowed key is zero.
 
     >>> softmax_with_sink(np.array([[0.0, 0.0], [-np.inf, -np.inf]]))
     array([[0.5, 0.5],
@@ -146,10 +153,10 @@ def softmax_with_sink(s: Array, sink: float | None = None) -> Array:
     >>> softmax_with_sink(np.zeros((1, 1)), sink=0.0)
     array([[0.5]])
     """
-    top = s.max(-1, keepdims=True, initial=-np.inf if sink is None else sink)
-    top: Array = np.where(np.isneginf(top), 0, top)
-    np.exp(np.subtract(s, top, out=s), out=s)
-    total = s.sum(-1, keepdims=True)
+    row_max = scores.max(-1, keepdims=True, initial=-np.inf if sink is None else sink)
+    row_max: Array = np.where(np.isneginf(row_max), 0, row_max)
+    np.exp(np.subtract(scores, row_max, out=scores), out=scores)
+    row_sum = scores.sum(-1, keepdims=True)
     if sink is not None:
-        total = total + np.exp(sink - top)
-    return np.divide(s, total, out=s, where=total > 0)
+        row_sum = row_sum + np.exp(sink - row_max)
+    return np.divide(scores, row_sum, out=scores, where=row_sum > 0)

@@ -1,4 +1,4 @@
-"""Pictures of weights: each cell the largest weight in it, so that a thin line stays where a mean would lose it."""
+"""A trace: one run of a model, from which attention weights, head outputs and pictures of them are recomputed."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ from ..errors import suggest
 from .attention_record import AttentionRecord, TokenRow
 from .packed_masks import Array, PackedMask
 
-QUERY_BLOCK = 512  # queries at a time
+# --- Pictures of weights: a cell shows the largest weight in it, because a mean would lose thin lines ---
+
+QUERY_BLOCK = 512  # queries computed at a time
 
 
 def query_blocks(num_queries: int) -> Iterator[tuple[int, int]]:
-    """Where neighbouring queries are taken together.
+    """Ranges of up to `QUERY_BLOCK` neighbouring queries.
 
     >>> list(query_blocks(600))
     [(0, 512), (512, 600)]
@@ -28,22 +30,24 @@ def query_blocks(num_queries: int) -> Iterator[tuple[int, int]]:
 def max_pool_weights(
     bands: Iterable[tuple[tuple[int, int], Array]], shape: tuple[int, int], size: tuple[int, int]
 ) -> Array:
-    """The largest weight of each cell, 0..255, of weights that come in bands of rows.
+    """A picture of weights, 0..255: each cell is the largest weight in it. The weights come in bands of rows.
 
     >>> max_pool_weights([((0, 2), np.eye(4)[:2]), ((2, 4), np.eye(4)[2:])], (4, 4), (2, 2))
     array([[255,   0],
            [  0, 255]], dtype=uint8)
     """
     if min(size) < 1:
-        raise ValueError(f"a picture of {size[0]} x {size[1]} has no cell; give at least 1 x 1")
-    high, wide = (min(asked, count) for asked, count in zip(size, shape, strict=True))
-    found = np.zeros((high, wide), np.float32)
-    lines, columns = (np.arange(cells) * count // cells for cells, count in zip((high, wide), shape, strict=True))
+        raise ValueError(f"a picture of {size[0]} x {size[1]} has no cells; give at least 1 x 1")
+    height, width = (min(wanted, count) for wanted, count in zip(size, shape, strict=True))
+    picture = np.zeros((height, width), np.float32)
+    first_rows, first_columns = (
+        np.arange(cells) * count // cells for cells, count in zip((height, width), shape, strict=True)
+    )
     for (start, stop), band in bands:
-        across = np.maximum.reduceat(band, columns, axis=1)
-        cells = np.searchsorted(lines, np.arange(start, stop), side="right") - 1
-        np.maximum.at(found, cells, across)
-    return np.round(np.clip(found, 0, 1) * 255).astype(np.uint8)
+        column_maxima = np.maximum.reduceat(band, first_columns, axis=1)
+        cell_rows = np.searchsorted(first_rows, np.arange(start, stop), side="right") - 1
+        np.maximum.at(picture, cell_rows, column_maxima)
+    return np.round(np.clip(picture, 0, 1) * 255).astype(np.uint8)
 
 
 # --- A trace -------------------------------------------------------------------------------------------
@@ -54,10 +58,10 @@ THUMBNAIL_SIZE = 64
 
 @dataclass(frozen=True)
 class Trace:
-    """One run of a model: its tokens by stream, its layers, and the grids that these share.
+    """One run of a model: its tokens by stream, its attention layers, and the masks that layers share (`grids`).
 
-    `model` says which it was. `skipped` names sites that were not kept, with the reason. `thumbnails` are small
-    pictures [B, heads, high, wide] of the weights of each layer, 8 bit, where they were made.
+    `model` describes the model. `skipped` maps sites that were not recorded to the reason. `thumbnails` maps layers to
+    small 8-bit pictures of their weights, [B, heads, height, width], if they were made.
     """
 
     model: Mapping[str, Any]
@@ -68,25 +72,25 @@ class Trace:
     thumbnails: Mapping[str, Array] = field(repr=False, default_factory=dict[str, Array])
 
     def get_layer(self, which: str | int) -> AttentionRecord:
-        """The layer of this name, or of this number where there is no other."""
-        found = [one for one in self.layers if which in (one.name, one.layer)]
-        if not found:
-            names = [one.name for one in self.layers]
+        """The layer with this name, or with this number if it is the only one."""
+        matches = [layer for layer in self.layers if which in (layer.name, layer.layer)]
+        if not matches:
+            names = [layer.name for layer in self.layers]
             raise ValueError(f"the trace has no site {which!r}; {suggest(str(which), names)}")
-        if len(found) > 1:
-            names = ", ".join(one.name for one in found)
-            raise ValueError(f"the trace has several sites at layer {which}: {names}; say which by its name")
-        return found[0]
+        if len(matches) > 1:
+            names = ", ".join(layer.name for layer in matches)
+            raise ValueError(f"the trace has several sites at layer {which}: {names}; give its name")
+        return matches[0]
 
     def head_weights(self, site: str | int, head: int, queries: slice = ALL_POSITIONS, *, row: int = 0) -> Array:
-        """The weights of one head for some queries of one text, [queries, keys], computed again in float32."""
-        one = self.get_layer(site)
-        _check_in_range("head", head, one.heads, one.name)
-        _check_in_range("row", row, one.batch_size, one.name)
-        start, stop, step = queries.indices(one.num_queries)
+        """Attention weights of one head for a range of queries of one text, [queries, keys], recomputed in float32."""
+        layer = self.get_layer(site)
+        _check_in_range("head", head, layer.heads, layer.name)
+        _check_in_range("row", row, layer.batch_size, layer.name)
+        start, stop, step = queries.indices(layer.num_queries)
         if step != 1:
-            raise ValueError(f"queries {queries} leave some out; give neighbours, and pick among the rows")
-        return one.weights(head, row, (start, max(start, stop)), self.grids)
+            raise ValueError(f"cannot take queries {queries}: the step must be 1; index the rows of the result instead")
+        return layer.weights(head, row, (start, max(start, stop)), self.grids)
 
     def weight_tile(
         self,
@@ -98,95 +102,99 @@ class Trace:
         size: tuple[int, int] = (THUMBNAIL_SIZE, THUMBNAIL_SIZE),
         row: int = 0,
     ) -> Array:
-        """A picture of some weights, 8 bit and at most `size` high and wide: each cell the largest weight in it."""
-        one = self.get_layer(site)
-        start, stop, _ = queries.indices(one.num_queries)
-        left, right, _ = keys.indices(one.num_keys)
+        """An 8-bit picture of a range of weights, at most `size` cells; each cell is the largest weight in it."""
+        layer = self.get_layer(site)
+        start, stop, _ = queries.indices(layer.num_queries)
+        left, right, _ = keys.indices(layer.num_keys)
         if stop <= start or right <= left:
-            raise ValueError(f"a tile of queries {queries} and keys {keys} is empty; give at least one of each")
+            raise ValueError(
+                f"a tile of queries {queries} and keys {keys} is empty; give at least one query and one key"
+            )
         bands = (
-            (at, self.head_weights(site, head, slice(start + at[0], start + at[1]), row=row)[:, left:right])
-            for at in query_blocks(stop - start)
+            (block, self.head_weights(site, head, slice(start + block[0], start + block[1]), row=row)[:, left:right])
+            for block in query_blocks(stop - start)
         )
         return max_pool_weights(bands, (stop - start, right - left), size)
 
     def head_output(self, site: str | int, head: int, queries: slice = ALL_POSITIONS, *, row: int = 0) -> Array:
-        """What one head said before the merge, [queries, width]: as it was kept, or read from kept values again."""
-        one = self.get_layer(site)
-        if "z" in one.arrays:
-            _check_in_range("head", head, one.arrays["z"].shape[2], one.name)
-            return one.arrays["z"][row, queries, head].astype(np.float32)
-        if "v" not in one.arrays or any(call.first != call.keys[0] for call in one.calls):
-            raise ValueError(f"neither z nor v of {one.name} was kept; trace with keep=('q', 'k', 'v')")
+        """Output of one head before the output projection, [queries, head_dim]: as recorded, or weights @ values."""
+        layer = self.get_layer(site)
+        if "z" in layer.arrays:
+            _check_in_range("head", head, layer.arrays["z"].shape[2], layer.name)
+            return layer.arrays["z"][row, queries, head].astype(np.float32)
+        if "v" not in layer.arrays or any(call.first != call.keys[0] for call in layer.calls):
+            raise ValueError(
+                f"cannot compute outputs of {layer.name}: neither z nor v was recorded; trace with "
+                "capture=hw.Capture(extra=('v',))"
+            )
         weights = self.head_weights(site, head, queries, row=row)
-        return weights @ one.arrays["v"][row, : weights.shape[1], one.reads[head]].astype(np.float32)
+        return weights @ layer.arrays["v"][row, : weights.shape[1], layer.reads[head]].astype(np.float32)
 
     def thumbnail(self, site: str | int, head: int, *, row: int = 0) -> Array:
-        """All weights of one head as a picture of 64 x 64 at most."""
-        one = self.get_layer(site)
-        if one.name in self.thumbnails:
-            return self.thumbnails[one.name][row, head]
+        """All weights of one head as a picture of at most 64 x 64 cells."""
+        layer = self.get_layer(site)
+        if layer.name in self.thumbnails:
+            return self.thumbnails[layer.name][row, head]
         return self.weight_tile(site, head, row=row)
 
     def with_thumbnails(self, size: int = THUMBNAIL_SIZE) -> Trace:
-        """The same with a thumbnail of every head, so that whoever opens it has something to show at once."""
+        """A copy with a thumbnail of every head, so that a viewer can show all heads without computing weights."""
         pictures = {
-            one.name: np.stack(
+            layer.name: np.stack(
                 [
                     np.stack(
-                        [self.weight_tile(one.name, head, size=(size, size), row=row) for head in range(one.heads)]
+                        [self.weight_tile(layer.name, head, size=(size, size), row=row) for head in range(layer.heads)]
                     )
-                    for row in range(one.batch_size)
+                    for row in range(layer.batch_size)
                 ]
             )
-            for one in self.layers
+            for layer in self.layers
         }
         return replace(self, thumbnails=pictures)
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all that is kept."""
-        arrays = [array for one in self.layers for array in one.arrays.values()]
+        """Size of all recorded tensors and masks, in bytes."""
+        arrays = [array for layer in self.layers for array in layer.arrays.values()]
         return sum(array.nbytes for array in [*arrays, *(grid.values for grid in self.grids)])
 
     @property
     def data(self) -> dict[str, Any]:
-        """What is in it, as plain values, without the numbers."""
+        """Summary of the trace as plain values, without the tensors."""
         return {
             "model": dict(self.model),
             "streams": {name: [len(row.ids) for row in rows] for name, rows in self.streams.items()},
             "bytes": self.nbytes,
             "sites": [
                 {
-                    "name": one.name,
-                    "heads": one.heads,
-                    "queries": one.num_queries,
-                    "keys": one.num_keys,
-                    "calls": len(one.calls),
-                    "kept": sorted({name.partition(".")[0] for name in one.arrays}),
+                    "name": layer.name,
+                    "heads": layer.heads,
+                    "queries": layer.num_queries,
+                    "keys": layer.num_keys,
+                    "calls": len(layer.calls),
+                    "kept": sorted({name.partition(".")[0] for name in layer.arrays}),
                 }
-                for one in self.layers
+                for layer in self.layers
             ],
             "skipped": dict(self.skipped),
         }
 
     def save(self, path: Path | str) -> None:
-        """Write one file that opens without the model and without torch."""
+        """Write the trace to one file that opens without the model and without torch."""
         from .trace_file import save_trace
 
         save_trace(self, path)
 
     def export_weights(self, path: Path | str, *, sites: Iterable[str | int] = (), min_weight: float = 0.0) -> None:
-        """Write the weights of these sites, or of all, as the ending says: .csv or .json by pairs, .npz as arrays.
+        """Write the weights of these sites (default: all) in the format of the suffix: .csv, .json (pairs) or .npz.
 
-        Pairs whose weight is below `least` are left out of .csv and .json.
+        Pairs whose weight is below `min_weight` are omitted from .csv and .json.
         """
         from .import_export import export_weights
 
         export_weights(self, path, [self.get_layer(site) for site in sites] or self.layers, min_weight)
 
     def __str__(self) -> str:
-
         return format_trace(self)
 
 
@@ -196,17 +204,17 @@ def _check_in_range(what: str, number: int, count: int, name: str) -> None:
 
 
 def make_token_rows(words: Sequence[Sequence[str]]) -> tuple[TokenRow, ...]:
-    """Rows of tokens of which only the writing is known."""
+    """Rows of tokens of which only the strings are known."""
     return tuple(TokenRow.from_words(tuple(map(str, row))) for row in words)
 
 
 # --- A trace as a table in a terminal ------------------------------------------------------------------
 
-MAX_SHOWN = 12  # tokens of a row
+MAX_SHOWN = 12  # tokens per row
 
 
 def format_trace(trace: Trace) -> str:
-    """What a trace holds."""
+    """Summary of a trace for the terminal: tokens by stream, then one line per site."""
     lines = [f"{trace.model.get('name', 'a model')}: {format_bytes(trace.nbytes)} of {len(trace.layers)} sites"]
     for name, rows in trace.streams.items():
         for row in rows[:3]:
@@ -214,17 +222,20 @@ def format_trace(trace: Trace) -> str:
             more = f" and {len(row.words) - MAX_SHOWN} more" if len(row.words) > MAX_SHOWN else ""
             lines.append(f"{name}: {words}{more}")
         if len(rows) > 3:
-            lines.append(f"{name}: {len(rows) - 3} rows more")
-    wide = max((len(one.name) for one in trace.layers), default=0)
-    for one in trace.layers:
-        kept = " ".join(sorted({name.partition(".")[0] for name in one.arrays}))
-        steps = f", {len(one.calls)} calls" if len(one.calls) > 1 else ""
-        lines.append(f"{one.name.ljust(wide)}  {one.heads} heads, {one.num_queries} x {one.num_keys}{steps}  {kept}")
-    return "\n".join([*lines, *(f"{name}: not kept, {why}" for name, why in trace.skipped.items())])
+            lines.append(f"{name}: {len(rows) - 3} more rows")
+    name_width = max((len(layer.name) for layer in trace.layers), default=0)
+    for layer in trace.layers:
+        recorded = " ".join(sorted({name.partition(".")[0] for name in layer.arrays}))
+        calls = f", {len(layer.calls)} calls" if len(layer.calls) > 1 else ""
+        lines.append(
+            f"{layer.name.ljust(name_width)}  {layer.heads} heads, "
+            f"{layer.num_queries} x {layer.num_keys}{calls}  {recorded}"
+        )
+    return "\n".join([*lines, *(f"{name}: not recorded, {reason}" for name, reason in trace.skipped.items())])
 
 
 def escape_token(token: str) -> str:
-    """A string on one line, whatever it holds.
+    """A token on one line: spaces as dots, control characters escaped.
 
     >>> escape_token("a\\x1b[2J b")
     'a\\\\x1b[2J·b'
@@ -234,7 +245,7 @@ def escape_token(token: str) -> str:
 
 
 def format_bytes(num_bytes: float) -> str:
-    """A number of bytes in a unit that can be read.
+    """A number of bytes with a unit.
 
     >>> format_bytes(302_000_000)
     '302.0 MB'

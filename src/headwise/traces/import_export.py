@@ -1,4 +1,4 @@
-"""Weights that others computed, taken in as a trace; and a trace's weights, given out as CSV, JSON or NPZ."""
+"""Import attention weights computed elsewhere as a trace, and export a trace's weights as CSV, JSON or NPZ."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def trace_from_weights(
     cross_attention: Sequence[Any] = (),
     source: TokenStrings = (),
 ) -> Trace:
-    """A trace of weights that are there already: for each layer a tensor [B, heads, T, S], as BertViz takes them.
+    """Make a trace of given attention weights: one tensor [B, heads, T, S] per layer, the format that BertViz takes.
 
-    `attention` is what `tokens` read of themselves; `encoder` and `cross` are what `source` read of itself, and what
-    `tokens` read of `source`.
+    `attention` is the self-attention of `tokens`; `encoder_attention` the self-attention of `source`, and
+    `cross_attention` the attention from `tokens` to `source`. Tokens that are not given are shown as numbers.
 
     >>> trace = trace_from_weights([np.eye(2)[None, None]], ["a", "b"])
     >>> trace.head_weights(0, 0)
@@ -46,9 +46,9 @@ def trace_from_weights(
         ("decoder", "cross", cross_attention, "text", "source"),
     ]
     streams = {"text": _token_rows(tokens), "source": _token_rows(source)}
-    layers = [_weights_layer(kind, n, one, streams) for kind in kinds for n, one in enumerate(kind[2])]
+    layers = [_weights_layer(kind, n, weights, streams) for kind in kinds for n, weights in enumerate(kind[2])]
     if not layers:
-        raise SpecError("there are no weights; give a tensor [batch, heads, queries, keys] for each layer")
+        raise SpecError("no weights given; give a tensor [batch, heads, queries, keys] for each layer")
     return Trace({"name": "weights"}, {name: rows for name, rows in streams.items() if rows}, tuple(layers))
 
 
@@ -59,41 +59,55 @@ def _token_rows(words: TokenStrings) -> tuple[TokenRow, ...]:
 
 
 def _weights_layer(
-    kind: tuple[Any, ...], number: int, told: Any, streams: dict[str, tuple[TokenRow, ...]]
+    kind: tuple[Any, ...], number: int, values: Any, streams: dict[str, tuple[TokenRow, ...]]
 ) -> AttentionRecord:
-    stack, what, _, asks, reads = kind
-    name = f"{stack}.{number}.{what}"
-    if not isinstance(told, (np.ndarray, list, tuple)):  # a tensor of torch, which this package does not import
-        told = told.detach().float().cpu()
-    weights = np.asarray(told, np.float32)
+    stack, site_kind, _, query_stream, key_stream = kind
+    name = f"{stack}.{number}.{site_kind}"
+    if not isinstance(values, (np.ndarray, list, tuple)):  # a tensor of torch, which this package does not import
+        values = values.detach().float().cpu()
+    weights = np.asarray(values, np.float32)
     if weights.ndim == 3:
         weights = weights[None]
     if weights.ndim != 4:
-        raise SpecError(f"{name} is given weights {list(weights.shape)}; give [batch, heads, queries, keys]")
+        raise SpecError(f"{name} has weights of shape {list(weights.shape)}; give [batch, heads, queries, keys]")
     batch, heads, queries, keys = weights.shape
-    for side, count in ((asks, queries), (reads, keys)):
+    for side, count in ((query_stream, queries), (key_stream, keys)):
         if wrong := [len(row.ids) for row in streams[side] if len(row.ids) != count]:
-            raise SpecError(f"{name} has {count} tokens of {side}, told were {wrong[0]}; give a string for each")
+            raise SpecError(
+                f"{name} has {count} tokens of {side}, but {wrong[0]} strings were given; give a string for each token"
+            )
         if not streams[side]:
             streams[side] = make_token_rows([[str(n) for n in range(count)]] * batch)
         elif len(streams[side]) != batch:
-            raise SpecError(f"{name} has {batch} rows, told were {len(streams[side])} of {side}; give as many")
+            raise SpecError(
+                f"{name} has {batch} rows, but {len(streams[side])} rows of {side} were given; give one for each"
+            )
     call = AttentionCallRecord((0, queries), (0, keys), weights=0)
-    where = {"path": name, "asks": asks, "told": reads}
+    streams_and_path = {"path": name, "asks": query_stream, "told": key_stream}
     return AttentionRecord(
-        name, stack, number, what, heads=heads, reads=(), calls=(call,), arrays={"weights.0": weights}, **where
+        name,
+        stack,
+        number,
+        site_kind,
+        heads=heads,
+        reads=(),
+        calls=(call,),
+        arrays={"weights.0": weights},
+        **streams_and_path,
     )
 
 
 def export_weights(trace: Trace, path: Path | str, layers: Sequence[AttentionRecord], min_weight: float) -> None:
-    """Write the weights of these layers in the form that the ending of a path says."""
+    """Write the weights of these layers in the format that the suffix of `path` names."""
     path = Path(path)
     if path.suffix not in EXPORT_SUFFIXES:
-        raise SpecError(f"{path.name} ends in none of {', '.join(EXPORT_SUFFIXES)}; give one of these")
+        raise SpecError(f"{path.name} has none of the suffixes {', '.join(EXPORT_SUFFIXES)}; give one of these")
     if path.suffix == ".npz":
-        held = io.BytesIO()
-        np.savez_compressed(held, allow_pickle=False, **{one.name: _layer_weights(trace, one) for one in layers})
-        write_atomically(path, held.getvalue())
+        buffer = io.BytesIO()
+        np.savez_compressed(
+            buffer, allow_pickle=False, **{layer.name: _layer_weights(trace, layer) for layer in layers}
+        )
+        write_atomically(path, buffer.getvalue())
     elif path.suffix == ".csv":
         write_atomically(path, _csv_lines(trace, layers, min_weight))
     else:
@@ -101,38 +115,39 @@ def export_weights(trace: Trace, path: Path | str, layers: Sequence[AttentionRec
         write_atomically(path, json.dumps({"model": dict(trace.model), "weights": pairs}).encode())
 
 
-def _csv_lines(trace: Trace, those: Sequence[AttentionRecord], least: float) -> Iterator[bytes]:
+def _csv_lines(trace: Trace, layers: Sequence[AttentionRecord], min_weight: float) -> Iterator[bytes]:
     yield ",".join(EXPORT_COLUMNS).encode() + b"\r\n"
-    for one in those:
-        held = io.StringIO()
-        csv.writer(held).writerows(_weight_pairs(trace, [one], least))
-        yield held.getvalue().encode(errors="backslashreplace")
+    for layer in layers:
+        buffer = io.StringIO()
+        csv.writer(buffer).writerows(_weight_pairs(trace, [layer], min_weight))
+        yield buffer.getvalue().encode(errors="backslashreplace")
 
 
-def _layer_weights(trace: Trace, one: AttentionRecord) -> Array:
-    """All weights of a layer, [B, heads, queries, keys]."""
+def _layer_weights(trace: Trace, layer: AttentionRecord) -> Array:
+    """All attention weights of a layer, [B, heads, queries, keys]."""
     return np.stack(
         [
-            np.stack([trace.head_weights(one.name, head, row=row) for head in range(one.heads)])
-            for row in range(one.batch_size)
+            np.stack([trace.head_weights(layer.name, head, row=row) for head in range(layer.heads)])
+            for row in range(layer.batch_size)
         ]
     )
 
 
-def _weight_pairs(trace: Trace, those: Sequence[AttentionRecord], least: float) -> Iterator[tuple[Any, ...]]:
-    for one, row in ((layer, row) for layer in those for row in range(layer.batch_size)):
-        asks, told = (
-            _token_strings(trace, one.asks, row, one.num_queries),
-            _token_strings(trace, one.told, row, one.num_keys),
+def _weight_pairs(trace: Trace, layers: Sequence[AttentionRecord], min_weight: float) -> Iterator[tuple[Any, ...]]:
+    layer_rows = ((layer, row) for layer in layers for row in range(layer.batch_size))
+    for layer, row in layer_rows:
+        query_tokens, key_tokens = (
+            _token_strings(trace, layer.asks, row, layer.num_queries),
+            _token_strings(trace, layer.told, row, layer.num_keys),
         )
-        for head in range(one.heads):
-            weights = trace.head_weights(one.name, head, row=row)
-            for t, s in np.argwhere(weights >= max(least, np.finfo(np.float32).tiny)).tolist():
-                yield one.name, head, row, t, s, asks[t], told[s], float(weights[t, s])
+        for head in range(layer.heads):
+            weights = trace.head_weights(layer.name, head, row=row)
+            for t, s in np.argwhere(weights >= max(min_weight, np.finfo(np.float32).tiny)).tolist():
+                yield layer.name, head, row, t, s, query_tokens[t], key_tokens[s], float(weights[t, s])
 
 
 def _token_strings(trace: Trace, stream: str, row: int, count: int) -> list[str]:
-    """How tokens are written, numbers where nobody said."""
+    """Strings of the first `count` tokens of a stream; numbers for tokens without a string."""
     rows = trace.streams.get(stream, ())
     words = list(rows[row].words) if row < len(rows) else []
     return (words + [str(n) for n in range(len(words), count)])[:count]

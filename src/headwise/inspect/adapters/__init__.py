@@ -1,7 +1,13 @@
-"""How to reach the heads of each kind of attention module, one file each.
+"""Adapters that find attention modules and make their heads observable, one file per kind of module.
 
-`headwise_attention`: our layers; `transformers_interface`: models that use transformers' attention interface;
-`torch_mha`: nn.MultiheadAttention; `output_projection`: the projection behind the heads, found or declared;
-`example_run` and `module_tracer` find attention by running the module; `module_attributes` reads head counts from
-attributes and configs.
+In order of precedence (`attention_sites.ADAPTERS`):
+
+- `headwise_attention`: `hw.Attention` layers.
+- `transformers_interface`: modules that use transformers' attention interface.
+- `torch_mha`: `nn.MultiheadAttention`.
+- `example_run`: modules that computed attention while the model ran on an example.
+- `output_projection`: modules with an output projection that is found by name or declared.
+
+`module_tracer` traces attention inside the forward of any module; `module_attributes` reads head counts and attention
+patterns from module attributes and configs.
 """

@@ -1,8 +1,9 @@
-"""Attentions found by what they do: a module that compares, heard in one run of the model on an example.
+"""Find attention modules by tracing one run of the model on an example.
 
-The innermost module in which a comparison begins and ends is the site. Whatever its parts are called, it is seen at the
-function that compares, and what heads say is changed before anything else touches it. What is heard and not understood
-is listed with the reason. What was found is known of these modules as long as they live, and of no copy.
+The innermost module in which an attention computation begins and ends is the site. Hooks run at the function that
+computes attention, so head outputs are changed before any other code uses them, and the names of submodules do not
+matter. Attention that is traced but not understood is listed with the reason. The results are stored for these module
+objects as long as they live; copies of a module have none.
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ from .module_tracer import AttentionTracer, TracedAttention
 from .output_projection import is_declared
 
 SEVERAL_ATTENTIONS = (
-    "it compares several times in one call, and headwise does not know which heads are which; hw.declare says it"
+    "it computes attention several times in one call, so heads cannot be identified; declare it with hw.declare"
 )
-NESTED_ATTENTION = "it compares, and so does a module within it"
-UNUSED_WEIGHTS = "no values are multiplied with what its softmax gives, so that nobody knows what its weights weigh"
+NESTED_ATTENTION = "it computes attention, and so does a module within it"
+UNUSED_WEIGHTS = "no values are multiplied with the output of its softmax, so it is unknown what its weights apply to"
 
 
 class AttentionLayout(NamedTuple):
-    """How a module was heard to compare; `why` says what of it is not understood."""
+    """Heads and pattern of a traced attention module; `reason` if its attention is not understood."""
 
     num_heads: int
     num_kv_heads: int
@@ -55,16 +56,16 @@ _LAYOUTS: WeakKeyDictionary[nn.Module, AttentionLayout] = WeakKeyDictionary()
 
 
 class TracedAdapter(SiteAdapter):
-    """Modules that were heard to compare, and understood."""
+    """Modules with traced attention that is understood."""
 
     def find_sites(self, model: nn.Module) -> Iterator[SiteModule]:
-        for path, module, manner in _known_layouts(model):
-            if not manner.reason:
+        for path, module, layout in _known_layouts(model):
+            if not layout.reason:
                 module_tracer.override_forward(module, _run_traced)
-                sizes = HeadSizes(manner.num_heads, manner.num_kv_heads, manner.head_dim)
-                able = module_tracer.hook_ability(module)
+                sizes = HeadSizes(layout.num_heads, layout.num_kv_heads, layout.head_dim)
+                ability = module_tracer.hook_ability(module)
                 yield SiteModule(
-                    make_site(path, module, sizes, pattern=manner.pattern, see=able, silence=able), module, self
+                    make_site(path, module, sizes, pattern=layout.pattern, see=ability, silence=ability), module, self
                 )
 
     def patches(self) -> list[MethodPatch]:
@@ -72,15 +73,17 @@ class TracedAdapter(SiteAdapter):
 
 
 class UnclearTraceAdapter(SiteAdapter):
-    """Modules that were heard to compare in a way that is not understood; nothing can be done to them."""
+    """Modules with traced attention that is not understood; they are listed, but have no abilities."""
 
     def find_sites(self, model: nn.Module) -> Iterator[SiteModule]:
-        for path, module, manner in _known_layouts(model):
-            if manner.reason:
-                no = Ability(False, manner.reason)
-                sizes = HeadSizes(manner.num_heads, manner.num_kv_heads, manner.head_dim)
+        for path, module, layout in _known_layouts(model):
+            if layout.reason:
+                impossible = Ability(False, layout.reason)
+                sizes = HeadSizes(layout.num_heads, layout.num_kv_heads, layout.head_dim)
                 yield SiteModule(
-                    make_site(path, module, sizes, pattern=UNKNOWN_PATTERN, see=no, silence=no), module, self
+                    make_site(path, module, sizes, pattern=UNKNOWN_PATTERN, see=impossible, silence=impossible),
+                    module,
+                    self,
                 )
 
     def patches(self) -> list[MethodPatch]:
@@ -88,60 +91,69 @@ class UnclearTraceAdapter(SiteAdapter):
 
 
 def _known_layouts(model: nn.Module) -> Iterator[tuple[str, nn.Module, AttentionLayout]]:
-    """What was heard of modules of a model; what somebody declared goes before it."""
+    """Traced layouts of the modules of a model; declared modules take precedence and are skipped."""
     modules = dict(model.named_modules(remove_duplicate=False))
-    said = [path for path, module in modules.items() if is_declared(module)]
+    declared = [path for path, module in modules.items() if is_declared(module)]
     for path, module in modules.items():
-        if module in _LAYOUTS and not any(is_within(path, other) or is_within(other, path) for other in said):
+        if module in _LAYOUTS and not any(is_within(path, other) or is_within(other, path) for other in declared):
             yield path, module, _LAYOUTS[module]
 
 
 def _run_traced(
     module: nn.Module, run: module_tracer.ForwardFunction, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """The forward of a module that is watched; it must compare once, as it did when it was found."""
-    those = get_hooks(module)
-    if not those:
+    """Forward of a hooked module; it must compute attention once, with the same heads as when it was traced."""
+    hooks = get_hooks(module)
+    if not hooks:
         return run(*args, **kwargs)
-    heads, times = _LAYOUTS[module].num_heads, 0
+    heads, num_traced = _LAYOUTS[module].num_heads, 0
 
-    def told(heard: TracedAttention) -> Tensor | None:
-        nonlocal times
-        times += 1
-        if heard.call is None or heard.z_BTHV is None or heard.z_BTHV.shape[2] != heads or times > 1:
+    def on_attention(traced: TracedAttention) -> Tensor | None:
+        nonlocal num_traced
+        num_traced += 1
+        if traced.call is None or traced.z_BTHV is None or traced.z_BTHV.shape[2] != heads or num_traced > 1:
             raise ValueError(f"{type(module).__name__} {_CHANGED_LAYOUT}")
-        for watcher in those:
-            if watcher.needs_call:
-                watcher.on_call(heard.call)
-        return run_output_hooks(those, heard.z_BTHV)
+        for hook in hooks:
+            if hook.needs_call:
+                hook.on_call(traced.call)
+        return run_output_hooks(hooks, traced.z_BTHV)
 
-    with AttentionTracer(told):
+    with AttentionTracer(on_attention):
         result = run(*args, **kwargs)
-    if not times:
+    if not num_traced:
         raise ValueError(f"{type(module).__name__} {_CHANGED_LAYOUT}")
     return result
 
 
-_CHANGED_LAYOUT = "does not compare as when it was found; give hw.sites(model, example) an example like this input"
+_CHANGED_LAYOUT = (
+    "does not compute attention as it did when traced; call hw.sites(model, example) with an example like this input"
+)
 
 
 def trace_example(model: nn.Module, example: Any) -> None:
-    """Run a model on an example and remember which of its modules compare, and how."""
+    """Run a model on an example, and store the layout of each module that computes attention."""
     if any(module.training for module in model.modules()):
-        raise ValueError("the model is in train mode, where a run would change it; call model.eval() first")
-    trial = ExampleTrace()
+        raise ValueError("the model is in train mode, where a run changes its state; call model.eval() first")
+    example_trace = ExampleTrace()
     devices = {tensor.device for tensor in model.parameters() if tensor.is_cuda}
-    with torch.random.fork_rng(devices), torch.no_grad(), trial.tracing() as ear:
+    with torch.random.fork_rng(devices), torch.no_grad(), example_trace.tracing() as tracer:
         try:
             _run_example(model, example)
-        except Exception as error:  # whatever a model raises
-            said = " ".join(str(error).split())[:200] or type(error).__name__
-            raise ValueError(f"{type(model).__name__} cannot be run on this example: {said}") from error
-    for made in ear.softmax_calls:
-        owners = [module for module in made.running_modules if not type(module).__module__.startswith("torch.nn.")]
-        if owners and not made.has_output and made.num_axes == 4 and owners[-1] not in trial.manners:
-            trial.manners[owners[-1]] = AttentionLayout(0, 0, 0, UNKNOWN_PATTERN, UNUSED_WEIGHTS)
-    _LAYOUTS.update(trial.manners)
+        except Exception as error:  # the model may raise anything
+            message = " ".join(str(error).split())[:200] or type(error).__name__
+            raise ValueError(f"{type(model).__name__} cannot run on this example: {message}") from error
+    for softmax_call in tracer.softmax_calls:
+        owners = [
+            module for module in softmax_call.running_modules if not type(module).__module__.startswith("torch.nn.")
+        ]
+        if (
+            owners
+            and not softmax_call.has_output
+            and softmax_call.num_axes == 4
+            and owners[-1] not in example_trace.layouts
+        ):
+            example_trace.layouts[owners[-1]] = AttentionLayout(0, 0, 0, UNKNOWN_PATTERN, UNUSED_WEIGHTS)
+    _LAYOUTS.update(example_trace.layouts)
 
 
 def _run_example(model: nn.Module, example: Any) -> None:
@@ -153,7 +165,7 @@ def _run_example(model: nn.Module, example: Any) -> None:
 
 @dataclass
 class ModuleFrame:
-    """One call of a module: how it compared itself, and how often modules within it did."""
+    """One running call of a module: attention computed by itself, and the number computed by modules within it."""
 
     module: nn.Module
     layouts: list[AttentionLayout]
@@ -161,79 +173,85 @@ class ModuleFrame:
 
 
 class ExampleTrace:
-    """What is heard of the modules of a model while it runs once."""
+    """Traces which modules compute attention during one run of a model."""
 
     def __init__(self) -> None:
         self.frames: list[ModuleFrame] = []
-        self.inside: list[nn.Module] = []
-        self.manners: dict[nn.Module, AttentionLayout] = {}
+        self.running_modules: list[nn.Module] = []
+        self.layouts: dict[nn.Module, AttentionLayout] = {}
         self.thread = get_ident()
 
     @contextmanager
     def tracing(self) -> Iterator[AttentionTracer]:
-        """While this lasts, modules that this thread runs are told apart and heard."""
-        ends = [register_module_forward_pre_hook(self.enter)]
+        """Context in which module calls of this thread are traced."""
+        handles = [register_module_forward_pre_hook(self.enter)]
         try:
-            ends.append(register_module_forward_hook(self.leave, always_call=True))
-            with AttentionTracer(self.record, running_modules=self.inside) as ear:
-                yield ear
+            handles.append(register_module_forward_hook(self.leave, always_call=True))
+            with AttentionTracer(self.record, running_modules=self.running_modules) as tracer:
+                yield tracer
         finally:
-            for end in ends:
-                end.remove()
+            for handle in handles:
+                handle.remove()
 
     def enter(self, module: nn.Module, _: Any) -> None:
-        """A module begins."""
+        """Forward pre-hook: a module call begins."""
         if get_ident() == self.thread:
             self.frames.append(ModuleFrame(module, []))
-            self.inside.append(module)
+            self.running_modules.append(module)
 
     def leave(self, module: nn.Module, _: Any, result: Any) -> None:
-        """A module ends, or fails."""
-        if get_ident() != self.thread or module is not self.inside[-1]:
+        """Forward hook: a module call ends or raises."""
+        if get_ident() != self.thread or module is not self.running_modules[-1]:
             return
         frame = self.frames.pop()
-        self.inside.pop()
+        self.running_modules.pop()
         if not frame.layouts:
             return
-        manner = frame.layouts[0]
+        layout = frame.layouts[0]
         if len(frame.layouts) > 1:
-            manner = manner._replace(reason=SEVERAL_ATTENTIONS)
+            layout = layout._replace(reason=SEVERAL_ATTENTIONS)
         elif frame.num_nested:
-            manner = manner._replace(reason=NESTED_ATTENTION)
-        self.manners[module] = _merge_layouts(self.manners.get(module, manner), manner)
+            layout = layout._replace(reason=NESTED_ATTENTION)
+        self.layouts[module] = _merge_layouts(self.layouts.get(module, layout), layout)
 
-    def record(self, heard: TracedAttention) -> None:
-        """Something was compared."""
-        if not heard.depth:
+    def record(self, traced: TracedAttention) -> None:
+        """Store a traced attention with the module that computed it."""
+        if not traced.depth:
             return
-        frame = self.frames[heard.depth - 1]
-        frame.layouts.append(_layout_of(frame.module, heard))
-        for outer in self.frames[: heard.depth - 1]:
+        frame = self.frames[traced.depth - 1]
+        frame.layouts.append(_layout_of(frame.module, traced))
+        for outer in self.frames[: traced.depth - 1]:
             outer.num_nested += 1
 
 
-def _layout_of(module: nn.Module, heard: TracedAttention) -> AttentionLayout:
-    if heard.call is None or heard.z_BTHV is None:
-        return AttentionLayout(read_positive_int(module, NUM_HEADS_NAMES), 0, 0, UNKNOWN_PATTERN, heard.reason)
-    heads, says = heard.z_BTHV.shape[2], read_positive_int(module, NUM_HEADS_NAMES)
-    kv, dim = heard.num_kv_heads or heads, heard.head_dim or heard.z_BTHV.shape[3]
-    why = f"it says that it has {says} heads, and compares {heads}" if says and says != heads else ""
-    return AttentionLayout(heads, kv, dim, _pattern_of_call(heard.call), why)
+def _layout_of(module: nn.Module, traced: TracedAttention) -> AttentionLayout:
+    if traced.call is None or traced.z_BTHV is None:
+        return AttentionLayout(read_positive_int(module, NUM_HEADS_NAMES), 0, 0, UNKNOWN_PATTERN, traced.reason)
+    heads, declared_heads = traced.z_BTHV.shape[2], read_positive_int(module, NUM_HEADS_NAMES)
+    kv, dim = traced.num_kv_heads or heads, traced.head_dim or traced.z_BTHV.shape[3]
+    reason = (
+        f"its attributes say {declared_heads} heads, but it computes attention with {heads}"
+        if declared_heads and declared_heads != heads
+        else ""
+    )
+    return AttentionLayout(heads, kv, dim, _pattern_of_call(traced.call), reason)
 
 
-def _pattern_of_call(core: AttentionCall) -> str:
-    """Who reads whom, as far as one call shows it."""
-    if isinstance(core, AttentionInputs) and core.mask is None:
-        return "causal()" if core.causal else "full()"
-    read = (core.weights if isinstance(core, WeightsOnlyCall) else core.head_weights(0)) > 0
-    if bool(read.all()):
+def _pattern_of_call(call: AttentionCall) -> str:
+    """Attention pattern as far as one call shows it."""
+    if isinstance(call, AttentionInputs) and call.mask is None:
+        return "causal()" if call.causal else "full()"
+    attended = (call.weights if isinstance(call, WeightsOnlyCall) else call.head_weights(0)) > 0
+    if bool(attended.all()):
         return "full()"
-    square = read.shape[-1] == read.shape[-2]
-    return "causal()" if square and torch.equal(read, read.new_ones(read.shape).tril()) else UNKNOWN_PATTERN
+    is_square = attended.shape[-1] == attended.shape[-2]
+    return (
+        "causal()" if is_square and torch.equal(attended, attended.new_ones(attended.shape).tril()) else UNKNOWN_PATTERN
+    )
 
 
-def _merge_layouts(one: AttentionLayout, other: AttentionLayout) -> AttentionLayout:
-    """How a module compares that was called twice."""
-    if one.reason or other.reason or one[:3] != other[:3]:
-        return one._replace(reason=one.reason or other.reason or "it compares otherwise each time that it is called")
-    return one if one == other else one._replace(pattern=UNKNOWN_PATTERN)
+def _merge_layouts(first: AttentionLayout, second: AttentionLayout) -> AttentionLayout:
+    """Merge the layouts of two calls of one module."""
+    if first.reason or second.reason or first[:3] != second[:3]:
+        return first._replace(reason=first.reason or second.reason or "its heads differ from call to call")
+    return first if first == second else first._replace(pattern=UNKNOWN_PATTERN)

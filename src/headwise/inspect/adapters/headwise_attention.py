@@ -1,4 +1,4 @@
-"""Attentions of headwise itself, wherever they stand."""
+"""Adapter for `hw.Attention`, anywhere in a model."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from ..site import POSSIBLE, Site
 
 
 class HeadwiseAdapter(SiteAdapter):
-    """Every `hw.Attention`: all that its spec says is known, and any of it can be computed again."""
+    """Every `hw.Attention`. Its spec describes it completely, so its weights can be recomputed for any queries."""
 
     def find_sites(self, model: nn.Module) -> Iterator[SiteModule]:
         names = [name for name, _ in model.spec.attention_specs()] if isinstance(model, Transformer) else []
@@ -56,55 +56,54 @@ class HeadwiseAdapter(SiteAdapter):
 
 
 class HeadwiseCall:
-    """What an attention of ours worked with: any rows of its weights are computed again, as its definition says."""
+    """One call of an `hw.Attention`; recomputes any rows of its weights."""
 
-    def __init__(self, job: CallSignature, sight: AttentionMask, inputs: CoreInputs, bound: CoreSteps) -> None:
-        self.job, self.bound = job, bound
-        self.sight, self.inputs = backends.gather_pages(sight, inputs)
+    def __init__(self, signature: CallSignature, mask: AttentionMask, inputs: CoreInputs, steps: CoreSteps) -> None:
+        self.signature, self.steps = signature, steps
+        self.mask, self.inputs = backends.gather_pages(mask, inputs)
         self._by_head: CoreInputs | None = None
 
     def head_weights(self, head: int, queries: slice = slice(None)) -> Tensor:
-        """The weights of one head for some queries, [B, T, S]."""
+        """Attention weights of one head for a range of queries, [B, T, S]."""
         return self.all_weights(queries)[:, head]
 
     def all_weights(self, queries: slice = slice(None), keys: slice = slice(None)) -> Tensor:
-        """The weights of all heads for some queries, [B, H, T, S]; of `keys` that are all they may read, if not all."""
-        if backends.is_plain_softmax(self.job):
-            return self._make_inputs(*_slice_call(self.sight, self._inputs_by_head, queries, keys)).all_weights()
-        job = replace(self.job, probed_tensors=frozenset({"weights"}), training=False)
+        """Attention weights of all heads for a range of queries, [B, H, T, S]. `keys` must include all allowed keys."""
+        if backends.is_plain_softmax(self.signature):
+            return self._make_inputs(*_slice_call(self.mask, self._inputs_by_head, queries, keys)).all_weights()
+        signature = replace(self.signature, probed_tensors=frozenset({"weights"}), training=False)
         probe = Probe("weights")
-        sliced = _slice_call(self.sight, self.inputs, queries)
-        backends.make_dispatch(job).attend(*sliced, self.bound, probe)
+        backends.choose_backend(signature).attend(
+            signature, *_slice_call(self.mask, self.inputs, queries), self.steps, probe
+        )
         return probe.tensors["weights"][..., keys]
 
     @property
     def _inputs_by_head(self) -> CoreInputs:
-        """The inputs with the keys of each head side by side, which are read again for each band of queries."""
+        """Inputs with the keys stored contiguously by head, for repeated reads by bands of queries."""
         if self._by_head is None:
             self._by_head = self.inputs._replace(k=self.inputs.k.transpose(1, 2).contiguous().transpose(1, 2))
         return self._by_head
 
     def allowed_pairs(self, queries: slice = slice(None)) -> Tensor:
-        """Which keys some queries may read, [B or 1, 1, T, S]."""
-        return _slice_call(self.sight, self.inputs, queries)[0].allowed
+        """Boolean mask of the keys that a range of queries may attend to, [B or 1, 1, T, S]."""
+        return _slice_call(self.mask, self.inputs, queries)[0].allowed
 
     def head_values(self, head: int) -> HeadValues:
-        """What one head that speaks reads, whatever it compares."""
-        row = self.job.spec.score_head_of_output[head]
-        return HeadValues(row, self.inputs.v[:, :, self.job.core.value_head_of_row[row]])
+        """Score head and values of an output head."""
+        row = self.signature.spec.score_head_of_output[head]
+        return HeadValues(row, self.inputs.v[:, :, self.signature.core.value_head_of_row[row]])
 
     @property
     def attention_inputs(self) -> AttentionInputs | None:
-        """The same as tensors, if softmax of scaled products is all that the layer does with them."""
-        return self._make_inputs(self.sight, self.inputs) if backends.is_plain_softmax(self.job) else None
+        """The inputs as tensors if the layer is plain softmax attention, else None."""
+        return self._make_inputs(self.mask, self.inputs) if backends.is_plain_softmax(self.signature) else None
 
-    def _make_inputs(self, sight: AttentionMask, inputs: CoreInputs) -> AttentionInputs:
-        plain, core = backends.softmax_args(sight, inputs, self.bound), self.job.core
-        k, v, reads = inputs.k, inputs.v, None if self.job.group_size else core.key_head_of_query
-        if (
-            core.value_head_of_row != core.key_head_of_query
-        ):  # values are grouped otherwise: each head is given its own of both
-            k, v, reads = (
+    def _make_inputs(self, mask: AttentionMask, inputs: CoreInputs) -> AttentionInputs:
+        softmax_args, core = backends.softmax_args(mask, inputs, self.steps), self.signature.core
+        k, v, kv_heads = inputs.k, inputs.v, None if self.signature.group_size else core.key_head_of_query
+        if core.value_head_of_row != core.key_head_of_query:  # different groups: give each head its own key and value
+            k, v, kv_heads = (
                 k[:, :, list(core.key_head_of_query)],
                 v[:, :, list(core.value_head_of_row)],
                 tuple(range(len(core.key_head_of_query))),
@@ -114,44 +113,53 @@ class HeadwiseCall:
             k,
             v,
             inputs.query_context.scale,
-            plain.mask,
-            plain.causal,
-            plain.bias,
-            sinks=plain.sinks,
-            kv_head_of_query=reads,
+            softmax_args.mask,
+            softmax_args.causal,
+            softmax_args.bias,
+            sinks=softmax_args.sinks,
+            kv_head_of_query=kv_heads,
             key_positions=self.key_positions,
         )
 
     @property
     def key_positions(self) -> Tensor | None:
-        """The numbers of its keys among all tokens."""
-        return _token_numbers(self.sight.keys)
+        """Positions of the keys in the text, -1 for an empty slot; None if rows differ."""
+        return _token_numbers(self.mask.keys)
 
 
 def _token_numbers(keys: SequenceInfo) -> Tensor | None:
-    """Which tokens these are, -1 for none, where all rows hold the same: then positions number them."""
+    """Positions of the keys, -1 for an empty slot; None unless all rows have the same positions and one segment."""
     position, segment = keys.position[:1], keys.segment[:1]
-    if keys.num_visible is not None:  # all of them are read; a cache may write segments later
+    if keys.num_visible is not None:  # all keys are visible; a cache may set segments later
         return position[0] if bool((keys.position == position).all()) else None
-    alike = bool((keys.position == position).all()) and bool((keys.segment == segment).all())
-    return torch.where(segment[0] < 0, -1, position[0]) if alike and not bool((segment > 0).any()) else None
+    rows_equal = bool((keys.position == position).all()) and bool((keys.segment == segment).all())
+    return torch.where(segment[0] < 0, -1, position[0]) if rows_equal and not bool((segment > 0).any()) else None
 
 
 def _slice_call(
-    sight: AttentionMask, inputs: CoreInputs, queries: slice, keys: slice = slice(None)
+    attention_mask: AttentionMask, inputs: CoreInputs, queries: slice, keys: slice = slice(None)
 ) -> tuple[AttentionMask, CoreInputs]:
-    """The same call for some of its queries, and of some of its keys if all that happens to scores is additive."""
-    at, told, asked, mask = sight.queries, sight.keys, inputs.query_context, sight.mask
-    some = SequenceInfo(at.position[:, queries], at.segment[:, queries], checked=True)
+    """Restrict a call to a range of queries, and to a range of keys if scores are only changed by adding to them."""
+    queries_info, keys_info, context, mask = (
+        attention_mask.queries,
+        attention_mask.keys,
+        inputs.query_context,
+        attention_mask.mask,
+    )
+    sliced_queries = SequenceInfo(queries_info.position[:, queries], queries_info.segment[:, queries], checked=True)
     if keys != slice(None):
-        filled = None if told.num_visible is None else len(range(told.num_visible)[keys])
-        told = SequenceInfo(told.position[:, keys], told.segment[:, keys], checked=True, num_visible=filled)
+        num_visible = None if keys_info.num_visible is None else len(range(keys_info.num_visible)[keys])
+        keys_info = SequenceInfo(
+            keys_info.position[:, keys], keys_info.segment[:, keys], checked=True, num_visible=num_visible
+        )
     if mask is not None:
         mask = mask if mask.shape[2] == 1 else mask[:, :, queries]
         mask = mask if mask.shape[3] == 1 else mask[..., keys]
-    asked = asked._replace(x_BTD=asked.x_BTD[:, queries], q_BTHK=asked.q_BTHK[:, queries], sequence=some)
-    inputs = inputs._replace(q=inputs.q[:, queries], k=inputs.k[:, keys], v=inputs.v[:, keys], query_context=asked)
-    return AttentionMask(some, told, sight.pattern, mask), inputs
+    context = context._replace(
+        x_BTD=context.x_BTD[:, queries], q_BTHK=context.q_BTHK[:, queries], sequence=sliced_queries
+    )
+    inputs = inputs._replace(q=inputs.q[:, queries], k=inputs.k[:, keys], v=inputs.v[:, keys], query_context=context)
+    return AttentionMask(sliced_queries, keys_info, attention_mask.pattern, mask), inputs
 
 
 def _split_path(path: str, number: int) -> tuple[str, int, str]:
@@ -159,10 +167,10 @@ def _split_path(path: str, number: int) -> tuple[str, int, str]:
     return stack, int(layer), kind
 
 
-def _make_site(name: str, where: tuple[str, int, str], path: str, module: Attention) -> Site:
+def _make_site(name: str, place: tuple[str, int, str], path: str, module: Attention) -> Site:
     spec = module.spec
     heads = spec.heads
-    stack, layer, kind = where
+    stack, layer, kind = place
     return Site(
         name=name,
         stack=stack,
@@ -184,23 +192,28 @@ def _make_site(name: str, where: tuple[str, int, str], path: str, module: Attent
 
 
 def _wrap_head_outputs(original: Callable[..., Any]) -> Callable[..., Any]:
-    def head_outputs_and_gates(self: Attention, arguments: AttentionArguments) -> Any:
-        if hooks := get_hooks(self):
-            arguments = arguments._replace(probe=_join_probe(hooks, arguments.probe))
-        return original(self, arguments)
+    def gated(self: Attention, x: Tensor, *, probe: Probe | None = None, **kwargs: Any) -> Any:
+        hooks = get_hooks(self)
+        return original(self, x, probe=_join_probe(hooks, probe) if hooks else probe, **kwargs)
 
     return head_outputs_and_gates
 
 
-def _wrap_attend(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def attend(self: Attention, call: AttentionCall, attention_mask: AttentionMask, inputs: CoreInputs) -> Tensor:
-        if hooks := [hook for hook in get_hooks(self) if hook.needs_call]:
-            seen = HeadwiseCall(call.plan.call, attention_mask, inputs, self.core_steps)
-            for hook in hooks:
-                hook.on_call(seen)
-        return original(self, call, attention_mask, inputs)
+def _wrap_plan(original: Callable[..., ExecutionPlan]) -> Callable[..., ExecutionPlan]:
+    def _plan(self: Attention, *args: Any) -> ExecutionPlan:
+        plan = original(self, *args)
+        observers = [hook for hook in get_hooks(self) if hook.needs_call]
+        return plan._replace(attend=partial(_attend_with_hooks, plan.attend, observers)) if observers else plan
 
-    return attend
+    return _plan
+
+
+def _attend_with_hooks(attend: AttendFunction, observers: Sequence[AttentionHook], *args: Any) -> Tensor:
+    """Call the hooks, then the backend; `args` are signature, mask, inputs, core steps and probe."""
+    call = HeadwiseCall(*args[:4])
+    for hook in observers:
+        hook.on_call(call)
+    return attend(*args)
 
 
 ATTENTION_PATCHES = (
@@ -209,13 +222,13 @@ ATTENTION_PATCHES = (
 )
 
 
-def _join_probe(those: tuple[AttentionHook, ...], probe: Probe | None) -> Probe:
-    """A probe that lets watchers change what heads say, and whoever looked already look on."""
-    own = probe.points if probe is not None else frozenset[str]()
+def _join_probe(hooks: tuple[AttentionHook, ...], probe: Probe | None) -> Probe:
+    """A probe that runs the hooks on head outputs, and then the caller's own probe."""
+    own_points = probe.points if probe is not None else frozenset[str]()
 
-    def see(place: str, tensor: Tensor) -> Tensor | None:
-        if place == "heads":
-            tensor = run_output_hooks(those, tensor)
-        return probe(place, tensor) if probe is not None and place in own else tensor
+    def callback(point: str, tensor: Tensor) -> Tensor | None:
+        if point == "heads":
+            tensor = run_output_hooks(hooks, tensor)
+        return probe(point, tensor) if probe is not None and point in own_points else tensor
 
-    return Probe(*own, "heads", callback=see, aux_losses=probe.aux_losses if probe is not None else None)
+    return Probe(*own_points, "heads", callback=callback, aux_losses=probe.aux_losses if probe is not None else None)

@@ -1,4 +1,4 @@
-"""Who reads whom in somebody else's attention, from what its module and its config say."""
+"""Attention pattern, head counts and site of a third-party module, from its attributes and config."""
 
 from __future__ import annotations
 
@@ -12,51 +12,55 @@ from torch import nn
 from ...masking.patterns import Blocks, Causal, Window
 from ..site import POSSIBLE, Ability, Site
 
-UNKNOWN_PATTERN = "as each call says"
+UNKNOWN_PATTERN = "set by each call"
 
 
 def describe_pattern(module: nn.Module, kind: str) -> str:
-    """The pattern of a module in our words, or that it is nowhere said."""
+    """Pattern of a module as headwise spec text, or UNKNOWN_PATTERN."""
     if kind == "cross":
         return "full()"
     config, causal = getattr(module, "config", None), is_causal(module)
-    said = _read_layer_type(module, config)
+    layer_type = _read_layer_type(module, config)
     if causal is None:
         return UNKNOWN_PATTERN
-    if said == "chunked_attention" and causal:
+    if layer_type == "chunked_attention" and causal:
         return (Causal() & Blocks(_read_int(config, "attention_chunk_size"))).text
-    keys = _read_window(module, config, said)
-    if keys and causal:
-        return Window(keys).text
-    if keys:  # most say how far a window reaches to one side, some with the query's own key and some without
-        plain = keys == _read_int(config, "sliding_window") + 1
-        return Window(2 * keys - 1, after=keys - 1).text if plain else UNKNOWN_PATTERN
+    window = _read_window(module, config, layer_type)
+    if window and causal:
+        return Window(window).text
+    if window:  # most configs give the reach to one side, with or without the query's own key
+        is_one_sided_reach = window == _read_int(config, "sliding_window") + 1
+        return Window(2 * window - 1, after=window - 1).text if is_one_sided_reach else UNKNOWN_PATTERN
     return "causal()" if causal else "full()"
 
 
 def is_causal(module: nn.Module) -> bool | None:
-    """Whether a module says that it reads no key ahead; None if it says nothing."""
-    said = [getattr(module, name, None) for name in ("is_causal", "is_decoder")]
-    return next((bool(one) for one in said if one is not None), None)
+    """Value of the module's `is_causal` or `is_decoder`; None if it has neither."""
+    values = [getattr(module, name, None) for name in ("is_causal", "is_decoder")]
+    return next((bool(value) for value in values if value is not None), None)
 
 
 def _read_layer_type(module: nn.Module, config: Any) -> str:
-    """What the config says of this layer, or the module itself."""
+    """Layer type ("sliding_attention", ...) from the config or from the module; "" if unknown."""
     kinds, layer = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
     if isinstance(kinds, Sequence) and isinstance(layer, int) and layer < len(kinds):
         return str(kinds[layer])
     return str(getattr(module, "attention_type", ""))
 
 
-def _read_window(module: nn.Module, config: Any, said: str) -> int:
-    """How many keys a window has; 0 if there is none."""
+def _read_window(module: nn.Module, config: Any, layer_type: str) -> int:
+    """Number of keys in the sliding window; 0 if there is none."""
     if "sliding_window" in vars(module):
         return _read_int(module, "sliding_window")
-    if said == "local":
+    if layer_type == "local":
         return _read_int(config, "window_size")
     code = getattr(unwrap(type(module).forward), "__code__", None)
-    asked = code is not None and "sliding_window" in (*code.co_names, *code.co_consts)
-    return _read_int(config, "sliding_window") if said == "sliding_attention" or (not said and asked) else 0
+    mentions_window = code is not None and "sliding_window" in (*code.co_names, *code.co_consts)
+    return (
+        _read_int(config, "sliding_window")
+        if layer_type == "sliding_attention" or (not layer_type and mentions_window)
+        else 0
+    )
 
 
 def _read_int(holder: Any, name: str) -> int:
@@ -64,7 +68,7 @@ def _read_int(holder: Any, name: str) -> int:
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 0
 
 
-# --- Where somebody else's attention stands in its model, and how large it is --------------------------
+# --- Head sizes and sites of third-party modules ----------------------------------------------------------
 
 NUM_HEADS_NAMES = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_q_heads", "heads")
 NUM_KV_HEADS_NAMES = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "num_key_value_head")
@@ -80,14 +84,12 @@ HEAD_DIM_NAMES = (
 CROSS_ATTENTION_NAME = re.compile(r"cross|enc_?dec|encoder_attn|multihead_attn", re.IGNORECASE)
 
 
-UNKNOWN_STACK = "model"  # a stack of which nobody says what it is
-NOT_CONVERTIBLE = Ability(
-    False, "its weights are not read as a model of headwise, which alone is cut; nothing is guessed"
-)
+UNKNOWN_STACK = "model"  # stack name where neither path nor module says encoder or decoder
+NOT_CONVERTIBLE = Ability(False, "headwise cannot load this model as its own, which pruning and conversion need")
 
 
 class HeadSizes(NamedTuple):
-    """Query heads, key-value heads, and the width of a head; 0 for what a module does not say."""
+    """Query heads, KV heads and head dimension; 0 where unknown."""
 
     num_heads: int
     num_kv_heads: int
@@ -103,7 +105,7 @@ def make_site(
     see: Ability = POSSIBLE,
     silence: Ability = POSSIBLE,
 ) -> Site:
-    """The site of a module of somebody else's: its stack is named by its path, "encoder" or "decoder"."""
+    """Make the site of a third-party module; the stack is "encoder" or "decoder", from its path or attributes."""
     parts = path.split(".")
     numbers = [n for n, part in enumerate(parts) if part.isdigit()]
     layer = int(parts[numbers[0]]) if numbers else 0
@@ -115,7 +117,7 @@ def make_site(
         else "attention"
     )
     stack = _stack_name(parts[: numbers[0]] if numbers else parts[:-1], module)
-    said = describe_pattern(module, kind) if pattern is None else pattern
+    pattern_text = describe_pattern(module, kind) if pattern is None else pattern
     return Site(
         name=f"{stack}.{layer}.{kind}",
         stack=stack,
@@ -126,9 +128,9 @@ def make_site(
         q=sizes.num_heads,
         kv=sizes.num_kv_heads,
         dim=sizes.head_dim,
-        pattern=said,
+        pattern=pattern_text,
         spec=None,
-        unsaid="nothing reads it as a spec",
+        unsaid="headwise has no spec for this module",
         see=see,
         silence=silence,
         cut=NOT_CONVERTIBLE,
@@ -137,7 +139,7 @@ def make_site(
 
 
 def is_within(path: str, other: str) -> bool:
-    """Whether a module is another, or stands in it."""
+    """Whether the module at `path` is the module at `other` or inside it."""
     return path == other or path.startswith(f"{other}.") or not other
 
 
@@ -145,8 +147,8 @@ def _is_cross_attention(parts: list[str]) -> bool:
     return any(CROSS_ATTENTION_NAME.search(part) for part in parts[-2:])
 
 
-def _stack_name(before: list[str], module: nn.Module) -> str:
-    for part in reversed(before):
+def _stack_name(path_parts: list[str], module: nn.Module) -> str:
+    for part in reversed(path_parts):
         if "decoder" in part:
             return "decoder"
         if "encoder" in part:
@@ -156,7 +158,7 @@ def _stack_name(before: list[str], module: nn.Module) -> str:
 
 
 def read_head_sizes(module: nn.Module) -> HeadSizes:
-    """What a module, or its config, says of its heads."""
+    """Head sizes from the attributes of a module or its config."""
     config = getattr(module, "config", None)
     q = read_positive_int(module, NUM_HEADS_NAMES) or read_positive_int(config, NUM_HEADS_NAMES)
     groups = getattr(module, "num_key_value_groups", None)
@@ -166,7 +168,7 @@ def read_head_sizes(module: nn.Module) -> HeadSizes:
 
 
 def read_positive_int(source: Any, names: tuple[str, ...]) -> int:
-    """The first of these that somebody keeps and that is a positive whole number; 0 if none is."""
+    """First of these attributes that is a positive int; 0 if none is."""
     for name in names:
         value = getattr(source, name, None)
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:

@@ -1,4 +1,4 @@
-"""Standing at the forward of modules of anybody's: one replacement for each class, whatever is done there."""
+"""Override the forward of any module through one patch per class, and trace attention inside a forward."""
 
 from __future__ import annotations
 
@@ -24,55 +24,57 @@ _OVERRIDES: WeakKeyDictionary[nn.Module, ForwardOverride] = WeakKeyDictionary()
 _FORWARD_PATCHES: dict[type, MethodPatch] = {}
 _RUNNING: ContextVar[tuple[nn.Module, ...]] = ContextVar("within", default=())
 
-INSTANCE_FORWARD = Ability(False, "its forward was replaced on the module itself, which hides its class's; undo that")
+INSTANCE_FORWARD = Ability(False, "its forward is set on the module itself, which hides that of its class; remove it")
 
 
 def override_forward(module: nn.Module, override: ForwardOverride) -> None:
-    """Let `role(module, run, args, kwargs)` stand for the forward of a module while somebody watches."""
+    """Replace the forward of a module by `override(module, run, args, kwargs)` while hooks are active."""
     _OVERRIDES[module] = override
 
 
 def hook_ability(module: nn.Module) -> Ability:
-    """Whether the forward of its class is what runs when a module is called."""
+    """Whether a module can be hooked: calling it must run the forward of its class."""
     return INSTANCE_FORWARD if "forward" in vars(module) else POSSIBLE
 
 
 def make_patches(override: ForwardOverride) -> list[MethodPatch]:
-    """What is replaced for all modules that have this role."""
-    owners = {_forward_owner(type(module)) for module, own in _OVERRIDES.items() if own is override}
+    """Patches for the classes of all modules with this override."""
+    owners = {
+        _forward_owner(type(module)) for module, module_override in _OVERRIDES.items() if module_override is override
+    }
     return [_FORWARD_PATCHES.setdefault(owner, MethodPatch(owner, "forward", _wrap_forward)) for owner in owners]
 
 
-def _forward_owner(kind: type) -> type:
-    """The class whose forward it is: a class and its heir may not both be replaced for one function."""
-    return next(one for one in kind.__mro__ if "forward" in vars(one))
+def _forward_owner(module_type: type) -> type:
+    """The class that defines the forward; patching a subclass too would run the override twice."""
+    return next(cls for cls in module_type.__mro__ if "forward" in vars(cls))
 
 
 def _wrap_forward(original: ForwardFunction) -> ForwardFunction:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        role, within = (_OVERRIDES.get(self), _RUNNING.get()) if has_hooks() else (None, ())
-        if role is None or self in within:  # within it is the forward of a class that this one's goes on to
+        override, running = (_OVERRIDES.get(self), _RUNNING.get()) if has_hooks() else (None, ())
+        if override is None or self in running:  # a super().forward() call inside this override
             return original(self, *args, **kwargs)
-        token = _RUNNING.set((*within, self))
+        token = _RUNNING.set((*running, self))
         try:
-            return role(self, lambda *said, **more: original(self, *said, **more), args, kwargs)
+            return override(self, lambda *run_args, **run_kwargs: original(self, *run_args, **run_kwargs), args, kwargs)
         finally:
             _RUNNING.reset(token)
 
     return forward
 
 
-# --- What a module compares, overheard while its own code runs -----------------------------------------
+# --- Trace attention while a module's own code runs ------------------------------------------------------
 
 SDPA_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-MAX_OPEN_WEIGHTS = 4  # grids of weights that may be open at once
+MAX_OPEN_WEIGHTS = 4  # softmax outputs remembered at once
 
 
 class TracedAttention(NamedTuple):
-    """One comparison: what was compared, and what heads then say.
+    """One traced attention computation: its inputs (`call`) and head outputs.
 
-    `since` is how many of the modules that ran when values were read ran already when their weights were made. `why`
-    says what of it is not understood.
+    `depth` is the number of enclosing modules that were running both when the weights were computed and when the values
+    were multiplied. `reason` is set if the computation is not understood.
     """
 
     call: AttentionCall | None = None
@@ -85,7 +87,7 @@ class TracedAttention(NamedTuple):
 
 @dataclass
 class SoftmaxCall:
-    """A softmax over a grid of `axes`: the modules that ran then, and whether values were read by what it gave."""
+    """A softmax over a tensor of `num_axes`, the modules running then, and whether its output was applied to values."""
 
     running_modules: tuple[nn.Module, ...]
     num_axes: int
@@ -93,7 +95,7 @@ class SoftmaxCall:
 
 
 class OpenWeights(NamedTuple):
-    """Weights as a softmax gave them, and as they are used since."""
+    """The output of a softmax, and the tensor derived from it by dropout (`used`)."""
 
     used: Tensor
     weights: Tensor
@@ -104,10 +106,10 @@ TraceCallback = Callable[[TracedAttention], Tensor | None]
 
 
 class AttentionTracer(TorchFunctionMode):
-    """Tells of every comparison; what it is told in return takes the place of what heads say.
+    """Calls `callback` for each attention computation; a tensor that it returns replaces the head outputs.
 
-    `heads` is how many a module says it has, for those who keep batch and heads on one axis; 0 if it does not say.
-    `inside` is the modules that run, which somebody else keeps.
+    `num_heads` is used to split a joint batch-and-heads axis; 0 if unknown. `running_modules` is the stack of running
+    modules, which the caller maintains.
     """
 
     def __init__(self, callback: TraceCallback, num_heads: int = 0, running_modules: Sequence[nn.Module] = ()) -> None:
@@ -119,20 +121,20 @@ class AttentionTracer(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        hears = TRACED_FUNCTIONS.get(getattr(func, "__name__", ""))
-        return result if hears is None else hears(self, args, kwargs, result)
+        handler = TRACED_FUNCTIONS.get(getattr(func, "__name__", ""))
+        return result if handler is None else handler(self, args, kwargs, result)
 
     def on_sdpa(self, args: Any, kwargs: Mapping[str, Any], o: Tensor) -> Tensor:
-        """One function does it all: exactly what it was told."""
-        told = dict(zip(SDPA_ARGUMENTS, args, strict=False)) | dict(kwargs)
-        since = len(self.running_modules)
-        if told["query"].dim() != 4:
-            return self._report(TracedAttention(depth=since, reason=_flat_batch_reason(told["query"])), o)
-        _, kv, _, dim = told["key"].shape
-        return self._report(TracedAttention(inputs_of_sdpa(told), o.transpose(1, 2), kv, dim, since), o)
+        """Fused attention: its arguments are the inputs."""
+        arguments = dict(zip(SDPA_ARGUMENTS, args, strict=False)) | dict(kwargs)
+        depth = len(self.running_modules)
+        if arguments["query"].dim() != 4:
+            return self._report(TracedAttention(depth=depth, reason=_flat_batch_reason(arguments["query"])), o)
+        _, kv, _, dim = arguments["key"].shape
+        return self._report(TracedAttention(inputs_of_sdpa(arguments), o.transpose(1, 2), kv, dim, depth), o)
 
     def on_softmax(self, args: Any, kwargs: Mapping[str, Any], weights: Tensor) -> Tensor:
-        """Perhaps weights: they are, if values are multiplied with them."""
+        """Remember a possible tensor of weights; it is one if values are multiplied with it later."""
         dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
         if weights.dim() >= 3 and dim in (-1, weights.dim() - 1):
             self.softmax_calls.append(SoftmaxCall(tuple(self.running_modules), weights.dim()))
@@ -140,56 +142,63 @@ class AttentionTracer(TorchFunctionMode):
         return weights
 
     def on_dropout(self, args: Any, kwargs: Mapping[str, Any], dropped: Tensor) -> Tensor:
-        """Weights, of which some are left out while a model trains."""
-        before = args[0] if args else kwargs["input"]
-        if grid := self._find_weights(before):
-            self.open_weights.append(grid._replace(used=dropped))
+        """Remember dropped-out weights as derived from the weights before."""
+        source = args[0] if args else kwargs["input"]
+        if entry := self._find_weights(source):
+            self.open_weights.append(entry._replace(used=dropped))
         return dropped
 
     def on_matmul(self, args: Any, kwargs: Mapping[str, Any], o: Tensor) -> Tensor:
-        """Perhaps values, multiplied with weights."""
+        """Report attention if the first factor is a tensor of weights."""
         first = args[0] if args else kwargs["input"]
         return self._on_product(first, o) if isinstance(first, Tensor) and first.dim() >= 3 else o
 
     def on_einsum(self, args: Any, kwargs: Mapping[str, Any], o: Tensor) -> Tensor:
-        """The same, if its letters say so."""
+        """Report attention if the equation contracts the last axis of weights with the values."""
         equation, first, *_ = (args[0], *args[1]) if isinstance(args[1], (list, tuple)) else args
         if not isinstance(equation, str) or first.dim() < 3:
             return o
-        operands, _, said = equation.replace(" ", "").partition("->")
-        weights, _, values = operands.partition(",")
-        if said[: len(weights) - 1] == weights[:-1] and weights[-1] in values and weights[-1] not in said:
+        operands, _, output_axes = equation.replace(" ", "").partition("->")
+        weight_axes, _, value_axes = operands.partition(",")
+        if (
+            output_axes[: len(weight_axes) - 1] == weight_axes[:-1]
+            and weight_axes[-1] in value_axes
+            and weight_axes[-1] not in output_axes
+        ):
             return self._on_product(first, o)
-        grid = self._find_weights(first)
-        if grid is None:
+        entry = self._find_weights(first)
+        if entry is None:
             return o
         return self._report(
-            TracedAttention(depth=self._common_depth(grid), reason=f"it reads values by {equation!r}"), o
+            TracedAttention(
+                depth=self._common_depth(entry), reason=f"it applies its weights to values by einsum {equation!r}"
+            ),
+            o,
         )
 
     def _on_product(self, first: Tensor, o: Tensor) -> Tensor:
-        grid = self._find_weights(first)
-        if grid is None:
+        entry = self._find_weights(first)
+        if entry is None:
             return o
-        since = self._common_depth(grid)
-        weights = _split_heads(grid.weights, self.num_heads)
+        depth = self._common_depth(entry)
+        weights = _split_heads(entry.weights, self.num_heads)
         if weights is None:
-            return self._report(TracedAttention(depth=since, reason=_flat_batch_reason(grid.weights)), o)
+            return self._report(TracedAttention(depth=depth, reason=_flat_batch_reason(entry.weights)), o)
         z_BHTV = o.reshape(*weights.shape[:3], o.shape[-1])
-        return self._report(TracedAttention(WeightsOnlyCall(weights), z_BHTV.transpose(1, 2), depth=since), o)
+        return self._report(TracedAttention(WeightsOnlyCall(weights), z_BHTV.transpose(1, 2), depth=depth), o)
 
-    def _common_depth(self, grid: OpenWeights) -> int:
-        """How many modules ran both when these weights were made and now."""
-        grid.softmax.has_output = True
-        both = zip(grid.softmax.running_modules, self.running_modules, strict=False)
+    def _common_depth(self, entry: OpenWeights) -> int:
+        """Number of enclosing modules that were running when these weights were computed and still are."""
+        entry.softmax.has_output = True
+        both = zip(entry.softmax.running_modules, self.running_modules, strict=False)
         return sum(1 for _ in takewhile(lambda pair: pair[0] is pair[1], both))
 
     def _find_weights(self, tensor: Tensor) -> OpenWeights | None:
-        """The weights that these numbers are, if any."""
-        return next((grid for grid in reversed(self.open_weights) if _is_same_tensor(grid.used, tensor)), None)
+        """The remembered weights that equal this tensor, if any."""
+        return next((entry for entry in reversed(self.open_weights) if _is_same_tensor(entry.used, tensor)), None)
 
-    def _report(self, heard: TracedAttention, o: Tensor) -> Tensor:
-        z_BTHV = self.callback(heard)
+    def _report(self, traced: TracedAttention, o: Tensor) -> Tensor:
+        z_BTHV = self.callback(traced)
         return o if z_BTHV is None else z_BTHV.transpose(1, 2).reshape(o.shape)
 
 
@@ -205,7 +214,7 @@ TRACED_FUNCTIONS: dict[str, Callable[[AttentionTracer, Any, Mapping[str, Any], T
 
 
 def inputs_of_sdpa(arguments: Mapping[str, Any]) -> AttentionInputs:
-    """What torch's fused function was told."""
+    """Attention inputs from the arguments of F.scaled_dot_product_attention."""
     q, k, v = (arguments[side].transpose(1, 2) for side in ("query", "key", "value"))
     scale, mask = arguments.get("scale"), arguments.get("attn_mask")
     if mask is not None:
@@ -222,19 +231,19 @@ def inputs_of_sdpa(arguments: Mapping[str, Any]) -> AttentionInputs:
 
 
 def _split_heads(weights: Tensor, heads: int) -> Tensor | None:
-    """[B, H, T, S], or None if nobody says which axis is which."""
+    """Weights as [B, H, T, S], or None if the head axis is unknown."""
     if weights.dim() == 4:
         return weights
     return weights.unflatten(0, (-1, heads)) if weights.dim() == 3 and heads and not weights.shape[0] % heads else None
 
 
-def _flat_batch_reason(grid: Tensor) -> str:
-    return f"what it compares has {grid.dim()} axes, so that heads cannot be told apart; hw.declare says how many"
+def _flat_batch_reason(tensor: Tensor) -> str:
+    return f"its attention tensors have {tensor.dim()} axes, so heads cannot be identified; declare it with hw.declare"
 
 
 def _is_same_tensor(used: Tensor, tensor: Tensor) -> bool:
-    """Whether these are the same numbers, perhaps in another shape or rounded to another type."""
-    if used is tensor:  # also where some of them are no numbers
+    """Whether two tensors have equal values, up to shape and dtype."""
+    if used is tensor:  # also true where some values are NaN
         return True
     if used.numel() != tensor.numel() or used.shape[-2:] != tensor.shape[-2:]:
         return False

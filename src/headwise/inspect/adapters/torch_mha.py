@@ -1,8 +1,9 @@
-"""torch's own nn.MultiheadAttention, alone and inside nn.Transformer.
+"""Adapter for `nn.MultiheadAttention`, alone and inside `nn.Transformer`.
 
-Its forward hands the output projection to one function as a plain tensor, so a hook on that projection never runs; and
-a whole encoder layer may go by a fast path that calls no forward at all. While somebody watches, the function is given
-an identity in the projection's place, what heads say is looked at, and then projected; the fast path is off meanwhile.
+Its forward passes the weight of the output projection to a function, so a hook on that projection never runs; and a
+whole encoder layer may use a fast path that calls no forward at all. While hooks are active, the function gets an
+identity matrix in place of the projection, the hooks run on the head outputs, and these are then projected. The fast
+path is disabled meanwhile.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ class TorchMHAAdapter(SiteAdapter):
     def find_sites(self, model: nn.Module) -> Iterator[SiteModule]:
         for path, module in model.named_modules(remove_duplicate=False):
             if isinstance(module, nn.MultiheadAttention):
-                own = HeadSizes(module.num_heads, module.num_heads, module.head_dim)
-                able = hook_ability(module)
+                sizes = HeadSizes(module.num_heads, module.num_heads, module.head_dim)
+                ability = hook_ability(module)
                 yield SiteModule(
-                    make_site(path, module, own, pattern=UNKNOWN_PATTERN, see=able, silence=able), module, self
+                    make_site(path, module, sizes, pattern=UNKNOWN_PATTERN, see=ability, silence=ability), module, self
                 )
 
     def patches(self) -> list[SharedPatch]:
@@ -36,7 +37,7 @@ class TorchMHAAdapter(SiteAdapter):
 
 
 class FastPathSwitch(SharedPatch):
-    """torch's fast path for whole encoder layers is off while somebody watches."""
+    """Disables torch's fast path for whole encoder layers while hooks are active."""
 
     was_enabled = True
 
@@ -50,19 +51,19 @@ class FastPathSwitch(SharedPatch):
 
 def _wrap_forward(original: Callable[..., Any]) -> Callable[..., Any]:
     def forward(
-        self: nn.MultiheadAttention, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **more: Any
+        self: nn.MultiheadAttention, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
-        those = get_hooks(self)
-        if not those:
-            return original(self, query, key, value, *rest, **more)
+        hooks = get_hooks(self)
+        if not hooks:
+            return original(self, query, key, value, *args, **kwargs)
         names = ("key_padding_mask", "need_weights", "attn_mask", "average_attn_weights", "is_causal")
-        said = dict(zip(names, rest, strict=False)) | more
-        z, weights = _compute_head_outputs(self, (query, key, value), said)
-        for watcher in those:
-            if watcher.needs_call:
-                watcher.on_call(WeightsOnlyCall(weights if weights.dim() == 4 else weights[None]))
-        y = F.linear(_run_hooks(self, those, z), self.out_proj.weight, self.out_proj.bias)
-        return y, _format_weights(weights, said)
+        options = dict(zip(names, args, strict=False)) | kwargs
+        z, weights = _compute_head_outputs(self, (query, key, value), options)
+        for hook in hooks:
+            if hook.needs_call:
+                hook.on_call(WeightsOnlyCall(weights if weights.dim() == 4 else weights[None]))
+        y = F.linear(_run_hooks(self, hooks, z), self.out_proj.weight, self.out_proj.bias)
+        return y, _format_weights(weights, options)
 
     return forward
 
@@ -71,12 +72,12 @@ FORWARD_PATCH, FAST_PATH_SWITCH = MethodPatch(nn.MultiheadAttention, "forward", 
 
 
 def _compute_head_outputs(
-    self: nn.MultiheadAttention, told: tuple[Tensor, Tensor, Tensor], said: dict[str, Any]
+    self: nn.MultiheadAttention, inputs: tuple[Tensor, Tensor, Tensor], options: dict[str, Any]
 ) -> tuple[Tensor, Tensor]:
-    """What heads say side by side, shaped as the output, and the weights of each."""
-    flip = self.batch_first and told[0].dim() == 3
-    query, key, value = (x.transpose(0, 1) if flip else x for x in told)
-    one = torch.eye(self.embed_dim, dtype=query.dtype, device=query.device)
+    """Concatenated head outputs, shaped like the output, and the weights of each head."""
+    transpose = self.batch_first and inputs[0].dim() == 3
+    query, key, value = (x.transpose(0, 1) if transpose else x for x in inputs)
+    identity = torch.eye(self.embed_dim, dtype=query.dtype, device=query.device)
     separate = (
         {}
         if self._qkv_same_embed_dim
@@ -99,30 +100,30 @@ def _compute_head_outputs(
         self.bias_v,
         self.add_zero_attn,
         self.dropout,
-        one,
+        identity,
         None,
         training=self.training,
-        key_padding_mask=said.get("key_padding_mask"),
+        key_padding_mask=options.get("key_padding_mask"),
         need_weights=True,
-        attn_mask=said.get("attn_mask"),
+        attn_mask=options.get("attn_mask"),
         average_attn_weights=False,
-        is_causal=said.get("is_causal", False),
+        is_causal=options.get("is_causal", False),
         **separate,
     )
-    return z.transpose(0, 1) if flip else z, cast(Tensor, weights)
+    return z.transpose(0, 1) if transpose else z, cast(Tensor, weights)
 
 
-def _run_hooks(self: nn.MultiheadAttention, those: Any, z: Tensor) -> Tensor:
-    """[B, T, heads, width] is what watchers know."""
+def _run_hooks(self: nn.MultiheadAttention, hooks: Any, z: Tensor) -> Tensor:
+    """Run the hooks on head outputs in the layout [B, T, heads, head_dim] that they expect."""
     by_head = z.unflatten(-1, (self.num_heads, self.head_dim))
     if z.dim() == 2:
-        return run_output_hooks(those, by_head[None])[0].flatten(-2)
+        return run_output_hooks(hooks, by_head[None])[0].flatten(-2)
     if self.batch_first:
-        return run_output_hooks(those, by_head).flatten(-2)
-    return run_output_hooks(those, by_head.transpose(0, 1)).transpose(0, 1).flatten(-2)
+        return run_output_hooks(hooks, by_head).flatten(-2)
+    return run_output_hooks(hooks, by_head.transpose(0, 1)).transpose(0, 1).flatten(-2)
 
 
-def _format_weights(weights: Tensor, said: dict[str, Any]) -> Tensor | None:
-    if not said.get("need_weights", True):
+def _format_weights(weights: Tensor, options: dict[str, Any]) -> Tensor | None:
+    if not options.get("need_weights", True):
         return None
-    return weights.mean(-3) if said.get("average_attn_weights", True) else weights
+    return weights.mean(-3) if options.get("average_attn_weights", True) else weights

@@ -1,8 +1,8 @@
-"""Attentions of transformers that go through its interface: two thirds of its model files do.
+"""Adapter for transformers models that use its `AttentionInterface`, as two thirds of its model files do.
 
-Their forward asks `AttentionInterface.get_interface` for a function, and calls it with queries, keys and values after
-positions; what it returns is what each head read. While somebody watches, what is asked for comes wrapped: the model's
-own choice of function, and the mask made for it, stay as they are.
+Their forward gets a function from `AttentionInterface.get_interface`, and calls it with queries, keys and values after
+position encoding; it returns the head outputs. While hooks are active, that function is wrapped: the model's choice of
+function, and the mask made for it, stay as they are.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ from ..hooks import (
 from .module_attributes import make_site, read_head_sizes
 
 INTERFACE_GETTER = "get_interface"
-BACKEND_NAME = "headwise"  # under which transformers knows our own function
-# What the function is told besides, and what that does to the scores; anything else is beyond what is computed again.
+BACKEND_NAME = "headwise"  # name of headwise's attention function in transformers
+# Options of the function that are applied when weights are recomputed, and options that do not affect scores. A tensor
+# under any other name makes the call unsupported.
 SUPPORTED_OPTIONS = frozenset(
     {"dropout", "scaling", "is_causal", "sliding_window", "softcap", "s_aux", "position_bias"}
 )
@@ -60,7 +61,7 @@ KNOWN_OPTIONS = {"query", "key", "value"} | SUPPORTED_OPTIONS | IGNORED_OPTIONS
 
 
 class TransformersAdapter(SiteAdapter):
-    """Modules whose forward asks the interface."""
+    """Modules whose forward uses transformers' attention interface."""
 
     def find_sites(self, model: nn.Module) -> Iterator[SiteModule]:
         if "transformers" not in sys.modules:
@@ -77,7 +78,7 @@ class TransformersAdapter(SiteAdapter):
 
 
 def uses_interface(kind: type[nn.Module]) -> bool:
-    """Whether the forward of this class asks the interface for a function."""
+    """Whether the forward of this class uses the attention interface."""
     code = getattr(unwrap(kind.forward), "__code__", None)
     return code is not None and INTERFACE_GETTER in code.co_names
 
@@ -101,53 +102,55 @@ def _wrap_getter(original: Callable[..., Any]) -> Callable[..., Any]:
     return get_interface
 
 
-def _call_with_hooks(function: Callable[..., Any], name: str, module: nn.Module, *said: Any, **more: Any) -> Any:
-    those = get_hooks(module)
-    if not those:
-        return function(module, *said, **more)
-    if seers := [watcher for watcher in those if watcher.needs_call]:
-        seen = inputs_of_call(name, module, said, more)
-        for watcher in seers:
-            watcher.on_call(seen)
-    z, *rest = function(module, *said, **more)
-    return run_output_hooks(those, z), *rest
+def _call_with_hooks(function: Callable[..., Any], name: str, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    hooks = get_hooks(module)
+    if not hooks:
+        return function(module, *args, **kwargs)
+    if observers := [hook for hook in hooks if hook.needs_call]:
+        call = inputs_of_call(name, module, args, kwargs)
+        for hook in observers:
+            hook.on_call(call)
+    z, *rest = function(module, *args, **kwargs)
+    return run_output_hooks(hooks, z), *rest
 
 
 def inputs_of_call(name: str, module: nn.Module, args: tuple[Any, ...], options: Mapping[str, Any]) -> AttentionInputs:
-    """What a call of the function of this name asks for."""
-    told = dict(zip(("query", "key", "value", "attention_mask"), args, strict=False)) | dict(options)
-    q, k, v = (told[side].transpose(1, 2) for side in ("query", "key", "value"))
-    mask = told.get("attention_mask")
-    scale = told.get("scaling")
+    """Attention inputs from the arguments of the attention function called `name`."""
+    arguments = dict(zip(("query", "key", "value", "attention_mask"), args, strict=False)) | dict(options)
+    q, k, v = (arguments[side].transpose(1, 2) for side in ("query", "key", "value"))
+    mask = arguments.get("attention_mask")
+    scale = arguments.get("scaling")
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    sinks = told.get("s_aux", getattr(module, "sinks", None))
+    sinks = arguments.get("s_aux", getattr(module, "sinks", None))
     return AttentionInputs(
         q,
         k,
         v,
         float(scale),
         mask,
-        _is_causal_call(name, module, told, q.shape[1]),
-        told.get("position_bias"),
-        told.get("softcap"),
+        _is_causal_call(name, module, arguments, q.shape[1]),
+        arguments.get("position_bias"),
+        arguments.get("softcap"),
         sinks if isinstance(sinks, Tensor) else None,
-        _unsupported_options(name, told, mask),
+        _unsupported_options(name, arguments, mask),
     )
 
 
-def _is_causal_call(name: str, module: nn.Module, told: Mapping[str, Any], queries: int) -> bool:
-    """Whether the function takes causality as understood, as torch's fused one does without a mask."""
-    if name == "eager" or told.get("attention_mask") is not None or queries == 1:
+def _is_causal_call(name: str, module: nn.Module, arguments: Mapping[str, Any], queries: int) -> bool:
+    """Whether the function applies a causal mask on its own, as the SDPA function does without a mask."""
+    if name == "eager" or arguments.get("attention_mask") is not None or queries == 1:
         return False
-    said = told.get("is_causal")
-    if name == BACKEND_NAME:  # every mask made for it is written out, so that only who asks for causality means it
-        return bool(said)
-    return bool(getattr(module, "is_causal", True) if said is None else said)
+    is_causal = arguments.get("is_causal")
+    if name == BACKEND_NAME:  # gets explicit masks, so only is_causal=True counts
+        return bool(is_causal)
+    return bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
 
 
-def _unsupported_options(name: str, told: Mapping[str, Any], mask: object) -> str:
-    if strange := [key for key, value in told.items() if key not in KNOWN_OPTIONS and isinstance(value, torch.Tensor)]:
-        return f"the layer is also told {', '.join(strange)}"
+def _unsupported_options(name: str, arguments: Mapping[str, Any], mask: object) -> str:
+    if unknown := [
+        key for key, value in arguments.items() if key not in KNOWN_OPTIONS and isinstance(value, torch.Tensor)
+    ]:
+        return f"the layer also gets {', '.join(unknown)}"
     if isinstance(mask, Tensor) and mask.dim() != 4:
         return f"its mask has {mask.dim()} axes"
     return "" if mask is None or isinstance(mask, Tensor) else f"its mask is a {type(mask).__name__}"
