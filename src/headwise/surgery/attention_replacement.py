@@ -157,7 +157,7 @@ def _check_shared(new: Transformer, changes: Mapping[str, AttentionChange]) -> N
                 raise SpecError(f"{site}.{name} is shared with other layers; make the same change in all of them")
 
 
-# --- Removal of heads, equal to zero ablation -------------------------
+# --- Removal of heads, equal to zero ablation ----------------------------------------------------------
 
 NO_CONSTANTS: Mapping[str, Tensor] = {}
 

@@ -232,7 +232,7 @@ def _describe_grouping(grouping: str) -> str:
     return "neighbours" if grouping == "even" else "similar heads"
 
 
-# --- Conversion of a whole model ---------------------------------
+# --- Conversion of a whole model -----------------------------------------------------------------------
 
 ATTENTION_KINDS = ("all", "self", "cross")
 MAX_STATISTICS = 2**26  # numbers of cross products collected in one pass over the examples

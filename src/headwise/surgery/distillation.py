@@ -186,7 +186,7 @@ def cast_for_training(net: Transformer, student: Transformer) -> Transformer:
     return student.to(dtype)
 
 
-# --- Training loop --------------------------------------------------
+# --- Training loop -------------------------------------------------------------------------------------
 
 
 class RetrainingPoint(NamedTuple):
@@ -314,7 +314,7 @@ def eval_mode(net: Transformer | None) -> Iterator[None]:
             net.train(was_training)
 
 
-# --- Uptraining of a changed model -----------------------
+# --- Uptraining of a changed model ---------------------------------------------------------------------
 
 TRAINABLE_PARTS = ("all", "attention")
 KEEP_MODES = ("best", "last")

@@ -116,7 +116,7 @@ def pooling_error(products: Tensor, maps: Tensor) -> float:
     return max((total - squared_norm_of_sum(products, maps) / len(maps)).item(), 0.0)
 
 
-# --- Cross products of the key and value heads of a layer ---
+# --- Cross products of the key and value heads of a layer ----------------------------------------------
 
 SIMILARITY_KINDS = ("distance", "cosine")
 
@@ -205,7 +205,7 @@ def compute_similarity(
     return (2 * max_trace(products.sums, group) - squared_norms[:, None] - squared_norms) / products.num_tokens
 
 
-# --- Alignment of a layer's key-value heads ------------------
+# --- Alignment of a layer's key-value heads ------------------------------------------------------------
 
 SIDE_NAMES = {"k": "keys", "v": "values"}
 GroupSequence = Sequence[Sequence[int]]

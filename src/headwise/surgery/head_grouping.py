@@ -130,7 +130,7 @@ def _canonical_order(group_of_head: Tensor, num_groups: int) -> HeadGroups:
     return tuple(sorted(tuple((group_of_head == number).nonzero().flatten().tolist()) for number in range(num_groups)))
 
 
-# --- Reordering of heads, which does not change the function ------------------------------------
+# --- Reordering of heads, which does not change the function -------------------------------------------
 
 
 def make_groups_contiguous(

@@ -103,7 +103,7 @@ def score_heads(net: Transformer, examples: Sequence[Example], ranking: HeadRank
     return HeadScores({(score.site, score.head): score.value for score in importance.heads}, notes)
 
 
-# --- Selections of heads ------------------------------------------------------------------------------------
+# --- Selections of heads -------------------------------------------------------------------------------
 
 LogFunction = Callable[[str], Any]
 KEEP_SCOPES = ("layer", "stack", "model")
@@ -318,7 +318,7 @@ def _top_units(units: Sequence[HeadUnit], score: Callable[[HeadUnit], float], co
     return sorted(units, key=score, reverse=True)[:count]
 
 
-# --- Pruning to a budget ---
+# --- Pruning to a budget -------------------------------------------------------------------------------
 
 BUDGET_KINDS = ("parameters", "cache", "time", "loss")
 DEFAULT_TIMING = TimingOptions(seconds=2.0)

@@ -304,7 +304,7 @@ def _trainable_names(net: Transformer, freeze: str) -> list[str]:
     return [name for name in names if not name.startswith(frozen_prefixes)]
 
 
-# --- Selection by gates -------------------------------------------------
+# --- Selection by gates --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

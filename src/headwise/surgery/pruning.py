@@ -92,7 +92,7 @@ def _site_constant(net: Transformer, site: str, head_outputs: Mapping[HeadId, Te
     return (output - output_without_heads(spec, weights, like).double()).to(like.dtype)
 
 
-# --- Pruning --------------------------------------------------------------------------
+# --- Pruning -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)

@@ -170,7 +170,7 @@ def _site_units(site: str, spec: AttentionSpec, kind: str) -> Iterator[HeadUnit]
     yield from (HeadUnit(site, tuple(heads)) for heads in (groups.values() if use_groups else [[out] for out in outs]))
 
 
-# --- Model fingerprints ------------------------------------------------------------
+# --- Model fingerprints --------------------------------------------------------------------------------
 
 
 def fingerprint_model(net: Transformer) -> str:
