@@ -87,7 +87,7 @@ def test_where_all_heads_talk_the_proof_says_that_little_was_saved():
         net, remove_heads(net, keep), scenes("decoder"), ProofOptions("One head was kept.", keep=keep, timing=QUICK)
     )
     assert proof.holds
-    assert proof.savings.get_cost("cache, a token").ratio == 1.0
+    assert proof.savings.get_cost("cache per token").ratio == 1.0
     assert "0 of 192 bytes of every token that is remembered (0.0%)" in proof.savings.summary
     assert "decoder.0.attention: 3 of 4 heads are gone, and all 4 key-value heads are still read" in proof.notes
     assert proof.savings.get_cost("parameters").before - proof.savings.get_cost("parameters").after == 3 * 6 * 24
@@ -107,7 +107,7 @@ def test_flops_are_what_torch_counts_where_every_pair_is_allowed(kind):
 def test_a_step_and_a_cache_are_what_is_counted_and_held():
     nets = two("decoder")
     found = compare_cost(*nets, length=13)
-    step, held, each = (found.get_cost(name) for name in ("decode, a step", "cache, in all", "cache, a token"))
+    step, held, each = (found.get_cost(name) for name in ("decode step", "cache total", "cache per token"))
     for net, flops, nbytes, one in zip(nets, step[2:], held[2:], each[2:], strict=True):
         cache = net.cache(batch=1, capacity=13)
         with torch.no_grad():
@@ -119,14 +119,14 @@ def test_a_step_and_a_cache_are_what_is_counted_and_held():
     for net, number, size in zip(nets, found.get_cost("parameters")[2:], found.get_cost("weights")[2:], strict=True):
         assert (number, size) == (sum(p.numel() for p in net.parameters()), sum(p.nbytes for p in net.parameters()))
     half = compare_cost(*(net.to(torch.bfloat16) for net in nets), length=13)
-    assert half.get_cost("cache, a token").before * 2 == each.before
+    assert half.get_cost("cache per token").before * 2 == each.before
     assert half.dtype == "bfloat16"
 
 
 def test_what_a_decoder_reads_of_a_source_is_counted_by_itself():
     nets = two("encoder-decoder")
     saved = compare_cost(*nets, length=5, source_length=9)
-    found, own, whole = (saved.get_cost(f"cache, {name}") for name in ("a token of the source", "a token", "in all"))
+    found, own, whole = (saved.get_cost(f"cache {name}") for name in ("per source token", "per token", "total"))
     assert [9 * one + 5 * each for one, each in zip(found[2:], own[2:], strict=True)] == list(whole[2:])
     for net, said in zip(nets, found[2:], strict=True):
         memory = net.encode(torch.zeros(1, 9, dtype=torch.int64))
