@@ -157,7 +157,7 @@ def test_classes_are_the_first_of_every_head_and_drift_is_measured_where_there_i
     assert curves.metric_names[0] == "drift"
     assert curves.curves[0].points[0].loss_change.value == pytest.approx(0, abs=1e-6)
     assert curves.curves[0].points[1].loss_change.value > 0.001
-    assert any("texts are not parsed" in note for note in curves.notes)
+    assert any("need parsed texts" in note for note in curves.notes)
 
 
 # --- claims --------------------------------------------------------------------------------------------

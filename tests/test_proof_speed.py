@@ -95,9 +95,9 @@ def test_a_model_that_lost_all_attention_in_a_stack_still_runs():
 
 def test_what_cannot_be_measured_is_refused():
     for wrong in ({"batch": 0}, {"length": 0}, {"steps": -1}, {"batch": True}):
-        with pytest.raises(ValueError, match="give a whole number of at least 1"):
+        with pytest.raises(ValueError, match="must be an int >= 1"):
             TimingOptions(**wrong)
-    with pytest.raises(ValueError, match="give more than 0"):
+    with pytest.raises(ValueError, match="must be > 0"):
         TimingOptions(seconds=0)
 
 

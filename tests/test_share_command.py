@@ -107,7 +107,7 @@ def test_learning_again_is_told(folders: dict[str, Path], tmp_path: Path, capsys
         (["ours", "--data", "texts", "--kv", "2", "--to", "mha"], "say what is made"),
         (
             ["ours", "--data", "texts", "--kv", "3"],
-            "4 key-value heads do not make 3 equal groups; use one of [1, 2, 4]",
+            "cannot split 4 key-value heads into 3 equal groups. Use one of [1, 2, 4]",
         ),
         (["ours", "--data", "texts", "--to", "gqa"], "--to gqa is no form; give one of mha"),
         (["ours", "--data", "texts", "--to", "latent", "--align"], "--align and --grouping are for --kv"),
