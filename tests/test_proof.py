@@ -238,7 +238,7 @@ def test_what_cannot_be_proven_is_refused():
         compare_ablated(net, after, texts, {"decoder.7.attention": [0]})
     with pytest.raises(ValueError, match="no head 4 to keep; give heads"):
         compare_ablated(net, after, texts, {"decoder.0.attention": [4]})
-    with pytest.raises(ValueError, match="targets='mine' is unknown"):
+    with pytest.raises(ValueError, match="unknown target_source='mine'"):
         ProofOptions("", target_source="mine")
     with pytest.raises(ValueError, match="have 3 and 2 layers"):
         prove(built(model("decoder", 3)), net, texts, ProofOptions("", timing=QUICK))

@@ -200,5 +200,5 @@ def test_a_task_scores_every_example_as_it_scores_all():
     row: Any = next(row for row in compare_task_scores(net, net, recall, 9) if row.name == "accuracy")
     assert row.after.value == total / count
     assert row.change == (0.0, 0.0, 0.0)
-    with pytest.raises(ValueError, match="1 examples of recall leave no interval"):
+    with pytest.raises(ValueError, match="interval over 1 examples of recall"):
         compare_task_scores(net, net, recall, 1)

@@ -151,9 +151,9 @@ def test_the_same_plan_again_and_not_for_another_model(
     del told["done"]["keep"]
     (one / "heads.json").write_text(json.dumps(told))
     code, _, err = said(capsys, folders["ours"], "--plan", one, "--out", tmp_path / "three", *more)
-    assert (code, "keep=None does not say which heads stay" in err) == (2, True)
+    assert (code, "keep must map each site to a list of heads, got None" in err) == (2, True)
     code, _, err = said(capsys, one, "--plan", folders["ours"], "--out", tmp_path / "three", *more)
-    assert (code, "holds no heads.json" in err) == (2, True)
+    assert (code, "contains no heads.json" in err) == (2, True)
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def test_the_same_plan_again_and_not_for_another_model(
         (["ours", "--data", "texts", "--keep", "0.5", "--clusters"], "--keep and --clusters are two"),
         (["ours", "--keep", "0.5"], "say what is read: one of --data FILE"),
         (["ours", "--keep", "half", "--data", "texts"], "--keep half is no share of heads; give 0.5"),
-        (["ours", "--keep", "1.5", "--data", "texts"], "amount=1.5 is neither a fraction nor a number of heads"),
+        (["ours", "--keep", "1.5", "--data", "texts"], "cannot keep 1.5 of the heads"),
         (["ours", "--keep", "0.5", "--by", "size", "--data", "texts"], "unknown ranking method 'size'"),
         (["ours", "--keep", "0.5", "--data", "few"], "1 texts can be read; give at least two"),
         (["ours", "--keep", "0.5", "--data", "none"], "cannot be read as text"),
@@ -184,8 +184,8 @@ def test_the_same_plan_again_and_not_for_another_model(
         (["wordless", "--keep", "0.5", "--data", "texts"], "tokenizer"),
         (["ours", "--keep", "0.5", "--data", "texts", "--tokenizer", "bytes"], "carries a tokenizer of its own"),
         (["none", "--keep", "0.5", "--data", "texts"], "there is no folder or file"),
-        (["ours", "--keep", "0.5", "--data", "texts", "--length", "900"], "are more than the 64 positions of gpt2"),
-        (["ours", "--keep", "0.5", "--data", "texts", "--length", "0"], "length=0 cannot be measured"),
+        (["ours", "--keep", "0.5", "--data", "texts", "--length", "900"], "exceed the 64 positions of gpt2"),
+        (["ours", "--keep", "0.5", "--data", "texts", "--length", "0"], "length must be an int >= 1, got 0"),
         (["ours", "--heads", "0:1", "--data", "texts", "--objective", "joy"], "there is no objective 'joy'"),
         (["ours", "--heads", "0:1", "--data", "texts", "--objective", "label"], "label cannot be measured"),
         (["ours", "--keep", "0.5", "--data", "texts", "--lessons", "0"], "--lessons 0 teaches nothing"),

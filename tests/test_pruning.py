@@ -173,8 +173,8 @@ def test_a_plan_says_what_it_keeps():
 @pytest.mark.parametrize(
     ("choice", "told"),
     [
-        (lambda: KeepTop(1.5), "amount=1.5 is neither a fraction nor a number of heads; give a float such as 0.5"),
-        (lambda: KeepTop(0), "amount=0 is neither a fraction"),
+        (lambda: KeepTop(1.5), "cannot keep 1.5 of the heads. Give a fraction such as 0.5"),
+        (lambda: KeepTop(0), "cannot keep 0 of the heads"),
         (lambda: KeepTop(0.5, scope="layers"), "unknown scope='layers'; did you mean 'layer'"),
         (lambda: KeepTop(0.5, min_units=-1), "min_units must be an int >= 0, got -1"),
         (

@@ -169,7 +169,7 @@ def test_texts_that_ask_nothing_are_left_out_and_told():
     net = built(GPT2)
     texts = DistillationTexts(net, [Example({"x": ids(n, 1 + n)}, {}) for n in range(4)])
     assert texts.numbers == [1, 2, 3]
-    assert "1 texts ask nothing" in texts.notes[-1]
+    assert "1 texts without targets" in texts.notes[-1]
 
 
 # --- learning ------------------------------------------------------------------------------------------

@@ -204,9 +204,7 @@ def compare_ablated(
     differences = [_compare_with_patches(what, (before, after), examples, patches)]
     if sum(p.numel() for p in before.parameters()) <= MAX_DOUBLE_PARAMETERS and differences[0].dtype != "float64":
         double_nets = tuple(copy.deepcopy(net).double() for net in (before, after))
-        in_double = _compare_with_patches(
-            f"{what}, in double precision", double_nets, examples[:MAX_DOUBLE_TEXTS], patches
-        )
+        in_double = _compare_with_patches(f"{what}, float64", double_nets, examples[:MAX_DOUBLE_TEXTS], patches)
         # Folded constants have the precision of the model, so its tolerance applies.
         differences.append(replace(in_double, dtype=differences[0].dtype) if replacements else in_double)
     return tuple(differences)

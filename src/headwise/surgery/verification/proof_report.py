@@ -164,7 +164,7 @@ def _equivalence_section(proof: ModelProof) -> Iterator[str]:
 
 def _cost_section(proof: ModelProof) -> Iterator[str]:
     saved = proof.savings
-    yield from format_table(("", "before", "after", "after / before"), [_cost_row(pair) for pair in saved.costs])
+    yield from format_table(("", "before", "after", "ratio"), [_cost_row(pair) for pair in saved.costs])
     yield ""
     source = f" and a source of {saved.source_length:,}" if saved.source_length else ""
     yield from wrap_text(
@@ -173,10 +173,10 @@ def _cost_section(proof: ModelProof) -> Iterator[str]:
     if saved.sites:
         yield ""
         yield from format_table(
-            ("attention", "heads", "kv heads", "parameters", "cached numbers"), _site_rows(saved.sites.items())
+            ("attention", "heads", "kv heads", "parameters", "cached k, v"), _site_rows(saved.sites.items())
         )
         yield ""
-        yield from wrap_text("Cached numbers: keys and values cached per token and layer.")
+        yield from wrap_text("Cached k, v: numbers of keys and values cached per token.")
 
 
 def _cost_row(pair: CostPair) -> tuple[str, ...]:
