@@ -117,7 +117,7 @@ def translator(places: dict[str, str]) -> str:
 def without_figures(page: str) -> str:
     """The sections of a page of curves that hold numbers."""
     sections = re.split(r"^(?=## )", page, flags=re.MULTILINE)
-    kept = [one for one in sections[1:] if not one.startswith(("## Figures", "## How to see it again"))]
+    kept = [one for one in sections[1:] if not one.startswith(("## Figures", "## How to reproduce"))]
     notes = sections[-1][sections[-1].index("\n- ") + 1 :]
     return f"{''.join(kept)}## Notes\n\n{notes}"
 

@@ -82,11 +82,11 @@ def test_only_heads_that_something_sees_cannot_be_turned(side):
 @pytest.mark.parametrize(
     ("said", "side", "reason"),
     [
-        ({"modifiers": (hw.Shaw(reach=2),)}, "k", "Shaw sees how keys lie"),
-        ({"modifiers": (hw.QKNorm(), hw.Rotary())}, "k", "QKNorm and Rotary see how keys lie"),
-        ({"modifiers": (hw.OutputGate(),)}, "v", "OutputGate sees how values lie"),
-        ({"merge": hw.SumHeads()}, "v", "SumHeads takes no matrix for each head of values"),
-        ({"project": hw.Overlapping(overlap=0)}, "k", "Overlapping takes no matrix for each head of keys"),
+        ({"modifiers": (hw.Shaw(reach=2),)}, "k", "Shaw depends on the basis of keys"),
+        ({"modifiers": (hw.QKNorm(), hw.Rotary())}, "k", "QKNorm and Rotary depend on the basis of keys"),
+        ({"modifiers": (hw.OutputGate(),)}, "v", "OutputGate depends on the basis of values"),
+        ({"merge": hw.SumHeads()}, "v", "SumHeads cannot absorb a matrix per head of values"),
+        ({"project": hw.Overlapping(overlap=0)}, "k", "Overlapping cannot absorb a matrix per head of keys"),
     ],
     ids=str,
 )
@@ -193,7 +193,7 @@ def test_a_side_that_stays_says_why_and_is_left_as_it_was():
     layer = cases.layer(spec)
     x, _ = cases.tensors(spec)
     made = align_heads(spec, layer.state_dict(), [(0, 1)], told(layer, x))
-    assert made.skip_reasons == {"k": "Shaw sees how keys lie"}
+    assert made.skip_reasons == {"k": "Shaw depends on the basis of keys"}
     assert made.pooling_errors["k"][0] == made.pooling_errors["k"][1]
     assert made.pooling_errors["v"][0] > made.pooling_errors["v"][1]
     assert [name for name, tensor in made.weights.items() if not torch.equal(tensor, layer.state_dict()[name])] == [
@@ -319,18 +319,18 @@ def test_what_cannot_be_meant_is_refused():
     x, _ = cases.tensors(spec)
     heard, weights = told(layer, x), layer.state_dict()
     for said, reason in (
-        ({"groups": [(0, 1)]}, "must hold each of 3 key-value heads once"),
-        ({"sides": "q"}, "is no choice of sides"),
-        ({"sides": ""}, "is no choice of sides"),
-        ({"products": {"k": heard["k"]}}, "nothing was gathered of values"),
-        ({"products": told(cases.layer(base(kv=2)), x)}, "gather those of this very layer"),
+        ({"groups": [(0, 1)]}, "must contain each of 3 key-value heads once"),
+        ({"sides": "q"}, "sides must be 'k', 'v' or 'kv'"),
+        ({"sides": ""}, "sides must be 'k', 'v' or 'kv'"),
+        ({"products": {"k": heard["k"]}}, "products are missing for values"),
+        ({"products": told(cases.layer(base(kv=2)), x)}, "collect them from this layer"),
     ):
         with pytest.raises(hw.SpecError, match=reason):
             align_heads(spec, weights, **({"groups": [(0, 1, 2)], "products": heard, "sides": "kv"} | said))
     apart = replace(spec, heads=replace(spec.heads, values=(0, 1, 0, 1, 0, 1)))
-    with pytest.raises(hw.SpecError, match="grouped apart"):
+    with pytest.raises(hw.SpecError, match="grouped separately"):
         align_heads(apart, weights, [(0, 1, 2)], heard)
     with pytest.raises(ValueError, match="not finite"):
         CrossProducts.from_features(x[..., None] * np.inf)
-    with pytest.raises(ValueError, match="no likeness of heads"):
+    with pytest.raises(ValueError, match="of similarity"):
         compute_similarity(heard["k"], kind="cosin")

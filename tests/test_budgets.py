@@ -107,13 +107,13 @@ def test_what_was_done_is_taken_up(tmp_path):
     heard = list[str]()
     again = prune(net, PruneToBudget(PruningBudget("parameters", 0.8), RANDOM, state_path=state), log=heard.append).plan
     assert again == whole
-    assert next(line for line in heard if "gone" in line).startswith("3 of 6 units gone")
-    with pytest.raises(hw.SpecError, match="is of another model or another choice; remove it"):
+    assert next(line for line in heard if "removed" in line).startswith("3 of 6 units removed")
+    with pytest.raises(hw.SpecError, match="it belongs to another model or selection"):
         prune(net, PruneToBudget(PruningBudget("parameters", 0.7), RANDOM, state_path=state))
-    with pytest.raises(hw.SpecError, match="is of another model or another choice; remove it"):
+    with pytest.raises(hw.SpecError, match="it belongs to another model or selection"):
         prune(built(LLAMA, seed=1), PruneToBudget(PruningBudget("parameters", 0.8), RANDOM, state_path=state))
     state.write_text('{"model": 1')
-    with pytest.raises(hw.SpecError, match="does not say what was done"):
+    with pytest.raises(hw.SpecError, match="cannot resume from"):
         prune(net, PruneToBudget(PruningBudget("parameters", 0.8), RANDOM, state_path=state))
 
 
@@ -122,18 +122,24 @@ def test_what_was_done_is_taken_up(tmp_path):
     [
         (
             lambda: PruneToBudget(PruningBudget("parametres", 0.5)),
-            "there is no budget of 'parametres'; did you mean 'parameters'",
+            "unknown budget 'parametres'; did you mean 'parameters'",
         ),
-        (lambda: PruneToBudget(PruningBudget("cache", 0)), "a budget of 0 cache leaves nothing"),
-        (lambda: PruneToBudget(PruningBudget("time", 3.0)), "time=3 is no share of what the model takes now"),
-        (lambda: PruneToBudget(PruningBudget("loss", 0.1), rescore_every=0), "again=0 is no number of units"),
+        (lambda: PruneToBudget(PruningBudget("cache", 0)), "budget cache must be > 0, got 0"),
+        (
+            lambda: PruneToBudget(PruningBudget("time", 3.0)),
+            "budget time must be a fraction of the current time, got 3",
+        ),
+        (
+            lambda: PruneToBudget(PruningBudget("loss", 0.1), rescore_every=0),
+            "rescore_every must be an int >= 1 or None, got 0",
+        ),
         (
             lambda: PruneToBudget(PruningBudget("loss", 0.1), RANDOM),
-            "a budget of loss is measured on texts, and there are 0",
+            "cannot measure the loss on 0 examples",
         ),
         (
             lambda: PruneToBudget(PruningBudget("parameters", 0.01), RANDOM, min_units=1),
-            "parameters=0.01 cannot be met: it is 2388 with the 4 heads that have to stay; give more",
+            "cannot meet budget parameters=0.01: it is 2388 with the 4 heads that have to be kept. Give a larger limit",
         ),
     ],
 )

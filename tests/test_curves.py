@@ -157,10 +157,10 @@ def test_classes_are_the_first_of_every_head_and_drift_is_measured_where_there_i
     assert curves.metric_names[0] == "drift"
     assert curves.curves[0].points[0].loss_change.value == pytest.approx(0, abs=1e-6)
     assert curves.curves[0].points[1].loss_change.value > 0.001
-    assert any("texts are not parsed" in note for note in curves.notes)
+    assert any("need parsed texts" in note for note in curves.notes)
 
 
-# --- claims ---------------------------------------------------------------------------------------------------------
+# --- claims --------------------------------------------------------------------------------------------
 
 
 def point(
@@ -240,19 +240,25 @@ def made(costs: dict[str, list[float]], classes: dict[tuple[str, int], str] | No
 def test_answers_say_what_is_shown_and_what_is_not():
     sure = made({"encoder": [0.01] * 4, "decoder": [0.4] * 4, "cross": [2.0] * 4})
     told = "\n".join(list_findings(sure))
-    assert "That the encoder goes first and cross-attention last: shown." in told
-    begun = "alone: translation loss surely grows by less than 0.1 with so many gone, of the counts that were tried"
-    assert f"The 12 heads of encoder {begun}: 6 by ours (+0.010 to +0.010), 0 by random (2 draws)." in told
-    assert f"The 12 heads of cross {begun}: none by ours, 0 by random" in told
+    assert "Claim that encoder heads can be removed first and cross-attention heads last: supported." in told
+    start = (
+        "heads alone: heads removed with an increase of translation loss below 0.1 (95% confidence), "
+        "of the counts tested"
+    )
+    assert f"The 12 encoder {start}: 6 by ours (+0.010 to +0.010), 0 by random (2 draws)." in told
+    assert f"The 12 cross-attention {start}: none by ours, 0 by random" in told
     assert "ours against random, a mean of 2 draws: over all counts translation loss is lower, -0.556" in told
-    assert "What stays by ours, part by part: encoder fewer than by chance with 18 left (surest 0 of 18" in told
-    assert "of decoder no difference from chance is shown; the last is gone of encoder with 18 left." in told
+    assert (
+        "Heads kept by ours, part by part: encoder fewer than by chance with 18 heads kept (most significant: 0 of 18"
+        in told
+    )
+    assert "no significant difference from chance for decoder; no heads left of encoder with 18 heads kept." in told
     vague = made({"encoder": [0.3] * 4, "decoder": [0.1, 0.9, 0.1, 0.6], "cross": [2.0] * 4})
-    assert "cross-attention last: so it was found, but not shown, for an interval holds 0." in "\n".join(
+    assert "cross-attention heads last: order observed, but not significant (an interval contains 0)." in "\n".join(
         list_findings(vague)
     )
     other = made({"encoder": [0.9] * 4, "decoder": [0.2] * 4, "cross": [2.0] * 4})
-    assert "cross-attention last: not so; from the cheapest on decoder, encoder, cross." in "\n".join(
+    assert "cross-attention heads last: not supported; cheapest first: decoder, encoder, cross." in "\n".join(
         list_findings(other)
     )
 
@@ -277,8 +283,9 @@ def test_free_answers_are_told_with_what_was_shown_of_them():
     ]
     told = [said for said in list_findings(replace(curves, curves=tuple(lines))) if "BLEU" in said]
     assert told == [
-        "All 36 heads, by ours: BLEU of free answers is surely lower with 18 left.",
-        "The 12 heads of cross alone, by ours: BLEU of free answers is not told apart with 6 left.",
+        "All 36 heads, by ours: BLEU of generated answers is lower with 18 heads kept.",
+        "The 12 cross-attention heads alone, by ours: BLEU of generated answers is not significantly different "
+        "with 6 heads kept.",
     ]
 
 
@@ -294,7 +301,7 @@ def test_free_answers_to_a_task_are_asked_for_once_of_the_model_before(monkeypat
     assert all(row.after == row.before for row in judge.score_generation(before))
 
 
-# --- figures and files ----------------------------------------------------------------------------------------------
+# --- figures and files ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("values", [[0.5, 0.5, 0.5, 0.5], [0.0, 0.01, 1.0], [0.99, 1.0, 0.2, 0.21], [0.4]])
@@ -379,12 +386,12 @@ def test_one_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     [
         (["--parts", "cross"], "gpt2 has no part 'cross'; use one of all"),
         (["--by", "michell"], "did you mean 'michel'?"),
-        (["--by", "gates"], "gates learn before they order heads"),
+        (["--by", "gates"], "order 'gates' needs gate training options"),
         (["--points", "half"], "--points half are no shares"),
-        (["--points", "0.5,1.5"], "1.5 is no share of heads that stay"),
-        (["--draws", "0"], "seeds=0 cannot be meant; give 1 or more"),
-        (["--allowed", "-1"], "allowed=-1.0 allows nothing"),
-        (["--answers", "random"], "free answers of gpt2 have no score here; give a task"),
+        (["--points", "0.5,1.5"], "shares must be > 0 and <= 1, got 1.5"),
+        (["--draws", "0"], "seeds must be an int >= 1, got 0"),
+        (["--allowed", "-1"], "max_loss_increase must be > 0, got -1.0"),
+        (["--answers", "random"], "cannot score generated answers of gpt2. Give a task"),
         (["--limit", "1"], "--limit 1 leaves no interval"),
     ],
 )

@@ -144,7 +144,7 @@ def test_the_pages_fit_a_terminal(made: dict[str, CompressedTranslator], name: s
     page = before_after.format_comparison(made[name].data)
     assert max(map(wide, page.splitlines())) <= 80
     assert str(made[name].folder / "PROOF.md") in " ".join(page.split()).replace("- ", "-") or len(str(made)) > 80
-    for number in ("before", "at once", "learnt again", "exact match", "cache, a token", "decode, tokens/s"):
+    for number in ("before", "at once", "learnt again", "exact match", "cache per token", "decode, tokens/s"):
         assert number in page
 
 

@@ -86,11 +86,11 @@ def test_nothing_is_left_on_the_model():
 
 def test_what_cannot_be_heard_is_refused():
     model, batch = net(LLAMA), torch.randint(0, 17, (1, 4))
-    with pytest.raises(hw.SpecError, match=r"no attention 'decoder\.2\.attention' of ours"):
+    with pytest.raises(hw.SpecError, match=r"no headwise attention 'decoder\.2\.attention'"):
         collect_kv_statistics(model, [batch], ["decoder.2.attention"])
     with pytest.raises(ValueError, match="at least one batch"):
         collect_kv_statistics(model, [])
-    with pytest.raises(ValueError, match=r"give several, or one as \[batch\]"):
+    with pytest.raises(ValueError, match=r"pass a single one as \[batch\]"):
         collect_kv_statistics(model, batch)
-    with pytest.raises(ValueError, match=r"call \.eval\(\)"):
+    with pytest.raises(ValueError, match=r"Call \.eval\(\)"):
         collect_kv_statistics(model.train(), [batch])

@@ -74,7 +74,7 @@ def test_a_model_that_was_read_again_otherwise_is_found_out():
     found = compare_reloaded("again", after, again, scenes("decoder"))
     assert found.apart > found.allowed
     assert not found.same
-    with pytest.raises(ValueError, match="compare models of one shape"):
+    with pytest.raises(ValueError, match="cannot compare outputs of shapes"):
         compare_reloaded("again", after, lambda x: after(x)[:, 1:], scenes("decoder"))
 
 
@@ -87,9 +87,9 @@ def test_where_all_heads_talk_the_proof_says_that_little_was_saved():
         net, remove_heads(net, keep), scenes("decoder"), ProofOptions("One head was kept.", keep=keep, timing=QUICK)
     )
     assert proof.holds
-    assert proof.savings.get_cost("cache, a token").ratio == 1.0
-    assert "0 of 192 bytes of every token that is remembered (0.0%)" in proof.savings.summary
-    assert "decoder.0.attention: 3 of 4 heads are gone, and all 4 key-value heads are still read" in proof.notes
+    assert proof.savings.get_cost("cache per token").ratio == 1.0
+    assert "0 of 192 cache bytes per token (0.0%)" in proof.savings.summary
+    assert "decoder.0.attention: 3 of 4 heads removed, but all 4 key-value heads are still in use" in proof.notes
     assert proof.savings.get_cost("parameters").before - proof.savings.get_cost("parameters").after == 3 * 6 * 24
 
 
@@ -107,7 +107,7 @@ def test_flops_are_what_torch_counts_where_every_pair_is_allowed(kind):
 def test_a_step_and_a_cache_are_what_is_counted_and_held():
     nets = two("decoder")
     found = compare_cost(*nets, length=13)
-    step, held, each = (found.get_cost(name) for name in ("decode, a step", "cache, in all", "cache, a token"))
+    step, held, each = (found.get_cost(name) for name in ("decode step", "cache total", "cache per token"))
     for net, flops, nbytes, one in zip(nets, step[2:], held[2:], each[2:], strict=True):
         cache = net.cache(batch=1, capacity=13)
         with torch.no_grad():
@@ -119,14 +119,14 @@ def test_a_step_and_a_cache_are_what_is_counted_and_held():
     for net, number, size in zip(nets, found.get_cost("parameters")[2:], found.get_cost("weights")[2:], strict=True):
         assert (number, size) == (sum(p.numel() for p in net.parameters()), sum(p.nbytes for p in net.parameters()))
     half = compare_cost(*(net.to(torch.bfloat16) for net in nets), length=13)
-    assert half.get_cost("cache, a token").before * 2 == each.before
+    assert half.get_cost("cache per token").before * 2 == each.before
     assert half.dtype == "bfloat16"
 
 
 def test_what_a_decoder_reads_of_a_source_is_counted_by_itself():
     nets = two("encoder-decoder")
     saved = compare_cost(*nets, length=5, source_length=9)
-    found, own, whole = (saved.get_cost(f"cache, {name}") for name in ("a token of the source", "a token", "in all"))
+    found, own, whole = (saved.get_cost(f"cache {name}") for name in ("per source token", "per token", "total"))
     assert [9 * one + 5 * each for one, each in zip(found[2:], own[2:], strict=True)] == list(whole[2:])
     for net, said in zip(nets, found[2:], strict=True):
         memory = net.encode(torch.zeros(1, 9, dtype=torch.int64))
@@ -148,7 +148,7 @@ def test_a_proof_of_every_kind_is_whole_and_reads_well(kind, tmp_path):
     assert data["keep"] == {s: list(h) for s, h in KEEP[kind].items()}
     for shown in (text, render_summary(proof)):
         assert max(map(len, shown.split("\n"))) <= 80
-        assert "the same up to rounding" in shown
+        assert "equal up to rounding" in shown
         assert "\x1b" not in shown
     depths = [f"{stack.name}.{depth}" for stack in net.spec.stacks for depth in range(2)]
     assert list(proof.agreement.layers) == depths
@@ -230,15 +230,15 @@ def test_a_page_carries_no_signs_of_others():
 def test_what_cannot_be_proven_is_refused():
     net, after = two("decoder")
     texts = scenes("decoder")
-    with pytest.raises(ValueError, match="1 texts leave no interval; give at least two"):
+    with pytest.raises(ValueError, match="cannot compute a confidence interval over 1 texts"):
         prove(net, after, texts[:1], ProofOptions("", timing=QUICK))
-    with pytest.raises(ValueError, match="give what was made of that model"):
+    with pytest.raises(ValueError, match="Give a model made from the first"):
         prove(net, two("encoder")[0], texts, ProofOptions("", timing=QUICK))
-    with pytest.raises(ValueError, match=r"no site 'decoder\.7\.attention'"):
+    with pytest.raises(ValueError, match=r"no attention 'decoder\.7\.attention'"):
         compare_ablated(net, after, texts, {"decoder.7.attention": [0]})
     with pytest.raises(ValueError, match="no head 4 to keep; give heads"):
         compare_ablated(net, after, texts, {"decoder.0.attention": [4]})
-    with pytest.raises(ValueError, match="targets='mine' is unknown"):
+    with pytest.raises(ValueError, match="unknown target_source='mine'"):
         ProofOptions("", target_source="mine")
     with pytest.raises(ValueError, match="have 3 and 2 layers"):
         prove(built(model("decoder", 3)), net, texts, ProofOptions("", timing=QUICK))

@@ -48,10 +48,11 @@ def test_medians_ratios_and_spread_are_those_of_the_rounds():
 
 def test_nothing_is_concluded_from_few_rounds_or_from_rounds_far_apart():
     assert (
-        summarise_rounds(READ, np.array([[4.0, 1.0]] * 4), (0, 0)).verdict == "none: 4 rounds in the time, 5 are needed"
+        summarise_rounds(READ, np.array([[4.0, 1.0]] * 4), (0, 0)).verdict
+        == "too few rounds: 4 in the time limit, 5 needed"
     )
     wild = np.array([[4.0, 1.0], [6.0, 1.0], [4.0, 1.0], [6.0, 1.5], [4.0, 1.0], [6.0, 1.5]])
-    assert summarise_rounds(READ, wild, (0, 0)).verdict == "no verdict: rounds spread 40%, more than 20%"
+    assert summarise_rounds(READ, wild, (0, 0)).verdict == "no verdict: spread 40% of rounds exceeds 20%"
 
 
 def test_both_models_take_turns_and_who_is_first_changes(monkeypatch):
@@ -94,9 +95,9 @@ def test_a_model_that_lost_all_attention_in_a_stack_still_runs():
 
 def test_what_cannot_be_measured_is_refused():
     for wrong in ({"batch": 0}, {"length": 0}, {"steps": -1}, {"batch": True}):
-        with pytest.raises(ValueError, match="give a whole number of at least 1"):
+        with pytest.raises(ValueError, match="must be an int >= 1"):
             TimingOptions(**wrong)
-    with pytest.raises(ValueError, match="give more than 0"):
+    with pytest.raises(ValueError, match="must be > 0"):
         TimingOptions(seconds=0)
 
 

@@ -167,31 +167,34 @@ def test_a_plan_says_what_it_keeps():
     plan = PruningPlan.without(built(GPT2).spec, [("decoder.1.attention", 0)], "as asked")
     assert plan.keep == {"decoder.0.attention": (0, 1, 2), "decoder.1.attention": (1, 2)}
     assert plan.changed_sites == {"decoder.1.attention": (1, 2)}
-    assert plan.summary == "5 of 6 heads stay, as asked"
+    assert plan.summary == "5 of 6 heads kept, as asked"
 
 
 @pytest.mark.parametrize(
     ("choice", "told"),
     [
-        (lambda: KeepTop(1.5), "keep=1.5 is no share of heads; give 0.5, say, or a whole number of them"),
-        (lambda: KeepTop(0), "keep=0 is no share of heads"),
-        (lambda: KeepTop(0.5, scope="layers"), "per='layers' is unknown; did you mean 'layer'"),
-        (lambda: KeepTop(0.5, min_units=-1), "least=-1 is no number of heads"),
-        (lambda: KeepTop(3, RANDOM), "keep=3 heads of decoder.0.attention are no whole groups of 2; give a multiple"),
-        (lambda: KeepTop(8, RANDOM), "keep=8 heads of decoder.0.attention, which has 6; give at most 6"),
-        (lambda: KeepTop(6, RANDOM), "no head would go: 12 of 12 heads stay"),
-        (lambda: KeepTop(99, RANDOM, scope="model"), "keep=99 heads of a model with 12; give at most 11"),
-        (lambda: KeepTop(0.5, HeadRanking("loudness")), "heads are ranked by 'loudness' nowhere"),
-        (lambda: KeepTop(0.5, HeadRanking("taylor")), "0 texts say nothing of heads by taylor; give at least two"),
+        (lambda: KeepTop(1.5), "cannot keep 1.5 of the heads. Give a fraction such as 0.5"),
+        (lambda: KeepTop(0), "cannot keep 0 of the heads"),
+        (lambda: KeepTop(0.5, scope="layers"), "unknown scope='layers'; did you mean 'layer'"),
+        (lambda: KeepTop(0.5, min_units=-1), "min_units must be an int >= 0, got -1"),
+        (
+            lambda: KeepTop(3, RANDOM),
+            "cannot keep 3 heads of decoder.0.attention: its heads come in groups of 2. Give a multiple",
+        ),
+        (lambda: KeepTop(8, RANDOM), "cannot keep 8 heads of decoder.0.attention: it has 6. Give amount <= 6"),
+        (lambda: KeepTop(6, RANDOM), "no head would be removed: 12 of 12 heads kept"),
+        (lambda: KeepTop(99, RANDOM, scope="model"), "cannot keep 99 heads: the model has 12. Give amount <= 11"),
+        (lambda: KeepTop(0.5, HeadRanking("loudness")), "unknown ranking method 'loudness'"),
+        (lambda: KeepTop(0.5, HeadRanking("taylor")), "cannot rank heads by taylor: 0 examples. Give at least 2"),
         (lambda: DropHeads((("decoder.0.attention", 6),)), "decoder.0.attention has no head 6; its heads are 0..5"),
-        (lambda: DropHeads((("decoder.0.attention", 1),) * 2), "head 1 of decoder.0.attention is named twice"),
+        (lambda: DropHeads((("decoder.0.attention", 1),) * 2), "head 1 of decoder.0.attention is listed twice"),
         (lambda: DropHeads((("decoder.9.attention", 1),)), "no attention 'decoder.9.attention'"),
         (
             lambda: DropHeads(tuple((f"decoder.{n}.attention", head) for n in (0, 1) for head in range(6))),
-            "no head would be left in llama; keep at least one",
+            "cannot remove all heads of llama. Keep at least one",
         ),
-        (lambda: "0.5", "choice='0.5' chooses no heads; give a share such as 0.5"),
-        (lambda: Pool(2), "chooses no heads; give a share"),
+        (lambda: "0.5", "selection='0.5' is no HeadSelection; give a fraction such as 0.5"),
+        (lambda: Pool(2), "is no HeadSelection; give a fraction"),
     ],
 )
 def test_what_cannot_be_chosen_is_told(choice, told):
@@ -201,9 +204,9 @@ def test_what_cannot_be_chosen_is_told(choice, told):
 
 def test_what_cannot_be_folded_is_told():
     net, one = built(GPT2), DropHeads((("decoder.0.attention", 1),))
-    with pytest.raises(hw.SpecError, match="fold='mean' asks for texts"):
+    with pytest.raises(hw.SpecError, match="fold='mean' needs examples"):
         prune(net, one, fold="mean")
-    with pytest.raises(hw.SpecError, match="fold='median' is unknown; did you mean 'mean'"):
+    with pytest.raises(hw.SpecError, match="unknown fold='median'; did you mean 'mean'"):
         prune(net, one, fold="median")
     with pytest.raises(ValueError, match=r"Linear has no config that says what it is"):
         prune(torch.nn.Linear(2, 2), 0.5)

@@ -64,7 +64,7 @@ def test_one_command(
     done = json.loads((out / "heads.json").read_text())["done"]
     assert done["done"] == "share"
     assert all(len(groups) == 2 for groups in done["groups"].values())
-    assert any(note.startswith("means of values miss") for note in done["notes"])
+    assert any(note.startswith("pooling values loses") for note in done["notes"])
 
 
 @pytest.mark.parametrize("form", ["mha", "latent", "collaborative=24", "routed=2,2"])
@@ -107,16 +107,16 @@ def test_learning_again_is_told(folders: dict[str, Path], tmp_path: Path, capsys
         (["ours", "--data", "texts", "--kv", "2", "--to", "mha"], "say what is made"),
         (
             ["ours", "--data", "texts", "--kv", "3"],
-            "4 key-value heads do not make 3 equal groups; use one of [1, 2, 4]",
+            "cannot split 4 key-value heads into 3 equal groups. Use one of [1, 2, 4]",
         ),
         (["ours", "--data", "texts", "--to", "gqa"], "--to gqa is no form; give one of mha"),
         (["ours", "--data", "texts", "--to", "latent", "--align"], "--align and --grouping are for --kv"),
-        (["ours", "--data", "texts", "--kv", "2", "--align", "sides"], "align='sides' is unknown"),
+        (["ours", "--data", "texts", "--kv", "2", "--align", "sides"], "unknown align='sides'"),
         (["ours", "--data", "texts", "--kv", "2", "--where", "cross"], "has no cross-attention"),
         (["ours", "--data", "texts", "--kv", "2", "--uptrain", "0"], "steps"),
         (["ours", "--kv", "2"], "say what is read: one of --data FILE, --conllu FILE, --task dates"),
-        (["ours", "--data", "texts", "--kv", "2", "--out", "texts"], "is a file; give a new folder"),
-        (["ours", "--data", "texts", "--kv", "2", "--learn", "none", "--uptrain", "3"], "cannot read none as text"),
+        (["ours", "--data", "texts", "--kv", "2", "--out", "texts"], "is a file. Give a new or empty folder"),
+        (["ours", "--data", "texts", "--kv", "2", "--learn", "none", "--uptrain", "3"], "cannot be read as text"),
     ],
 )
 def test_wrong_arguments(

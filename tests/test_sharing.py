@@ -95,7 +95,7 @@ def test_collaborating_at_full_width_says_the_same():
     net = noisy(built(GPT2))
     done = convert(net, Collaborate(12))
     close(said(done.after), said(net))
-    assert "scores are met to 0.00% of their size" in done.notes[0]
+    assert "relative error of attention scores 0.00%" in done.notes[0]
     small = convert(net, Collaborate(6))
     assert hw.costs.count_parameters(small.after.spec) < hw.costs.count_parameters(net.spec)
 
@@ -120,23 +120,23 @@ def test_routing_lets_those_worth_most_always_speak():
 def test_texts_are_read_as_often_as_sums_need_room(monkeypatch):
     net, heard = noisy(built(LLAMA)), list[str]()
     convert(net, ALIGNED, scenes(net), log=heard.append)
-    assert sum("reading 5 texts" in line for line in heard) == 1
+    assert sum("keys and values of 5 examples" in line for line in heard) == 1
     assert MAX_STATISTICS > 2**20
     monkeypatch.setattr("headwise.surgery.conversion.MAX_STATISTICS", 1)
     heard.clear()
     convert(net, ALIGNED, scenes(net), log=heard.append)
-    assert sum("reading 5 texts" in line for line in heard) == 2
+    assert sum("keys and values of 5 examples" in line for line in heard) == 2
 
 
 @pytest.mark.parametrize(
     ("way", "told"),
     [
-        (4, "decoder.0.attention: 6 key-value heads do not make 4 equal groups; use one of [1, 2, 3, 6]"),
-        (0, "6 key-value heads do not make 0 equal groups"),
-        (Pool(2, grouping="alike"), "0 texts say little of what heads say; give at least two"),
+        (4, "decoder.0.attention: cannot split 6 key-value heads into 4 equal groups. Use one of [1, 2, 3, 6]"),
+        (0, "cannot split 6 key-value heads into 0 equal groups"),
+        (Pool(2, grouping="alike"), "cannot collect keys and values from 0 examples. Give at least 2"),
         (Collaborate(0), "width"),
-        ("2", "way='2' says nothing of what is shared; give a number of heads"),
-        (Route(9, 1), "9 of 6 heads cannot always speak; give at most 6"),
+        ("2", "conversion='2' is no AttentionConversion; give a number of key-value heads"),
+        (Route(9, 1), "num_always_active must be between 0 and 6, the number of heads, got 9"),
     ],
 )
 def test_what_cannot_be_shared_is_told(way, told):
@@ -146,11 +146,11 @@ def test_what_cannot_be_shared_is_told(way, told):
 
 def test_words_that_are_unknown_are_told():
     for make, told in [
-        (lambda: Pool(2, align="both sides"), "align='both sides' is unknown; use one of both, keys, none, values"),
-        (lambda: Pool(2, grouping="like"), "grouping='like' is unknown; did you mean 'alike'"),
-        (lambda: Pool(2, score="angle"), "score='angle' is unknown"),
-        (lambda: convert(built(GPT2), 1, kind="crosses"), "where='crosses' is unknown; did you mean 'cross'"),
-        (lambda: convert(built(GPT2), 1, kind="cross"), "gpt2 has no cross-attention; use where='all'"),
+        (lambda: Pool(2, align="both sides"), "unknown align='both sides'; use one of both, keys, none, values"),
+        (lambda: Pool(2, grouping="like"), "unknown grouping='like'; did you mean 'alike'"),
+        (lambda: Pool(2, score="angle"), "unknown score='angle'"),
+        (lambda: convert(built(GPT2), 1, kind="crosses"), "unknown kind='crosses'; did you mean 'cross'"),
+        (lambda: convert(built(GPT2), 1, kind="cross"), "gpt2 has no cross-attention; use kind='all'"),
     ]:
         with pytest.raises(hw.SpecError, match=re.escape(told)):
             make()

@@ -169,7 +169,7 @@ def test_texts_that_ask_nothing_are_left_out_and_told():
     net = built(GPT2)
     texts = DistillationTexts(net, [Example({"x": ids(n, 1 + n)}, {}) for n in range(4)])
     assert texts.numbers == [1, 2, 3]
-    assert "1 texts ask nothing" in texts.notes[-1]
+    assert "1 texts without targets" in texts.notes[-1]
 
 
 # --- learning ------------------------------------------------------------------------------------------
@@ -331,19 +331,21 @@ def check_refused(what: str, *said: Any, **how: Any) -> None:
 def test_what_cannot_be_taught_is_refused_before_anything_is_learned():
     net, none = built(GPT2), headless()
     check_refused("no texts", net, net, [])
-    check_refused("3 texts less 1 held back are fewer than a batch of 4; use batch=2", net, net, scenes(net, 3))
-    check_refused("no loss of its own", none, None, scenes(none, 9))
-    check_refused("no model of headwise", torch.nn.Linear(2, 2), net, scenes(net, 9))
-    check_refused("13 numbers of each place, the model 11", built({**GPT2, "vocab_size": 11}), net, [
+    check_refused("cannot fill a batch of 4: 3 texts, 1 of them held out. Use batch=2", net, net, scenes(net, 3))
+    check_refused("no loss on these texts", none, None, scenes(none, 9))
+    check_refused("expected a headwise model, got Linear", torch.nn.Linear(2, 2), net, scenes(net, 9))
+    check_refused("13 outputs per position, the model 11", built({**GPT2, "vocab_size": 11}), net, [
         Example({"x": ids(n, words=11)}, {}) for n in range(9)
     ])  # fmt: skip
     wrong = classifier("mean")
     check_refused(
-        "a label of text 8 is 7", wrong, None, [*labelled(wrong, 8), Example({"x": ids(1), "labels": [7]}, {})]
+        "text 8 has the label 7", wrong, None, [*labelled(wrong, 8), Example({"x": ids(1), "labels": [7]}, {})]
     )
     twice = [*labelled(wrong, 8), Example({"x": ids(1), "labels": [1, 2]}, {})]
-    check_refused("the model says 1 places of text 8 and 2 labels", wrong, None, twice)
-    check_refused("told with 'head'", net, None, [Example({"x": ids(n), "head": "tokens"}, {}) for n in range(9)])
+    check_refused("text 8 has 1 output positions and 2 labels", wrong, None, twice)
+    check_refused(
+        "it has the input 'head'", net, None, [Example({"x": ids(n), "head": "tokens"}, {}) for n in range(9)]
+    )
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,7 @@ def test_cutting_heads_leaves_the_matrix_alone():
 
 ROTARY = hw.Rotary(base=30.0)
 ALL, MLP = hw.Knocking(sides="qkv"), hw.Knocking(kind="mlp")
-MORE = "it is no one matrix for every head and token"
+MORE = "it is not one matrix for every head and token"
 FOLDED: dict[str, tuple[dict[str, Any], tuple[Any, ...], dict[str, str]]] = {
     "values": ({"modifiers": (hw.Knocking(),)}, (), {}),
     "every side": ({"modifiers": (ALL,), "heads": 6, "kv": 3}, (), {}),
@@ -79,12 +79,12 @@ FOLDED: dict[str, tuple[dict[str, Any], tuple[Any, ...], dict[str, str]]] = {
         {"modifiers": (ROTARY, ALL), "pattern": "causal()"},
         (ROTARY, hw.Knocking(sides="qk")),
         {f"rotary.{side}": MORE for side in "qk"}
-        | {f"knocking.{side}": f"rotary turns {side} before it" for side in "qk"},
+        | {f"knocking.{side}": f"rotary transforms {side} before it" for side in "qk"},
     ),
     "around an mlp": (
         {"modifiers": (hw.Knocking(), MLP, ALL)},
         (MLP, hw.Knocking(sides="v")),
-        {"knocking_2.v": MORE, "knocking_3.v": "knocking_2 turns v before it"},
+        {"knocking_2.v": MORE, "knocking_3.v": "knocking_2 transforms v before it"},
     ),
     "other values": (
         {"modifiers": (hw.Differential(), ALL), "heads": 3, "kv": 3, "vdim": None},
@@ -94,7 +94,7 @@ FOLDED: dict[str, tuple[dict[str, Any], tuple[Any, ...], dict[str, str]]] = {
     "a norm of queries": (
         {"modifiers": (hw.QKNorm(), hw.Knocking(sides="qv"))},
         (hw.QKNorm(), hw.Knocking(sides="q")),
-        {"qk_norm.q": MORE, "knocking.q": "qk_norm turns q before it", "qk_norm.k": MORE},
+        {"qk_norm.q": MORE, "knocking.q": "qk_norm transforms q before it", "qk_norm.k": MORE},
     ),
 }
 
@@ -124,7 +124,7 @@ def test_nothing_to_fold_is_left_as_it_is():
 def test_a_bias_behind_a_folded_matrix_can_go_too():
     layer = cases.layer(cases.base(modifiers=(hw.Knocking(),), vdim=5, bias="qkvo"))
     before = hw.fold_bias(layer.spec, layer.state_dict())
-    assert before.reasons_kept == {"v": "knocking turns v after its bias"}
+    assert before.reasons_kept == {"v": "knocking transforms v after its bias"}
     bare = hw.fold_bias(*hw.fold_qk_transforms(layer.spec, layer.state_dict())[:2])
     assert (bare.spec, bare.reasons_kept) == (
         cases.base(vdim=5, project=hw.Direct(bias="q"), merge=hw.Concat(bias="o")),

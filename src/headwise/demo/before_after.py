@@ -33,7 +33,7 @@ def comparison_rows(data: Mapping[str, Any]) -> Iterator[ComparisonRow]:
         "  95% of draws", *(_format_interval(one) for one in (score["before"], cut["after"], score["after"]))
     )
     for one in proof["savings"]["numbers"]:
-        if one["name"] == "parameters" or one["name"].startswith("cache, a token"):
+        if one["name"] == "parameters" or one["name"].startswith("cache per token"):
             said = "{:,}".format if one["name"] == "parameters" else format_bytes
             yield ComparisonRow(one["name"], said(one["before"]), said(one["after"]), said(one["after"]))
     for one in proof["speeds"]["phases"]:

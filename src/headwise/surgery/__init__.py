@@ -1,10 +1,13 @@
 """Pruning and conversion of attention heads, and proof that the result works.
 
-`head_selection` decides which heads stay, `pruning_plan` records it, `pruning` removes the rest, `l0_gates` learns
-which to remove; `conversion` turns MHA into GQA, MQA, MLA and others with `head_alignment`, `head_grouping` and
-`kv_statistics`; `distillation` retrains; `attention_replacement` builds the new model, `weight_folding` removes
-biases without effect. `hf_export` writes folders, `verification` proves them, `sweep` measures quality against
-heads removed.
+Pruning: `head_selection` chooses the heads to keep, by importance, class, redundancy or budget; `l0_gates` learns the
+choice with a gate per head; `pruning_plan` records it; `pruning` removes the other heads.
+Conversion: `conversion` turns MHA into GQA, MQA, MLA and others. `kv_statistics` collects keys and values over data,
+`head_grouping` groups similar key-value heads and `head_alignment` aligns them before they are averaged.
+Retraining: `distillation` trains the changed model on the data of `distillation_data`.
+Model editing: `attention_replacement` builds the new model, `weight_folding` removes biases that have no effect.
+Results: `hf_export` writes model folders, `verification` compares the model before and after, `sweep` measures quality
+against the number of heads removed.
 """
 
 from .conversion import AttentionConversion, Collaborate, Merged, Pool, Route, Split

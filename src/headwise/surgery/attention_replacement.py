@@ -1,4 +1,4 @@
-"""A model with other attentions in it, everything else as it was."""
+"""Copies of a model with some attentions replaced, shrunk or removed; all other weights are copied unchanged."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from .pruning_plan import check_heads
 
 
 class AttentionChange(NamedTuple):
-    """What becomes of one attention: its spec, and its weights by the names they have inside it, "project.q".
+    """Replacement of one attention: its new spec, and its weights by their names inside it, such as "project.q".
 
-    Without a spec the attention goes, and what is left of it is the vector that it says at every token, "constant".
+    With spec=None the attention is removed, and its output becomes the vector weights["constant"] at every token.
     """
 
     spec: AttentionSpec | None
@@ -33,12 +33,12 @@ class AttentionChange(NamedTuple):
 
 
 def to_native_model(model: nn.Module) -> Transformer:
-    """A model of ours as it is, one of transformers as a copy that is."""
+    """Return a headwise model unchanged, and a transformers model as a converted copy."""
     return model if isinstance(model, Transformer) else copy_live_model(model)
 
 
 def get_attention_parameters(net: Transformer, site: str) -> dict[str, Tensor]:
-    """Every tensor that one attention reads, by its name inside it; what layers hold in common is read by each.
+    """Return every parameter and constant of one attention by its name inside it, including those shared by layers.
 
     >>> import headwise as hw
     >>> net = hw.build(
@@ -55,7 +55,7 @@ def get_attention_parameters(net: Transformer, site: str) -> dict[str, Tensor]:
 
 
 def get_attention(net: Transformer, site: str) -> Attention:
-    """The attention of this name."""
+    """Return the attention module with this site name."""
     known = [name for name, _ in net.spec.attention_specs()]
     if site not in known:
         raise SpecError(f"{net.spec.name} has no attention {site!r}; {suggest(site, known)}")
@@ -69,7 +69,7 @@ def _get_parameter(attention: Attention, name: str) -> Tensor:
 
 
 def replace_attentions(net: Transformer, changes: Mapping[str, AttentionChange]) -> Transformer:
-    """A new model in which these attentions are others, and all other tensors are copies of what they were.
+    """Return a new model with these attentions replaced; all other tensors are copies.
 
     >>> import headwise as hw
     >>> net = hw.build(
@@ -78,33 +78,36 @@ def replace_attentions(net: Transformer, changes: Mapping[str, AttentionChange])
     ...     ),
     ...     seed=0,
     ... )
-    >>> gone = replace_attentions(net, {"decoder.1.attention": AttentionChange(None, {"constant": torch.ones(8)})})
-    >>> [block.still for block in gone.spec.stacks[0].layers]
+    >>> removed = replace_attentions(net, {"decoder.1.attention": AttentionChange(None, {"constant": torch.ones(8)})})
+    >>> [block.still for block in removed.spec.stacks[0].layers]
     [(), ('attention',)]
     """
-    whole = {site: _resolve_constant(net, site, change) for site, change in changes.items()}
-    described = _replace_specs(net.spec, whole)
+    resolved = {site: _resolve_constant(net, site, change) for site, change in changes.items()}
+    spec = _replace_specs(net.spec, resolved)
     with torch.device("meta"):
-        made = build(described, dropout=net.dropout)
-    made.load_state_dict(dict(_tensors(net, described, whole)), assign=True)
-    made.usage, made.checkpointing = net.usage, net.checkpointing
-    _check_shared(made, whole)
-    return made.train(net.training)
+        new = build(spec, dropout=net.dropout)
+    new.load_state_dict(dict(_tensors(net, spec, resolved)), assign=True)
+    new.usage, new.checkpointing = net.usage, net.checkpointing
+    _check_shared(new, resolved)
+    return new.train(net.training)
 
 
 def _resolve_constant(net: Transformer, site: str, change: AttentionChange) -> AttentionChange:
-    """The same; of an attention that goes, the vector is what its layer then adds, through scale and norm behind it."""
+    """For a removed attention, compute the vector its layer adds: the constant after the layer's scale and norm."""
     attention = get_attention(net, site)
     if change.spec is not None:
         return change
     stack, depth, role = site.split(".")
     layer = net.stacks[stack].blocks[int(depth)]
     if layer.spec.form == "merged":
-        raise SpecError(f"{site} carries the mean of a merged block, which no vector is; keep one of its heads")
+        raise SpecError(
+            f"cannot remove {site}: in a merged block it computes a running mean, which is no constant. Keep one "
+            "of its heads"
+        )
     added = change.weights.get("constant", torch.zeros(attention.spec.model)).to(next(net.parameters())) * layer.scale
-    behind = layer._modules.get({"after": f"{role}_norm", "sandwich": f"{role}_norm_after"}.get(layer.placement, ""))
+    norm = layer._modules.get({"after": f"{role}_norm", "sandwich": f"{role}_norm_after"}.get(layer.placement, ""))
     with torch.no_grad():
-        return AttentionChange(None, {"constant": added if behind is None else cast(NormLayer, behind)(added)})
+        return AttentionChange(None, {"constant": added if norm is None else cast(NormLayer, norm)(added)})
 
 
 def _replace_specs(model: ModelSpec, changes: Mapping[str, AttentionChange]) -> ModelSpec:
@@ -112,12 +115,12 @@ def _replace_specs(model: ModelSpec, changes: Mapping[str, AttentionChange]) -> 
     for stack in model.stacks:
         blocks = list(stack.layers)
         for depth, block in enumerate(blocks):
-            own = {
+            block_changes = {
                 role: changes[site]
                 for role in ATTENTION_SUBLAYERS
                 if (site := f"{stack.name}.{depth}.{role}") in changes
             }
-            blocks[depth] = _replace_block_specs(block, own)
+            blocks[depth] = _replace_block_specs(block, block_changes)
         stacks.append(replace(stack, runs=group_blocks(blocks)))
     return replace(model, stacks=tuple(stacks))
 
@@ -125,38 +128,36 @@ def _replace_specs(model: ModelSpec, changes: Mapping[str, AttentionChange]) -> 
 def _replace_block_specs(block: BlockSpec, changes: Mapping[str, AttentionChange]) -> BlockSpec:
     if not changes:
         return block
-    gone = [role for role, change in changes.items() if change.spec is None]
-    still = tuple(role for role in ATTENTION_SUBLAYERS if role in block.still or role in gone)
+    removed = [role for role, change in changes.items() if change.spec is None]
+    still = tuple(role for role in ATTENTION_SUBLAYERS if role in block.still or role in removed)
     specs = {role: changes[role].spec if role in changes else getattr(block, role) for role in ATTENTION_SUBLAYERS}
     return replace(block, **specs, still=still)
 
 
-def _tensors(
-    net: Transformer, described: ModelSpec, changes: Mapping[str, AttentionChange]
-) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of the new model, in memory of its own; a shared one is named where it now first stands."""
-    held = net.state_dict()
-    for name in described.shapes():
+def _tensors(net: Transformer, spec: ModelSpec, changes: Mapping[str, AttentionChange]) -> Iterator[tuple[str, Tensor]]:
+    """Yield a copy of every tensor of the new model; a shared one has the name of its first use."""
+    old_tensors = net.state_dict()
+    for name in spec.shapes():
         site, inner = ".".join(name.split(".")[:3]), ".".join(name.split(".")[3:])
         if site in changes:
             tensor = changes[site].weights[inner]
         else:
-            tensor = held[name] if name in held else _get_parameter(get_attention(net, site), inner)
+            tensor = old_tensors[name] if name in old_tensors else _get_parameter(get_attention(net, site), inner)
         yield name, tensor.detach().clone().contiguous()
 
 
-def _check_shared(made: Transformer, changes: Mapping[str, AttentionChange]) -> None:
-    """Refuse a change of a tensor that other layers read as it was."""
+def _check_shared(new: Transformer, changes: Mapping[str, AttentionChange]) -> None:
+    """Raise SpecError if a changed tensor is shared with layers that did not change it."""
     for site, change in changes.items():
         if change.spec is None:
             continue
-        attention = get_attention(made, site)
-        for name, wanted in change.weights.items():
-            if not torch.equal(_get_parameter(attention, name), wanted.to(_get_parameter(attention, name))):
-                raise SpecError(f"{site}.{name} is held in common with other layers; change it in all of them alike")
+        attention = get_attention(new, site)
+        for name, expected in change.weights.items():
+            if not torch.equal(_get_parameter(attention, name), expected.to(_get_parameter(attention, name))):
+                raise SpecError(f"{site}.{name} is shared with other layers; make the same change in all of them")
 
 
-# --- Heads taken out of a model, which then says what it said with them silent -------------------------
+# --- Removal of heads, equal to zero ablation ----------------------------------------------------------
 
 NO_CONSTANTS: Mapping[str, Tensor] = {}
 
@@ -164,9 +165,9 @@ NO_CONSTANTS: Mapping[str, Tensor] = {}
 def remove_heads(
     net: Transformer, keep: Mapping[str, Sequence[int]], constants: Mapping[str, Tensor] = NO_CONSTANTS
 ) -> Transformer:
-    """A new model with only these heads at these sites; a site that keeps none says one vector from then on.
+    """Return a new model that keeps only these heads at these sites; a site that keeps none outputs one vector.
 
-    `constants` are vectors [model] that sites add from then on, such as what the removed heads said on average.
+    `constants` are vectors [model] added to the output of sites, such as the average output of the removed heads.
 
     >>> import headwise as hw
     >>> net = hw.build(
@@ -184,10 +185,10 @@ def remove_heads(
     True
     """
     if wrong := [site for site in constants if site not in keep]:
-        raise SpecError(f"{wrong[0]} keeps all of its heads, and no vector stands for any; say which it keeps")
+        raise SpecError(f"cannot add a constant to {wrong[0]}: keep does not list it. Add the heads that it keeps")
     changes = {site: _shrink_attention(net, site, heads, constants.get(site)) for site, heads in keep.items()}
     if changes.keys() >= {site for site, _ in net.spec.attention_specs()} and not any(keep.values()):
-        raise SpecError(f"no head would be left in {net.spec.name}; keep at least one")
+        raise SpecError(f"cannot remove all heads of {net.spec.name}. Keep at least one")
     return replace_attentions(net, changes)
 
 
@@ -196,13 +197,13 @@ def _shrink_attention(net: Transformer, site: str, heads: Sequence[int], constan
     check_heads(site, heads, len(spec.score_head_of_output))
     _check_removable(net, site)
     if not heads:
-        said = output_without_heads(spec, weights, next(net.parameters()))
-        return AttentionChange(None, {"constant": said if constant is None else said + constant.to(said)})
-    smaller, left = keep_heads(spec, weights, heads)
+        bias = output_without_heads(spec, weights, next(net.parameters()))
+        return AttentionChange(None, {"constant": bias if constant is None else bias + constant.to(bias)})
+    smaller, weights_left = keep_heads(spec, weights, heads)
     return (
-        AttentionChange(smaller, left)
+        AttentionChange(smaller, weights_left)
         if constant is None
-        else add_constant(smaller, left, constant.to(next(net.parameters())))
+        else add_constant(smaller, weights_left, constant.to(next(net.parameters())))
     )
 
 
@@ -210,22 +211,25 @@ def _check_removable(net: Transformer, site: str) -> None:
     stack, depth, _ = site.split(".")
     if net.stacks[stack].blocks[int(depth)].spec.form == "merged":
         raise SpecError(
-            f"{site} reads its source and a mean of the past through the same heads; to cut one would cut both"
+            f"cannot remove heads of {site}: a merged block uses the same heads for cross-attention and for its "
+            "running mean"
         )
 
 
 def output_without_heads(spec: AttentionSpec, weights: Mapping[str, Tensor], like: Tensor) -> Tensor:
-    """What a layer says when all of its heads are silent, [model]: the bias of its merge, or nothing."""
-    own = {name.removeprefix("output."): tensor for name, tensor in weights.items() if name.startswith("output.")}
-    silent_BTOV = like.new_zeros(1, 1, len(spec.score_head_of_output), spec.heads.vdim)
+    """Return the output of a layer with all heads ablated to zero, [model]: its output bias, or zeros."""
+    merge_weights = {
+        name.removeprefix("output."): tensor for name, tensor in weights.items() if name.startswith("output.")
+    }
+    zeros_BTOV = like.new_zeros(1, 1, len(spec.score_head_of_output), spec.heads.vdim)
     with torch.no_grad():
-        return spec.merge.merge(silent_BTOV, own)[0, 0]  # pyright: ignore[reportArgumentType] - by name alone
+        return spec.merge.merge(zeros_BTOV, merge_weights)[0, 0]  # pyright: ignore[reportArgumentType] - weights are read by name only
 
 
 def add_constant(spec: AttentionSpec, weights: Mapping[str, Tensor], constant: Tensor) -> AttentionChange:
-    """The same layer, which adds a vector to whatever it says: to the bias of its merge, made where there is none."""
+    """Add a vector to the output of a layer, through its output bias, which is created if there is none."""
     if "bias" not in field_defaults(type(spec.merge)):
-        raise SpecError(f"{type(spec.merge).__name__} has no bias that could say it; fold nothing in")
-    said = output_without_heads(spec, weights, constant)
+        raise SpecError(f"{type(spec.merge).__name__} has no bias to add a constant to; use fold='none'")
+    bias = output_without_heads(spec, weights, constant)
     biased = replace(spec, merge=replace(spec.merge, bias="o"))
-    return AttentionChange(biased, {**weights, "output.o_bias": said + constant})
+    return AttentionChange(biased, {**weights, "output.o_bias": bias + constant})

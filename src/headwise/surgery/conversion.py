@@ -1,4 +1,4 @@
-"""How heads of keys and values are shared, split or brought into another form: one attention at a time."""
+"""Conversion of attention layers: MHA to GQA or MQA by pooling, to MLA, collaborative heads, mixture of heads, MHA."""
 
 from __future__ import annotations
 
@@ -39,9 +39,10 @@ KVStatistics = Mapping[str, CrossProducts] | None
 
 
 class ConvertedLayer(NamedTuple):
-    """A layer in its new form, the same function as before where there is one, and what must be said of it.
+    """Converted layer: its spec and weights, and the groups, errors and notes of the conversion.
 
-    `missed` is the share of what keys ("k") and values ("v") say that means of groups miss: as they were, and aligned.
+    `equivalent_weights` are aligned but not yet pooled: they compute the same function as before. `pooling_errors` is
+    the fraction of the keys' ("k") and values' ("v") squared norm that group means lose, unaligned and aligned.
     """
 
     spec: AttentionSpec
@@ -53,37 +54,38 @@ class ConvertedLayer(NamedTuple):
 
 
 class AttentionConversion(ABC):
-    """A way to change who reads whom. It is `exact` if the function stays, `gathers` if it looks at what heads say
-    of texts first, and `weighs` if at what they are worth."""
+    """Strategy that converts one attention layer.
+
+    `is_exact`: the converted layer computes the same function. `needs_importance`: `convert_layer` is given scores.
+    """
 
     is_exact: ClassVar[bool] = False
-
     needs_importance: ClassVar[bool] = False
 
     @property
     def needs_statistics(self) -> bool:
-        """Whether it asks what heads say."""
+        """True if `convert_layer` needs keys and values collected over examples."""
         return False
 
     @property
     @abstractmethod
     def summary(self) -> str:
-        """What it does, in a few words."""
+        """The converted layer in one clause."""
 
     @abstractmethod
     def convert_layer(
         self, spec: AttentionSpec, weights: Weights, statistics: KVStatistics, importance: Sequence[float]
     ) -> ConvertedLayer:
-        """A layer so changed; `worth` is that of its heads, where the way asks for it."""
+        """Convert one layer; `importance` holds a score per output head, infinity where unknown."""
 
 
 @dataclass(frozen=True)
 class Pool(AttentionConversion):
-    """`kv` heads of keys and values, each the mean of equally many (2305.13245).
+    """GQA by mean pooling: `kv` key-value heads, each the mean of a group of equal size (2305.13245).
 
-    grouping="even" takes neighbours, "alike" those whose values are nearest to each other; align="values", "keys" or
-    "both" maps the heads of a group as near to each other as the function allows before their mean is taken
-    (2412.20677).
+    grouping="even" groups neighbours, "alike" the heads with the most similar values (`score`: "distance" or "cosine").
+    align="values", "keys" or "both" rotates the heads of a group towards each other before they are averaged, without
+    changing the function (2412.20677).
     """
 
     kv: int
@@ -93,114 +95,113 @@ class Pool(AttentionConversion):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, known in (("align", ALIGN_SIDES), ("grouping", GROUPINGS), ("score", ("distance", "cosine"))):
-            if (said := getattr(self, name)) not in known:
-                raise SpecError(f"{name}={said!r} is unknown; {suggest(str(said), known)}")
+        for name, choices in (("align", ALIGN_SIDES), ("grouping", GROUPINGS), ("score", ("distance", "cosine"))):
+            if (value := getattr(self, name)) not in choices:
+                raise SpecError(f"unknown {name}={value!r}; {suggest(str(value), choices)}")
 
     @property
     def needs_statistics(self) -> bool:
-        """Whether it asks what heads say."""
+        """True if `convert_layer` needs keys and values collected over examples."""
         return self.align != "none" or self.grouping == "alike"
 
     @property
     def summary(self) -> str:
-        """What it does, in a few words."""
-        mapped = (
-            ""
-            if self.align == "none"
-            else f", after {self.align} were aligned"
-            if self.align != "both"
-            else (", after keys and values were aligned")
-        )
+        """The converted layer in one clause."""
+        if self.align == "none":
+            aligned = ""
+        else:
+            aligned = f", after aligning {'keys and values' if self.align == 'both' else self.align}"
         if self.kv == 1:
-            return f"every layer has one head of keys and values, the mean of all{mapped}"
-        return (
-            f"every layer has {self.kv} heads of keys and values, means of {_describe_grouping(self.grouping)}{mapped}"
-        )
+            return f"one key-value head per layer, the mean of all{aligned}"
+        return f"{self.kv} key-value heads per layer, means of {_describe_grouping(self.grouping)}{aligned}"
 
     def convert_layer(
         self, spec: AttentionSpec, weights: Weights, statistics: KVStatistics, importance: Sequence[float]
     ) -> ConvertedLayer:
         groups = self._group_heads(spec, weights, statistics)
-        found = AlignmentResult(dict(weights), {}, {})
+        alignment = AlignmentResult(dict(weights), {}, {})
         if sides := ALIGN_SIDES[self.align]:
             assert statistics is not None
-            found = align_heads(spec, weights, groups, statistics, sides=sides)
-            if found.skip_reasons.keys() == set(sides):
-                raise SpecError(f"nothing can be aligned: {'; '.join(found.skip_reasons.values())}; leave align out")
-        notes = tuple(f"{KV_NAMES[side]} stay as they are: {why}" for side, why in found.skip_reasons.items())
-        missed = {side: lost for side, lost in found.pooling_errors.items() if side not in found.skip_reasons}
-        shared, left = make_groups_contiguous(*head_axis_ops.share_kv_heads(spec, found.weights, groups))
-        return ConvertedLayer(shared, left, found.weights if sides else None, groups, missed, notes)
+            alignment = align_heads(spec, weights, groups, statistics, sides=sides)
+            if alignment.skip_reasons.keys() == set(sides):
+                raise SpecError(f"cannot align heads: {'; '.join(alignment.skip_reasons.values())}. Use align='none'")
+        notes = tuple(f"{KV_NAMES[side]} were not aligned: {reason}" for side, reason in alignment.skip_reasons.items())
+        errors = {side: error for side, error in alignment.pooling_errors.items() if side not in alignment.skip_reasons}
+        pooled_spec, pooled_weights = make_groups_contiguous(
+            *head_axis_ops.share_kv_heads(spec, alignment.weights, groups)
+        )
+        return ConvertedLayer(pooled_spec, pooled_weights, alignment.weights if sides else None, groups, errors, notes)
 
-    def _group_heads(self, spec: AttentionSpec, weights: Weights, gathered: KVStatistics) -> HeadGroups:
+    def _group_heads(self, spec: AttentionSpec, weights: Weights, statistics: KVStatistics) -> HeadGroups:
         if self.grouping == "even":
             return group_adjacent_heads(spec.heads.kv, self.kv)
-        assert gathered is not None
-        group_adjacent_heads(spec.heads.kv, self.kv)  # which refuses what does not divide
-        free, _ = find_symmetry(spec, weights, "v")
-        return group_similar_heads(compute_similarity(gathered["v"], free, kind=self.score), self.kv, seed=self.seed)
+        assert statistics is not None
+        group_adjacent_heads(spec.heads.kv, self.kv)  # raises if the heads do not divide into equal groups
+        symmetry, _ = find_symmetry(spec, weights, "v")
+        return group_similar_heads(
+            compute_similarity(statistics["v"], symmetry, kind=self.score), self.kv, seed=self.seed
+        )
 
 
 @dataclass(frozen=True)
 class Split(AttentionConversion):
-    """Every query head has its own copy of what it reads: exactly the same, for work that wants heads apart."""
+    """MHA: a copy of its key-value head for every query head. Computes the same function."""
 
     is_exact: ClassVar[bool] = True
 
     @property
     def summary(self) -> str:
-        """What it does, in a few words."""
-        return "every query head has keys and values of its own"
+        """The converted layer in one clause."""
+        return "one key-value head per query head"
 
     def convert_layer(
         self, spec: AttentionSpec, weights: Weights, statistics: KVStatistics, importance: Sequence[float]
     ) -> ConvertedLayer:
-        made = head_axis_ops.split_kv_heads(spec, weights)
-        return ConvertedLayer(made[0], made[1])
+        split_spec, split_weights = head_axis_ops.split_kv_heads(spec, weights)
+        return ConvertedLayer(split_spec, split_weights)
 
 
 @dataclass(frozen=True)
 class Merged(AttentionConversion):
-    """All heads of keys and values in one latent vector: exactly the same, as a start for a smaller one."""
+    """MLA: keys and values of all heads from one latent vector. Same function; a start for a smaller latent."""
 
     is_exact: ClassVar[bool] = True
 
     @property
     def summary(self) -> str:
-        """What it does, in a few words."""
-        return "keys and values of all heads are one latent vector"
+        """The converted layer in one clause."""
+        return "keys and values of all heads from one latent vector"
 
     def convert_layer(
         self, spec: AttentionSpec, weights: Weights, statistics: KVStatistics, importance: Sequence[float]
     ) -> ConvertedLayer:
-        made = convert_to_latent(spec, weights)
-        return ConvertedLayer(made[0], made[1])
+        latent_spec, latent_weights = convert_to_latent(spec, weights)
+        return ConvertedLayer(latent_spec, latent_weights)
 
 
 @dataclass(frozen=True)
 class Collaborate(AttentionConversion):
-    """Queries and keys of all heads in one shared space of this width (2006.16362)."""
+    """Collaborative heads: queries and keys of all heads share one space of `width` channels (2006.16362)."""
 
     width: int
 
     @property
     def summary(self) -> str:
-        """What it does, in a few words."""
-        return f"queries and keys of all heads share a space of {self.width} channels"
+        """The converted layer in one clause."""
+        return f"queries and keys of all heads in a shared space of {self.width} channels"
 
     def convert_layer(
         self, spec: AttentionSpec, weights: Weights, statistics: KVStatistics, importance: Sequence[float]
     ) -> ConvertedLayer:
-        made = convert_to_collaborative(spec, weights, self.width)
+        result = convert_to_collaborative(spec, weights, self.width)
         return ConvertedLayer(
-            made.spec, made.weights, notes=(f"scores are met to {made.relative_error:.2%} of their size",)
+            result.spec, result.weights, notes=(f"relative error of attention scores {result.relative_error:.2%}",)
         )
 
 
 @dataclass(frozen=True)
 class Route(AttentionConversion):
-    """Of every layer so many heads always speak, those worth most, and `active` of the others, token by token."""
+    """Mixture of heads: the most important heads are always active, `num_active` others per token (2410.11842)."""
 
     needs_importance: ClassVar[bool] = True
     num_always_active: int
@@ -208,10 +209,10 @@ class Route(AttentionConversion):
 
     @property
     def summary(self) -> str:
-        """What it does, in a few words."""
+        """The converted layer in one clause."""
         return (
-            f"{self.num_always_active} heads of every layer always speak, and of the others the "
-            f"{self.num_active} that ask loudest"
+            f"{self.num_always_active} heads per layer always active, and for each token the {self.num_active} of the "
+            f"others with the highest router scores"
         )
 
     def convert_layer(
@@ -219,27 +220,27 @@ class Route(AttentionConversion):
     ) -> ConvertedLayer:
         if not 0 <= self.num_always_active <= len(importance):
             raise SpecError(
-                f"{self.num_always_active} of {len(importance)} heads cannot always speak; give at most "
-                f"{len(importance)}"
+                f"num_always_active must be between 0 and {len(importance)}, the number of heads, got "
+                f"{self.num_always_active}"
             )
-        first = sorted(range(len(importance)), key=lambda head: -importance[head])[: self.num_always_active]
-        made = convert_to_mixture_of_heads(spec, weights, sorted(first), self.num_active)
-        return ConvertedLayer(made[0], made[1])
+        always_active = sorted(range(len(importance)), key=lambda head: -importance[head])[: self.num_always_active]
+        routed_spec, routed_weights = convert_to_mixture_of_heads(spec, weights, sorted(always_active), self.num_active)
+        return ConvertedLayer(routed_spec, routed_weights)
 
 
 def _describe_grouping(grouping: str) -> str:
-    return "neighbours" if grouping == "even" else "those that are most alike"
+    return "neighbours" if grouping == "even" else "similar heads"
 
 
-# --- Heads of keys and values shared, split or merged in a whole model ---------------------------------
+# --- Conversion of a whole model -----------------------------------------------------------------------
 
 ATTENTION_KINDS = ("all", "self", "cross")
-MAX_STATISTICS = 2**26  # sums of products that are gathered in one reading of the texts
+MAX_STATISTICS = 2**26  # numbers of cross products collected in one pass over the examples
 
 
 @dataclass(frozen=True, eq=False)
 class ConversionResult:
-    """A model before and after; `same` is it with its heads aligned and not yet pooled, which says what it said."""
+    """Model before and after; `equivalent` has aligned heads, not yet pooled, and computes the same as `before`."""
 
     before: Transformer
     after: Transformer
@@ -250,20 +251,20 @@ class ConversionResult:
 
     @property
     def groups(self) -> dict[str, tuple[tuple[int, ...], ...]]:
-        """Which heads of keys and values were pooled at each site."""
-        return {site: tuple(map(tuple, one.groups)) for site, one in self.layers.items() if one.groups}
+        """The groups of key-value heads that were pooled, by site."""
+        return {site: tuple(map(tuple, layer.groups)) for site, layer in self.layers.items() if layer.groups}
 
     @property
     def data(self) -> dict[str, Any]:
-        """What was done, as plain values."""
-        groups = {site: [list(group) for group in own] for site, own in self.groups.items()}
-        way = {
+        """The conversion as JSON-serialisable values."""
+        groups = {site: [list(group) for group in site_groups] for site, site_groups in self.groups.items()}
+        conversion = {
             "name": type(self.conversion).__name__.lower(),
             "said": repr(self.conversion),
             "sentence": self.conversion.summary,
         }
-        missed = {site: dict(one.pooling_errors) for site, one in self.layers.items() if one.pooling_errors}
-        return {"done": "share", "way": way, "groups": groups, "missed": missed, "notes": list(self.notes)}
+        errors = {site: dict(layer.pooling_errors) for site, layer in self.layers.items() if layer.pooling_errors}
+        return {"done": "share", "way": conversion, "groups": groups, "missed": errors, "notes": list(self.notes)}
 
 
 def convert(
@@ -275,10 +276,10 @@ def convert(
     ranking: HeadRanking = DEFAULT_RANKING,
     log: Callable[[str], Any] = lambda _: None,
 ) -> ConversionResult:
-    """A model whose heads share keys and values as a way says; a number is how many of these every layer keeps.
+    """Return a converted copy of a model; an int is the number of key-value heads per layer, as in `Pool`.
 
-    `scenes` are texts, for ways that look at what heads say; where="self" or "cross" changes attentions of one kind.
-    The model itself is left alone; one of transformers is copied as one of ours first.
+    `examples` are needed by conversions that look at keys, values or importance. kind="self" or "cross" converts
+    attentions of one kind only. `model` is not changed; a transformers model is converted to a headwise model first.
 
     >>> import headwise as hw
     >>> net = hw.build(
@@ -290,70 +291,83 @@ def convert(
     """
     model = to_native_model(model)
     if kind not in ATTENTION_KINDS:
-        raise SpecError(f"where={kind!r} is unknown; {suggest(kind, ATTENTION_KINDS)}")
-    chosen = Pool(conversion) if isinstance(conversion, int) else conversion
-    if not isinstance(chosen, AttentionConversion):
+        raise SpecError(f"unknown kind={kind!r}; {suggest(kind, ATTENTION_KINDS)}")
+    strategy = Pool(conversion) if isinstance(conversion, int) else conversion
+    if not isinstance(strategy, AttentionConversion):
         raise SpecError(
-            f"way={conversion!r} says nothing of what is shared; give a number of heads, or hw.surgery.Pool(...)"
+            f"conversion={conversion!r} is no AttentionConversion; give a number of key-value heads, or "
+            "hw.surgery.Pool(...)"
         )
     sites = [site for site in count_heads(model.spec) if kind in ("all", "cross" if site.endswith("cross") else "self")]
     if not sites:
-        raise SpecError(f"{model.spec.name} has no {kind}-attention; use where='all'")
-    if chosen.needs_statistics and len(examples) < 2:
-        raise SpecError(f"{len(examples)} texts say little of what heads say; give at least two, or align='none'")
-    made = _convert_layers(model, chosen, sites, examples, (ranking, log))
-    after = replace_attentions(model, {site: AttentionChange(one.spec, one.weights) for site, one in made.items()})
-    same = {
-        site: AttentionChange(get_attention(model, site).spec, one.equivalent_weights)
-        for site, one in made.items()
-        if one.equivalent_weights is not None
+        raise SpecError(f"{model.spec.name} has no {kind}-attention; use kind='all'")
+    if strategy.needs_statistics and len(examples) < 2:
+        raise SpecError(
+            f"cannot collect keys and values from {len(examples)} examples. Give at least 2, or use align='none'"
+        )
+    layers = _convert_layers(model, strategy, sites, examples, (ranking, log))
+    after = replace_attentions(
+        model, {site: AttentionChange(layer.spec, layer.weights) for site, layer in layers.items()}
+    )
+    equivalent = {
+        site: AttentionChange(get_attention(model, site).spec, layer.equivalent_weights)
+        for site, layer in layers.items()
+        if layer.equivalent_weights is not None
     }
-    notes = [*_pooling_notes(made), *(f"{site}: {note}" for site, one in made.items() for note in one.notes)]
-    return ConversionResult(model, after, replace_attentions(model, same) if same else None, chosen, made, tuple(notes))
+    notes = [*_pooling_notes(layers), *(f"{site}: {note}" for site, layer in layers.items() for note in layer.notes)]
+    return ConversionResult(
+        model, after, replace_attentions(model, equivalent) if equivalent else None, strategy, layers, tuple(notes)
+    )
 
 
-def _pooling_notes(made: Mapping[str, ConvertedLayer]) -> Iterator[str]:
-    """How much less means miss of what heads say, over all layers."""
-    for side, word in KV_NAMES.items():
-        found = [one.pooling_errors[side] for one in made.values() if side in one.pooling_errors]
-        if found:
-            (low, high), (least, most) = ((min(lost), max(lost)) for lost in zip(*found, strict=True))
-            yield f"means of {word} miss {least:.0%} to {most:.0%} of what heads say, unaligned {low:.0%} to {high:.0%}"
+def _pooling_notes(layers: Mapping[str, ConvertedLayer]) -> Iterator[str]:
+    """Yield the range of pooling errors over all layers, aligned and unaligned."""
+    for side, name in KV_NAMES.items():
+        errors = [layer.pooling_errors[side] for layer in layers.values() if side in layer.pooling_errors]
+        if errors:
+            (low, high), (least, most) = ((min(column), max(column)) for column in zip(*errors, strict=True))
+            yield (
+                f"pooling {name} loses {least:.0%} to {most:.0%} of their squared norm, "
+                f"unaligned {low:.0%} to {high:.0%}"
+            )
 
 
 def _convert_layers(
     net: Transformer,
-    way: AttentionConversion,
+    conversion: AttentionConversion,
     sites: Sequence[str],
-    scenes: Sequence[Example],
-    how: tuple[HeadRanking, Callable[[str], Any]],
+    examples: Sequence[Example],
+    ranking_and_log: tuple[HeadRanking, Callable[[str], Any]],
 ) -> dict[str, ConvertedLayer]:
-    by, tell = how
-    batches = [scene.model_inputs for scene in scenes]
-    found, made = score_heads(net, scenes, by).scores if way.needs_importance else {}, dict[str, ConvertedLayer]()
-    for some in _batch_sites(net, sites) if way.needs_statistics else [sites]:
-        tell(f"reading {len(batches)} texts for {some[0]} and {len(some) - 1} others")
-        told = collect_kv_statistics(net.eval(), batches, some) if way.needs_statistics else {}
-        for site in some:
+    ranking, log = ranking_and_log
+    batches = [example.model_inputs for example in examples]
+    scores, layers = (
+        score_heads(net, examples, ranking).scores if conversion.needs_importance else {},
+        dict[str, ConvertedLayer](),
+    )
+    for group in _batch_sites(net, sites) if conversion.needs_statistics else [sites]:
+        log(f"collecting keys and values of {len(batches)} examples: {group[0]} and {len(group) - 1} more")
+        statistics = collect_kv_statistics(net.eval(), batches, group) if conversion.needs_statistics else {}
+        for site in group:
             spec, weights = get_attention(net, site).spec, get_attention_parameters(net, site)
-            worth = [found.get((site, head), math.inf) for head in range(len(spec.score_head_of_output))]
-            tell(f"{site}: {way.summary}")
+            importance = [scores.get((site, head), math.inf) for head in range(len(spec.score_head_of_output))]
+            log(f"{site}: {conversion.summary}")
             try:
-                made[site] = way.convert_layer(spec, weights, told.get(site), worth)
+                layers[site] = conversion.convert_layer(spec, weights, statistics.get(site), importance)
             except SpecError as error:
                 raise SpecError(f"{site}: {error}") from None
-    return made
+    return layers
 
 
 def _batch_sites(net: Transformer, sites: Sequence[str]) -> list[list[str]]:
-    """Sites in order, as many at a time as there is room for the sums of."""
-    portions, full = [list[str]()], 0
+    """Split sites into consecutive lists whose cross products take at most MAX_STATISTICS numbers."""
+    batches, used = [list[str]()], 0
     for site in sites:
         heads = get_attention(net, site).spec.heads
-        need = 2 * heads.kv**2 * (heads.dim**2 + heads.vdim**2)
-        if portions[-1] and full + need > MAX_STATISTICS:
-            portions.append([])
-            full = 0
-        portions[-1].append(site)
-        full += need
-    return portions
+        size = 2 * heads.kv**2 * (heads.dim**2 + heads.vdim**2)
+        if batches[-1] and used + size > MAX_STATISTICS:
+            batches.append([])
+            used = 0
+        batches[-1].append(site)
+        used += size
+    return batches

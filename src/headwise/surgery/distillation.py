@@ -1,4 +1,4 @@
-"""How a model that was cut or gated learns: from which texts, what is made small, and one step of it."""
+"""Retraining of pruned or converted models, by distillation from the original model and on their own loss."""
 
 from __future__ import annotations
 
@@ -24,18 +24,21 @@ from ..training.recipe import Recipe
 from .attention_replacement import replace_attentions
 from .distillation_data import STATE_LOSSES, DistillationBatch, DistillationTexts
 
-HELD_OUT_STREAM = 1  # what is drawn beside batches: which texts are held back
+HELD_OUT_STREAM = 1  # random stream for the held-out split, separate from that of the batches
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
 class RetrainingOptions(CheckedDataclass, ABC):
-    """How long, on how many texts at once, with which steps, and what is made small.
+    """Options of retraining: steps, batch size, optimiser and loss.
 
-    What is made small is alpha times how far the model lies from its teacher, and 1 - alpha times its own loss, of
-    texts that count alike: of logits KL(teacher || model) at a `temperature`, times its square (1503.02531), of states,
-    where there is no head, 1 - cosine or with states="l2" the mean square. Without a loss of its own, a model learns
-    from its teacher alone. Steps are AdamW's, `rate` the highest of a `schedule` of which `warmup` is a part; `clip`
-    bounds the norm of a gradient, 0 does not. A share of the texts is `held_out` and measured `every` so many steps.
+    The loss is alpha times the distance from the teacher plus (1 - alpha) times the model's own loss, averaged over
+    texts. The distance is KL(teacher || model) of the logits at a `temperature`, times its square (1503.02531); for a
+    model without an output head it is 1 - cosine of the hidden states, or with states="l2" the mean squared error. A
+    model without a loss of its own learns from the teacher alone.
+
+    The optimiser is AdamW with peak learning rate `rate`; `warmup` is a fraction of the steps of the `schedule`. `clip`
+    limits the gradient norm, 0 disables it. A fraction `held_out` of the texts is not trained on, and evaluated `every`
+    that many steps.
     """
 
     ranges: ClassVar[Mapping[str, tuple[float, float]]] = {
@@ -73,102 +76,102 @@ class RetrainingOptions(CheckedDataclass, ABC):
 
     @property
     def recipe(self) -> Recipe:
-        """What of this is said to an optimiser."""
-        said = {name: getattr(self, name) for name in ("steps", "schedule", "warmup", "weight_decay", "clip", "seed")}
-        return Recipe(lr=self.rate, **said)
+        """The options as a training recipe of the optimiser."""
+        args = {name: getattr(self, name) for name in ("steps", "schedule", "warmup", "weight_decay", "clip", "seed")}
+        return Recipe(lr=self.rate, **args)
 
 
 class DistillationLoader:
-    """Lessons of a batch of texts each, in another order every time round, and those held back, by a seed."""
+    """Batches of training texts, reshuffled every epoch, and a held-out split; both follow from the seed."""
 
     def __init__(self, texts: DistillationTexts, options: RetrainingOptions) -> None:
         count = len(texts.numbers)
-        back = max(1, round(options.held_out * count))
-        if count - back < options.batch:
-            fact = f"{count} texts less {back} held back are fewer than a batch of {options.batch}"
-            fits = f"use batch={count - back}" if count > back else "give more texts"
-            raise SpecError(f"{fact}; {fits}")
-        mixed = [texts.numbers[n] for n in make_rng(options.seed, HELD_OUT_STREAM).permutation(count)]
-        self.texts, self.options, self.held_out_ids, self.train_ids = (
-            texts,
-            options,
-            sorted(mixed[:back]),
-            sorted(mixed[back:]),
-        )
+        num_held_out = max(1, round(options.held_out * count))
+        if count - num_held_out < options.batch:
+            fact = f"cannot fill a batch of {options.batch}: {count} texts, {num_held_out} of them held out"
+            remedy = f"Use batch={count - num_held_out}" if count > num_held_out else "Give more texts"
+            raise SpecError(f"{fact}. {remedy}")
+        shuffled = [texts.numbers[n] for n in make_rng(options.seed, HELD_OUT_STREAM).permutation(count)]
+        self.texts, self.options = texts, options
+        self.held_out_ids = sorted(shuffled[:num_held_out])
+        self.train_ids = sorted(shuffled[num_held_out:])
         self._order = EpochOrder(len(self.train_ids))
 
     def get_batch(self, step: int) -> DistillationBatch:
-        """The lesson of a step, counted from 1."""
+        """Return the batch of a step, counted from 1."""
         chosen = self._order.take(step - 1, self.options.batch, self.options.seed)
         return self.texts.make_batch([self.train_ids[n] for n in chosen], epoch_seed=step)
 
     def iter_held_out(self) -> Iterator[tuple[DistillationBatch, int]]:
-        """The texts held back, and how many of them each lesson has."""
+        """Yield batches of the held-out texts, each with its number of texts."""
         for first in range(0, len(self.held_out_ids), self.options.batch):
             numbers = self.held_out_ids[first : first + self.options.batch]
             yield self.texts.make_batch(numbers), len(numbers)
 
 
 class Student:
-    """A model that learns from lessons, with a teacher or without; only tensors of these names learn."""
+    """A model being trained, with or without a teacher; only parameters named in `trainable` are updated."""
 
     def __init__(
         self, net: Transformer, teacher: Transformer | None, loader: DistillationLoader, trainable: Collection[str]
     ) -> None:
         self.net, self.teacher, self.loader, self.options = net, teacher, loader, loader.options
-        losses = loader.texts.has_loss
-        self.alpha = self.options.alpha if losses else 1.0
-        if teacher is None and not losses:
-            raise SpecError(f"{net.spec.name} has no loss of its own in these texts, and no teacher; give one")
+        has_loss = loader.texts.has_loss
+        self.alpha = self.options.alpha if has_loss else 1.0
+        if teacher is None and not has_loss:
+            raise SpecError(f"{net.spec.name} has no loss on these texts and no teacher; give a teacher")
         if teacher is None:
             self.alpha = 0.0
         heads = net.spec.heads
         self._has_logits = bool(heads and heads[0].outputs)
-        own = {name: p for name, p in net.named_parameters() if name in trainable}
+        parameters = {name: p for name, p in net.named_parameters() if name in trainable}
         self._optimiser = (
-            AdamWOptimiser(group_parameters(own, net.spec, "matrices"), self.options.recipe) if own else None
+            AdamWOptimiser(group_parameters(parameters, net.spec, "matrices"), self.options.recipe)
+            if parameters
+            else None
         )
-        self._parameters = list(own.values())
+        self._parameters = list(parameters.values())
         for name, parameter in net.named_parameters():
             parameter.requires_grad_(name in trainable)
 
     def loss(self, net: Transformer, batch: DistillationBatch) -> Tensor:
-        """What is made small, a mean over texts."""
-        said, parts = batch.compute_outputs(net), []
+        """Return the training loss of a batch, a mean over texts."""
+        outputs = batch.compute_outputs(net)
+        parts = []
         if self.alpha < 1:
-            parts.append((1 - self.alpha) * batch.losses(said))
+            parts.append((1 - self.alpha) * batch.losses(outputs))
         if self.alpha > 0:
-            parts.append(self.alpha * self._teacher_loss(batch, said))
+            parts.append(self.alpha * self._teacher_loss(batch, outputs))
         return torch.stack(parts).sum(0).mean()
 
-    def _teacher_loss(self, lesson: DistillationBatch, said: Tensor) -> Tensor:
+    def _teacher_loss(self, batch: DistillationBatch, outputs: Tensor) -> Tensor:
         assert self.teacher is not None
         with torch.no_grad():
-            taught = lesson.compute_outputs(self.teacher)
-        if taught.shape != said.shape:
-            fact = f"the teacher says {taught.shape[-1]} numbers of each place, the model {said.shape[-1]}"
-            raise SpecError(f"{fact}; give the model that this one was made of")
+            teacher_outputs = batch.compute_outputs(self.teacher)
+        if teacher_outputs.shape != outputs.shape:
+            fact = f"the teacher has {teacher_outputs.shape[-1]} outputs per position, the model {outputs.shape[-1]}"
+            raise SpecError(f"{fact}; use the model that this one was made from as the teacher")
         if self._has_logits:
-            return lesson.kl_divergences(said, taught, self.options.temperature)
-        return lesson.state_distances(said, taught, self.options.states)
+            return batch.kl_divergences(outputs, teacher_outputs, self.options.temperature)
+        return batch.state_distances(outputs, teacher_outputs, self.options.states)
 
     def held_out_loss(self, net: Transformer) -> float:
-        """The loss of the texts held back, of this model or one made of it."""
-        was = net.training
+        """Return the loss on the held-out texts, of this model or one derived from it."""
+        was_training = net.training
         net.eval()
         with torch.no_grad():
-            found = [(float(self.loss(net, lesson)) * count, count) for lesson, count in self.loader.iter_held_out()]
-        net.train(was)
-        return sum(loss for loss, _ in found) / sum(count for _, count in found)
+            losses = [(float(self.loss(net, batch)) * count, count) for batch, count in self.loader.iter_held_out()]
+        net.train(was_training)
+        return sum(loss for loss, _ in losses) / sum(count for _, count in losses)
 
     def step(self, step: int, extra_loss: Callable[[], Tensor | float]) -> float:
-        """One step; the loss without what was added."""
+        """Take one optimiser step; return the loss without `extra_loss`."""
         self.net.train()
         loss = self.loss(self.net, self.loader.get_batch(step))
         (loss + extra_loss()).backward()
         norm = nn.utils.get_total_norm([p.grad for p in self._parameters if p.grad is not None])
         if not (loss.isfinite() and norm.isfinite()):
-            fact = f"loss {loss.item():g}, gradient {float(norm):g} at step {step}"
+            fact = f"loss {loss.item():g}, gradient norm {float(norm):g} at step {step}"
             raise TrainingDiverged(f"{fact}; use a rate below {self.options.rate:g}")
         if self.options.clip:
             nn.utils.clip_grads_with_norm_(self._parameters, self.options.clip, norm)
@@ -178,18 +181,18 @@ class Student:
 
 
 def cast_for_training(net: Transformer, student: Transformer) -> Transformer:
-    """A model to learn, in float32 at least: steps are lost between numbers of less precision."""
-    exact = torch.promote_types(next(net.parameters()).dtype, torch.float32)
-    return student.to(exact)
+    """Return the student in float32 or more: in lower precision, small updates are lost to rounding."""
+    dtype = torch.promote_types(next(net.parameters()).dtype, torch.float32)
+    return student.to(dtype)
 
 
-# --- The way of a model through its steps of learning --------------------------------------------------
+# --- Training loop -------------------------------------------------------------------------------------
 
 
 class RetrainingPoint(NamedTuple):
-    """Where learning stood: the mean loss of the lessons since the point before, and that of texts held back.
+    """Progress of training: the mean training loss since the last evaluation, and the held-out loss.
 
-    `opened` is how many gates are expected to be open, where there are any.
+    `num_open_gates` is the expected number of open gates, None without gates.
     """
 
     step: int
@@ -202,28 +205,28 @@ PointCallback = Callable[[RetrainingPoint], None]
 
 
 def no_progress(point: RetrainingPoint) -> None:
-    """Nobody asks how it goes."""
+    """Progress callback that does nothing."""
 
 
 class AuxiliaryTraining(ABC):
-    """What learns beside a model's own tensors."""
+    """Training of additional parameters next to the model, such as gates."""
 
     @abstractmethod
     def extra_loss(self, step: int) -> Tensor | float:
-        """What joins the loss of a step."""
+        """Return the term added to the loss of a step."""
 
     @abstractmethod
     def step(self, step: int) -> None:
-        """Its own step."""
+        """Update the additional parameters."""
 
     @property
     @abstractmethod
     def num_open_gates(self) -> float | None:
-        """How many gates are expected to be open."""
+        """Expected number of open gates, None without gates."""
 
 
 class NoAuxiliaryTraining(AuxiliaryTraining):
-    """Nothing."""
+    """No additional parameters."""
 
     def extra_loss(self, step: int) -> float:
         return 0.0
@@ -237,18 +240,18 @@ class NoAuxiliaryTraining(AuxiliaryTraining):
 
 
 class RetrainingLoop:
-    """The way of a pupil through its steps: the curve, and its tensors as they were at the point that is kept."""
+    """Training loop of a student: its loss curve, and its weights at the best or last evaluation."""
 
     def __init__(self, student: Student, auxiliary: AuxiliaryTraining, progress: PointCallback, keep: str) -> None:
         self.student, self.auxiliary, self.progress, self._keep = student, auxiliary, progress, keep
         self.curve: list[RetrainingPoint] = []
-        self.step = self.saved_step = 0  # how far it came, and the step whose tensors are kept
+        self.step = self.saved_step = 0  # steps done, and the step of the saved weights
         self.stop_reason = ""
         self._losses: list[float] = []
         self._tensors: dict[str, Tensor] = {}
 
     def run(self) -> None:
-        """All steps, or until somebody interrupts; the model is then as it was kept."""
+        """Train for all steps or until interrupted, then load the saved weights."""
         stopped = False
         try:
             with InterruptGuard() as interrupts, fork_rng(self.student.options.seed), eval_mode(self.student.teacher):
@@ -257,16 +260,16 @@ class RetrainingLoop:
                     self._train_step()
                 if self._losses:
                     self._evaluate()
-        except KeyboardInterrupt:  # in the middle of a step: what was kept before it is whole
+        except KeyboardInterrupt:  # within a step: weights saved before it are complete
             stopped = True
         if stopped or self.step < self.student.options.steps:
             self.stop_reason = f"interrupted at step {self.step} of {self.student.options.steps}"
         if not self._tensors:
-            raise KeyboardInterrupt("interrupted before the first step; nothing was changed")
+            raise KeyboardInterrupt("interrupted before the first step; the model is unchanged")
         self.student.net.load_state_dict(self._tensors)
 
     def _train_step(self) -> None:
-        """One step, and a look at texts held back where one is due."""
+        """Take one step, and evaluate every `options.every` steps."""
         self.step += 1
         self._losses.append(self.student.step(self.step, lambda: self.auxiliary.extra_loss(self.step)))
         self.auxiliary.step(self.step)
@@ -280,38 +283,38 @@ class RetrainingLoop:
         point = RetrainingPoint(
             self.step, mean, self.student.held_out_loss(self.student.net), self.auxiliary.num_open_gates
         )
-        best = min((old.held_out for old in self.curve if old.held_out is not None), default=None)
+        best = min((earlier.held_out for earlier in self.curve if earlier.held_out is not None), default=None)
         self.curve.append(point)
         if self._keep == "last" or best is None or (point.held_out is not None and point.held_out < best):
             self.saved_step = self.step
-            self._tensors = {name: one.detach().clone() for name, one in self.student.net.state_dict().items()}
+            self._tensors = {name: tensor.detach().clone() for name, tensor in self.student.net.state_dict().items()}
         self._losses = []
         self.progress(point)
 
 
 @contextmanager
 def fork_rng(seed: int) -> Iterator[None]:
-    """Where numbers that torch draws follow from a seed; its own generators go on behind as if nothing had been."""
-    cards = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-    with torch.random.fork_rng(cards):
+    """Seed torch's generators within the block and restore their state afterwards."""
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    with torch.random.fork_rng(devices):
         torch.manual_seed(seed)
         yield
 
 
 @contextmanager
 def eval_mode(net: Transformer | None) -> Iterator[None]:
-    """Where a model drops nothing out."""
-    was = net is not None and net.training
+    """Put a model into eval mode within the block; None is ignored."""
+    was_training = net is not None and net.training
     if net is not None:
         net.eval()
     try:
         yield
     finally:
         if net is not None:
-            net.train(was)
+            net.train(was_training)
 
 
-# --- A cut or shared model learns again, from what it was made of and from texts -----------------------
+# --- Uptraining of a changed model ---------------------------------------------------------------------
 
 TRAINABLE_PARTS = ("all", "attention")
 KEEP_MODES = ("best", "last")
@@ -319,10 +322,10 @@ KEEP_MODES = ("best", "last")
 
 @dataclass(frozen=True, repr=False, kw_only=True)
 class UptrainingOptions(RetrainingOptions):
-    """The same, of a model that was changed and learns again.
+    """Options of `uptrain`: those of retraining, which parameters to train, and which weights to return.
 
-    which="attention" lets nothing but attentions learn. keep="best" gives the model as it was at the lowest loss of
-    texts held back, which may be step 0, before any; "last" as it ended.
+    which="attention" trains the attention layers only. keep="best" returns the weights with the lowest held-out loss,
+    which may be those of step 0, before any training; keep="last" those of the last step.
 
     >>> UptrainingOptions(steps=50, alpha=1.0)
     UptrainingOptions(steps=50, alpha=1.0)
@@ -334,7 +337,7 @@ class UptrainingOptions(RetrainingOptions):
 
 
 class UptrainingResult(NamedTuple):
-    """A model that has learnt, and how: its tensors are those of `step`, and `ended` says what ended it early."""
+    """Uptrained model and its loss curve; its weights are those of `step`. `stop_reason` is set if interrupted."""
 
     net: Transformer
     curve: tuple[RetrainingPoint, ...]
@@ -350,21 +353,22 @@ def uptrain(
     options: UptrainingOptions,
     progress: PointCallback = no_progress,
 ) -> UptrainingResult:
-    """A copy of a model that has learnt to say what its teacher says, and what its texts want.
+    """Train a copy of `student` to match its teacher's outputs and to lower its own loss.
 
-    Neither of the two is changed. `progress` hears of every step. Who interrupts is given the best so far.
+    Neither argument is changed. `progress` is called after every step. On KeyboardInterrupt the weights saved so far
+    are returned.
     """
-    lessons = DistillationLoader(DistillationTexts(student, examples, options.objective), options)
+    loader = DistillationLoader(DistillationTexts(student, examples, options.objective), options)
     net = cast_for_training(student, replace_attentions(student, {}))
-    pupil = Student(net, teacher, lessons, list_trainable(net, options.which))
-    course = RetrainingLoop(pupil, NoAuxiliaryTraining(), progress, options.keep)
-    course.run()
+    trainee = Student(net, teacher, loader, list_trainable(net, options.which))
+    loop = RetrainingLoop(trainee, NoAuxiliaryTraining(), progress, options.keep)
+    loop.run()
     net.requires_grad_(True).to(next(student.parameters()).dtype).train(student.training)
-    return UptrainingResult(net, tuple(course.curve), course.saved_step, course.stop_reason, lessons.texts.notes)
+    return UptrainingResult(net, tuple(loop.curve), loop.saved_step, loop.stop_reason, loader.texts.notes)
 
 
 def list_trainable(net: Transformer, trainable: str = "all") -> list[str]:
-    """The names of what may learn: all that is learned, or that of attentions.
+    """Return the names of the parameters to train: all, or those of the attention layers.
 
     >>> import headwise as hw
     >>> config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 11}
@@ -372,7 +376,7 @@ def list_trainable(net: Transformer, trainable: str = "all") -> list[str]:
     'decoder.0.attention.project.q'
     """
     sites = tuple(f"{site}." for site, _ in net.spec.attention_specs())
-    found = [name for name, _ in net.named_parameters() if trainable == "all" or name.startswith(sites)]
-    if not found:
-        raise SpecError(f"{net.spec.name} has no attention that could learn; use which='all'")
-    return found
+    names = [name for name, _ in net.named_parameters() if trainable == "all" or name.startswith(sites)]
+    if not names:
+        raise SpecError(f"{net.spec.name} has no attention parameters; use which='all'")
+    return names

@@ -1,4 +1,4 @@
-"""Heads in equal groups of those that are most alike."""
+"""Equal groups of similar key-value heads, and reordering of heads so that groups are contiguous."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ from ..spec.attention_spec import AttentionSpec
 
 HeadGroups = tuple[tuple[int, ...], ...]
 
-MAX_EXHAUSTIVE = 20_000  # ways to group that are all tried
+MAX_EXHAUSTIVE = 20_000  # groupings up to which all are tried
 
 
 def group_similar_heads(similarity: Tensor, num_groups: int, *, seed: int = 0, restarts: int = 200) -> HeadGroups:
-    """Equal groups with the largest likeness summed over the pairs inside them (2412.20677).
+    """Return equal groups that maximise the similarity summed over all pairs within groups (2412.20677).
 
-    Where there are few ways, the best of all; where there are many, the best that swaps of two heads lead to from
-    neighbours, and from as many drawn `starts`. The paper calls this annealing; its code too takes no step back.
+    Up to MAX_EXHAUSTIVE groupings, all are tried. Above it, heads are swapped greedily, starting from groups of
+    neighbours and from `restarts` random groupings. The paper calls this annealing, but its code takes no downhill
+    step either.
 
-    >>> near = torch.tensor([[0.0, 0, 1, 0], [0, 0, 0, 1], [1, 0, 0, 0], [0, 1, 0, 0]])
-    >>> group_similar_heads(near, 2)
+    >>> similarity = torch.tensor([[0.0, 0, 1, 0], [0, 0, 0, 1], [1, 0, 0, 0], [0, 1, 0, 0]])
+    >>> group_similar_heads(similarity, 2)
     ((0, 2), (1, 3))
     """
     score = _check_similarity(similarity)
@@ -33,7 +34,7 @@ def group_similar_heads(similarity: Tensor, num_groups: int, *, seed: int = 0, r
     if count_groupings(len(score), num_groups) <= MAX_EXHAUSTIVE:
         return max(
             _iter_groupings(tuple(range(len(score))), len(score) // num_groups),
-            key=lambda way: sum_similarity_within(score, way),
+            key=lambda groups: sum_similarity_within(score, groups),
         )
     return search_by_swaps(score, num_groups, seed=seed, restarts=restarts, initial_groups=neighbours)
 
@@ -41,38 +42,40 @@ def group_similar_heads(similarity: Tensor, num_groups: int, *, seed: int = 0, r
 def search_by_swaps(
     similarity: Tensor, num_groups: int, *, seed: int, restarts: int, initial_groups: HeadGroups | None = None
 ) -> HeadGroups:
-    """The best groups that swaps lead to, each the best there is, from `first` and from drawn starts."""
+    """Improve `initial_groups` and `restarts` random groupings by best swaps; return the best result."""
     score = _check_similarity(similarity)
-    drawn = torch.Generator().manual_seed(seed)
-    begin = [group_adjacent_heads(len(score), num_groups) if initial_groups is None else initial_groups]
-    orders = [torch.randperm(len(score), generator=drawn).tolist() for _ in range(restarts)]
+    generator = torch.Generator().manual_seed(seed)
+    starts = [group_adjacent_heads(len(score), num_groups) if initial_groups is None else initial_groups]
+    orders = [torch.randperm(len(score), generator=generator).tolist() for _ in range(restarts)]
     size = len(score) // num_groups
-    begin += [tuple(tuple(order[n : n + size]) for n in range(0, len(order), size)) for order in orders]
+    starts += [tuple(tuple(order[n : n + size]) for n in range(0, len(order), size)) for order in orders]
     return max(
-        (_improve_by_swaps(score, groups) for groups in begin), key=lambda groups: sum_similarity_within(score, groups)
+        (_improve_by_swaps(score, groups) for groups in starts), key=lambda groups: sum_similarity_within(score, groups)
     )
 
 
 def group_adjacent_heads(num_heads: int, num_groups: int) -> HeadGroups:
-    """Equal groups of neighbours, as mean-pooling takes them (2305.13245).
+    """Return equal groups of neighbouring heads, as mean pooling uses them (2305.13245).
 
     >>> group_adjacent_heads(6, 2)
     ((0, 1, 2), (3, 4, 5))
     """
     if type(num_groups) is not int or num_groups < 1 or num_heads % num_groups:
         sizes = [n for n in range(1, num_heads + 1) if num_heads % n == 0]
-        raise SpecError(f"{num_heads} key-value heads do not make {num_groups!r} equal groups; use one of {sizes}")
+        raise SpecError(
+            f"cannot split {num_heads} key-value heads into {num_groups!r} equal groups. Use one of {sizes}"
+        )
     size = num_heads // num_groups
     return tuple(tuple(range(n, n + size)) for n in range(0, num_heads, size))
 
 
 def sum_similarity_within(similarity: Tensor, groups: HeadGroups) -> float:
-    """The likeness summed over the pairs inside groups."""
+    """Return the similarity summed over all pairs within groups."""
     return math.fsum(similarity[a, b].item() for group in groups for a in group for b in group if a < b)
 
 
 def count_groupings(num_heads: int, num_groups: int) -> int:
-    """How many ways there are to make so many equal groups.
+    """Return the number of ways to split heads into equal groups.
 
     >>> count_groupings(4, 2), count_groupings(8, 4)
     (3, 105)
@@ -82,60 +85,60 @@ def count_groupings(num_heads: int, num_groups: int) -> int:
     )
 
 
-def _check_similarity(likeness: Tensor) -> Tensor:
-    score = likeness.detach().double()
+def _check_similarity(similarity: Tensor) -> Tensor:
+    score = similarity.detach().double()
     if score.dim() != 2 or score.shape[0] != score.shape[1] or not score.isfinite().all():
-        raise ValueError(
-            f"likeness of shape {list(score.shape)} is no number for each pair of heads; give [heads, heads]"
-        )
+        raise ValueError(f"similarity must be a finite tensor [heads, heads], got shape {list(score.shape)}")
     return (score + score.T) / 2
 
 
 def _iter_groupings(heads: tuple[int, ...], size: int) -> Iterator[HeadGroups]:
-    """All ways to group, each once: whoever comes first chooses fellows."""
+    """Yield every grouping once: the first head is joined with every choice of `size - 1` others, then recurse."""
     if not heads:
         yield ()
         return
     first, rest = heads[0], heads[1:]
-    for fellows in torch.combinations(torch.tensor(rest, dtype=torch.int64), size - 1).tolist() if size > 1 else [[]]:
-        others = tuple(head for head in rest if head not in fellows)
+    for partners in torch.combinations(torch.tensor(rest, dtype=torch.int64), size - 1).tolist() if size > 1 else [[]]:
+        others = tuple(head for head in rest if head not in partners)
         for groups in _iter_groupings(others, size):
-            yield ((first, *fellows), *groups)
+            yield ((first, *partners), *groups)
 
 
 def _improve_by_swaps(score: Tensor, groups: HeadGroups) -> HeadGroups:
-    """The groups after swaps of two heads, the best first, until none gains."""
+    """Swap the two heads with the largest gain until no swap gains."""
     heads = len(score)
-    alone = score.clone().fill_diagonal_(0)
-    place = torch.empty(heads, dtype=torch.int64)
+    off_diagonal = score.clone().fill_diagonal_(0)
+    group_of_head = torch.empty(heads, dtype=torch.int64)
     for number, group in enumerate(groups):
-        place[list(group)] = number
+        group_of_head[list(group)] = number
     while True:
-        member = torch.nn.functional.one_hot(place, len(groups)).double()
-        to = (alone @ member)[:, place]  # [head, other]: how alike the head is to the group of the other
-        own = to.diagonal()
-        gain = to + to.T - own[:, None] - own - 2 * alone
-        gain[place[:, None] == place] = 0
-        most = int(gain.argmax())
-        a, b = divmod(most, heads)
+        membership = torch.nn.functional.one_hot(group_of_head, len(groups)).double()
+        sum_to_group = (off_diagonal @ membership)[
+            :, group_of_head
+        ]  # [head, other]: similarity of head to other's group
+        sum_to_own = sum_to_group.diagonal()
+        gain = sum_to_group + sum_to_group.T - sum_to_own[:, None] - sum_to_own - 2 * off_diagonal
+        gain[group_of_head[:, None] == group_of_head] = 0
+        best = int(gain.argmax())
+        a, b = divmod(best, heads)
         if gain[a, b] <= 1e-12 * score.abs().max():
-            return _canonical_order(place, len(groups))
-        place[[a, b]] = place[[b, a]]
+            return _canonical_order(group_of_head, len(groups))
+        group_of_head[[a, b]] = group_of_head[[b, a]]
 
 
-def _canonical_order(place: Tensor, into: int) -> HeadGroups:
-    return tuple(sorted(tuple((place == number).nonzero().flatten().tolist()) for number in range(into)))
+def _canonical_order(group_of_head: Tensor, num_groups: int) -> HeadGroups:
+    return tuple(sorted(tuple((group_of_head == number).nonzero().flatten().tolist()) for number in range(num_groups)))
 
 
-# --- The heads of a layer in another order, which is the same layer ------------------------------------
+# --- Reordering of heads, which does not change the function -------------------------------------------
 
 
 def make_groups_contiguous(
     spec: AttentionSpec, weights: Mapping[str, Tensor]
 ) -> tuple[AttentionSpec, dict[str, Tensor]]:
-    """The same layer with the heads that share a key-value head side by side, as other libraries want them.
+    """Reorder query heads so that those sharing a key-value head are contiguous, as other libraries expect.
 
-    Where all are read equally often, `heads.even` holds after it.
+    If all groups have the same size, `heads.is_evenly_grouped` is true afterwards.
 
     >>> import headwise as hw
     >>> spec = hw.design(model=8, heads=4, kv=2)
@@ -150,7 +153,7 @@ def make_groups_contiguous(
 def permute_heads(
     spec: AttentionSpec, weights: Mapping[str, Tensor], order: Sequence[int]
 ) -> tuple[AttentionSpec, dict[str, Tensor]]:
-    """The same layer with its score heads in this order; output heads follow, and key-value heads as they are read.
+    """Reorder the score heads of a layer; output heads follow, key-value heads are sorted by first use.
 
     >>> import headwise as hw
     >>> spec = hw.design(model=8, heads=4, kv=2)
@@ -159,24 +162,33 @@ def permute_heads(
     """
     heads = spec.heads
     if sorted(order) != list(range(heads.q)):
-        raise SpecError(f"order={list(order)} must name each of {heads.q} score heads once")
-    place = {head: n for n, head in enumerate(order)}
+        raise SpecError(f"order must list each of {heads.q} score heads once, got {list(order)}")
+    new_index = {head: n for n, head in enumerate(order)}
     kv = list(dict.fromkeys(heads.reads[head] for head in order))
     if heads.values:
-        raise SpecError(f"keys and values are grouped apart here ({heads}); leave the heads in their order")
-    each = len(spec.score_head_of_row) // len(spec.score_head_of_output)
-    if alone := [out for out in range(len(spec.score_head_of_output)) if len(spec.required_score_heads(out)) > each]:
-        needed = sorted(spec.required_score_heads(alone[0]))
-        raise SpecError(f"head {alone[0]} needs heads {needed} where they stand; leave the heads in their order")
-    outs = sorted(range(len(spec.score_head_of_output)), key=lambda out: place[spec.score_head_of_output[out]])
+        raise SpecError(f"cannot reorder heads: keys and values are grouped separately ({heads})")
+    rows_per_output = len(spec.score_head_of_row) // len(spec.score_head_of_output)
+    if mixed := [
+        out for out in range(len(spec.score_head_of_output)) if len(spec.required_score_heads(out)) > rows_per_output
+    ]:
+        needed = sorted(spec.required_score_heads(mixed[0]))
+        raise SpecError(f"cannot reorder heads: output head {mixed[0]} uses score heads {needed} at fixed positions")
+    outputs = sorted(range(len(spec.score_head_of_output)), key=lambda out: new_index[spec.score_head_of_output[out]])
     reads = tuple(kv.index(heads.reads[head]) for head in order)
-    speaks = tuple(place[spec.score_head_of_output[out]] for out in outs)
-    moved = replace(
-        spec, heads=replace(heads, reads=reads, speaks=() if speaks == spec.default_score_heads(heads.q) else speaks)
+    score_heads = tuple(new_index[spec.score_head_of_output[out]] for out in outputs)
+    new_spec = replace(
+        spec,
+        heads=replace(
+            heads, reads=reads, speaks=() if score_heads == spec.default_score_heads(heads.q) else score_heads
+        ),
     )
-    voiced = [place[voice] for out in outs for voice in spec.score_head_of_row[out * each : (out + 1) * each]]
-    if voiced != list(moved.score_head_of_row):
-        raise SpecError(f"order={list(order)} parts heads that speak as one; keep them side by side")
-    return moved, transform_axes(
-        spec, weights, {"q": select_heads(order), "kv": select_heads(kv), "out": select_heads(outs)}
+    row_heads = [
+        new_index[head]
+        for out in outputs
+        for head in spec.score_head_of_row[out * rows_per_output : (out + 1) * rows_per_output]
+    ]
+    if row_heads != list(new_spec.score_head_of_row):
+        raise SpecError(f"order={list(order)} separates score heads of one output head. Keep them adjacent")
+    return new_spec, transform_axes(
+        spec, weights, {"q": select_heads(order), "kv": select_heads(kv), "out": select_heads(outputs)}
     )

@@ -1,4 +1,4 @@
-"""What every head is worth, by any of the names that importance goes by, or by chance."""
+"""Importance scores of attention heads, and strategies that choose which heads a pruned model keeps."""
 
 from __future__ import annotations
 
@@ -35,11 +35,10 @@ RANKING_METHODS = (*IMPORTANCE_METHODS, RANDOM, BEST)
 
 
 class HeadRanking(NamedTuple):
-    """By what heads are ranked: a method of `hw.estimate_importance`, or "random"; of which objective, on how many
-    texts.
+    """How heads are ranked: a method of `hw.estimate_importance` or "random", the objective, and limits of the work.
 
-    "best" is michel where the objective has a slope, and leave-one-out where it has none: of a trained translator the
-    latter was no better than chance when many heads went at once (docs/findings/translator.md).
+    "best" is "michel" if the objective has a gradient and "leave-one-out" otherwise: on a trained translation model
+    leave-one-out was no better than chance when many heads were removed at once (docs/findings/translator.md).
     """
 
     method: str = "best"
@@ -54,19 +53,19 @@ DEFAULT_RANKING = HeadRanking()
 
 
 class HeadScores(NamedTuple):
-    """A number for every head, and what must be said of how it was found."""
+    """A score for every head, and notes on how it was estimated. Higher is more important."""
 
     scores: Mapping[HeadId, float]
     notes: tuple[str, ...] = ()
 
     def unit_score(self, unit: HeadUnit) -> float:
-        """What the heads of a unit are worth together; one of which nothing is known is not taken away."""
-        told = [self.scores.get((unit.site, head), math.inf) for head in unit.heads]
-        return math.inf if any(map(math.isnan, told)) else sum(told)
+        """Return the sum of the scores of a unit's heads; infinity, which keeps the unit, if one is unknown or NaN."""
+        head_scores = [self.scores.get((unit.site, head), math.inf) for head in unit.heads]
+        return math.inf if any(map(math.isnan, head_scores)) else sum(head_scores)
 
 
 def score_heads(net: Transformer, examples: Sequence[Example], ranking: HeadRanking = DEFAULT_RANKING) -> HeadScores:
-    """What each head of a model is worth on these texts.
+    """Score the heads of a model by their importance on example texts.
 
     >>> import headwise as hw
     >>> net = hw.build(
@@ -76,19 +75,19 @@ def score_heads(net: Transformer, examples: Sequence[Example], ranking: HeadRank
     [0.0, 1.0, 2.0, 3.0]
     """
     if ranking.method not in RANKING_METHODS:
-        raise SpecError(f"heads are ranked by {ranking.method!r} nowhere; {suggest(ranking.method, RANKING_METHODS)}")
+        raise SpecError(f"unknown ranking method {ranking.method!r}; {suggest(ranking.method, RANKING_METHODS)}")
     if ranking.method == RANDOM:
         heads = [(site, head) for site, count in count_heads(net.spec).items() for head in range(count)]
-        order = np.random.default_rng(ranking.seed).permutation(len(heads))
-        return HeadScores({head: float(place) for head, place in zip(heads, order, strict=True)})
+        ranks = np.random.default_rng(ranking.seed).permutation(len(heads))
+        return HeadScores({head: float(rank) for head, rank in zip(heads, ranks, strict=True)})
     if len(examples) < 2:
         raise SpecError(
-            f"{len(examples)} texts say nothing of heads by {ranking.method}; give at least two, or by='random'"
+            f"cannot rank heads by {ranking.method}: {len(examples)} examples. Give at least 2, or use method='random'"
         )
     if ranking.method == BEST:
-        sloped = choose_objective(net, ranking.objective, examples[0])[0].has_gradient
-        return score_heads(net, examples, ranking._replace(method="michel" if sloped else "leave-one-out"))
-    how = replace(
+        has_gradient = choose_objective(net, ranking.objective, examples[0])[0].has_gradient
+        return score_heads(net, examples, ranking._replace(method="michel" if has_gradient else "leave-one-out"))
+    options = replace(
         ImportanceOptions(),
         num_examples=ranking.num_examples,
         max_seconds=ranking.max_seconds,
@@ -96,39 +95,43 @@ def score_heads(net: Transformer, examples: Sequence[Example], ranking: HeadRank
         seed=ranking.seed,
         num_resamples=1,
     )
-    found = estimate_importance(net, examples, method=ranking.method, objective=ranking.objective, options=how)
-    notes = (f"ranked by {found.method} of {found.objective} over {found.texts} texts", *found.notes)
-    return HeadScores({(one.site, one.head): one.value for one in found.heads}, notes)
+    importance = estimate_importance(net, examples, method=ranking.method, objective=ranking.objective, options=options)
+    notes = (
+        f"ranked by {importance.method} of {importance.objective} over {importance.texts} texts",
+        *importance.notes,
+    )
+    return HeadScores({(score.site, score.head): score.value for score in importance.heads}, notes)
 
 
-# --- Which heads go ------------------------------------------------------------------------------------
+# --- Selections of heads -------------------------------------------------------------------------------
 
 LogFunction = Callable[[str], Any]
 KEEP_SCOPES = ("layer", "stack", "model")
 
 
 class HeadSelection(ABC):
-    """A way to choose what a model keeps."""
+    """Strategy that chooses the heads a model keeps."""
 
     @abstractmethod
     def plan(self, net: Transformer, examples: Sequence[Example], log: LogFunction) -> PruningPlan:
-        """What is kept of this model, judged by these texts; `tell` hears of progress."""
+        """Choose the heads to keep, judged by `examples`; `log` is called with progress messages."""
 
     def prepare(
         self, net: Transformer, examples: Sequence[Example], log: LogFunction
     ) -> tuple[Transformer, PruningPlan]:
-        """The model that is cut, where choosing changed it, and what is kept of it."""
+        """Return the model to prune and the plan for it; the model differs from `net` if choosing trained it."""
         return net, self.plan(net, examples, log)
 
 
 @dataclass(frozen=True)
 class KeepTop(HeadSelection):
-    """Keep a share of the heads, those worth most: of every layer, of the layers of a stack alike, or of the model.
+    """Keep the most important heads of every layer, of every stack or of the whole model.
 
-    `share` is more than 0 and less than 1, or a whole number of heads for each layer (of the model, per="model").
-    `unit` is what goes together: "head", "group" (the heads that read one head of keys and values), or "auto", groups
-    where there are several. per="stack" takes the same numbers from all layers of a stack, by their worth together;
-    per="model" leaves `least` units in every layer, 0 lets an attention go altogether.
+    `amount` is a fraction between 0 and 1, or an integer: heads per layer, or heads of the model with scope="model".
+    `unit` is what is removed together: "head", "group" (the query heads of one key-value head), or "auto", which takes
+    groups if a layer has several. scope="stack" removes the same head indices from all layers of a stack, ranked by
+    the sum of their scores over the layers. With scope="model" at least `min_units` units stay in every layer; 0 lets
+    whole attentions be removed.
     """
 
     amount: float | int
@@ -139,108 +142,119 @@ class KeepTop(HeadSelection):
 
     def __post_init__(self) -> None:
         if self.scope not in KEEP_SCOPES:
-            raise SpecError(f"per={self.scope!r} is unknown; {suggest(self.scope, KEEP_SCOPES)}")
-        whole = type(self.amount) is int and self.amount >= 1
-        if not whole and not (isinstance(self.amount, float) and 0 < self.amount < 1):
-            raise SpecError(f"keep={self.amount!r} is no share of heads; give 0.5, say, or a whole number of them")
+            raise SpecError(f"unknown scope={self.scope!r}; {suggest(self.scope, KEEP_SCOPES)}")
+        is_count = type(self.amount) is int and self.amount >= 1
+        if not is_count and not (isinstance(self.amount, float) and 0 < self.amount < 1):
+            raise SpecError(
+                f"amount={self.amount!r} is neither a fraction nor a number of heads; give a float such as 0.5, or "
+                "an int >= 1"
+            )
         if type(self.min_units) is not int or self.min_units < 0:
-            raise SpecError(f"least={self.min_units!r} is no number of heads; give 0 or more")
+            raise SpecError(f"min_units must be an int >= 0, got {self.min_units!r}")
 
     def plan(self, net: Transformer, examples: Sequence[Example], log: LogFunction) -> PruningPlan:
-        log("weighing heads")
-        found, those = score_heads(net, examples, self.ranking), list_units(net.spec, self.unit)
-        kept = {"layer": self._select_per_layer, "stack": self._select_per_stack, "model": self._select_per_model}[
+        log("ranking heads")
+        scores, units_by_site = score_heads(net, examples, self.ranking), list_units(net.spec, self.unit)
+        select = {"layer": self._select_per_layer, "stack": self._select_per_stack, "model": self._select_per_model}[
             self.scope
-        ](those, found)
-        keep: dict[str, list[int]] = {site: [] for site in those}
-        for unit in kept:
+        ]
+        keep: dict[str, list[int]] = {site: [] for site in units_by_site}
+        for unit in select(units_by_site, scores):
             keep[unit.site] += unit.heads
-        where = {
-            "layer": "of each layer",
-            "stack": "of each layer, the same in all of a stack",
-            "model": "of the model",
-        }
-        return PruningPlan.of(
-            net.spec, keep, f"those worth most {where[self.scope]} by {self.ranking.method}", found.notes
-        )
+        scope = {
+            "layer": "each layer",
+            "stack": "each layer, the same heads in all layers of a stack",
+            "model": "the model",
+        }[self.scope]
+        return PruningPlan.of(net.spec, keep, f"the most important of {scope} by {self.ranking.method}", scores.notes)
 
-    def _select_per_layer(self, those: Mapping[str, tuple[HeadUnit, ...]], found: HeadScores) -> Iterator[HeadUnit]:
-        for site, own in those.items():
-            yield from _top_units(own, found.unit_score, self._num_units(site, own))
+    def _select_per_layer(
+        self, units_by_site: Mapping[str, tuple[HeadUnit, ...]], scores: HeadScores
+    ) -> Iterator[HeadUnit]:
+        for site, units in units_by_site.items():
+            yield from _top_units(units, scores.unit_score, self._num_units(site, units))
 
-    def _select_per_stack(self, those: Mapping[str, tuple[HeadUnit, ...]], found: HeadScores) -> Iterator[HeadUnit]:
+    def _select_per_stack(
+        self, units_by_site: Mapping[str, tuple[HeadUnit, ...]], scores: HeadScores
+    ) -> Iterator[HeadUnit]:
         stacks: dict[tuple[str, str], list[str]] = {}
-        for site in those:
+        for site in units_by_site:
             stack, _, kind = site.split(".")
             stacks.setdefault((stack, kind), []).append(site)
         for (stack, kind), sites in stacks.items():
-            rows = [those[site] for site in sites]
+            rows = [units_by_site[site] for site in sites]
             if len({tuple(unit.heads for unit in row) for row in rows}) > 1:
-                raise SpecError(f"layers of {stack} differ in their heads of {kind}; use per='layer' or 'model'")
+                raise SpecError(
+                    f"cannot select per stack: layers of {stack} have different heads of {kind}. Use scope='layer' "
+                    "or 'model'"
+                )
             columns = sorted(
-                zip(*rows, strict=True), key=lambda column: sum(map(found.unit_score, column)), reverse=True
+                zip(*rows, strict=True), key=lambda column: sum(map(scores.unit_score, column)), reverse=True
             )
             for column in columns[: self._num_units(sites[0], rows[0])]:
                 yield from column
 
-    def _select_per_model(self, those: Mapping[str, tuple[HeadUnit, ...]], found: HeadScores) -> Iterator[HeadUnit]:
-        heads = sum(len(unit.heads) for own in those.values() for unit in own)
+    def _select_per_model(
+        self, units_by_site: Mapping[str, tuple[HeadUnit, ...]], scores: HeadScores
+    ) -> Iterator[HeadUnit]:
+        heads = sum(len(unit.heads) for units in units_by_site.values() for unit in units)
         wanted = self.amount if isinstance(self.amount, int) else round(self.amount * heads)
         if wanted > heads:
-            raise SpecError(f"keep={self.amount} heads of a model with {heads}; give at most {heads - 1}")
-        yield from select_top_units(those, found, wanted, self.min_units)
+            raise SpecError(f"cannot keep {self.amount} heads: the model has {heads}. Give amount <= {heads - 1}")
+        yield from select_top_units(units_by_site, scores, wanted, self.min_units)
 
-    def _num_units(self, site: str, own: Sequence[HeadUnit]) -> int:
-        """How many units of a site stay."""
+    def _num_units(self, site: str, units: Sequence[HeadUnit]) -> int:
+        """Return how many units of a site are kept."""
         if isinstance(self.amount, float):
-            return max(1, round(self.amount * len(own) + 1e-9))
-        size, heads = len(own[0].heads), sum(len(unit.heads) for unit in own)
+            return max(1, round(self.amount * len(units) + 1e-9))
+        size, heads = len(units[0].heads), sum(len(unit.heads) for unit in units)
         if self.amount > heads:
-            raise SpecError(f"keep={self.amount} heads of {site}, which has {heads}; give at most {heads}")
+            raise SpecError(f"cannot keep {self.amount} heads of {site}: it has {heads}. Give amount <= {heads}")
         if self.amount % size:
             raise SpecError(
-                f"keep={self.amount} heads of {site} are no whole groups of {size}; give a multiple, or unit='head'"
+                f"cannot keep {self.amount} heads of {site}: its heads come in groups of {size}. Give a multiple, "
+                "or use unit='head'"
             )
         return self.amount // size
 
 
 @dataclass(frozen=True)
 class DropHeads(HeadSelection):
-    """Take these heads away, ("decoder.3.attention", 5) each."""
+    """Remove the given heads, each a pair of site and index such as ("decoder.3.attention", 5)."""
 
     heads: tuple[HeadId, ...]
 
     def plan(self, net: Transformer, examples: Sequence[Example], log: LogFunction) -> PruningPlan:
-        return PruningPlan.without(net.spec, self.heads, "without those that were named")
+        return PruningPlan.without(net.spec, self.heads, "all but the listed heads")
 
 
 @dataclass(frozen=True)
 class DropClasses(HeadSelection):
-    """Take the heads away that are of these classes and of no others, as `hw.classify_heads` names them."""
+    """Remove the heads whose classes, as `hw.classify_heads` assigns them, are all among `classes`."""
 
     classes: tuple[str, ...]
 
     def plan(self, net: Transformer, examples: Sequence[Example], log: LogFunction) -> PruningPlan:
-        log("naming heads")
+        log("classifying heads")
         table = classify_heads(measure_heads(net, examples))
-        known = sorted({one.name for head in table.heads for one in head.classes})
+        known = sorted({label.name for head in table.heads for label in head.classes})
         if wrong := [name for name in self.classes if name not in known]:
-            raise SpecError(f"no head of the model is called {wrong[0]!r}; {suggest(wrong[0], known)}")
+            raise SpecError(f"no head of the model has class {wrong[0]!r}; {suggest(wrong[0], known)}")
         return PruningPlan.without(
-            net.spec, self._heads_to_drop(table), f"without the {' and '.join(self.classes)}", table.notes
+            net.spec, self._heads_to_drop(table), f"without class {' and '.join(self.classes)}", table.notes
         )
 
     def _heads_to_drop(self, table: HeadTable) -> list[HeadId]:
-        named = [(head, {one.name for one in head.classes}) for head in table.heads]
+        named = [(head, {label.name for label in head.classes}) for head in table.heads]
         return [(head.site, head.head) for head, names in named if names and names <= set(self.classes)]
 
 
 @dataclass(frozen=True)
 class KeepOnePerCluster(HeadSelection):
-    """Keep one of each cluster of heads that look alike, the one worth most, and all that are alone.
+    """Keep the most important head of each cluster of similar heads, and every head without a cluster.
 
-    `cut` is the Jensen-Shannon distance below which heads are one cluster; without it, as `hw.measure_redundancy` has
-    it.
+    Heads closer than `max_distance`, a Jensen-Shannon distance, form one cluster; None uses the default of
+    `hw.measure_redundancy`.
     """
 
     ranking: HeadRanking = DEFAULT_RANKING
@@ -248,63 +262,73 @@ class KeepOnePerCluster(HeadSelection):
 
     def plan(self, net: Transformer, examples: Sequence[Example], log: LogFunction) -> PruningPlan:
         log("comparing heads")
-        alike = measure_redundancy(
+        redundancy = measure_redundancy(
             net,
             examples,
             options=RedundancyOptions(
                 seed=self.ranking.seed, max_distance=self.max_distance, num_permutations=1, num_resamples=1
             ),
         )
-        log("weighing heads")
-        found, keep = score_heads(net, examples, self.ranking), dict[str, list[int]]()
-        clusters = [[(who.site, who.head) for who in own] for one in alike.readers for own in one.cluster_members]
-        for own in clusters:
-            site, head = max(own, key=lambda one: found.scores[one])
+        log("ranking heads")
+        scores, keep = score_heads(net, examples, self.ranking), dict[str, list[int]]()
+        clusters = [
+            [(member.site, member.head) for member in members]
+            for same_input in redundancy.readers
+            for members in same_input.cluster_members
+        ]
+        for members in clusters:
+            site, head = max(members, key=lambda member: scores.scores[member])
             keep.setdefault(site, []).append(head)
-        seen = {site for own in clusters for site, _ in own}
-        keep = {site: keep.get(site, []) for site in count_heads(net.spec) if site in seen}
-        notes = (*found.notes, *alike.notes)
-        return PruningPlan.of(net.spec, keep, f"the one worth most of each of {len(clusters)} clusters", notes)
+        clustered_sites = {site for members in clusters for site, _ in members}
+        keep = {site: keep.get(site, []) for site in count_heads(net.spec) if site in clustered_sites}
+        notes = (*scores.notes, *redundancy.notes)
+        return PruningPlan.of(net.spec, keep, f"the most important head of each of {len(clusters)} clusters", notes)
 
 
 def select_top_units(
     units_by_site: Mapping[str, tuple[HeadUnit, ...]], scores: HeadScores, num_heads: int, min_units: int = 0
 ) -> list[HeadUnit]:
-    """Units of all these sites together that are worth most, so many heads at most; `least` units of every site first.
+    """Return the units with the highest scores over all sites, at most `num_heads` heads.
 
-    >>> those = {"a": (HeadUnit("a", (0,)), HeadUnit("a", (1,))), "b": (HeadUnit("b", (0,)),)}
+    The best `min_units` units of every site are taken first.
+
+    >>> units = {"a": (HeadUnit("a", (0,)), HeadUnit("a", (1,))), "b": (HeadUnit("b", (0,)),)}
     >>> [
     ...     unit.site
     ...     for unit in select_top_units(
-    ...         those, HeadScores({("a", 0): 3.0, ("a", 1): 2.0, ("b", 0): 1.0}), 2, min_units=1
+    ...         units, HeadScores({("a", 0): 3.0, ("a", 1): 2.0, ("b", 0): 1.0}), 2, min_units=1
     ...     )
     ... ]
     ['a', 'b']
     """
-    kept = [
-        unit for own in units_by_site.values() for unit in _top_units(own, scores.unit_score, min(min_units, len(own)))
+    selected = [
+        unit
+        for units in units_by_site.values()
+        for unit in _top_units(units, scores.unit_score, min(min_units, len(units)))
     ]
-    rest = [unit for own in units_by_site.values() for unit in own if unit not in kept]
-    for unit in sorted(rest, key=scores.unit_score, reverse=True):
-        if sum(len(one.heads) for one in kept) + len(unit.heads) <= num_heads:
-            kept.append(unit)
-    return kept
+    candidates = [unit for units in units_by_site.values() for unit in units if unit not in selected]
+    for unit in sorted(candidates, key=scores.unit_score, reverse=True):
+        if sum(len(other.heads) for other in selected) + len(unit.heads) <= num_heads:
+            selected.append(unit)
+    return selected
 
 
-def _top_units(own: Sequence[HeadUnit], worth: Callable[[HeadUnit], float], count: int) -> list[HeadUnit]:
-    """So many, worth most; of equals the first."""
-    return sorted(own, key=worth, reverse=True)[:count]
+def _top_units(units: Sequence[HeadUnit], score: Callable[[HeadUnit], float], count: int) -> list[HeadUnit]:
+    """Return the `count` units with the highest scores; ties go to the first."""
+    return sorted(units, key=score, reverse=True)[:count]
 
 
-# --- Heads taken away one after the other, until a model is as small or as fast as asked for, or would ---
+# --- Pruning to a budget -------------------------------------------------------------------------------
 
 BUDGET_KINDS = ("parameters", "cache", "time", "loss")
 DEFAULT_TIMING = TimingOptions(seconds=2.0)
 
 
 class PruningBudget(NamedTuple):
-    """What a model may have: numbers that it learns, bytes that it remembers of a token, seconds that its attentions
-    take, each as a share of what it has now (below 1) or in full; or by how much its loss may grow.
+    """Limit that a pruned model has to meet.
+
+    `kind` is "parameters", "cache" (bytes of keys and values per token), "time" (of the attentions) or "loss". A limit
+    below 1 is a fraction of the current value, a larger one an absolute value; for "loss" it is the largest increase.
 
     >>> PruningBudget("cache", 0.5).validate()
     PruningBudget(kind='cache', limit=0.5)
@@ -314,22 +338,25 @@ class PruningBudget(NamedTuple):
     limit: float
 
     def validate(self) -> PruningBudget:
-        """The same, if it can be kept to."""
+        """Return this budget; raise SpecError if it is unknown or cannot be met."""
         if self.kind not in BUDGET_KINDS:
-            raise SpecError(f"there is no budget of {self.kind!r}; {suggest(self.kind, BUDGET_KINDS)}")
+            raise SpecError(f"unknown budget {self.kind!r}; {suggest(self.kind, BUDGET_KINDS)}")
         if not self.limit > 0 and not (self.kind == "loss" and self.limit == 0):
-            raise SpecError(f"a budget of {self.limit:g} {self.kind} leaves nothing; give a share such as 0.5")
+            raise SpecError(f"budget {self.kind} must be > 0, got {self.limit:g}; give a fraction such as 0.5")
         if self.kind == "time" and not self.limit < 1:
-            raise SpecError(f"time={self.limit:g} is no share of what the model takes now; give 0.7, say")
+            raise SpecError(
+                f"budget time must be a fraction of the current time, got {self.limit:g}; give a value below 1 "
+                "such as 0.7"
+            )
         return self
 
 
 @dataclass(frozen=True)
 class PruneToBudget(HeadSelection):
-    """Take away what is worth least, unit by unit, until a budget is met; with a budget of loss, as long as it is.
+    """Remove the least important unit, one at a time, until the budget is met (for "loss": as long as it is met).
 
-    Worths are found anew whenever `again` units have gone, or only once; `least` units stay in every layer. What has
-    been done is kept in the file `state`, and taken up there.
+    Scores are estimated again after every `rescore_every` removed units, or only once if it is None. At least
+    `min_units` units stay in every layer. Progress is saved in the file `state_path` and resumed from there.
     """
 
     budget: PruningBudget
@@ -343,92 +370,104 @@ class PruneToBudget(HeadSelection):
     def __post_init__(self) -> None:
         self.budget.validate()
         if self.rescore_every is not None and (type(self.rescore_every) is not int or self.rescore_every < 1):
-            raise SpecError(f"again={self.rescore_every!r} is no number of units; give at least 1, or leave it out")
+            raise SpecError(f"rescore_every must be an int >= 1 or None, got {self.rescore_every!r}")
 
     def plan(self, net: Transformer, examples: Sequence[Example], log: LogFunction) -> PruningPlan:
         if self.budget.kind == "loss" and len(examples) < 2:
-            raise SpecError(f"a budget of loss is measured on texts, and there are {len(examples)}; give at least two")
-        on = _BudgetSearch(self, net, examples, log)
-        if on.is_met:
-            return self._build_plan(net, on)
-        for _ in on.steps():
-            if on.is_met:
+            raise SpecError(f"cannot measure the loss on {len(examples)} examples. Give at least 2")
+        search = _BudgetSearch(self, net, examples, log)
+        if search.is_met:
+            return self._build_plan(net, search)
+        for _ in search.steps():
+            if search.is_met:
                 break
         else:
             if self.budget.kind != "loss":
-                there = f"{on.current:g} with the {sum(map(len, on.keep.values()))} heads that have to stay"
-                raise SpecError(f"{self.budget.kind}={self.budget.limit:g} cannot be met: it is {there}; give more")
-        return self._build_plan(net, on)
+                reached = (
+                    f"{search.current:g} with the {sum(map(len, search.keep.values()))} heads that have to be kept"
+                )
+                raise SpecError(
+                    f"cannot meet budget {self.budget.kind}={self.budget.limit:g}: it is {reached}. Give a larger limit"
+                )
+        return self._build_plan(net, search)
 
-    def _build_plan(self, net: Transformer, on: _BudgetSearch) -> PruningPlan:
-        until = "would have gone beyond" if self.budget.kind == "loss" else "was down to"
-        why = f"those worth least gone, until {self.budget.kind} {until} {self.budget.limit:g}"
-        return PruningPlan.of(net.spec, on.keep, why, on.notes)
+    def _build_plan(self, net: Transformer, search: _BudgetSearch) -> PruningPlan:
+        end = "would have grown by more than" if self.budget.kind == "loss" else "reached"
+        reason = f"the least important removed until {self.budget.kind} {end} {self.budget.limit:g}"
+        return PruningPlan.of(net.spec, search.keep, reason, search.notes)
 
 
 class _BudgetSearch:
-    """A model on its way to a budget: what it keeps still, and what has gone in which order."""
+    """State of a budget search: the units removed so far, in order, and the current value of the budget."""
 
-    def __init__(self, asked: PruneToBudget, net: Transformer, scenes: Sequence[Example], tell: LogFunction) -> None:
-        self.selection, self.net, self.scenes, self.tell = asked, net, scenes, tell
-        self.units = [unit for own in list_units(net.spec, asked.unit).values() for unit in own]
+    def __init__(
+        self, selection: PruneToBudget, net: Transformer, examples: Sequence[Example], log: LogFunction
+    ) -> None:
+        self.selection, self.net = selection, net
+        self.examples, self.log = examples, log
+        self.units = [unit for units in list_units(net.spec, selection.unit).values() for unit in units]
         self.removed_units, self.notes = list[HeadUnit](), list[str]()
         self.current, self.is_met = self._measure(net), False
         self.initial = self.current
-        self._worths, self._at = HeadScores({}), -1
+        self._scores, self._scored_at = HeadScores({}), -1  # and the number of units removed when they were estimated
         self._load_state()
 
     @property
     def keep(self) -> dict[str, tuple[int, ...]]:
-        """The heads of every site that are there still."""
+        """The heads of every site that have not been removed."""
         return self._heads_without(self.removed_units)
 
     def _heads_without(self, units: Sequence[HeadUnit]) -> dict[str, tuple[int, ...]]:
-        gone = {(unit.site, head) for unit in units for head in unit.heads}
-        there = count_heads(self.net.spec)
-        return {site: tuple(h for h in range(count) if (site, h) not in gone) for site, count in there.items()}
+        removed = {(unit.site, head) for unit in units for head in unit.heads}
+        head_counts = count_heads(self.net.spec)
+        return {site: tuple(h for h in range(count) if (site, h) not in removed) for site, count in head_counts.items()}
 
     def steps(self) -> Iterator[None]:
-        """One unit less each time, as long as any may go."""
+        """Remove one unit per iteration, as long as one may be removed."""
         while (unit := self._next_unit()) is not None:
             before = list(self.removed_units)
             self.removed_units.append(unit)
-            now = self._measure(remove_heads(self.net, self.keep))
-            if self.selection.budget.kind == "loss" and now - self.initial > self.selection.budget.limit:
+            value = self._measure(remove_heads(self.net, self.keep))
+            if self.selection.budget.kind == "loss" and value - self.initial > self.selection.budget.limit:
                 self.removed_units, self.is_met = before, True
                 yield
                 return
-            self.current, self.is_met = now, self._is_within(now)
+            self.current, self.is_met = value, self._is_within(value)
             self._save_state()
-            self.tell(
-                f"{len(self.removed_units)} of {len(self.units)} units gone, {self.selection.budget.kind} {now:.6g}"
+            self.log(
+                f"{len(self.removed_units)} of {len(self.units)} units removed, {self.selection.budget.kind} "
+                f"{value:.6g}"
             )
             yield
 
-    def _is_within(self, now: float) -> bool:
+    def _is_within(self, value: float) -> bool:
         kind, limit = self.selection.budget
-        return kind != "loss" and now <= (limit * self.initial if limit < 1 else limit)
+        return kind != "loss" and value <= (limit * self.initial if limit < 1 else limit)
 
     def _next_unit(self) -> HeadUnit | None:
-        """The unit worth least of those that may go."""
-        left = [unit for unit in self.units if unit not in self.removed_units]
-        free = [unit for unit in left if sum(other.site == unit.site for other in left) > self.selection.min_units]
-        if len(left) < 2 or not free:
+        """Return the unit with the lowest score among those that may be removed."""
+        remaining = [unit for unit in self.units if unit not in self.removed_units]
+        removable = [
+            unit for unit in remaining if sum(other.site == unit.site for other in remaining) > self.selection.min_units
+        ]
+        if len(remaining) < 2 or not removable:
             return None
-        again = self.selection.rescore_every or len(self.units)
-        if (at := len(self.removed_units) // again * again) != self._at:
-            self._worths, self._at = self._score_without(at), at
-        return min(free, key=self._worths.unit_score)
+        interval = self.selection.rescore_every or len(self.units)
+        if (scored_at := len(self.removed_units) // interval * interval) != self._scored_at:
+            self._scores, self._scored_at = self._score_without(scored_at), scored_at
+        return min(removable, key=self._scores.unit_score)
 
     def _score_without(self, count: int) -> HeadScores:
-        """What heads are worth, by their first numbers, in the model without the first so many that went."""
+        """Score the heads without the first `count` removed units; heads keep their indices in the original model."""
         keep = self._heads_without(self.removed_units[:count])
-        found = score_heads(remove_heads(self.net, keep) if count else self.net, self.scenes, self.selection.ranking)
-        self.notes = self.notes or list(found.notes)
-        return HeadScores({(site, keep[site][head]): worth for (site, head), worth in found.scores.items()})
+        importance = score_heads(
+            remove_heads(self.net, keep) if count else self.net, self.examples, self.selection.ranking
+        )
+        self.notes = self.notes or list(importance.notes)
+        return HeadScores({(site, keep[site][head]): score for (site, head), score in importance.scores.items()})
 
     def _measure(self, net: Transformer) -> float:
-        """What the budget is of."""
+        """Return the value that the budget limits."""
         kind = self.selection.budget.kind
         if kind == "parameters":
             return costs.count_parameters(net.spec)
@@ -436,30 +475,37 @@ class _BudgetSearch:
             return count_cache_bytes(net.spec, next(net.parameters()).element_size())
         if kind == "time":
             return 1.0 if net is self.net else 1 / compare_speed(self.net, net, self.selection.timing).phases[0].faster
-        return measure_quality(net, self.scenes, self.selection.ranking.objective, self.net).rows[0].after.value
+        return measure_quality(net, self.examples, self.selection.ranking.objective, self.net).rows[0].after.value
 
-    # --- what was done before ------------------------------------------------------------------------------
+    # --- saved state ------------------------------------------------------------------------------
 
     def _load_state(self) -> None:
         path = self.selection.state_path
         if path is None or not path.is_file():
             return
         try:
-            said = cast("dict[str, Any]", json.loads(path.read_text(encoding="utf-8")))
-            mark, asked, gone = said["model"], said["asked"], [HeadUnit(s, tuple(h)) for s, h in said["gone"]]
+            state = cast("dict[str, Any]", json.loads(path.read_text(encoding="utf-8")))
+            fingerprint, selection_key = state["model"], state["asked"]
+            removed = [HeadUnit(site, tuple(heads)) for site, heads in state["gone"]]
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise SpecError(f"{path} does not say what was done: {error}; remove it to begin anew") from None
-        if mark != fingerprint_model(self.net) or asked != self._selection_key or not set(gone) <= set(self.units):
-            raise SpecError(f"{path} is of another model or another choice; remove it to begin anew")
-        self.removed_units = gone
-        self.current = self._measure(remove_heads(self.net, self.keep)) if gone else self.current
+            raise SpecError(f"cannot resume from {path}: {error}. Delete the file to start again") from None
+        if (
+            fingerprint != fingerprint_model(self.net)
+            or selection_key != self._selection_key
+            or not set(removed) <= set(self.units)
+        ):
+            raise SpecError(
+                f"cannot resume from {path}: it belongs to another model or selection. Delete the file to start again"
+            )
+        self.removed_units = removed
+        self.current = self._measure(remove_heads(self.net, self.keep)) if removed else self.current
         self.is_met = self._is_within(self.current)
 
     def _save_state(self) -> None:
         if self.selection.state_path is not None:
-            gone = [[unit.site, list(unit.heads)] for unit in self.removed_units]
-            said = {"model": fingerprint_model(self.net), "asked": self._selection_key, "gone": gone}
-            write_atomically(self.selection.state_path, json.dumps(said).encode())
+            removed = [[unit.site, list(unit.heads)] for unit in self.removed_units]
+            state = {"model": fingerprint_model(self.net), "asked": self._selection_key, "gone": removed}
+            write_atomically(self.selection.state_path, json.dumps(state).encode())
 
     @property
     def _selection_key(self) -> str:
@@ -467,7 +513,7 @@ class _BudgetSearch:
 
 
 def count_cache_bytes(model_spec: ModelSpec, element_size: int) -> int:
-    """Bytes that the last stack of a model remembers of a token that it reads.
+    """Return the bytes of keys and values that the last stack caches per token.
 
     >>> import headwise as hw
     >>> llama = {"model_type": "llama", "hidden_size": 8, "num_attention_heads": 4, "num_key_value_heads": 2}

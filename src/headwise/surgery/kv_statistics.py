@@ -1,4 +1,4 @@
-"""What key and value heads of a model say over data, before turns, as sums of products: what sharing them asks for."""
+"""Cross products of a model's key and value heads over data, before RoPE: the input to grouping and alignment."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from .head_alignment import CrossProducts, compute_kv_features
 def collect_kv_statistics(
     model: nn.Module, batches: Iterable[Any], sites: Iterable[str] | None = None
 ) -> dict[str, dict[str, CrossProducts]]:
-    """Products of keys ("k") and values ("v") for each attention of ours, or those of these names, over a data set.
+    """Collect cross products of keys ("k") and values ("v") of each headwise attention, or of `sites`, over batches.
 
-    A batch is a tensor, or a mapping of what the model is called with; padding among its tokens does not count. Nothing
-    is kept but the sums, of (heads x width)^2 numbers a site and side.
+    A batch is a tensor or a mapping of keyword arguments of the model; padding tokens do not count. Only sums are
+    stored: (heads x head dimension)^2 numbers per site and side.
 
     >>> import headwise as hw
     >>> net = hw.build(
@@ -33,59 +33,69 @@ def collect_kv_statistics(
     ...     ),
     ...     seed=0,
     ... ).eval()
-    >>> told = collect_kv_statistics(net, [torch.tensor([[3, 1, 4]]), torch.tensor([[1, 5]])])
-    >>> [(site, side, said.num_tokens) for site, sides in told.items() for side, said in sides.items()]
+    >>> statistics = collect_kv_statistics(net, [torch.tensor([[3, 1, 4]]), torch.tensor([[1, 5]])])
+    >>> [(site, side, sums.num_tokens) for site, sides in statistics.items() for side, sums in sides.items()]
     [('decoder.0.attention', 'k', 5), ('decoder.0.attention', 'v', 5)]
     """
-    named = _select_attentions(model, sites)
+    attentions = _select_attentions(model, sites)
     if any(module.training for module in model.modules()):
-        raise ValueError(f"{type(model).__name__} is in train mode, where heads say what dropout leaves; call .eval()")
+        raise ValueError(
+            f"cannot collect statistics: {type(model).__name__} is in train mode, where dropout changes outputs. "
+            "Call .eval()"
+        )
     if isinstance(batches, (Tensor, Mapping, str)) or not isinstance(batches, Iterable):
-        raise ValueError(f"batches are of type {type(batches).__name__}; give several, or one as [batch]")
-    gatherers = {site: KVStatisticsCollector(attention) for site, attention in named.items()}
-    with torch.no_grad(), install_hooks({one.attention: (one,) for one in gatherers.values()}, METHOD_PATCHES):
+        raise ValueError(
+            f"batches must be an iterable of batches, got {type(batches).__name__}; pass a single one as [batch]"
+        )
+    collectors = {site: KVStatisticsCollector(attention) for site, attention in attentions.items()}
+    with (
+        torch.no_grad(),
+        install_hooks({collector.attention: (collector,) for collector in collectors.values()}, METHOD_PATCHES),
+    ):
         for batch in batches:
             model(**batch) if isinstance(batch, Mapping) else model(batch)
-    if silent := [site for site, one in gatherers.items() if not one.told]:
-        raise ValueError(f"nothing was gathered of {silent[0]}; give at least one batch that the model reads there")
-    return {site: one.told for site, one in gatherers.items()}
+    if empty := [site for site, collector in collectors.items() if not collector.statistics]:
+        raise ValueError(f"no tokens reached {empty[0]}; give at least one batch that does")
+    return {site: collector.statistics for site, collector in collectors.items()}
 
 
 def _select_attentions(model: nn.Module, sites: Iterable[str] | None) -> dict[str, Attention]:
-    ours = {one.site.name: one.module for one in find_attention(model) if isinstance(one.module, Attention)}
+    attentions = {
+        found.site.name: found.module for found in find_attention(model) if isinstance(found.module, Attention)
+    }
     for site in sites or ():
-        if site not in ours:
-            raise SpecError(f"the model has no attention {site!r} of ours; {suggest(site, ours)}")
-    return ours if sites is None else {site: ours[site] for site in sites}
+        if site not in attentions:
+            raise SpecError(f"the model has no headwise attention {site!r}; {suggest(site, attentions)}")
+    return attentions if sites is None else {site: attentions[site] for site in sites}
 
 
 class KVStatisticsCollector:
-    """Adds up what the heads of one attention make of each input that it remembers."""
+    """Sums cross products of the keys and values that one attention computes."""
 
     needs_call = False
 
     def __init__(self, attention: Attention) -> None:
         self.attention = attention
-        self.told: dict[str, CrossProducts] = {}
+        self.statistics: dict[str, CrossProducts] = {}
 
     def on_call(self, call: AttentionCall) -> None:
-        """Nothing: the collector reads inputs."""
+        """Do nothing: the collector uses inputs only."""
 
     def on_head_outputs(self, outputs: Tensor) -> None:
-        """Nothing: the collector reads inputs."""
+        """Do nothing: the collector uses inputs only."""
 
-    def add(self, z_BSE: Tensor, tokens: SequenceInfo | None) -> None:
-        """Take one input, its padding left out."""
-        for side, said in compute_kv_features(self.attention, z_BSE).items():
-            live = said if tokens is None else said[tokens.is_real.expand(said.shape[:2])]
-            own = CrossProducts.from_features(live)
-            self.told[side] = self.told[side] + own if side in self.told else own
+    def add(self, z_BSE: Tensor, sequence: SequenceInfo | None) -> None:
+        """Add one input [batch, tokens, model], without its padding."""
+        for side, features in compute_kv_features(self.attention, z_BSE).items():
+            real_features = features if sequence is None else features[sequence.is_real.expand(features.shape[:2])]
+            products = CrossProducts.from_features(real_features)
+            self.statistics[side] = self.statistics[side] + products if side in self.statistics else products
 
 
-def _notify_collectors(attention: Attention, z_BSE: Tensor, tokens: SequenceInfo | None) -> None:
-    for watcher in get_hooks(attention):
-        if isinstance(watcher, KVStatisticsCollector):
-            watcher.add(z_BSE, tokens)
+def _notify_collectors(attention: Attention, z_BSE: Tensor, sequence: SequenceInfo | None) -> None:
+    for hook in get_hooks(attention):
+        if isinstance(hook, KVStatisticsCollector):
+            hook.add(z_BSE, sequence)
 
 
 def _wrap_project_kv(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -97,9 +107,12 @@ def _wrap_project_kv(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _wrap_attention_kv(original: Callable[..., Any]) -> Callable[..., Any]:
-    def extend_kv(self: Attention, kv_entry: KVEntry, call: PlannedCall) -> Any:
-        _notify_collectors(self, call.x, call.sequence)
-        return original(self, kv_entry, call)
+    def _remembered(
+        self: Attention, x_BTD: Tensor, sequence: SequenceInfo, transforms: Any, source: Any, cache: Any
+    ) -> Any:
+        if source is None:
+            _notify_collectors(self, x_BTD, sequence)
+        return original(self, x_BTD, sequence, transforms, source, cache)
 
     return extend_kv
 

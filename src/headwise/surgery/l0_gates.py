@@ -1,4 +1,4 @@
-"""Which heads a model can do without, learned: a gate on every head, and a count that gates must come down to."""
+"""Pruning by L0 gates: train a gate on every head, with a target for the number of open gates (1905.09418)."""
 
 from __future__ import annotations
 
@@ -42,24 +42,24 @@ from .pruning_plan import PruningPlan
 GATE_UNITS = ("head", "kv")
 FREEZE_MODES = ("none", "model", "decoder")
 
-MULTIPLIER_RATE = 0.03  # the method's own is 2, at every minimum: a step comes a small part of the way to one
+MULTIPLIER_RATE = 0.03  # the method of multipliers uses 2, at a minimum; one step is only a small part of the way there
 
-COUNT_TOLERANCE = 0.5  # gates more or less than were to be open
+COUNT_TOLERANCE = 0.5  # expected open gates may differ by this much from the target
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
 class GateTrainingOptions(RetrainingOptions):
-    """The same, of a model with a gate on every head (1905.09418), of which `heads` are to stay: a number, or a share.
+    """Options for training with a gate on every head (1905.09418) until `heads` of them are open: a number or fraction.
 
-    With unit="kv" all heads that read one key-value head share a gate, and `heads` counts these groups. `sites` are
-    names of attentions, or what they begin with, such as "encoder"; all if none is said. freeze="model" lets nothing
-    but gates learn, "decoder" keeps the second of two stacks and its head as they are, as published for the first.
+    With unit="kv" all query heads of one key-value head share a gate, and `heads` counts these groups. `sites` are
+    names of attentions or prefixes such as "encoder"; empty means all. freeze="model" trains the gates only,
+    freeze="decoder" also keeps the last of two stacks and its output head fixed, as published for encoder pruning.
 
-    The expected number of open gates S is held at a target T by the method of multiplier (Hestenes 1969): of N gates
-    a (S - T) + `strength` (S - T)^2 / N joins the loss, where a begins at 0 and grows with every step by a part of
-    strength (S - T) / N. T falls in a line from N over the first `ramp` of the steps (1910.04732, which learns both
-    factors). So gates are pushed alike, however many there are, and a is the factor that Voita et al. choose by hand.
-    `start` is log_a, and `gates_rate` how fast it learns.
+    The expected number of open gates S is held at a target T by the method of multipliers (Hestenes 1969): with N gates
+    the loss gets the terms a (S - T) + `strength` (S - T)^2 / N, where a starts at 0 and grows every step by a multiple
+    of strength (S - T) / N. T falls linearly from N over the first `ramp` fraction of the steps (1910.04732, which
+    learns both factors). So the pressure per gate does not depend on their number, and a replaces the factor that
+    Voita et al. choose by hand. `start` is the initial log alpha of the gates, `gates_rate` their learning rate.
     """
 
     ranges: ClassVar = {
@@ -81,7 +81,7 @@ class GateTrainingOptions(RetrainingOptions):
     alpha: float = 0.0
 
     def target_count(self, count: int) -> int:
-        """How many of so many stay.
+        """Return how many of `count` units are to stay open.
 
         >>> GateTrainingOptions(heads=0.25).target_count(8), GateTrainingOptions(heads=3).target_count(8)
         (2, 3)
@@ -89,19 +89,21 @@ class GateTrainingOptions(RetrainingOptions):
         units = "heads" if self.unit == "head" else "groups of heads"
         if isinstance(self.heads, float) and not 0 < self.heads < 1:
             raise SpecError(
-                f"heads={self.heads!r} is no share of {count} {units}; give a number of them, or 0.5 for half"
+                f"heads must be an int or a fraction between 0 and 1, got {self.heads!r} for {count} {units}"
             )
-        found = max(1, round(self.heads * count)) if isinstance(self.heads, float) else self.heads
-        if not 1 <= found <= count:
-            raise SpecError(f"{found} of {count} {units} cannot stay; give heads=1 to {count}, or a share such as 0.5")
-        return found
+        target = max(1, round(self.heads * count)) if isinstance(self.heads, float) else self.heads
+        if not 1 <= target <= count:
+            raise SpecError(
+                f"cannot keep {target} of {count} {units}. Give heads=1 to {count}, or a fraction such as 0.5"
+            )
+        return target
 
 
 class GateTrainingResult(NamedTuple):
-    """What gates learned: the model without them, which heads to keep at each site, and how likely each is to speak.
+    """Result of gate training: the model without gates, the heads to keep, and the probability that each gate is open.
 
-    `keep` is as `removed` takes it; `held_out` is the loss of texts held back when only these are left. `curve` says
-    how many gates were expected to be open on the way; `ended` says what ended it early, if anything.
+    `keep` can be passed to `remove_heads`. `held_out` is the loss of the pruned model on held-out examples. `curve` has
+    the loss and the expected number of open gates; `stop_reason` is empty unless training was interrupted.
     """
 
     net: Transformer
@@ -116,59 +118,61 @@ class GateTrainingResult(NamedTuple):
 def train_gates(
     net: Transformer, examples: Sequence[Example], options: GateTrainingOptions, progress: PointCallback = no_progress
 ) -> GateTrainingResult:
-    """Train gates on the heads of a model until so many are expected to stay, and tell which.
+    """Train gates on the heads of a copy of a model until the target number is open; return which heads to keep.
 
-    The model itself is not changed. With `alpha` above 0 it is the teacher.
+    `net` itself is not changed. With `alpha` above 0 it is the teacher.
     """
-    lessons = DistillationLoader(DistillationTexts(net, examples, options.objective), options)
-    if options.alpha == 0 and not lessons.texts.has_loss:
-        raise SpecError(f"{net.spec.name} has no loss of its own in these texts; use alpha=1, to stay near itself")
+    loader = DistillationLoader(DistillationTexts(net, examples, options.objective), options)
+    if options.alpha == 0 and not loader.texts.has_loss:
+        raise SpecError(f"{net.spec.name} has no loss on these examples; use alpha=1 to train on its own outputs")
     sites = select_attentions(net, options.sites)
     units = {site: list_gate_units(spec, options.unit) for site, spec in sites.items()}
     target = options.target_count(sum(map(len, units.values())))
-    remove_heads(
-        net, {site: groups[0] for site, groups in units.items()}
-    )  # refuse what cannot be cut before it is learnt
-    made = cast_for_training(net, replace_attentions(net, {site: _add_gate(net, site, options) for site in sites}))
-    pupil = Student(made, net if options.alpha > 0 else None, lessons, _trainable_names(net, options.freeze))
-    course = RetrainingLoop(pupil, GateCountConstraint(made, units, target, options), progress, "last")
-    course.run()
-    plain = replace_attentions(
-        made, {site: _remove_gate(made, site, spec) for site, spec in sites.items()}
+    # Raise for heads that cannot be removed before any training.
+    remove_heads(net, {site: groups[0] for site, groups in units.items()})
+    gated = cast_for_training(net, replace_attentions(net, {site: _add_gate(net, site, options) for site in sites}))
+    student = Student(gated, net if options.alpha > 0 else None, loader, _trainable_names(net, options.freeze))
+    loop = RetrainingLoop(student, GateCountConstraint(gated, units, target, options), progress, "last")
+    loop.run()
+    ungated = replace_attentions(
+        gated, {site: _remove_gate(gated, site, spec) for site, spec in sites.items()}
     ).requires_grad_(True)
-    chances = {site: tuple(get_open_probabilities(made, site).tolist()) for site in sites}
-    keep = select_most_open(chances, units, target)
-    held_out, notes = (
-        pupil.held_out_loss(remove_heads(plain, keep)),
-        [*lessons.texts.notes, *_target_notes(course, target)],
+    open_probabilities = {site: tuple(get_open_probabilities(gated, site).tolist()) for site in sites}
+    keep = select_most_open(open_probabilities, units, target)
+    held_out = student.held_out_loss(remove_heads(ungated, keep))
+    notes = [*loader.texts.notes, *_target_notes(loop, target)]
+    ungated.to(next(net.parameters()).dtype).train(net.training)
+    return GateTrainingResult(
+        ungated, keep, open_probabilities, tuple(loop.curve), held_out, loop.stop_reason, tuple(notes)
     )
-    plain.to(next(net.parameters()).dtype).train(net.training)
-    return GateTrainingResult(plain, keep, chances, tuple(course.curve), held_out, course.stop_reason, tuple(notes))
 
 
 def select_most_open(
     open_probabilities: Mapping[str, Sequence[float]], units: Mapping[str, Sequence[tuple[int, ...]]], count: int
 ) -> dict[str, tuple[int, ...]]:
-    """The heads of so many units, those that are likeliest to speak; of equals the first.
+    """Return the heads of the `count` units most likely to be open, by site; ties go to the first.
 
     >>> select_most_open({"a": (0.1, 0.9), "b": (0.7, 0.7)}, {"a": ((0,), (1,)), "b": ((0,), (1,))}, 2)
     {'a': (1,), 'b': (0,)}
     """
-    every = [(site, heads) for site, groups in units.items() for heads in groups]
-    every.sort(key=lambda unit: -open_probabilities[unit[0]][unit[1][0]])
-    return {site: tuple(sorted(h for own, heads in every[:count] if own == site for h in heads)) for site in units}
+    ranked = [(site, heads) for site, groups in units.items() for heads in groups]
+    ranked.sort(key=lambda unit: -open_probabilities[unit[0]][unit[1][0]])
+    return {
+        site: tuple(sorted(h for unit_site, heads in ranked[:count] if unit_site == site for h in heads))
+        for site in units
+    }
 
 
-def _target_notes(course: RetrainingLoop, target: int) -> list[str]:
-    """What is to be said where gates did not come to their target."""
-    opened = course.curve[-1].num_open_gates or 0.0
-    if abs(opened - target) <= COUNT_TOLERANCE:
+def _target_notes(loop: RetrainingLoop, target: int) -> list[str]:
+    """Return a note if the expected number of open gates is not near the target."""
+    num_open = loop.curve[-1].num_open_gates or 0.0
+    if abs(num_open - target) <= COUNT_TOLERANCE:
         return []
-    return [f"{opened:.1f} gates were expected to be open when {target} were chosen; more steps would tell better"]
+    return [f"{num_open:.1f} gates were expected to be open at the end, the target was {target}; train for more steps"]
 
 
 def select_attentions(net: Transformer, wanted: Sequence[str] = ()) -> dict[str, AttentionSpec]:
-    """The attentions of these names, or whose names begin so; all if none is said.
+    """Return the attentions with these names or prefixes, with their specs; all if `wanted` is empty.
 
     >>> import headwise as hw
     >>> net = hw.build(
@@ -180,19 +184,19 @@ def select_attentions(net: Transformer, wanted: Sequence[str] = ()) -> dict[str,
     >>> list(select_attentions(net, ["decoder.1"]))
     ['decoder.1.attention']
     """
-    every = dict(net.spec.attention_specs())
-    for one in wanted:
-        if not any(_has_prefix(site, one) for site in every):
-            raise SpecError(f"{net.spec.name} has no attention {one!r}; {suggest(one, every)}")
-    return {site: spec for site, spec in every.items() if not wanted or any(_has_prefix(site, one) for one in wanted)}
+    specs = dict(net.spec.attention_specs())
+    for name in wanted:
+        if not any(_has_prefix(site, name) for site in specs):
+            raise SpecError(f"{net.spec.name} has no attention {name!r}; {suggest(name, specs)}")
+    return {site: spec for site, spec in specs.items() if not wanted or any(_has_prefix(site, name) for name in wanted)}
 
 
-def _has_prefix(site: str, one: str) -> bool:
-    return f"{site}.".startswith(f"{one}.")
+def _has_prefix(site: str, prefix: str) -> bool:
+    return f"{site}.".startswith(f"{prefix}.")
 
 
 def list_gate_units(spec: AttentionSpec, unit: str) -> tuple[tuple[int, ...], ...]:
-    """The heads of an attention that go or stay together: each alone, or with unit="kv" those of a group.
+    """Return the groups of heads that share a gate: single heads, or with unit="kv" those of one key-value head.
 
     >>> import headwise as hw
     >>> list_gate_units(hw.design(model=8, heads=4, kv=2), "kv")
@@ -201,50 +205,57 @@ def list_gate_units(spec: AttentionSpec, unit: str) -> tuple[tuple[int, ...], ..
     if unit == "head":
         return tuple((head,) for head in range(len(spec.score_head_of_output)))
     return tuple(
-        tuple(o for o, own in enumerate(spec.kv_head_of_output) if own == one)
-        for one in sorted(set(spec.kv_head_of_output))
+        tuple(head for head, own_kv_head in enumerate(spec.kv_head_of_output) if own_kv_head == kv_head)
+        for kv_head in sorted(set(spec.kv_head_of_output))
     )
 
 
 def get_open_probabilities(net: Transformer, site: str) -> Tensor:
-    """How likely each head of an attention is to speak, as its gates learned it."""
+    """Return the probability that the gate of each head of an attention is open, [heads]."""
     attention = get_attention(net, site)
-    told = [gate.open_probabilities(attention.weights[name]) for name, gate in attention.spec.parts_of(Gate)]
-    return next(chances for chances in told if chances is not None)
+    per_gate = [gate.open_probabilities(attention.weights[name]) for name, gate in attention.spec.parts_of(Gate)]
+    return next(probabilities for probabilities in per_gate if probabilities is not None)
 
 
 class GateCountConstraint(AuxiliaryTraining):
-    """Gates that learn, and the multiplier that holds how many are open at a target."""
+    """Optimiser of the gates and of the multiplier that holds the number of open gates at a target."""
 
     def __init__(
-        self, net: Transformer, units: Mapping[str, Sequence[tuple[int, ...]]], target: int, how: GateTrainingOptions
+        self,
+        net: Transformer,
+        units: Mapping[str, Sequence[tuple[int, ...]]],
+        target: int,
+        options: GateTrainingOptions,
     ) -> None:
-        self.net, self.units, self.target, self.options = net, units, target, how
-        self.num_units, self.multiplier = sum(map(len, units.values())), 0.0
-        owners = [get_attention(net, site).weights[name] for site in units for name in _gate_names(net, site)]
-        own = {str(n): p for n, weights in enumerate(owners) for p in weights.parameters()}
-        for parameter in own.values():
+        self.net, self.units, self.target, self.options = net, units, target, options
+        self.num_units = sum(map(len, units.values()))
+        self.multiplier = 0.0
+        gate_weights = [get_attention(net, site).weights[name] for site in units for name in _gate_names(net, site)]
+        parameters = {str(n): p for n, weights in enumerate(gate_weights) for p in weights.parameters()}
+        for parameter in parameters.values():
             parameter.requires_grad_(True)
-        self._optimiser = AdamWOptimiser({"gates, kept": own}, Recipe(lr=how.gates_rate, weight_decay=0.0))
+        self._optimiser = AdamWOptimiser({"gates, kept": parameters}, Recipe(lr=options.gates_rate, weight_decay=0.0))
 
     def count_expected_open(self) -> Tensor:
-        """How many gates are expected to be open."""
-        firsts = {site: [heads[0] for heads in groups] for site, groups in self.units.items()}
-        return torch.stack([get_open_probabilities(self.net, site)[own].sum() for site, own in firsts.items()]).sum()
+        """Return the expected number of open gates, differentiable."""
+        first_heads = {site: [heads[0] for heads in groups] for site, groups in self.units.items()}
+        return torch.stack(
+            [get_open_probabilities(self.net, site)[heads].sum() for site, heads in first_heads.items()]
+        ).sum()
 
     def target_at(self, step: int) -> float:
-        """The target of a step."""
-        ramp = self.options.ramp * self.options.steps
-        return self.num_units - (self.num_units - self.target) * (min(1.0, step / ramp) if ramp else 1.0)
+        """Return the target number of open gates at a step."""
+        ramp_steps = self.options.ramp * self.options.steps
+        return self.num_units - (self.num_units - self.target) * (min(1.0, step / ramp_steps) if ramp_steps else 1.0)
 
     def extra_loss(self, step: int) -> Tensor:
-        over = self.count_expected_open() - self.target_at(step)
-        return self.multiplier * over + self.options.strength * over**2 / self.num_units
+        excess = self.count_expected_open() - self.target_at(step)
+        return self.multiplier * excess + self.options.strength * excess**2 / self.num_units
 
     def step(self, step: int) -> None:
-        over = (self.num_open_gates - self.target_at(step)) / self.num_units
+        excess = (self.num_open_gates - self.target_at(step)) / self.num_units
         self._optimiser.step(self.options.gates_rate)
-        self.multiplier += MULTIPLIER_RATE * self.options.strength * over
+        self.multiplier += MULTIPLIER_RATE * self.options.strength * excess
 
     @property
     def num_open_gates(self) -> float:
@@ -252,16 +263,16 @@ class GateCountConstraint(AuxiliaryTraining):
 
 
 def _gate_names(net: Transformer, site: str) -> list[str]:
-    """The names of parts that say how likely heads are to speak."""
+    """Return the names of the parts with gate probabilities."""
     attention = get_attention(net, site)
     gates = attention.spec.parts_of(Gate)
     return [name for name, gate in gates if gate.open_probabilities(attention.weights[name]) is not None]
 
 
-def _add_gate(net: Transformer, site: str, how: GateTrainingOptions) -> AttentionChange:
+def _add_gate(net: Transformer, site: str, options: GateTrainingOptions) -> AttentionChange:
     spec, weights = get_attention(net, site).spec, get_attention_parameters(net, site)
     try:
-        gated_spec = with_gates(spec, per=how.unit, start=how.start)
+        gated_spec = with_gates(spec, per=options.unit, start=options.start)
     except SpecError as error:
         raise SpecError(f"{site}: {error}") from None
     like, shapes = next(net.parameters()), gated_spec.shapes()
@@ -272,13 +283,13 @@ def _add_gate(net: Transformer, site: str, how: GateTrainingOptions) -> Attentio
     return AttentionChange(gated_spec, weights)
 
 
-def _remove_gate(made: Transformer, site: str, spec: AttentionSpec) -> AttentionChange:
-    weights = get_attention_parameters(made, site)
+def _remove_gate(gated: Transformer, site: str, spec: AttentionSpec) -> AttentionChange:
+    weights = get_attention_parameters(gated, site)
     return AttentionChange(spec, {name: weights[name] for name in spec.params()})
 
 
 def _trainable_names(net: Transformer, freeze: str) -> list[str]:
-    """The names of what learns beside gates."""
+    """Return the names of the parameters that are trained besides the gates."""
     if freeze == "model":
         return []
     names = [name for name, _ in net.named_parameters()]
@@ -286,21 +297,22 @@ def _trainable_names(net: Transformer, freeze: str) -> list[str]:
         return names
     stacks = net.spec.stacks
     if len(stacks) < 2:
-        raise SpecError(f"{net.spec.name} has one stack; freeze='decoder' is for two, use 'none' or 'model'")
+        raise SpecError(f"freeze='decoder' needs two stacks, {net.spec.name} has one; use 'none' or 'model'")
     last = stacks[-1]
     tables = [last.embedding and last.embedding.table, *(head.table for head in net.spec.heads)]
-    still = (f"{last.name}.", "head.", *(f"{table}.embedding.tokens" for table in tables if table))
-    return [name for name in names if not name.startswith(still)]
+    frozen_prefixes = (f"{last.name}.", "head.", *(f"{table}.embedding.tokens" for table in tables if table))
+    return [name for name in names if not name.startswith(frozen_prefixes)]
 
 
-# --- Heads that a model learns to do without, by gates -------------------------------------------------
+# --- Selection by gates --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class KeepOpenGates(HeadSelection):
-    """Keep the heads whose gates stay open while the model learns with a gate on each (1905.09418), as `gating` says.
+    """Keep the heads whose gates stay open when the model is trained with a gate on every head (1905.09418).
 
-    What is cut is the model as it then is: it has learnt to live with fewer heads. With freeze="model" it is as it was.
+    The trained model is the one that is pruned: its weights have adapted to fewer heads. With freeze="model" they are
+    unchanged.
     """
 
     options: GateTrainingOptions
@@ -308,15 +320,22 @@ class KeepOpenGates(HeadSelection):
     def prepare(
         self, net: Transformer, examples: Sequence[Example], log: LogFunction
     ) -> tuple[Transformer, PruningPlan]:
-        found = train_gates(
-            net, examples, self.options, lambda at: log(f"gates: step {at.step}, {at.num_open_gates or 0:.1f} open")
+        result = train_gates(
+            net,
+            examples,
+            self.options,
+            lambda point: log(f"gates: step {point.step}, {point.num_open_gates or 0:.1f} open"),
         )
-        chances = [chance for own in found.open_probabilities.values() for chance in own]
-        surely = sum(chance > 0.9 or chance < 0.1 for chance in chances)
-        notes = [f"{surely} of {len(chances)} gates were open or shut with 9 chances in 10 at the end", *found.notes]
-        notes += [found.stop_reason] if found.stop_reason else []
-        why = f"those whose gates stayed open over {self.options.steps} steps"
-        return found.net, PruningPlan.of(net.spec, found.keep, why, notes)
+        probabilities = [p for of_site in result.open_probabilities.values() for p in of_site]
+        num_decided = sum(p > 0.9 or p < 0.1 for p in probabilities)
+        notes = [
+            f"{num_decided} of {len(probabilities)} gates ended with a probability of being open below 0.1 or "
+            "above 0.9",
+            *result.notes,
+        ]
+        notes += [result.stop_reason] if result.stop_reason else []
+        reason = f"those with open gates after {self.options.steps} steps"
+        return result.net, PruningPlan.of(net.spec, result.keep, reason, notes)
 
     def plan(self, net: Transformer, examples: Sequence[Example], log: LogFunction) -> PruningPlan:
         return self.prepare(net, examples, log)[1]

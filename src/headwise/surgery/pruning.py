@@ -1,4 +1,4 @@
-"""What heads that go leave behind: the vector that they said on average, or nothing."""
+"""Pruning of attention heads: choose, remove and optionally replace them by constant vectors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FOLD_MODES = ("none", "mean", "bias")
 
 
 class HeadConstants(NamedTuple):
-    """What each head that goes is taken to say before it is merged, and what that makes its site say, [model]."""
+    """Constant outputs of removed heads, before the output projection, and of their sites after it, [model]."""
 
     head_outputs: Mapping[HeadId, Tensor]
     site_constants: Mapping[str, Tensor]
@@ -37,67 +37,69 @@ class HeadConstants(NamedTuple):
 def compute_head_constants(
     net: Transformer, plan: PruningPlan, examples: Sequence[Example], fold: str
 ) -> HeadConstants:
-    """What takes the place of the heads that go.
+    """Compute the constants that replace removed heads.
 
-    "mean" is what they said on average over the tokens of these texts, so that to cut them is to patch them with their
-    means; "bias" is b_V alone, which heads say of any text when their weights sum to one.
+    "mean" is their average output over the tokens of `examples`, so that removing them equals mean ablation. "bias" is
+    b_V alone, which a head outputs for any text if its attention weights sum to one. "none" replaces nothing.
     """
     if fold not in FOLD_MODES:
-        raise SpecError(f"fold={fold!r} is unknown; {suggest(fold, FOLD_MODES)}")
+        raise SpecError(f"unknown fold={fold!r}; {suggest(fold, FOLD_MODES)}")
     if fold == "none":
         return HeadConstants({}, {})
     if fold == "mean" and not examples:
-        raise SpecError("fold='mean' asks for texts to take the mean over; give some, or fold='none'")
-    said = _mean_outputs(net, plan, examples) if fold == "mean" else _bias_outputs(net, plan)
-    return HeadConstants(said, {site: _site_constant(net, site, said) for site in plan.changed_sites})
+        raise SpecError("fold='mean' needs examples to average over, got none; give examples or use fold='none'")
+    head_outputs = _mean_outputs(net, plan, examples) if fold == "mean" else _bias_outputs(net, plan)
+    return HeadConstants(head_outputs, {site: _site_constant(net, site, head_outputs) for site in plan.changed_sites})
 
 
-def _mean_outputs(net: Transformer, plan: PruningPlan, scenes: Sequence[Example]) -> dict[HeadId, Tensor]:
-    means = head_means(net, [scene.model_inputs for scene in scenes], plan.removed_heads)
+def _mean_outputs(net: Transformer, plan: PruningPlan, examples: Sequence[Example]) -> dict[HeadId, Tensor]:
+    means = head_means(net, [example.model_inputs for example in examples], plan.removed_heads)
     return {(site, head): means[site, head] for site, head in plan.removed_heads}
 
 
 def _bias_outputs(net: Transformer, plan: PruningPlan) -> dict[HeadId, Tensor]:
-    """The bias of values, wherever the bias of the merge could say it; heads without one say nothing."""
-    said = dict[HeadId, Tensor]()
+    """Return the value bias of each removed head, if it can be folded into the output bias."""
+    head_outputs = dict[HeadId, Tensor]()
     for site, kept in plan.changed_sites.items():
         spec, weights = get_attention(net, site).spec, get_attention_parameters(net, site)
         shift_OV = spec.project.constant_biases(spec, weights).get("v")
         if shift_OV is None:
             continue
-        if why := fold_bias(spec, weights).reasons_kept.get("v"):
-            raise SpecError(f"the bias of values of {site} cannot be folded: {why}; use fold='mean'")
-        said |= {
+        if reason := fold_bias(spec, weights).reasons_kept.get("v"):
+            raise SpecError(f"cannot fold the value bias of {site}: {reason}. Use fold='mean'")
+        head_outputs |= {
             (site, head): shift_OV[head].double() for head in range(len(spec.score_head_of_output)) if head not in kept
         }
-    if not said:
-        raise SpecError(f"no values of {net.spec.name} have a bias that heads leave behind; use fold='mean'")
-    return said
+    if not head_outputs:
+        raise SpecError(f"cannot fold biases: no removed head of {net.spec.name} has a value bias. Use fold='mean'")
+    return head_outputs
 
 
-def _site_constant(net: Transformer, site: str, said: Mapping[HeadId, Tensor]) -> Tensor:
-    """What heads add to the output of a site when they say this, [model]."""
+def _site_constant(net: Transformer, site: str, head_outputs: Mapping[HeadId, Tensor]) -> Tensor:
+    """Return what the given constant head outputs add to the output of a site, [model]."""
     spec, weights, like = get_attention(net, site).spec, get_attention_parameters(net, site), next(net.parameters())
-    said_BTOV = torch.zeros(
+    outputs_BTOV = torch.zeros(
         1, 1, len(spec.score_head_of_output), spec.heads.vdim, dtype=torch.float64, device=like.device
     )
-    for (where, head), vector in said.items():
-        if where == site:
-            said_BTOV[0, 0, head] = vector
-    own = {name.removeprefix("output."): t.double() for name, t in weights.items() if name.startswith("output.")}
+    for (head_site, head), vector in head_outputs.items():
+        if head_site == site:
+            outputs_BTOV[0, 0, head] = vector
+    output_weights = {
+        name.removeprefix("output."): t.double() for name, t in weights.items() if name.startswith("output.")
+    }
     with torch.no_grad():
-        whole = spec.merge.merge(said_BTOV, own)[0, 0]  # pyright: ignore[reportArgumentType] - by name alone
-    return (whole - output_without_heads(spec, weights, like).double()).to(like.dtype)
+        output = spec.merge.merge(outputs_BTOV, output_weights)[0, 0]  # pyright: ignore[reportArgumentType] - weights are read by name only
+    return (output - output_without_heads(spec, weights, like).double()).to(like.dtype)
 
 
-# --- Heads are chosen and cut --------------------------------------------------------------------------
+# --- Pruning -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
 class PruningResult:
-    """A model before and after, what it keeps and why, and what the heads that went are taken to say from then on.
+    """Model before and after pruning, the plan, and the constants that replace removed heads.
 
-    `ready` is the model that was cut: the one before, unless choosing made it learn.
+    `removal_source` is the model whose heads were removed: `before`, unless the selection trained it (KeepOpenGates).
     """
 
     before: Transformer
@@ -109,7 +111,7 @@ class PruningResult:
 
     @property
     def data(self) -> dict[str, Any]:
-        """What was done, as plain values."""
+        """The plan and options as JSON-serialisable values."""
         return {"done": "prune", "fold": self.fold, **self.plan.data}
 
 
@@ -121,12 +123,11 @@ def prune(
     fold: str = "none",
     log: Callable[[str], Any] = lambda _: None,
 ) -> PruningResult:
-    """A model without the heads that a choice gives up; a number is the share that every layer keeps.
+    """Return a copy of a model without the heads that `selection` removes; a number is the fraction each layer keeps.
 
-    `scenes` are the texts by which heads are judged, as `hw.ExampleReader` reads them. fold="mean" leaves what the
-    heads said
-    on average over these texts, fold="bias" what their values' bias made them say. The model itself is left alone; one
-    of transformers is copied as one of ours first.
+    Heads are judged on `examples`, as `hw.ExampleReader` reads them. fold="mean" adds the average output of the removed
+    heads over these examples to the output bias, fold="bias" the part of it that comes from their value bias. `model`
+    is not changed; a transformers model is converted to a headwise model first.
 
     >>> import headwise as hw
     >>> net = hw.build(
@@ -134,17 +135,24 @@ def prune(
     ... )
     >>> done = prune(net, hw.surgery.DropHeads((("decoder.0.attention", 3),)))
     >>> done.plan.summary, hw.costs.count_parameters(net.spec) - hw.costs.count_parameters(done.after.spec)
-    ('7 of 8 heads stay, without those that were named', 70)
+    ('7 of 8 heads kept, all but the listed heads', 70)
     """
     model = to_native_model(model)
-    chosen = KeepTop(selection) if isinstance(selection, (int, float)) else selection
-    if not isinstance(chosen, HeadSelection):
-        raise SpecError(f"choice={selection!r} chooses no heads; give a share such as 0.5, or hw.surgery.Named(...)")
-    ready, plan = chosen.prepare(model, examples, log)
+    strategy = KeepTop(selection) if isinstance(selection, (int, float)) else selection
+    if not isinstance(strategy, HeadSelection):
+        raise SpecError(
+            f"selection={selection!r} is no HeadSelection; give a fraction such as 0.5, or hw.surgery.DropHeads(...)"
+        )
+    source, plan = strategy.prepare(model, examples, log)
     if not plan.removed_heads:
-        raise SpecError(f"no head would go: {plan.summary}; choose fewer to keep")
-    log("cutting")
-    left = compute_head_constants(ready, plan, examples, fold)
+        raise SpecError(f"no head would be removed: {plan.summary}. Keep fewer heads")
+    log("removing heads")
+    constants = compute_head_constants(source, plan, examples, fold)
     return PruningResult(
-        model, ready, remove_heads(ready, plan.changed_sites, left.site_constants), plan, left.head_outputs, fold
+        model,
+        source,
+        remove_heads(source, plan.changed_sites, constants.site_constants),
+        plan,
+        constants.head_outputs,
+        fold,
     )

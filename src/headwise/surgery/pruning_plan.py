@@ -1,4 +1,4 @@
-"""What is kept of every attention of a model, and why: known before anything is cut."""
+"""Pruning plans: the heads that every attention of a model keeps, and why, fixed before any weight is changed."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from ..model_spec import ModelSpec, to_json
 from ..models import Transformer
 from ..spec.attention_spec import AttentionSpec
 
-HeadId = tuple[str, int]  # the name of a site, and a head of it by its number
+HeadId = tuple[str, int]  # name of an attention, index of a head
 KeptHeads = Mapping[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
 class PruningPlan:
-    """The heads that each site keeps, for every attention of a model, and how they were chosen.
+    """The heads that every attention of a model keeps, and how they were chosen.
 
     >>> import headwise as hw
     >>> gpt2 = hw.families.read_model_spec({"model_type": "gpt2", "n_embd": 8, "n_head": 4, "n_layer": 2})
-    >>> plan = PruningPlan.without(gpt2, [("decoder.0.attention", 3)], "named")
+    >>> plan = PruningPlan.without(gpt2, [("decoder.0.attention", 3)], "by hand")
     >>> plan.keep["decoder.0.attention"], plan.num_kept, plan.removed_heads
     ((0, 1, 2), 7, (('decoder.0.attention', 3),))
     """
@@ -38,48 +38,53 @@ class PruningPlan:
     def of(
         model_spec: ModelSpec, keep: Mapping[str, Iterable[int]], reason: str, notes: Sequence[str] = ()
     ) -> PruningPlan:
-        """A plan that says what some sites keep; the others keep all."""
-        there = count_heads(model_spec)
-        if wrong := [site for site in keep if site not in there]:
-            raise SpecError(f"{model_spec.name} has no attention {wrong[0]!r}; {suggest(wrong[0], there)}")
-        whole = {site: tuple(keep.get(site, range(count))) for site, count in there.items()}
-        for site, heads in whole.items():
-            check_heads(site, heads, there[site])
-        if not any(whole.values()):
-            raise SpecError(f"no head would be left in {model_spec.name}; keep at least one")
-        return PruningPlan({site: tuple(sorted(heads)) for site, heads in whole.items()}, there, reason, tuple(notes))
+        """Return a plan from the heads that some sites keep; the other sites keep all their heads."""
+        head_counts = count_heads(model_spec)
+        if wrong := [site for site in keep if site not in head_counts]:
+            raise SpecError(f"{model_spec.name} has no attention {wrong[0]!r}; {suggest(wrong[0], head_counts)}")
+        kept_heads = {site: tuple(keep.get(site, range(count))) for site, count in head_counts.items()}
+        for site, heads in kept_heads.items():
+            check_heads(site, heads, head_counts[site])
+        if not any(kept_heads.values()):
+            raise SpecError(f"cannot remove all heads of {model_spec.name}. Keep at least one")
+        return PruningPlan(
+            {site: tuple(sorted(heads)) for site, heads in kept_heads.items()}, head_counts, reason, tuple(notes)
+        )
 
     @staticmethod
     def without(model_spec: ModelSpec, heads: Iterable[HeadId], reason: str, notes: Sequence[str] = ()) -> PruningPlan:
-        """A plan that takes these heads away."""
-        gone: dict[str, list[int]] = {}
+        """Return a plan that removes the given heads."""
+        removed: dict[str, list[int]] = {}
         for site, head in heads:
-            gone.setdefault(site, []).append(head)
-        there = count_heads(model_spec)
-        for site, numbers in gone.items():
-            if site not in there:
-                raise SpecError(f"{model_spec.name} has no attention {site!r}; {suggest(site, there)}")
-            check_heads(site, numbers, there[site])
-        keep = {site: [head for head in range(there[site]) if head not in own] for site, own in gone.items()}
+            removed.setdefault(site, []).append(head)
+        head_counts = count_heads(model_spec)
+        for site, indices in removed.items():
+            if site not in head_counts:
+                raise SpecError(f"{model_spec.name} has no attention {site!r}; {suggest(site, head_counts)}")
+            check_heads(site, indices, head_counts[site])
+        keep = {
+            site: [head for head in range(head_counts[site]) if head not in indices]
+            for site, indices in removed.items()
+        }
         return PruningPlan.of(model_spec, keep, reason, notes)
 
     @staticmethod
     def from_dict(model_spec: ModelSpec, values: Mapping[str, Any]) -> PruningPlan:
-        """The plan whose `data` this is.
+        """Return the plan that `data` gave as `values`; missing sites keep all their heads.
 
         >>> import headwise as hw
         >>> gpt2 = hw.families.read_model_spec({"model_type": "gpt2", "n_embd": 8, "n_head": 4, "n_layer": 1})
         >>> PruningPlan.from_dict(gpt2, {"keep": {"decoder.0.attention": [1, 2]}, "why": "by hand"}).summary
-        '2 of 4 heads stay, by hand'
+        '2 of 4 heads kept, by hand'
         """
         keep = values.get("keep")
         if not isinstance(keep, dict) or not all(isinstance(heads, list) for heads in keep.values()):
-            raise SpecError(f"keep={keep!r} does not say which heads stay; give a list of heads for each site")
-        return PruningPlan.of(model_spec, keep, str(values.get("why", "as was planned")))
+            raise SpecError(f"keep must map each site to a list of heads, got {keep!r}")
+        return PruningPlan.of(model_spec, keep, str(values.get("why", "as planned")))
 
     @property
     def removed_heads(self) -> tuple[HeadId, ...]:
-        """The heads that are taken away."""
+        """The heads that the plan removes."""
         return tuple(
             (site, head)
             for site, kept in self.keep.items()
@@ -89,39 +94,39 @@ class PruningPlan:
 
     @property
     def changed_sites(self) -> KeptHeads:
-        """What the sites keep that lose any."""
+        """The heads kept at the sites that lose any."""
         return {site: kept for site, kept in self.keep.items() if len(kept) < self.head_counts[site]}
 
     @property
     def num_kept(self) -> int:
-        """How many heads stay."""
+        """Number of heads kept."""
         return sum(map(len, self.keep.values()))
 
     @property
     def summary(self) -> str:
-        """It in a line."""
-        whole = sum(self.head_counts.values())
-        return f"{self.num_kept} of {whole} heads stay, {self.reason}"
+        """One line: heads kept, heads in all, and how they were chosen."""
+        total = sum(self.head_counts.values())
+        return f"{self.num_kept} of {total} heads kept, {self.reason}"
 
     @property
     def data(self) -> dict[str, Any]:
-        """All of it as plain values."""
+        """The plan as JSON-serialisable values."""
         keep = {site: list(heads) for site, heads in self.keep.items()}
         return {"keep": keep, "there": dict(self.head_counts), "why": self.reason, "notes": list(self.notes)}
 
 
 def count_heads(model_spec: ModelSpec) -> dict[str, int]:
-    """How many heads speak at each site."""
+    """Return the number of output heads of each attention, by site."""
     return {site: len(spec.score_head_of_output) for site, spec in model_spec.attention_specs()}
 
 
 def check_heads(site: str, heads: Sequence[int], head_count: int) -> None:
-    """Refuse heads that a site has not, or that are named twice."""
+    """Raise SpecError if a head does not exist or is listed twice."""
     if wrong := [head for head in heads if type(head) is not int or not 0 <= head < head_count]:
         raise SpecError(f"{site} has no head {wrong[0]!r}; its heads are 0..{head_count - 1}")
     if len(set(heads)) < len(heads):
         twice = next(head for head in heads if list(heads).count(head) > 1)
-        raise SpecError(f"head {twice} of {site} is named twice; name it once")
+        raise SpecError(f"head {twice} of {site} is listed twice")
 
 
 UNIT_KINDS = ("auto", "head", "group")
@@ -129,16 +134,17 @@ UNIT_KINDS = ("auto", "head", "group")
 
 @dataclass(frozen=True)
 class HeadUnit:
-    """Heads of one site that go together or stay together."""
+    """Heads of one site that are removed or kept together."""
 
     site: str
     heads: tuple[int, ...]
 
 
 def list_units(model_spec: ModelSpec, kind: str = "auto") -> dict[str, tuple[HeadUnit, ...]]:
-    """The units of every site: single heads, or those that read one head of keys and values.
+    """Return the units of every site: single heads ("head"), or the query heads of one key-value head ("group").
 
-    "auto" takes whole groups where there are several, smaller than the layer: only they make a cache smaller.
+    "auto" takes groups if a layer has several with more than one head each: only removing whole groups shrinks the
+    KV cache.
 
     >>> import headwise as hw
     >>> llama = {"model_type": "llama", "hidden_size": 8, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -147,28 +153,28 @@ def list_units(model_spec: ModelSpec, kind: str = "auto") -> dict[str, tuple[Hea
     [(0, 1), (2, 3)]
     """
     if kind not in UNIT_KINDS:
-        raise SpecError(f"unit={kind!r} is unknown; {suggest(kind, UNIT_KINDS)}")
+        raise SpecError(f"unknown unit={kind!r}; {suggest(kind, UNIT_KINDS)}")
     return {site: tuple(_site_units(site, spec, kind)) for site, spec in model_spec.attention_specs()}
 
 
 def _site_units(site: str, spec: AttentionSpec, kind: str) -> Iterator[HeadUnit]:
     outs = range(len(spec.score_head_of_output))
-    read = [frozenset(spec.heads.reads[row] for row in spec.required_score_heads(out)) for out in outs]
+    kv_heads = [frozenset(spec.heads.reads[row] for row in spec.required_score_heads(out)) for out in outs]
     groups: dict[frozenset[int], list[int]] = {}
     for out in outs:
-        groups.setdefault(read[out], []).append(out)
-    apart = sum(map(len, groups)) == len(frozenset[int]().union(*groups))
-    if kind == "group" and not apart:
-        raise SpecError(f"heads of {site} read several heads of keys and values each; use unit='head'")
-    whole = apart and (kind == "group" or (kind == "auto" and 1 < len(groups) < len(outs)))
-    yield from (HeadUnit(site, tuple(heads)) for heads in (groups.values() if whole else [[out] for out in outs]))
+        groups.setdefault(kv_heads[out], []).append(out)
+    disjoint = sum(map(len, groups)) == len(frozenset[int]().union(*groups))
+    if kind == "group" and not disjoint:
+        raise SpecError(f"cannot group heads of {site}: each uses several key-value heads. Use unit='head'")
+    use_groups = disjoint and (kind == "group" or (kind == "auto" and 1 < len(groups) < len(outs)))
+    yield from (HeadUnit(site, tuple(heads)) for heads in (groups.values() if use_groups else [[out] for out in outs]))
 
 
-# --- A mark by which a model is known again ------------------------------------------------------------
+# --- Model fingerprints --------------------------------------------------------------------------------
 
 
 def fingerprint_model(net: Transformer) -> str:
-    """SHA-256 of what a model is and of all that it holds.
+    """Return the SHA-256 of a model's spec and tensors, in hexadecimal.
 
     >>> import headwise as hw
     >>> small = hw.families.read_model_spec(
@@ -178,8 +184,8 @@ def fingerprint_model(net: Transformer) -> str:
     >>> [fingerprint_model(net) == fingerprint_model(nets[0]) for net in nets]
     [True, True, False]
     """
-    mark = hashlib.sha256(to_json(net.spec).encode())
+    digest = hashlib.sha256(to_json(net.spec).encode())
     for name, tensor in net.state_dict().items():
-        mark.update(f"{name} {tensor.dtype}".encode())
-        mark.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-    return mark.hexdigest()
+        digest.update(f"{name} {tensor.dtype}".encode())
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()

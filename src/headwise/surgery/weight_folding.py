@@ -1,4 +1,4 @@
-"""What does nothing, or what its neighbour could do as well, need not be there: biases and turns."""
+"""Folding of biases and query-key transforms into neighbouring weights, without changing the function."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..spec.attention_spec import AttentionSpec
 
 
 class FoldedWeights(NamedTuple):
-    """A spec and weights without what could go, and why each of the others stayed."""
+    """Spec and weights after folding; `reasons_kept` gives the reason for each bias or transform not folded."""
 
     spec: AttentionSpec
     weights: dict[str, Tensor]
@@ -24,11 +24,11 @@ class FoldedWeights(NamedTuple):
 
 
 def fold_bias(spec: AttentionSpec, weights: Mapping[str, Tensor]) -> FoldedWeights:
-    """The same function with fewer biases: b_K is dropped, b_V W_O goes into b_O.
+    """Compute the same function with fewer biases: b_K is dropped and b_V W_O is added to b_O.
 
-    A bias of all keys adds one number to every score of a row, which a softmax forgets; weights that sum to one
-    hand a bias of all values on unchanged. Where that does not hold the bias stays, with the reason. The one
-    difference: a query with nothing to read now gets b_V W_O, where it got nothing.
+    A key bias adds one constant to all scores of a row, and softmax is invariant to that. A value bias passes
+    unchanged through attention weights that sum to one. If either does not hold, the bias stays, with the reason. One
+    difference remains: a query without any allowed key now gets b_V W_O, where it got zero.
 
     >>> import headwise as hw
     >>> spec = hw.design(model=8, heads=2, bias="qkv", modifiers=(hw.Rotary(),))
@@ -36,77 +36,79 @@ def fold_bias(spec: AttentionSpec, weights: Mapping[str, Tensor]) -> FoldedWeigh
     >>> folded.spec.project.bias, folded.spec.merge.bias, list(folded.reasons_kept)
     ('qk', 'o', ['k'])
     """
-    shifts = spec.project.constant_biases(spec, weights)
-    stayed = {side: reason for side in shifts if (reason := "; ".join(_reasons_bias_stays(spec, side)))}
-    gone = [side for side in shifts if side not in stayed]
-    if not gone:
-        return FoldedWeights(spec, dict(weights), stayed)
-    left = {name: tensor for name, tensor in weights.items() if name not in {f"project.{side}_bias" for side in gone}}
-    smaller = replace(spec, project=spec.project.without_biases(frozenset(gone)))
-    if "v" in gone:
-        merge, bias = _merge_with_bias(spec, left, shifts["v"])
+    biases = spec.project.constant_biases(spec, weights)
+    reasons_kept = {side: reason for side in biases if (reason := "; ".join(_reasons_bias_stays(spec, side)))}
+    folded = [side for side in biases if side not in reasons_kept]
+    if not folded:
+        return FoldedWeights(spec, dict(weights), reasons_kept)
+    remaining = {
+        name: tensor for name, tensor in weights.items() if name not in {f"project.{side}_bias" for side in folded}
+    }
+    smaller = replace(spec, project=spec.project.without_biases(frozenset(folded)))
+    if "v" in folded:
+        merge, bias = _merge_with_bias(spec, remaining, biases["v"])
         smaller = replace(smaller, merge=merge)
-        left["output.o_bias"] = bias
-    return FoldedWeights(smaller, left, stayed)
+        remaining["output.o_bias"] = bias
+    return FoldedWeights(smaller, remaining, reasons_kept)
 
 
 def _reasons_bias_stays(spec: AttentionSpec, side: str) -> Iterator[str]:
-    """Why a bias of keys or values does something that nobody else can do for it."""
-    for name, turn in spec.parts_of(QKTransform):
-        if side in turn.transformed_sides(spec):
-            yield f"{name} turns {side} after its bias"
+    """Yield the reasons why the key or value bias has an effect that no other weight can take over."""
+    for name, transform in spec.parts_of(QKTransform):
+        if side in transform.transformed_sides(spec):
+            yield f"{name} transforms {side} after its bias"
     if side == "k":
         if not spec.similarity.linear:
-            yield f"{type(spec.similarity).__name__} does not add it up"
+            yield f"{type(spec.similarity).__name__} is not linear in the keys"
         yield from spec.shift_sensitivity()
         return
     if not spec.normaliser.sums_to_one:
-        yield f"the weights of {type(spec.normaliser).__name__} need not sum to one"
+        yield f"the weights of {type(spec.normaliser).__name__} do not always sum to one"
     elif spec.normaliser.proportional and spec.similarity.can_be_all_zero():
         yield f"all weights of {type(spec.similarity).__name__} may be zero"
     if "bias" not in field_defaults(type(spec.merge)):
-        yield f"{type(spec.merge).__name__} has no bias to take it"
+        yield f"{type(spec.merge).__name__} has no bias to add it to"
     for name, modifier in spec.parts_of(Modifier):
         if modifier.phase in (Phase.WEIGHTS, Phase.OUTPUTS, Phase.GATES):
-            yield f"{name} acts on what was read"
+            yield f"{name} acts on the attention weights or outputs"
 
 
-def _merge_with_bias(spec: AttentionSpec, weights: Mapping[str, Tensor], shift_OV: Tensor) -> tuple[Merge, Tensor]:
-    """The merge with a bias, and the bias: what the merge makes of the shift, and what it added before."""
+def _merge_with_bias(spec: AttentionSpec, weights: Mapping[str, Tensor], bias_OV: Tensor) -> tuple[Merge, Tensor]:
+    """Return the merge with an output bias, and the bias: the projected value bias plus the old output bias."""
     biased = replace(spec.merge, bias="o")
-    held = _weights_of_part(weights, "output")
-    held.setdefault("o_bias", shift_OV.new_zeros(spec.model))
+    merge_weights = _weights_of_part(weights, "output")
+    merge_weights.setdefault("o_bias", bias_OV.new_zeros(spec.model))
     with torch.no_grad():
-        return biased, biased.merge(shift_OV[None, None], held)[0, 0]  # pyright: ignore[reportArgumentType] - by name alone
+        return biased, biased.merge(bias_OV[None, None], merge_weights)[0, 0]  # pyright: ignore[reportArgumentType] - weights are read by name only
 
 
 def fold_qk_transforms(spec: AttentionSpec, weights: Mapping[str, Tensor]) -> FoldedWeights:
-    """The same function with fewer turns: a matrix that meets every head goes into the projection before it.
+    """Compute the same function with fewer query-key transforms: constant matrices go into the projection before them.
 
-    A turn goes side by side. It stays, with the reason, where it is more than a matrix, or where another that
-    stays stands before it. `stayed` speaks of turns by their names in the spec that was given.
+    Each side ("q", "k", "v") of a transform is folded on its own. It stays, with the reason, if it is not one matrix
+    for all tokens, or if a transform that stays comes before it. Keys of `reasons_kept` are "name.side", with the
+    names of `spec`.
 
     >>> import headwise as hw
     >>> spec = hw.design(model=8, heads=2, modifiers=(hw.Rotary(), hw.Knocking(sides="qv")))
     >>> folded = fold_qk_transforms(spec, hw.Attention(spec).state_dict())
     >>> folded.spec.modifiers[1], folded.reasons_kept["knocking.q"]
-    (Knocking(sides='q'), 'rotary turns q before it')
+    (Knocking(sides='q'), 'rotary transforms q before it')
     """
-    left, gone, stayed = dict(weights), dict[str, frozenset[str]](), dict[str, str]()
+    folded_weights, folded_sides, reasons_kept = dict(weights), dict[str, frozenset[str]](), dict[str, str]()
     for side in "qkv":
-        before = ""
-        for name, turn in [
-            (name, turn) for name, turn in spec.parts_of(QKTransform) if side in turn.transformed_sides(spec)
-        ]:
-            matrix = turn.as_matrix(side, _weights_of_part(left, name))
-            told = _absorb_transform(spec, left, side, None if before else matrix)
-            if told:
-                left |= told
-                gone[name] = gone.get(name, frozenset()) | {side}
+        blocked_by = ""
+        transforms = spec.parts_of(QKTransform)
+        for name, transform in [(name, part) for name, part in transforms if side in part.transformed_sides(spec)]:
+            matrix = transform.as_matrix(side, _weights_of_part(folded_weights, name))
+            absorbed = _absorb_transform(spec, folded_weights, side, None if blocked_by else matrix)
+            if absorbed:
+                folded_weights |= absorbed
+                folded_sides[name] = folded_sides.get(name, frozenset()) | {side}
                 continue
-            stayed[f"{name}.{side}"] = _reason_transform_stays(spec, side, matrix, before)
-            before = before or name
-    return FoldedWeights(*_without_transforms(spec, left, gone), stayed)
+            reasons_kept[f"{name}.{side}"] = _reason_transform_stays(spec, side, matrix, blocked_by)
+            blocked_by = blocked_by or name
+    return FoldedWeights(*_without_transforms(spec, folded_weights, folded_sides), reasons_kept)
 
 
 def _absorb_transform(
@@ -116,33 +118,38 @@ def _absorb_transform(
         return {} if matrix is None else spec.project.absorb_matrix(spec, weights, side, matrix)
 
 
-def _reason_transform_stays(spec: AttentionSpec, side: str, matrix: Tensor | None, before: str) -> str:
-    """Why a turn stays on a side."""
+def _reason_transform_stays(spec: AttentionSpec, side: str, matrix: Tensor | None, blocked_by: str) -> str:
+    """Return why a transform stays on a side."""
     if matrix is None:
-        return "it is no one matrix for every head and token"
-    if before:
-        return f"{before} turns {side} before it"
-    return f"{type(spec.project).__name__} takes no matrix into its projection of {side}"
+        return "it is not one matrix for every head and token"
+    if blocked_by:
+        return f"{blocked_by} transforms {side} before it"
+    return f"{type(spec.project).__name__} cannot absorb a matrix into its projection of {side}"
 
 
 def _without_transforms(
-    spec: AttentionSpec, weights: Mapping[str, Tensor], gone: Mapping[str, frozenset[str]]
+    spec: AttentionSpec, weights: Mapping[str, Tensor], folded_sides: Mapping[str, frozenset[str]]
 ) -> tuple[AttentionSpec, dict[str, Tensor]]:
-    """The spec and its weights when turns have left these sides; the names of those behind them may move up."""
+    """Return spec and weights with these sides of the transforms removed; later parts may get a smaller number."""
     slots = [name for name, part in spec.parts() if not isinstance(part, Modifier)]
-    kept = [
-        (name, turn.without_sides(gone[name]) if name in gone and isinstance(turn, QKTransform) else turn)
-        for name, turn in spec.parts_of(Modifier)
+    remaining = [
+        (
+            name,
+            modifier.without_sides(folded_sides[name])
+            if name in folded_sides and isinstance(modifier, QKTransform)
+            else modifier,
+        )
+        for name, modifier in spec.parts_of(Modifier)
     ]
-    smaller = replace(spec, modifiers=tuple(turn for _, turn in kept if turn is not None))
-    named = [*slots, *(name for name, turn in kept if turn is not None)]
+    smaller = replace(spec, modifiers=tuple(modifier for _, modifier in remaining if modifier is not None))
+    old_names = [*slots, *(name for name, modifier in remaining if modifier is not None)]
     return smaller, {
-        f"{name}.{key}": weights[f"{before}.{key}"]
-        for before, (name, part) in zip(named, smaller.parts(), strict=True)
+        f"{name}.{key}": weights[f"{old_name}.{key}"]
+        for old_name, (name, part) in zip(old_names, smaller.parts(), strict=True)
         for key in part.params(smaller)
     }
 
 
 def _weights_of_part(weights: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
-    """The weights of one part, by the names it declared."""
-    return {key.removeprefix(f"{name}."): held for key, held in weights.items() if key.startswith(f"{name}.")}
+    """Return the weights of one part, by the names it declared."""
+    return {key.removeprefix(f"{name}."): weight for key, weight in weights.items() if key.startswith(f"{name}.")}

@@ -1,4 +1,4 @@
-"""A config.json that says a model whose heads were cut, if there is one: tried by reading it back."""
+"""Folders of pruned and converted models: config.json, weights, and heads.json with a record of the changes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from . import resized_modules as resized
 from .load_check import LoadCheck, check_load
 from .shard_rewrite import CanonicalForm, ShardRewrite, fsync_file, to_canonical_form, write_shards
 
-# The keys by which configs say how many heads there are; how wide they are never changes.
+# Config keys for the number of heads. The head dimension never changes.
 HEAD_COUNT_KEYS = (
     "num_attention_heads",
     "num_heads",
@@ -42,14 +42,16 @@ ATTENTION_NAMES = {"attention": "attention", "cross": "cross-attention"}
 
 
 class ConfigKeys(NamedTuple):
-    """The keys of a config, or why there are none."""
+    """Contents of a config.json, or the reason why none describes the model."""
 
     keys: Mapping[str, Any] | None
     reason: str
 
 
 def find_config_keys(model_spec: ModelSpec, config: Mapping[str, Any]) -> ConfigKeys:
-    """What a config.json must say for this model, beginning with what it said before its heads were cut.
+    """Find a config.json that describes a model, starting from the config it had before pruning.
+
+    Every candidate is checked by reading it back.
 
     >>> import headwise as hw
     >>> config = {"model_type": "mistral", "hidden_size": 8, "num_attention_heads": 4, "num_key_value_heads": 4}
@@ -58,118 +60,124 @@ def find_config_keys(model_spec: ModelSpec, config: Mapping[str, Any]) -> Config
     >>> find_config_keys(three, config).keys["num_attention_heads"]
     3
     """
-    whys = list[str]()
+    reasons = list[str]()
     for keys in _candidate_configs(model_spec, config):
         try:
-            why = _first_difference(read_model_spec(keys), model_spec) or _hf_error(keys)
+            reason = _first_difference(read_model_spec(keys), model_spec) or _hf_error(keys)
         except SpecError as error:
-            why = f"config.json cannot say it ({str(error).removeprefix('config: ').partition(';')[0]})"
-        if not why:
+            reason = f"config.json cannot describe the model ({str(error).removeprefix('config: ').partition(';')[0]})"
+        if not reason:
             return ConfigKeys(keys, "")
-        whys.append(why)
-    return ConfigKeys(None, describe_uneven_layers(model_spec) or whys[0])
+        reasons.append(reason)
+    return ConfigKeys(None, describe_uneven_layers(model_spec) or reasons[0])
 
 
 def describe_uneven_layers(model_spec: ModelSpec) -> str:
-    """Why no numbers that hold for all layers say a model; nothing if its layers are alike."""
+    """Return how layers differ in their heads, which one config cannot express; "" if all are equal."""
     return next(
         (
-            why
+            reason
             for stack in model_spec.stacks
-            for why in _iter_uneven_layers(stack, _stack_prefix(model_spec, stack.name))
+            for reason in _iter_uneven_layers(stack, _stack_prefix(model_spec, stack.name))
         ),
         "",
     )
 
 
-def _iter_uneven_layers(stack: StackSpec, where: str) -> Iterator[str]:
+def _iter_uneven_layers(stack: StackSpec, prefix: str) -> Iterator[str]:
     first = dict[str, tuple[int, AttentionSpec]]()
     for depth, block in enumerate(stack.layers):
-        yield from (f"{where}layer {depth} has no {ATTENTION_NAMES[role]} left" for role in block.still)
+        yield from (f"{prefix}layer {depth} has no {ATTENTION_NAMES[role]} left" for role in block.still)
         for role, spec in block.attention_specs.items():
-            before, other = first.setdefault(role, (depth, spec))
-            if told := _describe_difference(spec, depth, other, before):
-                yield f"{where}{told}"
+            first_depth, first_spec = first.setdefault(role, (depth, spec))
+            if difference := _describe_difference(spec, depth, first_spec, first_depth):
+                yield f"{prefix}{difference}"
 
 
-def _stack_prefix(described: ModelSpec, stack: str) -> str:
-    return f"in the {stack} " if len(described.stacks) > 1 else ""
+def _stack_prefix(model_spec: ModelSpec, stack: str) -> str:
+    return f"in the {stack} " if len(model_spec.stacks) > 1 else ""
 
 
-def _describe_difference(one: AttentionSpec, depth: int, other: AttentionSpec, before: int) -> str:
-    for what, count, another in (
-        ("head", one.heads.q, other.heads.q),
-        ("key-value head", one.heads.kv, other.heads.kv),
+def _describe_difference(spec: AttentionSpec, depth: int, other: AttentionSpec, other_depth: int) -> str:
+    for kind, count, other_count in (
+        ("head", spec.heads.q, other.heads.q),
+        ("key-value head", spec.heads.kv, other.heads.kv),
     ):
-        if count != another:
-            return f"layer {depth} keeps {count} {what}{'s' * (count > 1)} and layer {before} {another}"
+        if count != other_count:
+            return f"layer {depth} keeps {count} {kind}{'s' * (count > 1)} and layer {other_depth} {other_count}"
     return ""
 
 
-def _candidate_configs(described: ModelSpec, config: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Configs that may say it, nearest to what was there first."""
-    specs = dict(described.attention_specs())
+def _candidate_configs(model_spec: ModelSpec, config: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield configs that may describe the model, closest to the original config first."""
+    specs = dict(model_spec.attention_specs())
     if not specs:
         return
-    edited = dict(config)
+    updated = dict(config)
     sites = {
         name: [spec for site, spec in specs.items() if site.startswith(f"{name}.")]
-        for name in (stack.name for stack in described.stacks)
+        for name in (stack.name for stack in model_spec.stacks)
     }
-    last = list(specs.values())[-1].heads
+    last_heads = list(specs.values())[-1].heads
     for name in HEAD_COUNT_KEYS:
-        own = next((rows[0].heads for side, rows in sites.items() if rows and name.startswith(side)), last)
-        edited |= {name: own.q} if name in config else {}
-    edited |= {name: last.kv for name in KV_COUNT_KEYS if config.get(name) is not None}
-    yield edited
-    wide, shared = (
-        {"head_dim": last.dim},
-        {KV_COUNT_KEYS[0]: last.kv},
-    )  # which follow from others where they are not said
-    for more in (wide, shared, wide | shared):
-        if not any(config.get(name) is not None for name in more):
-            yield edited | more
-    yield from _sibling_configs(described, config)
+        heads = next(
+            (
+                stack_specs[0].heads
+                for stack_name, stack_specs in sites.items()
+                if stack_specs and name.startswith(stack_name)
+            ),
+            last_heads,
+        )
+        updated |= {name: heads.q} if name in config else {}
+    updated |= {name: last_heads.kv for name in KV_COUNT_KEYS if config.get(name) is not None}
+    yield updated
+    # Keys that have a derived default if the config does not set them.
+    head_dim, kv_heads = {"head_dim": last_heads.dim}, {KV_COUNT_KEYS[0]: last_heads.kv}
+    for extra in (head_dim, kv_heads, head_dim | kv_heads):
+        if not any(config.get(name) is not None for name in extra):
+            yield updated | extra
+    yield from _sibling_configs(model_spec, config)
 
 
-def _sibling_configs(described: ModelSpec, config: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """A sister whose files have the same names: transformers takes no llama whose heads do not divide its width."""
+def _sibling_configs(model_spec: ModelSpec, config: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the config of a model type with the same tensor names: transformers rejects a llama config whose number of
+    heads does not divide its width."""
     try:
-        keys = write_config(described)
+        keys = write_config(model_spec)
     except SpecError:
         return
-    if get_weight_names(keys["model_type"]) is get_weight_names(described.name):
+    if get_weight_names(keys["model_type"]) is get_weight_names(model_spec.name):
         yield dict(config) | keys
 
 
-def _first_difference(theirs: ModelSpec, ours: ModelSpec) -> str:
-    """The first difference of two descriptions, but for names and notes."""
-    theirs = replace(theirs, name=ours.name, notes=ours.notes)
-    for where, one, other in find_differences(theirs, ours):
-        if where.endswith(".merge.bias"):
-            return "it adds a vector behind its heads that config.json cannot say"
-        return f"config.json would say {where} = {one}, where the model has {other}"
-    return "" if to_dict(theirs) == to_dict(ours) else "config.json would say another model"
+def _first_difference(read_spec: ModelSpec, model_spec: ModelSpec) -> str:
+    """Return the first difference of two model specs, except for names and notes; "" if there is none."""
+    read_spec = replace(read_spec, name=model_spec.name, notes=model_spec.notes)
+    for field, value, wanted in find_differences(read_spec, model_spec):
+        if field.endswith(".merge.bias"):
+            return "it has an attention output bias, which config.json cannot express"
+        return f"config.json gives {field} = {value}, the model has {wanted}"
+    return "" if to_dict(read_spec) == to_dict(model_spec) else "config.json describes another model"
 
 
 def _hf_error(keys: Mapping[str, Any]) -> str:
-    """Why transformers takes no such config; nothing if it does, or is not installed."""
+    """Return the error of transformers for a config; "" if it accepts it or is not installed."""
     if find_spec("transformers") is None:
         return ""
     import transformers
 
     try:
-        rest = {name: value for name, value in keys.items() if name != "model_type"}
-        transformers.AutoConfig.for_model(keys["model_type"], **rest)
-    except Exception as error:  # whatever its checks raise
-        return f"transformers refuses the config: {' '.join(str(error).split())[:200]}"
+        options = {name: value for name, value in keys.items() if name != "model_type"}
+        transformers.AutoConfig.for_model(keys["model_type"], **options)
+    except Exception as error:  # its checks raise many types
+        return f"transformers rejects the config: {' '.join(str(error).split())[:200]}"
     return ""
 
 
-# --- A model whose heads were cut or shared as a folder ------------------------------------------------
+# --- Writing and checking of folders -------------------------------------------------------------------
 
 NO_FILES: Mapping[str, Any] = {}
-# What belongs to a model besides its weights: data that somebody reads, never pickles and never code.
+# Files of a model besides its weights that are copied: data only, never pickles or code.
 COMPANION_FILES = re.compile(
     r"(tokenizer[\w.-]*|special_tokens_map|added_tokens|vocab[\w.-]*|merges|generation_config|preprocessor_config"
     r"|processor_config|chat_template[\w.-]*|modules|sentence_bert_config|config_sentence_transformers|config"
@@ -179,7 +187,7 @@ SENTENCE_TRANSFORMERS_MODULE = re.compile(r"\d+_\w+")  # a folder of sentence-tr
 
 
 class WrittenFolder(NamedTuple):
-    """What became of a model: the kind of folder, the sentence that says why, and the names of the files in it."""
+    """Kind of folder that was written, a sentence that explains why, and the names of its files."""
 
     kind: str
     summary: str
@@ -194,11 +202,11 @@ def write_model_folder(
     *,
     extra_files: Mapping[str, bytes] = NO_FILES,
 ) -> WrittenFolder:
-    """Write a model whose heads were cut into a new folder, beside it heads.json with `record`, which says how.
+    """Write a pruned or converted model to a new folder, with `record`, the changes made, in heads.json.
 
-    Of a folder of transformers (`source`) it is one again: plain if a config.json can say it; else with a loader of its
-    own beside it; where neither gives what the model gives, and of all other sources, a folder as hw.save writes it.
-    `more` are files to lie there too, by name. All of it appears at once, or nothing.
+    If `source` is a transformers folder, so is the result: a plain checkpoint if a config.json can describe the model,
+    otherwise one with a loader script. If outputs differ with both, or for other sources, it is a folder as `hw.save`
+    writes it. `extra_files` are written too, by name. The folder appears complete or not at all.
 
     >>> import headwise as hw, tempfile
     >>> net = hw.build(
@@ -213,58 +221,70 @@ def write_model_folder(
     """
     folder = Path(folder).resolve()
     check_folder_empty(folder)
-    known = hash_source_files(source)
+    source_hashes = hash_source_files(source)
     fresh = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}{TEMPORARY}")
     try:
-        kind, sentence, told = _write_first_kind(net, source, fresh)
+        kind, sentence, extra_document = _write_first_kind(net, source, fresh)
         for name, data in extra_files.items():
             (fresh / name).write_bytes(data)
         files = {path.relative_to(fresh).as_posix(): path for path in sorted(fresh.rglob("*")) if path.is_file()}
-        document = {"format": RECORD_FORMAT, "kind": kind, "sentence": sentence, "done": dict(record), "source": known}
-        document |= told | {"files": {name: sha256(path) for name, path in files.items() if name not in extra_files}}
+        document = {
+            "format": RECORD_FORMAT,
+            "kind": kind,
+            "sentence": sentence,
+            "done": dict(record),
+            "source": source_hashes,
+        }
+        document |= extra_document | {
+            "files": {name: sha256(path) for name, path in files.items() if name not in extra_files}
+        }
         _write_json(fresh / RECORD_FILE, document)
-        os.rename(fresh, folder)  # refused by the system where something has come in between
+        os.rename(fresh, folder)  # fails if the folder was created and filled in the meantime
     except OSError as error:
-        raise OSError(f"{folder} cannot be written: {error.strerror or error}; give another place") from error
+        raise OSError(f"cannot write {folder}: {error.strerror or error}. Give another folder") from error
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
     return WrittenFolder(kind, sentence, (*files, RECORD_FILE))
 
 
 def check_folder_empty(folder: Path | str) -> None:
-    """Refuse a place that holds something already; asked before any work is done for it."""
+    """Raise SpecError if a folder is not empty; called before any work is done."""
     folder = Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        holds = f"holds {sorted(os.listdir(folder))[0]}" if folder.is_dir() else "is a file"
-        raise SpecError(f"{folder} {holds}; give a new folder, or an empty one")
+        reason = f"contains {sorted(os.listdir(folder))[0]}" if folder.is_dir() else "is a file"
+        raise SpecError(f"cannot write to {folder}: it {reason}. Give a new or empty folder")
 
 
 def read_record(path_or_folder: Path | str) -> SurgeryRecord:
-    """What was done to the model in a folder, or what a heads.json says of itself.
+    """Read the record of changes from a heads.json, or from the folder that contains it.
 
     >>> read_record("nowhere")
     Traceback (most recent call last):
-    headwise.errors.SpecError: nowhere holds no heads.json; give a folder that headwise prune or convert wrote
+    headwise.errors.SpecError: nowhere contains no heads.json; give a folder that headwise prune or convert wrote
     """
     path = Path(path_or_folder)
     path = path if path.is_file() else path / RECORD_FILE
     if not path.is_file():
-        raise SpecError(f"{path_or_folder} holds no {RECORD_FILE}; give a folder that headwise prune or convert wrote")
+        raise SpecError(
+            f"{path_or_folder} contains no {RECORD_FILE}; give a folder that headwise prune or convert wrote"
+        )
     return SurgeryRecord.from_file(path)
 
 
 def check_record(record: SurgeryRecord, source: Path | None) -> None:
-    """Refuse what was decided for another checkpoint: it speaks of heads by number, and those are others there."""
-    known = hash_source_files(source)
+    """Raise SpecError if a record was made for another checkpoint, in which head indices mean other heads."""
+    hashes = hash_source_files(source)
     if not record.source:
-        raise SpecError("this plan was made for a model in memory, which no file can be compared with; make it anew")
-    wrong = [name for name in {**record.source, **known} if record.source.get(name) != known.get(name)]
+        raise SpecError(
+            "this plan was made for a model in memory and cannot be compared with a file. Create a new plan"
+        )
+    wrong = [name for name in {**record.source, **hashes} if record.source.get(name) != hashes.get(name)]
     if wrong:
-        raise SpecError(f"this plan was made for another checkpoint: {wrong[0]} differs from {source}; make it anew")
+        raise SpecError(f"this plan was made for another checkpoint: {wrong[0]} of {source} differs. Create a new plan")
 
 
 def hash_source_files(source: Path | None) -> dict[str, str]:
-    """The SHA-256 of the description and of the weights of a source, by the names of its files."""
+    """Return the SHA-256 of the config and weight files of a source, by file name."""
     if source is None:
         return {}
     if source.is_file():
@@ -277,38 +297,42 @@ def hash_source_files(source: Path | None) -> dict[str, str]:
     return {path.name: sha256(path) for path in paths}
 
 
-# --- the kinds -----------------------------------------------------------------------------------------
+# --- kinds of folders ----------------------------------------------------------------------------------
 
 
 def _write_first_kind(net: Transformer, source: Path | None, fresh: Path) -> tuple[str, str, dict[str, Any]]:
-    """Write the first kind that holds what the model is: the kind, the sentence, and what heads.json says of it."""
+    """Write the first kind of folder that reproduces the model; return kind, sentence and additions to heads.json."""
     if source is None or not (source / CONFIG_FILE).is_file() or (source / MANIFEST_FILE).is_file():
-        like = "as the source was" if source else "because the model came from memory"
-        return _write_native(net, fresh, f"A folder of headwise, {like}; load it with headwise.load.")
+        origin = "like its source" if source else "because the model was built in memory"
+        return _write_native(net, fresh, f"A headwise folder, {origin}; load it with headwise.load.")
     form = to_canonical_form(net)
-    way = ShardRewrite.of(source, read_model_spec(source), form)
+    rewrite = ShardRewrite.of(source, read_model_spec(source), form)
     config = find_config_keys(form.model_spec, json.loads((source / CONFIG_FILE).read_text(encoding="utf-8")))
-    odd = form.find_extra_constants(way.weight_names)
-    why = config.reason or (f"{next(iter(odd))} is not what config.json makes of it" if odd else "")
-    if not why and config.keys:
-        _rewrite_folder(source, way, dict(config.keys), fresh)
-        trial = _check_load(fresh, net, form)
-        if trial.agrees:
+    extra_constants = form.find_extra_constants(rewrite.weight_names)
+    reason = config.reason or (
+        f"{next(iter(extra_constants))} differs from what config.json implies" if extra_constants else ""
+    )
+    if not reason and config.keys:
+        _rewrite_folder(source, rewrite, dict(config.keys), fresh)
+        check = _check_load(fresh, net, form)
+        if check.agrees:
             sentence = (
-                "A transformers checkpoint: config.json says every layer, and AutoModel.from_pretrained loads it."
+                "A transformers checkpoint: config.json describes every layer, and AutoModel.from_pretrained loads it."
             )
-            return "transformers", sentence, {"checked": trial.message}
-        if trial.is_skipped:
-            sentence = "A transformers checkpoint, not tried with transformers, which is not installed"
-            return "transformers", f"{sentence}: config.json says every layer.", {"checked": trial.message}
-        why = trial.message
+            return "transformers", sentence, {"checked": check.message}
+        if check.is_skipped:
+            sentence = "A transformers checkpoint, not tested with transformers, which is not installed"
+            return "transformers", f"{sentence}: config.json describes every layer.", {"checked": check.message}
+        reason = check.message
         shutil.rmtree(fresh)
-    _rewrite_folder(source, way, json.loads((source / CONFIG_FILE).read_text(encoding="utf-8")), fresh)
-    found = resized.add_loader(fresh, way, net, why)
-    if not isinstance(found, str):
-        return "resized", found.summary, dict(found.document)
+    _rewrite_folder(source, rewrite, json.loads((source / CONFIG_FILE).read_text(encoding="utf-8")), fresh)
+    resized_folder = resized.add_loader(fresh, rewrite, net, reason)
+    if not isinstance(resized_folder, str):
+        return "resized", resized_folder.summary, dict(resized_folder.document)
     shutil.rmtree(fresh)
-    return _write_native(net, fresh, f"A folder of headwise, because {why}, and {found}; load it with headwise.load.")
+    return _write_native(
+        net, fresh, f"A headwise folder, because {reason}, and {resized_folder}; load it with headwise.load."
+    )
 
 
 def _check_load(fresh: Path, net: Transformer, form: CanonicalForm) -> LoadCheck:
@@ -323,8 +347,8 @@ def _write_native(net: Transformer, fresh: Path, sentence: str) -> tuple[str, st
     return "ours", sentence, {}
 
 
-def _rewrite_folder(source: Path, way: ShardRewrite, config: dict[str, Any], fresh: Path) -> None:
-    """The folder again, with other weights and this config."""
+def _rewrite_folder(source: Path, rewrite: ShardRewrite, config: dict[str, Any], fresh: Path) -> None:
+    """Copy a folder with new weights and this config."""
     fresh.mkdir(parents=True)
     for path in _list_companion_files(source):
         target = fresh / path.relative_to(source)
@@ -332,18 +356,18 @@ def _rewrite_folder(source: Path, way: ShardRewrite, config: dict[str, Any], fre
         shutil.copyfile(path, target)
         fsync_file(target)
     _write_json(fresh / CONFIG_FILE, config)
-    write_shards(way, fresh)
+    write_shards(rewrite, fresh)
 
 
 def _list_companion_files(source: Path) -> Iterator[Path]:
-    """What lies in a folder besides its weights and belongs to the model."""
+    """Yield the files of a model folder that are copied besides its weights."""
     for path in sorted(source.iterdir()):
         if path.is_dir() and SENTENCE_TRANSFORMERS_MODULE.fullmatch(path.name):
             inner = sorted(path.iterdir())
             yield from (
-                one
-                for one in inner
-                if one.is_file() and (COMPANION_FILES.fullmatch(one.name) or one.name == WEIGHTS_FILE)
+                file
+                for file in inner
+                if file.is_file() and (COMPANION_FILES.fullmatch(file.name) or file.name == WEIGHTS_FILE)
             )
         elif path.is_file() and COMPANION_FILES.fullmatch(path.name) and path.name != CONFIG_FILE:
             yield path

@@ -1,4 +1,4 @@
-"""What has to be set in the modules of transformers for attentions of other sizes: found in the modules themselves."""
+"""Changes to transformers modules that let them hold attentions of other sizes, found by inspecting the modules."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from ...spec.attention_spec import AttentionSpec
 from .load_check import check_load
 from .shard_rewrite import HEAD_AXES, CanonicalForm, ShardRewrite, fsync_file, list_index_constants
 
-MAX_CANDIDATES = 24  # ways that are tried
-RETURN_COUNTS = (2, 3, 0)  # of an attention: what it says and one thing more, or two, or that alone
+MAX_CANDIDATES = 24  # combinations of module attributes to try
+RETURN_COUNTS = (2, 3, 0)  # length of the tuple an attention module returns; 0: a bare tensor
 
 ModuleChanges = dict[str, dict[str, Any]]
 
 
 class AttentionLocation(NamedTuple):
-    """An attention in a model of transformers: the module that calls it has, and where its last matrix lies in it."""
+    """Location of an attention in a transformers model: its module, and its output matrix relative to that module."""
 
     site: str
     module_path: str
@@ -42,132 +42,148 @@ class AttentionLocation(NamedTuple):
 
 
 def list_module_changes(folder: Path, rewrite: ShardRewrite) -> list[ModuleChanges]:
-    """What to change in which module: every way that its numbers can be understood, likely ones first."""
-    keys = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
-    model = _build_hf_model(folder, keys)
+    """Return candidate changes by module, likely ones first: one for each interpretation of the integer attributes."""
+    config = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+    model = _build_hf_model(folder, config)
     names = _map_tensor_names(model, rewrite)
-    places = list(_locate_attentions(rewrite, names, read_model_spec(keys)))
-    fixed = ModuleChanges({place.module_path: {} for place in places})
+    locations = list(_locate_attentions(rewrite, names, read_model_spec(config)))
+    changes = ModuleChanges({location.module_path: {} for location in locations})
     for name, shape in _shapes(model, names, rewrite).items():
         module, _, leaf = names[name].rpartition(".")
-        fixed.setdefault(module, {}).setdefault("shapes", {})[leaf] = list(shape)
-    for host, columns in _table_columns(rewrite, names, places):
-        fixed[host]["columns"] = columns
-    live = dict(model.named_modules())
-    for place in places:
-        if place.after is None:
-            fixed[place.module_path]["still"] = {
-                "last": place.output_weight,
-                "remembers": _has_cache(live[place.module_path], place),
+        changes.setdefault(module, {}).setdefault("shapes", {})[leaf] = list(shape)
+    for host, columns in _table_columns(rewrite, names, locations):
+        changes[host]["columns"] = columns
+    modules = dict(model.named_modules())
+    for location in locations:
+        if location.after is None:
+            changes[location.module_path]["still"] = {
+                "last": location.output_weight,
+                "remembers": _has_cache(modules[location.module_path], location),
             }
-    found = list[ModuleChanges]()
-    returns = RETURN_COUNTS if any("still" in change for change in fixed.values()) else RETURN_COUNTS[:1]
-    for parts, numbers in islice(product(returns, _list_new_numbers(live, places)), MAX_CANDIDATES):
-        found.append(_merge_changes(fixed, numbers, parts))
-    return found
+    candidates = list[ModuleChanges]()
+    return_counts = RETURN_COUNTS if any("still" in change for change in changes.values()) else RETURN_COUNTS[:1]
+    for return_count, numbers in islice(product(return_counts, _list_new_numbers(modules, locations)), MAX_CANDIDATES):
+        candidates.append(_merge_changes(changes, numbers, return_count))
+    return candidates
 
 
-def _merge_changes(fixed: ModuleChanges, numbers: Mapping[str, Mapping[str, int]], returns: int) -> ModuleChanges:
-    both = {path: dict(change) for path, change in fixed.items()}
-    for path, own in numbers.items():
-        both.setdefault(path, {})["set"] = dict(own)
-    for change in both.values():
+def _merge_changes(changes: ModuleChanges, numbers: Mapping[str, Mapping[str, int]], returns: int) -> ModuleChanges:
+    merged = {path: dict(change) for path, change in changes.items()}
+    for path, values in numbers.items():
+        merged.setdefault(path, {})["set"] = dict(values)
+    for change in merged.values():
         if "still" in change:
             change["still"] = change["still"] | {"returns": returns}
-    return both
+    return merged
 
 
-def _has_cache(module: nn.Module, place: AttentionLocation) -> bool:
-    return place.site.endswith(".attention") and type(vars(module).get("layer_idx")) is int
+def _has_cache(module: nn.Module, location: AttentionLocation) -> bool:
+    return location.site.endswith(".attention") and type(vars(module).get("layer_idx")) is int
 
 
-def _build_hf_model(folder: Path, keys: Mapping[str, Any]) -> nn.Module:
-    """The model that the config.json of a folder describes, without numbers."""
+def _build_hf_model(folder: Path, config: Mapping[str, Any]) -> nn.Module:
+    """Build the transformers model that config.json describes, on the meta device."""
     import transformers
 
     try:
-        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        hf_config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
         with torch.device("meta"):
-            return getattr(transformers, (keys.get("architectures") or [""])[0])._from_config(config)
-    except Exception as error:  # whatever a config makes transformers raise
+            return getattr(transformers, (config.get("architectures") or [""])[0])._from_config(hf_config)
+    except Exception as error:  # transformers raises many types for a bad config
         raise SpecError(
-            f"transformers builds nothing from its config.json: {' '.join(str(error).split())[:200]}"
+            f"transformers cannot build a model from its config.json: {' '.join(str(error).split())[:200]}"
         ) from None
 
 
-# --- names ---------------------------------------------------------------------------------------------
+# --- tensor names --------------------------------------------------------------------------------------
 
 
-def _map_tensor_names(model: Any, way: ShardRewrite) -> dict[str, str]:
-    """The name in the model of every tensor in the files; one whose numbers it brings into another form is refused."""
+def _map_tensor_names(model: Any, rewrite: ShardRewrite) -> dict[str, str]:
+    """Return the transformers name of every tensor in the files; raise if transformers would convert its values."""
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
     except ImportError:
-        raise SpecError("this transformers is too old to be asked how it names tensors; use 5.0 or later") from None
+        raise SpecError(
+            "cannot ask this version of transformers for its tensor names. Install transformers 5.0 or later"
+        ) from None
 
-    there, found = model.state_dict(), dict[str, str]()
+    model_tensors, names = model.state_dict(), dict[str, str]()
     steps = get_model_conversion_mapping(model)
     renamings = [step for step in steps if isinstance(step, WeightRenaming)]
     converters = [step for step in steps if isinstance(step, WeightConverter)]
-    headed = {
+    paths_with_heads = {
         path
-        for path, own in way.old_plan.pieces.items()
+        for path, own in rewrite.old_plan.pieces.items()
         if any(set(HEAD_AXES) & set(p.file_view.axis_sizes) for p in own)
     }
-    for name in (*way.source_tensors.infos, *way.new_tensors):
-        found[name], converted = rename_source_key(name, renamings, converters, model.base_model_prefix, there)
-        if converted is not None and way.plan_name(name) in headed:
-            raise SpecError(f"transformers keeps {name} in another form than its files")
-    # A tensor that the model has not stands where others of its module do: nobody else knows how the trunk is called.
-    modules = {_parent_path(name): _parent_path(new) for name, new in found.items() if new in there}
-    strange = [name for name, new in found.items() if new not in there and _parent_path(name) in modules]
-    return found | {name: f"{modules[_parent_path(name)]}.{name.rpartition('.')[2]}" for name in strange}
+    for name in (*rewrite.source_tensors.infos, *rewrite.new_tensors):
+        names[name], converted = rename_source_key(name, renamings, converters, model.base_model_prefix, model_tensors)
+        if converted is not None and rewrite.plan_name(name) in paths_with_heads:
+            raise SpecError(f"transformers converts {name} to another layout when loading")
+    # A tensor missing in the model gets the path of its module's other tensors, which includes the trunk's name.
+    modules = {_parent_path(name): _parent_path(new) for name, new in names.items() if new in model_tensors}
+    missing = [name for name, new in names.items() if new not in model_tensors and _parent_path(name) in modules]
+    return names | {name: f"{modules[_parent_path(name)]}.{name.rpartition('.')[2]}" for name in missing}
 
 
 def _parent_path(name: str) -> str:
     return name.rpartition(".")[0]
 
 
-def _shapes(model: nn.Module, names: Mapping[str, str], way: ShardRewrite) -> dict[str, tuple[int, ...]]:
-    """The tensors that are written in another shape than the model has, or that it has not at all."""
-    there = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+def _shapes(model: nn.Module, names: Mapping[str, str], rewrite: ShardRewrite) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of tensors that the model has in another shape, or not at all."""
+    model_shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     return {
         name: shape
-        for name, shape in way.shapes.items()
-        if (names[name] in there or way.plan_name(name) in way.new_plan.pieces) and there.get(names[name]) != shape
+        for name, shape in rewrite.shapes.items()
+        if (names[name] in model_shapes or rewrite.plan_name(name) in rewrite.new_plan.pieces)
+        and model_shapes.get(names[name]) != shape
     }
 
 
-def _locate_attentions(way: ShardRewrite, names: Mapping[str, str], before: ModelSpec) -> Iterator[AttentionLocation]:
-    """Every attention that config.json asks for, by where its tensors lie."""
-    there = {way.plan_name(name): name for name in way.source_tensors.infos}
-    plan = CheckpointPlan.from_spec(before, way.weight_names, way.prefix)
-    owner = {piece.name: there[path] for path, own in plan.pieces.items() if path in there for piece in own}
-    left = dict(way.form.model_spec.attention_specs())
+def _locate_attentions(
+    rewrite: ShardRewrite, names: Mapping[str, str], before: ModelSpec
+) -> Iterator[AttentionLocation]:
+    """Yield the location of every attention of the original config, from the paths of its tensors."""
+    files_by_path = {rewrite.plan_name(name): name for name in rewrite.source_tensors.infos}
+    plan = CheckpointPlan.from_spec(before, rewrite.weight_names, rewrite.prefix)
+    owner = {
+        piece.name: files_by_path[path] for path, own in plan.pieces.items() if path in files_by_path for piece in own
+    }
+    new_specs = dict(rewrite.form.model_spec.attention_specs())
     for site, spec in before.attention_specs():
         paths = {
             key: names[owner[f"{site}.{key}"]].rpartition(".")[0] for key in spec.params() if f"{site}.{key}" in owner
         }
-        sides = [path for key, path in paths.items() if key.startswith("project.")]
-        last = paths.get("output.o")
-        if not sides or last is None:
-            raise SpecError(f"{site} has no matrices of its own in these files")
-        host = _common_module([path.rpartition(".")[0] for path in sides])
-        layer = _layer_path(host)
-        every = {*paths.values()}
-        parts = {up for path in every for up in _parent_paths(path) if len(up) > len(layer) and up not in every}
-        inside = last.removeprefix(f"{host}.") if last.startswith(f"{host}.") else None
-        yield AttentionLocation(site, host, inside, tuple(sorted(parts | {host})), spec, left.get(site))
+        projection_paths = [path for key, path in paths.items() if key.startswith("project.")]
+        output_path = paths.get("output.o")
+        if not projection_paths or output_path is None:
+            raise SpecError(f"{site} has no weight matrices of its own in these files")
+        module_path = _common_module([path.rpartition(".")[0] for path in projection_paths])
+        layer_path = _layer_path(module_path)
+        tensor_paths = {*paths.values()}
+        inner_paths = {
+            parent
+            for path in tensor_paths
+            for parent in _parent_paths(path)
+            if len(parent) > len(layer_path) and parent not in tensor_paths
+        }
+        output_weight = (
+            output_path.removeprefix(f"{module_path}.") if output_path.startswith(f"{module_path}.") else None
+        )
+        yield AttentionLocation(
+            site, module_path, output_weight, tuple(sorted(inner_paths | {module_path})), spec, new_specs.get(site)
+        )
 
 
 def _common_module(paths: Sequence[str]) -> str:
-    """The innermost module that holds all of these."""
-    split = [path.split(".") for path in paths]
-    shared = 0
-    while all(len(path) > shared and path[shared] == split[0][shared] for path in split):
-        shared += 1
-    return ".".join(split[0][:shared])
+    """Return the innermost module that contains all of these paths."""
+    names = [path.split(".") for path in paths]
+    depth = 0
+    while all(len(path) > depth and path[depth] == names[0][depth] for path in names):
+        depth += 1
+    return ".".join(names[0][:depth])
 
 
 def _parent_paths(path: str) -> Iterator[str]:
@@ -176,15 +192,15 @@ def _parent_paths(path: str) -> Iterator[str]:
 
 
 def _layer_path(path: str) -> str:
-    """The innermost module on a path that is one of many."""
-    return next((up for up in (path, *_parent_paths(path)) if up.rpartition(".")[2].isdigit()), "")
+    """Return the innermost module on a path that is an element of a list, such as "layers.3"; "" if none is."""
+    return next((module for module in (path, *_parent_paths(path)) if module.rpartition(".")[2].isdigit()), "")
 
 
-# --- numbers -------------------------------------------------------------------------------------------
+# --- integer attributes of modules ---------------------------------------------------------------------
 
 
 def _derived_sizes(spec: AttentionSpec) -> dict[str, int]:
-    """What an attention may keep as a number that follows from its heads."""
+    """Return the sizes that depend on the heads and that a module may store as an attribute."""
     heads = spec.heads
     sizes = {"heads": heads.q, "shared": heads.kv, "group": heads.q // heads.kv}
     return sizes | {
@@ -195,41 +211,43 @@ def _derived_sizes(spec: AttentionSpec) -> dict[str, int]:
 
 
 def _fixed_widths(spec: AttentionSpec) -> set[int]:
-    """Sizes that stay what they are."""
+    """Return the sizes that do not depend on the number of heads."""
     return {size for _, part in spec.parts() for axis, size in spec.sizes_of(part).items() if axis not in HEAD_AXES}
 
 
 def _list_new_numbers(
-    live: Mapping[str, nn.Module], places: Sequence[AttentionLocation]
+    modules: Mapping[str, nn.Module], locations: Sequence[AttentionLocation]
 ) -> Iterator[dict[str, dict[str, int]]]:
-    """New numbers of modules, by path: every way to understand those that are there."""
-    if odd := [place.site for place in places if place.after and not place.after.heads.is_evenly_grouped]:
-        raise SpecError(f"heads of {odd[0]} share keys and values unevenly, which transformers cannot")
+    """Yield new attribute values by module path, one dictionary per interpretation of the current values."""
+    if uneven := [
+        location.site for location in locations if location.after and not location.after.heads.is_evenly_grouped
+    ]:
+        raise SpecError(f"transformers does not support key-value groups of unequal size ({uneven[0]})")
     rows = dict[tuple[str, str], list[ModuleNumber]]()
     for row in (
-        ModuleNumber(path, place, *one)
-        for place in places
-        for path in place.tensor_paths
-        for one in _integer_attributes(live[path])
+        ModuleNumber(path, location, *attribute)
+        for location in locations
+        for path in location.tensor_paths
+        for attribute in _integer_attributes(modules[path])
     ):
         if row.location.after:
-            rows.setdefault((type(live[row.path]).__name__, row.name), []).append(row)
-    free = [(name, choices) for (_, name), own in rows.items() if (choices := _interpret_numbers(own))]
-    for chosen in product(*(choices for _, choices in free)):
-        found = dict[str, dict[str, int]]()
-        for (name, _), choice in zip(free, chosen, strict=True):
+            rows.setdefault((type(modules[row.path]).__name__, row.name), []).append(row)
+    ambiguous = [(name, choices) for (_, name), numbers in rows.items() if (choices := _interpret_numbers(numbers))]
+    for chosen in product(*(choices for _, choices in ambiguous)):
+        new_values = dict[str, dict[str, int]]()
+        for (name, _), choice in zip(ambiguous, chosen, strict=True):
             for path, value in choice.items():
-                found.setdefault(path, {})[name] = value
-        yield found
+                new_values.setdefault(path, {})[name] = value
+        yield new_values
 
 
 def _integer_attributes(module: nn.Module) -> Iterator[tuple[str, int]]:
-    """The whole numbers that a module keeps."""
+    """Return the public integer attributes of a module."""
     return ((name, n) for name, n in vars(module).items() if type(n) is int and not name.startswith("_"))
 
 
 class ModuleNumber(NamedTuple):
-    """A whole number of a module of an attention."""
+    """An integer attribute of a module inside an attention."""
 
     path: str
     location: AttentionLocation
@@ -238,81 +256,84 @@ class ModuleNumber(NamedTuple):
 
 
 def _interpret_numbers(rows: Sequence[ModuleNumber]) -> list[dict[str, int]]:
-    """What one number of all modules of a kind may become; staying as it is comes last, if it may mean a width."""
-    found = list[dict[str, int]]()
-    for what in _derived_sizes(rows[0].location.before):
-        if all(row.value == _derived_sizes(row.location.before)[what] for row in rows):
-            sizes = {row.path: _derived_sizes(row.location.after)[what] for row in rows if row.location.after}
-            fresh = {row.path: sizes[row.path] for row in rows if sizes[row.path] != row.value}
-            found += [fresh] if fresh not in found else []
-    if found and {} not in found and all(row.value in _fixed_widths(row.location.before) for row in rows):
-        found.append({})
-    return [] if found == [{}] else found
+    """Return the new values an attribute may get in all modules of one type; {} (unchanged) is last, if possible."""
+    choices = list[dict[str, int]]()
+    for size_name in _derived_sizes(rows[0].location.before):
+        if all(row.value == _derived_sizes(row.location.before)[size_name] for row in rows):
+            sizes = {row.path: _derived_sizes(row.location.after)[size_name] for row in rows if row.location.after}
+            changed = {row.path: sizes[row.path] for row in rows if sizes[row.path] != row.value}
+            choices += [changed] if changed not in choices else []
+    if choices and {} not in choices and all(row.value in _fixed_widths(row.location.before) for row in rows):
+        choices.append({})
+    return [] if choices == [{}] else choices
 
 
-# --- shared tables -------------------------------------------------------------------------------------
+# --- tables shared by layers ---------------------------------------------------------------------------
 
 
 def _table_columns(
-    way: ShardRewrite, names: Mapping[str, str], places: Sequence[AttentionLocation]
+    rewrite: ShardRewrite, names: Mapping[str, str], locations: Sequence[AttentionLocation]
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Which columns of a table each attention reads, where one layer of the stack does not read it as it is."""
-    form: CanonicalForm = way.form
-    where = {piece.name: names[path] for path, own in way.new_plan.pieces.items() for piece in own if path in names}
+    """Yield the table columns each attention uses, for stacks in which any layer does not use all of them in order."""
+    form: CanonicalForm = rewrite.form
+    tensor_paths = {
+        piece.name: names[path] for path, own in rewrite.new_plan.pieces.items() for piece in own if path in names
+    }
     by_stack = dict[str, list[tuple[AttentionLocation, str, list[int]]]]()
-    for place in places:
-        for constant, table, _ in list_index_constants(place.after) if place.after else ():
-            keep = form.tensors[f"{place.site}.{constant}"].tolist()
-            by_stack.setdefault(place.site.split(".")[0], []).append((place, table, keep))
+    for location in locations:
+        for constant, table, _ in list_index_constants(location.after) if location.after else ():
+            keep = form.tensors[f"{location.site}.{constant}"].tolist()
+            by_stack.setdefault(location.site.split(".")[0], []).append((location, table, keep))
     for stack, rows in by_stack.items():
         table = rows[0][1]
         owner = next(name for name in form.tensors if name.startswith(f"{stack}.") and name.endswith(f".{table}"))
         size = form.tensors[owner].shape[-1]
-        moved = any(piece.name == owner for path in way.new_tensors for piece in way.new_plan.pieces[path])
+        moved = any(piece.name == owner for path in rewrite.new_tensors for piece in rewrite.new_plan.pieces[path])
         if moved or any(keep != list(range(size)) for _, _, keep in rows):
-            for place, _, keep in rows:
-                yield place.module_path, {"table": where[owner].rpartition(".")[0], "keep": keep}
+            for location, _, keep in rows:
+                yield location.module_path, {"table": tensor_paths[owner].rpartition(".")[0], "keep": keep}
 
 
-# --- A folder of transformers with attentions that its config.json cannot say, and a loader for who has ---
+# --- Folders with a loader script, for models that config.json cannot describe -------------------------
 
 LOADER_NAME = "load_model.py"
-LOADER_SOURCE = Path(__file__).with_name("load_model.txt")  # text for people without headwise; nothing here runs it
+LOADER_SOURCE = Path(__file__).with_name("load_model.txt")  # for users without headwise; not imported here
 
 
 class ResizedFolder(NamedTuple):
-    """What is to be said of such a folder, and what its heads.json holds besides."""
+    """Summary of a folder with a loader script, and the additional contents of its heads.json."""
 
     summary: str
     document: Mapping[str, Any]
 
 
 def add_loader(folder: Path, rewrite: ShardRewrite, net: Transformer, reason: str) -> ResizedFolder | str:
-    """Add the loader to a folder whose weights are written, once it was seen to work; else the reason why it cannot."""
+    """Add the loader script to a folder with written weights and check it; return the reason if it does not work."""
     form = rewrite.form
-    odd = form.find_extra_constants(rewrite.weight_names)
+    extra_constants = form.find_extra_constants(rewrite.weight_names)
     document: dict[str, Any] = {
         "model": to_dict(form.model_spec),
-        "constants": {name: tensor.tolist() for name, tensor in odd.items()},
+        "constants": {name: tensor.tolist() for name, tensor in extra_constants.items()},
         "besides": rewrite.unused_tensors,
     }
     not_plain = f"Not a plain transformers checkpoint, because {reason}; load it with headwise.load"
     if find_spec("transformers") is None:
         return ResizedFolder(
-            f"{not_plain} (transformers is not installed, so that no loader could be tried).", document
+            f"{not_plain} (no loader script was written: it cannot be tested, because transformers is not installed).",
+            document,
         )
     (folder / LOADER_NAME).write_bytes(LOADER_SOURCE.read_bytes())
     fsync_file(folder / LOADER_NAME)
-    early = {"format": RECORD_FORMAT, "kind": "resized"} | document
-    (folder / RECORD_FILE).write_text(json.dumps(early), encoding="utf-8")
+    draft = {"format": RECORD_FORMAT, "kind": "resized"} | document
+    (folder / RECORD_FILE).write_text(json.dumps(draft), encoding="utf-8")
     try:
-        found = list_module_changes(folder, rewrite)
-        trial = check_load(folder, net, form, found)
+        candidates = list_module_changes(folder, rewrite)
+        check = check_load(folder, net, form, candidates)
     except SpecError as error:
         return str(error)
     (folder / RECORD_FILE).unlink()
-    if not trial.agrees:
-        return f"its own loader was tried in vain ({trial.message})"
-    document |= {"modules": found[trial.candidate], "checked": trial.message}
+    if not check.agrees:
+        return f"its loader script failed ({check.message})"
+    document |= {"modules": candidates[check.candidate], "checked": check.message}
     document |= {"loader": {"name": LOADER_NAME, "sha256": sha256(folder / LOADER_NAME)}}
     return ResizedFolder(f"{not_plain} or {LOADER_NAME}.", document)

@@ -1,4 +1,4 @@
-"""A model in the plainest words that say it: heads in the order of what they read, and nothing said that follows."""
+"""Weights of a changed model in the layout of its original files: a canonical form, rewritten shard by shard."""
 
 from __future__ import annotations
 
@@ -30,27 +30,29 @@ SpecByName = Mapping[str, AttentionSpec]
 
 @dataclass(frozen=True)
 class CanonicalForm:
-    """A description, and every tensor of it by name."""
+    """A model spec and all its tensors by name."""
 
     model_spec: ModelSpec
     tensors: Mapping[str, Tensor]
 
     def find_extra_constants(self, names: WeightNames) -> dict[str, Tensor]:
-        """Numbers that files of this kind do not hold, and that do not follow from the description either."""
+        """Return constants that these files do not store and that differ from what the spec implies."""
         return {
-            f"{site}.{key}": held
+            f"{site}.{key}": tensor
             for site, spec in self.model_spec.attention_specs()
             for key, param in spec.params().items()
             if not param.trainable and names.find_location(f"{site}.{key}") is None
             if not torch.equal(
-                held := self.tensors[f"{site}.{key}"].cpu(), param.init(spec.shapes()[key]).to(held.dtype)
+                tensor := self.tensors[f"{site}.{key}"].cpu(), param.init(spec.shapes()[key]).to(tensor.dtype)
             )
         }
 
 
 def to_canonical_form(net: Transformer) -> CanonicalForm:
-    """The same function: heads of a layer stand in order, a shared table holds what is read of it, parts say no more
-    than they must.
+    """Return an equivalent model in canonical form, which a config is most likely to describe.
+
+    Heads are sorted by key-value head, shared tables contain only the columns in use, and options with default values
+    are dropped.
 
     >>> import headwise as hw
     >>> from headwise.model_spec import BlockSpec, EmbeddingSpec, StackSpec
@@ -69,7 +71,7 @@ def to_canonical_form(net: Transformer) -> CanonicalForm:
 
 
 def replace_specs(model_spec: ModelSpec, specs: SpecByName) -> ModelSpec:
-    """The model with these attentions, by name, in the place of its own."""
+    """Return the model spec with these attention specs, by site."""
     stacks = []
     for stack in model_spec.stacks:
         blocks = [
@@ -81,20 +83,20 @@ def replace_specs(model_spec: ModelSpec, specs: SpecByName) -> ModelSpec:
 
 
 def _site_tensors(form: CanonicalForm, site: str, spec: AttentionSpec) -> dict[str, Tensor]:
-    """Every tensor that an attention reads; one that layers share is found where it first stands."""
+    """Return every tensor of an attention; a shared one is found under the name of its first use."""
     stack = site.split(".")[0]
-    found = dict[str, Tensor]()
+    tensors = dict[str, Tensor]()
     for key in spec.params():
         shared = (name for name in form.tensors if name.startswith(f"{stack}.") and name.endswith(f".{key}"))
-        found[key] = form.tensors[name if (name := f"{site}.{key}") in form.tensors else next(shared)]
-    return found
+        tensors[key] = form.tensors[name if (name := f"{site}.{key}") in form.tensors else next(shared)]
+    return tensors
 
 
-# --- heads in order ------------------------------------------------------------------------------------
+# --- order of heads ------------------------------------------------------------------------------------
 
 
 def _sort_heads(form: CanonicalForm) -> CanonicalForm:
-    """Query heads sorted by what they read, and key-value heads by who reads them first."""
+    """Sort query heads by their key-value head, and key-value heads by their first query head."""
     specs, tensors = dict(form.model_spec.attention_specs()), dict(form.tensors)
     if form.model_spec.approximation_reasons():
         return form
@@ -121,54 +123,58 @@ def _sort_heads(form: CanonicalForm) -> CanonicalForm:
 
 
 def list_index_constants(spec: AttentionSpec) -> Iterator[tuple[str, str, str]]:
-    """Constants that say for each head which index of a shared table it reads: constant, table, and the axis of it."""
+    """Yield constants that hold each head's index into a shared table, as (constant, table, axis of the table)."""
     for name, part in spec.parts():
         params = part.params(spec)
-        own = {key for key, param in params.items() if param.layout.axes == ("q",) and not param.trainable}
+        constants = {key for key, param in params.items() if param.layout.axes == ("q",) and not param.trainable}
         tables = {key: param.layout.axes for key, param in params.items() if param.tied_to}
         for table, axes in tables.items():
-            yield from ((f"{name}.{axis}", f"{name}.{table}", axis) for axis in axes if axis in own)
+            yield from ((f"{name}.{axis}", f"{name}.{table}", axis) for axis in axes if axis in constants)
 
 
 def _narrow_tables(form: CanonicalForm) -> CanonicalForm:
-    """A table of which all layers of a stack read the same indices holds these alone."""
+    """Drop the unused columns of a table if all layers of a stack use the same ones."""
     specs, tensors = dict(form.model_spec.attention_specs()), dict(form.tensors)
     for stack in form.model_spec.stacks:
-        own = {site: spec for site, spec in specs.items() if site.startswith(f"{stack.name}.")}
-        for constant, table, axis in {row for spec in own.values() for row in list_index_constants(spec)}:
-            sites = [site for site, spec in own.items() if constant in spec.params()]
-            read = {tuple(tensors[f"{site}.{constant}"].tolist()) for site in sites}
+        stack_specs = {site: spec for site, spec in specs.items() if site.startswith(f"{stack.name}.")}
+        for constant, table, axis in {row for spec in stack_specs.values() for row in list_index_constants(spec)}:
+            sites = [site for site, spec in stack_specs.items() if constant in spec.params()]
+            index_lists = {tuple(tensors[f"{site}.{constant}"].tolist()) for site in sites}
             owner = next(f"{site}.{table}" for site in sites if f"{site}.{table}" in tensors)
-            layout = own[sites[0]].params()[table].layout
+            layout = stack_specs[sites[0]].params()[table].layout
             size = tensors[owner].shape[layout.axes.index(axis)]
-            if len(read) > 1 or (kept := sorted(next(iter(read)))) != sorted(set(kept)) or len(kept) == size:
+            if (
+                len(index_lists) > 1
+                or (used := sorted(next(iter(index_lists)))) != sorted(set(used))
+                or len(used) == size
+            ):
                 continue
-            fitted = {site: _fit_axis(own[site], constant.split(".")[0], axis, len(kept)) for site in sites}
-            if not all(fitted.values()):
+            narrowed = {site: _fit_axis(stack_specs[site], constant.split(".")[0], axis, len(used)) for site in sites}
+            if not all(narrowed.values()):
                 continue
-            specs |= {site: spec for site, spec in fitted.items() if spec}
-            tensors[owner] = select_heads(kept)(tensors[owner], layout.axes.index(axis)).clone()
+            specs |= {site: spec for site, spec in narrowed.items() if spec}
+            tensors[owner] = select_heads(used)(tensors[owner], layout.axes.index(axis)).clone()
             for site in sites:
-                held = tensors[f"{site}.{constant}"]
-                tensors[f"{site}.{constant}"] = torch.tensor([kept.index(one) for one in held.tolist()]).to(held)
+                old = tensors[f"{site}.{constant}"]
+                tensors[f"{site}.{constant}"] = torch.tensor([used.index(index) for index in old.tolist()]).to(old)
     return CanonicalForm(replace_specs(form.model_spec, specs), tensors)
 
 
 def _fit_axis(spec: AttentionSpec, name: str, axis: str, size: int) -> AttentionSpec | None:
-    """The spec whose part of this name gives an axis this size without being told, if it can."""
+    """Reset one field of a part to its default so that the axis gets this size; None if no field does."""
     part = dict(spec.parts())[name]
-    for field, usual in _default_fields(part).items():
-        fresh = replace(part, **{field: usual})
-        if getattr(part, field) != usual and spec.sizes_of(fresh)[axis] == size:
-            return _replace_part(spec, name, fresh)
+    for field, default in _default_fields(part).items():
+        new_part = replace(part, **{field: default})
+        if getattr(part, field) != default and spec.sizes_of(new_part)[axis] == size:
+            return _replace_part(spec, name, new_part)
     return None
 
 
-# --- what follows by itself ----------------------------------------------------------------------------
+# --- options with default values -----------------------------------------------------------------------
 
 
 def _drop_defaults(form: CanonicalForm) -> CanonicalForm:
-    """Parts without what they would settle on by themselves."""
+    """Reset fields of parts to their defaults where that changes nothing."""
     specs = dict(form.model_spec.attention_specs())
     return replace(
         form, model_spec=replace_specs(form.model_spec, {site: _simplify_spec(spec) for site, spec in specs.items()})
@@ -177,14 +183,14 @@ def _drop_defaults(form: CanonicalForm) -> CanonicalForm:
 
 def _simplify_spec(spec: AttentionSpec) -> AttentionSpec:
     for name, part in list(spec.parts()):
-        for field, usual in _default_fields(part).items():
-            fresh = replace(part, **{field: usual})
+        for field, default in _default_fields(part).items():
+            new_part = replace(part, **{field: default})
             if (
-                getattr(part, field) != usual
-                and fresh.with_fixed_sizes(spec) == part.with_fixed_sizes(spec)
-                and fresh != part
+                getattr(part, field) != default
+                and new_part.with_fixed_sizes(spec) == part.with_fixed_sizes(spec)
+                and new_part != part
             ):
-                spec, part = _replace_part(spec, name, fresh), fresh
+                spec, part = _replace_part(spec, name, new_part), new_part
     return spec
 
 
@@ -192,24 +198,26 @@ def _default_fields(part: Part) -> dict[str, Any]:
     return field_defaults(type(part))
 
 
-def _replace_part(spec: AttentionSpec, name: str, fresh: Any) -> AttentionSpec:
+def _replace_part(spec: AttentionSpec, name: str, part: Any) -> AttentionSpec:
     slots: dict[str, Callable[[], AttentionSpec]] = {
-        ("output" if slot == "merge" else slot): (lambda slot=slot: replace(spec, **{slot: fresh})) for slot in SLOTS
+        ("output" if slot == "merge" else slot): (lambda slot=slot: replace(spec, **{slot: part})) for slot in SLOTS
     }
     if name in slots:
         return slots[name]()
-    named = [found for found, _ in spec.parts()][4:]
-    modifiers = tuple(fresh if found == name else held for found, held in zip(named, spec.modifiers, strict=True))
+    names = [part_name for part_name, _ in spec.parts()][4:]
+    modifiers = tuple(
+        part if part_name == name else modifier for part_name, modifier in zip(names, spec.modifiers, strict=True)
+    )
     return replace(spec, modifiers=modifiers)
 
 
-# --- Files of transformers written again with other attentions in them, shard by shard -----------------
+# --- Rewriting of shards -------------------------------------------------------------------------------
 
-HEAD_AXES = ("q", "kv", "v", "out", "voice")  # axes that are empty where no head is left
+HEAD_AXES = ("q", "kv", "v", "out", "voice")  # axes of size 0 when no head is left
 
 
 class ShardRewrite(NamedTuple):
-    """What lies where in the files of a model, before its heads were cut and after."""
+    """Layout of a model's tensors in its files, before and after the change."""
 
     source_tensors: SafetensorsFolder
     weight_names: WeightNames
@@ -220,20 +228,20 @@ class ShardRewrite(NamedTuple):
 
     @staticmethod
     def of(source: Path, described: ModelSpec, form: CanonicalForm) -> ShardRewrite:
-        """The plans of a folder that holds the first description, and is to say the form."""
+        """Return the rewrite of a folder with model spec `described` into `form`."""
         stored, names = SafetensorsFolder(source), get_weight_names(described.name)
         trunk = names.find_prefix(names.canonical_name(name) for name in stored.infos)
         old, new = (CheckpointPlan.from_spec(model, names, trunk) for model in (described, form.model_spec))
         return ShardRewrite(stored, names, trunk, old, new, form)
 
     def plan_name(self, name: str) -> str:
-        """The name that the plans have for a tensor."""
+        """Return the name of a file tensor in the plans."""
         usual = self.weight_names.canonical_name(name)
         return self.old_plan.tied_names.get(usual, usual)
 
     @property
     def unused_tensors(self) -> list[str]:
-        """Tensors that the new description has no use for, and that files of this kind do not have else."""
+        """Tensors that the new model does not use and that files of this kind do not normally contain."""
         usual = [
             self.weight_names.canonical_name(name)
             for name in self.source_tensors.infos
@@ -243,16 +251,19 @@ class ShardRewrite(NamedTuple):
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shape of every tensor that is written, by its name in the files."""
+        """Shape of every tensor to write, by its name in the files."""
         return {name: self._shape(name) for name in (*self.source_tensors.infos, *self.new_tensors)}
 
     @property
     def new_tensors(self) -> dict[str, str]:
-        """Tensors that no file held, each with the one beside which it is written."""
-        held = {self.plan_name(name): name for name in self.source_tensors.infos}
+        """Tensors missing in the source, each with the tensor in whose shard it is written."""
+        source_names = {self.plan_name(name): name for name in self.source_tensors.infos}
         last = list(self.source_tensors.infos)[-1]
-        fresh = [path for path in self.new_plan.pieces if path not in held]
-        return {path: next((n for n in held.values() if n.startswith(_module_prefix(path))), last) for path in fresh}
+        new_paths = [path for path in self.new_plan.pieces if path not in source_names]
+        return {
+            path: next((n for n in source_names.values() if n.startswith(_module_prefix(path))), last)
+            for path in new_paths
+        }
 
     def _shape(self, name: str) -> tuple[int, ...]:
         path = self.plan_name(name)
@@ -263,7 +274,7 @@ class ShardRewrite(NamedTuple):
         return self.source_tensors.infos[name].shape
 
     def rewrite_tensor(self, name: str, source: Tensor) -> Tensor:
-        """What is written under a name: what stood there, unless the model has another."""
+        """Return the tensor to write under a name: the source's, unless the model has a new one."""
         path = self.plan_name(name)
         if path in self.new_plan.pieces:
             return self.build_tensor(path, source.dtype)
@@ -273,70 +284,74 @@ class ShardRewrite(NamedTuple):
         return source if shape == tuple(source.shape) else source.new_empty(shape)
 
     def build_tensor(self, path: str, dtype: torch.dtype) -> Tensor:
-        """A tensor of the model in the layout of the files, with their kind of numbers."""
-        own = self.new_plan.pieces[path]
-        fresh = torch.empty(own[0].shape, dtype=dtype)
-        for piece in own:
-            piece.file_view.view(fresh).copy_(piece.own_view.view(self.form.tensors[piece.name].cpu().contiguous()))
-        return fresh
+        """Return a tensor of the model in the layout and dtype of the files."""
+        pieces = self.new_plan.pieces[path]
+        tensor = torch.empty(pieces[0].shape, dtype=dtype)
+        for piece in pieces:
+            piece.file_view.view(tensor).copy_(piece.own_view.view(self.form.tensors[piece.name].cpu().contiguous()))
+        return tensor
 
 
 def _module_prefix(path: str) -> str:
     return f"{path.rpartition('.')[0]}."
 
 
-def _shape_without_heads(own: list[TensorPiece]) -> tuple[int, ...]:
-    """The shape without any head; what has no axis of heads stays."""
-    there = own[0].file_view
-    return there.layout.shape({**there.axis_sizes, **{axis: 0 for axis in HEAD_AXES if axis in there.axis_sizes}})
+def _shape_without_heads(pieces: list[TensorPiece]) -> tuple[int, ...]:
+    """Return the shape with all head axes at size 0."""
+    file_view = pieces[0].file_view
+    return file_view.layout.shape(
+        {**file_view.axis_sizes, **{axis: 0 for axis in HEAD_AXES if axis in file_view.axis_sizes}}
+    )
 
 
 def write_shards(rewrite: ShardRewrite, folder: Path) -> list[Path]:
-    """Write the shards into a folder, one after the other, and their index where there was one."""
-    beside, where = dict[str, list[str]](), dict[str, str]()
+    """Write the shards into a folder one at a time, and their index if the source has one; return the paths."""
+    new_by_neighbour, file_of_tensor = dict[str, list[str]](), dict[str, str]()
     for path, neighbour in rewrite.new_tensors.items():
-        beside.setdefault(neighbour, []).append(path)
+        new_by_neighbour.setdefault(neighbour, []).append(path)
     written, size = list[Path](), 0
     for file in rewrite.source_tensors.files:
-        held, told = dict[str, Tensor](), dict[str, str]()
-        for name, tensor in _iter_tensors(file, told):
-            held[name] = rewrite.rewrite_tensor(name, tensor).contiguous()
-            held |= {path: rewrite.build_tensor(path, held[name].dtype) for path in beside.get(name, ())}
-        _save_shard(held, folder / file.name, told)
+        tensors, metadata = dict[str, Tensor](), dict[str, str]()
+        for name, tensor in _iter_tensors(file, metadata):
+            tensors[name] = rewrite.rewrite_tensor(name, tensor).contiguous()
+            tensors |= {
+                path: rewrite.build_tensor(path, tensors[name].dtype) for path in new_by_neighbour.get(name, ())
+            }
+        _save_shard(tensors, folder / file.name, metadata)
         written.append(folder / file.name)
-        where |= dict.fromkeys(held, file.name)
-        size += sum(tensor.nbytes for tensor in held.values())
+        file_of_tensor |= dict.fromkeys(tensors, file.name)
+        size += sum(tensor.nbytes for tensor in tensors.values())
     if rewrite.source_tensors.path.name == INDEX_FILE:
-        _write_index(rewrite.source_tensors.path, folder / INDEX_FILE, where, size)
+        _write_index(rewrite.source_tensors.path, folder / INDEX_FILE, file_of_tensor, size)
         written.append(folder / INDEX_FILE)
     return written
 
 
-def _iter_tensors(file: Path, told: dict[str, str]) -> Iterator[tuple[str, Tensor]]:
+def _iter_tensors(file: Path, metadata: dict[str, str]) -> Iterator[tuple[str, Tensor]]:
     with safe_open(file, framework="pt") as opened:
-        told |= opened.metadata() or {"format": "pt"}
-        for name in opened.keys():  # noqa: SIM118 - it is no mapping
+        metadata |= opened.metadata() or {"format": "pt"}
+        for name in opened.keys():  # noqa: SIM118 - not a mapping
             yield name, opened.get_tensor(name)
 
 
-def _save_shard(held: Mapping[str, Tensor], path: Path, told: dict[str, str]) -> None:
+def _save_shard(tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
     try:
-        save_file(dict(held), path, told)
+        save_file(dict(tensors), path, metadata)
         fsync_file(path)
-    except Exception as error:  # safetensors has a name of its own for a full disk
-        raise OSError(f"{path.name} cannot be written: {error}; make room, or give another place") from error
+    except Exception as error:  # safetensors raises its own type when the disk is full
+        raise OSError(f"cannot write {path.name}: {error}. Free disk space, or give another folder") from error
 
 
-def _write_index(old: Path, path: Path, where: Mapping[str, str], size: int) -> None:
-    said: dict[str, Any] = json.loads(old.read_text(encoding="utf-8"))
-    said["weight_map"] = dict(where)
-    said["metadata"] = (said.get("metadata") or {}) | {"total_size": size}
-    path.write_text(json.dumps(said, indent=2) + "\n", encoding="utf-8")
+def _write_index(old: Path, path: Path, file_of_tensor: Mapping[str, str], size: int) -> None:
+    index: dict[str, Any] = json.loads(old.read_text(encoding="utf-8"))
+    index["weight_map"] = dict(file_of_tensor)
+    index["metadata"] = (index.get("metadata") or {}) | {"total_size": size}
+    path.write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     fsync_file(path)
 
 
 def fsync_file(path: Path) -> None:
-    """Wait until a file has reached the disk."""
+    """Flush a file to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -1,4 +1,4 @@
-"""Curves drawn: quality against heads left, part against part, and columns of the heads that stay."""
+"""Figures of pruning curves: quality against heads kept, part against part, and stacked columns of kept heads."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Okabe and Ito's colours, for light and for dark paper; lines are told by their signs as well.
+# Okabe and Ito's palette, for light and dark backgrounds; lines also differ by marker.
 LINE_COLOURS = {
     "light": ("#0072B2", "#D55E00", "#009E73", "#CC79A7"),
     "dark": ("#56B4E9", "#E8833A", "#2FC79A", "#DE9CC6"),
 }
 MARKERS = "os^D"
-LABEL_COLOUR = "#1A1A1A"  # on every colour of a class
-LABEL_GAP = 0.075  # of an axis, between two labels
-ROW_HEIGHT = 0.028  # of a column, that a letter needs
+LABEL_COLOUR = "#1A1A1A"  # readable on every class colour
+LABEL_GAP = 0.075  # minimum distance of two labels, as a fraction of the axis
+ROW_HEIGHT = 0.028  # minimum height of a labelled box, as a fraction of a column
 PART_LETTERS = {"encoder": "N", "decoder": "D", "cross": "X"}
 
 
 class PlotLine(NamedTuple):
-    """One line: its name, its marks, its colour and its sign."""
+    """A line of a plot: name, values, colour and marker."""
 
     name: str
     values: Sequence[CurveValue]
@@ -41,7 +41,7 @@ class PlotLine(NamedTuple):
 
 
 def write_figures(curves: PruningCurves, folder: Path) -> list[str]:
-    """Every figure on light and dark paper, as SVG and PNG; their names."""
+    """Save every figure for light and dark backgrounds as SVG and PNG; return their names."""
     names = list[str]()
     for name, make in list_figures(curves):
         names.append(name)
@@ -52,7 +52,7 @@ def write_figures(curves: PruningCurves, folder: Path) -> list[str]:
 
 
 def list_figures(curves: PruningCurves) -> Iterator[tuple[str, Callable[[FigureTheme], Figure]]]:
-    """The figures that these curves have, by name."""
+    """Yield the name and plot function of every figure that these curves have data for."""
     for name in curves.metric_names:
         if name in (LOSS, curves.objective):
             yield "curves", partial(plot_by_order, curves, name)
@@ -60,50 +60,52 @@ def list_figures(curves: PruningCurves) -> Iterator[tuple[str, Callable[[FigureT
             yield f"curves-{name.lower().replace(' ', '-')}", partial(plot_by_order, curves, name)
     if len(curves.parts) > 2:
         yield "parts", partial(plot_by_part, curves)
-    for place, order in enumerate(get_joint_curves(curves)):
-        ends = f"-{order}" if place else ""
+    for index, order in enumerate(get_joint_curves(curves)):
+        suffix = f"-{order}" if index else ""
         if group_by_part(curves):
-            yield f"parts-left{ends}", partial(plot_parts_left, curves, order)
+            yield f"parts-left{suffix}", partial(plot_parts_left, curves, order)
         if curves.classes:
-            yield f"classes-left{ends}", partial(plot_classes_left, curves, order)
+            yield f"classes-left{suffix}", partial(plot_classes_left, curves, order)
 
 
 def plot_parts_left(curves: PruningCurves, order: str, paper: FigureTheme) -> Figure:
-    """The heads that stay, part by part."""
+    """Plot the heads kept in each part."""
     colours = zip([part for part in curves.parts if part != ALL_PARTS], LINE_COLOURS["dark"], strict=False)
     inks = {part: (PART_LETTERS.get(part, part[0].upper()), colour) for part, colour in colours}
     return plot_columns(curves, order, group_by_part(curves), inks, paper)
 
 
 def plot_classes_left(curves: PruningCurves, order: str, paper: FigureTheme) -> Figure:
-    """The heads that stay, class by class."""
+    """Plot the heads kept in each class."""
     return plot_columns(curves, order, curves.classes, {name: class_style(name, paper) for name in CLASS_STYLES}, paper)
 
 
 def plot_by_order(curves: PruningCurves, name: str, paper: FigureTheme) -> Figure:
-    """A panel for each part, a line for each order: a number with its interval, of chance the mean and the range."""
+    """Plot one panel per part and one line per order, with intervals; for random orders the mean and range."""
     from matplotlib.figure import Figure
 
-    names = [part for part in curves.parts if any(curves.list_values(part, order, name) for order in curves.orders)]
-    across = min(2, len(names))
-    down = -(-len(names) // across)
-    figure = Figure(figsize=(4.4 * across, 2.9 * down + 0.5), layout="constrained")
+    parts = [part for part in curves.parts if any(curves.list_values(part, order, name) for order in curves.orders)]
+    num_columns = min(2, len(parts))
+    num_rows = -(-len(parts) // num_columns)
+    figure = Figure(figsize=(4.4 * num_columns, 2.9 * num_rows + 0.5), layout="constrained")
     figure.suptitle(
-        f"{curves.model}: {_axis_label(curves, name)}, less that of the whole model",
+        f"{curves.model}: {_axis_label(curves, name)}, change from the full model",
         x=0.01,
         ha="left",
         fontweight="bold",
         fontsize=9,
     )
-    for number, part in enumerate(names, 1):
-        axes = figure.add_subplot(down, across, number)
-        every = [_make_line(curves, part, order, name, paper) for order in curves.orders]
-        strokes = [one for one in every if one.values]
-        _draw_lines(axes, strokes, paper)
-        heads = curves.count_part_heads(part)
-        axes.set_title(f"all {heads} heads" if part == ALL_PARTS else f"{heads} of {part}, the others whole")
-        axes.set(xlim=(heads, 0), xlabel="heads left")
-        axes.set_xticks([mark.num_heads for mark in strokes[0].values])
+    for number, part in enumerate(parts, 1):
+        axes = figure.add_subplot(num_rows, num_columns, number)
+        all_lines = [_make_line(curves, part, order, name, paper) for order in curves.orders]
+        lines = [line for line in all_lines if line.values]
+        _draw_lines(axes, lines, paper)
+        num_heads = curves.count_part_heads(part)
+        axes.set_title(
+            f"all {num_heads} heads" if part == ALL_PARTS else f"{num_heads} heads of {part}, other parts complete"
+        )
+        axes.set(xlim=(num_heads, 0), xlabel="heads kept")
+        axes.set_xticks([value.num_heads for value in lines[0].values])
         if name in (LOSS, curves.objective):
             _draw_limit(axes, curves.max_loss_increase, paper)
     figure.supxlabel(
@@ -113,20 +115,23 @@ def plot_by_order(curves: PruningCurves, name: str, paper: FigureTheme) -> Figur
 
 
 def plot_by_part(curves: PruningCurves, paper: FigureTheme) -> Figure:
-    """A line for each part alone by our order, on one scale."""
+    """Plot one line per part in the first order, on one scale of the fraction of heads kept."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(5.6, 3.3), layout="constrained")
     axes, name, order = figure.add_subplot(), curves.metric_names[0], curves.orders[0]
-    strokes = list[PlotLine]()
-    for place, part in enumerate(curves.parts):
-        heads = curves.count_part_heads(part) / 100
-        marks = [one._replace(num_heads=one.num_heads / heads) for one in curves.list_values(part, order, name)]
-        colour = paper.muted if part == ALL_PARTS else LINE_COLOURS[paper.name][place % len(MARKERS) - 1]
-        strokes.append(PlotLine(part, marks, colour, MARKERS[place % len(MARKERS)]))
-    _draw_lines(axes, strokes, paper)
-    axes.set(xlim=(100, 0), xlabel="heads of the part left, %; the other parts whole")
-    axes.set_title(f"{curves.model}: {_axis_label(curves, name)}, less that of the whole model; by {order}")
+    lines = list[PlotLine]()
+    for index, part in enumerate(curves.parts):
+        heads_per_percent = curves.count_part_heads(part) / 100
+        values = [
+            value._replace(num_heads=value.num_heads / heads_per_percent)
+            for value in curves.list_values(part, order, name)
+        ]
+        colour = paper.muted if part == ALL_PARTS else LINE_COLOURS[paper.name][index % len(MARKERS) - 1]
+        lines.append(PlotLine(part, values, colour, MARKERS[index % len(MARKERS)]))
+    _draw_lines(axes, lines, paper)
+    axes.set(xlim=(100, 0), xlabel="heads of the part kept, %; other parts complete")
+    axes.set_title(f"{curves.model}: {_axis_label(curves, name)}, change from the full model; by {order}")
     _draw_limit(axes, curves.max_loss_increase, paper)
     return figure
 
@@ -138,69 +143,74 @@ def plot_columns(
     inks: Mapping[str, tuple[str, str]],
     paper: FigureTheme,
 ) -> Figure:
-    """The heads that stay as columns of groups; triangles where surely more or fewer stay than chance leaves.
+    """Plot the heads kept as stacked columns of groups; triangles mark significantly more or fewer than by chance.
 
-    Above the column where the last head of a group is gone stands its letter, struck out by a cross.
+    A cross and the letter of a group mark the first column in which no head of it is left.
     """
     from matplotlib.figure import Figure
 
     kept = list_grouped_heads(get_joint_curves(curves)[order], groups)
-    told = {(one.group, one.num_heads): one.verdict for one in assess_group_survival(groups, kept[1:])}
-    names = [name for name in inks if name in set(groups.values())]
+    verdicts = {(result.group, result.num_heads): result.verdict for result in assess_group_survival(groups, kept[1:])}
+    group_names = [name for name in inks if name in set(groups.values())]
     figure = Figure(figsize=(max(4.6, 0.62 * len(kept) + 1.6), 4.6), layout="constrained")
     axes, bottoms = figure.add_subplot(), [0.0] * len(kept)
-    for name in names:
-        for place, heads in enumerate(kept):
+    for name in group_names:
+        for column, heads in enumerate(kept):
             count = Counter(groups[head] for head in heads)[name]
-            sure = told.get((name, len(heads)), "")
-            _draw_box(axes, (place, bottoms[place], count, len(groups)), inks[name], sure, paper)
-            bottoms[place] += count
-    _mark_extinctions(axes, kept, groups, {name: inks[name] for name in names}, paper)
-    axes.set(xlim=(-0.6, len(kept) - 0.4), ylim=(0, len(groups) * 1.02), xlabel="heads left", ylabel="heads")
+            verdict = verdicts.get((name, len(heads)), "")
+            _draw_box(axes, (column, bottoms[column], count, len(groups)), inks[name], verdict, paper)
+            bottoms[column] += count
+    _mark_extinctions(axes, kept, groups, {name: inks[name] for name in group_names}, paper)
+    axes.set(xlim=(-0.6, len(kept) - 0.4), ylim=(0, len(groups) * 1.02), xlabel="heads kept", ylabel="heads")
     axes.set_xticks(range(len(kept)), [str(len(heads)) for heads in kept])
-    axes.set_title(f"{curves.model}: the heads that stay by {order}")
+    axes.set_title(f"{curves.model}: heads kept by {order}")
     axes.tick_params(axis="x", length=0)
-    _draw_legend(figure, {name: inks[name] for name in names}, paper)
+    _draw_legend(figure, {name: inks[name] for name in group_names}, paper)
     return figure
 
 
-# --- how it is drawn ---------------------------------------------------------------------------------------------
+# --- drawing -------------------------------------------------------------------------------------------
 
 
-def _draw_lines(axes: Axes, strokes: Sequence[PlotLine], paper: FigureTheme) -> None:
-    for one in reversed(strokes):  # ours lies upon the others
-        lefts = [mark.num_heads for mark in one.values]
+def _draw_lines(axes: Axes, lines: Sequence[PlotLine], paper: FigureTheme) -> None:
+    for line in reversed(lines):  # the first order is drawn on top
+        counts = [mark.num_heads for mark in line.values]
         axes.fill_between(
-            lefts, [m.low for m in one.values], [m.high for m in one.values], color=one.colour, alpha=0.16, lw=0
+            counts,
+            [value.low for value in line.values],
+            [value.high for value in line.values],
+            color=line.colour,
+            alpha=0.16,
+            lw=0,
         )
-        axes.plot(lefts, [m.value for m in one.values], color=one.colour, marker=one.marker, ms=3.2)
+        axes.plot(counts, [value.value for value in line.values], color=line.colour, marker=line.marker, ms=3.2)
     axes.axhline(0, color=paper.muted, lw=0.5)
     low, high = axes.get_ylim()
     axes.set_ylim(low, high)
-    ends = [one.values[-1].value for one in strokes]
-    for one, end, place in zip(strokes, ends, spread_labels(ends, low, high), strict=True):
-        leads = {"arrowstyle": "-", "color": one.colour, "lw": 0.5, "shrinkA": 1, "shrinkB": 3}
+    ends = [line.values[-1].value for line in lines]
+    for line, end, label_y in zip(lines, ends, spread_labels(ends, low, high), strict=True):
+        arrow_style = {"arrowstyle": "-", "color": line.colour, "lw": 0.5, "shrinkA": 1, "shrinkB": 3}
         axes.annotate(
-            one.name,
-            (one.values[-1].num_heads, end),
-            xytext=(1.03, (place - low) / (high - low)),
-            color=one.colour,
+            line.name,
+            (line.values[-1].num_heads, end),
+            xytext=(1.03, (label_y - low) / (high - low)),
+            color=line.colour,
             textcoords="axes fraction",
             va="center",
             fontsize=7,
-            arrowprops=leads,
+            arrowprops=arrow_style,
         )
 
 
 def spread_labels(values: Sequence[float], low: float, high: float) -> list[float]:
-    """Where labels stand so that none is upon another: near their values, in their order, between low and high.
+    """Return label positions near their values, in the same order, without overlap, between low and high.
 
-    >>> [round(place, 3) for place in spread_labels([0.5, 0.5, 0.0], 0.0, 1.0)]
+    >>> [round(position, 3) for position in spread_labels([0.5, 0.5, 0.0], 0.0, 1.0)]
     [0.463, 0.537, 0.0]
     """
     step = LABEL_GAP * (high - low)
     order = sorted(range(len(values)), key=lambda n: values[n])
-    runs = list[tuple[list[int], float]]()  # labels side by side, and where their middle is
+    runs = list[tuple[list[int], float]]()  # adjacent labels, and the position of their middle
     for n in order:
         run, middle = [n], values[n]
         while runs and runs[-1][1] + step * (len(runs[-1][0]) + len(run)) / 2 > middle:
@@ -209,14 +219,14 @@ def spread_labels(values: Sequence[float], low: float, high: float) -> list[floa
             run = before + run
         half = step * (len(run) - 1) / 2
         runs.append((run, max(low + half, min(high - half, middle))))
-    places = {n: middle + step * (k - (len(run) - 1) / 2) for run, middle in runs for k, n in enumerate(run)}
-    return [places[n] for n in range(len(values))]
+    positions = {n: middle + step * (k - (len(run) - 1) / 2) for run, middle in runs for k, n in enumerate(run)}
+    return [positions[n] for n in range(len(values))]
 
 
 def _draw_limit(axes: Axes, at: float, paper: FigureTheme) -> None:
     axes.axhline(at, color=paper.muted, lw=0.7, ls=(0, (4, 3)))
     axes.annotate(
-        f"allowed {at:g}",
+        f"limit {at:g}",
         (0, at),
         xycoords=("axes fraction", "data"),
         xytext=(2, 2),
@@ -227,21 +237,31 @@ def _draw_limit(axes: Axes, at: float, paper: FigureTheme) -> None:
 
 
 def _make_line(curves: PruningCurves, part: str, order: str, name: str, paper: FigureTheme) -> PlotLine:
-    place = curves.orders.index(order)
-    colour = paper.muted if order == RANDOM else LINE_COLOURS[paper.name][place % len(MARKERS)]
-    return PlotLine(order, curves.list_values(part, order, name), colour, MARKERS[place % len(MARKERS)])
+    index = curves.orders.index(order)
+    colour = paper.muted if order == RANDOM else LINE_COLOURS[paper.name][index % len(MARKERS)]
+    return PlotLine(order, curves.list_values(part, order, name), colour, MARKERS[index % len(MARKERS)])
 
 
-def _draw_box(axes: Axes, at: tuple[int, float, int, int], ink: tuple[str, str], sure: str, paper: FigureTheme) -> None:
-    place, bottom, count, whole = at
-    letter, colour = ink
+def _draw_box(
+    axes: Axes, box: tuple[int, float, int, int], letter_and_colour: tuple[str, str], verdict: str, paper: FigureTheme
+) -> None:
+    column, bottom, count, num_heads = box
+    letter, colour = letter_and_colour
     if not count:
         return
-    axes.bar(place, count, 0.86, bottom, color=colour, edgecolor=paper.background, lw=0.6)
-    sign = {"more": " ▲", "fewer": " ▼"}.get(sure, "")
-    if count >= ROW_HEIGHT * whole:
-        on = paper.foreground if colour == paper.empty_cell else LABEL_COLOUR
-        axes.text(place, bottom + count / 2, f"{letter} {count}{sign}", ha="center", va="center", fontsize=6, color=on)
+    axes.bar(column, count, 0.86, bottom, color=colour, edgecolor=paper.background, lw=0.6)
+    sign = {"more": " ▲", "fewer": " ▼"}.get(verdict, "")
+    if count >= ROW_HEIGHT * num_heads:
+        text_colour = paper.foreground if colour == paper.empty_cell else LABEL_COLOUR
+        axes.text(
+            column,
+            bottom + count / 2,
+            f"{letter} {count}{sign}",
+            ha="center",
+            va="center",
+            fontsize=6,
+            color=text_colour,
+        )
 
 
 def _mark_extinctions(
@@ -251,14 +271,14 @@ def _mark_extinctions(
     inks: Mapping[str, tuple[str, str]],
     paper: FigureTheme,
 ) -> None:
-    """A mark above the first column that a group is missing from, and from all behind it."""
-    above = Counter[int]()
+    """Mark the first column from which on a group has no heads."""
+    marks_in_column = Counter[int]()
     for name, (letter, colour) in inks.items():
-        there = [place for place, heads in enumerate(kept) if any(groups[head] == name for head in heads)]
-        if (first := max(there) + 1) == len(kept):
+        columns = [column for column, heads in enumerate(kept) if any(groups[head] == name for head in heads)]
+        if (first := max(columns) + 1) == len(kept):
             continue
-        height = len(kept[first]) + len(groups) * (0.045 + 0.06 * above[first])
-        on = paper.foreground if colour == paper.empty_cell else LABEL_COLOUR
+        height = len(kept[first]) + len(groups) * (0.045 + 0.06 * marks_in_column[first])
+        text_colour = paper.foreground if colour == paper.empty_cell else LABEL_COLOUR
         axes.text(
             first,
             height,
@@ -267,26 +287,26 @@ def _mark_extinctions(
             va="center",
             fontsize=7,
             fontweight="bold",
-            color=on,
+            color=text_colour,
             bbox={"boxstyle": "round,pad=0.2", "facecolor": colour, "edgecolor": "none"},
         )
-        above[first] += 1
+        marks_in_column[first] += 1
 
 
 def _draw_legend(figure: Figure, inks: Mapping[str, tuple[str, str]], paper: FigureTheme) -> None:
     from matplotlib.patches import Patch
 
-    marks = [
+    handles = [
         Patch(facecolor=colour, edgecolor=paper.muted, lw=0.3, label=f"{letter}  {name}")
         for name, (letter, colour) in inks.items()
     ]
     figure.legend(
-        handles=marks,
+        handles=handles,
         loc="outside lower center",
         ncols=4,
         fontsize=7,
         handlelength=1,
-        title="× gone, ▲ surely more, ▼ fewer than chance leaves",
+        title="× none left, ▲ significantly more, ▼ fewer than by chance",
         title_fontsize=6.5,
     )
 
@@ -297,6 +317,6 @@ def _axis_label(curves: PruningCurves, name: str) -> str:
 
 def _band_label(curves: PruningCurves, name: str) -> str:
     first = next(iter(curves.parts))
-    drawn = len(curves.select_curves(first, RANDOM)) if curves.list_values(first, RANDOM, name) else 0
-    said = f", of {RANDOM} the range of {drawn} draws around their mean" if drawn > 1 else ""
-    return f"bands: 95 % of draws of texts{said}; scales differ;"
+    num_draws = len(curves.select_curves(first, RANDOM)) if curves.list_values(first, RANDOM, name) else 0
+    random_note = f", for {RANDOM} mean and range of {num_draws} draws" if num_draws > 1 else ""
+    return f"bands: 95 % intervals over texts{random_note}; scales differ;"

@@ -1,6 +1,7 @@
-"""What curves show, in sentences with numbers: how many heads can go, in which order, from where, and which stay.
+"""Findings from pruning curves, as sentences with confidence intervals, and the report CURVES.md.
 
-What is asked are the claims of 1905.10650 and 1905.09418. What an interval does not tell apart is not shown.
+The questions are the claims of 1905.10650 and 1905.09418: how many heads can be removed, in which order, from which
+part, and which heads stay. A difference whose interval contains 0 counts as not significant.
 """
 
 from __future__ import annotations
@@ -35,12 +36,13 @@ from ..verification.proof_report import TEXT_WIDTH, format_number, format_table,
 from ..verification.quality_metrics import ACCURACY, BLEU, BOOTSTRAP_SEED, LOSS, PERPLEXITY, IntervalEstimate
 from .pruning_curves import ALL_PARTS, CurvePoint, CurveValue, PruningCurve, PruningCurves
 
-TAIL_RESAMPLES = 10_000  # the tails of intervals that are corrected for many tests are thin
-PUBLISHED_ORDER = ("encoder", "decoder", "cross")  # from the first to go to the last
+TAIL_RESAMPLES = 10_000  # many, because intervals corrected for multiple tests depend on thin tails
+PART_LABELS = {"cross": "cross-attention"}
+PUBLISHED_ORDER = ("encoder", "decoder", "cross")  # first removed to last removed (1905.09418)
 
 
 def list_findings(curves: PruningCurves) -> list[str]:
-    """Every question with what was found."""
+    """Return the findings, one sentence each."""
     first = next(iter(curves.parts))
     return [
         *(_describe_harmless_removal(curves, part) for part in curves.parts),
@@ -52,39 +54,39 @@ def list_findings(curves: PruningCurves) -> list[str]:
     ]
 
 
-def find_smallest_harmless(line: PruningCurve, max_loss_increase: float) -> CurvePoint:
-    """The point with the fewest heads left down to which the loss surely grows by less than so much."""
-    found = line.points[0]
-    for point in line.points[1:]:
+def find_smallest_harmless(curve: PruningCurve, max_loss_increase: float) -> CurvePoint:
+    """Return the last point up to which the upper bound of the loss increase stays below `max_loss_increase`."""
+    last_harmless = curve.points[0]
+    for point in curve.points[1:]:
         if not point.loss_change.high < max_loss_increase:
             break
-        found = point
-    return found
+        last_harmless = point
+    return last_harmless
 
 
 def compare_losses(one: Sequence[CurvePoint], other: Sequence[CurvePoint], num_tests: int = 1) -> IntervalEstimate:
-    """How much larger the loss of some points is than that of others, means over each; the same texts are drawn.
+    """Return the difference of mean losses of two lists of points, with a paired bootstrap interval over texts.
 
-    The interval is corrected for so many tests (Bonferroni).
+    The interval is corrected for `num_tests` tests (Bonferroni).
     """
-    sums, places = (
-        _mean_text_losses(one) - _mean_text_losses(other),
-        np.array([[float(text.num_positions)] for text in one[0].text_counts]),
+    differences = _mean_text_losses(one) - _mean_text_losses(other)
+    positions = np.array([[float(text.num_positions)] for text in one[0].text_counts])
+    resampled = resampled_ratios(
+        differences, positions, draw_resamples(len(differences), TAIL_RESAMPLES, BOOTSTRAP_SEED)
     )
-    found = resampled_ratios(sums, places, draw_resamples(len(sums), TAIL_RESAMPLES, BOOTSTRAP_SEED))
-    low, high = confidence_interval(found, 1 - (1 - CONFIDENCE) / num_tests)
-    return IntervalEstimate(float(ratio_of_sums(sums, places)[0]), float(low[0]), float(high[0]))
+    low, high = confidence_interval(resampled, 1 - (1 - CONFIDENCE) / num_tests)
+    return IntervalEstimate(float(ratio_of_sums(differences, positions)[0]), float(low[0]), float(high[0]))
 
 
 def _mean_text_losses(points: Sequence[CurvePoint]) -> Array:
-    """Of each text, a mean over points [texts, 1]."""
+    """Return the summed loss of each text, a mean over points, [texts, 1]."""
     return np.mean([[[text.sums[LOSS]] for text in point.text_counts] for point in points], axis=0)
 
 
 class GroupSurvival(NamedTuple):
-    """How many heads of a group are left among so many, what chance would leave, and how likely it does as much.
+    """Heads of a group among those kept, the number expected by chance, and the p-value of the difference.
 
-    `level` is corrected for all groups and counts that were tested.
+    `p_value` is corrected for all groups and counts tested.
     """
 
     group: str
@@ -95,7 +97,7 @@ class GroupSurvival(NamedTuple):
 
     @property
     def verdict(self) -> str:
-        """Whether chance leaves as many: "more", "fewer" or "no difference shown"."""
+        """One of "more", "fewer" and "no difference shown", compared with chance."""
         return (
             "no difference shown"
             if self.p_value >= SIGNIFICANCE_LEVEL
@@ -106,31 +108,31 @@ class GroupSurvival(NamedTuple):
 
 
 def assess_group_survival(groups: Mapping[HeadId, str], kept: Sequence[Collection[HeadId]]) -> list[GroupSurvival]:
-    """Of every group at every count, whether more or fewer of its heads are left than of heads drawn by chance.
+    """Test for every group and every set of kept heads whether more or fewer of its heads are kept than by chance.
 
-    The hypergeometric law, both tails, corrected for all tests (Holm).
+    Two-sided hypergeometric test, corrected for all tests (Holm).
 
     >>> groups = {("a", n): "few" if n < 8 else "many" for n in range(32)}
     >>> few, many = assess_group_survival(groups, [[("a", n) for n in range(8)]])
     >>> few.num_in_group, few.expected_in_group, few.verdict, many.verdict
     (8, 2.0, 'more', 'fewer')
     """
-    sizes, found = Counter(groups.values()), list[GroupSurvival]()
+    sizes, results = Counter(groups.values()), list[GroupSurvival]()
     for heads in kept:
-        own = Counter(groups[head] for head in heads)
+        kept_counts = Counter(groups[head] for head in heads)
         for group, size in sizes.items():
-            p = compute_hypergeometric_p_value(own[group], len(heads), size, len(groups))
-            found.append(GroupSurvival(group, len(heads), own[group], len(heads) * size / len(groups), p))
-    levels = correct_p_values(np.array([one.p_value for one in found])) if found else []
-    return [one._replace(p_value=float(level)) for one, level in zip(found, levels, strict=True)]
+            p = compute_hypergeometric_p_value(kept_counts[group], len(heads), size, len(groups))
+            results.append(GroupSurvival(group, len(heads), kept_counts[group], len(heads) * size / len(groups), p))
+    corrected = correct_p_values(np.array([result.p_value for result in results])) if results else []
+    return [result._replace(p_value=float(p)) for result, p in zip(results, corrected, strict=True)]
 
 
 def compute_hypergeometric_p_value(num_in_group: int, num_drawn: int, group_size: int, num_heads: int) -> float:
-    """How likely a draw without return is as far out: of `whole` heads, `size` of a group, `own` of it among `drawn`.
+    """Return the two-sided p-value of `num_in_group` group members in a draw of `num_drawn` heads without replacement.
 
-    Twice the smaller tail.
+    The group has `group_size` of all `num_heads` heads. The p-value is twice the smaller tail.
 
-    >>> compute_hypergeometric_p_value(2, 2, 2, 4)  # of six pairs one, and twice that
+    >>> compute_hypergeometric_p_value(2, 2, 2, 4)  # one of six pairs, doubled
     0.3333333333333333
     """
     ways = [
@@ -140,241 +142,255 @@ def compute_hypergeometric_p_value(num_in_group: int, num_drawn: int, group_size
     return min(1.0, 2 * min(sum(ways[: num_in_group + 1]), sum(ways[num_in_group:])) / total)
 
 
-# --- sentences ------------------------------------------------------------------------------------------------
+# --- findings ------------------------------------------------------------------------------------------
 
 
 def _describe_harmless_removal(curves: PruningCurves, part: str) -> str:
-    heads, told = curves.count_part_heads(part), list[str]()
+    num_heads, results = curves.count_part_heads(part), list[str]()
     for order in curves.orders:
-        found = [find_smallest_harmless(line, curves.max_loss_increase) for line in curves.select_curves(part, order)]
-        gone = sorted({heads - point.num_heads for point in found})
-        if len(found) > 1:
-            told.append(f"{' to '.join(map(str, gone[:1] + gone[1:][-1:]))} by {order} ({len(found)} draws)")
+        points = [
+            find_smallest_harmless(curve, curves.max_loss_increase) for curve in curves.select_curves(part, order)
+        ]
+        removed = sorted({num_heads - point.num_heads for point in points})
+        if len(points) > 1:
+            results.append(f"{' to '.join(map(str, removed[:1] + removed[1:][-1:]))} by {order} ({len(points)} draws)")
+        elif removed[0]:
+            results.append(f"{removed[0]} by {order} ({_format_interval(points[0].loss_change)})")
         else:
-            told.append(
-                f"{gone[0]} by {order} ({_format_interval(found[0].loss_change)})" if gone[0] else f"none by {order}"
-            )
+            results.append(f"none by {order}")
     return (
-        f"{describe_part(curves, part)}: {_metric_name(curves)} surely grows by less than "
-        f"{curves.max_loss_increase:g} with so many gone, "
-        f"of the counts that were tried: {', '.join(told)}."
+        f"{describe_part(curves, part)}: heads removed with an increase of {_metric_name(curves)} below "
+        f"{curves.max_loss_increase:g} (95% confidence), of the counts tested: {', '.join(results)}."
     )
 
 
 def _compare_orders(curves: PruningCurves, part: str, other: str) -> str:
     first = curves.orders[0]
-    own, theirs = (
-        _points_by_count(curves.select_curves(part, first)),
-        _points_by_count(curves.select_curves(part, other)),
-    )
-    lefts = [left for left in own if left in theirs][1:]
+    points_by_count = _points_by_count(curves.select_curves(part, first))
+    other_points_by_count = _points_by_count(curves.select_curves(part, other))
+    counts = [count for count in points_by_count if count in other_points_by_count][1:]
     draws = len(curves.select_curves(part, other))
     name = f"{describe_part(curves, part)}: {first} against {other}{f', a mean of {draws} draws' if draws > 1 else ''}"
-    if not lefts:
-        return f"{name}: no count of heads is left by both."
-    each = [_difference_sign(compare_losses(own[left], theirs[left], len(lefts))) for left in lefts]
-    every = compare_losses(
-        [point for left in lefts for point in own[left]], [p for left in lefts for p in theirs[left]]
+    if not counts:
+        return f"{name}: no number of heads was measured for both."
+    signs = [
+        _difference_sign(compare_losses(points_by_count[count], other_points_by_count[count], len(counts)))
+        for count in counts
+    ]
+    overall = compare_losses(
+        [point for count in counts for point in points_by_count[count]],
+        [p for count in counts for p in other_points_by_count[count]],
     )
     return (
-        f"{name}: over all counts {_metric_name(curves)} {_describe_difference(every)}; of {len(lefts)} "
+        f"{name}: over all counts {_metric_name(curves)} {_describe_difference(overall)}; of {len(counts)} "
         f"counts it is lower at "
-        f"{each.count(-1)}, higher at {each.count(1)}, and no difference is shown at {each.count(0)}."
+        f"{signs.count(-1)}, higher at {signs.count(1)}, and not significantly different at {signs.count(0)}."
     )
 
 
 def _describe_generation(curves: PruningCurves) -> Iterator[str]:
-    """What free answers lose, where they were asked for."""
+    """Yield the findings on scores of generated answers, if they were measured."""
     for name in curves.metric_names:
         if name in (LOSS, PERPLEXITY, ACCURACY, curves.objective):
             continue
         for part, order in product(curves.parts, curves.orders):
-            marks = curves.list_values(part, order, name)[1:]
-            if not marks or len(curves.select_curves(part, order)) > 1:
+            values = curves.list_values(part, order, name)[1:]
+            if not values or len(curves.select_curves(part, order)) > 1:
                 continue
-            told = [
-                f"{said} with {', '.join(str(mark.num_heads) for mark in own)} left"
-                for sign, said in ((-1, "surely lower"), (0, "not told apart"), (1, "surely higher"))
-                if (own := [mark for mark in marks if _difference_sign(IntervalEstimate(*mark[1:])) == sign])
-            ]
-            yield f"{describe_part(curves, part)}, by {order}: {name} of free answers is {', '.join(told)}."
+            results = list[str]()
+            for sign, verdict in ((-1, "lower"), (0, "not significantly different"), (1, "higher")):
+                matching = [value for value in values if _difference_sign(IntervalEstimate(*value[1:])) == sign]
+                if matching:
+                    results.append(f"{verdict} with {', '.join(str(value.num_heads) for value in matching)} heads kept")
+            yield f"{describe_part(curves, part)}, by {order}: {name} of generated answers is {', '.join(results)}."
 
 
 def _compare_parts(curves: PruningCurves) -> Iterator[str]:
-    """Each part alone, by our order: which costs least."""
-    names = [part for part in curves.parts if part != ALL_PARTS]
-    points = {part: curves.select_curves(part, curves.orders[0])[0].points[1:] for part in names}
-    shares = set[float].intersection(*({point.share for point in own} for own in points.values())) if points else set()
-    if len(names) < 2 or not shares:
+    """Yield the findings on which part loses least, each pruned alone in the first order."""
+    parts = [part for part in curves.parts if part != ALL_PARTS]
+    points = {part: curves.select_curves(part, curves.orders[0])[0].points[1:] for part in parts}
+    if len(parts) < 2:
         return
-    own = {part: [point for point in points[part] if point.share in shares] for part in names}
-    whole = curves.select_curves(names[0], curves.orders[0])[0].points[:1]
-    cost = {part: compare_losses(own[part], whole) for part in names}
-    names.sort(key=lambda part: cost[part].value)
-    told = ", ".join(f"{part} {cost[part].value:+.3f} ({_format_interval(cost[part])})" for part in names)
+    shares = set[float].intersection(*({point.share for point in own} for own in points.values()))
+    if not shares:
+        return
+    shared_points = {part: [point for point in points[part] if point.share in shares] for part in parts}
+    full_model = curves.select_curves(parts[0], curves.orders[0])[0].points[:1]
+    cost = {part: compare_losses(shared_points[part], full_model) for part in parts}
+    parts.sort(key=lambda part: cost[part].value)
+    changes = ", ".join(f"{part} {cost[part].value:+.3f} ({_format_interval(cost[part])})" for part in parts)
     yield (
-        f"Heads of one part gone, the others whole, by {curves.orders[0]}: {_metric_name(curves)} changes, a mean over "
-        f"{len(shares)} shares that stay, {told}."
+        f"Heads of one part removed, the others kept, by {curves.orders[0]}: mean change of "
+        f"{_metric_name(curves)} over {len(shares)} fractions kept: {changes}."
     )
-    tests = len(names) * (len(names) - 1) // 2
-    more = [compare_losses(own[other], own[one], tests) for one, other in pairwise(names)]
-    for (one, other), differs in zip(pairwise(names), more, strict=True):
+    tests = len(parts) * (len(parts) - 1) // 2
+    differences = [compare_losses(shared_points[other], shared_points[one], tests) for one, other in pairwise(parts)]
+    for (one, other), difference in zip(pairwise(parts), differences, strict=True):
         yield (
-            f"Without heads of {other}, beside without heads of {one}: {_metric_name(curves)} "
-            f"{_describe_difference(differs)}."
+            f"Removing {other} heads instead of {one} heads: {_metric_name(curves)} {_describe_difference(difference)}."
         )
-    if sorted(names) == sorted(PUBLISHED_ORDER):
-        yield f"That the encoder goes first and cross-attention last: {_order_verdict(names, more)}."
+    if sorted(parts) == sorted(PUBLISHED_ORDER):
+        verdict = _order_verdict(parts, differences)
+        yield f"Claim that encoder heads can be removed first and cross-attention heads last: {verdict}."
 
 
-def _order_verdict(names: Sequence[str], more: Sequence[IntervalEstimate]) -> str:
-    sure = all(_difference_sign(one) > 0 for one in more)
-    if tuple(names) == PUBLISHED_ORDER:
-        return "shown" if sure else "so it was found, but not shown, for an interval holds 0"
-    return f"not so; from the cheapest on {', '.join(names)}{'' if sure else ', of which not all are told apart'}"
+def _order_verdict(parts: Sequence[str], differences: Sequence[IntervalEstimate]) -> str:
+    significant = all(_difference_sign(difference) > 0 for difference in differences)
+    if tuple(parts) == PUBLISHED_ORDER:
+        return "supported" if significant else "order observed, but not significant (an interval contains 0)"
+    caveat = "" if significant else ", not all significantly different"
+    return f"not supported; cheapest first: {', '.join(parts)}{caveat}"
 
 
 def group_by_part(curves: PruningCurves) -> dict[HeadId, str]:
-    """The part of every head; nothing where not all parts were swept, together and apart."""
-    alone = {part: own for part, own in curves.parts.items() if part != ALL_PARTS}
-    groups = {(site, head): part for part, own in alone.items() for site, n in own.items() for head in range(n)}
-    return groups if ALL_PARTS in curves.parts and alone and len(groups) == curves.count_part_heads(ALL_PARTS) else {}
+    """Return the part of every head; empty unless all parts were swept together and each alone."""
+    single_parts = {part: own for part, own in curves.parts.items() if part != ALL_PARTS}
+    groups = {(site, head): part for part, own in single_parts.items() for site, n in own.items() for head in range(n)}
+    return (
+        groups
+        if ALL_PARTS in curves.parts and single_parts and len(groups) == curves.count_part_heads(ALL_PARTS)
+        else {}
+    )
 
 
 def get_joint_curves(curves: PruningCurves) -> dict[str, PruningCurve]:
-    """The line of all parts together by each order that is drawn once; nothing where parts were not swept together."""
+    """Return the curve over all parts of each order without repetitions; empty if parts were not swept together."""
     lines = {order: curves.select_curves(ALL_PARTS, order) for order in curves.orders}
     return {order: own[0] for order, own in lines.items() if len(own) == 1}
 
 
 def list_point_heads(point: CurvePoint) -> list[HeadId]:
-    """The heads that are left at a point."""
+    """Return the heads kept at a point."""
     return [(site, head) for site, heads in point.keep.items() for head in heads]
 
 
 def _describe_survival(curves: PruningCurves, groups: Mapping[HeadId, str], what: str) -> Iterator[str]:
-    """What stays of each group when all parts lose heads together, by every order that is no chance."""
-    for order, line in get_joint_curves(curves).items() if groups else ():
-        found = assess_group_survival(groups, list_grouped_heads(line, groups)[1:])
-        own = {
-            group: [one for one in found if one.group == group] for group, _ in Counter(groups.values()).most_common()
+    """Yield the findings on which groups keep more or fewer heads than by chance, for every order but random."""
+    for order, curve in get_joint_curves(curves).items() if groups else ():
+        results = assess_group_survival(groups, list_grouped_heads(curve, groups)[1:])
+        by_group = {
+            group: [result for result in results if result.group == group]
+            for group, _ in Counter(groups.values()).most_common()
         }
-        told = [f"{group} {said}" for group, lefts in own.items() for said in _describe_significance(lefts)]
-        vague = [group for group, lefts in own.items() if not any(True for _ in _describe_significance(lefts))]
-        if vague:
-            told.append(f"of {', '.join(vague)} no difference from chance is shown")
-        gone = [
-            f"{group} with {left} left"
-            for group, lefts in own.items()
-            if (left := _extinction_count(lefts)) is not None
+        findings = [f"{group} {text}" for group, own in by_group.items() for text in _describe_significance(own)]
+        undecided = [group for group, own in by_group.items() if not list(_describe_significance(own))]
+        if undecided:
+            findings.append(f"no significant difference from chance for {', '.join(undecided)}")
+        extinct = [
+            f"{group} with {count} heads kept"
+            for group, own in by_group.items()
+            if (count := _extinction_count(own)) is not None
         ]
-        told.append(f"the last is gone of {', '.join(gone)}" if gone else "of each some stay to the end")
-        yield f"What stays by {order}, {what} by {what}: {'; '.join(told)}."
+        findings.append(f"no heads left of {', '.join(extinct)}" if extinct else f"every {what} keeps some heads")
+        yield f"Heads kept by {order}, {what} by {what}: {'; '.join(findings)}."
 
 
-def list_grouped_heads(line: PruningCurve, groups: Mapping[HeadId, str]) -> list[list[HeadId]]:
-    """The heads at every point that are of any group."""
-    return [[head for head in list_point_heads(point) if head in groups] for point in line.points]
+def list_grouped_heads(curve: PruningCurve, groups: Mapping[HeadId, str]) -> list[list[HeadId]]:
+    """Return the heads kept at every point that belong to any group."""
+    return [[head for head in list_point_heads(point) if head in groups] for point in curve.points]
 
 
-def _extinction_count(own: Sequence[GroupSurvival]) -> int | None:
-    """How many heads are left where the last one of a group has gone; counts fall."""
-    there = max((place for place, one in enumerate(own) if one.num_in_group), default=-1)
-    return None if there + 1 == len(own) else own[there + 1].num_heads
+def _extinction_count(results: Sequence[GroupSurvival]) -> int | None:
+    """Return the number of heads kept at the first point without any head of a group; None if some stay."""
+    last_present = max((index for index, result in enumerate(results) if result.num_in_group), default=-1)
+    return None if last_present + 1 == len(results) else results[last_present + 1].num_heads
 
 
-def _describe_significance(own: Sequence[GroupSurvival]) -> Iterator[str]:
-    for which in ("more", "fewer"):
-        there = [one for one in own if one.verdict == which]
-        if there:
-            best, lefts = min(there, key=lambda one: one.p_value), ", ".join(str(one.num_heads) for one in there)
+def _describe_significance(results: Sequence[GroupSurvival]) -> Iterator[str]:
+    for direction in ("more", "fewer"):
+        significant = [result for result in results if result.verdict == direction]
+        if significant:
+            best, counts = (
+                min(significant, key=lambda result: result.p_value),
+                ", ".join(str(result.num_heads) for result in significant),
+            )
             yield (
-                f"{which} than by chance with {lefts} left (surest {best.num_in_group} of {best.num_heads}, by chance "
-                f"{best.expected_in_group:.1f}, p {best.p_value:.1g})"
+                f"{direction} than by chance with {counts} heads kept (most significant: {best.num_in_group} of "
+                f"{best.num_heads}, expected {best.expected_in_group:.1f}, p = {best.p_value:.1g})"
             )
 
 
 def describe_part(curves: PruningCurves, part: str) -> str:
-    """What a part is called.
+    """Return the phrase for the heads of a part.
 
     >>> describe_part(
     ...     PruningCurves("small", "translation", 2, 9, {"cross": {"decoder.0.cross": 3}}, (), {}, 0.1), "cross"
     ... )
-    'The 3 heads of cross alone'
+    'The 3 cross-attention heads alone'
     """
     heads = curves.count_part_heads(part)
-    return f"All {heads} heads" if part == ALL_PARTS else f"The {heads} heads of {part} alone"
+    return f"All {heads} heads" if part == ALL_PARTS else f"The {heads} {PART_LABELS.get(part, part)} heads alone"
 
 
 def _metric_name(curves: PruningCurves) -> str:
     return f"{curves.objective} loss" if LOSS in curves.metric_names else curves.objective
 
 
-def _points_by_count(lines: Sequence[PruningCurve]) -> dict[int, list[CurvePoint]]:
-    found: dict[int, list[CurvePoint]] = {}
-    for line in lines:
-        for point in line.points:
-            found.setdefault(point.num_heads, []).append(point)
-    return found
+def _points_by_count(curves: Sequence[PruningCurve]) -> dict[int, list[CurvePoint]]:
+    points: dict[int, list[CurvePoint]] = {}
+    for curve in curves:
+        for point in curve.points:
+            points.setdefault(point.num_heads, []).append(point)
+    return points
 
 
-def _difference_sign(one: IntervalEstimate) -> int:
-    return 0 if one.low <= 0 <= one.high else 1 if one.value > 0 else -1
+def _difference_sign(difference: IntervalEstimate) -> int:
+    return 0 if difference.low <= 0 <= difference.high else 1 if difference.value > 0 else -1
 
 
-def _describe_difference(one: IntervalEstimate) -> str:
-    said = {0: "is not told apart", 1: "is higher", -1: "is lower"}[_difference_sign(one)]
-    return f"{said}, {one.value:+.3f} ({_format_interval(one)})"
+def _describe_difference(difference: IntervalEstimate) -> str:
+    verdict = {0: "does not differ significantly", 1: "is higher", -1: "is lower"}[_difference_sign(difference)]
+    return f"{verdict}, {difference.value:+.3f} ({_format_interval(difference)})"
 
 
-def _format_interval(one: IntervalEstimate) -> str:
-    return f"{one.low:+.3f} to {one.high:+.3f}"
+def _format_interval(estimate: IntervalEstimate) -> str:
+    return f"{estimate.low:+.3f} to {estimate.high:+.3f}"
 
 
-# --- Curves as files -----------------------------------------------------------------------------------
+# --- Files and terminal --------------------------------------------------------------------------------
 
-COLUMNS_PER_TABLE = 3  # columns that fit a page
+COLUMNS_PER_TABLE = 3  # that fit the page width
 CURVES_JSON, CURVES_PAGE = "curves.json", "CURVES.md"
 VERDICT_SIGNS = {"more": "+", "fewer": "-"}
 
 
 def write_report(curves: PruningCurves, folder: Path) -> None:
-    """curves.json, CURVES.md and every figure, in a folder, made where it is missing."""
+    """Write curves.json, CURVES.md and all figures to a folder, which is created if missing."""
     from .curve_figures import write_figures
 
     folder.mkdir(parents=True, exist_ok=True)
-    drawn = write_figures(curves, folder)
+    figure_names = write_figures(curves, folder)
     write_atomically(
         folder / CURVES_JSON, (json.dumps(to_report_data(curves), indent=1, allow_nan=False) + "\n").encode()
     )
-    write_atomically(folder / CURVES_PAGE, render_report(curves, drawn).encode())
+    write_atomically(folder / CURVES_PAGE, render_report(curves, figure_names).encode())
 
 
 def to_report_data(curves: PruningCurves) -> dict[str, Any]:
-    """The numbers with what they answer, as plain values; what is no finite number is None."""
+    """Return curves and findings as JSON-serialisable values; NaN and infinities are None."""
     return replace_non_finite(curves.data | {"answers": list_findings(curves)})
 
 
 def render_report(curves: PruningCurves, figure_names: list[str]) -> str:
-    """What was asked, what was found, every number in tables, and how to see it again."""
-    parts = [[f"# {to_one_line(curves.model)}: quality against heads left", "", *wrap_text(_describe_setup(curves))]]
+    """Return the report as a Markdown page: setup, findings, tables, and how to reproduce it."""
+    parts = [[f"# {to_one_line(curves.model)}: quality against heads kept", "", *wrap_text(_describe_setup(curves))]]
     parts.append(
         [
-            "## What it shows",
+            "## Findings",
             "",
-            *(row for said in list_findings(curves) for row in wrap_text(to_one_line(said, 600), "- ")),
+            *(row for finding in list_findings(curves) for row in wrap_text(to_one_line(finding, 600), "- ")),
         ]
     )
     parts += [[f"## {describe_part(curves, part)}", "", *_order_tables(curves, part)] for part in curves.parts]
-    parts.append(["## The heads that stay", "", *_survival_tables(curves)])
-    parts.append(["## How to see it again", "", *_reproduction_section(curves)])
+    parts.append(["## Heads kept", "", *_survival_tables(curves)])
+    parts.append(["## How to reproduce", "", *_reproduction_section(curves)])
     if figure_names:
         parts.insert(2, ["## Figures", "", *(f"![{name}]({name}-light.svg)" for name in figure_names)])
     return "\n\n".join("\n".join(part).rstrip() for part in parts) + "\n"
 
 
 def render_terminal(curves: PruningCurves) -> str:
-    """A short table and the answers, no wider than a terminal, without colour."""
+    """Return a short table and the findings for a terminal: plain text, 80 columns."""
     first = next(iter(curves.parts))
     lines = [
         *wrap_text(f"{to_one_line(curves.model)}: {_describe_setup(curves)}"),
@@ -383,50 +399,53 @@ def render_terminal(curves: PruningCurves) -> str:
         "",
     ]
     lines += [*format_short_table(curves, first), ""]
-    for said in list_findings(curves):
-        lines += wrap_text(said, "  ")
+    for finding in list_findings(curves):
+        lines += wrap_text(finding, "  ")
     return "\n".join(lines)
 
 
 def format_short_table(curves: PruningCurves, part: str) -> list[str]:
-    """A column for each order: how the first row differs from the whole model's, against heads left."""
-    every = [
-        {mark.num_heads: mark for mark in curves.list_values(part, order, curves.metric_names[0])}
+    """Return a table of the change of the first metric from the full model, by heads kept and order."""
+    columns = [
+        {value.num_heads: value for value in curves.list_values(part, order, curves.metric_names[0])}
         for order in curves.orders
     ]
-    lefts = sorted({left for own in every for left in own}, reverse=True)[1:]
-    rows = [(str(left), *(f"{own[left].value:+.3f}" if left in own else "-" for own in every)) for left in lefts]
-    return format_table(("heads left", *curves.orders), rows)
+    counts = sorted({count for column in columns for count in column}, reverse=True)[1:]
+    rows = [
+        (str(count), *(f"{column[count].value:+.3f}" if count in column else "-" for column in columns))
+        for count in counts
+    ]
+    return format_table(("heads kept", *curves.orders), rows)
 
 
 def _describe_setup(curves: PruningCurves) -> str:
-    whole = curves.curves[0].points[0].rows[0].after
-    asked = (
-        f"{curves.objective.capitalize()} over {curves.num_texts} texts, {curves.num_positions:,} places, "
-        f"with ever fewer heads"
+    full = curves.curves[0].points[0].rows[0].after
+    setup = (
+        f"{curves.objective.capitalize()} over {curves.num_texts} texts, {curves.num_positions:,} scored positions, "
+        f"as heads are removed without retraining."
     )
-    base = (
-        f" The whole model's loss is {format_number(whole.value)} ({format_number(whole.low)} to "
-        f"{format_number(whole.high)})."
+    baseline = (
+        f" The full model's loss is {format_number(full.value)} ({format_number(full.low)} to "
+        f"{format_number(full.high)})."
     )
-    draws = f", of {RANDOM} the range of draws" if RANDOM in curves.orders else ""
-    said = f" Told is what differs from the whole model; in brackets 95% of draws of texts{draws}."
-    return f"{asked}; nothing is trained anew.{base if LOSS in curves.metric_names else ''}{said}"
+    draws = f"; for {RANDOM} the range of draws" if RANDOM in curves.orders else ""
+    values = f" Values are changes from the full model, in brackets 95% intervals over texts{draws}."
+    return f"{setup}{baseline if LOSS in curves.metric_names else ''}{values}"
 
 
 def _order_tables(curves: PruningCurves, part: str) -> Iterator[str]:
-    """A table for each order: at every count, how what is measured differs from the whole model's."""
+    """Yield one table per order: changes of all metrics from the full model by heads kept."""
     for order in curves.orders:
         rows = {name: curves.list_values(part, order, name)[1:] for name in curves.metric_names if name != PERPLEXITY}
-        names, draws = [name for name, marks in rows.items() if marks], len(curves.select_curves(part, order))
-        for at in range(0, len(names), COLUMNS_PER_TABLE):
-            own = names[at : at + COLUMNS_PER_TABLE]
+        names, draws = [name for name, values in rows.items() if values], len(curves.select_curves(part, order))
+        for start in range(0, len(names), COLUMNS_PER_TABLE):
+            columns = names[start : start + COLUMNS_PER_TABLE]
             yield from wrap_text(f"{order}{f', the mean and the range of {draws} draws' if draws > 1 else ''}:")
             yield ""
-            lines = zip(*(rows[name] for name in own), strict=True)
+            lines = zip(*(rows[name] for name in columns), strict=True)
             yield from format_table(
-                ("left", *(_format_unit(curves, name) for name in own)),
-                [(str(marks[0].num_heads), *map(partial(_format_cell, curves), own, marks)) for marks in lines],
+                ("heads kept", *(_format_unit(curves, name) for name in columns)),
+                [(str(values[0].num_heads), *map(partial(_format_cell, curves), columns, values)) for values in lines],
             )
             yield ""
 
@@ -435,35 +454,40 @@ def _format_unit(curves: PruningCurves, name: str) -> str:
     return name if name in (LOSS, curves.objective, BLEU) else f"{name}, %"
 
 
-def _format_cell(curves: PruningCurves, name: str, mark: CurveValue) -> str:
-    """A number and its band; shares are told in percent."""
-    losses = name in (LOSS, curves.objective)
-    times, digits = (1, 3) if losses else (1 if name == BLEU else 100, 1)
-    value, low, high = (f"{times * one:+.{digits}f}" for one in mark[1:])
+def _format_cell(curves: PruningCurves, name: str, curve_value: CurveValue) -> str:
+    """Format a value with its interval; fractions in percent."""
+    is_loss = name in (LOSS, curves.objective)
+    factor, digits = (1, 3) if is_loss else (1 if name == BLEU else 100, 1)
+    value, low, high = (f"{factor * number:+.{digits}f}" for number in curve_value[1:])
     return f"{value} ({low}, {high})"
 
 
 def _survival_tables(curves: PruningCurves) -> Iterator[str]:
-    """The columns of the figures: of each group, how many are left at every count."""
-    yield from wrap_text("All parts together; + and - where surely more or fewer stay than chance leaves.")
+    """Yield tables of the number of heads kept in each group, as shown in the figures."""
+    yield from wrap_text(
+        "Heads removed from all parts together; + and - mark significantly more or fewer than by chance."
+    )
     for what, groups in (("part", group_by_part(curves)), ("class", curves.classes)):
-        for order, own in get_joint_curves(curves).items() if groups else ():
+        for order, curve in get_joint_curves(curves).items() if groups else ():
             yield from ("", f"{order}:", "")
-            yield from format_table(*_survival_columns(list_grouped_heads(own, groups), groups, what))
+            yield from format_table(*_survival_columns(list_grouped_heads(curve, groups), groups, what))
 
 
 def _survival_columns(
     kept: Sequence[Sequence[HeadId]], groups: Mapping[HeadId, str], what: str
 ) -> tuple[list[str], list[list[str]]]:
-    sure = {
-        (one.group, one.num_heads): VERDICT_SIGNS.get(one.verdict, "")
-        for one in assess_group_survival(groups, kept[1:])
+    signs = {
+        (result.group, result.num_heads): VERDICT_SIGNS.get(result.verdict, "")
+        for result in assess_group_survival(groups, kept[1:])
     }
     rows = [
-        [group, *(f"{sum(groups[head] == group for head in own)}{sure.get((group, len(own)), '')}" for own in kept)]
+        [
+            group,
+            *(f"{sum(groups[head] == group for head in heads)}{signs.get((group, len(heads)), '')}" for heads in kept),
+        ]
         for group, _ in Counter(groups.values()).most_common()
     ]
-    return [what, *(str(len(own)) for own in kept)], rows
+    return [what, *(str(len(heads)) for heads in kept)], rows
 
 
 def _reproduction_section(curves: PruningCurves) -> Iterator[str]:
@@ -472,6 +496,6 @@ def _reproduction_section(curves: PruningCurves) -> Iterator[str]:
             f"    {row}" for row in textwrap.wrap(to_one_line(curves.command), TEXT_WIDTH, subsequent_indent="    ")
         )
         yield ""
-    yield from wrap_text(f"Every number stands in {CURVES_JSON}, with the heads that were kept at every point.")
+    yield from wrap_text(f"All numbers are in {CURVES_JSON}, with the heads kept at every point.")
     for note in curves.notes:
         yield from wrap_text(to_one_line(note), "- ")

@@ -1,4 +1,4 @@
-"""Many models that were made of one, each held to it over the same texts, of which the one before reads each once."""
+"""Pruning curves: quality of many pruned versions of one model, all compared with it on the same texts."""
 
 from __future__ import annotations
 
@@ -46,13 +46,15 @@ from ..verification.quality_metrics import (
 
 @dataclass(frozen=True, eq=False)
 class ModelEvaluator:
-    """A model before, what texts ask, what it says of them where drift is measured, and what was counted of it.
+    """Evaluates pruned models against one baseline model, whose outputs are computed once and stored.
+
+    `baseline_outputs` are stored only if the objective is drift; `baseline_answers` are its generated answers.
 
     >>> import headwise as hw, torch
     >>> config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 11}
     >>> net = hw.build(hw.families.read_model_spec(config), seed=0)
-    >>> judge = ModelEvaluator.of(net, [Example({"x": torch.tensor([[n, 1, 4, 1, 5]])}, {}) for n in range(5)])
-    >>> judge.evaluate(net)[0].row("loss").change.value
+    >>> evaluator = ModelEvaluator.of(net, [Example({"x": torch.tensor([[n, 1, 4, 1, 5]])}, {}) for n in range(5)])
+    >>> evaluator.evaluate(net)[0].row("loss").change.value
     0.0
     """
 
@@ -68,49 +70,50 @@ class ModelEvaluator:
 
     @staticmethod
     def of(net: Transformer, examples: Sequence[Example], objective: str | Objective | None = None) -> ModelEvaluator:
-        """The model has read every text."""
+        """Run the baseline model on every text."""
         check_min_count(len(examples), "texts")
-        chosen, why = choose_objective(net, objective, examples[0])
-        before, drifts = QualityTally(chosen, [why] if why else []), isinstance(chosen, OutputDrift)
-        questions = tuple(chosen.prepare_input(net, scene, number) for number, scene in enumerate(examples))
-        said = list[Tensor | None]()
+        resolved, note = choose_objective(net, objective, examples[0])
+        tally = QualityTally(resolved, [note] if note else [])
+        is_drift = isinstance(resolved, OutputDrift)
+        questions = tuple(resolved.prepare_input(net, example, number) for number, example in enumerate(examples))
+        outputs = list[Tensor | None]()
         with eval_mode(net):
             for question in questions:
-                own = compute_output(net, question.inputs)
-                said.append(own if drifts else None)
-                before.add(question, own, said[-1])
-        return ModelEvaluator(net, examples, chosen, questions, tuple(said), before)
+                output = compute_output(net, question.inputs)
+                outputs.append(output if is_drift else None)
+                tally.add(question, output, outputs[-1])
+        return ModelEvaluator(net, examples, resolved, questions, tuple(outputs), tally)
 
     def with_generation(self, task: Task | None = None) -> ModelEvaluator:
-        """The same with free answers of the model before, to a task or as translations."""
+        """Return a copy that also scores generated answers: of a task, or as translations."""
         if task is None and not can_compute_bleu(self.net):
-            fact = f"free answers of {self.net.spec.name} have no score here"
-            raise SpecError(f"{fact}; give a task, or a translator with pairs of texts and sacrebleu installed")
-        asked = replace(
+            fact = f"cannot score generated answers of {self.net.spec.name}"
+            raise SpecError(f"{fact}. Give a task, or use a translation model with text pairs and sacrebleu installed")
+        evaluator = replace(
             self, task=task, pairs=() if task is not None else get_translation_pairs(self.net, self.examples)
         )
-        return replace(asked, baseline_answers=asked._generate_answers(self.net))
+        return replace(evaluator, baseline_answers=evaluator._generate_answers(self.net))
 
     def evaluate(self, after: Transformer) -> tuple[QualityReport, tuple[TextCounts, ...]]:
-        """How well another model speaks beside the one before, and what was counted of it, text by text."""
-        drifts = isinstance(self.objective, OutputDrift)
-        now = QualityTally(
-            self.objective, list(self.baseline_tally.notes), before=[] if drifts else self.baseline_tally.after
+        """Measure a model against the baseline; return the report and the sums of every text."""
+        is_drift = isinstance(self.objective, OutputDrift)
+        tally = QualityTally(
+            self.objective, list(self.baseline_tally.notes), before=[] if is_drift else self.baseline_tally.after
         )
         if after is self.net:
-            now.after, now.num_unscored = self.baseline_tally.after, self.baseline_tally.num_unscored
-            return now.report, tuple(now.after)
+            tally.after, tally.num_unscored = self.baseline_tally.after, self.baseline_tally.num_unscored
+            return tally.report, tuple(tally.after)
         with eval_mode(after):
-            for question, said in zip(self.questions, self.baseline_outputs, strict=True):
-                now.add(question, compute_output(after, question.inputs), said)
-        return now.report, tuple(now.after)
+            for question, baseline_output in zip(self.questions, self.baseline_outputs, strict=True):
+                tally.add(question, compute_output(after, question.inputs), baseline_output)
+        return tally.report, tuple(tally.after)
 
     def score_generation(self, after: Transformer) -> list[MetricRow]:
-        """What free answers of another model are worth beside those of the one before: a task's score, or BLEU."""
-        own = self.baseline_answers if after is self.net else self._generate_answers(after)
+        """Score the generated answers of a model against the baseline's, by the task's scores or by BLEU."""
+        answers = self.baseline_answers if after is self.net else self._generate_answers(after)
         if self.task is not None:
-            return [row for row in compare_tallies(self.baseline_answers, own) if "/" not in row.name]
-        return [compare_bleu_of_texts(self.baseline_answers, own, self.pairs)]
+            return [row for row in compare_tallies(self.baseline_answers, answers) if "/" not in row.name]
+        return [compare_bleu_of_texts(self.baseline_answers, answers, self.pairs)]
 
     def _generate_answers(self, net: Transformer) -> list[Any]:
         with eval_mode(net):
@@ -121,7 +124,7 @@ class ModelEvaluator:
             )
 
 
-# --- Orders in which heads are taken away --------------------------------------------------------------
+# --- Removal orders ------------------------------------------------------------------------------------
 
 GATE_ORDER = "gates"
 REMOVAL_ORDERS = (*RANKING_METHODS, GATE_ORDER)
@@ -131,7 +134,7 @@ OrderLogFunction = Callable[[str], object]
 
 @dataclass(frozen=True)
 class OrderingOptions:
-    """How an order is found: on how many of the texts, of which objective, with which gates, from which seed."""
+    """Options for ranking heads: objective, number of texts, gate training, and seed."""
 
     objective: str | Objective | None = None
     num_examples: int | None = None
@@ -140,7 +143,9 @@ class OrderingOptions:
 
 
 def list_default_orders(net: Transformer, examples: Sequence[Example], options: OrderingOptions) -> tuple[str, ...]:
-    """The orders that can be found of a model: those with slopes need a loss, gates need to be said how they learn.
+    """Return the removal orders available for a model.
+
+    Gradient methods need a differentiable objective, "gates" needs `options.gate_options`.
 
     >>> import headwise as hw, torch
     >>> net = hw.build(
@@ -150,16 +155,21 @@ def list_default_orders(net: Transformer, examples: Sequence[Example], options: 
     >>> list_default_orders(net, texts, OrderingOptions()), list_default_orders(net, texts, OrderingOptions("drift"))
     (('leave-one-out', 'michel', 'random'), ('leave-one-out', 'random'))
     """
-    sloped = (GRADIENT_METHOD,) if choose_objective(net, options.objective, examples[0])[0].has_gradient else ()
-    return (DEFAULT_METHOD, *sloped, RANDOM, *([GATE_ORDER] if options.gate_options is not None else []))
+    gradient_orders = (
+        (GRADIENT_METHOD,) if choose_objective(net, options.objective, examples[0])[0].has_gradient else ()
+    )
+    return (DEFAULT_METHOD, *gradient_orders, RANDOM, *([GATE_ORDER] if options.gate_options is not None else []))
 
 
 def check_order(order: str, options: OrderingOptions) -> None:
-    """Refuse an order that nothing can find."""
+    """Raise SpecError if an order is unknown or lacks its options."""
     if order not in REMOVAL_ORDERS:
-        raise SpecError(f"heads are ordered by {order!r} nowhere; {suggest(order, REMOVAL_ORDERS)}")
+        raise SpecError(f"unknown removal order {order!r}; {suggest(order, REMOVAL_ORDERS)}")
     if order == GATE_ORDER and options.gate_options is None:
-        raise SpecError("gates learn before they order heads; say how, as in gates=Gating(heads=0.5, freeze='model')")
+        raise SpecError(
+            "order 'gates' needs gate training options; give gate_options=GateTrainingOptions(heads=0.5, "
+            "freeze='model')"
+        )
 
 
 def score_by_order(
@@ -170,9 +180,9 @@ def score_by_order(
     options: OrderingOptions,
     log: OrderLogFunction = lambda _: None,
 ) -> HeadScores:
-    """What each head is worth by this order: those worth least go first.
+    """Score heads by a removal order; heads with the lowest scores are removed first.
 
-    By gates (1905.09418) a head is worth the chance that its gate is open.
+    For "gates" (1905.09418) the score is the probability that the gate of a head is open.
     """
     check_order(order, options)
     if order != GATE_ORDER:
@@ -180,20 +190,24 @@ def score_by_order(
             net, examples, HeadRanking(order, options.objective, options.num_examples, seed=options.seed)
         )
     assert options.gate_options is not None
-    whole = all(len(unit.heads) == 1 for own in units.values() for unit in own)
-    gating = replace(options.gate_options, unit="head" if whole else "kv")
+    single_heads = all(len(unit.heads) == 1 for probabilities in units.values() for unit in probabilities)
+    gate_options = replace(options.gate_options, unit="head" if single_heads else "kv")
 
     def progress(point: RetrainingPoint) -> None:
-        log(f"gates: step {point.step} of {gating.steps}")
+        log(f"gates: step {point.step} of {gate_options.steps}")
 
-    found = train_gates(net, examples, gating, progress)
-    of = {(site, head): chance for site, own in found.open_probabilities.items() for head, chance in enumerate(own)}
-    share = gating.target_count(sum(map(len, units.values())))
-    said = f"gates learned in {gating.steps} steps until {share} were to stay, freeze={gating.freeze!r}"
-    return HeadScores(of, (said, *found.notes))
+    result = train_gates(net, examples, gate_options, progress)
+    scores = {
+        (site, head): probability
+        for site, probabilities in result.open_probabilities.items()
+        for head, probability in enumerate(probabilities)
+    }
+    num_open = gate_options.target_count(sum(map(len, units.values())))
+    note = f"gates trained for {gate_options.steps} steps to keep {num_open} open, freeze={gate_options.freeze!r}"
+    return HeadScores(scores, (note, *result.notes))
 
 
-# --- How well a model speaks with ever fewer heads -----------------------------------------------------
+# --- Curves --------------------------------------------------------------------------------------------
 
 ALL_PARTS = "all"
 DEFAULT_SHARES = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
@@ -202,12 +216,13 @@ LogFunction = Callable[[str], object]
 
 @dataclass(frozen=True)
 class SweepOptions:
-    """Which heads are taken away, in which orders, how many, and what is asked of what is left.
+    """Options of a sweep: removal orders, fractions of heads to keep, parts of the model, and how results are judged.
 
-    `points` are the shares of heads that stay. `parts` are "encoder", "decoder" (what a stack attends to in itself) and
-    "cross", each with the others whole, or "all"; where none is named, all of them. Orders are as `orders.ORDERS` has
-    them, the first is ours; chance is drawn `seeds` times. Models of the orders in `answered` also answer freely, to a
-    `task` where one is given. `least` heads stay in every attention. A loss may grow by less than `allowed`.
+    `shares` are the fractions of heads kept. `parts` are "encoder" and "decoder" (self-attention of a stack), "cross",
+    and "all"; heads of one part are removed while the other parts stay complete. Empty means every part. `orders` are
+    names in REMOVAL_ORDERS, the first is compared with the others; "random" is repeated with `seeds` seeds. For
+    `generation_orders` generated answers are scored too, of `task` if given. At least `least` heads stay in every
+    attention. A loss increase below `max_loss_increase` counts as harmless.
     """
 
     ordering: OrderingOptions = field(default_factory=OrderingOptions)
@@ -224,28 +239,26 @@ class SweepOptions:
     def __post_init__(self) -> None:
         for order in (*self.orders, *self.generation_orders):
             check_order(order, self.ordering)
-        if wrong := [one for one in self.shares if not 0 < one <= 1]:
-            raise SpecError(f"{wrong[0]!r} is no share of heads that stay; give more than 0 and at most 1")
-        for name, least in (("seeds", 1), ("least", 0)):
-            if type(said := getattr(self, name)) is not int or said < least:
-                raise SpecError(f"{name}={said!r} cannot be meant; give {least} or more")
+        if wrong := [share for share in self.shares if not 0 < share <= 1]:
+            raise SpecError(f"shares must be > 0 and <= 1, got {wrong[0]!r}")
+        for name, minimum in (("seeds", 1), ("least", 0)):
+            if type(value := getattr(self, name)) is not int or value < minimum:
+                raise SpecError(f"{name} must be an int >= {minimum}, got {value!r}")
         if not self.shares:
-            raise SpecError("no point was given; give shares of heads that stay, such as 0.5")
+            raise SpecError("shares is empty; give fractions of heads to keep, such as 0.5")
         if not self.max_loss_increase > 0:
-            raise SpecError(
-                f"allowed={self.max_loss_increase!r} allows nothing; give by how much a loss may grow, such as 0.1"
-            )
+            raise SpecError(f"max_loss_increase must be > 0, got {self.max_loss_increase!r}; give a value such as 0.1")
 
 
 def get_change(row: MetricRow) -> IntervalEstimate:
-    """How a row differs from the whole model's; a drift is a difference itself."""
+    """Return the change of a metric from the full model; a drift is itself a change."""
     return row.after if row.change is None else row.change
 
 
 class CurvePoint(NamedTuple):
-    """What is left of a part, the share that was asked for, and how well the model speaks with it.
+    """One pruned model: the requested fraction, the heads kept, and its metrics.
 
-    `counts` are of each text, of which the rows are made.
+    `text_counts` are the sums of every text, from which the rows were computed.
     """
 
     share: float
@@ -256,22 +269,22 @@ class CurvePoint(NamedTuple):
 
     @property
     def loss_change(self) -> IntervalEstimate:
-        """How much the loss has grown since the whole model."""
+        """Change of the loss from the full model."""
         return get_change(self.rows[0])
 
     def get_row(self, name: str) -> MetricRow | None:
-        """One of its rows, if there."""
+        """Return the metric of this name; None if it was not measured."""
         return next((row for row in self.rows if row.name == name), None)
 
     @property
     def data(self) -> dict[str, Any]:
-        """As plain values."""
+        """The fields as JSON-serialisable values."""
         keep = {site: list(heads) for site, heads in self.keep.items()}
         return {"share": self.share, "left": self.num_heads, "keep": keep, "rows": [row.data for row in self.rows]}
 
 
 class PruningCurve(NamedTuple):
-    """One order of one part, from the whole model on; `seed` is the draw, where there are several."""
+    """Points of one removal order on one part, starting with the full model; `seed` numbers repeated random orders."""
 
     part: str
     order: str
@@ -280,13 +293,13 @@ class PruningCurve(NamedTuple):
 
     @property
     def data(self) -> dict[str, Any]:
-        """As plain values."""
-        told = {"part": self.part, "order": self.order, "seed": self.seed}
-        return told | {"points": [point.data for point in self.points]}
+        """The fields as JSON-serialisable values."""
+        values = {"part": self.part, "order": self.order, "seed": self.seed}
+        return values | {"points": [point.data for point in self.points]}
 
 
 class CurveValue(NamedTuple):
-    """A number at so many heads left, and a band around it."""
+    """A value at a number of heads kept, with its interval."""
 
     num_heads: int
     value: float
@@ -296,9 +309,9 @@ class CurveValue(NamedTuple):
 
 @dataclass(frozen=True)
 class PruningCurves:
-    """Lines of a model, over so many texts; `parts` says which attentions each part has, with their heads.
+    """All curves of a model; `parts` maps each part to its attentions and their numbers of heads.
 
-    `classes` names every head by the group of its first class, the surest; it is empty where heads cannot be named.
+    `classes` maps every head to the group of its most certain class; empty if heads could not be classified.
     """
 
     model: str
@@ -314,36 +327,39 @@ class PruningCurves:
 
     @property
     def orders(self) -> tuple[str, ...]:
-        """The orders, the first of which is ours."""
+        """The removal orders; the first is compared with the others."""
         return tuple(dict.fromkeys(line.order for line in self.curves))
 
     @property
     def metric_names(self) -> tuple[str, ...]:
-        """The rows that are there, loss or drift first."""
+        """The names of the metrics, loss or drift first."""
         return tuple(dict.fromkeys(row.name for line in self.curves for point in line.points for row in point.rows))
 
     def select_curves(self, part: str, order: str) -> tuple[PruningCurve, ...]:
-        """The lines of an order of a part, one for each draw."""
+        """Return the curves of an order on a part, one per seed."""
         return tuple(line for line in self.curves if (line.part, line.order) == (part, order))
 
     def list_values(self, part: str, order: str, name: str) -> list[CurveValue]:
-        """How a row differs from the whole model's, text by text, against heads left: with its interval over texts; of
-        several draws their mean, least and most.
+        """Return the change of a metric from the full model, by number of heads kept, with its interval over texts.
+
+        For several seeds it is the mean over seeds, with minimum and maximum.
         """
-        found: dict[int, list[IntervalEstimate]] = {}
+        changes: dict[int, list[IntervalEstimate]] = {}
         for line in self.select_curves(part, order):
             for point in line.points:
                 if row := point.get_row(name):
-                    found.setdefault(point.num_heads, []).append(get_change(row))
-        return [CurveValue(left, *_summarise_draws(found[left])) for left in sorted(found, reverse=True)]
+                    changes.setdefault(point.num_heads, []).append(get_change(row))
+        return [
+            CurveValue(num_heads, *_summarise_draws(changes[num_heads])) for num_heads in sorted(changes, reverse=True)
+        ]
 
     def count_part_heads(self, part: str) -> int:
-        """How many heads a part has."""
+        """Return the number of heads of a part."""
         return sum(self.parts[part].values())
 
     @property
     def data(self) -> dict[str, Any]:
-        """All of it as plain values."""
+        """The curves as JSON-serialisable values."""
         classes: dict[str, dict[str, str]] = {}
         for (site, head), name in self.classes.items():
             classes.setdefault(site, {})[str(head)] = name
@@ -362,10 +378,10 @@ class PruningCurves:
         }
 
 
-def _summarise_draws(found: Sequence[IntervalEstimate]) -> tuple[float, float, float]:
-    if len(found) == 1:
-        return found[0]
-    values = [one.value for one in found]
+def _summarise_draws(changes: Sequence[IntervalEstimate]) -> tuple[float, float, float]:
+    if len(changes) == 1:
+        return changes[0]
+    values = [change.value for change in changes]
     return float(np.mean(values)), min(values), max(values)
 
 
@@ -376,53 +392,52 @@ def run_sweep(
     options: SweepOptions = SweepOptions(),
     log: LogFunction = lambda _: None,
 ) -> PruningCurves:
-    """Quality against heads left: orders are found once, by the first texts; what is left is judged by the others.
+    """Measure quality against heads kept; heads are ranked on the selection examples, models measured on the others.
 
     >>> import headwise as hw, torch
     >>> config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 2, "vocab_size": 11}
     >>> net = hw.build(hw.families.read_model_spec(config), seed=0).eval()
     >>> texts = [Example({"x": torch.tensor([[n, 1, 4, 1, 5]])}, {}) for n in range(4)]
-    >>> found = run_sweep(net, texts, texts, SweepOptions(orders=("random",), shares=(0.5, 0.25), seeds=2))
-    >>> [(line.part, line.seed, [point.num_heads for point in line.points]) for line in found.curves]
+    >>> curves = run_sweep(net, texts, texts, SweepOptions(orders=("random",), shares=(0.5, 0.25), seeds=2))
+    >>> [(curve.part, curve.seed, [point.num_heads for point in curve.points]) for curve in curves.curves]
     [('all', 0, [4, 2, 1]), ('all', 1, [4, 2, 1])]
     """
-    check_min_count(len(selection_examples), "texts to choose by")
-    those = list_units(net.spec, options.unit)
-    parts, orders = (
-        _list_parts(net, options.parts),
-        options.orders or list_default_orders(net, selection_examples, options.ordering),
-    )
-    judge = ModelEvaluator.of(net, evaluation_examples, options.ordering.objective)
-    judge = judge.with_generation(options.task) if options.generation_orders else judge
-    lines, notes = list[PruningCurve](), dict[str, None]()
+    check_min_count(len(selection_examples), "texts for ranking heads")
+    units_by_site = list_units(net.spec, options.unit)
+    parts = _list_parts(net, options.parts)
+    orders = options.orders or list_default_orders(net, selection_examples, options.ordering)
+    evaluator = ModelEvaluator.of(net, evaluation_examples, options.ordering.objective)
+    evaluator = evaluator.with_generation(options.task) if options.generation_orders else evaluator
+    curves, notes = list[PruningCurve](), dict[str, None]()
     for order in orders:
         for seed in range(options.seeds if order == RANDOM else 1):
-            log(f"{order}: weighing heads")
+            log(f"{order}: ranking heads")
             ordering = replace(options.ordering, seed=options.ordering.seed + seed)
-            found = score_by_order(net, selection_examples, those, order, ordering, log)
-            notes |= {f"{order}: {note}": None for note in found.notes if note not in judge.baseline_tally.notes}
-            at = _OrderSweep(net, judge, options, order, seed, log)
-            lines += [
-                at.sweep_part(part, {site: those[site] for site in sites}, found) for part, sites in parts.items()
+            scores = score_by_order(net, selection_examples, units_by_site, order, ordering, log)
+            notes |= {f"{order}: {note}": None for note in scores.notes if note not in evaluator.baseline_tally.notes}
+            sweep = _OrderSweep(net, evaluator, options, order, seed, log)
+            curves += [
+                sweep.sweep_part(part, {site: units_by_site[site] for site in sites}, scores)
+                for part, sites in parts.items()
             ]
-    log("naming heads")
-    classes, more = _classify_heads(net, selection_examples)
+    log("classifying heads")
+    classes, class_notes = _classify_heads(net, selection_examples)
     return PruningCurves(
         model=net.spec.name,
-        objective=judge.objective.name,
-        num_texts=len(judge.baseline_tally.after),
-        num_positions=sum(one.num_positions for one in judge.baseline_tally.after),
+        objective=evaluator.objective.name,
+        num_texts=len(evaluator.baseline_tally.after),
+        num_positions=sum(text.num_positions for text in evaluator.baseline_tally.after),
         parts=parts,
-        curves=tuple(lines),
+        curves=tuple(curves),
         classes=classes,
         max_loss_increase=options.max_loss_increase,
-        notes=(*judge.baseline_tally.notes, *notes, *more),
+        notes=(*evaluator.baseline_tally.notes, *notes, *class_notes),
     )
 
 
 @dataclass(frozen=True, eq=False)
 class _OrderSweep:
-    """One order at work: models are cut, and what they say is heard."""
+    """Prunes and evaluates a model in one removal order."""
 
     net: Transformer
     evaluator: ModelEvaluator
@@ -431,54 +446,65 @@ class _OrderSweep:
     seed: int
     log: LogFunction
 
-    def sweep_part(self, part: str, own: Mapping[str, tuple[HeadUnit, ...]], found: HeadScores) -> PruningCurve:
-        """A part with ever fewer heads."""
-        whole = {site: tuple(head for unit in units for head in unit.heads) for site, units in own.items()}
-        heads, points = sum(map(len, whole.values())), [self._evaluate_point(1.0, whole, self.net)]
+    def sweep_part(
+        self, part: str, units_by_site: Mapping[str, tuple[HeadUnit, ...]], scores: HeadScores
+    ) -> PruningCurve:
+        """Return the curve of one part; its heads are removed and all other parts stay complete."""
+        all_heads = {
+            site: tuple(head for unit in units for head in unit.heads) for site, units in units_by_site.items()
+        }
+        num_heads = sum(map(len, all_heads.values()))
+        points = [self._evaluate_point(1.0, all_heads, self.net)]
         for share in sorted(self.options.shares, reverse=True):
-            most = select_top_units(
-                own, found, max(len(own[next(iter(own))][0].heads), round(share * heads)), self.options.least
+            selected = select_top_units(
+                units_by_site,
+                scores,
+                max(len(units_by_site[next(iter(units_by_site))][0].heads), round(share * num_heads)),
+                self.options.least,
             )
-            keep = {site: tuple(sorted(h for one in most if one.site == site for h in one.heads)) for site in own}
+            keep = {
+                site: tuple(sorted(h for unit in selected if unit.site == site for h in unit.heads))
+                for site in units_by_site
+            }
             if sum(map(len, keep.values())) < points[-1].num_heads:
-                self.log(f"{self.order} {self.seed}, {part}: {sum(map(len, keep.values()))} of {heads} heads left")
-                fewer = {site: kept for site, kept in keep.items() if kept != whole[site]}
-                points.append(self._evaluate_point(share, keep, remove_heads(self.net, fewer)))
+                self.log(f"{self.order} {self.seed}, {part}: {sum(map(len, keep.values()))} of {num_heads} heads kept")
+                changed = {site: kept for site, kept in keep.items() if kept != all_heads[site]}
+                points.append(self._evaluate_point(share, keep, remove_heads(self.net, changed)))
         return PruningCurve(part, self.order, self.seed, tuple(points))
 
-    def _evaluate_point(self, share: float, keep: KeptHeads, left: Transformer) -> CurvePoint:
-        found, each = self.evaluator.evaluate(left)
+    def _evaluate_point(self, share: float, keep: KeptHeads, pruned: Transformer) -> CurvePoint:
+        report, text_counts = self.evaluator.evaluate(pruned)
         rows = [
-            *found.rows,
-            *(self.evaluator.score_generation(left) if self.order in self.options.generation_orders else []),
+            *report.rows,
+            *(self.evaluator.score_generation(pruned) if self.order in self.options.generation_orders else []),
         ]
-        return CurvePoint(share, sum(map(len, keep.values())), keep, tuple(rows), each)
+        return CurvePoint(share, sum(map(len, keep.values())), keep, tuple(rows), text_counts)
 
 
 def _list_parts(net: Transformer, wanted: Sequence[str]) -> dict[str, dict[str, int]]:
-    """The attentions of each part, with how many heads they have: all of them, and each kind by itself."""
-    there = count_heads(net.spec)
-    found: dict[str, dict[str, int]] = {}
-    for site, heads in there.items():
+    """Return the attentions of each part with their numbers of heads: "all", and each kind if there are several."""
+    head_counts = count_heads(net.spec)
+    parts: dict[str, dict[str, int]] = {}
+    for site, heads in head_counts.items():
         stack, _, kind = site.split(".")
-        found.setdefault(stack if kind == "attention" else kind, {})[site] = heads
-    found = {ALL_PARTS: there} | (found if len(found) > 1 else {})
-    if wrong := [one for one in wanted if one not in found]:
-        raise SpecError(f"{net.spec.name} has no part {wrong[0]!r}; {suggest(wrong[0], found)}")
-    return {part: sites for part, sites in found.items() if not wanted or part in wanted}
+        parts.setdefault(stack if kind == "attention" else kind, {})[site] = heads
+    parts = {ALL_PARTS: head_counts} | (parts if len(parts) > 1 else {})
+    if wrong := [part for part in wanted if part not in parts]:
+        raise SpecError(f"{net.spec.name} has no part {wrong[0]!r}; {suggest(wrong[0], parts)}")
+    return {part: sites for part, sites in parts.items() if not wanted or part in wanted}
 
 
-def _classify_heads(net: Transformer, scenes: Sequence[Example]) -> tuple[dict[HeadId, str], list[str]]:
-    """Every head by the group of its first class; empty, and why, where texts do not say what heads read."""
-    more = list[MeasureCollector]()
-    if any(scene.dependencies for scene in scenes):
-        more.append(DependencyScores(stream=next(iter(scenes[0].streams))))
-    if any(scene.alignment_links for scene in scenes):
-        more.append(AlignmentScores())
-    if not all(scene.streams for scene in scenes):
-        return {}, ["heads have no classes: it is not known which tokens they read"]
-    table = classify_heads(measure_heads(net, scenes, collectors=more))
-    said = "heads are counted by their first class, the surest"
-    if not any(scene.dependencies for scene in scenes):
-        said += "; syntactic ones were not looked for, because the texts are not parsed"
-    return {(one.site, one.head): class_group(one.classes[0].name) for one in table.heads}, [said, *table.notes]
+def _classify_heads(net: Transformer, examples: Sequence[Example]) -> tuple[dict[HeadId, str], list[str]]:
+    """Return the class group of every head, and notes; empty if the tokens of the examples are unknown."""
+    collectors = list[MeasureCollector]()
+    if any(example.dependencies for example in examples):
+        collectors.append(DependencyScores(stream=next(iter(examples[0].streams))))
+    if any(example.alignment_links for example in examples):
+        collectors.append(AlignmentScores())
+    if not all(example.streams for example in examples):
+        return {}, ["heads are not classified: the examples have no tokens"]
+    table = classify_heads(measure_heads(net, examples, collectors=collectors))
+    note = "heads are counted by their most certain class"
+    if not any(example.dependencies for example in examples):
+        note += "; syntactic classes need parsed texts and were not tested"
+    return {(head.site, head.head): class_group(head.classes[0].name) for head in table.heads}, [note, *table.notes]

@@ -1,4 +1,4 @@
-"""What a model costs before and after: counted from its description, and checked against its tensors."""
+"""Cost of a model before and after a change: parameters, FLOPs and cache from its spec; speed and memory measured."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from ...models import Transformer
 from ...models.model_cache import EncoderOutput, ModelCache
 from ...spec.attention_spec import AttentionSpec
 
-COUNTED_LENGTH = 512  # tokens that are priced, unless said
-COUNTED_BYTES = 4  # bytes of each number in a price; the model's own precision is put in their place
+COUNTED_LENGTH = 512  # default number of tokens for FLOPs and cache
+COUNTED_BYTES = 4  # bytes per number in cost estimates; replaced by the element size of the model
 
 
 class CostPair(NamedTuple):
-    """One number of both models."""
+    """One cost of both models."""
 
     name: str
     unit: str
@@ -39,17 +39,17 @@ class CostPair(NamedTuple):
 
     @property
     def ratio(self) -> float | None:
-        """What is left of it, as a share."""
+        """After divided by before; None if before is 0."""
         return self.after / self.before if self.before else None
 
     @property
     def data(self) -> dict[str, Any]:
-        """As plain values."""
+        """The fields as JSON-serialisable values."""
         return {**self._asdict(), "ratio": self.ratio}
 
 
 class AttentionSize(NamedTuple):
-    """What one attention has: output heads, key-value heads, parameters, numbers remembered of a token."""
+    """Size of one attention: output heads, key-value heads, parameters, cached numbers per token."""
 
     heads: int = 0
     kv: int = 0
@@ -58,7 +58,7 @@ class AttentionSize(NamedTuple):
 
     @staticmethod
     def of_spec(spec: AttentionSpec | None) -> AttentionSize:
-        """Of a spec; of an attention that is gone, nothing."""
+        """Return the size of a spec; all zeros for a removed attention (None)."""
         if spec is None:
             return AttentionSize()
         return AttentionSize(
@@ -71,7 +71,7 @@ class AttentionSize(NamedTuple):
 
 @dataclass(frozen=True)
 class CostComparison:
-    """Numbers of both models under one load of so many tokens, and of every attention whose numbers changed."""
+    """Costs of both models for one sequence of `length` tokens, and the sizes of every attention that changed."""
 
     length: int
     source_length: int | None
@@ -80,59 +80,61 @@ class CostComparison:
     sites: Mapping[str, tuple[AttentionSize, AttentionSize]]
 
     def get_cost(self, name: str) -> CostPair:
-        """One of them."""
+        """Return the cost of this name."""
         return next(pair for pair in self.costs if pair.name == name)
 
     @property
     def data(self) -> dict[str, Any]:
-        """As plain values."""
+        """The fields as JSON-serialisable values."""
         sites = [
             {"site": site, "before": before._asdict(), "after": after._asdict()}
             for site, (before, after) in self.sites.items()
         ]
-        told = {"length": self.length, "source": self.source_length, "dtype": self.dtype}
-        return told | {"numbers": [pair.data for pair in self.costs], "sites": sites}
+        values = {"length": self.length, "source": self.source_length, "dtype": self.dtype}
+        return values | {"numbers": [pair.data for pair in self.costs], "sites": sites}
 
     @property
     def summary(self) -> str:
-        """What was saved, in words; nothing is said too."""
+        """One sentence: parameters and cache bytes saved."""
         parts = list[str]()
-        for name, what in (("parameters", "parameters"), ("cache, a token", "bytes of every token that is remembered")):
-            pair = next((one for one in self.costs if one.name == name), None)
+        for name, what in (("parameters", "parameters"), ("cache per token", "cache bytes per token")):
+            pair = next((cost for cost in self.costs if cost.name == name), None)
             if pair is not None and pair.before:
-                less = pair.before - pair.after
-                parts.append(f"{less:,} of {pair.before:,} {what} ({less / pair.before:.1%})")
+                saved = pair.before - pair.after
+                parts.append(f"{saved:,} of {pair.before:,} {what} ({saved / pair.before:.1%})")
         return f"Saved: {' and '.join(parts)}."
 
     @property
     def uncut_cache_notes(self) -> list[str]:
-        """Attentions that lost heads and have as many keys and values as before; those that are alike are one line."""
-        found: dict[str, list[str]] = {}
+        """Notes on attentions that lost query heads but no key-value heads, one per group of equal ones."""
+        sites_by_note: dict[str, list[str]] = {}
         for site, (before, after) in self.sites.items():
             if after.heads < before.heads and before.remembered == after.remembered and after.remembered:
-                gone = f"{before.heads - after.heads} of {before.heads} heads are gone"
-                found.setdefault(f"{gone}, and all {before.kv} key-value heads are still read", []).append(site)
-        return [f"{_join_sites(sites)}: {what}" for what, sites in found.items()]
+                removed = f"{before.heads - after.heads} of {before.heads} heads removed"
+                sites_by_note.setdefault(f"{removed}, but all {before.kv} key-value heads are still in use", []).append(
+                    site
+                )
+        return [f"{_join_sites(sites)}: {note}" for note, sites in sites_by_note.items()]
 
 
 def compare_cost(
     before: Transformer, after: Transformer, length: int | None = None, source_length: int | None = None
 ) -> CostComparison:
-    """What both cost for a row of `length` tokens, and `source` of them where one is read.
+    """Compare the costs of both models for a sequence of `length` tokens, and a source of `source_length` tokens.
 
     >>> import headwise as hw
     >>> net = hw.build(
     ...     hw.families.read_model_spec({"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1}), seed=0
     ... )
-    >>> found = compare_cost(net, net)
-    >>> found.length, found.get_cost("cache, a token").before, found.get_cost("parameters").ratio
+    >>> costs = compare_cost(net, net)
+    >>> costs.length, costs.get_cost("cache per token").before, costs.get_cost("parameters").ratio
     (512, 64, 1.0)
     """
-    load = default_workload(before, length, source_length)
-    prices = cost({"before": before.spec, "after": after.spec}, load)
+    workload = default_workload(before, length, source_length)
+    estimates = cost({"before": before.spec, "after": after.spec}, workload)
     nets = {"before": before, "after": after}
     for name, net in nets.items():
-        _check_parameter_count(name, net, prices[name])
+        _check_parameter_count(name, net, estimates[name])
     specs = tuple(dict(net.spec.attention_specs()) for net in nets.values())
     sites = {
         site: (AttentionSize.of_spec(specs[0].get(site)), AttentionSize.of_spec(specs[1].get(site)))
@@ -140,8 +142,10 @@ def compare_cost(
     }
     dtype = str(next(before.parameters()).dtype).removeprefix("torch.")
     changed = {site: pair for site, pair in sites.items() if pair[0] != pair[1]}
-    reads = load.source if len(before.spec.stacks) > 1 else None
-    return CostComparison(prices["before"].full_call.tokens, reads, dtype, tuple(_iter_costs(nets, prices)), changed)
+    source = workload.source if len(before.spec.stacks) > 1 else None
+    return CostComparison(
+        estimates["before"].full_call.tokens, source, dtype, tuple(_iter_costs(nets, estimates)), changed
+    )
 
 
 def _join_sites(sites: Sequence[str]) -> str:
@@ -149,70 +153,75 @@ def _join_sites(sites: Sequence[str]) -> str:
 
 
 def default_workload(net: Transformer, length: int | None, source_length: int | None) -> Workload:
-    """A row as long as is asked for, or as the model takes."""
-    most = max_lengths(net.spec)
-    own = length or min(COUNTED_LENGTH, most.own or COUNTED_LENGTH)
-    read = source_length or min(own, most.source or own)
-    return Workload(context=own, dtype="fp32", source=read)
+    """Return the workload of one sequence: the given lengths, or defaults within the model's maximum."""
+    limits = max_lengths(net.spec)
+    context = length or min(COUNTED_LENGTH, limits.own or COUNTED_LENGTH)
+    source = source_length or min(context, limits.source or context)
+    return Workload(context=context, dtype="fp32", source=source)
 
 
-def _iter_costs(nets: Mapping[str, Transformer], prices: CostReport) -> Iterator[CostPair]:
-    one, other = prices["before"], prices["after"]
-    each = {name: next(net.parameters()).element_size() for name, net in nets.items()}
+def _iter_costs(nets: Mapping[str, Transformer], estimates: CostReport) -> Iterator[CostPair]:
+    before_estimate, after_estimate = estimates["before"], estimates["after"]
+    element_sizes = {name: next(net.parameters()).element_size() for name, net in nets.items()}
     numels = {name: sum(p.numel() for p in net.parameters()) for name, net in nets.items()}
-    yield CostPair("parameters", "", one.parameters.total, other.parameters.total)
-    yield CostPair("weights", "bytes", *(numels[name] * each[name] for name in nets))
+    yield CostPair("parameters", "", before_estimate.parameters.total, after_estimate.parameters.total)
+    yield CostPair("weights", "bytes", *(numels[name] * element_sizes[name] for name in nets))
     yield CostPair(
-        "forward" if one.decode_flops is None else "prefill",
+        "forward" if before_estimate.decode_flops is None else "prefill",
         "FLOPs",
-        one.prefill_flops.total,
-        other.prefill_flops.total,
+        before_estimate.prefill_flops.total,
+        after_estimate.prefill_flops.total,
     )
-    if one.decode_flops is None:
+    if before_estimate.decode_flops is None:
         return
     yield CostPair(
-        "decode, a step", "FLOPs", one.decode_flops.total, 0 if other.decode_flops is None else other.decode_flops.total
+        "decode step",
+        "FLOPs",
+        before_estimate.decode_flops.total,
+        0 if after_estimate.decode_flops is None else after_estimate.decode_flops.total,
     )
-    for name, told in (
-        ("cache, a token", _cache_per_token),
-        ("cache, a token of the source", _source_cache_per_token),
-        ("cache, in all", _cache_bytes),
+    for name, get_bytes in (
+        ("cache per token", _cache_per_token),
+        ("cache per source token", _source_cache_per_token),
+        ("cache total", _cache_bytes),
     ):
-        before, after = (told(prices[which]) // COUNTED_BYTES * each[which] for which in nets)
+        before, after = (get_bytes(estimates[key]) // COUNTED_BYTES * element_sizes[key] for key in nets)
         if before or after:
             yield CostPair(name, "bytes", before, after)
 
 
-def _cache_per_token(price: CostEstimate) -> int:
-    return price.cache_bytes_per_token or 0
+def _cache_per_token(estimate: CostEstimate) -> int:
+    return estimate.cache_bytes_per_token or 0
 
 
-def _source_cache_per_token(price: CostEstimate) -> int:
-    return price.source_cache_bytes_per_token or 0
+def _source_cache_per_token(estimate: CostEstimate) -> int:
+    return estimate.source_cache_bytes_per_token or 0
 
 
-def _cache_bytes(price: CostEstimate) -> int:
-    return price.cache_bytes
+def _cache_bytes(estimate: CostEstimate) -> int:
+    return estimate.cache_bytes
 
 
-def _check_parameter_count(name: str, net: Transformer, price: CostEstimate) -> None:
-    """Refuse a description that does not count what the model holds."""
-    held, counted = sum(p.numel() for p in net.parameters()), price.parameters.total
-    if held != counted:
-        raise ValueError(f"the model {name} holds {held:,} parameters and is described with {counted:,}; build it anew")
+def _check_parameter_count(name: str, net: Transformer, estimate: CostEstimate) -> None:
+    """Raise ValueError if the spec counts other parameters than the model has."""
+    actual, counted = sum(p.numel() for p in net.parameters()), estimate.parameters.total
+    if actual != counted:
+        raise ValueError(
+            f"the model {name} has {actual:,} parameters but its spec counts {counted:,}. Rebuild it from its spec"
+        )
 
 
-# --- What is timed of a model --------------------------------------------------------------------------
+# --- Timed phases --------------------------------------------------------------------------------------
 
-ATTENTION_PHASE = "attention"  # by itself
-TIMED_LENGTH = 256  # tokens that are read, unless said
+ATTENTION_PHASE = "attention"  # attention layers alone
+TIMED_LENGTH = 256  # default number of prompt tokens
 
 
 @dataclass(frozen=True)
 class TimingOptions:
-    """Rows, tokens of each that are read, and that are then said one by one; and seconds for all rounds together.
+    """Batch size, prompt length, decode steps, and the time limit in seconds for all rounds together.
 
-    Without a length it is 256, or as many as the model takes.
+    The default length is 256, or the maximum of the model if that is less.
     """
 
     batch: int = 1
@@ -222,15 +231,15 @@ class TimingOptions:
 
     def __post_init__(self) -> None:
         for name in ("batch", "length", "steps"):
-            told = getattr(self, name)
-            if not (name == "length" and told is None) and (type(told) is not int or told < 1):
-                raise ValueError(f"{name}={told!r} cannot be measured; give a whole number of at least 1")
+            value = getattr(self, name)
+            if not (name == "length" and value is None) and (type(value) is not int or value < 1):
+                raise ValueError(f"{name} must be an int >= 1, got {value!r}")
         if not self.seconds > 0:
-            raise ValueError(f"seconds={self.seconds!r} leave no time to measure; give more than 0")
+            raise ValueError(f"seconds must be > 0, got {self.seconds!r}")
 
 
 class TimedPhase(NamedTuple):
-    """What is timed: so many units in every run of what `begin` gives for a model."""
+    """A timed phase: `prepare(model)` returns the call to time, which processes `count` units."""
 
     name: str
     unit: str
@@ -239,7 +248,7 @@ class TimedPhase(NamedTuple):
 
 
 def fit_lengths(net: Transformer, timing: TimingOptions) -> tuple[int, int]:
-    """How many tokens are read and said: what is asked for, as far as the model has positions for both.
+    """Return prompt length and decode steps that fit into the positions of a model.
 
     >>> import headwise as hw
     >>> net = hw.build(hw.families.read_model_spec({"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1}))
@@ -247,146 +256,148 @@ def fit_lengths(net: Transformer, timing: TimingOptions) -> tuple[int, int]:
     (256, 16)
     >>> fit_lengths(net, TimingOptions(length=2000))
     Traceback (most recent call last):
-    ValueError: 2000 tokens read and 16 said are more than the 1024 positions of gpt2; give length=1008
+    ValueError: 2000 prompt tokens and 16 decode steps exceed the 1024 positions of gpt2; give length=1008
     """
-    described, most = net.spec, max_lengths(net.spec)
-    if described.kind == "vision":
-        return image_tokens(described)[-1] or 1, timing.steps
-    two = len(described.stacks) > 1
-    said = (
-        min(timing.steps, most.own or timing.steps)
-        if two
-        else min(timing.steps, (most.own or 2 * timing.steps) // 2 or 1)
-    )
-    room = most.source if two else most.own and most.own - (0 if described.kind == "encoder" else said)
-    asked = timing.length or min(TIMED_LENGTH, room or TIMED_LENGTH)
-    if room and asked > room:
-        fact = f"{asked} tokens read and {said} said are more than the {room + (0 if two else said)} positions"
-        raise ValueError(f"{fact} of {described.name}; give length={room}")
-    return asked, said
+    spec, limits = net.spec, max_lengths(net.spec)
+    if spec.kind == "vision":
+        return image_tokens(spec)[-1] or 1, timing.steps
+    has_source = len(spec.stacks) > 1
+    if has_source:
+        steps = min(timing.steps, limits.own or timing.steps)
+    else:
+        steps = min(timing.steps, (limits.own or 2 * timing.steps) // 2 or 1)
+    max_length = limits.source if has_source else limits.own and limits.own - (0 if spec.kind == "encoder" else steps)
+    length = timing.length or min(TIMED_LENGTH, max_length or TIMED_LENGTH)
+    if max_length and length > max_length:
+        positions = max_length + (0 if has_source else steps)
+        fact = f"{length} prompt tokens and {steps} decode steps exceed the {positions} positions"
+        raise ValueError(f"{fact} of {spec.name}; give length={max_length}")
+    return length, steps
 
 
 def make_timing_input(net: Transformer, batch: int, length: int) -> Tensor:
-    """Something to read for the first stack: ids in turn, or noise where it reads numbers."""
+    """Return random input for the first stack: token ids, or noise for images and vectors."""
     stack = net.spec.stacks[0]
     embedding, weight = stack.embedding, next(net.parameters())
-    draw = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     if embedding is not None and embedding.tokens:
-        return torch.randint(0, embedding.tokens, (batch, length), generator=draw).to(weight.device)
-    if embedding is not None and (told := embedding.patches) is not None:
-        shape = (batch, told.channels, told.rows * told.high, told.columns * told.wide)
+        return torch.randint(0, embedding.tokens, (batch, length), generator=generator).to(weight.device)
+    if embedding is not None and (patches := embedding.patches) is not None:
+        shape = (batch, patches.channels, patches.rows * patches.high, patches.columns * patches.wide)
     else:
         shape = (batch, length, stack.model)
-    return torch.randn(shape, generator=draw).to(weight)
+    return torch.randn(shape, generator=generator).to(weight)
 
 
 def list_phases(
-    net: Transformer, inputs: Tensor, how: tuple[TimingOptions, int], notes: list[str]
+    net: Transformer, inputs: Tensor, timing_and_length: tuple[TimingOptions, int], notes: list[str]
 ) -> Iterator[TimedPhase]:
-    """Every phase of a kind of model; `notes` hear what cannot be timed."""
-    pace, length = how
-    read = pace.batch * length
+    """Yield the phases of this kind of model; phases that cannot be timed are added to `notes`."""
+    timing, length = timing_and_length
+    num_tokens = timing.batch * length
     if any(net.spec.attention_specs()):
-        count, unit = (pace.batch, "images/s") if net.spec.kind == "vision" else (read, "tokens/s")
-        yield TimedPhase(ATTENTION_PHASE, unit, count, partial(_prepare_attentions, pace.batch, length))
+        count, unit = (timing.batch, "images/s") if net.spec.kind == "vision" else (num_tokens, "tokens/s")
+        yield TimedPhase(ATTENTION_PHASE, unit, count, partial(_prepare_attentions, timing.batch, length))
     if net.spec.kind == "vision":
-        yield TimedPhase("forward", "images/s", pace.batch, lambda one: partial(one, inputs))
+        yield TimedPhase("forward", "images/s", timing.batch, lambda model: partial(model, inputs))
     elif net.spec.kind == "encoder":
-        yield TimedPhase("forward", "tokens/s", read, lambda one: partial(one, inputs))
+        yield TimedPhase("forward", "tokens/s", num_tokens, lambda model: partial(model, inputs))
     elif net.spec.kind == "encoder-decoder":
-        yield TimedPhase("encode", "tokens/s", read, lambda one: partial(one.encode, inputs))
+        yield TimedPhase("encode", "tokens/s", num_tokens, lambda model: partial(model.encode, inputs))
         yield TimedPhase(
-            "decode", "tokens/s", pace.batch * pace.steps, partial(_prepare_source_decode, inputs, pace.steps)
+            "decode", "tokens/s", timing.batch * timing.steps, partial(_prepare_source_decode, inputs, timing.steps)
         )
     else:
-        yield TimedPhase("prefill", "tokens/s", read, lambda one: partial(_prefill, one, inputs, length))
+        yield TimedPhase("prefill", "tokens/s", num_tokens, lambda model: partial(_prefill, model, inputs, length))
         if next(iter(cost(net.spec, default_workload(net, None, None)))).decode_flops is None:
-            notes.append(f"{net.spec.name} reads ahead and says nothing token by token, so no decoding is timed")
+            notes.append(
+                f"decoding is not timed: {net.spec.name} attends to later tokens and cannot decode token by token"
+            )
         else:
             yield TimedPhase(
-                "decode", "tokens/s", pace.batch * pace.steps, partial(_prepare_decode, inputs, pace.steps)
+                "decode", "tokens/s", timing.batch * timing.steps, partial(_prepare_decode, inputs, timing.steps)
             )
 
 
 def _prepare_attentions(batch: int, length: int, net: Transformer) -> Callable[[], object]:
-    """All attentions of a model, each by itself."""
-    weight, draw = next(net.parameters()), torch.Generator().manual_seed(0)
-    given = {
-        stack.name: torch.randn(batch, min(length, known(stack) or length), stack.model, generator=draw).to(weight)
+    """Prepare a run of all attention layers of a model on random inputs."""
+    weight, generator = next(net.parameters()), torch.Generator().manual_seed(0)
+    inputs = {
+        stack.name: torch.randn(batch, min(length, known(stack) or length), stack.model, generator=generator).to(weight)
         for stack in net.spec.stacks
     }
-    source, every = next(iter(given.values())), list[Callable[[], object]]()
+    source, calls = next(iter(inputs.values())), list[Callable[[], object]]()
     for name, stack in net.stacks.items():
         for layer in stack.blocks:
             for role, attention in layer.attentions.items():
-                read = source if role == "cross" else None
-                every.append(partial(attention, given[name], source=read))
-    return lambda: [run() for run in every]
+                cross_input = source if role == "cross" else None
+                calls.append(partial(attention, inputs[name], source=cross_input))
+    return lambda: [run() for run in calls]
 
 
-def _prefill(net: Transformer, given: Tensor, capacity: int) -> tuple[Tensor, ModelCache | None]:
-    """A prompt, remembered, and what is said behind its last token."""
-    cache = _make_cache(net, len(given), capacity)
-    return net.read(net.hidden(given, cache=cache)[:, -1:]), cache
+def _prefill(net: Transformer, inputs: Tensor, capacity: int) -> tuple[Tensor, ModelCache | None]:
+    """Run a prompt; return the logits of its last token and the cache."""
+    cache = _make_cache(net, len(inputs), capacity)
+    return net.read(net.hidden(inputs, cache=cache)[:, -1:]), cache
 
 
-def _prepare_decode(given: Tensor, steps: int, net: Transformer) -> Callable[[], object]:
-    length = given.shape[1]
-    _, cache = _prefill(net, given, length + steps)
-    return partial(_decode_steps, net, given[:, :1], cache, (steps, length, None))
+def _prepare_decode(inputs: Tensor, steps: int, net: Transformer) -> Callable[[], object]:
+    length = inputs.shape[1]
+    _, cache = _prefill(net, inputs, length + steps)
+    return partial(_decode_steps, net, inputs[:, :1], cache, (steps, length, None))
 
 
-def _prepare_source_decode(given: Tensor, steps: int, net: Transformer) -> Callable[[], object]:
-    memory = net.encode(given)
-    first = torch.zeros(len(given), 1, dtype=torch.int64, device=given.device)
-    return partial(_decode_steps, net, first, _make_cache(net, len(given), steps), (steps, 0, memory))
+def _prepare_source_decode(inputs: Tensor, steps: int, net: Transformer) -> Callable[[], object]:
+    memory = net.encode(inputs)
+    first = torch.zeros(len(inputs), 1, dtype=torch.int64, device=inputs.device)
+    return partial(_decode_steps, net, first, _make_cache(net, len(inputs), steps), (steps, 0, memory))
 
 
 def _decode_steps(
-    net: Transformer, one: Tensor, cache: ModelCache | None, how: tuple[int, int, EncoderOutput | None]
+    net: Transformer, token: Tensor, cache: ModelCache | None, step_options: tuple[int, int, EncoderOutput | None]
 ) -> Tensor:
-    """One token after the other, the same each time: what it is changes no time."""
-    steps, past, memory = how
-    said = one
+    """Decode one token at a time. The token is always the same, because its value does not affect the time."""
+    steps, past, memory = step_options
+    logits = token
     for step in range(steps):
-        at = None if cache is not None else SequenceInfo.contiguous(past + step, 1, one.device)
-        said = net.read(net.hidden(one, sequence=at, source=memory, cache=cache))
-    return said
+        sequence = None if cache is not None else SequenceInfo.contiguous(past + step, 1, token.device)
+        logits = net.read(net.hidden(token, sequence=sequence, source=memory, cache=cache))
+    return logits
 
 
 def _make_cache(net: Transformer, batch: int, capacity: int) -> ModelCache | None:
-    """What it remembers; nothing where all that read their past are gone."""
+    """Return an empty cache; None if no attention with a cache is left."""
     try:
         return net.cache(batch=batch, capacity=capacity)
     except SpecError:
         return None
 
 
-# --- Bytes of the tensors that a call holds at once, weights aside -------------------------------------
+# --- Peak memory of a call, without weights ------------------------------------------------------------
 
 
 class TensorMemoryMode(TorchDispatchMode):
-    """While this lasts, storages that operations make are counted as they come and go; `most` is their largest sum.
+    """Dispatch mode that tracks tensor storages created by operations; `peak_bytes` is their largest sum.
 
-    What an operation takes and gives back inside itself is not seen.
+    Memory that an operation allocates and frees internally is not seen.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.now = self.peak_bytes = 0
-        self._known: dict[int, int] = {}  # bytes of each storage; 0 of those that were there before
+        self._known: dict[int, int] = {}  # bytes by storage; 0 for storages that existed before
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run it, and look at what it made."""
+        """Run the operation and count new storages of its result."""
         self._count_storage((args, kwargs), counts=0)
-        found = func(*args, **(kwargs or {}))
-        self._count_storage(found, counts=1)
-        return found
+        result = func(*args, **(kwargs or {}))
+        self._count_storage(result, counts=1)
+        return result
 
-    def _count_storage(self, some: Any, counts: int) -> None:
-        for one in tree_leaves(some):
-            if isinstance(one, Tensor) and one.untyped_storage()._cdata not in self._known:
-                storage = one.untyped_storage()
+    def _count_storage(self, values: Any, counts: int) -> None:
+        for value in tree_leaves(values):
+            if isinstance(value, Tensor) and value.untyped_storage()._cdata not in self._known:
+                storage = value.untyped_storage()
                 self._known[storage._cdata] = counts * storage.nbytes()
                 self.now += counts * storage.nbytes()
                 self.peak_bytes = max(self.peak_bytes, self.now)
@@ -397,31 +408,30 @@ class TensorMemoryMode(TorchDispatchMode):
 
 
 def measure_peak_bytes(run: Callable[[], object]) -> int:
-    """The most bytes that the tensors of a call take at once; its result counts, what was there before does not.
+    """Return the peak bytes of tensors created during a call, including its result but not existing tensors.
 
     >>> import torch
     >>> measure_peak_bytes(lambda: torch.zeros(100) + torch.ones(100))
     1200
     """
-    with TensorMemoryMode() as seen:
+    with TensorMemoryMode() as memory:
         run()
-    return seen.peak_bytes
+    return memory.peak_bytes
 
 
-# --- How fast two models run and how much they hold, measured in turns ---------------------------------
+# --- Speed of two models, measured alternately ---------------------------------------------------------
 
-MIN_ROUNDS, MAX_ROUNDS = 5, 31  # rounds of both models
-MAX_SPREAD = 0.2  # spread beyond which nothing is concluded
+MIN_ROUNDS, MAX_ROUNDS = 5, 31  # rounds; each runs both models once
+MAX_SPREAD = 0.2  # relative spread above which there is no verdict
 
 
 @dataclass(frozen=True)
 class PhaseSpeed:
-    """One phase of both models: units a second, medians over rounds; `spread` is the width of the middle half of the
-    rounds over their median, the larger of both; `faster` the median over rounds of what after gains on before.
+    """Speed of one phase of both models.
 
-    `verdict` is "faster", "slower", "as fast" where that half holds 1, or none where the spread is too large or rounds
-    are too few. `held` are the most bytes that tensors take at once from the beginning of a run on: caches, but no
-    weights.
+    `before` and `after` are units per second, medians over rounds. `faster` is the median speedup per round, `low` and
+    `high` its quartiles. `spread` is the interquartile range of the times over their median, the larger of both models.
+    `held` is the peak memory of both in bytes, with caches and without weights.
     """
 
     phase: str
@@ -437,22 +447,22 @@ class PhaseSpeed:
 
     @property
     def verdict(self) -> str:
-        """In a word or two."""
+        """One of "faster", "slower", "as fast" (the quartiles enclose 1), or why there is no verdict."""
         if self.rounds < MIN_ROUNDS:
-            return f"none: {self.rounds} rounds in the time, {MIN_ROUNDS} are needed"
+            return f"too few rounds: {self.rounds} in the time limit, {MIN_ROUNDS} needed"
         if self.spread > MAX_SPREAD:
-            return f"no verdict: rounds spread {self.spread:.0%}, more than {MAX_SPREAD:.0%}"
+            return f"no verdict: spread {self.spread:.0%} of rounds exceeds {MAX_SPREAD:.0%}"
         return "faster" if self.low > 1 else "slower" if self.high < 1 else "as fast"
 
     @property
     def data(self) -> dict[str, Any]:
-        """As plain values."""
+        """The fields as JSON-serialisable values."""
         return asdict(self) | {"held": list(self.held), "verdict": self.verdict}
 
 
 @dataclass(frozen=True)
 class SpeedComparison:
-    """Every phase, under which load, on what."""
+    """Speed of every phase, with the workload and the machine."""
 
     phases: tuple[PhaseSpeed, ...]
     batch: int
@@ -463,53 +473,53 @@ class SpeedComparison:
 
     @property
     def data(self) -> dict[str, Any]:
-        """As plain values."""
-        told = {"batch": self.batch, "length": self.length, "steps": self.steps, "machine": self.machine}
-        return told | {"phases": [one.data for one in self.phases], "notes": list(self.notes)}
+        """The fields as JSON-serialisable values."""
+        values = {"batch": self.batch, "length": self.length, "steps": self.steps, "machine": self.machine}
+        return values | {"phases": [phase.data for phase in self.phases], "notes": list(self.notes)}
 
 
 def compare_speed(before: Transformer, after: Transformer, timing: TimingOptions) -> SpeedComparison:
-    """Both models timed in turns in this process, after a run of each that does not count.
+    """Time both models alternately in this process, after one warm-up run of each.
 
-    Its attentions read states, one after the other. Then all of it: a decoder reads a prompt and says tokens behind it;
-    one with a source encodes it and says tokens; an encoder reads; a model of images looks at them.
+    Phases are the attention layers alone, then the whole model: prefill and decode of a decoder, encode and decode of
+    an encoder-decoder, or the forward pass of an encoder or vision model.
     """
     length, steps = fit_lengths(before, timing)
     timing = replace(timing, steps=steps)
-    read, notes = make_timing_input(before, timing.batch, length), list[str]()
-    every = list(list_phases(before, read, (timing, length), notes))
+    inputs, notes = make_timing_input(before, timing.batch, length), list[str]()
+    phases = list(list_phases(before, inputs, (timing, length), notes))
     if not any(after.spec.attention_specs()):
-        every = [phase for phase in every if phase.name != ATTENTION_PHASE]
-        notes.append("the model after has no attention left, so none is timed by itself")
-    each = timing.seconds / len(every)
+        phases = [phase for phase in phases if phase.name != ATTENTION_PHASE]
+        notes.append("the model after has no attention layer left, so attention alone is not timed")
+    seconds_per_phase = timing.seconds / len(phases)
     with eval_mode(before), eval_mode(after), torch.inference_mode():
-        found = tuple(_measure_phase(phase, (before, after), each) for phase in every)
+        speeds = tuple(_measure_phase(phase, (before, after), seconds_per_phase) for phase in phases)
     threads = torch.get_num_threads()
     device = next(before.parameters()).device
     machine = f"{device.type}, {threads} thread{'s' if threads > 1 else ''}, torch {torch.__version__}"
-    return SpeedComparison(found, timing.batch, length, steps, machine, tuple(notes))
+    return SpeedComparison(speeds, timing.batch, length, steps, machine, tuple(notes))
 
 
 def _measure_phase(phase: TimedPhase, nets: tuple[Transformer, Transformer], seconds: float) -> PhaseSpeed:
-    """Rounds of both, the first of which does not count."""
-    held = tuple(measure_peak_bytes(lambda net=net: phase.prepare(net)()) for net in nets)
+    """Run warm-up and rounds of both models, in alternating order."""
+    peak_bytes = tuple(measure_peak_bytes(lambda net=net: phase.prepare(net)()) for net in nets)
     for net in nets:
         _time_run(phase, net)
-    end, taken = time.perf_counter() + seconds, list[list[float]]()
-    while len(taken) < MAX_ROUNDS and (not taken or time.perf_counter() < end):
-        order = nets if len(taken) % 2 == 0 else nets[::-1]
-        both = [_time_run(phase, net) for net in order]
-        taken.append(both if order is nets else both[::-1])
-    return summarise_rounds(phase, np.array(taken), (held[0], held[1]))
+    deadline, rounds = time.perf_counter() + seconds, list[list[float]]()
+    while len(rounds) < MAX_ROUNDS and (not rounds or time.perf_counter() < deadline):
+        order = nets if len(rounds) % 2 == 0 else nets[::-1]
+        times = [_time_run(phase, net) for net in order]
+        rounds.append(times if order is nets else times[::-1])
+    return summarise_rounds(phase, np.array(rounds), (peak_bytes[0], peak_bytes[1]))
 
 
 def _time_run(phase: TimedPhase, net: Transformer) -> float:
     run = phase.prepare(net)
     _synchronise(net)
-    begun = time.perf_counter()
+    start = time.perf_counter()
     run()
     _synchronise(net)
-    return max(time.perf_counter() - begun, 1e-9)
+    return max(time.perf_counter() - start, 1e-9)
 
 
 def _synchronise(net: Transformer) -> None:
@@ -518,7 +528,7 @@ def _synchronise(net: Transformer) -> None:
 
 
 def summarise_rounds(phase: TimedPhase, seconds: Any, peak_bytes: tuple[int, int]) -> PhaseSpeed:
-    """What the seconds of both in every round, [rounds, 2], come to.
+    """Summarise the seconds of both models in every round, [rounds, 2].
 
     >>> summarise_rounds(
     ...     TimedPhase("forward", "tokens/s", 8, lambda net: lambda: None), np.array([[2.0, 1.0]] * 5), (0, 0)
@@ -529,6 +539,6 @@ def summarise_rounds(phase: TimedPhase, seconds: Any, peak_bytes: tuple[int, int
     low, high = np.quantile(seconds, (0.25, 0.75), axis=0)
     gains = seconds[:, 0] / seconds[:, 1]
     spread = float(((high - low) / median).max())
-    before, after = (phase.count / float(one) for one in median)
+    before, after = (phase.count / float(median_seconds) for median_seconds in median)
     least, faster, most = (float(np.quantile(gains, share)) for share in (0.25, 0.5, 0.75))
     return PhaseSpeed(phase.name, phase.unit, before, after, faster, least, most, spread, len(seconds), peak_bytes)

@@ -1,4 +1,4 @@
-"""What a model says of one text: its output, and its states behind every layer."""
+"""Comparison of two models' outputs: hidden states layer by layer, agreement of outputs, equality up to rounding."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from ...models import Transformer
 
 
 class OutputAndStates(NamedTuple):
-    """The output of a model, and its states behind every layer by the layer's name, "decoder.3"."""
+    """The output of a model, and the hidden states after every layer by layer name such as "decoder.3"."""
 
     output: Tensor
     states: Mapping[str, Tensor]
 
 
-def compute_output_and_states(net: Transformer, given: ModelInputs) -> OutputAndStates:
-    """Both, of one call.
+def compute_output_and_states(net: Transformer, inputs: ModelInputs) -> OutputAndStates:
+    """Run a model once and return its output and hidden states.
 
     >>> import headwise as hw
     >>> from headwise.inspect.model_inputs import prepare_inputs
     >>> net = hw.build(
     ...     hw.families.read_model_spec({"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 2}), seed=0
     ... ).eval()
-    >>> said = compute_output_and_states(net, prepare_inputs(net, torch.tensor([[3, 1, 4]]), 0))
-    >>> said.output.shape, {name: states.shape for name, states in said.states.items()}
+    >>> run = compute_output_and_states(net, prepare_inputs(net, torch.tensor([[3, 1, 4]]), 0))
+    >>> run.output.shape, {name: states.shape for name, states in run.states.items()}
     (torch.Size([1, 3, 50257]), {'decoder.0': torch.Size([1, 3, 8]), 'decoder.1': torch.Size([1, 3, 8])})
     """
     states: dict[str, Tensor] = {}
@@ -46,27 +46,29 @@ def compute_output_and_states(net: Transformer, given: ModelInputs) -> OutputAnd
         for stack in net.stacks.values():
             for layer in stack.blocks:
                 hooks.callback(layer.register_forward_hook(partial(_store_state, states, layer.name)).remove)
-        return OutputAndStates(compute_output(net, given), states)
+        return OutputAndStates(compute_output(net, inputs), states)
 
 
-def compute_output(model: nn.Module, given: ModelInputs) -> Tensor:
-    """What a model says, if all of it is finite: of numbers that are not, nothing can be proven."""
+def compute_output(model: nn.Module, inputs: ModelInputs) -> Tensor:
+    """Return the output of a model; raise ValueError if it contains NaN or inf, which cannot be compared."""
     with torch.inference_mode():
-        found = get_output_tensor(ModelRun(model, given).run())
-    if not bool(found.isfinite().all()):
-        raise ValueError(f"{type(model).__name__} says numbers that are not finite; mend the model, or leave the text")
-    return found
+        output = get_output_tensor(ModelRun(model, inputs).run())
+    if not bool(output.isfinite().all()):
+        raise ValueError(
+            f"{type(model).__name__} produced NaN or inf on this text; check the weights, or drop the text"
+        )
+    return output
 
 
-def _store_state(states: dict[str, Tensor], name: str, module: nn.Module, given: Any, said: Tensor) -> None:
-    states[name] = said
+def _store_state(states: dict[str, Tensor], name: str, module: nn.Module, inputs: Any, output: Tensor) -> None:
+    states[name] = output
 
 
-# --- How far two models of the same layers go along with each other, layer by layer and in what they say ---
+# --- Agreement of hidden states and outputs ------------------------------------------------------------
 
 
 class CosineSummary(NamedTuple):
-    """The cosine of what two models hold of a token: its mean over the tokens of all texts, and the lowest."""
+    """Cosine similarity of two models' vectors of a token: mean and minimum over all tokens."""
 
     mean: float
     low: float
@@ -74,8 +76,11 @@ class CosineSummary(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelAgreement:
-    """The cosine of states behind every layer, and of what is said; where a head says it, how often both hold the same
-    for likeliest, and the mean of KL(before || after), in nats."""
+    """Cosine similarity of hidden states after every layer and of outputs.
+
+    For models with logits also the fraction of positions with the same most likely output, and the mean of
+    KL(before || after) in nats.
+    """
 
     layers: Mapping[str, CosineSummary]
     output: CosineSummary
@@ -84,14 +89,14 @@ class ModelAgreement:
 
     @property
     def data(self) -> dict[str, Any]:
-        """As plain values."""
-        layers = {name: one._asdict() for name, one in self.layers.items()}
+        """The fields as JSON-serialisable values."""
+        layers = {name: cosine._asdict() for name, cosine in self.layers.items()}
         return {"layers": layers, "output": self.output._asdict(), "same_likeliest": self.top1_match, "kl": self.kl}
 
 
 @dataclass
 class AgreementAccumulator:
-    """What was summed over texts; `speaks` says whether what is said are logits: "logits" or "states"."""
+    """Sums over texts for a `ModelAgreement`; `output_kind` is "logits" or "states"."""
 
     output_kind: str
     sums: dict[str, list[float]] = field(default_factory=dict)
@@ -100,51 +105,53 @@ class AgreementAccumulator:
     num_positions: int = 0
 
     def update(self, before: OutputAndStates, after: OutputAndStates) -> None:
-        """What both made of one text more."""
+        """Add the outputs and states of one text."""
         if before.states.keys() != after.states.keys():
             layers = f"{len(before.states)} and {len(after.states)}"
-            raise ValueError(f"the two models have {layers} layers; compare models whose layers are the same in number")
+            raise ValueError(f"cannot compare models with {layers} layers. Give models with the same layers")
         for name, states in before.states.items():
             self._add_cosine(name, states, after.states[name])
         self._add_cosine("", before.output, after.output)
         if self.output_kind == "logits":
-            own, other = (one.output.double().reshape(-1, one.output.shape[-1]) for one in (before, after))
-            self.num_top1_matches += int((own.argmax(-1) == other.argmax(-1)).sum())
-            self.kl += float(F.kl_div(other.log_softmax(-1), own.log_softmax(-1), log_target=True, reduction="sum"))
-            self.num_positions += len(own)
+            before_logits, after_logits = (
+                run.output.double().reshape(-1, run.output.shape[-1]) for run in (before, after)
+            )
+            self.num_top1_matches += int((before_logits.argmax(-1) == after_logits.argmax(-1)).sum())
+            self.kl += float(
+                F.kl_div(after_logits.log_softmax(-1), before_logits.log_softmax(-1), log_target=True, reduction="sum")
+            )
+            self.num_positions += len(before_logits)
 
-    def _add_cosine(self, name: str, one: Tensor, other: Tensor) -> None:
-        each = F.cosine_similarity(one.double().flatten(0, -2), other.double().flatten(0, -2), dim=-1)
+    def _add_cosine(self, name: str, before: Tensor, after: Tensor) -> None:
+        cosines = F.cosine_similarity(before.double().flatten(0, -2), after.double().flatten(0, -2), dim=-1)
         total = self.sums.setdefault(name, [0.0, 0.0, 1.0])
-        total[:] = total[0] + float(each.sum()), total[1] + len(each), min(total[2], float(torch.min(each)))
+        total[:] = total[0] + float(cosines.sum()), total[1] + len(cosines), min(total[2], float(torch.min(cosines)))
 
     @property
     def result(self) -> ModelAgreement:
-        """The whole of it."""
-        found = {name: CosineSummary(total / count, low) for name, (total, count, low) in self.sums.items()}
-        said = found.pop("")
+        """The agreement over all texts added so far."""
+        layers = {name: CosineSummary(total / count, low) for name, (total, count, low) in self.sums.items()}
+        output = layers.pop("")
         if self.output_kind != "logits":
-            return ModelAgreement(found, said)
+            return ModelAgreement(layers, output)
         return ModelAgreement(
-            found, said, self.num_top1_matches / self.num_positions, max(0.0, self.kl / self.num_positions)
+            layers, output, self.num_top1_matches / self.num_positions, max(0.0, self.kl / self.num_positions)
         )
 
 
-# --- Models that must say the same, held to it ---------------------------------------------------------
+# --- Models whose outputs must be equal ----------------------------------------------------------------
 
-MAX_DOUBLE_PARAMETERS = 2 * 10**7  # parameters, up to which copies in double precision are made
-MAX_DOUBLE_TEXTS = 16  # texts that are read in double precision
-TOLERANCE_STEPS, HALF_TOLERANCE_STEPS = (
-    1024,
-    16,
-)  # of rounding that two ways to one number may lie apart; of numbers of two bytes
-FULL_PRECISION_BITS = 32  # bits
-ModelCall = Callable[..., Any]  # a model of anybody, called with the names that ours is called with
+MAX_DOUBLE_PARAMETERS = 2 * 10**7  # largest model of which a double-precision copy is made
+MAX_DOUBLE_TEXTS = 16  # texts compared in double precision
+# Tolerated difference in machine epsilons, for dtypes of 32 bits or more and for 16-bit dtypes.
+TOLERANCE_STEPS, HALF_TOLERANCE_STEPS = 1024, 16
+FULL_PRECISION_BITS = 32
+ModelCall = Callable[..., Any]  # any model that takes the arguments of the headwise model
 
 
 @dataclass(frozen=True)
 class OutputDifference:
-    """How far two models lie apart at most, in what they say of so many texts; `largest` is the largest number said."""
+    """Largest absolute difference of two models' outputs over texts; `largest` is the largest absolute output."""
 
     what: str
     apart: float
@@ -154,22 +161,19 @@ class OutputDifference:
 
     @property
     def allowed(self) -> float:
-        """What rounding may make of it."""
-        kind = torch.finfo(getattr(torch, self.dtype))
-        return (
-            (TOLERANCE_STEPS if kind.bits >= FULL_PRECISION_BITS else HALF_TOLERANCE_STEPS)
-            * kind.eps
-            * max(1.0, self.largest)
-        )
+        """Tolerance for rounding."""
+        info = torch.finfo(getattr(torch, self.dtype))
+        steps = TOLERANCE_STEPS if info.bits >= FULL_PRECISION_BITS else HALF_TOLERANCE_STEPS
+        return steps * info.eps * max(1.0, self.largest)
 
     @property
     def same(self) -> bool:
-        """Whether it is no more than that."""
+        """True if the difference is within the tolerance."""
         return self.apart <= self.allowed
 
     @property
     def data(self) -> dict[str, Any]:
-        """As plain values."""
+        """The fields as JSON-serialisable values."""
         return asdict(self) | {"allowed": self.allowed, "same": self.same}
 
 
@@ -180,10 +184,9 @@ def compare_ablated(
     keep: Mapping[str, Sequence[int]],
     replacements: Mapping[HeadRef, Tensor] | None = None,
 ) -> tuple[OutputDifference, ...]:
-    """How far the model before, with what is cut made silent, lies from the model after; where it is cheap, in double
-    precision too.
+    """Compare the model before, with the removed heads ablated, with the model after; small models in float64 too.
 
-    `said` is what heads that are gone say instead of nothing, where that was folded into the layer.
+    Removed heads are ablated to zero, or to their constant output in `replacements` if that was folded into a bias.
 
     >>> import headwise as hw
     >>> net = hw.build(
@@ -193,24 +196,24 @@ def compare_ablated(
     ...     seed=0,
     ... ).eval()
     >>> texts = [Example({"x": torch.tensor([[3, 1, 4]])}, {})]
-    >>> [one.apart for one in compare_ablated(net, net, texts, {"decoder.0.attention": [0, 1]})]
+    >>> [difference.apart for difference in compare_ablated(net, net, texts, {"decoder.0.attention": [0, 1]})]
     [0.0, 0.0]
     """
     patches = build_ablations(before, keep, replacements or {})
-    what = "silenced = cut"
-    found = [_compare_with_patches(what, (before, after), examples, patches)]
-    if sum(p.numel() for p in before.parameters()) <= MAX_DOUBLE_PARAMETERS and found[0].dtype != "float64":
-        exact = tuple(copy.deepcopy(net).double() for net in (before, after))
-        doubled = _compare_with_patches(f"{what}, in double precision", exact, examples[:MAX_DOUBLE_TEXTS], patches)
-        # What was folded in is a vector of the model's own precision, however it is computed with.
-        found.append(replace(doubled, dtype=found[0].dtype) if replacements else doubled)
-    return tuple(found)
+    what = "heads ablated vs. removed"
+    differences = [_compare_with_patches(what, (before, after), examples, patches)]
+    if sum(p.numel() for p in before.parameters()) <= MAX_DOUBLE_PARAMETERS and differences[0].dtype != "float64":
+        double_nets = tuple(copy.deepcopy(net).double() for net in (before, after))
+        in_double = _compare_with_patches(f"{what}, float64", double_nets, examples[:MAX_DOUBLE_TEXTS], patches)
+        # Folded constants have the precision of the model, so its tolerance applies.
+        differences.append(replace(in_double, dtype=differences[0].dtype) if replacements else in_double)
+    return tuple(differences)
 
 
 def build_ablations(
     before: Transformer, keep: Mapping[str, Sequence[int]], replacements: Mapping[HeadRef, Tensor]
 ) -> dict[HeadRef, HeadPatch | Tensor]:
-    """What is put in the place of every head that a plan does not keep.
+    """Return the patch of every head that a plan does not keep.
 
     >>> import headwise as hw
     >>> net = hw.build(
@@ -219,22 +222,23 @@ def build_ablations(
     >>> build_ablations(net, {"decoder.0.attention": [1]}, {})
     {('decoder.0.attention', 0): ScaledOutput(scale=0.0)}
     """
-    specs, found = dict(before.spec.attention_specs()), dict[HeadRef, HeadPatch | Tensor]()
+    specs = dict(before.spec.attention_specs())
+    patches = dict[HeadRef, HeadPatch | Tensor]()
     for site, kept in keep.items():
         if site not in specs:
-            raise ValueError(f"the model has no site {site!r}; {suggest(site, specs)}")
+            raise ValueError(f"the model has no attention {site!r}; {suggest(site, specs)}")
         count = len(specs[site].score_head_of_output)
         if wrong := [head for head in kept if not 0 <= head < count]:
             raise ValueError(f"{site} has no head {wrong[0]} to keep; give heads in 0..{count - 1}")
-        out = [(site, head) for head in range(count) if head not in kept]
-        found |= {one: replacements.get(one, ScaledOutput(0.0)) for one in out}
-    return found
+        removed = [(site, head) for head in range(count) if head not in kept]
+        patches |= {ref: replacements.get(ref, ScaledOutput(0.0)) for ref in removed}
+    return patches
 
 
 def compare_reloaded(
     what: str, after: Transformer, model_call: ModelCall, examples: Sequence[Example]
 ) -> OutputDifference:
-    """How far what was read again lies from the model after."""
+    """Compare the outputs of a model with those of another call, such as the model read back from disk."""
     return OutputDifference(
         what,
         *_max_difference(
@@ -243,52 +247,56 @@ def compare_reloaded(
     )
 
 
-def _call_model(says: ModelCall, given: ModelInputs) -> Tensor:
+def _call_model(model_call: ModelCall, inputs: ModelInputs) -> Tensor:
     with torch.inference_mode():
-        return get_output_tensor(says(*given.args, **given.kwargs))
+        return get_output_tensor(model_call(*inputs.args, **inputs.kwargs))
 
 
 def _compare_with_patches(
-    what: str, nets: tuple[Transformer, ...], scenes: Sequence[Example], patches: Mapping[HeadRef, HeadPatch | Tensor]
+    what: str, nets: tuple[Transformer, ...], examples: Sequence[Example], patches: Mapping[HeadRef, HeadPatch | Tensor]
 ) -> OutputDifference:
     before, after = nets
-    quiet: AbstractContextManager[Any] = patch(before, patches) if patches else nullcontext()
-    with quiet:
+    patched: AbstractContextManager[Any] = patch(before, patches) if patches else nullcontext()
+    with patched:
         return OutputDifference(
             what,
             *_max_difference(
-                _iter_inputs(before, scenes), partial(compute_output, before), partial(compute_output, after)
+                _iter_inputs(before, examples), partial(compute_output, before), partial(compute_output, after)
             ),
         )
 
 
-def _iter_inputs(net: Transformer, scenes: Sequence[Example]) -> Iterator[ModelInputs]:
-    """The texts as a model reads them, its pixels and frames in its precision."""
+def _iter_inputs(net: Transformer, examples: Sequence[Example]) -> Iterator[ModelInputs]:
+    """Yield the inputs of every example, with floating-point tensors in the dtype of the model."""
     dtype = next(net.parameters()).dtype
-    for scene in scenes:
-        given = prepare_inputs(net, scene.model_inputs, 0)
+    for example in examples:
+        inputs = prepare_inputs(net, example.model_inputs, 0)
         yield replace(
-            given,
-            args=tuple(_cast_floats(one, dtype) for one in given.args),
-            kwargs={name: _cast_floats(one, dtype) for name, one in given.kwargs.items()},
+            inputs,
+            args=tuple(_cast_floats(value, dtype) for value in inputs.args),
+            kwargs={name: _cast_floats(value, dtype) for name, value in inputs.kwargs.items()},
         )
 
 
-def _cast_floats(one: Any, dtype: torch.dtype) -> Any:
-    return one.to(dtype) if isinstance(one, Tensor) and one.is_floating_point() else one
+def _cast_floats(value: Any, dtype: torch.dtype) -> Any:
+    return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
 def _max_difference(
-    givens: Iterator[ModelInputs], one: Callable[[ModelInputs], Tensor], other: Callable[[ModelInputs], Tensor]
+    inputs_of_texts: Iterator[ModelInputs],
+    call_first: Callable[[ModelInputs], Tensor],
+    call_second: Callable[[ModelInputs], Tensor],
 ) -> tuple[float, float, int, str]:
-    """How far they lie apart at most, the largest number said, of how many texts, in which precision."""
-    apart, largest, count, dtype = 0.0, 0.0, 0, ""
-    for count, given in enumerate(givens, 1):
-        first, second = one(given), other(given)
+    """Return the largest difference, the largest absolute output, the number of texts, and the dtype."""
+    difference, largest, count, dtype = 0.0, 0.0, 0, ""
+    for count, inputs in enumerate(inputs_of_texts, 1):
+        first, second = call_first(inputs), call_second(inputs)
         if first.shape != second.shape:
             shapes = f"{list(first.shape)} and {list(second.shape)}"
-            raise ValueError(f"of text {count - 1} the two models say {shapes} numbers; compare models of one shape")
-        apart = max(apart, float((first.double() - second.to(first.device).double()).abs().max()))
+            raise ValueError(
+                f"cannot compare outputs of shapes {shapes} on text {count - 1}. Give models with equal outputs"
+            )
+        difference = max(difference, float((first.double() - second.to(first.device).double()).abs().max()))
         largest = max(largest, float(first.abs().max()))
         dtype = str(first.dtype).removeprefix("torch.")
-    return apart, largest, count, dtype
+    return difference, largest, count, dtype

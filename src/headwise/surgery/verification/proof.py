@@ -1,4 +1,4 @@
-"""The texts that changed most, and what both models say of them."""
+"""Full comparison of a model before and after a change, written as proof.json and PROOF.md."""
 
 from __future__ import annotations
 
@@ -45,15 +45,17 @@ from .quality_metrics import (
     get_translation_pairs,
 )
 
-MAX_EXAMPLES = 5  # examples
-MAX_CONTINUATION_TOKENS = 16  # tokens that a model says behind the first half of a text
-MAX_TRANSLATION_TOKENS = 48  # tokens of an answer to a source
-MAX_POSITIONS = 6  # of a text, of which it is told what both think is there
+# --- Texts that changed most ---------------------------------------------------------------------------
+
+MAX_EXAMPLES = 5
+MAX_CONTINUATION_TOKENS = 16  # generated after the first half of a text
+MAX_TRANSLATION_TOKENS = 48
+MAX_POSITIONS = 6  # labelled positions of a text that are shown
 
 
 @dataclass(frozen=True)
 class ChangedExample:
-    """One text by its number: how good both were, what was read, what was wanted, and what both say."""
+    """A text as shown in a proof: its losses before and after, input, target, and both models' outputs."""
 
     number: int
     before: float
@@ -65,13 +67,13 @@ class ChangedExample:
 
     @property
     def data(self) -> dict[str, Any]:
-        """As plain values."""
+        """The fields as JSON-serialisable values."""
         return asdict(self)
 
 
 @dataclass(frozen=True, order=True)
 class TextChange:
-    """A text by how much worse it got, up or down; its question, and what both said."""
+    """A text with the change of its loss, its input and labels, and both outputs; ordered by absolute change."""
 
     abs_change: float
     number: int
@@ -81,92 +83,101 @@ class TextChange:
 
     @property
     def ids(self) -> list[tuple[int, ...]]:
-        """What was read, stream by stream; nothing where that is no text."""
+        """The token ids of every stream; empty if the input is no text."""
         return [row.ids for rows in self.question.inputs.token_rows.values() for row in rows]
 
 
 @dataclass
 class LargestChanges:
-    """The texts that changed most, as they come."""
+    """Heap of the MAX_EXAMPLES texts that changed most."""
 
     changes: list[TextChange] = field(default_factory=list)
 
-    def add(self, one: TextChange) -> None:
-        """One text more, unless the same is there already."""
-        if one.ids and any(one.ids == held.ids for held in self.changes):
+    def add(self, change: TextChange) -> None:
+        """Add a text unless it is already present."""
+        if change.ids and any(change.ids == other.ids for other in self.changes):
             return
-        (heapq.heappush if len(self.changes) < MAX_EXAMPLES else heapq.heappushpop)(self.changes, one)
+        (heapq.heappush if len(self.changes) < MAX_EXAMPLES else heapq.heappushpop)(self.changes, change)
 
     def format_examples(self, nets: tuple[Transformer, Transformer], objective: str) -> tuple[ChangedExample, ...]:
-        """As a reader sees them, the farthest first; `kind` is the objective that says what is asked."""
-        return tuple(_format_example(one, nets, objective) for one in sorted(self.changes, reverse=True))
+        """Return the texts as readable examples, largest change first, formatted for the objective of this name."""
+        return tuple(_format_example(change, nets, objective) for change in sorted(self.changes, reverse=True))
 
 
-def _format_example(one: TextChange, nets: tuple[Transformer, Transformer], kind: str) -> ChangedExample:
-    named = EXAMPLE_FORMATTERS.get(kind, _format_input)
-    read, wanted, said = named(one, nets)
-    return ChangedExample(one.number, *one.losses, read, wanted, *said)
+def _format_example(change: TextChange, nets: tuple[Transformer, Transformer], objective: str) -> ChangedExample:
+    formatter = EXAMPLE_FORMATTERS.get(objective, _format_input)
+    read, wanted, outputs = formatter(change, nets)
+    return ChangedExample(change.number, *change.losses, read, wanted, *outputs)
 
 
 FormattedTexts = tuple[str, str, tuple[str, str]]
 ModelPair = tuple[Transformer, Transformer]
 
 
-def _format_continuation(one: TextChange, nets: ModelPair) -> FormattedTexts:
-    """What both say behind the first half of a text."""
-    ids = one.question.inputs.token_rows["text"][0].ids
+def _format_continuation(change: TextChange, nets: ModelPair) -> FormattedTexts:
+    """Format what both models generate after the first half of a text."""
+    ids = change.question.inputs.token_rows["text"][0].ids
     half = max(1, len(ids) // 2)
-    room = max_positions(nets[0].spec.stacks[-1])
-    count = max(1, min(MAX_CONTINUATION_TOKENS, MAX_CONTINUATION_TOKENS if room is None else room - half + 1))
-    said = tuple(generate(net, list(ids[:half]), max_new_tokens=count) for net in nets)
+    max_length = max_positions(nets[0].spec.stacks[-1])
+    count = max(
+        1, min(MAX_CONTINUATION_TOKENS, MAX_CONTINUATION_TOKENS if max_length is None else max_length - half + 1)
+    )
+    continuations = tuple(generate(net, list(ids[:half]), max_new_tokens=count) for net in nets)
     spell = _target_speller(nets[0])
-    return spell(ids[:half]), spell(ids[half:]), (spell(said[0]), spell(said[1]))
+    return spell(ids[:half]), spell(ids[half:]), (spell(continuations[0]), spell(continuations[1]))
 
 
-def _format_translation(one: TextChange, nets: ModelPair) -> FormattedTexts:
-    rows, (read, write) = one.question.inputs.token_rows, (_source_speller(nets[0]), _target_speller(nets[0]))
-    source, text = rows["source"][0].ids, rows["text"][0].ids
-    said = ("", "")
+def _format_translation(change: TextChange, nets: ModelPair) -> FormattedTexts:
+    rows = change.question.inputs.token_rows
+    spell_source, spell_target = _source_speller(nets[0]), _target_speller(nets[0])
+    source_ids, target_ids = rows["source"][0].ids, rows["text"][0].ids
+    translations = ("", "")
     if nets[0].usage.begin:
-        room = max_positions(nets[0].spec.stacks[-1])
+        max_length = max_positions(nets[0].spec.stacks[-1])
         count = min(
-            MAX_TRANSLATION_TOKENS, MAX_TRANSLATION_TOKENS if room is None else max(1, room - len(nets[0].usage.begin))
+            MAX_TRANSLATION_TOKENS,
+            MAX_TRANSLATION_TOKENS if max_length is None else max(1, max_length - len(nets[0].usage.begin)),
         )
-        told = [generate(net, list(source), max_new_tokens=count) for net in nets]
-        said = write(told[0]), write(told[1])
+        outputs = [generate(net, list(source_ids), max_new_tokens=count) for net in nets]
+        translations = spell_target(outputs[0]), spell_target(outputs[1])
     begin = len(nets[0].usage.begin)
-    return read(source), write(text[begin:]), said
+    return spell_source(source_ids), spell_target(target_ids[begin:]), translations
 
 
-def _format_masked_tokens(one: TextChange, nets: ModelPair) -> FormattedTexts:
-    """What both think stands at masked places."""
-    spell, labels = _target_speller(nets[0]), _get_labels(one)
-    places = torch.nonzero(labels != IGNORE_INDEX).flatten()[:MAX_POSITIONS]
-    best = [flatten_positions(said).argmax(-1)[places.to(said.device)].tolist() for said in one.outputs]
-    wanted = ", ".join(spell([label]) for label in labels[places].tolist())
-    before, after = (", ".join(spell([label]) for label in told) for told in best)
-    rows = one.question.inputs.token_rows
+def _format_masked_tokens(change: TextChange, nets: ModelPair) -> FormattedTexts:
+    """Format what both models predict at the masked positions."""
+    spell, labels = _target_speller(nets[0]), _get_labels(change)
+    positions = torch.nonzero(labels != IGNORE_INDEX).flatten()[:MAX_POSITIONS]
+    predictions = [
+        flatten_positions(output).argmax(-1)[positions.to(output.device)].tolist() for output in change.outputs
+    ]
+    wanted = ", ".join(spell([label]) for label in labels[positions].tolist())
+    before, after = (", ".join(spell([label]) for label in ids) for ids in predictions)
+    rows = change.question.inputs.token_rows
     return spell(rows["text"][0].ids) if "text" in rows else "", wanted, (before, after)
 
 
-def _format_labels(one: TextChange, nets: ModelPair) -> FormattedTexts:
-    """Which class both take it for."""
+def _format_labels(change: TextChange, nets: ModelPair) -> FormattedTexts:
+    """Format the classes that both models predict."""
     names = nets[0].usage.labels
-    labels = _get_labels(one)
-    places = torch.nonzero(labels != IGNORE_INDEX).flatten()[:MAX_POSITIONS]
+    labels = _get_labels(change)
+    positions = torch.nonzero(labels != IGNORE_INDEX).flatten()[:MAX_POSITIONS]
 
-    def named(ids: Sequence[int]) -> str:
+    def format_ids(ids: Sequence[int]) -> str:
         return ", ".join(names[label] if label < len(names) else f"class {label}" for label in ids)
 
-    best = [named(flatten_positions(said).argmax(-1)[places.to(said.device)].tolist()) for said in one.outputs]
-    rows = one.question.inputs.token_rows
-    read = _source_speller(nets[0])(rows["text"][0].ids) if "text" in rows else f"input {one.number}"
-    return read, named(labels[places].tolist()), (best[0], best[1])
+    predictions = [
+        format_ids(flatten_positions(output).argmax(-1)[positions.to(output.device)].tolist())
+        for output in change.outputs
+    ]
+    rows = change.question.inputs.token_rows
+    text = _source_speller(nets[0])(rows["text"][0].ids) if "text" in rows else f"input {change.number}"
+    return text, format_ids(labels[positions].tolist()), (predictions[0], predictions[1])
 
 
-def _format_input(one: TextChange, nets: ModelPair) -> FormattedTexts:
-    rows = one.question.inputs.token_rows
-    return _source_speller(nets[0])(rows["text"][0].ids) if "text" in rows else f"input {one.number}", "", ("", "")
+def _format_input(change: TextChange, nets: ModelPair) -> FormattedTexts:
+    rows = change.question.inputs.token_rows
+    return _source_speller(nets[0])(rows["text"][0].ids) if "text" in rows else f"input {change.number}", "", ("", "")
 
 
 EXAMPLE_FORMATTERS: dict[str, Callable[[TextChange, ModelPair], FormattedTexts]] = {
@@ -177,14 +188,14 @@ EXAMPLE_FORMATTERS: dict[str, Callable[[TextChange, ModelPair], FormattedTexts]]
 }
 
 
-def flatten_positions(said: Tensor) -> Tensor:
-    """One row for each place."""
-    return said.reshape(-1, said.shape[-1])
+def flatten_positions(outputs: Tensor) -> Tensor:
+    """Return outputs as [positions, width]."""
+    return outputs.reshape(-1, outputs.shape[-1])
 
 
-def _get_labels(one: TextChange) -> Tensor:
-    assert one.question.labels is not None, "something is asked"
-    return one.question.labels
+def _get_labels(change: TextChange) -> Tensor:
+    assert change.question.labels is not None, "the example has labels"
+    return change.question.labels
 
 
 def _target_speller(net: Transformer) -> Callable[[Sequence[int]], str]:
@@ -196,14 +207,14 @@ def _source_speller(net: Transformer) -> Callable[[Sequence[int]], str]:
 
 
 def _make_speller(net: Transformer, which: int) -> Callable[[Sequence[int]], str]:
-    """How ids are written, of the text that is read, 0, or said, 1."""
+    """Return a function that turns token ids of the source (which=0) or target (1) into text."""
     if net.usage.tokenizer is None:
         return lambda ids: " ".join(map(str, ids))
-    words = load_tokenizers(net)[which]
-    return lambda ids: words.text(ids) or " ".join(words.token_text(one) for one in ids)
+    tokenizer = load_tokenizers(net)[which]
+    return lambda ids: tokenizer.text(ids) or " ".join(tokenizer.token_text(token) for token in ids)
 
 
-# --- What was proven of a model that was changed, as plain values, as a file, as a page and on a -------
+# --- Results -------------------------------------------------------------------------------------------
 
 PROOF_VERSION = 1  # of the JSON document
 PROOF_JSON, PROOF_PAGE = "proof.json", "PROOF.md"
@@ -211,8 +222,12 @@ PROOF_JSON, PROOF_PAGE = "proof.json", "PROOF.md"
 
 @dataclass(frozen=True)
 class ModelProof:
-    """What was done to which model; that silencing, cutting and reading again say the same; what was saved, how fast
-    both are, how well they speak, where they part, and the texts that changed most."""
+    """Result of all comparisons of a model before and after a change.
+
+    `what` is the change in a sentence and `keep` the heads kept by site. `equal` has the comparisons that must agree up
+    to rounding (ablated against removed heads, exported against written models), `savings` sizes and FLOPs, `speeds`
+    timings, `quality` losses and scores, `agreement` similarities of states and outputs.
+    """
 
     model: str
     what: str
@@ -230,13 +245,13 @@ class ModelProof:
 
     @property
     def holds(self) -> bool:
-        """Whether everything that must say the same does, as far as rounding allows."""
-        return all(one.same for one in self.equal)
+        """True if all outputs that must be equal are equal up to rounding."""
+        return all(difference.same for difference in self.equal)
 
     @property
     def data(self) -> dict[str, Any]:
-        """As plain values; what is no finite number is None."""
-        told = {
+        """The proof as JSON-serialisable values; NaN and infinities are None."""
+        values = {
             "version": PROOF_VERSION,
             "model": self.model,
             "what": self.what,
@@ -244,20 +259,20 @@ class ModelProof:
             "texts": self.num_texts,
             "keep": {site: list(heads) for site, heads in self.keep.items()},
             "holds": self.holds,
-            "equal": [one.data for one in self.equal],
+            "equal": [difference.data for difference in self.equal],
             "savings": self.savings.data,
             "speeds": self.speeds.data,
             "quality": self.quality.data,
             "agreement": self.agreement.data,
-            "examples": [one.data for one in self.examples],
+            "examples": [example.data for example in self.examples],
             "versions": dict(self.versions or {}),
             "notes": list(self.notes),
         }
-        return replace_non_finite(told)
+        return replace_non_finite(values)
 
 
 def write_proof(proof: ModelProof, folder: Path | str) -> tuple[Path, Path]:
-    """The proof as a file for programs and a page for people, in a folder, made where it is missing."""
+    """Write proof.json and PROOF.md to a folder, which is created if missing; return both paths."""
     from .proof_report import render_proof
 
     folder = Path(folder)
@@ -269,19 +284,19 @@ def write_proof(proof: ModelProof, folder: Path | str) -> tuple[Path, Path]:
 
 
 def replace_non_finite(value: Any) -> Any:
-    """Plain values with None for every number that is not finite.
+    """Return JSON-serialisable values with None for every NaN and infinity.
 
     >>> replace_non_finite({"a": [1.5, float("nan")]})
     {'a': [1.5, None]}
     """
     if isinstance(value, Mapping):
-        return {name: replace_non_finite(one) for name, one in value.items()}
+        return {name: replace_non_finite(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [replace_non_finite(one) for one in value]
+        return [replace_non_finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-# --- A model before and after, held to each other in every way that the data allow ---------------------
+# --- Comparison ----------------------------------------------------------------------------------------
 
 TARGET_SOURCES = ("given", "own")
 LogFunction = Callable[[str], object]
@@ -289,13 +304,14 @@ LogFunction = Callable[[str], object]
 
 @dataclass(frozen=True)
 class ProofOptions:
-    """What was done, in a sentence, and what is to be proven of it.
+    """Options of `prove`: `change` is a sentence that describes what was done to the model.
 
-    `keep` names the heads that each site kept, `said` what those that are gone say instead of nothing: vectors that
-    were folded in. `same` gives models that must say what the model before says, `again` what was written, read anew;
-    they are called as the model is. `cut` are the models with and without the heads that went, if these are not those
-    before and after. `length` and `source` are tokens that are priced. `task` scores free answers.
-    targets="own": texts beside sources are what the model before wrote itself. `command` does all of it again.
+    `keep` has the heads kept by each site, `replacements` the constant outputs of removed heads if they were folded
+    into biases. `equivalents` return models that must compute the same as the model before, `exports` models read back
+    from disk that must compute the same as the model after; they are called like the model. `ablation_pair` is the
+    model with and without the removed heads, if that is not the pair before and after. `length` and `source_length` are
+    token counts for FLOPs and cache. `task` scores generated answers. target_source="own" means that target texts were
+    generated by the model before. `command` is shown as the command that reproduces the proof.
     """
 
     change: str
@@ -317,7 +333,7 @@ class ProofOptions:
     def __post_init__(self) -> None:
         if self.target_source not in TARGET_SOURCES:
             raise ValueError(
-                f"targets={self.target_source!r} is unknown; {suggest(self.target_source, TARGET_SOURCES)}"
+                f"unknown target_source={self.target_source!r}; {suggest(self.target_source, TARGET_SOURCES)}"
             )
 
 
@@ -328,7 +344,7 @@ def prove(
     options: ProofOptions,
     log: LogFunction = lambda _: None,
 ) -> ModelProof:
-    """What is left of a model after heads were cut or shared, held to the model before over texts.
+    """Compare a pruned or converted model with the model before, on the same texts.
 
     >>> import headwise as hw
     >>> net = hw.build(
@@ -338,40 +354,38 @@ def prove(
     ...     seed=0,
     ... )
     >>> texts = [Example({"x": torch.tensor([[n, 1, 4, 1, 5]])}, {}) for n in range(5)]
-    >>> proof = prove(
-    ...     net, net, texts, ProofOptions("nothing was done", timing=TimingOptions(length=8, steps=2, seconds=0.01))
-    ... )
+    >>> proof = prove(net, net, texts, ProofOptions("no change", timing=TimingOptions(length=8, steps=2, seconds=0.01)))
     >>> proof.holds, proof.quality.row("loss").change.value, proof.agreement.kl
     (True, 0.0, 0.0)
     """
     check_min_count(len(texts), "texts")
     _check_comparable(before, after)
     with eval_mode(before), eval_mode(after):
-        log(f"{len(texts)} texts, before and after")
-        compared = _TextComparison.of(before, after, texts, options.objective)
-        log("what was cut, silenced")
-        whole, less = options.ablation_pair or (before, after)
-        equal = list(compare_ablated(whole, less, texts, options.keep, options.replacements)) if options.keep else []
-        equal += [compare_reloaded(what, before, read(), texts) for what, read in options.equivalents.items()]
-        log("what was written, read again")
-        equal += [compare_reloaded(what, after, read(), texts) for what, read in options.exports.items()]
-        log("free answers")
-        found, more = _add_generation_scores(compared.tally.report, (before, after), texts, options)
-        log("speed")
-        timed = compare_speed(before, after, options.timing)
-        saved = compare_cost(before, after, options.length, options.source_length)
-        examples = compared.changes.format_examples((before, after), found.objective)
-    notes = (*options.notes, *more, *saved.uncut_cache_notes)
+        log(f"comparing {len(texts)} texts before and after")
+        comparison = _TextComparison.of(before, after, texts, options.objective)
+        log("comparing removed with ablated heads")
+        full, pruned = options.ablation_pair or (before, after)
+        equal = list(compare_ablated(full, pruned, texts, options.keep, options.replacements)) if options.keep else []
+        equal += [compare_reloaded(name, before, load(), texts) for name, load in options.equivalents.items()]
+        log("comparing exported models")
+        equal += [compare_reloaded(name, after, load(), texts) for name, load in options.exports.items()]
+        log("scoring generated answers")
+        quality, generation_notes = _add_generation_scores(comparison.tally.report, (before, after), texts, options)
+        log("measuring speed")
+        speeds = compare_speed(before, after, options.timing)
+        savings = compare_cost(before, after, options.length, options.source_length)
+        examples = comparison.changes.format_examples((before, after), quality.objective)
+    notes = (*options.notes, *generation_notes, *savings.uncut_cache_notes)
     return ModelProof(
         model=before.spec.name,
         what=options.change,
         keep={site: tuple(heads) for site, heads in options.keep.items()},
         num_texts=len(texts),
         equal=tuple(equal),
-        savings=saved,
-        speeds=timed,
-        quality=found,
-        agreement=compared.agreement.result,
+        savings=savings,
+        speeds=speeds,
+        quality=quality,
+        agreement=comparison.agreement.result,
         examples=examples,
         command=options.command,
         versions={"headwise": __version__, "torch": torch.__version__},
@@ -381,7 +395,7 @@ def prove(
 
 @dataclass
 class _TextComparison:
-    """What one reading of all texts by both models gives."""
+    """Results of one pass of both models over all texts."""
 
     tally: QualityTally
     agreement: AgreementAccumulator
@@ -389,49 +403,51 @@ class _TextComparison:
 
     @staticmethod
     def of(
-        before: Transformer, after: Transformer, scenes: Sequence[Example], asked: str | Objective | None
+        before: Transformer, after: Transformer, examples: Sequence[Example], objective: str | Objective | None
     ) -> _TextComparison:
-        chosen, said = choose_objective(before, asked, scenes[0])
-        check_drift_baseline(chosen, before)
-        found = _TextComparison(
-            QualityTally(chosen, [said] if said else []),
+        resolved, note = choose_objective(before, objective, examples[0])
+        check_drift_baseline(resolved, before)
+        comparison = _TextComparison(
+            QualityTally(resolved, [note] if note else []),
             AgreementAccumulator("logits" if detect_head_objective(before) else "states"),
             LargestChanges(),
         )
-        for number, scene in enumerate(scenes):
-            question = chosen.prepare_input(before, scene, number)
-            own, other = (
-                compute_output_and_states(after, question.inputs),
-                compute_output_and_states(before, question.inputs),
-            )
-            found.agreement.update(other, own)
-            worse = found.tally.add_pair(question, own.output, other.output)
-            if worse is not None:
-                losses = found.tally.last_losses
-                found.changes.add(TextChange(abs(worse), number, losses, question, (other.output, own.output)))
-        return found
+        for number, example in enumerate(examples):
+            question = resolved.prepare_input(before, example, number)
+            after_run = compute_output_and_states(after, question.inputs)
+            before_run = compute_output_and_states(before, question.inputs)
+            comparison.agreement.update(before_run, after_run)
+            loss_change = comparison.tally.add_pair(question, after_run.output, before_run.output)
+            if loss_change is not None:
+                losses = comparison.tally.last_losses
+                comparison.changes.add(
+                    TextChange(abs(loss_change), number, losses, question, (before_run.output, after_run.output))
+                )
+        return comparison
 
 
 def _add_generation_scores(
-    found: QualityReport, nets: tuple[Transformer, Transformer], scenes: Sequence[Example], how: ProofOptions
+    report: QualityReport, nets: tuple[Transformer, Transformer], examples: Sequence[Example], options: ProofOptions
 ) -> tuple[QualityReport, list[str]]:
-    """With what free answers are worth, where they can be had."""
-    rows, notes = list(found.rows), list[str]()
-    if how.task is not None:
+    """Return the report with scores of generated answers, if the model can generate any, and notes."""
+    rows, notes = list(report.rows), list[str]()
+    if options.task is not None:
         rows += [
             row
-            for row in compare_task_scores(*nets, how.task, how.num_examples)
-            if row.name not in {one.name for one in rows}
+            for row in compare_task_scores(*nets, options.task, options.num_examples)
+            if row.name not in {known.name for known in rows}
         ]
-    if how.target_source == "own":
-        notes.append("the texts beside the sources are what the model before wrote: loss and accuracy are against that")
+    if options.target_source == "own":
+        notes.append("target texts were generated by the model before; loss and accuracy refer to them")
     elif can_compute_bleu(nets[0]):
-        rows.append(compare_bleu(*nets, get_translation_pairs(nets[0], scenes)))
-    return replace(found, rows=tuple(rows)), notes
+        rows.append(compare_bleu(*nets, get_translation_pairs(nets[0], examples)))
+    return replace(report, rows=tuple(rows)), notes
 
 
 def _check_comparable(before: Transformer, after: Transformer) -> None:
-    """Refuse two models that nothing can be said of side by side."""
-    told = [(one.spec.kind, [(head.name, head.outputs) for head in one.spec.heads]) for one in (before, after)]
-    if told[0] != told[1]:
-        raise ValueError(f"the model before is {told[0]}, the one after {told[1]}; give what was made of that model")
+    """Raise ValueError if two models differ in kind or output heads."""
+    kinds = [(net.spec.kind, [(head.name, head.outputs) for head in net.spec.heads]) for net in (before, after)]
+    if kinds[0] != kinds[1]:
+        raise ValueError(
+            f"cannot compare models: before is {kinds[0]}, after is {kinds[1]}. Give a model made from the first"
+        )

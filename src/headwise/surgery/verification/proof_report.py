@@ -1,4 +1,4 @@
-"""A proof as a page in Markdown, for people who were not there."""
+"""Proof rendered as a Markdown page, PROOF.md, and as a short text for the terminal."""
 
 from __future__ import annotations
 
@@ -13,49 +13,49 @@ from .proof import ModelProof
 from .quality_metrics import IntervalEstimate, MetricRow, describe_significance
 
 PAGE_WIDTH = 80
-TEXT_WIDTH = PAGE_WIDTH - 4  # of a block that is set off
-MAX_LINE_LENGTH = 240  # signs of a text that is shown
+TEXT_WIDTH = PAGE_WIDTH - 4  # of an indented block
+MAX_LINE_LENGTH = 240  # characters of a text that are shown
 
 
 def render_proof(proof: ModelProof) -> str:
-    """What was done, what was saved, what was lost, how sure that is, and how to see it again."""
+    """Return the proof as a Markdown page."""
     parts = [
         [
-            f"# {to_one_line(proof.model)}: what is left works so",
+            f"# {to_one_line(proof.model)}: report of the changed model",
             "",
             *wrap_text(to_one_line(proof.what)),
             "",
             *_summary_section(proof),
         ],
-        ["## The same", "", *_equivalence_section(proof)],
-        ["## Saved", "", *_cost_section(proof)],
+        ["## Equality checks", "", *_equivalence_section(proof)],
+        ["## Size and cost", "", *_cost_section(proof)],
         ["## Speed", "", *_speed_section(proof)],
-        ["## How well it speaks", "", *_quality_section(proof)],
-        ["## Where the two part", "", *_agreement_section(proof)],
+        ["## Quality", "", *_quality_section(proof)],
+        ["## Agreement of both models", "", *_agreement_section(proof)],
         ["## Texts that changed most", "", *_examples_section(proof)],
-        ["## How to see it again", "", *_reproduction_section(proof)],
+        ["## How to reproduce", "", *_reproduction_section(proof)],
     ]
     return "\n\n".join("\n".join(part).rstrip() for part in parts) + "\n"
 
 
 def to_one_line(text: str, max_length: int = MAX_LINE_LENGTH) -> str:
-    """A text on one line, whatever it holds, cut where it is long.
+    """Return a text on one line, with control characters escaped, truncated to `max_length`.
 
     >>> to_one_line("a\\x1b[2J\\n b")
     'a\\\\x1b[2J b'
     """
-    told = re.sub(r"\s+", " ", text).strip()
-    shown = "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in told)
-    return shown if len(shown) <= max_length else f"{shown[: max_length - 1]}…"
+    line = re.sub(r"\s+", " ", text).strip()
+    escaped = "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in line)
+    return escaped if len(escaped) <= max_length else f"{escaped[: max_length - 1]}…"
 
 
 def wrap_text(text: str, indent: str = "") -> list[str]:
-    """Lines no wider than a page."""
+    """Wrap a text at the page width."""
     return textwrap.wrap(text, PAGE_WIDTH, initial_indent=indent, subsequent_indent=" " * len(indent))
 
 
 def format_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Rows in columns as wide as what stands in them; the first to the left, numbers to the right.
+    """Format rows as a Markdown table; the first column is left-aligned, the others right-aligned.
 
     >>> print("\\n".join(format_table(("what", "n"), [("a", "12")])))
     | what |  n |
@@ -63,13 +63,15 @@ def format_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[s
     | a    | 12 |
     """
     body = [tuple(cell.replace("|", "\\|") for cell in row) for row in rows]
-    wide = [max(len(row[n]) for row in [tuple(header), *body]) for n in range(len(header))]
-    rule = "|".join(f":{'-' * (one + 1)}" if not n else f"{'-' * (one + 1)}:" for n, one in enumerate(wide))
-    return [_format_row(header, wide), f"|{rule}|", *(_format_row(row, wide) for row in body)]
+    widths = [max(len(row[n]) for row in [tuple(header), *body]) for n in range(len(header))]
+    rule = "|".join(f":{'-' * (width + 1)}" if not n else f"{'-' * (width + 1)}:" for n, width in enumerate(widths))
+    return [_format_row(header, widths), f"|{rule}|", *(_format_row(row, widths) for row in body)]
 
 
-def _format_row(row: Sequence[str], wide: Sequence[int]) -> str:
-    cells = [cell.rjust(one) if n else cell.ljust(one) for n, (cell, one) in enumerate(zip(row, wide, strict=True))]
+def _format_row(row: Sequence[str], widths: Sequence[int]) -> str:
+    cells = [
+        cell.rjust(width) if n else cell.ljust(width) for n, (cell, width) in enumerate(zip(row, widths, strict=True))
+    ]
     return f"| {' | '.join(cells)} |"
 
 
@@ -79,46 +81,51 @@ def _summary_section(proof: ModelProof) -> Iterator[str]:
 
 
 def iter_summary(proof: ModelProof) -> Iterator[str]:
-    """The proof in a few sentences."""
+    """Yield a summary of the proof, one sentence per comparison."""
     if proof.equal:
-        worst = max(proof.equal, key=lambda one: one.apart / one.allowed)
-        checks = f"{len(proof.equal)} comparison{'s' if len(proof.equal) > 1 else ''}"
-        told = "the same up to rounding" if proof.holds else "NOT the same"
-        yield f"Held to be equal in {checks}: {told} (at worst {worst.apart:.1e}, {worst.what})."
+        worst = max(proof.equal, key=lambda difference: difference.apart / difference.allowed)
+        checks = f"{len(proof.equal)} check{'s' if len(proof.equal) > 1 else ''}"
+        result = "equal up to rounding" if proof.holds else "NOT equal"
+        yield f"Outputs in {checks}: {result} (largest difference {worst.apart:.1e}, {worst.what})."
     yield proof.savings.summary
-    for one in proof.speeds.phases:
-        verdict = one.verdict if one.verdict.startswith("none") else f"{one.faster:.2f} times as fast ({one.verdict})"
-        yield f"{one.phase.capitalize()}: {verdict}."
+    for phase in proof.speeds.phases:
+        too_few = phase.verdict.startswith("too few")
+        verdict = phase.verdict if too_few else f"{phase.faster:.2f} times as fast ({phase.verdict})"
+        yield f"{phase.phase.capitalize()}: {verdict}."
     row = proof.quality.rows[0]
     yield f"{_describe_change(row, proof.quality.objective)}, over {proof.quality.texts} texts."
-    for more in proof.quality.rows[1:]:
-        if "/" not in more.name:
-            yield f"{_describe_change(more, '')}."
+    for row in proof.quality.rows[1:]:
+        if "/" not in row.name:
+            yield f"{_describe_change(row, '')}."
 
 
-def _describe_change(row: MetricRow, of: str) -> str:
-    name = to_one_line(f"{of} {row.name}" if of and of != row.name else row.name)
+def _describe_change(row: MetricRow, objective: str) -> str:
+    name = to_one_line(f"{objective} {row.name}" if objective and objective != row.name else row.name)
     name = name[:1].upper() + name[1:]
     if row.before is None or row.change is None:
         return f"{name} {format_number(row.after.value)} ({_format_interval(row.after)})"
-    sure = describe_significance(row.change)
-    told = sure if sure.startswith("no") else ("better" if (sure == "more") == (row.better == "higher") else "worse")
-    moved = f"{format_number(row.before.value)} -> {format_number(row.after.value)}"
-    return f"{name} {moved}: {told} (change {_format_interval(row.change)})"
+    significance = describe_significance(row.change)
+    verdict = (
+        significance
+        if significance.startswith("no")
+        else ("better" if (significance == "more") == (row.better == "higher") else "worse")
+    )
+    values = f"{format_number(row.before.value)} -> {format_number(row.after.value)}"
+    return f"{name} {values}: {verdict} (change {_format_interval(row.change)})"
 
 
 def format_bytes(count: int) -> str:
-    """A number of bytes in a few signs.
+    """Format a number of bytes with a unit.
 
     >>> format_bytes(192), format_bytes(31104)
     ('192 B', '31.10 kB')
     """
-    told = format_count(count)
-    return f"{told}B" if told[-1].isalpha() else f"{told} B"
+    number = format_count(count)
+    return f"{number}B" if number[-1].isalpha() else f"{number} B"
 
 
 def format_number(value: float) -> str:
-    """A number in a few signs.
+    """Format a number with about four significant digits.
 
     >>> format_number(0.12345), format_number(12.3456), format_number(12345.6), format_number(1e-7)
     ('0.1235', '12.346', '12,346', '1.0e-07')
@@ -129,61 +136,68 @@ def format_number(value: float) -> str:
     return f"{value:,.0f}" if size >= 1000 else f"{value:.3f}" if size >= 1 else f"{value:.4f}"
 
 
-def _format_interval(one: IntervalEstimate) -> str:
-    return f"{format_number(one.low)} to {format_number(one.high)}"
+def _format_interval(estimate: IntervalEstimate) -> str:
+    return f"{format_number(estimate.low)} to {format_number(estimate.high)}"
 
 
 def _equivalence_section(proof: ModelProof) -> Iterator[str]:
     if not proof.equal:
-        yield "Nothing was held to be equal."
+        yield "No equality was checked."
         return
     rows = [
-        (to_one_line(one.what), f"{one.apart:.1e}", f"{one.allowed:.1e}", str(one.texts), "yes" if one.same else "NO")
-        for one in proof.equal
+        (
+            to_one_line(check.what),
+            f"{check.apart:.1e}",
+            f"{check.allowed:.1e}",
+            str(check.texts),
+            "yes" if check.same else "NO",
+        )
+        for check in proof.equal
     ]
-    yield from format_table(("what", "apart", "rounding", "texts", "same"), rows)
+    yield from format_table(("outputs compared", "difference", "tolerance", "texts", "equal"), rows)
     yield ""
     yield from wrap_text(
-        f"Apart is the largest difference of any number that the two say of any text; rounding is what "
-        f"{TOLERANCE_STEPS:,} steps "
-        f"of the precision, {HALF_TOLERANCE_STEPS} of one of two bytes, make of the largest number said."
+        f"Difference is the largest absolute difference of any output on any text. Tolerance is {TOLERANCE_STEPS:,} "
+        f"machine epsilons of the dtype ({HALF_TOLERANCE_STEPS} for 16-bit dtypes) times the largest output."
     )
 
 
 def _cost_section(proof: ModelProof) -> Iterator[str]:
     saved = proof.savings
-    yield from format_table(("", "before", "after", "left"), [_cost_row(one) for one in saved.costs])
+    yield from format_table(("", "before", "after", "ratio"), [_cost_row(pair) for pair in saved.costs])
     yield ""
-    source = f", {saved.source_length:,} of a source" if saved.source_length else ""
-    yield from wrap_text(f"For one row of {saved.length:,} tokens{source}, {saved.dtype}; FLOPs of allowed pairs only.")
+    source = f" and a source of {saved.source_length:,}" if saved.source_length else ""
+    yield from wrap_text(
+        f"For one sequence of {saved.length:,} tokens{source}, {saved.dtype}. FLOPs count allowed query-key pairs only."
+    )
     if saved.sites:
         yield ""
         yield from format_table(
-            ("attention", "heads", "kv heads", "parameters", "k, v a token"), _site_rows(saved.sites.items())
+            ("attention", "heads", "kv heads", "parameters", "cached k, v"), _site_rows(saved.sites.items())
         )
         yield ""
-        yield from wrap_text("k, v a token: how many numbers of keys and values each token has there.")
+        yield from wrap_text("Cached k, v: numbers of keys and values cached per token.")
 
 
-def _cost_row(one: CostPair) -> tuple[str, ...]:
-    told = {"": "{:,}".format, "bytes": format_bytes, "FLOPs": format_count}[one.unit]
-    left = "-" if one.ratio is None else f"{one.ratio:.1%}"
-    unit = " FLOPs" if one.unit == "FLOPs" else ""
-    return one.name + unit, told(one.before), told(one.after), left
+def _cost_row(pair: CostPair) -> tuple[str, ...]:
+    format_value = {"": "{:,}".format, "bytes": format_bytes, "FLOPs": format_count}[pair.unit]
+    ratio = "-" if pair.ratio is None else f"{pair.ratio:.1%}"
+    unit = " FLOPs" if pair.unit == "FLOPs" else ""
+    return pair.name + unit, format_value(pair.before), format_value(pair.after), ratio
 
 
 def _site_rows(sites: Iterable[tuple[str, tuple[AttentionSize, AttentionSize]]]) -> Iterator[tuple[str, ...]]:
-    """A line for each attention; those of one kind and alike, layer after layer, are one."""
-    found = list[tuple[list[str], tuple[AttentionSize, AttentionSize]]]()
+    """Yield one row per attention; consecutive layers with the same sizes share a row."""
+    groups = list[tuple[list[str], tuple[AttentionSize, AttentionSize]]]()
     for site, pair in sites:
-        if found and found[-1][1] == pair and _split_site(found[-1][0][-1]) == _split_site(site):
-            found[-1][0].append(site)
+        if groups and groups[-1][1] == pair and _split_site(groups[-1][0][-1]) == _split_site(site):
+            groups[-1][0].append(site)
         else:
-            found.append(([site], pair))
-    for names, (before, after) in found:
+            groups.append(([site], pair))
+    for names, (before, after) in groups:
         stack, first, kind = names[0].split(".")
         name = names[0] if len(names) == 1 else f"{stack}.{first}-{names[-1].split('.')[1]}.{kind}"
-        yield name, *(_format_change(one, other) for one, other in zip(before, after, strict=True))
+        yield name, *(_format_change(old, new) for old, new in zip(before, after, strict=True))
 
 
 def _split_site(site: str) -> tuple[str, str]:
@@ -191,81 +205,87 @@ def _split_site(site: str) -> tuple[str, str]:
     return stack, kind
 
 
-def _format_change(one: int, other: int) -> str:
-    return f"{one:,}" if one == other else f"{one:,} -> {other:,}"
+def _format_change(before: int, after: int) -> str:
+    return f"{before:,}" if before == after else f"{before:,} -> {after:,}"
 
 
 def _speed_section(proof: ModelProof) -> Iterator[str]:
-    told = proof.speeds
+    speeds = proof.speeds
     rows = [
         (
-            f"{one.phase}, {one.unit}",
-            format_count(round(one.before)),
-            format_count(round(one.after)),
-            f"{one.faster:.2f}",
-            f"{one.low:.2f} to {one.high:.2f}",
-            f"{one.spread:.0%}",
+            f"{phase.phase}, {phase.unit}",
+            format_count(round(phase.before)),
+            format_count(round(phase.after)),
+            f"{phase.faster:.2f}",
+            f"{phase.low:.2f} to {phase.high:.2f}",
+            f"{phase.spread:.0%}",
         )
-        for one in told.phases
+        for phase in speeds.phases
     ]
-    yield from format_table(("", "before", "after", "times", "middle half", "spread"), rows)
+    yield from format_table(("units per second", "before", "after", "speedup", "quartiles", "spread"), rows)
     yield ""
-    held = [(one.phase, *map(format_bytes, one.held)) for one in told.phases]
-    yield from format_table(("held at once", "before", "after"), held)
+    memory_rows = [(phase.phase, *map(format_bytes, phase.held)) for phase in speeds.phases]
+    yield from format_table(("peak memory", "before", "after"), memory_rows)
     yield ""
-    for one in told.phases:
-        yield from wrap_text(f"{one.phase}: {one.verdict}, {one.rounds} rounds.", "- ")
+    for phase in speeds.phases:
+        yield from wrap_text(f"{phase.phase}: {phase.verdict}, {phase.rounds} rounds.", "- ")
     yield ""
     yield from wrap_text(
-        f"Measured in turns in one process ({told.machine}), batch {told.batch}, {told.length:,} tokens read, "
-        f"{told.steps} then said one by one; medians. Spread is the middle half of the rounds over their median; above "
-        "20% nothing is concluded. Held at once is what tensors of a run take, caches too, weights aside."
+        f"Both models were measured alternately in one process ({speeds.machine}): batch {speeds.batch}, "
+        f"{speeds.length:,} prompt tokens, {speeds.steps} decode steps; medians. Spread is the interquartile range of "
+        "the rounds over their median; above 20% there is no verdict. Peak memory has tensors of a run with caches, "
+        "without weights."
     )
-    for note in told.notes:
+    for note in speeds.notes:
         yield from wrap_text(to_one_line(note))
 
 
 def _quality_section(proof: ModelProof) -> Iterator[str]:
-    told = proof.quality
+    quality = proof.quality
     rows = [
         (
-            to_one_line(one.name),
-            "-" if one.before is None else format_number(one.before.value),
-            format_number(one.after.value),
-            *(("-", "-") if one.change is None else (format_number(one.change.value), _format_interval(one.change))),
+            to_one_line(row.name),
+            "-" if row.before is None else format_number(row.before.value),
+            format_number(row.after.value),
+            *(("-", "-") if row.change is None else (format_number(row.change.value), _format_interval(row.change))),
         )
-        for one in told.rows
+        for row in quality.rows
     ]
-    yield from format_table((to_one_line(told.objective), "before", "after", "change", "95% of draws"), rows)
+    yield from format_table((to_one_line(quality.objective), "before", "after", "change", "95% interval"), rows)
     yield ""
     yield from wrap_text(
-        f"Over {told.texts:,} texts, {told.num_positions:,} places asked. Intervals draw texts anew, the same for both "
-        "models; a change whose interval holds 0 is not shown."
+        f"Over {quality.texts:,} texts with {quality.num_positions:,} scored positions. Intervals are bootstrap "
+        "intervals "
+        "over texts, with the same resamples for both models; a change is not significant if its interval contains 0."
     )
-    for note in told.notes:
+    for note in quality.notes:
         yield from wrap_text(to_one_line(note))
 
 
 def _agreement_section(proof: ModelProof) -> Iterator[str]:
-    told = proof.agreement
-    rows = [(name, f"{one.mean:.4f}", f"{one.low:.4f}") for name, one in told.layers.items()]
-    rows.append(("what is said", f"{told.output.mean:.4f}", f"{told.output.low:.4f}"))
-    yield from format_table(("cosine behind", "mean", "lowest"), rows)
-    if told.top1_match is not None and told.kl is not None:
+    agreement = proof.agreement
+    rows = [(name, f"{cosine.mean:.4f}", f"{cosine.low:.4f}") for name, cosine in agreement.layers.items()]
+    rows.append(("output", f"{agreement.output.mean:.4f}", f"{agreement.output.low:.4f}"))
+    yield from format_table(("cosine similarity after", "mean", "minimum"), rows)
+    if agreement.top1_match is not None and agreement.kl is not None:
         yield ""
         yield from wrap_text(
-            f"Both hold the same for likeliest at {told.top1_match:.1%} of places; KL(before || after) is "
-            f"{format_number(told.kl)} "
-            "nats on average."
+            f"Both models have the same most likely output at {agreement.top1_match:.1%} of positions; "
+            f"KL(before || after) is {format_number(agreement.kl)} nats on average."
         )
 
 
 def _examples_section(proof: ModelProof) -> Iterator[str]:
-    for one in proof.examples:
-        yield f"Text {one.number}: {format_number(one.before)} -> {format_number(one.after)}"
+    for example in proof.examples:
+        yield f"Text {example.number}: loss {format_number(example.before)} -> {format_number(example.after)}"
         yield ""
-        told = {"read": one.read, "wanted": one.wanted, "before": one.said_before, "after": one.said_after}
-        for name, text in told.items():
+        texts = {
+            "input": example.read,
+            "target": example.wanted,
+            "before": example.said_before,
+            "after": example.said_after,
+        }
+        for name, text in texts.items():
             if text:
                 yield from (
                     f"    {row}"
@@ -282,17 +302,17 @@ def _reproduction_section(proof: ModelProof) -> Iterator[str]:
             f"    {row}" for row in textwrap.wrap(to_one_line(proof.command), TEXT_WIDTH, subsequent_indent="    ")
         )
         yield ""
-    versions = ", ".join(f"{name} {told}" for name, told in (proof.versions or {}).items())
-    yield from wrap_text(f"Every number stands in proof.json, with the heads that were kept. {versions}.")
+    versions = ", ".join(f"{name} {version}" for name, version in (proof.versions or {}).items())
+    yield from wrap_text(f"All numbers are in proof.json, with the heads that were kept. {versions}.")
     for note in proof.notes:
         yield from wrap_text(to_one_line(note), "- ")
 
 
-# --- A proof on a terminal -----------------------------------------------------------------------------
+# --- Terminal ------------------------------------------------------------------------------------------
 
 
 def render_summary(proof: ModelProof) -> str:
-    """A few lines, no wider than a terminal, without colour."""
+    """Return the summary for a terminal: plain text, 80 columns."""
     lines = [*wrap_text(f"{to_one_line(proof.model)}: {to_one_line(proof.what)}"), ""]
     for sentence in iter_summary(proof):
         lines += wrap_text(sentence, "  ")

@@ -1,4 +1,4 @@
-"""How well a model speaks, over texts: a named objective and what is right, with intervals, alone or beside another."""
+"""Quality of a model over texts: loss, perplexity, accuracy and task scores with bootstrap confidence intervals."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LOSS, PERPLEXITY, ACCURACY = "loss", "perplexity", "accuracy"
 
 
 class IntervalEstimate(NamedTuple):
-    """A mean over texts, and between which values it might have come out."""
+    """A value and its confidence interval over texts."""
 
     value: float
     low: float
@@ -37,9 +37,9 @@ class IntervalEstimate(NamedTuple):
 
 
 class MetricRow(NamedTuple):
-    """One number of a model, beside that of another, `before`, and the difference, text by text: after - before.
+    """One metric of a model, of the model before, and their paired difference after - before.
 
-    `better` says which is better, "lower" or "higher".
+    `better` is "lower" or "higher".
     """
 
     name: str
@@ -50,16 +50,16 @@ class MetricRow(NamedTuple):
 
     @property
     def data(self) -> dict[str, Any]:
-        """As plain values."""
-        told = {"before": self.before, "after": self.after, "change": self.change}
+        """The fields as JSON-serialisable values."""
+        estimates = {"before": self.before, "after": self.after, "change": self.change}
         return {"name": self.name, "better": self.better} | {
-            name: None if one is None else one._asdict() for name, one in told.items()
+            name: None if estimate is None else estimate._asdict() for name, estimate in estimates.items()
         }
 
 
 @dataclass(frozen=True)
 class QualityReport:
-    """Rows of an objective over so many texts, in which so many places were asked."""
+    """Metrics of an objective over `texts` texts with `num_positions` scored positions."""
 
     objective: str
     texts: int
@@ -68,18 +68,18 @@ class QualityReport:
     notes: tuple[str, ...] = ()
 
     def row(self, name: str) -> MetricRow:
-        """One of them."""
+        """Return the metric of this name."""
         return next(row for row in self.rows if row.name == name)
 
     @property
     def data(self) -> dict[str, Any]:
-        """As plain values."""
-        told = {"objective": self.objective, "texts": self.texts, "places": self.num_positions}
-        return told | {"rows": [row.data for row in self.rows], "notes": list(self.notes)}
+        """The fields as JSON-serialisable values."""
+        values = {"objective": self.objective, "texts": self.texts, "places": self.num_positions}
+        return values | {"rows": [row.data for row in self.rows], "notes": list(self.notes)}
 
 
 class TextCounts(NamedTuple):
-    """Of one text: sums by name, and of how many places."""
+    """Metrics of one text, summed over its positions, and their number."""
 
     sums: Mapping[str, float]
     num_positions: int
@@ -91,10 +91,10 @@ def measure_quality(
     objective: str | Objective | None = None,
     baseline: Transformer | None = None,
 ) -> QualityReport:
-    """How well a model speaks over texts; beside `other`, the model before, text by text, where that is given.
+    """Measure the quality of a model over texts, paired with `baseline`, the model before, if that is given.
 
-    The objective is that of the model's own head where none is named, and how far it drifts from `other` where the head
-    is not known. A loss is a mean over the places that are asked, in all texts together; intervals resample texts.
+    The default objective is that of the model's output head; for an unknown head it is the drift from `baseline`. The
+    loss is a mean over all scored positions; confidence intervals resample texts.
 
     >>> import headwise as hw, torch
     >>> net = hw.build(
@@ -104,32 +104,32 @@ def measure_quality(
     ...     seed=0,
     ... )
     >>> texts = [Example({"x": torch.tensor([[n, 1, 4, 1, 5]])}, {}) for n in range(5)]
-    >>> found = measure_quality(net.eval(), texts)
-    >>> [row.name for row in found.rows], found.texts, found.num_positions
+    >>> report = measure_quality(net.eval(), texts)
+    >>> [row.name for row in report.rows], report.texts, report.num_positions
     (['loss', 'perplexity', 'accuracy'], 5, 20)
     """
     texts = iter(examples)
-    if (first := next(texts, None)) is None:
-        raise ValueError("no text was given; give at least two")
-    chosen, said = choose_objective(net, objective, first)
-    check_drift_baseline(chosen, baseline)
-    sums = QualityTally(chosen, [said] if said else [])
-    for number, scene in enumerate(chain([first], texts)):
-        question = chosen.prepare_input(net, scene, number)
-        own = compute_output(net, question.inputs)
-        sums.add_pair(question, own, None if baseline is None else compute_output(baseline, question.inputs))
-    return sums.report
+    if (first_example := next(texts, None)) is None:
+        raise ValueError("no texts to measure; give at least 2")
+    resolved, note = choose_objective(net, objective, first_example)
+    check_drift_baseline(resolved, baseline)
+    tally = QualityTally(resolved, [note] if note else [])
+    for number, example in enumerate(chain([first_example], texts)):
+        question = resolved.prepare_input(net, example, number)
+        output = compute_output(net, question.inputs)
+        tally.add_pair(question, output, None if baseline is None else compute_output(baseline, question.inputs))
+    return tally.report
 
 
 def check_drift_baseline(objective: Objective, baseline: Transformer | None) -> None:
-    """Refuse to measure how far a model drifts from nothing."""
+    """Raise ValueError if drift is to be measured without a baseline."""
     if isinstance(objective, OutputDrift) and baseline is None:
-        raise ValueError("drift is how far a model lies from another; give other=, the model before")
+        raise ValueError("drift is the distance from another model; give baseline=, the model before")
 
 
 @dataclass
 class QualityTally:
-    """What was counted, text by text, of a model and of the one before."""
+    """Per-text metrics of a model and of the model before, collected one text at a time."""
 
     objective: Objective
     notes: list[str]
@@ -138,7 +138,7 @@ class QualityTally:
     num_unscored: int = 0
 
     def add_pair(self, question: EvaluationInput, own: Tensor, other: Tensor | None) -> float | None:
-        """One text more; how much worse it got, None where nothing is asked of it."""
+        """Add a text with the outputs of both models; return its loss change, None if it has no targets."""
         if not self.add(question, own, other) or other is None:
             return 0.0 if question.num_targets else None
         if not isinstance(self.objective, OutputDrift):
@@ -146,7 +146,7 @@ class QualityTally:
         return self.last_loss_change
 
     def add(self, question: EvaluationInput, own: Tensor, other: Tensor | None) -> bool:
-        """One text more of the model after alone; whether anything is asked of it."""
+        """Add a text with the output of the model after; return whether it has targets."""
         if question.num_targets:
             self.after.append(self._counts(question, own, other))
         else:
@@ -155,49 +155,49 @@ class QualityTally:
 
     @property
     def last_loss_change(self) -> float:
-        """How much worse the last text got."""
+        """Loss of the last text after, minus before."""
         before, after = self.last_losses
         return after - before
 
     @property
     def last_losses(self) -> tuple[float, float]:
-        """Of the last text, before and after, means over its places."""
-        own = self.after[-1]
-        past = self.before[-1].sums[LOSS] if self.before else 0.0
-        return past / own.num_positions, own.sums[LOSS] / own.num_positions
+        """Losses of the last text before and after, means over its positions."""
+        after = self.after[-1]
+        before_sum = self.before[-1].sums[LOSS] if self.before else 0.0
+        return before_sum / after.num_positions, after.sums[LOSS] / after.num_positions
 
-    def _counts(self, question: EvaluationInput, own: Tensor, plain: Tensor | None) -> TextCounts:
-        value = float(self.objective.value(own, plain, question))
-        found = {LOSS: value * question.num_targets}
+    def _counts(self, question: EvaluationInput, output: Tensor, baseline: Tensor | None) -> TextCounts:
+        loss = float(self.objective.value(output, baseline, question))
+        sums = {LOSS: loss * question.num_targets}
         if question.labels is not None:
-            flat, labels = own.reshape(-1, own.shape[-1]), question.labels.to(own.device)
-            found[ACCURACY] = float(((flat.argmax(-1) == labels) & (labels != IGNORE_INDEX)).sum())
-        return TextCounts(found, question.num_targets)
+            flat, labels = output.reshape(-1, output.shape[-1]), question.labels.to(output.device)
+            sums[ACCURACY] = float(((flat.argmax(-1) == labels) & (labels != IGNORE_INDEX)).sum())
+        return TextCounts(sums, question.num_targets)
 
     @property
     def report(self) -> QualityReport:
-        """The whole of it."""
+        """The metrics of all texts added so far."""
         count, name = len(self.after), self.objective.name
-        check_min_count(count, "texts in which something is asked")
+        check_min_count(count, "texts with targets")
         notes = list(self.notes)
         if self.num_unscored:
-            notes.append(f"{self.num_unscored} texts in which nothing is asked were left out")
+            notes.append(f"{self.num_unscored} texts without targets were left out")
         rows = list(build_metric_rows(self.after, self.before or None))
         if isinstance(self.objective, OutputDrift):
             rows = [row._replace(name=name) for row in rows]
         elif name != "label":
             rows.insert(1, build_metric_row(PERPLEXITY, LOSS, (self.after, self.before or None), np.exp))
-        return QualityReport(name, count, sum(one.num_positions for one in self.after), tuple(rows), tuple(notes))
+        return QualityReport(name, count, sum(text.num_positions for text in self.after), tuple(rows), tuple(notes))
 
 
 def check_min_count(count: int, what: str) -> None:
-    """Refuse an interval over fewer than two."""
+    """Raise ValueError for fewer than 2 items, over which there is no confidence interval."""
     if count < 2:
-        raise ValueError(f"{count} {what} leave no interval; give at least two")
+        raise ValueError(f"cannot compute a confidence interval over {count} {what}. Give at least 2")
 
 
 def build_metric_rows(after: Sequence[TextCounts], before: Sequence[TextCounts] | None) -> list[MetricRow]:
-    """A row for everything that was counted."""
+    """Return one row per summed metric."""
     return [build_metric_row(name, name, (after, before)) for name in after[0].sums]
 
 
@@ -205,9 +205,11 @@ def build_metric_row(
     name: str,
     sum_name: str,
     counts: tuple[Sequence[TextCounts], Sequence[TextCounts] | None],
-    transform: Callable[[Array], Array] = lambda one: one,
+    transform: Callable[[Array], Array] = lambda values: values,
 ) -> MetricRow:
-    """A mean over places, after `shape`, with the interval over texts; both models have the same texts drawn.
+    """Return the mean of a metric over positions, transformed, with bootstrap intervals over texts.
+
+    Both models use the same resamples.
 
     >>> some = [TextCounts({"loss": 4.0}, 2), TextCounts({"loss": 8.0}, 4)]
     >>> build_metric_row("loss", "loss", (some, None)).after
@@ -229,21 +231,21 @@ def build_metric_row(
 
 
 def _bootstrap_means(
-    counts: Sequence[TextCounts], of: str, draws: Array, shape: Callable[[Array], Array]
+    counts: Sequence[TextCounts], name: str, draws: Array, transform: Callable[[Array], Array]
 ) -> tuple[Array, Array]:
-    """The mean, and that of every draw."""
-    sums = np.array([[one.sums[of]] for one in counts])
-    places = np.array([[float(one.num_positions)] for one in counts])
-    return shape(ratio_of_sums(sums, places)), shape(resampled_ratios(sums, places, draws))
+    """Return the mean over all texts and the mean of every resample."""
+    sums = np.array([[text.sums[name]] for text in counts])
+    positions = np.array([[float(text.num_positions)] for text in counts])
+    return transform(ratio_of_sums(sums, positions)), transform(resampled_ratios(sums, positions, draws))
 
 
-def _interval_estimate(value: Array, drawn: Array) -> IntervalEstimate:
-    low, high = confidence_interval(drawn)
-    return IntervalEstimate(*(float(one[0]) for one in (value, low, high)))
+def _interval_estimate(value: Array, resampled: Array) -> IntervalEstimate:
+    low, high = confidence_interval(resampled)
+    return IntervalEstimate(*(float(array[0]) for array in (value, low, high)))
 
 
 def describe_significance(change: IntervalEstimate | None) -> str:
-    """Whether a change is told from none: "more", "less" or "no difference shown".
+    """Return "more" or "less", or "no difference shown" if the interval of the change contains 0.
 
     >>> describe_significance(IntervalEstimate(0.5, 0.1, 0.9)), describe_significance(IntervalEstimate(0.5, -0.1, 0.9))
     ('more', 'no difference shown')
@@ -253,16 +255,16 @@ def describe_significance(change: IntervalEstimate | None) -> str:
     return "more" if change.value > 0 else "less"
 
 
-# --- What free answers of two models are worth ---------------------------------------------------------
+# --- Scores of generated answers -----------------------------------------------------------------------
 
 SCORING_BATCH_SIZE = 32
-DEFAULT_NUM_EXAMPLES = 100  # of a task
+DEFAULT_NUM_EXAMPLES = 100  # of a task, generated and scored
 BLEU = "BLEU"
-MAX_ANSWER_TOKENS = 64  # tokens of a translation
+MAX_ANSWER_TOKENS = 64  # per translation
 
 
 class TranslationPair(NamedTuple):
-    """The ids of a source, and the translation that is wanted."""
+    """Token ids of a source and its reference translation."""
 
     source: Sequence[int]
     target: str
@@ -271,8 +273,7 @@ class TranslationPair(NamedTuple):
 def compare_task_scores(
     before: Transformer, after: Transformer, task: Task, num_examples: int = DEFAULT_NUM_EXAMPLES
 ) -> list[MetricRow]:
-    """What a task says of free answers of both models to its held-out examples; where it asks for none, of what they
-    say with the truth before it.
+    """Score both models on held-out examples of a task: generated answers, or teacher-forced outputs if it has none.
 
     >>> import headwise as hw
     >>> from headwise.data import make_task
@@ -286,97 +287,117 @@ def compare_task_scores(
 
 
 def compare_tallies(before: Sequence[Any], after: Sequence[Any]) -> list[MetricRow]:
-    """A row for everything that a task tallied of two models, example by example."""
-    both = (before, after)
-    names = dict.fromkeys(name for told in both[0] for name in told)
-    found = list[MetricRow]()
+    """Return one row per score of a task, from its tallies of both models by example."""
+    names = dict.fromkeys(name for tally in before for name in tally)
+    rows = list[MetricRow]()
     for name in names:
-        counts = tuple([TextCounts({name: one[name][0]}, one[name][1]) for one in told if name in one] for told in both)
-        if sum(one.num_positions for one in counts[1]) and len(counts[1]) > 1:
-            found.append(build_metric_row(name, name, (counts[1], counts[0])))
-    return found
+        old, new = (
+            [TextCounts({name: tally[name][0]}, tally[name][1]) for tally in tallies if name in tally]
+            for tallies in (before, after)
+        )
+        if sum(text.num_positions for text in new) and len(new) > 1:
+            rows.append(build_metric_row(name, name, (new, old)))
+    return rows
 
 
 def score_task(net: Transformer, task: Task, num_examples: int) -> Iterator[Any]:
-    """The tally of every example of a task, of a model's free answers where it asks for some."""
-    device, whole, index = next(net.parameters()).device, task.batches(SCORING_BATCH_SIZE, "valid"), 0
-    while num_examples and (whole is None or index < whole):
+    """Yield the task's tally of every example, of generated answers if the task has any."""
+    device, num_batches, index = next(net.parameters()).device, task.batches(SCORING_BATCH_SIZE, "valid"), 0
+    while num_examples and (num_batches is None or index < num_batches):
         batch = task.batch(index, SCORING_BATCH_SIZE, "valid")
         rows = min(num_examples, len(batch.labels))
         batch, index, num_examples = batch.rows(slice(0, rows)), index + 1, num_examples - rows
         with torch.inference_mode():
-            said: Any = (
+            outputs: Any = (
                 _generate_answers(net, task, batch, device) if task.answers else _compute_logits(net, batch, device)
             )
         for number in range(rows):
-            own, one = batch.rows(slice(number, number + 1)), said[number : number + 1]
-            yield task.score(one, own) if task.answers else task.measure(one, own)
+            example, output = batch.rows(slice(number, number + 1)), outputs[number : number + 1]
+            yield task.score(output, example) if task.answers else task.measure(output, example)
 
 
 def _generate_answers(net: Transformer, task: Task, batch: Batch, device: torch.device) -> list[list[int]]:
     prompt, tokens = task.prompt(batch)
-    here = batch.to(device)
-    memory = None if here.source is None else net.encode(here.source, sequence=here.source_tokens)
-    given = Batch(prompt, prompt, tokens).to(device)
+    on_device = batch.to(device)
+    memory = None if on_device.source is None else net.encode(on_device.source, sequence=on_device.source_tokens)
+    prompts = Batch(prompt, prompt, tokens).to(device)
     return greedy_decode(
-        net, given.x, max_new_tokens=task.answers, sequence=given.tokens, end_id=task.end, encoder_output=memory
+        net, prompts.x, max_new_tokens=task.answers, sequence=prompts.tokens, end_id=task.end, encoder_output=memory
     )
 
 
 def _compute_logits(net: Transformer, batch: Batch, device: torch.device) -> Any:
-    here = batch.to(device)
-    return net(here.x, sequence=here.tokens, source=here.source, source_sequence=here.source_tokens).float().cpu()
+    on_device = batch.to(device)
+    return (
+        net(on_device.x, sequence=on_device.tokens, source=on_device.source, source_sequence=on_device.source_tokens)
+        .float()
+        .cpu()
+    )
 
 
 def get_translation_pairs(net: Transformer, examples: Sequence[Example]) -> list[TranslationPair]:
-    """Sources of scenes with the texts that stand beside them, as translations that are wanted."""
-    words, begin = load_tokenizers(net)[1], len(net.usage.begin)
+    """Return the source ids and reference translation of every example."""
+    tokenizer, num_begin = load_tokenizers(net)[1], len(net.usage.begin)
     return [
-        TranslationPair(one.streams["source"].ids.tolist(), words.text(one.streams["text"].ids.tolist()[begin:]))
-        for one in examples
+        TranslationPair(
+            example.streams["source"].ids.tolist(), tokenizer.text(example.streams["text"].ids.tolist()[num_begin:])
+        )
+        for example in examples
     ]
 
 
 def can_compute_bleu(net: Transformer) -> bool:
-    """Whether translations of a model can be held to others: it says what begins one, it has words, BLEU is there."""
-    told = net.spec.kind == "encoder-decoder" and bool(net.usage.begin) and net.usage.tokenizer is not None
-    return told and find_spec("sacrebleu") is not None
+    """Return whether BLEU can be computed: encoder-decoder, tokenizer and begin token known, sacrebleu installed."""
+    can_translate = net.spec.kind == "encoder-decoder" and bool(net.usage.begin) and net.usage.tokenizer is not None
+    return can_translate and find_spec("sacrebleu") is not None
 
 
 def compare_bleu(before: Transformer, after: Transformer, pairs: Sequence[TranslationPair]) -> MetricRow:
-    """BLEU of what both models say of sources, 0 to 100, as sacreBLEU reckons it; intervals resample pairs."""
+    """Return sacreBLEU (0 to 100) of both models' translations, with bootstrap intervals over pairs."""
     return compare_bleu_of_texts(translate_sources(before, pairs), translate_sources(after, pairs), pairs)
 
 
 def compare_bleu_of_texts(before: Sequence[str], after: Sequence[str], pairs: Sequence[TranslationPair]) -> MetricRow:
-    """The same of what was said of the sources before and after."""
+    """Return sacreBLEU of given translations before and after, with bootstrap intervals over pairs."""
     check_min_count(len(pairs), "translations")
     draws = draw_resamples(len(pairs), BOOTSTRAP_RESAMPLES, BOOTSTRAP_SEED)
-    own, other = (_bootstrap_bleu(said, pairs, draws) for said in (after, before))
-    return MetricRow(BLEU, "higher", *(_bleu_estimate(one) for one in (own, other, own - other)))
+    after_scores, before_scores = (_bootstrap_bleu(translations, pairs, draws) for translations in (after, before))
+    return MetricRow(
+        BLEU,
+        "higher",
+        *(_bleu_estimate(scores) for scores in (after_scores, before_scores, after_scores - before_scores)),
+    )
 
 
-def _bleu_estimate(found: Any) -> IntervalEstimate:
-    low, high = confidence_interval(found[1:])
-    return IntervalEstimate(float(found[0]), float(low), float(high))
+def _bleu_estimate(scores: Any) -> IntervalEstimate:
+    low, high = confidence_interval(scores[1:])
+    return IntervalEstimate(float(scores[0]), float(low), float(high))
 
 
 def translate_sources(net: Transformer, pairs: Sequence[TranslationPair]) -> list[str]:
-    """What a model says of sources, the likeliest token each time."""
-    room = max_positions(net.spec.stacks[-1])
-    count = min(MAX_ANSWER_TOKENS, MAX_ANSWER_TOKENS if room is None else max(1, room - len(net.usage.begin)))
-    words, found = load_tokenizers(net)[1], list[str]()
-    for at in range(0, len(pairs), SCORING_BATCH_SIZE):
-        said = generate(net, [list(one.source) for one in pairs[at : at + SCORING_BATCH_SIZE]], max_new_tokens=count)
-        found += [words.text(ids) for ids in said]
-    return found
+    """Translate sources by greedy decoding."""
+    max_length = max_positions(net.spec.stacks[-1])
+    count = min(
+        MAX_ANSWER_TOKENS, MAX_ANSWER_TOKENS if max_length is None else max(1, max_length - len(net.usage.begin))
+    )
+    tokenizer, translations = load_tokenizers(net)[1], list[str]()
+    for start in range(0, len(pairs), SCORING_BATCH_SIZE):
+        outputs = generate(
+            net, [list(pair.source) for pair in pairs[start : start + SCORING_BATCH_SIZE]], max_new_tokens=count
+        )
+        translations += [tokenizer.text(ids) for ids in outputs]
+    return translations
 
 
-def _bootstrap_bleu(said: Sequence[str], pairs: Sequence[TranslationPair], draws: Any) -> Any:
-    """Of all pairs, then of every draw: counts of n-grams are summed over pairs, so that none is cut twice."""
-    kind = import_module("sacrebleu.metrics").BLEU
-    metric = kind(effective_order=True)
-    each = [metric.sentence_score(one, [pair.target]) for one, pair in zip(said, pairs, strict=True)]
-    counts = np.array([[*one.counts, *one.totals, one.sys_len, one.ref_len] for one in each], dtype=np.float64)
+def _bootstrap_bleu(translations: Sequence[str], pairs: Sequence[TranslationPair], draws: Any) -> Any:
+    """Return BLEU of all pairs, then of every resample; n-grams are counted once per pair and summed."""
+    bleu = import_module("sacrebleu.metrics").BLEU
+    metric = bleu(effective_order=True)
+    sentence_scores = [
+        metric.sentence_score(translation, [pair.target]) for translation, pair in zip(translations, pairs, strict=True)
+    ]
+    counts = np.array(
+        [[*score.counts, *score.totals, score.sys_len, score.ref_len] for score in sentence_scores], dtype=np.float64
+    )
     sums = np.concatenate([counts.sum(0)[None], draws @ counts]).astype(np.int64).tolist()
-    return np.array([kind.compute_bleu(row[:4], row[4:8], row[8], row[9]).score for row in sums])
+    return np.array([bleu.compute_bleu(row[:4], row[4:8], row[8], row[9]).score for row in sums])
