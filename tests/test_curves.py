@@ -380,7 +380,7 @@ def test_one_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
         (["--parts", "cross"], "gpt2 has no part 'cross'; use one of all"),
         (["--by", "michell"], "did you mean 'michel'?"),
         (["--by", "gates"], "gates learn before they order heads"),
-        (["--points", "half"], "--points half are no shares"),
+        (["--points", "half"], "--points half are not shares"),
         (["--points", "0.5,1.5"], "1.5 is no share of heads that stay"),
         (["--draws", "0"], "seeds=0 cannot be meant; give 1 or more"),
         (["--allowed", "-1"], "allowed=-1.0 allows nothing"),

@@ -122,7 +122,7 @@ def format_lookup() -> str:
     erratum = (
         "Erratum. |q-k| / sum |q-k| is often printed as a weight that favours near keys, but it grows with distance. "
         f"Over two neighbours it is right only if both are equally far: at {between.query:g} it gives "
-        f"{between.value:g}, linear interpolation gives {line.value:g}. At {at_key.query:g}, a stored key, it gives that "
+        f"{between.value:g}, linear interpolation gives {line.value:g}. At the key {at_key.query:g}, it gives that "
         f"key the weight {at_key.weights[0]:g} and returns {at_key.value:.2f}, not {key.value:g}."
     )
     return "\n".join(
