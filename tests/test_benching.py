@@ -251,7 +251,7 @@ def test_other_results_give_no_verdict(bench: session.CaseTimer, clock: Clock):
     peers = {"liar": clock.run("liar", 9.0, gives=SAME + 1), "one": clock.run("one", 9.0)}
     got = row(bench, BenchmarkCase("a case", clock.run("ours", 0.5), peers, targets=(SpeedTarget("one", 2.0),)))
     assert list(got["differs"]) == ["liar"]
-    assert (got["met"], got["aim"][0]["why"]) == (None, "not the same results")
+    assert (got["met"], got["aim"][0]["why"]) == (None, "different results")
     report = BenchmarkReport(MACHINE, [got])
     assert not report.is_valid
     assert "liar says something else" in str(report)
@@ -304,15 +304,15 @@ def test_a_row_says_where_its_time_went(capsys, fakes, clock: Clock):
     assert told["machine"]["took"] == pytest.approx(whole)
     said = " ".join(run(capsys, "slow")[1].split())
     assert f"all took {format_duration(whole)}" in said
-    assert f"Time went to: slow {format_duration(whole)}." in said
+    assert f"Time by kind: slow {format_duration(whole)}." in said
 
 
 def test_an_aim_at_nobody_is_a_mistake(bench: session.CaseTimer, clock: Clock):
-    with pytest.raises(ValueError, match="aims at 'nobody', and has no such peer"):
+    with pytest.raises(ValueError, match="has a target against 'nobody', which is not one of its peers"):
         bench.time_case(
             BenchmarkCase("a case", clock.run("ours", 1.0), {}, targets=(SpeedTarget("nobody", 1.0),)), "fake"
         )
-    with pytest.raises(ValueError, match="aims at a limit, and says no need"):
+    with pytest.raises(ValueError, match="has a target against the limit, but no required_work"):
         bench.time_case(BenchmarkCase("a case", clock.run("ours", 1.0), {}, targets=(SpeedTarget(LIMIT, 1.0),)), "fake")
 
 
@@ -364,9 +364,9 @@ def test_odd_machines_are_labelled(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(session.os, "getloadavg", lambda: (3.25, 0.0, 0.0))
     labels = session.describe_machine(MachineLimits(LastLevelCache(2**25, False)), 1)["labels"]
     assert labels == [
-        "1 thread: others use more",
+        "1 thread only",
         "entmax: unknown version",
-        "other work ran too: a load of 3.2 before",
+        "other processes were running: load average 3.2 before the run",
         "the size of the last-level cache is assumed",
     ]
 
@@ -488,12 +488,12 @@ def test_kinds_are_listed(capsys, fakes):
         (("decade",), "there is no kind of work 'decade'; use one of"),
         (("slow:sideways",), "no row of slow has 'sideways' in its name; its rows are: slow, forward; slow, backward"),
         (("oter",), "did you mean 'other'?"),
-        (("--threads", "0"), "threads=0 are not between 1 and the"),
-        (("--threads", "1000"), "threads=1000 are not between 1 and the"),
+        (("--threads", "0"), "threads=0 is not between 1 and"),
+        (("--threads", "1000"), "threads=1000 is not between 1 and"),
         (("--threads", "two"), "invalid int value: 'two'"),
-        (("--out", "FILE"), "is no folder; give one that is, or a new name"),
+        (("--out", "FILE"), "is not a folder; give a folder or a new name"),
         (("--fast",), "unrecognized arguments: --fast"),
-        (("--list", "slow"), "--list says all there is; leave out 'slow'"),
+        (("--list", "slow"), "--list takes no names; leave out 'slow'"),
     ],
 )
 def test_bad_input_is_one_line(capsys, fakes, tmp_path: Path, argv: tuple[str, ...], said: str | None):
@@ -520,7 +520,7 @@ def test_an_interrupt_shows_what_is_done(capsys, fakes, monkeypatch: pytest.Monk
     code, out, _ = run(capsys, "--out", str(tmp_path / "new"))
     assert code == 130
     assert "slow, forward" in out
-    assert "interrupted: not every row is here" in out
+    assert "interrupted: some rows are missing" in out
     assert BenchmarkReport.read(tmp_path / "new" / "bench.json").machine["interrupted"]
 
 

@@ -57,5 +57,5 @@ def test_more_steps_than_were_said_are_refused():
     library = Library()
     stepped = CTranslate2Stepper(library, Path("nowhere"), [[1, 2]], most=2, threads=1)
     stepped(), stepped()
-    with pytest.raises(RuntimeError, match="asked for more than 2 tokens"):
+    with pytest.raises(RuntimeError, match="max_length=2"):
         stepped()

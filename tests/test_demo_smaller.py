@@ -144,7 +144,7 @@ def test_the_pages_fit_a_terminal(made: dict[str, CompressedTranslator], name: s
     page = before_after.format_comparison(made[name].data)
     assert max(map(wide, page.splitlines())) <= 80
     assert str(made[name].folder / "PROOF.md") in " ".join(page.split()).replace("- ", "-") or len(str(made)) > 80
-    for number in ("before", "at once", "learnt again", "exact match", "cache per token", "decode, tokens/s"):
+    for number in ("before", "at once", "retrained", "exact match", "cache, a token", "decode, tokens/s"):
         assert number in page
 
 
@@ -168,7 +168,7 @@ def test_the_verdict_is_honest(lost: float, said: str):
     row = {"name": SCORE_NAME, "change": {"value": -lost, "low": -lost - 0.01, "high": -lost + 0.01}}
     verdict = before_after.change_verdict({"cut": {"name": SCORE_NAME}, "proof": {"quality": {"rows": [row]}}})
     assert f"That is {said} " in verdict
-    assert f"lost: {100 * lost:.1f} points (95% of draws: {100 * lost - 1:.1f} to {100 * lost + 1:.1f})" in verdict
+    assert f"lost: {100 * lost:.1f} points (95% interval: {100 * lost - 1:.1f} to {100 * lost + 1:.1f})" in verdict
 
 
 def test_progress_is_told_in_lines_where_nothing_moves():

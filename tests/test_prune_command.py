@@ -75,7 +75,7 @@ def test_one_command(name: str, folders: dict[str, Path], tmp_path: Path, capsys
     assert code == 0, err
     proof = json.loads(told)
     assert proof["holds"] is True
-    assert {one["what"] for one in proof["equal"]} >= {"heads ablated vs. removed", "headwise.load of what was written"}
+    assert {one["what"] for one in proof["equal"]} >= {"silenced = cut", "headwise.load of the written folder"}
     assert proof["folder"]["kind"] == KINDS.get(name, "ours"), proof["folder"]["sentence"]
     before, after = heads(folders[name]), heads(out)
     assert [round(q / 2) for q in before] == after
@@ -129,7 +129,7 @@ def test_what_a_terminal_shows(folders: dict[str, Path], tmp_path: Path, capsys:
     assert code == 0, err
     assert told.startswith("gpt2: 5 of 8 heads kept, all but the listed heads")
     assert max(map(len, told.replace(str(out), "OUT").splitlines())) <= 80
-    assert "heads were chosen by 6 other texts than those that prove" in told
+    assert "heads were chosen by 6 texts that the proof does not use" in told
     assert [len(kept) for kept in json.loads((out / "heads.json").read_text())["done"]["keep"].values()] == [2, 3]
 
 
@@ -159,28 +159,28 @@ def test_the_same_plan_again_and_not_for_another_model(
 @pytest.mark.parametrize(
     ("argv", "wrong"),
     [
-        (["ours", "--data", "texts"], "say which heads go by one of --keep, --heads, --drop"),
+        (["ours", "--data", "texts"], "choose heads by exactly one of --keep, --heads, --drop"),
         (["ours", "--data", "texts", "--keep", "0.5", "--clusters"], "--keep and --clusters are two"),
-        (["ours", "--keep", "0.5"], "say what is read: one of --data FILE"),
-        (["ours", "--keep", "half", "--data", "texts"], "--keep half is no share of heads; give 0.5"),
-        (["ours", "--keep", "1.5", "--data", "texts"], "cannot keep 1.5 of the heads"),
-        (["ours", "--keep", "0.5", "--by", "size", "--data", "texts"], "unknown ranking method 'size'"),
+        (["ours", "--keep", "0.5"], "give exactly one source of texts: --data FILE"),
+        (["ours", "--keep", "half", "--data", "texts"], "--keep half is not a share or number of heads; give 0.5"),
+        (["ours", "--keep", "1.5", "--data", "texts"], "keep=1.5 is no share of heads"),
+        (["ours", "--keep", "0.5", "--by", "size", "--data", "texts"], "heads are ranked by 'size' nowhere"),
         (["ours", "--keep", "0.5", "--data", "few"], "1 texts can be read; give at least two"),
         (["ours", "--keep", "0.5", "--data", "none"], "cannot read none as text"),
         (["ours", "--heads", "0:9", "--data", "texts"], "decoder.0.attention has no head 9; its heads are 0..3"),
         (["ours", "--heads", "9:0", "--data", "texts"], "has no layer 9"),
-        (["ours", "--heads", "0:1", "0:1", "--data", "texts"], "head 1 of decoder.0.attention is listed twice"),
-        (["ours", "--heads", "0", "--data", "texts"], "--heads 0 names no heads; write LAYER:HEADS"),
-        (["ours", "--heads", "0:0,1,2,3", "1:0,1,2,3", "--data", "texts"], "cannot remove all heads of gpt2"),
-        (["ours", "--drop", "loud", "--data", "texts"], "no head of the model has class 'loud'"),
-        (["ours", "--budget", "cache", "--data", "texts"], "--budget cache is no budget; write KIND=LIMIT"),
-        (["ours", "--budget", "cash=0.5", "--data", "texts"], "unknown budget 'cash'; did you mean 'cache'"),
-        (["ours", "--keep", "0.5", "--again", "2", "--data", "texts"], "--again is for --budget"),
-        (["ours", "--keep", "0.5", "--fold", "median", "--data", "texts"], "unknown fold='median'"),
-        (["ours", "--keep", "0.5", "--data", "texts", "--out", "texts"], "is a file. Give a new or empty folder"),
-        (["ours", "--keep", "0.5", "--data", "texts", "--out", "ours"], "Give a new or empty folder"),
+        (["ours", "--heads", "0:1", "0:1", "--data", "texts"], "head 1 of decoder.0.attention is named twice"),
+        (["ours", "--heads", "0", "--data", "texts"], "--heads 0 is not a list of heads; write LAYER:HEADS"),
+        (["ours", "--heads", "0:0,1,2,3", "1:0,1,2,3", "--data", "texts"], "no head would be left in gpt2"),
+        (["ours", "--drop", "loud", "--data", "texts"], "no head of the model is called 'loud'"),
+        (["ours", "--budget", "cache", "--data", "texts"], "--budget cache is not a budget; write KIND=LIMIT"),
+        (["ours", "--budget", "cash=0.5", "--data", "texts"], "there is no budget of 'cash'; did you mean 'cache'"),
+        (["ours", "--keep", "0.5", "--again", "2", "--data", "texts"], "--again needs --budget"),
+        (["ours", "--keep", "0.5", "--fold", "median", "--data", "texts"], "fold='median' is unknown"),
+        (["ours", "--keep", "0.5", "--data", "texts", "--out", "texts"], "is a file; give a new folder, or an empty"),
+        (["ours", "--keep", "0.5", "--data", "texts", "--out", "ours"], "give a new folder, or an empty one"),
         (["ours", "--keep", "0.5", "--task", "dates"], "does not read and say what the task dates asks"),
-        (["ours", "--keep", "0.5", "--task", "images", "--set", "path"], "--set 'path' says nothing; write KEY=VALUE"),
+        (["ours", "--keep", "0.5", "--task", "images", "--set", "path"], "--set 'path' is not KEY=VALUE"),
         (["wordless", "--keep", "0.5", "--data", "texts"], "tokenizer"),
         (["ours", "--keep", "0.5", "--data", "texts", "--tokenizer", "bytes"], "carries a tokenizer of its own"),
         (["none", "--keep", "0.5", "--data", "texts"], "there is no folder or file"),

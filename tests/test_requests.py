@@ -85,7 +85,7 @@ def test_lines_are_answered_as_alone(net, folder: Path, tmp_path: Path, capsys: 
 
 
 BAD = [
-    (b'{"prompt": "cab"', "the line is no JSON: "),
+    (b'{"prompt": "cab"', "the line is not JSON: "),
     (b"[1, 2]", "the line has no prompt; write "),
     ({"text": "cab"}, "the line has no prompt; write "),
     ({"prompt": "cab", "max_tokens": 3}, "a request has no 'max_tokens'; did you mean 'max_new_tokens'?"),
@@ -100,12 +100,12 @@ BAD = [
     ({"prompt": "cab", "temperature": "hot"}, "temperature='hot' cannot be"),
     ({"prompt": "cab", "temperature": -1}, "temperature=-1 cannot be"),
     ({"prompt": "cab", "top_p": 0.5}, "top_p=0.5 is for drawing"),
-    ({"prompt": "cab", "stop": 0.5}, "does not say how tokens are chosen"),
+    ({"prompt": "cab", "stop": 0.5}, "is not a decoding configuration"),
     ({"prompt": "cab", "seed": "x"}, "seed='x' is no seed"),
     ({"prompt": "xyz"}, "'x' at place 0 is nothing that the model's tokenizer knows"),
-    (b'{"prompt": "\xff"}', "the line is no JSON: "),
+    (b'{"prompt": "\xff"}', "the line is not JSON: "),
     (b'{"prompt": "' + b"a" * 2**20 + b'"}', "the line is longer than 1,048,576 bytes"),
-    (b"[" * 100_000, "the line is no JSON: RecursionError"),
+    (b"[" * 100_000, "the line is not JSON: RecursionError"),
 ]
 
 
@@ -129,12 +129,12 @@ def test_a_bad_line_is_told_and_the_others_go_on(net, folder: Path, tmp_path: Pa
     [
         (["--requests", "nowhere.jsonl"], "'nowhere.jsonl' cannot be read: No such file"),
         (["--requests", "."], "'.' cannot be read: Is a directory"),
-        (["cab", "--requests", "FILE"], "TEXT and --requests cannot be meant together"),
-        (["--requests", "FILE", "--beams", "2"], "--beams 2 follows one text at a time"),
+        (["cab", "--requests", "FILE"], "TEXT and --requests exclude each other"),
+        (["--requests", "FILE", "--beams", "2"], "--requests does not support --beams 2"),
         (["--requests", "FILE", "--budget", "9 B"], "a budget of 9 bytes holds no request"),
         (["--requests", "FILE", "--budget", "some"], "cannot read 'some' as a number of bytes"),
         (["--requests", "FILE", "--rows", "0"], "Batching(rows=0) cannot be"),
-        (["cab", "--rows", "3"], "--rows is for requests that are answered together"),
+        (["cab", "--rows", "3"], "--rows applies to --requests only"),
     ],
 )
 def test_what_cannot_be_meant(said, fact: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):

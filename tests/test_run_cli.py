@@ -126,7 +126,7 @@ def test_a_line_that_cannot_be_read_does_not_stop_the_others(run: Run, translato
     assert (code, out.splitlines()) == (2, [answers[0], "", answers[1], "", answers[2]])
     assert err.splitlines() == [
         "headwise: line 2: 'Mai' at place 6 is nothing that the model's tokenizer knows; write it otherwise",
-        "headwise: line 4: byte 0 is no text: invalid start byte; give UTF-8",
+        "headwise: line 4: byte 0 is not UTF-8: invalid start byte; give UTF-8 text",
     ]
 
 
@@ -190,7 +190,7 @@ def test_translations_are_scored(run: Run, translator: Path, tmp_path: Path):
     assert json.loads(out)["scores"] == {name: getattr(told, name) for name in vars(told)}
     code, out, err = run(translator, "--score", references, *short, stdin=lines[:2])
     assert (code, out.splitlines()) == (2, answers[:2])
-    missing = f"headwise: 2 lines were answered, and {references} has 3; give a reference for each\n"
+    missing = f"headwise: 2 lines were answered, but {references} has 3; give one reference per line\n"
     assert err == missing
     code, out, err = run(translator, "--score", references, "--json", *short, stdin=lines[:2])
     assert (code, err) == (2, missing)
@@ -267,7 +267,7 @@ def test_images_are_classified_as_in_training(run: Run, painter: tuple[Path, Pat
     assert "holds 9 x 10 x 3, the model reads 9 x 11 x 3" in run(folder, tmp_path / "a.npy")[2]
     net = hw.load(folder)
     for usage, words in (
-        (hw.ProcessorSpec(labels=("a", "b")), "how its inputs were brought to size"),
+        (hw.ProcessorSpec(labels=("a", "b")), "the size and normalisation of its inputs"),
         (hw.ProcessorSpec(), "names of 0"),
     ):
         net.usage = usage
@@ -335,7 +335,7 @@ def test_texts_are_classified(run: Run, tmp_path: Path):
     assert out.splitlines() == [f"{best.name}\t{best.share:.4f}" for best, *_ in expected]
     code, out, err = run(folder, "the cat", "--beams", 3)
     assert (code, out) == (2, "")
-    assert err == "headwise: --beams is for answers that are written, and reader tells classes\n"
+    assert err == "headwise: --beams is for text generation, but reader classifies; leave it out\n"
     assert "cannot be told; give 1..3" in run(folder, "the cat", "--top-k", 4)[2]
     code, out, err = run(folder, "the cat " * 5)
     assert "a prompt of 10 tokens is 1 longer than the 9 positions of reader" in err
@@ -353,12 +353,12 @@ BAD: dict[str, tuple[list[str], str]] = {
     "beams": (["T", LINES[0], "--beams", "64"], "beams=64 are more than the 63 tokens"),
     "best": (["T", LINES[0], "--best", "2"], "give beams=2"),
     "no tokens": (["T", LINES[0], "--max-new-tokens", "0"], "max_new_tokens=0 cannot be"),
-    "no batch": (["T", LINES[0], "--batch", "0"], "--batch 0 is no count"),
+    "no batch": (["T", LINES[0], "--batch", "0"], "--batch 0 is too small"),
     "empty": (["T", ""], "is empty"),
     "empty stop": (["T", LINES[0], "--stop", ""], "stop='' stops nothing"),
     "unknown": (["T", "<zh>hello"], "'hello' at place 4 is nothing that the model's tokenizer knows"),
     "no references": (["T", LINES[0], "--score", "nowhere"], "'nowhere' cannot be read"),
-    "no scores": (["T", LINES[0], "--score-tokenize", "zh"], "give --score REF too"),
+    "no scores": (["T", LINES[0], "--score-tokenize", "zh"], "--score-tokenize needs --score"),
     "no tokenizer": (["S", "low"], "gpt2 has no tokenizer; give --tokenizer FILE, or --tokenizer bytes"),
     "a tokenizer of nothing": (["S", "low", "--tokenizer", "nowhere"], "'nowhere' cannot be read"),
     "a tokenizer of another": (["T", LINES[0], "--tokenizer", "bytes"], "knows 256 tokens, the model 63"),
@@ -408,7 +408,7 @@ def test_requests_of_several_lengths_are_not_compiled(run, translator, tmp_path)
     assert err.startswith("steps are not compiled: requests of several lengths are answered together\n")
     code, out, err = run(translator, "--requests", path, "--compile", "on")
     assert (code, out) == (2, "")
-    assert err.startswith("headwise: --compile on is for rows that are alike, and requests are not")
+    assert err.startswith("headwise: --requests does not support --compile on")
     path.write_text(json.dumps({"prompt": LINES[0], "compile": "auto"}) + "\n")
     code, out, _ = run(translator, "--requests", path)
     assert "a request has no 'compile'" in json.loads(out)["error"]

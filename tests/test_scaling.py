@@ -212,7 +212,7 @@ def test_the_command_prints_a_table_and_json(capsys, quick, tmp_path: Path):
     [
         (("nothing",), "there is no kind of layer 'nothing'"),
         (("--quick",), "leave out --quick"),
-        (("--threads", "0"), "threads=0 are not between 1 and"),
+        (("--threads", "0"), "threads=0 is not between 1 and"),
     ],
 )
 def test_bad_input_is_one_line(capsys, quick, argv: tuple[str, ...], said: str):

@@ -57,7 +57,7 @@ def test_one_command(
     proof = json.loads(told)
     assert proof["folder"]["kind"] == kind, proof["folder"]["sentence"]
     assert {one["what"] for one in proof["equal"]} == {
-        "aligned, before heads are pooled", "headwise.load of what was written"
+        "aligned, before heads are pooled", "headwise.load of the written folder"
     }  # fmt: skip
     assert proof["holds"] is True
     assert {spec.heads.kv for _, spec in hw.load(out).spec.attention_specs()} == {2}
@@ -103,19 +103,19 @@ def test_learning_again_is_told(folders: dict[str, Path], tmp_path: Path, capsys
 @pytest.mark.parametrize(
     ("argv", "wrong"),
     [
-        (["ours", "--data", "texts"], "say what is made: --kv COUNT, or --to with one of mha, latent"),
-        (["ours", "--data", "texts", "--kv", "2", "--to", "mha"], "say what is made"),
+        (["ours", "--data", "texts"], "give exactly one target: --kv COUNT, or --to with one of mha, latent"),
+        (["ours", "--data", "texts", "--kv", "2", "--to", "mha"], "give exactly one target"),
         (
             ["ours", "--data", "texts", "--kv", "3"],
             "cannot split 4 key-value heads into 3 equal groups. Use one of [1, 2, 4]",
         ),
-        (["ours", "--data", "texts", "--to", "gqa"], "--to gqa is no form; give one of mha"),
-        (["ours", "--data", "texts", "--to", "latent", "--align"], "--align and --grouping are for --kv"),
-        (["ours", "--data", "texts", "--kv", "2", "--align", "sides"], "unknown align='sides'"),
+        (["ours", "--data", "texts", "--to", "gqa"], "--to gqa is not a known form; give one of mha"),
+        (["ours", "--data", "texts", "--to", "latent", "--align"], "--align and --grouping apply to --kv only"),
+        (["ours", "--data", "texts", "--kv", "2", "--align", "sides"], "align='sides' is unknown"),
         (["ours", "--data", "texts", "--kv", "2", "--where", "cross"], "has no cross-attention"),
         (["ours", "--data", "texts", "--kv", "2", "--uptrain", "0"], "steps"),
-        (["ours", "--kv", "2"], "say what is read: one of --data FILE, --conllu FILE, --task dates"),
-        (["ours", "--data", "texts", "--kv", "2", "--out", "texts"], "is a file. Give a new or empty folder"),
+        (["ours", "--kv", "2"], "give exactly one source of texts: --data FILE, --conllu FILE, or --task dates"),
+        (["ours", "--data", "texts", "--kv", "2", "--out", "texts"], "is a file; give a new folder"),
         (["ours", "--data", "texts", "--kv", "2", "--learn", "none", "--uptrain", "3"], "cannot be read as text"),
     ],
 )

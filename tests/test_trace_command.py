@@ -100,9 +100,9 @@ def test_a_source_and_its_target(folders: dict[str, Path], tmp_path: Path, capsy
 
 
 @pytest.mark.parametrize(("argv", "wrong"), [
-    (["ours", "--out", "a.trace"], "say what is read: --text TEXT, or --data FILE"),
-    (["ours", "--text", "a"], "say where it goes"),
-    (["ours", "--text", "a", "--out", "none/a.trace"], "lies in no folder that is there"),
+    (["ours", "--out", "a.trace"], "give exactly one input: --text TEXT, or --data FILE"),
+    (["ours", "--text", "a"], "give an output file"),
+    (["ours", "--text", "a", "--out", "none/a.trace"], "does not exist; create it first"),
     (["ours", "--text", "", "--out", "a.trace"], "the prompt is empty"),
     (["gpt2", "--text", "", "--out", "a.trace"], "the text is empty"),
     (["ours", "--text", "x" * 25, "--out", "a.trace"], "is 1 longer than the 24 positions"),
@@ -114,12 +114,12 @@ def test_a_source_and_its_target(folders: dict[str, Path], tmp_path: Path, capsy
     (["ours", "--text", "a", "--export", "a.txt"], "has none of the suffixes .csv, .json, .npz"),
     (["t5", "--text", "a", "--new-tokens", "0", "--out", "a.trace"], "a source alone is not enough"),
     (["none", "--text", "a", "--out", "a.trace"], "is no folder of a model"),
-    (["ours", "--data", "x", "--limit", "-1", "--out", "a.trace"], "--limit -1 is no count; give 1 or more"),
-    (["ours", "--text", "a", "--new-tokens", "-1", "--out", "a.trace"], "--new-tokens -1 is no count"),
-    (["ours", "--text", "a", "--thumbnails", "-3", "--out", "a.trace"], "--thumbnails -3 is no count"),
-    (["none.trace", "--export", "a.csv", "--least", "nan"], "--least nan is no weight"),
+    (["ours", "--data", "x", "--limit", "-1", "--out", "a.trace"], "--limit -1 is too small; give 1 or more"),
+    (["ours", "--text", "a", "--new-tokens", "-1", "--out", "a.trace"], "--new-tokens -1 is too small"),
+    (["ours", "--text", "a", "--thumbnails", "-3", "--out", "a.trace"], "--thumbnails -3 is too small"),
+    (["none.trace", "--export", "a.csv", "--least", "nan"], "--least nan is not a weight"),
     (["none.trace"], "is not there"),
-    (["none.trace", "--text", "a"], "--text is for a run"),
+    (["none.trace", "--text", "a"], "--text applies when recording"),
 ])  # fmt: skip
 def test_wrong_arguments(
     argv: list[str], wrong: str, folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str],

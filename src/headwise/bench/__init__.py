@@ -1,6 +1,9 @@
-"""Benchmarks: our paths against peers and against the machine's limits, in one run, as ratios.
+"""Benchmarks of headwise against other libraries and against the machine's limits (`headwise bench`).
 
-`cases` make the work, one module for each kind; `benchmark_case` times alternatives in turn and compares their
-results; `session` measures the machine and gives verdicts; `runner` runs everything, `benchmark_report` shows it;
-`reference_models` are peers.
+`benchmark_case` defines a case, compares the results of all implementations, and times them in alternation.
+`session` measures memory bandwidth and matrix-multiplication rate, and turns timings into verdicts.
+`runner` selects and runs cases, and measures how every backend scales.
+`benchmark_report` prints a report and writes it as JSON and as a chart.
+`reference_models` has baselines in plain PyTorch, and CTranslate2.
+`cases` has one module of cases for each kind of work.
 """

@@ -1,4 +1,4 @@
-"""One piece of work done by us and by others: what is timed, what it is held to, and what the machine allows."""
+"""A benchmark case, comparison of results, and timing of alternatives in alternation."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-LIMIT = "limit"  # the machine's own, where an aim names no peer
+LIMIT = "limit"  # baseline of a target that refers to the machine's limit instead of a peer
 
-TimedCall = Callable[[], Any]  # does the work once; what it gives is compared with what ours gives
+TimedCall = Callable[[], Any]  # does the work once; its result is compared with that of headwise
 
 
 class MissingPeer(NamedTuple):
-    """A peer that cannot run here, and why."""
+    """A peer that cannot run on this machine, and why."""
 
     reason: str
 
 
 class SpeedTarget(NamedTuple):
-    """To be at least so many times as fast as a peer; of the machine's limit, to reach at least this share."""
+    """Target: at least `ratio` times as fast as a peer, or at least the share `ratio` of the machine's limit."""
 
     baseline: str
     ratio: float
 
 
 class RequiredWork(NamedTuple):
-    """What the work cannot do without: bytes read from memory, and FLOPs of products in one dtype."""
+    """Minimum work of a case: bytes read from memory, and FLOPs of matrix products in one dtype."""
 
     bytes_read: int = 0
     flops: int = 0
@@ -43,11 +43,12 @@ class RequiredWork(NamedTuple):
 
 @dataclass(frozen=True)
 class BenchmarkCase:
-    """One row of the table.
+    """One row of the report: the work as done by headwise (`ours`) and by `peers`.
 
-    `tolerance` is how far what a peer gives may be from what ours gives, as a share of its largest number; None where
-    they give nothing that can be compared, as a step of training. `tried` says, where an aim is known to be missed,
-    what was tried and how far it got. `beside` names peers that do other work and stand for scale.
+    `tolerance` is the largest difference between the results of a peer and of headwise, as a share of the largest
+    number; None if the results are not comparable, as for a training step. `history` records, for a target known to be
+    missed, what was tried and how far it got. `reported_peers` names peers that do different work and are listed for
+    scale only.
     """
 
     name: str
@@ -58,14 +59,14 @@ class BenchmarkCase:
     tolerance: float | None = 1e-3
     history: str = ""
     reported_peers: tuple[str, ...] = ()
-    notes: Mapping[str, str] = field(default_factory=dict)  # more that is worth a line: memory, say
+    notes: Mapping[str, str] = field(default_factory=dict)  # further lines of the report, such as memory
 
 
-# --- Whether two ways give the same --------------------------------------------------------------------
+# --- Comparison of results -----------------------------------------------------------------------------
 
 
 def describe_difference(ours: Any, theirs: Any, tolerance: float) -> str:
-    """How what theirs gives is not what ours gives; nothing where each number is within the tolerance.
+    """Describe how two results differ; "" if every number is within the tolerance.
 
     The tolerance is a share of the largest number of each tensor.
 
@@ -74,43 +75,43 @@ def describe_difference(ours: Any, theirs: Any, tolerance: float) -> str:
     >>> describe_difference(torch.tensor([1.0, 2.0]), torch.tensor([1.5, 2.0]), 1e-3)
     'off by 0.25 times the largest number'
     """
-    mine, other = _list_tensors(ours), _list_tensors(theirs)
-    if [one.shape for one in mine] != [one.shape for one in other]:
-        return f"gives {_format_shapes(other)}, not {_format_shapes(mine)}"
-    off = max((_relative_error(*pair) for pair in zip(mine, other, strict=True)), default=0.0)
-    return "" if off <= tolerance else f"off by {off:.2g} times the largest number"
+    our_tensors, their_tensors = _list_tensors(ours), _list_tensors(theirs)
+    if [tensor.shape for tensor in our_tensors] != [tensor.shape for tensor in their_tensors]:
+        return f"returns {_format_shapes(their_tensors)}, not {_format_shapes(our_tensors)}"
+    error = max((_relative_error(*pair) for pair in zip(our_tensors, their_tensors, strict=True)), default=0.0)
+    return "" if error <= tolerance else f"off by {error:.2g} times the largest number"
 
 
-def _relative_error(mine: Tensor, other: Tensor) -> float:
-    """The largest difference over the largest number."""
-    if not mine.numel():
+def _relative_error(expected: Tensor, actual: Tensor) -> float:
+    """Return the largest difference divided by the largest number."""
+    if not expected.numel():
         return 0.0
-    mine, other = mine.detach().double(), other.detach().to(mine.device).double()
-    apart = (mine - other).abs().masked_fill(mine == other, 0)  # two infinities are the same
-    most = float(apart.max())
-    size = float(mine.abs().max())
-    if not math.isfinite(most):
+    expected, actual = expected.detach().double(), actual.detach().to(expected.device).double()
+    difference = (expected - actual).abs().masked_fill(expected == actual, 0)  # equal infinities do not differ
+    largest_difference = float(difference.max())
+    scale = float(expected.abs().max())
+    if not math.isfinite(largest_difference):
         return math.inf
-    return most / size if size else most
+    return largest_difference / scale if scale else largest_difference
 
 
-def _list_tensors(given: Any) -> list[Tensor]:
-    if isinstance(given, (tuple, list)):
-        return [tensor for one in given for tensor in _list_tensors(one)]
-    return [torch.as_tensor(given)]
+def _list_tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, (tuple, list)):
+        return [tensor for item in value for tensor in _list_tensors(item)]
+    return [torch.as_tensor(value)]
 
 
 def _format_shapes(tensors: list[Tensor]) -> str:
-    return ", ".join(str(tuple(one.shape)) for one in tensors) or "nothing"
+    return ", ".join(str(tuple(tensor.shape)) for tensor in tensors) or "nothing"
 
 
-# --- Other libraries, each where it is installed -------------------------------------------------------
+# --- Other libraries, if they are installed ------------------------------------------------------------
 
 T = TypeVar("T")
 
 
 def make_peer(library: str, make: Callable[[Any], T]) -> T | MissingPeer:
-    """What `make` makes of an imported library; where that cannot be imported, the reason.
+    """Call `make` with an imported library; return a `MissingPeer` if it cannot be imported.
 
     >>> make_peer("no_such_library", lambda library: library.run)
     MissingPeer(reason="No module named 'no_such_library'")
@@ -122,29 +123,29 @@ def make_peer(library: str, make: Callable[[Any], T]) -> T | MissingPeer:
 
 
 def import_quietly(library: str) -> Any:
-    """A library that keeps its progress, and its doubts about random models, to itself."""
-    found = import_module(library)
+    """Import a library; transformers is silenced (progress bars, warnings about random weights)."""
+    module = import_module(library)
     if library == "transformers":
-        found.utils.logging.disable_progress_bar()
-        found.utils.logging.set_verbosity_error()
-    return found
+        module.utils.logging.disable_progress_bar()
+        module.utils.logging.set_verbosity_error()
+    return module
 
 
-# --- Runs timed in turns within one process, so that all of them meet the same machine -----------------
+# --- Timing in alternation within one process, so that all runs see the same machine state -------------
 
 Clock = Callable[[], float]
 
 
 @dataclass(frozen=True)
 class TimingSamples:
-    """Seconds of one call, by sample; a sample is so many calls in a row."""
+    """Seconds per call of each sample; a sample is `calls_per_sample` calls in a row."""
 
     seconds: tuple[float, ...]
     calls_per_sample: int = 1
 
     @property
     def median(self) -> float:
-        """Seconds of a call in the middle sample.
+        """Median of the seconds per call.
 
         >>> TimingSamples((3.0, 1.0, 2.0)).median
         2.0
@@ -153,21 +154,21 @@ class TimingSamples:
 
     @property
     def spread(self) -> float:
-        """How far apart the middle half of the samples lies, as a share of the median.
+        """Interquartile range of the samples divided by their median.
 
         >>> TimingSamples((1.0, 2.0, 3.0, 4.0, 5.0)).spread  # from 2 to 4
         0.6666666666666666
         """
-        low, _, high = statistics.quantiles(self.seconds, n=4, method="inclusive")
-        return (high - low) / self.median
+        lower, _, upper = statistics.quantiles(self.seconds, n=4, method="inclusive")
+        return (upper - lower) / self.median
 
 
 @dataclass(frozen=True)
 class TimingPace:
-    """How long a sample lasts at least, how many are taken, and the seconds that those of one case may take.
+    """Minimum length of a sample, number of samples, and time limit of one case.
 
-    The seconds are shared out evenly: what is slow is sampled less often, but `least` times whatever it takes. Where
-    somebody's spread is beyond `wide` with fewer than the `most` samples, everybody is sampled as often again, once.
+    The time is divided evenly: slow runs get fewer samples, but at least `min_samples`. If the spread of a run exceeds
+    `max_spread` with fewer than `max_samples` samples, all runs are sampled once more as often.
     """
 
     min_sample_seconds: float = 0.02
@@ -177,7 +178,7 @@ class TimingPace:
     max_spread: float = 0.15
 
     def calls_per_sample(self, seconds: float) -> int:
-        """How many calls of so many seconds are a sample.
+        """Return how many calls of this length make one sample.
 
         >>> TimingPace(min_sample_seconds=0.02).calls_per_sample(0.003)
         7
@@ -185,7 +186,7 @@ class TimingPace:
         return max(1, math.ceil(self.min_sample_seconds / seconds))
 
     def num_samples(self, seconds: float, runs: int) -> int:
-        """How many samples are taken of one of so many runs, when a sample takes so many seconds.
+        """Return how many samples to take of each of `runs` runs, if a sample takes this many seconds.
 
         >>> [TimingPace(max_seconds=10).num_samples(seconds, runs=2) for seconds in (0.02, 1.0, 7.0)]
         [15, 5, 3]
@@ -193,7 +194,7 @@ class TimingPace:
         return max(self.min_samples, min(self.max_samples, int(self.max_seconds / runs / seconds)))
 
     def needs_more_samples(self, samples: TimingSamples) -> bool:
-        """Whether they lie apart, and more might bring their median nearer.
+        """Whether the samples spread too far, and more of them could be taken.
 
         >>> pace = TimingPace(max_samples=4)
         >>> (
@@ -205,72 +206,71 @@ class TimingPace:
         return len(samples.seconds) < self.max_samples and samples.spread > self.max_spread
 
 
-def time_warm_call(run: TimedCall, clock: Clock, least: float) -> float:
-    """Seconds of a call that is warm: the shortest of as many as take `least` seconds together."""
-    begun, best = clock(), math.inf
+def time_warm_call(run: TimedCall, clock: Clock, min_seconds: float) -> float:
+    """Return the shortest time of one call, over as many calls as take `min_seconds` together."""
+    started, best = clock(), math.inf
     while True:
         start = clock()
         run()
         now = clock()
         best = min(best, max(now - start, 1e-9))
-        if now - begun >= least:
+        if now - started >= min_seconds:
             return best
 
 
 def time_interleaved(
     runs: Mapping[str, TimedCall], pace: TimingPace, clock: Clock, seed: int = 0
 ) -> dict[str, TimingSamples]:
-    """Samples of every run, each of which is warm; their order is drawn anew in every round.
+    """Time all runs, which must be warm, in rounds of random order; return the samples of each.
 
-    The first round says how long calls take. One that is as long as a sample is one: what is slow is not called once
-    more for that.
+    The first round estimates how long a call takes. If one call is as long as a sample, it counts as a sample.
     """
     calls: dict[str, int] = {}
-    more: dict[str, int] = {}
-    taken: dict[str, list[float]] = {name: [] for name in runs}
+    remaining: dict[str, int] = {}
+    seconds_of: dict[str, list[float]] = {name: [] for name in runs}
     with garbage_collection_disabled():
         for name in interleaved_order(dict.fromkeys(runs, 1), seed):
             seconds = time_warm_call(runs[name], clock, pace.min_sample_seconds)
             calls[name] = pace.calls_per_sample(seconds)
-            taken[name] += [seconds] if calls[name] == 1 else []
-            more[name] = pace.num_samples(seconds * calls[name], len(runs)) - len(taken[name])
-        for name in interleaved_order(more, seed + 1):
-            taken[name].append(time_calls(runs[name], calls[name], clock))
-        if any(pace.needs_more_samples(TimingSamples(tuple(seconds))) for seconds in taken.values()):
-            for name in interleaved_order({name: len(seconds) for name, seconds in taken.items()}, seed + 2):
-                taken[name].append(time_calls(runs[name], calls[name], clock))
-    return {name: TimingSamples(tuple(seconds), calls[name]) for name, seconds in taken.items()}
+            seconds_of[name] += [seconds] if calls[name] == 1 else []
+            remaining[name] = pace.num_samples(seconds * calls[name], len(runs)) - len(seconds_of[name])
+        for name in interleaved_order(remaining, seed + 1):
+            seconds_of[name].append(time_calls(runs[name], calls[name], clock))
+        if any(pace.needs_more_samples(TimingSamples(tuple(seconds))) for seconds in seconds_of.values()):
+            for name in interleaved_order({name: len(seconds) for name, seconds in seconds_of.items()}, seed + 2):
+                seconds_of[name].append(time_calls(runs[name], calls[name], clock))
+    return {name: TimingSamples(tuple(seconds), calls[name]) for name, seconds in seconds_of.items()}
 
 
 def interleaved_order(repeats: Mapping[str, int], seed: int) -> Iterator[str]:
-    """Whose turn it is, round by round: whoever is sampled less often is in evenly spaced rounds.
+    """Yield the names in rounds, each round shuffled; names with fewer repeats are in evenly spaced rounds.
 
     >>> "".join(interleaved_order({"a": 4, "b": 2}, seed=0))
     'aabaab'
     """
-    draw, rounds = random.Random(seed), max(repeats.values())
+    generator, rounds = random.Random(seed), max(repeats.values())
     for number in range(rounds):
-        those = [name for name, count in repeats.items() if (number + 1) * count // rounds > number * count // rounds]
-        draw.shuffle(those)
-        yield from those
+        names = [name for name, count in repeats.items() if (number + 1) * count // rounds > number * count // rounds]
+        generator.shuffle(names)
+        yield from names
 
 
 def time_calls(run: TimedCall, calls: int, clock: Clock) -> float:
-    """Seconds of one of so many calls in a row."""
-    begun = clock()
+    """Return the mean seconds of `calls` calls in a row."""
+    started = clock()
     for _ in range(calls):
         run()
-    return (clock() - begun) / calls
+    return (clock() - started) / calls
 
 
 @contextmanager
 def garbage_collection_disabled() -> Iterator[None]:
-    """Python looks for garbage before, and not within."""
+    """Collect garbage once, then keep the collector off inside the context."""
     gc.collect()
-    was = gc.isenabled()
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        if was:
+        if was_enabled:
             gc.enable()

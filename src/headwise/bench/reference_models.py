@@ -1,6 +1,7 @@
-"""A small GPT written plainly in PyTorch: nanoGPT's shape, the peer of several benchmarks.
+"""Baselines of the benchmarks: models in plain PyTorch, and stepwise decoding with CTranslate2.
 
-Written from the shape alone (pre-norm blocks without biases, GELU, learned positions, one table for both ends).
+`PlainGPT` has the shape of nanoGPT (pre-norm blocks without biases, GELU, learned positions, tied embeddings);
+`composed_attention` is DCMHA (2405.08553) and `ReferenceMoH` is Mixture-of-Head (2410.11842), as published.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class GPTShape:
 
 
 def to_model_spec(shape: GPTShape) -> ModelSpec:
-    """The same shape as a blueprint."""
+    """Return the headwise description of the same model."""
     norm = NormSpec("unbiased")
     spec = design(model=shape.model, heads=shape.heads, pattern="causal")
     block = BlockSpec(spec, feed=FeedForwardSpec(4 * shape.model), norm=norm)
@@ -56,7 +57,7 @@ def to_model_spec(shape: GPTShape) -> ModelSpec:
 
 
 class PlainBlock(nn.Module):
-    """x + attention(norm(x)), then x + feed(norm(x))."""
+    """Pre-norm block: x + attention(norm(x)), then x + MLP(norm(x))."""
 
     def __init__(self, shape: GPTShape) -> None:
         super().__init__()
@@ -73,13 +74,13 @@ class PlainBlock(nn.Module):
             part.view(batch, count, self.heads, model // self.heads).transpose(1, 2)
             for part in self.qkv(self.norm_1(x)).split(model, dim=2)
         )
-        read = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(read.transpose(1, 2).reshape(batch, count, model))
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).reshape(batch, count, model))
         return x + self.down(F.gelu(self.up(self.norm_2(x))))
 
 
 class PlainGPT(nn.Module):
-    """Logits of the next token."""
+    """Decoder-only Transformer; returns the logits of the next token."""
 
     def __init__(self, shape: GPTShape) -> None:
         super().__init__()
@@ -99,13 +100,13 @@ class PlainGPT(nn.Module):
         return F.linear(self.norm(x), self.tokens.weight)
 
 
-# --- Dynamically composed heads in plain PyTorch, as published -----------------------------------------
+# --- Dynamically composed heads (DCMHA) in plain PyTorch -----------------------------------------------
 
 RMS_EPS = 1e-6
 
 
 class CompositionFactors(NamedTuple):
-    """Of each token: heads to ranks and ranks to heads [B, T, R, H], and gates [B, T, H]."""
+    """Composition factors of each token: heads to ranks and ranks to heads [B, T, R, H], and gates [B, T, H]."""
 
     source: Tensor
     target: Tensor
@@ -114,7 +115,7 @@ class CompositionFactors(NamedTuple):
 
 @dataclass(frozen=True)
 class CompositionBranch:
-    """What makes factors of tokens: u = GELU(x W1), [w1; w2] = u W2, g = tanh(x Wg), w1 normalised over heads."""
+    """Computes factors from tokens: u = GELU(x W1), [w1; w2] = u W2, g = tanh(x Wg), w1 normalised over heads."""
 
     hidden: Tensor
     source: Tensor
@@ -130,19 +131,19 @@ class CompositionBranch:
 
 
 def make_branch(weights: PartParams) -> CompositionBranch:
-    """The branch of queries, from the weights of one composition by name."""
+    """Return the query branch of a composition, from its weights by name."""
     return CompositionBranch(*(weights[f"query_{name}"] for name in ("hidden", "source", "target", "gate")))
 
 
 def compose_heads(a_BHTS: Tensor, query_factors: CompositionFactors, key_factors: CompositionFactors) -> Tensor:
     """a' = a + sum_r (a.w1_r) w2_r + a g, with factors of queries and of keys."""
     gate_q, gate_k = (f.gate.transpose(1, 2) for f in (query_factors, key_factors))
-    made_BHTS = a_BHTS + a_BHTS * gate_q[..., None] + a_BHTS * gate_k[:, :, None]
+    composed_BHTS = a_BHTS + a_BHTS * gate_q[..., None] + a_BHTS * gate_k[:, :, None]
     for r in range(query_factors.source.shape[2]):
         for factors, axis in ((query_factors, -1), (key_factors, -2)):
             source, target = (w[:, :, r].transpose(1, 2).unsqueeze(axis) for w in factors[:2])
-            made_BHTS = made_BHTS + (a_BHTS * source).sum(1, keepdim=True) * target
-    return made_BHTS
+            composed_BHTS = composed_BHTS + (a_BHTS * source).sum(1, keepdim=True) * target
+    return composed_BHTS
 
 
 def composed_attention(
@@ -150,21 +151,21 @@ def composed_attention(
     scores: tuple[CompositionFactors, CompositionFactors],
     weights: tuple[CompositionFactors, CompositionFactors],
 ) -> Tensor:
-    """o_BTHV, causal, of q, k and v [B, T, H, K]: composed before the mask, and behind the softmax."""
+    """Causal attention o_BTHV of q, k and v [B, T, H, K], composed before the mask and after the softmax."""
     q, k, v = (t.transpose(1, 2) for t in qkv)
     a_BHTS = compose_heads(q @ k.mT * q.shape[-1] ** -0.5, *scores)
-    later = torch.ones(a_BHTS.shape[-2:], dtype=torch.bool).triu(1)
-    w_BHTS = compose_heads(a_BHTS.masked_fill(later, torch.finfo(a_BHTS.dtype).min).softmax(-1), *weights)
+    future = torch.ones(a_BHTS.shape[-2:], dtype=torch.bool).triu(1)
+    w_BHTS = compose_heads(a_BHTS.masked_fill(future, torch.finfo(a_BHTS.dtype).min).softmax(-1), *weights)
     return (w_BHTS @ v).transpose(1, 2)
 
 
-# --- Mixture of heads as its paper and released code have it, in plain PyTorch -------------------------
+# --- Mixture-of-Head (MoH) as in its paper and released code, in plain PyTorch -------------------------
 
 
 class ReferenceMoH(NamedTuple):
-    """A causal layer of `heads`, the first `always` of which always speak, `active` others for each token (2410.11842).
+    """Causal layer whose first `num_shared` heads are always active, plus `num_routed` others per token (2410.11842).
 
-    `maps` are W_Q, W_K, W_V, W_O [out, in] and the routers "shared", "router", "kind" by name, none with a bias.
+    `maps` are W_Q, W_K, W_V, W_O [out, in] as "q", "k", "v", "o", and routers "shared", "router", "kind"; no biases.
     """
 
     heads: int
@@ -173,7 +174,7 @@ class ReferenceMoH(NamedTuple):
     maps: Mapping[str, Tensor]
 
     def gates(self, x_BTD: Tensor) -> Tensor:
-        """g_BTH: eq. 5 and 6, as the released code scales them, so that a router without preferences gives 1."""
+        """Return the gates g_BTH of eq. 5 and 6, scaled as in the released code: a uniform router gives 1."""
         share = F.linear(x_BTD, self.maps["router"]).softmax(-1)
         best, chosen = share.topk(self.num_routed, dim=-1)
         eps = torch.finfo(share.dtype).eps
@@ -187,12 +188,12 @@ class ReferenceMoH(NamedTuple):
         return torch.cat([kind[..., :1] * shared, kind[..., 1:] * routed], -1)
 
     def core(self, q_BHTK: Tensor, k_BHTK: Tensor, v_BHTV: Tensor, gates_BTH: Tensor) -> Tensor:
-        """o_BHTV: what every head reads, scaled by its gate."""
+        """Return the head outputs o_BHTV, scaled by their gates."""
         o_BHTV = F.scaled_dot_product_attention(q_BHTK, k_BHTK, v_BHTV, is_causal=True)
         return o_BHTV * gates_BTH.transpose(1, 2)[..., None]
 
     def __call__(self, x_BTD: Tensor) -> Tensor:
-        """The whole layer."""
+        """Return the output of the layer."""
         q, k, v = (
             F.linear(x_BTD, self.maps[name]).unflatten(-1, (self.heads, -1)).transpose(1, 2) for name in ("q", "k", "v")
         )
@@ -200,75 +201,83 @@ class ReferenceMoH(NamedTuple):
         return F.linear(o_BHTV.transpose(1, 2).flatten(2), self.maps["o"])
 
 
-# --- CTranslate2, one step of a batch at a time --------------------------------------------------------
+# --- CTranslate2, one decode step at a time ------------------------------------------------------------
 
 STOP_MESSAGE = "stop"
 
 
 def convert_to_ctranslate2(library: Any, folder: Path, tokens: int) -> Path:
-    """A folder of transformers as CTranslate2 reads it; it asks for a tokenizer, whose words are then the ids."""
+    """Convert a transformers folder for CTranslate2, with the tokenizer it requires: one word per token id."""
     from tokenizers import Tokenizer, models
 
-    theirs = import_quietly("transformers")
-    words = Tokenizer(models.WordLevel({str(one): one for one in range(tokens)}, unk_token="0"))
-    fast = theirs.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="0", bos_token="1", eos_token="2")
+    transformers = import_quietly("transformers")
+    tokenizer = Tokenizer(models.WordLevel({str(token): token for token in range(tokens)}, unk_token="0"))
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="0", bos_token="1", eos_token="2")
     fast.save_pretrained(folder)
-    made = folder.with_name(f"{folder.name}-ctranslate2")
-    if not made.exists():
-        library.converters.TransformersConverter(str(folder)).convert(str(made), quantization="float32")
-    return made
+    converted = folder.with_name(f"{folder.name}-ctranslate2")
+    if not converted.exists():
+        library.converters.TransformersConverter(str(folder)).convert(str(converted), quantization="float32")
+    return converted
 
 
 class CTranslate2Stepper:
-    """An answer of CTranslate2 that goes on by one token whenever it is called; the logits [rows, tokens] of it.
+    """Decodes one token of a batch with CTranslate2 per call, and returns the logits [rows, tokens].
 
-    The first call reads the prompts. A thread of its own decodes, and waits within the function that it is told of
-    each token through.
+    The first call also reads the prompts. CTranslate2 decodes in a second thread, which waits inside its callback for
+    each token until the next call.
     """
 
-    def __init__(self, library: Any, folder: Path, prompts: Sequence[Sequence[int]], most: int, threads: int) -> None:
-        self._asked: queue.Queue[str] = queue.Queue()
-        self._told: queue.Queue[Any] = queue.Queue()
-        model = library.Generator(str(folder), device="cpu", compute_type="float32", intra_threads=threads)
-        words = [[str(one) for one in row] for row in prompts]
+    def __init__(
+        self, library: Any, folder: Path, prompts: Sequence[Sequence[int]], max_length: int, threads: int
+    ) -> None:
+        self._requests: queue.Queue[str] = queue.Queue()
+        self._results: queue.Queue[Any] = queue.Queue()
+        generator = library.Generator(str(folder), device="cpu", compute_type="float32", intra_threads=threads)
+        prompt_tokens = [[str(token) for token in row] for row in prompts]
         self._worker = threading.Thread(
-            target=_decode_worker, args=(model, words, most, self._asked, self._told), daemon=True
+            target=_decode_worker,
+            args=(generator, prompt_tokens, max_length, self._requests, self._results),
+            daemon=True,
         )
-        weakref.finalize(self, _stop_worker, self._worker, self._asked)
+        weakref.finalize(self, _stop_worker, self._worker, self._requests)
 
     def __call__(self) -> Tensor:
         if self._worker.ident is None:
             self._worker.start()
         else:
-            self._asked.put("go on")
-        told = self._told.get()
-        if isinstance(told, Exception):
-            raise told
-        return told
+            self._requests.put("go on")
+        result = self._results.get()
+        if isinstance(result, Exception):
+            raise result
+        return result
 
 
-def _stop_worker(worker: threading.Thread, asked: queue.Queue[str]) -> None:
-    """Let it come to an end: a process that ends within a callback would be aborted."""
+def _stop_worker(worker: threading.Thread, requests: queue.Queue[str]) -> None:
+    """Stop the decoding thread: a process that exits inside a callback would abort."""
     if worker.is_alive():
-        asked.put(STOP_MESSAGE)
+        requests.put(STOP_MESSAGE)
         worker.join(timeout=60)
 
 
 def _decode_worker(
-    model: Any, words: list[list[str]], most: int, asked: queue.Queue[str], told: queue.Queue[Any]
+    generator: Any,
+    prompt_tokens: list[list[str]],
+    max_length: int,
+    requests: queue.Queue[str],
+    results: queue.Queue[Any],
 ) -> None:
-    ends: list[str] = []
+    stops: list[str] = []
 
-    def heard(step: Any) -> bool:
-        if step.batch_id == 0:  # the first row is told the logits of all
-            told.put(torch.from_numpy(np.array(step.logits)))
-        if step.batch_id == len(words) - 1 and asked.get() == STOP_MESSAGE:
-            ends.append(STOP_MESSAGE)  # of each row: those before it would go on to the last token else
-        return bool(ends)
+    def on_token(step: Any) -> bool:
+        if step.batch_id == 0:  # the callback of the first row has the logits of all rows
+            results.put(torch.from_numpy(np.array(step.logits)))
+        if step.batch_id == len(prompt_tokens) - 1 and requests.get() == STOP_MESSAGE:
+            stops.append(STOP_MESSAGE)  # stops every row; otherwise earlier rows would continue to max_length
+        return bool(stops)
 
-    how = {"include_prompt_in_result": False, "return_logits_vocab": True, "callback": heard}
+    options = {"include_prompt_in_result": False, "return_logits_vocab": True, "callback": on_token}
     try:
-        model.generate_batch(words, max_length=most, **how)
-        told.put(RuntimeError(f"it said an end, or was asked for more than {most} tokens"))
+        generator.generate_batch(prompt_tokens, max_length=max_length, **options)
+        results.put(RuntimeError(f"decoding ended early, or after max_length={max_length} tokens"))
     except Exception as error:
-        told.put(error)
+        results.put(error)

@@ -1,4 +1,4 @@
-"""The bench: every row, one case at a time, on one machine."""
+"""Run benchmark cases one at a time, and measure how every backend scales with the size of a call."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from .benchmark_case import BenchmarkCase, TimedCall, TimingPace
 from .benchmark_report import BenchmarkReport, format_seconds, machine_heading, wrap_lines
 from .session import HEADWISE, BenchmarkRow, BenchmarkSession, CaseTimer, ProgressCallback, failed_row, no_progress
 
-TIMING_PACES = {False: TimingPace(max_seconds=20.0), True: TimingPace(max_seconds=3.0)}  # by whether it is to be quick
+TIMING_PACES = {False: TimingPace(max_seconds=20.0), True: TimingPace(max_seconds=3.0)}  # by `quick`
 
 
 def run_benchmarks(
@@ -42,97 +42,96 @@ def run_benchmarks(
     output_folder: Path | str | None = None,
     progress: ProgressCallback = no_progress,
 ) -> BenchmarkReport:
-    """Time our paths beside those of others and the machine's limits, in one run.
+    """Time headwise against other libraries and the machine's limits; return the report.
 
-    `names` are kinds of work; "decode:paged" are the rows of one with that in their names.
-
-    What was measured before an interrupt is kept, and the report says so. `out` is a folder for the numbers and a
-    drawing of them.
+    `names` are kinds of work; "decode:paged" selects the rows of one kind with "paged" in their names. Without names,
+    everything runs. After an interrupt, the report has the finished rows and is marked. `output_folder` receives the
+    report as JSON and as an SVG chart.
 
     >>> run_benchmarks("attentoin")
     Traceback (most recent call last):
     headwise.errors.SpecError: there is no kind of work 'attentoin'; ...
     """
-    wanted = select_cases(names)
+    selected = select_cases(names)
     return BenchmarkSession(threads, output_folder, progress).run(
-        TIMING_PACES[quick], quick, lambda how: _time_cases(how, wanted, quick, progress), BenchmarkReport
+        TIMING_PACES[quick], quick, lambda timer: _time_cases(timer, selected, quick, progress), BenchmarkReport
     )
 
 
 def case_modules() -> dict[str, ModuleType]:
-    """Every kind of work: one module of `cases` each."""
-    names = sorted(found.name for found in iter_modules(cases.__path__))
+    """Return the module of every kind of work."""
+    names = sorted(module.name for module in iter_modules(cases.__path__))
     return {name: import_module(f"{cases.__name__}.{name}") for name in names}
 
 
 def list_cases() -> dict[str, str]:
-    """Every kind of work, with a few words of what it is."""
+    """Return the title of every kind of work."""
     return {kind: module.TITLE for kind, module in case_modules().items()}
 
 
 def select_cases(names: Sequence[str]) -> dict[str, list[str]]:
-    """The kinds that are asked for, each with the pieces of names by which its rows are chosen; all where none is."""
-    every = list(case_modules())
-    wanted = dict[str, list[str]]() if names else {kind: [""] for kind in every}
+    """Return the selected kinds, each with the parts of row names that select its rows ("" for all)."""
+    kinds = list(case_modules())
+    selected = dict[str, list[str]]() if names else {kind: [""] for kind in kinds}
     for name in names:
-        kind, _, piece = name.partition(":")
-        if kind not in every:
-            raise SpecError(f"there is no kind of work {kind!r}; {suggest(kind, every)}")
-        wanted.setdefault(kind, []).append(piece.lower())
-    return wanted
+        kind, _, part = name.partition(":")
+        if kind not in kinds:
+            raise SpecError(f"there is no kind of work {kind!r}; {suggest(kind, kinds)}")
+        selected.setdefault(kind, []).append(part.lower())
+    return selected
 
 
 def _time_cases(
-    how: CaseTimer, wanted: dict[str, list[str]], quick: bool, tell: ProgressCallback
+    timer: CaseTimer, selected: dict[str, list[str]], quick: bool, progress: ProgressCallback
 ) -> Iterator[BenchmarkRow]:
     count = 0
-    for kind, pieces in wanted.items():
-        tell(kind)
+    for kind, parts in selected.items():
+        progress(kind)
         title = {"title": case_modules()[kind].TITLE}
         try:
-            for row in _time_case_module(how, kind, pieces, quick, tell):
+            for row in _time_case_module(timer, kind, parts, quick, progress):
                 yield row | title
                 count += 1
         except Exception as error:
             if isinstance(error, SpecError) and not count:
-                raise  # a wrong name is refused, but not with minutes of work
+                raise  # a wrong name raises, unless rows have been measured that would be lost
             yield failed_row(kind, kind, error) | title
 
 
 def _time_case_module(
-    how: CaseTimer, kind: str, pieces: list[str], quick: bool, tell: ProgressCallback
+    timer: CaseTimer, kind: str, parts: list[str], quick: bool, progress: ProgressCallback
 ) -> Iterator[BenchmarkRow]:
-    known, begun = list[str](), how.clock()
+    case_names, started = list[str](), timer.clock()
     for case in _iter_cases(case_modules()[kind], quick):
-        known.append(case.name)
-        if any(piece in case.name.lower() for piece in pieces):
-            tell(f"{kind}: {case.name}")
-            made = {"making": how.clock() - begun}
-            row = how.time_case(case, kind)
-            yield row | {"took": made | row["took"]}
-        del case  # or it would live until the next is made
+        case_names.append(case.name)
+        if any(part in case.name.lower() for part in parts):
+            progress(f"{kind}: {case.name}")
+            making = {"making": timer.clock() - started}
+            row = timer.time_case(case, kind)
+            yield row | {"took": making | row["took"]}
+        del case  # free it before the next case is created
         gc.collect()
-        begun = how.clock()
-    if wrong := [piece for piece in pieces if not any(piece in name.lower() for name in known)]:
-        raise SpecError(f"no row of {kind} has {wrong[0]!r} in its name; its rows are: {'; '.join(known)}")
+        started = timer.clock()
+    if unknown := [part for part in parts if not any(part in name.lower() for name in case_names)]:
+        raise SpecError(f"no row of {kind} has {unknown[0]!r} in its name; its rows are: {'; '.join(case_names)}")
 
 
 def _iter_cases(module: ModuleType, quick: bool) -> Iterator[BenchmarkCase]:
-    """One case at a time, from the same seed for every kind."""
+    """Yield the cases of a kind one at a time, from a fixed seed."""
     torch.manual_seed(0)
     yield from module.features(quick)
 
 
-# --- What follows from seconds at several sizes --------------------------------------------------------
+# --- Power laws and crossings --------------------------------------------------------------------------
 
-# Two-sided 95 % quantiles of Student's t for 1, 2, .. degrees of freedom; beyond them the normal's.
+# Two-sided 95 % quantiles of Student's t for 1, 2, ... degrees of freedom; the normal quantile beyond.
 STUDENT_T_975 = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 NORMAL_975 = 1.96
-MIN_POINTS = 3  # points of a fit that has an interval
+MIN_POINTS = 3  # fewest points for a confidence interval
 
 
 class PowerLawFit(NamedTuple):
-    """Seconds grow as sizes to the `power`, between `low` and `high` with 95 %; `start` is the smallest size used."""
+    """Seconds grow as size ** power, 95 % interval `low` to `high`; `start` is the smallest size in the fit."""
 
     power: float
     low: float
@@ -142,7 +141,7 @@ class PowerLawFit(NamedTuple):
 
 
 class SpeedCrossover(NamedTuple):
-    """From so many on, `to` is faster than `from_`."""
+    """`to` is faster than `from_` from size `at` on."""
 
     from_: str
     to: str
@@ -150,9 +149,9 @@ class SpeedCrossover(NamedTuple):
 
 
 def fit_power_law(seconds: Mapping[int, float]) -> PowerLawFit | None:
-    """Least squares of log seconds on log sizes, over the larger half of the sizes and at least three of them.
+    """Fit log seconds to log size by least squares, over the larger half of the sizes (at least three).
 
-    The smaller half is left out because calls that are short say little of what grows.
+    The smaller half is left out because constant overhead dominates short calls.
 
     >>> fit = fit_power_law({64: 9.0, 128: 9.1, 256: 10.0, 512: 40.0, 1024: 160.0, 2048: 640.0})
     >>> round(fit.power, 3), fit.start, fit.points
@@ -163,58 +162,58 @@ def fit_power_law(seconds: Mapping[int, float]) -> PowerLawFit | None:
     if len(used) < MIN_POINTS:
         return None
     xs, ys = [math.log(size) for size in used], [math.log(seconds[size]) for size in used]
-    power, error = _fit_line(xs, ys)
-    free = len(used) - 2
-    wide = error * (STUDENT_T_975[free - 1] if free <= len(STUDENT_T_975) else NORMAL_975)
-    return PowerLawFit(power, power - wide, power + wide, used[0], len(used))
+    power, std_error = _fit_line(xs, ys)
+    degrees = len(used) - 2
+    half_width = std_error * (STUDENT_T_975[degrees - 1] if degrees <= len(STUDENT_T_975) else NORMAL_975)
+    return PowerLawFit(power, power - half_width, power + half_width, used[0], len(used))
 
 
 def _fit_line(xs: Sequence[float], ys: Sequence[float]) -> tuple[float, float]:
-    """The slope of the line that misses least, and its standard error."""
-    middle, height = sum(xs) / len(xs), sum(ys) / len(ys)
-    width = sum((x - middle) ** 2 for x in xs)
-    slope = sum((x - middle) * (y - height) for x, y in zip(xs, ys, strict=True)) / width
-    missed = sum((y - height - slope * (x - middle)) ** 2 for x, y in zip(xs, ys, strict=True))
-    return slope, math.sqrt(missed / (len(xs) - 2) / width)
+    """Return the least-squares slope and its standard error."""
+    x_mean, y_mean = sum(xs) / len(xs), sum(ys) / len(ys)
+    x_squares = sum((x - x_mean) ** 2 for x in xs)
+    slope = sum((x - x_mean) * (y - y_mean) for x, y in zip(xs, ys, strict=True)) / x_squares
+    residual_squares = sum((y - y_mean - slope * (x - x_mean)) ** 2 for x, y in zip(xs, ys, strict=True))
+    return slope, math.sqrt(residual_squares / (len(xs) - 2) / x_squares)
 
 
 def fastest_by_size(points: Mapping[int, Mapping[str, float]]) -> dict[int, str]:
-    """Who is fastest at every size.
+    """Return the fastest backend at every size.
 
     >>> fastest_by_size({8: {"a": 1.0, "b": 2.0}, 16: {"a": 3.0, "b": 2.5}})
     {8: 'a', 16: 'b'}
     """
-    return {size: min(told, key=lambda name: told[name]) for size, told in sorted(points.items()) if told}
+    return {size: min(seconds, key=lambda name: seconds[name]) for size, seconds in sorted(points.items()) if seconds}
 
 
 def find_crossings(points: Mapping[int, Mapping[str, float]]) -> list[SpeedCrossover]:
-    """Where the fastest changes: the size at which straight lines between the points, in logarithms, meet.
+    """Return where the fastest backend changes, by linear interpolation of log seconds over log size.
 
     >>> find_crossings({256: {"a": 1.0, "b": 2.0}, 1024: {"a": 4.0, "b": 2.0}})
     [SpeedCrossover(from_='a', to='b', at=512.0)]
     """
-    found, best = [], list(fastest_by_size(points).items())
-    for (size, one), (larger, other) in pairwise(best):
-        if one == other or not {one, other} <= set(points[size]) & set(points[larger]):
+    crossings, fastest = [], list(fastest_by_size(points).items())
+    for (size, current), (larger, following) in pairwise(fastest):
+        if current == following or not {current, following} <= set(points[size]) & set(points[larger]):
             continue
-        before = math.log(points[size][other] / points[size][one])
-        after = math.log(points[larger][one] / points[larger][other])
-        share = before / (before + after) if before + after else 0.5
-        found.append(SpeedCrossover(one, other, round(size * (larger / size) ** share, 6)))
-    return found
+        log_lead = math.log(points[size][following] / points[size][current])
+        log_loss = math.log(points[larger][current] / points[larger][following])
+        share = log_lead / (log_lead + log_loss) if log_lead + log_loss else 0.5
+        crossings.append(SpeedCrossover(current, following, round(size * (larger / size) ** share, 6)))
+    return crossings
 
 
-# --- Calls that grow along one axis at a time ----------------------------------------------------------
+# --- Scaling: calls of growing size --------------------------------------------------------------------
 
-MODEL_WIDTH, HEAD_DIM = 32, 64  # narrow models of wide heads: hardly anything but the core is timed
+MODEL_WIDTH, HEAD_DIM = 32, 64  # a narrow model with wide heads, so that attention itself dominates
 SCALING_PACE = TimingPace(min_sample_seconds=0.005, min_samples=3, max_samples=7, max_seconds=0.5)
-MAX_CALL_SECONDS = 0.08  # seconds of a call, beyond which a backend is not asked for a larger one
-COMPILED_BACKEND = "flex"  # a kernel for every shape, seconds each
-COMPILED_SIZES = {("tokens", 512), ("tokens", 1024), ("tokens", 2048)}  # so only for these
+MAX_CALL_SECONDS = 0.08  # a backend slower than this is not timed at larger sizes
+COMPILED_BACKEND = "flex"  # compiles one kernel per shape, which takes seconds
+COMPILED_SIZES = {("tokens", 512), ("tokens", 1024), ("tokens", 2048)}  # the only sizes it is timed at
 
 
 class CallSize(NamedTuple):
-    """How large a call is."""
+    """Size of a call."""
 
     tokens: int = 512
     heads: int = 8
@@ -231,7 +230,7 @@ SCALING_AXES = {
 
 
 class ScalingLayer(NamedTuple):
-    """A kind of layer: how it is designed, and whether one query reads so many tokens, or each of them."""
+    """A kind of layer: arguments of `design`, whether it decodes a single query, and whether gradients are timed."""
 
     design_args: Mapping[str, Any]
     single_query: bool = False
@@ -256,7 +255,7 @@ SCALING_LAYERS = {
 
 
 def select_layers(names: Sequence[str]) -> list[str]:
-    """The kinds that have a piece of one of these names, or all."""
+    """Return the kinds of layers whose names contain one of `names`, or all."""
     for name in names:
         if not any(name in kind for kind in SCALING_LAYERS):
             raise SpecError(f"there is no kind of layer {name!r}; {suggest(name, SCALING_LAYERS)}")
@@ -264,53 +263,57 @@ def select_layers(names: Sequence[str]) -> list[str]:
 
 
 def list_layers() -> dict[str, str]:
-    """Every kind, and along what it is measured."""
+    """Return the axes that every kind of layer is measured along."""
     return {name: "tokens" if kind.needs_grad else ", ".join(SCALING_AXES) for name, kind in SCALING_LAYERS.items()}
 
 
 def measure_scaling(bench: CaseTimer, kind: str) -> Iterator[dict[str, Any]]:
-    """Every axis of a kind; gradients are measured along tokens alone, and so is what compiles."""
+    """Measure one kind of layer along every axis; gradients and compiled backends along tokens only."""
     for axis, sizes in SCALING_AXES.items():
         slow: set[str] = set()
-        for at in sizes if axis == "tokens" or not SCALING_LAYERS[kind].needs_grad else ():
-            size = CallSize()._replace(**{axis: at})
+        for value in sizes if axis == "tokens" or not SCALING_LAYERS[kind].needs_grad else ():
+            size = CallSize()._replace(**{axis: value})
             spec = design_layer(kind, size)
-            takes = [name for name, refused in unsupported_reasons(kind, spec).items() if not refused]
+            supported = [name for name, reasons in unsupported_reasons(kind, spec).items() if not reasons]
             names = [
                 name
-                for name in takes
-                if name not in slow and (name != COMPILED_BACKEND or (axis, at) in COMPILED_SIZES)
+                for name in supported
+                if name not in slow and (name != COMPILED_BACKEND or (axis, value) in COMPILED_SIZES)
             ]
             if not names:
                 break
             row = bench.time_case(_scaling_case(kind, spec, size, names), kind)
             seconds = {names[0]: row["ours_s"], **row["peers"]} if row["ours_s"] else {}
-            broken = ({names[0]: row["failed"]} if row["failed"] else {}) | row["absent"]
-            slow |= {name for name, took in seconds.items() if took > MAX_CALL_SECONDS} | set(broken)
-            spread = {names[0] if name == HEADWISE else name: wide for name, wide in row["spread"].items()}
+            failures = ({names[0]: row["failed"]} if row["failed"] else {}) | row["absent"]
+            slow |= {name for name, elapsed in seconds.items() if elapsed > MAX_CALL_SECONDS} | set(failures)
+            spread = {
+                names[0] if name == HEADWISE else name: spread_value for name, spread_value in row["spread"].items()
+            }
             yield {
                 "kind": kind,
                 "axis": axis,
-                "at": at,
+                "at": value,
                 "seconds": seconds,
                 "spread": spread,
-                "runs": takes[0],
-                "absent": broken,
+                "runs": supported[0],
+                "absent": failures,
                 "differs": row["differs"],
             }
 
 
 def design_layer(kind: str, size: CallSize) -> AttentionSpec:
-    """The layer of this kind, with so many heads."""
+    """Return the spec of a kind of layer with the heads of `size`."""
     return design(model=MODEL_WIDTH, heads=size.heads, dim=HEAD_DIM, **SCALING_LAYERS[kind].design_args)
 
 
 def unsupported_reasons(kind: str, spec: AttentionSpec) -> dict[str, list[str]]:
-    """Every backend with its reasons to refuse such a call here."""
-    told = SCALING_LAYERS[kind]
-    core = spec.core_of(spec.projection_form(told.single_query))
+    """Return for every backend its reasons to refuse this call on this machine."""
+    layer = SCALING_LAYERS[kind]
+    core = spec.core_of(spec.projection_form(layer.single_query))
     return backends.unsupported_reasons_by_backend(
-        CallSignature(spec, core, device=accelerator_type(), single_query=told.single_query, needs_grad=told.needs_grad)
+        CallSignature(
+            spec, core, device=accelerator_type(), single_query=layer.single_query, needs_grad=layer.needs_grad
+        )
     )
 
 
@@ -320,7 +323,7 @@ def _scaling_case(kind: str, spec: AttentionSpec, size: CallSize, names: Sequenc
 
 
 def _layer_run(kind: ScalingLayer, spec: AttentionSpec, size: CallSize, name: str) -> TimedCall:
-    """All layers in a row, on a backend of this name."""
+    """Return a run of all layers in sequence on one backend."""
     torch.manual_seed(0)
     layers = [Attention(spec, backend=name).to(accelerator_type()).eval() for _ in range(size.layers)]
     x = torch.randn(size.rows, size.tokens, MODEL_WIDTH, device=accelerator_type(), requires_grad=kind.needs_grad)
@@ -337,104 +340,109 @@ def _layer_run(kind: ScalingLayer, spec: AttentionSpec, size: CallSize, name: st
 
 
 class _FilledCache:
-    """A cache of so many tokens, and a few more with every call; it begins anew before it is an eighth longer."""
+    """A prefilled KV cache that grows with every call; it is reset before it is an eighth longer."""
 
     def __init__(self, layer: Attention, x: Tensor) -> None:
         rows, tokens, _ = x.shape
-        anyone = Attention(layer.spec).to(x.device)  # what reads a token at a time may refuse to read many
-        anyone.load_state_dict(layer.state_dict())
-        self._most = tokens + max(tokens // 8, 16)
-        self._full = layer.cache(batch=rows, capacity=self._most)
+        prefill_layer = Attention(layer.spec).to(x.device)  # a single-query backend may refuse the prefill
+        prefill_layer.load_state_dict(layer.state_dict())
+        self._capacity = tokens + max(tokens // 8, 16)
+        self._prefilled = layer.cache(batch=rows, capacity=self._capacity)
         with torch.no_grad():
-            anyone(x, cache=self._full)
-        self._now = copy.deepcopy(self._full)
+            prefill_layer(x, cache=self._prefilled)
+        self._current = copy.deepcopy(self._prefilled)
 
     @property
     def cache(self) -> KVCache:
-        """With room for one token more."""
-        if self._now.used == self._most:
-            self._now = copy.deepcopy(self._full)
-        return self._now
+        """The cache, with room for one more token."""
+        if self._current.used == self._capacity:
+            self._current = copy.deepcopy(self._prefilled)
+        return self._current
 
 
-# --- What every backend costs as calls grow ------------------------------------------------------------
+# --- Report of scaling ---------------------------------------------------------------------------------
 
 SCALING_FILE = "scaling.json"
 
 
 @dataclass(frozen=True)
 class ScalingReport:
-    """Seconds of every backend at every size, and the machine they were measured on."""
+    """Seconds of every backend at every size, with the machine."""
 
     machine: dict[str, Any]
     points: list[dict[str, Any]]
 
     @property
     def data(self) -> dict[str, Any]:
-        """The points, and what follows from them."""
+        """The points, power laws and order of speed as one document."""
         return {"machine": self.machine, "points": self.points, "powers": self.power_laws, "order": self.speed_order}
 
     @property
     def is_valid(self) -> bool:
-        """Whether all backends that take a call ran it, and gave the same."""
+        """Whether every backend that supports a call ran it, with the same result as the others."""
         return not any(point["differs"] or point["absent"] for point in self.points)
 
     @property
     def power_laws(self) -> list[dict[str, Any]]:
-        """By which power the seconds of every backend grow, along every axis."""
-        found = []
+        """Power law of every backend along every axis."""
+        fits = []
         for kind, axis, points in self._lines():
-            for name in dict.fromkeys(name for told in points.values() for name in told):
-                fit = fit_power_law({size: told[name] for size, told in points.items() if name in told})
-                found += [] if fit is None else [{"kind": kind, "axis": axis, "backend": name, **fit._asdict()}]
-        return found
+            for name in dict.fromkeys(name for seconds in points.values() for name in seconds):
+                fit = fit_power_law({size: seconds[name] for size, seconds in points.items() if name in seconds})
+                fits += [] if fit is None else [{"kind": kind, "axis": axis, "backend": name, **fit._asdict()}]
+        return fits
 
     @property
     def speed_order(self) -> list[dict[str, Any]]:
-        """Who runs a kind of layer, who is fastest at how many tokens, and where that changes."""
-        found = []
+        """For every kind of layer: the default backend, the fastest one by number of tokens, and the crossings."""
+        orders = []
         for kind, axis, points in self._lines():
             if axis == "tokens":
-                changes = [{"from": one.from_, "to": one.to, "at": one.at} for one in find_crossings(points)]
+                crossings = [
+                    {"from": crossing.from_, "to": crossing.to, "at": crossing.at}
+                    for crossing in find_crossings(points)
+                ]
                 runs = next(point["runs"] for point in self.points if point["kind"] == kind)
-                best = {str(size): name for size, name in fastest_by_size(points).items()}
-                found.append({"kind": kind, "runs": runs, "fastest": best, "crossings": changes})
-        return found
+                fastest = {str(size): name for size, name in fastest_by_size(points).items()}
+                orders.append({"kind": kind, "runs": runs, "fastest": fastest, "crossings": crossings})
+        return orders
 
     def seconds_by_size(self, kind: str, axis: str) -> dict[int, dict[str, float]]:
-        """Seconds of every backend by size."""
-        those = [point for point in self.points if (point["kind"], point["axis"]) == (kind, axis)]
-        return {point["at"]: point["seconds"] for point in those if point["seconds"]}
+        """Return the seconds of every backend by size."""
+        points = [point for point in self.points if (point["kind"], point["axis"]) == (kind, axis)]
+        return {point["at"]: point["seconds"] for point in points if point["seconds"]}
 
     def _lines(self) -> Iterator[tuple[str, str, dict[int, dict[str, float]]]]:
         for kind, axis in dict.fromkeys((point["kind"], point["axis"]) for point in self.points):
             yield kind, axis, self.seconds_by_size(kind, axis)
 
     def write(self, folder: Path | str) -> None:
-        """The whole as JSON, whole or as before."""
+        """Write the report as JSON to a folder, atomically."""
         with FolderLock(folder):
             write_atomically(Path(folder) / SCALING_FILE, (json.dumps(self.data, indent=1) + "\n").encode())
 
     @staticmethod
     def read(path: Path | str) -> ScalingReport:
-        """What was written before."""
-        told = json.loads(Path(path).read_text())
-        return ScalingReport(told["machine"], told["points"])
+        """Read a report that `write` has written."""
+        document = json.loads(Path(path).read_text())
+        return ScalingReport(document["machine"], document["points"])
 
     def __str__(self) -> str:
-        said = [*machine_heading(self.machine)]
-        for one in self.speed_order:
-            said += [
+        lines = [*machine_heading(self.machine)]
+        for order in self.speed_order:
+            lines += [
                 "",
-                one["kind"],
-                *_format_seconds_table(self.seconds_by_size(one["kind"], "tokens")),
-                *_format_order(one),
+                order["kind"],
+                *_format_seconds_table(self.seconds_by_size(order["kind"], "tokens")),
+                *_format_order(order),
             ]
-            said += [f"  {line}" for line in _format_power_laws(self.power_laws, one["kind"])]
-        faults = {
-            f"{point['kind']}, {name}: {why}" for point in self.points for name, why in _point_faults(point).items()
+            lines += [f"  {line}" for line in _format_power_laws(self.power_laws, order["kind"])]
+        problems = {
+            f"{point['kind']}, {name}: {reason}"
+            for point in self.points
+            for name, reason in _point_faults(point).items()
         }
-        return "\n".join([*said, *(line for fault in sorted(faults) for line in wrap_lines(f"! {fault}"))])
+        return "\n".join([*lines, *(line for problem in sorted(problems) for line in wrap_lines(f"! {problem}"))])
 
 
 def run_scaling(
@@ -443,7 +451,10 @@ def run_scaling(
     output_folder: Path | str | None = None,
     progress: ProgressCallback = no_progress,
 ) -> ScalingReport:
-    """Time every backend that takes a kind of layer, in turns, at growing sizes; `names` are kinds by any piece.
+    """Time every backend that supports a kind of layer, in alternation, at growing sizes.
+
+    `names` select the kinds of layers whose names contain one of them.
+
 
     >>> run_scaling("anything else")
     Traceback (most recent call last):
@@ -451,39 +462,42 @@ def run_scaling(
     """
     kinds = select_layers(names)
 
-    def found(how: CaseTimer) -> Iterator[dict[str, Any]]:
-        for point in chain.from_iterable(measure_scaling(how, kind) for kind in kinds):
+    def measure_points(timer: CaseTimer) -> Iterator[dict[str, Any]]:
+        for point in chain.from_iterable(measure_scaling(timer, kind) for kind in kinds):
             progress(f"{point['kind']}: {point['at']} {point['axis']}")
             yield point
 
-    return BenchmarkSession(threads, output_folder, progress).run(SCALING_PACE, False, found, ScalingReport)
+    return BenchmarkSession(threads, output_folder, progress).run(SCALING_PACE, False, measure_points, ScalingReport)
 
 
 def _point_faults(point: Mapping[str, Any]) -> dict[str, str]:
-    """Who failed where it does not refuse, and who gives something else."""
-    return point["absent"] | {name: f"something else ({how})" for name, how in point["differs"].items()}
+    """Return backends that failed on a supported call or gave a different result, with the reason."""
+    return point["absent"] | {name: f"different result ({difference})" for name, difference in point["differs"].items()}
 
 
 def _format_seconds_table(points: Mapping[int, Mapping[str, float]]) -> list[str]:
-    names = list(dict.fromkeys(name for told in points.values() for name in told))
+    names = list(dict.fromkeys(name for seconds in points.values() for name in seconds))
     lines = ["  tokens" + "".join(f"{name:>12}" for name in names)]
-    for size, told in points.items():
-        cells = (format_seconds(told[name]) if name in told else "-" for name in names)
+    for size, seconds in points.items():
+        cells = (format_seconds(seconds[name]) if name in seconds else "-" for name in names)
         lines.append(f"  {size:>6,}" + "".join(f"{cell:>12}" for cell in cells))
     return lines
 
 
-def _format_order(one: Mapping[str, Any]) -> list[str]:
-    changes = [f"{each['to']} overtakes {each['from']} at {each['at']:,.0f} tokens" for each in one["crossings"]]
-    slow = [size for size, name in one["fastest"].items() if name != one["runs"]]
-    told = f"{one['runs']} runs it" + (f", and is not the fastest at {', '.join(slow)} tokens" if slow else "")
-    return wrap_lines("; ".join([told, *changes]), "  ")
+def _format_order(order: Mapping[str, Any]) -> list[str]:
+    overtakings = [
+        f"{crossing['to']} overtakes {crossing['from']} at {crossing['at']:,.0f} tokens"
+        for crossing in order["crossings"]
+    ]
+    slow = [size for size, name in order["fastest"].items() if name != order["runs"]]
+    summary = f"default: {order['runs']}" + (f", which is not the fastest at {', '.join(slow)} tokens" if slow else "")
+    return wrap_lines("; ".join([summary, *overtakings]), "  ")
 
 
 def _format_power_laws(powers: Sequence[Mapping[str, Any]], kind: str) -> list[str]:
-    found: dict[str, list[str]] = {}
-    for one in powers:
-        if one["kind"] == kind:
-            wide = (one["high"] - one["low"]) / 2
-            found.setdefault(one["backend"], []).append(f"{one['axis']} {one['power']:.2f} ± {wide:.2f}")
-    return [line for name, told in found.items() for line in wrap_lines(f"{name} grows as: {', '.join(told)}")]
+    exponents: dict[str, list[str]] = {}
+    for fit in powers:
+        if fit["kind"] == kind:
+            half_width = (fit["high"] - fit["low"]) / 2
+            exponents.setdefault(fit["backend"], []).append(f"{fit['axis']} {fit['power']:.2f} ± {half_width:.2f}")
+    return [line for name, parts in exponents.items() for line in wrap_lines(f"{name} scales with: {', '.join(parts)}")]

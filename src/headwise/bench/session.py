@@ -1,4 +1,7 @@
-"""What the machine allows, measured beside the work: memory read once, and products of large matrices."""
+"""A benchmark session: the machine's limits, timing of one case, and verdicts on its targets.
+
+The limits are the rates of one pass over memory and of large matrix products, measured in alternation with the work.
+"""
 
 from __future__ import annotations
 
@@ -33,19 +36,19 @@ from .benchmark_case import (
     time_interleaved,
 )
 
-READ_RUN, MATMUL_RUN = "(read)", "(products)"  # in brackets: no peer is called so
-CACHE_MULTIPLE = 8  # times the last-level cache: so little of what is read can still be in it
-ASSUMED_CACHE_BYTES = 2**25  # bytes of a last-level cache, where the system does not say
+READ_RUN, MATMUL_RUN = "(read)", "(products)"  # in brackets, so that no peer has this name
+CACHE_MULTIPLE = 8  # buffer size over last-level cache size, so that little of the buffer is cached
+ASSUMED_CACHE_BYTES = 2**25  # used if the system does not report the last-level cache
 CPU_SYSFS = Path("/sys/devices/system/cpu")
-MATRIX_SIZES = {"cpu": 2048, "cuda": 8192}  # rows of the matrices that are multiplied
-HEADER_SECONDS = 0.2  # seconds of each rate of the machine
-CACHE_KEYS = ("level", "size", "shared_cpu_list")  # what the system tells of a cache
-RATE_KEYS = ("bytes_per_second", "flops_per_second")  # of memory, of compute
+MATRIX_SIZES = {"cpu": 2048, "cuda": 8192}  # rows of the multiplied matrices
+HEADER_SECONDS = 0.2  # time limit for each rate of the machine
+CACHE_KEYS = ("level", "size", "shared_cpu_list")  # sysfs files of a cache
+RATE_KEYS = ("bytes_per_second", "flops_per_second")  # rates of memory and of compute
 SIZE_UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
 
 
 class LastLevelCache(NamedTuple):
-    """The last-level caches of a machine together, in bytes, and whether the system said so."""
+    """Total size of the last-level caches in bytes, and whether the system reports it."""
 
     size: int
     is_reported: bool
@@ -53,120 +56,130 @@ class LastLevelCache(NamedTuple):
 
 @dataclass(frozen=True)
 class MachineLimits:
-    """Runs that reach for what the machine can do, on buffers that are made once."""
+    """Measures memory bandwidth and matrix-multiplication rate, on buffers that are allocated once."""
 
     last_level_cache: LastLevelCache
     device_type: str = "cpu"
-    _kept: dict[Any, Any] = field(default_factory=dict)
+    _buffers: dict[Any, Any] = field(default_factory=dict)
 
     @staticmethod
     def of_this_machine() -> MachineLimits:
-        """Of the machine that runs this."""
+        """Return the limits of the machine that runs this process."""
         return MachineLimits(find_last_level_cache(CPU_SYSFS), accelerator_type())
 
     @property
     def buffer_bytes(self) -> int:
-        """Bytes of the buffer that is read."""
+        """Size of the buffer for reads."""
         return CACHE_MULTIPLE * self.last_level_cache.size
 
-    def limit_runs(self, need: RequiredWork | None) -> dict[str, TimedCall]:
-        """What is timed in turns with work that needs this."""
+    def limit_runs(self, work: RequiredWork | None) -> dict[str, TimedCall]:
+        """Return the runs to time in alternation with work of this kind."""
         runs: dict[str, TimedCall] = {}
-        if need is not None and need.bytes_read:
+        if work is not None and work.bytes_read:
             runs[READ_RUN] = self._buffer().sum
-        if need is not None and need.flops:
-            runs[MATMUL_RUN] = partial(torch.mm, *self._matrices(need.dtype))
+        if work is not None and work.flops:
+            runs[MATMUL_RUN] = partial(torch.mm, *self._matrices(work.dtype))
         return runs
 
-    def bound(self, need: RequiredWork, taken: Mapping[str, TimingSamples]) -> dict[str, Any]:
-        """Seconds that the work takes at least, which of the two it waits for, and what was measured of the machine.
+    def bound(self, work: RequiredWork, samples: Mapping[str, TimingSamples]) -> dict[str, Any]:
+        """Return the minimum time of the work, whether memory or compute bounds it, and the measured rates.
 
-        >>> said = MachineLimits(LastLevelCache(2**20, True)).bound(
+        >>> limit = MachineLimits(LastLevelCache(2**20, True)).bound(
         ...     RequiredWork(bytes_read=2**24), {READ_RUN: TimingSamples((0.5, 0.25, 1.0))}
         ... )
-        >>> said["seconds"], said["waits_for"]
+        >>> limit["seconds"], limit["waits_for"]
         (1.0, 'memory')
         """
-        waits = {"memory": READ_RUN, "compute": MATMUL_RUN}
+        run_of_resource = {"memory": READ_RUN, "compute": MATMUL_RUN}
         rates = {"memory": float(self.buffer_bytes), "compute": float(self.flops_per_product)}
-        needs = {"memory": need.bytes_read, "compute": need.flops}
-        least = {by: needs[by] * taken[run].median / rates[by] for by, run in waits.items() if needs[by]}
-        longest = max(least, key=lambda by: least[by])
-        told = {
-            name: rates[by] / taken[run].median
-            for (by, run), name in zip(waits.items(), RATE_KEYS, strict=True)
-            if needs[by]
+        required_amount = {"memory": work.bytes_read, "compute": work.flops}
+        seconds_by_resource = {
+            resource: required_amount[resource] * samples[run].median / rates[resource]
+            for resource, run in run_of_resource.items()
+            if required_amount[resource]
         }
-        spread = taken[waits[longest]].spread
-        needed = {"bytes": need.bytes_read, "flops": need.flops, "dtype": str(need.dtype).removeprefix("torch.")}
-        return {"seconds": least[longest], "waits_for": longest, "spread": spread, **told, **needed}
+        bottleneck = max(seconds_by_resource, key=lambda resource: seconds_by_resource[resource])
+        measured = {
+            name: rates[resource] / samples[run].median
+            for (resource, run), name in zip(run_of_resource.items(), RATE_KEYS, strict=True)
+            if required_amount[resource]
+        }
+        spread = samples[run_of_resource[bottleneck]].spread
+        required = {"bytes": work.bytes_read, "flops": work.flops, "dtype": str(work.dtype).removeprefix("torch.")}
+        return {
+            "seconds": seconds_by_resource[bottleneck],
+            "waits_for": bottleneck,
+            "spread": spread,
+            **measured,
+            **required,
+        }
 
     @property
     def flops_per_product(self) -> int:
-        """FLOPs of one product."""
+        """FLOPs of one matrix product."""
         return 2 * MATRIX_SIZES[self.device_type] ** 3
 
     def measure_rates(self) -> dict[str, float]:
-        """What the machine does in a large read, a large copy, and large products, each measured for a moment."""
+        """Measure the rates of a large read, a large copy, and large matrix products."""
         source = self._buffer()
-        there = torch.empty_like(source)
+        target = torch.empty_like(source)
         rates = {
             "read_bytes_per_second": source.nbytes / time_run(source.sum, HEADER_SECONDS),
-            "copy_bytes_per_second": 2 * source.nbytes / time_run(lambda: there.copy_(source), HEADER_SECONDS),
+            "copy_bytes_per_second": 2 * source.nbytes / time_run(lambda: target.copy_(source), HEADER_SECONDS),
         }
         for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
-            one, other = self._matrices(dtype)
+            a, b = self._matrices(dtype)
             rates[f"{name}_flops_per_second"] = self.flops_per_product / time_run(
-                partial(torch.mm, one, other), HEADER_SECONDS
+                partial(torch.mm, a, b), HEADER_SECONDS
             )
         return rates
 
     def _buffer(self) -> Tensor:
-        if READ_RUN not in self._kept:
-            # ones and not zeros: memory that nobody wrote to is not read from memory
-            self._kept[READ_RUN] = torch.ones(self.buffer_bytes // 4, device=self.device_type)
-        return self._kept[READ_RUN]
+        if READ_RUN not in self._buffers:
+            # ones, not zeros: untouched zero pages are not read from memory
+            self._buffers[READ_RUN] = torch.ones(self.buffer_bytes // 4, device=self.device_type)
+        return self._buffers[READ_RUN]
 
     def _matrices(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        if dtype not in self._kept:
+        if dtype not in self._buffers:
             rows = MATRIX_SIZES[self.device_type]
-            draw = torch.Generator(self.device_type).manual_seed(0)
-            both = torch.randn(2, rows, rows, device=self.device_type, generator=draw).to(dtype)
-            self._kept[dtype] = both.unbind()
-        return self._kept[dtype]
+            generator = torch.Generator(self.device_type).manual_seed(0)
+            matrices = torch.randn(2, rows, rows, device=self.device_type, generator=generator).to(dtype)
+            self._buffers[dtype] = matrices.unbind()
+        return self._buffers[dtype]
 
 
 def find_last_level_cache(system: Path) -> LastLevelCache:
-    """The last-level caches of all processors together; what is assumed where the system says nothing of them."""
-    found: dict[str, tuple[int, int]] = {}  # who shares it: its level, its bytes
+    """Return the total size of the last-level caches, or an assumed size if the system does not report it."""
+    caches: dict[str, tuple[int, int]] = {}  # level and bytes, by level and sharing processors
     for index in sorted(system.glob("cpu[0-9]*/cache/index[0-9]*")):
         try:
-            level, size, shared = (index.joinpath(name).read_text().strip() for name in CACHE_KEYS)
-            found[f"{level} {shared}"] = int(level), int(size.rstrip("KMG")) * SIZE_UNITS.get(size[-1:], 1)
+            level, size, shared_cpus = (index.joinpath(name).read_text().strip() for name in CACHE_KEYS)
+            caches[f"{level} {shared_cpus}"] = int(level), int(size.rstrip("KMG")) * SIZE_UNITS.get(size[-1:], 1)
         except (OSError, ValueError):
             continue
-    highest = max((level for level, _ in found.values()), default=0)
-    size = sum(size for level, size in found.values() if level == highest)
+    highest = max((level for level, _ in caches.values()), default=0)
+    size = sum(size for level, size in caches.values() if level == highest)
     return LastLevelCache(size, True) if size else LastLevelCache(ASSUMED_CACHE_BYTES, False)
 
 
-# --- The machine and the versions that a run belongs to, and what is odd about them --------------------
+# --- Description of the machine -----------------------------------------------------------------------
 
-# Whoever a row may be compared with, by the name under which it is installed.
+# Libraries in the report, by their distribution names.
 PACKAGES = ("torch", "numpy", "numba", "transformers", "x-transformers", "entmax", "local-attention", "ctranslate2")
 UNKNOWN = "unknown"
-BUSY_LOAD = 1.0  # a load that is more than this process starting
+BUSY_LOAD = 1.0  # load average above which other processes are assumed to run
 
 
 def describe_machine(limits: MachineLimits, threads: int) -> dict[str, Any]:
-    """Processor, threads, caches, versions, rates, and labels: what a reader has to know before the numbers."""
-    said = package_versions()
-    told = limits.last_level_cache.is_reported
-    labels = ["1 thread: others use more"] if threads == 1 else []
-    labels += [f"{name}: unknown version" for name, which in said.items() if which == UNKNOWN]
-    load = os.getloadavg()[0]  # of the last minute, in processes that want to run
-    labels += [f"other work ran too: a load of {load:.1f} before"] if load > BUSY_LOAD else []
-    labels += [] if told else ["the size of the last-level cache is assumed"]
+    """Return processor, threads, caches, versions, rates, and warnings for the head of the report."""
+    versions = package_versions()
+    is_reported = limits.last_level_cache.is_reported
+    labels = ["1 thread only"] if threads == 1 else []
+    labels += [f"{name}: unknown version" for name, installed in versions.items() if installed == UNKNOWN]
+    load = os.getloadavg()[0]  # runnable processes, averaged over the last minute
+    labels += [f"other processes were running: load average {load:.1f} before the run"] if load > BUSY_LOAD else []
+    labels += [] if is_reported else ["the size of the last-level cache is assumed"]
     name = torch.cuda.get_device_name() if limits.device_type == "cuda" else processor_name()
     return {
         "processor": name,
@@ -174,103 +187,107 @@ def describe_machine(limits: MachineLimits, threads: int) -> dict[str, Any]:
         "processors": num_processors(),
         "last_level_cache_bytes": limits.last_level_cache.size,
         "buffer_bytes": limits.buffer_bytes,
-        "versions": said,
+        "versions": versions,
         **limits.measure_rates(),
         "labels": labels,
     }
 
 
 def package_versions() -> dict[str, str]:
-    """The version of everything that is installed; what says none is unknown."""
-    found = {}
+    """Return the versions of the installed packages; "unknown" without metadata."""
+    versions = {}
     for name in PACKAGES:
         try:
-            found[name] = version(name) or UNKNOWN
+            versions[name] = version(name) or UNKNOWN
         except PackageNotFoundError:
             continue
-        except (KeyError, TypeError):  # there, but its description is damaged
-            found[name] = UNKNOWN
-    return found
+        except (KeyError, TypeError):  # installed, but with broken metadata
+            versions[name] = UNKNOWN
+    return versions
 
 
 def num_processors() -> int:
-    """How many processors this process may use."""
+    """Return the number of processors that this process may use."""
     try:
         return len(os.sched_getaffinity(0))
-    except AttributeError:  # only Linux says which: elsewhere it may use all
+    except AttributeError:  # Linux only; elsewhere all processors count
         return os.cpu_count() or 1
 
 
 def check_threads(threads: int | None) -> int:
-    """So many threads, or as many as there are processors.
+    """Return `threads`, or the number of processors for None; raise if it is out of range.
 
     >>> check_threads(0)
     Traceback (most recent call last):
-    headwise.errors.SpecError: threads=0 are not between 1 and ...; leave it out to use all
+    headwise.errors.SpecError: threads=0 is not between 1 and ...; leave it out to use all
     """
-    most = num_processors()
-    if threads is not None and not 1 <= threads <= most:
-        raise SpecError(f"threads={threads} are not between 1 and the {most} processors; leave it out to use all")
-    return threads or most
+    available = num_processors()
+    if threads is not None and not 1 <= threads <= available:
+        raise SpecError(
+            f"threads={threads} is not between 1 and {available}, the number of processors; leave it out to use all"
+        )
+    return threads or available
 
 
 @contextmanager
 def use_threads(count: int) -> Iterator[None]:
-    """torch and numba use so many threads; afterwards, as many as before."""
-    numba: Any = import_module("numba")  # of whose types little is told
-    before, others = torch.get_num_threads(), numba.get_num_threads()
+    """Let torch and numba use `count` threads inside the context."""
+    numba: Any = import_module("numba")  # Any: numba has no type stubs
+    torch_threads, numba_threads = torch.get_num_threads(), numba.get_num_threads()
     torch.set_num_threads(count)
-    numba.set_num_threads(min(count, numba.config.NUMBA_NUM_THREADS))  # it cannot use more than it began with
+    numba.set_num_threads(min(count, numba.config.NUMBA_NUM_THREADS))  # numba cannot exceed its initial maximum
     try:
         yield
     finally:
-        torch.set_num_threads(before)
-        numba.set_num_threads(others)
+        torch.set_num_threads(torch_threads)
+        numba.set_num_threads(numba_threads)
 
 
-# --- One row -------------------------------------------------------------------------------------------
+# --- One case ------------------------------------------------------------------------------------------
 
 HEADWISE = "ours"
-MAX_SPREAD = 0.2  # a spread beyond which there is no verdict
-BenchmarkRow = dict[str, Any]  # what JSON can say, the same when it is read back
+MAX_SPREAD = 0.2  # no verdict above this spread
+BenchmarkRow = dict[str, Any]  # JSON-serialisable, unchanged by a round trip
 
 
 @dataclass(frozen=True)
 class CaseTimer:
-    """How cases are timed: the pace, what the machine allows, and the clock."""
+    """Times cases: pace, machine limits, and clock."""
 
     pace: TimingPace
     limits: MachineLimits
     clock: Clock = time.perf_counter
 
     def time_case(self, case: BenchmarkCase, kind: str) -> BenchmarkRow:
-        """Everybody who can run it, warm and agreeing, timed in turns."""
+        """Warm up and compare all implementations, time them in alternation, and return the row."""
         _check_targets(case)
-        found, begun = _CaseResult(case), self.clock()
-        runs = found.warm_up({name: _synchronized(run) for name, run in _available_runs(case).items()})
-        warm = self.clock()
-        found.phase_seconds = {"first calls": warm - begun}
+        result, started = _CaseResult(case), self.clock()
+        runs = result.warm_up({name: _synchronized(run) for name, run in _available_runs(case).items()})
+        warm_at = self.clock()
+        result.phase_seconds = {"first calls": warm_at - started}
         if HEADWISE not in runs:
-            return found.row(kind)
-        found.samples = time_interleaved(runs | self.limits.limit_runs(case.required_work), self.pace, self.clock)
-        found.phase_seconds["samples"] = self.clock() - warm
+            return result.row(kind)
+        result.samples = time_interleaved(runs | self.limits.limit_runs(case.required_work), self.pace, self.clock)
+        result.phase_seconds["samples"] = self.clock() - warm_at
         if case.required_work is not None:
-            limit = self.limits.bound(case.required_work, found.samples)
-            found.limit = limit | {"share": limit["seconds"] / found.samples[HEADWISE].median}
-        return found.row(kind)
+            limit = self.limits.bound(case.required_work, result.samples)
+            result.limit = limit | {"share": limit["seconds"] / result.samples[HEADWISE].median}
+        return result.row(kind)
 
 
 def _check_targets(case: BenchmarkCase) -> None:
-    """Every aim is at somebody."""
-    for aim in case.targets:
-        if aim.baseline == LIMIT and case.required_work is None:
-            raise ValueError(f"{case.name!r} aims at a limit, and says no need")
-        if aim.baseline not in (LIMIT, *case.peers):
-            raise ValueError(f"{case.name!r} aims at {aim.baseline!r}, and has no such peer")
+    """Raise unless every target has a baseline."""
+    for target in case.targets:
+        if target.baseline == LIMIT and case.required_work is None:
+            raise ValueError(f"{case.name!r} has a target against the limit, but no required_work; set it")
+        if target.baseline not in (LIMIT, *case.peers):
+            raise ValueError(
+                f"{case.name!r} has a target against {target.baseline!r}, which is not one of its peers; add the peer"
+            )
 
 
 def failed_row(kind: str, name: str, error: Exception) -> BenchmarkRow:
-    """The row of what could not even be made."""
+    """Return the row of a case that raised while it was created."""
     return _CaseResult(BenchmarkCase(name, lambda: None, {}), failed=_format_error(error)).row(kind)
 
 
@@ -280,25 +297,25 @@ def _available_runs(case: BenchmarkCase) -> dict[str, TimedCall]:
 
 
 def _synchronized(run: TimedCall) -> TimedCall:
-    """The same, done when it returns."""
+    """Wrap a run so that it waits for the device before it returns."""
 
-    def whole() -> Any:
-        given = run()
+    def run_and_wait() -> Any:
+        result = run()
         synchronize_device()
-        return given
+        return result
 
-    return whole
+    return run_and_wait
 
 
 def _format_error(error: Exception) -> str:
-    """An error in one line that is not too long."""
-    words = " ".join(f"{type(error).__name__}: {error}".split())
-    return words if len(words) < 200 else f"{words[:197]}..."
+    """Format an error in one line of at most 200 characters."""
+    message = " ".join(f"{type(error).__name__}: {error}".split())
+    return message if len(message) < 200 else f"{message[:197]}..."
 
 
 @dataclass
 class _CaseResult:
-    """What is known of a case so far."""
+    """Results of one case, collected step by step."""
 
     case: BenchmarkCase
     samples: dict[str, TimingSamples] = field(default_factory=dict)
@@ -309,34 +326,34 @@ class _CaseResult:
     phase_seconds: dict[str, float] = field(default_factory=dict)
 
     def warm_up(self, runs: Mapping[str, TimedCall]) -> dict[str, TimedCall]:
-        """Those that have run once, and what they gave compared with ours; whoever fails is named with the reason."""
+        """Run everything once and compare results with headwise; return the runs that succeeded."""
         self.missing = {name: run.reason for name, run in self.case.peers.items() if isinstance(run, MissingPeer)}
         try:
-            ours = runs[HEADWISE]()
+            our_result = runs[HEADWISE]()
         except Exception as error:
             self.failed = _format_error(error)
             return {}
-        going = {HEADWISE: runs[HEADWISE]}
+        succeeded = {HEADWISE: runs[HEADWISE]}
         for name, run in runs.items():
             if name == HEADWISE:
                 continue
             try:
-                theirs = run()
+                their_result = run()
             except Exception as error:
                 self.missing[name] = f"failed: {_format_error(error)}"
                 continue
-            going[name] = run
+            succeeded[name] = run
             tolerance = None if name in self.case.reported_peers else self.case.tolerance
-            if tolerance is not None and (said := describe_difference(ours, theirs, tolerance)):
-                self.differences[name] = said
-        return going
+            if tolerance is not None and (difference := describe_difference(our_result, their_result, tolerance)):
+                self.differences[name] = difference
+        return succeeded
 
     def row(self, kind: str) -> BenchmarkRow:
-        """As plain values."""
-        case, taken = self.case, self.samples
-        peers = {name: taken[name].median for name in case.peers if name in taken}
-        ours = taken[HEADWISE].median if HEADWISE in taken else None
-        verdicts = [self._target_verdict(aim, ours, peers) for aim in case.targets]
+        """Return the row as plain values."""
+        case, samples = self.case, self.samples
+        peers = {name: samples[name].median for name in case.peers if name in samples}
+        ours = samples[HEADWISE].median if HEADWISE in samples else None
+        verdicts = [self._target_verdict(target, ours, peers) for target in case.targets]
         return {
             "name": case.name,
             "kind": kind,
@@ -345,10 +362,10 @@ class _CaseResult:
             "ratio": {name: seconds / ours for name, seconds in peers.items() if ours},
             "limit": self.limit,
             "aim": verdicts,
-            "met": _overall_verdict([one["met"] for one in verdicts]),
-            "spread": {name: taken[name].spread for name in (HEADWISE, *peers) if name in taken},
-            "samples": {name: len(taken[name].seconds) for name in (HEADWISE, *peers) if name in taken},
-            "calls": {name: taken[name].calls_per_sample for name in (HEADWISE, *peers) if name in taken},
+            "met": _overall_verdict([verdict["met"] for verdict in verdicts]),
+            "spread": {name: samples[name].spread for name in (HEADWISE, *peers) if name in samples},
+            "samples": {name: len(samples[name].seconds) for name in (HEADWISE, *peers) if name in samples},
+            "calls": {name: samples[name].calls_per_sample for name in (HEADWISE, *peers) if name in samples},
             "absent": self.missing,
             "differs": self.differences,
             "failed": self.failed,
@@ -357,43 +374,45 @@ class _CaseResult:
             "took": self.phase_seconds,
         }
 
-    def _target_verdict(self, aim: SpeedTarget, ours: float | None, peers: Mapping[str, float]) -> dict[str, Any]:
-        """What was reached of an aim, and whether it is met; where nothing can be said, why."""
-        reached, why = None, ""
+    def _target_verdict(self, target: SpeedTarget, ours: float | None, peers: Mapping[str, float]) -> dict[str, Any]:
+        """Return the reached ratio of a target and whether it is met, or why there is no verdict."""
+        reached, reason = None, ""
         spreads = {HEADWISE: self.samples[HEADWISE].spread} if HEADWISE in self.samples else {}
         if ours is None:
-            why = "ours failed"
-        elif aim.baseline == LIMIT and self.limit is not None:
+            reason = "ours failed"
+        elif target.baseline == LIMIT and self.limit is not None:
             reached, spreads = self.limit["share"], spreads | {LIMIT: self.limit["spread"]}
-        elif aim.baseline in peers:
-            reached, spreads = peers[aim.baseline] / ours, spreads | {aim.baseline: self.samples[aim.baseline].spread}
+        elif target.baseline in peers:
+            reached, spreads = (
+                peers[target.baseline] / ours,
+                spreads | {target.baseline: self.samples[target.baseline].spread},
+            )
         else:
-            why = "absent"
+            reason = "absent"
         if reached is not None and self.differences:
-            why = "not the same results"
-        elif reached is not None and (loose := [name for name, spread in spreads.items() if spread > MAX_SPREAD]):
-            why = f"spread of {', '.join(loose)} above {MAX_SPREAD:.0%}"
-        met = None if why or reached is None else reached >= aim.ratio
-        return {"against": aim.baseline, "times": aim.ratio, "reached": reached, "met": met, "why": why}
+            reason = "different results"
+        elif reached is not None and (noisy := [name for name, spread in spreads.items() if spread > MAX_SPREAD]):
+            reason = f"spread of {', '.join(noisy)} above {MAX_SPREAD:.0%}"
+        met = None if reason or reached is None else reached >= target.ratio
+        return {"against": target.baseline, "times": target.ratio, "reached": reached, "met": met, "why": reason}
 
 
 def _overall_verdict(verdicts: list[bool | None]) -> bool | None:
-    """Missed if one is, met if all are; None where nothing is aimed at, or something cannot be said."""
+    """Return False if any target is missed, True if all are met, None without targets or with an open verdict."""
     if False in verdicts:
         return False
     return None if None in verdicts or not verdicts else True
 
 
-# --- What goes around every run ------------------------------------------------------------------------
+# --- Session -------------------------------------------------------------------------------------------
 
 ProgressCallback = Callable[[str], None]
-RowSource = Callable[
-    [CaseTimer], Iterable[BenchmarkRow]
-]  # one after the other, so that an interrupt keeps those before it
+# A generator of rows, so that an interrupt keeps the finished ones.
+RowSource = Callable[[CaseTimer], Iterable[BenchmarkRow]]
 
 
 class WritableReport(Protocol):
-    """What is found, and can be written into a folder."""
+    """A report that can be written to a folder."""
 
     def write(self, folder: Path | str) -> None: ...
 
@@ -401,13 +420,13 @@ class WritableReport(Protocol):
 ReportT = TypeVar("ReportT", bound=WritableReport)
 
 
-def no_progress(said: str) -> None:
-    """Nobody looks on."""
+def no_progress(message: str) -> None:
+    """Progress callback that does nothing."""
 
 
 @dataclass(frozen=True)
 class BenchmarkSession:
-    """How many threads work, where what was found is written, and who looks on."""
+    """Number of threads, output folder, and progress callback of a run."""
 
     threads: int | None = None
     output_folder: Path | str | None = None
@@ -417,37 +436,35 @@ class BenchmarkSession:
         self,
         pace: TimingPace,
         quick: bool,
-        found: RowSource,
-        made: Callable[[BenchmarkRow, list[BenchmarkRow]], ReportT],
+        rows: RowSource,
+        make_report: Callable[[BenchmarkRow, list[BenchmarkRow]], ReportT],
     ) -> ReportT:
-        """Everything that is found, or what was until an interrupt, which is then said."""
-        count = check_threads(self.threads)
+        """Collect all rows, or those before an interrupt; return the report and write it to the folder, if any."""
+        num_threads = check_threads(self.threads)
         if self.output_folder is not None:
             _check_folder(self.output_folder)
-        with use_threads(count), torch.random.fork_rng():
-            how = CaseTimer(pace, MachineLimits.of_this_machine())
-            begun = how.clock()
+        with use_threads(num_threads), torch.random.fork_rng():
+            timer = CaseTimer(pace, MachineLimits.of_this_machine())
+            started = timer.clock()
             self.progress("measuring the machine")
-            told, each = (
-                describe_machine(how.limits, count) | {"quick": quick, "interrupted": False},
-                list[BenchmarkRow](),
-            )
+            machine = describe_machine(timer.limits, num_threads) | {"quick": quick, "interrupted": False}
+            measured = list[BenchmarkRow]()
             try:
-                for one in found(how):
-                    each.append(one)
+                for row in rows(timer):
+                    measured.append(row)
             except KeyboardInterrupt:
-                told["interrupted"] = True
-            told["took"] = how.clock() - begun
+                machine["interrupted"] = True
+            machine["took"] = timer.clock() - started
         self.progress("")
-        whole = made(told, each)
+        report = make_report(machine, measured)
         if self.output_folder is not None:
-            whole.write(self.output_folder)
-        return whole
+            report.write(self.output_folder)
+        return report
 
 
 def _check_folder(folder: Path | str) -> None:
-    """Refuse where nothing can be written, before anything is measured."""
+    """Raise if the folder is not writable, before anything is measured."""
     if Path(folder).exists() and not Path(folder).is_dir():
-        raise SpecError(f"{folder} is no folder; give one that is, or a new name")
+        raise SpecError(f"{folder} is not a folder; give a folder or a new name")
     with FolderLock(folder):
         pass

@@ -1,6 +1,10 @@
-"""The command line: `headwise VERB`, one file per verb, each a thin reading of the library.
+"""The command line, `headwise COMMAND`: each command is one module, a thin layer over the library.
 
-Nothing heavy is imported before a verb runs, so that `headwise --help` answers at once.
+`arguments` parses what all commands share: specs, presets, folders of models, `--set KEY=VALUE` and `--json`.
+`text_arguments` and `compression_arguments` add the options for texts and for models that are written to a folder.
+The packages `cost` and `run` hold the two largest commands.
+
+Heavy modules such as torch are imported inside `main` of a command, so that `headwise --help` answers at once.
 """
 
 from __future__ import annotations
@@ -14,38 +18,38 @@ from .. import __version__
 from ..errors import NoBackend, suggest
 from .arguments import BAD_INPUT, UsageError, prepare_output
 
-# In the order of the help: what each verb does, in a few words.
+# One line per command, in the order of the help.
 VERBS = {
-    "demo": "a look around: soft look-up, one spec and all that follows from it",
+    "demo": "a tour: soft look-up, one attention layer in detail, a small translator",
     "spec": "show a spec or a model: parameters by name, cost, cache, mask",
-    "cost": "what specs cost before they run, side by side, item by item",
-    "walk": "every tensor operation of a layer, with shape, strides, copy or view",
-    "train": "a model that learns a task or your data, left in a folder",
-    "run": "what a trained model says of a text, an image, or each line of stdin",
-    "sites": "every attention layer of a model, and what may be done to it",
-    "heads": "what every head does over texts, and what it is called",
-    "prune": "fewer heads: a smaller model in a new folder, and the proof of it",
-    "convert": "MHA to GQA, MQA, latent and others: a new folder, and the proof of it",
-    "trace": "capture a run into one file that opens without the model",
-    "bench": "our paths beside those of others, and this machine's limits",
-    "why": "which backend would run a spec, and why each other one refuses",
+    "cost": "parameters, FLOPs, memory and time of specs and models, before they run",
+    "walk": "every tensor operation of a layer, with shapes, strides, copies and views",
+    "train": "train a model on a built-in task or your data, and save it in a folder",
+    "run": "run a trained model on a text, an image, or each line of stdin",
+    "sites": "every attention layer of a model, and which operations it supports",
+    "heads": "measure and classify every head of a model over texts",
+    "prune": "remove heads: write a smaller model, with a proof",
+    "convert": "convert MHA to GQA, MQA, latent and others: write a new model, with a proof",
+    "trace": "record queries, keys and values of a run in one file",
+    "bench": "benchmark headwise against other libraries and this machine's limits",
+    "why": "which backend would run a spec, and why the others refuse",
 }
-OUT_OF_MEMORY = "this does not fit into memory; make something smaller"
+OUT_OF_MEMORY = "out of memory; use a smaller batch, model or number of tokens"
 INTERRUPTED, PIPE_CLOSED = 130, 141
 
 
 def usage() -> str:
-    """What `headwise --help` says."""
+    """Return the text of `headwise --help`."""
     verbs = [f"  {verb:<6}{what}" for verb, what in VERBS.items()]
-    head = ["headwise VERB [...]: the workbench for attention heads", ""]
-    tail = ["", "headwise VERB --help says more; headwise --version says which one this is"]
+    head = ["headwise COMMAND [...]: the workbench for attention heads", ""]
+    tail = ["", "headwise COMMAND --help lists its options; headwise --version prints the version"]
     return "\n".join([*head, *verbs, *tail])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; 0 when it did what was asked, 2 on bad input, 130 when interrupted."""
-    if sys.stdout is None:  # pyright: ignore[reportUnnecessaryComparison] - so it is when a shell closed it
-        return _print_error("there is nowhere to write; open stdout")
+    """Run one command and return its exit code: 0 on success, 2 on bad input, 130 when interrupted."""
+    if sys.stdout is None:  # pyright: ignore[reportUnnecessaryComparison] - None if the shell closed it
+        return _print_error("cannot write: stdout is closed; open it")
     prepare_output()
     try:
         code = _run_verb(list(sys.argv[1:] if argv is None else argv))
@@ -54,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
-        # The reader has gone, as after `| head`. Python would complain once more when it flushes at the end.
+        # The reader has closed the pipe, as `| head` does. Python would report it again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return PIPE_CLOSED
     except (ValueError, OSError, OverflowError, NoBackend) as error:
@@ -67,8 +71,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _print_error(OUT_OF_MEMORY)
 
 
-def _print_error(said: str) -> int:
-    print(f"headwise: {' '.join(said.split())}", file=sys.stderr)
+def _print_error(message: str) -> int:
+    print(f"headwise: {' '.join(message.split())}", file=sys.stderr)
     return BAD_INPUT
 
 
@@ -80,6 +84,6 @@ def _run_verb(argv: list[str]) -> int:
         print(f"headwise {__version__}")
         return 0
     if argv[0] not in VERBS:
-        what = "option" if argv[0].startswith("-") else "verb"
-        raise UsageError(f"there is no {what} {argv[0]!r}; {suggest(argv[0], [*VERBS, '--help', '--version'])}")
+        kind = "option" if argv[0].startswith("-") else "command"
+        raise UsageError(f"there is no {kind} {argv[0]!r}; {suggest(argv[0], [*VERBS, '--help', '--version'])}")
     return import_module(f"{__name__}.{argv[0]}").main(argv[1:])

@@ -1,4 +1,4 @@
-"""What every verb shares: arguments, one spec from a file or a name, and what a terminal can show."""
+"""Shared by all commands: the argument parser, specs and models named on the command line, and output."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from ..spec.attention_spec import AttentionSpec
 
 TERMINAL_WIDTH = 80
-BAD_INPUT = 2  # what a command ends with that cannot be meant
-# Known here by name, so that help needs no torch; a test holds it to headwise.presets.
+BAD_INPUT = 2  # exit code for invalid arguments or input
+# The names are repeated here so that --help need not import torch; a test compares them with headwise.presets.
 PRESETS = [
     "mha",
     "gqa",
@@ -40,40 +40,50 @@ PRESETS = [
     "performer",
 ]
 PRESETS += ["longformer", "bigbird", "kha", "average"]
-MAX_FILE_BYTES = 2**20  # bytes; a spec is a page of text, anything longer is something else
+MAX_FILE_BYTES = 2**20  # largest spec file that is read; a spec is about a page of text
 ASCII_FALLBACKS = str.maketrans("█▒·─–—×−→≤≥²…", "#+.---x-><>2.")
 
 
 class UsageError(ValueError):
-    """Something on the command line that cannot be meant."""
+    """Invalid arguments or input; printed as one line, exit code 2."""
+
+
+class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Appends `(default: X)` to the help of every option with a default, unless its text already has it."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        has_default = action.option_strings and action.default not in (None, False, argparse.SUPPRESS, "", [])
+        if not has_default or "(default:" in (action.help or ""):
+            return action.help
+        return f"{action.help} (default: %(default)s)"
 
 
 class CommandParser(argparse.ArgumentParser):
-    """A parser whose complaint is one line, and whose help ends with an example."""
+    """Argument parser that raises `UsageError` and prints the default of every option and an example in its help."""
 
-    def __init__(self, verb: str, what: str, example: str) -> None:
+    def __init__(self, command: str, description: str, *examples: str) -> None:
         super().__init__(
-            prog=f"headwise {verb}",
-            description=textwrap.fill(what, TERMINAL_WIDTH - 2),
-            epilog=f"example:\n  {example}",
-            formatter_class=argparse.RawDescriptionHelpFormatter,
+            prog=f"headwise {command}",
+            description=textwrap.fill(description, TERMINAL_WIDTH - 2),
+            epilog="\n  ".join(["example:" if len(examples) == 1 else "examples:", *examples]),
+            formatter_class=_HelpFormatter,
             allow_abbrev=False,
         )
 
     def error(self, message: str) -> NoReturn:
-        """Hand the complaint on, to be said like every other."""
+        """Raise `UsageError`, so that all errors are printed in the same form."""
         raise UsageError(f"{message}; see {self.prog} --help")
 
 
 def prepare_output() -> None:
-    """Let a terminal without our signs show others, instead of failing in the middle of a page."""
+    """Make stdout and stderr replace characters that they cannot encode, instead of raising."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
 
 
 def print_page(text: str) -> None:
-    """Print a page, in signs that this output can carry."""
+    """Print a page; without UTF-8, box-drawing characters become ASCII."""
     try:
         text.encode(sys.stdout.encoding or "ascii")
     except UnicodeEncodeError:
@@ -82,64 +92,64 @@ def print_page(text: str) -> None:
 
 
 def supports_style() -> bool:
-    """Whether bold and colours can be seen and are wanted."""
+    """Whether stdout is a terminal that shows bold and colours, and NO_COLOR is not set."""
     return sys.stdout.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
 
 
 def print_title(text: str) -> None:
-    """Print a heading, in bold where that can be seen and is wanted, with an empty line after it."""
+    """Print a heading and an empty line, in bold if the terminal supports it."""
     print_page(f"\x1b[1m{text}\x1b[0m\n" if supports_style() else text + "\n")
 
 
 def add_spec_arguments(parser: argparse.ArgumentParser) -> None:
-    """Let a verb be told of a spec."""
-    parser.add_argument(
-        "spec", nargs="?", metavar="SPEC", help="a .toml or .json file, the name of a preset, or - for stdin"
-    )
+    """Add the options that name a spec and change it."""
+    parser.add_argument("spec", nargs="?", metavar="SPEC", help="a .toml or .json file, a preset, or - for stdin")
     parser.add_argument("--preset", metavar="NAME", help="one of " + ", ".join(PRESETS))
-    parser.add_argument("--model", type=int, metavar="WIDTH", help="the width of a preset's model")
-    parser.add_argument("--heads", type=int, metavar="COUNT", help="how many heads a preset has")
+    parser.add_argument("--model", type=int, metavar="WIDTH", help="model width of the preset")
+    parser.add_argument("--heads", type=int, metavar="COUNT", help="number of query heads of the preset")
     add_set_argument(parser)
 
 
 def add_set_argument(parser: argparse.ArgumentParser) -> None:
-    """Let a verb be told to change what it was told of."""
+    """Add `--set KEY=VALUE`."""
     parser.add_argument(
         "--set",
         dest="changes",
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="change one thing, as in heads.kv=4, pattern='window(256)', modifiers.0.base=500000",
+        help="change a field, as in heads.kv=4, pattern='window(256)', modifiers.0.base=500000; repeatable",
     )
 
 
 def add_json_argument(parser: argparse._ActionsContainer) -> None:
-    """Let a verb be asked for JSON."""
-    parser.add_argument("--json", action="store_true", help="one JSON document, and nothing else, on stdout")
+    """Add `--json`."""
+    parser.add_argument("--json", action="store_true", help="print one JSON document instead of text")
 
 
-def parse_spec(given: argparse.Namespace) -> AttentionSpec:
-    """The spec that the command line names, changed as it says."""
-    if (given.spec is None) == (given.preset is None):
-        raise UsageError("name one spec: a .toml or .json file, or --preset NAME with one of " + ", ".join(PRESETS))
-    sizes = {name: size for name in ("model", "heads") if (size := getattr(given, name)) is not None}
-    spec = _preset_spec(given.preset, sizes) if given.preset is not None else load_named_spec(given.spec, sizes)
-    return apply_changes(spec, given.changes)
+def parse_spec(args: argparse.Namespace) -> AttentionSpec:
+    """Return the spec named by SPEC or --preset, after every --set."""
+    if (args.spec is None) == (args.preset is None):
+        raise UsageError(
+            "give exactly one spec: a .toml or .json file, or --preset NAME with one of " + ", ".join(PRESETS)
+        )
+    sizes = {name: size for name in ("model", "heads") if (size := getattr(args, name)) is not None}
+    spec = _preset_spec(args.preset, sizes) if args.preset is not None else load_named_spec(args.spec, sizes)
+    return apply_changes(spec, args.changes)
 
 
 def apply_changes(spec: AttentionSpec, changes: Sequence[str]) -> AttentionSpec:
-    """The spec after every change, as KEY=VALUE."""
+    """Return the spec after `changes`, each as KEY=VALUE."""
     from ..spec import serialization
 
     return serialization.from_dict(apply_changes_to_dict(serialization.to_dict(spec), changes)) if changes else spec
 
 
-def apply_changes_to_dict(said: dict[str, Any], changes: Sequence[str]) -> dict[str, Any]:
-    """A description as plain values after every change, as KEY=VALUE."""
+def apply_changes_to_dict(table: dict[str, Any], changes: Sequence[str]) -> dict[str, Any]:
+    """Apply `changes`, each as KEY=VALUE, to a spec as plain values; changes and returns `table`."""
     for change in changes:
-        _apply_change(said, change)
-    return said
+        _apply_change(table, change)
+    return table
 
 
 def _preset_spec(name: str, sizes: Mapping[str, int]) -> AttentionSpec:
@@ -149,44 +159,46 @@ def _preset_spec(name: str, sizes: Mapping[str, int]) -> AttentionSpec:
 
 
 def load_named_spec(name: str, sizes: Mapping[str, int]) -> AttentionSpec:
-    """A preset of this name, in these sizes if any are said, or what a file describes."""
+    """Return the preset of this name, in these sizes if there are any, or the spec in the file of this name."""
     if name in PRESETS:
         return _preset_spec(name, sizes)
     if sizes:
         size, value = next(iter(sizes.items()))
         key = {"heads": "heads.q"}.get(size, size)
         raise UsageError(
-            f"--{size} is for presets, and {name} says its own; change it with --set, as in --set {key}={value}"
+            f"--{size} is for presets, and {name} has its own {size}; change it with --set, as in --set {key}={value}"
         )
     path = Path(name)
     if name != "-" and not path.exists():
-        looks = bool(path.suffix) or len(path.parts) > 1
-        fact = f"there is no file {name!r}" if looks else f"there is no preset or file {name!r}"
-        raise UsageError(f"{fact}; {'give a .toml or .json file, or a preset' if looks else suggest(name, PRESETS)}")
+        is_path = bool(path.suffix) or len(path.parts) > 1
+        fact = f"there is no file {name!r}" if is_path else f"there is no preset or file {name!r}"
+        raise UsageError(f"{fact}; {'give a .toml or .json file, or a preset' if is_path else suggest(name, PRESETS)}")
     return parse_spec_text(name, read_text(name))
 
 
-def parse_spec_text(name: str, words: str) -> AttentionSpec:
-    """The spec that a text describes; `name` says whose it is."""
+def parse_spec_text(name: str, text: str) -> AttentionSpec:
+    """Parse a spec from TOML or JSON; `name` is the file it came from, for messages."""
     from ..presets import from_json, from_toml
 
     try:
-        json = name.endswith(".json") or words.lstrip().startswith("{")
-        return (from_json if json else from_toml)(words)
+        json = name.endswith(".json") or text.lstrip().startswith("{")
+        return (from_json if json else from_toml)(text)
     except RecursionError:
         raise UsageError(f"{name!r} is nested too deeply to be a spec; print one with headwise spec --toml") from None
 
 
 def read_text(name: str) -> str:
-    """What a file says, or stdin."""
+    """Return the text of a file, or of stdin for "-"."""
     try:
         raw = sys.stdin.buffer.read(MAX_FILE_BYTES + 1) if name == "-" else _read_bytes(Path(name))
-        words = raw.decode()
+        text = raw.decode()
     except UnicodeDecodeError:
-        raise UsageError(f"{name!r} is no text; give a .toml or .json file") from None
-    if len(raw) > MAX_FILE_BYTES or "\0" in words:
-        raise UsageError(f"{name!r} is too long or no text; give a .toml or .json file that describes one spec")
-    return words
+        raise UsageError(f"{name!r} is not a text file; give a .toml or .json file") from None
+    if len(raw) > MAX_FILE_BYTES or "\0" in text:
+        raise UsageError(
+            f"{name!r} is longer than 1 MiB or not text; give a .toml or .json file that describes one spec"
+        )
+    return text
 
 
 def _read_bytes(path: Path) -> bytes:
@@ -199,103 +211,101 @@ def _read_bytes(path: Path) -> bytes:
         raise UsageError(f"{str(path)!r} cannot be read: {error.strerror}; give a .toml or .json file") from None
 
 
-def _apply_change(said: dict[str, Any], change: str) -> None:
-    """Put one KEY=VALUE into a spec written as plain values."""
-    path, equals, words = change.partition("=")
+def _apply_change(table: dict[str, Any], change: str) -> None:
+    """Set KEY=VALUE in a spec as plain values."""
+    path, equals, text = change.partition("=")
     keys = path.strip().split(".")
     if not equals or not all(keys):
-        raise UsageError(f"--set {change!r} says nothing; write KEY=VALUE, as in --set heads.kv=4")
-    inside: Any = said
+        raise UsageError(f"--set {change!r} is not KEY=VALUE; write it as in --set heads.kv=4")
+    parent: Any = table
     for n, key in enumerate(keys[:-1]):
-        inside = _enter_key(inside, key, ".".join(keys[: n + 1]))
-    if isinstance(inside, list):
-        _enter_key(inside, keys[-1], path)
-        inside[int(keys[-1])] = parse_value(words)
-    elif isinstance(inside, dict):
-        inside[keys[-1]] = parse_value(words)
+        parent = _enter_key(parent, key, ".".join(keys[: n + 1]))
+    if isinstance(parent, list):
+        _enter_key(parent, keys[-1], path)
+        parent[int(keys[-1])] = parse_value(text)
+    elif isinstance(parent, dict):
+        parent[keys[-1]] = parse_value(text)
     else:
         raise UsageError(
-            f"--set {change!r}: {'.'.join(keys[:-1])} is {inside!r} and has no {keys[-1]!r}; set it as a whole"
+            f"--set {change!r}: {'.'.join(keys[:-1])} is {parent!r} without a field {keys[-1]!r}; set the parent"
         )
 
 
-def _enter_key(holder: Any, key: str, path: str) -> Any:
-    if isinstance(holder, dict) and key in holder:
-        return holder[key]
-    if isinstance(holder, list) and key.isdecimal() and int(key) < len(holder):
-        return holder[int(key)]
+def _enter_key(parent: Any, key: str, path: str) -> Any:
+    if isinstance(parent, dict) and key in parent:
+        return parent[key]
+    if isinstance(parent, list) and key.isdecimal() and int(key) < len(parent):
+        return parent[int(key)]
     known = (
-        list(holder)
-        if isinstance(holder, dict)
-        else [str(n) for n in range(len(holder))]
-        if isinstance(holder, list)
+        list(parent)
+        if isinstance(parent, dict)
+        else [str(n) for n in range(len(parent))]
+        if isinstance(parent, list)
         else []
     )
-    raise UsageError(
-        f"--set: the spec has no {path!r}; {suggest(key, known) if known else 'set what holds it as a whole'}"
-    )
+    raise UsageError(f"--set: the spec has no {path!r}; {suggest(key, known) if known else 'set its parent instead'}")
 
 
-def parse_value(words: str) -> Any:
-    """A number, a list or a table as TOML writes it; anything else is text."""
+def parse_value(text: str) -> Any:
+    """Parse a TOML value (number, list, table, string); anything else is returned as a string."""
     try:
-        return tomllib.loads(f"value = {words}")["value"]
+        return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
-        return words.strip()
+        return text.strip()
 
 
 def to_json(data: Any) -> str:
-    """One JSON document; signs beyond ASCII are escaped, so that any output can carry it."""
+    """Serialise to JSON in ASCII, so that any output encoding can carry it."""
     return json.dumps(data, indent=2)
 
 
-# --- What a name on the command line stands for --------------------------------------------------------
+# --- Specs and models named on the command line --------------------------------------------------------
 
-MAX_CONFIG_BYTES = 2**24  # bytes of a config.json: some name the 21,000 classes of a classifier, twice
+MAX_CONFIG_BYTES = 2**24  # largest config.json that is read: some list 21,000 class names, twice
 
 
 def resolve_target(name: str, sizes: Mapping[str, int], changes: Sequence[str]) -> AttentionSpec | ModelSpec:
-    """The preset of this name, or what a file or a model's folder describes, after every change.
+    """Return the preset, or the spec or model that a file or folder describes, after `changes`.
 
-    `sizes` are for presets. Of a model it is the description that is changed, as `headwise.model_spec` writes it.
+    `sizes` apply to presets only. For a model, `changes` apply to its ModelSpec as plain values.
     """
     from ..spec.attention_spec import AttentionSpec
 
-    found = _load_target(name, sizes)
-    if isinstance(found, AttentionSpec):
-        return apply_changes(found, changes)
+    target = _load_target(name, sizes)
+    if isinstance(target, AttentionSpec):
+        return apply_changes(target, changes)
     if not changes:
-        return found
+        return target
     from .. import model_spec
 
-    return model_spec.from_dict(apply_changes_to_dict(model_spec.to_dict(found), changes))
+    return model_spec.from_dict(apply_changes_to_dict(model_spec.to_dict(target), changes))
 
 
 def short_name(name: str) -> str:
-    """A short name for what stands there: a config.json is known by its folder."""
+    """Return a short label of a target: the stem of its path, and for a config.json the name of its folder."""
     path = Path(name)
     if name in PRESETS or name == "-":
         return name
     return (path.resolve().parent.name if path.name == "config.json" else path.resolve().stem) or name
 
 
-def list_spec_keys(found: AttentionSpec | ModelSpec) -> Iterator[str]:
-    """Every key of a spec that can be set, "project.overlap"."""
+def list_spec_keys(target: AttentionSpec | ModelSpec) -> Iterator[str]:
+    """Yield every key of a spec that --set accepts, such as "project.overlap"."""
     from ..spec.attention_spec import SLOTS, AttentionSpec
 
-    if isinstance(found, AttentionSpec):
-        holders = {"heads": found.heads} | {slot: getattr(found, slot) for slot in SLOTS if slot != "pattern"}
-        holders |= {f"modifiers.{n}": modifier for n, modifier in enumerate(found.modifiers)}
-        yield from (f"{name}.{field.name}" for name, holder in holders.items() for field in fields(holder))
+    if isinstance(target, AttentionSpec):
+        parts = {"heads": target.heads} | {slot: getattr(target, slot) for slot in SLOTS if slot != "pattern"}
+        parts |= {f"modifiers.{n}": modifier for n, modifier in enumerate(target.modifiers)}
+        yield from (f"{name}.{field.name}" for name, part in parts.items() for field in fields(part))
 
 
 def _load_target(name: str, sizes: Mapping[str, int]) -> AttentionSpec | ModelSpec:
     if name in PRESETS or (name != "-" and not Path(name).exists()):
         return load_named_spec(name, sizes)
-    words = "" if Path(name).is_dir() else read_text(name) if name == "-" else _read_file_start(Path(name))
-    model = _load_model(name, words)
+    text = "" if Path(name).is_dir() else read_text(name) if name == "-" else _read_file_start(Path(name))
+    model = _load_model(name, text)
     if model is None:
-        return parse_spec_text(name, words) if name == "-" and not sizes else load_named_spec(name, sizes)
+        return parse_spec_text(name, text) if name == "-" and not sizes else load_named_spec(name, sizes)
     if sizes:
         raise UsageError(
             f"--{next(iter(sizes))} is for presets, and {name} is a model with its own sizes; leave it out"
@@ -303,22 +313,22 @@ def _load_target(name: str, sizes: Mapping[str, int]) -> AttentionSpec | ModelSp
     return model
 
 
-def _load_model(name: str, words: str) -> ModelSpec | None:
-    """The model that a folder or a text describes; None where it speaks of one layer."""
+def _load_model(name: str, text: str) -> ModelSpec | None:
+    """Return the model that a folder or a text describes, or None if it describes a single layer."""
     from .. import families, model_spec
     from ..presets import DEFAULT_CHOICES
 
-    table = _parse_table(words)
+    table = _parse_table(text)
     if "stacks" in table:
         return model_spec.from_dict(table, DEFAULT_CHOICES)
-    config = words.lstrip().startswith("{") and not _has_spec_keys(table)
-    if config or Path(name).is_dir() or Path(name).name == "config.json":
+    is_config = text.lstrip().startswith("{") and not _has_spec_keys(table)
+    if is_config or Path(name).is_dir() or Path(name).name == "config.json":
         return families.read_model_spec(table if name == "-" else name)
     return None
 
 
 def _read_file_start(path: Path) -> str:
-    """The start of a file, as far as it is text: what is wrong with the rest its reader will say."""
+    """Return the start of a file as text; `load_named_spec` reports files that are too long or not text."""
     try:
         with path.open("rb") as file:
             return file.read(MAX_CONFIG_BYTES).decode(errors="replace")
@@ -326,27 +336,27 @@ def _read_file_start(path: Path) -> str:
         raise UsageError(f"{str(path)!r} cannot be read: {error.strerror}; give a .toml or .json file") from None
 
 
-def _parse_table(words: str) -> Mapping[str, Any]:
-    """What a text says by keys; nothing where it is no such text."""
+def _parse_table(text: str) -> Mapping[str, Any]:
+    """Parse JSON or TOML into a table; empty if the text is neither."""
     try:
-        said = (json.loads if words.lstrip().startswith("{") else tomllib.loads)(words)
-    except (ValueError, RecursionError):  # its reader will say so
+        table = (json.loads if text.lstrip().startswith("{") else tomllib.loads)(text)
+    except (ValueError, RecursionError):  # the spec parser reports the error
         return {}
-    return said if isinstance(said, dict) else {}
+    return table if isinstance(table, dict) else {}
 
 
 def _has_spec_keys(table: Mapping[str, Any]) -> bool:
-    """Whether these are keys of a spec and not of a config; a text without any may be either, but for a model's."""
+    """Whether a JSON table is a spec and not a config.json; a table without keys counts as a spec."""
     return not table or "heads" in table or ("model" in table and "model_type" not in table)
 
 
-# --- A whole model on the command line -----------------------------------------------------------------
+# --- Whole models: `headwise spec MODEL` ---------------------------------------------------------------
 
-MODEL_KEYS = {".json": ("model_type", "architectures"), ".toml": ("stacks", "format")}  # keys that no spec has
+MODEL_KEYS = {".json": ("model_type", "architectures"), ".toml": ("stacks", "format")}  # keys that only models have
 
 
 def load_model_description(name: str | None) -> ModelSpec | None:
-    """The model that this folder, config.json or TOML file describes; None of anything else."""
+    """Return the model that a folder, config.json or TOML file describes; None for anything else."""
     path = Path(name or "-")
     if not path.is_dir() and not set(_read_keys(path)) & set(MODEL_KEYS.get(path.suffix, ())):
         return None
@@ -356,26 +366,26 @@ def load_model_description(name: str | None) -> ModelSpec | None:
 
 
 def _read_keys(path: Path) -> dict[str, Any]:
-    """The keys of a file, none of one that is something else: who reads specs will say what is wrong with it."""
+    """Return the table in a JSON or TOML file; empty if it cannot be read (the spec parser reports why)."""
     if path.suffix not in MODEL_KEYS or not path.is_file() or path.stat().st_size > MAX_FILE_BYTES:
         return {}
     try:
         text = path.read_text(encoding="utf-8")
-        said = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+        table = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
     except (OSError, ValueError, RecursionError):
         return {}
-    return said if isinstance(said, dict) else {}
+    return table if isinstance(table, dict) else {}
 
 
-def print_model_page(model: ModelSpec, given: argparse.Namespace) -> str:
-    """What was asked of a model: its text, its table as a document, or its table."""
+def print_model_page(model: ModelSpec, args: argparse.Namespace) -> str:
+    """Format a model as the options ask: as TOML, as JSON, or as a table of its tensors."""
     from ..model_spec import ModelTable, to_dict, to_toml
 
-    for option, value in (("--set", given.changes), ("--model", given.model), ("--heads", given.heads)):
+    for option, value in (("--set", args.changes), ("--model", args.model), ("--heads", args.heads)):
         if value:
-            raise UsageError(f"{option} is for one spec, and {given.spec} describes a whole model; change the file")
-    if given.toml:
+            raise UsageError(f"{option} is for one spec, and {args.spec} describes a whole model; change the file")
+    if args.toml:
         return to_toml(model).rstrip()
     return (
-        to_json({"model": to_dict(model), "table": ModelTable(model).to_dict}) if given.json else str(ModelTable(model))
+        to_json({"model": to_dict(model), "table": ModelTable(model).to_dict}) if args.json else str(ModelTable(model))
     )

@@ -1,4 +1,4 @@
-"""`headwise bench`: our paths beside those of others, and the machine's limits, in one run."""
+"""`headwise bench`: time headwise, other libraries and the machine's limits in one run."""
 
 from __future__ import annotations
 
@@ -17,68 +17,75 @@ INTERRUPTED = 130
 
 
 def main(argv: list[str]) -> int:
-    """Time what is named, or everything."""
-    given = _parser().parse_args(argv)
-    if given.list:
-        found = _print_cases(given)
-        wide = max(map(len, found)) + 2
-        print_page(to_json(found) if given.json else "\n".join(f"{kind:<{wide}}{told}" for kind, told in found.items()))
+    """Run the named benchmarks, or all, and print a report."""
+    args = _parser().parse_args(argv)
+    if args.list:
+        cases = _print_cases(args)
+        width = max(map(len, cases)) + 2
+        print_page(
+            to_json(cases) if args.json else "\n".join(f"{kind:<{width}}{summary}" for kind, summary in cases.items())
+        )
         return 0
-    measured = _run_suite(given)
-    print_page(to_json(measured.data) if given.json else str(measured))
-    if measured.machine["interrupted"]:
+    report = _run_suite(args)
+    print_page(to_json(report.data) if args.json else str(report))
+    if report.machine["interrupted"]:
         return INTERRUPTED
-    return 0 if measured.is_valid else 1
+    return 0 if report.is_valid else 1
 
 
-def _print_cases(given: argparse.Namespace) -> Mapping[str, str]:
-    """What can be named, with a few words on each."""
-    if given.names:
-        raise UsageError(f"--list says all there is; leave out {given.names[0]!r}")
+def _print_cases(args: argparse.Namespace) -> Mapping[str, str]:
+    """Return the names that the command accepts, each with a short description."""
+    if args.names:
+        raise UsageError(f"--list takes no names; leave out {args.names[0]!r}")
     from ..bench import runner
 
-    return runner.list_layers() if given.scaling else runner.list_cases()
+    return runner.list_layers() if args.scaling else runner.list_cases()
 
 
-def _run_suite(given: argparse.Namespace) -> BenchmarkReport | ScalingReport:
-    """Every row that is named, or what every backend costs as calls grow."""
-    if not given.scaling:
+def _run_suite(args: argparse.Namespace) -> BenchmarkReport | ScalingReport:
+    """Run the benchmark cases, or with --scaling time every backend at growing sizes."""
+    if not args.scaling:
         from ..bench.runner import run_benchmarks
 
         return run_benchmarks(
-            *given.names, quick=given.quick, threads=given.threads, output_folder=given.out, progress=_report_progress
+            *args.names, quick=args.quick, threads=args.threads, output_folder=args.out, progress=_report_progress
         )
     from ..bench.runner import run_scaling
 
-    if given.quick:
-        raise UsageError("--scaling is as quick as it can be; leave out --quick")
-    return run_scaling(*given.names, threads=given.threads, output_folder=given.out, progress=_report_progress)
+    if args.quick:
+        raise UsageError("--scaling has no quick mode; leave out --quick")
+    return run_scaling(*args.names, threads=args.threads, output_folder=args.out, progress=_report_progress)
 
 
 def _parser() -> CommandParser:
     parser = CommandParser(
         "bench",
-        "Our paths beside those of others, in turns within one process, and beside what this machine allows: all kinds "
-        "of work, or those that are named. Every row says what it is held to, and whether that is met; who is not "
-        "installed is named. Ends with 1 where somebody gives another result than ours.",
+        "Time headwise against other libraries, in alternation within one process, and against this machine's memory "
+        "bandwidth and matrix-multiplication rate. Each row has its targets and whether they are met; libraries that "
+        "are not installed are listed. Exit code 1 if a library gives a different result than headwise.",
+        "headwise bench --list",
         "headwise bench decode:fp32 entmax --quick --out runs/bench",
     )
     parser.add_argument(
         "names",
         nargs="*",
         metavar="KIND[:PIECE]",
-        help="a kind of work; of KIND:PIECE the rows with that piece in their names",
+        help="benchmarks to run; KIND:PIECE selects the rows with PIECE in their names (default: all)",
     )
-    parser.add_argument("--list", action="store_true", help="say which kinds there are, and measure nothing")
-    parser.add_argument("--quick", action="store_true", help="fewer samples and rows: minutes for all kinds")
-    parser.add_argument("--scaling", action="store_true", help="time what backends cost as calls grow, and no rows")
-    parser.add_argument("--threads", type=int, metavar="COUNT", help="of torch and of numba (as many as processors)")
-    parser.add_argument("--out", metavar="DIR", help="a folder for bench.json and bench.svg, or scaling.json")
+    parser.add_argument("--list", action="store_true", help="list the kinds of benchmarks and exit")
+    parser.add_argument("--quick", action="store_true", help="take fewer samples and skip rows: minutes for all kinds")
+    parser.add_argument(
+        "--scaling", action="store_true", help="time every backend at growing sizes instead of the benchmarks"
+    )
+    parser.add_argument(
+        "--threads", type=int, metavar="COUNT", help="threads for torch and numba (default: all processors)"
+    )
+    parser.add_argument("--out", metavar="DIR", help="write bench.json and bench.svg, or scaling.json, to this folder")
     add_json_argument(parser)
     return parser
 
 
-def _report_progress(said: str) -> None:
-    """Progress, where somebody looks on."""
+def _report_progress(message: str) -> None:
+    """Overwrite one progress line on stderr, if it is a terminal."""
     if sys.stderr.isatty():
-        print(f"\r\x1b[K{said[:78]}", end="", file=sys.stderr, flush=True)
+        print(f"\r\x1b[K{message[:78]}", end="", file=sys.stderr, flush=True)

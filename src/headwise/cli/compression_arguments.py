@@ -1,4 +1,4 @@
-"""What `prune` and `share` have in common: where a model comes from, where it goes, and the proof of what is left."""
+"""Shared by `prune` and `convert`: read a model and texts, retrain, write the new model, and verify it."""
 
 from __future__ import annotations
 
@@ -29,38 +29,54 @@ if TYPE_CHECKING:
     from ..surgery.verification.proof import ProofOptions
 
 
-# Of uptraining: what gave the demo's translator its answers back in the fewest steps, from its teacher alone.
+# Defaults of --uptrain: they restored the quality of the demo's translator in the fewest steps of pure distillation.
 LEARNING_RATE, BATCH_SIZE = 1e-3, 64
 
 
 def add_compression_arguments(parser: CommandParser) -> None:
-    """Let a verb be told of a model, of texts, where to leave what it makes, and how speed is measured."""
+    """Add the options for the model, texts, output folder, retraining, and measurements of speed."""
     add_model_arguments(parser)
-    learn = parser.add_argument_group("learning again, from the model as it was")
-    learn.add_argument("--uptrain", type=int, metavar="STEPS", help="steps of distillation, on texts that do not prove")
-    learn.add_argument("--learn", metavar="FILE", help="texts to learn from, in the place of those heads are chosen by")
-    learn.add_argument("--lessons", type=int, default=2000, metavar="COUNT", help="examples of a task to learn (2000)")
-    learn.add_argument("--rate", type=float, metavar="NUMBER", help=f"the highest rate of learning ({LEARNING_RATE})")
-    parser.add_argument("--length", type=int, metavar="COUNT", help="tokens that speed and cost are told for")
-    parser.add_argument("--seconds", type=float, default=10.0, metavar="NUMBER", help="for measuring speed (10)")
+    learn = parser.add_argument_group("retraining by distillation from the original model")
+    learn.add_argument(
+        "--uptrain", type=int, metavar="STEPS", help="distil for this many steps, on texts that the proof does not use"
+    )
+    learn.add_argument("--learn", metavar="FILE", help="texts for --uptrain (default: those that heads are chosen by)")
+    learn.add_argument("--lessons", type=int, default=2000, metavar="COUNT", help="task examples for --uptrain")
+    learn.add_argument("--rate", type=float, metavar="NUMBER", help=f"peak learning rate (default: {LEARNING_RATE})")
+    parser.add_argument("--length", type=int, metavar="COUNT", help="tokens per text in the tables of speed and cost")
+    parser.add_argument("--seconds", type=float, default=10.0, metavar="NUMBER", help="time limit for measuring speed")
 
 
 def add_model_arguments(parser: CommandParser) -> None:
-    """Let a verb be told of a model, of texts, and where to leave what it makes."""
-    parser.add_argument("model", metavar="MODEL", help="a folder of headwise or of transformers, or llama2.c's file")
-    parser.add_argument("--out", required=True, metavar="DIR", help="a new folder for what is made")
-    add_text_arguments(parser, "examples of a task, which then says what is right; its fields by --set")
+    """Add the options for the model, texts, and the output folder."""
+    parser.add_argument("model", metavar="MODEL", help="a headwise or transformers folder, or a llama2.c file")
     parser.add_argument(
-        "--set", dest="changes", action="append", default=[], metavar="KEY=VALUE", help="a field of the task"
+        "--out",
+        required=True,
+        metavar="DIR",
+        help="write the new model to this folder, which must not exist or be empty",
     )
-    parser.add_argument("--objective", metavar="NAME", help="what quality is: next-token, translation, label, drift")
-    parser.add_argument("--seed", type=int, default=0, metavar="INT", help="of whatever is drawn (0)")
+    add_text_arguments(parser, "use examples of this task, and score the models on it; set its fields with --set")
+    parser.add_argument(
+        "--set",
+        dest="changes",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="set a field of the task; repeatable",
+    )
+    parser.add_argument(
+        "--objective",
+        metavar="NAME",
+        help="measure of quality: next-token, translation, label or drift (default: chosen by the model)",
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="INT", help="random seed")
     add_json_argument(parser)
 
 
 @dataclass
 class CompressionRun:
-    """A model, texts to choose by and others to prove with, and what is to be known of them."""
+    """The original model, the texts that heads are chosen by, the texts of the proof, and notes for its report."""
 
     args: argparse.Namespace
     net: Transformer
@@ -70,33 +86,33 @@ class CompressionRun:
     notes: list[str] = field(default_factory=list)
 
     @staticmethod
-    def from_args(given: argparse.Namespace) -> CompressionRun:
-        """Everything that can be refused is, before anything is done."""
-        check_text_arguments(given)
+    def from_args(args: argparse.Namespace) -> CompressionRun:
+        """Check all arguments, then read the model and the texts; nothing is written."""
+        check_text_arguments(args)
         from ..hub.model_import import load
         from ..surgery.hf_export.model_folder import check_folder_empty
 
-        check_folder_empty(given.out)
-        net = load(Path(given.model))
-        attach_named_tokenizer(net, given)
-        task = None if given.task is None else parse_task(given, given.changes)
-        scenes, left_out = read_examples(net, given, task)
-        _check_model(net, given, scenes[0])
-        one, other, said = split_examples(scenes)
-        return CompressionRun(given, net, one, other, task, [said, *left_out])
+        check_folder_empty(args.out)
+        model = load(Path(args.model))
+        attach_named_tokenizer(model, args)
+        task = None if args.task is None else parse_task(args, args.changes)
+        examples, reading_notes = read_examples(model, args, task)
+        _check_model(model, args, examples[0])
+        selection, proof, split_note = split_examples(examples)
+        return CompressionRun(args, model, selection, proof, task, [split_note, *reading_notes])
 
     @property
     def source(self) -> Path:
-        """Where the model was read."""
+        """Path of the original model."""
         return Path(self.args.model)
 
-    def report_progress(self, said: str) -> None:
-        """Progress, where somebody looks on."""
+    def report_progress(self, message: str) -> None:
+        """Overwrite one progress line on stderr, if it is a terminal."""
         if sys.stderr.isatty():
-            print(f"\r\x1b[K{said[:78]}", end="", file=sys.stderr, flush=True)
+            print(f"\r\x1b[K{message[:78]}", end="", file=sys.stderr, flush=True)
 
     def distillation_texts(self) -> list[Example]:
-        """Texts to learn from: none of those that prove."""
+        """Return the texts for retraining; the proof uses none of them."""
         from ..head_analysis.annotated_examples import examples_from_lines, examples_from_task, read_lines
 
         if self.task is not None:
@@ -105,14 +121,14 @@ class CompressionRun:
             return examples_from_lines(self.net, read_lines(self.args.learn)).examples_with_frequencies()
         return self.selection_examples
 
-    def retrain(self, after: Transformer) -> tuple[Transformer, dict[str, Any]]:
-        """The model after it has learnt again, if that is asked for, and what there is to tell of it."""
+    def retrain(self, model: Transformer) -> tuple[Transformer, dict[str, Any]]:
+        """Retrain the model if --uptrain is given; return it with entries for the record of the folder."""
         from ..surgery.distillation import UptrainingOptions, uptrain
 
         if self.args.uptrain is None:
-            return after, {}
+            return model, {}
         texts = self.distillation_texts()
-        how = UptrainingOptions(
+        options = UptrainingOptions(
             steps=self.args.uptrain,
             seed=self.args.seed,
             objective=self.args.objective,
@@ -120,76 +136,80 @@ class CompressionRun:
             rate=LEARNING_RATE if self.args.rate is None else self.args.rate,
             batch=max(1, min(BATCH_SIZE, len(texts) // 4)),
         )
-        done = uptrain(
-            after,
+        result = uptrain(
+            model,
             self.net,
             texts,
-            how,
-            lambda at: self.report_progress(f"uptraining: step {at.step} of {self.args.uptrain}"),
+            options,
+            lambda point: self.report_progress(f"uptraining: step {point.step} of {self.args.uptrain}"),
         )
-        curve = [at._asdict() for at in done.curve]
-        first, kept = (next((at.held_out for at in done.curve if at.step == step), None) for step in (0, done.step))
+        curve = [point._asdict() for point in result.curve]
+        first, best = (
+            next((point.held_out for point in result.curve if point.step == step), None) for step in (0, result.step)
+        )
         self.notes.append(
-            f"uptrained on {len(texts)} texts: {done.step} of {how.steps} steps are kept, loss of texts held back "
-            f"{_format_number(first)} -> {_format_number(kept)}"
+            f"uptrained on {len(texts)} texts: step {result.step} of {options.steps} is kept, held-out loss "
+            f"{_format_number(first)} -> {_format_number(best)}"
         )
-        self.notes += [*done.notes, *([done.stop_reason] if done.stop_reason else [])]
-        return done.net, {"uptraining": {"said": repr(how), "step": done.step, "curve": curve}}
+        self.notes += [*result.notes, *([result.stop_reason] if result.stop_reason else [])]
+        return result.net, {"uptraining": {"said": repr(options), "step": result.step, "curve": curve}}
 
-    def write_and_verify(self, after: Transformer, what: str, record: Mapping[str, Any], **asked: Any) -> int:
-        """Write the model, prove what is left of it, and say both."""
+    def write_and_verify(self, model: Transformer, summary: str, record: Mapping[str, Any], **verification: Any) -> int:
+        """Write the model and its proof to the folder, print a summary, and return the exit code."""
         from ..hub.model_import import load
         from ..surgery.hf_export.model_folder import write_model_folder
         from ..surgery.verification.proof import prove, write_proof
         from ..surgery.verification.proof_report import render_summary
 
         out = Path(self.args.out)
-        self.report_progress("writing")
-        written = write_model_folder(after, self.source, out, record)
-        again: dict[str, Callable[[], Any]] = {"headwise.load of what was written": lambda: load(out)}
-        how = self._verification_options(what, [*record.get("notes", ())], exports=again, **asked)
-        proof = prove(self.net, after, self.proof_examples, how, self.report_progress)
+        self.report_progress("writing the model")
+        written = write_model_folder(model, self.source, out, record)
+        exports: dict[str, Callable[[], Any]] = {"headwise.load of the written folder": lambda: load(out)}
+        options = self._verification_options(summary, [*record.get("notes", ())], exports=exports, **verification)
+        proof = prove(self.net, model, self.proof_examples, options, self.report_progress)
         self.report_progress("")
         write_proof(proof, out)
         if self.args.json:
             print_page(to_json(proof.data | {"folder": {"kind": written.kind, "sentence": written.summary}}))
         else:
-            where = textwrap.fill(written.summary, TERMINAL_WIDTH, initial_indent="  ", subsequent_indent="  ")
-            print_page(f"{render_summary(proof)}\n\n{out}\n{where}\n  PROOF.md in it says all of this and more.")
+            folder_note = textwrap.fill(written.summary, TERMINAL_WIDTH, initial_indent="  ", subsequent_indent="  ")
+            print_page(
+                f"{render_summary(proof)}\n\n{out}\n{folder_note}\n  PROOF.md in this folder has the full report."
+            )
         return 0 if proof.holds else 1
 
-    def _verification_options(self, what: str, notes: Sequence[str], **asked: Any) -> ProofOptions:
+    def _verification_options(self, summary: str, notes: Sequence[str], **verification: Any) -> ProofOptions:
         from ..surgery.verification.proof import ProofOptions
 
-        given, command = self.args, shlex.join(["headwise", *sys.argv[1:]])
+        args, command = self.args, shlex.join(["headwise", *sys.argv[1:]])
         return ProofOptions(
-            what,
-            objective=given.objective,
-            timing=_timing_pace(given),
-            length=given.length,
+            summary,
+            objective=args.objective,
+            timing=_timing_pace(args),
+            length=args.length,
             task=self.task,
             notes=(*self.notes, *notes),
             command=command,
-            **asked,
+            **verification,
         )
 
 
-def _timing_pace(given: argparse.Namespace) -> TimingOptions:
+def _timing_pace(args: argparse.Namespace) -> TimingOptions:
     from ..surgery.verification.efficiency import TimingOptions
 
-    return TimingOptions(length=given.length, seconds=given.seconds)
+    return TimingOptions(length=args.length, seconds=args.seconds)
 
 
-def _check_model(net: Transformer, given: argparse.Namespace, scene: Example) -> None:
-    """Refuse what would be refused only in the proof, when the model is written already."""
+def _check_model(net: Transformer, args: argparse.Namespace, example: Example) -> None:
+    """Raise now the errors that `prove` would raise only after the model has been written."""
     from ..head_analysis.objectives import choose_objective
     from ..surgery.verification.efficiency import fit_lengths
 
-    choose_objective(net, given.objective, scene)
-    if "seconds" in given:
-        fit_lengths(net, _timing_pace(given))
-        if given.lessons < 2:
-            raise UsageError(f"--lessons {given.lessons} teaches nothing; give at least 2")
+    choose_objective(net, args.objective, example)
+    if "seconds" in args:
+        fit_lengths(net, _timing_pace(args))
+        if args.lessons < 2:
+            raise UsageError(f"--lessons {args.lessons} is too few; give at least 2")
 
 
 def _format_number(value: float | None) -> str:

@@ -1,4 +1,4 @@
-"""`headwise convert`: keys and values shared, split or merged in a new folder, and the proof of what is left."""
+"""`headwise convert`: change the number or form of key-value heads, write the new model, and verify it."""
 
 from __future__ import annotations
 
@@ -16,69 +16,83 @@ CONVERSION_FORMS = ("mha", "latent", "collaborative=WIDTH", "routed=ALWAYS,ACTIV
 
 
 def main(argv: list[str]) -> int:
-    """Change who reads whom, write what it makes, and prove it."""
-    given = _parser().parse_args(argv)
-    way = _parse_conversion(given)
-    work = CompressionRun.from_args(given)
+    """Convert the attention layers, retrain if asked, write the model and its proof."""
+    args = _parser().parse_args(argv)
+    conversion = _parse_conversion(args)
+    run = CompressionRun.from_args(args)
     from ..surgery.conversion import convert
     from ..surgery.head_selection import HeadRanking
     from ..surgery.pruning_plan import fingerprint_model
 
-    by = HeadRanking(given.by, given.objective, seed=given.seed)
-    done = convert(work.net, way, work.selection_examples, kind=given.where, ranking=by, log=work.report_progress)
-    after, learnt = work.retrain(done.after)
-    same: dict[str, Any] = {}
-    if done.equivalent is not None:
-        same["aligned, before heads are pooled"] = lambda: done.equivalent
-    if way.is_exact:
-        same["the new form, which says the same"] = lambda: done.after
-    record = done.data | {"model": fingerprint_model(work.net)} | learnt
-    return work.write_and_verify(after, way.summary, record, equivalents=same)
+    ranking = HeadRanking(args.by, args.objective, seed=args.seed)
+    result = convert(
+        run.net, conversion, run.selection_examples, kind=args.where, ranking=ranking, log=run.report_progress
+    )
+    model, retraining = run.retrain(result.after)
+    equivalents: dict[str, Any] = {}
+    if result.equivalent is not None:
+        equivalents["aligned, before heads are pooled"] = lambda: result.equivalent
+    if conversion.is_exact:
+        equivalents["the new form, an exact rewrite"] = lambda: result.after
+    record = result.data | {"model": fingerprint_model(run.net)} | retraining
+    return run.write_and_verify(model, conversion.summary, record, equivalents=equivalents)
 
 
 def _parser() -> CommandParser:
     parser = CommandParser(
         "convert",
-        "Heads of keys and values are shared among query heads, or brought into another form, and the model is written "
-        "into a new folder with a proof of what was saved and what was lost.",
+        "Convert attention layers to fewer key-value heads (GQA, MQA) or to another form (MHA, latent, collaborative, "
+        "routed). Writes the model to a new folder, with a proof of what was saved and what was lost.",
         "headwise convert path/to/model --kv 2 --align --data texts.txt --out smaller",
+        "headwise convert path/to/model --to latent --data texts.txt --out latent",
     )
     add_compression_arguments(parser)
-    which = parser.add_argument_group("what is made (one of these)")
-    which.add_argument("--kv", type=int, metavar="COUNT", help="so many heads of keys and values in every layer")
-    which.add_argument(
-        "--to", metavar="FORM", help="exactly the same as mha or latent; or " + " or ".join(CONVERSION_FORMS[2:])
+    target = parser.add_argument_group("target (exactly one)")
+    target.add_argument("--kv", type=int, metavar="COUNT", help="pool to this many key-value heads in every layer")
+    target.add_argument(
+        "--to",
+        metavar="FORM",
+        help="rewrite exactly as mha or latent; or convert to " + " or ".join(CONVERSION_FORMS[2:]),
     )
-    how = parser.add_argument_group("how heads are pooled")
-    how.add_argument(
+    pooling = parser.add_argument_group("pooling")
+    pooling.add_argument(
         "--align",
         nargs="?",
         const="both",
         default="none",
         metavar="SIDE",
-        help="map heads as near to each other as the function allows: both, keys or values",
+        help="align heads before pooling, within the model's symmetries: both (the value without SIDE), keys or values",
     )
-    how.add_argument("--grouping", default="even", metavar="KIND", help="even takes neighbours, alike the nearest")
-    how.add_argument("--score", default="distance", metavar="KIND", help="nearness for --grouping: distance or cosine")
-    how.add_argument("--where", default="all", metavar="KIND", help="in all attentions, self or cross alone")
-    how.add_argument("--by", default="best", metavar="METHOD", help="what --to routed weighs heads by")
+    pooling.add_argument(
+        "--grouping",
+        default="even",
+        metavar="KIND",
+        help="which heads are pooled together: even (neighbours) or alike (most similar)",
+    )
+    pooling.add_argument(
+        "--score", default="distance", metavar="KIND", help="similarity for --grouping alike: distance or cosine"
+    )
+    pooling.add_argument(
+        "--where", default="all", metavar="KIND", help="attention layers to convert: all, self or cross"
+    )
+    pooling.add_argument("--by", default="best", metavar="METHOD", help="importance method for --to routed")
     return parser
 
 
-def _parse_conversion(given: argparse.Namespace) -> AttentionConversion:
-    """What the command line says, as the library has it."""
+def _parse_conversion(args: argparse.Namespace) -> AttentionConversion:
+    """Return the conversion that the options ask for."""
     from ..surgery import Collaborate, Merged, Pool, Route, Split
 
-    if (given.kv is None) == (given.to is None):
-        raise UsageError(f"say what is made: --kv COUNT, or --to with one of {', '.join(CONVERSION_FORMS)}")
-    if given.kv is not None:
-        return Pool(given.kv, given.align, given.grouping, given.score, given.seed)
-    if given.align != "none" or given.grouping != "even":
-        raise UsageError(f"--align and --grouping are for --kv; leave them out of --to {given.to}")
-    if given.to in ("mha", "latent"):
-        return Split() if given.to == "mha" else Merged()
-    if found := re.fullmatch(r"collaborative=(\d+)", given.to):
-        return Collaborate(int(found[1]))
-    if found := re.fullmatch(r"routed=(\d+),(\d+)", given.to):
-        return Route(int(found[1]), int(found[2]))
-    raise UsageError(f"--to {given.to} is no form; give one of {', '.join(CONVERSION_FORMS)}")
+    if (args.kv is None) == (args.to is None):
+        raise UsageError(f"give exactly one target: --kv COUNT, or --to with one of {', '.join(CONVERSION_FORMS)}")
+    if args.kv is not None:
+        return Pool(args.kv, args.align, args.grouping, args.score, args.seed)
+    if args.align != "none" or args.grouping != "even":
+        raise UsageError(f"--align and --grouping apply to --kv only; leave them out with --to {args.to}")
+    if args.to in ("mha", "latent"):
+        return Split() if args.to == "mha" else Merged()
+    if match := re.fullmatch(r"collaborative=(\d+)", args.to):
+        return Collaborate(int(match[1]))
+    if match := re.fullmatch(r"routed=(\d+),(\d+)", args.to):
+        return Route(int(match[1]), int(match[2]))
+    raise UsageError(f"--to {args.to} is not a known form; give one of {', '.join(CONVERSION_FORMS)}")

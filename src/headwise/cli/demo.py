@@ -1,4 +1,4 @@
-"""`headwise demo`: a look around, and a translator that learns, is made smaller, and is held to what it was."""
+"""`headwise demo`: a tour of one layer, then a small translator that is trained, compressed and compared."""
 
 from __future__ import annotations
 
@@ -9,31 +9,29 @@ from .arguments import CommandParser, add_json_argument, print_page, print_title
 
 
 def main(argv: list[str]) -> int:
-    """Show the demo, page by page as it is computed."""
+    """Print the demo page by page, each as soon as it is computed."""
     parser = CommandParser(
         "demo",
-        "A look around: soft look-up, one spec and all that follows from it, and a translator of dates and amounts "
-        "that is trained as you watch. Then half of its heads go, or its keys and values are shared, and it learns "
-        "again: before and after side by side, with proofs and a report, in about three minutes on two idle cores.",
+        "A tour: soft look-up, one attention layer in detail, and a translator of dates and amounts that is trained "
+        "as you watch. Then half of its heads are removed, or its keys and values are shared, and it is retrained: "
+        "before and after side by side, with proofs and a report. Takes about three minutes on two idle cores.",
         "headwise demo",
+        "headwise demo --quick",
     )
-    parser.add_argument(
-        "--out", default="runs/demo", metavar="DIR", help="where translators and the report are left (runs/demo)"
-    )
-    parser.add_argument("--steps", type=int, metavar="COUNT", help="how long it is trained")
-    parser.add_argument("--quick", action="store_true", help="train nothing: a few seconds")
+    parser.add_argument("--out", default="runs/demo", metavar="DIR", help="folder for the translators and the report")
+    parser.add_argument("--steps", type=int, metavar="COUNT", help="training steps of the translator (default: 800)")
+    parser.add_argument("--quick", action="store_true", help="skip training; takes a few seconds")
     add_json_argument(parser)
-    given = parser.parse_args(argv)
+    args = parser.parse_args(argv)
     from .. import demo
 
-    out = None if given.quick else Path(given.out)
-    recipe = None if given.quick or given.steps is None else demo.recipe_with_steps(given.steps)
+    out = None if args.quick else Path(args.out)
+    recipe = None if args.quick or args.steps is None else demo.recipe_with_steps(args.steps)
     if out is not None:
-        with FolderLock(
-            out
-        ):  # a folder that nobody can write, or that another run has, is refused before the first page
+        # Report a folder that is not writable or in use by another run before the first page.
+        with FolderLock(out):
             pass
-    if given.json:
+    if args.json:
         print_page(to_json(demo.demo_data(out, recipe)))
     else:
         demo.run_demo(print_page, print_title, out, recipe)

@@ -1,4 +1,4 @@
-"""What `headwise heads` tells besides the table, when asked: importance, redundancy, and a twin without training."""
+"""`headwise heads`: measure and classify every head of a model; optionally importance, redundancy and a baseline."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class ExtraAnalyses:
-    """What was asked besides, as far as it was; `data` by the names of the options."""
+    """Results of --importance, --redundancy and --twin; None if not requested. `lines` summarise them."""
 
     importance: ImportanceResult | None = None
     redundancy: RedundancyResult | None = None
@@ -33,17 +33,19 @@ class ExtraAnalyses:
 
     @property
     def data(self) -> dict[str, Any]:
-        """As plain values."""
-        told = {"importance": self.importance, "redundancy": self.redundancy, "twin": self.random_baseline}
-        return {name: one.data for name, one in told.items() if one is not None}
+        """Results as plain values, by option."""
+        results = {"importance": self.importance, "redundancy": self.redundancy, "twin": self.random_baseline}
+        return {name: result.data for name, result in results.items() if result is not None}
 
 
 def add_extra_arguments(parser: argparse.ArgumentParser) -> None:
-    """Let the verb be asked for it."""
-    parser.add_argument("--importance", metavar="METHOD", help="how much heads matter: leave-one-out, michel, shapley")
-    parser.add_argument("--budget", type=float, metavar="SECONDS", help="of --importance, at most")
-    parser.add_argument("--redundancy", action="store_true", help="how alike heads are, held to chance")
-    parser.add_argument("--twin", action="store_true", help="the same of a model with fresh weights, beside it")
+    """Add --importance, --redundancy and --twin."""
+    parser.add_argument(
+        "--importance", metavar="METHOD", help="estimate head importance: leave-one-out, michel or shapley"
+    )
+    parser.add_argument("--budget", type=float, metavar="SECONDS", help="time limit for --importance")
+    parser.add_argument("--redundancy", action="store_true", help="measure how similar heads are, compared with chance")
+    parser.add_argument("--twin", action="store_true", help="also measure a randomly initialised copy of the model")
 
 
 def run_extras(
@@ -53,142 +55,151 @@ def run_extras(
     args: argparse.Namespace,
     measure: Callable[[Any], HeadTable],
 ) -> tuple[HeadTable, ExtraAnalyses]:
-    """The table with what was asked in it, and the rest; `again` measures another model alike."""
-    more = ExtraAnalyses()
+    """Run the requested analyses; `measure` makes the head table of another model. Return the table and the results."""
+    extras = ExtraAnalyses()
     if args.importance is not None:
-        table = _measure_importance(model, table, examples, args, more)
-    other = None
+        table = _measure_importance(model, table, examples, args, extras)
+    baseline = None
     if args.twin:
         from ..head_analysis.random_baseline import make_random_baseline
 
-        other = make_random_baseline(model, seed=args.seed)
-        more.random_baseline = measure(other)
-        more.lines.append(
-            f"classes here: {_count_classes(table)}; of its twin with fresh weights: "
-            f"{_count_classes(more.random_baseline)}"
+        baseline = make_random_baseline(model, seed=args.seed)
+        extras.random_baseline = measure(baseline)
+        extras.lines.append(
+            f"classes here: {_count_classes(table)}; of the randomly initialised model: "
+            f"{_count_classes(extras.random_baseline)}"
         )
     if args.redundancy:
         from ..head_analysis.head_redundancy import measure_redundancy
 
-        more.redundancy = measure_redundancy(model, examples, name=table.model)
-        more.lines.append(more.redundancy.sentence)
-        if other is not None:
-            more.lines.append(more.redundancy.compare_with(measure_redundancy(other, examples, name="its twin")))
-    return table, more
+        extras.redundancy = measure_redundancy(model, examples, name=table.model)
+        extras.lines.append(extras.redundancy.sentence)
+        if baseline is not None:
+            extras.lines.append(
+                extras.redundancy.compare_with(measure_redundancy(baseline, examples, name="its random baseline"))
+            )
+    return table, extras
 
 
 def _measure_importance(
-    model: Any, table: HeadTable, scenes: Sequence[Example], given: argparse.Namespace, more: ExtraAnalyses
+    model: Any, table: HeadTable, examples: Sequence[Example], args: argparse.Namespace, extras: ExtraAnalyses
 ) -> HeadTable:
     from ..head_analysis.head_importance import estimate_importance
     from ..head_analysis.importance_methods import ImportanceOptions
 
-    how = ImportanceOptions(max_seconds=given.budget, num_resamples=given.resamples, seed=given.seed)
-    found = more.importance = estimate_importance(model, scenes, method=given.importance, options=how)
-    by_head = {(one.site, one.head): one.measure for one in found.heads}
+    options = ImportanceOptions(max_seconds=args.budget, num_resamples=args.resamples, seed=args.seed)
+    result = extras.importance = estimate_importance(model, examples, method=args.importance, options=options)
+    by_head = {(head.site, head.head): head.measure for head in result.heads}
     heads = tuple(
-        replace(one, measures={**one.measures, "importance": by_head[one.site, one.head]})
-        if (one.site, one.head) in by_head
-        else one
-        for one in table.heads
+        replace(head, measures={**head.measures, "importance": by_head[head.site, head.head]})
+        if (head.site, head.head) in by_head
+        else head
+        for head in table.heads
     )
-    first = ", ".join(f"{one.site} {one.head} ({one.value:.3g})" for one in found.by_importance[:5])
-    more.lines.append(f"importance by {found.method}, of {found.objective}, {found.texts} texts: most of all {first}")
-    return replace(table, heads=heads, notes=(*table.notes, *found.notes))
+    top_heads = ", ".join(f"{head.site} {head.head} ({head.value:.3g})" for head in result.by_importance[:5])
+    extras.lines.append(
+        f"importance ({result.method}, {result.objective}, {result.texts} texts): most important are {top_heads}"
+    )
+    return replace(table, heads=heads, notes=(*table.notes, *result.notes))
 
 
 def _count_classes(table: HeadTable) -> str:
     from ..head_analysis.head_figures import class_group
 
-    met = Counter(group for one in table.heads for group in {class_group(named.name) for named in one.classes})
-    return ", ".join(f"{count} {name}" for name, count in met.most_common()) or "none"
+    counts = Counter(
+        group for head in table.heads for group in {class_group(head_class.name) for head_class in head.classes}
+    )
+    return ", ".join(f"{count} {name}" for name, count in counts.most_common()) or "none"
 
 
-def format_extras(more: ExtraAnalyses) -> str:
-    """A paragraph for each."""
-    return "\n".join("\n" + textwrap.fill(line, TERMINAL_WIDTH) for line in more.lines)
+def format_extras(extras: ExtraAnalyses) -> str:
+    """Format each summary line as a paragraph."""
+    return "\n".join("\n" + textwrap.fill(line, TERMINAL_WIDTH) for line in extras.lines)
 
 
 # --- `headwise heads` ----------------------------------------------------------------------------------
 
 
 def main(argv: list[str]) -> int:
-    """Measure, name, and show the heads of a model."""
-    given = _parser().parse_args(argv)
-    _check_arguments(given)
+    """Measure and classify the heads of a model, print the table, and write figures if asked."""
+    args = _parser().parse_args(argv)
+    _check_arguments(args)
     from ..hub.model_import import load_original
 
-    model = load_original(given.model).eval()
-    attach_named_tokenizer(model, given)
-    scenes, notes = read_examples(model, given)
-    measured = partial(_measure_model, scenes=scenes, given=given)
-    table, more = run_extras(model, measured(model), scenes, given, measured)
+    model = load_original(args.model).eval()
+    attach_named_tokenizer(model, args)
+    examples, notes = read_examples(model, args)
+    measure = partial(_measure_model, examples=examples, args=args)
+    table, extras = run_extras(model, measure(model), examples, args, measure)
     table = replace(table, notes=(*table.notes, *notes))
-    if given.out is not None:
+    if args.out is not None:
         from ..head_analysis.head_report import write_head_report
 
         for name in write_head_report(
-            model, table, scenes, Path(given.out), (more.importance, more.redundancy), _parse_head_pair(given.pair)
+            model, table, examples, Path(args.out), (extras.importance, extras.redundancy), _parse_head_pair(args.pair)
         ):
             print(name, file=sys.stderr)
-    print_page(to_json(table.data | more.data) if given.json else _format_table(table, given) + format_extras(more))
+    print_page(to_json(table.data | extras.data) if args.json else _format_table(table, args) + format_extras(extras))
     return 0
 
 
 def _parser() -> CommandParser:
     parser = CommandParser(
         "heads",
-        "What every head of a model does over texts: where it looks, against what chance would give, and the classes "
-        "that this makes it one of, with intervals over the texts.",
+        "Measure what every head of a model attends to over texts, compare it with chance, and classify the heads, "
+        "with bootstrap confidence intervals over the texts.",
+        "headwise heads path/to/model --data texts.txt --importance michel",
         "headwise heads path/to/model --conllu parsed.conllu --limit 500 --out heads",
     )
-    parser.add_argument("model", metavar="MODEL", help="a folder of headwise, or one of transformers")
-    add_text_arguments(parser, "examples of a task that knows its links: dates")
+    parser.add_argument("model", metavar="MODEL", help="a headwise or transformers folder")
+    add_text_arguments(parser, "use examples of a task with known alignments: dates")
     parser.add_argument(
         "--align",
         dest="align_files",
         nargs=3,
         metavar=("SOURCE", "TARGET", "GOLD"),
-        help="pairs of lines, and links between their words as in 0-0 1-2 2?3",
+        help="read parallel lines, and word alignments as in 0-0 1-2 2?3",
     )
-    parser.add_argument("--sort", metavar="MEASURE", help="heads with the most of it first")
-    parser.add_argument("--criteria", default="ours", metavar="WHOSE", help="ours, clark or voita: what makes a class")
-    parser.add_argument("--resamples", type=int, default=1000, metavar="COUNT", help="draws of the bootstrap (1000)")
-    parser.add_argument("--seed", type=int, default=0, metavar="INT", help="of the bootstrap (0)")
+    parser.add_argument("--sort", metavar="MEASURE", help="list heads by this measure, largest first")
+    parser.add_argument(
+        "--criteria", default="ours", metavar="WHOSE", help="definitions of the head classes: ours, clark or voita"
+    )
+    parser.add_argument("--resamples", type=int, default=1000, metavar="COUNT", help="bootstrap resamples")
+    parser.add_argument("--seed", type=int, default=0, metavar="INT", help="random seed")
     add_extra_arguments(parser)
-    parser.add_argument("--out", metavar="DIR", help="write figures there, as SVG and PNG, and the table")
+    parser.add_argument("--out", metavar="DIR", help="write the table and figures (SVG, PNG) to this folder")
     parser.add_argument(
         "--pair",
         nargs="*",
         default=[],
         metavar="SITE:HEAD",
-        help="with --out, two heads laid over each other; the most global and the most local unless named",
+        help="with --out, draw these two heads over each other (default: the most global and the most local)",
     )
     add_json_argument(parser)
     return parser
 
 
-def _check_arguments(given: argparse.Namespace) -> None:
-    check_text_arguments(given)
-    if given.resamples < 100:
-        raise UsageError(f"--resamples {given.resamples} make no interval; give at least 100")
-    if _parse_head_pair(given.pair) and given.out is None:
-        raise UsageError("--pair is drawn into a folder; say which by --out DIR")
-    if given.out is not None and Path(given.out).exists() and not Path(given.out).is_dir():
-        raise UsageError(f"{given.out} is a file; give a folder")
+def _check_arguments(args: argparse.Namespace) -> None:
+    check_text_arguments(args)
+    if args.resamples < 100:
+        raise UsageError(f"--resamples {args.resamples} is too few for a confidence interval; give at least 100")
+    if _parse_head_pair(args.pair) and args.out is None:
+        raise UsageError("--pair needs a folder for the figure; add --out DIR")
+    if args.out is not None and Path(args.out).exists() and not Path(args.out).is_dir():
+        raise UsageError(f"{args.out} is a file; give a folder")
 
 
-def _parse_head_pair(said: list[str]) -> list[tuple[str, int]]:
-    """Two heads that were named, or none."""
-    parted = [one.rpartition(":") for one in said]
-    if len(said) not in (0, 2) or not all(site and head.isdecimal() for site, _, head in parted):
+def _parse_head_pair(names: list[str]) -> list[tuple[str, int]]:
+    """Parse --pair: two heads as (site, head), or an empty list."""
+    parts = [name.rpartition(":") for name in names]
+    if len(names) not in (0, 2) or not all(site and head.isdecimal() for site, _, head in parts):
         raise UsageError(
-            f"--pair {' '.join(said)} names no two heads; write SITE:HEAD twice, as in encoder.0.attention:3"
+            f"--pair {' '.join(names)} is not two heads; write SITE:HEAD twice, as in encoder.0.attention:3"
         )
-    return [(site, int(head)) for site, _, head in parted]
+    return [(site, int(head)) for site, _, head in parts]
 
 
-def _measure_model(model: Any, *, scenes: Sequence[Example], given: argparse.Namespace) -> HeadTable:
+def _measure_model(model: Any, *, examples: Sequence[Example], args: argparse.Namespace) -> HeadTable:
     from ..head_analysis import literature_metrics
     from ..head_analysis.dependency_syntax import DependencyScores
     from ..head_analysis.head_classes import classify_heads
@@ -196,22 +207,30 @@ def _measure_model(model: Any, *, scenes: Sequence[Example], given: argparse.Nam
     from ..head_analysis.word_alignment import AlignmentScores
     from ..inspect.trace_capture import get_model_name
 
-    def tell(count: int) -> None:
+    def report_progress(count: int) -> None:
         if sys.stderr.isatty():
-            print(f"\r{count} of {len(scenes)} texts", end="" if count < len(scenes) else "\n", file=sys.stderr)
+            print(f"\r{count} of {len(examples)} texts", end="" if count < len(examples) else "\n", file=sys.stderr)
 
-    chosen = MeasureOptions(num_resamples=given.resamples, seed=given.seed)
-    chosen = chosen._replace(metrics=(*chosen.metrics, *literature_metrics.metrics_for_criteria(given.criteria)))
-    theirs = "clark" if given.criteria == "clark" else "ours"
-    links = given.align_files is not None or given.task is not None
-    more = [DependencyScores(convention=theirs)] if given.conllu is not None else [AlignmentScores()] if links else []
-    table = measure_heads(model, scenes, options=chosen, collectors=more, name=get_model_name(model), progress=tell)
-    return classify_heads(table, criteria=given.criteria)
+    options = MeasureOptions(num_resamples=args.resamples, seed=args.seed)
+    options = options._replace(metrics=(*options.metrics, *literature_metrics.metrics_for_criteria(args.criteria)))
+    convention = "clark" if args.criteria == "clark" else "ours"
+    has_links = args.align_files is not None or args.task is not None
+    collectors = (
+        [DependencyScores(convention=convention)]
+        if args.conllu is not None
+        else [AlignmentScores()]
+        if has_links
+        else []
+    )
+    table = measure_heads(
+        model, examples, options=options, collectors=collectors, name=get_model_name(model), progress=report_progress
+    )
+    return classify_heads(table, criteria=args.criteria)
 
 
-def _format_table(table: HeadTable, given: argparse.Namespace) -> str:
+def _format_table(table: HeadTable, args: argparse.Namespace) -> str:
     from ..head_analysis.head_figures import format_head_ranking, format_head_table, with_ansi_colour, without_colour
 
-    if given.sort is not None:
-        return format_head_ranking(table, given.sort)
+    if args.sort is not None:
+        return format_head_ranking(table, args.sort)
     return format_head_table(table, with_ansi_colour if supports_style() else without_colour)

@@ -1,4 +1,4 @@
-"""`headwise sites`: every attention layer of a model, and what may be done to it."""
+"""`headwise sites`: list every attention layer of a model and the operations it supports."""
 
 from __future__ import annotations
 
@@ -6,19 +6,20 @@ from .arguments import CommandParser, add_json_argument, print_page, to_json
 
 
 def main(argv: list[str]) -> int:
-    """Show the sites of a model in a folder."""
+    """Print the table of attention layers."""
     parser = CommandParser(
         "sites",
-        "Every attention layer of a model: where it is, how many heads it has, who reads whom, and whether it can be "
-        "seen, silenced, cut and shared, with the reason where not. A folder with a config.json alone will do.",
+        "List every attention layer of a model: its path, number of heads and attention pattern, and whether its heads "
+        "can be traced, ablated, pruned and converted, with the reason if not. A folder with only a config.json works.",
         "headwise sites runs/dates",
+        "headwise sites path/to/model --json",
     )
-    parser.add_argument("model", metavar="MODEL", help="a folder of headwise, or one of transformers")
+    parser.add_argument("model", metavar="MODEL", help="a headwise or transformers folder")
     add_json_argument(parser)
-    given = parser.parse_args(argv)
+    args = parser.parse_args(argv)
     from ..hub.model_import import load_original
     from ..inspect.attention_sites import sites
 
-    found = sites(load_original(given.model))
-    print_page(to_json(found.to_dict) if given.json else str(found))
+    table = sites(load_original(args.model))
+    print_page(to_json(table.to_dict) if args.json else str(table))
     return 0

@@ -1,4 +1,4 @@
-"""`headwise spec`: a spec, its parameters by name, what it costs, and its mask; or a whole model as a table."""
+"""`headwise spec`: print a spec with its parameters, costs and mask, or a whole model as a table."""
 
 from __future__ import annotations
 
@@ -18,48 +18,51 @@ from .arguments import (
 if TYPE_CHECKING:
     from ..spec.attention_spec import AttentionSpec
 
-MASK_TOKENS = 16  # a mask of this many tokens shows every pattern's shape and leaves room on the screen
+MASK_TOKENS = 16  # enough to recognise every pattern, small enough for a terminal
 
 
 def main(argv: list[str]) -> int:
-    """Show one spec."""
+    """Print one spec, or a whole model."""
     parser = CommandParser(
         "spec",
-        "A spec: its text, its parameters by name, what a token costs, and its mask. Of a whole model, named by its "
-        "folder, its config.json or its TOML file: every tensor, and what repeats.",
+        "Print a spec: its TOML, parameters by name, FLOPs, cache size, and mask. For a whole model (a folder, a "
+        "config.json or a TOML file), print a table of its tensors.",
         "headwise spec gqa --set heads.kv=4 --set pattern='window(5) | first(2)'",
+        "headwise spec path/to/config.json",
     )
     add_spec_arguments(parser)
     parser.add_argument(
-        "--tokens", type=int, default=MASK_TOKENS, help=f"tokens of the mask and of the counts ({MASK_TOKENS})"
+        "--tokens", type=int, default=MASK_TOKENS, metavar="COUNT", help="tokens in the mask and in the FLOPs"
     )
     forms = parser.add_mutually_exclusive_group()
-    forms.add_argument("--toml", action="store_true", help="the spec alone, as a file that every verb reads")
+    forms.add_argument(
+        "--toml", action="store_true", help="print only the spec, as a TOML file that every command accepts"
+    )
     add_json_argument(forms)
-    given = parser.parse_args(argv)
-    if (model := load_model_description(given.spec)) is not None and given.preset is None:
-        print_page(model_page(model, given))
+    args = parser.parse_args(argv)
+    if (model := load_model_description(args.spec)) is not None and args.preset is None:
+        print_page(model_page(model, args))
         return 0
-    spec = parse_spec(given)
+    spec = parse_spec(args)
     from ..spec.serialization import to_toml
 
-    if given.toml:
+    if args.toml:
         print_page(to_toml(spec))
-    elif given.json:
-        print_page(to_json(spec_to_dict(spec, given.tokens)))
+    elif args.json:
+        print_page(to_json(spec_to_dict(spec, args.tokens)))
     else:
-        print_page(format_spec(spec, given.tokens))
+        print_page(format_spec(spec, args.tokens))
     return 0
 
 
 def spec_to_dict(spec: AttentionSpec, tokens: int) -> dict[str, Any]:
-    """Everything about a spec as plain values; counts are of one row of `tokens` tokens."""
+    """Return everything about a spec as plain values; FLOPs are for one sequence of `tokens` tokens."""
     from .. import costs
     from ..spec.serialization import to_dict
 
     shapes = spec.shapes()
     work = costs.self_attention_work(spec, batch=1, queries=tokens)
-    numbers = costs.cached_numbers_per_token(spec)
+    cached_numbers = costs.cached_numbers_per_token(spec)
     first, last = spec.pattern.retention
     return {
         "spec": to_dict(spec),
@@ -77,8 +80,8 @@ def spec_to_dict(spec: AttentionSpec, tokens: int) -> dict[str, Any]:
         },
         "cache": {
             "entry": {name: list(shape) for name, shape in spec.kv_entry_shapes().items()},
-            "numbers_per_token": numbers,
-            "bytes_per_token": {"float32": 4 * numbers, "bfloat16": 2 * numbers},
+            "numbers_per_token": cached_numbers,
+            "bytes_per_token": {"float32": 4 * cached_numbers, "bfloat16": 2 * cached_numbers},
             "bytes_of_state": costs.cache_bytes(spec, batch=1, capacity=1) if spec.recurrent_part else 0,
             "keeps": {"first": first, "last": last},
         },
@@ -92,21 +95,21 @@ def spec_to_dict(spec: AttentionSpec, tokens: int) -> dict[str, Any]:
 
 
 def format_spec(spec: AttentionSpec, tokens: int) -> str:
-    """The same to be read."""
+    """Format a spec as text: TOML, parameters, costs and mask."""
     from ..masking.patterns import draw_pattern
     from ..spec.serialization import to_toml
 
-    told = spec_to_dict(spec, tokens)
-    counts = told["counts"]
+    data = spec_to_dict(spec, tokens)
+    counts = data["counts"]
     constants = f" and {counts['constants']:,} constants" if counts["constants"] else ""
-    lines = [to_toml(spec), "", *_format_parameters(told["parameters"]), ""]
+    lines = [to_toml(spec), "", *_format_parameters(data["parameters"]), ""]
     rows = [
         ("parameters", f"{counts['parameters']:,}{constants}"),
         (f"flops, {tokens} tokens", f"{counts['flops_asked']:,} asked, {counts['flops_counted']:,} counted"),
-        ("cache", _format_cache(told["cache"])),
+        ("cache", _format_cache(data["cache"])),
         (
             "keeps",
-            _format_saved(told["cache"]["keeps"]) if told["cache"]["numbers_per_token"] else "one state, no tokens",
+            _format_saved(data["cache"]["keeps"]) if data["cache"]["numbers_per_token"] else "one state, no tokens",
         ),
     ]
     lines += [f"{name:<18}{what}" for name, what in rows]
@@ -119,22 +122,22 @@ def _format_parameters(params: list[dict[str, Any]]) -> list[str]:
         (row["name"], row["layout"], " x ".join(map(str, row["shape"])) + ("" if row["learned"] else ", constant"))
         for row in params
     ]
-    wide = [max(len(row[n]) for row in (head, *rows)) for n in range(2)]
-    return [f"{row[0]:<{wide[0]}}  {row[1]:<{wide[1]}}  {row[2]}" for row in (head, *rows)]
+    widths = [max(len(row[n]) for row in (head, *rows)) for n in range(2)]
+    return [f"{row[0]:<{widths[0]}}  {row[1]:<{widths[1]}}  {row[2]}" for row in (head, *rows)]
 
 
 def _format_cache(cache: dict[str, Any]) -> str:
     if cache["bytes_of_state"]:
         return f"one state of {cache['bytes_of_state']:,} bytes a row in float32 at any length"
-    each = cache["bytes_per_token"]
-    return f"{each['float32']:,} bytes a token in float32, {each['bfloat16']:,} in bfloat16"
+    bytes_per_token = cache["bytes_per_token"]
+    return f"{bytes_per_token['float32']:,} bytes a token in float32, {bytes_per_token['bfloat16']:,} in bfloat16"
 
 
-def _format_saved(keeps: dict[str, Any]) -> str:
-    if keeps["last"] is None:
+def _format_saved(retention: dict[str, Any]) -> str:
+    if retention["last"] is None:
         return "every token"
     return (
-        f"the first {keeps['first']} and the last {keeps['last']} tokens"
-        if keeps["first"]
-        else f"the last {keeps['last']} tokens"
+        f"the first {retention['first']} and the last {retention['last']} tokens"
+        if retention["first"]
+        else f"the last {retention['last']} tokens"
     )

@@ -1,4 +1,4 @@
-"""What verbs read that look at heads: lines, parsed sentences, aligned pairs, or examples of a task."""
+"""Options for the texts that `heads`, `prune` and `convert` read: lines, parsed or aligned sentences, or a task."""
 
 from __future__ import annotations
 
@@ -11,93 +11,112 @@ if TYPE_CHECKING:
     from ..data import Task
     from ..head_analysis.annotated_examples import Example
 
-DEFAULT_EXAMPLES = 200  # of a task, unless said
+DEFAULT_EXAMPLES = 200  # task examples without --limit
 TEXT_SOURCES = ("data", "conllu", "align_files", "task")
 
 
 def add_text_arguments(parser: argparse.ArgumentParser, task: str) -> None:
-    """Let a verb be told of texts; `task` says which tasks will do."""
-    parser.add_argument("--data", metavar="FILE", help="texts, one a line; a tab parts a source from its target")
-    parser.add_argument("--conllu", metavar="FILE", help="parsed sentences: their texts are read, relations are tried")
+    """Add the options that name texts; `task` is the help text of --task."""
+    parser.add_argument("--data", metavar="FILE", help="read texts, one per line; a tab separates source and target")
+    parser.add_argument(
+        "--conllu", metavar="FILE", help="read parsed sentences, and measure their dependency relations"
+    )
     parser.add_argument("--task", metavar="NAME", help=task)
-    parser.add_argument("--limit", type=int, metavar="COUNT", help="read so many texts")
-    parser.add_argument("--tokenizer", metavar="bytes|FILE", help="for a model that carries none: how it reads text")
-
-
-def check_text_arguments(given: argparse.Namespace) -> None:
-    """Refuse what names no texts, several kinds of them, or too few."""
-    said = vars(given)
-    if sum(said.get(name) is not None for name in TEXT_SOURCES) != 1:
-        links = ", --align SOURCE TARGET GOLD" if "align_files" in said else ""
-        raise UsageError(f"say what is read: one of --data FILE, --conllu FILE{links}, --task dates")
-    if given.limit is not None and given.limit < 2:
-        raise UsageError(f"--limit {given.limit} leaves no interval; give at least 2")
-
-
-def attach_named_tokenizer(model: Any, given: argparse.Namespace) -> None:
-    """Let a model that carries no tokenizer read with the one that was named."""
-    if given.tokenizer is not None:
-        from ..hub.tokenizer_files import attach_tokenizer
-
-        attach_tokenizer(model, given.tokenizer)
-
-
-def parse_task(given: argparse.Namespace, changes: list[str]) -> Task:
-    """The task that was named, with its fields as KEY=VALUE."""
-    from ..data import make_task
-
-    said: dict[str, Any] = {}
-    for change in changes:
-        key, equals, words = change.partition("=")
-        if not equals or not key:
-            raise UsageError(f"--set {change!r} says nothing; write KEY=VALUE, a field of the task")
-        said[key] = parse_value(words)
-    return make_task(given.task, **said)
-
-
-def read_examples(
-    model: Any, given: argparse.Namespace, task: Task | None = None
-) -> tuple[list[Example], tuple[str, ...]]:
-    """The texts, with notes of what was left out; of a task its links, or where one is given, what it wants."""
-    from ..head_analysis import annotated_examples
-    from ..head_analysis.annotated_examples import read_conllu
-
-    if given.conllu is not None:
-        sentences = read_conllu(annotated_examples.read_lines(given.conllu), given.conllu)
-        found = annotated_examples.examples_from_sentences(model, sentences, given.limit)
-    elif task is not None:
-        found = annotated_examples.examples_from_task(model, task, given.limit or DEFAULT_EXAMPLES)
-    elif vars(given).get("align_files") is not None:
-        found = _read_aligned_pairs(model, given)
-    elif given.task is not None:
-        from ..data import make_task as named
-
-        found = annotated_examples.ExampleReader(model)
-        found.add_task_examples(named(given.task), given.limit or DEFAULT_EXAMPLES)
-    else:
-        found = annotated_examples.examples_from_lines(model, annotated_examples.read_lines(given.data), given.limit)
-    scenes = found.examples_with_frequencies()
-    if len(scenes) < 2:
-        why = f": {'; '.join(found.notes)}" if found.notes else ""
-        raise UsageError(f"{len(scenes)} texts can be read{why}; give at least two")
-    return scenes, found.notes
-
-
-def _read_aligned_pairs(model: Any, given: argparse.Namespace) -> Any:
-    from ..head_analysis import annotated_examples
-
-    source, target, gold = (annotated_examples.read_lines(path) for path in given.align_files)
-    if not len(source) == len(target) == len(gold):
-        counts = f"{len(source)}, {len(target)} and {len(gold)}"
-        raise UsageError(f"the three files of --align have {counts} lines; give as many of each")
-    links = [annotated_examples.parse_alignment_links(line, number) for number, line in enumerate(gold, 1)]
-    return annotated_examples.examples_from_pairs(
-        model, list(zip(source, target, strict=True))[: given.limit], links[: given.limit]
+    parser.add_argument(
+        "--limit",
+        type=int,
+        metavar="COUNT",
+        help=f"use at most this many texts (default: all; {DEFAULT_EXAMPLES} of a task)",
+    )
+    parser.add_argument(
+        "--tokenizer", metavar="bytes|FILE", help="tokenizer of a model without one: a tokenizer.json, or bytes"
     )
 
 
-def split_examples(scenes: list[Example], min_count: int = 8) -> tuple[list[Example], list[Example], str]:
-    """Every second text to choose by, the others to prove with, and a note; the same for both where they are few."""
-    if len(scenes) < min_count:
-        return scenes, scenes, f"heads were chosen by the {len(scenes)} texts that prove: they are too few to part"
-    return scenes[::2], scenes[1::2], f"heads were chosen by {len(scenes[::2])} other texts than those that prove"
+def check_text_arguments(args: argparse.Namespace) -> None:
+    """Raise unless exactly one source of texts is given, with a sensible --limit."""
+    options = vars(args)
+    if sum(options.get(name) is not None for name in TEXT_SOURCES) != 1:
+        links = ", --align SOURCE TARGET GOLD" if "align_files" in options else ""
+        raise UsageError(f"give exactly one source of texts: --data FILE, --conllu FILE{links}, or --task dates")
+    if args.limit is not None and args.limit < 2:
+        raise UsageError(f"--limit {args.limit} is too few for a confidence interval; give at least 2")
+
+
+def attach_named_tokenizer(model: Any, args: argparse.Namespace) -> None:
+    """Attach the tokenizer named by --tokenizer, if any, to the model."""
+    if args.tokenizer is not None:
+        from ..hub.tokenizer_files import attach_tokenizer
+
+        attach_tokenizer(model, args.tokenizer)
+
+
+def parse_task(args: argparse.Namespace, changes: list[str]) -> Task:
+    """Return the task named by --task, with its fields set by `changes`, each as KEY=VALUE."""
+    from ..data import make_task
+
+    fields: dict[str, Any] = {}
+    for change in changes:
+        key, equals, text = change.partition("=")
+        if not equals or not key:
+            raise UsageError(f"--set {change!r} is not KEY=VALUE; name a field of the task and its value")
+        fields[key] = parse_value(text)
+    return make_task(args.task, **fields)
+
+
+def read_examples(
+    model: Any, args: argparse.Namespace, task: Task | None = None
+) -> tuple[list[Example], tuple[str, ...]]:
+    """Read the texts that the options name; return them with notes on texts that were skipped.
+
+    Examples of `task` carry its targets; without `task`, examples of --task carry its alignments.
+    """
+    from ..head_analysis import annotated_examples
+    from ..head_analysis.annotated_examples import read_conllu
+
+    if args.conllu is not None:
+        sentences = read_conllu(annotated_examples.read_lines(args.conllu), args.conllu)
+        reader = annotated_examples.examples_from_sentences(model, sentences, args.limit)
+    elif task is not None:
+        reader = annotated_examples.examples_from_task(model, task, args.limit or DEFAULT_EXAMPLES)
+    elif vars(args).get("align_files") is not None:
+        reader = _read_aligned_pairs(model, args)
+    elif args.task is not None:
+        from ..data import make_task as make_task_by_name
+
+        reader = annotated_examples.ExampleReader(model)
+        reader.add_task_examples(make_task_by_name(args.task), args.limit or DEFAULT_EXAMPLES)
+    else:
+        reader = annotated_examples.examples_from_lines(model, annotated_examples.read_lines(args.data), args.limit)
+    examples = reader.examples_with_frequencies()
+    if len(examples) < 2:
+        reasons = f": {'; '.join(reader.notes)}" if reader.notes else ""
+        raise UsageError(f"only {len(examples)} texts can be read{reasons}; give at least two")
+    return examples, reader.notes
+
+
+def _read_aligned_pairs(model: Any, args: argparse.Namespace) -> Any:
+    from ..head_analysis import annotated_examples
+
+    source, target, gold = (annotated_examples.read_lines(path) for path in args.align_files)
+    if not len(source) == len(target) == len(gold):
+        counts = f"{len(source)}, {len(target)} and {len(gold)}"
+        raise UsageError(f"the three files of --align have {counts} lines; give the same number in each")
+    links = [annotated_examples.parse_alignment_links(line, number) for number, line in enumerate(gold, 1)]
+    return annotated_examples.examples_from_pairs(
+        model, list(zip(source, target, strict=True))[: args.limit], links[: args.limit]
+    )
+
+
+def split_examples(examples: list[Example], min_count: int = 8) -> tuple[list[Example], list[Example], str]:
+    """Split the examples in two: for choosing heads, for the proof, and a note for the report.
+
+    With fewer than `min_count` examples, both are all of them.
+    """
+    if len(examples) < min_count:
+        return (
+            examples,
+            examples,
+            f"heads were chosen by the {len(examples)} texts of the proof, because they are too few to split",
+        )
+    return examples[::2], examples[1::2], f"heads were chosen by {len(examples[::2])} texts that the proof does not use"

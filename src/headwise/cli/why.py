@@ -1,4 +1,4 @@
-"""`headwise why`: which backend would run a spec, and why each other one refuses."""
+"""`headwise why`: which backend would run a spec, and why the others refuse."""
 
 from __future__ import annotations
 
@@ -6,45 +6,53 @@ from .arguments import CommandParser, add_json_argument, add_spec_arguments, par
 
 
 def main(argv: list[str]) -> int:
-    """Say what each backend would say."""
+    """Print the chosen backend, and for each other one its reasons to refuse."""
     parser = CommandParser(
         "why",
-        "Which backend would run a spec, and why each other one refuses. Nothing is run, no device is needed.",
+        "Show which backend would run a spec, and why each other backend refuses. Runs nothing and needs no device.",
         "headwise why gqa --device cuda --dtype bf16 --want weights",
+        "headwise why mla --tokens one --when paged",
     )
     add_spec_arguments(parser)
     parser.add_argument(
-        "--want", action="append", default=[], metavar="PLACE", help="what must be seen, such as weights"
+        "--want",
+        action="append",
+        default=[],
+        metavar="PLACE",
+        help="intermediate result that must be available, such as weights; repeatable",
     )
-    parser.add_argument("--device", default="cpu", help="cpu, cuda, ... (cpu unless given)")
-    parser.add_argument("--dtype", default="float32", help="float32, bf16, fp16 or float64")
+    parser.add_argument("--device", default="cpu", metavar="NAME", help="cpu, cuda, ...")
+    parser.add_argument("--dtype", default="float32", metavar="NAME", help="float32, bf16, fp16 or float64")
     parser.add_argument(
-        "--tokens", default="many", help="many queries per row, how many, or one (decoding from a cache)"
+        "--tokens",
+        default="many",
+        metavar="COUNT",
+        help="queries per sequence: a number, many, or one (decoding from a cache)",
     )
     parser.add_argument(
         "--when",
         action="append",
         default=[],
         metavar="STATE",
-        help="grad, training, mask (a mask of the caller's own), or paged (as an engine remembers); may be repeated",
+        help="assume grad, training, mask (a tensor passed as mask=), or paged (a paged KV cache); repeatable",
     )
     add_json_argument(parser)
-    given = parser.parse_args(argv)
-    spec = parse_spec(given)
+    args = parser.parse_args(argv)
+    spec = parse_spec(args)
     from ..backends.backend_report import why
 
-    said = why(
+    report = why(
         spec,
-        want=_split_options(given.want),
-        device=given.device,
-        dtype=given.dtype,
-        tokens=given.tokens,
-        when=_split_options(given.when),
+        want=_split_options(args.want),
+        device=args.device,
+        dtype=args.dtype,
+        tokens=args.tokens,
+        when=_split_options(args.when),
     )
-    print_page(to_json(said.data) if given.json else str(said))
+    print_page(to_json(report.data) if args.json else str(report))
     return 0
 
 
-def _split_options(given: list[str]) -> list[str]:
-    """Options that may be repeated or joined by commas."""
-    return [word for option in given for word in option.split(",") if word]
+def _split_options(options: list[str]) -> list[str]:
+    """Split values joined by commas."""
+    return [word for option in options for word in option.split(",") if word]

@@ -1,4 +1,10 @@
-"""`headwise demo`: one spec and all that follows from it, then a translator that learns, and is made smaller."""
+"""`headwise demo`: soft look-up, one attention layer in detail, then a translator that is trained and compressed.
+
+This module makes the pages about one layer. `soft_lookup` introduces attention as kernel regression.
+`translator` trains a small encoder-decoder model and shows which of its heads align words.
+`translator_compression` prunes and converts that model, and `before_after` compares the results.
+`html_report` writes all pages to one HTML file.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +29,7 @@ if TYPE_CHECKING:
     from ..training import Recipe
     from .translator_compression import TrainingDemo
 
-# Every layer is described like this; what it does not say is the usual choice.
+# Everything that a spec leaves out has a default.
 SPEC_TOML = """\
 model = 512
 pattern = "window(5) | first(2)"
@@ -34,7 +40,7 @@ TERMINAL_WIDTH = 80
 
 
 class CacheProof(NamedTuple):
-    """The largest difference between a layer run token by token from a cache, and in one pass."""
+    """Largest difference between decoding token by token with a KV cache and one full forward pass."""
 
     dtype: str
     tokens: int
@@ -44,19 +50,19 @@ class CacheProof(NamedTuple):
 
 
 def demo_spec() -> AttentionSpec:
-    """The spec of the demo."""
+    """Return the spec of the demo."""
     return from_toml(SPEC_TOML)
 
 
-def num_cache_slots(one: AttentionSpec) -> int:
-    """The tokens that its pattern still reads."""
-    first, last = one.pattern.retention
-    assert last is not None, "the demo shows a pattern that forgets"
+def num_cache_slots(spec: AttentionSpec) -> int:
+    """Return the number of tokens that the pattern keeps in the cache."""
+    first, last = spec.pattern.retention
+    assert last is not None, "the demo needs a pattern with a bounded cache"
     return first + last
 
 
 def check_cached_decode(dtype: torch.dtype, tokens: int = 40) -> CacheProof:
-    """Decode one by one, run all at once, compare.
+    """Compare decoding token by token with one full forward pass.
 
     >>> check_cached_decode(torch.float64, tokens=9).largest < 1e-12
     True
@@ -67,79 +73,83 @@ def check_cached_decode(dtype: torch.dtype, tokens: int = 40) -> CacheProof:
         x_BTD = torch.randn(2, tokens, layer.spec.model, dtype=dtype)
         cache = layer.cache(batch=2, capacity=tokens)
         steps = [layer(x_BTD[:, t : t + 1], cache=cache) for t in range(tokens)]
-        whole = layer(x_BTD)
-    largest = (torch.cat(steps, 1) - whole).abs().max().item()
+        full = layer(x_BTD)
+    largest = (torch.cat(steps, 1) - full).abs().max().item()
     return CacheProof(
-        str(dtype).removeprefix("torch."), tokens, num_cache_slots(layer.spec), largest, whole.abs().max().item()
+        str(dtype).removeprefix("torch."), tokens, num_cache_slots(layer.spec), largest, full.abs().max().item()
     )
 
 
 def format_spec() -> str:
-    """The spec as text, and as the Python that makes the same."""
+    """Format the spec as TOML and as Python."""
     return "\n".join([SPEC_TOML, "", *textwrap.wrap(repr(demo_spec()), TERMINAL_WIDTH, subsequent_indent="    ")])
 
 
 def format_costs() -> str:
-    """What the spec costs, each number with the product it comes from."""
-    one, tokens = demo_spec(), TOKENS
-    shapes, core, heads = one.shapes(), one.core, one.heads
-    work = costs.self_attention_work(one, batch=1, queries=tokens)
+    """Format the parameters, FLOPs and cache size of the spec, each with its formula."""
+    spec, tokens = demo_spec(), TOKENS
+    shapes, core, heads = spec.shapes(), spec.core, spec.heads
+    work = costs.self_attention_work(spec, batch=1, queries=tokens)
     lines = [
         f"{name:<18}{param.layout!s:<18}{' x '.join(map(str, shapes[name])):<12}"
         + ("" if param.trainable else "  constant")
-        for name, param in one.params().items()
+        for name, param in spec.params().items()
     ]
-    inner = f"({len(core.key_head_of_query)} x {core.dim} + {len(core.value_head_of_row)} x {core.vdim})"
-    entry = " + ".join(f"{name} {' x '.join(map(str, shape))}" for name, shape in one.kv_entry_shapes().items())
-    numbers, kept = costs.cached_numbers_per_token(one), num_cache_slots(one)
+    dims = f"({len(core.key_head_of_query)} x {core.dim} + {len(core.value_head_of_row)} x {core.vdim})"
+    entry = " + ".join(f"{name} {' x '.join(map(str, shape))}" for name, shape in spec.kv_entry_shapes().items())
+    numbers, slots = costs.cached_numbers_per_token(spec), num_cache_slots(spec)
     core_flops = core.flops(work.pairs)
     return "\n".join(
         [
             *(line.rstrip() for line in lines),
             "",
-            f"parameters      {costs.count_parameters(one):>12,}  all of the above but constants",
-            f"flops, core     {core_flops:>12,}  2 x {work.pairs} pairs x {inner}",
-            f"flops, asked    {costs.required_flops(one, work):>12,}  the core, and 2 x parameters x {tokens} tokens",
-            f"flops, counted  {costs.counted_flops(one, work):>12,}  as if all {tokens} x {tokens} pairs were allowed",
-            f"cache           {4 * numbers:>12,}  bytes a token, float32: 4 x ({entry})",
-            f"cache, at most  {4 * numbers * kept:>12,}  bytes a row: the pattern keeps {kept} tokens",
-            f"as plain heads  {8 * heads.q * heads.dim:>12,}  bytes a token, had each head keys of its own",
+            f"parameters      {costs.count_parameters(spec):>12,}  sum of the above without constants",
+            f"flops, core     {core_flops:>12,}  2 x {work.pairs} pairs x {dims}",
+            f"flops, required {costs.required_flops(spec, work):>12,}  core + 2 x parameters x {tokens} tokens",
+            f"flops, counted  {costs.counted_flops(spec, work):>12,}  with all {tokens} x {tokens} pairs",
+            f"cache           {4 * numbers:>12,}  bytes per token, float32: 4 x ({entry})",
+            f"cache, at most  {4 * numbers * slots:>12,}  bytes per sequence: the pattern keeps {slots} tokens",
+            f"cache, as MHA   {8 * heads.q * heads.dim:>12,}  bytes per token, with keys and values for every head",
         ]
     )
 
 
 def format_cache_checks() -> str:
-    """The proof in two precisions, said in words."""
+    """Format the comparison of cached decoding and one full pass, in two precisions."""
     rows = [
-        f"{found.dtype:<9}{found.largest:.1e} of {found.of:.2f}   {found.tokens} tokens in {found.slots} slots"
-        for found in (check_cached_decode(torch.float32), check_cached_decode(torch.float64))
+        f"{check.dtype:<9}{check.largest:.1e} of {check.of:.2f}   {check.tokens} tokens in {check.slots} slots"
+        for check in (check_cached_decode(torch.float32), check_cached_decode(torch.float64))
     ]
-    head = ["Token by token from a cache, and all at once: the largest difference between", "the two outputs.", ""]
-    return "\n".join([*head, *rows])
+    heading = [
+        "Decoding token by token with a KV cache, compared with one full forward pass:",
+        "largest difference of the outputs.",
+        "",
+    ]
+    return "\n".join([*heading, *rows])
 
 
 def list_pages(training_demo: TrainingDemo | None = None) -> Iterator[tuple[str, Callable[[], str]]]:
-    """The pages in order: a title, and what makes the page in its turn; without a `story` nothing is trained."""
+    """Yield the title of every page and the function that makes it; without `training_demo` nothing is trained."""
     yield "Soft look-up", soft_lookup.format_lookup
-    yield "One layer, described", format_spec
+    yield "One layer as a spec", format_spec
     yield "What it costs", format_costs
-    yield "Who may read whom", lambda: patterns.draw_pattern(demo_spec().pattern, TOKENS, TOKENS)
-    yield "Every step it takes", lambda: str(walk(demo_spec(), batch=5, tokens=10))
-    yield "What runs it", lambda: str(why(demo_spec()))
-    yield "A proof in passing", format_cache_checks
+    yield "Its attention mask", lambda: patterns.draw_pattern(demo_spec().pattern, TOKENS, TOKENS)
+    yield "Its tensor operations", lambda: str(walk(demo_spec(), batch=5, tokens=10))
+    yield "Which backend runs it", lambda: str(why(demo_spec()))
+    yield "Cached decoding is exact", format_cache_checks
     if training_demo is not None:
         yield from training_demo.pages()
 
 
 def _make_training_demo(out: Path | None, recipe: Recipe | None) -> TrainingDemo | None:
-    """What is trained in the folder `out`, if there is one."""
+    """Return the training demo in the folder `out`, or None without a folder."""
     from .translator_compression import TrainingDemo
 
     return None if out is None else TrainingDemo(out, recipe)
 
 
 def recipe_with_steps(steps: int) -> Recipe:
-    """The translator's recipe with another number of steps."""
+    """Return the translator's recipe with another number of steps."""
     from .translator import RECIPE
 
     return replace(RECIPE, steps=steps)
@@ -151,31 +161,31 @@ def run_demo(
     out: Path | None = None,
     recipe: Recipe | None = None,
 ) -> None:
-    """Show every page as soon as it is made; the translator is trained in the folder `out`, with a report of it all."""
-    story, shown = _make_training_demo(out, recipe), list[tuple[str, str]]()
-    for number, (name, make) in enumerate(list_pages(story), 1):
+    """Show every page as soon as it is computed; with `out`, train the translator there and write a report."""
+    training_demo, pages = _make_training_demo(out, recipe), list[tuple[str, str]]()
+    for number, (name, make) in enumerate(list_pages(training_demo), 1):
         title(f"{f'── {number}  {name} ':─<{TERMINAL_WIDTH}}")
-        shown.append((name, make()))
-        show(shown[-1][1] + "\n")
-    if story is not None:
-        show(f"All of it on one page: {story.report(shown)}")
+        pages.append((name, make()))
+        show(pages[-1][1] + "\n")
+    if training_demo is not None:
+        show(f"Report with all pages: {training_demo.report(pages)}")
 
 
 def demo_data(out: Path | None = None, recipe: Recipe | None = None) -> dict[str, Any]:
-    """All numbers of the demo as plain values."""
-    one = demo_spec()
-    work = costs.self_attention_work(one, batch=1, queries=TOKENS)
-    story = _make_training_demo(out, recipe)
-    return ({} if story is None else story.data) | {
-        "lookup": [asdict(found) for found in soft_lookup.look_up_by_all_methods()],
+    """Return all numbers of the demo as plain values."""
+    spec = demo_spec()
+    work = costs.self_attention_work(spec, batch=1, queries=TOKENS)
+    training_demo = _make_training_demo(out, recipe)
+    return ({} if training_demo is None else training_demo.data) | {
+        "lookup": [asdict(answer) for answer in soft_lookup.look_up_by_all_methods()],
         "spec": SPEC_TOML,
         "counts": {
-            "parameters": costs.count_parameters(one),
-            "flops_asked": costs.required_flops(one, work),
-            "flops_counted": costs.counted_flops(one, work),
-            "cache_bytes_per_token": 4 * costs.cached_numbers_per_token(one),
+            "parameters": costs.count_parameters(spec),
+            "flops_asked": costs.required_flops(spec, work),
+            "flops_counted": costs.counted_flops(spec, work),
+            "cache_bytes_per_token": 4 * costs.cached_numbers_per_token(spec),
         },
-        "walk": walk(one).to_dict,
-        "why": why(one).data,
+        "walk": walk(spec).to_dict,
+        "why": why(spec).data,
         "proof": [check_cached_decode(dtype)._asdict() for dtype in (torch.float32, torch.float64)],
     }

@@ -1,4 +1,4 @@
-"""What a changed translator is beside the one that it was made of: a table, a verdict, a drawing of its heads."""
+"""Comparison of a compressed translator with the original: table, verdict, and a drawing of its heads."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 
 from ..surgery.verification.proof_report import format_bytes
 
-SIGNIFICANT_CHANGE = 0.01  # of exact match, that may be lost
+SIGNIFICANT_CHANGE = 0.01  # acceptable loss of exact match
 WIDTH = 80
 COLUMN_WIDTHS = (28, 16, 16, 16)
 
 
 class ComparisonRow(NamedTuple):
-    """One number of the translator before, with its heads changed, and after it has learnt again."""
+    """One number of the original translator, of the compressed one, and after retraining."""
 
     name: str
     before: str
@@ -23,63 +23,73 @@ class ComparisonRow(NamedTuple):
 
 
 def comparison_rows(data: Mapping[str, Any]) -> Iterator[ComparisonRow]:
-    """Exact match with its interval, parameters, bytes of caches, tokens a second."""
-    proof, cut = data["proof"], data["cut"]
-    score = exact_match_rows(data)
+    """Yield exact match with its interval, parameters, cache sizes, and tokens per second."""
+    proof, compressed = data["proof"], data["cut"]
+    exact_match = exact_match_rows(data)
     yield ComparisonRow(
-        "exact match", *(f"{one['value']:.1%}" for one in (score["before"], cut["after"], score["after"]))
+        "exact match",
+        *(f"{entry['value']:.1%}" for entry in (exact_match["before"], compressed["after"], exact_match["after"])),
     )
     yield ComparisonRow(
-        "  95% of draws", *(_format_interval(one) for one in (score["before"], cut["after"], score["after"]))
+        "  95% interval",
+        *(_format_interval(entry) for entry in (exact_match["before"], compressed["after"], exact_match["after"])),
     )
-    for one in proof["savings"]["numbers"]:
-        if one["name"] == "parameters" or one["name"].startswith("cache per token"):
-            said = "{:,}".format if one["name"] == "parameters" else format_bytes
-            yield ComparisonRow(one["name"], said(one["before"]), said(one["after"]), said(one["after"]))
-    for one in proof["speeds"]["phases"]:
-        if one["unit"] == "tokens/s":
-            yield ComparisonRow(f"{one['phase']}, tokens/s", f"{one['before']:,.0f}", "", f"{one['after']:,.0f}")
+    for entry in proof["savings"]["numbers"]:
+        if entry["name"] == "parameters" or entry["name"].startswith("cache, a token"):
+            format_value = "{:,}".format if entry["name"] == "parameters" else format_bytes
+            yield ComparisonRow(
+                entry["name"], format_value(entry["before"]), format_value(entry["after"]), format_value(entry["after"])
+            )
+    for entry in proof["speeds"]["phases"]:
+        if entry["unit"] == "tokens/s":
+            yield ComparisonRow(f"{entry['phase']}, tokens/s", f"{entry['before']:,.0f}", "", f"{entry['after']:,.0f}")
 
 
 def exact_match_rows(data: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Exact match before, after, and the change, each with its interval."""
+    """Return exact match before, after, and the change, each with its interval."""
     return next(row for row in data["proof"]["quality"]["rows"] if row["name"] == data["cut"]["name"])
 
 
 def change_verdict(data: Mapping[str, Any]) -> str:
-    """What was lost, how sure that is, and whether it is more than a point.
+    """Return a sentence on the loss of exact match, its interval, and whether it exceeds one point.
 
     >>> change = {"value": -0.0025, "low": -0.0075, "high": 0.0}
     >>> row = {"name": "exact_match", "change": change}
     >>> change_verdict({"cut": {"name": "exact_match"}, "proof": {"quality": {"rows": [row]}}})
-    'Exact match lost: 0.2 points (95% of draws: 0.0 to 0.8). That is no more than one point.'
+    'Exact match lost: 0.2 points (95% interval: 0.0 to 0.8). That is at most one point.'
     """
     change = exact_match_rows(data)["change"]
     lost, low, high = -change["value"], -change["high"], -change["low"]
-    verdict = (
-        "no more than one point" if lost <= SIGNIFICANT_CHANGE + 1e-9 else "MORE than the one point that was aimed at"
-    )
-    within = f"{_format_percentage_points(low)} to {_format_percentage_points(high)}"
-    return f"Exact match lost: {_format_percentage_points(lost)} points (95% of draws: {within}). That is {verdict}."
+    verdict = "at most one point" if lost <= SIGNIFICANT_CHANGE + 1e-9 else "MORE than the target of one point"
+    interval = f"{_format_percentage_points(low)} to {_format_percentage_points(high)}"
+    return f"Exact match lost: {_format_percentage_points(lost)} points (95% interval: {interval}). That is {verdict}."
 
 
 def format_comparison(data: Mapping[str, Any]) -> str:
-    """All of it as a terminal shows it."""
+    """Format the comparison for a terminal."""
     proof = data["proof"]
-    told = [ComparisonRow("", "before", "at once", "learnt again"), *comparison_rows(data)]
+    rows = [ComparisonRow("", "before", "compressed", "retrained"), *comparison_rows(data)]
     table = [
-        "".join([one.name.ljust(COLUMN_WIDTHS[0]), *map(str.rjust, one[1:], COLUMN_WIDTHS[1:])]).rstrip()
-        for one in told
+        "".join([row.name.ljust(COLUMN_WIDTHS[0]), *map(str.rjust, row[1:], COLUMN_WIDTHS[1:])]).rstrip()
+        for row in rows
     ]
-    texts = [f"{line}." for line in (data["proof"]["what"],)]
-    heads = [*draw_heads(data), ""] if data.get("keep") else []
+    sentences = [f"{line}." for line in (data["proof"]["what"],)]
+    heads_drawing = [*draw_heads(data), ""] if data.get("keep") else []
     return "\n".join(
-        [*_wrap(texts[0]), "", *heads, *table, "", *_wrap(change_verdict(data)), *_wrap(_speed_sentences(data, proof))]
+        [
+            *_wrap(sentences[0]),
+            "",
+            *heads_drawing,
+            *table,
+            "",
+            *_wrap(change_verdict(data)),
+            *_wrap(_speed_sentences(data, proof)),
+        ]
     )
 
 
 def draw_heads(data: Mapping[str, Any]) -> list[str]:
-    """Every head of every attention: one that stays, or a hole.
+    """Draw the heads of every attention layer: a block for a kept head, a dot for a removed one.
 
     >>> draw_heads({"keep": {"decoder.0.cross": [1]}, "there": {"decoder.0.cross": 4}})
     ['  decoder.0.cross        · █ · ·']
@@ -91,21 +101,21 @@ def draw_heads(data: Mapping[str, Any]) -> list[str]:
 
 
 def _speed_sentences(data: Mapping[str, Any], proof: Mapping[str, Any]) -> str:
-    speeds = [one for one in proof["speeds"]["phases"] if one["unit"] == "tokens/s"]
-    fast = "; ".join(f"{one['phase']} {one['verdict']}" for one in speeds)
-    same = "holds" if proof["holds"] else "does NOT hold"
+    speeds = [phase for phase in proof["speeds"]["phases"] if phase["unit"] == "tokens/s"]
+    verdicts = "; ".join(f"{phase['phase']} {phase['verdict']}" for phase in speeds)
+    proof_state = "holds" if proof["holds"] else "does NOT hold"
     return (
-        f"It learned again for {data['steps']:,} steps from what it was, of which step {data['kept']:,} is kept. "
-        f"Speed, {proof['speeds']['machine']}: {fast}. The proof {same}: {data['folder']}/PROOF.md."
+        f"Retrained for {data['steps']:,} steps by distillation from the original; step {data['kept']:,} is kept. "
+        f"Speed, {proof['speeds']['machine']}: {verdicts}. The proof {proof_state}: {data['folder']}/PROOF.md."
     )
 
 
-def _format_interval(one: Mapping[str, float]) -> str:
-    return f"{one['low']:.1%} - {one['high']:.1%}"
+def _format_interval(score: Mapping[str, float]) -> str:
+    return f"{score['low']:.1%} - {score['high']:.1%}"
 
 
 def _format_percentage_points(share: float) -> str:
-    """Hundredths, without a sign before nothing."""
+    """Format a share in percentage points, without -0.0."""
     return f"{100 * share + 0.0:.1f}".replace("-0.0", "0.0")
 
 

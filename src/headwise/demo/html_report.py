@@ -1,4 +1,4 @@
-"""The demo as one page of HTML: what was shown, and the translator beside what was made of it."""
+"""The demo as one HTML page: all pages, and the comparison of the compressed translators with the original."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..files import write_atomically
 from .before_after import change_verdict, comparison_rows, draw_heads, exact_match_rows
 
 REPORT_FILE = "report.html"
-BAR_WIDTH = 220  # pixels of a whole
+BAR_WIDTH = 220  # pixels of a bar for 100 %
 CSS = """\
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 56rem; margin: 2rem auto; padding: 0 1rem; color: #1b1b1f }
 pre { font: 13px/1.35 ui-monospace, monospace; background: #f5f5f7; padding: 1rem; overflow-x: auto }
@@ -30,7 +30,7 @@ HTML_HEAD = f"""\
 
 
 def render_report(pages: Sequence[tuple[str, str]], changes: Mapping[str, Mapping[str, Any]]) -> str:
-    """The whole page; `changes` are the numbers of what was made, by the title of its page.
+    """Return the HTML page; `changes` are the numbers of the compressed translators, by page title.
 
     >>> page = render_report([("Soft look-up", "1 < 2")], {})
     >>> "<h2>Soft look-up</h2>" in page, "<pre>1 &lt; 2</pre>" in page
@@ -44,7 +44,7 @@ def render_report(pages: Sequence[tuple[str, str]], changes: Mapping[str, Mappin
 
 
 def write_report(folder: Path, pages: Sequence[tuple[str, str]], changes: Mapping[str, Mapping[str, Any]]) -> Path:
-    """The page in a folder."""
+    """Write the page to a folder and return its path."""
     path = folder / REPORT_FILE
     write_atomically(path, render_report(pages, changes).encode())
     return path
@@ -55,43 +55,45 @@ def _render_text(text: str) -> str:
 
 
 def _render_change(data: Mapping[str, Any]) -> str:
-    """What was done, the heads that stay, exact match as bars, all numbers as a table, and the verdict."""
-    told = [f"<p>{escape(data['proof']['what'])}.</p>"]
+    """Render the summary, the kept heads, exact match as bars, all numbers as a table, the verdict, and the loss."""
+    parts = [f"<p>{escape(data['proof']['what'])}.</p>"]
     if data.get("keep"):
-        told.append(_render_text("\n".join(draw_heads(data))))
+        parts.append(_render_text("\n".join(draw_heads(data))))
     score = exact_match_rows(data)
-    bars = {"before": score["before"], "at once": data["cut"]["after"], "learnt again": score["after"]}
-    told += ['<div class="bars">', *(_render_bar(name, one) for name, one in bars.items()), "</div>"]
+    bars = {"before": score["before"], "compressed": data["cut"]["after"], "retrained": score["after"]}
+    parts += ['<div class="bars">', *(_render_bar(name, one) for name, one in bars.items()), "</div>"]
     head = "".join(f"<th>{name}</th>" for name in ("", *bars))
     rows = ["".join(f"<td>{escape(cell)}</td>" for cell in one) for one in comparison_rows(data)]
-    told += ["<table>", *(f"<tr>{row}</tr>" for row in (head, *rows)), "</table>"]
-    curve = [(at["step"], at["held_out"]) for at in data["curve"] if at["held_out"] is not None]
-    told += [f"<p>{escape(change_verdict(data))}</p>", _render_loss_curve(curve)]
-    return "\n".join([*told, f"<p>The proof is in {escape(data['folder'])}/PROOF.md.</p>"])
+    parts += ["<table>", *(f"<tr>{row}</tr>" for row in (head, *rows)), "</table>"]
+    curve = [(point["step"], point["held_out"]) for point in data["curve"] if point["held_out"] is not None]
+    parts += [f"<p>{escape(change_verdict(data))}</p>", _render_loss_curve(curve)]
+    return "\n".join([*parts, f"<p>The proof is in {escape(data['folder'])}/PROOF.md.</p>"])
 
 
-def _render_bar(name: str, one: Mapping[str, float]) -> str:
-    """A share as a bar, and between which values it might have come out as a line across its end."""
-    low, high = BAR_WIDTH * one["low"], BAR_WIDTH * one["high"]
+def _render_bar(name: str, score: Mapping[str, float]) -> str:
+    """Render a share as a bar, with its confidence interval as a line across the end."""
+    low, high = BAR_WIDTH * score["low"], BAR_WIDTH * score["high"]
     drawing = (
         f'<rect width="{BAR_WIDTH}" height="16" fill="#eceaf4"/>'
-        f'<rect width="{BAR_WIDTH * one["value"]:.1f}" height="16" '
+        f'<rect width="{BAR_WIDTH * score["value"]:.1f}" height="16" '
         f'fill="#5b4b8a"/><path d="M{low:.1f} 8H{high:.1f}" stroke="#e0a030" stroke-width="3"/>'
     )
-    label = f'<text x="{BAR_WIDTH + 8}" y="13" font-size="13">{one["value"]:.1%}</text>'
+    label = f'<text x="{BAR_WIDTH + 8}" y="13" font-size="13">{score["value"]:.1%}</text>'
     return f'<span>{escape(name)}</span><svg width="{BAR_WIDTH + 70}" height="16">{drawing}{label}</svg>'
 
 
 def _render_loss_curve(points: Sequence[tuple[int, float]]) -> str:
-    """The loss of texts held back, step by step, on a scale of its own."""
-    most, last = max(loss for _, loss in points) or 1.0, points[-1][0] or 1
-    places = " ".join(f"{40 + 320 * step / last:.1f},{110 - 100 * loss / most:.1f}" for step, loss in points)
-    ends = (
-        f'<text x="36" y="16" font-size="11" text-anchor="end">{most:.2f}</text>'
+    """Render the held-out loss over training steps."""
+    max_loss, last_step = max(loss for _, loss in points) or 1.0, points[-1][0] or 1
+    coordinates = " ".join(
+        f"{40 + 320 * step / last_step:.1f},{110 - 100 * loss / max_loss:.1f}" for step, loss in points
+    )
+    labels = (
+        f'<text x="36" y="16" font-size="11" text-anchor="end">{max_loss:.2f}</text>'
         f'<text x="36" y="112" font-size="11" text-anchor="end">0</text>'
-        f'<text x="360" y="126" font-size="11" text-anchor="end">step {last:,}</text>'
+        f'<text x="360" y="126" font-size="11" text-anchor="end">step {last_step:,}</text>'
     )
     axes = '<path d="M40 10V110H360" fill="none" stroke="#999"/>'
-    line = f'<polyline points="{places}" fill="none" stroke="#5b4b8a" stroke-width="2"/>'
-    says = "<p>Loss of examples held back, while it learns again:</p>"
-    return f'{says}<svg width="380" height="132">{axes}{line}{ends}</svg>'
+    line = f'<polyline points="{coordinates}" fill="none" stroke="#5b4b8a" stroke-width="2"/>'
+    caption = "<p>Held-out loss during retraining:</p>"
+    return f'{caption}<svg width="380" height="132">{axes}{line}{labels}</svg>'

@@ -1,4 +1,4 @@
-"""A small translator of dates and amounts: trained as you watch, and what its heads read."""
+"""A small translator of dates and amounts: its training, sample translations, and alignment heads."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from ..models import Transformer
 from ..training import ConsoleLogger, Recipe, TrainingResult, train
 
 RECIPE = Recipe(steps=800, batch=128, lr=3e-3, evaluate_every=200, checkpoint_every=200, compile="off")
-NUM_EVALUATED, TERMINAL_WIDTH = 64, 80  # examples that heads are judged by; columns of a terminal
-WEIGHT_SHADES = " ·░▒▓█"  # no weight .. all of it
+NUM_EVALUATED, TERMINAL_WIDTH = 64, 80  # examples for the alignment scores; columns of a terminal
+WEIGHT_SHADES = " ·░▒▓█"  # weight 0 .. 1
 
 
 class TranslationExample(NamedTuple):
-    """A held-out example: what was asked, what is right, and what the model says."""
+    """A held-out example: source, reference (`wanted`) and output of the model (`said`)."""
 
     direction: str
     source: str
@@ -34,7 +34,7 @@ class TranslationExample(NamedTuple):
 
 
 class HeadAlignment(NamedTuple):
-    """A head that reads the source, and how often the token it reads most is the one that is translated."""
+    """A cross-attention head, and how often its most attended source token is the aligned one (`right` `of` all)."""
 
     layer: int
     head: int
@@ -43,13 +43,13 @@ class HeadAlignment(NamedTuple):
 
     @property
     def share(self) -> float:
-        """Right answers among all."""
+        """Share of aligned tokens that are right."""
         return self.right / self.of
 
 
 @dataclass(frozen=True)
 class AlignmentMap:
-    """What one head reads of a source for each token of a translation, [T, S], with the gold links."""
+    """Attention weights of one head over the source for each target token, [T, S], with the gold alignment."""
 
     layer: int
     head: int
@@ -71,17 +71,17 @@ class AlignmentMap:
 
 
 class Translator:
-    """The pages of a translator, which is trained when the first of them is made."""
+    """The pages about the translator, which is trained when the first page is made."""
 
     def __init__(self, folder: Path, recipe: Recipe | None = None) -> None:
         self.folder, self.recipe = folder, RECIPE if recipe is None else recipe
         self.task = DateTranslation()
-        self.batch = self.task.batch(0, NUM_EVALUATED, "test")  # examples that training never shows
+        self.batch = self.task.batch(0, NUM_EVALUATED, "test")  # held out from training
         self._result: TrainingResult | None = None
 
     @property
     def result(self) -> TrainingResult:
-        """Trained, or gone on with where an earlier run into the folder ended."""
+        """Result of training, which resumes an earlier run in the folder."""
         if self._result is None:
             self._result = train(
                 self.task, recipe=self.recipe, out=self.folder, resume="allowed", loggers=[ConsoleLogger()]
@@ -90,50 +90,50 @@ class Translator:
 
     @property
     def head_alignments(self) -> list[HeadAlignment]:
-        """How each head that reads the source is aligned, best first."""
+        """Alignment of every cross-attention head, best first."""
         return measure_alignment(self.result.net, self.batch)
 
     def training_page(self) -> str:
-        """What was trained, for how long, and how good it is."""
+        """Format size, training time and quality of the translator."""
         result, count = self.result, sum(p.numel() for p in self.result.net.parameters())
-        best = f"{result.metrics['exact_match']:.1%} of held-out dates and amounts come out letter for letter"
+        quality = f"{result.metrics['exact_match']:.1%} of held-out dates and amounts are translated exactly"
         lines = [
-            f"{count:,} parameters, {result.steps:,} steps in {result.seconds:.0f} s, {result.precision}: {best}.",
-            f"It is in {self.folder}, with its curve in metrics.jsonl.",
+            f"{count:,} parameters, {result.steps:,} steps in {result.seconds:.0f} s, {result.precision}: {quality}.",
+            f"The model is in {self.folder}, its training curve in metrics.jsonl.",
         ]
-        return "\n".join(line for long in lines for line in textwrap.wrap(long, TERMINAL_WIDTH))
+        return "\n".join(line for paragraph in lines for line in textwrap.wrap(paragraph, TERMINAL_WIDTH))
 
     def examples_page(self) -> str:
-        """One held-out example of each direction."""
+        """Format one held-out example per direction."""
         return format_examples(translate_samples(self.result.net, self.task, self.batch))
 
     def alignment_page(self) -> str:
-        """How well heads are aligned, and a picture of the best."""
+        """Format the alignment of all heads, and the map of the best one."""
         heads = self.head_alignments
         return format_alignment(heads, make_alignment_map(self.result.net, heads[0], self.batch))
 
     @property
     def data(self) -> dict[str, Any]:
         """All numbers as plain values."""
-        told = [said._asdict() for said in translate_samples(self.result.net, self.task, self.batch)]
+        samples = [sample._asdict() for sample in translate_samples(self.result.net, self.task, self.batch)]
         heads = [{**head._asdict(), "share": head.share} for head in self.head_alignments]
-        return {**self.result.data, "samples": told, "heads": heads}
+        return {**self.result.data, "samples": samples, "heads": heads}
 
 
 def translate_samples(net: Transformer, task: DateTranslation, batch: Batch) -> list[TranslationExample]:
-    """What a model says of the first example of each direction."""
-    firsts = {one.direction: row for row, one in reversed(list(enumerate(batch.gold)))}
-    rows = sorted(firsts.values())
+    """Translate the first example of each direction."""
+    first_rows = {annotation.direction: row for row, annotation in reversed(list(enumerate(batch.gold)))}
+    rows = sorted(first_rows.values())
     answers = _predict(net, task, batch)
     gold = [batch.gold[row] for row in rows]
     return [
-        TranslationExample(one.direction, one.source, one.target, task.text(answers[row]))
-        for row, one in zip(rows, gold, strict=True)
+        TranslationExample(annotation.direction, annotation.source, annotation.target, task.text(answers[row]))
+        for row, annotation in zip(rows, gold, strict=True)
     ]
 
 
 def _predict(net: Transformer, task: DateTranslation, batch: Batch) -> list[list[int]]:
-    assert batch.source is not None, "dates are read before they are written"
+    assert batch.source is not None, "the task has a source"
     with torch.no_grad():
         memory = net.eval().encode(batch.source, sequence=batch.source_tokens)
     prompt, tokens = task.prompt(batch)
@@ -143,65 +143,63 @@ def _predict(net: Transformer, task: DateTranslation, batch: Batch) -> list[list
 
 
 def measure_alignment(net: Transformer, batch: Batch) -> list[HeadAlignment]:
-    """How often each head that reads the source reads what is translated, best first; only linked tokens count."""
-    found = [
+    """Score the alignment of every cross-attention head, best first; only tokens with a gold alignment count."""
+    alignments = [
         HeadAlignment(layer, head, *count_correct_links(w_BTS, batch))
         for layer, w_BHTS in cross_attention_weights(net, batch).items()
         for head, w_BTS in enumerate(w_BHTS.unbind(1))
     ]
-    return sorted(found, key=lambda one: (-one.share, one.layer, one.head))
+    return sorted(alignments, key=lambda alignment: (-alignment.share, alignment.layer, alignment.head))
 
 
 def cross_attention_weights(net: Transformer, batch: Batch) -> dict[int, Tensor]:
-    """The weights [B, H, T, S] of every attention to the source, by layer, while the right answer is read."""
+    """Return the cross-attention weights [B, H, T, S] by layer, with the reference as decoder input."""
     names = [name for name, _ in net.spec.attention_specs() if name.endswith(".cross")]
     probes = {name: Probe("weights") for name in names}
-    before, net.probes = net.probes, probes
+    saved_probes, net.probes = net.probes, probes
     try:
         with torch.no_grad():
             net.eval()(batch.x, sequence=batch.tokens, source=batch.source, source_sequence=batch.source_tokens)
     finally:
-        net.probes = before
+        net.probes = saved_probes
     return {int(name.split(".")[1]): probe.tensors["weights"] for name, probe in probes.items()}
 
 
 def count_correct_links(w_BTS: Tensor, batch: Batch) -> tuple[int, int]:
-    """How many linked tokens read one that they translate more than any other, and how many there are."""
-    most = w_BTS.argmax(-1).tolist()
+    """Count the aligned target tokens whose most attended source token is right, and all aligned ones."""
+    best_source = w_BTS.argmax(-1).tolist()
     linked = [
-        (row, t, {s for s, at in one.links if at == t})
-        for row, one in enumerate(batch.gold)
-        for t in _linked_positions(one)
+        (row, t, {s for s, to in annotation.links if to == t})
+        for row, annotation in enumerate(batch.gold)
+        for t in _linked_positions(annotation)
     ]
-    return sum(most[row][t] in wanted for row, t, wanted in linked), len(linked)
+    return sum(best_source[row][t] in sources for row, t, sources in linked), len(linked)
 
 
-def _linked_positions(one: TranslationAnnotation) -> Iterator[int]:
-    """The places of a translation that translate something."""
-    return iter(sorted({t for _, t in one.links}))
+def _linked_positions(annotation: TranslationAnnotation) -> Iterator[int]:
+    return iter(sorted({t for _, t in annotation.links}))
 
 
 def make_alignment_map(net: Transformer, best: HeadAlignment, batch: Batch) -> AlignmentMap:
-    """What the best head reads of the first date that is short enough for a terminal."""
+    """Return the alignment map of the best head for the first date from English to Chinese, which fits a terminal."""
     row = next(
         row
-        for row, one in enumerate(batch.gold)
-        if one.subject == "date" and len(one.links) and one.direction == "en-zh"
+        for row, annotation in enumerate(batch.gold)
+        if annotation.subject == "date" and len(annotation.links) and annotation.direction == "en-zh"
     )
-    one = batch.gold[row]
-    count, width = int((batch.labels[row] != IGNORE_INDEX).sum()), len(_tokenize(one.source)) + 1
-    weights = cross_attention_weights(net, batch)[best.layer][row, best.head, :count, :width]
-    return AlignmentMap(best.layer, best.head, one, tuple(tuple(line) for line in weights.tolist()))
+    annotation = batch.gold[row]
+    num_targets, num_sources = int((batch.labels[row] != IGNORE_INDEX).sum()), len(_tokenize(annotation.source)) + 1
+    weights = cross_attention_weights(net, batch)[best.layer][row, best.head, :num_targets, :num_sources]
+    return AlignmentMap(best.layer, best.head, annotation, tuple(tuple(line) for line in weights.tolist()))
 
 
 def _tokenize(text: str) -> list[str]:
-    """A text as its tokens."""
-    found, rest = [], text
-    while rest:
-        token = max((word for word in VOCABULARY if rest.startswith(word)), key=len)
-        found.append(token)
-        rest = rest[len(token) :]
-    return found
+    tokens, remaining = [], text
+    while remaining:
+        token = max((word for word in VOCABULARY if remaining.startswith(word)), key=len)
+        tokens.append(token)
+        remaining = remaining[len(token) :]
+    return tokens
 
 
 def _shade_cell(weight: float, linked: bool) -> str:
@@ -210,8 +208,8 @@ def _shade_cell(weight: float, linked: bool) -> str:
 
 
 def _terminal_width(text: str) -> int:
-    """Columns of a terminal: signs of Chinese take two."""
-    return sum(2 if unicodedata.east_asian_width(sign) in "WF" else 1 for sign in text)
+    """Width in terminal columns: Chinese characters take two."""
+    return sum(2 if unicodedata.east_asian_width(character) in "WF" else 1 for character in text)
 
 
 def _pad_to_width(text: str, width: int) -> str:
@@ -222,20 +220,23 @@ def _visible_token(token: str) -> str:
     return "␣" if token == " " else token
 
 
-def format_examples(told: Sequence[TranslationExample]) -> str:
-    """Each answer on a line of its own, with the right one where it is wrong."""
+def format_examples(examples: Sequence[TranslationExample]) -> str:
+    """Format every example with its output, and the reference if the output is wrong."""
     lines = []
-    for one in told:
-        mark = "right" if one.said == one.wanted else f"wrong, it is {one.wanted}"
-        lines += [f"{one.direction:<8}{one.source}", f"        {one.said}   ({mark})"]
+    for example in examples:
+        mark = "right" if example.said == example.wanted else f"wrong, should be {example.wanted}"
+        lines += [f"{example.direction:<8}{example.source}", f"        {example.said}   ({mark})"]
     return "\n".join(lines)
 
 
-def format_alignment(heads: Sequence[HeadAlignment], drawn: AlignmentMap) -> str:
-    """How well each head is aligned, and what the best one reads."""
-    lines = ["How often the source token that a head reads most is the one translated:", ""]
+def format_alignment(heads: Sequence[HeadAlignment], best_map: AlignmentMap) -> str:
+    """Format the alignment of every head, and the map of the best one."""
+    lines = ["How often the most attended source token is the aligned one:", ""]
     lines += [
-        f"  layer {one.layer} head {one.head}   {one.share:6.1%}   {'█' * round(30 * one.share)}" for one in heads
+        f"  layer {entry.layer} head {entry.head}   {entry.share:6.1%}   {'█' * round(30 * entry.share)}"
+        for entry in heads
     ]
-    head = f"Layer {drawn.layer} head {drawn.head} reads {drawn.gold.source!r} (columns) to write"
-    return "\n".join([*lines, "", f"{head} the rows;", "links that are known are in brackets:", "", str(drawn)])
+    caption = (
+        f"Layer {best_map.layer} head {best_map.head} attends to {best_map.gold.source!r} (columns) while it writes"
+    )
+    return "\n".join([*lines, "", f"{caption} the rows;", "gold alignments are marked with [:", "", str(best_map)])

@@ -1,4 +1,4 @@
-"""How far the demo is with a model that learns again: a moving line on a terminal, a line now and then elsewhere."""
+"""Pruned and converted versions of the demo's translator: retrained, verified, and compared with the original."""
 
 from __future__ import annotations
 
@@ -34,48 +34,50 @@ LINE_WIDTH = 78
 
 
 class RetrainingProgress:
-    """Says on stderr, unless told otherwise, what goes on and how long it may still take.
+    """Prints the current stage and the remaining time on `stream` (default: stderr).
+
+    On a terminal it overwrites one line; elsewhere it prints a line from time to time.
 
     >>> import io
-    >>> heard = io.StringIO()
-    >>> RetrainingProgress("pruned", 300, heard).report_stage("weighing heads")
-    >>> heard.getvalue()
-    'pruned: weighing heads\\n'
+    >>> stream = io.StringIO()
+    >>> RetrainingProgress("pruned", 300, stream).report_stage("ranking heads")
+    >>> stream.getvalue()
+    'pruned: ranking heads\\n'
     """
 
     def __init__(self, name: str, steps: int, stream: TextIO | None = None) -> None:
         self._name, self._steps, self._stream = name, steps, stream or sys.stderr
-        self._begun = self._said = 0.0
+        self._started = self._last_report = 0.0
 
-    def report_stage(self, what: str) -> None:
-        """What goes on now; "" when all is done."""
+    def report_stage(self, stage: str) -> None:
+        """Print the current stage; "" clears the line at the end."""
         if self._stream.isatty():
-            self._stream.write("\r\x1b[K" + (f"{self._name}: {what}"[:LINE_WIDTH] if what else ""))
-        elif what:
-            self._stream.write(f"{self._name}: {what}\n")
+            self._stream.write("\r\x1b[K" + (f"{self._name}: {stage}"[:LINE_WIDTH] if stage else ""))
+        elif stage:
+            self._stream.write(f"{self._name}: {stage}\n")
         self._stream.flush()
-        self._said = time.monotonic()
+        self._last_report = time.monotonic()
 
-    def report_step(self, at: RetrainingPoint) -> None:
-        """A step of learning."""
+    def report_step(self, point: RetrainingPoint) -> None:
+        """Print the number of the retraining step, loss, and time left."""
         now = time.monotonic()
-        if at.step == 0:
-            self._begun = now
-        if at.step in (0, self._steps) or self._stream.isatty() or now - self._said > LINE_INTERVAL:
-            left = (now - self._begun) / at.step * (self._steps - at.step) if at.step else None
-            loss = f", loss {at.loss:.4f}" if at.loss is not None else ""
-            rest = f", {format_duration(left)} left" if left is not None else ""
-            self.report_stage(f"step {at.step} of {self._steps}{loss}{rest}")
+        if point.step == 0:
+            self._started = now
+        if point.step in (0, self._steps) or self._stream.isatty() or now - self._last_report > LINE_INTERVAL:
+            seconds_left = (now - self._started) / point.step * (self._steps - point.step) if point.step else None
+            loss = f", loss {point.loss:.4f}" if point.loss is not None else ""
+            time_left = f", {format_duration(seconds_left)} left" if seconds_left is not None else ""
+            self.report_stage(f"step {point.step} of {self._steps}{loss}{time_left}")
 
 
-# --- The translator made smaller, with half of its heads and with shared keys and values, each with its ---
+# --- Compression: half of the heads, or shared keys and values -----------------------------------------
 
 SCORE_NAME = "exact_match"
 ProgressCallback = Callable[[str], object]
 
 
 class CompressedModel(NamedTuple):
-    """A model with other heads, what was done in a sentence and as plain values, and what is to be proven of it."""
+    """A compressed model, its summary, its record, and the arguments for its verification."""
 
     net: Transformer
     summary: str
@@ -84,7 +86,7 @@ class CompressedModel(NamedTuple):
 
 
 class CompressionMethod(NamedTuple):
-    """A way to make a translator smaller: its folder, its page, and for what part of the training it learns again."""
+    """A compression method: folder name, page title, function, and retraining steps as a share of training steps."""
 
     name: str
     title: str
@@ -93,7 +95,7 @@ class CompressionMethod(NamedTuple):
 
 
 class CompressionScale(NamedTuple):
-    """How many examples are learned from, look at heads, prove, and are translated; how long speed is measured."""
+    """Numbers of examples for distillation, ranking heads, proof and scores; seconds for measuring speed."""
 
     num_distillation_texts: int = 4000
     num_selection_texts: int = 128
@@ -103,38 +105,38 @@ class CompressionScale(NamedTuple):
 
 
 DEFAULT_SCALE = CompressionScale()
-RETRAINING = UptrainingOptions(steps=1, batch=64, rate=1e-3, alpha=1.0, every=50)  # from the translator as it was alone
+RETRAINING = UptrainingOptions(steps=1, batch=64, rate=1e-3, alpha=1.0, every=50)  # distillation only: alpha=1
 
 
-def prune_half(net: Transformer, texts: Sequence[Example], tell: ProgressCallback) -> CompressedModel:
-    """Half of all heads, those worth most; the others leave what they said on average."""
-    done = prune(net, KeepTop(0.5, HeadRanking(num_examples=64), scope="model"), texts, fold="mean", log=tell)
-    asked = {
-        "keep": dict(done.plan.changed_sites),
-        "replacements": dict(done.head_constants),
-        "ablation_pair": (net, done.after),
+def prune_half(net: Transformer, texts: Sequence[Example], progress: ProgressCallback) -> CompressedModel:
+    """Keep the most important half of all heads; fold the mean outputs of the others into the bias."""
+    pruned = prune(net, KeepTop(0.5, HeadRanking(num_examples=64), scope="model"), texts, fold="mean", log=progress)
+    verification = {
+        "keep": dict(pruned.plan.changed_sites),
+        "replacements": dict(pruned.head_constants),
+        "ablation_pair": (net, pruned.after),
     }
-    return CompressedModel(done.after, done.plan.summary, done.data, asked)
+    return CompressedModel(pruned.after, pruned.plan.summary, pruned.data, verification)
 
 
-def convert_to_mqa(net: Transformer, texts: Sequence[Example], tell: ProgressCallback) -> CompressedModel:
-    """One head of keys and values for all query heads of a layer, the mean of those there were, aligned first."""
-    tell("aligning keys and values")
-    done = convert(net, Pool(1, align="both"), texts)
-    asked = {"equivalents": {"aligned, before heads are pooled": lambda: done.equivalent}}
-    return CompressedModel(done.after, done.conversion.summary, done.data, asked)
+def convert_to_mqa(net: Transformer, texts: Sequence[Example], progress: ProgressCallback) -> CompressedModel:
+    """Convert to MQA: align the key-value heads of each layer and replace them by their mean."""
+    progress("aligning keys and values")
+    converted = convert(net, Pool(1, align="both"), texts)
+    verification = {"equivalents": {"aligned, before heads are pooled": lambda: converted.equivalent}}
+    return CompressedModel(converted.after, converted.conversion.summary, converted.data, verification)
 
 
 COMPRESSION_METHODS = (
-    CompressionMethod("pruned", "Half of its heads", prune_half, 1 / 2),
-    CompressionMethod("shared", "Keys and values shared", convert_to_mqa, 1 / 4),
+    CompressionMethod("pruned", "Half of the heads", prune_half, 1 / 2),
+    CompressionMethod("shared", "Shared keys and values (MQA)", convert_to_mqa, 1 / 4),
 )
 
 
 class CompressedTranslator:
-    """A translator changed in one way, in a folder beside it; made when its numbers are asked for, if it is not there.
+    """A translator compressed by one method, in a subfolder; it is made when `data` is first read, unless it exists.
 
-    Numbers are always those of the folder, so that a second look shows what the first did.
+    `data` is always read from the folder, so that later runs show the same numbers.
     """
 
     def __init__(
@@ -148,12 +150,12 @@ class CompressedTranslator:
 
     @property
     def retraining(self) -> UptrainingOptions:
-        """How it learns again: a part as long as it was trained."""
+        """Options of the retraining, which takes a share of the original training steps."""
         return replace(RETRAINING, steps=max(1, round(self.change.retraining_fraction * self.translator.recipe.steps)))
 
     @property
     def data(self) -> dict[str, Any]:
-        """What was done, and the proof of it, as plain values."""
+        """Record and proof of the compression, as plain values."""
         if self._data is None:
             self._ensure_compressed()
             proof = json.loads((self.folder / PROOF_JSON).read_text(encoding="utf-8"))
@@ -161,70 +163,78 @@ class CompressedTranslator:
         return self._data
 
     def _ensure_compressed(self) -> None:
-        """See to it that the folder holds what was made of this translator, in this way."""
+        """Compress the translator unless the folder already has the result for this model and these options."""
         net = self.translator.result.net
-        asked = {"model": fingerprint_model(net), "how": repr(self.retraining), "scale": list(self.scale)}
-        known = self._load_record()
-        if known is not None and (self.folder / PROOF_JSON).is_file() and known.items() >= asked.items():
+        request = {"model": fingerprint_model(net), "how": repr(self.retraining), "scale": list(self.scale)}
+        record = self._load_record()
+        if record is not None and (self.folder / PROOF_JSON).is_file() and record.items() >= request.items():
             return
-        if known is not None:
+        if record is not None:
             shutil.rmtree(self.folder)
-        self._compress(net.eval(), asked)
+        self._compress(net.eval(), request)
 
     def _load_record(self) -> dict[str, Any] | None:
-        """What an earlier demo left in the folder; what is not the demo's own is not touched."""
+        """Return the record that an earlier demo left in the folder, or None if the folder is not from the demo."""
         try:
-            done = read_record(self.folder).done
+            record = read_record(self.folder).done
         except SpecError:
             return None
-        return dict(done) if done.get("demo") == self.change.name else None
+        return dict(record) if record.get("demo") == self.change.name else None
 
-    def _compress(self, net: Transformer, asked: Mapping[str, Any]) -> None:
-        task, scale, screen = (
+    def _compress(self, net: Transformer, request: Mapping[str, Any]) -> None:
+        task, scale, progress = (
             self.translator.task,
             self.scale,
             RetrainingProgress(self.change.name, self.retraining.steps),
         )
-        screen.report_stage("examples to learn from")
+        progress.report_stage("generating examples")
         texts = examples_from_task(net, task, scale.num_distillation_texts, "train").examples_with_frequencies()
-        made = self.change.compress(net, texts[: scale.num_selection_texts], screen.report_stage)
-        screen.report_stage("translating")
-        cut = next(
-            row for row in compare_task_scores(net, made.net, task, scale.num_scored_examples) if row.name == SCORE_NAME
+        compressed = self.change.compress(net, texts[: scale.num_selection_texts], progress.report_stage)
+        progress.report_stage("translating test examples")
+        score_without_retraining = next(
+            row
+            for row in compare_task_scores(net, compressed.net, task, scale.num_scored_examples)
+            if row.name == SCORE_NAME
         )
-        learnt = uptrain(made.net, net, texts, self.retraining, screen.report_step)
-        if learnt.stop_reason:
-            raise KeyboardInterrupt(learnt.stop_reason)
-        record = {**made.record, **asked, "demo": self.change.name, "cut": cut.data, "kept": learnt.step}
-        record |= {"steps": self.retraining.steps, "curve": [at._asdict() for at in learnt.curve]}
-        write_model_folder(learnt.net, self.translator.folder, self.folder, record)
-        notes = f"learned again for {self.retraining.steps} steps from what the model was; step {learnt.step} is kept"
-        how = ProofOptions(
-            made.summary,
-            exports={"headwise.load of what was written": lambda: load(self.folder)},
+        retrained = uptrain(compressed.net, net, texts, self.retraining, progress.report_step)
+        if retrained.stop_reason:
+            raise KeyboardInterrupt(retrained.stop_reason)
+        record = {
+            **compressed.record,
+            **request,
+            "demo": self.change.name,
+            "cut": score_without_retraining.data,
+            "kept": retrained.step,
+        }
+        record |= {"steps": self.retraining.steps, "curve": [point._asdict() for point in retrained.curve]}
+        write_model_folder(retrained.net, self.translator.folder, self.folder, record)
+        notes = f"retrained for {self.retraining.steps} steps from the original model; step {retrained.step} is kept"
+        options = ProofOptions(
+            compressed.summary,
+            exports={"headwise.load of the written folder": lambda: load(self.folder)},
             task=task,
             num_examples=scale.num_scored_examples,
             timing=TimingOptions(batch=16, length=16, steps=task.answers, seconds=scale.seconds),
             notes=(notes,),
             command="headwise demo",
-            **made.verification,
+            **compressed.verification,
         )
         proof = prove(
             net,
-            learnt.net,
+            retrained.net,
             examples_from_task(net, task, scale.num_proof_texts).examples_with_frequencies(),
-            how,
-            screen.report_stage,
+            options,
+            progress.report_stage,
         )
-        screen.report_stage("")
+        progress.report_stage("")
         write_proof(proof, self.folder)
 
 
-# --- A translator from its first step to two smaller ones ----------------------------------------------
+# --- Translator and its compressed versions ------------------------------------------------------------
 
 
 class TrainingDemo:
-    """A translator and what is made of it; a folder that holds something else is refused at once."""
+    """The translator and its compressed versions; raises at once if a folder has other contents."""
 
     def __init__(self, folder: Path, recipe: Recipe | None = None, scale: CompressionScale = DEFAULT_SCALE) -> None:
         self.translator = Translator(folder, recipe)
@@ -233,24 +243,24 @@ class TrainingDemo:
         }
 
     def pages(self) -> Iterator[tuple[str, Callable[[], str]]]:
-        """A title, and what makes the page when it is its turn."""
-        yield "A translator learns", self.translator.training_page
-        yield "What it says", self.translator.examples_page
-        yield "Which head reads what", self.translator.alignment_page
-        for title, one in self.smaller.items():
-            yield title, partial(_format_compressed, one)
+        """Yield the title of every page and the function that makes it."""
+        yield "Training a translator", self.translator.training_page
+        yield "Its translations", self.translator.examples_page
+        yield "Its alignment heads", self.translator.alignment_page
+        for title, translator in self.smaller.items():
+            yield title, partial(_format_compressed, translator)
 
-    def report(self, shown: Sequence[tuple[str, str]]) -> Path:
-        """Everything that was shown, as a page of HTML in the folder."""
-        changes = {title: one.data for title, one in self.smaller.items()}
-        return html_report.write_report(self.translator.folder, shown, changes)
+    def report(self, pages: Sequence[tuple[str, str]]) -> Path:
+        """Write all pages as HTML to the folder and return the path."""
+        changes = {title: translator.data for title, translator in self.smaller.items()}
+        return html_report.write_report(self.translator.folder, pages, changes)
 
     @property
     def data(self) -> dict[str, Any]:
         """All numbers as plain values."""
-        smaller = {one.change.name: one.data for one in self.smaller.values()}
+        smaller = {translator.change.name: translator.data for translator in self.smaller.values()}
         return {"translator": self.translator.data, **smaller}
 
 
-def _format_compressed(one: CompressedTranslator) -> str:
-    return before_after.format_comparison(one.data)
+def _format_compressed(translator: CompressedTranslator) -> str:
+    return before_after.format_comparison(translator.data)

@@ -1,4 +1,4 @@
-"""Answers that are written: behind a text, or in the place of a source."""
+"""`headwise run` with a generating model: continuations and translations."""
 
 from __future__ import annotations
 
@@ -22,59 +22,59 @@ from . import DECODING_OPTIONS
 from .inputs import InputLine, InputLines
 from .scores import TranslationScores
 
-DEFAULT_NEW_TOKENS = 64  # tokens of an answer, unless said
+DEFAULT_NEW_TOKENS = 64  # default of --max-new-tokens
 
 
-def answer(net: Transformer, given: argparse.Namespace) -> int:
-    """One text as it is written, or line after line."""
-    how, count = parse_decoding(given), parse_length(given)
-    reasons = CompileNotices()
-    tell = ignore_decision if given.compile is None else reasons.print_once
-    asked = TextGenerator.of(net, count, given.temperature or 0.0, how, tell)
-    seed = RandomStream(secrets.randbits(63) if given.seed is None else given.seed).seed  # one for all lines
-    form, scores = "document" if given.json else "lines", TranslationScores.from_file(given.score, given.score_tokenize)
-    writer = AnswerWriter(asked, seed, form, scores, reasons)
-    read = partial(encode_prompt, net, max_new_tokens=count, window=how.window)
-    if given.text is not None:
-        writer.write_one(InputLine(1, given.text, read(given.text)))
+def answer(model: Transformer, args: argparse.Namespace) -> int:
+    """Generate for TEXT, printed as it is decoded, or for every line of stdin."""
+    decoding, max_new_tokens = parse_decoding(args), parse_length(args)
+    notices = CompileNotices()
+    on_decision = ignore_decision if args.compile is None else notices.print_once
+    generator = TextGenerator.of(model, max_new_tokens, args.temperature or 0.0, decoding, on_decision)
+    seed = RandomStream(secrets.randbits(63) if args.seed is None else args.seed).seed  # shared by all lines
+    form, scores = "document" if args.json else "lines", TranslationScores.from_file(args.score, args.score_tokenize)
+    writer = AnswerWriter(generator, seed, form, scores, notices)
+    read = partial(encode_prompt, model, max_new_tokens=max_new_tokens, window=decoding.window)
+    if args.text is not None:
+        writer.write_one(InputLine(1, args.text, read(args.text)))
         writer.finish()
         return 0
-    lines = InputLines(given.batch)
-    for some in lines:
-        writer.write_batch(some, lines.read(some, read))
+    lines = InputLines(args.batch)
+    for batch in lines:
+        writer.write_batch(batch, lines.read(batch, read))
     writer.finish()
     return 2 if lines.num_failed else 0
 
 
-def parse_decoding(given: argparse.Namespace) -> DecodingConfig:
-    """How tokens are chosen, as the command line says."""
-    told = {name: getattr(given, name) for name in (option.replace("-", "_") for option in DECODING_OPTIONS)}
+def parse_decoding(args: argparse.Namespace) -> DecodingConfig:
+    """Return the decoding configuration that the options describe."""
+    options = {name: getattr(args, name) for name in (option.replace("-", "_") for option in DECODING_OPTIONS)}
     return DecodingConfig(
-        **{name: value for name, value in told.items() if value is not None}, stop=tuple(given.stop or ())
+        **{name: value for name, value in options.items() if value is not None}, stop=tuple(args.stop or ())
     )
 
 
-def parse_length(given: argparse.Namespace) -> int:
-    """How long an answer may be, as the command line says."""
-    return DEFAULT_NEW_TOKENS if given.max_new_tokens is None else given.max_new_tokens
+def parse_length(args: argparse.Namespace) -> int:
+    """Return --max-new-tokens or its default."""
+    return DEFAULT_NEW_TOKENS if args.max_new_tokens is None else args.max_new_tokens
 
 
 @dataclass
 class CompileNotices:
-    """Why steps were compiled or not: each is told once, on stderr."""
+    """Prints every reason for compiling or not compiling the decode step once, on stderr."""
 
     messages: list[str] = field(default_factory=list)
 
-    def print_once(self, choice: CompileDecision) -> None:
-        """One more choice."""
-        if choice.reason not in self.messages:
-            self.messages.append(choice.reason)
-            print(f"steps are {choice.reason}", file=sys.stderr)
+    def print_once(self, decision: CompileDecision) -> None:
+        """Print the reason of a decision, unless it has been printed."""
+        if decision.reason not in self.messages:
+            self.messages.append(decision.reason)
+            print(f"steps are {decision.reason}", file=sys.stderr)
 
 
 @dataclass
 class AnswerWriter:
-    """Where answers go: lines on stdout as they come, or one "document" at the end."""
+    """Prints answers: lines as they finish, or with form="document" one JSON document at the end."""
 
     generation: TextGenerator
     seed: int
@@ -84,7 +84,7 @@ class AnswerWriter:
     documents: list[dict[str, Any]] = field(default_factory=list)
 
     def write_one(self, line: InputLine[list[int]]) -> None:
-        """The answer to one text, as it comes where that can be."""
+        """Generate and print one answer, token by token unless beams or JSON are requested."""
         if self.form == "document" or self.generation.how.beams > 1:
             self.write_batch([line], [line])
             return
@@ -96,35 +96,35 @@ class AnswerWriter:
         self._score(text)
 
     def write_batch(self, lines: Sequence[InputLine[list[int]]], ready: Sequence[InputLine[list[int]]]) -> None:
-        """The answers to some lines, of which those that are `ready` can be answered."""
-        found = self.generation.answers(_generation_inputs(ready), self._random_streams(ready)) if ready else []
-        best = {line.number: own for line, own in zip(ready, found, strict=True)}
+        """Generate answers to the `ready` lines of a batch, and print one for every line."""
+        results = self.generation.answers(_generation_inputs(ready), self._random_streams(ready)) if ready else []
+        outputs_of_line = {line.number: outputs for line, outputs in zip(ready, results, strict=True)}
         for line in lines:
-            own = best.get(line.number, [])
-            self._score(own[0].text if own else "")
+            outputs = outputs_of_line.get(line.number, [])
+            self._score(outputs[0].text if outputs else "")
             if self.form == "document":
-                self.documents.append(_answer_to_dict(line, own))
+                self.documents.append(_answer_to_dict(line, outputs))
             else:
-                self._write_answer(line, own)
+                self._write_answer(line, outputs)
 
     def finish(self) -> None:
-        """Tell what can only be told of all."""
-        whole = self.form == "document" and (self.scores is None or self.scores.is_complete)
+        """Print the JSON document and the scores."""
+        has_scores = self.form == "document" and (self.scores is None or self.scores.is_complete)
         if self.form == "document":
             seed = {"seed": self.seed} if self.generation.temperature else {}
-            scores = {"scores": self.scores.data} if self.scores and whole else {}
+            scores = {"scores": self.scores.data} if self.scores and has_scores else {}
             steps = {"steps": self.compile_notices.messages} if self.compile_notices.messages else {}
             print_page(
                 to_json({"model": self.generation.net.spec.name, **seed, **steps, "answers": self.documents, **scores})
             )
-        if self.scores and not whole:
+        if self.scores and not has_scores:
             print(self.scores, file=sys.stderr)
 
-    def _write_answer(self, line: InputLine[list[int]], own: Sequence[GenerationOutput]) -> None:
-        for said in own:
-            text = re.sub(r"[\r\n]+", " ", said.text or "")  # a line is answered by a line
-            print_page(text if self.generation.how.best == 1 else f"{line.number}\t{said.score:.4f}\t{text}")
-        if not own:
+    def _write_answer(self, line: InputLine[list[int]], outputs: Sequence[GenerationOutput]) -> None:
+        for output in outputs:
+            text = re.sub(r"[\r\n]+", " ", output.text or "")  # one output line per input line
+            print_page(text if self.generation.how.best == 1 else f"{line.number}\t{output.score:.4f}\t{text}")
+        if not outputs:
             print_page("" if self.generation.how.best == 1 else f"{line.number}\t\t")
         sys.stdout.flush()
 
@@ -140,16 +140,16 @@ def _generation_inputs(lines: Sequence[InputLine[list[int]]]) -> PromptBatch:
     return PromptBatch([line.read for line in lines if line.read is not None], "text", "together")
 
 
-def _answer_to_dict(line: InputLine[list[int]], own: Sequence[GenerationOutput]) -> dict[str, Any]:
-    head = {"line": line.number, "prompt": line.text}
+def _answer_to_dict(line: InputLine[list[int]], outputs: Sequence[GenerationOutput]) -> dict[str, Any]:
+    line_info = {"line": line.number, "prompt": line.text}
     if line.error:
-        return head | {"error": line.error}
-    best = [{name: value for name, value in said._asdict().items() if value is not None} for said in own]
-    first = {name: value for told in best[:1] for name, value in told.items()}
-    return head | first | ({"best": best} if best[1:] else {})
+        return line_info | {"error": line.error}
+    candidates = [{name: value for name, value in output._asdict().items() if value is not None} for output in outputs]
+    first = {name: value for fields in candidates[:1] for name, value in fields.items()}
+    return line_info | first | ({"best": candidates} if candidates[1:] else {})
 
 
 def _write_piece(piece: str) -> None:
-    """A piece of a line, at once."""
+    """Write part of a line and flush."""
     sys.stdout.write(piece)
     sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""What is to be answered: one text, or the lines of stdin, a few at a time."""
+"""Inputs of `headwise run`: batches of stdin lines, and conversion of texts, images and frames to tensors."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from ...masking.sequence_info import SequenceInfo
 from ...models import Transformer
 from ..arguments import UsageError
 
-MAX_LINE_BYTES = 2**20  # bytes of a line
+MAX_LINE_BYTES = 2**20  # longest line that is accepted
 InputT = TypeVar("InputT")
 
 
 @dataclass
 class InputLine(Generic[InputT]):
-    """A line by its number, counted from 1: what it says, and what was made of it, or why nothing could be."""
+    """An input line (numbers count from 1), with the parsed input in `read`, or the reason it failed in `error`."""
 
     number: int
     text: str
@@ -40,26 +40,25 @@ class InputLine(Generic[InputT]):
 
 @dataclass
 class InputLines:
-    """Lines of stdin in batches, in order. A line that cannot be read is told on stderr, and the others go on.
-
-    `refused` counts those; an empty line is answered by an empty one.
+    """Batches of stdin lines, in order. A line that fails is reported on stderr and counted in `num_failed`; the others
+    continue. An empty line gets an empty answer.
     """
 
     batch_size: int
     num_failed: int = field(default=0, init=False)
 
     def __iter__(self) -> Iterator[list[InputLine[Any]]]:
-        lines, size = enumerate(_read_stdin_lines(), 1), 1 if sys.stdin.isatty() else self.batch_size
-        while some := [_decode_line(number, raw) for number, raw in islice(lines, size)]:
-            yield some
+        stdin_lines, size = enumerate(_read_stdin_lines(), 1), 1 if sys.stdin.isatty() else self.batch_size
+        while batch := [_decode_line(number, raw) for number, raw in islice(stdin_lines, size)]:
+            yield batch
 
-    def read(self, lines: list[InputLine[Any]], make: Callable[[str], Any]) -> list[InputLine[Any]]:
-        """What is made of each line that is not empty; those that something could be made of."""
+    def read(self, lines: list[InputLine[Any]], parse: Callable[[str], Any]) -> list[InputLine[Any]]:
+        """Parse every line that is not empty with `parse`; return the lines that succeeded."""
         for line in lines:
             if line.error or not line.text.strip():
                 continue
             try:
-                line.read = make(line.text)
+                line.read = parse(line.text)
             except (ValueError, OSError) as error:
                 line.error = " ".join(str(error).split())
         for line in lines:
@@ -72,7 +71,9 @@ class InputLines:
 def _read_stdin_lines() -> Iterator[bytes]:
     while raw := sys.stdin.buffer.readline(MAX_LINE_BYTES + 1):
         if len(raw) > MAX_LINE_BYTES:
-            raise UsageError(f"a line of stdin is longer than {MAX_LINE_BYTES:,} bytes; give text, a sentence a line")
+            raise UsageError(
+                f"a line of stdin is longer than {MAX_LINE_BYTES:,} bytes; give text with one sentence per line"
+            )
         yield raw
 
 
@@ -80,65 +81,67 @@ def _decode_line(number: int, raw: bytes) -> InputLine[Any]:
     try:
         return InputLine(number, raw.decode().rstrip("\r\n"))
     except UnicodeDecodeError as error:
-        return InputLine(number, "", error=f"byte {error.start} is no text: {error.reason}; give UTF-8")
+        return InputLine(number, "", error=f"byte {error.start} is not UTF-8: {error.reason}; give UTF-8 text")
 
 
-# --- What is classified, brought to what the model reads -----------------------------------------------
+# --- Inputs of classifiers -----------------------------------------------------------------------------
 
 
 class InputReader(ABC):
-    """How a line becomes an input, and inputs a batch."""
+    """Converts a line to an input, and inputs to a batch."""
 
     def __init__(self, net: Transformer) -> None:
         self.net = net
 
     @abstractmethod
-    def read(self, said: str) -> Any:
-        """The input that a line stands for."""
+    def read(self, line: str) -> Any:
+        """Return the input that a line names."""
 
     @abstractmethod
     def collate(self, read: Sequence[Any]) -> tuple[Tensor, SequenceInfo | None]:
-        """Several side by side, and where their tokens stand."""
+        """Return a batch of inputs, and the sequence info of its tokens if they are padded."""
 
 
 def make_input_reader(net: Transformer) -> InputReader:
-    """What a model reads: texts, images if it knows their size, frames if its patches are one column of them."""
+    """Return the reader for a model: of texts, images (if their size is known) or frames (one-column patches)."""
     embedding = net.spec.stacks[0].embedding
     patches = embedding.patches if embedding else None
     if patches is None:
         return TextReader(net)
     if net.usage.mean and (net.usage.size or patches.columns == 1):
         return ImageReader(net) if net.usage.size else FrameReader(net)
-    fact = f"{net.spec.name} does not say how its inputs were brought to size and scale"
-    raise SpecError(f"{fact}; say it, as in net.usage = Usage(size=(28, 28), mean=(0.13,), deviation=(0.31,))")
+    fact = f"{net.spec.name} does not record the size and normalisation of its inputs"
+    raise SpecError(f"{fact}; set them, as in net.usage = Usage(size=(28, 28), mean=(0.13,), deviation=(0.31,))")
 
 
 class TextReader(InputReader):
-    """Texts as ids."""
+    """Reads texts as token ids."""
 
-    def read(self, said: str) -> list[int]:
-        return encode_text(self.net, said)
+    def read(self, line: str) -> list[int]:
+        return encode_text(self.net, line)
 
     def collate(self, read: Sequence[list[int]]) -> tuple[Tensor, SequenceInfo | None]:
         return pad_left(read, torch.device("cpu"))
 
 
 class ImageReader(InputReader):
-    """Files of images by their paths, brought to the size and the channels that were trained on."""
+    """Reads image files, resized to the size and channels of the training images."""
 
-    def read(self, said: str) -> Tensor:
-        path, (high, wide) = existing_file(said), self.net.usage.size
-        shape = high, wide, len(self.net.usage.mean)
+    def read(self, line: str) -> Tensor:
+        path, (height, width) = existing_file(line), self.net.usage.size
+        shape = height, width, len(self.net.usage.mean)
         if path.suffix == ".npy":
-            store = ArrayImages(_check_image(open_npy(path), said)[None], said)
+            store = ArrayImages(_check_image(open_npy(path), line)[None], line)
             if store.shape != shape:
-                sizes = [" x ".join(map(str, told)) for told in (store.shape, shape)]
-                raise SpecError(f"{said} holds {sizes[0]}, the model reads {sizes[1]}; give high, wide and channels so")
+                sizes = [" x ".join(map(str, size)) for size in (store.shape, shape)]
+                raise SpecError(
+                    f"{line} is {sizes[0]}, but the model needs {sizes[1]} (height x width x channels); resize it"
+                )
         elif path.suffix.lower() in IMAGE_SUFFIXES:
-            store = ImageFiles([path], (high, wide))
+            store = ImageFiles([path], (height, width))
             store.shape = shape
         else:
-            raise SpecError(f"{said} is none of {', '.join((*IMAGE_SUFFIXES, '.npy'))}; give an image")
+            raise SpecError(f"{line} is not an image file; give one of {', '.join((*IMAGE_SUFFIXES, '.npy'))}")
         return scale_inputs(self.net, store.take(np.arange(1)))
 
     def collate(self, read: Sequence[Tensor]) -> tuple[Tensor, SequenceInfo | None]:
@@ -146,12 +149,14 @@ class ImageReader(InputReader):
 
 
 class FrameReader(InputReader):
-    """Frames [time, features] in .npy files."""
+    """Reads frames [time, features] from .npy files."""
 
-    def read(self, said: str) -> Tensor:
-        frames = open_npy(existing_file(said)) if Path(said).suffix == ".npy" else np.empty(0)
+    def read(self, line: str) -> Tensor:
+        frames = open_npy(existing_file(line)) if Path(line).suffix == ".npy" else np.empty(0)
         if frames.ndim != 2 or frames.dtype.kind not in "fui" or not frames.size or not np.isfinite(frames).all():
-            raise SpecError(f"{said} holds no finite numbers [time, features]; give such an .npy")
+            raise SpecError(
+                f"{line} is not an array [time, features] of finite numbers; give an .npy file with one"
+            )
         return scale_inputs(self.net, frames[None])[0]
 
     def collate(self, read: Sequence[Tensor]) -> tuple[Tensor, SequenceInfo | None]:
@@ -160,8 +165,10 @@ class FrameReader(InputReader):
         return x, SequenceInfo.from_batch(x, lengths=lengths)
 
 
-def _check_image(numbers: Any, said: str) -> Any:
-    if numbers.ndim not in (2, 3) or numbers.dtype.kind not in "uif" or not numbers.size:
-        shape = " x ".join(map(str, numbers.shape))
-        raise SpecError(f"{said} holds {numbers.dtype}, {shape}; give one image, [high, wide] or with channels")
-    return numbers
+def _check_image(array: Any, name: str) -> Any:
+    if array.ndim not in (2, 3) or array.dtype.kind not in "uif" or not array.size:
+        shape = " x ".join(map(str, array.shape))
+        raise SpecError(
+            f"{name} is {array.dtype}, {shape}; give one image, [height, width] or [height, width, channels]"
+        )
+    return array

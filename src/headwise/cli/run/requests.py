@@ -1,4 +1,4 @@
-"""`headwise run --requests`: the lines of a file answered together, each as it is done."""
+"""`headwise run --requests`: serve the requests of a file with continuous batching."""
 
 from __future__ import annotations
 
@@ -26,72 +26,77 @@ from .generated_text import CompileNotices, parse_decoding, parse_length
 from .inputs import MAX_LINE_BYTES
 
 DEFAULT_MEMORY = "1 GiB"
-REQUEST_KEYS = ("prompt", "max_new_tokens", "temperature", "seed")  # keys of a line, besides the words of Decoding
+REQUEST_KEYS = (
+    "prompt",
+    "max_new_tokens",
+    "temperature",
+    "seed",
+)  # keys of a request besides the fields of DecodingConfig
 UNSUPPORTED_OPTIONS = ("beams", "best", "length_penalty", "end", "compile")
 
 
-def answer(net: Transformer, given: argparse.Namespace) -> int:
-    """Answer every line; 2 at the end if one could not be."""
-    usual = RequestDefaults(
-        parse_length(given), given.temperature or 0.0, make_random_streams(given.seed, 1)[0].seed, parse_decoding(given)
+def answer(model: Transformer, args: argparse.Namespace) -> int:
+    """Serve every request; return 2 if one failed."""
+    defaults = RequestDefaults(
+        parse_length(args), args.temperature or 0.0, make_random_streams(args.seed, 1)[0].seed, parse_decoding(args)
     )
-    _check_request_options(given, usual)
+    _check_request_options(args, defaults)
     batching = BatchingConfig(
-        **{name: said for name in ("rows", "chunk") if (said := getattr(given, name)) is not None}
+        **{name: value for name in ("rows", "chunk") if (value := getattr(args, name)) is not None}
     )
-    engine = Engine(net, budget=parse_bytes(given.budget or DEFAULT_MEMORY), batching=batching)
-    writer = RequestWriter("document" if given.json else "lines")
+    engine = Engine(model, budget=parse_bytes(args.budget or DEFAULT_MEMORY), batching=batching)
+    writer = RequestWriter("document" if args.json else "lines")
     streams: dict[int, RequestStream] = {}
-    for number, raw in _read_request_lines(given.requests):
+    for number, line in _read_request_lines(args.requests):
         try:
-            streams[number] = usual.submit(engine, number, _parse_request(raw))
+            streams[number] = defaults.submit(engine, number, _parse_request(line))
         except (ValueError, OverflowError) as error:
             writer.write_answer({"line": number, "error": " ".join(str(error).split())})
     while streams:
         engine.step()
         for number in [number for number, stream in streams.items() if stream.ended]:
             writer.write_answer(_stream_to_dict(number, streams.pop(number)))
-    writer.finish(net, engine)
+    writer.finish(model, engine)
     return 2 if writer.num_failed else 0
 
 
 @dataclass(frozen=True)
 class RequestDefaults:
-    """What a request is asked where its line does not say otherwise."""
+    """Options from the command line, used where a request does not set them."""
 
     max_new_tokens: int
     temperature: float
     seed: int
     decoding: DecodingConfig
 
-    def submit(self, engine: Engine, number: int, said: dict[str, Any]) -> RequestStream:
-        """Hand in one line; without a seed of its own it draws from the stream of its number, as a line of stdin."""
-        how = {name: value for name, value in said.items() if name not in REQUEST_KEYS}
-        if isinstance(how.get("stop"), list):
-            how["stop"] = tuple(how["stop"])
+    def submit(self, engine: Engine, number: int, request: dict[str, Any]) -> RequestStream:
+        """Submit one request; without its own seed it samples from the random stream of its line number."""
+        decoding = {name: value for name, value in request.items() if name not in REQUEST_KEYS}
+        if isinstance(decoding.get("stop"), list):
+            decoding["stop"] = tuple(decoding["stop"])
         try:
-            told = replace(self.decoding, **how)
+            config = replace(self.decoding, **decoding)
         except TypeError:
-            raise ValueError(f"{how} does not say how tokens are chosen; write {EXAMPLE_REQUEST}") from None
+            raise ValueError(f"{decoding} is not a decoding configuration; write {EXAMPLE_REQUEST}") from None
         return engine.submit(
-            said["prompt"],
-            max_new_tokens=said.get("max_new_tokens", self.max_new_tokens),
-            temperature=said.get("temperature", self.temperature),
-            config=told,
-            seed=said.get("seed", Numbers(self.seed, number - 1)),
+            request["prompt"],
+            max_new_tokens=request.get("max_new_tokens", self.max_new_tokens),
+            temperature=request.get("temperature", self.temperature),
+            config=config,
+            seed=request.get("seed", Numbers(self.seed, number - 1)),
         )
 
 
 @dataclass
 class RequestWriter:
-    """Where answers go: lines on stdout as they come, or one "document" at the end, in the order of the file."""
+    """Prints answers: JSON lines as they finish, or with form="document" one document at the end, in file order."""
 
     form: str
     num_failed: int = 0
     documents: list[dict[str, Any]] = field(default_factory=list)
 
     def write_answer(self, answer: dict[str, Any]) -> None:
-        """One line's answer, or why there is none."""
+        """Print or store one answer or error."""
         self.num_failed += "error" in answer
         if self.form == "document":
             self.documents.append(answer)
@@ -99,15 +104,15 @@ class RequestWriter:
         print_page(json.dumps(answer))
         sys.stdout.flush()
 
-    def finish(self, net: Transformer, engine: Engine) -> None:
-        """What was measured, beside what is predicted."""
+    def finish(self, model: Transformer, engine: Engine) -> None:
+        """Print the measured throughput and, where possible, the prediction of the roofline model."""
         report = engine.report()
-        priced = str(next(net.parameters()).dtype) in DTYPE_NAMES and report.tokens
-        predicted = ThroughputPrediction.of(net, report, Device.from_name("here")) if priced else None
+        can_predict = str(next(model.parameters()).dtype) in DTYPE_NAMES and report.tokens
+        predicted = ThroughputPrediction.of(model, report, Device.from_name("here")) if can_predict else None
         if self.form == "document":
             answers = sorted(self.documents, key=lambda answer: answer["line"])
             summary = report.data | {"predicted": predicted and predicted.data}
-            print_page(to_json({"model": net.spec.name, "answers": answers, "summary": summary}))
+            print_page(to_json({"model": model.spec.name, "answers": answers, "summary": summary}))
         else:
             print(report, *([predicted] if predicted else []), sep="\n", file=sys.stderr)
 
@@ -120,56 +125,58 @@ def _stream_to_dict(number: int, stream: RequestStream) -> dict[str, Any]:
     return {"line": number, **text, "ids": stream.ids, "ended": stream.ended, **seconds}
 
 
-def _check_request_options(given: argparse.Namespace, usual: RequestDefaults) -> None:
-    """Refuse what is for other ways to run a model."""
-    if given.text is not None or given.score is not None:
-        what = "TEXT" if given.text is not None else "--score"
-        raise UsageError(f"{what} and --requests cannot be meant together; give one of them")
-    if usual.decoding.beams > 1:
+def _check_request_options(args: argparse.Namespace, defaults: RequestDefaults) -> None:
+    """Raise on options that do not work with --requests."""
+    if args.text is not None or args.score is not None:
+        option = "TEXT" if args.text is not None else "--score"
+        raise UsageError(f"{option} and --requests exclude each other; leave one out")
+    if defaults.decoding.beams > 1:
         raise UsageError(
-            f"--beams {usual.decoding.beams} follows one text at a time; leave out --requests, or give --beams 1"
+            f"--requests does not support --beams {defaults.decoding.beams}; leave out --requests, or give --beams 1"
         )
-    if usual.decoding.compile == "on":
+    if defaults.decoding.compile == "on":
         raise UsageError(
-            "--compile on is for rows that are alike, and requests are not; leave out --requests, or --compile"
+            "--requests does not support --compile on, because requests have different lengths; leave one out"
         )
-    if given.compile is not None:
+    if args.compile is not None:
         CompileNotices().print_once(MIXED_REQUESTS)
 
 
 def _read_request_lines(name: str) -> Iterator[tuple[int, bytes]]:
-    """The lines that are not empty, with their numbers, of a file or of stdin; of one that is too long the start."""
+    """Yield the numbers and bytes of non-empty lines of a file or stdin; a line that is too long is cut."""
     try:
         with nullcontext(sys.stdin.buffer) if name == "-" else Path(name).open("rb") as file:
-            yield from ((number, raw) for number, raw in enumerate(_read_bounded_lines(file), 1) if raw.strip())
+            yield from ((number, line) for number, line in enumerate(_read_bounded_lines(file), 1) if line.strip())
     except OSError as error:
-        raise UsageError(f"{name!r} cannot be read: {error.strerror}; give a file with a JSON object a line") from None
+        raise UsageError(
+            f"{name!r} cannot be read: {error.strerror}; give a file with one JSON object per line"
+        ) from None
 
 
 def _read_bounded_lines(file: BinaryIO) -> Iterator[bytes]:
-    while raw := file.readline(MAX_LINE_BYTES + 1):
-        rest = raw
-        while len(rest) > MAX_LINE_BYTES and not rest.endswith(b"\n"):
-            rest = file.readline(MAX_LINE_BYTES + 1)
-        yield raw
+    while line := file.readline(MAX_LINE_BYTES + 1):
+        tail = line
+        while len(tail) > MAX_LINE_BYTES and not tail.endswith(b"\n"):
+            tail = file.readline(MAX_LINE_BYTES + 1)
+        yield line
 
 
-def _parse_request(raw: bytes) -> dict[str, Any]:
-    """What a line asks."""
-    if len(raw) > MAX_LINE_BYTES:
-        raise ValueError(f"the line is longer than {MAX_LINE_BYTES:,} bytes; give a request a line")
+def _parse_request(line: bytes) -> dict[str, Any]:
+    """Parse and check one request."""
+    if len(line) > MAX_LINE_BYTES:
+        raise ValueError(f"the line is longer than {MAX_LINE_BYTES:,} bytes; give one request per line")
     try:
-        said = json.loads(raw)
+        request = json.loads(line)
     except (ValueError, RecursionError) as error:
         reason = getattr(error, "msg", None) or type(error).__name__
-        raise ValueError(f"the line is no JSON: {reason}; write {EXAMPLE_REQUEST}") from None
-    if not isinstance(said, dict) or "prompt" not in said:
+        raise ValueError(f"the line is not JSON: {reason}; write {EXAMPLE_REQUEST}") from None
+    if not isinstance(request, dict) or "prompt" not in request:
         raise ValueError(f"the line has no prompt; write {EXAMPLE_REQUEST}")
-    known = [*REQUEST_KEYS, *(f.name for f in fields(DecodingConfig) if f.name not in UNSUPPORTED_OPTIONS)]
-    for name in said:
-        if name not in known:
-            raise ValueError(f"a request has no {name!r}; {suggest(name, known)}")
-    return {name: value for name, value in said.items() if value is not None or name == "prompt"}
+    known_keys = [*REQUEST_KEYS, *(f.name for f in fields(DecodingConfig) if f.name not in UNSUPPORTED_OPTIONS)]
+    for name in request:
+        if name not in known_keys:
+            raise ValueError(f"a request has no {name!r}; {suggest(name, known_keys)}")
+    return {name: value for name, value in request.items() if value is not None or name == "prompt"}
 
 
 EXAMPLE_REQUEST = '{"prompt": "Once upon", "max_new_tokens": 20}'

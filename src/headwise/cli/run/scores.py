@@ -1,4 +1,4 @@
-"""How good translations are, beside those of a file."""
+"""BLEU and chrF of generated lines against a file of references (--score)."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 from ...data.translation import SacreBleuScores, score_translations
 from ..arguments import UsageError
 
-DEFAULT_BLEU_TOKENIZER = "13a"  # how sacreBLEU cuts a line into words
+DEFAULT_BLEU_TOKENIZER = "13a"  # sacreBLEU's default
 
 
 @dataclass
 class TranslationScores:
-    """Lines that were `said`, and the lines that they are held to."""
+    """Generated `hypotheses` and the `references` read from a file."""
 
     path: str
     references: list[str]
@@ -23,43 +23,45 @@ class TranslationScores:
 
     @staticmethod
     def from_file(path: str | None, tokenize: str | None) -> TranslationScores | None:
-        """What a file of references asks for, known to be there before anything is answered."""
+        """Read the references, or return None without --score; raises before anything is generated."""
         if path is None:
             if tokenize is not None:
-                raise UsageError(f"--score-tokenize {tokenize} says how scores are reckoned; give --score REF too")
+                raise UsageError("--score-tokenize needs --score; add --score REF")
             return None
         try:
-            wanted = Path(path).read_text(encoding="utf-8").split("\n")
+            references = Path(path).read_text(encoding="utf-8").split("\n")
         except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(f"{path!r} cannot be read: {error}; give a file with a line for each answer") from None
-        wanted = wanted[:-1] if wanted[-1] == "" else wanted
-        scores = TranslationScores(path, [line.rstrip("\r") for line in wanted], tokenize or DEFAULT_BLEU_TOKENIZER)
-        score_translations(["a"], ["a"], scores.tokenize)  # refuses what is not installed or not known
+            raise UsageError(
+                f"{path!r} cannot be read: {error}; give a text file with one reference per line"
+            ) from None
+        references = references[:-1] if references[-1] == "" else references
+        scores = TranslationScores(path, [line.rstrip("\r") for line in references], tokenize or DEFAULT_BLEU_TOKENIZER)
+        score_translations(["a"], ["a"], scores.tokenize)  # raises if sacreBLEU or the tokenizer is missing
         return scores
 
     @property
     def is_complete(self) -> bool:
-        """Whether there is a reference for each line."""
+        """Whether every hypothesis has a reference."""
         return len(self.hypotheses) == len(self.references)
 
     @property
     def metrics(self) -> SacreBleuScores:
-        """BLEU and chrF of all lines."""
+        """Return BLEU and chrF over all lines."""
         if not self.is_complete:
-            fact = f"{len(self.hypotheses)} lines were answered, and {self.path} has {len(self.references)}"
-            raise UsageError(f"{fact}; give a reference for each")
+            fact = f"{len(self.hypotheses)} lines were answered, but {self.path} has {len(self.references)}"
+            raise UsageError(f"{fact}; give one reference per line")
         return score_translations(self.hypotheses, self.references, self.tokenize)
 
     @property
     def data(self) -> dict[str, Any]:
-        """The same as plain values."""
+        """Scores as plain values."""
         return asdict(self.metrics)
 
     def __str__(self) -> str:
-        found = self.metrics
+        metrics = self.metrics
         return "\n".join(
             [
-                f"BLEU {found.bleu:6.2f}   {found.bleu_signature}",
-                f"chrF {found.chrf:6.2f}   {found.chrf_signature}",
+                f"BLEU {metrics.bleu:6.2f}   {metrics.bleu_signature}",
+                f"chrF {metrics.chrf:6.2f}   {metrics.chrf_signature}",
             ]
         )
