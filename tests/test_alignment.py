@@ -126,7 +126,7 @@ def test_links_without_words_or_without_a_source_are_refused():
         AlignmentScores().start_example(
             Example(None, {"source": nothing, "text": block.query_tokens}, alignment_links=links)
         )
-    with pytest.raises(ValueError, match="links need a source and a target text .this example has only: text.; leave"):
+    with pytest.raises(ValueError, match=r"links need a source and a target text .this example has only: text.; leave"):
         AlignmentScores().start_example(Example(None, {"text": block.query_tokens}, alignment_links=links))
     with pytest.raises(ValueError, match="unknown row_conventions=\\('wrote',\\); use any of"):
         AlignmentScores(row_conventions=("wrote",))

@@ -94,7 +94,10 @@ def test_copies_turn_each_head_as_it_turned_alone():
 
 def test_why_a_layer_is_no_latent():
     for said, reason in (
-        ({"modifiers": (hw.QKNorm(), hw.Rotary())}, "qk_norm and rotary on queries and keys have no form for concatenated heads"),
+        (
+            {"modifiers": (hw.QKNorm(), hw.Rotary())},
+            "qk_norm and rotary on queries and keys have no form for concatenated heads",
+        ),
         ({"modifiers": (hw.Knocking(),)}, "Knocking needs queries, keys and values"),
         ({"project": hw.Overlapping(overlap=0)}, "project Overlapping; give one with project Direct"),
         ({"similarity": hw.Gaussian()}, "use Dot"),

@@ -116,7 +116,7 @@ def test_what_has_no_such_maps_is_refused():
         layer(heads=8, modifiers=(hw.Differential(),), vdim=2).ov_circuit(0)
     with pytest.raises(ValueError, match=r"score head must be in 0\.\.3, got 4"):
         layer().qk_circuit(4)
-    with pytest.raises(ValueError, match="output head must be in 0..3, got -1"):
+    with pytest.raises(ValueError, match=r"output head must be in 0..3, got -1"):
         layer().ov_circuit(-1)
 
 
@@ -308,7 +308,9 @@ def test_a_twin_of_somebody_elses(name: str):
 
 
 def test_a_twin_of_a_bare_module_is_refused():
-    with pytest.raises(ValueError, match="cannot rebuild Linear with random weights: it has neither a spec nor a config"):
+    with pytest.raises(
+        ValueError, match="cannot rebuild Linear with random weights: it has neither a spec nor a config"
+    ):
         make_random_baseline(torch.nn.Linear(2, 2))
 
 

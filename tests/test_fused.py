@@ -242,7 +242,9 @@ def test_what_was_cast_is_cast_again(monkeypatch):
     layer = hw.Attention(base(modifiers=(hw.TalkingHeads(),), pattern="causal"))
     x = torch.randn(2, 300, 10, requires_grad=True)
     found, casts, form = {}, list[bool](), dense.attend_all_pairs
-    monkeypatch.setattr(dense, "attend_all_pairs", lambda *said: casts.append(torch.is_autocast_enabled("cpu")) or form(*said))
+    monkeypatch.setattr(
+        dense, "attend_all_pairs", lambda *said: casts.append(torch.is_autocast_enabled("cpu")) or form(*said)
+    )
     for layer.backend_name in ("dense", "chunked"):
         casts.clear()
         with torch.autocast("cpu", torch.bfloat16):

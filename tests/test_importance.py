@@ -378,7 +378,9 @@ def test_time_that_is_used_up_is_said(monkeypatch: pytest.MonkeyPatch):
     assert (result.texts, heard) == (3, [1, 2, 3])  # a text is asked before, and before each of its six heads
     assert "stopped after 3 texts at the time limit of 25 seconds" in result.notes
     assert values(result).tolist() == values(estimate_importance(net, scenes(net, 3))).tolist()
-    with pytest.raises(ValueError, match="confidence intervals from 1 texts; give at least two and a longer time limit"):
+    with pytest.raises(
+        ValueError, match="confidence intervals from 1 texts; give at least two and a longer time limit"
+    ):
         estimate_importance(net, scenes(net, 9), options=ImportanceOptions(max_seconds=10))
 
 
@@ -418,7 +420,9 @@ def test_a_result_is_plain_values():
     assert result.by_importance[0].value == values(result).max()
     assert result.heads[0].measure.value == result.heads[0].value
     assert result.significant_heads == ()
-    with pytest.raises(ValueError, match=r"head 7 of 'decoder.0.attention' was not rated; the rated sites are decoder.0"):
+    with pytest.raises(
+        ValueError, match=r"head 7 of 'decoder.0.attention' was not rated; the rated sites are decoder.0"
+    ):
         result.head("decoder.0.attention", 7)
 
 
@@ -460,6 +464,8 @@ def test_bad_input_is_refused():
         lambda: OutputDrift("token"),
         lambda: ImportanceOptions(num_examples=1),
     ):
-        with pytest.raises(ValueError, match=r"unknown .*; did you mean|batch_size=2|num_examples must be an integer >= 2"):
+        with pytest.raises(
+            ValueError, match=r"unknown .*; did you mean|batch_size=2|num_examples must be an integer >= 2"
+        ):
             made()
     assert LeaveOneOut().unsupported_reason(net) == ""

@@ -205,7 +205,10 @@ def test_labels_of_each_token_are_a_loss():
     [
         ("next-token", "cannot measure objective 'next-token': Transformer has a label head, so no next-token loss"),
         ("masked-token", "cannot measure objective 'masked-token': Transformer has a label head"),
-        ("label", "cannot measure objective 'label': the texts come without labels; objective='drift' works without a head"),
+        (
+            "label",
+            "cannot measure objective 'label': the texts come without labels; objective='drift' works without a head",
+        ),
         ("lable", "unknown objective 'lable'; did you mean 'label'"),
     ],
 )

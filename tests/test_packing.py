@@ -225,8 +225,8 @@ def test_a_step_that_fails_is_no_way():
 def test_rows_divided_by_tokens_are_not_packed():
     from headwise.training.run_setup import check_ranks
 
-    world = ProcessMesh(ProcessInfo(), Mesh(), "cpu")
-    world.spread = Mesh(context=2)
+    world = ProcessMesh(ProcessInfo(), Parallelism(), "cpu")
+    world.spread = Parallelism(context=2)
     with pytest.raises(SpecError, match="does not support context parallelism"):
         check_ranks(Recipe(rows="packed"), world)
 

@@ -148,7 +148,9 @@ def test_pairs_and_links():
     assert scene.streams["source"].words == ("the", "dog")
     with torch.no_grad():
         assert net(**scene.inputs).shape == (1, 4, len(WORDS))
-    with pytest.raises(SpecError, match="links word 2 to 0 but has 2 source words and 3 target words; count words from 0"):
+    with pytest.raises(
+        SpecError, match="links word 2 to 0 but has 2 source words and 3 target words; count words from 0"
+    ):
         examples_from_pairs(net, [("the dog", "a b bark")], [((2, 0, True),)])
     with pytest.raises(SpecError, match="'1~2' is not an alignment link"):
         parse_alignment_links("1~2", 4)
@@ -169,7 +171,7 @@ def test_a_source_alone_is_answered():
 
 def test_a_file_that_is_no_text(tmp_path: Path):
     (tmp_path / "a").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(SpecError, match="cannot read .* as text"):
+    with pytest.raises(SpecError, match=r"cannot read .* as text"):
         read_lines(tmp_path / "a")
 
 

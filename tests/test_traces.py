@@ -234,7 +234,9 @@ def test_weights_of_others():
     np.testing.assert_array_equal(trace.head_weights("decoder.0.attention", 2, row=1), own[1, 2].detach().numpy())
     np.testing.assert_array_equal(trace.head_weights("decoder.0.cross", 0), cross[0, 0].bfloat16().float().numpy())
     assert trace.streams["source"][1].words == tuple("vwxyz")
-    with pytest.raises(SpecError, match=r"has 4 tokens of text, but 3 strings were given; give a string for each token"):
+    with pytest.raises(
+        SpecError, match=r"has 4 tokens of text, but 3 strings were given; give a string for each token"
+    ):
         trace_from_weights([own], list("abc"))
     with pytest.raises(SpecError, match=r"give \[batch, heads, queries, keys\]"):
         trace_from_weights([own[0, 0]])

@@ -230,5 +230,5 @@ def test_features_that_cannot_be(similarity, said):
 def test_an_absorbed_query_keeps_nothing_but_products():
     with pytest.raises(hw.SpecError, match="needs a dot product for its absorbed form, unlike FeatureMap"):
         base(similarity=hw.FeatureMap(), normaliser=hw.Sum(), project=hw.Latent(rank=8))
-    with pytest.raises(hw.SpecError, match="heads.dim channels, unlike Overlapping"):
+    with pytest.raises(hw.SpecError, match=r"heads.dim channels, unlike Overlapping"):
         favor(project=hw.Overlapping(overlap=1))

@@ -157,7 +157,11 @@ def test_values_are_knocked_whatever_compares(project: hw.Project):
         ({"sides": "vv"}, {}, r"sides='vv'.*at most once"),
         ({"sides": ""}, {}, r"sides=''.*is unknown"),
         ({"kind": "mlp", "sides": "kv"}, {}, r"kind='mlp', sides='kv'.*use sides='v'"),
-        ({}, {"project": hw.Latent(rank=8, rope=2)}, r"heads.dim and heads.vdim channels, unlike Latent.*use project Direct\(\)"),
+        (
+            {},
+            {"project": hw.Latent(rank=8, rope=2)},
+            r"heads.dim and heads.vdim channels, unlike Latent.*use project Direct\(\)",
+        ),
         ({"sides": "qv"}, {"project": hw.Collaborative(width=9)}, r"Collaborative.*use project Direct\(\)"),
         ({}, {"project": hw.Overlapping()}, r"Overlapping.*use project Direct\(\)"),
     ],

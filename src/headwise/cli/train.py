@@ -47,6 +47,8 @@ DESCRIPTION_SUFFIXES = (".toml", ".json")  # model descriptions without weights
 
 def main(argv: list[str]) -> int:
     """Train and print the scores; with several ranks, only one prints results or errors."""
+    from ..distributed import join_process_group
+
     with join_process_group() as launch:
         try:
             _train(argv, launch)

@@ -324,8 +324,8 @@ def layer_activation_memory(
     The profile is how the layer runs:
 
     - "dense": all scores at once, in plain operations;
-    - "composed": in blocks of queries, whose scores are recomputed in the backward pass;
-    - "halves": bf16 matrix products on the CPU;
+    - "chunked": in blocks of queries, whose scores are recomputed in the backward pass;
+    - "bf16_matmul": bf16 matrix products on the CPU;
     - "sdpa": torch's fused attention on the CPU;
     - "flash-cuda": torch's fused attention on CUDA, derived from what its kernels save, not measured;
     - "paper-2022" (2205.05198) and "zhihu-624740065": published formulas.

@@ -278,14 +278,14 @@ class AttentionComponent:
     def executed_flops(self, call: ForwardCall, on: ExecutionTarget) -> int:
         """FLOPs that the backend executes which the layer would choose on this target."""
         signature, work = self._call_signature(call, on), self.work(call)
-        core = _executed_core_flops(choose_backend(_with_key_count(signature, work)), signature, work, call)
+        core = _executed_core_flops(choose_backend(signature, work), signature, work, call)
         return core + sum(product.flops for product in self._products_outside_core(call, core))
 
     def executed_backward_flops(self, call: ForwardCall, on: ExecutionTarget) -> int:
         """FLOPs that the backend executes in the backward pass, including scores that it recomputes there."""
         signature = replace(self._call_signature(call, on), needs_grad=True, training=True)
         work = self.work(call)
-        backend = choose_backend(_with_key_count(signature, work))
+        backend = choose_backend(signature, work)
         core = _executed_core_flops(backend, signature, work, call)
         outside = sum(product.num_grad_factors * product.flops for product in self._products_outside_core(call, core))
         recomputed = recomputed_flops(backend, signature, work, core)
@@ -333,11 +333,6 @@ def _cached_tokens_read(pattern: Pattern, past: int, steps: int) -> int:
     capacity = past + steps if last is None else min(past + steps, first + last)
     growing = max(capacity - past, 0)  # steps that read one token more than the step before
     return growing * past + growing * (growing + 1) // 2 + (steps - growing) * capacity
-
-
-def _with_key_count(signature: CallSignature, work: CallSize) -> CallSignature:
-    """Set the number of keys, on which the choice of a backend may depend; decode steps are left as they are."""
-    return signature if signature.single_query else replace(signature, num_keys=work.keys)
 
 
 def _executed_core_flops(backend: ModuleType, signature: CallSignature, work: CallSize, call: ForwardCall) -> int:

@@ -251,14 +251,14 @@ def _score_stages(call: AttentionCall) -> Mapping[str, Tensor]:
 
 def _native_score_stages(call: HeadwiseCall) -> Mapping[str, Tensor]:
     """Scores, transformed scores and weights of a headwise attention."""
-    inputs, bound = call.inputs, call.bound
+    inputs, bound = call.inputs, call.steps
     q = inputs.q[:, :MAX_QUERIES].transpose(1, 2).float()
-    k = inputs.k[:, :, list(call.job.core.key_head_of_query)].transpose(1, 2).float()
+    k = inputs.k[:, :, list(call.signature.core.key_head_of_query)].transpose(1, 2).float()
     stages = {"scores": bound.similarity.scores(q, k, inputs.query_context.scale, bound.similarity_p)}
     if bound.scores:
-        job = replace(call.job, probed_tensors=frozenset({"scores"}), training=False)
+        job = replace(call.signature, probed_tensors=frozenset({"scores"}), training=False)
         probe = Probe("scores")
-        backends.make_dispatch(job).attend(call.sight, inputs, bound, probe)
+        backends.make_dispatch(job).attend(call.mask, inputs, bound, probe)
         stages["mixed"] = probe.tensors["scores"][:, :, :MAX_QUERIES]
     return stages | {"weights": call.all_weights(slice(0, MAX_QUERIES))}
 

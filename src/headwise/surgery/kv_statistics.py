@@ -107,12 +107,9 @@ def _wrap_project_kv(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _wrap_attention_kv(original: Callable[..., Any]) -> Callable[..., Any]:
-    def _remembered(
-        self: Attention, x_BTD: Tensor, sequence: SequenceInfo, transforms: Any, source: Any, cache: Any
-    ) -> Any:
-        if source is None:
-            _notify_collectors(self, x_BTD, sequence)
-        return original(self, x_BTD, sequence, transforms, source, cache)
+    def extend_kv(self: Attention, kv_entry: KVEntry, call: PlannedCall) -> Any:
+        _notify_collectors(self, call.x, call.sequence)
+        return original(self, kv_entry, call)
 
     return extend_kv
 

@@ -73,9 +73,8 @@ class HeadwiseCall:
             return self._make_inputs(*_slice_call(self.mask, self._inputs_by_head, queries, keys)).all_weights()
         signature = replace(self.signature, probed_tensors=frozenset({"weights"}), training=False)
         probe = Probe("weights")
-        backends.choose_backend(signature).attend(
-            signature, *_slice_call(self.mask, self.inputs, queries), self.steps, probe
-        )
+        sliced = _slice_call(self.mask, self.inputs, queries)
+        backends.make_dispatch(signature).attend(*sliced, self.steps, probe)
         return probe.tensors["weights"][..., keys]
 
     @property
@@ -192,28 +191,23 @@ def _make_site(name: str, place: tuple[str, int, str], path: str, module: Attent
 
 
 def _wrap_head_outputs(original: Callable[..., Any]) -> Callable[..., Any]:
-    def gated(self: Attention, x: Tensor, *, probe: Probe | None = None, **kwargs: Any) -> Any:
-        hooks = get_hooks(self)
-        return original(self, x, probe=_join_probe(hooks, probe) if hooks else probe, **kwargs)
+    def head_outputs_and_gates(self: Attention, arguments: AttentionArguments) -> Any:
+        if hooks := get_hooks(self):
+            arguments = arguments._replace(probe=_join_probe(hooks, arguments.probe))
+        return original(self, arguments)
 
     return head_outputs_and_gates
 
 
-def _wrap_plan(original: Callable[..., ExecutionPlan]) -> Callable[..., ExecutionPlan]:
-    def _plan(self: Attention, *args: Any) -> ExecutionPlan:
-        plan = original(self, *args)
-        observers = [hook for hook in get_hooks(self) if hook.needs_call]
-        return plan._replace(attend=partial(_attend_with_hooks, plan.attend, observers)) if observers else plan
+def _wrap_attend(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def attend(self: Attention, call: AttentionCall, attention_mask: AttentionMask, inputs: CoreInputs) -> Tensor:
+        if hooks := [hook for hook in get_hooks(self) if hook.needs_call]:
+            seen = HeadwiseCall(call.plan.call, attention_mask, inputs, self.core_steps)
+            for hook in hooks:
+                hook.on_call(seen)
+        return original(self, call, attention_mask, inputs)
 
-    return _plan
-
-
-def _attend_with_hooks(attend: AttendFunction, observers: Sequence[AttentionHook], *args: Any) -> Tensor:
-    """Call the hooks, then the backend; `args` are signature, mask, inputs, core steps and probe."""
-    call = HeadwiseCall(*args[:4])
-    for hook in observers:
-        hook.on_call(call)
-    return attend(*args)
+    return attend
 
 
 ATTENTION_PATCHES = (
