@@ -109,7 +109,7 @@ def test_a_source_and_its_target(folders: dict[str, Path], tmp_path: Path, capsy
     (["ours", "--text", "a", "--sites", "7", "--out", "a.trace"], "has no layer 7"),
     (["ours", "--text", "a", "--also", "w", "--out", "a.trace"], "holds 'w'; give some of v, z"),
     (["ours", "--text", "a", "--budget", "100", "--out", "a.trace"], "beyond a budget of 100 bytes"),
-    (["ours", "--text", "a", "--target", "b", "--out", "a.trace"], "give a text, or source and text to an encoder-decoder"),
+    (["ours", "--text", "a", "--target", "b", "--out", "a.trace"], "or source and text to an encoder-decoder"),
     (["ours", "--data", "none", "--out", "a.trace"], "cannot be read as text"),
     (["ours", "--text", "a", "--export", "a.txt"], "has none of the suffixes .csv, .json, .npz"),
     (["t5", "--text", "a", "--new-tokens", "0", "--out", "a.trace"], "a source alone is not enough"),
