@@ -168,7 +168,7 @@ def test_what_is_kept_grows_with_the_length():
     assert peaks[1] <= 2 * peaks[0]
 
 
-GATHERS = "values of keys that get no weight are not read"
+GATHERS = "does not read the values of keys with zero weight"
 
 
 @pytest.mark.parametrize(

@@ -232,13 +232,13 @@ def test_an_autocast_layer_is_as_good_as_plain():
 @pytest.mark.parametrize(
     ("words", "state", "said"),
     [
-        ({"modifiers": (hw.Alibi(),)}, {}, "a plain softmax over products, with nothing added"),
-        ({"normaliser": hw.SinkSoftmax()}, {}, "a plain softmax over products, with nothing added"),
-        ({"pattern": "window(3)"}, {}, "window(3) leaves out keys whose scores it would form"),
-        ({}, {"single_query": True}, "a single query is no block"),
-        ({}, {"is_compiling": True}, "which a compiled graph cannot ask"),
-        ({}, {"probed_tensors": frozenset({"lse"})}, "it has no log-sum-exp"),
-        ({}, {"has_caller_mask": True}, "a mask of the caller's own is for dense"),
+        ({"modifiers": (hw.Alibi(),)}, {}, "needs a plain softmax over scaled dot products, with nothing added"),
+        ({"normaliser": hw.SinkSoftmax()}, {}, "needs a plain softmax over scaled dot products, with nothing added"),
+        ({"pattern": "window(3)"}, {}, "window(3) hides keys whose scores it would compute"),
+        ({}, {"single_query": True}, "needs more than one query per row"),
+        ({}, {"is_compiling": True}, "torch.compile is not supported"),
+        ({}, {"probed_tensors": frozenset({"lse"})}, "does not return the log-sum-exp"),
+        ({}, {"has_caller_mask": True}, "does not support a mask given by the caller; dense does"),
     ],
 )
 def test_it_says_what_it_cannot_do(words, state, said):

@@ -164,7 +164,9 @@ def test_weight_dropout_keeps_a_mask_of_the_cpu_and_one_byte_elsewhere():
     cpu = hw.layer_activation_memory(spec, load(b, s), "dense")
     assert cpu.total == by_layer(layer, torch.randn(b, s, 8, requires_grad=True))
     assert cpu.total - hw.layer_activation_memory(without, load(b, s), "dense").total == b * 2 * s * s * 4
-    with pytest.raises(hw.SpecError, match=r"drops weights that only dense can repeat.*profile='dense'"):
+    with pytest.raises(
+        hw.SpecError, match=r"needs dropout on weights, which only chunked and dense apply.*profile='dense'"
+    ):
         hw.layer_activation_memory(spec, load(b, s), "sdpa")
 
 

@@ -217,15 +217,15 @@ def said(spec: hw.AttentionSpec, **more) -> list[str]:
 def test_the_reasons_to_gather():
     plain = hw.design(model=12, heads=4, kv=2)
     assert said(plain) == []
-    assert said(plain, has_paged_cache=False) == ["keys do not lie in pages"]
-    assert said(plain, single_query=False) == ["there is more than one query per row"]
-    assert said(plain, needs_grad=True) == ["pages keep no gradients"]
-    assert said(plain, device="cuda") == ["its kernel is for the CPU, not cuda"]
+    assert said(plain, has_paged_cache=False) == ["the KV cache is not paged"]
+    assert said(plain, single_query=False) == ["supports one query per row only"]
+    assert said(plain, needs_grad=True) == ["a paged cache keeps no gradients"]
+    assert said(plain, device="cuda") == ["has a kernel for the CPU only, not cuda"]
     assert said(plain, probed_tensors=frozenset({"k", "v"})) == ["it never has the k, v of each row side by side"]
     latent = hw.design(model=12, heads=4, project=hw.Latent(rank=6, rope=2), modifiers=(hw.Rotary(),))
-    assert said(latent) == ["Latent makes keys and values of what is remembered"]
+    assert said(latent) == ["Latent computes keys and values from what is cached"]
     sinks = hw.design(model=12, heads=4, normaliser=hw.SinkSoftmax())
-    assert said(sinks, probed_tensors=frozenset({"lse"})) == ["its lse is of scores and sinks together"]
+    assert said(sinks, probed_tensors=frozenset({"lse"})) == ["its lse includes the sinks"]
     assert said(sinks) == []
 
 
@@ -340,7 +340,7 @@ def test_an_engine_says_which_layers_gather(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(hw.serving.model_runner, "CALL_OVERHEAD_BYTES", -(10**9))
     engine, rows, gathered = answered(net, monkeypatch, [50, 3, 7])
     gathers = engine.memory.reading.gathers
-    assert gathers["decoder.1.attention"] == "it normalises by softmax, not Entmax"
+    assert gathers["decoder.1.attention"] == "needs softmax, not Entmax"
     assert gathers["decoder.2.attention"] == "the layer asks for dense"
     assert set(rows) == {1}  # each row in a call of its own, as that costs nothing here
     assert gathered == 2 * 3 * 2  # layers, rows, steps
@@ -348,7 +348,7 @@ def test_an_engine_says_which_layers_gather(monkeypatch: pytest.MonkeyPatch):
     assert report.data["layers"] == 3
     assert report.data["gathers"] == gathers
     assert str(report).splitlines()[-2:] == [
-        "  for 1 they are gathered: it normalises by softmax, not Entmax",
+        "  for 1 they are gathered: needs softmax, not Entmax",
         "  for 1 they are gathered: the layer asks for dense",
     ]
 

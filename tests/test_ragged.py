@@ -298,16 +298,16 @@ def test_why_it_refuses(monkeypatch):
     job = CallSignature(spec, spec.core, single_query=True)
     assert BACKENDS["ragged"].unsupported_reasons(job) == []
     assert BACKENDS["ragged"].unsupported_reasons(replace(job, device="cuda")) == [
-        "its kernel is for the CPU, not cuda"
+        "has a kernel for the CPU only, not cuda"
     ]
     assert BACKENDS["ragged"].unsupported_reasons(replace(job, dtype=torch.float16)) == [
-        "its kernel does not know torch.float16"
+        "does not support torch.float16"
     ]
     assert BACKENDS["ragged"].unsupported_reasons(replace(job, single_query=False)) == [
-        "there is more than one query per row"
+        "supports one query per row only"
     ]
     monkeypatch.setattr(ragged_decode, "HAS_NUMBA", False)
-    assert BACKENDS["ragged"].unsupported_reasons(job) == ["Numba, which compiles its kernel, is not installed"]
+    assert BACKENDS["ragged"].unsupported_reasons(job) == ["needs Numba, which is not installed"]
     assert hw.backends.choose_backend(job) is BACKENDS["grouped"]
 
 

@@ -268,14 +268,14 @@ def test_it_takes_what_it_can():
         ((hw.Routed(always=2, active=4),), {}, "no gate promises"),
         ((hw.Alibi(), *HALF), {}, "nothing added"),
         (HALF, {"normaliser": hw.SinkSoftmax()}, "nothing added"),
-        (HALF, {"vdim": 5}, "one width"),
-        (HALF, {"single_query": True}, "sooner than one of some"),
+        (HALF, {"vdim": 5}, "needs dim = vdim"),
+        (HALF, {"single_query": True}, "computing all heads is faster"),
         (HALF, {"pattern": "window(9)"}, "leaves keys out"),
         (HALF, {"device": "cuda"}, "CPU's kernel"),
-        (HALF, {"is_compiling": True}, "compiled graph"),
+        (HALF, {"is_compiling": True}, "torch.compile is not supported"),
         (HALF, {"probed_tensors": frozenset({"lse"})}, "heads that speak only"),
         ((hw.TalkingHeads(), *HALF), {}, "mixes heads"),
-        ((hw.WeightDropout(0.1), *HALF), {"training": True}, "drops weights"),
+        ((hw.WeightDropout(0.1), *HALF), {"training": True}, "needs dropout on weights"),
     ],
     ids=repr,
 )
@@ -285,7 +285,9 @@ def test_what_it_cannot_is_refused(modifiers, more, reason):
 
 def test_heads_that_are_joined_need_those_that_are_shut():
     spec = base(pattern="causal()", modifiers=(hw.DifferentialV2(), hw.Routed(always=1, active=1)))
-    assert "joined before the gates" in "; ".join(routed_heads.unsupported_reasons(CallSignature(spec, spec.core)))
+    assert "combines heads before the gates" in "; ".join(
+        routed_heads.unsupported_reasons(CallSignature(spec, spec.core))
+    )
 
 
 def test_it_is_the_first_choice():

@@ -137,7 +137,7 @@ def why(
     >>> import headwise as hw
     >>> reasons = why(hw.design(model=512, heads=8, pattern="causal"), want=["weights"])
     >>> reasons.backend, reasons.unsupported["sdpa"]
-    ('dense', ['it cannot show weights'])
+    ('dense', ['cannot show weights'])
     """
     want, when = _as_words(want), _as_words(when)
     _check_known("want", want, PROBE_POINTS)

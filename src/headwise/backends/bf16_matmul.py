@@ -1,7 +1,7 @@
-"""Plain attention as whole products of matrices, a block of queries at a time: for numbers of 16 bits on a CPU.
+"""Plain softmax attention as matrix products, a block of queries at a time: for bfloat16 on a CPU.
 
-It multiplies matrices of bfloat16 several times as fast as those of float32. torch's fused call cuts them so small that
-nothing of that is left, and is slower backwards.
+A CPU multiplies large bfloat16 matrices several times as fast as float32 ones. torch's fused call uses blocks too
+small to gain from that, and its backward pass is slower.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from . import sdpa
 from .core_interface import CallSignature, CoreInputs, CoreSteps, never_slower, no_tensor_conflicts
 from .query_blocks import QUERY_BLOCK_LENGTHS, QUERY_BLOCK_SIZE, count_formed_pairs
 
-MAX_SAVED_KEYS = 512  # keys up to which weights are kept for the way back; of more they are formed once more
+MAX_SAVED_KEYS = 512  # keys up to which weights are saved for the backward pass; beyond, they are recomputed
 
 
 class CausalBlock(NamedTuple):
-    """A block of queries and the keys up to the last that any of them reads; what hides some, who reads none at all."""
+    """A block of queries, the keys up to the last that one of them attends to, hidden pairs, and rows without keys."""
 
     queries: slice
     keys: slice
@@ -34,7 +34,7 @@ class CausalBlock(NamedTuple):
 
 
 class BlockedMatmulPlan(NamedTuple):
-    """What is done beside the tensors it is done with."""
+    """How a call runs: its blocks, the scale, and whether weights are saved for the backward pass."""
 
     blocks: tuple[CausalBlock, ...]
     scale: float
@@ -50,13 +50,13 @@ def unsupported_reasons(call: CallSignature) -> list[str]:
     """Why this call cannot run here."""
     reasons = sdpa.plain_softmax_conflicts(call)
     if not call.group_size:
-        reasons.append("its groups of heads must be equal")
+        reasons.append("needs the same number of query heads in every key-value group")
     if call.single_query:
-        reasons.append("a single query is no block")
+        reasons.append("needs more than one query per row")
     if call.is_compiling:
-        reasons.append("who reads nothing is for the data to say, which a compiled graph cannot ask")
+        reasons.append("rows without allowed keys are found at run time, so torch.compile is not supported")
     if "lse" in call.probed_tensors:
-        reasons.append("it has no log-sum-exp")
+        reasons.append("does not return the log-sum-exp")
     return reasons
 
 
@@ -89,7 +89,7 @@ def attend(
 
 
 def saves_weights_for_backward(keys: int) -> bool:
-    """Whether weights are kept for the way back, so that no score is formed twice."""
+    """Whether weights are saved for the backward pass, so that no score is computed twice."""
     return keys <= MAX_SAVED_KEYS
 
 

@@ -420,11 +420,11 @@ def unsupported_reasons(call: CallSignature) -> list[str]:
     """Why this call cannot run here."""
     reasons = sdpa.fused_call_conflicts(call)
     if call.single_query:
-        reasons.append("a single query is one block")
+        reasons.append("needs more than one query per row")
     if call.spec.pattern in (Full(), Causal()):
-        reasons.append(f"{call.spec.pattern.text} leaves no block of keys out that one call would not")
+        reasons.append(f"{call.spec.pattern.text} hides no block of keys that one fused call would not skip")
     if "lse" in call.probed_tensors:
-        reasons.append("it has a log-sum-exp for each block only")
+        reasons.append("returns a log-sum-exp for each block only")
     return reasons
 
 

@@ -1,4 +1,4 @@
-"""Every score, one block of queries at a time: takes what `dense` takes, in memory that grows with the length alone."""
+"""`dense` in blocks of queries: supports what `dense` supports, in memory linear in the length."""
 
 from __future__ import annotations
 
@@ -176,9 +176,9 @@ def unsupported_reasons(call: CallSignature) -> list[str]:
     """Why this call cannot run here."""
     reasons = dense.unsupported_reasons(call)
     if call.single_query:
-        reasons.append("a single query is one block, which dense runs as it is")
+        reasons.append("needs more than one query per row; dense runs it")
     if call.has_caller_mask:
-        reasons.append("a mask of the caller's own is for dense")
+        reasons.append("does not support a mask given by the caller; dense does")
     if unseen := sorted(call.probed_tensors & {"scores", "weights", "lse"}):
         reasons.append(f"it never has all {', '.join(unseen)} at once")
     return reasons
@@ -186,7 +186,7 @@ def unsupported_reasons(call: CallSignature) -> list[str]:
 
 def notes(call: CallSignature) -> list[str]:
     """What it does with this call beyond what it does with every one."""
-    return ["values of keys that get no weight are not read"] if _can_gather_values(call) else []
+    return ["does not read the values of keys with zero weight"] if _can_gather_values(call) else []
 
 
 tensor_conflicts = no_tensor_conflicts

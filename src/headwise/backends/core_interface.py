@@ -1,4 +1,4 @@
-"""What a backend is told before it decides, and what it is handed when it runs."""
+"""What a backend knows about a call before it is chosen, and what it receives when it runs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..spec.attention_spec import AttentionSpec
 
 @dataclass(frozen=True)
 class CallSignature:
-    """One kind of call. Everything in it is known without looking at the device."""
+    """One kind of call: what is known of it without reading a tensor, so that nothing waits for the device."""
 
     spec: AttentionSpec
     core: CoreShape
@@ -26,18 +26,18 @@ class CallSignature:
     dtype: torch.dtype = torch.float32
     needs_grad: bool = False
     single_query: bool = False  # a single query per row
-    has_recurrent_state: bool = False  # past tokens are a state
-    has_paged_cache: bool = False  # they lie in pages that rows may share
-    has_caller_mask: bool = False  # the caller hands a mask of their own
+    has_recurrent_state: bool = False  # the cache holds a recurrent state instead of keys and values
+    has_paged_cache: bool = False  # the cache holds pages, which rows may share
+    has_caller_mask: bool = False  # the caller passes a mask
     training: bool = False
     probed_tensors: frozenset[str] = field(default_factory=frozenset)
-    is_compiling: bool = False  # traced into a graph, which cannot ask the data
-    cache_format: str | None = None  # the form in which past tokens are kept, where it is not `dtype`
+    is_compiling: bool = False  # traced by torch.compile, so values of tensors are unknown
+    cache_format: str | None = None  # how cached tensors are stored, if not in `dtype`: "int8"
     is_transformed: bool = False  # inside torch.func or a forward-mode derivative, which see plain operations only
     is_packed: bool = False  # rows hold several sequences of known lengths, which run apart
 
-    heads_in_order: bool = field(init=False)  # every score head reads values for itself, in order
-    group_size: int = field(init=False)  # score heads to a key head when all groups are equal neighbours, else 0
+    heads_in_order: bool = field(init=False)  # one output head per query head, in order
+    group_size: int = field(init=False)  # query heads per key head, or 0 if the groups differ in size
 
     def __post_init__(self) -> None:
         keys = self.core.key_head_of_query
@@ -57,10 +57,10 @@ class CallSignature:
 
 
 class CoreInputs(NamedTuple):
-    """The tensors of one call: q_BTHK, k_BSGK, v_BSGV, what queries bring, and what was remembered beside.
+    """The tensors of one call: q_BTHK, k_BSGK, v_BSGV, the context of the queries, and the kv entry.
 
-    `gates` are those of the spec in their order, [B, T, O, V] or broadcast to it: outputs are multiplied with them.
-    Where the keys of a call were not gathered from pages (`Tokens.spans`), k and v have a row for each page.
+    `gates` are the gate values in the order of the spec, broadcastable to [B, T, O, V]; outputs are multiplied by them.
+    With a block table (`SequenceInfo.block_table`), k and v have one row per page of the pool.
     """
 
     q: Tensor
@@ -113,7 +113,7 @@ class CoreSteps:
     selected_rows: tuple[int, ...] | None  # the rows of weights that read values, when some do not
     part_weights: Sequence[PartParams]  # of every part in here
     weights_unmodified: bool  # whether values are read with weights just as they were normalised
-    pattern_text: str  # who reads whom, as text: what a kernel that torch knows by name can be told
+    pattern_text: str  # the pattern as text, which an operation registered with torch can take as an argument
 
     @staticmethod
     def from_spec(spec: AttentionSpec, p: Mapping[str, PartParams]) -> CoreSteps:

@@ -23,7 +23,7 @@ from .core_interface import (
 
 def unsupported_reasons(call: CallSignature) -> list[str]:
     """Why this call cannot run here."""
-    return ["past tokens are a state, not scores"] if call.has_recurrent_state else []
+    return ["needs cached keys and values; this layer caches a recurrent state"] if call.has_recurrent_state else []
 
 
 tensor_conflicts = no_tensor_conflicts

@@ -106,7 +106,7 @@ class CoreDispatch:
 
     @property
     def _ignores_size(self) -> bool:
-        # A compiled graph serves every length, so a choice by length would compile it anew for each.
+        # A compiled graph serves every length, so a choice by length would recompile it for each.
         return self.is_named_by_caller or self.call.is_compiling
 
 
@@ -259,4 +259,8 @@ def _unique_reasons(name: str, call: CallSignature) -> list[str]:
 
 def _refusal(reasons_by_backend: dict[str, list[str]], is_named: bool) -> str:
     listed = "; ".join(f"{name}: {', '.join(reasons)}" for name, reasons in reasons_by_backend.items())
-    return f"the backend asked for refuses this call: {listed}" if is_named else f"nothing can run this: {listed}"
+    return (
+        f"the requested backend does not support this call: {listed}"
+        if is_named
+        else f"no backend supports this call: {listed}"
+    )

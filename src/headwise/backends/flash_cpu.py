@@ -1,4 +1,4 @@
-"""Plain softmax heads on the CPU: a kernel reads for sixty-four queries at a time, and keeps no score."""
+"""Flash attention on the CPU for plain softmax heads: tiles of 64 queries, no score kept in memory."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ def unsupported_reasons(call: CallSignature) -> list[str]:
     """Why this call cannot run here."""
     reasons = sdpa.plain_softmax_conflicts(call)
     if call.device != "cpu":
-        reasons.append(f"its kernel is the CPU's, not that of {call.device}")
+        reasons.append(f"has a kernel for the CPU only, not {call.device}")
     if call.dtype not in COMPUTE_DTYPES:
         reasons.append(
             f"it computes in float32 and float64; torch's call multiplies {_dtype_name(call.dtype)} as it is"
         )
     if call.single_query:
-        reasons.append("a single query fills no unit")
+        reasons.append("needs more than one query per row")
     if "lse" in call.probed_tensors:
-        reasons.append("sdpa shows a log-sum-exp as well, also of queries that read nothing")
+        reasons.append("does not return the log-sum-exp; sdpa does")
     return reasons
 
 
@@ -48,7 +48,7 @@ def slower_reasons(call: CallSignature, size: CallSize, mask_shape: str) -> list
 def tensor_conflicts(call: CallSignature, attention_mask: AttentionMask, inputs: CoreInputs) -> list[str]:
     """Why these tensors cannot run here: the kernel reads one range of keys per query."""
     if _key_ranges(attention_mask, inputs.q) is None:
-        return ["needs the allowed keys of each query to be neighbours, in a mask that is known outside a graph"]
+        return ["needs the allowed keys of each query to be one range, and a mask known before compilation"]
     return []
 
 

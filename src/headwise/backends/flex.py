@@ -24,40 +24,40 @@ def unsupported_reasons(call: CallSignature) -> list[str]:
     """Why this call cannot run here."""
     spec, reasons = call.spec, []
     if call.has_recurrent_state:
-        reasons.append("past tokens are a state, not scores")
+        reasons.append("needs cached keys and values; this layer caches a recurrent state")
     if call.single_query:
-        reasons.append("a single query fills no block, and every length would be a kernel of its own")
+        reasons.append("would compile a kernel for every cache length")
     if not isinstance(spec.similarity, Dot) or not isinstance(spec.normaliser, Softmax):
-        reasons.append("its kernel is a softmax over scaled dot products")
+        reasons.append("needs a softmax over scaled dot products")
     for _, part in spec.parts():
         if isinstance(part, (Mix, ValueStep)):
-            reasons.append(f"{type(part).__name__} needs all heads or the weights, its kernel sees one score")
+            reasons.append(f"{type(part).__name__} needs all heads or the weights; the kernel sees one score")
         elif isinstance(part, WeightDropout) and call.training and part.rate > 0:
-            reasons.append("it has no dropout")
+            reasons.append("does not support dropout")
     if unseen := sorted(call.probed_tensors & {"scores", "weights", "lse"}):
-        reasons.append(f"it cannot show {', '.join(unseen)}")
+        reasons.append(f"cannot show {', '.join(unseen)}")
     if call.has_caller_mask:
-        reasons.append("a mask of the caller's own is for dense")
+        reasons.append("does not support a mask given by the caller; dense does")
     if not call.heads_in_order:
-        reasons.append("not every score head speaks for itself")
+        reasons.append("needs one output head per query head, in order")
     if not call.group_size:
-        reasons.append("its groups of heads must be equal")
+        reasons.append("needs the same number of query heads in every key-value group")
     return [*reasons, *_unsupported_device_reasons(call)]
 
 
 def _unsupported_device_reasons(call: CallSignature) -> list[str]:
     if call.device == "cuda":
         sizes = (call.core.dim, call.core.vdim)
-        return [] if min(sizes) >= 16 else [f"its CUDA kernel wants heads of at least 16 channels, not {min(sizes)}"]
+        return [] if min(sizes) >= 16 else [f"needs heads of at least 16 channels on CUDA, not {min(sizes)}"]
     if call.device != "cpu":
-        return [f"it has no kernel for {call.device}"]
-    reasons = ["it has no backward pass on the CPU"] if call.needs_grad else []
+        return [f"has no kernel for {call.device}"]
+    reasons = ["has no backward pass on the CPU"] if call.needs_grad else []
     if call.dtype == torch.float64:
-        reasons.append("its CPU kernel has no float64")
+        reasons.append("does not support float64 on the CPU")
     if call.core.dim != call.core.vdim:
-        reasons.append("its CPU kernel wants keys and values of one width")
+        reasons.append("needs dim = vdim on the CPU")
     if not (shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")):
-        reasons.append("there is no C++ compiler for its CPU kernel")
+        reasons.append("needs a C++ compiler on the CPU")
     return reasons
 
 

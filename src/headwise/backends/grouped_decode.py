@@ -1,4 +1,4 @@
-"""One query per row: the heads that share a key head become the rows of one call, and no key is repeated."""
+"""Decode step of grouped heads: the query heads that share a key head become rows of one fused call."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ def unsupported_reasons(call: CallSignature) -> list[str]:
     """Why this call cannot run here."""
     reasons = fused_call_conflicts(call)
     if not call.single_query:
-        reasons.append("there is more than one query per row")
+        reasons.append("supports one query per row only")
     if call.group_size <= 1:
-        reasons.append("no equal groups of heads share a key head")
+        reasons.append("needs equal groups of query heads that share a key head")
     if isinstance(call.spec.normaliser, SinkSoftmax):
-        reasons.append("it has no column for a sink")
+        reasons.append("does not support attention sinks")
     return reasons
 
 

@@ -1,4 +1,4 @@
-"""Sums over tokens in the place of scores: a state while decoding, and linear cost in one pass."""
+"""Linear attention: sums over tokens instead of scores; a recurrent state in decoding, linear cost in one pass."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def unsupported_reasons(call: CallSignature) -> list[str]:
     """Why this call cannot run here."""
     spec, reasons = call.spec, []
     if spec.recurrent_part is None:
-        reasons.append("no part of it can keep tokens as sums")
+        reasons.append("no part of the spec has a recurrent form (linear attention)")
     if not call.has_recurrent_state and spec.pattern not in (Causal(), Full()):
-        reasons.append(f"sums cannot forget tokens, as {spec.pattern.text} must")
+        reasons.append(f"a recurrent state cannot forget tokens, as {spec.pattern.text} must")
     if call.has_caller_mask:
-        reasons.append("a sum cannot be masked")
+        reasons.append("does not support a mask given by the caller")
     if unseen := sorted(call.probed_tensors & {"scores", "weights", "lse"}):
-        reasons.append(f"it cannot show {', '.join(unseen)}")
+        reasons.append(f"cannot show {', '.join(unseen)}")
     return reasons
 
 

@@ -1,4 +1,4 @@
-"""One query per row reads keys and values where they lie, and pages that rows share once: nothing is gathered."""
+"""Decode step over a paged KV cache: one query per row reads pages in place, and shared pages once."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from .core_interface import CallSignature, CoreInputs, CoreSteps, never_slower, 
 
 def unsupported_reasons(call: CallSignature) -> list[str]:
     """Why this call cannot run here."""
-    reasons = [] if call.has_paged_cache else ["keys do not lie in pages"]
+    reasons = [] if call.has_paged_cache else ["the KV cache is not paged"]
     reasons += ragged_decode.unsupported_reasons(call)
     if not call.spec.project.caches_keys_and_values:
-        reasons.append(f"{type(call.spec.project).__name__} makes keys and values of what is remembered")
+        reasons.append(f"{type(call.spec.project).__name__} computes keys and values from what is cached")
     if call.needs_grad:
-        reasons.append("pages keep no gradients")
+        reasons.append("a paged cache keeps no gradients")
     if unseen := sorted(call.probed_tensors & {"k", "v"}):
         reasons.append(f"it never has the {', '.join(unseen)} of each row side by side")
     if "lse" in call.probed_tensors and isinstance(call.spec.normaliser, SinkSoftmax):
-        reasons.append("its lse is of scores and sinks together")
+        reasons.append("its lse includes the sinks")
     return reasons
 
 
@@ -48,7 +48,7 @@ def attend(
 
 
 def gather_pages(attention_mask: AttentionMask, inputs: CoreInputs) -> tuple[AttentionMask, CoreInputs]:
-    """The same call with the keys of each row side by side and in numbers, for whoever looks at them."""
+    """The call with the pages of each row gathered and dequantised, for readers of keys and values."""
     if inputs.k.dtype == torch.int8:
         told = ((held, inputs.kv_entry[f"{side}.scale"]) for side, held in (("k", inputs.k), ("v", inputs.v)))
         k, v = ((held * scale[..., None]).to(inputs.q.dtype) for held, scale in told)

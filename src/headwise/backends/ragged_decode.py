@@ -1,4 +1,4 @@
-"""One query per row on the CPU: a kernel reads the keys that each row holds, where they lie, and no others."""
+"""Decode step on the CPU: one query per row, over as many cached keys as each row holds."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ def unsupported_reasons(call: CallSignature) -> list[str]:
     if cap is not None:  # it is the first to act; another behind it is none of the kernel's
         reasons.remove(f"{type(cap).__name__} is not additive")
     if not call.single_query:
-        reasons.append("there is more than one query per row")
+        reasons.append("supports one query per row only")
     if not call.group_size:
-        reasons.append("no equal groups of heads share a key head")
+        reasons.append("needs equal groups of query heads that share a key head")
     if call.device != "cpu":
-        reasons.append(f"its kernel is for the CPU, not {call.device}")
+        reasons.append(f"has a kernel for the CPU only, not {call.device}")
     if call.dtype not in RAGGED_DTYPES:
-        reasons.append(f"its kernel does not know {call.dtype}")
+        reasons.append(f"does not support {call.dtype}")
     if not HAS_NUMBA:
-        reasons.append("Numba, which compiles its kernel, is not installed")
+        reasons.append("needs Numba, which is not installed")
     return reasons
 
 
@@ -61,7 +61,7 @@ def executed_flops(call: CallSignature, size: CallSize) -> int:
 
 
 def reads_quantized_cache(call: CallSignature) -> bool:
-    """Whether it reads keys and values in 8 bits: where a project hands on what it remembered, and nobody looks."""
+    """Whether it reads int8 keys and values in place, which needs a project that caches them and no probe of them."""
     seen = call.probed_tensors & {"k", "v"}
     return (
         call.cache_format == "int8"

@@ -298,24 +298,24 @@ def unsupported_reasons(call: CallSignature) -> list[str]:
     """Why this call cannot run here."""
     spec, reasons = call.spec, sdpa.fused_call_conflicts(call)
     if not any(gate.open_fractions(spec) for _, gate in spec.parts_of(Gate)):
-        reasons.append("no gate promises that heads are shut")
+        reasons.append("no gate closes heads exactly (routing)")
     elif not any(_open_shares(call)):
-        reasons.append("gradients pass the gates of heads that are shut, so what these read is needed")
+        reasons.append("gradients pass the gates of closed heads, so their outputs are needed")
     if any(isinstance(part, ScoreStep) for _, part in spec.parts()) or not isinstance(spec.normaliser, Softmax):
-        reasons.append("it reads by a plain softmax over products, with nothing added")
+        reasons.append("needs a plain softmax over scaled dot products, with nothing added")
     if any(
         step.combines_rows or step.required_score_heads(spec, frozenset({0})) != {0}
         for _, step in spec.parts_of(OutputStep)
     ):
-        reasons.append("outputs of several heads are joined before the gates")
+        reasons.append("an output step combines heads before the gates")
     if spec.pattern not in (Full(), Causal()):
-        reasons.append(f"{spec.pattern.text} leaves keys out, which saves as much without packing")
+        reasons.append(f"{spec.pattern.text} hides keys, which saves as much without packing heads")
     if call.single_query:
-        reasons.append("a single query of all heads is answered sooner than one of some")
+        reasons.append("for a single query, computing all heads is faster")
     if call.is_compiling:
-        reasons.append("how many queries a head has is for the data to say, which a compiled graph cannot ask")
+        reasons.append("the queries of a head are counted at run time, so torch.compile is not supported")
     if "lse" in call.probed_tensors:
-        reasons.append("it has a log-sum-exp for heads that speak only")
+        reasons.append("returns the log-sum-exp of open heads only")
     return [*reasons, *_unsupported_kernel_reasons(call)]
 
 
@@ -327,11 +327,11 @@ def slower_reasons(call: CallSignature, size: CallSize, mask_shape: str) -> list
 def _unsupported_kernel_reasons(call: CallSignature) -> list[str]:
     reasons = []
     if call.device != "cpu":
-        reasons.append(f"it works with the CPU's kernel, not on {call.device}")
+        reasons.append(f"has a kernel for the CPU only, not {call.device}")
     if call.core.dim != call.core.vdim:
-        reasons.append("its kernel wants keys and values of one width")
+        reasons.append("needs dim = vdim")
     if not call.group_size:
-        reasons.append("its groups of heads must be equal")
+        reasons.append("needs the same number of query heads in every key-value group")
     return reasons
 
 

@@ -1,4 +1,4 @@
-"""torch's scaled dot product attention: fused, and silent about its weights."""
+"""torch's fused `scaled_dot_product_attention`, which never returns attention weights."""
 
 from __future__ import annotations
 
@@ -32,51 +32,55 @@ def unsupported_reasons(call: CallSignature) -> list[str]:
     """Why this call cannot run here."""
     return [
         *fused_call_conflicts(call),
-        *(["a single query runs in rows instead"] if call.single_query and call.group_size > 1 else []),
+        *(
+            ["the `grouped` backend is faster for a single query of grouped heads"]
+            if call.single_query and call.group_size > 1
+            else []
+        ),
     ]
 
 
 def fused_call_conflicts(call: CallSignature) -> list[str]:
-    """What the fused call cannot say, whoever makes it."""
+    """Properties of a call that torch's fused attention does not support, for all backends that use it."""
     spec, reasons = call.spec, []
     if call.has_recurrent_state:
-        reasons.append("past tokens are a state, not scores")
+        reasons.append("needs cached keys and values; this layer caches a recurrent state")
     if not isinstance(spec.similarity, Dot):
-        reasons.append(f"it compares by dot product, not {type(spec.similarity).__name__}")
+        reasons.append(f"needs dot-product similarity, not {type(spec.similarity).__name__}")
     if not call.core.dim:
-        reasons.append(f"{type(spec.project).__name__} leaves it nothing to compare")
+        reasons.append(f"{type(spec.project).__name__} has no queries and keys to compare")
     if not isinstance(spec.normaliser, (Softmax, SinkSoftmax)):
-        reasons.append(f"it normalises by softmax, not {type(spec.normaliser).__name__}")
+        reasons.append(f"needs softmax, not {type(spec.normaliser).__name__}")
     for _, part in spec.parts():
         name = type(part).__name__
         if isinstance(part, Mix):
-            reasons.append(f"{name} mixes heads between its two products")
+            reasons.append(f"{name} mixes heads inside the fused call")
         elif isinstance(part, ScoreStep) and not part.additive:
             reasons.append(f"{name} is not additive")
         elif isinstance(part, ValueStep):
             reasons.append(f"{name} needs the weights")
         elif isinstance(part, WeightDropout) and call.training and part.rate > 0:
-            reasons.append(f"{name} drops weights that only dense can repeat")
+            reasons.append(f"{name} needs dropout on weights, which only chunked and dense apply")
     if call.is_transformed:
         reasons.append("does not support torch.func and forward-mode derivatives")
     if call.has_caller_mask:
-        reasons.append("a mask of the caller's own is for dense")
+        reasons.append("does not support a mask given by the caller; dense does")
     if unseen := sorted(call.probed_tensors & {"scores", "weights"}):
-        reasons.append(f"it cannot show {', '.join(unseen)}")
+        reasons.append(f"cannot show {', '.join(unseen)}")
     if "lse" in call.probed_tensors and not _can_return_lse(call):
-        reasons.append("it can show lse only on the CPU, without gradients or sinks, for keys as wide as values")
+        reasons.append("shows lse only on the CPU, without gradients or sinks, with dim = vdim")
     if not call.heads_in_order:
-        reasons.append("not every score head speaks for itself")
+        reasons.append("needs one output head per query head, in order")
     return reasons
 
 
 def plain_softmax_conflicts(call: CallSignature) -> list[str]:
-    """What is more than a plain softmax over products of all keys, or of all that are not ahead."""
+    """Properties of a call beyond a plain softmax over scaled dot products with a full or causal mask."""
     spec, reasons = call.spec, fused_call_conflicts(call)
     if any(isinstance(part, ScoreStep) for _, part in spec.parts()) or not isinstance(spec.normaliser, Softmax):
-        reasons.append("it reads by a plain softmax over products, with nothing added")
+        reasons.append("needs a plain softmax over scaled dot products, with nothing added")
     if spec.pattern not in (Full(), Causal()):
-        reasons.append(f"{spec.pattern.text} leaves out keys whose scores it would form")
+        reasons.append(f"{spec.pattern.text} hides keys whose scores it would compute")
     return reasons
 
 
@@ -172,7 +176,7 @@ def is_plain_softmax(call: CallSignature) -> bool:
 
 
 def softmax_args(attention_mask: AttentionMask, inputs: CoreInputs, steps: CoreSteps) -> SoftmaxArgs:
-    """All that such a call works with, told apart."""
+    """Mask, causal flag, bias and sinks of a plain softmax call."""
     sinks = (
         steps.normaliser_p.broadcast_over_scores()["sink"].flatten()
         if isinstance(steps.normaliser, SinkSoftmax)

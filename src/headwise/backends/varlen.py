@@ -1,4 +1,4 @@
-"""Texts that lie one behind the other in a row, each by itself.
+"""Packed rows: several sequences in one row, each attending to itself alone.
 
 Plain attention of short texts on a CPU is one kernel, which reads tokens where they lie. Anything else runs in groups
 of about one length, each a batch of its own for any backend.

@@ -137,7 +137,7 @@ class PagedCache(KVCache):
     def _write_tokens(self, entry: KVEntry, at: SequenceInfo) -> HeldPages | None:
         """Write these tokens into their pages; what there is to read of each row."""
         if torch.is_grad_enabled() and any(new.requires_grad for new in entry.values()):
-            raise ValueError("pages keep no gradients; decode under torch.no_grad()")
+            raise ValueError("a paged cache keeps no gradients; decode under torch.no_grad()")
         if self._calls == self._seats.calls:
             self._seats.begin(at)
         self._calls += 1

@@ -123,7 +123,7 @@ class CallPlanner:
             reads_cache_in_place=backends.reads_cache_in_place(dispatch.backend_names[0], call),
             scale=self.spec.similarity.score_scale(call.core),
         )
-        if not call.is_compiling:  # a graph that saw none would be compiled anew once there is one
+        if not call.is_compiling:  # a plan made in a graph would be a new constant, and recompile it
             self._plans[key] = plan
         return plan
 

@@ -1,4 +1,4 @@
-"""What a layer is handed is looked at once, at the door: fact, values, remedy."""
+"""Checks of the arguments of a layer call; each error gives the fact, the values and a remedy."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def check_call(
     tokens: SequenceInfo | None,
     like: Tensor,
 ) -> None:
-    """Refuse a call that cannot be meant."""
+    """Refuse arguments that do not fit the layer or each other."""
     _check_tensor("x", x, spec.model, like)
     if source is not None:
         _check_dtype("source", source, Tensor, ProjectedSource)
@@ -38,14 +38,14 @@ def check_call(
 
 
 def check_source(spec: AttentionSpec, z: Tensor, tokens: SequenceInfo | None, like: Tensor) -> None:
-    """Refuse a source that this layer cannot read."""
+    """Refuse a source that does not fit the layer."""
     _check_tensor("source", z, spec.source or spec.model, like)
     if tokens is not None:
         _check_sequence("source", z, tokens)
 
 
 class PositionLimit(NamedTuple):
-    """How many positions a layer knows, and the part that knows no more."""
+    """The number of positions that a layer supports, and the part that limits it."""
 
     max_positions: int
     part: str
@@ -80,7 +80,7 @@ def check_mask(
     cache: KVCache | None,
     spans: int,
 ) -> None:
-    """Refuse a mask of the caller's own that cannot be meant; a row's keys come from `spans` ranks."""
+    """Refuse a mask that does not fit the call; the keys of a row come from `spans` ranks."""
     _check_dtype("mask", mask, Tensor)
     if cache is not None:
         raise ValueError(
@@ -105,7 +105,7 @@ def _check_dtype(name: str, told: object, *kinds: type) -> None:
 
 
 def check_probe(probe: Probe) -> Probe:
-    """The probe, unless it is none."""
+    """Refuse an argument that is not a `Probe`."""
     _check_dtype("probe", probe, Probe)
     return probe
 
@@ -154,12 +154,12 @@ def _check_tensor(name: str, x: Tensor, width: int, like: Tensor) -> None:
 
 
 def _autocasts(x: Tensor) -> bool:
-    """Whether products bring what they are given to one dtype."""
+    """Whether autocast converts the operands of matrix products."""
     return x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
-    """The numbers that x is multiplied in."""
+    """The dtype in which matrix products of x run."""
     return torch.get_autocast_dtype(x.device.type) if x.dtype != torch.float64 and _autocasts(x) else x.dtype
 
 

@@ -1,4 +1,4 @@
-"""A start that knows how deep a layer stands."""
+"""Weight initialisation that shrinks with the depth of a layer (DS-Init)."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def depth_scaled_init(
 ) -> None:
     """W ~ U(-b, b) with b = sqrt(6 / (d_in + d_out)) alpha / depth^exponent: DS-Init (1908.11365).
 
-    `modules` are all that one layer of a stack is made of, `depth` counts layers from 1. exponent=0.5 is what the
-    paper writes; the released code hands depth^-0.5 to an initialiser that scales the variance, which makes it 0.25.
-    Every weight matrix is drawn anew: of our layers those that start Xavier-uniform, and those of each nn.Linear and
-    nn.MultiheadAttention. Biases, norms, embeddings, constants, and matrices that a part starts otherwise on
-    purpose stay.
+    `modules` are the modules of one layer of a stack; `depth` counts layers from 1. exponent=0.5 is what the
+    paper writes; the released code passes depth^-0.5 to an initialiser that scales the variance, which makes it 0.25.
+    Every weight matrix is initialised again: in headwise layers those that are Xavier-uniform, and those of each
+    nn.Linear and nn.MultiheadAttention. Biases, norms, embeddings, constants, and matrices that a part initialises in
+    another way stay.
 
     Four times as deep, half as wide:
 

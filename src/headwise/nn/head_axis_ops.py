@@ -1,4 +1,4 @@
-"""Cut, share and repeat heads along their named axes, knowing no layer by name."""
+"""Select, average and repeat heads of a layer along the named axes of its parameters."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ WeightTensors = Mapping[str, Tensor]
 
 
 def select_heads(keep: Sequence[int]) -> Callable[[Tensor, int], Tensor]:
-    """Keep these, in this order."""
+    """Keeps these heads, in this order."""
     return lambda t, axis: t.index_select(axis, torch.tensor(list(keep), dtype=torch.int64, device=t.device))
 
 
 def average_groups(groups: Sequence[Sequence[int]]) -> Callable[[Tensor, int], Tensor]:
-    """The mean of each group."""
+    """Replaces each group of heads by its mean."""
     return lambda t, axis: torch.stack([select_heads(group)(t, axis).mean(axis) for group in groups], axis)
 
 
 def repeat_for_queries(reads: Sequence[int]) -> Callable[[Tensor, int], Tensor]:
-    """One copy for every reader, of what it reads."""
+    """Repeats each key-value head for every query head that uses it."""
     return select_heads(reads)
 
 
 def transform_axes(
     spec: AttentionSpec, weights: WeightTensors, moves: Mapping[str, Callable[[Tensor, int], Tensor]]
 ) -> dict[str, Tensor]:
-    """Every weight of a spec, changed along the axes that `moves` names."""
+    """All weights of a spec, transformed along the axes in `moves`."""
     return {
         f"{name}.{key}": _transform_tensor(weights[f"{name}.{key}"], param.layout, spec.sizes_of(part), moves)
         for name, part in spec.parts()
@@ -56,10 +56,10 @@ def _transform_tensor(
 def keep_heads(
     spec: AttentionSpec, weights: WeightTensors, keep: Iterable[int]
 ) -> tuple[AttentionSpec, dict[str, Tensor]]:
-    """The layer with only these output heads, which equals silencing all others, exactly.
+    """The layer with only these output heads: exactly the layer with all others ablated.
 
-    Kept besides are the score heads that a kept head needs and the key and value heads that somebody still
-    reads; when all talk to all, that is every one of them and nothing but the output side gets smaller.
+    It also keeps the score heads that a kept head needs, and the key and value heads that these use. Where all heads
+    are mixed, that is all of them, and only the output projection gets smaller.
     """
     kept = KeptHeads.of(spec, keep)
     return kept.spec, transform_axes(spec, weights, {axis: select_heads(heads) for axis, heads in kept.by_axis.items()})
@@ -67,7 +67,7 @@ def keep_heads(
 
 @dataclass(frozen=True)
 class KeptHeads:
-    """What a cut keeps of a layer: the spec that is left, and which heads of each axis it holds, in order.
+    """What pruning keeps of a layer: the smaller spec, and the kept heads of each axis, in order.
 
     >>> import headwise as hw
     >>> KeptHeads.of(hw.design(model=8, heads=8, kv=2), [2, 3]).by_axis
@@ -79,14 +79,14 @@ class KeptHeads:
 
     @staticmethod
     def of(spec: AttentionSpec, keep: Iterable[int]) -> KeptHeads:
-        """What `cut` keeps with these output heads."""
+        """What `keep_heads` keeps for these output heads."""
         outs = tuple(sorted(set(keep)))
         if not outs or outs[0] < 0 or outs[-1] >= len(spec.score_head_of_output):
             there = len(spec.score_head_of_output)
             raise SpecError(f"heads {list(outs)} cannot be kept of {there}; name at least one of 0..{there - 1}")
         heads = spec.heads
         q = tuple(sorted(frozenset[int]().union(*(spec.required_score_heads(out) for out in outs))))
-        rows = q if heads.rows == heads.q else tuple(range(heads.rows))  # a mixing's own rows stay as they are
+        rows = q if heads.rows == heads.q else tuple(range(heads.rows))  # rows that a mix makes stay as they are
         read_k = {heads.reads[h] for h in q}
         read_v = {heads.value_head_of_row[row] for row in rows}
         kv, v = tuple(sorted(read_k if heads.values else read_k | read_v)), tuple(sorted(read_v))
@@ -106,7 +106,7 @@ class KeptHeads:
 def share_kv_heads(
     spec: AttentionSpec, weights: WeightTensors, groups: Sequence[Sequence[int]]
 ) -> tuple[AttentionSpec, dict[str, Tensor]]:
-    """The layer whose key-value heads are the means of these groups; equal heads lose nothing."""
+    """The layer whose key-value heads are the means of these groups; exact if the heads of a group are equal."""
     heads = spec.heads
     if heads.values:
         raise SpecError(f"keys and values are grouped apart here ({heads}); share them by hand")
@@ -119,7 +119,7 @@ def share_kv_heads(
 
 
 def split_kv_heads(spec: AttentionSpec, weights: WeightTensors) -> tuple[AttentionSpec, dict[str, Tensor]]:
-    """The layer in which every query head has a copy of the key-value head it read: the same function."""
+    """The layer in which every query head has its own copy of its key-value head; computes the same function."""
     heads = spec.heads
     if heads.values:
         raise SpecError(f"keys and values are grouped apart here ({heads}); give every head its own by hand")

@@ -1,4 +1,4 @@
-"""With whom a layer shares its work: with nobody, unless a model is spread over several ranks."""
+"""How one layer is divided over processes: not at all, unless a model runs in tensor or context parallelism."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from ..masking.sequence_info import SequenceInfo
 
 
 class ParallelContext(ABC):
-    """Ranks that hold the other heads of a layer, or the other tokens of its rows.
+    """The ranks that hold the other heads of a layer, or the other tokens of its rows.
 
-    Each computes a part of what the layer says, and the parts are added up: so the gradient of anything that several
-    of them hold is the sum of what each finds. `first` is the one that adds what is added once, such as an output
-    bias; `spans` is over how many of them the tokens of a row are spread.
+    Each rank computes a partial output and the partial outputs are summed, so the gradient of anything that several
+    ranks hold is the sum of their gradients. `adds_output_bias` is true on one rank; `num_token_shards` is the number
+    of ranks that share the tokens of a row.
     """
 
     adds_output_bias: bool = True
@@ -24,31 +24,31 @@ class ParallelContext(ABC):
 
     @abstractmethod
     def copy_to_heads(self, x: Tensor) -> Tensor:
-        """x, on its way to the heads in hand; its gradient comes back from the heads of all."""
+        """x unchanged; its gradient is summed over the ranks that hold other heads."""
 
     @abstractmethod
     def reduce_from_heads(self, y: Tensor) -> Tensor:
-        """What the heads of all say, from what those in hand say."""
+        """The sum over ranks of their partial outputs."""
 
     @abstractmethod
     def gather_tokens(self, entry: dict[str, Tensor], at: SequenceInfo) -> tuple[dict[str, Tensor], SequenceInfo]:
-        """What the tokens of all leave behind [B, tokens, ...], and where these stand, from those in hand."""
+        """The kv entry [B, tokens, ...] and positions of the tokens of all ranks, from those of this rank."""
 
     @abstractmethod
     def head_local_rng(self, training: bool) -> AbstractContextManager[None]:
-        """Where random numbers are drawn for the heads in hand alone."""
+        """A context in which random numbers are drawn for the heads of this rank."""
 
     @abstractmethod
     def aux_losses(self, ledger: AuxLosses) -> AuxLosses:
-        """The same ledger, for parts that see some of the heads and tokens."""
+        """The auxiliary losses, for parts that see only some heads or tokens."""
 
     @abstractmethod
     def without_token_shards(self) -> ParallelContext:
-        """Those who hold other heads alone."""
+        """The context without context parallelism."""
 
 
 class SingleProcess(ParallelContext):
-    """Nobody: every head and every token is here."""
+    """One process: every head and every token is here."""
 
     def copy_to_heads(self, x: Tensor) -> Tensor:
         return x
@@ -74,6 +74,6 @@ SINGLE_PROCESS = SingleProcess()
 
 
 class HasParallelContext:
-    """What may have peers; whoever spreads a model says which."""
+    """A layer that can be divided over ranks; `parallel` is set when a model is parallelised."""
 
     parallel: ParallelContext = SINGLE_PROCESS

@@ -1,7 +1,7 @@
-"""The definition: one query at a time, over its list of allowed keys, in float64. Slow, and the judge.
+"""The slow reference implementation, one query at a time over its list of allowed keys, that every backend must match.
 
-It never masks and never works on many positions at once: the scores of a pair are a vector over heads, mixing
-is the part's `pair`, and each head's row is normalised by the part's `row`.
+It uses no mask and no vectorised form: the scores of a (query, key) pair are a vector over heads, mixes run their
+`pair`, and each row is normalised by `normalise_row`. Run it in float64.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def reference_attention(
     source_tokens: SequenceInfo | None = None,
     mask: Tensor | None = None,
 ) -> Tensor:
-    """y_BTD, from the definition; a mask is one for all heads."""
+    """y_BTD from the definition; a mask must be the same for all heads."""
     if mask is not None and mask.shape[1] != 1:
         raise ValueError(
             f"mask has {mask.shape[1]} heads; the definition reads one list of keys for all, give [B, 1, T, S]"
@@ -70,7 +70,7 @@ def reference_attention(
 
 
 class _ReferenceTransforms:
-    """Every turn of the spec, at the positions of these tokens."""
+    """All query and key transforms of the spec, at the positions of these tokens."""
 
     def __init__(self, spec: AttentionSpec, p: Mapping[str, PartParams], at: SequenceInfo) -> None:
         self.turns = [(turn, turn.transformed_sides(spec), p[name]) for name, turn in spec.parts_of(QKTransform)]

@@ -82,7 +82,7 @@ def cases(quick: bool) -> Iterator[BenchmarkCase]:
             "local-attention": make_peer(
                 "local_attention", lambda library, how=how, core=core: how(_local_attention(library), core)
             ),
-            "FlexAttention, compiled": MissingPeer("it has no backward pass on the CPU")
+            "FlexAttention, compiled": MissingPeer("has no backward pass on the CPU")
             if backward
             else how(_flex_attention(core), core),
         }
