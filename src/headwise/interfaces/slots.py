@@ -40,11 +40,10 @@ class Project(Part):
         self, entry: Mapping[str, Tensor], transform: TransformsQK, p: PartParams
     ) -> tuple[Tensor, Tensor]: ...
 
-    def project_qkv(
-        self, x_BTD: Tensor, transform: TransformsQK, p: PartParams
-    ) -> tuple[Tensor, dict[str, Tensor]] | None:
-        """Queries and cache entries of self-attention in one step; None if they are to be projected separately."""
-        return None
+    def project_qkv(self, x_BTD: Tensor, transform: TransformsQK, p: PartParams) -> tuple[Tensor, dict[str, Tensor]]:
+        """Queries and cache entries for self-attention; a project may compute both in one matrix product."""
+        entry = self.project_kv(x_BTD, transform, p)
+        return self.project_query(x_BTD, transform, p), entry
 
     def project_heads(self, o_BTHV: Tensor, score_heads: tuple[int, ...], p: PartParams) -> Tensor:
         """The weighted sums of these score heads, projected to value width."""

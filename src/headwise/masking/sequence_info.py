@@ -207,13 +207,17 @@ class AttentionMask:
         if isinstance(self.pattern, Causal) and (query_start, self.queries.count) == (key_start, self.keys.count):
             return "full" if self.queries.count == 1 else "triangle"  # a shortcut: counting pairs takes longer
         queries = range(query_start, query_start + self.queries.count)
-        keys = range(key_start, key_start + self.keys.count)
-        pairs = self.pattern.pairs(queries, keys)
-        if pairs == len(queries) * len(keys):
-            return "full"
-        # Without keys after the query, as many pairs as a causal mask means the same pairs.
-        causal = queries == keys and self.pattern.tokens_before_decode == 0 and pairs == Causal().pairs(queries, keys)
-        return "triangle" if causal else "any"
+        return mask_shape(self.pattern, queries, range(key_start, key_start + self.keys.count))
+
+
+def mask_shape(pattern: Pattern, queries: range, keys: range) -> str:
+    """The shape of a pattern's mask over these positions: "full", "triangle" (a square causal mask) or "any"."""
+    pairs = pattern.pairs(queries, keys)
+    if pairs == len(queries) * len(keys):
+        return "full"
+    # Without keys after the query, as many pairs as a causal mask means the same pairs.
+    is_causal = queries == keys and pattern.tokens_before_decode == 0 and pairs == Causal().pairs(queries, keys)
+    return "triangle" if is_causal else "any"
 
 
 def _from_segments(segment: Tensor, batch: int, count: int) -> SequenceInfo:

@@ -88,12 +88,10 @@ class Direct(Project):
             projected = [_split_heads(y, axes[side], p) for side, y in zip(axes, flat, strict=True)]
         return {side: transform(y, side) for side, y in zip(axes, projected, strict=True)}
 
-    def project_qkv(
-        self, x_BTD: Tensor, transform: TransformsQK, p: PartParams
-    ) -> tuple[Tensor, dict[str, Tensor]] | None:
+    def project_qkv(self, x_BTD: Tensor, transform: TransformsQK, p: PartParams) -> tuple[Tensor, dict[str, Tensor]]:
         weights = p["q"], p["k"], p["v"]
         if self.bias or not (should_concatenate(x_BTD, weights) or uses_gemv_kernel(x_BTD, weights)):
-            return None
+            return super().project_qkv(x_BTD, transform, p)
         q, k, v = linear_many(x_BTD, weights)
         k_BSGK = _split_heads(k, ("kv", "dim"), p)
         transformed = transform(k_BSGK, "k")
