@@ -41,7 +41,7 @@ class Project(Part):
     ) -> tuple[Tensor, Tensor]: ...
 
     def project_qkv(self, x_BTD: Tensor, transform: TransformsQK, p: PartParams) -> tuple[Tensor, dict[str, Tensor]]:
-        """Queries and cache entries for self-attention; a project may compute both in one matrix product."""
+        """Queries and cache entries of self-attention; a project may compute them in one matrix product."""
         entry = self.project_kv(x_BTD, transform, p)
         return self.project_query(x_BTD, transform, p), entry
 

@@ -211,13 +211,13 @@ class AttentionMask:
 
 
 def mask_shape(pattern: Pattern, queries: range, keys: range) -> str:
-    """The shape of a pattern's mask over these positions: "full", "triangle" (a square causal mask) or "any"."""
+    """The shape of a pattern's mask over these positions: "full", the square "triangle", or "any"."""
     pairs = pattern.pairs(queries, keys)
     if pairs == len(queries) * len(keys):
         return "full"
     # Without keys after the query, as many pairs as a causal mask means the same pairs.
-    is_causal = queries == keys and pattern.tokens_before_decode == 0 and pairs == Causal().pairs(queries, keys)
-    return "triangle" if is_causal else "any"
+    causal = queries == keys and pattern.tokens_before_decode == 0 and pairs == Causal().pairs(queries, keys)
+    return "triangle" if causal else "any"
 
 
 def _from_segments(segment: Tensor, batch: int, count: int) -> SequenceInfo:
