@@ -77,7 +77,7 @@ class Rotary(QKTransform):
         available = spec.project.transformed_dims(spec)
         dims = available if self.dims is None else self.dims
         if dims % 2 or not 0 < dims <= available:
-            yield f"Rotary needs channel pairs, not {dims} of {available} channels; use an even number up to {available}"
+            yield f"Rotary rotates pairs, not {dims} of {available} channels; use an even number up to {available}"
         elif self.copies < 1 or dims % (2 * self.copies):
             yield f"Rotary(copies={self.copies}) does not divide {dims // 2} pairs; leave copies out"
 
