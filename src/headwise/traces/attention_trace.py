@@ -206,7 +206,7 @@ def _check_in_range(what: str, number: int, count: int, name: str) -> None:
 
 
 def make_token_rows(words: Sequence[Sequence[str]]) -> tuple[TokenRow, ...]:
-    """Rows of tokens of which only the strings are known."""
+    """Make rows of token strings without known ids."""
     return tuple(TokenRow.from_words(tuple(map(str, row))) for row in words)
 
 
