@@ -35,7 +35,7 @@ class Capture:
 
     >>> Capture(extra=("values",))
     Traceback (most recent call last):
-    headwise.errors.SpecError: Capture(extra=('values',)) is unknown: 'values'; give some of v, z
+    headwise.errors.SpecError: Capture(extra=('values',)) holds 'values'; give some of v, z
     """
 
     extra: tuple[str, ...] = ()
@@ -46,7 +46,7 @@ class Capture:
     def __post_init__(self) -> None:
         if wrong := [name for name in self.extra if name not in EXTRA_TENSORS]:
             raise SpecError(
-                f"Capture(extra={self.extra!r}) is unknown: {wrong[0]!r}; give some of {', '.join(EXTRA_TENSORS)}"
+                f"Capture(extra={self.extra!r}) holds {wrong[0]!r}; give some of {', '.join(EXTRA_TENSORS)}"
             )
         if self.precision not in PRECISIONS:
             raise SpecError(f"Capture(precision={self.precision!r}) is unknown; give one of {', '.join(PRECISIONS)}")
