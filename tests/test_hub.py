@@ -188,7 +188,7 @@ HARM: dict[str, tuple[Callable[[Path], object], str]] = {
     "layers": (lambda f: said(f, num_hidden_layers=1), "model.layers.1. .. is not a tensor of the described model"),
     "untied": (
         lambda f: said(f, tie_word_embeddings=True),
-        "lm_head.weight differs from model.embed_tokens.weight, which",
+        "lm_head.weight differs from model.embed_tokens.weight, but config.json ties them",
     ),
     "family": (
         lambda f: said(f, model_type="lama", architectures=None),
