@@ -125,7 +125,7 @@ def load_original(path: Path | str) -> nn.Module:
     if (folder / MANIFEST_FILE).is_file() or folder.is_file():
         return load(folder)
     if not (folder / CONFIG_FILE).is_file():
-        raise SpecError(f"{str(path)!r} is not a model folder; give one with {MANIFEST_FILE} or {CONFIG_FILE}")
+        raise SpecError(f"{str(path)!r} is no folder of a model; give one with {MANIFEST_FILE} or {CONFIG_FILE}")
     if find_spec("transformers") is None:
         return load(folder)
     return _load_with_transformers(folder)

@@ -84,7 +84,7 @@ class CaptureBuffer:
         self.nbytes += nbytes
         if self.nbytes > self.capture.budget:
             fact = (
-                f"cannot record this run: it takes at least {format_bytes(self.nbytes)}, beyond the budget of "
+                f"cannot record this run: it takes at least {format_bytes(self.nbytes)}, beyond a budget of "
                 f"{format_bytes(self.capture.budget)}"
             )
             raise SpecError(f"{fact}; give a larger budget=, fewer sites=, or precision='half'")
@@ -417,7 +417,7 @@ def trace(
     log(f"about {format_bytes(expected)} of {format_bytes(capture.budget)}: {_describe_capture(capture, site_modules)}")
     if expected > capture.budget:
         limit = format_bytes(capture.budget)
-        fact = f"cannot record this run: it takes about {format_bytes(expected)}, beyond the budget of {limit}"
+        fact = f"cannot record this run: it takes about {format_bytes(expected)}, beyond a budget of {limit}"
         raise SpecError(f"{fact}; give a larger budget=, fewer sites=, fewer tokens, or precision='half'")
     store = CaptureBuffer(capture)
     recorders = {site_module.site.name: CallRecorder(site_module.site, store) for site_module in site_modules}
