@@ -327,7 +327,7 @@ def test_code_that_came_along_is_never_run(tmp_path: Path):
     ("name", "told"),
     [
         ("nowhere", "there is no folder or file"),
-        ("empty", "contains neither headwise.toml nor config.json; give a folder that hw.save or"),
+        ("empty", "holds neither headwise.toml nor config.json; give a folder that hw.save or"),
         ("old", "contains model.pt, a pickle, which can run code when it is loaded; give a folder"),
         ("file.txt", "is 3 bytes long, too short for a file of llama2.c"),
         ("model.safetensors", "is one file of a model; give its folder"),

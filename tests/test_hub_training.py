@@ -65,7 +65,7 @@ def test_other_tokens_are_used_where_they_are_said(text: Path, tmp_path: Path):
     ("said", "told"),
     [
         (["--set", "task.tokens=bytes"], "has 290 rows, the task's tokenizer 256 tokens"),
-        (["--model", "{}/empty"], "contains neither headwise.toml nor config.json; give a folder that hw.save or"),
+        (["--model", "{}/empty"], "holds neither headwise.toml nor config.json; give a folder that hw.save or"),
         (["--model", "{}/config"], "holds a config.json but neither model.safetensors nor"),
     ],
 )

@@ -490,7 +490,7 @@ def test_bad_configs_are_refused_in_one_line(capsys, tmp_path, name):
         (("FOLDER/bert", "--generate", "1"), "bert reads ahead"),
         (("FOLDER/t5", "--beside", "palm"), "speaks of one stack, and t5 has 2"),
         (("FOLDER/t5", "--source", "0"), "source=0 is no load"),
-        (("FOLDER",), "contains neither headwise.toml nor config.json"),
+        (("FOLDER",), "holds neither headwise.toml nor config.json"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_meant_is_refused_in_one_line(capsys, folder, argv, said):

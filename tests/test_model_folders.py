@@ -243,7 +243,7 @@ HARM: dict[str, tuple[Callable[[Path], object], str]] = {
     "no tokenizer": (lambda f: (f / TOKENIZER_FILE).unlink(), "tokenizer.json is missing"),
     "no manifest": (
         lambda f: (f / MANIFEST_FILE).unlink(),
-        "contains neither headwise.toml nor config.json; give a folder",
+        "holds neither headwise.toml nor config.json; give a folder",
     ),
     "empty": (lambda f: (f / MANIFEST_FILE).write_text(""), "says format = None; this version reads format = 1"),
     "binary": (lambda f: (f / MANIFEST_FILE).write_bytes(b"\xff\xfe\0"), "cannot be read"),
@@ -283,7 +283,7 @@ def test_garbage_under_a_good_checksum_is_refused(folder: Path, monkeypatch: pyt
     [
         ({"config.json": "{}"}, "holds a config.json but neither model.safetensors nor"),
         ({"pytorch_model.bin": "x"}, "contains pytorch_model.bin, a pickle, which can run code"),
-        ({"notes.txt": "x"}, "contains neither headwise.toml nor config.json"),
+        ({"notes.txt": "x"}, "holds neither headwise.toml nor config.json"),
     ],
 )
 def test_a_foreign_folder_is_refused(tmp_path: Path, files: dict[str, str], words: str):

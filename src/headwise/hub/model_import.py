@@ -111,7 +111,7 @@ def _not_loadable_message(path: Path) -> str:
         return f"there is no folder or file {str(path)!r}; give {kinds}"
     if pickle := find_pickle(path):
         return f"{path} contains {pickle}, a pickle, which can run code when it is loaded; give {kinds}"
-    return f"{path} contains neither {MANIFEST_FILE} nor {CONFIG_FILE}; give {kinds}"
+    return f"{path} holds neither {MANIFEST_FILE} nor {CONFIG_FILE}; give {kinds}"
 
 
 # --- Load a folder with the library that wrote it ---------------------------------------------------------

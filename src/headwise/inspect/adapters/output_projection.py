@@ -140,10 +140,8 @@ def declare(module: nn.Module, *, heads: int, output: str) -> None:
     if output not in children or not get_input_width(children[output]):
         raise ValueError(f"{type(module).__name__} has no projection {output!r}; name a child that is an nn.Linear")
     if not isinstance(heads, int) or heads < 1 or get_input_width(children[output]) % heads:
-        raise ValueError(
-            f"heads={heads!r} does not divide the {get_input_width(children[output])} input channels of {output}; "
-            "give a divisor"
-        )
+        width = get_input_width(children[output])
+        raise ValueError(f"heads={heads!r} does not divide the {width} input channels of {output}; give a divisor")
     _DECLARATIONS[module] = AttentionDeclaration(heads, output)
 
 
