@@ -182,7 +182,7 @@ def test_the_same_plan_again_and_not_for_another_model(
         (["ours", "--keep", "0.5", "--task", "dates"], "does not read and say what the task dates asks"),
         (["ours", "--keep", "0.5", "--task", "images", "--set", "path"], "--set 'path' is not KEY=VALUE"),
         (["wordless", "--keep", "0.5", "--data", "texts"], "tokenizer"),
-        (["ours", "--keep", "0.5", "--data", "texts", "--tokenizer", "bytes"], "carries a tokenizer of its own"),
+        (["ours", "--keep", "0.5", "--data", "texts", "--tokenizer", "bytes"], "has a tokenizer of its own"),
         (["none", "--keep", "0.5", "--data", "texts"], "there is no folder or file"),
         (["ours", "--keep", "0.5", "--data", "texts", "--length", "900"], "exceed the 64 positions of gpt2"),
         (["ours", "--keep", "0.5", "--data", "texts", "--length", "0"], "length must be an int >= 1, got 0"),
