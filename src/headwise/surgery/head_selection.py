@@ -145,10 +145,7 @@ class KeepTop(HeadSelection):
             raise SpecError(f"unknown scope={self.scope!r}; {suggest(self.scope, KEEP_SCOPES)}")
         is_count = type(self.amount) is int and self.amount >= 1
         if not is_count and not (isinstance(self.amount, float) and 0 < self.amount < 1):
-            raise SpecError(
-                f"amount={self.amount!r} is neither a fraction nor a number of heads; give a float such as 0.5, or "
-                "an int >= 1"
-            )
+            raise SpecError(f"cannot keep {self.amount!r} of the heads. Give a fraction such as 0.5, or an int >= 1")
         if type(self.min_units) is not int or self.min_units < 0:
             raise SpecError(f"min_units must be an int >= 0, got {self.min_units!r}")
 

@@ -356,7 +356,7 @@ def _prepare_source_decode(inputs: Tensor, steps: int, net: Transformer) -> Call
 def _decode_steps(
     net: Transformer, token: Tensor, cache: ModelCache | None, step_options: tuple[int, int, EncoderOutput | None]
 ) -> Tensor:
-    """Decode one token at a time. The token is always the same, because its value does not affect the time."""
+    """Decode one token at a time; always with one token id, because its value does not affect the time."""
     steps, past, memory = step_options
     logits = token
     for step in range(steps):
