@@ -194,11 +194,13 @@ class KeepTop(HeadSelection):
     def _select_per_model(
         self, units_by_site: Mapping[str, tuple[HeadUnit, ...]], scores: HeadScores
     ) -> Iterator[HeadUnit]:
-        heads = sum(len(unit.heads) for units in units_by_site.values() for unit in units)
-        wanted = self.amount if isinstance(self.amount, int) else round(self.amount * heads)
-        if wanted > heads:
-            raise SpecError(f"cannot keep {self.amount} heads: the model has {heads}. Give amount <= {heads - 1}")
-        yield from select_top_units(units_by_site, scores, wanted, self.min_units)
+        num_heads = sum(len(unit.heads) for units in units_by_site.values() for unit in units)
+        num_kept = self.amount if isinstance(self.amount, int) else round(self.amount * num_heads)
+        if num_kept > num_heads:
+            raise SpecError(
+                f"cannot keep {self.amount} heads: the model has {num_heads}. Give amount <= {num_heads - 1}"
+            )
+        yield from select_top_units(units_by_site, scores, num_kept, self.min_units)
 
     def _num_units(self, site: str, units: Sequence[HeadUnit]) -> int:
         """Return how many units of a site are kept."""
