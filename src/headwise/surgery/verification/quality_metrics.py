@@ -146,7 +146,7 @@ class QualityTally:
         return self.last_loss_change
 
     def add(self, question: EvaluationInput, after: Tensor, before: Tensor | None) -> bool:
-        """Add a text with the output of the model after; return whether it has targets."""
+        """Add a text with the output of the model after (drift needs `before` too); return whether it has targets."""
         if question.num_targets:
             self.after.append(self._counts(question, after, before))
         else:
