@@ -202,7 +202,7 @@ def _describe_generation(curves: PruningCurves) -> Iterator[str]:
 
 
 def _list_verdicts(values: Sequence[CurveValue]) -> Iterator[str]:
-    """Yield the numbers of heads kept that score lower, not significantly differently, or higher than the full model."""
+    """Yield the numbers of heads kept that score lower than, like, or higher than the full model."""
     for sign, verdict in ((-1, "lower"), (0, "not significantly different"), (1, "higher")):
         counts = [str(value.num_heads) for value in values if _difference_sign(IntervalEstimate(*value[1:])) == sign]
         if counts:
