@@ -484,7 +484,7 @@ def test_a_place_that_holds_something_is_left_alone(tmp_path: Path):
     (tmp_path / "full" / "a").write_text("b")
     (tmp_path / "file").write_text("c")
     net = source("gpt2", tmp_path / "source")
-    for name, words in (("full", "holds a; give a new folder"), ("file", "is a file; give a new folder")):
+    for name, words in (("full", "contains a. Give a new or empty"), ("file", "is a file. Give a new or empty")):
         for call in (
             model_folder.check_folder_empty,
             lambda place: model_folder.write_model_folder(net, None, place, {}),
