@@ -254,7 +254,7 @@ def test_other_results_give_no_verdict(bench: session.CaseTimer, clock: Clock):
     assert (got["met"], got["aim"][0]["why"]) == (None, "different results")
     report = BenchmarkReport(MACHINE, [got])
     assert not report.is_valid
-    assert "liar says something else" in str(report)
+    assert "liar gives a different result" in str(report)
     lenient = BenchmarkCase("a case", clock.run("ours", 0.5), peers, targets=(SpeedTarget("one", 2.0),), tolerance=None)
     assert row(bench, lenient)["met"] is True
 
@@ -431,7 +431,7 @@ def test_json_is_the_machine_and_the_rows(capsys, fakes):
 
 def test_the_table_fits_a_terminal(capsys, fakes):
     code, out, _ = run(capsys)
-    assert code == 1  # somebody says something else
+    assert code == 1  # somebody gives a different result
     assert max(map(len, out.splitlines())) <= 80
     for word in (
         "Slow work",
