@@ -303,7 +303,7 @@ def test_a_row_says_where_its_time_went(capsys, fakes, clock: Clock):
     whole = sum(sum(row["took"].values()) for row in told["rows"])
     assert told["machine"]["took"] == pytest.approx(whole)
     said = " ".join(run(capsys, "slow")[1].split())
-    assert f"all took {format_duration(whole)}" in said
+    assert f"total time {format_duration(whole)}" in said
     assert f"Time by kind: slow {format_duration(whole)}." in said
 
 
@@ -439,7 +439,7 @@ def test_the_table_fits_a_terminal(capsys, fakes):
         "3.00 x: missed",
         "2.00 x: met",
         "gone is not installed",
-        "something else",
+        "different result",
         "2.00 x",
     ):
         assert word in out
@@ -581,7 +581,7 @@ def test_a_drawing_shows_every_peer_and_the_limit(bench: session.CaseTimer, cloc
     assert float(slower["width"]) == pytest.approx(scale.position(3.0) - one, abs=0.1)
     assert float(limit["x"]) == scale.position(0.5)
     assert of_class(drawing, "mark") == []
-    assert "nothing to draw" in "".join(ElementTree.fromstring(benchmark_report.render_chart([])).itertext())
+    assert "Nothing to draw" in "".join(ElementTree.fromstring(benchmark_report.render_chart([])).itertext())
 
 
 def test_aims_are_drawn_and_those_missed_are_seen(bench: session.CaseTimer, clock: Clock):

@@ -154,9 +154,7 @@ class FrameReader(InputReader):
     def read(self, line: str) -> Tensor:
         frames = open_npy(existing_file(line)) if Path(line).suffix == ".npy" else np.empty(0)
         if frames.ndim != 2 or frames.dtype.kind not in "fui" or not frames.size or not np.isfinite(frames).all():
-            raise SpecError(
-                f"{line} is not an array [time, features] of finite numbers; give an .npy file with one"
-            )
+            raise SpecError(f"{line} is not an array [time, features] of finite numbers; give an .npy file with one")
         return scale_inputs(self.net, frames[None])[0]
 
     def collate(self, read: Sequence[Tensor]) -> tuple[Tensor, SequenceInfo | None]:
