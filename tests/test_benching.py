@@ -254,7 +254,7 @@ def test_other_results_give_no_verdict(bench: session.CaseTimer, clock: Clock):
     assert (got["met"], got["aim"][0]["why"]) == (None, "different results")
     report = BenchmarkReport(MACHINE, [got])
     assert not report.is_valid
-    assert "liar says something else" in str(report)
+    assert "liar gives a different result" in str(report)
     lenient = BenchmarkCase("a case", clock.run("ours", 0.5), peers, targets=(SpeedTarget("one", 2.0),), tolerance=None)
     assert row(bench, lenient)["met"] is True
 
@@ -303,7 +303,7 @@ def test_a_row_says_where_its_time_went(capsys, fakes, clock: Clock):
     whole = sum(sum(row["took"].values()) for row in told["rows"])
     assert told["machine"]["took"] == pytest.approx(whole)
     said = " ".join(run(capsys, "slow")[1].split())
-    assert f"all took {format_duration(whole)}" in said
+    assert f"total time {format_duration(whole)}" in said
     assert f"Time by kind: slow {format_duration(whole)}." in said
 
 
@@ -431,7 +431,7 @@ def test_json_is_the_machine_and_the_rows(capsys, fakes):
 
 def test_the_table_fits_a_terminal(capsys, fakes):
     code, out, _ = run(capsys)
-    assert code == 1  # somebody says something else
+    assert code == 1  # somebody gives a different result
     assert max(map(len, out.splitlines())) <= 80
     for word in (
         "Slow work",
@@ -439,7 +439,7 @@ def test_the_table_fits_a_terminal(capsys, fakes):
         "3.00 x: missed",
         "2.00 x: met",
         "gone is not installed",
-        "something else",
+        "different result",
         "2.00 x",
     ):
         assert word in out
@@ -581,7 +581,7 @@ def test_a_drawing_shows_every_peer_and_the_limit(bench: session.CaseTimer, cloc
     assert float(slower["width"]) == pytest.approx(scale.position(3.0) - one, abs=0.1)
     assert float(limit["x"]) == scale.position(0.5)
     assert of_class(drawing, "mark") == []
-    assert "nothing to draw" in "".join(ElementTree.fromstring(benchmark_report.render_chart([])).itertext())
+    assert "Nothing to draw" in "".join(ElementTree.fromstring(benchmark_report.render_chart([])).itertext())
 
 
 def test_aims_are_drawn_and_those_missed_are_seen(bench: session.CaseTimer, clock: Clock):

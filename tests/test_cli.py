@@ -147,7 +147,7 @@ def test_bad_input_is_one_line(capsys, name: str):
 @pytest.mark.parametrize(
     ("content", "remedy"),
     [
-        (b"\x00\xff\xfe", "no text"),
+        (b"\x00\xff\xfe", "not a text"),
         (b"model = = 3", "not TOML"),
         (b'{"model": ', "not JSON"),
         (b"", "the spec lacks"),

@@ -130,7 +130,7 @@ def test_a_folder_of_somebody_else_is_refused_before_anything_is_trained(tmp_pat
     mine = tmp_path / "run" / "pruned"
     mine.mkdir(parents=True)
     (mine / "thesis.txt").write_text("mine")
-    with pytest.raises(SpecError, match=r"pruned holds thesis.txt; give a new folder"):
+    with pytest.raises(SpecError, match=r"pruned: it contains thesis.txt"):
         CompressedTranslator(Translator(tmp_path / "run"), COMPRESSION_METHODS[0])
     assert (mine / "thesis.txt").read_text() == "mine"
 

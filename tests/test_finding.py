@@ -131,7 +131,7 @@ def test_a_declared_attention_is_seen_where_its_weights_explain_what_heads_say()
             model(X)
         (keep,) = keeps.values()
         if first:  # which an order of heads before the batch does not
-            with pytest.raises(ValueError, match="not what its weights read"):
+            with pytest.raises(ValueError, match="input of its projection is not weights @ values"):
                 keep.seen[0].head_weights(0)
             continue
         q, k, _ = model[1].qkv(model[0](X)).unflatten(-1, (3, HEADS, DIM)).unbind(2)
@@ -150,7 +150,7 @@ def test_a_call_unlike_the_example_is_refused():
         quiet = model(X)
     assert not torch.allclose(quiet, whole, atol=1e-2)
     model[0].forward = lambda x: x
-    with pytest.raises(ValueError, match="replaced on the module itself"), hw.ablate(model, [(0, 1)]):
+    with pytest.raises(ValueError, match="set on the module itself"), hw.ablate(model, [(0, 1)]):
         pass
     del model[0].forward
     model[0].fused = True

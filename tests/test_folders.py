@@ -449,9 +449,9 @@ def harmed(name: str, change: Callable[[str], str]) -> Callable[[Path], object]:
 
 
 HARM: dict[str, tuple[Callable[[Path], object], str]] = {
-    "loader": (harmed("load_model.py", lambda text: text + "\n"), "load_model.py is not what heads.json says"),
-    "loader gone": (lambda f: (f / "load_model.py").unlink(), "load_model.py is missing, of which heads.json speaks"),
-    "weights": (lambda f: (f / WEIGHTS).write_bytes((f / WEIGHTS).read_bytes()[:-9]), f"{WEIGHTS} is not what"),
+    "loader": (harmed("load_model.py", lambda text: text + "\n"), "load_model.py does not match its checksum in heads.json"),
+    "loader gone": (lambda f: (f / "load_model.py").unlink(), "load_model.py is missing, but heads.json lists it"),
+    "weights": (lambda f: (f / WEIGHTS).write_bytes((f / WEIGHTS).read_bytes()[:-9]), f"{WEIGHTS} does not match"),
     "no json": (harmed(RECORD_FILE, lambda text: text[:40]), "heads.json cannot be read"),
     "format": (harmed(RECORD_FILE, lambda text: text.replace('"format": 1', '"format": 2')), "format = 2; this version"),  # noqa: E501 - one case a line
     "kind": (harmed(RECORD_FILE, lambda text: text.replace('"kind": "resized"', '"kind": "own"')), "kind = 'own', none of"),  # noqa: E501 - one case a line
@@ -484,7 +484,7 @@ def test_a_place_that_holds_something_is_left_alone(tmp_path: Path):
     (tmp_path / "full" / "a").write_text("b")
     (tmp_path / "file").write_text("c")
     net = source("gpt2", tmp_path / "source")
-    for name, words in (("full", "holds a; give a new folder"), ("file", "is a file; give a new folder")):
+    for name, words in (("full", "contains a. Give a new or empty"), ("file", "is a file. Give a new or empty")):
         for call in (
             model_folder.check_folder_empty,
             lambda place: model_folder.write_model_folder(net, None, place, {}),
@@ -555,7 +555,7 @@ def test_who_is_killed_leaves_no_folder(tmp_path: Path, here: None):
 def test_a_half_written_source_is_refused(tmp_path: Path):
     net = remove_heads(source("gpt2", tmp_path / "source"), {OWN: A})
     (tmp_path / "source" / WEIGHTS).write_bytes((tmp_path / "source" / WEIGHTS).read_bytes()[:-7])
-    with pytest.raises(hw.SpecError, match="cut short or no safetensors"):
+    with pytest.raises(hw.SpecError, match="truncated or not safetensors"):
         model_folder.write_model_folder(net, tmp_path / "source", tmp_path / "cut", {})
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
 

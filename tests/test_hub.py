@@ -166,29 +166,29 @@ def indexed(folder: Path, where: Any) -> None:
 Q, UP = "model.layers.1.self_attn.q_proj.weight", "model.layers.0.mlp.up_proj.weight"
 HARM: dict[str, tuple[Callable[[Path], object], str]] = {
     "missing": (lambda f: changed(f, lambda held: held.pop(Q)), f"{WEIGHTS}: {Q} is missing"),
-    "extra": (lambda f: changed(f, lambda held: held.update(more=torch.ones(2))), "more is no tensor of the model"),
+    "extra": (lambda f: changed(f, lambda held: held.update(more=torch.ones(2))), "more is not a tensor of the described model"),
     "shape": (
         lambda f: changed(f, lambda held: held.update({Q: held[Q][:-1]})),
-        f"{Q} is [23, 24], .. asks for [24, 24]",
+        f"{Q} is [23, 24], .. requires [24, 24]",
     ),
     "transposed": (lambda f: changed(f, lambda held: held.update({UP: held[UP].T.contiguous()})), f"{UP} is [24, 13]"),
-    "mixed": (lambda f: changed(f, lambda held: held.update({Q: held[Q].half()})), "are of F16 and F32; save them"),
-    "whole": (lambda f: changed(f, lambda held: held.update({Q: held[Q].to(torch.int8)})), f"{Q} holds I8; weights in"),
-    "truncated": (lambda f: cut(f / WEIGHTS, -5), f"{WEIGHTS} is cut short or no safetensors"),
-    "header": (lambda f: cut(f / WEIGHTS, 30), f"{WEIGHTS} is cut short or no safetensors"),
-    "empty": (lambda f: cut(f / WEIGHTS, 0), f"{WEIGHTS} is cut short or no safetensors"),
+    "mixed": (lambda f: changed(f, lambda held: held.update({Q: held[Q].half()})), "have the dtypes F16 and F32; save them"),
+    "whole": (lambda f: changed(f, lambda held: held.update({Q: held[Q].to(torch.int8)})), f"{Q} has dtype I8; quantised weights"),
+    "truncated": (lambda f: cut(f / WEIGHTS, -5), f"{WEIGHTS} is truncated or not safetensors"),
+    "header": (lambda f: cut(f / WEIGHTS, 30), f"{WEIGHTS} is truncated or not safetensors"),
+    "empty": (lambda f: cut(f / WEIGHTS, 0), f"{WEIGHTS} is truncated or not safetensors"),
     "gone": (
         lambda f: (f / WEIGHTS).unlink(),
-        f"holds a {CONFIG} but neither {WEIGHTS} nor {INDEX}; give one with its",
+        f"holds a {CONFIG} but neither {WEIGHTS} nor {INDEX}; give a folder with",
     ),
     "pickle": (
         lambda f: (f / WEIGHTS).rename(f / "pytorch_model.bin"),
-        "in pytorch_model.bin, a pickle, which runs code",
+        "in pytorch_model.bin, a pickle, which can run code",
     ),
-    "layers": (lambda f: said(f, num_hidden_layers=1), "model.layers.1. .. is no tensor of the model"),
+    "layers": (lambda f: said(f, num_hidden_layers=1), "model.layers.1. .. is not a tensor of the described model"),
     "untied": (
         lambda f: said(f, tie_word_embeddings=True),
-        "lm_head.weight differs from model.embed_tokens.weight, which",
+        "lm_head.weight differs from model.embed_tokens.weight, but config.json ties them",
     ),
     "family": (
         lambda f: said(f, model_type="lama", architectures=None),
@@ -202,7 +202,7 @@ HARM: dict[str, tuple[Callable[[Path], object], str]] = {
     "json": (lambda f: cut(f / CONFIG, 40), f"{CONFIG} is not JSON"),
     "ids": (lambda f: said(f, eos_token_id="2"), "eos_token_id = '2' is neither an id nor a list of ids; correct it"),
     "generation": (lambda f: (f / "generation_config.json").write_text("["), "generation_config.json cannot be read"),
-    "tokenizer": (lambda f: (f / "tokenizer.json").write_text("{}"), "tokenizer.json is no document of a tokenizer"),
+    "tokenizer": (lambda f: (f / "tokenizer.json").write_text("{}"), "tokenizer.json is not a tokenizer document"),
     "words": (
         lambda f: (f / "tokenizer.json").write_text(words(12)),
         "knows 12 tokens, the model 11; give the tokenizer",
@@ -235,15 +235,15 @@ SHARDS: dict[str, tuple[Callable[[Path, dict[str, str]], object], str]] = {
     ),
     "unnamed": (
         lambda f, w: indexed(f, {n: file for n, file in w.items() if n != Q}),
-        f"holds {Q}, which it puts else",
+        f"contains {Q}, which the index assigns",
     ),
     "unheld": (lambda f, w: indexed(f, w | {"more": w[Q]}), "more is not in model-0000"),
-    "outside": (lambda f, w: indexed(f, w | {Q: "../other.safetensors"}), "names '../other.safetensors'; shards are"),
-    "pickle": (lambda f, w: indexed(f, w | {Q: "pytorch_model.bin"}), "names 'pytorch_model.bin'; shards are"),
+    "outside": (lambda f, w: indexed(f, w | {Q: "../other.safetensors"}), "names '../other.safetensors'; shards must be"),
+    "pickle": (lambda f, w: indexed(f, w | {Q: "pytorch_model.bin"}), "names 'pytorch_model.bin'; shards must be"),
     "gone": (lambda f, w: (f / w[Q]).unlink(), "-of-00002.safetensors is missing; copy"),
-    "truncated": (lambda f, w: cut(f / w[Q], -9), "-of-00002.safetensors is cut short or no safetensors"),
-    "none": (lambda f, w: (f / INDEX).write_text("{}"), "is no index of shards; it must say weight_map"),
-    "list": (lambda f, w: indexed(f, list(w)), "is no index of shards"),
+    "truncated": (lambda f, w: cut(f / w[Q], -9), "-of-00002.safetensors is truncated or not safetensors"),
+    "none": (lambda f, w: (f / INDEX).write_text("{}"), "is not an index of shards; it must contain weight_map"),
+    "list": (lambda f, w: indexed(f, list(w)), "is not an index of shards"),
     "json": (lambda f, w: (f / INDEX).write_text("{"), f"{INDEX} cannot be read"),
 }
 
@@ -317,9 +317,9 @@ def test_code_that_came_along_is_never_run(tmp_path: Path):
     evil = pickle.dumps({"weight": Trace()}, protocol=2)
     (tmp_path / "f" / "pytorch_model.bin").write_bytes(evil)
     check_same(hw.load(tmp_path / "f"), net)
-    check_refused("is a pickle, which runs code", lambda: hw.load(tmp_path / "f" / "pytorch_model.bin"))
+    check_refused("is a pickle, which can run code", lambda: hw.load(tmp_path / "f" / "pytorch_model.bin"))
     (tmp_path / "f" / WEIGHTS).unlink()
-    check_refused("a pickle, which runs code", lambda: hw.load(tmp_path / "f"))
+    check_refused("a pickle, which can run code", lambda: hw.load(tmp_path / "f"))
     assert not trace.exists()
 
 
@@ -328,9 +328,9 @@ def test_code_that_came_along_is_never_run(tmp_path: Path):
     [
         ("nowhere", "there is no folder or file"),
         ("empty", "holds neither headwise.toml nor config.json; give a folder that hw.save or"),
-        ("old", "holds model.pt, a pickle, which runs code when it is read; give a folder"),
+        ("old", "contains model.pt, a pickle, which can run code when it is loaded; give a folder"),
         ("file.txt", "is 3 bytes long, too short for a file of llama2.c"),
-        ("model.safetensors", "is one of the files of a model; give the folder that it lies in"),
+        ("model.safetensors", "is one file of a model; give its folder"),
     ],
 )
 def test_what_is_no_model_is_refused(name: str, told: str, tmp_path: Path):
@@ -421,13 +421,13 @@ def test_words_and_lengths_that_cannot_be_meant(tmp_path: Path):
         "configs of 'lama' are not written; did you mean 'llama'?", lambda: write_config(built(LLAMA).spec, "lama")
     )
     for length in (0, True, 7.5):
-        told = f"length={length!r} is no number of positions; give a whole number"
+        told = f"max_length={length!r} is not a number of positions; give an integer"
         check_refused(told, lambda length=length: hw.export(built(LLAMA), tmp_path / "f", max_length=length))
-    told = "length=9 for a model with 7 learned positions; leave length out"
+    told = "cannot set max_length=9: the model has 7 learned positions; leave max_length out"
     check_refused(told, lambda: hw.export(built(GPT2), tmp_path / "f", max_length=9))
     net = built(LLAMA)
     net.decoder.norm.double()
-    check_refused("parameters are of torch.float32 and torch.float64; bring", lambda: hw.export(net, tmp_path / "f"))
+    check_refused("parameters have the dtypes torch.float32 and torch.float64; convert", lambda: hw.export(net, tmp_path / "f"))
     with pytest.raises(ValueError, match=r"net is of type Linear; give what hw\.build made"):
         hw.export(torch.nn.Linear(1, 1), tmp_path)  # pyright: ignore[reportArgumentType] - that is the test
     assert not any(tmp_path.iterdir())

@@ -126,18 +126,18 @@ def angles(data: bytes) -> bytes:
 
 
 FILES: dict[str, tuple[Callable[[], bytes], str]] = {
-    "truncated": (lambda: drawn()[0][:-4], "bytes long, its sizes ask for .. copy the file again"),
-    "longer": (lambda: drawn()[0] + bytes(4), "bytes long, its sizes ask for"),
+    "truncated": (lambda: drawn()[0][:-4], "bytes long, but its sizes require .. copy the file again"),
+    "longer": (lambda: drawn()[0] + bytes(4), "bytes long, but its sizes require"),
     "short": (lambda: drawn()[0][:20], "is 20 bytes long, too short"),
-    "zeros": (lambda: bytes(500), "begins with [0, 0, 0, 0, 0, 0, 0], which are no sizes of a model"),
-    "heads": (lambda: header(heads=5), "which are no sizes of a model"),
-    "kv": (lambda: header(kv=4), "which are no sizes of a model"),
-    "huge": (lambda: header(layers=2**31 - 1), "its sizes ask for"),
-    "negative": (lambda: header(hidden=-1), "which are no sizes of a model"),
-    "version": (lambda: struct.pack("<7i", 0x616B3432, 2, 0, 0, 0, 0, 0), "is of version 2 of llama2.c; export it"),
-    "zip": (lambda: b"PK\x03\x04" + bytes(90), "is a pickle, which runs code"),
-    "angles": (lambda: angles(drawn()[0]), "holds cos of angles that are not those of the base 10000"),
-    "not numbers": (lambda: angles(drawn()[0])[:-4] + struct.pack("<f", float("nan")), "of angles that are not"),
+    "zeros": (lambda: bytes(500), "begins with [0, 0, 0, 0, 0, 0, 0], which are not sizes of a model"),
+    "heads": (lambda: header(heads=5), "which are not sizes of a model"),
+    "kv": (lambda: header(kv=4), "which are not sizes of a model"),
+    "huge": (lambda: header(layers=2**31 - 1), "its sizes require"),
+    "negative": (lambda: header(hidden=-1), "which are not sizes of a model"),
+    "version": (lambda: struct.pack("<7i", 0x616B3432, 2, 0, 0, 0, 0, 0), "has version 2 of llama2.c; export it"),
+    "zip": (lambda: b"PK\x03\x04" + bytes(90), "is a pickle, which can run code"),
+    "angles": (lambda: angles(drawn()[0]), "contains a RoPE cos table whose base is not 10000"),
+    "not numbers": (lambda: angles(drawn()[0])[:-4] + struct.pack("<f", float("nan")), "table whose base is not"),
 }
 
 
@@ -193,13 +193,13 @@ def spaced(count: int = TOKENS) -> Scores:
 
 
 PIECES: dict[str, tuple[Callable[[], bytes], str]] = {
-    "truncated": (lambda: packed(spaced())[:-1], "holds 10 whole pieces, the model has 11; give its own tokenizer"),
-    "longer": (lambda: packed([*spaced(), ("z", 0.0)]), "holds 11 whole pieces, and more follows, the model has 11"),
-    "empty": (lambda: b"", "holds 0 whole pieces, the model has 11"),
-    "negative": (lambda: packed(spaced())[:8] + struct.pack("<i", -5) + packed(spaced())[12:], "holds 0 whole pieces"),
-    "no text": (lambda: packed(spaced()).replace(b"a", b"\xff"), "piece 3 is no text"),
-    "twice": (lambda: packed([*spaced()[:-2], ("a", 0.0), (" ", -99.0)]), "holds a piece twice"),
-    "alike": (lambda: packed([*spaced(9), ("ab", -1.0), ("cd", -1.0)]), "'ab' and 'cd' both score -1.0; which"),
+    "truncated": (lambda: packed(spaced())[:-1], "contains 10 whole pieces, but the model has 11; give its own tokenizer"),
+    "longer": (lambda: packed([*spaced(), ("z", 0.0)]), "contains 11 whole pieces, and more follows, but the model has 11"),
+    "empty": (lambda: b"", "contains 0 whole pieces, but the model has 11"),
+    "negative": (lambda: packed(spaced())[:8] + struct.pack("<i", -5) + packed(spaced())[12:], "contains 0 whole pieces"),
+    "no text": (lambda: packed(spaced()).replace(b"a", b"\xff"), "piece 3 is not UTF-8"),
+    "twice": (lambda: packed([*spaced()[:-2], ("a", 0.0), (" ", -99.0)]), "contains a piece twice"),
+    "alike": (lambda: packed([*spaced(9), ("ab", -1.0), ("cd", -1.0)]), "'ab' and 'cd' both have the score -1.0, so their order"),
 }
 
 
@@ -211,7 +211,7 @@ def test_a_harmed_tokenizer_is_refused_in_one_line(what: str, tmp_path: Path):
     assert hw.load(tmp_path / "a.bin").usage == bp.ProcessorSpec()
     check_refused(told, lambda: hw.load(tmp_path / "a.bin", tokenizer=tmp_path / "other"))
     check_refused("cannot be read: No such file", lambda: hw.load(tmp_path / "a.bin", tokenizer=tmp_path / "none"))
-    check_refused("is a folder, whose tokenizer lies in it", lambda: hw.load(tmp_path, tokenizer=tmp_path / "other"))
+    check_refused("is a folder, which contains its tokenizer", lambda: hw.load(tmp_path, tokenizer=tmp_path / "other"))
     (tmp_path / "tok11.bin").write_bytes(make())
     check_refused(told, lambda: hw.load(tmp_path / "a.bin"))
 

@@ -282,7 +282,7 @@ def test_garbage_under_a_good_checksum_is_refused(folder: Path, monkeypatch: pyt
     ("files", "words"),
     [
         ({"config.json": "{}"}, "holds a config.json but neither model.safetensors nor"),
-        ({"pytorch_model.bin": "x"}, "holds pytorch_model.bin, a pickle, which runs code"),
+        ({"pytorch_model.bin": "x"}, "contains pytorch_model.bin, a pickle, which can run code"),
         ({"notes.txt": "x"}, "holds neither headwise.toml nor config.json"),
     ],
 )

@@ -375,12 +375,12 @@ def _last(x: Tensor) -> Tensor:
 
 def test_what_has_no_weights_by_offset_says_why():
     x = torch.randn(2, 5, 12)
-    with pytest.raises(ValueError, match="not the values"):
+    with pytest.raises(ValueError, match="not its values"):
         hw.offset_means(nn.MultiheadAttention(12, 3).eval(), [{"query": x, "key": x, "value": x}])
     with pytest.raises(ValueError, match="cannot be seen"):
         hw.offset_means(nn.Sequential(SelfAttention()).eval(), [x])
     zoo = ZOO["bart"]
-    with pytest.raises(ValueError, match="reads 11 keys with 7 queries"):
+    with pytest.raises(ValueError, match="has 7 queries and 11 keys"):
         hw.offset_means(zoo.build(), [zoo.inputs()], [("decoder.0.cross", 1)])
     layer = cases.layer(hw.design(preset="diff", model=16, heads=4))
     with pytest.raises(ValueError, match="not weights @ values"):
@@ -585,7 +585,7 @@ def test_what_cannot_be_watched_says_why(wrap: str):
         lambda: hw.head_means(model, [zoo.inputs()], [(0, 1)]),
         lambda: hw.patch(model, {(0, 1): hw.Noise()}).__enter__(),
     ):
-        with pytest.raises(ValueError, match=f"cannot be (silenced|watched): .*{wrap}"):
+        with pytest.raises(ValueError, match=f"cannot be (ablated|observed): .*{wrap}"):
             watched()
 
 

@@ -240,7 +240,7 @@ def test_what_cannot_be_proven_is_refused():
         compare_ablated(net, after, texts, {"decoder.0.attention": [4]})
     with pytest.raises(ValueError, match="unknown target_source='mine'"):
         ProofOptions("", target_source="mine")
-    with pytest.raises(ValueError, match="have 3 and 2 layers"):
+    with pytest.raises(ValueError, match="with 3 and 2 layers"):
         prove(built(model("decoder", 3)), net, texts, ProofOptions("", timing=QUICK))
 
 

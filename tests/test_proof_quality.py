@@ -160,7 +160,7 @@ def test_a_model_without_a_head_that_is_known_drifts_and_says_so():
 def test_too_few_texts_leave_no_interval_and_silent_ones_are_counted():
     net, texts = built(model("decoder")), scenes("decoder")
     for few in ([], texts[:1]):
-        with pytest.raises(ValueError, match="ive at least 2"):
+        with pytest.raises(ValueError, match="at least 2"):
             measure_quality(net, few)
     short = Example({"x": torch.tensor([[3]])}, {})
     with pytest.raises(ValueError, match="cannot compute a confidence interval over 1 texts with targets"):

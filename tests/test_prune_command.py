@@ -160,7 +160,7 @@ def test_the_same_plan_again_and_not_for_another_model(
     ("argv", "wrong"),
     [
         (["ours", "--data", "texts"], "choose heads by exactly one of --keep, --heads, --drop"),
-        (["ours", "--data", "texts", "--keep", "0.5", "--clusters"], "--keep and --clusters are two"),
+        (["ours", "--data", "texts", "--keep", "0.5", "--clusters"], "not both --keep and --clusters"),
         (["ours", "--keep", "0.5"], "give exactly one source of texts: --data FILE"),
         (["ours", "--keep", "half", "--data", "texts"], "--keep half is not a share or number of heads; give 0.5"),
         (["ours", "--keep", "1.5", "--data", "texts"], "keep=1.5 is no share of heads"),
@@ -182,13 +182,13 @@ def test_the_same_plan_again_and_not_for_another_model(
         (["ours", "--keep", "0.5", "--task", "dates"], "does not read and say what the task dates asks"),
         (["ours", "--keep", "0.5", "--task", "images", "--set", "path"], "--set 'path' is not KEY=VALUE"),
         (["wordless", "--keep", "0.5", "--data", "texts"], "tokenizer"),
-        (["ours", "--keep", "0.5", "--data", "texts", "--tokenizer", "bytes"], "carries a tokenizer of its own"),
+        (["ours", "--keep", "0.5", "--data", "texts", "--tokenizer", "bytes"], "has a tokenizer of its own"),
         (["none", "--keep", "0.5", "--data", "texts"], "there is no folder or file"),
         (["ours", "--keep", "0.5", "--data", "texts", "--length", "900"], "exceed the 64 positions of gpt2"),
         (["ours", "--keep", "0.5", "--data", "texts", "--length", "0"], "length must be an int >= 1, got 0"),
         (["ours", "--heads", "0:1", "--data", "texts", "--objective", "joy"], "there is no objective 'joy'"),
         (["ours", "--heads", "0:1", "--data", "texts", "--objective", "label"], "label cannot be measured"),
-        (["ours", "--keep", "0.5", "--data", "texts", "--lessons", "0"], "--lessons 0 teaches nothing"),
+        (["ours", "--keep", "0.5", "--data", "texts", "--lessons", "0"], "--lessons 0 is too few"),
     ],
 )
 def test_wrong_arguments(

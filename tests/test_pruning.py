@@ -208,7 +208,7 @@ def test_what_cannot_be_folded_is_told():
         prune(net, one, fold="mean")
     with pytest.raises(hw.SpecError, match="unknown fold='median'; did you mean 'mean'"):
         prune(net, one, fold="median")
-    with pytest.raises(ValueError, match=r"Linear has no config that says what it is"):
+    with pytest.raises(ValueError, match=r"Linear has no config with a model_type"):
         prune(torch.nn.Linear(2, 2), 0.5)
 
 

@@ -296,7 +296,7 @@ def test_weights_that_are_asked_for_are_given(name: str):
 BAD = {
     "indices": ({"indices": torch.zeros(2, 5, 1)}, "also gets indices; use"),
     "axes": ({"attention_mask": torch.zeros(2, 5, 5)}, "its mask has 3 axes"),
-    "queries": ({"is_causal": True}, "of 4 queries and 5 keys is_causal does not say who is ahead; give a mask"),
+    "queries": ({"is_causal": True}, "is_causal is ambiguous for 4 queries and 5 keys; give a mask"),
 }
 
 

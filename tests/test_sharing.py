@@ -154,5 +154,5 @@ def test_words_that_are_unknown_are_told():
     ]:
         with pytest.raises(hw.SpecError, match=re.escape(told)):
             make()
-    with pytest.raises(ValueError, match="Linear has no config that says what it is"):
+    with pytest.raises(ValueError, match="Linear has no config with a model_type"):
         convert(torch.nn.Linear(2, 2), 2)

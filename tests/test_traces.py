@@ -199,7 +199,7 @@ def test_another_schema_and_what_speaks_of_more_than_there_is(tmp_path: Path):
     save_file(tensors, tmp_path / "e.trace")
     with pytest.raises(SpecError, match="contains tensors, but no trace"):
         hw.load_trace(tmp_path / "e.trace")
-    with pytest.raises(SpecError, match="does not exist"):
+    with pytest.raises(SpecError, match="is not there"):
         hw.load_trace(tmp_path / "none.trace")
 
 

@@ -34,23 +34,23 @@ def test_ids_are_bytes_and_come_back_as_text():
 
 
 def test_too_few_ids_another_tokenizer_and_models_of_others_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="knows 255 ids, and there are 256 bytes; give the path"):
+    with pytest.raises(ValueError, match="has 255 token ids, fewer than the 256 bytes; give the path"):
         attach_tokenizer(wordless(255), "bytes")
     net = wordless()
     attach_tokenizer(net, "bytes")
-    with pytest.raises(ValueError, match="carries a tokenizer of its own; leave 'bytes' out"):
+    with pytest.raises(ValueError, match="has a tokenizer of its own; leave 'bytes' out"):
         attach_tokenizer(net, "bytes")
-    with pytest.raises(ValueError, match="reads no ids, so no text"):
+    with pytest.raises(ValueError, match="takes no token ids, so no text"):
         attach_tokenizer(built(model("vision")), "bytes")
-    with pytest.raises(ValueError, match="is not a model of ours"):
+    with pytest.raises(ValueError, match="is not a headwise model"):
         attach_tokenizer(nn.Linear(2, 2), "bytes")
     with pytest.raises(ValueError, match="cannot be read: No such file"):
         attach_tokenizer(wordless(), str(tmp_path / "none"))
     (tmp_path / "odd.json").write_text('{"model": 3}')
-    with pytest.raises(ValueError, match="is no document of a tokenizer"):
+    with pytest.raises(ValueError, match="is not a tokenizer document"):
         attach_tokenizer(wordless(), str(tmp_path / "odd.json"))
     (tmp_path / "odd.bin").write_bytes(b"\x01\x02")
-    with pytest.raises(ValueError, match="holds 0 whole pieces"):
+    with pytest.raises(ValueError, match="contains 0 whole pieces"):
         attach_tokenizer(wordless(), str(tmp_path / "odd.bin"))
 
 

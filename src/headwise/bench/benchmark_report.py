@@ -256,7 +256,7 @@ MIN_RATIO, MAX_RATIO = 0.5, 2.0  # always within the scale
 TICK_FACTORS = (0.5, 2.0)  # ticks besides powers of ten
 CAPTION = (
     "Time relative to headwise: bars to the right of 1 are slower peers, bars to the left faster ones.",
-    "An open bar is the machine's limit. A mark is a target; a dashed line leads to one that is missed.",
+    "An open bar is the machine's limit. A mark is an aim; a dashed line leads to one that is missed.",
 )
 EMPTY_MESSAGE = "Nothing to draw: no row has a peer or a limit."
 CHART_TITLE = "headwise compared with others"
@@ -406,7 +406,7 @@ class _SvgPage:
                 self.add_path(f"M{x_end:g} {y_middle:g}H{x_target:g}", "gap missed")
             self.add_path(f"M{x_target:g} {y_middle - 7:g}v14", f"mark {VERDICT_CLASSES[target.is_met]}")
             self.add_text(
-                TARGET_X, y_middle + 4 + n * BAR_HEIGHT, f"target {target.label}", VERDICT_CLASSES[target.is_met]
+                TARGET_X, y_middle + 4 + n * BAR_HEIGHT, f"aim {target.label}", VERDICT_CLASSES[target.is_met]
             )
         self.y += _bar_height(bar)
 

@@ -20,16 +20,16 @@ from .arguments import BAD_INPUT, UsageError, prepare_output
 
 # One line per command, in the order of the help.
 VERBS = {
-    "demo": "a tour: soft look-up, one attention layer in detail, a small translator",
+    "demo": "a tour: soft look-up, one attention layer, a small translator",
     "spec": "show a spec or a model: parameters by name, cost, cache, mask",
-    "cost": "parameters, FLOPs, memory and time of specs and models, before they run",
-    "walk": "every tensor operation of a layer, with shapes, strides, copies and views",
-    "train": "train a model on a built-in task or your data, and save it in a folder",
+    "cost": "parameters, FLOPs, memory and time of specs and models",
+    "walk": "every tensor operation of a layer, with shapes and strides",
+    "train": "train a model on a built-in task or your data",
     "run": "run a trained model on a text, an image, or each line of stdin",
-    "sites": "every attention layer of a model, and which operations it supports",
+    "sites": "every attention layer of a model and what it supports",
     "heads": "measure and classify every head of a model over texts",
     "prune": "remove heads: write a smaller model, with a proof",
-    "convert": "convert MHA to GQA, MQA, latent and others: write a new model, with a proof",
+    "convert": "convert MHA to GQA, MQA, latent and others, with a proof",
     "trace": "record queries, keys and values of a run in one file",
     "bench": "benchmark headwise against other libraries and this machine's limits",
     "why": "which backend would run a spec, and why the others refuse",

@@ -195,9 +195,7 @@ def read_text(name: str) -> str:
     except UnicodeDecodeError:
         raise UsageError(f"{name!r} is not a text file; give a .toml or .json file") from None
     if len(raw) > MAX_FILE_BYTES or "\0" in text:
-        raise UsageError(
-            f"{name!r} is longer than 1 MiB or not text; give a .toml or .json file that describes one spec"
-        )
+        raise UsageError(f"{name!r} is too long or not text; give a .toml or .json file that describes one spec")
     return text
 
 

@@ -107,9 +107,9 @@ def format_costs() -> str:
             f"flops, core     {core_flops:>12,}  2 x {work.pairs} pairs x {dims}",
             f"flops, required {costs.required_flops(spec, work):>12,}  core + 2 x parameters x {tokens} tokens",
             f"flops, counted  {costs.counted_flops(spec, work):>12,}  with all {tokens} x {tokens} pairs",
-            f"cache           {4 * numbers:>12,}  bytes per token, float32: 4 x ({entry})",
+            f"cache           {4 * numbers:>12,}  bytes a token, float32: 4 x ({entry})",
             f"cache, at most  {4 * numbers * slots:>12,}  bytes per sequence: the pattern keeps {slots} tokens",
-            f"cache, as MHA   {8 * heads.q * heads.dim:>12,}  bytes per token, with keys and values for every head",
+            f"cache, as MHA   {8 * heads.q * heads.dim:>12,}  bytes per token, if every head had keys and values",
         ]
     )
 

@@ -135,7 +135,7 @@ def format_lookup() -> str:
             "",
             *textwrap.wrap(erratum, 80),
             "",
-            "A Gaussian kernel does not have this fault, and it is attention: its weights are the",
-            "softmax of the scores -(q-k)^2 / 2w^2.",
+            "A Gaussian kernel does not have this fault, and it is attention: its weights",
+            "are the softmax of the scores -(q-k)^2 / 2w^2.",
         ]
     )

@@ -1,8 +1,15 @@
 """Import and export of checkpoints: transformers folders and llama2.c files.
 
-`model_import` and `checkpoint_weights` read them into our models, `model_export` writes a transformers folder,
-`tokenizer_files` converts tokenizers, `llama2c` reads llama2.c. `transformers_backend` registers headwise as an
-attention implementation of transformers; importing this package registers it once.
+In reading order:
+
+- `model_import`: `load` a model from any folder or file, or copy a live transformers model.
+- `checkpoint_weights`: read safetensors into headwise tensors, with all checks before reading.
+- `tokenizer_files`: read tokenizers and special ids of a folder; attach a tokenizer to a model.
+- `llama2c`: read model and tokenizer files of llama2.c.
+- `model_export`: `export` a model as a transformers folder.
+- `transformers_backend`: "headwise" as an attention implementation of transformers.
+
+Importing this package registers that implementation once.
 """
 
 from .model_export import export

@@ -1,4 +1,4 @@
-"""Tensors in safetensors files, one or many with an index: what they are, and each of them once."""
+"""Read the weights of a checkpoint (one safetensors file, or shards with an index) into a headwise model."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ WEIGHTS_FILE = "model.safetensors"
 
 
 class TensorInfo(NamedTuple):
-    """What a file says of a tensor before it is read: its shape, and the kind of its numbers, "F32" say."""
+    """Shape and dtype ("F32", ...) of a tensor, from the header of its file."""
 
     shape: tuple[int, ...]
     dtype: str
 
 
 class TensorSource(Protocol):
-    """Tensors in a file: what they are, by name, and each of them once; `where` names the file to whoever errs."""
+    """Interface of checkpoint readers: infos by tensor name, and the tensors one by one; `path` is for messages."""
 
     path: Path
     infos: Mapping[str, TensorInfo]
 
     def iter_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor, one at a time."""
+        """Yield each tensor once, by name."""
         ...
 
 
 class SafetensorsFolder:
-    """The tensors of model.safetensors, or of the shards that an index beside them names."""
+    """The tensors of model.safetensors, or of the shards in its index file."""
 
     def __init__(self, folder: Path) -> None:
         index = folder / INDEX_FILE
@@ -50,7 +50,7 @@ class SafetensorsFolder:
         }
 
     def iter_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor, shard by shard."""
+        """Yield each tensor once, shard by shard."""
         for path in self.files:
             with safe_open(path, framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118 - it is no mapping
@@ -63,38 +63,49 @@ def _read_infos(path: Path) -> dict[str, TensorInfo]:
     try:
         with safe_open(path, framework="pt") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
-            return {name: TensorInfo(tuple(held.get_shape()), held.get_dtype()) for name, held in slices.items()}
+            return {
+                name: TensorInfo(tuple(tensor_slice.get_shape()), tensor_slice.get_dtype())
+                for name, tensor_slice in slices.items()
+            }
     except (SafetensorError, OSError) as error:
-        raise SpecError(f"{path} is cut short or no safetensors: {error}; copy the file again") from None
+        raise SpecError(f"{path} is truncated or not safetensors: {error}; copy the file again") from None
 
 
 def _list_shards(index: Path) -> list[str]:
-    """The files that an index names, if each holds just what the index says of it."""
-    said = _read_weight_map(index)
-    files = sorted(set(said.values()))
-    if odd := [file for file in files if Path(file).name != file or not file.endswith(".safetensors")]:
-        raise SpecError(f"{index} names {odd[0]!r}; shards are .safetensors files that lie beside it")
+    """Shard files of an index; raises unless each contains exactly the tensors that the index assigns to it."""
+    weight_map = _read_weight_map(index)
+    files = sorted(set(weight_map.values()))
+    if invalid := [file for file in files if Path(file).name != file or not file.endswith(".safetensors")]:
+        raise SpecError(f"{index} names {invalid[0]!r}; shards must be .safetensors files in the same folder")
     for file in files:
-        held = _read_infos(index.parent / file)
-        named = {name for name, where in said.items() if where == file}
-        for name in sorted(named ^ set(held)):
-            fact = f"{name} is not in {file}" if name in named else f"{file} holds {name}, which it puts elsewhere"
+        infos = _read_infos(index.parent / file)
+        indexed = {name for name, assigned in weight_map.items() if assigned == file}
+        for name in sorted(indexed ^ set(infos)):
+            fact = (
+                f"{name} is not in {file}"
+                if name in indexed
+                else f"{file} contains {name}, which the index assigns to another file"
+            )
             raise SpecError(f"{index}: {fact}; copy the folder again, the index belongs to other shards")
     return files
 
 
 def _read_weight_map(index: Path) -> dict[str, str]:
     try:
-        said = json.loads(index.read_text(encoding="utf-8"))
+        index_fields = json.loads(index.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise SpecError(f"{index} cannot be read: {error}; copy the file again") from None
-    told = said.get("weight_map") if isinstance(said, dict) else None
-    if not isinstance(told, dict) or not told or not all(isinstance(file, str) for file in told.values()):
-        raise SpecError(f"{index} is no index of shards; it must say weight_map = {{tensor: file}}")
-    return told
+    weight_map = index_fields.get("weight_map") if isinstance(index_fields, dict) else None
+    if (
+        not isinstance(weight_map, dict)
+        or not weight_map
+        or not all(isinstance(file, str) for file in weight_map.values())
+    ):
+        raise SpecError(f"{index} is not an index of shards; it must contain weight_map = {{tensor: file}}")
+    return weight_map
 
 
-# --- A model out of tensors in a file ------------------------------------------------------------------
+# --- Build a model from the tensors of a checkpoint -------------------------------------------------------
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -106,96 +117,98 @@ def build_from_weights(
     dropout: float,
     constants: Mapping[str, Any] = EMPTY,
 ) -> Transformer:
-    """The model with the numbers of a file, in the file's dtype, set to answer and not to train.
+    """Build a model with the weights of a checkpoint, in the checkpoint's dtype and in eval mode.
 
-    `constants` are numbers of attentions by name where they are not those that follow from their specs.
+    `constants` overrides buffers of attention layers, by name, that otherwise follow from their specs.
     """
-    held = read_tensors(model_spec, names, source)
-    missing = model_spec.shapes().keys() - held.keys()
-    held |= {name: made for name, made in _make_constants(model_spec, constants) if name in missing}
+    tensors = read_tensors(model_spec, names, source)
+    missing = model_spec.shapes().keys() - tensors.keys()
+    tensors |= {name: constant for name, constant in _make_constants(model_spec, constants) if name in missing}
     with torch.device("meta"):
         net = build(model_spec, dropout=dropout)
-    net.load_state_dict(held, assign=True)
+    net.load_state_dict(tensors, assign=True)
     return net.eval()
 
 
 def read_tensors(model_spec: ModelSpec, names: WeightNames, source: TensorSource) -> dict[str, Tensor]:
-    """Every tensor of a model that a file holds, by our names; what does not fit is refused before it is read."""
-    kinds = {names.canonical_name(name): kind for name, kind in source.infos.items()}
-    plan = CheckpointPlan.from_spec(model_spec, names, names.find_prefix(kinds))
-    wrong = next(_find_mismatches(plan, names, kinds), None) or next(
-        _find_unsupported_dtypes(model_spec, plan, kinds), None
+    """Read the tensors of a model, by headwise names; raises before reading if anything does not fit."""
+    infos = {names.canonical_name(name): kind for name, kind in source.infos.items()}
+    plan = CheckpointPlan.from_spec(model_spec, names, names.find_prefix(infos))
+    mismatch = next(_find_mismatches(plan, names, infos), None) or next(
+        _find_unsupported_dtypes(model_spec, plan, infos), None
     )
-    if wrong:
-        raise SpecError(f"{source.path}: {wrong}")
-    held, later = _allocate(model_spec, plan, kinds), list[tuple[str, str, Tensor, Tensor]]()
-    for there, tensor in source.iter_tensors():
-        name = names.canonical_name(there)
+    if mismatch:
+        raise SpecError(f"{source.path}: {mismatch}")
+    tensors, to_compare = _allocate(model_spec, plan, infos), list[tuple[str, str, Tensor, Tensor]]()
+    for file_name, tensor in source.iter_tensors():
+        name = names.canonical_name(file_name)
         first = plan.tied_names.get(name, name)
         for piece in plan.pieces.get(first, ()):
-            theirs, ours = piece.file_view.view(tensor), piece.own_view.view(held[piece.name])
-            if name == plan.find_source(first, kinds):
-                ours.copy_(theirs)
+            file_tensor, own_tensor = piece.file_view.view(tensor), piece.own_view.view(tensors[piece.name])
+            if name == plan.find_source(first, infos):
+                own_tensor.copy_(file_tensor)
             else:
-                later.append((name, first, theirs, ours))
-    for name, first, theirs, ours in later:
-        if not torch.equal(theirs, ours):
-            one = "which config.json says are one; if they are two, it must say tie_word_embeddings = false"
-            raise SpecError(f"{source.path}: {name} differs from {first}, {one}")
-    return held
+                to_compare.append((name, first, file_tensor, own_tensor))
+    for name, first, file_tensor, own_tensor in to_compare:
+        if not torch.equal(file_tensor, own_tensor):
+            advice = "but config.json ties them; if they are separate, set tie_word_embeddings = false"
+            raise SpecError(f"{source.path}: {name} differs from {first}, {advice}")
+    return tensors
 
 
-def _find_mismatches(plan: CheckpointPlan, names: WeightNames, kinds: Mapping[str, TensorInfo]) -> Iterator[str]:
-    """What is missing, of another shape, or too much."""
+def _find_mismatches(plan: CheckpointPlan, names: WeightNames, infos: Mapping[str, TensorInfo]) -> Iterator[str]:
+    """Yield a message for each missing tensor, unexpected tensor or wrong shape."""
     for path in plan.pieces:
-        if plan.find_source(path, kinds) is None:
-            yield f"{path} is missing; copy the files again, or give the description that belongs to them"
-    for name, kind in kinds.items():
-        wanted = plan.pieces.get(plan.tied_names.get(name, name))
-        if wanted is None and not names.is_ignored(name):
-            yield f"{name} is no tensor of the model that is described; give the description that belongs to the file"
-        elif wanted and kind.shape != wanted[0].shape:
-            shapes = f"{list(kind.shape)}, the description asks for {list(wanted[0].shape)}"
-            yield f"{name} is {shapes}; give the description that belongs to the file"
+        if plan.find_source(path, infos) is None:
+            yield f"{path} is missing; copy the files again, or give the config that belongs to them"
+    for name, info in infos.items():
+        expected = plan.pieces.get(plan.tied_names.get(name, name))
+        if expected is None and not names.is_ignored(name):
+            yield f"{name} is not a tensor of the described model; give the config that belongs to the file"
+        elif expected and info.shape != expected[0].shape:
+            shapes = f"{list(info.shape)}, the config requires {list(expected[0].shape)}"
+            yield f"{name} is {shapes}; give the config that belongs to the file"
 
 
 def _find_unsupported_dtypes(
-    described: ModelSpec, plan: CheckpointPlan, kinds: Mapping[str, TensorInfo]
+    model_spec: ModelSpec, plan: CheckpointPlan, infos: Mapping[str, TensorInfo]
 ) -> Iterator[str]:
-    """Numbers of a kind that nothing here computes with, and parameters of several kinds."""
-    learned = {weight.name for weight in described.weights() if weight.trainable}
-    used = {path: kinds[name].dtype for path in plan.pieces if (name := plan.find_source(path, kinds))}
-    for path, dtype in used.items():
+    """Yield a message for each unsupported dtype, and for parameters of several dtypes."""
+    learned = {weight.name for weight in model_spec.weights() if weight.trainable}
+    dtypes = {path: infos[name].dtype for path in plan.pieces if (name := plan.find_source(path, infos))}
+    for path, dtype in dtypes.items():
         if dtype not in DTYPES:
-            yield f"{path} holds {dtype}; weights in fewer bits are not read, give them as {', '.join(DTYPES)}"
-    several = {used[path] for path, own in plan.pieces.items() if any(piece.name in learned for piece in own)}
-    if len(several) > 1:
-        yield f"parameters are of {' and '.join(sorted(several))}; save them in one dtype"
+            yield f"{path} has dtype {dtype}; quantised weights are not supported, give them as {', '.join(DTYPES)}"
+    learned_dtypes = {
+        dtypes[path] for path, pieces in plan.pieces.items() if any(piece.name in learned for piece in pieces)
+    }
+    if len(learned_dtypes) > 1:
+        yield f"parameters have the dtypes {' and '.join(sorted(learned_dtypes))}; save them in one dtype"
 
 
-def _allocate(described: ModelSpec, plan: CheckpointPlan, kinds: Mapping[str, TensorInfo]) -> dict[str, Tensor]:
-    """A tensor for each of ours that the file holds, to be filled."""
-    shapes = described.shapes()
+def _allocate(model_spec: ModelSpec, plan: CheckpointPlan, infos: Mapping[str, TensorInfo]) -> dict[str, Tensor]:
+    """Allocate an uninitialised tensor for each headwise tensor that the file contains."""
+    shapes = model_spec.shapes()
     return {
-        piece.name: torch.empty(shapes[piece.name], dtype=DTYPES[kinds[name].dtype])
-        for path, own in plan.pieces.items()
-        if (name := plan.find_source(path, kinds))
-        for piece in own
+        piece.name: torch.empty(shapes[piece.name], dtype=DTYPES[infos[name].dtype])
+        for path, pieces in plan.pieces.items()
+        if (name := plan.find_source(path, infos))
+        for piece in pieces
     }
 
 
-def _make_constants(described: ModelSpec, given: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """Numbers of attentions that follow from their specs, unless given."""
-    for where, spec in described.attention_specs():
+def _make_constants(model_spec: ModelSpec, given: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the buffers of attention layers that follow from their specs, unless given."""
+    for layer_path, spec in model_spec.attention_specs():
         shapes = spec.shapes()
         for name, param in spec.params().items():
             if not param.trainable:
-                full, made = f"{where}.{name}", param.init(shapes[name])
-                yield full, _check_constant(full, given[full], made) if full in given else made
+                full_name, value = f"{layer_path}.{name}", param.init(shapes[name])
+                yield full_name, _check_constant(full_name, given[full_name], value) if full_name in given else value
 
 
-def _check_constant(name: str, told: Any, like: Tensor) -> Tensor:
+def _check_constant(name: str, value: Any, like: Tensor) -> Tensor:
     try:
-        return torch.tensor(told, dtype=like.dtype).reshape(like.shape)
+        return torch.tensor(value, dtype=like.dtype).reshape(like.shape)
     except (TypeError, ValueError, RuntimeError):
-        raise SpecError(f"{name} = {told!r} are not {like.numel()} numbers; copy the folder again") from None
+        raise SpecError(f"{name} = {value!r} is not a list of {like.numel()} numbers; copy the folder again") from None

@@ -1,4 +1,4 @@
-"""A model of ours as a folder that transformers reads, with nothing of headwise installed."""
+"""Export a headwise model as a folder that transformers loads without headwise installed."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from .tokenizer_files import CONFIG_FILE, TOKENIZER_CONFIG_FILES, get_surroundin
 
 
 def export(model: Transformer, folder: Path | str, *, form: str = "auto", max_length: int | None = None) -> None:
-    """Write a model into a new folder as transformers would: config.json, model.safetensors, and its tokenizer.
+    """Write a model to a new folder in the format of transformers: config.json, model.safetensors, and the tokenizer.
 
-    `form` is "llama", "mistral", "qwen2", "qwen3" or "gpt2"; with "auto" the first that says the model. A model that is
-    not read back as the same one is refused, with the first difference. `length` is written as the most positions of a
-    model with rotary ones, which knows no end itself; transformers asks for it now and then.
+    `form` is "llama", "mistral", "qwen2", "qwen3" or "gpt2"; "auto" takes the first that can express the model. Raises
+    with the first difference if the written config would not describe the same model. `max_length` is written as
+    max_position_embeddings of a model with rotary positions, which has no limit of its own.
 
     >>> import headwise as hw, tempfile
     >>> net = hw.build(
@@ -58,62 +58,76 @@ def export(model: Transformer, folder: Path | str, *, form: str = "auto", max_le
 
 
 def collect_tensors(model: Transformer, family: str) -> dict[str, Tensor]:
-    """Every tensor of a model under the names, and in the layouts, of a family's files."""
+    """All tensors of a model with the names and layouts of a family's checkpoints."""
     names = get_weight_names(family)
-    held, made = model.state_dict(), dict[str, Tensor]()
-    for path, own in CheckpointPlan.from_spec(model.spec, names, names.prefixes[0]).pieces.items():
-        made[path] = torch.empty(own[0].shape, dtype=held[own[0].name].dtype)
-        for piece in own:
-            piece.file_view.view(made[path]).copy_(piece.own_view.view(held[piece.name].detach().cpu().contiguous()))
-    return made
+    state, tensors = model.state_dict(), dict[str, Tensor]()
+    for path, pieces in CheckpointPlan.from_spec(model.spec, names, names.prefixes[0]).pieces.items():
+        tensors[path] = torch.empty(pieces[0].shape, dtype=state[pieces[0].name].dtype)
+        for piece in pieces:
+            piece.file_view.view(tensors[path]).copy_(
+                piece.own_view.view(state[piece.name].detach().cpu().contiguous())
+            )
+    return tensors
 
 
 def _dtype(net: Transformer) -> torch.dtype:
     dtypes = {p.dtype for p in net.parameters()}
     if len(dtypes) > 1:
         raise SpecError(
-            f"parameters are of {' and '.join(sorted(map(str, dtypes)))}; bring them to one, net.float() say"
+            f"parameters have the dtypes {' and '.join(sorted(map(str, dtypes)))}; convert them to one, as in "
+            "net.float()"
         )
     return next(iter(dtypes))
 
 
 def _token_ids(usage: ProcessorSpec) -> dict[str, Any]:
-    """What begins and what ends a text; null where nothing does, for transformers' own ids are of other tokenizers."""
+    """Begin and end ids of a text. Null if there is none, because transformers' defaults are for other tokenizers."""
     begin, end = usage.before[:1], usage.end
     return {"bos_token_id": begin[0] if begin else None, "eos_token_id": list(end) if len(end) > 1 else (*end, None)[0]}
 
 
 def _set_max_length(config: dict[str, Any], length: int) -> dict[str, Any]:
     if "n_positions" in config:
-        raise SpecError(f"length={length} for a model with {config['n_positions']} learned positions; leave length out")
+        raise SpecError(
+            f"cannot set max_length={length}: the model has {config['n_positions']} learned positions; "
+            "leave max_length out"
+        )
     if not isinstance(length, int) or isinstance(length, bool) or length < 1:
-        raise SpecError(f"length={length!r} is no number of positions; give a whole number of at least 1")
+        raise SpecError(f"max_length={length!r} is not a number of positions; give an integer >= 1")
     return {"max_position_embeddings": length}
 
 
 def _tokenizer_json(usage: ProcessorSpec) -> str:
-    """The document of the tokenizer, made to put around a text what stands around it."""
+    """The tokenizer document, changed if needed to add the ids before and behind a text."""
     document = usage.tokenizer or ""
     tokenizer = Tokenizer.from_str(document)
     if get_surrounding_ids(tokenizer) == (usage.before, usage.behind):
         return document
-    named = {one: tokenizer.id_to_token(one) for one in (*usage.before, *usage.behind)}
-    if unknown := [one for one, name in named.items() if name is None]:
-        raise SpecError(f"the tokenizer has no token {unknown[0]}, which stands around every text; correct net.usage")
-    template = [*(named[one] for one in usage.before), "$A", *(named[one] for one in usage.behind)]
-    special = [(name, one) for one, name in named.items()]
+    token_names = {token_id: tokenizer.id_to_token(token_id) for token_id in (*usage.before, *usage.behind)}
+    if unknown := [token_id for token_id, name in token_names.items() if name is None]:
+        raise SpecError(
+            f"the tokenizer has no token {unknown[0]}, which net.usage puts around every text; correct net.usage"
+        )
+    template = [
+        *(token_names[token_id] for token_id in usage.before),
+        "$A",
+        *(token_names[token_id] for token_id in usage.behind),
+    ]
+    special = [(name, token_id) for token_id, name in token_names.items()]
     tokenizer.post_processor = processors.TemplateProcessing(single=template, special_tokens=special)
     return tokenizer.to_str()
 
 
 def _tokenizer_config(usage: ProcessorSpec) -> dict[str, Any]:
-    """What makes transformers read the document as it is, instead of making its own after the name of the family."""
+    """Config that makes transformers read tokenizer.json as it is, instead of the default tokenizer of the family."""
     tokenizer = Tokenizer.from_str(usage.tokenizer or "")
     ids = _token_ids(usage)
-    ends = ids["eos_token_id"]
-    told = {"bos_token": ids["bos_token_id"], "eos_token": ends[0] if isinstance(ends, list) else ends}
-    words = {name: tokenizer.id_to_token(one) for name, one in told.items() if one is not None}
-    return {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **words}
+    end_ids = ids["eos_token_id"]
+    special_ids = {"bos_token": ids["bos_token_id"], "eos_token": end_ids[0] if isinstance(end_ids, list) else end_ids}
+    special_tokens = {
+        name: tokenizer.id_to_token(token_id) for name, token_id in special_ids.items() if token_id is not None
+    }
+    return {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **special_tokens}
 
 
 def _to_json(keys: dict[str, Any]) -> bytes:
@@ -121,17 +135,17 @@ def _to_json(keys: dict[str, Any]) -> bytes:
 
 
 def _write_files(folder: Path, files: dict[str, bytes]) -> None:
-    """All of them or none: they are written beside the folder, which is then put in its place."""
+    """Write all files or none: to a temporary folder beside the target, which is then renamed."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        holds = f"holds {sorted(os.listdir(folder))[0]}" if folder.is_dir() else "is a file"
-        raise SpecError(f"{folder} {holds}; give a new folder, or an empty one")
-    fresh = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}{TEMPORARY}")
+        obstacle = f"holds {sorted(os.listdir(folder))[0]}" if folder.is_dir() else "is a file"
+        raise SpecError(f"{folder} {obstacle}; give a new folder, or an empty one")
+    temporary = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}{TEMPORARY}")
     try:
-        fresh.mkdir(parents=True)
+        temporary.mkdir(parents=True)
         for name, data in files.items():
-            write_atomically(fresh / name, data)
-        os.rename(fresh, folder)  # refused by the system where something has come in between
+            write_atomically(temporary / name, data)
+        os.rename(temporary, folder)  # fails if another process has created the folder meanwhile
     except OSError as error:
         raise OSError(f"{folder} cannot be written: {error.strerror or error}; give another place") from error
     finally:
-        shutil.rmtree(fresh, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)

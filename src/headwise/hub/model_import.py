@@ -1,4 +1,4 @@
-"""A folder as transformers writes it: config.json, weights in safetensors, and perhaps a tokenizer.json."""
+"""Load models from folders (transformers or headwise), llama2.c files, or live transformers models."""
 
 from __future__ import annotations
 
@@ -26,58 +26,58 @@ PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
 def load_transformers_folder(folder: Path, dropout: float = 0.0) -> Transformer:
-    """The model in such a folder. No code that lies there is run, and no pickle is opened."""
+    """Load a transformers folder as a headwise model. Runs no code from the folder, and opens no pickle."""
     if not (folder / WEIGHTS_FILE).is_file() and not (folder / INDEX_FILE).is_file():
         raise SpecError(_no_weights_message(folder))
     record = find_record(folder)
     resized = record if record and record.model else None
-    described = resized.model if resized and resized.model else described_by(folder / CONFIG_FILE)
-    if stored := [note for note in described.notes if note.startswith("quantization_config")]:
-        raise SpecError(f"{folder}: {stored[0]}; give a folder with weights in 16 or 32 bits")
-    names, constants = get_weight_names(described.name), {}
+    model_spec = resized.model if resized and resized.model else described_by(folder / CONFIG_FILE)
+    if quantised := [note for note in model_spec.notes if note.startswith("quantization_config")]:
+        raise SpecError(f"{folder}: {quantised[0]}; give a folder with weights in 16 or 32 bits")
+    names, constants = get_weight_names(model_spec.name), {}
     if resized:
         _check_files(folder, resized)
         names, constants = names.with_ignored(resized.besides), resized.constants
-    net = build_from_weights(described, names, SafetensorsFolder(folder), dropout, constants)
-    net.usage = read_processor(folder, described)
+    net = build_from_weights(model_spec, names, SafetensorsFolder(folder), dropout, constants)
+    net.usage = read_processor(folder, model_spec)
     return net
 
 
 def _check_files(folder: Path, record: SurgeryRecord) -> None:
-    """Refuse files that are not those heads.json speaks of; one that is code is read as data, and never run."""
+    """Raise if a file differs from its checksum in heads.json. Files with code are hashed, never run."""
     for name, checksum in record.files.items():
         path = folder / name
         if not path.is_file():
-            raise SpecError(f"{path} is missing, of which {RECORD_FILE} speaks; copy the folder again")
+            raise SpecError(f"{path} is missing, but {RECORD_FILE} lists it; copy the folder again")
         if sha256(path) != checksum:
-            raise SpecError(f"{path} is not what {RECORD_FILE} says was written; copy the folder again")
+            raise SpecError(f"{path} does not match its checksum in {RECORD_FILE}; copy the folder again")
 
 
 def find_pickle(folder: Path) -> str:
-    """The name of a pickle in a folder, if there is one."""
+    """Name of the first pickle in a folder; "" if there is none."""
     return next((path.name for path in sorted(folder.iterdir()) if path.suffix in PICKLE_SUFFIXES), "")
 
 
 def _no_weights_message(folder: Path) -> str:
     if pickle := find_pickle(folder):
-        told = f"{folder} has its weights in {pickle}, a pickle, which runs code when it is read"
-        return f"{told}; give a folder with {WEIGHTS_FILE}, as save_pretrained writes it"
-    fresh = f"give one with its weights; {folder / CONFIG_FILE} alone describes a model with fresh ones"
-    return f"{folder} holds a {CONFIG_FILE} but neither {WEIGHTS_FILE} nor {INDEX_FILE}; {fresh}"
+        fact = f"{folder} has its weights in {pickle}, a pickle, which can run code when it is loaded"
+        return f"{fact}; give a folder with {WEIGHTS_FILE}, as save_pretrained writes it"
+    advice = f"give a folder with weights; {folder / CONFIG_FILE} alone describes a model with initial weights"
+    return f"{folder} holds a {CONFIG_FILE} but neither {WEIGHTS_FILE} nor {INDEX_FILE}; {advice}"
 
 
-# --- Whatever a folder or a file holds, as a model that runs -------------------------------------------
+# --- Load any folder or file -------------------------------------------------------------------------------
 
-MODEL_FILE_SUFFIXES = (".safetensors", ".json", ".toml")  # of a folder
+MODEL_FILE_SUFFIXES = (".safetensors", ".json", ".toml")  # files inside model folders
 
 
 def load(what: Path | str, *, dropout: float = 0.0, tokenizer: Path | str | None = None) -> Transformer:
-    """The model that a folder or a file holds, in the dtype it was saved in, set to answer and not to train.
+    """Load a model from a folder or a file, in the dtype it was saved in and in eval mode.
 
-    A folder as `hw.save` writes it, one as transformers does (config.json beside model.safetensors, or beside shards
-    with their index), or a file of llama2.c, such as stories260K.bin. `net.tokenizer` is the document of the tokenizer
-    that lies beside it; `tokenizer` names that of a llama2.c file where it lies elsewhere. Nothing that is read is run:
-    pickles are refused, and code that a config.json names is left alone.
+    `what` is a folder written by `hw.save`, a transformers folder (config.json with model.safetensors, or with shards
+    and their index), or a llama2.c file such as stories260K.bin. `net.usage.tokenizer` is the document of the tokenizer
+    found with it; `tokenizer` is the path of the tokenizer of a llama2.c file that is stored elsewhere. No loaded code
+    is run: pickles are refused, and code that config.json refers to is ignored.
 
     >>> import headwise as hw, tempfile
     >>> config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 11}
@@ -90,11 +90,13 @@ def load(what: Path | str, *, dropout: float = 0.0, tokenizer: Path | str | None
     """
     path = Path(what)
     if path.is_file() and path.suffix in MODEL_FILE_SUFFIXES:
-        raise SpecError(f"{path} is one of the files of a model; give the folder that it lies in")
+        raise SpecError(f"{path} is one file of a model; give its folder")
     if path.is_file():
         return llama2c.load_llama2c(path, dropout, None if tokenizer is None else Path(tokenizer))
     if tokenizer is not None:
-        raise SpecError(f"{path} is a folder, whose tokenizer lies in it; leave tokenizer out, or name a llama2.c file")
+        raise SpecError(
+            f"{path} is a folder, which contains its tokenizer; leave tokenizer out, or give a llama2.c file"
+        )
     if (path / MANIFEST_FILE).is_file():
         return models.load(path, dropout=dropout)
     if (path / CONFIG_FILE).is_file():
@@ -103,22 +105,22 @@ def load(what: Path | str, *, dropout: float = 0.0, tokenizer: Path | str | None
 
 
 def _not_loadable_message(path: Path) -> str:
-    """Why there is nothing to load."""
+    """Message for a path that contains no model."""
     kinds = "a folder that hw.save or transformers wrote, or a file of llama2.c"
     if not path.is_dir():
         return f"there is no folder or file {str(path)!r}; give {kinds}"
     if pickle := find_pickle(path):
-        return f"{path} holds {pickle}, a pickle, which runs code when it is read; give {kinds}"
+        return f"{path} contains {pickle}, a pickle, which can run code when it is loaded; give {kinds}"
     return f"{path} holds neither {MANIFEST_FILE} nor {CONFIG_FILE}; give {kinds}"
 
 
-# --- A model in a folder as whoever wrote it runs it ---------------------------------------------------
+# --- Load a folder with the library that wrote it ---------------------------------------------------------
 
 WEIGHT_GLOBS = ("*.safetensors", "*.safetensors.index.json")
 
 
 def load_original(path: Path | str) -> nn.Module:
-    """The model in a folder; of one with a config.json and no weights, its layers on the meta device."""
+    """Load a folder with the library that wrote it; without weights, build the model on the meta device."""
     folder = Path(path)
     if (folder / MANIFEST_FILE).is_file() or folder.is_file():
         return load(folder)
@@ -130,71 +132,73 @@ def load_original(path: Path | str) -> nn.Module:
 
 
 def _load_with_transformers(folder: Path) -> nn.Module:
-    """What transformers makes of a folder; code that lies in it is never run, pickles are never read."""
+    """Load a folder with transformers. Runs no code from the folder, and reads no pickles."""
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
     try:
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        kind = _find_class(transformers, json.loads((folder / CONFIG_FILE).read_text()))
+        model_class = _find_class(transformers, json.loads((folder / CONFIG_FILE).read_text()))
         if any(next(folder.glob(pattern), None) for pattern in WEIGHT_GLOBS):
-            return kind.from_pretrained(folder, use_safetensors=True, local_files_only=True).eval()
+            return model_class.from_pretrained(folder, use_safetensors=True, local_files_only=True).eval()
         with torch.device("meta"):
-            make = getattr(kind, "from_config", None) or kind._from_config
-            return make(config).eval()
-    except Exception as error:  # whatever a folder makes transformers raise
-        raise SpecError(f"{folder} cannot be read by transformers: {' '.join(str(error).split())[:300]}") from None
+            from_config = getattr(model_class, "from_config", None) or model_class._from_config
+            return from_config(config).eval()
+    except Exception as error:  # transformers may raise anything
+        raise SpecError(f"{folder} cannot be loaded by transformers: {' '.join(str(error).split())[:300]}") from None
 
 
-def _find_class(transformers: Any, said: dict[str, Any]) -> Any:
-    """The class that a config names, or the bare model."""
-    named = (said.get("architectures") or [""])[0]
-    return getattr(transformers, named, None) or transformers.AutoModel
+def _find_class(transformers: Any, config: dict[str, Any]) -> Any:
+    """The class that a config names, else AutoModel."""
+    class_name = (config.get("architectures") or [""])[0]
+    return getattr(transformers, class_name, None) or transformers.AutoModel
 
 
-# --- A model of transformers that is already in memory, copied into one of ours ------------------------
+# --- Copy a live transformers model into a headwise model -------------------------------------------------
 
 
 class LiveTensors:
-    """The tensors of a live module, under the names that its files would have."""
+    """The tensors of a live module, under the names in its checkpoints."""
 
-    def __init__(self, where: str, held: Mapping[str, Tensor]) -> None:
-        self.path, self._held = Path(where), held
-        words = {dtype: word for word, dtype in DTYPES.items()}
+    def __init__(self, where: str, tensors: Mapping[str, Tensor]) -> None:
+        self.path, self._tensors = Path(where), tensors
+        dtype_names = {dtype: word for word, dtype in DTYPES.items()}
         self.infos: Mapping[str, TensorInfo] = {
-            name: TensorInfo(tuple(tensor.shape), words.get(tensor.dtype, str(tensor.dtype).removeprefix("torch.")))
-            for name, tensor in held.items()
+            name: TensorInfo(
+                tuple(tensor.shape), dtype_names.get(tensor.dtype, str(tensor.dtype).removeprefix("torch."))
+            )
+            for name, tensor in tensors.items()
         }
 
     def iter_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor, one at a time."""
-        for name, tensor in self._held.items():
+        """Yield each tensor once, by name."""
+        for name, tensor in self._tensors.items():
             yield name, tensor.detach().cpu().contiguous()
 
 
 def copy_live_model(model: nn.Module) -> Transformer:
-    """A model of ours that says what a live one of transformers says, with tensors of its own, on the CPU.
+    """Copy a live transformers model into an equivalent headwise model on the CPU, with its own tensors.
 
-    One whose files no map reads, or whose weights are not plain numbers, is refused with the reason.
+    Raises with the reason if headwise has no weight map for its architecture, or if its weights are not plain tensors.
 
     >>> copy_live_model(nn.Linear(2, 2))
     Traceback (most recent call last):
-    headwise.errors.SpecError: Linear has no config that says what it is; give a model of transformers, or its folder
+    headwise.errors.SpecError: Linear has no config with a model_type; give a transformers model, or its folder
     """
     name, config = type(model).__name__, getattr(model, "config", None)
     if config is None or getattr(config, "model_type", None) is None:
-        raise SpecError(f"{name} has no config that says what it is; give a model of transformers, or its folder")
-    if why := unhookable_reason(model, [model]) or unprunable_reason([model]):
-        raise SpecError(f"{name} cannot be copied: {why}")
-    keys: dict[str, Any] = config.to_dict() | {"architectures": [name]}
-    described = described_by(keys)
-    names = get_weight_names(described.name)
+        raise SpecError(f"{name} has no config with a model_type; give a transformers model, or its folder")
+    if reason := unhookable_reason(model, [model]) or unprunable_reason([model]):
+        raise SpecError(f"{name} cannot be copied: {reason}")
+    config_fields: dict[str, Any] = config.to_dict() | {"architectures": [name]}
+    model_spec = described_by(config_fields)
+    names = get_weight_names(model_spec.name)
     with torch.no_grad():
-        return build_from_weights(described, names, LiveTensors(name, _named_as_in_files(model)), 0.0)
+        return build_from_weights(model_spec, names, LiveTensors(name, _named_as_in_files(model)), 0.0)
 
 
 def _named_as_in_files(model: Any) -> Mapping[str, Tensor]:
-    """Its tensors by the names of its files, which are others than in memory for some."""
+    """State dict with the names used in checkpoints, which for some models differ from those in memory."""
     try:
         from transformers.core_model_loading import revert_weight_conversion
     except ImportError:  # before its fifth version, files and memory used the same names

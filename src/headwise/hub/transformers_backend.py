@@ -1,12 +1,11 @@
-"""transformers' models on headwise: an attention and its masks, which transformers knows under the name "headwise".
+"""Register headwise as an attention implementation of transformers, with its mask function.
 
-Importing `headwise.hub` registers both, at once where transformers is imported already, else as soon as it is; it never
-imports transformers itself. Then `model.set_attn_implementation("headwise")` takes them.
+Importing `headwise.hub` registers both, immediately if transformers is imported already, else when it is imported; it
+never imports transformers itself. `model.set_attn_implementation("headwise")` then selects them.
 
-A mask is what transformers' eager functions would be given, written out. So None hides nothing, whoever is asked; rows
-that may read nothing read what eager rows read; and a model that does not ask the interface, or goes by the name of the
-function it runs on, is as right as it is with eager. A mask that hides nothing but what is ahead carries a mark, and is
-then not read: the fused call knows it.
+Masks are the explicit ones that transformers' eager functions get. So None always means no mask, fully masked rows
+behave as in eager attention, and models that do not use the interface, or compare the implementation's name, are as
+correct as with eager. Purely causal masks carry a mark and are not read, because the fused call has `is_causal`.
 """
 
 from __future__ import annotations
@@ -34,40 +33,40 @@ CAUSAL_MARK = "_hides_what_is_ahead"
 
 
 def attention_forward(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, **told: Any
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """What each head reads, [B, T, heads, width], and the weights [B, heads, T, S] that `output_attentions` asks for.
+    """Attention function for transformers: head outputs [B, T, heads, head_dim], and weights if `output_attentions`.
 
-    Weights are formed where something stands between the scores and their softmax, a cap or a sink; else torch's fused
-    call is made, with the heads of a group as its rows where there is one query, or a kernel where that is faster.
+    Computes the weights [B, heads, T, S] explicitly with a soft cap or sinks; else calls torch's fused function, with
+    the heads of a KV group as rows if there is a single query, or a headwise kernel where that is faster.
     """
-    seen = inputs_of_call(BACKEND_NAME, module, (query, key, value, attention_mask), told)
+    inputs = inputs_of_call(BACKEND_NAME, module, (query, key, value, attention_mask), options)
     queries, keys = query.shape[2], key.shape[2]
-    if seen.unsupported:
-        raise ValueError(f'{type(module).__name__} cannot run on "{BACKEND_NAME}": {seen.unsupported}; use "eager"')
-    if seen.causal and queries != keys:
-        raise ValueError(f"of {queries} queries and {keys} keys is_causal does not say who is ahead; give a mask")
-    dropped = told.get("dropout", 0.0) if module.training else 0.0
-    if seen.softcap is not None or seen.sinks is not None or told.get("output_attentions"):
-        return _attend_with_weights(seen, (query, key, value), dropped)
-    return _attend_sdpa(seen, (query, key, value), dropped), None
+    if inputs.unsupported:
+        raise ValueError(f'{type(module).__name__} cannot run on "{BACKEND_NAME}": {inputs.unsupported}; use "eager"')
+    if inputs.causal and queries != keys:
+        raise ValueError(f"is_causal is ambiguous for {queries} queries and {keys} keys; give a mask")
+    dropout = options.get("dropout", 0.0) if module.training else 0.0
+    if inputs.softcap is not None or inputs.sinks is not None or options.get("output_attentions"):
+        return _attend_with_weights(inputs, (query, key, value), dropout)
+    return _attend_sdpa(inputs, (query, key, value), dropout), None
 
 
-def make_mask(*sizes: Any, **told: Any) -> Tensor | None:
-    """The mask [B, 1, T, S] that an eager function is given: 0 where a pair counts, the least number where not."""
+def make_mask(*sizes: Any, **options: Any) -> Tensor | None:
+    """Mask function for transformers: [B, 1, T, S] as for eager attention, 0 or the minimum of the dtype."""
     from transformers.masking_utils import eager_mask, sdpa_mask
 
-    fused = sdpa_mask(*sizes, **told)
-    if fused is not None:
-        return _mask_to_bias(fused, told.get("dtype", torch.float32))
-    made = eager_mask(*sizes, **told)
-    if made is not None and made.shape[2] in (1, made.shape[3]):
-        setattr(made, CAUSAL_MARK, _tensor_version(made))
-    return made
+    boolean_mask = sdpa_mask(*sizes, **options)
+    if boolean_mask is not None:
+        return _mask_to_bias(boolean_mask, options.get("dtype", torch.float32))
+    mask = eager_mask(*sizes, **options)
+    if mask is not None and mask.shape[2] in (1, mask.shape[3]):
+        setattr(mask, CAUSAL_MARK, _tensor_version(mask))
+    return mask
 
 
 def register_backend() -> None:
-    """Tell transformers of both, unless it is too old."""
+    """Register attention and mask function with transformers, unless it is too old."""
     from transformers import __version__
 
     if tuple(int(part) for part in __version__.split(".")[:2]) < MIN_TRANSFORMERS:
@@ -80,7 +79,7 @@ def register_backend() -> None:
 
 
 def register_on_import() -> None:
-    """Register now if transformers' models are imported, else when they are."""
+    """Register now if transformers is imported already, else when it is imported."""
     if MODELS_MODULE in sys.modules:
         register_backend()
     elif not any(isinstance(finder, TransformersImportHook) for finder in sys.meta_path):
@@ -88,7 +87,7 @@ def register_on_import() -> None:
 
 
 class TransformersImportHook(MetaPathFinder):
-    """Waits for transformers' models to be imported."""
+    """Import hook that registers the backend when transformers' models are imported."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -109,90 +108,92 @@ class TransformersImportHook(MetaPathFinder):
         loader.exec_module = exec_module
 
 
-def _attend_sdpa(seen: AttentionInputs, qkv: tuple[Tensor, Tensor, Tensor], dropped: float) -> Tensor:
+def _attend_sdpa(inputs: AttentionInputs, qkv: tuple[Tensor, Tensor, Tensor], dropout: float) -> Tensor:
     q, k, v = qkv
-    each, one = q.shape[1] // k.shape[1], q.shape[2] == 1
-    causal, bias = seen.causal, None
-    if seen.bias is None and _is_causal_mask(seen.mask):
-        causal = not one
-    elif seen.bias is not None or seen.mask is not None:
-        causal, bias = False, _score_bias(seen)
-    if one and not dropped and _can_use_kernel(q):
-        return _attend_kernel(qkv, bias, seen.scale)
-    if one and each > 1:
+    group_size, is_single_query = q.shape[1] // k.shape[1], q.shape[2] == 1
+    causal, bias = inputs.causal, None
+    if inputs.bias is None and _is_causal_mask(inputs.mask):
+        causal = not is_single_query
+    elif inputs.bias is not None or inputs.mask is not None:
+        causal, bias = False, _score_bias(inputs)
+    if is_single_query and not dropout and _can_use_kernel(q):
+        return _attend_kernel(qkv, bias, inputs.scale)
+    if is_single_query and group_size > 1:
         if bias is not None and bias.shape[1] > 1:
-            bias = heads_to_rows(bias, each)
-        o = F.scaled_dot_product_attention(heads_to_rows(q, each), k, v, bias, dropped, scale=seen.scale)
+            bias = heads_to_rows(bias, group_size)
+        o = F.scaled_dot_product_attention(heads_to_rows(q, group_size), k, v, bias, dropout, scale=inputs.scale)
         return o.flatten(1, 2)[:, None]
-    if each > 1 and bias is not None:  # torch's fused CUDA kernels take groups or a bias, not both
-        k, v, each = k.repeat_interleave(each, 1), v.repeat_interleave(each, 1), 1
-    o = F.scaled_dot_product_attention(q, k, v, bias, dropped, causal, scale=seen.scale, enable_gqa=each > 1)
+    if group_size > 1 and bias is not None:  # torch's fused CUDA kernels take groups or a bias, not both
+        k, v, group_size = k.repeat_interleave(group_size, 1), v.repeat_interleave(group_size, 1), 1
+    o = F.scaled_dot_product_attention(q, k, v, bias, dropout, causal, scale=inputs.scale, enable_gqa=group_size > 1)
     return o.transpose(1, 2).contiguous()
 
 
 def _can_use_kernel(q: Tensor) -> bool:
-    """Whether a kernel of ours reads faster than torch's fused call: bfloat16 on the CPU, one query in each row."""
+    """Whether the headwise kernel is faster than torch's fused call: bfloat16 on the CPU, one query per row."""
     return q.is_cpu and q.dtype == torch.bfloat16 and not torch.is_grad_enabled() and HAS_NUMBA
 
 
 def _attend_kernel(qkv: tuple[Tensor, Tensor, Tensor], bias: Tensor | None, scale: float) -> Tensor:
-    """[B, 1, heads, width]: every row reads all keys of a page of its own."""
+    """Single-query attention with the paged kernel, one page per row: [B, 1, heads, head_dim]."""
     q, k, v = qkv
-    beside = PagedDecodeOptions() if bias is None else PagedDecodeOptions(bias[:, :, 0])
-    return attend_paged(q[:, :, 0], k, v, None, scale=scale, options=beside)[0][:, None]
+    options = PagedDecodeOptions() if bias is None else PagedDecodeOptions(bias[:, :, 0])
+    return attend_paged(q[:, :, 0], k, v, None, scale=scale, options=options)[0][:, None]
 
 
 def _attend_with_weights(
-    seen: AttentionInputs, qkv: tuple[Tensor, Tensor, Tensor], dropped: float
+    inputs: AttentionInputs, qkv: tuple[Tensor, Tensor, Tensor], dropout: float
 ) -> tuple[Tensor, Tensor]:
     q, k, v = qkv
-    each = q.shape[1] // k.shape[1]
-    s = rows_to_heads(heads_to_rows(q, each) @ k.transpose(2, 3), each)
-    s = s.to(torch.promote_types(s.dtype, torch.float32)) * seen.scale
-    if seen.softcap is not None:
-        s = seen.softcap * torch.tanh(s / seen.softcap)
-    if seen.bias is not None or seen.mask is not None or seen.causal:
-        s = s + _score_bias(seen)
-    if seen.sinks is not None:
-        s = torch.cat([s, seen.sinks.to(s).reshape(1, -1, 1, 1).expand(*s.shape[:3], 1)], -1)
-    w_BHTS = F.dropout(s.softmax(-1)[..., : k.shape[2]].to(v.dtype), dropped)
-    o_BHTV = rows_to_heads(heads_to_rows(w_BHTS, each) @ v, each)
+    group_size = q.shape[1] // k.shape[1]
+    scores = rows_to_heads(heads_to_rows(q, group_size) @ k.transpose(2, 3), group_size)
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32)) * inputs.scale
+    if inputs.softcap is not None:
+        scores = inputs.softcap * torch.tanh(scores / inputs.softcap)
+    if inputs.bias is not None or inputs.mask is not None or inputs.causal:
+        scores = scores + _score_bias(inputs)
+    if inputs.sinks is not None:
+        scores = torch.cat([scores, inputs.sinks.to(scores).reshape(1, -1, 1, 1).expand(*scores.shape[:3], 1)], -1)
+    w_BHTS = F.dropout(scores.softmax(-1)[..., : k.shape[2]].to(v.dtype), dropout)
+    o_BHTV = rows_to_heads(heads_to_rows(w_BHTS, group_size) @ v, group_size)
     return o_BHTV.transpose(1, 2).contiguous(), w_BHTS
 
 
-def _score_bias(seen: AttentionInputs) -> Tensor:
-    """All that is added to scores, in numbers that the fused call can compute with."""
-    dtype = seen.q_BTHK.dtype
-    shown = seen.mask
-    if seen.causal:
-        shown = seen.q_BTHK.new_ones(seen.q_BTHK.shape[1], seen.k_BSGK.shape[1], dtype=torch.bool).tril()[None, None]
-    if shown is not None and shown.dtype == torch.bool:
-        shown = _mask_to_bias(shown, dtype)
-    told = [part for part in (seen.bias, shown) if part is not None]
-    added = told[0] if len(told) == 1 else told[0] + told[1]
-    # The least number of one type may be minus infinity in another, and a row of these is no row any more.
-    least = torch.finfo(_compute_dtype(seen.q_BTHK)).min
-    if least > torch.finfo(added.dtype).min:
-        added = added.clamp(min=least)
-    return added.to(dtype)
+def _score_bias(inputs: AttentionInputs) -> Tensor:
+    """Mask and bias as one tensor to add to scores, in the dtype of the queries."""
+    dtype = inputs.q_BTHK.dtype
+    mask = inputs.mask
+    if inputs.causal:
+        mask = inputs.q_BTHK.new_ones(inputs.q_BTHK.shape[1], inputs.k_BSGK.shape[1], dtype=torch.bool).tril()[
+            None, None
+        ]
+    if mask is not None and mask.dtype == torch.bool:
+        mask = _mask_to_bias(mask, dtype)
+    parts = [part for part in (inputs.bias, mask) if part is not None]
+    total = parts[0] if len(parts) == 1 else parts[0] + parts[1]
+    # The minimum of one dtype can become -inf in a narrower one, and a row of -inf gives NaN.
+    minimum = torch.finfo(_compute_dtype(inputs.q_BTHK)).min
+    if minimum > torch.finfo(total.dtype).min:
+        total = total.clamp(min=minimum)
+    return total.to(dtype)
 
 
 def _compute_dtype(x: Tensor) -> torch.dtype:
-    """What autocast, or nobody, makes of these numbers."""
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    """Dtype that torch computes with under autocast, else the dtype of `x`."""
+    device_type = x.device.type
+    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else x.dtype
 
 
-def _mask_to_bias(shown: Tensor, dtype: torch.dtype) -> Tensor:
-    zero = torch.zeros((), dtype=dtype, device=shown.device)
-    return torch.where(shown, zero, torch.finfo(dtype).min)
+def _mask_to_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    zero = torch.zeros((), dtype=dtype, device=mask.device)
+    return torch.where(mask, zero, torch.finfo(dtype).min)
 
 
-def _is_causal_mask(shown: Tensor | None) -> bool:
-    """Whether a mask was marked, and not written to since."""
-    return shown is not None and getattr(shown, CAUSAL_MARK, None) == _tensor_version(shown)
+def _is_causal_mask(mask: Tensor | None) -> bool:
+    """Whether a mask carries the causal mark and was not modified since."""
+    return mask is not None and getattr(mask, CAUSAL_MARK, None) == _tensor_version(mask)
 
 
-def _tensor_version(shown: Tensor) -> int:
-    """How often it was written to, as far as anybody counts."""
-    return 0 if torch.compiler.is_compiling() or shown.is_inference() else shown._version
+def _tensor_version(tensor: Tensor) -> int:
+    """Version counter of a tensor; 0 where torch does not count (compiling, inference mode)."""
+    return 0 if torch.compiler.is_compiling() or tensor.is_inference() else tensor._version

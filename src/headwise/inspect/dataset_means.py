@@ -135,7 +135,7 @@ def _padding_masks(inputs: object, stacks: set[str]) -> TokenMasks:
         return {}
     if mask.dim() != 2 or len(stacks) > 1:
         raise ValueError(
-            "cannot tell which stack the attention mask of this batch belongs to; "
+            "the stack of the attention mask of this batch is unclear; "
             f"give (batch, {{stack: mask [B, T]}}) for {', '.join(sorted(stacks))}"
         )
     return dict.fromkeys(stacks, mask.bool())

@@ -342,7 +342,7 @@ class SiteAdapter(ABC):
 
 
 class WeightsOnlyCall:
-    """An attention call of which only the weights [B, H, T, S] are known."""
+    """An attention call whose inputs are unknown, except for its weights [B, H, T, S]."""
 
     attention_inputs = key_positions = None
 

@@ -35,7 +35,7 @@ class Capture:
 
     >>> Capture(extra=("values",))
     Traceback (most recent call last):
-    headwise.errors.SpecError: Capture(extra=('values',)) is unknown: 'values'; give some of v, z
+    headwise.errors.SpecError: Capture(extra=('values',)) holds 'values'; give some of v, z
     """
 
     extra: tuple[str, ...] = ()
@@ -46,7 +46,7 @@ class Capture:
     def __post_init__(self) -> None:
         if wrong := [name for name in self.extra if name not in EXTRA_TENSORS]:
             raise SpecError(
-                f"Capture(extra={self.extra!r}) is unknown: {wrong[0]!r}; give some of {', '.join(EXTRA_TENSORS)}"
+                f"Capture(extra={self.extra!r}) holds {wrong[0]!r}; give some of {', '.join(EXTRA_TENSORS)}"
             )
         if self.precision not in PRECISIONS:
             raise SpecError(f"Capture(precision={self.precision!r}) is unknown; give one of {', '.join(PRECISIONS)}")
@@ -84,7 +84,7 @@ class CaptureBuffer:
         self.nbytes += nbytes
         if self.nbytes > self.capture.budget:
             fact = (
-                f"cannot record this run: it takes at least {format_bytes(self.nbytes)}, beyond the budget of "
+                f"cannot record this run: it takes at least {format_bytes(self.nbytes)}, beyond a budget of "
                 f"{format_bytes(self.capture.budget)}"
             )
             raise SpecError(f"{fact}; give a larger budget=, fewer sites=, or precision='half'")
@@ -417,7 +417,7 @@ def trace(
     log(f"about {format_bytes(expected)} of {format_bytes(capture.budget)}: {_describe_capture(capture, site_modules)}")
     if expected > capture.budget:
         limit = format_bytes(capture.budget)
-        fact = f"cannot record this run: it takes about {format_bytes(expected)}, beyond the budget of {limit}"
+        fact = f"cannot record this run: it takes about {format_bytes(expected)}, beyond a budget of {limit}"
         raise SpecError(f"{fact}; give a larger budget=, fewer sites=, fewer tokens, or precision='half'")
     store = CaptureBuffer(capture)
     recorders = {site_module.site.name: CallRecorder(site_module.site, store) for site_module in site_modules}

@@ -18,10 +18,8 @@ from ..model_spec import StackSpec
 from ..models import Transformer
 from ..models.embeddings_heads import TokenTypeInput
 
-STREAM_ARGUMENTS = {
-    "x": "sequence",
-    "source": "source_sequence",
-}  # inputs of a model, and the arguments with their positions and segments
+# Inputs of a model, and the arguments that hold their positions and segments.
+STREAM_ARGUMENTS = {"x": "sequence", "source": "source_sequence"}
 STATE_LOSSES = ("cosine", "l2")
 
 

@@ -113,9 +113,8 @@ def _improve_by_swaps(score: Tensor, groups: HeadGroups) -> HeadGroups:
         group_of_head[list(group)] = number
     while True:
         membership = torch.nn.functional.one_hot(group_of_head, len(groups)).double()
-        sum_to_group = (off_diagonal @ membership)[
-            :, group_of_head
-        ]  # [head, other]: similarity of head to other's group
+        # sum_to_group[head, other]: similarity of head, summed over the group of other
+        sum_to_group = (off_diagonal @ membership)[:, group_of_head]
         sum_to_own = sum_to_group.diagonal()
         gain = sum_to_group + sum_to_group.T - sum_to_own[:, None] - sum_to_own - 2 * off_diagonal
         gain[group_of_head[:, None] == group_of_head] = 0

@@ -145,10 +145,7 @@ class KeepTop(HeadSelection):
             raise SpecError(f"unknown scope={self.scope!r}; {suggest(self.scope, KEEP_SCOPES)}")
         is_count = type(self.amount) is int and self.amount >= 1
         if not is_count and not (isinstance(self.amount, float) and 0 < self.amount < 1):
-            raise SpecError(
-                f"amount={self.amount!r} is neither a fraction nor a number of heads; give a float such as 0.5, or "
-                "an int >= 1"
-            )
+            raise SpecError(f"cannot keep {self.amount!r} of the heads. Give a fraction such as 0.5, or an int >= 1")
         if type(self.min_units) is not int or self.min_units < 0:
             raise SpecError(f"min_units must be an int >= 0, got {self.min_units!r}")
 
@@ -197,11 +194,13 @@ class KeepTop(HeadSelection):
     def _select_per_model(
         self, units_by_site: Mapping[str, tuple[HeadUnit, ...]], scores: HeadScores
     ) -> Iterator[HeadUnit]:
-        heads = sum(len(unit.heads) for units in units_by_site.values() for unit in units)
-        wanted = self.amount if isinstance(self.amount, int) else round(self.amount * heads)
-        if wanted > heads:
-            raise SpecError(f"cannot keep {self.amount} heads: the model has {heads}. Give amount <= {heads - 1}")
-        yield from select_top_units(units_by_site, scores, wanted, self.min_units)
+        num_heads = sum(len(unit.heads) for units in units_by_site.values() for unit in units)
+        num_kept = self.amount if isinstance(self.amount, int) else round(self.amount * num_heads)
+        if num_kept > num_heads:
+            raise SpecError(
+                f"cannot keep {self.amount} heads: the model has {num_heads}. Give amount <= {num_heads - 1}"
+            )
+        yield from select_top_units(units_by_site, scores, num_kept, self.min_units)
 
     def _num_units(self, site: str, units: Sequence[HeadUnit]) -> int:
         """Return how many units of a site are kept."""

@@ -42,7 +42,9 @@ from .pruning_plan import PruningPlan
 GATE_UNITS = ("head", "kv")
 FREEZE_MODES = ("none", "model", "decoder")
 
-MULTIPLIER_RATE = 0.03  # the method of multipliers uses 2, at a minimum; one step is only a small part of the way there
+MULTIPLIER_RATE = (
+    0.03  # the method of multipliers uses 2, once at each minimum; a step is a small part of the way to one
+)
 
 COUNT_TOLERANCE = 0.5  # expected open gates may differ by this much from the target
 

@@ -31,7 +31,7 @@ class TokenRow:
 
     @staticmethod
     def from_words(words: tuple[str, ...]) -> TokenRow:
-        """Tokens of which only the strings are known; their ids are 0, 1, 2, ..."""
+        """Make a row of token strings without known ids; the ids become 0, 1, 2, ..."""
         return TokenRow(tuple(range(len(words))), words)
 
 

@@ -89,7 +89,9 @@ class Trace:
         _check_in_range("row", row, layer.batch_size, layer.name)
         start, stop, step = queries.indices(layer.num_queries)
         if step != 1:
-            raise ValueError(f"cannot take queries {queries}: the step must be 1; index the rows of the result instead")
+            raise ValueError(
+                f"cannot take queries {queries}: the step must be 1; give neighbours, and index the rows of the result"
+            )
         return layer.weights(head, row, (start, max(start, stop)), self.grids)
 
     def weight_tile(
@@ -204,7 +206,7 @@ def _check_in_range(what: str, number: int, count: int, name: str) -> None:
 
 
 def make_token_rows(words: Sequence[Sequence[str]]) -> tuple[TokenRow, ...]:
-    """Rows of tokens of which only the strings are known."""
+    """Make rows of token strings without known ids."""
     return tuple(TokenRow.from_words(tuple(map(str, row))) for row in words)
 
 

@@ -74,7 +74,7 @@ def load_trace(path: Path | str) -> Trace:
 
 def _read_safetensors(path: Path) -> tuple[str, str, dict[str, Array]]:
     if not path.is_file():
-        raise SpecError(f"{path} does not exist; give a file that headwise trace --out wrote")
+        raise SpecError(f"cannot open {path}: the file is not there; give a file that headwise trace --out wrote")
     try:
         with cast(Any, safe_open)(path, framework="np") as file:
             metadata: dict[str, str] = file.metadata() or {}

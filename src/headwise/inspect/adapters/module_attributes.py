@@ -84,7 +84,7 @@ HEAD_DIM_NAMES = (
 CROSS_ATTENTION_NAME = re.compile(r"cross|enc_?dec|encoder_attn|multihead_attn", re.IGNORECASE)
 
 
-UNKNOWN_STACK = "model"  # stack name where neither path nor module says encoder or decoder
+UNKNOWN_STACK = "model"  # stack name if neither path nor attributes identify encoder or decoder
 NOT_CONVERTIBLE = Ability(False, "headwise cannot load this model as its own, which pruning and conversion need")
 
 

@@ -153,10 +153,10 @@ def _sibling_configs(model_spec: ModelSpec, config: Mapping[str, Any]) -> Iterat
 def _first_difference(read_spec: ModelSpec, model_spec: ModelSpec) -> str:
     """Return the first difference of two model specs, except for names and notes; "" if there is none."""
     read_spec = replace(read_spec, name=model_spec.name, notes=model_spec.notes)
-    for field, value, wanted in find_differences(read_spec, model_spec):
+    for field, value, expected in find_differences(read_spec, model_spec):
         if field.endswith(".merge.bias"):
             return "it has an attention output bias, which config.json cannot express"
-        return f"config.json gives {field} = {value}, the model has {wanted}"
+        return f"config.json gives {field} = {value}, the model has {expected}"
     return "" if to_dict(read_spec) == to_dict(model_spec) else "config.json describes another model"
 
 

@@ -202,11 +202,11 @@ def _layer_path(path: str) -> str:
 def _derived_sizes(spec: AttentionSpec) -> dict[str, int]:
     """Return the sizes that depend on the heads and that a module may store as an attribute."""
     heads = spec.heads
-    sizes = {"heads": heads.q, "shared": heads.kv, "group": heads.q // heads.kv}
+    sizes = {"heads": heads.q, "kv_heads": heads.kv, "group": heads.q // heads.kv}
     return sizes | {
-        "wide": heads.q * heads.dim,
-        "read": heads.kv * heads.dim,
-        "said": len(spec.score_head_of_output) * heads.vdim,
+        "query_width": heads.q * heads.dim,
+        "kv_width": heads.kv * heads.dim,
+        "output_width": len(spec.score_head_of_output) * heads.vdim,
     }
 
 

@@ -214,9 +214,9 @@ def spread_labels(values: Sequence[float], low: float, high: float) -> list[floa
     for n in order:
         run, middle = [n], values[n]
         while runs and runs[-1][1] + step * (len(runs[-1][0]) + len(run)) / 2 > middle:
-            before, at = runs.pop()
-            middle = (at * len(before) + middle * len(run)) / (len(before) + len(run))
-            run = before + run
+            previous, centre = runs.pop()
+            middle = (centre * len(previous) + middle * len(run)) / (len(previous) + len(run))
+            run = previous + run
         half = step * (len(run) - 1) / 2
         runs.append((run, max(low + half, min(high - half, middle))))
     positions = {n: middle + step * (k - (len(run) - 1) / 2) for run, middle in runs for k, n in enumerate(run)}

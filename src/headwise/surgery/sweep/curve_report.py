@@ -197,12 +197,16 @@ def _describe_generation(curves: PruningCurves) -> Iterator[str]:
             values = curves.list_values(part, order, name)[1:]
             if not values or len(curves.select_curves(part, order)) > 1:
                 continue
-            results = list[str]()
-            for sign, verdict in ((-1, "lower"), (0, "not significantly different"), (1, "higher")):
-                matching = [value for value in values if _difference_sign(IntervalEstimate(*value[1:])) == sign]
-                if matching:
-                    results.append(f"{verdict} with {', '.join(str(value.num_heads) for value in matching)} heads kept")
-            yield f"{describe_part(curves, part)}, by {order}: {name} of generated answers is {', '.join(results)}."
+            results = ", ".join(_list_verdicts(values))
+            yield f"{describe_part(curves, part)}, by {order}: {name} of generated answers is {results}."
+
+
+def _list_verdicts(values: Sequence[CurveValue]) -> Iterator[str]:
+    """Yield the numbers of heads kept that score lower than, like, or higher than the full model."""
+    for sign, verdict in ((-1, "lower"), (0, "not significantly different"), (1, "higher")):
+        counts = [str(value.num_heads) for value in values if _difference_sign(IntervalEstimate(*value[1:])) == sign]
+        if counts:
+            yield f"{verdict} with {', '.join(counts)} heads kept"
 
 
 def _compare_parts(curves: PruningCurves) -> Iterator[str]:

@@ -356,7 +356,7 @@ def _prepare_source_decode(inputs: Tensor, steps: int, net: Transformer) -> Call
 def _decode_steps(
     net: Transformer, token: Tensor, cache: ModelCache | None, step_options: tuple[int, int, EncoderOutput | None]
 ) -> Tensor:
-    """Decode one token at a time. The token is always the same, because its value does not affect the time."""
+    """Decode one token at a time; always with one token id, because its value does not affect the time."""
     steps, past, memory = step_options
     logits = token
     for step in range(steps):
@@ -540,5 +540,7 @@ def summarise_rounds(phase: TimedPhase, seconds: Any, peak_bytes: tuple[int, int
     gains = seconds[:, 0] / seconds[:, 1]
     spread = float(((high - low) / median).max())
     before, after = (phase.count / float(median_seconds) for median_seconds in median)
-    least, faster, most = (float(np.quantile(gains, share)) for share in (0.25, 0.5, 0.75))
-    return PhaseSpeed(phase.name, phase.unit, before, after, faster, least, most, spread, len(seconds), peak_bytes)
+    low_gain, median_gain, high_gain = (float(np.quantile(gains, share)) for share in (0.25, 0.5, 0.75))
+    return PhaseSpeed(
+        phase.name, phase.unit, before, after, median_gain, low_gain, high_gain, spread, len(seconds), peak_bytes
+    )

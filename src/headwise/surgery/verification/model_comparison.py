@@ -141,7 +141,7 @@ class AgreementAccumulator:
 
 # --- Models whose outputs must be equal ----------------------------------------------------------------
 
-MAX_DOUBLE_PARAMETERS = 2 * 10**7  # largest model of which a double-precision copy is made
+MAX_DOUBLE_PARAMETERS = 2 * 10**7  # largest number of parameters for a comparison in double precision
 MAX_DOUBLE_TEXTS = 16  # texts compared in double precision
 # Tolerated difference in machine epsilons, for dtypes of 32 bits or more and for 16-bit dtypes.
 TOLERANCE_STEPS, HALF_TOLERANCE_STEPS = 1024, 16

@@ -105,11 +105,10 @@ def _describe_change(row: MetricRow, objective: str) -> str:
     if row.before is None or row.change is None:
         return f"{name} {format_number(row.after.value)} ({_format_interval(row.after)})"
     significance = describe_significance(row.change)
-    verdict = (
-        significance
-        if significance.startswith("no")
-        else ("better" if (significance == "more") == (row.better == "higher") else "worse")
-    )
+    if significance.startswith("no"):
+        verdict = significance
+    else:
+        verdict = "better" if (significance == "more") == (row.better == "higher") else "worse"
     values = f"{format_number(row.before.value)} -> {format_number(row.after.value)}"
     return f"{name} {values}: {verdict} (change {_format_interval(row.change)})"
 

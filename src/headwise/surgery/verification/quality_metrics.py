@@ -137,18 +137,18 @@ class QualityTally:
     before: list[TextCounts] = field(default_factory=list)
     num_unscored: int = 0
 
-    def add_pair(self, question: EvaluationInput, own: Tensor, other: Tensor | None) -> float | None:
+    def add_pair(self, question: EvaluationInput, after: Tensor, before: Tensor | None) -> float | None:
         """Add a text with the outputs of both models; return its loss change, None if it has no targets."""
-        if not self.add(question, own, other) or other is None:
+        if not self.add(question, after, before) or before is None:
             return 0.0 if question.num_targets else None
         if not isinstance(self.objective, OutputDrift):
-            self.before.append(self._counts(question, other, other))
+            self.before.append(self._counts(question, before, before))
         return self.last_loss_change
 
-    def add(self, question: EvaluationInput, own: Tensor, other: Tensor | None) -> bool:
-        """Add a text with the output of the model after; return whether it has targets."""
+    def add(self, question: EvaluationInput, after: Tensor, before: Tensor | None) -> bool:
+        """Add a text with the output of the model after (drift needs `before` too); return whether it has targets."""
         if question.num_targets:
-            self.after.append(self._counts(question, own, other))
+            self.after.append(self._counts(question, after, before))
         else:
             self.num_unscored += 1
         return bool(question.num_targets)
@@ -216,17 +216,17 @@ def build_metric_row(
     IntervalEstimate(value=2.0, low=2.0, high=2.0)
     """
     draws = draw_resamples(len(counts[0]), BOOTSTRAP_RESAMPLES, BOOTSTRAP_SEED)
-    own = _bootstrap_means(counts[0], sum_name, draws, transform)
+    after = _bootstrap_means(counts[0], sum_name, draws, transform)
     better = "lower" if sum_name == LOSS else "higher"
     if counts[1] is None:
-        return MetricRow(name, better, _interval_estimate(*own))
-    other = _bootstrap_means(counts[1], sum_name, draws, transform)
+        return MetricRow(name, better, _interval_estimate(*after))
+    before = _bootstrap_means(counts[1], sum_name, draws, transform)
     return MetricRow(
         name,
         better,
-        _interval_estimate(*own),
-        _interval_estimate(*other),
-        _interval_estimate(own[0] - other[0], own[1] - other[1]),
+        _interval_estimate(*after),
+        _interval_estimate(*before),
+        _interval_estimate(after[0] - before[0], after[1] - before[1]),
     )
 
 
