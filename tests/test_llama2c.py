@@ -193,13 +193,25 @@ def spaced(count: int = TOKENS) -> Scores:
 
 
 PIECES: dict[str, tuple[Callable[[], bytes], str]] = {
-    "truncated": (lambda: packed(spaced())[:-1], "contains 10 whole pieces, but the model has 11; give its own tokenizer"),
-    "longer": (lambda: packed([*spaced(), ("z", 0.0)]), "contains 11 whole pieces, and more follows, but the model has 11"),
+    "truncated": (
+        lambda: packed(spaced())[:-1],
+        "contains 10 whole pieces, but the model has 11; give its own tokenizer",
+    ),
+    "longer": (
+        lambda: packed([*spaced(), ("z", 0.0)]),
+        "contains 11 whole pieces, and more follows, but the model has 11",
+    ),
     "empty": (lambda: b"", "contains 0 whole pieces, but the model has 11"),
-    "negative": (lambda: packed(spaced())[:8] + struct.pack("<i", -5) + packed(spaced())[12:], "contains 0 whole pieces"),
+    "negative": (
+        lambda: packed(spaced())[:8] + struct.pack("<i", -5) + packed(spaced())[12:],
+        "contains 0 whole pieces",
+    ),
     "no text": (lambda: packed(spaced()).replace(b"a", b"\xff"), "piece 3 is not UTF-8"),
     "twice": (lambda: packed([*spaced()[:-2], ("a", 0.0), (" ", -99.0)]), "contains a piece twice"),
-    "alike": (lambda: packed([*spaced(9), ("ab", -1.0), ("cd", -1.0)]), "'ab' and 'cd' both have the score -1.0, so their order"),
+    "alike": (
+        lambda: packed([*spaced(9), ("ab", -1.0), ("cd", -1.0)]),
+        "'ab' and 'cd' both have the score -1.0, so their order",
+    ),
 }
 
 

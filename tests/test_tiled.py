@@ -250,7 +250,7 @@ def tokens_of(kind: str, x: torch.Tensor) -> hw.SequenceInfo:
 def test_keys_with_gaps_between_them_are_refused(pattern):
     layer, x = layer_of(pattern=pattern), torch.randn(2, 150, 10, dtype=torch.float64)
     layer.backend_name = "flash_cpu"
-    with pytest.raises(hw.NoBackend, match="allowed keys of each query to be neighbours"):
+    with pytest.raises(hw.NoBackend, match="allowed keys of each query to be one range"):
         layer(x, sequence=tokens_of("torn", x))
     layer.backend_name = None
     expected = reference_of(layer, x, tokens_of("torn", x))
