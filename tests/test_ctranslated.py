@@ -35,7 +35,7 @@ class Library:
 
 def test_each_call_is_a_step_of_all_rows():
     library = Library()
-    stepped = CTranslate2Stepper(library, Path("nowhere"), [[1, 2]] * ROWS, most=50, threads=1)
+    stepped = CTranslate2Stepper(library, Path("nowhere"), [[1, 2]] * ROWS, max_length=50, threads=1)
     for step in (1, 2, 3):
         assert torch.equal(stepped(), torch.full((ROWS, WORDS), float(step)))
         assert library.steps == step  # and waits
@@ -44,7 +44,7 @@ def test_each_call_is_a_step_of_all_rows():
 def test_what_nobody_asks_any_more_ends_at_once():
     """The rows before the last would go on to the last token, beside whatever is measured next."""
     library = Library()
-    stepped = CTranslate2Stepper(library, Path("nowhere"), [[1, 2]] * ROWS, most=50, threads=1)
+    stepped = CTranslate2Stepper(library, Path("nowhere"), [[1, 2]] * ROWS, max_length=50, threads=1)
     stepped()
     worker = stepped._worker
     del stepped
@@ -55,7 +55,7 @@ def test_what_nobody_asks_any_more_ends_at_once():
 
 def test_more_steps_than_were_said_are_refused():
     library = Library()
-    stepped = CTranslate2Stepper(library, Path("nowhere"), [[1, 2]], most=2, threads=1)
+    stepped = CTranslate2Stepper(library, Path("nowhere"), [[1, 2]], max_length=2, threads=1)
     stepped(), stepped()
     with pytest.raises(RuntimeError, match="max_length=2"):
         stepped()

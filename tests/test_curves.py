@@ -386,13 +386,13 @@ def test_one_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     [
         (["--parts", "cross"], "gpt2 has no part 'cross'; use one of all"),
         (["--by", "michell"], "did you mean 'michel'?"),
-        (["--by", "gates"], "gates learn before they order heads"),
+        (["--by", "gates"], "order 'gates' needs gate training options"),
         (["--points", "half"], "--points half are not shares"),
-        (["--points", "0.5,1.5"], "1.5 is no share of heads that stay"),
-        (["--draws", "0"], "seeds=0 cannot be meant; give 1 or more"),
-        (["--allowed", "-1"], "allowed=-1.0 allows nothing"),
-        (["--answers", "random"], "free answers of gpt2 have no score here; give a task"),
-        (["--limit", "1"], "--limit 1 leaves no interval"),
+        (["--points", "0.5,1.5"], "shares must be > 0 and <= 1, got 1.5"),
+        (["--draws", "0"], "seeds must be an int >= 1, got 0"),
+        (["--allowed", "-1"], "max_loss_increase must be > 0, got -1.0"),
+        (["--answers", "random"], "cannot score generated answers of gpt2. Give a task"),
+        (["--limit", "1"], "--limit 1 is too few for a confidence interval"),
     ],
 )
 def test_what_cannot_be_meant(

@@ -144,7 +144,7 @@ def test_the_pages_fit_a_terminal(made: dict[str, CompressedTranslator], name: s
     page = before_after.format_comparison(made[name].data)
     assert max(map(wide, page.splitlines())) <= 80
     assert str(made[name].folder / "PROOF.md") in " ".join(page.split()).replace("- ", "-") or len(str(made)) > 80
-    for number in ("before", "at once", "retrained", "exact match", "cache, a token", "decode, tokens/s"):
+    for number in ("before", "compressed", "retrained", "exact match", "cache per token", "decode, tokens/s"):
         assert number in page
 
 
@@ -163,7 +163,9 @@ def test_the_report_holds_every_page_and_number(translator: Translator, made: di
     xml.dom.minidom.parseString(page[page.index("<body>") : page.index("</html>")])  # every tag is closed
 
 
-@pytest.mark.parametrize(("lost", "said"), [(0.0, "no more"), (0.01, "no more"), (0.02, "MORE"), (-0.01, "no more")])
+@pytest.mark.parametrize(
+    ("lost", "said"), [(0.0, "at most one"), (0.01, "at most one"), (0.02, "MORE"), (-0.01, "at most one")]
+)
 def test_the_verdict_is_honest(lost: float, said: str):
     row = {"name": SCORE_NAME, "change": {"value": -lost, "low": -lost - 0.01, "high": -lost + 0.01}}
     verdict = before_after.change_verdict({"cut": {"name": SCORE_NAME}, "proof": {"quality": {"rows": [row]}}})

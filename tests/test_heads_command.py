@@ -104,19 +104,19 @@ def test_what_is_left_in_a_folder(parsed: dict[str, str], tmp_path: Path, capsys
 
 @pytest.mark.parametrize(("argv", "wrong"), [
     ([], "give exactly one source of texts"),
-    (["--data", "none"], "cannot be read as text"),
+    (["--data", "none"], "cannot read none as text"),
     (["--data", "one", "--conllu", "one"], "give exactly one source of texts"),
     (["--data", "one"], "1 texts can be read; give at least two"),
     (["--data", "empty"], "0 texts can be read: 2 empty lines; give at least two"),
     (["--conllu", "one"], "a row has 1 columns, not 10"),
     (["--data", "two", "--limit", "1"], "is too few for a confidence interval"),
-    (["--data", "two", "--sort", "entropie"], "nothing called 'entropie' was measured"),
-    (["--data", "two", "--criteria", "mine"], "criteria='mine' are unknown"),
+    (["--data", "two", "--sort", "entropie"], "cannot sort by 'entropie': it was not measured"),
+    (["--data", "two", "--criteria", "mine"], "unknown criteria='mine'"),
     (["--data", "two", "--resamples", "3"], "is too few for a confidence interval"),
     (["--data", "two", "--out", "two"], "two is a file; give a folder"),
     (["--data", "two", "--pair", "decoder.0.attention:0", "decoder.0.attention:1"], "--pair needs a folder"),
     (["--data", "two", "--pair", "0", "1", "--out", "drawn"], "--pair 0 1 is not two heads; write SITE:HEAD twice"),
-    (["--task", "dates"], "does not read the ids of the task dates"),
+    (["--task", "dates"], "does not use the vocabulary of the task dates"),
     (["--align", "one", "two", "two"], "have 1, 2 and 2 lines; give the same number in each"),
 ])  # fmt: skip
 def test_wrong_arguments(
@@ -202,7 +202,7 @@ def test_what_is_told_besides(
     code, out, err = said(capsys, *base, "--sort", "importance")
     assert code == 0, err
     assert max(map(len, out.splitlines())) <= 80
-    assert "importance by taylor, of next-token, 4 texts" in out
-    assert "its twin" in out
+    assert "importance (taylor, next-token, 4 texts)" in " ".join(out.split())
+    assert "its random baseline" in " ".join(out.split())
     code, _, err = said(capsys, *base[:3], "--importance", "mine")
     assert (code, err.count("\n")) == (2, 1)

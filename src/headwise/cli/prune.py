@@ -72,6 +72,11 @@ def _parser() -> CommandParser:
     selection.add_argument(
         "--sweep", action="store_true", help="write pruning curves, no model: see headwise prune --sweep --help"
     )
+    _add_ranking_arguments(parser)
+    return parser
+
+
+def _add_ranking_arguments(parser: CommandParser) -> None:
     ranking = parser.add_argument_group("ranking of heads")
     ranking.add_argument("--by", default="best", metavar="METHOD", help="importance method, or random")
     ranking.add_argument(
@@ -108,7 +113,6 @@ def _parser() -> CommandParser:
         metavar="KIND",
         help="replace removed heads by none, mean (their mean output), or bias",
     )
-    return parser
 
 
 def _check_selection(args: argparse.Namespace) -> None:

@@ -289,7 +289,7 @@ class _FusedRMSNorm(torch.autograd.Function):
 
 
 def _rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
-    return _FusedRMSNorm.apply(x, weight, len(shape))  # pyright: ignore[reportReturnType] - Function.apply is untyped
+    return _FusedRMSNorm.apply(x, weight, len(shape))  # pyright: ignore[reportReturnType] - its apply is untyped
 
 
 def _dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:

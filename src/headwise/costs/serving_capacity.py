@@ -1,7 +1,6 @@
 """Capacity of serving: whether requests fit into memory, what would make them fit, and the throughput.
 
-`MemoryDemand` sums weights, cache and activations; `check_memory_fit` compares it with a device and looks for remedies;
-`ThroughputReport` gives latency and throughput by batch size.
+`MemoryDemand` sums weights, cache and activations; `check_memory_fit` finds remedies; `ThroughputReport`, batch sizes.
 """
 
 from __future__ import annotations
