@@ -57,12 +57,12 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 
 def executed_flops(call: CallSignature, size: CallSize) -> int:
-    """The products that whole units of queries form, each with the keys of its last."""
+    """The products of whole tiles of queries, each with the keys up to its last query's."""
     ahead = size.keys - size.queries if call.spec.pattern == Causal() and call.spec.source is None else None
-    size = FlashAttentionShape(
+    shape = FlashAttentionShape(
         size.batch, size.queries, len(call.core.key_head_of_query), size.keys, _num_kernel_kv_heads(call)
     )
-    return call.core.flops(count_executed_pairs(size, None, ahead)) // len(call.core.key_head_of_query)
+    return call.core.flops(count_executed_pairs(shape, None, ahead)) // len(call.core.key_head_of_query)
 
 
 def _num_kernel_kv_heads(call: CallSignature) -> int:

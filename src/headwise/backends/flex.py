@@ -100,15 +100,15 @@ def attend(
         return same & attention_mask.pattern.allows(asks[0][b, t], told[0][b, s])
 
     blocks = create_block_mask(allowed, batch, None, q.shape[2], k.shape[2], device=str(q.device))
-    steps = [(step, p, step.query_factors(inputs.query_context, p)) for step, p in steps.elementwise]
+    score_steps = [(step, p, step.query_factors(inputs.query_context, p)) for step, p in steps.elementwise]
 
     def score(s: Tensor, b: Tensor, h: Tensor, t: Tensor, n: Tensor) -> Tensor:
         pair = _FlexPair(asks[0][b, t], told[0][b, n], b, h, t)
-        for step, p, factors in steps:
+        for step, p, factors in score_steps:
             s = step.score(s, pair, factors, p.head(h))
         return s
 
-    how: dict[str, Any] = {"score_mod": score if steps else None, "block_mask": blocks}
+    how: dict[str, Any] = {"score_mod": score if score_steps else None, "block_mask": blocks}
     how |= {"scale": inputs.query_context.scale, "enable_gqa": call.group_size > 1}
     o_BHTV = _run_compiled(q, k, v, how)
     return o_BHTV.transpose(1, 2)

@@ -35,7 +35,7 @@ def comparison_rows(data: Mapping[str, Any]) -> Iterator[ComparisonRow]:
         *(_format_interval(entry) for entry in (exact_match["before"], compressed["after"], exact_match["after"])),
     )
     for entry in proof["savings"]["numbers"]:
-        if entry["name"] == "parameters" or entry["name"].startswith("cache, a token"):
+        if entry["name"] == "parameters" or entry["name"] in ("cache per token", "cache per source token"):
             format_value = "{:,}".format if entry["name"] == "parameters" else format_bytes
             yield ComparisonRow(
                 entry["name"], format_value(entry["before"]), format_value(entry["after"]), format_value(entry["after"])
