@@ -228,7 +228,7 @@ def test_shares_that_are_not_equal_are_said(ran: tuple[Path, list[dict[str, Any]
         return [r["says"] for r in read_lines(ran[0] / run / "metrics.jsonl") if r["event"] == "note"]
 
     assert notes("whole")[0] == "2 ranks, data=2"
-    assert "2 ranks, data=2; 7 rows make 2 unequal shares" in notes("one, two, one")
+    assert "2 ranks, data=2; 7 rows are divided into 2 unequal shares" in notes("one, two, one")
 
 
 def check_near(found: Path, wanted: Path) -> None:

@@ -471,7 +471,7 @@ def test_bad_configs_are_refused_in_one_line(capsys, tmp_path, name):
         (("mohsa", "--set", "project.schedule=l"), "project.schedule='l' depends on the depth of the layer"),
         (("mohsa", "--bogus", "3"), "unrecognized arguments: --bogus 3"),
         (("gqa", "--layer", "3"), "--layer 3 is for models"),
-        (("gqa", "--set", "source=9"), "a length that no load says; give its tokens"),
+        (("gqa", "--set", "source=9"), "whose length is not given; set Workload(source=512)"),
         (("gqa", "--set", "pattern=blocks(7)", "--context", 10**15), "too many blocks; give at most 1835008"),
         (("gqa", "--optimiser", "adm"), "there is no optimiser 'adm'"),
         (("gqa", "--beside", "palmm"), "did you mean 'palm'?"),

@@ -75,7 +75,10 @@ def test_one_command(name: str, folders: dict[str, Path], tmp_path: Path, capsys
     assert code == 0, err
     proof = json.loads(told)
     assert proof["holds"] is True
-    assert {one["what"] for one in proof["equal"]} >= {"silenced = cut", "headwise.load of the written folder"}
+    assert {one["what"] for one in proof["equal"]} >= {
+        "heads ablated vs. removed",
+        "headwise.load of the written folder",
+    }
     assert proof["folder"]["kind"] == KINDS.get(name, "ours"), proof["folder"]["sentence"]
     before, after = heads(folders[name]), heads(out)
     assert [round(q / 2) for q in before] == after
@@ -163,31 +166,31 @@ def test_the_same_plan_again_and_not_for_another_model(
         (["ours", "--data", "texts", "--keep", "0.5", "--clusters"], "not both --keep and --clusters"),
         (["ours", "--keep", "0.5"], "give exactly one source of texts: --data FILE"),
         (["ours", "--keep", "half", "--data", "texts"], "--keep half is not a share or number of heads; give 0.5"),
-        (["ours", "--keep", "1.5", "--data", "texts"], "keep=1.5 is no share of heads"),
-        (["ours", "--keep", "0.5", "--by", "size", "--data", "texts"], "heads are ranked by 'size' nowhere"),
+        (["ours", "--keep", "1.5", "--data", "texts"], "cannot keep 1.5 of the heads"),
+        (["ours", "--keep", "0.5", "--by", "size", "--data", "texts"], "unknown ranking method 'size'"),
         (["ours", "--keep", "0.5", "--data", "few"], "1 texts can be read; give at least two"),
         (["ours", "--keep", "0.5", "--data", "none"], "cannot read none as text"),
         (["ours", "--heads", "0:9", "--data", "texts"], "decoder.0.attention has no head 9; its heads are 0..3"),
         (["ours", "--heads", "9:0", "--data", "texts"], "has no layer 9"),
-        (["ours", "--heads", "0:1", "0:1", "--data", "texts"], "head 1 of decoder.0.attention is named twice"),
+        (["ours", "--heads", "0:1", "0:1", "--data", "texts"], "head 1 of decoder.0.attention is listed twice"),
         (["ours", "--heads", "0", "--data", "texts"], "--heads 0 is not a list of heads; write LAYER:HEADS"),
-        (["ours", "--heads", "0:0,1,2,3", "1:0,1,2,3", "--data", "texts"], "no head would be left in gpt2"),
-        (["ours", "--drop", "loud", "--data", "texts"], "no head of the model is called 'loud'"),
+        (["ours", "--heads", "0:0,1,2,3", "1:0,1,2,3", "--data", "texts"], "cannot remove all heads of gpt2"),
+        (["ours", "--drop", "loud", "--data", "texts"], "no head of the model has class 'loud'"),
         (["ours", "--budget", "cache", "--data", "texts"], "--budget cache is not a budget; write KIND=LIMIT"),
-        (["ours", "--budget", "cash=0.5", "--data", "texts"], "there is no budget of 'cash'; did you mean 'cache'"),
+        (["ours", "--budget", "cash=0.5", "--data", "texts"], "unknown budget 'cash'; did you mean 'cache'"),
         (["ours", "--keep", "0.5", "--again", "2", "--data", "texts"], "--again needs --budget"),
-        (["ours", "--keep", "0.5", "--fold", "median", "--data", "texts"], "fold='median' is unknown"),
-        (["ours", "--keep", "0.5", "--data", "texts", "--out", "texts"], "is a file; give a new folder, or an empty"),
-        (["ours", "--keep", "0.5", "--data", "texts", "--out", "ours"], "give a new folder, or an empty one"),
-        (["ours", "--keep", "0.5", "--task", "dates"], "does not read and say what the task dates asks"),
+        (["ours", "--keep", "0.5", "--fold", "median", "--data", "texts"], "unknown fold='median'"),
+        (["ours", "--keep", "0.5", "--data", "texts", "--out", "texts"], "it is a file. Give a new or empty folder"),
+        (["ours", "--keep", "0.5", "--data", "texts", "--out", "ours"], "Give a new or empty folder"),
+        (["ours", "--keep", "0.5", "--task", "dates"], "does not have the inputs and outputs of the task dates"),
         (["ours", "--keep", "0.5", "--task", "images", "--set", "path"], "--set 'path' is not KEY=VALUE"),
         (["wordless", "--keep", "0.5", "--data", "texts"], "tokenizer"),
         (["ours", "--keep", "0.5", "--data", "texts", "--tokenizer", "bytes"], "has a tokenizer of its own"),
         (["none", "--keep", "0.5", "--data", "texts"], "there is no folder or file"),
         (["ours", "--keep", "0.5", "--data", "texts", "--length", "900"], "exceed the 64 positions of gpt2"),
         (["ours", "--keep", "0.5", "--data", "texts", "--length", "0"], "length must be an int >= 1, got 0"),
-        (["ours", "--heads", "0:1", "--data", "texts", "--objective", "joy"], "there is no objective 'joy'"),
-        (["ours", "--heads", "0:1", "--data", "texts", "--objective", "label"], "label cannot be measured"),
+        (["ours", "--heads", "0:1", "--data", "texts", "--objective", "joy"], "unknown objective 'joy'"),
+        (["ours", "--heads", "0:1", "--data", "texts", "--objective", "label"], "cannot measure objective 'label'"),
         (["ours", "--keep", "0.5", "--data", "texts", "--lessons", "0"], "--lessons 0 is too few"),
     ],
 )

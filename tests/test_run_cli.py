@@ -260,11 +260,11 @@ def test_images_are_classified_as_in_training(run: Run, painter: tuple[Path, Pat
     assert out.splitlines() == [f"{best}\t{found[best]:.4f}"] * 2 + ["", ""]
     assert (code, err.count("\n")) == (2, 2)
     assert "line 3: there is no file" in err
-    assert "is none of .png" in err
+    assert "is not an image file; give one of .png" in err
     code, out, err = run(folder, picture)
     assert out.startswith(f"{best}  {found[best]:6.1%}  █")
     np.save(tmp_path / "a.npy", np.zeros((9, 10, 3), np.uint8))
-    assert "holds 9 x 10 x 3, the model reads 9 x 11 x 3" in run(folder, tmp_path / "a.npy")[2]
+    assert "is 9 x 10 x 3, but the model needs 9 x 11 x 3" in run(folder, tmp_path / "a.npy")[2]
     net = hw.load(folder)
     for usage, words in (
         (hw.ProcessorSpec(labels=("a", "b")), "the size and normalisation of its inputs"),
@@ -336,7 +336,7 @@ def test_texts_are_classified(run: Run, tmp_path: Path):
     code, out, err = run(folder, "the cat", "--beams", 3)
     assert (code, out) == (2, "")
     assert err == "headwise: --beams is for text generation, but reader classifies; leave it out\n"
-    assert "cannot be told; give 1..3" in run(folder, "the cat", "--top-k", 4)[2]
+    assert "is not between 1 and the 3 classes; give 1..3" in run(folder, "the cat", "--top-k", 4)[2]
     code, out, err = run(folder, "the cat " * 5)
     assert "a prompt of 10 tokens is 1 longer than the 9 positions of reader" in err
 

@@ -199,7 +199,7 @@ def test_the_command_prints_a_table_and_json(capsys, quick, tmp_path: Path):
     said = " ".join(out.split())
     assert "sdpa overtakes dense at 1,000 tokens" in said
     assert "not the fastest at 64, 128, 256, 512 tokens" in said
-    assert "dense grows as: tokens 2.00 ± 0.00" in out
+    assert "dense scales with: tokens 2.00 ± 0.00" in out
     assert cli.main(["bench", "--scaling", "window", "--json", "--out", str(tmp_path / "new")]) == 0
     told = json.loads(capsys.readouterr().out)
     assert list(told) == ["machine", "points", "powers", "order"]

@@ -111,12 +111,12 @@ def test_learning_again_is_told(folders: dict[str, Path], tmp_path: Path, capsys
         ),
         (["ours", "--data", "texts", "--to", "gqa"], "--to gqa is not a known form; give one of mha"),
         (["ours", "--data", "texts", "--to", "latent", "--align"], "--align and --grouping apply to --kv only"),
-        (["ours", "--data", "texts", "--kv", "2", "--align", "sides"], "align='sides' is unknown"),
+        (["ours", "--data", "texts", "--kv", "2", "--align", "sides"], "unknown align='sides'"),
         (["ours", "--data", "texts", "--kv", "2", "--where", "cross"], "has no cross-attention"),
         (["ours", "--data", "texts", "--kv", "2", "--uptrain", "0"], "steps"),
         (["ours", "--kv", "2"], "give exactly one source of texts: --data FILE, --conllu FILE, or --task dates"),
-        (["ours", "--data", "texts", "--kv", "2", "--out", "texts"], "is a file; give a new folder"),
-        (["ours", "--data", "texts", "--kv", "2", "--learn", "none", "--uptrain", "3"], "cannot be read as text"),
+        (["ours", "--data", "texts", "--kv", "2", "--out", "texts"], "it is a file. Give a new or empty folder"),
+        (["ours", "--data", "texts", "--kv", "2", "--learn", "none", "--uptrain", "3"], "cannot read none as text"),
     ],
 )
 def test_wrong_arguments(

@@ -251,7 +251,7 @@ def test_default_models_fit_their_tasks(name: str):
         ("recall", {"pairs": ()}, "give at least one number"),
         ("recall", {"pairs": (4, True)}, "must be a whole number"),
         ("recall", {"power": -1.0}, "must be above 0"),
-        ("recall", {"power": float("nan")}, "no finite number"),
+        ("recall", {"power": float("nan")}, "is not finite"),
         ("recall", {"filler": "zeros"}, "did you mean 'zero'?"),
         ("recall", {"length": 10**9}, "use at most 65536"),
         ("recall", {"seed": -1}, "use 0 or more"),

@@ -93,7 +93,7 @@ def test_a_preset_takes_the_place_of_every_attention(preset: str):
         (["dates"], "required: --out"),
         (["datess", "--out", "x"], "there is no task, file or folder 'datess'; did you mean 'dates'?"),
         (["--out", "x"], "give something to train on: "),
-        (["dates", "--out", "x", "--lr", "7"], "Recipe(lr=7.0) cannot be meant"),
+        (["dates", "--out", "x", "--lr", "7"], "Recipe(lr=7.0) is out of range"),
         (["dates", "--out", "x", "--steps", "many"], "invalid int value: 'many'"),
         (["dates", "--out", "x", "--set", "digits=3"], "write task.KEY=VALUE or recipe.KEY=VALUE"),
         (["dates", "--out", "x", "--set", "task.digit=3"], "'dates' has no option 'digit'; did you mean 'digits'?"),
@@ -121,8 +121,8 @@ def test_ctrl_c_keeps_the_step_in_hand_and_says_how_to_go_on(
         patch.setattr(ConsoleLogger, "write", lambda self, record: record["event"] == "step" and signal.raise_signal(2))
         code, out, err = trained(capsys, *said)
     assert (code, out) == (130, "")
-    told = f"headwise: interrupted at step 1; the checkpoint is in {tmp_path}; the same command with --resume goes on"
-    assert err.splitlines()[-1] == told
+    remedy = "run the same command with --resume to continue"
+    assert err.splitlines()[-1] == f"headwise: interrupted at step 1; the checkpoint is in {tmp_path}; {remedy}"
     code, _, err = trained(capsys, *said)
     assert (code, err.count("\n")) == (2, 1)
     assert "holds a run of 1 steps; continue it with resume='allowed' (--resume)" in err

@@ -351,7 +351,7 @@ def test_what_cannot_be_taught_is_refused_before_anything_is_learned():
 @pytest.mark.parametrize(
     ("said", "why"),
     [
-        ({"steps": 0}, r"Uptraining\(steps=0\) is out of range; give 1"),
+        ({"steps": 0}, r"UptrainingOptions\(steps=0\) is out of range; give 1"),
         ({"rate": -1.0}, "rate=-1.0"),
         ({"alpha": 1.5}, "alpha=1.5"),
         ({"temperature": 0.0}, "temperature=0.0"),
