@@ -158,7 +158,9 @@ def test_what_is_sent_is_what_is_counted(two: tuple[Path, list[dict[str, Any]]],
 
 
 def test_what_follows_from_the_batch_is_not_counted_without_it():
-    with pytest.raises(SpecError, match=r"what ranks of tensor=2 send follows from the batch; give rows=Rows\("):
+    with pytest.raises(
+        SpecError, match=r"communication of tensor=2 depends on the batch; give batch_shape=BatchShape\("
+    ):
         count_communication(Echo().model(), Parallelism(tensor=2))
 
 
@@ -260,7 +262,7 @@ def test_a_run_goes_on_in_a_world_of_another_size(ran: tuple[Path, list[dict[str
 
 REFUSED = {
     "code": "SpecError: source is '",
-    "recipe": "SpecError: recipe.lr is 0.001 on rank 0, 0.002 on rank 1; start all ranks with the same of each",
+    "recipe": "SpecError: recipe.lr is 0.001 on rank 0, 0.002 on rank 1; start all ranks with the same configuration",
     "task": "SpecError: task.noise is 0.0 on rank 0, 0.5 on rank 1;",
     "data": "SpecError: first batch is '",
     "model": "SpecError: model.stack",

@@ -121,7 +121,7 @@ class KVCache(ABC):
 
     @property
     def is_predictable(self) -> bool:
-        """Whether the next decode step runs the same operations as the previous one, so that one graph can be replayed."""
+        """Whether the next decode step repeats the operations of the last one, so that one graph serves both."""
         counted = self._reach is None or self.used < self._reach.known
         return self.uniform and self.used >= self._settles and counted
 
@@ -170,8 +170,8 @@ class KVCache(ABC):
             num_together = int(same_segment_counts[in_prefix].min()) if bool(in_prefix.any()) else opening
         if num_together < opening:
             raise ValueError(
-                f"pattern {self.spec.pattern.text} needs the first {opening} tokens of a text together, got {num_together}; "
-                "append the whole prefix at once"
+                f"pattern {self.spec.pattern.text} needs the first {opening} tokens of a text together, "
+                f"not {num_together}; append the whole prefix at once"
             )
 
     def _check_order(self, last: Tensor, at: SequenceInfo) -> None:
