@@ -307,7 +307,7 @@ def test_what_cannot_lie_in_pages_is_refused():
     with pytest.raises(ValueError, match=r"no gradients; decode under torch\.no_grad"):
         layer(x, cache=cache)
     with torch.no_grad():
-        with pytest.raises(ValueError, match="one text a row"):
+        with pytest.raises(ValueError, match="one text per row"):
             layer(
                 x,
                 cache=cache,
