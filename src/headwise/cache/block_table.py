@@ -338,19 +338,19 @@ class BlockTables:
         """
         rows, total = list(rows), 0
         for group, keep in enumerate(self.keeps):
-            held = Counter(page for row in rows for page in row.tables[group].values())
+            references = Counter(page for row in rows for page in row.tables[group].values())
             total += sum(row.reserved_tokens[group] for row in rows)
             if keep.last is None:
-                total += len(held) - held.total()
+                total += len(references) - references.total()
             else:
-                total += sum(times > 1 for times in held.values())
+                total += sum(count > 1 for count in references.values())
         return total
 
     def _release_unreadable(self, row: PagedSequence) -> None:
         for keep, table in zip(self.keeps, row.tables, strict=True):
             if keep.last is not None:
-                read = set(keep.visible_pages(row.length))
-                for number in [number for number in table if number not in read]:
+                visible = set(keep.visible_pages(row.length))
+                for number in [number for number in table if number not in visible]:
                     self.pages.release(table.pop(number))
 
     def _prefix_pages(self, row: PagedSequence, length: int) -> Iterator[tuple[int, int, int | None]]:

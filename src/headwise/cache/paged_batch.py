@@ -83,17 +83,19 @@ class HeldPages:
 
     def _gather(self) -> GatheredPages:
         keep, tables, ends, device = self.keep, self.tables, self.ends, self.device
-        most = max((len(table) for table in tables), default=0)
-        pages = self._as_tensor([[*table.values(), *[self.empty] * (most - len(table))] for table in tables])
-        alike = [*tables[0]] if tables and len(set(ends)) == 1 and all([*t] == [*tables[0]] for t in tables) else None
-        if alike and alike == list(range(alike[0], alike[0] + most)):
-            start = alike[0] * keep.page
-            run = SequenceInfo.contiguous(start, ends[0] - start, device)
-            return GatheredPages(pages, run.count, run)
-        begins = self._as_tensor([[*[n * keep.page for n in t], *[-keep.page] * (most - len(t))] for t in tables])
-        position = (begins[..., None] + torch.arange(keep.page, device=device)).flatten(1)
-        live = (position >= 0) & (position < self._as_tensor(ends)[:, None])
-        return GatheredPages(pages, None, SequenceInfo(position.clamp(min=0), live.long() - 1, checked=True))
+        max_pages = max((len(table) for table in tables), default=0)
+        pages = self._as_tensor([[*table.values(), *[self.empty] * (max_pages - len(table))] for table in tables])
+        common_pages = (
+            [*tables[0]] if tables and len(set(ends)) == 1 and all([*t] == [*tables[0]] for t in tables) else None
+        )
+        if common_pages and common_pages == list(range(common_pages[0], common_pages[0] + max_pages)):
+            start = common_pages[0] * keep.page
+            sequence = SequenceInfo.contiguous(start, ends[0] - start, device)
+            return GatheredPages(pages, sequence.count, sequence)
+        starts = self._as_tensor([[*[n * keep.page for n in t], *[-keep.page] * (max_pages - len(t))] for t in tables])
+        position = (starts[..., None] + torch.arange(keep.page, device=device)).flatten(1)
+        is_real = (position >= 0) & (position < self._as_tensor(ends)[:, None])
+        return GatheredPages(pages, None, SequenceInfo(position.clamp(min=0), is_real.long() - 1, checked=True))
 
     def _make_spans(self) -> PageSpans:
         """Make the spans of the retained first tokens, if any, and of the latest; a page may hold some of both."""
@@ -102,7 +104,7 @@ class HeldPages:
         pieces = [self._span_of_positions(begins, self.ends)]
         if first:
             pieces.insert(0, self._span_of_positions([0] * len(begins), [min(first, end) for end in self.ends]))
-        table, start = (torch.cat(told, 1) if first else told[0] for told in zip(*pieces, strict=True))
+        table, start = (torch.cat(tensors, 1) if first else tensors[0] for tensors in zip(*pieces, strict=True))
         slot = torch.arange(page, device=self.device)
         live = (slot >= table[..., 1:2]) & (slot < table[..., 2:3])
         return PageSpans(table, (start[..., None] + slot).flatten(1), live.flatten(1).long() - 1)
@@ -198,10 +200,10 @@ class PagedBatch:
         if at.start is not None and all(row.length == at.start for row in self.rows):
             return [list(range(at.count))] * len(self.rows)
         batch = len(self.rows)
-        positions, segments = (told.expand(batch, -1).tolist() for told in (at.position, at.segment))
+        positions, segments = (tensor.expand(batch, -1).tolist() for tensor in (at.position, at.segment))
         columns = []
         for row, position, segment in zip(self.rows, positions, segments, strict=True):
-            live = [column for column, told in enumerate(segment) if told >= 0]
+            live = [column for column, number in enumerate(segment) if number >= 0]
             if any(segment[column] for column in live):
                 raise ValueError("a paged cache holds one text per row; give each packed document its own row")
             if [position[column] for column in live] != list(range(row.length, row.length + len(live))):
@@ -215,21 +217,23 @@ class PagedBatch:
     def _access(self, group: int, keep: RetentionGroup, columns: list[list[int]], at: SequenceInfo) -> PageAccess:
         """Prepare one group's access; called before row lengths are updated."""
         device = self.numbers.device
-        each = [(row, n) for row, live in zip(self.rows, columns, strict=True) for n in range(len(live))]
-        spots = [divmod(row.length + n, keep.page) for row, n in each]
-        page = [row.tables[group][number] for (row, _), (number, _) in zip(each, spots, strict=True)]
-        whole = all(len(live) == at.count for live in columns)
-        live = None if whole else _index_tensor([(b, t) for b, own in enumerate(columns) for t in own], device)
-        write = (
+        tokens = [(row, n) for row, live in zip(self.rows, columns, strict=True) for n in range(len(live))]
+        page_offsets = [divmod(row.length + n, keep.page) for row, n in tokens]
+        page = [row.tables[group][number] for (row, _), (number, _) in zip(tokens, page_offsets, strict=True)]
+        all_real = all(len(live) == at.count for live in columns)
+        live = None if all_real else _index_tensor([(b, t) for b, own in enumerate(columns) for t in own], device)
+        page_and_offset = (
             torch.tensor(page, dtype=torch.int64, device=device),
-            torch.tensor([offset for _, offset in spots], dtype=torch.int64, device=device),
+            torch.tensor([offset for _, offset in page_offsets], dtype=torch.int64, device=device),
         )
         past = at.count == 1 or any(row.length for row in self.rows)
         tables = [row.tables[group] for row in self.rows]
         counts = [len(live) for live in columns]
         ends = [row.length + count for row, count in zip(self.rows, counts, strict=True)]
         return PageAccess(
-            *write, live, HeldPages(keep, tables, counts, ends, self.book.pages.count, device) if past else None
+            *page_and_offset,
+            live,
+            HeldPages(keep, tables, counts, ends, self.book.pages.count, device) if past else None,
         )
 
 

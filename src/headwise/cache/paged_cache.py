@@ -70,8 +70,8 @@ class PagePool:
     def _tensor_view(self, place: TensorPlacement) -> Tensor:
         """Return a view of one tensor in all pages: [pages + 1, heads, tokens, width]."""
         tokens = self.paging.groups[place.group].page
-        taken = self.numbers[:, place.start : place.start + place.heads * tokens * place.width]
-        return taken.unflatten(1, (place.heads, tokens, place.width))
+        flat = self.numbers[:, place.start : place.start + place.heads * tokens * place.width]
+        return flat.unflatten(1, (place.heads, tokens, place.width))
 
     def reserve(self, pages: int) -> None:
         """Allocate the gather buffer for `pages` pages of any layer."""
@@ -91,9 +91,9 @@ class PagePool:
             end = begin + index.numel() * piece
             if end > self._buffer.numel():
                 self._buffer = self.numbers.new_empty(2 * end)
-            found = self._buffer[begin:end].view(index.numel(), piece)
-            torch.index_select(self.numbers.view(-1, piece), 0, index + place.start // piece, out=found)
-            slots = found.view(rows, place.heads, pages * tokens, place.width).transpose(1, 2)[
+            gathered = self._buffer[begin:end].view(index.numel(), piece)
+            torch.index_select(self.numbers.view(-1, piece), 0, index + place.start // piece, out=gathered)
+            slots = gathered.view(rows, place.heads, pages * tokens, place.width).transpose(1, 2)[
                 :, : held.gathered.filled
             ]
             entry[name], begin = slots.reshape(*slots.shape[:2], *place.shape), end
@@ -118,8 +118,8 @@ class PagedCache(KVCache):
         self.uniform, self._last = False, seats.last
 
     def append(self, entry: KVEntry, at: SequenceInfo) -> tuple[KVEntry, SequenceInfo]:
-        held = self._write_tokens(entry, at)
-        return (entry, at) if held is None else (self._pool.gather(self._layer, held), held.gathered.sequence)
+        pages = self._write_tokens(entry, at)
+        return (entry, at) if pages is None else (self._pool.gather(self._layer, pages), pages.gathered.sequence)
 
     def extend_in_place(self, entry: KVEntry, at: SequenceInfo) -> tuple[KVEntry, SequenceInfo]:
         """Store one token per row; return views of all pages, and a sequence with a block table.
@@ -128,11 +128,11 @@ class PagedCache(KVCache):
         """
         if at.count != 1:
             raise ValueError(f"cannot read pages in place for {at.count} tokens per row, only for 1; use extend")
-        held = self._write_tokens(entry, at)
-        assert held is not None, "a single token always attends at least to itself"
-        rule = partial(retained_tokens, self.spec.pattern)
-        whole = self._pool.reaches[self._layer].sees_all(max(held.ends, default=0), rule)
-        return self._pool.in_place(self._layer), held.spans(whole)
+        pages = self._write_tokens(entry, at)
+        assert pages is not None, "a single token always attends at least to itself"
+        retained = partial(retained_tokens, self.spec.pattern)
+        all_visible = self._pool.reaches[self._layer].sees_all(max(pages.ends, default=0), retained)
+        return self._pool.in_place(self._layer), pages.spans(all_visible)
 
     def _write_tokens(self, entry: KVEntry, at: SequenceInfo) -> HeldPages | None:
         """Write these tokens into their pages; return the pages to read, None if no token was cached before."""
@@ -155,8 +155,8 @@ class PagedCache(KVCache):
 
     @property
     def nbytes(self) -> int:
-        held = {page for row in self._seats.rows for page in row.tables[self._group].values()}
-        return len(held) * sum(view[0].nbytes for view in self._pool.views[self._layer].values())
+        pages = {page for row in self._seats.rows for page in row.tables[self._group].values()}
+        return len(pages) * sum(view[0].nbytes for view in self._pool.views[self._layer].values())
 
     def _write(self, entry: KVEntry, access: PageAccess) -> None:
         for name, view in self._pool.views[self._layer].items():
