@@ -64,9 +64,7 @@ class KVCache(ABC):
         5
         """
         if not (isinstance(batch, int) and isinstance(capacity, int) and batch >= 0 and capacity >= 1):
-            raise SpecError(
-                f"cannot make a cache of batch={batch}, capacity={capacity}; batch must be >= 0 and capacity >= 1"
-            )
+            raise SpecError(f"cannot make a cache of batch={batch}, capacity={capacity}; capacity must be at least 1")
         check_causal(spec)
         from .contiguous import ContiguousCache, RingCache, StorageFormat
         from .int8_quantization import check_storage_format
@@ -198,7 +196,7 @@ class KVCache(ABC):
         is_index = isinstance(index, Tensor) and index.dim() == 1 and index.dtype in (torch.int64, torch.int32)
         if not is_index or (index.numel() and not 0 <= int(index.min()) <= int(index.max()) < self.batch):
             raise ValueError(
-                f"cannot select rows {index!r}; give a 1-D int64 or int32 tensor of values in 0..{self.batch - 1}"
+                f"cannot select rows {index!r}; give a 1-D int64 tensor (not torch.bool) in 0..{self.batch - 1}"
             )
         self.batch = len(index)
         self._last, self._segment = self._last[index], self._segment[index]
