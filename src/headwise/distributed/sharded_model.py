@@ -164,7 +164,7 @@ class ShardedModel:
         return self.assemble_model(tensors) if self.world.is_leader else self.net
 
     def assemble_model(self, tensors: Mapping[str, Tensor]) -> Transformer:
-        """A model that is whole on this rank, with these weights: the one in hand if nobody else has to do with it."""
+        """Return a full model with these weights on this rank: the current model if no other rank takes part."""
         if not self.shardings and self.context is None:
             self.net.load_state_dict(tensors)
             return self.net
