@@ -255,12 +255,12 @@ def nobody_said_where() -> None:
     """Tokens that stand at the beginning of their row on every rank are refused."""
     part = spread(built(decoder(bp.BlockSpec(spec_of("gqa")))), "runs")
     if world().rank:
-        with pytest.raises(ValueError, match="rank 1 of 2 takes its 3 tokens for the first of their rows; hand over"):
+        with pytest.raises(ValueError, match="rank 1 of 2 got 3 tokens from position 0, not its shard; pass"):
             part(torch.zeros(1, 3, dtype=torch.int64))
     x = torch.zeros(2, 3, dtype=torch.int64)
     with pytest.raises(ValueError, match="two tokens of one segment have the same position"):
         part(x, sequence=SequenceInfo.from_batch(x, lengths=[3, 2]))
-    with pytest.raises(ValueError, match="takes its 3 tokens for the first of their rows"):
+    with pytest.raises(ValueError, match="got 3 tokens from position"):
         spread(part, "zigzag")(x)
 
 

@@ -124,7 +124,7 @@ def test_a_model_remembers_in_8_bits(small):
         full, eight = (net(last, cache=cache) for cache in caches.values())
     check_close(eight, full, rtol=0, atol=0.02 * full.abs().max().item())
     assert 3 * caches["int8"].nbytes < 2 * caches[None].nbytes
-    with pytest.raises(hw.SpecError, match="store='int4' is unknown"):
+    with pytest.raises(hw.SpecError, match="storage_format='int4' is unknown"):
         net.cache(batch=2, capacity=9, storage_format="int4")
 
 

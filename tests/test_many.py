@@ -36,14 +36,14 @@ def test_a_spread_survives_its_text(spread: Parallelism):
 @pytest.mark.parametrize(
     ("text", "ranks", "told"),
     [
-        ("data=2", 3, "a world of 3 cannot be data=2, which takes 2; start 2 processes, or give data=3"),
-        ("data=2,tensor=2", 1, "a world of 1 cannot be data=2,tensor=2, which takes 4; start 4 processes"),
-        ("date=2", 2, "there is no way 'date' to spread; did you mean 'data'"),
-        ("data", 2, "write each way once with its number, as in data=2"),
-        ("data=2,data=2", 4, "write each way once"),
-        ("data=-2", 2, "write each way once"),
-        ("data=0", 2, r"Spread\(data=0\) cannot be meant; give 1 or more"),
-        ("", 2, "there is no way '' to spread"),
+        ("data=2", 3, "data=2 needs 2 processes, not 3; start 2 processes, or give data=3"),
+        ("data=2,tensor=2", 1, "data=2,tensor=2 needs 4 processes, not 1; start 4 processes"),
+        ("date=2", 2, "unknown parallel dimension 'date'; did you mean 'data'"),
+        ("data", 2, "write each dimension once with its number, as in data=2"),
+        ("data=2,data=2", 4, "write each dimension once"),
+        ("data=-2", 2, "write each dimension once"),
+        ("data=0", 2, r"cannot use Parallelism\(data=0\); give 1 or more"),
+        ("", 2, "unknown parallel dimension ''"),
     ],
 )
 def test_a_spread_that_cannot_be_is_refused_in_one_line(text: str, ranks: int, told: str):
@@ -62,7 +62,7 @@ def test_every_rank_stands_somewhere_else_and_neighbours_differ_in_the_last_way(
 
 
 def test_a_spread_without_ranks_is_refused_before_anything_is_written(tmp_path: Path):
-    with pytest.raises(SpecError, match="a world of 1 cannot be data=2, which takes 2; start 2 processes"):
+    with pytest.raises(SpecError, match="data=2 needs 2 processes, not 1; start 2 processes"):
         train(Echo(), recipe=quick(spread="data=2"), out=tmp_path / "never")
     assert not (tmp_path / "never").exists()
     with pytest.raises(SpecError, match="no way 'rows'"):
@@ -158,7 +158,9 @@ def test_what_is_sent_is_what_is_counted(two: tuple[Path, list[dict[str, Any]]],
 
 
 def test_what_follows_from_the_batch_is_not_counted_without_it():
-    with pytest.raises(SpecError, match=r"what ranks of tensor=2 send follows from the batch; give rows=Rows\("):
+    with pytest.raises(
+        SpecError, match=r"communication of tensor=2 depends on the batch; give batch_shape=BatchShape\("
+    ):
         count_communication(Echo().model(), Parallelism(tensor=2))
 
 
@@ -260,7 +262,7 @@ def test_a_run_goes_on_in_a_world_of_another_size(ran: tuple[Path, list[dict[str
 
 REFUSED = {
     "code": "SpecError: source is '",
-    "recipe": "SpecError: recipe.lr is 0.001 on rank 0, 0.002 on rank 1; start all ranks with the same of each",
+    "recipe": "SpecError: recipe.lr is 0.001 on rank 0, 0.002 on rank 1; start all ranks with the same configuration",
     "task": "SpecError: task.noise is 0.0 on rank 0, 0.5 on rank 1;",
     "data": "SpecError: first batch is '",
     "model": "SpecError: model.stack",
@@ -268,7 +270,7 @@ REFUSED = {
     "spread": "SpecError: spread is 'data=2' on rank 0, 'shards=2' on rank 1;",
     "rows": "SpecError: batch=1 has fewer rows than the 2 data shards; use batch=2 or more, or fewer ranks",
     "parts": "SpecError: batch=4 with accumulate=4 has fewer rows than the 2 data shards; use batch=8 or more",
-    "size": "SpecError: a world of 2 cannot be data=3, which takes 3; start 3 processes, or give data=2",
+    "size": "SpecError: data=3 needs 3 processes, not 2; start 3 processes, or give data=2",
     "compile": "SpecError: compile='on' does not support collectives inside layers (shards=2); use compile='off'",
     "one rank": "SpecError: rank 1 of 2: the data is not here; copy it to this machine",
     "diverged": "TrainingDiverged: step 1: the loss is nan; the output of decoder.0.feed (feed, decayed) is the first with "  # noqa: E501 - one case a line

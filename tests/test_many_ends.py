@@ -45,8 +45,8 @@ def test_one_rank_speaks_and_writes(tmp_path: Path):
 @pytest.mark.parametrize(
     ("more", "told"),
     [
-        (["--spread", "data=3"], "headwise: a world of 2 cannot be data=3, which takes 3; start 3 processes"),
-        (["--spread", "date=2"], "headwise: there is no way 'date' to spread; did you mean 'data'?"),
+        (["--spread", "data=3"], "headwise: data=3 needs 3 processes, not 2; start 3 processes"),
+        (["--spread", "date=2"], "headwise: unknown parallel dimension 'date'; did you mean 'data'?"),
         (["--model", "mqaa"], "headwise: there is no preset, file or folder 'mqaa'; did you mean 'mqa'?"),
         (["--spread", "tensor=2", "--batch", "0"], r"headwise: Recipe\(batch=0\) is out of range"),
     ],
@@ -80,7 +80,7 @@ def check_same(first: Path, second: Path) -> None:
 
 
 STEPS = ["--steps", "60", "--set", "recipe.checkpoint_every=1", "--set", "recipe.dropout=0.1"]
-LOST = "waited for another rank, which ended; what was kept is whole, the same command with --resume goes on"
+LOST = "waited for another rank, which ended; saved checkpoints are intact, continue with the same command and --resume"
 
 
 @pytest.mark.slow
@@ -142,7 +142,9 @@ def test_torchrun_begins_a_killed_world_anew_and_it_goes_on(tmp_path: Path):
 @pytest.mark.slow
 def test_a_rank_that_says_nothing_is_given_up(tmp_path: Path):
     told = world(2, "many.stuck", tmp_path / "stuck")[0]
-    assert told.startswith("rank 0 waited for another rank, which said nothing for 0:00:02; what was kept is whole")
+    assert told.startswith(
+        "rank 0 waited for another rank, which did not answer for 0:00:02; saved checkpoints are intact"
+    )
 
 
 # --- ranks that do not meet ----------------------------------------------------------------------------
@@ -167,7 +169,7 @@ def test_ranks_that_do_not_come_are_not_waited_for_without_end(monkeypatch: pyte
         monkeypatch.setenv(name, value)
     waited = time.monotonic()
     with (
-        pytest.raises(ConnectionError, match=f"rank {rank} of 2 did not meet the others at localhost:"),
+        pytest.raises(ConnectionError, match=f"rank {rank} of 2 could not join the others at localhost:"),
         join_process_group(),
     ):
         pass
@@ -176,7 +178,5 @@ def test_ranks_that_do_not_come_are_not_waited_for_without_end(monkeypatch: pyte
 
 @pytest.mark.parametrize(("rank", "size"), [("2", "2"), ("one", "2"), ("-1", "2")])
 def test_an_environment_that_says_nothing_is_refused(rank: str, size: str):
-    with pytest.raises(
-        ValueError, match=f"RANK={rank} WORLD_SIZE={size} .* is no rank of a world; start with torchrun"
-    ):
+    with pytest.raises(ValueError, match=f"RANK={rank} WORLD_SIZE={size} .* is not a valid rank; start with torchrun"):
         launch.read_torchrun_environment({"RANK": rank, "WORLD_SIZE": size})

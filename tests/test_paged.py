@@ -241,7 +241,7 @@ def test_several_tokens_of_a_row_are_gathered():
     pool = pooled(layer.spec, torch.float64, 4, 20, 0)
     x = torch.randn(2, 9, MODEL, dtype=torch.float64)
     cache = begun(layer, pool, x, [5, 5])
-    with pytest.raises(ValueError, match="2 tokens of a row read pages gathered"):
+    with pytest.raises(ValueError, match="in place for 2 tokens per row"):
         cache.extend_in_place({}, hw.SequenceInfo.contiguous(5, 2, "cpu"))
     cases.check_close(step(layer, cache, x[:, 5:8])[:, -1:], torch.stack([one_pass(layer, row[:8]) for row in x]))
     assert pool.nbytes > pool.numbers.nbytes

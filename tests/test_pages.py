@@ -237,7 +237,7 @@ def test_the_cache_says_where_tokens_stand(kind: str):
 def test_any_part_reads_pages_as_it_reads_one_pass(name: str):
     spec = cases.causal(cases.EXAMPLES[name])
     if spec.is_recurrent:
-        with pytest.raises(hw.SpecError, match="one state"):
+        with pytest.raises(hw.SpecError, match="one recurrent state"):
             PagePool([spec], pages=3)
         return
     layer = cases.layer(spec)
@@ -304,10 +304,10 @@ def test_what_cannot_lie_in_pages_is_refused():
     layer = streams.built("plain")
     cache = pooled(layer, 2, pages=3)
     x = streams.numbers(2, 4, streams.MODEL)
-    with pytest.raises(ValueError, match=r"no gradients; decode under torch\.no_grad"):
+    with pytest.raises(ValueError, match=r"does not record gradients; decode under torch\.no_grad"):
         layer(x, cache=cache)
     with torch.no_grad():
-        with pytest.raises(ValueError, match="one text a row"):
+        with pytest.raises(ValueError, match="one text per row"):
             layer(
                 x,
                 cache=cache,
@@ -318,7 +318,7 @@ def test_what_cannot_lie_in_pages_is_refused():
         with pytest.raises(hw.CacheFull, match="4 more pages are needed and 3 of 3 are free"):
             layer(x, cache=cache)
         assert layer(x[:, :3], cache=cache).shape == (2, 3, streams.MODEL)  # nothing was taken
-    with pytest.raises(hw.SpecError, match="have not come yet"):
+    with pytest.raises(hw.SpecError, match="attends to future tokens"):
         PagePool([hw.design(model=8, heads=2, pattern="full()")], pages=3)
 
 

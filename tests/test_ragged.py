@@ -319,7 +319,7 @@ def test_a_cache_of_8_bits_is_near_and_as_large_as_counted(name):
     spec = cases.causal(EXAMPLES[name])
     layer = cases.layer(spec)
     if spec.is_recurrent:
-        with pytest.raises(hw.SpecError, match="one state"):
+        with pytest.raises(hw.SpecError, match="does not support a recurrent state"):
             layer.cache(batch=2, capacity=20, storage_format="int8")
         return
     x = torch.randn(2, 9, spec.model, dtype=torch.float64)

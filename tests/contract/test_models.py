@@ -164,5 +164,5 @@ def test_what_reads_ahead_cannot_decode(name: str):
     spec = preset(name)
     one = stack("decoder", WORDS, block(spec))
     net = hw.build(bp.ModelSpec("small", "decoder", (one,), (bp.OutputHeadSpec("tokens", WORDS),)))
-    with pytest.raises(hw.SpecError, match=r"reads tokens that have not come yet.*use a causal pattern"):
+    with pytest.raises(hw.SpecError, match=r"attends to future tokens.*use a causal pattern"):
         hw.greedy_decode(net, torch.tensor([[1, 2]]), max_new_tokens=3)

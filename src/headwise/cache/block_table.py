@@ -1,4 +1,4 @@
-"""Who holds which page: handed out, shared and given back, whatever lies in it."""
+"""Page allocation for paged KV caches: block tables, reference counts and prefix sharing."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from ..spec.attention_spec import AttentionSpec
 
 
 class PageAllocator:
-    """So many pages by their numbers; each is free, or held by one row or by several.
+    """Reference-counted allocator of `count` pages, numbered from 0.
 
-    A page that was given a name keeps what lies in it when it is given back: until it is handed out anew, whoever knows
-    the name may hold it again. Those without a name are handed out first, then the one given back longest ago.
+    A named page keeps its contents when it is released: `find` returns it until it is allocated again. Unnamed free
+    pages are allocated first, then the named page that was released longest ago.
 
     >>> pages = PageAllocator(3)
     >>> first, second = pages.allocate(), pages.allocate()
@@ -32,28 +32,30 @@ class PageAllocator:
     def __init__(self, count: int) -> None:
         self.count = count
         self._holders = [0] * count
-        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(count))  # in the order of being handed out
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(count))  # in the order of allocation
         self._names: dict[int, Hashable] = {}
         self._named: dict[Hashable, int] = {}
 
     @property
     def num_free(self) -> int:
-        """How many nobody holds."""
+        """Number of free pages."""
         return len(self._free)
 
     @property
     def num_held(self) -> int:
-        """How many somebody holds; one that is shared counts once."""
+        """Number of allocated pages; a shared page counts once."""
         return self.count - len(self._free)
 
     def holders(self, page: int) -> int:
-        """How many rows hold it."""
+        """Return the reference count of a page."""
         return self._holders[page]
 
     def allocate(self) -> int:
-        """A page that nobody holds and that now has one holder; what lay in it is forgotten."""
+        """Return a free page with one reference; its name is removed, so its old contents are no longer found."""
         if not self._free:
-            raise CacheFull(f"all {self.count:,} pages are held; wait until a row leaves, or give a larger budget")
+            raise CacheFull(
+                f"all {self.count:,} pages are held; wait until a sequence is freed, or give a larger budget"
+            )
         page, _ = self._free.popitem(last=False)
         if page in self._names:
             del self._named[self._names.pop(page)]
@@ -61,41 +63,41 @@ class PageAllocator:
         return page
 
     def add_reference(self, page: int) -> None:
-        """One holder more."""
+        """Increment the reference count of a page."""
         self._holders[page] += 1
         self._free.pop(page, None)
 
     def release(self, page: int) -> None:
-        """One holder less; the last one's page is free."""
+        """Decrement the reference count of a page; at 0 the page is free."""
         if not self._holders[page]:
-            raise ValueError(f"page {page} was given back twice; only who holds a page gives it back")
+            raise ValueError(f"page {page} was given back twice; release a page once per reference")
         self._holders[page] -= 1
         if not self._holders[page]:
             self._free[page] = None
             self._free.move_to_end(page, last=page in self._names)
 
     def name(self, page: int, name: Hashable) -> None:
-        """Let what lies in it be found; a name that another page has stays there."""
+        """Name a page so that `find` returns it; does nothing if the page has a name or the name is taken."""
         if name not in self._named and page not in self._names:
             self._names[page], self._named[name] = name, page
 
     def find(self, name: Hashable) -> int | None:
-        """The page of this name, held or not, while what lies in it is known."""
+        """Return the page of this name, allocated or free; None if its contents are gone."""
         return self._named.get(name)
 
 
-# --- Which pages hold the tokens of which row ----------------------------------------------------------
+# --- Page layout of a model ------------------------------------------------------------------------------
 
 
 class RetentionGroup(NamedTuple):
-    """What layers that keep alike remember, in pages of so many tokens: the `first` for ever, and the latest `last`."""
+    """Layers that retain the same tokens, the `first` and the latest `last` (None: all), in pages of `page` tokens."""
 
     first: int
     last: int | None
     page: int
 
     def visible_pages(self, length: int) -> Iterator[int]:
-        """The numbers of the pages that queries from position `length` on may still read.
+        """Yield the indices of the pages that queries from position `length` on can attend to.
 
         >>> (
         ...     list(RetentionGroup(first=1, last=5, page=4).visible_pages(20)),
@@ -112,7 +114,7 @@ class RetentionGroup(NamedTuple):
         yield from range(max(begin, (length - self.last + 1) // self.page), held)
 
     def max_pages(self, length: int, chunk: int) -> int:
-        """The pages that a row holds at most at any time on its way to this length, so many tokens at once.
+        """Return the most pages that a row holds at any time while it grows to `length`, `chunk` tokens at a time.
 
         >>> RetentionGroup(0, None, 16).max_pages(1000, chunk=1), RetentionGroup(0, 512, 16).max_pages(1000, chunk=1)
         (63, 33)
@@ -125,7 +127,7 @@ class RetentionGroup(NamedTuple):
 
 
 class TensorPlacement(NamedTuple):
-    """Where one tensor of an entry lies in a page, from which number on: so many heads, each with all its tokens."""
+    """Location of one tensor of a kv entry in a page: `start` is its offset, the layout is [heads, tokens, width]."""
 
     group: int
     start: int
@@ -136,9 +138,10 @@ class TensorPlacement(NamedTuple):
 
 @dataclass(frozen=True)
 class PageLayout:
-    """How layers divide pages: tables of those that keep alike, and the places of each layer's tensors by name.
+    """Layout of a page: the retention groups of the layers, and the location of each layer's tensors by name.
 
-    All pages are as large as one of `page` tokens of the group that keeps most of a token; others put more tokens in.
+    All pages have `numbers` elements: `page` tokens of the group with the most elements per token. Groups with fewer
+    elements per token store more tokens in a page.
 
     >>> import headwise as hw
     >>> near, far = (hw.design(model=8, heads=2, pattern=pattern) for pattern in ("window(5)", "causal"))
@@ -156,7 +159,7 @@ class PageLayout:
 
     @staticmethod
     def for_specs(specs: Sequence[AttentionSpec], page: int) -> PageLayout:
-        """The pages of layers with these specs, in order."""
+        """Return the layout for layers with these specs, in order."""
         check_page(page)
         memories = list(dict.fromkeys(spec.pattern.retention for spec in specs))
         totals = [sum(_width(spec) for spec in specs if spec.pattern.retention == memory) for memory in memories]
@@ -178,15 +181,15 @@ class PageLayout:
 
     @property
     def widest(self) -> int:
-        """The numbers of one page that a single layer reads, at most."""
+        """Largest number of elements of one page that belong to a single layer."""
         each = (sum(self.groups[p.group].page * p.heads * p.width for p in places.values()) for places in self.layers)
         return max(each, default=0)
 
 
 def check_page(page: object) -> None:
-    """Refuse what is no size of a page."""
+    """Raise SpecError unless `page` is a positive integer."""
     if type(page) is not int or page < 1:
-        raise SpecError(f"page={page!r} is no number of tokens; give 16, say")
+        raise SpecError(f"page={page!r} is not a number of tokens; give a positive integer such as 16")
 
 
 def _width(spec: AttentionSpec) -> int:
@@ -195,31 +198,30 @@ def _width(spec: AttentionSpec) -> int:
 
 @dataclass(eq=False)
 class PagedSequence:
-    """One sequence: how many tokens of it are remembered, and its pages by their place in it, group by group.
+    """One sequence: its length in cached tokens, and per retention group a table from page index to page.
 
-    `need` is how many pages of each group it may come to hold, for whoever reserves; `root` sets apart sequences whose
-    remembered tokens follow from more than their ids.
+    `reserved_tokens` is the number of pages of each group that it may come to hold, for admission control. `namespace`
+    separates sequences whose cached tokens depend on more than their ids, such as on an encoder input.
     """
 
     tables: tuple[dict[int, int], ...]
     reserved_tokens: tuple[int, ...] = ()
     namespace: bytes = b""
     length: int = 0
-    block_hashes: list[bytes] = field(
-        default_factory=list
-    )  # hashes of all ids up to the end of each of the smallest pages
+    # Hash of all ids up to the end of each block of `page` tokens, the smallest page size.
+    block_hashes: list[bytes] = field(default_factory=list)
     num_published: int = 0
 
 
 class PageChanges(NamedTuple):
-    """What must happen to pages before tokens are written: some are emptied, some copied, as (from, to)."""
+    """Changes to make before tokens are written: pages to fill with zeros, and pages to copy as (from, to)."""
 
     emptied: list[int]
     copied: list[tuple[int, int]]
 
 
 class BlockTables:
-    """The pages of all rows: extended as tokens come, shared where beginnings are equal, given back when forgotten.
+    """Block tables of all rows: pages are added as tokens arrive, shared for equal prefixes, and freed when unreadable.
 
     >>> book = BlockTables(PageLayout((RetentionGroup(0, None, 4),), (), 0, page=4), count=9)
     >>> one = book.new_sequence()
@@ -237,11 +239,11 @@ class BlockTables:
         self._unit = lcm(*(keep.page for keep in paging.groups))
 
     def new_sequence(self, need: tuple[int, ...] = (), root: bytes = b"") -> PagedSequence:
-        """A row without tokens."""
+        """Return a row without tokens."""
         return PagedSequence(tuple({} for _ in self.keeps), need, root)
 
     def append_slots(self, rows: Sequence[PagedSequence], counts: Sequence[int]) -> PageChanges:
-        """Let go of what no later query reads, and hold pages for so many tokens more; or refuse and take none."""
+        """Free pages that no later query attends to and allocate pages for `counts` new tokens; all or nothing."""
         for row in rows:
             self._release_unreadable(row)
         touched = [
@@ -255,15 +257,15 @@ class BlockTables:
         if (wanted := len(fresh) + len(shared)) > self.pages.num_free:
             raise CacheFull(
                 f"{wanted:,} more pages are needed and {self.pages.num_free:,} of {self.pages.count:,} are free; "
-                "wait until a row leaves, or make more"
+                "wait until a sequence is freed, or make a pool with more pages"
             )
         changes = PageChanges([], [])
         for row, group, number, end in fresh:
             row.tables[group][number] = page = self.pages.allocate()
             if (number + 1) * self.keeps[group].page > end:
-                changes.emptied.append(page)  # what a former row left there must not be read, not even times nothing
+                changes.emptied.append(page)  # stale values may be NaN, and NaN times a zero weight is NaN
         for row, group, number in shared:
-            if self._shared(old := row.tables[group][number]):  # until the last of them, which keeps it
+            if self._shared(old := row.tables[group][number]):  # the last holder keeps the page
                 row.tables[group][number] = new = self.pages.allocate()
                 self.pages.release(old)
                 changes.copied.append((old, new))
@@ -273,7 +275,7 @@ class BlockTables:
         return self.pages.holders(page) > 1
 
     def fork(self, row: PagedSequence) -> PagedSequence:
-        """A second row that goes on from the same tokens; a page is copied when one of them writes to it."""
+        """Return a copy of a row that shares its pages; a shared page is copied on write."""
         for page in _all_pages(row):
             self.pages.add_reference(page)
         tables = tuple(dict(table) for table in row.tables)
@@ -282,15 +284,15 @@ class BlockTables:
         )
 
     def free_sequence(self, row: PagedSequence) -> None:
-        """Give all its pages back; the last first, so that beginnings stay known longest."""
+        """Release all pages of a row, the last first, so that prefixes stay findable longest."""
         for page in reversed(list(_all_pages(row))):
             self.pages.release(page)
         row.tables = tuple({} for _ in self.keeps)
 
     def find_prefix(self, row: PagedSequence, ids: Sequence[int], opening: int = 0) -> int:
-        """How many of these ids are remembered already as the beginning of another row: whole pages, not all of them.
+        """Return the length of the longest cached prefix of these ids, in full pages and shorter than all ids.
 
-        Fewer than `opening` are none: those tokens must come together.
+        A prefix shorter than `opening` counts as 0, because those tokens must be appended together.
         """
         if not self.keeps:
             return 0
@@ -304,7 +306,7 @@ class BlockTables:
         return next((end for end in ends if all(p is not None for _, _, p in self._prefix_pages(row, end))), 0)
 
     def reuse_prefix(self, row: PagedSequence, length: int) -> None:
-        """Begin a row with so many tokens that `common` has found."""
+        """Start a row with the `length` prefix tokens that `find_prefix` has found."""
         for group, number, page in list(self._prefix_pages(row, length)):
             assert page is not None
             self.pages.add_reference(page)
@@ -312,7 +314,7 @@ class BlockTables:
         row.length = row.num_published = length
 
     def next_hashes(self, row: PagedSequence, ids: Sequence[int], length: int) -> bytes | None:
-        """What the next tokens behind so many will be known by, where they are enough to be shared."""
+        """Return the hash of the block after `length` tokens; None if it is not a full block that can be shared."""
         end = length + self._unit
         if length % self._unit or end >= len(ids):
             return None
@@ -320,7 +322,7 @@ class BlockTables:
         return row.block_hashes[end // self.page - 1]
 
     def publish_prefix(self, row: PagedSequence, ids: Sequence[int]) -> None:
-        """Let full pages be found by the ids up to their end."""
+        """Name the full pages of a row by the hash of their ids, so that `find_prefix` finds them."""
         self._hash(row, ids)
         for group, keep in enumerate(self.keeps):
             for number in range(row.num_published // keep.page, row.length // keep.page):
@@ -329,30 +331,30 @@ class BlockTables:
         row.num_published = row.length
 
     def num_reserved_pages(self, rows: Iterable[PagedSequence]) -> int:
-        """Pages that these rows hold or may come to hold, by their needs.
+        """Return the number of pages that these rows hold or may come to hold, by their reservations.
 
-        What is never forgotten is held once however many share it. Where pages are forgotten, each row may come to hold
-        all it needs alone; one that is shared now may outlast who shares it, and counts besides.
+        Without a window, a shared page counts once. With a window, each row may come to hold all of its reservation
+        alone, and a page that is shared now may outlast one of its holders, so it counts in addition.
         """
         rows, total = list(rows), 0
         for group, keep in enumerate(self.keeps):
-            held = Counter(page for row in rows for page in row.tables[group].values())
+            references = Counter(page for row in rows for page in row.tables[group].values())
             total += sum(row.reserved_tokens[group] for row in rows)
             if keep.last is None:
-                total += len(held) - held.total()
+                total += len(references) - references.total()
             else:
-                total += sum(times > 1 for times in held.values())
+                total += sum(count > 1 for count in references.values())
         return total
 
     def _release_unreadable(self, row: PagedSequence) -> None:
         for keep, table in zip(self.keeps, row.tables, strict=True):
             if keep.last is not None:
-                read = set(keep.visible_pages(row.length))
-                for number in [number for number in table if number not in read]:
+                visible = set(keep.visible_pages(row.length))
+                for number in [number for number in table if number not in visible]:
                     self.pages.release(table.pop(number))
 
     def _prefix_pages(self, row: PagedSequence, length: int) -> Iterator[tuple[int, int, int | None]]:
-        """Group, place and page of all that queries behind so many tokens may read; no page where none is known."""
+        """Yield group, page index and cached page (or None) of all pages visible after `length` tokens."""
         for group, keep in enumerate(self.keeps):
             for number in keep.visible_pages(length):
                 yield group, number, self._find(row, group, number)

@@ -1,4 +1,4 @@
-"""Caches of tokens: every one in a slot of its own, or a ring of those the pattern can still read."""
+"""Caches with one slot per token: every token, or a ring of the tokens that the pattern can still attend to."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .kv_cache import KVCache, KVEntry
 
 
 class StorageFormat(NamedTuple):
-    """As what entries are kept: in a layer's own dtype on its device, or in another form that is `opened` again."""
+    """Dtype and device of a cache; `store` names a compressed format such as "int8", None stores in `dtype`."""
 
     dtype: torch.dtype
     device: torch.device
@@ -26,37 +26,37 @@ class StorageFormat(NamedTuple):
 
 
 class SlotCache(KVCache):
-    """Tokens in a fixed number of slots; a slot that holds nothing is of segment -1."""
+    """Tokens in a fixed number of slots; an empty slot has segment -1."""
 
-    def __init__(self, spec: AttentionSpec, shape: tuple[int, int], kept: StorageFormat) -> None:
-        (batch, slots), (dtype, device, store) = shape, kept
+    def __init__(self, spec: AttentionSpec, shape: tuple[int, int], storage: StorageFormat) -> None:
+        (batch, slots), (dtype, device, store) = shape, storage
         super().__init__(spec, batch, dtype, device)
         self.slots, self._store = slots, store
         self._names = [*spec.project.kv_entry_layouts(spec)] if store else []
         shapes = spec.kv_entry_shapes().items()
-        nothing = {n: torch.zeros(batch, 0, *s, dtype=dtype, device=device) for n, s in shapes}
-        kinds = quantise(nothing, self._names)
-        self.entry: KVEntry = {n: kind.new_zeros(batch, slots, *kind.shape[2:]) for n, kind in kinds.items()}
+        empty_entry = {n: torch.zeros(batch, 0, *s, dtype=dtype, device=device) for n, s in shapes}
+        templates = quantise(empty_entry, self._names)
+        self.entry: KVEntry = {n: like.new_zeros(batch, slots, *like.shape[2:]) for n, like in templates.items()}
         empty = torch.full((batch, slots), -1, dtype=torch.int64, device=device)
         self.tokens = SequenceInfo(torch.arange(slots, device=device).repeat(batch, 1), empty, checked=True)
         self._reach = self._every = FullVisibility(spec.pattern, slots)
 
     @abstractmethod
     def _retained_positions(self) -> Pattern:
-        """Which of all tokens so far are still in a slot."""
+        """Return the pattern of past tokens that are still in a slot."""
 
     def _stored_tokens(self) -> SequenceInfo:
-        """All slots; and when the newest token of every row may read whatever is held, that too is said."""
+        """Return the positions of all slots; `num_visible` is set if the newest token attends to every stored token."""
         if not (self.uniform and self._reads_all):
             if self.uniform:
                 self._write_pending_positions(self.used)
             return self.tokens
-        filled = min(self.used, self.slots)
-        return SequenceInfo(self.tokens.position, self.tokens.segment, checked=True, num_visible=filled)
+        num_filled = min(self.used, self.slots)
+        return SequenceInfo(self.tokens.position, self.tokens.segment, checked=True, num_visible=num_filled)
 
     @property
     def _reads_all(self) -> bool:
-        """Whether the pattern allows exactly what is held, found by counting pairs, ahead of need."""
+        """Whether the newest token attends to every stored token (see `FullVisibility`)."""
         return self._every.sees_all(self.used, self._retained_positions)
 
     @property
@@ -68,25 +68,25 @@ class SlotCache(KVCache):
 
     def select_rows(self, index: Tensor) -> None:
         self._take(index)
-        self.entry = {name: held[index] for name, held in self.entry.items()}
+        self.entry = {name: cached[index] for name, cached in self.entry.items()}
         self.tokens = SequenceInfo(self.tokens.position[index], self.tokens.segment[index], checked=True)
 
     @property
     def nbytes(self) -> int:
-        return sum(held.nbytes for held in self.entry.values())
+        return sum(cached.nbytes for cached in self.entry.values())
 
     def _write(self, entry: KVEntry, at: SequenceInfo, slot_BT: Tensor) -> None:
-        """Put each token into its slot; those whose slot is `slots` go nowhere."""
+        """Write each token into its slot; a token whose slot is `self.slots` is dropped."""
         keep = slot_BT < self.slots
         row = torch.arange(self.batch, device=self.device)[:, None].expand_as(slot_BT)[keep]
         slot = slot_BT[keep]
         for name, new in self._to_storage(entry).items():
-            self.entry[name][row, slot] = new[keep].to(self.entry[name].dtype)  # autocast projects in one of its own
-        for held, new in ((self.tokens.position, at.position), (self.tokens.segment, at.segment)):
-            held[row, slot] = new.expand(self.batch, -1)[keep]
+            self.entry[name][row, slot] = new[keep].to(self.entry[name].dtype)  # autocast projects in its own dtype
+        for stored, new in ((self.tokens.position, at.position), (self.tokens.segment, at.segment)):
+            stored[row, slot] = new.expand(self.batch, -1)[keep]
 
     def _write_entry(self, entry: KVEntry, first: int, count: int) -> None:
-        """Put tokens into neighbouring slots of all rows at once."""
+        """Write tokens into consecutive slots of all rows at once."""
         for name, new in self._to_storage(entry).items():
             self.entry[name][:, first : first + count] = new
 
@@ -95,25 +95,25 @@ class SlotCache(KVCache):
 
     @abstractmethod
     def _write_pending_positions(self, used: int) -> None:
-        """Write down what was clear so far of the first tokens of rows that run alike."""
+        """Write the positions of the first `used` tokens, which uniform rows leave implicit."""
 
 
 class ContiguousCache(SlotCache):
-    """Every token has a slot of its own, until there are no more."""
+    """Cache of every token; raises CacheFull when all slots are used."""
 
-    def __init__(self, spec: AttentionSpec, shape: tuple[int, int], kept: StorageFormat) -> None:
-        super().__init__(spec, shape, kept)
+    def __init__(self, spec: AttentionSpec, shape: tuple[int, int], storage: StorageFormat) -> None:
+        super().__init__(spec, shape, storage)
         self._filled = torch.zeros(self.batch, dtype=torch.int64, device=self.device)
-        self._bound = 0  # no row has filled more slots than this
+        self._bound = 0  # upper bound of the slots that any row has filled
 
     def append(self, entry: KVEntry, at: SequenceInfo) -> tuple[KVEntry, SequenceInfo]:
         self._check_capacity(at)
-        was_run, alone, first = self.uniform, self.used == 0, self.used
+        was_uniform, is_first, first = self.uniform, self.used == 0, self.used
         self._advance(at)
         if self.uniform:
             self._write_entry(entry, first, at.count)
         else:
-            if was_run:
+            if was_uniform:
                 self._write_pending_positions(first)
                 self._filled = torch.full_like(self._filled, first)
             self._write(entry, at, self._slot(at))
@@ -121,24 +121,23 @@ class ContiguousCache(SlotCache):
         self._bound += at.count
         if at.count == 1:
             return self.entry, self._stored_tokens() if self.uniform else self._per_row_lengths(at)
-        if alone:
+        if is_first:
             return entry, at
         if self.uniform:
             self._write_pending_positions(self.used)
-        filled = self.dequantised({name: held[:, : self._bound] for name, held in self.entry.items()})
+        filled = self.dequantised({name: cached[:, : self._bound] for name, cached in self.entry.items()})
         position, segment = self.tokens.position[:, : self._bound], self.tokens.segment[:, : self._bound]
         return filled, SequenceInfo(position, segment, 0 if self.uniform else None, checked=True)
 
     def _per_row_lengths(self, at: SequenceInfo) -> SequenceInfo:
-        """All slots of rows that differ; and how many the newest token of each reads, where that is all it holds."""
+        """Positions of all slots; `visible_per_row` is set if each newest token attends to all tokens of its row."""
         if not (self.single and self._reads_all):
             return self.tokens
-        held = torch.where(at.is_real.expand(self.batch, -1)[:, 0], self._filled, 0)
-        return SequenceInfo(self.tokens.position, self.tokens.segment, checked=True, visible_per_row=held)
+        num_visible = torch.where(at.is_real.expand(self.batch, -1)[:, 0], self._filled, 0)
+        return SequenceInfo(self.tokens.position, self.tokens.segment, checked=True, visible_per_row=num_visible)
 
     def _write_pending_positions(self, used: int) -> None:
-        # While all rows run alike a slot's position is its index and its segment 0; nobody needs that written
-        # before somebody looks.
+        # While rows are uniform, a slot's position is its index and its segment 0; segments are written on first use.
         self.tokens.segment[:, :used] = 0
 
     def _retained_positions(self) -> Pattern:
@@ -153,7 +152,7 @@ class ContiguousCache(SlotCache):
             return
         longest = self._bound + at.count
         if not (self.uniform and at.start is not None) and self.batch:
-            # The bound counts padding; only now is it worth asking the device for the truth.
+            # The bound counts padding; only now is a device sync for the exact count worth its time.
             filled = self._filled if not self.uniform else torch.full_like(self._filled, self.used)
             longest = int((filled + at.is_real.expand(self.batch, -1).sum(1)).max())
         if longest > self.slots:
@@ -168,26 +167,26 @@ class ContiguousCache(SlotCache):
 
 
 class RingCache(SlotCache):
-    """The first tokens of a segment for ever, and of the others the latest: what the pattern can still read."""
+    """Cache of the first tokens of a segment and its latest ones, all that a windowed pattern can still attend to."""
 
-    def __init__(self, spec: AttentionSpec, shape: tuple[int, int, int], kept: StorageFormat) -> None:
+    def __init__(self, spec: AttentionSpec, shape: tuple[int, int, int], storage: StorageFormat) -> None:
         batch, first, last = shape
-        super().__init__(spec, (batch, first + last), kept)
+        super().__init__(spec, (batch, first + last), storage)
         self.first, self.last = first, last
-        self._settles = self.slots  # from then on every token takes the place of another
+        self._settles = self.slots  # once the ring is full, every token overwrites another
 
     def append(self, entry: KVEntry, at: SequenceInfo) -> tuple[KVEntry, SequenceInfo]:
-        alone, old_entry, old = self.used == 0, self.entry, self.tokens
-        told, where = entry, at
-        if at.count != 1 and not alone:
+        is_first, old_entry, old_tokens = self.used == 0, self.entry, self.tokens
+        visible, sequence = entry, at
+        if at.count != 1 and not is_first:
             order, start = self._slots_in_order(at)
-            past = self.dequantised({name: held[:, order] for name, held in old_entry.items()})
-            told = {name: torch.cat([held, entry[name]], 1) for name, held in past.items()}
+            past = self.dequantised({name: cached[:, order] for name, cached in old_entry.items()})
+            visible = {name: torch.cat([cached, entry[name]], 1) for name, cached in past.items()}
             position, segment = (
-                torch.cat([held[:, order], new.expand(self.batch, -1)], 1)
-                for held, new in ((old.position, at.position), (old.segment, at.segment))
+                torch.cat([old[:, order], new.expand(self.batch, -1)], 1)
+                for old, new in ((old_tokens.position, at.position), (old_tokens.segment, at.segment))
             )
-            where = SequenceInfo(position, segment, start, checked=True)
+            sequence = SequenceInfo(position, segment, start, checked=True)
         before = self.used
         self._advance(at)
         if self.uniform and at.count == 1:
@@ -197,17 +196,17 @@ class RingCache(SlotCache):
             self.tokens.segment[:, slot : slot + 1] = 0
         else:
             self._write(entry, at, self._slot(at))
-        return (self.entry, self._stored_tokens()) if at.count == 1 else (told, where)
+        return (self.entry, self._stored_tokens()) if at.count == 1 else (visible, sequence)
 
     def _slots_in_order(self, at: SequenceInfo) -> tuple[Tensor | slice, int | None]:
-        """The slots in which to hand over what is held, and the position of the first, where all rows run alike."""
+        """Slots ordered by position, and the position of the first; all slots and None if rows are not uniform."""
         if self.first or not self.uniform or at.start != self.used:
             return slice(None), None
         start = max(0, self.used - self.last)
         return torch.arange(start, self.used, device=self.device) % self.last, start
 
     def _write_pending_positions(self, used: int) -> None:
-        """A ring writes every position as it comes: slots come round again."""
+        """Do nothing: a ring writes every position at once because slots are reused."""
 
     def _retained_positions(self) -> Pattern:
         return Window(self.last) | First(self.first) if self.first else Window(self.last)
@@ -217,7 +216,7 @@ class RingCache(SlotCache):
         ring = self.first + (position - self.first) % self.last
         slot = torch.where(position < self.first, position, ring)
         slot = torch.where(at.is_real.expand(self.batch, -1), slot, self.slots)
-        # Of several new tokens that want one slot the latest stays; index_put would pick any.
+        # If several new tokens map to one slot, the latest is stored; index_put would pick any.
         order = torch.arange(at.count, device=self.device).expand_as(slot)
         winner = torch.full((self.batch, self.slots + 1), -1, device=self.device)
         winner = winner.scatter_reduce(1, slot, order, "amax")

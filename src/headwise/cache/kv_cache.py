@@ -1,4 +1,4 @@
-"""What every cache is: rows of remembered tokens that only go forward."""
+"""Interface of KV caches: the past tokens of each row of a batch, appended in order."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KVEntry = dict[str, Tensor]
 
 
 class ProjectedSource(NamedTuple):
-    """Tokens of another sequence, projected once for many queries."""
+    """Keys and values of another sequence, projected once and attended to by many queries (cross-attention)."""
 
     entry: KVEntry
     sequence: SequenceInfo
@@ -26,18 +26,18 @@ class ProjectedSource(NamedTuple):
 
 
 class KVCache(ABC):
-    """Remembered tokens of one layer, made by `layer.cache(...)` and handed over as `cache=`.
+    """Past tokens of one attention layer, created by `layer.cache(...)` and passed to the layer as `cache=`.
 
-    `append` takes new ones, `rows` reorders the batch, `nbytes` is what it costs.
+    `append` stores new tokens, `select_rows` reorders the batch (for beam search), `nbytes` is the memory in use.
     """
 
     def __init__(self, spec: AttentionSpec, batch: int, dtype: torch.dtype, device: torch.device) -> None:
         self.spec, self.batch, self.dtype, self.device = spec, batch, dtype, device
         self._opening = spec.pattern.tokens_before_decode
         self.used = 0  # tokens appended, padding included
-        self.uniform = True  # every row holds positions 0 .. used - 1 of segment 0, known without asking the device
-        self.single = True  # no row has held another segment than 0
-        self._settles = 1  # behind so many tokens a step does what the one before it did
+        self.uniform = True  # every row holds positions 0 .. used - 1 of segment 0, known without a device sync
+        self.single = True  # no row has held a segment other than 0
+        self._settles = 1  # number of tokens after which all decode steps run the same operations
         self._reach: FullVisibility | None = None
         self._last = torch.full((batch,), -1, dtype=torch.int64, device=device)
         self._zero = torch.zeros(1, 1, dtype=torch.int64, device=device)
@@ -53,9 +53,9 @@ class KVCache(ABC):
         device: str = "cpu",
         storage_format: str | None = None,
     ) -> KVCache:
-        """The cache this spec needs: a state, a ring of what its pattern still reads, or every token.
+        """Return the smallest cache for this spec: a recurrent state, a ring of visible tokens, or every token.
 
-        With storage_format="int8" keys and values are kept in 8 bits, and each head of each token has a scale.
+        With storage_format="int8" keys and values are stored in 8 bits, with one scale per head and token.
 
         >>> import headwise as hw
         >>> hw.KVCache.for_spec(
@@ -64,7 +64,7 @@ class KVCache(ABC):
         5
         """
         if not (isinstance(batch, int) and isinstance(capacity, int) and batch >= 0 and capacity >= 1):
-            raise SpecError(f"a cache of batch={batch}, capacity={capacity} cannot be; capacity needs at least 1")
+            raise SpecError(f"cannot make a cache of batch={batch}, capacity={capacity}; capacity must be at least 1")
         check_causal(spec)
         from .contiguous import ContiguousCache, RingCache, StorageFormat
         from .int8_quantization import check_storage_format
@@ -72,59 +72,59 @@ class KVCache(ABC):
 
         check_storage_format(spec, storage_format)
 
-        where = torch.empty(0, device=device).device  # "cuda" is some card, and knows which
+        resolved_device = torch.empty(0, device=device).device  # resolves "cuda" to the current device, such as cuda:0
         if spec.is_recurrent:
-            return RecurrentStateCache(spec, batch, dtype, where)
+            return RecurrentStateCache(spec, batch, dtype, resolved_device)
         first, last = spec.pattern.retention
-        kept = StorageFormat(dtype, where, storage_format)
+        storage = StorageFormat(dtype, resolved_device, storage_format)
         if last is not None and first + last < capacity:
-            return RingCache(spec, (batch, first, last), kept)
-        return ContiguousCache(spec, (batch, capacity), kept)
+            return RingCache(spec, (batch, first, last), storage)
+        return ContiguousCache(spec, (batch, capacity), storage)
 
     @abstractmethod
     def append(self, entry: KVEntry, at: SequenceInfo) -> tuple[KVEntry, SequenceInfo]:
-        """Remember these tokens; what their queries may read, and where each of them stands."""
+        """Store these tokens; return the kv entry that their queries attend to, and the positions of its tokens."""
 
     def extend(self, entry: KVEntry, at: SequenceInfo) -> tuple[KVEntry, SequenceInfo]:
-        """Append these tokens; the keys and values that their queries may attend to, in the layer's own dtype."""
+        """Append these tokens; return the keys and values that their queries attend to, in the layer's own dtype."""
         entry, sequence = _without_empty_slots(*self.append(entry, at))
         return (self.dequantised(entry) if at.count == 1 else entry), sequence
 
     def extend_in_place(self, entry: KVEntry, at: SequenceInfo) -> tuple[KVEntry, SequenceInfo]:
-        """`extend` for backends that read a cache in the form in which it is stored."""
+        """`extend` for backends that read the cache in its storage format."""
         return _without_empty_slots(*self.append(entry, at))
 
     @abstractmethod
     def select_rows(self, index: Tensor) -> None:
-        """Keep these rows of the batch, in this order; a row may be taken twice."""
+        """Keep these rows of the batch, in this order; an index may occur twice."""
 
     @property
     @abstractmethod
     def nbytes(self) -> int:
-        """The bytes held for remembered tokens."""
+        """Bytes of memory for the cached tokens."""
 
     @property
     def storage_format(self) -> str | None:
-        """In which form keys and values are kept, where that is not the layer's own."""
+        """Format in which keys and values are stored; None for the layer's own dtype."""
         return None
 
     def dequantised(self, entry: KVEntry) -> KVEntry:
-        """What `append` gave of a single token, in the layer's own numbers."""
+        """Convert the entry that `append` returned for a single token to the layer's own dtype."""
         return entry
 
     @property
     def state(self) -> Mapping[str, Tensor]:
-        """The state of all past tokens, for similarities that have one."""
+        """Recurrent state of all past tokens, for linear attention; empty for other caches."""
         return {}
 
     @property
     def is_predictable(self) -> bool:
-        """Whether the next token of every row does only what those before it did: then one graph serves all of them."""
+        """Whether the next decode step repeats the operations of the last one, so that one graph serves both."""
         counted = self._reach is None or self.used < self._reach.known
         return self.uniform and self.used >= self._settles and counted
 
     def next_positions(self, count: int) -> SequenceInfo:
-        """Where the next tokens stand when nobody says otherwise: after the last one of each row."""
+        """Return the default positions of the next `count` tokens: after the last token of each row."""
         if self.uniform:
             position = torch.arange(self.used, self.used + count, device=self.device)[None]
             segment = self._zero if count == 1 else torch.zeros_like(position)
@@ -133,18 +133,18 @@ class KVCache(ABC):
         return SequenceInfo(position, self._segment[:, None].expand_as(position), checked=True)
 
     def check_input(self, spec: AttentionSpec, x: Tensor) -> None:
-        """Refuse what was not made for this cache."""
+        """Raise ValueError if the spec, batch size, dtype or device differ from those of this cache."""
         if spec is not self.spec and spec != self.spec:
             raise ValueError("this cache was made for another spec; make one with layer.cache(batch=..., capacity=...)")
         if x.shape[0] != self.batch:
-            raise ValueError(f"this cache holds {self.batch} rows, not {x.shape[0]}; make it with batch={x.shape[0]}")
+            raise ValueError(f"this cache has {self.batch} rows, not {x.shape[0]}; make it with batch={x.shape[0]}")
         if x.dtype != self.dtype or x.device != self.device:
             raise ValueError(
-                f"this cache holds {self.dtype} on {self.device} but x is {x.dtype} on {x.device}; make one to match"
+                f"this cache is {self.dtype} on {self.device} but x is {x.dtype} on {x.device}; make a cache to match"
             )
 
     def _advance(self, at: SequenceInfo) -> None:
-        """Take note of new tokens, or refuse them and change nothing."""
+        """Record the positions of new tokens; raise before any change if they are invalid."""
         if self._opening:
             self._check_prefix_whole(at, self._opening)
         if self.uniform and at.start == self.used:
@@ -159,44 +159,44 @@ class KVCache(ABC):
             self._follow(at)
 
     def _check_prefix_whole(self, at: SequenceInfo, opening: int) -> None:
-        """Refuse a prefix in pieces: its first queries would miss what comes later."""
+        """Raise if a bidirectional prefix is appended in parts: its first queries would miss the later tokens."""
         if self.uniform and at.start == self.used:
-            given = opening if self.used else at.count
+            num_together = opening if self.used else at.count
         else:
-            early = at.is_real & (at.position < opening)
-            alike = ((at.segment[:, :, None] == at.segment[:, None, :]) & early[:, None, :]).sum(2)
-            given = int(alike[early].min()) if bool(early.any()) else opening
-        if given < opening:
+            in_prefix = at.is_real & (at.position < opening)
+            same_segment_counts = ((at.segment[:, :, None] == at.segment[:, None, :]) & in_prefix[:, None, :]).sum(2)
+            num_together = int(same_segment_counts[in_prefix].min()) if bool(in_prefix.any()) else opening
+        if num_together < opening:
             raise ValueError(
-                f"pattern {self.spec.pattern.text} needs the first {opening} tokens of a text together, not {given}; "
-                "append the whole prefix at once"
+                f"pattern {self.spec.pattern.text} needs the first {opening} tokens of a text together, "
+                f"not {num_together}; append the whole prefix at once"
             )
 
     def _check_order(self, last: Tensor, at: SequenceInfo) -> None:
-        """Refuse tokens that go back: what they would read may have been forgotten."""
-        place = torch.cat([last[:, None], at.position.expand(self.batch, -1)], 1)
+        """Raise if tokens go back to an earlier position: the tokens that they attend to may have been dropped."""
+        position = torch.cat([last[:, None], at.position.expand(self.batch, -1)], 1)
         segment = torch.cat([self._segment[:, None], at.segment.expand(self.batch, -1)], 1)
-        live = torch.cat([torch.ones_like(last, dtype=torch.bool)[:, None], at.is_real.expand(self.batch, -1)], 1)
-        # Padding stands where the last live token before it stands, so that neighbours can be compared.
-        latest = torch.where(live, torch.arange(live.shape[1], device=live.device), 0).cummax(1).values
-        place, segment = place.gather(1, latest), segment.gather(1, latest)
-        on = (segment[:, 1:] == segment[:, :-1]) & (place[:, 1:] > place[:, :-1])
-        if bool((live[:, 1:] & ~(on | (segment[:, 1:] > segment[:, :-1]))).any()):
+        is_real = torch.cat([torch.ones_like(last, dtype=torch.bool)[:, None], at.is_real.expand(self.batch, -1)], 1)
+        # Padding takes the position of the last real token before it, so that neighbours can be compared.
+        last_real = torch.where(is_real, torch.arange(is_real.shape[1], device=is_real.device), 0).cummax(1).values
+        position, segment = position.gather(1, last_real), segment.gather(1, last_real)
+        advances = (segment[:, 1:] == segment[:, :-1]) & (position[:, 1:] > position[:, :-1])
+        if bool((is_real[:, 1:] & ~(advances | (segment[:, 1:] > segment[:, :-1]))).any()):
             raise ValueError("tokens went back to an earlier position or segment; a cache only goes forward")
 
     def _follow(self, at: SequenceInfo) -> None:
         order = torch.arange(at.count, device=self.device)
         latest = torch.where(at.is_real, order, -1).amax(1, keepdim=True).expand(self.batch, 1)
-        some, pick = latest.squeeze(1) >= 0, latest.clamp(min=0)
-        for name, new in (("_last", at.position), ("_segment", at.segment)):
-            told = new.expand(self.batch, -1).gather(1, pick).squeeze(1)
-            setattr(self, name, torch.where(some, told, getattr(self, name)))
+        has_token, column = latest.squeeze(1) >= 0, latest.clamp(min=0)
+        for name, values in (("_last", at.position), ("_segment", at.segment)):
+            latest_values = values.expand(self.batch, -1).gather(1, column).squeeze(1)
+            setattr(self, name, torch.where(has_token, latest_values, getattr(self, name)))
 
     def _take(self, index: Tensor) -> None:
-        whole = isinstance(index, Tensor) and index.dim() == 1 and index.dtype in (torch.int64, torch.int32)
-        if not whole or (index.numel() and not 0 <= int(index.min()) <= int(index.max()) < self.batch):
+        is_index = isinstance(index, Tensor) and index.dim() == 1 and index.dtype in (torch.int64, torch.int32)
+        if not is_index or (index.numel() and not 0 <= int(index.min()) <= int(index.max()) < self.batch):
             raise ValueError(
-                f"rows {index!r} cannot be taken; give a tensor of whole numbers (no torch.bool) in 0..{self.batch - 1}"
+                f"cannot select rows {index!r}; give a 1-D int64 tensor (not torch.bool) in 0..{self.batch - 1}"
             )
         self.batch = len(index)
         self._last, self._segment = self._last[index], self._segment[index]
@@ -209,9 +209,9 @@ def _without_empty_slots(entry: KVEntry, sequence: SequenceInfo) -> tuple[KVEntr
 
 
 def check_causal(spec: AttentionSpec) -> None:
-    """Refuse a pattern that looks ahead, of which nothing can be remembered step by step."""
+    """Raise SpecError for a pattern that attends to future tokens, which cannot be decoded step by step."""
     if spec.pattern.tokens_before_decode is None:
         raise SpecError(
-            f"pattern {spec.pattern.text} reads tokens that have not come yet, so nothing can be decoded step by step; "
+            f"pattern {spec.pattern.text} attends to future tokens, so it cannot be decoded step by step; "
             "use a causal pattern such as causal() or window(256)"
         )

@@ -1,4 +1,4 @@
-"""What one call does to the pages of one group: where it writes, and what it reads, gathered or where it lies."""
+"""The rows of one forward call on a paged cache: where tokens are written, and which pages are read."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from .block_table import BlockTables, PagedSequence, RetentionGroup
 
 @dataclass(frozen=True, eq=False)
 class PageAccess:
-    """Where the live tokens of a call are written, and what there is to read: nothing when there is no past."""
+    """Page and offset where each real token is written, and the pages to read; None if no token was cached before."""
 
     page: Tensor
     offset: Tensor
-    is_real: tuple[Tensor, Tensor] | None  # which tokens of the call these are; none when all are
+    is_real: tuple[Tensor, Tensor] | None  # (row, column) of the real tokens; None if all are real
     held_pages: HeldPages | None
 
 
 class GatheredPages(NamedTuple):
-    """The pages of every row, as many of each, those that it does not have being the empty one; what is in them.
+    """Pages of every row [rows, pages], padded with the empty page, and the positions of their tokens.
 
-    Where all rows have as many slots, `filled` is how many are read.
+    `filled` is the number of slots to read if it is the same for all rows, else None.
     """
 
     pages: Tensor
@@ -35,7 +35,7 @@ class GatheredPages(NamedTuple):
 
 
 class PageSpans(NamedTuple):
-    """The table of spans, and where what they hold stands."""
+    """Block table with slot ranges, and positions and segments of all slots."""
 
     table: Tensor
     position: Tensor
@@ -44,9 +44,9 @@ class PageSpans(NamedTuple):
 
 @dataclass(eq=False)
 class HeldPages:
-    """The pages of each row by their place in it, at the end of a call with so many new tokens of each.
+    """Pages of each row after a call has appended `counts` tokens; `ends` are the new lengths of the rows.
 
-    What layers read of them is worked out for the first that asks.
+    Index tensors are computed on first use and reused by all layers of the group.
     """
 
     keep: RetentionGroup
@@ -61,19 +61,19 @@ class HeldPages:
 
     @property
     def gathered(self) -> GatheredPages:
-        """What is copied side by side."""
+        """Pages to copy into one contiguous buffer."""
         self._gathered = self._gathered or self._gather()
         return self._gathered
 
     def spans(self, whole: bool) -> SequenceInfo:
-        """Of one token of each row: where what it may read lies, whether or not that is `whole` what lies there."""
+        """Return key positions and block table for a single-token step; `whole`: every stored token is visible."""
         self._placed = self._placed or self._make_spans()
         return SequenceInfo(
             self._placed.position, self._placed.segment, checked=True, block_table=BlockTable(self._placed.table, whole)
         )
 
     def index(self, heads: int, pieces: int, stride: int) -> Tensor:
-        """The pieces of all pages in the order of rows, heads and pages, of so many to a head and so many to a page."""
+        """Return indices of all pieces in the order rows, heads, pages; `pieces` per head, `stride` per page."""
         key = heads, pieces, stride
         if key not in self._indices:
             pages = self.gathered.pages[:, None, :, None] * stride
@@ -83,55 +83,57 @@ class HeldPages:
 
     def _gather(self) -> GatheredPages:
         keep, tables, ends, device = self.keep, self.tables, self.ends, self.device
-        most = max((len(table) for table in tables), default=0)
-        pages = self._as_tensor([[*table.values(), *[self.empty] * (most - len(table))] for table in tables])
-        alike = [*tables[0]] if tables and len(set(ends)) == 1 and all([*t] == [*tables[0]] for t in tables) else None
-        if alike and alike == list(range(alike[0], alike[0] + most)):
-            start = alike[0] * keep.page
-            run = SequenceInfo.contiguous(start, ends[0] - start, device)
-            return GatheredPages(pages, run.count, run)
-        begins = self._as_tensor([[*[n * keep.page for n in t], *[-keep.page] * (most - len(t))] for t in tables])
-        position = (begins[..., None] + torch.arange(keep.page, device=device)).flatten(1)
-        live = (position >= 0) & (position < self._as_tensor(ends)[:, None])
-        return GatheredPages(pages, None, SequenceInfo(position.clamp(min=0), live.long() - 1, checked=True))
+        max_pages = max((len(table) for table in tables), default=0)
+        pages = self._as_tensor([[*table.values(), *[self.empty] * (max_pages - len(table))] for table in tables])
+        common_pages = (
+            [*tables[0]] if tables and len(set(ends)) == 1 and all([*t] == [*tables[0]] for t in tables) else None
+        )
+        if common_pages and common_pages == list(range(common_pages[0], common_pages[0] + max_pages)):
+            start = common_pages[0] * keep.page
+            sequence = SequenceInfo.contiguous(start, ends[0] - start, device)
+            return GatheredPages(pages, sequence.count, sequence)
+        starts = self._as_tensor([[*[n * keep.page for n in t], *[-keep.page] * (max_pages - len(t))] for t in tables])
+        position = (starts[..., None] + torch.arange(keep.page, device=device)).flatten(1)
+        is_real = (position >= 0) & (position < self._as_tensor(ends)[:, None])
+        return GatheredPages(pages, None, SequenceInfo(position.clamp(min=0), is_real.long() - 1, checked=True))
 
     def _make_spans(self) -> PageSpans:
-        """The first tokens, where some are kept for ever, and the latest. One page may hold some of both."""
+        """Make the spans of the retained first tokens, if any, and of the latest; a page may hold some of both."""
         first, last, page = self.keep
         begins = [max(first, end - last) if last is not None else 0 for end in self.ends]
         pieces = [self._span_of_positions(begins, self.ends)]
         if first:
             pieces.insert(0, self._span_of_positions([0] * len(begins), [min(first, end) for end in self.ends]))
-        table, start = (torch.cat(told, 1) if first else told[0] for told in zip(*pieces, strict=True))
+        table, start = (torch.cat(tensors, 1) if first else tensors[0] for tensors in zip(*pieces, strict=True))
         slot = torch.arange(page, device=self.device)
         live = (slot >= table[..., 1:2]) & (slot < table[..., 2:3])
         return PageSpans(table, (start[..., None] + slot).flatten(1), live.flatten(1).long() - 1)
 
     def _span_of_positions(self, begins: Sequence[int], ends: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Of each row from one position to another: pages with their slots, and the position of each page's first."""
+        """Return a table [rows, pages, (page, first slot, end slot)] and the first position of each page."""
         page = self.keep.page
         ends = [end if count else 0 for end, count in zip(ends, self.counts, strict=True)]
         numbers = [range(begin // page, -(-end // page)) for begin, end in zip(begins, ends, strict=True)]
-        most = max((len(own) for own in numbers), default=0)
-        held = [
-            [*[table[n] for n in own], *[self.empty] * (most - len(own))]
-            for table, own in zip(self.tables, numbers, strict=True)
+        max_pages = max((len(indices) for indices in numbers), default=0)
+        pages = [
+            [*[table[n] for n in indices], *[self.empty] * (max_pages - len(indices))]
+            for table, indices in zip(self.tables, numbers, strict=True)
         ]
-        first = self._as_tensor([own.start * page for own in numbers])[:, None]
-        start = first + torch.arange(most, device=self.device) * page
-        low = (self._as_tensor(begins)[:, None] - start).clamp(0, page)
-        high = (self._as_tensor(ends)[:, None] - start).clamp(0, page)
-        return torch.stack([self._as_tensor(held).view(len(held), most), low, high], -1), start
+        first = self._as_tensor([indices.start * page for indices in numbers])[:, None]
+        start = first + torch.arange(max_pages, device=self.device) * page
+        first_slot = (self._as_tensor(begins)[:, None] - start).clamp(0, page)
+        end_slot = (self._as_tensor(ends)[:, None] - start).clamp(0, page)
+        return torch.stack([self._as_tensor(pages).view(len(pages), max_pages), first_slot, end_slot], -1), start
 
-    def _as_tensor(self, told: Sequence[object]) -> Tensor:
-        return torch.tensor(told, dtype=torch.int64, device=self.device)
+    def _as_tensor(self, values: Sequence[object]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self.device)
 
 
 # --- The rows of one call, and what it does to their pages ---------------------------------------------
 
 
 class PagedBatch:
-    """The rows of one call, for all layers: the first layer that is told of tokens makes room for them."""
+    """Rows of one forward call, common to all layers: the first layer that appends tokens allocates their pages."""
 
     def __init__(self, numbers: Tensor, book: BlockTables, rows: Sequence[PagedSequence]) -> None:
         self.numbers, self.book, self.rows = numbers, book, list(rows)
@@ -140,7 +142,7 @@ class PagedBatch:
         self._accesses: tuple[PageAccess, ...] = ()
 
     def next_positions(self, counts: Sequence[int]) -> SequenceInfo:
-        """Where so many tokens of each row stand, padded on the right, with room made for them."""
+        """Return the positions of the next tokens of each row, padded on the right, and allocate their pages."""
         device, most = self.numbers.device, max(counts)
         starts = [row.length for row in self.rows]
         if len(set(counts)) == len(set(starts)) == 1:
@@ -153,7 +155,7 @@ class PagedBatch:
         return at
 
     def begin(self, at: SequenceInfo) -> None:
-        """Make room for these tokens, and find out how to write and read them, group by group."""
+        """Allocate pages for these tokens and prepare their accesses, group by group."""
         self._begin(at, self._columns(at))
 
     def _begin(self, at: SequenceInfo, columns: list[list[int]]) -> None:
@@ -171,11 +173,11 @@ class PagedBatch:
 
     @property
     def accesses(self) -> tuple[PageAccess, ...]:
-        """Those of the call that has begun."""
+        """Accesses of the current call, one per retention group."""
         return self._accesses
 
     def select_rows(self, index: Tensor) -> None:
-        """These rows in this order; one that is taken again goes on in pages that it shares, one left out leaves."""
+        """Keep these rows in this order; a repeated row is forked with shared pages, a row left out is freed."""
         taken = index.tolist()
         book, seen = self.book, set[int]()
         rows = []
@@ -190,46 +192,48 @@ class PagedBatch:
         self.moves += 1
 
     def _last(self) -> Tensor:
-        """The position at which each row ended."""
+        """Return the last position of each row."""
         return torch.tensor([row.length for row in self.rows], dtype=torch.int64, device=self.numbers.device) - 1
 
     def _columns(self, at: SequenceInfo) -> list[list[int]]:
-        """Which tokens of each row are live; refuse any that do not go on where the row ended."""
+        """Return the real columns of each row; raise ValueError unless they continue at the end of the row."""
         if at.start is not None and all(row.length == at.start for row in self.rows):
             return [list(range(at.count))] * len(self.rows)
         batch = len(self.rows)
-        positions, segments = (told.expand(batch, -1).tolist() for told in (at.position, at.segment))
+        positions, segments = (tensor.expand(batch, -1).tolist() for tensor in (at.position, at.segment))
         columns = []
         for row, position, segment in zip(self.rows, positions, segments, strict=True):
-            live = [column for column, told in enumerate(segment) if told >= 0]
+            live = [column for column, number in enumerate(segment) if number >= 0]
             if any(segment[column] for column in live):
-                raise ValueError("pages hold one text a row; give each packed document a row of its own")
+                raise ValueError("a paged cache holds one text per row; give each packed document its own row")
             if [position[column] for column in live] != list(range(row.length, row.length + len(live))):
                 raise ValueError(
                     f"a row of {row.length} tokens goes on at position {row.length}, one by one; "
-                    "let the cache say where tokens stand, with cache.next(count)"
+                    "take positions from cache.next_positions(count)"
                 )
             columns.append(live)
         return columns
 
     def _access(self, group: int, keep: RetentionGroup, columns: list[list[int]], at: SequenceInfo) -> PageAccess:
-        """Rows still have the lengths from before."""
+        """Prepare one group's access; called before row lengths are updated."""
         device = self.numbers.device
-        each = [(row, n) for row, live in zip(self.rows, columns, strict=True) for n in range(len(live))]
-        spots = [divmod(row.length + n, keep.page) for row, n in each]
-        page = [row.tables[group][number] for (row, _), (number, _) in zip(each, spots, strict=True)]
-        whole = all(len(live) == at.count for live in columns)
-        live = None if whole else _index_tensor([(b, t) for b, own in enumerate(columns) for t in own], device)
-        write = (
+        tokens = [(row, n) for row, live in zip(self.rows, columns, strict=True) for n in range(len(live))]
+        page_offsets = [divmod(row.length + n, keep.page) for row, n in tokens]
+        page = [row.tables[group][number] for (row, _), (number, _) in zip(tokens, page_offsets, strict=True)]
+        all_real = all(len(live) == at.count for live in columns)
+        live = None if all_real else _index_tensor([(b, t) for b, own in enumerate(columns) for t in own], device)
+        page_and_offset = (
             torch.tensor(page, dtype=torch.int64, device=device),
-            torch.tensor([offset for _, offset in spots], dtype=torch.int64, device=device),
+            torch.tensor([offset for _, offset in page_offsets], dtype=torch.int64, device=device),
         )
         past = at.count == 1 or any(row.length for row in self.rows)
         tables = [row.tables[group] for row in self.rows]
         counts = [len(live) for live in columns]
         ends = [row.length + count for row, count in zip(self.rows, counts, strict=True)]
         return PageAccess(
-            *write, live, HeldPages(keep, tables, counts, ends, self.book.pages.count, device) if past else None
+            *page_and_offset,
+            live,
+            HeldPages(keep, tables, counts, ends, self.book.pages.count, device) if past else None,
         )
 
 

@@ -1,4 +1,4 @@
-"""Caches whose tokens lie in pages of one pool; rows come, go and share them between calls."""
+"""Paged KV cache: all layers store tokens in pages of one pool, which sequences allocate, share and free."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from .paged_batch import HeldPages, PageAccess, PagedBatch
 
 
 class PagePool:
-    """Pages for the tokens of all layers, in one tensor: a page holds what every layer that keeps alike remembers.
+    """Pool of KV cache pages for all layers, in one tensor; a page holds tokens of every layer of a retention group.
 
-    `book` says whose they are; `caches(seat(rows))` are what a call of the layers reads and fills.
+    `book` assigns pages to sequences; `caches(batch_of(rows))` are the caches to pass to the layers.
 
     >>> import headwise as hw
     >>> layer = hw.Attention(hw.design(model=8, heads=2, pattern="causal"))
@@ -46,7 +46,7 @@ class PagePool:
             _check_pageable(spec)
         self.specs, self.paging = tuple(specs), PageLayout.for_specs(specs, page)
         self.book = BlockTables(self.paging, pages)
-        # One page more, never handed out: what a row does not have is read there, and is finite.
+        # One extra page that is never allocated: padding reads finite zeros there.
         self.numbers = torch.zeros(pages + 1, self.paging.numbers, dtype=dtype, device=device)
         self.views = [
             {name: self._tensor_view(place) for name, place in places.items()} for places in self.paging.layers
@@ -56,31 +56,31 @@ class PagePool:
 
     @property
     def nbytes(self) -> int:
-        """All of its pages, and the buffer into which those of one layer are gathered."""
+        """Bytes of all pages, and of the buffer into which the pages of one layer are gathered."""
         return self.numbers.nbytes + self._buffer.nbytes
 
     def batch_of(self, rows: Sequence[PagedSequence]) -> PagedBatch:
-        """These rows in this order, for one call or several."""
+        """Return a batch of these rows in this order, for one call or several."""
         return PagedBatch(self.numbers, self.book, rows)
 
     def caches(self, seats: PagedBatch) -> list[PagedCache]:
-        """A cache for each layer that holds these rows."""
+        """Return a cache of these rows for each layer."""
         return [PagedCache(self, seats, layer) for layer in range(len(self.specs))]
 
     def _tensor_view(self, place: TensorPlacement) -> Tensor:
-        """One tensor of every page: [pages + 1, heads, tokens, width]."""
+        """Return a view of one tensor in all pages: [pages + 1, heads, tokens, width]."""
         tokens = self.paging.groups[place.group].page
-        taken = self.numbers[:, place.start : place.start + place.heads * tokens * place.width]
-        return taken.unflatten(1, (place.heads, tokens, place.width))
+        flat = self.numbers[:, place.start : place.start + place.heads * tokens * place.width]
+        return flat.unflatten(1, (place.heads, tokens, place.width))
 
     def reserve(self, pages: int) -> None:
-        """Make the buffer now for so many pages of any layer."""
+        """Allocate the gather buffer for `pages` pages of any layer."""
         self._buffer = self.numbers.new_zeros(pages * self.paging.widest)
 
     def gather(self, layer: int, held: HeldPages) -> KVEntry:
-        """What one layer keeps of the pages of every row, in a buffer: good until the next call.
+        """Copy one layer's entry from the pages of every row into the buffer; valid until the next call.
 
-        Each head's tokens lie together, as the core reads them.
+        The tokens of each head are contiguous, as attention reads them.
         """
         rows, pages = held.gathered.pages.shape
         entry, begin = KVEntry(), 0
@@ -91,16 +91,16 @@ class PagePool:
             end = begin + index.numel() * piece
             if end > self._buffer.numel():
                 self._buffer = self.numbers.new_empty(2 * end)
-            found = self._buffer[begin:end].view(index.numel(), piece)
-            torch.index_select(self.numbers.view(-1, piece), 0, index + place.start // piece, out=found)
-            slots = found.view(rows, place.heads, pages * tokens, place.width).transpose(1, 2)[
+            gathered = self._buffer[begin:end].view(index.numel(), piece)
+            torch.index_select(self.numbers.view(-1, piece), 0, index + place.start // piece, out=gathered)
+            slots = gathered.view(rows, place.heads, pages * tokens, place.width).transpose(1, 2)[
                 :, : held.gathered.filled
             ]
             entry[name], begin = slots.reshape(*slots.shape[:2], *place.shape), end
         return entry
 
     def in_place(self, layer: int) -> KVEntry:
-        """What one layer keeps in all pages, as it lies: a row for each page."""
+        """Return views of one layer's entry in all pages without a copy, one row per page."""
         return {
             name: view.transpose(1, 2).unflatten(2, place.shape[:-1])
             for (name, view), place in zip(self.views[layer].items(), self.paging.layers[layer].values(), strict=True)
@@ -108,7 +108,7 @@ class PagePool:
 
 
 class PagedCache(KVCache):
-    """Remembered tokens of one layer in pages that rows share where they began alike."""
+    """KV cache of one layer in pages; rows with equal prefixes share pages."""
 
     def __init__(self, pool: PagePool, seats: PagedBatch, layer: int) -> None:
         super().__init__(pool.specs[layer], len(seats.rows), pool.numbers.dtype, pool.numbers.device)
@@ -118,26 +118,26 @@ class PagedCache(KVCache):
         self.uniform, self._last = False, seats.last
 
     def append(self, entry: KVEntry, at: SequenceInfo) -> tuple[KVEntry, SequenceInfo]:
-        held = self._write_tokens(entry, at)
-        return (entry, at) if held is None else (self._pool.gather(self._layer, held), held.gathered.sequence)
+        pages = self._write_tokens(entry, at)
+        return (entry, at) if pages is None else (self._pool.gather(self._layer, pages), pages.gathered.sequence)
 
     def extend_in_place(self, entry: KVEntry, at: SequenceInfo) -> tuple[KVEntry, SequenceInfo]:
-        """Remember one token of each row; the pages of all rows as they lie, and `Tokens.spans` of them.
+        """Store one token per row; return views of all pages, and a sequence with a block table.
 
-        For a layer that reads "k" and "v" as they were remembered.
+        For layers that attend to "k" and "v" as stored.
         """
         if at.count != 1:
-            raise ValueError(f"{at.count} tokens of a row read pages gathered; append them")
-        held = self._write_tokens(entry, at)
-        assert held is not None, "of one token there is a past: itself"
-        rule = partial(retained_tokens, self.spec.pattern)
-        whole = self._pool.reaches[self._layer].sees_all(max(held.ends, default=0), rule)
-        return self._pool.in_place(self._layer), held.spans(whole)
+            raise ValueError(f"cannot read pages in place for {at.count} tokens per row, only for 1; use extend")
+        pages = self._write_tokens(entry, at)
+        assert pages is not None, "a single token always attends at least to itself"
+        retained = partial(retained_tokens, self.spec.pattern)
+        all_visible = self._pool.reaches[self._layer].sees_all(max(pages.ends, default=0), retained)
+        return self._pool.in_place(self._layer), pages.spans(all_visible)
 
     def _write_tokens(self, entry: KVEntry, at: SequenceInfo) -> HeldPages | None:
-        """Write these tokens into their pages; what there is to read of each row."""
+        """Write these tokens into their pages; return the pages to read, None if no token was cached before."""
         if torch.is_grad_enabled() and any(new.requires_grad for new in entry.values()):
-            raise ValueError("a paged cache keeps no gradients; decode under torch.no_grad()")
+            raise ValueError("a paged cache does not record gradients; decode under torch.no_grad()")
         if self._calls == self._seats.calls:
             self._seats.begin(at)
         self._calls += 1
@@ -155,18 +155,20 @@ class PagedCache(KVCache):
 
     @property
     def nbytes(self) -> int:
-        held = {page for row in self._seats.rows for page in row.tables[self._group].values()}
-        return len(held) * sum(view[0].nbytes for view in self._pool.views[self._layer].values())
+        pages = {page for row in self._seats.rows for page in row.tables[self._group].values()}
+        return len(pages) * sum(view[0].nbytes for view in self._pool.views[self._layer].values())
 
     def _write(self, entry: KVEntry, access: PageAccess) -> None:
         for name, view in self._pool.views[self._layer].items():
-            told = entry[name].flatten(0, 1) if access.is_real is None else entry[name][access.is_real]
-            told = told.reshape(len(told), view.shape[1], view.shape[3])
-            view[access.page, :, access.offset] = told.to(self.dtype)  # autocast projects in a dtype of its own
+            tokens = entry[name].flatten(0, 1) if access.is_real is None else entry[name][access.is_real]
+            tokens = tokens.reshape(len(tokens), view.shape[1], view.shape[3])
+            view[access.page, :, access.offset] = tokens.to(self.dtype)  # autocast projects in its own dtype
 
 
 def _check_pageable(spec: AttentionSpec) -> None:
-    """Refuse what has no tokens to lie in pages."""
+    """Raise SpecError for a layer that does not cache tokens."""
     check_causal(spec)
     if spec.is_recurrent:
-        raise SpecError("this layer remembers all past tokens as one state, which has no pages; use layer.cache(...)")
+        raise SpecError(
+            "this layer keeps one recurrent state instead of tokens, which has no pages; use layer.cache(...)"
+        )

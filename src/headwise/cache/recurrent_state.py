@@ -1,4 +1,4 @@
-"""A cache without tokens: one state per head."""
+"""Cache of linear attention: one recurrent state per head instead of tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .kv_cache import KVCache, KVEntry
 
 
 class RecurrentStateCache(KVCache):
-    """No tokens at all: one state per head, folded up as tokens pass."""
+    """One recurrent state per head, updated with every token; its size does not depend on the length."""
 
     def __init__(self, spec: AttentionSpec, batch: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(spec, batch, dtype, device)
@@ -25,19 +25,21 @@ class RecurrentStateCache(KVCache):
         return self._state
 
     def set_state(self, state: dict[str, Tensor]) -> None:
-        """The state after the tokens just appended."""
+        """Store the state after the tokens just appended."""
         self._state = state
 
     def append(self, entry: KVEntry, at: SequenceInfo) -> tuple[KVEntry, SequenceInfo]:
         if at.start is None and bool((at.is_real & (at.segment != 0)).any()):
-            raise ValueError("a state cannot tell segments apart; give each packed document a cache of its own")
+            raise ValueError(
+                "a recurrent state cannot tell segments apart; give each packed document a cache of its own"
+            )
         self._advance(at)
         return entry, at
 
     def select_rows(self, index: Tensor) -> None:
         self._take(index)
-        self._state = {name: held[index] for name, held in self._state.items()}
+        self._state = {name: state[index] for name, state in self._state.items()}
 
     @property
     def nbytes(self) -> int:
-        return sum(held.nbytes for held in self._state.values())
+        return sum(state.nbytes for state in self._state.values())

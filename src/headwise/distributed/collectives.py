@@ -1,4 +1,4 @@
-"""What ranks say to each other: sums and rows side by side, with their way back."""
+"""Collectives within a group of ranks, their autograd functions, and bucketed gradient sums."""
 
 from __future__ import annotations
 
@@ -11,40 +11,40 @@ from torch import Tensor, nn
 
 
 class CollectiveGroup:
-    """A group of ranks that share something; `rank` is which of its `size` this one is."""
+    """Process group of `size` ranks, in which this process has index `rank`."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        return self  # a copy of a model speaks with the same ranks
+        return self  # a copied model communicates with the same ranks
 
     def total(self, x: Tensor) -> Tensor:
-        """The sum of what all hold."""
+        """All-reduce: return the sum of x over the ranks."""
         y = x.contiguous().clone()
         dist.all_reduce(y, group=self.group)
         return y
 
     def beside(self, x: Tensor) -> Tensor:
-        """What each holds, [ranks, *x]."""
+        """All-gather: return x of every rank, stacked as [ranks, *x.shape]."""
         y = x.new_empty(self.size, *x.shape)
         dist.all_gather_single(y.flatten(0, 1), x.contiguous(), group=self.group)
         return y
 
     def dealt(self, x: Tensor) -> Tensor:
-        """Of the sum of what all hold, [ranks, ...], the part of this one."""
+        """Reduce-scatter: sum x [ranks, ...] over the ranks and return this rank's entry of the first axis."""
         y = x.new_empty(x.shape[1:])
         dist.reduce_scatter_single(y, x.contiguous().flatten(0, 1), group=self.group)
         return y
 
 
 class CopyToGroup(torch.autograd.Function):
-    """x as it is; backwards the sum over all."""
+    """Identity in the forward pass; the backward pass sums the gradient over the ranks."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, wire: CollectiveGroup) -> Tensor:
-        ctx.group = wire
+    def forward(ctx: Any, x: Tensor, group: CollectiveGroup) -> Tensor:
+        ctx.group = group
         return x.view_as(x)
 
     @staticmethod
@@ -53,11 +53,11 @@ class CopyToGroup(torch.autograd.Function):
 
 
 class ReduceFromGroup(torch.autograd.Function):
-    """The sum over all; backwards as it is, for all have the same."""
+    """All-reduce in the forward pass; identity in the backward pass, because every rank has the same gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, wire: CollectiveGroup) -> Tensor:
-        return wire.total(x)
+    def forward(ctx: Any, x: Tensor, group: CollectiveGroup) -> Tensor:
+        return group.total(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
@@ -65,12 +65,12 @@ class ReduceFromGroup(torch.autograd.Function):
 
 
 class AllReduceSum(torch.autograd.Function):
-    """The sum over all, of which each makes a loss of its own: backwards the sum of what all find."""
+    """All-reduce in both passes, for a sum from which every rank computes its own loss."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, wire: CollectiveGroup) -> Tensor:
-        ctx.group = wire
-        return wire.total(x)
+    def forward(ctx: Any, x: Tensor, group: CollectiveGroup) -> Tensor:
+        ctx.group = group
+        return group.total(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
@@ -78,28 +78,28 @@ class AllReduceSum(torch.autograd.Function):
 
 
 class AllGather(torch.autograd.Function):
-    """What each holds, [ranks, *x]; backwards the sum of what all find, each its own part."""
+    """All-gather [ranks, *x.shape] in the forward pass; reduce-scatter of the gradient in the backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, wire: CollectiveGroup) -> Tensor:
-        ctx.group = wire
-        return wire.beside(x)
+    def forward(ctx: Any, x: Tensor, group: CollectiveGroup) -> Tensor:
+        ctx.group = group
+        return group.beside(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return ctx.group.dealt(grads[0]), None
 
 
-# --- Gradients summed over ranks, many to a message, each message as soon as it is full ----------------
+# --- Gradients summed over ranks in buckets, overlapped with the backward pass --------------------------
 
-BUCKET_BYTES = 4 << 20  # of a message: few enough that most of them travel while gradients are still made
+BUCKET_BYTES = 4 << 20  # per bucket: small enough that most buckets are sent while the backward pass still runs
 
 
 class GradientBuckets:
-    """The gradients of some parameters, summed over a group of ranks.
+    """Sums the gradients of some parameters over a group of ranks, one all-reduce per bucket.
 
-    Gradients come from the last layer to the first, and so do messages; on every rank in the same order, whatever is
-    ready first. Behind the gradients of a message stands which parameters have one: what no rank used keeps none.
+    Gradients arrive from the last layer to the first, and buckets are sent in that order on every rank, whichever is
+    ready first. Each message ends with one flag per parameter: a parameter that no rank used keeps grad=None.
     """
 
     def __init__(
@@ -115,15 +115,15 @@ class GradientBuckets:
 
     @property
     def bucket_sizes(self) -> list[int]:
-        """How many numbers each message has."""
+        """Number of elements of each message, flags included."""
         return [sum(param.numel() for param in bucket) + len(bucket) for bucket in self._buckets]
 
     def begin_final_backward(self) -> None:
-        """The gradients of the next way back are the last ones: send them as they come."""
+        """Send each bucket as soon as it is full during the next backward pass, the last one of this step."""
         self._pending, self._num_missing = [], [len(bucket) for bucket in self._buckets]
 
     def finish(self) -> None:
-        """Send what is left, and wait for all of it."""
+        """Send the remaining buckets, wait for all of them and store the summed gradients."""
         while len(self._pending) < len(self._buckets):
             self._send_bucket()
         for bucket, (message, work) in zip(self._buckets, self._pending, strict=True):
@@ -143,11 +143,11 @@ class GradientBuckets:
 
 
 def _make_buckets(params: Iterable[nn.Parameter], max_bytes: int) -> Iterator[list[nn.Parameter]]:
-    """Parameters of one kind in a row, up to so many bytes."""
+    """Yield consecutive parameters of one dtype, up to `max_bytes` per bucket."""
     bucket: list[nn.Parameter] = []
     for param in params:
-        held = sum(p.numel() for p in bucket)
-        if bucket and ((held + param.numel()) * param.itemsize > max_bytes or param.dtype != bucket[0].dtype):
+        filled = sum(p.numel() for p in bucket)
+        if bucket and ((filled + param.numel()) * param.itemsize > max_bytes or param.dtype != bucket[0].dtype):
             yield bucket
             bucket = []
         bucket.append(param)
@@ -157,12 +157,12 @@ def _make_buckets(params: Iterable[nn.Parameter], max_bytes: int) -> Iterator[li
 
 def _flatten_bucket(bucket: list[nn.Parameter]) -> Tensor:
     flat = [torch.zeros_like(p).view(-1) if p.grad is None else p.grad.reshape(-1) for p in bucket]
-    there = torch.tensor([p.grad is not None for p in bucket], dtype=flat[0].dtype, device=flat[0].device)
-    return torch.cat([*flat, there])
+    has_grad = torch.tensor([p.grad is not None for p in bucket], dtype=flat[0].dtype, device=flat[0].device)
+    return torch.cat([*flat, has_grad])
 
 
 def _unflatten_bucket(bucket: list[nn.Parameter], message: Tensor) -> None:
-    *flat, there = message.split([*(p.numel() for p in bucket), len(bucket)])
+    *flat, has_grad = message.split([*(p.numel() for p in bucket), len(bucket)])
     for index, (param, sums) in enumerate(zip(bucket, flat, strict=True)):
-        if param.grad is not None or bool(there[index]):
+        if param.grad is not None or bool(has_grad[index]):
             param.grad = sums.view(param.shape)

@@ -1,4 +1,4 @@
-"""What ranks that divide heads or tokens send each other inside layers, counted from the description."""
+"""Bytes that ranks send in one training step, predicted from the model spec or measured."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .parallelism import Parallelism
 
 
 class BatchShape(NamedTuple):
-    """A batch: its rows, the tokens of each, and those of what an encoder reads before it."""
+    """Rows of a batch, tokens of each row, and tokens of each encoder input."""
 
     rows: int
     tokens: int
@@ -29,8 +29,8 @@ class BatchShape(NamedTuple):
 
 
 def iter_tensor_parallel_sizes(spec: ModelSpec, batch_shape: BatchShape) -> Iterator[int]:
-    """Numbers of each sum over ranks that divide heads: one for whatever enters a sublayer, backwards, and one for
-    what leaves it.
+    """Yield the number of elements of each all-reduce of tensor parallelism: for every sublayer one of its output and,
+    in the backward pass, one for each of its inputs.
 
     >>> from headwise.model_spec import BlockSpec, FeedForwardSpec
     >>> stack = StackSpec.from_blocks("decoder", 3, [BlockSpec(feed=FeedForwardSpec(7))] * 2)
@@ -46,14 +46,16 @@ def iter_tensor_parallel_sizes(spec: ModelSpec, batch_shape: BatchShape) -> Iter
         )
         for block in stack.layers:
             for role in block.attention_specs:
-                yield from [own] * (3 if block.form == "merged" else 2)  # the mean enters by a door of its own
+                yield from [own] * (
+                    3 if block.form == "merged" else 2
+                )  # the averaging heads have an input of their own
                 yield from [other] * (role == "cross")
             if block.feed is not None:
                 yield from [own] * (4 if isinstance(block.feed, ExpertsSpec) and block.feed.shared else 2)
 
 
 def iter_context_parallel_sizes(model_spec: ModelSpec, batch_shape: BatchShape) -> Iterator[int]:
-    """Numbers of each gathering over ranks that divide tokens, of whole rows; backwards each is scattered once.
+    """Yield the number of elements of each all-gather of context parallelism; the backward pass scatters as many.
 
     >>> import headwise as hw
     >>> from headwise.model_spec import BlockSpec
@@ -79,25 +81,25 @@ def iter_context_parallel_sizes(model_spec: ModelSpec, batch_shape: BatchShape) 
 
 
 def count_kv_entry_numbers(spec: AttentionSpec) -> int:
-    """Numbers that a token leaves behind in a layer."""
+    """Return the number of cached elements per token of a layer."""
     return sum(math.prod(shape) for shape in spec.kv_entry_shapes().values())
 
 
 def _iter_stacks(described: ModelSpec, rows: BatchShape) -> Iterator[tuple[StackSpec, int]]:
-    """Each stack with the tokens of its rows."""
+    """Yield each stack with the number of tokens of its rows."""
     yield from zip(
         described.stacks, ([rows.source, rows.tokens] if len(described.stacks) > 1 else [rows.tokens]), strict=True
     )
 
 
-# --- What ranks send each other in a step --------------------------------------------------------------
+# --- Messages of one training step ----------------------------------------------------------------------
 
 FLOAT_BYTES = 4  # bytes of a gradient, a weight, a loss
-POSITION_BYTES = 16  # bytes that say where a token stands, asked of others where rows had to be filled up
+POSITION_BYTES = 16  # bytes of the position and segment of a token, gathered if rows are padded
 
 
 class CollectiveMessage(NamedTuple):
-    """One collective among so many ranks; `held` are the bytes that each of them holds of it when it is whole."""
+    """One collective over `ranks` ranks; `held` is the size of the full tensor in bytes."""
 
     kind: str
     held: int
@@ -105,7 +107,7 @@ class CollectiveMessage(NamedTuple):
 
     @property
     def moved(self) -> float:
-        """Bytes that a rank sends, in a ring: each of the n pieces goes to n - 1 others, in a sum there and back.
+        """Bytes that a rank sends in a ring: (n - 1) / n of the tensor, twice that for an all-reduce.
 
         >>> CollectiveMessage("gather", 12, 3).moved, CollectiveMessage("sum", 12, 3).moved
         (8.0, 16.0)
@@ -116,10 +118,10 @@ class CollectiveMessage(NamedTuple):
 def count_communication(
     spec: ModelSpec, parallelism: Parallelism, num_micro_batches: int = 1, batch_shape: BatchShape | None = None
 ) -> list[CollectiveMessage]:
-    """The messages of one step, a batch of it taken in so many parts, each tensor in single precision.
+    """Return the messages of one training step in single precision, with `num_micro_batches` backward passes.
 
-    Ranks that divide heads or tokens send what follows from `rows`, those of the batch: as many for each rank, all of
-    one length, and without terms of the ledger. Where heads do not divide, these are the messages of the first rank.
+    Tensor and context parallelism need `batch_shape`. The count assumes equally many rows on every rank, rows of equal
+    length and no auxiliary losses. If heads are not divisible, it is that of the first rank.
 
     >>> from headwise.model_spec import BlockSpec, FeedForwardSpec, EmbeddingSpec, OutputHeadSpec, StackSpec
     >>> stack = StackSpec.from_blocks(
@@ -133,55 +135,59 @@ def count_communication(
     ... ]
     True
     """
-    workers, found = parallelism.size // parallelism.tensor, list[CollectiveMessage]()
+    num_workers, messages = parallelism.size // parallelism.tensor, list[CollectiveMessage]()
     if max(parallelism.tensor, parallelism.context) > 1:
         if batch_shape is None:
-            raise SpecError(f"what ranks of {parallelism} send follows from the batch; give rows=Rows(rows, tokens)")
+            raise SpecError(
+                f"communication of {parallelism} depends on the batch; give batch_shape=BatchShape(rows, tokens)"
+            )
         each = batch_shape.rows // num_micro_batches // (parallelism.data * parallelism.shards)
-        found += _layer_messages(spec, parallelism, batch_shape._replace(rows=each)) * num_micro_batches
+        messages += _layer_messages(spec, parallelism, batch_shape._replace(rows=each)) * num_micro_batches
     if parallelism.tensor > 1:
         every = partition_model(spec, parallelism.tensor)
-        weights, common = spec.params(), count_replicas(spec, every)
-        found.append(
-            CollectiveMessage("sum", FLOAT_BYTES * sum(weights[name].numel for name in common), parallelism.tensor)
+        weights, replicated = spec.params(), count_replicas(spec, every)
+        messages.append(
+            CollectiveMessage("sum", FLOAT_BYTES * sum(weights[name].numel for name in replicated), parallelism.tensor)
         )
         spec = every[0].spec
-        if parallelism.shards > 1:  # of what several ranks hold, slices are put together before they are summed
-            held = [weight for name, weight in spec.params().items() if name in common and not _is_unsharded(weight)]
-            found += [
+        if parallelism.shards > 1:  # slices of replicated tensors are gathered before they are summed
+            gathered_weights = [
+                weight for name, weight in spec.params().items() if name in replicated and not _is_unsharded(weight)
+            ]
+            messages += [
                 CollectiveMessage(
                     "gather", FLOAT_BYTES * _padded_numel([weight], parallelism.shards), parallelism.shards
                 )
-                for weight in held
+                for weight in gathered_weights
             ]
     weights = {name: w for name, w in spec.params().items() if w.trainable}
-    found += _fsdp_messages(spec, weights, parallelism, num_micro_batches) if parallelism.shards > 1 else []
+    messages += _fsdp_messages(spec, weights, parallelism, num_micro_batches) if parallelism.shards > 1 else []
     kept = [w for w in weights.values() if parallelism.shards == 1 or _is_unsharded(w)]
-    if workers > 1:
-        found += [CollectiveMessage("sum", FLOAT_BYTES * numel, workers) for numel in [*_bucket_sizes(kept), 1]]
-    return found
+    if num_workers > 1:
+        messages += [CollectiveMessage("sum", FLOAT_BYTES * numel, num_workers) for numel in [*_bucket_sizes(kept), 1]]
+    return messages
 
 
 def _layer_messages(described: ModelSpec, spread: Parallelism, rows: BatchShape) -> list[CollectiveMessage]:
-    """What ranks send each other within layers, in one part of a batch."""
+    """Return the messages inside layers, for one micro-batch."""
     tokens, source = (-(-count // spread.context) for count in (rows.tokens, rows.source))
-    found = []
+    messages = []
     if spread.tensor > 1:
         numels = iter_tensor_parallel_sizes(described, BatchShape(rows.rows, tokens, source))
-        found += [CollectiveMessage("sum", FLOAT_BYTES * numel, spread.tensor) for numel in numels]
+        messages += [CollectiveMessage("sum", FLOAT_BYTES * numel, spread.tensor) for numel in numels]
     if spread.context > 1:
         own = partition_model(described, spread.tensor)[0].spec
         numels = iter_context_parallel_sizes(
             own, BatchShape(rows.rows, tokens * spread.context, source * spread.context)
         )
-        found += [
+        messages += [
             CollectiveMessage(kind, FLOAT_BYTES * n, spread.context) for n in numels for kind in ("gather", "scatter")
         ]
-        filled = [each for count, each in ((rows.tokens, tokens), (rows.source, source)) if count % spread.context]
-        found += [
-            CollectiveMessage("gather", POSITION_BYTES * each * spread.context, spread.context) for each in filled
+        padded = [each for count, each in ((rows.tokens, tokens), (rows.source, source)) if count % spread.context]
+        messages += [
+            CollectiveMessage("gather", POSITION_BYTES * each * spread.context, spread.context) for each in padded
         ]
-    return found
+    return messages
 
 
 def _is_unsharded(weight: WeightSpec) -> bool:
@@ -189,7 +195,7 @@ def _is_unsharded(weight: WeightSpec) -> bool:
 
 
 def _bucket_sizes(weights: Iterable[WeightSpec]) -> Iterator[int]:
-    """Numbers of each message of gradients: they are packed as they come, the last first."""
+    """Yield the number of elements of each gradient bucket, from the last parameter to the first."""
     held, count = 0, 0
     for weight in reversed(list(weights)):
         if count and (held + weight.numel) * FLOAT_BYTES > BUCKET_BYTES:
@@ -203,15 +209,15 @@ def _bucket_sizes(weights: Iterable[WeightSpec]) -> Iterator[int]:
 def _fsdp_messages(
     described: ModelSpec, weights: Mapping[str, WeightSpec], spread: Parallelism, parts: int
 ) -> Iterator[CollectiveMessage]:
-    """Layers are put together on the way there and on the way back, what stands around them once."""
+    """Yield the messages of FSDP2: layers are gathered in both passes, embeddings and heads once."""
     unread = tuple(f"head.{head.name}." for head in described.heads[1:])
-    around: list[tuple[str, WeightSpec]] = []
+    outside_layers: list[tuple[str, WeightSpec]] = []
     layers: dict[str, list[tuple[str, WeightSpec]]] = {}
     for name, weight in weights.items():
-        where = ".".join(name.split(".")[:2])
-        inside = where.partition(".")[2].isdigit()
-        (layers.setdefault(where, []) if inside else around).append((name, weight))
-    for group, times in [(around, 1), *((layer, 2) for layer in layers.values())]:
+        prefix = ".".join(name.split(".")[:2])
+        inside = prefix.partition(".")[2].isdigit()
+        (layers.setdefault(prefix, []) if inside else outside_layers).append((name, weight))
+    for group, times in [(outside_layers, 1), *((layer, 2) for layer in layers.values())]:
         sliced = [(name, weight) for name, weight in group if not _is_unsharded(weight)]
         learned = [weight for name, weight in sliced if not name.startswith(unread)]
         gathered = CollectiveMessage(
@@ -220,18 +226,18 @@ def _fsdp_messages(
         scattered = CollectiveMessage("scatter", FLOAT_BYTES * _padded_numel(learned, spread.shards), spread.shards)
         if not sliced:
             continue
-        each = [*[gathered] * times, scattered]
+        messages = [*[gathered] * times, scattered]
         if (copies := spread.data * spread.context) > 1:
-            each.append(CollectiveMessage("sum", scattered.held // spread.shards, copies))
-        yield from each * parts
+            messages.append(CollectiveMessage("sum", scattered.held // spread.shards, copies))
+        yield from messages * parts
 
 
 def _padded_numel(weights: Iterable[WeightSpec], ranks: int) -> int:
-    """Numbers of these, each filled up to slices of the same size."""
+    """Return the number of elements of these tensors, padded to slices of equal size."""
     return sum(-(-w.shape[0] // ranks) * ranks * math.prod(w.shape[1:]) for w in weights)
 
 
-# Which of its arguments a collective of c10d holds whole, by what it does.
+# Kind of each c10d collective, and its argument that holds the full tensor.
 COLLECTIVE_OPS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "allreduce_": ("sum", lambda args: args[0]),
     "_allgather_base_": ("gather", lambda args: args[0]),
@@ -241,7 +247,7 @@ COLLECTIVE_OPS: dict[str, tuple[str, Callable[[Any], Any]]] = {
 
 
 class CommunicationMeter(TorchDispatchMode):
-    """Inside, every collective that this thread calls is written down as a message."""
+    """Context manager that records every collective of this thread in `messages`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -251,12 +257,12 @@ class CommunicationMeter(TorchDispatchMode):
         if func.namespace == "c10d":
             name = func.overloadpacket.__name__
             if name not in COLLECTIVE_OPS:
-                raise SpecError(f"a meter knows no collective {name!r}; it knows {', '.join(COLLECTIVE_OPS)}")
-            kind, held = COLLECTIVE_OPS[name]
+                raise SpecError(f"cannot measure collective {name!r}; supported: {', '.join(COLLECTIVE_OPS)}")
+            kind, full_tensor = COLLECTIVE_OPS[name]
             ranks = dist.ProcessGroup.unbox(next(arg for arg in args if isinstance(arg, torch.ScriptObject))).size()
-            self.messages.append(CollectiveMessage(kind, _num_bytes(held(args)), ranks))
+            self.messages.append(CollectiveMessage(kind, _num_bytes(full_tensor(args)), ranks))
         return func(*args, **(kwargs or {}))
 
 
-def _num_bytes(held: Any) -> int:
-    return held.nbytes if isinstance(held, Tensor) else sum(_num_bytes(one) for one in held)
+def _num_bytes(tensors: Any) -> int:
+    return tensors.nbytes if isinstance(tensors, Tensor) else sum(_num_bytes(tensor) for tensor in tensors)

@@ -1,4 +1,4 @@
-"""Whether ranks run the same code, on the same data, for the same end."""
+"""Check that all ranks run the same code with the same configuration and data."""
 
 from __future__ import annotations
 
@@ -15,25 +15,27 @@ from .ranks import ProcessMesh
 
 
 def fingerprint_code() -> dict[str, str]:
-    """What runs here: versions, and a checksum of every module of this package."""
-    root, found = Path(__file__).parents[1], hashlib.sha256()
+    """Return the versions of headwise and torch, and a checksum of the source of this package."""
+    root, digest = Path(__file__).parents[1], hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
-        found.update(f"{path.relative_to(root).as_posix()} ".encode())
-        found.update(path.read_bytes())
-    return {"headwise": __version__, "source": found.hexdigest()[:12], "torch": torch.__version__}
+        digest.update(f"{path.relative_to(root).as_posix()} ".encode())
+        digest.update(path.read_bytes())
+    return {"headwise": __version__, "source": digest.hexdigest()[:12], "torch": torch.__version__}
 
 
 def check_same_config(mesh: ProcessMesh, config: Mapping[str, Any]) -> None:
-    """Refuse ranks of which one says something else than the leader, by the first difference."""
+    """Raise SpecError at the first value that differs between the leader and another rank."""
     first, *others = mesh.every(config)
     for rank, other in enumerate(others, 1):
-        if found := find_difference(first, other):
-            name, led, own = found
-            raise SpecError(f"{name} is {led} on rank 0, {own} on rank {rank}; start all ranks with the same of each")
+        if difference := find_difference(first, other):
+            name, expected, actual = difference
+            raise SpecError(
+                f"{name} is {expected} on rank 0, {actual} on rank {rank}; start all ranks with the same configuration"
+            )
 
 
 def find_difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[str, str, str] | None:
-    """Where two configurations first differ: the name, and what each says; None where they do not.
+    """Return the name and both values of the first difference of two configurations; None if they are equal.
 
     >>> find_difference({"recipe": {"lr": 0.1, "seed": 3}}, {"recipe": {"lr": 0.2, "seed": 3}})
     ('recipe.lr', '0.1', '0.2')
@@ -45,15 +47,15 @@ def find_difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[s
     return None
 
 
-def _flatten_config(where: str, value: Any) -> dict[str, Any]:
+def _flatten_config(prefix: str, value: Any) -> dict[str, Any]:
     items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else None
     if items is None:
-        return {where: value}
-    found: dict[str, Any] = {}
+        return {prefix: value}
+    flat: dict[str, Any] = {}
     for key, inner in items:
-        found |= _flatten_config(f"{where}.{key}" if where else str(key), inner)
-    return found
+        flat |= _flatten_config(f"{prefix}.{key}" if prefix else str(key), inner)
+    return flat
 
 
 def _format_value(values: Mapping[str, Any], name: str) -> str:
-    return repr(values[name]) if name in values else "not said"
+    return repr(values[name]) if name in values else "not set"

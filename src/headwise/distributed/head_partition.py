@@ -1,4 +1,4 @@
-"""What each of several ranks holds of a model whose heads they divide: a smaller model, and pieces of tensors."""
+"""Partition of a model's heads among ranks: each rank gets a smaller spec and a piece of each tensor."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from ..model_spec.model import group_blocks
 from ..nn.head_axis_ops import KeptHeads, select_heads
 from ..spec.attention_spec import AttentionSpec
 
-DIVIDED_ROLES = ("attention", "cross", "feed")  # roles of what is divided; all else every rank does alike
+DIVIDED_ROLES = ("attention", "cross", "feed")  # roles of divided weights; all others are replicated on every rank
 
 IndicesByAxis = Mapping[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
 class TensorShard:
-    """Where a smaller tensor lies in a whole one: `kept` are the places along each axis that was cut.
+    """A smaller tensor cut out of a full one; `kept` are the indices along each axis that is cut.
 
     >>> piece = TensorShard(AxisLayout.parse("(q dim) model"), {"q": 3, "dim": 2, "model": 1}, {"q": (0, 2)})
     >>> piece.of(torch.arange(6.0)[:, None]).flatten().tolist()
@@ -35,28 +35,28 @@ class TensorShard:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the smaller one, as stored."""
+        """Shape of the shard, as stored."""
         return self.layout.shape(self._shard_sizes)
 
     @property
     def unmerged_shape(self) -> tuple[int, ...]:
-        """The same with one dimension per axis."""
+        """Shape of the shard with one dimension per axis."""
         return self.layout.unmerged_shape(self._shard_sizes)
 
     def of(self, full: Tensor) -> Tensor:
-        """The smaller tensor, in memory of its own."""
+        """Cut the shard out of the full tensor; returns a copy."""
         opened = full.reshape(self.layout.unmerged_shape(self.sizes))
         for axis, places in self.kept.items():
             opened = select_heads(places)(opened, self.layout.axes.index(axis))
         return opened.reshape(self.shape).clone()
 
     def put(self, shard: Tensor, full: Tensor) -> None:
-        """Write the smaller one to where it lies in the whole."""
+        """Write the shard to its place in the full tensor."""
         full.view(self.layout.unmerged_shape(self.sizes))[self._full_indices] = shard.reshape(self.unmerged_shape)
 
     @property
     def cut_indices(self) -> tuple[Tensor, ...]:
-        """An index of each axis, of those that are not cut the first place alone."""
+        """Open mesh of the kept indices, one tensor per axis; an axis that is not cut has index 0 only."""
         return _outer_indices([self.kept.get(axis, (0,)) for axis in self.layout.axes])
 
     @property
@@ -72,22 +72,23 @@ class TensorShard:
 
 
 def _outer_indices(rows: Sequence[Sequence[int]]) -> tuple[Tensor, ...]:
-    """Indices shaped so that each meets all of the others."""
+    """Return an open mesh, as numpy.ix_ does."""
     return tuple(torch.tensor(list(row)).view(-1, *[1] * (len(rows) - n - 1)) for n, row in enumerate(rows))
 
 
 @dataclass(frozen=True)
 class ModelShard:
-    """What one rank holds: a model of fewer heads and narrower feed-forwards, and a piece of each tensor."""
+    """One rank's shard: a spec with fewer heads and narrower feed-forwards, and its piece of each tensor."""
 
     spec: ModelSpec
     pieces: Mapping[str, TensorShard]
 
 
 def partition_model(model_spec: ModelSpec, num_ranks: int) -> tuple[ModelShard, ...]:
-    """A model divided among `count` ranks: output heads with all that they need, and what feed-forwards hold inside.
+    """Divide a model among `num_ranks` ranks: output heads with the queries, keys and values that they need, and the
+    hidden units of feed-forwards.
 
-    What has no axis of these is with every rank. Where a number does not divide, some have one more than others.
+    Tensors without such an axis are replicated. If a size is not divisible, some ranks get one head or unit more.
 
     >>> import headwise as hw
     >>> config = {"model_type": "llama", "hidden_size": 8, "intermediate_size": 6, "num_attention_heads": 4}
@@ -104,7 +105,7 @@ def partition_model(model_spec: ModelSpec, num_ranks: int) -> tuple[ModelShard, 
 
 
 def partition_heads(name: str, spec: AttentionSpec, num_ranks: int) -> list[KeptHeads]:
-    """A layer cut for each of `count` ranks, none of which needs a score head of another."""
+    """Divide the heads of a layer among `num_ranks` ranks so that no rank needs a score head of another."""
     groups = find_independent_heads(spec)
     if len(groups) < num_ranks:
         raise SpecError(f"{name}: {_too_few_groups_message(spec, len(groups), num_ranks)}")
@@ -113,7 +114,7 @@ def partition_heads(name: str, spec: AttentionSpec, num_ranks: int) -> list[Kept
 
 
 def find_independent_heads(spec: AttentionSpec) -> list[list[int]]:
-    """Output heads in groups that share no score head: what can be computed apart.
+    """Return groups of output heads that have no score head in common, so that they can be computed on different ranks.
 
     >>> import headwise as hw
     >>> find_independent_heads(hw.design(model=8, heads=4, modifiers=(hw.Dynamic(groups=2),)))
@@ -121,27 +122,27 @@ def find_independent_heads(spec: AttentionSpec) -> list[list[int]]:
     """
     groups: list[tuple[list[int], frozenset[int]]] = []
     for out in range(len(spec.score_head_of_output)):
-        needs = spec.required_score_heads(out)
-        met = [group for group in groups if group[1] & needs]
-        groups = [group for group in groups if not group[1] & needs]
-        outs = sorted([out, *(own for outs, _ in met for own in outs)])
-        groups.append((outs, needs.union(*(needed for _, needed in met))))
+        required = spec.required_score_heads(out)
+        overlapping = [group for group in groups if group[1] & required]
+        groups = [group for group in groups if not group[1] & required]
+        outs = sorted([out, *(own for outs, _ in overlapping for own in outs)])
+        groups.append((outs, required.union(*(needed for _, needed in overlapping))))
     return sorted(outs for outs, _ in groups)
 
 
 def _too_few_groups_message(spec: AttentionSpec, groups: int, count: int) -> str:
-    outs, every = len(spec.score_head_of_output), range(spec.heads.q)
+    outs, score_heads = len(spec.score_head_of_output), range(spec.heads.q)
     if groups == outs:
         return f"{outs} heads cannot be divided among {count} ranks; use tensor={outs} or less"
-    joins = [
+    mixing_parts = [
         name
         for name, part in spec.parts()
-        if any(len(part.required_score_heads(spec, frozenset([h]))) > 1 for h in every)
+        if any(len(part.required_score_heads(spec, frozenset([h]))) > 1 for h in score_heads)
     ]
-    said = f"{' and '.join(joins)} join{'s' * (len(joins) == 1)} the scores of {outs} heads"
+    problem = f"{' and '.join(mixing_parts)} join{'s' * (len(mixing_parts) == 1)} the scores of {outs} heads"
     if groups == 1:
-        return f"{said}, so that none can be computed without the others; use data= or context= in the place of tensor="
-    return f"{said} in {groups} groups, which cannot be divided among {count} ranks; use tensor={groups} or less"
+        return f"{problem}, so that none can be computed without the others; use data= or context= instead of tensor="
+    return f"{problem} in {groups} groups, which cannot be divided among {count} ranks; use tensor={groups} or less"
 
 
 def _partition_for_rank(described: ModelSpec, rank: int, count: int, cuts: Mapping[str, KeptHeads]) -> ModelShard:
@@ -171,8 +172,8 @@ def _partition_block(block: BlockSpec, name: str, rank: int, count: int, cuts: M
 
 def _partition_feed_forward(feed: FeedForwardSpec, name: str, rank: int, count: int) -> FeedForwardSpec:
     if feed.hidden < count:
-        fact = f"{name}.feed: {feed.hidden} hidden units cannot be divided among {count} ranks"
-        raise SpecError(f"{fact}; use tensor={feed.hidden} or less")
+        problem = f"{name}.feed: {feed.hidden} hidden units cannot be divided among {count} ranks"
+        raise SpecError(f"{problem}; use tensor={feed.hidden} or less")
     return replace(feed, hidden=len(_range_of_rank(feed.hidden, rank, count)))
 
 
@@ -181,31 +182,33 @@ def _range_of_rank(size: int, rank: int, count: int) -> tuple[int, ...]:
 
 
 def _kept_indices(w: WeightSpec, rank: int, count: int, cuts: Mapping[str, KeptHeads]) -> dict[str, tuple[int, ...]]:
-    """Which places of a tensor a rank holds, along each axis that is cut."""
+    """Return the indices of a tensor that a rank holds, along each axis that is cut."""
     sublayer = ".".join(w.name.split(".")[:3])
     by_axis: IndicesByAxis = cuts[sublayer].by_axis if sublayer in cuts else {}
     if w.role == "feed":
         by_axis = {"hidden": _range_of_rank(w.axis_sizes["hidden"], rank, count)} if "hidden" in w.layout.axes else {}
-    return {axis: places for axis, places in by_axis.items() if axis in w.layout.axes}
+    return {axis: indices for axis, indices in by_axis.items() if axis in w.layout.axes}
 
 
 def count_replicas(spec: ModelSpec, shards: Sequence[ModelShard]) -> dict[str, Tensor]:
-    """Tensors of divided layers of which several ranks hold something, with how many hold each number."""
-    inside = [name for name, weight in spec.params().items() if weight.role in DIVIDED_ROLES and weight.trainable]
-    held = {name: count_holders([portion.pieces[name] for portion in shards]) for name in inside}
-    return {name: count for name, count in held.items() if int(count.max()) > 1}
+    """Return the tensors with elements on several ranks, and the number of ranks that hold each element."""
+    divided = [name for name, weight in spec.params().items() if weight.role in DIVIDED_ROLES and weight.trainable]
+    counts = {name: count_holders([shard.pieces[name] for shard in shards]) for name in divided}
+    return {name: count for name, count in counts.items() if int(count.max()) > 1}
 
 
 def count_holders(shards: Sequence[TensorShard]) -> Tensor:
-    """How many ranks hold each number of a tensor, by the axes that are cut; the others are 1 wide.
+    """Count the ranks that hold each element of a tensor; axes that are not cut_axes have size 1 in the result.
 
     >>> both = AxisLayout.parse("kv model"), {"kv": 2, "model": 5}
     >>> count_holders([TensorShard(*both, {"kv": (0,)}), TensorShard(*both, {"kv": (0, 1)})]).tolist()
     [[2], [1]]
     """
-    layout, sizes, cut = shards[0].layout, shards[0].sizes, shards[0].kept
-    wide = [size if axis in cut else 1 for axis, size in zip(layout.axes, layout.unmerged_shape(sizes), strict=True)]
-    held = torch.zeros(wide, dtype=torch.int64)
+    layout, sizes, cut_axes = shards[0].layout, shards[0].sizes, shards[0].kept
+    shape = [
+        size if axis in cut_axes else 1 for axis, size in zip(layout.axes, layout.unmerged_shape(sizes), strict=True)
+    ]
+    num_holders = torch.zeros(shape, dtype=torch.int64)
     for piece in shards:
-        held[piece.cut_indices] += 1
-    return held
+        num_holders[piece.cut_indices] += 1
+    return num_holders

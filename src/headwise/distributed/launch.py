@@ -1,4 +1,4 @@
-"""How processes that torchrun started find each other, and how they end."""
+"""Join the process group of processes that torchrun started, and leave it with one error message if a rank fails."""
 
 from __future__ import annotations
 
@@ -13,20 +13,18 @@ from typing import Any
 
 from ..errors import SpecError
 
-JOIN_TIMEOUT = timedelta(minutes=5)  # until every rank must have come
-COLLECTIVE_TIMEOUT = timedelta(
-    minutes=10
-)  # until a rank that says nothing is given up; the longest work of one rank alone
-MAX_REASON_LENGTH = 200  # of what torch says of ranks that did not meet, for it goes on for long
-FAILURE_KEY = "said"  # what the first rank to speak of an end writes into the store
+JOIN_TIMEOUT = timedelta(minutes=5)  # for all ranks to join
+# For a rank to answer a collective; the longest work that one rank may do alone.
+COLLECTIVE_TIMEOUT = timedelta(minutes=10)
+MAX_REASON_LENGTH = 200  # characters quoted of torch's error when ranks cannot join; the original is very long
+FAILURE_KEY = "said"  # counter in the store: the first rank to increment it reports the failure
 
-_join_counter = itertools.count()  # ranks join together, so that the n-th time of one is the n-th of all
+_join_counter = itertools.count()  # ranks join together, so the n-th join of one rank is the n-th join of all
 
 
 @dataclass(frozen=True)
 class ProcessInfo:
-    """Which rank this process is, of how many, which of those on its own machine, and how often torchrun has begun
-    them all anew."""
+    """Rank of this process, number of processes, rank on its own machine, and number of restarts by torchrun."""
 
     rank: int = 0
     size: int = 1
@@ -36,45 +34,46 @@ class ProcessInfo:
 
     @property
     def is_leader(self) -> bool:
-        """Whether it is the one that writes and prints."""
+        """Whether this process writes files and prints."""
         return self.rank == 0
 
     def speaks(self) -> bool:
-        """Whether no rank has spoken of the end before this one: of many that fail, one says why."""
+        """Claim the right to report a failure; True for the first rank that asks, so only one prints the reason."""
         if self.store is None:
             return True
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun sends it to all that are left, and one must speak
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun sends it to the other ranks; one must still report
         try:
             return self.store.add(FAILURE_KEY, 1) == 1
-        except RuntimeError:  # the store went with its rank, which was killed before it could speak
+        except RuntimeError:  # the rank that served the store was killed before it could report
             return True
 
 
 def read_torchrun_environment(environment: Mapping[str, str] | None = None) -> ProcessInfo:
-    """What torchrun says of this process; without it, that it is alone.
+    """Read the rank and size that torchrun sets in the environment; without torchrun, a single process.
 
     >>> read_torchrun_environment({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"})
     ProcessInfo(rank=3, size=4, local=1, attempt=0)
     >>> read_torchrun_environment({}).size
     1
     """
-    said = os.environ if environment is None else environment
-    if "RANK" not in said or "WORLD_SIZE" not in said:
+    variables = os.environ if environment is None else environment
+    if "RANK" not in variables or "WORLD_SIZE" not in variables:
         return ProcessInfo()
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RESTART_COUNT")
-    usual = {"LOCAL_RANK": said["RANK"], "TORCHELASTIC_RESTART_COUNT": "0"}
-    words = [said.get(name, usual.get(name, "")) for name in names]
-    if not all(word.isascii() and word.isdigit() for word in words) or int(words[0]) >= int(words[1]):
-        told = " ".join(f"{name}={word}" for name, word in zip(names, words, strict=True))
-        raise SpecError(f"the environment says {told}, which is no rank of a world; start with torchrun")
-    return ProcessInfo(*map(int, words))
+    defaults = {"LOCAL_RANK": variables["RANK"], "TORCHELASTIC_RESTART_COUNT": "0"}
+    values = [variables.get(name, defaults.get(name, "")) for name in names]
+    if not all(value.isascii() and value.isdigit() for value in values) or int(values[0]) >= int(values[1]):
+        shown = " ".join(f"{name}={value}" for name, value in zip(names, values, strict=True))
+        raise SpecError(f"the environment has {shown}, which is not a valid rank; start with torchrun")
+    return ProcessInfo(*map(int, values))
 
 
 @contextmanager
 def join_process_group() -> Iterator[ProcessInfo]:
-    """Inside, every rank can be talked to; whoever joined first leaves last. Alone, nothing happens.
+    """Join torchrun's process group for the duration of the block; a nested call reuses the group.
 
-    What a lost rank breaks is said in one line, whatever was being waited for.
+    Does nothing in a single process. If a rank is lost, the waiting ranks raise a ConnectionError of one line, whatever
+    collective they were waiting in.
     """
     launch = read_torchrun_environment()
     if launch.size == 1:
@@ -90,14 +89,16 @@ def join_process_group() -> Iterator[ProcessInfo]:
     except RuntimeError as error:
         if not _is_communication_error(error):
             raise
-        how = f"said nothing for {COLLECTIVE_TIMEOUT}" if "timed out" in str(error).lower() else "ended"
-        lost = f"rank {launch.rank} waited for another rank, which {how}"
-        raise ConnectionError(f"{lost}; what was kept is whole, the same command with --resume goes on") from error
+        reason = f"did not answer for {COLLECTIVE_TIMEOUT}" if "timed out" in str(error).lower() else "ended"
+        problem = f"rank {launch.rank} waited for another rank, which {reason}"
+        raise ConnectionError(
+            f"{problem}; saved checkpoints are intact, continue with the same command and --resume"
+        ) from error
     dist.destroy_process_group()
 
 
 def _init_process_group(launch: ProcessInfo) -> Any:
-    """Begin the process group; the store through which its ranks found each other."""
+    """Initialise the process group and return the store of its rendezvous."""
     import torch
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import PrefixStore
@@ -123,18 +124,18 @@ def _init_process_group(launch: ProcessInfo) -> Any:
 
 
 def _join_failure_message(launch: ProcessInfo, reason: str) -> str:
-    """Why ranks could not meet, and what to do."""
-    where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    """Return the reason why ranks could not join, and what to do."""
+    address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     if "EADDRINUSE" in reason:
-        return f"the port of {where} is in use; give torchrun another --master-port, or --standalone"
+        return f"the port of {address} is in use; give torchrun another --master-port, or --standalone"
     return (
-        f"rank {launch.rank} of {launch.size} did not meet the others at {where} ({reason}); "
-        "see that every machine runs the same torchrun and reaches that address"
+        f"rank {launch.rank} of {launch.size} could not join the others at {address} ({reason}); "
+        "check that every machine runs the same torchrun command and can reach that address"
     )
 
 
 def _is_communication_error(error: RuntimeError) -> bool:
-    """Whether what failed was talk between ranks."""
+    """Return whether communication between ranks failed."""
     import torch.distributed as dist
 
     return isinstance(error, dist.DistError) or "gloo" in str(error).lower()

@@ -1,4 +1,4 @@
-"""A layer whose heads are on several ranks, or the tokens of its rows, or both."""
+"""Attention layers whose heads (tensor parallelism) or tokens (context parallelism) are divided among ranks."""
 
 from __future__ import annotations
 
@@ -17,14 +17,16 @@ from ..nn.parallel_context import SINGLE_PROCESS, HasParallelContext, ParallelCo
 from .collectives import AllGather, AllReduceSum, CollectiveGroup, CopyToGroup, ReduceFromGroup
 
 TOKEN_ORDERS = ("runs", "zigzag")
-MAX_CACHED_SEQUENCES = 4  # sets of tokens whose places are remembered: those of both stacks, and of a call before
+MAX_CACHED_SEQUENCES = (
+    4  # gathered sequences to remember: those of both stacks, in this forward call and the previous one
+)
 
 
 class TensorContextParallel(ParallelContext):
-    """Heads are divided among the ranks of `tensor`, the tokens of a row among those of `context`.
+    """Divides heads among the ranks of `tensor_group` and the tokens of a row among those of `context_group`.
 
-    order="runs": rank r of n holds the r-th of n equal runs of a row; "zigzag": of 2 n runs the r-th and the r-th
-    from the end, so that under a causal pattern all have as many pairs.
+    token_order="runs": rank r of n holds the r-th of n equal runs of a row. token_order="zigzag": of 2 n runs, rank r
+    holds the r-th from the start and the r-th from the end, so that all have equally many pairs under a causal pattern.
     """
 
     def __init__(
@@ -34,7 +36,7 @@ class TensorContextParallel(ParallelContext):
         token_order: str = "runs",
     ) -> None:
         if token_order not in TOKEN_ORDERS:
-            raise SpecError(f"order={token_order!r} is unknown; {suggest(token_order, TOKEN_ORDERS)}")
+            raise SpecError(f"token_order={token_order!r} is unknown; {suggest(token_order, TOKEN_ORDERS)}")
         self.tensor, self.context, self.order = tensor_group, context_group, token_order
         self.adds_output_bias = tensor_group is None or tensor_group.rank == 0
         self.num_token_shards = 1 if context_group is None else context_group.size
@@ -49,24 +51,24 @@ class TensorContextParallel(ParallelContext):
     def gather_tokens(self, entry: dict[str, Tensor], at: SequenceInfo) -> tuple[dict[str, Tensor], SequenceInfo]:
         if self.context is None:
             return entry, at
-        told, joined = self._gather_sequence(at, self.context), dict[str, Tensor]()
-        for dtype in dict.fromkeys(held.dtype for held in entry.values()):  # one message for all of a kind
-            some = {name: held for name, held in entry.items() if held.dtype == dtype}
-            flat = torch.cat([held.flatten(2) for held in some.values()], -1)
-            both = restore_token_order(_apply_collective(AllGather, flat, self.context), self.order)
-            widths = [held.flatten(2).shape[-1] for held in some.values()]
-            for (name, held), part in zip(some.items(), both.split(widths, -1), strict=True):
-                joined[name] = part.unflatten(-1, held.shape[2:])
-        return {name: joined[name] for name in entry}, told
+        sequence, entry_of_all = self._gather_sequence(at, self.context), dict[str, Tensor]()
+        for dtype in dict.fromkeys(tensor.dtype for tensor in entry.values()):  # one message per dtype
+            same_dtype = {name: tensor for name, tensor in entry.items() if tensor.dtype == dtype}
+            flat = torch.cat([tensor.flatten(2) for tensor in same_dtype.values()], -1)
+            gathered = restore_token_order(_apply_collective(AllGather, flat, self.context), self.order)
+            widths = [tensor.flatten(2).shape[-1] for tensor in same_dtype.values()]
+            for (name, tensor), part in zip(same_dtype.items(), gathered.split(widths, -1), strict=True):
+                entry_of_all[name] = part.unflatten(-1, tensor.shape[2:])
+        return {name: entry_of_all[name] for name in entry}, sequence
 
     @contextmanager
     def _rank_rng(self, rank: int) -> Iterator[None]:
-        """A stream that follows from torch's own, which all of the group have alike and go on with."""
+        """Fork the random state with a seed of this rank, derived from the generator that the group has in common."""
         seed = int(torch.randint(2**62, ())) + rank
-        cards = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
-        with torch.random.fork_rng(cards):
+        devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+        with torch.random.fork_rng(devices):
             torch.default_generator.manual_seed(seed)
-            if cards:
+            if devices:
                 torch.cuda.manual_seed(seed)
             yield
 
@@ -80,56 +82,57 @@ class TensorContextParallel(ParallelContext):
         return TensorContextParallel(self.tensor)
 
     def sum_over(self, x: Tensor, over: Literal["heads", "tokens"]) -> Tensor:
-        """The sum over all heads, or all tokens."""
-        wire = {"heads": self.tensor, "tokens": self.context}[over]
-        return x if wire is None else _apply_collective(AllReduceSum, x, wire)
+        """Return the sum of x over the ranks that divide the heads, or the tokens."""
+        group = {"heads": self.tensor, "tokens": self.context}[over]
+        return x if group is None else _apply_collective(AllReduceSum, x, group)
 
     def own_share(self, value: Tensor) -> Tensor:
-        """A term that all have alike, so that the gradients of all add up to its own, and over tokens the values."""
+        """Scale a loss term of all ranks so that gradients sum to its own over all ranks, values over token ranks."""
         value = value / self.num_token_shards
-        each = value / (1 if self.tensor is None else self.tensor.size)
-        return each + (value - each).detach()
+        share = value / (1 if self.tensor is None else self.tensor.size)
+        return share + (value - share).detach()
 
-    def _gather_sequence(self, at: SequenceInfo, wire: CollectiveGroup) -> SequenceInfo:
-        """Where the tokens of all stand; asked once, however many layers are told the same."""
+    def _gather_sequence(self, at: SequenceInfo, group: CollectiveGroup) -> SequenceInfo:
+        """Return the positions of the tokens of all ranks; cached, because every layer gets the same `at`."""
         if at.start is not None:
-            return self._contiguous_sequence(at, at.start, wire)
-        for own, told in self._gathered_sequences:
+            return self._contiguous_sequence(at, at.start, group)
+        for own, sequence in self._gathered_sequences:
             if own is at:
-                return told
-        both = restore_token_order(wire.beside(torch.stack([at.position, at.segment], -1)), self.order)
-        told = SequenceInfo(
-            both[..., 0], both[..., 1]
-        )  # refuses that two stand at one place, which nobody else could see
-        self._gathered_sequences = [(at, told), *self._gathered_sequences[: MAX_CACHED_SEQUENCES - 1]]
-        return told
+                return sequence
+        gathered = restore_token_order(group.beside(torch.stack([at.position, at.segment], -1)), self.order)
+        # The constructor checks that no two ranks hold the same position, which no single rank can detect.
+        sequence = SequenceInfo(gathered[..., 0], gathered[..., 1])
+        self._gathered_sequences = [(at, sequence), *self._gathered_sequences[: MAX_CACHED_SEQUENCES - 1]]
+        return sequence
 
-    def _contiguous_sequence(self, at: SequenceInfo, start: int, wire: CollectiveGroup) -> SequenceInfo:
-        first = start - wire.rank * at.count
+    def _contiguous_sequence(self, at: SequenceInfo, start: int, group: CollectiveGroup) -> SequenceInfo:
+        first = start - group.rank * at.count
         if first < 0 or self.order != "runs":
             raise ValueError(
-                f"rank {wire.rank} of {wire.size} takes its {at.count} tokens for the first of their rows; "
-                "hand over the tokens= that spread.context.part_of gives"
+                f"rank {group.rank} of {group.size} got {at.count} tokens from position {start}, not its shard; "
+                "pass the tokens= that distributed.context_parallel.shard_tokens returns"
             )
-        return SequenceInfo.contiguous(first, wire.size * at.count, at.position.device)
+        return SequenceInfo.contiguous(first, group.size * at.count, at.position.device)
 
 
 def restore_token_order(gathered: Tensor, token_order: str) -> Tensor:
-    """[ranks, B, T, ...] as [B, ranks * T, ...], tokens as they stand in their row.
+    """Reshape gathered [ranks, B, T, ...] to [B, ranks * T, ...] with the tokens in the order of their row.
 
     >>> restore_token_order(torch.tensor([[[0, 3]], [[1, 2]]]), "zigzag").tolist()
     [[0, 1, 2, 3]]
     """
     if token_order == "zigzag":
         if gathered.shape[2] % 2:
-            raise ValueError(f"{gathered.shape[2]} tokens are no two runs; hand over what spread.context.part_of gives")
+            raise ValueError(
+                f"cannot split {gathered.shape[2]} tokens into two runs; pass the batch that shard_tokens returns"
+            )
         halves = gathered.unflatten(2, (2, -1))
         gathered = torch.cat([halves[:, :, 0], halves[:, :, 1].flip(0)])
     return gathered.movedim(0, 1).flatten(1, 2)
 
 
 def set_parallel_context(net: nn.Module, parallel: ParallelContext) -> None:
-    """Tell everything in a model that may have peers who they are."""
+    """Set the parallel context of every module that supports one."""
     for module in net.modules():
         if isinstance(module, HasParallelContext):
             module.parallel = parallel
@@ -137,16 +140,16 @@ def set_parallel_context(net: nn.Module, parallel: ParallelContext) -> None:
 
 @contextmanager
 def use_whole_rows(net: nn.Module) -> Iterator[None]:
-    """A model whose rows are whole again, on every rank: to evaluate, or to generate; heads stay divided."""
-    before = [(module, module.parallel) for module in net.modules() if isinstance(module, HasParallelContext)]
-    for module, peers in before:
-        module.parallel = peers.without_token_shards()
+    """Disable context parallelism inside the block, for evaluation and generation; heads stay divided."""
+    contexts = [(module, module.parallel) for module in net.modules() if isinstance(module, HasParallelContext)]
+    for module, parallel in contexts:
+        module.parallel = parallel.without_token_shards()
     try:
         yield
     finally:
-        for module, peers in before:
-            module.parallel = peers
+        for module, parallel in contexts:
+            module.parallel = parallel
 
 
-def _apply_collective(function: type[torch.autograd.Function], x: Tensor, wire: CollectiveGroup) -> Tensor:
-    return cast(Tensor, function.apply(x, wire))
+def _apply_collective(function: type[torch.autograd.Function], x: Tensor, group: CollectiveGroup) -> Tensor:
+    return cast(Tensor, function.apply(x, group))

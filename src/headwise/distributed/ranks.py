@@ -1,4 +1,4 @@
-"""A world: the ranks of one training, what they divide, and what they tell each other."""
+"""The ranks of one training run: their place in the device mesh, shared values and errors, rows of a batch."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ from .launch import ProcessInfo
 from .parallelism import PARALLEL_DIMS, Parallelism
 
 T = TypeVar("T")
-SHARED_FAILURES = (ValueError, OSError, RuntimeError)  # what is said to the others; anything else ends the process
+SHARED_FAILURES = (ValueError, OSError, RuntimeError)  # sent to the other ranks; any other exception ends the process
 
-# Ranks of these ways work on something else each; those of "tensor" work on the same rows and tokens.
+# Ranks that differ in these dimensions work on different data; those of "tensor" on the same rows and tokens.
 GRADIENT_DIMS = ("data", "context", "shards")
 
 
 class ProcessMesh:
-    """Which rank this is, of a spread over so many, on which device. Of one rank, all that follows is a formality.
+    """This process among the ranks of one training run, with its device.
 
-    What is said here every rank must say, in the same order.
+    Every method that communicates is a collective: all ranks must call it, in the same order. With one rank nothing is
+    sent.
 
     >>> world = ProcessMesh(ProcessInfo(), Parallelism())
     >>> world.is_leader, world.every("here"), world.any(True), world.sum(torch.ones(2)).tolist()
@@ -45,73 +46,79 @@ class ProcessMesh:
     def _check_device(self, launch: ProcessInfo) -> None:
         if self.size == 1 or self.device.type != "cuda":
             return
-        cards = torch.cuda.device_count()
-        if self.device.index is not None or launch.local >= cards:
-            said = f"device={str(self.device)!r} for every rank" if self.device.index is not None else f"{cards} cards"
-            raise SpecError(f"{said} cannot serve {self.size} ranks; give device='cuda' and a card to each, or 'cpu'")
+        num_devices = torch.cuda.device_count()
+        if self.device.index is not None or launch.local >= num_devices:
+            problem = (
+                f"device={str(self.device)!r} for every rank"
+                if self.device.index is not None
+                else f"{num_devices} GPUs"
+            )
+            raise SpecError(
+                f"{problem} cannot serve {self.size} ranks; give device='cuda' and one GPU per rank, or 'cpu'"
+            )
 
     @property
     def is_leader(self) -> bool:
-        """Whether this rank is the one that writes and prints."""
+        """Whether this rank writes files and prints."""
         return self.rank == 0
 
     @property
     def worker_index(self) -> int:
-        """Which of those that work on something else each: its number among them, the same for ranks of one head."""
+        """Index of this rank among the workers; ranks of one tensor-parallel group have the same index."""
         return self._index_along(GRADIENT_DIMS)[0]
 
     @property
     def num_workers(self) -> int:
-        """How many work on something else each."""
+        """Number of workers, that is of tensor-parallel groups, which work on different data."""
         return self.size // self.spread.tensor
 
     @property
     def num_data_shards(self) -> int:
-        """How many learn from rows of their own: those of one context learn from the same."""
+        """Number of parts into which the rows are divided; ranks of one context group have the same rows."""
         return self.num_workers // self.spread.context
 
     def _index_along(self, ways: Sequence[str]) -> tuple[int, int]:
-        """Its number among ranks that differ in these ways, and how many they are."""
-        found, count = 0, 1
+        """Return the index of this rank in these dimensions, and the number of ranks in them."""
+        index, count = 0, 1
         for way in ways:
-            found, count = found * getattr(self.spread, way) + self.place[way], count * getattr(self.spread, way)
-        return found, count
+            index, count = index * getattr(self.spread, way) + self.place[way], count * getattr(self.spread, way)
+        return index, count
 
     @property
     def device_mesh(self) -> DeviceMesh:
-        """All ranks as torch's mesh, its dimensions named as WAYS are."""
+        """All ranks as a torch DeviceMesh with the dimension names of PARALLEL_DIMS."""
         if self._device_mesh is None:
             self._device_mesh = init_device_mesh(self.device.type, self.spread.shape, mesh_dim_names=PARALLEL_DIMS)
         return self._device_mesh
 
     def group(self, *ways: str) -> dist.ProcessGroup:
-        """The ranks that differ from this one in nothing but these ways."""
+        """Return the process group of the ranks that differ from this one only in these dimensions."""
         if ways not in self._groups:
-            circles = self.spread.rank_groups(*ways)
-            self._groups[ways] = cast(dist.ProcessGroup, dist.new_subgroups_by_enumeration(circles)[0])
+            rank_groups = self.spread.rank_groups(*ways)
+            self._groups[ways] = cast(dist.ProcessGroup, dist.new_subgroups_by_enumeration(rank_groups)[0])
         return self._groups[ways]
 
     def every(self, value: T) -> list[T]:
-        """What each rank says, in their order."""
+        """Return the value of each rank, in rank order (all-gather of picklable objects)."""
         if self.size == 1:
             return [value]
-        said: list[Any] = [None] * self.size
-        dist.all_gather_object(said, value)
-        return said
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value)
+        return values
 
     def told(self, function: Callable[[], T]) -> T:
-        """What the leader's work gives, told to all; if it fails, they all fail."""
+        """Call `function` on the leader and return its result on all ranks; if it raises, every rank raises."""
         if self.size == 1:
             return function()
-        said: list[Any] = [_run_safely(function) if self.is_leader else None]
-        dist.broadcast_object_list(said)
-        value, failure = said[0]
+        outcome: list[Any] = [_run_safely(function) if self.is_leader else None]
+        dist.broadcast_object_list(outcome)
+        value, failure = outcome[0]
         if failure is not None:
             raise failure
         return value
 
     def run_on_all(self, function: Callable[[], T]) -> T:
-        """What its own work gives each rank; if that of one fails, they all fail, and for its reason."""
+        """Call `function` on every rank and return its own result; if it raises on one rank, every rank raises that."""
         if self.size == 1:
             return function()
         value, failure = _run_safely(function)
@@ -124,14 +131,14 @@ class ProcessMesh:
         return value  # pyright: ignore[reportReturnType] - no failure, so there is one
 
     def first(self, value: T | None) -> tuple[T, str] | None:
-        """What the first rank has that has anything, and where that is; None if none has."""
-        for rank, said in enumerate(self.every(value)):
-            if said is not None:
-                return said, f" on rank {rank}" if self.size > 1 else ""
+        """Return the value of the first rank that has one, and " on rank N"; None if all values are None."""
+        for rank, other in enumerate(self.every(value)):
+            if other is not None:
+                return other, f" on rank {rank}" if self.size > 1 else ""
         return None
 
     def any(self, value: bool) -> bool:
-        """Whether any rank says so."""
+        """Return whether the value is true on any rank."""
         if self.size == 1:
             return value
         flag = torch.tensor(float(value), device=self.device)
@@ -139,26 +146,26 @@ class ProcessMesh:
         return bool(flag)
 
     def sum(self, own: Tensor) -> Tensor:
-        """The sum over all that work on something else, in place of what is given."""
+        """Sum a tensor over the workers, in place."""
         if self.num_workers > 1:
             dist.all_reduce(own, group=self.group(*GRADIENT_DIMS))
         return own
 
     def share(self, batch: Batch, *ways: str) -> BatchShard:
-        """What this rank takes of a batch that all of them have, where ranks of these ways take rows of their own."""
+        """Return this rank's rows of a batch that all ranks have; ranks of these dimensions get different rows."""
         index, count = self._index_along(ways or GRADIENT_DIMS)
         return shard_batch(batch, index, count)
 
     @contextmanager
     def leader_context(self, manager: AbstractContextManager[Any]) -> Iterator[None]:
-        """The leader inside this, and the others with it."""
+        """Enter `manager` on the leader only; if that raises, every rank raises."""
         with ExitStack() as stack:
             self.told(lambda: stack.enter_context(manager) and None)
             yield
 
 
 def _run_safely(function: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    """What a work gives, or how it fails; nothing else may end it, for others are waiting."""
+    """Return the result of a function, or its exception: the other ranks are waiting for either."""
     try:
         return function(), None
     except SHARED_FAILURES as error:
@@ -168,18 +175,18 @@ def _run_safely(function: Callable[[], T]) -> tuple[T | None, Exception | None]:
 def _picklable_error(error: Exception) -> Exception:
     try:
         pickle.loads(pickle.dumps(error))
-    except Exception:  # whatever it cannot be sent for
+    except Exception:  # pickling may raise anything
         return RuntimeError(str(error))
     return error
 
 
-# --- Which examples of a batch are a rank's ------------------------------------------------------------
+# --- Rows of a batch ------------------------------------------------------------------------------------
 
 
 class BatchShard(NamedTuple):
-    """What a rank takes of a batch, and how many of its rows count.
+    """The rows of a batch that one rank gets, and how many of them count.
 
-    Who gets no row takes one that asks nothing: it has nothing to learn, but others wait for it in every layer.
+    A rank without a row gets one with all labels ignored, because the other ranks wait for it in every layer.
     """
 
     batch: Batch
@@ -187,7 +194,7 @@ class BatchShard(NamedTuple):
 
 
 def shard_batch(batch: Batch, index: int, num_shards: int) -> BatchShard:
-    """Part `index` of `count`, all as large as the others or one row smaller, in order.
+    """Return part `index` of `num_shards` of the rows, in order; sizes differ by at most one row.
 
     >>> ids = torch.arange(3)[:, None]
     >>> [(part.batch.x.tolist(), part.rows) for part in (shard_batch(Batch(ids, ids), index, 2) for index in range(2))]
@@ -197,9 +204,9 @@ def shard_batch(batch: Batch, index: int, num_shards: int) -> BatchShard:
     """
     if num_shards == 1:
         return BatchShard(batch, len(batch.labels))
-    each, over = divmod(len(batch.labels), num_shards)
-    first = index * each + min(index, over)
-    rows = each + (index < over)
+    rows_per_shard, num_larger = divmod(len(batch.labels), num_shards)
+    first = index * rows_per_shard + min(index, num_larger)
+    rows = rows_per_shard + (index < num_larger)
     if rows:
         return BatchShard(batch.rows(slice(first, first + rows)), rows)
     idle = batch.rows(slice(0, 1))

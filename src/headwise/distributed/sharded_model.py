@@ -1,4 +1,4 @@
-"""The way from a batch to what a model says of it."""
+"""The part of a model that one rank holds, and how it is gathered, loaded and clipped as a whole."""
 
 from __future__ import annotations
 
@@ -24,10 +24,9 @@ from .ranks import GRADIENT_DIMS, BatchShard, ProcessMesh
 
 
 class BatchForward(nn.Module):
-    """A model from what it reads to what its first head says, in one call: tensors that are put together for a call
-    are there inside and let go behind it.
+    """Module that maps a batch to the outputs of the model's first head in one forward call.
 
-    `hidden` is how it comes to its states, compiled or not.
+    FSDP gathers and frees tensors around this call. `hidden` computes the final states, compiled or not.
     """
 
     def __init__(self, net: Transformer) -> None:
@@ -35,47 +34,47 @@ class BatchForward(nn.Module):
         self.net, self.hidden = net, net.hidden
 
     def forward(self, batch: Batch, index: Tensor | None = None) -> Tensor:
-        """[B, T, outputs] or [B, outputs]; [1, n, outputs] of the n states that `index` names among all rows'."""
+        """Return [B, T, outputs] or [B, outputs]; with `index`, [1, n, outputs] for n of the B * T states."""
         h = self.hidden(batch.x, sequence=batch.tokens, source=batch.source, source_sequence=batch.source_tokens)
         if index is not None:
             h = h.flatten(0, 1).index_select(0, index)[None]
         return self.net.read(h, sequence=batch.tokens)
 
 
-# --- What one rank holds of a model, and how it becomes one with what the others hold ------------------
+# --- The shard of one rank ------------------------------------------------------------------------------
 
 
 class TensorSharding(Protocol):
-    """How one tensor lies over ranks, of which each holds a part."""
+    """How one tensor is divided among ranks."""
 
     @property
     def dims(self) -> tuple[str, ...]:
-        """Over which ways of the spread."""
+        """Parallel dimensions over which the tensor is divided."""
         ...
 
     def part(self, full: Tensor) -> Tensor:
-        """What this rank holds of the whole."""
+        """Return this rank's part of a full tensor."""
         ...
 
     def whole(self, part: Tensor) -> Tensor:
-        """All parts put together; every rank must ask."""
+        """Gather the full tensor from the parts of all ranks; a collective call."""
         ...
 
     def square(self, part: Tensor) -> Tensor:
-        """The sum of its squares, each number shared by as many ranks of these ways as hold it."""
+        """Return the sum of squares of a part, each element divided by the number of ranks that hold it."""
         ...
 
 
 def _collect_nothing() -> None:
-    """Gradients are where they are wanted."""
+    """Do nothing: the gradients are in `own` already."""
 
 
 @dataclass(eq=False)
 class ShardedModel:
-    """A model as far as a rank holds it.
+    """The part of a model that one rank holds.
 
-    `own` are its learned tensors by the names of the description, whole, or a part where `lying` says how; the
-    optimiser sees nothing else. Calls go by `path`; `fetch` brings gradients to `own`.
+    `own` maps the names of the spec to this rank's trainable tensors, the only ones that the optimiser gets; tensors in
+    `shardings` are parts, the others full. `path` runs the model; `collect_gradients` moves gradients to `own`.
     """
 
     path: BatchForward
@@ -89,44 +88,44 @@ class ShardedModel:
 
     @property
     def net(self) -> Transformer:
-        """The model itself."""
+        """The model; its parameters may be shards."""
         return self.path.net
 
     def share(self, batch: Batch) -> BatchShard:
-        """What this rank learns from of a batch that all of them have: some of the rows, and of these some tokens."""
+        """Return this rank's part of a batch that all ranks have: some of its rows, and some tokens of these."""
         rows = self.world.share(batch, "data", "shards")
         return rows if self.context is None else rows._replace(batch=shard_tokens(rows.batch, self.context))
 
     # --- gradients ---
 
     def begin_final_backward(self) -> None:
-        """The next way back is the last one of this step."""
+        """Announce that the next backward pass is the last one of this step, so that gradients can be sent early."""
         self.summed.begin_final_backward()
 
     def finish(self) -> None:
-        """Bring the gradients of all ranks together, each where it is held."""
+        """Finish summing the gradients over the ranks and move them to `own`."""
         self.summed.finish()
         self.collect_gradients()
 
     def norm(self) -> Tensor:
-        """The norm of the whole gradient, the same on every rank."""
+        """Return the norm of the gradient of the full model, the same on every rank."""
         if not self.shardings:
             return nn.utils.get_total_norm([p.grad for p in self.own.values() if p.grad is not None])
         total = torch.zeros((), dtype=torch.float64, device=self.world.device)
         for name, parameter in self.own.items():
             if parameter.grad is not None:
-                grad, lying = parameter.grad.double(), self.shardings.get(name)
-                total += (lying.square(grad) if lying else grad.square().sum()) / self._num_replicas(name)
+                grad, sharding = parameter.grad.double(), self.shardings.get(name)
+                total += (sharding.square(grad) if sharding else grad.square().sum()) / self._num_replicas(name)
         dist.all_reduce(total)
         exact = torch.promote_types(torch.float32, next(iter(self.own.values())).dtype)
         return total.sqrt().to(exact)
 
     def clip(self, max_norm: float, norm: Tensor) -> None:
-        """Shorten a gradient of this norm to at most so much."""
+        """Scale the gradient, whose norm is `norm`, down to at most `max_norm`."""
         nn.utils.clip_grads_with_norm_(self.own.values(), max_norm, norm)
 
     def _num_replicas(self, name: str) -> int:
-        """How many ranks hold the same numbers of a tensor."""
+        """Return the number of ranks that hold the same part of a tensor."""
         parts = 1
         for way in self.shardings[name].dims if name in self.shardings else ():
             parts *= getattr(self.world.spread, way)
@@ -135,37 +134,37 @@ class ShardedModel:
     # --- whole tensors ---
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor of the model, whole, by its name; every rank must ask for all."""
+        """Yield the name and full value of every tensor; every rank must iterate to the end."""
         for name, tensor in self.net.state_dict().items():
             yield name, self.whole(name, self.own[name].detach() if name in self.own else tensor)
 
     def whole(self, name: str, part: Tensor) -> Tensor:
-        """What is held of something with the shape of a tensor, put together; a single number is the same for all."""
+        """Gather a tensor with the sharding of `name`, such as an optimiser moment; a scalar is returned as it is."""
         return self.shardings[name].whole(part) if name in self.shardings and part.dim() else part
 
     def part(self, name: str, full: Tensor) -> Tensor:
-        """What this rank holds of such a thing."""
+        """Return this rank's part of a full tensor with the sharding of `name`; a scalar is returned as it is."""
         return self.shardings[name].part(full) if name in self.shardings and full.dim() else full
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take every tensor of the model from whole ones."""
-        rest = {name: tensor for name, tensor in tensors.items() if name not in self.shardings}
-        self.net.load_state_dict(rest, strict=not self.shardings)
+        """Load the full tensors of a state dict, each rank its own part."""
+        unsharded = {name: tensor for name, tensor in tensors.items() if name not in self.shardings}
+        self.net.load_state_dict(unsharded, strict=not self.shardings)
         constants = dict(self.net.named_buffers())
         with torch.no_grad():
             for name in self.shardings:
-                held = self.own[name] if name in self.own else constants[name]
-                held.copy_(self.part(name, tensors[name]))
+                stored = self.own[name] if name in self.own else constants[name]
+                stored.copy_(self.part(name, tensors[name]))
 
     def gathered(self) -> Transformer:
-        """The whole model as it is now, on the leader; every rank must ask, and the others have what they had."""
+        """Return the full model on the leader, and the shard on other ranks; a collective call."""
         if not self.shardings:
             return self.net
         tensors = {name: tensor.cpu() for name, tensor in self.tensors() if self.world.is_leader}
         return self.assemble_model(tensors) if self.world.is_leader else self.net
 
     def assemble_model(self, tensors: Mapping[str, Tensor]) -> Transformer:
-        """A model that is whole on this rank, with these weights: the one in hand if nobody else has to do with it."""
+        """Return a full model with these weights on this rank: the current model if no other rank takes part."""
         if not self.shardings and self.context is None:
             self.net.load_state_dict(tensors)
             return self.net
@@ -177,7 +176,7 @@ class ShardedModel:
 
 
 def wrap_single_process(net: Transformer, device: torch.device | str = "cpu") -> ShardedModel:
-    """A whole model that no other rank has to do with."""
+    """Wrap a full model of a single process."""
     return ShardedModel(
         BatchForward(net),
         ProcessMesh(ProcessInfo(), Parallelism(), device),
@@ -188,25 +187,27 @@ def wrap_single_process(net: Transformer, device: torch.device | str = "cpu") ->
 
 
 def shard_model(net: Transformer, mesh: ProcessMesh) -> ShardedModel:
-    """What this rank is to hold of a model that all ranks have whole; the rest of it is let go."""
+    """Return this rank's part of a model that every rank has built in full; the rest is freed."""
     check_partition(net.spec, mesh.spread)
-    wires = {way: CollectiveGroup(mesh.group(way)) for way in ("context", "tensor") if getattr(mesh.spread, way) > 1}
-    if "tensor" in wires:
+    groups = {way: CollectiveGroup(mesh.group(way)) for way in ("context", "tensor") if getattr(mesh.spread, way) > 1}
+    if "tensor" in groups:
         from .tensor_parallel import TensorParallelModel
 
-        divided = TensorParallelModel(net.spec, wires["tensor"])
-        holding = divided.holding(_shard_parameters(divided.shard_model(net), mesh))
+        tensor_parallel_model = TensorParallelModel(net.spec, groups["tensor"])
+        sharded = tensor_parallel_model.holding(_shard_parameters(tensor_parallel_model.shard_model(net), mesh))
     else:
-        holding = _shard_parameters(net, mesh)
-    if wires:
-        set_parallel_context(holding.net, TensorContextParallel(wires.get("tensor"), wires.get("context")))
-    return replace(holding, context=wires.get("context"))
+        sharded = _shard_parameters(net, mesh)
+    if groups:
+        set_parallel_context(sharded.net, TensorContextParallel(groups.get("tensor"), groups.get("context")))
+    return replace(sharded, context=groups.get("context"))
 
 
 def check_partition(spec: ModelSpec, parallelism: Parallelism) -> None:
-    """Refuse a model that cannot be divided so, before anything is built."""
+    """Raise SpecError if a model cannot be divided this way, before anything is built."""
     if min(parallelism.data, parallelism.context, parallelism.shards) > 1:
-        raise SpecError(f"{parallelism}: FSDP2 shares slices with ranks of one more way; leave out data= or context=")
+        raise SpecError(
+            f"{parallelism}: FSDP2 supports one replicated dimension beside shards=; leave out data= or context="
+        )
     if parallelism.context > 1:
         check_context_parallel(spec)
     if parallelism.tensor > 1:
@@ -214,19 +215,19 @@ def check_partition(spec: ModelSpec, parallelism: Parallelism) -> None:
 
 
 def _shard_parameters(net: Transformer, mesh: ProcessMesh) -> ShardedModel:
-    """With whom work is shared is not asked here."""
+    """Apply FSDP2, or keep all parameters and sum their gradients in buckets."""
     if mesh.spread.shards > 1:
         from .fsdp import apply_fsdp
 
         return apply_fsdp(net, mesh)
-    learned = _trainable_params(net)
+    params = _trainable_params(net)
     return ShardedModel(
-        BatchForward(net), mesh, learned, GradientBuckets(learned.values(), get_gradient_group(mesh)), net.spec
+        BatchForward(net), mesh, params, GradientBuckets(params.values(), get_gradient_group(mesh)), net.spec
     )
 
 
 def get_gradient_group(mesh: ProcessMesh) -> dist.ProcessGroup | None:
-    """Those that work on something else each, so that gradients are summed over them; None for one alone."""
+    """Return the group of ranks with different data, whose gradients are summed; None for a single worker."""
     return mesh.group(*GRADIENT_DIMS) if mesh.num_workers > 1 else None
 
 

@@ -1,4 +1,4 @@
-"""A model whose heads and feed-forwards are divided among ranks: each has all tokens, and some heads of every layer."""
+"""Tensor parallelism: every rank has all tokens, some heads of every layer and some units of every feed-forward."""
 
 from __future__ import annotations
 
@@ -22,29 +22,30 @@ NO_SHARDINGS: Mapping[str, TensorSharding] = MappingProxyType({})
 
 
 class TensorParallelModel:
-    """How the ranks of a wire hold a model between them: this one's portion, and what others hold of it besides.
+    """How the ranks of a group divide a model, and the shard of this rank.
 
-    What several of them hold, keys that heads of both read, say, gets a part of its gradient from each: `settle` adds
-    them up, and must be called between the last gradient and whatever reads it. All of them call every method, in
-    the same order.
+    Several ranks may hold the same numbers, such as a key that heads of both attend with; each gets a part of the
+    gradient. `sum_replicated_gradients` adds these parts up; call it after the backward pass and before anything that
+    uses the gradients. All ranks must call every method, in the same order.
     """
 
     def __init__(self, spec: ModelSpec, group: CollectiveGroup) -> None:
-        self.group, self.spec, every = group, spec, partition_model(spec, group.size)
-        self.own = every[group.rank].spec
-        self.pieces = {name: [portion.pieces[name] for portion in every] for name in every[0].pieces}
-        self.copied = count_replicas(spec, every)
+        self.group, self.spec = group, spec
+        shards = partition_model(spec, group.size)
+        self.own = shards[group.rank].spec
+        self.pieces = {name: [shard.pieces[name] for shard in shards] for name in shards[0].pieces}
+        self.copied = count_replicas(spec, shards)
         for name, pieces in self.pieces.items():
             if not bool(count_holders(pieces).all()):
-                said = f"{name} ({pieces[0].layout}) joins heads of several ranks"
-                raise SpecError(f"{said}; use data= or context= in the place of tensor=")
+                problem = f"{name} ({pieces[0].layout}) joins heads of several ranks"
+                raise SpecError(f"{problem}; use data= or context= instead of tensor=")
 
     def shard_model(self, net: Transformer) -> Transformer:
-        """This rank's portion of a model that all have built alike; its parameters are new tensors."""
+        """Return this rank's shard of a model that all ranks have built alike; its parameters are new tensors."""
         with torch.device("meta"):
             part = build(self.own, dropout=net.dropout)
-        held = {name: self.part(name, tensor.detach()) for name, tensor in net.state_dict().items()}
-        part.load_state_dict(held, assign=True)
+        pieces = {name: self.part(name, tensor.detach()) for name, tensor in net.state_dict().items()}
+        part.load_state_dict(pieces, assign=True)
         for name, tensor in net.named_parameters():
             part.get_parameter(name).requires_grad_(tensor.requires_grad)
         part.checkpointing = net.checkpointing
@@ -54,22 +55,22 @@ class TensorParallelModel:
     def sum_replicated_gradients(
         self, local_params: Mapping[str, nn.Parameter], shardings: Mapping[str, TensorSharding] = NO_SHARDINGS
     ) -> None:
-        """Give every number that several ranks hold the sum of what they found as its gradient.
+        """Set the gradient of every number that several ranks hold to the sum over these ranks.
 
-        Of those in `slices` a rank holds no more than a slice of its piece.
+        A parameter in `shardings` is sharded further: this rank holds only a slice of its piece.
         """
-        held = {name: local_params[name] for name in self.copied if name in local_params}
-        for dtype in dict.fromkeys(p.dtype for p in held.values()):
-            some = {name: p for name, p in held.items() if p.dtype == dtype}
-            found = [self._local_gradient(name, p, shardings) for name, p in some.items()]
-            total = self.group.total(torch.cat([whole.flatten() for whole in found]))
-            parts = total.split([whole.numel() for whole in found])
-            for (name, p), part in zip(some.items(), parts, strict=True):
+        replicated = {name: local_params[name] for name in self.copied if name in local_params}
+        for dtype in dict.fromkeys(p.dtype for p in replicated.values()):
+            params = {name: p for name, p in replicated.items() if p.dtype == dtype}
+            local_grads = [self._local_gradient(name, p, shardings) for name, p in params.items()]
+            total = self.group.total(torch.cat([grad.flatten() for grad in local_grads]))
+            parts = total.split([grad.numel() for grad in local_grads])
+            for (name, p), part in zip(params.items(), parts, strict=True):
                 grad = self.pieces[name][self.group.rank].of(part)
                 p.grad = shardings[name].part(grad) if name in shardings else grad
 
     def _local_gradient(self, name: str, p: Tensor, slices: Mapping[str, TensorSharding]) -> Tensor:
-        """The gradient of a whole tensor as far as this rank found it."""
+        """Return the gradient of the full tensor with this rank's contribution, zero elsewhere."""
         piece = self.pieces[name][self.group.rank]
         whole = p.new_zeros(piece.layout.shape(piece.sizes))
         grad = slices[name].whole(torch.zeros_like(p) if p.grad is None else p.grad) if name in slices else p.grad
@@ -78,27 +79,27 @@ class TensorParallelModel:
         return whole
 
     def part(self, name: str, full: Tensor) -> Tensor:
-        """This rank's piece of something with the shape of a tensor of the model."""
+        """Return this rank's piece of a full tensor, which has the shape of parameter `name`."""
         return self.pieces[name][self.group.rank].of(full)
 
     def whole(self, name: str, part: Tensor) -> Tensor:
-        """All pieces put together, to the bit; every rank must ask."""
+        """Gather the full tensor from the pieces of all ranks, bit for bit; a collective call."""
         pieces = self.pieces[name]
-        found = part.new_empty(pieces[0].layout.shape(pieces[0].sizes))
+        full = part.new_empty(pieces[0].layout.shape(pieces[0].sizes))
         sizes = [math.prod(piece.shape) for piece in pieces]
         flat = part.new_zeros(max(sizes))
         flat[: part.numel()] = part.flatten()
-        for piece, size, held in zip(pieces, sizes, self.group.beside(flat), strict=True):
-            piece.put(held[:size], found)
-        return found
+        for piece, size, stored in zip(pieces, sizes, self.group.beside(flat), strict=True):
+            piece.put(stored[:size], full)
+        return full
 
     def held(self, name: str) -> Tensor:
-        """How many ranks hold each number of this rank's piece of a tensor."""
+        """Return the number of ranks that hold each element of this rank's piece of a tensor."""
         piece = self.pieces[name][self.group.rank]
         return self.copied[name][piece.cut_indices].expand(piece.unmerged_shape).reshape(piece.shape)
 
     def holding(self, inner: ShardedModel) -> ShardedModel:
-        """What a rank holds of its portion, as what it holds of the whole."""
+        """Turn a sharded model of this rank's heads into a sharded model of the full spec."""
         names = [name for name, pieces in self.pieces.items() if pieces[0].kept]
         slices = inner.shardings
 
@@ -106,28 +107,28 @@ class TensorParallelModel:
             inner.collect_gradients()
             self.sum_replicated_gradients(inner.own, slices)
 
-        lying = {name: TensorParallelSharding(self, name, slices.get(name)) for name in names}
-        return replace(inner, spec=self.spec, shardings={**slices, **lying}, collect_gradients=fetch)
+        shardings = {name: TensorParallelSharding(self, name, slices.get(name)) for name in names}
+        return replace(inner, spec=self.spec, shardings={**slices, **shardings}, collect_gradients=fetch)
 
 
 class TensorParallelSharding:
-    """How a tensor lies over the ranks that divide a model's heads, and over those that divide these pieces."""
+    """A tensor divided over the ranks of tensor parallelism, and its pieces by an optional inner sharding (FSDP)."""
 
     def __init__(self, model: TensorParallelModel, name: str, inner: TensorSharding | None) -> None:
         self.model, self.name, self.inner = model, name, inner
         self.dims = ("tensor", *(inner.dims if inner else ()))
-        held = model.held(name) if name in model.copied else torch.ones(())
-        self._num_holders = inner.part(held) if inner and held.dim() else held
+        num_holders = model.held(name) if name in model.copied else torch.ones(())
+        self._num_holders = inner.part(num_holders) if inner and num_holders.dim() else num_holders
 
     def part(self, full: Tensor) -> Tensor:
-        """What this rank holds of the whole."""
+        """Return this rank's part of a full tensor."""
         piece = self.model.part(self.name, full)
         return self.inner.part(piece) if self.inner else piece
 
     def whole(self, part: Tensor) -> Tensor:
-        """All parts put together; every rank must ask."""
+        """Gather the full tensor from the parts of all ranks; a collective call."""
         return self.model.whole(self.name, self.inner.whole(part) if self.inner else part)
 
     def square(self, part: Tensor) -> Tensor:
-        """The sum of its squares, each number shared by as many ranks as hold it."""
+        """Return the sum of squares of a part, each element divided by the number of ranks that hold it."""
         return (part.square() / self._num_holders.to(part.device)).sum()
