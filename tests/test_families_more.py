@@ -472,7 +472,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "roberta": ({"max_position_embeddings": 2}, "leaves none behind pad_token_id"),
     "marian": ({"decoder_vocab_size": 5}, "of a table that both share"),
     "whisper": ({"tie_word_embeddings": False}, "gives the head a table of its own"),
-    "qwen3_moe": ({"mlp_only_layers": "all"}, "is no list; write it as one"),
+    "qwen3_moe": ({"mlp_only_layers": "all"}, "is not a list; write it as one"),
     "albert": ({"num_hidden_groups": 2}, "makes several layers that take turns"),
     "clip_vision_model": ({"patch_size": 300}, "is larger than image_size"),
     "gemma": ({"use_bidirectional_attention": True}, "reads ahead"),
