@@ -476,7 +476,7 @@ config("bert", position_embedding_type="relative_key") -> position_embedding_typ
 config("bert", architectures=["BertForCausalLM"]) -> 'ForCausalLM'
 config("t5", feed_forward_proj="gated_gelu") -> feed_forward_proj = 'gated_gelu' .. did you mean 'gated-gelu'
 config("t5", relative_attention_num_buckets=2) -> buckets=2
-config("bart", tie_word_embeddings=False) -> tie_word_embeddings = False .. read by nobody
+config("bart", tie_word_embeddings=False) -> tie_word_embeddings = False .. not used
 config("vit", image_size=8) -> patch_size = (16, 16) is larger
 config("vit", image_size=[8, 8, 8]) -> image_size = [8, 8, 8]
 config("vit", patch_size="16") -> patch_size = '16'

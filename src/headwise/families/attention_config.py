@@ -19,7 +19,7 @@ SLIDING_ATTENTION, FULL_ATTENTION = "sliding_attention", "full_attention"
 
 
 class RopeConfig:
-    """RoPE settings of a config: top-level keys in old files, the table rope_scaling or rope_parameters in newer ones."""
+    """RoPE settings of a config: top-level keys, or a table rope_scaling or rope_parameters."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class RopeConfig:
         return self._make_yarn() if self.rope_type == "yarn" else Plain()
 
     def attention_with_limits(self, spec: AttentionSpec) -> AttentionSpec | ApproximateAttention:
-        """Return `spec`, marked as approximate if the angles depend on the sequence length ("dynamic", "longrope", "su")."""
+        """Return `spec`, marked as approximate if its RoPE depends on the sequence length ("dynamic", "longrope")."""
         if self.rope_type in ("longrope", "su"):
             detail = f"divides each frequency by its own factor, with other factors beyond {self.length} tokens"
             return ApproximateAttention(spec, f"rope_type {self.rope_type!r} {detail}, and rescales queries and keys")
@@ -123,7 +123,7 @@ def read_layer_patterns(config: TransformersConfig, layers: int, default: list[s
 def read_ropes_by_layer_type(
     config: TransformersConfig, length: int, thetas: Mapping[str, float]
 ) -> dict[str, RopeConfig]:
-    """Return the RoPE settings of each layer type; `rope_scaling` of old files applies to full-attention layers only."""
+    """Return the RoPE settings of each layer type; the old key `rope_scaling` applies to full attention only."""
     by_type = config.read_table("rope_parameters")
     if by_type and not {SLIDING_ATTENTION, FULL_ATTENTION} & set(by_type.values):
         by_type.fail(

@@ -208,7 +208,7 @@ def make_encoder_stack(
 
 
 class EncoderHeads(NamedTuple):
-    """Heads of an encoder family: pooler for classification, masked-LM head, and whether the bare model has the pooler."""
+    """Heads of an encoder family: pooler, masked-LM head, and whether the model without a task has the pooler."""
 
     pooler: HeadTransformSpec | None
     masked_lm_head: OutputHeadSpec

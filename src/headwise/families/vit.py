@@ -1,4 +1,4 @@
-"""ViT: an image as patches behind one vector of its own, LayerNorm before, learned positions."""
+"""ViT, DeiT and DINOv2: image patches after a class token, pre-LayerNorm, learned positions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .weight_names import TensorLocation, WeightNames
 
 @register_family("vit", "ViT", default_task="ForImageClassification")
 def read_vit(config: TransformersConfig, task: str) -> ModelSpec:
-    """Pixels that fill no whole patch are left out (2010.11929)."""
+    """Read ViT (2010.11929); pixels beyond the last whole patch are dropped."""
     model = config.read_int("hidden_size", default=768)
     heads = config.read_num_heads("num_attention_heads", default=12)
     layers = config.read_num_layers("num_hidden_layers", default=12)
@@ -95,7 +95,7 @@ VIT_WEIGHTS = WeightNames(
 
 @register_family("deit", "DeiT", default_task="ForImageClassification")
 def read_deit(config: TransformersConfig, task: str) -> ModelSpec:
-    """The second vector learns from a teacher (2012.12877)."""
+    """Read DeiT (2012.12877): ViT with a second learned vector, the distillation token."""
     model, norm = (
         config.read_int("hidden_size", default=768),
         NormSpec("layer", config.read_float("layer_norm_eps", default=1e-12)),
@@ -116,7 +116,7 @@ def read_deit(config: TransformersConfig, task: str) -> ModelSpec:
 
 @register_family("dinov2", "Dinov2", default_task="Model")
 def read_dinov2(config: TransformersConfig, task: str) -> ModelSpec:
-    """What every sublayer adds is scaled channel by channel (2304.07193)."""
+    """Read DINOv2 (2304.07193): ViT with a learned scale per channel on each residual branch (LayerScale)."""
     model, norm = (
         config.read_int("hidden_size", default=768),
         NormSpec("layer", config.read_float("layer_norm_eps", default=1e-6)),
@@ -131,7 +131,9 @@ def read_dinov2(config: TransformersConfig, task: str) -> ModelSpec:
     )
     mask = (("encoder.embedding.mask", model),) if config.read_bool("use_mask_token", True) else ()
     beyond = (
-        UnsupportedPart("what every sublayer adds is scaled channel by channel, which no word says", (*scales, *mask)),
+        UnsupportedPart(
+            "every residual branch is scaled per channel (LayerScale), which BlockSpec lacks", (*scales, *mask)
+        ),
     )
     return ModelSpec(
         "dinov2", "vision", (stack,), select_heads(config, task, {"Model": []}), tuple(config.notes), beyond
