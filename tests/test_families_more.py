@@ -372,12 +372,12 @@ def test_the_mask_is_theirs(name: str):
 
 # Why a layer of theirs has no spec.
 REASONS = {
-    "deberta-relative": "distances of keys",
-    "longformer": "global tokens are chosen in every call",
-    "olmo-clipped": "clip_qkv bounds",
-    "phi-normed": "qk_layernorm takes the mean",
-    "phi3-long": "divides every angle by a factor of its own",
-    "cohere-normed": "use_qk_norm takes the mean",
+    "deberta-relative": "position-to-content terms",
+    "longformer": "global tokens are chosen per call",
+    "olmo-clipped": "clip_qkv clips",
+    "phi-normed": "qk_layernorm subtracts the mean",
+    "phi3-long": "divides each frequency by its own factor",
+    "cohere-normed": "use_qk_norm subtracts the mean",
     "falcon-alibi": "before scores are scaled",
     "mpt-six": "slopes other than Alibi's",
 }

@@ -64,9 +64,7 @@ def read_marian(config: TransformersConfig, task: str) -> ModelSpec:
     if not config.read_bool("share_encoder_decoder_embeddings", True):
         return _build_untied_marian(config, task, decoder_tokens)
     if decoder_tokens not in (None, config.read_int("vocab_size", default=58101)):
-        config.fail(
-            f"decoder_vocab_size = {decoder_tokens} differs from vocab_size", "give both alike"
-        )
+        config.fail(f"decoder_vocab_size = {decoder_tokens} differs from vocab_size", "give both alike")
     return _build_bart(config, task, MARIAN, tokens=58101)
 
 
@@ -261,9 +259,7 @@ def read_whisper(config: TransformersConfig, task: str) -> ModelSpec:
     frames = config.read_int("max_source_positions", default=1500)
     scale = model**0.5 if config.read_bool("scale_embedding", False) else 1.0
     config.require_default("tie_word_embeddings", True, "gives the output head its own matrix, which is not described")
-    reason = (
-        f"audio enters by two convolutions and {frames} sinusoidal positions, which EmbeddingSpec lacks"
-    )
+    reason = f"audio enters by two convolutions and {frames} sinusoidal positions, which EmbeddingSpec lacks"
     sizes = {"conv1": model * bins * 3 + model, "conv2": model * model * 3 + model}
     audio = UnsupportedPart(reason, tuple((f"encoder.embedding.{name}", size) for name, size in sizes.items()))
 

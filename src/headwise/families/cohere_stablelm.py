@@ -68,8 +68,8 @@ def _build_cohere(config: TransformersConfig, task: str, attentions: list[model_
     act = config.read_activation("hidden_act", "silu")
     feed = FeedForwardSpec(config.read_int("intermediate_size", default=22528), act, "gated")
     blocks: list[BlockSpec] = model_builders.make_blocks(attentions, feed, norm, placement="parallel")
-    said = config.read_float("logit_scale", default=0.0625)
-    ends = model_builders.DecoderEnds(config.read_int("vocab_size", default=256000), True, logit_scale=said)
+    scale = config.read_float("logit_scale", default=0.0625)
+    ends = model_builders.DecoderEnds(config.read_int("vocab_size", default=256000), True, logit_scale=scale)
     return model_builders.build_decoder(config, task, blocks, norm, ends)
 
 

@@ -57,13 +57,13 @@ def read_gemma3_text(config: TransformersConfig, task: str) -> ModelSpec:
 
     norm = NormSpec("offset", config.read_float("rms_norm_eps", default=1e-6))
     scale = make_dot(config.read_float("query_pre_attn_scalar", default=256) ** -0.5, sizes.dim**-0.5)
-    said: dict[str, Any] = {**sizes.design_args, "bias": _read_bias(config), "similarity": scale}
+    design_args: dict[str, Any] = {**sizes.design_args, "bias": _read_bias(config), "similarity": scale}
     caps = () if config.read_optional_float("attn_logit_softcapping") is None else (_make_softcap(config),)
 
     def attention(kind: str) -> model_builders.LayerAttention:
         turns = (QKNorm("offset", eps=norm.eps), ropes[kind].make_rotary(sizes.dim), *caps)
         pattern = f"window({window})" if kind == SLIDING_ATTENTION else "causal()"
-        return ropes[kind].attention_with_limits(design(**said, pattern=pattern, modifiers=turns))
+        return ropes[kind].attention_with_limits(design(**design_args, pattern=pattern, modifiers=turns))
 
     feed = _read_feed_forward(config, config.read_activation("hidden_activation", "gelu_pytorch_tanh"), 9216)
     attentions = model_builders.make_attentions(read_layer_types(config, layers, usual, window), attention)
@@ -122,23 +122,23 @@ def read_gemma2(config: TransformersConfig, task: str) -> ModelSpec:
     }
     config.require_default("use_bidirectional_attention", False, "removes the causal mask, which is not described")
 
-    said: dict[str, Any] = {
+    design_args: dict[str, Any] = {
         "model": model,
         "heads": heads,
         "kv": config.read_num_kv_heads(heads, default=4),
         "dim": dim,
     }
-    said |= {"bias": "qkvo" if config.read_bool("attention_bias", False) else ""}
-    said |= {"similarity": make_dot(config.read_float("query_pre_attn_scalar", default=256) ** -0.5, dim**-0.5)}
-    said |= {"modifiers": (rope.make_rotary(dim), *((Softcap(caps["attn"]),) if caps["attn"] else ()))}
+    design_args |= {"bias": "qkvo" if config.read_bool("attention_bias", False) else ""}
+    design_args |= {"similarity": make_dot(config.read_float("query_pre_attn_scalar", default=256) ** -0.5, dim**-0.5)}
+    design_args |= {"modifiers": (rope.make_rotary(dim), *((Softcap(caps["attn"]),) if caps["attn"] else ()))}
     norm = NormSpec("offset", config.read_float("rms_norm_eps", default=1e-6))
     act = config.read_activation("hidden_activation", "gelu_pytorch_tanh")
     feed = FeedForwardSpec(config.read_int("intermediate_size", default=9216), act, "gated")
-    each = read_layer_patterns(
+    patterns = read_layer_patterns(
         config, layers, alternate_layer_types(layers), config.read_optional_int("sliding_window", default=4096)
     )
-    specs = {pattern: rope.attention_with_limits(design(**said, pattern=pattern)) for pattern in set(each)}
-    blocks = [BlockSpec(specs[pattern], feed=feed, norm=norm, placement="sandwich") for pattern in each]
+    specs = {pattern: rope.attention_with_limits(design(**design_args, pattern=pattern)) for pattern in set(patterns)}
+    blocks = [BlockSpec(specs[pattern], feed=feed, norm=norm, placement="sandwich") for pattern in patterns]
 
     tokens = config.read_int("vocab_size", default=256000)
     stack = StackSpec.from_blocks(

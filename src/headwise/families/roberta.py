@@ -113,5 +113,8 @@ def _windows(config: TransformersConfig, layers: int) -> list[int]:
     setting = config.values.get("attention_window", 512)
     windows = (config.read_list("attention_window") or []) if isinstance(setting, (list, tuple)) else [setting] * layers
     if len(windows) != layers or any(type(window) is not int or window < 2 or window % 2 for window in windows):
-        config.fail(f"attention_window = {setting!r} is no even number for windows of {layers} layers", "give a number such as 512")
+        config.fail(
+            f"attention_window = {setting!r} is not an even number for each of {layers} layers",
+            "give 512 or a list of one per layer",
+        )
     return windows
