@@ -28,7 +28,7 @@ def read_vit(config: TransformersConfig, task: str) -> ModelSpec:
     layers = config.read_num_layers("num_hidden_layers", default=12)
     norm = NormSpec("layer", config.read_float("layer_norm_eps", default=1e-12))
     image, patch = config.read_pair("image_size", 224), config.read_pair("patch_size", 16)
-    rows, columns = (whole // part for whole, part in zip(image, patch, strict=True))
+    rows, columns = (size // part for size, part in zip(image, patch, strict=True))
     if not (rows and columns):
         config.fail(f"patch_size = {patch} is larger than image_size = {image}", "give a smaller patch_size")
     patches = PatchSpec(rows, columns, *patch, channels=config.read_int("num_channels", default=3))
@@ -44,11 +44,11 @@ def read_vit(config: TransformersConfig, task: str) -> ModelSpec:
 
     act = config.read_activation("pooler_act", "tanh")
     pooled = HeadTransformSpec(config.read_optional_int("pooler_output_size") or model, act)
-    ways = {
+    heads_by_task = {
         "Model": [OutputHeadSpec("pooler", at="first", transform=pooled)],
         "ForImageClassification": [OutputHeadSpec("classes", read_num_labels(config), "first", bias="learned")],
     }
-    return ModelSpec("vit", "vision", (stack,), select_heads(config, task, ways), tuple(config.notes))
+    return ModelSpec("vit", "vision", (stack,), select_heads(config, task, heads_by_task), tuple(config.notes))
 
 
 # --- ViT -----------------------------------------------------------------------------------------------
@@ -107,11 +107,11 @@ def read_deit(config: TransformersConfig, task: str) -> ModelSpec:
     pooled = HeadTransformSpec(
         config.read_optional_int("pooler_output_size") or model, config.read_activation("pooler_act", "tanh")
     )
-    ways = {
+    heads_by_task = {
         "Model": [OutputHeadSpec("pooler", at="first", transform=pooled)],
         "ForImageClassification": [OutputHeadSpec("classes", read_num_labels(config), "first", bias="learned")],
     }
-    return ModelSpec("deit", "vision", (stack,), select_heads(config, task, ways), tuple(config.notes))
+    return ModelSpec("deit", "vision", (stack,), select_heads(config, task, heads_by_task), tuple(config.notes))
 
 
 @register_family("dinov2", "Dinov2", default_task="Model")
@@ -130,13 +130,13 @@ def read_dinov2(config: TransformersConfig, task: str) -> ModelSpec:
         (f"encoder.{n}.{name}.scale", model) for n in range(len(stack.layers)) for name in ("attention", "feed")
     )
     mask = (("encoder.embedding.mask", model),) if config.read_bool("use_mask_token", True) else ()
-    beyond = (
+    unsupported = (
         UnsupportedPart(
             "every residual branch is scaled per channel (LayerScale), which BlockSpec lacks", (*scales, *mask)
         ),
     )
     return ModelSpec(
-        "dinov2", "vision", (stack,), select_heads(config, task, {"Model": []}), tuple(config.notes), beyond
+        "dinov2", "vision", (stack,), select_heads(config, task, {"Model": []}), tuple(config.notes), unsupported
     )
 
 
