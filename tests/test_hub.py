@@ -295,7 +295,7 @@ def test_a_tokenizer_that_knows_few_words_is_read(tmp_path: Path):
 
 def test_families_without_a_table_are_refused_by_name():
     check_refused(
-        "cannot load weights of 'falcon': use one of bart, bert, .. qwen3, .. vit, xlm-roberta",
+        "cannot load weights of 'falcon'; use one of bart, bert, .. qwen3, .. vit, xlm-roberta",
         lambda: get_weight_names("falcon"),
     )
 

@@ -87,5 +87,5 @@ def get_weight_names(family: str) -> WeightNames:
     True
     """
     if family not in WEIGHT_NAMES:
-        raise SpecError(f"cannot load weights of {family!r}: use one of {', '.join(sorted(WEIGHT_NAMES))}")
+        raise SpecError(f"cannot load weights of {family!r}; use one of {', '.join(sorted(WEIGHT_NAMES))}")
     return WEIGHT_NAMES[family]
