@@ -437,7 +437,7 @@ families.read_model_spec({"model_type": "lama"}) -> 'lama' is not known .. did y
 families.read_model_spec({"model_type": 7}) -> '7' is not known
 families.read_model_spec({"model_type": "x", "auto_map": {"AutoConfig": "x.X"}}) -> 'x' is not known .. auto_map .. not followed
 families.read_model_spec({"architectures": ["FalkonForCausalLM"]}) -> 'FalkonForCausalLM' is not known
-families.read_model_spec({"architectures": "LlamaModel"}) -> architectures = 'LlamaModel' is no list
+families.read_model_spec({"architectures": "LlamaModel"}) -> architectures = 'LlamaModel' is not a list
 config("llama", architectures=["GPT2Model"]) -> 'GPT2Model' .. 'llama' .. a class Llama
 config("llama", architectures=["LlamaForCausalLn"]) -> 'ForCausalLn' .. did you mean 'ForCausalLM'
 config("llama", hidden_size="12") -> hidden_size = '12' .. whole number
@@ -449,7 +449,7 @@ config("llama", vocab_size=-5) -> vocab_size = -5 .. at least 1
 config("llama", num_hidden_layers=10**12) -> num_hidden_layers = 1000000000000 .. from 1 to 10000
 config("llama", num_attention_heads=10**9, head_dim=2) -> num_attention_heads = 1000000000
 config("llama", head_dim=2**40) -> head_dim = 1099511627776
-config("llama", hidden_size=2**64) -> channels are no head
+config("llama", hidden_size=2**64) -> channels per head are too many
 config("llama", hidden_size=100) -> 100 does not divide among 32 heads .. head_dim
 config("llama", head_dim=7) -> 7 of 7 channels .. even
 config("llama", num_key_value_heads=5) -> num_attention_heads = 32 .. num_key_value_heads = 5
@@ -458,14 +458,14 @@ config("llama", hidden_act="swiglu") -> hidden_act = 'swiglu'
 config("llama", rms_norm_eps=0) -> rms_norm_eps = 0 .. positive
 config("llama", rms_norm_eps="1e-5") -> rms_norm_eps = '1e-5' .. positive
 config("llama", rope_theta=-1) -> rope_theta = -1
-config("llama", rope_scaling=8) -> rope_scaling = 8 is no table
+config("llama", rope_scaling=8) -> rope_scaling = 8 is not a table
 config("llama", rope_scaling={"rope_type": "longer"}) -> rope_scaling: rope_type = 'longer' .. did you mean
 config("llama", rope_scaling={"type": "linear", "factor": "2"}) -> factor = '2' .. positive
 config("llama", rope_parameters={"full_attention": {}}) -> angles of its own .. one table
-config("llama", id2label=["a"], architectures=["LlamaForSequenceClassification"]) -> id2label = ['a'] is no table
+config("llama", id2label=["a"], architectures=["LlamaForSequenceClassification"]) -> id2label = ['a'] is not a table
 config("qwen3", layer_types=["full_attention"]) -> names 1 layers of 2
 config("qwen3", layer_types=["full", "full"]) -> layer_types names 'full' .. full_attention
-config("qwen3", layer_types="full") -> layer_types = 'full' is no list
+config("qwen3", layer_types="full") -> layer_types = 'full' is not a list
 config("qwen3", layer_types=["sliding_attention"] * 2) -> without a sliding_window
 config("gemma2", sliding_window=None) -> without a sliding_window
 config("gemma2", use_bidirectional_attention=True) -> use_bidirectional_attention .. not described
@@ -476,7 +476,7 @@ config("bert", position_embedding_type="relative_key") -> position_embedding_typ
 config("bert", architectures=["BertForCausalLM"]) -> 'ForCausalLM'
 config("t5", feed_forward_proj="gated_gelu") -> feed_forward_proj = 'gated_gelu' .. did you mean 'gated-gelu'
 config("t5", relative_attention_num_buckets=2) -> buckets=2
-config("bart", tie_word_embeddings=False) -> tie_word_embeddings = False .. read by nobody
+config("bart", tie_word_embeddings=False) -> tie_word_embeddings = False .. not used
 config("vit", image_size=8) -> patch_size = (16, 16) is larger
 config("vit", image_size=[8, 8, 8]) -> image_size = [8, 8, 8]
 config("vit", patch_size="16") -> patch_size = '16'
@@ -521,7 +521,7 @@ def test_what_a_description_leaves_out_is_noted():
     for word in ("auto_map names code", "quantization_config", "num_nextn_predict_layers", "n_group"):
         assert (word in notes) == (word != "n_group")
     assert "n_group" in "\n".join(config("deepseek_v3", n_group=8).notes)
-    assert config("llama").notes == ("architectures is not said; read as LlamaForCausalLM",)
+    assert config("llama").notes == ("architectures is missing; read as LlamaForCausalLM",)
     assert config("llama", architectures=["LlamaModel"]).notes == ()
 
 

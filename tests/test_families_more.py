@@ -372,12 +372,12 @@ def test_the_mask_is_theirs(name: str):
 
 # Why a layer of theirs has no spec.
 REASONS = {
-    "deberta-relative": "distances of keys",
-    "longformer": "global tokens are chosen in every call",
-    "olmo-clipped": "clip_qkv bounds",
-    "phi-normed": "qk_layernorm takes the mean",
-    "phi3-long": "divides every angle by a factor of its own",
-    "cohere-normed": "use_qk_norm takes the mean",
+    "deberta-relative": "position-to-content terms",
+    "longformer": "global tokens are chosen per call",
+    "olmo-clipped": "clip_qkv clips",
+    "phi-normed": "qk_layernorm subtracts the mean",
+    "phi3-long": "divides each frequency by its own factor",
+    "cohere-normed": "use_qk_norm subtracts the mean",
     "falcon-alibi": "before scores are scaled",
     "mpt-six": "slopes other than Alibi's",
 }
@@ -461,21 +461,21 @@ def test_what_is_beyond_words_is_counted_said_and_not_built():
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
-    "gpt_neo": ({"attention_types": 3}, "is no list of patterns with counts"),
+    "gpt_neo": ({"attention_types": 3}, "is not a list of patterns with counts"),
     "gptj": ({"rotary_dim": 5}, "5 of 256 channels; use an even number"),
-    "falcon": ({"num_kv_heads": 3, "new_decoder_architecture": True}, "do not share num_kv_heads = 3 evenly"),
-    "longformer": ({"attention_window": 5}, "is no even number for each of 12 layers"),
-    "smollm3": ({"no_rope_layers": [1]}, "does not say 0 or 1 of 36 layers"),
-    "gemma3_text": ({"rope_parameters": {"rope_theta": 3.0}}, "no table of one type of layers"),
-    "mpnet": ({"relative_attention_num_buckets": 8}, "is not how many transformers looks up"),
-    "opt": ({"word_embed_proj_dim": 5}, "a table of tokens of another width is not described"),
-    "roberta": ({"max_position_embeddings": 2}, "leaves none behind pad_token_id"),
-    "marian": ({"decoder_vocab_size": 5}, "of a table that both share"),
-    "whisper": ({"tie_word_embeddings": False}, "gives the head a table of its own"),
-    "qwen3_moe": ({"mlp_only_layers": "all"}, "is no list; write it as one"),
-    "albert": ({"num_hidden_groups": 2}, "makes several layers that take turns"),
+    "falcon": ({"num_kv_heads": 3, "new_decoder_architecture": True}, "is not a multiple of num_kv_heads = 3"),
+    "longformer": ({"attention_window": 5}, "is not an even number for each of 12 layers"),
+    "smollm3": ({"no_rope_layers": [1]}, "is not 0 or 1 for each of 36 layers"),
+    "gemma3_text": ({"rope_parameters": {"rope_theta": 3.0}}, "rope_parameters has no table for a layer type"),
+    "mpnet": ({"relative_attention_num_buckets": 8}, "is not the number that transformers uses"),
+    "opt": ({"word_embed_proj_dim": 5}, "token embeddings of another width are not described"),
+    "roberta": ({"max_position_embeddings": 2}, "leaves no positions after pad_token_id"),
+    "marian": ({"decoder_vocab_size": 5}, "differs from vocab_size"),
+    "whisper": ({"tie_word_embeddings": False}, "gives the output head its own matrix"),
+    "qwen3_moe": ({"mlp_only_layers": "all"}, "is not a list; write it as one"),
+    "albert": ({"num_hidden_groups": 2}, "uses several layers in turn"),
     "clip_vision_model": ({"patch_size": 300}, "is larger than image_size"),
-    "gemma": ({"use_bidirectional_attention": True}, "reads ahead"),
+    "gemma": ({"use_bidirectional_attention": True}, "removes the causal mask"),
 }
 
 

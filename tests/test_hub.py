@@ -206,7 +206,7 @@ HARM: dict[str, tuple[Callable[[Path], object], str]] = {
     "bits": (lambda f: said(f, quantization_config={"bits": 4}), "stored in fewer bits .. 16 or 32 bits"),
     "dynamic": (
         lambda f: said(f, rope_scaling={"rope_type": "dynamic", "factor": 2.0}),
-        "decoder.0.attention cannot be built: rope_type 'dynamic' stretches",
+        "decoder.0.attention cannot be built: rope_type 'dynamic' rescales",
     ),
     "json": (lambda f: cut(f / CONFIG, 40), f"{CONFIG} is not JSON"),
     "ids": (lambda f: said(f, eos_token_id="2"), "eos_token_id = '2' is neither an id nor a list of ids; correct it"),
@@ -295,7 +295,7 @@ def test_a_tokenizer_that_knows_few_words_is_read(tmp_path: Path):
 
 def test_families_without_a_table_are_refused_by_name():
     check_refused(
-        "weights of 'falcon' are not read yet; those of bart, bert, .. qwen3, .. vit, xlm-roberta are",
+        "cannot load weights of 'falcon'; use one of bart, bert, .. qwen3, .. vit, xlm-roberta",
         lambda: get_weight_names("falcon"),
     )
 
@@ -385,15 +385,15 @@ UNSAID: dict[str, tuple[bp.ModelSpec, str]] = {
     ),
     "pairs": (
         described(attention(turns=(hw.Rotary(pairs="interleaved"),))),
-        "modifiers.0.pairs = the usual, mine 'interl",
+        "modifiers.0.pairs = the default, mine 'interl",
     ),
-    "part": (described(attention(turns=(hw.Rotary(dims=2),))), "modifiers.0.dims = the usual, mine 2"),
-    "bent": (described(attention(turns=(hw.Rotary(scaling=hw.NTK()),))), "modifiers.0.scaling = the usual, mine"),
+    "part": (described(attention(turns=(hw.Rotary(dims=2),))), "modifiers.0.dims = the default, mine 2"),
+    "bent": (described(attention(turns=(hw.Rotary(scaling=hw.NTK()),))), "modifiers.0.scaling = the default, mine"),
     "no turn": (described(attention(turns=())), "modifiers"),
     "bias": (described(attention(bias="v")), "project.bias"),
-    "scale": (described(attention(similarity=hw.Dot(scale=0.3))), "similarity.scale = the usual, mine 0.3"),
+    "scale": (described(attention(similarity=hw.Dot(scale=0.3))), "similarity.scale = the default, mine 0.3"),
     "sink": (described(attention(normaliser=hw.SinkSoftmax())), "normaliser"),
-    "placement": (described(attention(), placement="sandwich"), "placement = the usual, mine 'sandwich'"),
+    "placement": (described(attention(), placement="sandwich"), "placement = the default, mine 'sandwich'"),
     "experts": (
         described(attention(), feed=bp.ExpertsSpec(bp.FeedForwardSpec(5), 3, 1)),
         "has one feed-forward in every layer, and mine",
@@ -430,7 +430,7 @@ def test_a_config_that_was_read_is_written_to_say_the_same(form: str):
 
 def test_words_and_lengths_that_cannot_be_meant(tmp_path: Path):
     check_refused(
-        "configs of 'lama' are not written; did you mean 'llama'?", lambda: write_config(built(LLAMA).spec, "lama")
+        "cannot write configs of 'lama'; did you mean 'llama'?", lambda: write_config(built(LLAMA).spec, "lama")
     )
     for length in (0, True, 7.5):
         told = f"max_length={length!r} is not a number of positions; give an integer"

@@ -441,15 +441,15 @@ def test_a_model_is_changed_by_its_description(capsys, folder):
 
 BAD: dict[str, tuple[Any, str]] = {
     "unknown": ({"model_type": "gtp2"}, "did you mean 'gpt2'?"),
-    "nothing": ({"hidden_size": 7}, "neither model_type nor architectures says what this is"),
+    "nothing": ({"hidden_size": 7}, "neither model_type nor architectures is present"),
     "indivisible": ({"model_type": "gpt2", "n_embd": 10, "n_head": 3}, "a hidden size of 10 does not divide"),
-    "negative": (LLAMA3 | {"hidden_size": -4096}, "hidden_size = -4096 is no size of a model"),
-    "absurd": (LLAMA3 | {"num_hidden_layers": 10**9}, "num_hidden_layers = 1000000000 is no size"),
-    "text": (LLAMA3 | {"vocab_size": "many"}, "vocab_size = 'many' is no whole number"),
-    "uneven": (LLAMA3 | {"num_key_value_heads": 5}, "do not share num_key_value_heads = 5 evenly"),
+    "negative": (LLAMA3 | {"hidden_size": -4096}, "hidden_size = -4096 is out of range"),
+    "absurd": (LLAMA3 | {"num_hidden_layers": 10**9}, "num_hidden_layers = 1000000000 is out of range"),
+    "text": (LLAMA3 | {"vocab_size": "many"}, "vocab_size = 'many' is not a whole number"),
+    "uneven": (LLAMA3 | {"num_key_value_heads": 5}, "is not a multiple of num_key_value_heads = 5"),
     "few": (CONFIGS["gemma2"] | {"layer_types": ["full_attention"] * 3}, "layer_types names 3 layers of 26"),
     "contradiction": (LLAMA3 | {"architectures": ["GPT2Model"]}, "architectures names 'GPT2Model', model_type 'llama'"),
-    "list": ([1, 2], "holds a list, not keys"),
+    "list": ([1, 2], "holds a list, not a JSON object"),
 }
 
 

@@ -350,7 +350,7 @@ def test_headwise_spec_shows_a_model(folder: Path, tmp_path: Path, capsys: pytes
     assert bp.from_toml(run(capsys, "spec", str(folder), "--toml")[1]) == described()
     for argv, words in (
         ((str(folder), "--set", "heads.kv=4"), "--set is for one spec"),
-        ((str(tmp_path),), "architectures is not said")
+        ((str(tmp_path),), "architectures is missing")
         if False
         else ((str(tmp_path / "runs"),), "neither headwise.toml"),
     ):

@@ -1,7 +1,16 @@
-"""Architectures of transformers: config.json to a model description and back, and tensor names in checkpoints.
+"""Model architectures of the transformers library: read and write config.json, and name tensors in checkpoints.
 
-One file per architecture family; `config_reader`, `config_writer`, `attention_config`, `model_builders` and
-`weight_names` are what they share. Nothing is loaded here.
+In reading order:
+
+- `config_reader` reads config.json key by key, and holds the registries `FAMILIES` (readers) and `WRITERS`.
+- `attention_config` reads RoPE settings, score scales and the layers with a sliding window.
+- `model_builders` assembles decoders and encoders from sizes, blocks, embeddings and heads.
+- `weight_names` maps our tensors to names, shapes and slices in checkpoint files.
+- `config_writer` turns a model description into config.json and checks the result by reading it.
+- One file per architecture (`llama`, `gpt2`, `bert`, `t5`, ...): its config reader, and its `WeightNames` if
+  checkpoints can be loaded.
+
+This package reads no weights; `headwise.hub` does that.
 """
 
 from __future__ import annotations
@@ -31,9 +40,10 @@ __all__ = ["FAMILIES", "WRITERS", "read_model_spec", "write_config"]
 
 
 def read_model_spec(source: str | Path | Mapping[str, Any]) -> ModelSpec:
-    """The model that is described: by a config.json, its keys, a folder as hw.save or transformers write it, or TOML.
+    """Return the model described by `source`: a config.json, its keys as a mapping, a TOML file, or a model folder.
 
-    Where heads were cut so that config.json cannot say it, the heads.json beside it does.
+    A folder is one written by hw.save or by transformers. If it has a heads.json with a model description, that
+    description is used, because config.json cannot express models with pruned heads.
 
     >>> read_model_spec({"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}).stacks[0].runs[0].times
     12
@@ -45,14 +55,14 @@ def read_model_spec(source: str | Path | Mapping[str, Any]) -> ModelSpec:
         record = find_record(path)
         if record and record.model:
             return record.model
-        found = [path / name for name in (MANIFEST_FILE, "config.json") if (path / name).is_file()]
-        if not found:
-            raise SpecError(f"{path} holds neither {MANIFEST_FILE} nor config.json; name a model's folder, or a file")
-        path = found[0]
+        candidates = [path / name for name in (MANIFEST_FILE, "config.json") if (path / name).is_file()]
+        if not candidates:
+            raise SpecError(f"{path} holds neither {MANIFEST_FILE} nor config.json; name a model folder or a file")
+        path = candidates[0]
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise SpecError(f"{path} cannot be read: {error}; name a config.json, or a folder that holds one") from None
+        raise SpecError(f"{path} cannot be read: {error}; name a config.json or a folder with one") from None
     if path.suffix == ".toml":
         return read_model_toml(text, str(path), DEFAULT_CHOICES)
     return read_config(TransformersConfig(_read_json(path, text), str(path)))
@@ -60,20 +70,22 @@ def read_model_spec(source: str | Path | Mapping[str, Any]) -> ModelSpec:
 
 def _read_json(path: Path, text: str) -> Mapping[str, Any]:
     try:
-        said = json.loads(text)
+        settings = json.loads(text)
     except (ValueError, RecursionError) as error:  # a number of too many digits is a plain ValueError
-        raise SpecError(f"{path} is not JSON: {error}; give a config.json as transformers writes it") from None
-    if not isinstance(said, dict):
-        raise SpecError(f"{path} holds a {type(said).__name__}, not keys; give a config.json as transformers writes it")
-    return cast("dict[str, Any]", said)
+        raise SpecError(f"{path} is not JSON: {error}; give a config.json written by transformers") from None
+    if not isinstance(settings, dict):
+        raise SpecError(
+            f"{path} holds a {type(settings).__name__}, not a JSON object; give a config.json written by transformers"
+        )
+    return cast("dict[str, Any]", settings)
 
 
 def get_weight_names(family: str) -> WeightNames:
-    """The names in files of a family.
+    """Return the tensor names that checkpoints of this family use.
 
     >>> get_weight_names("qwen3") is get_weight_names("llama")
     True
     """
     if family not in WEIGHT_NAMES:
-        raise SpecError(f"weights of {family!r} are not read yet; those of {', '.join(sorted(WEIGHT_NAMES))} are")
+        raise SpecError(f"cannot load weights of {family!r}; use one of {', '.join(sorted(WEIGHT_NAMES))}")
     return WEIGHT_NAMES[family]

@@ -1,4 +1,4 @@
-"""What many families spell alike of attention: rotary positions, scales, and which layers read a window."""
+"""Attention settings shared by many families: RoPE, score scales, and the layers with a sliding window."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SLIDING_ATTENTION, FULL_ATTENTION = "sliding_attention", "full_attention"
 
 
 class RopeConfig:
-    """What a config says of rotary positions: at the top in old files, in one table in new ones."""
+    """RoPE settings of a config: top-level keys, or a table rope_scaling or rope_parameters."""
 
     def __init__(
         self,
@@ -31,60 +31,60 @@ class RopeConfig:
     ) -> None:
         self.length = config.read_int("original_max_position_embeddings", default=length)
         tables = [config.read_table(name) for name in ("rope_scaling", "rope_parameters")]
-        told = next(
+        table = next(
             (table for table in tables if table and table.values), TransformersConfig(default or {}, config.source)
         )
-        nested = [name for name in (SLIDING_ATTENTION, FULL_ATTENTION) if name in told.values]
+        nested = [name for name in (SLIDING_ATTENTION, FULL_ATTENTION) if name in table.values]
         if nested:
-            told.fail(f"{nested[0]} has angles of its own", "this family turns all layers alike; give one table")
-        self.table = told
-        self.theta = told.read_float("rope_theta", default=config.read_float("rope_theta", default=theta))
-        self.rotary_fraction = told.read_float(
+            table.fail(f"{nested[0]} has angles of its own", "this family uses one RoPE in all layers; give one table")
+        self.table = table
+        self.theta = table.read_float("rope_theta", default=config.read_float("rope_theta", default=theta))
+        self.rotary_fraction = table.read_float(
             "partial_rotary_factor", default=config.read_float("partial_rotary_factor", default=rotary_fraction)
         )
-        name = "rope_type" if "rope_type" in told.values else "type"
-        self.rope_type = told.read_choice(name, "default", ROPE_TYPES)
+        name = "rope_type" if "rope_type" in table.values else "type"
+        self.rope_type = table.read_choice(name, "default", ROPE_TYPES)
 
     def make_rotary(self, dim: int, pairs: str = "half") -> Rotary:
-        """The turn of heads of this width."""
+        """Return the rotary embedding for heads of dimension `dim`."""
         dims = None if self.rotary_fraction == 1 else int(dim * self.rotary_fraction)
         return Rotary(base=self.theta, dims=dims, pairs=pairs, scaling=self.make_scaling())
 
     def make_scaling(self) -> RotaryScaling:
-        """What bends its frequencies."""
-        told = self.table
+        """Return how the frequencies are scaled: linear interpolation (PI), Llama 3, YaRN, or not at all."""
+        table = self.table
         if self.rope_type == "linear":
-            return PI(told.read_float("factor", default=1.0))
+            return PI(table.read_float("factor", default=1.0))
         if self.rope_type == "llama3":
-            low, high = (told.read_float(f"{side}_freq_factor", default=usual) for side, usual in LLAMA3_RAMP)
+            low, high = (table.read_float(f"{side}_freq_factor", default=default) for side, default in LLAMA3_RAMP)
             return Llama3(self.factor, low, high, self.original_length)
         return self._make_yarn() if self.rope_type == "yarn" else Plain()
 
     def attention_with_limits(self, spec: AttentionSpec) -> AttentionSpec | ApproximateAttention:
-        """The attention with these angles: nearly the spec where they follow the length of the text in hand."""
+        """Return `spec`, marked as approximate if its RoPE depends on the sequence length ("dynamic", "longrope")."""
         if self.rope_type in ("longrope", "su"):
-            told = f"divides every angle by a factor of its own, by other factors behind {self.length} tokens"
-            return ApproximateAttention(spec, f"rope_type {self.rope_type!r} {told}, and swells what it turned")
+            detail = f"divides each frequency by its own factor, with other factors beyond {self.length} tokens"
+            return ApproximateAttention(spec, f"rope_type {self.rope_type!r} {detail}, and rescales queries and keys")
         if self.rope_type != "dynamic":
             return spec
         return ApproximateAttention(
-            spec, f"rope_type 'dynamic' stretches with the text; like this up to {self.length} tokens"
+            spec, f"rope_type 'dynamic' rescales the base with the sequence length; exact up to {self.length} tokens"
         )
 
     @property
     def original_length(self) -> int:
-        """The length that the angles were trained for."""
+        """The context length of pretraining, before RoPE scaling."""
         return self.table.read_int("original_max_position_embeddings", default=self.length)
 
     @property
     def factor(self) -> float:
-        """How much longer the text may be."""
+        """The factor by which RoPE scaling extends the context."""
         if self.table.values.get("factor") is None:
             return self.length / self.original_length
         return self.table.read_float("factor", default=1.0)
 
     def attention_mscale(self) -> float:
-        """What scores are multiplied with besides, by the key that DeepSeek's models add."""
+        """Return DeepSeek's extra factor for queries and for keys (`mscale_all_dim`); scores get its square."""
         of = self.table.values.get("mscale_all_dim")
         return (
             self._mscale(self.table.read_float("mscale_all_dim", default=1.0))
@@ -96,22 +96,22 @@ class RopeConfig:
         return 0.1 * of * math.log(self.factor) + 1 if self.factor > 1 else 1.0
 
     def _make_yarn(self) -> YaRN:
-        told, swelling = self.table, None
-        if told.values.get("attention_factor") is not None:
-            swelling = told.read_float("attention_factor", default=1.0)
-        elif told.values.get("mscale") and told.values.get("mscale_all_dim"):
-            of, by = (told.read_float(key, default=1.0) for key in ("mscale", "mscale_all_dim"))
-            swelling = self._mscale(of) / self._mscale(by)
+        table, swelling = self.table, None
+        if table.values.get("attention_factor") is not None:
+            swelling = table.read_float("attention_factor", default=1.0)
+        elif table.values.get("mscale") and table.values.get("mscale_all_dim"):
+            numerator, denominator = (table.read_float(key, default=1.0) for key in ("mscale", "mscale_all_dim"))
+            swelling = self._mscale(numerator) / self._mscale(denominator)
         fast, slow = (
-            told.read_float(key, default=usual) if told.values.get(key) else usual
-            for key, usual in (("beta_fast", 32.0), ("beta_slow", 1.0))
+            table.read_float(key, default=default) if table.values.get(key) else default
+            for key, default in (("beta_fast", 32.0), ("beta_slow", 1.0))
         )
-        ramp = "code" if told.read_bool("truncate", True) else "exact"
+        ramp = "code" if table.read_bool("truncate", True) else "exact"
         return YaRN(self.factor, self.original_length, fast, slow, ramp, swelling)
 
 
 def read_layer_patterns(config: TransformersConfig, layers: int, default: list[str], window: int | None) -> list[str]:
-    """The pattern of each layer: `usual` are the types that a config without layer_types gets."""
+    """Return the attention pattern of each layer; `default` holds the layer types of a config without layer_types."""
     types = config.read_choices("layer_types", (SLIDING_ATTENTION, FULL_ATTENTION)) or default
     if len(types) != layers:
         config.fail(f"layer_types names {len(types)} layers of {layers}", f"name {layers}")
@@ -123,16 +123,17 @@ def read_layer_patterns(config: TransformersConfig, layers: int, default: list[s
 def read_ropes_by_layer_type(
     config: TransformersConfig, length: int, thetas: Mapping[str, float]
 ) -> dict[str, RopeConfig]:
-    """The angles of each type of layer; what old files say of scaling is of those that read everything."""
-    told = config.read_table("rope_parameters")
-    if told and not {SLIDING_ATTENTION, FULL_ATTENTION} & set(told.values):
-        told.fail(
-            "no table of one type of layers", f"write {FULL_ATTENTION} = {{...}} and {SLIDING_ATTENTION} = {{...}}"
+    """Return the RoPE settings of each layer type; the old key `rope_scaling` applies to full attention only."""
+    by_type = config.read_table("rope_parameters")
+    if by_type and not {SLIDING_ATTENTION, FULL_ATTENTION} & set(by_type.values):
+        by_type.fail(
+            "rope_parameters has no table for a layer type",
+            f"write {FULL_ATTENTION} = {{...}} and {SLIDING_ATTENTION} = {{...}}",
         )
     scaling = config.read_table("rope_scaling")
     tables: dict[str, dict[str, Any]] = {SLIDING_ATTENTION: {}, FULL_ATTENTION: dict(scaling.values) if scaling else {}}
     for kind, table in tables.items():
-        own = told and told.read_table(kind)
+        own = by_type and by_type.read_table(kind)
         table |= {"rope_theta": thetas[kind]} | (dict(own.values) if own else {})
     return {
         kind: RopeConfig(TransformersConfig({"rope_parameters": table}, config.source), length)
@@ -141,28 +142,31 @@ def read_ropes_by_layer_type(
 
 
 def read_layer_types(config: TransformersConfig, layers: int, default: list[str], window: int | None) -> list[str]:
-    """The type of each layer, as `patterns` says their patterns."""
+    """Return the type of each layer; arguments as in `read_layer_patterns`."""
     return [
-        SLIDING_ATTENTION if said != "causal()" else FULL_ATTENTION
-        for said in read_layer_patterns(config, layers, default, window)
+        SLIDING_ATTENTION if pattern != "causal()" else FULL_ATTENTION
+        for pattern in read_layer_patterns(config, layers, default, window)
     ]
 
 
 def alternate_layer_types(layers: int) -> list[str]:
-    """Sliding and full in turn, sliding first."""
+    """Alternate sliding and full attention, sliding first."""
     return [(SLIDING_ATTENTION, FULL_ATTENTION)[depth % 2] for depth in range(layers)]
 
 
 def make_dot(scale: float, default: float) -> Dot:
-    """Scores times `scale`; the plain word where that is the usual one."""
+    """Return the dot product scaled by `scale`, without an explicit scale if that is the default."""
     return Dot() if scale == default else Dot(scale=scale)
 
 
 def rope_to_config(spec: AttentionSpec) -> dict[str, Any]:
-    """The table that `Rope` reads as the rotary turn of this spec, as far as it has one that a table can say."""
-    turns = [part for _, part in spec.parts() if isinstance(part, Rotary)]
-    turn = turns[0] if turns else Rotary()
-    return {"rope_theta": turn.base, **_scaling_to_config(turn.scaling)}
+    """Return the table `rope_parameters` for the rotary embedding of this spec.
+
+    Only base and scaling are written; a scaling that transformers does not have becomes "default".
+    """
+    rotaries = [part for _, part in spec.parts() if isinstance(part, Rotary)]
+    rotary = rotaries[0] if rotaries else Rotary()
+    return {"rope_theta": rotary.base, **_scaling_to_config(rotary.scaling)}
 
 
 def _scaling_to_config(scaling: RotaryScaling) -> dict[str, Any]:

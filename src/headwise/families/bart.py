@@ -1,4 +1,4 @@
-"""BART and its kin: an encoder and a decoder after Vaswani, which differ in norms and positions."""
+"""BART and related encoder-decoders (mBART, Marian, Pegasus, Blenderbot, M2M-100, Whisper)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .weight_names import TensorLocation, WeightNames
 
 
 class BartVariant(NamedTuple):
-    """What differs: norms before sublayers or behind, positions, a norm behind the table, one at the end, biases."""
+    """How the families differ: placement of norms, positions, norms after embedding and last layer, sizes, biases."""
 
     placement: str = "post"
     positions: str = "learned"
@@ -42,41 +42,41 @@ MARIAN = BartVariant(positions="halves")
 PEGASUS = BartVariant("pre", positions="halves", final_norm=NormSpec())
 M2M = BartVariant("pre", positions="none", final_norm=NormSpec(), activation="relu")
 BLENDERBOT = BartVariant("pre", final_norm=NormSpec(), heads=32, hidden=10240)
-UNTIED_REASON = "would keep four tables of tokens, of which one is read by nobody"
+UNTIED_REASON = "would create four embedding matrices, one of them not used"
 
 
 @register_family("bart", "Bart", default_task="ForConditionalGeneration")
 def read_bart(config: TransformersConfig, task: str) -> ModelSpec:
-    """Two rows of the table of positions stand before the first (1910.13461)."""
+    """Read BART (1910.13461); its position table has two rows before the first position."""
     return _build_bart(config, task, BART, tokens=50265)
 
 
 @register_family("mbart", "MBart", default_task="ForConditionalGeneration")
 def read_mbart(config: TransformersConfig, task: str) -> ModelSpec:
-    """BART with norms before sublayers and one at the end (2001.08210)."""
+    """Read mBART (2001.08210): BART with pre-norm layers and a final norm."""
     return _build_bart(config, task, MBART, tokens=50265)
 
 
 @register_family("marian", "Marian", default_task="MTModel")
 def read_marian(config: TransformersConfig, task: str) -> ModelSpec:
-    """Sines, then cosines, in the place of a table of positions (1804.00344)."""
-    own = config.read_optional_int("decoder_vocab_size")
+    """Read Marian (1804.00344): sinusoidal positions, first all sines, then all cosines."""
+    decoder_tokens = config.read_optional_int("decoder_vocab_size")
     if not config.read_bool("share_encoder_decoder_embeddings", True):
-        return _build_untied_marian(config, task, own)
-    if own not in (None, config.read_int("vocab_size", default=58101)):
-        config.fail(f"decoder_vocab_size = {own} of a table that both share", "give that of vocab_size")
+        return _build_untied_marian(config, task, decoder_tokens)
+    if decoder_tokens not in (None, config.read_int("vocab_size", default=58101)):
+        config.fail(f"decoder_vocab_size = {decoder_tokens} differs from vocab_size", "give both alike")
     return _build_bart(config, task, MARIAN, tokens=58101)
 
 
 @register_family("pegasus", "Pegasus", default_task="ForConditionalGeneration")
 def read_pegasus(config: TransformersConfig, task: str) -> ModelSpec:
-    """Sines, then cosines, and norms before sublayers (1912.08777)."""
+    """Read Pegasus (1912.08777): sinusoidal positions as in Marian, pre-norm layers."""
     return _build_bart(config, task, PEGASUS, tokens=50265)
 
 
 @register_family("blenderbot", "Blenderbot", default_task="ForConditionalGeneration")
 def read_blenderbot(config: TransformersConfig, task: str) -> ModelSpec:
-    """Two layers that read, twenty-four that write (2004.13637)."""
+    """Read Blenderbot (2004.13637): two encoder layers and 24 decoder layers by default."""
     deep = {"encoder_layers": 2, "decoder_layers": 24, "d_model": 2560, "max_position_embeddings": 128}
     inner = TransformersConfig(deep | dict(config.values), config.source)
     inner.family_name, inner.notes = config.family_name, config.notes
@@ -85,113 +85,129 @@ def read_blenderbot(config: TransformersConfig, task: str) -> ModelSpec:
 
 @register_family("m2m_100", "M2M100", default_task="ForConditionalGeneration")
 def read_m2m(config: TransformersConfig, task: str) -> ModelSpec:
-    """Its sines have frequencies of their own, and no bias stands over its tokens (2010.11125)."""
-    why = "positions are sines, then cosines, whose last frequency is 1 / 10,000, from 2 on, which no word says"
-    return _build_bart(config, task, M2M, tokens=128112, beyond=(UnsupportedPart(why),))
+    """Read M2M-100 (2010.11125); its sinusoids use other frequencies, its output head has no bias."""
+    reason = "positions count from 2 and are sinusoids with 1 / 10,000 as the last frequency, which PositionSpec lacks"
+    return _build_bart(config, task, M2M, tokens=128112, unsupported=(UnsupportedPart(reason),))
 
 
 def read_width(config: TransformersConfig) -> int:
-    """How wide it is."""
+    """Return the model width."""
     return config.read_int("d_model", "hidden_size", default=1024)
 
 
 def _build_bart(
-    config: TransformersConfig, task: str, kin: BartVariant, tokens: int, beyond: tuple[UnsupportedPart, ...] = ()
+    config: TransformersConfig,
+    task: str,
+    variant: BartVariant,
+    tokens: int,
+    unsupported: tuple[UnsupportedPart, ...] = (),
 ) -> ModelSpec:
     model, count = read_width(config), config.read_int("vocab_size", default=tokens)
     config.require_default("tie_word_embeddings", True, UNTIED_REASON)
-    said = _embedding_args(config, kin, model)
-    tables = (("encoder", EmbeddingSpec(count, **said)), ("decoder", EmbeddingSpec(count, **said, table="encoder")))
-    stacks = tuple(_make_stack(config, kin, model, name, table) for name, table in tables)
-    over = OutputHeadSpec("tokens", count, bias="" if config.family_name == "m2m_100" else "constant", table="encoder")
+    embedding_args = _embedding_args(config, variant, model)
+    tables = (
+        ("encoder", EmbeddingSpec(count, **embedding_args)),
+        ("decoder", EmbeddingSpec(count, **embedding_args, table="encoder")),
+    )
+    stacks = tuple(_make_stack(config, variant, model, name, table) for name, table in tables)
+    token_head = OutputHeadSpec(
+        "tokens", count, bias="" if config.family_name == "m2m_100" else "constant", table="encoder"
+    )
     return ModelSpec(
         config.family_name,
         "encoder-decoder",
         stacks,
-        _select_heads(config, task, over, model),
+        _select_heads(config, task, token_head, model),
         tuple(config.notes),
-        beyond,
+        unsupported,
     )
 
 
 def _build_untied_marian(config: TransformersConfig, task: str, tokens: int | None) -> ModelSpec:
-    """A Marian whose stacks have each a table of their own; what it writes is read off the second."""
+    """Build a Marian with separate token embeddings; the output head is tied to the decoder's."""
     model, first = read_width(config), config.read_int("vocab_size", default=58101)
-    config.require_default(
-        "tie_word_embeddings", True, "would give the head a table of its own, which is not described"
+    config.require_default("tie_word_embeddings", True, "gives the output head its own matrix, which is not described")
+    embedding_args = _embedding_args(config, MARIAN, model)
+    tables = (
+        ("encoder", EmbeddingSpec(first, **embedding_args)),
+        ("decoder", EmbeddingSpec(tokens or first, **embedding_args)),
     )
-    said = _embedding_args(config, MARIAN, model)
-    tables = (("encoder", EmbeddingSpec(first, **said)), ("decoder", EmbeddingSpec(tokens or first, **said)))
     stacks = tuple(_make_stack(config, MARIAN, model, name, table) for name, table in tables)
-    over = OutputHeadSpec("tokens", tokens or first, bias="constant", table="decoder")
+    token_head = OutputHeadSpec("tokens", tokens or first, bias="constant", table="decoder")
     return ModelSpec(
-        config.family_name, "encoder-decoder", stacks, _select_heads(config, task, over, model), tuple(config.notes)
+        config.family_name,
+        "encoder-decoder",
+        stacks,
+        _select_heads(config, task, token_head, model),
+        tuple(config.notes),
     )
 
 
-def _embedding_args(config: TransformersConfig, kin: BartVariant, model: int) -> dict[str, Any]:
-    """Positions, norm and scale of both tables."""
+def _embedding_args(config: TransformersConfig, variant: BartVariant, model: int) -> dict[str, Any]:
+    """Positions, norm and scale of both embeddings."""
     length = config.read_int("max_position_embeddings", default=1024)
     positions = {
-        "learned": PositionSpec("learned", length, skipped=kin.position_offset),
+        "learned": PositionSpec("learned", length, skipped=variant.position_offset),
         "halves": PositionSpec("sinusoidal", length, layout="halves"),
         "none": None,
     }
     scale = model**0.5 if config.read_bool("scale_embedding", config.family_name == "m2m_100") else 1.0
-    return {"positions": positions[kin.positions], "norm": kin.embedding_norm, "scale": scale}
+    return {"positions": positions[variant.positions], "norm": variant.embedding_norm, "scale": scale}
 
 
-def _make_stack(config: TransformersConfig, kin: BartVariant, model: int, name: str, table: EmbeddingSpec) -> StackSpec:
+def _make_stack(
+    config: TransformersConfig, variant: BartVariant, model: int, name: str, table: EmbeddingSpec
+) -> StackSpec:
     return StackSpec.from_blocks(
-        name, model, make_bart_blocks(config, kin, model, name), embedding=table, norm=kin.final_norm
+        name, model, make_bart_blocks(config, variant, model, name), embedding=table, norm=variant.final_norm
     )
 
 
 def make_bart_blocks(config: TransformersConfig, variant: BartVariant, model: int, stack: str) -> list[BlockSpec]:
-    """The layers of one stack."""
+    """Return the layers of one stack, "encoder" or "decoder"."""
     layers = config.read_num_layers(f"{stack}_layers", default=variant.layers)
     heads = config.read_num_heads(f"{stack}_attention_heads", default=variant.heads)
     config.resolve_head_dim(model, heads)
     hidden = config.read_int(f"{stack}_ffn_dim", default=variant.hidden)
     feed = FeedForwardSpec(hidden, config.read_activation("activation_function", variant.activation), bias="ud")
-    every = design(model=model, heads=heads, bias=variant.bias)
+    full_attention = design(model=model, heads=heads, bias=variant.bias)
     if stack == "encoder":
-        return [BlockSpec(every, feed=feed, placement=variant.placement)] * layers
-    past = design(model=model, heads=heads, bias=variant.bias, pattern="causal()")
-    return [BlockSpec(past, every, feed, placement=variant.placement)] * layers
+        return [BlockSpec(full_attention, feed=feed, placement=variant.placement)] * layers
+    causal_attention = design(model=model, heads=heads, bias=variant.bias, pattern="causal()")
+    return [BlockSpec(causal_attention, full_attention, feed, placement=variant.placement)] * layers
 
 
 def _select_heads(
-    config: TransformersConfig, task: str, over: OutputHeadSpec, model: int
+    config: TransformersConfig, task: str, token_head: OutputHeadSpec, model: int
 ) -> tuple[OutputHeadSpec, ...]:
     classes = OutputHeadSpec("classes", read_num_labels(config, 3), "last", HeadTransformSpec(model), "learned")
-    ways = {
-        "ForConditionalGeneration": [over],
-        "MTModel": [over],
+    heads_by_task = {
+        "ForConditionalGeneration": [token_head],
+        "MTModel": [token_head],
         "Model": [],
         "ForSequenceClassification": [classes],
         "ForQuestionAnswering": [OutputHeadSpec("span", 2, bias="learned")],
     }
-    return select_heads(config, task, ways)
+    return select_heads(config, task, heads_by_task)
 
 
-# --- BART and its kin ----------------------------------------------------------------------------------
+# --- Weight names of BART and its relatives ------------------------------------------------------------
 
 
 def name_attention(own_prefix: str, file_prefix: str) -> dict[str, str]:
-    """The rows of one attention."""
+    """Map the tensors of one attention to their stored names."""
     sides = {f"project.{side}": f"{side}_proj" for side in "qkv"} | {"output.o": "out_proj"}
     matrices = {f"{own_prefix}.{name}": f"{file_prefix}.{other}.weight" for name, other in sides.items()}
     return matrices | {f"{own_prefix}.{name}_bias": f"{file_prefix}.{other}.bias" for name, other in sides.items()}
 
 
 def name_norm(own_prefix: str, file_prefix: str) -> dict[str, str]:
-    """The rows of one norm."""
+    """Map weight and bias of one norm to their stored names."""
     return {f"{own_prefix}.{name}": f"{file_prefix}.{name}" for name in ("weight", "bias")}
 
 
 def name_stack(name: str) -> dict[str, str]:
-    """The rows of one stack."""
+    """Map the tensors of one stack to their stored names."""
     ours, layer = f"{name}.{{layer}}", f".{name}.layers.{{layer}}"
     return {
         f"{name}.embedding.positions": f".{name}.embed_positions.weight",
@@ -237,24 +253,24 @@ WHISPER = BartVariant("pre", final_norm=NormSpec(), layers=4, heads=6, hidden=15
 
 @register_family("whisper", "Whisper", default_task="ForConditionalGeneration")
 def read_whisper(config: TransformersConfig, task: str) -> ModelSpec:
-    """The frames of a spectrogram, two to a position."""
+    """Read Whisper; the encoder's convolutions over spectrogram frames are not modelled."""
     model = config.read_int("d_model", "hidden_size", default=384)
     tokens, bins = config.read_int("vocab_size", default=51865), config.read_int("num_mel_bins", default=80)
     frames = config.read_int("max_source_positions", default=1500)
     scale = model**0.5 if config.read_bool("scale_embedding", False) else 1.0
-    config.require_default("tie_word_embeddings", True, "gives the head a table of its own, which is not described")
-    why = f"sound enters by two convolutions over time and {frames} positions of sines, which no word says"
+    config.require_default("tie_word_embeddings", True, "gives the output head its own matrix, which is not described")
+    reason = f"audio enters by two convolutions and {frames} sinusoidal positions, which EmbeddingSpec lacks"
     sizes = {"conv1": model * bins * 3 + model, "conv2": model * model * 3 + model}
-    sound = UnsupportedPart(why, tuple((f"encoder.embedding.{name}", size) for name, size in sizes.items()))
+    audio = UnsupportedPart(reason, tuple((f"encoder.embedding.{name}", size) for name, size in sizes.items()))
 
     positions = PositionSpec("learned", config.read_int("max_target_positions", default=448))
     table = EmbeddingSpec(tokens, positions=positions, scale=scale)
-    reads = StackSpec.from_blocks(
+    encoder = StackSpec.from_blocks(
         "encoder", model, make_bart_blocks(config, WHISPER, model, "encoder"), norm=WHISPER.final_norm
     )
-    writes = StackSpec.from_blocks(
+    decoder = StackSpec.from_blocks(
         "decoder", model, make_bart_blocks(config, WHISPER, model, "decoder"), embedding=table, norm=WHISPER.final_norm
     )
-    ways = {"ForConditionalGeneration": [OutputHeadSpec("tokens", tokens, table="decoder")], "Model": []}
-    heads = select_heads(config, task, ways)
-    return ModelSpec("whisper", "encoder-decoder", (reads, writes), heads, tuple(config.notes), (sound,))
+    heads_by_task = {"ForConditionalGeneration": [OutputHeadSpec("tokens", tokens, table="decoder")], "Model": []}
+    heads = select_heads(config, task, heads_by_task)
+    return ModelSpec("whisper", "encoder-decoder", (encoder, decoder), heads, tuple(config.notes), (audio,))

@@ -1,4 +1,4 @@
-"""BERT: learned positions and two kinds of token, LayerNorm behind, a head that transforms before it tells tokens."""
+"""BERT, DistilBERT and MPNet: post-LayerNorm encoders with a masked-LM head."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .weight_names import WeightNames
 
 @register_family("bert", "Bert", default_task="ForMaskedLM")
 def read_bert(config: TransformersConfig, task: str) -> ModelSpec:
-    """A classifier reads the first token through a pooler (1810.04805)."""
+    """Read BERT (1810.04805): learned positions, token types, classifiers on the pooled first token."""
     model = config.read_int("hidden_size", default=768)
     heads = config.read_num_heads("num_attention_heads", default=12)
     layers = config.read_num_layers("num_hidden_layers", default=12)
@@ -30,7 +30,9 @@ def read_bert(config: TransformersConfig, task: str) -> ModelSpec:
     norm = NormSpec("layer", config.read_float("layer_norm_eps", default=1e-12))
     act = config.read_activation("hidden_act", "gelu")
     config.require_default("position_embedding_type", "absolute", "is not described")
-    config.require_default("add_cross_attention", False, "reads a model that this file does not describe")
+    config.require_default(
+        "add_cross_attention", False, "adds cross-attention to a second model, which is not described"
+    )
     config.resolve_head_dim(model, heads)
 
     pattern = "causal()" if config.read_bool("is_decoder", False) else "full()"
@@ -47,11 +49,11 @@ def read_bert(config: TransformersConfig, task: str) -> ModelSpec:
 
     pool, table, count = HeadTransformSpec(model), read_tied_stack(config, "encoder", True), read_num_labels(config)
     if not table:
-        config.add_note("tie_word_embeddings: the second bias that transformers gives the decoder is left out")
+        config.add_note("tie_word_embeddings: the second bias of the decoder in transformers is left out")
     masked = OutputHeadSpec(
         "tokens", tokens, transform=HeadTransformSpec(model, act, norm), bias="learned", table=table
     )
-    ways = {
+    heads_by_task = {
         "Model": [OutputHeadSpec("pooler", at="first", transform=pool)],
         "ForMaskedLM": [masked],
         "LMHeadModel": [masked],
@@ -62,7 +64,7 @@ def read_bert(config: TransformersConfig, task: str) -> ModelSpec:
         "ForTokenClassification": [OutputHeadSpec("classes", count, bias="learned")],
         "ForQuestionAnswering": [OutputHeadSpec("span", count, bias="learned")],
     }
-    return ModelSpec("bert", "encoder", (stack,), select_heads(config, task, ways), tuple(config.notes))
+    return ModelSpec("bert", "encoder", (stack,), select_heads(config, task, heads_by_task), tuple(config.notes))
 
 
 # --- BERT ----------------------------------------------------------------------------------------------
@@ -121,11 +123,13 @@ BERT_WEIGHTS = WeightNames(
 
 @register_family("distilbert", "DistilBert", default_task="ForMaskedLM")
 def read_distilbert(config: TransformersConfig, task: str) -> ModelSpec:
-    """A classifier reads the first token through a relu."""
+    """Read DistilBERT; its classifier pools the first token with a ReLU."""
     model = config.read_int("dim", "hidden_size", default=768)
     heads = config.read_num_heads("n_heads", "num_attention_heads", default=12)
     config.resolve_head_dim(model, heads)
-    config.require_default("sinusoidal_pos_embds", False, "freezes the table of positions, which is not described")
+    config.require_default(
+        "sinusoidal_pos_embds", False, "makes the positions constant sinusoids, which is not described"
+    )
     norm, act = NormSpec("layer", 1e-12), config.read_activation("activation", "gelu")
     feed = FeedForwardSpec(config.read_int("hidden_dim", default=3072), act, bias="ud")
     layers = config.read_num_layers("n_layers", "num_hidden_layers", default=6)
@@ -149,14 +153,14 @@ def read_distilbert(config: TransformersConfig, task: str) -> ModelSpec:
 
 # --- MPNet ---------------------------------------------------------------------------------------------
 
-PAD_ID = 1  # the same for all of them, whatever their configs say
+PAD_ID = 1  # transformers uses 1 in every MPNet and ignores pad_token_id
 
 
 @register_family("mpnet", "MPNet", default_task="ForMaskedLM")
 def read_mpnet(config: TransformersConfig, task: str) -> ModelSpec:
-    """Positions begin behind the row of padding."""
+    """Read MPNet: BERT with relative position biases as in T5; positions start after the padding row."""
     sizes = model_builders.read_encoder_sizes(config, model_builders.EncoderDefaults(vocab_size=30527))
-    config.require_default("relative_attention_num_buckets", 32, "is not how many transformers looks up")
+    config.require_default("relative_attention_num_buckets", 32, "is not the number that transformers uses")
     bias = T5Bias(32, 128, "both")
     attention = design(model=sizes.model, heads=sizes.heads, bias="qkvo", modifiers=(bias,))
     rows, skipped = config.read_int("max_position_embeddings", default=512, minimum=PAD_ID + 2), PAD_ID + 1

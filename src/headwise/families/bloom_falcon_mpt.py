@@ -1,4 +1,4 @@
-"""BLOOM: linear biases in the place of positions, and a norm behind the table of tokens (2211.05100)."""
+"""BLOOM (ALiBi and a norm after the token embeddings, 2211.05100), Falcon and MPT."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .weight_names import WeightNames
 
 @register_family("bloom", "Bloom")
 def read_bloom(config: TransformersConfig, task: str) -> ModelSpec:
-    """Queries, keys and values of a head lie side by side."""
+    """Read BLOOM; Q, K and V of each head are stored next to each other."""
     model = config.read_int("n_embed", "hidden_size", default=64)
     heads = config.read_num_heads("n_head", "num_attention_heads", default=8)
     config.resolve_head_dim(model, heads)
@@ -25,9 +25,9 @@ def read_bloom(config: TransformersConfig, task: str) -> ModelSpec:
         [spec] * config.read_num_layers("n_layer", "num_hidden_layers", default=2), feed, norm
     )
     normed = config.read_bool("apply_residual_connection_post_layernorm", False)
-    why = "apply_residual_connection_post_layernorm adds to what was normalised, which no word says"
+    reason = "apply_residual_connection_post_layernorm adds to the normalised input, which BlockSpec lacks"
     ends = model_builders.DecoderEnds(config.read_int("vocab_size", default=250880), True, embedding_norm=norm)
-    return model_builders.build_decoder(config, task, blocks, norm, ends, (UnsupportedPart(why),) if normed else ())
+    return model_builders.build_decoder(config, task, blocks, norm, ends, (UnsupportedPart(reason),) if normed else ())
 
 
 # --- BLOOM ---------------------------------------------------------------------------------------------
@@ -52,20 +52,20 @@ BLOOM_WEIGHTS = WeightNames(
 
 @register_family("falcon", "Falcon")
 def read_falcon(config: TransformersConfig, task: str) -> ModelSpec:
-    """The newer architecture has groups, and a norm for each of the two."""
+    """Read Falcon; its newer architecture has grouped heads and separate norms for attention and feed-forward."""
     model = config.read_int("n_embed", "hidden_size", default=4544)
     heads = config.read_num_heads("num_attention_heads", default=71)
     newer, parallel = config.read_bool("new_decoder_architecture", False), config.read_bool("parallel_attn", True)
     biased = config.read_bool("bias", False)
-    said = model_builders.DecoderSizes(
+    design_args = model_builders.DecoderSizes(
         model, heads, _read_num_kv_heads(config, heads), config.resolve_head_dim(model, heads)
     ).design_args
-    said |= {"pattern": "causal()", "bias": "qkvo" if biased else ""}
+    design_args |= {"pattern": "causal()", "bias": "qkvo" if biased else ""}
     rope = RopeConfig(config, model_builders.read_max_length(config, 2048))
-    attention = rope.attention_with_limits(design(**said, modifiers=(rope.make_rotary(said["dim"]),)))
+    attention = rope.attention_with_limits(design(**design_args, modifiers=(rope.make_rotary(design_args["dim"]),)))
     if config.read_bool("alibi", False):
         attention = ApproximateAttention(
-            design(**said), "alibi adds 16-bit slopes before scores are scaled, which Alibi does not"
+            design(**design_args), "alibi adds 16-bit slopes before scores are scaled, which Alibi does not"
         )
 
     act = config.read_activation("activation", "gelu")
@@ -82,13 +82,13 @@ def read_falcon(config: TransformersConfig, task: str) -> ModelSpec:
 
 
 def _read_num_kv_heads(config: TransformersConfig, heads: int) -> int:
-    """One for all, or as many as are said; the older architecture without multi_query has one for each."""
+    """Return the key-value heads: num_kv_heads in the newer architecture, else one, or one per head."""
     if config.read_bool("new_decoder_architecture", False):
         kv = config.read_optional_int("num_kv_heads") or heads
     else:
         kv = 1 if config.read_bool("multi_query", True) else heads
     if heads % kv:
-        config.fail(f"num_attention_heads = {heads} do not share num_kv_heads = {kv} evenly", "give a divisor")
+        config.fail(f"num_attention_heads = {heads} is not a multiple of num_kv_heads = {kv}", "give a divisor")
     return kv
 
 
@@ -97,14 +97,17 @@ def _read_num_kv_heads(config: TransformersConfig, heads: int) -> int:
 
 @register_family("mpt", "Mpt")
 def read_mpt(config: TransformersConfig, task: str) -> ModelSpec:
-    """Slopes are those of ALiBi where heads are a power of two; transformers uses them whatever the config says."""
+    """Read MPT; ALiBi applies whatever the config contains, as in transformers."""
     model = config.read_int("d_model", "hidden_size", default=2048)
     heads = config.read_num_heads("n_heads", "num_attention_heads", default=16)
     dim = config.resolve_head_dim(model, heads)
-    told = config.read_table("attn_config") or TransformersConfig({}, config.source)
-    scale = make_dot(told.read_optional_float("softmax_scale") or dim**-0.5, dim**-0.5)
+    attention_config = config.read_table("attn_config") or TransformersConfig({}, config.source)
+    scale = make_dot(attention_config.read_optional_float("softmax_scale") or dim**-0.5, dim**-0.5)
     spec = design(model=model, heads=heads, pattern="causal()", similarity=scale, modifiers=(Alibi(),))
-    steepest, clip = told.read_int("alibi_bias_max", default=8), told.read_optional_float("clip_qkv")
+    steepest, clip = (
+        attention_config.read_int("alibi_bias_max", default=8),
+        attention_config.read_optional_float("clip_qkv"),
+    )
     attention: model_builders.LayerAttention = spec
     if heads & (heads - 1) or steepest != 8:
         attention = ApproximateAttention(
@@ -112,7 +115,7 @@ def read_mpt(config: TransformersConfig, task: str) -> ModelSpec:
         )
     elif clip is not None:
         attention = ApproximateAttention(
-            spec, f"clip_qkv bounds queries, keys and values at {clip:g}, which no word says"
+            spec, f"clip_qkv clips queries, keys and values at {clip:g}, which AttentionSpec lacks"
         )
     norm = NormSpec("unbiased", config.read_float("layer_norm_epsilon", default=1e-5))
     layers = config.read_num_layers("n_layers", "num_hidden_layers", default=24)

@@ -1,4 +1,4 @@
-"""The towers of CLIP and SigLIP: one reads pictures, the other reads words (2103.00020, 2303.15343)."""
+"""Text and vision encoders of CLIP (2103.00020) and SigLIP (2303.15343)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .config_reader import TransformersConfig, register_family, select_heads
 
 
 class ClipTower(NamedTuple):
-    """What both towers have alike."""
+    """The layers and norm of an encoder, for text or images."""
 
     model: int
     blocks: list[BlockSpec]
@@ -29,7 +29,7 @@ class ClipTower(NamedTuple):
 
 
 class ClipDefaults(NamedTuple):
-    """What a config takes that does not say its own."""
+    """Defaults for keys missing in a config."""
 
     model: int
     heads: int
@@ -45,7 +45,7 @@ SIGLIP_DEFAULTS = ClipDefaults(768, 12, 3072, "gelu_pytorch_tanh", 1e-6)
 
 @register_family("clip_text_model", "CLIPText", default_task="Model")
 def read_clip_text(config: TransformersConfig, task: str) -> ModelSpec:
-    """A causal one; what is compared with pictures is read off the token that ends a text."""
+    """Read CLIP's causal text encoder; its output is the end-of-text token."""
     tower = _read_tower(config, TEXT_DEFAULTS, "causal()")
     positions = PositionSpec("learned", config.read_int("max_position_embeddings", default=77))
     table = EmbeddingSpec(config.read_int("vocab_size", default=49408), positions=positions)
@@ -57,41 +57,54 @@ def read_clip_text(config: TransformersConfig, task: str) -> ModelSpec:
 
 @register_family("clip_vision_model", "CLIPVision", default_task="Model")
 def read_clip_vision(config: TransformersConfig, task: str) -> ModelSpec:
-    """Patches without a bias behind one vector of its own, and a norm before the first layer."""
+    """Read CLIP's vision encoder: patches without a bias after a class token, a norm before the first layer."""
     tower = _read_tower(config, VISION_DEFAULTS, "full()")
     table = _make_patch_embedding(config, 224, 32, first=1, norm=tower.norm)
     stack = StackSpec.from_blocks("encoder", tower.model, tower.blocks, embedding=table, norm=tower.norm)
-    config.add_note("the last norm is of the first vector alone in transformers; here it is of all")
-    wide = config.read_int("projection_dim", default=512)
-    ways = {"Model": [], "ModelWithProjection": [OutputHeadSpec("projection", wide, at="first")]}
-    return ModelSpec(config.family_name, "vision", (stack,), select_heads(config, task, ways), tuple(config.notes))
+    config.add_note("transformers applies the last norm to the class token only; here it applies to all tokens")
+    width = config.read_int("projection_dim", default=512)
+    heads_by_task = {"Model": [], "ModelWithProjection": [OutputHeadSpec("projection", width, at="first")]}
+    return ModelSpec(
+        config.family_name, "vision", (stack,), select_heads(config, task, heads_by_task), tuple(config.notes)
+    )
 
 
 @register_family("siglip_text_model", "SiglipText", default_task="Model")
 def read_siglip_text(config: TransformersConfig, task: str) -> ModelSpec:
-    """One that reads ahead too; its last token is what is compared with pictures."""
+    """Read SigLIP's bidirectional text encoder; its output is the last token."""
     tower = _read_tower(config, SIGLIP_DEFAULTS, "full()")
     positions = PositionSpec("learned", config.read_int("max_position_embeddings", default=64))
     table = EmbeddingSpec(config.read_int("vocab_size", default=32000), positions=positions)
     stack = StackSpec.from_blocks("encoder", tower.model, tower.blocks, embedding=table, norm=tower.norm)
-    wide = config.read_optional_int("projection_size") or tower.model
-    ways = {"Model": [OutputHeadSpec("projection", wide, at="last", bias="learned")]}
-    return ModelSpec(config.family_name, "encoder", (stack,), select_heads(config, task, ways), tuple(config.notes))
+    width = config.read_optional_int("projection_size") or tower.model
+    heads_by_task = {"Model": [OutputHeadSpec("projection", width, at="last", bias="learned")]}
+    return ModelSpec(
+        config.family_name, "encoder", (stack,), select_heads(config, task, heads_by_task), tuple(config.notes)
+    )
 
 
 @register_family("siglip_vision_model", "SiglipVision", default_task="Model")
 def read_siglip_vision(config: TransformersConfig, task: str) -> ModelSpec:
-    """What is compared with words is what one learned query reads of all patches."""
+    """Read SigLIP's vision encoder; a learned query pools the patches."""
     tower = _read_tower(config, SIGLIP_DEFAULTS, "full()")
     table = _make_patch_embedding(config, 224, 16, first=0)
     stack = StackSpec.from_blocks("encoder", tower.model, tower.blocks, embedding=table, norm=tower.norm)
-    d, hidden, beyond = tower.model, config.read_int("intermediate_size", default=3072), tuple[UnsupportedPart, ...]()
+    d, hidden, unsupported = (
+        tower.model,
+        config.read_int("intermediate_size", default=3072),
+        tuple[UnsupportedPart, ...](),
+    )
     if config.read_bool("vision_use_head", True):
         sizes = {"probe": d, "attention": 4 * d * d + 4 * d, "norm": 2 * d, "feed": 2 * d * hidden + hidden + d}
-        why = "one learned query reads all patches, through layers of its own, which no word says"
-        beyond = (UnsupportedPart(why, tuple((f"head.pooler.{name}", size) for name, size in sizes.items())),)
+        reason = "a learned query pools all patches through its own layers, which OutputHeadSpec lacks"
+        unsupported = (UnsupportedPart(reason, tuple((f"head.pooler.{name}", size) for name, size in sizes.items())),)
     return ModelSpec(
-        config.family_name, "vision", (stack,), select_heads(config, task, {"Model": []}), tuple(config.notes), beyond
+        config.family_name,
+        "vision",
+        (stack,),
+        select_heads(config, task, {"Model": []}),
+        tuple(config.notes),
+        unsupported,
     )
 
 
@@ -111,13 +124,13 @@ def _read_tower(config: TransformersConfig, usual: ClipDefaults, pattern: str) -
 def _make_patch_embedding(
     config: TransformersConfig, image: int, patch: int, first: int, norm: NormSpec | None = None
 ) -> EmbeddingSpec:
-    """An image as patches; pixels that fill no whole one are left out."""
-    whole, part = config.read_pair("image_size", image), config.read_pair("patch_size", patch)
-    rows, columns = (side // piece for side, piece in zip(whole, part, strict=True))
+    """Return a patch embedding; pixels beyond the last whole patch are dropped."""
+    image_size, patch_size = config.read_pair("image_size", image), config.read_pair("patch_size", patch)
+    rows, columns = (side // patch_side for side, patch_side in zip(image_size, patch_size, strict=True))
     if not (rows and columns):
-        config.fail(f"patch_size = {part} is larger than image_size = {whole}", "give a smaller patch_size")
+        config.fail(f"patch_size = {patch_size} is larger than image_size = {image_size}", "give a smaller patch_size")
     bias = "none" if first else "learned"
-    patches = PatchSpec(rows, columns, *part, channels=config.read_int("num_channels", default=3), bias=bias)
+    patches = PatchSpec(rows, columns, *patch_size, channels=config.read_int("num_channels", default=3), bias=bias)
     return EmbeddingSpec(
         patches=patches, first=first, positions=PositionSpec("learned", patches.num_patches + first), norm=norm
     )

@@ -1,4 +1,4 @@
-"""Cohere's Command R: one norm for attention and feed-forward, neighbouring channels turn together."""
+"""Cohere's Command R, with parallel blocks and interleaved RoPE; StableLM."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from .llama import LLAMA_WEIGHTS as LLAMA
 
 @register_family("cohere", "Cohere")
 def read_cohere(config: TransformersConfig, task: str) -> ModelSpec:
-    """LayerNorm without a bias; logits are scaled."""
+    """Read Command R: parallel blocks, LayerNorm without a bias, scaled logits."""
     sizes, rope = model_builders.read_decoder_sizes(config, model=8192, heads=64), _read_rope(config)
     turns = (rope.make_rotary(sizes.dim, "interleaved"),)
     spec = design(**sizes.design_args, pattern="causal()", bias=_read_bias(config), modifiers=turns)
     attention = rope.attention_with_limits(spec)
     if config.read_bool("use_qk_norm", False):
-        wide = (("q_norm.weight", sizes.heads * sizes.dim), ("k_norm.weight", sizes.kv * sizes.dim))
-        why = "use_qk_norm takes the mean off queries and keys and has weights for each head, which QKNorm has not"
-        attention = ApproximateAttention(spec, why, wide)
+        parameters = (("q_norm.weight", sizes.heads * sizes.dim), ("k_norm.weight", sizes.kv * sizes.dim))
+        reason = "use_qk_norm subtracts the mean from queries and keys and has weights per head, which QKNorm lacks"
+        attention = ApproximateAttention(spec, reason, parameters)
     return _build_cohere(config, task, [attention] * model_builders.read_num_layers(config, 40))
 
 
 @register_family("cohere2", "Cohere2")
 def read_cohere2(config: TransformersConfig, task: str) -> ModelSpec:
-    """Three layers with a window, which turn queries and keys, to one without, which does not (2504.00698)."""
+    """Read Command R7B (2504.00698): three sliding-window layers with RoPE, then a full one without positions."""
     sizes, rope, layers = (
         model_builders.read_decoder_sizes(config, model=8192, heads=64),
         _read_rope(config),
         model_builders.read_num_layers(config, 40),
     )
-    window, every = (
+    window, interval = (
         config.read_optional_int("sliding_window", default=4096),
         config.read_int("sliding_window_pattern", default=4),
     )
-    usual = [FULL_ATTENTION if (layer + 1) % every == 0 else SLIDING_ATTENTION for layer in range(layers)]
+    default_types = [FULL_ATTENTION if (layer + 1) % interval == 0 else SLIDING_ATTENTION for layer in range(layers)]
 
     def attention(kind: str) -> model_builders.LayerAttention:
         if kind == FULL_ATTENTION:
@@ -47,7 +47,7 @@ def read_cohere2(config: TransformersConfig, task: str) -> ModelSpec:
         )
 
     return _build_cohere(
-        config, task, model_builders.make_attentions(read_layer_types(config, layers, usual, window), attention)
+        config, task, model_builders.make_attentions(read_layer_types(config, layers, default_types, window), attention)
     )
 
 
@@ -68,8 +68,8 @@ def _build_cohere(config: TransformersConfig, task: str, attentions: list[model_
     act = config.read_activation("hidden_act", "silu")
     feed = FeedForwardSpec(config.read_int("intermediate_size", default=22528), act, "gated")
     blocks: list[BlockSpec] = model_builders.make_blocks(attentions, feed, norm, placement="parallel")
-    said = config.read_float("logit_scale", default=0.0625)
-    ends = model_builders.DecoderEnds(config.read_int("vocab_size", default=256000), True, logit_scale=said)
+    scale = config.read_float("logit_scale", default=0.0625)
+    ends = model_builders.DecoderEnds(config.read_int("vocab_size", default=256000), True, logit_scale=scale)
     return model_builders.build_decoder(config, task, blocks, norm, ends)
 
 
@@ -78,16 +78,16 @@ def _build_cohere(config: TransformersConfig, task: str, attentions: list[model_
 
 @register_family("stablelm", "StableLm")
 def read_stablelm(config: TransformersConfig, task: str) -> ModelSpec:
-    """Feed-forwards may stand beside attention, with its norm."""
+    """Read StableLM; its blocks may be parallel: attention and feed-forward share one norm."""
     sizes = model_builders.read_decoder_sizes(config, model=2560, heads=32, kv=32)
     rope = RopeConfig(config, model_builders.read_max_length(config, 4096), rotary_fraction=0.25)
     bias = "qkv" if config.read_bool("use_qkv_bias", False) else ""
     spec = design(**sizes.design_args, pattern="causal()", bias=bias, modifiers=(rope.make_rotary(sizes.dim),))
     attention = rope.attention_with_limits(spec)
     if config.read_bool("qk_layernorm", False):
-        wide = (("q_norm.weights", sizes.heads * sizes.dim), ("k_norm.weights", sizes.kv * sizes.dim))
-        why = "qk_layernorm takes the mean off queries and keys and has weights for each head, which QKNorm has not"
-        attention = ApproximateAttention(spec, why, wide)
+        parameters = (("q_norm.weights", sizes.heads * sizes.dim), ("k_norm.weights", sizes.kv * sizes.dim))
+        reason = "qk_layernorm subtracts the mean from queries and keys and has weights per head, which QKNorm lacks"
+        attention = ApproximateAttention(spec, reason, parameters)
     act = config.read_activation("hidden_act", "silu")
     feed = FeedForwardSpec(config.read_int("intermediate_size", default=6912), act, "gated")
     norm = NormSpec("layer", config.read_float("layer_norm_eps", default=1e-5))

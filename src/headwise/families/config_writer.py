@@ -1,4 +1,4 @@
-"""A description back to the keys of a config.json, if the one that is read from these is the same."""
+"""Write a model description as the keys of a config.json, and check them by reading them back."""
 
 from __future__ import annotations
 
@@ -11,76 +11,79 @@ from ..model_spec import FeedForwardSpec, ModelSpec, StackSpec, to_dict
 from ..spec.attention_spec import AttentionSpec
 from .config_reader import ACTIVATIONS, FAMILIES, WRITERS, TransformersConfig, read_config as read
 
-DEFAULT_TEXT = "the usual"
+DEFAULT_TEXT = "the default"
 REMEDY = "save it with hw.save, which writes every model"
-Difference = tuple[str, str, str]  # where, what the family has there, and what the model has
+Difference = tuple[str, str, str]  # path in the description, value in the family, value in the model
 
 
 def write_config(model: ModelSpec, family: str = "auto") -> dict[str, Any]:
-    """The keys by which a family says this model, the first that can; refused where what is read back is another.
+    """Return the config.json keys that describe this model in a family, for "auto" in the first family that can.
 
-    >>> told = read(
+    The keys are read back. If they describe a different model, a SpecError names the first difference, for "auto" in
+    the family with the fewest differences.
+
+    >>> model = read(
     ...     TransformersConfig({"model_type": "gpt2", "n_layer": 2, "n_embd": 8, "n_head": 2, "vocab_size": 11})
     ... )
-    >>> write_config(told)["n_layer"]
+    >>> write_config(model)["n_layer"]
     2
-    >>> write_config(told, "llama")
+    >>> write_config(model, "llama")
     Traceback (most recent call last):
-    headwise.errors.SpecError: a llama has stacks.0.embedding.positions = the usual, gpt2 {'kind': 'learned', ...
+    headwise.errors.SpecError: a llama has stacks.0.embedding.positions = the default, gpt2 {'kind': 'learned', ...
     """
     if family != "auto" and family not in WRITERS:
-        raise SpecError(f"configs of {family!r} are not written; {suggest(family, ['auto', *WRITERS])}")
-    tried, refused = list[tuple[list[Difference], dict[str, Any]]](), SpecError()
+        raise SpecError(f"cannot write configs of {family!r}; {suggest(family, ['auto', *WRITERS])}")
+    attempts, refusal = list[tuple[list[Difference], dict[str, Any]]](), SpecError()
     for name in WRITERS if family == "auto" else [family]:
         try:
-            tried.append(_try_family(model, name))
-        except SpecError as error:  # its sizes are none of this family at all
-            refused = error
-    if not tried:
-        raise refused
-    wrong, keys = min(tried, key=lambda one: len(one[0]))
-    if not wrong:
+            attempts.append(_try_family(model, name))
+        except SpecError as error:  # the family cannot express these sizes
+            refusal = error
+    if not attempts:
+        raise refusal
+    differences, keys = min(attempts, key=lambda attempt: len(attempt[0]))
+    if not differences:
         return keys
-    (where, theirs, own), name = wrong[0], keys["model_type"]
+    (where, theirs, own), name = differences[0], keys["model_type"]
     raise SpecError(f"a {name} has {where} = {theirs}, {model.name} {own}; {REMEDY}")
 
 
 def _try_family(model: ModelSpec, family: str) -> tuple[list[Difference], dict[str, Any]]:
-    """The keys of a family, and where the model that they say is not this one."""
+    """Return the keys for one family, and the differences of the model that they describe from this one."""
     keys = {"architectures": [_class_name(family)], "model_type": family} | WRITERS[family](model, family)
     theirs = replace(read(TransformersConfig(keys, f"as a {family}")), name=model.name, notes=model.notes)
     return list(find_differences(theirs, model)), keys
 
 
 def find_differences(one: ModelSpec, other: ModelSpec) -> Iterator[Difference]:
-    """Where two descriptions differ, layer by layer, with what each says there."""
+    """Yield the differences of two model descriptions, layer by layer: path, value in one, value in the other."""
     return _compare_trees("", _layers_to_dict(one), _layers_to_dict(other))
 
 
 def _layers_to_dict(model: ModelSpec) -> dict[str, Any]:
-    """A model as plain values, layer by layer, however its layers repeat."""
+    """Return a model as plain values, with runs of repeated layers expanded to single layers."""
     plain = to_dict(model)
-    for said in plain["stacks"]:
-        runs = said.pop("runs")
-        said["layers"] = [block for run in runs for _ in range(run["times"]) for block in run["blocks"]]
+    for stack in plain["stacks"]:
+        runs = stack.pop("runs")
+        stack["layers"] = [block for run in runs for _ in range(run["times"]) for block in run["blocks"]]
     return plain
 
 
 def get_first_layer(model: ModelSpec, family: str) -> tuple[StackSpec, AttentionSpec, FeedForwardSpec]:
-    """The stack, and the attention and the feed-forward of its first layer; a family has all of them."""
+    """Return the last stack and the attention and feed-forward of its first layer; refuse models without them."""
     stack = model.stacks[-1]
     if not stack.layers or stack.embedding is None:
         _raise_missing(model, family, "layers over an embedding")
     block = stack.layers[0]
     if not isinstance(block.attention, AttentionSpec):
-        _raise_missing(model, family, "an attention in every layer, which a spec says")
+        _raise_missing(model, family, "an attention that an AttentionSpec describes in every layer")
     if not isinstance(block.feed, FeedForwardSpec):
         _raise_missing(model, family, "one feed-forward in every layer")
     return stack, block.attention, block.feed
 
 
 def activation_to_config(name: str) -> str:
-    """An activation by transformers' word for it; one that it has not is told as it is.
+    """Return the name of an activation in transformers, or `name` itself if transformers has no such activation.
 
     >>> activation_to_config("silu"), activation_to_config("gelu_tanh")
     ('silu', 'gelu_new')
@@ -89,8 +92,8 @@ def activation_to_config(name: str) -> str:
 
 
 def _class_name(family: str) -> str:
-    found = FAMILIES[family]
-    return f"{found.class_prefix}{found.default_task}"
+    entry = FAMILIES[family]
+    return f"{entry.class_prefix}{entry.default_task}"
 
 
 def _raise_missing(model: ModelSpec, family: str, has: str) -> NoReturn:
@@ -98,7 +101,7 @@ def _raise_missing(model: ModelSpec, family: str, has: str) -> NoReturn:
 
 
 def _compare_trees(where: str, one: Any, other: Any) -> Iterator[Difference]:
-    """Where two trees of plain values differ, with what each says there."""
+    """Yield the differences of two trees of plain values: path, value in one, value in the other."""
     if isinstance(one, Mapping) and isinstance(other, Mapping):
         first, second = cast("Mapping[str, Any]", one), cast("Mapping[str, Any]", other)
         for key in [*first, *(key for key in second if key not in first)]:

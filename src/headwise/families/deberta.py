@@ -1,4 +1,4 @@
-"""DeBERTa 2 and 3: content and positions are compared apart (2006.03654)."""
+"""DeBERTa 2 and 3: disentangled attention scores content and relative positions separately (2006.03654)."""
 
 from __future__ import annotations
 
@@ -16,16 +16,18 @@ from . import model_builders
 from .config_reader import TransformersConfig, read_tied_stack, register_family
 from .model_builders import LayerAttention
 
-DISENTANGLED_REASON = "scores add what queries make of distances and distances of keys, from one table for all layers"
+DISENTANGLED_REASON = "scores add content-to-position and position-to-content terms, from one table for all layers"
 
 DEBERTA_DEFAULTS = model_builders.EncoderDefaults(1536, 24, 24, 128100, 6144, eps=1e-7)
 
 
 @register_family("deberta-v2", "DebertaV2", default_task="ForMaskedLM")
 def read_deberta(config: TransformersConfig, task: str) -> ModelSpec:
-    """Without relative_attention it is BERT."""
+    """Read DeBERTa 2 and 3; without relative_attention the layers are BERT's."""
     sizes = model_builders.read_encoder_sizes(config, DEBERTA_DEFAULTS)
-    config.require_default("embedding_size", sizes.model, "is a table of another width, which is not described")
+    config.require_default(
+        "embedding_size", sizes.model, "gives token embeddings another width, which is not described"
+    )
     config.require_default("legacy", True, "has another head over tokens, which is not described")
     length = config.read_int("max_position_embeddings", default=512)
     placed = PositionSpec("learned", length) if config.read_bool("position_biased_input", True) else None
@@ -55,26 +57,28 @@ def _make_attention(config: TransformersConfig, sizes: model_builders.EncoderSiz
     if not config.read_bool("relative_attention", False):
         return spec
     sides = {"c2p": "pos_key", "p2c": "pos_query"}
-    asked = (
+    sides_used = (
         []
         if config.read_bool("share_att_key", False)
         else [name for kind, name in sides.items() if kind in _read_score_types(config)]
     )
-    more = [(f"{name}.weight", sizes.model**2) for name in asked] + [(f"{name}.bias", sizes.model) for name in asked]
-    return ApproximateAttention(spec, DISENTANGLED_REASON, tuple(more))
+    parameters = [(f"{name}.weight", sizes.model**2) for name in sides_used] + [
+        (f"{name}.bias", sizes.model) for name in sides_used
+    ]
+    return ApproximateAttention(spec, DISENTANGLED_REASON, tuple(parameters))
 
 
 def _read_score_types(config: TransformersConfig) -> list[str]:
-    """Which comparisons there are; old files write them as one word."""
-    told = config.values.get("pos_att_type")
-    return [kind.strip() for kind in told.lower().split("|")] if isinstance(told, str) else list(told or [])
+    """Return the relative score terms (c2p, p2c); old files join them with |."""
+    terms = config.values.get("pos_att_type")
+    return [kind.strip() for kind in terms.lower().split("|")] if isinstance(terms, str) else list(terms or [])
 
 
 def _unsupported_parts(
     config: TransformersConfig, sizes: model_builders.EncoderSizes, length: int
 ) -> tuple[UnsupportedPart, ...]:
-    """The table of distances, its norm, and a convolution beside the first layer."""
-    found = list[UnsupportedPart]()
+    """The relative position table, its norm, and the convolution beside the first layer."""
+    parts = list[UnsupportedPart]()
     if config.read_bool("relative_attention", False):
         reach = config.values.get("max_relative_positions", -1)
         buckets = config.values.get("position_buckets", -1)
@@ -84,10 +88,10 @@ def _unsupported_parts(
         normed = (("encoder.embedding.distances_norm", 2 * sizes.model),)
         has = "layer_norm" in str(config.values.get("norm_rel_ebd", "none")).lower()
         table = (("encoder.embedding.distances", rows * sizes.model), *(normed if has else ()))
-        found.append(UnsupportedPart("distances have a table of their own, which all layers compare with", table))
+        parts.append(UnsupportedPart("relative positions have a table of embeddings that all layers share", table))
     if kernel := config.read_int("conv_kernel_size", default=0, minimum=0):
         groups = config.read_int("conv_groups", default=1)
         numbers = sizes.model * sizes.model // groups * kernel + 3 * sizes.model
-        why = "a convolution of the embedding joins what the first layer gives"
-        found.append(UnsupportedPart(why, (("encoder.0.feed.convolution", numbers),)))
-    return tuple(found)
+        reason = "a convolution of the embeddings is added to the output of the first layer"
+        parts.append(UnsupportedPart(reason, (("encoder.0.feed.convolution", numbers),)))
+    return tuple(parts)

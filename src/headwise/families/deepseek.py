@@ -1,4 +1,4 @@
-"""DeepSeek-V2 and V3: latent attention, and experts behind the first layers."""
+"""DeepSeek-V2 and V3: multi-head latent attention (MLA), and experts after the first dense layers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .weight_names import TensorLocation
 
 
 class DeepseekDefaults(NamedTuple):
-    """The sizes of a config that does not say its own."""
+    """Defaults for keys missing in a config."""
 
     vocab_size: int
     model: int
@@ -49,19 +49,19 @@ V3_DEFAULTS = DeepseekDefaults(
 
 @register_family("deepseek_v2", "DeepseekV2")
 def read_deepseek_v2(config: TransformersConfig, task: str) -> ModelSpec:
-    """Experts chosen by softmax (2405.04434)."""
+    """Read DeepSeek-V2 (2405.04434); a softmax chooses the experts."""
     routing = {"scores": "softmax", "scale": config.read_float("routed_scaling_factor", default=1.0)}
     return _build_deepseek(config, task, V2_DEFAULTS, "interleaved", routing)
 
 
 @register_family("deepseek_v3", "DeepseekV3")
 def read_deepseek_v3(config: TransformersConfig, task: str) -> ModelSpec:
-    """Experts chosen by sigmoids with a bias that balances them (2412.19437)."""
+    """Read DeepSeek-V3 (2412.19437); sigmoids with a load-balancing bias choose the experts."""
     scale = config.read_float("routed_scaling_factor", default=2.5)
     routing = {"scores": "sigmoid", "bias": "constant", "scale": scale}
     pairs = "interleaved" if config.read_bool("rope_interleave", True) else "half"
     if config.read_int("num_nextn_predict_layers", "num_mtp_layers", default=0, minimum=0):
-        config.add_note("num_nextn_predict_layers: what predicts further tokens is left out, as transformers does")
+        config.add_note("num_nextn_predict_layers: the multi-token prediction layers are left out, as in transformers")
     return _build_deepseek(config, task, V3_DEFAULTS, pairs, routing)
 
 
@@ -71,22 +71,22 @@ def _build_deepseek(
     model = config.read_int("hidden_size", default=usual.model)
     layers = config.read_num_layers("num_hidden_layers", default=usual.layers)
     dense = config.read_int("first_k_dense_replace", default=usual.dense, minimum=0)
-    config.require_default("moe_layer_freq", 1, "leaves out layers that transformers puts in")
+    config.require_default("moe_layer_freq", 1, "replaces expert layers that transformers keeps")
     attention = _make_latent_attention(config, model, usual, pairs)
 
     norm = NormSpec("rms", config.read_float("rms_norm_eps", default=1e-6))
     act = config.read_activation("hidden_act", "silu")
     bias = "ugd" if config.family_name == "deepseek_v2" and config.read_bool("mlp_bias", False) else ""
-    first = FeedForwardSpec(config.read_int("intermediate_size", default=usual.hidden), act, "gated", bias)
+    dense_feed = FeedForwardSpec(config.read_int("intermediate_size", default=usual.hidden), act, "gated", bias)
     each = FeedForwardSpec(config.read_int("moe_intermediate_size", default=usual.expert), act, "gated")
     count = config.read_int("n_routed_experts", "num_experts", "num_local_experts", default=usual.experts)
     active = config.read_int("num_experts_per_tok", default=usual.active, maximum=count)
     shared = config.read_int("n_shared_experts", default=usual.shared, minimum=0)
-    both = replace(each, hidden=shared * each.hidden, bias=bias) if shared else None
-    experts = ExpertsSpec(each, count, active, both, **routing)
+    shared_expert = replace(each, hidden=shared * each.hidden, bias=bias) if shared else None
+    experts = ExpertsSpec(each, count, active, shared_expert, **routing)
     if config.read_optional_int("n_group", default=1) != 1:
-        config.add_note("n_group: experts are chosen within groups, which moves none of the numbers here")
-    blocks = [BlockSpec(attention, feed=first if depth < dense else experts, norm=norm) for depth in range(layers)]
+        config.add_note("n_group: experts are chosen within groups, which does not change parameter counts or costs")
+    blocks = [BlockSpec(attention, feed=dense_feed if depth < dense else experts, norm=norm) for depth in range(layers)]
 
     tokens = config.read_int("vocab_size", default=usual.vocab_size)
     stack = StackSpec.from_blocks("decoder", model, blocks, embedding=EmbeddingSpec(tokens), norm=norm)
@@ -96,20 +96,23 @@ def _build_deepseek(
 
 
 def _make_latent_attention(
-    config: TransformersConfig, model: int, usual: DeepseekDefaults, pairs: str
+    config: TransformersConfig, model: int, defaults: DeepseekDefaults, pairs: str
 ) -> AttentionSpec | ApproximateAttention:
-    heads = config.read_num_heads("num_attention_heads", default=usual.heads)
+    heads = config.read_num_heads("num_attention_heads", default=defaults.heads)
     if config.read_num_kv_heads(heads) != heads:
-        config.fail("num_key_value_heads differs from num_attention_heads", "give both alike: every head has its keys")
+        config.fail(
+            "num_key_value_heads differs from num_attention_heads",
+            "give both alike: in MLA every query head has its own keys",
+        )
     dim = config.read_head_dim("qk_nope_head_dim", default=128)
-    turned = config.read_head_dim("qk_rope_head_dim", default=64)
+    rope_dim = config.read_head_dim("qk_rope_head_dim", default=64)
     project = Latent(
         rank=config.read_int("kv_lora_rank", default=512),
-        rope=turned,
+        rope=rope_dim,
         query_rank=config.read_optional_int("q_lora_rank", default=1536),
     )
-    rope = RopeConfig(config, config.read_int("max_position_embeddings", default=usual.length))
-    plain = (dim + turned) ** -0.5
+    rope = RopeConfig(config, config.read_int("max_position_embeddings", default=defaults.length))
+    default_scale = (dim + rope_dim) ** -0.5
     biased = config.read_bool("attention_bias", False)
     spec = design(
         model=model,
@@ -119,17 +122,19 @@ def _make_latent_attention(
         pattern="causal()",
         project=project,
         bias="o" if biased else "",
-        similarity=make_dot(plain * rope.attention_mscale() ** 2, plain),
-        modifiers=(rope.make_rotary(turned, pairs),),
+        similarity=make_dot(default_scale * rope.attention_mscale() ** 2, default_scale),
+        modifiers=(rope.make_rotary(rope_dim, pairs),),
     )
     if not biased:
         return rope.attention_with_limits(spec)
-    ranks = (("project.q_down_bias", project.query_rank or 0), ("project.kv_down_bias", project.rank + turned))
-    more = tuple((name, size) for name, size in ranks if size)
-    return ApproximateAttention(spec, "attention_bias adds one to the latent vectors, which Latent has not", more)
+    ranks = (("project.q_down_bias", project.query_rank or 0), ("project.kv_down_bias", project.rank + rope_dim))
+    parameters = tuple((name, size) for name, size in ranks if size)
+    return ApproximateAttention(
+        spec, "attention_bias adds biases to the latent vectors, which Latent lacks", parameters
+    )
 
 
-# --- DeepSeek-V2 and V3, and others whose experts have tensors of their own ----------------------------
+# --- Weight names of DeepSeek, and of others with separate tensors per expert --------------------------
 
 OWN_LAYER, FILE_ATTENTION = "decoder.{layer}", ".layers.{layer}.self_attn"
 FILE_EXPERT, FILE_SHARED_EXPERT = ".layers.{layer}.mlp.experts.{expert}", ".layers.{layer}.mlp.shared_experts"

@@ -1,4 +1,4 @@
-"""Gemma and Gemma 3: norms whose weights are stored less one, heads of a width of their own, a scaled table."""
+"""Gemma 1 to 3: norm weights stored minus one, a separate head dimension, scaled token embeddings."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from .llama import LLAMA_WEIGHTS as LLAMA
 
 @register_family("gemma", "Gemma")
 def read_gemma(config: TransformersConfig, task: str) -> ModelSpec:
-    """As Llama, but for norms, activation and table (2403.08295)."""
+    """Read Gemma (2403.08295): Llama with offset RMSNorm, gated GELU and scaled embeddings."""
     sizes = model_builders.read_decoder_sizes(config, model=3072, heads=16, kv=16, dim=256)
-    config.require_default("use_bidirectional_attention", False, "reads ahead, which is not described")
+    config.require_default("use_bidirectional_attention", False, "removes the causal mask, which is not described")
     rope = RopeConfig(config, model_builders.read_max_length(config, 8192))
     spec = design(
         **sizes.design_args, pattern="causal()", bias=_read_bias(config), modifiers=(rope.make_rotary(sizes.dim),)
@@ -36,7 +36,7 @@ def read_gemma(config: TransformersConfig, task: str) -> ModelSpec:
     act = config.read_activation("hidden_act", "gelu_pytorch_tanh")
     feed = _read_feed_forward(
         config, "gelu_tanh" if act == "gelu" else act, 24576
-    )  # transformers reads the exact one as this
+    )  # transformers treats "gelu" as the tanh approximation
     blocks = model_builders.make_blocks(
         [rope.attention_with_limits(spec)] * model_builders.read_num_layers(config, 28), feed, norm
     )
@@ -45,10 +45,10 @@ def read_gemma(config: TransformersConfig, task: str) -> ModelSpec:
 
 @register_family("gemma3_text", "Gemma3")
 def read_gemma3_text(config: TransformersConfig, task: str) -> ModelSpec:
-    """Five layers with a window to one without, angles of two bases, queries and keys normalised (2503.19786)."""
+    """Read Gemma 3 (2503.19786): five sliding-window layers per full one, a RoPE base for either, QK-norm."""
     sizes = model_builders.read_decoder_sizes(config, model=2304, heads=8, kv=4, dim=256)
     layers, every = model_builders.read_num_layers(config, 26), config.read_int("sliding_window_pattern", default=6)
-    config.require_default("use_bidirectional_attention", False, "reads ahead, which is not described")
+    config.require_default("use_bidirectional_attention", False, "removes the causal mask, which is not described")
     thetas = {FULL_ATTENTION: config.read_float("rope_theta", default=1_000_000.0)}
     thetas |= {SLIDING_ATTENTION: config.read_float("rope_local_base_freq", default=10_000.0)}
     ropes = read_ropes_by_layer_type(config, model_builders.read_max_length(config, 131072), thetas)
@@ -57,13 +57,13 @@ def read_gemma3_text(config: TransformersConfig, task: str) -> ModelSpec:
 
     norm = NormSpec("offset", config.read_float("rms_norm_eps", default=1e-6))
     scale = make_dot(config.read_float("query_pre_attn_scalar", default=256) ** -0.5, sizes.dim**-0.5)
-    said: dict[str, Any] = {**sizes.design_args, "bias": _read_bias(config), "similarity": scale}
+    design_args: dict[str, Any] = {**sizes.design_args, "bias": _read_bias(config), "similarity": scale}
     caps = () if config.read_optional_float("attn_logit_softcapping") is None else (_make_softcap(config),)
 
     def attention(kind: str) -> model_builders.LayerAttention:
         turns = (QKNorm("offset", eps=norm.eps), ropes[kind].make_rotary(sizes.dim), *caps)
         pattern = f"window({window})" if kind == SLIDING_ATTENTION else "causal()"
-        return ropes[kind].attention_with_limits(design(**said, pattern=pattern, modifiers=turns))
+        return ropes[kind].attention_with_limits(design(**design_args, pattern=pattern, modifiers=turns))
 
     feed = _read_feed_forward(config, config.read_activation("hidden_activation", "gelu_pytorch_tanh"), 9216)
     attentions = model_builders.make_attentions(read_layer_types(config, layers, usual, window), attention)
@@ -73,10 +73,10 @@ def read_gemma3_text(config: TransformersConfig, task: str) -> ModelSpec:
 
 @register_family("gemma3", "Gemma3", default_task="ForConditionalGeneration")
 def read_gemma3(config: TransformersConfig, task: str) -> ModelSpec:
-    """The decoder of one that also reads pictures."""
+    """Read the text decoder of a Gemma 3 with vision."""
     text = config.read_table("text_config") or TransformersConfig({}, config.source)
     text.family_name, text.notes = config.family_name, config.notes
-    config.add_note("vision_config: the tower that reads pictures, and what brings them to the decoder, are left out")
+    config.add_note("vision_config: the vision tower and its projection into the decoder are left out")
     return read_gemma3_text(text, {"ForConditionalGeneration": "ForCausalLM"}.get(task, task))
 
 
@@ -93,7 +93,7 @@ def _read_feed_forward(config: TransformersConfig, act: str, usual: int) -> Feed
 
 
 def _build_gemma(config: TransformersConfig, task: str, blocks: list[Any], norm: NormSpec, tokens: int) -> ModelSpec:
-    """A table of tokens times the root of its width, the same at the end."""
+    """Return a decoder whose tied token embeddings are scaled by sqrt(width)."""
     (wide,) = {spec.model for spec in blocks[0].attention_specs.values()}
     count, cap = config.read_int("vocab_size", default=tokens), config.read_optional_float("final_logit_softcapping")
     return model_builders.build_decoder(
@@ -110,7 +110,7 @@ def _build_gemma(config: TransformersConfig, task: str, blocks: list[Any], norm:
 
 @register_family("gemma2", "Gemma2")
 def read_gemma2(config: TransformersConfig, task: str) -> ModelSpec:
-    """The scale of scores follows a number of its own, not the width of a head (2408.00118)."""
+    """Read Gemma 2 (2408.00118); scores are scaled by query_pre_attn_scalar instead of the head dimension."""
     model = config.read_int("hidden_size", default=2304)
     heads = config.read_num_heads("num_attention_heads", default=8)
     layers = config.read_num_layers("num_hidden_layers", default=26)
@@ -120,25 +120,25 @@ def read_gemma2(config: TransformersConfig, task: str) -> ModelSpec:
         key: _read_softcap(config, f"{key}_logit_softcapping", usual)
         for key, usual in (("attn", 50.0), ("final", 30.0))
     }
-    config.require_default("use_bidirectional_attention", False, "reads ahead, which is not described")
+    config.require_default("use_bidirectional_attention", False, "removes the causal mask, which is not described")
 
-    said: dict[str, Any] = {
+    design_args: dict[str, Any] = {
         "model": model,
         "heads": heads,
         "kv": config.read_num_kv_heads(heads, default=4),
         "dim": dim,
     }
-    said |= {"bias": "qkvo" if config.read_bool("attention_bias", False) else ""}
-    said |= {"similarity": make_dot(config.read_float("query_pre_attn_scalar", default=256) ** -0.5, dim**-0.5)}
-    said |= {"modifiers": (rope.make_rotary(dim), *((Softcap(caps["attn"]),) if caps["attn"] else ()))}
+    design_args |= {"bias": "qkvo" if config.read_bool("attention_bias", False) else ""}
+    design_args |= {"similarity": make_dot(config.read_float("query_pre_attn_scalar", default=256) ** -0.5, dim**-0.5)}
+    design_args |= {"modifiers": (rope.make_rotary(dim), *((Softcap(caps["attn"]),) if caps["attn"] else ()))}
     norm = NormSpec("offset", config.read_float("rms_norm_eps", default=1e-6))
     act = config.read_activation("hidden_activation", "gelu_pytorch_tanh")
     feed = FeedForwardSpec(config.read_int("intermediate_size", default=9216), act, "gated")
-    each = read_layer_patterns(
+    patterns = read_layer_patterns(
         config, layers, alternate_layer_types(layers), config.read_optional_int("sliding_window", default=4096)
     )
-    specs = {pattern: rope.attention_with_limits(design(**said, pattern=pattern)) for pattern in set(each)}
-    blocks = [BlockSpec(specs[pattern], feed=feed, norm=norm, placement="sandwich") for pattern in each]
+    specs = {pattern: rope.attention_with_limits(design(**design_args, pattern=pattern)) for pattern in set(patterns)}
+    blocks = [BlockSpec(specs[pattern], feed=feed, norm=norm, placement="sandwich") for pattern in patterns]
 
     tokens = config.read_int("vocab_size", default=256000)
     stack = StackSpec.from_blocks(

@@ -1,4 +1,4 @@
-"""GLM-4: half of a head turns, in neighbouring pairs; gates and ups lie in one matrix (2406.12793)."""
+"""GLM-4: interleaved RoPE on half of each head; gate and up projections in one matrix (2406.12793)."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from .phi import FUSED_GATE_UP_NAMES
 
 @register_family("glm", "Glm")
 def read_glm(config: TransformersConfig, task: str) -> ModelSpec:
-    """Norms before."""
+    """Read GLM-4 with pre-norm layers."""
     return _build_glm(config, task, "pre")
 
 
 @register_family("glm4", "Glm4")
 def read_glm4(config: TransformersConfig, task: str) -> ModelSpec:
-    """Norms on either side."""
+    """Read GLM-4-0414, with norms before and after every sublayer."""
     return _build_glm(config, task, "sandwich")
 
 

@@ -1,4 +1,4 @@
-"""GPT-2: learned positions, LayerNorm before, biases everywhere, the table of tokens again at the end."""
+"""GPT-2: learned positions, pre-LayerNorm, biases everywhere, tied token embeddings."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .weight_names import TensorLocation, WeightNames
 
 @register_family("gpt2", "GPT2", default_task="LMHeadModel")
 def read_gpt2(config: TransformersConfig, task: str) -> ModelSpec:
-    """Scores may be divided by the depth, counted from 1."""
+    """Read GPT-2; attention scores may be divided by the layer number, counted from 1."""
     model = config.read_int("n_embd", "hidden_size", default=768)
     heads = config.read_num_heads("n_head", "num_attention_heads", default=12)
     layers = config.read_num_layers("n_layer", "num_hidden_layers", default=12)
@@ -33,14 +33,16 @@ def read_gpt2(config: TransformersConfig, task: str) -> ModelSpec:
     norm = NormSpec("layer", config.read_float("layer_norm_epsilon", default=1e-5))
     act = config.read_activation("activation_function", "gelu_new")
     feed = FeedForwardSpec(config.read_optional_int("n_inner") or 4 * model, act, bias="ud")
-    config.require_default("add_cross_attention", False, "reads a model that this file does not describe")
+    config.require_default(
+        "add_cross_attention", False, "adds cross-attention to a second model, which is not described"
+    )
 
-    usual = config.resolve_head_dim(model, heads) ** -0.5
-    scale = usual if config.read_bool("scale_attn_weights", True) else 1.0
+    default_scale = config.resolve_head_dim(model, heads) ** -0.5
+    scale = default_scale if config.read_bool("scale_attn_weights", True) else 1.0
     by_depth = config.read_bool("scale_attn_by_inverse_layer_idx", False)
-    said: dict[str, Any] = {"model": model, "heads": heads, "pattern": "causal()", "bias": "qkvo"}
-    scales = [make_dot(scale / (depth + 1 if by_depth else 1), usual) for depth in range(layers)]
-    blocks = [BlockSpec(design(**said, similarity=similarity), feed=feed, norm=norm) for similarity in scales]
+    design_args: dict[str, Any] = {"model": model, "heads": heads, "pattern": "causal()", "bias": "qkvo"}
+    scales = [make_dot(scale / (depth + 1 if by_depth else 1), default_scale) for depth in range(layers)]
+    blocks = [BlockSpec(design(**design_args, similarity=similarity), feed=feed, norm=norm) for similarity in scales]
 
     positions = PositionSpec("learned", config.read_int("n_positions", "max_position_embeddings", default=1024))
     stack = StackSpec.from_blocks(
@@ -53,7 +55,7 @@ def read_gpt2(config: TransformersConfig, task: str) -> ModelSpec:
 
 @register_writer("gpt2")
 def write_gpt2_config(model: ModelSpec, name: str) -> dict[str, Any]:
-    """The sizes of a GPT-2; its scores are divided by the depth where layers scale them differently."""
+    """Write the config keys of GPT-2; if score scales differ between layers, they are divided by the layer number."""
     stack, spec, feed = get_first_layer(model, name)
     positions = stack.embedding.positions if stack.embedding else None
     scales = [block.attention.similarity for block in stack.layers if isinstance(block.attention, AttentionSpec)]

@@ -1,4 +1,4 @@
-"""GPT-Neo: GPT-2 without a scale of scores, with a window in every other layer."""
+"""GPT-Neo (unscaled scores, a sliding window in every other layer), GPT-J, GPT-NeoX and Pythia."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from .weight_names import TensorLocation, WeightNames
 
 @register_family("gpt_neo", "GPTNeo")
 def read_gpt_neo(config: TransformersConfig, task: str) -> ModelSpec:
-    """A bias behind heads alone."""
+    """Read GPT-Neo; of the attention projections only the output has a bias."""
     model = config.read_int("hidden_size", default=2048)
     heads = config.read_num_heads("num_heads", "num_attention_heads", default=16)
     layers = config.read_num_layers("num_layers", "num_hidden_layers", default=24)
     config.resolve_head_dim(model, heads)
     window = config.read_int("window_size", default=256)
     patterns = {"global": "causal()", "local": f"window({window})"}
-    said: dict[str, Any] = {"model": model, "heads": heads, "bias": "o", "similarity": Dot(scale=1.0)}
+    design_args: dict[str, Any] = {"model": model, "heads": heads, "bias": "o", "similarity": Dot(scale=1.0)}
     attentions = model_builders.make_attentions(
-        _read_attention_types(config, layers), lambda kind: design(**said, pattern=patterns[kind])
+        _read_attention_types(config, layers), lambda kind: design(**design_args, pattern=patterns[kind])
     )
     act = config.read_activation("activation_function", "gelu_new")
     feed = FeedForwardSpec(config.read_optional_int("intermediate_size") or 4 * model, act, bias="ud")
@@ -36,15 +36,17 @@ def read_gpt_neo(config: TransformersConfig, task: str) -> ModelSpec:
 
 
 def _read_attention_types(config: TransformersConfig, layers: int) -> list[str]:
-    """Of each layer, as attention_types tells them: patterns, and how often each is repeated."""
-    told: Any = config.values.get("attention_types") or [[["global", "local"], layers // 2]]
+    """Expand `attention_types`, pairs of patterns and repeats, to "global" or "local" for each layer."""
+    entries: Any = config.values.get("attention_types") or [[["global", "local"], layers // 2]]
     try:
-        found = [kind for pattern, times in told for _ in range(times) for kind in pattern]
+        types = [kind for pattern, times in entries for _ in range(times) for kind in pattern]
     except (TypeError, ValueError):
-        config.fail(f"attention_types = {told!r} is no list of patterns with counts", "write [[['global'], 2]], say")
-    if len(found) != layers or set(found) - {"global", "local"}:
-        config.fail(f"attention_types names {found!r} for {layers} layers", "name 'global' or 'local' for each")
-    return found
+        config.fail(
+            f"attention_types = {entries!r} is not a list of patterns with counts", "write it as in [[['global'], 2]]"
+        )
+    if len(types) != layers or set(types) - {"global", "local"}:
+        config.fail(f"attention_types names {types!r} for {layers} layers", "name 'global' or 'local' for each")
+    return types
 
 
 # --- GPT-J ---------------------------------------------------------------------------------------------
@@ -52,15 +54,15 @@ def _read_attention_types(config: TransformersConfig, layers: int) -> list[str]:
 
 @register_family("gptj", "GPTJ")
 def read_gptj(config: TransformersConfig, task: str) -> ModelSpec:
-    """A head over tokens with a bias; attention has none."""
+    """Read GPT-J: no biases in the attention, a bias in the language-model head."""
     model = config.read_int("n_embd", "hidden_size", default=4096)
     heads = config.read_num_heads("n_head", "num_attention_heads", default=16)
     dim = config.resolve_head_dim(model, heads)
-    turned = config.read_optional_int("rotary_dim", default=64)
-    if turned is None:
-        config.fail("rotary_dim = None turns as many channels as the model has", "give one of at most a head's width")
-    turn = Rotary(dims=None if turned == dim else turned, pairs="interleaved")
-    spec = design(model=model, heads=heads, pattern="causal()", modifiers=(turn,))
+    rotary_dim = config.read_optional_int("rotary_dim", default=64)
+    if rotary_dim is None:
+        config.fail("rotary_dim = None would rotate more channels than a head has", "give at most the head dimension")
+    rotary = Rotary(dims=None if rotary_dim == dim else rotary_dim, pairs="interleaved")
+    spec = design(model=model, heads=heads, pattern="causal()", modifiers=(rotary,))
     act = config.read_activation("activation_function", "gelu_new")
     feed = FeedForwardSpec(config.read_optional_int("n_inner") or 4 * model, act, bias="ud")
     norm = NormSpec("layer", config.read_float("layer_norm_epsilon", default=1e-5))
@@ -103,7 +105,7 @@ GPTJ_WEIGHTS = WeightNames(
 
 @register_family("gpt_neox", "GPTNeoX")
 def read_gpt_neox(config: TransformersConfig, task: str) -> ModelSpec:
-    """A norm for each of the two."""
+    """Read GPT-NeoX and Pythia; attention and feed-forward run in parallel, each with its own norm."""
     sizes = model_builders.read_decoder_sizes(config, model=6144, heads=64)
     theta, part = config.read_float("rotary_emb_base", default=10_000.0), config.read_float("rotary_pct", default=0.25)
     rope = RopeConfig(config, model_builders.read_max_length(config, 2048), theta=theta, rotary_fraction=part)
@@ -128,7 +130,7 @@ GPT_NEOX_LAYER = "decoder.{layer}"
 
 
 def name_gpt_neox_layer(file_prefix: str, attention: str) -> dict[str, str | TensorLocation]:
-    """The rows of one layer."""
+    """Map the tensors of one layer to their stored names."""
     fused, sides = f"{file_prefix}.{attention}.query_key_value", {"qkv": 3}
     rows: dict[str, str | TensorLocation] = {}
     for place, side in enumerate("qkv"):

@@ -1,4 +1,4 @@
-"""gpt-oss: experts, a learned sink in every head, windows in every other layer, YaRN from the start."""
+"""gpt-oss: mixture of experts, a learned attention sink per head, windows in every other layer, YaRN."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DEFAULT_YARN = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embe
 
 @register_family("gpt_oss", "GptOss")
 def read_gpt_oss(config: TransformersConfig, task: str) -> ModelSpec:
-    """Gates and ups of an expert are bounded before they meet (2508.10925)."""
+    """Read gpt-oss (2508.10925); the gate and up projections of an expert are clipped before they are multiplied."""
     model = config.read_int("hidden_size", default=2880)
     heads = config.read_num_heads("num_attention_heads", default=64)
     layers = config.read_num_layers("num_hidden_layers", default=36)
@@ -35,26 +35,31 @@ def read_gpt_oss(config: TransformersConfig, task: str) -> ModelSpec:
         config, config.read_int("max_position_embeddings", default=131072), theta=150_000.0, default=DEFAULT_YARN
     )
 
-    said: dict[str, Any] = {
+    design_args: dict[str, Any] = {
         "model": model,
         "heads": heads,
         "kv": config.read_num_kv_heads(heads, default=8),
         "dim": dim,
     }
-    said |= {"bias": "qkvo" if config.read_bool("attention_bias", True) else "", "modifiers": (rope.make_rotary(dim),)}
-    each = read_layer_patterns(
+    design_args |= {
+        "bias": "qkvo" if config.read_bool("attention_bias", True) else "",
+        "modifiers": (rope.make_rotary(dim),),
+    }
+    patterns = read_layer_patterns(
         config, layers, alternate_layer_types(layers), config.read_optional_int("sliding_window", default=128)
     )
-    specs = {p: rope.attention_with_limits(design(**said, normaliser=SinkSoftmax(), pattern=p)) for p in set(each)}
+    specs = {
+        p: rope.attention_with_limits(design(**design_args, normaliser=SinkSoftmax(), pattern=p)) for p in set(patterns)
+    }
     gain, limit = config.read_float("swiglu_alpha", default=1.702), config.read_float("swiglu_limit", default=7.0)
-    config.require_default("hidden_act", "silu", "is not what its experts apply")
+    config.require_default("hidden_act", "silu", "is not the activation of its experts")
     hidden = config.read_int("intermediate_size", default=2880)
     expert = FeedForwardSpec(hidden, f"bounded_silu({gain}, {limit})", "gated", bias="ugd")
     count = config.read_int("num_local_experts", "num_experts", default=128)
     active = config.read_int("num_experts_per_tok", "experts_per_token", default=4, maximum=count)
     feed = ExpertsSpec(expert, count, active, scores="chosen", bias="learned")
     norm = NormSpec("rms", config.read_float("rms_norm_eps", default=1e-5))
-    blocks = [BlockSpec(specs[pattern], feed=feed, norm=norm) for pattern in each]
+    blocks = [BlockSpec(specs[pattern], feed=feed, norm=norm) for pattern in patterns]
 
     tokens = config.read_int("vocab_size", default=201088)
     stack = StackSpec.from_blocks("decoder", model, blocks, embedding=EmbeddingSpec(tokens), norm=norm)

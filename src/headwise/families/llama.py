@@ -1,4 +1,4 @@
-"""Llama and those built like it: RMSNorm before, rotary positions, grouped heads, a gated feed-forward."""
+"""Llama and its relatives: RMSNorm before each sublayer, RoPE, grouped-query attention, gated feed-forwards."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .weight_names import TensorLocation, WeightNames
 
 
 class LlamaDefaults(NamedTuple):
-    """The sizes of a config that does not say its own."""
+    """Defaults for keys missing in a config; `kv` None means one key-value head per query head."""
 
     vocab_size: int
     hidden: int
@@ -37,7 +37,7 @@ class LlamaDefaults(NamedTuple):
 
 @register_family("llama", "Llama")
 def read_llama(config: TransformersConfig, task: str) -> ModelSpec:
-    """Biases everywhere or nowhere (2302.13971)."""
+    """Read Llama (2302.13971); the attention has biases everywhere or nowhere."""
     return build_llama_like(
         config,
         task,
@@ -49,7 +49,7 @@ def read_llama(config: TransformersConfig, task: str) -> ModelSpec:
 
 @register_family("mistral", "Mistral")
 def read_mistral(config: TransformersConfig, task: str) -> ModelSpec:
-    """Every layer reads one window, or everything where it is null (2310.06825)."""
+    """Read Mistral (2310.06825); all layers use one sliding window, or full causal attention if it is null."""
     window = config.read_optional_int("sliding_window", default=4096)
     pattern = "causal()" if window is None else f"window({window})"
     return build_llama_like(
@@ -59,7 +59,7 @@ def read_mistral(config: TransformersConfig, task: str) -> ModelSpec:
 
 @register_family("qwen2", "Qwen2")
 def read_qwen2(config: TransformersConfig, task: str) -> ModelSpec:
-    """Biases on queries, keys and values (2407.10671)."""
+    """Read Qwen 2 (2407.10671), with biases on queries, keys and values."""
     return build_llama_like(
         config, task, LlamaDefaults(151936, 22016, 32768, kv=32), read_qwen_patterns(config), bias="qkv"
     )
@@ -67,26 +67,26 @@ def read_qwen2(config: TransformersConfig, task: str) -> ModelSpec:
 
 @register_family("qwen3", "Qwen3")
 def read_qwen3(config: TransformersConfig, task: str) -> ModelSpec:
-    """Queries and keys normalised before they turn; heads of 128 unless said (2505.09388)."""
-    norms = (QKNorm(eps=config.read_float("rms_norm_eps", default=1e-6)),)
-    usual = LlamaDefaults(151936, 22016, 32768, kv=32, dim=128)
+    """Read Qwen 3 (2505.09388): QK-norm before RoPE, and a head dimension of 128 by default."""
+    qk_norm = (QKNorm(eps=config.read_float("rms_norm_eps", default=1e-6)),)
+    defaults = LlamaDefaults(151936, 22016, 32768, kv=32, dim=128)
     return build_llama_like(
-        config, task, usual, read_qwen_patterns(config), bias=read_attention_bias(config), modifiers=norms
+        config, task, defaults, read_qwen_patterns(config), bias=read_attention_bias(config), modifiers=qk_norm
     )
 
 
 def read_llama_depth(config: TransformersConfig, default: int = 32) -> int:
-    """How many layers."""
+    """Return `num_hidden_layers`."""
     return config.read_num_layers("num_hidden_layers", default=default)
 
 
 def read_attention_bias(config: TransformersConfig) -> str:
-    """Those of the attention."""
+    """Return which attention projections have biases: "qkvo" or none."""
     return "qkvo" if config.read_bool("attention_bias", False) else ""
 
 
 def read_qwen_patterns(config: TransformersConfig, default: int = 32) -> list[str]:
-    """Qwen's rule: where windows are used at all, the first layers still read everything."""
+    """Return the layers' patterns by Qwen's rule: with windows, the first `max_window_layers` stay full."""
     window = (
         config.read_optional_int("sliding_window", default=4096)
         if config.read_bool("use_sliding_window", False)
@@ -99,23 +99,25 @@ def read_qwen_patterns(config: TransformersConfig, default: int = 32) -> list[st
 
 
 def build_llama_like(
-    config: TransformersConfig, task: str, defaults: LlamaDefaults, patterns: list[str], **said: Any
+    config: TransformersConfig, task: str, defaults: LlamaDefaults, patterns: list[str], **design_args: Any
 ) -> ModelSpec:
-    """A decoder whose layers have these patterns; `said` are words of `design`, its modifiers act before the turn."""
+    """Return a decoder whose layers have these patterns; `design_args` go to `design`, their modifiers precede RoPE."""
     model = config.read_int("hidden_size", default=4096)
     heads = config.read_num_heads("num_attention_heads", default=32)
     kv = config.read_num_kv_heads(heads, default=defaults.kv)
     dim = config.resolve_head_dim(model, heads, "head_dim", default=defaults.dim)
     rope = RopeConfig(config, config.read_int("max_position_embeddings", default=defaults.length))
-    said |= {"modifiers": (*said.get("modifiers", ()), rope.make_rotary(dim))}
+    design_args |= {"modifiers": (*design_args.get("modifiers", ()), rope.make_rotary(dim))}
 
     norm = NormSpec("rms", config.read_float("rms_norm_eps", default=1e-6))
     hidden = config.read_int("intermediate_size", default=defaults.hidden)
     bias = "ugd" if config.read_bool("mlp_bias", False) and config.family_name == "llama" else ""
     feed = FeedForwardSpec(hidden, config.read_activation("hidden_act", "silu"), "gated", bias)
     specs = {
-        p: rope.attention_with_limits(design(model=model, heads=heads, kv=kv, dim=dim, pattern=p, **said))
-        for p in set(patterns)
+        pattern: rope.attention_with_limits(
+            design(model=model, heads=heads, kv=kv, dim=dim, pattern=pattern, **design_args)
+        )
+        for pattern in set(patterns)
     }
     blocks = [BlockSpec(specs[pattern], feed=feed, norm=norm) for pattern in patterns]
 
@@ -128,11 +130,13 @@ def build_llama_like(
 
 @register_writer("llama", "mistral", "qwen2", "qwen3")
 def write_llama_config(model: ModelSpec, name: str) -> dict[str, Any]:
-    """The sizes of a decoder like Llama, with what its first layer says of all."""
+    """Write the config keys of a decoder like Llama; settings shared by all layers come from the first one."""
     stack, spec, feed = get_first_layer(model, name)
     heads = spec.heads
     if name == "llama" and stack.model % heads.q:
-        raise SpecError(f"transformers takes no llama of {stack.model} channels on {heads.q} heads; write a mistral")
+        raise SpecError(
+            f"cannot write a llama: {stack.model} channels are not divisible by {heads.q} heads; write a mistral"
+        )
     keys: dict[str, Any] = {"hidden_size": stack.model, "intermediate_size": feed.hidden}
     keys |= {"num_hidden_layers": len(stack.layers), "num_attention_heads": heads.q, "num_key_value_heads": heads.kv}
     keys |= {"head_dim": heads.dim, "hidden_act": activation_to_config(feed.activation), "mlp_bias": bool(feed.bias)}
@@ -143,9 +147,9 @@ def write_llama_config(model: ModelSpec, name: str) -> dict[str, Any]:
 
 
 def _write_windows(stack: StackSpec, name: str) -> dict[str, Any]:
-    """Which layers read a window, as far as this family can say it."""
-    read = [block.attention.pattern for block in stack.layers if isinstance(block.attention, AttentionSpec)]
-    sizes = [pattern.keys if isinstance(pattern, Window) else None for pattern in read]
+    """Write the sliding windows of the layers, as far as the family can express them."""
+    patterns = [block.attention.pattern for block in stack.layers if isinstance(block.attention, AttentionSpec)]
+    sizes = [pattern.keys if isinstance(pattern, Window) else None for pattern in patterns]
     window = next((size for size in sizes if size), None)
     if name == "mistral":
         return {"sliding_window": window}
@@ -153,7 +157,7 @@ def _write_windows(stack: StackSpec, name: str) -> dict[str, Any]:
     return {"use_sliding_window": window is not None, "sliding_window": window, "layer_types": types}
 
 
-# --- Llama, and those whose files are named like its own -----------------------------------------------
+# --- Weight names of Llama and of families that share them ---------------------------------------------
 
 LLAMA_WEIGHTS = WeightNames(
     families=("llama", "mistral", "qwen2", "qwen3", "gemma", "granite", "smollm3", "olmo"),
@@ -193,7 +197,7 @@ LLAMA_WEIGHTS = WeightNames(
 
 @register_family("granite", "Granite")
 def read_granite(config: TransformersConfig, task: str) -> ModelSpec:
-    """What is scaled: the table of tokens, scores, what every sublayer adds, and logits."""
+    """Read Granite, which scales embeddings, attention scores, residual branches and logits."""
     sizes = model_builders.read_decoder_sizes(config, model=4096, heads=32)
     rope = RopeConfig(config, model_builders.read_max_length(config, 2048))
     scores = make_dot(config.read_float("attention_multiplier", default=1.0), sizes.dim**-0.5)
@@ -205,9 +209,12 @@ def read_granite(config: TransformersConfig, task: str) -> ModelSpec:
     act = config.read_activation("hidden_act", "silu")
     feed = FeedForwardSpec(config.read_int("intermediate_size", default=11008), act, "gated", wide)
     norm = NormSpec("rms", config.read_float("rms_norm_eps", default=1e-6))
-    adds = config.read_float("residual_multiplier", default=1.0)
+    residual_scale = config.read_float("residual_multiplier", default=1.0)
     blocks = model_builders.make_blocks(
-        [rope.attention_with_limits(spec)] * model_builders.read_num_layers(config, 32), feed, norm, scale=adds
+        [rope.attention_with_limits(spec)] * model_builders.read_num_layers(config, 32),
+        feed,
+        norm,
+        scale=residual_scale,
     )
     ends = model_builders.DecoderEnds(
         config.read_int("vocab_size", default=32000),
@@ -222,16 +229,16 @@ def read_granite(config: TransformersConfig, task: str) -> ModelSpec:
 
 @register_family("smollm3", "SmolLM3")
 def read_smollm3(config: TransformersConfig, task: str) -> ModelSpec:
-    """Layers without positions, after 2305.19466."""
+    """Read SmolLM3, in which some layers have no positional encoding (NoPE, 2305.19466)."""
     sizes, layers = (
         model_builders.read_decoder_sizes(config, model=2048, heads=16, kv=4),
         model_builders.read_num_layers(config, 36),
     )
     rope = RopeConfig(config, model_builders.read_max_length(config, 32768), theta=2_000_000.0)
-    turned = _read_rope_layers(config, layers)
+    uses_rope = _read_rope_layers(config, layers)
     window = config.read_optional_int("sliding_window") if config.read_bool("use_sliding_window", False) else None
-    usual = [SLIDING_ATTENTION if window and not turn else FULL_ATTENTION for turn in turned]
-    types = read_layer_types(config, layers, usual, window or 1)
+    default_types = [SLIDING_ATTENTION if window and not rope_flag else FULL_ATTENTION for rope_flag in uses_rope]
+    types = read_layer_types(config, layers, default_types, window or 1)
     bias = "qkvo" if config.read_bool("attention_bias", False) else ""
 
     def attention(kind: tuple[str, int]) -> model_builders.LayerAttention:
@@ -246,7 +253,7 @@ def read_smollm3(config: TransformersConfig, task: str) -> ModelSpec:
     feed = FeedForwardSpec(config.read_int("intermediate_size", default=11008), act, "gated", wide)
     norm = NormSpec("rms", config.read_float("rms_norm_eps", default=1e-6))
     blocks = model_builders.make_blocks(
-        model_builders.make_attentions(zip(types, turned, strict=True), attention), feed, norm
+        model_builders.make_attentions(zip(types, uses_rope, strict=True), attention), feed, norm
     )
     return model_builders.build_decoder(
         config, task, blocks, norm, model_builders.DecoderEnds(config.read_int("vocab_size", default=128256), True)
@@ -254,14 +261,14 @@ def read_smollm3(config: TransformersConfig, task: str) -> ModelSpec:
 
 
 def _read_rope_layers(config: TransformersConfig, layers: int) -> list[int]:
-    """Of each layer, 1 if it turns queries and keys."""
-    every = config.read_int("no_rope_layer_interval", default=4)
-    told = config.read_list("no_rope_layers")
-    if told is None:
-        return [int((layer + 1) % every != 0) for layer in range(layers)]
-    if len(told) != layers or any(turn not in (0, 1) for turn in told):
-        config.fail(f"no_rope_layers = {told!r} does not say 0 or 1 of {layers} layers", "list one for each")
-    return told
+    """Return for each layer 1 if it applies RoPE, else 0."""
+    interval = config.read_int("no_rope_layer_interval", default=4)
+    flags = config.read_list("no_rope_layers")
+    if flags is None:
+        return [int((layer + 1) % interval != 0) for layer in range(layers)]
+    if len(flags) != layers or any(flag not in (0, 1) for flag in flags):
+        config.fail(f"no_rope_layers = {flags!r} is not 0 or 1 for each of {layers} layers", "list one for each")
+    return flags
 
 
 # --- llama2.c ------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Mixtral and the mixtures of Qwen: experts in the place of feed-forwards."""
+"""Mixture-of-experts decoders: Mixtral, Qwen 2 MoE and Qwen 3 MoE."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from .weight_names import TensorLocation
 
 @register_family("mixtral", "Mixtral")
 def read_mixtral(config: TransformersConfig, task: str) -> ModelSpec:
-    """Two of eight experts (2401.04088)."""
+    """Read Mixtral (2401.04088): two of eight experts per token."""
     window = config.read_optional_int("sliding_window")
     pattern = "causal()" if window is None else f"window({window})"
-    each = [pattern] * model_builders.read_num_layers(config, 32)
+    patterns = [pattern] * model_builders.read_num_layers(config, 32)
     sizes = model_builders.read_decoder_sizes(config, model=4096, heads=32, kv=8)
     rope = RopeConfig(config, model_builders.read_max_length(config, 131072), theta=1_000_000.0)
     norm = NormSpec("rms", config.read_float("rms_norm_eps", default=1e-5))
@@ -27,7 +27,7 @@ def read_mixtral(config: TransformersConfig, task: str) -> ModelSpec:
     expert = FeedForwardSpec(hidden, config.read_activation("hidden_act", "silu"), "gated")
     count = config.read_int("num_local_experts", "num_experts", default=8)
     feed = ExpertsSpec(expert, count, config.read_int("num_experts_per_tok", default=2, maximum=count), scores="chosen")
-    blocks = [BlockSpec(one, feed=feed, norm=norm) for one in _make_attentions(sizes, rope, each)]
+    blocks = [BlockSpec(attention, feed=feed, norm=norm) for attention in _make_attentions(sizes, rope, patterns)]
     return model_builders.build_decoder(
         config, task, blocks, norm, model_builders.DecoderEnds(config.read_int("vocab_size", default=32000))
     )
@@ -35,7 +35,7 @@ def read_mixtral(config: TransformersConfig, task: str) -> ModelSpec:
 
 @register_family("qwen2_moe", "Qwen2Moe")
 def read_qwen2_moe(config: TransformersConfig, task: str) -> ModelSpec:
-    """One expert of all tokens beside those chosen, let in by a gate of its own (2407.10671)."""
+    """Read Qwen 2 MoE (2407.10671): chosen experts, and a gated shared expert for all tokens."""
     sizes = model_builders.read_decoder_sizes(config, model=2048, heads=16, kv=16)
     rope = RopeConfig(config, model_builders.read_max_length(config, 32768))
     act = config.read_activation("hidden_act", "silu")
@@ -48,18 +48,20 @@ def read_qwen2_moe(config: TransformersConfig, task: str) -> ModelSpec:
     )
     bias = "qkv" if config.read_bool("qkv_bias", True) else ""
     attentions = _make_attentions(sizes, rope, read_qwen_patterns(config, default=24), bias=bias)
-    gates = tuple((f"decoder.{n}.feed.shared_gate", sizes.model) for n, one in enumerate(feeds) if one is experts)
-    beyond = (
-        (UnsupportedPart("every token lets the shared expert in by a sigmoid, which no word says", gates),)
+    gates = tuple(
+        (f"decoder.{n}.feed.shared_gate", sizes.model) for n, layer_feed in enumerate(feeds) if layer_feed is experts
+    )
+    unsupported = (
+        (UnsupportedPart("a sigmoid gate per token scales the shared expert, which ExpertsSpec lacks", gates),)
         if gates
         else ()
     )
-    return _build_mixture(config, task, attentions, feeds, 151936, beyond)
+    return _build_mixture(config, task, attentions, feeds, 151936, unsupported)
 
 
 @register_family("qwen3_moe", "Qwen3Moe")
 def read_qwen3_moe(config: TransformersConfig, task: str) -> ModelSpec:
-    """Queries and keys normalised, no expert of all tokens (2505.09388)."""
+    """Read Qwen 3 MoE (2505.09388): QK-norm, no shared expert."""
     sizes = model_builders.read_decoder_sizes(config, model=2048, heads=32, kv=4)
     rope = RopeConfig(config, model_builders.read_max_length(config, 32768))
     window = (
@@ -85,18 +87,19 @@ def read_qwen3_moe(config: TransformersConfig, task: str) -> ModelSpec:
 
 
 def _make_attentions(
-    sizes: model_builders.DecoderSizes, rope: RopeConfig, patterns: list[str], **said: Any
+    sizes: model_builders.DecoderSizes, rope: RopeConfig, patterns: list[str], **design_args: Any
 ) -> list[model_builders.LayerAttention]:
-    turns = (*said.pop("modifiers", ()), rope.make_rotary(sizes.dim))
+    parts = (*design_args.pop("modifiers", ()), rope.make_rotary(sizes.dim))
     return model_builders.make_attentions(
-        patterns, lambda p: rope.attention_with_limits(design(**sizes.design_args, pattern=p, modifiers=turns, **said))
+        patterns,
+        lambda p: rope.attention_with_limits(design(**sizes.design_args, pattern=p, modifiers=parts, **design_args)),
     )
 
 
 def _select_feed_forwards(
     config: TransformersConfig, dense: FeedForwardSpec, experts: ExpertsSpec
 ) -> list[FeedForwardSpec | ExpertsSpec]:
-    """Of each layer: experts in every so-manieth, but for those that are named."""
+    """Return the feed-forward of each layer: experts in every `decoder_sparse_step`-th, except `mlp_only_layers`."""
     step = config.read_int("decoder_sparse_step", default=1)
     named = config.read_list("mlp_only_layers") or []
     layers = model_builders.read_num_layers(config, 24)
@@ -109,12 +112,17 @@ def _build_mixture(
     attentions: list[model_builders.LayerAttention],
     feeds: list[FeedForwardSpec | ExpertsSpec],
     tokens: int,
-    beyond: tuple[UnsupportedPart, ...] = (),
+    unsupported: tuple[UnsupportedPart, ...] = (),
 ) -> ModelSpec:
     norm = NormSpec("rms", config.read_float("rms_norm_eps", default=1e-6))
-    blocks = [BlockSpec(one, feed=feed, norm=norm) for one, feed in zip(attentions, feeds, strict=True)]
+    blocks = [BlockSpec(attention, feed=feed, norm=norm) for attention, feed in zip(attentions, feeds, strict=True)]
     return model_builders.build_decoder(
-        config, task, blocks, norm, model_builders.DecoderEnds(config.read_int("vocab_size", default=tokens)), beyond
+        config,
+        task,
+        blocks,
+        norm,
+        model_builders.DecoderEnds(config.read_int("vocab_size", default=tokens)),
+        unsupported,
     )
 
 

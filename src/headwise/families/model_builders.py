@@ -1,4 +1,4 @@
-"""What decoders have in common, however their layers are put together: sizes, and ends around a row of blocks."""
+"""Builders shared by many families: sizes, attentions and blocks, and the decoder or encoder around them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LayerAttention = AttentionSpec | ApproximateAttention
 
 
 class DecoderSizes(NamedTuple):
-    """How wide a model is, and its heads."""
+    """Model width, query heads, key-value heads and head dimension of a decoder."""
 
     model: int
     heads: int
@@ -36,53 +36,57 @@ class DecoderSizes(NamedTuple):
 
     @property
     def design_args(self) -> dict[str, Any]:
-        """As `design` is told."""
+        """The sizes as keyword arguments of `design`."""
         return self._asdict()
 
 
 def read_decoder_sizes(
     config: TransformersConfig, model: int, heads: int, kv: int | None = None, dim: int | None = None
 ) -> DecoderSizes:
-    """Those of a config in the words that most use, or the usual ones."""
-    wide = config.read_int("hidden_size", default=model)
-    asked = config.read_num_heads("num_attention_heads", default=heads)
+    """Read the sizes from the usual keys; the arguments are the family's defaults."""
+    width = config.read_int("hidden_size", default=model)
+    num_heads = config.read_num_heads("num_attention_heads", default=heads)
     return DecoderSizes(
-        wide,
-        asked,
-        config.read_num_kv_heads(asked, default=kv),
-        config.resolve_head_dim(wide, asked, "head_dim", default=dim),
+        width,
+        num_heads,
+        config.read_num_kv_heads(num_heads, default=kv),
+        config.resolve_head_dim(width, num_heads, "head_dim", default=dim),
     )
 
 
 def read_num_layers(config: TransformersConfig, default: int) -> int:
-    """How many layers."""
+    """Return `num_hidden_layers`."""
     return config.read_num_layers("num_hidden_layers", default=default)
 
 
 def read_max_length(config: TransformersConfig, default: int) -> int:
-    """How many positions a model was made for."""
+    """Return `max_position_embeddings`."""
     return config.read_int("max_position_embeddings", default=default)
 
 
 def make_attentions(kinds: Iterable[LayerKind], make: Callable[[LayerKind], LayerAttention]) -> list[LayerAttention]:
-    """The attention of each layer, by its kind; those of a kind are made once."""
-    told = list(kinds)
-    made = {kind: make(kind) for kind in dict.fromkeys(told)}
-    return [made[kind] for kind in told]
+    """Return the attention of each layer from its kind; layers of one kind share one spec."""
+    layer_kinds = list(kinds)
+    attention_of_kind = {kind: make(kind) for kind in dict.fromkeys(layer_kinds)}
+    return [attention_of_kind[kind] for kind in layer_kinds]
 
 
 def make_experts(
     config: TransformersConfig, expert: FeedForwardSpec, count: int, active: int, normalized_over: str
 ) -> ExpertsSpec:
-    """Experts behind a softmax; `weighed` is what their shares sum to one over, "all" of them or those "chosen"."""
-    usual = config.read_bool("norm_topk_prob", normalized_over == "chosen")
-    many = config.read_int("num_experts", "num_local_experts", default=count)
-    chosen = config.read_int("num_experts_per_tok", default=active, maximum=many)
-    return ExpertsSpec(expert, many, chosen, scores="chosen" if usual else "softmax")
+    """Return a mixture of experts with softmax routing.
+
+    `normalized_over` is the family's default for `norm_topk_prob`: routing weights sum to one over "all" experts or
+    over the "chosen" ones.
+    """
+    normalized = config.read_bool("norm_topk_prob", normalized_over == "chosen")
+    num_experts = config.read_int("num_experts", "num_local_experts", default=count)
+    chosen = config.read_int("num_experts_per_tok", default=active, maximum=num_experts)
+    return ExpertsSpec(expert, num_experts, chosen, scores="chosen" if normalized else "softmax")
 
 
 class DecoderEnds(NamedTuple):
-    """What stands around a row of blocks: a table of tokens, perhaps with positions, a norm, and a head over tokens."""
+    """The parts of a decoder outside its blocks: token and position embeddings, their norm, the language-model head."""
 
     vocab_size: int
     tied: bool = False
@@ -102,12 +106,12 @@ def build_decoder(
     ends: DecoderEnds,
     unsupported_parts: tuple[UnsupportedPart, ...] = (),
 ) -> ModelSpec:
-    """A decoder of these blocks, whose width is that of their attention."""
-    (wide,) = {spec.model for block in blocks for spec in block.attention_specs.values()}
+    """Return a decoder of these blocks; its width is the width of their attention specs."""
+    (width,) = {spec.model for block in blocks for spec in block.attention_specs.values()}
     table = EmbeddingSpec(
         ends.vocab_size, positions=ends.positions, norm=ends.embedding_norm, scale=ends.embedding_scale
     )
-    stack = StackSpec.from_blocks("decoder", wide, blocks, embedding=table, norm=final_norm)
+    stack = StackSpec.from_blocks("decoder", width, blocks, embedding=table, norm=final_norm)
     tied = "decoder" if config.read_bool("tie_word_embeddings", ends.tied) else ""
     head = OutputHeadSpec(
         "tokens", ends.vocab_size, bias=ends.head_bias, table=tied, scale=ends.logit_scale, cap=ends.logit_softcap
@@ -123,17 +127,17 @@ def build_decoder(
 
 
 def make_blocks(
-    attentions: Iterable[LayerAttention], feed: FeedForwardSpec | ExpertsSpec, norm: NormSpec, **said: Any
+    attentions: Iterable[LayerAttention], feed: FeedForwardSpec | ExpertsSpec, norm: NormSpec, **block_args: Any
 ) -> list[BlockSpec]:
-    """A block for each attention, otherwise alike."""
-    return [BlockSpec(attention, feed=feed, norm=norm, **said) for attention in attentions]
+    """Return one block per attention, equal in all else; `block_args` are further arguments of `BlockSpec`."""
+    return [BlockSpec(attention, feed=feed, norm=norm, **block_args) for attention in attentions]
 
 
-# --- What encoders after BERT have in common -----------------------------------------------------------
+# --- Encoders like BERT --------------------------------------------------------------------------------
 
 
 class EncoderSizes(NamedTuple):
-    """The sizes of an encoder, in the words that BERT uses for them."""
+    """Sizes, norm and feed-forward of an encoder like BERT."""
 
     model: int
     heads: int
@@ -144,12 +148,12 @@ class EncoderSizes(NamedTuple):
 
     @property
     def activation(self) -> str:
-        """The activation of its feed-forwards, and of its heads."""
+        """The activation of the feed-forwards."""
         return self.feed.activation
 
 
 class EncoderDefaults(NamedTuple):
-    """The sizes of a config that does not say its own: BERT's, unless said."""
+    """Defaults for keys missing in a config; without arguments those of BERT."""
 
     model: int = 768
     heads: int = 12
@@ -164,11 +168,13 @@ BERT_DEFAULTS = EncoderDefaults()
 
 
 def read_encoder_sizes(config: TransformersConfig, defaults: EncoderDefaults = BERT_DEFAULTS) -> EncoderSizes:
-    """The sizes of a config, or the usual ones."""
-    wide = config.read_int("hidden_size", default=defaults.model)
+    """Read the sizes of an encoder from BERT's keys."""
+    width = config.read_int("hidden_size", default=defaults.model)
     heads = config.read_num_heads("num_attention_heads", default=defaults.heads)
-    config.resolve_head_dim(wide, heads)
-    config.require_default("add_cross_attention", False, "reads a model that this file does not describe")
+    config.resolve_head_dim(width, heads)
+    config.require_default(
+        "add_cross_attention", False, "adds cross-attention to a second model, which is not described"
+    )
     hidden = config.read_int("intermediate_size", default=defaults.hidden)
     feed = FeedForwardSpec(hidden, config.read_activation("hidden_act", defaults.activation), bias="ud")
     layers, tokens = (
@@ -176,31 +182,33 @@ def read_encoder_sizes(config: TransformersConfig, defaults: EncoderDefaults = B
         config.read_int("vocab_size", default=defaults.vocab_size),
     )
     return EncoderSizes(
-        wide, heads, layers, tokens, NormSpec("layer", config.read_float("layer_norm_eps", default=defaults.eps)), feed
+        width, heads, layers, tokens, NormSpec("layer", config.read_float("layer_norm_eps", default=defaults.eps)), feed
     )
 
 
 def make_offset_positions(config: TransformersConfig, length: int = 512, pad: int = 1) -> PositionSpec:
-    """Learned positions of which the first stands behind the row of padding, as fairseq numbers them."""
+    """Return learned positions numbered as in fairseq: the first position uses row pad_token_id + 1 of the table."""
     rows, skipped = (
         config.read_int("max_position_embeddings", default=length),
         1 + config.read_int("pad_token_id", default=pad, minimum=0),
     )
     if rows <= skipped:
-        config.fail(f"max_position_embeddings = {rows} leaves none behind pad_token_id", f"give more than {skipped}")
+        config.fail(
+            f"max_position_embeddings = {rows} leaves no positions after pad_token_id", f"give more than {skipped}"
+        )
     return PositionSpec("learned", rows - skipped, skipped=skipped)
 
 
 def make_encoder_stack(
     sizes: EncoderSizes, attentions: Iterable[LayerAttention], embedding: EmbeddingSpec | None
 ) -> StackSpec:
-    """Layers after Vaswani: a norm behind every sublayer."""
-    blocks = [BlockSpec(one, feed=sizes.feed, norm=sizes.norm, placement="post") for one in attentions]
+    """Return an encoder stack with post-norm layers, as in the original Transformer (1706.03762)."""
+    blocks = [BlockSpec(attention, feed=sizes.feed, norm=sizes.norm, placement="post") for attention in attentions]
     return StackSpec.from_blocks("encoder", sizes.model, blocks, embedding=embedding)
 
 
 class EncoderHeads(NamedTuple):
-    """What the heads of a family are like: how rows are pooled for classes, and whether the bare model pools too."""
+    """Heads of an encoder family: pooler, masked-LM head, and whether the model without a task has the pooler."""
 
     pooler: HeadTransformSpec | None
     masked_lm_head: OutputHeadSpec
@@ -214,9 +222,9 @@ def build_encoder(
     heads: EncoderHeads,
     unsupported_parts: tuple[UnsupportedPart, ...] = (),
 ) -> ModelSpec:
-    """The model with the head that a task asks for."""
+    """Return an encoder with the output heads of a task."""
     count, pool = read_num_labels(config), heads.pooler
-    ways = {
+    heads_by_task = {
         "Model": [OutputHeadSpec("pooler", at="first", transform=pool)] if pool and heads.pools_base_model else [],
         "ForMaskedLM": [heads.masked_lm_head],
         "ForCausalLM": [heads.masked_lm_head],
@@ -229,7 +237,7 @@ def build_encoder(
         config.family_name,
         "encoder",
         (stack,),
-        select_heads(config, task, ways),
+        select_heads(config, task, heads_by_task),
         tuple(config.notes),
         unsupported_parts,
     )

@@ -1,4 +1,4 @@
-"""OLMo: norms that learn nothing at first, then norms behind, and queries and keys normalised over all heads."""
+"""OLMo, OLMo 2, OLMo 3 and OLMoE."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OLMO_VOCAB_SIZE = 50304
 
 @register_family("olmo", "Olmo")
 def read_olmo(config: TransformersConfig, task: str) -> ModelSpec:
-    """LayerNorm without weights or biases (2402.00838)."""
+    """Read OLMo (2402.00838): LayerNorm without weights or biases."""
     sizes, rope = _read_sizes_and_rope(config)
     norm = NormSpec("bare", 1e-5)
     blocks = model_builders.make_blocks(_repeat_attention(config, sizes, rope, ()), _read_feed_forward(config), norm)
@@ -27,7 +27,7 @@ def read_olmo(config: TransformersConfig, task: str) -> ModelSpec:
 
 @register_family("olmo2", "Olmo2")
 def read_olmo2(config: TransformersConfig, task: str) -> ModelSpec:
-    """A norm behind every sublayer and none before (2501.00656)."""
+    """Read OLMo 2 (2501.00656): a norm after every sublayer and none before, QK-norm over all heads."""
     sizes, rope = _read_sizes_and_rope(config)
     norm = NormSpec("rms", config.read_float("rms_norm_eps", default=1e-5))
     turns = (QKNorm(scope="full", eps=norm.eps),)
@@ -39,7 +39,7 @@ def read_olmo2(config: TransformersConfig, task: str) -> ModelSpec:
 
 @register_family("olmo3", "Olmo3")
 def read_olmo3(config: TransformersConfig, task: str) -> ModelSpec:
-    """As OLMo 2, with a window in three layers of four."""
+    """Read OLMo 3: OLMo 2 with a sliding window in three layers of four."""
     sizes, layers = (
         model_builders.read_decoder_sizes(config, model=4096, heads=32),
         model_builders.read_num_layers(config, 32),
@@ -64,7 +64,7 @@ def read_olmo3(config: TransformersConfig, task: str) -> ModelSpec:
 
 @register_family("olmoe", "Olmoe")
 def read_olmoe(config: TransformersConfig, task: str) -> ModelSpec:
-    """Eight of 64 experts, whose shares are not brought to a sum of one (2409.02060)."""
+    """Read OLMoE (2409.02060): eight of 64 experts, whose routing weights are not renormalised."""
     sizes, rope = _read_sizes_and_rope(config, model=2048, heads=16, positions=4096)
     norm = NormSpec("rms", config.read_float("rms_norm_eps", default=1e-5))
     expert = FeedForwardSpec(
@@ -88,16 +88,18 @@ def _repeat_attention(
     config: TransformersConfig,
     sizes: model_builders.DecoderSizes,
     rope: RopeConfig,
-    turns: tuple[Any, ...],
+    qk_norms: tuple[Any, ...],
     usual: int = 32,
 ) -> list[AttentionSpec | ApproximateAttention]:
-    """The attention of every layer; clipped queries, keys and values are no words of ours."""
-    turned = (*turns, rope.make_rotary(sizes.dim))
-    spec = design(**sizes.design_args, bias=_read_bias(config), pattern="causal()", modifiers=turned)
-    said: AttentionSpec | ApproximateAttention = rope.attention_with_limits(spec)
+    """Return the attention of every layer, marked as approximate if clip_qkv is set."""
+    modifiers = (*qk_norms, rope.make_rotary(sizes.dim))
+    spec = design(**sizes.design_args, bias=_read_bias(config), pattern="causal()", modifiers=modifiers)
+    attention: AttentionSpec | ApproximateAttention = rope.attention_with_limits(spec)
     if (clip := config.read_optional_float("clip_qkv")) is not None:
-        said = ApproximateAttention(spec, f"clip_qkv bounds queries, keys and values at {clip:g}, which no word says")
-    return [said] * model_builders.read_num_layers(config, usual)
+        attention = ApproximateAttention(
+            spec, f"clip_qkv clips queries, keys and values at {clip:g}, which AttentionSpec lacks"
+        )
+    return [attention] * model_builders.read_num_layers(config, usual)
 
 
 def _read_bias(config: TransformersConfig) -> str:

@@ -1,4 +1,4 @@
-"""OPT: GPT-2's blocks with a relu, and two rows of positions before the first (2205.01068)."""
+"""OPT: GPT-2's blocks with ReLU, and two unused rows before the first position (2205.01068)."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from .weight_names import WeightNames
 
 @register_family("opt", "OPT")
 def read_opt(config: TransformersConfig, task: str) -> ModelSpec:
-    """Norms stand before, or behind in one size of it, which then has none at the end."""
+    """Read OPT; norms precede the sublayers, or follow them in one size, which then has no final norm."""
     sizes = model_builders.read_decoder_sizes(config, model=768, heads=12)
-    config.require_default("layer_norm_elementwise_affine", True, "leaves out weights of norms, which is not described")
+    config.require_default(
+        "layer_norm_elementwise_affine", True, "removes the weights of norms, which is not described"
+    )
     biased, before = config.read_bool("enable_bias", True), config.read_bool("do_layer_norm_before", True)
     narrow = config.read_optional_int("word_embed_proj_dim") or sizes.model
     spec = design(**sizes.design_args, pattern="causal()", bias="qkvo" if biased else "")
@@ -29,9 +31,9 @@ def read_opt(config: TransformersConfig, task: str) -> ModelSpec:
     tokens = config.read_int("vocab_size", default=50272)
     if narrow != sizes.model:
         config.fail(
-            f"word_embed_proj_dim = {narrow} is not hidden_size = {sizes.model}, and a table of tokens of another "
-            "width is not described",
-            "read its layers as a model without a table",
+            f"word_embed_proj_dim = {narrow} is not hidden_size = {sizes.model}, and token embeddings of another "
+            "width are not described",
+            "give a config with equal widths",
         )
     return model_builders.build_decoder(
         config, task, blocks, last, model_builders.DecoderEnds(tokens, True, positions=positions)

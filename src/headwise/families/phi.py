@@ -1,4 +1,4 @@
-"""Phi and Phi-3: a turn of half of a head beside a parallel feed-forward; then Llama with fused maps."""
+"""Phi, with parallel blocks and RoPE on half of each head, and Phi-3, Llama with fused projections."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .weight_names import TensorLocation
 
 @register_family("phi", "Phi")
 def read_phi(config: TransformersConfig, task: str) -> ModelSpec:
-    """One norm for attention and feed-forward, biases everywhere (2306.11644)."""
+    """Read Phi (2306.11644): parallel blocks with one norm, biases everywhere."""
     sizes = model_builders.read_decoder_sizes(config, model=2048, heads=32)
     rope = RopeConfig(config, model_builders.read_max_length(config, 2048), rotary_fraction=0.5)
     spec = design(**sizes.design_args, pattern="causal()", bias="qkvo", modifiers=(rope.make_rotary(sizes.dim),))
@@ -22,7 +22,7 @@ def read_phi(config: TransformersConfig, task: str) -> ModelSpec:
     if config.read_bool("qk_layernorm", False):
         norms = tuple((f"{side}_norm.{name}", sizes.dim) for side in "qk" for name in ("weight", "bias"))
         attention = ApproximateAttention(
-            spec, "qk_layernorm takes the mean off every query and key, which QKNorm does not", norms
+            spec, "qk_layernorm subtracts the mean from queries and keys, which QKNorm does not", norms
         )
     feed = FeedForwardSpec(
         config.read_int("intermediate_size", default=8192), config.read_activation("hidden_act", "gelu_new"), bias="ud"
@@ -37,12 +37,12 @@ def read_phi(config: TransformersConfig, task: str) -> ModelSpec:
 
 @register_family("phi3", "Phi3")
 def read_phi3(config: TransformersConfig, task: str) -> ModelSpec:
-    """Queries, keys and values lie in one matrix, gates and ups in another (2404.14219)."""
+    """Read Phi-3 (2404.14219); Q, K and V are stored as one matrix, gate and up projections as another."""
     sizes = model_builders.read_decoder_sizes(config, model=3072, heads=32)
     usual = config.read_int("original_max_position_embeddings", default=4096)
     rope = RopeConfig(config, usual)
     if rope.rope_type == "yarn":
-        rope.rope_type = "su"  # what the first files called yarn is none (as transformers reads them)
+        rope.rope_type = "su"  # early files call longrope "yarn"; transformers reads them in this way too
     window = config.read_optional_int("sliding_window")
     pattern = "causal()" if window is None else f"window({window})"
     spec = design(**sizes.design_args, pattern=pattern, modifiers=(rope.make_rotary(sizes.dim),))

@@ -1,4 +1,4 @@
-"""RoBERTa and its kin in other tongues: BERT whose positions begin behind the row of padding (1907.11692)."""
+"""RoBERTa (1907.11692), XLM-R, CamemBERT, Longformer: BERT with positions that start after the padding row."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .config_reader import TransformersConfig, read_tied_stack, register_family
 @register_family("camembert", "Camembert", default_task="ForMaskedLM")
 @register_family("roberta", "Roberta", default_task="ForMaskedLM")
 def read_roberta(config: TransformersConfig, task: str) -> ModelSpec:
-    """The exact gelu stands in the head over tokens, whatever layers apply."""
+    """Read RoBERTa; its masked-LM head uses the exact GELU, whatever the layers use."""
     sizes = model_builders.read_encoder_sizes(
         config, model_builders.EncoderDefaults(vocab_size=50265 if config.family_name == "roberta" else 30522)
     )
@@ -33,7 +33,7 @@ def read_roberta(config: TransformersConfig, task: str) -> ModelSpec:
     )
 
 
-# --- RoBERTa and its kin -------------------------------------------------------------------------------
+# --- Weight names of RoBERTa and its relatives ---------------------------------------------------------
 
 ROBERTA_LM_HEAD, ROBERTA_CLASSIFIER = "lm_head", "classifier"
 ROBERTA_LAYERS = {name: path for name, path in BERT.locations.items() if not name.startswith("head.")}
@@ -72,24 +72,24 @@ ROBERTA_WEIGHTS = BERT._replace(
 
 # --- Longformer ----------------------------------------------------------------------------------------
 
-GLOBAL_TOKENS_REASON = (
-    "global tokens are chosen in every call and have queries, keys and values of their own; without any it is this"
-)
+GLOBAL_TOKENS_REASON = "global tokens are chosen per call and have their own projections; exact without global tokens"
 
 
 @register_family("longformer", "Longformer", default_task="ForMaskedLM")
 def read_longformer(config: TransformersConfig, task: str) -> ModelSpec:
-    """hw.LongformerAttention runs such a layer; one spec is not enough for it."""
+    """Read Longformer as a spec without global tokens; hw.LongformerAttention runs the full layer."""
     sizes = model_builders.read_encoder_sizes(config)
-    sides = [f"{side}_global" for side in ("query", "key", "value")]
-    more = [(f"{side}.weight", sizes.model**2) for side in sides] + [(f"{side}.bias", sizes.model) for side in sides]
+    projections = [f"{projection}_global" for projection in ("query", "key", "value")]
+    parameters = [(f"{projection}.weight", sizes.model**2) for projection in projections] + [
+        (f"{projection}.bias", sizes.model) for projection in projections
+    ]
 
     def attention(window: int) -> ApproximateAttention:
         pattern = f"window({window + 1}, after={window // 2})"
         return ApproximateAttention(
             design(model=sizes.model, heads=sizes.heads, pattern=pattern, bias="qkvo"),
             GLOBAL_TOKENS_REASON,
-            tuple(more),
+            tuple(parameters),
         )
 
     types = config.read_int("type_vocab_size", default=2, minimum=0)
@@ -109,9 +109,12 @@ def read_longformer(config: TransformersConfig, task: str) -> ModelSpec:
 
 
 def _windows(config: TransformersConfig, layers: int) -> list[int]:
-    """How many neighbours each layer reads on both sides together."""
-    told = config.values.get("attention_window", 512)
-    each = (config.read_list("attention_window") or []) if isinstance(told, (list, tuple)) else [told] * layers
-    if len(each) != layers or any(type(one) is not int or one < 2 or one % 2 for one in each):
-        config.fail(f"attention_window = {told!r} is no even number for each of {layers} layers", "give 512, say")
-    return each
+    """Return the window of windows layer: the neighbours on both sides together."""
+    setting = config.values.get("attention_window", 512)
+    windows = (config.read_list("attention_window") or []) if isinstance(setting, (list, tuple)) else [setting] * layers
+    if len(windows) != layers or any(type(window) is not int or window < 2 or window % 2 for window in windows):
+        config.fail(
+            f"attention_window = {setting!r} is not an even number for each of {layers} layers",
+            "give 512 or a list of one per layer",
+        )
+    return windows

@@ -1,4 +1,4 @@
-"""StarCoder: GPT-2 whose heads share one head of keys and values (2305.06161)."""
+"""StarCoder and StarCoder 2."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from .config_reader import TransformersConfig, register_family
 
 @register_family("gpt_bigcode", "GPTBigCode")
 def read_gpt_bigcode(config: TransformersConfig, task: str) -> ModelSpec:
-    """Or each its own, where multi_query is false."""
+    """Read StarCoder (2305.06161): GPT-2 with multi-query attention, or multi-head if multi_query is false."""
     model = config.read_int("n_embd", "hidden_size", default=768)
     heads = config.read_num_heads("n_head", "num_attention_heads", default=12)
     usual = config.resolve_head_dim(model, heads) ** -0.5
-    config.require_default("add_cross_attention", False, "reads a model that this file does not describe")
+    config.require_default(
+        "add_cross_attention", False, "adds cross-attention to a second model, which is not described"
+    )
     kv = 1 if config.read_bool("multi_query", True) else heads
     scale = make_dot(usual if config.read_bool("scale_attn_weights", True) else 1.0, usual)
     spec = design(model=model, heads=heads, kv=kv, pattern="causal()", bias="qkvo", similarity=scale)
@@ -36,7 +38,7 @@ def read_gpt_bigcode(config: TransformersConfig, task: str) -> ModelSpec:
 
 @register_family("starcoder2", "Starcoder2")
 def read_starcoder2(config: TransformersConfig, task: str) -> ModelSpec:
-    """The table of tokens again at the end."""
+    """Read StarCoder 2, with tied token embeddings."""
     sizes = model_builders.read_decoder_sizes(config, model=3072, heads=24, kv=2)
     rope = RopeConfig(config, model_builders.read_max_length(config, 4096))
     window = config.read_optional_int("sliding_window")

@@ -1,4 +1,4 @@
-"""T5: a table of relative positions that all layers of a stack share, no scale, no biases, RMSNorm before."""
+"""T5: relative position biases shared by the layers of a stack, unscaled scores, no biases, RMSNorm."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .weight_names import WeightNames
 
 @register_family("t5", "T5", default_task="ForConditionalGeneration")
 def read_t5(config: TransformersConfig, task: str) -> ModelSpec:
-    """One table of tokens everywhere; v1.1 has gated feed-forwards and does not scale what its head reads."""
+    """Read T5; v1.1 has gated feed-forwards and does not scale the input of the output head."""
     model = config.read_int("d_model", "hidden_size", default=512)
     tokens = config.read_int("vocab_size", default=32128)
     layers = config.read_num_layers("num_layers", "num_hidden_layers", default=6)
@@ -23,39 +23,43 @@ def read_t5(config: TransformersConfig, task: str) -> ModelSpec:
     buckets = config.read_int("relative_attention_num_buckets", default=32, maximum=1 << 16)
     reach = config.read_int("relative_attention_max_distance", default=128)
     heads = config.read_num_heads("num_heads", "num_attention_heads", default=8)
-    said: dict[str, Any] = {"model": model, "heads": heads, "dim": config.read_head_dim("d_kv", "head_dim", default=64)}
-    said |= {"similarity": Dot(scale=1.0)}
+    design_args: dict[str, Any] = {
+        "model": model,
+        "heads": heads,
+        "dim": config.read_head_dim("d_kv", "head_dim", default=64),
+    }
+    design_args |= {"similarity": Dot(scale=1.0)}
 
-    both = design(**said, modifiers=(T5Bias(buckets, reach, "both"),))
-    back = design(**said, modifiers=(T5Bias(buckets, reach, "back"),), pattern="causal()")
+    both = design(**design_args, modifiers=(T5Bias(buckets, reach, "both"),))
+    back = design(**design_args, modifiers=(T5Bias(buckets, reach, "back"),), pattern="causal()")
     feed = _read_feed_forward(config)
     encoder = [BlockSpec(both, feed=feed, norm=norm)] * layers
-    decoder = [BlockSpec(back, design(**said), feed, norm)] * deep
+    decoder = [BlockSpec(back, design(**design_args), feed, norm)] * deep
     stacks = (
         StackSpec.from_blocks("encoder", model, encoder, embedding=EmbeddingSpec(tokens), norm=norm),
         StackSpec.from_blocks("decoder", model, decoder, embedding=EmbeddingSpec(tokens, table="encoder"), norm=norm),
     )
-    # What older files say of the table decides whether it is scaled; transformers 5 writes that as a key of its own.
+    # Old files scale the head's input if embeddings are tied; transformers 5 has the key scale_decoder_outputs.
     tied = config.read_bool("tie_word_embeddings", True)
     scale = model**-0.5 if config.read_bool("scale_decoder_outputs", tied) else 1.0
     classes = OutputHeadSpec("classes", read_num_labels(config), bias="learned")
-    ways = {
+    heads_by_task = {
         "ForConditionalGeneration": [OutputHeadSpec("tokens", tokens, table="encoder", scale=scale)],
         "WithLMHeadModel": [OutputHeadSpec("tokens", tokens, table="encoder", scale=scale)],
         "Model": [],
         "EncoderModel": [],
         "ForTokenClassification": [classes],
     }
-    kind, there = ("encoder", 1) if task in ("EncoderModel", "ForTokenClassification") else ("encoder-decoder", 2)
-    return ModelSpec("t5", kind, stacks[:there], select_heads(config, task, ways), tuple(config.notes))
+    kind, num_stacks = ("encoder", 1) if task in ("EncoderModel", "ForTokenClassification") else ("encoder-decoder", 2)
+    return ModelSpec("t5", kind, stacks[:num_stacks], select_heads(config, task, heads_by_task), tuple(config.notes))
 
 
 def _read_feed_forward(config: TransformersConfig) -> FeedForwardSpec:
-    """ "relu", or "gated-gelu", whose gelu is the one by tanh."""
-    told = {name: ("plain", ours) for name, ours in ACTIVATIONS.items()}
-    told |= {f"gated-{name}": ("gated", ours) for name, ours in ACTIVATIONS.items()}
-    told["gated-gelu"] = ("gated", "gelu_tanh")
-    form, act = told[config.read_choice("feed_forward_proj", "relu", told)]
+    """Read feed_forward_proj: "relu", or "gated-gelu", which means the tanh approximation of GELU."""
+    forms = {name: ("plain", ours) for name, ours in ACTIVATIONS.items()}
+    forms |= {f"gated-{name}": ("gated", ours) for name, ours in ACTIVATIONS.items()}
+    forms["gated-gelu"] = ("gated", "gelu_tanh")
+    form, act = forms[config.read_choice("feed_forward_proj", "relu", forms)]
     return FeedForwardSpec(config.read_int("d_ff", default=2048), act, form)
 
 
@@ -65,7 +69,7 @@ OWN_LAYER, FILE_BLOCK = "{stack}.{{layer}}", "{stack}.block.{{layer}}.layer"
 
 
 def name_t5_stack(name: str, feed_forward_index: int) -> dict[str, str]:
-    """The rows of one stack, whose feed-forward has this number."""
+    """Map the tensors of one stack to their stored names; the feed-forward is sublayer `feed_forward_index`."""
     ours, block = OWN_LAYER.format(stack=name), FILE_BLOCK.format(stack=name)
     return {
         f"{ours}.attention.project.q": f"{block}.0.SelfAttention.q.weight",

@@ -1,4 +1,4 @@
-"""ViT: an image as patches behind one vector of its own, LayerNorm before, learned positions."""
+"""ViT, DeiT and DINOv2: image patches after a class token, pre-LayerNorm, learned positions."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from .weight_names import TensorLocation, WeightNames
 
 @register_family("vit", "ViT", default_task="ForImageClassification")
 def read_vit(config: TransformersConfig, task: str) -> ModelSpec:
-    """Pixels that fill no whole patch are left out (2010.11929)."""
+    """Read ViT (2010.11929); pixels beyond the last whole patch are dropped."""
     model = config.read_int("hidden_size", default=768)
     heads = config.read_num_heads("num_attention_heads", default=12)
     layers = config.read_num_layers("num_hidden_layers", default=12)
     norm = NormSpec("layer", config.read_float("layer_norm_eps", default=1e-12))
     image, patch = config.read_pair("image_size", 224), config.read_pair("patch_size", 16)
-    rows, columns = (whole // part for whole, part in zip(image, patch, strict=True))
+    rows, columns = (size // part for size, part in zip(image, patch, strict=True))
     if not (rows and columns):
         config.fail(f"patch_size = {patch} is larger than image_size = {image}", "give a smaller patch_size")
     patches = PatchSpec(rows, columns, *patch, channels=config.read_int("num_channels", default=3))
@@ -44,11 +44,11 @@ def read_vit(config: TransformersConfig, task: str) -> ModelSpec:
 
     act = config.read_activation("pooler_act", "tanh")
     pooled = HeadTransformSpec(config.read_optional_int("pooler_output_size") or model, act)
-    ways = {
+    heads_by_task = {
         "Model": [OutputHeadSpec("pooler", at="first", transform=pooled)],
         "ForImageClassification": [OutputHeadSpec("classes", read_num_labels(config), "first", bias="learned")],
     }
-    return ModelSpec("vit", "vision", (stack,), select_heads(config, task, ways), tuple(config.notes))
+    return ModelSpec("vit", "vision", (stack,), select_heads(config, task, heads_by_task), tuple(config.notes))
 
 
 # --- ViT -----------------------------------------------------------------------------------------------
@@ -95,7 +95,7 @@ VIT_WEIGHTS = WeightNames(
 
 @register_family("deit", "DeiT", default_task="ForImageClassification")
 def read_deit(config: TransformersConfig, task: str) -> ModelSpec:
-    """The second vector learns from a teacher (2012.12877)."""
+    """Read DeiT (2012.12877): ViT with a second learned vector, the distillation token."""
     model, norm = (
         config.read_int("hidden_size", default=768),
         NormSpec("layer", config.read_float("layer_norm_eps", default=1e-12)),
@@ -107,16 +107,16 @@ def read_deit(config: TransformersConfig, task: str) -> ModelSpec:
     pooled = HeadTransformSpec(
         config.read_optional_int("pooler_output_size") or model, config.read_activation("pooler_act", "tanh")
     )
-    ways = {
+    heads_by_task = {
         "Model": [OutputHeadSpec("pooler", at="first", transform=pooled)],
         "ForImageClassification": [OutputHeadSpec("classes", read_num_labels(config), "first", bias="learned")],
     }
-    return ModelSpec("deit", "vision", (stack,), select_heads(config, task, ways), tuple(config.notes))
+    return ModelSpec("deit", "vision", (stack,), select_heads(config, task, heads_by_task), tuple(config.notes))
 
 
 @register_family("dinov2", "Dinov2", default_task="Model")
 def read_dinov2(config: TransformersConfig, task: str) -> ModelSpec:
-    """What every sublayer adds is scaled channel by channel (2304.07193)."""
+    """Read DINOv2 (2304.07193): ViT with a learned scale per channel on each residual branch (LayerScale)."""
     model, norm = (
         config.read_int("hidden_size", default=768),
         NormSpec("layer", config.read_float("layer_norm_eps", default=1e-6)),
@@ -130,11 +130,13 @@ def read_dinov2(config: TransformersConfig, task: str) -> ModelSpec:
         (f"encoder.{n}.{name}.scale", model) for n in range(len(stack.layers)) for name in ("attention", "feed")
     )
     mask = (("encoder.embedding.mask", model),) if config.read_bool("use_mask_token", True) else ()
-    beyond = (
-        UnsupportedPart("what every sublayer adds is scaled channel by channel, which no word says", (*scales, *mask)),
+    unsupported = (
+        UnsupportedPart(
+            "every residual branch is scaled per channel (LayerScale), which BlockSpec lacks", (*scales, *mask)
+        ),
     )
     return ModelSpec(
-        "dinov2", "vision", (stack,), select_heads(config, task, {"Model": []}), tuple(config.notes), beyond
+        "dinov2", "vision", (stack,), select_heads(config, task, {"Model": []}), tuple(config.notes), unsupported
     )
 
 

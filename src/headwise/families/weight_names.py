@@ -1,4 +1,7 @@
-"""Where a tensor of ours lies in somebody's file: axes by name, there and here, read one way and written the other."""
+"""Where our tensors are stored in checkpoints of other libraries: names, axis layouts and slices.
+
+One table per family is used both to load and to save checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +22,15 @@ EMPTY: Mapping[str, Any] = MappingProxyType({})
 
 
 class TensorLocation(NamedTuple):
-    """The place of one of our tensors: the name of a tensor in a file, and its axes there by our names.
+    """Where one of our tensors is stored: the name of the stored tensor, and its axes by our axis names.
 
-    Where `layout` is empty they lie as ours do. `at` fixes axes that ours has not: at an index, or, of axes laid end to
-    end, at one of them. `sizes` are of axes that only the file has. `ours` says our own axes finer, where one of them
-    is torn apart there. Words in braces in `path` are the number of a layer, or an axis of ours, of which every index
-    has a tensor of its own there.
+    - `path` is the stored name. `{layer}` in it is the layer's number; another axis in braces (`{expert}`) means that
+      the file has a separate tensor for every index of that axis.
+    - `layout` is the stored axis layout; empty if it equals ours.
+    - `fixed_axes` selects on stored axes that our tensor does not have: an index, or one part of concatenated axes
+      (`{"dim|vdim": "dim"}`).
+    - `extra_axes` are the sizes of axes that only the file has.
+    - `own_layout` splits our own axes further, if the file stores one of our axes in several parts.
     """
 
     path: str
@@ -35,7 +41,7 @@ class TensorLocation(NamedTuple):
 
 
 class TensorView(NamedTuple):
-    """How to look at a stored tensor: its axes, what is fixed of them, and in which order the others come."""
+    """A view of a tensor: its axes, the fixed ones, and the order of the others."""
 
     layout: AxisLayout
     axis_sizes: Mapping[str, int]
@@ -43,7 +49,7 @@ class TensorView(NamedTuple):
     axis_order: tuple[str, ...]
 
     def view(self, tensor: Tensor) -> Tensor:
-        """The numbers there, one dimension for each axis; they are those of `tensor`, not copies.
+        """Return a view of `tensor`, without copying, with one dimension for each axis of `axis_order`.
 
         >>> import torch
         >>> fused = torch.arange(12).view(2, 6)  # two inputs, and q, k and v of two heads of one channel side by side
@@ -67,7 +73,7 @@ class TensorView(NamedTuple):
 
 
 class TensorPiece(NamedTuple):
-    """Numbers that a tensor in a file, of this name and shape, has in common with the tensor of ours called `name`."""
+    """Elements shared by a stored tensor (`path`, `shape`) and our tensor `name`, as a view of either."""
 
     path: str
     shape: tuple[int, ...]
@@ -77,48 +83,54 @@ class TensorPiece(NamedTuple):
 
 
 def make_pieces(location: TensorLocation, weight: WeightSpec, numbers: Mapping[str, object]) -> Iterator[TensorPiece]:
-    """What a file must hold of a tensor of ours: one piece, or one for each index of the axes that stand in its path.
+    """Yield the stored pieces of one of our tensors: one, or one for each index of the axes named in its path.
 
     >>> q = WeightSpec("q", AxisLayout.parse("(q dim) model"), {"q": 2, "dim": 4, "model": 8})
     >>> fused = TensorLocation("{layer}.c_attn", "model (qkv q dim)", {"qkv": 0}, {"qkv": 3})
     >>> [(piece.path, piece.shape) for piece in make_pieces(fused, q, {"layer": 5})]
     [('5.c_attn', (8, 24))]
     """
-    ours = AxisLayout.parse(location.own_layout) if location.own_layout else weight.layout
-    theirs = AxisLayout.parse(location.layout) if location.layout else weight.layout
-    sizes = _complete_sizes(ours, {**weight.axis_sizes, **location.extra_axes}, weight.shape)
-    apart = [axis for axis in ours.axes if f"{{{axis}}}" in location.path]
-    order = tuple(axis for axis in ours.axes if axis not in apart)
-    for index in product(*(range(sizes[axis]) for axis in apart)):
-        fixed: dict[str, int | str] = dict(zip(apart, index, strict=True))
+    own_layout = AxisLayout.parse(location.own_layout) if location.own_layout else weight.layout
+    file_layout = AxisLayout.parse(location.layout) if location.layout else weight.layout
+    sizes = _complete_sizes(own_layout, {**weight.axis_sizes, **location.extra_axes}, weight.shape)
+    separate_axes = [axis for axis in own_layout.axes if f"{{{axis}}}" in location.path]
+    axis_order = tuple(axis for axis in own_layout.axes if axis not in separate_axes)
+    for index in product(*(range(sizes[axis]) for axis in separate_axes)):
+        fixed: dict[str, int | str] = dict(zip(separate_axes, index, strict=True))
         path = location.path.format(**numbers, **fixed)
-        there, here = TensorView(theirs, sizes, location.fixed_axes, order), TensorView(ours, sizes, fixed, order)
-        yield TensorPiece(path, theirs.shape(sizes), weight.name, there, here)
+        file_view, own_view = (
+            TensorView(file_layout, sizes, location.fixed_axes, axis_order),
+            TensorView(own_layout, sizes, fixed, axis_order),
+        )
+        yield TensorPiece(path, file_layout.shape(sizes), weight.name, file_view, own_view)
 
 
 def _complete_sizes(layout: AxisLayout, sizes: Mapping[str, int], shape: tuple[int, ...]) -> dict[str, int]:
-    """The sizes of all axes, where of each dimension one is not said."""
-    found = dict(sizes)
+    """Return the sizes of all axes; at most one axis of each dimension may be missing in `sizes`."""
+    complete = dict(sizes)
     for axes, size in zip(layout.dims, shape, strict=True):
         names = [name for axis in axes for name in axis.split("|")]
-        for name in [name for name in names if name not in found]:
-            known = AxisLayout((tuple(other for other in axes if other != name),)).numel(found)
-            found[name] = size // known
-    return found
+        for name in [name for name in names if name not in complete]:
+            known = AxisLayout((tuple(other for other in axes if other != name),)).numel(complete)
+            complete[name] = size // known
+    return complete
 
 
-# --- What a file must hold to be a model, worked out from the names that one architecture gives its ----
+# --- Names of all tensors of an architecture, and the plan of a checkpoint -----------------------------
 
 LAYER = re.compile(r"^(\w+)\.(\d+)\.")
 ADDED_BIAS = re.compile(r"^(\w+\.\{layer\}\.(?:attention|cross))\.(?:output\.o_bias|constant)$")
 
 
 class WeightNames(NamedTuple):
-    """The names that the files of some families give our tensors, {layer} standing for the number of a layer.
+    """Our tensor names and where checkpoints of some families store these tensors.
 
-    A path that begins with a dot stands behind the name of the trunk, of which `trunks` lists all that files use, the
-    one to write first. `twins` are second names of tensors, with the first, and `spelt` other ends of names, with those
-    used here. What is `ignored` may lie in a file besides: nothing that was learnt, or heads that its class has not.
+    - `locations` maps our names to stored ones; `{layer}` is the layer's number. A path that begins with a dot follows
+      the prefix of the base model ("model", "transformer").
+    - `prefixes` lists the prefixes found in files; the first one is used for writing.
+    - `tied_names` maps second names of a stored tensor to its first name.
+    - `suffix_aliases` maps other endings of stored names to the endings used in `locations`.
+    - `ignored` are patterns of stored names that loading skips: constants, or heads that the class does not have.
     """
 
     families: tuple[str, ...]
@@ -129,79 +141,83 @@ class WeightNames(NamedTuple):
     ignored: tuple[str, ...] = ()
 
     def find_location(self, name: str) -> TensorLocation | None:
-        """Where the tensor of this name lies, if files have a place for it."""
+        """Return where the tensor of this name is stored, or None if these checkpoints have no place for it."""
         own = LAYER.sub(r"\1.{layer}.", name)
-        found = self.locations.get(own) or self._added_bias(own)
-        return TensorLocation(found) if isinstance(found, str) else found
+        location = self.locations.get(own) or self._added_bias(own)
+        return TensorLocation(location) if isinstance(location, str) else location
 
     def _added_bias(self, own: str) -> str | TensorLocation | None:
-        """Where a vector lies that an attention adds although its files have none: as the bias of its last matrix."""
-        if not (site := ADDED_BIAS.match(own)):
+        """Return where to store an output bias that these checkpoints lack: as the bias of the output projection."""
+        if not (match := ADDED_BIAS.match(own)):
             return None
-        matrix = self.locations.get(f"{site[1]}.output.o")
+        matrix = self.locations.get(f"{match[1]}.output.o")
         path = matrix.path if isinstance(matrix, TensorLocation) else matrix or ""
         bias = f"{path.removesuffix('.weight')}.bias" if path.endswith(".weight") else None
-        return self.locations.get(f"{site[1]}.output.o_bias", bias)
+        return self.locations.get(f"{match[1]}.output.o_bias", bias)
 
     def find_prefix(self, names: Iterable[str]) -> str:
-        """The name of the trunk that these names stand behind."""
+        """Return the base-model prefix of these stored names, or the first prefix if none fits."""
         names = list(names)
-        found = (trunk for trunk in self.prefixes if any(name.startswith(f"{trunk}.") for name in names) or not trunk)
-        return next(found, self.prefixes[0])
+        matches = (
+            prefix for prefix in self.prefixes if any(name.startswith(f"{prefix}.") for name in names) or not prefix
+        )
+        return next(matches, self.prefixes[0])
 
     def canonical_name(self, name: str) -> str:
-        """The name of a tensor as it is spelt here."""
-        for other, ours in self.suffix_aliases.items():
-            if name.endswith(other):
-                return name.removesuffix(other) + ours
+        """Return a stored name with the ending used in `locations`."""
+        for alias, ours in self.suffix_aliases.items():
+            if name.endswith(alias):
+                return name.removesuffix(alias) + ours
         return name
 
     def with_ignored(self, names: Iterable[str]) -> WeightNames:
-        """The same where tensors of these names may be left out too."""
+        """Return a copy that also ignores stored tensors of these names."""
         return self._replace(ignored=(*self.ignored, *(f"^{re.escape(name)}$" for name in names)))
 
     def is_ignored(self, name: str) -> bool:
-        """Whether a tensor of this name may be left out."""
+        """Return whether loading skips a stored tensor of this name."""
         return any(re.search(pattern, name) for pattern in self.ignored)
 
 
 @dataclass(frozen=True)
 class CheckpointPlan:
-    """The pieces of each tensor in a file, by its name there, and the second names that it may go by."""
+    """The pieces of every stored tensor, by stored name, and second names of stored tensors."""
 
     pieces: Mapping[str, list[TensorPiece]]
     tied_names: Mapping[str, str]
 
     def find_source(self, path: str, names: Container[str]) -> str | None:
-        """The name by which a file that holds these names has a tensor: its first, or a second one."""
-        twins = (second for second, first in self.tied_names.items() if first == path)
-        return next((name for name in (path, *twins) if name in names), None)
+        """Return the name under which a file with these `names` stores a tensor, its first or a tied one, or None."""
+        aliases = (second for second, first in self.tied_names.items() if first == path)
+        return next((name for name in (path, *aliases) if name in names), None)
 
     @staticmethod
     def from_spec(model_spec: ModelSpec, names: WeightNames, prefix: str) -> CheckpointPlan:
-        """The plan of this model; a learned tensor that files of this kind have no place for is refused."""
-        found: dict[str, list[TensorPiece]] = {}
+        """Return the plan for a model; refuse models with a trainable tensor that these checkpoints cannot store."""
+        pieces: dict[str, list[TensorPiece]] = {}
         for piece in _make_pieces(model_spec, names, prefix):
-            found.setdefault(piece.path, []).append(piece)
-        twins = {_add_prefix(prefix, second): _add_prefix(prefix, first) for second, first in names.tied_names.items()}
+            pieces.setdefault(piece.path, []).append(piece)
+        tied_names = {
+            _add_prefix(prefix, second): _add_prefix(prefix, first) for second, first in names.tied_names.items()
+        }
         for reader, owner in model_spec.tied_weights().items():
             second, first = (names.find_location(name) for name in (reader, owner))
             if second and first:
-                twins[_add_prefix(prefix, second.path)] = _add_prefix(prefix, first.path)
-        return CheckpointPlan(found, {second: first for second, first in twins.items() if first in found})
+                tied_names[_add_prefix(prefix, second.path)] = _add_prefix(prefix, first.path)
+        return CheckpointPlan(pieces, {second: first for second, first in tied_names.items() if first in pieces})
 
 
-def _make_pieces(described: ModelSpec, names: WeightNames, trunk: str) -> Iterator[TensorPiece]:
-    for weight in described.weights():
-        slot, layer = names.find_location(weight.name), LAYER.match(weight.name)
-        if slot is not None:
-            numbers = {"layer": layer[2]} if layer else {}
-            yield from make_pieces(slot._replace(path=_add_prefix(trunk, slot.path)), weight, numbers)
+def _make_pieces(model_spec: ModelSpec, names: WeightNames, prefix: str) -> Iterator[TensorPiece]:
+    for weight in model_spec.weights():
+        location, layer = names.find_location(weight.name), LAYER.match(weight.name)
+        if location is not None:
+            path_args = {"layer": layer[2]} if layer else {}
+            yield from make_pieces(location._replace(path=_add_prefix(prefix, location.path)), weight, path_args)
         elif weight.trainable:
             raise SpecError(
-                f"{weight.name} has no place in files of {' and '.join(names.families)}; write it with hw.save"
+                f"cannot store {weight.name} in a checkpoint of {' and '.join(names.families)}; write it with hw.save"
             )
 
 
-def _add_prefix(trunk: str, path: str) -> str:
-    return f"{trunk}{path}".removeprefix(".") if path.startswith(".") else path
+def _add_prefix(prefix: str, path: str) -> str:
+    return f"{prefix}{path}".removeprefix(".") if path.startswith(".") else path
