@@ -435,14 +435,14 @@ SMALL = 30_000
     [
         ("gqa", [], {}, "the prompt is empty"),
         ("gqa", [1, 13], {}, "the prompt holds the id 13"),
-        ("gqa", [[1], [2]], {}, "the prompt is a list of 2; submit each by itself"),
+        ("gqa", [[1], [2]], {}, "the prompt is a list of 2 prompts; submit each separately"),
         ("gqa", [1], {"max_new_tokens": 0}, "max_new_tokens=0 is not a token count"),
         ("gqa", [1], {"temperature": -1.0}, "temperature must be a finite number >= 0, got -1.0"),
         ("gqa", [1], {"config": hw.DecodingConfig(beams=2)}, "hw.generate"),
         ("gqa", "text", {}, "has no tokenizer"),
         ("learned", [1] * 65, {}, "a prompt of 65 tokens is 1 longer than the 64 positions"),
         ("learned", [1] * 60, {"max_new_tokens": 6}, "60 tokens and 6 new ones are 1 more than the 64 positions"),
-        ("prefix", [1, 2], {}, "the prompt has 2 tokens, but the first 3 must come together"),
+        ("prefix", [1, 2], {}, "the prompt has 2 tokens, but this attention pattern needs at least 3"),
         ("gqa", [1] * 900, {}, r"a request of 963 tokens needs 61 pages of 1,024 bytes and the budget of 30,000 bytes"),
     ],
 )
@@ -467,7 +467,7 @@ def test_a_budget_that_is_said_to_be_enough_is():
 def test_an_engine_that_cannot_be_is_refused():
     net = model("gqa")
     for budget in (0, -1, True, 1e9):
-        with pytest.raises(ValueError, match="is no number of bytes"):
+        with pytest.raises(ValueError, match="budget must be a positive integer of bytes"):
             hw.Engine(net, budget=budget)
     with pytest.raises(ValueError, match=r"holds no request: states and sources of 64 rows take 0 and a page"):
         hw.Engine(net, budget=100)
@@ -558,7 +558,7 @@ def test_a_thread_drives_while_it_is_asked_to():
     with engine.background_thread():
         first = engine.submit([1, 2], max_new_tokens=5)
         assert list(first) == alone(net, [1, 2], 5)
-        with pytest.raises(ValueError, match="a thread drives this engine already"), engine.background_thread():
+        with pytest.raises(ValueError, match="a background thread already runs this engine"), engine.background_thread():
             pass
         later = engine.submit([3], max_new_tokens=40)
     assert later.result() == alone(net, [3], 40)  # whoever reads goes on where the thread left it

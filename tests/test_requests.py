@@ -133,7 +133,7 @@ def test_a_bad_line_is_told_and_the_others_go_on(net, folder: Path, tmp_path: Pa
         (["--requests", "FILE", "--beams", "2"], "--requests does not support --beams 2"),
         (["--requests", "FILE", "--budget", "9 B"], "a budget of 9 bytes holds no request"),
         (["--requests", "FILE", "--budget", "some"], "cannot read 'some' as a number of bytes"),
-        (["--requests", "FILE", "--rows", "0"], "Batching(rows=0) cannot be"),
+        (["--requests", "FILE", "--rows", "0"], "BatchingConfig: rows must be an integer of at least 1, got 0"),
         (["cab", "--rows", "3"], "--rows applies to --requests only"),
     ],
 )

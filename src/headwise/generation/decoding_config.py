@@ -99,9 +99,7 @@ def check_decoding(config: DecodingConfig, temperature: float, vocab_size: int) 
     if not isinstance(config, DecodingConfig):
         raise SpecError(f"config must be a DecodingConfig, got {config!r}; give DecodingConfig(top_p=0.9), for example")
     if not (_is_number(temperature) and temperature >= 0):
-        raise SpecError(
-            f"temperature must be a finite number >= 0, got {temperature!r}; give 0 for the most likely token, 0.8 to sample"
-        )
+        raise SpecError(f"temperature must be a finite number >= 0, got {temperature!r}; give 0 for no sampling")
     if config.beams > 1 and temperature:
         fact = f"cannot sample with beam search (beams={config.beams}, temperature={temperature})"
         raise SpecError(f"{fact}; give temperature=0, or beams=1")
