@@ -369,10 +369,10 @@ def test_who_fails_fails_alone():
     net = broken_at(11)
     engine = hw.Engine(net, budget=ROOMY, batching=hw.BatchingConfig(page=2))
     fine, bad, later = (engine.submit(prompt, max_new_tokens=6) for prompt in ([1, 2, 3], [4, 11, 5], [6, 7]))
-    with pytest.raises(ValueError, match="the model says NaN"):
+    with pytest.raises(ValueError, match="the model produced NaN logits"):
         bad.result()
     assert bad.ended == "failed"
-    with pytest.raises(ValueError, match="the model says NaN"):
+    with pytest.raises(ValueError, match="the model produced NaN logits"):
         list(bad)
     sound = model("gqa")
     assert fine.result() == alone(sound, [1, 2, 3], 6)

@@ -419,10 +419,10 @@ BAD: dict[str, tuple[bp.ModelSpec, Any, dict[str, Any], str]] = {
     "nothing": (LEARNED, [], {}, "the prompt is empty; give text, ids"),
     "an empty row": (LEARNED, [[3], []], {}, "the prompt is empty; give at least one token"),
     "a number": (LEARNED, 3, {}, "of type int; give text, ids such as"),
-    "a mixture": (LEARNED, [3, [1]], {}, "3 stands among prompts of ids"),
+    "a mixture": (LEARNED, [3, [1]], {}, "3 is not a list of ids"),
     "truth": (LEARNED, [True], {}, "True in a prompt is no id"),
     "fractions": (LEARNED, torch.zeros(3), {}, r"torch.float32 \[3\]; give whole numbers"),
-    "text without words": (LEARNED, "hello", {}, "has no tokenizer, so it reads ids alone"),
+    "text without words": (LEARNED, "hello", {}, "has no tokenizer, so it only takes ids"),
     "beyond the table": (LEARNED, [3, 11], {}, r"holds the id 11, but decoder knows 11; give 0\.\.10"),
     "below the table": (LEARNED, [-1], {}, "holds the id -1"),
     "too long": (LEARNED, [1] * 11, {}, "11 tokens is 3 longer than the 8 positions of small.* window=8"),
@@ -457,7 +457,7 @@ BAD: dict[str, tuple[bp.ModelSpec, Any, dict[str, Any], str]] = {
     "seeds": (LEARNED, [1], {"temperature": 1.0, "seed": [1, 2]}, r"cannot seed 1 rows with seed=\[1, 2\]"),
     "a seed of text": (LEARNED, [1], {"temperature": 1.0, "seed": 1.5}, "seed=1.5 is no seed"),
     "a seed below 0": (LEARNED, [1], {"temperature": 1.0, "seed": -1}, "seed=-1"),
-    "no beginning": (pair(), [1], {}, "does not say what an answer begins with; say it"),
+    "no beginning": (pair(), [1], {}, "has no decoder start ids; set"),
 }
 
 
@@ -496,7 +496,7 @@ def test_a_model_whose_weights_are_broken_says_so(net: hw.Transformer):
     with torch.no_grad():
         net.head["tokens"].weight[3] = math.nan
     for said in ({}, {"temperature": 1.0}):
-        with pytest.raises(ValueError, match="says NaN of how likely a token is"):
+        with pytest.raises(ValueError, match="produced NaN logits"):
             hw.generate(net, [1, 2], max_new_tokens=2, **said)
 
 

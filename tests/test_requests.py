@@ -102,7 +102,7 @@ BAD = [
     ({"prompt": "cab", "top_p": 0.5}, "top_p=0.5 has no effect"),
     ({"prompt": "cab", "stop": 0.5}, "is not a decoding configuration"),
     ({"prompt": "cab", "seed": "x"}, "seed='x' is no seed"),
-    ({"prompt": "xyz"}, "'x' at place 0 is nothing that the model's tokenizer knows"),
+    ({"prompt": "xyz"}, "cannot tokenize 'x' at character 0"),
     (b'{"prompt": "\xff"}', "the line is not JSON: "),
     (b'{"prompt": "' + b"a" * 2**20 + b'"}', "the line is longer than 1,048,576 bytes"),
     (b"[" * 100_000, "the line is not JSON: RecursionError"),

@@ -125,7 +125,7 @@ def test_a_line_that_cannot_be_read_does_not_stop_the_others(run: Run, translato
     answers = [said(translator, line) for line in LINES[:3]]
     assert (code, out.splitlines()) == (2, [answers[0], "", answers[1], "", answers[2]])
     assert err.splitlines() == [
-        "headwise: line 2: 'Mai' at place 6 is nothing that the model's tokenizer knows; write it otherwise",
+        "headwise: line 2: cannot tokenize 'Mai' at character 6: it is not in the vocabulary; write it differently",
         "headwise: line 4: byte 0 is not UTF-8: invalid start byte; give UTF-8 text",
     ]
 
@@ -356,7 +356,7 @@ BAD: dict[str, tuple[list[str], str]] = {
     "no batch": (["T", LINES[0], "--batch", "0"], "--batch 0 is too small"),
     "empty": (["T", ""], "is empty"),
     "empty stop": (["T", LINES[0], "--stop", ""], "stop must be a non-empty text or a token id, got ''"),
-    "unknown": (["T", "<zh>hello"], "'hello' at place 4 is nothing that the model's tokenizer knows"),
+    "unknown": (["T", "<zh>hello"], "cannot tokenize 'hello' at character 4"),
     "no references": (["T", LINES[0], "--score", "nowhere"], "'nowhere' cannot be read"),
     "no scores": (["T", LINES[0], "--score-tokenize", "zh"], "--score-tokenize needs --score"),
     "no tokenizer": (["S", "low"], "gpt2 has no tokenizer; give --tokenizer FILE, or --tokenizer bytes"),

@@ -223,7 +223,7 @@ def test_what_a_tokenizer_does_not_know_is_said(name: str):
     text, piece, at = texts[name]
     with pytest.raises(hw.SpecError) as caught:
         ModelTokenizer(document or "", "read").ids(text)
-    assert str(caught.value).startswith(f"{piece!r} at place {at} is nothing that the model's tokenizer knows")
+    assert str(caught.value).startswith(f"cannot tokenize {piece!r} at character {at}")
 
 
 def test_special_tokens_are_text_unless_they_are_to_be_read():
@@ -361,9 +361,9 @@ def test_masks_are_filled_each_by_what_is_likely_there():
 
 def test_a_model_that_says_no_classes_says_why():
     net = drawn(encoder(bp.OutputHeadSpec("classes", 3, "mean")), **AROUND)
-    with pytest.raises(hw.SpecError, match="tells 3 classes apart and says the names of 0; name them"):
+    with pytest.raises(hw.SpecError, match="has 3 classes but 0 names; set"):
         classify(net, ["the"])
-    with pytest.raises(hw.SpecError, match="does not read rows as a whole"):
+    with pytest.raises(hw.SpecError, match="is not pooled over the row"):
         classify(drawn(encoder(bp.OutputHeadSpec("tokens", 12)), **AROUND), ["the"])
     with pytest.raises(hw.SpecError, match="of kind decoder, and masks are for encoders"):
         fill_masks(drawn(decoder(12), **AROUND), ["[MASK]"])
