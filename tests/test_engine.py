@@ -558,7 +558,7 @@ def test_a_thread_drives_while_it_is_asked_to():
     with engine.background_thread():
         first = engine.submit([1, 2], max_new_tokens=5)
         assert list(first) == alone(net, [1, 2], 5)
-        with pytest.raises(ValueError, match="a background thread already runs this engine"), engine.background_thread():
+        with pytest.raises(ValueError, match="a background thread already runs"), engine.background_thread():
             pass
         later = engine.submit([3], max_new_tokens=40)
     assert later.result() == alone(net, [3], 40)  # whoever reads goes on where the thread left it

@@ -167,7 +167,7 @@ def test_a_document_holds_all_that_was_said(run: Run, translator: Path):
     assert rows[0]["text"] == rows[0]["best"][0]["text"]
     assert rows[0]["score"] == rows[0]["best"][0]["score"] >= rows[0]["best"][1]["score"]
     assert rows[1] == {"line": 2, "prompt": ""}
-    assert "'€' at place 0" in rows[2]["error"]
+    assert "'€' at character 0" in rows[2]["error"]
     drawn = [LINES[0], "--json", "--temperature", 1]
     told = [json.loads(run(translator, *drawn)[1]) for _ in range(2)]
     assert told[0]["seed"] != told[1]["seed"]
@@ -336,7 +336,7 @@ def test_texts_are_classified(run: Run, tmp_path: Path):
     code, out, err = run(folder, "the cat", "--beams", 3)
     assert (code, out) == (2, "")
     assert err == "headwise: --beams is for text generation, but reader classifies; leave it out\n"
-    assert "cannot be told; give 1..3" in run(folder, "the cat", "--top-k", 4)[2]
+    assert "cannot return top=4 of 3 tokens; give 1..3" in run(folder, "the cat", "--top-k", 4)[2]
     code, out, err = run(folder, "the cat " * 5)
     assert "a prompt of 10 tokens is 1 longer than the 9 positions of reader" in err
 
@@ -396,7 +396,7 @@ def test_it_says_why_steps_are_compiled_or_not(run, translator):
     assert told[0].startswith(why)
     assert err == f"steps are {told[0]}\n"
     code, out, err = run(translator, LINES[0], *short, "--compile", "off")
-    assert err == "steps are not compiled: nobody asked for it\n"
+    assert err == "steps are not compiled: compile is off\n"
     assert "steps" not in json.loads(run(translator, LINES[0], *short, "--json")[1])
 
 

@@ -355,7 +355,7 @@ def test_masks_are_filled_each_by_what_is_likely_there():
     assert len(other.predictions) == 1
     with pytest.raises(ValueError, match=r"'the cat' holds no \[MASK\]; write one"):
         fill_masks(net, ["the cat"])
-    with pytest.raises(ValueError, match=r"top=13 of 12 tokens cannot be told"):
+    with pytest.raises(ValueError, match=r"cannot return top=13 of 12 tokens"):
         fill_masks(net, ["[MASK]"], top=13)
 
 

@@ -135,7 +135,7 @@ def _to_lists(prompts: Any) -> list[Any]:
             or prompts.dim() not in (1, 2)
         ):
             raise ValueError(
-                f"the prompt is {prompts.dtype} {list(prompts.shape)}; give integer ids of shape [tokens] or [rows, tokens]"
+                f"the prompt is {prompts.dtype} {list(prompts.shape)}; give integer ids, [tokens] or [rows, tokens]"
             )
         return prompts.tolist()
     if not isinstance(prompts, Sequence):
