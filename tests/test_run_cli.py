@@ -336,7 +336,7 @@ def test_texts_are_classified(run: Run, tmp_path: Path):
     code, out, err = run(folder, "the cat", "--beams", 3)
     assert (code, out) == (2, "")
     assert err == "headwise: --beams is for text generation, but reader classifies; leave it out\n"
-    assert "cannot return top=4 of 3 tokens; give 1..3" in run(folder, "the cat", "--top-k", 4)[2]
+    assert "is not between 1 and the 3 classes; give 1..3" in run(folder, "the cat", "--top-k", 4)[2]
     code, out, err = run(folder, "the cat " * 5)
     assert "a prompt of 10 tokens is 1 longer than the 9 positions of reader" in err
 
