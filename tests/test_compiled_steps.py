@@ -86,7 +86,7 @@ def test_auto_weighs_what_is_gained_against_what_compiling_takes(monkeypatch):
     net = built(decoder())
     assert not decide_compile(net, "auto", 64).should_compile
     assert decide_compile(net, "auto", 10**6).should_compile
-    assert decide_compile(net, "on", 1) == compiled_step.CompileDecision(True, "compiled: it was asked for")
+    assert decide_compile(net, "on", 1) == compiled_step.CompileDecision(True, "compiled: compile is on")
     assert estimate_compile_gain(12, 64).reason.startswith("not compiled: 64 steps could gain about")
 
 
@@ -104,7 +104,7 @@ def test_without_a_compiler_auto_says_so_and_on_is_refused(monkeypatch):
 def test_probes_hinder_and_other_words_are_refused():
     net = built(decoder())
     net.probes = {"decoder.0.attention": hw.Probe("heads")}
-    assert decide_compile(net, "auto", 10**6).reason == "not compiled: probes look into its attentions"
+    assert decide_compile(net, "auto", 10**6).reason == "not compiled: probes observe its attention"
     with pytest.raises(SpecError, match=r"compile='yes' is unknown"):
         hw.DecodingConfig(compile="yes")
 
@@ -118,10 +118,9 @@ def test_rows_of_several_lengths_say_why_they_are_not_compiled():
                 net, prompt, max_new_tokens=2, sequence=tokens, config=hw.DecodingConfig(compile="on")
             ).choice
             assert choice.should_compile is compiled
-            assert choice.reason == ("compiled: it was asked for" if compiled else compiled_step.UNEQUAL_LENGTHS.reason)
+            assert choice.reason == ("compiled: compile is on" if compiled else compiled_step.UNEQUAL_LENGTHS.reason)
         assert (
-            DecodingState(net, prompt, max_new_tokens=2, sequence=told).choice.reason
-            == "not compiled: nobody asked for it"
+            DecodingState(net, prompt, max_new_tokens=2, sequence=told).choice.reason == "not compiled: compile is off"
         )
 
 

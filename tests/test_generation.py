@@ -419,45 +419,45 @@ BAD: dict[str, tuple[bp.ModelSpec, Any, dict[str, Any], str]] = {
     "nothing": (LEARNED, [], {}, "the prompt is empty; give text, ids"),
     "an empty row": (LEARNED, [[3], []], {}, "the prompt is empty; give at least one token"),
     "a number": (LEARNED, 3, {}, "of type int; give text, ids such as"),
-    "a mixture": (LEARNED, [3, [1]], {}, "3 stands among prompts of ids"),
-    "truth": (LEARNED, [True], {}, "True in a prompt is no id"),
-    "fractions": (LEARNED, torch.zeros(3), {}, r"torch.float32 \[3\]; give whole numbers"),
-    "text without words": (LEARNED, "hello", {}, "has no tokenizer, so it reads ids alone"),
+    "a mixture": (LEARNED, [3, [1]], {}, "3 is not a list of ids"),
+    "truth": (LEARNED, [True], {}, "True in a prompt is not an id"),
+    "fractions": (LEARNED, torch.zeros(3), {}, r"torch.float32 \[3\]; give integer ids"),
+    "text without words": (LEARNED, "hello", {}, "has no tokenizer, so it only takes ids"),
     "beyond the table": (LEARNED, [3, 11], {}, r"holds the id 11, but decoder knows 11; give 0\.\.10"),
     "below the table": (LEARNED, [-1], {}, "holds the id -1"),
     "too long": (LEARNED, [1] * 11, {}, "11 tokens is 3 longer than the 8 positions of small.* window=8"),
     "too far": (LEARNED, [1] * 5, {"max_new_tokens": 6}, "are 2 more than .* at most 4 new ones, or .* window=4"),
     "a wide window": (LEARNED, [1], {"config": hw.DecodingConfig(window=9)}, "window=9 is more than the 8 positions"),
-    "no tokens": (LEARNED, [1], {"max_new_tokens": 0}, "max_new_tokens=0 cannot be; give a whole number"),
-    "cold": (LEARNED, [1], {"temperature": -0.5}, "temperature=-0.5 cannot be; give 0"),
-    "endless heat": (LEARNED, [1], {"temperature": math.inf}, "temperature=inf cannot be"),
-    "no way": (LEARNED, [1], {"config": "greedy"}, "config='greedy' is no way to decode"),
-    "many beams": (LEARNED, [1], {"config": hw.DecodingConfig(beams=12)}, "beams=12 are more than the 11 tokens"),
+    "no tokens": (LEARNED, [1], {"max_new_tokens": 0}, "max_new_tokens=0 is not a token count; give an integer"),
+    "cold": (LEARNED, [1], {"temperature": -0.5}, "temperature must be a finite number >= 0, got -0.5; give 0"),
+    "endless heat": (LEARNED, [1], {"temperature": math.inf}, "temperature must be a finite number >= 0, got inf"),
+    "no way": (LEARNED, [1], {"config": "greedy"}, "config must be a DecodingConfig, got 'greedy'"),
+    "many beams": (LEARNED, [1], {"config": hw.DecodingConfig(beams=12)}, "beams=12 is more than the 11 tokens"),
     "drawn beams": (
         LEARNED,
         [1],
         {"config": hw.DecodingConfig(beams=2), "temperature": 1.0},
         "give temperature=0, or beams=1",
     ),
-    "idle filter": (LEARNED, [1], {"config": hw.DecodingConfig(top_k=3)}, "top_k=3 is for drawing, but temperature=0"),
+    "idle filter": (LEARNED, [1], {"config": hw.DecodingConfig(top_k=3)}, "top_k=3 has no effect: temperature=0"),
     "idle filter of beams": (
         LEARNED,
         [1],
         {"config": hw.DecodingConfig(top_p=0.5, beams=2)},
-        "top_p=0.5 is .* but beams follow",
+        "top_p=0.5 has no effect: beam search",
     ),
     "a strange end": (
         LEARNED,
         [1],
         {"config": hw.DecodingConfig(end=(11,))},
-        "the id 11 cannot end an answer of 11 tokens",
+        "end id 11 is outside the vocabulary of 11",
     ),
-    "a strange stop": (LEARNED, [1], {"config": hw.DecodingConfig(stop=(99,))}, "the id 99 cannot end"),
-    "no seed": (LEARNED, [1], {"temperature": 1.0, "seed": "x"}, "seed='x' is no seed for 1 rows"),
-    "seeds": (LEARNED, [1], {"temperature": 1.0, "seed": [1, 2]}, r"seed=\[1, 2\] is no seed for 1 rows"),
-    "a seed of text": (LEARNED, [1], {"temperature": 1.0, "seed": 1.5}, "seed=1.5 is no seed"),
+    "a strange stop": (LEARNED, [1], {"config": hw.DecodingConfig(stop=(99,))}, "end id 99 is outside"),
+    "no seed": (LEARNED, [1], {"temperature": 1.0, "seed": "x"}, "cannot seed 1 rows with seed='x'"),
+    "seeds": (LEARNED, [1], {"temperature": 1.0, "seed": [1, 2]}, r"cannot seed 1 rows with seed=\[1, 2\]"),
+    "a seed of text": (LEARNED, [1], {"temperature": 1.0, "seed": 1.5}, "cannot seed 1 rows with seed=1.5"),
     "a seed below 0": (LEARNED, [1], {"temperature": 1.0, "seed": -1}, "seed=-1"),
-    "no beginning": (pair(), [1], {}, "does not say what an answer begins with; say it"),
+    "no beginning": (pair(), [1], {}, "has no decoder start ids; set"),
 }
 
 
@@ -472,19 +472,19 @@ def test_what_cannot_be_said_says_why(name: str):
 @pytest.mark.parametrize(
     ("said", "words"),
     [
-        ({"top_k": 0}, "top_k=0 is no count"),
-        ({"top_k": True}, "top_k=True is no count"),
-        ({"top_p": 0.0}, "top_p=0.0 keeps no token; give more than 0 and at most 1"),
-        ({"top_p": 1.1}, "top_p=1.1 keeps no token"),
-        ({"min_p": -0.1}, "min_p=-0.1 is no share"),
-        ({"repetition": 0.0}, "repetition=0.0 is no penalty; give 1 for none"),
-        ({"length_penalty": math.nan}, "length_penalty=nan is no number"),
-        ({"beams": 0}, "beams=0 is no count"),
-        ({"beams": 2, "best": 3}, "best=3 of beams=2 answers cannot be told; give beams=3"),
-        ({"stop": ""}, "stop='' stops nothing"),
-        ({"stop": (1.5,)}, "stop=1.5 stops nothing"),
-        ({"end": (-1,)}, "holds no ids"),
-        ({"window": 0}, "window=0 is no count"),
+        ({"top_k": 0}, "top_k must be an integer of at least 1, got 0"),
+        ({"top_k": True}, "top_k must be an integer of at least 1, got True"),
+        ({"top_p": 0.0}, "top_p must be above 0 and at most 1, got 0.0"),
+        ({"top_p": 1.1}, "top_p must be above 0 and at most 1, got 1.1"),
+        ({"min_p": -0.1}, "min_p must be above 0 and at most 1, got -0.1"),
+        ({"repetition": 0.0}, "repetition must be a number above 0, got 0.0; give 1 for no penalty"),
+        ({"length_penalty": math.nan}, "length_penalty must be a number, got nan"),
+        ({"beams": 0}, "beams must be an integer of at least 1, got 0"),
+        ({"beams": 2, "best": 3}, "cannot return best=3 of beams=2 beams; give beams=3"),
+        ({"stop": ""}, "stop must be a non-empty text or a token id, got ''"),
+        ({"stop": (1.5,)}, "stop must be a non-empty text or a token id, got 1.5"),
+        ({"end": (-1,)}, "end must be one or more token ids"),
+        ({"window": 0}, "window must be an integer of at least 1, got 0"),
     ],
 )
 def test_a_way_that_cannot_be_meant_says_why(said: dict[str, Any], words: str):
@@ -496,14 +496,14 @@ def test_a_model_whose_weights_are_broken_says_so(net: hw.Transformer):
     with torch.no_grad():
         net.head["tokens"].weight[3] = math.nan
     for said in ({}, {"temperature": 1.0}):
-        with pytest.raises(ValueError, match="says NaN of how likely a token is"):
+        with pytest.raises(ValueError, match="produced NaN logits"):
             hw.generate(net, [1, 2], max_new_tokens=2, **said)
 
 
 def test_what_cannot_be_streamed_says_why(net: hw.Transformer):
-    with pytest.raises(ValueError, match="3 prompts cannot be told as they come; give one, or call generate"):
+    with pytest.raises(ValueError, match="cannot stream 3 prompts at once; give one, or call generate"):
         hw.stream(net, PROMPTS)
-    with pytest.raises(hw.SpecError, match="beams=2 are decided at the end"):
+    with pytest.raises(hw.SpecError, match="cannot stream beams=2"):
         hw.stream(net, PROMPTS[0], config=hw.DecodingConfig(beams=2))
     with pytest.raises(ValueError, match=r"give what hw\.build or hw\.load returned"):
         hw.generate(torch.nn.Linear(1, 1), [1])  # pyright: ignore[reportArgumentType] - that is the test

@@ -125,7 +125,7 @@ def test_a_line_that_cannot_be_read_does_not_stop_the_others(run: Run, translato
     answers = [said(translator, line) for line in LINES[:3]]
     assert (code, out.splitlines()) == (2, [answers[0], "", answers[1], "", answers[2]])
     assert err.splitlines() == [
-        "headwise: line 2: 'Mai' at place 6 is nothing that the model's tokenizer knows; write it otherwise",
+        "headwise: line 2: cannot tokenize 'Mai' at character 6: it is not in the vocabulary; write it differently",
         "headwise: line 4: byte 0 is not UTF-8: invalid start byte; give UTF-8 text",
     ]
 
@@ -167,7 +167,7 @@ def test_a_document_holds_all_that_was_said(run: Run, translator: Path):
     assert rows[0]["text"] == rows[0]["best"][0]["text"]
     assert rows[0]["score"] == rows[0]["best"][0]["score"] >= rows[0]["best"][1]["score"]
     assert rows[1] == {"line": 2, "prompt": ""}
-    assert "'€' at place 0" in rows[2]["error"]
+    assert "'€' at character 0" in rows[2]["error"]
     drawn = [LINES[0], "--json", "--temperature", 1]
     told = [json.loads(run(translator, *drawn)[1]) for _ in range(2)]
     assert told[0]["seed"] != told[1]["seed"]
@@ -346,17 +346,17 @@ def test_texts_are_classified(run: Run, tmp_path: Path):
 BAD: dict[str, tuple[list[str], str]] = {
     "no model": ([], "required: MODEL"),
     "no folder": (["nowhere", "x"], "there is no folder or file 'nowhere'"),
-    "cold": (["T", LINES[0], "--temperature", "-1"], "temperature=-1.0 cannot be; give 0"),
+    "cold": (["T", LINES[0], "--temperature", "-1"], "temperature must be a finite number >= 0, got -1.0; give 0"),
     "no number": (["T", LINES[0], "--temperature", "hot"], "invalid float value: 'hot'"),
-    "no share": (["T", LINES[0], "--top-p", "0", "--temperature", "1"], "top_p=0.0 keeps no token"),
-    "idle": (["T", LINES[0], "--top-k", "5"], "top_k=5 is for drawing, but temperature=0"),
-    "beams": (["T", LINES[0], "--beams", "64"], "beams=64 are more than the 63 tokens"),
+    "no share": (["T", LINES[0], "--top-p", "0", "--temperature", "1"], "top_p must be above 0 and at most 1, got 0.0"),
+    "idle": (["T", LINES[0], "--top-k", "5"], "top_k=5 has no effect: temperature=0"),
+    "beams": (["T", LINES[0], "--beams", "64"], "beams=64 is more than the 63 tokens"),
     "best": (["T", LINES[0], "--best", "2"], "give beams=2"),
-    "no tokens": (["T", LINES[0], "--max-new-tokens", "0"], "max_new_tokens=0 cannot be"),
+    "no tokens": (["T", LINES[0], "--max-new-tokens", "0"], "max_new_tokens=0 is not a token count"),
     "no batch": (["T", LINES[0], "--batch", "0"], "--batch 0 is too small"),
     "empty": (["T", ""], "is empty"),
-    "empty stop": (["T", LINES[0], "--stop", ""], "stop='' stops nothing"),
-    "unknown": (["T", "<zh>hello"], "'hello' at place 4 is nothing that the model's tokenizer knows"),
+    "empty stop": (["T", LINES[0], "--stop", ""], "stop must be a non-empty text or a token id, got ''"),
+    "unknown": (["T", "<zh>hello"], "cannot tokenize 'hello' at character 4"),
     "no references": (["T", LINES[0], "--score", "nowhere"], "'nowhere' cannot be read"),
     "no scores": (["T", LINES[0], "--score-tokenize", "zh"], "--score-tokenize needs --score"),
     "no tokenizer": (["S", "low"], "gpt2 has no tokenizer; give --tokenizer FILE, or --tokenizer bytes"),
@@ -396,7 +396,7 @@ def test_it_says_why_steps_are_compiled_or_not(run, translator):
     assert told[0].startswith(why)
     assert err == f"steps are {told[0]}\n"
     code, out, err = run(translator, LINES[0], *short, "--compile", "off")
-    assert err == "steps are not compiled: nobody asked for it\n"
+    assert err == "steps are not compiled: compile is off\n"
     assert "steps" not in json.loads(run(translator, LINES[0], *short, "--json")[1])
 
 

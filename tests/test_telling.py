@@ -223,7 +223,7 @@ def test_what_a_tokenizer_does_not_know_is_said(name: str):
     text, piece, at = texts[name]
     with pytest.raises(hw.SpecError) as caught:
         ModelTokenizer(document or "", "read").ids(text)
-    assert str(caught.value).startswith(f"{piece!r} at place {at} is nothing that the model's tokenizer knows")
+    assert str(caught.value).startswith(f"cannot tokenize {piece!r} at character {at}")
 
 
 def test_special_tokens_are_text_unless_they_are_to_be_read():
@@ -355,15 +355,15 @@ def test_masks_are_filled_each_by_what_is_likely_there():
     assert len(other.predictions) == 1
     with pytest.raises(ValueError, match=r"'the cat' holds no \[MASK\]; write one"):
         fill_masks(net, ["the cat"])
-    with pytest.raises(ValueError, match=r"top=13 of 12 tokens cannot be told"):
+    with pytest.raises(ValueError, match=r"cannot return top=13 of 12 tokens"):
         fill_masks(net, ["[MASK]"], top=13)
 
 
 def test_a_model_that_says_no_classes_says_why():
     net = drawn(encoder(bp.OutputHeadSpec("classes", 3, "mean")), **AROUND)
-    with pytest.raises(hw.SpecError, match="tells 3 classes apart and says the names of 0; name them"):
+    with pytest.raises(hw.SpecError, match="has 3 classes but 0 names; set"):
         classify(net, ["the"])
-    with pytest.raises(hw.SpecError, match="does not read rows as a whole"):
+    with pytest.raises(hw.SpecError, match="is not pooled over the row"):
         classify(drawn(encoder(bp.OutputHeadSpec("tokens", 12)), **AROUND), ["the"])
     with pytest.raises(hw.SpecError, match="of kind decoder, and masks are for encoders"):
         fill_masks(drawn(decoder(12), **AROUND), ["[MASK]"])

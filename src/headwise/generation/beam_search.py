@@ -1,4 +1,4 @@
-"""Several answers of each prompt followed at once: the likeliest as a whole, not at every step."""
+"""Beam search: find the outputs with the highest total log-probability."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from .decoding_config import DecodingConfig
 from .decoding_state import DecodingState
 from .sampling import NEG_INF, apply_repetition_penalty
 
-IsFinished = Callable[[Sequence[int]], bool]  # whether an answer of these ids is over
+IsFinished = Callable[[Sequence[int]], bool]  # whether an output with these ids has ended
 
 
 class BeamHypothesis(NamedTuple):
-    """An answer: its ids, and the sum of their log-likelihoods; once it is over, its score."""
+    """The ids of a hypothesis and the sum of their log-probabilities, or its score once it is finished."""
 
     value: float
     ids: tuple[int, ...]
@@ -26,12 +26,11 @@ class BeamHypothesis(NamedTuple):
 
 @dataclass
 class BeamSearch:
-    """The answers of one prompt: at most `beams` that go on, and as many that are over, both best first.
+    """The hypotheses of one prompt: at most `beams` active ones and `beams` finished ones (`over`), best first.
 
-    Of all answers one token longer the likeliest are looked at, enough that `beams` of them go on whatever ends. One
-    that ends, or has `count` tokens, is over if it is among the first `beams`, with its sum over its length to the
-    power of the penalty as score. The search ends when nothing that goes on can score more than the `best` that are
-    over.
+    Each step ranks enough of the extensions by one token that `beams` remain active whatever ends. An extension that
+    ends, or has `count` tokens, is finished if it is among the first `beams`; its score is its sum divided by
+    length ** length_penalty. The search ends when no active hypothesis can beat the `best` finished ones.
     """
 
     how: DecodingConfig
@@ -42,15 +41,18 @@ class BeamSearch:
     over: list[BeamHypothesis] = field(default_factory=list)
 
     def step(self, log_probs: Tensor) -> list[int]:
-        """One token more, by log-likelihoods [going, tokens]; which of those before each that goes on continues."""
-        sums = torch.tensor([[one.value] for one in self.active], dtype=torch.float64) + log_probs.double().cpu()
-        looked = max(2, 1 + len(self.ends)) * self.how.beams
-        values, places = sums.flatten().topk(min(looked, sums.numel()))
+        """Extend by one token from log-probabilities [active, vocabulary]; return the parent of each new hypothesis."""
+        sums = (
+            torch.tensor([[hypothesis.value] for hypothesis in self.active], dtype=torch.float64)
+            + log_probs.double().cpu()
+        )
+        num_ranked = max(2, 1 + len(self.ends)) * self.how.beams
+        values, places = sums.flatten().topk(min(num_ranked, sums.numel()))
         before, self.active = self.active, []
         parents: list[int] = []
         for rank, (value, place) in enumerate(zip(values.tolist(), places.tolist(), strict=True)):
-            parent, one = divmod(place, sums.shape[1])
-            answer = BeamHypothesis(value, (*before[parent].ids, one))
+            parent, token_id = divmod(place, sums.shape[1])
+            answer = BeamHypothesis(value, (*before[parent].ids, token_id))
             if value == NEG_INF:
                 break
             if len(answer.ids) == self.count or self.ended(answer.ids):
@@ -71,28 +73,28 @@ class BeamSearch:
 
     @property
     def _is_decided(self) -> bool:
-        """Whether what goes on comes too late: a sum only falls, so its best score is that over the kindest length."""
+        """Whether no active hypothesis can win: sums only fall, which bounds its best score."""
         if not self.active or len(self.over) < self.how.best:
             return False
-        kindest = self.count if self.how.length_penalty > 0 else len(self.active[0].ids)
-        return self.active[0].value / kindest**self.how.length_penalty <= self.over[self.how.best - 1].value
+        best_length = self.count if self.how.length_penalty > 0 else len(self.active[0].ids)
+        return self.active[0].value / best_length**self.how.length_penalty <= self.over[self.how.best - 1].value
 
 
 def run_beam_search(
     state: DecodingState, config: DecodingConfig, end_ids: frozenset[int], is_finished: IsFinished
 ) -> list[list[BeamHypothesis]]:
-    """The `best` answers behind each prompt of a course, best first, their ends included.
+    """Return the `best` finished hypotheses of each prompt, best first, with their end ids.
 
-    As transformers has it, a penalty for repetition reaches log-likelihoods, which are not brought to sum to one again.
+    As in transformers, the repetition penalty applies to log-probabilities, which are not renormalised.
     """
     searches = [BeamSearch(config, state.count, end_ids, is_finished) for _ in state.rows]
     while state.rows:
         logits = state.logits.to(torch.promote_types(state.logits.dtype, torch.float32))
-        likely = apply_repetition_penalty(logits.log_softmax(-1), state.texts, config.repetition)
+        penalised = apply_repetition_penalty(logits.log_softmax(-1), state.texts, config.repetition)
         index, ids, at = list[int](), list[int](), 0
         for prompt, rows in groupby(state.rows):
-            own = likely[at : (stop := at + len(list(rows)))]
-            index += [at + parent for parent in searches[prompt].step(own)]
+            log_probs = penalised[at : (stop := at + len(list(rows)))]
+            index += [at + parent for parent in searches[prompt].step(log_probs)]
             ids += [answer.ids[-1] for answer in searches[prompt].active]
             at = stop
         if not index:

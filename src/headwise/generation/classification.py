@@ -1,4 +1,4 @@
-"""The class of a text, an image or an utterance, by a head that reads it as a whole."""
+"""Classify texts, images or audio with a model that has a pooled output head."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .prompts import encode_text
 
 
 class Prediction(NamedTuple):
-    """What may stand there, and how likely that is."""
+    """A class or token name and its probability."""
 
     name: str
     share: float
@@ -26,9 +26,9 @@ class Prediction(NamedTuple):
 def classify(
     net: Transformer, inputs: Sequence[str] | Tensor, sequence: SequenceInfo | None = None
 ) -> list[list[Prediction]]:
-    """The classes of each input, likeliest first, by the model's first head.
+    """Return the classes of each input, most likely first, from the model's first output head.
 
-    Inputs are texts; or what the model reads as it is, ids, or pixels and frames that `scaled` has prepared.
+    Inputs are texts, or a tensor that the model reads: ids, or pixels or frames prepared by `scale_inputs`.
 
     >>> import headwise as hw
     >>> from headwise import model_spec as bp
@@ -51,18 +51,18 @@ def classify(
 
 
 def require_class_names(net: Transformer) -> tuple[str, ...]:
-    """The names of its classes; refuse a model that has none, or no head that reads a row as a whole."""
-    described, names = net.spec, net.usage.labels
-    if not described.heads or described.heads[0].at == "each":
-        raise SpecError(f"the first head of {described.name} does not read rows as a whole; give a model that does")
-    if len(names) != described.heads[0].outputs:
-        fact = f"{described.name} tells {described.heads[0].outputs} classes apart and says the names of {len(names)}"
-        raise SpecError(f'{fact}; name them, as in net.usage = Usage(labels=("cat", "dog"))')
+    """Return the class names; raise if the model has none or its first output head is not pooled."""
+    spec, names = net.spec, net.usage.labels
+    if not spec.heads or spec.heads[0].at == "each":
+        raise SpecError(f"the first output head of {spec.name} is not pooled over the row; give a classifier")
+    if len(names) != spec.heads[0].outputs:
+        fact = f"{spec.name} has {spec.heads[0].outputs} classes but {len(names)} names"
+        raise SpecError(f'{fact}; set net.usage = hw.ProcessorSpec(labels=("cat", "dog"))')
     return names
 
 
 def scale_inputs(net: Transformer, values: Any) -> Tensor:
-    """Pixels [n, high, wide, channels] from 0 to 1, or frames [n, time, features], as in training.
+    """Normalise pixels [n, height, width, channels] in 0..1, or frames [n, time, features], as in training.
 
     >>> import headwise as hw
     >>> from headwise import model_spec as bp
@@ -72,13 +72,13 @@ def scale_inputs(net: Transformer, values: Any) -> Tensor:
     >>> scale_inputs(net, np.array([[[[0.5], [1.0]], [[0.75], [0.0]]]])).tolist()
     [[[[0.0, 2.0], [1.0, -2.0]]]]
     """
-    mean, deviation = (np.asarray(told) for told in (net.usage.mean, net.usage.deviation))
-    wide = values.shape[-1]
-    if len(mean) != wide:
-        fact = f"{net.spec.name} says how {len(mean)} channels are brought to scale, and the input has {wide}"
-        raise SpecError(f"{fact}; give such an input, or say it, as in net.usage = Usage(mean=..., deviation=...)")
-    found = torch.from_numpy(((values - mean) / deviation).astype(np.float32))
-    return found.movedim(-1, 1).contiguous() if found.dim() == 4 else found
+    mean, deviation = (np.asarray(statistic) for statistic in (net.usage.mean, net.usage.deviation))
+    num_channels = values.shape[-1]
+    if len(mean) != num_channels:
+        fact = f"{net.spec.name} normalises {len(mean)} channels, but the input has {num_channels}"
+        raise SpecError(f"{fact}; give such an input, or set net.usage = hw.ProcessorSpec(mean=..., deviation=...)")
+    scaled = torch.from_numpy(((values - mean) / deviation).astype(np.float32))
+    return scaled.movedim(-1, 1).contiguous() if scaled.dim() == 4 else scaled
 
 
 def _rank_predictions(names: tuple[str, ...], shares: Tensor) -> list[Prediction]:

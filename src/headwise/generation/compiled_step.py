@@ -1,4 +1,4 @@
-"""Steps of one token as one graph, compiled where so many are asked for that it pays."""
+"""Compile the decode step into one graph when enough steps are requested to repay it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ COMPILE_SECONDS, SECONDS_SAVED_PER_LAYER = (22.0, 2.4), 0.08e-3
 
 @dataclass(frozen=True)
 class CompileDecision:
-    """Whether steps are compiled, and why."""
+    """Whether decode steps are compiled, and why."""
 
     should_compile: bool
     reason: str
@@ -33,39 +33,39 @@ MIXED_REQUESTS = CompileDecision(False, "not compiled: requests of several lengt
 
 
 def ignore_decision(decision: CompileDecision) -> None:
-    """What is told to nobody."""
+    """A reporter that does nothing."""
 
 
 def decide_compile(net: Transformer, mode: str, num_steps: int) -> CompileDecision:
-    """Whether up to `count` steps of a model are compiled, as asked by "on", "off" or "auto"; "on" may be refused.
+    """Decide whether up to `num_steps` steps are compiled in mode "on", "off" or "auto"; "on" raises if it cannot.
 
     >>> import headwise as hw
     >>> config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 2, "vocab_size": 11}
     >>> decide_compile(hw.build(hw.families.read_model_spec(config)), "off", 64)
-    CompileDecision(should_compile=False, reason='not compiled: nobody asked for it')
+    CompileDecision(should_compile=False, reason='not compiled: compile is off')
     """
     if mode == "off":
-        return CompileDecision(False, "not compiled: nobody asked for it")
+        return CompileDecision(False, "not compiled: compile is off")
     if reason := find_compile_obstacle(net):
         if mode == "on":
             raise SpecError(f"steps cannot be compiled: {reason}; leave compile out, or give compile='auto'")
         return CompileDecision(False, f"not compiled: {reason}")
     if mode == "on":
-        return CompileDecision(True, "compiled: it was asked for")
+        return CompileDecision(True, "compiled: compile is on")
     return estimate_compile_gain(len(list(net.stacks.values())[-1].blocks), num_steps)
 
 
 def find_compile_obstacle(net: Transformer) -> str:
-    """Why steps of this model cannot be compiled here; nothing where they can."""
+    """Return why steps of this model cannot be compiled here, or an empty string."""
     if next(net.parameters()).device.type == "cpu" and not any(shutil.which(name) for name in COMPILERS):
         return "there is no C++ compiler"
     if net.probes:
-        return "probes look into its attentions"
+        return "probes observe its attention"
     return ""
 
 
 def estimate_compile_gain(num_layers: int, num_steps: int) -> CompileDecision:
-    """Whether so many steps of a model of so many layers pay for being compiled.
+    """Decide whether compiling saves more time over `num_steps` steps than it takes.
 
     >>> estimate_compile_gain(12, 64)
     CompileDecision(should_compile=False, reason='not compiled: 64 steps could gain about 0.1 s, compiling takes about
@@ -74,14 +74,14 @@ def estimate_compile_gain(num_layers: int, num_steps: int) -> CompileDecision:
     True
     """
     gain, cost = num_steps * num_layers * SECONDS_SAVED_PER_LAYER, COMPILE_SECONDS[0] + COMPILE_SECONDS[1] * num_layers
-    told = f"{num_steps} steps could gain about {gain:.1f} s, compiling takes about {cost:.0f} s"
-    return CompileDecision(gain > cost, f"{'compiled' if gain > cost else 'not compiled'}: {told}")
+    estimate = f"{num_steps} steps could gain about {gain:.1f} s, compiling takes about {cost:.0f} s"
+    return CompileDecision(gain > cost, f"{'compiled' if gain > cost else 'not compiled'}: {estimate}")
 
 
 def compile_decode_step(net: Transformer) -> DecodeStep:
-    """The model for one token of each row behind caches: a graph for any position, any room and any rows above one.
+    """Return the compiled forward pass for one token per row: one graph for any position, capacity and rows above one.
 
-    It may be asked only where `cache.foreseen` says so, behind a step that was not compiled: then what a layer finds
-    out when it first runs is known, and nothing is compiled again.
+    Call it only if `cache.is_predictable`, and after one uncompiled step. That step computes what layers determine on
+    their first run, so that nothing is recompiled.
     """
     return torch.compile(net.forward, dynamic=True, fullgraph=True)

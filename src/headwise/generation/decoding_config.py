@@ -1,4 +1,4 @@
-"""How tokens are chosen, described."""
+"""Decoding options: sampling filters, beams, stop conditions, window and compilation."""
 
 from __future__ import annotations
 
@@ -14,21 +14,25 @@ COMPILE_MODES = ("off", "auto", "on")
 
 @dataclass(frozen=True)
 class DecodingConfig:
-    """What tokens are drawn from, how many answers are followed at once, and where an answer ends.
+    """How the next token is chosen, how many beams are searched, and where an output ends.
 
-    Logits of tokens that were read or written before are first pushed down by `repetition` (1909.05858), then divided
-    by the temperature. Of what is likely then, `top_k` keeps the k likeliest tokens, `top_p` the likeliest of these
-    that together have this share (1904.09751), `min_p` those at least this share as likely as the likeliest
-    (2407.01082). `beams` answers are followed at once, and of those that ended the `best` are told: the highest sums
-    of log-likelihoods, each over its length to the power of `length_penalty`, its end included (1609.08144 has
-    another). An answer stops before a text or an id of `stop`, and before `end`: what the model's usage says, where
-    that is None; () for never. Of a prompt only the last `window` tokens are read, and where an answer reaches the
-    last position that a model knows, it goes on from its last `window` tokens. Steps of one token are compiled, "on",
-    "off", or "auto" where so many are asked for that it pays.
+    Filters apply in this order. `repetition` penalises the logits of tokens in the prompt or the output (1909.05858);
+    then logits are divided by the temperature. `top_k` keeps the k most likely tokens, `top_p` the smallest set of the
+    most likely that has this probability (1904.09751), `min_p` tokens with at least this fraction of the highest
+    probability (2407.01082).
+
+    `beams` is the number of hypotheses searched at once; the `best` finished ones are returned. A score is the sum
+    of log-probabilities divided by length ** `length_penalty`; the length counts the end token (1609.08144 uses another
+    formula). An output stops before any text or id in `stop`, and before any id in `end` (None: the end ids of
+    `model.usage`; (): never).
+
+    Only the last `window` tokens of a prompt are used, and an output that reaches the model's last position continues
+    from its last `window` tokens. `compile` says whether decode steps are compiled: "on", "off", or "auto" to compile
+    if the requested number of steps is expected to repay it.
 
     >>> DecodingConfig(top_p=0.0)
     Traceback (most recent call last):
-    headwise.errors.SpecError: top_p=0.0 keeps no token; give more than 0 and at most 1, or leave it out
+    headwise.errors.SpecError: top_p must be above 0 and at most 1, got 0.0; leave it out to keep every token
     """
 
     top_k: int | None = None
@@ -49,16 +53,19 @@ class DecodingConfig:
         for name in ("top_p", "min_p"):
             share = getattr(self, name)
             if share is not None and not (_is_number(share) and 0 < share <= 1):
-                keeps = "keeps no token" if name == "top_p" else "is no share"
-                raise SpecError(f"{name}={share!r} {keeps}; give more than 0 and at most 1, or leave it out")
+                raise SpecError(
+                    f"{name} must be above 0 and at most 1, got {share!r}; leave it out to keep every token"
+                )
         if not (_is_number(self.repetition) and self.repetition > 0):
-            raise SpecError(f"repetition={self.repetition!r} is no penalty; give 1 for none, 1.2 for a mild one")
+            raise SpecError(f"repetition must be a number above 0, got {self.repetition!r}; give 1 for no penalty")
         if not _is_number(self.length_penalty):
-            raise SpecError(f"length_penalty={self.length_penalty!r} is no number; give 0 for none, 1 for the mean")
+            raise SpecError(
+                f"length_penalty must be a number, got {self.length_penalty!r}; give 0 for the sum, 1 for the mean"
+            )
         for name in ("beams", "best"):
-            _check_count(name, getattr(self, name) or 0, f"give {name}=1 for one answer")
+            _check_count(name, getattr(self, name) or 0, f"give {name}=1 for one output")
         if self.best > self.beams:
-            raise SpecError(f"best={self.best} of beams={self.beams} answers cannot be told; give beams={self.best}")
+            raise SpecError(f"cannot return best={self.best} of beams={self.beams} beams; give beams={self.best}")
         if self.compile not in COMPILE_MODES:
             raise SpecError(f"compile={self.compile!r} is unknown; {suggest(str(self.compile), COMPILE_MODES)}")
         object.__setattr__(self, "stop", _parse_stops(self.stop))
@@ -67,74 +74,74 @@ class DecodingConfig:
 
     @property
     def filters(self) -> dict[str, float]:
-        """What keeps some tokens from being drawn, as said."""
-        told = {"top_k": self.top_k, "top_p": self.top_p, "min_p": self.min_p}
-        return {name: value for name, value in told.items() if value is not None}
+        """The sampling filters that are set, by name."""
+        filters = {"top_k": self.top_k, "top_p": self.top_p, "min_p": self.min_p}
+        return {name: value for name, value in filters.items() if value is not None}
 
     @property
     def words(self) -> tuple[str, ...]:
-        """The texts that stop an answer."""
-        return tuple(one for one in self.stop if isinstance(one, str))
+        """The texts that stop an output."""
+        return tuple(stop for stop in self.stop if isinstance(stop, str))
 
     def ends(self, default_ids: Iterable[int]) -> frozenset[int]:
-        """The ids that an answer stops before; `usual` are the model's own."""
-        told = default_ids if self.end is None else self.end
-        return frozenset([*told, *(one for one in self.stop if isinstance(one, int))])
+        """The ids that an output stops before; `default_ids` are the model's own end ids."""
+        end_ids = default_ids if self.end is None else self.end
+        return frozenset([*end_ids, *(stop for stop in self.stop if isinstance(stop, int))])
 
 
 def check_decoding(config: DecodingConfig, temperature: float, vocab_size: int) -> None:
-    """Refuse what cannot be meant together, at this temperature and of so many tokens.
+    """Refuse options that contradict each other, the temperature or the size of the vocabulary.
 
     >>> check_decoding(DecodingConfig(beams=12), 0.0, 11)
     Traceback (most recent call last):
-    headwise.errors.SpecError: beams=12 are more than the 11 tokens an answer can begin with; give at most beams=11
+    headwise.errors.SpecError: beams=12 is more than the 11 tokens of the vocabulary; give at most beams=11
     """
     if not isinstance(config, DecodingConfig):
-        raise SpecError(f"config={config!r} is no way to decode; give DecodingConfig(top_p=0.9), say")
+        raise SpecError(f"config must be a DecodingConfig, got {config!r}; give DecodingConfig(top_p=0.9), for example")
     if not (_is_number(temperature) and temperature >= 0):
-        raise SpecError(f"temperature={temperature!r} cannot be; give 0 for the likeliest token, or 0.8 to draw")
+        raise SpecError(f"temperature must be a finite number >= 0, got {temperature!r}; give 0 for no sampling")
     if config.beams > 1 and temperature:
-        fact = f"beams={config.beams} follow the likeliest answers, and temperature={temperature} draws some"
+        fact = f"cannot sample with beam search (beams={config.beams}, temperature={temperature})"
         raise SpecError(f"{fact}; give temperature=0, or beams=1")
     if config.beams > vocab_size:
-        fact = f"beams={config.beams} are more than the {vocab_size} tokens an answer can begin with"
+        fact = f"beams={config.beams} is more than the {vocab_size} tokens of the vocabulary"
         raise SpecError(f"{fact}; give at most beams={vocab_size}")
     if config.filters and not temperature:
         name, value = next(iter(config.filters.items()))
-        says = "beams follow the likeliest" if config.beams > 1 else "temperature=0 takes the likeliest"
-        raise SpecError(f"{name}={value} is for drawing, but {says}; give temperature=1, or leave {name} out")
-    for one in config.ends(()):
-        if one >= vocab_size:
-            raise SpecError(f"the id {one} cannot end an answer of {vocab_size} tokens; give 0..{vocab_size - 1}")
+        reason = "beam search does not sample" if config.beams > 1 else "temperature=0 does not sample"
+        raise SpecError(f"{name}={value} has no effect: {reason}; give temperature=1, or leave {name} out")
+    for end_id in config.ends(()):
+        if end_id >= vocab_size:
+            raise SpecError(f"end id {end_id} is outside the vocabulary of {vocab_size}; give 0..{vocab_size - 1}")
 
 
-def _is_number(said: Any) -> bool:
-    return isinstance(said, (int, float)) and not isinstance(said, bool) and math.isfinite(said)
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _is_whole_number(said: Any) -> bool:
-    return isinstance(said, int) and not isinstance(said, bool)
+def _is_whole_number(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _check_count(name: str, value: Any, remedy: str) -> None:
     if value is not None and not (_is_whole_number(value) and value >= 1):
-        raise SpecError(f"{name}={value!r} is no count; give a whole number of at least 1, or {remedy}")
+        raise SpecError(f"{name} must be an integer of at least 1, got {value!r}; or {remedy}")
 
 
-def _parse_stops(said: Any) -> tuple[str | int, ...]:
-    """Texts and ids, from one of them or several."""
-    told = (said,) if isinstance(said, (str, int)) else tuple(said)
-    for one in told:
-        if not (one if isinstance(one, str) else _is_whole_number(one) and one >= 0):
-            raise SpecError(f"stop={one!r} stops nothing; give a text that is not empty, or an id")
-    return told
+def _parse_stops(value: Any) -> tuple[str | int, ...]:
+    """Return one stop, or several, as a tuple of texts and ids."""
+    stops = (value,) if isinstance(value, (str, int)) else tuple(value)
+    for stop in stops:
+        if not (stop if isinstance(stop, str) else _is_whole_number(stop) and stop >= 0):
+            raise SpecError(f"stop must be a non-empty text or a token id, got {stop!r}; give stop='.', for example")
+    return stops
 
 
-def _parse_ids(name: str, said: Any) -> tuple[int, ...]:
-    told = (said,) if _is_whole_number(said) else tuple(said)
-    if not all(_is_whole_number(one) and one >= 0 for one in told):
-        raise SpecError(f"{name}={said!r} holds no ids; give whole numbers such as {name}=2")
-    return told
+def _parse_ids(name: str, value: Any) -> tuple[int, ...]:
+    ids = (value,) if _is_whole_number(value) else tuple(value)
+    if not all(_is_whole_number(token_id) and token_id >= 0 for token_id in ids):
+        raise SpecError(f"{name} must be one or more token ids, got {value!r}; give {name}=2, for example")
+    return ids
 
 
 DEFAULT_DECODING = DecodingConfig()

@@ -1,4 +1,4 @@
-"""Rows that are continued, one token of each at a time, and what the model remembers of them."""
+"""State of decoding: rows that are extended by one token per step, and their caches."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from .sampling import TokenHistory
 from .text_output import Completion
 
 COMPACTION_THRESHOLD = (
-    0.75  # rows are left out of the caches once no more than this share of them goes on: copying costs a few steps
+    0.75  # finished rows leave the caches once at most this fraction continues, as copying costs a few steps
 )
 TokenChooser = Callable[[Tensor, TokenHistory], list[int]]
 
 
 class DecodingState:
-    """Rows of several lengths behind which tokens are said. `logits` [rows, tokens] are of what comes next.
+    """Rows, possibly of different lengths, that are being decoded. `logits` [rows, vocabulary] are for the next token.
 
-    `rows` are the numbers of the prompts that are still there, `texts` all ids of each. The model takes them as far as
-    it knows positions; at the last one a row goes on from its last `how.window` tokens. `choice` says whether steps are
-    compiled, and why; rows of several lengths never are.
+    `rows` are the indices of the prompts that continue, `texts` all ids of each. A row that exceeds the model's last
+    position continues from its last `config.window` tokens. `choice` is the `CompileDecision`; steps for rows of
+    different lengths are never compiled.
     """
 
     def __init__(
@@ -44,31 +44,31 @@ class DecodingState:
         config: DecodingConfig = DEFAULT_DECODING,
     ) -> None:
         window = config.window
-        told = decide_compile(net, config.compile, max_new_tokens)
-        alike = sequence is None or sequence.start is not None
-        self.choice = told if alike or not told.should_compile else UNEQUAL_LENGTHS
+        decision = decide_compile(net, config.compile, max_new_tokens)
+        same_length = sequence is None or sequence.start is not None
+        self.choice = decision if same_length or not decision.should_compile else UNEQUAL_LENGTHS
         self._compiled_step = compile_decode_step(net) if self.choice.should_compile else None
-        self._is_first_step = True  # no step was made yet that found out what a graph takes for granted
+        self._is_first_step = True  # the first step runs uncompiled; see compile_decode_step
         self.net, self.memory, self.count, self.window = net, encoder_output, max_new_tokens, window
         self.texts = _real_token_ids(prompt, sequence)
         self.rows = list(range(len(self.texts)))
         self._max_positions = max_positions(net.spec.stacks[-1])
-        self._cached_lengths = [len(text) for text in self.texts]  # how many tokens of each row the caches hold
+        self._cached_lengths = [len(text) for text in self.texts]  # cached tokens of each row
         check_prompt_length(net.spec, max(self._cached_lengths), max_new_tokens, window)
         self._prefill(prompt, sequence)
 
     def _prefill(self, ids: Tensor, tokens: SequenceInfo | None) -> None:
-        """Begin with these."""
+        """Run the model on the prompts and fill the caches."""
         at = tokens or SequenceInfo.contiguous(0, ids.shape[1], ids.device)
         self.cache = self.net.cache(batch=len(ids), capacity=ids.shape[1] + self.count)
         h = self.net.hidden(ids, sequence=at, source=self.memory, cache=self.cache)
         self.logits = self.net.read(pool_last(h, at)[:, None])[:, 0]
 
     def append_tokens(self, ids: Sequence[int]) -> None:
-        """One more token of each row."""
-        self._cached_lengths = [held + 1 for held in self._cached_lengths]
-        for text, one in zip(self.texts, ids, strict=True):
-            text.append(one)
+        """Append one token to each row and compute the next logits."""
+        self._cached_lengths = [length + 1 for length in self._cached_lengths]
+        for text, token_id in zip(self.texts, ids, strict=True):
+            text.append(token_id)
         if self._max_positions is not None and max(self._cached_lengths) > self._max_positions:
             self._restart_long_rows(self._max_positions)
             return
@@ -78,13 +78,13 @@ class DecodingState:
         self.logits = (graph or self.net)(x, source=self.memory, cache=self.cache)[:, -1]
 
     def _restart_long_rows(self, longest: int) -> None:
-        """Rows beyond the last position begin with the end of their text; the others with what they had."""
-        self._cached_lengths = [held if held <= longest else self.window or 1 for held in self._cached_lengths]
-        ends = [text[-held:] for text, held in zip(self.texts, self._cached_lengths, strict=True)]
+        """Refill the caches: rows beyond the last position keep the end of their text, others keep everything."""
+        self._cached_lengths = [length if length <= longest else self.window or 1 for length in self._cached_lengths]
+        ends = [text[-length:] for text, length in zip(self.texts, self._cached_lengths, strict=True)]
         self._prefill(*pad_left(ends, self.logits.device))
 
     def keep(self, index: Sequence[int]) -> None:
-        """These of the rows, in this order; one may be taken twice."""
+        """Keep the rows with these indices, in this order; an index may repeat."""
         if list(index) == list(range(len(self.rows))):
             return
         at, rows = torch.tensor(index, device=self.logits.device), [self.rows[n] for n in index]
@@ -99,14 +99,14 @@ class DecodingState:
 def run_decode_steps(
     state: DecodingState, choose: TokenChooser, completions: Sequence[Completion], max_new_tokens: int
 ) -> Iterator[None]:
-    """One token of every answer that is not over, up to `count` of each; `answers` have one for each prompt."""
+    """Decode one token per unfinished completion and yield after each step; `completions` has one per prompt."""
     ids: list[int] = []
     for _ in range(max_new_tokens):
         if ids:
             state.append_tokens(ids)
         ids = choose(state.logits, state.texts)
-        for row, one in zip(state.rows, ids, strict=True):
-            completions[row].take(one)
+        for row, token_id in zip(state.rows, ids, strict=True):
+            completions[row].take(token_id)
         yield
         going = [n for n, row in enumerate(state.rows) if not completions[row].over]
         if not going:
@@ -120,7 +120,7 @@ def run_decode_steps(
 
 @contextmanager
 def eval_mode(net: Transformer) -> Iterator[None]:
-    """The model set to answer and not to train, and as it was thereafter."""
+    """Evaluation mode without gradients; restores the training flags afterwards."""
     training = [module for module in net.modules() if module.training]
     try:
         with torch.no_grad():
@@ -132,7 +132,7 @@ def eval_mode(net: Transformer) -> Iterator[None]:
 
 
 def pad_left(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, SequenceInfo | None]:
-    """Ids [rows, tokens], padded on the left where rows differ, and where their tokens then stand.
+    """Return ids [rows, tokens], padded on the left if lengths differ, and then the `SequenceInfo` of the tokens.
 
     >>> ids, tokens = pad_left([[3, 1, 4], [1]], torch.device("cpu"))
     >>> ids.tolist(), tokens.segment.tolist()
@@ -144,21 +144,21 @@ def pad_left(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tenso
 
 
 def max_positions(stack: StackSpec) -> int | None:
-    """How many positions a stack knows, counted from 0; None when there is no last one."""
+    """Return the maximum sequence length of a stack, or None if it is unlimited."""
     positions = stack.embedding.positions if stack.embedding else None
-    told = [positions.length if positions and positions.kind == "learned" else None]
-    told += [
+    limits = [positions.length if positions and positions.kind == "learned" else None]
+    limits += [
         part.max_positions(spec)
         for run in stack.runs
         for block in run.blocks
         for spec in block.attention_specs.values()
         for _, part in spec.parts()
     ]
-    return min((length for length in told if length is not None), default=None)
+    return min((length for length in limits if length is not None), default=None)
 
 
 def check_prompt_length(spec: ModelSpec, prompt_length: int, max_new_tokens: int, window: int | None) -> None:
-    """Refuse what does not fit into the positions of the last stack.
+    """Raise if the prompt and the new tokens exceed the positions of the last stack.
 
     >>> from headwise import families
     >>> check_prompt_length(families.read_model_spec({"model_type": "gpt2", "n_positions": 8}), 5, 6, None)
@@ -175,7 +175,7 @@ def check_prompt_length(spec: ModelSpec, prompt_length: int, max_new_tokens: int
         raise ValueError(
             f"{prompt_length} tokens are {prompt_length - known} more than {where}; read the last with window={known}"
         )
-    beyond = prompt_length + max_new_tokens - 1 - known  # the last new token is not read
+    beyond = prompt_length + max_new_tokens - 1 - known  # the last new token is never fed back
     if beyond > 0 and window is None:
         fact = f"{prompt_length} tokens and {max_new_tokens} new ones are {beyond} more than {where} can take"
         first = f"ask for at most {max_new_tokens - beyond} new ones"
@@ -183,7 +183,7 @@ def check_prompt_length(spec: ModelSpec, prompt_length: int, max_new_tokens: int
 
 
 def require_language_model(spec: ModelSpec) -> int:
-    """How many tokens its first head tells apart; refuse a model that does not say which token comes next."""
+    """Return the vocabulary size; raise if the model is not a language model."""
     embedding = spec.stacks[-1].embedding
     known = embedding.tokens if embedding else 0
     head = spec.heads[0] if spec.heads else None
@@ -198,4 +198,7 @@ def _real_token_ids(prompt: Tensor, tokens: SequenceInfo | None) -> list[list[in
     if tokens is None or tokens.start is not None:
         return rows
     live: list[list[bool]] = tokens.is_real.expand(len(rows), -1).tolist()
-    return [[one for one, there in zip(row, own, strict=True) if there] for row, own in zip(rows, live, strict=True)]
+    return [
+        [token_id for token_id, is_real in zip(row, row_live, strict=True) if is_real]
+        for row, row_live in zip(rows, live, strict=True)
+    ]

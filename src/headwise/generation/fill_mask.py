@@ -1,4 +1,4 @@
-"""What may stand for each mask in a text."""
+"""Predict the masked tokens of texts with an encoder."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ MASK_TOKENS = ("[MASK]", "<mask>")  # as BERT and RoBERTa write it
 
 
 class FilledText(NamedTuple):
-    """A text with the likeliest token for each of its masks, and the likeliest tokens for each, best first."""
+    """A text with each mask replaced by its most likely token, and the `top` predictions for each mask."""
 
     text: str
     predictions: list[list[Prediction]]
 
 
 def fill_masks(net: Transformer, texts: Sequence[str], *, top: int = 5) -> list[FilledText]:
-    """What an encoder with a head over tokens takes for the masks of each text, each mask by itself.
+    """Predict each mask of each text with an encoder, independently of the other masks.
 
     A mask is written as the tokenizer writes it, as in "The [MASK] sat."
     """
@@ -33,7 +33,7 @@ def fill_masks(net: Transformer, texts: Sequence[str], *, top: int = 5) -> list[
     if kind != "encoder":
         raise SpecError(f"{net.spec.name} is of kind {kind}, and masks are for encoders; call generate")
     if not isinstance(top, int) or not 1 <= top <= known:
-        raise ValueError(f"top={top!r} of {known} tokens cannot be told; give 1..{known}")
+        raise ValueError(f"cannot return top={top!r} of {known} tokens; give 1..{known}")
     words, _ = load_tokenizers(net)
     mask = find_mask_id(net, words)
     rows = [encode_masked_text(net, text, mask) for text in texts]
@@ -45,15 +45,15 @@ def fill_masks(net: Transformer, texts: Sequence[str], *, top: int = 5) -> list[
 
 
 def find_mask_id(net: Transformer, tokenizer: ModelTokenizer) -> int:
-    """The id of the mask: what the usage says, or the tokenizer's own."""
+    """Return the id of the mask token: `usage.mask`, or the tokenizer's own."""
     found = [net.usage.mask, *map(tokenizer.id, MASK_TOKENS)]
     if (mask := next((one for one in found if one is not None), None)) is None:
-        raise SpecError(f"{net.spec.name} has no token for a mask; say it, as in net.usage = Usage(mask=103)")
+        raise SpecError(f"{net.spec.name} has no mask token; set net.usage = hw.ProcessorSpec(mask=103)")
     return mask
 
 
 def encode_masked_text(net: Transformer, text: str, mask_id: int) -> list[int]:
-    """The ids of a text that holds masks."""
+    """Return the ids of a text; raise if it has no mask."""
     row = encode_text(net, text, specials="read")
     if mask_id not in row:
         token = load_tokenizers(net)[0].token_text(mask_id)
@@ -62,7 +62,7 @@ def encode_masked_text(net: Transformer, text: str, mask_id: int) -> list[int]:
 
 
 def _fill_text(words: ModelTokenizer, text: str, mask: str, logits: Tensor, top: int) -> FilledText:
-    """The likeliest tokens by the logits [masks, tokens] of a text."""
+    """Rank tokens by the logits [masks, vocabulary] and fill the best into the text."""
     likely = logits.float().softmax(-1).topk(top)
     ranked = zip(likely.values.tolist(), likely.indices.tolist(), strict=True)
     masks = [[Prediction(_token_text(words, one), share) for share, one in zip(*row, strict=True)] for row in ranked]
@@ -72,5 +72,5 @@ def _fill_text(words: ModelTokenizer, text: str, mask: str, logits: Tensor, top:
 
 
 def _token_text(words: ModelTokenizer, one: int) -> str:
-    """A token as it stands in a text, and a special one by its name."""
+    """Return the token as text; a special token as its name."""
     return words.text([one]).strip() or words.token_text(one)

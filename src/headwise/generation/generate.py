@@ -1,4 +1,4 @@
-"""What a model says behind prompts: all of it, or as it comes."""
+"""Generate text or token ids from prompts: complete outputs (`generate`) or as they arrive (`stream`)."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from .sampling import TokenHistory, sample_tokens
 from .text_output import Completion, IncrementalDetokenizer, load_tokenizers
 
 SeedOrSeeds = int | Sequence[int] | None
-STEPS_FINISHED = object()  # behind the last step
+STEPS_FINISHED = object()  # marks the end of the iterator of decode steps
 
 
 class GenerationOutput(NamedTuple):
-    """An answer: its ids, its text where there is a tokenizer, and its score if several were followed."""
+    """One generated output: its ids, its text if the prompt was text, and its score if beams were searched."""
 
     ids: list[int]
     text: str | None = None
@@ -41,13 +41,14 @@ def generate(
     config: DecodingConfig = DEFAULT_DECODING,
     seed: SeedOrSeeds = None,
 ) -> Any:
-    """What a model says behind a prompt: new ids behind ids, text behind text, and a list of either for a list.
+    """Return the model's continuation of a prompt: new ids for ids, text for text, a list for a list of prompts.
 
-    What is read is a text to go on from; or, where a second stack answers, the source. Ids are read as they are, text
-    between what the model's usage says stands around it; special ids end an answer and are not told. At temperature 0
-    every token is the likeliest. Else they are drawn: row n of a batch from stream n of one seed, or a list of seeds
-    says for each row which stream 0 it draws from, as it would alone. With how=Decoding(best=...) each answer is a
-    list, best first.
+    A decoder continues the prompt; an encoder-decoder reads it as its source. Ids are used as they are; text is
+    encoded and surrounded by the ids that `model.usage` asks for (`before`, `behind`). An output stops before an end
+    id, which is not part of it. At temperature 0 every token is the most likely one; otherwise tokens are sampled:
+    row n of a batch uses random stream n of an integer seed. With a list of seeds row n uses stream 0 of seed n, as
+    it would alone. With `config=DecodingConfig(beams=..., best=...)` and `best` above 1 each output is a list, best
+    first.
 
     >>> import headwise as hw
     >>> config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 11, "n_positions": 8}
@@ -59,12 +60,12 @@ def generate(
     Traceback (most recent call last):
     ValueError: 3 tokens and 9 new ones are 3 more than the 8 positions of gpt2 can take; ask for at most 6 new ...
     """
-    asked = TextGenerator.of(model, max_new_tokens, temperature, config)
-    given = parse_prompts(model, ids_or_text, config.window)
-    found = asked.answers(given, make_random_streams(seed, len(given.rows)) if temperature else ())
-    said = [[one.text if given.kind == "text" else one.ids for one in best] for best in found]
-    plain = [best if config.best > 1 else best[0] for best in said]
-    return plain[0] if given.form == "alone" else plain
+    generator = TextGenerator.of(model, max_new_tokens, temperature, config)
+    prompts = parse_prompts(model, ids_or_text, config.window)
+    outputs = generator.answers(prompts, make_random_streams(seed, len(prompts.rows)) if temperature else ())
+    values = [[output.text if prompts.kind == "text" else output.ids for output in best] for best in outputs]
+    results = [best if config.best > 1 else best[0] for best in values]
+    return results[0] if prompts.form == "alone" else results
 
 
 def stream(
@@ -76,7 +77,7 @@ def stream(
     config: DecodingConfig = DEFAULT_DECODING,
     seed: SeedOrSeeds = None,
 ) -> Iterator[Any]:
-    """What `generate` says behind one prompt, as it comes: ids, or pieces of text that stay whatever follows.
+    """Iterate over the output of `generate` for one prompt as it arrives: ids, or pieces of text that are final.
 
     >>> import headwise as hw
     >>> config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 11, "n_positions": 8}
@@ -84,17 +85,17 @@ def stream(
     >>> list(stream(net, [3, 1, 4], max_new_tokens=5)) == generate(net, [3, 1, 4], max_new_tokens=5)
     True
     """
-    asked = TextGenerator.of(model, max_new_tokens, temperature, config)
-    given = parse_prompts(model, ids_or_text, config.window)
-    if given.form == "together":
-        raise ValueError(f"{len(given.rows)} prompts cannot be told as they come; give one, or call generate")
+    generator = TextGenerator.of(model, max_new_tokens, temperature, config)
+    prompts = parse_prompts(model, ids_or_text, config.window)
+    if prompts.form == "together":
+        raise ValueError(f"cannot stream {len(prompts.rows)} prompts at once; give one, or call generate")
     if config.beams > 1:
-        raise SpecError(f"beams={config.beams} are decided at the end; call generate, or give beams=1")
-    return asked.pieces(given, make_random_streams(seed, 1) if temperature else ())
+        raise SpecError(f"cannot stream beams={config.beams}: the best is only known at the end; call generate")
+    return generator.pieces(prompts, make_random_streams(seed, 1) if temperature else ())
 
 
 def make_random_streams(seed: SeedOrSeeds, count: int, first_row: int = 0) -> list[RandomStream]:
-    """What each of so many rows draws from; without a seed, one from torch's own generator.
+    """Return one random stream per row; without a seed, the seed comes from torch's global generator.
 
     >>> [row.number for row in make_random_streams(7, 2)], [row.seed for row in make_random_streams([7, 5], 2)]
     ([0, 1], [7, 5])
@@ -103,15 +104,17 @@ def make_random_streams(seed: SeedOrSeeds, count: int, first_row: int = 0) -> li
         seed = int(torch.randint(2**63 - 1, ()))
     if isinstance(seed, int) and not isinstance(seed, bool):
         return [RandomStream(seed, first_row + n) for n in range(count)]
-    told = list(seed) if isinstance(seed, (list, tuple, range)) else []
-    if len(told) != count or not all(isinstance(one, int) and not isinstance(one, bool) for one in told):
-        raise SpecError(f"seed={seed!r} is no seed for {count} rows; give a whole number, or one for each row")
-    return [RandomStream(one) for one in told]
+    seeds = list(seed) if isinstance(seed, (list, tuple, range)) else []
+    if len(seeds) != count or not all(
+        isinstance(row_seed, int) and not isinstance(row_seed, bool) for row_seed in seeds
+    ):
+        raise SpecError(f"cannot seed {count} rows with seed={seed!r}; give an integer, or one for each row")
+    return [RandomStream(row_seed) for row_seed in seeds]
 
 
 @dataclass(frozen=True)
 class TextGenerator:
-    """A model, and how it is to answer; `tell` hears whether steps are compiled, and why, whenever texts are begun."""
+    """A model and its decoding options. `tell` is called with a `CompileDecision` whenever decoding starts."""
 
     net: Transformer
     count: int
@@ -127,93 +130,95 @@ class TextGenerator:
         config: DecodingConfig,
         report_compile: CompileReporter = ignore_decision,
     ) -> TextGenerator:
-        """The same, if it can be meant."""
+        """Check the options and return the generator."""
         if not isinstance(net, Transformer):
             raise ValueError(f"model is of type {type(net).__name__}; give what hw.build or hw.load returned")
         check_decoding(config, temperature, require_language_model(net.spec))
         if not isinstance(max_new_tokens, int) or isinstance(max_new_tokens, bool) or max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens={max_new_tokens!r} cannot be; give a whole number of at least 1")
+            raise ValueError(f"max_new_tokens={max_new_tokens!r} is not a token count; give an integer of at least 1")
         return TextGenerator(net, max_new_tokens, temperature, config, report_compile)
 
     @property
     def ends(self) -> frozenset[int]:
-        """The ids that an answer stops before."""
+        """The ids that an output stops before."""
         return self.how.ends(self.net.usage.end)
 
     def answers(self, prompts: PromptBatch, streams: Sequence[RandomStream] = ()) -> list[list[GenerationOutput]]:
-        """The answers to each prompt, best first."""
-        found = [self.answer(prompts.kind, row) for row in prompts.rows]
+        """Return the outputs for each prompt, best first."""
+        completions = [self.answer(prompts.kind, row) for row in prompts.rows]
         with eval_mode(self.net):
-            course = self._start_decoding(prompts)
+            state = self._start_decoding(prompts)
             if self.how.beams > 1:
-                return self._beam_search(course, prompts)
-            for _ in run_decode_steps(course, self._make_chooser(course, streams), found, self.count):
+                return self._beam_search(state, prompts)
+            for _ in run_decode_steps(state, self._make_chooser(state, streams), completions, self.count):
                 pass
-        return [[_make_output(answer, prompts.kind)] for answer in found]
+        return [[_make_output(completion, prompts.kind)] for completion in completions]
 
     def pieces(self, prompts: PromptBatch, streams: Sequence[RandomStream] = ()) -> Iterator[Any]:
-        """The answer to one prompt, as it comes."""
-        answer = self.answer(prompts.kind, prompts.rows[0])
+        """Iterate over the output for the first prompt as it arrives."""
+        completion = self.answer(prompts.kind, prompts.rows[0])
         with eval_mode(self.net):
-            course = self._start_decoding(prompts)
+            state = self._start_decoding(prompts)
         return self._iter_pieces(
-            answer, prompts.kind, run_decode_steps(course, self._make_chooser(course, streams), [answer], self.count)
+            completion,
+            prompts.kind,
+            run_decode_steps(state, self._make_chooser(state, streams), [completion], self.count),
         )
 
-    def _iter_pieces(self, answer: Completion, kind: str, going: Iterator[None]) -> Iterator[Any]:
+    def _iter_pieces(self, completion: Completion, kind: str, steps: Iterator[None]) -> Iterator[Any]:
         while True:
-            with eval_mode(self.net):  # and not while whoever reads does something else with it
-                last = next(going, STEPS_FINISHED)
+            with eval_mode(self.net):  # only during the step: between steps the caller may use the model
+                last = next(steps, STEPS_FINISHED)
             if kind == "ids":
-                yield from answer.take_new_ids()
-            elif piece := answer.take_new_text():
+                yield from completion.take_new_ids()
+            elif piece := completion.take_new_text():
                 yield piece
             if last is STEPS_FINISHED:
                 return
 
-    def _start_decoding(self, given: PromptBatch) -> DecodingState:
-        prompt = prepare_decoder_input(self.net, given.rows, next(self.net.parameters()).device)
-        told = {"sequence": prompt.tokens, "encoder_output": prompt.memory, "config": self.how}
-        course = DecodingState(self.net, prompt.ids, max_new_tokens=self.count, **told)
-        self.tell(course.choice)
-        return course
+    def _start_decoding(self, prompts: PromptBatch) -> DecodingState:
+        prompt = prepare_decoder_input(self.net, prompts.rows, next(self.net.parameters()).device)
+        options = {"sequence": prompt.tokens, "encoder_output": prompt.memory, "config": self.how}
+        state = DecodingState(self.net, prompt.ids, max_new_tokens=self.count, **options)
+        self.tell(state.choice)
+        return state
 
-    def _make_chooser(self, course: DecodingState, streams: Sequence[RandomStream]) -> TokenChooser:
-        """Each row draws from the stream of its prompt."""
+    def _make_chooser(self, state: DecodingState, streams: Sequence[RandomStream]) -> TokenChooser:
+        """Return a function that picks the next tokens; each row samples from the stream of its prompt."""
 
         def choose(logits: Tensor, past: TokenHistory) -> list[int]:
-            own = [streams[row] for row in course.rows] if streams else ()
-            return sample_tokens(logits, past, temperature=self.temperature, config=self.how, streams=own)
+            row_streams = [streams[row] for row in state.rows] if streams else ()
+            return sample_tokens(logits, past, temperature=self.temperature, config=self.how, streams=row_streams)
 
         return choose
 
     def answer(self, kind: str, prompt: list[int]) -> Completion:
-        """An answer that is still empty; where ids are asked for, text matters only if it may stop them."""
+        """Return an empty completion. For a prompt of ids, text is decoded only if there are stop texts."""
         if kind == "ids" and not self.how.words:
             return Completion(self.ends)
-        before = prompt if self.net.spec.kind == "decoder" else ()
-        return Completion(self.ends, self.how.words, IncrementalDetokenizer(load_tokenizers(self.net)[1], before))
+        context_ids = prompt if self.net.spec.kind == "decoder" else ()
+        return Completion(self.ends, self.how.words, IncrementalDetokenizer(load_tokenizers(self.net)[1], context_ids))
 
-    def _beam_search(self, course: DecodingState, given: PromptBatch) -> list[list[GenerationOutput]]:
+    def _beam_search(self, state: DecodingState, prompts: PromptBatch) -> list[list[GenerationOutput]]:
         ends, stops = self.ends, self.how.words
-        words = load_tokenizers(self.net)[1] if stops else None
+        tokenizer = load_tokenizers(self.net)[1] if stops else None
 
-        def ended(ids: Sequence[int]) -> bool:
-            return ids[-1] in ends or (words is not None and any(stop in words.text(ids) for stop in stops))
+        def is_finished(ids: Sequence[int]) -> bool:
+            return ids[-1] in ends or (tokenizer is not None and any(stop in tokenizer.text(ids) for stop in stops))
 
-        found = run_beam_search(course, self.how, ends, ended)
+        hypotheses = run_beam_search(state, self.how, ends, is_finished)
         return [
-            [self._beam_output(one, given.kind, row) for one in best]
-            for best, row in zip(found, given.rows, strict=True)
+            [self._beam_output(hypothesis, prompts.kind, row) for hypothesis in best]
+            for best, row in zip(hypotheses, prompts.rows, strict=True)
         ]
 
-    def _beam_output(self, one: BeamHypothesis, kind: str, prompt: list[int]) -> GenerationOutput:
-        answer = self.answer(kind, prompt)
-        for token in one.ids:
-            answer.take(token)
-        answer.close()
-        return _make_output(answer, kind)._replace(score=one.value)
+    def _beam_output(self, hypothesis: BeamHypothesis, kind: str, prompt: list[int]) -> GenerationOutput:
+        completion = self.answer(kind, prompt)
+        for token in hypothesis.ids:
+            completion.take(token)
+        completion.close()
+        return _make_output(completion, kind)._replace(score=hypothesis.value)
 
 
-def _make_output(answer: Completion, kind: str) -> GenerationOutput:
-    return GenerationOutput(answer.ids, answer.text if kind == "text" else None)
+def _make_output(completion: Completion, kind: str) -> GenerationOutput:
+    return GenerationOutput(completion.ids, completion.text if kind == "text" else None)

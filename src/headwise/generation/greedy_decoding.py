@@ -1,4 +1,4 @@
-"""Generation by the likeliest token at every step, of a batch that stands as it is."""
+"""Greedy decoding of a batch of id tensors."""
 
 from __future__ import annotations
 
@@ -20,11 +20,10 @@ def greedy_decode(
     end_id: int | None = None,
     encoder_output: EncoderOutput | None = None,
 ) -> list[list[int]]:
-    """Up to `count` new ids behind each row of a prompt [B, P], each the likeliest; a row stops before `end`.
+    """Return up to `max_new_tokens` most likely ids after each row of a prompt [B, P]; a row stops before `end_id`.
 
-    Rows of several lengths are padded, which `tokens` says: SequenceInfo.from_batch(prompt, lengths=..., pad="left").
-    `memory` is
-    what `net.encode(source)` returned. Past tokens are remembered, and computed once.
+    If rows differ in length, pad them and give sequence=SequenceInfo.from_batch(prompt, lengths=..., pad="left").
+    `encoder_output` is what `net.encode(source)` returned. Past tokens are cached.
 
     >>> import torch, headwise as hw
     >>> described = hw.families.read_model_spec(
@@ -49,9 +48,9 @@ def greedy_decode(
 def _check_greedy_inputs(net: Transformer, prompt: Tensor, count: int, tokens: SequenceInfo | None) -> None:
     require_language_model(net.spec)
     if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-        raise ValueError(f"max_new_tokens={count!r} new tokens cannot be; give a whole number of at least 1")
+        raise ValueError(f"max_new_tokens={count!r} is not a token count; give an integer of at least 1")
     if not isinstance(prompt, Tensor) or prompt.dim() != 2 or not prompt.numel():
-        told = list(prompt.shape) if isinstance(prompt, Tensor) else type(prompt).__name__
-        raise ValueError(f"prompt is {told}; give ids [rows, tokens] with at least one token in each row")
+        shape = list(prompt.shape) if isinstance(prompt, Tensor) else type(prompt).__name__
+        raise ValueError(f"prompt is {shape}; give ids [rows, tokens] with at least one token in each row")
     if tokens is not None and not bool(tokens.is_real.any(1).all()):
-        raise ValueError("a row of the prompt is all padding; begin each with one token at least")
+        raise ValueError("a row of the prompt is all padding; give at least one token in each row")

@@ -1,4 +1,4 @@
-"""What a model is asked to go on from: ids or text, one or several, as the ids that it reads."""
+"""Convert prompts (text or ids, one or several) to the ids that a model reads."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PROMPT_HELP = "give text, ids such as [3, 1, 4], or a list of either"
 
 
 class PromptBatch(NamedTuple):
-    """The ids of each prompt; whether they were "text" or "ids", and were given "alone" or "together"."""
+    """The ids of each prompt; `kind` is "text" or "ids"; `form` is "alone" for one prompt, "together" for a list."""
 
     rows: list[list[int]]
     kind: str
@@ -27,7 +27,7 @@ class PromptBatch(NamedTuple):
 
 
 class DecoderInput(NamedTuple):
-    """What generation begins with: ids [rows, tokens], where they stand, and what was read before."""
+    """Inputs of the prefill: ids [rows, tokens], their positions, and the encoder output if there is one."""
 
     ids: Tensor
     tokens: SequenceInfo | None
@@ -35,7 +35,7 @@ class DecoderInput(NamedTuple):
 
 
 def parse_prompts(net: Transformer, prompts: Any, window: int | None = None) -> PromptBatch:
-    """What was given as prompts, as ids; of each only the last `window`, if that is said.
+    """Return the prompts as ids; with `window`, only the last `window` ids of each.
 
     >>> import headwise as hw
     >>> net = hw.build(hw.families.read_model_spec({"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1}))
@@ -47,30 +47,35 @@ def parse_prompts(net: Transformer, prompts: Any, window: int | None = None) -> 
     require_language_model(net.spec)
     if isinstance(prompts, str):
         return PromptBatch([encode_text(net, prompts, window)], "text", "alone")
-    told = _to_lists(prompts)
-    if not told:
+    items = _to_lists(prompts)
+    if not items:
         raise ValueError(f"the prompt is empty; {PROMPT_HELP}, with at least one token")
-    if all(isinstance(one, str) for one in told):
-        return PromptBatch([encode_text(net, one, window) for one in told], "text", "together")
-    form = "alone" if not any(isinstance(one, list) for one in told) else "together"
-    rows = [_check_id_row(row, net, window) for row in ([told] if form == "alone" else told)]
+    if all(isinstance(item, str) for item in items):
+        return PromptBatch([encode_text(net, item, window) for item in items], "text", "together")
+    form = "alone" if not any(isinstance(item, list) for item in items) else "together"
+    rows = [_check_id_row(row, net, window) for row in ([items] if form == "alone" else items)]
     return PromptBatch(rows, "ids", form)
 
 
 def encode_text(net: Transformer, text: str, window: int | None = None, specials: str | None = None) -> list[int]:
-    """The ids of a text, with those that stand before and behind it; `specials` as in Usage, whatever that says."""
-    reading, _ = load_tokenizers(net)
-    usage, ids = net.usage, reading.ids(text, specials)
+    """Return the ids of a text, surrounded by `usage.before` and `usage.behind`.
+
+    `specials` overrides that of the model's `ProcessorSpec`.
+    """
+    tokenizer, _ = load_tokenizers(net)
+    usage, ids = net.usage, tokenizer.ids(text, specials)
     around = len(usage.before) + len(usage.behind)
     if window is not None and around >= window:
-        raise ValueError(f"window={window} leaves no room beside the {around} ids around a text; give more")
+        raise ValueError(
+            f"window={window} leaves no room beside the {around} ids around a text; give window={around + 1} or more"
+        )
     if window is not None and len(ids) + around > window:
         ids = ids[around - window :]
     return _check_prompt([*usage.before, *ids, *usage.behind], net)
 
 
 def encode_prompt(net: Transformer, text: str, *, max_new_tokens: int, window: int | None = None) -> list[int]:
-    """The ids of a text, if `count` new ones can be said of it."""
+    """Return the ids of a text; raise if `max_new_tokens` more do not fit into the model's positions."""
     row = encode_text(net, text, window)
     if net.spec.kind != "encoder-decoder":
         check_prompt_length(net.spec, len(row), max_new_tokens, window)
@@ -78,52 +83,61 @@ def encode_prompt(net: Transformer, text: str, *, max_new_tokens: int, window: i
 
 
 def prepare_decoder_input(net: Transformer, rows: Sequence[Sequence[int]], device: torch.device) -> DecoderInput:
-    """What the last stack goes on from: these rows, or, where it writes what another has read, the usual beginning."""
+    """Return the ids that the decoder continues: the prompts, or the start ids with the encoded prompts as source."""
     ids, tokens = pad_left(rows, device)
     if net.spec.kind != "encoder-decoder":
         return DecoderInput(ids, tokens, None)
-    first = get_decoder_start_ids(net)
+    start_ids = get_decoder_start_ids(net)
     memory = net.encode(ids, sequence=tokens)
-    return DecoderInput(torch.tensor([first] * len(rows), device=device), None, memory)
+    return DecoderInput(torch.tensor([start_ids] * len(rows), device=device), None, memory)
 
 
 def get_decoder_start_ids(net: Transformer) -> tuple[int, ...]:
-    """What an answer begins with where a second stack writes it."""
+    """Return the ids that start the output of an encoder-decoder."""
     if not net.usage.begin:
-        fact = f"{net.spec.name} does not say what an answer begins with"
-        raise SpecError(f"{fact}; say it, as in net.usage = Usage(begin=(1,), end=(2,))")
+        fact = f"{net.spec.name} has no decoder start ids"
+        raise SpecError(f"{fact}; set net.usage = hw.ProcessorSpec(begin=(1,), end=(2,))")
     return net.usage.begin
 
 
 def _check_id_row(row: Any, net: Transformer, window: int | None) -> list[int]:
     if not isinstance(row, list):
-        raise ValueError(f"{row!r} stands among prompts of ids; {PROMPT_HELP}")
-    if wrong := [one for one in row if not isinstance(one, int) or isinstance(one, bool)]:
-        raise ValueError(f"{wrong[0]!r} in a prompt is no id; {PROMPT_HELP}")
+        raise ValueError(f"{row!r} is not a list of ids; {PROMPT_HELP}")
+    if wrong := [item for item in row if not isinstance(item, int) or isinstance(item, bool)]:
+        raise ValueError(f"{wrong[0]!r} in a prompt is not an id; {PROMPT_HELP}")
     return _check_prompt(row[-window:] if window else row, net)
 
 
 def _check_prompt(row: list[int], net: Transformer) -> list[int]:
-    """A prompt that the first stack can read."""
+    """Raise if the first stack cannot read the prompt."""
     first = net.spec.stacks[0]
-    known = first.embedding.tokens if first.embedding else 0
+    vocab_size = first.embedding.tokens if first.embedding else 0
     if not row:
         raise ValueError("the prompt is empty; give at least one token")
-    if wrong := [one for one in row if not 0 <= one < known]:
-        raise ValueError(f"the prompt holds the id {wrong[0]}, but {first.name} knows {known}; give 0..{known - 1}")
-    most = max_positions(first)
-    if most is not None and len(row) > most:
-        fact = f"a prompt of {len(row)} tokens is {len(row) - most} longer than the {most} positions"
-        raise SequenceTooLong(f"{fact} of {net.spec.name}; shorten it, or read its end alone with window={most}")
+    if wrong := [token_id for token_id in row if not 0 <= token_id < vocab_size]:
+        raise ValueError(
+            f"the prompt holds the id {wrong[0]}, but {first.name} knows {vocab_size}; give 0..{vocab_size - 1}"
+        )
+    limit = max_positions(first)
+    if limit is not None and len(row) > limit:
+        fact = f"a prompt of {len(row)} tokens is {len(row) - limit} longer than the {limit} positions"
+        raise SequenceTooLong(f"{fact} of {net.spec.name}; shorten it, or use only its end with window={limit}")
     return row
 
 
-def _to_lists(said: Any) -> list[Any]:
-    """Tensors and sequences as lists, two deep."""
-    if isinstance(said, Tensor):
-        if said.is_floating_point() or said.is_complex() or said.dtype == torch.bool or said.dim() not in (1, 2):
-            raise ValueError(f"the prompt is {said.dtype} {list(said.shape)}; give whole numbers, a row or several")
-        return said.tolist()
-    if not isinstance(said, Sequence):
-        raise ValueError(f"the prompt is of type {type(said).__name__}; {PROMPT_HELP}")
-    return [_to_lists(one) if isinstance(one, (Tensor, list, tuple, range)) else one for one in said]
+def _to_lists(prompts: Any) -> list[Any]:
+    """Convert tensors and sequences to lists, at most two levels deep."""
+    if isinstance(prompts, Tensor):
+        if (
+            prompts.is_floating_point()
+            or prompts.is_complex()
+            or prompts.dtype == torch.bool
+            or prompts.dim() not in (1, 2)
+        ):
+            raise ValueError(
+                f"the prompt is {prompts.dtype} {list(prompts.shape)}; give integer ids, [tokens] or [rows, tokens]"
+            )
+        return prompts.tolist()
+    if not isinstance(prompts, Sequence):
+        raise ValueError(f"the prompt is of type {type(prompts).__name__}; {PROMPT_HELP}")
+    return [_to_lists(item) if isinstance(item, (Tensor, list, tuple, range)) else item for item in prompts]

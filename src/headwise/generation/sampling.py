@@ -1,4 +1,4 @@
-"""Which token comes next: the likeliest, or one that is drawn from those that are likely enough."""
+"""Choose the next token of each row: the most likely one, or a sample after filtering."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ def sample_tokens(
     config: DecodingConfig = DEFAULT_DECODING,
     streams: Sequence[RandomStream] = (),
 ) -> list[int]:
-    """The next id of each row of logits [rows, tokens]; at a temperature each row draws from a stream of its own.
+    """Return the next id of each row of logits [rows, vocabulary].
 
-    `past` are the ids before, which a penalty for repetition looks at.
+    At temperature 0 it is the most likely one; otherwise each row samples with its own stream. `history` holds the ids
+    of each row so far, for the repetition penalty.
 
     >>> sample_tokens(torch.tensor([[0.0, 2.0, 1.0]]))
     [1]
@@ -36,14 +37,14 @@ def sample_tokens(
     )
     highest, likeliest = logits.max(-1)
     if bool(highest.isnan().any()):
-        raise ValueError("the model says NaN of how likely a token is, so its weights are broken; load others")
+        raise ValueError("the model produced NaN logits, so its weights are broken; load another checkpoint")
     if temperature == 0:
         return likeliest.tolist()
     return draw_tokens(filter_logits(logits / temperature, config), streams)
 
 
 def apply_repetition_penalty(logits: Tensor, history: TokenHistory, penalty: float) -> Tensor:
-    """Logits of ids that were there before divided by the penalty, or multiplied where they are negative (1909.05858).
+    """Divide the logits of ids in the history by the penalty, or multiply them where negative (1909.05858).
 
     >>> apply_repetition_penalty(torch.tensor([[2.0, -2.0, 2.0]]), [[0, 1]], 4.0).tolist()
     [[0.5, -8.0, 2.0]]
@@ -52,12 +53,12 @@ def apply_repetition_penalty(logits: Tensor, history: TokenHistory, penalty: flo
         return logits
     seen = torch.zeros_like(logits, dtype=torch.bool)
     rows = [row for row, ids in enumerate(history) for _ in ids]
-    seen[rows, [one for ids in history for one in ids]] = True
+    seen[rows, [token_id for ids in history for token_id in ids]] = True
     return torch.where(seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
 
 
 def filter_logits(logits: Tensor, config: DecodingConfig) -> Tensor:
-    """Logits with -inf for what is not to be drawn: by `top_k`, of the rest by `top_p`, of the rest by `min_p`.
+    """Set the logits of excluded tokens to -inf; applies `top_k`, then `top_p`, then `min_p`.
 
     >>> filter_logits(torch.tensor([[0.1, 0.2, 0.7]]).log(), DecodingConfig(top_p=0.8)).isfinite().tolist()
     [[False, True, True]]
@@ -67,9 +68,9 @@ def filter_logits(logits: Tensor, config: DecodingConfig) -> Tensor:
         logits = logits.masked_fill(logits < least, NEG_INF)
     if config.top_p is not None:
         ordered, order = logits.sort(dim=-1)
-        out = ordered.softmax(-1).cumsum(-1) <= 1 - config.top_p  # from the least likely on
-        out[..., -1] = False
-        logits = logits.masked_fill(out.scatter(-1, order, out), NEG_INF)
+        excluded = ordered.softmax(-1).cumsum(-1) <= 1 - config.top_p  # in ascending order of probability
+        excluded[..., -1] = False
+        logits = logits.masked_fill(excluded.scatter(-1, order, excluded), NEG_INF)
     if config.min_p is not None:
         share = logits.softmax(-1)
         logits = logits.masked_fill(share < config.min_p * share.amax(-1, keepdim=True), NEG_INF)
@@ -77,9 +78,11 @@ def filter_logits(logits: Tensor, config: DecodingConfig) -> Tensor:
 
 
 def draw_tokens(logits: Tensor, streams: Sequence[RandomStream]) -> list[int]:
-    """An id of each row, as likely as its logit says, by one number of the row's own stream."""
+    """Sample an id per row from softmax(logits), using one number of the row's stream."""
     unit = torch.tensor([[stream.uniform()] for stream in streams], dtype=torch.float64, device=logits.device)
-    up_to = logits.double().softmax(-1).cumsum(-1)
-    whole = up_to[:, -1:]
-    below = torch.minimum(unit * whole, whole.nextafter(torch.zeros_like(whole)))  # the product may be rounded up
-    return torch.searchsorted(up_to, below, right=True)[:, 0].tolist()
+    cumulative = logits.double().softmax(-1).cumsum(-1)
+    total = cumulative[:, -1:]
+    below = torch.minimum(
+        unit * total, total.nextafter(torch.zeros_like(total))
+    )  # the product may round up to the total
+    return torch.searchsorted(cumulative, below, right=True)[:, 0].tolist()

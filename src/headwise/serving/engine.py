@@ -1,4 +1,4 @@
-"""Many requests answered by one model: they join and leave between steps."""
+"""The serving engine: continuous batching of many requests on one model within a memory budget."""
 
 from __future__ import annotations
 
@@ -24,27 +24,28 @@ DEFAULT_BATCHING = BatchingConfig()
 
 
 class Engine:
-    """A model that answers requests together, its memory for them within a budget of bytes.
+    """Serves many requests with one model; the KV cache stays within `budget` bytes.
 
-    `submit` hands one in and gives the stream of its tokens. Whoever reads a stream drives all of them, step by step;
-    inside `with engine.driven():` a thread does. A request is let in when the pages it may come to need are sure to be
-    there, so none is ever put back: the same tokens as if it were alone, and no work done twice.
+    `submit` adds a request and returns the stream of its tokens. Reading any stream runs engine steps for all
+    requests; inside `with engine.background_thread():` a thread runs them. A request is admitted only when all pages
+    that it may ever need are guaranteed. So no request is preempted or recomputed, and each gets the tokens that it
+    would get alone.
 
     >>> import headwise as hw, torch
     >>> config = {"model_type": "llama", "hidden_size": 8, "intermediate_size": 12, "num_attention_heads": 2}
     >>> net = hw.build(hw.families.read_model_spec(config | {"num_hidden_layers": 2, "vocab_size": 11}), seed=0)
     >>> engine = Engine(net, budget=200_000)
-    >>> one, two = engine.submit([3, 1, 4], max_new_tokens=5), engine.submit([1], max_new_tokens=3)
-    >>> list(one) == hw.greedy_decode(net, torch.tensor([[3, 1, 4]]), max_new_tokens=5)[0], len(two.result())
+    >>> first, second = engine.submit([3, 1, 4], max_new_tokens=5), engine.submit([1], max_new_tokens=3)
+    >>> list(first) == hw.greedy_decode(net, torch.tensor([[3, 1, 4]]), max_new_tokens=5)[0], len(second.result())
     (True, 3)
     """
 
     def __init__(self, net: Transformer, *, budget: int, batching: BatchingConfig = DEFAULT_BATCHING) -> None:
         if not isinstance(net, Transformer):
-            raise ValueError(f"net is of type {type(net).__name__}; give what hw.build made, or hw.load read")
+            raise ValueError(f"net is of type {type(net).__name__}; give a model from hw.build or hw.load")
         if type(budget) is not int or budget < 1:
-            raise ValueError(f"budget={budget!r} is no number of bytes; give 2**30 for one GiB, say")
-        TextGenerator.of(net, 1, 0.0, DEFAULT_DECODING)  # refuses a model that does not say which token comes next
+            raise ValueError(f"budget must be a positive integer of bytes, got {budget!r}; give 2**30 for one GiB")
+        TextGenerator.of(net, 1, 0.0, DEFAULT_DECODING)  # refuses models that are not language models
         self.net, self.memory = net.eval(), KVMemory(net, budget, batching)
         self._runner = ModelRunner(self.net, self.memory, max_positions(net.spec.stacks[-1]))
         self._condition = threading.Condition()
@@ -62,9 +63,10 @@ class Engine:
         config: DecodingConfig = DEFAULT_DECODING,
         seed: int | Numbers | None = None,
     ) -> RequestStream:
-        """Hand in ids or a text; what could never be answered is refused here. Any thread may.
+        """Add a request for ids or text and return its stream. Callable from any thread.
 
-        At a temperature it draws from stream 0 of the seed, as `hw.generate` for one prompt, or from those numbers.
+        Requests that could never run are refused here. With a temperature above 0, tokens are sampled from stream 0 of
+        the seed, as `hw.generate` does for one prompt; `seed` may also be a `RandomStream` to sample from.
         """
         request = self._make_request(prompt, max_new_tokens, temperature, config, seed)
         with self._condition:
@@ -74,7 +76,7 @@ class Engine:
         return RequestStream(request, self._step_until, self._cancel)
 
     def step(self) -> bool:
-        """Let requests in, read a chunk of prompts, and one token of every row; whether there is more to do."""
+        """Admit requests, prefill one chunk of prompts and decode one token per row; return whether work remains."""
         with self._condition:
             while self._is_stepping:
                 self._condition.wait()
@@ -84,17 +86,17 @@ class Engine:
             return bool(self._waiting or self._running)
 
     def run(self) -> None:
-        """Step until every request has ended."""
+        """Run steps until every request has ended."""
         self._step_until(lambda: not self._waiting and not self._running)
 
     @contextmanager
     def background_thread(self) -> Iterator[None]:
-        """A thread that steps as long as there is something to do; it ends with the block, requests do not."""
+        """Run steps in a thread for the duration of the `with` block. Unfinished requests survive the block."""
         stop = threading.Event()
         thread = threading.Thread(target=self._run_background, args=(stop,), name="headwise-engine", daemon=True)
         with self._condition:
             if self._has_background_thread:
-                raise ValueError("a thread drives this engine already; leave its block first")
+                raise ValueError("a background thread already runs this engine; leave its with block first")
             self._has_background_thread = True
         thread.start()
         try:
@@ -107,14 +109,14 @@ class Engine:
             thread.join()
 
     def report(self) -> ServingReport:
-        """What was measured so far."""
+        """Return the measurements so far."""
         with self._condition:
             return ServingReport.of(self.memory, list(self._timings), self._runner)
 
-    # --- who drives ----------------------------------------------------------------------------------------
+    # --- running steps -------------------------------------------------------------------------------------
 
     def _step_until(self, ready: Callable[[], bool]) -> None:
-        """Step until that is so, or wait for it while somebody else steps."""
+        """Run steps until `ready()`; wait while another thread runs them."""
         while True:
             with self._condition:
                 while not ready() and (self._is_stepping or self._has_background_thread):
@@ -128,17 +130,17 @@ class Engine:
         while self._wait_for_work(stop):
             try:
                 self._run_step()
-            except Exception as error:  # who waits for this thread would wait for ever
+            except Exception as error:  # otherwise callers that wait for this thread would wait forever
                 self._fail_all(error)
 
     def _wait_for_work(self, stop: threading.Event) -> bool:
-        """Wait for something to do, and take the right to do it; false when that is to end."""
+        """Wait for work and claim the next step; return False once `stop` is set."""
         with self._condition:
             while not stop.is_set() and (self._is_stepping or not (self._waiting or self._running)):
                 self._condition.wait()
-            goes = not stop.is_set()
-            self._is_stepping = self._is_stepping or goes
-            return goes
+            has_work = not stop.is_set()
+            self._is_stepping = self._is_stepping or has_work
+            return has_work
 
     def _fail_all(self, error: Exception) -> None:
         with self._condition:
@@ -148,7 +150,7 @@ class Engine:
             self._condition.notify_all()
 
     def _run_step(self) -> None:
-        """One step, by who has the right to."""
+        """Run one step; the caller has set `_is_stepping`."""
         try:
             with self._condition:
                 self._remove_ended()
@@ -161,13 +163,13 @@ class Engine:
                 self._is_stepping = False
                 self._condition.notify_all()
 
-    # --- who is there --------------------------------------------------------------------------------------
+    # --- admission and removal -----------------------------------------------------------------------------
 
     def _admit(self) -> None:
-        """Let in whoever is next, while what they may come to need is sure to be there."""
+        """Admit waiting requests while all pages that they may ever need are guaranteed."""
         while self._waiting:
             request = select_next_request(self._waiting, self.memory.batching)
-            if not self.memory.can_admit([one.place for one in self._running if one.place], request.tokens):
+            if not self.memory.can_admit([running.place for running in self._running if running.place], request.tokens):
                 return
             record_overtaking(self._waiting, request)
             self._waiting.remove(request)
@@ -175,7 +177,7 @@ class Engine:
             self._running.append(request)
 
     def _remove_ended(self) -> None:
-        """Let go of whoever has ended or was cancelled."""
+        """Remove requests that have ended or were cancelled, and free their memory."""
         for requests in (self._waiting, self._running):
             for request in [request for request in requests if request.cancelled or request.ended]:
                 request.ended = request.ended or "cancelled"
@@ -195,37 +197,35 @@ class Engine:
     def _make_request(
         self, prompt: Any, count: int, temperature: float, how: DecodingConfig, seed: int | Numbers | None
     ) -> ServingRequest:
-        """What is asked, or why it could never be answered."""
-        asked = TextGenerator.of(self.net, count, temperature, how)
+        """Return the request, or raise if it could never run."""
+        generator = TextGenerator.of(self.net, count, temperature, how)
         if how.beams > 1:
-            raise ValueError(f"beams={how.beams} of one request would be rows that none counts on; call hw.generate")
+            raise ValueError(f"the engine does not support beam search (beams={how.beams}); call hw.generate")
         if how.compile == "on":
-            raise ValueError(
-                "compile='on' makes a graph of rows that are alike, and requests are not; leave compile out"
-            )
-        given = parse_prompts(self.net, prompt, how.window)
-        if given.form != "alone":
-            raise ValueError(f"the prompt is a list of {len(given.rows)}; submit each by itself")
-        ids, source = self._decoder_and_source_ids(given.rows[0])
+            raise ValueError("the engine does not support compile='on': its rows differ in length; leave compile out")
+        prompts = parse_prompts(self.net, prompt, how.window)
+        if prompts.form != "alone":
+            raise ValueError(f"the prompt is a list of {len(prompts.rows)} prompts; submit each separately")
+        ids, source = self._decoder_and_source_ids(prompts.rows[0])
         check_prompt_length(self.net.spec, len(ids), count, how.window)
         if len(ids) < self.memory.min_first_chunk:
-            fact = f"the prompt has {len(ids)} tokens, but the first {self.memory.min_first_chunk} must come together"
-            raise ValueError(f"{fact}; give {self.memory.min_first_chunk} or more")
+            fact = f"the prompt has {len(ids)} tokens"
+            raise ValueError(f"{fact}, but this attention pattern needs at least {self.memory.min_first_chunk}")
         numbers = seed if isinstance(seed, Numbers) else make_random_streams(seed, 1)[0]
-        answer = asked.answer(given.kind, given.rows[0])
-        request = ServingRequest(ids, source, count, temperature, how, numbers, answer, given.kind)
-        known = self._runner.longest
-        self.memory.check(request.tokens if known is None else min(request.tokens, known))
+        completion = generator.answer(prompts.kind, prompts.rows[0])
+        request = ServingRequest(ids, source, count, temperature, how, numbers, completion, prompts.kind)
+        max_length = self._runner.longest
+        self.memory.check(request.tokens if max_length is None else min(request.tokens, max_length))
         return request
 
     def _decoder_and_source_ids(self, prompt: list[int]) -> tuple[list[int], list[int]]:
-        """What the last stack goes on from, and the source that another reads before it."""
+        """Return the ids that the decoder continues, and the source ids of an encoder-decoder."""
         if self.net.spec.kind != "encoder-decoder":
             return list(prompt), []
-        most = self.memory.batching.source
-        if len(prompt) > most:
+        limit = self.memory.batching.source
+        if len(prompt) > limit:
             raise ValueError(
-                f"a source of {len(prompt)} tokens is {len(prompt) - most} longer than the {most} there is room for; "
-                f"make the engine with Batching(source={len(prompt)})"
+                f"the source of {len(prompt)} tokens exceeds the limit of {limit}; "
+                f"give Engine(..., batching=BatchingConfig(source={len(prompt)}))"
             )
         return list(get_decoder_start_ids(self.net)), prompt

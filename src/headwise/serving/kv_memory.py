@@ -1,4 +1,4 @@
-"""What requests are remembered in: pages, states and sources, all within one budget."""
+"""Memory of the engine: cache pages, recurrent states and encoder outputs within one budget of bytes."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ ADMISSION_ORDERS = ("arrival", "shortest")
 
 @dataclass(frozen=True)
 class BatchingConfig:
-    """How requests share a model: at most so many `rows` at once, in pages of so many tokens.
+    """How requests share a model: at most `rows` requests run at once, in cache pages of `page` tokens.
 
-    A step takes at most `chunk` tokens of prompts beside one of every row. `order` says who is let in next: by
-    "arrival", or the "shortest" first, where nobody is overtaken more than `patience` times. `source` is the longest
-    that a model of two stacks reads.
+    A step prefills at most `chunk` prompt tokens and decodes one token per row. `order` is the order of admission:
+    "arrival", or "shortest" first, where no request is overtaken more than `patience` times. `source` is the maximum
+    source length of an encoder-decoder.
 
     >>> BatchingConfig(rows=0)
     Traceback (most recent call last):
-    headwise.errors.SpecError: Batching(rows=0) cannot be; give a whole number of at least 1
+    headwise.errors.SpecError: BatchingConfig: rows must be an integer of at least 1, got 0; give rows=64, say
     """
 
     rows: int = 64
@@ -45,14 +45,18 @@ class BatchingConfig:
         for name in ("rows", "page", "chunk", "patience", "source"):
             size = getattr(self, name)
             if type(size) is not int or size < 1:
-                raise SpecError(f"Batching({name}={size!r}) cannot be; give a whole number of at least 1")
+                raise SpecError(
+                    f"BatchingConfig: {name} must be an integer of at least 1, got {size!r}; give {name}=64, say"
+                )
         if self.order not in ADMISSION_ORDERS:
-            raise SpecError(f"Batching(order={self.order!r}) is unknown; {suggest(str(self.order), ADMISSION_ORDERS)}")
+            raise SpecError(
+                f"BatchingConfig(order={self.order!r}) is unknown; {suggest(str(self.order), ADMISSION_ORDERS)}"
+            )
 
 
 @dataclass
 class CacheSlot:
-    """Where one request is remembered: its row of pages, and the number of its state and source."""
+    """Cache of one request: its page table, and the index of its recurrent state and source."""
 
     row: PagedSequence
     state_index: int
@@ -60,9 +64,9 @@ class CacheSlot:
 
 
 class KVMemory:
-    """A budget in bytes, divided into pages for all layers, and a state and a source for every row.
+    """Divides a budget of bytes into cache pages for all layers, and one state and source buffer per row.
 
-    The buffer into which the pages of one layer are gathered is part of it; what one step has alive besides is not.
+    The budget includes the buffer into which the pages of one layer are gathered, but not a step's activations.
     """
 
     def __init__(self, net: Transformer, budget: int, batching: BatchingConfig) -> None:
@@ -89,46 +93,46 @@ class KVMemory:
 
     @property
     def shares(self) -> bool:
-        """Whether beginnings can be shared: a state is of one row."""
+        """Whether prefixes can be shared; a recurrent state belongs to one row, so it cannot."""
         return not any(self._is_stateful)
 
     @property
     def fixed_bytes(self) -> int:
-        """Bytes of states and sources, of all rows there may be."""
-        sources = sum(held.nbytes for source in self._source_buffers for held in source.values())
-        # A call takes those of its rows side by side, once more.
+        """Bytes of the states and sources of `batching.rows` rows."""
+        sources = sum(buffer.nbytes for source in self._source_buffers for buffer in source.values())
+        # Twice: each call copies the states and sources of its rows into one batch.
         return 2 * (sum(state.nbytes for state in self._states) + sources)
 
     @property
     def device(self) -> torch.device:
-        """Where all of it lies."""
+        """The device of the pages."""
         return self.pool.numbers.device
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of a page."""
+        """Bytes per page."""
         return self.paging.numbers * self.pool.numbers.element_size()
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are really taken, in use or not: never more than the budget."""
+        """Bytes allocated, in use or not; never more than the budget."""
         return self.fixed_bytes + self.pool.nbytes
 
     @property
     def used(self) -> int:
-        """Bytes in use: of pages that are held, and of states and sources of the rows there are."""
+        """Bytes in use: pages that belong to a row, and states and sources of the running rows."""
         rows = self.batching.rows
         return (
             self.pool.book.pages.num_held * self.page_bytes + self.fixed_bytes * (rows - len(self._free_slots)) // rows
         )
 
     def pages_needed(self, tokens: int) -> tuple[int, ...]:
-        """The pages that a row comes to hold at most on its way to so many tokens, group by group."""
+        """Maximum number of pages per layer group that a row of `tokens` tokens ever uses."""
         chunk = max(self.batching.chunk, self.min_first_chunk)
-        return tuple(keep.max_pages(tokens, chunk) for keep in self.paging.groups)
+        return tuple(group.max_pages(tokens, chunk) for group in self.paging.groups)
 
     def check(self, tokens: int) -> None:
-        """Refuse what could not be remembered if nobody else were here."""
+        """Raise if a request of `tokens` tokens does not fit into the budget even alone."""
         need = sum(self.pages_needed(tokens))
         if need > self.pages:
             enough = self.budget + (need - self.pages) * self._bytes_per_page(self.pool.numbers.element_size())
@@ -138,60 +142,60 @@ class KVMemory:
             )
 
     def can_admit(self, slots: Sequence[CacheSlot], tokens: int) -> bool:
-        """Whether a row of so many tokens fits beside these, whatever each of them still comes to need."""
+        """Whether a row of `tokens` tokens fits beside `slots`, even if each needs all pages reserved for it."""
         rows = [place.row for place in slots]
         fresh = self.pool.book.new_sequence(self.pages_needed(tokens))
         return bool(self._free_slots) and self.pool.book.num_reserved_pages([*rows, fresh]) <= self.pages
 
     def enter(self, tokens: int, namespace: bytes) -> CacheSlot:
-        """A place for a row of so many tokens."""
+        """Reserve a slot for a row of `tokens` tokens; only rows of one namespace share prefixes."""
         place = CacheSlot(self.pool.book.new_sequence(self.pages_needed(tokens), namespace), self._free_slots.pop())
         self._clear_states(place)
         return place
 
     def leave(self, slot: CacheSlot) -> None:
-        """Give back all that a row has."""
+        """Free the pages and the state of a row."""
         self.pool.book.free_sequence(slot.row)
         self._free_slots.append(slot.state_index)
 
     def restart(self, slot: CacheSlot) -> None:
-        """Let a row begin anew in the same place."""
+        """Clear a row so that it starts again in the same slot."""
         need, root = slot.row.reserved_tokens, slot.row.namespace
         self.pool.book.free_sequence(slot.row)
         slot.row = self.pool.book.new_sequence(need, root)
         self._clear_states(slot)
 
     def max_gathered_pages(self, slot: CacheSlot, count: int) -> int:
-        """The pages that a layer gathers of a row with so many tokens more, at most."""
+        """Maximum number of pages that a layer gathers for a row after `count` more tokens."""
         end = slot.row.length + count
-        each = zip(self.paging.groups, slot.row.reserved_tokens, strict=True)
-        return max((min(-(-end // keep.page), need) for keep, need in each), default=0)
+        groups = zip(self.paging.groups, slot.row.reserved_tokens, strict=True)
+        return max((min(-(-end // group.page), need) for group, need in groups), default=0)
 
     def remember(self, slot: CacheSlot, encoder_output: EncoderOutput) -> None:
-        """Keep what a row reads of another stack."""
+        """Store the projected keys and values of a row's source."""
         slot.source = encoder_output.tokens.count
-        for kept, read in zip(self._source_buffers, encoder_output.layers, strict=True):
-            for name, held in kept.items():
-                assert read is not None
-                held[slot.state_index, : slot.source] = read.entry[name][0]
+        for buffers, projected in zip(self._source_buffers, encoder_output.layers, strict=True):
+            for name, buffer in buffers.items():
+                assert projected is not None
+                buffer[slot.state_index, : slot.source] = projected.entry[name][0]
 
     def call(self, cache_slots: Sequence[CacheSlot]) -> BatchedModelCall:
-        """What a call of the model with these rows is handed."""
+        """Return caches and encoder output for one model call with these rows."""
         slots = torch.tensor([place.state_index for place in cache_slots], device=self.pool.numbers.device)
-        seats = self.pool.batch_of([place.row for place in cache_slots])
-        states = [RecurrentStateCache(held.spec, len(cache_slots), held.dtype, held.device) for held in self._states]
-        for cache, held in zip(states, self._states, strict=True):
-            cache.set_state({name: kept[slots] for name, kept in held.state.items()})
-        paged, stated = iter(self.pool.caches(seats)), iter(states)
-        every = iter([cast(KVCache, next(stated if is_stated else paged)) for is_stated in self._is_stateful])
-        layers = [{name: next(every) for name in names} for names in self._cache_names]
-        return BatchedModelCall(seats, ModelCache(layers), self._encoder_output(cache_slots, slots), slots, states)
+        batch = self.pool.batch_of([slot.row for slot in cache_slots])
+        states = [RecurrentStateCache(c.spec, len(cache_slots), c.dtype, c.device) for c in self._states]
+        for cache, all_rows in zip(states, self._states, strict=True):
+            cache.set_state({name: tensor[slots] for name, tensor in all_rows.state.items()})
+        paged, stateful = iter(self.pool.caches(batch)), iter(states)
+        caches = iter([cast(KVCache, next(stateful if is_state else paged)) for is_state in self._is_stateful])
+        layers = [{name: next(caches) for name in names} for names in self._cache_names]
+        return BatchedModelCall(batch, ModelCache(layers), self._encoder_output(cache_slots, slots), slots, states)
 
     def keep(self, call: BatchedModelCall) -> None:
-        """Write down the states behind a call."""
-        for held, cache in zip(self._states, call.states, strict=True):
-            for name, kept in held.state.items():
-                kept[call.slots] = cache.state[name]
+        """Store the recurrent states after a call."""
+        for all_rows, cache in zip(self._states, call.states, strict=True):
+            for name, tensor in all_rows.state.items():
+                tensor[call.slots] = cache.state[name]
 
     def _clear_states(self, place: CacheSlot) -> None:
         for state in self._states:
@@ -216,26 +220,26 @@ class KVMemory:
         return EncoderOutput(self.pool.numbers.new_zeros(len(places), 0, 0), tokens, tuple(layers))
 
     def _num_affordable_pages(self, like: KVCache) -> int:
-        """Pages that the budget holds beside what every row has, the empty one and the buffer counted."""
-        each, one = self._bytes_per_page(like.dtype.itemsize), self.paging.numbers * like.dtype.itemsize
-        left = self.budget - self.fixed_bytes - one
-        pages = left // each if each else 0
-        if left < 0 or (each and pages < 1):
-            least = self.fixed_bytes + one + each
+        """Pages that fit beside the states and sources, after the padding page and the gather buffer."""
+        per_page, padding_page = self._bytes_per_page(like.dtype.itemsize), self.paging.numbers * like.dtype.itemsize
+        available = self.budget - self.fixed_bytes - padding_page
+        pages = available // per_page if per_page else 0
+        if available < 0 or (per_page and pages < 1):
+            minimum = self.fixed_bytes + padding_page + per_page
             raise ValueError(
                 f"a budget of {self.budget:,} bytes holds no request: states and sources of {self.batching.rows} rows "
-                f"take {self.fixed_bytes:,} and a page {each:,}; give {least:,} or more, or fewer rows"
+                f"take {self.fixed_bytes:,} and a page {per_page:,}; give {minimum:,} or more, or fewer rows"
             )
         return pages
 
     def _bytes_per_page(self, itemsize: int) -> int:
-        """Bytes of a page, and of its share in the buffer."""
+        """Bytes of a page and of its part of the gather buffer."""
         return (self.paging.numbers + self.paging.widest) * itemsize
 
 
 @dataclass
 class BatchedModelCall:
-    """What one call of the model is handed: caches and memory of its rows, and where their states are kept."""
+    """Inputs of one model call: caches and encoder output of its rows, and their state indices."""
 
     paged_batch: PagedBatch
     caches: ModelCache
@@ -245,7 +249,7 @@ class BatchedModelCall:
 
 
 def _make_source_buffers(spec: AttentionSpec | None, batching: BatchingConfig, like: KVCache) -> dict[str, Tensor]:
-    """Room for what one layer reads of every row's source."""
+    """Return buffers for one layer's cross-attention keys and values of every row."""
     if spec is None:
         return {}
     lead = batching.rows, batching.source

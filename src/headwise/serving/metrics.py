@@ -1,4 +1,4 @@
-"""What was measured of requests that were answered together, beside what is predicted of the same steps."""
+"""Measurements of the engine, and the throughput that the cost model predicts for the same steps."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from .kv_memory import KVMemory
 from .model_runner import ModelRunner, StepRecord
 from .requests import RequestTiming
 
-MAX_PRICED_STEPS = 48  # steps that are priced, evenly among all
+MAX_PRICED_STEPS = 48  # evenly chosen steps whose cost is estimated
 DTYPE_NAMES = {"torch.float32": "fp32", "torch.bfloat16": "bf16", "torch.float16": "fp16"}
 
 
 class LatencySummary(NamedTuple):
-    """The mean of some seconds, and what half and 95 of 100 of them do not exceed.
+    """Mean, median and 95th percentile of durations in seconds.
 
     >>> LatencySummary.of([3.0, 1.0, 2.0, 10.0])
     LatencySummary(mean=4.0, p50=2.0, p95=10.0)
@@ -33,7 +33,7 @@ class LatencySummary(NamedTuple):
 
     @staticmethod
     def of(seconds: Iterable[float]) -> LatencySummary:
-        """Of these; zeros of none."""
+        """Summarise the durations; all zeros if there are none."""
         told = sorted(seconds)
         if not told:
             return LatencySummary(0.0, 0.0, 0.0)
@@ -43,10 +43,10 @@ class LatencySummary(NamedTuple):
 
 @dataclass(frozen=True)
 class ServingReport:
-    """Tokens a second, seconds until the first token and between tokens, and memory against the budget.
+    """Throughput, latencies until the first token (`wait`) and between tokens (`each`), and memory against the budget.
 
-    `computed` are the tokens of prompts that were read, `shared` those that were remembered already, `sources` those
-    that another stack has read; so many `layers` keep pages, and `gathers` says why some of them have these gathered.
+    `computed` counts prefilled prompt tokens, `shared` prompt tokens found in the cache, `sources` encoder tokens.
+    `layers` is the number of layers with paged caches; `gathers` maps those that gather their pages to the reason.
     """
 
     requests: int
@@ -65,7 +65,7 @@ class ServingReport:
 
     @staticmethod
     def of(memory: KVMemory, timings: Sequence[RequestTiming], runner: ModelRunner) -> ServingReport:
-        """Of all requests that have ended, and the steps since the engine was made."""
+        """Report on the requests that have ended, and all steps of the engine."""
         told = [timing for timing in timings if timing.tokens]
         steps = tuple(runner.steps)
         return ServingReport(
@@ -86,12 +86,12 @@ class ServingReport:
 
     @property
     def rate(self) -> float:
-        """Tokens a second, of all requests together, while steps were taken."""
+        """Tokens per second of step time, over all requests."""
         return self.tokens / self.seconds if self.seconds else 0.0
 
     @property
     def data(self) -> dict[str, Any]:
-        """The same as plain values."""
+        """The fields as plain values, for JSON."""
         told = {name: value for name, value in asdict(self).items() if name not in ("steps", "wait", "each")}
         spreads = {"first_token_seconds": self.wait._asdict(), "token_seconds": self.each._asdict()}
         return {**told, "steps": len(self.steps), "tokens_per_second": self.rate, **spreads}
@@ -115,7 +115,7 @@ class ServingReport:
 
 @dataclass(frozen=True)
 class ThroughputPrediction:
-    """What `headwise cost --serve` says of the steps that were taken: seconds at least, on this device."""
+    """Minimum seconds that `headwise cost --serve` predicts for the measured steps on a device."""
 
     device: str
     seconds: float
@@ -123,7 +123,7 @@ class ThroughputPrediction:
 
     @staticmethod
     def of(net: Transformer, report: ServingReport, device: Device) -> ThroughputPrediction:
-        """Some steps among all are priced, each as if its rows were alike, and stand for their neighbours."""
+        """Estimate evenly chosen steps, each as if its rows were alike, and scale to all steps."""
         dtype = DTYPE_NAMES.get(str(next(net.parameters()).dtype))
         if dtype is None:
             raise SpecError(
@@ -147,7 +147,7 @@ class ThroughputPrediction:
 
     @property
     def data(self) -> dict[str, Any]:
-        """The same as plain values."""
+        """The fields as plain values, for JSON."""
         return {"device": self.device, "seconds": self.seconds, "tokens_per_second": self.tokens}
 
     def __str__(self) -> str:
@@ -157,7 +157,7 @@ class ThroughputPrediction:
 
 
 def _min_step_seconds(serving: ServingCost, step: StepRecord) -> float:
-    """Seconds at least of one step, its rows taken to be alike, and its prompts."""
+    """Minimum seconds of one step, with its rows, and its prompts, taken to be of equal length."""
     asked: Counter[RequestChunk] = Counter()
     if step.rows:
         asked[RequestChunk(1, round(step.context / step.rows) - 1, serving.source_tokens)] += step.rows

@@ -1,4 +1,4 @@
-"""One step: a chunk of prompts, and one token of every row, in as few calls of the model as pay."""
+"""Runs one engine step: prefills a chunk of prompts and decodes one token per row, in few model calls."""
 
 from __future__ import annotations
 
@@ -16,18 +16,16 @@ from .kv_memory import KVMemory
 from .requests import ServingRequest
 from .scheduler import split_by_size, split_prefill
 
-CALL_OVERHEAD_BYTES = (
-    2**25
-)  # bytes that could have been moved in the time that a call takes beside its weights and pages
-CALL_OVERHEAD_TOKENS = 32  # that could have been computed in the time that a call takes to read its weights
-GATHER_PASSES = 3  # a page that is gathered is read, written, and read again
-MAX_RECORDED_STEPS = 2**16  # steps of which is remembered what they were
+CALL_OVERHEAD_BYTES = 2**25  # fixed overhead of a call, as bytes that could be moved meanwhile
+CALL_OVERHEAD_TOKENS = 32  # cost of reading the weights once, as tokens that could be computed
+GATHER_PASSES = 3  # a gathered page is read, written, and read again
+MAX_RECORDED_STEPS = 2**16  # steps whose records are kept
 
-RequestPart = tuple[ServingRequest, int]  # so many tokens of a request
+RequestPart = tuple[ServingRequest, int]  # a request and its number of tokens in this call
 
 
 class StepRecord(NamedTuple):
-    """What one step did: so many rows with so many tokens together, and tokens of prompts behind others."""
+    """One step: decoded rows and their total context; prompts, their new tokens and their cached tokens (`past`)."""
 
     rows: int
     context: int
@@ -38,7 +36,7 @@ class StepRecord(NamedTuple):
 
 
 class ModelRunner:
-    """Calls of the model for the rows of an engine."""
+    """Calls the model for the rows of an engine."""
 
     def __init__(self, net: Transformer, memory: KVMemory, max_positions: int | None) -> None:
         self.net, self.memory, self.longest = net, memory, max_positions
@@ -48,7 +46,7 @@ class ModelRunner:
         self._call_cost_pages = moved / (GATHER_PASSES * memory.page_bytes) if memory.page_bytes else float("inf")
 
     def step(self, requests: Sequence[ServingRequest]) -> None:
-        """Go on with all of these."""
+        """Run one step for these requests."""
         begun = perf_counter()
         for request in requests:
             self._restart_long_request(request)
@@ -62,42 +60,42 @@ class ModelRunner:
             taken, seconds = sum(count for _, count in prompts), perf_counter() - begun
             self.steps.append(StepRecord(len(rows), context, len(prompts), taken, past, seconds))
 
-    # --- who is called -------------------------------------------------------------------------------------
+    # --- prefill -------------------------------------------------------------------------------------------
 
     def _schedule_prefill(self, reading: Sequence[ServingRequest]) -> list[RequestPart]:
-        """Prompts to go on reading, and how much of each; who could share what another is reading waits for it."""
-        found: list[tuple[ServingRequest, int]] = []
+        """Choose prompts and their token counts; a request that could share a prefix being computed waits for it."""
+        candidates: list[tuple[ServingRequest, int]] = []
 
         def unread() -> Iterator[int]:
-            ahead, sources = set[bytes](), 0
+            in_progress, sources = set[bytes](), 0
             for request in reading:
                 length = self._num_cached_tokens(request)
-                known = (
+                next_hash = (
                     self.memory.pool.book.next_hashes(request.row, request.context, length)
                     if self.memory.shares
                     else None
                 )
-                if known in ahead or (sources and sources + len(request.source) > self.memory.batching.chunk):
+                if next_hash in in_progress or (sources and sources + len(request.source) > self.memory.batching.chunk):
                     continue
-                ahead |= {known} if known else set()
+                in_progress |= {next_hash} if next_hash else set()
                 sources += len(request.source)
-                found.append((request, length))
+                candidates.append((request, length))
                 yield len(request.context) - length
 
         counts = list(split_prefill(unread(), self.memory.batching.chunk, self.memory.min_first_chunk))
-        for request, length in found[: len(counts)]:
+        for request, length in candidates[: len(counts)]:
             self._start_request(request, length)
-        return [(request, n) for (request, _), n in zip(found, counts, strict=False) if not request.ended]
+        return [(request, n) for (request, _), n in zip(candidates, counts, strict=False) if not request.ended]
 
     def _num_cached_tokens(self, request: ServingRequest) -> int:
-        """How many of its tokens are remembered, or could be shared before it begins."""
+        """Number of its tokens that are cached, or that it could share before it starts."""
         row, book = request.row, self.memory.pool.book
         if row.length or not self.memory.shares:
             return row.length
         return book.find_prefix(row, request.context, self.memory.min_first_chunk)
 
     def _start_request(self, request: ServingRequest, length: int) -> None:
-        """Share what is there already, and read the source."""
+        """Reuse a cached prefix and encode the source."""
         if request.row.length:
             return
         if length:
@@ -109,46 +107,49 @@ class ModelRunner:
                 with torch.no_grad():
                     source = torch.tensor([request.source], device=self.memory.device)
                     self.memory.remember(request.placed, self.net.encode(source))
-            except Exception as error:  # the others go on
+            except Exception as error:  # other requests continue
                 request.fail(error)
 
     def _restart_long_request(self, request: ServingRequest) -> None:
-        """Begin anew with the end of a text that has gone beyond the last position."""
+        """Restart a request from its last tokens once it exceeds the last position."""
         if self.longest is not None and len(request.context) > self.longest:
             request.base = len(request.ids) - (request.how.window or 1)
             self.memory.restart(request.placed)
 
-    # --- the calls -----------------------------------------------------------------------------------------
+    # --- model calls ---------------------------------------------------------------------------------------
 
     def _run_calls(self, parts: Sequence[RequestPart]) -> None:
-        """All of these, those of like length together: by their new tokens, and where all have one, by their pages.
+        """Run the parts in calls of similar size: by new tokens, or by pages if each part has one token.
 
-        Where no page is gathered for one token, a long row costs the others nothing.
+        If no layer gathers pages to decode, all rows share one call, because a long row does not slow the others.
         """
-        one = all(count == 1 for _, count in parts)
-        if one and parts and not self.memory.reading.gathers:
+        is_decode = all(count == 1 for _, count in parts)
+        if is_decode and parts and not self.memory.reading.gathers:
             self._run_call(parts)
             return
-        size = {request.number: self._gathered_pages((request, count)) if one else count for request, count in parts}
+        size = {
+            request.number: self._gathered_pages((request, count)) if is_decode else count for request, count in parts
+        }
         ordered = sorted(parts, key=lambda part: -size[part[0].number])
         for count in split_by_size(
-            [size[request.number] for request, _ in ordered], self._call_cost_pages if one else CALL_OVERHEAD_TOKENS
+            [size[request.number] for request, _ in ordered],
+            self._call_cost_pages if is_decode else CALL_OVERHEAD_TOKENS,
         ):
-            for some in self._split_by_buffer(ordered[:count]):
-                self._run_call(some)
+            for call_parts in self._split_by_buffer(ordered[:count]):
+                self._run_call(call_parts)
             ordered = ordered[count:]
 
     def _split_by_buffer(self, parts: Sequence[RequestPart]) -> Iterator[Sequence[RequestPart]]:
-        """The same in calls whose pages, each row's as many as the longest has, find room in the buffer."""
+        """Split the parts so that their pages, padded to the longest row, fit into the gather buffer."""
         widest = max(map(self._gathered_pages, parts))
-        most = max(1, self.memory.pages // max(1, widest))
-        yield from (parts[first : first + most] for first in range(0, len(parts), most))
+        max_rows = max(1, self.memory.pages // max(1, widest))
+        yield from (parts[first : first + max_rows] for first in range(0, len(parts), max_rows))
 
     def _gathered_pages(self, part: RequestPart) -> int:
         return self.memory.max_gathered_pages(part[0].placed, part[1])
 
     def _run_call(self, parts: Sequence[RequestPart]) -> None:
-        """One call; if it fails, one for each, so that whoever is at fault fails alone."""
+        """Run one call; if it fails, run each part alone, so that only the faulty request fails."""
         try:
             done, logits = self._forward(parts)
             self._append_tokens(done, logits)
@@ -160,11 +161,11 @@ class ModelRunner:
                 self._run_call([part])
 
     def _forward(self, parts: Sequence[RequestPart]) -> tuple[list[ServingRequest], Tensor]:
-        """What comes next in those whose ids have all been read; either the call counts, or nothing has happened."""
+        """Return the fully read requests and their next-token logits; a failed call changes no state."""
         rows, counts = [request.row for request, _ in parts], [count for _, count in parts]
-        before, most = [row.length for row in rows], max(counts)
+        before, longest = [row.length for row in rows], max(counts)
         ids = [
-            request.context[start : start + count] + [0] * (most - count)
+            request.context[start : start + count] + [0] * (longest - count)
             for (request, count), start in zip(parts, before, strict=True)
         ]
         try:
@@ -187,21 +188,19 @@ class ModelRunner:
         return [parts[n][0] for n in done], logits
 
     def _append_tokens(self, requests: Sequence[ServingRequest], logits: Tensor) -> None:
-        """One token more of each, chosen as it was asked."""
-        alike: dict[object, list[int]] = defaultdict(list)
+        """Choose and append the next token of each request; rows with equal options are sampled together."""
+        groups: dict[object, list[int]] = defaultdict(list)
         broken = logits.isnan().any(-1).tolist()
         for n, request in enumerate(requests):
             if broken[n]:
-                request.fail(
-                    ValueError("the model says NaN of how likely a token is; look at its weights and the prompt")
-                )
+                request.fail(ValueError("the model produced NaN logits; check its weights and the prompt"))
             else:
-                alike[request.temperature, request.how].append(n)
-        for rows in alike.values():
-            those = [requests[n] for n in rows]
-            numbers = [request.numbers for request in those] if those[0].temperature else []
-            past = [request.ids for request in those]
-            temperature, how = those[0].temperature, those[0].how
+                groups[request.temperature, request.how].append(n)
+        for rows in groups.values():
+            group = [requests[n] for n in rows]
+            numbers = [request.numbers for request in group] if group[0].temperature else []
+            past = [request.ids for request in group]
+            temperature, how = group[0].temperature, group[0].how
             ids = sample_tokens(logits[rows], past, temperature=temperature, config=how, streams=numbers)
-            for request, one in zip(those, ids, strict=True):
-                request.take(one)
+            for request, token_id in zip(group, ids, strict=True):
+                request.take(token_id)

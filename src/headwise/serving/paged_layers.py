@@ -1,4 +1,4 @@
-"""Which layers read pages where they lie, and why others have them gathered."""
+"""Which layers read cache pages in place, and why others gather them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..nn.attention import Attention
 
 
 class PagedSupport(NamedTuple):
-    """How many layers keep pages, and for which of these a step of one token a row gathers them: why, by their paths.
+    """Number of layers with paged caches, and the reasons of those that gather pages to decode, by module path.
 
     >>> import headwise as hw
     >>> config = {"model_type": "llama", "hidden_size": 8, "intermediate_size": 12, "num_attention_heads": 2}
@@ -24,17 +24,17 @@ class PagedSupport(NamedTuple):
 
     @staticmethod
     def of(net: Transformer) -> PagedSupport:
-        """Of the stack that answers."""
+        """Inspect the last stack, which generates."""
         name, stack = list(net.stacks.items())[-1]
-        found: dict[str, str] = {}
+        reasons: dict[str, str] = {}
         layers = 0
         for number, block in enumerate(stack.blocks):
             layer = block.attentions.get("attention")
             if layer is not None and not layer.spec.is_recurrent:
                 layers += 1
                 if why := _gather_reason(layer):
-                    found[f"{name}.{number}.attention"] = why
-        return PagedSupport(layers, found)
+                    reasons[f"{name}.{number}.attention"] = why
+        return PagedSupport(layers, reasons)
 
 
 def _gather_reason(layer: Attention) -> str:

@@ -1,4 +1,4 @@
-"""A request: what is asked, what was answered so far, and the stream that its client reads."""
+"""A request: its prompt and options, its output so far, and the stream that the client reads."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .kv_memory import CacheSlot
 
 
 class RequestTiming(NamedTuple):
-    """When a request was handed in, and when its first and its last token came; 0 where none did."""
+    """When a request was submitted, and when its first and last token arrived (0 if there is none)."""
 
     submitted_at: float
     first: float = 0.0
@@ -35,16 +35,16 @@ class RequestTiming(NamedTuple):
         return (self.last - self.first) / (self.tokens - 1) if self.tokens > 1 else 0.0
 
     def after(self, now: float) -> RequestTiming:
-        """The same with one token more."""
+        """Return the timing after one more token, which arrived at `now`."""
         return RequestTiming(self.submitted_at, self.first or now, now, self.tokens + 1)
 
 
 @dataclass(eq=False)
 class ServingRequest:
-    """One that is answered, or waits to be.
+    """A request that is waiting or running.
 
-    `ids` are what the model reads: the prompt and all that was said. `ended` is how it came to its end: "length",
-    "stop", "cancelled" or "failed"; until then it is empty.
+    `ids` are the prompt and the output so far; `said` is the number of output ids, `told` the final ones. `ended` is
+    "length", "stop", "cancelled" or "failed", and empty until then.
     """
 
     ids: list[int]
@@ -56,7 +56,7 @@ class ServingRequest:
     answer: Completion
     kind: str  # of the prompt: "text" or "ids"
     number: int = 0
-    base: int = 0  # how many of the ids the model does not look back at any more
+    base: int = 0  # ids before this index have left the window
     said: int = 0
     told: list[int] = field(default_factory=list)
     ended: str = ""
@@ -68,47 +68,47 @@ class ServingRequest:
 
     @property
     def tokens(self) -> int:
-        """How many tokens are remembered of it at most: the last that it says is not read."""
+        """Maximum number of cached tokens; the last output token is never fed back."""
         return len(self.ids) + self.count - self.said - 1
 
     @property
     def root(self) -> bytes:
-        """What sets apart whose remembered tokens follow from more than their ids: another source."""
+        """Prefix namespace: rows with different sources share no prefix, because their caches differ for equal ids."""
         return sha256(array("q", self.source).tobytes()).digest() if self.source else b""
 
     @property
     def placed(self) -> CacheSlot:
-        """Where it is remembered."""
+        """Its cache slot; the request must be running."""
         assert self.place is not None, "it waits"
         return self.place
 
     @property
     def row(self) -> PagedSequence:
-        """Its pages."""
+        """Its page table."""
         return self.placed.row
 
     @property
     def context(self) -> list[int]:
-        """The ids that the model looks at."""
+        """The ids that the model attends to."""
         return self.ids[self.base :] if self.base else self.ids
 
     @property
     def num_pending(self) -> int:
-        """How many of its ids the model has not read."""
+        """Number of ids that are not in the cache yet."""
         return len(self.ids) - self.base - self.row.length
 
     @property
     def reads(self) -> bool:
-        """Whether it is reading its prompt, and not only the token that it said last."""
+        """Whether it is still in prefill, with more than the last output token to read."""
         return not self.row.length or self.num_pending > 1
 
     def fail(self, error: Exception) -> None:
-        """Let it end with this error."""
+        """End the request with an error."""
         self.ended, self.error = "failed", error
         self.answer.close()
 
     def take(self, token_id: int) -> None:
-        """One token more."""
+        """Append an output token and update the end state."""
         self.ids.append(token_id)
         self.said += 1
         self.answer.take(token_id)
@@ -125,10 +125,10 @@ StepUntil = Callable[[Callable[[], bool]], None]
 
 
 class RequestStream:
-    """The tokens of one request as they come: an iterator of ids.
+    """Iterator over the ids of one request as they arrive.
 
-    Nobody waits for who reads it: what has come is kept until it is read, at most `max_new_tokens` ids. While nobody
-    else drives the engine, reading does.
+    The engine never waits for the reader: ids are kept until they are read, at most `max_new_tokens`. Reading runs
+    engine steps unless another thread does.
     """
 
     def __init__(
@@ -150,12 +150,12 @@ class RequestStream:
 
     @property
     def number(self) -> int:
-        """Which request of its engine it is, counted from 0."""
+        """Index of the request in its engine, from 0."""
         return self._request.number
 
     @property
     def ended(self) -> str:
-        """How it ended: "length", "stop", "cancelled" or "failed"; empty while it goes on."""
+        """How it ended: "length", "stop", "cancelled" or "failed"; empty while it runs."""
         return self._request.ended
 
     @property
@@ -165,7 +165,7 @@ class RequestStream:
 
     @property
     def text(self) -> str:
-        """The text so far, of a prompt that was text."""
+        """The text so far, if the prompt was text."""
         return self._request.answer.text
 
     @property
@@ -175,16 +175,16 @@ class RequestStream:
 
     @property
     def timing(self) -> RequestTiming:
-        """When it was handed in and when its tokens came."""
+        """When it was submitted and when its tokens arrived."""
         return self._request.timing
 
     def result(self) -> list[int] | str:
-        """All that is said, once it has ended: text for text, else ids; of a cancelled one what came before."""
+        """Wait for the end and return the output: text for text, else ids. A cancelled request returns what it has."""
         self._step_until(lambda: bool(self._request.ended))
         if self._request.error is not None:
             raise self._request.error
         return self.text if self._request.kind == "text" else self.ids
 
     def cancel(self) -> None:
-        """Let it end now; what it holds is free at once, or when the step that runs is over."""
+        """End the request; its memory is freed at once, or after the running step."""
         self._cancel(self._request)

@@ -1,4 +1,4 @@
-"""Who is next: of those that wait, of prompts that are read, and of rows that are answered in one call."""
+"""Scheduling policy: admission order, prefill chunks, and grouping of rows into model calls."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .requests import ServingRequest
 
 
 def select_next_request(waiting: Sequence[ServingRequest], batching: BatchingConfig) -> ServingRequest:
-    """Who is let in next; whoever came first and was overtaken often enough comes before all."""
+    """Return the request to admit next; the oldest goes first once it was overtaken `patience` times."""
     oldest = waiting[0]
     if batching.order == "arrival" or oldest.times_overtaken >= batching.patience:
         return oldest
@@ -17,16 +17,17 @@ def select_next_request(waiting: Sequence[ServingRequest], batching: BatchingCon
 
 
 def record_overtaking(waiting: Sequence[ServingRequest], chosen: ServingRequest) -> None:
-    """Count those that came before who is let in."""
+    """Increment `times_overtaken` of each request that is older than the chosen one."""
     for request in waiting:
         if request.number < chosen.number:
             request.times_overtaken += 1
 
 
 def split_prefill(pending: Iterable[int], chunk_size: int, min_first_chunk: int = 0) -> Iterator[int]:
-    """How many tokens of each prompt a step takes, in order, until they are `chunk`.
+    """Yield how many tokens of each prompt a step prefills, in order, up to `chunk_size` in total.
 
-    The first `opening` tokens of a prompt must come together, and wait for a step that has room for them, or is theirs.
+    The first `min_first_chunk` tokens of a prompt must be in one step; they wait for a step with room, or go first in
+    one even if they exceed it.
 
     >>> (
     ...     list(split_prefill([100, 3, 5], 64)),
@@ -35,21 +36,21 @@ def split_prefill(pending: Iterable[int], chunk_size: int, min_first_chunk: int 
     ... )
     ([64], [5, 3, 56], [5, 3])
     """
-    left = chunk_size
+    remaining = chunk_size
     for number, count in enumerate(pending):
         least = min(count, min_first_chunk)
-        taken = max(min(count, left), 0 if number else least)
+        taken = max(min(count, remaining), 0 if number else least)
         if taken < max(least, 1):
             return
-        left -= taken
+        remaining -= taken
         yield taken
 
 
 def split_by_size(sizes: Sequence[int], call_cost: float) -> list[int]:
-    """How many rows share each call, of rows by their sizes, the largest first.
+    """Return the number of rows in each call, for rows sorted by decreasing size.
 
-    Those of one call take as long as if all were as large as the first of them. They are divided where that saves more
-    than a call is `worth`.
+    A call costs as much as if all its rows had the size of the first. A call is split if that saves more than
+    `call_cost`.
 
     >>> split_by_size([40, 39, 2, 2, 2, 1], call_cost=100), split_by_size([40, 39, 2], call_cost=100)
     ([2, 4], [3])
