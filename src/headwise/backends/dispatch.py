@@ -154,8 +154,8 @@ def make_dispatch(call: CallSignature, backend_name: str | None = None) -> CoreD
             refusals[name] = reasons
         else:
             supported.append(name)
-            if name == "dense":  # it runs any tensors, so those behind it are never reached
-                break
+            if name == "dense" or (name == "linear" and call.has_recurrent_state):
+                break  # it runs any tensors at any size, so those behind it are never reached
     if not supported:
         raise NoBackend(_refusal(refusals, backend_name is not None))
     return CoreDispatch(call, tuple(supported), backend_name is not None)
