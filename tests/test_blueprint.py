@@ -542,5 +542,5 @@ def test_layers_that_read_the_first_hold_nothing_of_their_own():
     each, first = (stack(block(), block(), weights_of=whose) for whose in ("each", "first"))
     assert [w.name for w in first.weights()] == [w.name for w in each.weights() if not w.name.startswith("decoder.1.")]
     assert len(first.layers) == 2
-    with pytest.raises(hw.SpecError, match="cannot be built: in decoder all layers read the weights of the first; "):
+    with pytest.raises(hw.SpecError, match="cannot build small: all layers of decoder use the weights of the first; "):
         hw.build(ModelSpec("small", "decoder", (first,)))

@@ -569,10 +569,10 @@ def test_generation_leaves_the_model_as_it_was():
 @pytest.mark.parametrize(
     ("described", "words"),
     [
-        ("gpt2", "give a blueprint.Model"),
+        ("gpt2", "give a ModelSpec"),
         (
             model(bp.BlockSpec(bp.ApproximateAttention(CAUSAL, "it bends"))),
-            r"decoder\.0\.attention cannot be built: it bends",
+            r"cannot build decoder\.0\.attention: it bends",
         ),
         (model(bp.BlockSpec(feed=bp.FeedForwardSpec(3, "gelo"))), "no activation 'gelo'; did you mean 'gelu'"),
         (model(bp.BlockSpec(feed=bp.FeedForwardSpec(3, "bounded_silu(1.0, 2.0)"))), "give Dense\\(form='gated'\\)"),
@@ -607,15 +607,15 @@ LONG, STRANGE = torch.zeros(1, 10, dtype=torch.int64), torch.tensor([[3, WORDS]]
         (DECODER, {"x": STRANGE.float()}, r"ids are torch.float32 \[1, 2\]; give whole numbers"),
         (DECODER, {"x": [[1, 2]]}, "ids are list; give whole numbers"),
         (DECODER, {"x": LONG}, r"no position 9.*Positions\('learned', 10\)"),
-        (DECODER, {"x": LONG[:, :5], "source": LONG}, "one stack, which reads x alone"),
+        (DECODER, {"x": LONG[:, :5], "source": LONG}, "has no encoder, so it takes x alone"),
         (DECODER, {"x": LONG[:, :5], "head": "token"}, "no head 'token'; did you mean 'tokens'"),
         (
             DECODER,
             {"x": LONG[:, :5], "sequence": hw.SequenceInfo.contiguous(0, 4, "cpu")},
-            r"tokens are \[1, 4\].*x is \[1, 5\]",
+            r"sequence is \[1, 4\].*x is \[1, 5\]",
         ),
         (DECODER, {"x": TokenTypeInput(LONG[:, :5], LONG[:, :5])}, "knows no types of tokens"),
-        (PAIR, {"x": LONG[:, :5]}, "reads two sequences; give source="),
+        (PAIR, {"x": LONG[:, :5]}, "has an encoder, which needs an input; give source="),
         (PAIR, {"x": LONG[:, :5], "source": STRANGE}, "ids hold 11"),
     ],
 )
@@ -658,7 +658,7 @@ def test_a_model_without_words_says_none():
         hw.greedy_decode(
             hw.build(model(BLOCK, heads=(bp.OutputHeadSpec("classes", 3, "last"),))), LONG[:, :3], max_new_tokens=2
         )
-    with pytest.raises(hw.SpecError, match="no attention that reads its past"):
+    with pytest.raises(hw.SpecError, match="no self-attention to cache"):
         hw.greedy_decode(hw.build(model(bp.BlockSpec(feed=bp.FeedForwardSpec(3)))), LONG[:, :3], max_new_tokens=2)
-    with pytest.raises(ValueError, match="reads two sequences"):
+    with pytest.raises(ValueError, match="has an encoder, which needs an input"):
         hw.greedy_decode(hw.build(PAIR), LONG[:, :3], max_new_tokens=2)
