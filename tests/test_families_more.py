@@ -456,7 +456,7 @@ def test_what_is_beyond_words_is_counted_said_and_not_built():
     for name, words in {"whisper": "two convolutions", "albert": "weights of the first", "dinov2": "channel"}.items():
         with pytest.raises(hw.SpecError, match=f"cannot build .*: .*{words}.*; "):
             hw.build(read(KINDS[name]))
-    with pytest.raises(hw.SpecError, match="write its stack, its place and its name"):
+    with pytest.raises(hw.SpecError, match="write stack, place and name"):
         hw.model_spec.UnsupportedPart("bends", (("decoder", 3),))
 
 
