@@ -208,9 +208,7 @@ class StackSpec(SpecNode):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.name.isidentifier() or self.name == "head":
-            raise SpecError(
-                f"StackSpec(name={self.name!r}) is not a valid name of a stack; write an identifier such as 'decoder'"
-            )
+            raise SpecError(f"StackSpec(name={self.name!r}) is not a valid name; write an identifier such as 'decoder'")
         if not all(type(run) is LayerRun for run in self.runs):
             raise SpecError(f"{self.name}: runs={self.runs!r} must hold runs; write runs=(LayerRun(12, (block,)),)")
         _check_depth(sum(run.times * len(run.blocks) for run in self.runs))
