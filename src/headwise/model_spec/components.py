@@ -151,8 +151,8 @@ class ExpertsSpec(SpecNode):
 
     scores="softmax" is a softmax over all experts, "chosen" a softmax over the chosen experts, "sigmoid" a sigmoid of
     each score, normalised over the chosen experts. bias="learned" adds a trained bias to the router's logits;
-    "constant" a bias that only affects the choice of experts and is set by load balancing (DeepSeek-V3, 2412.19437). The sum of
-    the chosen experts' outputs is multiplied by `scale`.
+    "constant" a bias that only affects the choice of experts and is set by load balancing (DeepSeek-V3, 2412.19437).
+    The sum of the chosen experts' outputs is multiplied by `scale`.
 
     >>> [w.name for w in ExpertsSpec(FeedForwardSpec(3), count=4, active=2).weights(7)]
     ['router', 'each.up', 'each.down']
@@ -209,7 +209,7 @@ class ExpertsSpec(SpecNode):
         return total - per_expert * idle_experts
 
 
-# --- Embeddings and output heads -------------------------------------------------------
+# --- Embeddings and output heads -----------------------------------------------------------------------
 
 
 @dataclass(frozen=True, repr=False)

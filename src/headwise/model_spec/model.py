@@ -279,7 +279,7 @@ def _repeats(items: Sequence[Item], start: int, period: int) -> int:
     return times if len(pattern) == period else 0
 
 
-# --- Whole models --------------------------------------------------------------------------
+# --- Whole models --------------------------------------------------------------------------------------
 
 MODEL_KINDS = ("decoder", "encoder", "encoder-decoder", "vision")
 WEIGHT_ROLES = frozenset({"embedding", "attention", "cross", "feed", "norm", "head"})
