@@ -415,7 +415,7 @@ model_spec.from_json("{") -> not JSON
 model_spec.from_json("1" * 5000) -> not JSON
 model_spec.from_toml("a = " + "1" * 5000) -> not TOML
 model_spec.from_json("[]") -> model = [] .. a table
-model_spec.from_toml("name = 'm'") -> says nothing of kind
+model_spec.from_toml("name = 'm'") -> lacks kind
 model_spec.from_toml("nam = 'm'") -> no 'nam'; did you mean 'name'
 model_spec.from_toml("name = 'm'\\nkind = 'decoder'\\nstacks = 3") -> stacks=3 .. tuple
 model_spec.from_toml("name = {a = 1}\\nkind = 'decoder'\\nstacks = []") -> name = {'a': 1} .. plain value

@@ -245,7 +245,7 @@ HARM: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda f: (f / MANIFEST_FILE).unlink(),
         "holds neither headwise.toml nor config.json; give a folder",
     ),
-    "empty": (lambda f: (f / MANIFEST_FILE).write_text(""), "says format = None; this version reads format = 1"),
+    "empty": (lambda f: (f / MANIFEST_FILE).write_text(""), "has format = None; this version reads format = 1"),
     "binary": (lambda f: (f / MANIFEST_FILE).write_bytes(b"\xff\xfe\0"), "cannot read"),
     "no toml": (lambda f: (f / MANIFEST_FILE).write_text("model = ["), "is not TOML"),
     "newer": (lambda f: replaced(f, "format = 1", "format = 2"), "format = 2; this version reads format = 1"),

@@ -254,9 +254,9 @@ def test_a_folder_keeps_how_a_model_is_spoken_to(tmp_path: Path):
 
 EDITED = {
     "unknown": ("end = [1]", "ende = [1]", "usage has no 'ende'; did you mean 'end'"),
-    "no ids": ("end = [1]", 'end = ["x"]', r"Usage\(end=\('x',\)\) does not hold ids"),
+    "no ids": ("end = [1]", 'end = ["x"]', r"ProcessorSpec\(end=\('x',\)\); give a tuple of ids"),
     "beyond": ("end = [1]", "end = [300]", r"end=\(300,\) is out of range for small, whose vocabulary has 300 tokens"),
-    "no table": ("[usage]\nend = [1]\n", "", "usage = 3 is no table"),
+    "no table": ("[usage]\nend = [1]\n", "", "usage = 3 is not a table"),
 }
 
 
