@@ -415,7 +415,7 @@ model_spec.from_json("{") -> not JSON
 model_spec.from_json("1" * 5000) -> not JSON
 model_spec.from_toml("a = " + "1" * 5000) -> not TOML
 model_spec.from_json("[]") -> model = [] .. a table
-model_spec.from_toml("name = 'm'") -> says nothing of kind
+model_spec.from_toml("name = 'm'") -> lacks kind
 model_spec.from_toml("nam = 'm'") -> no 'nam'; did you mean 'name'
 model_spec.from_toml("name = 'm'\\nkind = 'decoder'\\nstacks = 3") -> stacks=3 .. tuple
 model_spec.from_toml("name = {a = 1}\\nkind = 'decoder'\\nstacks = []") -> name = {'a': 1} .. plain value
@@ -542,5 +542,5 @@ def test_layers_that_read_the_first_hold_nothing_of_their_own():
     each, first = (stack(block(), block(), weights_of=whose) for whose in ("each", "first"))
     assert [w.name for w in first.weights()] == [w.name for w in each.weights() if not w.name.startswith("decoder.1.")]
     assert len(first.layers) == 2
-    with pytest.raises(hw.SpecError, match="cannot be built: in decoder all layers read the weights of the first; "):
+    with pytest.raises(hw.SpecError, match="cannot build small: all layers of decoder use the weights of the first; "):
         hw.build(ModelSpec("small", "decoder", (first,)))

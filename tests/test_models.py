@@ -194,7 +194,7 @@ def test_heads_of_whole_rows_mind_padding(at: str, pad: str):
 def test_a_row_of_several_texts_cannot_be_read_as_a_whole():
     net = built(model(BLOCK, heads=(bp.OutputHeadSpec("classes", 3, "mean"),)))
     x = ids(1, 4)
-    with pytest.raises(ValueError, match=r"one of them holds several texts; give each its own row"):
+    with pytest.raises(ValueError, match=r"a row holds several texts; give each text its own row"):
         net(x, sequence=hw.SequenceInfo.from_batch(x, segments=torch.tensor([[0, 0, 1, 1]])))
 
 
@@ -569,14 +569,17 @@ def test_generation_leaves_the_model_as_it_was():
 @pytest.mark.parametrize(
     ("described", "words"),
     [
-        ("gpt2", "give a blueprint.Model"),
+        ("gpt2", "give a ModelSpec"),
         (
             model(bp.BlockSpec(bp.ApproximateAttention(CAUSAL, "it bends"))),
-            r"decoder\.0\.attention cannot be built: it bends",
+            r"cannot build decoder\.0\.attention: it bends",
         ),
         (model(bp.BlockSpec(feed=bp.FeedForwardSpec(3, "gelo"))), "no activation 'gelo'; did you mean 'gelu'"),
-        (model(bp.BlockSpec(feed=bp.FeedForwardSpec(3, "bounded_silu(1.0, 2.0)"))), "give Dense\\(form='gated'\\)"),
-        (model(embedding=bp.EmbeddingSpec(WORDS, first=2)), "stand before patches"),
+        (
+            model(bp.BlockSpec(feed=bp.FeedForwardSpec(3, "bounded_silu(1.0, 2.0)"))),
+            "give FeedForwardSpec\\(form='gated'\\)",
+        ),
+        (model(embedding=bp.EmbeddingSpec(WORDS, first=2)), "first=2 needs patches"),
         (model(name="forward"), "stack cannot be called 'forward'"),
         (model(name="dropout"), "stack cannot be called 'dropout'"),
         (model(heads=(bp.OutputHeadSpec("keys", 3),)), "head cannot be called 'keys'"),
@@ -602,20 +605,20 @@ LONG, STRANGE = torch.zeros(1, 10, dtype=torch.int64), torch.tensor([[3, WORDS]]
 @pytest.mark.parametrize(
     ("described", "call", "words"),
     [
-        (DECODER, {"x": STRANGE}, r"ids hold 11, but there are 11 of them; give numbers in 0\.\.10"),
+        (DECODER, {"x": STRANGE}, r"ids hold 11, but the table has 11 rows; give numbers in 0\.\.10"),
         (DECODER, {"x": -STRANGE}, r"ids hold -11"),
-        (DECODER, {"x": STRANGE.float()}, r"ids are torch.float32 \[1, 2\]; give whole numbers"),
-        (DECODER, {"x": [[1, 2]]}, "ids are list; give whole numbers"),
-        (DECODER, {"x": LONG}, r"no position 9.*Positions\('learned', 10\)"),
-        (DECODER, {"x": LONG[:, :5], "source": LONG}, "one stack, which reads x alone"),
+        (DECODER, {"x": STRANGE.float()}, r"ids are torch.float32 \[1, 2\]; give integers"),
+        (DECODER, {"x": [[1, 2]]}, "ids are list; give integers"),
+        (DECODER, {"x": LONG}, r"no position 9.*PositionSpec\('learned', 10\)"),
+        (DECODER, {"x": LONG[:, :5], "source": LONG}, "has no encoder, so it takes x alone"),
         (DECODER, {"x": LONG[:, :5], "head": "token"}, "no head 'token'; did you mean 'tokens'"),
         (
             DECODER,
             {"x": LONG[:, :5], "sequence": hw.SequenceInfo.contiguous(0, 4, "cpu")},
-            r"tokens are \[1, 4\].*x is \[1, 5\]",
+            r"sequence is \[1, 4\].*x is \[1, 5\]",
         ),
-        (DECODER, {"x": TokenTypeInput(LONG[:, :5], LONG[:, :5])}, "knows no types of tokens"),
-        (PAIR, {"x": LONG[:, :5]}, "reads two sequences; give source="),
+        (DECODER, {"x": TokenTypeInput(LONG[:, :5], LONG[:, :5])}, "has no token types"),
+        (PAIR, {"x": LONG[:, :5]}, "has an encoder, which needs an input; give source="),
         (PAIR, {"x": LONG[:, :5], "source": STRANGE}, "ids hold 11"),
     ],
 )
@@ -630,7 +633,7 @@ def test_what_cannot_be_read_says_why(described: bp.ModelSpec, call: dict[str, A
     ("shape", "words"),
     [
         ((1, 3, 8, 15), r"give pixels as floating-point numbers \[batch, 2, 8, 15\]"),
-        ((1, 2, 7, 15), "bring it to 8 x 15"),
+        ((1, 2, 7, 15), "resize it to 8 x 15"),
     ],
 )
 def test_an_image_of_other_sizes_is_refused(shape: tuple[int, ...], words: str):
@@ -658,7 +661,7 @@ def test_a_model_without_words_says_none():
         hw.greedy_decode(
             hw.build(model(BLOCK, heads=(bp.OutputHeadSpec("classes", 3, "last"),))), LONG[:, :3], max_new_tokens=2
         )
-    with pytest.raises(hw.SpecError, match="no attention that reads its past"):
+    with pytest.raises(hw.SpecError, match="no self-attention to cache"):
         hw.greedy_decode(hw.build(model(bp.BlockSpec(feed=bp.FeedForwardSpec(3)))), LONG[:, :3], max_new_tokens=2)
-    with pytest.raises(ValueError, match="reads two sequences"):
+    with pytest.raises(ValueError, match="has an encoder, which needs an input"):
         hw.greedy_decode(hw.build(PAIR), LONG[:, :3], max_new_tokens=2)

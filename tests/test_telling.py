@@ -254,9 +254,9 @@ def test_a_folder_keeps_how_a_model_is_spoken_to(tmp_path: Path):
 
 EDITED = {
     "unknown": ("end = [1]", "ende = [1]", "usage has no 'ende'; did you mean 'end'"),
-    "no ids": ("end = [1]", 'end = ["x"]', r"Usage\(end=\('x',\)\) does not hold ids"),
-    "beyond": ("end = [1]", "end = [300]", r"end=\(300,\) holds no id of small, which has 300 of them"),
-    "no table": ("[usage]\nend = [1]\n", "", "usage = 3 is no table"),
+    "no ids": ("end = [1]", 'end = ["x"]', r"ProcessorSpec\(end=\('x',\)\); give a tuple of ids"),
+    "beyond": ("end = [1]", "end = [300]", r"end=\(300,\) is out of range for small, whose vocabulary has 300 tokens"),
+    "no table": ("[usage]\nend = [1]\n", "", "usage = 3 is not a table"),
 }
 
 
@@ -278,7 +278,7 @@ def test_what_is_said_of_another_model_is_not_saved(tmp_path: Path):
         ({"tokenizer": DOCUMENTS["bytes"]}, "tokenizer knows 256 tokens, the model 101"),
         ({"source_tokenizer": DOCUMENTS["bytes"]}, "source_tokenizer knows 256 tokens"),
         ({"labels": ("a", "b")}, "there are 2 labels for 101 outputs"),
-        ({"begin": (300,)}, "holds no id"),
+        ({"begin": (300,)}, "is out of range"),
     ):
         with pytest.raises(hw.SpecError, match=words):
             hw.save(drawn(decoder(101), **usage), tmp_path)

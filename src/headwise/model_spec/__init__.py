@@ -1,8 +1,12 @@
-"""Descriptions of whole models, shared by building, cost, saving and reading of other formats; torch-free.
+"""Specs of whole models, used to build, cost, save and convert them. This package does not import torch.
 
-`components` are embeddings, norms, feed-forwards and output heads; `model` puts attention specs and components into
-blocks, stacks and a model; `weight_table` lists every tensor by name; `processor_spec` describes tokenizer, labels
-and pixel scaling; `serialization` writes and reads TOML and JSON.
+In reading order:
+
+- `components`: embeddings, norms, feed-forwards, experts and output heads; each spec lists its weights
+- `model`: `BlockSpec`, `StackSpec` and `ModelSpec` combine attention specs and components
+- `weight_table`: a table of every tensor with its axes, shape and size
+- `processor_spec`: tokenizer, special tokens, labels and pixel scaling
+- `serialization`: specs as dictionaries, TOML and JSON; the manifest of a saved model and the record of surgery
 """
 
 from .components import (

@@ -1,4 +1,4 @@
-"""What layers are made of besides attention, norms and feed-forwards; each says its own weights."""
+"""Specs of norms, feed-forwards, experts, embeddings and output heads; each lists its own weights."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from ..interfaces.registry import CheckedDataclass
 
 @dataclass(frozen=True)
 class WeightSpec:
-    """A tensor of a model: its full name, its axes, and where it stands.
+    """A tensor of a model: its full name, its axes and their sizes, and its role.
 
-    `role` is one of "embedding", "attention", "cross", "feed", "norm" and "head"; `learned` is False of what is saved
-    but never trained; `shared` is the name by which layers of one stack hold it in common, for most none.
+    `role` is one of "embedding", "attention", "cross", "feed", "norm" and "head". `trainable` is False for tensors that
+    are saved but never trained. `tied_to` is a name under which layers of one stack share the tensor, empty for most.
 
     >>> WeightSpec("up", AxisLayout.parse("hidden model"), {"hidden": 3, "model": 5}, "feed").shape
     (3, 5)
@@ -31,51 +31,52 @@ class WeightSpec:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape as stored."""
+        """The shape in which the tensor is stored."""
         return self.layout.shape(self.axis_sizes)
 
     @property
     def numel(self) -> int:
-        """How many numbers it holds."""
+        """The number of elements."""
         return self.layout.numel(self.axis_sizes)
 
 
 def add_prefix(prefix: str, role: str, weights: Iterable[WeightSpec]) -> Iterator[WeightSpec]:
-    """The same weights, standing there."""
+    """Prepend `prefix` to the names of these weights and set their role."""
     return (replace(w, name=f"{prefix}.{w.name}", role=role) for w in weights)
 
 
 def make_weight(name: str, layout: str, **sizes: int) -> WeightSpec:
-    """A learned weight with its axes as text."""
+    """Return a trainable weight with the axes that `layout` names, such as "hidden model"."""
     return WeightSpec(name, AxisLayout.parse(layout), sizes)
 
 
 @dataclass(frozen=True, repr=False)
 class SpecNode(CheckedDataclass):
-    """A description: its words are known ones, its sizes at least 1 (0 where that is usual), its factors above 0."""
+    """Base class of specs, which checks fields: valid choices, integers >= 1 (>= 0 if the default is 0), floats > 0."""
 
     choices: ClassVar[Mapping[str, tuple[str, ...]]] = {}
 
     def __post_init__(self) -> None:
         super().__post_init__()
         name = type(self).__name__
-        for told in fields(self):
-            value = getattr(self, told.name)
-            least = 0 if told.default == 0 else 1
+        for field_ in fields(self):
+            value = getattr(self, field_.name)
+            least = 0 if field_.default == 0 else 1
             if isinstance(value, int) and value < least:
-                raise SpecError(f"{name}({told.name}={value!r}) is no size; give {told.name}={least} or more")
+                raise SpecError(f"{name}({field_.name}={value!r}) is too small; give {field_.name}={least} or more")
             if isinstance(value, float) and not value > 0:
-                raise SpecError(f"{name}({told.name}={value!r}) is not positive; leave it out or give more than 0")
+                raise SpecError(f"{name}({field_.name}={value!r}) is not positive; leave it out or give more than 0")
         for key, known in self.choices.items():
             if getattr(self, key) not in known:
-                said = getattr(self, key)
-                raise SpecError(f"{name}({key}={said!r}) is unknown; {suggest(said, [word for word in known if word])}")
+                choice = getattr(self, key)
+                suggestion = suggest(choice, [word for word in known if word])
+                raise SpecError(f"{name}({key}={choice!r}) is unknown; {suggestion}")
 
 
 @dataclass(frozen=True, repr=False)
 class NormSpec(SpecNode):
     """kind="layer": (x - mean) / std times a weight plus a bias; "unbiased": without the bias; "bare": with neither, as
-    OLMo (2402.00838); "rms": x / rms times a weight; "offset": the same with a weight stored less one, as Gemma's.
+    OLMo (2402.00838); "rms": x / rms times a weight; "offset": x / rms times (1 + weight), as in Gemma.
 
     >>> [w.name for w in NormSpec().weights(7)], [w.name for w in NormSpec("rms").weights(7)]
     (['weight', 'bias'], ['weight'])
@@ -86,7 +87,7 @@ class NormSpec(SpecNode):
     eps: float = 1e-5
 
     def weights(self, width: int) -> Iterator[WeightSpec]:
-        """What it learns at this width."""
+        """Yield the weights at this model width."""
         if self.kind != "bare":
             yield make_weight("weight", "model", model=width)
         if self.kind == "layer":
@@ -95,9 +96,10 @@ class NormSpec(SpecNode):
 
 @dataclass(frozen=True, repr=False)
 class FeedForwardSpec(SpecNode):
-    """y = W_down act(W_up x), or W_down (act(W_gate x) * W_up x) when form="gated"; `bias` names those that have one.
+    """y = W_down act(W_up x), or W_down (act(W_gate x) * W_up x) when form="gated"; `bias` lists their biases.
 
-    A gated one of Llama-2-7B's sizes, 3 d f:
+    `bias` holds the initials of the matrices with a bias, such as "ud" (up and down). The gated feed-forward of
+    Llama-2-7B has 3 d f parameters:
 
     >>> sum(w.numel for w in FeedForwardSpec(11008, "silu", form="gated").weights(4096))
     135266304
@@ -119,37 +121,38 @@ class FeedForwardSpec(SpecNode):
 
     @property
     def matrix_layouts(self) -> dict[str, str]:
-        """Its linear maps, as axes."""
+        """The axes of each matrix by its name."""
         gate = {"gate": "hidden model"} if self.form == "gated" else {}
         return {"up": "hidden model"} | gate | {"down": "model hidden"}
 
     def weights(self, width: int, num_experts: int = 0) -> Iterator[WeightSpec]:
-        """What it learns at this width; one of each for every expert."""
-        each, sizes = ("expert ", {"expert": num_experts}) if num_experts else ("", {})
+        """Yield the weights at this model width; with `num_experts`, stacked along a first axis of experts."""
+        expert_axis, sizes = ("expert ", {"expert": num_experts}) if num_experts else ("", {})
         sizes |= {"model": width, "hidden": self.hidden}
         for name, axes in self.matrix_layouts.items():
-            yield make_weight(name, each + axes, **sizes)
+            yield make_weight(name, expert_axis + axes, **sizes)
             if name[0] in self.bias:
-                yield make_weight(f"{name}_bias", each + axes.split()[0], **sizes)
+                yield make_weight(f"{name}_bias", expert_axis + axes.split()[0], **sizes)
 
     def matmul_weights(self, width: int) -> Iterator[WeightSpec]:
-        """The matrices that a token is multiplied with."""
+        """Yield the matrices that each token is multiplied with."""
         yield from (
             make_weight(name, axes, model=width, hidden=self.hidden) for name, axes in self.matrix_layouts.items()
         )
 
     def active_params(self, width: int, num_tokens: int) -> int:
-        """How many of its numbers so many tokens meet: all of them."""
+        """Return how many parameters `num_tokens` tokens use: all of them."""
         return sum(w.numel for w in self.weights(width))
 
 
 @dataclass(frozen=True, repr=False)
 class ExpertsSpec(SpecNode):
-    """`active` of `count` feed-forwards for each token, chosen by the scores of a router, and one `shared` by all.
+    """Mixture of experts: a router picks `active` of `count` feed-forwards per token; `shared` processes every token.
 
-    scores="softmax": over all experts, "chosen": over those chosen, "sigmoid": of each alone. bias="learned" adds one
-    to the router's scores; "constant" one that only the choice sees and balance moves (DeepSeek-V3, 2412.19437).
-    `scale` is what the sum of the chosen is multiplied with.
+    scores="softmax" is a softmax over all experts, "chosen" a softmax over the chosen experts, "sigmoid" a sigmoid of
+    each score, normalised over the chosen experts. bias="learned" adds a trained bias to the router's logits;
+    "constant" a bias that only affects the choice of experts and is set by load balancing (DeepSeek-V3, 2412.19437).
+    The sum of the chosen experts' outputs is multiplied by `scale`.
 
     >>> [w.name for w in ExpertsSpec(FeedForwardSpec(3), count=4, active=2).weights(7)]
     ['router', 'each.up', 'each.down']
@@ -171,11 +174,11 @@ class ExpertsSpec(SpecNode):
         super().__post_init__()
         if self.active > self.count:
             raise SpecError(
-                f"ExpertsSpec(active={self.active}) are more than count={self.count}; use at most {self.count}"
+                f"ExpertsSpec(active={self.active}) is more than count={self.count}; use at most {self.count}"
             )
 
     def weights(self, width: int) -> Iterator[WeightSpec]:
-        """What it learns at this width."""
+        """Yield the weights at this model width."""
         yield make_weight("router", "expert model", expert=self.count, model=width)
         if self.bias:
             bias = make_weight("router_bias", "expert", expert=self.count)
@@ -185,7 +188,7 @@ class ExpertsSpec(SpecNode):
             yield from add_prefix("shared", "", self.shared.weights(width))
 
     def matmul_weights(self, width: int) -> Iterator[WeightSpec]:
-        """The matrices that a token is multiplied with: of the experts, those that it chose."""
+        """Yield the matrices that each token is multiplied with: the router, the chosen experts and the shared one."""
         yield make_weight("router", "expert model", expert=self.count, model=width)
         for name, axes in self.each.matrix_layouts.items():
             yield make_weight(
@@ -194,24 +197,27 @@ class ExpertsSpec(SpecNode):
         yield from add_prefix("shared", "", self.shared.matmul_weights(width)) if self.shared else ()
 
     def active_params(self, width: int, num_tokens: int) -> int:
-        """How many of its numbers so many tokens meet, if no two choose the same expert while others are idle.
+        """Return how many parameters `num_tokens` tokens use if their choices spread evenly over the experts.
 
-        >>> experts = ExpertsSpec(FeedForwardSpec(3), count=4, active=2)  # 20 numbers of a router, 30 of each expert
+        >>> experts = ExpertsSpec(FeedForwardSpec(3), count=4, active=2)  # router: 20 parameters, each expert: 30
         >>> [experts.active_params(5, tokens) for tokens in (0, 1, 2, 3)]
         [20, 80, 140, 140]
         """
-        every, one = sum(w.numel for w in self.weights(width)), self.each.active_params(width, num_tokens)
-        return every - one * (self.count - min(self.count, num_tokens * self.active))
+        total = sum(w.numel for w in self.weights(width))
+        per_expert = self.each.active_params(width, num_tokens)
+        idle_experts = self.count - min(self.count, num_tokens * self.active)
+        return total - per_expert * idle_experts
 
 
-# --- What enters a stack and what leaves a model -------------------------------------------------------
+# --- Embeddings and output heads -----------------------------------------------------------------------
 
 
 @dataclass(frozen=True, repr=False)
 class PositionSpec(SpecNode):
-    """A vector added for each of `length` positions; `skipped` rows of a learned table stand before the first.
+    """Absolute position embeddings, kind="learned" (a table of `length` rows) or "sinusoidal".
 
-    Sinusoidal ones of layout="interleaved" alternate sine and cosine (1706.03762); "halves" puts all sines first.
+    The first `skipped` rows of a learned table are unused, as in OPT. Sinusoidal embeddings with layout="interleaved"
+    alternate sines and cosines (1706.03762); "halves" puts all sines first.
 
     >>> (
     ...     [w.shape for w in PositionSpec("learned", 1024, skipped=2).weights(7)],
@@ -232,19 +238,19 @@ class PositionSpec(SpecNode):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.kind == "learned" and self.length is None:
-            raise SpecError("PositionSpec('learned') need a row for each position; give length=512, say")
+            raise SpecError("PositionSpec('learned') needs a row for each position; give length, such as length=512")
 
     def weights(self, width: int) -> Iterator[WeightSpec]:
-        """The table, where it is learned."""
+        """Yield the table of learned positions; sinusoidal positions have no weights."""
         if self.kind == "learned" and self.length:
             yield make_weight("positions", "position model", position=self.length + self.skipped, model=width)
 
 
 @dataclass(frozen=True, repr=False)
 class PatchSpec(SpecNode):
-    """An image of rows x columns patches, each high x wide pixels of some channels, as one linear map.
+    """Linear embedding of an image of rows x columns patches, each of high x wide pixels and `channels` channels.
 
-    bias="none" leaves out the bias that it has otherwise.
+    bias="none" omits the bias.
 
     >>> sum(w.numel for w in PatchSpec(rows=14, columns=14, high=16, wide=16, channels=3).weights(768))
     590592
@@ -260,11 +266,11 @@ class PatchSpec(SpecNode):
 
     @property
     def num_patches(self) -> int:
-        """How many tokens an image becomes."""
+        """The number of tokens per image."""
         return self.rows * self.columns
 
     def weights(self, width: int) -> Iterator[WeightSpec]:
-        """The map of one patch."""
+        """Yield the matrix applied to each patch, and its bias."""
         sizes = {"model": width, "channel": self.channels, "high": self.high, "wide": self.wide}
         yield make_weight("patches", "model channel high wide", **sizes)
         if self.bias == "learned":
@@ -273,10 +279,11 @@ class PatchSpec(SpecNode):
 
 @dataclass(frozen=True, repr=False)
 class EmbeddingSpec(SpecNode):
-    """What enters a stack: a row of a table of `tokens` (or a map of `patches`, with a first vector of its own),
-    times `scale`, plus positions, plus a row for each of `types`, normalised where there is a norm.
+    """Input embedding: a table of `tokens` or a linear embedding of `patches`, plus positions and token types.
 
-    `table` names the stack whose table of tokens it reads; none stands for its own.
+    `first` learned vectors, such as a [CLS] token, precede the patches. Embeddings are multiplied by `scale` before
+    positions and types are added; `norm` is applied last. `table` names the stack whose token table this one uses;
+    empty means a table of its own.
 
     >>> [w.name for w in EmbeddingSpec(tokens=11, positions=PositionSpec("learned", 5), types=2).weights(7)]
     ['tokens', 'positions', 'types']
@@ -294,14 +301,15 @@ class EmbeddingSpec(SpecNode):
     def __post_init__(self) -> None:
         super().__post_init__()
         if bool(self.tokens) == bool(self.patches):
-            raise SpecError(f"{self!r} embeds tokens or patches; give just one of tokens= and patches=")
+            raise SpecError(f"{self!r} must embed either tokens or patches; give exactly one of tokens= and patches=")
         length = self.positions.length if self.positions else None
         if self.patches and length is not None and length != self.first + self.patches.num_patches:
-            met = self.first + self.patches.num_patches
-            raise SpecError(f"{length} positions for {met} tokens of an image; give PositionSpec(length={met})")
+            num_tokens = self.first + self.patches.num_patches
+            remedy = f"give PositionSpec(length={num_tokens})"
+            raise SpecError(f"{length} positions for {num_tokens} tokens of an image; {remedy}")
 
     def weights(self, width: int) -> Iterator[WeightSpec]:
-        """What it learns at this width, but for a table that another stack owns."""
+        """Yield the weights at this model width, except a token table that another stack owns."""
         if self.tokens and not self.table:
             yield make_weight("tokens", "token model", token=self.tokens, model=width)
         yield from self.patches.weights(width) if self.patches else ()
@@ -313,21 +321,21 @@ class EmbeddingSpec(SpecNode):
         yield from add_prefix("norm", "", self.norm.weights(width)) if self.norm else ()
 
     def matmul_weights(self, width: int) -> Iterator[WeightSpec]:
-        """The matrix that each patch is multiplied with; a row of a table is only looked up."""
+        """Yield the matrix that each patch is multiplied with; table look-ups need no multiplication."""
         if self.patches:
             yield next(self.patches.weights(width))
 
 
 @dataclass(frozen=True, repr=False)
 class HeadTransformSpec(SpecNode):
-    """What a head does first: a linear map with a bias to `hidden` channels, an activation, a norm or none."""
+    """First steps of an output head: a linear layer with bias to `hidden` channels, an activation, an optional norm."""
 
     hidden: int
     activation: str = "tanh"
     norm: NormSpec | None = None
 
     def weights(self, width: int) -> Iterator[WeightSpec]:
-        """What it learns at this width."""
+        """Yield the weights at this model width."""
         yield make_weight("transform", "hidden model", hidden=self.hidden, model=width)
         yield make_weight("transform_bias", "hidden", hidden=self.hidden)
         yield from add_prefix("transform_norm", "", self.norm.weights(self.hidden)) if self.norm else ()
@@ -335,10 +343,11 @@ class HeadTransformSpec(SpecNode):
 
 @dataclass(frozen=True, repr=False)
 class OutputHeadSpec(SpecNode):
-    """What leaves a model: `outputs` numbers for each token, or for the first, the last or the mean of them (`at`).
+    """Output head: `outputs` numbers for each token, or for the first token, the last or their mean (`at`).
 
-    `table` names the stack whose table of tokens is its weight; outputs=0 gives what the transform gives. Before the
-    map numbers are multiplied with `scale`, behind it bent to at most `cap` (Gemma 2).
+    `table` names the stack whose token table is tied to the head's weight. outputs=0 returns the result of `transform`.
+    Hidden states are multiplied by `scale` before the linear layer; `cap` is the soft cap of its outputs,
+    cap * tanh(y / cap) (Gemma 2).
 
     >>> [w.name for w in OutputHeadSpec("tokens", 11, table="decoder", bias="learned").weights(7)]
     ['bias']
@@ -360,12 +369,14 @@ class OutputHeadSpec(SpecNode):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.name.isidentifier():
-            raise SpecError(f"OutputHeadSpec(name={self.name!r}) is no name of a head; write a word such as 'tokens'")
+            raise SpecError(
+                f"OutputHeadSpec(name={self.name!r}) is not a valid name; write an identifier such as 'tokens'"
+            )
         if not self.outputs and not self.transform:
-            raise SpecError(f"{self!r} gives nothing; say outputs= or transform=")
+            raise SpecError(f"{self!r} has no output; give outputs= or transform=")
 
     def weights(self, model: int) -> Iterator[WeightSpec]:
-        """What it learns at this width, but for a table that a stack owns."""
+        """Yield the weights at this model width, except a token table that a stack owns."""
         yield from self.transform.weights(model) if self.transform else ()
         width = self.transform.hidden if self.transform else model
         if self.outputs and not self.table:
@@ -374,7 +385,7 @@ class OutputHeadSpec(SpecNode):
             yield replace(make_weight("bias", "output", output=self.outputs), trainable=self.bias == "learned")
 
     def matmul_weights(self, model: int) -> Iterator[WeightSpec]:
-        """The matrices that a token is multiplied with, whoever owns them."""
+        """Yield the matrices that each token is multiplied with, including a tied token table."""
         if self.transform:
             yield make_weight("transform", "hidden model", hidden=self.transform.hidden, model=model)
         if self.outputs:

@@ -1,4 +1,4 @@
-"""Blocks, and stacks of them: what a model repeats."""
+"""Specs of blocks, stacks of blocks and whole models."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from .components import (
     make_weight,
 )
 
-MAX_LAYERS = 10_000  # more than any model has: a larger number is a slip, and would be listed one by one
-MAX_PERIOD = 8  # how many blocks a repeated pattern of layers may be long, to be found by itself
+MAX_LAYERS = 10_000  # more than any model has; a larger number is a typing error, and every layer would be listed
+MAX_PERIOD = 8  # longest repeated pattern of blocks that `find_repeats` looks for
 
 Item = TypeVar("Item")
 
 DEFAULT_NORM = NormSpec()
 ATTENTION_SUBLAYERS = ("attention", "cross")
-# The norms of each sublayer by where they stand; a parallel block has one for all.
+# Suffixes of the norms of each sublayer, by placement; a parallel block has one norm for all sublayers.
 NORMS_OF_PLACEMENT = {
     **dict.fromkeys(("pre", "post", "after", "abreast"), ("norm",)),
     "sandwich": ("norm", "norm_after"),
@@ -40,9 +40,10 @@ NORMS_OF_PLACEMENT = {
 
 @dataclass(frozen=True, repr=False)
 class ApproximateAttention(SpecNode):
-    """An attention that no spec says: the nearest one, why it is not that one, and the vectors it has besides.
+    """An attention that no `AttentionSpec` describes exactly: the nearest spec, the difference, and extra weights.
 
-    Its parameters are exact; `like` is what stands in its place where a spec is asked for.
+    `like` is the nearest spec, used wherever a spec is needed; `reason` says how the attention differs from it. `more`
+    lists weights that `like` lacks, by name and size, so parameter counts are exact.
     """
 
     like: AttentionSpec
@@ -51,19 +52,19 @@ class ApproximateAttention(SpecNode):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_named_sizes("Nearly", self.more)
+        check_named_sizes("ApproximateAttention", self.more)
 
 
 @dataclass(frozen=True, repr=False)
 class BlockSpec(SpecNode):
-    """x, then what its attention, its cross-attention and its feed-forward add to it, in this order.
+    """One layer: attention, cross-attention and feed-forward, applied in this order, each with a residual connection.
 
     placement="pre": x + f(norm(x)); "post": norm(x + f(x)); "after": x + norm(f(x)), as OLMo 2; "sandwich":
     x + norm(f(norm(x))), as Gemma 2; "parallel": x + attention(norm(x)) + feed(norm(x)), one norm for both, as GPT-J;
-    "abreast": the same with a norm for each, as GPT-NeoX. What a sublayer adds is multiplied with `scale` (Granite).
-    form="merged" has no attention of its own: its cross-attention adds the mean of the block's own tokens so far,
-    through the same maps (1908.11365). An attention that was cut away altogether is `still`: of "attention" and "cross"
-    those that add one learned vector to every token, whatever is read.
+    "abreast": parallel sublayers with one norm each, as GPT-NeoX. The output of every sublayer is multiplied by
+    `scale` (Granite). form="merged" has no self-attention; its cross-attention also adds the mean over the tokens so
+    far, computed with its own value and output projections (1908.11365). `still` names attentions ("attention",
+    "cross") that were pruned away entirely: each is replaced by one learned vector, added to every token.
     """
 
     choices: ClassVar[Mapping[str, tuple[str, ...]]] = {
@@ -81,9 +82,9 @@ class BlockSpec(SpecNode):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if wrong := [name for name in self.still if name not in ATTENTION_SUBLAYERS or name in self.attention_specs]:
+        if invalid := [name for name in self.still if name not in ATTENTION_SUBLAYERS or name in self.attention_specs]:
             raise SpecError(
-                f"BlockSpec(still={self.still!r}) cannot hold {wrong[0]!r}; name an attention that is left out"
+                f"BlockSpec(still={self.still!r}) cannot hold {invalid[0]!r}; name an attention that is left out"
             )
         if self.form == "merged" and (self.attention is not None or self.cross is None):
             raise SpecError(
@@ -92,24 +93,24 @@ class BlockSpec(SpecNode):
 
     @property
     def sublayer_names(self) -> tuple[str, ...]:
-        """The names of what adds to x, in order."""
-        there = [name for name in ATTENTION_SUBLAYERS if name in self.attention_specs or name in self.still]
-        return (*there, *(["feed"] if self.feed else []))
+        """The names of its sublayers, in the order in which they are applied."""
+        present = [name for name in ATTENTION_SUBLAYERS if name in self.attention_specs or name in self.still]
+        return (*present, *(["feed"] if self.feed else []))
 
     @property
     def attention_specs(self) -> dict[str, AttentionSpec]:
-        """Its attentions by name; of one that no spec says, the nearest."""
+        """The attention specs by name; of an `ApproximateAttention`, the nearest spec."""
         own = self.attention.like if isinstance(self.attention, ApproximateAttention) else self.attention
         return {name: spec for name, spec in (("attention", own), ("cross", self.cross)) if spec}
 
     def parts_with_schedule(self, layer: int, layers: int) -> list[tuple[Part, Part]]:
-        """Its parts with a schedule that does not stand at this depth yet, and as they would stand."""
+        """Parts whose numbers still follow a schedule over depth, each paired with its version for this layer."""
         parts = [part for spec in self.attention_specs.values() for _, part in spec.parts()]
-        both = [(part, part.at_depth(layer, layers)) for part in parts]
-        return [(part, placed) for part, placed in both if part != placed]
+        pairs = [(part, part.at_depth(layer, layers)) for part in parts]
+        return [(part, placed) for part, placed in pairs if part != placed]
 
     def at_depth(self, layer: int, layers: int) -> BlockSpec:
-        """The same block at one depth of a stack: schedules become numbers."""
+        """Return this block at one depth of a stack: schedules become numbers."""
         if not self.parts_with_schedule(layer, layers):
             return self
         own, cross = self.attention, self.cross
@@ -120,7 +121,7 @@ class BlockSpec(SpecNode):
         return replace(self, attention=own, cross=cross and cross.at_depth(layer, layers))
 
     def weights(self, width: int) -> Iterator[WeightSpec]:
-        """Every tensor it has at this width, by its name inside the block."""
+        """Yield every tensor of the block at this model width, by its name inside the block."""
         for name, spec in self.attention_specs.items():
             yield from add_prefix(name, name, _attention_weights(spec))
         if isinstance(self.attention, ApproximateAttention):
@@ -133,11 +134,11 @@ class BlockSpec(SpecNode):
 
     @property
     def norm_names(self) -> tuple[str, ...]:
-        """The names of its norms: "attention_norm", say; "norm" when one serves all."""
-        there = [name for name in self.sublayer_names if name not in self.still or self.placement == "post"]
+        """The names of its norms, such as "attention_norm"; "norm" if one norm serves all sublayers."""
+        normed = [name for name in self.sublayer_names if name not in self.still or self.placement == "post"]
         if self.placement == "parallel":
-            return ("norm",) if there else ()
-        return tuple(f"{name}_{norm}" for name in there for norm in NORMS_OF_PLACEMENT[self.placement])
+            return ("norm",) if normed else ()
+        return tuple(f"{name}_{norm}" for name in normed for norm in NORMS_OF_PLACEMENT[self.placement])
 
 
 def _attention_weights(spec: AttentionSpec) -> Iterator[WeightSpec]:
@@ -150,20 +151,20 @@ def _attention_weights(spec: AttentionSpec) -> Iterator[WeightSpec]:
 
 
 def check_named_sizes(what: str, more: Iterable[tuple[str, int]]) -> None:
-    """Refuse what is no list of names with sizes."""
+    """Refuse a value of `more` that is not a sequence of (name, size) pairs."""
     for row in more:
         if [type(item) for item in row] != [str, int] or row[1] < 1:
             raise SpecError(f"{what}(more={more!r}) must name sizes; write more=(('project.k_bias', 12),)")
 
 
 def make_vectors(named: Iterable[tuple[str, int]]) -> Iterator[WeightSpec]:
-    """Tensors of which only the size is known."""
+    """Weights of which only the number of elements is known, as vectors."""
     return (WeightSpec(name, AxisLayout.parse("channel"), {"channel": size}) for name, size in named)
 
 
 @dataclass(frozen=True, repr=False)
 class LayerRun(SpecNode):
-    """Blocks in a row, all of them so many times: LayerRun(13, (local, full)) is 26 layers."""
+    """A sequence of blocks repeated `times` times: LayerRun(13, (local, full)) is 26 layers."""
 
     times: int
     blocks: tuple[BlockSpec, ...]
@@ -176,11 +177,12 @@ class LayerRun(SpecNode):
 
 @dataclass(frozen=True, repr=False)
 class StackSpec(SpecNode):
-    """Layers over an embedding, `model` wide, and a norm behind them or none.
+    """Layers of width `model`, with an optional embedding before them and an optional norm after them.
 
-    `runs` say the layers; however they are written, stacks of the same layers are equal. `StackSpec.from_blocks`
-    takes blocks instead, finds what repeats, and places schedules by depth. weights_of="first": all layers read those
-    of the first (ALBERT, 1909.11942), "each": every layer has its own.
+    `runs` lists the layers, with repetition; stacks with equal layers are equal, however their runs are grouped.
+    `StackSpec.from_blocks` takes one block per layer instead, finds repetition, and replaces schedules by their numbers
+    at each depth. weights_of="first": all layers use the weights of the first (ALBERT, 1909.11942); "each": every layer
+    has its own.
 
     >>> block = BlockSpec(feed=FeedForwardSpec(12))
     >>> stack = StackSpec.from_blocks("decoder", 3, [block] * 5)
@@ -197,37 +199,39 @@ class StackSpec(SpecNode):
     weights_of: str = "each"
 
     @staticmethod
-    def from_blocks(name: str, width: int, blocks: Sequence[BlockSpec], **said: Any) -> StackSpec:
-        """A stack of these blocks, each placed at its depth; `said` are the other fields."""
+    def from_blocks(name: str, width: int, blocks: Sequence[BlockSpec], **options: Any) -> StackSpec:
+        """Return a stack of these blocks, each placed at its depth; `options` are the other fields."""
         _check_depth(len(blocks))
         placed = [block.at_depth(depth, len(blocks)) for depth, block in enumerate(blocks)]
-        return StackSpec(name, width, group_blocks(placed), **said)
+        return StackSpec(name, width, group_blocks(placed), **options)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.name.isidentifier() or self.name == "head":
-            raise SpecError(f"StackSpec(name={self.name!r}) is no name of a stack; write a word such as 'decoder'")
+            raise SpecError(f"StackSpec(name={self.name!r}) is not a valid name; write an identifier such as 'decoder'")
         if not all(type(run) is LayerRun for run in self.runs):
             raise SpecError(f"{self.name}: runs={self.runs!r} must hold runs; write runs=(LayerRun(12, (block,)),)")
         _check_depth(sum(run.times * len(run.blocks) for run in self.runs))
         object.__setattr__(self, "runs", group_blocks(self.layers))
         for spec in (spec for run in self.runs for block in run.blocks for spec in block.attention_specs.values()):
             if spec.model != self.model:
-                raise SpecError(f"{self.name} is {self.model} wide, an attention in it {spec.model}; use one width")
+                raise SpecError(
+                    f"{self.name} is {self.model} wide, but an attention in it is {spec.model} wide; use one width"
+                )
         for depth, block in enumerate(self.layers):
             for part, placed in block.parts_with_schedule(depth, len(self.layers))[:1]:
                 raise SpecError(
-                    f"{self.name}: layer {depth} holds {part!r}, whose numbers follow from the depth; "
-                    f"use StackSpec.from_blocks, which places it, or write {placed!r}"
+                    f"{self.name}: layer {depth} holds {part!r}, whose numbers depend on the depth; "
+                    f"use StackSpec.from_blocks, which computes them, or write {placed!r}"
                 )
 
     @property
     def layers(self) -> tuple[BlockSpec, ...]:
-        """Every block, in order."""
+        """Every block in order, with runs expanded."""
         return tuple(block for run in self.runs for _ in range(run.times) for block in run.blocks)
 
     def weights(self) -> Iterator[WeightSpec]:
-        """Every tensor by its full name; one that layers share is named where it first stands."""
+        """Yield every tensor by its full name; a tensor shared by layers has the name that it has in the first."""
         if self.embedding:
             yield from add_prefix(f"{self.name}.embedding", "embedding", self.embedding.weights(self.model))
         owned: dict[tuple[str, tuple[int, ...]], str] = {}
@@ -247,34 +251,35 @@ def _check_depth(layers: int) -> None:
 
 
 def group_blocks(blocks: Sequence[BlockSpec]) -> tuple[LayerRun, ...]:
-    """What repeats in a row of blocks, from its start: as many as possible at a time, by the shortest pattern."""
+    """Group consecutive blocks into runs: greedily the run that covers most blocks, by the shortest pattern."""
     return tuple(LayerRun(times, pattern) for times, pattern in find_repeats(blocks))
 
 
 def find_repeats(items: Sequence[Item]) -> Iterator[tuple[int, tuple[Item, ...]]]:
-    """The same of any things: how many times, and what.
+    """Yield (times, pattern) for consecutive repeats in a sequence.
 
     >>> list(find_repeats("abababc"))
     [(3, ('a', 'b')), (1, ('c',))]
     """
-    at = 0
-    while at < len(items):
-        ways = [(_repeats(items, at, period) * period, -period) for period in range(1, MAX_PERIOD + 1)]
-        covered, back = max(way for way in ways if way[1] == -1 or way[0] > -way[1])
-        yield covered // -back, tuple(items[at : at - back])
-        at += covered
+    start = 0
+    while start < len(items):
+        candidates = [(_repeats(items, start, period) * period, -period) for period in range(1, MAX_PERIOD + 1)]
+        # Most items covered wins, then the shortest period; a period above 1 must occur more than once.
+        covered, minus_period = max(run for run in candidates if run[1] == -1 or run[0] > -run[1])
+        yield covered // -minus_period, tuple(items[start : start - minus_period])
+        start += covered
 
 
-def _repeats(items: Sequence[Item], at: int, period: int) -> int:
-    """How often the next `period` come one after another."""
-    pattern = items[at : at + period]
+def _repeats(items: Sequence[Item], start: int, period: int) -> int:
+    """How often the `period` items from `start` on occur in succession."""
+    pattern = items[start : start + period]
     times = 1
-    while len(pattern) == period and items[at + times * period : at + (times + 1) * period] == pattern:
+    while len(pattern) == period and items[start + times * period : start + (times + 1) * period] == pattern:
         times += 1
     return times if len(pattern) == period else 0
 
 
-# --- A whole model, described --------------------------------------------------------------------------
+# --- Whole models --------------------------------------------------------------------------------------
 
 MODEL_KINDS = ("decoder", "encoder", "encoder-decoder", "vision")
 WEIGHT_ROLES = frozenset({"embedding", "attention", "cross", "feed", "norm", "head"})
@@ -282,9 +287,9 @@ WEIGHT_ROLES = frozenset({"embedding", "attention", "cross", "feed", "norm", "he
 
 @dataclass(frozen=True, repr=False)
 class UnsupportedPart(SpecNode):
-    """What a model has besides and no word here says: why, and its tensors by name and size, if it has any.
+    """A part of a model that these specs cannot describe: the reason, and its tensors by name and size.
 
-    They are counted with the model's; what is computed with them is not, and such a model is not built.
+    Its tensors count as parameters of the model, but its computation is not costed, and `build` refuses the model.
 
     >>> [
     ...     (w.name, w.numel, w.role)
@@ -298,25 +303,26 @@ class UnsupportedPart(SpecNode):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_named_sizes("Beyond", self.more)
+        check_named_sizes("UnsupportedPart", self.more)
         for name, _ in self.more:
             if name.count(".") < 2 or not WEIGHT_ROLES & set(name.split(".")):
                 raise SpecError(
-                    f"Beyond names {name!r}; write its stack, its place and its name: 'encoder.0.feed.gate'"
+                    f"UnsupportedPart names {name!r}; write stack, place and name, as in 'encoder.0.feed.gate'"
                 )
 
     def weights(self) -> Iterator[WeightSpec]:
-        """What it learns, each tensor as one row of numbers."""
+        """Yield its tensors, each as a vector."""
         for w in make_vectors(self.more):
             yield replace(w, role=next(word for word in w.name.split(".") if word in WEIGHT_ROLES))
 
 
 @dataclass(frozen=True, repr=False)
 class ModelSpec(SpecNode):
-    """What a model is, never how it runs: counting, building and saving read the same tensors off it.
+    """The architecture of a model: stacks of layers and output heads, independent of how they are executed.
 
-    Heads read the last stack. `notes` keep what the words here do not say of a model that was read from elsewhere;
-    `beyond` what stands in it besides, with tensors of its own.
+    Counting, building and saving all use the tensors that this spec lists. Heads read the last stack. For a model that
+    was read from another format, `notes` lists properties that the spec does not describe, and `beyond` parts with
+    weights that it does not describe.
 
     >>> stack = StackSpec.from_blocks("encoder", 3, [], embedding=EmbeddingSpec(tokens=11))
     >>> model = ModelSpec("none", "encoder", (stack,), (OutputHeadSpec("tokens", 11, table="encoder", bias="learned"),))
@@ -343,8 +349,8 @@ class ModelSpec(SpecNode):
             ("beyond", UnsupportedPart),
         ):
             if not all(type(item) is kind for item in getattr(self, field)):
-                write = f"write {field}=({kind.__name__}(...),)"
-                raise SpecError(f"{self.name}: {field}={getattr(self, field)!r} must hold {kind.__name__}s; {write}")
+                remedy = f"write {field}=({kind.__name__}(...),)"
+                raise SpecError(f"{self.name}: {field}={getattr(self, field)!r} must hold {kind.__name__}s; {remedy}")
         if len(self.stacks) != (wanted := 2 if self.kind == "encoder-decoder" else 1):
             raise SpecError(f"{self.name}: {self.kind} with {len(self.stacks)} stacks; give {wanted}")
         names = Counter([stack.name for stack in self.stacks] + [f"head {head.name}" for head in self.heads])
@@ -356,7 +362,7 @@ class ModelSpec(SpecNode):
             self._check_sources(stack)
 
     def _tied_readers(self) -> Iterator[tuple[str, str, int, int]]:
-        """Who reads a table that another owns: its name, the owner's stack, and the shape it needs."""
+        """Yield each weight tied to a token table: its name, the stack that owns the table, and the shape it needs."""
         for stack in self.stacks:
             if stack.embedding and stack.embedding.table:
                 yield f"{stack.name}.embedding.tokens", stack.embedding.table, stack.embedding.tokens, stack.model
@@ -368,8 +374,8 @@ class ModelSpec(SpecNode):
     def _check_table(self, reader: str, table: str, wanted: tuple[int, int]) -> None:
         owners = {stack.name: stack for stack in self.stacks if _owns_table(stack.embedding)}
         if table not in owners:
-            own = f"name one of {', '.join(owners)}" if owners else "no stack owns one; leave table out"
-            raise SpecError(f"{self.name}: {reader} reads the table of {table!r}; {own}")
+            remedy = f"name one of {', '.join(owners)}" if owners else "no stack owns one; leave table out"
+            raise SpecError(f"{self.name}: {reader} reads the table of {table!r}; {remedy}")
         embedding, model = owners[table].embedding, owners[table].model
         if embedding and (embedding.tokens, model) != wanted:
             raise SpecError(
@@ -378,44 +384,44 @@ class ModelSpec(SpecNode):
             )
 
     def _check_sources(self, stack: StackSpec) -> None:
-        """What a cross-attention reads is as wide as the stack before it."""
+        """Refuse a cross-attention without a stack before it, or with another source width than that stack."""
         crosses = [block.cross for run in stack.runs for block in run.blocks if block.cross]
         if crosses and stack is self.stacks[0]:
             raise SpecError(f"{self.name}: {stack.name} has cross-attention, but no stack before it to read; add one")
         for cross in crosses:
             if (cross.source or cross.model) != self.stacks[0].model:
-                read = f"{cross.source or cross.model} wide, but {self.stacks[0].name} is {self.stacks[0].model}"
-                raise SpecError(f"{self.name}: what cross-attention reads is {read}; give source=")
+                widths = f"{cross.source or cross.model} wide, but {self.stacks[0].name} is {self.stacks[0].model}"
+                raise SpecError(f"{self.name}: the source of a cross-attention is {widths}; give source=")
 
     def weights(self) -> Iterator[WeightSpec]:
-        """Every tensor, once: one that is shared or tied stands under its owner's name."""
+        """Yield every tensor once; a shared or tied tensor has the name of its owner."""
         for stack in self.stacks:
             yield from stack.weights()
         for head in self.heads:
             yield from add_prefix(f"head.{head.name}", "head", head.weights(self.stacks[-1].model))
-        for beyond in self.beyond:
-            yield from beyond.weights()
+        for unsupported in self.beyond:
+            yield from unsupported.weights()
 
     def params(self) -> dict[str, WeightSpec]:
-        """Every tensor by its name, as a spec says its own."""
+        """Return the spec of every tensor by its name."""
         return {w.name: w for w in self.weights()}
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shape of every tensor by its name."""
+        """Return the shape of every tensor by its name."""
         return {w.name: w.shape for w in self.weights()}
 
     def tied_weights(self) -> dict[str, str]:
-        """Names that a tensor also goes by, with the one it is kept under."""
+        """Return the names of tied weights, each with the name of the tensor that it shares."""
         return {reader: f"{table}.embedding.tokens" for reader, table, _, _ in self._tied_readers()}
 
     def attention_specs(self) -> Iterator[tuple[str, AttentionSpec]]:
-        """Every attention by where its tensors stand, "decoder.3.attention"; the nearest spec if none says it."""
+        """Yield every attention by its name, such as "decoder.3.attention"; the nearest spec of an approximate one."""
         for stack in self.stacks:
             for depth, block in enumerate(stack.layers):
                 yield from ((f"{stack.name}.{depth}.{name}", spec) for name, spec in block.attention_specs.items())
 
     def approximation_reasons(self) -> dict[str, str]:
-        """Attentions that no spec says, with the reason."""
+        """Return the names of attentions that no spec describes exactly, each with the reason."""
         return {
             f"{stack.name}.{depth}.attention": block.attention.reason
             for stack in self.stacks

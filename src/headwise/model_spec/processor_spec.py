@@ -1,4 +1,4 @@
-"""How a model is spoken to and understood: what its tensors do not say."""
+"""How inputs and outputs of a model are processed: tokenizer, special tokens, labels, pixel scaling."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ ID_FIELDS = ("before", "behind", "begin", "end")
 
 @dataclass(frozen=True)
 class ProcessorSpec:
-    """What begins and ends a text, what classes are called, how pixels were brought to scale, and the tokenizer.
+    """Tokenizer, special tokens, class labels and image normalisation of a model.
 
-    Ids stand `before` and `behind` every text that is read. An answer begins with `begin` where a second stack writes
-    it, and any of `end` ends it. `mask` stands for a token that is to be filled in. specials="text": a special token
-    that stands in a text is text; "read": it is the token. `labels` are the names of classes. Images are brought to
-    `size`, high and wide, and of every channel, or of every feature of frames, `mean` is taken off and the rest
-    divided by `deviation`. `tokenizer` and `source_tokenizer`, where what is read has one of its own, are documents of
-    a `tokenizers.Tokenizer`.
+    The ids `before` and `behind` are put before and after every input text. Generation starts with `begin` in an
+    encoder-decoder model, and stops at any id of `end`. `mask` is the id of the mask token. specials="text": the
+    spelling of a special token inside a text is tokenized as ordinary text; "read": it becomes the special token.
+    `labels` are the names of the classes. Images are resized to `size` (height, width); then `mean` is subtracted from
+    each channel, or each feature of frames, and the result divided by `deviation`. `tokenizer` is the JSON text of a
+    `tokenizers.Tokenizer`, `source_tokenizer` that of the encoder's input if it differs.
 
     >>> ProcessorSpec(begin=(1,), end=(2,)).to_dict
     {'begin': [1], 'end': [2]}
@@ -43,44 +43,47 @@ class ProcessorSpec:
 
     def __post_init__(self) -> None:
         for name in ID_FIELDS:
-            self._check(name, int, "ids, such as (2,)", least=0)
-        self._check("labels", str, 'names, such as ("cat", "dog")')
-        self._check("size", int, "high and wide, such as (28, 28)", least=1)
+            self._check(name, int, "a tuple of ids, such as (2,)", least=0)
+        self._check("labels", str, 'a tuple of strings, such as ("cat", "dog")')
+        self._check("size", int, "height and width, such as (28, 28)", least=1)
         for name in ("mean", "deviation"):
-            self._check(name, float, "a number for each channel, such as (0.5,)")
+            self._check(name, float, "a tuple of floats, one per channel, such as (0.5,)")
         if self.mask is not None and (type(self.mask) is not int or self.mask < 0):
-            raise SpecError(f"Usage(mask={self.mask!r}) is no id; give a whole number of 0 or more")
+            raise SpecError(f"ProcessorSpec(mask={self.mask!r}) is not an id; give an integer >= 0")
         if self.specials not in SPECIAL_TOKEN_RULES:
-            raise SpecError(
-                f"Usage(specials={self.specials!r}) is unknown; {suggest(str(self.specials), SPECIAL_TOKEN_RULES)}"
-            )
+            suggestion = suggest(str(self.specials), SPECIAL_TOKEN_RULES)
+            raise SpecError(f"ProcessorSpec(specials={self.specials!r}) is unknown; {suggestion}")
         if len(self.size) not in (0, 2):
-            raise SpecError(f"Usage(size={self.size}) is none of an image; give high and wide, such as (28, 28)")
+            raise SpecError(
+                f"ProcessorSpec(size={self.size}) is not an image size; give height and width, such as (28, 28)"
+            )
         if len(self.mean) != len(self.deviation):
-            raise SpecError(f"Usage has mean={self.mean} but deviation={self.deviation}; give one for each channel")
+            raise SpecError(
+                f"ProcessorSpec has mean={self.mean} but deviation={self.deviation}; give one of each per channel"
+            )
 
     def _check(self, name: str, kind: type, wanted: str, least: int | None = None) -> None:
-        told = cast("tuple[Any, ...]", getattr(self, name))
-        right = type(told) is tuple and all(type(one) is kind for one in told)
-        if not right or (least is not None and any(one < least for one in told)):
-            raise SpecError(f"Usage({name}={told!r}) does not hold {wanted}")
+        values = cast("tuple[Any, ...]", getattr(self, name))
+        is_typed = type(values) is tuple and all(type(value) is kind for value in values)
+        if not is_typed or (least is not None and any(value < least for value in values)):
+            raise SpecError(f"invalid ProcessorSpec({name}={values!r}); give {wanted}")
 
     @property
     def to_dict(self) -> dict[str, Any]:
-        """What is said, as plain values, without the documents."""
+        """The fields that differ from their defaults, as plain values, without the tokenizers."""
         own = {f.name: (getattr(self, f.name), f.default) for f in fields(self) if f.name not in TOKENIZER_FIELDS}
-        said = {name: value for name, (value, usual) in own.items() if value != usual}
+        changed = {name: value for name, (value, default) in own.items() if value != default}
         return {
-            name: list(cast("tuple[Any]", value)) if type(value) is tuple else value for name, value in said.items()
+            name: list(cast("tuple[Any]", value)) if type(value) is tuple else value for name, value in changed.items()
         }
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> ProcessorSpec:
-        """Read what `table` gives."""
+        """Return the spec that `to_dict` describes."""
         known = [f.name for f in fields(ProcessorSpec) if f.name not in TOKENIZER_FIELDS]
         for name in values:
             if name not in known:
                 raise SpecError(f"usage has no {name!r}; {suggest(name, known)}")
         lists = {name: cast("list[Any]", value) for name, value in values.items() if isinstance(value, list)}
-        told: dict[str, Any] = {**values, **{name: tuple(value) for name, value in lists.items()}}
-        return ProcessorSpec(**told)
+        arguments: dict[str, Any] = {**values, **{name: tuple(value) for name, value in lists.items()}}
+        return ProcessorSpec(**arguments)

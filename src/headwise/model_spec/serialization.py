@@ -1,4 +1,7 @@
-"""Models as text: one dictionary form, written as TOML or JSON, read back as the same model."""
+"""Model specs as dictionaries, TOML and JSON, the manifest of a saved model, and the record of surgery.
+
+Reading back what was written gives an equal spec.
+"""
 
 from __future__ import annotations
 
@@ -21,32 +24,32 @@ SpecDefaults = Mapping[str, Any] | None
 
 
 def to_dict(model: ModelSpec) -> dict[str, Any]:
-    """A model as plain values; what equals its default is left out."""
+    """Return a model spec as plain values; fields that equal their defaults are left out."""
     return _to_plain(model)
 
 
 def from_dict(values: Mapping[str, Any], defaults: SpecDefaults = None) -> ModelSpec:
-    """The model that a dictionary describes; `usual` fills the choices that its specs do not make."""
+    """Return the model spec of a dictionary; `defaults` fills fields that its attention specs leave out."""
     return _read_node("model", serialization.check_table("model", values), [ModelSpec], defaults)
 
 
 def to_json(model: ModelSpec) -> str:
-    """One JSON document."""
+    """Return a model spec as a JSON document."""
     return json.dumps(to_dict(model), indent=2)
 
 
 def from_json(text: str, defaults: SpecDefaults = None) -> ModelSpec:
-    """The model that a JSON document describes."""
+    """Return the model spec of a JSON document."""
     return from_dict(_parse("JSON", json.loads, text), defaults)
 
 
 def to_toml(model: ModelSpec) -> str:
-    """One TOML document."""
+    """Return a model spec as a TOML document."""
     return dump_toml(to_dict(model))
 
 
 def dump_toml(values: dict[str, Any]) -> str:
-    """Plain values as TOML: what holds tables under a heading, the rest in one line.
+    """Return plain values as TOML: values that contain tables get a [heading], all others one line.
 
     >>> print(dump_toml({"format": 1, "model": {"name": "small", "stacks": [{"model": 8}]}}), end="")
     format = 1
@@ -61,13 +64,13 @@ def dump_toml(values: dict[str, Any]) -> str:
 
 
 def from_toml(text: str, defaults: SpecDefaults = None) -> ModelSpec:
-    """The model that a TOML document describes."""
+    """Return the model spec of a TOML document."""
     return from_dict(_parse("TOML", tomllib.loads, text), defaults)
 
 
-def _parse(name: str, loads: Callable[[str], Any], said: str) -> Any:
+def _parse(name: str, loads: Callable[[str], Any], text: str) -> Any:
     try:
-        return loads(said)
+        return loads(text)
     except (ValueError, RecursionError) as error:  # a number of too many digits is a plain ValueError
         raise SpecError(f"this is not {name}: {error}; write what to_{name.lower()} gives") from None
 
@@ -77,39 +80,42 @@ def _to_plain(value: Any) -> Any:
         return serialization.to_dict(value)
     if isinstance(value, SpecNode):
         own = [(f.name, getattr(value, f.name), f.default) for f in fields(value)]
-        return {name: _to_plain(said) for name, said, usual in own if usual is MISSING or said != usual}
+        return {name: _to_plain(item) for name, item, default in own if default is MISSING or item != default}
     return [_to_plain(item) for item in cast("tuple[Any, ...]", value)] if isinstance(value, tuple) else value
 
 
-def _read_value(where: str, said: Any, kind: Any, usual: SpecDefaults) -> Any:
-    """The value that plain ones stand for, where the type of its field is known."""
+def _read_value(where: str, value: Any, kind: Any, defaults: SpecDefaults) -> Any:
+    """Convert plain values to the type of their field, `kind`."""
     kinds: tuple[Any, ...] = get_args(kind) if isinstance(kind, UnionType) else (kind,)
-    if isinstance(said, Mapping):
-        table = dict(cast("Mapping[str, Any]", said))
-        made = [k for k in kinds if isinstance(k, type) and issubclass(k, (SpecNode, AttentionSpec))]
-        return _read_node(where, table, made, usual)
-    if isinstance(said, (list, tuple)):
-        items = [get_args(k)[0] for k in kinds if get_origin(k) is tuple]
-        item = items[0] if items else object
-        return tuple(_read_value(f"{where}[{n}]", one, item, usual) for n, one in enumerate(cast("list[Any]", said)))
-    return said
+    if isinstance(value, Mapping):
+        table = dict(cast("Mapping[str, Any]", value))
+        node_kinds = [k for k in kinds if isinstance(k, type) and issubclass(k, (SpecNode, AttentionSpec))]
+        return _read_node(where, table, node_kinds, defaults)
+    if isinstance(value, (list, tuple)):
+        item_kinds = [get_args(k)[0] for k in kinds if get_origin(k) is tuple]
+        item_kind = item_kinds[0] if item_kinds else object
+        items = enumerate(cast("list[Any]", value))
+        return tuple(_read_value(f"{where}[{n}]", item, item_kind, defaults) for n, item in items)
+    return value
 
 
-def _read_node(where: str, table: dict[str, Any], kinds: list[type], usual: SpecDefaults) -> Any:
-    """An object of the first of these kinds that has all these names."""
+def _read_node(where: str, table: dict[str, Any], kinds: list[type], defaults: SpecDefaults) -> Any:
+    """Build an object of the first of these classes that has all fields of the table."""
     if not kinds:
         raise SpecError(f"{where} = {table!r} is a table; give a plain value")
-    fit = [kind for kind in kinds if set(table) <= {f.name for f in fields(kind)}]
-    if not fit:
+    fitting = [kind for kind in kinds if set(table) <= {f.name for f in fields(kind)}]
+    if not fitting:
         known = {f.name for kind in kinds for f in fields(kind)}
         wrong = next((name for name in table if name not in known), next(iter(table)))
         raise SpecError(f"{where} has no {wrong!r}; {suggest(wrong, known)}")
-    if fit[0] is AttentionSpec:
-        return serialization.from_dict(table, usual)
-    hints = get_type_hints(fit[0])
-    if missing := [f.name for f in fields(fit[0]) if f.default is MISSING and f.name not in table]:
-        raise SpecError(f"{where} says nothing of {missing[0]}; add {missing[0]} = ...")
-    return fit[0](**{name: _read_value(f"{where}.{name}", value, hints[name], usual) for name, value in table.items()})
+    if fitting[0] is AttentionSpec:
+        return serialization.from_dict(table, defaults)
+    hints = get_type_hints(fitting[0])
+    if missing := [f.name for f in fields(fitting[0]) if f.default is MISSING and f.name not in table]:
+        raise SpecError(f"{where} lacks {missing[0]}; add {missing[0]} = ...")
+    return fitting[0](
+        **{name: _read_value(f"{where}.{name}", value, hints[name], defaults) for name, value in table.items()}
+    )
 
 
 def _toml_lines(path: str, table: dict[str, Any]) -> list[str]:
@@ -124,7 +130,7 @@ def _toml_lines(path: str, table: dict[str, Any]) -> list[str]:
 
 
 def _needs_heading(value: Any) -> bool:
-    """Whether it needs a heading of its own: a table with tables in it, or a list of tables."""
+    """Whether TOML needs a heading for this value: a table that contains tables or lists, or a list of tables."""
     if isinstance(value, dict):
         return any(isinstance(item, (dict, list)) for item in cast("dict[str, Any]", value).values())
     return bool(value) and all(isinstance(item, dict) for item in _as_list(value))
@@ -134,17 +140,17 @@ def _as_list(value: Any) -> list[Any]:
     return cast("list[Any]", value) if isinstance(value, list) else [value]
 
 
-# --- The file that says what a folder with a model in it holds -----------------------------------------
+# --- The manifest of a saved model ---------------------------------------------------------------------
 
 MANIFEST_FILE, WEIGHTS_FILE, TOKENIZER_FILE = "headwise.toml", "model.safetensors", "tokenizer.json"
 CHECKED_FILES = (WEIGHTS_FILE, *(f"{name}.json" for name in TOKENIZER_FIELDS))
-MANIFEST_FORMAT = 1  # of the folder; a reader refuses what it does not know
+MANIFEST_FORMAT = 1  # version of the folder format; readers refuse other versions
 
 
 class ModelManifest(NamedTuple):
-    """A description, the SHA-256 of each file beside it, by name, and how the model is used.
+    """Contents of headwise.toml: the model spec, the SHA-256 of each file in the folder by name, and the processor.
 
-    The documents of a usage are such files, and not in the text.
+    Tokenizers are files of their own, so they are not part of the manifest's text.
     """
 
     model: ModelSpec
@@ -158,33 +164,33 @@ class ModelManifest(NamedTuple):
 
     @staticmethod
     def from_toml(text: str, source: str) -> ModelManifest:
-        """Read what `str` gives; `where` names the file in what is said of it.
+        """Return the manifest that `str(manifest)` wrote; `source` names the file in error messages.
 
         >>> from headwise.families import read_model_spec
-        >>> told = ModelManifest(
+        >>> manifest = ModelManifest(
         ...     read_model_spec({"model_type": "gpt2"}), {WEIGHTS_FILE: "00ff"}, ProcessorSpec(end=(50256,))
         ... )
-        >>> ModelManifest.from_toml(str(told), "here") == told
+        >>> ModelManifest.from_toml(str(manifest), "here") == manifest
         True
         """
-        said = _parse_toml(text, source)
-        if said.get("format") != MANIFEST_FORMAT:
-            found = said.get("format")
+        table = _parse_toml(text, source)
+        if table.get("format") != MANIFEST_FORMAT:
+            file_format = table.get("format")
             raise SpecError(
-                f"{source} says format = {found!r}; this version reads format = {MANIFEST_FORMAT}, no other"
+                f"{source} has format = {file_format!r}; this version reads format = {MANIFEST_FORMAT} only"
             )
-        if set(said) - {"usage"} != {"format", "files", "model"}:
+        if set(table) - {"usage"} != {"format", "files", "model"}:
             raise SpecError(
-                f"{source} holds {', '.join(said)}; it must hold format, files and model, as hw.save writes"
+                f"{source} holds {', '.join(table)}; it must hold format, files and model, as hw.save writes"
             )
-        checksums = dict(_read_checksum(row, source) for row in _as_rows(said["files"]))
-        return ModelManifest(from_dict(said["model"]), checksums, _read_processor(said.get("usage", {}), source))
+        checksums = dict(_read_checksum(row, source) for row in _as_rows(table["files"]))
+        return ModelManifest(from_dict(table["model"]), checksums, _read_processor(table.get("usage", {}), source))
 
 
 def read_model_toml(text: str, source: str, defaults: Mapping[str, Any]) -> ModelSpec:
-    """The model that a TOML document describes, bare or in a manifest."""
-    said = _parse_toml(text, source)
-    return ModelManifest.from_toml(text, source).model if "format" in said else from_dict(said, defaults)
+    """Return the model spec of a TOML document: a bare spec or a manifest."""
+    table = _parse_toml(text, source)
+    return ModelManifest.from_toml(text, source).model if "format" in table else from_dict(table, defaults)
 
 
 def _parse_toml(text: str, where: str) -> dict[str, Any]:
@@ -194,17 +200,17 @@ def _parse_toml(text: str, where: str) -> dict[str, Any]:
         raise SpecError(f"{where} is not TOML: {error}; give a file as hw.save or to_toml writes it") from None
 
 
-def _read_processor(said: Any, where: str) -> ProcessorSpec:
-    if not isinstance(said, dict):
-        raise SpecError(f"{where}: usage = {said!r} is no table; save the model again")
+def _read_processor(values: Any, where: str) -> ProcessorSpec:
+    if not isinstance(values, dict):
+        raise SpecError(f"{where}: usage = {values!r} is not a table; save the model again")
     try:
-        return ProcessorSpec.from_dict(cast("dict[str, Any]", said))
+        return ProcessorSpec.from_dict(cast("dict[str, Any]", values))
     except SpecError as error:
         raise SpecError(f"{where}: {error}") from None
 
 
-def _as_rows(said: Any) -> list[Any]:
-    return cast("list[Any]", said) if isinstance(said, list) else [said]
+def _as_rows(value: Any) -> list[Any]:
+    return cast("list[Any]", value) if isinstance(value, list) else [value]
 
 
 def _read_checksum(row: Any, where: str) -> tuple[str, str]:
@@ -217,18 +223,19 @@ def _read_checksum(row: Any, where: str) -> tuple[str, str]:
     return str(name), checksum
 
 
-# --- heads.json ----------------------------------------------------------------------------------------
+# --- The record of surgery, heads.json -----------------------------------------------------------------
 
 RECORD_FILE = "heads.json"
-RECORD_FORMAT = 1  # of the file; a reader refuses what it does not know
+RECORD_FORMAT = 1  # version of the file format; readers refuse other versions
 RECORD_KINDS = ("ours", "transformers", "resized")
 
 
 class SurgeryRecord(NamedTuple):
-    """What heads.json says: the kind of folder it lies in, and the SHA-256 of each file beside it, by name.
+    """Contents of heads.json: the kind of folder, what surgery did, and the SHA-256 of each file by name.
 
-    A "resized" folder has the tensors of transformers in shapes that its config.json cannot say: `model` describes
-    them, `constants` are numbers of attentions that files do not hold, `besides` names tensors that mean nothing now.
+    A "resized" folder holds the tensors of a transformers model in shapes that its config.json cannot express: `model`
+    describes them, `constants` are values of attentions that are not stored in the weight files, and `besides` names
+    tensors that are no longer used.
     """
 
     kind: str
@@ -242,40 +249,40 @@ class SurgeryRecord(NamedTuple):
 
     @staticmethod
     def from_file(path: Path) -> SurgeryRecord:
-        """Read the file."""
+        """Read a heads.json file."""
         try:
-            said = json.loads(path.read_text(encoding="utf-8"))
+            document = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError) as error:
-            raise SpecError(f"{path} cannot be read: {error}; copy the folder again") from None
-        told = cast("dict[str, Any]", said) if isinstance(said, dict) else {}
-        if told.get("format") != RECORD_FORMAT:
-            raise SpecError(f"{path} says format = {told.get('format')!r}; this version reads format = {RECORD_FORMAT}")
-        if told.get("kind") not in RECORD_KINDS:
+            raise SpecError(f"cannot read {path}: {error}; copy the folder again") from None
+        table = cast("dict[str, Any]", document) if isinstance(document, dict) else {}
+        if table.get("format") != RECORD_FORMAT:
+            raise SpecError(f"{path} has format = {table.get('format')!r}; this version reads format = {RECORD_FORMAT}")
+        if table.get("kind") not in RECORD_KINDS:
             raise SpecError(
-                f"{path} says kind = {told.get('kind')!r}, none of {', '.join(RECORD_KINDS)}; copy the folder again"
+                f"{path} has kind = {table.get('kind')!r}, not one of {', '.join(RECORD_KINDS)}; copy the folder again"
             )
-        tables = {name: _read_table(path, told, name) for name in ("done", "source", "files", "constants")}
-        besides, described = told.get("besides", []), told.get("model")
-        if not isinstance(besides, list) or (described is None) != (told["kind"] != "resized"):
-            raise SpecError(f"{path} does not say what a folder of kind {told['kind']!r} holds; copy the folder again")
-        model = None if described is None else from_dict(_read_table(path, told, "model"))
+        tables = {name: _read_table(path, table, name) for name in ("done", "source", "files", "constants")}
+        besides, described = table.get("besides", []), table.get("model")
+        if not isinstance(besides, list) or (described is None) != (table["kind"] != "resized"):
+            raise SpecError(f"{path} lacks fields of a folder of kind {table['kind']!r}; copy the folder again")
+        model = None if described is None else from_dict(_read_table(path, table, "model"))
         return SurgeryRecord(
-            told["kind"],
-            str(told.get("sentence", "")),
+            table["kind"],
+            str(table.get("sentence", "")),
             **tables,
             model=model,
-            besides=tuple(str(one) for one in cast("list[Any]", besides)),
+            besides=tuple(str(name) for name in cast("list[Any]", besides)),
         )
 
 
-def _read_table(path: Path, said: Mapping[str, Any], name: str) -> dict[str, Any]:
-    found = said.get(name, {})
-    if not isinstance(found, dict):
-        raise SpecError(f"{path}: {name} = {found!r} is no table; copy the folder again")
-    return cast("dict[str, Any]", found)
+def _read_table(path: Path, table: Mapping[str, Any], name: str) -> dict[str, Any]:
+    value = table.get(name, {})
+    if not isinstance(value, dict):
+        raise SpecError(f"{path}: {name} = {value!r} is not a table; copy the folder again")
+    return cast("dict[str, Any]", value)
 
 
 def find_record(folder: Path) -> SurgeryRecord | None:
-    """What the heads.json of a folder says; None where there is none."""
+    """Return the record of surgery in a folder; None if it has no heads.json."""
     path = folder / RECORD_FILE
     return SurgeryRecord.from_file(path) if path.is_file() else None

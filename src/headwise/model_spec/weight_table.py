@@ -1,4 +1,4 @@
-"""A model as a table: what repeats once, every tensor with its axes, shape and how many numbers it holds."""
+"""Table of a model's tensors with axes, shape and size; repeated layers are listed once."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NAME_COLUMN, AXES_COLUMN = 31, 18  # columns of a tensor's name and of its axes
 
 
 class WeightRow(NamedTuple):
-    """One tensor, by the name it has where it stands."""
+    """One tensor, by its name inside its layer, embedding, norm or head."""
 
     name: str
     axes: str
@@ -27,17 +27,17 @@ class WeightRow(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """How many numbers it holds."""
+        """The number of elements."""
         return math.prod(self.shape)
 
     @property
     def to_dict(self) -> dict[str, Any]:
-        """The same as plain values."""
+        """The row as plain values."""
         return {"name": self.name, "axes": self.axes, "shape": list(self.shape), "learned": self.learned}
 
 
 class RepeatedLayers(NamedTuple):
-    """A pattern of layers, so many times in a row from layer `start` on: what each is, and its tensors."""
+    """A pattern of layers that occurs `repeats` times from layer `start` on: (description, tensors) of each layer."""
 
     start: int
     repeats: int
@@ -45,25 +45,25 @@ class RepeatedLayers(NamedTuple):
 
     @property
     def label(self) -> str:
-        """Which layers, in words."""
+        """The range of layers as text, such as "layers 0 to 11"."""
         end = self.start + self.repeats * len(self.layers) - 1
         return f"layer {self.start}" if end == self.start else f"layers {self.start} to {end}"
 
     @property
     def num_trainable(self) -> int:
-        """The learned numbers of all of them."""
+        """The number of trained parameters of all repeats."""
         return self.repeats * sum(count_trainable(rows) for _, rows in self.layers)
 
 
 @dataclass(frozen=True)
 class ModelTable:
-    """A model, to be printed or handed on as plain `data`.
+    """Table of a model: `print` shows it as text, `to_dict` returns it as plain values.
 
     >>> from headwise.families import read_model_spec
-    >>> told = ModelTable(
+    >>> table = ModelTable(
     ...     read_model_spec({"model_type": "gpt2", "n_layer": 2, "n_embd": 8, "n_head": 2, "vocab_size": 11})
     ... )
-    >>> [line.split() for line in str(told).splitlines() if line.startswith(("  layers", "total"))]
+    >>> [line.split() for line in str(table).splitlines() if line.startswith(("  layers", "total"))]
     [['layers', '0', 'to', '1,', '2', 'x', '872', '1,744'], ['total', '10,040']]
     """
 
@@ -74,20 +74,20 @@ class ModelTable:
 
     @property
     def to_dict(self) -> dict[str, Any]:
-        """Every stack, what repeats in it, every head and every tie, as plain values."""
+        """Stacks with their repeated layers, heads and tied weights, as plain values."""
         model, rows = self.model, _group_by_place(self.model.weights())
-        every = [row for own in rows.values() for row in own]
+        all_rows = [row for place_rows in rows.values() for row in place_rows]
         return {
             "name": model.name,
             "kind": model.kind,
-            "parameters": count_trainable(every),
-            "constants": sum(row.numel for row in every) - count_trainable(every),
+            "parameters": count_trainable(all_rows),
+            "constants": sum(row.numel for row in all_rows) - count_trainable(all_rows),
             "stacks": [_stack_to_dict(stack, rows) for stack in model.stacks],
             "heads": [
                 {"name": head.name, "tensors": _rows_to_dicts(rows[f"head.{head.name}"])} for head in model.heads
             ],
             "ties": model.tied_weights(),
-            "notes": [*(one.reason for one in model.beyond), *model.notes],
+            "notes": [*(part.reason for part in model.beyond), *model.notes],
         }
 
 
@@ -95,12 +95,12 @@ RowsByPlace = dict[str, list[WeightRow]]
 
 
 def count_trainable(rows: Iterable[WeightRow]) -> int:
-    """How many numbers of these tensors are trained."""
+    """Return the number of trained parameters in these tensors."""
     return sum(row.numel for row in rows if row.learned)
 
 
 def _group_by_place(weights: Iterable[WeightSpec]) -> RowsByPlace:
-    """Tensors by the first two words of their names, "decoder.3", under the rest."""
+    """Group tensors by the first two words of their names, such as "decoder.3"; rows keep the rest of the name."""
     places: RowsByPlace = defaultdict(list)
     for w in weights:
         first, second, rest = w.name.split(".", 2)
@@ -109,25 +109,25 @@ def _group_by_place(weights: Iterable[WeightSpec]) -> RowsByPlace:
 
 
 def group_layers(stack: StackSpec, places: RowsByPlace) -> list[RepeatedLayers]:
-    """What repeats in a stack: layers that are described alike and hold tensors alike."""
+    """Group the layers of a stack into repeated patterns with equal specs and equal tensors."""
     layers = [(block, tuple(places[f"{stack.name}.{depth}"])) for depth, block in enumerate(stack.layers)]
-    found: list[RepeatedLayers] = []
+    runs: list[RepeatedLayers] = []
     start = 0
     for times, pattern in find_repeats(layers):
-        found.append(RepeatedLayers(start, times, tuple((_describe_block(block), own) for block, own in pattern)))
+        runs.append(RepeatedLayers(start, times, tuple((_describe_block(block), rows) for block, rows in pattern)))
         start += times * len(pattern)
-    return found
+    return runs
 
 
 def _describe_block(block: BlockSpec) -> str:
-    """A layer in a line."""
-    said = [f"{name} {_describe_heads(spec)}" for name, spec in block.attention_specs.items()]
+    """Describe a layer in one line."""
+    phrases = [f"{name} {_describe_heads(spec)}" for name, spec in block.attention_specs.items()]
     if isinstance(block.attention, ApproximateAttention):
-        said.append(f"nearly: {block.attention.reason}")
-    said += [f"{name} one vector" for name in block.still]
+        phrases.append(f"approximately: {block.attention.reason}")
+    phrases += [f"{name} one vector" for name in block.still]
     if block.form == "merged":
-        said.append("merged with a mean of the past")
-    return "; ".join([*said, f"{block.norm.kind} norm, {block.placement}"])
+        phrases.append("merged with the mean over past tokens")
+    return "; ".join([*phrases, f"{block.norm.kind} norm, {block.placement}"])
 
 
 def _describe_heads(spec: AttentionSpec) -> str:
@@ -150,7 +150,7 @@ def _stack_to_dict(stack: StackSpec, places: RowsByPlace) -> dict[str, Any]:
                 "start": run.start,
                 "times": run.repeats,
                 "parameters": run.num_trainable,
-                "each": [{"what": what, "tensors": _rows_to_dicts(rows)} for what, rows in run.layers],
+                "each": [{"what": text, "tensors": _rows_to_dicts(rows)} for text, rows in run.layers],
             }
             for run in group_layers(stack, places)
         ],
@@ -158,12 +158,12 @@ def _stack_to_dict(stack: StackSpec, places: RowsByPlace) -> dict[str, Any]:
     }
 
 
-# --- as text -------------------------------------------------------------------------------------------
+# --- As text -------------------------------------------------------------------------------------------
 
 
 def _page_lines(model: ModelSpec) -> Iterator[str]:
     places = _group_by_place(model.weights())
-    every = [row for own in places.values() for row in own]
+    all_rows = [row for place_rows in places.values() for row in place_rows]
     yield from _wrap(f"{model.name}: {model.kind}", "")
     for stack in model.stacks:
         yield from ("", f"{stack.name}, {stack.model} wide")
@@ -177,39 +177,40 @@ def _page_lines(model: ModelSpec) -> Iterator[str]:
         yield from _row_lines("", rows, 2)
     yield ""
     yield from (f"{reader} is {owner}" for reader, owner in model.tied_weights().items())
-    constants = sum(row.numel for row in every) - count_trainable(every)
+    constants = sum(row.numel for row in all_rows) - count_trainable(all_rows)
     if constants:
         yield _totals_line("constants, never trained", [constants])
-    yield _totals_line("total", [count_trainable(every)])
-    for note in (*(one.reason for one in model.beyond), *model.notes):
+    yield _totals_line("total", [count_trainable(all_rows)])
+    for note in (*(part.reason for part in model.beyond), *model.notes):
         yield from _wrap(note, "note: ")
 
 
 def _run_lines(run: RepeatedLayers) -> Iterator[str]:
-    """A pattern of layers, with the learned numbers of one round and of all."""
-    many = f", {run.repeats} x" if run.repeats > 1 else ""
+    """Lines of repeated layers, with the trained parameters of one repeat and of all."""
+    repeats = f", {run.repeats} x" if run.repeats > 1 else ""
     yield _totals_line(
-        f"  {run.label}{many}", [run.num_trainable // run.repeats, run.num_trainable] if many else [run.num_trainable]
+        f"  {run.label}{repeats}",
+        [run.num_trainable // run.repeats, run.num_trainable] if repeats else [run.num_trainable],
     )
-    for what, rows in run.layers:
-        yield from _wrap(what, "    ")
+    for text, rows in run.layers:
+        yield from _wrap(text, "    ")
         yield from _row_lines("", rows, 4)
 
 
 def _totals_line(name: str, sums: Sequence[int]) -> str:
-    said = "".join(f"{count:>17,}" for count in sums)
-    return f"{name}{said:>{max(PAGE_WIDTH - len(name), 0)}}"
+    columns = "".join(f"{count:>17,}" for count in sums)
+    return f"{name}{columns:>{max(PAGE_WIDTH - len(name), 0)}}"
 
 
-def _row_lines(under: str, rows: Iterable[WeightRow], indent: int) -> Iterator[str]:
+def _row_lines(prefix: str, rows: Iterable[WeightRow], indent: int) -> Iterator[str]:
     for row in rows:
-        name = " " * indent + (f"{under}.{row.name}" if under else row.name)
+        name = " " * indent + (f"{prefix}.{row.name}" if prefix else row.name)
         shape = " x ".join(map(str, row.shape)) + ("" if row.learned else ", constant")
-        said, count = f"{name:<{NAME_COLUMN}} {row.axes:<{AXES_COLUMN}} {shape}", f"  {row.numel:,}"
-        if len(said) + len(count) > PAGE_WIDTH:
+        line, count = f"{name:<{NAME_COLUMN}} {row.axes:<{AXES_COLUMN}} {shape}", f"  {row.numel:,}"
+        if len(line) + len(count) > PAGE_WIDTH:
             yield name
-            said = f"{'':<{indent + 4}}{row.axes}  {shape}"
-        yield said + f"{count:>{PAGE_WIDTH - len(said)}}"
+            line = f"{'':<{indent + 4}}{row.axes}  {shape}"
+        yield line + f"{count:>{PAGE_WIDTH - len(line)}}"
 
 
 def _wrap(text: str, before: str) -> list[str]:

@@ -1,8 +1,14 @@
-"""Whole models that run: a Transformer built from its description.
+"""Runnable models: `build` turns a `ModelSpec` into a `Transformer`, `save` and `load` store it in a folder.
 
-`transformer` is the model, `block` one layer with its norms, `feed_forward` and `embeddings_heads` what stands
-around attention; `model_cache` holds the caches of all layers, `initialisation` the starting weights, `save_load`
-the folder format.
+In reading order:
+
+- `transformer`: `build` and the `Transformer` module, with encoding, caching and probes
+- `block`: one layer (attention, cross-attention, feed-forward and their norms) and a stack of layers
+- `feed_forward`: activations, norms, feed-forwards and mixtures of experts
+- `embeddings_heads`: token, patch and position embeddings; output heads and their pooling
+- `initialisation`: initial weights ("xavier", "depth", "gpt2")
+- `model_cache`: the KV caches of all layers, and the encoder output that a decoder attends to
+- `save_load`: the folder format, with checksums and the tokenizer
 """
 
 from .embeddings_heads import TokenTypeInput

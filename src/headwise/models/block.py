@@ -1,4 +1,4 @@
-"""One layer of a stack, and a stack of them."""
+"""One layer with its sublayers and norms, and a stack of layers with an embedding and a final norm."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from ..spec.attention_spec import AttentionSpec
 from .embeddings_heads import EmbeddingLayer, TokenTypeInput
 from .feed_forward import FeedForward, MixtureOfExperts, NormLayer
 
-# Who owns what layers of a stack hold in common, by role, name and shape.
+# The first layer's copy of each weight that the layers of a stack share, by (role and name, shape).
 SharedWeightOwners = dict[tuple[str, tuple[int, ...]], PartWeights]
 
 
 class ConstantSublayer(nn.Module):
-    """What is left of an attention that was cut away: one vector."""
+    """Replaces an attention that was pruned away: adds one learned vector to every token."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -35,7 +35,10 @@ class ConstantSublayer(nn.Module):
 
 
 class LayerInputs(NamedTuple):
-    """What a layer is told besides its input: where tokens stand, its caches, what it reads of another stack."""
+    """Inputs of a layer besides its hidden states.
+
+    `at` holds the positions of its tokens, `source` the encoder output and `told` the positions of that output.
+    """
 
     at: SequenceInfo
     caches: Mapping[str, KVCache] | None
@@ -45,12 +48,12 @@ class LayerInputs(NamedTuple):
 
 
 class TransformerLayer(nn.Module):
-    """x, and what attention, cross-attention and feed-forward add to it, its norms where the blueprint places them."""
+    """Adds attention, cross-attention and feed-forward to x, with norms where the `BlockSpec` places them."""
 
     def __init__(self, described: BlockSpec, name: str, width: int, dropout: float, owners: SharedWeightOwners) -> None:
         super().__init__()
         if isinstance(described.attention, ApproximateAttention):
-            raise SpecError(f"{name}.attention cannot be built: {described.attention.reason}; change its spec")
+            raise SpecError(f"cannot build {name}.attention: {described.attention.reason}; change its spec")
         self.spec, self.name, self.dropout = described, name, dropout
         self.placement, self.scale = described.placement, described.scale
         self.sublayers, self.still = described.sublayer_names, described.still
@@ -67,7 +70,7 @@ class TransformerLayer(nn.Module):
             self.add_module(norm, NormLayer(described.norm, width))
 
     def _add_attention(self, role: str, spec: AttentionSpec, owners: SharedWeightOwners, form: str) -> None:
-        """Make one attention, which reads what it has in common with earlier layers where these keep it."""
+        """Add one attention; weights tied to an earlier layer are read from that layer."""
         tied = dict(_iter_tied_weights(role, spec))
         shares = {name: owners[key] for name, key in tied.items() if key in owners}
         if form == "merged":
@@ -80,26 +83,26 @@ class TransformerLayer(nn.Module):
 
     @property
     def attentions(self) -> dict[str, Attention]:
-        """Its attentions by the names that its blueprint gives them."""
+        """The attention modules by their names in the spec: "attention", "cross"."""
         names = (name for name in self.sublayers if name != "feed" and name not in self.still)
         return {name: cast(Attention, self._modules[name]) for name in names}
 
     def cache(self, *, batch: int, capacity: int, storage_format: str | None = None) -> dict[str, KVCache]:
-        """A fresh cache for each sublayer that reads the past: the sum, where that is a mean."""
-        keeps = {"cross": self.average} if self._merged else {"attention": self._modules.get("attention")}
+        """Return an empty cache for the self-attention; in a merged layer, for the running sum of its averaging."""
+        cacheable = {"cross": self.average} if self._merged else {"attention": self._modules.get("attention")}
         return {
             name: attention.cache(batch=batch, capacity=capacity, storage_format=storage_format)
-            for name, attention in keeps.items()
+            for name, attention in cacheable.items()
             if isinstance(attention, Attention)
         }
 
     def remember(self, z: Tensor, source_sequence: SequenceInfo) -> ProjectedSource | None:
-        """What its cross-attention reads of another stack, projected once."""
+        """Project encoder states to the keys and values of the cross-attention; None without cross-attention."""
         cross = self.attentions.get("cross")
         return None if cross is None else cross.project_source(z, sequence=source_sequence)
 
     def forward(self, x: Tensor, inputs: LayerInputs) -> Tensor:
-        """The same shape."""
+        """Return the hidden states after this layer, in the shape of `x`."""
         if self.placement == "parallel" and self.sublayers:
             z = self._normalise("norm", x)
             for name in self.sublayers:
@@ -113,42 +116,42 @@ class TransformerLayer(nn.Module):
             x = self._apply_sublayer(name, x, inputs)
         return x
 
-    def _apply_sublayer(self, name: str, x: Tensor, call: LayerInputs) -> Tensor:
-        """x and what one sublayer adds to it, where nothing stands beside that."""
+    def _apply_sublayer(self, name: str, x: Tensor, inputs: LayerInputs) -> Tensor:
+        """Add the output of one sublayer to x, for placements that apply sublayers one after another."""
         if self.placement == "post":
-            return self._normalise(f"{name}_norm", x + self._sublayer_output(name, x, call))
+            return self._normalise(f"{name}_norm", x + self._sublayer_output(name, x, inputs))
         if self.placement == "after":
-            return x + self._normalise(f"{name}_norm", self._sublayer_output(name, x, call))
-        y = self._sublayer_output(name, self._normalise(f"{name}_norm", x), call)
+            return x + self._normalise(f"{name}_norm", self._sublayer_output(name, x, inputs))
+        y = self._sublayer_output(name, self._normalise(f"{name}_norm", x), inputs)
         return x + (self._normalise(f"{name}_norm_after", y) if self.placement == "sandwich" else y)
 
     def _normalise(self, name: str, x: Tensor) -> Tensor:
         norm = self._modules.get(name)
-        return x if norm is None else norm(x)  # what is still has none but a norm of all that is added up
+        return x if norm is None else norm(x)  # a constant sublayer has a norm only if placement="post"
 
-    def _sublayer_output(self, name: str, z: Tensor, call: LayerInputs) -> Tensor:
-        """One sublayer, scaled, with dropout behind it; one that is still says what it adds."""
+    def _sublayer_output(self, name: str, z: Tensor, inputs: LayerInputs) -> Tensor:
+        """The output of one sublayer after scale and dropout; a pruned attention (`still`) gives its constant."""
         if name in self.still:
             return cast(ConstantSublayer, self._modules[name]).constant
-        y = self.feed(z) if name == "feed" else self._attention_output(name, z, call)
+        y = self.feed(z) if name == "feed" else self._attention_output(name, z, inputs)
         y = y if self.scale == 1 else y * self.scale
         return dropout(y, self.dropout, self.training)
 
-    def _attention_output(self, name: str, z: Tensor, call: LayerInputs) -> Tensor:
+    def _attention_output(self, name: str, z: Tensor, inputs: LayerInputs) -> Tensor:
         attention = cast(Attention, self._modules[name])
-        probe, cache = call.probes.get(f"{self.name}.{name}"), call.caches and call.caches.get(name)
+        probe, cache = inputs.probes.get(f"{self.name}.{name}"), inputs.caches and inputs.caches.get(name)
         if name == "attention":
-            return attention(z, sequence=call.at, cache=cache, probe=probe)
-        source = call.source
+            return attention(z, sequence=inputs.at, cache=cache, probe=probe)
+        source = inputs.source
         if isinstance(source, Tensor):
-            source = attention.project_source(source, sequence=call.told)
+            source = attention.project_source(source, sequence=inputs.told)
         if self._merged:
-            return self._merged[0](z, source=source, sequence=call.at, cache=cache, probe=probe)
-        return attention(z, source=source, sequence=call.at, probe=probe)
+            return self._merged[0](z, source=source, sequence=inputs.at, cache=cache, probe=probe)
+        return attention(z, source=source, sequence=inputs.at, probe=probe)
 
 
 def _iter_tied_weights(role: str, spec: AttentionSpec) -> Iterator[tuple[str, tuple[str, tuple[int, ...]]]]:
-    """Tensors that layers may hold in common, with what they must agree in."""
+    """Names of weights that layers may share, each with its key in `SharedWeightOwners`."""
     for name, part in spec.parts():
         for key, param in part.params(spec).items():
             if param.tied_to:
@@ -156,7 +159,7 @@ def _iter_tied_weights(role: str, spec: AttentionSpec) -> Iterator[tuple[str, tu
 
 
 class LayerStack(nn.Module):
-    """A stack: an embedding, layers by their numbers, and a norm behind them."""
+    """An embedding, numbered layers and a final norm; embedding and norm are optional."""
 
     def __init__(self, spec: StackSpec, dropout: float) -> None:
         super().__init__()
@@ -170,33 +173,33 @@ class LayerStack(nn.Module):
 
     @property
     def blocks(self) -> list[TransformerLayer]:
-        """Its layers, in order."""
+        """The layers in order."""
         return [cast(TransformerLayer, self._modules[str(depth)]) for depth in range(self.depth)]
 
     def embed(self, inputs: Tensor | TokenTypeInput) -> tuple[Tensor, Tensor | None]:
-        """Vectors [B, T, model], before anybody knows where they stand, and the types of tokens if told."""
+        """Return vectors [B, T, model] without positions, and the token types if given."""
         x, types = inputs if isinstance(inputs, TokenTypeInput) else (inputs, None)
         if self.embedding is not None:
             return self.embedding(x), types
         if not isinstance(x, Tensor) or x.dim() != 3 or x.shape[-1] != self.spec.model:
-            said = f"of shape {list(x.shape)}" if isinstance(x, Tensor) else f"of type {type(x).__name__}"
+            actual = f"of shape {list(x.shape)}" if isinstance(x, Tensor) else f"of type {type(x).__name__}"
             name, model = self.spec.name, self.spec.model
             raise ValueError(
-                f"{name} has no embedding and reads vectors, but x is {said}; give [batch, tokens, {model}]"
+                f"{name} has no embedding and takes vectors, but x is {actual}; give [batch, tokens, {model}]"
             )
         return x, types
 
     def place(self, h: Tensor, sequence: SequenceInfo, types: Tensor | None) -> Tensor:
-        """The same with positions and types."""
+        """Add position and token-type embeddings, then the embedding's norm and dropout."""
         if self.embedding is not None:
             return self.embedding.place(h, sequence, types)
         if types is not None:
-            raise ValueError(f"{self.spec.name} has no embedding, so no types of tokens; give vectors alone")
+            raise ValueError(f"{self.spec.name} has no embedding, so it takes no token types; give vectors alone")
         return h
 
     def run(self, h: Tensor, layer_inputs: Iterable[LayerInputs], checkpointing: str) -> Tensor:
-        """What its layers and its norm make of these vectors; each layer has a call of its own."""
-        again = checkpointing == "block" and torch.is_grad_enabled()
-        for layer, call in zip(self.blocks, layer_inputs, strict=True):
-            h = cast(Tensor, checkpoint(layer, h, call, use_reentrant=False)) if again else layer(h, call)
+        """Apply all layers and the final norm; `layer_inputs` holds one `LayerInputs` per layer."""
+        recompute = checkpointing == "block" and torch.is_grad_enabled()
+        for layer, inputs in zip(self.blocks, layer_inputs, strict=True):
+            h = cast(Tensor, checkpoint(layer, h, inputs, use_reentrant=False)) if recompute else layer(h, inputs)
         return h if self.norm is None else self.norm(h)

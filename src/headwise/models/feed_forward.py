@@ -1,4 +1,4 @@
-"""Activations by the names that blueprints use."""
+"""Activations, norms, feed-forwards and mixtures of experts, built from their specs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..ops.linear import linear, linear_many
 from .initialisation import initialise_weight
 
 ActivationFunction = Callable[[Tensor], Tensor]
-ProjectionLookup = Callable[[str], Tensor]  # what one of the maps before the last, "up" or "gate", makes of the input
+ProjectionLookup = Callable[[str], Tensor]  # the projection of the input by name, "up" or "gate"
 
 ACTIVATIONS: dict[str, ActivationFunction] = {
     "gelu": F.gelu,
@@ -38,7 +38,7 @@ BOUNDED_SILU_PATTERN = re.compile(r"bounded_silu\(([-+.\w]+), ([-+.\w]+)\)")
 
 
 def get_activation(name: str) -> ActivationFunction:
-    """The function of this name.
+    """Return the activation function of this name.
 
     >>> get_activation("relu2")(torch.tensor([-3.0, 3.0])).tolist()
     [0.0, 9.0]
@@ -49,24 +49,24 @@ def get_activation(name: str) -> ActivationFunction:
 
 
 def make_hidden_activation(spec: FeedForwardSpec) -> Callable[[ProjectionLookup], Tensor]:
-    """What a feed-forward makes of its first maps, before the last: act(up), or act(gate) up.
+    """Return the function from projections to hidden channels: act(up), or act(gate) * up if gated.
 
-    "bounded_silu(gain, limit)" bounds both first: g sigmoid(gain g) (u + 1), g <= limit, |u| <= limit (2508.10925).
+    "bounded_silu(gain, limit)" clamps first, g <= limit and |u| <= limit: g sigmoid(gain g) (u + 1) (2508.10925).
     """
     if bounded := BOUNDED_SILU_PATTERN.fullmatch(spec.activation):
         if spec.form != "gated":
-            raise SpecError(f"{spec.activation} bounds a gate too; give Dense(form='gated')")
+            raise SpecError(f"{spec.activation} needs a gate; give FeedForwardSpec(form='gated')")
         return _bounded_silu_glu(*(float(number) for number in bounded.groups()))
     act = get_activation(spec.activation)
     if spec.form == "gated":
         if spec.activation == "silu":
             return _swiglu
-        return lambda maps: act(maps("gate")) * maps("up")
-    return lambda maps: act(maps("up"))
+        return lambda project: act(project("gate")) * project("up")
+    return lambda project: act(project("up"))
 
 
-def _swiglu(maps: ProjectionLookup) -> Tensor:
-    gate, up = maps("gate"), maps("up")
+def _swiglu(project: ProjectionLookup) -> Tensor:
+    gate, up = project("gate"), project("up")
     return (
         small_batch_ops.silu_and_multiply(gate, up).view(up.shape)
         if small_batch_ops.is_small_batch(gate, up)
@@ -75,21 +75,21 @@ def _swiglu(maps: ProjectionLookup) -> Tensor:
 
 
 def _bounded_silu_glu(gain: float, limit: float) -> Callable[[ProjectionLookup], Tensor]:
-    def join(maps: ProjectionLookup) -> Tensor:
-        gate, up = maps("gate").clamp(max=limit), maps("up").clamp(-limit, limit)
+    def bounded_silu(project: ProjectionLookup) -> Tensor:
+        gate, up = project("gate").clamp(max=limit), project("up").clamp(-limit, limit)
         return gate * torch.sigmoid(gain * gate) * (up + 1)
 
-    return join
+    return bounded_silu
 
 
-# --- Norms and feed-forwards, made of what a blueprint says of them ------------------------------------
+# --- Norms and feed-forwards ---------------------------------------------------------------------------
 
 
 class SpecModule(nn.Module):
-    """What holds the tensors that a description declares, under their names."""
+    """Base class of modules that hold the tensors that their spec declares, under the same names."""
 
     def register_weights(self, weights: Iterable[WeightSpec]) -> None:
-        """Make those that stand here, and none further inside."""
+        """Register and initialise the weights of this module, without those of submodules (names with a dot)."""
         for weight in weights:
             if "." in weight.name:
                 continue
@@ -99,18 +99,18 @@ class SpecModule(nn.Module):
                 self.register_buffer(weight.name, initialise_weight(weight))
 
     def linear(self, x: Tensor, name: str) -> Tensor:
-        """x through the matrix of this name, with its bias if it has one."""
+        """Apply the matrix of this name to x, and its bias if it has one."""
         return linear(x, getattr(self, name), self.get_weight(f"{name}_bias"))
 
     def get_weight(self, name: str) -> Tensor | None:
-        """The tensor of this name, if there is one."""
+        """Return the parameter or buffer of this name; None if there is none."""
         return self._parameters[name] if name in self._parameters else self._buffers.get(name)
 
 
 class NormLayer(SpecModule):
-    """x normalised over its channels, in at least single precision.
+    """Layer norm or RMS norm over channels, computed in at least single precision.
 
-    >>> NormLayer(NormSpec("rms"), 2)(torch.tensor([1.0, 7.0])).tolist()  # a root mean square of 5
+    >>> NormLayer(NormSpec("rms"), 2)(torch.tensor([1.0, 7.0])).tolist()  # the root mean square is 5
     [0.199..., 1.399...]
     """
 
@@ -123,7 +123,7 @@ class NormLayer(SpecModule):
                 weight.fill_(0.0 if self.kind == "offset" else 1.0)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The same shape."""
+        """Return x normalised over its last dimension."""
         if self.kind in ("layer", "unbiased", "bare"):
             return F.layer_norm(x, self.shape, self.get_weight("weight"), self.get_weight("bias"), self.eps)
         weight = cast(Tensor, self.weight)
@@ -132,12 +132,12 @@ class NormLayer(SpecModule):
         return F.rms_norm(x, self.shape, weight + 1 if self.kind == "offset" else weight, self.eps)
 
     def extra_repr(self) -> str:
-        """As `print(net)` shows it."""
+        """Return the arguments that `print(net)` shows."""
         return f"{self.kind!r}, {self.shape[0]}, eps={self.eps}"
 
 
 class FeedForward(HasParallelContext, SpecModule):
-    """y = W_down act(W_up x), or with a gate; what is inside may be dropped in training.
+    """y = W_down act(W_up x), or W_down (act(W_gate x) * W_up x); dropout applies to the hidden channels.
 
     >>> FeedForward(FeedForwardSpec(12, form="gated"), 3)(torch.zeros(2, 5, 3)).shape
     torch.Size([2, 5, 3])
@@ -147,27 +147,27 @@ class FeedForward(HasParallelContext, SpecModule):
         super().__init__()
         self.join, self.dropout = make_hidden_activation(spec), dropout
         self.register_weights(spec.weights(width))
-        bare = spec.form == "gated" and not set("gu") & set(spec.bias)
-        self._fused_names = ("gate", "up") if bare else ()  # what x meets in one go
+        bias_free = spec.form == "gated" and not set("gu") & set(spec.bias)
+        self._fused_names = ("gate", "up") if bias_free else ()  # projections computed in one call
 
     def forward(self, x: Tensor) -> Tensor:
-        """The same shape."""
+        """Return the output, in the shape of `x`: [..., model]."""
         x = self.parallel.copy_to_heads(x)
-        told = (
+        fused = (
             linear_many(x, [cast(Tensor, self.get_weight(name)) for name in self._fused_names])
             if self._fused_names
             else ()
         )
-        both = dict(zip(self._fused_names, told, strict=True))
-        inner = self.join(lambda name: both[name] if name in both else self.linear(x, name))
+        projections = dict(zip(self._fused_names, fused, strict=True))
+        hidden = self.join(lambda name: projections[name] if name in projections else self.linear(x, name))
         with self.parallel.head_local_rng(self.training):
-            inner = dropout(inner, self.dropout, self.training)
-        bias = self.get_weight("down_bias") if self.parallel.adds_output_bias else None  # it is added once
-        return self.parallel.reduce_from_heads(linear(inner, cast(Tensor, self.down), bias))
+            hidden = dropout(hidden, self.dropout, self.training)
+        bias = self.get_weight("down_bias") if self.parallel.adds_output_bias else None  # by one rank only
+        return self.parallel.reduce_from_heads(linear(hidden, cast(Tensor, self.down), bias))
 
 
 class ExpertFeedForwards(HasParallelContext, SpecModule):
-    """As many feed-forwards as there are experts, held side by side."""
+    """The feed-forwards of all experts, with weights stacked along the first axis."""
 
     def __init__(self, spec: FeedForwardSpec, width: int, num_experts: int, dropout: float = 0.0) -> None:
         super().__init__()
@@ -175,24 +175,24 @@ class ExpertFeedForwards(HasParallelContext, SpecModule):
         self.register_weights(spec.weights(width, num_experts))
 
     def forward(self, x: Tensor, expert: int | slice = slice(None)) -> Tensor:
-        """[tokens, model] through one expert; through all of them, [expert, tokens, model]."""
+        """Apply one expert to x [tokens, model]; by default all experts, which returns [expert, tokens, model]."""
 
-        def through(x: Tensor, name: str) -> Tensor:
+        def project(x: Tensor, name: str) -> Tensor:
             bias = self.get_weight(f"{name}_bias") if name != "down" or self.parallel.adds_output_bias else None
             y = torch.matmul(x, getattr(self, name)[expert].mT)
             return y if bias is None else y + bias[expert].unsqueeze(-2)
 
-        inner = self.join(lambda name: through(x, name))
+        hidden = self.join(lambda name: project(x, name))
         with self.parallel.head_local_rng(self.training):
-            inner = dropout(inner, self.dropout, self.training)
-        return through(inner, "down")
+            hidden = dropout(hidden, self.dropout, self.training)
+        return project(hidden, "down")
 
 
 class MixtureOfExperts(HasParallelContext, SpecModule):
-    """`active` of `count` feed-forwards for each token, added up by their scores, and one shared by all.
+    """Sum of the `active` highest-scored of `count` experts per token, weighted by the router, plus a shared one.
 
-    Tokens are sorted by expert, and each expert meets only its own; a compiled graph, whose shapes may not depend on
-    the scores, runs all experts on all tokens.
+    Tokens are sorted by expert, and each expert processes only its own tokens. Under torch.compile, where shapes cannot
+    depend on the router's choice, every expert processes all tokens.
     """
 
     def __init__(self, spec: ExpertsSpec, width: int, dropout: float = 0.0) -> None:
@@ -203,7 +203,7 @@ class MixtureOfExperts(HasParallelContext, SpecModule):
         self.shared = FeedForward(spec.shared, width, dropout) if spec.shared else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """The same shape."""
+        """Return the output, in the shape of `x`: [..., model]."""
         flat = self.parallel.copy_to_heads(x).flatten(0, -2)
         share, chosen = self.route(flat)
         run = self._run_all_experts if torch.compiler.is_compiling() else self._run_chosen_experts
@@ -211,32 +211,32 @@ class MixtureOfExperts(HasParallelContext, SpecModule):
         return y if self.shared is None else y + self.shared(x)
 
     def route(self, flat: Tensor) -> tuple[Tensor, Tensor]:
-        """The share of each chosen expert and which ones they are, both [tokens, active]."""
-        told, exact = self.spec, torch.promote_types(flat.dtype, torch.float32)
+        """Return the weights and the indices of the chosen experts, both [tokens, active]."""
+        spec, dtype = self.spec, torch.promote_types(flat.dtype, torch.float32)
         bias = cast("Tensor | None", self.get_weight("router_bias"))
-        learned = bias.to(exact) if bias is not None and told.bias == "learned" else None
-        logits = F.linear(flat.to(exact), cast(Tensor, self.router).to(exact), learned)
-        score = ROUTER_SCORES[told.scores](logits)
-        wanted = score if bias is None or learned is not None else score + bias
-        chosen = wanted.topk(told.active, dim=-1).indices
+        learned = bias.to(dtype) if bias is not None and spec.bias == "learned" else None
+        logits = F.linear(flat.to(dtype), cast(Tensor, self.router).to(dtype), learned)
+        score = ROUTER_SCORES[spec.scores](logits)
+        ranking = score if bias is None or learned is not None else score + bias
+        chosen = ranking.topk(spec.active, dim=-1).indices
         share = score.gather(-1, chosen)
-        if told.scores == "chosen":
+        if spec.scores == "chosen":
             share = share.softmax(-1)
-        elif told.scores == "sigmoid":
+        elif spec.scores == "sigmoid":
             share = share / (share.sum(-1, keepdim=True) + 1e-20)
-        return share * told.scale, chosen
+        return share * spec.scale, chosen
 
     def _run_chosen_experts(self, flat: Tensor, share: Tensor, chosen: Tensor) -> Tensor:
         order = chosen.flatten().argsort(stable=True)
         counts = chosen.flatten().bincount(minlength=self.spec.count).tolist()
         rows = flat[order // chosen.shape[-1]].split(counts)
-        out = torch.cat([self.each(some, expert) for expert, some in enumerate(rows) if len(some)] or [flat])
-        back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-        return (out[back].view(*chosen.shape, -1) * share[..., None]).sum(-2)
+        out = torch.cat([self.each(tokens, expert) for expert, tokens in enumerate(rows) if len(tokens)] or [flat])
+        inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+        return (out[inverse].view(*chosen.shape, -1) * share[..., None]).sum(-2)
 
     def _run_all_experts(self, flat: Tensor, share: Tensor, chosen: Tensor) -> Tensor:
-        every = flat.new_zeros(len(flat), self.spec.count).scatter(-1, chosen, share)
-        return torch.einsum("ne,end->nd", every, self.each(flat))
+        weights = flat.new_zeros(len(flat), self.spec.count).scatter(-1, chosen, share)
+        return torch.einsum("ne,end->nd", weights, self.each(flat))
 
 
 ROUTER_SCORES: dict[str, Callable[[Tensor], Tensor]] = {

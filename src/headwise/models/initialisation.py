@@ -1,4 +1,4 @@
-"""How the tensors of a model start."""
+"""Initial weights of a model: one initialiser per tensor, and three schemes for whole models."""
 
 from __future__ import annotations
 
@@ -18,12 +18,14 @@ if TYPE_CHECKING:
     from .block import TransformerLayer
     from .transformer import Transformer
 
-TABLE_AXES = ("token", "position", "type", "first")  # axes of which each index has a vector of its own
-GPT2_STD = 0.02  # of every matrix in GPT-2
+TABLE_AXES = ("token", "position", "type", "first")  # first axes of tables, which hold one vector per index
+GPT2_STD = 0.02  # standard deviation of every matrix in GPT-2
 
 
 def initialise_weight(weight: WeightSpec) -> Tensor:
-    """Zeros for a bias, vectors of length about 1 for a table, Xavier-uniform for a matrix, expert by expert.
+    """Return the initial tensor: zeros for biases, N(0, 1/width) for tables, Xavier-uniform for each matrix.
+
+    The matrices of experts are initialised one expert at a time, so that the first axis does not change the bound.
 
     >>> from headwise.model_spec import FeedForwardSpec
     >>> up, down = FeedForwardSpec(2).weights(4)
@@ -35,16 +37,17 @@ def initialise_weight(weight: WeightSpec) -> Tensor:
         return zeros_init(shape)
     if axes[0] in TABLE_AXES:
         return normal_with_std(shape[-1] ** -0.5)(shape)
-    each = shape[1:] if axes[0] == "expert" and len(axes) == 3 else shape
-    bound = xavier_uniform_bound((each[0], math.prod(each[1:])))
+    matrix_shape = shape[1:] if axes[0] == "expert" and len(axes) == 3 else shape
+    bound = xavier_uniform_bound((matrix_shape[0], math.prod(matrix_shape[1:])))
     return torch.rand(shape) * (2 * bound) - bound
 
 
 def initialise_model(net: Transformer, init: str) -> None:
-    """Draw a fresh model's matrices anew, as this start says.
+    """Initialise the matrices of a new model by the scheme `init`.
 
-    "xavier": as every part starts itself. "depth": the matrices of layer l, counted from 1, l^-0.5 as large
-    (1908.11365). "gpt2": N(0, 0.02), and where a sublayer ends that over the root of how many its stack has.
+    "xavier" keeps the initial weights of every part. "depth" multiplies the matrices of layer l, counted from 1, by
+    l^-0.5 (1908.11365). "gpt2" draws from N(0, 0.02); the standard deviation of the last matrix of each sublayer is
+    divided by sqrt(number of sublayers in the stack).
     """
     if init not in INIT_SCHEMES:
         raise SpecError(f"init={init!r} is unknown; {suggest(init, INIT_SCHEMES)}")
@@ -53,7 +56,7 @@ def initialise_model(net: Transformer, init: str) -> None:
 
 
 def _keep_part_init(net: Transformer) -> None:
-    """Nothing more: they did when they were made."""
+    """Leave the weights as the parts initialised them."""
 
 
 def _scale_by_depth(net: Transformer) -> None:
@@ -72,12 +75,12 @@ def _initialise_like_gpt2(net: Transformer) -> None:
     for layers in net.stacks.values():
         sublayers = sum(len(layer.sublayers) for layer in layers.blocks)
         for layer in layers.blocks:
-            for ends, matrix in (*_attention_matrices(layer), *_feed_matrices(layer)):
-                matrix.normal_(std=GPT2_STD * sublayers**-0.5 if ends else GPT2_STD)
+            for is_last, matrix in (*_attention_matrices(layer), *_feed_matrices(layer)):
+                matrix.normal_(std=GPT2_STD * sublayers**-0.5 if is_last else GPT2_STD)
 
 
 def _attention_matrices(layer: TransformerLayer) -> Iterator[tuple[bool, Tensor]]:
-    """Matrices that start Xavier-uniform, and whether each is the last of its sublayer."""
+    """Yield matrices that are Xavier-uniform initially, and whether each is the last of its sublayer."""
     for attention in layer.attentions.values():
         declared = attention.spec.params()
         for name, tensor in attention.named_parameters():

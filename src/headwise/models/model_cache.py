@@ -1,4 +1,4 @@
-"""What a whole model remembers while it decodes: the past, layer by layer, and what it reads of another stack."""
+"""KV caches of all layers of a model, and the encoder output that a decoder attends to."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..masking.sequence_info import SequenceInfo
 
 @dataclass(eq=False)
 class ModelCache:
-    """The caches of every layer, made by `net.cache(...)` and handed over as `cache=`.
+    """The KV caches of every layer: made by `net.cache(...)`, passed to the model as `cache=`.
 
     >>> import headwise as hw, torch
     >>> from headwise import model_spec as bp
@@ -39,52 +39,52 @@ class ModelCache:
 
     @property
     def one(self) -> KVCache:
-        """Any of them: all have seen the same tokens."""
+        """One of the caches; all of them have received the same tokens."""
         return next(self._iter_caches())
 
     @property
     def used(self) -> int:
-        """How many tokens they have seen, padding included."""
+        """The number of tokens received per row, including padding."""
         return self.one.used
 
     @property
     def batch(self) -> int:
-        """How many rows they hold."""
+        """The number of rows (batch size)."""
         return self.one.batch
 
     @property
     def nbytes(self) -> int:
-        """The bytes held for remembered tokens."""
+        """The total `nbytes` of all caches: bytes of cached tokens."""
         return sum(cache.nbytes for cache in self._iter_caches())
 
     @property
     def is_predictable(self) -> bool:
-        """Whether the next token of every row does only what those before it did."""
+        """Whether `is_predictable` holds for every cache: the next token of each row needs no new kind of update."""
         return all(cache.is_predictable for cache in self._iter_caches())
 
     def next_positions(self, count: int) -> SequenceInfo:
-        """Where the next tokens stand when nobody says otherwise."""
+        """Return the positions of the next `count` tokens: directly after the cached ones."""
         return self.one.next_positions(count)
 
     def rows(self, index: Tensor) -> None:
-        """Keep these rows of the batch, in this order; a row may be taken twice."""
+        """Keep these rows of the batch, in this order; a row may occur more than once."""
         for cache in self._iter_caches():
             cache.select_rows(index)
 
 
 class EncoderOutput(NamedTuple):
-    """What an encoder made of a source, and what every layer of the decoder reads of it, projected once."""
+    """Encoder states, their positions, and their keys and values for every decoder layer, projected once."""
 
     states: Tensor
     tokens: SequenceInfo
     layers: tuple[ProjectedSource | None, ...]
 
     def rows(self, index: Tensor) -> EncoderOutput:
-        """These rows of the batch, in this order; a row may be taken twice."""
+        """Return these rows of the batch, in this order; a row may occur more than once."""
         tokens = _select_sequence_rows(self.tokens, index)
         layers = tuple(
-            held and ProjectedSource({name: entry[index] for name, entry in held.entry.items()}, tokens, held.spec)
-            for held in self.layers
+            layer and ProjectedSource({name: entry[index] for name, entry in layer.entry.items()}, tokens, layer.spec)
+            for layer in self.layers
         )
         return EncoderOutput(self.states[index], tokens, layers)
 

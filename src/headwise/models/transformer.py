@@ -1,4 +1,4 @@
-"""A whole model that runs, built from its description alone."""
+"""The `Transformer` module, and `build`, which makes one from a `ModelSpec`."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ CHECKPOINTING_MODES = ("none", "block")
 
 
 def build(spec: ModelSpec, *, dropout: float = 0.0, seed: int | None = None, init: str = "xavier") -> Transformer:
-    """The model that a blueprint describes, its tensors named as the blueprint names them.
+    """Build the model that `spec` describes; its tensors have the names that `spec.params()` lists.
 
-    `dropout` is of embeddings, of what feed-forwards hold inside, and of what every sublayer adds; that of attention
-    weights is a part of the spec. `seed` makes the start repeatable without touching torch's own generator; `start`
-    is "xavier", "depth" (DS-Init, 1908.11365) or "gpt2".
+    `dropout` applies to embeddings, to the hidden channels of feed-forwards and to the output of every sublayer;
+    dropout of attention weights is a part of the attention spec. `seed` makes the initial weights reproducible
+    without changing the state of torch's global generator. `init` is "xavier", "depth" (DS-Init, 1908.11365) or
+    "gpt2".
 
     >>> import headwise as hw
     >>> net = build(
@@ -40,28 +41,29 @@ def build(spec: ModelSpec, *, dropout: float = 0.0, seed: int | None = None, ini
     torch.Size([1, 3, 11])
     """
     if not isinstance(spec, ModelSpec):
-        raise SpecError(f"described is of type {type(spec).__name__}; give a blueprint.Model")
+        raise SpecError(f"spec is of type {type(spec).__name__}; give a ModelSpec")
     for stack in (stack for stack in spec.stacks if stack.weights_of == "first"):
-        one = "all layers read the weights of the first"
-        raise SpecError(f"{spec.name} cannot be built: in {stack.name} {one}; give each its own, weights_of='each'")
-    for beyond in spec.beyond:
-        raise SpecError(f"{spec.name} cannot be built: {beyond.reason}; describe it without that")
+        shared = f"all layers of {stack.name} use the weights of the first"
+        raise SpecError(f"cannot build {spec.name}: {shared}; set weights_of='each'")
+    for unsupported in spec.beyond:
+        raise SpecError(f"cannot build {spec.name}: {unsupported.reason}; remove this part from the spec")
     if not isinstance(dropout, (int, float)) or not 0 <= dropout < 1:
-        raise SpecError(f"dropout={dropout!r} is no share of what is dropped; give 0 or more and less than 1")
-    cards = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-    with torch.random.fork_rng(cards, enabled=seed is not None):
+        raise SpecError(f"dropout={dropout!r} is not a probability; give at least 0 and less than 1")
+    gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    with torch.random.fork_rng(gpus, enabled=seed is not None):
         if seed is not None:
-            (torch.manual_seed if cards else torch.default_generator.manual_seed)(seed)
+            (torch.manual_seed if gpus else torch.default_generator.manual_seed)(seed)
         net = Transformer(spec, dropout)
         initialise_model(net, init)
     return net
 
 
 class Transformer(nn.Module):
-    """Stacks over embeddings, and heads on the last of them: what `build` makes of a blueprint.
+    """One stack of layers, or an encoder and a decoder, with output heads on the last stack. Made by `build`.
 
-    `checkpointing` = "block" forgets what is inside a block and computes it anew on the way back. `probes` look into
-    attentions by their names, "decoder.3.attention". `usage` says how it is spoken to: its tokenizer, what ends a text.
+    `checkpointing = "block"` recomputes the activations inside each block during the backward pass, to save memory.
+    `probes` maps names of attentions, such as "decoder.3.attention", to probes that observe them. `usage` is the
+    `ProcessorSpec`: tokenizer, special tokens, labels and pixel scaling.
     """
 
     def __init__(self, spec: ModelSpec, dropout: float = 0.0) -> None:
@@ -83,12 +85,12 @@ class Transformer(nn.Module):
 
     @property
     def stacks(self) -> dict[str, LayerStack]:
-        """Its stacks by name, in order."""
+        """The stacks by name, in the order of the spec."""
         return {stack.name: cast(LayerStack, self._modules[stack.name]) for stack in self.spec.stacks}
 
     @property
     def checkpointing(self) -> str:
-        """What is computed anew on the way back: "none" or every "block"."""
+        """What the backward pass recomputes instead of storing it: "none", or the inside of every "block"."""
         return self._checkpointing
 
     @checkpointing.setter
@@ -99,14 +101,14 @@ class Transformer(nn.Module):
 
     @property
     def probes(self) -> Mapping[str, Probe]:
-        """Who looks into which attention."""
+        """The probes by the name of the attention that they observe."""
         return self._probes
 
     @probes.setter
     def probes(self, probes: Mapping[str, Probe]) -> None:
-        known = [name for name, _ in self.spec.attention_specs()]
-        if wrong := [name for name in probes if name not in known]:
-            raise ValueError(f"no attention is called {wrong[0]!r}; {suggest(wrong[0], known)}")
+        attentions = [name for name, _ in self.spec.attention_specs()]
+        if unknown := [name for name in probes if name not in attentions]:
+            raise ValueError(f"no attention is called {unknown[0]!r}; {suggest(unknown[0], attentions)}")
         self._probes = dict(probes)
 
     def forward(
@@ -119,11 +121,12 @@ class Transformer(nn.Module):
         cache: ModelCache | None = None,
         head: str | None = None,
     ) -> Tensor:
-        """What a head, the first unless named, says of x: [B, T, outputs], or [B, outputs] if it reads whole rows.
+        """Return the outputs of one output head: [B, T, outputs], or [B, outputs] if the head pools each row.
 
-        x is ids, pixels, frames or vectors, whatever the last stack embeds; `tokens` says where they stand and what is
-        padding. `source` is what the first of two stacks reads, or what `encode` made of it. A model without heads
-        gives its states.
+        `x` holds ids, pixels, frames or vectors, as the embedding of the last stack expects. `sequence` gives the
+        positions of its tokens and marks padding. `source` is the input of the encoder in a model with two stacks, or
+        the result of `encode`. `head` names the output head (default: the first). A model without heads returns its
+        hidden states.
         """
         h = self.hidden(x, sequence=sequence, source=source, source_sequence=source_sequence, cache=cache)
         return self.read(h, sequence=sequence, head=head)
@@ -137,44 +140,47 @@ class Transformer(nn.Module):
         source_sequence: SequenceInfo | None = None,
         cache: ModelCache | None = None,
     ) -> Tensor:
-        """States [B, T, model] behind the last stack, its norm included: what heads read."""
+        """Return the hidden states [B, T, model] after the last stack and its final norm: the input of the heads."""
         first, last = self._first_and_last_stack()
-        read: tuple[Tensor | EncoderOutput | None, SequenceInfo | None] = None, None
+        encoded: tuple[Tensor | EncoderOutput | None, SequenceInfo | None] = None, None
         if first is not last:
-            read = self._encoder_output(first, source, source_sequence)
+            encoded = self._encoder_output(first, source, source_sequence)
         elif source is not None or source_sequence is not None:
-            raise ValueError(f"{self.spec.name} has one stack, which reads x alone; leave source out")
+            raise ValueError(f"{self.spec.name} has no encoder, so it takes x alone; leave source out")
         h, types = last.embed(x)
-        at = resolve_sequence(h, sequence, cache)
-        return last.run(last.place(h, at, types), self._layer_inputs(at, cache, *read), self._checkpointing)
+        sequence = resolve_sequence(h, sequence, cache)
+        inputs = self._layer_inputs(sequence, cache, *encoded)
+        return last.run(last.place(h, sequence, types), inputs, self._checkpointing)
 
     def read(self, h: Tensor, *, sequence: SequenceInfo | None = None, head: str | None = None) -> Tensor:
-        """What a head, the first unless named, says of these states."""
+        """Return the outputs of one output head (default: the first) for hidden states [B, T, model]."""
         if head is None and not self.spec.heads:
             return h
         name = self.spec.heads[0].name if head is None else head
         if name not in self.head:
-            known = [head.name for head in self.spec.heads]
-            raise ValueError(f"{self.spec.name} has no head {name!r}; {suggest(name, known)}")
+            heads = [head.name for head in self.spec.heads]
+            raise ValueError(f"{self.spec.name} has no head {name!r}; {suggest(name, heads)}")
         return self.head[name](h, sequence)
 
     def encode(self, source: Tensor | TokenTypeInput, *, sequence: SequenceInfo | None = None) -> EncoderOutput:
-        """What the first of two stacks makes of a source, projected for every layer of the second."""
+        """Run the encoder once and project its states to keys and values for every decoder layer."""
         first, last = self._first_and_last_stack()
         if first is last:
-            raise ValueError(f"{self.spec.name} has one stack and reads no other; give x alone")
-        states, told = self._run_encoder(first, source, sequence)
-        return EncoderOutput(states, told, tuple(layer.remember(states, told) for layer in last.blocks))
+            raise ValueError(f"{self.spec.name} has no encoder; call it with x alone")
+        states, sequence = self._run_encoder(first, source, sequence)
+        return EncoderOutput(states, sequence, tuple(layer.remember(states, sequence) for layer in last.blocks))
 
     def cache(self, *, batch: int, capacity: int, storage_format: str | None = None) -> ModelCache:
-        """Fresh caches for the last stack, in the model's dtype and on its device; store="int8" keeps keys and values
-        in 8 bits each."""
+        """Return empty KV caches for the last stack, in the model's dtype and on its device.
+
+        storage_format="int8" stores keys and values in 8 bits per number.
+        """
         layers = [
             layer.cache(batch=batch, capacity=capacity, storage_format=storage_format)
             for layer in self._first_and_last_stack()[1].blocks
         ]
         if not any(layers):
-            raise SpecError(f"{self.spec.name} has no attention that reads its past; call it without cache=")
+            raise SpecError(f"{self.spec.name} has no self-attention to cache; call it without cache=")
         return ModelCache(layers)
 
     def _first_and_last_stack(self) -> tuple[LayerStack, LayerStack]:
@@ -182,52 +188,57 @@ class Transformer(nn.Module):
         return layers[0], layers[-1]
 
     def _encoder_output(
-        self, first: LayerStack, source: Tensor | TokenTypeInput | EncoderOutput | None, tokens: SequenceInfo | None
+        self, first: LayerStack, source: Tensor | TokenTypeInput | EncoderOutput | None, sequence: SequenceInfo | None
     ) -> tuple[Tensor | EncoderOutput, SequenceInfo]:
         if isinstance(source, EncoderOutput):
-            if tokens is not None:
-                raise ValueError("what was encoded knows its tokens; leave source_tokens out")
+            if sequence is not None:
+                raise ValueError("source= is an EncoderOutput, which has its own positions; leave source_sequence out")
             return source, source.tokens
         if source is None:
-            raise ValueError(f"{self.spec.name} reads two sequences; give source= as ids, or as net.encode(ids)")
-        return self._run_encoder(first, source, tokens)
+            raise ValueError(
+                f"{self.spec.name} has an encoder, which needs an input; give source= as ids, or as net.encode(ids)"
+            )
+        return self._run_encoder(first, source, sequence)
 
     def _run_encoder(
-        self, first: LayerStack, source: Tensor | TokenTypeInput, tokens: SequenceInfo | None
+        self, first: LayerStack, source: Tensor | TokenTypeInput, sequence: SequenceInfo | None
     ) -> tuple[Tensor, SequenceInfo]:
         h, types = first.embed(source)
-        told = resolve_sequence(h, tokens, None)
-        calls = repeat(LayerInputs(told, None, None, None, self._probes), first.depth)
-        return first.run(first.place(h, told, types), calls, self._checkpointing), told
+        sequence = resolve_sequence(h, sequence, None)
+        inputs = repeat(LayerInputs(sequence, None, None, None, self._probes), first.depth)
+        return first.run(first.place(h, sequence, types), inputs, self._checkpointing), sequence
 
     def _layer_inputs(
         self,
-        at: SequenceInfo,
+        sequence: SequenceInfo,
         cache: ModelCache | None,
-        memory: Tensor | EncoderOutput | None,
-        told: SequenceInfo | None,
+        encoded: Tensor | EncoderOutput | None,
+        source_sequence: SequenceInfo | None,
     ) -> list[LayerInputs]:
-        """What each layer of the last stack is told."""
+        """The inputs of each layer of the last stack, besides its hidden states."""
         depth = self._first_and_last_stack()[1].depth
-        kept = repeat(None, depth) if cache is None else cache.layers
-        read = memory.layers if isinstance(memory, EncoderOutput) else repeat(memory, depth)
-        return [LayerInputs(at, own, source, told, self._probes) for own, source in zip(kept, read, strict=True)]
+        caches = repeat(None, depth) if cache is None else cache.layers
+        sources = encoded.layers if isinstance(encoded, EncoderOutput) else repeat(encoded, depth)
+        return [
+            LayerInputs(sequence, cached, source, source_sequence, self._probes)
+            for cached, source in zip(caches, sources, strict=True)
+        ]
 
 
 def resolve_sequence(h: Tensor, sequence: SequenceInfo | None, cache: ModelCache | None) -> SequenceInfo:
-    """Where these vectors [B, T, model] stand: as told, behind what is remembered, or from 0 on."""
+    """Return the positions of vectors [B, T, model]: `sequence` if given, else after the cached tokens, else from 0."""
     if sequence is None:
         return SequenceInfo.contiguous(0, h.shape[1], h.device) if cache is None else cache.next_positions(h.shape[1])
     shape = tuple(sequence.position.shape)
     if shape[0] not in (1, h.shape[0]) or shape[1] != h.shape[1] or sequence.position.device != h.device:
         raise ValueError(
-            f"tokens are {list(shape)} on {sequence.position.device} but x is {list(h.shape[:2])} on {h.device}; "
+            f"sequence is {list(shape)} on {sequence.position.device} but x is {list(h.shape[:2])} on {h.device}; "
             "give SequenceInfo.from_batch(x, ...)"
         )
     return sequence
 
 
 def _check_names(kind: str, names: list[str], reserved: list[str]) -> None:
-    """Refuse names that a module has for something else."""
-    if wrong := [name for name in names if name in reserved]:
-        raise SpecError(f"a {kind} cannot be called {wrong[0]!r}, which every model has; choose another name")
+    """Refuse names that are attributes of every module."""
+    if taken := [name for name in names if name in reserved]:
+        raise SpecError(f"a {kind} cannot be called {taken[0]!r}: every model has this attribute; choose another name")
