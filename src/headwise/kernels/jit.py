@@ -100,7 +100,7 @@ class KernelSet:
         ] = {}  # keeps compiled functions alive, without which their addresses are invalid
 
     def function_address(self, name: str, dtype: torch.dtype | None = None) -> int:
-        """Return the address of the compiled kernel; with a dtype, the kernel gets its storage type as first argument."""
+        """Return the address of the compiled kernel; with a dtype, the storage type is its first argument."""
         own, function = (name, dtype), self.functions[name]
         if (
             own not in self.compiled_functions
@@ -147,7 +147,7 @@ class ParallelKernelSet(KernelSet):
         run_in_threads(self.function_address(name, dtype), table.buffer_info()[0], many)
 
     def make_entry_point(self, function: Callable[..., None], kind: str, mark: int) -> Any:
-        """Return the function to compile, which each thread runs: take a scratch buffer, then items until none is left."""
+        """Return the function that every thread runs: take a scratch buffer, then work items until none is left."""
 
         def entry(table):
             if mark:
