@@ -7,7 +7,7 @@ Forward, for the queries of one work item and blocks of keys j:
 
 and finally o = O / l, lse = m + log l. Backward, with P = exp(S - lse) and D = rowsum(o * grad):
 
-    dV += P^T grad,   dS = P * (grad V^T - D),   dQ += dS K * scale,   dK += dS^T Q * scale
+    dV += P grad,   dS = P * (V grad^T - D),   dQ += dS^T K * scale,   dK += dS Q * scale
 
 Loop order: forward, one work item is a tile of 64 queries of one key head and loops over key blocks. Backward, one
 work item is a part of the keys of one key head; it loops over query tiles, then over key blocks, so that only one
@@ -160,7 +160,9 @@ FLASH_KEY_BLOCK_SIZE = 64  # keys whose scores are computed before their values 
 class FlashAttentionArgs(IntEnum):
     """Kernel arguments: indices into an int64 array. Addresses and strides count bytes, sizes count elements."""
 
-    WORK_ITEMS = FIRST_KERNEL_ARG  # [items, 6], int64: row x G + key head, first query row, their number, first key, end of keys, part
+    WORK_ITEMS = (
+        FIRST_KERNEL_ARG  # int64 [items, 6]: row x G + key head, first query row, number, first key, end of keys, part
+    )
     QUERY_ROWS = auto()  # int64: indices among all (b, t, h) of the queries, sorted by row and key head
     KEY_RANGES = auto()  # [1 or B, T, 2], int64: the first key that a token reads and the one behind its last
     NUM_KEY_RANGE_ROWS = auto()  # size of their first axis
