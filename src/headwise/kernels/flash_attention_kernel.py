@@ -11,8 +11,8 @@ and finally o = O / l, lse = m + log l. Backward, with P = exp(S - lse) and D = 
 
 Loop order: forward, one work item is a tile of 64 queries of one key head and loops over key blocks. Backward, one
 work item is a part of the keys of one key head; it loops over query tiles, then over key blocks, so that only one
-thread adds to a key's gradients. Queries' gradients are summed over the parts afterwards. Plain PyTorch:
-`F.scaled_dot_product_attention` with a boolean mask.
+thread adds to a key's gradients. Queries' gradients are summed over the parts afterwards. In plain PyTorch the forward
+kernel is `F.scaled_dot_product_attention` with the key ranges as a boolean mask.
 
 All products are `gemm`: rows are accumulated four at a time, in tiles of up to 64 columns, so that 16 vector sums stay
 in registers. The left operand is read element by element and may have any strides.

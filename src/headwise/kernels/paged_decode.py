@@ -351,13 +351,13 @@ def _attend_paged_backward(ctx: Any, o_grad: Tensor, lse_grad: Tensor) -> tuple[
     q, k, v, spans, *more = ctx.saved_tensors
     needed, again = [*ctx.needs_input_grad[:3], *ctx.needs_input_grad[4]], torch.is_grad_enabled()
     given = [
-        t.view_as(t) if again and need else t.detach().requires_grad_(need)  # a view has no hooks of its own
+        t.view_as(t) if again and need else t.detach().requires_grad_(need)  # a view does not share hooks
         for t, need in zip([q, k, v, *more], needed, strict=True)
     ]
     with torch.enable_grad():
         found = _attend_paged_reference(given[0], given[1], given[2], spans, given[3:], ctx.cap)
     wanted, told = [t for t in given if t.requires_grad], zip(found, (o_grad, lse_grad), strict=True)
-    made, slopes = zip(*((t, grad) for t, grad in told if t.requires_grad), strict=True)  # lse sees no values
+    made, slopes = zip(*((t, grad) for t, grad in told if t.requires_grad), strict=True)  # lse ignores values
     grads = iter(torch.autograd.grad(made, wanted, slopes, allow_unused=True, create_graph=again))
     each = [next(grads) if t.requires_grad else None for t in given]
     return *each[:3], None, each[3:], None

@@ -5,9 +5,9 @@ With explicit vectors nothing has to be proved, `fastmath` is not needed, and in
 On machines with wider or narrower registers LLVM combines or splits the vectors.
 
 Most functions are one LLVM instruction. Their equivalents on PyTorch tensors of 16 elements: `fma(a, b, c)` is
-`torch.addcmul(c, a, b)`, `vec_max` is `torch.fmax`, `reduce_sum` is `x.sum()`, `select_below` is `torch.where(a < bound, low,
-high)`. There are no loops. A kernel's first argument `f` (or `form`) is a `StorageType`: the dtype of its tensors in
-memory. Numbers are computed in float64 if they are stored in float64, else in float32.
+`torch.addcmul(c, a, b)`, `vec_max` is `torch.fmax`, `reduce_sum` is `x.sum()`, `select_below` is `torch.where(a <
+bound, low, high)`. There are no loops. A kernel's first argument `f` (or `form`) is a `StorageType`: the dtype of its
+tensors in memory. Numbers are computed in float64 if they are stored in float64, else in float32.
 """
 
 from __future__ import annotations
@@ -367,7 +367,7 @@ def as_compute_scalar(typing: Any, form: Any, value: Any) -> Any:
 
 
 def _make_load(many: bool, memory: bool) -> Any:
-    """Return an intrinsic that loads 16 elements (`many`) or one, in the storage dtype (`memory`) or computing dtype."""
+    """Return an intrinsic that loads 16 elements (`many`) or one, in the storage (`memory`) or computing dtype."""
 
     @intrinsic
     def read(typing: Any, form: Any, address: Any) -> Any:

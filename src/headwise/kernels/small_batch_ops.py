@@ -560,7 +560,7 @@ def silu_and_multiply_kernel(f, table):
             x = load_storage(f, g + c)
             e = vec_exp(
                 vec_sub(splat(as_compute_scalar(f, 0.0)), vec_max(x, splat(as_compute_scalar(f, -88.0))))
-            )  # e^-x overflows below -88
+            )  # e^-x overflows for x < -88
             store_storage(f, to + c, vec_mul(vec_div(x, vec_add(one, e)), load_storage(f, u + c)))
 
 
