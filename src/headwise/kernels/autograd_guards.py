@@ -1,5 +1,7 @@
-"""What kernels do not follow: gradients of gradients, derivatives forward, and functions that are transformed; and
-whether anybody follows them.
+"""Checks for what the kernels do not support: double backward, forward-mode derivatives and torch.func transforms.
+
+They also detect when no part of torch (autograd, torch.compile, modes, profiler) observes a call, so that the
+dispatcher can be skipped.
 """
 
 from __future__ import annotations
@@ -10,12 +12,12 @@ from torch._C._autograd import _profiler_enabled
 from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
 
-PLAIN_TENSOR_TYPES = (Tensor, nn.Parameter)  # without a mind of their own
+PLAIN_TENSOR_TYPES = (Tensor, nn.Parameter)  # subclasses may override operations through __torch_function__
 NO_DOUBLE_BACKWARD_REMEDY = "do without, or make the layer with backend='dense'"
 
 
 def is_under_functorch() -> bool:
-    """Whether torch.func, or a derivative forward, is at work: there plain operations are asked, which torch sees.
+    """Return True inside a torch.func transform or at a forward-mode level; plain torch operations must be used there.
 
     >>> is_under_functorch(), torch.func.grad(lambda x: x * is_under_functorch())(torch.tensor(2.0)).item()
     (False, 1.0)
@@ -24,15 +26,16 @@ def is_under_functorch() -> bool:
 
 
 def _has_transform() -> bool:
-    # Neither is public, and nothing public says as much.
+    # Both are private; torch has no public equivalent.
     return forward_ad._current_level >= 0 or peek_interpreter_stack() is not None
 
 
 def can_skip_dispatcher(*given: Tensor) -> bool:
-    """Whether nobody follows what is done with these: no gradient, no graph, no transformation, no mode, no profiler.
+    """Return True if autograd, torch.compile, transforms, modes, tracing and the profiler are all off.
 
-    Then the function behind an operation can be called itself. The way into an operation that is written in Python
-    takes longer than a small one does, and more so where much was read just before.
+    The tensors must also be plain CPU tensors. The function behind a custom operation can then be called directly.
+    Dispatching to an operation that is written in Python takes longer than a small operation itself, and longer still
+    if much memory was read just before.
 
     >>> can_skip_dispatcher(torch.ones(1))
     False
@@ -52,10 +55,10 @@ def can_skip_dispatcher(*given: Tensor) -> bool:
 
 
 def forbid_double_backward(remedy: str) -> None:
-    """On the way back, refuse a gradient that is to be differentiated again.
+    """Raise RuntimeError in a backward pass that runs with create_graph=True; `remedy` ends the message.
 
-    torch's `once_differentiable` says so only to a second pass that comes by: one that is asked for some tensors alone
-    goes around, and leaves out in silence what it would have added.
+    torch's `once_differentiable` raises only if the second backward pass reaches the function. A second pass that is
+    restricted to some inputs can go around it, and would then silently leave out a part of the gradient.
     """
     if torch.is_grad_enabled() and not torch.compiler.is_compiling() and not _has_transform():
         raise RuntimeError(f"create_graph=True asks for a gradient of this gradient, which has none; {remedy}")

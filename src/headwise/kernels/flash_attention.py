@@ -1,5 +1,18 @@
-"""Queries from anywhere that read the keys from a first to a last of their own, as an operation of torch with a
-gradient of its own."""
+"""FlashAttention on the CPU: every query reads one range of keys; torch operations with gradients.
+
+For batch b, query head h, its key head g and a query t that may read the keys first <= j < end:
+
+    s[j] = scale * q[t] . k[j]        o[t] = sum_j softmax(s)[j] v[j]        lse[t] = log sum_j exp(s[j])
+
+With the ranges as a mask this is `F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale,
+enable_gqa=True)` on transposed tensors; queries without keys return zeros. The backward pass computes the scores again
+from lse (FlashAttention, 2205.14135). `flash_attention_kernel` holds the kernels and their loop order.
+
+- `gathered_attention`: only some queries attend, given as work items by the caller
+- `attend_key_ranges`: all queries attend, by key ranges or causally; the work items are made here and cached
+
+Both run the same kernels.
+"""
 
 from __future__ import annotations
 
@@ -42,17 +55,18 @@ TENSOR_ARGS = tuple(
         ),
     )
 )
-MAX_INDEX_BY_DTYPE = {torch.float32: 2**24, torch.float64: 2**53}  # keys whose numbers are known exactly
+MAX_INDEX_BY_DTYPE = {torch.float32: 2**24, torch.float64: 2**53}  # largest key index that the dtype represents exactly
 
 
 @torch.library.custom_op("headwise::read_lines", mutates_args=(), device_types="cpu")
 def gathered_attention(q: Tensor, k: Tensor, v: Tensor, told: list[Tensor], scale: float, formed: int) -> list[Tensor]:
-    """What some of the queries q [B, T, H, dim] read of k and v [B, S, G, dim or vdim], zeros for others, and the
-    log-sum-exp of their scores, [B, T, H].
+    """Return the attention of selected queries, [B, T, H, vdim], zeros for the others, and the log-sum-exp [B, T, H].
 
-    `told` are all int64: the lines, where those queries stand among all (b, t, h), by row and key head; the ends
-    [1 or B, T, 2], the first key that a token reads and the one behind its last; and the units of work forth and back,
-    as `reading.At.TOLD` says. `formed` is how many pairs are formed, for whoever counts.
+    The queries are q [B, T, H, dim]; keys and values are k and v [B, S, G, dim or vdim]. `told` holds four int64
+    tensors: the indices of the selected queries among all (b, t, h), sorted by row and key head; the key ranges [1 or
+    B, T, 2], each the first key that a token reads and the one behind its last; the work items of the forward pass and
+    those of the backward pass, laid out as `FlashAttentionArgs.WORK_ITEMS` describes. `formed` is the number of
+    query-key pairs computed, which only the FLOP counter uses.
     """
     return [*run_forward(q, k, v, told, scale, q.new_zeros)]
 
@@ -61,14 +75,14 @@ def gathered_attention(q: Tensor, k: Tensor, v: Tensor, told: list[Tensor], scal
 def gathered_attention_backward(
     grad: Tensor, given: list[Tensor], told: list[Tensor], scale: float, formed: int
 ) -> list[Tensor]:
-    """The gradients of q, k and v; `given` are these, what was read, and the log-sum-exp."""
+    """Return the gradients of q, k and v; `given` holds q, k, v, the output and the log-sum-exp."""
     return [*run_backward(grad, given, told, scale, given[0].new_zeros)]
 
 
 def run_forward(
     q: Tensor, k: Tensor, v: Tensor, told: list[Tensor], scale: float, make: Callable[..., Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """What queries read, and the log-sum-exp of their scores, where `make` makes room for these."""
+    """Return the output and the log-sum-exp of the selected queries; `make` allocates both tensors."""
     q, k, v = make_contiguous(q, k, v)
     o, lse = make(*q.shape[:3], v.shape[-1]), make(q.shape[:3])
     lines, ends, units, _ = told
@@ -79,7 +93,7 @@ def run_forward(
 def run_backward(
     grad: Tensor, given: list[Tensor], told: list[Tensor], scale: float, make: Callable[..., Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v, where `make` makes room for those of queries."""
+    """Return the gradients of q, k and v; `make` allocates that of q."""
     q, k, v, o, lse = given
     q, k, v = make_contiguous(q, k, v)
     lines, ends, _, units = told
@@ -90,13 +104,13 @@ def run_backward(
 
 
 def make_contiguous(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries that lie one behind the other, keys and values with the numbers of a head side by side."""
+    """Return q contiguous, and k and v with stride 1 along their channels."""
     k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
     return q.contiguous(), k, v
 
 
 def make_kernel_table(q: Tensor, k: Tensor, v: Tensor, told: tuple[Tensor, ...], scale: float) -> KernelTable:
-    """What the kernel is told of a call, but where its tensors lie."""
+    """Return the kernel arguments of a call, all but the addresses of its tensors."""
     if k.dtype != q.dtype or v.dtype != q.dtype:
         raise ValueError(f"q, k, v are {q.dtype}, {k.dtype}, {v.dtype}; give all in one")
     if k.shape[1] > MAX_INDEX_BY_DTYPE[q.dtype]:
@@ -122,9 +136,10 @@ def make_kernel_table(q: Tensor, k: Tensor, v: Tensor, told: tuple[Tensor, ...],
 
 
 def launch_flash_kernel(which: str, known: KernelTable, *tensors: Tensor) -> None:
-    """Tell the kernel where q, k, v, what is read and its log-sum-exp lie, backwards also gradients, and run it.
+    """Write the tensors' addresses into the kernel arguments and run the kernel.
 
-    All of these are held until it is done: some of them nobody else may hold.
+    The tensors are q, k, v, the output and the log-sum-exp; for the backward pass also the output's gradient and the
+    gradients to write. The parameters keep every tensor alive until the kernel has finished.
     """
     for at, tensor in zip(TENSOR_ARGS, tensors, strict=False):
         known[at] = tensor.data_ptr()
@@ -134,14 +149,14 @@ def launch_flash_kernel(which: str, known: KernelTable, *tensors: Tensor) -> Non
 def allocate_gradients(
     q: Tensor, k: Tensor, v: Tensor, parts: int, make: Callable[..., Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Room for the gradients of queries, once for each part of the keys, and for those of keys and values."""
+    """Allocate the gradients: that of q once per part of the keys, those of k and v with padded rows."""
     batch, keys, groups, _ = k.shape
     d_k, d_v = (t.new_empty(batch, groups, keys + GEMM_ROW_PADDING, round_up_to_simd(t.shape[3])) for t in (k, v))
     return make(parts, *q.shape), d_k, d_v
 
 
 def reduce_gradients(grads: tuple[Tensor, Tensor, Tensor], k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of queries added up over parts, those of keys and values as the caller's lie."""
+    """Sum the gradients of q over the parts; return those of k and v in the layout of k and v, without padding."""
     d_q, *others = grads
     d_k, d_v = (d[:, :, : t.shape[1], : t.shape[3]].transpose(1, 2) for d, t in zip(others, (k, v), strict=True))
     return d_q.sum(0) if len(d_q) > 1 else d_q[0], d_k, d_v
@@ -166,7 +181,7 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) 
 
 def _gathered_attention_backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
     forbid_double_backward(NO_DOUBLE_BACKWARD_REMEDY)
-    saved = list(ctx.saved_tensors)  # asked once: a checkpoint hands each out no second time
+    saved = list(ctx.saved_tensors)  # read once: activation checkpointing unpacks saved tensors only once
     told = saved[5:]
     d_q, d_k, d_v = gathered_attention_backward(grads[0], saved[:5], told, ctx.scale, ctx.num_pairs)
     return d_q, d_k, d_v, [None] * len(told), None, None
@@ -182,20 +197,20 @@ def _gathered_attention_flops(q: Any, k: Any, v: Any, told: Any, scale: float, f
 
 @register_flop_formula(torch.ops.headwise.read_lines_backward)
 def _gathered_attention_backward_flops(grad: Any, given: Any, told: Any, scale: float, formed: int, **said: Any) -> int:
-    """The scores once more, and of both products the gradients of both."""
+    """Count the scores computed again, and two gradients for each of the two products."""
     q, _, v, *_ = given
     return 2 * formed * (3 * q[3] + 2 * v[3])
 
 
-# --- Every query reads the keys from a first to a last of its own, as an operation of torch with a -----
+# --- Every query attends: plans, work items and the operations -----------------------------------------
 
-MIN_KEYS_PER_PART = 512  # whose gradients are a part at least
-MAX_KEY_PARTS, TARGET_WORK_ITEMS = 4, 16  # parts there may be at most, so that there are so many units
-MAX_CACHED_PLANS = 16  # plans that are kept: more kinds of calls than this are forgotten
+MIN_KEYS_PER_PART = 512  # minimum number of keys in a part of the backward pass
+MAX_KEY_PARTS, TARGET_WORK_ITEMS = 4, 16  # maximum number of parts, made to reach this many work items
+MAX_CACHED_PLANS = 16  # the cache is cleared when it holds this many plans
 
 
 class FlashAttentionShape(NamedTuple):
-    """Rows, queries, heads of a call, keys, and heads of these."""
+    """Sizes of a call: batch, queries, query heads, keys and key heads."""
 
     batch: int
     queries: int
@@ -205,17 +220,17 @@ class FlashAttentionShape(NamedTuple):
 
     @staticmethod
     def from_tensors(q: Tensor, k: Tensor) -> FlashAttentionShape:
-        """That of queries [B, T, H, dim] and keys [B, S, G, dim]."""
+        """Return the shape of a call with queries [B, T, H, dim] and keys [B, S, G, dim]."""
         return FlashAttentionShape(*q.shape[:3], *k.shape[1:3])
 
     @property
     def group_size(self) -> int:
-        """Heads that read one key head."""
+        """Number of query heads per key head."""
         return self.heads // self.num_kv_heads
 
 
 class FlashAttentionPlan(NamedTuple):
-    """What the kernel is told of one kind of call, forth and back, and the tensors whose places stand in there."""
+    """Kernel arguments for one call signature, forward and backward, and the tensors whose addresses they contain."""
 
     forward_table: KernelTable
     backward_table: KernelTable
@@ -224,10 +239,10 @@ class FlashAttentionPlan(NamedTuple):
 
     @staticmethod
     def from_tensors(q: Tensor, k: Tensor, v: Tensor, ahead: int | None, scale: float) -> FlashAttentionPlan:
-        """That of these, kept for the next of their kind: to make it takes longer than a short call."""
+        """Return the plan for these tensors, cached by signature: making one takes longer than a short call."""
         kinds = q.dtype, k.dtype, v.dtype
         key = q.shape, k.shape, v.shape, k.stride(), v.stride(), kinds, ahead, scale
-        found = _PLAN_CACHE.get(key)  # once: another thread may forget all plans at any time
+        found = _PLAN_CACHE.get(key)  # looked up once: another thread may clear the cache at any time
         if found is None:
             if len(_PLAN_CACHE) >= MAX_CACHED_PLANS:
                 _PLAN_CACHE.clear()
@@ -243,7 +258,7 @@ class FlashAttentionPlan(NamedTuple):
 
 
 def _with_key_ranges(known: KernelTable, ends: Tensor | None) -> KernelTable:
-    """A copy, with the caller's own ends if there are some."""
+    """Return a copy of the kernel arguments, with the caller's key ranges if there are any."""
     known = known[:]
     if ends is not None:
         known[FlashAttentionArgs.KEY_RANGES], known[FlashAttentionArgs.NUM_KEY_RANGE_ROWS] = ends.data_ptr(), len(ends)
@@ -261,7 +276,7 @@ def _make_work_items(size: FlashAttentionShape, ahead: int | None) -> list[Any]:
 
 
 def _forward_work_items(size: FlashAttentionShape) -> Any:
-    """Units of as many queries as lie side by side; the last, which have most keys, begin."""
+    """Return work items of up to 64 queries each; the last queries, which read the most keys, come first."""
     rows, whose = size.queries * size.group_size, np.arange(size.batch * size.num_kv_heads)
     first = np.arange(0, rows, QUERY_TILE_ROWS)[::-1]
     units = np.zeros((len(first), len(whose), 6), np.int64)
@@ -271,17 +286,19 @@ def _forward_work_items(size: FlashAttentionShape) -> Any:
 
 
 def _backward_work_items(size: FlashAttentionShape) -> Any:
-    """All queries of each key head with a part of the keys; those of the first keys have most to read."""
+    """Return work items of all queries of a key head with one part of its keys; the first keys have the most work."""
     rows, whose = size.queries * size.group_size, np.arange(size.batch * size.num_kv_heads)
     parts = max(1, min(MAX_KEY_PARTS, TARGET_WORK_ITEMS // len(whose), size.keys // MIN_KEYS_PER_PART))
-    cuts = np.array([*(size.keys * part // parts // 4 * 4 for part in range(parts)), size.keys])  # the kernel's fours
+    cuts = np.array(
+        [*(size.keys * part // parts // 4 * 4 for part in range(parts)), size.keys]
+    )  # multiples of the kernel's four-row tiles
     units = np.zeros((parts, len(whose), 6), np.int64)
     units[..., 0], units[..., 1], units[..., 2] = whose, whose * rows, rows
     units[..., 3], units[..., 4], units[..., 5] = cuts[:-1, None], cuts[1:, None], np.arange(parts)[:, None]
     return units.reshape(-1, 6)
 
 
-# Defined without `custom_op`, whose two functions around each call take as long as a short call itself.
+# Defined without `custom_op`, whose two Python wrappers per call take as long as a short call itself.
 _LIBRARY = torch.library.Library("headwise", "FRAGMENT")
 _LIBRARY.define(
     "read_every(Tensor q, Tensor k, Tensor v, Tensor? ends, SymInt? ahead, float scale) -> (Tensor, Tensor)",
@@ -299,10 +316,10 @@ FLASH_FORWARD_OP, FLASH_BACKWARD_OP = (
 
 
 def attend_key_ranges(q: Tensor, k: Tensor, v: Tensor, ends: Tensor | None, ahead: int | None, scale: float) -> Tensor:
-    """What the queries q [B, T, H, dim] read of k and v [B, S, G, dim or vdim].
+    """Return the attention of queries q [B, T, H, dim] over k and v [B, S, G, dim or vdim].
 
-    `ends`, int64 [1 or B, T, 2], are the first key that a token reads and the one behind its last; without them token t
-    reads keys up to t + ahead, or all where that is not said.
+    `ends`, int64 [1 or B, T, 2], holds for each token the first key that it reads and the one behind its last. Without
+    it, token t reads the keys up to t + ahead, or all keys if `ahead` is None.
 
     >>> q, k = torch.zeros(1, 3, 1, 2), torch.zeros(1, 3, 1, 2)
     >>> attend_key_ranges(q, k, torch.arange(3.0).view(1, 3, 1, 1), None, 0, 1.0).flatten().tolist()
@@ -315,7 +332,7 @@ def attend_key_ranges(q: Tensor, k: Tensor, v: Tensor, ends: Tensor | None, ahea
 
 
 class _FlashAttention(torch.autograd.Function):
-    """Backwards the scores are formed once more, from the log-sum-exp of each row."""
+    """Autograd function; the backward pass computes the scores again from the log-sum-exp of each row."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *how: Any) -> Tensor:
@@ -335,7 +352,7 @@ class _FlashAttention(torch.autograd.Function):
 def _flash_forward_op(
     q: Tensor, k: Tensor, v: Tensor, ends: Tensor | None, ahead: int | None, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """What is read, and the log-sum-exp of the scores, [B, T, H]."""
+    """Return the output and the log-sum-exp of the scores, [B, T, H]."""
     q, k, v = make_contiguous(q, k, v)
     o, lse = q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3])
     plan = FlashAttentionPlan.from_tensors(q, k, v, ahead, scale)
@@ -347,11 +364,11 @@ def _flash_forward_op(
 def _flash_backward_op(
     grad: Tensor, given: list[Tensor], ends: Tensor | None, ahead: int | None, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v; `given` are these, what was read, and the log-sum-exp."""
+    """Return the gradients of q, k and v; `given` holds q, k, v, the output and the log-sum-exp."""
     q, k, v, o, lse = given
     q, k, v = make_contiguous(q, k, v)
     plan = FlashAttentionPlan.from_tensors(q, k, v, ahead, scale)
-    # Who reads nothing of a part writes nothing.
+    # A tile that reads no key of a part does not write its gradients for that part.
     make = q.new_empty if ends is None and plan.num_key_parts == 1 else q.new_zeros
     grads = allocate_gradients(q, k, v, plan.num_key_parts, make)
     launch_flash_kernel(
@@ -372,7 +389,9 @@ def _(grad: Tensor, given: list[Tensor], ends: Any, ahead: Any, scale: float) ->
 
 
 def count_executed_pairs(size: FlashAttentionShape, ends: Tensor | None, ahead: int | None) -> int:
-    """How many pairs are formed: whole units, each with the keys from the first to the last that one of its rows reads.
+    """Return how many query-key pairs the kernel computes.
+
+    These are whole tiles of 64 queries, each with all keys from the first to the last that one of its queries reads.
 
     >>> (
     ...     count_executed_pairs(FlashAttentionShape(1, 128, 1, 128, 1), None, 0),
@@ -387,13 +406,16 @@ def count_executed_pairs(size: FlashAttentionShape, ends: Tensor | None, ahead: 
         return QUERY_TILE_ROWS * size.batch * size.num_kv_heads * units * size.keys
     inner = max(
         0, min(units - 1, (size.keys - ahead) * each // QUERY_TILE_ROWS)
-    )  # units whose last row is not stopped by the end
+    )  # tiles whose last row reads fewer than all keys
     keys = _last_tokens(inner, each) + inner * (ahead + 1) + (units - 1 - inner) * size.keys
     return QUERY_TILE_ROWS * size.batch * size.num_kv_heads * (keys + min(size.queries + ahead, size.keys))
 
 
 def _last_tokens(units: int, each: int) -> int:
-    """The sum over so many units of the token of the last row of each, which rises evenly from period to period."""
+    """Return the sum over `units` tiles of the token of each tile's last row.
+
+    The tokens are periodic up to a constant rise per period, so the sum has a closed form.
+    """
     period = each // gcd(each, QUERY_TILE_ROWS)
     first, (times, rest) = [(QUERY_TILE_ROWS * (n + 1) - 1) // each for n in range(period)], divmod(units, period)
     rise = QUERY_TILE_ROWS * period // each
@@ -417,7 +439,7 @@ def _flash_attention_flops(q: Tensor, k: Tensor, v: Tensor, ends: Any, ahead: An
 
 @register_flop_formula(torch.ops.headwise.read_every_backward, get_raw=True)
 def _flash_attention_backward_flops(grad: Any, given: Any, ends: Any, ahead: Any, scale: float, **said: Any) -> int:
-    """The scores once more, and of both products the gradients of both."""
+    """Count the scores computed again, and two gradients for each of the two products."""
     q, k, v, *_ = given
     return (
         2

@@ -1,8 +1,21 @@
-"""Products of small matrices that lie somewhere in memory: what kernels of attention are made of.
+"""Kernels of `flash_attention`: tiles of 64 queries against blocks of 64 keys, with online softmax.
 
-A tile is up to `ROWS` columns wide, which lie side by side; its rows are added up four at a time, so that sixteen sums
-stay in registers while one vector of each step is read. What multiplies it may lie at any distances: it is read number
-by number.
+Forward, for the queries of one work item and blocks of keys j:
+
+    S = K_block Q^T                        [keys, 64 queries]: queries are the columns, so softmax runs across vectors
+    m' = max(m, max_j S),  P = exp(S - m'),  l = l exp(m - m') + sum_j P,  O = O exp(m - m') + V_block^T P
+
+and finally o = O / l, lse = m + log l. Backward, with P = exp(S - lse) and D = rowsum(o * grad):
+
+    dV += P grad,   dS = P * (V grad^T - D),   dQ += dS^T K * scale,   dK += dS Q * scale
+
+Loop order: forward, one work item is a tile of 64 queries of one key head and loops over key blocks. Backward, one
+work item is a part of the keys of one key head; it loops over query tiles, then over key blocks, so that only one
+thread adds to a key's gradients. Queries' gradients are summed over the parts afterwards. In plain PyTorch the forward
+kernel is `F.scaled_dot_product_attention` with the key ranges as a boolean mask.
+
+All products are `gemm`: rows are accumulated four at a time, in tiles of up to 64 columns, so that 16 vector sums stay
+in registers. The left operand is read element by element and may have any strides.
 """
 
 from __future__ import annotations
@@ -33,13 +46,13 @@ from .simd import (
     vec_sub,
 )
 
-QUERY_TILE_ROWS = 4 * SIMD_WIDTH  # rows of queries whose numbers lie side by side
-GEMM_ROW_PADDING = 3  # rows that may be written behind the last: sums are formed for four rows, be there so many or not
+QUERY_TILE_ROWS = 4 * SIMD_WIDTH  # queries per tile, which are the columns of a score tile
+GEMM_ROW_PADDING = 3  # rows behind the last that may be written, because products are computed four rows at a time
 
 
 @njit
 def load_64(f, address):
-    """Sixty-four numbers."""
+    """Load 64 adjacent elements as four vectors."""
     step = simd.compute_itemsize(f) * SIMD_WIDTH
     return (
         load_vector(f, address),
@@ -51,21 +64,21 @@ def load_64(f, address):
 
 @njit
 def zeros_64(f):
-    """Sixty-four zeros."""
+    """Return four vectors of zeros."""
     zero = splat(simd.as_compute_scalar(f, 0))
     return zero, zero, zero, zero
 
 
 @njit
 def axpy_64(x, share, a):
-    """What was summed up so far, and so much of x."""
+    """Return a + share * x for 64 elements."""
     p = splat(share)
     return fma(x[0], p, a[0]), fma(x[1], p, a[1]), fma(x[2], p, a[2]), fma(x[3], p, a[3])
 
 
 @njit
 def store_64(f, to, a):
-    """Write sixty-four numbers."""
+    """Store 64 adjacent elements."""
     step = simd.compute_itemsize(f) * SIMD_WIDTH
     store_value(to, a[0])
     store_value(to + step, a[1])
@@ -75,7 +88,7 @@ def store_64(f, to, a):
 
 @njit
 def gemm_4x64(f, to, a, b, depth, more):
-    """Four rows of sixty-four: sums over so many steps of a's number for the row times b's vectors."""
+    """Compute a tile of 4 rows and 64 columns over `depth` steps; add to the stored values if `more`."""
     (to, step), (a0, a1, a2, a3, on), (b, ahead) = to, a, b
     r0 = r1 = r2 = r3 = zeros_64(f)
     if more:
@@ -92,7 +105,7 @@ def gemm_4x64(f, to, a, b, depth, more):
 
 @njit
 def gemm_4x16(f, to, a, b, depth, more):
-    """Four rows of sixteen, in the same way."""
+    """Compute a tile of 4 rows and 16 columns over `depth` steps; add to the stored values if `more`."""
     (to, step), (a0, a1, a2, a3, on), (b, ahead) = to, a, b
     r0 = r1 = r2 = r3 = splat(simd.as_compute_scalar(f, 0))
     if more:
@@ -114,7 +127,7 @@ def gemm_4x16(f, to, a, b, depth, more):
 
 @njit
 def gemm_4_rows(f, to, a, b, shape, more):
-    """Four rows of any width."""
+    """Compute four rows of any width, in tiles of 64 columns, then of 16."""
     (to, step), (b, ahead), (wide, depth), size = to, b, shape, simd.compute_itemsize(f)
     full = wide // QUERY_TILE_ROWS * QUERY_TILE_ROWS
     for c in range(0, full * size, QUERY_TILE_ROWS * size):
@@ -125,35 +138,36 @@ def gemm_4_rows(f, to, a, b, shape, more):
 
 @njit
 def gemm(f, to, a, b, shape, more):
-    """Rows of a, that lie so far apart and whose steps do, times the rows of b: written, or added to what there is.
+    """Compute to = a b, or add it to `to` if `more` is set.
 
-    `to` and `b` are an address and the bytes to the next row, a an address, the bytes to the next row and those to the
-    next step; `shape` is rows, columns in whole vectors, and steps. Up to three rows too many are written.
+    `to` and `b` are pairs (address, bytes to the next row); `a` is (address, bytes to the next row, bytes to the next
+    step). `shape` is (rows, columns, steps), the columns a multiple of 16. Rows are computed in fours, so up to three
+    rows behind the last are written (`GEMM_ROW_PADDING`).
     """
     (to, step), (a, apart, on), (rows, wide, depth) = to, a, shape
     for m in range(0, rows, 4):
-        left = rows - m - 1  # beyond the last row the last is read once more
+        left = rows - m - 1  # beyond the last row, read the last row again
         first = a + apart * m
         of = (first, first + apart * min(1, left), first + apart * min(2, left), first + apart * min(3, left), on)
         gemm_4_rows(f, (to + step * m, step), of, b, (wide, depth), more)
 
 
-# --- Rows of queries that read keys, each up to an end of its own --------------------------------------
+# --- Forward pass --------------------------------------------------------------------------------------
 
-FLASH_KEY_BLOCK_SIZE = 64  # that are compared before their values are read
+FLASH_KEY_BLOCK_SIZE = 64  # keys whose scores are computed before their values are read
 
 
 class FlashAttentionArgs(IntEnum):
-    """Where each number lies in what a kernel is told: an array of int64. Addresses count bytes, sizes numbers."""
+    """Kernel arguments: indices into an int64 array. Addresses and strides count bytes, sizes count elements."""
 
     WORK_ITEMS = (
-        FIRST_KERNEL_ARG  # [units, 6], int64: row and key head, first line, lines, first key, key behind the last, part
+        FIRST_KERNEL_ARG  # int64 [items, 6]: row x G + key head, first query row, number, first key, end of keys, part
     )
-    QUERY_ROWS = auto()  # int64: where the queries of each row and key head stand among all (b, t, h)
+    QUERY_ROWS = auto()  # int64: indices among all (b, t, h) of the queries, sorted by row and key head
     KEY_RANGES = auto()  # [1 or B, T, 2], int64: the first key that a token reads and the one behind its last
-    NUM_KEY_RANGE_ROWS = auto()  # how many rows those have
+    NUM_KEY_RANGE_ROWS = auto()  # size of their first axis
     Q = auto()  # [B, T, H, dim]
-    SCALE = auto()  # the number itself, in the first bytes of its place
+    SCALE = auto()  # the floating-point number itself, in the first bytes of its slot
     K = auto()
     V = auto()
     T = auto()
@@ -173,18 +187,18 @@ class FlashAttentionArgs(IntEnum):
     GRAD = auto()  # [B, T, H, vdim]
     NUM_QUERY_ROWS = auto()  # B T H
     D_Q = auto()  # [parts, B, T, H, dim]
-    D_K = auto()  # [B, GROUPS, S and slack, dim in whole vectors]
+    D_K = auto()  # [B, GROUPS, PADDED_KEYS, dim padded to whole vectors]
     D_V = auto()
-    PADDED_KEYS = auto()  # S and slack
+    PADDED_KEYS = auto()  # S + GEMM_ROW_PADDING
 
 
 NUM_ROW_STATE_VECTORS = (
-    5  # vectors of sixty-four at the head of a desk: first keys, ends, largest scores, sums, factors
+    5  # rows of 64 at the start of a scratch buffer: first keys, ends, maxima, sums, rescaling factors
 )
 
 
 def flash_scratch_size(dim: int, vdim: int) -> int:
-    """How many numbers a thread writes on, backwards: forward it is less."""
+    """Return the scratch elements per thread; sized for the backward pass, which needs more than the forward pass."""
     return QUERY_TILE_ROWS * (
         NUM_ROW_STATE_VECTORS
         + 1
@@ -199,8 +213,11 @@ def flash_scratch_size(dim: int, vdim: int) -> int:
 
 @njit
 def load_key_ranges(f, table, unit, desk):
-    """Lay first keys and ends of the rows on the desk, none for those that are missing: the extremes of all, and the
-    largest first key and the least end."""
+    """Write the key range of each of 64 rows to the scratch buffer, empty ranges for missing rows.
+
+    Returns the first and last key of the union of the ranges, cut to the work item's keys, and those of their
+    intersection, inside which no mask is needed.
+    """
     lines, count = load_arg(table, FlashAttentionArgs.QUERY_ROWS) + 8 * load_int64(unit + 8), load_int64(unit + 16)
     low, high, inner, outer = load_arg(table, FlashAttentionArgs.S), 0, 0, load_arg(table, FlashAttentionArgs.S)
     tokens = load_arg(table, FlashAttentionArgs.T) * load_arg(table, FlashAttentionArgs.NUM_KEY_RANGE_ROWS)
@@ -220,7 +237,7 @@ def load_key_ranges(f, table, unit, desk):
 
 @njit
 def load_rows_transposed(f, table, unit, source, dim, to):
-    """Lay the rows of a unit side by side, zeros for those that are missing."""
+    """Write the rows of a work item as columns, [dim, 64]; missing rows become zeros."""
     lines, count, size = (
         load_arg(table, FlashAttentionArgs.QUERY_ROWS) + 8 * load_int64(unit + 8),
         load_int64(unit + 16),
@@ -237,7 +254,7 @@ def load_rows_transposed(f, table, unit, source, dim, to):
 
 @njit
 def scale_columns(f, to, rows, factor):
-    """So many rows of sixty-four, times a number each column has."""
+    """Multiply the columns of [rows, 64] with one factor each."""
     step = simd.compute_itemsize(f) * SIMD_WIDTH
     for c in range(0, simd.compute_itemsize(f) * QUERY_TILE_ROWS, step):
         share = load_vector(f, factor + c)
@@ -248,7 +265,7 @@ def scale_columns(f, to, rows, factor):
 
 @njit
 def mask_scores(f, scores, ends, start, count):
-    """Scores of keys that a row may not read become -inf."""
+    """Set the scores of keys outside a query's range to -inf."""
     size, lowest = simd.compute_itemsize(f), splat(simd.as_compute_scalar(f, -math.inf))
     for c in range(0, size * QUERY_TILE_ROWS, size * SIMD_WIDTH):
         first, end = load_vector(f, ends + c), load_vector(f, ends + size * QUERY_TILE_ROWS + c)
@@ -260,7 +277,7 @@ def mask_scores(f, scores, ends, start, count):
 
 @njit
 def online_softmax(f, scores, ends, count):
-    """Scores to shares of the largest so far, and by which factor what was read before shrinks."""
+    """Replace scores by exp(score - running maximum); update the maxima, sums and rescaling factors."""
     size, lowest, zero = (
         simd.compute_itemsize(f),
         splat(simd.as_compute_scalar(f, -math.inf)),
@@ -272,7 +289,7 @@ def online_softmax(f, scores, ends, count):
         top = old
         for n in range(count):
             top = vec_max(top, load_vector(f, scores + step * n + c))
-        base = select_below(lowest, top, top, zero)  # where all are -inf, each share is e^-inf
+        base = select_below(lowest, top, top, zero)  # if all scores are -inf, every weight is exp(-inf) = 0
         factor = vec_exp(vec_sub(old, base))
         sums = vec_mul(load_vector(f, ends + 3 * step + c), factor)
         for n in range(count):
@@ -286,7 +303,7 @@ def online_softmax(f, scores, ends, count):
 
 @njit
 def qk_tile(f, table, at, q, scores, span):
-    """The products of neighbouring keys with all rows of a unit."""
+    """Compute the scores of adjacent keys with all queries of the tile."""
     k, (start, count) = at, span
     step = simd.compute_itemsize(f) * QUERY_TILE_ROWS
     a = (
@@ -299,7 +316,10 @@ def qk_tile(f, table, at, q, scores, span):
 
 @njit
 def store_output_and_lse(f, table, unit, read_there, ends):
-    """Write what the rows of a unit read, and the log-sum-exp of their scores; inf for those that read nothing."""
+    """Store the normalised outputs and the log-sum-exp; rows without keys get output 0 and lse inf.
+
+    With lse = inf, exp(s - lse) is 0 in the backward pass.
+    """
     lines, size, vdim = (
         load_arg(table, FlashAttentionArgs.QUERY_ROWS) + 8 * load_int64(unit + 8),
         simd.compute_itemsize(f),
@@ -323,14 +343,14 @@ def store_output_and_lse(f, table, unit, read_there, ends):
 
 @njit
 def clear_memory(f, to, count):
-    """So many zeros, in whole vectors."""
+    """Store `count` zeros, rounded up to whole vectors."""
     for n in range(0, count, SIMD_WIDTH):
         store_value(to + simd.compute_itemsize(f) * n, splat(simd.as_compute_scalar(f, 0)))
 
 
 @extending.register_jitable
 def flash_forward(f, table, number, desk):
-    """All keys that the rows of a unit read, some at a time."""
+    """Forward kernel: attend from the tile of queries of one work item to all of its keys, block by block."""
     unit = load_arg(table, FlashAttentionArgs.WORK_ITEMS) + 48 * number
     size, dim, vdim, groups = (
         simd.compute_itemsize(f),
@@ -379,12 +399,12 @@ def flash_forward(f, table, number, desk):
     store_output_and_lse(f, table, unit, sums, desk)
 
 
-# --- The gradients of rows that read keys --------------------------------------------------------------
+# --- Backward pass -------------------------------------------------------------------------------------
 
 
 @njit
 def load_rows(f, table, unit, source, dim, to):
-    """Lay the rows of a unit one below the other, in whole vectors, zeros for what is missing."""
+    """Write the rows of a work item below each other, padded with zeros to whole vectors and 64 rows."""
     lines, count, size = (
         load_arg(table, FlashAttentionArgs.QUERY_ROWS) + 8 * load_int64(unit + 8),
         load_int64(unit + 16),
@@ -401,7 +421,7 @@ def load_rows(f, table, unit, source, dim, to):
 
 @njit
 def inner_product(f, a, b, count):
-    """The sum over so many numbers of the products of each two."""
+    """Return the inner product of two arrays of `count` elements."""
     size, sums = simd.compute_itemsize(f), splat(simd.as_compute_scalar(f, 0))
     for c in range(0, count // SIMD_WIDTH * SIMD_WIDTH, SIMD_WIDTH):
         sums = fma(load_vector(f, a + size * c), load_vector(f, b + size * c), sums)
@@ -413,7 +433,7 @@ def inner_product(f, a, b, count):
 
 @njit
 def load_row_statistics(f, table, unit, desk):
-    """Lay each row's log-sum-exp, the product of what it read with its gradient, and the scale."""
+    """Write each row's log-sum-exp, its D = o . grad, and the scale to the scratch buffer."""
     lines, count, size = (
         load_arg(table, FlashAttentionArgs.QUERY_ROWS) + 8 * load_int64(unit + 8),
         load_int64(unit + 16),
@@ -435,7 +455,7 @@ def load_row_statistics(f, table, unit, desk):
 
 @njit
 def recompute_weights(f, scores, desk, count):
-    """Scores as shares of what each row reads."""
+    """Replace scores by attention weights, exp(score - lse)."""
     size = simd.compute_itemsize(f)
     step = size * QUERY_TILE_ROWS
     for c in range(0, step, size * SIMD_WIDTH):
@@ -446,7 +466,7 @@ def recompute_weights(f, scores, desk, count):
 
 @njit
 def grad_scores(f, scores, grads, desk, count):
-    """The gradients of scores from those of shares."""
+    """Replace gradients of weights by gradients of scores: P * (dP - D)."""
     size = simd.compute_itemsize(f)
     step = size * QUERY_TILE_ROWS
     for c in range(0, step, size * SIMD_WIDTH):
@@ -460,7 +480,7 @@ def grad_scores(f, scores, grads, desk, count):
 
 @njit
 def backward_key_block(f, table, at, desk, span, bars):
-    """What some neighbouring keys and all rows of the desk give each other."""
+    """Accumulate the gradients between a block of adjacent keys and the query tile in the scratch buffer."""
     (k, v, d_k, d_v), (start, count) = at, span
     size, dim, vdim = (
         simd.compute_itemsize(f),
@@ -514,7 +534,7 @@ def backward_key_block(f, table, at, desk, span, bars):
 
 @njit
 def backward_query_tile(f, table, at, unit, desk):
-    """The gradients that up to sixty-four rows have and give."""
+    """Compute the gradients between up to 64 queries and all keys of the work item."""
     size, dim, vdim = (
         simd.compute_itemsize(f),
         load_arg(table, FlashAttentionArgs.DIM),
@@ -537,7 +557,7 @@ def backward_query_tile(f, table, at, unit, desk):
         store_value(q_rows + n, vec_mul(load_vector(f, q_rows + n), load_vector(f, desk + 4 * step)))
     load_rows(f, table, unit, load_arg(table, FlashAttentionArgs.GRAD), vdim, q_rows + step * round_up_to_simd(dim))
     clear_memory(f, d_q, QUERY_TILE_ROWS * (dim + GEMM_ROW_PADDING))
-    start = start // 4 * 4  # parts of keys begin and end at fours, so that no row of another part is written
+    start = start // 4 * 4  # parts begin and end at multiples of four, so that no row of another part is written
     while start < stop:
         count = min(FLASH_KEY_BLOCK_SIZE, stop - start)
         backward_key_block(f, table, at, desk, (start, count), start < inner or start + -(-count // 4) * 4 > outer)
@@ -554,7 +574,7 @@ def backward_query_tile(f, table, at, unit, desk):
 
 @extending.register_jitable
 def flash_backward(f, table, number, desk):
-    """All rows of a unit, sixty-four at a time."""
+    """Backward kernel: process all queries of one work item, 64 at a time, against its part of the keys."""
     unit = load_arg(table, FlashAttentionArgs.WORK_ITEMS) + 48 * number
     size, dim, vdim, groups = (
         simd.compute_itemsize(f),

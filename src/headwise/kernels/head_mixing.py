@@ -1,9 +1,20 @@
-"""Heads composed by factors of the query and of the key (2405.08553), in one pass over a block of scores.
+"""Dynamically composed attention heads (2405.08553): mix scores or weights across heads by low-rank factors.
 
-Keys are taken in tiles, and a tile by one thread, which goes through the queries of its row: it lays the pairs of one
-query with these keys on its desk, beside the keys' factors, and composes sixteen pairs of all heads at a time, a rank
-after another. (Heads of a block lie so far apart, in powers of two, that they would drive each other out of the cache.)
-What a tile adds to a query's factors stands apart, so that sums do not depend on threads.
+With factors of the query (qs, qt, qg) and of the key (ks, kt, kg), for each query t and key s:
+
+    out[o] = a[own[o]] (qg[o] + kg[o]) + sum_r (sum_h a[h] qs[r, h]) qt[r, o] + sum_r (sum_h a[h] ks[r, h]) kt[r, o]
+
+In plain PyTorch, for one group of heads:
+
+    out = a[:, own] * (qg.movedim(-1, 1)[..., None] + kg.transpose(1, 2))
+    out += torch.einsum("bhts,btrh,btro->bots", a, qs, qt) + torch.einsum("bhts,brhs,bros->bots", a, ks, kt)
+
+Loop order: one work item is a tile of 64 keys of one batch row. The thread copies the keys' factors to its scratch
+buffer and loops over the queries: it copies the scores of one query with the tile, all heads, to the scratch buffer,
+then loops over 16 keys at a time, over groups of heads, over ranks and over heads, and copies the result back. (In
+memory the heads are strided by large powers of two, which would evict each other from the cache.) In the backward pass
+each tile writes its gradients of the query factors separately; they are summed afterwards, so that the result does not
+depend on the number of threads.
 """
 
 from __future__ import annotations
@@ -37,15 +48,15 @@ from .simd import (
 )
 
 KEY_TILE_SIZE = 64
-CACHE_LINE_BYTES = 64  # bytes that memory brings at once
+CACHE_LINE_BYTES = 64  # bytes per cache line
 
 
 class HeadMixingArgs(IntEnum):
-    """Where each number lies in what a kernel is told: an array of int64. Addresses count bytes, sizes numbers."""
+    """Kernel arguments: indices into an int64 array. Addresses count bytes, sizes count elements."""
 
-    Q_SOURCE = FIRST_KERNEL_ARG  # [B, T, R, H]; of a side without factors there are no ranks
+    Q_SOURCE = FIRST_KERNEL_ARG  # [B, T, R, H]; R is 0 for a side without factors
     Q_TARGET = auto()  # [B, T, R, O]
-    Q_GATE = auto()  # [B, T, O]: what is left of a head's own, 1 + g
+    Q_GATE = auto()  # [B, T, O]: factor of the head itself, 1 + g
     K_SOURCE = auto()  # [B, R H, S]
     K_TARGET = auto()  # [B, R O, S]
     K_GATE = auto()  # [B, O, S]
@@ -57,11 +68,11 @@ class HeadMixingArgs(IntEnum):
     S = auto()
     Q_RANKS = auto()
     K_RANKS = auto()
-    NUM_KEY_GATES = auto()  # OUT, or 0 where keys have no factors
-    HEADS_PER_GROUP = auto()  # heads to a group
-    OUTPUT = auto()  # [B, O, T, S] forward, the gradient of what was given backward
+    NUM_KEY_GATES = auto()  # NUM_OUTPUT_HEADS, or 0 if keys have no factors
+    HEADS_PER_GROUP = auto()  # heads per group
+    OUTPUT = auto()  # forward the output [B, O, T, S]; backward the gradient of the input
     GRAD = auto()  # [B, O, T, S]
-    D_Q_SOURCE = auto()  # those of queries once for each tile, [B, tiles, T, R, H]
+    D_Q_SOURCE = auto()  # gradients of query factors, once per tile: [B, tiles, T, R, H]
     D_Q_TARGET = auto()
     D_Q_GATE = auto()
     D_K_SOURCE = auto()
@@ -70,7 +81,7 @@ class HeadMixingArgs(IntEnum):
 
 
 def head_mixing_scratch_size(heads: int, num_output_heads: int, q_ranks: int, k_ranks: int) -> int:
-    """How many numbers a unit writes on: pairs and factors of keys, their gradients, sums of a query's factors."""
+    """Return the scratch elements per thread: scores, key factors, their gradients and sums of query gradients."""
     return 2 * KEY_TILE_SIZE * (
         heads + num_output_heads + k_ranks * (heads + num_output_heads) + num_output_heads
     ) + SIMD_WIDTH * (num_output_heads + q_ranks * (heads + num_output_heads))
@@ -78,14 +89,14 @@ def head_mixing_scratch_size(heads: int, num_output_heads: int, q_ranks: int, k_
 
 @njit
 def clear_memory(form, to, count):
-    """So many zeros."""
+    """Store `count` zeros, rounded up to whole vectors."""
     for n in range(0, count, SIMD_WIDTH):
         store_value(to + simd.compute_itemsize(form) * n, splat(simd.as_compute_scalar(form, 0)))
 
 
 @njit
 def copy_rows(form, to, source, rows, count):
-    """Copy so many numbers of each row; of both the address of the first row, and the bytes to the next."""
+    """Copy `count` elements of each row; `to` and `source` are (address of the first row, bytes to the next)."""
     size, (to, to_step), (source, step) = simd.compute_itemsize(form), to, source
     for n in range(rows):
         for c in range(0, count, SIMD_WIDTH):
@@ -94,7 +105,7 @@ def copy_rows(form, to, source, rows, count):
 
 @njit
 def prefetch_rows(form, source, step, rows, count):
-    """Ask for so many numbers of each row, which are soon read or written."""
+    """Prefetch `count` elements of each row that are soon read or written."""
     size = simd.compute_itemsize(form)
     for n in range(rows):
         for c in range(0, count * size, CACHE_LINE_BYTES):
@@ -103,13 +114,13 @@ def prefetch_rows(form, source, step, rows, count):
 
 @njit
 def accumulate_product(form, to, a, b):
-    """Add a b to what lies there."""
+    """Add a * b to the vector stored at `to`."""
     store_value(to, fma(a, b, load_vector(form, to)))
 
 
 @njit
 def dot_with_scalars(form, x, factor, first, last):
-    """A sum over heads, by one number for each."""
+    """Return sum_h x[h] factor[h] for 16 keys, where the factor is one number per head."""
     size, step = simd.compute_itemsize(form), simd.compute_itemsize(form) * KEY_TILE_SIZE
     a = splat(simd.as_compute_scalar(form, 0))
     for h in range(first, last):
@@ -119,7 +130,7 @@ def dot_with_scalars(form, x, factor, first, last):
 
 @njit
 def dot_with_vectors(form, x, factor, first, last):
-    """A sum over heads, by a number for each key."""
+    """Return sum_h x[h] factor[h] for 16 keys, where the factor has one number per head and key."""
     step = simd.compute_itemsize(form) * KEY_TILE_SIZE
     a = splat(simd.as_compute_scalar(form, 0))
     for h in range(first, last):
@@ -129,7 +140,7 @@ def dot_with_vectors(form, x, factor, first, last):
 
 @njit
 def head_group_bounds(table, n):
-    """The first and last heads of a group, and of its output heads: one that is alone has all of these."""
+    """Return the range of heads of group n and of its output heads; a single group has all output heads."""
     each = load_arg(table, HeadMixingArgs.HEADS_PER_GROUP)
     first, last = n * each, (n + 1) * each
     return (
@@ -142,7 +153,7 @@ def head_group_bounds(table, n):
 
 @njit
 def load_key_factors(form, table, to, b, begin):
-    """Lay the factors of a tile of keys on the desk."""
+    """Copy the factors of a tile of keys to the scratch buffer."""
     H, OUT, S, ranks = (
         load_arg(table, HeadMixingArgs.H),
         load_arg(table, HeadMixingArgs.NUM_OUTPUT_HEADS),
@@ -159,7 +170,7 @@ def load_key_factors(form, table, to, b, begin):
 
 @njit
 def store_key_factor_grads(form, table, source, b, begin):
-    """Bring the gradients of a tile's factors from the desk to where they belong."""
+    """Copy the gradients of a tile's key factors from the scratch buffer to the output."""
     H, OUT, S, ranks = (
         load_arg(table, HeadMixingArgs.H),
         load_arg(table, HeadMixingArgs.NUM_OUTPUT_HEADS),
@@ -176,7 +187,7 @@ def store_key_factor_grads(form, table, source, b, begin):
 
 @njit
 def compose_key_vector(form, table, row, desk):
-    """What sixteen pairs of all heads come to: of each output head's own, and of ranks."""
+    """Compute all output heads for one query and 16 keys."""
     size, step = simd.compute_itemsize(form), simd.compute_itemsize(form) * KEY_TILE_SIZE
     H, OUT, ranks, held = (
         load_arg(table, HeadMixingArgs.H),
@@ -211,7 +222,7 @@ def compose_key_vector(form, table, row, desk):
 
 @extending.register_jitable
 def head_mixing_forward(form, table, unit, desk):
-    """A tile of keys of one row: lay out, compose, bring back."""
+    """Forward kernel: one tile of keys of one batch row."""
     size, step = simd.compute_itemsize(form), simd.compute_itemsize(form) * KEY_TILE_SIZE
     H, OUT, T, S = (
         load_arg(table, HeadMixingArgs.H),
@@ -234,12 +245,12 @@ def head_mixing_forward(form, table, unit, desk):
         copy_rows(form, (made, size * T * S), (y, step), OUT, count)
 
 
-# --- The gradients of heads that are composed, and all kernels of composition by name ------------------
+# --- Backward pass -------------------------------------------------------------------------------------
 
 
 @njit
 def backward_own_heads(form, table, row, desk):
-    """The gradients of heads as their own output heads', and of gates."""
+    """Compute the gradients of the term a[own] * gate: of the heads and of both gates."""
     x, keys, d_x, d_keys, sums = desk
     size, step = simd.compute_itemsize(form), simd.compute_itemsize(form) * KEY_TILE_SIZE
     H, OUT, held = (
@@ -267,7 +278,7 @@ def backward_own_heads(form, table, row, desk):
 
 @njit
 def backward_query_ranks(form, table, row, heads, desk):
-    """The gradients by way of the query's ranks; those of its factors as vectors, still to be summed."""
+    """Compute the gradients of the query's low-rank term; those of its factors stay vectors, summed over keys later."""
     x, _, d_x, _, sums = desk
     size, step = simd.compute_itemsize(form), simd.compute_itemsize(form) * KEY_TILE_SIZE
     H, OUT, ranks = (
@@ -292,7 +303,7 @@ def backward_query_ranks(form, table, row, heads, desk):
 
 @njit
 def backward_key_ranks(form, table, heads, desk):
-    """The gradients by way of the keys' ranks."""
+    """Compute the gradients of the keys' low-rank term."""
     x, keys, d_x, d_keys, _ = desk
     step = simd.compute_itemsize(form) * KEY_TILE_SIZE
     H, OUT, ranks = (
@@ -315,7 +326,7 @@ def backward_key_ranks(form, table, heads, desk):
 
 @njit
 def sum_query_factor_grads(form, table, row, sums):
-    """The gradients of one query's factors over a tile, from the vectors of its sums."""
+    """Reduce the vectors of gradients of one query's factors over the tile and store them."""
     size, vector = simd.compute_itemsize(form), simd.compute_itemsize(form) * SIMD_WIDTH
     H, OUT, ranks = (
         load_arg(table, HeadMixingArgs.H),
@@ -342,7 +353,7 @@ def sum_query_factor_grads(form, table, row, sums):
 
 @njit
 def backward_query(form, table, b, t, begin, desk):
-    """All gradients of one query's pairs with a tile of keys."""
+    """Compute all gradients between one query and a tile of keys."""
     x, keys, d_x, d_keys, sums = desk
     size, step = simd.compute_itemsize(form), simd.compute_itemsize(form) * KEY_TILE_SIZE
     H, OUT, T, S = (
@@ -373,7 +384,7 @@ def backward_query(form, table, b, t, begin, desk):
 
 @extending.register_jitable
 def head_mixing_backward(form, table, unit, desk):
-    """A tile of keys of one row: lay out, go back, bring the gradients of keys home."""
+    """Backward kernel: one tile of keys of one batch row."""
     step = simd.compute_itemsize(form) * KEY_TILE_SIZE
     H, OUT, held = (
         load_arg(table, HeadMixingArgs.H),
@@ -397,20 +408,21 @@ def head_mixing_backward(form, table, unit, desk):
 
 HEAD_MIXING_KERNELS = ParallelKernelSet(COMPUTE_DTYPES, forward=head_mixing_forward, backward=head_mixing_backward)
 
-# --- Heads composed at every pair, as an operation of torch with a gradient of its own -----------------
+# --- The operation `headwise::composed` ----------------------------------------------------------------
 
 
 def has_head_mixing_kernel(a_BHTS: Tensor) -> bool:
-    """Whether there is a kernel for these: float32 or float64 on the CPU."""
+    """Return True if the kernels support these scores: float32 or float64 on the CPU, outside torch.func."""
     return a_BHTS.device.type == "cpu" and a_BHTS.dtype in COMPUTE_DTYPES and not is_under_functorch()
 
 
 @torch.library.custom_op("headwise::composed", mutates_args=(), device_types="cpu")
 def mix_heads_by_factors(a: Tensor, head_of_output: Tensor, heads_per_group: int, factors: list[Tensor]) -> Tensor:
-    """[B, O, T, S] of a [B, H, T, S]: a[own] (qg + kg) + sum_r (a.qs_r) qt_r, and the same with factors of keys.
+    """Return [B, O, T, S], the heads a [B, H, T, S] mixed by the factors of queries and keys.
 
-    The factors of queries are [B, T, R, H], [B, T, R, O] and [B, T, O], those of keys [B, R, H, S], [B, R, O, S] and
-    [B, 1, O, S]; a side without factors has R = 0, and 0 for 1. `each` heads are a group.
+    The factors of queries are qs [B, T, R, H], qt [B, T, R, O] and qg [B, T, O], those of keys ks [B, R, H, S], kt [B,
+    R, O, S] and kg [B, 1, O, S]. A side without factors has size 0 instead of R, and instead of the 1 of kg. Heads are
+    mixed within groups of `heads_per_group`. The formula stands at the top of this module.
     """
     keys = a.shape[3]
     given = _padded_inputs(a, head_of_output, factors)
@@ -424,7 +436,7 @@ def mix_heads_by_factors(a: Tensor, head_of_output: Tensor, heads_per_group: int
 def mix_heads_by_factors_backward(
     grad: Tensor, a: Tensor, own: Tensor, each: int, factors: list[Tensor]
 ) -> list[Tensor]:
-    """The gradients of a and of the six factors."""
+    """Return the gradients of a and of the six factors."""
     keys = a.shape[3]
     given = _padded_inputs(a, own, factors)
     qs, qt, qg, ks, kt, kg, a, own = given
@@ -441,9 +453,9 @@ def _padded_inputs(a: Tensor, own: Tensor, factors: Sequence[Tensor]) -> list[Te
 
 
 def _pad_keys(t: Tensor) -> Tensor:
-    """Keys in whole vectors."""
+    """Return t contiguous, with its keys padded to whole vectors."""
     lacking = -t.shape[-1] % SIMD_WIDTH
-    return (F.pad(t, (0, lacking)) if lacking else t).contiguous()  # padding keeps strides of other orders
+    return (F.pad(t, (0, lacking)) if lacking else t).contiguous()  # F.pad may return permuted strides
 
 
 def _unpad_keys(t: Tensor, keys: int) -> Tensor:
@@ -491,6 +503,6 @@ def _head_mixing_flops(a: Any, own: Any, each: int, factors: Any, **said: Any) -
 
 @register_flop_formula(torch.ops.headwise.composed_backward)
 def _head_mixing_backward_flops(grad: Any, a: Any, own: Any, each: int, factors: Any, **said: Any) -> int:
-    """The ranks once more; of each product with factors, the gradients of both."""
+    """Count the rank products computed again, and two gradients for each product with factors."""
     batch, heads, queries, keys = a
     return 2 * batch * queries * keys * (factors[0][2] + factors[3][1]) * (3 * heads + 2 * own[0])

@@ -1,4 +1,20 @@
-"""What a kernel is told: an array of int64, and where in it each number lies."""
+"""Attention of one query per head over a block of up to 64 keys: the inner kernels of paged decode.
+
+For each head h, its key head g and the block's keys j, with running maximum m, sum l and output o:
+
+    s[j] = q[h] . k[j, g]  (* key scale, softcap, + bias)
+    m' = max(m, max_j s),  p[j] = exp(s[j] - m'),  l = l exp(m - m') + sum_j p[j]
+    o = o exp(m - m') + sum_j p[j] (* value scale) v[j, g]
+
+In plain PyTorch one block is `s = q @ k.T`, `p = torch.exp(s - m_new)`, `o = o * torch.exp(m - m_new) + p @ v`.
+
+Loop order, for scores and for values alike: four keys at a time in storage order, key heads, up to four query heads of
+the group, channels in vectors of 16. Each key and value is read from memory once for all query heads of its group.
+Keys may lie anywhere: a block holds one address per key. While four keys are read, later ones are prefetched.
+
+The scratch buffer (`desk`) holds the addresses of two blocks (the current and the next), the scores of all heads, one
+rescaling factor per head and one vector for partial loads.
+"""
 
 from __future__ import annotations
 
@@ -33,27 +49,28 @@ from .simd import (
     vec_sub,
 )
 
-KV_BLOCK_SIZE, KV_SPLIT_SIZE = 64, 256  # keys that are read at once; keys that one thread takes on at a time
-CACHE_LINE_BYTES = 64  # bytes that memory brings at once
-PLAN_ENTRY_FIELDS = 7  # numbers of what is read at once
-MAX_ROWS_TOGETHER = 8  # rows that read keys together at most
+KV_BLOCK_SIZE, KV_SPLIT_SIZE = 64, 256  # keys per block; keys per split, the unit of work of a thread
+CACHE_LINE_BYTES = 64  # bytes per cache line
+PLAN_ENTRY_FIELDS = 7  # int64 per entry of the plan
+MAX_ROWS_TOGETHER = 8  # maximum number of rows that read a shared prefix together
 
 
 class PagedDecodeArgs(IntEnum):
-    """The place of each number, as bytes from the start. Addresses and strides count bytes; 0 where there is none.
+    """Kernel arguments of paged decode: byte offsets into an int64 array. Addresses and strides count bytes.
 
-    A key lies at `K + number of its page x K_PAGE + head x K_HEAD + slot x K_SLOT`, its value and their scales
-    likewise; what is added to its score at `BIAS + row x BIAS_ROW + head x BIAS_HEAD + column x BIAS_KEY`.
+    Arguments that a call does not have are 0. A key lies at `K + page x K_PAGE_STRIDE + head x K_HEAD_STRIDE + slot x
+    K_SLOT_STRIDE`, its value and their scales likewise. Its bias lies at `BIAS + row x BIAS_ROW_STRIDE + head x
+    BIAS_HEAD_STRIDE + column x BIAS_KEY_STRIDE`.
     """
 
     def _generate_next_value_(name, start, count, last_values):
         return 8 * count
 
-    NEXT_WORK_ITEM = auto()  # counters: the next job, the next thread
+    NEXT_WORK_ITEM = auto()  # counters: next work item, next thread
     NEXT_THREAD = auto()
-    NUM_WORK_ITEMS = auto()  # threads, then jobs
-    MAX_SPLITS = auto()  # pieces there may be, then rows that read together
-    Q = auto()  # [B, H, dim wide], scaled
+    NUM_WORK_ITEMS = auto()  # before planning the number of threads, afterwards that of work items
+    MAX_SPLITS = auto()  # before planning the maximum number of splits, afterwards the most rows that read together
+    Q = auto()  # [B, H, dim padded], already scaled
     K = auto()
     V = auto()
     SPANS = auto()  # [B, N, 3]: page, first slot, end
@@ -61,17 +78,17 @@ class PagedDecodeArgs(IntEnum):
     SINK = auto()  # [H]
     K_SCALE = auto()
     V_SCALE = auto()
-    SOFTCAP = auto()  # a number: scores saturate there
+    SOFTCAP = auto()  # address of one number
     OUT = auto()  # [B, H, V]
     LSE = auto()  # [B, H]
-    PLAN = auto()  # what is read at once, as `planning` notes it, at most 4 for each piece
-    WORK_ITEMS = auto()  # [jobs + 1]: which of these is the first of a job
-    SPLIT_STARTS = auto()  # [pieces, 3]: span, slot in it, whether a row before this one reads it too
-    ROW_SPLITS = auto()  # [B, 3]: first piece, pieces, pieces done
-    ROW_ORDER = auto()  # [B, 3]: row, keys that it has in common with the one before it, keys
-    PAGE_HASH_TABLE = auto()  # a row for each page that a row begins with, or -1
-    PARTIAL_OUTPUTS = auto()  # [pieces, H, vdim wide + 2]: what each piece reads, its top and its total
-    SCRATCH = auto()  # where threads write, and how many bytes each has there
+    PLAN = auto()  # plan entries (see `split_kv_schedule`), at most 4 per split
+    WORK_ITEMS = auto()  # [items + 1]: first plan entry of each work item
+    SPLIT_STARTS = auto()  # [splits, 3]: span, slot, whether an earlier row's work item reads it too
+    ROW_SPLITS = auto()  # [B, 3]: first split, number of splits, splits done
+    ROW_ORDER = auto()  # [B, 3]: row, keys shared with the previous row in this order, keys
+    PAGE_HASH_TABLE = auto()  # hash table from first page to row, -1 if empty
+    PARTIAL_OUTPUTS = auto()  # [splits, H, vdim padded + 2]: output, maximum and sum of each split
+    SCRATCH = auto()  # scratch buffers of the threads, and the bytes of each
     SCRATCH_BYTES = auto()
     BATCH = auto()
     HEADS = auto()
@@ -95,9 +112,10 @@ class PagedDecodeArgs(IntEnum):
 
 
 def decode_scratch_bytes(heads: int, itemsize: int, rows: int = 1, qv_width: int = 0) -> int:
-    """Bytes that a thread writes on: addresses for two blocks, scores and factors by head, one vector.
+    """Return the scratch bytes per thread: addresses of two blocks, scores and factors by head, one vector.
 
-    Where rows read together, also their queries and what they read, `widths` for a head, and what they are told.
+    If several rows read a shared prefix together, it also holds their queries and partial outputs, `qv_width` elements
+    per head, and a copy of the kernel arguments.
     """
     lists, own = 2 * 4 * 8 * KV_BLOCK_SIZE, 8 * (len(PagedDecodeArgs) + 1) if rows > 1 else 0
     heads *= rows
@@ -106,36 +124,36 @@ def decode_scratch_bytes(heads: int, itemsize: int, rows: int = 1, qv_width: int
 
 
 def num_kv_splits(keys: int) -> int:
-    """Into how many pieces so many keys of a row are cut; none are one empty piece."""
+    """Return into how many splits the keys of a row are cut; a row without keys has one empty split."""
     return max(1, -(-keys // KV_SPLIT_SIZE))
 
 
 def plan_size(batch: int, max_splits: int) -> int:
-    """How many numbers note what is planned of so many rows and pieces, at most."""
+    """Return the maximum number of int64 of a plan for `batch` rows and `max_splits` splits."""
     return (4 * PLAN_ENTRY_FIELDS + 4) * max_splits + 1 + 6 * batch + hash_table_size(batch)
 
 
 @extending.register_jitable
 def hash_table_size(batch: int) -> int:
-    """The places of a list in which so many rows are looked up by a number, twice as many at least: a power of two."""
+    """Return the smallest power of two that is at least 2 x batch."""
     count = 1
     while count < 2 * batch:
         count *= 2
     return count
 
 
-# --- A block of keys, read by one query of every head --------------------------------------------------
+# --- Scores and weighted values of a block -------------------------------------------------------------
 
 KEYS_OFFSET, VALUES_OFFSET, SCALES_OFFSET, COLUMNS_OFFSET, NEXT_BLOCK_OFFSET = (8 * KV_BLOCK_SIZE * n for n in range(5))
 SCORES_OFFSET = 2 * NEXT_BLOCK_OFFSET
-KV_PREFETCH_BYTES = 12 * 2**10  # bytes between what is asked for and what is read: a memory's answer long
-KEYS_PER_STEP = 4  # keys, or values, that are read at once
-njit_inline = njit(forceinline=True)  # a call of their own costs what a seventh of four keys does
+KV_PREFETCH_BYTES = 12 * 2**10  # prefetch distance, about one memory latency
+KEYS_PER_STEP = 4  # keys, or values, that are processed together
+njit_inline = njit(forceinline=True)  # a function call costs a seventh of what four keys do
 
 
 @njit
 def load_row_tail(f, address, count, desk):
-    """The last numbers of a row, that do not fill a vector."""
+    """Load the last `count` channels of a row, fewer than a vector; the others are zero."""
     store_value(desk, splat(as_compute_scalar(f, 0.0)))
     for n in range(count):
         store_value(desk + compute_itemsize(f) * n, load_storage_scalar(f, address + storage_itemsize(f) * n))
@@ -144,13 +162,16 @@ def load_row_tail(f, address, count, desk):
 
 @njit_inline
 def fma_4_keys(x, y, a):
-    """Sums with four products more."""
+    """Add x[i] * y to four sums."""
     return fma(x[0], y, a[0]), fma(x[1], y, a[1]), fma(x[2], y, a[2]), fma(x[3], y, a[3])
 
 
 @njit_inline
 def fma_4_keys_4_heads(f, x, q, apart, a):
-    """Sums of four heads, the fourth so far from the first, with four products more of each."""
+    """Add the products of four keys with four heads to 16 sums.
+
+    `apart` holds the bytes from the first head to the second and to the fourth.
+    """
     first, second = fma_4_keys(x, load_vector(f, q), a[0]), fma_4_keys(x, load_vector(f, q + apart[0]), a[1])
     return (
         first,
@@ -162,7 +183,7 @@ def fma_4_keys_4_heads(f, x, q, apart, a):
 
 @njit_inline
 def load_4_keys(f, keys, at):
-    """Sixteen channels of four keys."""
+    """Load 16 channels of four keys."""
     return (
         load_storage(f, keys[0] + at),
         load_storage(f, keys[1] + at),
@@ -173,7 +194,7 @@ def load_4_keys(f, keys, at):
 
 @njit
 def load_4_keys_partial(f, keys, at, bounds, desk):
-    """As many channels of as many keys as there are, of sixteen and of four; the others are 0 and not read."""
+    """Load up to 16 channels of up to four keys; missing ones are zero and their memory is not read."""
     count, some = bounds
     a, b = load_row_tail(f, keys[0] + at, count, desk), load_row_tail(f, keys[1] + at, count if some > 1 else 0, desk)
     c, d = (
@@ -185,7 +206,7 @@ def load_4_keys_partial(f, keys, at, bounds, desk):
 
 @njit_inline
 def key_addresses(keys, offset):
-    """Where one head of four keys, or of their values, lies."""
+    """Return the addresses of one head of four keys, or of four values."""
     return (
         load_int64(keys) + offset,
         load_int64(keys + 8) + offset,
@@ -196,7 +217,7 @@ def key_addresses(keys, offset):
 
 @njit_inline
 def qk_4_heads(f, q, keys, bounds, tail, to):
-    """The products of four keys with the queries of four heads, or of three, of which the last is then met twice."""
+    """Compute the scores of four keys with four query heads, or with three, where the last is computed twice."""
     dim, some, heads = bounds
     nothing = splat(as_compute_scalar(f, 0.0))
     none = (nothing, nothing, nothing, nothing)
@@ -225,7 +246,7 @@ def qk_4_heads(f, q, keys, bounds, tail, to):
 
 @njit_inline
 def qk_1_head(f, q, keys, bounds, tail, to):
-    """The products of four keys with the query of one head."""
+    """Compute the scores of four keys with one query head."""
     dim, some, _ = bounds
     nothing = splat(as_compute_scalar(f, 0.0))
     a, full = (nothing, nothing, nothing, nothing), dim // SIMD_WIDTH * SIMD_WIDTH if some == KEYS_PER_STEP else 0
@@ -242,13 +263,13 @@ def qk_1_head(f, q, keys, bounds, tail, to):
 
 @njit
 def heads_per_step(left):
-    """How many heads are read beside each other, of those that are left: four or three; two take longer so."""
+    """Return how many heads to process together: four or three, else one, as two together are slower."""
     return min(left, 4) if left > 2 else 1
 
 
 @njit_inline
 def qk_head_group(f, q, keys, bounds, tail, to):
-    """The products of four keys with the queries of all heads that share them."""
+    """Compute the scores of four keys with all query heads of a group."""
     dim, some, each = bounds
     h, apart, step = 0, compute_itemsize(f) * KV_BLOCK_SIZE, compute_itemsize(f) * round_up_to_simd(dim)
     while h < each:
@@ -262,7 +283,7 @@ def qk_head_group(f, q, keys, bounds, tail, to):
 
 @njit
 def prefetch_distance(told, each):
-    """How many keys before it is read each is asked for: so many that `AHEAD` bytes lie between, a block at most."""
+    """Return how many keys ahead to prefetch: enough for `KV_PREFETCH_BYTES`, but at most one block."""
     held = (
         KEYS_PER_STEP
         * load_int64(told + PagedDecodeArgs.GROUPS)
@@ -275,8 +296,11 @@ def prefetch_distance(told, each):
 
 @njit
 def prefetch_targets(i, here, there):
-    """Which keys to ask for while four are read: their list, how many there are, what a head of them holds and how far
-    it is to the next head, and whether all of that lies in one piece."""
+    """Return which keys to prefetch while four are read.
+
+    The result is their address list, their number, the bytes of one head, the bytes to the next head, and whether all
+    of it is one contiguous piece of memory.
+    """
     list_, count, held, apart, groups = here
     if i >= count:
         i -= (count + KEYS_PER_STEP - 1) // KEYS_PER_STEP * KEYS_PER_STEP
@@ -292,7 +316,7 @@ def prefetch_targets(i, here, there):
 
 @njit_inline
 def prefetch_head(g, groups, keys):
-    """Ask for what one head is asked of: its part of some keys in the order in which they lie, or its own numbers."""
+    """Prefetch one head's share of some keys: in storage order if they are contiguous, else the head's own bytes."""
     list_, some, held, apart, joined = keys
     if joined:
         begin, end = load_int64(list_) + g * KEYS_PER_STEP * held, load_int64(list_) + some * groups * held
@@ -310,7 +334,7 @@ def prefetch_head(g, groups, keys):
 
 @njit
 def qk_block(f, told, q, desk, count):
-    """The scores of a block, four keys at a time as they lie in memory; those that follow are asked for on the way."""
+    """Compute the scores of a block for all heads, four keys at a time; prefetch later keys, then values."""
     heads, groups, dim = (
         load_int64(told + PagedDecodeArgs.HEADS),
         load_int64(told + PagedDecodeArgs.GROUPS),
@@ -345,7 +369,7 @@ def qk_block(f, told, q, desk, count):
 
 @njit_inline
 def load_4_weights(f, scores):
-    """What four keys have of one head, each sixteen times."""
+    """Load the weights of four keys for one head, each broadcast to a vector."""
     a, b = splat(load_scalar(f, scores)), splat(load_scalar(f, scores + compute_itemsize(f)))
     return (
         a,
@@ -357,19 +381,19 @@ def load_4_weights(f, scores):
 
 @njit_inline
 def fma_4_values(x, p, a):
-    """A sum with four products more."""
+    """Add p[0] x[0] + ... + p[3] x[3] to a."""
     return fma(x[3], p[3], fma(x[2], p[2], fma(x[1], p[1], fma(x[0], p[0], a))))
 
 
 @njit_inline
 def accumulate_4_values(f, to, x, p):
-    """What was read before, with what is read of four values."""
+    """Add four weighted values to the output at `to`."""
     store_value(to, fma_4_values(x, p, load_vector(f, to)))
 
 
 @njit_inline
 def accumulate_4_values_4_heads(f, to, apart, x, p):
-    """The same of three heads, and of a fourth where there is one."""
+    """Add four weighted values to the outputs of three heads, and of a fourth if there is one."""
     step, heads = apart
     accumulate_4_values(f, to, x, p[0])
     accumulate_4_values(f, to + step, x, p[1])
@@ -380,7 +404,7 @@ def accumulate_4_values_4_heads(f, to, apart, x, p):
 
 @njit_inline
 def pv_4_heads(f, scores, keys, bounds, tail, place):
-    """What four heads, or three, read of four values."""
+    """Add four weighted values to the outputs of four heads, or of three."""
     (dim, some, heads), (to, step) = bounds, place
     apart, full = compute_itemsize(f) * KV_BLOCK_SIZE, dim // SIMD_WIDTH * SIMD_WIDTH if some == KEYS_PER_STEP else 0
     p0, p1 = load_4_weights(f, scores), load_4_weights(f, scores + apart)
@@ -401,7 +425,7 @@ def pv_4_heads(f, scores, keys, bounds, tail, place):
 
 @njit_inline
 def pv_1_head(f, scores, keys, bounds, tail, to):
-    """What one head reads of four values."""
+    """Add four weighted values to the output of one head."""
     dim, some, _ = bounds
     p, full = load_4_weights(f, scores), dim // SIMD_WIDTH * SIMD_WIDTH if some == KEYS_PER_STEP else 0
     for n in range(0, full, SIMD_WIDTH):
@@ -413,7 +437,7 @@ def pv_1_head(f, scores, keys, bounds, tail, to):
 
 @njit_inline
 def pv_head_group(f, scores, keys, bounds, tail, place):
-    """What all heads that share them read of four values."""
+    """Add four weighted values to the outputs of all heads of a group."""
     (dim, some, each), (to, step) = bounds, place
     h, apart = 0, compute_itemsize(f) * KV_BLOCK_SIZE
     while h < each:
@@ -427,7 +451,7 @@ def pv_head_group(f, scores, keys, bounds, tail, place):
 
 @njit
 def rescale_output(f, told, factors, part):
-    """What was read before, where a larger score than all before is found since."""
+    """Multiply the outputs by their rescaling factors, for heads whose running maximum has grown."""
     vdim = load_int64(told + PagedDecodeArgs.VDIM)
     for h in range(load_int64(told + PagedDecodeArgs.HEADS)):
         factor, to = (
@@ -443,8 +467,7 @@ def rescale_output(f, told, factors, part):
 
 @njit
 def pv_block(f, told, desk, part, count, following):
-    """What every head reads of the values of a block, added to what it has read before; of those keys that follow as
-    much is asked for on the way."""
+    """Add the weighted values of a block to the outputs of all heads; prefetch later values, then the next keys."""
     heads, groups, dim = (
         load_int64(told + PagedDecodeArgs.HEADS),
         load_int64(told + PagedDecodeArgs.GROUPS),
@@ -481,12 +504,12 @@ def pv_block(f, told, desk, part, count, following):
             pv_head_group(f, scores + apart * h, keys, (dim, some, each), tail, (part + step * h, step))
 
 
-# --- Scores of a block of keys, before their values are read -------------------------------------------
+# --- Score transforms and softmax of a block -----------------------------------------------------------
 
 
 @njit
 def apply_kv_scale(f, told, scale, desk, count):
-    """Numbers of a block times the scale of the keys, or values, that they belong to."""
+    """Multiply scores, or weights, by the scale of each key, or value, of an int8 cache."""
     heads, groups, head = (
         load_int64(told + PagedDecodeArgs.HEADS),
         load_int64(told + PagedDecodeArgs.GROUPS),
@@ -504,7 +527,7 @@ def apply_kv_scale(f, told, scale, desk, count):
 
 @njit
 def apply_softcap(f, told, desk, count):
-    """Scores with their ceiling."""
+    """Replace scores by cap * tanh(score / cap)."""
     cap = load_int64(told + PagedDecodeArgs.SOFTCAP)
     for h in range(load_int64(told + PagedDecodeArgs.HEADS)):
         x = desk + SCORES_OFFSET + compute_itemsize(f) * KV_BLOCK_SIZE * h
@@ -515,7 +538,7 @@ def apply_softcap(f, told, desk, count):
 
 @njit
 def add_bias_to_head(f, x, own, key, desk, count):
-    """Scores of one head with what is added to them; sixteen at once where columns follow each other."""
+    """Add the bias to the scores of one head, 16 at a time if the columns are consecutive."""
     first = load_int64(desk + COLUMNS_OFFSET)
     joined = key == compute_itemsize(f) and load_int64(desk + COLUMNS_OFFSET + 8 * count - 8) == first + count - 1
     full = count // SIMD_WIDTH * SIMD_WIDTH if joined else 0
@@ -533,7 +556,7 @@ def add_bias_to_head(f, x, own, key, desk, count):
 
 @njit
 def add_bias(f, told, row, desk, count):
-    """Scores with what is added to them."""
+    """Add the bias to the scores of all heads."""
     for h in range(load_int64(told + PagedDecodeArgs.HEADS)):
         own = (
             load_int64(told + PagedDecodeArgs.BIAS)
@@ -552,7 +575,7 @@ def add_bias(f, told, row, desk, count):
 
 @njit
 def online_softmax(f, told, desk, part, count):
-    """Scores to shares of the largest so far, and by which factor what was read before shrinks."""
+    """Replace scores by exp(score - running maximum); update maxima, sums and rescaling factors."""
     factors = desk + SCORES_OFFSET + compute_itemsize(f) * load_int64(told + PagedDecodeArgs.HEADS) * KV_BLOCK_SIZE
     step, lowest = (
         compute_itemsize(f) * (round_up_to_simd(load_int64(told + PagedDecodeArgs.VDIM)) + 2),
@@ -570,7 +593,9 @@ def online_softmax(f, told, desk, part, count):
             top = vec_max(top, load_vector(f, x + compute_itemsize(f) * c))
         old = load_scalar(f, ends)
         new = max(old, reduce_max(top))
-        base = new if new > lowest else as_compute_scalar(f, 0.0)  # where all are -inf, each share is e^-inf
+        base = (
+            new if new > lowest else as_compute_scalar(f, 0.0)
+        )  # if all scores are -inf, every weight is exp(-inf) = 0
         factor, sums = as_compute_scalar(f, math.exp(old - base)), splat(as_compute_scalar(f, 0.0))
         for c in range(0, count, SIMD_WIDTH):
             e = vec_exp(vec_sub(load_vector(f, x + compute_itemsize(f) * c), splat(base)))

@@ -1,4 +1,18 @@
-"""Whether spans lie within the pages that there are: who reads memory by its address looks first."""
+"""Attention of one query per row over a paged KV cache, as a torch operation with gradients.
+
+For row b and head h, with g = h // (H / G) and the keys j that the spans of row b list in pages:
+
+    s[j] = scale * q[b, h] . k[j, g]                  (* key scale, then softcap, then + bias)
+    o[b, h] = sum_j softmax(s)[j] v[j, g]             lse[b, h] = log sum_j exp(s[j])
+
+`attend_paged_reference` computes this in plain PyTorch: it gathers the pages and keeps all scores. The kernel reads
+pages where they lie. One call runs two kernels: `plan` (see `split_kv_schedule`) splits the keys of every row into
+chunks of 256 and groups rows that share a prefix, then all threads of the pool run `work` (see
+`paged_decode_kernel`): for each work item, for each block of 64 keys: scores, online softmax, weighted values. The last
+thread to finish a row combines its splits (Flash-Decoding).
+
+Kernels read memory by address, so shapes, dtypes and spans are checked here first.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +36,7 @@ from .small_batch_ops import is_small_batch, scale_to_float32
 
 
 def find_invalid_span(spans_BN3: Tensor, pages: int, slots: int) -> int:
-    """The first span that names some slots and not only such as there are; -1 where there is none.
+    """Return the index of the first nonempty span that exceeds the pages or their slots; -1 if all are valid.
 
     >>> import torch
     >>> find_invalid_span(torch.tensor([[[1, 0, 4], [9, 2, 2], [1, 0, 5]]]), pages=2, slots=4)
@@ -36,7 +50,7 @@ def find_invalid_span(spans_BN3: Tensor, pages: int, slots: int) -> int:
 
 @extending.register_jitable
 def search_invalid_span(table):
-    """Go through all spans, from the last to the first."""
+    """Kernel of `find_invalid_span`: goes from the last span to the first, so that the first invalid one remains."""
     first, count, pages, slots = (
         load_int64(table),
         load_int64(table + 8),
@@ -51,13 +65,16 @@ def search_invalid_span(table):
 
 SPAN_CHECK_KERNELS = KernelSet({}, search=search_invalid_span)
 
-# --- `decode` ------------------------------------------------------------------------------------------
+# --- The operation `headwise::decode` ------------------------------------------------------------------
 
 
 class PagedDecodeOptions(NamedTuple):
-    """What only some calls have: `bias` [B or 1, H or 1, N x S] is added to the score of the key in each column, where
-    -inf hides it; `sink` [H] is one score more, without a value (2508.10925); `scales` of keys and of values, both
-    [P, G, S] in float32, are what pages of int8 are multiplied with; scores saturate at +-`cap` (2408.00118), if not 0.
+    """Optional inputs of `attend_paged`.
+
+    - `bias` [B or 1, H or 1, N x S] is added to the score of the key in each column; -inf masks the key.
+    - `sink` [H] adds one score per head that has no value (attention sinks, 2508.10925).
+    - `k_scale` and `v_scale` [P, G, S], float32, multiply the keys and values of int8 pages.
+    - `softcap` limits scores to +-softcap by tanh (2408.00118); 0 turns it off.
     """
 
     bias: Tensor | None = None
@@ -80,21 +97,22 @@ def attend_paged(
     scale: float,
     options: PagedDecodeOptions = DEFAULT_OPTIONS,
 ) -> tuple[Tensor, Tensor]:
-    """What one query of every head of every row reads, o [B, H, V], and the log-sum-exp of its scores, [B, H].
+    """Return o [B, H, V], the attention of one query per row and head over paged keys, and the log-sum-exp [B, H].
 
-    Keys lie in pages: `k_PGSK` and `v_PGSV` are P pages with S slots for each of G key heads, in any strides whose last
-    is 1. `Pool.views[layer]["k"]` is such a tensor as it stands, and a dense cache [B, S, G, K] is one when transposed:
-    a page for each row. H is a multiple of G, and neighbouring heads share a key head. V may differ from K.
+    `k_PGSK` and `v_PGSV` are P pages with S slots for each of G key heads, in any strides whose last is 1.
+    `PagePool.views[layer]["k"]` has this layout, and a dense cache [B, S, G, K] has it when transposed: one page per
+    row. H is a multiple of G, and neighbouring heads share a key head. V may differ from K.
 
-    `spans_BN3` (int64) is the table: for each n, row b reads the slots from `begin` to before `end` of a page, told as
-    `page, begin, end`. A page may stand in several rows. A span with begin >= end is nothing, and a row that has
-    nothing else reads zero. Spans are read in order, and the column of a key is n x S + its slot. Keys that tables of
-    several rows begin with are read once for all of them, in blocks. Without a table every row reads all of a page of
-    its own.
+    `spans_BN3` (int64) is the block table. Its entry (b, n) is `page, begin, end`: row b attends to slots begin to end
+    - 1 of that page. A page may occur in several rows. A span with begin >= end is empty, and a row with only empty
+    spans returns zeros. Spans are read in order, and the column of a key in `bias` is n x S + its slot. Keys of a
+    prefix that several rows share are read once for all of them, in blocks. Without a table, row b attends to all of
+    page b.
 
-    The query is of the dtype of the pages (with int8, float32 or bfloat16), and so is what it reads; sums are float32,
-    of float64 float64. What a row reads depends neither on the number of threads nor on other rows, bit for bit.
-    Gradients reach the query, pages, bias and sink by a second pass in plain operations, which keeps every score.
+    The query has the dtype of the pages (float32 or bfloat16 for int8 pages), and so has the output. Sums are float32,
+    or float64 for float64 pages. The result of a row depends neither on the number of threads nor on other rows, bit
+    for bit. Gradients for the query, pages, bias and sink come from a second pass in plain operations, which keeps
+    every score.
 
     >>> import torch
     >>> k, v = torch.randn(5, 2, 4, 16), torch.randn(5, 2, 4, 16)  # five pages of four slots, two key heads
@@ -120,7 +138,7 @@ def attend_paged(
 
 
 def _unsupported_reasons(q: Tensor, k: Tensor, v: Tensor, spans: Tensor | None, beside: PagedDecodeOptions) -> str:
-    """Why the kernel, which reads memory by its address, would read something else."""
+    """Return why the inputs do not fit the kernel, or an empty string; the kernel itself checks no bounds."""
     (rows, heads, dim), pages = q.shape, k.shape
     if heads % pages[1] or dim != pages[3] or pages[:3] != v.shape[:3]:
         shapes = ", ".join(str(list(t.shape)) for t in (q, k, v))
@@ -135,7 +153,7 @@ def _unsupported_reasons(q: Tensor, k: Tensor, v: Tensor, spans: Tensor | None, 
 
 
 def _options_to_tensors(beside: PagedDecodeOptions) -> list[Tensor]:
-    """The tensors of it; nothing stands for those that it does not have, as an operation's list has no gaps."""
+    """Return the tensor options; empty tensors stand for missing ones, as an operation's list cannot hold None."""
     return [EMPTY_TENSOR if t is None else t for t in beside[:4]]
 
 
@@ -194,14 +212,14 @@ def _launch_paged_decode(
         told[PagedDecodeArgs.SCRATCH_BYTES // 8],
     ) = parts.data_ptr(), desks.data_ptr(), own
     jit.run_in_threads(PAGED_DECODE_KERNELS.function_address("work", k.dtype), address, threads)
-    del kept, table  # till here what they hold had to live
+    del kept, table  # the kernels read their memory up to here
     return out, lse
 
 
 def _block_table(spans: Tensor | None, rows: int, k: Tensor) -> tuple[Tensor | array[int], int]:
-    """The table, refused where it names what lies beside the pages, and how many spans a row has in it.
+    """Return the block table and its spans per row; raise ValueError if a span exceeds the pages.
 
-    One that is not given is no tensor: those take longer to make than to read.
+    Without spans the table is an array rather than a tensor, which would take longer to make than to read.
     """
     pages, _, slots, _ = k.shape
     if spans is None:
@@ -213,7 +231,7 @@ def _block_table(spans: Tensor | None, rows: int, k: Tensor) -> tuple[Tensor | a
 
 
 def _check_bounds(q: Tensor, k: Tensor, count: int, more: Sequence[Tensor]) -> None:
-    """Refuse what lies beside the memory of a call: here, where numbers are known of a compiled graph too."""
+    """Raise ValueError for options that do not fit; at run time, as a compiled graph only knows the sizes then."""
     (rows, heads, _), (pages, groups, slots, _), (bias, sink, *scales) = q.shape, k.shape, more
     whole = rows, heads, count * slots
     if bias.numel() and any(n not in (1, most) for n, most in zip(bias.shape, whole, strict=True)):
@@ -226,7 +244,7 @@ def _check_bounds(q: Tensor, k: Tensor, count: int, more: Sequence[Tensor]) -> N
 
 
 def _write_option_args(told: array[int], more: Sequence[Tensor], cap: float, exact: torch.dtype) -> list[Tensor]:
-    """Write down what only some calls have; the tensors that are pointed to."""
+    """Write the options into the kernel arguments `told`; return the tensors that must outlive the call."""
     bias, sink, k_scale, v_scale = more
     kept: list[Tensor] = []
     if bias.numel():
@@ -254,13 +272,13 @@ def _write_option_args(told: array[int], more: Sequence[Tensor], cap: float, exa
 
 
 def _pad_channels(q: Tensor) -> Tensor:
-    """The same with its channels in whole vectors."""
+    """Return q with its channels padded to whole vectors."""
     lacking = -q.shape[-1] % SIMD_WIDTH
     return F.pad(q, (0, lacking)) if lacking else q
 
 
 def _contiguous_channels(t: Tensor) -> Tensor:
-    """The same with its channels side by side."""
+    """Return t with stride 1 along its channels."""
     return t if t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous()
 
 
@@ -271,7 +289,7 @@ def _fake_attend_paged(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Ten
 
 @register_flop_formula(torch.ops.headwise.decode)
 def _flops(q: Any, k: Any, v: Any, spans: Any, *rest: Any, out_shape: Any = None, **more: Any) -> int:
-    """Both products over all slots that the table names, read or not: what a span leaves out only the data say."""
+    """Count both products over every slot of the table; how many slots the spans skip is only known from the data."""
     return 2 * q[0] * q[1] * (1 if spans is None else spans[1]) * k[2] * (q[2] + v[3])
 
 
@@ -284,7 +302,7 @@ def attend_paged_reference(
     scale: float,
     options: PagedDecodeOptions = DEFAULT_OPTIONS,
 ) -> tuple[Tensor, Tensor]:
-    """The same in plain operations: every slot of the table is gathered, every score formed."""
+    """Compute `attend_paged` in plain PyTorch: gathers every slot of the table and keeps all scores."""
     exact = torch.float64 if k_PGSK.dtype == torch.float64 else torch.float32
     o, lse = _attend_paged_reference(
         q_BHK.to(exact) * scale, k_PGSK, v_PGSV, spans_BN3, _options_to_tensors(options), options.softcap
@@ -301,7 +319,7 @@ def _attend_paged_reference(
     bias, sink, k_scale, v_scale = more
     slot = torch.arange(k.shape[2], device=k.device)
     allowed = ((slot >= spans[..., 1:2]) & (slot < spans[..., 2:3])).flatten(1)[:, None]
-    # What nobody reads may be anything, and would be NaN in gradients: times nothing.
+    # Slots outside the spans may hold NaN or inf, and 0 x NaN is NaN in gradients: zero them first.
     told = (_gather_pages(t, scale, spans[..., 0], q.dtype) for t, scale in ((k, k_scale), (v, v_scale)))
     keys, values = (t.masked_fill(~allowed[..., None], 0.0) for t in told)
     each = q.shape[1] // k.shape[1]
@@ -318,7 +336,7 @@ def _attend_paged_reference(
 
 
 def _gather_pages(t: Tensor, scale: Tensor, pages: Tensor, exact: torch.dtype) -> Tensor:
-    """[B, G, N x S, K]: the pages of each row, one after the other."""
+    """Return the pages of each row one after the other, [B, G, N x S, K]."""
     told = t.to(exact) if not scale.numel() else t.to(exact) * scale[..., None]
     return told[pages].transpose(1, 2).flatten(2, 3)
 
@@ -329,17 +347,17 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _attend_paged_backward(ctx: Any, o_grad: Tensor, lse_grad: Tensor) -> tuple[Any, ...]:
-    """The gradient of the plain form, formed anew."""
+    """Differentiate the plain PyTorch form, which is computed again."""
     q, k, v, spans, *more = ctx.saved_tensors
     needed, again = [*ctx.needs_input_grad[:3], *ctx.needs_input_grad[4]], torch.is_grad_enabled()
     given = [
-        t.view_as(t) if again and need else t.detach().requires_grad_(need)  # a view has no hooks of its own
+        t.view_as(t) if again and need else t.detach().requires_grad_(need)  # a view does not share hooks
         for t, need in zip([q, k, v, *more], needed, strict=True)
     ]
     with torch.enable_grad():
         found = _attend_paged_reference(given[0], given[1], given[2], spans, given[3:], ctx.cap)
     wanted, told = [t for t in given if t.requires_grad], zip(found, (o_grad, lse_grad), strict=True)
-    made, slopes = zip(*((t, grad) for t, grad in told if t.requires_grad), strict=True)  # lse sees no values
+    made, slopes = zip(*((t, grad) for t, grad in told if t.requires_grad), strict=True)  # lse ignores values
     grads = iter(torch.autograd.grad(made, wanted, slopes, allow_unused=True, create_graph=again))
     each = [next(grads) if t.requires_grad else None for t in given]
     return *each[:3], None, each[3:], None

@@ -1,9 +1,19 @@
-"""Keys that several rows read, read once for all of them.
+"""Kernel `work` of paged decode: work items of one row, or of several rows that share a prefix.
 
-The heads of all these rows that share a key head stand side by side, [G, rows, heads of a group], as if they were those
-of one row: their queries are laid so on the desk, and what they read is handed to each row afterwards, whose other
-pieces it is joined with (Hydragen, 2402.05099). One head's keys of a block stay in near memory while all of these heads
-are met, four and four.
+For the splits n of a row, with maximum m_n, sum l_n and unnormalised output o_n of each (Flash-Decoding):
+
+    m = max_n m_n,   l = sum_n l_n exp(m_n - m),   o = sum_n o_n exp(m_n - m) / l,   lse = m + log l
+
+A sink adds exp(sink - m) to l, but not to lse. Plain PyTorch: `attend_paged_reference` in `paged_decode`.
+
+Loop order: every thread takes work items; for each plan entry of the item, for each block of 64 keys: scores, score
+transforms, online softmax, weighted values (`kv_block_attention`), with the next block prefetched. The thread that
+finishes the last split of a row combines its splits.
+
+For a shared prefix (Hydragen, 2402.05099) the query heads of all rows that share a key head are stacked, [G, rows,
+heads per group], as if they were the heads of one row: their queries are copied to the scratch buffer, and their
+partial outputs are copied back to each row afterwards. There the loop over heads is outside the loop over keys, so that
+one head of a block stays in a near cache while all stacked query heads read it, four at a time.
 """
 
 from __future__ import annotations
@@ -61,7 +71,7 @@ NUM_ARGS = len(PagedDecodeArgs)
 
 @njit
 def prefetch_key_lines(keys, held, walk, lines):
-    """Ask for so many lines more of one head of some keys; how far that is."""
+    """Prefetch the next `lines` cache lines of one head of some keys; return the new position."""
     (list_, count), (head, bytes_), (n, at) = keys, held, walk
     for _ in range(lines):
         if n < count:
@@ -74,16 +84,18 @@ def prefetch_key_lines(keys, held, walk, lines):
 
 @njit
 def prefetch_lines_per_step(count, bytes_, each, keys):
-    """How many lines to ask for at each step, so that one head of so many keys is there when all heads of a group have
-    met so many others."""
+    """Return how many cache lines to prefetch per step.
+
+    With this many, one head of `count` keys is in the cache by the time all heads of a group have processed `keys`
+    others.
+    """
     steps = (each + KEYS_PER_STEP - 1) // KEYS_PER_STEP * ((keys + KEYS_PER_STEP - 1) // KEYS_PER_STEP)
     return (count * ((bytes_ + CACHE_LINE_BYTES - 1) // CACHE_LINE_BYTES) + steps - 1) // steps
 
 
 @njit
 def qk_shared_block(f, told, q, desk, count):
-    """The scores of a block, a head of its keys after the other; on the way the next head is asked for, or the first of
-    the values."""
+    """Compute the scores of a block, one key head after the other; prefetch the next head, or the first value head."""
     heads, groups, dim = (
         load_int64(told + PagedDecodeArgs.HEADS),
         load_int64(told + PagedDecodeArgs.GROUPS),
@@ -122,8 +134,7 @@ def qk_shared_block(f, told, q, desk, count):
 
 @njit
 def pv_shared_block(f, told, desk, part, count, following):
-    """What every head reads of the values of a block, a head of them after the other; the next head, or the first of
-    those keys that follow, is asked for on the way."""
+    """Add the weighted values of a block, one head after the other; prefetch the next head, or the following keys."""
     heads, groups, dim = (
         load_int64(told + PagedDecodeArgs.HEADS),
         load_int64(told + PagedDecodeArgs.GROUPS),
@@ -164,7 +175,7 @@ def pv_shared_block(f, told, desk, part, count, following):
 
 @njit
 def add_bias_shared(f, told, at, desk, count):
-    """Scores with what is added to those of each row; they have the same columns."""
+    """Add each row's bias to its scores; the rows have the same columns."""
     groups, key, order = (
         load_int64(told + PagedDecodeArgs.GROUPS),
         load_int64(told + PagedDecodeArgs.BIAS_KEY_STRIDE),
@@ -183,7 +194,7 @@ def add_bias_shared(f, told, at, desk, count):
 
 @njit
 def copy_vector(f, to, of, count):
-    """So many numbers, sixteen at once."""
+    """Copy `count` elements, 16 at a time."""
     full = count // SIMD_WIDTH * SIMD_WIDTH
     for n in range(0, full, SIMD_WIDTH):
         store_value(to + compute_itemsize(f) * n, load_vector(f, of + compute_itemsize(f) * n))
@@ -193,7 +204,7 @@ def copy_vector(f, to, of, count):
 
 @njit
 def load_shared_rows(f, told, this, q, part):
-    """Lay the queries of all rows side by side, and what they have read of this piece before."""
+    """Copy the queries of all rows to the scratch buffer, and their partial outputs if the split has been begun."""
     heads, groups, dim = (
         load_int64(told + PagedDecodeArgs.HEADS),
         load_int64(told + PagedDecodeArgs.GROUPS),
@@ -223,7 +234,7 @@ def load_shared_rows(f, told, this, q, part):
 
 @njit
 def store_shared_rows(f, told, this, part):
-    """Give each row what it has read."""
+    """Copy the partial outputs from the scratch buffer back to each row."""
     heads, groups, held = (
         load_int64(told + PagedDecodeArgs.HEADS),
         load_int64(told + PagedDecodeArgs.GROUPS),
@@ -250,7 +261,7 @@ def store_shared_rows(f, told, this, part):
 
 @njit
 def init_partial_output(f, told, part):
-    """Nothing read so far."""
+    """Set output 0, maximum -inf and sum 0 for every head."""
     vdim = load_int64(told + PagedDecodeArgs.VDIM)
     step = compute_itemsize(f) * (round_up_to_simd(vdim) + 2)
     for h in range(load_int64(told + PagedDecodeArgs.HEADS)):
@@ -262,7 +273,10 @@ def init_partial_output(f, told, part):
 
 @njit
 def make_shared_args(f, told, rows, desk):
-    """Where on a desk queries lie, what is read, and what a kernel is told of all rows as of one."""
+    """Return scratch addresses of the stacked queries, of the partial outputs, and of a copy of the kernel arguments.
+
+    In the copy HEADS is rows x heads.
+    """
     heads = rows * load_int64(told + PagedDecodeArgs.HEADS)
     q = desk + SCORES_OFFSET + compute_itemsize(f) * (heads * KV_BLOCK_SIZE + round_up_to_simd(heads) + SIMD_WIDTH)
     part = q + compute_itemsize(f) * heads * round_up_to_simd(load_int64(told + PagedDecodeArgs.DIM))
@@ -279,7 +293,7 @@ def make_shared_args(f, told, rows, desk):
 
 @njit
 def attend_shared_prefix(f, told, entry, following, desk):
-    """Read keys for several rows, block by block, while the next are fetched."""
+    """Run one plan entry for several rows, block by block, while the next block is prefetched."""
     this = load_int64(told + PagedDecodeArgs.PLAN) + PLAN_ENTRY_BYTES * entry
     q, part, own = make_shared_args(f, told, load_int64(this + 8), desk)
     at, n, slot, left = (
@@ -319,14 +333,14 @@ def attend_shared_prefix(f, told, entry, following, desk):
     store_shared_rows(f, told, this, part)
 
 
-# --- One query of a row reads the keys of that row, wherever they lie ----------------------------------
+# --- Splits of one row, their combination, and the entry point -----------------------------------------
 
 KV_STORAGE_DTYPES = {torch.float32: "float32", torch.float64: "float64", torch.bfloat16: "bfloat16", torch.int8: "int8"}
 
 
 @njit
 def attend_split(f, told, entry, following, desk):
-    """Read keys for one row, block by block, while the next are fetched."""
+    """Run one plan entry for one row, block by block, while the next block is prefetched."""
     heads, this = (
         load_int64(told + PagedDecodeArgs.HEADS),
         load_int64(told + PagedDecodeArgs.PLAN) + PLAN_ENTRY_BYTES * entry,
@@ -368,13 +382,13 @@ def attend_split(f, told, entry, following, desk):
 
 @njit
 def finite_max(f, top):
-    """What scores are measured from: their largest, or 0 where all are -inf."""
+    """Return the maximum to subtract from scores, or 0 if all of them are -inf."""
     return top if top > as_compute_scalar(f, -math.inf) else as_compute_scalar(f, 0.0)
 
 
 @njit
 def combine_channels(f, part, way, over):
-    """Sixteen channels of all pieces, each by its share."""
+    """Combine 16 channels of all splits: sum_n share_n o_n, times `over`."""
     (apart, count, share), a = way, splat(as_compute_scalar(f, 0.0))
     for n in range(count):
         a = fma(load_vector(f, part + n * apart), splat(load_scalar(f, part + n * apart + share)), a)
@@ -383,7 +397,7 @@ def combine_channels(f, part, way, over):
 
 @njit
 def store_channels(f, to, a, left, scratch):
-    """Write sixteen channels, or as many as are left, by way of sixteen numbers that nobody needs any more."""
+    """Store up to 16 channels; a partial vector goes through `scratch`, whose 16 elements are no longer needed."""
     if left >= SIMD_WIDTH:
         store_value(to, a)
         return
@@ -394,7 +408,7 @@ def store_channels(f, to, a, left, scratch):
 
 @njit
 def combine_splits(f, told, row):
-    """What all pieces of a row read, by their shares of the whole; and how much there was to read."""
+    """Combine the splits of a row into its output and log-sum-exp."""
     heads, vdim, b = (
         load_int64(told + PagedDecodeArgs.HEADS),
         load_int64(told + PagedDecodeArgs.VDIM),
@@ -430,7 +444,7 @@ def combine_splits(f, told, row):
             store_value(ends, share)
         over = as_compute_scalar(f, 1.0) / (
             sums if sums != 0 else as_compute_scalar(f, 1.0)
-        )  # who may read nothing reads zero
+        )  # a row without keys returns zero
         to = load_int64(told + PagedDecodeArgs.OUT) + (row * heads + h) * b * vdim
         for c in range(0, vdim, SIMD_WIDTH):
             store_channels(
@@ -444,7 +458,7 @@ def combine_splits(f, told, row):
 
 @njit
 def first_plan_entry(told, job):
-    """What a job begins with, or -1 behind the last."""
+    """Return the first plan entry of a work item, or -1 behind the last item."""
     return (
         load_int64(load_int64(told + PagedDecodeArgs.WORK_ITEMS) + 8 * job)
         if job < load_int64(told + PagedDecodeArgs.NUM_WORK_ITEMS)
@@ -454,7 +468,7 @@ def first_plan_entry(told, job):
 
 @extending.register_jitable
 def run_work_items(f, told):
-    """What every thread does: take a job, read what it says, until there are no more."""
+    """Kernel `work`, run by every thread: take work items until none is left, and combine rows that are complete."""
     desk = load_int64(told + PagedDecodeArgs.SCRATCH) + fetch_and_increment(
         told + PagedDecodeArgs.NEXT_THREAD
     ) * load_int64(told + PagedDecodeArgs.SCRATCH_BYTES)

@@ -1,7 +1,15 @@
-"""Kernels of rows of scores: softmax, and entmax with the values read by it, forward and backward.
+"""Kernels of `row_normalisers`: softmax, and entmax with optional values, forward and backward.
 
-A thread takes a few rows at a time and copies each to its scratch buffer, which fits the nearest cache, before it goes
-over it as often as it has to.
+Softmax of a row s with allowed keys: w = exp(s - max s) / sum exp(s - max s). In plain PyTorch
+`s.masked_fill(~allowed, -inf).softmax(-1)`, with zeros for rows without allowed keys.
+
+Entmax: x = (alpha - 1)(s - max s), w = max(x - tau, 0)^(1 / (alpha - 1)) with sum w = 1. The largest x is 0, so tau
+lies in [-1, 0) and only keys with x > -1 can have weight. These candidates are compacted into a short list, on which
+Newton's method finds tau. Backward, with the slope u = w^(2 - alpha): ds = u * (g - sum(u * g) / sum(u)).
+
+Loop order: one work item is 8 rows. A thread copies each row to its scratch buffer, which fits the nearest cache, and
+makes all passes over it there, 16 keys at a time. Entmax backward with values: one work item is all rows that read one
+value head, so that only one thread adds to its gradients.
 """
 
 from __future__ import annotations
@@ -39,36 +47,39 @@ from .simd import (
     vec_sub,
 )
 
-ROWS_PER_ITEM = 8  # that a thread takes at a time
+ROWS_PER_ITEM = 8  # rows per work item
 
 
 class RowNormaliserArgs(IntEnum):
-    """Where each number lies in what a kernel is told: an array of int64. Addresses count bytes, sizes numbers."""
+    """Kernel arguments: indices into an int64 array. Addresses count bytes, sizes count elements."""
 
     SCORES = FIRST_KERNEL_ARG  # [B, H, T, S]: scores
-    OUTPUT = auto()  # forward weights, or what is read with them, [B, H, T, V]; backward the gradient of scores
-    MASK = auto()  # [1 or B, 1, 1 or T, S], a byte each; 0 where all are
-    MASK_ROW_STRIDE = auto()  # numbers to the next row of the batch, and to the next query
+    OUTPUT = auto()  # forward weights, or weighted values [B, H, T, V]; backward the gradient of scores
+    MASK = auto()  # [1 or B, 1, 1 or T, S], one byte each; 0 if every key is allowed
+    MASK_ROW_STRIDE = auto()  # elements to the next row of the batch, and to the next query
     MASK_QUERY_STRIDE = auto()
     H = auto()
     T = auto()
     S = auto()
     NUM_ROWS = auto()  # rows in all
-    KEY_INDICES = auto()  # 0, 1, 2 ..., an int32 for each key: from here on for entmax alone
+    KEY_INDICES = auto()  # int32 0, 1, 2, ... for each key; used by entmax only, as are all that follow
     ALPHA = auto()  # [H]
-    ROW_STATE = auto()  # [B, H, T, 2]: how a row is formed again
-    VALUES = auto()  # [B, G, S, V], V in whole vectors; 0 where weights themselves are asked for
+    ROW_STATE = auto()  # [B, H, T, 2]: maximum and tau of each row, for the backward pass
+    VALUES = auto()  # [B, G, S, V], V padded to whole vectors; 0 to return the weights themselves
     VALUE_HEAD_OF_HEAD = auto()  # [H], int64: the value head that each head reads
     G = auto()
     V = auto()
-    GRAD = auto()  # backward, of what was made
+    GRAD = auto()  # backward: gradient of the output
     D_VALUES = auto()
     D_ALPHA = auto()  # [B, H, T]
 
 
 @njit
 def load_row(form, table, row, desk):
-    """Lay the scores of a row on the desk, -inf where none is allowed and behind the end; the largest, or NaN."""
+    """Copy a row of scores to the scratch buffer, -inf at masked keys and behind the end; return its maximum or NaN.
+
+    The result is NaN if an allowed score is NaN or +inf.
+    """
     size, S, T = simd.compute_itemsize(form), load_arg(table, RowNormaliserArgs.S), load_arg(table, RowNormaliserArgs.T)
     low = simd.as_compute_scalar(form, -math.inf)
     high, zero = splat(simd.as_compute_scalar(form, math.inf)), splat(simd.as_compute_scalar(form, 0))
@@ -102,7 +113,7 @@ def load_row(form, table, row, desk):
 
 @njit
 def store_row_scaled(form, table, row, desk, factor):
-    """Bring a row from the desk to where it belongs, times a factor."""
+    """Copy a row from the scratch buffer to the output, times a factor."""
     size, S = simd.compute_itemsize(form), load_arg(table, RowNormaliserArgs.S)
     to, end = load_arg(table, RowNormaliserArgs.OUTPUT) + size * row * S, S // SIMD_WIDTH * SIMD_WIDTH
     for c in range(0, end, SIMD_WIDTH):
@@ -113,7 +124,7 @@ def store_row_scaled(form, table, row, desk, factor):
 
 @njit
 def softmax_of_row(form, table, row, desk):
-    """exp(s - top) over their sum; nothing where nothing is allowed."""
+    """Compute exp(s - max) / sum of one row; zeros if no key is allowed."""
     size, S = simd.compute_itemsize(form), load_arg(table, RowNormaliserArgs.S)
     top = load_row(form, table, row, desk)
     zero, one = simd.as_compute_scalar(form, 0), simd.as_compute_scalar(form, 1)
@@ -132,7 +143,7 @@ def softmax_of_row(form, table, row, desk):
 
 @extending.register_jitable
 def softmax_kernel(form, table, unit, desk):
-    """A few rows."""
+    """Softmax of the rows of one work item."""
     for row in range(
         unit * ROWS_PER_ITEM, min(unit * ROWS_PER_ITEM + ROWS_PER_ITEM, load_arg(table, RowNormaliserArgs.NUM_ROWS))
     ):
@@ -141,41 +152,39 @@ def softmax_kernel(form, table, unit, desk):
 
 SOFTMAX_KERNELS = ParallelKernelSet(COMPUTE_DTYPES, softmax=softmax_kernel)
 
-# --- The few scores of a row that can have weight by entmax, side by side, and their weights -----------
+# --- Entmax: candidates of a row, tau and weights ------------------------------------------------------
 
-NUM_ROW_LISTS = 5  # on a desk: the row, the few scores that count, slopes, gradients, and where they stand
-MAX_SOLVER_STEPS = 200  # steps; Newton takes 5 to 12, halving as many as a number has digits
-SUM_BLOCK_SIZE = (
-    16 * SIMD_WIDTH
-)  # numbers that are summed up before they are added to the others, or equal ones would drift
+NUM_ROW_LISTS = 5  # lists in a scratch buffer: row, candidates, slopes, gradients, key indices
+MAX_SOLVER_STEPS = 200  # Newton takes 5 to 12 steps, bisection as many as the dtype has bits
+SUM_BLOCK_SIZE = 16 * SIMD_WIDTH  # partial sums of this size limit rounding errors when many values are equal
 
 
 @njit
 def row_list_addresses(form, table, desk):
-    """The lists of a desk: the row, the few, their slopes, their gradients, where they stand."""
+    """Return the addresses of the scratch lists: row, candidates, slopes, gradients, key indices."""
     each = simd.compute_itemsize(form) * (round_up_to_simd(load_arg(table, RowNormaliserArgs.S)) + SIMD_WIDTH)
     return desk, desk + each, desk + 2 * each, desk + 3 * each, desk + 4 * each
 
 
 @njit
 def collect_candidates(form, given, count, least, to):
-    """Lay those of so many numbers that are above `least` side by side, -inf behind them; how many they are.
+    """Compact the values above `least` into a list, followed by -inf; return how many there are.
 
-    `given` and `to` are addresses of numbers, and of where they stand.
+    `given` and `to` are pairs of addresses: of the values and of their key indices.
     """
     (source, stood), (few, places) = given, to
     size, found = simd.compute_itemsize(form), 0
     for c in range(0, count, SIMD_WIDTH):
         x = load_vector(form, source + size * c)
         found += compress_store(x, splat(least), stood + 4 * c, few + size * found, places + 4 * found)
-    found = min(found, count)  # of what is no number, what fills up passes as well
+    found = min(found, count)  # if values are NaN, the padding passes the comparison as well
     store_value(few + size * found, splat(simd.as_compute_scalar(form, -math.inf)))
     return found
 
 
 @njit
 def entmax_power(form, r, alpha):
-    """r^(1 / (alpha - 1)), and that over r; both zero where r is."""
+    """Return r^(1 / (alpha - 1)) and that divided by r; both are 0 where r is 0."""
     zero, one = splat(simd.as_compute_scalar(form, 0)), simd.as_compute_scalar(form, 1)
     if alpha == simd.as_compute_scalar(form, 1.5):
         return vec_mul(r, r), r
@@ -187,7 +196,10 @@ def entmax_power(form, r, alpha):
 
 @njit
 def entmax_sum_and_slope(form, few, count, tau, alpha):
-    """The sum of [x - tau]_+ ^ (1 / (alpha - 1)), and how fast it falls."""
+    """Return the sum of max(x - tau, 0)^(1 / (alpha - 1)), and the sum of its terms divided by x - tau.
+
+    The second is (1 - alpha) times the derivative of the first in tau.
+    """
     size, zero = simd.compute_itemsize(form), splat(simd.as_compute_scalar(form, 0))
     falls, all_ = zero, zero
     for begin in range(0, count, SUM_BLOCK_SIZE):
@@ -201,10 +213,11 @@ def entmax_sum_and_slope(form, few, count, tau, alpha):
 
 @njit
 def solve_tau(form, few, count, alpha):
-    """tau for which that sum is one, by Newton's method on the norm of order 1 / (alpha - 1), from tau = -1.
+    """Return the tau for which the sum is 1, by Newton's method on the norm of order 1 / (alpha - 1), from tau = -1.
 
-    Up to alpha = 2 a norm is convex, and steps come from below. Beyond, they may go astray: then, and where a step is
-    not half as long as the one before, what is left between too low and too high is halved.
+    Up to alpha = 2 the norm is convex, and the steps approach from below. Beyond, a step may leave the bracket between
+    the largest tau known to be too low and the smallest too high. In that case, or if a step is more than half as long
+    as the one before, the bracket is halved.
     """
     one, half = simd.as_compute_scalar(form, 1), simd.as_compute_scalar(form, 0.5)
     low, high, tau, last = -one, simd.as_compute_scalar(form, 0), -one, one
@@ -227,7 +240,7 @@ def solve_tau(form, few, count, alpha):
 
 @njit
 def compute_entmax_weights(form, lists, count, tau, alpha):
-    """Weights in the place of the few, and their slopes beside. Without a tau there are none."""
+    """Replace candidates by their weights, normalised to sum 1, and write their slopes; a NaN tau gives NaN weights."""
     size, zero = simd.compute_itemsize(form), splat(simd.as_compute_scalar(form, 0))
     few, slopes = lists
     all_ = zero
@@ -248,21 +261,21 @@ def compute_entmax_weights(form, lists, count, tau, alpha):
 
 @njit
 def scale_scores(form, desk, S, top, alpha):
-    """(alpha - 1) (s - top) in the place of scores."""
+    """Replace scores by (alpha - 1)(s - max)."""
     size, by = simd.compute_itemsize(form), alpha - simd.as_compute_scalar(form, 1)
     for c in range(0, S, SIMD_WIDTH):
         store_value(desk + size * c, vec_mul(vec_sub(load_vector(form, desk + size * c), splat(top)), splat(by)))
 
 
-# --- Entmax of rows of scores, and values read with it -------------------------------------------------
+# --- Entmax of rows, forward and backward --------------------------------------------------------------
 
-ROW_STATE_SIZE = 2  # numbers of a row from which it is formed again: the highest score and tau
-VALUE_STRIP_WIDTH = 4 * SIMD_WIDTH  # channels of a value that are read at once
+ROW_STATE_SIZE = 2  # maximum and tau, from which a row is computed again
+VALUE_STRIP_WIDTH = 4 * SIMD_WIDTH  # channels of a value per tile
 
 
 @njit
 def scatter_row(form, to, S, given, count):
-    """A row of zeros, but for the few where they stand."""
+    """Write a row of zeros with the list's values at their key indices."""
     size, zero, (few, places) = simd.compute_itemsize(form), simd.as_compute_scalar(form, 0), given
     end = S // SIMD_WIDTH * SIMD_WIDTH
     for c in range(0, end, SIMD_WIDTH):
@@ -275,7 +288,7 @@ def scatter_row(form, to, S, given, count):
 
 @njit
 def gather_weighted_values(form, values, width, to, given, count):
-    """The sum of values by the few as weights."""
+    """Write the sum of the listed values, times their weights."""
     size, zero, (few, places) = simd.compute_itemsize(form), splat(simd.as_compute_scalar(form, 0)), given
     by = size * SIMD_WIDTH
     for c in range(0, width // VALUE_STRIP_WIDTH * VALUE_STRIP_WIDTH, VALUE_STRIP_WIDTH):
@@ -298,13 +311,13 @@ def gather_weighted_values(form, values, width, to, given, count):
 
 @njit
 def head_of_row(table, row):
-    """The head of a row."""
+    """Return the head of a row."""
     return row // load_arg(table, RowNormaliserArgs.T) % load_arg(table, RowNormaliserArgs.H)
 
 
 @njit
 def value_address(form, table, row, at):
-    """Where the values that a row reads lie, or their gradients."""
+    """Return the address of the values that a row reads, or of their gradients."""
     batch = row // (load_arg(table, RowNormaliserArgs.H) * load_arg(table, RowNormaliserArgs.T))
     head = batch * load_arg(table, RowNormaliserArgs.G) + load_int64(
         load_arg(table, RowNormaliserArgs.VALUE_HEAD_OF_HEAD) + 8 * head_of_row(table, row)
@@ -316,7 +329,7 @@ def value_address(form, table, row, at):
 
 @njit
 def entmax_forward_row(form, table, row, desk):
-    """The weights of a row, or what it reads with them."""
+    """Compute the entmax weights of a row, or its weighted values."""
     size, S, V = simd.compute_itemsize(form), load_arg(table, RowNormaliserArgs.S), load_arg(table, RowNormaliserArgs.V)
     line, few, slopes, _, places = row_list_addresses(form, table, desk)
     top, alpha = (
@@ -345,7 +358,7 @@ def entmax_forward_row(form, table, row, desk):
 
 @njit
 def grad_of_weights(form, table, row, lists, count):
-    """The gradients of the few weights; where these read values, theirs are added up."""
+    """Write the gradients of the listed weights; with values, also add to the values' gradients."""
     size, (few, heard, places) = simd.compute_itemsize(form), lists
     store_value(heard + size * (count // SIMD_WIDTH * SIMD_WIDTH), splat(simd.as_compute_scalar(form, 0)))
     if load_arg(table, RowNormaliserArgs.VALUES) == 0:
@@ -371,7 +384,7 @@ def grad_of_weights(form, table, row, lists, count):
 
 @njit
 def entmax_backward_row(form, table, row, desk):
-    """The gradient of a row of scores: slope (g - the mean of g by slopes); and its share of that of alpha."""
+    """Compute the gradient of a row of scores, u * (g - sum(u * g) / sum(u)), and the row's part of d alpha."""
     size, S = simd.compute_itemsize(form), load_arg(table, RowNormaliserArgs.S)
     line, few, slopes, grads, places = row_list_addresses(form, table, desk)
     kept, alpha = (
@@ -409,7 +422,7 @@ def entmax_backward_row(form, table, row, desk):
 
 @njit
 def grad_alpha_of_row(form, lists, count, alpha, mean):
-    """The gradient in alpha (1909.00015, proposition 1) of one row."""
+    """Return one row's part of the gradient of alpha (1909.00015, proposition 1)."""
     size, zero, one, (few, grads) = (
         simd.compute_itemsize(form),
         simd.as_compute_scalar(form, 0),
@@ -427,7 +440,7 @@ def grad_alpha_of_row(form, lists, count, alpha, mean):
 
 @extending.register_jitable
 def entmax_forward_kernel(form, table, unit, desk):
-    """A few rows."""
+    """Entmax of the rows of one work item."""
     for row in range(
         unit * ROWS_PER_ITEM, min(unit * ROWS_PER_ITEM + ROWS_PER_ITEM, load_arg(table, RowNormaliserArgs.NUM_ROWS))
     ):
@@ -436,7 +449,7 @@ def entmax_forward_kernel(form, table, unit, desk):
 
 @njit
 def entmax_backward_head(form, table, unit, desk):
-    """All rows that read one head of values, so that nobody else adds to its gradients."""
+    """Backward pass of all rows that read one value head, so that only this thread adds to its gradients."""
     H, T, G = (
         load_arg(table, RowNormaliserArgs.H),
         load_arg(table, RowNormaliserArgs.T),
@@ -450,7 +463,7 @@ def entmax_backward_head(form, table, unit, desk):
 
 @extending.register_jitable
 def entmax_backward_kernel(form, table, unit, desk):
-    """A few rows; where values are read, those of a head of these."""
+    """Backward pass of the rows of one work item, or with values of all rows of one value head."""
     if load_arg(table, RowNormaliserArgs.VALUES):
         entmax_backward_head(form, table, unit, desk)
     else:

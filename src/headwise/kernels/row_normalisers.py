@@ -1,4 +1,13 @@
-"""Softmax and entmax over rows of scores as torch operations, with gradients."""
+"""Masked softmax and entmax over rows of scores, as torch operations with gradients.
+
+`masked_softmax(s, allowed)` equals `s.masked_fill(~allowed, -inf).softmax(-1)`, except that a row without allowed keys
+is zero rather than NaN. `masked_entmax` computes alpha-entmax (1905.05702) with one alpha per head:
+
+    w[j] = max((alpha - 1) s[j] - tau, 0) ^ (1 / (alpha - 1)),  with tau such that sum_j w[j] = 1
+
+alpha = 2 is sparsemax, alpha -> 1 softmax. With values it returns w @ v and never stores w, whose entries are mostly
+zero. `row_normaliser_kernels` holds the kernels and their loop order.
+"""
 
 from __future__ import annotations
 
@@ -26,13 +35,16 @@ from .simd import (
 
 
 def has_row_kernels(s_BHTS: Tensor) -> bool:
-    """Whether there are kernels for these: float32 or float64 on the CPU."""
+    """Return True if the kernels support these scores: float32 or float64 on the CPU, outside torch.func."""
     return s_BHTS.device.type == "cpu" and s_BHTS.dtype in COMPUTE_DTYPES and not is_under_functorch()
 
 
 @torch.library.custom_op("headwise::softmax", mutates_args=(), device_types="cpu")
 def masked_softmax(s: Tensor, allowed: Tensor) -> Tensor:
-    """Softmax over the keys of s [B, H, T, S] that are allowed [1 or B, 1, 1 or T, S]; where none is, no weight."""
+    """Return the softmax of s [B, H, T, S] over the allowed keys; rows without any are zero.
+
+    `allowed` is [1 or B, 1, 1 or T, S].
+    """
     told, made = _score_args(s, allowed), s.new_empty(s.shape)
     _launch_rows(SOFTMAX_KERNELS, "softmax", told | {RowNormaliserArgs.OUTPUT: made}, (_num_items(s), 1))
     return made
@@ -40,7 +52,7 @@ def masked_softmax(s: Tensor, allowed: Tensor) -> Tensor:
 
 @torch.library.custom_op("headwise::softmax_backward", mutates_args=(), device_types="cpu")
 def masked_softmax_backward(grad: Tensor, w: Tensor) -> Tensor:
-    """The gradient of the scores; where nothing was allowed all weights are zero, and so is it."""
+    """Return the gradient of the scores; it is zero for rows without allowed keys, as their weights are."""
     return torch.ops.aten._softmax_backward_data(grad, w, -1, w.dtype)
 
 
@@ -48,10 +60,10 @@ def masked_softmax_backward(grad: Tensor, w: Tensor) -> Tensor:
 def masked_entmax(
     s: Tensor, allowed: Tensor, alpha: Tensor, v: Tensor | None, of: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
-    """Entmax, with an alpha for each head, over the keys of s [B, H, T, S] that are allowed [1 or B, 1, 1 or T, S].
+    """Return the entmax of s [B, H, T, S] over allowed [1 or B, 1, 1 or T, S], with one alpha per head.
 
-    With values v [B, G, S, V] it is what each row reads of v[of[h]], [B, H, T, V]. The second, [B, H, T, 2], is all
-    that the way back needs to form rows again.
+    With values v [B, G, S, V] it returns the weighted values [B, H, T, V] instead, where head h reads v[:, of[h]]. The
+    second output, [B, H, T, 2], holds each row's maximum and tau, from which the backward pass computes the row again.
     """
     held = [] if v is None else [_pad_channels(v), torch.tensor(of)]
     told, kept = _entmax_args(s, allowed, alpha, held), s.new_empty(*s.shape[:3], ROW_STATE_SIZE)
@@ -67,9 +79,9 @@ def masked_entmax(
 
 @torch.library.custom_op("headwise::entmax_backward", mutates_args=(), device_types="cpu")
 def masked_entmax_backward(grad: Tensor, given: Sequence[Tensor], of: Sequence[int]) -> list[Tensor]:
-    """The gradients of the scores, of alpha, and of the values where there are some (1905.05702, 1909.00015).
+    """Return the gradients of the scores, of alpha and, if given, of the values (1905.05702, 1909.00015).
 
-    Given are scores, what is allowed, alphas, what was kept, and values.
+    `given` holds the scores, the allowed keys, alpha, the row state of the forward pass and optionally the values.
     """
     s, allowed, alpha, kept, *values = given
     held = [] if not values else [_pad_channels(values[0]), torch.tensor(of)]
@@ -123,12 +135,12 @@ def _entmax_args(s: Tensor, allowed: Tensor, alpha: Tensor, held: Sequence[Tenso
 
 
 def _num_items(s: Tensor) -> int:
-    """Units of a few rows each."""
+    """Return the number of work items, each of a few rows."""
     return -(-s.shape[:3].numel() // ROWS_PER_ITEM)
 
 
 def _launch_rows(kernels: ParallelKernelSet, name: str, told: KernelArgs, work: tuple[int, int]) -> None:
-    """Do so many units, each with so many rows on its desk."""
+    """Run `work[0]` work items, each with `work[1]` rows of scratch buffer."""
     given, (units, rows) = told[RowNormaliserArgs.SCORES], work
     assert isinstance(given, Tensor)
     desk = rows * (given.shape[3] // SIMD_WIDTH + 2) * SIMD_WIDTH
@@ -136,9 +148,9 @@ def _launch_rows(kernels: ParallelKernelSet, name: str, told: KernelArgs, work: 
 
 
 def _pad_channels(v: Tensor) -> Tensor:
-    """Channels in whole vectors."""
+    """Return v contiguous, with its channels padded to whole vectors."""
     lacking = -v.shape[-1] % SIMD_WIDTH
-    return (F.pad(v, (0, lacking)) if lacking else v).contiguous()  # padding keeps strides of other orders
+    return (F.pad(v, (0, lacking)) if lacking else v).contiguous()  # F.pad may return permuted strides
 
 
 def _unpad_channels(t: Tensor, v: Tensor) -> Tensor:
@@ -196,7 +208,7 @@ masked_entmax.register_autograd(_entmax_autograd_backward, setup_context=_save_e
 
 @register_flop_formula(torch.ops.headwise.entmax)
 def _entmax_flops(s: Any, allowed: Any, alpha: Any, v: Any, of: Any, **said: Any) -> int:
-    """The product of all weights with values: which are zero is not known beforehand."""
+    """Count the full product of weights and values; which weights are zero is only known from the data."""
     return 0 if v is None else 2 * s[0] * s[1] * s[2] * s[3] * v[3]
 
 

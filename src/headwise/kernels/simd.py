@@ -1,8 +1,13 @@
-"""Sixteen numbers at once: what kernels compute with.
+"""16-wide vectors for Numba kernels: arithmetic, exp and log, and loads and stores by address.
 
-LLVM turns a loop over numbers into vectors only where it can prove that memories do not overlap and that sums may be
-reordered. Written in vectors nothing has to be proved, no `fastmath` is asked for, and infinities and NaN keep their
-rules. Wider or narrower machines split or pair them.
+LLVM vectorises a loop over scalars only if it can prove that memory does not overlap and that sums may be reordered.
+With explicit vectors nothing has to be proved, `fastmath` is not needed, and infinities and NaN keep their semantics.
+On machines with wider or narrower registers LLVM combines or splits the vectors.
+
+Most functions are one LLVM instruction. Their equivalents on PyTorch tensors of 16 elements: `fma(a, b, c)` is
+`torch.addcmul(c, a, b)`, `vec_max` is `torch.fmax`, `reduce_sum` is `x.sum()`, `select_below` is `torch.where(a <
+bound, low, high)`. There are no loops. A kernel's first argument `f` (or `form`) is a `StorageType`: the dtype of its
+tensors in memory. Numbers are computed in float64 if they are stored in float64, else in float32.
 """
 
 from __future__ import annotations
@@ -19,17 +24,17 @@ from numba.core.datamodel import models
 SIMD_WIDTH = 16
 INT32, INT64 = ir.IntType(32), ir.IntType(64)
 LANE_MASK = ir.VectorType(INT32, SIMD_WIDTH)
-intrinsic: Any = extending.intrinsic  # what it makes is called with fewer arguments than it is written with
+intrinsic: Any = extending.intrinsic  # typed Any: intrinsics are called without their first parameter
 
 
 @extending.register_jitable
 def round_up_to_simd(count: int) -> int:
-    """The next multiple of a vector's numbers."""
+    """Return the smallest multiple of 16 that is at least `count`."""
     return (count + SIMD_WIDTH - 1) // SIMD_WIDTH * SIMD_WIDTH
 
 
 class SimdVector(types.Type):
-    """So many numbers of one type, in a register."""
+    """Numba type of a vector of 16 numbers of one type."""
 
     def __init__(self, number: types.Float) -> None:
         super().__init__(name=f"{SIMD_WIDTH} x {number}")
@@ -37,13 +42,13 @@ class SimdVector(types.Type):
 
     @property
     def llvm_type(self) -> ir.VectorType:
-        """The same to LLVM."""
+        """The corresponding LLVM vector type."""
         return ir.VectorType(llvm_scalar_type(self.number), SIMD_WIDTH)
 
 
 @extending.register_model(SimdVector)
 class SimdVectorModel(models.PrimitiveModel):
-    """How Numba holds them."""
+    """Numba data model of `SimdVector`: an LLVM vector value."""
 
     def __init__(self, manager: Any, kind: SimdVector) -> None:
         super().__init__(manager, kind, kind.llvm_type)
@@ -53,7 +58,7 @@ SIMD_FLOAT32, SIMD_FLOAT64 = SimdVector(types.float32), SimdVector(types.float64
 
 
 def llvm_scalar_type(number: types.Type) -> ir.Type:
-    """A number to LLVM."""
+    """Return the LLVM type of a Numba scalar type."""
     return {types.float32: ir.FloatType(), types.float64: ir.DoubleType()}.get(number, INT64)
 
 
@@ -64,7 +69,7 @@ def _build_splat(builder: ir.IRBuilder, value: ir.Value, kind: ir.VectorType) ->
 
 @intrinsic
 def splat(typing: Any, value: Any) -> Any:
-    """One number sixteen times."""
+    """Broadcast one number to a vector."""
     lanes = SIMD_FLOAT64 if value == types.float64 else SIMD_FLOAT32
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -74,7 +79,7 @@ def splat(typing: Any, value: Any) -> Any:
 
 
 def llvm_elementwise(name: str, count: int) -> Any:
-    """LLVM's operation of this name on so many vectors."""
+    """Return the code generator of the LLVM intrinsic `name` on `count` vectors."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         kind = signature.return_type.llvm_type
@@ -88,7 +93,7 @@ def llvm_elementwise(name: str, count: int) -> Any:
 
 
 def _llvm_reduction(name: str, start: bool) -> Any:
-    """LLVM's operation of this name over the numbers of a vector, in whatever order is fastest."""
+    """Return the code generator of LLVM's reduction `name` of a vector, in the fastest order."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         number, vector = llvm_scalar_type(signature.return_type), signature.args[0].llvm_type
@@ -103,24 +108,24 @@ def _llvm_reduction(name: str, start: bool) -> Any:
 
 @intrinsic
 def fma(typing: Any, a: Any, b: Any, c: Any) -> Any:
-    """a b + c."""
+    """Return a * b + c."""
     return a(a, b, c), llvm_elementwise("fma", 3)
 
 
 @intrinsic
 def vec_max(typing: Any, a: Any, b: Any) -> Any:
-    """The larger of each two; NaN is never the larger."""
+    """Return the elementwise maximum; where one number is NaN, the other one."""
     return a(a, b), llvm_elementwise("maxnum", 2)
 
 
 @intrinsic
 def reduce_sum(typing: Any, a: Any) -> Any:
-    """The sum of all sixteen."""
+    """Return the sum of all 16 elements."""
     return a.number(a), _llvm_reduction("fadd", start=True)
 
 
 def _add_shuffled(builder: Any, a: Any, b: Any, low: list[int], high: list[int]) -> Any:
-    """Some numbers of two vectors plus others of them."""
+    """Return the sum of two shuffles of vectors a and b."""
     first, second = (builder.shuffle_vector(a, b, ir.Constant(LANE_MASK, at)) for at in (low, high))
     return builder.fadd(first, second)
 
@@ -134,7 +139,7 @@ _SINGLES = [[m for n in _QUARTERS for m in (n + at, n + at + 2, n + at + 16, n +
 
 @intrinsic
 def reduce_sum_16(typing: Any, a: Any) -> Any:
-    """The sums of four times four vectors, side by side; halves are added to halves, without leaving registers."""
+    """Return the sums of four tuples of four vectors as one vector; adds halves to halves within registers."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         rows = [cgutils.unpack_tuple(builder, row) for row in cgutils.unpack_tuple(builder, args[0])]
@@ -150,37 +155,37 @@ def reduce_sum_16(typing: Any, a: Any) -> Any:
 
 @intrinsic
 def reduce_max(typing: Any, a: Any) -> Any:
-    """The largest of all sixteen; NaN is never it."""
+    """Return the maximum of all 16 elements, ignoring NaN."""
     return a.number(a), _llvm_reduction("fmax", start=False)
 
 
 @intrinsic
 def vec_add(typing: Any, a: Any, b: Any) -> Any:
-    """a + b."""
+    """Return a + b."""
     return a(a, b), lambda context, builder, signature, args: builder.fadd(*args)
 
 
 @intrinsic
 def vec_sub(typing: Any, a: Any, b: Any) -> Any:
-    """a - b."""
+    """Return a - b."""
     return a(a, b), lambda context, builder, signature, args: builder.fsub(*args)
 
 
 @intrinsic
 def vec_mul(typing: Any, a: Any, b: Any) -> Any:
-    """a b."""
+    """Return a * b."""
     return a(a, b), lambda context, builder, signature, args: builder.fmul(*args)
 
 
 @intrinsic
 def vec_div(typing: Any, a: Any, b: Any) -> Any:
-    """a / b."""
+    """Return a / b."""
     return a(a, b), lambda context, builder, signature, args: builder.fdiv(*args)
 
 
 @intrinsic
 def select_below(typing: Any, a: Any, bound: Any, low: Any, high: Any) -> Any:
-    """`low` where a is below its bound, else `high`: also where a is NaN."""
+    """Return `low` where a < bound, else `high`, also where a is NaN."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.select(builder.fcmp_ordered("<", args[0], args[1]), args[2], args[3])
@@ -190,7 +195,7 @@ def select_below(typing: Any, a: Any, bound: Any, low: Any, high: Any) -> Any:
 
 @intrinsic
 def exp2_from_shifted(typing: Any, shifted: Any) -> Any:
-    """2^n, where n was added to 1.5 x 2^23 and so stands in the last bits of the sum."""
+    """Return 2^n for n + 1.5 x 2^23, which has n in its last bits."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         kind = ir.VectorType(INT32, SIMD_WIDTH)
@@ -201,7 +206,7 @@ def exp2_from_shifted(typing: Any, shifted: Any) -> Any:
 
 
 def _split_float(mantissa: bool) -> Any:
-    """Of numbers above 0 as m 2^n with m from the root of a half to that of 2: every m, or every n."""
+    """Return an intrinsic that splits positive numbers into m 2^n, sqrt(1/2) <= m < sqrt(2), and returns m or n."""
 
     @intrinsic
     def parted(typing: Any, a: Any) -> Any:
@@ -233,16 +238,16 @@ def _log_elementwise(typing: Any, a: Any) -> Any:
 
 
 _LOG2E, _SHIFT, _EXP_UNDERFLOW = np.float32(1 / math.log(2)), np.float32(1.5 * 2**23), np.float32(-87.33)
-# ln 2 in two pieces, the first with few bits: so many times it is exact.
+# ln 2 in two parts; the first has few bits, so that n times it is exact.
 _LN2_HIGH, _LN2_LOW = np.float32(-0.693359375), np.float32(2.12194440e-4)
 _EXP_COEFFICIENTS = tuple(np.float32(1 / math.factorial(n)) for n in range(7, -1, -1))
 
 
 @njit
 def _exp_float32(x):
-    """e^x of numbers not above 88, to 2 units in the last place; 0 below -87.33, where normal numbers end.
+    """Return e^x for x <= 88, to 2 units in the last place; 0 below -87.33, where normal numbers end.
 
-    x = n ln 2 + r with |r| <= ln 2 / 2, and e^r by its Taylor series up to r^7 / 7!, whose rest is below 1e-8.
+    x = n ln 2 + r with |r| <= ln 2 / 2, and e^r by its Taylor series up to r^7 / 7!, whose remainder is below 1e-8.
     """
     shifted = fma(x, splat(_LOG2E), splat(_SHIFT))
     n = vec_sub(shifted, splat(_SHIFT))
@@ -254,7 +259,7 @@ def _exp_float32(x):
 
 
 def vec_exp(x):
-    """e^x of sixteen numbers not above 88."""
+    """Return e^x of 16 numbers, each at most 88."""
     raise NotImplementedError("only compiled code calls it")
 
 
@@ -270,10 +275,10 @@ _LOG_COEFFICIENTS = tuple(np.float32(2 / n) for n in (9, 7, 5, 3, 1))
 
 @njit
 def _log_float32(x):
-    """The natural logarithm of numbers above 0, to 2 units in the last place.
+    """Return the natural logarithm of positive numbers, to 2 units in the last place.
 
-    x = m 2^n, and log m = 2 artanh z with z = (m - 1) / (m + 1), |z| < 0.172, by its series up to z^9 / 9, whose rest
-    is below 4e-10.
+    x = m 2^n, and log m = 2 artanh z with z = (m - 1) / (m + 1), |z| < 0.172, by its series up to z^9 / 9, whose
+    remainder is below 4e-10.
     """
     m, n, one = _mantissa(x), _exponent(x), splat(np.float32(1.0))
     z = vec_div(vec_sub(m, one), vec_add(m, one))
@@ -284,7 +289,7 @@ def _log_float32(x):
 
 
 def vec_log(x):
-    """The natural logarithm of sixteen numbers above 0."""
+    """Return the natural logarithm of 16 positive numbers."""
     raise NotImplementedError("only compiled code calls it")
 
 
@@ -295,7 +300,7 @@ def _overload_log(x):
     return lambda x: _log_elementwise(x)
 
 
-# --- Memory by its address -----------------------------------------------------------------------------
+# --- Loads and stores ----------------------------------------------------------------------------------
 
 INT8 = ir.IntType(8)
 STORAGE_LLVM_TYPES = {"float32": ir.FloatType(), "float64": ir.DoubleType(), "bfloat16": ir.IntType(16), "int8": INT8}
@@ -307,7 +312,7 @@ def _typed_pointer(builder: ir.IRBuilder, address: ir.Value, kind: ir.Type) -> A
 
 
 def _widen(builder: ir.IRBuilder, raw: Any, kind: str, told: ir.Type) -> Any:
-    """Numbers as they lie in memory, as numbers to compute with: one, or a vector of them."""
+    """Convert a number, or a vector, from its dtype in memory to the dtype for computing, `told`."""
     if kind in ("float32", "float64"):
         return raw
     if kind == "int8":
@@ -319,7 +324,7 @@ def _widen(builder: ir.IRBuilder, raw: Any, kind: str, told: ir.Type) -> Any:
 
 
 class StorageType(types.Type):
-    """As what kind of numbers keys lie in memory. A kernel is handed one, and is compiled for each."""
+    """Numba type for the dtype in which a kernel's tensors are stored; kernels are compiled once per storage type."""
 
     def __init__(self, kind: str) -> None:
         super().__init__(name=f"form of {kind}")
@@ -328,7 +333,7 @@ class StorageType(types.Type):
 
 @extending.register_model(StorageType)
 class StorageTypeModel(models.OpaqueModel):
-    """There is nothing to hold: all that it says is in its type."""
+    """Numba data model of `StorageType`, which has no value at run time."""
 
 
 @extending.intrinsic(prefer_literal=True)
@@ -336,24 +341,24 @@ def _storage_type(typing: Any, kind: Any) -> Any:
     return StorageType(kind.literal_value)(kind), lambda context, builder, signature, args: context.get_dummy_value()
 
 
-storage_type: Any = _storage_type  # what it makes is called with one argument fewer
+storage_type: Any = _storage_type  # typed Any: it is called without its first parameter
 
 
 @intrinsic
 def storage_itemsize(typing: Any, form: Any) -> Any:
-    """The bytes of a number as it lies in memory."""
+    """Return the bytes per element in memory."""
     return types.int64(form), lambda context, builder, signature, args: INT64(STORAGE_ITEMSIZES[form.kind])
 
 
 @intrinsic
 def compute_itemsize(typing: Any, form: Any) -> Any:
-    """The bytes of a number to compute with."""
+    """Return the bytes per element in computations."""
     return types.int64(form), lambda context, builder, signature, args: INT64(8 if form.lanes == SIMD_FLOAT64 else 4)
 
 
 @intrinsic
 def as_compute_scalar(typing: Any, form: Any, value: Any) -> Any:
-    """A number to compute with."""
+    """Convert a number to the dtype for computing."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return context.cast(builder, args[1], value, form.lanes.number)
@@ -362,7 +367,7 @@ def as_compute_scalar(typing: Any, form: Any, value: Any) -> Any:
 
 
 def _make_load(many: bool, memory: bool) -> Any:
-    """How to read numbers from an address on: sixteen or one, as they lie in memory or as they are computed with."""
+    """Return an intrinsic that loads 16 elements (`many`) or one, in the storage (`memory`) or computing dtype."""
 
     @intrinsic
     def read(typing: Any, form: Any, address: Any) -> Any:
@@ -385,8 +390,11 @@ load_vector, load_scalar = _make_load(True, False), _make_load(False, False)
 
 
 def _make_bf16_load(odd: int) -> Any:
-    """How to read sixteen of thirty-two numbers from an address on: of bfloat16, which lie two in each 32 bits, those
-    that are all in upper or lower halves; of others the first, or the last, sixteen."""
+    """Return an intrinsic that loads 16 of 32 adjacent elements.
+
+    For bfloat16 these are the even or the odd elements, as the lower and upper halves of 32-bit words: this needs no
+    shuffle. For other dtypes they are the first or the last 16.
+    """
 
     @intrinsic
     def half(typing: Any, form: Any, address: Any) -> Any:
@@ -415,7 +423,7 @@ load_bf16_even, load_bf16_odd = _make_bf16_load(0), _make_bf16_load(1)
 
 @intrinsic
 def load_int64(typing: Any, address: Any) -> Any:
-    """The int64 at an address."""
+    """Load an int64."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.load(_typed_pointer(builder, args[0], INT64))
@@ -425,7 +433,7 @@ def load_int64(typing: Any, address: Any) -> Any:
 
 @intrinsic
 def store_value(typing: Any, address: Any, value: Any) -> Any:
-    """Write one number, or sixteen."""
+    """Store one number or a vector, in the dtype for computing."""
     kind = value.llvm_type if isinstance(value, SimdVector) else llvm_scalar_type(value)
     align = 4 if value in (SIMD_FLOAT32, types.float32) else 8
 
@@ -438,7 +446,7 @@ def store_value(typing: Any, address: Any, value: Any) -> Any:
 
 @extending.intrinsic(prefer_literal=True)
 def _store_quarter(typing: Any, address: Any, value: Any, which: Any) -> Any:
-    """Write four numbers of sixteen: those of this quarter."""
+    """Store four elements of a vector: those of quarter `which`."""
     count = SIMD_WIDTH // 4
     first, kind = count * which.literal_value, ir.VectorType(llvm_scalar_type(value.number), count)
 
@@ -455,7 +463,7 @@ store_quarter: Any = _store_quarter
 
 
 def _round_to_bfloat16(builder: Any, told: Any, many: bool) -> Any:
-    """Numbers of float32 as bits of bfloat16: to the nearest, to the even one between two."""
+    """Round float32 to bfloat16 bits, to nearest, ties to even; NaN stays NaN."""
 
     def all_of(kind: ir.Type, bits: int) -> ir.Constant:
         return ir.Constant(ir.VectorType(kind, SIMD_WIDTH), [bits] * SIMD_WIDTH) if many else kind(bits)
@@ -470,7 +478,7 @@ def _round_to_bfloat16(builder: Any, told: Any, many: bool) -> Any:
 
 @intrinsic
 def store_storage(typing: Any, form: Any, address: Any, value: Any) -> Any:
-    """Write one number, or sixteen, in the form in which others lie."""
+    """Store one number or a vector in the storage dtype."""
     many = isinstance(value, SimdVector)
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -484,7 +492,7 @@ def store_storage(typing: Any, form: Any, address: Any, value: Any) -> Any:
 
 @intrinsic
 def fetch_and_increment(typing: Any, address: Any) -> Any:
-    """The int64 at an address, to which one is added; no two threads are given the same."""
+    """Add one to an int64 atomically and return its old value; no two threads get the same value."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.atomic_rmw("add", _typed_pointer(builder, args[0], INT64), INT64(1), "acq_rel")
@@ -493,10 +501,10 @@ def fetch_and_increment(typing: Any, address: Any) -> Any:
 
 
 def _make_prefetch(level: int) -> Any:
-    """How to ask for memory that is soon read; the nearer to the processor the higher the level, which ends with 3.
+    """Return an intrinsic that prefetches one address; level 3 goes nearest to the processor.
 
-    What level 0 brings stays in the first cache alone: read once, it drives nothing out of the second that is needed
-    between kernels, torch's code and Python's.
+    Level 0 (non-temporal) fills the first-level cache only: data that is read once then does not evict from the
+    second-level cache what torch and Python need between kernels.
     """
 
     @intrinsic
@@ -518,16 +526,16 @@ prefetch_l2, prefetch_l1, prefetch_nontemporal = _make_prefetch(2), _make_prefet
 
 @extending.register_jitable
 def load_arg(table, at):
-    """The number that a kernel is told at a place of a table of int64."""
+    """Load the kernel argument at index `at` of an int64 array."""
     return load_int64(table + 8 * at)
 
 
-# --- Which of sixteen numbers count, and these side by side --------------------------------------------
+# --- Masks and stream compaction -----------------------------------------------------------------------
 
 
 @intrinsic
 def load_masked(typing: Any, form: Any, address: Any, x: Any, low: Any) -> Any:
-    """x where the byte at its place is set, else `low`."""
+    """Return x where the mask byte at `address` is set, else `low`."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         kind = ir.VectorType(ir.IntType(8), SIMD_WIDTH)
@@ -540,7 +548,7 @@ def load_masked(typing: Any, form: Any, address: Any, x: Any, low: Any) -> Any:
 
 @intrinsic
 def is_byte_set(typing: Any, address: Any) -> Any:
-    """Whether the byte at an address is set."""
+    """Return 1 if the byte at an address is set, else 0."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         byte = ir.IntType(8)
@@ -551,9 +559,9 @@ def is_byte_set(typing: Any, address: Any) -> Any:
 
 @intrinsic
 def compress_store(typing: Any, x: Any, least: Any, where: Any, to: Any, places: Any) -> Any:
-    """Write those of sixteen numbers that are above `least`, or no numbers, side by side; how many they are.
+    """Store the elements of x that are above `least`, or NaN, adjacently; return how many they are.
 
-    What lies at `where`, an int32 for each, is written to `places` beside them.
+    Of the 16 int32 at `where`, those of these elements are stored adjacently to `places`.
     """
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -573,7 +581,7 @@ def compress_store(typing: Any, x: Any, least: Any, where: Any, to: Any, places:
 
 @intrinsic
 def load_int32(typing: Any, address: Any) -> Any:
-    """The int32 at an address, as an int64."""
+    """Load an int32 as an int64."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.sext(builder.load(builder.inttoptr(args[0], INT32.as_pointer()), align=4), INT64)

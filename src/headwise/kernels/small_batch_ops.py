@@ -1,8 +1,17 @@
-"""The kernel of thin products: a few tokens meet the rows of matrices.
+"""Operations on a few tokens: matrix-vector products (GEMV), RMSNorm, rotary embedding, SwiGLU and scaling.
 
-Rows are read as they lie, four beside each other, and handed out to threads in blocks; memory is asked for in the order
-in which it lies, whichever row is read. Every thread lays tokens out for itself, in single precision. Every number is
-summed up in one order, whatever stands beside it and whoever does it.
+`multiply_small_batch(x, [W1, W2, ...])` equals `torch.cat([x @ W.T for W in (W1, W2, ...)], 1)`, with float32 sums:
+
+    y[m, n] = sum_k x[m, k] W[n, k]
+
+Loop order of the GEMV kernel: blocks of matrix rows (handed out to threads), tiles of four rows, tiles of four tokens,
+then k in steps of 32. Each matrix is read once, in storage order, and prefetched in that order. Every thread packs the
+tokens into its scratch buffer in float32. Each y[m, n] is summed in one fixed order, independent of other tokens
+and of the number of threads.
+
+The elementwise kernels run in the calling thread. In plain PyTorch they are `rms_norm`: `F.rms_norm(x, (width,), weight
++ offset, eps)`; `apply_rotary`: rotation of channel pairs (c, c + pairs); `silu_and_multiply`: `F.silu(gate) * up`;
+`scale_to_float32`: `x.float() * factor`.
 """
 
 from __future__ import annotations
@@ -50,34 +59,37 @@ from .simd import (
 )
 
 GEMV_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
-GEMV_TILE_SIZE = 4  # rows that are read at once, and tokens that they meet
-GEMV_STEP = 2 * SIMD_WIDTH  # numbers of a row that are read at once
-GEMV_PREFETCH_BYTES = 8192  # bytes before the next four rows are read memory is asked for them
+GEMV_TILE_SIZE = 4  # rows, and tokens, of one tile of products
+GEMV_STEP = 2 * SIMD_WIDTH  # channels of a row that one step reads
+GEMV_PREFETCH_BYTES = 8192  # how far ahead of the tile being read rows are prefetched
 
 
 class GemvArgs(IntEnum):
-    """The place of each number of what the kernel is told, as bytes from the start. Addresses count bytes."""
+    """Kernel arguments of the GEMV: byte offsets into an int64 array. Addresses and strides count bytes."""
 
     def _generate_next_value_(name, start, count, last_values):
         return 8 * count
 
-    NEXT_BLOCK = auto()  # counters: the next block, the next thread
+    NEXT_BLOCK = auto()  # counters: next block, next thread
     NEXT_THREAD = auto()
     NUM_BLOCKS = auto()
-    ROWS_PER_BLOCK = auto()  # rows of a matrix that a thread takes at once
+    ROWS_PER_BLOCK = auto()  # matrix rows that a thread takes at a time
     X = auto()  # [M, K]
     Y = auto()  # [M, rows of all matrices]
-    SCRATCH = auto()  # where threads lay out tokens, and how many bytes each has there
+    SCRATCH = auto()  # scratch buffers for packed tokens, and the bytes of each
     SCRATCH_BYTES = auto()
     NUM_TOKENS = auto()  # M
     WIDTH = auto()  # K
-    NUM_ROWS = auto()  # of all matrices together
-    MATRICES = auto()  # for each matrix its address, and how many rows it has
+    NUM_ROWS = auto()  # N of all matrices together
+    MATRICES = auto()  # pairs: address and number of rows of each matrix
 
 
 @njit
 def pack_tokens(f, told, desk):
-    """Tokens side by side, [K / 32, M, 32] and what is left, [M, 16]: in the order in which rows meet them."""
+    """Pack tokens into the scratch buffer as [K / 32, M, 32], then the last 16 channels [M, 16] if K % 32 is 16.
+
+    This is the order in which the products read them.
+    """
     tokens, width, x = (
         load_int64(told + GemvArgs.NUM_TOKENS),
         load_int64(told + GemvArgs.WIDTH),
@@ -98,46 +110,46 @@ def pack_tokens(f, told, desk):
 
 @njit
 def fma_4_rows(part, x, a):
-    """Sixteen numbers of each of four rows meet one token's."""
+    """Multiply 16 channels of four matrix rows with those of one token and add them to the sums `a`."""
     return fma(part[0], x, a[0]), fma(part[1], x, a[1]), fma(part[2], x, a[2]), fma(part[3], x, a[3])
 
 
 @njit
 def load_4_rows(f, w):
-    """Thirty-two numbers of each of four rows, in two parts."""
+    """Load 32 channels of each of four rows, as two halves (even and odd channels for bfloat16)."""
     even = load_bf16_even(f, w[0]), load_bf16_even(f, w[1]), load_bf16_even(f, w[2]), load_bf16_even(f, w[3])
     return even, (load_bf16_odd(f, w[0]), load_bf16_odd(f, w[1]), load_bf16_odd(f, w[2]), load_bf16_odd(f, w[3]))
 
 
 @njit
 def load_4_rows_tail(f, w):
-    """Sixteen numbers of each of four rows, the last."""
+    """Load the last 16 channels of each of four rows."""
     return load_storage(f, w[0]), load_storage(f, w[1]), load_storage(f, w[2]), load_storage(f, w[3])
 
 
 @njit
 def advance_addresses(at, by):
-    """Four addresses further on."""
+    """Add one offset, `by`, to four addresses."""
     return at[0] + by, at[1] + by, at[2] + by, at[3] + by
 
 
 @njit
 def prefetch_4_rows(f, at):
-    """Ask for as much as four rows give at once."""
+    """Prefetch as many bytes as one step reads of four rows."""
     for line in range(0, GEMV_TILE_SIZE * storage_itemsize(f) * GEMV_STEP, CACHE_LINE_BYTES):
         prefetch_nontemporal(at + line)
 
 
 @njit
 def zero_sums(f):
-    """Where sums begin."""
+    """Return four vectors of zeros."""
     zero = splat(as_compute_scalar(f, 0.0))
     return zero, zero, zero, zero
 
 
 @njit
 def store_4_sums(f, y, a):
-    """Write down what four rows make of a token."""
+    """Reduce four vectors of sums and store them as four output elements of one token."""
     store_storage(f, y[0], reduce_sum(a[0]))
     store_storage(f, y[1], reduce_sum(a[1]))
     store_storage(f, y[2], reduce_sum(a[2]))
@@ -146,7 +158,10 @@ def store_4_sums(f, y, a):
 
 @njit
 def dot_4_rows_1_token(f, w, x, y, shape, ask):
-    """Four rows meet one token; `shape`: how wide they are, how far apart what they meet lies."""
+    """Compute the dot products of four rows with one token.
+
+    `shape` is the row width and the bytes between two steps of the packed token.
+    """
     width, apart = shape
     a, by = zero_sums(f), storage_itemsize(f) * GEMV_STEP
     for _ in range(width // GEMV_STEP):
@@ -161,7 +176,10 @@ def dot_4_rows_1_token(f, w, x, y, shape, ask):
 
 @njit
 def dot_4_rows_4_tokens(f, w, x, y, shape, ask):
-    """Four rows meet four tokens; `x` is where each of these begins, and where their last sixteen numbers are."""
+    """Compute the dot products of four rows with four tokens.
+
+    `x` holds the addresses of the packed tokens and those of their last 16 channels.
+    """
     width, apart, step = shape
     a0, a1, a2, a3, by = zero_sums(f), zero_sums(f), zero_sums(f), zero_sums(f), storage_itemsize(f) * GEMV_STEP
     at, ends = x
@@ -191,7 +209,7 @@ def dot_4_rows_4_tokens(f, w, x, y, shape, ask):
 
 @njit
 def four_offsets(first, count, apart):
-    """How far four of them lie from the beginning: from one on, and the last again where there are no more."""
+    """Return the offsets of items first to first + 3; the last item is repeated beyond the end."""
     last = count - 1
     return (
         apart * min(first, last),
@@ -203,7 +221,7 @@ def four_offsets(first, count, apart):
 
 @njit
 def multiply_block(f, told, place, desk, after):
-    """Some rows of one matrix meet all tokens; `after`: where the next rows lie."""
+    """Multiply a block of rows of one matrix with all tokens; `after` is the address of the next block, to prefetch."""
     w, rows, y = place
     tokens, width, step = (
         load_int64(told + GemvArgs.NUM_TOKENS),
@@ -236,7 +254,7 @@ def multiply_block(f, told, place, desk, after):
 
 @njit
 def find_block(f, told, this):
-    """Where a block of rows lies, how many they are, and where their sums go."""
+    """Return the address of block `this`, its number of rows, and the address of its outputs."""
     table, before, rows, each = (
         told + GemvArgs.MATRICES,
         0,
@@ -257,7 +275,7 @@ def find_block(f, told, this):
 
 @extending.register_jitable
 def run_gemv(f, told):
-    """What every thread does: take a block, read it, until there are no more."""
+    """Entry point of every thread: pack the tokens, then take blocks of rows until none is left."""
     desk = load_int64(told + GemvArgs.SCRATCH) + fetch_and_increment(told + GemvArgs.NEXT_THREAD) * load_int64(
         told + GemvArgs.SCRATCH_BYTES
     )
@@ -271,16 +289,16 @@ def run_gemv(f, told):
 
 GEMV_KERNELS = KernelSet(GEMV_DTYPES, work=run_gemv)
 
-# --- `thin` --------------------------------------------------------------------------------------------
+# --- The operation `headwise::thin` --------------------------------------------------------------------
 
-BLOCKS_PER_THREAD, MAX_BLOCK_BYTES = 2, 2**19  # blocks of rows for each thread, at least; bytes of a block, at most
+BLOCKS_PER_THREAD, MAX_BLOCK_BYTES = 2, 2**19  # minimum number of blocks per thread; maximum bytes of a block
 
 
 def multiply_small_batch(x_MK: Tensor, matrices: Sequence[Tensor]) -> Tensor:
-    """x W^T of tokens x [M, K] with each of several matrices [N, K], side by side: [M, all rows of all matrices].
+    """Return x W^T for tokens x [M, K] and each of several matrices W [N, K], side by side: [M, all N together].
 
-    All are float32 or all bfloat16, matrices lie whole, and K is a multiple of 16; sums are float32. What comes of a
-    token depends neither on those beside it nor on threads, bit for bit.
+    All tensors are float32 or all bfloat16, the matrices are contiguous, and K is a multiple of 16; sums are float32.
+    The result of a token depends neither on other tokens nor on the number of threads, bit for bit.
 
     >>> multiply_small_batch(torch.ones(2, 16), [torch.eye(16)[:1], torch.ones(2, 16)]).tolist()
     [[1.0, 16.0, 16.0], [1.0, 16.0, 16.0]]
@@ -311,7 +329,7 @@ def _launch_gemv(x_MK: Tensor, matrices: Sequence[Tensor]) -> Tensor:
 
 
 def _rows_per_block(rows: int, line: int, threads: int) -> int:
-    """How many rows of so many bytes a thread takes at once: long runs are read faster, short ones shared better."""
+    """Return how many rows a thread takes at a time: long runs read faster, short ones balance the threads better."""
     share = min(-(-rows // (BLOCKS_PER_THREAD * threads)), max(1, MAX_BLOCK_BYTES // line))
     return -(-share // GEMV_TILE_SIZE) * GEMV_TILE_SIZE
 
@@ -338,13 +356,17 @@ def _small_batch_matmul_backward(ctx: Any, dy: Tensor) -> tuple[Tensor, list[Ten
 
 _small_batch_matmul_op.register_autograd(_small_batch_matmul_backward, setup_context=_save_for_backward)
 
-# --- What is done to a few tokens between products, each in one call -----------------------------------
+# --- Elementwise operations on a few tokens, one kernel call each --------------------------------------
 
-MAX_SMALL_NUMEL = 2**14  # numbers at most, beyond which threads are worth their while
+MAX_SMALL_NUMEL = 2**14  # maximum number of elements; beyond it torch's threads pay off
 
 
 def is_small_batch(x: Tensor, *more: Tensor) -> bool:
-    """Whether these are a few numbers in whole vectors, all of a kind that kernels know, and nobody follows them."""
+    """Return True if the kernels support these tensors and are faster than torch for them.
+
+    That is: at most 2^14 elements in whole vectors, one dtype that the kernels know, and a call that can skip the
+    dispatcher.
+    """
     return (
         0 < x.numel() <= MAX_SMALL_NUMEL
         and x.dtype in GEMV_DTYPES
@@ -357,7 +379,7 @@ def is_small_batch(x: Tensor, *more: Tensor) -> bool:
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float, offset: float = 0.0) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) over the last axis, times the weight and what is added to that (1910.07467).
+    """Return x / sqrt(mean(x^2) + eps) over the last axis, times weight + offset (1910.07467).
 
     >>> rms_norm(torch.full((1, 16), 3.0), torch.full((16,), 2.0), 0.0)[0, :2].tolist()
     [2.0, 2.0]
@@ -372,8 +394,9 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float, offset: float = 0.0) 
 
 
 def apply_rotary(x_BTHK: Tensor, position_BT: Tensor, frequency: Tensor, attention_factor: float) -> Tensor:
-    """Channels c and c + pairs of each head turned by position x frequency[c], in float64, and grown by `swell`
-    (2104.09864); the others as they are.
+    """Rotate channels c and c + pairs of each head by position x frequency[c] (RoPE, 2104.09864).
+
+    Angles are float64. The rotated channels are multiplied by `attention_factor`; channels beyond the pairs are copied.
 
     >>> apply_rotary(
     ...     torch.ones(1, 1, 1, 32), torch.tensor([[1]]), torch.full((16,), torch.pi, dtype=torch.float64), 2.0
@@ -393,7 +416,7 @@ def apply_rotary(x_BTHK: Tensor, position_BT: Tensor, frequency: Tensor, attenti
 
 
 def silu_and_multiply(gate: Tensor, up: Tensor) -> Tensor:
-    """gate / (1 + e^-gate) x up (2002.05202), of the same shape, whose rows may lie apart.
+    """Return silu(gate) * up (SwiGLU, 2002.05202) for two tensors of one shape, whose rows may be strided.
 
     >>> silu_and_multiply(torch.full((1, 16), 100.0), torch.full((1, 16), 2.0))[0, 0].item()
     200.0
@@ -406,7 +429,7 @@ def silu_and_multiply(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def scale_to_float32(x_BHK: Tensor, factor: float) -> Tensor:
-    """The same numbers in single precision times a factor, in one piece.
+    """Return x in float32 times a factor, contiguous.
 
     >>> scale_to_float32(torch.ones(1, 1, 16, dtype=torch.bfloat16), 0.1)[0, 0, 0].item()
     0.100...
@@ -428,7 +451,10 @@ def _launch_small_batch(name: str, like: Tensor, numbers: tuple[int, ...]) -> No
 
 @extending.register_jitable
 def rms_norm_kernel(f, table):
-    """Told of x and what is made [rows, width], these two, the weight or 0, and of eps and what is added to weights."""
+    """Kernel of `rms_norm`.
+
+    Arguments: x and output [rows, width], rows, width, the weight's address or 0, the address of eps and offset.
+    """
     x, y, rows, width, weight = (
         load_arg(table, 0),
         load_arg(table, 1),
@@ -457,7 +483,7 @@ def rms_norm_kernel(f, table):
 
 @njit
 def cos_sin_tables(f, position, frequency, pairs, swell, desk):
-    """The cosines of so many angles, and behind them the sines."""
+    """Write the cosines of `pairs` angles to the scratch buffer, then their sines, times the factor `swell`."""
     double = simd.storage_type("float64")
     for c in range(pairs):
         angle = position * load_scalar(double, frequency + 8 * c)
@@ -467,7 +493,7 @@ def cos_sin_tables(f, position, frequency, pairs, swell, desk):
 
 @njit
 def rotate_head(f, x, y, width, pairs, desk):
-    """One head of one token."""
+    """Rotate one head of one token."""
     half = storage_itemsize(f) * pairs
     for c in range(0, pairs, SIMD_WIDTH):
         cos, sin, at = (
@@ -484,8 +510,12 @@ def rotate_head(f, x, y, width, pairs, desk):
 
 @extending.register_jitable
 def rotary_kernel(f, table):
-    """Told of x and what is made [B, T, H, width], these four, the steps of x from one of B, T and H to the next;
-    positions and the step to the next of B; frequencies, how many, the swell, and where waves can be written."""
+    """Kernel of `apply_rotary`.
+
+    Arguments: x and output [B, T, H, width], these four sizes, the strides of x along B, T and H; the positions and
+    their stride along B; the frequencies and their count, the address of the factor, and the scratch buffer for cosines
+    and sines.
+    """
     x, y, batch, tokens, heads = (
         load_arg(table, 0),
         load_arg(table, 1),
@@ -512,8 +542,10 @@ def rotary_kernel(f, table):
 
 @extending.register_jitable
 def silu_and_multiply_kernel(f, table):
-    """Told of gates, of what they meet and of what is made [rows, width], these two, and of the first two the step to
-    the next row."""
+    """Kernel of `silu_and_multiply`.
+
+    Arguments: gate, up and output [rows, width], these two sizes, and the row strides of gate and up.
+    """
     gate, up, y, rows, width = (
         load_arg(table, 0),
         load_arg(table, 1),
@@ -528,13 +560,13 @@ def silu_and_multiply_kernel(f, table):
             x = load_storage(f, g + c)
             e = vec_exp(
                 vec_sub(splat(as_compute_scalar(f, 0.0)), vec_max(x, splat(as_compute_scalar(f, -88.0))))
-            )  # beyond, e^-x is no number
+            )  # e^-x overflows for x < -88
             store_storage(f, to + c, vec_mul(vec_div(x, vec_add(one, e)), load_storage(f, u + c)))
 
 
 @extending.register_jitable
 def scale_to_float32_kernel(f, table):
-    """Told of numbers, of what is made, how many they are, and of the factor."""
+    """Kernel of `scale_to_float32`. Arguments: input, output, number of elements, address of the factor."""
     x, y, count, by = load_arg(table, 0), load_arg(table, 1), load_arg(table, 2), load_arg(table, 3)
     factor = splat(as_compute_scalar(f, load_scalar(simd.storage_type("float64"), by)))
     for c in range(0, count, SIMD_WIDTH):

@@ -1,10 +1,15 @@
-"""Which keys are read at once, and by which rows together.
+"""Work planning for paged decode: split the keys of every row and find prefixes that rows share.
 
-Keys of a row are cut into pieces of `PIECE`. Rows whose tables begin alike hold the same keys there, and what is known
-to be the same is read once for all of them (Hydragen, 2402.05099; ChunkAttention, 2402.15220). For that rows are put in
-an order in which whoever shares more stands nearer, as in a tree of beginnings: then those that read one block of keys
-together are neighbours, whatever they share with others besides. Where a row's pieces and blocks end does not depend on
-who else reads them, and so neither does what it reads.
+The keys of a row are cut into splits of 256 (`KV_SPLIT_SIZE`), as in Flash-Decoding. Rows whose block tables begin
+alike have the same keys there; these are read once for all of them (Hydragen, 2402.05099; ChunkAttention, 2402.15220).
+For this, rows are ordered so that each follows one with which it shares the longest prefix, as in a traversal of a
+prefix tree. Rows that read a block of keys together are then adjacent, whatever they share with other rows.
+
+Where a row's splits and blocks end does not depend on other rows, and so neither does its result.
+
+Loop order of the `plan` kernel, which runs in one thread: order the rows, cut each row, then for each row and split
+make one work item: the plan entries of this split for all rows that read it together. It computes no tensor, so
+there is no equivalent PyTorch function.
 """
 
 from __future__ import annotations
@@ -28,12 +33,12 @@ from .simd import load_int64, store_value
 
 PLAN_ENTRY_BYTES = (
     8 * PLAN_ENTRY_FIELDS
-)  # bytes: place in the order, rows, span, slot, keys, number of the piece, whether it begins it
+)  # fields: place in the order, rows, span, slot, keys, split number, whether it begins the split
 
 
 @njit
 def count_shared_spans(told, row, other, n):
-    """With how many spans the tables of two rows begin alike; so many are known to be."""
+    """Return with how many equal spans the block tables of two rows begin; the first n are known to be equal."""
     count = load_int64(told + PagedDecodeArgs.SPAN_COUNT)
     a, b = (
         load_int64(told + PagedDecodeArgs.SPANS) + 24 * row * count,
@@ -51,7 +56,7 @@ def count_shared_spans(told, row, other, n):
 
 @njit
 def find_row_with_page(told, row):
-    """Whether a row before this one begins with the same page; if none does, that this one does is noted."""
+    """Return True if an earlier row begins with the same page; otherwise add this row to the hash table."""
     table, last, step = (
         load_int64(told + PagedDecodeArgs.PAGE_HASH_TABLE),
         hash_table_size(load_int64(told + PagedDecodeArgs.BATCH)) - 1,
@@ -69,7 +74,7 @@ def find_row_with_page(told, row):
 
 @njit
 def order_rows_by_prefix(told):
-    """Put each row behind one that it shares most spans with, and note how many those are."""
+    """Insert each row behind one with which it shares the most spans, and store how many they share."""
     table = load_int64(told + PagedDecodeArgs.ROW_ORDER)
     for n in range(hash_table_size(load_int64(told + PagedDecodeArgs.BATCH))):
         store_value(load_int64(told + PagedDecodeArgs.PAGE_HASH_TABLE) + 8 * n, -1)
@@ -90,8 +95,11 @@ def order_rows_by_prefix(told):
 
 @njit
 def split_row(told, at, n):
-    """Note where each piece of the row at a place of the order begins, from number n on, how many of its keys are those
-    of the row before it, and how many it has; the number behind its pieces, of which one without keys has one."""
+    """Write where each split of the row at place `at` of the order begins, from split number n on.
+
+    Also replaces the row's count of shared spans by its shared keys, and stores its number of keys. Returns the next
+    split number; a row without keys has one split.
+    """
     entry, starts, held, common = (
         load_int64(told + PagedDecodeArgs.ROW_ORDER) + 24 * at,
         load_int64(told + PagedDecodeArgs.SPLIT_STARTS),
@@ -119,7 +127,7 @@ def split_row(told, at, n):
 
 @njit
 def shares_block_with_previous(told, at, begin):
-    """Whether the row at a place of the order reads the block behind so many keys as the one before it does."""
+    """Return True if the row at `at` has the same block of keys from `begin` on as the row before it in the order."""
     entry = load_int64(told + PagedDecodeArgs.ROW_ORDER) + 24 * at
     end = min(begin + KV_BLOCK_SIZE, load_int64(entry + 16))
     return begin < end <= load_int64(entry + 8) and end == min(begin + KV_BLOCK_SIZE, load_int64(entry - 8))
@@ -127,7 +135,7 @@ def shares_block_with_previous(told, at, begin):
 
 @njit
 def append_plan_entry(told, entry, who, where, piece):
-    """Note what is read at once: by whom, from where on how many keys, and of which piece; the place behind it."""
+    """Write a plan entry: the rows that read it, its first key and number of keys, its split. Return the next index."""
     (at, rows), (n, slot, count), (number, begins) = who, where, piece
     this = load_int64(told + PagedDecodeArgs.PLAN) + PLAN_ENTRY_BYTES * entry
     store_value(this, at)
@@ -142,7 +150,7 @@ def append_plan_entry(told, entry, who, where, piece):
 
 @njit
 def shares_whole_split(told, at, rows, begin):
-    """Whether so many rows read all of a piece that begins behind so many keys together."""
+    """Return True if `rows` rows from `at` on share the whole split that begins at key `begin`."""
     table = load_int64(told + PagedDecodeArgs.ROW_ORDER)
     end = min(begin + KV_SPLIT_SIZE, load_int64(table + 24 * at + 16))
     for other in range(at + 1, at + rows):
@@ -156,7 +164,7 @@ def shares_whole_split(told, at, rows, begin):
 
 @njit
 def advance_position(told, row, place, count):
-    """The span and slot of a row's key so many behind the one at a place."""
+    """Return the span and slot of the key `count` keys behind a position of a row."""
     (n, slot), spans = (
         place,
         load_int64(told + PagedDecodeArgs.SPANS) + 24 * row * load_int64(told + PagedDecodeArgs.SPAN_COUNT),
@@ -172,7 +180,7 @@ def advance_position(told, row, place, count):
 
 @njit
 def split_start(told, row, number):
-    """The span and slot at which a piece of a row begins."""
+    """Return the span and slot at which a split of a row begins."""
     this = load_int64(told + PagedDecodeArgs.SPLIT_STARTS) + 24 * (
         load_int64(load_int64(told + PagedDecodeArgs.ROW_SPLITS) + 24 * row) + number
     )
@@ -181,7 +189,7 @@ def split_start(told, row, number):
 
 @njit
 def plan_split_by_sharing(told, entry, at, rows, number):
-    """Note the blocks of a piece, each by those who read it together."""
+    """Write one plan entry for each block of a split and each run of rows that share the block."""
     table = load_int64(told + PagedDecodeArgs.ROW_ORDER)
     for begin in range(KV_SPLIT_SIZE * number, KV_SPLIT_SIZE * (number + 1), KV_BLOCK_SIZE):
         first = 0
@@ -202,15 +210,17 @@ def plan_split_by_sharing(told, entry, at, rows, number):
 
 @njit
 def max_rows_together(told, pieces):
-    """How many rows read together at most: fewer where threads would else have nothing to do. That changes no bit."""
+    """Return how many rows may read together: fewer if threads would otherwise be idle. This changes no result."""
     threads = load_int64(told + PagedDecodeArgs.NUM_WORK_ITEMS)
     return MAX_ROWS_TOGETHER if threads == 1 else max(1, min(MAX_ROWS_TOGETHER, pieces // (2 * threads)))
 
 
 @njit
 def count_rows_sharing_block(told, at, begin, most):
-    """How many rows, from one on, read the block behind so many keys together: at most so many, and about as many in
-    the last teams."""
+    """Return how many rows from `at` on read the block at `begin` together, at most `most`.
+
+    The last rows are divided evenly rather than leaving a small remainder.
+    """
     rows, batch = 1, load_int64(told + PagedDecodeArgs.BATCH)
     while rows < 2 * most and at + rows < batch and shares_block_with_previous(told, at + rows, begin):
         rows += 1
@@ -219,7 +229,7 @@ def count_rows_sharing_block(told, at, begin, most):
 
 @njit
 def plan_shared_split(told, entry, at, number, most):
-    """Note what is read of a piece by a row and by those behind it that begin it together; the place behind it."""
+    """Write the plan entries of one split for a row and the following rows that share its first block."""
     table, rows = (
         load_int64(told + PagedDecodeArgs.ROW_ORDER),
         count_rows_sharing_block(told, at, KV_SPLIT_SIZE * number, most),
@@ -239,7 +249,7 @@ def plan_shared_split(told, entry, at, number, most):
 
 @njit
 def lay_out_plan_tables(told):
-    """Where each table of notes begins, the first of which is told, for so many pieces at most as are told."""
+    """Write the addresses of the plan's tables into the kernel arguments, sized for `MAX_SPLITS` splits."""
     most, batch, begin = (
         load_int64(told + PagedDecodeArgs.MAX_SPLITS),
         load_int64(told + PagedDecodeArgs.BATCH),
@@ -255,7 +265,7 @@ def lay_out_plan_tables(told):
 
 @extending.register_jitable
 def plan_split_kv(told):
-    """Cut the keys of every row into pieces, and make jobs of them: what one thread reads at a time."""
+    """Kernel `plan`: cut the keys of every row into splits and make the work items that threads take."""
     lay_out_plan_tables(told)
     table, n, entry, job = load_int64(told + PagedDecodeArgs.ROW_ORDER), 0, 0, 0
     order_rows_by_prefix(told)
@@ -281,7 +291,10 @@ def plan_split_kv(told):
 
 @njit
 def fill_block_addresses(told, row, n, slot, desk, count):
-    """The addresses of so many keys of a row from one slot on, of their values and scales, and their columns."""
+    """Write the addresses of `count` keys of a row, of their values and scales, and their columns.
+
+    Returns the span and slot behind the last of them.
+    """
     spans, page = (
         load_int64(told + PagedDecodeArgs.SPANS) + 24 * row * load_int64(told + PagedDecodeArgs.SPAN_COUNT),
         load_int64(told + PagedDecodeArgs.PAGE_SIZE),
@@ -312,8 +325,7 @@ def fill_block_addresses(told, row, n, slot, desk, count):
 
 @njit
 def prepare_next_block(told, entry, desk):
-    """Lay out the first block of what is read next, where there is more, as that which comes next; how many keys it
-    has."""
+    """Write the addresses of the first block of the next plan entry, for prefetching; return its number of keys."""
     if entry < 0:
         return 0
     this = load_int64(told + PagedDecodeArgs.PLAN) + PLAN_ENTRY_BYTES * entry

@@ -1,8 +1,17 @@
-"""Texts that lie one behind the other, each of which reads itself or a source of its own: the kernel.
+"""Attention within many short packed sequences, as a torch operation with gradients.
 
-A thread takes all queries and keys of one text and one key head at a time, which fit the nearest caches, and reads and
-writes rows where they lie: texts are neither put into groups nor filled up. Scores are formed whole, and once more on
-the way back. Every sum over channels, keys or queries is the same small product of matrices.
+For each sequence, with its queries q, keys k and values v of one head:
+
+    w = softmax(scale * q k^T)        o = w v        (causal: query t reads keys 0 to t)
+
+In plain PyTorch this is one `F.scaled_dot_product_attention(q, k, v, scale=scale, is_causal=causal,
+enable_gqa=True)` per sequence, on transposed tensors. Queries and keys of a sequence may come from different places, as
+in cross-attention.
+
+Loop order: one work item is one sequence and one key head, whose queries and keys fit the nearest caches. It transposes
+the keys into the scratch buffer, then loops over the query heads of the group; the matrix products loop over tiles of
+four rows and 16 columns. The kernel reads and writes rows where they lie: nothing is grouped or padded by sequence. All
+scores of a head are kept at once, and computed again in the backward pass.
 """
 
 from __future__ import annotations
@@ -43,10 +52,10 @@ from .simd import (
 
 
 class VarlenArgs(IntEnum):
-    """Where each number lies in what a kernel is told: an array of int64. Addresses and steps count bytes."""
+    """Kernel arguments: indices into an int64 array. Addresses and strides count bytes."""
 
-    SEQUENCES = FIRST_KERNEL_ARG  # [texts, 4]: the first query of each, how many there are, its first key, how many
-    Q = auto()  # [tokens, groups x each, DIM], with the step to the next token and to the next head
+    SEQUENCES = FIRST_KERNEL_ARG  # [sequences, 4]: first query, number of queries, first key, number of keys
+    Q = auto()  # [tokens, GROUPS x GROUP_SIZE, DIM], with its token and head strides
     Q_TOKEN_STRIDE = auto()
     Q_HEAD_STRIDE = auto()
     K = auto()  # [tokens, groups, DIM]
@@ -56,26 +65,26 @@ class VarlenArgs(IntEnum):
     V_TOKEN_STRIDE = auto()
     V_HEAD_STRIDE = auto()
     GROUPS = auto()
-    GROUP_SIZE = auto()  # heads that read one key head
+    GROUP_SIZE = auto()  # query heads per key head
     DIM = auto()
     VDIM = auto()
-    SCALE = auto()  # one number
-    CAUSAL = auto()  # 1 where no key is read that is later than the query
-    OUTPUT = auto()  # [tokens, heads, VDIM] forward, the gradient of the queries backward
+    SCALE = auto()  # address of one number
+    CAUSAL = auto()  # 1 if query t of a sequence reads only keys 0 to t
+    OUTPUT = auto()  # forward the output [tokens, heads, VDIM]; backward the gradient of the queries
     GRAD = auto()  # [tokens, heads, VDIM]
     D_K = auto()  # [tokens, groups, DIM]
     D_V = auto()  # [tokens, groups, VDIM]
 
 
 def varlen_scratch_size(longest: int, dim: int, vdim: int) -> int:
-    """How many numbers a unit writes on: places, keys and values by channel, weights and their gradients."""
+    """Return the scratch elements per thread: key indices, transposed keys and values, weights and their gradients."""
     across = -(-longest // SIMD_WIDTH) * SIMD_WIDTH
     return SIMD_WIDTH + across * (dim + vdim + 2 * longest)
 
 
 @njit
 def init_sum(form, at, more):
-    """What a sum begins with: what lies there, if more is added to it."""
+    """Return the initial value of a sum: the stored vector if `more`, otherwise zeros."""
     if more:
         return load_vector(form, at)
     return splat(simd.as_compute_scalar(form, 0))
@@ -83,7 +92,7 @@ def init_sum(form, at, more):
 
 @njit
 def gemm_4_rows(form, to, a, b, sizes):
-    """Four rows of a product, sixteen columns at a time."""
+    """Compute four rows of a product, 16 columns at a time."""
     (to, row), (a, apart, step), (b, along), (inner, width, more) = to, a, b, sizes
     for c in range(0, simd.compute_itemsize(form) * width, simd.compute_itemsize(form) * SIMD_WIDTH):
         x0, x1 = init_sum(form, to + c, more), init_sum(form, to + row + c, more)
@@ -102,7 +111,7 @@ def gemm_4_rows(form, to, a, b, sizes):
 
 @njit
 def gemm_1_row(form, to, a, b, sizes):
-    """One row of a product."""
+    """Compute one row of a product, 16 columns at a time."""
     (a, _, step), (b, along), (inner, width, more) = a, b, sizes
     for c in range(0, simd.compute_itemsize(form) * width, simd.compute_itemsize(form) * SIMD_WIDTH):
         x = init_sum(form, to[0] + c, more)
@@ -113,7 +122,11 @@ def gemm_1_row(form, to, a, b, sizes):
 
 @njit
 def gemm(form, to, a, b, rows, sizes):
-    """to[r] = sum_i a[r, i] b[i], or so much more; of `to` and b the step to the next row, of a to the next r and i."""
+    """Compute to[r] = sum_i a[r, i] b[i], added to `to` if `more` is set.
+
+    `to` and `b` are (address, bytes to the next row), `a` is (address, bytes to the next r, bytes to the next i), and
+    `sizes` is (number of i, columns, more).
+    """
     (to, row), (a, apart, step) = to, a
     r = 0
     while r + 4 <= rows:
@@ -126,7 +139,7 @@ def gemm(form, to, a, b, rows, sizes):
 
 @njit
 def transpose_rows(form, to, source, step, rows, width):
-    """Rows as columns, and zeros behind the last of them."""
+    """Write rows as columns, padded with zeros to whole vectors."""
     size, across = simd.compute_itemsize(form), simd.compute_itemsize(form) * round_up_to_simd(rows)
     for c in range(width if rows else 0):
         store_value(to + across * (c + 1) - size * SIMD_WIDTH, splat(simd.as_compute_scalar(form, 0)))
@@ -136,7 +149,7 @@ def transpose_rows(form, to, source, step, rows, width):
 
 @njit
 def softmax_scores(form, table, x, places, queries, keys):
-    """Products to weights: exp(scale x - top) over their sum, of keys that may be read."""
+    """Replace products x by weights, softmax(scale * x) over the keys that each query may read."""
     size, across = simd.compute_itemsize(form), round_up_to_simd(keys)
     low, scale = simd.as_compute_scalar(form, -math.inf), splat(load_scalar(form, load_arg(table, VarlenArgs.SCALE)))
     place = load_vector(form, places)
@@ -162,7 +175,7 @@ def softmax_scores(form, table, x, places, queries, keys):
 
 @njit
 def softmax_backward(form, table, w, d, queries, keys):
-    """Gradients of weights to those of products: scale w (d - sum w d)."""
+    """Replace gradients of weights by gradients of products: scale * w * (d - sum(w * d))."""
     size, across = simd.compute_itemsize(form), round_up_to_simd(keys)
     scale = splat(load_scalar(form, load_arg(table, VarlenArgs.SCALE)))
     for n in range(queries):
@@ -178,7 +191,7 @@ def softmax_backward(form, table, w, d, queries, keys):
 
 @njit
 def sequence_of_item(table, unit):
-    """The text and the key head of a unit: the first query, how many, the first key, how many, the head."""
+    """Return first query, number of queries, first key, number of keys and key head of a work item."""
     groups = load_arg(table, VarlenArgs.GROUPS)
     text = load_arg(table, VarlenArgs.SEQUENCES) + 32 * (unit // groups)
     return load_int64(text), load_int64(text + 8), load_int64(text + 16), load_int64(text + 24), unit % groups
@@ -186,7 +199,7 @@ def sequence_of_item(table, unit):
 
 @njit
 def recompute_weights(form, table, q, desk, text):
-    """The weights of all pairs of a text and one head, on the desk."""
+    """Compute all attention weights of one sequence and head in the scratch buffer."""
     places, keys, w = desk
     _, queries, _, count, _ = text
     size, dim, across = simd.compute_itemsize(form), load_arg(table, VarlenArgs.DIM), round_up_to_simd(count)
@@ -197,7 +210,7 @@ def recompute_weights(form, table, q, desk, text):
 
 @extending.register_jitable
 def varlen_forward(form, table, unit, places):
-    """One text and the heads of one key head: compare, weigh, read."""
+    """Forward kernel: one sequence and the query heads of one key head; scores, softmax, weighted values."""
     size, dim, vdim = simd.compute_itemsize(form), load_arg(table, VarlenArgs.DIM), load_arg(table, VarlenArgs.VDIM)
     each, made = (
         load_arg(table, VarlenArgs.GROUP_SIZE),
@@ -234,14 +247,14 @@ def varlen_forward(form, table, unit, places):
 
 @njit
 def fill_indices(form, places):
-    """The numbers from 0 on, of which each key of a vector has one."""
+    """Write 0 to 15 as floats: the index of each key within a vector."""
     for n in range(SIMD_WIDTH):
         store_value(places + simd.compute_itemsize(form) * n, simd.as_compute_scalar(form, n))
 
 
 @njit
 def backward_head(form, table, h, desk, text):
-    """The gradients of one head of a text."""
+    """Compute the gradients of one query head of a sequence."""
     size, dim, vdim = simd.compute_itemsize(form), load_arg(table, VarlenArgs.DIM), load_arg(table, VarlenArgs.VDIM)
     places, keys, values = desk
     first, queries, begin, count, g = text
@@ -285,7 +298,7 @@ def backward_head(form, table, h, desk, text):
 
 @extending.register_jitable
 def varlen_backward(form, table, unit, places):
-    """One text and the heads of one key head: the weights once more, and all gradients."""
+    """Backward kernel: one sequence and the query heads of one key head; weights again, then all gradients."""
     size, dim, vdim = simd.compute_itemsize(form), load_arg(table, VarlenArgs.DIM), load_arg(table, VarlenArgs.VDIM)
     each = load_arg(table, VarlenArgs.GROUP_SIZE)
     fill_indices(form, places)
@@ -311,19 +324,19 @@ def varlen_backward(form, table, unit, places):
 
 VARLEN_KERNELS = ParallelKernelSet(COMPUTE_DTYPES, forward=varlen_forward, backward=varlen_backward)
 
-# --- Texts that lie one behind the other, each read by itself, as an operation of torch with a gradient ---
+# --- The operation `headwise::texts` -------------------------------------------------------------------
 
 HAS_NUMBA = find_spec("numba") is not None
-PADDING_WIDTH = 16  # numbers that are computed with at once: rows are filled up to a multiple of them
+PADDING_WIDTH = 16  # elements per vector: channels are padded to a multiple of this
 SequenceTable = tuple[Tensor, int]
 
 
 @torch.library.custom_op("headwise::texts", mutates_args=(), device_types="cpu")
 def attend_varlen(qkv: list[Tensor], where: Tensor, longest: int, causal: bool, scale: float) -> Tensor:
-    """o [N, H, V] of q [N, H, K], k [M, G, K] and v [M, G, V]: softmax(scale q k^T) v of each text by itself.
+    """Return o [N, H, V], attention within each packed sequence, for q [N, H, K], k [M, G, K] and v [M, G, V].
 
-    `where` [texts, 4] says of each text its first query, how many there are, its first key and how many; none of these
-    numbers is above `longest`. Causal queries read no key that is later than they are in their text.
+    `where` [sequences, 4] holds for each sequence its first query, the number of queries, its first key and the number
+    of keys; no number of queries or keys exceeds `longest`. If `causal`, query t of a sequence reads its keys 0 to t.
 
     >>> ones = torch.ones(3, 1, 16)
     >>> attend_varlen([ones, ones, ones.cumsum(0)], torch.tensor([[0, 1, 0, 1], [1, 2, 1, 2]]), 2, True, 1.0)[
@@ -341,7 +354,7 @@ def attend_varlen(qkv: list[Tensor], where: Tensor, longest: int, causal: bool, 
 def attend_varlen_backward(
     grad: Tensor, qkv: list[Tensor], where: Tensor, longest: int, causal: bool, scale: float
 ) -> list[Tensor]:
-    """The gradients of q, k and v."""
+    """Return the gradients of q, k and v."""
     wide = [_pad_rows(t) for t in qkv]
     made = [t.new_zeros(t.shape) for t in wide]
     back = _pad_rows(grad).contiguous()
@@ -352,7 +365,7 @@ def attend_varlen_backward(
 
 
 def _pad_rows(t: Tensor) -> Tensor:
-    """Rows of whole vectors, each of which lies in one piece."""
+    """Return t with its channels padded to whole vectors and adjacent in memory."""
     lacking = -t.shape[2] % PADDING_WIDTH
     t = F.pad(t, (0, lacking)) if lacking else t
     return t if t.stride(2) == 1 else t.contiguous()
@@ -395,7 +408,7 @@ attend_varlen.register_autograd(_varlen_autograd_backward, setup_context=_save_f
 
 
 def _count_products(qkv: list[Tensor], where: Tensor) -> tuple[int, int, int]:
-    """Products of one number each: of pairs and heads with channels of a query, and of a value."""
+    """Return 2 x (pairs of all heads), the channels of a query and those of a value."""
     pairs = int((where[:, 1] * where[:, 3]).sum()) * qkv[0].shape[1]
     return 2 * pairs, qkv[0].shape[2], qkv[2].shape[2]
 
@@ -408,6 +421,6 @@ def _varlen_flops(qkv: Any, where: Any, *rest: Any, **said: Any) -> int:
 
 @register_flop_formula(torch.ops.headwise.texts_backward, get_raw=True)
 def _varlen_backward_flops(grad: Any, qkv: Any, where: Any, *rest: Any, **said: Any) -> int:
-    """Scores once more, and the gradients of both factors of each product."""
+    """Count the scores computed again, and two gradients for each of the two products."""
     pairs, dim, vdim = _count_products(qkv, where)
     return pairs * (3 * dim + 2 * vdim)
