@@ -174,7 +174,7 @@ hw.from_json('{"model": 10, "headz": {}}') -> 'headz' .. did you mean 'heads'
 hw.from_json('{"model": 10, "heads": {"q": 6, "dim": 4}, "merge": null}') -> merge = None .. a table
 hw.from_json('{"model": 10, "heads": {"q": 6, "dim": 4, "kv": null}}') -> kv .. at least 1, not None
 hw.KVCache.for_spec(base(), batch=1, capacity=0) -> capacity=0 .. at least 1
-layer(pattern="window(5, after=2)").cache(batch=2, capacity=9) -> not come yet .. causal()
+layer(pattern="window(5, after=2)").cache(batch=2, capacity=9) -> attends to future tokens .. causal()
 """
 X = torch.zeros(2, 7, 10, dtype=torch.float64)
 MASK = torch.ones(2, 1, 7, 7, dtype=torch.bool)

@@ -381,8 +381,8 @@ ExpertsSpec(FeedForwardSpec(3), 2, 3) -> active=3 .. count=2 .. at most 2
 ExpertsSpec(FeedForwardSpec(3), 2, 1, scores="max") -> scores='max'
 PositionSpec("learned") -> length=512
 PositionSpec("rotary", 3) -> kind='rotary'
-EmbeddingSpec() -> just one of tokens= and patches=
-EmbeddingSpec(11, PatchSpec(1, 1, 1, 1)) -> just one
+EmbeddingSpec() -> exactly one of tokens= and patches=
+EmbeddingSpec(11, PatchSpec(1, 1, 1, 1)) -> exactly one
 EmbeddingSpec(-3) -> tokens=-3 .. tokens=0 or more
 EmbeddingSpec(patches=PatchSpec(2, 2, 1, 1), positions=PositionSpec("learned", 5)) -> 5 positions for 4 tokens .. length=4
 OutputHeadSpec("tokens") -> outputs= or transform=

@@ -449,7 +449,7 @@ def harmed(name: str, change: Callable[[str], str]) -> Callable[[Path], object]:
 
 
 HARM: dict[str, tuple[Callable[[Path], object], str]] = {
-    "loader": (harmed("load_model.py", lambda text: text + "\n"), "load_model.py is not what heads.json says"),
+    "loader": (harmed("load_model.py", lambda text: text + "\n"), "load_model.py does not match its checksum in heads.json"),
     "loader gone": (lambda f: (f / "load_model.py").unlink(), "load_model.py is missing, of which heads.json speaks"),
     "weights": (lambda f: (f / WEIGHTS).write_bytes((f / WEIGHTS).read_bytes()[:-9]), f"{WEIGHTS} is not what"),
     "no json": (harmed(RECORD_FILE, lambda text: text[:40]), "cannot read .*heads.json"),

@@ -206,7 +206,7 @@ HARM: dict[str, tuple[Callable[[Path], object], str]] = {
     "bits": (lambda f: said(f, quantization_config={"bits": 4}), "stored in fewer bits .. 16 or 32 bits"),
     "dynamic": (
         lambda f: said(f, rope_scaling={"rope_type": "dynamic", "factor": 2.0}),
-        "cannot build decoder.0.attention: rope_type 'dynamic' stretches",
+        "cannot build decoder.0.attention: rope_type 'dynamic' rescales",
     ),
     "json": (lambda f: cut(f / CONFIG, 40), f"{CONFIG} is not JSON"),
     "ids": (lambda f: said(f, eos_token_id="2"), "eos_token_id = '2' is neither an id nor a list of ids; correct it"),

@@ -65,7 +65,7 @@ def test_a_spread_without_ranks_is_refused_before_anything_is_written(tmp_path: 
     with pytest.raises(SpecError, match="data=2 needs 2 processes, not 1; start 2 processes"):
         train(Echo(), recipe=quick(spread="data=2"), out=tmp_path / "never")
     assert not (tmp_path / "never").exists()
-    with pytest.raises(SpecError, match="no way 'rows'"):
+    with pytest.raises(SpecError, match="unknown parallel dimension 'rows'"):
         quick(spread="rows=2")
 
 

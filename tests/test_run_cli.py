@@ -268,7 +268,7 @@ def test_images_are_classified_as_in_training(run: Run, painter: tuple[Path, Pat
     net = hw.load(folder)
     for usage, words in (
         (hw.ProcessorSpec(labels=("a", "b")), "the size and normalisation of its inputs"),
-        (hw.ProcessorSpec(), "names of 0"),
+        (hw.ProcessorSpec(), "0 names"),
     ):
         net.usage = usage
         hw.save(net, tmp_path / "bare")
