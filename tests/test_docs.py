@@ -14,11 +14,11 @@ from types import ModuleType
 import pytest
 import torch
 
-import cases
 import headwise as hw
 from headwise import costs
 from headwise.nn import head_axis_ops, reference
 from headwise.parts import REGISTRY
+from support import layer_cases as cases
 
 ROOT = Path(__file__).resolve().parent.parent
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)

@@ -8,10 +8,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import headwise as hw
-from cases import check_close
 from headwise import costs
 from headwise.nn import reference
 from headwise.presets import PRESETS
+from support.layer_cases import check_close
 
 PUBLISHED = "mha gqa mqa mla moh dcmha mohsa collaborative talking diff entmax linear performer longformer bigbird kha"
 

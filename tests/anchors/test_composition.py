@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-import cases
 import headwise as hw
-from cases import base, check_close
 from headwise import costs
+from support import layer_cases as cases
+from support.layer_cases import base, check_close
 
 
 def arrays(layer) -> dict[str, np.ndarray]:

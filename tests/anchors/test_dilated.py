@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-import cases
 import headwise as hw
-from cases import base, check_close
+from support import layer_cases as cases
+from support.layer_cases import base, check_close
 
 T = 17
 CASES = [(keys, rate, after) for keys, after in ((1, 0), (4, 0), (5, 2), (3, 2)) for rate in (1, 2, 3, 20)]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import headwise as hw
-from cases import base, check_close
+from support.layer_cases import base, check_close
 
 ALPHAS = [1.1, 1.25, 1.5, 1.75, 2.0, 3.0]
 EXACT = {1.5: entmax.entmax15, 2.0: entmax.sparsemax}

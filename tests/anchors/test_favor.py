@@ -7,12 +7,12 @@ import pytest
 import torch
 from test_decode import decoded
 
-import cases
 import headwise as hw
-from cases import base, check_close
 from headwise import costs
 from headwise.nn import reference
 from headwise.parts.feature_map import sample_orthogonal_gaussian
+from support import layer_cases as cases
+from support.layer_cases import base, check_close
 
 
 def favor(draws=0, seed=0, **said) -> hw.AttentionSpec:

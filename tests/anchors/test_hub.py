@@ -22,7 +22,7 @@ from anchors.hf_whole import BERT, GATED, LATENT, MODELS, VOCABULARY
 from headwise import model_spec as bp
 from headwise.data.vocabulary import train_bpe
 from headwise.hub.llama2c import make_tokenizer_json
-from llama2c_pieces import FIRST, merged, packed
+from support.llama2c_tokenizer import FIRST, merged, packed
 
 B, T, S = 2, 11, 13
 PAIRS = ("t5", "t5-gated", "bart")

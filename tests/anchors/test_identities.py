@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-import cases
 import headwise as hw
-from cases import base, check_close
 from headwise import costs
 from headwise.nn import head_axis_ops
+from support import layer_cases as cases
+from support.layer_cases import base, check_close
 
 
 def plain(layer: hw.Attention, spec, **renamed: str) -> hw.Attention:

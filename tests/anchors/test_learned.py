@@ -9,11 +9,11 @@ import pytest
 import torch
 from test_decode import decoded
 
-import cases
 import headwise as hw
-from cases import base, check_close
 from headwise import costs
 from headwise.nn.call_validation import PositionLimit
+from support import layer_cases as cases
+from support.layer_cases import base, check_close
 
 KINDS = {
     "random": hw.Learned(length=9),

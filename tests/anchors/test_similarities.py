@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-import cases
 import headwise as hw
-from cases import base, check_close
 from headwise import costs
 from headwise.parts import additive_attention, gaussian_kernel
+from support import layer_cases as cases
+from support.layer_cases import base, check_close
 
 KEYS, VALUES, QUERY = (51.0, 56.0, 58.0), (40.0, 43.0, 48.0), 57.0
 READ = {0.5: 45.5, 1.0: 45.49999993, 2.0: 45.465599, 5.0: 44.406018, 10.0: 43.873980}  # by width

@@ -19,7 +19,7 @@ import headwise as hw
 from headwise.cli import main
 from headwise.data.language_modelling import TextTask
 from headwise.hub.llama2c import read_pieces
-from llama2c_pieces import merged
+from support.llama2c_tokenizer import merged
 
 PROMPT = 16  # the golden logits are those after so many ids
 

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-import cases
 import headwise as hw
 from anchors import written
 from anchors.written import far
-from cases import base
+from support import layer_cases as cases
+from support.layer_cases import base
 
 X = torch.linspace(-2, 2, 3 * 7 * 10, dtype=torch.float64).sin().view(3, 7, 10)
 EXACT = 1e-14

@@ -11,13 +11,12 @@ from test_counts import torch_counts
 from test_decode import decoded
 from test_truth import gradients
 
-import cases
 import headwise as hw
-import strategies
-from cases import check_close
 from headwise import costs
 from headwise.backends import BACKENDS, CallSignature
 from headwise.nn import head_axis_ops, reference
+from support import layer_cases as cases, spec_strategies as strategies
+from support.layer_cases import check_close
 
 pytestmark = pytest.mark.lengthy
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-import cases
 import headwise as hw
-from cases import EVERY, check_close
 from headwise.nn import head_axis_ops
+from support import layer_cases as cases
+from support.layer_cases import EVERY, check_close
 
 KEPT = [(0,), (1, 3, 4), (5, 0), (0, 1, 2, 3, 4)]
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-import cases
 import headwise as hw
-from cases import EVERY, EXAMPLES
 from headwise import costs
 from headwise.costs import flops
 from headwise.costs.symbolic_int import SymbolicInt, formula, name_sizes
+from support import layer_cases as cases
+from support.layer_cases import EVERY, EXAMPLES
 
 
 def worth(text: str, sizes: dict[str, int]) -> float:

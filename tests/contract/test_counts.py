@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop
 
-import cases
 import headwise as hw
-from cases import EVERY, EXAMPLES
 from headwise import costs
 from headwise.backends import BACKENDS, CallSignature
+from support import layer_cases as cases
+from support.layer_cases import EVERY, EXAMPLES
 
 
 def flash_on_cpu(q, k, v, *args, out_shape=None, **kwargs):

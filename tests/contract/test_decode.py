@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-import cases
 import headwise as hw
-from cases import EVERY, EXAMPLES, check_close
 from headwise import costs
 from headwise.nn import reference
+from support import layer_cases as cases
+from support.layer_cases import EVERY, EXAMPLES, check_close
 
 CHUNKINGS = [(7,), (1,) * 7, (3, 1, 3), (2, 5)]
 

@@ -10,12 +10,12 @@ from test_counts import torch_counts
 from test_decode import decoded
 from test_truth import gradients
 
-import cases
 import headwise as hw
-from cases import EXAMPLES, check_close
 from headwise import costs
 from headwise.backends import BACKENDS, CallSignature
 from headwise.nn.call_validation import PositionLimit
+from support import layer_cases as cases
+from support.layer_cases import EXAMPLES, check_close
 
 BLOCKED = {
     name: backend.boundary_lengths() for name, backend in BACKENDS.items() if hasattr(backend, "boundary_lengths")

@@ -7,11 +7,11 @@ import copy
 import pytest
 import torch
 
-import cases
 import headwise as hw
-from cases import EXAMPLES
 from headwise.backends import BACKENDS, CallSignature
 from headwise.nn import reference
+from support import layer_cases as cases
+from support.layer_cases import EXAMPLES
 
 pytestmark = pytest.mark.gpu
 

@@ -7,11 +7,11 @@ import copy
 import pytest
 import torch
 
-import cases
 import headwise as hw
-from cases import EXAMPLES, check_close
 from headwise.backends import BACKENDS
 from headwise.interfaces.core_types import Phase
+from support import layer_cases as cases
+from support.layer_cases import EXAMPLES, check_close
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

@@ -7,12 +7,12 @@ import copy
 import pytest
 import torch
 
-import cases
 import headwise as hw
-from cases import EVERY, EXAMPLES, check_close
 from headwise.interfaces import ScoreStep
 from headwise.nn import reference
 from headwise.nn.call_validation import PositionLimit
+from support import layer_cases as cases
+from support.layer_cases import EVERY, EXAMPLES, check_close
 
 
 @pytest.mark.parametrize("name", EVERY)

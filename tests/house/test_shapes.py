@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from shapes import ShapeError, checked, hold_all, letters
+from support.shape_checks import ShapeError, checked, hold_all, letters
 
 
 def pair(q_BTK, k_BSK, place_BT):

@@ -1,0 +1,197 @@
+"""`why` says what would run, before anything runs."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from types import ModuleType
+
+import pytest
+import torch
+
+import headwise as hw
+from headwise import backends, costs
+from headwise.backends.backend_report import why
+from headwise.costs.cost_report import estimate_cost
+from support import layer_cases as cases
+
+
+@pytest.fixture
+def chosen(monkeypatch: pytest.MonkeyPatch) -> list[ModuleType]:
+    """Every backend whose `attend` runs, in order: one that passed its call on would show up with the other."""
+    ran: list[ModuleType] = []
+
+    def spy_on(backend: ModuleType) -> None:
+        attend = backend.attend
+
+        def attend_and_note(*args: object) -> torch.Tensor:
+            ran.append(backend)
+            return attend(*args)
+
+        monkeypatch.setattr(backend, "attend", attend_and_note)
+
+    for backend in backends.BACKENDS.values():
+        spy_on(backend)
+    return ran
+
+
+@pytest.mark.parametrize("name", cases.EXAMPLES)
+def test_what_it_says_is_what_runs(name: str, chosen: list[ModuleType]):
+    spec = cases.EXAMPLES[name]
+    layer = hw.Attention(spec).eval()
+    x, z = cases.tensors(spec, torch.float32)
+    with torch.no_grad():
+        layer(x, source=z)
+    keys = (x if z is None else z).shape[1]
+    assert [backends.BACKENDS[str(why(spec, tokens=hw.CallSize(*x.shape[:2], 0, keys)).backend)]] == chosen
+
+
+@pytest.mark.parametrize("name", cases.EXAMPLES)
+def test_a_decoding_step_runs_what_it_says(name: str, chosen: list[ModuleType]):
+    spec = cases.causal(cases.EXAMPLES[name])
+    layer = hw.Attention(spec).eval()
+    x, _ = cases.tensors(spec, torch.float32)
+    with torch.no_grad():
+        layer(x[:, :1], cache=layer.cache(batch=cases.BATCH, capacity=9))
+    assert [backends.BACKENDS[str(why(spec, tokens=hw.CallSize(cases.BATCH, 1, 1, 1)).backend)]] == chosen
+
+
+def test_the_form_of_a_single_query_is_said():
+    said = why(hw.design(preset="mla"))
+    assert said.call.form == ""
+    assert "absorbed" in said.other_call.form
+
+
+@pytest.mark.parametrize("name", cases.EXAMPLES)
+def test_every_page_fits_a_terminal(name: str):
+    reasons = why(cases.EXAMPLES[name], want=["weights", "lse"], device="cuda", dtype="bf16", when=["grad", "mask"])
+    assert max(map(len, str(reasons).splitlines())) <= 80
+    told = json.loads(reasons.json())
+    assert {row["name"] for row in told["backends"]} == set(backends.BACKENDS)
+    assert told["runs"] == reasons.backend
+
+
+def test_wanting_weights_needs_a_backend_that_shows_them():
+    reasons = why(hw.design(model=12, heads=3), want="weights")
+    assert reasons.backend == "dense"
+    assert all("weights" in " ".join(said) for name, said in reasons.unsupported.items() if name != "dense")
+
+
+def test_two_parts_of_a_kind_say_a_reason_once():
+    reasons = why(hw.design(preset="talking", model=12, heads=3))
+    assert all(len(said) == len(set(said)) for said in reasons.unsupported.values())
+    assert sum("TalkingHeads" in said for said in reasons.unsupported["sdpa"]) == 1
+
+
+def test_another_device_needs_none_here():
+    small = why(hw.design(model=12, heads=3), device="cuda:1", dtype="bf16")
+    assert small.call.signature.device == "cuda"
+    assert any("16 channels" in said for said in small.unsupported["flex"])
+
+
+def test_states_of_a_call_change_the_answer():
+    spec = hw.design(model=12, heads=3, modifiers=(hw.WeightDropout(0.5),))
+    assert why(spec).backend == "flash_cpu"
+    assert why(spec, when=["training"]).backend == "chunked"
+    assert why(replace(spec, modifiers=()), when="mask").backend == "dense"
+
+
+@pytest.mark.parametrize(
+    ("said", "remedy"),
+    [
+        ({"want": ["wieghts"]}, "did you mean 'weights'"),
+        ({"dtype": "int8"}, "dtype='int8'"),
+        ({"device": "tpuu"}, "cpu, cuda"),
+        ({"tokens": "two"}, "use one of many, one"),
+        ({"when": ["traning"]}, "did you mean 'training'"),
+    ],
+)
+def test_unknown_words_get_a_remedy(said: dict, remedy: str):
+    with pytest.raises(ValueError, match=remedy.replace("(", r"\(")):
+        why(hw.design(model=12, heads=3), **said)
+
+
+# --- lengths ---------------------------------------------------------------------------------------------
+
+LONG = {
+    "block_sparse": {"pattern": "window(20)"},
+    "linear": {"pattern": "causal", "similarity": hw.FeatureMap(), "normaliser": hw.Sum()},
+    "routed": {"pattern": "causal", "modifiers": (hw.Routed(always=1, active=1),)},
+    "flash_cpu": {"pattern": "causal"},
+}
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_a_backend_leaves_calls_to_others_that_it_was_measured_to_be_slower_for(name, chosen):
+    spec, least = hw.design(model=12, heads=3, **LONG[name]), backends.BACKENDS[name].MIN_KEYS
+    layer = hw.Attention(spec).eval()
+    with torch.no_grad():
+        for count in (least, least - 1, least, 2):
+            layer(torch.randn(1, count, 12))
+    ran = [next(one for one, module in backends.BACKENDS.items() if module is backend) for backend in chosen]
+    assert ran == [why(spec, tokens=count).backend for count in (least, least - 1, least, 2)]
+    assert ran[0] == ran[2] == name
+    assert name not in (ran[1], ran[3])
+    [reason] = why(spec, tokens=least - 1).unsupported[name]
+    assert f"below {least:,} keys; this call has {least - 1:,}" in reason
+    assert why(spec, tokens=least).backend == why(spec).backend == name
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_who_is_asked_for_by_name_runs_at_any_length(name, chosen):
+    layer = hw.Attention(hw.design(model=12, heads=3, **LONG[name]), backend=name)
+    with torch.no_grad():
+        layer(torch.randn(1, 5, 12))
+    assert chosen == [backends.BACKENDS[name]]
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_who_is_told_a_length_and_asked_for_by_name_runs(name):
+    spec = hw.design(model=12, heads=3, **LONG[name])
+    dispatch = backends.make_dispatch(backends.CallSignature(spec, spec.core), name)
+    assert dispatch.select_for_size(hw.CallSize(1, 5, 5, 5)) == name
+
+
+def test_what_lies_in_a_cache_and_in_a_source_counts(chosen):
+    spec, least = hw.design(model=12, heads=3, **LONG["block_sparse"]), backends.block_sparse.MIN_KEYS
+    layer = hw.Attention(spec).eval()
+    with torch.no_grad():
+        cache = layer.cache(batch=1, capacity=least + 5)
+        layer(torch.randn(1, least - 2, 12), cache=cache)
+        layer(torch.randn(1, 2, 12), cache=cache)
+        crossed = hw.Attention(replace(spec, source=12, pattern=hw.design(model=12, heads=3).pattern)).eval()
+        crossed(torch.randn(1, 2, 12), source=torch.randn(1, least, 12))
+    # A ring of 20 slots and two new tokens are 22 keys, however many came before.
+    assert chosen == [backends.sdpa, backends.sdpa, backends.flash_cpu]
+
+
+def test_of_packed_texts_the_longest_counts(chosen):
+    layer, least = (
+        hw.Attention(hw.design(model=12, heads=3, **LONG["block_sparse"])).eval(),
+        backends.block_sparse.MIN_KEYS,
+    )
+    with torch.no_grad():
+        layer(torch.randn(1, least + 9, 12), sequence=hw.SequenceInfo.packed([[least - 1, 10]]))
+        layer(torch.randn(1, least + 9, 12), sequence=hw.SequenceInfo.packed([[9, least]]))
+    # The sequences of the first call run in two groups; those of the second as well, one of them long enough.
+    assert chosen == [backends.sdpa, backends.dense, backends.block_sparse, backends.dense]
+
+
+def test_a_length_that_is_told_is_said():
+    spec, least = hw.design(model=12, heads=3, **LONG["block_sparse"]), backends.block_sparse.MIN_KEYS
+    assert f"sdpa; block_sparse from {least:,} keys on" in str(why(spec))
+    assert why(spec).data["from"] == [{"keys": 0, "runs": "sdpa"}, {"keys": least, "runs": "block_sparse"}]
+    assert "7 keys" in str(why(spec, tokens=7))
+    assert why(spec, tokens=7).data["keys"] == 7
+    assert why(spec, tokens=1).call.tokens == why(spec, tokens="1").call.tokens == "one"
+    assert why(spec, tokens=7, device="cuda").backend == "block_sparse"  # nobody measured there
+
+
+@pytest.mark.parametrize("context", [300, 500])
+def test_what_is_spent_is_of_the_backend_that_runs(context):
+    spec = hw.design(model=12, heads=3, **LONG["block_sparse"])
+    work, job = costs.self_attention_work(spec, batch=1, queries=context), backends.CallSignature(spec, spec.core)
+    runs = backends.BACKENDS[str(why(spec, tokens=context).backend)]
+    assert runs is (backends.sdpa if context == 300 else backends.block_sparse)
+    told = estimate_cost(spec, hw.Workload(context=context, dtype="fp32", device="cpu"))
+    assert told.executed_flops["prefill"] == costs.executed_flops(spec, work, runs.executed_flops(job, work))

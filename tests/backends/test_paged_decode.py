@@ -1,0 +1,373 @@
+"""Pages are read where they lie: as one pass reads, whatever their order, and whoever else holds them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from torch.utils.flop_counter import FlopCounterMode
+
+import headwise as hw
+from headwise import backends, model_spec as bp
+from headwise.backends import CallSignature, CoreInputs
+from headwise.backends.backend_report import why
+from headwise.cache import PagePool
+from headwise.cache.full_visibility import FullVisibility, retained_tokens
+from headwise.masking.patterns import Causal
+from headwise.masking.sequence_info import AttentionMask
+from headwise.serving.paged_layers import PagedSupport
+from support import layer_cases as cases
+
+MODEL, LONGEST = 14, 300
+FEW = settings(max_examples=max(1, settings().max_examples // 4), deadline=None)
+MODIFIERS = {"alibi": (hw.Alibi(),), "t5": (hw.T5Bias(buckets=8, reach=90, looking="back"),)}
+SPECS = {
+    "grouped": {"heads": 6, "kv": 2},
+    "one key head": {"heads": 5, "kv": 1, "vdim": 7},
+    "each its own": {"heads": 3, "modifiers": (hw.Rotary(),), "dim": 4},
+    "window": {"heads": 4, "kv": 2, "pattern": "window(11)"},
+    "sinks": {"heads": 4, "kv": 2, "pattern": "window(9) | first(5)"},
+    "gaps": {"heads": 4, "kv": 2, "pattern": "dilated(7, 3)"},
+    "prefix": {"heads": 4, "kv": 2, "pattern": "prefix(3)"},
+    "alibi": {"heads": 6, "kv": 3, "modifiers": MODIFIERS["alibi"]},
+    "t5 in a window": {"heads": 4, "kv": 2, "modifiers": MODIFIERS["t5"], "pattern": "window(13) | first(2)"},
+    "cap": {"heads": 4, "kv": 2, "modifiers": (hw.Softcap(0.7), hw.Alibi())},
+    "sink": {"heads": 4, "kv": 2, "normaliser": hw.SinkSoftmax()},
+}
+
+
+def built(name: str, dtype: torch.dtype = torch.float64) -> hw.Attention:
+    """A layer whose scores are far apart, so that every key matters or none does."""
+    said = {"model": MODEL, "pattern": "causal()", "dim": 5} | SPECS[name]
+    torch.manual_seed(3)
+    layer = hw.Attention(hw.design(**said))
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.copy_(torch.randn(parameter.shape) * 0.6)
+    return layer.to(dtype).eval()
+
+
+def pooled(spec: hw.AttentionSpec, dtype: torch.dtype, page: int, pages: int, order: int) -> PagePool:
+    """Pages in some order; what nobody has written there is not a number."""
+    pool = PagePool([spec], pages=pages, page=page, dtype=dtype)
+    pool.numbers[:-1].fill_(torch.nan)  # the last is read for what is not there, where pages are gathered
+    taken = [pool.book.pages.allocate() for _ in range(pages)]
+    for n in torch.randperm(pages, generator=torch.Generator().manual_seed(order)).tolist():
+        pool.book.pages.release(taken[n])
+    return pool
+
+
+def step(layer: hw.Attention, cache: hw.KVCache, x: torch.Tensor, only: str | None = None, **said) -> torch.Tensor:
+    """One token of each row, by one backend."""
+    layer.backend_name = only
+    with torch.no_grad():
+        y = layer(x, cache=cache, **said)
+    layer.backend_name = None
+    return y
+
+
+def begun(layer: hw.Attention, pool: PagePool, x: torch.Tensor, lengths: list[int]) -> hw.KVCache:
+    """Rows of these lengths, gone on with by whoever takes several tokens at once."""
+    cache = pool.caches(pool.batch_of([pool.book.new_sequence() for _ in lengths]))[0]
+    if most := max(lengths):
+        with torch.no_grad():
+            layer(x[:, :most], cache=cache, sequence=hw.SequenceInfo.from_batch(x[:, :most], lengths=lengths))
+    return cache
+
+
+def one_pass(layer: hw.Attention, x: torch.Tensor) -> torch.Tensor:
+    """What the last token of one row reads, with every score formed."""
+    layer.backend_name = "dense"
+    with torch.no_grad():
+        y = layer(x[None])[0, -1:]
+    layer.backend_name = None
+    return y
+
+
+# --- as one pass ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", SPECS)
+@FEW
+@given(
+    lengths=st.lists(st.one_of(st.integers(0, 12), st.integers(0, LONGEST)), min_size=1, max_size=4),
+    page=st.sampled_from([1, 2, 3, 5, 7, 13, 16, 31]),
+    taken=st.lists(st.integers(0, 3), min_size=1, max_size=5),
+    order=st.integers(0, 9),
+)
+def test_rows_read_their_pages_as_one_pass_reads(name: str, lengths, page: int, taken, order: int):
+    """Of any lengths; then some rows leave, some are taken twice and share what they have until they part."""
+    layer = built(name)
+    if name == "prefix":
+        lengths = [max(3, length) for length in lengths]
+    taken = [n % len(lengths) for n in taken]
+    each = -(-(max(lengths) + 4) // page) + 2
+    pool = pooled(layer.spec, torch.float64, page, each * (len(lengths) + len(taken)), order)
+    x = torch.randn(len(lengths), max(lengths) + 1, MODEL, dtype=torch.float64)
+    cache = begun(layer, pool, x, lengths)
+    texts, held = [row[:length] for row, length in zip(x, lengths, strict=True)], pool.nbytes
+    for turn in range(3):
+        new = torch.randn(len(texts), 1, MODEL, dtype=torch.float64)
+        texts = [torch.cat(told) for told in zip(texts, new, strict=True)]
+        ours = step(layer, cache, new, "paged")
+        for row, text in zip(ours, texts, strict=True):
+            cases.check_close(row, one_pass(layer, text))
+        if turn == 0:
+            cache.select_rows(torch.tensor(taken))
+            texts = [texts[n] for n in taken]
+    assert pool.nbytes == held  # no step has gathered a page
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_a_row_that_has_ended_reads_nothing(name: str):
+    layer = built(name)
+    pool = pooled(layer.spec, torch.float64, 3, 60, 1)
+    x = torch.randn(3, 21, MODEL, dtype=torch.float64)
+    cache = begun(layer, pool, x, [20, 7, 10])
+    position = torch.tensor([[20], [0], [10]])
+    at = hw.SequenceInfo(position, torch.tensor([[0], [-1], [0]]))
+    ours = step(layer, cache, x[:, 20:], "paged", sequence=at)
+    assert not ours[1].any()
+    cases.check_close(ours[0], one_pass(layer, x[0]))
+    cases.check_close(ours[2], one_pass(layer, torch.cat([x[2, :10], x[2, 20:]])))
+
+
+@pytest.mark.parametrize("name", ["grouped", "sinks", "gaps", "alibi", "cap", "sink"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_errors_are_those_of_what_is_gathered(name: str, dtype: torch.dtype):
+    layer, exact = built(name, dtype), built(name)
+    lengths = [287, 16, 130]
+    x = torch.randn(3, 288, MODEL).to(dtype)
+    new = x[:, 287:]
+    far = {}
+    for only in ("paged", "dense"):
+        cache = begun(layer, pooled(layer.spec, dtype, 16, 60, 2), x, lengths)
+        far[only] = step(layer, cache, new, only).double()
+    exact.load_state_dict({name: held.double() for name, held in layer.state_dict().items()})
+    truth = torch.stack([one_pass(exact, torch.cat([x[b, :n], new[b]]).double()) for b, n in enumerate(lengths)])
+    error = {only: (y - truth).abs().max().item() for only, y in far.items()}
+    assert error["paged"] <= 2 * error["dense"] + 1e-7
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_threads_do_not_change_a_bit(dtype: torch.dtype):
+    layer = built("sinks", dtype)
+    other = built("grouped", dtype)
+    x, threads, told = torch.randn(4, 900, MODEL).to(dtype), torch.get_num_threads(), []
+    lengths = [899, 3, 411, 0]
+    try:
+        for count in (1, 2):
+            torch.set_num_threads(1)
+            caches = [begun(each, pooled(each.spec, dtype, 16, 300, 4), x, lengths) for each in (layer, other)]
+            torch.set_num_threads(count)
+            each = zip((layer, other), caches, strict=True)
+            told.append([step(one, cache, x[:, 899:], "paged") for one, cache in each])
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(a, b) for a, b in zip(*told, strict=True))
+
+
+def test_scores_that_are_huge_stay_numbers():
+    layer = built("grouped")
+    x = torch.randn(2, 40, MODEL, dtype=torch.float64) * 3e3
+    cache = begun(layer, pooled(layer.spec, torch.float64, 3, 60, 5), x, [39, 5])
+    assert step(layer, cache, x[:, 39:], "paged").isfinite().all()
+
+
+def test_layers_that_remember_alike_read_what_each_may():
+    """One table for both, all of which only one of them reads."""
+    specs = [hw.design(model=MODEL, heads=2, dim=3, pattern=text) for text in ("causal()", "causal() & dilated(40, 3)")]
+    assert [
+        FullVisibility(spec.pattern).sees_all(30, lambda spec=spec: retained_tokens(spec.pattern)) for spec in specs
+    ] == [True, False]
+    layers = [hw.Attention(spec).double() for spec in specs]
+    pool = PagePool(specs, pages=20, page=4, dtype=torch.float64)
+    caches = pool.caches(pool.batch_of([pool.book.new_sequence(), pool.book.new_sequence()]))
+    x = torch.randn(2, 14, MODEL, dtype=torch.float64)
+    for layer, cache in zip(layers, caches, strict=True):
+        step(layer, cache, x[:, :9], None)
+    for t in range(9, 14):
+        for layer, cache in zip(layers, caches, strict=True):
+            ours = step(layer, cache, x[:, t : t + 1], "paged")
+            cases.check_close(ours, torch.stack([one_pass(layer, row[: t + 1]) for row in x]))
+
+
+# --- what is read where it lies, and what is gathered ----------------------------------------------------
+
+
+def test_who_hands_on_what_was_remembered_really_does():
+    for name, spec in cases.EXAMPLES.items():
+        form = spec.projection_form(one=True)
+        if form.caches_keys_and_values:
+            entry = {key: torch.randn(2, 3, *shape) for key, shape in spec.kv_entry_shapes().items()}
+            p = hw.Attention(spec).weights["project"]
+            k, v = form.expand_kv(entry, lambda x, side: x + 1, p)
+            assert k is entry["k"], name
+            assert v is entry["v"], name
+
+
+def said(spec: hw.AttentionSpec, **more) -> list[str]:
+    return backends.unsupported_reasons_by_backend(
+        CallSignature(
+            spec, spec.core_of(spec.projection_form(one=True)), **{"single_query": True, "has_paged_cache": True} | more
+        )
+    )["paged"]
+
+
+def test_the_reasons_to_gather():
+    plain = hw.design(model=12, heads=4, kv=2)
+    assert said(plain) == []
+    assert said(plain, has_paged_cache=False) == ["the KV cache is not paged"]
+    assert said(plain, single_query=False) == ["supports one query per row only"]
+    assert said(plain, needs_grad=True) == ["a paged cache keeps no gradients"]
+    assert said(plain, device="cuda") == ["has a kernel for the CPU only, not cuda"]
+    assert said(plain, probed_tensors=frozenset({"k", "v"})) == ["it never has the k, v of each row side by side"]
+    latent = hw.design(model=12, heads=4, project=hw.Latent(rank=6, rope=2), modifiers=(hw.Rotary(),))
+    assert said(latent) == ["Latent computes keys and values from what is cached"]
+    sinks = hw.design(model=12, heads=4, normaliser=hw.SinkSoftmax())
+    assert said(sinks, probed_tensors=frozenset({"lse"})) == ["its lse includes the sinks"]
+    assert said(sinks) == []
+
+
+def test_why_says_it():
+    spec = hw.design(model=12, heads=4, kv=2, pattern="causal()")
+    assert why(spec, tokens="one", when="paged").backend == "paged"
+    assert why(spec, tokens="one").backend != "paged"
+    assert why(spec, tokens="one", when="paged").data["paged"]
+
+
+def test_several_tokens_of_a_row_are_gathered():
+    layer = built("grouped")
+    pool = pooled(layer.spec, torch.float64, 4, 20, 0)
+    x = torch.randn(2, 9, MODEL, dtype=torch.float64)
+    cache = begun(layer, pool, x, [5, 5])
+    with pytest.raises(ValueError, match="in place for 2 tokens per row"):
+        cache.extend_in_place({}, hw.SequenceInfo.contiguous(5, 2, "cpu"))
+    cases.check_close(step(layer, cache, x[:, 5:8])[:, -1:], torch.stack([one_pass(layer, row[:8]) for row in x]))
+    assert pool.nbytes > pool.numbers.nbytes
+
+
+def test_what_is_looked_at_is_gathered_on_the_way():
+    """Whoever looks at keys of a call has those of each row side by side, zero where a row has none."""
+    layer, seen = built("sinks"), []
+    pool = pooled(layer.spec, torch.float64, 4, 20, 0)
+    pool.numbers.fill_(torch.nan)  # the page that stands for none, too
+    x = torch.randn(2, 31, MODEL, dtype=torch.float64)
+    cache = begun(layer, pool, x, [30, 8])
+    attend = backends.paged_decode.attend
+
+    def watched(job: CallSignature, sight: AttentionMask, inputs: CoreInputs, *rest: object) -> torch.Tensor:
+        seen.append((sight, inputs))
+        return attend(job, sight, inputs, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backends.paged_decode, "attend", watched)
+        ours = step(layer, cache, x[:, 30:], "paged")
+    sight, inputs = backends.gather_pages(*seen[0])
+    unheld = ~sight.keys.is_real
+    assert unheld.any()
+    for held in (inputs.k, inputs.v):
+        assert held.isfinite().all()
+        assert (held[unheld] == 0).all()
+    job = CallSignature(layer.spec, layer.spec.core, dtype=torch.float64, single_query=True)
+    o = backends.BACKENDS["dense"].attend(job, sight, inputs, layer.core_steps, None)
+    cases.check_close(layer.merge_heads(o), ours)
+
+
+def test_products_are_counted():
+    layer = built("grouped")
+    pool = pooled(layer.spec, torch.float64, 4, 20, 0)
+    x = torch.randn(2, 9, MODEL, dtype=torch.float64)
+    cache = begun(layer, pool, x, [7, 7])
+    with FlopCounterMode(display=False) as counter:
+        step(layer, cache, x[:, 7:8], "paged")
+    job = CallSignature(layer.spec, layer.spec.core, single_query=True, has_paged_cache=True)
+    core = backends.paged_decode.executed_flops(job, hw.CallSize(2, 1, 1, 8))
+    assert counter.get_flop_counts()["Global"][torch.ops.headwise.decode] == core == 2 * 2 * 6 * 8 * 10
+
+
+# --- the engine ----------------------------------------------------------------------------------------
+
+
+def language(*specs: hw.AttentionSpec) -> hw.Transformer:
+    blocks = [bp.BlockSpec(spec, feed=bp.FeedForwardSpec(18), norm=bp.NormSpec("rms")) for spec in specs]
+    stack = bp.StackSpec.from_blocks("decoder", 16, blocks, embedding=bp.EmbeddingSpec(13), norm=bp.NormSpec("rms"))
+    return hw.build(bp.ModelSpec("tiny", "decoder", (stack,), heads=(bp.OutputHeadSpec("tokens", 13),)), seed=1).eval()
+
+
+def answered(net: hw.Transformer, patch: pytest.MonkeyPatch, sizes: list[int]) -> tuple[hw.Engine, list[int], int]:
+    """An engine that has answered such prompts; rows of each call of one token, and how often pages were gathered."""
+    engine = hw.Engine(net, budget=4_000_000, batching=hw.BatchingConfig(page=4, chunk=512))
+    rows, gathered, hidden, gather = [], [], net.hidden, PagePool.gather
+
+    def called(x: torch.Tensor, **how):
+        rows.extend([len(x)] if x.shape[1] == 1 else [])
+        return hidden(x, **how)
+
+    patch.setattr(net, "hidden", called)
+    patch.setattr(PagePool, "gather", lambda *told: gathered.append(told) or gather(*told))
+    streams = [engine.submit([n * size % 13 for n in range(size)], max_new_tokens=4) for size in sizes]
+    engine.step()
+    before, rows[:] = len(gathered), []
+    engine.run()
+    told = rows[:], len(gathered) - before
+    for stream, size in zip(streams, sizes, strict=True):
+        assert (
+            stream.ids
+            == hw.greedy_decode(net, torch.tensor([[n * size % 13 for n in range(size)]]), max_new_tokens=4)[0]
+        )
+    return engine, *told
+
+
+def test_an_engine_whose_layers_read_in_place_gathers_nothing(monkeypatch: pytest.MonkeyPatch):
+    near, far = (hw.design(model=16, heads=4, kv=2, pattern=text) for text in ("window(9) | first(2)", "causal()"))
+    net = language(near, far)
+    monkeypatch.setattr(
+        hw.serving.model_runner, "CALL_OVERHEAD_BYTES", -(10**9)
+    )  # a call of its own would cost nothing
+    engine, rows, gathered = answered(net, monkeypatch, [50, 3, 7])
+    assert engine.memory.reading == PagedSupport(2, {})
+    assert rows == [3] * 2
+    assert gathered == 0
+    assert "layers that read pages where they lie, of" in str(engine.report())
+    assert str(engine.report()).splitlines()[-1].endswith(" 2, 2")
+
+
+def test_an_engine_says_which_layers_gather(monkeypatch: pytest.MonkeyPatch):
+    far = hw.design(model=16, heads=4, kv=2, pattern="causal()")
+    net = language(far, hw.design(model=16, heads=4, pattern="causal()", normaliser=hw.Entmax()), far)
+    net.stacks["decoder"].blocks[2].attentions["attention"].backend_name = "dense"
+    monkeypatch.setattr(hw.serving.model_runner, "CALL_OVERHEAD_BYTES", -(10**9))
+    engine, rows, gathered = answered(net, monkeypatch, [50, 3, 7])
+    gathers = engine.memory.reading.gathers
+    assert gathers["decoder.1.attention"] == "needs softmax, not Entmax"
+    assert gathers["decoder.2.attention"] == "the layer asks for dense"
+    assert set(rows) == {1}  # each row in a call of its own, as that costs nothing here
+    assert gathered == 2 * 3 * 2  # layers, rows, steps
+    report = engine.report()
+    assert report.data["layers"] == 3
+    assert report.data["gathers"] == gathers
+    assert str(report).splitlines()[-2:] == [
+        "  for 1 they are gathered: needs softmax, not Entmax",
+        "  for 1 they are gathered: the layer asks for dense",
+    ]
+
+
+def test_reach_is_asked_again_where_rows_are_longer():
+    """A pattern that reads all of a short text may leave keys out of a long one."""
+    asked: list[int] = []
+
+    def rule() -> Causal:
+        asked.append(1)
+        return Causal()
+
+    reach = FullVisibility(hw.Window(500))
+    assert [reach.sees_all(used, rule) for used in (2, 7, 8, 2000)] == [True, True, True, False]
+    assert len(asked) == 2  # ahead of need, and not at every step
+    assert [reach.sees_all(used, rule) for used in (1, 10**6)] == [False, False]
+
+
+def test_what_a_cache_holds_is_what_its_pattern_still_reads():
+    assert retained_tokens(Causal()) == Causal()
+    for text, first, last in (("window(5)", 0, 5), ("window(5) | first(2)", 2, 5)):
+        assert hw.design(model=4, heads=1, pattern=text).pattern.retention == (first, last)

@@ -1,0 +1,262 @@
+"""Texts packed in rows: each reads as if it were alone, forwards and backwards, and little is formed for nobody."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from test_truth import gradients
+
+import headwise as hw
+from headwise import backends
+from headwise.backends import dispatch, varlen
+from headwise.backends.dispatch import MAX_DENSE_LENGTH
+from headwise.backends.varlen import (
+    MAX_KERNEL_LENGTH,
+    MAX_WASTED_PAIRS_RATIO,
+    group_by_length,
+    group_plan,
+    kernel_plan,
+)
+from headwise.masking.patterns import Full
+from headwise.masking.sequence_info import AttentionMask, SequenceInfo
+from headwise.nn import reference
+from support import layer_cases as cases
+from support.layer_cases import EXAMPLES, check_close
+
+ROWS = [[3, 1, 4, 0, 2], [5], [7, 2, 1]]
+SOURCES = [[2, 6, 0, 3, 1], [4, 3], [1, 1]]
+
+
+def masked(tokens: SequenceInfo) -> SequenceInfo:
+    """The same tokens, of whom nobody knows where texts begin."""
+    return SequenceInfo(tokens.position, tokens.segment)
+
+
+@pytest.fixture
+def many_groups(monkeypatch):
+    """Texts so small would all be one group, which is not what is to be tested."""
+    monkeypatch.setattr(varlen, "FREE_PAIRS", 6)
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_texts_read_as_if_they_were_alone(name, many_groups):
+    spec = EXAMPLES[name]
+    if spec.source is not None:
+        pytest.skip("read as a source below")
+    layer = cases.layer(spec)
+    told = SequenceInfo.packed(ROWS)
+    x = torch.randn(3, told.count, spec.model, dtype=torch.float64, requires_grad=True)
+    expected = reference.reference_attention(layer, x, tokens=masked(told))
+    wanted = gradients(layer, expected, x)
+    for backend in (*cases.takers(spec, needs_grad=True), None):
+        layer.backend_name = backend
+        y = layer(x, sequence=told)
+        check_close(y, expected)
+        for parameter, grad in gradients(layer, y, x).items():
+            check_close(grad, wanted[parameter], msg=lambda m, p=parameter, b=backend: f"{b}, {p}: {m}")
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_a_text_reads_its_own_source(name, many_groups):
+    try:
+        spec = cases.crossed(EXAMPLES[name])
+    except hw.SpecError as reason:
+        pytest.skip(f"not defined for a source: {reason}")
+    layer = cases.layer(spec)
+    at, told = SequenceInfo.packed(ROWS), SequenceInfo.packed(SOURCES)
+    x = torch.randn(3, at.count, spec.model, dtype=torch.float64, requires_grad=True)
+    z = torch.randn(3, told.count, spec.source, dtype=torch.float64)
+    expected = reference.reference_attention(layer, x, source=z, tokens=masked(at), source_tokens=masked(told))
+    wanted = gradients(layer, expected, x)
+    for backend in (*cases.takers(spec, needs_grad=True), None):
+        layer.backend_name = backend
+        y = layer(x, sequence=at, source=layer.project_source(z, sequence=told))
+        check_close(y, expected)
+        for parameter, grad in gradients(layer, y, x).items():
+            check_close(grad, wanted[parameter], msg=lambda m, p=parameter, b=backend: f"{b}, {p}: {m}")
+
+
+LENGTHS = st.lists(st.lists(st.integers(0, 300), min_size=1, max_size=5), min_size=1, max_size=3)
+
+
+@settings(deadline=None, max_examples=15)
+@given(rows=LENGTHS, pattern=st.sampled_from(["causal", "full", "window(40)", "causal & dilated(9, rate=2)"]))
+def test_any_lengths_give_what_texts_alone_give(rows, pattern):
+    layer = hw.Attention(hw.design(model=6, heads=3, kv=1, dim=4, pattern=pattern, modifiers=(hw.Rotary(),))).double()
+    told = SequenceInfo.packed(rows)
+    x = torch.randn(len(rows), told.count, 6, dtype=torch.float64, requires_grad=True)
+    y = layer(x, sequence=told)
+    back = torch.randn_like(y)
+    (grad,) = torch.autograd.grad(y, x, back) if told.count else (x,)
+    for n, row in enumerate(rows):
+        begin = 0
+        for length in row:
+            own = slice(begin, begin + length)
+            alone = x[n : n + 1, own].detach().requires_grad_()
+            if length:
+                expected = layer(alone)
+                check_close(y[n : n + 1, own], expected)
+                check_close(grad[n : n + 1, own], torch.autograd.grad(expected, alone, back[n : n + 1, own])[0])
+            begin += length
+        assert not y[n, begin:].any()
+
+
+@given(
+    sizes=st.lists(st.tuples(st.integers(0, 400), st.integers(0, 400)), max_size=40),
+    spare=st.integers(0, 5000),
+)
+def test_little_is_formed_that_nobody_reads(sizes, spare):
+    asks, keys = [one for one, _ in sizes], [other for _, other in sizes]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(varlen, "FREE_PAIRS", spare)
+        groups = list(group_by_length(asks, keys))
+    assert sorted(n for group in groups for n in group) == [n for n, count in enumerate(asks) if count]
+    for group in groups:
+        formed = len(group) * max(asks[n] for n in group) * max(1, *(keys[n] for n in group))
+        read = sum(asks[n] * keys[n] for n in group)
+        assert formed - read <= max(spare, MAX_WASTED_PAIRS_RATIO * read) or len(group) == 1
+
+
+def test_memory_grows_with_the_texts_and_not_with_the_row():
+    def kept(count: int) -> int:
+        layer = hw.Attention(hw.design(model=16, heads=4, pattern="causal", modifiers=(hw.TalkingHeads(),)))
+        told, held = SequenceInfo.packed([[64] * count]), dict[int, int]()
+        x = torch.randn(1, told.count, 16, requires_grad=True)
+
+        def keep(tensor):
+            held[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            y = layer(x, sequence=told)
+        assert y.requires_grad
+        return sum(held.values())
+
+    assert kept(32) <= 2.1 * kept(16)
+
+
+def test_who_has_no_source_reads_nothing():
+    layer = cases.layer(cases.crossed(cases.base()))
+    seen = hw.Probe("heads")
+    x, z = torch.randn(1, 5, 10).double(), torch.randn(1, 4, cases.WIDTH).double()
+    y = layer(
+        x,
+        sequence=SequenceInfo.packed([[2, 3]]),
+        source=layer.project_source(z, sequence=SequenceInfo.packed([[4]])),
+        probe=seen,
+    )
+    assert y.isfinite().all()
+    assert not seen.tensors["heads"][0, 2:].any()
+    assert seen.tensors["heads"][0, :2].all()
+
+
+WAYS = {"whole": (MAX_KERNEL_LENGTH, MAX_DENSE_LENGTH), "short": (-1, MAX_DENSE_LENGTH), "fused": (-1, 0)}
+
+
+@pytest.fixture(params=WAYS)
+def way(request, monkeypatch):
+    """By the kernel; in groups, short ones by plain operations; in groups, all by a fused call."""
+    monkeypatch.setattr(varlen, "MAX_KERNEL_LENGTH", WAYS[request.param][0])
+    monkeypatch.setattr(dispatch, "MAX_DENSE_LENGTH", WAYS[request.param][1])
+    return request.param
+
+
+def test_large_scores_are_no_trouble(way):
+    layer = hw.Attention(hw.design(model=8, heads=2))
+    told = SequenceInfo.packed([[40, 3, 2]])
+    x = (1e4 * torch.randn(1, told.count, 8)).requires_grad_()
+    y = layer(x, sequence=told)
+    assert y.isfinite().all()
+    assert torch.autograd.grad(y.sum(), x)[0].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_low_precision_errs_no_more_than_twice_as_dense(dtype, way):
+    exact = hw.Attention(hw.design(model=16, heads=4, pattern="causal")).double()
+    coarse = hw.Attention(exact.spec).to(dtype)
+    coarse.load_state_dict(exact.state_dict())
+    exact.load_state_dict(coarse.state_dict())
+    told = SequenceInfo.packed([[5, 40, 33, 2]])
+    x = torch.randn(1, told.count, 16).to(dtype)
+    truth = exact(x.double(), sequence=masked(told))
+    ours = (coarse(x, sequence=told).double() - truth).abs().max()
+    coarse.backend_name = "dense"
+    theirs = (coarse(x, sequence=masked(told)).double() - truth).abs().max()
+    assert ours <= 2 * theirs + 4 * torch.finfo(dtype).eps * truth.abs().max()
+
+
+def runs_apart(layer, x, **call) -> bool:
+    """Whether a call forms groups of texts."""
+    before = backends.PackedDispatch.attend
+    called = []
+
+    def attend(self, *given):
+        called.append(self)
+        return before(self, *given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backends.PackedDispatch, "attend", attend)
+        layer(x, **call)
+    return bool(called)
+
+
+def test_texts_run_apart_where_they_are_known_and_nobody_looks_at_the_whole():
+    layer = cases.layer(cases.base(pattern="causal"))
+    told = SequenceInfo.packed([[3, 4]])
+    x = torch.randn(1, 7, 10, dtype=torch.float64)
+    assert runs_apart(layer, x, sequence=told)
+    assert runs_apart(layer, x, sequence=told.to("cpu"))
+    assert runs_apart(layer, x, sequence=told, probe=hw.Probe("q", "heads"))
+    assert not runs_apart(layer, x, sequence=masked(told))
+    assert not runs_apart(layer, x, sequence=told, probe=hw.Probe("weights"))
+    assert not runs_apart(layer, x, sequence=told, mask=torch.ones(1, 1, 7, 7, dtype=torch.bool))
+    assert not runs_apart(layer, x, sequence=told, cache=layer.cache(batch=1, capacity=9))
+    assert not runs_apart(layer, x.expand(2, -1, -1), sequence=told)  # one row of tokens for two rows alike
+
+
+def test_a_source_that_is_not_packed_is_read_as_one():
+    layer = cases.layer(cases.crossed(cases.base()))
+    x, z = torch.randn(1, 5, 10).double(), torch.randn(1, 4, cases.WIDTH).double()
+    told = SequenceInfo.packed([[2, 3]])
+    check_close(layer(x, sequence=told, source=z), layer(x, sequence=masked(told), source=z))
+
+
+def test_a_plan_is_made_once_for_all_layers():
+    told = SequenceInfo.packed([[3, 4]])
+    layers = [cases.layer(cases.base(pattern=pattern)) for pattern in ("causal", "causal", "full", "full")]
+    for layer, backend in zip(layers, ("dense", "sdpa", "sdpa", None), strict=True):
+        layer.backend_name = backend
+        layer(torch.randn(1, 7, 10, dtype=torch.float64), sequence=told)
+    assert [kind for _, kind, _ in told.backend_plans] == ["where", "groups, True", "groups, False"]
+    assert all(other is None for other, _, _ in told.backend_plans)
+
+
+def test_what_is_not_a_length_is_refused():
+    for wrong in ([], [[2, -1]], [[2.0]], [[True]], 3, [3]):
+        with pytest.raises(ValueError, match="must list the text lengths"):
+            SequenceInfo.packed(wrong)
+
+
+def test_some_rows_and_another_device_keep_the_lengths():
+    told = SequenceInfo.packed([[2, 1], [3], [1, 1]])
+    assert told.rows(slice(1, 3)).lengths == ((3,), (1, 1))
+    assert told.to("meta").lengths == told.lengths
+
+
+@pytest.mark.compile
+def test_compiled_rows_are_masked_and_the_same():
+    layer = hw.Attention(hw.design(model=8, heads=2, pattern="causal")).double()
+    told = SequenceInfo.packed([[3, 4]])
+    x = torch.randn(1, 7, 8, dtype=torch.float64)
+    torch._dynamo.reset()
+    run = torch.compile(layer, fullgraph=True, backend="eager")
+    check_close(run(x, sequence=told), layer(x, sequence=told))
+
+
+def test_what_texts_read_of_themselves_and_of_a_source_is_planned_apart():
+    at, told = SequenceInfo.packed([[2, 3]]), SequenceInfo.packed([[4, 1]])
+    for plan in (group_plan, kernel_plan):
+        plan(AttentionMask(at, at, Full()))
+    assert group_plan(AttentionMask(at, told, Full())).keys.shapes == ((2, 4),)
+    assert kernel_plan(AttentionMask(at, told, Full())).table.tolist() == [[0, 2, 0, 4], [2, 3, 4, 1]]

@@ -1,0 +1,645 @@
+"""The bench on runs that take what they are told by a clock of their own: nothing here is timed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import torch
+
+import headwise as hw
+from headwise import cli
+from headwise.bench import benchmark_case, benchmark_report, runner, session
+from headwise.bench.benchmark_case import (
+    LIMIT,
+    BenchmarkCase,
+    MissingPeer,
+    RequiredWork,
+    SpeedTarget,
+    TimingPace,
+    TimingSamples,
+    interleaved_order,
+    time_interleaved,
+    time_warm_call,
+)
+from headwise.bench.benchmark_report import BenchmarkReport, format_duration, format_seconds
+from headwise.bench.session import MATMUL_RUN, READ_RUN, LastLevelCache, MachineLimits
+from headwise.head_analysis import head_figures
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+SAME = torch.arange(7.0)
+LAST = LastLevelCache(2**10, True)
+
+
+class Clock:
+    """Time that passes only while a fake run runs."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.order: list[str] = []
+
+    def __call__(self) -> float:
+        return self.now
+
+    def run(self, name: str, *seconds: float, gives: Any = SAME) -> Callable[[], Any]:
+        """A run that takes these seconds, one after the other, and the last of them from then on."""
+        left = list(seconds)
+
+        def go() -> Any:
+            self.order.append(name)
+            self.now += left.pop(0) if len(left) > 1 else left[0]
+            return gives
+
+        return go
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+class Fixed(MachineLimits):
+    """A machine that reads and multiplies by the fake clock."""
+
+    def limit_runs(self, need: RequiredWork | None) -> dict[str, Any]:
+        made = super().limit_runs(need)
+        return {name: CLOCKS[-1].run(name, {READ_RUN: 0.125, MATMUL_RUN: 0.5}[name]) for name in made}
+
+
+CLOCKS: list[Clock] = []
+
+
+@pytest.fixture
+def bench(clock: Clock) -> session.CaseTimer:
+    CLOCKS.append(clock)
+    return session.CaseTimer(
+        TimingPace(min_sample_seconds=0.02, min_samples=3, max_samples=5, max_seconds=100.0), Fixed(LAST), clock
+    )
+
+
+def row(bench: session.CaseTimer, case: BenchmarkCase) -> dict[str, Any]:
+    return bench.time_case(case, "fake") | {"title": "Fake work"}
+
+
+# --- turns ---------------------------------------------------------------------------------------------
+
+
+def test_a_sample_lasts_long_enough_and_says_seconds_of_one_call(clock: Clock):
+    taken = time_interleaved(
+        {"a": clock.run("a", 0.25), "b": clock.run("b", 0.0078125)}, TimingPace(max_samples=4), clock
+    )
+    assert taken["a"] == TimingSamples((0.25,) * 4, 1)
+    assert taken["b"].calls_per_sample == 3  # 0.02 seconds and no less
+    assert taken["b"].seconds == pytest.approx((0.0078125,) * 4, rel=1e-12)
+
+
+def test_what_is_slow_is_sampled_less_often_but_often_enough(clock: Clock):
+    pace = TimingPace(min_samples=3, max_samples=15, max_seconds=30.0)
+    taken = time_interleaved({"slow": clock.run("slow", 60.0), "some": clock.run("some", 2.5), "fast": clock.run("fast", 0.1)},
+                     pace, clock)  # fmt: skip
+    assert [len(taken[name].seconds) for name in ("slow", "some", "fast")] == [3, 4, 15]
+
+
+def test_a_call_as_long_as_a_sample_is_one_from_the_first_round_on(clock: Clock):
+    runs = {"long": clock.run("long", 0.75, 0.5), "short": clock.run("short", 0.015625)}
+    taken = time_interleaved(runs, TimingPace(min_sample_seconds=0.02, min_samples=3, max_samples=3), clock)
+    assert taken["long"].seconds == (0.75, 0.5, 0.5)
+    assert clock.order.count("long") == 3
+    assert len(taken["short"].seconds) == 3
+    assert clock.order.count("short") == 2 + 3 * 2  # two calls say that two are a sample
+
+
+def test_who_is_widely_spread_has_all_sampled_as_often_again(clock: Clock):
+    runs = {"even": clock.run("even", 1.0), "odd": clock.run("odd", 1.0, 1.0, 2.0, 3.0, 1.0)}
+    taken = time_interleaved(runs, TimingPace(min_samples=3, max_samples=15, max_seconds=1.0), clock)
+    assert {name: len(samples.seconds) for name, samples in taken.items()} == {"even": 6, "odd": 6}
+    again = time_interleaved(
+        {"odd": clock.run("odd", 1.0, 1.0, 2.0, 3.0)}, TimingPace(min_samples=3, max_samples=3, max_seconds=1.0), clock
+    )
+    assert len(again["odd"].seconds) == 3  # no more than are taken at most
+
+
+def test_turns_are_mixed_the_same_way_every_time():
+    told = list(interleaved_order({"a": 40, "b": 40, "c": 20}, seed=0))
+    assert told == list(interleaved_order({"a": 40, "b": 40, "c": 20}, seed=0))
+    assert told != list(interleaved_order({"a": 40, "b": 40, "c": 20}, seed=1))
+    assert {name: told.count(name) for name in "abc"} == {"a": 40, "b": 40, "c": 20}
+    halves = told[: len(told) // 2]
+    assert halves.count("c") == 10  # spread over the rounds, not at one end
+    firsts = [told.index("a", 2 * n) < told.index("b", 2 * n) for n in range(20)]
+    assert True in firsts
+    assert False in firsts
+
+
+def test_the_warm_estimate_is_the_shortest_of_some(clock: Clock):
+    assert time_warm_call(clock.run("a", 0.015625, 0.00390625, 0.0078125), clock, 0.02) == 0.00390625
+    assert len(clock.order) == 3  # as many as take 0.02 seconds together
+
+
+def test_the_collector_rests_while_runs_are_timed(clock: Clock):
+    import gc
+
+    seen = []
+    time_interleaved(
+        {"a": lambda: (seen.append(gc.isenabled()), clock.run("a", 1.0)())}, TimingPace(max_samples=3), clock
+    )
+    assert set(seen) == {False}
+    assert gc.isenabled()
+
+
+def test_median_and_spread_are_of_the_middle():
+    samples = TimingSamples((1.0, 100.0, 2.0, 3.0, 4.0))
+    assert samples.median == 3.0
+    assert samples.spread == pytest.approx((4.0 - 2.0) / 3.0)
+
+
+# --- agreement -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "same"),
+    [
+        (torch.tensor([0.0, 1000.0]), torch.tensor([0.9, 1000.0]), True),
+        (torch.tensor([0.0, 1000.0]), torch.tensor([1.1, 1000.0]), False),
+        ((SAME, SAME[:3]), (SAME, SAME[:3]), True),
+        ((SAME, SAME[:3]), (SAME, SAME[:3] + 1), False),
+        ((SAME, SAME), SAME, False),
+        (SAME, SAME[:6], False),
+        (torch.tensor([1.0, -torch.inf]), torch.tensor([1.0, -torch.inf]), True),
+        (torch.tensor([1.0, 2.0]), torch.tensor([1.0, torch.nan]), False),
+        (torch.tensor([torch.nan]), torch.tensor([1.0]), False),
+        ((SAME, SAME), (SAME, SAME * torch.nan), False),
+        (torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.0], dtype=torch.bfloat16), True),
+        (torch.zeros(3), torch.full((3,), 0.01), False),
+        (torch.empty(0, 3), torch.empty(0, 3), True),
+        (3.5, 3.5, True),
+    ],
+)
+def test_results_are_held_to_their_largest_number(ours: Any, theirs: Any, same: bool):
+    assert (benchmark_case.describe_difference(ours, theirs, 1e-3) == "") is same
+
+
+# --- verdicts ------------------------------------------------------------------------------------------
+
+
+def test_a_row_has_medians_ratios_the_limit_and_verdicts(bench: session.CaseTimer, clock: Clock):
+    case = BenchmarkCase(
+        "a case", clock.run("ours", 0.5), {"one": clock.run("one", 1.5), "two": clock.run("two", 0.25)},
+        targets=(SpeedTarget("one", 3.0), SpeedTarget("two", 1.0), SpeedTarget(LIMIT, 0.5)), required_work=RequiredWork(bytes_read=2**15), notes={"memory": "7 MB"},
+        history="everything.",
+    )  # fmt: skip
+    got = row(bench, case)
+    assert got["ours_s"] == 0.5
+    assert got["peers"] == {"one": 1.5, "two": 0.25}
+    assert got["ratio"] == {"one": 3.0, "two": 0.5}
+    # 2^15 bytes where 2^13 (8 times the cache) take an eighth of a second: half a second
+    assert (got["limit"]["seconds"], got["limit"]["share"]) == (0.5, 1.0)
+    assert [(one["against"], one["reached"], one["met"]) for one in got["aim"]] == [
+        ("one", 3.0, True), ("two", 0.5, False), (LIMIT, 1.0, True)
+    ]  # fmt: skip
+    assert got["met"] is False
+    assert (got["notes"], got["tried"], got["kind"]) == ({"memory": "7 MB"}, "everything.", "fake")
+    json.dumps(got, allow_nan=False)
+
+
+def test_a_limit_is_the_longer_of_reading_and_products(bench: session.CaseTimer, clock: Clock):
+    need = RequiredWork(bytes_read=2**14, flops=2 * 2048**3 * 3, dtype=torch.float64)
+    taken = {READ_RUN: TimingSamples((0.125,) * 3), MATMUL_RUN: TimingSamples((0.5,) * 3)}
+    got = MachineLimits(LAST).bound(need, taken)
+    assert (got["seconds"], got["waits_for"]) == (1.5, "compute")
+    assert got["bytes_per_second"] == 2**13 / 0.125
+    assert got["flops_per_second"] == 2 * 2048**3 / 0.5
+    assert MachineLimits(LAST).bound(RequiredWork(bytes_read=2**17), taken)["waits_for"] == "memory"
+
+
+def test_the_machine_reads_more_than_its_cache_holds_and_multiplies_in_the_dtype(clock: Clock):
+    runs = MachineLimits(LastLevelCache(2**12, True)).limit_runs(
+        RequiredWork(bytes_read=1, flops=1, dtype=torch.bfloat16)
+    )
+    assert set(runs) == {READ_RUN, MATMUL_RUN}
+    assert runs[READ_RUN]().item() == 8 * 2**12 / 4  # ones, four bytes each
+    assert runs[MATMUL_RUN]().dtype == torch.bfloat16
+    assert MachineLimits(LAST).limit_runs(None) == {}
+
+
+def test_who_is_absent_is_named(bench: session.CaseTimer, clock: Clock):
+    def broken() -> Any:
+        raise RuntimeError("no\ncompiler")
+
+    peers = {"gone": MissingPeer("gone is not installed"), "broken": broken, "there": clock.run("there", 1.0)}
+    got = row(
+        bench,
+        BenchmarkCase(
+            "a case", clock.run("ours", 0.5), peers, targets=(SpeedTarget("gone", 2.0), SpeedTarget("there", 2.0))
+        ),
+    )
+    assert got["absent"] == {"gone": "gone is not installed", "broken": "failed: RuntimeError: no compiler"}
+    assert list(got["peers"]) == ["there"]
+    assert [one["met"] for one in got["aim"]] == [None, True]
+    assert got["met"] is None
+    said = str(BenchmarkReport(MACHINE, [got]))
+    assert "gone: gone is not installed" in said
+    assert "broken: failed: RuntimeError: no compiler" in said
+
+
+def test_other_results_give_no_verdict(bench: session.CaseTimer, clock: Clock):
+    peers = {"liar": clock.run("liar", 9.0, gives=SAME + 1), "one": clock.run("one", 9.0)}
+    got = row(bench, BenchmarkCase("a case", clock.run("ours", 0.5), peers, targets=(SpeedTarget("one", 2.0),)))
+    assert list(got["differs"]) == ["liar"]
+    assert (got["met"], got["aim"][0]["why"]) == (None, "different results")
+    report = BenchmarkReport(MACHINE, [got])
+    assert not report.is_valid
+    assert "liar gives a different result" in str(report)
+    lenient = BenchmarkCase("a case", clock.run("ours", 0.5), peers, targets=(SpeedTarget("one", 2.0),), tolerance=None)
+    assert row(bench, lenient)["met"] is True
+
+
+def test_a_loose_spread_gives_no_verdict(bench: session.CaseTimer, clock: Clock):
+    shaky = clock.run("shaky", 1.0, 1.0, 1.0, 1.5, 2.0, 2.5, 3.0)
+    got = row(bench, BenchmarkCase("a case", clock.run("ours", 0.5), {"shaky": shaky, "calm": clock.run("calm", 1.0)},
+                          targets=(SpeedTarget("shaky", 0.1), SpeedTarget("calm", 2.0))))  # fmt: skip
+    assert got["spread"]["shaky"] > 0.2
+    assert [one["met"] for one in got["aim"]] == [None, True]
+    assert "spread of shaky above 20%" in got["aim"][0]["why"]
+    loose = row(bench, BenchmarkCase("a case", clock.run("ours", 0.5, 0.5, 0.5, 0.8, 1.1, 1.4, 1.7),
+                            {"calm": clock.run("calm", 1.0)}, targets=(SpeedTarget("calm", 0.1),)))  # fmt: skip
+    assert loose["met"] is None
+
+
+def test_what_fails_of_ours_is_said_and_is_not_sound(bench: session.CaseTimer):
+    def ours() -> Any:
+        raise ValueError("this is new")
+
+    got = row(
+        bench,
+        BenchmarkCase("a case", ours, {}, targets=(SpeedTarget(LIMIT, 0.5),), required_work=RequiredWork(bytes_read=1)),
+    )
+    assert (got["ours_s"], got["failed"], got["met"]) == (None, "ValueError: this is new", None)
+    report = BenchmarkReport(MACHINE, [got])
+    assert not report.is_valid
+    assert "ours failed: ValueError: this is new" in str(report)
+    assert benchmark_report.row_bars(got) == []
+
+
+def test_a_row_says_where_its_time_went(capsys, fakes, clock: Clock):
+    def slow(quick: bool) -> Iterator[BenchmarkCase]:
+        clock.now += 4.0
+        yield BenchmarkCase("first", clock.run("ours", 0.5), {"one": clock.run("one", 1.0)})
+        clock.now += 60.0
+        yield BenchmarkCase("second", clock.run("ours", 0.5), {})
+
+    fakes["slow"] = SimpleNamespace(features=slow, TITLE="Slow work")
+    _, out, _ = run(capsys, "slow", "--json")
+    told = json.loads(out)
+    pace = runner.TIMING_PACES[False]
+    seconds = 0.5 * pace.num_samples(0.5, 2) + 1.0 * pace.num_samples(1.0, 2)
+    assert told["rows"][0]["took"] == pytest.approx({"making": 4.0, "first calls": 1.5, "samples": seconds})
+    assert told["rows"][1]["took"]["making"] == 60.0
+    whole = sum(sum(row["took"].values()) for row in told["rows"])
+    assert told["machine"]["took"] == pytest.approx(whole)
+    said = " ".join(run(capsys, "slow")[1].split())
+    assert f"total time {format_duration(whole)}" in said
+    assert f"Time by kind: slow {format_duration(whole)}." in said
+
+
+def test_an_aim_at_nobody_is_a_mistake(bench: session.CaseTimer, clock: Clock):
+    with pytest.raises(ValueError, match="has a target against 'nobody', which is not one of its peers"):
+        bench.time_case(
+            BenchmarkCase("a case", clock.run("ours", 1.0), {}, targets=(SpeedTarget("nobody", 1.0),)), "fake"
+        )
+    with pytest.raises(ValueError, match="has a target against the limit, but no required_work"):
+        bench.time_case(BenchmarkCase("a case", clock.run("ours", 1.0), {}, targets=(SpeedTarget(LIMIT, 1.0),)), "fake")
+
+
+def test_no_aims_no_verdict_and_all_met_is_met(bench: session.CaseTimer, clock: Clock):
+    assert row(bench, BenchmarkCase("a", clock.run("ours", 0.5), {"one": clock.run("one", 1.0)}))["met"] is None
+    assert row(
+        bench, BenchmarkCase("a", clock.run("ours", 0.5), {"one": clock.run("one", 1.0)}, (SpeedTarget("one", 2.0),))
+    )["met"]
+
+
+# --- the machine ---------------------------------------------------------------------------------------
+
+MACHINE = {
+    "processor": "some processor", "threads": 2, "processors": 2, "last_level_cache_bytes": 2**25,
+    "buffer_bytes": 2**28, "versions": {"torch": "2.13.0", "x-transformers": "2.31.10"},
+    "read_bytes_per_second": 3.2e10, "copy_bytes_per_second": 3e10, "fp32_flops_per_second": 1.5e11,
+    "bf16_flops_per_second": 7.5e11, "labels": [], "quick": False, "interrupted": False,
+}  # fmt: skip
+
+
+def caches(folder: Path, *told: tuple[int, str, str, str]) -> Path:
+    for n, (cpu, level, size, shared) in enumerate(told):
+        index = folder / f"cpu{cpu}" / "cache" / f"index{n}"
+        index.mkdir(parents=True)
+        for name, value in (("level", level), ("size", size), ("shared_cpu_list", shared)):
+            (index / name).write_text(value + "\n")
+    return folder
+
+
+def test_the_last_level_is_that_of_all_processors_once(tmp_path: Path):
+    told = [(0, "1", "48K", "0"), (0, "3", "32768K", "0-1"), (1, "3", "32768K", "0-1"), (2, "3", "16M", "2-3")]
+    assert session.find_last_level_cache(caches(tmp_path / "a", *told)) == (48 * 2**20, True)
+    assert session.find_last_level_cache(tmp_path / "nothing") == (2**25, False)
+    damaged = caches(tmp_path / "b", (0, "3", "unknown", "0-1"), (1, "2", "2M", "1"))
+    assert session.find_last_level_cache(damaged) == (2 * 2**20, True)
+
+
+def test_where_nobody_says_which_processors_all_count(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delattr(session.os, "sched_getaffinity")
+    monkeypatch.setattr(session.os, "cpu_count", lambda: 3)
+    assert session.num_processors() == session.check_threads(None) == 3
+
+
+def test_odd_machines_are_labelled(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(MachineLimits, "measure_rates", lambda self: {})
+    monkeypatch.setattr(session.os, "getloadavg", lambda: (0.5, 9.0, 9.0))
+    assert session.describe_machine(MachineLimits(LAST), 2)["labels"] == []
+    monkeypatch.setattr(session, "version", lambda name: {"torch": "2.13.0", "entmax": None}.get(name, "1"))
+    monkeypatch.setattr(session.os, "getloadavg", lambda: (3.25, 0.0, 0.0))
+    labels = session.describe_machine(MachineLimits(LastLevelCache(2**25, False)), 1)["labels"]
+    assert labels == [
+        "1 thread only",
+        "entmax: unknown version",
+        "other processes were running: load average 3.2 before the run",
+        "the size of the last-level cache is assumed",
+    ]
+
+
+def test_who_is_not_installed_has_no_version(monkeypatch: pytest.MonkeyPatch):
+    def missing(name: str) -> str:
+        raise session.PackageNotFoundError(name)
+
+    monkeypatch.setattr(session, "version", missing)
+    assert session.package_versions() == {}
+
+
+def test_threads_are_as_before_afterwards(monkeypatch: pytest.MonkeyPatch):
+    before = torch.get_num_threads()
+    with session.use_threads(1):
+        assert torch.get_num_threads() == 1
+    assert torch.get_num_threads() == before
+
+
+# --- the whole -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def fakes(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> dict[str, Any]:
+    """Two kinds of work that take no time, on a machine that nobody measures."""
+
+    def slow(quick: bool) -> Iterator[BenchmarkCase]:
+        yield BenchmarkCase(
+            "slow, forward",
+            clock.run("ours", 0.5),
+            {"one": clock.run("one", 1.0)},
+            (SpeedTarget("one", 3.0), SpeedTarget("one", 2.0)),
+        )
+        yield BenchmarkCase("slow, backward", clock.run("ours", 0.5), {"gone": MissingPeer("gone is not installed")})
+
+    def other(quick: bool) -> Iterator[BenchmarkCase]:
+        yield BenchmarkCase("other", clock.run("ours", 0.5), {"liar": clock.run("liar", 1.0, gives=SAME + 1)})
+
+    made = {"slow": SimpleNamespace(features=slow, TITLE="Slow work"),
+            "other": SimpleNamespace(features=other, TITLE="Other work")}  # fmt: skip
+    monkeypatch.setattr(runner, "case_modules", lambda: made)
+    monkeypatch.setattr(session, "describe_machine", lambda limits, threads: MACHINE | {"threads": threads})
+    bench = session.CaseTimer
+    monkeypatch.setattr(session, "CaseTimer", lambda pace, limits: bench(pace, limits, clock))
+    return made
+
+
+def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
+    code = cli.main(["bench", *argv])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_json_is_the_machine_and_the_rows(capsys, fakes):
+    code, out, err = run(capsys, "slow", "--json")
+    told = json.loads(out)
+    assert (code, err, list(told)) == (0, "", ["machine", "rows"])  # an aim that is missed is no failure
+    wanted = {"name", "ours_s", "peers", "ratio", "limit", "aim", "met"}
+    assert all(wanted <= set(row) for row in told["rows"])
+    assert [(row["name"], row["met"]) for row in told["rows"]] == [("slow, forward", False), ("slow, backward", None)]
+
+
+def test_the_table_fits_a_terminal(capsys, fakes):
+    code, out, _ = run(capsys)
+    assert code == 1  # somebody gives a different result
+    assert max(map(len, out.splitlines())) <= 80
+    for word in (
+        "Slow work",
+        "slow, forward",
+        "3.00 x: missed",
+        "2.00 x: met",
+        "gone is not installed",
+        "different result",
+        "2.00 x",
+    ):
+        assert word in out
+    assert "1 met, 1 missed" in out
+
+
+def test_the_widest_line_fits_too(bench: session.CaseTimer, clock: Clock):
+    name = "somebody whose name is long, as published (plain PyTorch, compiled)"
+    shaky = clock.run(name, 1.0, 1.0, 1.0, 1.5, 2.0, 2.5, 3.0)
+    aims = (SpeedTarget(name, 20.0), SpeedTarget(LIMIT, 0.8), SpeedTarget(name, 200.0))
+    got = row(
+        bench,
+        BenchmarkCase(
+            3 * name,
+            clock.run("ours", 0.5),
+            {name: shaky},
+            aims,
+            required_work=RequiredWork(bytes_read=2**14),
+            history=9 * name,
+        ),
+    )
+    lines = str(BenchmarkReport(MACHINE | {"labels": [2 * name], "quick": True}, [got])).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert [line.split()[-2:] for line in lines if "20.0 x:" in line] == [["no", "verdict"]]
+
+
+def test_rows_are_chosen_by_a_piece_of_a_name(capsys, fakes):
+    def names(*argv: str) -> list[str]:
+        return [row["name"] for row in json.loads(run(capsys, *argv, "--json")[1])["rows"]]
+
+    assert names("slow:Backward") == ["slow, backward"]
+    assert names("slow:for", "other") == ["slow, forward", "other"]
+    assert names("slow:backward", "slow") == ["slow, forward", "slow, backward"]
+    assert names("slow:for", "slow:backward") == ["slow, forward", "slow, backward"]
+
+
+def test_kinds_are_listed(capsys, fakes):
+    assert [line.split()[0] for line in run(capsys, "--list")[1].splitlines()] == ["slow", "other"]
+    assert json.loads(run(capsys, "--list", "--json")[1])["other"] == fakes["other"].TITLE
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (("slow",), None),
+        (("decade",), "there is no kind of work 'decade'; use one of"),
+        (("slow:sideways",), "no row of slow has 'sideways' in its name; its rows are: slow, forward; slow, backward"),
+        (("oter",), "did you mean 'other'?"),
+        (("--threads", "0"), "threads=0 is not between 1 and"),
+        (("--threads", "1000"), "threads=1000 is not between 1 and"),
+        (("--threads", "two"), "invalid int value: 'two'"),
+        (("--out", "FILE"), "is not a folder; give a folder or a new name"),
+        (("--fast",), "unrecognized arguments: --fast"),
+        (("--list", "slow"), "--list takes no names; leave out 'slow'"),
+    ],
+)
+def test_bad_input_is_one_line(capsys, fakes, tmp_path: Path, argv: tuple[str, ...], said: str | None):
+    (tmp_path / "file").write_text("mine")
+    code, out, err = run(capsys, *(str(tmp_path / "file") if word == "FILE" else word for word in argv))
+    assert (code == 0) if said is None else (code, out) == (2, "")
+    assert said is None or (said in err and len(err.splitlines()) == 1)
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_a_wrong_piece_of_a_name_costs_no_rows_that_were_measured(capsys, fakes):
+    code, out, _ = run(capsys, "slow", "other:sideways", "--json")
+    told = json.loads(out)["rows"]
+    assert (code, [row["name"] for row in told]) == (1, ["slow, forward", "slow, backward", "other"])
+    assert "no row of other has 'sideways' in its name; its rows are: other" in told[-1]["failed"]
+
+
+def test_an_interrupt_shows_what_is_done(capsys, fakes, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    def stopped(quick: bool) -> Iterator[BenchmarkCase]:
+        raise KeyboardInterrupt
+        yield
+
+    fakes["other"] = SimpleNamespace(features=stopped, TITLE="Other work")
+    code, out, _ = run(capsys, "--out", str(tmp_path / "new"))
+    assert code == 130
+    assert "slow, forward" in out
+    assert "interrupted: some rows are missing" in out
+    assert BenchmarkReport.read(tmp_path / "new" / "bench.json").machine["interrupted"]
+
+
+def test_a_kind_that_cannot_be_made_is_a_row(capsys, fakes):
+    def broken(quick: bool) -> Iterator[BenchmarkCase]:
+        yield from fakes["slow"].features(quick)
+        raise RuntimeError("not here")
+
+    fakes["other"] = SimpleNamespace(features=broken, TITLE="Other work")
+    code, out, _ = run(capsys, "other", "--json")
+    told = json.loads(out)["rows"]
+    assert (code, [row["name"] for row in told]) == (1, ["slow, forward", "slow, backward", "other"])
+    assert told[-1]["failed"] == "RuntimeError: not here"
+
+
+def test_the_folder_holds_numbers_and_a_drawing(fakes, tmp_path: Path):
+    report = hw.run_benchmarks("slow", output_folder=tmp_path / "new")
+    assert {path.name for path in (tmp_path / "new").iterdir()} >= {"bench.json", "bench.svg"}
+    assert BenchmarkReport.read(tmp_path / "new" / "bench.json") == report
+    drawing = (tmp_path / "new" / "bench.svg").read_bytes()
+    assert ElementTree.fromstring(drawing).tag.endswith("svg")
+    assert drawing == benchmark_report.render_chart(report.rows)  # the same rows are the same file
+
+
+AIMED = (SpeedTarget("one", 3.0), SpeedTarget("one", 4.0), SpeedTarget(LIMIT, 0.8))
+
+
+def drawn(
+    bench: session.CaseTimer, clock: Clock, *aims: SpeedTarget
+) -> tuple[list[benchmark_report.RatioBar], ElementTree.Element]:
+    """The bars of a row in which one takes 3 times our seconds, and the drawing of it."""
+    case = BenchmarkCase(
+        "a case",
+        clock.run("ours", 0.5),
+        {"one": clock.run("one", 1.5)},
+        aims,
+        required_work=RequiredWork(bytes_read=2**14),
+    )
+    got = row(bench, case)
+    return benchmark_report.row_bars(got), ElementTree.fromstring(benchmark_report.render_chart([got]))
+
+
+def of_class(drawing: ElementTree.Element, *names: str) -> list[dict[str, str]]:
+    return [found.attrib for found in drawing.iter() if {*names} <= set(found.get("class", "").split())]
+
+
+def test_a_drawing_shows_every_peer_and_the_limit(bench: session.CaseTimer, clock: Clock):
+    lines, drawing = drawn(bench, clock)
+    assert lines == [
+        ("a case", None, "ours 500 ms", (), False),
+        ("one", 3.0, "3.00 x", (), False),
+        ("limit: memory", 0.5, "50 %", (), True),
+    ]
+    (slower,), (limit,) = of_class(drawing, "slower"), of_class(drawing, "limit")
+    one = float(slower["x"])  # where bars begin
+    assert float(limit["x"]) + float(limit["width"]) == pytest.approx(one, abs=0.1)
+    scale = benchmark_report.LogScale.from_bars(lines)
+    assert float(slower["width"]) == pytest.approx(scale.position(3.0) - one, abs=0.1)
+    assert float(limit["x"]) == scale.position(0.5)
+    assert of_class(drawing, "mark") == []
+    assert "Nothing to draw" in "".join(ElementTree.fromstring(benchmark_report.render_chart([])).itertext())
+
+
+def test_aims_are_drawn_and_those_missed_are_seen(bench: session.CaseTimer, clock: Clock):
+    lines, drawing = drawn(bench, clock, *AIMED)
+    assert [[goal.is_met for goal in line.targets] for line in lines] == [[], [True, False], [False]]
+    scale = benchmark_report.LogScale.from_bars(lines)
+    marks = {kind: [mark["d"] for mark in of_class(drawing, "mark", kind)] for kind in ("met", "missed", "told")}
+    places = {kind: [float(d[1:].split()[0]) for d in found] for kind, found in marks.items()}
+    assert places == {"met": [scale.position(3.0)], "missed": [scale.position(4.0), scale.position(0.8)], "told": []}
+    gaps = [(gap["d"].split()[0], gap["d"].split("H")[1]) for gap in of_class(drawing, "gap")]
+    assert gaps == [
+        (f"M{scale.position(3.0):g}", f"{scale.position(4.0):g}"),
+        (f"M{scale.position(0.5):g}", f"{scale.position(0.8):g}"),
+    ]
+    said = [text.text for text in drawing.iter("{http://www.w3.org/2000/svg}text")]
+    assert {"aim 3.00 x: met", "aim 4.00 x: missed", "aim 80 %: missed"} <= set(said)
+
+
+def test_a_drawing_is_small_and_its_words_stay_in_their_columns():
+    """The one on the page; letters of the widest font are 0.61 of its size wide on average, in bold 0.7."""
+    rows = BenchmarkReport.read(DOCS / "bench.json").rows
+    made = benchmark_report.render_chart(rows)
+    assert made == (DOCS / "bench.svg").read_bytes()
+    assert len(made) < 150_000
+    drawing = ElementTree.fromstring(made)
+    texts = {kind: [*drawing.iterfind(f".//{{*}}text[@class='{kind}']")] for kind in ("end", "row", "missed", "told")}
+    names = [text for text in texts["end"] if float(text.attrib["x"]) == benchmark_report.NAME_X]
+    assert max(len(text.text or "") for text in names) * 0.61 * 11.5 < benchmark_report.NAME_X
+    assert max(len(text.text or "") for text in texts["row"]) * 0.7 * 11.5 < benchmark_report.TARGET_X
+    for kind, wide in (("missed", 0.7), ("told", 0.61)):
+        assert (
+            max(len(text.text or "") for text in texts[kind]) * wide * 11.5
+            < benchmark_report.CHART_WIDTH - benchmark_report.TARGET_X
+        )
+    places = [(text.get("x"), text.get("y")) for text in drawing.iter("{http://www.w3.org/2000/svg}text")]
+    assert len(places) == len(set(places))
+    assert max(float(y or 0) for _, y in places) < float(drawing.attrib["height"])
+
+
+def test_a_drawing_is_for_light_and_for_dark_paper():
+    style = (
+        ElementTree.fromstring(benchmark_report.render_chart([])).findtext("{http://www.w3.org/2000/svg}style") or ""
+    )
+    light, _, dark = style.partition("@media (prefers-color-scheme:dark)")
+    for name, told in (("light", light), ("dark", dark)):
+        paper = head_figures.FIGURE_THEMES[name]
+        for colour in (paper.background, paper.foreground, paper.muted, *paper.pair_colours):
+            assert colour in told
+
+
+def test_drawing_of_random_states_and_seeds_leaves_none_behind(fakes):
+    before = torch.random.get_rng_state()
+    hw.run_benchmarks("slow")
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"), [(1e-6, "1.0 us"), (0.00099, "990 us"), (0.1234, "123 ms"), (75, "75.0 s")]
+)
+def test_seconds_are_told_in_three_figures(seconds: float, said: str):
+    assert format_seconds(seconds) == said

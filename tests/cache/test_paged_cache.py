@@ -1,0 +1,332 @@
+"""Pages: nothing leaks and nothing is given back twice, and a cache made of them is any other cache."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import settings, strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from tests.cache import test_kv_cache as streams
+
+import headwise as hw
+from headwise.cache import BlockTables, PageAllocator, PagePool
+from headwise.cache.block_table import PageLayout, RetentionGroup
+from headwise.costs.kv_cache_memory import CacheAllocator
+from headwise.masking.key_intervals import KeyRetention
+from support import layer_cases as cases
+
+# --- whose page it is ----------------------------------------------------------------------------------
+
+
+def test_a_page_is_given_back_once():
+    pages = PageAllocator(2)
+    page = pages.allocate()
+    pages.release(page)
+    with pytest.raises(ValueError, match="given back twice"):
+        pages.release(page)
+
+
+def test_a_page_that_was_found_again_is_not_handed_out():
+    pages = PageAllocator(3)
+    page = pages.allocate()
+    pages.name(page, "one")
+    pages.release(page)
+    pages.add_reference(page)
+    assert (pages.num_held, pages.num_free) == (1, 2)
+    assert page not in (pages.allocate(), pages.allocate())
+
+
+def test_pages_without_a_name_are_handed_out_first_then_the_longest_free():
+    pages = PageAllocator(4)
+    one, two, three = (pages.allocate() for _ in range(3))
+    pages.name(one, "one")
+    pages.name(two, "two")
+    for page in (two, three, one):
+        pages.release(page)
+    assert [pages.allocate() for _ in range(4)] == [three, 3, two, one]
+    with pytest.raises(hw.CacheFull, match="all 4 pages are held"):
+        pages.allocate()
+    assert pages.find("one") is pages.find("two") is None
+
+
+@pytest.mark.parametrize("page", [1, 3, 4])
+@pytest.mark.parametrize("memory", [(0, 1), (0, 5), (2, 5), (7, 1), (1, 12), (0, None)])
+def test_pages_read_are_those_of_tokens_read(memory: tuple[int, int | None], page: int):
+    """Token by token: j is read behind n tokens if j is one of the first, or n - j < last."""
+    keep = RetentionGroup(*memory, page)
+    for n in range(40):
+        last = n + 1 if keep.last is None else keep.last
+        read = {j // page for j in range(n) if j < keep.first or n - j < last}
+        assert read <= set(keep.visible_pages(n)) <= read | {n // page}, (
+            n
+        )  # the next token goes on in a page that is not full
+        for chunk in (1, 3, 8):
+            most = max(
+                len(set(keep.visible_pages(start)) | set(range(start // page, -(-min(start + chunk, n) // page))))
+                for start in range(n + 1)
+            )
+            assert most <= keep.max_pages(n, chunk) <= -(-n // page) or n == 0
+
+
+def test_a_row_needs_the_slots_that_are_counted():
+    for memory in [(0, 9), (3, 17), (0, None), (20, 5)]:
+        for length in (1, 16, 17, 100):
+            slots = CacheAllocator.from_text("paged(4)").num_slots(KeyRetention(*memory), length)
+            assert RetentionGroup(*memory, 4).max_pages(length, chunk=1) * 4 == slots
+
+
+class Books(RuleBasedStateMachine):
+    """Rows that come, grow, fork, share and leave, against a count of all their pages."""
+
+    COUNT, PAGE = 23, 2
+    PAGING = PageLayout((RetentionGroup(0, None, 2), RetentionGroup(1, 5, 4)), (), 0, PAGE)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.book = BlockTables(self.PAGING, self.COUNT)
+        self.rows: list[tuple[object, list[int]]] = []
+        self.gone: list[list[int]] = []
+
+    @rule(ids=st.lists(st.integers(0, 1), min_size=1, max_size=14))
+    def join(self, ids: list[int]) -> None:
+        row = self.book.new_sequence()
+        length = self.book.find_prefix(row, ids)
+        assert 0 <= length < len(ids)
+        known = [other for _, other in self.rows] + self.gone
+        assert not length or any(other[:length] == ids[:length] for other in known)
+        self.book.reuse_prefix(row, length)
+        self.rows.append((row, ids))
+
+    @precondition(lambda self: self.rows)
+    @rule(data=st.data(), count=st.integers(1, 9), more=st.lists(st.integers(0, 1), max_size=5))
+    def grow(self, data: st.DataObject, count: int, more: list[int]) -> None:
+        row, ids = data.draw(st.sampled_from(self.rows))
+        ids += more
+        count = min(count, len(ids) - row.length)
+        if count == 0:
+            return
+        before = [dict(table) for table in row.tables]
+        try:
+            changes = self.book.append_slots([row], [count])
+        except hw.CacheFull:
+            assert all(table.items() <= old.items() for table, old in zip(row.tables, before, strict=True))
+            return
+        row.length += count
+        for table in row.tables:
+            for number in table.values():
+                assert self.book.pages.holders(number) >= 1
+        assert set(changes.emptied).isdisjoint(new for _, new in changes.copied)
+        self.book.publish_prefix(row, ids)
+
+    @precondition(lambda self: self.rows)
+    @rule(data=st.data())
+    def fork(self, data: st.DataObject) -> None:
+        row, ids = data.draw(st.sampled_from(self.rows))
+        self.rows.append((self.book.fork(row), list(ids)))
+
+    @precondition(lambda self: self.rows)
+    @rule(data=st.data())
+    def leave(self, data: st.DataObject) -> None:
+        row, ids = self.rows.pop(data.draw(st.integers(0, len(self.rows) - 1)))
+        self.book.free_sequence(row)
+        self.gone.append(ids)
+
+    @invariant()
+    def every_page_has_the_holders_that_hold_it(self) -> None:
+        pages = self.book.pages
+        held = Counter(page for row, _ in self.rows for table in row.tables for page in table.values())
+        assert [pages.holders(page) for page in range(self.COUNT)] == [held[page] for page in range(self.COUNT)]
+        assert pages.num_held == len(held)
+        assert pages.num_free + pages.num_held == self.COUNT
+
+    @invariant()
+    def nobody_writes_where_another_reads(self) -> None:
+        for row, _ in self.rows:
+            for keep, table in zip(self.PAGING.groups, row.tables, strict=True):
+                assert set(keep.visible_pages(row.length)) <= set(table), "a page that is still read was given back"
+
+    def teardown(self) -> None:
+        for row, _ in self.rows:
+            self.book.free_sequence(row)
+        assert self.book.pages.num_held == 0
+
+
+TestBooks = Books.TestCase
+TestBooks.settings = settings(max_examples=30, stateful_step_count=30, deadline=None, derandomize=True)
+
+
+def test_what_is_pledged_is_never_overdrawn():
+    """Whatever rows are let in by what is pledged, each comes to its end; and many that begin alike fit at once."""
+    paging = PageLayout((RetentionGroup(0, None, 2), RetentionGroup(1, 5, 4)), (), 0, 2)
+    book, length, ids = BlockTables(paging, 23), 14, [1, 0, 1, 1] * 4
+    need = tuple(keep.max_pages(length, 3) for keep in paging.groups)
+    rows = []
+    for _ in range(9):
+        row = book.new_sequence(need)
+        if book.num_reserved_pages([*rows, row]) > book.pages.count:
+            break
+        rows.append(row)
+        book.reuse_prefix(row, book.find_prefix(row, ids))
+        while row.length < 9:
+            book.append_slots([row], [min(3, 9 - row.length)])
+            row.length += min(3, 9 - row.length)
+            book.publish_prefix(row, ids)
+    assert 2 <= len(rows) < 9
+    pledged = book.num_reserved_pages(rows)
+    while any(row.length < length for row in rows):
+        for row in (row for row in rows if row.length < length):
+            book.append_slots([row], [1])
+            row.length += 1
+            assert book.pages.num_held <= book.num_reserved_pages(rows) <= pledged
+    for row in rows:
+        book.free_sequence(row)
+
+
+def test_an_opening_is_shared_as_a_whole():
+    """Tokens that must come together are all remembered or none of them."""
+    book, ids = BlockTables(PageLayout((RetentionGroup(0, None, 2),), (), 0, 2), 23), [1, 2, 3, 4, 5, 6, 7]
+    row = book.new_sequence()
+    book.append_slots([row], [7])
+    row.length = 7
+    book.publish_prefix(row, ids)
+    other = [1, 2, 3, 4, 9, 9, 9]
+    assert [book.find_prefix(book.new_sequence(), other, opening) for opening in (0, 4, 5)] == [4, 4, 0]
+    assert book.find_prefix(book.new_sequence(), ids) == 6
+    assert book.find_prefix(book.new_sequence(), ids[:6]) == 4  # one token at least is read, to know what comes next
+
+
+def test_what_is_shared_follows_from_all_ids_before_it():
+    """Of a window only the last pages are needed, but what lies in them is not a matter of their own ids alone."""
+    book, ids = BlockTables(PageLayout((RetentionGroup(0, 3, 2),), (), 0, 2), 23), [1, 2, 3, 4, 5, 6, 7]
+    row = book.new_sequence()
+    book.append_slots([row], [7])
+    row.length = 7
+    book.publish_prefix(row, ids)
+    assert book.find_prefix(book.new_sequence(), [*ids[:6], 8]) == 6
+    assert book.find_prefix(book.new_sequence(), [9, 9, *ids[2:]]) == 0
+
+
+# --- the contract of a cache ---------------------------------------------------------------------------
+
+PAGED = [kind for kind in streams.KINDS if kind != "state"]
+
+
+def pooled(layer: hw.Attention, batch: int, *, pages: int = 40, page: int = 3) -> hw.KVCache:
+    pool = PagePool([layer.spec], pages=pages, page=page, dtype=torch.float64)
+    return pool.caches(pool.batch_of([pool.book.new_sequence() for _ in range(batch)]))[0]
+
+
+@pytest.mark.parametrize("stream", streams.ONE_DOCUMENT)
+@pytest.mark.parametrize("kind", PAGED)
+def test_chunks_with_padding(kind: str, stream: str):
+    layer, rows = streams.built(kind), streams.ONE_DOCUMENT[stream]
+    streams.check_stream(layer, rows, pooled(layer, len(rows[0])))
+
+
+@pytest.mark.parametrize("kind", PAGED)
+def test_the_cache_says_where_tokens_stand(kind: str):
+    layer = streams.built(kind)
+    for stream in streams.EVEN:
+        rows = streams.ONE_DOCUMENT[stream]
+        streams.check_stream(layer, rows, pooled(layer, len(rows[0])), unsaid=True)
+
+
+@pytest.mark.parametrize("name", cases.EXAMPLES)
+def test_any_part_reads_pages_as_it_reads_one_pass(name: str):
+    spec = cases.causal(cases.EXAMPLES[name])
+    if spec.is_recurrent:
+        with pytest.raises(hw.SpecError, match="one recurrent state"):
+            PagePool([spec], pages=3)
+        return
+    layer = cases.layer(spec)
+    x, _ = cases.tensors(spec)
+    cache, parts = pooled(layer, cases.BATCH, page=2), []
+    with torch.no_grad():
+        for start, count in ((0, 3), (3, 1), (4, 2), (6, 1)):
+            parts.append(layer(x[:, start : start + count], cache=cache))
+        cases.check_close(torch.cat(parts, 1), layer(x))
+
+
+@pytest.mark.parametrize("kind", PAGED)
+def test_rows_that_part_copy_what_they_write(kind: str):
+    layer = streams.built(kind)
+    x = streams.numbers(4, 9, streams.MODEL)
+    x[2, :4] = x[0, :4]
+    pool = PagePool([layer.spec], pages=12, page=3, dtype=torch.float64)
+    cache = pool.caches(pool.batch_of([pool.book.new_sequence(), pool.book.new_sequence()]))[0]
+    with torch.no_grad():
+        layer(x[:2, :4], cache=cache)
+        held = pool.book.pages.num_held
+        cache.select_rows(torch.tensor([0, 0]))
+        assert pool.book.pages.num_held == held // 2
+        first = layer(torch.stack([x[0, 4:6], x[2, 4:6]]), cache=cache)
+        cache.select_rows(torch.tensor([1, 0]))
+        last = layer(torch.stack([x[2, 6:], x[0, 6:]]), cache=cache)
+        alone = layer(x)
+    cases.check_close(torch.cat([first[0], last[1]]), alone[0, 4:])
+    cases.check_close(torch.cat([first[1], last[0]]), alone[2, 4:])
+    cache.select_rows(torch.tensor([], dtype=torch.int64))
+    assert pool.book.pages.num_held == 0
+
+
+def test_a_row_sees_nothing_of_who_had_its_pages_before():
+    """Of rows of several lengths the short ones are read with slots that they have not filled."""
+    layer = streams.built("plain")
+    pool = PagePool([layer.spec], pages=4, page=4, dtype=torch.float64)
+    with torch.no_grad():
+        cache = pool.caches(pool.batch_of([pool.book.new_sequence(), pool.book.new_sequence()]))[0]
+        layer(torch.full((2, 8, streams.MODEL), torch.nan, dtype=torch.float64), cache=cache)
+        cache.select_rows(torch.tensor([], dtype=torch.int64))
+        x = streams.numbers(2, 5, streams.MODEL)
+        cache = pool.caches(pool.batch_of([pool.book.new_sequence(), pool.book.new_sequence()]))[0]
+        layer(x[:, :4], cache=cache, sequence=hw.SequenceInfo.from_batch(x[:, :4], lengths=[4, 1]))
+        layer.backend_name = "dense"  # gathers pages; whoever reads them where they lie leaves out what is not there
+        last = layer(torch.stack([x[0, 4:], x[1, 1:2]]), cache=cache)
+        layer.backend_name = None
+        cases.check_close(last[:, 0], torch.stack([layer(x[:1])[0, 4], layer(x[1:, :2])[0, 1]]))
+
+
+def test_pages_that_nobody_reads_any_more_are_given_back():
+    layer = streams.built("sinks")  # the first 2, the latest 3
+    pool = PagePool([layer.spec], pages=6, page=2, dtype=torch.float64)
+    cache = pool.caches(pool.batch_of([pool.book.new_sequence()]))[0]
+    with torch.no_grad():
+        layer(streams.numbers(1, 6, streams.MODEL), cache=cache)
+        for _ in range(50):
+            layer(streams.numbers(1, 1, streams.MODEL), cache=cache)
+            assert pool.book.pages.num_held <= 3
+    assert cache.used == 56
+
+
+def test_what_cannot_lie_in_pages_is_refused():
+    layer = streams.built("plain")
+    cache = pooled(layer, 2, pages=3)
+    x = streams.numbers(2, 4, streams.MODEL)
+    with pytest.raises(ValueError, match=r"does not record gradients; decode under torch\.no_grad"):
+        layer(x, cache=cache)
+    with torch.no_grad():
+        with pytest.raises(ValueError, match="one text per row"):
+            layer(
+                x,
+                cache=cache,
+                sequence=hw.SequenceInfo.from_batch(x, segments=torch.tensor([[0, 0, 1, 1], [0, 0, 0, 0]])),
+            )
+        with pytest.raises(ValueError, match="goes on at position 0, one by one"):
+            layer(x, cache=cache, sequence=hw.SequenceInfo.contiguous(1, 4, "cpu"))
+        with pytest.raises(hw.CacheFull, match="4 more pages are needed and 3 of 3 are free"):
+            layer(x, cache=cache)
+        assert layer(x[:, :3], cache=cache).shape == (2, 3, streams.MODEL)  # nothing was taken
+    with pytest.raises(hw.SpecError, match="attends to future tokens"):
+        PagePool([hw.design(model=8, heads=2, pattern="full()")], pages=3)
+
+
+def test_layers_that_keep_alike_share_a_table_and_all_share_the_pages():
+    near, far = (hw.design(model=10, heads=2, pattern=pattern) for pattern in ("window(3)", "causal"))
+    pool = PagePool([near, far, near], pages=20, page=2)
+    row = pool.book.new_sequence()
+    pool.book.append_slots([row], [9])
+    assert [len(table) for table in row.tables] == [5, 3]  # 9 tokens by 2 of two layers, and by 4 of one
+    assert not set(row.tables[0].values()) & set(row.tables[1].values())
+    assert pool.numbers[0].numel() == 2 * 2 * 20

@@ -1,0 +1,125 @@
+"""`headwise convert` on folders of every kind: what it leaves, what it proves, what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from tests.cli.test_prune_command import TEXTS
+
+import headwise as hw
+from headwise import cli
+from headwise.data.vocabulary import ByteVocabulary
+from support.command_errors import refused
+from support.transformers_models import ZOO
+
+FAST = ("--seconds", "0.05", "--length", "8")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Models of ours and of transformers that read bytes, and texts for them."""
+    base = tmp_path_factory.mktemp("models")
+    config = {
+        "model_type": "llama", "hidden_size": 24, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 6,
+        "num_hidden_layers": 2, "intermediate_size": 20, "vocab_size": 300, "max_position_embeddings": 64,
+    }  # fmt: skip
+    net = hw.build(hw.families.read_model_spec(config), seed=0)
+    net.usage = hw.ProcessorSpec(tokenizer=ByteVocabulary().document)
+    hw.save(net, base / "ours")
+    foreign = ZOO["llama"]
+    torch.manual_seed(0)
+    keys = {**foreign.keys, "vocab_size": 300, "eos_token_id": None, "num_key_value_heads": 4, "num_attention_heads": 4}
+    foreign._replace(keys=keys).build("sdpa").save_pretrained(base / "llama")
+    (base / "llama" / "tokenizer.json").write_text(ByteVocabulary().document)
+    (base / "texts").write_text(TEXTS)
+    return {path.name: path for path in base.iterdir()}
+
+
+def said(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int, str, str]:
+    code = cli.main(["convert", *map(str, argv)])
+    out = capsys.readouterr()
+    return code, out.out, out.err
+
+
+@pytest.mark.parametrize(("name", "kind"), [("ours", "ours"), ("llama", "transformers")])
+def test_one_command(
+    name: str, kind: str, folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    out = tmp_path / "out"
+    code, told, err = said(
+        capsys, folders[name], "--kv", "2", "--align", "--grouping", "alike", "--data", folders["texts"], "--out", out,
+        *FAST, "--json",
+    )  # fmt: skip
+    assert code == 0, err
+    proof = json.loads(told)
+    assert proof["folder"]["kind"] == kind, proof["folder"]["sentence"]
+    assert {one["what"] for one in proof["equal"]} == {
+        "aligned, before heads are pooled", "headwise.load of the written folder"
+    }  # fmt: skip
+    assert proof["holds"] is True
+    assert {spec.heads.kv for _, spec in hw.load(out).spec.attention_specs()} == {2}
+    done = json.loads((out / "heads.json").read_text())["done"]
+    assert done["done"] == "share"
+    assert all(len(groups) == 2 for groups in done["groups"].values())
+    assert any(note.startswith("pooling values loses") for note in done["notes"])
+
+
+@pytest.mark.parametrize("form", ["mha", "latent", "collaborative=24", "routed=2,2"])
+def test_other_forms(form: str, folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    name, out = "gpt" if form.startswith("coll") else "ours", tmp_path / "out"
+    if name == "gpt":
+        config = {"model_type": "gpt2", "n_embd": 24, "n_head": 4, "n_layer": 1, "vocab_size": 300, "n_positions": 64}
+        net = hw.build(hw.families.read_model_spec(config), seed=0)
+        net.usage = hw.ProcessorSpec(tokenizer=ByteVocabulary().document)
+        hw.save(net, tmp_path / "gpt")
+    model = folders.get(name, tmp_path / "gpt")
+    code, told, err = said(
+        capsys, model, "--to", form, "--by", "michel", "--data", folders["texts"], "--out", out, *FAST, "--json"
+    )
+    assert code == 0, err
+    quality = json.loads(told)["quality"]["rows"][0]
+    assert abs(quality["change"]["value"]) < 1e-4
+    assert hw.load(out).spec != hw.load(model).spec or form == "mha"
+
+
+def test_learning_again_is_told(folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    out = tmp_path / "out"
+    (tmp_path / "lessons").write_text("\n".join(f"{TEXTS.splitlines()[n % 11]} {n}" for n in range(40)))
+    code, told, err = said(
+        capsys, folders["ours"], "--kv", "1", "--data", folders["texts"], "--learn", tmp_path / "lessons",
+        "--uptrain", "12", "--rate", "0.003", "--out", out, *FAST,
+    )  # fmt: skip
+    assert code == 0, err
+    done = json.loads((out / "heads.json").read_text())["done"]["uptraining"]
+    assert done["curve"][0]["step"] == 0
+    kept = {at["step"]: at["held_out"] for at in done["curve"]}
+    assert kept[done["step"]] == min(kept.values()) < kept[0]
+    assert "uptrained on 40 texts" in told
+
+
+@pytest.mark.parametrize(
+    ("argv", "wrong"),
+    [
+        (["ours", "--data", "texts"], "give exactly one target: --kv COUNT, or --to with one of mha, latent"),
+        (["ours", "--data", "texts", "--kv", "2", "--to", "mha"], "give exactly one target"),
+        (
+            ["ours", "--data", "texts", "--kv", "3"],
+            "cannot split 4 key-value heads into 3 equal groups. Use one of [1, 2, 4]",
+        ),
+        (["ours", "--data", "texts", "--to", "gqa"], "--to gqa is not a known form; give one of mha"),
+        (["ours", "--data", "texts", "--to", "latent", "--align"], "--align and --grouping apply to --kv only"),
+        (["ours", "--data", "texts", "--kv", "2", "--align", "sides"], "unknown align='sides'"),
+        (["ours", "--data", "texts", "--kv", "2", "--where", "cross"], "has no cross-attention"),
+        (["ours", "--data", "texts", "--kv", "2", "--uptrain", "0"], "steps"),
+        (["ours", "--kv", "2"], "give exactly one source of texts: --data FILE, --conllu FILE, or --task dates"),
+        (["ours", "--data", "texts", "--kv", "2", "--out", "texts"], "it is a file. Give a new or empty folder"),
+        (["ours", "--data", "texts", "--kv", "2", "--learn", "none", "--uptrain", "3"], "cannot read none as text"),
+    ],
+)
+def test_wrong_arguments(
+    argv: list[str], wrong: str, folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    assert wrong in refused(capsys, "convert", argv, folders, tmp_path)

@@ -1,0 +1,208 @@
+"""`headwise heads` on folders of both kinds, what it prints and what it leaves."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.cli.test_trace_command import written
+from tests.head_analysis.test_annotated_examples import ROWS, reader, rows
+
+import headwise as hw
+from headwise import cli
+from headwise.head_analysis import head_figures
+from headwise.head_analysis.head_figures import (
+    HeadPicture,
+    draw_gallery,
+    draw_head_overlay,
+    format_head_ranking,
+    format_head_table,
+    with_ansi_colour,
+)
+from headwise.head_analysis.head_table import HeadClass, HeadMeasures, HeadTable, Measure
+
+
+def said(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
+    code = cli.main(["heads", *argv])
+    out = capsys.readouterr()
+    return code, out.out, out.err
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return written(tmp_path_factory.mktemp("folders"))
+
+
+@pytest.fixture
+def parsed(tmp_path: Path) -> dict[str, str]:
+    """A folder of a model that reads words, and parsed sentences."""
+    net = reader()
+    hw.save(net, tmp_path / "net")
+    text = ROWS.replace("The", "the").replace("# sent_id = two\n", "").replace("2 du", "2 b")
+    (tmp_path / "a.conllu").write_text("\n".join([*rows(text), "", *rows(text), ""]))
+    return {"net": str(tmp_path / "net"), "conllu": str(tmp_path / "a.conllu")}
+
+
+@pytest.mark.parametrize("name", ["ours", "gpt2", "t5"])
+def test_one_command(
+    name: str, folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str],
+):  # fmt: skip
+    (tmp_path / "lines").write_text("a longer one\n\nshort\nthird one\n")
+    code, out, err = said(capsys, str(folders[name]), "--data", str(tmp_path / "lines"), "--json")
+    assert code == 0, err
+    told = json.loads(out)
+    sites = hw.sites(hw.load(folders[name]))
+    assert len(told["heads"]) == sum(site.q for site in sites)
+    assert told["data"] == "3 texts"
+    assert told["notes"] == ["1 empty lines"]
+    for head in told["heads"]:
+        assert set(head) == {"stack", "kind", "layer", "head", "kv", "measures", "classes"}
+        for one in head["measures"].values():
+            assert set(one) == {"value", "low", "high", "chance"}
+        entropy = head["measures"]["entropy"]
+        assert 0 <= entropy["low"] <= entropy["value"] <= entropy["high"]
+        assert entropy["value"] <= entropy["chance"] + 1e-6
+        assert head["classes"][0]["evidence"]
+
+
+def test_a_table_fits_a_terminal(parsed: dict[str, str], capsys: pytest.CaptureFixture[str]):
+    for more in ([], ["--sort", "sink"], ["--criteria", "clark"], ["--criteria", "voita"]):
+        code, out, err = said(capsys, parsed["net"], "--conllu", parsed["conllu"], *more)
+        assert code == 0, err
+        assert max(map(len, out.splitlines())) <= 80
+
+
+def test_what_is_left_in_a_folder(parsed: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    out = tmp_path / "out"
+    code, _, err = said(capsys, parsed["net"], "--conllu", parsed["conllu"], "--out", str(out))
+    assert code == 0, err
+    for name in ("grid", "entropy", "gallery", "pair"):
+        for paper in ("light", "dark"):
+            assert (out / f"{name}-{paper}.svg").read_text().startswith("<?xml")
+            assert (out / f"{name}-{paper}.png").read_bytes().startswith(b"\x89PNG")
+    table = json.loads((out / "heads.json").read_text())
+    points = json.loads((out / "headvis" / "scatter_data.json").read_text())["heads"]
+    assert [one["metrics"]["sink"] for one in points] == [one["measures"]["sink"]["value"] for one in table["heads"]]
+    one = json.loads((out / "headvis" / "heads" / "L0H1.json").read_text())
+    two = ["encoder.0.attention:1", "encoder.0.attention:0"]
+    drawn = tmp_path / "two"
+    assert said(capsys, parsed["net"], "--conllu", parsed["conllu"], "--out", str(drawn), "--pair", *two)[0] == 0
+    assert "one: encoder.0.attention 1" in (drawn / "pair-light.svg").read_text()
+    assert "other: encoder.0.attention 0" in (drawn / "pair-light.svg").read_text()
+    assert "most global" in (out / "pair-light.svg").read_text()
+    code, _, told = said(
+        capsys, parsed["net"], "--conllu", parsed["conllu"], "--out", str(tmp_path / "no"), "--pair", two[0],
+        "encoder.0.attention:77",
+    )  # fmt: skip
+    assert (code, "the table has no head 77" in told) == (2, True)
+    example = one["examples"][0]
+    assert len(example["attention"]) == len(example["tokens"])
+    assert sum(weight for _, weight in example["attention"][0]) <= 1 + 1e-5
+
+
+@pytest.mark.parametrize(("argv", "wrong"), [
+    ([], "give exactly one source of texts"),
+    (["--data", "none"], "cannot read none as text"),
+    (["--data", "one", "--conllu", "one"], "give exactly one source of texts"),
+    (["--data", "one"], "1 texts can be read; give at least two"),
+    (["--data", "empty"], "0 texts can be read: 2 empty lines; give at least two"),
+    (["--conllu", "one"], "a row has 1 columns, not 10"),
+    (["--data", "two", "--limit", "1"], "is too few for a confidence interval"),
+    (["--data", "two", "--sort", "entropie"], "cannot sort by 'entropie': it was not measured"),
+    (["--data", "two", "--criteria", "mine"], "unknown criteria='mine'"),
+    (["--data", "two", "--resamples", "3"], "is too few for a confidence interval"),
+    (["--data", "two", "--out", "two"], "two is a file; give a folder"),
+    (["--data", "two", "--pair", "decoder.0.attention:0", "decoder.0.attention:1"], "--pair needs a folder"),
+    (["--data", "two", "--pair", "0", "1", "--out", "drawn"], "--pair 0 1 is not two heads; write SITE:HEAD twice"),
+    (["--task", "dates"], "does not use the vocabulary of the task dates"),
+    (["--align", "one", "two", "two"], "have 1, 2 and 2 lines; give the same number in each"),
+])  # fmt: skip
+def test_wrong_arguments(
+    argv: list[str], wrong: str, folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+):  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    for name, text in (("one", "a b c\n"), ("two", "a b c\nd e f\n"), ("empty", "\n \n")):
+        (tmp_path / name).write_text(text)
+    code, out, err = said(capsys, str(folders["ours"]), *argv)
+    assert (code, out) == (2, "")
+    assert wrong in err
+    assert err.count("\n") == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "one", "two"]
+
+
+def small() -> HeadTable:
+    one = Measure(0.8, 0.7, 0.9, 0.1)
+    names = ("previous", "syntactic det to governor", "unclear", "sink")
+    heads = tuple(
+        HeadMeasures("decoder", "attention", n // 2, n % 2, 0, f"decoder.{n // 2}.attention", {"entropy": one, "sink": one},  # noqa: E501 - one case a line
+             (HeadClass(name, 0.3 + 0.2 * n, "it does"),))
+        for n, name in enumerate(names)
+    )  # fmt: skip
+    return HeadTable("small", "9 texts", heads)
+
+
+def test_letters_are_of_classes():
+    lines = format_head_table(small()).splitlines()
+    assert lines[3].split() == ["decoder.0.attention", "p", "S"]
+    assert lines[4].split() == ["decoder.1.attention", "·", "K"]
+    assert "\x1b[38;2;86;180;233mp\x1b[0m" in format_head_table(small(), with_ansi_colour)
+    assert format_head_ranking(small(), "sink").splitlines()[3].split()[:6] == [
+        "decoder.0.attention",
+        "0",
+        "0.80",
+        "0.70",
+        "0.90",
+        "0.10",
+    ]
+
+
+@pytest.mark.parametrize("paper", head_figures.FIGURE_THEMES)
+def test_drawings_are_the_same_twice(paper: str, tmp_path: Path):
+    weights = np.eye(4)
+    picture = HeadPicture("previous", "previous", weights, list("abcd"), ["a", "<b>", "字", "\x1b"], [(1, 2)])
+    places = np.random.default_rng(0).normal(size=(4, 2))
+    makers = {
+        "grid": lambda on: head_figures.draw_head_grid(small(), on),
+        "layers": lambda on: head_figures.draw_measure_by_layer(small(), on),
+        "curve": lambda on: head_figures.draw_importance_curve(
+            list("abc"), [(1, 0, 2), (3, 2, 4), (0, 0, 0)], "importance", on
+        ),
+        "atlas": lambda on: head_figures.draw_head_map(small(), places, on),
+        "gallery": lambda on: draw_gallery([picture] * 4, "heads", on),
+        "pair": lambda on: draw_head_overlay(picture, picture, on),
+    }
+    for name, make in makers.items():
+        for again in (1, 2):
+            head_figures.save_figure(make, tmp_path / f"{name}{again}.svg", paper)
+        assert (tmp_path / f"{name}1.svg").read_bytes() == (tmp_path / f"{name}2.svg").read_bytes()
+    with pytest.raises(ValueError, match=r"the name must end in \.svg or \.png"):
+        head_figures.save_figure(makers["grid"], tmp_path / "a.pdf")
+    with pytest.raises(ValueError, match="unknown theme 'grey'"):
+        head_figures.save_figure(makers["grid"], tmp_path / "a.svg", "grey")
+
+
+def test_what_is_told_besides(
+    folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):  # fmt: skip
+    (tmp_path / "lines").write_text("a longer one\nshort\nthird one\nand a last\n")
+    base = [str(folders["ours"]), "--data", str(tmp_path / "lines"), "--importance", "taylor", "--redundancy", "--twin"]
+    code, out, err = said(capsys, *base, "--out", str(tmp_path / "out"), "--json")
+    assert code == 0, err
+    told = json.loads(out)
+    worth = {(one["site"], one["head"]): one["value"] for one in told["importance"]["heads"]}
+    assert len(worth) == 6
+    assert sorted(worth.values()) == sorted(one["measures"]["importance"]["value"] for one in told["heads"])
+    assert len(told["redundancy"]["readers"][0]["distances"]) == 6
+    assert len(told["twin"]["heads"]) == 6
+    for name in ("importance", "map"):
+        assert (tmp_path / "out" / f"{name}-dark.svg").exists()
+    code, out, err = said(capsys, *base, "--sort", "importance")
+    assert code == 0, err
+    assert max(map(len, out.splitlines())) <= 80
+    assert "importance (taylor, next-token, 4 texts)" in " ".join(out.split())
+    assert "its random baseline" in " ".join(out.split())
+    code, _, err = said(capsys, *base[:3], "--importance", "mine")
+    assert (code, err.count("\n")) == (2, 1)

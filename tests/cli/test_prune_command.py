@@ -1,0 +1,213 @@
+"""`headwise prune` on folders of every kind: what it leaves, what it proves, what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import headwise as hw
+from headwise import cli
+from headwise.data import make_task
+from headwise.data.vocabulary import ByteVocabulary
+from support.command_errors import refused
+from support.importance_examples import ids
+from support.transformers_models import ZOO
+
+# Texts of bytes that differ, eleven of them; an empty line among them.
+TEXTS = "\n".join(f"text {n} of {n * n} words, {'and more ' * (n % 3)}here" for n in range(11)) + "\n\n"
+KINDS = {"gpt2": "resized", "llama": "transformers", "bert": "resized", "t5": "transformers", "bart": "resized"}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Models of ours and of transformers that read bytes, texts for them, and a model of images."""
+    base = tmp_path_factory.mktemp("models")
+    config = {"model_type": "gpt2", "n_embd": 24, "n_head": 4, "n_layer": 2, "vocab_size": 300, "n_positions": 64}
+    net = hw.build(hw.families.read_model_spec(config), seed=0)
+    net.usage = hw.ProcessorSpec(tokenizer=ByteVocabulary().document)
+    hw.save(net, base / "ours")
+    net.usage = hw.ProcessorSpec()
+    hw.save(net, base / "wordless")
+    for name in KINDS:
+        foreign = ZOO[name]
+        torch.manual_seed(0)
+        model = foreign._replace(keys={**foreign.keys, "vocab_size": 300, "eos_token_id": None}).build("sdpa")
+        model.save_pretrained(base / name)
+        (base / name / "tokenizer.json").write_text(ByteVocabulary().document)
+    draw = np.random.default_rng(0)
+    images = {"images": draw.integers(0, 255, (40, 8, 8), dtype=np.uint8), "labels": draw.integers(0, 3, 40)}
+    np.savez(base / "images.npz", **images)
+    made = make_task("images", path=str(base / "images.npz"))
+    vision = hw.build(made.model(), seed=0)
+    vision.usage = made.usage
+    hw.save(vision, base / "vision")
+    (base / "texts").write_text(TEXTS)
+    (base / "pairs").write_text("".join(f"source {n}\ttarget {n}\n" for n in range(9)))
+    (base / "few").write_text("one alone\n")
+    return {path.name: path for path in base.iterdir()}
+
+
+def said(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int, str, str]:
+    code = cli.main(["prune", *map(str, argv)])
+    out = capsys.readouterr()
+    return code, out.out, out.err
+
+
+def heads(folder: Path) -> list[int]:
+    return [spec.heads.q for _, spec in hw.load(folder).spec.attention_specs()]
+
+
+FAST = ("--seconds", "0.05", "--length", "8")
+
+
+@pytest.mark.parametrize("name", ["ours", *KINDS])
+def test_one_command(name: str, folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    texts, out = folders["pairs" if name in ("t5", "bart") else "texts"], tmp_path / "out"
+    per = "stack" if name == "t5" else "layer"
+    code, told, err = said(
+        capsys, folders[name], "--keep", "0.5", "--per", per, "--by", "random", "--data", texts, "--out", out,
+        *FAST, "--json",
+    )  # fmt: skip
+    assert code == 0, err
+    proof = json.loads(told)
+    assert proof["holds"] is True
+    assert {one["what"] for one in proof["equal"]} >= {
+        "heads ablated vs. removed",
+        "headwise.load of the written folder",
+    }
+    assert proof["folder"]["kind"] == KINDS.get(name, "ours"), proof["folder"]["sentence"]
+    before, after = heads(folders[name]), heads(out)
+    assert [round(q / 2) for q in before] == after
+    assert json.loads((out / "proof.json").read_text())["quality"] == proof["quality"]
+    assert "heads kept" in (out / "PROOF.md").read_text()
+    assert json.loads((out / "heads.json").read_text())["done"]["there"] == proof_heads(folders[name])
+
+
+def proof_heads(folder: Path) -> dict[str, int]:
+    return {site: len(spec.score_head_of_output) for site, spec in hw.load(folder).spec.attention_specs()}
+
+
+def test_images_by_a_task(folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    out, path = tmp_path / "out", folders["images.npz"]
+    code, told, err = said(
+        capsys, folders["vision"], "--keep", "0.5", "--by", "taylor", "--task", "images", "--set", f"path={path}",
+        "--out", out, *FAST[:2], "--json",
+    )  # fmt: skip
+    assert code == 0, err
+    rows = {row["name"]: row for row in json.loads(told)["quality"]["rows"]}
+    assert {"loss", "accuracy"} <= rows.keys()
+    whole, half = hw.load(folders["vision"]), hw.load(out)
+    assert 2 * sum(heads(out)) == sum(heads(folders["vision"]))
+    with torch.no_grad():
+        x = make_task("images", path=str(path)).batch(0, 2, "valid").x
+        assert half(x).shape == whole(x).shape
+
+
+@pytest.mark.parametrize("which", [("--clusters",), ("--keep", "0.5", "--fold", "mean")], ids=lambda way: way[0])
+def test_examples_of_a_task_choose_in_every_way(
+    which: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    made = make_task("copy")
+    net = hw.build(made.model(), seed=0)
+    net.usage = made.usage
+    hw.save(net, tmp_path / "net")
+    code, told, err = said(
+        capsys, tmp_path / "net", *which, "--by", "michel", "--task", "copy", "--limit", "10",
+        "--out", tmp_path / "out", "--seconds", "0.05", "--json",
+    )  # fmt: skip
+    assert code == 0, err
+    assert json.loads(told)["holds"]
+
+
+def test_what_a_terminal_shows(folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    out = tmp_path / "out"
+    code, told, err = said(
+        capsys, folders["ours"], "--heads", "0:1,3", "1:0", "--fold", "mean", "--data", folders["texts"],
+        "--out", out, *FAST,
+    )  # fmt: skip
+    assert code == 0, err
+    assert told.startswith("gpt2: 5 of 8 heads kept, all but the listed heads")
+    assert max(map(len, told.replace(str(out), "OUT").splitlines())) <= 80
+    assert "heads were chosen by 6 texts that the proof does not use" in told
+    assert [len(kept) for kept in json.loads((out / "heads.json").read_text())["done"]["keep"].values()] == [2, 3]
+
+
+def test_the_same_plan_again_and_not_for_another_model(
+    folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    one, two = tmp_path / "one", tmp_path / "two"
+    more = ("--data", folders["texts"], *FAST, "--json")
+    assert said(capsys, folders["ours"], "--budget", "cache=0.5", "--by", "random", "--out", one, *more)[0] == 0
+    assert said(capsys, folders["ours"], "--plan", one, "--out", two, *more)[0] == 0
+    first, second = (hw.load(folder) for folder in (one, two))
+    assert first.spec == second.spec
+    x = ids(0, 5)
+    with torch.no_grad():
+        assert torch.equal(first(x), second(x))
+    code, _, err = said(capsys, folders["gpt2"], "--plan", one, "--out", tmp_path / "three", *more)
+    assert (code, "was made for another checkpoint than" in err) == (2, True)
+    told = json.loads((one / "heads.json").read_text())
+    del told["done"]["keep"]
+    (one / "heads.json").write_text(json.dumps(told))
+    code, _, err = said(capsys, folders["ours"], "--plan", one, "--out", tmp_path / "three", *more)
+    assert (code, "keep must map each site to a list of heads, got None" in err) == (2, True)
+    code, _, err = said(capsys, one, "--plan", folders["ours"], "--out", tmp_path / "three", *more)
+    assert (code, "contains no heads.json" in err) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("argv", "wrong"),
+    [
+        (["ours", "--data", "texts"], "choose heads by exactly one of --keep, --heads, --drop"),
+        (["ours", "--data", "texts", "--keep", "0.5", "--clusters"], "not both --keep and --clusters"),
+        (["ours", "--keep", "0.5"], "give exactly one source of texts: --data FILE"),
+        (["ours", "--keep", "half", "--data", "texts"], "--keep half is not a share or number of heads; give 0.5"),
+        (["ours", "--keep", "1.5", "--data", "texts"], "cannot keep 1.5 of the heads"),
+        (["ours", "--keep", "0.5", "--by", "size", "--data", "texts"], "unknown ranking method 'size'"),
+        (["ours", "--keep", "0.5", "--data", "few"], "1 texts can be read; give at least two"),
+        (["ours", "--keep", "0.5", "--data", "none"], "cannot read none as text"),
+        (["ours", "--heads", "0:9", "--data", "texts"], "decoder.0.attention has no head 9; its heads are 0..3"),
+        (["ours", "--heads", "9:0", "--data", "texts"], "has no layer 9"),
+        (["ours", "--heads", "0:1", "0:1", "--data", "texts"], "head 1 of decoder.0.attention is listed twice"),
+        (["ours", "--heads", "0", "--data", "texts"], "--heads 0 is not a list of heads; write LAYER:HEADS"),
+        (["ours", "--heads", "0:0,1,2,3", "1:0,1,2,3", "--data", "texts"], "cannot remove all heads of gpt2"),
+        (["ours", "--drop", "loud", "--data", "texts"], "no head of the model has class 'loud'"),
+        (["ours", "--budget", "cache", "--data", "texts"], "--budget cache is not a budget; write KIND=LIMIT"),
+        (["ours", "--budget", "cash=0.5", "--data", "texts"], "unknown budget 'cash'; did you mean 'cache'"),
+        (["ours", "--keep", "0.5", "--again", "2", "--data", "texts"], "--again needs --budget"),
+        (["ours", "--keep", "0.5", "--fold", "median", "--data", "texts"], "unknown fold='median'"),
+        (["ours", "--keep", "0.5", "--data", "texts", "--out", "texts"], "it is a file. Give a new or empty folder"),
+        (["ours", "--keep", "0.5", "--data", "texts", "--out", "ours"], "Give a new or empty folder"),
+        (["ours", "--keep", "0.5", "--task", "dates"], "does not have the inputs and outputs of the task dates"),
+        (["ours", "--keep", "0.5", "--task", "images", "--set", "path"], "--set 'path' is not KEY=VALUE"),
+        (["wordless", "--keep", "0.5", "--data", "texts"], "tokenizer"),
+        (["ours", "--keep", "0.5", "--data", "texts", "--tokenizer", "bytes"], "has a tokenizer of its own"),
+        (["none", "--keep", "0.5", "--data", "texts"], "there is no folder or file"),
+        (["ours", "--keep", "0.5", "--data", "texts", "--length", "900"], "exceed the 64 positions of gpt2"),
+        (["ours", "--keep", "0.5", "--data", "texts", "--length", "0"], "length must be an int >= 1, got 0"),
+        (["ours", "--heads", "0:1", "--data", "texts", "--objective", "joy"], "unknown objective 'joy'"),
+        (["ours", "--heads", "0:1", "--data", "texts", "--objective", "label"], "cannot measure objective 'label'"),
+        (["ours", "--keep", "0.5", "--data", "texts", "--lessons", "0"], "--lessons 0 is too few"),
+    ],
+)
+def test_wrong_arguments(
+    argv: list[str], wrong: str, folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    assert wrong in refused(capsys, "prune", argv, folders, tmp_path)
+
+
+def test_a_model_without_words_is_given_bytes(
+    folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    out = tmp_path / "out"
+    code, _, err = said(
+        capsys, folders["wordless"], "--keep", "2", "--by", "random", "--data", folders["texts"],
+        "--tokenizer", "bytes",
+        "--out", out, *FAST,
+    )  # fmt: skip
+    assert code == 0, err
+    assert heads(out) == [2, 2]

@@ -1,0 +1,133 @@
+"""`headwise trace` on folders of both kinds, and on what it wrote."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import headwise as hw
+from headwise import cli
+from headwise.data.vocabulary import ByteVocabulary
+from support.transformers_models import ZOO
+
+GPT = {"model_type": "gpt2", "n_embd": 12, "n_head": 3, "n_layer": 2, "vocab_size": 256, "n_positions": 24}
+
+
+def written(base: Path) -> dict[str, Path]:
+    """A model of ours and two of transformers, all of which read bytes."""
+    net = hw.build(hw.families.read_model_spec(GPT), seed=0)
+    net.usage = hw.ProcessorSpec(tokenizer=ByteVocabulary().document)
+    hw.save(net, base / "ours")
+    for name in ("gpt2", "t5"):
+        foreign = ZOO[name]
+        keys = {**foreign.keys, "vocab_size": 300, "eos_token_id": None}
+        torch.manual_seed(0)
+        model = foreign._replace(keys=keys).build("sdpa")
+        model.generation_config.eos_token_id = None
+        model.save_pretrained(base / name)
+        (base / name / "tokenizer.json").write_text(ByteVocabulary().document)
+    return {path.name: path for path in base.iterdir()}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return written(tmp_path_factory.mktemp("folders"))
+
+
+def said(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
+    code = cli.main(["trace", *argv])
+    out = capsys.readouterr()
+    return code, out.out, out.err
+
+
+@pytest.mark.parametrize("name", ["ours", "gpt2", "t5"])
+def test_one_command(name: str, folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    out = str(tmp_path / "a.trace")
+    code, table, told = said(capsys, str(folders[name]), "--text", "a b", "--new-tokens", "4", "--out", out)
+    assert code == 0, told
+    assert told.startswith("about ")
+    trace = hw.load_trace(out)
+    assert table.strip() == str(trace)
+    stream = "source" if name == "t5" else "text"
+    assert trace.streams[stream][0].words[:3] == ("a", " ", "b")
+    assert trace.streams[stream][0].offsets[:3] == ((0, 1), (1, 2), (2, 3))
+    assert len(trace.streams["text"][0].ids) == (5 if name == "t5" else 7)
+    assert {len(one.calls) for one in trace.layers if one.stack == "decoder"} == {4}
+    for one in trace.layers:
+        np.testing.assert_allclose(trace.head_weights(one.name, 1).sum(1), 1, atol=1e-5)
+        np.testing.assert_array_equal(trace.thumbnail(one.name, 1), trace.weight_tile(one.name, 1))
+
+
+@pytest.mark.parametrize("name", ["ours", "gpt2"])
+def test_lines_of_a_file(name: str, folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "lines").write_text("a longer one\n\nshort\nthird\n")
+    out = str(tmp_path / "a.trace")
+    code, _, told = said(capsys, str(folders[name]), "--data", str(tmp_path / "lines"), "--limit", "2", "--out", out)
+    assert code == 0, told
+    trace = hw.load_trace(out)
+    alone = []
+    for text in ("a longer one", "short"):
+        assert said(capsys, str(folders[name]), "--text", text, "--out", str(tmp_path / "b.trace"))[0] == 0
+        alone.append(hw.load_trace(tmp_path / "b.trace"))
+    for row, one in enumerate(alone):
+        there = [n for n, word in enumerate(trace.streams["text"][row].ids) if word >= 0]
+        found = trace.head_weights(1, 2, row=row)[np.ix_(there, there)]
+        np.testing.assert_allclose(found, one.head_weights(1, 2), atol=1e-5)
+
+
+def test_what_a_file_holds(folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    out, table = str(tmp_path / "a.trace"), str(tmp_path / "a.csv")
+    assert said(capsys, str(folders["ours"]), "--text", "abc", "--also", "v,z", "--sites", "1", "--out", out)[0] == 0
+    code, text, _ = said(capsys, out, "--json", "--export", table, "--least", "0.5")
+    assert code == 0
+    assert json.loads(text)["sites"] == [
+        {"name": "decoder.1.attention", "heads": 3, "queries": 3, "keys": 3, "calls": 1, "kept": ["k", "q", "v", "z"]}
+    ]
+    assert Path(table).read_text().startswith("site,head,row,query,key,query_token,key_token,weight")
+
+
+def test_a_source_and_its_target(folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    out = str(tmp_path / "a.trace")
+    code, _, told = said(capsys, str(folders["t5"]), "--text", "abcd", "--target", "xy", "--out", out)
+    assert code == 0, told
+    trace = hw.load_trace(out)
+    assert [trace.get_layer("decoder.0.cross").num_queries, trace.get_layer("decoder.0.cross").num_keys] == [3, 4]
+    assert trace.streams["text"][0].words[1:] == ("x", "y")
+
+
+@pytest.mark.parametrize(("argv", "wrong"), [
+    (["ours", "--out", "a.trace"], "give exactly one input: --text TEXT, or --data FILE"),
+    (["ours", "--text", "a"], "give an output file"),
+    (["ours", "--text", "a", "--out", "none/a.trace"], "does not exist; create it first"),
+    (["ours", "--text", "", "--out", "a.trace"], "the prompt is empty"),
+    (["gpt2", "--text", "", "--out", "a.trace"], "the text is empty"),
+    (["ours", "--text", "x" * 25, "--out", "a.trace"], "is 1 longer than the 24 positions"),
+    (["ours", "--text", "a", "--sites", "7", "--out", "a.trace"], "has no layer 7"),
+    (["ours", "--text", "a", "--also", "w", "--out", "a.trace"], "holds 'w'; give some of v, z"),
+    (["ours", "--text", "a", "--budget", "100", "--out", "a.trace"], "beyond a budget of 100 bytes"),
+    (["ours", "--text", "a", "--target", "b", "--out", "a.trace"], "or source and text to an encoder-decoder"),
+    (["ours", "--data", "none", "--out", "a.trace"], "cannot be read as text"),
+    (["ours", "--text", "a", "--export", "a.txt"], "has none of the suffixes .csv, .json, .npz"),
+    (["t5", "--text", "a", "--new-tokens", "0", "--out", "a.trace"], "a source alone is not enough"),
+    (["none", "--text", "a", "--out", "a.trace"], "is no folder of a model"),
+    (["ours", "--data", "x", "--limit", "-1", "--out", "a.trace"], "--limit -1 is too small; give 1 or more"),
+    (["ours", "--text", "a", "--new-tokens", "-1", "--out", "a.trace"], "--new-tokens -1 is too small"),
+    (["ours", "--text", "a", "--thumbnails", "-3", "--out", "a.trace"], "--thumbnails -3 is too small"),
+    (["none.trace", "--export", "a.csv", "--least", "nan"], "--least nan is not a weight"),
+    (["none.trace"], "is not there"),
+    (["none.trace", "--text", "a"], "--text applies when recording"),
+])  # fmt: skip
+def test_wrong_arguments(
+    argv: list[str], wrong: str, folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+):  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    code, out, told = said(capsys, str(folders.get(argv[0], argv[0])), *argv[1:])
+    assert (code, out) == (2, "")
+    assert told.count("\n") <= 2
+    assert wrong in told
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,192 @@
+"""Costs before anything runs: golden values, rooflines by hand, the command, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+import headwise as hw
+from headwise import cli, costs
+from headwise.costs.cost_report import estimate_cost
+from headwise.costs.roofline import Device
+from support import layer_cases as cases
+
+# One layer of a released model: its attention, learned numbers, and bytes of a token in bfloat16.
+LLAMA3_8B = hw.design(preset="gqa", model=4096, heads=32, kv=8)
+GPT2 = hw.design(model=768, heads=12, bias="qkvo", pattern="causal")
+V2_LITE = hw.design(preset="mla", model=2048, heads=16)
+V3 = hw.design(
+    model=7168,
+    heads=128,
+    dim=128,
+    pattern="causal",
+    project=hw.Latent(rank=512, rope=64, query_rank=1536),
+    modifiers=(hw.Rotary(pairs="interleaved"),),
+)
+
+
+@pytest.mark.parametrize(
+    ("spec", "params", "each"),
+    [
+        (LLAMA3_8B, 41_943_040, 131_072 // 32),
+        (GPT2, 4 * 768**2 + 4 * 768, 3072),
+        (V2_LITE, 13_763_072, 1152),
+        (V3, 187_107_328, 70_272 // 61),
+    ],
+    ids=["llama-3-8b", "gpt-2", "deepseek-v2-lite", "deepseek-v3"],
+)
+def test_released_layers(spec, params, each):
+    told = estimate_cost(spec, hw.Workload())
+    assert told.parameters.total == params
+    assert told.data["kv_bytes_per_token"] == each
+
+
+def test_the_articles_products():
+    """24 b s h^2 + 4 b s^2 h with its feed-forward of 16 b s h^2 left out, full square (zhihu 624740065)."""
+    b, s, h = 3, 512, 768
+    told = estimate_cost(hw.design(model=h, heads=12), hw.Workload(batch=b, context=s))
+    assert told.prefill_flops.total == 8 * b * s * h**2 + 4 * b * s**2 * h
+    assert told.backward_flops.total == 2 * told.prefill_flops.total
+
+
+def test_rooflines_by_hand():
+    h200 = Device.from_name("h200")
+    assert h200.ridge_point("bf16") == pytest.approx(989e12 / 4.8e12)
+    assert round(Device.from_name("a100").ridge_point("bf16")) == 153
+    assert round(Device.from_name("h100").ridge_point("bf16")) == 295
+    assert h200.min_seconds(989 * 10**12, 1, "bf16") == pytest.approx(1.0)
+    assert h200.min_seconds(1, 48 * 10**11, "bf16") == pytest.approx(1.0)
+    assert (h200.limiting_resource(1, 10**6, "bf16"), h200.limiting_resource(10**12, 1, "bf16")) == (
+        "memory",
+        "compute",
+    )
+    step = estimate_cost(LLAMA3_8B, hw.Workload(batch=16, context=10**6)).operations["decode"][1]
+    assert step.intensity == pytest.approx(4, rel=1e-3)  # 2 r / bytes of a number, r = 4 heads to a key head
+    deepseek = estimate_cost(V3, hw.Workload(batch=1, context=10**6)).operations["decode"][1]
+    assert deepseek.intensity == pytest.approx(241.8, rel=1e-3)
+
+
+def test_a_state_is_priced_as_one():
+    short, long = (estimate_cost(hw.design(preset="linear"), hw.Workload(context=n)) for n in (10**4, 10**6))
+    assert short.decode_flops.total == long.decode_flops.total
+    assert short.cache_bytes == long.cache_bytes
+    assert long.prefill_flops.total < 101 * short.prefill_flops.total
+    assert long.data["kv_bytes_per_token"] is None
+
+
+def test_a_ring_is_read_as_far_as_it_goes():
+    near, far = (
+        estimate_cost(hw.design(model=64, heads=4, pattern="window(100)"), hw.Workload(context=n))
+        .operations["decode"][1]
+        .moved
+        for n in (10**3, 10**6)
+    )
+    assert near == far == 2 * (100 * 2 * 64 + 2 * 64)
+
+
+def test_what_reads_ahead_is_not_decoded():
+    told = estimate_cost(hw.design(preset="mha"), hw.Workload())
+    assert told.decode_flops is None
+    assert set(told.data["flops"]) == {"prefill", "backward"}
+    assert "-" in str(hw.cost(hw.design(preset="mha")))
+
+
+def test_numbers_beyond_machine_words_stay_exact():
+    told = estimate_cost(hw.design(model=2**20, heads=2**10, pattern="causal"), hw.Workload(batch=2**30, context=2**40))
+    pairs = 2**40 * (2**40 + 1) // 2
+    assert told.prefill_flops.total == 2**30 * (8 * 2**40 * 2**40 + 4 * pairs * 2**20)
+    assert json.loads(json.dumps(told.data))["flops"]["prefill"] == told.prefill_flops.total
+
+
+@pytest.mark.parametrize("name", hw.PRESETS)
+def test_every_preset_is_priced(name):
+    spec = hw.design(preset=name, model=256, heads=8)
+    told = estimate_cost(spec, hw.Workload(batch=2, context=300, dtype="fp32", device="cpu"), name)
+    assert told.parameters.total == costs.count_parameters(spec)
+    assert sum(term["value"] for term in told.data["terms"] if term["bill"] == "parameters") == told.parameters.total
+    assert told.seconds("prefill") > 0
+
+
+@pytest.mark.parametrize("told", [{}, [GPT2], None])
+def test_what_is_no_spec_is_not_priced(told):
+    with pytest.raises(hw.SpecError, match="give a spec or a model, or specs by name"):
+        hw.cost(told)
+
+
+def test_what_was_not_priced_is_not_found_and_no_source_is_guessed():
+    with pytest.raises(hw.SpecError, match="did you mean 'gpt2'"):
+        hw.cost({"gpt2": GPT2})["gpt"]
+    with pytest.raises(hw.SpecError, match="whose length is not given"):
+        hw.cost(hw.design(model=8, heads=2, source=5))
+
+
+def run(capsys, *argv: str) -> tuple[int, str, str]:
+    code = cli.main(["cost", *argv])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_the_comparison_that_is_asked_for(capsys):
+    presets = [word for name in ("mha", "gqa", "mla", "dcmha", "moh") for word in ("--preset", name)]
+    sizes = ["--model", "4096", "--heads", "32", "--context", "32768", "--batch", "16", "--dtype", "bf16"]
+    code, out, err = run(capsys, *presets, *sizes, "--device", "h200")
+    assert (code, err) == (0, "")
+    assert max(map(len, out.splitlines())) <= 80
+    assert "67.11 M    41.94 M    48.50 M    69.80 M    67.25 M" in out
+
+
+def test_terms_and_json(capsys):
+    code, out, _ = run(capsys, "gqa", "--terms")
+    assert code == 0
+    assert "core (scores) = 2 b pairs q dim" in out
+    assert max(map(len, out.splitlines())) <= 80
+    code, out, _ = run(capsys, "gqa", "--json", "--set", "heads.kv=4")
+    told = json.loads(out)
+    assert (code, told["version"], told["device"]) == (0, 1, "h200")
+    (row,) = told["rows"]
+    assert {"name", "params", "flops", "kv_bytes_per_token", "intensity", "bound", "terms"} <= set(row)
+    assert row["params"] == costs.count_parameters(hw.design(preset="gqa", kv=4))
+    assert sum(t["value"] for t in row["terms"] if t["bill"] == "prefill") == row["flops"]["prefill"]
+
+
+@pytest.mark.parametrize("name", [*hw.PRESETS, *cases.EXAMPLES])
+def test_formulas_hold_for_a_small_layer(name):
+    spec = cases.EXAMPLES[name] if name in cases.EXAMPLES else hw.design(preset=name)
+    checks = hw.check_formulas(spec)
+    assert [check for check in checks if not check.holds] == []
+    assert len(checks) >= 4
+
+
+def test_verify_says_what_is_equal_and_fails_when_something_is_not(capsys, monkeypatch):
+    code, out, _ = run(capsys, "gqa", "linear", "--verify")
+    assert code == 0
+    assert out.count("equal") == 16
+    assert max(map(len, out.splitlines())) <= 80
+    monkeypatch.setattr(costs, "count_constants", lambda spec: 7)
+    code, out, _ = run(capsys, "gqa", "--verify")
+    assert code == 1
+    assert "WRONG" in out
+    code, out, _ = run(capsys, "gqa", "--verify", "--json")
+    told = json.loads(out)["verified"]["gqa"]
+    assert (code, [check["what"] for check in told if not check["holds"]]) == (1, ["constants"])
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        ((), "name at least one spec"),
+        (("--preset", "gqaa"), "there is no preset 'gqaa'"),
+        (("gqa", "--device", "h300"), "there is no device 'h300'"),
+        (("gqa", "--dtype", "int3"), "dtype='int3' is unknown"),
+        (("gqa", "--context", "0"), "context must be a whole number from 1"),
+        (("gqa", "--batch", "-1"), "batch must be a whole number from 1"),
+        (("gqa", "--model", "250"), "does not divide among 8 heads"),
+        (("gqa", "--heads", "0"), "a whole number of at least 1"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_in_one_line(capsys, argv, said):
+    code, out, err = run(capsys, *argv)
+    assert (code, out) == (2, "")
+    assert said in err
+    assert len(err.splitlines()) == 1

@@ -1,0 +1,233 @@
+"""Layers made as large as another: by hand, by trying every size, and what nothing can reach."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, strategies as st
+
+import headwise as hw
+from headwise.costs.cost_report import estimate_cost
+from headwise.costs.size_matching import MATCH_QUANTITIES, SizeSearch, list_sizes, with_size
+from support import layer_cases as cases
+
+MHA = hw.design(model=512, heads=8, pattern="causal")
+GQA = hw.design(model=512, heads=8, kv=2, pattern="causal")
+LOAD = hw.Workload(batch=3, context=700)
+PRESETS = {name: hw.design(preset=name, model=96, heads=6) for name in hw.PRESETS if name not in ("mla", "bigbird")}
+SPECS = list({**PRESETS, **cases.EXAMPLES}.values())
+
+# What each number is, read off the whole price.
+PRICED = {
+    "params": lambda told: told.parameters.total,
+    "flops": lambda told: told.prefill_flops.total,
+    "kv": lambda told: told.cache_bytes,
+}
+
+
+def counted(spec, by: str, load: hw.Workload = LOAD) -> int:
+    return PRICED[by](estimate_cost(spec, load))
+
+
+@pytest.mark.parametrize(
+    ("free", "size", "reached"),
+    [
+        ("dim", 102, 512 * 102 * (2 * 8 + 2 * 2)),  # 4 d^2 = d k (2 q + 2 kv) at k = 102.4
+        ("model", 648, 648 * 81 * (2 * 8 + 2 * 2)),  # k = d / q: 4 512^2 = 2.5 d^2 at 647.6, a multiple of 8
+        ("kv", 8, 4 * 512**2),
+        ("vdim", 141, 512 * (64 * (8 + 2) + 141 * (8 + 2))),  # 2048 = 64 * 10 + v * 10 at 140.8
+        ("q", 14, 512 * 64 * (2 * 14 + 2 * 2)),  # a multiple of kv
+    ],
+)
+def test_grouped_heads_as_large_as_full_ones_by_hand(free, size, reached):
+    found = hw.match_size(GQA, like=MHA, free=free)
+    assert (found.chosen, found.reached, found.wanted) == (size, reached, 4 * 512**2)
+    assert found.spec == with_size(GQA, free, size)
+    assert hw.costs.count_parameters(found.spec) == reached
+    assert found.difference == (reached - 4 * 512**2) / (4 * 512**2)
+
+
+def test_products_are_matched_to_the_nearest_of_all_widths():
+    """b (2 s d k (2 q + 2 kv) + 4 pairs q k), which nobody else computes here."""
+    b, s, d, q, kv = LOAD.batch, LOAD.context, 512, 8, 2
+    wanted = b * (8 * s * d * d + 4 * s * (s + 1) // 2 * d)
+    each = {k: b * (4 * s * d * k * (q + kv) + 4 * s * (s + 1) // 2 * q * k) for k in range(1, 4000)}
+    nearest = min(each, key=lambda k: abs(each[k] - wanted))
+    found = hw.match_size(GQA, like=MHA, by="flops", free="dim", workload=LOAD)
+    assert (found.wanted, found.chosen, found.reached) == (wanted, nearest, each[nearest])
+
+
+@pytest.mark.parametrize(
+    ("spec", "free", "size"),
+    [
+        (GQA, "kv", 8),
+        (GQA, "dim", 256),
+        (hw.design(preset="mla", model=512, heads=8), "project.rank", 2 * 512 - 64),
+        (replace(MHA, pattern=hw.Window(7)), "pattern.keys", 700),
+        (hw.design(model=512, heads=8, kv=1, pattern="window(700)"), "dim", 512),
+    ],
+    ids=["kv", "dim", "latent", "window", "ring"],
+)
+def test_caches_are_matched_by_hand(spec, free, size):
+    found = hw.match_size(spec, like=MHA, by="kv", free=free, workload=LOAD)
+    assert (found.chosen, found.reached, found.wanted) == (size, 3 * 700 * 1024 * 2, 3 * 700 * 1024 * 2)
+
+
+@given(spec=st.sampled_from(SPECS), like=st.sampled_from(SPECS), by=st.sampled_from(("params", "kv")), data=st.data())
+def test_nobody_nearer_exists(spec, like, by, data):
+    load = hw.Workload(batch=2, context=13)
+    free = data.draw(st.sampled_from(sorted(list_sizes(spec))))
+    if by == "kv" and any(one.pattern.tokens_before_decode != 0 for one in (spec, like)):
+        return
+    spec, like = (replace(one, source=None) for one in (spec, like))
+    count = MATCH_QUANTITIES[by][0]
+    wanted = count(like, load)
+    off = min((abs(one - wanted), one) for one in every(spec, free, by, load, 400))
+    try:
+        found = hw.match_size(spec, like=like, by=by, free=free, workload=load)
+    except hw.SpecError:
+        around = list(every(spec, free, by, load, 120))
+        assert wanted < min(around) or wanted > max(around)
+        return
+    assert count(found.spec, load) == found.reached
+    assert list_sizes(found.spec)[free] == found.chosen
+    assert abs(found.reached - wanted) <= off[0]
+
+
+def every(spec, free: str, by: str, load: hw.Workload, most: int):
+    """The count of every size that there can be."""
+    for size in range(1, most):
+        try:
+            yield MATCH_QUANTITIES[by][0](with_size(spec, free, size), load)
+        except hw.SpecError:
+            continue
+
+
+@pytest.mark.parametrize("name", ["gqa", "linear", "average", "diff", "moh"])
+def test_what_is_matched_is_what_is_priced(name):
+    like, spec = hw.design(preset="mqa", model=96, heads=6), PRESETS[name]
+    for by in MATCH_QUANTITIES:
+        found = hw.match_size(spec, like=like, by=by, workload=LOAD)
+        assert (counted(like, by), counted(found.spec, by)) == (found.wanted, found.reached)
+
+
+def test_what_hangs_on_a_size_follows():
+    assert with_size(MHA, "q", 5).heads == hw.Heads.grouped(q=5, dim=64)
+    assert with_size(GQA, "q", 6).heads == hw.Heads.grouped(q=6, kv=2, dim=64)
+    assert with_size(GQA, "model", 1024).heads == hw.Heads.grouped(q=8, kv=2, dim=128)
+    assert with_size(PRESETS["diff"], "dim", 10).heads.vdim == 20
+    assert with_size(PRESETS["mohsa"], "dim", 10).heads.vdim == 12
+    assert with_size(PRESETS["mohsa"], "project.overlap", 3).heads.vdim == 16 + 6
+    assert with_size(hw.design(model=96, heads=6, vdim=5), "dim", 10).heads.vdim == 5
+    assert with_size(PRESETS["dcmha"], "dynamic_2.rank", 5).modifiers[-1].rank == 5
+    assert with_size(GQA, "kv", 2) is GQA
+
+
+def test_the_first_size_that_reaches_is_free_unless_one_is_named():
+    assert hw.match_size(GQA, like=MHA).free == "dim"
+    assert hw.match_size(hw.design(preset="mla"), like=MHA, by="kv").free == "project.rank"
+    same = hw.match_size(MHA, like=MHA)
+    assert (same.chosen, same.was, same.difference) == (64, 64, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("spec", "said", "told"),
+    [
+        (GQA, {"by": "size"}, "cannot match by='size'; use one of flops, kv, params"),
+        (GQA, {"free": "kvv"}, "no size 'kvv' to change; did you mean 'kv'?"),
+        (
+            hw.design(preset="mla"),
+            {"by": "kv", "free": "dim"},
+            "no dim gives 4,300,800 bytes of cache: 2,419,200 does not depend on dim; free project.rank or",
+        ),
+        (
+            GQA,
+            {"like": hw.design(model=2048, heads=8), "free": "kv"},
+            "the most is 1,048,576 with kv=8; free dim",
+        ),
+        (
+            GQA,
+            {"like": hw.design(model=2, heads=1), "free": "dim"},
+            "the least is 10,240 with dim=1; no other single size does either",
+        ),
+        (hw.design(preset="mla"), {"like": hw.design(model=2, heads=1)}, "nearest is 43,008 with model=16"),
+        ("gqa", {}, "spec must be the spec of a layer, got 'gqa'"),
+        (GQA, {"like": {"mha": MHA}}, "like must be the spec of a layer"),
+        (hw.design(model=512, heads=8), {"by": "kv"}, "pattern=full() is not causal"),
+        (GQA, {"by": "kv", "like": hw.design(model=512, heads=8)}, "pattern=full() is not causal"),
+    ],
+)
+def test_an_impossible_match_says_what_is_near_and_what_else_to_free(spec, said, told):
+    with pytest.raises(hw.SpecError) as refused:
+        hw.match_size(spec, **{"like": MHA, "workload": LOAD} | said)
+    assert told in str(refused.value)
+
+
+def test_a_match_says_what_was_chosen():
+    found = hw.match_size(GQA, like=MHA)
+    assert str(found) == "dim 102, was 64: 1,044,480 parameters, 0.39% fewer than 1,048,576"
+    assert str(hw.match_size(MHA, like=MHA)) == "dim stays 64: 1,048,576 parameters, equal"
+    assert found.data == {
+        "by": "params",
+        "free": "dim",
+        "was": 64,
+        "chosen": 102,
+        "wanted": 1_048_576,
+        "reached": 1_044_480,
+        "difference": -0.00390625,
+    }
+
+
+# --- the search ----------------------------------------------------------------------------------------
+
+
+@given(
+    shape=st.sampled_from((lambda n: 7 * n + 3, lambda n: n * n, lambda n: 10**5 - 31 * n, lambda n: n // 3)),
+    stride=st.integers(1, 12),
+    bound=st.sampled_from((None, 100, 1000)),
+    wanted=st.integers(0, 5000),
+    times=st.integers(1, 8),
+)
+def test_a_search_finds_what_trying_everything_finds(shape, stride, bound, wanted, times):
+    def count(size: int) -> int | None:
+        return shape(size) if size > 0 and size % stride == 0 and (bound is None or size <= bound) else None
+
+    search = SizeSearch(count, start=stride * times)
+    size, found = search.nearest(wanted)
+    everything = {n: told for n in range(1, 16_000) if (told := count(n)) is not None}
+    assert everything[size] == found
+    if search.is_bracketed(wanted):
+        assert abs(found - wanted) == min(abs(told - wanted) for told in everything.values())
+    else:
+        assert wanted < min(everything.values()) or wanted > max(everything.values())
+
+
+@pytest.mark.parametrize("wanted", [99_000, 50_000, 1234])
+def test_counts_that_fall_are_searched_the_other_way(wanted):
+    size, found = SizeSearch(lambda n: 10**5 - 31 * n if n > 0 else None, start=1).nearest(wanted)
+    assert (size, found) == (round((10**5 - wanted) / 31), 10**5 - 31 * round((10**5 - wanted) / 31))
+
+
+@pytest.mark.parametrize(("q", "start"), [(12, 4), (7, 1), (521, 1), (96, 32)])
+def test_the_next_size_may_be_far_where_heads_are_shared_evenly(q, start):
+    search = SizeSearch(lambda kv: kv if kv > 0 and q % kv == 0 else None, start, gap=q)
+    assert search.nearest(q) == (q, q)
+    assert search.nearest(10 * q) == (q, q)
+    assert not search.is_bracketed(10 * q)
+
+
+def test_what_goes_up_and_down_is_tried_one_by_one():
+    def zigzag(size: int) -> int | None:
+        return size * 10 + (size * 7) % 31 * 9 if size else None
+
+    for wanted in range(500, 9000, 371):
+        found = SizeSearch(zigzag, start=40).nearest(wanted)[1]
+        assert abs(found - wanted) == min(abs((zigzag(n) or 0) - wanted) for n in range(1, 3000))
+
+
+def test_numbers_far_beyond_machine_words():
+    found = hw.match_size(GQA, like=hw.design(model=2**40, heads=1), free="dim")
+    assert abs(found.reached - 4 * 2**80) <= 512 * 20 // 2
+    with pytest.raises(hw.SpecError, match="no q gives"):
+        hw.match_size(GQA, like=hw.design(model=2**40, heads=1), free="q")

@@ -1,0 +1,27 @@
+"""Rows whose tokens are divided among ranks: every spec says, learns and becomes what it does where they are whole."""
+
+from __future__ import annotations
+
+import pytest
+
+from headwise.presets import PRESETS
+from support import context_parallel_checks as context_cases
+from support.parallel_models import KINDS
+from support.rank_checks import asked, check_found, found_by
+
+
+@pytest.fixture(scope="module")
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
+    """What both ranks found, by name."""
+    return found_by(2, "support.context_parallel_checks", asked(request), tmp_path_factory.mktemp("context"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("preset", PRESETS)
+def test_rows_that_are_divided_are_rows(found, preset, kind):
+    check_found(found[f"{preset} {kind}"])
+
+
+@pytest.mark.parametrize("name", context_cases.CASES)
+def test_tokens_that_are_divided(found, name):
+    check_found(found[name])

@@ -1,0 +1,182 @@
+"""How worlds begin and end: who speaks, a rank that is killed, ranks that do not meet."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+
+from headwise.distributed import join_process_group, launch
+from headwise.files import read_lines
+from headwise.training import CheckpointFolder
+from support.rank_processes import begun, ended, environment, free_port, world
+
+QUICK = ["--batch", "4", "--precision", "fp32", "--compile", "off", "--device", "cpu"]
+QUICK += ["--set", "recipe.attention=fused", "--set", "recipe.evaluate_batches=1", "--set", "recipe.evaluate_every=20"]
+HEADWISE = ["-m", "headwise", "train", "recall"]
+
+
+def command(folder: Path, *more: str) -> list[str]:
+    return [*HEADWISE, "--out", str(folder), *QUICK, *more]
+
+
+@pytest.mark.lengthy
+def test_one_rank_speaks_and_writes(tmp_path: Path):
+    said = ended(begun(2, *command(tmp_path, "--steps", "2", "--spread", "shards=2", "--json")))
+    assert [code for code, _, _ in said] == [0, 0]
+    (_, out, err), (_, silent, quiet) = said
+    assert json.loads(out)["steps"] == 2
+    assert "2 ranks, shards=2" in err.splitlines()
+    assert (silent, quiet) == ("", "")
+    assert [r["event"] for r in read_lines(tmp_path / "metrics.jsonl")].count("step") == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        (["--spread", "data=3"], "headwise: data=3 needs 3 processes, not 2; start 3 processes"),
+        (["--spread", "date=2"], "headwise: unknown parallel dimension 'date'; did you mean 'data'?"),
+        (["--model", "mqaa"], "headwise: there is no preset, file or folder 'mqaa'; did you mean 'mqa'?"),
+        (["--spread", "tensor=2", "--batch", "0"], r"headwise: Recipe\(batch=0\) is out of range"),
+    ],
+)
+def test_what_is_refused_is_said_once(tmp_path: Path, more: list[str], told: str):
+    said = ended(begun(2, *command(tmp_path / "never", "--steps", "2", *more)))
+    assert [code for code, _, _ in said] == [2, 2]
+    lines = "".join(err for _, _, err in said).splitlines()
+    assert len(lines) == 1
+    assert re.match(told, lines[0])
+    assert not (tmp_path / "never" / "checkpoint").exists()
+
+
+def wait_for_step(folder: Path, step: int) -> None:
+    """Until a run has kept that step."""
+    for _ in range(600):
+        paths = CheckpointFolder(folder / "checkpoint").paths
+        if paths and int(paths[0].stem) >= step:
+            return
+        time.sleep(0.1)
+    raise AssertionError("the run does not come on")
+
+
+def check_same(first: Path, second: Path) -> None:
+    """Bit by bit, what two runs ended with."""
+    one, other = (CheckpointFolder(folder / "checkpoint").load_newest()[0] for folder in (first, second))
+    assert one is not None
+    assert other is not None
+    assert one.step == other.step
+    assert all(torch.equal(tensor, other.tensors[name]) for name, tensor in one.tensors.items())
+
+
+STEPS = ["--steps", "60", "--set", "recipe.checkpoint_every=1", "--set", "recipe.dropout=0.1"]
+LOST = "waited for another rank, which ended; saved checkpoints are intact, continue with the same command and --resume"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("victim", "spread"), [(0, "data=2"), (1, "data=2"), (1, "shards=2")])
+def test_a_killed_rank_ends_the_job_with_one_line_and_the_run_goes_on(tmp_path: Path, victim: int, spread: str):
+    """To the same bits as a run that nobody killed."""
+    more = [*STEPS, "--spread", spread]
+    processes = begun(2, *command(tmp_path / "killed", *more))
+    wait_for_step(tmp_path / "killed", 5)
+    processes[victim].send_signal(signal.SIGKILL)
+    said = ended(processes, within=60)
+    assert [code for code, _, _ in said] == [-signal.SIGKILL if rank == victim else 2 for rank in range(2)]
+    assert said[1 - victim][2].splitlines()[-1] == f"headwise: rank {1 - victim} {LOST}"
+    assert CheckpointFolder(tmp_path / "killed" / "checkpoint").load_newest()[1] == []
+    assert [c for c, _, _ in ended(begun(2, *command(tmp_path / "killed", *more, "--resume")))] == [0, 0]
+    assert [c for c, _, _ in ended(begun(2, *command(tmp_path / "whole", *more)))] == [0, 0]
+    check_same(tmp_path / "killed", tmp_path / "whole")
+
+
+@pytest.mark.slow
+def launched(ranks: int, arguments: list[str], *options: str) -> subprocess.Popen[str]:
+    """What torchrun starts."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    inherited = {name: value for name, value in environment(0, 1, 0).items() if name not in ("RANK", "WORLD_SIZE")}
+    return subprocess.Popen([*torchrun, *options, *arguments], env=inherited, stderr=subprocess.PIPE, text=True)
+
+
+def kill(process: subprocess.Popen[str], rank: int) -> None:
+    """Kill this rank of what torchrun started."""
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    said = {pid: (Path("/proc") / pid / "environ").read_bytes().split(b"\0") for pid in children}
+    os.kill(next(int(pid) for pid, words in said.items() if f"RANK={rank}".encode() in words), signal.SIGKILL)
+
+
+@pytest.mark.slow
+def test_torchrun_starts_ranks_and_is_told_once_why_they_ended(tmp_path: Path):
+    """Of three ranks the one in the middle is killed: of the two that are left one speaks."""
+    process = launched(3, command(tmp_path, *STEPS, "--steps", "2000"))
+    wait_for_step(tmp_path, 3)
+    kill(process, 1)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 1
+    told = [line for line in err.splitlines() if line.startswith("headwise: ")]
+    assert len(told) == 1
+    assert told[0].endswith(LOST)
+
+
+@pytest.mark.slow
+def test_torchrun_begins_a_killed_world_anew_and_it_goes_on(tmp_path: Path):
+    process = launched(2, command(tmp_path, *STEPS, "--resume"), "--max-restarts", "1")
+    wait_for_step(tmp_path, 3)
+    kill(process, 0)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert CheckpointFolder(tmp_path / "checkpoint").paths[0].stem == f"{60:010}"
+    assert [record["event"] for record in read_lines(tmp_path / "metrics.jsonl")].count("run") == 2
+
+
+@pytest.mark.slow
+def test_a_rank_that_says_nothing_is_given_up(tmp_path: Path):
+    told = world(2, "support.data_parallel_checks.stuck", tmp_path / "stuck")[0]
+    assert told.startswith(
+        "rank 0 waited for another rank, which did not answer for 0:00:02; saved checkpoints are intact"
+    )
+
+
+# --- ranks that do not meet ----------------------------------------------------------------------------
+
+
+def test_a_port_in_use_is_said(monkeypatch: pytest.MonkeyPatch):
+    with socket.socket() as taken:
+        taken.bind(("localhost", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        for name, value in environment(0, 2, port).items():
+            monkeypatch.setenv(name, value)
+        told = f"the port of localhost:{port} is in use; give torchrun another --master-port, or --standalone"
+        with pytest.raises(ConnectionError, match=told), join_process_group():
+            pass
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_that_do_not_come_are_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch, rank: int):
+    monkeypatch.setattr(launch, "JOIN_TIMEOUT", timedelta(seconds=1))
+    for name, value in environment(rank, 2, free_port()).items():
+        monkeypatch.setenv(name, value)
+    waited = time.monotonic()
+    with (
+        pytest.raises(ConnectionError, match=f"rank {rank} of 2 could not join the others at localhost:"),
+        join_process_group(),
+    ):
+        pass
+    assert time.monotonic() - waited < 20
+
+
+@pytest.mark.parametrize(("rank", "size"), [("2", "2"), ("one", "2"), ("-1", "2")])
+def test_an_environment_that_says_nothing_is_refused(rank: str, size: str):
+    with pytest.raises(ValueError, match=f"RANK={rank} WORLD_SIZE={size} .* is not a valid rank; start with torchrun"):
+        launch.read_torchrun_environment({"RANK": rank, "WORLD_SIZE": size})

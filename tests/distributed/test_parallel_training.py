@@ -1,0 +1,140 @@
+"""Training by heads and by tokens, and both at once: steps, runs and checkpoints of many ranks against one's."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.distributed.test_sharded_training import check_near, check_steps, trail
+
+from headwise.distributed import Parallelism, ProcessInfo
+from headwise.distributed.communication_volume import CollectiveMessage
+from headwise.files import read_lines
+from headwise.training import train
+from support.data_parallel_checks import until
+from support.parallel_training_checks import BALANCED, CASES, PAIRS, WAYS, Balanced, steps_as
+from support.rank_checks import check_found, found_by
+from support.rank_processes import world
+from support.small_training import quick
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    """What two ranks left behind, and what each of them found."""
+    folder = tmp_path_factory.mktemp("worlds") / "two"
+    return folder, world(2, "support.parallel_training_checks.everything", folder)
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each of four found."""
+    return world(4, "support.parallel_training_checks.everything", tmp_path_factory.mktemp("worlds") / "four")
+
+
+def alone(case: str, way: str) -> dict[str, Any]:
+    """The steps of one rank; of terms, in as many parts as ranks take rows of their own."""
+    spread = Parallelism.parse(way)
+    parts = {"accumulate": spread.data * spread.shards} if case == "terms" else {}
+    return steps_as(case, ProcessInfo(), "data=1", **parts)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("way", WAYS)
+def test_two_ranks_take_the_steps_of_one(two: tuple[Path, list[dict[str, Any]]], way: str, case: str):
+    wanted = alone(case, way)
+    for rank in two[1]:
+        check_steps(rank["steps"][way][case], wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("way", PAIRS)
+def test_ways_multiply(four: list[dict[str, Any]], way: str, case: str):
+    wanted = alone(case, way)
+    for rank in four:
+        check_steps(rank["steps"][way][case], wanted)
+
+
+def check_sent(seen: Counter[Any], counted: Counter[Any]) -> None:
+    assert seen == counted
+    assert sum(CollectiveMessage(*message).moved for message in seen.elements()) > 0
+
+
+@pytest.mark.parametrize("name", ["echo", "odd", "pooled"])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_step_sends_what_is_counted(two: tuple[Path, list[dict[str, Any]]], way: str, name: str):
+    check_sent(*two[1][0]["sent"][way, name])
+
+
+@pytest.mark.slow
+def test_four_ranks_divide_heads_of_fewer_keys(tmp_path: Path):
+    """A head for each rank, most of which share a key and a value with others; five heads of three."""
+    names = ["gqa decoder", "mqa encoder", "moh decoder", "diff encoder-decoder", "uneven_heads", "experts", "terms"]
+    for found in found_by(
+        4, "support.tensor_parallel_checks", [*names, "single_precision", "one_file_whatever_the_split"], tmp_path
+    ).values():
+        check_found(found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["echo", "odd", "pooled"])
+@pytest.mark.parametrize("way", PAIRS)
+def test_two_ways_send_what_is_counted(four: list[dict[str, Any]], way: str, name: str):
+    check_sent(*four[0]["sent"][way, name])
+
+
+# --- runs ----------------------------------------------------------------------------------------------
+
+
+def test_a_run_goes_on_another_way(two: tuple[Path, list[dict[str, Any]]], tmp_path: Path):
+    """By heads, then by tokens, then by heads, against one rank that is never interrupted."""
+    recipe = quick(batch=6, steps=6, evaluate_every=3, lr=0.01)
+    assert until(-1, recipe, tmp_path / "one") == ""
+    check_near(two[0] / "ways", tmp_path / "one")
+    spreads = [record["spread"] for record in read_lines(two[0] / "ways" / "metrics.jsonl") if record["event"] == "run"]
+    assert spreads == ["tensor=2", "context=2", "tensor=2"]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_terms_are_those_of_one_rank(two: tuple[Path, list[dict[str, Any]]], tmp_path: Path, way: str):
+    """Tokens that choose their heads, and are to choose them evenly over the rows of all ranks."""
+    train(Balanced(), recipe=quick(**BALANCED), out=tmp_path / "one")
+    check_near(two[0] / f"balanced {way}", tmp_path / "one")
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_is_dropped_is_learnt_without(two: tuple[Path, list[dict[str, Any]]], way: str):
+    told = trail(two[0] / f"dropped {way}")
+    assert len(told) == 6 + 3
+
+
+def test_ranks_of_one_worker_go_on_in_one_stream(two: tuple[Path, list[dict[str, Any]]]):
+    """From rows, each rank drawing for itself, to heads, whose ranks must drop alike what is added to the stream."""
+    first, second = (rank["runs"]["drawn"] for rank in two[1])
+    apart = [one != other for one, other in zip(first, second, strict=True)]
+    assert apart.index(True) < len(apart) - 5
+    assert not any(apart[-4:])
+    assert len(set(first[-4:])) > 1
+
+
+REFUSED = {
+    "mixed": "SpecError: decoder.0.attention: talking_heads joins the scores of 4 heads, so that none can be computed "
+    "without the others; use data= or context= instead of tensor=",
+    "one head": "SpecError: decoder.0.attention: 1 heads cannot be divided among 2 ranks; use tensor=1 or less",
+    "pixels": "SpecError: encoder embeds pixels or frames, so its rows cannot be divided into tokens beforehand; "
+    "use data= or tensor= instead of context=",
+    "compiled": "SpecError: compile='on' does not support collectives inside layers (tensor=2); use compile='off'",
+    "compiled rows": "SpecError: compile='on' does not support collectives inside layers (context=2); use compile=",
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_divided_is_told_to_all_before_anything_is_written(
+    two: tuple[Path, list[dict[str, Any]]], case: str
+):
+    for rank in two[1]:
+        assert rank["told"][case].startswith(REFUSED[case])
+        assert "\n" not in rank["told"][case]
+    assert not (two[0] / "never").exists()

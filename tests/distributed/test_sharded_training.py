@@ -1,0 +1,291 @@
+"""Many ranks against one: steps, runs and checkpoints, and what is said when ranks do not agree."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import headwise as hw
+from headwise.data import IGNORE_INDEX
+from headwise.distributed import Parallelism, ProcessInfo
+from headwise.distributed.communication_volume import count_communication
+from headwise.errors import SpecError
+from headwise.files import read_lines
+from headwise.training import CheckpointFolder, train
+from support.data_parallel_checks import PLAIN, STEPPED, steps_of, until
+from support.rank_processes import world
+from support.small_training import Echo, quick
+
+ALONE = ProcessInfo()
+
+# --- a spread ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "spread", [Parallelism(), Parallelism(data=3), Parallelism(data=2, tensor=5), Parallelism(2, 3, 5, 7)]
+)
+def test_a_spread_survives_its_text(spread: Parallelism):
+    assert Parallelism.parse(str(spread)) == spread
+    assert Parallelism.over(str(spread), spread.size) == spread
+
+
+@pytest.mark.parametrize(
+    ("text", "ranks", "told"),
+    [
+        ("data=2", 3, "data=2 needs 2 processes, not 3; start 2 processes, or give data=3"),
+        ("data=2,tensor=2", 1, "data=2,tensor=2 needs 4 processes, not 1; start 4 processes"),
+        ("date=2", 2, "unknown parallel dimension 'date'; did you mean 'data'"),
+        ("data", 2, "write each dimension once with its number, as in data=2"),
+        ("data=2,data=2", 4, "write each dimension once"),
+        ("data=-2", 2, "write each dimension once"),
+        ("data=0", 2, r"cannot use Parallelism\(data=0\); give 1 or more"),
+        ("", 2, "unknown parallel dimension ''"),
+    ],
+)
+def test_a_spread_that_cannot_be_is_refused_in_one_line(text: str, ranks: int, told: str):
+    with pytest.raises(SpecError, match=told) as refused:
+        Parallelism.over(text, ranks)
+    assert "\n" not in str(refused.value)
+
+
+def test_every_rank_stands_somewhere_else_and_neighbours_differ_in_the_last_way():
+    """Against the places of an array of that shape."""
+    spread = Parallelism(data=2, context=3, shards=5, tensor=7)
+    ranks = torch.arange(spread.size).view(spread.shape)
+    for rank in range(spread.size):
+        assert ranks[tuple(spread.place(rank).values())] == rank
+    assert sorted(spread.rank_groups("context", "tensor")) == sorted(ranks.permute(0, 2, 1, 3).reshape(10, 21).tolist())
+
+
+def test_a_spread_without_ranks_is_refused_before_anything_is_written(tmp_path: Path):
+    with pytest.raises(SpecError, match="data=2 needs 2 processes, not 1; start 2 processes"):
+        train(Echo(), recipe=quick(spread="data=2"), out=tmp_path / "never")
+    assert not (tmp_path / "never").exists()
+    with pytest.raises(SpecError, match="unknown parallel dimension 'rows'"):
+        quick(spread="rows=2")
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    """What two ranks left behind, and what each of them found and was told."""
+    folder = tmp_path_factory.mktemp("worlds") / "two"
+    folder.mkdir()
+    until(2, quick(**PLAIN), folder / "one, two, one")
+    return folder, world(2, "support.data_parallel_checks.two", folder)
+
+
+# --- steps ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def stepped(two: tuple[Path, list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """What each of two ranks found in every case, divided either way."""
+    return [rank["steps"] for rank in two[1]]
+
+
+def check_steps(found: dict[str, Any], wanted: dict[str, Any]) -> None:
+    """Forward, gradients, norms and weights."""
+    assert found["losses"] == pytest.approx(wanted["losses"], rel=1e-10)
+    assert found["norms"] == pytest.approx(wanted["norms"], rel=1e-10)
+    for step, gradients in enumerate(wanted["gradients"]):
+        assert found["gradients"][step].keys() == gradients.keys()
+        for name, gradient in gradients.items():
+            told = f"{name} at step {step}"
+            other = found["gradients"][step][name]
+            assert (other is None) == (gradient is None), told
+            if gradient is not None:
+                torch.testing.assert_close(other, gradient, rtol=1e-9, atol=1e-12, msg=told)
+    assert found["weights"].keys() == wanted["weights"].keys()
+    for name, tensor in wanted["weights"].items():
+        torch.testing.assert_close(found["weights"][name], tensor, rtol=1e-8, atol=1e-11, msg=name)
+
+
+def alone(case: str, ranks: int) -> dict[str, Any]:
+    """The steps of one rank; terms are taken over the rows of each rank, so over as many parts of a batch."""
+    return steps_of(case, ALONE, "data=1", **({"accumulate": ranks} if case == "terms" else {}))
+
+
+@pytest.mark.parametrize("case", STEPPED)
+@pytest.mark.parametrize("way", ["data=2", "shards=2"])
+def test_two_ranks_take_the_steps_of_one(stepped: list[dict[str, Any]], way: str, case: str):
+    wanted = alone(case, 2)
+    for rank in stepped:
+        check_steps(rank[way][case], wanted)
+
+
+@pytest.mark.parametrize("case", ["echo", "odd"])
+def test_the_first_gradient_is_that_of_the_mean_over_all_that_is_asked(stepped: list[dict[str, Any]], case: str):
+    """Against torch's own cross entropy of the whole batch: ranks are asked unlike much, none counts more."""
+    task, said = STEPPED[case]
+    net, batch = hw.build(task.model(), seed=3).double(), task.batch(0, said["batch"])
+    logits = net(batch.x, sequence=batch.tokens, source=batch.source, source_sequence=batch.source_tokens)
+    loss = F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), ignore_index=IGNORE_INDEX)
+    loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_(net.parameters(), said.get("clip", 1.0))
+    for way in ("data=2", "shards=2"):
+        found = stepped[0][way][case]
+        assert found["losses"][0] == pytest.approx(loss.item(), rel=1e-12)
+        assert found["norms"][0] == pytest.approx(norm.item(), rel=1e-10)
+        for name, parameter in net.named_parameters():
+            if parameter.grad is not None:
+                torch.testing.assert_close(found["gradients"][0][name], parameter.grad, rtol=1e-9, atol=1e-12, msg=name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["data=4", "shards=4", "data=2,shards=2"])
+def test_four_ranks_take_the_steps_of_one(tmp_path_factory: pytest.TempPathFactory, way: str):
+    folder = tmp_path_factory.getbasetemp() / "four"
+    if not folder.exists():
+        world(4, "support.data_parallel_checks.steps", folder)
+    for case in STEPPED:
+        wanted = alone(case, 4)
+        for rank in range(4):
+            check_steps(torch.load(folder / f"{rank}.pt", weights_only=False)[way][case], wanted)
+
+
+@pytest.mark.parametrize("case", ["wide", "odd"])
+@pytest.mark.parametrize("way", ["data=2", "shards=2"])
+def test_what_is_sent_is_what_is_counted(two: tuple[Path, list[dict[str, Any]]], way: str, case: str):
+    """The collectives that were called, with the bytes they were called with."""
+    for rank in two[1]:
+        seen = rank["sent"][way, case]
+        assert sorted(seen) == sorted(rank["sent"][way, case, "counted"])
+        assert len(seen) > (2 if case == "wide" else 1)
+
+
+def test_what_follows_from_the_batch_is_not_counted_without_it():
+    with pytest.raises(
+        SpecError, match=r"communication of tensor=2 depends on the batch; give batch_shape=BatchShape\("
+    ):
+        count_communication(Echo().model(), Parallelism(tensor=2))
+
+
+# --- runs ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def ran(two: tuple[Path, list[dict[str, Any]]]) -> tuple[Path, list[dict[str, Any]]]:
+    """Where runs of two ranks left things, and what each rank was told."""
+    return two[0], [rank["runs"] for rank in two[1]]
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    found, damages = CheckpointFolder(folder / "checkpoint").load_newest()
+    assert found is not None
+    assert not damages
+    return dict(found.tensors)
+
+
+def trail(folder: Path) -> list[Any]:
+    """What every step and evaluation came to, without the times."""
+    told = read_lines(folder / "metrics.jsonl")
+    steps = [(r["step"], r["loss"], r["rate"], r["norm"]) for r in told if r["event"] == "step"]
+    return steps + [(r["step"], r["metrics"]) for r in told if r["event"] in ("evaluation", "end")]
+
+
+def test_a_run_of_two_that_is_interrupted_goes_on_to_the_same_bits(ran: tuple[Path, list[dict[str, Any]]]):
+    """Ctrl-C reaches one rank; both end behind the same step, and what each drops goes on where it stood."""
+    folder, ranks = ran
+    for said in ranks:
+        assert said["stopped"] == f"interrupted at step 4; the checkpoint is in {folder / 'stopped'}"
+        assert said["whole"] == said["resumed"] == ""
+    check_same(folder / "stopped", folder / "whole")
+
+
+def check_same(first: Path, second: Path) -> None:
+    """Bit by bit."""
+    one, other = tensors(first), tensors(second)
+    assert one.keys() == other.keys()
+    assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+    assert trail(first) == trail(second)
+
+
+def test_slices_go_on_where_they_stood(ran: tuple[Path, list[dict[str, Any]]]):
+    check_same(ran[0] / "slices stopped", ran[0] / "slices")
+
+
+def test_ranks_drop_other_numbers(ran: tuple[Path, list[dict[str, Any]]]):
+    """Each as many: their shares are of one size."""
+    held = tensors(ran[0] / "whole")
+    assert not torch.equal(held["random cpu"], held["random cpu 1"])
+
+
+def test_one_rank_writes_a_run_down_once(ran: tuple[Path, list[dict[str, Any]]]):
+    events = [record["event"] for record in read_lines(ran[0] / "whole" / "metrics.jsonl")]
+    assert [events.count(name) for name in ("run", "step", "evaluation", "end")] == [1, 6, 2, 1]
+    assert read_lines(ran[0] / "whole" / "metrics.jsonl")[0]["ranks"] == 2
+
+
+def test_slices_go_on_without_what_was_compiled(ran: tuple[Path, list[dict[str, Any]]], tmp_path: Path):
+    until(-1, quick(**PLAIN), tmp_path / "one")
+    check_near(ran[0] / "compiled", tmp_path / "one")
+
+
+def test_shares_that_are_not_equal_are_said(ran: tuple[Path, list[dict[str, Any]]]):
+    def notes(run: str) -> list[str]:
+        return [r["says"] for r in read_lines(ran[0] / run / "metrics.jsonl") if r["event"] == "note"]
+
+    assert notes("whole")[0] == "2 ranks, data=2"
+    assert "2 ranks, data=2; 7 rows are divided into 2 unequal shares" in notes("one, two, one")
+
+
+def check_near(found: Path, wanted: Path) -> None:
+    """Up to the order of sums in float32: what was learnt, what it came to, and the state of the optimiser."""
+    first, second = tensors(found), tensors(wanted)
+    kept = [name for name in second if not name.startswith("random")]
+    assert kept == [name for name in first if not name.startswith("random")]
+    for name in kept:
+        torch.testing.assert_close(first[name], second[name], rtol=1e-3, atol=1e-5, msg=name)
+    for (step, *told), (other, *expected) in zip(trail(found), trail(wanted), strict=True):
+        assert step == other
+        for value, wanted_value in zip(told, expected, strict=True):
+            assert value == pytest.approx(wanted_value, rel=1e-4, abs=1e-6)
+    for name, tensor in hw.load(wanted).state_dict().items():
+        torch.testing.assert_close(hw.load(found).state_dict()[name], tensor, rtol=1e-3, atol=1e-5, msg=name)
+
+
+def test_a_run_goes_on_in_a_world_of_another_size(ran: tuple[Path, list[dict[str, Any]]], tmp_path: Path):
+    """One rank, then two, then one, against one that is never interrupted."""
+    folder = ran[0]
+    assert [r["ranks"] for r in read_lines(folder / "one, two, one" / "metrics.jsonl") if r["event"] == "run"] == [1, 2]
+    assert until(-1, quick(**PLAIN), folder / "one, two, one") == ""
+    assert until(-1, quick(**PLAIN), tmp_path / "one") == ""
+    check_near(folder / "one, two, one", tmp_path / "one")
+    check_near(folder / "other ways", tmp_path / "one")
+
+
+# --- what is refused -----------------------------------------------------------------------------------
+
+REFUSED = {
+    "code": "SpecError: source is '",
+    "recipe": "SpecError: recipe.lr is 0.001 on rank 0, 0.002 on rank 1; start all ranks with the same configuration",
+    "task": "SpecError: task.noise is 0.0 on rank 0, 0.5 on rank 1;",
+    "data": "SpecError: first batch is '",
+    "model": "SpecError: model.stack",
+    "weights": "SpecError: weights is '",
+    "spread": "SpecError: spread is 'data=2' on rank 0, 'shards=2' on rank 1;",
+    "rows": "SpecError: batch=1 has fewer rows than the 2 data shards; use batch=2 or more, or fewer ranks",
+    "parts": "SpecError: batch=4 with accumulate=4 has fewer rows than the 2 data shards; use batch=8 or more",
+    "size": "SpecError: data=3 needs 3 processes, not 2; start 3 processes, or give data=2",
+    "compile": "SpecError: compile='on' does not support collectives inside layers (shards=2); use compile='off'",
+    "one rank": "SpecError: rank 1 of 2: the data is not here; copy it to this machine",
+    "diverged": "TrainingDiverged: step 1: the loss is nan; the output of decoder.0.feed (feed, decayed) is the first with "  # noqa: E501 - one case a line
+    "NaN or inf on rank 1; the checkpoint of step 0 is in ",
+    "diverged slices": "TrainingDiverged: step 1: the loss is nan; the output of decoder.0.feed (feed, decayed) is the first ",  # noqa: E501 - one case a line
+    "bad weight": "TrainingDiverged: step 1: the loss is nan; the weight decoder.0.feed.up (feed, decayed) holds NaN or inf on "  # noqa: E501 - one case a line
+    "rank 1; the checkpoint of step 0",
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_ranks_cannot_do_is_told_to_all_of_them_in_the_same_line(
+    ran: tuple[Path, list[dict[str, Any]]], case: str
+):
+    first, second = (rank[case] for rank in ran[1])
+    assert first.startswith(REFUSED[case])
+    assert first == second
+    assert "\n" not in first

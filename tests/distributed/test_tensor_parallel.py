@@ -1,0 +1,34 @@
+"""Heads divided among ranks: every preset says, learns and becomes what it does on one rank, or is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+import headwise as hw
+from headwise.distributed.head_partition import partition_model
+from headwise.presets import PRESETS
+from support import tensor_parallel_checks as tensor_cases
+from support.parallel_models import KINDS, described
+from support.rank_checks import asked, check_found, found_by
+
+
+@pytest.fixture(scope="module")
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
+    """What both ranks found, by name."""
+    names = [name for name in asked(request) if name.split()[0] not in tensor_cases.MIXED]
+    return found_by(2, "support.tensor_parallel_checks", names, tmp_path_factory.mktemp("tensor"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_divided_model_is_the_model(found, preset, kind):
+    if preset in tensor_cases.MIXED:
+        with pytest.raises(hw.SpecError, match=r"join the scores of 4 heads, so that none .* use data= or context="):
+            partition_model(described(preset, kind), 2)
+    else:
+        check_found(found[f"{preset} {kind}"])
+
+
+@pytest.mark.parametrize("name", tensor_cases.CASES)
+def test_heads_that_are_divided(found, name):
+    check_found(found[name])

@@ -1,0 +1,174 @@
+"""The attention-only probe: word maps and likelihood by definition, planted syntax found, beside twin and offset."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import headwise as hw
+from headwise.head_analysis.annotated_examples import Example, TokenAnnotations
+from headwise.head_analysis.dependency_syntax import (
+    ProbeCandidates,
+    ProbeOptions,
+    ProbeSentence,
+    train_attention_probe,
+    word_attention_maps,
+)
+from headwise.inspect.attention_sites import find_attention
+from support.importance_examples import BERT, built, ids, translator
+
+TEXTS = 40
+
+
+def stream(words: list[int]) -> TokenAnnotations:
+    """Tokens that are pieces of these words, -1 for none."""
+    none = torch.zeros(len(words), dtype=torch.bool)
+    word = torch.tensor(words)
+    return TokenAnnotations(
+        torch.arange(len(words)), ("a",) * len(words), word < 0, none, none, word, torch.ones(len(words))
+    )
+
+
+def own_maps(net: Any, text: torch.Tensor) -> torch.Tensor:
+    """The weights of all heads, [heads, T, S], of an encoder of ours."""
+    probes = {site.name: hw.Probe("weights") for site in hw.sites(net)}
+    net.probes = probes
+    with torch.no_grad():
+        net(text)
+    net.probes = {}
+    return torch.cat([probe.tensors["weights"][0] for probe in probes.values()])
+
+
+def planted(net: Any, head: int, count: int = TEXTS) -> list[Example]:
+    """Texts whose words are governed by what one head reads most, itself aside."""
+    scenes = []
+    for n in range(count):
+        text = ids(n, 7 + n % 3)
+        words = list(range(text.shape[1]))
+        maps = own_maps(net, text)[head].clone().fill_diagonal_(0)
+        arcs = [(dependent, int(maps[dependent].argmax()), "any") for dependent in words]
+        scenes.append(Example({"x": text}, {"text": stream(words)}, arcs))
+    return scenes
+
+
+# --- by definition ---------------------------------------------------------------------------------------
+
+
+def test_maps_of_words_sum_what_is_read_and_average_who_reads(monkeypatch: pytest.MonkeyPatch):
+    net, text, words = built(BERT), ids(0), [-1, 0, 0, 1, 2, 2, -1]
+    maps, wanted = own_maps(net, text).numpy(), np.zeros((6, 3, 3))
+    for i in range(3):
+        for j in range(3):
+            reads, told = ([t for t, word in enumerate(words) if word == one] for one in (i, j))
+            wanted[:, i, j] = np.mean([sum(maps[:, t, s] for s in told) for t in reads], 0)
+    for cells in (2**24, 3 * 7 * 2):  # all rows at once, and two at a time
+        monkeypatch.setattr("headwise.head_analysis.weight_bands.MAX_CELLS", cells)
+        got = word_attention_maps(net, find_attention(net), Example({"x": text}, {"text": stream(words)}))
+        np.testing.assert_allclose(torch.cat(list(got.values())), wanted, rtol=1e-5)
+
+
+def test_the_likelihood_is_its_definition():
+    draw = torch.Generator().manual_seed(0)
+    names = [("a", 0), ("a", 1)]
+    sentences = [
+        ProbeSentence(torch.rand(2, 4, 4, generator=draw), names, [(0, 2), (1, 0), (3, 1)]),
+        ProbeSentence(torch.rand(2, 3, 3, generator=draw), names, [(2, 0)]),
+    ]
+    weight, wanted = np.array([1.5, -2.0, 0.5, 3.0]), []
+    for maps, _, arcs in sentences:
+        a = maps.numpy()
+        for j, governor in arcs:
+            words = [i for i in range(a.shape[1]) if i != j]
+            scores = {i: sum(weight[k] * a[k, i, j] + weight[2 + k] * a[k, j, i] for k in range(2)) for i in words}
+            wanted.append(np.log(sum(np.exp(list(scores.values())))) - scores[governor])
+    told = ProbeCandidates.from_sentences(sentences).negative_log_likelihood(torch.from_numpy(weight).float())
+    assert float(told) == pytest.approx(np.mean(wanted), rel=1e-5)
+
+
+# --- planted ---------------------------------------------------------------------------------------------
+
+
+def test_planted_syntax_is_found_and_neither_twin_nor_offset_knows_it():
+    net, twin = built(BERT), built(BERT, seed=5)
+    scenes = planted(net, 4)
+    told = train_attention_probe(net, scenes, random_baseline=twin, options=ProbeOptions(weight_decay=1e-5))
+    assert told.twin is not None
+    assert told.uas.value > 0.95
+    assert told.uas.low > told.twin.high
+    assert told.uas.low > told.baseline.high
+    largest = max(told.pulls, key=lambda one: one.down)
+    assert largest.down > 2 * largest.up
+    assert (largest.site, largest.head) == ("encoder.1.attention", 1)
+    assert abs(told.uas.chance - 1 / 7) < 0.03
+    assert told.texts == (28, 12)
+    assert sum(told.arcs) == sum(len(one.dependencies) for one in scenes)
+
+
+def test_what_goes_up_is_told_from_what_goes_down():
+    net = built(BERT)
+    other = []
+    for scene in planted(net, 4):
+        maps = own_maps(net, scene.inputs["x"])[4].clone().fill_diagonal_(0)
+        arcs = [(dependent, int(maps[:, dependent].argmax()), "any") for dependent in range(len(maps))]
+        other.append(replace(scene, dependencies=arcs))  # a word is governed by who reads it most
+    told = train_attention_probe(net, other, options=ProbeOptions(weight_decay=1e-5))
+    largest = max(told.pulls, key=lambda one: one.up)
+    assert largest.up > 2 * largest.down
+    assert (largest.site, largest.head) == ("encoder.1.attention", 1)
+    assert told.uas.low > told.baseline.high + 0.1
+    assert told.twin is None
+
+
+def test_the_offset_that_is_most_often_right_is_a_baseline():
+    net = built(BERT)
+    scenes = []
+    for n in range(10):
+        arcs = [(word, word - 2, "any") for word in range(2, 7)] + [(0, 6, "far")]
+        scenes.append(Example({"x": ids(n)}, {"text": stream(list(range(7)))}, arcs))
+    told = train_attention_probe(net, scenes)
+    assert told.offset == -2
+    assert told.baseline[:3] == pytest.approx((5 / 6, 5 / 6, 5 / 6))
+
+
+def test_a_seed_makes_it_the_same_again():
+    net, scenes = built(BERT), planted(built(BERT), 4, 12)
+    told = train_attention_probe(net, scenes)
+    assert train_attention_probe(net, scenes) == told
+    assert train_attention_probe(net, scenes, options=ProbeOptions(seed=1)) != told
+    assert told.data["uas"]["value"] == told.uas.value
+    assert len(told.data["pulls"]) == 6
+
+
+# --- bad input -------------------------------------------------------------------------------------------
+
+
+def test_texts_without_arcs_are_left_out_and_counted():
+    net, scenes = built(BERT), planted(built(BERT), 4, 10)
+    root = replace(scenes[0], dependencies=[(2, -1, "root"), (2, 2, "root")])
+    told = train_attention_probe(net, [*scenes, root])
+    assert told.notes == ("1 texts without dependencies were left out",)
+
+
+def test_what_cannot_be_probed_is_refused():
+    net, scenes = built(BERT), planted(built(BERT), 4, 10)
+    for texts, reason in [
+        (scenes[:3], "3 texts with dependencies: 2 for training and 1 held out; at least two of each"),
+        (
+            [replace(scenes[0], dependencies=[(0, 9, "x")])],
+            r"a dependency joins words \(0, 9\), but the tokens have words 0..6",
+        ),
+        ([replace(scenes[0], streams={"text": stream([-1] * 7)})] * 9, "but the tokens have no words"),
+    ]:
+        with pytest.raises(ValueError, match=reason):
+            train_attention_probe(net, texts)
+    with pytest.raises(ValueError, match="in train mode"):
+        train_attention_probe(net.train(), scenes)
+    with pytest.raises(ValueError, match="it has no self-attention that can be observed"):
+        train_attention_probe(torch.nn.Linear(2, 2).eval(), scenes)
+    with pytest.raises(ValueError, match="weight_decay must be >= 0, got -1"):
+        ProbeOptions(weight_decay=-1)
+    assert len([one for one in hw.sites(translator()) if one.stack == "decoder"]) == 4

@@ -1,0 +1,323 @@
+"""Circuits against full products, copying against eigenvalues of the whole map, twins against their models."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import headwise as hw
+from headwise.errors import SpecError
+from headwise.head_analysis.head_circuits import (
+    AttentionCircuits,
+    LowRankMap,
+    compare_circuits,
+    copying_score,
+    get_circuits,
+    get_token_tables,
+    map_similarity,
+    measure_residual_contributions,
+    principal_angles,
+)
+from headwise.head_analysis.random_baseline import as_native_model, make_random_baseline
+from headwise.inspect.attention_sites import find_attention
+from support.number_examples import WORDS, scenes, small
+
+
+def layer(**said: Any) -> AttentionCircuits:
+    """The circuits of one attention of 8 channels and 4 heads with weights in float64."""
+    torch.manual_seed(0)
+    made = hw.Attention(hw.design(**({"model": 8, "heads": 4} | said))).double()
+    with torch.no_grad():
+        for name, parameter in made.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_()
+    (one,) = get_circuits(torch.nn.ModuleList([made])).values()
+    return one
+
+
+def drawn(rank: int = 2, wide: int = 7, seed: int = 0) -> LowRankMap:
+    draw = torch.Generator().manual_seed(seed)
+    return LowRankMap(
+        *(torch.randn(*shape, generator=draw, dtype=torch.float64) for shape in ((wide, rank), (rank, wide)))
+    )
+
+
+# --- the maps ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("said", [{}, {"kv": 2}, {"kv": 1, "vdim": 3}, {"source": 6}, {"merge": hw.SumHeads()},
+                                  {"merge": hw.SumHeads(of="mean"), "bias": "o"}])  # fmt: skip
+def test_scores_and_outputs_are_those_of_the_layer(said: dict[str, Any]):
+    made = layer(**said)
+    x, z = torch.randn(1, 5, 8, dtype=torch.float64), torch.randn(1, 6, said.get("source", 8), dtype=torch.float64)
+    z = z if "source" in said else x
+    probe = hw.Probe("scores", "weights", "heads")
+    with torch.no_grad():
+        y = made.layer(x, source=z if "source" in said else None, probe=probe)
+        nothing = made.layer.merge_heads(torch.zeros_like(probe.tensors["heads"]))
+    total = torch.zeros_like(y[0])
+    for head in range(4):
+        qk, ov = made.qk_circuit(head), made.ov_circuit(head)
+        scores = x[0] @ qk.product @ z[0].T / math.sqrt(2)
+        torch.testing.assert_close(probe.tensors["scores"][0, head], scores.detach())
+        total += probe.tensors["weights"][0, head] @ z[0] @ ov.product
+        said_one = torch.zeros_like(probe.tensors["heads"])
+        said_one[0, :, head] = probe.tensors["heads"][0, :, head]
+        wrote = probe.tensors["heads"][0, :, head] @ made.output_map(head)
+        torch.testing.assert_close(wrote, (made.layer.merge_heads(said_one) - nothing)[0].detach())
+    torch.testing.assert_close(total + nothing[0], y[0])
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2", "llama", "bart", "t5", "phi3", "qwen3"])
+def test_models_of_transformers_are_read_from_their_live_weights(name: str):
+    pytest.importorskip("transformers")
+    from support.transformers_models import ZOO
+
+    model = ZOO[name].build()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.1)  # whatever a folder says
+    made = get_circuits(model)
+    assert [one.site.name for one in find_attention(model)] == list(made)
+    wide = made[next(iter(made))].spec.heads.dim * 4
+    first = next(iter(made.values()))
+    own = dict(model.named_parameters())
+    names = {"bert": "encoder.layer.0.attention.self.query.weight", "gpt2": "transformer.h.0.attn.c_attn.weight",
+             "llama": "model.layers.0.self_attn.q_proj.weight", "qwen3": "model.layers.0.self_attn.q_proj.weight",
+             "bart": "model.encoder.layers.0.self_attn.q_proj.weight",
+             "phi3": "model.layers.0.self_attn.qkv_proj.weight",
+             "t5": "encoder.block.0.layer.0.SelfAttention.q.weight"}  # fmt: skip
+    q = own[names[name]].detach()
+    q = q.T[:wide] if name == "gpt2" else q[:wide]
+    torch.testing.assert_close(first.qk_circuit(1).left, q.view(4, 8, -1)[1].T)
+
+
+def test_models_that_nobody_reads_are_refused_with_the_reason():
+    pytest.importorskip("transformers")
+    from support.transformers_models import FALLBACK
+
+    with pytest.raises(SpecError, match="deberta-v2"):
+        get_circuits(FALLBACK["deberta-v2"].build())
+    with pytest.raises(SpecError, match=r"it has no config; use a model of hw\.build"):
+        get_circuits(torch.nn.MultiheadAttention(8, 2))
+
+
+def test_what_has_no_such_maps_is_refused():
+    with pytest.raises(SpecError, match="has no single matrix per head for q; they need layers"):
+        layer(project=hw.Collaborative(width=4)).qk_circuit(0)
+    with pytest.raises(SpecError, match="which is not a product of W_Q and W_K"):
+        layer(similarity=hw.Additive()).qk_circuit(0)
+    with pytest.raises(SpecError, match=r"combines rows by Differential.*no single W_V"):
+        layer(heads=8, modifiers=(hw.Differential(),), vdim=2).ov_circuit(0)
+    with pytest.raises(ValueError, match=r"score head must be in 0\.\.3, got 4"):
+        layer().qk_circuit(4)
+    with pytest.raises(ValueError, match=r"output head must be in 0..3, got -1"):
+        layer().ov_circuit(-1)
+
+
+def test_what_stands_between_is_said():
+    made = layer(modifiers=(hw.Rotary(), hw.TalkingHeads()))
+    assert "Rotary() changes q and k token by token" in made.caveats
+    assert any("mixes heads" in one for one in made.caveats)
+    assert layer().caveats == ()
+
+
+# --- likeness of maps ----------------------------------------------------------------------------------
+
+
+def test_the_inner_product_is_that_of_full_products():
+    one, other = drawn(seed=1), drawn(rank=3, seed=2)
+    a, b = one.product.numpy(), other.product.numpy()
+    assert map_similarity(one, other) == pytest.approx((a * b).sum() / np.linalg.norm(a) / np.linalg.norm(b))
+    assert map_similarity(one, LowRankMap(-2 * one.left, one.right)) == pytest.approx(-1)
+    turn, _ = torch.linalg.qr(torch.randn(2, 2, dtype=torch.float64))
+    assert map_similarity(one, LowRankMap(one.left @ turn, turn.T @ one.right)) == pytest.approx(1)
+    assert math.isnan(map_similarity(one, LowRankMap(0 * one.left, one.right)))
+
+
+@pytest.mark.parametrize("which", ["qk", "ov"])
+def test_kin_of_all_heads_of_a_model(which: str):
+    net = small()
+    told, made = compare_circuits(net, which), get_circuits(net)
+    whole = [
+        getattr(one, f"{which}_circuit")(head).product.double().numpy() for one in made.values() for head in range(4)
+    ]
+    for one, other in ((0, 0), (1, 6), (5, 2)):
+        a, b = whole[one], whole[other]
+        wanted = (a * b).sum() / np.linalg.norm(a) / np.linalg.norm(b)
+        assert told.values[one, other].item() == pytest.approx(wanted, abs=1e-6)
+    assert told.heads[6] == ("decoder.1.attention", 1, 2)
+    with pytest.raises(ValueError, match="unknown circuit='vo'; use 'qk' or 'ov'"):
+        compare_circuits(net, "vo")
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_angles_are_those_of_full_products(side: str):
+    one, other = drawn(seed=1), drawn(rank=3, seed=2)
+    spans: list[np.ndarray] = []
+    for each in (one, other):
+        u, size, v = np.linalg.svd(each.product.numpy())
+        rank = int((size > 1e-9).sum())
+        spans.append(u[:, :rank] if side == "left" else v[:rank].T)
+    wanted = np.arccos(np.clip(np.linalg.svd(spans[0].T @ spans[1], compute_uv=False), -1, 1))
+    np.testing.assert_allclose(principal_angles(one, other, side).numpy(), wanted, atol=1e-7)
+    with pytest.raises(ValueError, match="unknown side='up'; use 'left'"):
+        principal_angles(one, other, "up")
+
+
+def test_squared_cosines_of_drawn_subspaces_are_their_share_of_the_width():
+    told = [
+        principal_angles(drawn(seed=n, wide=20), drawn(seed=n + 500, wide=20)).cos().square().mean() for n in range(150)
+    ]
+    assert float(torch.stack(told).mean()) == pytest.approx(2 / 20, rel=0.15)
+
+
+def test_singular_values_are_those_of_the_full_product():
+    one = drawn(rank=3)
+    wanted = np.linalg.svd(one.product.numpy(), compute_uv=False)
+    np.testing.assert_allclose(one.singular_values.numpy(), wanted[:3], atol=1e-9)
+    assert wanted[3:].max() < 1e-9
+
+
+# --- copying -------------------------------------------------------------------------------------------
+
+
+def test_copying_of_the_whole_map_from_tokens_to_tokens():
+    ov, draw = drawn(rank=3), torch.Generator().manual_seed(5)
+    embed = torch.randn(11, 7, generator=draw, dtype=torch.float64)
+    unembed = torch.randn(7, 11, generator=draw, dtype=torch.float64)
+    values = np.linalg.eigvals((embed @ ov.product @ unembed).numpy())
+    assert copying_score(ov, embed, unembed) == pytest.approx(values.sum().real / np.abs(values).sum(), abs=1e-6)
+    states = np.linalg.eigvals(ov.product.numpy())
+    assert copying_score(ov) == pytest.approx(states.sum().real / np.abs(states).sum(), abs=1e-6)
+
+
+def planted(sign: float) -> Any:
+    """A model of one layer whose only head carries what it reads into the same channels, or the opposite."""
+    net: Any = small(layers=1, heads=1)
+    with torch.no_grad():
+        for name, parameter in net.named_parameters():
+            if name.endswith("project.v"):
+                parameter.copy_(torch.eye(20))
+            if name.endswith("output.o"):
+                parameter.copy_(sign * torch.eye(20))
+    return net
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_a_head_that_copies_and_one_that_takes_back(sign: float):
+    net = planted(sign)
+    embed, unembed, note = get_token_tables(net, "decoder")
+    assert copying_score(get_circuits(net)["decoder.0.attention"].ov_circuit(0), embed, unembed) == pytest.approx(sign)
+    assert (embed.shape, unembed.shape, note) == ((WORDS, 20), (20, WORDS), "")
+    assert torch.equal(embed, unembed.T)  # GPT-2 ties them
+
+
+def test_a_model_that_says_no_tokens_is_held_to_its_own_table():
+    pytest.importorskip("transformers")
+    from support.transformers_models import ZOO
+
+    model = ZOO["bert"].build()
+    embed, unembed, note = get_token_tables(model, "encoder")
+    assert torch.equal(embed, model.get_parameter("embeddings.word_embeddings.weight"))
+    assert torch.equal(unembed, embed.T)
+    assert "its embedding is used as unembedding" in note
+
+
+# --- what heads write ----------------------------------------------------------------------------------
+
+
+def test_norms_and_shares_of_what_is_written():
+    net, texts = small(), scenes(4)
+    told = {(one.site, one.head): one for one in measure_residual_contributions(net, texts)}
+    norms: list[Tensor] = []
+    shares: list[Tensor] = []
+    made = get_circuits(net)["decoder.1.attention"].layer
+    for text in texts:
+        probe = hw.Probe("heads")
+        net.probes = {"decoder.1.attention": probe}
+        with torch.no_grad():
+            net(text.inputs["x"])
+            z = probe.tensors["heads"]
+            each = torch.stack([
+                made.merge_heads(z * (torch.arange(4) == head)[:, None])[0] - made.merge_heads(0 * z)[0] for head in range(4)  # noqa: E501 - one case a line
+            ])  # fmt: skip
+        net.probes = {}
+        whole = each.sum(0)
+        norms.append(each.norm(dim=-1).T)
+        shares.append(((each * whole).sum(-1) / whole.square().sum(-1)).T)
+    norm, share = torch.cat(norms).mean(0), torch.cat(shares).mean(0)
+    for head in range(4):
+        one = told["decoder.1.attention", head]
+        assert one.norm.value == pytest.approx(norm[head].item(), rel=1e-4)
+        assert one.share.value == pytest.approx(share[head].item(), rel=1e-3, abs=1e-5)
+        assert one.share.chance == 0.25
+        assert one.norm.low <= one.norm.value <= one.norm.high
+    assert sum(one.share.value for (site, _), one in told.items() if site == "decoder.0.attention") == pytest.approx(1)
+
+
+def test_what_is_written_in_pieces_is_written_at_once(monkeypatch: pytest.MonkeyPatch):
+    net, texts = small(), scenes(2)
+    whole = measure_residual_contributions(net, texts)
+    monkeypatch.setattr("headwise.head_analysis.head_circuits.MAX_CHUNK_CELLS", 200)
+    assert [one.share.value for one in measure_residual_contributions(net, texts)] == pytest.approx(
+        [one.share.value for one in whole]
+    )
+
+
+# --- twins ---------------------------------------------------------------------------------------------
+
+
+def test_a_twin_has_the_same_shapes_and_fresh_weights():
+    net: Any = small()
+    state = torch.get_rng_state()
+    one, again, other = (
+        make_random_baseline(net, seed=1),
+        make_random_baseline(net, seed=1),
+        make_random_baseline(net, seed=2),
+    )
+    assert torch.equal(state, torch.get_rng_state())
+    shapes = [{name: tensor.shape for name, tensor in each.state_dict().items()} for each in (net, one)]
+    assert shapes[0] == shapes[1]
+    q = "decoder.0.attention.project.q"
+    assert torch.equal(one.state_dict()[q], again.state_dict()[q])
+    assert not torch.equal(one.state_dict()[q], other.state_dict()[q])
+    assert not one.training
+
+
+@pytest.mark.parametrize("name", ["bert", "llama"])
+def test_a_twin_of_somebody_elses(name: str):
+    pytest.importorskip("transformers")
+    from support.transformers_models import ZOO
+
+    model = ZOO[name].build("sdpa")
+    one = make_random_baseline(model, seed=1)
+    torch.rand(3)
+    state = torch.get_rng_state()
+    again = make_random_baseline(model, seed=1)
+    assert torch.equal(state, torch.get_rng_state())
+    assert type(one) is type(model)
+    assert one.state_dict().keys() == model.state_dict().keys()
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), again.parameters(), strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(one.parameters(), model.parameters(), strict=True))
+
+
+def test_a_twin_of_a_bare_module_is_refused():
+    with pytest.raises(
+        ValueError, match="cannot rebuild Linear with random weights: it has neither a spec nor a config"
+    ):
+        make_random_baseline(torch.nn.Linear(2, 2))
+
+
+def test_one_of_ours_made_of_theirs_says_the_same():
+    pytest.importorskip("transformers")
+    from support.transformers_models import ZOO, run
+
+    model, ids = ZOO["gpt2"].build(), torch.randint(3, 60, (2, 9))
+    with torch.no_grad():
+        torch.testing.assert_close(as_native_model(model)(ids), run(model, {"input_ids": ids}), atol=1e-4, rtol=1e-4)

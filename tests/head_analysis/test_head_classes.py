@@ -1,0 +1,224 @@
+"""Heads whose weights were set by hand are named, and no others; rules of ours and of others, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+import headwise as hw
+from headwise.head_analysis import literature_metrics
+from headwise.head_analysis.annotated_examples import Example
+from headwise.head_analysis.dependency_syntax import DependencyScores
+from headwise.head_analysis.head_classes import CLASS_RULES, classify_heads, normalised_score
+from headwise.head_analysis.head_measurement import MeasureOptions, measure_heads
+from headwise.head_analysis.head_metrics import HEAD_METRICS
+from headwise.head_analysis.head_table import HeadMeasures, HeadTable, Measure
+from headwise.head_analysis.word_alignment import AlignmentScores
+from support import handset_heads as handmade
+
+FIRST, SECOND, CROSS = "decoder.0.attention", "decoder.1.attention", "decoder.0.cross"
+PLANTED = {(FIRST, 0): "previous", (FIRST, 1): "sink", (SECOND, 0): "induction", (SECOND, 2): "rare-token"}
+CALLED = (*(kind.name for kind in CLASS_RULES), "alignment")
+
+
+@pytest.fixture(scope="module")
+def decoder() -> HeadTable:
+    return measure_heads(handmade.decoder(), handmade.texts(40))
+
+
+@pytest.fixture(scope="module")
+def translator() -> HeadTable:
+    return measure_heads(handmade.translator(), handmade.pairs(40), collectors=[AlignmentScores()])
+
+
+def names(table: HeadTable, site: str, number: int) -> dict[str, float]:
+    return {one.name: one.score for one in table.head(site, number).classes}
+
+
+def test_heads_set_by_hand_are_found_and_nothing_else_is(decoder: HeadTable):
+    table = classify_heads(decoder)
+    for head in table.heads:
+        found = names(table, head.site, head.head)
+        planted = PLANTED.get((head.site, head.head))
+        assert {name for name, own in found.items() if name != "broad"} == ({planted} if planted else set()), head
+        if planted:
+            assert found[planted] > 0.95
+            assert head.classes[0].name == planted
+
+
+def test_an_aligned_cross_head_is_found_and_nothing_else_is(translator: HeadTable):
+    table = classify_heads(translator)
+    assert names(table, CROSS, 1)["alignment"] > 0.95
+    for head in table.heads:
+        if (head.site, head.head) != (CROSS, 1):
+            assert all(own < 0.5 for name, own in names(table, head.site, head.head).items() if name != "broad"), head
+    assert "1 - AER 1.00; uniform or diagonal" in table.head(CROSS, 1).classes[0].evidence
+
+
+def test_small_random_heads_are_broad(decoder: HeadTable):
+    table = classify_heads(decoder)
+    for site, number in ((FIRST, 2), (SECOND, 1)):
+        assert names(table, site, number)["broad"] > 0.95
+
+
+def test_words_measure_what_tokens_measure_where_each_is_one(decoder: HeadTable):
+    again = measure_heads(handmade.decoder(), handmade.texts(40), options=MeasureOptions(units="words"))
+    for one, other in zip(decoder.heads, again.heads, strict=True):
+        for name in ("previous", "sink", "induction", "rare", "support90", "positional_share"):
+            assert other.measures[name].value == pytest.approx(one.measures[name].value, abs=1e-5, nan_ok=True)
+
+
+def test_a_head_at_a_fixed_distance_is_what_distance_explains(decoder: HeadTable):
+    assert decoder.head(FIRST, 0).measures["positional_share"].value > 0.99
+    assert decoder.head(SECOND, 0).measures["positional_share"].value < 0.5
+
+
+# --- rules ---------------------------------------------------------------------------------------------
+
+
+def head(**measures: tuple[float, float, float, float]) -> HeadMeasures:
+    told = {name.replace("_", " "): Measure(*values) for name, values in measures.items()}
+    return HeadMeasures("decoder", "attention", 0, 0, 0, FIRST, told)
+
+
+def called(one: HeadMeasures, criteria: str = "ours") -> dict[str, float]:
+    (found,) = classify_heads(HeadTable("small", "9 texts", (one,)), criteria=criteria).heads
+    return {own.name: own.score for own in found.classes}
+
+
+@pytest.mark.parametrize("kind", CLASS_RULES, ids=lambda kind: kind.name)
+def test_a_class_is_how_far_a_measure_is_between_chance_and_perfect(kind):
+    assert called(head(**{kind.measure: (0.6, 0.5, 0.7, 0.2)})) == {kind.name: pytest.approx(0.5)}
+    assert called(head(**{kind.measure: (0.6, 0.1, 0.9, 0.2)})) == {"unclear": 0}  # its interval holds chance
+    assert called(head(**{kind.measure: (0.21, 0.205, 0.22, 0.2)})) == {"unclear": 0}  # surely there, and nothing
+    assert called(head(**{kind.measure: (float("nan"),) * 3 + (0.2,)})) == {"unclear": 0}
+    assert normalised_score(Measure(1.0, 1.0, 1.0, 1.0)) == 0
+
+
+def test_a_head_may_be_several_things_the_surest_first():
+    found = called(head(sink=(0.6, 0.5, 0.7, 0.2), punctuation=(0.9, 0.8, 1.0, 0.2), breadth=(0.7, 0.6, 0.8, 1.0)))
+    assert list(found.items()) == [("punctuation", pytest.approx(0.875)), ("broad", 0.7), ("sink", pytest.approx(0.5))]
+    assert called(head(sink=(0.2, 0.2, 0.2, 0.2), breadth=(0.7, 0.4, 0.8, 1.0))) == {"unclear": 0}
+
+
+@pytest.mark.parametrize(("peak", "name"), [(-2.0, "offset -2"), (5.0, "offset +5"), (-1.0, None), (0.0, None)])
+def test_a_distance_that_has_no_word_is_told_as_a_number(peak: float, name: str | None):
+    found = called(head(sink=(0.2, 0.2, 0.2, 0.2), offset=(0.9, 0.8, 1.0, 0.1), peak=(peak,) * 3 + (-1.0,)))
+    assert found == ({name: pytest.approx(8 / 9)} if name else {"unclear": 0})
+
+
+def test_relations_are_told_with_how_much_better_than_the_best_offset():
+    one = head(sink=(0.2, 0.2, 0.2, 0.2), syntactic_obj_to_governor=(0.7, 0.6, 0.8, 0.4),
+               syntactic_all_to_governor=(0.7, 0.6, 0.8, 0.4),
+               syntactic_det_to_dependent=(0.5, 0.3, 0.7, 0.4))  # fmt: skip
+    (found,) = classify_heads(HeadTable("small", "9 texts", (one,))).heads[0].classes
+    assert (found.name, found.score) == ("syntactic obj to governor", pytest.approx(0.5))
+    margin = "+0.30 over the better of the best offset and uniform attention, 0.40, 95 % interval 0.60 to 0.80"
+    assert found.evidence == f"finds the governor of obj in 0.70 of dependencies; {margin}"
+
+
+def test_what_is_unclear_says_what_it_is_most_of_all():
+    (found,) = classify_heads(HeadTable("small", "9 texts", (head(sink=(0.25, 0.1, 0.9, 0.2)),))).heads[0].classes
+    most = "puts 0.25 of its weight on sinks; chance 0.20, 95 % interval 0.10 to 0.90"
+    assert found.evidence == f"no measure is clearly above chance; the strongest candidate is sink: {most}"
+
+
+@pytest.mark.parametrize(("measures", "wanted"), [
+    ({"clark_next": (0.51,) * 4}, {"next": 0.51}),
+    ({"clark_previous": (0.49,) * 4, "clark_next": (0.5,) * 4}, {"unclear": 0}),
+    ({"clark_separator": (0.61,) * 4, "clark_first": (0.6,) * 4, "clark_punctuation": (0.7,) * 4},
+     {"punctuation": 0.7, "separator": 0.61}),
+    ({"clark_entropy": (3.9, 3.8, 4.0, 4.5)}, {"broad": pytest.approx(3.9 / 4.5)}),
+    ({"clark_entropy": (3.7, 3.6, 4.0, 4.5)}, {"unclear": 0}),
+])  # fmt: skip
+def test_clarks_bounds(measures: dict, wanted: dict):
+    assert called(head(**measures), "clark") == wanted
+
+
+@pytest.mark.parametrize(("position", "sure", "wanted"), [
+    (0.9, 0.81, {"offset -3": 0.9}), (0.89, 0.81, {"unclear": 0}), (0.9, 0.8, {"unclear": 0}),
+])  # fmt: skip
+def test_voitas_bounds(position: float, sure: float, wanted: dict):
+    told = {"voita_position": (position,) * 4, "voita_confidence": (sure,) * 4, "voita_peak": (-3.0,) * 4}
+    assert called(head(**told), "voita") == wanted
+
+
+def test_voitas_relations_are_ten_points_above_the_best_offset():
+    told = {"voita_rare": (0.66,) * 4, "syntactic_obj_to_governor": (0.5, 0.1, 0.9, 0.4),
+            "syntactic_det_to_governor": (0.49, 0.48, 0.5, 0.4)}  # fmt: skip
+    assert called(head(**told), "voita") == {"rare-token": 0.66, "syntactic obj to governor": 0.5}
+
+
+@pytest.mark.parametrize(("criteria", "wanted"), [("clark", {0: "previous"}), ("voita", {0: "previous"})])
+def test_published_criteria_name_a_head_set_by_hand(criteria: str, wanted: dict[int, str]):
+    chosen = MeasureOptions(literature_metrics.metrics_for_criteria(criteria))
+    table = classify_heads(measure_heads(handmade.decoder(), handmade.texts(20), options=chosen), criteria=criteria)
+    for number, name in wanted.items():
+        assert name in names(table, FIRST, number)
+    assert "previous" not in names(table, FIRST, 2)
+
+
+# --- what is refused -----------------------------------------------------------------------------------
+
+
+def test_unknown_criteria_and_measures_that_are_missing(decoder: HeadTable):
+    with pytest.raises(ValueError, match="unknown criteria='clarks'; did you mean 'clark'"):
+        classify_heads(decoder, criteria="clarks")
+    with pytest.raises(
+        ValueError, match="has no measure that criteria='voita' use; measure with MeasureOptions\\(metrics="
+    ):
+        classify_heads(decoder, criteria="voita")
+    with pytest.raises(ValueError, match="criteria='ours' use; measure with MeasureOptions\\(\\)"):
+        classify_heads(HeadTable("small", "9 texts", (head(distance=(1.0, 1.0, 1.0, 1.0)),)))
+    with pytest.raises(ValueError, match="the table has no head 3 of 'decoder"):
+        decoder.head(FIRST, 3)
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_fewer_than_two_texts_leave_no_interval(count: int):
+    with pytest.raises(ValueError, match=f"confidence intervals from {count} texts; give at least two"):
+        measure_heads(handmade.decoder(), handmade.texts(count))
+
+
+def test_tokens_that_are_not_the_models_are_refused():
+    scenes = handmade.texts(3)
+    wrong = Example(scenes[0].inputs, scenes[1].streams)
+    with pytest.raises(ValueError, match="tokens; annotate every token as the model's tokenizer makes them"):
+        measure_heads(handmade.decoder(), [wrong, scenes[2]])
+
+
+def test_what_sinks_leave_is_told():
+    one = head(sink=(0.6, 0.5, 0.7, 0.2), previous=(0.9, 0.8, 1.0, 0.1))
+    (found, _) = classify_heads(HeadTable("small", "9 texts", (one,))).heads[0].classes
+    assert found.evidence.startswith("of the 0.40 that sinks leave, puts 0.90 on the previous token; chance 0.10,")
+
+
+def test_units_are_tokens_or_words():
+    with pytest.raises(ValueError, match="unknown units='word'; did you mean 'words'"):
+        measure_heads(handmade.decoder(), handmade.texts(2), options=MeasureOptions(units="word"))
+
+
+def _arcs(scenes: Sequence[Example]) -> list[Example]:
+    """The same texts, each word dependent on the first."""
+    found: list[Example] = []
+    for one in scenes:
+        arcs = [(word, 0, "nsubj") for word in range(1, one.streams["text"].count)]
+        found.append(Example(one.inputs, one.streams, arcs))
+    return found
+
+
+def test_a_sink_head_finds_the_word_that_all_depend_on():
+    table = classify_heads(
+        measure_heads(handmade.decoder(), _arcs(handmade.texts(20)), collectors=[DependencyScores()])
+    )
+    assert names(table, FIRST, 1)["syntactic nsubj to governor"] > 0.95
+    for site, number in ((FIRST, 0), (SECOND, 1), (SECOND, 2)):
+        assert names(table, site, number).get("syntactic nsubj to governor", 0) < 0.5
+
+
+def test_the_published_are_no_part_of_what_is_measured_unasked(decoder: HeadTable):
+    assert set(decoder.heads[0].measures) == set(HEAD_METRICS)
+    assert hw.sites(handmade.decoder())[0].name == FIRST
+    assert torch.is_grad_enabled()

@@ -1,0 +1,274 @@
+"""How far heads of a layer spread, which stand apart, and whether tokens become one over depth."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+import headwise as hw
+from headwise.head_analysis.head_redundancy import DiversitySums, RedundancyOptions, find_outliers, measure_redundancy
+from headwise.head_analysis.head_similarity import HeadLocation, SampledRows, generalised_jensen_shannon
+from headwise.head_analysis.rank_analysis import (
+    ForwardVariant,
+    measure_rank_collapse,
+    rank_one_residual,
+    singular_value_ratio,
+)
+from headwise.masking.patterns import Causal, Full
+from support.number_examples import scenes, small
+
+Array = NDArray[np.float64]
+PAIR = ("text", "text")
+
+
+def heads(layers: int, each: int) -> tuple[HeadLocation, ...]:
+    return tuple(
+        HeadLocation(f"decoder.{layer}.attention", layer, head) for layer in range(layers) for head in range(each)
+    )
+
+
+def drawn(count: int, seed: int, rows: int = 3, keys: int = 7, sharp: float = 2.0) -> Tensor:
+    draw = torch.Generator().manual_seed(seed)
+    return (sharp * torch.randn(count, rows, keys, generator=draw)).softmax(-1)
+
+
+def rows_of(weights: Tensor, who: tuple[HeadLocation, ...]) -> SampledRows:
+    return SampledRows(PAIR, who, weights, torch.ones(*weights.shape[:2], weights.shape[2] - 1, dtype=torch.bool))
+
+
+def spread(weights: Array) -> float:
+    """H(mean of heads) - mean of H, over log of their number, the mean over rows."""
+
+    def entropy(row: Array) -> float:
+        return -sum(float(p) * math.log(p) for p in row if p > 0)
+
+    each = [
+        entropy(weights[:, row].mean(0)) - np.mean([entropy(head[row]) for head in weights])
+        for row in range(weights.shape[1])
+    ]
+    return float(np.mean(each) / math.log(len(weights)))
+
+
+# --- the spread of a layer -----------------------------------------------------------------------------
+
+
+def test_the_spread_as_it_is_defined_of_layers_of_several_sizes():
+    weights = drawn(7, 0)
+    who = (*heads(1, 4), *(HeadLocation("decoder.1.attention", 1, head) for head in range(3)))
+    adding = DiversitySums(who, 9, 0)
+    adding.add(0, rows_of(weights, who))
+    found = adding.layer_diversities(10, 0)
+    told = weights.double().numpy()
+    assert [one.spread.value for one in found] == pytest.approx([spread(told[:4]), spread(told[4:])], abs=1e-6)
+    assert [one.heads for one in found] == [4, 3]
+
+
+def test_the_least_and_the_most_that_heads_spread():
+    alike, apart = torch.zeros(4, 2, 9), torch.zeros(4, 2, 9)
+    alike[..., 0] = 1
+    apart[torch.arange(4), :, torch.arange(4)] = 1
+    both = torch.cat([alike, apart])
+    sums = generalised_jensen_shannon(both, torch.eye(2).repeat_interleave(4, 1) / 4)
+    assert (sums / 2 / math.log(4)).tolist() == pytest.approx([0, 1], abs=1e-6)
+
+
+def test_text_by_text_is_all_at_once():
+    who, texts = heads(2, 3), [drawn(6, seed, rows=2 + seed) for seed in range(4)]
+    apart, whole = DiversitySums(who, 9, 0), DiversitySums(who, 9, 0)
+    for number, weights in enumerate(texts):
+        apart.add(number, rows_of(weights, who))
+    whole.add(0, rows_of(torch.cat(texts, 1), who))
+    one, other = apart.layer_diversities(10, 0), whole.layer_diversities(10, 0)
+    assert [a.spread.value for a in one] == pytest.approx([b.spread.value for b in other])
+    assert [a.spread.chance for a in one] == pytest.approx([b.spread.chance for b in other])
+
+
+def test_heads_dealt_out_anew_say_what_chance_is_as_often_as_they_should():
+    who, least, chances = heads(3, 4), [], []
+    for trial in range(80):
+        adding = DiversitySums(who, 39, trial)
+        adding.add(0, rows_of(drawn(12, trial), who))
+        found = adding.layer_diversities(2, 0)
+        least.append(min(one.p for one in found))
+        chances += [one.spread.value - one.spread.chance for one in found]
+    assert np.mean(np.array(least) <= 0.1) < 0.2  # corrected over three layers
+    assert abs(np.mean(chances)) < 0.01
+
+
+def test_a_layer_whose_heads_are_alike_is_found():
+    who, weights = heads(5, 6), drawn(30, 1, rows=20, sharp=4.0)
+    weights[6:12] = weights[6] * 0.9 + weights[6:12] * 0.1
+    adding = DiversitySums(who, 99, 0)
+    adding.add(0, rows_of(weights, who))
+    found = adding.layer_diversities(2, 0)
+    assert found[1].p < 0.05
+    assert found[1].spread.value < 0.5 * found[1].spread.chance
+    assert [one.p > 0.05 for one in found] == [True, False, True, True, True]
+
+
+def test_a_single_head_or_a_single_layer_has_no_chance():
+    for who in (heads(1, 3), heads(3, 1)):
+        adding = DiversitySums(who, 9, 0)
+        adding.add(0, rows_of(drawn(3, 0), who))
+        found = adding.layer_diversities(2, 0)
+        assert all(math.isnan(one.p) for one in found)
+        assert found[0].data["p"] is None
+
+
+def test_the_spread_of_a_model_is_that_of_its_layers():
+    net, texts = small(), scenes(3)
+    found = (
+        measure_redundancy(net, texts, options=RedundancyOptions(num_permutations=9, num_resamples=20))
+        .readers[0]
+        .layers
+    )
+    seen: list[Array] = []
+    for text in texts:
+        probes = {f"decoder.{n}.attention": hw.Probe("weights") for n in range(2)}
+        net.probes = probes
+        with torch.no_grad():
+            net(text.inputs["x"])
+        net.probes = {}
+        seen.append(np.stack([probe.tensors["weights"][0].double().numpy() for probe in probes.values()]))
+    count = sum(one.shape[2] for one in seen)
+    for layer, one in enumerate(found):
+        wanted = sum(spread(weights[layer]) * weights.shape[2] for weights in seen) / count
+        assert one.spread.value == pytest.approx(wanted, abs=1e-6)
+        assert one.spread.low <= one.spread.value <= one.spread.high
+
+
+# --- heads that stand apart ----------------------------------------------------------------------------
+
+
+def apart(seed: int, odd: int | None = None) -> Array:
+    """Distances of three layers of eight heads, one of which may be far from its own."""
+    places = np.random.default_rng(seed).normal(size=(24, 6))
+    if odd is not None:
+        places[odd] += 9
+    return np.linalg.norm(places[:, None] - places, axis=-1)
+
+
+def test_a_head_far_from_its_layer_is_found_and_no_other():
+    found = find_outliers(apart(0, odd=11), heads(3, 8))
+    assert found[0].head == HeadLocation("decoder.1.attention", 1, 3)
+    assert found[0].p < 0.05 < found[1].p
+    assert found[0].far == pytest.approx(apart(0, odd=11)[11, [8, 9, 10, 12, 13, 14, 15]].mean())
+
+
+def test_where_no_head_is_odd_few_are_found():
+    hits = sum(find_outliers(apart(trial), heads(3, 8), num_draws=4000)[0].p < 0.05 for trial in range(60))
+    assert hits <= 8
+
+
+def test_deviations_are_students():
+    far = apart(3)[:8, :8]
+    found = {one.head.head: one for one in find_outliers(far, heads(1, 8), num_draws=200_000)}
+    logs = np.log(far.sum(1) / 7)
+    for head in range(8):
+        others = np.delete(logs, head)
+        assert found[head].beyond == pytest.approx((logs[head] - others.mean()) / others.std(ddof=1))
+    chance = np.random.default_rng(0).standard_normal((200_000, 8))
+    beyond = (chance[:, 0] - chance[:, 1:].mean(1)) / chance[:, 1:].std(1, ddof=1)
+    worst = max(found.values(), key=lambda one: one.beyond)
+    assert worst.p == pytest.approx(min(1, 8 * (beyond >= worst.beyond).mean()), rel=0.1)
+
+
+def test_layers_of_two_heads_have_no_odd_one():
+    assert find_outliers(apart(0)[:4, :4], heads(2, 2)) == ()
+
+
+# --- depth ---------------------------------------------------------------------------------------------
+
+
+def test_how_far_tokens_are_from_one():
+    x = torch.randn(7, 5, dtype=torch.float64).numpy()
+    middle = x - x.mean(0)
+    assert rank_one_residual(torch.tensor(x)) == pytest.approx(np.sqrt((middle**2).sum() / (x**2).sum()))
+    values = np.linalg.svd(x, compute_uv=False)
+    assert singular_value_ratio(torch.tensor(x)) == pytest.approx(values[1] / values[0])
+    assert singular_value_ratio(torch.ones(1, 4)) == 0.0
+
+
+def states(net: Any, ids: Tensor) -> Iterator[Tensor]:
+    """The states before any layer and behind each, by running the layers one after the other."""
+    from headwise.models.transformer import resolve_sequence
+
+    (stack,) = net.stacks.values()
+    h, types = stack.embed(ids)
+    at = resolve_sequence(h, None, None)
+    h = stack.place(h, at, types)
+    yield h[0]
+    from headwise.models.block import LayerInputs
+
+    for layer in stack.blocks:
+        h = layer(h, LayerInputs(at, None, None, None, {}))
+        yield h[0]
+
+
+def test_of_a_model_as_it_is():
+    net, texts = small(layers=3), scenes(4)
+    found = measure_rank_collapse(net, texts)
+    with torch.no_grad():
+        told = [[rank_one_residual(x) for x in states(net, text.inputs["x"])] for text in texts]
+    assert [one.layers for one in found] == [0, 1, 2, 3]
+    assert [one.residual.value for one in found] == pytest.approx(np.mean(told, 0))
+    assert all(one.residual.low <= one.residual.value <= one.residual.high for one in found)
+    assert not any(module._forward_hooks for module in net.modules())
+
+
+def test_the_whole_path_is_the_models_own():
+    net, texts = small(layers=3), scenes(3)
+    one, other = measure_rank_collapse(net, texts), measure_rank_collapse(net, texts, variant=ForwardVariant())
+    assert [a.residual.value for a in one] == pytest.approx([b.residual.value for b in other], abs=1e-6)
+    causal = measure_rank_collapse(net, texts, variant=ForwardVariant(pattern=Causal()))
+    assert [a.second.value for a in one] == pytest.approx([b.second.value for b in causal], abs=1e-6)
+
+
+def test_attention_alone_brings_all_tokens_together_and_skips_do_not():
+    net, texts = small(layers=4, sharp=1.0), scenes(4)
+    alone = ForwardVariant(skip="without", feed="without", pattern=Full())
+    ends = {
+        name: measure_rank_collapse(net, texts, variant=path)[-1].residual.value
+        for name, path in {
+            "alone": alone, "masked": ForwardVariant(skip="without", feed="without", pattern=Causal()),
+            "skips": ForwardVariant(feed="without", pattern=Full()),
+            "bare": ForwardVariant(skip="without", feed="without", norm="without", pattern=Full()),
+        }.items()
+    }  # fmt: skip
+    assert ends["bare"] < 1e-3 < 0.1 < ends["skips"]
+    assert ends["alone"] < ends["masked"] < ends["skips"]
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2", "bart"])
+def test_of_models_of_others(name: str):
+    pytest.importorskip("transformers")
+    from dataclasses import replace
+
+    from support.transformers_models import ZOO
+
+    model, texts = ZOO[name].build(), scenes(3, "input_ids")
+    if name == "bart":
+        texts = [replace(one, inputs=one.inputs | {"decoder_input_ids": one.inputs["input_ids"][:, :5]})
+                 for one in texts]  # fmt: skip
+    found = measure_rank_collapse(model, texts)
+    with torch.no_grad():
+        said = [model(**one.inputs, output_hidden_states=True) for one in texts]
+    key = "decoder_hidden_states" if name == "bart" else "hidden_states"
+    wanted = np.mean([rank_one_residual(one[key][1][0]) for one in said])
+    stack = "decoder" if name == "bart" else "states"
+    assert {one.stack for one in found} == ({"encoder", "decoder"} if name == "bart" else {"states"})
+    assert next(one for one in found if (one.stack, one.layers) == (stack, 1)).residual.value == pytest.approx(wanted)
+    with pytest.raises(ValueError, match="leave variant out, or use a headwise model"):
+        measure_rank_collapse(model, texts, variant=ForwardVariant())
+
+
+def test_what_is_no_path_is_refused():
+    with pytest.raises(ValueError, match="unknown skip='no'"):
+        ForwardVariant(skip="no")

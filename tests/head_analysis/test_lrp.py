@@ -1,0 +1,219 @@
+"""Relevance: the rules by hand, conservation through whole models, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import headwise as hw
+from headwise import model_spec as bp
+from headwise.head_analysis.annotated_examples import Example
+from headwise.head_analysis.head_importance import estimate_importance
+from headwise.head_analysis.lrp import (
+    ALPHA,
+    BETA,
+    STABILISER,
+    LayerwiseRelevance,
+    RelevanceForward,
+    RelevanceNode,
+    RelevanceTape,
+)
+from headwise.inspect.model_inputs import prepare_inputs
+from support.importance_examples import BERT, GPT2, LLAMA, WORDS, built, ids, loud, scenes, translator
+
+
+def labelled(at: str) -> Any:
+    """An encoder that says one of five classes of a text."""
+    block = bp.BlockSpec(
+        hw.design(model=12, heads=3), feed=bp.FeedForwardSpec(20, "silu", form="gated"), placement="sandwich"
+    )
+    stack = bp.StackSpec.from_blocks("encoder", 12, [block] * 2, embedding=bp.EmbeddingSpec(WORDS))
+    head = bp.OutputHeadSpec("class", 5, at=at, bias="learned", transform=bp.HeadTransformSpec(7), cap=3.0, scale=0.5)
+    return loud(hw.build(bp.ModelSpec("small", "encoder", (stack,), (head,)), seed=0))
+
+
+NETS = {
+    "pre": built(GPT2), "post, masked": built(BERT), "gated, grouped": built(LLAMA), "two stacks": translator(),
+    "two stacks, post": translator(placement="post"), "first": labelled("first"), "mean": labelled("mean"),
+    "last": labelled("last"), "abreast": built(
+        {"model_type": "gpt_neox", "hidden_size": 12, "num_attention_heads": 3, "num_hidden_layers": 2,
+         "intermediate_size": 20, "vocab_size": WORDS, "rotary_pct": 0.5}),
+    "parallel": built({"model_type": "gptj", "n_embd": 12, "n_head": 3, "n_layer": 2, "vocab_size": WORDS,
+                       "rotary_dim": 2}),
+}  # fmt: skip
+
+
+def divided(contributions: np.ndarray, relevance: float) -> np.ndarray:
+    """The rule for one output, one contribution at a time (1905.09418)."""
+    positive = sum(c for c in contributions if c > 0)
+    negative = sum(c for c in contributions if c < 0)
+    return np.array(
+        [
+            relevance * (ALPHA * c / (positive + STABILISER) if c > 0 else BETA * c / (negative - STABILISER))
+            for c in contributions
+        ]
+    )
+
+
+def scaled(found: list[np.ndarray], total: float) -> list[np.ndarray]:
+    came = sum(one.sum() for one in found)
+    return [one * total / came for one in found]
+
+
+# --- rules -----------------------------------------------------------------------------------------------
+
+
+def test_a_linear_map_divides_as_the_rule_says(monkeypatch: pytest.MonkeyPatch):
+    draw = np.random.default_rng(0)
+    x, weight, bias, told = draw.normal(size=(3, 5)), draw.normal(size=(2, 5)), draw.normal(size=2), draw.random((3, 2))
+    wanted = np.zeros((3, 5))
+    for t in range(3):
+        for o in range(2):
+            wanted[t] += divided(weight[o] * x[t] + bias[o] / 5, told[t, o])
+    (wanted,) = scaled([wanted], told.sum())
+    for cells in (10, 2**22):  # a token at a time, and all at once
+        monkeypatch.setattr("headwise.head_analysis.lrp.MAX_CELLS", cells)
+        tape, node = RelevanceTape(), RelevanceNode(torch.from_numpy(x))
+        out = tape.linear(node, torch.from_numpy(weight), torch.from_numpy(bias))
+        np.testing.assert_allclose(out.value, x @ weight.T + bias)
+        tape.backward(out, torch.from_numpy(told))
+        np.testing.assert_allclose(node.relevance, wanted, rtol=1e-10)
+
+
+def test_reading_divides_among_tokens_and_heads_that_share_values():
+    draw = np.random.default_rng(1)
+    w, v, told = draw.normal(size=(3, 2, 5)), draw.normal(size=(5, 2, 4)), draw.random((2, 3, 4))
+    reads, wanted = (0, 1, 1), np.zeros((5, 2, 4))
+    for h, t, c in np.ndindex(3, 2, 4):
+        wanted[:, reads[h], c] += divided(w[h, t] * v[:, reads[h], c], told[t, h, c])
+    tape, node = RelevanceTape(), RelevanceNode(torch.from_numpy(v))
+    out = tape.attention_read(node, torch.from_numpy(w), reads)
+    np.testing.assert_allclose(out.value, np.einsum("hts,shc->thc", w, v[:, list(reads)]))
+    tape.backward(out, torch.from_numpy(told))
+    np.testing.assert_allclose(node.relevance, scaled([wanted], told.sum())[0], rtol=1e-10)
+
+
+def test_a_sum_divides_among_its_terms():
+    a, b, told = np.array([[1.0, -2.0, 3.0]]), np.array([[3.0, -1.0, -1.0]]), np.array([[0.5, 0.25, 0.25]])
+    own = [divided(np.array([x, y]), r) for x, y, r in zip(a[0], b[0], told[0], strict=True)]
+    wanted = scaled([np.array([one[0] for one in own]), np.array([one[1] for one in own])], 1.0)
+    tape, left, right = RelevanceTape(), RelevanceNode(torch.from_numpy(a)), RelevanceNode(torch.from_numpy(b))
+    tape.backward(tape.sum_terms(left, right), torch.from_numpy(told))
+    np.testing.assert_allclose(left.relevance[0], wanted[0], rtol=1e-10)
+    np.testing.assert_allclose(right.relevance[0], wanted[1], rtol=1e-10)
+    assert left.relevance[0, 0] == pytest.approx(float(wanted[0][0]))
+
+
+def test_nothing_to_divide_among_is_refused():
+    tape, node = RelevanceTape(), RelevanceNode(torch.zeros(2, 3, dtype=torch.float64))
+    out = tape.linear(node, torch.ones(4, 3), None)
+    with pytest.raises(ValueError, match="all inputs of an operation are zero"):
+        tape.backward(out, torch.ones(2, 4))
+
+
+def followed(net: Any, inputs: dict[str, torch.Tensor]) -> RelevanceForward:
+    """A run that was followed back."""
+    with torch.no_grad():
+        through = RelevanceForward(net, prepare_inputs(net, inputs, 0))
+        through.propagate()
+    return through
+
+
+# --- models ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", list(NETS))
+def test_relevance_is_conserved(name: str):
+    net = NETS[name]
+    inputs = scenes(net)[0].inputs
+    through, said = followed(net, inputs), net(**inputs).detach()
+    torch.testing.assert_close(through.out.value, said.view_as(through.out.value))
+    assert float(sum(one.relevance.sum() for one in through.stack_inputs.values())) == pytest.approx(1, rel=1e-6)
+    assert set(through.head_outputs) == {site.name for site in hw.sites(net)}
+    assert all(bool((one.relevance >= 0).all()) for one in through.head_outputs.values())
+    if len(through.stack_inputs) == 2:
+        assert all(0.01 < float(one.relevance.sum()) < 0.99 for one in through.stack_inputs.values())
+
+
+def test_a_layer_by_hand():
+    """One attention of two heads over two tokens, a residual, a head over words: every step in numpy."""
+    block = bp.BlockSpec(hw.design(model=4, heads=2), placement="post", norm=bp.NormSpec("rms"))
+    stack = bp.StackSpec.from_blocks("encoder", 4, [block], embedding=bp.EmbeddingSpec(WORDS))
+    net = loud(hw.build(bp.ModelSpec("one", "encoder", (stack,), (bp.OutputHeadSpec("tokens", WORDS),)), seed=0))
+    text = ids(0, 2)
+    probe = hw.Probe("weights", "heads")
+    own = {name: value.detach().numpy() for name, value in net.named_parameters()}
+    x = own["encoder.embedding.tokens"][text[0]]
+    net.encoder.get_submodule("0").attentions["attention"](torch.from_numpy(x)[None], probe=probe)
+    w, z = probe.tensors["weights"][0].detach().numpy(), probe.tensors["heads"][0].detach().numpy()
+    y = z.reshape(2, 4) @ own["encoder.0.attention.output.o"].T
+    h = (x + y) / np.sqrt(((x + y) ** 2).mean(-1, keepdims=True) + 1e-5)
+    words = own["head.tokens.weight"]
+    top = (h @ words.T).argmax(-1)
+
+    back = scaled([np.stack([divided(words[top[t]] * h[t], 0.5) for t in range(2)])], 1.0)[0]  # an rms hands it on
+    both = np.array([[divided(np.array([x[t, d], y[t, d]]), back[t, d]) for d in range(4)] for t in range(2)])
+    straight, said = scaled([both[..., 0], both[..., 1]], 1.0)
+    o = own["encoder.0.attention.output.o"]
+    pairs = [sum(divided(o[d] * z[t].ravel(), said[t, d]) for d in range(4)) for t in range(2)]
+    (heads,) = scaled([np.stack(pairs)], said.sum())
+    through = followed(net, {"x": text})
+    np.testing.assert_allclose(through.out.value, h @ words.T, rtol=1e-9)
+    np.testing.assert_allclose(through.head_outputs["encoder.0.attention"].relevance.reshape(2, 4), heads, rtol=1e-9)
+    v = x @ own["encoder.0.attention.project.v"].T
+    values = np.zeros((2, 4))
+    for t, c in np.ndindex(2, 4):
+        values[:, c] += divided(w[c // 2, t] * v[:, c], heads[t, c])
+    (values,) = scaled([values], heads.sum())
+    project = own["encoder.0.attention.project.v"]
+    pairs = [sum(divided(project[c] * x[t], values[t, c]) for c in range(4)) for t in range(2)]
+    (tokens,) = scaled([np.stack(pairs)], values.sum())
+    np.testing.assert_allclose(through.stack_inputs["encoder"].relevance, straight + tokens, rtol=1e-9)
+
+
+def test_shares_of_a_site_add_up_to_one():
+    net = translator()
+    result = estimate_importance(net, scenes(net, 3), method="lrp")
+    assert result.objective == "largest logit"
+    assert "constants" in result.notes[0]
+    for site in hw.sites(net):
+        shares = [one.value for one in result.heads if one.site == site.name]
+        assert len(shares) == site.heads
+        assert sum(shares) == pytest.approx(1)
+
+
+def test_single_precision_is_conserved_too():
+    net = built(BERT).float()
+    through = followed(net, {"x": ids(0)})
+    assert float(through.stack_inputs["encoder"].relevance.sum()) == pytest.approx(1, rel=1e-6)
+
+
+# --- refusals --------------------------------------------------------------------------------------------
+
+
+def refused(net: Any) -> str:
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 - what it says is given back
+        estimate_importance(net, [Example({"x": ids(n)}, {}) for n in range(2)], method="lrp")
+    return str(caught.value)
+
+
+def one_block(block: bp.BlockSpec, *heads: bp.OutputHeadSpec) -> Any:
+    stack = bp.StackSpec.from_blocks("decoder", 12, [block], embedding=bp.EmbeddingSpec(WORDS))
+    return loud(
+        hw.build(bp.ModelSpec("odd", "decoder", (stack,), heads or (bp.OutputHeadSpec("tokens", WORDS),)), seed=0)
+    )
+
+
+def test_what_relevance_cannot_follow_is_refused():
+    own = hw.design(model=12, heads=3)
+    mixed = hw.design(model=12, heads=3, modifiers=[hw.HeadGate()])
+    assert "is more than a weighted sum of values" in refused(one_block(bp.BlockSpec(mixed)))
+    experts = bp.ExpertsSpec(bp.FeedForwardSpec(7), count=3, active=2)
+    assert "is a mixture of experts" in refused(one_block(bp.BlockSpec(own, feed=experts)))
+    stack = bp.StackSpec.from_blocks("encoder", 12, [bp.BlockSpec(own)], embedding=bp.EmbeddingSpec(WORDS))
+    bare = loud(hw.build(bp.ModelSpec("bare", "encoder", (stack,)), seed=0))
+    assert "bare has no output head" in refused(bare)
+    assert "it needs a headwise model, not Linear" in LayerwiseRelevance().unsupported_reason(torch.nn.Linear(2, 2))

@@ -1,0 +1,163 @@
+"""Bands of weights hold what their rows may read, and are the weights of the definition, however they are cut."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from tests.inspect.test_transformers_sites import looked
+
+import headwise as hw
+from headwise.head_analysis import weight_bands
+from headwise.head_analysis.annotated_examples import Example
+from headwise.head_analysis.head_measurement import MetricSums, measure_heads
+from headwise.head_analysis.literature_metrics import ALL_METRICS
+from headwise.head_analysis.weight_bands import WeightBand, WeightBandHook
+from headwise.inspect.hooks import AttentionInputs
+from support import attention_maps as maps, handset_heads as handmade, layer_cases as cases
+from support.layer_cases import check_close
+
+COUNT = 23
+SPECS = {
+    "full": hw.design(model=12, heads=3),
+    "causal": hw.design(model=12, heads=4, kv=2, pattern="causal"),
+    "window": hw.design(model=12, heads=3, pattern="causal & window(4)"),
+    "opened": hw.design(model=12, heads=3, pattern="causal & (window(3) | first(2))"),
+    "bias": hw.design(model=12, heads=3, pattern="causal", modifiers=(hw.Alibi(),)),
+    "sinks": hw.design(model=12, heads=3, pattern="causal", normaliser=hw.SinkSoftmax()),
+    "sigmoid": hw.design(model=12, heads=3, pattern="causal & window(4)", normaliser=hw.Sigmoid()),
+    "mixed": hw.design(model=12, heads=3, pattern="causal", modifiers=(hw.TalkingHeads(),)),
+}
+
+
+def told(count: int = COUNT) -> Example:
+    return Example(None, {"text": maps.block("full", 0, count=count).key_tokens})
+
+
+def bands(core, cells: int, monkeypatch: pytest.MonkeyPatch) -> list[WeightBand]:
+    seen: list[WeightBand] = []
+    monkeypatch.setattr(weight_bands, "MAX_CELLS", cells)
+    WeightBandHook("site", told(), ("text", "text"), lambda _, block: seen.append(block)).on_call(core)
+    return seen
+
+
+def spread(some: list[WeightBand]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights and pairs of all bands at their places, [H, T, S]."""
+    heads = some[0].w_HTS.shape[0]
+    weights = torch.zeros(heads, COUNT, COUNT, dtype=some[0].w_HTS.dtype)
+    allowed = torch.zeros(heads, COUNT, COUNT, dtype=torch.bool)
+    for one in some:
+        _, rows, keys = one.w_HTS.shape
+        here = slice(one.first_query, one.first_query + rows), slice(one.first_key, one.first_key + keys)
+        weights[:, here[0], here[1]], allowed[:, here[0], here[1]] = one.w_HTS, one.allowed
+    return weights, allowed
+
+
+@pytest.mark.parametrize("cells", [1, 300, 2**22])
+@pytest.mark.parametrize("name", SPECS)
+def test_bands_are_the_weights_of_the_definition(name: str, cells: int, monkeypatch: pytest.MonkeyPatch):
+    layer, probe = cases.layer(SPECS[name]), hw.Probe("weights")
+    x = torch.randn(1, COUNT, 12, dtype=torch.float64)
+    with torch.no_grad():
+        layer(x, probe=probe)
+        with looked(layer) as keeps:
+            layer(x)
+        (keep,) = keeps.values()
+        weights, allowed = spread(bands(keep.seen[0], cells, monkeypatch))
+    check_close(weights, probe.tensors["weights"][0])
+    wanted = torch.tensor([[SPECS[name].pattern.allows(t, s) for s in range(COUNT)] for t in range(COUNT)])
+    assert torch.equal(allowed, wanted.expand_as(allowed))
+
+
+def test_bands_are_as_narrow_as_what_they_read(monkeypatch: pytest.MonkeyPatch):
+    layer = cases.layer(SPECS["window"])
+    with torch.no_grad(), looked(layer) as keeps:
+        layer(torch.randn(1, COUNT, 12, dtype=torch.float64))
+    (keep,) = keeps.values()
+    some = bands(keep.seen[0], 1, monkeypatch)
+    assert [(one.first_query, one.first_key, one.w_HTS.shape[2]) for one in some] == [
+        (t, max(0, t - 3), min(t, 3) + 1) for t in range(COUNT)
+    ]
+    some = bands(keep.seen[0], 3 * COUNT * 2, monkeypatch)
+    assert max(one.w_HTS.shape[1] for one in some) > 4  # of few keys there are more rows
+    assert all(one.w_HTS.numel() <= weight_bands.MAX_HEIGHT_RATIO * 3 * COUNT * 2 for one in some)
+
+
+@pytest.mark.parametrize("kind", ["bool", "float", "each"])
+def test_seen_keys_are_all_that_rows_may_read(kind: str):
+    """The softmax over some keys is that over all where the others are barred; a row that reads nothing stays zero."""
+    q, k = torch.randn(1, 9, 6, 4, dtype=torch.float64), torch.randn(1, 11, 3, 4, dtype=torch.float64)
+    may = torch.rand(9, 11) < 0.6
+    may[:, :2] = may[:, 8:] = False
+    may[4] = False
+    may = torch.stack([may, may.roll(1, 0)]).repeat(3, 1, 1) if kind == "each" else may
+    mask = torch.zeros(may.shape).masked_fill(~may, -torch.inf) if kind == "float" else may
+    seen = AttentionInputs(q, k, k, 0.5, mask=mask)
+    rows, keys = slice(2, 7), slice(2, 8)
+    scores = torch.stack([q[0, :, h] @ k[0, :, h // 2].T * 0.5 for h in range(6)])
+    raw = torch.where(may, scores.exp(), 0)
+    wanted = (raw / raw.sum(-1, keepdim=True).clamp(min=1e-300))[None, :, rows]
+    check_close(seen.all_weights(rows), wanted)
+    check_close(seen.all_weights(rows, keys), wanted[..., keys])
+    assert torch.equal(seen.allowed_pairs(rows), may.expand(1, 6 if kind == "each" else 1, 9, 11)[:, :, rows])
+
+
+@pytest.mark.parametrize("kind", ["causal", "holes", "each"])
+def test_keys_that_nobody_reads_add_nothing(kind: str):
+    block = maps.block(kind, 3, count=COUNT)
+    rows = slice(2, 9)
+    may = block.allowed[..., rows, :].clone()
+    may[..., :3] = may[..., 17:] = False
+    weights = torch.where(may, block.w_HTS[:, rows], 0)
+    weights[0, 3] = 0  # nor is one of these the largest, where nothing is
+    whole = WeightBand(weights, may, 2, block.query_tokens, block.key_tokens)
+    cut = replace(whole, w_HTS=weights[..., 3:17], allowed=may[..., 3:17], first_key=3)
+    sums = []
+    for one in (whole, cut):
+        adding = MetricSums(tuple(ALL_METRICS.values()))
+        adding.add_band("site", one)
+        adding.finish_example()
+        sums.append(adding.kept)
+    for key, [both] in sums[0].items():
+        for own, other in zip(both, sums[1][key][0], strict=True):
+            assert own == pytest.approx(other, abs=1e-12, nan_ok=True), key
+
+
+def test_chance_is_the_same_whether_it_was_known():
+    """The second site of a text takes over what the first one found."""
+    block = maps.block("causal", 5)
+    adding = MetricSums(tuple(ALL_METRICS.values()))
+    for site in ("one", "two"):
+        adding.add_band(site, block)
+    adding.finish_example()
+    alone = MetricSums(tuple(ALL_METRICS.values()))
+    alone.add_band("one", block.uniform_baseline)
+    alone.finish_example()
+    for name in ALL_METRICS:
+        found = [adding.kept[site, name, "chance"][0] for site in ("one", "two")] + [alone.kept["one", name, "own"][0]]
+        for other in found[1:]:
+            for own, same in zip(found[0], other, strict=True):
+                assert own == pytest.approx(same, abs=1e-12), name
+
+
+def test_tokens_fewer_than_the_model_asks_for_are_refused():
+    scene, *more = handmade.texts(3)
+    text = scene.streams["text"]
+    short = replace(text, **{name: getattr(text, name)[:-1] for name in text.__dataclass_fields__})
+    with pytest.raises(
+        ValueError, match=f"{text.count} queries and {text.count} keys, but the example annotates {text.count - 1}"
+    ):
+        measure_heads(handmade.decoder(), [Example(scene.inputs, {"text": short}), *more])
+
+
+def test_few_tokens_of_many_are_picked():
+    """Whether few or many are asked for, and wherever the band begins."""
+    block = maps.block("causal", 1, count=301)
+    cut = replace(block, w_HTS=block.w_HTS[..., 5:], allowed=block.allowed[..., 5:], first_key=5)
+    for chosen in ([0], [7], [5, 100, 250], list(range(0, 301, 3))):
+        keys = torch.zeros(301, dtype=torch.bool)
+        keys[chosen] = True
+        for one in (block, cut):
+            wanted = block.w_HTS[..., [s for s in chosen if s >= one.first_key]].sum(-1)
+            check_close(one.weight_on(keys), wanted)

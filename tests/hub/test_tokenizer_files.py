@@ -1,0 +1,118 @@
+"""A model that carries no tokenizer is given one: bytes, or what a file says."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from torch import nn
+
+import headwise as hw
+from headwise import model_spec as bp
+from headwise.__main__ import main
+from headwise.generation import encode_text, load_tokenizers
+from headwise.hub.tokenizer_files import attach_tokenizer
+from headwise.surgery.verification.efficiency import TimingOptions
+from headwise.surgery.verification.proof import ProofOptions, prove
+from support.llama2c_tokenizer import FIRST, merged, packed
+from support.pruned_models import built, model
+
+QUICK = TimingOptions(length=8, steps=2, seconds=0.01)
+
+
+def wordless(words=256, kind="decoder"):
+    """A model without a tokenizer, of so many ids."""
+    return built(replace(model(kind, words=words)))
+
+
+def test_ids_are_bytes_and_come_back_as_text():
+    net, text = wordless(), "Grüße, 中 \n\x00."
+    attach_tokenizer(net, "bytes")
+    assert encode_text(net, text) == list(text.encode())
+    assert load_tokenizers(net)[1].text(list(text.encode())) == text
+
+
+def test_too_few_ids_another_tokenizer_and_models_of_others_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="has 255 token ids, fewer than the 256 bytes; give the path"):
+        attach_tokenizer(wordless(255), "bytes")
+    net = wordless()
+    attach_tokenizer(net, "bytes")
+    with pytest.raises(ValueError, match="has a tokenizer of its own; leave 'bytes' out"):
+        attach_tokenizer(net, "bytes")
+    with pytest.raises(ValueError, match="takes no token ids, so no text"):
+        attach_tokenizer(built(model("vision")), "bytes")
+    with pytest.raises(ValueError, match="is not a headwise model"):
+        attach_tokenizer(nn.Linear(2, 2), "bytes")
+    with pytest.raises(ValueError, match="cannot be read: No such file"):
+        attach_tokenizer(wordless(), str(tmp_path / "none"))
+    (tmp_path / "odd.json").write_text('{"model": 3}')
+    with pytest.raises(ValueError, match="is not a tokenizer document"):
+        attach_tokenizer(wordless(), str(tmp_path / "odd.json"))
+    (tmp_path / "odd.bin").write_bytes(b"\x01\x02")
+    with pytest.raises(ValueError, match="contains 0 whole pieces"):
+        attach_tokenizer(wordless(), str(tmp_path / "odd.bin"))
+
+
+def test_a_document_and_pieces_with_scores_are_read_as_they_are_meant(tmp_path):
+    pieces = [*FIRST, (" ", -1.0), ("a", -2.0), ("b", -3.0), ("ab", -0.5)]
+    (tmp_path / "tokenizer.bin").write_bytes(packed(pieces))
+    net = wordless(len(pieces))
+    attach_tokenizer(net, str(tmp_path / "tokenizer.bin"))
+    assert encode_text(net, "ab ba") == [1, *merged(pieces, "ab ba")]
+    assert net.usage.end == (1,)
+    (tmp_path / "tokenizer.json").write_text(net.usage.tokenizer)
+    again = wordless(len(pieces))
+    attach_tokenizer(again, str(tmp_path / "tokenizer.json"))
+    assert again.usage.before == (1,)
+    assert encode_text(again, "ab ba") == encode_text(net, "ab ba")
+    small = wordless(len(pieces) - 1)
+    with pytest.raises(ValueError, match="knows 263 tokens, the model 262"):
+        attach_tokenizer(small, str(tmp_path / "tokenizer.json"))
+
+
+def test_the_command_that_looks_at_heads_takes_it(tmp_path, capsys):
+    net = wordless()
+    hw.save(net, tmp_path / "net")
+    (tmp_path / "texts").write_text("The cat sat.\nA dog ran over there.\n")
+    said = ["heads", str(tmp_path / "net"), "--data", str(tmp_path / "texts"), "--resamples", "100", "--json"]
+    assert main(said) == 2
+    assert "no tokenizer" in capsys.readouterr().err
+    assert main([*said, "--tokenizer", "bytes"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["heads"]) == 8
+
+
+def test_examples_are_shown_in_words_and_a_long_text_is_split():
+    described = model("decoder", words=256)
+    first = replace(described.stacks[0], embedding=bp.EmbeddingSpec(256, positions=bp.PositionSpec("learned", 20)))
+    net = built(replace(described, stacks=(first,)))
+    attach_tokenizer(net, "bytes")
+    from headwise.head_analysis.annotated_examples import examples_from_lines
+
+    sources = examples_from_lines(net, ["The cat sat.", "A dog ran over all there."])
+    proof = prove(
+        net, net, sources.examples_with_frequencies(), ProofOptions("Nothing.", timing=QUICK, notes=sources.notes)
+    )
+    assert {one.read + one.wanted for one in proof.examples} == {"The cat sat.", "A dog ran", "over all there."}
+    assert proof.notes == ("1 lines split because they are longer than the model takes",)
+    assert proof.savings.length == 20
+
+
+def test_translations_are_held_to_what_stands_beside_their_sources():
+    net = built(model("encoder-decoder", words=256))
+    net.usage = hw.ProcessorSpec(begin=(1,), end=(2,))
+    attach_tokenizer(net, "bytes")
+    sources = hw.ExampleReader(net)
+    for source, text in (("one cat", "eine Katze"), ("two dogs", "zwei Hunde"), ("a bird", "ein Vogel")):
+        sources.add_text(source, text)
+    proof = prove(net, net, sources.examples_with_frequencies(), ProofOptions("Nothing.", timing=QUICK))
+    bleu = proof.quality.row("BLEU")
+    assert bleu.before == bleu.after
+    assert bleu.change.value == 0.0
+    assert 0 <= bleu.after.value < 20
+    assert {one.wanted for one in proof.examples} == {"eine Katze", "zwei Hunde", "ein Vogel"}
+    own = prove(
+        net, net, sources.examples_with_frequencies(), ProofOptions("Nothing.", timing=QUICK, target_source="own")
+    )
+    assert "BLEU" not in [row.name for row in own.quality.rows]
+    assert "generated by the model before" in own.notes[0]

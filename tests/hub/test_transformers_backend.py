@@ -1,0 +1,376 @@
+"""transformers' models on headwise: what they say is what they say on their own eager functions."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import subprocess
+import sys
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tests.inspect.test_transformers_sites import looked, own_weights
+from torch import Tensor, nn
+
+import headwise as hw
+from headwise.hub import transformers_backend
+from headwise.inspect.attention_sites import find_attention
+from support.transformers_models import LLAMA, LOCAL, WORDS, ZOO, Foreign, run, transformers
+
+LOWEST = torch.finfo(torch.float32).min
+CHUNKS = LLAMA | {
+    "attention_chunk_size": 4, "num_local_experts": 2, "num_experts_per_tok": 1, "intermediate_size_mlp": 48,
+    "layer_types": ["chunked_attention", "full_attention"],
+}  # fmt: skip
+LATE = LLAMA | {
+    "num_hidden_layers": 4, "layer_types": LOCAL * 2, "sliding_window": 5, "global_head_dim": 8,
+    "hidden_size_per_layer_input": 4, "vocab_size_per_layer_input": WORDS, "num_kv_shared_layers": 2,
+}  # fmt: skip
+MORE = {
+    "llama4": Foreign("Llama4ForCausalLM", "Llama4TextConfig", CHUNKS, "o_proj"),
+    "gemma4": Foreign("Gemma4ForCausalLM", "Gemma4TextConfig", LATE, "o_proj"),
+    "both ways": ZOO["llama"]._replace(keys=LLAMA | {"is_causal": False}),
+}
+
+
+def off(own: Tensor, expected: Tensor) -> float:
+    """How far apart, of the largest number."""
+    return float((own - expected).abs().max() / expected.abs().max())
+
+
+def padded(inputs: dict[str, Tensor], side: str) -> dict[str, Tensor]:
+    """The same with three tokens of the second row left out."""
+    shown = torch.ones_like(inputs["input_ids"])
+    shown[1, slice(0, 3) if side == "left" else slice(-3, None)] = 0
+    return {**inputs, "attention_mask": shown}
+
+
+@contextmanager
+def fused_calls(monkeypatch: pytest.MonkeyPatch):
+    """Shapes of queries, keys and mask of every fused call, and whether it was causal."""
+    calls: list[tuple[Any, ...]] = []
+    original = F.scaled_dot_product_attention
+
+    def noting(q: Tensor, k: Tensor, v: Tensor, m: Tensor | None = None, p: float = 0.0, c: bool = False, **how: Any):
+        calls.append((tuple(q.shape), tuple(k.shape), None if m is None else tuple(m.shape), c))
+        return original(q, k, v, m, p, c, **how)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(F, "scaled_dot_product_attention", noting)
+        yield calls
+
+
+@pytest.mark.parametrize("name", ZOO | MORE)
+def test_outputs_are_eagers(name: str):
+    zoo = (ZOO | MORE)[name]
+    eager, ours = zoo.build("eager"), zoo.build("headwise")
+    inputs = zoo.inputs()
+    kinds = [inputs, *([padded(inputs, "left"), padded(inputs, "right")] if "input_ids" in inputs else [])]
+    for told in kinds:
+        assert off(run(ours, told), run(eager, told)) <= 1e-5
+    ours.set_attn_implementation("eager")
+    assert torch.equal(run(ours, inputs), run(eager, inputs))
+    ours.set_attn_implementation("headwise")
+    assert off(run(ours, inputs), run(eager, inputs)) <= 1e-5
+
+
+MASKS = {
+    "packed": lambda ids: {"position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 0, 1, 2, 3, 4]]).expand(2, -1)},
+    "a mask of numbers": lambda ids: {"attention_mask": LOWEST * torch.ones(11, 11).triu(1).expand(2, 1, -1, -1)},
+    "the last queries": lambda ids: {"logits_to_keep": 3},
+}
+
+
+@pytest.mark.parametrize("kind", MASKS)
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt-oss", "gemma4"])
+def test_other_masks(name: str, kind: str):
+    zoo = (ZOO | MORE)[name]
+    ids = zoo.inputs()["input_ids"]
+    told = {"input_ids": ids, **MASKS[kind](ids)}
+    assert off(run(zoo.build("headwise"), told), run(zoo.build("eager"), told)) <= 1e-5
+
+
+def test_a_mask_of_truth_values_hides_what_is_false():
+    """Which eager functions would add to the scores as ones."""
+    zoo = ZOO["gemma2"]
+    ids = zoo.inputs()["input_ids"]
+    for name in ("gemma2", "llama"):
+        ours = ZOO[name].build("headwise")
+        shown = torch.rand(2, 1, 11, 11, generator=torch.Generator().manual_seed(0)) < 0.5
+        shown |= torch.eye(11, dtype=torch.bool)
+        numbers = torch.where(shown, 0.0, LOWEST)
+        told = [run(ours, {"input_ids": ids, "attention_mask": mask}) for mask in (shown, numbers)]
+        assert off(told[0], told[1]) <= 1e-6
+
+
+class Layer(nn.Module):
+    """What is told of itself by a module that attends."""
+
+    is_causal = True
+
+
+def defined(q: Tensor, k: Tensor, v: Tensor, told: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """Outputs [B, T, H, V] and weights, one query at a time in float64."""
+    (batch, heads, queries, dim), (_, groups, keys, width) = q.shape, v.shape
+    o = torch.zeros(batch, queries, heads, width, dtype=torch.float64)
+    w = torch.zeros(batch, heads, queries, keys, dtype=torch.float64)
+    grids = [told[name].expand(w.shape) for name in ("position_bias", "attention_mask") if name in told]
+    for b, h, t in itertools.product(range(batch), range(heads), range(queries)):
+        g, row = h * groups // heads, []
+        for j in range(keys):
+            s = told.get("scaling", dim**-0.5) * float(q[b, h, t].double() @ k[b, g, j].double())
+            s = told["softcap"] * math.tanh(s / told["softcap"]) if "softcap" in told else s
+            s += sum(float(grid[b, h, t, j]) for grid in grids)
+            row.append(-math.inf if told.get("is_causal") and j > t else s)
+        sink = [float(told["s_aux"][h])] if "s_aux" in told else []
+        e = [math.exp(s - max(row + sink)) for s in row + sink]
+        w[b, h, t] = torch.tensor(e[:keys], dtype=torch.float64) / sum(e)
+        o[b, t, h] = w[b, h, t] @ v[b, g].double()
+    return o, w
+
+
+DRAW = torch.Generator().manual_seed(7)
+TOLD = {
+    "plain": {},
+    "scaled": {"scaling": 0.7},
+    "capped": {"softcap": 1.3},
+    "sinks": {"s_aux": torch.randn(6, generator=DRAW)},
+    "causal": {"is_causal": True},
+    "causal, capped": {"is_causal": True, "softcap": 1.3},
+    "causal, biased": {"is_causal": True, "position_bias": torch.randn(1, 6, 5, 5, generator=DRAW)},
+    "biased": {"position_bias": torch.randn(1, 6, 5, 5, generator=DRAW)},
+    "masked": {"attention_mask": LOWEST * (torch.rand(2, 1, 5, 5, generator=DRAW) < 0.4) * (1 - torch.eye(5))},
+}
+TOLD["all"] = TOLD["capped"] | TOLD["sinks"] | TOLD["biased"] | TOLD["masked"]
+
+
+@pytest.mark.parametrize("groups", [1, 2, 6])
+@pytest.mark.parametrize("queries", [1, 5])
+@pytest.mark.parametrize("kind", TOLD)
+def test_it_is_its_definition(kind: str, queries: int, groups: int):
+    """Also for values of another width than keys."""
+    draw = torch.Generator().manual_seed(3)
+    q, k = torch.randn(2, 6, queries, 7, generator=draw), torch.randn(2, groups, 5, 7, generator=draw)
+    v = torch.randn(2, groups, 5, 3, generator=draw)
+    cut = {
+        key: grid[..., :queries, :] for key, grid in TOLD[kind].items() if isinstance(grid, Tensor) and grid.dim() == 4
+    }
+    told = TOLD[kind] | cut
+    if queries == 1:
+        told = {key: value for key, value in told.items() if key != "is_causal"}
+    o, w = defined(q, k, v, told)
+    said = {"attention_mask": None} | told
+    own, nothing = transformers_backend.attention_forward(Layer(), q, k, v, **said)
+    again, weights = transformers_backend.attention_forward(Layer(), q, k, v, **said, output_attentions=True)
+    assert own.is_contiguous()
+    assert torch.allclose(own.double(), o, atol=1e-6)
+    assert torch.allclose(again.double(), o, atol=1e-6)
+    assert torch.allclose(weights.double(), w, atol=1e-6)
+    assert (nothing is not None) == bool({"softcap", "s_aux"} & told.keys())
+
+
+RATES = ("attention_dropout", "attention_probs_dropout_prob", "dropout_rate", "hidden_dropout_prob")
+
+
+@pytest.mark.parametrize("dropped", [0.0, 0.3])
+@pytest.mark.parametrize("name", ["bert", "llama", "gemma2", "gpt-oss", "t5", "deepseek"])
+def test_training_is_eagers(name: str, dropped: float):
+    """Gradients, and from one seed the same weights dropped."""
+    zoo, grads = ZOO[name], []
+    rates = dict.fromkeys(RATES, dropped)
+    for kind in ("eager", "headwise"):
+        model = zoo._replace(keys=zoo.keys | rates).build(kind).train()
+        torch.manual_seed(5)
+        said = model(**zoo.inputs())
+        said = said.logits if "logits" in said else said.last_hidden_state
+        (said * torch.randn(said.shape, generator=torch.Generator().manual_seed(2))).sum().backward()
+        grads.append({key: p.grad for key, p in model.named_parameters() if p.grad is not None})
+    eager, ours = grads
+    assert eager.keys() == ours.keys()
+    largest = max(float(grad.abs().max()) for grad in eager.values())
+    assert all(float((ours[key] - eager[key]).abs().max()) <= 1e-5 * largest for key in eager)
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt-oss", "gpt2", "t5", "whisper"])
+def test_generated_tokens_are_eagers(name: str, cache: str):
+    zoo = ZOO[name]
+    told = {key: value for key, value in zoo.inputs().items() if key != "decoder_input_ids"}
+    told = padded(told, "left") if "input_ids" in told else told
+    how = {"max_new_tokens": 9, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    how |= {"cache_implementation": "static"} if cache == "static" else {}
+    eager, ours = (zoo.build(kind).generate(**told, **how) for kind in ("eager", "headwise"))
+    assert eager.shape[1] >= 9
+    assert torch.equal(eager, ours)
+
+
+def test_no_key_is_repeated_for_one_query(monkeypatch: pytest.MonkeyPatch):
+    model, ids = ZOO["llama"].build("headwise"), ZOO["llama"].inputs()["input_ids"]
+    whole = run(model, {"input_ids": ids})
+    with torch.no_grad():
+        past = model(ids[:, :-1]).past_key_values
+        with fused_calls(monkeypatch) as calls:
+            step = model(ids[:, -1:], past_key_values=past).logits
+    assert calls == [((2, 2, 2, 8), (2, 2, 11, 8), None, False)] * 2
+    assert off(step[:, -1], whole[:, -1]) <= 1e-5
+
+
+def test_what_is_only_ahead_needs_no_mask(monkeypatch: pytest.MonkeyPatch):
+    model, inputs = ZOO["llama"].build("headwise"), ZOO["llama"].inputs()
+    plain, masked = ((2, 4, 11, 8), (2, 2, 11, 8), None, True), ((2, 4, 11, 8), (2, 4, 11, 8), (2, 1, 11, 11), False)
+    for told, expected in ((inputs, plain), (padded(inputs, "left"), masked)):
+        with fused_calls(monkeypatch) as calls:
+            run(model, told)
+        assert calls == [expected] * 2
+
+
+def test_a_mask_that_was_written_to_is_read():
+    q = torch.randn(1, 2, 5, 3, generator=torch.Generator().manual_seed(0))
+    made = transformers_backend.make_mask(batch_size=1, q_length=5, kv_length=5)
+    assert made is not None
+    marked, _ = transformers_backend.attention_forward(Layer(), q, q, q, made)
+    plain, _ = transformers_backend.attention_forward(Layer(), q, q, q, made.clone())
+    assert torch.allclose(marked, plain, atol=1e-6)
+    made[..., 1:, 0] = LOWEST
+    written, _ = transformers_backend.attention_forward(Layer(), q, q, q, made)
+    same, _ = transformers_backend.attention_forward(Layer(), q, q, q, made.clone())
+    assert torch.equal(written, same)
+    assert not torch.allclose(written, marked, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["bert", "llama", "gemma2", "deepseek"])
+def test_half_precision_is_no_further_from_the_truth_than_eagers(name: str):
+    """Rows that may read nothing among them."""
+    zoo = ZOO[name]
+    inputs = padded(zoo.inputs(), "left")
+    truth = run(zoo.build("eager"), inputs)
+    for mixed in (False, True):
+        said = []
+        for kind in ("eager", "headwise"):
+            model = zoo.build(kind) if mixed else zoo.build(kind).bfloat16()
+            with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
+                said.append(float((run(model, inputs).float() - truth).abs().mean()))
+        assert said[1] <= 1.3 * said[0]
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_watched_on_headwise_as_on_eager(name: str, monkeypatch: pytest.MonkeyPatch):
+    """Rows computed again are eager's weights, and silence is the same silence."""
+    zoo = ZOO[name]
+    eager, ours = zoo.build("eager"), zoo.build("headwise")
+    inputs = zoo.inputs()
+    with own_weights(monkeypatch) as given, looked(eager):
+        run(eager, inputs)
+    with looked(ours) as keeps:
+        whole = run(ours, inputs)
+    for one in find_attention(eager):
+        (core,) = keeps[one.site.name].seen
+        for head in (0, 2):
+            assert torch.allclose(core.head_weights(head), given[one.module][:, head], atol=1e-5)
+    heads = [(site.name, 3 - n % 4) for n, site in enumerate(hw.sites(ours))]
+    with hw.ablate(eager, heads), hw.ablate(ours, heads):
+        quiet = run(ours, inputs)
+        assert off(quiet, run(eager, inputs)) <= 1e-5
+    assert off(quiet, whole) > 1e-4
+    assert torch.equal(run(ours, inputs), whole)
+
+
+@pytest.mark.parametrize("name", ["bert", "llama", "gemma2", "t5"])
+def test_weights_that_are_asked_for_are_given(name: str):
+    zoo, said = ZOO[name], []
+    for kind in ("eager", "headwise"):
+        with torch.no_grad():
+            said.append(zoo.build(kind)(**zoo.inputs(), output_attentions=True))
+    eager, ours = said
+    asked = [key for key in eager if key.endswith("attentions")]
+    assert asked
+    for key in asked:
+        assert all(torch.allclose(*pair, atol=1e-5) for pair in zip(eager[key], ours[key], strict=True))
+
+
+BAD = {
+    "indices": ({"indices": torch.zeros(2, 5, 1)}, "also gets indices; use"),
+    "axes": ({"attention_mask": torch.zeros(2, 5, 5)}, "its mask has 3 axes"),
+    "queries": ({"is_causal": True}, "is_causal is ambiguous for 4 queries and 5 keys; give a mask"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_what_it_cannot_know_is_refused(kind: str):
+    told, why = BAD[kind]
+    q, k = torch.zeros(2, 6, 4, 7), torch.zeros(2, 2, 5, 7)
+    with pytest.raises(ValueError, match=why):
+        transformers_backend.attention_forward(Layer(), q, k, k, **({"attention_mask": None} | told))
+
+
+LATER = """
+import sys
+import headwise
+assert not {"torch", "transformers"} & sys.modules.keys()
+import headwise.hub
+assert "transformers" not in sys.modules
+from transformers import AttentionInterface, AttentionMaskInterface
+from headwise.hub import transformers_backend as registered
+assert AttentionInterface()["headwise"] is registered.attention_forward
+assert AttentionMaskInterface()["headwise"] is registered.make_mask
+assert not any(isinstance(finder, registered.TransformersImportHook) for finder in sys.meta_path)
+"""
+
+
+def test_it_waits_for_transformers():
+    assert subprocess.run([sys.executable, "-c", LATER], check=False).returncode == 0
+
+
+def test_it_waits_until_an_import_has_come_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Of a package that stands in for transformers, whose first import fails."""
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "__init__.py").touch()
+    models = tmp_path / "theirs" / "models_of_theirs.py"
+    models.write_text("raise ImportError('something is missing')")
+    done: list[int] = []
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(transformers_backend, "MODELS_MODULE", "theirs.models_of_theirs")
+    monkeypatch.setattr(transformers_backend, "register_backend", lambda: done.append(len(done)))
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # the second text is as old as the first
+    for _ in range(2):
+        transformers_backend.register_on_import()
+    assert sum(isinstance(finder, transformers_backend.TransformersImportHook) for finder in sys.meta_path) == 1
+    with pytest.raises(ImportError, match="missing"):
+        import_module("theirs.models_of_theirs")
+    assert done == []
+    models.write_text("said = 3")
+    assert import_module("theirs.models_of_theirs").said == 3
+    assert done == [0]
+    transformers_backend.register_on_import()
+    assert done == [0, 1]
+    assert not any(isinstance(finder, transformers_backend.TransformersImportHook) for finder in sys.meta_path)
+
+
+@pytest.mark.parametrize(
+    ("version", "taken"), [("5.2.9", False), ("4.57.1", False), ("5.3.0", True), ("6.0.dev0", True)]
+)
+def test_transformers_before_5_3_is_left_alone(version: str, taken: bool, monkeypatch: pytest.MonkeyPatch):
+    interfaces = (transformers.AttentionInterface, transformers.AttentionMaskInterface)
+    for one in interfaces:
+        kept = {name: held for name, held in one._global_mapping.items() if name != "headwise"}
+        monkeypatch.setattr(one, "_global_mapping", kept)
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", version)  # which may stand there anew
+    transformers_backend.register_backend()
+    assert ["headwise" in one() for one in interfaces] == [taken, taken]
+
+
+def test_a_model_that_asks_no_interface_is_as_with_eager():
+    """Their own functions are given the masks that were made under the name of ours."""
+    config = transformers.BloomConfig(hidden_size=32, n_head=4, n_layer=2, vocab_size=WORDS)
+    said = []
+    for kind in ("eager", "headwise"):
+        torch.manual_seed(0)
+        model = transformers.BloomForCausalLM._from_config(config, attn_implementation=kind).eval()
+        said.append(run(model, padded(ZOO["llama"].inputs(), "left")))
+    assert torch.equal(*said)

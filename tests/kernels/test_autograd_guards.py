@@ -1,0 +1,204 @@
+"""Who calls kernels: checkpoints, frozen parameters, other devices, slopes of slopes, and tables that are wrong."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import headwise as hw
+from headwise.backends.routed_heads import RoutedWorkItems
+from headwise.kernels import PagedDecodeOptions, attend_paged, attend_paged_reference, flash_attention, paged_decode
+from headwise.kernels.flash_attention import gathered_attention
+from support.layer_cases import check_close
+
+TABLE = torch.tensor([[[0, 0, 4], [1, 0, 2]], [[2, 0, 0], [0, 0, 0]], [[3, 1, 3], [0, 2, 2]]])
+LONG = 300  # tokens, more than a block of any kernel
+
+
+def handed() -> list[Tensor]:
+    """Queries, keys and values in five pages of four slots."""
+    return [torch.randn(shape, dtype=torch.float64) for shape in ((3, 4, 16), (5, 2, 4, 16), (5, 2, 4, 7))]
+
+
+def layer_of(preset: str) -> hw.Attention:
+    return hw.Attention(hw.design(preset=preset, model=16, heads=4)).double()
+
+
+# --- gradients -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (0, 2), (1, 2)], ids=str)
+def test_only_some_of_what_is_decoded_want_gradients(wanted):
+    """Of values alone the log-sum-exp of scores has none."""
+    given = handed()
+    for n in wanted:
+        given[n].requires_grad_()
+    q, k, v = given
+    found = [run(q, k, v, TABLE, scale=0.3)[0] for run in (attend_paged, attend_paged_reference)]
+    ours, theirs = (torch.autograd.grad(o.square().sum(), [given[n] for n in wanted]) for o in found)
+    for one, other in zip(ours, theirs, strict=True):
+        check_close(one, other)
+
+
+@pytest.mark.parametrize("preset", ["moh", "talking", "dcmha", "entmax", "mha"])
+@pytest.mark.parametrize("again", [True, False], ids=["reentrant", "plain"])
+def test_a_checkpoint_changes_no_gradient(preset, again):
+    layer, x = layer_of(preset), torch.randn(2, LONG, 16, dtype=torch.float64)
+    found = []
+    for call in (layer, lambda x: checkpoint(layer, x, use_reentrant=again)):
+        layer.zero_grad()
+        one = x.clone().requires_grad_()
+        call(one).square().sum().backward()
+        found.append([one.grad, *(p.grad for p in layer.parameters())])
+    for ours, theirs in zip(*found, strict=True):
+        check_close(ours, theirs)
+
+
+def test_hooks_of_parameters_are_called_once():
+    layer = hw.Attention(hw.design(model=16, heads=4, modifiers=(hw.TalkingHeads(),)), backend="chunked").double()
+    x = torch.randn(2, LONG, 16, dtype=torch.float64)
+    found = []
+    for times in (1, 3):
+        layer.zero_grad()
+        hooks = [p.register_hook(lambda grad, times=times: times * grad) for p in layer.parameters()]
+        layer(x).square().sum().backward()
+        found.append([p.grad for p in layer.parameters()])
+        for hook in hooks:
+            hook.remove()
+    for ours, theirs in zip(*found, strict=True):
+        check_close(3 * ours, theirs)
+
+
+def test_hooks_of_what_is_decoded_are_called_once():
+    q, k, v = handed()
+    k.requires_grad_()
+    o = attend_paged(q, k, v, TABLE, scale=0.3)[0].square().sum()
+    expected = torch.autograd.grad(o, k, create_graph=True)[0]
+    k.register_hook(lambda grad: 3 * grad)
+    check_close(torch.autograd.grad(o, k, create_graph=True)[0], 3 * expected)
+
+
+@pytest.mark.parametrize("count", [40, LONG])
+@pytest.mark.parametrize("kind", ["fixed", "learned"])
+def test_torch_func_has_slopes_of_slopes_of_entmax(kind, count):
+    layer = hw.Attention(hw.design(model=16, heads=4, pattern="causal", normaliser=hw.Entmax(kind=kind))).double()
+    x, way, step = torch.randn(3, 1, count, 16, dtype=torch.float64)
+
+    def slope(x: Tensor) -> Tensor:
+        return torch.func.grad(lambda x: layer(x).square().sum())(x)
+
+    found = (torch.func.grad(lambda x: (slope(x) * way).sum())(x) * step).sum()
+    high, low = (torch.autograd.grad(layer(y).square().sum(), y)[0] for y in nearby(x, 1e-6 * step))
+    check_close(found, ((high - low) * way).sum() / 2e-6, rtol=1e-5)
+
+
+def nearby(x: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
+    """x a step further on, and back."""
+    return (x + step).requires_grad_(), (x - step).requires_grad_()
+
+
+# --- devices -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("preset", ["moh", "talking", "dcmha", "entmax", "mha"])
+def test_where_new_tensors_are_made_does_not_matter(preset):
+    layer, x = layer_of(preset), torch.randn(1, LONG, 16, dtype=torch.float64)
+    expected = layer(x)
+    with torch.device("meta"):
+        found = layer(x)
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("preset", ["talking", "dcmha", "entmax"])
+def test_shapes_alone_run_through_blocks(preset):
+    layer, x = layer_of(preset).to("meta"), torch.randn(2, LONG, 16, device="meta", dtype=torch.float64)
+    y = layer(x)
+    y.sum().backward()
+    assert y.shape == x.shape
+
+
+@pytest.mark.parametrize("name", [
+    "read_lines", "read_lines_backward", "softmax", "softmax_backward", "entmax", "entmax_backward", "composed",
+    "composed_backward", "texts", "texts_backward", "decode", "thin",
+])  # fmt: skip
+def test_no_kernel_is_handed_memory_of_another_device(name):
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    assert has(f"headwise::{name}", "CPU")
+    assert not has(f"headwise::{name}", "CUDA")
+    assert not has(f"headwise::{name}", "CompositeExplicitAutograd")
+
+
+# --- what lies beside memory ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("span", [[5, 0, 4], [-1, 0, 4], [1, -1, 2], [1, 0, 5], [1, 2**40, 2**41]], ids=str)
+def test_spans_beside_the_pages_are_refused(span):
+    table = TABLE.clone()
+    table[2, 0] = torch.tensor(span)
+    with pytest.raises(ValueError, match=r"within 5 pages of 4 slots"):
+        attend_paged(*handed(), table, scale=0.3)
+
+
+def test_spans_of_nothing_may_name_anything():
+    table = TABLE.clone()
+    table[1] = torch.tensor([[9, 3, 3], [-7, 99, 4]])
+    assert paged_decode.find_invalid_span(table.transpose(0, 1), 5, 4) == -1
+    given = handed()
+    check_close(attend_paged(*given, table, scale=0.3)[0], attend_paged(*given, TABLE, scale=0.3)[0])
+
+
+@pytest.mark.parametrize(
+    ("beside", "said"),
+    [
+        (PagedDecodeOptions(bias=torch.zeros(3, 4, 7)), r"the bias is \[3, 4, 7\]"),
+        (PagedDecodeOptions(bias=torch.zeros(2, 1, 8)), r"the bias is \[2, 1, 8\]"),
+        (PagedDecodeOptions(bias=torch.zeros(1, 3, 8)), r"the bias is \[1, 3, 8\]"),
+        (PagedDecodeOptions(sink=torch.zeros(3)), "3 sinks"),
+    ],
+    ids=["columns", "rows", "heads", "sinks"],
+)
+def test_what_stands_beside_is_as_large_as_the_call(beside, said):
+    with pytest.raises(ValueError, match=said):
+        attend_paged(*handed(), TABLE, scale=0.3, options=beside)
+
+
+@pytest.mark.parametrize("scale", [torch.ones(5, 2, 3), torch.ones(5, 2, 4, dtype=torch.bfloat16)], ids=["few", "half"])
+def test_scales_are_one_for_each_key(scale):
+    q, k, v = handed()
+    with pytest.raises(ValueError, match=r"give float32 \[5, 2, 4\]"):
+        attend_paged(
+            q.float(),
+            k.to(torch.int8),
+            v.to(torch.int8),
+            TABLE,
+            scale=0.3,
+            options=PagedDecodeOptions(None, None, scale, scale),
+        )
+
+
+def test_more_keys_than_numbers_tell_apart_are_refused():
+    most = flash_attention.MAX_INDEX_BY_DTYPE[torch.float32]
+    assert torch.tensor(float(most - 1)) + 1 == most
+    assert torch.tensor(float(most)) + 1 == most
+    q, k = torch.zeros(1, 1, 1, 1), torch.zeros(1, 1, 1, 1).expand(1, most + 1, 1, 1)
+    told = RoutedWorkItems.from_open_heads(
+        torch.ones(1, 1, 1, dtype=torch.bool), 1, torch.tensor([[[most - 3, most + 1]]]), most + 1
+    )
+    with pytest.raises(ValueError, match=r"16,777,217 keys are more than 16,777,216 in torch.float32"):
+        gathered_attention(q, k, k, told.kernel_args, 1.0, told.num_pairs)
+
+
+def test_numbers_of_two_kinds_are_refused():
+    q = torch.zeros(1, 1, 1, 4)
+    told = RoutedWorkItems.from_open_heads(torch.ones(1, 1, 1, dtype=torch.bool), 1, torch.tensor([[[0, 1]]]), 1)
+    for k, v in ((q.double(), q), (q, q.double())):
+        with pytest.raises(ValueError, match="give all in one"):
+            gathered_attention(q, k, v, told.kernel_args, 1.0, told.num_pairs)
+
+
+def test_spans_that_lie_apart_are_looked_at_alone():
+    spans_BN3 = torch.tensor([[[1, 0, 4], [9, 0, 9], [0, 1, 3]]])
+    assert paged_decode.find_invalid_span(spans_BN3[:, ::2], pages=2, slots=4) == -1
+    assert paged_decode.find_invalid_span(spans_BN3, pages=2, slots=4) == 1

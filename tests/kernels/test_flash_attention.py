@@ -1,0 +1,404 @@
+"""Plain heads that a kernel reads sixty-four queries at a time: against the definition in float64, at any size."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from test_counts import torch_counts
+from torch.utils.flop_counter import FlopCounterMode
+
+import headwise as hw
+from headwise import costs
+from headwise.backends import BACKENDS, CallSignature, flash_cpu
+from headwise.kernels import flash_attention
+from headwise.kernels.flash_attention import FlashAttentionShape, attend_key_ranges, count_executed_pairs
+from support import layer_cases as cases
+from support.layer_cases import base, check_close
+
+SCALE = 0.4
+
+
+class Call:
+    """One call: each token reads the keys up to as many behind its own number, all, or between ends of its own."""
+
+    def __init__(self, sizes, widths, ahead: int | None = None, dtype: torch.dtype = torch.float64) -> None:
+        (batch, queries, keys), (heads, kept, dim, vdim) = sizes, widths
+        make = torch.Generator().manual_seed(batch + 3 * queries + 5 * keys + 7 * heads)
+
+        def numbers(*shape: int) -> torch.Tensor:
+            return torch.randn(*shape, generator=make, dtype=torch.float64).to(dtype).requires_grad_()
+
+        self.q, self.k, self.v = (
+            numbers(batch, queries, heads, dim), numbers(batch, keys, kept, dim), numbers(batch, keys, kept, vdim)
+        )  # fmt: skip
+        self.way = torch.randn(batch, queries, heads, vdim, generator=make, dtype=torch.float64).to(dtype)
+        self.ahead = ahead
+        self.ends: torch.Tensor | None = None
+
+    def between(self, seed: int, alike: bool) -> None:
+        """Ends of each token's own."""
+        make = torch.Generator().manual_seed(seed)
+        rows = 1 if alike else len(self.q)
+        self.ends = torch.randint(0, self.k.shape[1] + 1, (rows, self.q.shape[1], 2), generator=make).sort(-1).values
+
+    def read(self) -> torch.Tensor:
+        return attend_key_ranges(self.q, self.k, self.v, self.ends, self.ahead, SCALE)
+
+    def expected(self) -> torch.Tensor:
+        each, key = self.q.shape[2] // self.k.shape[2], torch.arange(self.k.shape[1])
+        q, k, v = (t.double() for t in (self.q, self.k.repeat_interleave(each, 2), self.v.repeat_interleave(each, 2)))
+        if self.ends is not None:
+            allowed = (key >= self.ends[..., :1]) & (key < self.ends[..., 1:])
+        else:
+            last = len(key) if self.ahead is None else torch.arange(q.shape[1])[:, None] + self.ahead
+            allowed = (key <= last)[None] if self.ahead is not None else torch.ones(1, q.shape[1], len(key)).bool()
+        s = torch.einsum("bthk,bshk->bhts", q, k) * SCALE
+        w = s.masked_fill(~allowed[:, None], -torch.inf).softmax(-1)
+        w = w.masked_fill(~allowed.any(-1)[:, None, :, None], 0.0)
+        return torch.einsum("bhts,bshv->bthv", w, v)
+
+    def both(self, o: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (o, *torch.autograd.grad((o * self.way.to(o.dtype)).sum(), (self.q, self.k, self.v)))
+
+    def check_reading(self, **tolerance: float) -> None:
+        for ours, theirs in zip(self.both(self.read()), self.both(self.expected()), strict=True):
+            check_close(ours, theirs.to(ours.dtype), **tolerance)
+
+
+@pytest.mark.parametrize("ahead", [0, None])
+@pytest.mark.parametrize("count", [1, 3, 63, 64, 65, 127, 129])
+def test_units_end_where_they_should(count, ahead):
+    Call((2, count, count), (4, 2, 5, 7), ahead).check_reading()
+
+
+@pytest.mark.parametrize("dim", [1, 16, 17, 64])
+@pytest.mark.parametrize("vdim", [3, 16, 33])
+def test_any_width(dim, vdim):
+    Call((2, 70, 75), (4, 2, dim, vdim), 5).check_reading()
+
+
+@pytest.mark.parametrize("kept", [1, 2, 7, 14])
+def test_parts_of_keys_are_added_up(kept, monkeypatch):
+    monkeypatch.setattr(flash_attention, "MIN_KEYS_PER_PART", 16)
+    call = Call((1, 80, 201), (14, kept, 5, 3), 121)
+    flash_attention._PLAN_CACHE.clear()
+    call.check_reading()
+    (plan,) = flash_attention._PLAN_CACHE.values()
+    assert plan.num_key_parts == {1: 4, 2: 4, 7: 2, 14: 1}[kept]
+    flash_attention._PLAN_CACHE.clear()
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(
+    sizes=st.tuples(st.integers(1, 3), st.integers(1, 200), st.integers(0, 150)),
+    groups=st.sampled_from([(1, 1), (6, 1), (6, 2), (6, 6)]),
+    widths=st.tuples(st.integers(1, 20), st.integers(1, 20)),
+    way=st.sampled_from(["causal", "full", "between", "between alike"]),
+    seed=st.integers(0, 99),
+)
+def test_any_call(sizes, groups, widths, way, seed):
+    batch, queries, more = sizes
+    call = Call((batch, queries, queries + more), (*groups, *widths), more if way == "causal" else None)
+    if way.startswith("between"):
+        call.between(seed, way.endswith("alike"))
+    call.check_reading()
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        call.read()
+    assert counter.get_total_flops() == 2 * formed(call) * sum(widths)
+
+
+def formed(call: Call) -> int:
+    """The pairs of all units, one by one: sixty-four rows, with the keys from the first to the last that one reads."""
+    size, total = FlashAttentionShape.from_tensors(call.q, call.k), 0
+    for b in range(size.batch):
+        for first in range(0, size.queries * size.group_size, 64):
+            tokens = [row // size.group_size for row in range(first, min(first + 64, size.queries * size.group_size))]
+            if call.ends is not None:
+                own = call.ends[b % len(call.ends), tokens]
+                total += 64 * size.num_kv_heads * max(0, int(own[:, 1].max() - own[:, 0].min()))
+            else:
+                last = size.keys if call.ahead is None else min(size.keys, tokens[-1] + call.ahead + 1)
+                total += 64 * size.num_kv_heads * last
+    return total
+
+
+@pytest.mark.parametrize("heads", [1, 3, 6, 64, 96, 160])
+def test_pairs_are_counted_without_counting(heads):
+    for queries, keys, ahead in [(1, 1, 0), (63, 63, 0), (200, 200, 0), (200, 333, 133), (200, 150, 0), (90, 400, 7)]:
+        call = Call((2, queries, keys), (heads, 1, 1, 1), ahead)
+        assert count_executed_pairs(FlashAttentionShape.from_tensors(call.q, call.k), None, ahead) == formed(call), (
+            queries,
+            keys,
+            ahead,
+        )
+    million = FlashAttentionShape(1, 10**12, heads, 10**12, 1)
+    assert count_executed_pairs(million, None, 0) == pytest.approx(heads * 10**24 / 2, rel=1e-6)
+
+
+def test_threads_change_nothing(monkeypatch):
+    monkeypatch.setattr(flash_attention, "MIN_KEYS_PER_PART", 64)
+    flash_attention._PLAN_CACHE.clear()
+    call, found = Call((1, 300, 300), (6, 3, 20, 20), 0, torch.float32), []
+    before = torch.get_num_threads()
+    for count in (1, 2):
+        torch.set_num_threads(count)
+        found.append(call.both(call.read()))
+    torch.set_num_threads(before)
+    flash_attention._PLAN_CACHE.clear()
+    assert all(torch.equal(one, two) for one, two in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("size", [1.0, 1e4])
+def test_scores_of_any_size_in_single_precision(size):
+    call = Call((1, 150, 150), (2, 2, 16, 16), 0, torch.float32)
+    with torch.no_grad():
+        call.q.mul_(size)
+    found = call.both(call.read())
+    assert all(t.isfinite().all() for t in found)
+    check_close(found[0], call.expected().float(), rtol=1e-5, atol=1e-5 if size == 1.0 else 1e-3)
+
+
+def test_it_errs_no_more_than_twice_as_torchs_call():
+    call = Call((1, 1000, 1000), (4, 4, 32, 32), 0, torch.float32)
+    truth = call.both(call.expected())
+    q, k, v = (t.transpose(1, 2) for t in (call.q, call.k, call.v))
+    o = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=SCALE).transpose(1, 2)
+    for ours, theirs, true in zip(call.both(call.read()), call.both(o), truth, strict=True):
+        assert (ours - true).abs().max() <= 2 * (theirs - true).abs().max()
+
+
+def test_memory_that_lies_otherwise_is_read_where_it_is():
+    call = Call((2, 70, 80), (4, 2, 6, 6), 10)
+    expected = call.both(call.expected())
+    for name in "qkv":
+        setattr(call, name, getattr(call, name).detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_())
+    call.k = call.k.detach().transpose(2, 3).contiguous().transpose(2, 3).requires_grad_()
+    for ours, theirs in zip(call.both(call.read()), expected, strict=True):
+        check_close(ours, theirs)
+
+
+def test_a_plan_is_of_one_kind_of_call():
+    call = Call((2, 70, 70), (4, 2, 6, 6), 0)
+    call.check_reading()
+    half = attend_key_ranges(call.q, call.k, call.v, None, 0, SCALE / 2)
+    check_close(half, attend_key_ranges(call.q / 2, call.k, call.v, None, 0, SCALE))
+    call.k, call.v = (
+        t.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for t in (call.k, call.v)
+    )
+    call.check_reading()
+    call.between(3, False)
+    call.check_reading()
+    call.ends = None
+    call.check_reading()
+
+
+def test_units_with_most_keys_begin():
+    call = Call((2, 200, 200), (4, 2, 6, 6), 0)
+    flash_attention._PLAN_CACHE.clear()
+    call.read()
+    (plan,) = flash_attention._PLAN_CACHE.values()
+    units = plan.pinned_tensors[2]
+    assert (units[:, 1] % 400).unique_consecutive().tolist() == [384, 320, 256, 192, 128, 64, 0]
+    assert units[:, 2].sum() == 2 * 200 * 4
+
+
+def test_plans_are_few():
+    flash_attention._PLAN_CACHE.clear()
+    for count in range(1, 2 * flash_attention.MAX_CACHED_PLANS):
+        Call((1, count, count), (2, 2, 3, 3), 0).read()
+    assert 0 < len(flash_attention._PLAN_CACHE) <= flash_attention.MAX_CACHED_PLANS
+
+
+@pytest.mark.parametrize("between", [False, True])
+def test_it_is_an_operation_of_torch(between):
+    call = Call((1, 20, 20), (2, 2, 4, 4), 0)
+    if between:
+        call.between(0, False)
+    looks, qkv = ("test_schema", "test_faketensor"), [t.detach() for t in (call.q, call.k, call.v)]
+    how = (call.ends, None if between else 0, SCALE)
+    assert set(torch.library.opcheck(flash_attention.FLASH_FORWARD_OP, (*qkv, *how), test_utils=looks).values()) == {
+        "SUCCESS"
+    }
+    back = (call.way, [*qkv, *flash_attention.FLASH_FORWARD_OP(*qkv, *how)], *how)
+    assert set(torch.library.opcheck(flash_attention.FLASH_BACKWARD_OP, back, test_utils=looks).values()) == {"SUCCESS"}
+
+
+# --- layers ------------------------------------------------------------------------------------------------
+
+
+def layer_of(dtype: torch.dtype = torch.float64, **words) -> hw.Attention:
+    return cases.layer(base(**({"pattern": "causal()"} | words)), dtype, "flash_cpu")
+
+
+def tokens_of(kind: str, x: torch.Tensor) -> hw.SequenceInfo:
+    segments = torch.zeros(x.shape[:2], dtype=torch.int64)
+    segments[0, 50:] = 1
+    segments[1, 130:] = -1
+    torn = torch.arange(x.shape[1])[None].expand(x.shape[:2])
+    return {
+        "left": lambda: hw.SequenceInfo.from_batch(x, lengths=[x.shape[1], 40], pad="left"),
+        "right": lambda: hw.SequenceInfo.from_batch(x, lengths=[x.shape[1], 40]),
+        "segments": lambda: hw.SequenceInfo.from_batch(x, segments=segments),
+        "torn": lambda: hw.SequenceInfo(
+            torn, torn // 7 % 2
+        ),  # keys that a token may not read lie between those that it may
+    }[kind]()
+
+
+@pytest.mark.parametrize("pattern", ["causal()", "full()"])
+def test_keys_with_gaps_between_them_are_refused(pattern):
+    layer, x = layer_of(pattern=pattern), torch.randn(2, 150, 10, dtype=torch.float64)
+    layer.backend_name = "flash_cpu"
+    with pytest.raises(hw.NoBackend, match="allowed keys of each query to be one range"):
+        layer(x, sequence=tokens_of("torn", x))
+    layer.backend_name = None
+    expected = reference_of(layer, x, tokens_of("torn", x))
+    check_close(layer(x, sequence=tokens_of("torn", x)), expected)
+
+
+def reference_of(layer, x, tokens):
+    layer.backend_name = "dense"
+    expected = layer(x, sequence=tokens)
+    layer.backend_name = None
+    return expected
+
+
+@pytest.mark.parametrize("kind", ["left", "right", "segments"])
+@pytest.mark.parametrize("pattern", ["causal()", "full()"])
+def test_padding_and_documents(kind, pattern):
+    layer = layer_of(pattern=pattern, kv=2, vdim=5)
+    x = torch.randn(2, 150, 10, dtype=torch.float64, requires_grad=True)
+    found = {}
+    for name in ("flash_cpu", "dense"):
+        layer.backend_name = name
+        y = layer(x, sequence=tokens_of(kind, x))
+        found[name] = [y, *torch.autograd.grad(y.square().sum(), [x, *layer.parameters()])]
+    for ours, theirs in zip(found["flash_cpu"], found["dense"], strict=True):
+        check_close(ours, theirs, rtol=1e-8, atol=1e-9)
+
+
+def test_a_long_prompt_behind_what_is_cached(monkeypatch):
+    layer = layer_of(kv=3)
+    x = torch.randn(2, 300, 10, dtype=torch.float64)
+    layer.backend_name = "dense"
+    expected = layer(x)
+    layer.backend_name, seen = None, []
+    monkeypatch.setattr(flash_cpu, "attend_key_ranges", lambda *told: seen.append(told[4]) or attend_key_ranges(*told))
+    with torch.no_grad():
+        cache = layer.cache(batch=2, capacity=320)
+        check_close(torch.cat([layer(part, cache=cache) for part in x.split([100, 1, 199], 1)], 1), expected)
+    assert seen == [0, 101]
+
+
+def test_under_autocast_it_refuses():
+    """There numbers are bfloat16, whatever x is; a layer that asks for nobody has them read by another."""
+    layer = layer_of(torch.float32)
+    x = torch.randn(2, 130, 10)
+    layer.backend_name = "flash_cpu"
+    layer(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        with pytest.raises(hw.NoBackend, match="it computes in float32 and float64"):
+            layer(x)
+        layer.backend_name = None
+        assert layer(x).dtype == torch.bfloat16
+
+
+def said(job: dict | None = None, **words) -> str:
+    spec = base(**({"pattern": "causal()"} | words))
+    return "; ".join(flash_cpu.unsupported_reasons(CallSignature(spec, spec.core, **(job or {}))))
+
+
+@pytest.mark.parametrize(
+    "job", [{}, {"needs_grad": True}, {"training": True}, {"is_compiling": True}, {"dtype": torch.float64}]
+)
+@pytest.mark.parametrize("words", [{}, {"kv": 2}, {"vdim": 5}, {"pattern": "full()"}, {"modifiers": (hw.Rotary(),)}])
+def test_it_takes_plain_heads(job, words):
+    assert said(job, **words) == ""
+
+
+@pytest.mark.parametrize(
+    ("words", "job", "reason"),
+    [
+        ({"modifiers": (hw.Alibi(),)}, {}, "nothing added"),
+        ({"normaliser": hw.SinkSoftmax()}, {}, "nothing added"),
+        ({"normaliser": hw.Sigmoid()}, {}, "needs softmax"),
+        ({"modifiers": (hw.TalkingHeads(),)}, {}, "mixes heads"),
+        ({"modifiers": (hw.WeightDropout(0.1),)}, {"training": True}, "needs dropout on weights"),
+        ({"pattern": "window(9)"}, {}, "hides keys"),
+        ({}, {"has_caller_mask": True}, "mask given by the caller"),
+        ({}, {"single_query": True}, "more than one query per row"),
+        ({}, {"device": "cuda"}, "not cuda"),
+        ({}, {"dtype": torch.bfloat16}, "bfloat16"),
+        ({}, {"probed_tensors": frozenset({"lse"})}, "log-sum-exp"),
+        ({}, {"probed_tensors": frozenset({"weights"})}, "cannot show weights"),
+        ({}, {"is_transformed": True}, "does not support torch.func"),
+    ],
+    ids=repr,
+)
+def test_what_it_cannot_is_refused(words, job, reason):
+    assert reason in said(job, **words)
+
+
+@pytest.mark.parametrize(
+    "words", [{}, {"kv": 2}, {"kv": 1}, {"pattern": "full()"}, {"source": 13, "pattern": "full()"}]
+)
+@pytest.mark.parametrize("count", [7, 64, 65, 130])
+def test_it_spends_what_torch_counts(words, count):
+    layer = layer_of(torch.float32, **words)
+    x, z = torch.randn(2, count, 10), torch.randn(2, 77, 13) if "source" in words else None
+    keys = count if z is None else 77
+    work = hw.CallSize(2, count, keys, keys)
+    core = flash_cpu.executed_flops(CallSignature(layer.spec, layer.spec.core), work)
+    assert torch_counts(layer, x, source=z) == costs.executed_flops(layer.spec, work, core)
+
+
+def test_what_a_backward_pass_spends():
+    call = Call((2, 130, 130), (4, 2, 16, 16), 0, torch.float32)
+    with FlopCounterMode(display=False) as counter:
+        o = call.read()
+        forth = counter.get_total_flops()
+        o.sum().backward()
+    assert counter.get_total_flops() == forth * 7 // 2
+
+
+def test_a_gradient_of_a_gradient_is_refused():
+    layer, x = layer_of(), torch.randn(1, 130, 10, dtype=torch.float64, requires_grad=True)
+    with pytest.raises(RuntimeError, match="backend='dense'"):
+        torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch's own batching
+def test_functions_that_are_transformed_see_torchs_call():
+    layer, x = layer_of(), torch.randn(1, 130, 10, dtype=torch.float64)
+    layer.backend_name = None
+    slope = torch.func.grad(lambda x: layer(x).square().sum())(x)
+    x.requires_grad_()
+    check_close(slope, torch.autograd.grad(layer(x).square().sum(), x)[0])
+
+
+def test_it_is_preferred():
+    spec = base(pattern="causal()")
+    order = [*BACKENDS]
+    assert order.index("flash_cpu") == order.index("sdpa") - 1
+    assert (
+        hw.why(spec, tokens=flash_cpu.MIN_KEYS).backend
+        == hw.why(spec, when=["grad", "training"]).backend
+        == "flash_cpu"
+    )
+    assert hw.why(spec, tokens=flash_cpu.MIN_KEYS - 1).backend == "sdpa"
+    assert hw.why(spec, dtype="bf16").backend == "bf16_matmul"
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_compiled_layer_is_one_graph(dynamic):
+    layer = layer_of(kv=2)
+    layer.backend_name = None
+    torch._dynamo.reset()
+    traced = torch.compile(layer, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    for count in (130, 131, 200):
+        x = torch.randn(2, count, 10, dtype=torch.float64, requires_grad=True)
+        found = [(y, torch.autograd.grad(y.square().sum(), x)[0]) for y in (traced(x), layer(x))]
+        for ours, theirs in zip(*found, strict=True):
+            check_close(ours, theirs)

@@ -1,0 +1,339 @@
+"""Heads mixed and rows normalised by kernels, and blocks of queries that are run once more: held to formulas."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given, strategies as st
+from torch import Tensor
+
+import headwise as hw
+from headwise.backends import dense
+from headwise.kernels import head_mixing as mixing, row_normalisers
+from support.layer_cases import base, check_close
+
+
+def numbers(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+ALPHAS = [1.01, 1.25, 1.5, 2.0, 3.0]
+
+
+def alphas(s: Tensor, alpha: float) -> Tensor:
+    """The same for every head."""
+    return s.new_full((s.shape[1],), alpha)
+
+
+def entmax(s: Tensor, seen: Tensor, alpha: float) -> Tensor:
+    """The weights of the kernel."""
+    return row_normalisers.masked_entmax(s, seen, alphas(s, alpha), None, [])[0]
+
+
+# --- heads mixed ---------------------------------------------------------------------------------------
+
+
+class Mixed:
+    """A block of scores, and factors, of these sizes."""
+
+    def __init__(self, sizes: dict[str, int], groups: int = 1, out: int | None = None) -> None:
+        b, h, t, s = (sizes[letter] for letter in "bhts")
+        q, k = sizes["q"], sizes["k"]
+        self.own = torch.arange(h) if out is None else torch.randperm(h)[:out]
+        self.each, o = h // groups, len(self.own)
+        shapes = [
+            (b, h, t, s),
+            (b, t, q, h),
+            (b, t, q, o),
+            (b, t, o),
+            (b, k, h, s),
+            (b, k, o, s),
+            (b, int(k > 0), o, s),
+        ]
+        self.tensors = [numbers(*shape).requires_grad_() for shape in shapes]
+
+    def kernel(self) -> Tensor:
+        a, *factors = self.tensors
+        return mixing.mix_heads_by_factors(a, self.own, self.each, factors)
+
+    def formula(self) -> Tensor:
+        """a'_o = a_own (g_q + g_k) + sum_h a_h M[h, o], M from the ranks of query and key, within groups."""
+        a, qs, qt, qg, ks, kt, kg = self.tensors
+        heads = torch.arange(a.shape[1])
+        to = self.own if self.each == a.shape[1] else heads
+        joined = (heads[:, None] // self.each == to // self.each).double()
+        m = torch.einsum("btrh,btro->btho", qs, qt)[:, :, None] + torch.einsum("brhs,bros->bsho", ks, kt)[:, None]
+        gates = qg[:, :, None] + (kg[:, 0].transpose(1, 2)[:, None] if kg.shape[1] else 0.0)
+        m = m * joined + (heads[:, None] == to).double() * gates[:, :, :, None]
+        return torch.einsum("bhts,btsho->bots", a, m)
+
+
+SIZES = st.fixed_dictionaries({
+    "b": st.integers(1, 3), "h": st.sampled_from([2, 4, 6]), "t": st.integers(1, 5),
+    "s": st.sampled_from([1, 3, 15, 16, 17, 63, 64, 65, 131]), "q": st.integers(0, 3), "k": st.integers(0, 3),
+})  # fmt: skip
+
+
+@given(SIZES, st.booleans(), st.booleans())
+def test_a_block_is_mixed_as_the_formula_says(sizes, grouped, cut):
+    mixed = Mixed(sizes, groups=2 if grouped else 1, out=sizes["h"] - 1 if cut and not grouped else None)
+    ours, theirs = mixed.kernel(), mixed.formula()
+    check_close(ours, theirs)
+    grad = numbers(*(ours.shape[n] for n in (0, 2, 3, 1))).permute(0, 3, 1, 2)  # as products of heads leave it
+    wanted = [t for t in mixed.tensors if t.numel()]
+    mine, expected = (torch.autograd.grad(made, wanted, grad, allow_unused=True) for made in (ours, theirs))
+    for one, other in zip(mine, expected, strict=True):
+        check_close(one, torch.zeros_like(one) if other is None else other, rtol=1e-9, atol=1e-10)
+
+
+def test_threads_change_no_number():
+    mixed = Mixed({"b": 2, "h": 6, "t": 5, "s": 300, "q": 2, "k": 2})
+    grad, scores, seen = numbers(2, 6, 5, 300), numbers(2, 6, 50, 300), torch.rand(2, 1, 50, 300) < 0.7
+    found = []
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        made = mixed.kernel()
+        found.append([made, *torch.autograd.grad(made, mixed.tensors, grad)])
+        found[-1] += [
+            row_normalisers.masked_softmax(scores, seen),
+            *row_normalisers.masked_entmax(scores, seen, alphas(scores, 1.5), None, []),
+        ]
+    torch.set_num_threads(1)
+    for other in found[1:]:
+        assert all(map(torch.equal, found[0], other))
+
+
+def test_single_numbers_are_as_good_as_plain_ones():
+    layer = hw.Attention(
+        base(heads=6, kv=6, dim=8, pattern="causal", modifiers=(hw.Dynamic(), hw.Dynamic(on="weights")))
+    )
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.copy_(torch.randn_like(parameter) * 0.5)
+    exact, x = copy.deepcopy(layer).double(), torch.randn(2, 259, 10)
+    exact.backend_name = "dense"
+    truth = exact(x.double())
+
+    def error(backend: str) -> float:
+        layer.backend_name = backend
+        return (layer(x).double() - truth).abs().max().item()
+
+    assert error("chunked") <= 2 * error("dense")
+
+
+# --- rows ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("keys", [1, 15, 16, 17, 100, 1021])
+def test_rows_are_softmax_over_what_is_allowed(keys, dtype):
+    s = (numbers(2, 3, 5, keys) * 4).to(dtype).requires_grad_()
+    full, grad = torch.rand(2, 1, 5, keys) < 0.6, torch.randn(2, 3, 5, keys, dtype=dtype)
+    full[1, :, 2] = False
+    for seen in (full, full[:1], full[:, :, :1], full[:1, :, :1]):
+        below = s.double().masked_fill(~seen, -torch.inf)
+        expected = below.softmax(-1).nan_to_num(0.0)
+        ours = row_normalisers.masked_softmax(s, seen)
+        check_close(ours, expected, rtol=1e-5 if dtype == torch.float32 else 1e-12, atol=1e-7)
+        mine = torch.autograd.grad(ours, s, grad)[0]
+        w = expected.detach()
+        theirs = w * (grad - (w * grad).sum(-1, keepdim=True))
+        check_close(mine, theirs, rtol=0, atol=1e-5 if dtype == torch.float32 else 1e-13)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_far_scores_are_numbers(dtype):
+    s = torch.tensor([[1e4, -1e4, 0.0], [-1e4, -1e4, -1e4], [1e4, 1e4, -1e4]], dtype=dtype)[None, None].requires_grad_()
+    seen = torch.ones(1, 1, 1, 3, dtype=torch.bool)
+    expected = torch.tensor([[1, 0, 0], [1 / 3] * 3, [0.5, 0.5, 0]], dtype=dtype)[None, None]
+    for made in (row_normalisers.masked_softmax(s, seen), *(entmax(s, seen, alpha) for alpha in ALPHAS)):
+        check_close(made, expected, rtol=1e-6)
+        assert torch.autograd.grad(made.square().sum(), s)[0].isfinite().all()
+
+
+@pytest.mark.parametrize("keys", [1, 16, 21])
+def test_what_is_no_number_is_seen(keys):
+    s, seen = numbers(1, 2, 3, keys), torch.ones(1, 1, 1, keys, dtype=torch.bool)
+    s[0, 0, 1, -1] = torch.nan
+    for made in (row_normalisers.masked_softmax(s, seen), *(entmax(s, seen, alpha) for alpha in ALPHAS)):
+        assert made[0, 0, 1].isnan().all()
+        assert made.isnan().sum() == keys
+    assert not row_normalisers.masked_softmax(s, seen.index_fill(3, torch.tensor(keys - 1), False)).isnan().any()
+
+
+def test_softmax_errs_no_more_than_twice_as_torchs():
+    s = torch.randn(1, 4, 64, 1021) * 5
+    truth = s.double().softmax(-1)
+    ours = row_normalisers.masked_softmax(s, torch.ones(1, 1, 1, 1021, dtype=torch.bool))
+    assert (ours - truth).abs().max() <= 2 * (s.softmax(-1) - truth).abs().max()
+
+
+def test_nothing_is_no_row():
+    seen = torch.ones(1, 1, 1, 5, dtype=torch.bool)
+    assert row_normalisers.masked_softmax(torch.zeros(0, 2, 3, 5), seen).shape == (0, 2, 3, 5)
+    assert entmax(torch.zeros(2, 2, 0, 5), seen, 1.5).shape == (2, 2, 0, 5)
+
+
+# --- blocks that are run once more ---------------------------------------------------------------------
+
+
+def gradients(layer: hw.Attention, x: Tensor, z: Tensor | None = None) -> list[Tensor]:
+    y = layer(x, source=z)
+    weights = torch.linspace(-1, 2, y.numel(), dtype=y.dtype).view_as(y)
+    return torch.autograd.grad((y * weights).sum(), [x, *layer.parameters()])
+
+
+SPARSE = [
+    "window(40) | first(3)",
+    "dilated(5, rate=3)",
+    "window(9, after=4) | global((0, 77))",
+    "edges(((3, 200), (250, 1)))",
+]
+
+
+@pytest.mark.parametrize("pattern", SPARSE)
+def test_gradients_of_keys_read_by_several_blocks_are_added_up(pattern):
+    spec = base(kv=2, vdim=5, pattern=pattern, modifiers=(hw.Alibi(), hw.TalkingHeads(), hw.Dynamic(on="weights")))
+    layer, x = hw.Attention(spec).double(), numbers(2, 300, 10).requires_grad_()
+    found = {}
+    for layer.backend_name in ("chunked", "dense"):
+        found[layer.backend_name] = gradients(layer, x)
+    for ours, theirs in zip(found["chunked"], found["dense"], strict=True):
+        check_close(ours, theirs, rtol=1e-8, atol=1e-9)
+
+
+def test_only_what_is_asked_for_gets_a_gradient():
+    layer = hw.Attention(base(modifiers=(hw.TalkingHeads(),)), backend="chunked").double()
+    x = numbers(2, 300, 10)
+    layer.project["k"].requires_grad_(requires_grad=False)
+    layer(x).sum().backward()
+    assert layer.project["k"].grad is None
+    assert layer.project["v"].grad is not None
+    layer.requires_grad_(requires_grad=False)
+    assert not layer(x).requires_grad
+
+
+def test_what_is_dropped_is_dropped_again():
+    spec = base(modifiers=(hw.TalkingHeads(), hw.WeightDropout(0.5)))
+    layer, x = hw.Attention(spec, backend="chunked").double().train(), numbers(2, 300, 10)
+    v, step = layer.project["v"], numbers(*layer.project["v"].shape) * 1e-3
+
+    def read() -> Tensor:
+        torch.manual_seed(5)
+        return layer(x).square().sum()
+
+    made = read()
+    torch.manual_seed(7)
+    slope = (torch.autograd.grad(made, v)[0] * step).sum()
+    after = torch.rand(3)
+    torch.manual_seed(7)
+    assert torch.equal(after, torch.rand(3))
+    with torch.no_grad():
+        v += step
+        high = read()
+        v -= 2 * step
+        low = read()
+    check_close(slope, (high - low) / 2, rtol=1e-6)
+
+
+def test_what_was_cast_is_cast_again(monkeypatch):
+    layer = hw.Attention(base(modifiers=(hw.TalkingHeads(),), pattern="causal"))
+    x = torch.randn(2, 300, 10, requires_grad=True)
+    found, casts, form = {}, list[bool](), dense.attend_all_pairs
+    monkeypatch.setattr(
+        dense, "attend_all_pairs", lambda *said: casts.append(torch.is_autocast_enabled("cpu")) or form(*said)
+    )
+    for layer.backend_name in ("dense", "chunked"):
+        casts.clear()
+        with torch.autocast("cpu", torch.bfloat16):
+            y = layer(x)
+        found[layer.backend_name] = torch.autograd.grad(y.float().square().sum(), x)[0]
+    blocks, rest = divmod(len(casts), 2)
+    assert blocks > 1
+    assert (rest, casts) == (0, [True] * 2 * blocks)
+    assert not torch.equal(found["dense"], torch.zeros_like(x))
+    check_close(found["chunked"], found["dense"], rtol=0, atol=0.05 * found["dense"].abs().max().item())
+
+
+@pytest.mark.parametrize("preset", ["talking", "dcmha", "moh", "entmax"])
+def test_a_second_derivative_is_refused(preset):
+    """At once: a second pass that is asked for x alone would go around what has none, and be wrong."""
+    layer = hw.Attention(hw.design(preset=preset, model=16, heads=4))
+    x = torch.randn(1, 300, 16, requires_grad=True)
+    with pytest.raises(RuntimeError, match="create_graph=True"):
+        torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch, that it loops over rows
+@pytest.mark.parametrize("preset", ["talking", "dcmha", "moh", "entmax", "mha"])
+@pytest.mark.parametrize("count", [40, 300])
+def test_what_is_transformed_is_plain(preset, count):
+    """Under torch.func a layer gives what dense gives, of values and of slopes along a direction."""
+    pattern = {"pattern": "window(20)"} if preset == "mha" else {}
+    spec = hw.design(preset=preset, model=16, heads=4, **pattern)
+    layer, plain = hw.Attention(spec).double(), hw.Attention(spec, backend="dense").double()
+    plain.load_state_dict(layer.state_dict())
+    x, along = torch.randn(2, 3, count, 16, dtype=torch.float64)
+    with torch.no_grad():
+        each = torch.vmap(lambda row: layer(row[None])[0])(x)
+        assert torch.allclose(each, plain(x), rtol=1e-9, atol=1e-12)
+        if preset in ("talking", "dcmha"):  # of others torch, or their closed form, refuses it
+            assert torch.allclose(*(torch.func.jvp(f, (x,), (along,))[1] for f in (layer, plain)), rtol=1e-6)
+    slope, wanted = (torch.func.grad(lambda x, f=f: f(x).square().sum())(x) for f in (layer, plain))
+    assert torch.allclose(slope, wanted, rtol=1e-8, atol=1e-10)
+
+
+def test_what_a_block_keeps_is_gone_before_the_next():
+    """The largest that is held on the way back grows as the keys do, not as the pairs."""
+    peaks = []
+    for count in (512, 1024):
+        layer = hw.Attention(base(modifiers=(hw.TalkingHeads(),), pattern="causal"), backend="chunked")
+        y = layer(torch.randn(1, count, 10, requires_grad=True))
+        held: list[int] = []
+
+        def keep(tensor: Tensor, held: list[int] = held) -> Tensor:
+            held.append(tensor.untyped_storage().nbytes())
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            y.sum().backward()
+        peaks.append(max(held))
+    assert peaks[1] <= 2 * peaks[0]
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize(
+    "words",
+    [
+        {"modifiers": (hw.Dynamic(), hw.Dynamic(on="weights"))},
+        {"normaliser": hw.Entmax()},
+        {"normaliser": hw.Entmax(kind="learned"), "modifiers": (hw.TalkingHeads(),)},
+    ],
+    ids=["dynamic", "entmax", "learned"],
+)
+def test_kernels_stand_in_one_graph(words):
+    layer = hw.Attention(hw.design(model=16, heads=4, pattern="causal", **words), backend="chunked").double()
+    x = numbers(1, 300, 16).requires_grad_()
+    torch._dynamo.reset()
+    y = torch.compile(layer, fullgraph=True, backend="aot_eager")(x)
+    check_close(y, layer(x))
+    check_close(torch.autograd.grad(y.sum(), x)[0], torch.autograd.grad(layer(x).sum(), x)[0])
+
+
+def test_torch_knows_the_operations():
+    """Fake tensors, gradients and strides of all of them, as torch checks them."""
+    mixed = Mixed({"b": 2, "h": 4, "t": 3, "s": 19, "q": 2, "k": 1})
+    a, *factors = mixed.tensors
+    checks = ("test_schema", "test_faketensor", "test_autograd_registration")
+    found = torch.library.opcheck(mixing.mix_heads_by_factors, (a, mixed.own, mixed.each, factors), test_utils=checks)
+    s, seen = numbers(2, 3, 5, 7).requires_grad_(), torch.ones(1, 1, 5, 7, dtype=torch.bool)
+    found |= {
+        f"softmax {k}": v
+        for k, v in torch.library.opcheck(row_normalisers.masked_softmax, (s, seen), test_utils=checks).items()
+    }
+    for held in ((None, []), (numbers(2, 2, 7, 5).requires_grad_(), [0, 1, 1])):
+        given = (s, seen, alphas(s, 1.3).requires_grad_(), *held)
+        more = torch.library.opcheck(row_normalisers.masked_entmax, given, test_utils=checks)
+        assert {*found.values(), *more.values()} == {"SUCCESS"}

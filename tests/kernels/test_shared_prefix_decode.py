@@ -1,0 +1,398 @@
+"""Keys that rows share are read once for all of them: each row reads the same bits as alone, and no key twice."""
+
+from __future__ import annotations
+
+from array import array
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from tests.backends.test_paged_decode import MODEL, SPECS, begun, built, one_pass, pooled, step
+from tests.backends.test_ragged_decode import by_hand
+from torch.utils.flop_counter import FlopCounterMode
+
+import headwise as hw
+from headwise.cache import PagePool
+from headwise.kernels import PagedDecodeOptions, attend_paged, attend_paged_reference, jit
+from headwise.kernels.kv_block_attention import (
+    KV_BLOCK_SIZE,
+    KV_SPLIT_SIZE,
+    MAX_ROWS_TOGETHER,
+    PagedDecodeArgs,
+    num_kv_splits,
+    plan_size,
+)
+from headwise.kernels.paged_decode_kernel import PAGED_DECODE_KERNELS
+from headwise.kernels.split_kv_schedule import PLAN_ENTRY_BYTES
+from support.layer_cases import check_close
+
+KINDS = [torch.float32, torch.float64, torch.bfloat16, torch.int8]
+FEW = settings(max_examples=max(1, settings().max_examples // 4), deadline=None)
+
+
+@st.composite
+def trees(draw):
+    """Spans of rows in pages of some size: each goes on from the beginning of one before it, or of none."""
+    page = draw(st.sampled_from([1, 3, 7, 16, 19, 64]))
+    pool = iter(torch.randperm(4000, generator=torch.Generator().manual_seed(draw(st.integers(0, 99)))).tolist())
+    rows = []
+    for _ in range(draw(st.integers(1, 6))):
+        parent = draw(st.sampled_from([[], *rows]))
+        kept = parent[: draw(st.integers(0, len(parent)))]
+        begin = draw(st.integers(0, page - 1)) if not kept else 0
+        end = begin + draw(st.one_of(st.integers(0, 9), st.integers(0, 300)))
+        own = [(next(pool), begin if n == 0 else 0, min(page, end - n)) for n in range(0, end, page)]
+        rows.append([*kept, *own])
+    rows = draw(st.permutations(rows))
+    most = max(map(len, rows))
+    padded = [[*row, *[(next(pool), 0, 0)] * (most - len(row))] for row in rows]
+    table = torch.tensor(padded, dtype=torch.int64).view(len(rows), most, 3)
+    table[..., 0] = table[..., 0].unique(return_inverse=True)[1]  # no more pages than there are, as shuffled as before
+    return page, table
+
+
+def held(table: torch.Tensor, row: int) -> list[tuple[int, int, int]]:
+    """The keys of one row: page, slot and column."""
+    each = enumerate(table[row].tolist())
+    return [(page, slot, n) for n, (page, begin, end) in each for slot in range(begin, end)]
+
+
+def planned(table: torch.Tensor, page: int, threads: int = 1) -> list[list[tuple[tuple[int, ...], int]]]:
+    """The jobs that a table makes: which rows read how many keys, one after the other."""
+    (batch, count, _), told = table.shape, array("q", bytes(8 * len(PagedDecodeArgs)))
+    most = batch * num_kv_splits(count * page)
+    notes = torch.full((plan_size(batch, most),), -(10**6))
+    for at, value in (
+        (PagedDecodeArgs.SPANS, table.data_ptr()),
+        (PagedDecodeArgs.BATCH, batch),
+        (PagedDecodeArgs.SPAN_COUNT, count),
+        (PagedDecodeArgs.MAX_SPLITS, most),
+    ):
+        told[at // 8] = value
+    told[PagedDecodeArgs.PLAN // 8], told[PagedDecodeArgs.NUM_WORK_ITEMS // 8] = notes.data_ptr(), threads
+    jit.run_in_threads(PAGED_DECODE_KERNELS.function_address("plan"), told.buffer_info()[0], 1)
+    listed = notes.tolist()
+    jobs, order = (
+        (told[at // 8] - notes.data_ptr()) // 8 for at in (PagedDecodeArgs.WORK_ITEMS, PagedDecodeArgs.ROW_ORDER)
+    )
+    row = listed[order : order + 3 * batch : 3]
+    entries = [
+        listed[n : n + PLAN_ENTRY_BYTES // 8] for n in range(0, 4 * most * PLAN_ENTRY_BYTES // 8, PLAN_ENTRY_BYTES // 8)
+    ]
+    ends = listed[jobs : jobs + told[PagedDecodeArgs.NUM_WORK_ITEMS // 8] + 1]
+    read = [(tuple(row[e[0] : e[0] + e[1]]), e[4]) for e in entries[: ends[-1]]]
+    return [read[begin:end] for begin, end in pairwise(ends)]
+
+
+def numbers(table: torch.Tensor, page: int, kind: torch.dtype, heads: int, groups: int, widths: tuple[int, int]):
+    """Queries, pages of keys and of values with scales, if any, and what is added."""
+    count = int(table[..., 0].max()) + 1 if table.numel() else 1
+    k, v = (torch.randn(count, groups, page, width) for width in widths)
+    scales = (None, None)
+    if kind == torch.int8:
+        scales = torch.rand(count, groups, page) / 100, torch.rand(count, groups, page) / 100
+        k, v = ((t * 40).round().clamp(-127, 127) for t in (k, v))
+    q = torch.randn(len(table), heads, widths[0]).to(torch.float32 if kind == torch.int8 else kind)
+    return q, k.to(kind), v.to(kind), scales
+
+
+def of_row(beside: PagedDecodeOptions, row: int) -> PagedDecodeOptions:
+    return beside if beside.bias is None else beside._replace(bias=beside.bias[row : row + 1])
+
+
+# --- what is read --------------------------------------------------------------------------------------
+
+
+@given(
+    drawn=trees(), seed=st.integers(0, 99), kind=st.sampled_from(KINDS), beside=st.booleans(),
+    heads=st.sampled_from([(6, 2), (8, 2), (5, 1), (3, 3), (10, 2)]), widths=st.sampled_from([(16, 21), (37, 32)]),
+)  # fmt: skip
+@settings(max_examples=60, deadline=None)
+def test_each_row_reads_as_it_does_alone(drawn, seed, kind, beside, heads, widths):
+    """Bit for bit; and it is what the definition reads of its list of keys."""
+    page, table = drawn
+    torch.manual_seed(seed)
+    q, k, v, scales = numbers(table, page, kind, heads[0], heads[1], widths)
+    more = PagedDecodeOptions(None, None, *scales)
+    if beside:
+        bias = torch.randn(len(table), heads[0], table.shape[1] * page)
+        bias.view(-1)[:: 5 + seed] = -torch.inf
+        more = PagedDecodeOptions(bias, torch.randn(heads[0]), *scales, softcap=3.0)
+    o, lse = attend_paged(q, k, v, table, scale=0.25, options=more)
+    full = [t.double() if s is None else t.double() * s[..., None] for t, s in zip((k, v), scales, strict=True)]
+    close = {"rtol": 1e-2, "atol": 1e-2} if kind == torch.bfloat16 else {"atol": 3e-5, "rtol": 1e-4}
+    for row in range(len(table)):
+        alone = attend_paged(q[row : row + 1], k, v, table[row : row + 1], scale=0.25, options=of_row(more, row))
+        assert torch.equal(o[row], alone[0][0])
+        assert torch.equal(lse[row], alone[1][0])
+        keys = held(table, row)
+        at = [torch.tensor([key[n] for key in keys], dtype=torch.int64) for n in range(3)]
+        own = of_row(more, row)
+        if own.bias is not None:
+            own = own._replace(bias=own.bias[:, :, at[2].new_tensor([n * page + s for _, s, n in keys])])
+        expected = by_hand(q[row], full[0][at[0], :, at[1]], full[1][at[0], :, at[1]], 0.25, own)
+        check_close(o[row], expected[0], **close)
+
+
+@given(drawn=trees())
+@settings(max_examples=100, deadline=None)
+def test_no_block_is_read_twice(drawn):
+    """A block of keys with all before it is one and the same for every row that has it, and read once."""
+    page, table = drawn
+    blocks = set()
+    for row in range(len(table)):
+        keys = held(table, row)
+        blocks |= {tuple(keys[: begin + KV_BLOCK_SIZE]) for begin in range(0, len(keys), KV_BLOCK_SIZE)}
+    jobs = planned(table, page)
+    ours = sum(count for job in jobs for _, count in job)
+    assert ours == sum((len(block) - 1) % KV_BLOCK_SIZE + 1 for block in blocks)
+    each = [sum(count for job in jobs for rows, count in job if row in rows) for row in range(len(table))]
+    assert each == [len(held(table, row)) for row in range(len(table))]
+
+
+def tailed(rows: int, shared: int, own: int, page: int = 16) -> torch.Tensor:
+    """A table of rows that begin with the same pages; then each has its own."""
+    first = [(n, 0, page) for n in range(shared // page)]
+    count = -(-own // page)
+    tails = [
+        [(len(first) + row * count + n, 0, min(page, own - n * page)) for n in range(count)] for row in range(rows)
+    ]
+    return torch.tensor([[*first, *tail] for tail in tails])
+
+
+def test_a_plan_reads_whole_pieces_together_and_then_each_row_by_itself():
+    jobs = planned(tailed(3, 2 * KV_SPLIT_SIZE, 40), 16)
+    assert jobs == [
+        [((0, 1, 2), KV_SPLIT_SIZE)],
+        [((0, 1, 2), KV_SPLIT_SIZE)],
+        [((0,), 40)],
+        [((1,), 40)],
+        [((2,), 40)],
+    ]
+
+
+def test_a_piece_that_rows_begin_together_is_one_job():
+    """The rows part within it: whole blocks are read together, then each reads its own."""
+    jobs = planned(tailed(2, KV_BLOCK_SIZE + 16, 100), 16)
+    assert jobs[0][0] == ((0, 1), KV_BLOCK_SIZE)
+    assert sorted(rows for rows, _ in jobs[0][1:]) == [(0,), (0,), (1,), (1,)]
+    assert len(jobs) == 1
+
+
+def test_rows_with_nothing_in_common_are_planned_in_order():
+    jobs = planned(tailed(3, 0, KV_SPLIT_SIZE + 7), 16)
+    assert jobs == [[((row,), count)] for row in range(3) for count in (KV_SPLIT_SIZE, 7)]
+    assert planned(torch.zeros(2, 0, 3, dtype=torch.int64), 16) == [[((0,), 0)], [((1,), 0)]]
+
+
+def test_who_shares_more_stands_nearer():
+    """Rows of two groups, one of which parts again, in turns."""
+    a, b, c, d = (list(range(n, n + 16)) for n in (0, 100, 200, 300))
+    rows = [[*a, *b, 400], [*d, 401], [*a, *c, 402], [*a, *b, 403], [*d, 404], [*a, *c, 405]]
+    most = max(map(len, rows))
+    table = torch.tensor([[(n, 0, 16) for n in row] + [(0, 0, 0)] * (most - len(row)) for row in rows])
+    read = [entry for job in planned(table, 16) for entry in job]
+    assert [entry for entry in read if len(entry[0]) > 1] == [
+        ((0, 3, 2, 5), 256),
+        ((0, 3), 256),
+        ((2, 5), 256),
+        ((1, 4), 256),
+    ]
+
+
+def test_many_rows_read_in_teams():
+    count = 2 * MAX_ROWS_TOGETHER + 3
+    table = tailed(count, KV_SPLIT_SIZE, 5)
+    shared = [job[0] for job in planned(table, 16) if job[0][1] == KV_SPLIT_SIZE]
+    assert [len(rows) for rows, _ in shared] == [MAX_ROWS_TOGETHER, 6, 5]
+    q, k, v, _ = numbers(table, 16, torch.float32, 6, 2, (16, 16))
+    o, _ = attend_paged(q, k, v, table, scale=0.25)
+    for row in range(count):
+        assert torch.equal(o[row], attend_paged(q[row : row + 1], k, v, table[row : row + 1], scale=0.25)[0][0])
+
+
+def test_teams_are_smaller_where_threads_would_wait():
+    """Eight rows of two pieces; and of many, enough for all threads as they are."""
+    sizes = {
+        threads: {len(job[0][0]) for job in planned(tailed(8, KV_SPLIT_SIZE, 9), 16, threads)}
+        for threads in (1, 2, 3, 8)
+    }
+    assert {threads: max(told) for threads, told in sizes.items()} == {1: 8, 2: 4, 3: 2, 8: 1}
+    assert max(len(job[0][0]) for job in planned(tailed(8, 8 * KV_SPLIT_SIZE, 9), 16, 2)) == MAX_ROWS_TOGETHER
+
+
+def test_the_same_page_cut_otherwise_is_not_the_same():
+    """Rows whose windows begin at another slot, or that read other slots of a page, share nothing."""
+    table = torch.tensor([[[0, 0, 64], [1, 0, 64]], [[0, 1, 64], [1, 0, 64]], [[0, 0, 63], [1, 0, 64]]])
+    assert all(len(rows) == 1 for job in planned(table, 64) for rows, _ in job)
+    table = torch.tensor([[[0, 0, 64], [1, 0, 64]], [[0, 0, 64], [1, 0, 63]]])
+    assert planned(table, 64) == [[((0, 1), 64), ((0,), 64), ((1,), 63)]]
+
+
+def test_a_row_that_ends_within_a_block_reads_it_alone():
+    """Another has all of its keys, and more behind them in the same block."""
+    table = torch.tensor([[[0, 0, 50], [1, 0, 50]], [[0, 0, 50], [9, 0, 0]]])
+    assert planned(table, 50) == [[((0,), 100)], [((1,), 50)]]
+    q, k, v, _ = numbers(table, 50, torch.float64, 4, 2, (16, 16))
+    o, _ = attend_paged(q, k, v, table, scale=0.25)
+    check_close(o[1], by_hand(q[1], k[0].transpose(0, 1), v[0].transpose(0, 1), 0.25)[0])
+
+
+def test_a_row_that_goes_on_reads_what_is_behind():
+    """It has all blocks of another, whose text ends with one, and one block more."""
+    table = torch.tensor([[[0, 0, 64], [9, 0, 0]], [[0, 0, 64], [1, 0, 64]]])
+    assert planned(table, 64) == [[((0, 1), 64), ((1,), 64)]]
+
+
+def test_rows_that_part_twice_in_a_piece_keep_what_they_read():
+    """All four read a block together, then two and two, then each its own: one job, one piece of each."""
+    spans = [[0, 1, 3], [0, 1, 4], [0, 2, 5], [0, 2, 6]]
+    table = torch.tensor([[(page, 0, 64) for page in row] for row in spans])
+    (job,) = planned(table, 64)
+    assert job[:3] == [((0, 1, 2, 3), 64), ((0, 1), 64), ((2, 3), 64)]
+    q, k, v, _ = numbers(table, 64, torch.float64, 4, 2, (16, 16))
+    o, _ = attend_paged(q, k, v, table, scale=0.25)
+    check_close(o, attend_paged_reference(q, k, v, table, scale=0.25)[0])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_stands_beside_is_each_rows_own(kind):
+    """Biases, a ceiling, sinks and scales of rows that part within a piece, and of several pieces."""
+    table = torch.cat(
+        [
+            tailed(3, KV_SPLIT_SIZE + KV_BLOCK_SIZE, 50),
+            tailed(1, 2 * KV_BLOCK_SIZE, KV_SPLIT_SIZE + KV_BLOCK_SIZE + 50 - 2 * KV_BLOCK_SIZE),
+        ]
+    )
+    q, k, v, scales = numbers(table, 16, kind, 8, 2, (16, 21))
+    bias = torch.randn(4, 8, table.shape[1] * 16)
+    beside = PagedDecodeOptions(bias, torch.randn(8), *scales, softcap=2.0)
+    o, lse = attend_paged(q, k, v, table, scale=0.3, options=beside)
+    expected = attend_paged_reference(q, k, v, table, scale=0.3, options=beside)
+    close = {"rtol": 2e-2, "atol": 2e-2} if kind == torch.bfloat16 else {"rtol": 1e-4, "atol": 3e-5}
+    check_close(o, expected[0], **close)
+    check_close(lse, expected[1], **close)
+    for row in range(4):
+        assert torch.equal(
+            o[row], attend_paged(q[[row]], k, v, table[[row]], scale=0.3, options=of_row(beside, row))[0][0]
+        )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_threads_change_no_bit(dtype):
+    table = torch.cat(
+        [tailed(5, 2 * KV_SPLIT_SIZE + KV_BLOCK_SIZE, 70), tailed(5, 2 * KV_SPLIT_SIZE + KV_BLOCK_SIZE, 70)]
+    )
+    q, k, v, _ = numbers(table, 16, dtype, 6, 2, (32, 32))
+    threads, found = torch.get_num_threads(), []
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            found.append(attend_paged(q, k, v, table, scale=0.3)[0])
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_large_scores_and_nan_stay_with_whom_they_belong_to(dtype):
+    table = tailed(3, KV_SPLIT_SIZE, 20)
+    q, k, v, _ = numbers(table, 16, dtype, 6, 2, (16, 16))
+    k[: KV_SPLIT_SIZE // 16] *= 1e4
+    q[1] = torch.nan
+    v[int(table[2, -1, 0]), 0] = torch.nan
+    o, lse = attend_paged(q, k, v, table, scale=1.0)
+    assert o[0].isfinite().all()
+    assert lse[0].isfinite().all()
+    assert o[1].isnan().all()
+    assert o[2, :3].isnan().all()
+    assert o[2, 3:].isfinite().all()
+
+
+def test_gradients_are_those_of_rows_apart():
+    table = tailed(2, KV_BLOCK_SIZE, 3, page=8)
+    q, k, v, _ = numbers(table, 8, torch.float64, 4, 2, (5, 3))
+    given_all = [t.requires_grad_() for t in (q, k, v)]
+    together = torch.autograd.grad(attend_paged(q, k, v, table, scale=0.5)[0].square().sum(), given_all)
+    apart = [torch.zeros_like(t) for t in given_all]
+    for row in range(2):
+        o, _ = attend_paged(q[row : row + 1], k, v, table[row : row + 1], scale=0.5)
+        apart = [a + g for a, g in zip(apart, torch.autograd.grad(o.square().sum(), given_all), strict=True)]
+    for ours, theirs in zip(together, apart, strict=True):
+        check_close(ours, theirs)
+
+
+def test_products_are_counted_for_every_row():
+    table = tailed(3, KV_SPLIT_SIZE, 16)
+    q, k, v, _ = numbers(table, 16, torch.float32, 6, 2, (16, 24))
+    with FlopCounterMode(display=False) as counter:
+        attend_paged(q, k, v, table, scale=1.0)
+    assert counter.get_total_flops() == 2 * 3 * 6 * (KV_SPLIT_SIZE + 16) * (16 + 24)
+
+
+# --- caches --------------------------------------------------------------------------------------------
+
+
+def together(pool: PagePool, cache: hw.KVCache) -> int:
+    """How many rows read something together, in the last step of a cache."""
+    told = cache._seats.accesses[0].held_pages._placed
+    return max(len(rows) for job in planned(told.table.contiguous(), pool.paging.groups[0].page) for rows, _ in job)
+
+
+@pytest.mark.parametrize("name", SPECS)
+@FEW
+@given(
+    first=st.integers(3, 220), more=st.lists(st.integers(1, 90), min_size=2, max_size=2),
+    page=st.sampled_from([1, 4, 7, 16]), order=st.integers(0, 9),
+)  # fmt: skip
+def test_rows_that_fork_read_as_one_pass_reads(name, first, more, page, order):
+    """One text; three go on from it, the first two of these again as two each, and all write behind what they share."""
+    layer = built(name)
+    pool = pooled(layer.spec, torch.float64, page, 5 * (-(-400 // page) + 2), order)
+    texts = [torch.randn(first, MODEL, dtype=torch.float64)]
+    cache = begun(layer, pool, texts[0][None], [first])
+    for taken, count in zip(([0, 0, 0], [0, 0, 2, 1, 1]), more, strict=True):
+        cache.select_rows(torch.tensor(taken))
+        new = torch.randn(len(taken), count, MODEL, dtype=torch.float64)
+        with torch.no_grad():
+            layer(new, cache=cache)
+        texts = [torch.cat([texts[n], own]) for n, own in zip(taken, new, strict=True)]
+        for _ in range(2):
+            new = torch.randn(len(taken), 1, MODEL, dtype=torch.float64)
+            texts = [torch.cat(told) for told in zip(texts, new, strict=True)]
+            ours = step(layer, cache, new, "paged")
+            for row, text in zip(ours, texts, strict=True):
+                check_close(row, one_pass(layer, text))
+    if layer.spec.pattern.retention == (0, None) and first // page * page >= KV_BLOCK_SIZE:
+        assert together(pool, cache) == 5
+
+
+@pytest.mark.parametrize("name", ["grouped", "alibi", "window"])
+def test_rows_that_adopt_a_beginning_read_it_together(name):
+    """Texts that are known to begin alike, of different lengths behind it."""
+    layer = built(name)
+    pool = pooled(layer.spec, torch.float64, 4, 400, 1)
+    ids = [n % 11 for n in range(230)]
+    x = torch.randn(4, 260, MODEL, dtype=torch.float64)
+    x[:, :200] = x[:1, :200]
+    rows = [pool.book.new_sequence()]
+    cache = pool.caches(pool.batch_of(rows))[0]
+    with torch.no_grad():
+        layer(x[:1, :200], cache=cache)
+    pool.book.publish_prefix(rows[0], ids[:200])
+    for own in range(3):
+        rows.append(pool.book.new_sequence())
+        pool.book.reuse_prefix(rows[-1], pool.book.find_prefix(rows[-1], [*ids[:200], 90 + own]))
+    cache = pool.caches(pool.batch_of(rows))[0]
+    lengths = [21, 1, 14, 30]
+    at = hw.SequenceInfo.from_batch(x[:, 200:230], lengths=lengths)
+    at = hw.SequenceInfo(at.position + 200, at.segment)
+    with torch.no_grad():
+        layer(x[:, 200:230], cache=cache, sequence=at)
+    new = torch.randn(4, 1, MODEL, dtype=torch.float64)
+    ours = step(layer, cache, new, "paged")
+    for row, length in enumerate(lengths):
+        check_close(ours[row], one_pass(layer, torch.cat([x[row, : 200 + length], new[row]])))
+    assert together(pool, cache) == (4 if name != "window" else 1)

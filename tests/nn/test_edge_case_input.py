@@ -1,0 +1,263 @@
+"""What is odd but legal just works: a NaN shows, nothing to read reads zero, nothing at all is an amount.
+
+And documents that a cache cannot take are refused.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+import headwise as hw
+from support.spec_strategies import base, pool
+
+NAN = float("nan")
+X = torch.zeros(3, 7, 10, dtype=torch.float64)
+
+
+def layer(backend: str | None = None, **said: object) -> hw.Attention:
+    return hw.Attention(base(**said), backend=backend).double()
+
+
+def numbers(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+PATTERNS = ("full()", "causal()", "window(2)", "first(2)")
+TOKENS = {
+    "whole": lambda x: hw.SequenceInfo.contiguous(0, 7, "cpu"),
+    "packed": lambda x: hw.SequenceInfo.from_batch(x, segments=torch.tensor([[0, 0, 0, 1, 1, 1, 1]] * 3)),
+    "padded": lambda x: hw.SequenceInfo.from_batch(x, lengths=[7, 5, 3]),
+}
+
+
+@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("backend", ["dense", "sdpa"])
+def test_a_nan_is_never_hidden(backend: str, pattern: str, tokens: str):
+    """Who may read it shows it, and so does whoever asks with it; other rows never do.
+
+    Between the two (the same row, but no right to read) 0 times NaN is NaN, and no backend replaces it.
+    """
+    used, x = layer(backend, pattern=pattern, kv=2), numbers(3, 7, 10)
+    at = TOKENS[tokens](x)
+    x[1, 1] = NAN
+    y, sight = used(x, sequence=at), hw.AttentionMask(at, at, used.spec.pattern)
+    reads = sight.allowed.expand(3, -1, -1, -1)[1, 0, :, 1]
+    assert reads.any()
+    assert y[1][reads].isnan().all()
+    assert y[1, 1].isnan().all()
+    assert torch.isfinite(y[[0, 2]]).all()
+
+
+@pytest.mark.parametrize("backend", ["dense", "sdpa"])
+def test_a_nan_that_only_asks_is_seen_there_and_nowhere_else(backend: str):
+    """Keys and values are sound; the NaN comes in by the scores of one query, and goes out by its output."""
+    used, x = layer(backend, kv=2, source=13), numbers(3, 7, 10)
+    x[1, 4] = NAN
+    y = used(x, source=numbers(3, 11, 13))
+    assert y[1, 4].isnan().all()
+    assert y.isnan().any(-1).nonzero().tolist() == [[1, 4]]
+
+
+def test_a_nan_that_a_ring_has_forgotten_is_gone():
+    used, x = layer(pattern="window(3)"), numbers(1, 13, 10)
+    x[0, 4] = NAN
+    cache = used.cache(batch=1, capacity=31)
+    y = torch.cat([used(one, cache=cache) for one in x.split(1, 1)], 1)
+    assert y.isnan().all(-1)[0].nonzero().flatten().tolist() == [4, 5, 6]
+
+
+EVERYWHERE = [("dense", normaliser) for normaliser in pool("normaliser")]
+EVERYWHERE += [("sdpa", hw.Softmax()), ("sdpa", hw.SinkSoftmax()), ("grouped", hw.Softmax())]
+
+
+@pytest.mark.parametrize("mask", [False, True], ids=["padding", "mask"])
+@pytest.mark.parametrize(("backend", "normaliser"), EVERYWHERE, ids=str)
+def test_a_query_with_nothing_to_read_reads_zero(backend: str, normaliser: object, mask: bool):
+    """Then y is the bias of the output; every normaliser, fused or not, and no gradient is a NaN."""
+    if mask and backend != "dense":
+        with pytest.raises(hw.NoBackend, match=r"does not support a mask given by the caller; dense does"):
+            layer(backend, kv=2)(X[:2, :1], mask=torch.ones(2, 1, 1, 1, dtype=torch.bool))
+        return
+    similarity = hw.FeatureMap() if isinstance(normaliser, hw.Sum) else hw.Dot()
+    used = layer(backend, normaliser=normaliser, similarity=similarity, bias="qkvo", kv=2)
+    z = numbers(2, 7, 10)
+    x = numbers(2, 1, 10) if backend == "grouped" else z
+    hidden = torch.tensor([True, False])[:, None, None, None].expand(2, 1, x.shape[1], 7) if mask else None
+    kept = used.project_source(z, sequence=None if mask else hw.SequenceInfo.from_batch(z, lengths=[7, 0]))
+    with torch.no_grad():
+        used.output["o_bias"].normal_()
+    y, o = used(x, source=kept, mask=hidden), used.head_outputs(x, source=kept, mask=hidden)
+    assert (o[1] == 0).all()
+    assert (o[0].abs() > 0).any()
+    torch.testing.assert_close(y[1], used.output["o_bias"].expand_as(y[1]), rtol=0, atol=1e-12)
+    y.sum().backward()
+    assert all(torch.isfinite(p.grad).all() for p in used.parameters() if p.grad is not None)
+
+
+@pytest.mark.parametrize("backend", ["dense", None])
+@pytest.mark.parametrize("shape", [(0, 7), (2, 0), (2, 1), (0, 0)], ids=str)
+@pytest.mark.parametrize("keys", [11, 1, 0])
+def test_nothing_is_a_legal_amount(keys: int, shape: tuple[int, int], backend: str | None):
+    """No row, no query, one token, no key: the same shapes as ever, and zero where nothing could be read."""
+    used = layer(backend, kv=2, vdim=5, source=13)
+    y = used.head_outputs(numbers(*shape, 10), source=numbers(shape[0], keys, 13))
+    assert y.shape == (*shape, 6, 5)
+    assert keys or (y == 0).all()
+    own = layer(backend, kv=2, pattern="causal()")
+    cache = own.cache(batch=shape[0], capacity=9)
+    assert own(numbers(*shape, 10)).shape == own(numbers(*shape, 10), cache=cache).shape == (*shape, 10)
+
+
+@pytest.mark.parametrize("backend", ["dense", "sdpa"])
+def test_strides_do_not_matter(backend: str):
+    used, x = layer(backend, pattern="causal()", kv=2), numbers(10, 7, 2).permute(2, 1, 0)
+    assert not x.is_contiguous()
+    torch.testing.assert_close(used(x), used(x.contiguous()), rtol=0, atol=1e-12)
+    torch.testing.assert_close(used(x[:, ::2]), used(x[:, ::2].contiguous()), rtol=0, atol=1e-12)
+    one = numbers(1, 7, 10).expand(3, -1, -1)
+    torch.testing.assert_close(used(one), used(one[:1]).expand(3, -1, -1), rtol=0, atol=1e-12)
+
+
+STATED = {"similarity": hw.FeatureMap(), "normaliser": hw.Sum(), "pattern": "causal()"}
+SPEAKING = {"all": (1, 4, 5, 0, 2, 3), "one twice": (0, 1, 2, 2, 4, 5), "two": (5, 1)}
+
+
+def speaking(plain: hw.Attention, speaks: tuple[int, ...], backend: str | None) -> hw.Attention:
+    """The layer of whose heads only these speak, in this order."""
+    spec = replace(plain.spec, heads=replace(plain.spec.heads, speaks=speaks))
+    chosen = hw.Attention(spec, backend=backend).double()
+    weights = {name: plain.state_dict().get(name) for name in chosen.state_dict()}
+    out = weights["output.o"].view(10, 6, -1)[:, list(speaks)].flatten(1)
+    chosen.load_state_dict(weights | {"output.o": out})
+    return chosen
+
+
+@pytest.mark.parametrize("count", [1, 7])
+@pytest.mark.parametrize("kv", [1, 2, 6])
+@pytest.mark.parametrize("who", SPEAKING)
+@pytest.mark.parametrize("backend", ["dense", None])
+def test_heads_may_speak_in_any_order(backend: str | None, who: str, kv: int, count: int):
+    plain, x, z = layer("dense", kv=kv), numbers(3, count, 10), numbers(3, 11, 10)
+    chosen = speaking(plain, SPEAKING[who], backend)
+    wanted = plain.head_outputs(x, source=z)[:, :, list(SPEAKING[who])]
+    torch.testing.assert_close(chosen.head_outputs(x, source=z), wanted, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("who", SPEAKING)
+def test_heads_with_a_state_may_speak_in_any_order(who: str):
+    chosen, x = speaking(layer(kv=2, **STATED), SPEAKING[who], None), numbers(2, 7, 10)
+    cache = chosen.cache(batch=2, capacity=9)
+    said = torch.cat([chosen(x[:, :4], cache=cache), chosen(x[:, 4:], cache=cache)], 1)
+    torch.testing.assert_close(said, chosen(x), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("said", [{"pattern": "window(3)"}, {"pattern": "dilated(3, 2)"}], ids=["window", "dilated"])
+def test_every_causal_spec_can_be_decoded(said: dict[str, object]):
+    """A similarity that has a state, in a layer that cannot use one, keeps its tokens instead."""
+    used, x = layer(**(STATED | said)), numbers(2, 7, 10)
+    cache = used.cache(batch=2, capacity=9)
+    torch.testing.assert_close(used(x, cache=cache), used(x), rtol=0, atol=1e-12)
+
+
+def at(position: list[int], segment: list[int]) -> hw.SequenceInfo:
+    return hw.SequenceInfo(torch.tensor([position]), torch.tensor([segment]))
+
+
+def test_a_later_document_may_not_be_forgotten():
+    """Segments only go forward, in every row."""
+    used, x = layer(pattern="causal()"), numbers(1, 3, 10)
+    cache = used.cache(batch=1, capacity=9)
+    used(x, cache=cache, sequence=at([0, 1, 0], [0, 0, 1]))
+    with pytest.raises(ValueError, match=r"went back to an earlier position or segment; .*goes forward"):
+        used(x[:, :1], cache=cache, sequence=at([2], [0]))
+
+
+def test_a_state_cannot_tell_documents_apart():
+    used, x = layer(**STATED), numbers(1, 3, 10)
+    with pytest.raises(ValueError, match=r"cannot tell segments apart; give each .*cache of its own"):
+        used(x, cache=used.cache(batch=1, capacity=9), sequence=at([0, 1, 0], [0, 0, 1]))
+
+
+def test_a_later_prefix_must_come_at_once_too():
+    """The first keys of a second document are read by queries that were there before them."""
+    used, x = layer(pattern="prefix(3)"), numbers(1, 9, 10)
+    cache, whole_row = used.cache(batch=1, capacity=9), at([0, 1, 2, 3, 0, 1, 2, 3, 4], [0] * 4 + [1] * 5)
+    cut = hw.SequenceInfo(whole_row.position[:, :6], whole_row.segment[:, :6])
+    with pytest.raises(ValueError, match="first 3 tokens"):
+        used(x[:, :6], cache=cache, sequence=cut)
+
+
+def test_what_a_caller_claims_of_tokens_is_not_believed():
+    """`start` is what the library knows; handed in from outside it says nothing, and a list will do for a tensor."""
+    claimed = hw.SequenceInfo(torch.arange(3)[None] + 5, torch.zeros(1, 3, dtype=torch.int64), start=0)
+    assert claimed.start is None
+    x = numbers(2, 7, 10)
+    assert torch.equal(hw.SequenceInfo.from_batch(x, segments=[[0] * 7] * 2).position, torch.arange(7).expand(2, 7))
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32], ids=str)
+def test_positions_of_small_types_are_positions(dtype: torch.dtype):
+    """A window reaches back by subtraction, which small unsigned numbers cannot take."""
+    for said in ({"pattern": "window(3)"}, {"pattern": "causal()", "modifiers": (hw.Shaw(reach=2), hw.Alibi())}):
+        used, x = layer(**said), numbers(2, 7, 10)
+        small = hw.SequenceInfo(torch.arange(7, dtype=dtype)[None], torch.zeros(1, 7, dtype=dtype))
+        torch.testing.assert_close(used(x, sequence=small), used(x), rtol=0, atol=1e-12)
+        cache = used.cache(batch=2, capacity=9)
+        packed = hw.SequenceInfo.from_batch(x, segments=torch.zeros(2, 7, dtype=torch.int32))
+        torch.testing.assert_close(used(x, sequence=packed, cache=cache), used(x), rtol=0, atol=1e-12)
+
+
+def test_segments_may_be_any_numbers():
+    far = torch.tensor([[0, 2**61, 2**62]])
+    assert hw.SequenceInfo(torch.tensor([[5, 5, 2**32 - 1]]), far).count == 3
+    used, x = layer(pattern="causal()"), numbers(1, 3, 10)
+    cache = used.cache(batch=1, capacity=9)
+    used(x, sequence=hw.SequenceInfo(torch.zeros(1, 3, dtype=torch.int64), far), cache=cache)
+    with pytest.raises(ValueError, match="went back"):
+        used(x[:, :1], sequence=at([0], [7]), cache=cache)
+
+
+def test_a_state_keeps_sums_that_its_inputs_could_not():
+    spec = hw.design(model=16, heads=2, pattern="causal", similarity=hw.FeatureMap(), normaliser=hw.Sum())
+    used = hw.Attention(spec).to(torch.bfloat16).eval()
+    x = torch.randn(1, 600, 16).to(torch.bfloat16)
+    cache = used.cache(batch=1, capacity=1)
+    with torch.no_grad():
+        steps = torch.cat([used(x[:, t : t + 1], cache=cache) for t in range(600)], 1)
+        truth = hw.Attention(spec).double()
+        truth.load_state_dict({name: weight.double() for name, weight in used.state_dict().items()})
+        truth = truth(x.double())
+    error, usual = ((y.double() - truth)[:, -50:].abs().mean() for y in (steps, used(x)))
+    assert error <= 2 * usual
+
+
+@pytest.mark.parametrize("kind", ["plain", "ring"])
+def test_caches_work_under_autocast(kind: str):
+    used = hw.Attention(base(pattern="causal()" if kind == "plain" else "window(3)"))
+    x = torch.randn(2, 7, 10)
+    cache = used.cache(batch=2, capacity=9)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        whole = used(x)
+        first = used(x[:, :3], cache=cache, sequence=hw.SequenceInfo.from_batch(x[:, :3], lengths=[3, 3]))
+        rest = [used(x[:, 3:5], cache=cache), *(used(x[:, t : t + 1], cache=cache) for t in (5, 6))]
+    torch.testing.assert_close(torch.cat([first, *rest], 1), whole, rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("project", [hw.Latent(rank=4, rope=0), hw.Collaborative(width=2)], ids=str)
+@pytest.mark.parametrize("part", [hw.Shaw(reach=2), hw.ShawValues(reach=2)], ids=str)
+def test_widths_that_happen_to_agree_do_not_make_a_part_fit(project: object, part: object):
+    with pytest.raises(hw.SpecError, match="Shaw"):
+        hw.design(model=8, heads=2, project=project, modifiers=(part,))
+
+
+def test_only_distances_matter_however_far_out():
+    """In float32 too: an angle is worked out in float64 before it is rounded."""
+    used = hw.Attention(base(pattern="causal()", modifiers=(hw.Rotary(),)))
+    x, place = torch.randn(1, 7, 10), torch.arange(7)[None]
+    far = hw.SequenceInfo(place + 2**24, torch.zeros_like(place))
+    torch.testing.assert_close(used(x, sequence=far), used(x), rtol=1e-4, atol=1e-5)

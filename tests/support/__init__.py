@@ -1,0 +1,1 @@
+"""Models, data and checks that several test files use."""

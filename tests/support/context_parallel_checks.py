@@ -1,0 +1,283 @@
+"""What two ranks that divide the tokens of rows are held to, by name; each is run on both."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import headwise as hw
+from headwise import model_spec as bp
+from headwise.data import IGNORE_INDEX, Batch
+from headwise.distributed.context_parallel import gather_token_outputs, shard_tokens
+from headwise.distributed.parallel_attention import (
+    TOKEN_ORDERS,
+    TensorContextParallel,
+    set_parallel_context,
+    use_whole_rows,
+)
+from headwise.masking.sequence_info import SequenceInfo
+from support import layer_cases as cases
+from support.layer_cases import check_close
+from support.parallel_models import (
+    HEADS,
+    MODEL,
+    STEPS,
+    alive,
+    batch_of,
+    built,
+    check_context,
+    described,
+    loss_of,
+    said,
+    spec_of,
+    stack,
+    world,
+)
+from support.rank_checks import run
+
+CASES: dict[str, Callable[[], None]] = {}
+ORDER = {"decoder": "zigzag", "encoder": "runs", "encoder-decoder": "runs"}
+
+
+def case(run: Callable[[], None]) -> Callable[[], None]:
+    """One more, under its own name."""
+    CASES[run.__name__] = run
+    return run
+
+
+def check(name: str) -> None:
+    """Run one, "preset kind" or a case of its own."""
+    if name in CASES:
+        CASES[name]()
+    else:
+        preset, kind = name.split()
+        check_model(described(preset, kind), ORDER[kind], steps=STEPS if kind == "decoder" else 1)
+
+
+def check_model(model: bp.ModelSpec, order: str, tokens=None, count: int = 7, steps: int = 1) -> None:
+    """A model whose padding asks nothing."""
+    batch = batch_of(model, tokens or {}, count)
+    if batch.labels.dim() == 2:
+        batch = replace(batch, labels=batch.labels.where(alive(batch), IGNORE_INDEX))
+    check_context(built(model), world(), order, batch, steps=steps)
+
+
+def decoder(*blocks: bp.BlockSpec, heads=None, **said) -> bp.ModelSpec:
+    """A decoder of these blocks."""
+    return bp.ModelSpec(
+        "one", "decoder", (stack("decoder", blocks, **said),), heads or (bp.OutputHeadSpec("tokens", 11),)
+    )
+
+
+def spread(layer, order: str):
+    """A copy that shares its rows."""
+    part = copy.deepcopy(layer)
+    set_parallel_context(part, TensorContextParallel(context_group=world(), token_order=order))
+    return part
+
+
+def row(x: Tensor, tokens: SequenceInfo | None, order: str) -> tuple[Tensor, SequenceInfo]:
+    """This rank's tokens of vectors."""
+    own = shard_tokens(Batch(x, torch.zeros(x.shape[:2], dtype=torch.int64), tokens), world(), order)
+    assert own.tokens is not None
+    return own.x, own.tokens
+
+
+def check_layer(name: str, layer, x: Tensor, tokens: SequenceInfo, order: str, source=None) -> None:
+    """Outputs and gradients of one layer, whatever stands where."""
+    wire, part, leaves = world(), spread(layer, order), [x.detach().requires_grad_()]
+    live = tokens.is_real.expand(x.shape[:2])
+    asks = torch.randn(x.shape, generator=torch.Generator().manual_seed(4), dtype=x.dtype) * live[..., None]
+    (own, at), (mine, _) = row(leaves[0], tokens, order), row(asks, tokens, order)
+    given, theirs = {}, {}
+    if source is not None:
+        z, told = source[0].detach().requires_grad_(), source[1]
+        cut, there = row(z, told, order)
+        given, theirs = (
+            {"source": part.project_source(cut, sequence=there)},
+            {"source": layer.project_source(z, sequence=told)},
+        )
+        leaves.append(z)
+    ours, whole = part(own, sequence=at, **given), layer(leaves[0], sequence=tokens, **theirs)
+    named = {"msg": lambda said: f"{name} {order}: {said}"}
+    check_close(gather_token_outputs(ours, x.shape[1], wire, order)[live], whole[live], **named)
+    first = torch.autograd.grad((whole * asks).sum(), leaves, materialize_grads=True)
+    second = torch.autograd.grad((ours * mine).sum(), leaves, materialize_grads=True)
+    for grad, other in zip(first, second, strict=True):
+        check_close(wire.total(other), grad, **named)
+
+
+@case
+def every_part() -> None:
+    """Every example of every part as one layer, rows whole, padded or packed, in one order or the other."""
+    for n, (name, spec) in enumerate(cases.EVERY.items()):
+        layer = cases.layer(spec)
+        x, z = cases.tensors(spec)
+        for held in (*layer.state_dict().values(), x, *([] if z is None else [z])):
+            dist.broadcast(held, 0)
+        fill = list(cases.batches(x).values())[n % 4]
+        source = None if z is None else (z, SequenceInfo.from_batch(z, lengths=[11, 4, 9]))
+        check_layer(
+            name,
+            layer,
+            x,
+            SequenceInfo.from_batch(x, lengths=[7, 3, 5]) if source else fill,
+            TOKEN_ORDERS[n // 4 % 2],
+            source,
+        )
+
+
+@case
+def lengths() -> None:
+    """Rows of any length: fewer tokens than ranks, one more than divides, none of a rank's own asked."""
+    model = described("gqa", "decoder")
+    for n, count in enumerate((1, 1, 2, 2, 3, 8)):
+        check_model(model, TOKEN_ORDERS[n % 2], count=count)
+    net, wire = built(model), world()
+    batch = batch_of(model)
+    check_context(net, wire, "runs", replace(batch, labels=batch.labels.where(torch.arange(7) < 2, IGNORE_INDEX)))
+
+
+@case
+def filled() -> None:
+    """Rows that are padded on either side, or hold several texts."""
+    for preset in ("gqa", "dcmha", "linear"):
+        model = described(preset, "decoder")
+        for n, tokens in enumerate(cases.batches(batch_of(model).x).values()):
+            check_model(model, TOKEN_ORDERS[n % 2], {"x": tokens})
+    x, source = (torch.zeros(3, count) for count in (7, 5))
+    both = {
+        "x": SequenceInfo.from_batch(x, lengths=[7, 2, 5]),
+        "source": SequenceInfo.from_batch(source, lengths=[1, 5, 3]),
+    }
+    check_model(described("mla", "encoder-decoder"), "zigzag", both)
+
+
+@case
+def rows_as_a_whole() -> None:
+    """Heads that read the first token, the last or the mean of a row that no rank has whole."""
+    for at in ("first", "last", "mean"):
+        model = decoder(
+            bp.BlockSpec(spec_of("gqa"), feed=bp.FeedForwardSpec(8)), heads=(bp.OutputHeadSpec("class", 5, at=at),)
+        )
+        for order in TOKEN_ORDERS:
+            check_model(model, order)
+            check_model(model, order, {"x": SequenceInfo.from_batch(torch.zeros(3, 7), lengths=[5, 1, 7], pad="left")})
+
+
+@case
+def pieces() -> None:
+    """Experts, a merged cross-attention, a table of relative positions that layers hold in common, norms anywhere."""
+    feed = bp.ExpertsSpec(bp.FeedForwardSpec(6), count=3, active=2, shared=bp.FeedForwardSpec(8))
+    bias = hw.design(model=MODEL, heads=HEADS, modifiers=(hw.T5Bias(buckets=8, reach=9), hw.Softcap(2.0)))
+    check_model(decoder(*[bp.BlockSpec(bias, feed=feed, placement="sandwich")] * 2), "zigzag")
+    one = described("mha", "encoder-decoder")
+    block = bp.BlockSpec(cross=spec_of("mha", bias="o"), form="merged")
+    check_model(replace(one, stacks=(one.stacks[0], stack("decoder", [block] * 2))), "runs")
+
+
+@case
+def a_block_of_several_layers() -> None:
+    """Global tokens with projections of their own, on one rank alone or on both."""
+    x = torch.randn(3, 7, MODEL, dtype=torch.float64, generator=torch.Generator().manual_seed(6))
+    for positions in ((0,), (0, 5)):
+        pattern = hw.Window(3, after=1) | hw.Global(positions)
+        block = hw.LongformerAttention(hw.design(model=MODEL, heads=HEADS, pattern=pattern)).double()
+        for held in block.state_dict().values():
+            dist.broadcast(held, 0)
+        for order in TOKEN_ORDERS:
+            for tokens in cases.batches(x).values():
+                check_layer("longformer", block, x, tokens, order)
+
+
+@case
+def terms() -> None:
+    """A balance over the tokens of all ranks, and a price of heads."""
+    gates = (hw.Rotary(), hw.Routed(always=1, active=1), hw.Concrete())
+    model = decoder(*[bp.BlockSpec(hw.design(model=MODEL, heads=HEADS, pattern="causal", modifiers=gates))] * 2)
+    net, ledgers = built(model).eval(), []
+
+    def loss(one, batch) -> Tensor:
+        ledger = hw.AuxLosses()
+        one.probes = {
+            name: hw.Probe(aux_losses=hw.AuxLosses(ledger.terms, name)) for name, _ in model.attention_specs()
+        }
+        out = loss_of(one, batch) + 3 * ledger.total("balance") + 5 * ledger.total("l0")
+        ledgers.append(ledger)
+        return out
+
+    check_context(net, world(), "runs", batch_of(model), loss)
+    whole, ours = ledgers[0], ledgers[1]
+    assert len(whole.terms) == 4
+    for key, value in whole.terms.items():
+        check_close(world().total(ours.terms[key]), value)
+
+
+@case
+def a_mask_over_all_keys() -> None:
+    """A mask of the caller's own covers the queries of a rank and the keys of all."""
+    layer = cases.layer(hw.design(model=MODEL, heads=HEADS))
+    for held in layer.state_dict().values():
+        dist.broadcast(held, 0)
+    x = torch.randn(2, 6, MODEL, dtype=torch.float64, generator=torch.Generator().manual_seed(6))
+    mask = torch.rand(2, 1, 6, 6, generator=torch.Generator().manual_seed(7)) < 0.6
+    part, wire = spread(layer, "runs"), world()
+    own, at = row(x, None, "runs")
+    mine = mask[:, :, at.start : at.start + 3]
+    check_close(gather_token_outputs(part(own, sequence=at, mask=mine), 6, wire), layer(x, mask=mask))
+
+
+@case
+def a_prompt_into_a_cache() -> None:
+    """Every rank remembers the tokens of all, and goes on alone."""
+    for preset in ("gqa", "linear", "mla", "dcmha"):
+        net = built(decoder(*[bp.BlockSpec(spec_of(preset))] * 2)).eval()
+        part, ids = spread(net, "runs"), batch_of(net.spec, count=8).x
+        own = shard_tokens(Batch(ids[:, :6], ids[:, :6]), world())
+        with torch.no_grad():
+            cache = part.cache(batch=3, capacity=8)
+            part(own.x, sequence=own.tokens, cache=cache)
+            assert cache.used == 6
+            with use_whole_rows(part):
+                steps = [part(ids[:, t : t + 1], cache=cache) for t in (6, 7)]
+        check_close(torch.cat(steps, 1), said(net, Batch(ids, ids))[:, 6:])
+
+
+@case
+def nobody_said_where() -> None:
+    """Tokens that stand at the beginning of their row on every rank are refused."""
+    part = spread(built(decoder(bp.BlockSpec(spec_of("gqa")))), "runs")
+    if world().rank:
+        with pytest.raises(ValueError, match="rank 1 of 2 got 3 tokens from position 0, not its shard; pass"):
+            part(torch.zeros(1, 3, dtype=torch.int64))
+    x = torch.zeros(2, 3, dtype=torch.int64)
+    with pytest.raises(ValueError, match="two tokens of one segment have the same position"):
+        part(x, sequence=SequenceInfo.from_batch(x, lengths=[3, 2]))
+    with pytest.raises(ValueError, match="got 3 tokens from position"):
+        spread(part, "zigzag")(x)
+
+
+@case
+def single_precision() -> None:
+    """The same within what float32 can tell."""
+    model = described("gqa", "encoder")
+    net, wire = built(model, torch.float32), world()
+    part, batch = spread(net, "zigzag"), batch_of(model)
+    own = shard_tokens(batch, wire, "zigzag")
+    for one, given in ((net, batch), (part, own)):
+        loss_of(one, given).backward()
+    norm = torch.nn.utils.get_total_norm([p.grad for p in net.parameters()])
+    for ours, theirs in zip(part.parameters(), net.parameters(), strict=True):
+        check_close(wire.total(ours.grad) / norm, theirs.grad / norm, rtol=1e-5, atol=1e-6)
+
+
+def every(folder: Path) -> dict[str, str | None]:
+    """What this rank finds of those that are asked for."""
+    return run(check, folder)

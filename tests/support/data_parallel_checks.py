@@ -1,0 +1,296 @@
+"""What ranks do in tests of many machines; one rank alone does the same and is compared with."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+import headwise as hw
+from headwise import model_spec as bp
+from headwise.data import IGNORE_INDEX, Batch, Task
+from headwise.distributed import Parallelism, join_process_group, launch
+from headwise.distributed.communication_volume import CommunicationMeter, count_communication
+from headwise.distributed.config_consistency import fingerprint_code
+from headwise.distributed.launch import ProcessInfo
+from headwise.distributed.ranks import ProcessMesh
+from headwise.distributed.sharded_model import shard_model
+from headwise.models import Transformer
+from headwise.training import Recipe, run_setup, train
+from headwise.training.autotune import StepTrial
+from headwise.training.optimiser import AdamWOptimiser, group_parameters
+from headwise.training.train_step import StepOptions, TrainStep
+from support.small_training import IDS, Echo, Routed, quick
+
+STEPS, ECHO = 3, Echo()
+RANK = int(os.environ.get("RANK", "0"))
+
+
+@dataclass(frozen=True)
+class Odd(Echo):
+    """All that ranks can stumble over: a table of positions that layers share, experts, two stacks with one embedding
+    table, layers of a mean beside their cross-attention; sources and targets of unlike lengths, most labels late."""
+
+    name: ClassVar[str] = "odd"
+
+    def batch(self, index: int, size: int, split: str = "train") -> Batch:
+        found, source = super().batch(index, size, split), super().batch(index + 50, size, split)
+        labels = found.labels.clone()
+        labels[: size // 2, 2:] = IGNORE_INDEX  # the first rank is asked less than the second
+        return Batch(found.x, labels, found.tokens, source.x, source.tokens)
+
+    def model(self) -> bp.ModelSpec:
+        relative = (hw.T5Bias(buckets=4, reach=6),)
+        full, causal = (hw.design(model=8, heads=2, pattern=p, modifiers=relative) for p in ("full", "causal"))
+        cross = hw.design(model=8, heads=2)
+        encoder = [bp.BlockSpec(full, feed=bp.FeedForwardSpec(13))] * 2
+        feed = bp.ExpertsSpec(bp.FeedForwardSpec(5, bias="ud"), 3, 2)
+        decoder = [bp.BlockSpec(causal, cross=cross, feed=feed), bp.BlockSpec(cross=cross, feed=feed, form="merged")]
+        stacks = (
+            bp.StackSpec.from_blocks("encoder", 8, encoder, embedding=bp.EmbeddingSpec(tokens=IDS), norm=bp.NormSpec()),
+            bp.StackSpec.from_blocks("decoder", 8, decoder, embedding=bp.EmbeddingSpec(tokens=IDS, table="encoder")),
+        )
+        heads = (bp.OutputHeadSpec("tokens", IDS, table="encoder", bias="learned"), bp.OutputHeadSpec("unread", 3))
+        return bp.ModelSpec("odd", "encoder-decoder", stacks, heads)
+
+
+def stepped(task: Task, net: Transformer, said: Recipe, launch: ProcessInfo, spread: str) -> dict[str, Any]:
+    """Losses, norms and gradients of a few steps, and weights after them, whole."""
+    world = ProcessMesh(launch, Parallelism.over(spread, launch.size))
+    holding = shard_model(net, world)
+    stepper = TrainStep(holding, said, StepOptions("fp32", "off"))
+    optimiser = AdamWOptimiser(group_parameters(holding.own, net.spec, said.decays), said)
+    found: dict[str, Any] = {"losses": [], "norms": [], "gradients": []}
+    for step in range(STEPS):
+        net.train()
+        found["losses"].append(stepper.compute_gradients(task.batch(step, said.batch)).item())
+        found["norms"].append(holding.norm().item())
+        holding.clip(said.clip, holding.norm())
+        found["gradients"].append({name: gradient(holding, name, p) for name, p in holding.own.items()})
+        optimiser.step(0.01)
+    return found | {"weights": {name: tensor.detach().clone() for name, tensor in holding.tensors()}}
+
+
+def gradient(holding: Any, name: str, own: nn.Parameter) -> Tensor | None:
+    return None if own.grad is None else holding.whole(name, own.grad).clone()
+
+
+# Steps that every spread takes: a task, what its recipe says, and by how many parts each batch is taken.
+STEPPED: dict[str, tuple[Task, dict[str, Any]]] = {
+    "echo": (Echo(), {"batch": 5}),
+    "odd": (Odd(), {"batch": 6, "clip": 0.1}),
+    "terms": (Routed(), {"batch": 8, "terms": (("balance", 0.5),)}),
+    "parts": (Echo(), {"batch": 6, "accumulate": 3}),
+    "recomputed": (Odd(), {"batch": 6, "activations": "recompute"}),
+}
+
+
+def steps_of(case: str, launch: ProcessInfo, spread: str, **also: Any) -> dict[str, Any]:
+    """Those of a case, in float64 so that only the order of sums is left to differ."""
+    task, said = STEPPED[case]
+    recipe = quick(**said, **also)
+    net = hw.build(task.model(), seed=3).double()
+    net.checkpointing = "block" if recipe.activations == "recompute" else "none"
+    return stepped(task, net, recipe, launch, spread)
+
+
+def steps(folder: Path) -> dict[str, Any]:
+    """Every case, divided every way that this world can be."""
+    with join_process_group() as launch:
+        return {way: {case: steps_of(case, launch, way) for case in STEPPED} for way in ways_of(launch)}
+
+
+def ways_of(launch: ProcessInfo) -> list[str]:
+    return [f"data={launch.size}", f"shards={launch.size}", *(["data=2,shards=2"] if launch.size == 4 else [])]
+
+
+def sent(folder: Path) -> dict[str, Any]:
+    """The collectives that the gradients of a step call, every way; one model's gradients fill several messages."""
+    wide = bp.from_toml(bp.to_toml(Echo().model()).replace("hidden = 13", "hidden = 65521"))
+    found: dict[str, Any] = {}
+    with join_process_group() as launch:
+        for way in ways_of(launch):
+            for name, model, parts in (("wide", wide, 1), ("odd", Odd().model(), 3)):
+                holding = shard_model(hw.build(model, seed=3), ProcessMesh(launch, Parallelism.over(way, launch.size)))
+                stepper = TrainStep(holding, quick(batch=6, accumulate=parts), StepOptions("fp32", "off"))
+                with CommunicationMeter() as meter:
+                    stepper.compute_gradients((Odd() if name == "odd" else Echo()).batch(0, 6))
+                found[way, name] = [tuple(message) for message in meter.messages]
+                found[way, name, "counted"] = [
+                    tuple(m) for m in count_communication(model, holding.world.spread, parts)
+                ]
+    return found
+
+
+def stuck(folder: Path) -> str:
+    """What is told to a rank that waits for one which says nothing."""
+    launch.COLLECTIVE_TIMEOUT = timedelta(seconds=2)
+    try:
+        with join_process_group() as found:
+            world = ProcessMesh(found, Parallelism.over("auto", found.size))
+            if not world.is_leader:
+                time.sleep(6)
+            world.every(RANK)
+    except ConnectionError as error:
+        return str(error)
+    return "nothing"
+
+
+# --- runs ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Interrupted(Echo):
+    """Ctrl-C reaches the last rank while batch `at` is made."""
+
+    name: ClassVar[str] = "echo"
+    at: ClassVar[int] = -1
+
+    def batch(self, index: int, size: int, split: str = "train") -> Batch:
+        last = int(os.environ.get("WORLD_SIZE", "1")) - 1
+        if split == "train" and index == self.at and last == RANK:
+            signal.raise_signal(signal.SIGINT)
+        return super().batch(index, size, split)
+
+
+def until(at: int, said: Recipe, folder: Path) -> str:
+    """What is said at the end of a run that is interrupted at a step, or let be."""
+    Interrupted.at = at
+    try:
+        train(Interrupted(), recipe=said, out=folder, resume="allowed")
+    except KeyboardInterrupt as error:
+        return str(error)
+    return ""
+
+
+def refusals(folder: Path) -> dict[str, str]:
+    """What each rank is told of what cannot be: the second one differs in one thing each time."""
+
+    def told(work: Callable[[], object]) -> str:
+        try:
+            work()
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return "nothing"
+
+    def run(task: Task = ECHO, described: Any = None, out: str = "never", **said: Any) -> str:
+        return told(lambda: train(task, described, quick(**said), folder / out))
+
+    def with_code() -> str:
+        kept, run_setup.fingerprint_code = (
+            run_setup.fingerprint_code,
+            lambda: {**fingerprint_code(), **({"source": "other"} if second else {})},
+        )
+        try:
+            return run()
+        finally:
+            run_setup.fingerprint_code = kept
+
+    second = RANK == 1
+    return {
+        "code": with_code(),
+        "recipe": run(lr=0.002 if second else 0.001),
+        "task": run(Echo(noise=0.5 if second else 0.0)),
+        "data": run(Shifted() if second else Echo()),
+        "model": run(described=smaller() if second else None),
+        "weights": run(described=hw.build(Echo().model(), seed=RANK)),
+        "spread": run(spread="shards=2" if second else "data=2"),
+        "rows": run(batch=1),
+        "parts": run(batch=4, accumulate=4),
+        "size": run(spread="data=3"),
+        "compile": run(spread="shards=2", compile="on"),
+        "one rank": run(Missing() if second else Echo()),
+        "diverged": run(described=poisoned(), out="diverged"),
+        "diverged slices": run(described=poisoned(), out="diverged-slices", spread="shards=2"),
+        "bad weight": run(described=bad_weight(), out="bad-weight", spread="shards=2"),
+    }
+
+
+@dataclass(frozen=True)
+class Shifted(Echo):
+    """Other data under the same name."""
+
+    name: ClassVar[str] = "echo"
+
+    def batch(self, index: int, size: int, split: str = "train") -> Batch:
+        return super().batch(index + 1, size, split)
+
+
+@dataclass(frozen=True)
+class Missing(Echo):
+    """Data that is not there."""
+
+    name: ClassVar[str] = "echo"
+
+    def batch(self, index: int, size: int, split: str = "train") -> Batch:
+        raise FileNotFoundError("the data is not here; copy it to this machine")
+
+
+def smaller() -> bp.ModelSpec:
+    return bp.from_toml(bp.to_toml(Echo().model()).replace("hidden = 13", "hidden = 17"))
+
+
+def poisoned() -> Transformer:
+    """A model whose feed-forward says NaN on the second rank alone."""
+    net = hw.build(Echo().model(), seed=0)
+    if RANK == 1:
+        net.get_submodule("decoder.0.feed").register_forward_hook(lambda module, given, out: out * float("nan"))
+    return net
+
+
+def bad_weight() -> Transformer:
+    """A model with a weight that is no number, in the last row of its matrix: the second rank's."""
+    net = hw.build(Echo().model(), seed=0)
+    with torch.no_grad():
+        net.get_parameter("decoder.0.feed.up")[-1] = float("nan")
+    return net
+
+
+DROPPED = {"dropout": 0.2, "accumulate": 2, "batch": 12, "steps": 6, "evaluate_every": 3}
+PLAIN = {"batch": 7, "steps": 6, "evaluate_every": 3, "patience": 1, "lr": 0.01}
+
+
+def two(folder: Path) -> dict[str, Any]:
+    """All that two ranks are asked for, in one world: beginning one takes longer than most of it."""
+    with join_process_group():
+        return {"steps": steps(folder), "sent": sent(folder), "runs": runs(folder)}
+
+
+def runs(folder: Path) -> dict[str, Any]:
+    """Runs that are let be, and runs that are interrupted and go on, in the same world and another way."""
+    random = quick(**DROPPED)
+    found = {
+        "whole": until(-1, random, folder / "whole"),
+        "stopped": until(3, random, folder / "stopped"),
+        "resumed": until(-1, random, folder / "stopped"),
+    }
+    slices = quick(**DROPPED, spread="shards=2")
+    until(-1, slices, folder / "slices")
+    until(3, slices, folder / "slices stopped")
+    until(-1, slices, folder / "slices stopped")
+    until(1, quick(**PLAIN, spread="shards=2"), folder / "other ways")
+    until(3, quick(**PLAIN, spread="data=2"), folder / "other ways")
+    until(-1, quick(**PLAIN, spread="shards=2"), folder / "other ways")
+    until(3, quick(**PLAIN), folder / "one, two, one")
+    compiled(folder / "compiled")
+    return found | refusals(folder)
+
+
+def compiled(folder: Path) -> None:
+    """A run that compiles, and goes on in slices, which must not."""
+    compiling, StepTrial.choose = torch.compile, lambda self: StepOptions("fp32", "on")
+    try:
+        torch.compile = lambda hidden: hidden
+        until(1, quick(**{**PLAIN, "compile": "auto"}), folder)
+        torch.compile = None
+        until(-1, quick(**{**PLAIN, "compile": "auto", "spread": "shards=2"}), folder)
+    finally:
+        torch.compile = compiling

@@ -1,0 +1,179 @@
+"""Models for checks on several ranks, and what is compared with one rank's: outputs, gradients, steps."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import headwise as hw
+from headwise import model_spec as bp
+from headwise.data import IGNORE_INDEX, Batch
+from headwise.distributed.collectives import CollectiveGroup
+from headwise.distributed.context_parallel import gather_token_outputs, shard_tokens
+from headwise.distributed.parallel_attention import TensorContextParallel, set_parallel_context
+from headwise.distributed.tensor_parallel import TensorParallelModel
+from support.layer_cases import check_close
+
+MODEL, HEADS, WORDS = 16, 4, 11
+KINDS = ("decoder", "encoder", "encoder-decoder")
+STEPS = 3
+Loss = Callable[[nn.Module, Batch], Tensor]
+Grads = Mapping[str, Tensor]
+
+
+def spec_of(preset: str, **said) -> hw.AttentionSpec:
+    """A preset in a small size."""
+    small = {"mla": {"dim": 6, "project": hw.Latent(rank=10, rope=4)}, "bigbird": {"pattern": "bigbird(64)"}}
+    return hw.design(preset=preset, **({"model": MODEL, "heads": HEADS} | small.get(preset, {}) | said))
+
+
+def stack(name: str, blocks, **said) -> bp.StackSpec:
+    """A stack over a table of words with learned positions."""
+    table = bp.EmbeddingSpec(WORDS, positions=bp.PositionSpec("learned", 12))
+    return bp.StackSpec.from_blocks(name, MODEL, blocks, **({"embedding": table, "norm": bp.NormSpec()} | said))
+
+
+def described(preset: str, kind: str) -> bp.ModelSpec:
+    """Two layers of a preset: a decoder of vectors, an encoder that says one thing of a row, or both kinds of stack."""
+    feed, full = bp.FeedForwardSpec(10, bias="ud"), {} if preset in ("longformer", "bigbird") else {"pattern": "full()"}
+    heads = (bp.OutputHeadSpec("tokens", WORDS, bias="learned"),)
+    if kind == "decoder":
+        return bp.ModelSpec(
+            "one", kind, (stack("decoder", [bp.BlockSpec(spec_of(preset), feed=feed)] * 2, embedding=None),), heads
+        )
+    encoder = stack("encoder", [bp.BlockSpec(spec_of(preset, **full), feed=feed)] * (2 if kind == "encoder" else 1))
+    if kind == "encoder":
+        return bp.ModelSpec("one", kind, (encoder,), (bp.OutputHeadSpec("class", 5, at="mean"),))
+    cross = spec_of(preset, pattern="full()", source=MODEL)
+    return bp.ModelSpec("two", kind, (encoder, stack("decoder", [bp.BlockSpec(spec_of(preset), cross, feed)])), heads)
+
+
+def built(model: bp.ModelSpec, dtype: torch.dtype = torch.float64, dropout: float = 0.0) -> hw.Transformer:
+    """The model with no number at the zero or one it starts from; the same on every rank."""
+    net = hw.build(model, seed=1, dropout=dropout).to(dtype)
+    draw = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for p in net.parameters():
+            p.add_(torch.randn(p.shape, generator=draw, dtype=torch.float64).to(dtype) * 0.3)
+    return net
+
+
+def batch_of(model: bp.ModelSpec, tokens: Mapping[str, hw.SequenceInfo | None] = {}, count: int = 7) -> Batch:
+    """Three rows of what a model reads, with labels."""
+    draw = torch.Generator().manual_seed(3)
+    ids, source = (torch.randint(WORDS, (3, size), generator=draw) for size in (count, 5))
+    labels = ids[:, 0] % 5 if model.heads[0].at != "each" else ids.roll(-1, 1)
+    x = ids if model.stacks[-1].embedding else torch.randn(3, count, MODEL, generator=draw, dtype=torch.float64)
+    two = len(model.stacks) > 1
+    return Batch(x, labels, tokens.get("x"), source if two else None, tokens.get("source") if two else None)
+
+
+def loss_of(net: nn.Module, batch: Batch) -> Tensor:
+    """The summed cross entropy."""
+    logits = net(batch.x, sequence=batch.tokens, source=batch.source, source_sequence=batch.source_tokens)
+    return F.cross_entropy(logits.flatten(0, -2), batch.labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
+
+
+def adamw(net: nn.Module) -> torch.optim.AdamW:
+    """The optimiser that steps are taken with; its large eps keeps rounding from moving what has no gradient."""
+    return torch.optim.AdamW(net.parameters(), lr=0.01, weight_decay=0.1, eps=1e-3)
+
+
+def world() -> CollectiveGroup:
+    """Every rank."""
+    return CollectiveGroup(dist.group.WORLD)
+
+
+def check_gradients(ours: Mapping[str, Tensor], net: nn.Module, **tolerance: float) -> None:
+    """Every gradient that one rank finds, of its size among all of them."""
+    theirs = {name: p.grad for name, p in net.named_parameters() if p.grad is not None}
+    norm = nn.utils.get_total_norm(list(theirs.values()))
+    for name, grad in theirs.items():
+        check_close(ours[name] / norm, grad / norm, msg=lambda said, name=name: f"{name}: {said}", **tolerance)
+
+
+def said(net: nn.Module, batch: Batch) -> Tensor:
+    """What a model says of a batch."""
+    with torch.no_grad():
+        return net(batch.x, sequence=batch.tokens, source=batch.source, source_sequence=batch.source_tokens)
+
+
+def learned(nets: Sequence[nn.Module], batches: Sequence[Batch], loss: Loss) -> list[Tensor | None]:
+    """Set the gradients of each net on its batch; those of what it was given, where these are vectors."""
+    found = []
+    for net, batch in zip(nets, batches, strict=True):
+        x = batch.x.clone().requires_grad_(batch.x.is_floating_point())
+        loss(net, replace(batch, x=x)).backward()
+        found.append(x.grad)
+    return found
+
+
+def check_steps(nets, steps: int, gather: Callable[[], Grads], learn: Callable[[], None]) -> None:
+    """Two nets have one gradient at every step, and become one; `gather` gives the second's as the first has them."""
+    optimisers = [adamw(net) for net in nets]
+    for _ in range(steps):
+        learn()
+        check_gradients(gather(), nets[0])
+        for optimiser in optimisers:
+            optimiser.step()
+            optimiser.zero_grad()
+
+
+def check_tensor(net, part, divided: TensorParallelModel, batch: Batch, loss: Loss = loss_of, steps: int = 1) -> None:
+    """A portion says, learns and becomes what the whole does."""
+    check_close(said(part, batch), said(net, batch))
+
+    def learn() -> None:
+        whole, ours = learned([net, part], [batch, batch], loss)
+        if whole is not None:
+            check_close(ours, whole)
+        divided.sum_replicated_gradients(dict(part.named_parameters()))
+
+    def gather() -> Grads:
+        return gathered(divided, {name: p.grad for name, p in part.named_parameters() if p.grad is not None})
+
+    check_steps([net, part], steps, gather, learn)
+    whole = gathered(divided, part.state_dict())
+    for name, tensor in net.state_dict().items():
+        check_close(whole[name], tensor)
+
+
+def gathered(divided: TensorParallelModel, tensors: Grads) -> Grads:
+    """Tensors of the whole model."""
+    cut = {name for name, pieces in divided.pieces.items() if pieces[0].kept}
+    return {name: divided.whole(name, tensor) if name in cut else tensor for name, tensor in tensors.items()}
+
+
+def check_context(net, wire: CollectiveGroup, order: str, batch: Batch, loss: Loss = loss_of, steps: int = 1) -> None:
+    """A model that is told some tokens of each row says, learns and becomes what one does that is told all."""
+    part, own = copy.deepcopy(net), shard_tokens(batch, wire, order)
+    set_parallel_context(part, TensorContextParallel(context_group=wire, token_order=order))
+    whole, ours = said(net, batch), said(part, own)
+    if batch.labels.dim() == 2:
+        ours, live = gather_token_outputs(ours, whole.shape[1], wire, order), alive(batch)
+        check_close(ours[live], whole[live])
+    else:
+        check_close(ours, whole)
+
+    def learn() -> None:
+        whole, ours = learned([net, part], [batch, own], loss)
+        if whole is not None:
+            check_close(gather_token_outputs(ours, whole.shape[1], wire, order), whole)
+        for p in part.parameters():
+            p.grad = None if p.grad is None else wire.total(p.grad)
+
+    check_steps([net, part], steps, lambda: {name: p.grad for name, p in part.named_parameters()}, learn)
+    for ours, theirs in zip(part.parameters(), net.parameters(), strict=True):
+        check_close(ours, theirs)
+
+
+def alive(batch: Batch) -> Tensor:
+    """Which tokens are no padding [B, T]."""
+    shape = batch.x.shape[:2]
+    return torch.ones(shape, dtype=torch.bool) if batch.tokens is None else batch.tokens.is_real.expand(shape)

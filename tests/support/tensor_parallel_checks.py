@@ -1,0 +1,265 @@
+"""What two ranks that divide heads are held to, by name; each is run on both."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import headwise as hw
+from headwise import model_spec as bp
+from headwise.distributed.head_partition import partition_heads
+from headwise.distributed.parallel_attention import TensorContextParallel, set_parallel_context
+from headwise.distributed.tensor_parallel import TensorParallelModel
+from headwise.masking.sequence_info import SequenceInfo
+from support import layer_cases as cases
+from support.layer_cases import check_close
+from support.parallel_models import (
+    HEADS,
+    MODEL,
+    STEPS,
+    batch_of,
+    built,
+    check_gradients,
+    check_tensor,
+    described,
+    gathered,
+    loss_of,
+    spec_of,
+    stack,
+    world,
+)
+from support.rank_checks import run
+
+CASES: dict[str, Callable[[], None]] = {}
+
+
+def case(run: Callable[[], None]) -> Callable[[], None]:
+    """One more, under its own name."""
+    CASES[run.__name__] = run
+    return run
+
+
+def check(name: str) -> None:
+    """Run one, "preset kind" or a case of its own."""
+    if name in CASES:
+        CASES[name]()
+    else:
+        preset, kind = name.split()
+        check_model(described(preset, kind), steps=STEPS if kind == "decoder" else 1)
+
+
+def halves(net: hw.Transformer) -> tuple[hw.Transformer, TensorParallelModel]:
+    """This rank's portion."""
+    wire = world()
+    parts = TensorParallelModel(net.spec, wire)
+    return parts.shard_model(net), parts
+
+
+def first(x: Tensor) -> Tensor:
+    """What the first rank has."""
+    return world().beside(x.detach())[0]
+
+
+def check_model(model: bp.ModelSpec, tokens=None, steps: int = 1) -> None:
+    """A model, and this rank's portion of it."""
+    net = built(model)
+    part, parts = halves(net)
+    check_tensor(net, part, parts, batch_of(model, tokens or {}), steps=steps)
+
+
+def decoder(*blocks: bp.BlockSpec, **said) -> bp.ModelSpec:
+    """A decoder of these blocks."""
+    return bp.ModelSpec("one", "decoder", (stack("decoder", blocks, **said),), (bp.OutputHeadSpec("tokens", 11),))
+
+
+@case
+def every_part() -> None:
+    """Every example of every part that can be told apart, as one layer."""
+    wire, many = world(), 0
+    for name, spec in cases.EVERY.items():
+        try:
+            own = partition_heads(name, spec, wire.size)[wire.rank]
+        except hw.SpecError:
+            continue
+        layer, many = cases.layer(spec), many + 1
+        for held in layer.state_dict().values():
+            dist.broadcast(held, 0)
+        small = hw.Attention(own.spec).double().eval()
+        small.load_state_dict(hw.nn.head_axis_ops.keep_heads(spec, layer.state_dict(), own.by_axis["out"])[1])
+        set_parallel_context(small, TensorContextParallel(tensor_group=wire))
+        x, z = (None if t is None else first(t).requires_grad_() for t in cases.tensors(spec))
+        tokens = None if spec.source is None and "source" in name else SequenceInfo.from_batch(x, lengths=[7, 3, 5])
+        asks = first(torch.randn(3, 7, spec.model, dtype=torch.float64))
+        found = []
+        for one in (layer, small):
+            x.grad = None
+            y = one(x, source=z, sequence=tokens)
+            (y * asks).sum().backward()
+            found.append((y.detach(), x.grad, None if z is None else z.grad))
+            if z is not None:
+                z.grad = None
+        for whole, ours in zip(*found, strict=True):
+            if whole is not None:
+                check_close(ours, whole, msg=lambda said, name=name: f"{name}: {said}")
+    assert many > 100, many
+
+
+@case
+def uneven_heads() -> None:
+    """Five heads and seven hidden units between two ranks; a key-value head that both read."""
+    heads = hw.Heads(q=5, kv=3, dim=4, reads=(0, 0, 1, 1, 2))
+    spec = replace(spec_of("gqa"), heads=heads)
+    check_model(decoder(bp.BlockSpec(spec, feed=bp.FeedForwardSpec(7, "silu", form="gated", bias="ugd"))))
+
+
+@case
+def groups_of_a_mixing() -> None:
+    """Heads that are composed in two groups, one to each rank."""
+    mixed = (hw.Dynamic(groups=2), hw.Dynamic(on="weights", groups=2, static="full"))
+    check_model(decoder(bp.BlockSpec(hw.design(model=MODEL, heads=HEADS, pattern="causal", modifiers=mixed))))
+
+
+@case
+def experts() -> None:
+    """Every expert narrower on each rank, one of them shared by all tokens."""
+    each = bp.FeedForwardSpec(6, bias="ud")
+    feed = bp.ExpertsSpec(
+        each, count=3, active=2, shared=bp.FeedForwardSpec(8, bias="d"), bias="learned", scores="chosen"
+    )
+    check_model(decoder(*[bp.BlockSpec(spec_of("gqa"), feed=feed)] * 2))
+
+
+@case
+def placements() -> None:
+    """Norms anywhere, a table that layers hold in common, padding."""
+    spec = hw.design(
+        model=MODEL, heads=HEADS, pattern="causal", modifiers=(hw.T5Bias(buckets=8, reach=9),), bias="qkvo"
+    )
+    for placement in ("post", "sandwich", "parallel"):
+        model = decoder(*[bp.BlockSpec(spec, feed=bp.FeedForwardSpec(9), placement=placement)] * 2)
+        check_model(model, {"x": SequenceInfo.from_batch(torch.zeros(3, 7), lengths=[7, 4, 1])})
+
+
+@case
+def merged() -> None:
+    """A cross-attention that adds a mean of the past through the same maps."""
+    one = described("mha", "encoder-decoder")
+    block = bp.BlockSpec(cross=spec_of("mha", bias="o"), feed=bp.FeedForwardSpec(6), form="merged")
+    check_model(replace(one, stacks=(one.stacks[0], stack("decoder", [block] * 2))))
+
+
+@case
+def single_precision() -> None:
+    """The same within what float32 can tell."""
+    model = described("gqa", "encoder")
+    net = built(model, torch.float32)
+    part, parts = halves(net)
+    batch = batch_of(model)
+    for one in (net, part):
+        loss_of(one, batch).backward()
+    parts.sum_replicated_gradients(dict(part.named_parameters()))
+    check_gradients(gathered(parts, {name: p.grad for name, p in part.named_parameters()}), net, rtol=1e-5, atol=1e-6)
+
+
+@case
+def terms() -> None:
+    """What parts add to the loss: a balance over tokens, a price of heads."""
+    gates = (hw.Rotary(), hw.Routed(always=1, active=1), hw.Concrete())
+    spec = hw.design(model=MODEL, heads=HEADS, pattern="causal", modifiers=gates)
+    model = decoder(*[bp.BlockSpec(spec)] * 2, embedding=None)
+    net = built(model).eval()  # gates are not drawn
+    part, parts = halves(net)
+    ledgers: dict[int, dict] = {id(net): {}, id(part): {}}
+    for one in (net, part):
+        one.probes = {
+            name: hw.Probe(aux_losses=hw.AuxLosses(ledgers[id(one)], name)) for name, _ in model.attention_specs()
+        }
+
+    def loss(one, batch) -> Tensor:
+        out = loss_of(one, batch)
+        return (
+            out + 3 * hw.AuxLosses(ledgers[id(one)]).total("balance") + 5 * hw.AuxLosses(ledgers[id(one)]).total("l0")
+        )
+
+    check_tensor(net, part, parts, batch_of(model), loss)
+    assert len(ledgers[id(net)]) == 4
+    for key, value in ledgers[id(net)].items():
+        check_close(ledgers[id(part)][key], value)
+
+
+@case
+def dropout() -> None:
+    """What is added to the stream is dropped alike on both ranks, what heads do for themselves is not."""
+    spec = hw.design(model=MODEL, heads=2, bias="o", modifiers=(hw.WeightDropout(0.5), hw.Concrete()))
+    net = built(decoder(*[bp.BlockSpec(spec, feed=bp.FeedForwardSpec(2048, "linear"))] * 2), dropout=0.5)
+    part, _ = halves(net.train())
+    wire, ids = world(), torch.randint(11, (2, 9), generator=torch.Generator().manual_seed(0))
+    both = wire.beside(part(ids).detach())
+    assert torch.equal(both[0], both[1])
+    attention = part.decoder.blocks[0].attention
+    with torch.no_grad():  # the two heads are made alike
+        for p in attention.parameters():
+            p.copy_(first(p))
+    read = wire.beside(attention.head_outputs(torch.ones(2, 9, MODEL, dtype=torch.float64)).detach())
+    assert not torch.allclose(read[0], read[1])
+    assert not torch.equal(part(ids), part(ids))
+
+
+@case
+def recomputing() -> None:
+    """A block that is computed anew on the way back draws the same numbers."""
+    spec = hw.design(model=MODEL, heads=HEADS, modifiers=(hw.WeightDropout(0.5),))
+    net = built(decoder(*[bp.BlockSpec(spec, feed=bp.FeedForwardSpec(8))] * 2), dropout=0.5)
+    found = []
+    for checkpointing in ("none", "block"):
+        net.checkpointing = checkpointing
+        part, _ = halves(net.train())
+        torch.manual_seed(5)
+        loss_of(part, batch_of(net.spec)).backward()
+        found.append([p.grad for p in part.parameters() if p.grad is not None])
+    for plain, again in zip(*found, strict=True):
+        check_close(again, plain)
+
+
+@case
+def one_file_whatever_the_split() -> None:
+    """Weights are gathered to the very bits that one rank has, minus zeros too."""
+    net = built(described("moh", "decoder"))
+    with torch.no_grad():
+        net.decoder.blocks[0].attention.weights["project"]["q"][3, 0] = -0.0
+    part, parts = halves(net)
+    whole = gathered(parts, part.state_dict())
+    with tempfile.TemporaryDirectory() as folder:
+        for place, tensors in (("one", net.state_dict()), ("two", whole)):
+            again = hw.build(net.spec).double()
+            again.load_state_dict(tensors)
+            hw.save(again, Path(folder, place))
+        first, second = (Path(folder, place, "model.safetensors").read_bytes() for place in ("one", "two"))
+    assert first == second
+
+
+@case
+def decoding() -> None:
+    """Each rank remembers its own heads; what is said is the same."""
+    net = built(decoder(*[bp.BlockSpec(spec_of("gqa"), feed=bp.FeedForwardSpec(8))] * 2)).eval()
+    part, _ = halves(net)
+    ids = batch_of(net.spec).x
+    cache = part.cache(batch=3, capacity=7)
+    with torch.no_grad():
+        steps = [part(ids[:, t : t + 1], cache=cache) for t in range(7)]
+    check_close(torch.cat(steps, 1), net(ids))
+    assert cache.nbytes * 2 > net.cache(batch=3, capacity=7).nbytes
+
+
+MIXED = ("dcmha", "talking")  # every head of these needs every other
+
+
+def every(folder: Path) -> dict[str, str | None]:
+    """What this rank finds of those that are asked for."""
+    return run(check, folder)

@@ -1,0 +1,253 @@
+"""A proof says what is so: what is equal, what was saved, what changed most, and how it reads."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+import headwise as hw
+from headwise import model_spec as bp
+from headwise.costs import formula_checks
+from headwise.surgery.attention_replacement import remove_heads
+from headwise.surgery.verification.efficiency import TimingOptions, compare_cost
+from headwise.surgery.verification.model_comparison import (
+    OutputDifference,
+    build_ablations,
+    compare_ablated,
+    compare_reloaded,
+)
+from headwise.surgery.verification.proof import MAX_CONTINUATION_TOKENS, ProofOptions, prove, write_proof
+from headwise.surgery.verification.proof_report import render_proof, render_summary
+from support.pruned_models import KEEP, KINDS, attention, built, model, scenes
+
+QUICK = TimingOptions(length=16, steps=2, seconds=0.01)
+
+
+def two(kind):
+    """A model of this kind, before and after."""
+    net = built(model(kind))
+    net.usage = {"encoder": hw.ProcessorSpec(mask=1), "encoder-decoder": hw.ProcessorSpec(begin=(1,), end=(2,))}.get(
+        kind, net.usage
+    )
+    return net, remove_heads(net, KEEP[kind])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_cut_says_what_is_silenced_and_another_cut_does_not(kind):
+    net, after = two(kind)
+    single, exact = compare_ablated(net, after, scenes(kind), KEEP[kind])
+    assert single.same
+    assert single.dtype == "float32"
+    assert single.texts == 6
+    assert exact.same
+    assert exact.apart < 1e-12
+    assert exact.dtype == "float64"
+    site = next(iter(KEEP[kind]))
+    other = {**KEEP[kind], site: [head for head in range(4) if head not in KEEP[kind][site]]}
+    assert not any(one.same for one in compare_ablated(net, after, scenes(kind), other))
+
+
+def test_means_that_were_folded_in_are_what_silenced_heads_say():
+    net, keep = built(model("decoder")), {"decoder.1.attention": [1, 2]}
+    means = hw.head_means(net, [one.inputs["x"] for one in scenes("decoder")])
+    own = net.state_dict()["decoder.1.attention.output.o"].reshape(24, 4, 6).double()
+    constant = sum(own[:, head] @ means["decoder.1.attention", head] for head in (0, 3))
+    after = remove_heads(net, keep, {"decoder.1.attention": constant.float()})
+    assert all(one.same for one in compare_ablated(net, after, scenes("decoder"), keep, means)[:1])
+    assert not compare_ablated(net, after, scenes("decoder"), keep)[0].same
+    assert set(build_ablations(net, keep, {})) == {("decoder.1.attention", 0), ("decoder.1.attention", 3)}
+
+
+def test_a_model_that_was_read_again_otherwise_is_found_out():
+    net, after = two("decoder")
+    again, first = remove_heads(net, KEEP["decoder"]), scenes("decoder")[0].inputs["x"]
+    assert compare_reloaded("again", after, again, scenes("decoder")).apart == 0.0
+    assert compare_reloaded("again", after, lambda x: {"said": (again(x),)}["said"], scenes("decoder")).same
+    once = compare_reloaded("again", after, lambda x: after(x) + 0.5 * torch.equal(x, first), scenes("decoder"))
+    assert once.apart == pytest.approx(0.5)
+    assert not once.same
+    with torch.no_grad():
+        again.get_parameter("decoder.1.feed.up")[3, 5] += 0.1
+    found = compare_reloaded("again", after, again, scenes("decoder"))
+    assert found.apart > found.allowed
+    assert not found.same
+    with pytest.raises(ValueError, match="cannot compare outputs of shapes"):
+        compare_reloaded("again", after, lambda x: after(x)[:, 1:], scenes("decoder"))
+
+
+def test_where_all_heads_talk_the_proof_says_that_little_was_saved():
+    talking = replace(model("decoder", 1), stacks=(
+        bp.StackSpec.from_blocks("decoder", 24, [bp.BlockSpec(attention(kv=4, modifiers=(hw.TalkingHeads(),)), feed=bp.FeedForwardSpec(31))],  # noqa: E501 - one case a line
+                    embedding=bp.EmbeddingSpec(23)),))  # fmt: skip
+    net, keep = built(talking), {"decoder.0.attention": [2]}
+    proof = prove(
+        net, remove_heads(net, keep), scenes("decoder"), ProofOptions("One head was kept.", keep=keep, timing=QUICK)
+    )
+    assert proof.holds
+    assert proof.savings.get_cost("cache per token").ratio == 1.0
+    assert "0 of 192 cache bytes per token (0.0%)" in proof.savings.summary
+    assert "decoder.0.attention: 3 of 4 heads removed, but all 4 key-value heads are still in use" in proof.notes
+    assert proof.savings.get_cost("parameters").before - proof.savings.get_cost("parameters").after == 3 * 6 * 24
+
+
+@pytest.mark.parametrize("kind", ["encoder", "vision"])
+def test_flops_are_what_torch_counts_where_every_pair_is_allowed(kind):
+    nets = two(kind)
+    found, x = compare_cost(*nets, length=11), scenes(kind)[0].inputs["x"]
+    x = x if kind == "vision" else torch.zeros(1, 11, dtype=torch.int64)
+    for net, said in zip(nets, found.get_cost("forward")[2:], strict=True):
+        with formula_checks.flop_counter() as counted, torch.no_grad():
+            net(x)
+        assert said == counted.get_total_flops()
+
+
+def test_a_step_and_a_cache_are_what_is_counted_and_held():
+    nets = two("decoder")
+    found = compare_cost(*nets, length=13)
+    step, held, each = (found.get_cost(name) for name in ("decode step", "cache total", "cache per token"))
+    for net, flops, nbytes, one in zip(nets, step[2:], held[2:], each[2:], strict=True):
+        cache = net.cache(batch=1, capacity=13)
+        with torch.no_grad():
+            net(torch.zeros(1, 12, dtype=torch.int64), cache=cache)
+            with formula_checks.flop_counter() as counted:
+                net(torch.zeros(1, 1, dtype=torch.int64), cache=cache)
+        assert flops == counted.get_total_flops()
+        assert nbytes == cache.nbytes == 13 * one
+    for net, number, size in zip(nets, found.get_cost("parameters")[2:], found.get_cost("weights")[2:], strict=True):
+        assert (number, size) == (sum(p.numel() for p in net.parameters()), sum(p.nbytes for p in net.parameters()))
+    half = compare_cost(*(net.to(torch.bfloat16) for net in nets), length=13)
+    assert half.get_cost("cache per token").before * 2 == each.before
+    assert half.dtype == "bfloat16"
+
+
+def test_what_a_decoder_reads_of_a_source_is_counted_by_itself():
+    nets = two("encoder-decoder")
+    saved = compare_cost(*nets, length=5, source_length=9)
+    found, own, whole = (saved.get_cost(f"cache {name}") for name in ("per source token", "per token", "total"))
+    assert [9 * one + 5 * each for one, each in zip(found[2:], own[2:], strict=True)] == list(whole[2:])
+    for net, said in zip(nets, found[2:], strict=True):
+        memory = net.encode(torch.zeros(1, 9, dtype=torch.int64))
+        assert said * 9 == sum(t.nbytes for held in memory.layers for t in held.entry.values())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_proof_of_every_kind_is_whole_and_reads_well(kind, tmp_path):
+    net, after = two(kind)
+    how = ProofOptions(
+        "Heads were cut.", KEEP[kind], exports={"read again": lambda: after}, timing=QUICK, command="do it | again"
+    )
+    proof = prove(net, after, scenes(kind), how)
+    assert proof.holds
+    assert len(proof.equal) == 3
+    paths = write_proof(proof, tmp_path / "new" / "folder")
+    data, text = json.loads(paths[0].read_text()), paths[1].read_text()
+    assert data == json.loads(json.dumps(proof.data))
+    assert data["keep"] == {s: list(h) for s, h in KEEP[kind].items()}
+    for shown in (text, render_summary(proof)):
+        assert max(map(len, shown.split("\n"))) <= 80
+        assert "equal up to rounding" in shown
+        assert "\x1b" not in shown
+    depths = [f"{stack.name}.{depth}" for stack in net.spec.stacks for depth in range(2)]
+    assert list(proof.agreement.layers) == depths
+    assert all(-1 <= one.low <= one.mean <= 1.000001 for one in proof.agreement.layers.values())
+    assert len(proof.examples) == 5
+    gaps = [abs(one.after - one.before) for one in proof.examples]
+    assert gaps == sorted(gaps, reverse=True)
+    for one in proof.examples:
+        assert one.said_before
+        assert one.said_after
+
+
+def test_layers_before_the_first_cut_agree_wholly():
+    net = built(model("decoder", 3))
+    keep = {"decoder.1.attention": [0]}
+    proof = prove(
+        net, remove_heads(net, keep), scenes("decoder"), ProofOptions("One head was kept.", keep, timing=QUICK)
+    )
+    first, second, _ = proof.agreement.layers.values()
+    assert first == pytest.approx((1.0, 1.0))
+    assert second.mean < 0.999
+    same = prove(net, net, scenes("decoder"), ProofOptions("Nothing.", timing=QUICK))
+    assert same.agreement.kl == 0.0
+    assert same.agreement.top1_match == 1.0
+    assert "no difference shown" in render_summary(same)
+    assert not same.equal
+
+
+def test_the_examples_are_those_that_changed_most():
+    net, after = two("decoder")
+    texts = scenes("decoder", 9)
+    proof = prove(net, after, [*texts, *texts], ProofOptions("Heads were cut.", KEEP["decoder"], timing=QUICK))
+    moved = list[tuple[float, int]]()
+    for number, one in enumerate(texts):
+        ids = one.inputs["x"][0]
+        losses = [torch.nn.functional.cross_entropy(own(ids[None])[0, :-1], ids[1:]).item() for own in (net, after)]
+        moved.append((abs(losses[1] - losses[0]), number))
+    assert [one.number for one in proof.examples] == [number for _, number in sorted(moved, reverse=True)[:5]]
+
+
+def test_an_example_goes_on_from_half_a_text_by_the_likeliest_token():
+    net, after = two("decoder")
+    proof = prove(net, after, scenes("decoder"), ProofOptions("Heads were cut.", KEEP["decoder"], timing=QUICK))
+    one = proof.examples[0]
+    ids = scenes("decoder")[one.number].inputs["x"][0].tolist()
+    half = len(ids) // 2
+    assert one.read == " ".join(map(str, ids[:half]))
+    assert one.wanted == " ".join(map(str, ids[half:]))
+    for says, said in ((net, one.said_before), (after, one.said_after)):
+        text = list(ids[:half])
+        for _ in range(MAX_CONTINUATION_TOKENS):
+            text.append(int(says(torch.tensor([text]))[0, -1].argmax()))
+        assert said == " ".join(map(str, text[half:]))
+
+
+def test_an_attention_that_is_gone_altogether_is_proven_too():
+    net = built(model("decoder"))
+    keep = {"decoder.0.attention": [], "decoder.1.attention": [0, 1]}
+    proof = prove(
+        net, remove_heads(net, keep), scenes("decoder"), ProofOptions("One layer lost all.", keep, timing=QUICK)
+    )
+    assert proof.holds
+    assert proof.savings.sites["decoder.0.attention"][1] == (0, 0, 0, 0)
+    assert "4 -> 0" in render_proof(proof)
+
+
+def test_a_page_carries_no_signs_of_others():
+    net, after = two("decoder")
+    evil = "a\x1b[2J|`<script>\u202e\n# b"
+    proof = prove(net, after, scenes("decoder"), ProofOptions(evil, timing=QUICK, notes=(evil,), command=evil))
+    example = replace(proof.examples[0], read=evil * 9, said_after=evil)
+    for shown in (render_proof(replace(proof, examples=(example,), model=evil)), render_summary(proof)):
+        assert "\x1b" not in shown
+        assert "\u202e" not in shown
+        assert "\n# b" not in shown
+        assert max(map(len, shown.split("\n"))) <= 80
+
+
+def test_what_cannot_be_proven_is_refused():
+    net, after = two("decoder")
+    texts = scenes("decoder")
+    with pytest.raises(ValueError, match="cannot compute a confidence interval over 1 texts"):
+        prove(net, after, texts[:1], ProofOptions("", timing=QUICK))
+    with pytest.raises(ValueError, match="Give a model made from the first"):
+        prove(net, two("encoder")[0], texts, ProofOptions("", timing=QUICK))
+    with pytest.raises(ValueError, match=r"no attention 'decoder\.7\.attention'"):
+        compare_ablated(net, after, texts, {"decoder.7.attention": [0]})
+    with pytest.raises(ValueError, match="no head 4 to keep; give heads"):
+        compare_ablated(net, after, texts, {"decoder.0.attention": [4]})
+    with pytest.raises(ValueError, match="unknown target_source='mine'"):
+        ProofOptions("", target_source="mine")
+    with pytest.raises(ValueError, match="with 3 and 2 layers"):
+        prove(built(model("decoder", 3)), net, texts, ProofOptions("", timing=QUICK))
+
+
+def test_rounding_is_of_the_precision_and_the_largest_number():
+    wide, narrow = (OutputDifference("", 1e-4, largest, 1, "float32") for largest in (0.5, 40.0))
+    assert wide.allowed == pytest.approx(1024 * 2**-23)
+    assert narrow.allowed == pytest.approx(40 * 1024 * 2**-23)
+    assert OutputDifference("", 0.1, 1.0, 1, "bfloat16").allowed == 16 * 2**-7
+    assert wide.same
+    assert not OutputDifference("", 1e-4, 0.5, 1, "float64").same

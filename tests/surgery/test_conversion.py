@@ -1,0 +1,158 @@
+"""Keys and values shared, split and merged in whole models."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from tests.surgery.test_head_removal import noisy, said
+
+import headwise as hw
+from headwise.surgery import Collaborate, HeadRanking, Merged, Pool, Route, Split
+from headwise.surgery.attention_replacement import get_attention, get_attention_parameters
+from headwise.surgery.conversion import MAX_STATISTICS, convert
+from support.importance_examples import BERT, GPT2, WORDS, built, scenes, translator
+
+LLAMA = {
+    "model_type": "llama", "hidden_size": 24, "num_attention_heads": 6, "num_key_value_heads": 6, "head_dim": 4,
+    "num_hidden_layers": 2, "intermediate_size": 20, "vocab_size": WORDS,
+}  # fmt: skip
+ALIGNED = Pool(2, align="both", grouping="alike")
+
+
+def grouped(kv: int) -> dict[str, Any]:
+    return LLAMA | {"num_key_value_heads": kv}
+
+
+def close(one: torch.Tensor, other: torch.Tensor) -> None:
+    torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+
+
+def test_pooling_takes_means_of_neighbours():
+    net = noisy(built(LLAMA))
+    done = convert(net, 3)
+    for layer in (0, 1):
+        site = f"decoder.{layer}.attention"
+        for side in "kv":
+            old, new = (get_attention_parameters(one, site)[f"project.{side}"] for one in (net, done.after))
+            close(new.view(3, 4, 24), old.view(3, 2, 4, 24).mean(1))
+        close(get_attention_parameters(done.after, site)["project.q"], get_attention_parameters(net, site)["project.q"])
+    assert [spec.heads.reads for _, spec in done.after.spec.attention_specs()] == [(0, 0, 1, 1, 2, 2)] * 2
+    assert done.after.cache(batch=1, capacity=5).nbytes * 2 == net.cache(batch=1, capacity=5).nbytes
+
+
+@pytest.mark.parametrize("build", [lambda: built(LLAMA), lambda: built(BERT | {"num_attention_heads": 4}), translator])
+def test_aligning_says_the_same_before_heads_are_pooled(build):
+    net = noisy(build())
+    kv = {spec.heads.kv for _, spec in net.spec.attention_specs()}
+    texts = scenes(net)
+    if kv != {3, 2}:
+        done = convert(net, ALIGNED, texts)
+        assert done.equivalent is not None
+        close(said(done.equivalent), said(net))
+        assert {spec.heads.kv for _, spec in done.after.spec.attention_specs()} == {2}
+        missed = [lost for one in done.layers.values() for lost in one.pooling_errors.values()]
+        assert missed
+        assert all(after <= before + 1e-12 for before, after in missed)
+        return
+    done = convert(net, Pool(1, align="values"), texts, kind="cross")
+    assert done.equivalent is not None
+    close(said(done.equivalent), said(net))
+    sizes = {site: spec.heads.kv for site, spec in done.after.spec.attention_specs()}
+    assert {kv for site, kv in sizes.items() if site.endswith("cross")} == {1}
+    assert {kv for site, kv in sizes.items() if site.endswith("attention")} == {3}
+
+
+def test_heads_that_are_alike_are_found_and_lose_nothing():
+    """Heads 0 and 3, 1 and 4, 2 and 5 say the same; neighbours do not."""
+    net = noisy(built(LLAMA))
+    with torch.no_grad():
+        for layer in (0, 1):
+            project = get_attention(net, f"decoder.{layer}.attention").weights["project"]
+            for side in "kv":
+                project[side].view(2, 3, 4, 24)[1] = project[side].view(2, 3, 4, 24)[0]
+    done = convert(net, Pool(3, grouping="alike"), scenes(net))
+    assert set(done.groups.values()) == {((0, 3), (1, 4), (2, 5))}
+    close(said(done.after), said(net))
+    assert not torch.allclose(said(convert(net, 3).after), said(net), atol=1e-2)
+
+
+@pytest.mark.parametrize("way", [Split(), Merged()], ids=["split", "merged"])
+def test_other_forms_say_the_same(way):
+    net = noisy(built(grouped(2)))
+    done = convert(net, way)
+    close(said(done.after), said(net))
+    assert way.is_exact
+    if way == Split():
+        assert {spec.heads.kv for _, spec in done.after.spec.attention_specs()} == {6}
+        again = convert(done.after, 2).after
+        close(said(again), said(net))
+
+
+def test_collaborating_at_full_width_says_the_same():
+    net = noisy(built(GPT2))
+    done = convert(net, Collaborate(12))
+    close(said(done.after), said(net))
+    assert "relative error of attention scores 0.00%" in done.notes[0]
+    small = convert(net, Collaborate(6))
+    assert hw.costs.count_parameters(small.after.spec) < hw.costs.count_parameters(net.spec)
+
+
+def test_routing_lets_those_worth_most_always_speak():
+    net = noisy(built(GPT2))
+    texts = scenes(net)
+    done = convert(net, Route(1, 2), texts, ranking=HeadRanking("michel"))
+    close(said(done.after), said(net))
+    found = hw.estimate_importance(net, texts, method="michel")
+    first = [
+        max(range(3), key=lambda head, n=layer: found.head(f"decoder.{n}.attention", head).value) for layer in (0, 1)
+    ]
+    slots = [
+        get_attention_parameters(done.after, f"decoder.{layer}.attention")["routed.slot"].tolist() for layer in (0, 1)
+    ]
+    assert [slot.index(0) for slot in slots] == first
+    one = convert(net, Route(1, 1), texts, ranking=HeadRanking("michel")).after
+    assert not torch.allclose(said(one), said(net), atol=1e-3)
+
+
+def test_texts_are_read_as_often_as_sums_need_room(monkeypatch):
+    net, heard = noisy(built(LLAMA)), list[str]()
+    convert(net, ALIGNED, scenes(net), log=heard.append)
+    assert sum("keys and values of 5 examples" in line for line in heard) == 1
+    assert MAX_STATISTICS > 2**20
+    monkeypatch.setattr("headwise.surgery.conversion.MAX_STATISTICS", 1)
+    heard.clear()
+    convert(net, ALIGNED, scenes(net), log=heard.append)
+    assert sum("keys and values of 5 examples" in line for line in heard) == 2
+
+
+@pytest.mark.parametrize(
+    ("way", "told"),
+    [
+        (4, "decoder.0.attention: cannot split 6 key-value heads into 4 equal groups. Use one of [1, 2, 3, 6]"),
+        (0, "cannot split 6 key-value heads into 0 equal groups"),
+        (Pool(2, grouping="alike"), "cannot collect keys and values from 0 examples. Give at least 2"),
+        (Collaborate(0), "width"),
+        ("2", "conversion='2' is no AttentionConversion; give a number of key-value heads"),
+        (Route(9, 1), "num_always_active must be between 0 and 6, the number of heads, got 9"),
+    ],
+)
+def test_what_cannot_be_shared_is_told(way, told):
+    with pytest.raises(ValueError, match=re.escape(told)):
+        convert(built(LLAMA), way) if not isinstance(way, Route) else convert(built(LLAMA), way, scenes(built(LLAMA)))
+
+
+def test_words_that_are_unknown_are_told():
+    for make, told in [
+        (lambda: Pool(2, align="both sides"), "unknown align='both sides'; use one of both, keys, none, values"),
+        (lambda: Pool(2, grouping="like"), "unknown grouping='like'; did you mean 'alike'"),
+        (lambda: Pool(2, score="angle"), "unknown score='angle'"),
+        (lambda: convert(built(GPT2), 1, kind="crosses"), "unknown kind='crosses'; did you mean 'cross'"),
+        (lambda: convert(built(GPT2), 1, kind="cross"), "gpt2 has no cross-attention; use kind='all'"),
+    ]:
+        with pytest.raises(hw.SpecError, match=re.escape(told)):
+            make()
+    with pytest.raises(ValueError, match="Linear has no config with a model_type"):
+        convert(torch.nn.Linear(2, 2), 2)

@@ -1,0 +1,377 @@
+"""Texts side by side teach what each teaches alone, and a model that learns again becomes its teacher."""
+
+from __future__ import annotations
+
+import signal
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import headwise as hw
+from headwise import model_spec as bp
+from headwise.data import IGNORE_INDEX
+from headwise.errors import SpecError, TrainingDiverged
+from headwise.head_analysis.annotated_examples import Example
+from headwise.head_analysis.objectives import MaskedTokenLoss, choose_objective
+from headwise.masking.sequence_info import SequenceInfo
+from headwise.models import Transformer
+from headwise.surgery.distillation import DistillationLoader, RetrainingPoint, Student, UptrainingOptions, uptrain
+from headwise.surgery.distillation_data import DistillationBatch, DistillationTexts
+from support.importance_examples import BERT, GPT2, LLAMA, WORDS, built, ids, loud, scenes, translator
+
+T5 = {
+    "model_type": "t5", "d_model": 12, "d_kv": 5, "num_heads": 3, "num_layers": 2, "d_ff": 20, "vocab_size": WORDS,
+    "relative_attention_num_buckets": 8, "relative_attention_max_distance": 20,
+}  # fmt: skip
+LONGER = {"steps": 30, "batch": 8, "every": 15, "rate": 5e-3}
+BRIEF = {"steps": 12, "batch": 4, "every": 4, "rate": 1e-2}
+
+
+def classifier(at: str) -> Transformer:
+    """An encoder that says one label of a text."""
+    block = bp.BlockSpec(hw.design(model=12, heads=3, bias="o"), feed=bp.FeedForwardSpec(20))
+    stack = bp.StackSpec.from_blocks("encoder", 12, [block] * 2, embedding=bp.EmbeddingSpec(WORDS), norm=bp.NormSpec())
+    return loud(hw.build(bp.ModelSpec("small", "encoder", (stack,), (bp.OutputHeadSpec("labels", 5, at=at),)), seed=0))
+
+
+def listener() -> Transformer:
+    """A model that reads frames, two at a time, behind a vector of its own."""
+    embedding = bp.EmbeddingSpec(patches=bp.PatchSpec(rows=6, columns=1, high=2, wide=3, channels=1), first=1)
+    block = bp.BlockSpec(hw.design(model=12, heads=3), feed=bp.FeedForwardSpec(20))
+    stack = bp.StackSpec.from_blocks("encoder", 12, [block], embedding=embedding, norm=bp.NormSpec())
+    return loud(
+        hw.build(bp.ModelSpec("small", "encoder", (stack,), (bp.OutputHeadSpec("labels", 5, at="mean"),)), seed=0)
+    )
+
+
+def headless() -> Transformer:
+    """A model that says nothing but its states."""
+    net = built(BERT)
+    made = hw.build(bp.ModelSpec("small", "encoder", net.spec.stacks), seed=1)
+    return loud(made)
+
+
+def labelled(net: Transformer, count: int = 5) -> list[Example]:
+    return [Example({**scene.inputs, "labels": [n % 5]}, {}) for n, scene in enumerate(scenes(net, count))]
+
+
+def heard(count: int = 5) -> list[Example]:
+    """Frames of several lengths, one of them with half a patch."""
+    draw = torch.Generator().manual_seed(3)
+    frames = [torch.randn(1, (12, 5, 8, 4, 6)[n % 5], 3, generator=draw, dtype=torch.float64) for n in range(count)]
+    return [Example({"x": one, "labels": [n % 5]}, {}) for n, one in enumerate(frames)]
+
+
+def placed(net: Transformer, count: int = 5) -> list[Example]:
+    """Texts that say where their tokens stand."""
+    told = scenes(net, count)
+    return [
+        Example({**one.inputs, "sequence": SequenceInfo.contiguous(2, one.inputs["x"].shape[1], "cpu")}, {})
+        for one in told
+    ]
+
+
+MODELS: dict[str, Any] = {
+    "gpt2": lambda: (built(GPT2), scenes(built(GPT2)), None),
+    "llama": lambda: (built(LLAMA), placed(built(LLAMA)), None),
+    "bert": lambda: (built(BERT), scenes(built(BERT)), MaskedTokenLoss(mask_id=3, mask_fraction=0.4)),
+    "t5": lambda: (built(T5), scenes(built(T5)), None),
+    "translator": lambda: (translator(), scenes(translator()), None),
+    "label of the first": lambda: (classifier("first"), labelled(classifier("first")), None),
+    "label of the mean": lambda: (classifier("mean"), labelled(classifier("mean")), None),
+    "frames": lambda: (listener(), heard(), None),
+}
+
+
+# --- lessons -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_lesson_is_worth_what_its_texts_are_alone(name):
+    net, those, asked = MODELS[name]()
+    objective, _ = choose_objective(net, asked, those[0])
+    alone = []
+    for number, scene in enumerate(those):
+        question = objective.prepare_input(net, scene, number)
+        alone.append(float(objective.value(net(**question.inputs.kwargs).detach(), None, question)))
+    lesson = DistillationTexts(net, those, asked).make_batch(range(len(those)))
+    together = lesson.losses(lesson.compute_outputs(net)).detach()
+    np.testing.assert_allclose(together, alone, rtol=0, atol=1e-9)
+    assert abs(float(together.mean()) - np.mean(alone)) < 1e-6
+    assert len(set(np.round(alone, 6))) == len(those)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_of_a_lesson_are_those_of_its_texts(name):
+    net, those, asked = MODELS[name]()
+    texts = DistillationTexts(net, those, asked)
+    lessons = [texts.make_batch(range(len(those))), *(texts.make_batch([n]) for n in range(len(those)))]
+    grads = []
+    for lesson in lessons:
+        loss = lesson.losses(lesson.compute_outputs(net)).mean()
+        grads.append(torch.autograd.grad(loss, list(net.parameters()), allow_unused=True))
+    for whole, *each in zip(*grads, strict=True):
+        if whole is not None:
+            torch.testing.assert_close(whole, sum(each) / len(each), rtol=1e-8, atol=1e-10)
+
+
+def softmax(x: np.ndarray) -> np.ndarray:
+    e = np.exp(x - x.max())
+    return e / e.sum()
+
+
+def test_divergence_and_distance_are_as_defined_and_blind_to_padding():
+    draw = torch.Generator().manual_seed(0)
+    said, taught = torch.randn(2, 2, 3, 5, generator=draw, dtype=torch.float64)
+    lesson = DistillationBatch({}, torch.tensor([[True, True, True], [True, False, False]]))
+    counts, temperature = (3, 1), 1.7
+    kl, cosine, square = np.zeros(2), np.zeros(2), np.zeros(2)
+    for n, count in enumerate(counts):
+        for place in range(count):
+            s, t = said[n, place].numpy(), taught[n, place].numpy()
+            p, q = softmax(t / temperature), softmax(s / temperature)
+            kl[n] += temperature**2 * (p * (np.log(p) - np.log(q))).sum() / count
+            cosine[n] += (1 - s @ t / np.linalg.norm(s) / np.linalg.norm(t)) / count
+            square[n] += ((s - t) ** 2).mean() / count
+    np.testing.assert_allclose(lesson.kl_divergences(said, taught, temperature), kl, rtol=1e-12)
+    np.testing.assert_allclose(lesson.state_distances(said, taught), cosine, rtol=1e-12)
+    np.testing.assert_allclose(lesson.state_distances(said, taught, "l2"), square, rtol=1e-12)
+
+
+def test_lessons_follow_from_the_seed_and_leave_what_is_held_back():
+    net = built(GPT2)
+    those = [Example({"x": torch.full((1, 4), n)}, {}) for n in range(WORDS)]
+
+    def order(seed: int, steps: int = 6) -> list[list[int]]:
+        lessons = DistillationLoader(DistillationTexts(net, those), UptrainingOptions(batch=5, held_out=0.2, seed=seed))
+        assert len(lessons.held_out_ids) == 3
+        assert not set(lessons.held_out_ids) & set(lessons.train_ids)
+        return [lessons.get_batch(step).inputs["x"][:, 0].tolist() for step in range(1, steps + 1)]
+
+    first = order(1)
+    assert first == order(1) != order(2)
+    assert sorted(first[0] + first[1]) == sorted(first[2] + first[3])  # ten are taught, each once in two steps
+    assert first[:2] != first[2:4]
+    assert len(set(first[0] + first[1])) == 10
+
+
+def test_every_time_round_other_tokens_are_masked_and_held_back_ones_stay():
+    net, those, asked = MODELS["bert"]()
+    texts = DistillationTexts(net, those, asked)
+    masked = [(texts.make_batch([0, 1], epoch_seed=turn).labels != IGNORE_INDEX).tolist() for turn in (0, 0, 1, 2)]
+    assert masked[0] == masked[1]
+    assert len({str(one) for one in masked}) == 3
+
+
+def test_texts_that_ask_nothing_are_left_out_and_told():
+    net = built(GPT2)
+    texts = DistillationTexts(net, [Example({"x": ids(n, 1 + n)}, {}) for n in range(4)])
+    assert texts.numbers == [1, 2, 3]
+    assert "1 texts without targets" in texts.notes[-1]
+
+
+# --- learning ------------------------------------------------------------------------------------------
+
+
+def other(net: Transformer, noise: float = 0.05) -> Transformer:
+    """The same with a little of everything changed."""
+    from headwise.surgery.attention_replacement import replace_attentions
+
+    made, draw = replace_attentions(net, {}), torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter += noise * torch.randn(parameter.shape, generator=draw, dtype=parameter.dtype)
+    return made
+
+
+def kept(*nets: Transformer) -> list[dict[str, torch.Tensor]]:
+    return [{name: one.clone() for name, one in net.state_dict().items()} for net in nets]
+
+
+def same(net: Transformer, before: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(one, before[name]) for name, one in net.state_dict().items())
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert", "translator", "frames"])
+def test_a_model_comes_nearer_to_its_teacher_which_stays(name):
+    teacher, _, asked = MODELS[name]()
+    those = heard(80) if name == "frames" else scenes(teacher, 80)
+    student = other(teacher, 0.2)
+    before = kept(teacher, student)
+    found = uptrain(student, teacher, those, UptrainingOptions(**LONGER, alpha=1.0, objective=asked))
+    assert same(teacher, before[0])
+    assert same(student, before[1])
+    assert [point.step for point in found.curve] == [0, 15, 30]
+    assert found.curve[0].loss is None
+    assert found.curve[-1].held_out < 0.8 * found.curve[0].held_out
+    assert found.stop_reason == ""
+    assert all(parameter.requires_grad for parameter in found.net.parameters())
+
+
+def test_what_is_its_teacher_already_is_kept_as_it_was():
+    net = built(GPT2)
+    found = uptrain(net, net, scenes(net, 20), UptrainingOptions(**BRIEF))
+    assert found.curve[0].held_out < found.curve[-1].held_out or found.step > 0
+    alike = uptrain(net, net, scenes(net, 20), UptrainingOptions(**{**BRIEF, "rate": 0.5}, alpha=1.0))
+    assert abs(alike.curve[0].held_out) < 1e-12
+    assert alike.step == 0
+    assert same(alike.net, net.state_dict())
+    last = uptrain(net, net, scenes(net, 20), UptrainingOptions(**{**BRIEF, "rate": 0.5}, alpha=1.0, keep="last"))
+    assert last.step == 12
+    assert not same(last.net, net.state_dict())
+
+
+@pytest.mark.parametrize("states", ["cosine", "l2"])
+def test_a_model_without_a_head_learns_states(states):
+    teacher = headless()
+    found = uptrain(other(teacher, 0.2), teacher, scenes(teacher, 80), UptrainingOptions(**LONGER, states=states))
+    assert found.curve[-1].held_out < 0.8 * found.curve[0].held_out
+    assert "drift" in found.notes[0]
+
+
+def test_one_step_is_torchs_own_adamw():
+    teacher = built(GPT2)
+    student, those = other(teacher), scenes(teacher, 9)
+    how = UptrainingOptions(
+        steps=1, batch=4, rate=1e-2, schedule="constant", warmup=0, clip=0.3, alpha=0.3, temperature=1.5, keep="last",
+        weight_decay=0.01, seed=2,
+    )  # fmt: skip
+    found = uptrain(student, teacher, those, how).net
+    mine = other(teacher).train()
+    lesson = DistillationLoader(DistillationTexts(student, those), how).get_batch(1)
+    said, taught = mine(**lesson.inputs), teacher(**lesson.inputs)
+    p, q = (torch.softmax(one / 1.5, -1) for one in (taught.detach(), said))
+    live, losses = lesson.positions, []
+    for n in range(4):
+        apart = 1.5**2 * (p[n] * (p[n].log() - q[n].log())).sum(-1)[live[n]].mean()
+        asked = lesson.labels[n] != IGNORE_INDEX
+        own = -said[n].log_softmax(-1)[asked, lesson.labels[n][asked]].mean()
+        losses.append(0.3 * apart + 0.7 * own)
+    torch.stack(losses).mean().backward()
+    torch.nn.utils.clip_grad_norm_(mine.parameters(), 0.3)
+    weights = mine.spec.params()
+    decayed = [p for name, p in mine.named_parameters() if p.dim() > 1 and not weights[name].name.endswith("bias")]
+    rest = [p for p in mine.parameters() if not any(p is one for one in decayed)]
+    groups = [{"params": decayed, "weight_decay": 0.01}, {"params": rest, "weight_decay": 0.0}]
+    torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.98), eps=1e-8).step()
+    for name, tensor in mine.state_dict().items():
+        torch.testing.assert_close(found.state_dict()[name], tensor, rtol=1e-9, atol=1e-9, msg=name)
+
+
+def test_attention_alone_can_learn():
+    teacher = built(LLAMA)
+    student = other(teacher)
+    found = uptrain(student, teacher, scenes(teacher, 12), UptrainingOptions(**BRIEF, which="attention")).net
+    for name, tensor in found.named_parameters():
+        assert torch.equal(tensor, student.state_dict()[name]) == (".attention." not in name), name
+
+
+def test_a_model_of_few_bits_learns_in_many():
+    teacher = built(GPT2).bfloat16()
+    student = other(teacher, 0.1)
+    how = UptrainingOptions(**{**BRIEF, "rate": 1e-4}, alpha=1.0, keep="last")
+    found = uptrain(student, teacher, scenes(teacher, 12), how)
+    assert next(found.net.parameters()).dtype == torch.bfloat16
+    assert found.curve[-1].held_out != found.curve[0].held_out
+    assert not same(found.net, student.state_dict())
+
+
+def test_the_same_seed_teaches_the_same_and_torchs_own_numbers_go_on():
+    teacher = built(GPT2)
+    student = other(teacher)
+    student.train()
+    torch.manual_seed(11)
+    wanted = torch.rand(3)
+    torch.manual_seed(11)
+    nets = [
+        uptrain(student, teacher, scenes(teacher, 20), UptrainingOptions(**BRIEF, seed=seed)).net for seed in (4, 4, 5)
+    ]
+    assert torch.equal(torch.rand(3), wanted)
+    assert same(nets[0], nets[1].state_dict())
+    assert not same(nets[0], nets[2].state_dict())
+    assert nets[0].training
+
+
+# --- interruptions -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["signal", "raised"])
+def test_who_interrupts_is_given_the_best_so_far(how):
+    teacher = built(GPT2)
+    student, seen = other(teacher), list[RetrainingPoint]()
+
+    def stop(point: RetrainingPoint) -> None:
+        seen.append(point)
+        if point.step == 6:
+            signal.raise_signal(signal.SIGINT)
+            if how == "raised":
+                raise KeyboardInterrupt
+
+    said = UptrainingOptions(**BRIEF, alpha=1.0, keep="last")
+    found = uptrain(student, teacher, scenes(teacher, 20), said, stop)
+    assert found.stop_reason == "interrupted at step 6 of 12"
+    assert found.step == {"signal": 6, "raised": 4}[how]
+    assert found.curve[-1].step == found.step
+    lessons = DistillationLoader(DistillationTexts(student, scenes(teacher, 20)), said)
+    pupil = Student(found.net, teacher, lessons, [])
+    assert pupil.held_out_loss(found.net) == pytest.approx(found.curve[-1].held_out, abs=1e-12)
+
+
+# --- bad input -----------------------------------------------------------------------------------------
+
+
+def check_refused(what: str, *said: Any, **how: Any) -> None:
+    with pytest.raises(SpecError, match=what) as told:
+        uptrain(*said, UptrainingOptions(**{**BRIEF, **how}))
+    assert "\n" not in str(told.value)
+
+
+def test_what_cannot_be_taught_is_refused_before_anything_is_learned():
+    net, none = built(GPT2), headless()
+    check_refused("no texts", net, net, [])
+    check_refused("cannot fill a batch of 4: 3 texts, 1 of them held out. Use batch=2", net, net, scenes(net, 3))
+    check_refused("no loss on these texts", none, None, scenes(none, 9))
+    check_refused("expected a headwise model, got Linear", torch.nn.Linear(2, 2), net, scenes(net, 9))
+    check_refused("13 outputs per position, the model 11", built({**GPT2, "vocab_size": 11}), net, [
+        Example({"x": ids(n, words=11)}, {}) for n in range(9)
+    ])  # fmt: skip
+    wrong = classifier("mean")
+    check_refused(
+        "text 8 has the label 7", wrong, None, [*labelled(wrong, 8), Example({"x": ids(1), "labels": [7]}, {})]
+    )
+    twice = [*labelled(wrong, 8), Example({"x": ids(1), "labels": [1, 2]}, {})]
+    check_refused("text 8 has 1 output positions and 2 labels", wrong, None, twice)
+    check_refused(
+        "it has the input 'head'", net, None, [Example({"x": ids(n), "head": "tokens"}, {}) for n in range(9)]
+    )
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        ({"steps": 0}, r"UptrainingOptions\(steps=0\) is out of range; give 1"),
+        ({"rate": -1.0}, "rate=-1.0"),
+        ({"alpha": 1.5}, "alpha=1.5"),
+        ({"temperature": 0.0}, "temperature=0.0"),
+        ({"held_out": 1.0}, "held_out=1.0"),
+        ({"which": "atention"}, "did you mean 'attention'"),
+        ({"keep": "lst"}, "did you mean 'last'"),
+        ({"states": "l1"}, "use one of cosine, l2"),
+        ({"schedule": "cosin"}, "did you mean 'cosine'"),
+        ({"batch": 2.5}, "is of type float"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(said, why):
+    with pytest.raises(SpecError, match=why):
+        UptrainingOptions(**said)
+
+
+def test_a_loss_that_is_no_number_ends_it():
+    net = built(GPT2)
+    broken = other(net)
+    with torch.no_grad():
+        next(iter(broken.parameters())).fill_(float("nan"))
+    with pytest.raises(TrainingDiverged, match="at step 1; use a rate below"):
+        uptrain(broken, net, scenes(net, 9), UptrainingOptions(**BRIEF))

@@ -1,0 +1,336 @@
+"""Heads mapped alike before they are pooled: unseen by what the layer says, and never worse than no turn.
+
+The judge of a turn is the layer itself, mapped and not; of sums and scores numpy in float64, from every token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+
+import headwise as hw
+from headwise.interfaces.core_types import SymmetryGroup
+from headwise.nn import head_axis_ops
+from headwise.surgery.head_alignment import (
+    CrossProducts,
+    align_heads,
+    align_to_mean,
+    compute_kv_features,
+    compute_similarity,
+    find_symmetry,
+    map_heads,
+    max_trace,
+    pooling_error,
+    solve_procrustes,
+)
+from support import layer_cases as cases
+from support.layer_cases import EVERY, base, check_close
+
+# Whose heads lie in a way that something sees, by side.
+SEEN = {
+    "k": {"Additive", "Collaborative", "FeatureMap", "Knocking", "Latent", "Overlapping", "Shaw", "Sum", "Values"},
+    "v": {"Knocking", "Overlapping", "OutputGate", "Shaw", "SumHeads"},
+}
+APART = {"Differential0", "Differential1", "TalkingHeads2", "TalkingHeads3"}
+
+
+def twin(spec, weights, dtype=torch.float64) -> hw.Attention:
+    layer = hw.Attention(spec).to(dtype).eval()
+    layer.load_state_dict(weights, strict=True)
+    return layer
+
+
+def drawn(free: SymmetryGroup, heads: int, width: int) -> torch.Tensor:
+    """Any maps of a freedom."""
+    return solve_procrustes(torch.randn(heads, width, width, dtype=torch.float64), free)
+
+
+def told(layer: hw.Attention, z: torch.Tensor) -> dict[str, CrossProducts]:
+    return {side: CrossProducts.from_features(x) for side, x in compute_kv_features(layer, z).items()}
+
+
+@pytest.mark.parametrize("name", [name for name in EVERY if name not in APART])
+def test_a_turn_is_refused_or_unseen(name):
+    spec = EVERY[name]
+    layer = cases.layer(spec)
+    x, z = cases.tensors(spec)
+    for side, width in (("k", spec.heads.dim), ("v", spec.heads.vdim)):
+        free, reason = find_symmetry(spec, layer.state_dict(), side)
+        assert bool(reason) == (free == SymmetryGroup())
+        if not reason:
+            maps = drawn(free, spec.heads.kv, width)
+            assert (maps - torch.eye(width)).abs().max() > 0.1
+            other = layer.state_dict() | map_heads(spec, layer.state_dict(), side, maps)
+            fixed = {"atol": 1e-5, "rtol": 1e-5} if name == "Concat1" else {}  # a constant keeps its float32
+            check_close(twin(spec, other)(x, source=z), layer(x, source=z), **fixed)
+
+
+@pytest.mark.parametrize("side", "kv")
+def test_only_heads_that_something_sees_cannot_be_turned(side):
+    seen = {
+        name for name, spec in cases.EXAMPLES.items()
+        if name not in APART and find_symmetry(spec, cases.layer(spec).state_dict(), side)[1]
+    }  # fmt: skip
+    assert {name.rstrip("0123456789") for name in seen} - {"Shaw"} == SEEN[side] - {"Shaw"}
+    assert ("Shaw0" in seen, "Shaw1" in seen) == (True, side == "k")
+
+
+@pytest.mark.parametrize(
+    ("said", "side", "reason"),
+    [
+        ({"modifiers": (hw.Shaw(reach=2),)}, "k", "Shaw depends on the basis of keys"),
+        ({"modifiers": (hw.QKNorm(), hw.Rotary())}, "k", "QKNorm and Rotary depend on the basis of keys"),
+        ({"modifiers": (hw.OutputGate(),)}, "v", "OutputGate depends on the basis of values"),
+        ({"merge": hw.SumHeads()}, "v", "SumHeads cannot absorb a matrix per head of values"),
+        ({"project": hw.Overlapping(overlap=0)}, "k", "Overlapping cannot absorb a matrix per head of keys"),
+    ],
+    ids=str,
+)
+def test_a_refusal_says_who_sees_it(said, side, reason):
+    layer = cases.layer(base(**said))
+    assert find_symmetry(layer.spec, layer.state_dict(), side) == (SymmetryGroup(), reason)
+
+
+def test_a_norm_of_keys_lets_turns_pass_where_its_weights_are_alike():
+    spec = base(kv=2, modifiers=(hw.QKNorm(), hw.Rotary()))
+    layer = cases.layer(spec)
+    x, _ = cases.tensors(spec)
+    weights = layer.state_dict() | {f"qk_norm.{side}": torch.tensor([2.0, 3, 2, 5]).double() for side in "qk"}
+    free, reason = find_symmetry(spec, weights, "k")
+    assert (free, reason) == (SymmetryGroup(planes=((0, 2),)), "")
+    other = weights | map_heads(spec, weights, "k", drawn(free, 2, 4))
+    check_close(twin(spec, other)(x), twin(spec, weights)(x))
+    assert find_symmetry(spec, weights | {"qk_norm.q": torch.tensor([2.0, 3, 1, 5])}, "k")[0] == SymmetryGroup()
+
+
+@pytest.mark.parametrize("pairs", ["half", "interleaved"])
+def test_rotations_of_pairs_are_what_rotary_cannot_see(pairs):
+    spec = base(dim=6, modifiers=(hw.Rotary(dims=4, pairs=pairs),))
+    layer = cases.layer(spec)
+    free, _ = find_symmetry(spec, layer.state_dict(), "k")
+    turn = np.eye(6)  # by angle 0.7 and 0.07, as the paper writes it
+    for (a, b), angle in zip(
+        {"half": [(0, 2), (1, 3)], "interleaved": [(0, 1), (2, 3)]}[pairs], (0.7, 0.07), strict=True
+    ):
+        turn[[a, a, b, b], [a, b, a, b]] = np.cos(angle), -np.sin(angle), np.sin(angle), np.cos(angle)
+    (own,) = drawn(free, 1, 6).numpy()
+    assert np.allclose(own @ turn, turn @ own, atol=1e-14)
+    assert np.allclose(own @ own.T, np.eye(6))
+    assert not np.allclose(own[4:, 4:], np.diag(np.diag(own[4:, 4:])))
+
+
+SPECS = {
+    "plain": base(bias="qkvo", kv=3, vdim=5),
+    "rotary": base(kv=3, vdim=5, bias="qkv", pattern="causal()", modifiers=(hw.Rotary(),)),
+    "partial": base(dim=7, modifiers=(hw.Rotary(dims=4, pairs="interleaved"), hw.Alibi()), bias="k"),
+    "crossed": base(source=13, bias="qkvo"),
+    "paired": base(kv=2, heads=4, modifiers=(hw.DifferentialV2(), hw.Rotary()), vdim=3),
+}
+
+
+def groups_of(kv: int):
+    return {2: [(0, 1)], 3: [(2, 0, 1)], 6: [(5, 0, 2), (1, 4, 3)]}[kv]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("name", SPECS)
+def test_aligned_is_the_same_function_and_nearer_to_its_means(name, dtype):
+    spec = SPECS[name]
+    layer = cases.layer(spec, dtype)
+    x, z = cases.tensors(spec, dtype)
+    read, groups = x if z is None else z, groups_of(spec.heads.kv)
+    made = align_heads(spec, layer.state_dict(), groups, told(layer, read))
+    close = {"atol": 1e-10, "rtol": 1e-10} if dtype is torch.float64 else {"atol": 1e-5, "rtol": 1e-5}
+    new = twin(spec, made.weights, dtype)
+    check_close(new(x, source=z), layer(x, source=z), **close)
+    assert not made.skip_reasons
+    assert all(tensor.dtype == made.weights["project.q"].dtype for tensor in new.parameters())
+    for side, (before, after) in made.pooling_errors.items():
+        assert after < 0.95 * before  # of random heads, far from chance
+        for one, share in ((layer, before), (new, after)):
+            said = (
+                compute_kv_features(one, read)[side]
+                .double()
+                .numpy()
+                .reshape(-1, spec.heads.kv, compute_kv_features(one, read)[side].shape[-1])
+            )
+            lost = sum(((said[:, list(g)] - said[:, list(g)].mean(1, keepdims=True)) ** 2).sum() for g in groups)
+            assert share == pytest.approx(lost / (said**2).sum(), rel=1e-4 if dtype is torch.float32 else 1e-9)
+
+
+def turned_copies(spec) -> hw.Attention:
+    """A layer whose kv heads are all one, each under a turn of its own that queries and W_O undo."""
+    layer, heads = cases.layer(spec), spec.heads
+    weights = layer.state_dict()
+    for side, width in (("k", heads.dim), ("v", heads.vdim)):
+        for name in (f"project.{side}", f"project.{side}_bias"):
+            rows = weights[name].unflatten(0, (heads.kv, width))
+            weights[name] = rows[:1].expand_as(rows).flatten(0, 1).clone()
+        free, _ = find_symmetry(spec, weights, side)
+        weights |= map_heads(spec, weights, side, drawn(free, heads.kv, width))
+    return twin(spec, weights)
+
+
+@pytest.mark.parametrize("modifiers", [(), (hw.Rotary(),), (hw.Rotary(dims=2), hw.HeadGate())], ids=str)
+def test_heads_that_differ_by_a_turn_are_pooled_without_loss(modifiers):
+    spec = base(kv=3, vdim=5, bias="qkvo", modifiers=modifiers)
+    layer = turned_copies(spec)
+    x, _ = cases.tensors(spec)
+    made = align_heads(spec, layer.state_dict(), [(0, 1, 2)], told(layer, x))
+    assert all(after < 1e-12 < 0.1 < before for before, after in made.pooling_errors.values())
+    pooled = twin(*head_axis_ops.share_kv_heads(spec, made.weights, [(0, 1, 2)]))
+    check_close(pooled(x), layer(x), atol=1e-9)
+    mean = twin(*head_axis_ops.share_kv_heads(spec, layer.state_dict(), [(0, 1, 2)]))
+    assert (mean(x) - layer(x)).abs().max() > 1e-2
+
+
+def test_a_side_that_stays_says_why_and_is_left_as_it_was():
+    spec = base(kv=2, modifiers=(hw.Shaw(reach=3),))
+    layer = cases.layer(spec)
+    x, _ = cases.tensors(spec)
+    made = align_heads(spec, layer.state_dict(), [(0, 1)], told(layer, x))
+    assert made.skip_reasons == {"k": "Shaw depends on the basis of keys"}
+    assert made.pooling_errors["k"][0] == made.pooling_errors["k"][1]
+    assert made.pooling_errors["v"][0] > made.pooling_errors["v"][1]
+    assert [name for name, tensor in made.weights.items() if not torch.equal(tensor, layer.state_dict()[name])] == [
+        "project.v", "output.o",
+    ]  # fmt: skip
+
+
+def brute(x: np.ndarray) -> float:
+    """What the means over heads miss of x [tokens, heads, width]."""
+    return ((x - x.mean(1, keepdims=True)) ** 2).sum()
+
+
+FREEDOMS = st.sampled_from(
+    [
+        SymmetryGroup(),
+        SymmetryGroup.full(4),
+        SymmetryGroup(planes=((0, 2), (1, 3))),
+        SymmetryGroup(planes=((0, 1),), blocks=((2, 3),)),
+        SymmetryGroup(blocks=((1,), (0, 3))),
+    ]
+)
+
+
+@settings(deadline=None, max_examples=40)
+@given(FREEDOMS, st.integers(2, 4), st.integers(1, 9), st.integers(0, 999), st.booleans())
+def test_means_of_turned_heads_miss_no_more(free, heads, tokens, seed, poor):
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(tokens, heads, 4)) * (rng.random((1, heads, 4)) > 0.5 * poor)
+    sums = CrossProducts.from_features(torch.tensor(x)).sums
+    maps = align_to_mean(sums, free)
+    assert np.allclose(maps @ maps.mT, np.eye(4), atol=1e-12)
+    assert np.allclose(maps[0], np.eye(4), atol=1e-12)
+    after = np.einsum("nia,iba->nib", x, maps.numpy())
+    still = torch.eye(4, dtype=torch.float64).expand(heads, 4, 4)
+    whole = (x**2).sum() + 1e-30
+    assert pooling_error(sums, maps) / whole == pytest.approx(brute(after) / whole, abs=1e-12)
+    assert pooling_error(sums, still) / whole == pytest.approx(brute(x) / whole, abs=1e-12)
+    assert brute(after) <= brute(x) + 1e-12 * whole
+    met = torch.einsum("ijab,jcb->iac", sums, maps) - torch.einsum("iiab,icb->iac", sums, maps)
+    pull = torch.einsum("iab,iba->i", maps, met)  # of all others on each head: none is left to give way to
+    assert (max_trace(met, free) - pull <= 1e-3 * whole).all()
+
+
+@settings(deadline=None, max_examples=40)
+@given(FREEDOMS, st.integers(0, 999))
+def test_the_best_map_is_in_its_freedom_and_no_other_there_is_better(free, seed):
+    rng = np.random.default_rng(seed)
+    p = rng.normal(size=(4, 4))
+    own = solve_procrustes(torch.tensor(p), free).numpy()
+    mine = np.trace(own @ p)
+    assert max_trace(torch.tensor(p), free).item() == pytest.approx(mine, abs=1e-12)
+    allowed = np.eye(4, dtype=bool)
+    for group in (*free.planes, *free.blocks):
+        allowed[np.ix_(group, group)] = True
+    assert np.allclose(own[~allowed], 0)
+    assert np.allclose(own @ own.T, np.eye(4))
+    for plane in free.planes:
+        assert np.linalg.det(own[np.ix_(plane, plane)]) == pytest.approx(1)
+        angles = np.linspace(0, 2 * np.pi, 721)
+        (aa, ab), (ba, bb) = p[np.ix_(plane, plane)]
+        scan = np.cos(angles) * (aa + bb) + np.sin(angles) * (ab - ba)  # trace of [[c, -s], [s, c]] P
+        assert np.trace(own[np.ix_(plane, plane)] @ p[np.ix_(plane, plane)]) >= scan.max() - 1e-12
+    for other in drawn(free, 50, 4).numpy():
+        assert np.trace(other @ p) <= mine + 1e-12
+
+
+@pytest.mark.parametrize("kind", ["distance", "cosine"])
+def test_likeness_is_that_of_rows_after_the_best_map(kind):
+    rng = np.random.default_rng(3)
+    x = rng.normal(size=(11, 3, 4)) + 0.5
+    x[4, 1] = 0  # a head that says nothing of one token
+    found = compute_similarity(CrossProducts.from_features(torch.tensor(x)), SymmetryGroup.full(4), kind=kind).numpy()
+    lengths = np.linalg.norm(x, axis=-1, keepdims=True)
+    rows = x / np.where(lengths > 0, lengths, 1) if kind == "cosine" else x
+    for i in range(3):
+        for j in range(3):
+            u, _, vh = np.linalg.svd(rows[:, i].T @ rows[:, j])
+            mapped = rows[:, i] @ (u @ vh)
+            score = (
+                (mapped * rows[:, j]).sum(-1).mean()
+                if kind == "cosine"
+                else -((mapped - rows[:, j]) ** 2).sum(-1).mean()
+            )
+            assert found[i, j] == pytest.approx(score, abs=1e-12)
+    unturned = compute_similarity(CrossProducts.from_features(torch.tensor(x)), kind=kind)[0, 2].item()
+    plain = (rows[:, 0] * rows[:, 2]).sum(-1).mean() if kind == "cosine" else -((x[:, 0] - x[:, 2]) ** 2).sum(-1).mean()
+    assert unturned == pytest.approx(plain, abs=1e-12)
+    assert unturned < found[0, 2]
+
+
+def test_features_are_projections_before_rotary_and_norms():
+    spec = base(kv=2, vdim=5, bias="qkv", modifiers=(hw.QKNorm(), hw.Rotary(), hw.Knocking()))
+    layer = cases.layer(spec)
+    x, _ = cases.tensors(spec)
+    held = {name: tensor.numpy() for name, tensor in layer.state_dict().items()}
+    for side, width in (("k", 4), ("v", 5)):
+        plain = x.numpy() @ held[f"project.{side}"].T + held[f"project.{side}_bias"]
+        check_close(compute_kv_features(layer, x)[side], torch.tensor(plain.reshape(3, 7, 2, width)))
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.sampled_from([1, 2, 3, 6]), st.permutations(range(6)), st.sampled_from(["", "qkvo"]), st.booleans())
+def test_sharing_equal_heads_and_splitting_them_again_loses_nothing(into, order, bias, rotary):
+    spec = base(bias=bias, modifiers=(hw.Rotary(), hw.HeadGate()) if rotary else ())
+    groups = [tuple(order[n : n + 6 // into]) for n in range(0, 6, 6 // into)]
+    layer = cases.layer(spec)
+    weights = layer.state_dict()
+    for name in [f"project.{side}" for side in "kv"] + [f"project.{side}_bias" for side in "kv" if bias]:
+        rows = weights[name].unflatten(0, (6, 4))
+        for group in groups:
+            rows[list(group)] = rows[group[0]].clone()
+    x, _ = cases.tensors(spec)
+    told = layer(x)
+    shared = head_axis_ops.share_kv_heads(spec, weights, groups)
+    check_close(twin(*shared)(x), told)
+    check_close(twin(*head_axis_ops.split_kv_heads(*shared))(x), told)
+    assert shared[0].heads.kv == into
+
+
+def test_what_cannot_be_meant_is_refused():
+    spec = base(kv=3)
+    layer = cases.layer(spec)
+    x, _ = cases.tensors(spec)
+    heard, weights = told(layer, x), layer.state_dict()
+    for said, reason in (
+        ({"groups": [(0, 1)]}, "must contain each of 3 key-value heads once"),
+        ({"sides": "q"}, "sides must be 'k', 'v' or 'kv'"),
+        ({"sides": ""}, "sides must be 'k', 'v' or 'kv'"),
+        ({"products": {"k": heard["k"]}}, "products are missing for values"),
+        ({"products": told(cases.layer(base(kv=2)), x)}, "collect them from this layer"),
+    ):
+        with pytest.raises(hw.SpecError, match=reason):
+            align_heads(spec, weights, **({"groups": [(0, 1, 2)], "products": heard, "sides": "kv"} | said))
+    apart = replace(spec, heads=replace(spec.heads, values=(0, 1, 0, 1, 0, 1)))
+    with pytest.raises(hw.SpecError, match="grouped separately"):
+        align_heads(apart, weights, [(0, 1, 2)], heard)
+    with pytest.raises(ValueError, match="not finite"):
+        CrossProducts.from_features(x[..., None] * np.inf)
+    with pytest.raises(ValueError, match="of similarity"):
+        compute_similarity(heard["k"], kind="cosin")

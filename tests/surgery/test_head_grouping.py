@@ -1,0 +1,161 @@
+"""Heads grouped by likeness, and put in another order: the best there is where that can be counted, and exact."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import permutations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+
+import headwise as hw
+from headwise.nn import head_axis_ops
+from headwise.surgery import head_grouping
+from headwise.surgery.head_grouping import make_groups_contiguous, permute_heads
+from support import layer_cases as cases
+from support.layer_cases import EVERY, base, check_close
+
+
+def brute(score: np.ndarray, into: int) -> float:
+    """The largest sum inside equal groups, over every order of the heads."""
+    size = len(score) // into
+    ends = range(0, len(score), size)
+    return max(
+        sum(score[a, b] for n in ends for a in order[n : n + size] for b in order[n : n + size] if a < b)
+        for order in permutations(range(len(score)))
+    )
+
+
+def drawn(heads: int, seed: int) -> np.ndarray:
+    score = np.random.default_rng(seed).normal(size=(heads, heads))
+    return (score + score.T) / 2
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.sampled_from([(4, 2), (6, 1), (6, 2), (6, 3), (6, 6)]), st.integers(0, 999))
+def test_few_heads_are_grouped_as_well_as_can_be(sizes, seed):
+    heads, into = sizes
+    score = drawn(heads, seed)
+    found = head_grouping.group_similar_heads(torch.tensor(score), into)
+    assert sorted(head for group in found for head in group) == list(range(heads))
+    assert {len(group) for group in found} == {heads // into}
+    assert head_grouping.sum_similarity_within(torch.tensor(score), found) == pytest.approx(
+        brute(score, into), abs=1e-12
+    )
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.sampled_from([(6, 2), (8, 2), (8, 4), (9, 3), (10, 5)]), st.integers(0, 999))
+def test_climbing_finds_what_trying_all_finds(sizes, seed):
+    heads, into = sizes
+    score = torch.tensor(drawn(heads, seed))
+    every = head_grouping.group_similar_heads(score, into)
+    assert head_grouping.count_groupings(heads, into) <= head_grouping.MAX_EXHAUSTIVE
+    climbed = head_grouping.search_by_swaps(score, into, seed=seed, restarts=50)
+    assert head_grouping.sum_similarity_within(score, climbed) == pytest.approx(
+        head_grouping.sum_similarity_within(score, every), abs=1e-12
+    )
+
+
+def test_many_heads_are_grouped_alike_every_time_and_never_worse_than_neighbours():
+    score = torch.tensor(drawn(24, 5))
+    assert head_grouping.count_groupings(24, 6) > head_grouping.MAX_EXHAUSTIVE
+    once, again = (head_grouping.group_similar_heads(score, 6, seed=2, restarts=20) for _ in range(2))
+    assert once == again
+    assert head_grouping.sum_similarity_within(score, once) > head_grouping.sum_similarity_within(
+        score, head_grouping.group_adjacent_heads(24, 6)
+    )
+    alone = head_grouping.search_by_swaps(score, 6, seed=2, restarts=0)
+    assert (
+        head_grouping.sum_similarity_within(score, head_grouping.group_adjacent_heads(24, 6))
+        < head_grouping.sum_similarity_within(score, alone)
+        <= head_grouping.sum_similarity_within(score, once)
+    )
+
+
+def test_hidden_groups_are_found():
+    owner = torch.arange(32) * 7 % 8
+    score = (owner[:, None] == owner).double() + 0.3 * torch.tensor(drawn(32, 1))
+    found = head_grouping.group_similar_heads(score, 8, seed=0, restarts=10)
+    assert {frozenset(group) for group in found} == {
+        frozenset((owner == n).nonzero().flatten().tolist()) for n in range(8)
+    }
+
+
+def test_ways_are_counted_as_they_are_tried():
+    for heads, into in ((4, 2), (6, 3), (8, 4), (9, 3)):
+        tried = list(head_grouping._iter_groupings(tuple(range(heads)), heads // into))
+        assert len(set(tried)) == len(tried) == head_grouping.count_groupings(heads, into)
+
+
+def test_groups_that_do_not_come_out_are_refused():
+    for into in (4, 0, -1, 7, 2.0):
+        with pytest.raises(
+            hw.SpecError, match=r"cannot split 6 key-value heads into .* equal groups\. Use one of \[1, 2, 3, 6\]"
+        ):
+            head_grouping.group_similar_heads(torch.zeros(6, 6), into)
+    for score in (torch.full((4, 4), torch.nan), torch.zeros(3, 4), torch.zeros(4)):
+        with pytest.raises(ValueError, match="similarity must be a finite tensor"):
+            head_grouping.group_similar_heads(score, 2)
+
+
+def twin(spec, weights) -> hw.Attention:
+    layer = hw.Attention(spec).double().eval()
+    layer.load_state_dict(weights, strict=True)
+    return layer
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_another_order_is_refused_or_the_same_layer(name):
+    spec = EVERY[name]
+    if not spec.heads.values and spec.project.supports_grouping and "Differential" not in name:
+        shuffled = replace(spec.heads, reads=tuple(np.random.default_rng(7).permutation(spec.heads.reads).tolist()))
+        spec = cases.normal(spec, heads=shuffled) if spec.project.uses_head_dims else spec
+    layer = cases.layer(spec)
+    x, z = cases.tensors(spec)
+    order = np.random.default_rng(1).permutation(spec.heads.q).tolist()
+    mixes = any(
+        len(spec.required_score_heads(out)) > len(spec.score_head_of_row) // len(spec.score_head_of_output)
+        for out in range(len(spec.score_head_of_output))
+    )
+    if mixes or spec.heads.values:
+        with pytest.raises(hw.SpecError, match=r"at fixed positions|grouped separately"):
+            permute_heads(spec, layer.state_dict(), order)
+        return
+    if "Differential" in name:
+        pairs = np.random.default_rng(1).permutation(spec.heads.q // 2)
+        order = [2 * pair + half for pair in pairs.tolist() for half in range(2)]
+    for make in (
+        lambda: permute_heads(spec, layer.state_dict(), order),
+        lambda: make_groups_contiguous(spec, layer.state_dict()),
+    ):
+        check_close(twin(*make())(x, source=z), layer(x, source=z))
+
+
+def test_neighbours_make_what_was_shared_regular():
+    for said in ({"modifiers": (hw.Alibi(), hw.HeadGate())}, {"heads": 3, "modifiers": (hw.DifferentialV2(),)}):
+        spec = base(**({"heads": 6, "bias": "qkvo"} | said))
+        spec, weights = head_axis_ops.share_kv_heads(
+            spec, cases.layer(spec).state_dict(), [(0, 2), (1,)] if spec.heads.kv == 3 else [(0, 4, 2), (5, 1, 3)]
+        )
+        x, _ = cases.tensors(spec)
+        even, moved = make_groups_contiguous(spec, weights)
+        assert not spec.heads.is_evenly_grouped
+        assert even.heads.is_evenly_grouped == (
+            spec.heads.q == 6 and spec.heads.kv == 2 and len(set(map(spec.heads.reads.count, (0, 1)))) == 1
+        )
+        assert list(even.heads.reads) == sorted(spec.heads.reads)
+        check_close(twin(even, moved)(x), twin(spec, weights)(x))
+
+
+def test_an_order_must_name_every_head_and_keep_pairs():
+    spec = base(heads=4, modifiers=(hw.DifferentialV2(),))
+    weights = cases.layer(spec).state_dict()
+    with pytest.raises(hw.SpecError, match="must list each of 8 score heads once"):
+        permute_heads(spec, weights, [0, 1, 2])
+    with pytest.raises(hw.SpecError):
+        permute_heads(spec, weights, [0, 2, 1, 3, 4, 5, 6, 7])
+    x, _ = cases.tensors(spec)
+    check_close(twin(*permute_heads(spec, weights, [4, 5, 0, 1, 6, 7, 2, 3]))(x), twin(spec, weights)(x))

@@ -1,0 +1,684 @@
+"""Models whose heads were cut, as folders: what transformers loads, what headwise loads, and what is refused."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.util
+import io
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from torch import Tensor
+
+import headwise as hw
+from headwise.hub.model_import import copy_live_model
+from headwise.model_spec.serialization import RECORD_FILE
+from headwise.models import Transformer, build
+from headwise.nn import head_axis_ops
+from headwise.parts.alibi import Alibi
+from headwise.surgery.attention_replacement import (
+    AttentionChange,
+    get_attention_parameters,
+    remove_heads,
+    replace_attentions,
+)
+from headwise.surgery.hf_export import load_check, model_folder, resized_modules
+from headwise.surgery.hf_export.shard_rewrite import replace_specs, to_canonical_form
+from support.transformers_models import ZOO, run, transformers
+
+WEIGHTS, CONFIG, INDEX = "model.safetensors", "config.json", "model.safetensors.index.json"
+OWN, NEXT = "decoder.0.attention", "decoder.1.attention"
+transformers.utils.logging.disable_progress_bar()
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Folders are tried in this process: one of their own takes seconds to begin."""
+
+    def asked(command: list[str]) -> load_check.LoadCheck:
+        program, said = command[4].replace('sys.modules["headwise"] = None', ""), io.StringIO()
+        with monkeypatch.context() as patch, contextlib.redirect_stdout(said):
+            patch.setattr(sys, "argv", ["-c", *command[5:]])
+            exec(compile(program, "driver", "exec"), {})
+        return judged(command, said.getvalue())
+
+    judged = _judging(load_check._run_loader)
+    monkeypatch.setattr(load_check, "_run_loader", asked)
+
+
+def _judging(asked: Callable[[list[str]], load_check.LoadCheck]) -> Callable[[list[str], str], load_check.LoadCheck]:
+    """What is made of the output of a process, without one."""
+
+    def judged(command: list[str], said: str) -> load_check.LoadCheck:
+        with pytest.MonkeyPatch.context() as patch:
+            done = subprocess.CompletedProcess(command, 0, said, "")
+            patch.setattr(load_check.subprocess, "run", lambda *_, **__: done)
+            return asked(command)
+
+    return judged
+
+
+def source(name: str, folder: Path, **keys: Any) -> Transformer:
+    """A tiny model of transformers in a folder, as headwise reads it."""
+    one = ZOO[name]
+    one._replace(keys={**one.keys, **keys}).build().save_pretrained(folder)
+    return hw.load(folder)
+
+
+def everywhere(net: Transformer, heads: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+    return {site: heads for site, _ in net.spec.attention_specs()}
+
+
+def said(net: Transformer) -> tuple[dict[str, Tensor], Tensor]:
+    """Inputs under transformers' names, and what a model says of them."""
+    draw, first = torch.Generator().manual_seed(5), net.spec.stacks[0].embedding
+    ids = torch.randint(3, 67, (2, 11), generator=draw)
+    assert first is not None
+    with torch.no_grad():
+        if first.patches:
+            pixels = torch.randn(2, 3, 16, 16, generator=draw)
+            return {"pixel_values": pixels}, net.hidden(pixels)
+        if len(net.spec.stacks) > 1:
+            return {"input_ids": ids, "decoder_input_ids": ids[:, :7]}, net(ids[:, :7], source=ids)
+        tokens = net.spec.heads and net.spec.heads[0].name == "tokens"
+        return {"input_ids": ids}, net(ids) if tokens else net.hidden(ids)
+
+
+def check_same(model: torch.nn.Module, net: Transformer) -> None:
+    """A model of transformers says what ours says."""
+    inputs, wanted = said(net)
+    assert (run(model, inputs) - wanted).abs().max() <= 1e-5 * wanted.abs().max().clamp(min=1)
+
+
+def loaded(folder: Path) -> torch.nn.Module:
+    """What transformers makes of a folder by itself; nothing may be missing."""
+    named = json.loads((folder / CONFIG).read_text())["architectures"][0]
+    model, told = getattr(transformers, named).from_pretrained(folder, output_loading_info=True)
+    assert not told["missing_keys"]
+    assert not told["unexpected_keys"]
+    return model.eval()
+
+
+def own(folder: Path) -> torch.nn.Module:
+    """What the loader in a folder makes of it."""
+    spec = importlib.util.spec_from_file_location("load_model", folder / "load_model.py")
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.load()
+
+
+def record(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / RECORD_FILE).read_text())
+
+
+# --- plain checkpoints ---------------------------------------------------------------------------------
+
+
+def shared(net: Transformer, groups: list[list[int]]) -> Transformer:
+    changes = {
+        site: AttentionChange(*head_axis_ops.share_kv_heads(spec, get_attention_parameters(net, site), groups))
+        for site, spec in net.spec.attention_specs()
+    }
+    return replace_attentions(net, changes)
+
+
+ALONE = {"num_key_value_heads": 4}
+UNIFORM: dict[str, tuple[str, dict[str, Any], Callable[[Transformer], Transformer], dict[str, Any]]] = {
+    "llama": ("llama", ALONE, lambda n: remove_heads(n, everywhere(n, (0, 3))), {"num_attention_heads": 2}),
+    "llama by groups": ("llama", {}, lambda n: remove_heads(n, everywhere(n, (2, 3))), {"num_key_value_heads": 1}),
+    "llama shared": ("llama", ALONE, lambda n: shared(n, [[0, 1], [2, 3]]), {"num_key_value_heads": 2}),
+    "llama shared by likeness": ("llama", ALONE, lambda n: shared(n, [[0, 2], [3, 1]]), {"num_key_value_heads": 2}),
+    "llama of three heads": ("llama", ALONE, lambda n: remove_heads(n, everywhere(n, (0, 1, 3))), {"model_type": "mistral"}),  # noqa: E501 - one case a line
+    "mistral": ("mistral", ALONE, lambda n: remove_heads(n, everywhere(n, (0, 2, 3))), {"num_attention_heads": 3}),
+    "qwen3": ("qwen3", {}, lambda n: remove_heads(n, everywhere(n, (1, 2))), {"num_attention_heads": 2}),
+    "gemma2": ("gemma2", ALONE, lambda n: remove_heads(n, everywhere(n, (0, 3))), {"num_key_value_heads": 2}),
+    "t5": ("t5", {}, lambda n: remove_heads(n, everywhere(n, (1, 3))), {"num_heads": 2}),
+    "t5 of other heads": (
+        "t5", {}, lambda n: remove_heads(n, {s: (0, 3) if s.startswith("e") else (1, 2) for s in everywhere(n, ())}),
+        {"num_heads": 2},
+    ),
+    "deepseek": ("deepseek", {}, lambda n: remove_heads(n, everywhere(n, (0, 3))), {"head_dim": 4}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", UNIFORM)
+def test_layers_alike_are_a_plain_checkpoint(case: str, tmp_path: Path, here: None):
+    name, keys, change, wanted = UNIFORM[case]
+    net = change(source(name, tmp_path / "source", **keys))
+    told = model_folder.write_model_folder(net, tmp_path / "source", tmp_path / "cut", {})
+    assert told.kind == "transformers", told.summary
+    assert told.summary.startswith("A transformers checkpoint: ")
+    check_same(loaded(tmp_path / "cut"), net)
+    before, after = (json.loads((tmp_path / where / CONFIG).read_text()) for where in ("source", "cut"))
+    assert {key: after[key] for key in wanted} == wanted
+    if after["model_type"] == before["model_type"]:
+        assert {key for key in after if after[key] != before.get(key)} <= {
+            "num_attention_heads", "num_key_value_heads", "num_heads", "head_dim"
+        }  # fmt: skip
+    assert hw.load(tmp_path / "cut").spec.stacks == hw.families.read_model_spec(tmp_path / "cut").stacks
+
+
+def test_shards_dtypes_and_what_the_map_ignores_stay(tmp_path: Path, here: None):
+    """Same files, same names, same kind of numbers; what was not cut is the same to the bit."""
+    one = ZOO["llama"].build().to(torch.bfloat16)
+    one.save_pretrained(tmp_path / "source", max_shard_size="12KB")
+    besides(tmp_path / "source")
+    net = remove_heads(hw.load(tmp_path / "source"), {OWN: (2, 3), NEXT: (0, 1)})
+    told = model_folder.write_model_folder(net, tmp_path / "source", tmp_path / "cut", {})
+    assert told.kind == "transformers", told.summary
+    where = [json.loads((tmp_path / folder / INDEX).read_text()) for folder in ("source", "cut")]
+    assert where[0]["weight_map"] == where[1]["weight_map"]
+    held = 0
+    for file in sorted(set(where[0]["weight_map"].values())):
+        old, new = (safetensors.torch.load_file(tmp_path / folder / file) for folder in ("source", "cut"))
+        assert list(old) == list(new)
+        assert {name: t.dtype for name, t in old.items()} == {name: t.dtype for name, t in new.items()}
+        assert all(torch.equal(old[name], new[name]) or "self_attn" in name for name in old)
+        held += sum(tensor.nbytes for tensor in new.values())
+    assert where[1]["metadata"]["total_size"] == held
+    assert len(set(where[0]["weight_map"].values())) > 3
+    kept = sorted(path.relative_to(tmp_path / "cut").as_posix() for path in (tmp_path / "cut").rglob("*.*"))
+    assert [name for name in kept if "safetensors" not in name] == [
+        "1_Pooling/config.json", CONFIG, "generation_config.json", RECORD_FILE, "merges.txt", "modules.json",
+        "tokenizer_config.json", "vocab.json",
+    ]  # fmt: skip
+
+
+def besides(folder: Path) -> None:
+    """What lies beside weights: files that belong to the model, and some that must not travel on."""
+    (folder / "1_Pooling").mkdir()
+    wanted = ("1_Pooling/config.json", "modules.json", "vocab.json", "merges.txt", "tokenizer_config.json")
+    for name in (*wanted, "training_args.bin", "modeling_own.py", "optimizer.pt", "1_Pooling/own.py", "scores.json"):
+        (folder / name).write_text("{}")
+    held = safetensors.torch.load_file(folder / first_shard(folder))
+    held["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.arange(3.0)
+    safetensors.torch.save_file(held, folder / first_shard(folder), {"format": "pt"})
+    index = json.loads((folder / INDEX).read_text())
+    index["weight_map"]["model.layers.0.self_attn.rotary_emb.inv_freq"] = first_shard(folder)
+    (folder / INDEX).write_text(json.dumps(index))
+
+
+def first_shard(folder: Path) -> str:
+    return sorted(path.name for path in folder.glob("*-of-*"))[0]
+
+
+# --- checkpoints with a loader of their own ------------------------------------------------------------
+
+A, B, C = (0, 2), (1,), (0, 1, 3)
+UNEVEN: dict[str, tuple[str, dict[str, Any], dict[str, tuple[int, ...]], tuple[str, ...]]] = {
+    "bert": ("bert", {}, {"encoder.0.attention": A}, ()),
+    "bert without one": ("bert", {}, {"encoder.0.attention": (), "encoder.1.attention": B}, ()),
+    "gpt2": ("gpt2", {}, {OWN: C, NEXT: C}, ()),
+    "gpt2 without one": ("gpt2", {}, {OWN: (), NEXT: A}, (OWN, NEXT)),
+    "bart": ("bart", {}, {"encoder.1.attention": C, "decoder.0.cross": (), NEXT: (), "decoder.1.cross": A}, (NEXT,)),
+    "t5": ("t5", {}, {"encoder.0.attention": C, "decoder.0.cross": B, NEXT: A}, ("encoder.0.attention",)),
+    "t5 without the first": ("t5", {}, {"encoder.0.attention": (), "encoder.1.attention": A, OWN: ()}, (OWN,)),
+    "llama": ("llama", ALONE, {OWN: C, NEXT: B}, (NEXT,)),
+    "llama without the first": ("llama", {}, {OWN: (), NEXT: (2, 3)}, (OWN,)),
+    "gemma2 without one": ("gemma2", {}, {NEXT: ()}, (NEXT,)),
+    "vit": ("vit", {}, {"encoder.0.attention": (), "encoder.1.attention": C}, ("encoder.1.attention",)),
+    "gpt-oss": ("gpt-oss", ALONE, {OWN: A, NEXT: C}, ()),
+}
+
+
+def cut(case: str, folder: Path) -> Transformer:
+    name, keys, keep, constants = UNEVEN[case]
+    net = source(name, folder, **keys)
+    draw = torch.Generator().manual_seed(3)
+    return remove_heads(net, keep, {site: torch.randn(32, generator=draw) for site in constants})
+
+
+@pytest.mark.parametrize("case", UNEVEN)
+def test_what_no_config_says_comes_with_a_loader(case: str, tmp_path: Path, here: None):
+    """Our reading, the loader's, and the model agree; transformers alone refuses, and does not make numbers up."""
+    net = cut(case, tmp_path / "source")
+    told = model_folder.write_model_folder(net, tmp_path / "source", tmp_path / "cut", {"kept": {OWN: [0]}})
+    assert told.kind == "resized", told.summary
+    assert told.summary.startswith("Not a plain transformers checkpoint, because ")
+    assert told.summary.endswith("; load it with headwise.load or load_model.py.")
+    model = own(tmp_path / "cut")
+    check_same(model, net)
+    again = hw.load(tmp_path / "cut")
+    assert torch.allclose(said(again)[1], said(net)[1], atol=1e-6)
+    assert hw.families.read_model_spec(tmp_path / "cut") == again.spec
+    assert type(model) is getattr(transformers, ZOO[UNEVEN[case][0]].model)
+    with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
+        loaded(tmp_path / "cut")
+
+
+@pytest.mark.parametrize("case", ["llama without the first", "t5 without the first", "bart", "gpt2 without one"])
+def test_a_layer_without_heads_counts_tokens(case: str, tmp_path: Path, here: None):
+    """With a cache and without one a text goes on alike, though nothing is remembered in some layers."""
+    model_folder.write_model_folder(cut(case, tmp_path / "source"), tmp_path / "source", tmp_path / "cut", {})
+    model = own(tmp_path / "cut")
+    ids = torch.randint(3, 67, (2, 6), generator=torch.Generator().manual_seed(2))
+    how = {"max_new_tokens": 7, "do_sample": False, "attention_mask": torch.ones_like(ids), "eos_token_id": None}
+    both = [model.generate(ids, use_cache=cached, pad_token_id=0, **how) for cached in (True, False)]
+    assert both[0].shape[1] > 6 or case[:2] in ("t5", "ba")
+    assert torch.equal(both[0], both[1])
+    if not model.config.is_encoder_decoder:
+        with torch.no_grad():
+            kept = model(ids[:, :4], use_cache=True).past_key_values
+            assert torch.allclose(model(ids[:, 4:], past_key_values=kept).logits, model(ids).logits[:, 4:], atol=1e-5)
+
+
+def test_folders_are_cut_again(tmp_path: Path, here: None):
+    """What was cut and is not plain may be cut once more, and be plain again."""
+    net = source("llama", tmp_path / "source", **ALONE)
+    once = remove_heads(net, {OWN: (0, 1)})
+    assert model_folder.write_model_folder(once, tmp_path / "source", tmp_path / "once", {}).kind == "resized"
+    twice = remove_heads(hw.load(tmp_path / "once"), {NEXT: (2, 3)})
+    assert model_folder.write_model_folder(twice, tmp_path / "once", tmp_path / "twice", {}).kind == "transformers"
+    check_same(loaded(tmp_path / "twice"), remove_heads(net, {OWN: (0, 1), NEXT: (2, 3)}))
+    gone = remove_heads(hw.load(tmp_path / "once"), {OWN: (), NEXT: (2,)})
+    assert model_folder.write_model_folder(gone, tmp_path / "once", tmp_path / "gone", {}).kind == "resized"
+    check_same(own(tmp_path / "gone"), gone)
+
+
+def test_a_layer_that_went_before_stays_away(tmp_path: Path, here: None):
+    """Its empty tensors travel on, and what other layers keep may change."""
+    first = remove_heads(source("bert", tmp_path / "source"), {"encoder.0.attention": (), "encoder.1.attention": C})
+    model_folder.write_model_folder(first, tmp_path / "source", tmp_path / "first", {})
+    second = remove_heads(hw.load(tmp_path / "first"), {"encoder.1.attention": (0, 2)})
+    assert model_folder.write_model_folder(second, tmp_path / "first", tmp_path / "second", {}).kind == "resized"
+    check_same(own(tmp_path / "second"), second)
+    assert torch.allclose(said(hw.load(tmp_path / "second"))[1], said(second)[1], atol=1e-6)
+
+
+def test_a_vector_that_was_folded_in_before_stays(tmp_path: Path, here: None):
+    """Llama's files have no such bias; it is read back, written again, and loaded by whoever has no headwise."""
+    first = remove_heads(source("llama", tmp_path / "source", **ALONE), {OWN: C}, {OWN: torch.linspace(-1, 1, 32)})
+    model_folder.write_model_folder(first, tmp_path / "source", tmp_path / "first", {})
+    second = remove_heads(hw.load(tmp_path / "first"), {NEXT: A})
+    assert model_folder.write_model_folder(second, tmp_path / "first", tmp_path / "second", {}).kind == "resized"
+    check_same(own(tmp_path / "second"), second)
+
+
+def test_keys_shared_in_one_layer_alone(tmp_path: Path, here: None):
+    net = source("llama", tmp_path / "source", **ALONE)
+    spec = dict(net.spec.attention_specs())[NEXT]
+    small = replace_attentions(
+        net,
+        {
+            NEXT: AttentionChange(
+                *head_axis_ops.share_kv_heads(spec, get_attention_parameters(net, NEXT), [[3, 0], [1, 2]])
+            )
+        },
+    )
+    assert model_folder.write_model_folder(small, tmp_path / "source", tmp_path / "cut", {}).kind == "resized"
+    check_same(own(tmp_path / "cut"), small)
+    assert record(tmp_path / "cut")["modules"]["model.layers.1.self_attn"]["set"] == {"num_key_value_groups": 2}
+
+
+CLEAN = """
+import sys
+sys.modules["headwise"] = None
+import torch, transformers
+from safetensors.torch import load_file, save_file
+other, plain, work = sys.argv[1:]
+sys.path.insert(0, other)
+from load_model import load
+models = {"plain": transformers.AutoModelForCausalLM.from_pretrained(plain), "other": load()}
+ids = load_file(work + "/in.safetensors")["ids"]
+with torch.no_grad():
+    said = {name: model(input_ids=ids).logits.clone() for name, model in models.items()}
+save_file(said, work + "/out.safetensors")
+assert "headwise" not in {name.partition(".")[0] for name in sys.modules if sys.modules[name] is not None}
+"""
+
+
+def test_both_kinds_load_where_headwise_is_not(tmp_path: Path, request: pytest.FixtureRequest):
+    """In a process that cannot import headwise; the check while writing was in one of its own."""
+    net = source("llama", tmp_path / "source", **ALONE)
+    nets = {"other": remove_heads(net, {OWN: C, NEXT: B}), "plain": remove_heads(net, everywhere(net, (1, 3)))}
+    ids = said(net)[0]["input_ids"]
+    safetensors.torch.save_file({"ids": ids}, tmp_path / "in.safetensors")
+    for name, one in nets.items():
+        model_folder.write_model_folder(one, tmp_path / "source", tmp_path / name, {})
+        assert record(tmp_path / name)["checked"].startswith("loaded without headwise, outputs differ by ")
+        request.getfixturevalue("here")
+    asked = [sys.executable, "-I", "-B", "-c", CLEAN, *(str(tmp_path / name) for name in nets), str(tmp_path)]
+    ran = subprocess.run(asked, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    found = safetensors.torch.load_file(tmp_path / "out.safetensors")
+    with torch.no_grad():
+        assert all(torch.allclose(found[name], one(ids), atol=1e-5) for name, one in nets.items())
+
+
+# --- what falls back to our folder ---------------------------------------------------------------------
+
+
+def test_other_sources_give_our_folder(tmp_path: Path):
+    net = source("llama", tmp_path / "source")
+    hw.save(net, tmp_path / "ours")
+    small = remove_heads(net, {OWN: (0, 1)})
+    for n, where in enumerate((tmp_path / "ours", None)):
+        told = model_folder.write_model_folder(
+            small, where, tmp_path / f"cut{n}", {"kept": {}}, extra_files={"PROOF.md": b"seen"}
+        )
+        assert told.kind == "ours"
+        assert set(told.files) == {"README.md", "headwise.toml", RECORD_FILE, WEIGHTS, "PROOF.md"}
+        assert torch.equal(said(hw.load(tmp_path / f"cut{n}"))[1], said(small)[1])
+
+
+@pytest.mark.parametrize(
+    ("name", "keep", "why"),
+    [
+        ("qwen3", {OWN: (0, 1, 2), NEXT: (0, 1, 2)}, "transformers does not support key-value groups of unequal size"),
+        ("phi3", {OWN: (0, 1)}, "its loader script failed (loaded by transformers: RuntimeError: mat1 and"),
+        ("olmo2", {OWN: (0, 1), NEXT: (0, 1)}, "its loader script failed"),
+    ],
+)
+def test_what_no_loader_can_is_our_folder(name: str, keep: Mapping[str, Any], why: str, tmp_path: Path, here: None):
+    net = remove_heads(source(name, tmp_path / "source"), keep)
+    told = model_folder.write_model_folder(net, tmp_path / "source", tmp_path / "cut", {})
+    assert told.kind == "ours"
+    assert why in told.summary
+    assert sorted(path.name for path in (tmp_path / "cut").iterdir()) == [
+        "README.md",
+        RECORD_FILE,
+        "headwise.toml",
+        WEIGHTS,
+    ]
+    assert torch.equal(said(hw.load(tmp_path / "cut"))[1], said(net)[1])
+
+
+def test_a_loader_that_says_something_else_is_not_given(tmp_path: Path, here: None, monkeypatch: pytest.MonkeyPatch):
+    text = resized_modules.LOADER_SOURCE.read_text().replace("torch.zeros_like(x) + bias", "torch.zeros_like(x) - bias")
+    (tmp_path / "wrong.txt").write_text(text)
+    monkeypatch.setattr(resized_modules, "LOADER_SOURCE", tmp_path / "wrong.txt")
+    told = model_folder.write_model_folder(
+        cut("llama without the first", tmp_path / "source"), tmp_path / "source", tmp_path / "cut", {}
+    )
+    assert told.kind == "ours"
+    assert "outputs differ by" in told.summary
+
+
+def test_without_transformers_nothing_is_claimed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    net = source("llama", tmp_path / "source", **ALONE)
+    for module in ("load_check", "resized_modules", "model_folder"):
+        monkeypatch.setattr(f"headwise.surgery.hf_export.{module}.find_spec", lambda _: None)
+    plainly = model_folder.write_model_folder(
+        remove_heads(net, everywhere(net, A)), tmp_path / "source", tmp_path / "a", {}
+    )
+    assert (plainly.kind, "not tested with transformers, which is not installed" in plainly.summary) == (
+        "transformers", True
+    )  # fmt: skip
+    other = model_folder.write_model_folder(remove_heads(net, {OWN: A}), tmp_path / "source", tmp_path / "b", {})
+    assert (other.kind, "load_model.py" in other.files) == ("resized", False)
+    assert "because layer 1 keeps 4 heads and layer 0 2; " in other.summary
+    assert "no loader script was written" in other.summary
+    assert torch.allclose(said(hw.load(tmp_path / "b"))[1], said(remove_heads(net, {OWN: A}))[1], atol=1e-6)
+
+
+# --- heads.json ----------------------------------------------------------------------------------------
+
+
+def test_the_record_says_what_was_done_and_to_what(tmp_path: Path, here: None):
+    net = remove_heads(source("gpt2", tmp_path / "source"), {OWN: A})
+    model_folder.write_model_folder(net, tmp_path / "source", tmp_path / "cut", {"kept": {OWN: list(A)}})
+    said_there = record(tmp_path / "cut")
+    assert (said_there["format"], said_there["done"]) == (1, {"kept": {OWN: [0, 2]}})
+    for folder, named in (("source", "source"), ("cut", "files")):
+        sums = {name: hashlib.sha256((tmp_path / folder / name).read_bytes()).hexdigest() for name in said_there[named]}
+        assert sums == said_there[named]
+    assert set(said_there["source"]) == {CONFIG, WEIGHTS}
+    assert said_there["loader"] == {"name": "load_model.py", "sha256": said_there["files"]["load_model.py"]}
+    plan = model_folder.read_record(tmp_path / "cut")
+    assert model_folder.read_record(tmp_path / "cut" / RECORD_FILE) == plan
+    model_folder.check_record(plan, tmp_path / "source")
+    source("gpt2", tmp_path / "other", initializer_range=0.1)
+    with pytest.raises(hw.SpecError, match=r"made for another checkpoint: config\.json of .*other differs"):
+        model_folder.check_record(plan, tmp_path / "other")
+
+
+def harmed(name: str, change: Callable[[str], str]) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).write_text(change((folder / name).read_text()))
+
+
+HARM: dict[str, tuple[Callable[[Path], object], str]] = {
+    "loader": (
+        harmed("load_model.py", lambda text: text + "\n"),
+        "load_model.py does not match its checksum in heads.json",
+    ),
+    "loader gone": (lambda f: (f / "load_model.py").unlink(), "load_model.py is missing, but heads.json lists it"),
+    "weights": (lambda f: (f / WEIGHTS).write_bytes((f / WEIGHTS).read_bytes()[:-9]), f"{WEIGHTS} does not match"),
+    "no json": (harmed(RECORD_FILE, lambda text: text[:40]), "cannot read .*heads.json"),
+    "format": (harmed(RECORD_FILE, lambda text: text.replace('"format": 1', '"format": 2')), "format = 2; this version"),  # noqa: E501 - one case a line
+    "kind": (harmed(RECORD_FILE, lambda text: text.replace('"kind": "resized"', '"kind": "own"')), "kind = 'own', not one of"),  # noqa: E501 - one case a line
+    "model": (harmed(RECORD_FILE, lambda text: text.replace('"model":', '"modell":')), "lacks fields of a folder of kind"),  # noqa: E501 - one case a line
+    "table": (
+        lambda f: (f / RECORD_FILE).write_text(json.dumps(record(f) | {"files": []})), "files = \\[\\] is not a table"
+    ),
+}  # fmt: skip
+
+
+def test_a_harmed_folder_is_refused_in_one_line(tmp_path: Path, here: None):
+    net = remove_heads(source("gpt2", tmp_path / "source"), {OWN: A})
+    model_folder.write_model_folder(net, tmp_path / "source", tmp_path / "cut", {})
+    whole = {path: path.read_bytes() for path in (tmp_path / "cut").iterdir()}
+    for harm, words in HARM.values():
+        harm(tmp_path / "cut")
+        with pytest.raises(hw.SpecError, match=words) as refused:
+            hw.load(tmp_path / "cut")
+        assert "\n" not in str(refused.value)
+        for path, data in whole.items():
+            path.write_bytes(data)
+    hw.load(tmp_path / "cut")
+
+
+# --- bad input -----------------------------------------------------------------------------------------
+
+
+def test_a_place_that_holds_something_is_left_alone(tmp_path: Path):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "a").write_text("b")
+    (tmp_path / "file").write_text("c")
+    net = source("gpt2", tmp_path / "source")
+    for name, words in (("full", "contains a. Give a new or empty"), ("file", "is a file. Give a new or empty")):
+        for call in (
+            model_folder.check_folder_empty,
+            lambda place: model_folder.write_model_folder(net, None, place, {}),
+        ):
+            with pytest.raises(hw.SpecError, match=words):
+                call(tmp_path / name)
+    (tmp_path / "empty").mkdir()
+    model_folder.write_model_folder(net, None, tmp_path / "empty", {})
+
+
+def failing(call: str, after: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner, name = call.split(".")
+    place = {"os": os, "folders_shards": model_folder.write_shards.__globals__, "shutil": model_folder.shutil}[owner]
+    real, count = (place[name] if isinstance(place, dict) else getattr(place, name)), [0]
+
+    def fails(*args: Any, **kwargs: Any) -> Any:
+        count[0] += 1
+        if count[0] > after:
+            raise OSError(28, "No space left on device")
+        return real(*args, **kwargs)
+
+    if isinstance(place, dict):
+        monkeypatch.setitem(place, name, fails)
+    else:
+        monkeypatch.setattr(place, name, fails)
+
+
+@pytest.mark.parametrize(
+    ("call", "after"),
+    [("os.fsync", 0), ("os.fsync", 1), ("os.fsync", 3), ("os.rename", 0), ("folders_shards.save_file", 0)],
+)
+def test_a_disk_that_fails_leaves_nothing(
+    call: str, after: int, tmp_path: Path, here: None, monkeypatch: pytest.MonkeyPatch
+):
+    net = remove_heads(source("gpt2", tmp_path / "source"), {OWN: A})
+    with monkeypatch.context() as patch:
+        failing(call, after, patch)
+        with pytest.raises(OSError, match=r"cannot write .*cut: .*\. Give another folder") as refused:
+            model_folder.write_model_folder(net, tmp_path / "source", tmp_path / "cut", {})
+    assert "\n" not in str(refused.value)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
+    model_folder.write_model_folder(net, tmp_path / "source", tmp_path / "cut", {})
+
+
+def test_who_is_killed_leaves_no_folder(tmp_path: Path, here: None):
+    """Nothing stands at the name asked for until all of it does."""
+    net, points = remove_heads(source("gpt2", tmp_path / "source"), {OWN: A}), range(5)
+    for point in points:
+        if (child := os.fork()) == 0:
+            count, real = [0], os.fsync
+
+            def dies(handle: int, count: list[int] = count, point: int = point, real: Any = real) -> None:
+                count[0] += 1
+                if count[0] > point:
+                    os._exit(9)
+                real(handle)
+
+            os.fsync = dies
+            with contextlib.suppress(BaseException):
+                model_folder.write_model_folder(net, tmp_path / "source", tmp_path / "cut", {})
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+        assert not (tmp_path / "cut").exists()
+    model_folder.write_model_folder(net, tmp_path / "source", tmp_path / "cut", {})
+    hw.load(tmp_path / "cut")
+
+
+def test_a_half_written_source_is_refused(tmp_path: Path):
+    net = remove_heads(source("gpt2", tmp_path / "source"), {OWN: A})
+    (tmp_path / "source" / WEIGHTS).write_bytes((tmp_path / "source" / WEIGHTS).read_bytes()[:-7])
+    with pytest.raises(hw.SpecError, match="truncated or not safetensors"):
+        model_folder.write_model_folder(net, tmp_path / "source", tmp_path / "cut", {})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
+
+
+# --- the parts -----------------------------------------------------------------------------------------
+
+
+def test_the_plain_form_is_the_same_function(tmp_path: Path):
+    """Heads in another order, columns of a shared table, and words that follow by themselves; in float32 this net, of
+    logits up to 14, is up to 8e-5 away from float64."""
+    net = remove_heads(source("t5", tmp_path), {s: (1, 3) if s.startswith("e") else (0, 1, 2) for s in sites("t5")})
+    specs = {
+        site: head_axis_ops.transform_axes(spec, get_attention_parameters(net, site), turned(spec))
+        for site, spec in net.spec.attention_specs()
+    }
+    odd = build(net.spec)
+    odd.load_state_dict({
+        name: specs.get(".".join(name.split(".")[:3]), {}).get(".".join(name.split(".")[3:]), tensor)
+        for name, tensor in net.state_dict().items()
+    })  # fmt: skip
+    assert torch.allclose(said(odd.eval())[1], said(net)[1], atol=3e-4)
+    form = to_canonical_form(odd)
+    same = build(form.model_spec)
+    same.load_state_dict(dict(form.tensors))
+    assert torch.allclose(said(same.eval())[1], said(net)[1], atol=3e-4)
+    columns = {n: t.tolist() for n, t in form.tensors.items() if n.endswith("column")}
+    assert set(map(tuple, columns.values())) == {(0, 1), (0, 1, 2)}
+    widths = {n.split(".")[0]: t.shape[1] for n, t in form.tensors.items() if n.endswith("t5_bias.table")}
+    assert widths == {"encoder": 2, "decoder": 3}
+
+
+def sites(name: str) -> list[str]:
+    return [s for s, _ in copy_live_model(ZOO[name].build()).spec.attention_specs()]
+
+
+def turned(spec: hw.AttentionSpec) -> dict[str, Any]:
+    back = head_axis_ops.select_heads(range(spec.heads.q - 1, -1, -1))
+    return {"q": back, "out": back, "kv": back}
+
+
+def test_groups_in_any_order_are_made_regular():
+    """Every head still reads what it read: checked against the layer computed as it was given."""
+    spec = hw.design(model=7, heads=6, kv=3, dim=5, modifiers=(hw.QKNorm(), Alibi()), bias="qkvo")
+    spec = spec.with_heads(reads=(2, 0, 1, 0, 1, 2))
+    stack = hw.model_spec.StackSpec.from_blocks(
+        "decoder", 7, [hw.model_spec.BlockSpec(spec)], embedding=hw.model_spec.EmbeddingSpec(67)
+    )
+    net = build(hw.model_spec.ModelSpec("x", "decoder", (stack,)), seed=3).eval()
+    form = to_canonical_form(net)
+    assert dict(form.model_spec.attention_specs())[OWN].heads == hw.Heads.grouped(q=6, kv=3, dim=5)
+    same = build(form.model_spec)
+    same.load_state_dict(dict(form.tensors))
+    assert torch.allclose(said(same.eval())[1], said(net)[1], atol=1e-6)
+    assert "decoder.0.attention.alibi.slope" in form.find_extra_constants(hw.families.get_weight_names("llama"))
+
+
+def test_specs_change_places():
+    net = hw.build(
+        hw.families.read_model_spec({"model_type": "gpt2", "n_layer": 2, "n_embd": 8, "n_head": 2, "vocab_size": 5})
+    )
+    specs = dict(net.spec.attention_specs())
+    other = replace_specs(net.spec, specs | {NEXT: replace(specs[NEXT], pattern=hw.Full())})
+    assert [block.attention.pattern for block in other.stacks[0].layers] == [specs[OWN].pattern, hw.Full()]
+
+
+@pytest.mark.parametrize("name", ["llama", "bert", "gpt2", "t5", "bart", "vit", "gemma2", "deepseek", "gpt-oss"])
+def test_a_model_in_memory_is_copied(name: str):
+    model = ZOO[name].build()
+    net = copy_live_model(model)
+    check_same(model, net)
+    with torch.no_grad():
+        before = said(net)[1]
+        for tensor in model.parameters():
+            tensor.zero_()
+        assert torch.equal(said(net)[1], before)
+
+
+def test_what_cannot_be_copied_is_refused():
+    with pytest.raises(hw.SpecError, match="cannot load weights of 'whisper'"):
+        copy_live_model(ZOO["whisper"].build())
+    with torch.device("meta"), pytest.raises(hw.SpecError, match="its weights are on the meta device"):
+        copy_live_model(transformers.GPT2Model(transformers.GPT2Config(**ZOO["gpt2"].keys)))
+    fewer = ZOO["gpt2"].build()
+    fewer.transformer.h[0].attn.c_attn.weight = torch.nn.Parameter(
+        torch.ones(32, 96, dtype=torch.int8), requires_grad=False
+    )
+    with pytest.raises(hw.SpecError, match="GPT2LMHeadModel cannot be copied: its weights are quantised"):
+        copy_live_model(fewer)
+
+
+def test_numbers_of_modules_are_understood_by_what_they_follow(tmp_path: Path, here: None):
+    """BERT's number of heads and their width together, from a model in which neither is its own width."""
+    net = remove_heads(source("bert", tmp_path / "source"), {"encoder.0.attention": C})
+    model_folder.write_model_folder(net, tmp_path / "source", tmp_path / "cut", {})
+    found = record(tmp_path / "cut")["modules"]["encoder.layer.0.attention.self"]["set"]
+    assert found == {"num_attention_heads": 3, "all_head_size": 24}
+
+
+def test_the_loader_is_text_for_others():
+    """Short, of torch, transformers and the standard library alone; nothing in headwise runs it."""
+    text = resized_modules.LOADER_SOURCE.read_text()
+    assert len(text.splitlines()) < 150
+    assert "headwise" not in text.split('"""')[2]
+    names = {line.split()[1].partition(".")[0] for line in text.splitlines() if line.startswith(("import ", "from "))}
+    assert names == {"inspect", "json", "pathlib", "torch", "transformers"}
+    compile(text, "load_model.py", "exec")
+    package = Path(hw.__file__).parent
+    told = [
+        p.name for p in package.rglob("*.py") if "load_model.txt" in p.read_text() or "load_model.py" in p.read_text()
+    ]
+    assert sorted(told) == ["load_check.py", "resized_modules.py"]
+    assert not list(package.rglob("load_model.py"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [*UNIFORM, *UNEVEN])
+def test_every_kind_in_a_process_of_its_own(case: str, tmp_path: Path):
+    if case in UNIFORM:
+        name, keys, change, _ = UNIFORM[case]
+        net, kind = change(source(name, tmp_path / "source", **keys)), "transformers"
+    else:
+        net, kind = cut(case, tmp_path / "source"), "resized"
+    assert model_folder.write_model_folder(net, tmp_path / "source", tmp_path / "cut", {}).kind == kind

@@ -1,0 +1,297 @@
+"""Gates that learn: needless heads are found, exactly as many stay as asked, and nothing of gates is left."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import headwise as hw
+from headwise.errors import SpecError
+from headwise.head_analysis.annotated_examples import Example
+from headwise.head_analysis.objectives import choose_objective
+from headwise.models import Transformer
+from headwise.presets import with_gates
+from headwise.surgery.attention_replacement import (
+    AttentionChange,
+    get_attention_parameters,
+    remove_heads,
+    replace_attentions,
+)
+from headwise.surgery.distillation import DistillationLoader, RetrainingPoint
+from headwise.surgery.distillation_data import DistillationTexts
+from headwise.surgery.l0_gates import (
+    GateCountConstraint,
+    GateTrainingOptions,
+    GateTrainingResult,
+    get_open_probabilities,
+    list_gate_units,
+    select_attentions,
+    select_most_open,
+    train_gates,
+)
+from support.importance_examples import LLAMA, WORDS, built, loud, scenes, translator
+
+NEEDLESS = {"decoder.0.attention": (1, 2), "decoder.1.attention": (0, 3)}
+GROUPED = {**LLAMA, "num_attention_heads": 4, "num_key_value_heads": 2}
+BRIEF: dict[str, Any] = {"steps": 4, "batch": 4, "every": 2}
+LONG: dict[str, Any] = {"steps": 80, "batch": 8, "every": 40, "freeze": "model", "alpha": 1.0, "gates_rate": 0.15}
+
+
+def needy(needless: dict[str, tuple[int, ...]], seed: int = 0, **config: Any) -> Transformer:
+    """A model of two layers and four heads in each, of which these say nothing that reaches anybody."""
+    told = {"model_type": "gpt2", "n_embd": 20, "n_head": 4, "n_layer": 2, "vocab_size": WORDS, "n_positions": 32}
+    net = loud(hw.build(hw.families.read_model_spec(config or told), seed=seed), 3.0).float()
+    with torch.no_grad():
+        for site, heads in needless.items():
+            spec, weight = dict(net.spec.attention_specs())[site], get_attention_parameters(net, site)["output.o"]
+            weight.view(spec.model, len(spec.score_head_of_output), -1)[:, list(heads)] = 0
+    return net
+
+
+def state(net: Transformer) -> dict[str, torch.Tensor]:
+    return {name: one.clone() for name, one in net.state_dict().items()}
+
+
+def same(net: Transformer, before: dict[str, torch.Tensor]) -> bool:
+    now = net.state_dict()
+    return now.keys() == before.keys() and all(torch.equal(one, before[name]) for name, one in now.items())
+
+
+def sigmoid(x: float) -> float:
+    return 1 / (1 + math.exp(-x))
+
+
+def count(found: GateTrainingResult) -> int:
+    return sum(map(len, found.keep.values()))
+
+
+# --- what is found -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_needless_heads_are_found_and_can_be_cut_for_nothing(seed):
+    net = needy(NEEDLESS, seed)
+    before = state(net)
+    found = train_gates(net, scenes(net, 60), GateTrainingOptions(heads=4, seed=seed, **LONG))
+    assert found.keep == {"decoder.0.attention": (0, 3), "decoder.1.attention": (1, 2)}
+    assert same(net, before)
+    assert same(found.net, before)  # the model was frozen, and nothing of gates is left
+    assert found.net.spec == net.spec
+    assert abs(found.curve[-1].num_open_gates - 4) < 0.75
+    x = scenes(net)[0].inputs["x"]
+    torch.testing.assert_close(remove_heads(found.net, found.keep)(x), net(x), rtol=1e-5, atol=1e-5)
+
+
+def test_the_one_head_that_matters_is_found_while_the_model_learns_on():
+    every = {"decoder.0.attention": (0, 1, 2, 3), "decoder.1.attention": (0, 1, 3)}
+    net = needy(every)
+    how = GateTrainingOptions(heads=1, steps=60, batch=8, every=60, alpha=0.9, rate=1e-5, gates_rate=0.2)
+    found = train_gates(net, scenes(net, 60), how)
+    assert found.keep == {"decoder.0.attention": (), "decoder.1.attention": (2,)}
+    assert not same(found.net, state(net))
+    assert found.net.state_dict().keys() == net.state_dict().keys()
+    assert all(parameter.requires_grad for parameter in found.net.parameters())
+
+
+def test_heads_of_a_group_go_together():
+    net = needy({"decoder.0.attention": (2, 3), "decoder.1.attention": (0, 1)}, **GROUPED)
+    found = train_gates(net, scenes(net, 60), GateTrainingOptions(heads=0.5, unit="kv", **LONG))
+    assert found.keep == {"decoder.0.attention": (0, 1), "decoder.1.attention": (2, 3)}
+    assert all(told[0] == told[1] and told[2] == told[3] for told in found.open_probabilities.values())
+    small = remove_heads(found.net, found.keep)
+    assert [spec.heads.kv for _, spec in small.spec.attention_specs()] == [1, 1]
+
+
+def test_the_count_of_groups_is_of_gates():
+    net = needy({}, **GROUPED)
+    found = train_gates(net, scenes(net, 20), GateTrainingOptions(heads=3, unit="kv", start=0.7, **BRIEF))
+    assert found.curve[0].num_open_gates == pytest.approx(4 * sigmoid(0.7 - 0.33 * math.log(0.1 / 1.1)), abs=1e-5)
+    assert count(found) == 6
+
+
+def test_gates_of_a_group_are_drawn_once():
+    spec = hw.design(model=12, heads=6, kv=2, modifiers=(hw.Concrete(per="kv"),))
+    layer, x = hw.Attention(spec).train(), torch.zeros(1, 1, 12)
+    asked = hw.interfaces.core_types.QueryContext(x, x, 1.0, hw.SequenceInfo.from_batch(x))
+    torch.manual_seed(0)
+    drawn = torch.stack([spec.modifiers[0].gate(asked, layer.concrete, None)[:, 0] for _ in range(40)])
+    assert torch.equal(drawn[:, :3], drawn[:, :1].expand(-1, 3))
+    assert torch.equal(drawn[:, 3:], drawn[:, 3:4].expand(-1, 3))
+    assert not torch.equal(drawn[:, 0], drawn[:, 3])
+    assert layer.concrete["log_a"].shape == (2,)
+
+
+# --- counts --------------------------------------------------------------------------------------------
+
+
+def test_the_expected_count_is_the_closed_form_and_the_ledgers():
+    net = needy({})
+    found = train_gates(net, scenes(net, 20), GateTrainingOptions(heads=3, start=0.7, **BRIEF))
+    assert found.curve[0].num_open_gates == pytest.approx(8 * sigmoid(0.7 - 0.33 * math.log(0.1 / 1.1)), abs=1e-5)
+    assert found.curve[-1].num_open_gates == pytest.approx(sum(map(sum, found.open_probabilities.values())), abs=1e-5)
+    spec = with_gates(net.spec.stacks[0].layers[0].attention, start=0.7)
+    ledger, layer = hw.AuxLosses(), hw.Attention(spec)
+    layer(torch.zeros(1, 2, 20), probe=hw.Probe(aux_losses=ledger))
+    assert float(ledger.total("l0").detach()) * 2 == pytest.approx(found.curve[0].num_open_gates, abs=1e-5)
+
+
+@pytest.mark.parametrize("heads", [1, 3, 8, 0.25, 0.6])
+def test_exactly_as_many_stay_as_were_asked_for(heads):
+    net = needy({})
+    found = train_gates(net, scenes(net, 20), GateTrainingOptions(heads=heads, **BRIEF))
+    assert count(found) == {0.25: 2, 0.6: 5}.get(heads, heads)
+    flat = sorted((chance for told in found.open_probabilities.values() for chance in told), reverse=True)
+    kept = [found.open_probabilities[site][head] for site, own in found.keep.items() for head in own]
+    assert sorted(kept, reverse=True) == flat[: count(found)]
+
+
+def test_of_equal_gates_the_first_are_kept():
+    assert select_most_open({"a": (0.5, 0.5)}, {"a": ((0,), (1,))}, 1) == {"a": (0,)}
+
+
+def test_what_joins_the_loss_is_the_method_of_multipliers():
+    net = needy({})
+    units = {site: list_gate_units(spec, "head") for site, spec in select_attentions(net).items()}
+    how = GateTrainingOptions(heads=2, steps=100, ramp=0.5, strength=0.8, gates_rate=0.1)
+    made = replace_attentions(
+        net,
+        {site: AttentionChange(with_gates(spec), gate_of(net, site)) for site, spec in select_attentions(net).items()},
+    )
+    one, factor = GateCountConstraint(made, units, 2, how), 0.0
+    for step, target in ((25, 5.0), (50, 2.0), (90, 2.0)):
+        expected = sum(float(get_open_probabilities(made, site).detach().double().sum()) for site in units)
+        over = expected - target
+        added = one.extra_loss(step)
+        assert float(added.detach()) == pytest.approx(factor * over + 0.8 * over**2 / 8, rel=1e-4)
+        added.backward()
+        one.step(step)
+        factor += 0.03 * 0.8 * over / 8
+        assert one.num_open_gates < expected  # each of the eight gates was pushed shut
+
+
+def gate_of(net: Transformer, site: str) -> dict[str, torch.Tensor]:
+    return get_attention_parameters(net, site) | {"concrete.log_a": torch.full((4,), 2.0)}
+
+
+def test_the_loss_told_is_that_of_what_is_left():
+    net = needy({})
+    those, how = scenes(net, 20), GateTrainingOptions(heads=3, seed=3, **BRIEF)
+    found = train_gates(net, those, how)
+    small, losses = remove_heads(found.net, found.keep), []
+    for number in DistillationLoader(DistillationTexts(net, those), how).held_out_ids:
+        objective, _ = choose_objective(net, None, those[number])
+        question = objective.prepare_input(net, those[number], number)
+        losses.append(float(objective.value(small(**question.inputs.kwargs).detach(), None, question)))
+    assert found.held_out == pytest.approx(np.mean(losses), rel=1e-5)
+
+
+# --- what learns, and repeats --------------------------------------------------------------------------
+
+
+def test_seeds_repeat():
+    net = needy({})
+    wanted = torch.get_rng_state()
+    runs = [train_gates(net, scenes(net, 20), GateTrainingOptions(heads=3, seed=seed, **BRIEF)) for seed in (4, 4, 5)]
+    assert torch.equal(torch.get_rng_state(), wanted)
+    assert runs[0].open_probabilities == runs[1].open_probabilities != runs[2].open_probabilities
+    assert same(runs[0].net, state(runs[1].net))
+    assert runs[0].curve == runs[1].curve
+
+
+def test_a_frozen_decoder_stays_and_gates_stand_where_they_are_told():
+    net = translator().float()
+    found = train_gates(
+        net, scenes(net, 20), GateTrainingOptions(heads=3, sites=("encoder",), freeze="decoder", **BRIEF)
+    )
+    assert list(found.keep) == ["encoder.0.attention", "encoder.1.attention"]
+    moved = {
+        name.split(".")[0] for name, one in found.net.state_dict().items() if not torch.equal(one, state(net)[name])
+    }
+    assert moved == {"encoder"}
+    assert count(found) == 3
+
+
+def test_a_table_that_the_decoder_reads_is_frozen_with_it():
+    from tests.surgery.test_distillation import T5
+
+    net = built(T5).float()
+    assert net.spec.stacks[-1].embedding.table == "encoder"
+    found = train_gates(
+        net, scenes(net, 20), GateTrainingOptions(heads=3, sites=("encoder",), freeze="decoder", **BRIEF)
+    )
+    moved = {name for name, one in found.net.state_dict().items() if not torch.equal(one, state(net)[name])}
+    assert moved
+    assert not [name for name in moved if name.startswith(("decoder.", "head.")) or name.endswith("embedding.tokens")]
+
+
+def test_modifiers_that_were_there_keep_their_names():
+    spec = hw.design(model=12, heads=3, modifiers=(hw.HeadGate(), hw.Rotary(), hw.Alibi()))
+    names = [name for name, _ in spec.parts()]
+    assert [name for name, _ in with_gates(spec).parts()] == [*names, "concrete"]
+
+
+def test_who_interrupts_is_told_what_gates_knew():
+    def stop(point: RetrainingPoint) -> None:
+        if point.step == 3:
+            raise KeyboardInterrupt
+
+    net = needy({})
+    found = train_gates(net, scenes(net, 20), GateTrainingOptions(heads=3, **BRIEF), stop)
+    assert found.stop_reason == "interrupted at step 3 of 4"
+    assert count(found) == 3
+    assert found.curve[-1].step == 2
+    assert "gates were expected to be open at the end, the target was 3" in found.notes[-1]
+
+
+# --- bad input -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        ({"heads": 0}, "cannot keep 0 of 8 heads. Give heads=1 to 8"),
+        ({"heads": 9}, "cannot keep 9 of 8 heads"),
+        ({"heads": 1.0}, "fraction between 0 and 1, got 1.0 for 8 heads"),
+        ({"heads": 9, "unit": "kv"}, "cannot keep 9 of 8 groups of heads"),
+        ({"heads": 2, "sites": ("decoder.0.atention",)}, "did you mean 'decoder.0.attention'"),
+        ({"heads": 2, "freeze": "decoder"}, "needs two stacks"),
+        ({"heads": 2, "freeze": "decodr"}, "did you mean 'decoder'"),
+        ({"heads": 2, "unit": "group"}, "unit='group'"),
+        ({"heads": 2, "strength": 0.0}, "strength=0.0"),
+        ({"heads": 2, "gates_rate": 2.0}, "gates_rate=2.0"),
+        ({"heads": 2, "batch": 30}, "cannot fill a batch of 30: .* Use batch=18"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(said, why):
+    net = needy({})
+    with pytest.raises(SpecError, match=why) as told:
+        train_gates(net, scenes(net, 20), GateTrainingOptions(**{**BRIEF, **said}))
+    assert "\n" not in str(told.value)
+
+
+def test_models_that_gates_cannot_be_put_on_are_refused():
+    from tests.surgery.test_distillation import classifier, headless
+
+    none = headless()
+    with pytest.raises(SpecError, match="no loss on these examples; use alpha=1"):
+        train_gates(none, scenes(none, 20), GateTrainingOptions(heads=2, **BRIEF))
+    net = classifier("first")
+    with pytest.raises(SpecError, match="no loss on these"):
+        train_gates(
+            net, [Example(scene.inputs, {}) for scene in scenes(net, 20)], GateTrainingOptions(heads=2, **BRIEF)
+        )
+    net = needy({})
+    sites = select_attentions(net)
+    twice = replace_attentions(
+        net, {site: AttentionChange(with_gates(spec), gate_of(net, site)) for site, spec in sites.items()}
+    )
+    with pytest.raises(SpecError, match=r"decoder\.0\.attention: the spec has learned head gates already"):
+        train_gates(twice, scenes(net, 20), GateTrainingOptions(heads=2, **BRIEF))
+    assert (
+        train_gates(none, scenes(none, 20), GateTrainingOptions(heads=2, **{**BRIEF, "alpha": 1.0})).curve[0].held_out
+        < 1e-9
+    )

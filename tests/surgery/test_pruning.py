@@ -1,0 +1,222 @@
+"""Which heads are kept: by their worth, in units, by class and cluster; and what is folded in for those that go."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from tests.surgery.test_head_removal import noisy, said
+
+import headwise as hw
+from headwise.head_analysis.importance_methods import GradientTimesActivation
+from headwise.models import Transformer
+from headwise.surgery import DropHeads, HeadRanking, KeepOnePerCluster, KeepTop, Pool, PruningPlan
+from headwise.surgery.attention_replacement import get_attention, remove_heads
+from headwise.surgery.head_selection import score_heads
+from headwise.surgery.pruning import prune
+from headwise.surgery.pruning_plan import list_units
+from support.importance_examples import GPT2, WORDS, built, ids, scenes, translator
+from support.number_examples import scene
+from support.transformers_models import ZOO
+
+LLAMA = {
+    "model_type": "llama", "hidden_size": 12, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 4,
+    "num_hidden_layers": 2, "intermediate_size": 20, "vocab_size": WORDS,
+}  # fmt: skip
+RANDOM = HeadRanking("random", seed=3)
+
+
+def faint(net: Transformer, heads: list[tuple[str, int]]) -> Transformer:
+    """The same with heads that nobody hears."""
+    with torch.no_grad():
+        for site, head in heads:
+            attention = get_attention(net, site)
+            wide = attention.spec.heads.vdim
+            attention.weights["output"]["o"][:, head * wide : (head + 1) * wide] *= 1e-3
+    return net
+
+
+FAINT = [("decoder.0.attention", 1), ("decoder.0.attention", 4), ("decoder.1.attention", 0), ("decoder.1.attention", 3)]
+
+
+@pytest.mark.parametrize(
+    "by", [HeadRanking(objective="drift"), HeadRanking("michel"), HeadRanking("michel-code")], ids=lambda by: by.method
+)
+def test_heads_that_nobody_hears_go_first(by):
+    net = faint(noisy(built(LLAMA)), FAINT)
+    done = prune(net, KeepTop(4, by, unit="head"), scenes(net))
+    assert sorted(done.plan.removed_heads) == FAINT
+    with torch.no_grad():
+        torch.testing.assert_close(said(done.after), said(net), rtol=0, atol=0.05)
+    assert {spec.heads.q for _, spec in done.after.spec.attention_specs()} == {4}
+    assert done.data["keep"]["decoder.0.attention"] == [0, 2, 3, 5]
+
+
+def test_groups_go_whole_and_the_cache_with_them():
+    net = faint(
+        noisy(built(LLAMA)), [("decoder.0.attention", 2), ("decoder.0.attention", 3), ("decoder.1.attention", 5)]
+    )
+    done = prune(net, KeepTop(2 / 3, HeadRanking("michel")), scenes(net))
+    assert done.plan.keep["decoder.0.attention"] == (0, 1, 4, 5)
+    assert all(len(kept) == 4 for kept in done.plan.keep.values())
+    was, now = (one.cache(batch=1, capacity=7).nbytes for one in (net, done.after))
+    assert 3 * now == 2 * was
+
+
+def test_a_share_of_the_model_leaves_some_layers_more():
+    net = faint(noisy(built(LLAMA)), [("decoder.1.attention", head) for head in range(6)])
+    plan = prune(net, KeepTop(0.5, HeadRanking("michel"), scope="model", unit="head"), scenes(net)).plan
+    assert [len(kept) for kept in plan.keep.values()] == [5, 1]
+    plan = prune(net, KeepTop(0.5, HeadRanking("michel"), scope="model", unit="head", min_units=0), scenes(net)).plan
+    assert [len(kept) for kept in plan.keep.values()] == [6, 0]
+    plan = prune(net, KeepTop(7, HeadRanking("michel"), scope="model", unit="head", min_units=3), scenes(net)).plan
+    assert [len(kept) for kept in plan.keep.values()] == [4, 3]
+
+
+def test_a_stack_gives_up_the_same_numbers():
+    net = faint(noisy(built(LLAMA)), [(f"decoder.{layer}.attention", head) for layer in (0, 1) for head in (1, 2, 5)])
+    plan = prune(net, KeepTop(3, HeadRanking("michel"), scope="stack", unit="head"), scenes(net)).plan
+    assert set(plan.keep.values()) == {(0, 3, 4)}
+
+
+def test_three_kinds_of_attention_are_shares_of_their_own():
+    net = translator()
+    plan = prune(net, KeepTop(1, RANDOM)).plan
+    assert {len(kept) for kept in plan.keep.values()} == {1}
+    assert plan.num_kept == len(plan.keep) == 6
+    assert prune(net, KeepTop(1, RANDOM)).plan == plan != prune(net, KeepTop(1, HeadRanking("random", seed=4))).plan
+
+
+def test_one_of_each_cluster_stays():
+    """A head and its copy look alike; of the two the louder stays."""
+    net = noisy(built(GPT2))
+    for layer in (0, 1):
+        weights = get_attention(net, f"decoder.{layer}.attention").weights
+        with torch.no_grad():
+            for key in ("q", "k", "q_bias", "k_bias"):
+                weights["project"][key].view(3, 4, -1)[2] = weights["project"][key].view(3, 4, -1)[0]
+    texts = [scene(ids(n, 9)[0].tolist()) for n in range(6)]
+    quiet = faint(net, [("decoder.0.attention", 0), ("decoder.1.attention", 2)])
+    done = prune(quiet, KeepOnePerCluster(HeadRanking("michel"), max_distance=1e-9), texts)
+    assert done.plan.keep == {"decoder.0.attention": (1, 2), "decoder.1.attention": (0, 1)}
+
+
+@pytest.mark.parametrize("config", [GPT2, LLAMA], ids=lambda config: config["model_type"])
+def test_folding_means_is_patching_with_them(config):
+    net = noisy(built(config))
+    texts = scenes(net)
+    gone = [("decoder.0.attention", 1), ("decoder.0.attention", 2), ("decoder.1.attention", 0)]
+    done = prune(net, DropHeads(tuple(gone)), texts, fold="mean")
+    means = hw.head_means(net, [text.inputs for text in texts], gone)
+    with hw.patch(net, means):
+        patched = said(net)
+    torch.testing.assert_close(said(done.after), patched, rtol=1e-9, atol=1e-9)
+    assert not torch.allclose(said(done.after), said(remove_heads(net, done.plan.changed_sites)), atol=1e-3)
+
+
+def test_a_layer_that_goes_leaves_its_mean():
+    net = noisy(built(GPT2))
+    texts, gone = scenes(net), [("decoder.0.attention", head) for head in range(3)]
+    done = prune(net, DropHeads(tuple(gone)), texts, fold="mean")
+    with hw.patch(net, hw.head_means(net, [text.inputs for text in texts], gone)):
+        patched = said(net)
+    torch.testing.assert_close(said(done.after), patched, rtol=1e-9, atol=1e-9)
+    assert done.after.spec.stacks[0].layers[0].attention is None
+
+
+def test_folding_biases_is_saying_them():
+    net = noisy(built(GPT2))
+    gone = (("decoder.0.attention", 1), ("decoder.1.attention", 2))
+    done = prune(net, DropHeads(gone), fold="bias")
+    biases: dict[Any, torch.Tensor] = {
+        (site, head): get_attention(net, site).weights["project"]["v_bias"].detach().view(3, 4)[head]
+        for site, head in gone
+    }
+    with hw.patch(net, biases):
+        patched = said(net)
+    torch.testing.assert_close(said(done.after), patched, rtol=1e-9, atol=1e-9)
+
+
+def test_units_are_what_reads_one_key_head():
+    both = list_units(hw.families.read_model_spec(LLAMA))["decoder.0.attention"]
+    assert [unit.heads for unit in both] == [(0, 1), (2, 3), (4, 5)]
+    assert len(list_units(hw.families.read_model_spec(LLAMA), "head")["decoder.0.attention"]) == 6
+    assert len(list_units(hw.families.read_model_spec(LLAMA | {"num_key_value_heads": 1}))["decoder.0.attention"]) == 6
+    one = list_units(hw.families.read_model_spec(LLAMA | {"num_key_value_heads": 1}), "group")["decoder.0.attention"]
+    assert [unit.heads for unit in one] == [(0, 1, 2, 3, 4, 5)]
+
+
+def test_worths_are_importance():
+    net = built(GPT2)
+    found = score_heads(net, scenes(net), HeadRanking("michel"))
+    wanted = hw.estimate_importance(net, scenes(net), method=GradientTimesActivation())
+    assert found.scores == {(one.site, one.head): one.value for one in wanted.heads}
+    assert "michel" in found.notes[0]
+
+
+def test_the_best_way_to_rank_is_by_slopes_where_there_are_any():
+    net = built(GPT2)
+    assert score_heads(net, scenes(net)).scores == score_heads(net, scenes(net), HeadRanking("michel")).scores
+    drift = score_heads(net, scenes(net), HeadRanking(objective="drift"))
+    assert drift.scores == score_heads(net, scenes(net), HeadRanking("leave-one-out", objective="drift")).scores
+
+
+def test_a_plan_says_what_it_keeps():
+    plan = PruningPlan.without(built(GPT2).spec, [("decoder.1.attention", 0)], "as asked")
+    assert plan.keep == {"decoder.0.attention": (0, 1, 2), "decoder.1.attention": (1, 2)}
+    assert plan.changed_sites == {"decoder.1.attention": (1, 2)}
+    assert plan.summary == "5 of 6 heads kept, as asked"
+
+
+@pytest.mark.parametrize(
+    ("choice", "told"),
+    [
+        (lambda: KeepTop(1.5), "cannot keep 1.5 of the heads. Give a fraction such as 0.5"),
+        (lambda: KeepTop(0), "cannot keep 0 of the heads"),
+        (lambda: KeepTop(0.5, scope="layers"), "unknown scope='layers'; did you mean 'layer'"),
+        (lambda: KeepTop(0.5, min_units=-1), "min_units must be an int >= 0, got -1"),
+        (
+            lambda: KeepTop(3, RANDOM),
+            "cannot keep 3 heads of decoder.0.attention: its heads come in groups of 2. Give a multiple",
+        ),
+        (lambda: KeepTop(8, RANDOM), "cannot keep 8 heads of decoder.0.attention: it has 6. Give amount <= 6"),
+        (lambda: KeepTop(6, RANDOM), "no head would be removed: 12 of 12 heads kept"),
+        (lambda: KeepTop(99, RANDOM, scope="model"), "cannot keep 99 heads: the model has 12. Give amount <= 11"),
+        (lambda: KeepTop(0.5, HeadRanking("loudness")), "unknown ranking method 'loudness'"),
+        (lambda: KeepTop(0.5, HeadRanking("taylor")), "cannot rank heads by taylor: 0 examples. Give at least 2"),
+        (lambda: DropHeads((("decoder.0.attention", 6),)), "decoder.0.attention has no head 6; its heads are 0..5"),
+        (lambda: DropHeads((("decoder.0.attention", 1),) * 2), "head 1 of decoder.0.attention is listed twice"),
+        (lambda: DropHeads((("decoder.9.attention", 1),)), "no attention 'decoder.9.attention'"),
+        (
+            lambda: DropHeads(tuple((f"decoder.{n}.attention", head) for n in (0, 1) for head in range(6))),
+            "cannot remove all heads of llama. Keep at least one",
+        ),
+        (lambda: "0.5", "selection='0.5' is no HeadSelection; give a fraction such as 0.5"),
+        (lambda: Pool(2), "is no HeadSelection; give a fraction"),
+    ],
+)
+def test_what_cannot_be_chosen_is_told(choice, told):
+    with pytest.raises(ValueError, match=re.escape(told)):
+        prune(built(LLAMA), choice())
+
+
+def test_what_cannot_be_folded_is_told():
+    net, one = built(GPT2), DropHeads((("decoder.0.attention", 1),))
+    with pytest.raises(hw.SpecError, match="fold='mean' needs examples"):
+        prune(net, one, fold="mean")
+    with pytest.raises(hw.SpecError, match="unknown fold='median'; did you mean 'mean'"):
+        prune(net, one, fold="median")
+    with pytest.raises(ValueError, match=r"Linear has no config with a model_type"):
+        prune(torch.nn.Linear(2, 2), 0.5)
+
+
+def test_a_model_of_transformers_is_cut_as_a_copy():
+    model = ZOO["gpt2"].build("sdpa")
+    done = prune(model, DropHeads((("decoder.0.attention", 1), ("decoder.1.attention", 0))))
+    x = ids(0, 5, 11)
+    with torch.no_grad(), hw.ablate(model, [(0, 1), (1, 0)]):
+        silent = model(x).logits
+    with torch.no_grad():
+        torch.testing.assert_close(done.after(x), silent, rtol=1e-5, atol=1e-5)

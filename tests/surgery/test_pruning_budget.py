@@ -1,0 +1,156 @@
+"""Heads go one after the other until a budget is met; what was done is taken up again."""
+
+from __future__ import annotations
+
+import json
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tests.surgery.test_head_removal import noisy
+from tests.surgery.test_pruning import FAINT, LLAMA, RANDOM, faint
+
+import headwise as hw
+from headwise.surgery import HeadRanking, PruneToBudget, PruningBudget
+from headwise.surgery.attention_replacement import remove_heads
+from headwise.surgery.head_selection import count_cache_bytes, score_heads
+from headwise.surgery.pruning import prune
+from headwise.surgery.verification.efficiency import TimingOptions
+from headwise.surgery.verification.quality_metrics import measure_quality
+from support.importance_examples import GPT2, built, scenes
+
+MICHEL = HeadRanking("michel")
+
+
+def test_numbers_go_down_to_what_was_asked():
+    net = noisy(built(LLAMA))
+    done = prune(net, PruneToBudget(PruningBudget("parameters", 0.9), RANDOM))
+    was, now = (hw.costs.count_parameters(one.spec) for one in (net, done.after))
+    assert now <= 0.9 * was
+    unit = 2 * 4 * 12 * 2 + 2 * 4 * 12  # two heads of queries and outputs, one of keys and values
+    assert now + unit > 0.9 * was
+    assert prune(net, PruneToBudget(PruningBudget("parameters", float(now)), RANDOM)).plan.keep == done.plan.keep
+
+
+def test_caches_go_down_to_what_was_asked():
+    net = noisy(built(LLAMA))
+    done = prune(net, PruneToBudget(PruningBudget("cache", 0.5), RANDOM))
+    assert count_cache_bytes(net.spec, 8) == net.cache(batch=1, capacity=1).nbytes
+    assert done.after.cache(batch=1, capacity=9).nbytes * 2 == net.cache(batch=1, capacity=9).nbytes
+
+
+def test_time_goes_down_to_what_was_asked(monkeypatch):
+    """Each head takes a quarter of the time of its layer, however fast the machine is."""
+
+    def timed(before, after, pace):
+        shares = [sum(spec.heads.q for _, spec in net.spec.attention_specs()) for net in (before, after)]
+        return SimpleNamespace(phases=[SimpleNamespace(faster=shares[0] / shares[1])])
+
+    monkeypatch.setattr("headwise.surgery.head_selection.compare_speed", timed)
+    net = built(LLAMA | {"num_attention_heads": 4, "num_key_value_heads": 4})
+    done = prune(net, PruneToBudget(PruningBudget("time", 0.75), RANDOM, min_units=1))
+    assert done.plan.num_kept == 6
+
+
+def test_time_is_measured():
+    net = built(LLAMA)
+    done = prune(
+        net, PruneToBudget(PruningBudget("time", 0.999), RANDOM, timing=TimingOptions(length=8, steps=1, seconds=0.05))
+    )
+    assert 1 <= done.plan.num_kept < 12
+
+
+def test_loss_grows_no_further_than_allowed():
+    net, texts = faint(noisy(built(LLAMA)), FAINT), scenes(built(LLAMA))
+    plain = measure_quality(net, texts).rows[0].after.value
+    done = prune(net, PruneToBudget(PruningBudget("loss", 0.05), MICHEL, unit="head"), texts)
+    assert measure_quality(done.after, texts).rows[0].after.value - plain <= 0.05
+    assert set(FAINT) <= set(done.plan.removed_heads)
+    order = sorted(score_heads(net, texts, MICHEL).scores.items(), key=lambda one: one[1])
+    assert {head for head, _ in order[: len(done.plan.removed_heads)]} == set(done.plan.removed_heads)
+    following = remove_heads(net, _without(net, [head for head, _ in order[: len(done.plan.removed_heads) + 1]]))
+    assert measure_quality(following, texts).rows[0].after.value - plain > 0.05
+
+
+def _without(net, heads):
+    keep = {site: range(len(spec.score_head_of_output)) for site, spec in net.spec.attention_specs()}
+    return {site: [head for head in own if (site, head) not in heads] for site, own in keep.items()}
+
+
+def test_worths_are_found_anew_when_asked():
+    """After each head, of what is left: as if every step were a choice of its own."""
+    net, texts = noisy(built(LLAMA)), scenes(built(LLAMA))
+    done = prune(net, PruneToBudget(PruningBudget("parameters", 0.92), MICHEL, rescore_every=1, unit="head"), texts)
+    heads = {
+        (site, head): head
+        for site, spec in net.spec.attention_specs()
+        for head in range(len(spec.score_head_of_output))
+    }
+    gone, now = list[tuple[str, int]](), net
+    while hw.costs.count_parameters(now.spec) > 0.92 * hw.costs.count_parameters(net.spec):
+        found = score_heads(now, texts, MICHEL).scores
+        site, place = min(found, key=lambda one: found[one])
+        left = [head for there, head in heads if there == site and (site, head) not in gone]
+        gone.append((site, left[place]))
+        now = remove_heads(net, _without(net, gone))
+    assert set(done.plan.removed_heads) == set(gone)
+
+
+def test_what_was_done_is_taken_up(tmp_path):
+    net, state = noisy(built(LLAMA)), tmp_path / "state.json"
+    whole = prune(net, PruneToBudget(PruningBudget("parameters", 0.8), RANDOM, state_path=state)).plan
+    told = json.loads(state.read_text())
+    assert len(told["gone"]) > 2
+    told["gone"] = told["gone"][:2]
+    state.write_text(json.dumps(told))
+    heard = list[str]()
+    again = prune(net, PruneToBudget(PruningBudget("parameters", 0.8), RANDOM, state_path=state), log=heard.append).plan
+    assert again == whole
+    assert next(line for line in heard if "removed" in line).startswith("3 of 6 units removed")
+    with pytest.raises(hw.SpecError, match="it belongs to another model or selection"):
+        prune(net, PruneToBudget(PruningBudget("parameters", 0.7), RANDOM, state_path=state))
+    with pytest.raises(hw.SpecError, match="it belongs to another model or selection"):
+        prune(built(LLAMA, seed=1), PruneToBudget(PruningBudget("parameters", 0.8), RANDOM, state_path=state))
+    state.write_text('{"model": 1')
+    with pytest.raises(hw.SpecError, match="cannot resume from"):
+        prune(net, PruneToBudget(PruningBudget("parameters", 0.8), RANDOM, state_path=state))
+
+
+@pytest.mark.parametrize(
+    ("choice", "told"),
+    [
+        (
+            lambda: PruneToBudget(PruningBudget("parametres", 0.5)),
+            "unknown budget 'parametres'; did you mean 'parameters'",
+        ),
+        (lambda: PruneToBudget(PruningBudget("cache", 0)), "budget cache must be > 0, got 0"),
+        (
+            lambda: PruneToBudget(PruningBudget("time", 3.0)),
+            "budget time must be a fraction of the current time, got 3",
+        ),
+        (
+            lambda: PruneToBudget(PruningBudget("loss", 0.1), rescore_every=0),
+            "rescore_every must be an int >= 1 or None, got 0",
+        ),
+        (
+            lambda: PruneToBudget(PruningBudget("loss", 0.1), RANDOM),
+            "cannot measure the loss on 0 examples",
+        ),
+        (
+            lambda: PruneToBudget(PruningBudget("parameters", 0.01), RANDOM, min_units=1),
+            "cannot meet budget parameters=0.01: it is 2388 with the 4 heads that have to be kept. Give a larger limit",
+        ),
+    ],
+)
+def test_what_cannot_be_kept_to_is_told(choice, told):
+    with pytest.raises(ValueError, match=re.escape(told)):
+        prune(built(LLAMA), choice())
+
+
+def test_a_cache_without_attention_is_empty():
+    net = built(GPT2)
+    assert count_cache_bytes(remove_heads(net, {"decoder.0.attention": ()}).spec, 8) * 2 == count_cache_bytes(
+        net.spec, 8
+    )
+    assert torch.is_tensor(net(torch.tensor([[1, 2]])))

@@ -1,0 +1,204 @@
+"""How well a model speaks, held to renderings written here in double precision, and intervals drawn by hand."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+import headwise as hw
+from headwise.data import make_task
+from headwise.data.translation import score_translations
+from headwise.head_analysis.annotated_examples import Example
+from headwise.head_analysis.objectives import MaskedTokenLoss, OutputDrift
+from headwise.head_analysis.resampling import draw_resamples
+from headwise.surgery.attention_replacement import remove_heads
+from headwise.surgery.verification.model_comparison import AgreementAccumulator, OutputAndStates
+from headwise.surgery.verification.quality_metrics import (
+    BOOTSTRAP_RESAMPLES,
+    BOOTSTRAP_SEED,
+    SCORING_BATCH_SIZE,
+    IntervalEstimate,
+    TextCounts,
+    TranslationPair,
+    _bootstrap_bleu,
+    build_metric_row,
+    compare_task_scores,
+    describe_significance,
+    measure_quality,
+)
+from support.pruned_models import KEEP, KINDS, built, model, scenes
+
+
+def rendered(net, ids):
+    """log p of every next token of one text, by the definition, of a decoder of plain attentions."""
+    held = {name: tensor.double() for name, tensor in net.state_dict().items()}
+    x = held["decoder.embedding.tokens"][ids]
+    count = len(ids)
+    for depth in range(2):
+        own = {name.removeprefix(f"decoder.{depth}."): t for name, t in held.items()}
+        z = F.layer_norm(x, (24,), own["attention_norm.weight"], own["attention_norm.bias"])
+        q, k, v = (own[f"attention.project.{name}"].reshape(-1, 6, 24) for name in "qkv")
+        y = torch.zeros_like(x)
+        for head in range(4):
+            asks, keys, values = z @ q[head].T, z @ k[head // 2].T, z @ v[head // 2].T
+            for t in range(count):
+                scores = asks[t] @ keys[: t + 1].T / math.sqrt(6)
+                said = scores.softmax(0) @ values[: t + 1]
+                y[t] += own["attention.output.o"].reshape(24, 4, 6)[:, head] @ said
+        x = x + y
+        z = F.layer_norm(x, (24,), own["feed_norm.weight"], own["feed_norm.bias"])
+        x = x + F.gelu(z @ own["feed.up"].T) @ own["feed.down"].T
+    x = F.layer_norm(x, (24,), held["decoder.norm.weight"], held["decoder.norm.bias"])
+    return (x @ held["head.tokens.weight"].T).log_softmax(-1)[:-1]
+
+
+def test_perplexity_is_that_of_the_definition_over_all_places_together():
+    net, texts = built(model("decoder", modifiers=())), scenes("decoder", 5)
+    losses, right = [], []
+    for one in texts:
+        ids = one.inputs["x"][0]
+        told = rendered(net, ids)
+        losses += (-told[torch.arange(len(ids) - 1), ids[1:]]).tolist()
+        right += (told.argmax(-1) == ids[1:]).tolist()
+    found = measure_quality(net, texts)
+    assert found.num_positions == len(losses)
+    assert found.row("loss").after.value == pytest.approx(sum(losses) / len(losses), abs=2e-6)
+    assert found.row("perplexity").after.value == pytest.approx(math.exp(sum(losses) / len(losses)), rel=2e-6)
+    assert found.row("accuracy").after.value == sum(right) / len(right)
+    assert found.row("loss").after.low < found.row("loss").after.value < found.row("loss").after.high
+
+
+def test_an_interval_is_that_of_texts_drawn_one_by_one():
+    counts = [TextCounts({"loss": total}, places) for total, places in ((3.0, 2), (9.0, 3), (1.0, 5), (8.0, 4))]
+    drawn = []
+    for times in draw_resamples(4, BOOTSTRAP_RESAMPLES, BOOTSTRAP_SEED).astype(int):
+        some = [one for one, often in zip(counts, times, strict=True) for _ in range(often)]
+        drawn.append(sum(one.sums["loss"] for one in some) / sum(one.num_positions for one in some))
+    wanted = (21.0 / 14.0, *np.quantile(drawn, (0.025, 0.975)))
+    assert build_metric_row("loss", "loss", (counts, None)).after == pytest.approx(wanted)
+
+
+def test_a_difference_has_the_same_texts_drawn_of_both():
+    before = [TextCounts({"loss": total * 2.0}, 2) for total in (3.0, 9.0, 1.0, 8.0)]
+    after = [TextCounts({"loss": one.sums["loss"] + 0.5 * 2}, 2) for one in before]
+    row = build_metric_row("loss", "loss", (after, before))
+    assert row.change == pytest.approx((0.5, 0.5, 0.5))
+    assert row.before.high - row.before.low > 1  # each alone is uncertain, their difference is not
+    assert describe_significance(row.change) == "more"
+    assert describe_significance(IntervalEstimate(-0.1, -0.2, -0.05)) == "less"
+
+
+def test_masked_tokens_are_asked_alone_and_counted_by_hand():
+    net, texts = built(model("encoder")), scenes("encoder", 6)
+    chosen = MaskedTokenLoss(mask_id=1, mask_fraction=0.4)
+    right = asked = 0
+    for number, one in enumerate(texts):
+        question = chosen.prepare_input(net, one, number)
+        said = net(question.inputs.kwargs["x"])[0]
+        for place, label in enumerate(question.labels.tolist()):
+            if label >= 0:
+                asked += 1
+                right += int(said[place].argmax()) == label
+    found = measure_quality(net, texts, chosen)
+    assert (found.num_positions, found.row("accuracy").after.value) == (asked, right / asked)
+    assert asked > len(texts)
+
+
+def test_agreement_is_counted_by_hand():
+    one = OutputAndStates(
+        torch.tensor([[[2.0, 0.0, 1.0], [0.0, 1.0, 0.0]]]), {"decoder.0": torch.tensor([[[3.0, 4.0], [1.0, 0.0]]])}
+    )
+    other = OutputAndStates(
+        torch.tensor([[[1.0, 0.0, 3.0], [0.0, 1.0, 0.0]]]), {"decoder.0": torch.tensor([[[4.0, 3.0], [0.0, 2.0]]])}
+    )
+    sums = AgreementAccumulator("logits")
+    sums.update(one, other)
+    found = sums.result
+    p, q = (np.exp(row) / np.exp(row).sum() for row in (np.array([2.0, 0, 1]), np.array([1.0, 0, 3])))
+    assert found.kl == pytest.approx(float((p * np.log(p / q)).sum()) / 2)
+    assert found.top1_match == 0.5
+    assert found.layers["decoder.0"] == pytest.approx((0.48, 0.0))  # 24 / 25, and vectors at right angles
+    assert found.output.low == pytest.approx(0.5**0.5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_model_is_measured_by_its_own_head_before_and_after(kind):
+    net = built(model(kind))
+    net.usage = hw.ProcessorSpec(mask=1) if kind == "encoder" else net.usage
+    found = measure_quality(remove_heads(net, KEEP[kind]), scenes(kind), baseline=net)
+    names = {"decoder": "next-token", "encoder": "masked-token", "encoder-decoder": "translation", "vision": "label"}
+    assert found.objective == names[kind]
+    assert [row.name for row in found.rows] == ["loss", *(["perplexity"] if kind != "vision" else []), "accuracy"]
+    for row in found.rows:
+        assert row.change.value == pytest.approx(row.after.value - row.before.value)
+        assert row.change.low <= row.change.value <= row.change.high
+    alone = measure_quality(net, scenes(kind))
+    assert [row.after for row in alone.rows] == [row.before for row in found.rows]
+
+
+def test_a_model_without_a_head_that_is_known_drifts_and_says_so():
+    net = built(replace(model("encoder"), heads=()))
+    after = remove_heads(net, KEEP["encoder"])
+    found = measure_quality(after, scenes("encoder"), baseline=net)
+    (row,) = found.rows
+    assert (found.objective, row.name, row.before) == ("drift", "drift", None)
+    assert row.after.value > 0.001
+    assert "drift" in found.notes[0]
+    far = [1 - F.cosine_similarity(after(one.inputs["x"]).mean(1), net(one.inputs["x"]).mean(1)).item()
+           for one in scenes("encoder")]  # fmt: skip
+    assert row.after.value == pytest.approx(sum(far) / len(far), abs=1e-5)
+    with pytest.raises(ValueError, match="drift is the distance from another model; give baseline="):
+        measure_quality(net, scenes("encoder"), OutputDrift())
+
+
+def test_too_few_texts_leave_no_interval_and_silent_ones_are_counted():
+    net, texts = built(model("decoder")), scenes("decoder")
+    for few in ([], texts[:1]):
+        with pytest.raises(ValueError, match="at least 2"):
+            measure_quality(net, few)
+    short = Example({"x": torch.tensor([[3]])}, {})
+    with pytest.raises(ValueError, match="cannot compute a confidence interval over 1 texts with targets"):
+        measure_quality(net, [texts[0], short])
+    found = measure_quality(net, [*texts, short])
+    assert found.texts == len(texts)
+    assert "1 texts without targets were left out" in found.notes
+
+
+def test_numbers_that_are_not_finite_are_refused():
+    net = built(model("decoder"))
+    with torch.no_grad():
+        net.get_parameter("head.tokens.weight")[3] = math.inf
+    with pytest.raises(ValueError, match="produced NaN or inf"):
+        measure_quality(net, scenes("decoder"))
+
+
+def test_bleu_is_that_of_sacrebleu_and_its_draws_those_of_corpora():
+    said = ["the cat sat on the mat", "a dog ran in the big park", "he likes green tea very much", "it is a cold day"]
+    wanted = ["the cat sat on a mat", "a dog ran in the park", "she likes black tea very much", "it was a cold day"]
+    pairs = [TranslationPair((), one) for one in wanted]
+    draws = draw_resamples(4, 5, 0)
+    found = _bootstrap_bleu(said, pairs, draws)
+    assert found[0] == pytest.approx(score_translations(said, wanted).bleu)
+    for times, one in zip(draws.astype(int), found[1:], strict=True):
+        some = [n for n in range(4) for _ in range(times[n])]
+        assert one == pytest.approx(score_translations([said[n] for n in some], [wanted[n] for n in some]).bleu)
+
+
+def test_a_task_scores_every_example_as_it_scores_all():
+    recall = make_task("recall")
+    net = hw.build(recall.model(), seed=0).eval()
+    batch = recall.batch(0, SCORING_BATCH_SIZE, "valid").rows(slice(0, 9))
+    with torch.no_grad():
+        said = net(batch.x, sequence=batch.tokens)
+    total, count = recall.measure(said, batch)["accuracy"]
+    row: Any = next(row for row in compare_task_scores(net, net, recall, 9) if row.name == "accuracy")
+    assert row.after.value == total / count
+    assert row.change == (0.0, 0.0, 0.0)
+    with pytest.raises(ValueError, match="interval over 1 examples of recall"):
+        compare_task_scores(net, net, recall, 1)

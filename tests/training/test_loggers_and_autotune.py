@@ -1,0 +1,253 @@
+"""What is told of a run while it goes: its own file, other people's trackers, a screen; and what was chosen for it."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+
+import headwise as hw
+from headwise.errors import SpecError
+from headwise.files import read_lines
+from headwise.training import ConsoleLogger, autotune, loggers, train
+from headwise.training.autotune import StepTrial
+from headwise.training.loggers import JsonlLogger, create_logger
+from headwise.training.train_step import StepOptions
+from support.small_training import Echo, quick, stepper
+
+CONFIG = {"event": "run", "step": 0, "task": {"name": "echo"}, "recipe": {"steps": 6, "lr": 0.1}, "parameters": 1234}
+STEP = {"event": "step", "step": 3, "loss": 0.5, "rate": 0.1, "tokens_per_second": 1e4, "mfu": 0.25, "left": 61.0}
+HELD = {"event": "evaluation", "step": 3, "metrics": {"loss": 0.25, "accuracy@date": 0.5}, "best": True}
+
+
+class Calls(types.ModuleType):
+    """A package that notes how it is called; what it makes notes in the same list."""
+
+    def __init__(self, name: str, said: list) -> None:
+        super().__init__(name)
+        self.said = said
+
+    def __getattr__(self, name: str):
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+        def call(*args: object, **kwargs: object) -> Calls:
+            self.said.append((name, args, kwargs))
+            return Calls(name, self.said)
+
+        return call
+
+
+def told(monkeypatch: pytest.MonkeyPatch, module: str, name: str, folder: Path) -> list:
+    """All that a tracker hears of a run of one step and one evaluation."""
+    said: list = []
+    monkeypatch.setitem(sys.modules, module, Calls(module, said))
+    one = create_logger(name)
+    one.open(folder, CONFIG)
+    for record in (CONFIG, STEP, HELD, {"event": "note", "step": 3, "says": "hello"}):
+        one.write(record)
+    one.close()
+    return said
+
+
+def test_tensorboard_hears_every_number(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    said = told(monkeypatch, "torch.utils.tensorboard", "tensorboard", tmp_path)
+    assert said[0] == ("SummaryWriter", (), {"log_dir": str(tmp_path / "tensorboard")})
+    assert ("add_scalar", ("step/loss", 0.5, 3), {}) in said
+    assert ("add_scalar", ("evaluation/loss", 0.25, 3), {}) in said
+    assert said[-1] == ("close", (), {})
+
+
+def test_mlflow_hears_every_number(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    said = told(monkeypatch, "mlflow", "mlflow", tmp_path)
+    assert said[0] == ("start_run", (), {"run_name": tmp_path.name})
+    assert said[1] == ("log_params", ({"task": "echo", "steps": 6, "lr": 0.1},), {})
+    # "@" is no letter of a name there
+    assert ("log_metrics", ({"evaluation/loss": 0.25, "evaluation/accuracy/date": 0.5},), {"step": 3}) in said
+    assert said[-1] == ("end_run", (), {})
+
+
+@pytest.mark.parametrize("name", ["wandb", "trackio"])
+def test_wandb_and_its_like_hear_every_number(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str):
+    said = told(monkeypatch, name, name, tmp_path)
+    assert said[0] == ("init", (), {"project": "headwise", "name": tmp_path.name, "config": CONFIG})
+    assert ("log", ({"evaluation/loss": 0.25, "evaluation/accuracy/date": 0.5},), {"step": 3}) in said
+    assert [call[0] for call in said].count("log") == 3
+    assert said[-1] == ("finish", (), {})
+
+
+@pytest.mark.parametrize(
+    ("name", "package"),
+    [("tensorboard", "tensorboard"), ("mlflow", "mlflow-skinny"), ("wandb", "wandb"), ("trackio", "trackio")],
+)
+def test_a_package_that_is_missing_is_asked_for_before_anything_begins(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, package: str
+):
+    for module in ("torch.utils.tensorboard", "mlflow", "wandb", "trackio"):
+        monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(SpecError, match=f"pip install {package}"):
+        train(Echo(), recipe=quick(), out=tmp_path, loggers=[name])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_unknown_sink_is_refused(tmp_path: Path):
+    with pytest.raises(SpecError, match="did you mean 'tensorboard'"):
+        train(Echo(), recipe=quick(), out=tmp_path, loggers=["tensorbord"])
+
+
+def test_the_journal_goes_on_behind_the_checkpoint(tmp_path: Path):
+    """What was written after it comes again, so it is dropped, and so is half a line."""
+    rows = [CONFIG, {"event": "step", "step": 1}, {"event": "step", "step": 2}, {"event": "end", "step": 1}]
+    text = "".join(json.dumps(row) + "\n" for row in rows) + '{"event": "st'
+    (tmp_path / JsonlLogger.NAME).write_text(text)
+    journal = JsonlLogger()
+    journal.open(tmp_path, CONFIG | {"step": 1})
+    journal.write({"event": "note", "step": 1})
+    journal.close()
+    assert read_lines(tmp_path / JsonlLogger.NAME) == [*rows[:2], {"event": "note", "step": 1}]
+
+
+# --- the screen ----------------------------------------------------------------------------------------
+
+
+def test_a_pipe_gets_plain_lines_now_and_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    now = [100.0]
+    monkeypatch.setattr(loggers.time, "monotonic", lambda: now[0])
+    out = io.StringIO()
+    one = ConsoleLogger(out)
+    one.open(tmp_path, CONFIG)
+    one.write(STEP)
+    now[0] += loggers.LINE_INTERVAL + 1
+    one.write(STEP)
+    one.write(HELD)
+    one.write({"event": "end", "step": 6, "metrics": {"loss": 0.5}, "seconds": 61, "split": "test"})
+    one.close()
+    assert out.getvalue().splitlines() == [
+        f"echo into {tmp_path}, 6 steps, 1,234 parameters",
+        "step 3: loss 0.5000, 10,000 tokens/s, MFU 25%, 1:01 left",
+        "step 3, held out: loss 0.2500, best so far",
+        "test: loss 0.5000; 1:01 in all",
+    ]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_gets_a_bar_and_the_lines_above_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "120")
+    out = Terminal()
+    one = ConsoleLogger(out)
+    one.open(tmp_path, CONFIG)
+    one.write(STEP)
+    one.write(HELD)
+    one.close()
+    assert "10,000 tokens/s" in out.getvalue()
+    assert "step 3, held out: loss 0.2500" in out.getvalue()
+
+
+# --- what is chosen ------------------------------------------------------------------------------------
+
+SECONDS = {("fp32", "off"): 0.4, ("bf16", "off"): 0.2, ("bf16", "on"): 0.1, ("fp32", "on"): 0.1}
+
+
+def chosen(monkeypatch: pytest.MonkeyPatch, seconds: dict, **said: object) -> tuple[StepOptions, list]:
+    """What is chosen when steps take so long, and what was tried on the way; an error in the place of a time fails."""
+    tried = []
+
+    def measured(self: StepTrial, stepper: autotune.TrainStep) -> float:
+        way = (stepper.options.precision, stepper.options.compile)
+        if stepper.options.attention == "plain":
+            way = (*way, "plain")
+        tried.append(way)
+        if isinstance(seconds[way], Exception):
+            raise seconds[way]
+        return seconds[way]
+
+    monkeypatch.setattr(StepTrial, "_seconds", measured)
+    recipe = quick(steps=10_000, precision="auto", compile="auto") if not said else quick(steps=10_000, **said)
+    trial = StepTrial(hw.build(Echo().model(), seed=0), recipe, torch.device("cpu"), [Echo().batch(0, 5)])
+    return trial.choose(), tried
+
+
+def test_all_ways_are_tried_and_the_fastest_is_taken(monkeypatch: pytest.MonkeyPatch):
+    choice, tried = chosen(monkeypatch, SECONDS)
+    assert (choice.precision, choice.compile) == ("bf16", "on")
+    assert tried == [("fp32", "off"), ("bf16", "off"), ("bf16", "on")]
+    assert choice.reasons[0] == "bf16: 0.2000 s per step, fp32 0.4000"
+
+
+def test_attention_is_tried_both_ways_where_rows_are_short(monkeypatch: pytest.MonkeyPatch):
+    plain = {("fp32", "off", "plain"): 0.3, ("bf16", "off", "plain"): 0.15}
+    choice, tried = chosen(monkeypatch, SECONDS | plain, precision="auto", compile="off", attention="auto")
+    assert (choice.precision, choice.attention) == ("bf16", "plain")
+    assert tried == [("fp32", "off"), ("fp32", "off", "plain"), ("bf16", "off"), ("bf16", "off", "plain")]
+    assert choice.reasons[0].startswith("bf16 with plain attention: 0.1500 s per step, fp32 0.4000")
+    monkeypatch.setattr(autotune, "MAX_PLAIN_LENGTH", 1)
+    assert chosen(monkeypatch, SECONDS, precision="fp32", compile="off", attention="auto")[1] == []
+
+
+def test_compiling_is_told_of(monkeypatch: pytest.MonkeyPatch):
+    choice, _ = chosen(monkeypatch, SECONDS)
+    assert choice.reasons[1].startswith("compiled: 0.1000 s per step instead of 0.2000 s")
+
+
+def test_what_is_asked_for_is_not_tried(monkeypatch: pytest.MonkeyPatch):
+    choice, tried = chosen(monkeypatch, SECONDS, precision="fp32", compile="on")
+    reasons = "fp32, as set in the recipe", "compile on, as set in the recipe"
+    assert (choice, tried) == (StepOptions("fp32", "on", reasons), [])
+
+
+def test_a_precision_that_is_asked_for_is_timed_when_compiling_depends_on_it(monkeypatch: pytest.MonkeyPatch):
+    choice, tried = chosen(monkeypatch, SECONDS, precision="fp32", compile="auto")
+    assert (choice.precision, choice.compile) == ("fp32", "on")
+    assert tried == [("fp32", "off"), ("fp32", "on")]
+
+
+def test_a_way_that_fails_is_not_taken_and_says_why(monkeypatch: pytest.MonkeyPatch):
+    failing = SECONDS | {("bf16", "off"): RuntimeError("no kernel\nmore"), ("fp32", "on"): RuntimeError("no compiler")}
+    choice, _ = chosen(monkeypatch, failing)
+    assert choice == StepOptions(
+        "fp32",
+        "off",
+        ("fp32: 0.4000 s per step", "a step in bf16 fails: no kernel", "not compiled: compilation failed: no compiler"),
+    )
+
+
+def test_a_trial_changes_neither_weights_nor_what_is_drawn_later():
+    net = hw.build(Echo().model(), seed=0, dropout=0.5)
+    before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
+    torch.manual_seed(3)
+    wanted = torch.rand(2)
+    torch.manual_seed(3)
+    recipe = quick(precision="auto", compile="off", dropout=0.5)
+    StepTrial(net, recipe, torch.device("cpu"), [Echo().batch(0, 5)]).choose()
+    assert torch.equal(torch.rand(2), wanted)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in net.state_dict().items())
+    assert all(p.grad is None for p in net.parameters())
+
+
+def test_what_was_chosen_once_is_kept_when_a_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    train(Echo(), recipe=quick(precision="auto"), out=tmp_path)
+    monkeypatch.setattr(StepTrial, "choose", None)
+    result = train(Echo(), recipe=quick(precision="auto"), out=tmp_path, resume="allowed")
+    notes = [r["says"] for r in read_lines(tmp_path / JsonlLogger.NAME) if r["event"] == "note"]
+    assert result.precision in ("fp32", "bf16")
+    assert sum("s per step" in note for note in notes) == 2
+
+
+def test_a_step_in_bf16_is_near_one_in_fp32():
+    batch, found = Echo().batch(0, 50), []
+    for precision in ("fp32", "bf16"):
+        net = hw.build(Echo().model(), seed=0)
+        stepper(net, quick(), StepOptions(precision, "off")).compute_gradients(batch)
+        assert all(p.grad.dtype == p.dtype == torch.float32 for p in net.parameters())
+        found.append(torch.cat([p.grad.flatten() for p in net.parameters()]))
+    assert 0 < (found[0] - found[1]).norm() < 0.02 * found[0].norm()

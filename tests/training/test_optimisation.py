@@ -1,0 +1,342 @@
+"""Training, held to closed forms: schedules, AdamW, the loss, accumulation, and what a run leaves behind."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import headwise as hw
+from headwise.data import IGNORE_INDEX, Batch
+from headwise.errors import SpecError
+from headwise.interfaces.axis_layout import AxisLayout
+from headwise.interfaces.core_types import AuxLosses
+from headwise.model_spec import WeightSpec
+from headwise.training import Recipe, loss, optimiser, recipe as recipes
+from headwise.training.evaluation import average_tallies
+from headwise.training.lr_schedules import SCHEDULES
+from headwise.training.train_step import StepOptions, choose_fastest, decide_compile, decide_compile_trial
+from headwise.training.training_run import count_batch_tokens, count_step_flops
+from support.small_training import IDS, Echo, Routed, quick, stepper
+
+# --- schedules -----------------------------------------------------------------------------------------
+
+STEPS = 37
+
+
+def rates(recipe: Recipe) -> list[float]:
+    return [recipe.lr_at(step) for step in range(1, recipe.steps + 1)]
+
+
+@pytest.mark.parametrize("floor", [0.0, 0.13])
+def test_cosine_is_its_formula(floor: float):
+    warmup = 5
+    for step, rate in enumerate(
+        rates(Recipe(steps=STEPS, lr=0.3, schedule="cosine", warmup=5 / STEPS, floor=floor)), 1
+    ):
+        part = (step - warmup) / (STEPS - warmup)
+        wanted = step / warmup if step < warmup else floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * part))
+        assert rate == pytest.approx(0.3 * wanted, abs=1e-12)
+
+
+def test_cosine_is_the_one_of_transformers():
+    transformers = pytest.importorskip("transformers")
+    adamw = torch.optim.AdamW([nn.Parameter(torch.zeros(1))], lr=0.3)
+    theirs = transformers.get_cosine_schedule_with_warmup(adamw, 5, STEPS).lr_lambdas[0]
+    ours = rates(Recipe(steps=STEPS, lr=0.3, schedule="cosine", warmup=5 / STEPS))
+    assert ours == pytest.approx([0.3 * theirs(step) for step in range(1, STEPS + 1)], abs=1e-12)
+
+
+def test_inverse_square_root_is_the_one_of_attention_is_all_you_need():
+    """model^-0.5 min(s^-0.5, s w^-1.5) (1706.03762), at a rate of (model w)^-0.5."""
+    model, warmup = 512, 7
+    ours = rates(Recipe(steps=STEPS, lr=(model * warmup) ** -0.5, schedule="inverse-sqrt", warmup=warmup / STEPS))
+    theirs = [model**-0.5 * min(s**-0.5, s * warmup**-1.5) for s in range(1, STEPS + 1)]
+    assert ours == pytest.approx(theirs)
+
+
+@pytest.mark.parametrize("floor", [0.004, 0.02])
+def test_one_cycle_is_torchs(floor: float):
+    adamw = torch.optim.AdamW([nn.Parameter(torch.zeros(1))], lr=1.0)
+    theirs = torch.optim.lr_scheduler.OneCycleLR(
+        adamw, 0.3, total_steps=STEPS, pct_start=0.3, final_div_factor=1 / (25 * floor), cycle_momentum=False
+    )
+    wanted = []
+    for _ in range(STEPS):
+        wanted.append(theirs.get_last_lr()[0])
+        adamw.step()
+        theirs.step() if len(wanted) < STEPS else None
+    assert rates(Recipe(steps=STEPS, lr=0.3, schedule="one-cycle", warmup=0.3, floor=floor)) == pytest.approx(wanted)
+
+
+def test_wsd_is_a_trapezium():
+    ours = rates(Recipe(steps=20, lr=0.5, schedule="wsd", warmup=0.2, decay=0.25, floor=0.2))
+    wanted = [0.25, 0.5, 0.75, *[1.0] * 12, 0.84, 0.68, 0.52, 0.36, 0.2]
+    assert ours == pytest.approx([0.5 * factor for factor in wanted])
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize(("steps", "warmup"), [(1, 0.0), (1, 1.0), (2, 0.5), (3, 1.0), (50, 0.0), (50, 0.1)])
+def test_every_rate_is_between_nothing_and_the_highest(name: str, steps: int, warmup: float):
+    found = rates(Recipe(steps=steps, lr=0.1, schedule=name, warmup=warmup, decay=min(0.2, 1 - warmup), floor=0.01))
+    assert all(0 < rate <= 0.1 + 1e-12 for rate in found)
+
+
+# --- recipes -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ({"steps": 0}, "steps=0"),
+        ({"steps": 2.5}, "of type float; give int"),
+        ({"batch": True}, "of type bool; give int"),
+        ({"lr": 0.0}, "lr=0.0.* give 1e-12 to 1"),
+        ({"lr": float("nan")}, "is not finite"),
+        ({"lr": 3.0}, "lr=3.0"),
+        ({"schedule": "cosin"}, "did you mean 'cosine'"),
+        ({"betas": (0.9, 1.0)}, "two numbers >= 0 and < 1"),
+        ({"betas": (0.9,)}, "two numbers"),
+        ({"dropout": 1.0}, "dropout=1.0"),
+        ({"smoothing": -0.1}, "smoothing=-0.1"),
+        ({"batch": 12, "accumulate": 5}, "use accumulate=4 or batch=15"),
+        ({"schedule": "wsd", "warmup": 0.5, "decay": 0.6}, "use decay=0.5 or less"),
+        ({"lr": 0.5, "weight_decay": 2.0}, "use weight_decay below 2"),
+        ({"precision": "fp16"}, r"precision='fp16'\) is unknown"),
+        ({"keep": 0}, "keep=0"),
+        ({"terms": (("balance",),)}, "must be pairs of a name and a weight"),
+    ],
+)
+def test_absurd_recipes_are_refused_in_one_line(said: dict, told: str):
+    with pytest.raises(SpecError, match=told) as refused:
+        Recipe(**said)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_recipe_survives_toml():
+    one = Recipe(steps=7, lr=3e-5, betas=(0.8, 0.95), terms=(("balance", 0.01), ("l0", 2.0)), schedule="wsd")
+    assert recipes.from_toml(recipes.to_toml(one)) == one
+    assert recipes.from_toml("steps = 9", defaults=one).terms == one.terms
+    with pytest.raises(SpecError, match="did you mean 'steps'"):
+        recipes.from_toml("step = 9")
+    with pytest.raises(SpecError, match="the recipe is not valid TOML"):
+        recipes.from_toml("steps: 9")
+
+
+# --- the optimiser -------------------------------------------------------------------------------------
+
+
+def test_decay_reaches_matrices_alone():
+    described = Echo().model()
+    named = {name: nn.Parameter(torch.zeros(shape)) for name, shape in described.shapes().items()}
+    matrices = optimiser.group_parameters(named, described, "matrices")
+    assert {name: sorted(group) for name, group in matrices.items() if "decayed" in name} == {
+        "embedding, decayed": ["decoder.embedding.positions", "decoder.embedding.tokens"],
+        "attention, decayed": [f"decoder.0.attention.{n}" for n in ("output.o", "project.k", "project.q", "project.v")],
+        "feed, decayed": ["decoder.0.feed.down", "decoder.0.feed.up"],
+    }
+    assert "embedding, decayed" not in optimiser.group_parameters(named, described, "maps")
+    assert {name for group in matrices.values() for name in group} == set(named)
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "role"),
+    [
+        ("feed.each.up_bias", "expert hidden", "feed"),
+        ("feed.each.shift", "expert hidden", "feed"),
+        ("attention.qk_norm.q", "(q dim)", "attention"),
+        ("attention.head_norm.scale", "out vdim", "attention"),
+        ("attention.project.q_bias", "(q dim)", "attention"),
+        ("attention_norm.weight", "model", "norm"),
+    ],
+)
+def test_vectors_do_not_decay_however_many_axes_name_them(name: str, layout: str, role: str):
+    sizes = {"expert": 3, "hidden": 5, "q": 7, "dim": 11, "out": 13, "vdim": 17, "model": 19}
+    assert not optimiser.has_weight_decay(WeightSpec(name, AxisLayout.parse(layout), sizes, role), "matrices")
+
+
+def test_adamw_is_its_formula():
+    """Against 1711.05101 written out in float64, rates changing on the way, one group decayed and one kept."""
+    said = Recipe(lr=0.1, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.3)
+    start, kinds = np.random.default_rng(0).normal(size=(2, 5)), ("feed, decayed", "norm, kept")
+    named = {kind: nn.Parameter(torch.tensor(row)) for kind, row in zip(kinds, start, strict=True)}
+    adamw = optimiser.AdamWOptimiser({kind: {kind: p} for kind, p in named.items()}, said)
+    w, m, v = start.copy(), np.zeros((2, 5)), np.zeros((2, 5))
+    for step in range(1, 8):
+        rate, g = 0.1 / step, np.random.default_rng(step).normal(size=(2, 5))
+        m, v = 0.8 * m + 0.2 * g, 0.95 * v + 0.05 * g * g
+        update = (m / (1 - 0.8**step)) / (np.sqrt(v / (1 - 0.95**step)) + 1e-6)
+        w = w - rate * (np.array([[0.3], [0.0]]) * w + update)
+        for row, parameter in enumerate(named.values()):
+            parameter.grad = torch.tensor(g[row])
+        adamw.step(rate)
+    np.testing.assert_allclose(np.stack([p.detach().numpy() for p in named.values()]), w, rtol=1e-9)
+
+
+def test_adamw_goes_on_from_its_tensors_however_often_and_in_whatever_order():
+    def made() -> tuple[dict[str, nn.Parameter], optimiser.AdamWOptimiser]:
+        named = {name: nn.Parameter(torch.ones(3)) for name in "cab"}
+        return named, optimiser.AdamWOptimiser({"feed, decayed": named}, Recipe())
+
+    def go(named: dict[str, nn.Parameter], adamw: optimiser.AdamWOptimiser, steps: range) -> None:
+        for step in steps:
+            for n, parameter in enumerate(named.values()):
+                parameter.grad = torch.full((3,), 10.0**n + step)
+            adamw.step(0.01)
+
+    whole, adamw = made()
+    go(whole, adamw, range(6))
+    named, adamw = made()
+    for first in (0, 2, 4):
+        go(named, adamw, range(first, first + 2))
+        again, other = made()
+        for name, parameter in named.items():
+            again[name].data.copy_(parameter.data)
+        other.load_state({name: adamw.state_tensors[name].clone() for name in sorted(adamw.state_tensors)})
+        named, adamw = again, other
+    assert all(torch.equal(named[name], whole[name]) for name in "cab")
+
+
+# --- the loss ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("shape", [(3, 5, 7), (4, 7)])
+def test_the_loss_is_its_definition(shape: tuple[int, ...], smoothing: float):
+    logits, labels = torch.randn(shape), torch.randint(0, shape[-1], shape[:-1])
+    labels.view(-1)[1] = IGNORE_INDEX
+    log_p = logits.double().numpy() - np.log(np.exp(logits.double().numpy()).sum(-1, keepdims=True))
+    wanted = 0.0
+    for place in np.ndindex(*shape[:-1]):
+        if labels[place] != IGNORE_INDEX:
+            target = np.full(shape[-1], smoothing / shape[-1])
+            target[labels[place]] += 1 - smoothing
+            wanted -= (target * log_p[place]).sum()
+    assert loss.cross_entropy(logits, labels, smoothing).item() == pytest.approx(wanted, rel=1e-5)
+
+
+def test_the_loss_of_short_numbers_is_taken_in_float32():
+    logits, labels = torch.randn(3, 5).bfloat16(), torch.tensor([0, 1, 2])
+    assert loss.cross_entropy(logits, labels).dtype == torch.float32
+
+
+def gradients(said: Recipe, batch: Batch, dtype: torch.dtype = torch.float64) -> tuple[float, dict[str, torch.Tensor]]:
+    net = hw.build(Echo().model(), seed=3).to(dtype)
+    told = stepper(net, said).compute_gradients(batch)
+    return told.item(), {name: p.grad for name, p in net.named_parameters()}
+
+
+def test_a_batch_in_parts_has_the_gradient_of_the_whole():
+    """Rows are ragged, so that a mean of means would be another number."""
+    batch = Echo().batch(0, 12)
+    whole, wanted = gradients(quick(batch=12), batch)
+    for parts in (2, 3, 12):
+        found, each = gradients(quick(batch=12, accumulate=parts), batch)
+        assert found == pytest.approx(whole, rel=1e-12)
+        for name, gradient in each.items():
+            torch.testing.assert_close(gradient, wanted[name], rtol=1e-9, atol=1e-12, msg=name)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5, 7])
+def test_what_an_epoch_leaves_over_is_taken_in_parts_too(rows: int):
+    batch = Echo().batch(0, rows)
+    whole, wanted = gradients(quick(batch=12), batch)
+    found, each = gradients(quick(batch=12, accumulate=3), batch)
+    assert found == pytest.approx(whole, rel=1e-12)
+    for name, gradient in each.items():
+        torch.testing.assert_close(gradient, wanted[name], rtol=1e-9, atol=1e-12, msg=name)
+
+
+def test_reading_only_what_is_asked_is_reading_all():
+    """Against cross entropy over all logits."""
+    batch, net = Echo().batch(0, 5), hw.build(Echo().model(), seed=3).double()
+    logits = net(batch.x, sequence=batch.tokens)
+    wanted = nn.functional.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), ignore_index=IGNORE_INDEX)
+    wanted.backward()
+    found, each = gradients(quick(), batch)
+    assert found == pytest.approx(wanted.item(), rel=1e-12)
+    for name, parameter in net.named_parameters():
+        torch.testing.assert_close(each[name], parameter.grad, rtol=1e-9, atol=1e-12, msg=name)
+
+
+def test_smoothing_of_a_recipe_reaches_the_loss():
+    batch, net = Echo().batch(0, 5), hw.build(Echo().model(), seed=3).double()
+    logits, labels = net(batch.x, sequence=batch.tokens).flatten(0, 1), batch.labels.flatten()
+    wanted = nn.functional.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, label_smoothing=0.2)
+    assert gradients(quick(smoothing=0.2), batch)[0] == pytest.approx(wanted.item(), rel=1e-12)
+
+
+def test_recomputed_activations_give_the_same_gradient():
+    batch, net = Echo().batch(0, 5), hw.build(Echo().model(), seed=3).double()
+    net.checkpointing = "block"
+    stepper(net, quick()).compute_gradients(batch)
+    for name, gradient in gradients(quick(), batch)[1].items():
+        torch.testing.assert_close(net.get_parameter(name).grad, gradient, rtol=1e-12, atol=1e-14)
+
+
+def test_terms_join_the_loss_by_their_factor():
+    """The loss with a factor of 0.5, less that without, is half of the balance summed over two layers."""
+    batch, net = Routed().batch(0, 4), hw.build(Routed().model(), seed=3).double()
+    plain = stepper(net, quick(batch=4)).compute_gradients(batch).item()
+    terms: dict = {}
+    probes = {name: hw.Probe(aux_losses=AuxLosses(terms, name)) for name, _ in net.spec.attention_specs()}
+    net.probes = probes
+    net(batch.x, sequence=batch.tokens)
+    balance = sum(term.item() for term in terms.values())
+    assert len(terms) == 2
+    found = stepper(net, quick(batch=4, terms=(("balance", 0.5),))).compute_gradients(batch).item()
+    assert found - plain == pytest.approx(0.5 * balance, rel=1e-9)
+    net.checkpointing = "block"
+    assert stepper(net, quick(batch=4, terms=(("balance", 0.5),))).compute_gradients(batch).item() == found
+
+
+def test_a_term_that_no_part_sets_is_refused():
+    net = hw.build(Routed().model(), seed=3)
+    with pytest.raises(SpecError, match="no layer has the auxiliary loss 'balanc' of terms=; use one of balance"):
+        stepper(net, quick(terms=(("balanc", 0.5),))).compute_gradients(Routed().batch(0, 5))
+
+
+# --- what is chosen by measuring -----------------------------------------------------------------------
+
+
+def test_the_faster_precision_is_taken_and_the_exact_one_when_in_doubt():
+    exact, short = ("fp32", "fused"), ("bf16", "fused")
+    assert choose_fastest({exact: 0.30, short: 0.20}) == (short, "bf16: 0.2000 s per step, fp32 0.3000")
+    assert choose_fastest({exact: 0.20, short: 0.30})[0] == exact
+    assert choose_fastest({exact: 0.200, short: 0.195})[0] == exact
+
+
+def test_plain_attention_gives_the_same_gradients_and_leaves_layers_as_they_were():
+    found = []
+    for way in ("fused", "plain"):
+        net = hw.build(Echo().model(), seed=0)
+        stepper(net, quick(), StepOptions("fp32", "off", attention=way)).compute_gradients(Echo().batch(0, 5))
+        found.append(torch.cat([p.grad.flatten() for p in net.parameters()]))
+        assert {module.backend_name for module in net.modules() if isinstance(module, hw.Attention)} == {None}
+    torch.testing.assert_close(*found)
+
+
+def test_compiling_is_tried_only_where_it_can_pay_and_kept_only_where_it_does():
+    assert not decide_compile_trial(0.15, 600)[0]
+    assert decide_compile_trial(0.15, 6000)[0]
+    assert decide_compile(0.2, 0.1, 10)[0] == "on"
+    assert decide_compile(0.2, 0.199, 10)[0] == "off"
+
+
+# --- what is measured ----------------------------------------------------------------------------------
+
+
+def test_measures_are_means_over_all_that_was_counted():
+    assert average_tallies([{"a": (1.0, 2)}, {"a": (3.0, 2), "b": (0.0, 0)}]) == {"a": 1.0}
+
+
+def test_a_step_is_worth_three_passes():
+    """Every product of the echo model by hand: 12 rows of 7 tokens."""
+    tokens, pairs = 12 * 7, 12 * (7 * 8 // 2)
+    forward = 2 * tokens * (4 * 8 * 8 + 2 * 8 * 13 + 8 * IDS) + 2 * pairs * 2 * 8
+    batch = Echo().batch(0, 12)
+    assert count_step_flops(Echo().model(), batch) == 3 * forward
+    assert count_batch_tokens(Echo().model(), batch) == int(batch.tokens.is_real.sum()) < tokens

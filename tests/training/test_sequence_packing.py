@@ -1,0 +1,258 @@
+"""Batches whose texts lie in one row: the same loss, gradients and measures as with rows filled up."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, strategies as st
+
+import headwise as hw
+from headwise.data import IGNORE_INDEX, Batch
+from headwise.data.file_task import make_translator
+from headwise.data.translation import (
+    ParallelCorpus,
+    SentencePair,
+    TranslationDataset,
+    TranslationOptions,
+    UnpackableBatch,
+    iter_texts,
+    pack_batch,
+    real_token_share,
+)
+from headwise.distributed import Parallelism, ProcessInfo
+from headwise.distributed.ranks import ProcessMesh, shard_batch
+from headwise.distributed.sharded_model import BatchForward, wrap_single_process
+from headwise.errors import SpecError
+from headwise.masking.sequence_info import SequenceInfo
+from headwise.training import Recipe, autotune, train
+from headwise.training.autotune import StepTrial
+from headwise.training.evaluation import TaskEvaluator
+from headwise.training.train_step import StepOptions, TrainStep, choose_row_layout
+from support.small_training import Echo, Routed, quick
+
+IDS = 23
+LENGTHS = [(5, 3), (1, 7), (4, 4), (9, 2), (2, 6)]
+
+
+def pairs(lengths=LENGTHS) -> Batch:
+    """Pairs of texts of these lengths, the source first."""
+    draw = torch.Generator().manual_seed(7)
+    ids = [torch.randint(IDS, (len(lengths), max(each)), generator=draw) for each in zip(*lengths, strict=True)]
+    source, x = ids
+    told = [
+        SequenceInfo.from_batch(one, lengths=list(each))
+        for one, each in zip(ids, zip(*lengths, strict=True), strict=True)
+    ]
+    labels = torch.randint(IDS, x.shape, generator=draw).where(told[1].is_real, IGNORE_INDEX)
+    return Batch(x, labels, told[1], source, told[0])
+
+
+def net_of_pairs():
+    return hw.build(make_translator((IDS, IDS), 64, 2, "one"), seed=1).double()
+
+
+def gradients(net, batch, rows, **said):
+    recipe = Recipe(batch=len(batch.labels), device="cpu", **said)
+    net.zero_grad(set_to_none=True)
+    loss = TrainStep(wrap_single_process(net.train()), recipe, StepOptions("fp32", "off", rows=rows)).compute_gradients(
+        batch
+    )
+    return {"loss": loss} | {name: p.grad for name, p in net.named_parameters() if p.grad is not None}
+
+
+def check_same(ours, theirs):
+    assert ours.keys() == theirs.keys()
+    for name, one in ours.items():
+        torch.testing.assert_close(one, theirs[name], rtol=1e-10, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("accumulate", [1, 5])
+def test_packed_pairs_teach_the_same(accumulate):
+    net = net_of_pairs()
+    expected = gradients(net, pairs(), "padded")
+    check_same(gradients(net, pairs(), "packed", accumulate=accumulate), expected)
+
+
+@pytest.mark.parametrize("task", [Echo(), Routed()], ids=["text", "terms"])
+def test_packed_texts_teach_the_same(task):
+    net = hw.build(task.model(), seed=1).double()
+    terms = (("balance", 0.3),) if isinstance(task, Routed) else ()
+    expected = gradients(net, task.batch(0, 6), "padded", terms=terms)
+    check_same(gradients(net, task.batch(0, 6), "packed", terms=terms), expected)
+
+
+def test_shares_of_ranks_are_packed_apart():
+    net, recipe = net_of_pairs(), Recipe(batch=5, device="cpu")
+    stepper = TrainStep(wrap_single_process(net), recipe, StepOptions("fp32", "off", rows="packed"))
+    own = [stepper.compute_loss(shard_batch(pairs(), rank, 2).batch).item() for rank in range(2)]
+    assert sum(own) == pytest.approx(stepper.compute_loss(pairs()).item(), rel=1e-12)
+    idle = shard_batch(pairs(), 6, 7)
+    assert (idle.rows, stepper.compute_loss(idle.batch).item()) == (0, 0)
+
+
+@pytest.mark.parametrize("task", [Echo(), Routed()], ids=["text", "terms"])
+def test_what_is_measured_is_the_same(task):
+    net = hw.build(task.model(), seed=1).double().eval()
+    world = ProcessMesh(ProcessInfo(), Parallelism(), "cpu")
+    told = [TaskEvaluator(task, quick(), StepOptions("fp32", "off", rows=rows), world) for rows in ("padded", "packed")]
+    first, second = (one.compute_metrics(BatchForward(net), "valid") for one in told)
+    assert first.keys() == second.keys()
+    assert all(first[name] == pytest.approx(second[name], rel=1e-10) for name in first)
+
+
+ROWS = st.lists(
+    st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), min_size=1, max_size=4), min_size=1, max_size=4
+)
+
+
+@given(rows=ROWS)
+def test_rows_of_any_texts_come_back(rows):
+    told = [SequenceInfo.packed([[text[side] for text in row] for row in rows]) for side in (0, 1)]
+    x, source = (torch.randint(1, IDS, t.position.shape) for t in told)
+    batch = Batch(x, x.where(told[0].is_real, IGNORE_INDEX), told[0], source, told[1])
+    row = pack_batch(batch)
+    own = row.batch.tokens
+    assert own.is_real.all()
+    assert row.batch.source_tokens.is_real.all()
+    assert torch.equal(row.unpack(row.batch.x), x.where(told[0].is_real, 0))
+    each = [text for one in rows for text in one if any(text)]
+    assert own.lengths == (tuple(text[0] for text in each),)
+    assert row.batch.source_tokens.lengths == (tuple(text[1] for text in each),)
+    apart = [[text[0], text[1]] for text in each if text[0]]
+    assert [[one.x.shape[1], one.source.shape[1]] for one in iter_texts(row.batch)] == apart
+
+
+def test_padding_on_the_left_is_left_out_too():
+    ids = torch.tensor([[0, 5, 6], [7, 8, 9]])
+    row = pack_batch(
+        Batch(ids, ids.where(ids > 0, IGNORE_INDEX), SequenceInfo.from_batch(ids, lengths=[2, 3], pad="left"))
+    )
+    assert row.batch.x.tolist() == [[5, 6, 7, 8, 9]]
+    assert row.batch.tokens.position.tolist() == [[0, 1, 0, 1, 2]]
+
+
+def test_what_cannot_be_packed_says_why():
+    whole = pairs()
+    cases = {
+        "per example": replace(whole, labels=whole.labels[:, 0]),
+        "not a batch of token ids": Batch(torch.randn(2, 3), torch.zeros(2, 3)),
+        "labels at padding": replace(whole, labels=torch.zeros_like(whole.labels)),
+        "positions from 0": Batch(whole.x, whole.x, SequenceInfo.contiguous(3, whole.x.shape[1], "cpu")),
+    }
+    mixed = SequenceInfo(torch.tensor([[0, 0, 1, 1]]), torch.tensor([[0, 1, 0, 1]]))
+    cases["not consecutive"] = Batch(torch.zeros(1, 4, dtype=torch.long), torch.zeros(1, 4), mixed)
+    for said, batch in cases.items():
+        with pytest.raises(UnpackableBatch, match=said):
+            pack_batch(batch)
+
+
+def test_rows_of_several_pairs_know_their_lengths():
+    words = [SentencePair(f"a b c d {n}" * (1 + n % 3), f"e f {n}" * (1 + n % 2)) for n in range(40)]
+    data = TranslationDataset(
+        ParallelCorpus.of(words, (0.1, 0.1), {}), TranslationOptions(vocab=300, longest=64, form="packed")
+    )
+    batch = data.batch(0, 3, "train", seed=0)
+    assert max(map(len, batch.tokens.lengths)) > 1
+    for side in (batch.tokens, batch.source_tokens):
+        alike = SequenceInfo.packed(side.lengths)
+        assert torch.equal(alike.position, side.position)
+        assert torch.equal(alike.segment, side.segment)
+    net = hw.build(data.model(), seed=0).double()
+    unknown = replace(batch, tokens=masked(batch.tokens), source_tokens=masked(batch.source_tokens))
+    check_same(gradients(net, batch, "padded"), gradients(net, unknown, "padded"))
+    check_same(gradients(net, batch, "packed"), gradients(net, unknown, "padded"))
+    assert data.batch(0, 3, "valid", seed=0).tokens.lengths is None
+
+
+def masked(tokens: SequenceInfo) -> SequenceInfo:
+    """The same tokens, of whom nobody knows where texts begin."""
+    return SequenceInfo(tokens.position, tokens.segment)
+
+
+def test_how_much_is_no_padding():
+    assert real_token_share(pairs()) == pytest.approx((21 + 22) / (5 * (9 + 7)), rel=1e-6)
+    assert real_token_share(Batch(torch.zeros(2, 3), torch.zeros(2, 3))) == 1
+
+
+def trial(monkeypatch, seconds, task=None, **said):
+    """What is chosen when steps take these seconds, by rows and attention."""
+    task = task or Echo()
+    batches = [task.batch(0, 8)]
+    made = StepTrial(hw.build(task.model(), seed=0), quick(**({"rows": "auto"} | said)), torch.device("cpu"), batches)
+    monkeypatch.setattr(
+        StepTrial, "_seconds", lambda self, stepper: seconds[stepper.options.rows, stepper.options.attention]
+    )
+    return made.choose()
+
+
+def test_rows_are_packed_where_that_is_faster(monkeypatch):
+    fast = {("padded", "fused"): 0.2, ("packed", "fused"): 0.1}
+    chosen = trial(monkeypatch, fast)
+    assert chosen.rows == "packed"
+    assert any(said.startswith("packed rows: 0.1000 s per step, padded 0.2000 s") for said in chosen.reasons)
+    slow = trial(monkeypatch, {("padded", "fused"): 0.2, ("packed", "fused"): 0.199})
+    assert slow.rows == "padded"
+    assert any("padded rows: 0.2000 s per step, packed 0.1990 s" in said for said in slow.reasons)
+    both = fast | {("padded", "plain"): 0.19, ("packed", "plain"): 0.05}
+    assert (both := trial(monkeypatch, both, attention="auto")).rows == "packed"
+    assert both.attention == "plain"
+
+
+def test_rows_without_padding_are_not_tried(monkeypatch):
+    monkeypatch.setattr(autotune, "MAX_FILL_RATIO", 0.1)
+    assert trial(monkeypatch, {}, compile="off").rows == "padded"
+
+
+def test_rows_are_what_was_asked_for(monkeypatch):
+    assert trial(monkeypatch, {("packed", "fused"): 0.1}, rows="packed").rows == "packed"
+    assert trial(monkeypatch, {}, rows="padded").rows == "padded"
+    assert trial(monkeypatch, {}, compile="on").rows == "padded"
+
+
+def test_what_cannot_be_compiled_is_refused():
+    with pytest.raises(SpecError, match="would be compiled again for every batch"):
+        Recipe(rows="packed", compile="on")
+
+
+def test_a_step_that_fails_is_no_way():
+    chosen, seconds = choose_row_layout(StepOptions("fp32", "off"), 0.2, {}, 0.5)
+    assert (chosen.rows, seconds) == ("padded", 0.2)
+    assert "fails" in chosen.reasons[0]
+
+
+def test_rows_divided_by_tokens_are_not_packed():
+    from headwise.training.run_setup import check_ranks
+
+    world = ProcessMesh(ProcessInfo(), Parallelism(), "cpu")
+    world.spread = Parallelism(context=2)
+    with pytest.raises(SpecError, match="does not support context parallelism"):
+        check_ranks(Recipe(rows="packed"), world)
+
+
+def test_a_packed_run_goes_on_with_the_same_bits(tmp_path):
+    said = quick(steps=6, batch=6, rows="packed", checkpoint_every=2, evaluate_every=3)
+    whole = train(Echo(), recipe=said, out=tmp_path / "whole")
+    padded = train(Echo(), recipe=replace(said, rows="padded"), out=tmp_path / "padded")
+    assert whole.metrics["loss"] == pytest.approx(padded.metrics["loss"], rel=1e-4)
+    with pytest.MonkeyPatch.context() as patch:
+        stop_at(patch, 3)
+        with pytest.raises(KeyboardInterrupt):
+            train(Echo(), recipe=said, out=tmp_path / "parts")
+    again = train(Echo(), recipe=said, out=tmp_path / "parts", resume="allowed")
+    for name, tensor in whole.net.state_dict().items():
+        assert torch.equal(tensor, again.net.state_dict()[name]), name
+
+
+def stop_at(patch, step):
+    from headwise.training.training_run import TrainingRun
+
+    before = TrainingRun.step
+
+    def stepping(self):
+        if self.progress.step == step:
+            raise KeyboardInterrupt
+        return before(self)
+
+    patch.setattr(TrainingRun, "step", stepping)
