@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from test_decode import decoded
 
 import headwise as hw
 from headwise import costs
@@ -13,6 +12,7 @@ from headwise.nn import reference
 from headwise.parts.feature_map import sample_orthogonal_gaussian
 from support import layer_cases as cases
 from support.layer_cases import base, check_close
+from support.layer_checks import decoded
 
 
 def favor(draws=0, seed=0, **said) -> hw.AttentionSpec:

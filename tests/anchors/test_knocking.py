@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from test_counts import torch_counts
 
 import headwise as hw
 from anchors import written
 from anchors.written import far
 from headwise import costs
 from support import layer_cases as cases
+from support.layer_checks import torch_counts
 
 X = torch.linspace(-2, 2, 3 * 7 * 10, dtype=torch.float64).sin().view(3, 7, 10)
 EXACT = 1e-13

@@ -7,13 +7,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from test_decode import decoded
 
 import headwise as hw
 from headwise import costs
 from headwise.nn.call_validation import PositionLimit
 from support import layer_cases as cases
 from support.layer_cases import base, check_close
+from support.layer_checks import decoded
 
 KINDS = {
     "random": hw.Learned(length=9),

@@ -7,7 +7,6 @@ import copy
 import pytest
 import torch
 from hypothesis import example, given, settings, strategies as st
-from tests.costs.test_activation_memory import by_layer
 
 import headwise as hw
 from headwise import backends
@@ -15,6 +14,7 @@ from headwise.backends import CallSignature, bf16_matmul, dense, varlen
 from headwise.backends.backend_report import why
 from headwise.nn import call_validation
 from support.layer_cases import base, check_close
+from support.saved_bytes import by_layer
 
 BF16 = torch.bfloat16
 

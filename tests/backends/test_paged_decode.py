@@ -17,71 +17,17 @@ from headwise.masking.patterns import Causal
 from headwise.masking.sequence_info import AttentionMask
 from headwise.serving.paged_layers import PagedSupport
 from support import layer_cases as cases
+from support.paged_layers import LONGEST, MODEL, SPECS, begun, built, one_pass, pooled, step
 
-MODEL, LONGEST = 14, 300
 FEW = settings(max_examples=max(1, settings().max_examples // 4), deadline=None)
-MODIFIERS = {"alibi": (hw.Alibi(),), "t5": (hw.T5Bias(buckets=8, reach=90, looking="back"),)}
-SPECS = {
-    "grouped": {"heads": 6, "kv": 2},
-    "one key head": {"heads": 5, "kv": 1, "vdim": 7},
-    "each its own": {"heads": 3, "modifiers": (hw.Rotary(),), "dim": 4},
-    "window": {"heads": 4, "kv": 2, "pattern": "window(11)"},
-    "sinks": {"heads": 4, "kv": 2, "pattern": "window(9) | first(5)"},
-    "gaps": {"heads": 4, "kv": 2, "pattern": "dilated(7, 3)"},
-    "prefix": {"heads": 4, "kv": 2, "pattern": "prefix(3)"},
-    "alibi": {"heads": 6, "kv": 3, "modifiers": MODIFIERS["alibi"]},
-    "t5 in a window": {"heads": 4, "kv": 2, "modifiers": MODIFIERS["t5"], "pattern": "window(13) | first(2)"},
-    "cap": {"heads": 4, "kv": 2, "modifiers": (hw.Softcap(0.7), hw.Alibi())},
-    "sink": {"heads": 4, "kv": 2, "normaliser": hw.SinkSoftmax()},
-}
 
 
-def built(name: str, dtype: torch.dtype = torch.float64) -> hw.Attention:
-    """A layer whose scores are far apart, so that every key matters or none does."""
-    said = {"model": MODEL, "pattern": "causal()", "dim": 5} | SPECS[name]
-    torch.manual_seed(3)
-    layer = hw.Attention(hw.design(**said))
-    with torch.no_grad():
-        for parameter in layer.parameters():
-            parameter.copy_(torch.randn(parameter.shape) * 0.6)
-    return layer.to(dtype).eval()
-
-
-def pooled(spec: hw.AttentionSpec, dtype: torch.dtype, page: int, pages: int, order: int) -> PagePool:
-    """Pages in some order; what nobody has written there is not a number."""
-    pool = PagePool([spec], pages=pages, page=page, dtype=dtype)
-    pool.numbers[:-1].fill_(torch.nan)  # the last is read for what is not there, where pages are gathered
-    taken = [pool.book.pages.allocate() for _ in range(pages)]
-    for n in torch.randperm(pages, generator=torch.Generator().manual_seed(order)).tolist():
-        pool.book.pages.release(taken[n])
-    return pool
-
-
-def step(layer: hw.Attention, cache: hw.KVCache, x: torch.Tensor, only: str | None = None, **said) -> torch.Tensor:
-    """One token of each row, by one backend."""
-    layer.backend_name = only
-    with torch.no_grad():
-        y = layer(x, cache=cache, **said)
-    layer.backend_name = None
-    return y
-
-
-def begun(layer: hw.Attention, pool: PagePool, x: torch.Tensor, lengths: list[int]) -> hw.KVCache:
-    """Rows of these lengths, gone on with by whoever takes several tokens at once."""
-    cache = pool.caches(pool.batch_of([pool.book.new_sequence() for _ in lengths]))[0]
-    if most := max(lengths):
-        with torch.no_grad():
-            layer(x[:, :most], cache=cache, sequence=hw.SequenceInfo.from_batch(x[:, :most], lengths=lengths))
-    return cache
-
-
-def one_pass(layer: hw.Attention, x: torch.Tensor) -> torch.Tensor:
-    """What the last token of one row reads, with every score formed."""
-    layer.backend_name = "dense"
-    with torch.no_grad():
-        y = layer(x[None])[0, -1:]
-    layer.backend_name = None
-    return y
+def said(spec: hw.AttentionSpec, **more) -> list[str]:
+    return backends.unsupported_reasons_by_backend(
+        CallSignature(
+            spec, spec.core_of(spec.projection_form(one=True)), **{"single_query": True, "has_paged_cache": True} | more
+        )
+    )["paged"]
 
 
 # --- as one pass ---------------------------------------------------------------------------------------
@@ -204,14 +150,6 @@ def test_who_hands_on_what_was_remembered_really_does():
             k, v = form.expand_kv(entry, lambda x, side: x + 1, p)
             assert k is entry["k"], name
             assert v is entry["v"], name
-
-
-def said(spec: hw.AttentionSpec, **more) -> list[str]:
-    return backends.unsupported_reasons_by_backend(
-        CallSignature(
-            spec, spec.core_of(spec.projection_form(one=True)), **{"single_query": True, "has_paged_cache": True} | more
-        )
-    )["paged"]
 
 
 def test_the_reasons_to_gather():

@@ -5,8 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
-from test_counts import torch_counts
-from test_edges import kept_for_backward
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -24,6 +22,7 @@ from headwise.backends.query_blocks import (
 )
 from headwise.masking.patterns import parse_pattern
 from support import layer_cases as cases
+from support.layer_checks import kept_for_backward, torch_counts
 
 PATTERNS = [
     "window(100)",

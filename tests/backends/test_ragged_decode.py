@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
-from test_decode import decoded
 
 import headwise as hw
 from headwise import costs
@@ -17,6 +16,8 @@ from headwise.kernels import PagedDecodeOptions, attend_paged, attend_paged_refe
 from headwise.kernels.kv_block_attention import KV_BLOCK_SIZE, KV_SPLIT_SIZE
 from support import layer_cases as cases
 from support.layer_cases import EXAMPLES, check_close
+from support.layer_checks import decoded
+from support.paged_layers import by_hand
 
 ENDS = [
     KV_BLOCK_SIZE - 1,
@@ -34,24 +35,6 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float64]
 def everything_is_large(monkeypatch):
     """Little work goes to torch's own call: here all of it goes to the kernel."""
     monkeypatch.setattr(ragged_decode, "MIN_BYTES_BY_DTYPE", dict.fromkeys(ragged_decode.RAGGED_DTYPES, 0))
-
-
-def by_hand(q_HK, keys, values, scale, beside=PagedDecodeOptions()):  # noqa: B008 - it is a constant
-    """o [H, V] and lse [H] of one row in float64, head by head, of the list of keys [n, G, K] that it reads."""
-    found, each = [], q_HK.shape[0] // keys.shape[1]
-    for h, q in enumerate(q_HK.double()):
-        s = (keys[:, h // each].double() @ q) * scale
-        if beside.softcap:
-            s = (s / beside.softcap).tanh() * beside.softcap
-        if beside.bias is not None:
-            s = s + beside.bias[0, h]
-        rest = [beside.sink[h].double()] if beside.sink is not None else []
-        top = max([*s.tolist(), *(r.item() for r in rest)], default=0.0)
-        e = (s - top).exp()
-        total = e.sum() + sum((r - top).exp() for r in rest)
-        o = (e[:, None] * values[:, h // each].double()).sum(0) / (total if total else 1.0)
-        found.append((o, top + e.sum().log()))
-    return torch.stack([o for o, _ in found]), torch.stack([lse for _, lse in found])
 
 
 def dense(lengths, dim, vdim, heads=6, groups=2, dtype=torch.float64):

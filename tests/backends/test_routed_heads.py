@@ -8,7 +8,6 @@ from fractions import Fraction
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
-from test_counts import torch_counts
 
 import headwise as hw
 from headwise import costs
@@ -17,6 +16,7 @@ from headwise.interfaces.core_types import CallSize, QueryContext
 from headwise.masking.sequence_info import AttentionMask, SequenceInfo
 from support import layer_cases as cases
 from support.layer_cases import base, check_close
+from support.layer_checks import torch_counts
 
 HALF = (hw.Routed(always=0, active=3),)
 WAYS = {

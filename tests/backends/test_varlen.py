@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
-from test_truth import gradients
 
 import headwise as hw
 from headwise import backends
@@ -23,6 +22,7 @@ from headwise.masking.sequence_info import AttentionMask, SequenceInfo
 from headwise.nn import reference
 from support import layer_cases as cases
 from support.layer_cases import EXAMPLES, check_close
+from support.layer_checks import gradients
 
 ROWS = [[3, 1, 4, 0, 2], [5], [7, 2, 1]]
 SOURCES = [[2, 6, 0, 3, 1], [4, 3], [1, 1]]

@@ -8,14 +8,13 @@ import pytest
 import torch
 from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from tests.cache import test_kv_cache as streams
 
 import headwise as hw
 from headwise.cache import BlockTables, PageAllocator, PagePool
 from headwise.cache.block_table import PageLayout, RetentionGroup
 from headwise.costs.kv_cache_memory import CacheAllocator
 from headwise.masking.key_intervals import KeyRetention
-from support import layer_cases as cases
+from support import cache_streams as streams, layer_cases as cases
 
 # --- whose page it is ----------------------------------------------------------------------------------
 

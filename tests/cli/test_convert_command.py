@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.cli.test_prune_command import TEXTS
 
 import headwise as hw
 from headwise import cli
 from headwise.data.vocabulary import ByteVocabulary
 from support.command_errors import refused
+from support.pruning_examples import TEXTS
 from support.transformers_models import ZOO
 
 FAST = ("--seconds", "0.05", "--length", "8")

@@ -7,8 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.cli.test_trace_command import written
-from tests.head_analysis.test_annotated_examples import ROWS, reader, rows
 
 import headwise as hw
 from headwise import cli
@@ -22,6 +20,8 @@ from headwise.head_analysis.head_figures import (
     with_ansi_colour,
 )
 from headwise.head_analysis.head_table import HeadClass, HeadMeasures, HeadTable, Measure
+from support.conllu_examples import ROWS, reader, rows
+from support.saved_models import written
 
 
 def said(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:

@@ -15,10 +15,9 @@ from headwise.data import make_task
 from headwise.data.vocabulary import ByteVocabulary
 from support.command_errors import refused
 from support.importance_examples import ids
+from support.pruning_examples import TEXTS
 from support.transformers_models import ZOO
 
-# Texts of bytes that differ, eleven of them; an empty line among them.
-TEXTS = "\n".join(f"text {n} of {n * n} words, {'and more ' * (n % 3)}here" for n in range(11)) + "\n\n"
 KINDS = {"gpt2": "resized", "llama": "transformers", "bert": "resized", "t5": "transformers", "bart": "resized"}
 
 

@@ -7,30 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 import headwise as hw
 from headwise import cli
-from headwise.data.vocabulary import ByteVocabulary
-from support.transformers_models import ZOO
-
-GPT = {"model_type": "gpt2", "n_embd": 12, "n_head": 3, "n_layer": 2, "vocab_size": 256, "n_positions": 24}
-
-
-def written(base: Path) -> dict[str, Path]:
-    """A model of ours and two of transformers, all of which read bytes."""
-    net = hw.build(hw.families.read_model_spec(GPT), seed=0)
-    net.usage = hw.ProcessorSpec(tokenizer=ByteVocabulary().document)
-    hw.save(net, base / "ours")
-    for name in ("gpt2", "t5"):
-        foreign = ZOO[name]
-        keys = {**foreign.keys, "vocab_size": 300, "eos_token_id": None}
-        torch.manual_seed(0)
-        model = foreign._replace(keys=keys).build("sdpa")
-        model.generation_config.eos_token_id = None
-        model.save_pretrained(base / name)
-        (base / name / "tokenizer.json").write_text(ByteVocabulary().document)
-    return {path.name: path for path in base.iterdir()}
+from support.saved_models import written
 
 
 @pytest.fixture(scope="module")

@@ -7,9 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 from hypothesis import given
-from test_counts import torch_counts
-from test_decode import decoded
-from test_truth import gradients
 
 import headwise as hw
 from headwise import costs
@@ -17,6 +14,7 @@ from headwise.backends import BACKENDS, CallSignature
 from headwise.nn import head_axis_ops, reference
 from support import layer_cases as cases, spec_strategies as strategies
 from support.layer_cases import check_close
+from support.layer_checks import decoded, gradients, torch_counts
 
 pytestmark = pytest.mark.lengthy
 

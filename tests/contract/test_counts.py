@@ -4,28 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode, sdpa_flop
 
 import headwise as hw
 from headwise import costs
 from headwise.backends import BACKENDS, CallSignature
 from support import layer_cases as cases
 from support.layer_cases import EVERY, EXAMPLES
-
-
-def flash_on_cpu(q, k, v, *args, out_shape=None, **kwargs):
-    """FlopCounterMode has no entry for the CPU's flash attention and would count nothing."""
-    return sdpa_flop(q, k, v)
-
-
-MAPPING = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: flash_on_cpu}
-
-
-def torch_counts(layer, x, **call) -> int:
-    """FLOPs of a call as torch's counter sees them."""
-    with FlopCounterMode(display=False, custom_mapping=MAPPING) as counter, torch.no_grad():
-        layer(x, **call)
-    return counter.get_total_flops()
+from support.layer_checks import torch_counts
 
 
 @pytest.mark.parametrize("name", EVERY)

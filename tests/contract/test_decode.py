@@ -12,17 +12,9 @@ from headwise import costs
 from headwise.nn import reference
 from support import layer_cases as cases
 from support.layer_cases import EVERY, EXAMPLES, check_close
+from support.layer_checks import decoded
 
 CHUNKINGS = [(7,), (1,) * 7, (3, 1, 3), (2, 5)]
-
-
-def decoded(layer, x, chunks, cache, **call):
-    """y of x handed over in chunks."""
-    parts, start = [], 0
-    for count in chunks:
-        parts.append(layer(x[:, start : start + count], cache=cache, **call))
-        start += count
-    return torch.cat(parts, 1)
 
 
 @pytest.mark.parametrize("name", EVERY)

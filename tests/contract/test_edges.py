@@ -6,9 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_counts import torch_counts
-from test_decode import decoded
-from test_truth import gradients
 
 import headwise as hw
 from headwise import costs
@@ -16,6 +13,7 @@ from headwise.backends import BACKENDS, CallSignature
 from headwise.nn.call_validation import PositionLimit
 from support import layer_cases as cases
 from support.layer_cases import EXAMPLES, check_close
+from support.layer_checks import decoded, gradients, kept_for_backward, torch_counts
 
 BLOCKED = {
     name: backend.boundary_lengths() for name, backend in BACKENDS.items() if hasattr(backend, "boundary_lengths")
@@ -107,21 +105,6 @@ def test_a_long_prompt_is_read_in_blocks_behind_what_is_cached():
     for chunks in [(420,), (1, 300, 119), (140, 140, 140)]:
         cache = layer.cache(batch=2, capacity=500)
         check_close(decoded(layer, x, chunks, cache), expected)
-
-
-def kept_for_backward(layer, count: int) -> int:
-    """Bytes that autograd holds of one forward pass, each storage once."""
-    x = torch.randn(1, count, layer.spec.model, requires_grad=True)
-    held: dict[int, int] = {}
-
-    def keep(tensor):
-        held[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        y = layer(x)
-    assert y.requires_grad
-    return sum(held.values())
 
 
 @pytest.mark.parametrize("modifiers", [(hw.Dynamic(), hw.Dynamic(on="weights")), (hw.TalkingHeads(),)], ids=repr)

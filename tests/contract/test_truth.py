@@ -13,6 +13,7 @@ from headwise.nn import reference
 from headwise.nn.call_validation import PositionLimit
 from support import layer_cases as cases
 from support.layer_cases import EVERY, EXAMPLES, check_close
+from support.layer_checks import gradients
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -44,14 +45,6 @@ def test_a_source_is_read_as_the_reference_reads_it(name):
         check_close(layer(x, source=kept), expected)
     check_close(layer(x[:, :1], source=kept), expected[:, :1])
     check_close(layer(x, source=z), reference.reference_attention(layer, x, source=z))
-
-
-def gradients(layer, y, x):
-    """Of a loss that weighs every output differently, for x and every parameter."""
-    loss = (y * torch.linspace(-1, 2, y.numel(), dtype=y.dtype).view_as(y)).sum()
-    named = dict(layer.named_parameters()) | {"x": x}
-    grads = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
-    return {n: torch.zeros_like(named[n]) if g is None else g for n, g in zip(named, grads, strict=True)}
 
 
 @pytest.mark.parametrize("name", EVERY)

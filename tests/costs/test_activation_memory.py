@@ -10,35 +10,16 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, strategies as st
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 
 import headwise as hw
 from headwise import model_spec as bp
 from headwise.costs import activations
 from headwise.costs.training_memory import block_activation_memory, peak_activation_memory
 from support import layer_cases as cases
+from support.saved_bytes import by_layer, kept
 
 BYTES = {torch.float32: 4, torch.bfloat16: 2}
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
-
-
-def kept(run, *excluded: Tensor) -> int:
-    """The rule itself: bytes of every distinct storage that hooks see, without parameters, constants and ids."""
-    own = {t.untyped_storage().data_ptr() for t in excluded}
-    seen: dict[int, Tensor] = {}
-
-    def pack(t: Tensor) -> Tensor:
-        if t.untyped_storage().data_ptr() not in own:
-            seen.setdefault(t.untyped_storage().data_ptr(), t)
-        return t
-
-    with saved_tensors_hooks(pack, lambda t: t):
-        run()
-    return sum(t.untyped_storage().nbytes() for t in seen.values())
-
-
-def by_layer(layer: nn.Module, x: Tensor, z: Tensor | None = None) -> int:
-    return kept(lambda: layer(x, source=z), *layer.parameters(), *layer.buffers())
 
 
 def load(batch: int, tokens: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> hw.Workload:

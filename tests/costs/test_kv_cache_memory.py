@@ -17,16 +17,8 @@ from headwise.costs.kv_cache_memory import (
 from headwise.costs.roofline import NumberFormats
 from headwise.costs.serving_capacity import last_where
 from headwise.families import read_model_spec
-from headwise.model_spec import (
-    BlockSpec,
-    EmbeddingSpec,
-    FeedForwardSpec,
-    ModelSpec,
-    NormSpec,
-    OutputHeadSpec,
-    StackSpec,
-)
 from support import layer_cases as cases
+from support.model_configs import LLAMA3, gemma_3_1b
 
 KEPT = {
     name: spec
@@ -34,27 +26,9 @@ KEPT = {
     if spec.pattern.tokens_before_decode is not None and spec.source is None
 }
 KEPT["sinks"] = cases.base(kv=2, pattern="window(5) | first(3)")
-LLAMA3 = {"model_type": "llama", "hidden_size": 4096, "vocab_size": 128256, "intermediate_size": 14336}
 LLAMA3 |= {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}
 V3 = {"model_type": "deepseek_v3", "hidden_size": 7168, "num_hidden_layers": 61, "num_attention_heads": 128}
 V3 |= {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128, "q_lora_rank": 1536}
-
-
-def gemma_3_1b() -> ModelSpec:
-    """26 layers, each sixth of which reads everything and the others 512 tokens; one key-value head of 256."""
-    said = {"model": 1152, "heads": 4, "kv": 1, "dim": 256}
-    local, full = (hw.design(**said, pattern=pattern) for pattern in ("window(512)", "causal"))
-    blocks = [
-        BlockSpec(
-            full if n % 6 == 5 else local,
-            feed=FeedForwardSpec(6912, form="gated"),
-            norm=NormSpec("offset"),
-            placement="sandwich",
-        )
-        for n in range(26)
-    ]
-    stack = StackSpec.from_blocks("decoder", 1152, blocks, embedding=EmbeddingSpec(262144), norm=NormSpec("offset"))
-    return ModelSpec("gemma-3-1b", "decoder", (stack,), (OutputHeadSpec("tokens", 262144, table="decoder"),))
 
 
 @pytest.mark.parametrize("allocator", ["ideal", "ring"])

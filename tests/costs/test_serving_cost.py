@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 from hypothesis import given, strategies as st
-from tests.costs.test_kv_cache_memory import LLAMA3, gemma_3_1b
 
 import headwise as hw
 from headwise import cli
@@ -32,6 +31,7 @@ from headwise.costs.serving_capacity import (
 )
 from headwise.costs.serving_cost import DecodeLayer, RequestChunk, ServingCost, chunk_cost, flops_by_part
 from headwise.families import read_model_spec
+from support.model_configs import LLAMA3, gemma_3_1b
 
 H200 = Device.from_name("h200")
 LLAMA = read_model_spec(LLAMA3)

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.distributed.test_sharded_training import check_near, check_steps, trail
 
 from headwise.distributed import Parallelism, ProcessInfo
 from headwise.distributed.communication_volume import CollectiveMessage
@@ -18,6 +17,7 @@ from support.parallel_training_checks import BALANCED, CASES, PAIRS, WAYS, Balan
 from support.rank_checks import check_found, found_by
 from support.rank_processes import world
 from support.small_training import quick
+from support.training_comparison import check_near, check_steps, trail
 
 
 @pytest.fixture(scope="module")

@@ -15,10 +15,11 @@ from headwise.distributed import Parallelism, ProcessInfo
 from headwise.distributed.communication_volume import count_communication
 from headwise.errors import SpecError
 from headwise.files import read_lines
-from headwise.training import CheckpointFolder, train
+from headwise.training import train
 from support.data_parallel_checks import PLAIN, STEPPED, steps_of, until
 from support.rank_processes import world
 from support.small_training import Echo, quick
+from support.training_comparison import check_near, check_steps, tensors, trail
 
 ALONE = ProcessInfo()
 
@@ -85,23 +86,6 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, 
 def stepped(two: tuple[Path, list[dict[str, Any]]]) -> list[dict[str, Any]]:
     """What each of two ranks found in every case, divided either way."""
     return [rank["steps"] for rank in two[1]]
-
-
-def check_steps(found: dict[str, Any], wanted: dict[str, Any]) -> None:
-    """Forward, gradients, norms and weights."""
-    assert found["losses"] == pytest.approx(wanted["losses"], rel=1e-10)
-    assert found["norms"] == pytest.approx(wanted["norms"], rel=1e-10)
-    for step, gradients in enumerate(wanted["gradients"]):
-        assert found["gradients"][step].keys() == gradients.keys()
-        for name, gradient in gradients.items():
-            told = f"{name} at step {step}"
-            other = found["gradients"][step][name]
-            assert (other is None) == (gradient is None), told
-            if gradient is not None:
-                torch.testing.assert_close(other, gradient, rtol=1e-9, atol=1e-12, msg=told)
-    assert found["weights"].keys() == wanted["weights"].keys()
-    for name, tensor in wanted["weights"].items():
-        torch.testing.assert_close(found["weights"][name], tensor, rtol=1e-8, atol=1e-11, msg=name)
 
 
 def alone(case: str, ranks: int) -> dict[str, Any]:
@@ -173,20 +157,6 @@ def ran(two: tuple[Path, list[dict[str, Any]]]) -> tuple[Path, list[dict[str, An
     return two[0], [rank["runs"] for rank in two[1]]
 
 
-def tensors(folder: Path) -> dict[str, torch.Tensor]:
-    found, damages = CheckpointFolder(folder / "checkpoint").load_newest()
-    assert found is not None
-    assert not damages
-    return dict(found.tensors)
-
-
-def trail(folder: Path) -> list[Any]:
-    """What every step and evaluation came to, without the times."""
-    told = read_lines(folder / "metrics.jsonl")
-    steps = [(r["step"], r["loss"], r["rate"], r["norm"]) for r in told if r["event"] == "step"]
-    return steps + [(r["step"], r["metrics"]) for r in told if r["event"] in ("evaluation", "end")]
-
-
 def test_a_run_of_two_that_is_interrupted_goes_on_to_the_same_bits(ran: tuple[Path, list[dict[str, Any]]]):
     """Ctrl-C reaches one rank; both end behind the same step, and what each drops goes on where it stood."""
     folder, ranks = ran
@@ -231,21 +201,6 @@ def test_shares_that_are_not_equal_are_said(ran: tuple[Path, list[dict[str, Any]
 
     assert notes("whole")[0] == "2 ranks, data=2"
     assert "2 ranks, data=2; 7 rows are divided into 2 unequal shares" in notes("one, two, one")
-
-
-def check_near(found: Path, wanted: Path) -> None:
-    """Up to the order of sums in float32: what was learnt, what it came to, and the state of the optimiser."""
-    first, second = tensors(found), tensors(wanted)
-    kept = [name for name in second if not name.startswith("random")]
-    assert kept == [name for name in first if not name.startswith("random")]
-    for name in kept:
-        torch.testing.assert_close(first[name], second[name], rtol=1e-3, atol=1e-5, msg=name)
-    for (step, *told), (other, *expected) in zip(trail(found), trail(wanted), strict=True):
-        assert step == other
-        for value, wanted_value in zip(told, expected, strict=True):
-            assert value == pytest.approx(wanted_value, rel=1e-4, abs=1e-6)
-    for name, tensor in hw.load(wanted).state_dict().items():
-        torch.testing.assert_close(hw.load(found).state_dict()[name], tensor, rtol=1e-3, atol=1e-5, msg=name)
 
 
 def test_a_run_goes_on_in_a_world_of_another_size(ran: tuple[Path, list[dict[str, Any]]], tmp_path: Path):

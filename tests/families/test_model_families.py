@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import re
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from tests.costs.test_model_activation_memory import measured, profile
 from torch import Tensor, nn
 
 import headwise as hw
 from headwise import families
 from headwise.costs.cost_report import estimate_cost
+from headwise.families import WEIGHT_NAMES
 from headwise.inspect.attention_sites import find_attention
 from headwise.inspect.hooks import AttentionCall
 from headwise.inspect.site_hooks import hook_sites
+from support.saved_bytes import measured, profile
 from support.transformers_models import (
     BART,
     BERT,
@@ -540,3 +542,33 @@ def test_nothing_but_a_name_is_the_usual_model(family: str):
     if family == "deepseek_v2":
         usual["num_experts_per_tok"] = 6  # theirs is None, and their model fails until it is told
     assert _plainly({"model_type": family}) == _plainly(usual)
+
+
+# --- folders read by our own loader ----------------------------------------------------------------------
+
+READ = [name for name, kind in KINDS.items() if kind.made.model_type in WEIGHT_NAMES and kind.said]
+
+
+@pytest.mark.parametrize("name", READ)
+def test_a_folder_gives_the_logits_of_transformers(name: str, tmp_path: Path):
+    kind = KINDS[name]
+    theirs = kind.build(**EXPERTS.get(name, {}))
+    for key, buffer in theirs.named_buffers():
+        if key.endswith("final_logits_bias"):
+            buffer.normal_()
+    theirs.save_pretrained(tmp_path)
+    ours = hw.load(tmp_path)
+    assert ours.spec == read(kind)
+    assert sum(p.numel() for p in ours.parameters()) == sum(p.numel() for p in theirs.parameters() if p.requires_grad)
+    given = kind.inputs()
+    with torch.no_grad():
+        said = theirs(**given)
+        expected = said.logits if "logits" in said else said.pooler_output
+        x = given.get("decoder_input_ids", given["input_ids"])
+        got = ours(x, source=given["input_ids"]) if "decoder_input_ids" in given else ours(x)
+    assert expected.abs().max() > 0.1
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-5 * max(1.0, expected.abs().max().item()))
+
+
+def test_enough_families_are_read_from_folders():
+    assert {KINDS[name].made.model_type for name in READ} >= {"gemma3_text", "olmo2", "phi3", "roberta", "marian"}

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from tests.generation.test_decoding import CAUSAL, built, decoder, pair
 from torch._dynamo.utils import counters
 
 import headwise as hw
 from headwise.errors import SpecError
 from headwise.generation import DecodingState, PromptBatch, TextGenerator, compiled_step
 from headwise.generation.compiled_step import decide_compile, estimate_compile_gain
+from support.decoding_models import CAUSAL, built, decoder, pair
 
 SPECS = {
     "causal": CAUSAL,

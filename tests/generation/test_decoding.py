@@ -19,49 +19,7 @@ from headwise.generation import DecodingState, eval_mode
 from headwise.generation.beam_search import BeamSearch, run_beam_search
 from headwise.generation.sampling import filter_logits
 from headwise.ops.counter_rng import RandomStream
-
-MODEL, WORDS, SOURCES = 32, 11, 13
-CAUSAL = hw.design(model=MODEL, heads=4, kv=1, pattern="causal()")
-FULL = hw.design(model=MODEL, heads=4)
-
-
-def stack(name: str, tokens: int, *blocks: bp.BlockSpec, positions: int = 0) -> bp.StackSpec:
-    places = bp.PositionSpec("learned", positions) if positions else bp.PositionSpec("sinusoidal")
-    return bp.StackSpec.from_blocks(
-        name, MODEL, blocks, embedding=bp.EmbeddingSpec(tokens, positions=places), norm=bp.NormSpec()
-    )
-
-
-def decoder(spec: hw.AttentionSpec = CAUSAL, words: int = WORDS, positions: int = 0) -> bp.ModelSpec:
-    block = bp.BlockSpec(spec, feed=bp.FeedForwardSpec(17))
-    return bp.ModelSpec(
-        "small",
-        "decoder",
-        (stack("decoder", words, block, block, positions=positions),),
-        (bp.OutputHeadSpec("tokens", words),),
-    )
-
-
-def pair(words: int = WORDS) -> bp.ModelSpec:
-    first = stack("encoder", SOURCES, bp.BlockSpec(FULL, feed=bp.FeedForwardSpec(17)))
-    second = stack("decoder", words, bp.BlockSpec(CAUSAL, FULL, bp.FeedForwardSpec(17)))
-    return bp.ModelSpec("pair", "encoder-decoder", (first, second), (bp.OutputHeadSpec("tokens", words),))
-
-
-def built(described: bp.ModelSpec, **usage: Any) -> hw.Transformer:
-    """In float64, every number one that matters, so that no two tokens are alike likely."""
-    net = hw.build(described, seed=0).double().eval()
-    with torch.no_grad():
-        for name, p in net.named_parameters():
-            if "norm." not in name:
-                p.copy_(torch.randn(p.shape, dtype=p.dtype) * 0.5)
-    net.usage = hw.ProcessorSpec(**usage)
-    return net
-
-
-@pytest.fixture
-def net() -> hw.Transformer:
-    return built(decoder())
+from support.decoding_models import CAUSAL, MODEL, WORDS, built, decoder, pair
 
 
 @pytest.fixture
@@ -70,6 +28,11 @@ def translator() -> hw.Transformer:
 
 
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2], [6, 5, 3, 5]]
+
+
+@pytest.fixture
+def net() -> hw.Transformer:
+    return built(decoder())
 
 
 def logits_of(net: hw.Transformer, ids: Sequence[int], source: Sequence[int] | None = None) -> Tensor:

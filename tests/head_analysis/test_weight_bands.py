@@ -1,4 +1,4 @@
-"""Bands of weights hold what their rows may read, and are the weights of the definition, however they are cut."""
+"""Bands of attention weights against the definition, for every band size, and the attention that tokens receive."""
 
 from __future__ import annotations
 
@@ -6,17 +6,19 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.inspect.test_transformers_sites import looked
 
 import headwise as hw
 from headwise.head_analysis import weight_bands
-from headwise.head_analysis.annotated_examples import Example
+from headwise.head_analysis.annotated_examples import Example, TokenAnnotations
 from headwise.head_analysis.head_measurement import MetricSums, measure_heads
 from headwise.head_analysis.literature_metrics import ALL_METRICS
-from headwise.head_analysis.weight_bands import WeightBand, WeightBandHook
+from headwise.head_analysis.weight_bands import AttentionReceived, WeightBand, WeightBandHook, stream_weight_bands
+from headwise.inspect.attention_sites import find_attention
 from headwise.inspect.hooks import AttentionInputs
+from headwise.model_spec import BlockSpec, EmbeddingSpec, ModelSpec, OutputHeadSpec, StackSpec
 from support import attention_maps as maps, handset_heads as handmade, layer_cases as cases
 from support.layer_cases import check_close
+from support.site_recording import looked
 
 COUNT = 23
 SPECS = {
@@ -161,3 +163,29 @@ def test_few_tokens_of_many_are_picked():
         for one in (block, cut):
             wanted = block.w_HTS[..., [s for s in chosen if s >= one.first_key]].sum(-1)
             check_close(one.weight_on(keys), wanted)
+
+
+# --- attention received --------------------------------------------------------------------------------
+
+
+def test_columns_are_those_of_all_weights(monkeypatch):
+    blocks = [BlockSpec(hw.design(model=12, heads=3, pattern=pattern)) for pattern in ("causal", "window(3)")]
+    stack = StackSpec.from_blocks("decoder", 12, blocks, embedding=EmbeddingSpec(17))
+    net = hw.build(ModelSpec("seen", "decoder", (stack,), (OutputHeadSpec("tokens", 17),)), seed=0)
+    ids, none = torch.arange(13) % 17, torch.zeros(13, dtype=torch.bool)
+    scene = Example(ids[None], {"text": TokenAnnotations(ids, ("",) * 13, none, none, none, torch.arange(13), ids)})
+    those, received, bands = find_attention(net.eval()), AttentionReceived(), []
+    monkeypatch.setattr(weight_bands, "MAX_CELLS", 3 * 13 * 2)
+
+    def see(site, block):
+        bands.append(site)
+        received.add_band(site, block)
+
+    stream_weight_bands(net, those, scene, {one.site.name: ("text", "text") for one in those}, see)
+    assert len(bands) > 2 * len(those)
+    probes = {name: hw.Probe("weights") for name, _ in net.spec.attention_specs()}
+    net.probes = probes
+    net(ids[None])
+    for one, probe in zip(those, probes.values(), strict=True):
+        weights = probe.tensors["weights"][0].double().sum(1)
+        torch.testing.assert_close(received.sums[one.site.name], weights, rtol=1e-5, atol=1e-6, check_dtype=False)

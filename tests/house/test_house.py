@@ -481,6 +481,20 @@ def judges(node: ast.AST) -> bool:
     return last in ("raises", "fail") or last.startswith(("check_", "assert_"))
 
 
+def test_folders_of_tests_mirror_the_packages():
+    """Tests of src/headwise/cache are in tests/cache; five folders hold tests and helpers of the package as a whole."""
+    whole = {"anchors", "contract", "house", "mutation", "support"}
+    folders = {path.relative_to(ROOT / "tests").parent.as_posix() for path in TESTS} - whole - {"."}
+    check_none(sorted(folder for folder in folders if not (SOURCE / folder / "__init__.py").is_file()))
+
+
+def test_test_files_import_helpers_from_support():
+    """A name imported from another test file ties the two together, and runs that file twice."""
+    imported = re.compile(r"\s*(from|import) ([\w.]+\.)?test_\w+")
+    lines = ((path, n, line) for path in TESTS for n, line in enumerate(path.read_text().splitlines(), 1))
+    check_none([at(path, n, line) for path, n, line in lines if imported.match(line)])
+
+
 def test_every_test_asserts_something():
     silent = [
         at(path, f, f.name)

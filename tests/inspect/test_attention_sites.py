@@ -9,11 +9,11 @@ from threading import Thread
 
 import pytest
 import torch
-from tests.inspect.test_transformers_sites import looked
 from torch import Tensor, nn
 
 import headwise as hw
 from headwise import cli
+from support.site_recording import looked
 from support.third_party_attentions import (
     DIM,
     HEADS,

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.inspect.test_transformers_sites import looked
 from torch import Tensor
 
 import headwise as hw
@@ -16,6 +15,7 @@ from headwise import cli
 from headwise.nn import head_axis_ops
 from support import layer_cases as cases
 from support.layer_cases import check_close
+from support.site_recording import looked
 
 PRESETS = {name: hw.design(preset=name, model=16, heads=4) for name in hw.PRESETS}
 GPT = {"model_type": "gpt2", "n_embd": 12, "n_head": 3, "n_layer": 2, "vocab_size": 11, "n_positions": 16}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from contextlib import contextmanager
 from threading import Thread
 
 import pytest
@@ -12,53 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import headwise as hw
-from headwise.inspect.adapters import transformers_interface
 from headwise.inspect.attention_sites import find_attention
-from headwise.inspect.hooks import AttentionInputs, install_hooks
+from support.site_recording import looked, own_weights
 from support.transformers_models import FALLBACK, ZOO, run, transformers, without_columns
-
-
-class Keep:
-    """A watcher that keeps what an attention worked with."""
-
-    needs_call = True
-
-    def __init__(self) -> None:
-        self.seen: list[AttentionInputs] = []
-
-    def on_call(self, seen: AttentionInputs) -> None:
-        self.seen.append(seen)
-
-    def on_head_outputs(self, z: Tensor) -> None:
-        return None
-
-
-@contextmanager
-def looked(model):
-    those = find_attention(model)
-    keeps = {one.site.name: Keep() for one in those}
-    stands = [stand for route in {one.adapter for one in those} for stand in route.patches()]
-    with install_hooks({one.module: (keeps[one.site.name],) for one in those}, stands):
-        yield keeps
-
-
-@contextmanager
-def own_weights(monkeypatch: pytest.MonkeyPatch):
-    """What eager functions of the interface give as weights, by module."""
-    given: dict[torch.nn.Module, Tensor] = {}
-    original = transformers_interface._call_with_hooks
-
-    def noting(function, kind, module, *said, **more):
-        def also(*a, **k):
-            got = function(*a, **k)
-            given[module] = got[1]
-            return got
-
-        return original(also, kind, module, *said, **more)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(transformers_interface, "_call_with_hooks", noting)
-        yield given
 
 
 @pytest.mark.parametrize("name", ZOO)

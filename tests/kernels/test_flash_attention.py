@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
-from test_counts import torch_counts
 from torch.utils.flop_counter import FlopCounterMode
 
 import headwise as hw
@@ -15,6 +14,7 @@ from headwise.kernels import flash_attention
 from headwise.kernels.flash_attention import FlashAttentionShape, attend_key_ranges, count_executed_pairs
 from support import layer_cases as cases
 from support.layer_cases import base, check_close
+from support.layer_checks import torch_counts
 
 SCALE = 0.4
 

@@ -8,8 +8,6 @@ from itertools import pairwise
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
-from tests.backends.test_paged_decode import MODEL, SPECS, begun, built, one_pass, pooled, step
-from tests.backends.test_ragged_decode import by_hand
 from torch.utils.flop_counter import FlopCounterMode
 
 import headwise as hw
@@ -26,6 +24,7 @@ from headwise.kernels.kv_block_attention import (
 from headwise.kernels.paged_decode_kernel import PAGED_DECODE_KERNELS
 from headwise.kernels.split_kv_schedule import PLAN_ENTRY_BYTES
 from support.layer_cases import check_close
+from support.paged_layers import MODEL, SPECS, begun, built, by_hand, one_pass, pooled, step
 
 KINDS = [torch.float32, torch.float64, torch.bfloat16, torch.int8]
 FEW = settings(max_examples=max(1, settings().max_examples // 4), deadline=None)

@@ -13,11 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import headwise as hw
-from anchors.test_families import FAMILIES, PUBLIC, TINY
 from headwise import costs, families, model_spec as bp, models
 from headwise.models import INIT_SCHEMES, EncoderOutput, TokenTypeInput
 from headwise.models.feed_forward import FeedForward, MixtureOfExperts, NormLayer
 from headwise.ops.dropout import dropout
+from support.model_configs import FAMILIES, PUBLIC, TINY
 
 MODEL, WORDS = 12, 11
 CAUSAL = hw.design(model=MODEL, heads=3, kv=1, pattern="causal()", bias="qkvo")

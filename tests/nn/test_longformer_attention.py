@@ -9,8 +9,6 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
-from test_counts import torch_counts
-from test_truth import gradients
 from torch import Tensor
 
 import headwise as hw
@@ -18,6 +16,7 @@ from headwise import costs
 from headwise.nn import reference
 from support import layer_cases as cases
 from support.layer_cases import BATCH, TOKENS, base, check_close
+from support.layer_checks import gradients, torch_counts
 
 PATTERN = "window(3, after=1) | global((0, 4))"
 KINDS = {

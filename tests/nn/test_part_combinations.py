@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_counts import torch_counts
 
 import headwise as hw
 from headwise import costs
@@ -14,6 +13,7 @@ from headwise.backends import BACKENDS, CallSignature
 from headwise.nn import head_axis_ops
 from support import layer_cases as cases
 from support.layer_cases import check_close
+from support.layer_checks import torch_counts
 
 
 def test_a_state_in_half_precision_sums_thousands():

@@ -1,1 +1,1 @@
-"""Models, data and checks that several test files use."""
+"""Helpers of several test files: specs, models and data to test with, checks, and processes of several ranks."""

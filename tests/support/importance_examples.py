@@ -67,3 +67,39 @@ def scenes(net: nn.Module, count: int = 5) -> list[Example]:
     name = "x" if isinstance(net, Transformer) else "input_ids"
     texts = [{name: ids(n, 5 + n % 3)} | ({"source": ids(100 + n, 6)} if two else {}) for n in range(count)]
     return [Example(text, {}) for text in texts]
+
+
+def noisy(net: Transformer) -> Transformer:
+    """The same with biases and norms that are not what they start as."""
+    draw = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for parameter in net.parameters():
+            if parameter.dim() == 1:
+                parameter += torch.randn(parameter.shape, generator=draw, dtype=parameter.dtype) * 0.3
+    return net
+
+
+def said(net: Transformer, number: int = 0) -> torch.Tensor:
+    """What a model says of a text, of its longest form."""
+    with torch.no_grad():
+        return net(**scenes(net)[number].inputs)
+
+
+T5 = {
+    "model_type": "t5", "d_model": 12, "d_kv": 5, "num_heads": 3, "num_layers": 2, "d_ff": 20, "vocab_size": WORDS,
+    "relative_attention_num_buckets": 8, "relative_attention_max_distance": 20,
+}  # fmt: skip
+
+
+def classifier(at: str) -> Transformer:
+    """An encoder that says one label of a text."""
+    block = bp.BlockSpec(hw.design(model=12, heads=3, bias="o"), feed=bp.FeedForwardSpec(20))
+    stack = bp.StackSpec.from_blocks("encoder", 12, [block] * 2, embedding=bp.EmbeddingSpec(WORDS), norm=bp.NormSpec())
+    return loud(hw.build(bp.ModelSpec("small", "encoder", (stack,), (bp.OutputHeadSpec("labels", 5, at=at),)), seed=0))
+
+
+def headless() -> Transformer:
+    """A model that says nothing but its states."""
+    net = built(BERT)
+    made = hw.build(bp.ModelSpec("small", "encoder", net.spec.stacks), seed=1)
+    return loud(made)

@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from tests.surgery.test_head_removal import noisy, said
 
 import headwise as hw
 from headwise.surgery import Collaborate, HeadRanking, Merged, Pool, Route, Split
 from headwise.surgery.attention_replacement import get_attention, get_attention_parameters
 from headwise.surgery.conversion import MAX_STATISTICS, convert
-from support.importance_examples import BERT, GPT2, WORDS, built, scenes, translator
+from support.importance_examples import BERT, GPT2, WORDS, built, noisy, said, scenes, translator
 
 LLAMA = {
     "model_type": "llama", "hidden_size": 24, "num_attention_heads": 6, "num_key_value_heads": 6, "head_dim": 4,

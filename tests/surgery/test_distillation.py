@@ -19,21 +19,23 @@ from headwise.masking.sequence_info import SequenceInfo
 from headwise.models import Transformer
 from headwise.surgery.distillation import DistillationLoader, RetrainingPoint, Student, UptrainingOptions, uptrain
 from headwise.surgery.distillation_data import DistillationBatch, DistillationTexts
-from support.importance_examples import BERT, GPT2, LLAMA, WORDS, built, ids, loud, scenes, translator
+from support.importance_examples import (
+    BERT,
+    GPT2,
+    LLAMA,
+    T5,
+    WORDS,
+    built,
+    classifier,
+    headless,
+    ids,
+    loud,
+    scenes,
+    translator,
+)
 
-T5 = {
-    "model_type": "t5", "d_model": 12, "d_kv": 5, "num_heads": 3, "num_layers": 2, "d_ff": 20, "vocab_size": WORDS,
-    "relative_attention_num_buckets": 8, "relative_attention_max_distance": 20,
-}  # fmt: skip
 LONGER = {"steps": 30, "batch": 8, "every": 15, "rate": 5e-3}
 BRIEF = {"steps": 12, "batch": 4, "every": 4, "rate": 1e-2}
-
-
-def classifier(at: str) -> Transformer:
-    """An encoder that says one label of a text."""
-    block = bp.BlockSpec(hw.design(model=12, heads=3, bias="o"), feed=bp.FeedForwardSpec(20))
-    stack = bp.StackSpec.from_blocks("encoder", 12, [block] * 2, embedding=bp.EmbeddingSpec(WORDS), norm=bp.NormSpec())
-    return loud(hw.build(bp.ModelSpec("small", "encoder", (stack,), (bp.OutputHeadSpec("labels", 5, at=at),)), seed=0))
 
 
 def listener() -> Transformer:
@@ -44,13 +46,6 @@ def listener() -> Transformer:
     return loud(
         hw.build(bp.ModelSpec("small", "encoder", (stack,), (bp.OutputHeadSpec("labels", 5, at="mean"),)), seed=0)
     )
-
-
-def headless() -> Transformer:
-    """A model that says nothing but its states."""
-    net = built(BERT)
-    made = hw.build(bp.ModelSpec("small", "encoder", net.spec.stacks), seed=1)
-    return loud(made)
 
 
 def labelled(net: Transformer, count: int = 5) -> list[Example]:

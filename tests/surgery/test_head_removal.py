@@ -19,7 +19,7 @@ from headwise.surgery.attention_replacement import (
     replace_attentions,
 )
 from support import spec_strategies as strategies
-from support.importance_examples import BERT, GPT2, LLAMA, WORDS, built, ids, loud, scenes, translator
+from support.importance_examples import BERT, GPT2, LLAMA, WORDS, built, ids, loud, noisy, said, translator
 
 T5 = {
     "model_type": "t5", "d_model": 12, "d_kv": 5, "num_heads": 3, "num_layers": 3, "d_ff": 20, "vocab_size": WORDS,
@@ -37,22 +37,6 @@ def stacked(spec: hw.AttentionSpec, placement: str, scale: float = 1.0, layers: 
     return loud(
         hw.build(bp.ModelSpec("small", "decoder", (stack,), (bp.OutputHeadSpec("tokens", WORDS),)), seed=0), 2.0
     )
-
-
-def noisy(net: Transformer) -> Transformer:
-    """The same with biases and norms that are not what they start as."""
-    draw = torch.Generator().manual_seed(7)
-    with torch.no_grad():
-        for parameter in net.parameters():
-            if parameter.dim() == 1:
-                parameter += torch.randn(parameter.shape, generator=draw, dtype=parameter.dtype) * 0.3
-    return net
-
-
-def said(net: Transformer, number: int = 0) -> torch.Tensor:
-    """What a model says of a text, of its longest form."""
-    with torch.no_grad():
-        return net(**scenes(net)[number].inputs)
 
 
 def gone(net: Transformer, keep: dict[str, Any]) -> list[tuple[str, int]]:

@@ -216,7 +216,7 @@ def test_a_frozen_decoder_stays_and_gates_stand_where_they_are_told():
 
 
 def test_a_table_that_the_decoder_reads_is_frozen_with_it():
-    from tests.surgery.test_distillation import T5
+    from support.importance_examples import T5
 
     net = built(T5).float()
     assert net.spec.stacks[-1].embedding.table == "encoder"
@@ -274,7 +274,7 @@ def test_what_cannot_be_meant_is_refused(said, why):
 
 
 def test_models_that_gates_cannot_be_put_on_are_refused():
-    from tests.surgery.test_distillation import classifier, headless
+    from support.importance_examples import classifier, headless
 
     none = headless()
     with pytest.raises(SpecError, match="no loss on these examples; use alpha=1"):

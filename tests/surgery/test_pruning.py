@@ -7,38 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from tests.surgery.test_head_removal import noisy, said
 
 import headwise as hw
 from headwise.head_analysis.importance_methods import GradientTimesActivation
-from headwise.models import Transformer
 from headwise.surgery import DropHeads, HeadRanking, KeepOnePerCluster, KeepTop, Pool, PruningPlan
 from headwise.surgery.attention_replacement import get_attention, remove_heads
 from headwise.surgery.head_selection import score_heads
 from headwise.surgery.pruning import prune
 from headwise.surgery.pruning_plan import list_units
-from support.importance_examples import GPT2, WORDS, built, ids, scenes, translator
+from support.importance_examples import GPT2, built, ids, noisy, said, scenes, translator
 from support.number_examples import scene
+from support.pruning_examples import FAINT, LLAMA, RANDOM, faint
 from support.transformers_models import ZOO
-
-LLAMA = {
-    "model_type": "llama", "hidden_size": 12, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 4,
-    "num_hidden_layers": 2, "intermediate_size": 20, "vocab_size": WORDS,
-}  # fmt: skip
-RANDOM = HeadRanking("random", seed=3)
-
-
-def faint(net: Transformer, heads: list[tuple[str, int]]) -> Transformer:
-    """The same with heads that nobody hears."""
-    with torch.no_grad():
-        for site, head in heads:
-            attention = get_attention(net, site)
-            wide = attention.spec.heads.vdim
-            attention.weights["output"]["o"][:, head * wide : (head + 1) * wide] *= 1e-3
-    return net
-
-
-FAINT = [("decoder.0.attention", 1), ("decoder.0.attention", 4), ("decoder.1.attention", 0), ("decoder.1.attention", 3)]
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tests.surgery.test_head_removal import noisy
-from tests.surgery.test_pruning import FAINT, LLAMA, RANDOM, faint
 
 import headwise as hw
 from headwise.surgery import HeadRanking, PruneToBudget, PruningBudget
@@ -18,7 +16,8 @@ from headwise.surgery.head_selection import count_cache_bytes, score_heads
 from headwise.surgery.pruning import prune
 from headwise.surgery.verification.efficiency import TimingOptions
 from headwise.surgery.verification.quality_metrics import measure_quality
-from support.importance_examples import GPT2, built, scenes
+from support.importance_examples import GPT2, built, noisy, scenes
+from support.pruning_examples import FAINT, LLAMA, RANDOM, faint
 
 MICHEL = HeadRanking("michel")
 

@@ -1,20 +1,17 @@
-"""What formulas say of whole models, held to the models: every family, two precisions, dropout, checkpoints."""
+"""Memory of training: formulas against measured models of every family, and the report of `headwise cost`."""
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
 import headwise as hw
-from headwise.costs.activations import fused_unsupported_reason
-from headwise.costs.saved_tensors import SavedTensorRecorder
+from headwise import cli
 from headwise.costs.training_memory import recompute_flops
-
-pytest.importorskip("headwise.models", reason="models are not part of this build")
+from support.saved_bytes import BATCH, SOURCE, TOKENS, measured, profile
 
 LLAMA = {"num_hidden_layers": 3, "hidden_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
 LLAMA |= {"intermediate_size": 100, "vocab_size": 61, "max_position_embeddings": 40, "rms_norm_eps": 1e-5}
@@ -47,44 +44,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
     | EXPERTS,
     "gpt_oss": LLAMA | {"num_hidden_layers": 2, "head_dim": 16, "sliding_window": 5} | OSS,
 }
-BATCH, TOKENS, SOURCE = 2, 11, 13
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def described(name: str) -> hw.model_spec.ModelSpec:
     return hw.families.read_model_spec({"model_type": name, **CONFIGS[name]})
-
-
-def given(stack: hw.model_spec.StackSpec, tokens: int, dtype: torch.dtype) -> Tensor:
-    patches = stack.embedding.patches
-    if patches is None:
-        return torch.randint(1, stack.embedding.tokens, (BATCH, tokens))
-    return torch.randn(
-        BATCH, patches.channels, patches.rows * patches.high, patches.columns * patches.wide, dtype=dtype
-    )
-
-
-def measured(model: hw.model_spec.ModelSpec, dtype: torch.dtype, way: hw.ActivationSettings) -> int:
-    """Bytes that hooks see of one step of training; ids, pixels and labels are given and do not count."""
-    net = hw.build(model, dropout=way.dropout, seed=0).to(dtype).train()
-    net.checkpointing = way.checkpoint
-    more = {"source": given(model.stacks[0], SOURCE, dtype)} if len(model.stacks) > 1 else {}
-    x, labels = given(model.stacks[-1], TOKENS, dtype), torch.zeros(BATCH * 99, dtype=torch.int64)
-    with SavedTensorRecorder([*net.parameters(), *net.buffers(), x, *more.values(), labels], {}) as watch:
-        y = net(x, **more).flatten(0, -2)
-        F.cross_entropy(y, labels[: len(y)])
-    return watch.total_bytes
-
-
-def profile(model: hw.model_spec.ModelSpec, dtype: str = "fp32") -> str:
-    """In bfloat16 each attention has its own: the usual one."""
-    return (
-        "dense"
-        if any(fused_unsupported_reason(spec) for _, spec in model.attention_specs())
-        else ""
-        if dtype == "bf16"
-        else "sdpa"
-    )
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
@@ -126,3 +90,67 @@ def test_a_model_with_checkpoints_does_again_what_its_formula_says(name, dropout
     way = hw.ActivationSettings("dense", "block", dropout)
     done = recompute_flops(model, hw.Workload(BATCH, TOKENS, "fp32", "cpu"), way).total
     assert done == totals["block"] - totals["none"]
+
+
+# --- the report of `headwise cost` ---------------------------------------------------------------------
+
+SIZES = ["--model", "64", "--heads", "4", "--context", "32", "--batch", "2"]
+
+
+def run(capsys, *argv: str) -> tuple[int, str, str]:
+    code = cli.main(["cost", *argv])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_nothing_is_said_unless_asked(capsys):
+    code, out, _ = run(capsys, "gqa", *SIZES, "--json")
+    assert (code, "training" in json.loads(out)) == (0, False)
+
+
+def test_the_page_says_every_step_with_its_formula(capsys):
+    code, out, err = run(capsys, "mha", "dcmha", *SIZES, "--kept")
+    assert (code, err) == (0, "")
+    assert max(map(len, out.splitlines())) <= 80
+    assert "mha: in training, flash-cuda, nothing recomputed" in out
+    assert "logsumexp = 4 b s q = 1,024" in out
+    assert "dcmha: in training, chunked, nothing recomputed" in out
+
+
+@pytest.mark.parametrize("checkpoint", ["none", "block", "core"])
+def test_the_document_has_the_same_numbers(capsys, checkpoint):
+    code, out, _ = run(capsys, "gqa", *SIZES, "--json", "--profile", "dense", "--checkpoint", checkpoint)
+    told = json.loads(out)["training"]["gqa"]
+    spec, load = hw.design(preset="gqa", model=64, heads=4), hw.Workload(2, 32)
+    way = hw.ActivationSettings("dense", checkpoint)
+    assert code == 0
+    assert (told["profile"], told["checkpoint"], told["dropout"]) == ("dense", checkpoint, 0.0)
+    assert (
+        told["kept_bytes"]
+        == hw.activation_memory(spec, load, way).total
+        == sum(term["value"] for term in told["terms"])
+    )
+    assert told["peak_bytes"] == hw.activation_memory(spec, load, hw.ActivationSettings("dense")).total
+    assert told["recomputed_flops"] == recompute_flops(spec, load, way).total
+    assert (told["recomputed_flops"] > 0) == (checkpoint != "none")
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (("--profile", "spda"), "did you mean 'sdpa'"),
+        (("--profile", ""), "--profile is empty"),
+        (("--checkpoint", "blok"), "did you mean 'block'"),
+        (("--checkpoint", ""), "checkpoint='' is unknown"),
+        (("--checkpoint", "core"), "use checkpoint='none' or 'block'"),
+        (("--dropout", "1.5"), "dropout must be at least 0 and less than 1, got 1.5"),
+        (("--dropout", "nan"), "less than 1, got nan"),
+        (("--dropout", "0.1"), "a layer alone has none"),
+        (("--profile", "paper-2022"), "plain multi-head attention"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_in_one_line(capsys, argv, said):
+    code, out, err = run(capsys, "gqa", *SIZES, *argv)
+    assert (code, out) == (2, "")
+    assert said in err
+    assert len(err.splitlines()) == 1

@@ -1,0 +1,85 @@
+"""Streams of tokens in chunks through a KV cache, compared with one pass."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+import headwise as hw
+
+MODEL = 10
+
+
+KINDS = {
+    "plain": {"pattern": "causal()", "kv": 2, "vdim": 5, "modifiers": (hw.Rotary(),)},
+    "extra": {"pattern": "causal()", "modifiers": (hw.Dynamic(rank=1), hw.Alibi())},
+    "ring": {"pattern": "window(3)", "kv": 3, "modifiers": (hw.Alibi(),)},
+    "dilated": {"pattern": "dilated(3, 2)"},
+    "sinks": {"pattern": "window(3) | first(2)", "kv": 2, "modifiers": (hw.Rotary(),)},
+    "latent": {"pattern": "causal()", "project": hw.Latent(rank=8, rope=2), "modifiers": (hw.Rotary(),)},
+    "latent ring": {"pattern": "window(4)", "project": hw.Latent(rank=8, rope=2), "modifiers": (hw.Rotary(),)},
+    "state": {"pattern": "causal()", "similarity": hw.FeatureMap(), "normaliser": hw.Sum(), "kv": 2, "vdim": 5},
+}
+
+
+ONE_DOCUMENT = {
+    "right padding": [["aaaaa", "aaa.."], ["a", "a"], ["a", "."], ["a", "a"], [".", "a"], ["aaa", ".aa"], ["a", "a"]],
+    "left padding": [["aaaaa", "..aaa"], ["a", "a"], [".", "a"], ["a", "a"], ["aa", ".a"], ["a", "a"], ["a", "a"]],
+    "a late row": [["aaa", "..."], ["a", "."], ["a", "a"], ["a", "a"], ["aa", "aa"], ["a", "a"], ["aaaa", "a..."]],
+    "holes": [["a.aa", ".a.a"], ["a", "a"], ["a..a", "aaaa"], ["a", "."], ["a", "a"]],
+    "even": [["aaa", "aaa"], ["a", "a"], ["aaaa", "aaaa"], ["a", "a"], ["a", "a"], ["aaaaaaa", "aaaaaaa"]],
+    "one by one": [["a", "a"]] * 13,
+    "a long start": [["a" * 11, "a" * 11], ["a", "a"], ["aa", "aa"], ["a", "a"]],
+    "nothing first": [["", ""], ["aaa", "aaa"], ["", ""], ["a", "a"]],
+    "one row only": [["aaaa"], ["a"], ["aa"]],
+}
+
+
+def built(kind: str) -> hw.Attention:
+    layer = hw.Attention(hw.design(**({"model": MODEL, "heads": 6, "dim": 4} | KINDS[kind]))).double()
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.copy_(torch.randn_like(parameter))
+    return layer
+
+
+def numbers(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+def told(stream: list[list[str]]) -> Iterator[tuple[Tensor, hw.SequenceInfo]]:
+    """x and tokens of each chunk; a token stands after those of its segment that the row has had."""
+    seen: list[dict[str, int]] = [defaultdict(int) for _ in stream[0]]
+    for words in stream:
+        position = torch.zeros(len(words), len(words[0]), dtype=torch.int64)
+        segment = position - 1
+        for b, word in enumerate(words):
+            for t, letter in enumerate(word):
+                if letter != ".":
+                    position[b, t], segment[b, t] = seen[b][letter], ord(letter) - ord("a")
+                    seen[b][letter] += 1
+        yield numbers(len(words), len(words[0]), MODEL), hw.SequenceInfo(position, segment)
+
+
+def check_stream(layer: hw.Attention, stream: list[list[str]], cache: hw.KVCache, *, unsaid: bool = False) -> None:
+    """Each document, passed alone and at once, says what its tokens said as they arrived.
+
+    `unsaid` leaves it to the cache to know where the tokens stand.
+    """
+    asked, said = defaultdict(list), defaultdict(list)
+    with torch.no_grad():
+        for x, at in told(stream):
+            y = layer(x, cache=cache, sequence=None if unsaid else at)
+            for b, t in at.is_real.nonzero().tolist():
+                asked[b, int(at.segment[b, t])].append(x[b, t])
+                said[b, int(at.segment[b, t])].append(y[b, t])
+        for document, xs in asked.items():
+            alone = layer(torch.stack(xs)[None])[0]
+            torch.testing.assert_close(torch.stack(said[document]), alone, rtol=0, atol=1e-11, msg=f"{document}")
+    assert len(asked) >= len(stream[0])
+
+
+EVEN = [name for name, chunks in ONE_DOCUMENT.items() if all(set("".join(c)) <= {"a"} for c in chunks)]

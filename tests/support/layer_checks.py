@@ -1,0 +1,53 @@
+"""Checks of one layer: FLOPs counted by torch, cached decode, gradients and saved tensors."""
+
+from __future__ import annotations
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop
+
+
+def flash_on_cpu(q, k, v, *args, out_shape=None, **kwargs):
+    """FlopCounterMode has no entry for the CPU's flash attention and would count nothing."""
+    return sdpa_flop(q, k, v)
+
+
+MAPPING = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: flash_on_cpu}
+
+
+def torch_counts(layer, x, **call) -> int:
+    """FLOPs of a call as torch's counter sees them."""
+    with FlopCounterMode(display=False, custom_mapping=MAPPING) as counter, torch.no_grad():
+        layer(x, **call)
+    return counter.get_total_flops()
+
+
+def decoded(layer, x, chunks, cache, **call):
+    """y of x handed over in chunks."""
+    parts, start = [], 0
+    for count in chunks:
+        parts.append(layer(x[:, start : start + count], cache=cache, **call))
+        start += count
+    return torch.cat(parts, 1)
+
+
+def gradients(layer, y, x):
+    """Of a loss that weighs every output differently, for x and every parameter."""
+    loss = (y * torch.linspace(-1, 2, y.numel(), dtype=y.dtype).view_as(y)).sum()
+    named = dict(layer.named_parameters()) | {"x": x}
+    grads = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
+    return {n: torch.zeros_like(named[n]) if g is None else g for n, g in zip(named, grads, strict=True)}
+
+
+def kept_for_backward(layer, count: int) -> int:
+    """Bytes that autograd holds of one forward pass, each storage once."""
+    x = torch.randn(1, count, layer.spec.model, requires_grad=True)
+    held: dict[int, int] = {}
+
+    def keep(tensor):
+        held[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        y = layer(x)
+    assert y.requires_grad
+    return sum(held.values())

@@ -1,0 +1,95 @@
+"""Attention layers over a paged KV cache, and the same read in one pass."""
+
+from __future__ import annotations
+
+import torch
+
+import headwise as hw
+from headwise.cache import PagePool
+from headwise.kernels import PagedDecodeOptions
+
+MODEL, LONGEST = 14, 300
+
+
+MODIFIERS = {"alibi": (hw.Alibi(),), "t5": (hw.T5Bias(buckets=8, reach=90, looking="back"),)}
+
+
+SPECS = {
+    "grouped": {"heads": 6, "kv": 2},
+    "one key head": {"heads": 5, "kv": 1, "vdim": 7},
+    "each its own": {"heads": 3, "modifiers": (hw.Rotary(),), "dim": 4},
+    "window": {"heads": 4, "kv": 2, "pattern": "window(11)"},
+    "sinks": {"heads": 4, "kv": 2, "pattern": "window(9) | first(5)"},
+    "gaps": {"heads": 4, "kv": 2, "pattern": "dilated(7, 3)"},
+    "prefix": {"heads": 4, "kv": 2, "pattern": "prefix(3)"},
+    "alibi": {"heads": 6, "kv": 3, "modifiers": MODIFIERS["alibi"]},
+    "t5 in a window": {"heads": 4, "kv": 2, "modifiers": MODIFIERS["t5"], "pattern": "window(13) | first(2)"},
+    "cap": {"heads": 4, "kv": 2, "modifiers": (hw.Softcap(0.7), hw.Alibi())},
+    "sink": {"heads": 4, "kv": 2, "normaliser": hw.SinkSoftmax()},
+}
+
+
+def built(name: str, dtype: torch.dtype = torch.float64) -> hw.Attention:
+    """A layer whose scores are far apart, so that every key matters or none does."""
+    said = {"model": MODEL, "pattern": "causal()", "dim": 5} | SPECS[name]
+    torch.manual_seed(3)
+    layer = hw.Attention(hw.design(**said))
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.copy_(torch.randn(parameter.shape) * 0.6)
+    return layer.to(dtype).eval()
+
+
+def pooled(spec: hw.AttentionSpec, dtype: torch.dtype, page: int, pages: int, order: int) -> PagePool:
+    """Pages in some order; what nobody has written there is not a number."""
+    pool = PagePool([spec], pages=pages, page=page, dtype=dtype)
+    pool.numbers[:-1].fill_(torch.nan)  # the last is read for what is not there, where pages are gathered
+    taken = [pool.book.pages.allocate() for _ in range(pages)]
+    for n in torch.randperm(pages, generator=torch.Generator().manual_seed(order)).tolist():
+        pool.book.pages.release(taken[n])
+    return pool
+
+
+def step(layer: hw.Attention, cache: hw.KVCache, x: torch.Tensor, only: str | None = None, **said) -> torch.Tensor:
+    """One token of each row, by one backend."""
+    layer.backend_name = only
+    with torch.no_grad():
+        y = layer(x, cache=cache, **said)
+    layer.backend_name = None
+    return y
+
+
+def begun(layer: hw.Attention, pool: PagePool, x: torch.Tensor, lengths: list[int]) -> hw.KVCache:
+    """Rows of these lengths, gone on with by whoever takes several tokens at once."""
+    cache = pool.caches(pool.batch_of([pool.book.new_sequence() for _ in lengths]))[0]
+    if most := max(lengths):
+        with torch.no_grad():
+            layer(x[:, :most], cache=cache, sequence=hw.SequenceInfo.from_batch(x[:, :most], lengths=lengths))
+    return cache
+
+
+def one_pass(layer: hw.Attention, x: torch.Tensor) -> torch.Tensor:
+    """What the last token of one row reads, with every score formed."""
+    layer.backend_name = "dense"
+    with torch.no_grad():
+        y = layer(x[None])[0, -1:]
+    layer.backend_name = None
+    return y
+
+
+def by_hand(q_HK, keys, values, scale, beside=PagedDecodeOptions()):  # noqa: B008 - it is a constant
+    """o [H, V] and lse [H] of one row in float64, head by head, of the list of keys [n, G, K] that it reads."""
+    found, each = [], q_HK.shape[0] // keys.shape[1]
+    for h, q in enumerate(q_HK.double()):
+        s = (keys[:, h // each].double() @ q) * scale
+        if beside.softcap:
+            s = (s / beside.softcap).tanh() * beside.softcap
+        if beside.bias is not None:
+            s = s + beside.bias[0, h]
+        rest = [beside.sink[h].double()] if beside.sink is not None else []
+        top = max([*s.tolist(), *(r.item() for r in rest)], default=0.0)
+        e = (s - top).exp()
+        total = e.sum() + sum((r - top).exp() for r in rest)
+        o = (e[:, None] * values[:, h // each].double()).sum(0) / (total if total else 1.0)
+        found.append((o, top + e.sum().log()))
+    return torch.stack([o for o, _ in found]), torch.stack([lse for _, lse in found])

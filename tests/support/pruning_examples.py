@@ -1,0 +1,35 @@
+"""Llama models with faint heads, for tests of pruning."""
+
+from __future__ import annotations
+
+import torch
+
+from headwise.models import Transformer
+from headwise.surgery import HeadRanking
+from headwise.surgery.attention_replacement import get_attention
+from support.importance_examples import WORDS
+
+LLAMA = {
+    "model_type": "llama", "hidden_size": 12, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 4,
+    "num_hidden_layers": 2, "intermediate_size": 20, "vocab_size": WORDS,
+}  # fmt: skip
+
+
+RANDOM = HeadRanking("random", seed=3)
+
+
+def faint(net: Transformer, heads: list[tuple[str, int]]) -> Transformer:
+    """The same with heads that nobody hears."""
+    with torch.no_grad():
+        for site, head in heads:
+            attention = get_attention(net, site)
+            wide = attention.spec.heads.vdim
+            attention.weights["output"]["o"][:, head * wide : (head + 1) * wide] *= 1e-3
+    return net
+
+
+FAINT = [("decoder.0.attention", 1), ("decoder.0.attention", 4), ("decoder.1.attention", 0), ("decoder.1.attention", 3)]
+
+
+# Texts of bytes that differ, eleven of them; an empty line among them.
+TEXTS = "\n".join(f"text {n} of {n * n} words, {'and more ' * (n % 3)}here" for n in range(11)) + "\n\n"

@@ -1,0 +1,59 @@
+"""Comparison of training runs: steps, logs and checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import headwise as hw
+from headwise.files import read_lines
+from headwise.training import CheckpointFolder
+
+
+def check_steps(found: dict[str, Any], wanted: dict[str, Any]) -> None:
+    """Forward, gradients, norms and weights."""
+    assert found["losses"] == pytest.approx(wanted["losses"], rel=1e-10)
+    assert found["norms"] == pytest.approx(wanted["norms"], rel=1e-10)
+    for step, gradients in enumerate(wanted["gradients"]):
+        assert found["gradients"][step].keys() == gradients.keys()
+        for name, gradient in gradients.items():
+            told = f"{name} at step {step}"
+            other = found["gradients"][step][name]
+            assert (other is None) == (gradient is None), told
+            if gradient is not None:
+                torch.testing.assert_close(other, gradient, rtol=1e-9, atol=1e-12, msg=told)
+    assert found["weights"].keys() == wanted["weights"].keys()
+    for name, tensor in wanted["weights"].items():
+        torch.testing.assert_close(found["weights"][name], tensor, rtol=1e-8, atol=1e-11, msg=name)
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    found, damages = CheckpointFolder(folder / "checkpoint").load_newest()
+    assert found is not None
+    assert not damages
+    return dict(found.tensors)
+
+
+def trail(folder: Path) -> list[Any]:
+    """What every step and evaluation came to, without the times."""
+    told = read_lines(folder / "metrics.jsonl")
+    steps = [(r["step"], r["loss"], r["rate"], r["norm"]) for r in told if r["event"] == "step"]
+    return steps + [(r["step"], r["metrics"]) for r in told if r["event"] in ("evaluation", "end")]
+
+
+def check_near(found: Path, wanted: Path) -> None:
+    """Up to the order of sums in float32: what was learnt, what it came to, and the state of the optimiser."""
+    first, second = tensors(found), tensors(wanted)
+    kept = [name for name in second if not name.startswith("random")]
+    assert kept == [name for name in first if not name.startswith("random")]
+    for name in kept:
+        torch.testing.assert_close(first[name], second[name], rtol=1e-3, atol=1e-5, msg=name)
+    for (step, *told), (other, *expected) in zip(trail(found), trail(wanted), strict=True):
+        assert step == other
+        for value, wanted_value in zip(told, expected, strict=True):
+            assert value == pytest.approx(wanted_value, rel=1e-4, abs=1e-6)
+    for name, tensor in hw.load(wanted).state_dict().items():
+        torch.testing.assert_close(hw.load(found).state_dict()[name], tensor, rtol=1e-3, atol=1e-5, msg=name)
