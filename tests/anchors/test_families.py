@@ -22,12 +22,9 @@ from anchors import hf_models, test_transformers
 from anchors.hf import projections
 from headwise import costs, families
 from headwise.model_spec import ModelSpec
-from support.model_configs import FAMILIES, LLAMA3, PUBLIC, TINY, YARN
+from support.model_configs import FAMILIES, PUBLIC, TINY
 
 Group = tuple[str, int | None, str]
-
-LLAMA3 |= {"original_max_position_embeddings": 8192}
-YARN |= {"original_max_position_embeddings": 4096}
 
 
 LAYER = re.compile(r"\.?(h|layers|layer|block)\.(\d+)\.")

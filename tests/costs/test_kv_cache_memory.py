@@ -26,7 +26,6 @@ KEPT = {
     if spec.pattern.tokens_before_decode is not None and spec.source is None
 }
 KEPT["sinks"] = cases.base(kv=2, pattern="window(5) | first(3)")
-LLAMA3 |= {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}
 V3 = {"model_type": "deepseek_v3", "hidden_size": 7168, "num_hidden_layers": 61, "num_attention_heads": 128}
 V3 |= {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128, "q_lora_rank": 1536}
 

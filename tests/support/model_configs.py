@@ -18,6 +18,7 @@ from headwise.model_spec import (
 )
 
 LLAMA3 = {"model_type": "llama", "hidden_size": 4096, "vocab_size": 128256, "intermediate_size": 14336}
+LLAMA3 |= {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}
 
 
 def gemma_3_1b() -> ModelSpec:
@@ -37,10 +38,12 @@ def gemma_3_1b() -> ModelSpec:
     return ModelSpec("gemma-3-1b", "decoder", (stack,), (OutputHeadSpec("tokens", 262144, table="decoder"),))
 
 
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3_ROPE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3_ROPE |= {"original_max_position_embeddings": 8192}
 
 
 YARN = {"type": "yarn", "factor": 40, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0}
+YARN |= {"original_max_position_embeddings": 4096}
 
 
 # Public models at full size: the keys of their config.json that say sizes, and the numbers that they are known to
@@ -64,7 +67,7 @@ PUBLIC: dict[str, tuple[dict[str, Any], int | None]] = {
     "llama-3-8b": (
         {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 4096, "vocab_size": 128256}
         | {"intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}
-        | {"max_position_embeddings": 131072, "rope_theta": 500000.0, "rope_scaling": LLAMA3},
+        | {"max_position_embeddings": 131072, "rope_theta": 500000.0, "rope_scaling": LLAMA3_ROPE},
         8_030_261_248,
     ),
     "llama-3-70b": (
@@ -184,7 +187,7 @@ def gpt2() -> dict[str, Any]:
 
 
 def llama() -> dict[str, Any]:
-    rope = some(None, {"rope_type": "linear", "factor": 2.0}, {"type": "dynamic", "factor": 2.0}, LLAMA3)
+    rope = some(None, {"rope_type": "linear", "factor": 2.0}, {"type": "dynamic", "factor": 2.0}, LLAMA3_ROPE)
     flags = {name: some(True, False) for name in ("attention_bias", "mlp_bias", "tie_word_embeddings")}
     return grouped(rope_scaling=rope, **flags)
 
