@@ -78,7 +78,7 @@ def test_its_docstring_is_true(temperature: ModuleType):
     assert sum(runner.run(test).failed for test in checks) == 0
 
 
-def test_it_equals_the_reference(temperature: ModuleType):
+def test_the_part_of_the_page_equals_the_reference(temperature: ModuleType):
     for spec in specs(temperature):
         layer = cases.layer(spec)
         x, z = cases.tensors(spec)
@@ -88,7 +88,7 @@ def test_it_equals_the_reference(temperature: ModuleType):
             cases.check_close(fast(x, source=z), reference.reference_attention(layer, x, source=z))
 
 
-def test_it_decodes_as_it_runs(temperature: ModuleType):
+def test_the_part_of_the_page_decodes(temperature: ModuleType):
     for spec in map(cases.causal, specs(temperature)):
         layer = cases.layer(spec)
         x, _ = cases.tensors(spec)
@@ -97,7 +97,7 @@ def test_it_decodes_as_it_runs(temperature: ModuleType):
         cases.check_close(torch.cat(steps, 1), layer(x))
 
 
-def test_it_is_cut_as_it_is_silenced(temperature: ModuleType):
+def test_the_part_of_the_page_is_pruned_exactly(temperature: ModuleType):
     for spec in specs(temperature):
         layer = cases.layer(spec)
         x, z = cases.tensors(spec)
@@ -112,7 +112,7 @@ def test_it_is_cut_as_it_is_silenced(temperature: ModuleType):
         assert weights["temperature.log"].shape == (2,)
 
 
-def test_it_is_counted_and_written(temperature: ModuleType):
+def test_the_part_of_the_page_is_counted_and_serialized(temperature: ModuleType):
     for spec in specs(temperature):
         layer = hw.Attention(spec)
         assert costs.count_parameters(spec) == sum(p.numel() for p in layer.parameters())

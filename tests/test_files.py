@@ -20,7 +20,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def test_what_is_written_is_there_and_nothing_else(tmp_path: Path):
+def test_only_the_written_file_exists(tmp_path: Path):
     files.write_atomically(tmp_path / "a", b"one")
     files.write_atomically(tmp_path / "a", b"two")
     assert contents(tmp_path) == {"a": b"two"}
@@ -148,7 +148,7 @@ def test_a_wrong_line_inside_is_no_torn_one(tmp_path: Path):
         files.read_lines(tmp_path / "a.jsonl")
 
 
-def test_full_is_said_of_lines_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_full_disk_is_reported_for_lines_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     lines = files.JsonLines(tmp_path / "a.jsonl")
     monkeypatch.setattr(os, "write", failing(1, os.write, OSError(errno.ENOSPC, "No space left on device")))
     with pytest.raises(OSError, match=r"a.jsonl cannot be written: No space left"):

@@ -39,7 +39,7 @@ def test_a_preset_is_a_spec_like_any_other(name):
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_a_preset_is_what_its_definition_says(name):
+def test_a_preset_equals_its_definition(name):
     layer, x = layer_of(name).eval(), torch.randn(1, 6, 256, dtype=torch.float64)
     check_close(layer(x), reference.reference_attention(layer, x))
 
@@ -58,7 +58,7 @@ def test_a_causal_preset_decodes_from_its_cache(name):
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_why_and_walk_speak_of_it(name):
+def test_why_and_walk_accept_presets(name):
     spec = hw.design(preset=name, model=256, heads=8)
     reasons = hw.why(spec, when="grad")
     assert reasons.backend is not None

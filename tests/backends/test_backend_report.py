@@ -36,7 +36,7 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> list[ModuleType]:
 
 
 @pytest.mark.parametrize("name", cases.EXAMPLES)
-def test_what_it_says_is_what_runs(name: str, chosen: list[ModuleType]):
+def test_the_reported_backend_runs(name: str, chosen: list[ModuleType]):
     spec = cases.EXAMPLES[name]
     layer = hw.Attention(spec).eval()
     x, z = cases.tensors(spec, torch.float32)
@@ -47,7 +47,7 @@ def test_what_it_says_is_what_runs(name: str, chosen: list[ModuleType]):
 
 
 @pytest.mark.parametrize("name", cases.EXAMPLES)
-def test_a_decoding_step_runs_what_it_says(name: str, chosen: list[ModuleType]):
+def test_a_decode_step_runs_the_reported_backend(name: str, chosen: list[ModuleType]):
     spec = cases.causal(cases.EXAMPLES[name])
     layer = hw.Attention(spec).eval()
     x, _ = cases.tensors(spec, torch.float32)
@@ -56,7 +56,7 @@ def test_a_decoding_step_runs_what_it_says(name: str, chosen: list[ModuleType]):
     assert [backends.BACKENDS[str(why(spec, tokens=hw.CallSize(cases.BATCH, 1, 1, 1)).backend)]] == chosen
 
 
-def test_the_form_of_a_single_query_is_said():
+def test_the_report_names_the_form_for_a_single_query():
     said = why(hw.design(preset="mla"))
     assert said.call.form == ""
     assert "absorbed" in said.other_call.form
@@ -77,7 +77,7 @@ def test_wanting_weights_needs_a_backend_that_shows_them():
     assert all("weights" in " ".join(said) for name, said in reasons.unsupported.items() if name != "dense")
 
 
-def test_two_parts_of_a_kind_say_a_reason_once():
+def test_two_parts_of_a_kind_give_one_reason():
     reasons = why(hw.design(preset="talking", model=12, heads=3))
     assert all(len(said) == len(set(said)) for said in reasons.unsupported.values())
     assert sum("TalkingHeads" in said for said in reasons.unsupported["sdpa"]) == 1
@@ -138,7 +138,7 @@ def test_a_backend_leaves_calls_to_others_that_it_was_measured_to_be_slower_for(
 
 
 @pytest.mark.parametrize("name", LONG)
-def test_who_is_asked_for_by_name_runs_at_any_length(name, chosen):
+def test_a_backend_chosen_by_name_runs_at_any_length(name, chosen):
     layer = hw.Attention(hw.design(model=12, heads=3, **LONG[name]), backend=name)
     with torch.no_grad():
         layer(torch.randn(1, 5, 12))
@@ -146,13 +146,13 @@ def test_who_is_asked_for_by_name_runs_at_any_length(name, chosen):
 
 
 @pytest.mark.parametrize("name", LONG)
-def test_who_is_told_a_length_and_asked_for_by_name_runs(name):
+def test_a_backend_chosen_by_name_runs_at_a_given_length(name):
     spec = hw.design(model=12, heads=3, **LONG[name])
     dispatch = backends.make_dispatch(backends.CallSignature(spec, spec.core), name)
     assert dispatch.select_for_size(hw.CallSize(1, 5, 5, 5)) == name
 
 
-def test_what_lies_in_a_cache_and_in_a_source_counts(chosen):
+def test_cached_and_source_tokens_count(chosen):
     spec, least = hw.design(model=12, heads=3, **LONG["block_sparse"]), backends.block_sparse.MIN_KEYS
     layer = hw.Attention(spec).eval()
     with torch.no_grad():
@@ -165,7 +165,7 @@ def test_what_lies_in_a_cache_and_in_a_source_counts(chosen):
     assert chosen == [backends.sdpa, backends.sdpa, backends.flash_cpu]
 
 
-def test_of_packed_texts_the_longest_counts(chosen):
+def test_the_longest_packed_text_counts(chosen):
     layer, least = (
         hw.Attention(hw.design(model=12, heads=3, **LONG["block_sparse"])).eval(),
         backends.block_sparse.MIN_KEYS,
@@ -177,7 +177,7 @@ def test_of_packed_texts_the_longest_counts(chosen):
     assert chosen == [backends.sdpa, backends.dense, backends.block_sparse, backends.dense]
 
 
-def test_a_length_that_is_told_is_said():
+def test_the_report_repeats_a_given_length():
     spec, least = hw.design(model=12, heads=3, **LONG["block_sparse"]), backends.block_sparse.MIN_KEYS
     assert f"sdpa; block_sparse from {least:,} keys on" in str(why(spec))
     assert why(spec).data["from"] == [{"keys": 0, "runs": "sdpa"}, {"keys": least, "runs": "block_sparse"}]
@@ -188,7 +188,7 @@ def test_a_length_that_is_told_is_said():
 
 
 @pytest.mark.parametrize("context", [300, 500])
-def test_what_is_spent_is_of_the_backend_that_runs(context):
+def test_executed_flops_are_those_of_the_backend_that_runs(context):
     spec = hw.design(model=12, heads=3, **LONG["block_sparse"])
     work, job = costs.self_attention_work(spec, batch=1, queries=context), backends.CallSignature(spec, spec.core)
     runs = backends.BACKENDS[str(why(spec, tokens=context).backend)]

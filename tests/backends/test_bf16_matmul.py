@@ -88,7 +88,7 @@ def test_queries_may_stand_anywhere_beside_their_keys(queries, keys, before, pat
         check_close(one, expected, rtol=1e-9, atol=1e-10)
 
 
-def test_prompts_are_read_behind_what_is_cached(small):
+def test_prompts_attend_to_cached_tokens(small):
     ours, other = pair(base(pattern="causal", modifiers=(hw.Rotary(),)))
     x = torch.randn(2, 19, 10, dtype=torch.float64)
     cache = ours.cache(batch=2, capacity=30)
@@ -96,7 +96,7 @@ def test_prompts_are_read_behind_what_is_cached(small):
         check_close(torch.cat([ours(some, cache=cache) for some in x.split([7, 2, 10], 1)], 1), other(x))
 
 
-def test_rows_that_read_nothing_read_zero_and_have_no_gradient(small):
+def test_rows_without_allowed_keys_are_zero_without_gradient(small):
     ours, _ = pair(base())
     x = torch.randn(2, 7, 10, dtype=torch.float64)
     told = hw.SequenceInfo.from_batch(x, lengths=[7, 3])
@@ -109,7 +109,7 @@ def test_rows_that_read_nothing_read_zero_and_have_no_gradient(small):
 
 @pytest.mark.parametrize("count", [60, 259, 600])
 @pytest.mark.parametrize("logits", [1.0, 1e4])
-def test_it_errs_no_more_than_plain_operations(count, logits):
+def test_error_is_at_most_that_of_plain_operations(count, logits):
     spec = hw.design(model=32, heads=2, dim=16, pattern="causal")
     ours, other = pair(spec, BF16)
     exact = copy.deepcopy(other).double()
@@ -158,7 +158,7 @@ def test_weights_of_long_texts_are_not_kept():
 
 
 @pytest.mark.parametrize("count", [5, 128, 300, 513])
-def test_what_is_kept_is_billed(count):
+def test_saved_bytes_are_counted(count):
     spec = hw.design(model=16, heads=4, kv=2, pattern="causal")
     load = hw.Workload(2, count, "bf16", "cpu")
     layer = hw.Attention(spec, backend="bf16_matmul").to(BF16)
@@ -170,7 +170,7 @@ def test_what_is_kept_is_billed(count):
     )
 
 
-def test_what_is_kept_is_not_formed_again(small):
+def test_saved_tensors_are_not_recomputed(small):
     spec = base(pattern="causal")
     job = CallSignature(spec, spec.core)
     told = [backends.recomputed_flops(bf16_matmul, job, hw.CallSize(1, keys, keys, keys), 100) for keys in (9, 10)]
@@ -241,7 +241,7 @@ def test_an_autocast_layer_is_as_good_as_plain():
         ({}, {"has_caller_mask": True}, "does not support a mask given by the caller; dense does"),
     ],
 )
-def test_it_says_what_it_cannot_do(words, state, said):
+def test_unsupported_calls_have_reasons(words, state, said):
     spec = hw.design(model=12, heads=4, **words)
     refused = bf16_matmul.unsupported_reasons(CallSignature(spec, spec.core, **state))
     assert any(said in one for one in refused), refused
@@ -264,7 +264,7 @@ def test_a_second_derivative_is_refused():
 
 
 @pytest.mark.filterwarnings("ignore")  # of torch, that it loops over rows
-def test_what_is_transformed_is_plain():
+def test_torch_func_transforms_use_plain_operations():
     ours, other = pair(base(pattern="causal"))
     x, along = torch.randn(2, 3, 9, 10, dtype=torch.float64)
     slopes, rises = [], []
@@ -278,7 +278,7 @@ def test_what_is_transformed_is_plain():
     check_close(*rises)
 
 
-def test_nothing_is_plain(small, monkeypatch: pytest.MonkeyPatch):
+def test_empty_calls_use_plain_operations(small, monkeypatch: pytest.MonkeyPatch):
     """No tokens, or no rows: plain operations know what that is."""
     ours, _ = pair(base())
     asked = []

@@ -65,7 +65,7 @@ def test_rows_read_their_pages_as_one_pass_reads(name: str, lengths, page: int, 
 
 
 @pytest.mark.parametrize("name", SPECS)
-def test_a_row_that_has_ended_reads_nothing(name: str):
+def test_an_ended_row_attends_to_nothing(name: str):
     layer = built(name)
     pool = pooled(layer.spec, torch.float64, 3, 60, 1)
     x = torch.randn(3, 21, MODEL, dtype=torch.float64)
@@ -80,7 +80,7 @@ def test_a_row_that_has_ended_reads_nothing(name: str):
 
 @pytest.mark.parametrize("name", ["grouped", "sinks", "gaps", "alibi", "cap", "sink"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_errors_are_those_of_what_is_gathered(name: str, dtype: torch.dtype):
+def test_errors_equal_those_of_gathered_keys(name: str, dtype: torch.dtype):
     layer, exact = built(name, dtype), built(name)
     lengths = [287, 16, 130]
     x = torch.randn(3, 288, MODEL).to(dtype)
@@ -120,7 +120,7 @@ def test_scores_that_are_huge_stay_numbers():
     assert step(layer, cache, x[:, 39:], "paged").isfinite().all()
 
 
-def test_layers_that_remember_alike_read_what_each_may():
+def test_layers_with_one_cache_layout_apply_their_own_patterns():
     """One table for both, all of which only one of them reads."""
     specs = [hw.design(model=MODEL, heads=2, dim=3, pattern=text) for text in ("causal()", "causal() & dilated(40, 3)")]
     assert [
@@ -141,7 +141,7 @@ def test_layers_that_remember_alike_read_what_each_may():
 # --- what is read where it lies, and what is gathered ----------------------------------------------------
 
 
-def test_who_hands_on_what_was_remembered_really_does():
+def test_projections_that_pass_cached_tensors_on_do_so():
     for name, spec in cases.EXAMPLES.items():
         form = spec.projection_form(one=True)
         if form.caches_keys_and_values:
@@ -152,7 +152,7 @@ def test_who_hands_on_what_was_remembered_really_does():
             assert v is entry["v"], name
 
 
-def test_the_reasons_to_gather():
+def test_reasons_to_gather():
     plain = hw.design(model=12, heads=4, kv=2)
     assert said(plain) == []
     assert said(plain, has_paged_cache=False) == ["the KV cache is not paged"]
@@ -167,7 +167,7 @@ def test_the_reasons_to_gather():
     assert said(sinks) == []
 
 
-def test_why_says_it():
+def test_why_reports_the_paged_backend():
     spec = hw.design(model=12, heads=4, kv=2, pattern="causal()")
     assert why(spec, tokens="one", when="paged").backend == "paged"
     assert why(spec, tokens="one").backend != "paged"
@@ -185,7 +185,7 @@ def test_several_tokens_of_a_row_are_gathered():
     assert pool.nbytes > pool.numbers.nbytes
 
 
-def test_what_is_looked_at_is_gathered_on_the_way():
+def test_probed_layers_gather_their_keys():
     """Whoever looks at keys of a call has those of each row side by side, zero where a row has none."""
     layer, seen = built("sinks"), []
     pool = pooled(layer.spec, torch.float64, 4, 20, 0)
@@ -257,7 +257,7 @@ def answered(net: hw.Transformer, patch: pytest.MonkeyPatch, sizes: list[int]) -
     return engine, *told
 
 
-def test_an_engine_whose_layers_read_in_place_gathers_nothing(monkeypatch: pytest.MonkeyPatch):
+def test_an_engine_with_paged_layers_gathers_no_keys(monkeypatch: pytest.MonkeyPatch):
     near, far = (hw.design(model=16, heads=4, kv=2, pattern=text) for text in ("window(9) | first(2)", "causal()"))
     net = language(near, far)
     monkeypatch.setattr(
@@ -271,7 +271,7 @@ def test_an_engine_whose_layers_read_in_place_gathers_nothing(monkeypatch: pytes
     assert str(engine.report()).splitlines()[-1].endswith(" 2, 2")
 
 
-def test_an_engine_says_which_layers_gather(monkeypatch: pytest.MonkeyPatch):
+def test_an_engine_reports_layers_that_gather(monkeypatch: pytest.MonkeyPatch):
     far = hw.design(model=16, heads=4, kv=2, pattern="causal()")
     net = language(far, hw.design(model=16, heads=4, pattern="causal()", normaliser=hw.Entmax()), far)
     net.stacks["decoder"].blocks[2].attentions["attention"].backend_name = "dense"
@@ -291,7 +291,7 @@ def test_an_engine_says_which_layers_gather(monkeypatch: pytest.MonkeyPatch):
     ]
 
 
-def test_reach_is_asked_again_where_rows_are_longer():
+def test_reach_is_computed_again_for_longer_rows():
     """A pattern that reads all of a short text may leave keys out of a long one."""
     asked: list[int] = []
 
@@ -305,7 +305,7 @@ def test_reach_is_asked_again_where_rows_are_longer():
     assert [reach.sees_all(used, rule) for used in (1, 10**6)] == [False, False]
 
 
-def test_what_a_cache_holds_is_what_its_pattern_still_reads():
+def test_a_cache_retains_the_tokens_that_its_pattern_still_reads():
     assert retained_tokens(Causal()) == Causal()
     for text, first, last in (("window(5)", 0, 5), ("window(5) | first(2)", 2, 5)):
         assert hw.design(model=4, heads=1, pattern=text).pattern.retention == (first, last)

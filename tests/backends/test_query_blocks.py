@@ -83,7 +83,7 @@ def _axes(runs) -> list[TokenAxis]:
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
-def test_what_is_formed_is_the_sum_of_the_pieces(pattern):
+def test_executed_pairs_are_the_sum_over_the_pieces(pattern):
     pattern = parse_pattern(pattern)
     for queries, keys in [(range(1500), range(1500)), (range(700, 1900), range(1900)), (range(300), range(77))]:
         every = plan_block_batches(pattern, TokenAxis(queries), [TokenAxis(keys)])
@@ -140,7 +140,7 @@ def laid(count: int, cuts: list[list[int]], way: str) -> hw.SequenceInfo:
 @pytest.mark.parametrize("pattern", PATTERNS)
 @settings(max_examples=12, deadline=None)
 @given(filled(), st.sampled_from([1, 3]), st.booleans())
-def test_ragged_rows_are_read_and_learn_as_the_definition_says(pattern, rows, each, sunk):
+def test_ragged_rows_have_the_outputs_and_gradients_of_the_definition(pattern, rows, each, sunk):
     count, cuts, way = rows
     tokens = laid(count, cuts, way)
     q, k, v = (
@@ -162,7 +162,7 @@ def test_ragged_rows_are_read_and_learn_as_the_definition_says(pattern, rows, ea
 
 
 @pytest.mark.parametrize("pattern", ["window(100)", "dilated(5, rate=3)", "dilated(9, rate=200, after=4)"])
-def test_what_is_added_at_once_does_not_overlap(pattern, monkeypatch):
+def test_gradients_added_together_do_not_overlap(pattern, monkeypatch):
     """Threads share an addition out: two that add to the same token at once lose what one of them adds."""
     added, inside, view, overlap = [], [], block_sparse.BatchedBlocks._view, block_sparse.BatchedBlocks._overlap
 
@@ -273,7 +273,7 @@ def test_biases_leave_gradients_that_grow_with_the_length(modifiers):
     assert grown[1] <= 2.2 * grown[0]
 
 
-def test_nothing_is_kept_without_gradients():
+def test_no_tensor_is_saved_without_gradients():
     layer, held = hw.Attention(cases.base(pattern="window(20)"), backend="block_sparse"), list[Tensor]()
     with torch.no_grad(), torch.autograd.graph.saved_tensors_hooks(held.append, lambda t: t):
         layer(torch.randn(1, 300, 10))

@@ -48,7 +48,7 @@ def dense(lengths, dim, vdim, heads=6, groups=2, dtype=torch.float64):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(("heads", "groups"), [(6, 2), (5, 1), (3, 3), (8, 2)])
 @pytest.mark.parametrize(("dim", "vdim"), [(64, 64), (16, 80), (5, 3), (130, 67)])
-def test_it_reads_what_the_definition_reads(dim, vdim, heads, groups, dtype):
+def test_the_kernel_equals_the_definition(dim, vdim, heads, groups, dtype):
     lengths = [0, 1, KV_BLOCK_SIZE + 1, KV_SPLIT_SIZE + 3]
     q, k, v, table = dense(lengths, dim, vdim, heads, groups, dtype)
     o, lse = attend_paged(q, k.transpose(1, 2), v.transpose(1, 2), table, scale=0.3)
@@ -68,7 +68,7 @@ def test_blocks_and_pieces_end_where_they_should(length):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_what_stands_beside_counts(dtype):
+def test_decode_options_count(dtype):
     length = KV_SPLIT_SIZE + 5
     q, k, v, table = dense([length], 16, 16, dtype=dtype)
     bias = torch.randn(1, 6, k.shape[1], dtype=torch.float64)
@@ -157,7 +157,7 @@ def test_large_scores_make_no_nan(dtype, sink):
     check_close(o, expected[0], rtol=2e-2, atol=2e-2)
 
 
-def test_who_may_read_nothing_reads_zero_and_nan_stays_nan():
+def test_rows_without_allowed_keys_are_zero_and_nan_stays_nan():
     q, k, v, _ = dense([5, 5, 5], 16, 16)
     table = torch.tensor([[[0, 3, 3]], [[1, 4, 2]], [[2, 0, 5]]])
     k[2, 1, 0] = torch.nan
@@ -196,7 +196,7 @@ def test_gradients_are_those_of_the_definition():
     assert torch.autograd.gradcheck(core, given_all)
 
 
-def test_it_is_a_sound_operation_of_torch():
+def test_the_operation_passes_opcheck():
     q, k, v, table = dense([4, 2], 5, 3)
     nothing = [torch.empty(0)] * 4
     told = torch.library.opcheck(
@@ -216,7 +216,7 @@ def test_its_products_are_counted():
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_rows_of_any_length_are_what_dense_reads(name):
+def test_rows_of_any_length_equal_dense(name):
     spec = cases.causal(EXAMPLES[name])
     if "ragged" not in cases.takers(spec, one=True):
         pytest.skip("ragged refuses it")
@@ -234,7 +234,7 @@ def test_rows_of_any_length_are_what_dense_reads(name):
         check_close(found["ragged"], found["dense"])
 
 
-def test_a_cache_says_how_much_each_row_holds():
+def test_a_cache_reports_the_length_of_each_row():
     layer = cases.layer(cases.base(pattern="causal"))
     x = torch.randn(3, 4, 10, dtype=torch.float64)
     cache, told = layer.cache(batch=3, capacity=9), []
@@ -266,7 +266,7 @@ def test_packed_documents_do_not_meet_in_a_cache():
     check_close(found["ragged"], found["dense"])
 
 
-def test_a_step_is_taken_by_whoever_is_measured_to_be_faster(monkeypatch):
+def test_the_faster_backend_runs_a_decode_step(monkeypatch):
     spec = cases.base(kv=2, pattern="causal")
     monkeypatch.setattr(ragged_decode, "MIN_BYTES_BY_DTYPE", {torch.float32: 2 * 2 * 4 * 8 * 5})
     job = CallSignature(spec, spec.core, single_query=True)
@@ -276,7 +276,7 @@ def test_a_step_is_taken_by_whoever_is_measured_to_be_faster(monkeypatch):
     assert hw.backends.choose_backend(job, hw.CallSize(5, 1, 1, 4)) is ragged_decode
 
 
-def test_why_it_refuses(monkeypatch):
+def test_unsupported_calls_have_reasons(monkeypatch):
     spec = cases.base(kv=2, pattern="causal")
     job = CallSignature(spec, spec.core, single_query=True)
     assert BACKENDS["ragged"].unsupported_reasons(job) == []

@@ -94,7 +94,7 @@ PATTERNS = ["full()", "causal()"]
 @pytest.mark.parametrize("rates", [EVEN, UNEVEN], ids=["even", "uneven"])
 @pytest.mark.parametrize("kv", [6, 2])
 @pytest.mark.parametrize("pattern", PATTERNS)
-def test_open_heads_read_as_if_all_were_asked(pattern, kv, rates, way):
+def test_open_heads_equal_those_of_a_call_with_all_heads(pattern, kv, rates, way):
     for batch, queries, keys in [(2, 257, 257), (1, 613, 613), (2, 300, 641)]:
         Call(pattern, (batch, queries, keys), kv).check_reading(some_open(batch, queries, rates))
 
@@ -116,7 +116,7 @@ def opened_in(kind: str, queries: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("kind", ["stretches", "rows", "one", "all", "none"])
 @pytest.mark.parametrize("pattern", PATTERNS)
-def test_whoever_speaks_when(pattern, kind, way):
+def test_any_choice_of_open_heads_is_exact(pattern, kind, way):
     Call(pattern, (2, 521, 521)).check_reading(opened_in(kind, 521))
 
 
@@ -174,7 +174,7 @@ def test_scores_as_large_as_they_come(way):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_it_errs_no_more_than_twice_as_all_heads_asked(dtype):
+def test_error_is_at_most_twice_that_of_all_heads(dtype):
     call = Call("causal()", (1, 1000, 1000), dtype=dtype)
     opened = some_open(1, 1000, EVEN)
     truth = call.expected(opened)
@@ -210,7 +210,7 @@ def test_a_whole_layer_is_the_same(modifiers, way):
         check_close(ours, theirs, rtol=1e-8, atol=1e-9)
 
 
-def test_a_long_prompt_behind_what_is_cached(way):
+def test_a_long_prompt_after_cached_tokens(way):
     layer = layer_of()
     x = torch.randn(2, 1600, 10, dtype=torch.float64)
     expected = layer(x)
@@ -220,7 +220,7 @@ def test_a_long_prompt_behind_what_is_cached(way):
             check_close(torch.cat([layer(part, cache=cache) for part in x.split(list(chunks), 1)], 1), expected)
 
 
-def test_a_source_is_read_by_those_that_speak(way):
+def test_open_heads_attend_to_a_source(way):
     layer = cases.layer(base(source=13, modifiers=HALF), backend="routed")
     x, z = torch.randn(2, 300, 10, dtype=torch.float64), torch.randn(2, 411, 13, dtype=torch.float64)
     ours = layer(x, source=z)
@@ -253,7 +253,7 @@ def said(modifiers, **more) -> str:
     return "; ".join(routed_heads.unsupported_reasons(CallSignature(spec, spec.core, **more)))
 
 
-def test_it_takes_what_it_can():
+def test_supported_calls():
     assert said(HALF) == said(HALF, needs_grad=True) == said((hw.Rotary(), *HALF), training=True) == ""
     by_norm = (hw.Routed(always=2, active=2, router="norm"),)
     assert said(by_norm) == ""
@@ -279,7 +279,7 @@ def test_it_takes_what_it_can():
     ],
     ids=repr,
 )
-def test_what_it_cannot_is_refused(modifiers, more, reason):
+def test_unsupported_calls_are_refused(modifiers, more, reason):
     assert reason in said(modifiers, **more)
 
 
@@ -290,12 +290,12 @@ def test_heads_that_are_joined_need_those_that_are_shut():
     )
 
 
-def test_it_is_the_first_choice():
+def test_the_backend_is_the_first_choice():
     assert hw.why(base(pattern="causal()", modifiers=HALF), when=["grad"]).backend == "routed"
 
 
 @pytest.mark.compile
-def test_a_compiled_layer_asks_all_heads():
+def test_a_compiled_layer_computes_all_heads():
     layer = layer_of()
     x = torch.randn(1, 300, 10, dtype=torch.float64)
     expected = layer(x)
@@ -313,7 +313,7 @@ def evenly(spec, count: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("pattern", ["causal()", "full()"])
 @pytest.mark.parametrize("count", [256, 512, 768, 90])
-def test_it_spends_what_torch_counts(count, pattern, monkeypatch, way):
+def test_executed_flops_are_those_torch_counts(count, pattern, monkeypatch, way):
     spec = base(pattern=pattern, modifiers=HALF)
     layer = cases.layer(spec, torch.float32, "routed")
     gate = evenly(spec, count).float()[..., None]
@@ -325,7 +325,7 @@ def test_it_spends_what_torch_counts(count, pattern, monkeypatch, way):
 
 
 @pytest.mark.parametrize("routing", [(0, 3), (2, 2), (1, 1)])
-def test_what_is_spent_is_near_what_is_drawn(routing, way):
+def test_expected_flops_are_near_those_of_sampled_gates(routing, way):
     spec = hw.design(model=10, heads=6, dim=4, pattern="causal", modifiers=(hw.Routed(*routing),))
     work = CallSize(1, 2048, 2048, 2048)
     expected = routed_heads.executed_flops(CallSignature(spec, spec.core), work)
@@ -350,7 +350,7 @@ def test_what_is_spent_is_near_what_is_drawn(routing, way):
     assert made < float(every) * 1.3 * spec.core.flops(2048 * 2049 // 2)
 
 
-def test_a_cut_layer_says_what_it_can():
+def test_a_pruned_layer_reports_its_support():
     assert hw.Routed(always=1, active=2).open_fractions(base()) == (1, *[Fraction(2, 5)] * 5)
     assert hw.Routed(always=1, active=2, heads=9).open_fractions(base()) == (Fraction(1, 3),) * 6
     assert hw.Routed(always=3, active=3).open_fractions(base()) is None

@@ -40,7 +40,7 @@ def many_groups(monkeypatch):
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_texts_read_as_if_they_were_alone(name, many_groups):
+def test_packed_texts_equal_texts_alone(name, many_groups):
     spec = EXAMPLES[name]
     if spec.source is not None:
         pytest.skip("read as a source below")
@@ -82,7 +82,7 @@ LENGTHS = st.lists(st.lists(st.integers(0, 300), min_size=1, max_size=5), min_si
 
 @settings(deadline=None, max_examples=15)
 @given(rows=LENGTHS, pattern=st.sampled_from(["causal", "full", "window(40)", "causal & dilated(9, rate=2)"]))
-def test_any_lengths_give_what_texts_alone_give(rows, pattern):
+def test_texts_of_any_lengths_equal_texts_alone(rows, pattern):
     layer = hw.Attention(hw.design(model=6, heads=3, kv=1, dim=4, pattern=pattern, modifiers=(hw.Rotary(),))).double()
     told = SequenceInfo.packed(rows)
     x = torch.randn(len(rows), told.count, 6, dtype=torch.float64, requires_grad=True)
@@ -106,7 +106,7 @@ def test_any_lengths_give_what_texts_alone_give(rows, pattern):
     sizes=st.lists(st.tuples(st.integers(0, 400), st.integers(0, 400)), max_size=40),
     spare=st.integers(0, 5000),
 )
-def test_little_is_formed_that_nobody_reads(sizes, spare):
+def test_few_masked_pairs_are_computed(sizes, spare):
     asks, keys = [one for one, _ in sizes], [other for _, other in sizes]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(varlen, "FREE_PAIRS", spare)
@@ -136,7 +136,7 @@ def test_memory_grows_with_the_texts_and_not_with_the_row():
     assert kept(32) <= 2.1 * kept(16)
 
 
-def test_who_has_no_source_reads_nothing():
+def test_texts_without_a_source_attend_to_nothing():
     layer = cases.layer(cases.crossed(cases.base()))
     seen = hw.Probe("heads")
     x, z = torch.randn(1, 5, 10).double(), torch.randn(1, 4, cases.WIDTH).double()
@@ -201,7 +201,7 @@ def runs_apart(layer, x, **call) -> bool:
     return bool(called)
 
 
-def test_texts_run_apart_where_they_are_known_and_nobody_looks_at_the_whole():
+def test_texts_run_separately_unless_a_probe_needs_the_whole_row():
     layer = cases.layer(cases.base(pattern="causal"))
     told = SequenceInfo.packed([[3, 4]])
     x = torch.randn(1, 7, 10, dtype=torch.float64)
@@ -232,7 +232,7 @@ def test_a_plan_is_made_once_for_all_layers():
     assert all(other is None for other, _, _ in told.backend_plans)
 
 
-def test_what_is_not_a_length_is_refused():
+def test_invalid_lengths_are_refused():
     for wrong in ([], [[2, -1]], [[2.0]], [[True]], 3, [3]):
         with pytest.raises(ValueError, match="must list the text lengths"):
             SequenceInfo.packed(wrong)
@@ -254,7 +254,7 @@ def test_compiled_rows_are_masked_and_the_same():
     check_close(run(x, sequence=told), layer(x, sequence=told))
 
 
-def test_what_texts_read_of_themselves_and_of_a_source_is_planned_apart():
+def test_self_and_cross_attention_are_planned_separately():
     at, told = SequenceInfo.packed([[2, 3]]), SequenceInfo.packed([[4, 1]])
     for plan in (group_plan, kernel_plan):
         plan(AttentionMask(at, at, Full()))

@@ -89,7 +89,7 @@ def row(bench: session.CaseTimer, case: BenchmarkCase) -> dict[str, Any]:
 # --- turns ---------------------------------------------------------------------------------------------
 
 
-def test_a_sample_lasts_long_enough_and_says_seconds_of_one_call(clock: Clock):
+def test_a_sample_lasts_long_enough_and_gives_seconds_per_call(clock: Clock):
     taken = time_interleaved(
         {"a": clock.run("a", 0.25), "b": clock.run("b", 0.0078125)}, TimingPace(max_samples=4), clock
     )
@@ -98,7 +98,7 @@ def test_a_sample_lasts_long_enough_and_says_seconds_of_one_call(clock: Clock):
     assert taken["b"].seconds == pytest.approx((0.0078125,) * 4, rel=1e-12)
 
 
-def test_what_is_slow_is_sampled_less_often_but_often_enough(clock: Clock):
+def test_slow_cases_are_sampled_less_often_but_often_enough(clock: Clock):
     pace = TimingPace(min_samples=3, max_samples=15, max_seconds=30.0)
     taken = time_interleaved({"slow": clock.run("slow", 60.0), "some": clock.run("some", 2.5), "fast": clock.run("fast", 0.1)},
                      pace, clock)  # fmt: skip
@@ -114,7 +114,7 @@ def test_a_call_as_long_as_a_sample_is_one_from_the_first_round_on(clock: Clock)
     assert clock.order.count("short") == 2 + 3 * 2  # two calls say that two are a sample
 
 
-def test_who_is_widely_spread_has_all_sampled_as_often_again(clock: Clock):
+def test_a_wide_spread_of_one_run_doubles_the_samples_of_all(clock: Clock):
     runs = {"even": clock.run("even", 1.0), "odd": clock.run("odd", 1.0, 1.0, 2.0, 3.0, 1.0)}
     taken = time_interleaved(runs, TimingPace(min_samples=3, max_samples=15, max_seconds=1.0), clock)
     assert {name: len(samples.seconds) for name, samples in taken.items()} == {"even": 6, "odd": 6}
@@ -124,7 +124,7 @@ def test_who_is_widely_spread_has_all_sampled_as_often_again(clock: Clock):
     assert len(again["odd"].seconds) == 3  # no more than are taken at most
 
 
-def test_turns_are_mixed_the_same_way_every_time():
+def test_the_order_of_turns_is_shuffled_by_a_fixed_seed():
     told = list(interleaved_order({"a": 40, "b": 40, "c": 20}, seed=0))
     assert told == list(interleaved_order({"a": 40, "b": 40, "c": 20}, seed=0))
     assert told != list(interleaved_order({"a": 40, "b": 40, "c": 20}, seed=1))
@@ -227,7 +227,7 @@ def test_the_machine_reads_more_than_its_cache_holds_and_multiplies_in_the_dtype
     assert MachineLimits(LAST).limit_runs(None) == {}
 
 
-def test_who_is_absent_is_named(bench: session.CaseTimer, clock: Clock):
+def test_absent_peers_are_named(bench: session.CaseTimer, clock: Clock):
     def broken() -> Any:
         raise RuntimeError("no\ncompiler")
 
@@ -271,7 +271,7 @@ def test_a_loose_spread_gives_no_verdict(bench: session.CaseTimer, clock: Clock)
     assert loose["met"] is None
 
 
-def test_what_fails_of_ours_is_said_and_is_not_sound(bench: session.CaseTimer):
+def test_a_failure_of_headwise_is_reported_and_fails_the_run(bench: session.CaseTimer):
     def ours() -> Any:
         raise ValueError("this is new")
 
@@ -286,7 +286,7 @@ def test_what_fails_of_ours_is_said_and_is_not_sound(bench: session.CaseTimer):
     assert benchmark_report.row_bars(got) == []
 
 
-def test_a_row_says_where_its_time_went(capsys, fakes, clock: Clock):
+def test_a_row_reports_where_its_time_went(capsys, fakes, clock: Clock):
     def slow(quick: bool) -> Iterator[BenchmarkCase]:
         clock.now += 4.0
         yield BenchmarkCase("first", clock.run("ours", 0.5), {"one": clock.run("one", 1.0)})
@@ -307,7 +307,7 @@ def test_a_row_says_where_its_time_went(capsys, fakes, clock: Clock):
     assert f"Time by kind: slow {format_duration(whole)}." in said
 
 
-def test_an_aim_at_nobody_is_a_mistake(bench: session.CaseTimer, clock: Clock):
+def test_an_aim_without_a_peer_is_an_error(bench: session.CaseTimer, clock: Clock):
     with pytest.raises(ValueError, match="has a target against 'nobody', which is not one of its peers"):
         bench.time_case(
             BenchmarkCase("a case", clock.run("ours", 1.0), {}, targets=(SpeedTarget("nobody", 1.0),)), "fake"
@@ -350,7 +350,7 @@ def test_the_last_level_is_that_of_all_processors_once(tmp_path: Path):
     assert session.find_last_level_cache(damaged) == (2 * 2**20, True)
 
 
-def test_where_nobody_says_which_processors_all_count(monkeypatch: pytest.MonkeyPatch):
+def test_all_processors_count_without_an_affinity(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delattr(session.os, "sched_getaffinity")
     monkeypatch.setattr(session.os, "cpu_count", lambda: 3)
     assert session.num_processors() == session.check_threads(None) == 3
@@ -371,7 +371,7 @@ def test_odd_machines_are_labelled(monkeypatch: pytest.MonkeyPatch):
     ]
 
 
-def test_who_is_not_installed_has_no_version(monkeypatch: pytest.MonkeyPatch):
+def test_packages_that_are_not_installed_have_no_version(monkeypatch: pytest.MonkeyPatch):
     def missing(name: str) -> str:
         raise session.PackageNotFoundError(name)
 
@@ -511,7 +511,7 @@ def test_a_wrong_piece_of_a_name_costs_no_rows_that_were_measured(capsys, fakes)
     assert "no row of other has 'sideways' in its name; its rows are: other" in told[-1]["failed"]
 
 
-def test_an_interrupt_shows_what_is_done(capsys, fakes, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_an_interrupt_prints_the_finished_rows(capsys, fakes, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     def stopped(quick: bool) -> Iterator[BenchmarkCase]:
         raise KeyboardInterrupt
         yield
@@ -641,5 +641,5 @@ def test_drawing_of_random_states_and_seeds_leaves_none_behind(fakes):
 @pytest.mark.parametrize(
     ("seconds", "said"), [(1e-6, "1.0 us"), (0.00099, "990 us"), (0.1234, "123 ms"), (75, "75.0 s")]
 )
-def test_seconds_are_told_in_three_figures(seconds: float, said: str):
+def test_seconds_have_three_significant_figures(seconds: float, said: str):
     assert format_seconds(seconds) == said

@@ -41,7 +41,7 @@ def test_each_call_is_a_step_of_all_rows():
         assert library.steps == step  # and waits
 
 
-def test_what_nobody_asks_any_more_ends_at_once():
+def test_an_abandoned_generation_ends_at_once():
     """The rows before the last would go on to the last token, beside whatever is measured next."""
     library = Library()
     stepped = CTranslate2Stepper(library, Path("nowhere"), [[1, 2]] * ROWS, max_length=50, threads=1)
@@ -53,7 +53,7 @@ def test_what_nobody_asks_any_more_ends_at_once():
     assert library.steps <= 2
 
 
-def test_more_steps_than_were_said_are_refused():
+def test_more_steps_than_planned_are_refused():
     library = Library()
     stepped = CTranslate2Stepper(library, Path("nowhere"), [[1, 2]], max_length=2, threads=1)
     stepped(), stepped()

@@ -96,7 +96,7 @@ def faked(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> CaseTimer:
     )
 
 
-def test_every_axis_grows_and_who_is_slow_is_asked_no_more(monkeypatch: pytest.MonkeyPatch):
+def test_every_axis_grows_and_slow_backends_are_dropped(monkeypatch: pytest.MonkeyPatch):
     kind = "plain heads, causal"
     points = list(runner.measure_scaling(faked(Clock(), monkeypatch), kind))
     at = {(point["axis"], point["at"]): point["seconds"] for point in points}
@@ -115,7 +115,7 @@ def test_every_axis_grows_and_who_is_slow_is_asked_no_more(monkeypatch: pytest.M
     assert order["fastest"]["64"] == "flash_cpu"
 
 
-def test_who_fails_is_named_and_asked_no_more(monkeypatch: pytest.MonkeyPatch):
+def test_a_failing_backend_is_named_and_dropped(monkeypatch: pytest.MonkeyPatch):
     clock = Clock()
     bench, made = faked(clock, monkeypatch), runner._scaling_case
 
@@ -162,7 +162,7 @@ def test_backends_run_the_same_layer(kind: str, monkeypatch: pytest.MonkeyPatch)
             )
 
 
-def test_a_cache_begins_anew(monkeypatch: pytest.MonkeyPatch):
+def test_each_measurement_starts_with_a_new_cache(monkeypatch: pytest.MonkeyPatch):
     kind, size = "one query, heads in fours", runner.CallSize(tokens=32, heads=4)
     run = runner._layer_run(runner.SCALING_LAYERS[kind], runner.design_layer(kind, size), size, "dense")
     said = [run() for _ in range(33)]
@@ -231,7 +231,7 @@ def test_kinds_of_layers_are_listed(capsys):
     assert max(map(len, lines)) <= 80
 
 
-def test_the_pages_say_what_was_measured(monkeypatch: pytest.MonkeyPatch, quick, tmp_path: Path):
+def test_the_pages_show_the_measurements(monkeypatch: pytest.MonkeyPatch, quick, tmp_path: Path):
     monkeypatch.syspath_prepend(str(DOCS))
     monkeypatch.delitem(sys.modules, "bench_pages", raising=False)
     import bench_pages

@@ -156,7 +156,7 @@ TestBooks = Books.TestCase
 TestBooks.settings = settings(max_examples=30, stateful_step_count=30, deadline=None, derandomize=True)
 
 
-def test_what_is_pledged_is_never_overdrawn():
+def test_reserved_pages_are_never_exceeded():
     """Whatever rows are let in by what is pledged, each comes to its end; and many that begin alike fit at once."""
     paging = PageLayout((RetentionGroup(0, None, 2), RetentionGroup(1, 5, 4)), (), 0, 2)
     book, length, ids = BlockTables(paging, 23), 14, [1, 0, 1, 1] * 4
@@ -196,7 +196,7 @@ def test_an_opening_is_shared_as_a_whole():
     assert book.find_prefix(book.new_sequence(), ids[:6]) == 4  # one token at least is read, to know what comes next
 
 
-def test_what_is_shared_follows_from_all_ids_before_it():
+def test_a_shared_page_depends_on_all_earlier_ids():
     """Of a window only the last pages are needed, but what lies in them is not a matter of their own ids alone."""
     book, ids = BlockTables(PageLayout((RetentionGroup(0, 3, 2),), (), 0, 2), 23), [1, 2, 3, 4, 5, 6, 7]
     row = book.new_sequence()
@@ -225,7 +225,7 @@ def test_chunks_with_padding(kind: str, stream: str):
 
 
 @pytest.mark.parametrize("kind", PAGED)
-def test_the_cache_says_where_tokens_stand(kind: str):
+def test_the_cache_reports_positions(kind: str):
     layer = streams.built(kind)
     for stream in streams.EVEN:
         rows = streams.ONE_DOCUMENT[stream]
@@ -249,7 +249,7 @@ def test_any_part_reads_pages_as_it_reads_one_pass(name: str):
 
 
 @pytest.mark.parametrize("kind", PAGED)
-def test_rows_that_part_copy_what_they_write(kind: str):
+def test_diverging_rows_copy_the_pages_they_write(kind: str):
     layer = streams.built(kind)
     x = streams.numbers(4, 9, streams.MODEL)
     x[2, :4] = x[0, :4]
@@ -270,7 +270,7 @@ def test_rows_that_part_copy_what_they_write(kind: str):
     assert pool.book.pages.num_held == 0
 
 
-def test_a_row_sees_nothing_of_who_had_its_pages_before():
+def test_a_row_sees_nothing_of_the_previous_owner_of_its_pages():
     """Of rows of several lengths the short ones are read with slots that they have not filled."""
     layer = streams.built("plain")
     pool = PagePool([layer.spec], pages=4, page=4, dtype=torch.float64)
@@ -287,7 +287,7 @@ def test_a_row_sees_nothing_of_who_had_its_pages_before():
         cases.check_close(last[:, 0], torch.stack([layer(x[:1])[0, 4], layer(x[1:, :2])[0, 1]]))
 
 
-def test_pages_that_nobody_reads_any_more_are_given_back():
+def test_pages_out_of_reach_are_freed():
     layer = streams.built("sinks")  # the first 2, the latest 3
     pool = PagePool([layer.spec], pages=6, page=2, dtype=torch.float64)
     cache = pool.caches(pool.batch_of([pool.book.new_sequence()]))[0]
@@ -299,7 +299,7 @@ def test_pages_that_nobody_reads_any_more_are_given_back():
     assert cache.used == 56
 
 
-def test_what_cannot_lie_in_pages_is_refused():
+def test_specs_that_cannot_be_paged_are_refused():
     layer = streams.built("plain")
     cache = pooled(layer, 2, pages=3)
     x = streams.numbers(2, 4, streams.MODEL)

@@ -45,7 +45,7 @@ def said(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int, str, s
 
 
 @pytest.mark.parametrize(("name", "kind"), [("ours", "ours"), ("llama", "transformers")])
-def test_one_command(
+def test_one_command_converts_and_verifies_a_model(
     name: str, kind: str, folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     out = tmp_path / "out"
@@ -85,7 +85,7 @@ def test_other_forms(form: str, folders: dict[str, Path], tmp_path: Path, capsys
     assert hw.load(out).spec != hw.load(model).spec or form == "mha"
 
 
-def test_learning_again_is_told(folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_retraining_is_reported(folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     out = tmp_path / "out"
     (tmp_path / "lessons").write_text("\n".join(f"{TEXTS.splitlines()[n % 11]} {n}" for n in range(40)))
     code, told, err = said(

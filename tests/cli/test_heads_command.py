@@ -46,7 +46,7 @@ def parsed(tmp_path: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", ["ours", "gpt2", "t5"])
-def test_one_command(
+def test_one_command_reports_the_heads_of_a_model(
     name: str, folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str],
 ):  # fmt: skip
     (tmp_path / "lines").write_text("a longer one\n\nshort\nthird one\n")
@@ -74,7 +74,9 @@ def test_a_table_fits_a_terminal(parsed: dict[str, str], capsys: pytest.CaptureF
         assert max(map(len, out.splitlines())) <= 80
 
 
-def test_what_is_left_in_a_folder(parsed: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_the_output_folder_holds_the_reports(
+    parsed: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     out = tmp_path / "out"
     code, _, err = said(capsys, parsed["net"], "--conllu", parsed["conllu"], "--out", str(out))
     assert code == 0, err
@@ -184,7 +186,7 @@ def test_drawings_are_the_same_twice(paper: str, tmp_path: Path):
         head_figures.save_figure(makers["grid"], tmp_path / "a.svg", "grey")
 
 
-def test_what_is_told_besides(
+def test_the_report_includes_importance_redundancy_and_baseline(
     folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):  # fmt: skip
     (tmp_path / "lines").write_text("a longer one\nshort\nthird one\nand a last\n")

@@ -64,7 +64,9 @@ FAST = ("--seconds", "0.05", "--length", "8")
 
 
 @pytest.mark.parametrize("name", ["ours", *KINDS])
-def test_one_command(name: str, folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_one_command_prunes_and_verifies_a_model(
+    name: str, folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     texts, out = folders["pairs" if name in ("t5", "bart") else "texts"], tmp_path / "out"
     per = "stack" if name == "t5" else "layer"
     code, told, err = said(
@@ -122,7 +124,9 @@ def test_examples_of_a_task_choose_in_every_way(
     assert json.loads(told)["holds"]
 
 
-def test_what_a_terminal_shows(folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_the_terminal_shows_progress_and_result(
+    folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     out = tmp_path / "out"
     code, told, err = said(
         capsys, folders["ours"], "--heads", "0:1,3", "1:0", "--fold", "mean", "--data", folders["texts"],

@@ -150,7 +150,7 @@ def test_lines_are_read_as_they_are_answered(translator: Path, monkeypatch: pyte
     assert read == [0, 0, 2, 2, 4, 4]
 
 
-def test_a_document_holds_all_that_was_said(run: Run, translator: Path):
+def test_a_json_document_holds_all_outputs(run: Run, translator: Path):
     code, out, err = run(translator, LINES[0], "--json", "--max-new-tokens", 9)
     told = json.loads(out)
     net = hw.load(translator)
@@ -197,7 +197,7 @@ def test_translations_are_scored(run: Run, translator: Path, tmp_path: Path):
     assert [row.get("text", "") for row in json.loads(out)["answers"]] == answers[:2]
 
 
-def test_scores_without_their_package_are_refused_before_anything_is_said(
+def test_scores_without_their_package_are_refused_before_the_first_output(
     run: Run, translator: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     (tmp_path / "ref.txt").write_text("a\n")
@@ -380,7 +380,7 @@ def test_bad_input_is_one_line(run: Run, translator: Path, speaker: Path, name: 
     assert words in err
 
 
-def test_it_says_why_steps_are_compiled_or_not(run, translator):
+def test_the_command_reports_why_steps_are_compiled_or_not(run, translator):
     """Once on stderr and in the document, where anybody asked; else nobody is told."""
     short = ["--max-new-tokens", 4]
     code, plain, err = run(translator, *short, stdin=LINES)

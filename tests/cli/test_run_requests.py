@@ -109,7 +109,9 @@ BAD = [
 ]
 
 
-def test_a_bad_line_is_told_and_the_others_go_on(net, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_bad_line_is_reported_and_the_others_go_on(
+    net, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     file = asked(tmp_path, *(line for line, _ in BAD), {"prompt": "cab"})
     assert main(["run", str(folder), "--requests", file, "--budget", "9 MB", "--max-new-tokens", "4", "--json"]) == 2
     told = json.loads(capsys.readouterr().out)
@@ -137,7 +139,9 @@ def test_a_bad_line_is_told_and_the_others_go_on(net, folder: Path, tmp_path: Pa
         (["cab", "--rows", "3"], "--rows applies to --requests only"),
     ],
 )
-def test_what_cannot_be_meant(said, fact: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_invalid_arguments_are_refused(
+    said, fact: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     file = asked(tmp_path, {"prompt": "cab"})
     assert main(["run", str(folder), *(file if word == "FILE" else word for word in said)]) == 2
     out, err = capsys.readouterr()
@@ -146,7 +150,7 @@ def test_what_cannot_be_meant(said, fact: str, folder: Path, tmp_path: Path, cap
     assert err.count("\n") == 1
 
 
-def test_a_file_without_requests_is_answered_by_nothing(folder: Path, tmp_path: Path, capsys):
+def test_a_file_without_requests_gives_no_answers(folder: Path, tmp_path: Path, capsys):
     assert main(["run", str(folder), "--requests", asked(tmp_path, b"")]) == 0
     out, err = capsys.readouterr()
     assert out == ""
@@ -156,7 +160,7 @@ def test_a_file_without_requests_is_answered_by_nothing(folder: Path, tmp_path: 
 # --- what is reported ----------------------------------------------------------------------------------
 
 
-def test_what_half_and_95_of_100_do_not_exceed():
+def test_median_and_95th_percentile_latency():
     assert LatencySummary.of(range(1, 101)) == (50.5, 50, 95)
     assert LatencySummary.of([7.0]) == (7.0, 7.0, 7.0)
     assert LatencySummary.of([]) == (0.0, 0.0, 0.0)

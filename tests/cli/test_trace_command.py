@@ -25,7 +25,9 @@ def said(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]
 
 
 @pytest.mark.parametrize("name", ["ours", "gpt2", "t5"])
-def test_one_command(name: str, folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_one_command_traces_a_model(
+    name: str, folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     out = str(tmp_path / "a.trace")
     code, table, told = said(capsys, str(folders[name]), "--text", "a b", "--new-tokens", "4", "--out", out)
     assert code == 0, told
@@ -59,7 +61,7 @@ def test_lines_of_a_file(name: str, folders: dict[str, Path], tmp_path: Path, ca
         np.testing.assert_allclose(found, one.head_weights(1, 2), atol=1e-5)
 
 
-def test_what_a_file_holds(folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_trace_file_is_described(folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     out, table = str(tmp_path / "a.trace"), str(tmp_path / "a.csv")
     assert said(capsys, str(folders["ours"]), "--text", "abc", "--also", "v,z", "--sites", "1", "--out", out)[0] == 0
     code, text, _ = said(capsys, out, "--json", "--export", table, "--least", "0.5")

@@ -48,7 +48,7 @@ def test_dates_end_with_one_document(capsys: pytest.CaptureFixture[str], tmp_pat
     assert (tmp_path / "tokenizer.json").is_file()
 
 
-def test_what_is_set_reaches_task_and_recipe(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+def test_settings_reach_task_and_recipe(capsys: pytest.CaptureFixture[str], tmp_path: Path):
     (tmp_path / "r.toml").write_text("steps = 9\nlr = 0.01\nclip = 0.5\n")
     said = ["--recipe", str(tmp_path / "r.toml"), "--set", "task.pairs=3", "--set", "recipe.schedule=wsd"]
     code, out, _ = trained(capsys, "recall", "--out", str(tmp_path / "a"), *SMALL, *said)
@@ -59,7 +59,7 @@ def test_what_is_set_reaches_task_and_recipe(capsys: pytest.CaptureFixture[str],
     assert "recall: 2 steps" in out
 
 
-def test_options_win_over_what_is_set(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+def test_options_override_settings(capsys: pytest.CaptureFixture[str], tmp_path: Path):
     trained(capsys, "recall", "--out", str(tmp_path), *SMALL, "--set", "recipe.steps=5")
     assert read_lines(tmp_path / "metrics.jsonl")[0]["recipe"]["steps"] == 2
 
@@ -113,7 +113,7 @@ def test_bad_input_is_one_line(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_ctrl_c_keeps_the_step_in_hand_and_says_how_to_go_on(
+def test_ctrl_c_saves_the_current_step_and_prints_how_to_resume(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
     said = ["recall", "--out", str(tmp_path), *SMALL, "--steps", "3"]

@@ -61,7 +61,7 @@ class Plain(nn.Module):
 
 @pytest.mark.parametrize("dtype", BYTES)
 @pytest.mark.parametrize(("n", "g"), [(4, 4), (6, 2), (5, 1)])
-def test_plain_attention_keeps_what_the_tables_say(dtype, n, g):
+def test_plain_attention_saves_the_tabulated_bytes(dtype, n, g):
     b, s, d, k, v, each = 3, 7, 20, 4, 5, BYTES[dtype]
     x = torch.randn(b, s, d, dtype=dtype, requires_grad=True)
     mask = torch.ones(s, s, dtype=torch.bool).triu(1)
@@ -85,7 +85,7 @@ def test_plain_attention_keeps_what_the_tables_say(dtype, n, g):
     assert hw.layer_activation_memory(spec, load(b, s, dtype), "flash-cuda").total == flash
 
 
-def test_dense_keeps_weights_and_the_mask_twice():
+def test_dense_saves_weights_and_the_mask_twice():
     """Before a softmax, and behind it once more: who may read nothing reads zero, as a spec promises."""
     b, s, d, n, k = 3, 7, 20, 4, 5
     manual = 4 * (b * s * d + 3 * b * n * s * k + b * n * s * s + b * s * n * k)
@@ -98,7 +98,7 @@ def test_dense_keeps_weights_and_the_mask_twice():
     pattern=st.sampled_from(["full", "causal", "window(4)"]),
     dtype=st.sampled_from(list(BYTES)),
 )
-def test_any_small_layer_keeps_what_its_formula_says(sizes, pattern, dtype):
+def test_any_small_layer_saves_the_bytes_of_its_formula(sizes, pattern, dtype):
     batch, tokens, kv, groups, dim = sizes
     spec = hw.design(model=11, heads=kv * groups, kv=kv, dim=dim, pattern=pattern)
     x = torch.randn(batch, tokens, 11, dtype=dtype, requires_grad=True)
@@ -109,7 +109,7 @@ def test_any_small_layer_keeps_what_its_formula_says(sizes, pattern, dtype):
 
 
 @pytest.mark.parametrize("name", list(cases.EXAMPLES)[::2])
-def test_every_part_keeps_what_its_formula_says(name):
+def test_every_part_saves_the_bytes_of_its_formula(name):
     spec, dtype = cases.EXAMPLES[name], torch.bfloat16
     x, z = (t if t is None else t.requires_grad_() for t in cases.tensors(spec, dtype))
     source = None if z is None else z.shape[1]
@@ -128,7 +128,7 @@ def worth(text: str, spec: hw.AttentionSpec, sizes: tuple[int, int, int]) -> int
     return eval(re.sub(r"(?<=[\w)]) (?=[\w(])", "*", text.replace("^", "**")), {}, known)
 
 
-def test_blocks_of_queries_keep_what_the_core_is_handed():
+def test_query_blocks_save_the_inputs_of_the_core():
     b, s, spec = 2, 150, hw.design(preset="entmax", model=6, heads=2, dim=3, modifiers=())
     told = hw.layer_activation_memory(spec, load(b, s), "chunked")
     assert told.total == by_layer(hw.Attention(spec, backend="chunked"), torch.randn(b, s, 6, requires_grad=True))
@@ -321,7 +321,7 @@ def test_checkpoints_of_a_whole_model():
     assert peak_activation_memory(gpt, at, way) == stored + block - 4 * 3 * 7 * 24
 
 
-def test_a_load_that_nothing_could_hold_stays_exact():
+def test_huge_workloads_stay_exact():
     batch, tokens = 2**62, 2**62
     spec = hw.design(model=512, heads=8)
     told = hw.layer_activation_memory(spec, hw.Workload(batch, tokens, "bf16"), "sdpa")
@@ -361,7 +361,7 @@ def test_a_load_at_the_edge_of_a_pattern_or_of_a_table():
         (lambda s, at: hw.layer_activation_memory(hw.design(preset="dcmha"), at, "sdpa"), "use profile='dense'"),
     ],
 )
-def test_what_cannot_be_meant_is_refused(run, said):
+def test_invalid_arguments_are_refused(run, said):
     with pytest.raises(hw.SpecError, match=said) as refused:
         run(hw.design(model=8, heads=2), load(1, 5))
     assert "\n" not in str(refused.value)

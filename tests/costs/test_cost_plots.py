@@ -63,7 +63,7 @@ def test_points_stand_where_calls_do():
     assert all(one.y <= min(roof.peak_flops, one.x * roof.bandwidth) * 1.0001 for one in roof.points)
 
 
-def test_what_reads_ahead_is_named_beside_the_lines_and_not_drawn_alone():
+def test_bidirectional_layers_are_named_beside_the_lines_and_not_drawn_alone():
     prices = PRICES | {"mha": estimate_cost(hw.design(preset="mha"), LOAD, "mha")}
     chart = make_charts(prices, "kv")[0]
     assert (len(chart.lines), chart.missing_names) == (3, ("mha",))
@@ -237,7 +237,7 @@ def test_matching_on_the_command_line(capsys):
     assert [row["reached"] for row in told["matched"]["rows"]] == [row["params"] for row in told["rows"][1:]]
 
 
-def test_everything_that_compares_fits_the_screen_and_the_document(capsys, tmp_path):
+def test_all_comparisons_fit_the_screen_and_the_document(capsys, tmp_path):
     argv = ["gqa", "gqa", "mqa", "--breakeven", "--complexity", "--kernel", "5", "--plot", str(tmp_path / "a.svg")]
     code, out, err = run(capsys, *argv, "--plot-kind", "roofline")
     assert (code, err) == (0, "")
@@ -275,7 +275,7 @@ def test_everything_that_compares_fits_the_screen_and_the_document(capsys, tmp_p
         (("gqa", "--csv", "--complexity"), "no room for complexity"),
     ],
 )
-def test_what_cannot_be_meant_is_refused_in_one_line(capsys, argv, said, tmp_path, monkeypatch):
+def test_invalid_arguments_give_one_line(capsys, argv, said, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     code, out, err = run(capsys, *argv)
     assert (code, out) == (2, "")

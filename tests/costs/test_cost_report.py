@@ -85,7 +85,7 @@ def test_a_ring_is_read_as_far_as_it_goes():
     assert near == far == 2 * (100 * 2 * 64 + 2 * 64)
 
 
-def test_what_reads_ahead_is_not_decoded():
+def test_bidirectional_layers_have_no_decode_cost():
     told = estimate_cost(hw.design(preset="mha"), hw.Workload())
     assert told.decode_flops is None
     assert set(told.data["flops"]) == {"prefill", "backward"}
@@ -109,12 +109,12 @@ def test_every_preset_is_priced(name):
 
 
 @pytest.mark.parametrize("told", [{}, [GPT2], None])
-def test_what_is_no_spec_is_not_priced(told):
+def test_only_specs_are_priced(told):
     with pytest.raises(hw.SpecError, match="give a spec or a model, or specs by name"):
         hw.cost(told)
 
 
-def test_what_was_not_priced_is_not_found_and_no_source_is_guessed():
+def test_missing_phases_are_errors_and_no_source_length_is_guessed():
     with pytest.raises(hw.SpecError, match="did you mean 'gpt2'"):
         hw.cost({"gpt2": GPT2})["gpt"]
     with pytest.raises(hw.SpecError, match="whose length is not given"):
@@ -127,7 +127,7 @@ def run(capsys, *argv: str) -> tuple[int, str, str]:
     return code, out, err
 
 
-def test_the_comparison_that_is_asked_for(capsys):
+def test_requested_comparison(capsys):
     presets = [word for name in ("mha", "gqa", "mla", "dcmha", "moh") for word in ("--preset", name)]
     sizes = ["--model", "4096", "--heads", "32", "--context", "32768", "--batch", "16", "--dtype", "bf16"]
     code, out, err = run(capsys, *presets, *sizes, "--device", "h200")
@@ -158,7 +158,7 @@ def test_formulas_hold_for_a_small_layer(name):
     assert len(checks) >= 4
 
 
-def test_verify_says_what_is_equal_and_fails_when_something_is_not(capsys, monkeypatch):
+def test_verify_lists_equal_values_and_fails_on_a_difference(capsys, monkeypatch):
     code, out, _ = run(capsys, "gqa", "linear", "--verify")
     assert code == 0
     assert out.count("equal") == 16
@@ -185,7 +185,7 @@ def test_verify_says_what_is_equal_and_fails_when_something_is_not(capsys, monke
         (("gqa", "--heads", "0"), "a whole number of at least 1"),
     ],
 )
-def test_what_cannot_be_meant_is_refused_in_one_line(capsys, argv, said):
+def test_invalid_arguments_give_one_line(capsys, argv, said):
     code, out, err = run(capsys, *argv)
     assert (code, out) == (2, "")
     assert said in err

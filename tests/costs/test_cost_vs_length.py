@@ -52,7 +52,7 @@ def test_models_are_sampled_too_sources_included():
     assert cost_at_length(t5, load).prefill_flops == estimate_cost(t5, load).prefill_flops.total
 
 
-def test_how_far_it_can_be_asked():
+def test_limits_of_the_length():
     named = {
         "rule": MHA,
         "table": hw.design(preset="bigbird"),
@@ -100,7 +100,7 @@ def test_a_window_gains_once_it_is_full():
     assert {found[name] for name in ("prefill_flops", "step_flops", "cache_bytes")} == {"from 101 on"}
 
 
-def test_never_always_equal_and_nothing_to_compare():
+def test_never_always_equal_and_incomparable():
     grouped = hw.design(model=D, heads=H, kv=2, pattern="causal")
     assert set(told(grouped, MHA).values()) == {"always"}
     assert set(told(MHA, grouped).values()) == {"never"}
@@ -122,7 +122,7 @@ def test_seconds_change_sides_where_prices_do():
     assert len(row.ranges) == 1
 
 
-def test_what_does_not_stay_is_told_span_by_span():
+def test_changing_orders_are_reported_by_range():
     """A short chunk forms scores that a causal square leaves out; its smaller maps outweigh two or three tokens."""
     gqa, linear = (
         hw.design(preset="gqa", model=2048, heads=16),
@@ -273,7 +273,7 @@ def test_from_which_length_attention_is_dearer_by_hand():
     assert found["linear"] == 3000 - square[::-1].index(False)
 
 
-def test_what_grows_is_measured_in_ratios():
+def test_growth_is_measured_in_ratios():
     found = measure_scaling(SIZES, lengths=(8, 16, 32))
     assert set(found.layers) == set(LAYERS) - {"dilated convolution"}
     assert all(seconds > 0 for each in found.layers.values() for seconds in each)

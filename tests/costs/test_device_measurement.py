@@ -33,7 +33,7 @@ def kept(home: Path) -> list[Path]:
     return sorted(path for path in home.rglob("*") if path.is_file())
 
 
-def test_it_is_measured_once_and_kept(home: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_device_is_measured_once_and_stored(home: Path, monkeypatch: pytest.MonkeyPatch):
     first = Device.from_name("here")
     assert first.name == "here"
     assert first.kind == ("cuda" if torch.cuda.is_available() else "cpu")
@@ -53,7 +53,7 @@ def test_it_is_measured_once_and_kept(home: Path, monkeypatch: pytest.MonkeyPatc
     assert "measured 3 days ago" in Device.from_name("here").description
 
 
-def test_what_is_measured_is_time(monkeypatch: pytest.MonkeyPatch):
+def test_measurements_are_times(monkeypatch: pytest.MonkeyPatch):
     """A product that takes a hundredth of a second: that many FLOPs a hundred times a second."""
     monkeypatch.setattr(torch.Tensor, "__matmul__", lambda a, b: time.sleep(0.01))
     rate = roofline._measure_matmul_flops(torch.float32)
@@ -65,7 +65,7 @@ def test_what_is_measured_is_time(monkeypatch: pytest.MonkeyPatch):
     "words",
     ["", "{", "[]", "{}", "null", "bandwidth", "nan", "machine", "dtype"],
 )
-def test_what_is_damaged_or_of_another_machine_is_measured_anew(home: Path, words: str):
+def test_damaged_and_foreign_measurements_are_repeated(home: Path, words: str):
     Device.from_name("here")
     (file,) = kept(home)
     sound = json.loads(file.read_text())
@@ -77,7 +77,7 @@ def test_what_is_damaged_or_of_another_machine_is_measured_anew(home: Path, word
     assert json.loads(file.read_text())["machine"] == sound["machine"]
 
 
-def test_measure_does_it_again(home: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+def test_measure_repeats_the_measurement(home: Path, monkeypatch: pytest.MonkeyPatch, capsys):
     Device.from_name("here")
     (file,) = kept(home)
     old = json.loads(file.read_text())
@@ -89,7 +89,9 @@ def test_measure_does_it_again(home: Path, monkeypatch: pytest.MonkeyPatch, caps
 
 
 @pytest.mark.parametrize("why", ["file", "absent"])
-def test_without_a_home_it_is_measured_and_said_so(home: Path, monkeypatch: pytest.MonkeyPatch, why: str):
+def test_without_a_home_folder_the_device_is_measured_and_reported(
+    home: Path, monkeypatch: pytest.MonkeyPatch, why: str
+):
     if why == "file":  # whoever is root may write to every folder, but not below a file
         (home / ".cache").write_text("")
     else:
@@ -101,7 +103,7 @@ def test_without_a_home_it_is_measured_and_said_so(home: Path, monkeypatch: pyte
     assert Device.from_name("here") is device
 
 
-def test_importing_measures_nothing(home: Path):
+def test_importing_does_not_measure(home: Path):
     code = "import headwise.costs.roofline as roofline; print(bool(roofline._MEASURED_DEVICES))"
     told = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=dict(os.environ)
@@ -122,7 +124,7 @@ def test_boxes_are_measured_here(capsys, monkeypatch: pytest.MonkeyPatch):
     assert [row.split()[-1] == "-" for row in rows] == [False, False, False, True, True]
 
 
-def test_what_is_too_large_is_not_measured(monkeypatch: pytest.MonkeyPatch):
+def test_too_large_cores_are_not_measured(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(serving_cost, "time_products", lambda *said: pytest.fail("measured"))
     monkeypatch.setattr(serving_cost, "time_core", lambda *said: pytest.fail("measured"))
     boxed = serving_cost.DecodeLayer(hw.design(preset="gqa", model=2**15, heads=8), Device.from_name("h200"), 2**22)

@@ -41,7 +41,7 @@ def test_our_own_caches_hold_as_many_bytes(name: str, allocator: str):
     assert kv_cache_bytes(spec, RequestBatch.uniform(1, 9), allocator, "bf16") == half.nbytes
 
 
-def test_a_model_remembers_what_its_layers_do():
+def test_a_model_caches_the_bytes_of_its_layers():
     model = read_model_spec(LLAMA3 | {"num_hidden_layers": 3, "model_type": "mistral", "sliding_window": 11})
     held = sum(hw.KVCache.for_spec(spec, batch=2, capacity=17).nbytes for _, spec in model.attention_specs())
     assert kv_cache_bytes(model, RequestBatch.uniform(2, 17), "ring", "fp32") == held == 3 * 2 * 11 * 8 * 2 * 128 * 4
@@ -88,7 +88,7 @@ def test_a_state_keeps_float32_whatever_the_cache():
     )
 
 
-def test_cross_attention_remembers_its_source_once():
+def test_cross_attention_caches_its_source_once():
     model = read_model_spec({"model_type": "bart", "d_model": 16, "decoder_layers": 2, "decoder_attention_heads": 2})
     assert kv_cache_bytes(model, RequestBatch.uniform(3, 5, source=7)) == 2 * 3 * (5 + 7) * 2 * 16 * 2
     with pytest.raises(hw.SpecError, match="give source"):
@@ -144,7 +144,7 @@ def test_only_whole_pages_of_a_beginning_are_shared():
 
 
 @given(st.sampled_from(sorted(KEPT)), st.integers(1, 300), st.integers(1, 5))
-def test_pages_of_one_token_are_ideal_and_nothing_shrinks(name, length, batch):
+def test_pages_of_one_token_waste_nothing(name, length, batch):
     spec = KEPT[name]
     for allocator in ("ideal", "ring", "paged(7)", "unified", "unified(7)"):
         here, longer, more = (
@@ -165,7 +165,7 @@ def test_pages_of_one_token_are_ideal_and_nothing_shrinks(name, length, batch):
     )
 
 
-def test_what_says_no_allocator():
+def test_invalid_allocators_are_refused():
     for text, said in {
         "page": "did you mean 'paged'",
         "paged": "needs a page size in tokens",
@@ -179,7 +179,7 @@ def test_what_says_no_allocator():
         assert said in str(told.value)
 
 
-def test_what_answers_nothing_remembers_nothing():
+def test_models_without_decoding_are_refused():
     with pytest.raises(hw.SpecError, match="give a decoder"):
         kv_cache_bytes(read_model_spec({"model_type": "bert"}), RequestBatch())
     with pytest.raises(hw.SpecError, match="reads future tokens"):

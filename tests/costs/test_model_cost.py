@@ -80,7 +80,7 @@ def test_released_models(config, params, each):
     assert (one.parameters.total, one.data["kv_bytes_per_token"]) == (params, each)
 
 
-def test_of_experts_a_token_meets_its_own():
+def test_a_token_uses_its_own_experts():
     """37 billion of 671 (2412.19437); 5.13 of 116.83 without the table of tokens (2508.10925)."""
     assert priced(DEEPSEEK).active_parameters == 671_026_404_352 - 58 * (256 - 8) * 3 * 7168 * 2048
     oss = priced({"model_type": "gpt_oss"})
@@ -197,7 +197,7 @@ def test_a_prompt_is_scored_at_its_end():
     assert one.required_flops["steps"] == 0
 
 
-def test_cross_attention_remembers_its_source_once():
+def test_cross_attention_caches_its_source_once():
     near, far = (priced(T5, context=10, source=n) for n in (100, 300))
     assert near.data["kv_bytes_per_token"] == near.data["kv_bytes_per_source_token"] == 6 * 2 * 512 * 2
     assert near.cache_bytes == (10 + 100) * 6 * 2 * 512 * 2
@@ -274,7 +274,7 @@ def test_layers_that_are_equal_are_one_term():
     assert [t.formula for t in local] == [f"13 · 2 b pairs[{said}] q dim" for said in ("window(4096)", "causal()")]
 
 
-def test_terms_say_how():
+def test_terms_have_formulas():
     told = costs.flops.CostBreakdown.from_repeated_items(
         [("a", SymbolicInt.of(3, "x") + 1, 1), ("a", SymbolicInt.of(3, "x") + 1, 1)]
     )
@@ -303,7 +303,7 @@ def test_a_block_is_a_model_of_one_layer():
     assert select_layer(model, "encoder.1").kind == "encoder"
 
 
-def test_what_is_only_nearly_said_is_noted():
+def test_approximations_are_noted():
     nearly = ApproximateAttention(hw.design(model=10, heads=2, pattern="causal()"), "it hums")
     model = ModelSpec(
         "m", "decoder", (StackSpec.from_blocks("decoder", 10, [BlockSpec(nearly)] * 2),), notes=("a note",)
@@ -409,7 +409,7 @@ def test_all_stand_in_one_table(capsys, folder):
     assert "128,484,179,968 bytes" in out
 
 
-def test_what_others_publish_is_printed_with_the_difference(capsys, folder):
+def test_published_formulas_are_printed_with_their_difference(capsys, folder):
     said = [word for name in FORMULA_SOURCES for word in ("--beside", name)]
     code, out, _ = run(capsys, folder / "gpt2", *said)
     assert code == 0
@@ -427,7 +427,7 @@ def test_a_layer_of_a_model(capsys, folder):
     assert (code, out.count("equal")) == (0, 10)
 
 
-def test_the_context_is_what_has_positions(capsys, folder):
+def test_the_context_is_limited_by_positions(capsys, folder):
     told = lambda *argv: json.loads(run(capsys, *argv, "--json")[1])["load"]["context"]  # noqa: E731 - three words
     assert told(folder / "gpt2", folder / "vit", "gqa") == 1024
     assert told(folder / "gpt2", "--generate", 25) == 1000
@@ -493,7 +493,7 @@ def test_bad_configs_are_refused_in_one_line(capsys, tmp_path, name):
         (("FOLDER",), "holds neither headwise.toml nor config.json"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_meant_is_refused_in_one_line(capsys, folder, argv, said):
+def test_invalid_arguments_give_one_line(capsys, folder, argv, said):
     code, out, err = run(capsys, *(str(word).replace("FOLDER", str(folder)) for word in argv))
     assert (code, out, len(err.splitlines())) == (2, "", 1)
     assert said in err

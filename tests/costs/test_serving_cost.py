@@ -82,7 +82,7 @@ def test_a_beginning_that_rows_share_is_read_once():
     )
 
 
-def test_of_a_shared_beginning_only_what_windows_reach_is_read():
+def test_windows_read_only_their_reach_of_a_shared_prefix():
     spec = hw.design(model=64, heads=1, pattern="window(20) | first(3)")
     rows = RequestBatch(((25, 2), (40, 1)), shared_prefix=10)
     (core,) = ServingCost(spec, H200).decode_step(rows).core_operations
@@ -134,7 +134,7 @@ PRICED |= {"bart": read_model_spec({"model_type": "bart"}), "gpt2": read_model_s
 
 
 @pytest.mark.parametrize("name", PRICED)
-def test_a_step_is_what_a_price_says(name: str):
+def test_a_step_has_the_estimated_cost(name: str):
     """Counted by other code, from other declarations: products by bills, and bytes by roles of weights."""
     described = PRICED[name]
     told = estimate_cost(described, hw.Workload(batch=3, context=500, source=70))
@@ -159,7 +159,7 @@ def test_parts_are_the_whole(name: str):
         assert told.bytes_moved > 0
 
 
-def test_experts_are_read_once_and_asked_for_every_token():
+def test_experts_are_read_once_and_computed_for_every_token():
     feed = WeightMatrixGroup("experts", 1, ((4, 10),), ((10, 100), (100, 10)), num_experts=4, num_active_experts=2)
     assert [feed.bytes_moved(tokens, "fp32") for tokens in (1, 2, 3)] == [4 * (40 + n * 2000) for n in (2, 4, 4)]
     assert feed.flops(3) == 2 * 3 * (40 + 2 * 2000)
@@ -390,7 +390,7 @@ def test_the_remedies_of_llama_by_hand():
     assert not any(name.startswith("int8 cache") for name in told)
 
 
-def test_remedies_are_what_such_configs_cost():
+def test_remedies_cost_what_their_configs_cost():
     """Fewer key-value heads and a window, priced once more as models of their own."""
     demand = replace(ASKED["llama"], requests=RequestBatch.uniform(4, 16384))
     told = {remedy.name: remedy.demand for remedy in check_memory_fit(demand).remedies}
@@ -422,7 +422,7 @@ def test_a_window_remedy_leaves_narrower_windows():
     assert kept[0] == 512 < kept[1] < 32768
 
 
-def test_what_is_not_enough_is_not_named():
+def test_insufficient_remedies_are_not_listed():
     """On 9 GB not even the weights fit: no length, window or number of rows is enough."""
     small = replace(ASKED["llama"].serving, device=replace(H200, memory=9e9))
     told = check_memory_fit(replace(ASKED["llama"], serving=small))
@@ -435,7 +435,7 @@ def test_what_is_not_enough_is_not_named():
 # --- lengths, memory in words --------------------------------------------------------------------------
 
 
-def test_lengths_are_those_said_or_drawn_by_a_seed():
+def test_lengths_are_given_or_sampled_by_seed():
     assert parse_lengths("100,2000", 1) == [100, 2000]
     drawn = parse_lengths("uniform(10, 20)", 1000, seed=3)
     assert drawn == parse_lengths("uniform(10, 20)", 1000, seed=3) != parse_lengths("uniform(10, 20)", 1000, seed=4)
@@ -541,7 +541,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_what_cannot_be_meant_is_one_line(capsys, name: str):
+def test_invalid_arguments_give_one_line(capsys, name: str):
     argv, remedy = BAD[name]
     code, out, err = run(capsys, "gqa", *argv)
     assert (code, out, err.count("\n")) == (2, "", 1)
@@ -578,7 +578,7 @@ def test_boxes_of_a_model_are_those_of_its_attention(capsys, tmp_path):
     assert "core never" in out
 
 
-def test_what_is_not_decoded_is_not_served(capsys):
+def test_models_without_decoding_are_not_served(capsys):
     for preset in ("mha", "longformer"):
         code, out, err = run(capsys, preset, "--serve")
         assert (code, out) == (2, "")

@@ -75,7 +75,7 @@ def test_caches_are_matched_by_hand(spec, free, size):
 
 
 @given(spec=st.sampled_from(SPECS), like=st.sampled_from(SPECS), by=st.sampled_from(("params", "kv")), data=st.data())
-def test_nobody_nearer_exists(spec, like, by, data):
+def test_no_size_is_nearer(spec, like, by, data):
     load = hw.Workload(batch=2, context=13)
     free = data.draw(st.sampled_from(sorted(list_sizes(spec))))
     if by == "kv" and any(one.pattern.tokens_before_decode != 0 for one in (spec, like)):
@@ -105,14 +105,14 @@ def every(spec, free: str, by: str, load: hw.Workload, most: int):
 
 
 @pytest.mark.parametrize("name", ["gqa", "linear", "average", "diff", "moh"])
-def test_what_is_matched_is_what_is_priced(name):
+def test_matched_quantities_are_those_of_the_cost_report(name):
     like, spec = hw.design(preset="mqa", model=96, heads=6), PRESETS[name]
     for by in MATCH_QUANTITIES:
         found = hw.match_size(spec, like=like, by=by, workload=LOAD)
         assert (counted(like, by), counted(found.spec, by)) == (found.wanted, found.reached)
 
 
-def test_what_hangs_on_a_size_follows():
+def test_dependent_sizes_follow():
     assert with_size(MHA, "q", 5).heads == hw.Heads.grouped(q=5, dim=64)
     assert with_size(GQA, "q", 6).heads == hw.Heads.grouped(q=6, kv=2, dim=64)
     assert with_size(GQA, "model", 1024).heads == hw.Heads.grouped(q=8, kv=2, dim=128)
@@ -158,13 +158,13 @@ def test_the_first_size_that_reaches_is_free_unless_one_is_named():
         (GQA, {"by": "kv", "like": hw.design(model=512, heads=8)}, "pattern=full() is not causal"),
     ],
 )
-def test_an_impossible_match_says_what_is_near_and_what_else_to_free(spec, said, told):
+def test_an_impossible_match_names_the_nearest_and_other_free_sizes(spec, said, told):
     with pytest.raises(hw.SpecError) as refused:
         hw.match_size(spec, **{"like": MHA, "workload": LOAD} | said)
     assert told in str(refused.value)
 
 
-def test_a_match_says_what_was_chosen():
+def test_a_match_reports_the_chosen_size():
     found = hw.match_size(GQA, like=MHA)
     assert str(found) == "dim 102, was 64: 1,044,480 parameters, 0.39% fewer than 1,048,576"
     assert str(hw.match_size(MHA, like=MHA)) == "dim stays 64: 1,048,576 parameters, equal"
@@ -189,7 +189,7 @@ def test_a_match_says_what_was_chosen():
     wanted=st.integers(0, 5000),
     times=st.integers(1, 8),
 )
-def test_a_search_finds_what_trying_everything_finds(shape, stride, bound, wanted, times):
+def test_a_search_equals_exhaustive_search(shape, stride, bound, wanted, times):
     def count(size: int) -> int | None:
         return shape(size) if size > 0 and size % stride == 0 and (bound is None or size <= bound) else None
 
@@ -217,7 +217,7 @@ def test_the_next_size_may_be_far_where_heads_are_shared_evenly(q, start):
     assert not search.is_bracketed(10 * q)
 
 
-def test_what_goes_up_and_down_is_tried_one_by_one():
+def test_non_monotonic_sizes_are_tried_one_by_one():
     def zigzag(size: int) -> int | None:
         return size * 10 + (size * 7) % 31 * 9 if size else None
 

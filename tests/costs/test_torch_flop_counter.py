@@ -36,7 +36,7 @@ def heads(*shape: int) -> Tensor:
 # --- pinned: when one of these fails, torch counts something else than when this was written -------------
 
 
-def test_torch_counts_the_fused_kernel_of_the_cpu_as_nothing():
+def test_torch_counts_the_fused_cpu_kernel_as_zero():
     q = heads(B, N, S, K)
     assert flops(lambda: F.scaled_dot_product_attention(q, q, q).sum().backward()) == 0, CHANGED
     assert not set(formula_checks.FUSED_FLOPS) & set(flop_registry), CHANGED
@@ -50,7 +50,7 @@ def test_torch_counts_no_causal_mask():
     assert square == 4 * B * N * S * S * K
 
 
-def test_torch_counts_fast_paths_of_its_own_modules_as_nothing():
+def test_torch_counts_fast_paths_of_its_modules_as_zero():
     layer = nn.MultiheadAttention(24, 4, batch_first=True).eval()  # odd heads take no fast path
     encoder = nn.TransformerEncoderLayer(24, 4, 16, batch_first=True).eval()
     x = torch.randn(B, S, 24)
@@ -73,7 +73,7 @@ def test_torch_counts_fast_paths_of_its_own_modules_as_nothing():
     ],
     ids=["matmul", "mv", "dot", "outer", "sum"],
 )
-def test_torch_counts_products_with_vectors_as_nothing(run):
+def test_torch_counts_matrix_vector_products_as_zero(run):
     a, x = torch.randn(S, S), torch.randn(S)
     assert flops(partial(run, a, x)) == 0, CHANGED
 
@@ -185,7 +185,7 @@ def work_of(spec: hw.AttentionSpec) -> hw.CallSize:
 
 @pytest.mark.parametrize("kind", ["block", "core"])
 @pytest.mark.parametrize("name", list(cases.EXAMPLES)[1::4])
-def test_checkpoints_do_again_and_keep_what_they_say(name, kind, monkeypatch):
+def test_checkpoints_recompute_and_save_the_counted_amounts(name, kind, monkeypatch):
     spec = cases.EXAMPLES[name]
     with monkeypatch.context() as patch:  # the formula must not run into what it is held to
         if kind == "core":

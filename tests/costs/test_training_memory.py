@@ -54,7 +54,7 @@ def described(name: str) -> hw.model_spec.ModelSpec:
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_model_keeps_what_its_formula_says(name, dtype, dropout):
+def test_a_model_saves_the_bytes_of_its_formula(name, dtype, dropout):
     model, load = described(name), hw.Workload(BATCH, TOKENS, dtype, "cpu")
     way = hw.ActivationSettings(
         profile(model, dtype), dropout=dropout, source=SOURCE if len(described(name).stacks) > 1 else None
@@ -74,7 +74,7 @@ def test_a_model_with_checkpoints_keeps_the_inputs_of_its_blocks(name):
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("name", ["gpt2", "llama", "gemma2", "bert", "deepseek_v3", "gpt_oss"])
-def test_a_model_with_checkpoints_does_again_what_its_formula_says(name, dropout):
+def test_a_checkpointed_model_recomputes_the_flops_of_its_formula(name, dropout):
     from torch.utils.flop_counter import FlopCounterMode
 
     model, totals = described(name), {}
@@ -103,12 +103,12 @@ def run(capsys, *argv: str) -> tuple[int, str, str]:
     return code, out, err
 
 
-def test_nothing_is_said_unless_asked(capsys):
+def test_training_is_reported_only_on_request(capsys):
     code, out, _ = run(capsys, "gqa", *SIZES, "--json")
     assert (code, "training" in json.loads(out)) == (0, False)
 
 
-def test_the_page_says_every_step_with_its_formula(capsys):
+def test_the_page_shows_every_step_with_its_formula(capsys):
     code, out, err = run(capsys, "mha", "dcmha", *SIZES, "--kept")
     assert (code, err) == (0, "")
     assert max(map(len, out.splitlines())) <= 80
@@ -149,7 +149,7 @@ def test_the_document_has_the_same_numbers(capsys, checkpoint):
         (("--profile", "paper-2022"), "plain multi-head attention"),
     ],
 )
-def test_what_cannot_be_meant_is_refused_in_one_line(capsys, argv, said):
+def test_invalid_arguments_give_one_line(capsys, argv, said):
     code, out, err = run(capsys, "gqa", *SIZES, *argv)
     assert (code, out) == (2, "")
     assert said in err

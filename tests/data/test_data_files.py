@@ -144,7 +144,7 @@ def test_two_fields_are_a_translation(lines: str, tmp_path: Path):
     assert kinds.data.sizes == {"train": 50, "valid": 10, "test": 0}
 
 
-def test_what_has_no_split_for_validation_takes_it_from_training(lines: str, tmp_path: Path):
+def test_a_missing_validation_split_is_taken_from_training(lines: str, tmp_path: Path):
     (folder := tmp_path / "own").mkdir()
     for split, part in (("train", ROWS[:50]), ("test", ROWS[50:])):
         (folder / f"{split}.jsonl").write_text("\n".join(map(json.dumps, part)))
@@ -174,7 +174,7 @@ def packed(array: np.ndarray, kind: int, code: str) -> bytes:
     ("kind", "code"), [(0x08, "B"), (0x09, "b"), (0x0B, "h"), (0x0C, "i"), (0x0D, "f"), (0x0E, "d")]
 )
 @pytest.mark.parametrize("end", ["", ".gz"])
-def test_idx_files_are_what_was_packed(kind: int, code: str, end: str, tmp_path: Path):
+def test_idx_files_round_trip(kind: int, code: str, end: str, tmp_path: Path):
     array = np.arange(2 * 3 * 5).reshape(2, 3, 5) * 4 - (50 if code != "B" else 0)
     raw = packed(array, kind, code)
     (path := tmp_path / f"a{end}").write_bytes(gzip.compress(raw) if end else raw)
@@ -331,7 +331,7 @@ def opened(name: str, folder: Path, lines: str) -> Task:
 
 
 @pytest.mark.parametrize("name", ["tokens", "jsonl", "images", "frames"])
-def test_what_every_task_promises(name: str, tmp_path: Path, lines: str):
+def test_file_tasks_keep_the_promises_of_every_task(name: str, tmp_path: Path, lines: str):
     task = opened(name, tmp_path, lines)
     assert task.name == name
     assert data.TASKS[name] is type(task)

@@ -175,7 +175,7 @@ def test_dates_are_as_the_calendar_writes_them():
     assert said("zh", Date(2026, 11, 20)) == "二〇二六年十一月二十日"
 
 
-def test_no_two_things_are_said_alike():
+def test_no_two_values_have_one_wording():
     """So that an answer is right or wrong."""
     things = [Amount(cents, currency) for cents in HUNDREDTHS for currency in CURRENCIES]
     for say in LANGUAGES.values():
@@ -203,7 +203,7 @@ def understood(text: str) -> tuple:
     return 100 * whole + 10 * tenths + rest, currency
 
 
-def test_both_sides_say_the_same():
+def test_source_and_target_have_one_meaning():
     one, seen = DateTranslation(), Counter()
     batch = one.batch(0, 1000)
     for n, gold in enumerate(batch.gold):
@@ -219,7 +219,7 @@ def test_both_sides_say_the_same():
     assert min(seen.values()) > 50
 
 
-def test_rows_are_what_a_translator_is_trained_on():
+def test_rows_are_those_of_translation_training():
     batch = DateTranslation().batch(1, 60)
     assert batch.tokens is not None
     assert batch.source_tokens is not None
@@ -278,7 +278,7 @@ def test_digits_link_one_to_one_between_english_and_iso():
                     assert linked[place] == 2
 
 
-def test_what_chinese_says_of_a_number_is_linked():
+def test_chinese_number_words_are_aligned():
     """十一 of 十一月 with the word or with both digits; 零 with all zeros that it stands for; 千 with its digit."""
     one = DateTranslation()
     wanted = {"zh-en": {}, "iso-zh": {}}
@@ -303,7 +303,7 @@ def test_what_chinese_says_of_a_number_is_linked():
 # --- splits, scores, texts -----------------------------------------------------------------------------
 
 
-def test_what_is_held_out_is_held_out_in_every_language():
+def test_held_out_values_are_held_out_in_every_language():
     """By what is said: the same date, or the same number of whatever currency, is in one split alone."""
     seen: dict[tuple, str] = {}
     for split in SPLITS:
@@ -313,7 +313,7 @@ def test_what_is_held_out_is_held_out_in_every_language():
                 assert seen.setdefault(meaning[:1] if len(meaning) == 2 else meaning, split) == split
 
 
-def test_each_knob_does_what_it_says():
+def test_each_option_has_its_documented_effect():
     def golds(**said):
         return make_task("dates", **said).batch(0, 300).gold
 
@@ -357,7 +357,7 @@ def test_scores_count_whole_answers():
     assert (prompt.tolist(), tokens, one.end) == ([[BEGIN_ID]] * 40, None, END_ID)
 
 
-def test_chance_is_what_guessing_a_whole_answer_scores():
+def test_chance_is_the_score_of_guessing_a_whole_answer():
     """A guesser that says any date of the range, or any amount, in the right language."""
     one = make_task("dates", subjects=("date",), years=(2000, 2001))
     assert one.chance["exact_match"] == 1 / 731
@@ -389,7 +389,7 @@ def test_typed_text_becomes_the_tokens_of_the_task():
     assert tokenizer.encode("7€").ids == [VOCABULARY.index("7"), UNKNOWN_ID]
 
 
-def test_the_default_model_is_as_large_as_said():
+def test_the_default_model_has_the_documented_size():
     """2 + 2 layers, 128 wide, about 0.94 million parameters."""
     described = DateTranslation().model()
     assert [(stack.model, len(stack.layers)) for stack in described.stacks] == [(128, 2), (128, 2)]

@@ -314,7 +314,7 @@ BAD: list[tuple[Callable[[], object], Callable[[], object] | str, str]] = [
 
 
 @pytest.mark.parametrize(("arrange", "ask", "words"), BAD, ids=[f"{n}-{row[2][:40]}" for n, row in enumerate(BAD)])
-def test_one_line_says_what_is_wrong_where_and_what_to_do(
+def test_one_line_gives_problem_place_and_remedy(
     arrange: Callable[[], object],
     ask: Callable[[], object] | str,
     words: str,
@@ -347,7 +347,7 @@ def test_a_tokenizer_of_another_vocabulary_is_refused(tmp_path: Path, monkeypatc
         open_data("a.npy", {"tokenizer_path": "t.json", "vocab": 260})
 
 
-def test_a_file_that_may_not_be_read_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_an_unreadable_file_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "a.txt").write_text(LINES)
 
     def refused(self: Path, *args: Any, **kwargs: Any) -> None:

@@ -45,7 +45,7 @@ def asked(task: Task, split: str) -> list[int]:
     return found
 
 
-def test_held_out_parts_are_the_end_of_the_text_and_each_of_their_bytes_is_asked_once(path: str):
+def test_held_out_parts_end_the_text_and_each_byte_is_predicted_once(path: str):
     raw = TEXT.encode()
     for task in texts(path, valid=0.2, test=0.1):
         valid, test = (task.text(asked(task, split)).encode() for split in ("valid", "test"))
@@ -54,7 +54,7 @@ def test_held_out_parts_are_the_end_of_the_text_and_each_of_their_bytes_is_asked
         assert abs(len(test) - 0.1 * len(raw)) < 5
 
 
-def test_what_a_label_stands_behind_is_what_is_read(path: str):
+def test_a_label_follows_its_input(path: str):
     for task in texts(path):
         for split in ("train", "valid", "test"):
             batch = task.batch(1, 3, split)
@@ -62,7 +62,7 @@ def test_what_a_label_stands_behind_is_what_is_read(path: str):
             assert (batch.x[:, 1:][both] == batch.labels[:, :-1][both]).all()
 
 
-def test_training_reads_nothing_of_what_is_held_out(tmp_path: Path):
+def test_training_never_sees_held_out_text(tmp_path: Path):
     raw = bytes(range(1, 101))
     (tmp_path / "a.txt").write_bytes(raw)
     task = TextTask(str(tmp_path / "a.txt"), length=7, valid=0.2, test=0.1)
@@ -125,7 +125,7 @@ def test_bits_for_each_byte_by_hand(path: str):
         assert sum(tally["nats"][1] for tally in tallies) == len(asked(task, "valid"))
 
 
-def test_chance_is_what_equal_logits_measure(path: str):
+def test_chance_is_the_score_of_equal_logits(path: str):
     for task in texts(path):
         batch = task.batch(0, 400)
         found = task.measure(torch.zeros(*batch.x.shape, task.data.size), batch)

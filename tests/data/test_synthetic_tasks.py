@@ -162,7 +162,7 @@ def test_a_batch_is_a_function_of_its_number(small: Task):
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_the_data_is_what_it_was(name: str):
+def test_generated_data_is_unchanged(name: str):
     """In another process, on another machine, in another year."""
     found = tuple(digest(SMALL[name].batch(3, 8, split)) for split in ("train", "test"))
     assert found == PINNED[name]
@@ -188,7 +188,7 @@ def test_small_tasks_use_all_that_there_is():
     assert all(90 < len(one) < 170 for one in found[1:])
 
 
-def test_chance_is_what_guessing_scores(small: Task):
+def test_chance_is_the_score_of_guessing(small: Task):
     """A guesser that draws any of the answers there are."""
     batch = small.batch(0, 400, "test")
     answers = {"recall": (10, 21), "copy": (3, 8), "markov": (0, 3), "group": (0, 6), "lookup2": (2 + 3 + 2, 12)}.get(
@@ -204,7 +204,7 @@ def test_chance_is_what_guessing_scores(small: Task):
         assert abs(total / count - chance) < 4 * (chance * (1 - chance) / count) ** 0.5 + 1e-12, name
 
 
-def test_what_is_right_scores_one_and_what_is_wrong_nothing(small: Task):
+def test_right_answers_score_one_and_wrong_answers_zero(small: Task):
     batch = small.batch(2, 9)
     wanted = batch.labels.clamp(min=0)
     logits = torch.nn.functional.one_hot(wanted, small.model().heads[0].outputs).float()
@@ -297,7 +297,7 @@ def test_default_models_fit_their_tasks(name: str):
         ("dats", {}, "did you mean 'dates'?"),
     ],
 )
-def test_what_cannot_be_meant_is_refused(name: str, said: dict, words: str):
+def test_invalid_arguments_are_refused(name: str, said: dict, words: str):
     with pytest.raises(hw.SpecError) as error:
         make_task(name, **said)
     assert words in str(error.value)
@@ -327,7 +327,7 @@ def test_far_batches_are_as_near_ones():
 # --- slices --------------------------------------------------------------------------------------------
 
 
-def test_slices_by_powers_of_two_divide_what_there_is():
+def test_slices_by_powers_of_two_cover_all_values():
     told = slice_by_power_of_two("t", torch.arange(1, 10))
     assert {name: where.nonzero().flatten().add(1).tolist() for name, where in told.items()} == {
         "t<=1": [1],

@@ -116,7 +116,7 @@ def test_copy_wants_the_block_again(kind: str):
     assert bool(apart) == (kind == "selective")
 
 
-def test_copy_says_how_far_back():
+def test_copy_reports_its_distance():
     one = make_task("copy", symbols=7, block=(5, 9), gap=(0, 20))
     batch = one.batch(0, 50)
     logits = torch.zeros(*batch.labels.shape, 10)
@@ -151,7 +151,7 @@ def bayes(x: list[int], symbols: int) -> list[list[Fraction]]:
     ]
 
 
-def test_markov_knows_the_best_guess():
+def test_markov_labels_equal_the_best_guess():
     one = make_task("markov", symbols=3, length=23)
     batch = one.batch(0, 20)
     for (x, labels), gold in zip(examples(one, 20), batch.gold, strict=True):
@@ -227,7 +227,7 @@ def prefix(table: np.ndarray, x: list[int]) -> int:
 # --- lookup2 -------------------------------------------------------------------------------------------
 
 
-def test_lookup2_wants_what_the_facts_say():
+def test_lookup2_answers_follow_from_the_facts():
     one = make_task("lookup2", entities=4, attributes=3, values=9, direct=3, composed=4)
     batch, others = one.batch(0, 200), Counter()
     for (x, labels), gold in zip(examples(one), batch.gold, strict=True):
@@ -259,7 +259,7 @@ def test_lookup2_wants_what_the_facts_say():
     assert len(others) == 12  # every entity with every other
 
 
-def test_lookup2_tells_its_questions_apart():
+def test_lookup2_distinguishes_its_questions():
     one = make_task("lookup2", entities=4, attributes=3, values=9, direct=3, composed=4)
     batch = one.batch(0, 5)
     logits = torch.nn.functional.one_hot(batch.labels.clamp(min=0), one.model().heads[0].outputs).float()
@@ -296,7 +296,7 @@ def value(words: list[str]) -> int:
     return result
 
 
-def test_the_evaluator_knows_published_values():
+def test_the_evaluator_reproduces_published_values():
     """As the sources of the Arena give them."""
     texts = {"[MAX 2 9 [MIN 4 7 ] 0 ]": 9, "[SM 8 7 6 ]": 1, "[MED 1 2 5 8 ]": 3}
     assert {text: value(text.split()) for text in texts} == texts
@@ -361,7 +361,7 @@ def test_listops_draws_as_the_arena_does():
         assert abs(statistics.mean(first) - statistics.mean(second)) < 4 * error
 
 
-def test_how_long_trees_are_is_known():
+def test_the_length_of_trees_has_the_computed_distribution():
     """Three levels of at most three arguments, by listing what each node can be."""
     two = {1: Fraction(3, 4), 4: Fraction(1, 8), 5: Fraction(1, 8)}
     three = Counter({1: Fraction(3, 4)})

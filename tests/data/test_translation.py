@@ -85,7 +85,7 @@ def test_epochs_differ_in_order_and_batches_follow_from_their_numbers(path: str,
     assert torch.equal(*held)  # no seed moves what is held out
 
 
-def test_padding_is_told_and_asks_nothing(path: str):
+def test_padding_is_marked_and_has_no_labels(path: str):
     batch = made(path).batch(0, 7)
     assert ((batch.labels == IGNORE_INDEX) == (batch.tokens.segment < 0)).all()
     for row, at in zip(batch.tokens.position, batch.tokens.is_real, strict=True):
@@ -119,7 +119,7 @@ def test_rows_are_packed_without_overflowing_either_side():
     assert len(found) < 1.35 * max(int(side.sum()) for side in sides) / 32
 
 
-def test_buckets_are_no_larger_than_asked():
+def test_buckets_stay_within_their_limit():
     for count in (1, 7, 8, 9, 64):
         sizes = [len(plan_by_length(torch.ones(count).numpy(), 8).take(at, 0)) for at in range(-(-count // 8))]
         assert sum(sizes) == count
@@ -153,14 +153,14 @@ def test_a_split_does_not_depend_on_the_order_of_lines(path: str, tmp_path: Path
 
 @pytest.mark.parametrize(("valid", "test"), [(0.1, 0.1), (0.5, 0.0), (0.01, 0.01), (0.4, 0.5)])
 @pytest.mark.parametrize("count", [3, 4, 10, 101])
-def test_every_split_that_is_asked_for_has_members(count: int, valid: float, test: float):
+def test_every_requested_split_has_members(count: int, valid: float, test: float):
     found = split_by_key([str(n) for n in range(count)], valid, test)
     assert sorted(n for own in found.values() for n in own) == list(range(count))
     assert len(found["train"]) > 0 < len(found["valid"])
     assert bool(len(found["test"])) == bool(test)
 
 
-def test_files_of_their_own_and_what_is_left_out_is_said(tmp_path: Path):
+def test_separate_files_and_counts_of_skipped_pairs(tmp_path: Path):
     files = {"de": [f"wort {n}" for n in range(40)], "en": [f"word {n}" for n in range(40)]}
     files["de"][3], files["en"][5], files["en"][7] = "", " ", "word " * 90
     for end, words in files.items():

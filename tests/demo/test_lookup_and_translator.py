@@ -46,7 +46,7 @@ def test_the_pages_fit_a_terminal_and_end_with_a_proof():
     assert any(line.startswith("float64") for line in lines)
 
 
-def test_the_data_is_what_the_library_counts():
+def test_the_data_equals_the_counts_of_the_library():
     told = json.loads(json.dumps(demo.demo_data()))
     assert told["counts"]["parameters"] == costs.count_parameters(demo.demo_spec())
     exact = next(row for row in told["proof"] if row["dtype"] == "float64")

@@ -72,7 +72,7 @@ def test_half_of_the_heads_are_gone_and_a_layer_has_one_head_of_keys(made: dict[
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_is_shown_is_what_the_folders_translate(
+def test_the_demo_shows_the_translations_of_its_folders(
     translator: Translator, made: dict[str, CompressedTranslator], name: str
 ):
     """Exact match, before and after, by a loop of its own over held-out examples."""
@@ -98,14 +98,14 @@ def test_a_changed_translator_learns_again_for_a_part_of_the_training(made: dict
     assert made[name].retraining.seed == RETRAINING.seed == 0
 
 
-def test_a_second_look_shows_what_the_first_did(translator: Translator, made: dict[str, CompressedTranslator]):
+def test_a_second_run_shows_the_results_of_the_first(translator: Translator, made: dict[str, CompressedTranslator]):
     files = {path: path.read_bytes() for one in made.values() for path in one.folder.iterdir()}
     again = {change.name: CompressedTranslator(translator, change, SMALL).data for change in COMPRESSION_METHODS}
     assert again == {name: one.data for name, one in made.items()}
     assert {path: path.read_bytes() for path in files} == files
 
 
-def test_what_was_made_of_another_translator_is_made_anew(
+def test_results_of_another_translator_are_replaced(
     translator: Translator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """From examples of training, and judged by those that nothing was learned from."""
@@ -126,7 +126,7 @@ def test_what_was_made_of_another_translator_is_made_anew(
     assert set(asked[judged:]) == {"valid"}
 
 
-def test_a_folder_of_somebody_else_is_refused_before_anything_is_trained(tmp_path: Path):
+def test_a_foreign_folder_is_refused_before_training(tmp_path: Path):
     mine = tmp_path / "run" / "pruned"
     mine.mkdir(parents=True)
     (mine / "thesis.txt").write_text("mine")
@@ -173,7 +173,7 @@ def test_the_verdict_is_honest(lost: float, said: str):
     assert f"lost: {100 * lost:.1f} points (95% interval: {100 * lost - 1:.1f} to {100 * lost + 1:.1f})" in verdict
 
 
-def test_progress_is_told_in_lines_where_nothing_moves():
+def test_progress_is_printed_as_lines_without_a_terminal():
     heard = io.StringIO()
     said = RetrainingProgress("pruned", 300, heard)
     for step in (0, 1, 2, 300):

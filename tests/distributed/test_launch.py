@@ -31,7 +31,7 @@ def command(folder: Path, *more: str) -> list[str]:
 
 
 @pytest.mark.lengthy
-def test_one_rank_speaks_and_writes(tmp_path: Path):
+def test_one_rank_prints_and_writes(tmp_path: Path):
     said = ended(begun(2, *command(tmp_path, "--steps", "2", "--spread", "shards=2", "--json")))
     assert [code for code, _, _ in said] == [0, 0]
     (_, out, err), (_, silent, quiet) = said
@@ -51,7 +51,7 @@ def test_one_rank_speaks_and_writes(tmp_path: Path):
         (["--spread", "tensor=2", "--batch", "0"], r"headwise: Recipe\(batch=0\) is out of range"),
     ],
 )
-def test_what_is_refused_is_said_once(tmp_path: Path, more: list[str], told: str):
+def test_refusals_are_printed_once(tmp_path: Path, more: list[str], told: str):
     said = ended(begun(2, *command(tmp_path / "never", "--steps", "2", *more)))
     assert [code for code, _, _ in said] == [2, 2]
     lines = "".join(err for _, _, err in said).splitlines()
@@ -116,7 +116,7 @@ def kill(process: subprocess.Popen[str], rank: int) -> None:
 
 
 @pytest.mark.slow
-def test_torchrun_starts_ranks_and_is_told_once_why_they_ended(tmp_path: Path):
+def test_torchrun_starts_ranks_and_prints_once_why_they_ended(tmp_path: Path):
     """Of three ranks the one in the middle is killed: of the two that are left one speaks."""
     process = launched(3, command(tmp_path, *STEPS, "--steps", "2000"))
     wait_for_step(tmp_path, 3)
@@ -129,7 +129,7 @@ def test_torchrun_starts_ranks_and_is_told_once_why_they_ended(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_torchrun_begins_a_killed_world_anew_and_it_goes_on(tmp_path: Path):
+def test_torchrun_restarts_a_killed_group_and_training_resumes(tmp_path: Path):
     process = launched(2, command(tmp_path, *STEPS, "--resume"), "--max-restarts", "1")
     wait_for_step(tmp_path, 3)
     kill(process, 0)
@@ -140,7 +140,7 @@ def test_torchrun_begins_a_killed_world_anew_and_it_goes_on(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_a_rank_that_says_nothing_is_given_up(tmp_path: Path):
+def test_a_silent_rank_times_out(tmp_path: Path):
     told = world(2, "support.data_parallel_checks.stuck", tmp_path / "stuck")[0]
     assert told.startswith(
         "rank 0 waited for another rank, which did not answer for 0:00:02; saved checkpoints are intact"
@@ -150,7 +150,7 @@ def test_a_rank_that_says_nothing_is_given_up(tmp_path: Path):
 # --- ranks that do not meet ----------------------------------------------------------------------------
 
 
-def test_a_port_in_use_is_said(monkeypatch: pytest.MonkeyPatch):
+def test_a_port_in_use_is_reported(monkeypatch: pytest.MonkeyPatch):
     with socket.socket() as taken:
         taken.bind(("localhost", 0))
         taken.listen()
@@ -177,6 +177,6 @@ def test_ranks_that_do_not_come_are_not_waited_for_without_end(monkeypatch: pyte
 
 
 @pytest.mark.parametrize(("rank", "size"), [("2", "2"), ("one", "2"), ("-1", "2")])
-def test_an_environment_that_says_nothing_is_refused(rank: str, size: str):
+def test_an_incomplete_environment_is_refused(rank: str, size: str):
     with pytest.raises(ValueError, match=f"RANK={rank} WORLD_SIZE={size} .* is not a valid rank; start with torchrun"):
         launch.read_torchrun_environment({"RANK": rank, "WORLD_SIZE": size})

@@ -51,7 +51,7 @@ def test_two_ranks_take_the_steps_of_one(two: tuple[Path, list[dict[str, Any]]],
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("way", PAIRS)
-def test_ways_multiply(four: list[dict[str, Any]], way: str, case: str):
+def test_kinds_of_parallelism_multiply(four: list[dict[str, Any]], way: str, case: str):
     wanted = alone(case, way)
     for rank in four:
         check_steps(rank["steps"][way][case], wanted)
@@ -64,7 +64,7 @@ def check_sent(seen: Counter[Any], counted: Counter[Any]) -> None:
 
 @pytest.mark.parametrize("name", ["echo", "odd", "pooled"])
 @pytest.mark.parametrize("way", WAYS)
-def test_a_step_sends_what_is_counted(two: tuple[Path, list[dict[str, Any]]], way: str, name: str):
+def test_a_step_sends_the_counted_bytes(two: tuple[Path, list[dict[str, Any]]], way: str, name: str):
     check_sent(*two[1][0]["sent"][way, name])
 
 
@@ -81,14 +81,14 @@ def test_four_ranks_divide_heads_of_fewer_keys(tmp_path: Path):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["echo", "odd", "pooled"])
 @pytest.mark.parametrize("way", PAIRS)
-def test_two_ways_send_what_is_counted(four: list[dict[str, Any]], way: str, name: str):
+def test_two_kinds_of_parallelism_send_the_counted_bytes(four: list[dict[str, Any]], way: str, name: str):
     check_sent(*four[0]["sent"][way, name])
 
 
 # --- runs ----------------------------------------------------------------------------------------------
 
 
-def test_a_run_goes_on_another_way(two: tuple[Path, list[dict[str, Any]]], tmp_path: Path):
+def test_a_run_resumes_under_another_parallelism(two: tuple[Path, list[dict[str, Any]]], tmp_path: Path):
     """By heads, then by tokens, then by heads, against one rank that is never interrupted."""
     recipe = quick(batch=6, steps=6, evaluate_every=3, lr=0.01)
     assert until(-1, recipe, tmp_path / "one") == ""
@@ -105,7 +105,7 @@ def test_terms_are_those_of_one_rank(two: tuple[Path, list[dict[str, Any]]], tmp
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_what_is_dropped_is_learnt_without(two: tuple[Path, list[dict[str, Any]]], way: str):
+def test_dropout_trains_under_parallelism(two: tuple[Path, list[dict[str, Any]]], way: str):
     told = trail(two[0] / f"dropped {way}")
     assert len(told) == 6 + 3
 
@@ -131,9 +131,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_divided_is_told_to_all_before_anything_is_written(
-    two: tuple[Path, list[dict[str, Any]]], case: str
-):
+def test_all_ranks_refuse_an_impossible_split_before_writing(two: tuple[Path, list[dict[str, Any]]], case: str):
     for rank in two[1]:
         assert rank["told"][case].startswith(REFUSED[case])
         assert "\n" not in rank["told"][case]

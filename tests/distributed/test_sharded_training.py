@@ -29,7 +29,7 @@ ALONE = ProcessInfo()
 @pytest.mark.parametrize(
     "spread", [Parallelism(), Parallelism(data=3), Parallelism(data=2, tensor=5), Parallelism(2, 3, 5, 7)]
 )
-def test_a_spread_survives_its_text(spread: Parallelism):
+def test_a_parallelism_survives_its_text(spread: Parallelism):
     assert Parallelism.parse(str(spread)) == spread
     assert Parallelism.over(str(spread), spread.size) == spread
 
@@ -47,7 +47,7 @@ def test_a_spread_survives_its_text(spread: Parallelism):
         ("", 2, "unknown parallel dimension ''"),
     ],
 )
-def test_a_spread_that_cannot_be_is_refused_in_one_line(text: str, ranks: int, told: str):
+def test_an_impossible_parallelism_is_refused_in_one_line(text: str, ranks: int, told: str):
     with pytest.raises(SpecError, match=told) as refused:
         Parallelism.over(text, ranks)
     assert "\n" not in str(refused.value)
@@ -62,7 +62,7 @@ def test_every_rank_stands_somewhere_else_and_neighbours_differ_in_the_last_way(
     assert sorted(spread.rank_groups("context", "tensor")) == sorted(ranks.permute(0, 2, 1, 3).reshape(10, 21).tolist())
 
 
-def test_a_spread_without_ranks_is_refused_before_anything_is_written(tmp_path: Path):
+def test_a_parallelism_without_ranks_is_refused_before_writing(tmp_path: Path):
     with pytest.raises(SpecError, match="data=2 needs 2 processes, not 1; start 2 processes"):
         train(Echo(), recipe=quick(spread="data=2"), out=tmp_path / "never")
     assert not (tmp_path / "never").exists()
@@ -102,7 +102,7 @@ def test_two_ranks_take_the_steps_of_one(stepped: list[dict[str, Any]], way: str
 
 
 @pytest.mark.parametrize("case", ["echo", "odd"])
-def test_the_first_gradient_is_that_of_the_mean_over_all_that_is_asked(stepped: list[dict[str, Any]], case: str):
+def test_the_first_gradient_is_that_of_the_mean_over_all_labels(stepped: list[dict[str, Any]], case: str):
     """Against torch's own cross entropy of the whole batch: ranks are asked unlike much, none counts more."""
     task, said = STEPPED[case]
     net, batch = hw.build(task.model(), seed=3).double(), task.batch(0, said["batch"])
@@ -133,7 +133,7 @@ def test_four_ranks_take_the_steps_of_one(tmp_path_factory: pytest.TempPathFacto
 
 @pytest.mark.parametrize("case", ["wide", "odd"])
 @pytest.mark.parametrize("way", ["data=2", "shards=2"])
-def test_what_is_sent_is_what_is_counted(two: tuple[Path, list[dict[str, Any]]], way: str, case: str):
+def test_sent_bytes_are_the_counted_bytes(two: tuple[Path, list[dict[str, Any]]], way: str, case: str):
     """The collectives that were called, with the bytes they were called with."""
     for rank in two[1]:
         seen = rank["sent"][way, case]
@@ -141,7 +141,7 @@ def test_what_is_sent_is_what_is_counted(two: tuple[Path, list[dict[str, Any]]],
         assert len(seen) > (2 if case == "wide" else 1)
 
 
-def test_what_follows_from_the_batch_is_not_counted_without_it():
+def test_costs_that_depend_on_the_batch_need_the_batch():
     with pytest.raises(
         SpecError, match=r"communication of tensor=2 depends on the batch; give batch_shape=BatchShape\("
     ):
@@ -190,12 +190,12 @@ def test_one_rank_writes_a_run_down_once(ran: tuple[Path, list[dict[str, Any]]])
     assert read_lines(ran[0] / "whole" / "metrics.jsonl")[0]["ranks"] == 2
 
 
-def test_slices_go_on_without_what_was_compiled(ran: tuple[Path, list[dict[str, Any]]], tmp_path: Path):
+def test_sharded_runs_resume_without_compiled_modules(ran: tuple[Path, list[dict[str, Any]]], tmp_path: Path):
     until(-1, quick(**PLAIN), tmp_path / "one")
     check_near(ran[0] / "compiled", tmp_path / "one")
 
 
-def test_shares_that_are_not_equal_are_said(ran: tuple[Path, list[dict[str, Any]]]):
+def test_unequal_shares_are_reported(ran: tuple[Path, list[dict[str, Any]]]):
     def notes(run: str) -> list[str]:
         return [r["says"] for r in read_lines(ran[0] / run / "metrics.jsonl") if r["event"] == "note"]
 
@@ -237,9 +237,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_ranks_cannot_do_is_told_to_all_of_them_in_the_same_line(
-    ran: tuple[Path, list[dict[str, Any]]], case: str
-):
+def test_all_ranks_print_one_refusal(ran: tuple[Path, list[dict[str, Any]]], case: str):
     first, second = (rank[case] for rank in ran[1])
     assert first.startswith(REFUSED[case])
     assert first == second

@@ -196,7 +196,7 @@ def read(kind: Kind) -> hw.model_spec.ModelSpec:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_as_many_numbers_as_there(name: str):
+def test_parameter_counts_are_those_of_transformers(name: str):
     """Of the whole model, learned ones; what transformers never trains is a constant in either."""
     kind = KINDS[name]
     with torch.device("meta"):
@@ -306,7 +306,7 @@ def loaded(spec: hw.AttentionSpec, module: nn.Module, model: nn.Module) -> hw.At
 
 
 @pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if kind.said])
-def test_attention_says_what_theirs_says(name: str):
+def test_attention_outputs_equal_those_of_transformers(name: str):
     """Every site, in float64; rotary angles are float32 with them."""
     kind = KINDS[name]
     if name == "clip-vision-projected":
@@ -341,7 +341,7 @@ MASKED = [name for name, kind in KINDS.items() if name not in ("deberta-relative
 
 
 @pytest.mark.parametrize("name", MASKED)
-def test_the_mask_is_theirs(name: str):
+def test_masks_equal_those_of_transformers(name: str):
     """As their own function is told it, at every site that the interface shows; windows as the modules keep them."""
     kind = KINDS[name]._replace(reads="pixels") if "projected" in name else KINDS[name]
     model = kind.build(attn_implementation="eager", **EXPERTS.get(name, {}))
@@ -386,7 +386,7 @@ REASONS = {
 
 
 @pytest.mark.parametrize("name", ZOO | FALLBACK)
-def test_every_site_of_the_zoo_is_said_or_has_its_reason(name: str):
+def test_every_site_has_a_spec_or_a_reason(name: str):
     those = hw.sites((ZOO | FALLBACK)[name].build())
     reasons = {site.unsaid for site in those if site.spec is None}
     assert those
@@ -398,7 +398,7 @@ def test_every_site_of_the_zoo_is_said_or_has_its_reason(name: str):
 
 
 @pytest.mark.parametrize("name", REASONS)
-def test_what_no_spec_says_has_its_reason(name: str):
+def test_sites_without_a_spec_have_a_reason(name: str):
     described = read(KINDS[name])
     assert described.approximation_reasons()
     assert all(REASONS[name] in why for why in described.approximation_reasons().values())
@@ -426,7 +426,7 @@ def test_towers_are_read_from_configs_inside():
     assert any("vision_config" in note for note in families.read_model_spec(config.to_dict()).notes)
 
 
-def test_a_config_that_no_class_fits_still_says_its_layers():
+def test_a_config_without_a_class_still_gives_its_layers():
     """What stands on the layers does not matter to a site."""
     model = KINDS["olmo2"].build()
     model.config.architectures = ["Olmo2ForSomethingElse"]
@@ -441,7 +441,7 @@ PLACED += ("clip-vision-projected",)
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", PLACED)
-def test_they_keep_what_formulas_say(name: str, dtype: torch.dtype):
+def test_saved_bytes_are_those_of_the_formulas(name: str, dtype: torch.dtype):
     """New placements and norms, for the way back."""
     model = read(KINDS[name])
     load = hw.Workload(2, 11, "fp32" if dtype == torch.float32 else "bf16", "cpu")
@@ -449,7 +449,7 @@ def test_they_keep_what_formulas_say(name: str, dtype: torch.dtype):
     assert hw.activation_memory(model, load, way).total == measured(model, dtype, way)
 
 
-def test_what_is_beyond_words_is_counted_said_and_not_built():
+def test_unsupported_parts_are_counted_reported_and_not_built():
     described = read(KINDS["whisper"])
     (sound,) = described.beyond
     assert sum(w.numel for w in sound.weights()) == 32 * 16 * 3 + 32 + 32 * 32 * 3 + 32
@@ -482,7 +482,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_config_that_says_something_else_is_refused_in_one_line(name: str):
+def test_a_contradicting_config_is_refused_in_one_line(name: str):
     said, words = BAD[name]
     with pytest.raises(hw.SpecError) as caught:
         families.read_model_spec({"model_type": name} | said)
@@ -492,7 +492,7 @@ def test_a_config_that_says_something_else_is_refused_in_one_line(name: str):
     assert "; " in told
 
 
-def test_what_old_files_leave_out_is_the_usual():
+def test_keys_missing_in_old_configs_have_the_usual_values():
     """As the first files of each were written: without keys that came later, angles at the top."""
     turns = {name: _turn({"model_type": name}) for name in ("gpt_neox", "phi", "stablelm", "glm", "gptj", "smollm3")}
     dims = {name: (turn.dims, turn.base, turn.pairs) for name, turn in turns.items()}
@@ -528,7 +528,7 @@ def _plainly(said: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_keys_that_are_left_out_are_what_transformers_fills_in(name: str):
+def test_missing_keys_have_the_defaults_of_transformers(name: str):
     """Of small models: what transformers writes of one says the same as the few keys that it was made of."""
     kind = KINDS[name]
     few = kind.keys | {"model_type": kind.made.model_type}
@@ -536,7 +536,7 @@ def test_keys_that_are_left_out_are_what_transformers_fills_in(name: str):
 
 
 @pytest.mark.parametrize("family", sorted(families.FAMILIES))
-def test_nothing_but_a_name_is_the_usual_model(family: str):
+def test_a_config_with_only_a_model_type_is_the_default_model(family: str):
     """Every size that is left out, against the defaults of transformers' own configs."""
     usual = transformers.CONFIG_MAPPING[family]().to_dict() | {"architectures": None}
     if family == "deepseek_v2":

@@ -69,7 +69,7 @@ def test_a_decoder_that_reads_a_source_is_one_graph(graphs):
 
 
 @pytest.mark.compile
-def test_parameters_are_read_anew(graphs):
+def test_changed_parameters_are_read(graphs):
     """A graph holds no copy of a weight: what is loaded or written to in place is what it runs on."""
     net, other = built(decoder()), built(decoder(hw.design(model=32, heads=4, kv=1, pattern="causal()")))
     prompts = [[3, 1, 4], [1, 5, 9]]
@@ -82,7 +82,7 @@ def test_parameters_are_read_anew(graphs):
     assert graphs() == 1
 
 
-def test_auto_weighs_what_is_gained_against_what_compiling_takes(monkeypatch):
+def test_auto_compares_the_gain_with_the_compile_time(monkeypatch):
     net = built(decoder())
     assert not decide_compile(net, "auto", 64).should_compile
     assert decide_compile(net, "auto", 10**6).should_compile
@@ -90,7 +90,7 @@ def test_auto_weighs_what_is_gained_against_what_compiling_takes(monkeypatch):
     assert estimate_compile_gain(12, 64).reason.startswith("not compiled: 64 steps could gain about")
 
 
-def test_without_a_compiler_auto_says_so_and_on_is_refused(monkeypatch):
+def test_without_a_compiler_auto_reports_it_and_on_is_refused(monkeypatch):
     monkeypatch.setattr(compiled_step.shutil, "which", lambda name: None)
     net = built(decoder())
     assert decide_compile(net, "auto", 10**6) == compiled_step.CompileDecision(
@@ -109,7 +109,7 @@ def test_probes_hinder_and_other_words_are_refused():
         hw.DecodingConfig(compile="yes")
 
 
-def test_rows_of_several_lengths_say_why_they_are_not_compiled():
+def test_rows_of_several_lengths_give_a_reason_not_to_compile():
     net, prompt = built(decoder()), torch.tensor([[3, 1, 4], [0, 1, 5]])
     told = hw.SequenceInfo.from_batch(prompt, lengths=[3, 2], pad="left")
     with torch.no_grad():
@@ -124,7 +124,7 @@ def test_rows_of_several_lengths_say_why_they_are_not_compiled():
         )
 
 
-def test_whoever_asks_hears_of_every_choice():
+def test_every_choice_is_reported_on_request():
     net, heard = built(decoder()), []
     asked = TextGenerator.of(net, 5, 0.0, hw.DecodingConfig(compile="auto"), heard.append)
     asked.answers(PromptBatch([[3, 1], [4, 1]], "ids", "together"))

@@ -118,7 +118,7 @@ def test_tokens_are_drawn_as_often_as_they_are_likely(name: str, temperature: fl
 
 
 @pytest.mark.parametrize("name", [name for name in HOWS if name != "repetition"])
-def test_what_is_left_is_what_the_definitions_leave(name: str):
+def test_filtered_logits_equal_the_definitions(name: str):
     for _ in range(50):
         logits = torch.randn(13, dtype=torch.float64) * 3
         kept = filter_logits(logits[None], HOWS[name])[0].softmax(-1)
@@ -172,7 +172,7 @@ SPECS |= {
 
 
 @pytest.mark.parametrize("name", SPECS)
-def test_from_its_cache_a_model_says_what_it_says_anew(name: str):
+def test_cached_generation_equals_generation_without_a_cache(name: str):
     """Rows of several lengths at once, drawn; some end early, and are left out of the caches."""
     net = built(decoder(SPECS[name]))
     alone = []
@@ -199,7 +199,7 @@ def test_a_translator_answers_each_source_as_alone(translator: hw.Transformer):
     assert hw.generate(translator, sources, max_new_tokens=6, config=hw.DecodingConfig(end=())) == expected
 
 
-def test_a_row_does_not_ask_what_stands_beside_it(net: hw.Transformer):
+def test_a_row_samples_independently_of_the_others(net: hw.Transformer):
     said = {"max_new_tokens": 12, "temperature": 1.3, "seed": 8}
     beside = hw.generate(net, [PROMPTS[0], PROMPTS[1], PROMPTS[2]], **said)
     assert hw.generate(net, [[7] * 9, PROMPTS[1], [2]], **said)[1] == beside[1]
@@ -231,7 +231,7 @@ def test_rows_draw_on_as_they_would_when_others_end(net: hw.Transformer, end: in
     assert hw.generate(net, PROMPTS * 2, **said, config=hw.DecodingConfig(end=end)) == cut
 
 
-def test_what_was_given_is_given_back_alike(net: hw.Transformer):
+def test_prompts_are_returned_in_the_given_form(net: hw.Transformer):
     alone = hw.generate(net, PROMPTS[1], max_new_tokens=3)
     for given in (tuple(PROMPTS[1]), torch.tensor(PROMPTS[1]), torch.tensor(PROMPTS[1], dtype=torch.int32)):
         assert hw.generate(net, given, max_new_tokens=3) == alone
@@ -359,7 +359,7 @@ def test_positions_of_a_part_count_too():
 # --- as it comes ---------------------------------------------------------------------------------------
 
 
-def test_a_stream_says_what_generation_says(net: hw.Transformer):
+def test_a_stream_equals_generation(net: hw.Transformer):
     for said in ({}, {"temperature": 0.8, "seed": 11}, {"config": hw.DecodingConfig(end=(4, 7))}):
         whole = hw.generate(net, PROMPTS[0], max_new_tokens=9, **said)
         assert list(hw.stream(net, PROMPTS[0], max_new_tokens=9, **said)) == whole
@@ -425,7 +425,7 @@ BAD: dict[str, tuple[bp.ModelSpec, Any, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_what_cannot_be_said_says_why(name: str):
+def test_ungeneratable_prompts_give_reasons(name: str):
     described, prompt, said, words = BAD[name]
     with pytest.raises(ValueError, match=words) as caught:
         hw.generate(hw.build(described), prompt, **({"max_new_tokens": 3} | said))
@@ -450,12 +450,12 @@ def test_what_cannot_be_said_says_why(name: str):
         ({"window": 0}, "window must be an integer of at least 1, got 0"),
     ],
 )
-def test_a_way_that_cannot_be_meant_says_why(said: dict[str, Any], words: str):
+def test_invalid_decoding_configs_give_reasons(said: dict[str, Any], words: str):
     with pytest.raises(hw.SpecError, match=words):
         hw.DecodingConfig(**said)
 
 
-def test_a_model_whose_weights_are_broken_says_so(net: hw.Transformer):
+def test_broken_weights_are_reported(net: hw.Transformer):
     with torch.no_grad():
         net.head["tokens"].weight[3] = math.nan
     for said in ({}, {"temperature": 1.0}):
@@ -463,7 +463,7 @@ def test_a_model_whose_weights_are_broken_says_so(net: hw.Transformer):
             hw.generate(net, [1, 2], max_new_tokens=2, **said)
 
 
-def test_what_cannot_be_streamed_says_why(net: hw.Transformer):
+def test_unstreamable_decoding_gives_reasons(net: hw.Transformer):
     with pytest.raises(ValueError, match="cannot stream 3 prompts at once; give one, or call generate"):
         hw.stream(net, PROMPTS)
     with pytest.raises(hw.SpecError, match="cannot stream beams=2"):

@@ -105,7 +105,7 @@ def test_a_character_waits_for_its_last_byte():
     ]
 
 
-def test_what_was_told_is_never_taken_back():
+def test_emitted_text_is_never_withdrawn():
     """Behind whole characters a byte comes that spoils all bytes before it, to such a decoder."""
     words = WORDS["sentencepiece"]
     whole = list("你".encode())
@@ -135,7 +135,7 @@ def test_an_answer_is_the_text_before_the_first_stop(text: str, stops: list[str]
     assert told_ids + answer.take_new_ids() == answer.ids == list(text[:cut].encode())
 
 
-def test_what_may_become_a_stop_is_withheld_no_longer_than_that():
+def test_a_possible_stop_is_withheld_only_while_possible():
     answer = Completion((), ("abc",), IncrementalDetokenizer(WORDS["bytes"]))
     told = []
     for one in b"xababab":
@@ -206,7 +206,7 @@ def test_a_stop_ends_an_answer_as_text_and_as_ids(speaker: hw.Transformer):
             assert bytes(ids).decode(errors="replace") == cut
 
 
-def test_a_window_keeps_what_stands_around_a_text(speaker: hw.Transformer):
+def test_a_window_keeps_the_special_tokens_around_a_text(speaker: hw.Transformer):
     speaker.usage = replace(speaker.usage, before=(1,))
     said = {"max_new_tokens": 3, "config": hw.DecodingConfig(window=4)}
     assert hw.generate(speaker, "abcdef", **said) == hw.generate(speaker, "def", max_new_tokens=3)
@@ -215,7 +215,7 @@ def test_a_window_keeps_what_stands_around_a_text(speaker: hw.Transformer):
 
 
 @pytest.mark.parametrize("name", ["dates", "wordpiece", "chars"])
-def test_what_a_tokenizer_does_not_know_is_said(name: str):
+def test_unknown_tokens_are_reported(name: str):
     made = Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="<unk>"))  # of which <unk> itself is none
     made.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     document = {"dates": make_task("dates").tokenizer, "wordpiece": wordpiece(), "chars": made.to_str()}[name]
@@ -236,7 +236,7 @@ def test_special_tokens_are_text_unless_they_are_to_be_read():
 # --- what a folder says --------------------------------------------------------------------------------
 
 
-def test_a_folder_keeps_how_a_model_is_spoken_to(tmp_path: Path):
+def test_a_folder_keeps_the_processor_spec(tmp_path: Path):
     size = Tokenizer.from_str(DOCUMENTS["pieces"]).get_vocab_size()
     net = drawn(decoder(size), tokenizer=DOCUMENTS["pieces"], end=(1,), before=(0,), specials="read", mask=0)
     hw.save(net, tmp_path / "a")
@@ -261,7 +261,7 @@ EDITED = {
 
 
 @pytest.mark.parametrize("name", EDITED)
-def test_a_usage_that_cannot_be_meant_is_refused(tmp_path: Path, name: str):
+def test_an_invalid_processor_spec_is_refused(tmp_path: Path, name: str):
     old, new, words = EDITED[name]
     hw.save(drawn(decoder(300), end=(1,)), tmp_path)
     path = tmp_path / "headwise.toml"
@@ -273,7 +273,7 @@ def test_a_usage_that_cannot_be_meant_is_refused(tmp_path: Path, name: str):
     assert str(tmp_path) in str(caught.value)
 
 
-def test_what_is_said_of_another_model_is_not_saved(tmp_path: Path):
+def test_the_processor_spec_of_another_model_is_not_saved(tmp_path: Path):
     for usage, words in (
         ({"tokenizer": DOCUMENTS["bytes"]}, "tokenizer knows 256 tokens, the model 101"),
         ({"source_tokenizer": DOCUMENTS["bytes"]}, "source_tokenizer knows 256 tokens"),
@@ -287,7 +287,7 @@ def test_what_is_said_of_another_model_is_not_saved(tmp_path: Path):
             hw.ProcessorSpec(**wrong)
 
 
-def test_tasks_say_how_they_are_spoken_to(tmp_path: Path):
+def test_tasks_give_processor_specs(tmp_path: Path):
     dates = make_task("dates")
     batch = dates.batch(0, 5)
     words = ModelTokenizer(dates.tokenizer or "", dates.usage.specials)
@@ -338,7 +338,7 @@ def test_texts_are_classified_each_as_alone():
         assert [guess.share for guess in guesses] == sorted(found.values(), reverse=True)
 
 
-def test_masks_are_filled_each_by_what_is_likely_there():
+def test_masks_are_filled_with_likely_tokens():
     net = drawn(encoder(bp.OutputHeadSpec("tokens", 12)), **AROUND)
     filled, other = fill_masks(net, ["The [MASK] sat, [MASK].", "[MASK]"], top=3)
     with torch.no_grad():
@@ -359,7 +359,7 @@ def test_masks_are_filled_each_by_what_is_likely_there():
         fill_masks(net, ["[MASK]"], top=13)
 
 
-def test_a_model_that_says_no_classes_says_why():
+def test_a_model_without_classes_gives_a_reason():
     net = drawn(encoder(bp.OutputHeadSpec("classes", 3, "mean")), **AROUND)
     with pytest.raises(hw.SpecError, match="has 3 classes but 0 names; set"):
         classify(net, ["the"])

@@ -50,7 +50,7 @@ def test_a_parse_that_is_none(text: str, said: str):
         list(read_conllu(rows(text)))
 
 
-def test_what_is_known_of_tokens():
+def test_token_annotations():
     sources = ExampleReader(reader())
     sources.add_text("the dogs don't bark .")
     (scene,) = sources.examples_with_frequencies()
@@ -73,13 +73,13 @@ def test_pieces_belong_to_the_words_of_a_parse():
     assert scene.dependencies[1] == (1, 4, "nsubj")
 
 
-def test_how_often_is_counted_over_all():
+def test_frequencies_are_counted_over_all_texts():
     scenes = examples_from_lines(reader(), ["the dog", "the the bark"]).examples_with_frequencies()
     the = [int(scene.streams["text"].frequency[1]) for scene in scenes]
     assert the == [3, 3]
 
 
-def test_what_is_left_out_is_said():
+def test_skipped_texts_are_reported():
     sources = examples_from_lines(reader(), ["", "the dog", "  ", " ".join(["bark"] * 23)])
     counts = [scene.streams["text"].count for scene in sources.examples_with_frequencies()]
     assert max(counts) <= 12
@@ -87,7 +87,7 @@ def test_what_is_left_out_is_said():
     assert sources.notes == ("2 empty lines", "1 lines split because they are longer than the model takes")
 
 
-def test_what_no_tokenizer_knows_is_left_out():
+def test_texts_with_unknown_tokens_are_skipped():
     sources = examples_from_lines(reader(), ["the dog", "the cat", "a bark"])
     assert [scene.streams["text"].count for scene in sources.examples_with_frequencies()] == [4, 4]
     assert sources.notes == ("1 texts with characters that the tokenizer does not know",)

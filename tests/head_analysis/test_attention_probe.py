@@ -58,7 +58,7 @@ def planted(net: Any, head: int, count: int = TEXTS) -> list[Example]:
 # --- by definition ---------------------------------------------------------------------------------------
 
 
-def test_maps_of_words_sum_what_is_read_and_average_who_reads(monkeypatch: pytest.MonkeyPatch):
+def test_word_maps_sum_over_keys_and_average_over_queries(monkeypatch: pytest.MonkeyPatch):
     net, text, words = built(BERT), ids(0), [-1, 0, 0, 1, 2, 2, -1]
     maps, wanted = own_maps(net, text).numpy(), np.zeros((6, 3, 3))
     for i in range(3):
@@ -92,7 +92,7 @@ def test_the_likelihood_is_its_definition():
 # --- planted ---------------------------------------------------------------------------------------------
 
 
-def test_planted_syntax_is_found_and_neither_twin_nor_offset_knows_it():
+def test_planted_syntax_is_found_and_both_baselines_miss_it():
     net, twin = built(BERT), built(BERT, seed=5)
     scenes = planted(net, 4)
     told = train_attention_probe(net, scenes, random_baseline=twin, options=ProbeOptions(weight_decay=1e-5))
@@ -108,7 +108,7 @@ def test_planted_syntax_is_found_and_neither_twin_nor_offset_knows_it():
     assert sum(told.arcs) == sum(len(one.dependencies) for one in scenes)
 
 
-def test_what_goes_up_is_told_from_what_goes_down():
+def test_directions_of_dependencies_are_distinguished():
     net = built(BERT)
     other = []
     for scene in planted(net, 4):
@@ -153,7 +153,7 @@ def test_texts_without_arcs_are_left_out_and_counted():
     assert told.notes == ("1 texts without dependencies were left out",)
 
 
-def test_what_cannot_be_probed_is_refused():
+def test_unsupported_models_are_refused():
     net, scenes = built(BERT), planted(built(BERT), 4, 10)
     for texts, reason in [
         (scenes[:3], "3 texts with dependencies: 2 for training and 1 held out; at least two of each"),

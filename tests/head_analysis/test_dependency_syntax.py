@@ -152,7 +152,7 @@ def test_a_head_that_follows_a_relation_is_above_and_one_at_an_offset_is_not():
     assert measures[SITE, 1][name].value <= measures[SITE, 1][name].chance
 
 
-def test_of_many_heads_that_follow_nothing_none_is_above():
+def test_none_of_many_random_heads_is_above_its_baseline():
     """240 tests, a head, relation and direction each; one in 20 such families may have a single one."""
     draw, texts = np.random.default_rng(1), []
     for seed in range(40):
@@ -165,7 +165,7 @@ def test_of_many_heads_that_follow_nothing_none_is_above():
     assert not any(one.is_above_chance for one in found)
 
 
-def test_rare_relations_and_texts_without_arcs_say_nothing():
+def test_rare_relations_and_texts_without_dependencies_give_no_result():
     texts = [text(seed, "full") for seed in range(3)]
     texts[1] = (texts[1][0], [])
     syntax = gone_through(DependencyScores(min_arcs=10_000), texts, 19)
@@ -174,7 +174,7 @@ def test_rare_relations_and_texts_without_arcs_say_nothing():
     assert syntax.measures(draw_resamples(3, 10, 0)) == {}
 
 
-def test_what_is_of_one_relation():
+def test_measures_of_one_relation():
     assert is_relation_measure("syntactic nmod:poss to dependent")
     assert not is_relation_measure("syntactic all to dependent")
     assert not is_relation_measure("separator")

@@ -97,7 +97,7 @@ def test_models_of_transformers_are_read_from_their_live_weights(name: str):
     torch.testing.assert_close(first.qk_circuit(1).left, q.view(4, 8, -1)[1].T)
 
 
-def test_models_that_nobody_reads_are_refused_with_the_reason():
+def test_unsupported_models_are_refused_with_the_reason():
     pytest.importorskip("transformers")
     from support.transformers_models import FALLBACK
 
@@ -107,7 +107,7 @@ def test_models_that_nobody_reads_are_refused_with_the_reason():
         get_circuits(torch.nn.MultiheadAttention(8, 2))
 
 
-def test_what_has_no_such_maps_is_refused():
+def test_layers_without_such_maps_are_refused():
     with pytest.raises(SpecError, match="has no single matrix per head for q; they need layers"):
         layer(project=hw.Collaborative(width=4)).qk_circuit(0)
     with pytest.raises(SpecError, match="which is not a product of W_Q and W_K"):
@@ -120,7 +120,7 @@ def test_what_has_no_such_maps_is_refused():
         layer().ov_circuit(-1)
 
 
-def test_what_stands_between_is_said():
+def test_operations_that_circuits_leave_out_are_reported():
     made = layer(modifiers=(hw.Rotary(), hw.TalkingHeads()))
     assert "Rotary() changes q and k token by token" in made.caveats
     assert any("mixes heads" in one for one in made.caveats)
@@ -218,7 +218,7 @@ def test_a_head_that_copies_and_one_that_takes_back(sign: float):
     assert torch.equal(embed, unembed.T)  # GPT-2 ties them
 
 
-def test_a_model_that_says_no_tokens_is_held_to_its_own_table():
+def test_a_model_without_token_outputs_uses_its_embedding_table():
     pytest.importorskip("transformers")
     from support.transformers_models import ZOO
 
@@ -232,7 +232,7 @@ def test_a_model_that_says_no_tokens_is_held_to_its_own_table():
 # --- what heads write ----------------------------------------------------------------------------------
 
 
-def test_norms_and_shares_of_what_is_written():
+def test_norms_and_shares_of_written_vectors():
     net, texts = small(), scenes(4)
     told = {(one.site, one.head): one for one in measure_residual_contributions(net, texts)}
     norms: list[Tensor] = []
@@ -261,7 +261,7 @@ def test_norms_and_shares_of_what_is_written():
     assert sum(one.share.value for (site, _), one in told.items() if site == "decoder.0.attention") == pytest.approx(1)
 
 
-def test_what_is_written_in_pieces_is_written_at_once(monkeypatch: pytest.MonkeyPatch):
+def test_vectors_written_in_pieces_sum_to_the_whole(monkeypatch: pytest.MonkeyPatch):
     net, texts = small(), scenes(2)
     whole = measure_residual_contributions(net, texts)
     monkeypatch.setattr("headwise.head_analysis.head_circuits.MAX_CHUNK_CELLS", 200)
@@ -273,7 +273,7 @@ def test_what_is_written_in_pieces_is_written_at_once(monkeypatch: pytest.Monkey
 # --- twins ---------------------------------------------------------------------------------------------
 
 
-def test_a_twin_has_the_same_shapes_and_fresh_weights():
+def test_a_random_baseline_has_the_shapes_and_new_weights():
     net: Any = small()
     state = torch.get_rng_state()
     one, again, other = (
@@ -291,7 +291,7 @@ def test_a_twin_has_the_same_shapes_and_fresh_weights():
 
 
 @pytest.mark.parametrize("name", ["bert", "llama"])
-def test_a_twin_of_somebody_elses(name: str):
+def test_a_random_baseline_of_a_transformers_model(name: str):
     pytest.importorskip("transformers")
     from support.transformers_models import ZOO
 
@@ -307,14 +307,14 @@ def test_a_twin_of_somebody_elses(name: str):
     assert not all(torch.equal(a, b) for a, b in zip(one.parameters(), model.parameters(), strict=True))
 
 
-def test_a_twin_of_a_bare_module_is_refused():
+def test_a_random_baseline_of_a_bare_module_is_refused():
     with pytest.raises(
         ValueError, match="cannot rebuild Linear with random weights: it has neither a spec nor a config"
     ):
         make_random_baseline(torch.nn.Linear(2, 2))
 
 
-def test_one_of_ours_made_of_theirs_says_the_same():
+def test_a_native_model_of_a_transformers_model_has_its_outputs():
     pytest.importorskip("transformers")
     from support.transformers_models import ZOO, run
 

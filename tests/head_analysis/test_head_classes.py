@@ -37,7 +37,7 @@ def names(table: HeadTable, site: str, number: int) -> dict[str, float]:
     return {one.name: one.score for one in table.head(site, number).classes}
 
 
-def test_heads_set_by_hand_are_found_and_nothing_else_is(decoder: HeadTable):
+def test_exactly_the_handset_heads_are_found(decoder: HeadTable):
     table = classify_heads(decoder)
     for head in table.heads:
         found = names(table, head.site, head.head)
@@ -48,7 +48,7 @@ def test_heads_set_by_hand_are_found_and_nothing_else_is(decoder: HeadTable):
             assert head.classes[0].name == planted
 
 
-def test_an_aligned_cross_head_is_found_and_nothing_else_is(translator: HeadTable):
+def test_exactly_the_aligned_cross_head_is_found(translator: HeadTable):
     table = classify_heads(translator)
     assert names(table, CROSS, 1)["alignment"] > 0.95
     for head in table.heads:
@@ -63,14 +63,14 @@ def test_small_random_heads_are_broad(decoder: HeadTable):
         assert names(table, site, number)["broad"] > 0.95
 
 
-def test_words_measure_what_tokens_measure_where_each_is_one(decoder: HeadTable):
+def test_word_measures_equal_token_measures_for_one_token_words(decoder: HeadTable):
     again = measure_heads(handmade.decoder(), handmade.texts(40), options=MeasureOptions(units="words"))
     for one, other in zip(decoder.heads, again.heads, strict=True):
         for name in ("previous", "sink", "induction", "rare", "support90", "positional_share"):
             assert other.measures[name].value == pytest.approx(one.measures[name].value, abs=1e-5, nan_ok=True)
 
 
-def test_a_head_at_a_fixed_distance_is_what_distance_explains(decoder: HeadTable):
+def test_a_head_at_a_fixed_distance_is_explained_by_distance(decoder: HeadTable):
     assert decoder.head(FIRST, 0).measures["positional_share"].value > 0.99
     assert decoder.head(SECOND, 0).measures["positional_share"].value < 0.5
 
@@ -104,12 +104,12 @@ def test_a_head_may_be_several_things_the_surest_first():
 
 
 @pytest.mark.parametrize(("peak", "name"), [(-2.0, "offset -2"), (5.0, "offset +5"), (-1.0, None), (0.0, None)])
-def test_a_distance_that_has_no_word_is_told_as_a_number(peak: float, name: str | None):
+def test_a_distance_without_a_name_is_given_as_a_number(peak: float, name: str | None):
     found = called(head(sink=(0.2, 0.2, 0.2, 0.2), offset=(0.9, 0.8, 1.0, 0.1), peak=(peak,) * 3 + (-1.0,)))
     assert found == ({name: pytest.approx(8 / 9)} if name else {"unclear": 0})
 
 
-def test_relations_are_told_with_how_much_better_than_the_best_offset():
+def test_relations_are_reported_with_their_gain_over_the_best_offset():
     one = head(sink=(0.2, 0.2, 0.2, 0.2), syntactic_obj_to_governor=(0.7, 0.6, 0.8, 0.4),
                syntactic_all_to_governor=(0.7, 0.6, 0.8, 0.4),
                syntactic_det_to_dependent=(0.5, 0.3, 0.7, 0.4))  # fmt: skip
@@ -119,7 +119,7 @@ def test_relations_are_told_with_how_much_better_than_the_best_offset():
     assert found.evidence == f"finds the governor of obj in 0.70 of dependencies; {margin}"
 
 
-def test_what_is_unclear_says_what_it_is_most_of_all():
+def test_unclear_heads_name_their_closest_class():
     (found,) = classify_heads(HeadTable("small", "9 texts", (head(sink=(0.25, 0.1, 0.9, 0.2)),))).heads[0].classes
     most = "puts 0.25 of its weight on sinks; chance 0.20, 95 % interval 0.10 to 0.90"
     assert found.evidence == f"no measure is clearly above chance; the strongest candidate is sink: {most}"
@@ -189,7 +189,7 @@ def test_tokens_that_are_not_the_models_are_refused():
         measure_heads(handmade.decoder(), [wrong, scenes[2]])
 
 
-def test_what_sinks_leave_is_told():
+def test_attention_outside_sinks_is_reported():
     one = head(sink=(0.6, 0.5, 0.7, 0.2), previous=(0.9, 0.8, 1.0, 0.1))
     (found, _) = classify_heads(HeadTable("small", "9 texts", (one,))).heads[0].classes
     assert found.evidence.startswith("of the 0.40 that sinks leave, puts 0.90 on the previous token; chance 0.10,")
@@ -218,7 +218,7 @@ def test_a_sink_head_finds_the_word_that_all_depend_on():
         assert names(table, site, number).get("syntactic nsubj to governor", 0) < 0.5
 
 
-def test_the_published_are_no_part_of_what_is_measured_unasked(decoder: HeadTable):
+def test_published_metrics_are_not_measured_by_default(decoder: HeadTable):
     assert set(decoder.heads[0].measures) == set(HEAD_METRICS)
     assert hw.sites(handmade.decoder())[0].name == FIRST
     assert torch.is_grad_enabled()

@@ -90,7 +90,7 @@ def test_text_by_text_is_all_at_once():
     assert [a.spread.chance for a in one] == pytest.approx([b.spread.chance for b in other])
 
 
-def test_heads_dealt_out_anew_say_what_chance_is_as_often_as_they_should():
+def test_permuted_heads_give_a_calibrated_null():
     who, least, chances = heads(3, 4), [], []
     for trial in range(80):
         adding = DiversitySums(who, 39, trial)
@@ -162,7 +162,7 @@ def test_a_head_far_from_its_layer_is_found_and_no_other():
     assert found[0].far == pytest.approx(apart(0, odd=11)[11, [8, 9, 10, 12, 13, 14, 15]].mean())
 
 
-def test_where_no_head_is_odd_few_are_found():
+def test_few_outliers_are_found_without_odd_heads():
     hits = sum(find_outliers(apart(trial), heads(3, 8), num_draws=4000)[0].p < 0.05 for trial in range(60))
     assert hits <= 8
 
@@ -187,7 +187,7 @@ def test_layers_of_two_heads_have_no_odd_one():
 # --- depth ---------------------------------------------------------------------------------------------
 
 
-def test_how_far_tokens_are_from_one():
+def test_distance_of_tokens_from_their_mean():
     x = torch.randn(7, 5, dtype=torch.float64).numpy()
     middle = x - x.mean(0)
     assert rank_one_residual(torch.tensor(x)) == pytest.approx(np.sqrt((middle**2).sum() / (x**2).sum()))
@@ -212,7 +212,7 @@ def states(net: Any, ids: Tensor) -> Iterator[Tensor]:
         yield h[0]
 
 
-def test_of_a_model_as_it_is():
+def test_diversity_of_a_native_model():
     net, texts = small(layers=3), scenes(4)
     found = measure_rank_collapse(net, texts)
     with torch.no_grad():
@@ -247,7 +247,7 @@ def test_attention_alone_brings_all_tokens_together_and_skips_do_not():
 
 
 @pytest.mark.parametrize("name", ["bert", "gpt2", "bart"])
-def test_of_models_of_others(name: str):
+def test_diversity_of_transformers_models(name: str):
     pytest.importorskip("transformers")
     from dataclasses import replace
 
@@ -269,6 +269,6 @@ def test_of_models_of_others(name: str):
         measure_rank_collapse(model, texts, variant=ForwardVariant())
 
 
-def test_what_is_no_path_is_refused():
+def test_invalid_paths_are_refused():
     with pytest.raises(ValueError, match="unknown skip='no'"):
         ForwardVariant(skip="no")

@@ -92,7 +92,7 @@ def test_leaving_out_is_a_copy_without_the_columns(name: str):
         assert result.head(site.name, head).value == pytest.approx(mean_of(more), abs=1e-12)
 
 
-def test_leaving_out_reaches_two_stacks_of_somebody_elses():
+def test_ablation_reaches_two_stacks_of_a_transformers_model():
     one = Foreign("BartForConditionalGeneration", "BartConfig", BART, "out_proj", "both")
     model = one.build().double()
     texts = [Example({"input_ids": ids(n, 6, 67), "decoder_input_ids": ids(9 + n, 5, 67)}, {}) for n in range(3)]
@@ -183,7 +183,7 @@ def by_masks(model: nn.Module, name: str, text: Example, number: int, asked: Any
 
 
 @pytest.mark.parametrize("name", list(THEIRS))
-def test_michels_three_are_what_masks_say(name: str):
+def test_michels_three_scores_equal_explicit_masks(name: str):
     model, asked = theirs(name), asked_of(name)
     texts = scenes(model, 4)
     slopes = [torch.stack([xi.sum(0) for xi in by_masks(model, name, one, n, asked)]) for n, one in enumerate(texts)]
@@ -244,7 +244,7 @@ def test_a_layers_worth_has_length_one_when_normalised():
 
 
 @pytest.mark.parametrize("method", list(IMPORTANCE_METHODS))
-def test_a_head_without_weights_matters_nothing_and_one_that_alone_speaks_most(method: str):
+def test_a_zero_head_scores_zero_and_the_only_active_head_most(method: str):
     net = built(GPT2)
     with torch.no_grad():
         for layer in range(2):
@@ -291,7 +291,7 @@ def test_heads_in_another_order_are_worth_the_same(method: str):
             assert told == pytest.approx(getattr(own[head], field), rel=1e-8, abs=1e-12, nan_ok=True)
 
 
-def test_shapley_shares_out_what_all_heads_are_worth():
+def test_shapley_values_sum_to_the_total():
     net = built(GPT2)
     texts = scenes(net)
     result = estimate_importance(net, texts, method=ShapleyValue(num_permutations=2))
@@ -324,7 +324,7 @@ def test_shapley_of_many_orders_is_its_definition():
 # --- intervals, chance, time -----------------------------------------------------------------------------
 
 
-def test_signs_are_turned_in_all_ways():
+def test_sign_flips_are_enumerated():
     told = np.random.default_rng(0).normal(0.4, 1, (7, 3))
     ways = np.array(list(itertools.product([1, -1], repeat=7)))
     wanted = (np.abs(ways @ told) >= np.abs(told.sum(0)) - 1e-12).mean(0)
@@ -335,7 +335,7 @@ def test_signs_are_turned_in_all_ways():
     np.testing.assert_allclose(drawn, (np.abs(ways @ many) >= np.abs(many.sum(0))).mean(0), atol=0.01)
 
 
-def test_chance_is_told_from_worth_as_often_as_it_says():
+def test_significance_tests_are_calibrated():
     told = np.random.default_rng(1).normal(0, 1, (20, 400))
     assert (sign_flip_p_values(told) < 0.05).mean() == pytest.approx(0.05, abs=0.025)
     assert correct_p_values(sign_flip_p_values(told)).min() > 0.05
@@ -344,7 +344,7 @@ def test_chance_is_told_from_worth_as_often_as_it_says():
     assert sign_flip_p_values(np.zeros((20, 1)))[0] == 1
 
 
-def test_too_few_texts_are_said_to_tell_nothing():
+def test_too_few_texts_are_inconclusive():
     net = built(GPT2)
     note = "4 texts are too few for significant heads: p is at least 0.125 before the correction for 6 heads"
     assert note in estimate_importance(net, scenes(net, 4)).notes
@@ -367,7 +367,7 @@ def test_the_interval_is_that_of_texts():
     assert result.heads[0].p == pytest.approx(sign_flip_p_values(np.array(one)[:, None])[0])
 
 
-def test_time_that_is_used_up_is_said(monkeypatch: pytest.MonkeyPatch):
+def test_an_exhausted_time_limit_is_reported(monkeypatch: pytest.MonkeyPatch):
     net, ticks = built(GPT2), itertools.count()
     monkeypatch.setattr(
         "headwise.head_analysis.head_importance.make_time_check",
@@ -392,7 +392,7 @@ def test_a_clock_rings_when_its_seconds_are_over():
         check()
 
 
-def test_a_sample_is_drawn_and_said():
+def test_sampling_is_reported():
     net = built(GPT2)
     result = estimate_importance(net, scenes(net, 9), options=ImportanceOptions(num_examples=4))
     assert result.texts == 4
@@ -404,7 +404,7 @@ def test_a_sample_is_drawn_and_said():
     )
 
 
-def test_texts_that_ask_nothing_are_left_out_and_counted():
+def test_texts_without_labels_are_skipped_and_counted():
     net = built(GPT2)
     texts = [*scenes(net, 3), Example({"x": ids(0, 1)}, {})]
     result = estimate_importance(net, texts)
@@ -439,7 +439,7 @@ def test_a_result_is_plain_values():
         ({"method": "lrp", "objective": "drift"}, "method 'lrp' measures the largest logit; leave objective out"),
     ],
 )
-def test_what_cannot_be_weighed_is_refused(said: dict[str, Any], reason: str):
+def test_unsupported_models_are_refused(said: dict[str, Any], reason: str):
     net = built(GPT2)
     with pytest.raises(ValueError, match=reason):
         estimate_importance(net, scenes(net), **said)

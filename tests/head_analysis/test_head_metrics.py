@@ -181,7 +181,7 @@ def test_offsets_are_those_of_the_largest_weights(kind: str, seed: int):
 
 
 @pytest.mark.parametrize(("kind", "seed"), CASES)
-def test_what_distance_explains_is_what_regression_on_offsets_explains(kind: str, seed: int):
+def test_distance_r2_equals_regression_on_offsets(kind: str, seed: int):
     """R^2 of least squares on a column for each offset, and one for all that are farther, over several texts."""
     texts = [
         own(maps.block(kind, 10 * seed + n, count=count), "positional_share") for n, count in enumerate((5, 19, 37))
@@ -207,13 +207,13 @@ def rows_of_given(block: WeightBand, head: int) -> list[Row]:
     return [Row(block, head, t) for t in range(block.w_HTS.shape[1]) if count[t]]
 
 
-def test_where_nothing_varies_distance_explains_nothing():
+def test_distance_explains_nothing_of_constant_weights():
     block = maps.block("full", 0, ends=False).uniform_baseline
     sums, numbers = HEAD_METRICS["positional_share"].compute_sums(block)
     assert float(variance_explained_by_offset(sums / torch.where(numbers > 0, numbers, 1))) == 0
 
 
-def test_a_head_blind_to_what_it_reads_is_explained_by_distance():
+def test_a_content_independent_head_is_explained_by_distance():
     """Each offset has a weight of its own; rows are not made whole, or their ends would differ."""
     base = maps.block("full", 0)
     far = (torch.arange(17) - torch.arange(17)[:, None]).double()
@@ -257,7 +257,7 @@ def test_rows_of_long_texts_that_are_sorted_are_spread_and_the_same_in_any_bands
 
 
 @pytest.mark.parametrize("kind", KINDS[:3])
-def test_permuting_heads_permutes_what_is_measured(kind: str):
+def test_permuting_heads_permutes_measures(kind: str):
     block = maps.block(kind, 5)
     order = [2, 0, 1]
     told, other = (
@@ -271,7 +271,7 @@ def test_permuting_heads_permutes_what_is_measured(kind: str):
 
 
 @pytest.mark.parametrize("name", ["previous", "rare", "duplicate", "offset"])
-def test_chance_is_what_many_random_heads_do_on_average(name: str):
+def test_chance_is_the_mean_of_many_random_heads(name: str):
     """Heads of random weights, none preferred: their mean is the head that reads all alike."""
     base = maps.block("causal", 11)
     draw = torch.Generator().manual_seed(0)
@@ -324,7 +324,7 @@ def test_words_are_read_by_all_pieces_and_read_on_average(kind: str, seed: int):
     assert all(one.is_self_attention for one in seen)
 
 
-def test_what_is_known_of_words():
+def test_word_annotations():
     block = maps.block("full", 4)
     told, of = block.key_tokens, number_words(block.key_tokens).tolist()
     merged = merge_annotations(told)
@@ -404,7 +404,7 @@ def test_voitas_statistics(kind: str, seed: int):
 # --- intervals -----------------------------------------------------------------------------------------
 
 
-def test_intervals_hold_what_they_should_in_95_of_100_worlds():
+def test_intervals_cover_in_95_of_100_samples():
     """Texts of unlike lengths, drawn anew; what is wanted is the mean over all rows of a very large world."""
     draw = np.random.default_rng(0)
 

@@ -192,7 +192,7 @@ def test_permuting_heads_permutes():
     np.testing.assert_allclose(after.outputs, before.outputs[np.ix_(order, order)], atol=1e-5)
 
 
-def test_weights_dealt_anew_are_as_sharp_and_stay_where_they_may_be():
+def test_permuted_weights_keep_their_entropy_and_mask():
     may = torch.ones(4, 4, dtype=torch.bool).tril().expand(2, 4, 4)
     weights = torch.randn(2, 4, 4).masked_fill(~may, -torch.inf).softmax(-1)
     told = SampledRows(("text", "text"), (), torch.nn.functional.pad(weights, (0, 1)), may)
@@ -236,7 +236,7 @@ def without_bias(x: Array, y: Array) -> float:
 
 
 @pytest.mark.parametrize(("kind", "definition"), [("linear", textbook), ("unbiased", without_bias)])
-def test_likeness_of_what_heads_say(kind: str, definition: Any):
+def test_similarity_of_head_outputs(kind: str, definition: Any):
     x = torch.randn(3, 9, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     found = centred_kernel_alignment(x, kind).numpy()
     for one, other in itertools.product(range(3), repeat=2):
@@ -255,7 +255,7 @@ def test_likeness_does_not_see_rotation_scale_or_a_constant(kind: str):
     assert centred_kernel_alignment(torch.stack([x[0], other[0]]), kind)[0, 1].item() == pytest.approx(1.0)
 
 
-def test_without_bias_nothing_shared_is_zero_and_with_it_is_not():
+def test_unbiased_similarity_of_independent_heads_is_zero():
     draw = torch.Generator().manual_seed(0)
     pairs = [torch.randn(2, 12, 8, generator=draw, dtype=torch.float64) for _ in range(150)]
     linear, unbiased = (
@@ -264,7 +264,7 @@ def test_without_bias_nothing_shared_is_zero_and_with_it_is_not():
     assert abs(unbiased) < 0.03 < 0.3 < linear
 
 
-def test_a_head_that_always_says_the_same_is_like_none():
+def test_a_constant_head_is_similar_to_none():
     x = torch.stack([torch.ones(9, 3), torch.randn(9, 3)])
     assert torch.isnan(centred_kernel_alignment(x)[0]).all()
     assert not torch.isnan(centred_kernel_alignment(x)[1, 1])
@@ -285,7 +285,7 @@ def test_a_sample_of_tokens_does_not_depend_on_how_they_come():
     assert torch.equal(one.features(["a"]), one.outputs["a"].transpose(0, 1))
 
 
-def test_what_heads_say_of_all_tokens_is_compared():
+def test_outputs_of_all_tokens_are_compared():
     net, texts = small(), scenes(4)
     found = only(measure_redundancy(net, texts, options=LIGHT._replace(cka_estimator="linear"))).outputs
     seen: list[Tensor] = []
@@ -335,7 +335,7 @@ def test_a_plane_is_found_again_and_again_alike():
     np.testing.assert_array_equal(found.places, embed_in_plane(far, seed=4).places)
 
 
-def test_several_starts_end_no_worse_than_the_classical_one_and_say_their_stress():
+def test_several_initialisations_are_no_worse_than_classical_scaling():
     draw = np.random.default_rng(3).normal(size=(14, 6))
     far = np.linalg.norm(draw[:, None] - draw, axis=-1)
     one, five = embed_in_plane(far, num_starts=1), embed_in_plane(far)
@@ -357,7 +357,7 @@ def test_few_or_equal_places_have_a_plane(far: Array):
 
 
 @pytest.mark.parametrize("far", [np.ones((2, 3)), np.array([[0, np.nan], [np.nan, 0]]), np.array([[0.0, 1], [2, 0]])])
-def test_what_is_no_distance_is_refused(far: Array):
+def test_invalid_distances_are_refused(far: Array):
     with pytest.raises(ValueError, match=r"must have the shape \[n, n\]|leave out items without distances"):
         average_linkage(far)
 
@@ -374,7 +374,7 @@ def copied(net: Any, layer: int, one: int, other: int) -> None:
                 heads[other] = heads[one]
 
 
-def test_copied_heads_are_found_as_one_and_nothing_else_is():
+def test_exactly_the_copied_heads_form_a_cluster():
     net, texts = small(layers=3), scenes(8)
     for layer, one, other in ((0, 1, 3), (2, 0, 2)):
         copied(net, layer, one, other)
@@ -398,13 +398,13 @@ def test_untrained_heads_that_read_all_alike_are_not_called_redundant():
     assert "Not shown to be redundant" in found.sentence
 
 
-def test_heads_that_share_nothing_are_called_redundant_as_seldom_as_said():
+def test_independent_heads_are_called_redundant_at_the_nominal_rate():
     found = [only(measure_redundancy(small(seed=seed), scenes(6), options=LIGHT)) for seed in range(12)]
     assert sum(one.alike.p < 0.05 for one in found) <= 2
     assert sum(one.alike.value for one in found) <= 4 + 3 * sum(one.alike.chance for one in found)
 
 
-def test_near_pairs_are_counted_beside_what_a_poisson_number_would_be():
+def test_near_pairs_are_compared_with_a_poisson_count():
     assert poisson_test(3, 1.5).p == pytest.approx(1 - math.exp(-1.5) * (1 + 1.5 + 1.125))
     assert poisson_test(0, 1.5).p == 1.0
     draw, hits = np.random.default_rng(0), 0
@@ -427,7 +427,7 @@ def test_heads_that_all_read_one_place_are_called_redundant():
     assert "12 of 28 pairs" in found.sentence
 
 
-def test_beside_a_twin():
+def test_redundancy_beside_a_random_baseline():
     net, texts = small(), scenes(6)
     own, other = (
         measure_redundancy(each, texts, options=LIGHT, name=name)
@@ -476,7 +476,7 @@ def test_models_of_others(name: str):
     np.testing.assert_allclose(found.distances, total / count, atol=2e-6)
 
 
-def test_weights_that_are_no_shares_are_left_out_and_said():
+def test_weights_that_do_not_sum_to_one_are_skipped_and_reported():
     block = hw.model_spec.BlockSpec(hw.design(model=20, heads=4, pattern="causal"), feed=None)
     raw = hw.model_spec.BlockSpec(hw.design(model=20, heads=4, pattern="causal", normaliser=hw.Sigmoid()), feed=None)
     stack = hw.model_spec.StackSpec.from_blocks("decoder", 20, [block, raw], embedding=hw.model_spec.EmbeddingSpec(29))
@@ -490,7 +490,7 @@ def test_weights_that_are_no_shares_are_left_out_and_said():
     assert found.notes == (f"decoder.1.attention is left out: {why}",)
 
 
-def test_what_cannot_be_compared_is_refused():
+def test_incomparable_heads_are_refused():
     net = small()
     with pytest.raises(ValueError, match="confidence intervals from 1 texts; give at least two"):
         measure_redundancy(net, scenes(1), options=LIGHT)
@@ -535,7 +535,7 @@ def test_holms_correction():
     assert holm_correction([0.9, 0.8]) == [1.0, 1.0]
 
 
-def test_nearer_within_is_calibrated_and_finds_what_was_planted():
+def test_within_layer_similarity_is_calibrated_and_finds_planted_pairs():
     of, hits = [0] * 4 + [1] * 4 + [2] * 4, 0
     for trial in range(120):
         places = np.random.default_rng(trial).normal(size=(12, 5))

@@ -66,7 +66,7 @@ def scaled(found: list[np.ndarray], total: float) -> list[np.ndarray]:
 # --- rules -----------------------------------------------------------------------------------------------
 
 
-def test_a_linear_map_divides_as_the_rule_says(monkeypatch: pytest.MonkeyPatch):
+def test_a_linear_map_divides_relevance_by_the_rule(monkeypatch: pytest.MonkeyPatch):
     draw = np.random.default_rng(0)
     x, weight, bias, told = draw.normal(size=(3, 5)), draw.normal(size=(2, 5)), draw.normal(size=2), draw.random((3, 2))
     wanted = np.zeros((3, 5))
@@ -107,7 +107,7 @@ def test_a_sum_divides_among_its_terms():
     assert left.relevance[0, 0] == pytest.approx(float(wanted[0][0]))
 
 
-def test_nothing_to_divide_among_is_refused():
+def test_relevance_without_inputs_is_refused():
     tape, node = RelevanceTape(), RelevanceNode(torch.zeros(2, 3, dtype=torch.float64))
     out = tape.linear(node, torch.ones(4, 3), None)
     with pytest.raises(ValueError, match="all inputs of an operation are zero"):
@@ -207,7 +207,7 @@ def one_block(block: bp.BlockSpec, *heads: bp.OutputHeadSpec) -> Any:
     )
 
 
-def test_what_relevance_cannot_follow_is_refused():
+def test_unsupported_models_are_refused():
     own = hw.design(model=12, heads=3)
     mixed = hw.design(model=12, heads=3, modifiers=[hw.HeadGate()])
     assert "is more than a weighted sum of values" in refused(one_block(bp.BlockSpec(mixed)))

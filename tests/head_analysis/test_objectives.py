@@ -137,7 +137,7 @@ def test_drift_is_its_definition():
         assert OBJECTIVES[name].value(torch.from_numpy(old), torch.from_numpy(old), question) == pytest.approx(0)
 
 
-def test_an_output_is_found_in_what_is_returned():
+def test_the_output_is_found_in_the_returned_value():
     one = torch.ones(1, 2, 3)
     model = Foreign("BertModel", "BertConfig", BERT, "").build()
     assert get_output_tensor(model(**text(0))).shape == (1, 7, 32)
@@ -169,7 +169,7 @@ def classifier(at: str = "mean", outputs: int = 5) -> Any:
     return loud(hw.build(bp.ModelSpec("small", "encoder", (stack,), heads), seed=0))
 
 
-def test_what_is_chosen_is_told():
+def test_the_chosen_objective_is_reported():
     def scene(**more: Tensor) -> Example:
         return Example({"x": ids(0)} | more, {})
 

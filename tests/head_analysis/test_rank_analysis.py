@@ -52,7 +52,7 @@ def test_dims_are_those_of_the_full_products(kv: int):
     assert (found.heads[0].most, found.summed.most, found.keys.most) == (5, min(20, 5 * kv), min(20, 5 * kv))
 
 
-def test_gaussian_weights_are_what_fresh_ones_look_like_and_share_keys_as_they_do():
+def test_the_gaussian_baseline_has_the_scale_and_key_sharing_of_the_model():
     for kv in (4, 1):
         draw = np.random.default_rng(0)
         summed: list[int] = []
@@ -71,7 +71,7 @@ def test_the_edge_of_a_share_is_inside():
     assert count_dims(torch.tensor([2.0, 1.0]), 0.8) == 1
 
 
-def test_the_spectra_of_a_published_model_are_what_was_found_of_it(shared: Path):
+def test_spectra_of_a_published_model_equal_the_published_ones(shared: Path):
     net = hw.load(shared / "data" / "model_stories260k" / "stories260K.bin")
     found = measure_qk_spectra(net)
     assert [one.summed.dims for one in found] == [10, 12, 10, 9, 7]
@@ -165,7 +165,7 @@ def test_ranks_of_models_of_others():
     assert told["decoder.1.attention", 3, "scores"].effective.value <= 8
 
 
-def test_what_cannot_be_ranked_is_refused():
+def test_unsupported_models_are_refused():
     with pytest.raises(ValueError, match="Linear has no attention that can be observed"):
         measure_score_ranks(torch.nn.Linear(2, 2), scenes(2))
     with pytest.raises(ValueError, match="cannot measure ranks without texts; give at least two"):

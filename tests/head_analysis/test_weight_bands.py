@@ -72,7 +72,7 @@ def test_bands_are_the_weights_of_the_definition(name: str, cells: int, monkeypa
     assert torch.equal(allowed, wanted.expand_as(allowed))
 
 
-def test_bands_are_as_narrow_as_what_they_read(monkeypatch: pytest.MonkeyPatch):
+def test_bands_are_as_narrow_as_their_allowed_keys(monkeypatch: pytest.MonkeyPatch):
     layer = cases.layer(SPECS["window"])
     with torch.no_grad(), looked(layer) as keeps:
         layer(torch.randn(1, COUNT, 12, dtype=torch.float64))
@@ -106,7 +106,7 @@ def test_seen_keys_are_all_that_rows_may_read(kind: str):
 
 
 @pytest.mark.parametrize("kind", ["causal", "holes", "each"])
-def test_keys_that_nobody_reads_add_nothing(kind: str):
+def test_keys_outside_the_mask_add_zero(kind: str):
     block = maps.block(kind, 3, count=COUNT)
     rows = slice(2, 9)
     may = block.allowed[..., rows, :].clone()
@@ -143,7 +143,7 @@ def test_chance_is_the_same_whether_it_was_known():
                 assert own == pytest.approx(same, abs=1e-12), name
 
 
-def test_tokens_fewer_than_the_model_asks_for_are_refused():
+def test_too_few_tokens_for_the_model_are_refused():
     scene, *more = handmade.texts(3)
     text = scene.streams["text"]
     short = replace(text, **{name: getattr(text, name)[:-1] for name in text.__dataclass_fields__})

@@ -102,7 +102,7 @@ def defined(held: dict[str, NDArray[Any]], ids: Sequence[int]) -> NDArray[Any]:
 
 
 @pytest.mark.parametrize("untied", [False, True])
-def test_a_file_of_llama2c_says_what_its_definition_says(untied: bool, tmp_path: Path):
+def test_a_llama2c_file_equals_its_definition(untied: bool, tmp_path: Path):
     data, held = drawn(untied)
     (tmp_path / "a.bin").write_bytes(data)
     net = hw.load(tmp_path / "a.bin")

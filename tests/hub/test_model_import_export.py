@@ -77,7 +77,7 @@ def weight(layout: str, **sizes: int) -> bp.WeightSpec:
     return bp.WeightSpec("ours", AxisLayout.parse(layout), SIZES | sizes)
 
 
-def test_a_place_in_a_fused_tensor_is_what_slicing_gives():
+def test_a_location_in_a_fused_tensor_equals_slicing():
     """Each against plain numpy: an index, a half, every second row, one of two laid end to end."""
     fused = np.arange(5 * 36.0).reshape(5, 36)
     both = np.arange(2 * 10 * 3.0).reshape(20, 3)
@@ -283,7 +283,7 @@ def test_a_tied_head_may_be_there_or_not(tmp_path: Path):
     check_refused("model.embed_tokens.weight is missing", lambda: hw.load(tmp_path / "f"))
 
 
-def test_a_tokenizer_that_knows_few_words_is_read(tmp_path: Path):
+def test_a_tokenizer_without_an_unknown_token_is_read(tmp_path: Path):
     """It has nothing to say of words it does not know."""
     net = built(LLAMA)
     net.usage = bp.ProcessorSpec(before=(2,), tokenizer=CharVocabulary("0123456789\n").document)
@@ -345,7 +345,7 @@ def test_code_that_came_along_is_never_run(tmp_path: Path):
         ("model.safetensors", "is one file of a model; give its folder"),
     ],
 )
-def test_what_is_no_model_is_refused(name: str, told: str, tmp_path: Path):
+def test_folders_without_a_model_are_refused(name: str, told: str, tmp_path: Path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "model.pt").write_text("x")
@@ -411,7 +411,7 @@ UNSAID: dict[str, tuple[bp.ModelSpec, str]] = {
 
 
 @pytest.mark.parametrize("what", UNSAID)
-def test_what_no_format_says_is_refused_by_the_first_difference(what: str, tmp_path: Path):
+def test_unwritable_specs_are_refused_with_the_first_difference(what: str, tmp_path: Path):
     model, told = UNSAID[what]
     check_refused(told, lambda: hw.export(hw.build(model), tmp_path / "f"))
     assert not any(tmp_path.iterdir())
@@ -419,7 +419,7 @@ def test_what_no_format_says_is_refused_by_the_first_difference(what: str, tmp_p
 
 
 @pytest.mark.parametrize("form", list(WRITERS))
-def test_a_config_that_was_read_is_written_to_say_the_same(form: str):
+def test_a_config_round_trips(form: str):
     for more in ({}, {"tie_word_embeddings": True}, {"hidden_act": "gelu_new", "activation_function": "relu"}):
         model = hw.families.read_model_spec(
             (GPT2 if form == "gpt2" else LLAMA | {"architectures": None}) | {"model_type": form} | more
@@ -428,7 +428,7 @@ def test_a_config_that_was_read_is_written_to_say_the_same(form: str):
         assert (again.stacks, again.heads) == (model.stacks, model.heads)
 
 
-def test_words_and_lengths_that_cannot_be_meant(tmp_path: Path):
+def test_invalid_vocabulary_sizes_and_lengths_are_refused(tmp_path: Path):
     check_refused(
         "cannot write configs of 'lama'; did you mean 'llama'?", lambda: write_config(built(LLAMA).spec, "lama")
     )
@@ -447,7 +447,7 @@ def test_words_and_lengths_that_cannot_be_meant(tmp_path: Path):
     assert not any(tmp_path.iterdir())
 
 
-def test_nothing_is_written_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_existing_files_are_not_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     net = built(LLAMA)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "notes.txt").write_text("mine")

@@ -98,7 +98,7 @@ def test_examples_are_shown_in_words_and_a_long_text_is_split():
     assert proof.savings.length == 20
 
 
-def test_translations_are_held_to_what_stands_beside_their_sources():
+def test_translations_are_scored_against_their_references():
     net = built(model("encoder-decoder", words=256))
     net.usage = hw.ProcessorSpec(begin=(1,), end=(2,))
     attach_tokenizer(net, "bytes")

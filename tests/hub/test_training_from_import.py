@@ -52,7 +52,7 @@ def test_a_folder_of_transformers_is_gone_on_with(more: int, dtype: torch.dtype,
     assert Tokenizer.from_str(after.usage.tokenizer or "").get_vocab() == Tokenizer.from_str(WORDS.document).get_vocab()
 
 
-def test_other_tokens_are_used_where_they_are_said(text: Path, tmp_path: Path):
+def test_given_tokens_replace_those_of_the_folder(text: Path, tmp_path: Path):
     net = model(256)
     net.usage = ProcessorSpec()
     hw.export(net, tmp_path / "f")
@@ -69,7 +69,7 @@ def test_other_tokens_are_used_where_they_are_said(text: Path, tmp_path: Path):
         (["--model", "{}/config"], "holds a config.json but neither model.safetensors nor"),
     ],
 )
-def test_what_cannot_be_gone_on_with_is_one_line(
+def test_unusable_folders_give_one_line(
     said: list[str], told: str, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     hw.export(model(290), tmp_path / "f")

@@ -95,7 +95,7 @@ def test_other_masks(name: str, kind: str):
     assert off(run(zoo.build("headwise"), told), run(zoo.build("eager"), told)) <= 1e-5
 
 
-def test_a_mask_of_truth_values_hides_what_is_false():
+def test_a_boolean_mask_hides_false_pairs():
     """Which eager functions would add to the scores as ones."""
     zoo = ZOO["gemma2"]
     ids = zoo.inputs()["input_ids"]
@@ -152,7 +152,7 @@ TOLD["all"] = TOLD["capped"] | TOLD["sinks"] | TOLD["biased"] | TOLD["masked"]
 @pytest.mark.parametrize("groups", [1, 2, 6])
 @pytest.mark.parametrize("queries", [1, 5])
 @pytest.mark.parametrize("kind", TOLD)
-def test_it_is_its_definition(kind: str, queries: int, groups: int):
+def test_attention_equals_the_definition(kind: str, queries: int, groups: int):
     """Also for values of another width than keys."""
     draw = torch.Generator().manual_seed(3)
     q, k = torch.randn(2, 6, queries, 7, generator=draw), torch.randn(2, groups, 5, 7, generator=draw)
@@ -220,7 +220,7 @@ def test_no_key_is_repeated_for_one_query(monkeypatch: pytest.MonkeyPatch):
     assert off(step[:, -1], whole[:, -1]) <= 1e-5
 
 
-def test_what_is_only_ahead_needs_no_mask(monkeypatch: pytest.MonkeyPatch):
+def test_a_causal_prompt_needs_no_mask(monkeypatch: pytest.MonkeyPatch):
     model, inputs = ZOO["llama"].build("headwise"), ZOO["llama"].inputs()
     plain, masked = ((2, 4, 11, 8), (2, 2, 11, 8), None, True), ((2, 4, 11, 8), (2, 4, 11, 8), (2, 1, 11, 11), False)
     for told, expected in ((inputs, plain), (padded(inputs, "left"), masked)):
@@ -281,7 +281,7 @@ def test_watched_on_headwise_as_on_eager(name: str, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("name", ["bert", "llama", "gemma2", "t5"])
-def test_weights_that_are_asked_for_are_given(name: str):
+def test_requested_weights_are_returned(name: str):
     zoo, said = ZOO[name], []
     for kind in ("eager", "headwise"):
         with torch.no_grad():
@@ -301,7 +301,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("kind", BAD)
-def test_what_it_cannot_know_is_refused(kind: str):
+def test_unsupported_arguments_are_refused(kind: str):
     told, why = BAD[kind]
     q, k = torch.zeros(2, 6, 4, 7), torch.zeros(2, 2, 5, 7)
     with pytest.raises(ValueError, match=why):
@@ -322,11 +322,11 @@ assert not any(isinstance(finder, registered.TransformersImportHook) for finder 
 """
 
 
-def test_it_waits_for_transformers():
+def test_registration_waits_for_the_import_of_transformers():
     assert subprocess.run([sys.executable, "-c", LATER], check=False).returncode == 0
 
 
-def test_it_waits_until_an_import_has_come_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_registration_waits_until_the_import_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Of a package that stands in for transformers, whose first import fails."""
     (tmp_path / "theirs").mkdir()
     (tmp_path / "theirs" / "__init__.py").touch()
@@ -365,7 +365,7 @@ def test_transformers_before_5_3_is_left_alone(version: str, taken: bool, monkey
     assert ["headwise" in one() for one in interfaces] == [taken, taken]
 
 
-def test_a_model_that_asks_no_interface_is_as_with_eager():
+def test_a_model_without_the_attention_interface_equals_eager():
     """Their own functions are given the masks that were made under the name of ours."""
     config = transformers.BloomConfig(hidden_size=32, n_head=4, n_layer=2, vocab_size=WORDS)
     said = []
@@ -397,7 +397,7 @@ def truth(q: Tensor, k: Tensor, v: Tensor, added: Tensor | None, scale: float) -
 
 @pytest.mark.parametrize("shown", ["all", "padded", "by head", "nothing"])
 @pytest.mark.parametrize("keys", [1, 7, 130])
-def test_one_query_reads_what_it_reads_in_double(keys, shown):
+def test_one_bf16_query_is_near_float64(keys, shown):
     q, k, v = drawn(0, ROWS, HEADS, 1, DIM), drawn(1, ROWS, GROUPS, keys, DIM), drawn(2, ROWS, GROUPS, keys, DIM)
     added = None
     if shown == "padded":

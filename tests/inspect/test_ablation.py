@@ -254,7 +254,7 @@ def test_noise_has_the_moments_of_the_head():
     assert abs(kurtosis - 3) < 0.2
 
 
-def test_noise_as_told_and_by_seed():
+def test_noise_has_the_given_scale_and_seed():
     net, head = gpt(), ("decoder.0.attention", 1)
     told = {"mean": torch.tensor([5.0, 0.0, -5.0, 0.0]), "std": 0.5}
     drawn = []
@@ -372,7 +372,7 @@ def _last(x: Tensor) -> Tensor:
     return at
 
 
-def test_what_has_no_weights_by_offset_says_why():
+def test_sites_without_offset_weights_give_a_reason():
     x = torch.randn(2, 5, 12)
     with pytest.raises(ValueError, match="not its values"):
         hw.offset_means(nn.MultiheadAttention(12, 3).eval(), [{"query": x, "key": x, "value": x}])
@@ -410,7 +410,7 @@ def test_a_layer_in_one_word_and_scales_by_head():
 
 
 @torch.no_grad()
-def test_whoever_came_last_has_the_last_word():
+def test_the_last_ablation_wins():
     net, head = gpt(), ("decoder.0.attention", 1)
     vector = torch.tensor([1.0, 2.0, 3.0, 4.0])
     own = said(net, IDS)[head]
@@ -447,7 +447,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_nothing_is_left_behind(kind: str):
+def test_no_hook_remains(kind: str):
     zoo = ZOO["llama"]
     model, inputs, patches = zoo.build(), zoo.inputs(), KINDS[kind]()
     kinds = {type(module) for module in model.modules()}
@@ -472,7 +472,7 @@ def test_nothing_is_left_behind(kind: str):
     assert [dict(vars(module)) for module in model.modules()] == state
 
 
-def test_what_was_never_done_is_told():
+def test_ablations_of_sites_that_never_ran_are_reported():
     model, zoo = ZOO["bart"].build(), ZOO["bart"]
     ids = zoo.inputs()["input_ids"]
     words, quiet = r"decoder\.0\.attention never ran, .*forwards: 1", [("decoder.0.attention", 1)]
@@ -546,7 +546,7 @@ def test_checkpointing_is_refused():
         net(IDS)
 
 
-def test_silenced_while_it_is_trained():
+def test_a_model_trains_with_ablated_heads():
     model, zoo = ZOO["llama"].build().train(), ZOO["llama"]
     with hw.ablate(model, [(0, 1)]):
         model(**zoo.inputs()).logits.sum().backward()
@@ -577,7 +577,7 @@ WRAPS = {
 
 
 @pytest.mark.parametrize("wrap", WRAPS)
-def test_what_cannot_be_watched_says_why(wrap: str):
+def test_unsupported_sites_give_a_reason(wrap: str):
     zoo = ZOO["llama"]
     model = WRAPS[wrap](zoo.build()).eval()
     for watched in (
@@ -661,7 +661,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_cannot_be_meant_is_one_line(name: str):
+def test_invalid_arguments_give_one_line(name: str):
     how, words = WRONG[name]
     net = gpt()
     with torch.no_grad():

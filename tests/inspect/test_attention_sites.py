@@ -72,7 +72,7 @@ def spelt_out(layer: nn.Module, x: Tensor, causal: bool) -> Tensor:
 
 @pytest.mark.parametrize("name", FOUND)
 @torch.no_grad()
-def test_what_an_attention_does_finds_it(name: str):
+def test_attentions_are_found_by_their_operations(name: str):
     make, pattern, out = FOUND[name]
     model = blocks(make)
     assert hw.sites(model) == []
@@ -99,7 +99,7 @@ def test_what_an_attention_does_finds_it(name: str):
 
 
 @torch.no_grad()
-def test_all_that_the_function_was_told_is_seen():
+def test_all_arguments_of_the_attention_function_are_recorded():
     layer = blocks(Grouped)[0]
     mask = torch.randn(5, 5).masked_fill(torch.rand(5, 5) < 0.3, -torch.inf).fill_diagonal_(0.0)
     for told in ((X, mask), {"x": X, "mask": mask}):
@@ -124,7 +124,7 @@ UNCLEAR = {
 
 
 @pytest.mark.parametrize("name", UNCLEAR)
-def test_what_is_not_understood_is_listed_and_refused(name: str):
+def test_unrecognised_attentions_are_listed_and_refused(name: str):
     make, why = UNCLEAR[name]
     model = blocks(make)
     those = hw.sites(model, X)
@@ -136,7 +136,7 @@ def test_what_is_not_understood_is_listed_and_refused(name: str):
 
 
 @torch.no_grad()
-def test_a_declared_attention_is_seen_where_its_weights_explain_what_heads_say():
+def test_a_declared_attention_is_accepted_if_its_weights_explain_the_outputs():
     for first in (True, False):
         model = blocks(lambda first=first: Merged(first))
         hw.declare(model[1], heads=HEADS, output="proj")
@@ -176,7 +176,7 @@ def test_a_call_unlike_the_example_is_refused():
 
 
 @torch.no_grad()
-def test_listening_leaves_nothing_and_is_heard_by_nobody_else():
+def test_tracing_leaves_no_hook_and_stays_in_its_thread():
     model = blocks(lambda: Picture(False))
     hw.sites(model, X)
     whole, seen = model(X), []
@@ -216,7 +216,7 @@ def test_an_example_that_cannot_be_run(name: str):
 
 
 @pytest.mark.parametrize("name", FALLBACK)
-def test_rows_of_models_that_ask_no_interface(name: str):
+def test_outputs_of_models_without_the_attention_interface(name: str):
     zoo = FALLBACK[name]
     model = zoo.build()
     told = zoo.inputs()
@@ -257,7 +257,7 @@ def dense(said: object, layer: int, side: int) -> Tensor:
 
 
 @torch.no_grad()
-def test_an_adapter_is_silenced_with_what_it_is_beside():
+def test_a_lora_adapter_is_ablated_with_its_layer():
     torch.manual_seed(0)
     for name, attribute, path in (("llama", "o_proj", "self_attn"), ("gptj", "out_proj", "attn")):
         zoo = (ZOO | FALLBACK)[name]
@@ -294,7 +294,7 @@ class Packed(nn.Module):
 
 
 @torch.no_grad()
-def test_quantised_weights_are_silenced_and_not_cut():
+def test_quantised_weights_are_ablated_but_not_pruned():
     zoo = FALLBACK["gptj"]
     model = zoo.build()
     attention = model.transformer.h[0].attn
@@ -308,7 +308,7 @@ def test_quantised_weights_are_silenced_and_not_cut():
     assert torch.allclose(quiet, run(model, zoo.inputs()), atol=1e-5)
 
 
-def test_layers_without_attention_are_told():
+def test_layers_without_attention_are_reported():
     zoo = ZOO["llama"]
     model = zoo.build()
 
@@ -332,7 +332,7 @@ HYBRID = {
 }  # fmt: skip
 
 
-def test_the_command_tells_layers_without_attention(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+def test_the_command_lists_layers_without_attention(capsys: pytest.CaptureFixture[str], tmp_path: Path):
     (tmp_path / "config.json").write_text(json.dumps(HYBRID))
     assert cli.main(["sites", str(tmp_path)]) == 0
     said = capsys.readouterr().out
@@ -431,7 +431,7 @@ def test_patterns_are_those_of_each_layer(name: str):
 
 
 @pytest.mark.parametrize("name", LOCAL)
-def test_patterns_of_local_and_global_layers_are_what_they_read(name: str):
+def test_local_and_global_layers_have_their_patterns(name: str):
     config, patterns = LOCAL[name]
     torch.manual_seed(0)
     model = transformers.AutoModel.from_config(config(), attn_implementation="eager").eval()

@@ -22,7 +22,7 @@ GPT = {"model_type": "gpt2", "n_embd": 12, "n_head": 3, "n_layer": 2, "vocab_siz
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_silenced_is_cut(name: str):
+def test_ablated_heads_equal_pruned_heads(name: str):
     spec = PRESETS[name]
     layer = cases.layer(spec)
     x, z = cases.tensors(spec)
@@ -118,7 +118,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_cannot_be_meant_is_one_line(name: str):
+def test_invalid_arguments_give_one_line(name: str):
     how, words = WRONG[name]
     net = hw.build(hw.families.read_model_spec(GPT), seed=0)
     ids = torch.tensor([[3, 1, 4]])
@@ -153,7 +153,7 @@ def test_the_command_on_a_folder(capsys, tmp_path: Path):
 
 
 @pytest.mark.parametrize("what", ["nowhere", "empty", "strange"])
-def test_the_command_on_nothing(capsys, tmp_path: Path, what: str):
+def test_the_command_without_sites(capsys, tmp_path: Path, what: str):
     (tmp_path / "empty").mkdir()
     (tmp_path / "strange").mkdir()
     (tmp_path / "strange" / "config.json").write_text('{"model_type": "nosuch"}')

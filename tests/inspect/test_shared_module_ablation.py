@@ -53,7 +53,7 @@ def attentions(model: nn.Module) -> list[nn.Module]:
 
 @pytest.mark.parametrize("shape", SHAPES)
 @torch.no_grad()
-def test_silenced_at_one_depth(shape: str):
+def test_ablation_at_one_depth(shape: str):
     model = albert(shape)
     layers, _, inner = SHAPES[shape]
     sites = hw.sites(model)
@@ -98,7 +98,7 @@ def test_means_of_one_depth():
 
 
 @torch.no_grad()
-def test_after_a_forward_that_failed_depths_are_counted_anew():
+def test_depths_are_counted_from_zero_after_a_failed_forward():
     model = albert("one", "AlbertForMaskedLM")
     with hw.ablate(model, [(1, 2)]):
         quiet = model(**IDS).logits
@@ -164,7 +164,7 @@ class Again(nn.Module):
 
 
 @torch.no_grad()
-def test_depths_that_nothing_speaks_of_are_refused():
+def test_unknown_depths_are_refused():
     model, x = Again(), torch.randn(2, 5, 12)
     with pytest.raises(ValueError, match="runs more than 1 times in one forward call"), hw.ablate(model, [(0, 1)]):
         model(x)

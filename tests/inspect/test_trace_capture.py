@@ -78,7 +78,7 @@ def test_rows_are_the_models_own(name: str, tmp_path: Path):
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("name", ["gpt2", "mistral", "deepseek", "t5", "bart"])
-def test_every_step_of_what_is_said(name: str, cache: str):
+def test_every_generated_token_is_recorded(name: str, cache: str):
     foreign = ZOO[name]
     model = foreign.build("eager")
     model.generation_config.eos_token_id = None
@@ -94,7 +94,7 @@ def test_every_step_of_what_is_said(name: str, cache: str):
     assert {len(one.calls) for one in trace.layers if one.stack == "decoder"} == {6}
 
 
-def test_what_is_said_of_a_sound():
+def test_generation_from_audio_is_recorded():
     model = ZOO["whisper"].build("sdpa")
     model.generation_config.eos_token_id = None
     sound = {"input_features": ZOO["whisper"].inputs()["input_features"]}
@@ -103,7 +103,7 @@ def test_what_is_said_of_a_sound():
     assert [trace.get_layer("decoder.1.cross").num_queries, trace.get_layer("decoder.1.cross").num_keys] == [4, 13]
 
 
-def test_what_a_cache_holds_is_kept_once():
+def test_cached_tokens_are_recorded_once():
     model = ZOO["llama"].build("sdpa")
     model.generation_config.eos_token_id = None
     trace = hw.trace(model, ZOO["llama"].inputs(), max_new_tokens=6, log=silent)
@@ -125,7 +125,7 @@ def test_texts_of_several_lengths_side_by_side():
             np.testing.assert_allclose(found, weights[row, head][asks], atol=1e-5)
 
 
-def test_a_query_that_may_read_nothing_reads_nothing():
+def test_a_query_without_allowed_keys_has_zero_weights():
     q = torch.randn(1, 2, 1, 4)
     mask = torch.tensor([[[[True, False], [False, False]]]])
     seen = AttentionInputs(q, q, q, 1.0, mask)
@@ -167,7 +167,7 @@ def test_steps_of_ours_through_every_cache(pattern: str, kv: int):
                 np.testing.assert_allclose(found, own[: len(found), : found.shape[1]], atol=1e-5)
 
 
-def test_nothing_is_left_and_the_model_is_as_it_was():
+def test_no_hook_remains_and_the_model_is_unchanged():
     model, inputs = ZOO["llama"].build("sdpa"), ZOO["llama"].inputs()
     with torch.no_grad():
         before = model(**inputs).logits
@@ -232,7 +232,7 @@ class Plain(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:.*nested_tensor")
-def test_weights_are_kept_where_no_scores_are_told():
+def test_weights_are_recorded_without_scores():
     model, x = Plain().eval(), torch.randn(2, 5, 8)
     trace = hw.trace(model, x, log=silent)
     own = model.inner.layers[0].self_attn
@@ -255,7 +255,7 @@ def test_weights_are_kept_where_no_scores_are_told():
     (lambda m: nn.Linear(2, 2).eval(), None, {}, "has no attention that headwise finds"),
     (lambda m: torch.compile(m), None, {}, "it is compiled"),
 ])  # fmt: skip
-def test_what_cannot_be_traced(change, inputs, more, said: str):
+def test_untraceable_models_are_refused(change, inputs, more, said: str):
     model = change(ZOO["llama"].build("sdpa"))
     with pytest.raises(ValueError, match=said):
         hw.trace(model, ZOO["llama"].inputs() if inputs is None else inputs, log=silent, **more)
@@ -266,6 +266,6 @@ def test_what_cannot_be_traced(change, inputs, more, said: str):
 
 
 @pytest.mark.parametrize("said", [{"extra": ("q",)}, {"budget": 0}, {"budget": 1.5}, {"precision": "bf16"}])
-def test_what_no_capture_says(said: dict[str, Any]):
+def test_unsupported_captures_are_refused(said: dict[str, Any]):
     with pytest.raises(SpecError, match="Capture"):
         hw.Capture(**said)

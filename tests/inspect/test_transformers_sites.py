@@ -38,7 +38,7 @@ def test_rows_are_the_models_own(name: str, monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize("name", ZOO | FALLBACK)
-def test_silenced_is_without_the_columns(name: str):
+def test_ablation_equals_removing_output_columns(name: str):
     """Also where no interface is asked."""
     zoo = (ZOO | FALLBACK)[name]
     model = zoo.build()
@@ -94,7 +94,7 @@ def test_torchs_own_layers(first: bool, training: bool):
     assert torch.backends.mha.get_fastpath_enabled()
 
 
-def test_multihead_attention_gives_its_weights_as_asked():
+def test_multihead_attention_returns_its_weights_on_request():
     torch.manual_seed(0)
     layer = nn.MultiheadAttention(12, 3, kdim=7, vdim=5, batch_first=True)
     x, k, v = torch.randn(2, 5, 12), torch.randn(2, 6, 7), torch.randn(2, 6, 5)
@@ -126,7 +126,7 @@ def test_an_attention_of_ones_own():
             assert torch.allclose(quiet, model(x), atol=1e-6)
 
 
-def test_nothing_is_left_behind():
+def test_no_hook_remains():
     zoo = ZOO["llama"]
     model = zoo.build()
     before, state = run(model, zoo.inputs()), dict(vars(model.model.layers[0].self_attn))
@@ -149,7 +149,7 @@ def test_nothing_is_left_behind():
     assert not hasattr(transformers.modeling_utils.AttentionInterface.get_interface, "__wrapped__")
 
 
-def test_heads_say_something_else():
+def test_head_outputs_are_replaced():
     zoo = ZOO["bert"]
     model = zoo.build()
     value = torch.randn(8)
@@ -180,7 +180,7 @@ def test_heads_that_are_not_there(name: str):
         pass
 
 
-def test_what_cannot_be_watched_says_why():
+def test_unsupported_sites_give_a_reason():
     model = ZOO["llama"].build()
     compiled = torch.compile(model, backend="eager")
     assert "compiled" in hw.sites(compiled)[0].silence.why

@@ -30,7 +30,7 @@ def layer_of(preset: str) -> hw.Attention:
 
 
 @pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (0, 2), (1, 2)], ids=str)
-def test_only_some_of_what_is_decoded_want_gradients(wanted):
+def test_gradients_of_some_decode_inputs(wanted):
     """Of values alone the log-sum-exp of scores has none."""
     given = handed()
     for n in wanted:
@@ -71,7 +71,7 @@ def test_hooks_of_parameters_are_called_once():
         check_close(3 * ours, theirs)
 
 
-def test_hooks_of_what_is_decoded_are_called_once():
+def test_hooks_of_decode_inputs_are_called_once():
     q, k, v = handed()
     k.requires_grad_()
     o = attend_paged(q, k, v, TABLE, scale=0.3)[0].square().sum()
@@ -103,7 +103,7 @@ def nearby(x: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("preset", ["moh", "talking", "dcmha", "entmax", "mha"])
-def test_where_new_tensors_are_made_does_not_matter(preset):
+def test_the_default_device_does_not_matter(preset):
     layer, x = layer_of(preset), torch.randn(1, LONG, 16, dtype=torch.float64)
     expected = layer(x)
     with torch.device("meta"):
@@ -141,7 +141,7 @@ def test_spans_beside_the_pages_are_refused(span):
         attend_paged(*handed(), table, scale=0.3)
 
 
-def test_spans_of_nothing_may_name_anything():
+def test_empty_spans_may_name_any_page():
     table = TABLE.clone()
     table[1] = torch.tensor([[9, 3, 3], [-7, 99, 4]])
     assert paged_decode.find_invalid_span(table.transpose(0, 1), 5, 4) == -1
@@ -159,7 +159,7 @@ def test_spans_of_nothing_may_name_anything():
     ],
     ids=["columns", "rows", "heads", "sinks"],
 )
-def test_what_stands_beside_is_as_large_as_the_call(beside, said):
+def test_options_must_have_the_shape_of_the_call(beside, said):
     with pytest.raises(ValueError, match=said):
         attend_paged(*handed(), TABLE, scale=0.3, options=beside)
 
@@ -178,7 +178,7 @@ def test_scales_are_one_for_each_key(scale):
         )
 
 
-def test_more_keys_than_numbers_tell_apart_are_refused():
+def test_more_keys_than_the_index_type_holds_are_refused():
     most = flash_attention.MAX_INDEX_BY_DTYPE[torch.float32]
     assert torch.tensor(float(most - 1)) + 1 == most
     assert torch.tensor(float(most)) + 1 == most

@@ -136,7 +136,7 @@ def test_pairs_are_counted_without_counting(heads):
     assert count_executed_pairs(million, None, 0) == pytest.approx(heads * 10**24 / 2, rel=1e-6)
 
 
-def test_threads_change_nothing(monkeypatch):
+def test_results_are_independent_of_threads(monkeypatch):
     monkeypatch.setattr(flash_attention, "MIN_KEYS_PER_PART", 64)
     flash_attention._PLAN_CACHE.clear()
     call, found = Call((1, 300, 300), (6, 3, 20, 20), 0, torch.float32), []
@@ -159,7 +159,7 @@ def test_scores_of_any_size_in_single_precision(size):
     check_close(found[0], call.expected().float(), rtol=1e-5, atol=1e-5 if size == 1.0 else 1e-3)
 
 
-def test_it_errs_no_more_than_twice_as_torchs_call():
+def test_error_is_at_most_twice_that_of_torch():
     call = Call((1, 1000, 1000), (4, 4, 32, 32), 0, torch.float32)
     truth = call.both(call.expected())
     q, k, v = (t.transpose(1, 2) for t in (call.q, call.k, call.v))
@@ -211,7 +211,7 @@ def test_plans_are_few():
 
 
 @pytest.mark.parametrize("between", [False, True])
-def test_it_is_an_operation_of_torch(between):
+def test_the_operation_passes_opcheck(between):
     call = Call((1, 20, 20), (2, 2, 4, 4), 0)
     if between:
         call.between(0, False)
@@ -278,7 +278,7 @@ def test_padding_and_documents(kind, pattern):
         check_close(ours, theirs, rtol=1e-8, atol=1e-9)
 
 
-def test_a_long_prompt_behind_what_is_cached(monkeypatch):
+def test_a_long_prompt_after_cached_tokens(monkeypatch):
     layer = layer_of(kv=3)
     x = torch.randn(2, 300, 10, dtype=torch.float64)
     layer.backend_name = "dense"
@@ -313,7 +313,7 @@ def said(job: dict | None = None, **words) -> str:
     "job", [{}, {"needs_grad": True}, {"training": True}, {"is_compiling": True}, {"dtype": torch.float64}]
 )
 @pytest.mark.parametrize("words", [{}, {"kv": 2}, {"vdim": 5}, {"pattern": "full()"}, {"modifiers": (hw.Rotary(),)}])
-def test_it_takes_plain_heads(job, words):
+def test_plain_heads_are_supported(job, words):
     assert said(job, **words) == ""
 
 
@@ -336,7 +336,7 @@ def test_it_takes_plain_heads(job, words):
     ],
     ids=repr,
 )
-def test_what_it_cannot_is_refused(words, job, reason):
+def test_unsupported_calls_are_refused(words, job, reason):
     assert reason in said(job, **words)
 
 
@@ -344,7 +344,7 @@ def test_what_it_cannot_is_refused(words, job, reason):
     "words", [{}, {"kv": 2}, {"kv": 1}, {"pattern": "full()"}, {"source": 13, "pattern": "full()"}]
 )
 @pytest.mark.parametrize("count", [7, 64, 65, 130])
-def test_it_spends_what_torch_counts(words, count):
+def test_executed_flops_are_those_torch_counts(words, count):
     layer = layer_of(torch.float32, **words)
     x, z = torch.randn(2, count, 10), torch.randn(2, 77, 13) if "source" in words else None
     keys = count if z is None else 77
@@ -353,7 +353,7 @@ def test_it_spends_what_torch_counts(words, count):
     assert torch_counts(layer, x, source=z) == costs.executed_flops(layer.spec, work, core)
 
 
-def test_what_a_backward_pass_spends():
+def test_flops_of_a_backward_pass():
     call = Call((2, 130, 130), (4, 2, 16, 16), 0, torch.float32)
     with FlopCounterMode(display=False) as counter:
         o = call.read()
@@ -377,7 +377,7 @@ def test_functions_that_are_transformed_see_torchs_call():
     check_close(slope, torch.autograd.grad(layer(x).square().sum(), x)[0])
 
 
-def test_it_is_preferred():
+def test_the_kernel_is_preferred():
     spec = base(pattern="causal()")
     order = [*BACKENDS]
     assert order.index("flash_cpu") == order.index("sdpa") - 1

@@ -92,7 +92,7 @@ def test_any_call(sizes, groups, widths, rate, seed):
         Some(sizes, (*groups, *widths), seed, rate=rate).check_reading()
 
 
-def test_threads_change_nothing(parts):
+def test_results_are_independent_of_threads(parts):
     some, found = Some((1, 300, 300), (6, 3, 20, 20), dtype=torch.float32), []
     before = torch.get_num_threads()
     for count in (1, 2):
@@ -134,7 +134,7 @@ def test_those_with_most_keys_begin():
     assert lined.num_pairs == 64 * int((last + 1).sum())
 
 
-def test_it_is_an_operation_of_torch():
+def test_the_operation_passes_opcheck():
     some = Some((1, 20, 20), (2, 2, 4, 4))
     told = RoutedWorkItems.from_open_heads(some.unmerged_shape, 2, some.ends, 20)
     given = (some.q, some.k, some.v, told.kernel_args, SCALE, told.num_pairs)

@@ -77,7 +77,7 @@ SIZES = st.fixed_dictionaries({
 
 
 @given(SIZES, st.booleans(), st.booleans())
-def test_a_block_is_mixed_as_the_formula_says(sizes, grouped, cut):
+def test_mixing_of_a_block_equals_the_formula(sizes, grouped, cut):
     mixed = Mixed(sizes, groups=2 if grouped else 1, out=sizes["h"] - 1 if cut and not grouped else None)
     ours, theirs = mixed.kernel(), mixed.formula()
     check_close(ours, theirs)
@@ -128,7 +128,7 @@ def test_single_numbers_are_as_good_as_plain_ones():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("keys", [1, 15, 16, 17, 100, 1021])
-def test_rows_are_softmax_over_what_is_allowed(keys, dtype):
+def test_rows_are_softmax_over_allowed_keys(keys, dtype):
     s = (numbers(2, 3, 5, keys) * 4).to(dtype).requires_grad_()
     full, grad = torch.rand(2, 1, 5, keys) < 0.6, torch.randn(2, 3, 5, keys, dtype=dtype)
     full[1, :, 2] = False
@@ -154,7 +154,7 @@ def test_far_scores_are_numbers(dtype):
 
 
 @pytest.mark.parametrize("keys", [1, 16, 21])
-def test_what_is_no_number_is_seen(keys):
+def test_nan_inputs_give_nan(keys):
     s, seen = numbers(1, 2, 3, keys), torch.ones(1, 1, 1, keys, dtype=torch.bool)
     s[0, 0, 1, -1] = torch.nan
     for made in (row_normalisers.masked_softmax(s, seen), *(entmax(s, seen, alpha) for alpha in ALPHAS)):
@@ -170,7 +170,7 @@ def test_softmax_errs_no_more_than_twice_as_torchs():
     assert (ours - truth).abs().max() <= 2 * (s.softmax(-1) - truth).abs().max()
 
 
-def test_nothing_is_no_row():
+def test_empty_inputs_are_supported():
     seen = torch.ones(1, 1, 1, 5, dtype=torch.bool)
     assert row_normalisers.masked_softmax(torch.zeros(0, 2, 3, 5), seen).shape == (0, 2, 3, 5)
     assert entmax(torch.zeros(2, 2, 0, 5), seen, 1.5).shape == (2, 2, 0, 5)
@@ -204,7 +204,7 @@ def test_gradients_of_keys_read_by_several_blocks_are_added_up(pattern):
         check_close(ours, theirs, rtol=1e-8, atol=1e-9)
 
 
-def test_only_what_is_asked_for_gets_a_gradient():
+def test_only_inputs_that_require_grad_get_gradients():
     layer = hw.Attention(base(modifiers=(hw.TalkingHeads(),)), backend="chunked").double()
     x = numbers(2, 300, 10)
     layer.project["k"].requires_grad_(requires_grad=False)
@@ -215,7 +215,7 @@ def test_only_what_is_asked_for_gets_a_gradient():
     assert not layer(x).requires_grad
 
 
-def test_what_is_dropped_is_dropped_again():
+def test_recomputation_repeats_the_dropout_mask():
     spec = base(modifiers=(hw.TalkingHeads(), hw.WeightDropout(0.5)))
     layer, x = hw.Attention(spec, backend="chunked").double().train(), numbers(2, 300, 10)
     v, step = layer.project["v"], numbers(*layer.project["v"].shape) * 1e-3
@@ -238,7 +238,7 @@ def test_what_is_dropped_is_dropped_again():
     check_close(slope, (high - low) / 2, rtol=1e-6)
 
 
-def test_what_was_cast_is_cast_again(monkeypatch):
+def test_recomputation_repeats_autocast(monkeypatch):
     layer = hw.Attention(base(modifiers=(hw.TalkingHeads(),), pattern="causal"))
     x = torch.randn(2, 300, 10, requires_grad=True)
     found, casts, form = {}, list[bool](), dense.attend_all_pairs
@@ -269,7 +269,7 @@ def test_a_second_derivative_is_refused(preset):
 @pytest.mark.filterwarnings("ignore")  # of torch, that it loops over rows
 @pytest.mark.parametrize("preset", ["talking", "dcmha", "moh", "entmax", "mha"])
 @pytest.mark.parametrize("count", [40, 300])
-def test_what_is_transformed_is_plain(preset, count):
+def test_torch_func_transforms_use_plain_operations(preset, count):
     """Under torch.func a layer gives what dense gives, of values and of slopes along a direction."""
     pattern = {"pattern": "window(20)"} if preset == "mha" else {}
     spec = hw.design(preset=preset, model=16, heads=4, **pattern)
@@ -285,7 +285,7 @@ def test_what_is_transformed_is_plain(preset, count):
     assert torch.allclose(slope, wanted, rtol=1e-8, atol=1e-10)
 
 
-def test_what_a_block_keeps_is_gone_before_the_next():
+def test_tensors_of_a_block_are_freed_before_the_next():
     """The largest that is held on the way back grows as the keys do, not as the pairs."""
     peaks = []
     for count in (512, 1024):
@@ -322,7 +322,7 @@ def test_kernels_stand_in_one_graph(words):
     check_close(torch.autograd.grad(y.sum(), x)[0], torch.autograd.grad(layer(x).sum(), x)[0])
 
 
-def test_torch_knows_the_operations():
+def test_the_operations_pass_opcheck():
     """Fake tensors, gradients and strides of all of them, as torch checks them."""
     mixed = Mixed({"b": 2, "h": 4, "t": 3, "s": 19, "q": 2, "k": 1})
     a, *factors = mixed.tensors

@@ -53,7 +53,7 @@ def test_a_row_whose_keys_are_all_hidden_has_no_gradient():
     assert slopes[0][2].any()
 
 
-def test_what_nobody_reads_has_no_gradient_whatever_it_is():
+def test_keys_outside_the_mask_have_no_gradient_even_if_nan():
     q, k, v = handed()
     with torch.no_grad():
         for pages in (k, v):
@@ -118,7 +118,7 @@ def small():
     return net, ids[:, -1:], caches
 
 
-def test_a_model_remembers_in_8_bits(small):
+def test_a_model_uses_an_int8_cache(small):
     net, last, caches = small
     with torch.no_grad():
         full, eight = (net(last, cache=cache) for cache in caches.values())
@@ -128,7 +128,7 @@ def test_a_model_remembers_in_8_bits(small):
         net.cache(batch=2, capacity=9, storage_format="int4")
 
 
-def test_who_looks_at_keys_of_8_bits_sees_numbers(small):
+def test_probes_see_dequantised_int8_keys(small):
     net, last, caches = small
     seen = {}
     for store, cache in caches.items():

@@ -179,13 +179,13 @@ def test_a_piece_that_rows_begin_together_is_one_job():
     assert len(jobs) == 1
 
 
-def test_rows_with_nothing_in_common_are_planned_in_order():
+def test_rows_without_a_shared_prefix_are_planned_in_order():
     jobs = planned(tailed(3, 0, KV_SPLIT_SIZE + 7), 16)
     assert jobs == [[((row,), count)] for row in range(3) for count in (KV_SPLIT_SIZE, 7)]
     assert planned(torch.zeros(2, 0, 3, dtype=torch.int64), 16) == [[((0,), 0)], [((1,), 0)]]
 
 
-def test_who_shares_more_stands_nearer():
+def test_rows_with_longer_shared_prefixes_are_adjacent():
     """Rows of two groups, one of which parts again, in turns."""
     a, b, c, d = (list(range(n, n + 16)) for n in (0, 100, 200, 300))
     rows = [[*a, *b, 400], [*d, 401], [*a, *c, 402], [*a, *b, 403], [*d, 404], [*a, *c, 405]]
@@ -238,13 +238,13 @@ def test_a_row_that_ends_within_a_block_reads_it_alone():
     check_close(o[1], by_hand(q[1], k[0].transpose(0, 1), v[0].transpose(0, 1), 0.25)[0])
 
 
-def test_a_row_that_goes_on_reads_what_is_behind():
+def test_a_longer_row_reads_the_keys_after_the_prefix():
     """It has all blocks of another, whose text ends with one, and one block more."""
     table = torch.tensor([[[0, 0, 64], [9, 0, 0]], [[0, 0, 64], [1, 0, 64]]])
     assert planned(table, 64) == [[((0, 1), 64), ((1,), 64)]]
 
 
-def test_rows_that_part_twice_in_a_piece_keep_what_they_read():
+def test_rows_that_diverge_twice_in_a_block_read_their_own_keys():
     """All four read a block together, then two and two, then each its own: one job, one piece of each."""
     spans = [[0, 1, 3], [0, 1, 4], [0, 2, 5], [0, 2, 6]]
     table = torch.tensor([[(page, 0, 64) for page in row] for row in spans])
@@ -256,7 +256,7 @@ def test_rows_that_part_twice_in_a_piece_keep_what_they_read():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_stands_beside_is_each_rows_own(kind):
+def test_options_belong_to_each_row(kind):
     """Biases, a ceiling, sinks and scales of rows that part within a piece, and of several pieces."""
     table = torch.cat(
         [

@@ -43,7 +43,7 @@ def test_a_norm_divides_by_the_root_of_the_mean_square(rows, lanes, single, weig
     check_near(small_batch_ops.rms_norm(x, w, 0.5, offset), truth)
 
 
-def test_a_norm_reads_rows_that_lie_apart_and_keeps_what_is_no_number():
+def test_a_norm_reads_strided_rows_and_keeps_nan():
     x = drawn(0, 3, 4, 96)[..., 16:48]
     torch.testing.assert_close(small_batch_ops.rms_norm(x, None, 1e-6), F.rms_norm(x, (32,), eps=1e-6))
     x = x.clone()
@@ -155,14 +155,14 @@ def test_a_gated_feed_of_a_few_tokens_gates_in_one_call(monkeypatch):
     ],
     ids=["many", "width", "double", "turned", "none"],
 )
-def test_what_else_there_is_is_for_torch(x):
+def test_all_other_calls_run_in_torch(x):
     with torch.no_grad():
         assert not small_batch_ops.is_small_batch(x)
         assert small_batch_ops.is_small_batch(drawn(0, 1, small_batch_ops.MAX_SMALL_NUMEL))
         assert not small_batch_ops.is_small_batch(drawn(0, 1, 32), drawn(0, 32).double())
 
 
-def test_who_follows_an_operation_is_told_of_it():
+def test_dispatch_modes_see_the_operation():
     """Gradients, graphs, transformations, modes and profilers: none of them is passed by."""
     x, w = drawn(0, 2, 16), drawn(1, 3, 16)
     assert not can_skip_dispatcher(x)

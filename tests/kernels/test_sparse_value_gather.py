@@ -48,7 +48,7 @@ SIZES = st.fixed_dictionaries({
 
 
 @given(SIZES, st.lists(st.sampled_from([1.05, 1.3, 1.5, 1.9, 2.0]), min_size=4, max_size=4), st.integers(0, 2))
-def test_what_is_read_and_every_gradient(sizes, alphas, spread):
+def test_outputs_and_all_gradients(sizes, alphas, spread):
     b, h, t, keys, wide = (sizes[letter] for letter in "bhtsv")
     s, v = (numbers(b, h, t, keys) * 3.0**spread).requires_grad_(), numbers(b, 2, keys, wide).requires_grad_()
     alpha = torch.tensor(alphas[:h], dtype=torch.float64).requires_grad_()
@@ -69,7 +69,7 @@ def test_what_is_read_and_every_gradient(sizes, alphas, spread):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("alpha", [1.1, 1.5, 2.0, 3.0])
-def test_what_is_read_is_what_its_weights_read(alpha, dtype):
+def test_outputs_equal_the_product_of_weights_and_values(alpha, dtype):
     s, v = (numbers(2, 4, 9, 67) * 2).to(dtype), numbers(2, 2, 67, 21).to(dtype)
     seen = torch.rand(2, 1, 9, 67) < 0.8
     seen[1, :, 3] = False
@@ -93,7 +93,7 @@ def test_values_of_keys_without_weight_are_not_read():
 
 
 @pytest.mark.parametrize("keys", [1, 16, 21])
-def test_what_is_no_number_is_seen_in_all_that_it_touches(keys):
+def test_nan_reaches_every_output_that_depends_on_it(keys):
     s, v = numbers(1, 2, 3, keys), numbers(1, 2, keys, 5).requires_grad_()
     s[0, 0, 1, -1] = torch.nan
     s.requires_grad_()
@@ -151,7 +151,7 @@ def test_bfloat16_is_as_good_as_plain():
     assert found["chunked"] <= 2 * found["dense"]
 
 
-def test_what_is_kept_grows_with_the_length():
+def test_saved_bytes_grow_linearly_with_length():
     """Scores and weights of a block alone are held, and of them nothing when the next begins."""
     peaks = []
     for count in (512, 1024):
@@ -188,7 +188,7 @@ GATHERS = "does not read the values of keys with zero weight"
     ],
     ids=str,
 )
-def test_why_says_where_values_are_gathered(words, dtype, said):
+def test_why_reports_the_gathered_values(words, dtype, said):
     reasons = hw.why(base(**{"normaliser": hw.Entmax(), **words}), dtype=dtype)
     assert reasons.call.notes["chunked"] == said
     assert reasons.call.notes["dense"] == []

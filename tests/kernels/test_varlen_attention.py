@@ -83,7 +83,7 @@ def test_rows_need_not_lie_whole():
     check_close(attend_varlen([across, k, v], where, 20, True, 0.2), attend_varlen([q, k, v], where, 20, True, 0.2))
 
 
-def test_what_nobody_reads_does_not_matter():
+def test_keys_outside_the_mask_do_not_matter():
     (q, k, v), where = given_of([(3, 3), (6, 6)], (2, 1, 16, 16), spare=2)
     with torch.no_grad():
         for t in (q, k, v):
@@ -145,7 +145,7 @@ def called(layer, x, tokens, monkeypatch) -> bool:
     return bool(seen)
 
 
-def test_the_kernel_takes_what_is_plain_and_short(monkeypatch):
+def test_plain_and_short_texts_are_supported(monkeypatch):
     told, x = SequenceInfo.packed([[3, 4]]), torch.randn(1, 7, 8)
 
     def of(**said):
@@ -168,7 +168,7 @@ def test_the_kernel_takes_what_is_plain_and_short(monkeypatch):
         assert called(of(), torch.randn(1, row.count, 8), row, monkeypatch) == whole
 
 
-def test_nothing_of_pairs_is_kept():
+def test_no_attention_weights_are_saved():
     def kept(length: int) -> int:
         layer, held = hw.Attention(hw.design(model=16, heads=2)), dict[int, int]()
         told = SequenceInfo.packed([[length] * (256 // length)])

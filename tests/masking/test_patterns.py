@@ -156,7 +156,7 @@ def test_pairs_equal_brute_force_on_any_tree(pattern, queries, keys):
 
 @settings(derandomize=True, max_examples=300, deadline=None)
 @given(trees, spans, spans)
-def test_reach_is_what_somebody_reads(pattern, queries, keys):
+def test_reach_covers_exactly_the_keys_that_are_read(pattern, queries, keys):
     reach = pattern.visible_keys(queries, keys)
     assert [j for span in reach for j in span] == [j for j in keys if any(pattern.allows(i, j) for i in queries)]
 
@@ -252,7 +252,7 @@ def test_memory_is_tight(pattern, memory):
     ],
     ids=str,
 )
-def test_opening_is_as_told(pattern, opening):
+def test_the_opening_has_the_given_length(pattern, opening):
     assert pattern.tokens_before_decode == opening
 
 
@@ -290,7 +290,7 @@ def test_tables_are_sorted_and_unique():
     assert hash(Global((7, 0, 7))) == hash(Global((0, 7)))
 
 
-def test_bigbird_draws_what_its_definition_says():
+def test_bigbird_samples_by_its_definition():
     bird = BigBird(64, block=4, window=3, globals=2, random=3, seed=1)
     for r in range(20):
         blocks = {j // 4 for j in read(bird, 4 * r + 1, 100)}
@@ -501,7 +501,7 @@ def test_drawing():
     assert lines[4] == "   2 ·██··············"
 
 
-def test_a_wide_drawing_shrinks_and_says_so():
+def test_a_wide_drawing_shrinks_with_a_note():
     lines = draw_pattern(Window(300) | Global(tuple(range(30))), 1000, 5000).splitlines()
     assert max(map(len, lines)) <= 80
     assert "each character is 79 x 79 pairs: █ all, ▒ some, · none allowed" in lines
@@ -510,7 +510,7 @@ def test_a_wide_drawing_shrinks_and_says_so():
     assert lines[14][5:] == "▒·······▒███▒" + "·" * 51  # rows 948..999 read 649..999
 
 
-def test_nothing_to_draw():
+def test_an_empty_pattern_has_no_drawing():
     with pytest.raises(SpecError, match="cannot draw 0 queries and 4 keys; use at least 1"):
         draw_pattern(Full(), 0, 4)
 

@@ -127,7 +127,7 @@ EVERY = (
 # --- what is there -------------------------------------------------------------------------------------
 
 
-def test_every_tensor_is_named_once_and_is_what_the_spec_builds():
+def test_every_tensor_is_named_once_and_built_by_the_spec():
     for model in EVERY:
         names = [w.name for w in model.weights()]
         assert len(set(names)) == len(names)
@@ -168,7 +168,7 @@ def test_a_merged_block_holds_its_cross_attention_alone():
             replace(wrong, form="merged")
 
 
-def test_a_feed_forward_is_what_torch_makes_of_it():
+def test_a_feed_forward_equals_torch_modules():
     for gated in ("plain", "gated"):
         maps = {"up": (10, 7), "down": (7, 10)} | ({"gate": (10, 7)} if gated == "gated" else {})
         linear = {name: torch.nn.Linear(*sizes) for name, sizes in maps.items()}
@@ -222,7 +222,7 @@ def test_numbers_beyond_any_machine_are_exact():
     assert model_spec.from_json(model_spec.to_json(model)) == model
 
 
-def test_terms_add_up_and_say_how():
+def test_terms_add_up_and_have_formulas():
     for model in EVERY:
         bill = parameter_terms(model)
         assert bill.total == costs.count_parameters(model)
@@ -340,7 +340,7 @@ def test_examples_have_every_field():
                 assert f'"{field.name}"' in text, (name, field.name)
 
 
-def test_a_blueprint_may_leave_out_what_is_usual(tmp_path: Path):
+def test_a_model_spec_may_omit_defaults(tmp_path: Path):
     file = tmp_path / "small.toml"
     file.write_text(
         'name = "small"\nkind = "decoder"\n[[stacks]]\nname = "decoder"\nmodel = 10\n[[stacks.runs]]\ntimes = 2\n'
@@ -515,7 +515,7 @@ def test_numbers_of_a_config_are_exact():
     assert costs.count_parameters(wide) - costs.count_parameters(narrow) == 2 * 64 * (2**70 - 1)
 
 
-def test_what_a_description_leaves_out_is_noted():
+def test_omissions_are_noted():
     said = {"auto_map": {"AutoModel": "x.Y"}, "quantization_config": {"bits": 4}, "num_nextn_predict_layers": 1}
     notes = "\n".join(config("deepseek_v3", architectures=["DeepseekV3Model"], **said).notes)
     for word in ("auto_map names code", "quantization_config", "num_nextn_predict_layers", "n_group"):
@@ -530,7 +530,7 @@ def test_a_family_is_known_by_the_class_alone():
     assert families.read_model_spec({"architectures": ["GPT2LMHeadModel"]}).name == "gpt2"
 
 
-def test_biases_that_no_word_has_are_counted_and_said():
+def test_biases_without_a_field_are_counted_and_noted():
     model = config("deepseek_v3", attention_bias=True, architectures=["DeepseekV3Model"])
     assert "attention_bias" in model.approximation_reasons()["decoder.1.attention"]
     shape = {name: size for name, size in model.shapes().items() if name.startswith("decoder.1.attention.project.")}
@@ -538,7 +538,7 @@ def test_biases_that_no_word_has_are_counted_and_said():
     assert shape["decoder.1.attention.project.kv_down_bias"] == (576,)
 
 
-def test_layers_that_read_the_first_hold_nothing_of_their_own():
+def test_layers_that_reuse_the_first_have_no_parameters():
     each, first = (stack(block(), block(), weights_of=whose) for whose in ("each", "first"))
     assert [w.name for w in first.weights()] == [w.name for w in each.weights() if not w.name.startswith("decoder.1.")]
     assert len(first.layers) == 2

@@ -56,7 +56,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_what_was_saved_is_loaded(tmp_path: Path, dtype: torch.dtype):
+def test_saved_models_load_equal(tmp_path: Path, dtype: torch.dtype):
     net = hw.build(described(), seed=0).to(dtype)
     net.decoder.blocks[0].feed.router_bias.fill_(3.0)
     hw.save(net, tmp_path)
@@ -71,7 +71,7 @@ def test_what_was_saved_is_loaded(tmp_path: Path, dtype: torch.dtype):
     assert hw.greedy_decode(again, x, max_new_tokens=3) == hw.greedy_decode(net, x, max_new_tokens=3)
 
 
-def test_a_folder_holds_what_it_says(folder: Path):
+def test_a_folder_matches_its_manifest(folder: Path):
     assert sorted(path.name for path in folder.iterdir()) == sorted(
         [MANIFEST_FILE, MODEL_CARD_FILE, TOKENIZER_FILE, WEIGHTS_FILE]
     )
@@ -94,7 +94,7 @@ def test_a_tokenizer_of_another_vocabulary_is_refused(tmp_path: Path):
     assert not (tmp_path / "new").exists()
 
 
-def test_what_is_no_model_is_not_saved(tmp_path: Path):
+def test_only_models_are_saved(tmp_path: Path):
     with pytest.raises(ValueError, match=r"net is of type Linear; give a Transformer as hw\.build returns it"):
         hw.save(torch.nn.Linear(1, 1), tmp_path)  # pyright: ignore[reportArgumentType] - that is the test
     (tmp_path / "file").write_text("")

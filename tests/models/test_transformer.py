@@ -90,7 +90,7 @@ def test_public_models_are_built_with_their_numbers(name: str):
     assert numbers == (PUBLIC[name][1] or numbers)
 
 
-def test_what_is_shared_is_one_tensor():
+def test_shared_weights_are_one_tensor():
     spec = replace(CAUSAL, modifiers=(hw.T5Bias(buckets=8, reach=9, looking="back"),))
     net = built(model(*[bp.BlockSpec(spec)] * 3))
     tables = [layer.attention.weights["t5_bias"]["table"] for layer in net.decoder.blocks]
@@ -161,7 +161,7 @@ def test_packed_rows_are_as_if_alone(kind: str):
     torch.testing.assert_close(got[0, 4:7], net(torch.tensor([ROWS[2]]))[0])
 
 
-def test_sinusoids_are_added_times_nothing():
+def test_sinusoids_are_added_unscaled():
     """The scale is that of the table alone (1706.03762, section 3.4)."""
     net = hw.build(
         model(embedding=bp.EmbeddingSpec(WORDS, positions=bp.PositionSpec("sinusoidal"), scale=3.0), norm=None)
@@ -239,7 +239,7 @@ def test_vectors_enter_where_there_is_no_embedding():
         net(ids())
 
 
-def test_types_are_the_first_unless_told():
+def test_token_types_default_to_the_first():
     net = built(model(BLOCK, embedding=bp.EmbeddingSpec(WORDS, types=3)))
     x = ids()
     torch.testing.assert_close(net(x), net(TokenTypeInput(x, torch.zeros_like(x))))
@@ -271,7 +271,7 @@ def brute(told: bp.ExpertsSpec, p: Any, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("bias", ["", "learned", "constant"])
 @pytest.mark.parametrize("scores", ["softmax", "chosen", "sigmoid"])
-def test_experts_are_what_their_router_says(scores: str, bias: str):
+def test_experts_follow_their_router(scores: str, bias: str):
     shared = bp.FeedForwardSpec(3, "relu") if bias else None
     told = bp.ExpertsSpec(bp.FeedForwardSpec(7, "silu", "gated", "g"), 5, 2, shared, scores, bias, scale=1.7)
     feed = MixtureOfExperts(told, 6).double()
@@ -291,7 +291,7 @@ def test_experts_are_what_their_router_says(scores: str, bias: str):
         torch.testing.assert_close(ours, theirs, msg=name)
 
 
-def test_an_expert_that_nobody_asks_costs_nothing():
+def test_an_unused_expert_costs_nothing():
     """32 tokens and one expert each: as many products as one feed-forward for all of them."""
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -353,7 +353,7 @@ def test_dropout_acts_in_training_alone_and_where_it_should():
     assert seen == [MODEL, *each, *each]  # and behind the embedding
 
 
-def test_checkpointing_computes_again_what_it_forgot():
+def test_checkpointing_recomputes_activations():
     net = built(model(BLOCK, BLOCK), dropout=0.3)
     x, calls = ids(), []
     net.decoder.blocks[0].feed.register_forward_hook(lambda *_: calls.append(1))
@@ -475,7 +475,7 @@ def test_the_usual_start():
 
 
 @pytest.mark.parametrize("described", [PAIR, MERGED], ids=["plain", "merged"])
-def test_what_was_encoded_is_read_again(described: bp.ModelSpec):
+def test_encoder_outputs_are_reused(described: bp.ModelSpec):
     net = built(described)
     x, source = ids(), ids(3, 5)
     told = hw.SequenceInfo.from_batch(source, lengths=[5, 2, 3])
@@ -585,7 +585,7 @@ def test_generation_leaves_the_model_as_it_was():
         (model(heads=(bp.OutputHeadSpec("keys", 3),)), "head cannot be called 'keys'"),
     ],
 )
-def test_what_cannot_be_built_says_why(described: Any, words: str):
+def test_unbuildable_specs_give_reasons(described: Any, words: str):
     with pytest.raises(hw.SpecError, match=words):
         hw.build(described)
 
@@ -594,7 +594,7 @@ def test_what_cannot_be_built_says_why(described: Any, words: str):
     ("said", "words"),
     [({"dropout": 1.0}, "dropout=1.0"), ({"dropout": "much"}, "dropout='much'"), ({"init": "xavir"}, "mean 'xavier'")],
 )
-def test_how_it_cannot_be_built_says_why(said: dict[str, Any], words: str):
+def test_invalid_build_arguments_give_reasons(said: dict[str, Any], words: str):
     with pytest.raises(hw.SpecError, match=words):
         hw.build(DECODER, **said)
 
@@ -622,7 +622,7 @@ LONG, STRANGE = torch.zeros(1, 10, dtype=torch.int64), torch.tensor([[3, WORDS]]
         (PAIR, {"x": LONG[:, :5], "source": STRANGE}, "ids hold 11"),
     ],
 )
-def test_what_cannot_be_read_says_why(described: bp.ModelSpec, call: dict[str, Any], words: str):
+def test_invalid_inputs_give_reasons(described: bp.ModelSpec, call: dict[str, Any], words: str):
     net = hw.build(described)
     with pytest.raises(ValueError, match=words) as caught:
         net(call.pop("x"), **call)
@@ -651,12 +651,12 @@ def test_an_image_of_other_sizes_is_refused(shape: tuple[int, ...], words: str):
         ({"sequence": hw.SequenceInfo.from_batch(LONG[:, :3], lengths=[0])}, "all padding"),
     ],
 )
-def test_what_cannot_go_on_says_why(said: dict[str, Any], words: str):
+def test_invalid_cached_calls_give_reasons(said: dict[str, Any], words: str):
     with pytest.raises(ValueError, match=words):
         hw.greedy_decode(hw.build(DECODER), **({"prompt": LONG[:, :3], "max_new_tokens": 2} | said))
 
 
-def test_a_model_without_words_says_none():
+def test_a_model_without_vocabulary_has_no_token_outputs():
     with pytest.raises(hw.SpecError, match=r"its first head must be Head\('tokens', 11\)"):
         hw.greedy_decode(
             hw.build(model(BLOCK, heads=(bp.OutputHeadSpec("classes", 3, "last"),))), LONG[:, :3], max_new_tokens=2

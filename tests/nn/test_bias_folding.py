@@ -81,7 +81,7 @@ def gradient(layer: hw.Attention, x: Tensor, bias: str) -> float:
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("said", TRUE)
-def test_a_bias_of_keys_changes_nothing(said: str, shape: str):
+def test_a_key_bias_does_not_change_the_output(said: str, shape: str):
     plain, biased = built("k", **SHAPES[shape], **TRUE[said])
     x = numbers(BATCH, TOKENS, 10)
     assert change(plain, biased, x) < ROUNDING
@@ -89,14 +89,14 @@ def test_a_bias_of_keys_changes_nothing(said: str, shape: str):
 
 
 @pytest.mark.parametrize("why", SEEN)
-def test_a_bias_of_keys_is_seen(why: str):
+def test_a_key_bias_changes_the_output(why: str):
     plain, biased = built("k", **SEEN[why])
     x = numbers(BATCH, TOKENS, 10)
     assert change(plain, biased, x) > 1e-3
     assert gradient(biased, x, "k") > 1e-3
 
 
-def test_a_bias_of_keys_changes_nothing_across_either():
+def test_a_key_bias_does_not_change_cross_attention():
     plain, biased = built("k", source=13, kv=3)
     x, z = numbers(BATCH, TOKENS, 10), numbers(BATCH, SOURCE, 13)
     assert change(plain, biased, x, source=z) < ROUNDING
@@ -141,7 +141,7 @@ def test_a_bias_of_values_adds_a_constant(said: str, shape: str):
 
 
 @pytest.mark.parametrize("heads", [*UNEVEN.values(), *APART.values()], ids=[*UNEVEN, *APART])
-def test_the_constant_follows_who_reads_whom(heads: hw.Heads):
+def test_the_constant_follows_the_pattern(heads: hw.Heads):
     spec = hw.AttentionSpec(
         model=10,
         heads=heads,
@@ -226,7 +226,7 @@ FOLDED = {
 
 
 @pytest.mark.parametrize("case", FOLDED)
-def test_folding_removes_what_can_go_and_says_what_stays(case: str):
+def test_folding_removes_foldable_biases_and_reports_the_others(case: str):
     said, inner, outer, stayed = FOLDED[case]
     layer = hw.Attention(hw.design(**({"model": 10, "heads": 6, "dim": 4, "bias": "qkv"} | said))).double()
     with torch.no_grad():
@@ -240,7 +240,7 @@ def test_folding_removes_what_can_go_and_says_what_stays(case: str):
     torch.testing.assert_close(twin(x), layer(x), rtol=0, atol=1e-11)
 
 
-def test_folding_is_seen_by_a_query_with_nothing_to_read():
+def test_folding_changes_queries_without_allowed_keys():
     layer = built("v")[1]
     folded = hw.fold_bias(layer.spec, layer.state_dict())
     twin = hw.Attention(folded.spec).double()

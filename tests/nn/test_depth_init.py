@@ -72,7 +72,7 @@ def test_any_module():
     assert changed(mixed) == {f"attend.{name}" for name in ("project.q", "project.k", "project.v", "output.o")}
 
 
-def test_what_layers_share_is_drawn_once():
+def test_shared_weights_are_sampled_once():
     merged = hw.MergedAttention(base(kv=2))
     hw.depth_scaled_init(merged, depth=4, generator=torch.Generator().manual_seed(5))
     alone = hw.Attention(base(kv=2))
@@ -106,7 +106,7 @@ def test_several_modules_and_a_generator_of_ones_own():
         ({"modules": []}, "no weight matrix"),
     ],
 )
-def test_nonsense_is_refused_and_nothing_drawn(said: dict[str, object], words: str):
+def test_invalid_arguments_are_refused_before_sampling(said: dict[str, object], words: str):
     linear = nn.Linear(3, 5)
     before = linear.weight.clone()
     with pytest.raises(hw.SpecError, match=words):

@@ -54,7 +54,7 @@ def test_a_nan_is_never_hidden(backend: str, pattern: str, tokens: str):
 
 
 @pytest.mark.parametrize("backend", ["dense", "sdpa"])
-def test_a_nan_that_only_asks_is_seen_there_and_nowhere_else(backend: str):
+def test_a_nan_query_affects_its_own_output_only(backend: str):
     """Keys and values are sound; the NaN comes in by the scores of one query, and goes out by its output."""
     used, x = layer(backend, kv=2, source=13), numbers(3, 7, 10)
     x[1, 4] = NAN
@@ -77,7 +77,7 @@ EVERYWHERE += [("sdpa", hw.Softmax()), ("sdpa", hw.SinkSoftmax()), ("grouped", h
 
 @pytest.mark.parametrize("mask", [False, True], ids=["padding", "mask"])
 @pytest.mark.parametrize(("backend", "normaliser"), EVERYWHERE, ids=str)
-def test_a_query_with_nothing_to_read_reads_zero(backend: str, normaliser: object, mask: bool):
+def test_a_query_without_allowed_keys_gives_zero(backend: str, normaliser: object, mask: bool):
     """Then y is the bias of the output; every normaliser, fused or not, and no gradient is a NaN."""
     if mask and backend != "dense":
         with pytest.raises(hw.NoBackend, match=r"does not support a mask given by the caller; dense does"):
@@ -102,7 +102,7 @@ def test_a_query_with_nothing_to_read_reads_zero(backend: str, normaliser: objec
 @pytest.mark.parametrize("backend", ["dense", None])
 @pytest.mark.parametrize("shape", [(0, 7), (2, 0), (2, 1), (0, 0)], ids=str)
 @pytest.mark.parametrize("keys", [11, 1, 0])
-def test_nothing_is_a_legal_amount(keys: int, shape: tuple[int, int], backend: str | None):
+def test_empty_inputs_are_legal(keys: int, shape: tuple[int, int], backend: str | None):
     """No row, no query, one token, no key: the same shapes as ever, and zero where nothing could be read."""
     used = layer(backend, kv=2, vdim=5, source=13)
     y = used.head_outputs(numbers(*shape, 10), source=numbers(shape[0], keys, 13))
@@ -141,7 +141,7 @@ def speaking(plain: hw.Attention, speaks: tuple[int, ...], backend: str | None) 
 @pytest.mark.parametrize("kv", [1, 2, 6])
 @pytest.mark.parametrize("who", SPEAKING)
 @pytest.mark.parametrize("backend", ["dense", None])
-def test_heads_may_speak_in_any_order(backend: str | None, who: str, kv: int, count: int):
+def test_output_heads_may_have_any_order(backend: str | None, who: str, kv: int, count: int):
     plain, x, z = layer("dense", kv=kv), numbers(3, count, 10), numbers(3, 11, 10)
     chosen = speaking(plain, SPEAKING[who], backend)
     wanted = plain.head_outputs(x, source=z)[:, :, list(SPEAKING[who])]
@@ -149,7 +149,7 @@ def test_heads_may_speak_in_any_order(backend: str | None, who: str, kv: int, co
 
 
 @pytest.mark.parametrize("who", SPEAKING)
-def test_heads_with_a_state_may_speak_in_any_order(who: str):
+def test_output_heads_with_a_state_may_have_any_order(who: str):
     chosen, x = speaking(layer(kv=2, **STATED), SPEAKING[who], None), numbers(2, 7, 10)
     cache = chosen.cache(batch=2, capacity=9)
     said = torch.cat([chosen(x[:, :4], cache=cache), chosen(x[:, 4:], cache=cache)], 1)
@@ -177,7 +177,7 @@ def test_a_later_document_may_not_be_forgotten():
         used(x[:, :1], cache=cache, sequence=at([2], [0]))
 
 
-def test_a_state_cannot_tell_documents_apart():
+def test_a_recurrent_state_cannot_separate_documents():
     used, x = layer(**STATED), numbers(1, 3, 10)
     with pytest.raises(ValueError, match=r"cannot tell segments apart; give each .*cache of its own"):
         used(x, cache=used.cache(batch=1, capacity=9), sequence=at([0, 1, 0], [0, 0, 1]))
@@ -192,7 +192,7 @@ def test_a_later_prefix_must_come_at_once_too():
         used(x[:, :6], cache=cache, sequence=cut)
 
 
-def test_what_a_caller_claims_of_tokens_is_not_believed():
+def test_a_start_claimed_by_the_caller_is_ignored():
     """`start` is what the library knows; handed in from outside it says nothing, and a list will do for a tensor."""
     claimed = hw.SequenceInfo(torch.arange(3)[None] + 5, torch.zeros(1, 3, dtype=torch.int64), start=0)
     assert claimed.start is None

@@ -243,7 +243,7 @@ def test_a_call_that_cannot_be_meant(does: str, words: str):
     check_refused(does, words, ValueError)
 
 
-def test_no_backend_says_what_each_refused():
+def test_an_unsupported_call_lists_the_reason_of_each_backend():
     check_refused('layer(backend="sdpaa")(X)', "'sdpaa' .. did you mean 'sdpa'", hw.NoBackend)
     state = {"similarity": hw.FeatureMap(), "normaliser": hw.Sum(), "pattern": "causal()"}
     stated = layer(**state)
@@ -283,7 +283,7 @@ def test_a_refusal_leaves_the_cache_as_it_was(kind: str, what: str):
 
 
 @pytest.mark.parametrize("ragged", [False, True])
-def test_a_full_cache_says_so_and_keeps_what_it_has(ragged: bool):
+def test_a_full_cache_raises_and_keeps_its_tokens(ragged: bool):
     used, x = causal(), numbers(2, 7, 10)
     cache = used.cache(batch=2, capacity=7)
     lengths = [5, 4] if ragged else [5, 5]

@@ -106,7 +106,7 @@ def test_slices_of_the_sequence_itself_merge():
     torch.testing.assert_close(merged(parts), layer.head_outputs(x), rtol=0, atol=1e-11)
 
 
-def test_a_slice_in_which_a_query_reads_nothing():
+def test_a_slice_without_allowed_keys():
     """Under a causal pattern the early queries see none of the last slice: lse minus infinity, weight zero."""
     lse = check_merges(built(pattern="causal()"), (5, 12), hw.SequenceInfo.contiguous(0, SOURCE, "cpu"))
     assert (lse[1][:, :5] == -torch.inf).all()
@@ -114,7 +114,7 @@ def test_a_slice_in_which_a_query_reads_nothing():
     assert torch.isfinite(lse[0]).all()
 
 
-def test_a_query_that_reads_nothing_anywhere():
+def test_a_query_without_allowed_keys_in_any_slice():
     """Padding asks no one: minus infinity in every slice, zero in the merge."""
     layer, x = built(kv=2), numbers(BATCH, TOKENS, 10)
     z, at = numbers(BATCH, SOURCE, WIDTH), hw.SequenceInfo.contiguous(0, SOURCE, "cpu")

@@ -120,7 +120,7 @@ def test_positions_count_from_where_the_tokens_stand(start: int):
 
 
 @pytest.mark.parametrize("kind", ["plain", "grouped", "mixed"])
-def test_only_global_tokens_ask_twice(kind: str):
+def test_only_global_tokens_have_second_queries(kind: str):
     """The products of a call: the local layer's, and the second's with two queries to all keys, without its merge."""
     spec = KINDS[kind]
     block = hw.LongformerAttention(spec).eval()
@@ -178,12 +178,12 @@ def test_a_probe_looks_into_the_local_layer():
     ],
     ids=lambda value: "" if isinstance(value, str) else value.pattern.text,
 )
-def test_what_has_no_global_tokens_is_refused(spec: hw.AttentionSpec, words: str):
+def test_patterns_without_global_tokens_are_refused(spec: hw.AttentionSpec, words: str):
     with pytest.raises(hw.SpecError, match=words):
         hw.LongformerAttention(spec)
 
 
-def test_nothing_is_decoded_step_by_step():
+def test_decoding_is_refused():
     block, x = hw.LongformerAttention(KINDS["plain"]), torch.randn(BATCH, 1, 10)
     cache = hw.Attention(replace(KINDS["plain"], pattern=hw.Causal())).cache(batch=BATCH, capacity=9)
     with pytest.raises(ValueError, match="not come yet; pass the whole sequence"):

@@ -98,7 +98,7 @@ def test_the_formula(kind: str):
 
 
 @pytest.mark.parametrize("kind", EVERY)
-def test_it_is_the_sum_of_two_layers_and_so_are_its_gradients(kind: str):
+def test_outputs_and_gradients_are_sums_of_two_layers(kind: str):
     """Two layers of their own, with equal weights: what they share gets the sum of their gradients."""
     block, (x, z) = built(EVERY[kind]), numbers()
     cross, mean = (hw.Attention(spec).double() for spec in (block.cross.spec, block.average.spec))
@@ -164,7 +164,7 @@ def test_padded_prompts_decode_on(kind: str, pad: str):
             check_close(steps[b : b + 1], alone[:, n:])
 
 
-def test_what_is_kept_does_not_grow():
+def test_the_cache_does_not_grow():
     block = built(KINDS["grouped"])
     cache = block.cache(batch=BATCH, capacity=9999)
     memory, sizes = block.project_source(torch.randn(BATCH, SOURCE, 10).double()), [cache.nbytes]
@@ -189,7 +189,7 @@ def test_rows_of_a_cache_can_be_taken():
 # --- one W_V, one W_O ----------------------------------------------------------------------------------
 
 
-def test_it_saves_a_whole_self_attention():
+def test_merging_saves_a_self_attention():
     d = 512
     block = hw.MergedAttention(hw.design(model=d, heads=8))
     assert sum(p.numel() for p in block.parameters()) == 4 * d**2
@@ -256,7 +256,7 @@ def test_weights_that_differ_cannot_be_shared():
     ],
     ids=lambda value: "" if isinstance(value, str) else type(value.project).__name__,
 )
-def test_what_has_no_mean_is_refused(spec: hw.AttentionSpec, words: str):
+def test_specs_without_a_mean_are_refused(spec: hw.AttentionSpec, words: str):
     with pytest.raises(hw.SpecError, match=words):
         hw.MergedAttention(spec)
 
@@ -275,7 +275,7 @@ def test_a_refused_call_leaves_the_cache_as_it_was():
         check_close(block(x, source=z, cache=cache), block(x, source=z))
 
 
-def test_autocast_remembers_and_reads():
+def test_autocast_decodes_from_its_cache():
     """A memory of bfloat16 is read by a decoder whose own tokens are float32; outside autocast that is refused."""
     block, (x, z) = built(KINDS["grouped"]).float(), (t.float() for t in numbers())
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):

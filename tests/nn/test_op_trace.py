@@ -62,7 +62,7 @@ def test_multi_head_attention_walks_as_it_is_taught():
         assert found is not None, (seam, operation, shape)
 
 
-def test_copies_and_views_are_told_apart():
+def test_copies_and_views_are_distinguished():
     steps = walk(hw.design(model=512, heads=8)).steps
     memory = {(s.interface, s.operations[-1]): s.memory for s in steps}
     assert memory["attend", "transpose"] == memory["merge", "view"] == "view"

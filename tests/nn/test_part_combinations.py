@@ -67,7 +67,7 @@ def test_an_average_of_latent_values_is_no_sum_of_them(rank):
         ({"preset": "collaborative", "dim": "c"}, "design needs dim"),
     ],
 )
-def test_what_cannot_be_meant(words, said):
+def test_invalid_combinations_are_refused(words, said):
     with pytest.raises(hw.SpecError, match=said):
         hw.design(**({"model": 8, "heads": 4} | words))
 
@@ -84,7 +84,7 @@ def test_the_order_of_writing_is_the_order_of_phases():
     assert one == other
 
 
-def test_sharing_says_why_it_cannot():
+def test_impossible_conversions_give_reasons():
     spec = hw.design(model=8, heads=4, modifiers=(hw.TalkingHeads(on="weights", heads=2),))
     with pytest.raises(hw.SpecError, match="grouped apart"):
         head_axis_ops.share_kv_heads(spec, hw.Attention(spec).state_dict(), [[0, 1], [2, 3]])
@@ -108,7 +108,7 @@ def test_no_rows_at_all(kv):
         ("block_sparse", {"pattern": "window(20)", "source": 12}, 300, 280),
     ],
 )
-def test_what_is_spent_on_a_source_or_a_single_query(backend, words, tokens, source):
+def test_flops_of_a_source_and_of_a_single_query(backend, words, tokens, source):
     spec = hw.design(**({"model": 16, "heads": 2} | words))
     layer = hw.Attention(spec, backend=backend)
     z = None if source is None else torch.randn(1, source, 12)
@@ -122,7 +122,7 @@ def test_what_is_spent_on_a_source_or_a_single_query(backend, words, tokens, sou
     assert torch_counts(layer, torch.randn(1, tokens, 16), source=z) == costs.executed_flops(spec, work, spent)
 
 
-def test_a_ring_hands_over_what_it_holds_in_turn():
+def test_a_ring_returns_its_tokens_in_order():
     spec = cases.base(pattern="window(150)")
     layer = cases.layer(spec)
     x, cache = torch.randn(2, 900, 10, dtype=torch.float64), layer.cache(batch=2, capacity=900)

@@ -94,7 +94,7 @@ def test_sines_in_float64_are_exact_in_float64():
         ({"model": 6, "layout": "halfs"}, "'halfs' is unknown.*(interleaved, halves|did you mean 'halves')"),
     ],
 )
-def test_sines_refuse_what_is_no_width_or_layout(said: dict[str, object], told: str):
+def test_sines_refuse_invalid_widths_and_layouts(said: dict[str, object], told: str):
     with pytest.raises(hw.SpecError, match=told):
         hw.SinusoidalPositions(**said)
 
@@ -125,7 +125,7 @@ def test_learned_positions_end_where_they_end():
         add(x, sequence=far)
 
 
-def test_learned_positions_of_nothing():
+def test_learned_positions_of_empty_input():
     add = hw.LearnedPositions(5, length=3)
     assert add(torch.zeros(2, 0, 5)).shape == (2, 0, 5)
     empty = torch.zeros(2, 0, dtype=torch.int64)
@@ -142,7 +142,7 @@ def test_padding_needs_no_learned_position():
 
 
 @pytest.mark.parametrize(("model", "length"), [(0, 3), (4, 0), (-1, 3)])
-def test_a_table_of_nothing_is_refused(model: int, length: int):
+def test_an_empty_table_is_refused(model: int, length: int):
     with pytest.raises(hw.SpecError, match=f"{length} positions of width {model}.*at least 1"):
         hw.LearnedPositions(model, length=length)
 

@@ -13,7 +13,7 @@ COUNT = 1_000_003
 
 
 @pytest.mark.parametrize("rate", [0.1, 0.25, 0.5, 0.9])
-def test_as_many_are_dropped_as_it_says(rate):
+def test_the_dropout_rate_is_the_given_one(rate):
     torch.manual_seed(0)
     y = dropout(torch.ones(COUNT), rate, training=True)
     stay = (y != 0).double()
@@ -39,7 +39,7 @@ def test_gradients_pass_where_numbers_did():
     assert 0 < (y == 0).sum() < y.numel()
 
 
-def test_a_seed_repeats_it_and_nothing_is_drawn_when_nothing_is_dropped():
+def test_a_seed_repeats_dropout_and_rate_zero_draws_no_number():
     x = torch.ones(3, 5)
     torch.manual_seed(3)
     first = dropout(x, 0.5, training=True)

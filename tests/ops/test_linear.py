@@ -71,7 +71,7 @@ def test_bits_of_every_place_are_read():
         assert torch.equal(multiply_small_batch(x, [torch.eye(80, dtype=dtype)]), x)
 
 
-def test_nothing_is_written_beside_the_result():
+def test_memory_around_the_result_is_untouched():
     """Four rows are read at once: where fewer are left, no others are, and nothing beyond them is written."""
     for rows in range(1, 10):
         around = drawn(1, rows + 6, 48)
@@ -82,7 +82,7 @@ def test_nothing_is_written_beside_the_result():
         assert torch.equal(clean[:, :rows], clean[:, rows:])
 
 
-def test_what_is_written_is_rounded_as_torch_rounds():
+def test_results_are_rounded_as_in_torch():
     """bfloat16: to the nearest, between two to the even one; NaN stays NaN, and what is too large is infinite."""
     low, step = torch.tensor([1.0, 1.0, -3.0, 0.0]), torch.tensor([2**-8, 3 * 2**-8, 2**-7, 2.0**-133])
     x = torch.zeros(4, 16, dtype=torch.bfloat16)
@@ -114,7 +114,7 @@ def test_gradients_are_those_of_the_product():
         torch.testing.assert_close(one, other)
 
 
-def test_torch_is_told_of_its_shape_and_flops():
+def test_torch_knows_its_shape_and_flops():
     x, w = drawn(0, 3, 48), [drawn(1, 5, 48), drawn(2, 7, 48)]
     torch.library.opcheck(torch.ops.headwise.thin.default, (x, w), test_utils=("test_schema", "test_faketensor"))
     with FlopCounterMode(display=False) as counted:
@@ -149,7 +149,7 @@ def test_few_tokens_and_much_to_read_are_for_the_kernel():
     ],
     ids=["tokens", "small", "none", "width", "turned", "double", "mixed"],
 )
-def test_everything_else_is_for_torch(x, w):
+def test_all_other_calls_run_in_torch(x, w):
     with torch.no_grad():
         assert not uses_gemv_kernel(x, [w])
 
@@ -185,7 +185,7 @@ def test_without_numba_torch_does_all(monkeypatch):
         assert not uses_gemv_kernel(drawn(1, 1, WIDE), [drawn(0, TALL, WIDE)])
 
 
-def test_what_changed_is_read_anew():
+def test_changed_weights_are_read():
     """Matrices are read as they lie: written to in place, behind autograd's back, or replaced."""
     net = torch.nn.Linear(WIDE, TALL, bias=False)
     x = drawn(1, 2, WIDE)
@@ -237,7 +237,7 @@ def test_matrices_that_are_converted_anyway_are_one_product():
 
 
 @pytest.mark.parametrize("frozen", [0, 1])
-def test_nobody_else_is_joined(frozen):
+def test_other_linears_are_not_joined(frozen):
     x, w = drawn(0, 9, 48), [drawn(n, 7, 48).requires_grad_(n > frozen) for n in (1, 2)]
     assert not linear_ops.should_concatenate(x, w)
     with torch.autocast("cpu", torch.bfloat16):

@@ -152,7 +152,7 @@ def test_each_step_is_the_best_for_the_others():
     np.testing.assert_allclose(best, q, atol=1e-4)
 
 
-def test_it_starts_from_singular_triples_and_not_from_noise():
+def test_initialisation_uses_singular_triples():
     layer = cases.layer(base())
     whole = forms(layer)
     sizes = np.sort(np.concatenate([np.linalg.svd(form, compute_uv=False)[:4] for form in whole]))
@@ -174,7 +174,7 @@ def test_the_same_twice_and_in_the_dtype_it_had():
     assert one.spec == two.spec
 
 
-def test_heads_wider_than_what_they_compare():
+def test_heads_wider_than_the_shared_space():
     """Two heads of 11 on 10 channels have 20 products at most; the rest of the width is empty, and exact."""
     form = BilinearForm(*torch.randn(2, 2, 11, 10, dtype=torch.float64))
     q, mixing, k = factorise_truncated_svd(form, 21)
@@ -206,7 +206,7 @@ NO_NUMBERS = {
 
 
 @pytest.mark.parametrize("reason", NO_NUMBERS)
-def test_what_is_no_number_is_refused(reason):
+def test_nan_weights_are_refused(reason):
     said = {"width": 5, "weights": cases.layer(base()).state_dict()} | NO_NUMBERS[reason]
     with pytest.raises(hw.SpecError, match=reason):
         hw.convert_to_collaborative(base(), **said)
@@ -229,7 +229,7 @@ def test_the_error_does_not_depend_on_size(times):
 @pytest.mark.parametrize("heads", [6, 1], ids=["all", "one"])
 @pytest.mark.parametrize("sides", ["q", "k", "qk"])
 @pytest.mark.parametrize("width", [7, 24])
-def test_heads_that_compare_nothing(heads, sides, width):
+def test_heads_with_zero_scores(heads, sides, width):
     layer = cases.layer(base())
     with torch.no_grad():
         for side in sides:
@@ -249,7 +249,7 @@ def test_sums_of_features_have_no_place_for_a_content_bias():
 
 
 @pytest.mark.parametrize("reason", REFUSED)
-def test_what_cannot_be_shared_is_refused(reason):
+def test_unsupported_layers_are_refused(reason):
     said, width = REFUSED[reason]
     spec = base(**said)
     with pytest.raises(hw.SpecError, match=reason):
@@ -289,7 +289,7 @@ def test_the_forward_formula():
     check_close(layer(x, source=z), torch.from_numpy(y))
 
 
-def test_how_a_mixing_starts():
+def test_initialisation_of_the_mixing():
     def started(start, heads, width):
         spec = hw.design(model=10, heads=heads, dim=4, project=hw.Collaborative(width=width, start=start))
         return hw.Attention(spec).project["mixing"].detach()

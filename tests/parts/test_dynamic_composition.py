@@ -129,7 +129,7 @@ def test_outputs_in_another_order(groups):
 
 
 @pytest.mark.parametrize("groups", [1, 2, 4])
-def test_what_is_remembered_grows_by_ten_numbers_a_head(groups):
+def test_the_cache_grows_by_ten_numbers_per_head(groups):
     """2405.08553: 5 N a stage at rank 2, w1, w2 and g of each key, so (4 R + 2) N for both; nothing for queries."""
     plain = hw.costs.cached_numbers_per_token(hw.design(model=64, heads=8))
     for rank, sides, each in [(2, "both", 10), (2, "key", 10), (2, "query", 0), (3, "both", 14), (1, "both", 6)]:
@@ -138,7 +138,7 @@ def test_what_is_remembered_grows_by_ten_numbers_a_head(groups):
 
 
 @pytest.mark.parametrize(("groups", "sides", "branches"), [(1, "both", 2), (4, "both", 2), (2, "query", 1)])
-def test_how_many_parameters_a_stage_has(groups, sides, branches):
+def test_parameters_of_a_stage(groups, sides, branches):
     spec = hw.design(model=64, heads=8, modifiers=(hw.Dynamic(groups=groups, sides=sides, static="full"),))
     d, n, r = 64, 8, 2
     branch = 2 * r * n * d + (2 * r * n) * (2 * r * n) // groups + n * d

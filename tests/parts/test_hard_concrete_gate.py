@@ -63,7 +63,7 @@ def hard_concrete(u: np.ndarray, log_a: np.ndarray | float, said: dict[str, floa
 
 
 @pytest.mark.parametrize("said", LIMITS, ids=str)
-def test_a_gate_is_the_formula_of_what_was_drawn(said, monkeypatch):
+def test_a_gate_is_the_formula_of_its_sample(said, monkeypatch):
     uniform = torch.tensor([0.0, 0.03, 0.4, 0.61, 0.97, 1.0], dtype=torch.float64)
     soft, hard = (gated(SIX, {**said, "sample": sample}).train() for sample in ("soft", "hard"))
     monkeypatch.setattr(torch, "rand", lambda shape, dtype, device: uniform.to(dtype).reshape(shape))
@@ -140,12 +140,12 @@ def test_evaluation_as_published_takes_the_likelier_end(said):
     assert 0 < found.sum() < 121
 
 
-def test_heads_in_doubt_speak():
+def test_undecided_heads_stay_open():
     assert (gates(gated(torch.zeros(6), {"evaluation": "hard"})) == 1).all()
 
 
 @pytest.mark.parametrize("mode", ["code", "hard", "soft sample", "hard sample"])
-def test_shut_gates_are_silenced_heads_and_cut_ones(mode):
+def test_shut_gates_equal_ablated_and_pruned_heads(mode):
     ends = torch.tensor([60.0, -60.0, 60.0, -60.0, -60.0, 60.0])
     said = {"sample": mode.split()[0]} if "sample" in mode else {"evaluation": mode}
     layer, x = gated(ends, said, kv=2, vdim=5, pattern="causal()"), cases.tensors(base())[0]
@@ -197,7 +197,7 @@ def test_the_gradient_of_the_penalty_is_in_closed_form(said, layers):
 
 @pytest.mark.parametrize("training", ["train", "eval"])
 @pytest.mark.parametrize("regulariser", ["sum", "mean"])
-def test_the_ledger_adds_up_two_layers(regulariser, training):
+def test_auxiliary_losses_of_two_layers_add_up(regulariser, training):
     """The sum over all heads, or the mean over layers of the sum over the heads of each."""
     x, ledger = cases.tensors(base())[0], hw.AuxLosses()
     expected = []

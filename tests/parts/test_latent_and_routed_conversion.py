@@ -63,7 +63,7 @@ def test_a_merged_layer_is_refused_or_the_same(name):
     ],
     ids=str,
 )
-def test_a_token_is_remembered_in_as_many_numbers_and_they_are_its_keys_and_values(said):
+def test_the_latent_of_a_token_holds_its_keys_and_values(said):
     spec = base(**({"kv": 3, "vdim": 5} | said))
     layer = cases.layer(spec)
     x, z = cases.tensors(spec)
@@ -122,7 +122,7 @@ def test_all_heads_routed_to_are_the_same_layer(shared):
 
 
 @pytest.mark.parametrize("shared", [(), (4,), (5, 1)], ids=str)
-def test_a_token_silences_the_heads_with_the_shortest_queries(shared):
+def test_a_token_closes_the_heads_with_the_smallest_query_norms(shared):
     spec = base(kv=2, pattern="causal()", bias="qkvo", modifiers=(hw.Rotary(),))
     layer = cases.layer(spec)
     x, _ = cases.tensors(spec)
@@ -146,7 +146,7 @@ def test_pairs_are_routed_by_the_query_of_the_first():
     assert made.modifiers[-1] == hw.Routed(always=1, active=1, router="norm")
 
 
-def test_what_cannot_be_routed_is_refused():
+def test_unroutable_layers_are_refused():
     for said, shared, active, reason in (
         ({}, [6], 1, r"must be heads in 0\.\.5"),
         ({}, [1, 1], 1, "each at most once"),

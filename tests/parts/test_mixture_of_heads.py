@@ -173,7 +173,7 @@ def test_the_balance_of_a_uniform_router(norm, value):
 
 
 @pytest.mark.parametrize("router", ["learned", "norm"])
-def test_of_equals_the_first_is_chosen(router):
+def test_ties_choose_the_first_head(router):
     layer = cases.layer(base(modifiers=(hw.Routed(1, 2, router=router),)))
     x, _ = cases.tensors(layer.spec)
     with torch.no_grad():
@@ -193,7 +193,7 @@ def test_queries_of_no_length_are_no_trouble():
     assert all(t.grad.isfinite().all() for t in (x, *layer.parameters()) if t.grad is not None)
 
 
-def test_a_pair_is_asked_by_its_first_head():
+def test_a_pair_is_routed_by_its_first_head():
     layer = cases.layer(base(heads=3, modifiers=(hw.Differential(), hw.Routed(1, 1, router="norm"))))
     x, _ = cases.tensors(layer.spec)
     _, chosen = by_norm(x.numpy(), layer.project["q"].detach().numpy().reshape(6, 4, 10)[::2].reshape(12, 10), 1, 1)
@@ -201,7 +201,7 @@ def test_a_pair_is_asked_by_its_first_head():
     assert speaks[:, :, 1:].tolist() == (chosen == 1).tolist()
 
 
-def test_a_cut_head_is_still_asked():
+def test_a_pruned_head_still_takes_part_in_routing():
     """Cut the head that would win: the others are silent where it was chosen, as if it had only been silenced."""
     layer = cases.layer(base(modifiers=(hw.Routed(2, 1, router="norm"),)))
     x, _ = cases.tensors(layer.spec)
@@ -228,7 +228,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("always", "active"), [(4, 1), (6, 0)])
-def test_what_a_refusal_advises_can_be(always, active):
+def test_the_remedy_of_a_refusal_works(always, active):
     spec = base(modifiers=(hw.Routed(always, active, router="norm"),))
     assert len(spec.score_head_of_output) == 6
 

@@ -57,7 +57,7 @@ def test_a_placed_layer_runs_decodes_and_is_cut(schedule):
     check_close(cut(x), silenced)
 
 
-def test_what_was_cut_is_not_placed_anew():
+def test_a_pruned_layer_keeps_its_overlaps():
     spec = scheduled("l")
     small, _ = hw.nn.head_axis_ops.keep_heads(spec, cases.layer(spec).state_dict(), [1, 3])
     assert small.at_depth(5, 6) == small
@@ -85,6 +85,6 @@ def test_other_layers_stay_as_they_are_when_placed():
         (lambda: scheduled("l").at_depth(-1, 6), "no layer -1 of 6"),
     ],
 )
-def test_what_cannot_be_placed(does, words):
+def test_invalid_overlaps_are_refused(does, words):
     with pytest.raises(hw.SpecError, match=words):
         does()

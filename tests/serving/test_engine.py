@@ -99,7 +99,7 @@ WAYS = st.builds(
 @pytest.mark.parametrize("name", MODELS)
 @FEW
 @given(asked=st.lists(ASKED, min_size=1, max_size=5), events=EVENTS, way=WAYS, tight=st.booleans(), data=st.data())
-def test_a_request_gets_what_it_gets_alone(name: str, asked, events, way: hw.BatchingConfig, tight: bool, data):
+def test_a_request_gets_the_tokens_it_gets_alone(name: str, asked, events, way: hw.BatchingConfig, tight: bool, data):
     net = model(name)
     if name == "prefix":
         asked = [([*prompt, 1, 2, 0][: max(3, len(prompt))], count) for prompt, count in asked]
@@ -192,7 +192,7 @@ def test_beginnings_are_read_once():
     assert engine.report().shared == 6 * shared
 
 
-def test_what_is_shared_is_in_memory_once():
+def test_shared_prefixes_are_in_memory_once():
     spec = plain()
     net, begin = language(spec), list(range(12)) * 4
     engine = hw.Engine(net, budget=ROOMY, batching=hw.BatchingConfig(page=4, chunk=100))
@@ -206,7 +206,7 @@ def test_what_is_shared_is_in_memory_once():
     assert engine.memory.used == hw.kv_cache_bytes(spec, rows, "paged(4)", "fp32")
 
 
-def test_a_source_is_part_of_what_a_beginning_follows_from():
+def test_a_shared_prefix_depends_on_its_source():
     net = translator("seq")
     net.usage = hw.ProcessorSpec(begin=(1, 2, 3, 4, 5, 6, 7, 8), end=(0,))
     engine = hw.Engine(net, budget=ROOMY, batching=hw.BatchingConfig(page=1, chunk=16))
@@ -251,7 +251,7 @@ def test_two_stacks_answer_together(form: str, sources: list[list[int]], way: hw
     assert engine.memory.used == 0
 
 
-def test_the_budget_is_kept_and_what_waits_is_let_in_when_pages_are_free():
+def test_the_budget_holds_and_requests_wait_for_free_pages():
     spec = plain()
     net, way = language(spec), hw.BatchingConfig(page=4, chunk=16)
     each = hw.kv_cache_bytes(spec, hw.RequestBatch.uniform(1, 20), "paged(4)", "fp32")
@@ -277,11 +277,11 @@ def order_of(batching: hw.BatchingConfig, counts: list[int]) -> list[int]:
     return sorted(range(len(counts)), key=lambda n: streams[n].timing.first)
 
 
-def test_who_came_first_is_first():
+def test_requests_run_in_order_of_arrival():
     assert order_of(hw.BatchingConfig(rows=1), [5, 1, 3, 2]) == [0, 1, 2, 3]
 
 
-def test_short_ones_overtake_but_nobody_waits_for_ever():
+def test_short_requests_overtake_without_starvation():
     assert order_of(hw.BatchingConfig(rows=1, order="shortest"), [5, 1, 3, 2]) == [1, 3, 2, 0]
     assert order_of(hw.BatchingConfig(rows=1, order="shortest", patience=2), [9, 1, 1, 1, 1, 1]) == [1, 2, 0, 3, 4, 5]
 
@@ -326,7 +326,7 @@ def test_a_chunk_takes_prompts_in_order(pending: list[int], chunk: int, opening:
 # --- one request's end is its own ----------------------------------------------------------------------
 
 
-def test_what_is_cancelled_is_free_at_once():
+def test_cancelled_requests_free_their_pages_at_once():
     net = model("gqa")
     engine = hw.Engine(net, budget=ROOMY)
     gone, other = engine.submit([1, 2, 3], max_new_tokens=20), engine.submit([4], max_new_tokens=20)
@@ -344,7 +344,7 @@ def test_what_is_cancelled_is_free_at_once():
     assert waiting.result() == []
 
 
-def test_nobody_waits_for_who_stops_reading():
+def test_a_reader_that_stops_blocks_no_other():
     net = model("gqa")
     engine = hw.Engine(net, budget=ROOMY, batching=hw.BatchingConfig(rows=2))
     left, other, third = (engine.submit([n], max_new_tokens=6) for n in range(3))
@@ -365,7 +365,7 @@ def broken_at(token: int) -> hw.Transformer:
     return net
 
 
-def test_who_fails_fails_alone():
+def test_a_failing_request_fails_alone():
     net = broken_at(11)
     engine = hw.Engine(net, budget=ROOMY, batching=hw.BatchingConfig(page=2))
     fine, bad, later = (engine.submit(prompt, max_new_tokens=6) for prompt in ([1, 2, 3], [4, 11, 5], [6, 7]))
@@ -381,7 +381,7 @@ def test_who_fails_fails_alone():
     assert engine.memory.used == 0
 
 
-def test_whoever_breaks_a_call_is_found_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch):
+def test_the_request_that_breaks_a_call_is_found_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch):
     """What goes wrong inside the model for all rows at once is tried again row by row."""
     for name in ("gqa", "linear", "sinks"):
         net = MODELS[name]()
@@ -446,7 +446,7 @@ SMALL = 30_000
         ("gqa", [1] * 900, {}, r"a request of 963 tokens needs 61 pages of 1,024 bytes and the budget of 30,000 bytes"),
     ],
 )
-def test_what_could_never_be_answered_is_refused_at_once(name: str, prompt, said: dict, fact: str):
+def test_impossible_requests_are_refused_at_once(name: str, prompt, said: dict, fact: str):
     net = model(name)
     engine = hw.Engine(net, budget=SMALL if len(prompt) > 800 else ROOMY)
     other = engine.submit([1, 2, 3], max_new_tokens=3)
@@ -455,7 +455,7 @@ def test_what_could_never_be_answered_is_refused_at_once(name: str, prompt, said
     assert other.result() == alone(net, [1, 2, 3], 3)
 
 
-def test_a_budget_that_is_said_to_be_enough_is():
+def test_the_recommended_budget_is_enough():
     net, way = model("mixed"), hw.BatchingConfig(page=4)
     asked = [([1] * 37, 5)]
     budget = smallest(net, way, asked)
@@ -483,7 +483,7 @@ def test_an_engine_that_cannot_be_is_refused():
 # --- how tokens are chosen -----------------------------------------------------------------------------
 
 
-def test_what_is_drawn_is_what_would_be_drawn_alone():
+def test_a_request_samples_the_tokens_it_samples_alone():
     net = model("gqa")
     engine = hw.Engine(net, budget=ROOMY)
     ways = [
@@ -510,7 +510,7 @@ def test_a_window_goes_on_beyond_the_last_position():
     assert [stream.result() for stream in streams] == expected
 
 
-def test_text_is_answered_by_text_and_stops_where_it_is_told():
+def test_text_requests_get_text_up_to_their_stops():
     net = language(plain())
     net.usage = hw.ProcessorSpec(tokenizer=letters(), before=(1,), end=(0,))
     engine = hw.Engine(net, budget=ROOMY)
@@ -552,7 +552,7 @@ def test_readers_in_many_threads_drive_together():
     assert told == {n: alone(net, [n % 7, n % 5], 3 + n) for n in range(8)}
 
 
-def test_a_thread_drives_while_it_is_asked_to():
+def test_a_thread_runs_the_engine_until_stopped():
     net = model("gqa")
     engine = hw.Engine(net, budget=ROOMY)
     with engine.background_thread():
@@ -565,7 +565,7 @@ def test_a_thread_drives_while_it_is_asked_to():
     assert threading.active_count() == threading.main_thread().is_alive()
 
 
-def test_a_thread_that_fails_ends_what_waits_for_it(monkeypatch: pytest.MonkeyPatch):
+def test_a_failing_thread_ends_the_requests_that_wait_for_it(monkeypatch: pytest.MonkeyPatch):
     engine = hw.Engine(model("gqa"), budget=ROOMY)
     monkeypatch.setattr(engine.memory, "can_admit", lambda *_: 1 / 0)
     with engine.background_thread():

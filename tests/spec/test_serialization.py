@@ -44,7 +44,7 @@ def test_every_legal_spec_comes_back(spec: hw.AttentionSpec):
 
 @pytest.mark.lengthy
 @given(specs())
-def test_the_forms_say_the_same(spec: hw.AttentionSpec):
+def test_all_forms_are_equal(spec: hw.AttentionSpec):
     """TOML and JSON are two spellings of one dictionary, made of plain values only."""
     assert tomllib.loads(hw.to_toml(spec)) == json.loads(hw.to_json(spec)) == serialization.to_dict(spec)
 
@@ -106,7 +106,7 @@ def test_a_repr_can_be_evaluated_at_once(said: str):
 # --- what is printed -----------------------------------------------------------------------------------
 
 
-def test_what_is_printed_is_toml():
+def test_printed_specs_are_toml():
     spec = base(kv=3, pattern="window(5) | first(2)", modifiers=(hw.Rotary(scaling=hw.PI(4.0)), hw.HeadGate()))
     said = tomllib.loads(str(spec))
     assert said == {
@@ -124,14 +124,14 @@ def test_what_is_printed_is_toml():
     }
 
 
-def test_what_is_usual_need_not_be_said():
+def test_defaults_may_be_omitted():
     assert hw.from_toml(SMALL) == base()
     assert hw.from_json('{"model": 10, "heads": {"q": 6, "dim": 4}}') == base()
     assert hw.from_toml(SMALL + 'normaliser = "Sigmoid"') == base(normaliser=hw.Sigmoid())
     assert hw.from_toml(SMALL + 'modifiers = ["Alibi"]') == base(modifiers=(hw.Alibi(),))
 
 
-def test_without_the_usual_every_slot_must_be_said():
+def test_without_defaults_every_slot_is_required():
     said = {"model": 10, "heads": {"q": 6, "dim": 4}}
     with pytest.raises(hw.SpecError, match="the spec lacks project, similarity, pattern, normaliser, merge"):
         serialization.from_dict(said)
@@ -169,7 +169,7 @@ def test_presets_come_back_and_can_be_changed(name: str):
         ("mla", 16, (hw.Rotary(pairs="interleaved"),), "causal()"),
     ],
 )
-def test_presets_are_what_they_are_called(preset: str, kv: int, modifiers: tuple[object, ...], pattern: str):
+def test_presets_have_the_sizes_of_their_names(preset: str, kv: int, modifiers: tuple[object, ...], pattern: str):
     spec = hw.design(preset=preset)
     assert (spec.heads.kv, spec.modifiers, spec.pattern.text) == (kv, modifiers, pattern)
 
@@ -191,7 +191,7 @@ def test_with_heads_keeps_values_as_wide_as_keys_only_where_they_were():
 
 @pytest.mark.lengthy
 @given(specs())
-def test_the_strategies_draw_what_can_be_built(spec: hw.AttentionSpec):
+def test_the_strategies_generate_buildable_specs(spec: hw.AttentionSpec):
     """Every parameter of a drawn spec has a shape, every slot a part, and the sizes are the declared ones."""
     assert all(isinstance(getattr(spec, slot), kind) for slot, kind in serialization.SLOTS.items())
     assert {f.name for f in fields(spec)} >= set(SLOTS)

@@ -36,7 +36,7 @@ def two(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_cut_says_what_is_silenced_and_another_cut_does_not(kind):
+def test_a_pruned_model_equals_ablation_of_its_heads_only(kind):
     net, after = two(kind)
     single, exact = compare_ablated(net, after, scenes(kind), KEEP[kind])
     assert single.same
@@ -50,7 +50,7 @@ def test_what_is_cut_says_what_is_silenced_and_another_cut_does_not(kind):
     assert not any(one.same for one in compare_ablated(net, after, scenes(kind), other))
 
 
-def test_means_that_were_folded_in_are_what_silenced_heads_say():
+def test_folded_means_equal_mean_ablation():
     net, keep = built(model("decoder")), {"decoder.1.attention": [1, 2]}
     means = hw.head_means(net, [one.inputs["x"] for one in scenes("decoder")])
     own = net.state_dict()["decoder.1.attention.output.o"].reshape(24, 4, 6).double()
@@ -78,7 +78,7 @@ def test_a_model_that_was_read_again_otherwise_is_found_out():
         compare_reloaded("again", after, lambda x: after(x)[:, 1:], scenes("decoder"))
 
 
-def test_where_all_heads_talk_the_proof_says_that_little_was_saved():
+def test_the_proof_reports_small_savings_if_heads_are_mixed():
     talking = replace(model("decoder", 1), stacks=(
         bp.StackSpec.from_blocks("decoder", 24, [bp.BlockSpec(attention(kv=4, modifiers=(hw.TalkingHeads(),)), feed=bp.FeedForwardSpec(31))],  # noqa: E501 - one case a line
                     embedding=bp.EmbeddingSpec(23)),))  # fmt: skip
@@ -94,7 +94,7 @@ def test_where_all_heads_talk_the_proof_says_that_little_was_saved():
 
 
 @pytest.mark.parametrize("kind", ["encoder", "vision"])
-def test_flops_are_what_torch_counts_where_every_pair_is_allowed(kind):
+def test_flops_are_those_torch_counts_if_every_pair_is_allowed(kind):
     nets = two(kind)
     found, x = compare_cost(*nets, length=11), scenes(kind)[0].inputs["x"]
     x = x if kind == "vision" else torch.zeros(1, 11, dtype=torch.int64)
@@ -104,7 +104,7 @@ def test_flops_are_what_torch_counts_where_every_pair_is_allowed(kind):
         assert said == counted.get_total_flops()
 
 
-def test_a_step_and_a_cache_are_what_is_counted_and_held():
+def test_a_decode_step_and_its_cache_have_the_counted_sizes():
     nets = two("decoder")
     found = compare_cost(*nets, length=13)
     step, held, each = (found.get_cost(name) for name in ("decode step", "cache total", "cache per token"))
@@ -123,7 +123,7 @@ def test_a_step_and_a_cache_are_what_is_counted_and_held():
     assert half.dtype == "bfloat16"
 
 
-def test_what_a_decoder_reads_of_a_source_is_counted_by_itself():
+def test_cross_attention_is_counted_separately():
     nets = two("encoder-decoder")
     saved = compare_cost(*nets, length=5, source_length=9)
     found, own, whole = (saved.get_cost(f"cache {name}") for name in ("per source token", "per token", "total"))
@@ -227,7 +227,7 @@ def test_a_page_carries_no_signs_of_others():
         assert max(map(len, shown.split("\n"))) <= 80
 
 
-def test_what_cannot_be_proven_is_refused():
+def test_unprovable_pairs_are_refused():
     net, after = two("decoder")
     texts = scenes("decoder")
     with pytest.raises(ValueError, match="cannot compute a confidence interval over 1 texts"):

@@ -43,7 +43,7 @@ def test_pooling_takes_means_of_neighbours():
 
 
 @pytest.mark.parametrize("build", [lambda: built(LLAMA), lambda: built(BERT | {"num_attention_heads": 4}), translator])
-def test_aligning_says_the_same_before_heads_are_pooled(build):
+def test_alignment_keeps_the_outputs_before_pooling(build):
     net = noisy(build())
     kv = {spec.heads.kv for _, spec in net.spec.attention_specs()}
     texts = scenes(net)
@@ -64,7 +64,7 @@ def test_aligning_says_the_same_before_heads_are_pooled(build):
     assert {kv for site, kv in sizes.items() if site.endswith("attention")} == {3}
 
 
-def test_heads_that_are_alike_are_found_and_lose_nothing():
+def test_equal_heads_are_found_and_pooled_without_loss():
     """Heads 0 and 3, 1 and 4, 2 and 5 say the same; neighbours do not."""
     net = noisy(built(LLAMA))
     with torch.no_grad():
@@ -79,7 +79,7 @@ def test_heads_that_are_alike_are_found_and_lose_nothing():
 
 
 @pytest.mark.parametrize("way", [Split(), Merged()], ids=["split", "merged"])
-def test_other_forms_say_the_same(way):
+def test_exact_conversions_keep_the_outputs(way):
     net = noisy(built(grouped(2)))
     done = convert(net, way)
     close(said(done.after), said(net))
@@ -90,7 +90,7 @@ def test_other_forms_say_the_same(way):
         close(said(again), said(net))
 
 
-def test_collaborating_at_full_width_says_the_same():
+def test_collaborative_heads_of_full_width_keep_the_outputs():
     net = noisy(built(GPT2))
     done = convert(net, Collaborate(12))
     close(said(done.after), said(net))
@@ -99,7 +99,7 @@ def test_collaborating_at_full_width_says_the_same():
     assert hw.costs.count_parameters(small.after.spec) < hw.costs.count_parameters(net.spec)
 
 
-def test_routing_lets_those_worth_most_always_speak():
+def test_routing_keeps_the_most_important_heads_open():
     net = noisy(built(GPT2))
     texts = scenes(net)
     done = convert(net, Route(1, 2), texts, ranking=HeadRanking("michel"))
@@ -138,12 +138,12 @@ def test_texts_are_read_as_often_as_sums_need_room(monkeypatch):
         (Route(9, 1), "num_always_active must be between 0 and 6, the number of heads, got 9"),
     ],
 )
-def test_what_cannot_be_shared_is_told(way, told):
+def test_impossible_conversions_are_reported(way, told):
     with pytest.raises(ValueError, match=re.escape(told)):
         convert(built(LLAMA), way) if not isinstance(way, Route) else convert(built(LLAMA), way, scenes(built(LLAMA)))
 
 
-def test_words_that_are_unknown_are_told():
+def test_unknown_options_are_reported():
     for make, told in [
         (lambda: Pool(2, align="both sides"), "unknown align='both sides'; use one of both, keys, none, values"),
         (lambda: Pool(2, grouping="like"), "unknown grouping='like'; did you mean 'alike'"),

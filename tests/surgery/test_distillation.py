@@ -84,7 +84,7 @@ MODELS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_lesson_is_worth_what_its_texts_are_alone(name):
+def test_the_loss_of_a_packed_batch_is_that_of_its_texts_alone(name):
     net, those, asked = MODELS[name]()
     objective, _ = choose_objective(net, asked, those[0])
     alone = []
@@ -99,7 +99,7 @@ def test_a_lesson_is_worth_what_its_texts_are_alone(name):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_gradients_of_a_lesson_are_those_of_its_texts(name):
+def test_gradients_of_a_packed_batch_are_those_of_its_texts(name):
     net, those, asked = MODELS[name]()
     texts = DistillationTexts(net, those, asked)
     lessons = [texts.make_batch(range(len(those))), *(texts.make_batch([n]) for n in range(len(those)))]
@@ -135,7 +135,7 @@ def test_divergence_and_distance_are_as_defined_and_blind_to_padding():
     np.testing.assert_allclose(lesson.state_distances(said, taught, "l2"), square, rtol=1e-12)
 
 
-def test_lessons_follow_from_the_seed_and_leave_what_is_held_back():
+def test_batches_follow_from_the_seed_and_skip_held_out_texts():
     net = built(GPT2)
     those = [Example({"x": torch.full((1, 4), n)}, {}) for n in range(WORDS)]
 
@@ -160,7 +160,7 @@ def test_every_time_round_other_tokens_are_masked_and_held_back_ones_stay():
     assert len({str(one) for one in masked}) == 3
 
 
-def test_texts_that_ask_nothing_are_left_out_and_told():
+def test_texts_without_labels_are_skipped_and_reported():
     net = built(GPT2)
     texts = DistillationTexts(net, [Example({"x": ids(n, 1 + n)}, {}) for n in range(4)])
     assert texts.numbers == [1, 2, 3]
@@ -190,7 +190,7 @@ def same(net: Transformer, before: dict[str, torch.Tensor]) -> bool:
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bert", "translator", "frames"])
-def test_a_model_comes_nearer_to_its_teacher_which_stays(name):
+def test_a_student_approaches_its_unchanged_teacher(name):
     teacher, _, asked = MODELS[name]()
     those = heard(80) if name == "frames" else scenes(teacher, 80)
     student = other(teacher, 0.2)
@@ -205,7 +205,7 @@ def test_a_model_comes_nearer_to_its_teacher_which_stays(name):
     assert all(parameter.requires_grad for parameter in found.net.parameters())
 
 
-def test_what_is_its_teacher_already_is_kept_as_it_was():
+def test_a_student_equal_to_its_teacher_is_unchanged():
     net = built(GPT2)
     found = uptrain(net, net, scenes(net, 20), UptrainingOptions(**BRIEF))
     assert found.curve[0].held_out < found.curve[-1].held_out or found.step > 0
@@ -273,7 +273,7 @@ def test_a_model_of_few_bits_learns_in_many():
     assert not same(found.net, student.state_dict())
 
 
-def test_the_same_seed_teaches_the_same_and_torchs_own_numbers_go_on():
+def test_a_seed_repeats_training_and_leaves_the_rng_of_torch():
     teacher = built(GPT2)
     student = other(teacher)
     student.train()
@@ -293,7 +293,7 @@ def test_the_same_seed_teaches_the_same_and_torchs_own_numbers_go_on():
 
 
 @pytest.mark.parametrize("how", ["signal", "raised"])
-def test_who_interrupts_is_given_the_best_so_far(how):
+def test_an_interrupt_returns_the_best_model_so_far(how):
     teacher = built(GPT2)
     student, seen = other(teacher), list[RetrainingPoint]()
 
@@ -323,7 +323,7 @@ def check_refused(what: str, *said: Any, **how: Any) -> None:
     assert "\n" not in str(told.value)
 
 
-def test_what_cannot_be_taught_is_refused_before_anything_is_learned():
+def test_unsupported_students_are_refused_before_training():
     net, none = built(GPT2), headless()
     check_refused("no texts", net, net, [])
     check_refused("cannot fill a batch of 4: 3 texts, 1 of them held out. Use batch=2", net, net, scenes(net, 3))
@@ -358,7 +358,7 @@ def test_what_cannot_be_taught_is_refused_before_anything_is_learned():
         ({"batch": 2.5}, "is of type float"),
     ],
 )
-def test_what_cannot_be_meant_is_refused(said, why):
+def test_invalid_arguments_are_refused(said, why):
     with pytest.raises(SpecError, match=why):
         UptrainingOptions(**said)
 

@@ -46,7 +46,7 @@ def test_medians_ratios_and_spread_are_those_of_the_rounds():
     assert summarise_rounds(READ, np.array([[1.0, 1.01], [1.01, 1.0]] * 3), (0, 0)).verdict == "as fast"
 
 
-def test_nothing_is_concluded_from_few_rounds_or_from_rounds_far_apart():
+def test_few_or_scattered_rounds_are_inconclusive():
     assert (
         summarise_rounds(READ, np.array([[4.0, 1.0]] * 4), (0, 0)).verdict
         == "too few rounds: 4 in the time limit, 5 needed"
@@ -55,7 +55,7 @@ def test_nothing_is_concluded_from_few_rounds_or_from_rounds_far_apart():
     assert summarise_rounds(READ, wild, (0, 0)).verdict == "no verdict: spread 40% of rounds exceeds 20%"
 
 
-def test_both_models_take_turns_and_who_is_first_changes(monkeypatch):
+def test_both_models_take_turns_in_changing_order(monkeypatch):
     net = built(model("decoder", 1))
     after, order = remove_heads(net, {"decoder.0.attention": [0]}), []
     monkeypatch.setattr(timing, "_time_run", lambda phase, one: order.append(one is after) or 1.0)
@@ -64,7 +64,7 @@ def test_both_models_take_turns_and_who_is_first_changes(monkeypatch):
     assert order[:8] == [False, True, False, True, True, False, False, True]
 
 
-def test_what_is_held_is_what_live_tensors_take_at_once():
+def test_peak_bytes_are_those_of_live_tensors():
     weight, x = torch.randn(30, 10), torch.randn(5, 10)
     assert measure_peak_bytes(lambda: F.linear(x, weight)) == 5 * 30 * 4
 
@@ -79,7 +79,7 @@ def test_what_is_held_is_what_live_tensors_take_at_once():
     assert measure_peak_bytes(lambda: x.add_(1.0)) == 0
 
 
-def test_a_smaller_cache_is_held_while_tokens_are_said():
+def test_generation_holds_a_smaller_cache():
     net = built(model("decoder"))
     after = remove_heads(net, {"decoder.0.attention": [0, 1], "decoder.1.attention": [0, 1]})  # half of keys and values
     decode = compare_speed(net, after, TimingOptions(length=400, steps=2, seconds=0.01)).phases[-1]
@@ -93,7 +93,7 @@ def test_a_model_that_lost_all_attention_in_a_stack_still_runs():
     assert [one.phase for one in found.phases] == ["attention", "prefill", "decode"]
 
 
-def test_what_cannot_be_measured_is_refused():
+def test_unsupported_models_are_refused():
     for wrong in ({"batch": 0}, {"length": 0}, {"steps": -1}, {"batch": True}):
         with pytest.raises(ValueError, match="must be an int >= 1"):
             TimingOptions(**wrong)

@@ -54,7 +54,7 @@ def told(layer: hw.Attention, z: torch.Tensor) -> dict[str, CrossProducts]:
 
 
 @pytest.mark.parametrize("name", [name for name in EVERY if name not in APART])
-def test_a_turn_is_refused_or_unseen(name):
+def test_a_rotation_is_refused_or_does_not_change_the_output(name):
     spec = EVERY[name]
     layer = cases.layer(spec)
     x, z = cases.tensors(spec)
@@ -70,7 +70,7 @@ def test_a_turn_is_refused_or_unseen(name):
 
 
 @pytest.mark.parametrize("side", "kv")
-def test_only_heads_that_something_sees_cannot_be_turned(side):
+def test_only_heads_without_symmetry_cannot_be_rotated(side):
     seen = {
         name for name, spec in cases.EXAMPLES.items()
         if name not in APART and find_symmetry(spec, cases.layer(spec).state_dict(), side)[1]
@@ -90,7 +90,7 @@ def test_only_heads_that_something_sees_cannot_be_turned(side):
     ],
     ids=str,
 )
-def test_a_refusal_says_who_sees_it(said, side, reason):
+def test_a_refusal_names_the_part(said, side, reason):
     layer = cases.layer(base(**said))
     assert find_symmetry(layer.spec, layer.state_dict(), side) == (SymmetryGroup(), reason)
 
@@ -108,7 +108,7 @@ def test_a_norm_of_keys_lets_turns_pass_where_its_weights_are_alike():
 
 
 @pytest.mark.parametrize("pairs", ["half", "interleaved"])
-def test_rotations_of_pairs_are_what_rotary_cannot_see(pairs):
+def test_rotary_is_invariant_to_rotations_of_pairs(pairs):
     spec = base(dim=6, modifiers=(hw.Rotary(dims=4, pairs=pairs),))
     layer = cases.layer(spec)
     free, _ = find_symmetry(spec, layer.state_dict(), "k")
@@ -188,7 +188,7 @@ def test_heads_that_differ_by_a_turn_are_pooled_without_loss(modifiers):
     assert (mean(x) - layer(x)).abs().max() > 1e-2
 
 
-def test_a_side_that_stays_says_why_and_is_left_as_it_was():
+def test_an_unaligned_side_gives_a_reason_and_is_unchanged():
     spec = base(kv=2, modifiers=(hw.Shaw(reach=3),))
     layer = cases.layer(spec)
     x, _ = cases.tensors(spec)
@@ -296,7 +296,7 @@ def test_features_are_projections_before_rotary_and_norms():
 
 @settings(deadline=None, max_examples=25)
 @given(st.sampled_from([1, 2, 3, 6]), st.permutations(range(6)), st.sampled_from(["", "qkvo"]), st.booleans())
-def test_sharing_equal_heads_and_splitting_them_again_loses_nothing(into, order, bias, rotary):
+def test_pooling_and_splitting_equal_heads_is_exact(into, order, bias, rotary):
     spec = base(bias=bias, modifiers=(hw.Rotary(), hw.HeadGate()) if rotary else ())
     groups = [tuple(order[n : n + 6 // into]) for n in range(0, 6, 6 // into)]
     layer = cases.layer(spec)
@@ -313,7 +313,7 @@ def test_sharing_equal_heads_and_splitting_them_again_loses_nothing(into, order,
     assert shared[0].heads.kv == into
 
 
-def test_what_cannot_be_meant_is_refused():
+def test_invalid_arguments_are_refused():
     spec = base(kv=3)
     layer = cases.layer(spec)
     x, _ = cases.tensors(spec)

@@ -48,7 +48,7 @@ def test_few_heads_are_grouped_as_well_as_can_be(sizes, seed):
 
 @settings(deadline=None, max_examples=20)
 @given(st.sampled_from([(6, 2), (8, 2), (8, 4), (9, 3), (10, 5)]), st.integers(0, 999))
-def test_climbing_finds_what_trying_all_finds(sizes, seed):
+def test_hill_climbing_equals_exhaustive_search(sizes, seed):
     heads, into = sizes
     score = torch.tensor(drawn(heads, seed))
     every = head_grouping.group_similar_heads(score, into)
@@ -134,7 +134,7 @@ def test_another_order_is_refused_or_the_same_layer(name):
         check_close(twin(*make())(x, source=z), layer(x, source=z))
 
 
-def test_neighbours_make_what_was_shared_regular():
+def test_contiguous_groups_make_sharing_regular():
     for said in ({"modifiers": (hw.Alibi(), hw.HeadGate())}, {"heads": 3, "modifiers": (hw.DifferentialV2(),)}):
         spec = base(**({"heads": 6, "bias": "qkvo"} | said))
         spec, weights = head_axis_ops.share_kv_heads(

@@ -60,7 +60,7 @@ def check_cut(net: Transformer, keep: dict[str, Any]) -> Transformer:
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("kept", [(0, 2), ()], ids=["some", "none"])
-def test_cut_is_silenced_wherever_norms_stand(placement, kept):
+def test_pruned_equals_ablated_for_every_norm_placement(placement, kept):
     net = noisy(stacked(hw.design(model=12, heads=3, bias="qkvo", pattern="causal"), placement, scale=0.7))
     small = check_cut(net, {"decoder.0.attention": kept})
     assert small.spec.stacks[0].layers[0].still == (() if kept else ("attention",))
@@ -68,7 +68,7 @@ def test_cut_is_silenced_wherever_norms_stand(placement, kept):
 
 
 @pytest.mark.parametrize("config", [GPT2, BERT, LLAMA], ids=lambda config: config["model_type"])
-def test_cut_is_silenced_in_models_of_families(config):
+def test_pruned_equals_ablated_in_model_families(config):
     net = noisy(built(config))
     stack = net.spec.stacks[0].name
     small = check_cut(net, {f"{stack}.0.attention": (1,), f"{stack}.1.attention": (0, 2)})
@@ -105,7 +105,7 @@ def test_a_table_that_layers_share_stays_one_and_finds_another_owner():
 
 @settings(max_examples=12)
 @given(st.data())
-def test_cut_is_silenced_whatever_the_spec(data):
+def test_pruned_equals_ablated_for_any_spec(data):
     spec = data.draw(strategies.specs().filter(lambda spec: spec.source is None))
     try:
         net = stacked(spec, data.draw(st.sampled_from(PLACEMENTS)))
@@ -121,7 +121,7 @@ def test_cut_is_silenced_whatever_the_spec(data):
         torch.testing.assert_close(small(x), silent, rtol=1e-7, atol=1e-7)
 
 
-def test_a_vector_takes_the_place_of_what_went():
+def test_a_vector_replaces_removed_attention():
     net = noisy(stacked(hw.design(model=12, heads=3, bias="", pattern="causal"), "pre"))
     means = {"decoder.0.attention": torch.arange(12.0).double(), "decoder.1.attention": torch.ones(12).double()}
     small = remove_heads(net, {"decoder.0.attention": (0, 2), "decoder.1.attention": ()}, means)
@@ -149,7 +149,7 @@ def test_a_description_with_attentions_that_went_is_read_back():
         ({"decoder.0.attention": (), "decoder.1.attention": ()}, r"cannot remove all heads of gpt2. Keep at least one"),
     ],
 )
-def test_what_cannot_be_cut_is_told(keep, told):
+def test_impossible_removals_are_reported(keep, told):
     with pytest.raises(hw.SpecError, match=told):
         remove_heads(built(GPT2), keep)
 
@@ -170,6 +170,6 @@ def test_a_mean_that_rides_on_the_same_heads_is_not_cut():
 
 
 @pytest.mark.parametrize("still", [("attention",), ("feed",)])
-def test_what_is_described_cannot_be_still(still):
+def test_a_constant_in_place_of_a_described_attention_is_refused(still):
     with pytest.raises(hw.SpecError, match=r"name an attention that is left out"):
         bp.BlockSpec(hw.design(model=12, heads=3), still=still)

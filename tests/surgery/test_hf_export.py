@@ -170,7 +170,7 @@ def test_layers_alike_are_a_plain_checkpoint(case: str, tmp_path: Path, here: No
     assert hw.load(tmp_path / "cut").spec.stacks == hw.families.read_model_spec(tmp_path / "cut").stacks
 
 
-def test_shards_dtypes_and_what_the_map_ignores_stay(tmp_path: Path, here: None):
+def test_shards_dtypes_and_unmapped_tensors_stay(tmp_path: Path, here: None):
     """Same files, same names, same kind of numbers; what was not cut is the same to the bit."""
     one = ZOO["llama"].build().to(torch.bfloat16)
     one.save_pretrained(tmp_path / "source", max_shard_size="12KB")
@@ -241,7 +241,7 @@ def cut(case: str, folder: Path) -> Transformer:
 
 
 @pytest.mark.parametrize("case", UNEVEN)
-def test_what_no_config_says_comes_with_a_loader(case: str, tmp_path: Path, here: None):
+def test_shapes_without_a_config_key_come_with_a_loader(case: str, tmp_path: Path, here: None):
     """Our reading, the loader's, and the model agree; transformers alone refuses, and does not make numbers up."""
     net = cut(case, tmp_path / "source")
     told = model_folder.write_model_folder(net, tmp_path / "source", tmp_path / "cut", {"kept": {OWN: [0]}})
@@ -381,7 +381,9 @@ def test_other_sources_give_our_folder(tmp_path: Path):
         ("olmo2", {OWN: (0, 1), NEXT: (0, 1)}, "its loader script failed"),
     ],
 )
-def test_what_no_loader_can_is_our_folder(name: str, keep: Mapping[str, Any], why: str, tmp_path: Path, here: None):
+def test_unloadable_shapes_are_written_as_a_headwise_folder(
+    name: str, keep: Mapping[str, Any], why: str, tmp_path: Path, here: None
+):
     net = remove_heads(source(name, tmp_path / "source"), keep)
     told = model_folder.write_model_folder(net, tmp_path / "source", tmp_path / "cut", {})
     assert told.kind == "ours"
@@ -395,7 +397,7 @@ def test_what_no_loader_can_is_our_folder(name: str, keep: Mapping[str, Any], wh
     assert torch.equal(said(hw.load(tmp_path / "cut"))[1], said(net)[1])
 
 
-def test_a_loader_that_says_something_else_is_not_given(tmp_path: Path, here: None, monkeypatch: pytest.MonkeyPatch):
+def test_a_loader_with_other_outputs_is_not_written(tmp_path: Path, here: None, monkeypatch: pytest.MonkeyPatch):
     text = resized_modules.LOADER_SOURCE.read_text().replace("torch.zeros_like(x) + bias", "torch.zeros_like(x) - bias")
     (tmp_path / "wrong.txt").write_text(text)
     monkeypatch.setattr(resized_modules, "LOADER_SOURCE", tmp_path / "wrong.txt")
@@ -406,7 +408,7 @@ def test_a_loader_that_says_something_else_is_not_given(tmp_path: Path, here: No
     assert "outputs differ by" in told.summary
 
 
-def test_without_transformers_nothing_is_claimed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_without_transformers_loading_is_not_claimed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     net = source("llama", tmp_path / "source", **ALONE)
     for module in ("load_check", "resized_modules", "model_folder"):
         monkeypatch.setattr(f"headwise.surgery.hf_export.{module}.find_spec", lambda _: None)
@@ -426,7 +428,7 @@ def test_without_transformers_nothing_is_claimed(tmp_path: Path, monkeypatch: py
 # --- heads.json ----------------------------------------------------------------------------------------
 
 
-def test_the_record_says_what_was_done_and_to_what(tmp_path: Path, here: None):
+def test_the_record_lists_the_steps_and_the_source(tmp_path: Path, here: None):
     net = remove_heads(source("gpt2", tmp_path / "source"), {OWN: A})
     model_folder.write_model_folder(net, tmp_path / "source", tmp_path / "cut", {"kept": {OWN: list(A)}})
     said_there = record(tmp_path / "cut")
@@ -519,7 +521,7 @@ def failing(call: str, after: int, monkeypatch: pytest.MonkeyPatch) -> None:
     ("call", "after"),
     [("os.fsync", 0), ("os.fsync", 1), ("os.fsync", 3), ("os.rename", 0), ("folders_shards.save_file", 0)],
 )
-def test_a_disk_that_fails_leaves_nothing(
+def test_a_failing_disk_leaves_no_folder(
     call: str, after: int, tmp_path: Path, here: None, monkeypatch: pytest.MonkeyPatch
 ):
     net = remove_heads(source("gpt2", tmp_path / "source"), {OWN: A})
@@ -532,7 +534,7 @@ def test_a_disk_that_fails_leaves_nothing(
     model_folder.write_model_folder(net, tmp_path / "source", tmp_path / "cut", {})
 
 
-def test_who_is_killed_leaves_no_folder(tmp_path: Path, here: None):
+def test_a_killed_export_leaves_no_folder(tmp_path: Path, here: None):
     """Nothing stands at the name asked for until all of it does."""
     net, points = remove_heads(source("gpt2", tmp_path / "source"), {OWN: A}), range(5)
     for point in points:
@@ -636,7 +638,7 @@ def test_a_model_in_memory_is_copied(name: str):
         assert torch.equal(said(net)[1], before)
 
 
-def test_what_cannot_be_copied_is_refused():
+def test_uncopyable_models_are_refused():
     with pytest.raises(hw.SpecError, match="cannot load weights of 'whisper'"):
         copy_live_model(ZOO["whisper"].build())
     with torch.device("meta"), pytest.raises(hw.SpecError, match="its weights are on the meta device"):
@@ -649,7 +651,7 @@ def test_what_cannot_be_copied_is_refused():
         copy_live_model(fewer)
 
 
-def test_numbers_of_modules_are_understood_by_what_they_follow(tmp_path: Path, here: None):
+def test_module_indices_follow_their_list(tmp_path: Path, here: None):
     """BERT's number of heads and their width together, from a model in which neither is its own width."""
     net = remove_heads(source("bert", tmp_path / "source"), {"encoder.0.attention": C})
     model_folder.write_model_folder(net, tmp_path / "source", tmp_path / "cut", {})

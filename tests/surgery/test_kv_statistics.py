@@ -47,7 +47,7 @@ def check_same(found: CrossProducts, wanted: CrossProducts):
     torch.testing.assert_close(found.normalised_sums, wanted.normalised_sums, rtol=1e-10, atol=1e-12)
 
 
-def test_keys_are_heard_before_they_turn_and_padding_not_at_all():
+def test_keys_are_collected_before_rope_and_without_padding():
     model = net(LLAMA)
     batches = [torch.randint(0, 17, (2, 5)), torch.randint(0, 17, (3, 4))]
     site, layer = "decoder.1.attention", model.stacks["decoder"].blocks[1].attentions["attention"]
@@ -63,7 +63,7 @@ def test_keys_are_heard_before_they_turn_and_padding_not_at_all():
     check_same(again[site]["k"], found[site]["k"])
 
 
-def test_a_cross_attention_is_heard_by_what_it_reads():
+def test_cross_attention_statistics_are_those_of_the_source():
     model = net(T5)
     source, x = torch.randint(0, 17, (2, 7)), torch.randint(0, 17, (2, 3))
     states = model.encode(source).states.detach().flatten(0, 1).numpy()
@@ -75,7 +75,7 @@ def test_a_cross_attention_is_heard_by_what_it_reads():
     assert found["decoder.0.attention"]["k"].num_tokens == 6
 
 
-def test_nothing_is_left_on_the_model():
+def test_no_hook_remains():
     model, batch = net(LLAMA), torch.randint(0, 17, (1, 4))
     before = hw.Attention.project_source, hw.Attention.extend_kv
     first = collect_kv_statistics(model, [batch])
@@ -84,7 +84,7 @@ def test_nothing_is_left_on_the_model():
     check_same(first["decoder.0.attention"]["k"], second["decoder.0.attention"]["k"])
 
 
-def test_what_cannot_be_heard_is_refused():
+def test_unsupported_models_are_refused():
     model, batch = net(LLAMA), torch.randint(0, 17, (1, 4))
     with pytest.raises(hw.SpecError, match=r"no headwise attention 'decoder\.2\.attention'"):
         collect_kv_statistics(model, [batch], ["decoder.2.attention"])

@@ -73,7 +73,7 @@ def count(found: GateTrainingResult) -> int:
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-def test_needless_heads_are_found_and_can_be_cut_for_nothing(seed):
+def test_unneeded_heads_are_found_and_pruned_without_loss(seed):
     net = needy(NEEDLESS, seed)
     before = state(net)
     found = train_gates(net, scenes(net, 60), GateTrainingOptions(heads=4, seed=seed, **LONG))
@@ -128,7 +128,7 @@ def test_gates_of_a_group_are_drawn_once():
 # --- counts --------------------------------------------------------------------------------------------
 
 
-def test_the_expected_count_is_the_closed_form_and_the_ledgers():
+def test_the_expected_count_equals_the_closed_form_and_the_auxiliary_loss():
     net = needy({})
     found = train_gates(net, scenes(net, 20), GateTrainingOptions(heads=3, start=0.7, **BRIEF))
     assert found.curve[0].num_open_gates == pytest.approx(8 * sigmoid(0.7 - 0.33 * math.log(0.1 / 1.1)), abs=1e-5)
@@ -140,7 +140,7 @@ def test_the_expected_count_is_the_closed_form_and_the_ledgers():
 
 
 @pytest.mark.parametrize("heads", [1, 3, 8, 0.25, 0.6])
-def test_exactly_as_many_stay_as_were_asked_for(heads):
+def test_exactly_the_requested_number_of_heads_stays(heads):
     net = needy({})
     found = train_gates(net, scenes(net, 20), GateTrainingOptions(heads=heads, **BRIEF))
     assert count(found) == {0.25: 2, 0.6: 5}.get(heads, heads)
@@ -149,11 +149,11 @@ def test_exactly_as_many_stay_as_were_asked_for(heads):
     assert sorted(kept, reverse=True) == flat[: count(found)]
 
 
-def test_of_equal_gates_the_first_are_kept():
+def test_ties_keep_the_first_gates():
     assert select_most_open({"a": (0.5, 0.5)}, {"a": ((0,), (1,))}, 1) == {"a": (0,)}
 
 
-def test_what_joins_the_loss_is_the_method_of_multipliers():
+def test_the_penalty_is_the_method_of_multipliers():
     net = needy({})
     units = {site: list_gate_units(spec, "head") for site, spec in select_attentions(net).items()}
     how = GateTrainingOptions(heads=2, steps=100, ramp=0.5, strength=0.8, gates_rate=0.1)
@@ -177,7 +177,7 @@ def gate_of(net: Transformer, site: str) -> dict[str, torch.Tensor]:
     return get_attention_parameters(net, site) | {"concrete.log_a": torch.full((4,), 2.0)}
 
 
-def test_the_loss_told_is_that_of_what_is_left():
+def test_the_reported_loss_is_that_of_the_pruned_model():
     net = needy({})
     those, how = scenes(net, 20), GateTrainingOptions(heads=3, seed=3, **BRIEF)
     found = train_gates(net, those, how)
@@ -202,7 +202,7 @@ def test_seeds_repeat():
     assert runs[0].curve == runs[1].curve
 
 
-def test_a_frozen_decoder_stays_and_gates_stand_where_they_are_told():
+def test_a_frozen_decoder_stays_and_gates_are_at_the_given_sites():
     net = translator().float()
     found = train_gates(
         net, scenes(net, 20), GateTrainingOptions(heads=3, sites=("encoder",), freeze="decoder", **BRIEF)
@@ -234,7 +234,7 @@ def test_modifiers_that_were_there_keep_their_names():
     assert [name for name, _ in with_gates(spec).parts()] == [*names, "concrete"]
 
 
-def test_who_interrupts_is_told_what_gates_knew():
+def test_an_interrupt_reports_the_gates_so_far():
     def stop(point: RetrainingPoint) -> None:
         if point.step == 3:
             raise KeyboardInterrupt
@@ -266,7 +266,7 @@ def test_who_interrupts_is_told_what_gates_knew():
         ({"heads": 2, "batch": 30}, "cannot fill a batch of 30: .* Use batch=18"),
     ],
 )
-def test_what_cannot_be_meant_is_refused(said, why):
+def test_invalid_arguments_are_refused(said, why):
     net = needy({})
     with pytest.raises(SpecError, match=why) as told:
         train_gates(net, scenes(net, 20), GateTrainingOptions(**{**BRIEF, **said}))

@@ -24,7 +24,7 @@ from support.transformers_models import ZOO
 @pytest.mark.parametrize(
     "by", [HeadRanking(objective="drift"), HeadRanking("michel"), HeadRanking("michel-code")], ids=lambda by: by.method
 )
-def test_heads_that_nobody_hears_go_first(by):
+def test_heads_without_effect_go_first(by):
     net = faint(noisy(built(LLAMA)), FAINT)
     done = prune(net, KeepTop(4, by, unit="head"), scenes(net))
     assert sorted(done.plan.removed_heads) == FAINT
@@ -106,7 +106,7 @@ def test_a_layer_that_goes_leaves_its_mean():
     assert done.after.spec.stacks[0].layers[0].attention is None
 
 
-def test_folding_biases_is_saying_them():
+def test_folded_biases_keep_the_outputs():
     net = noisy(built(GPT2))
     gone = (("decoder.0.attention", 1), ("decoder.1.attention", 2))
     done = prune(net, DropHeads(gone), fold="bias")
@@ -119,7 +119,7 @@ def test_folding_biases_is_saying_them():
     torch.testing.assert_close(said(done.after), patched, rtol=1e-9, atol=1e-9)
 
 
-def test_units_are_what_reads_one_key_head():
+def test_a_unit_is_the_query_heads_of_one_key_head():
     both = list_units(hw.families.read_model_spec(LLAMA))["decoder.0.attention"]
     assert [unit.heads for unit in both] == [(0, 1), (2, 3), (4, 5)]
     assert len(list_units(hw.families.read_model_spec(LLAMA), "head")["decoder.0.attention"]) == 6
@@ -136,14 +136,14 @@ def test_worths_are_importance():
     assert "michel" in found.notes[0]
 
 
-def test_the_best_way_to_rank_is_by_slopes_where_there_are_any():
+def test_the_default_ranking_uses_gradients_if_available():
     net = built(GPT2)
     assert score_heads(net, scenes(net)).scores == score_heads(net, scenes(net), HeadRanking("michel")).scores
     drift = score_heads(net, scenes(net), HeadRanking(objective="drift"))
     assert drift.scores == score_heads(net, scenes(net), HeadRanking("leave-one-out", objective="drift")).scores
 
 
-def test_a_plan_says_what_it_keeps():
+def test_a_plan_lists_the_heads_it_keeps():
     plan = PruningPlan.without(built(GPT2).spec, [("decoder.1.attention", 0)], "as asked")
     assert plan.keep == {"decoder.0.attention": (0, 1, 2), "decoder.1.attention": (1, 2)}
     assert plan.changed_sites == {"decoder.1.attention": (1, 2)}
@@ -177,12 +177,12 @@ def test_a_plan_says_what_it_keeps():
         (lambda: Pool(2), "is no HeadSelection; give a fraction"),
     ],
 )
-def test_what_cannot_be_chosen_is_told(choice, told):
+def test_impossible_selections_are_reported(choice, told):
     with pytest.raises(ValueError, match=re.escape(told)):
         prune(built(LLAMA), choice())
 
 
-def test_what_cannot_be_folded_is_told():
+def test_impossible_folding_is_reported():
     net, one = built(GPT2), DropHeads((("decoder.0.attention", 1),))
     with pytest.raises(hw.SpecError, match="fold='mean' needs examples"):
         prune(net, one, fold="mean")

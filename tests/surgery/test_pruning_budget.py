@@ -22,7 +22,7 @@ from support.pruning_examples import FAINT, LLAMA, RANDOM, faint
 MICHEL = HeadRanking("michel")
 
 
-def test_numbers_go_down_to_what_was_asked():
+def test_parameters_go_down_to_the_budget():
     net = noisy(built(LLAMA))
     done = prune(net, PruneToBudget(PruningBudget("parameters", 0.9), RANDOM))
     was, now = (hw.costs.count_parameters(one.spec) for one in (net, done.after))
@@ -32,14 +32,14 @@ def test_numbers_go_down_to_what_was_asked():
     assert prune(net, PruneToBudget(PruningBudget("parameters", float(now)), RANDOM)).plan.keep == done.plan.keep
 
 
-def test_caches_go_down_to_what_was_asked():
+def test_the_cache_goes_down_to_the_budget():
     net = noisy(built(LLAMA))
     done = prune(net, PruneToBudget(PruningBudget("cache", 0.5), RANDOM))
     assert count_cache_bytes(net.spec, 8) == net.cache(batch=1, capacity=1).nbytes
     assert done.after.cache(batch=1, capacity=9).nbytes * 2 == net.cache(batch=1, capacity=9).nbytes
 
 
-def test_time_goes_down_to_what_was_asked(monkeypatch):
+def test_time_goes_down_to_the_budget(monkeypatch):
     """Each head takes a quarter of the time of its layer, however fast the machine is."""
 
     def timed(before, after, pace):
@@ -77,7 +77,7 @@ def _without(net, heads):
     return {site: [head for head in own if (site, head) not in heads] for site, own in keep.items()}
 
 
-def test_worths_are_found_anew_when_asked():
+def test_scores_are_recomputed_on_request():
     """After each head, of what is left: as if every step were a choice of its own."""
     net, texts = noisy(built(LLAMA)), scenes(built(LLAMA))
     done = prune(net, PruneToBudget(PruningBudget("parameters", 0.92), MICHEL, rescore_every=1, unit="head"), texts)
@@ -96,7 +96,7 @@ def test_worths_are_found_anew_when_asked():
     assert set(done.plan.removed_heads) == set(gone)
 
 
-def test_what_was_done_is_taken_up(tmp_path):
+def test_an_interrupted_run_resumes(tmp_path):
     net, state = noisy(built(LLAMA)), tmp_path / "state.json"
     whole = prune(net, PruneToBudget(PruningBudget("parameters", 0.8), RANDOM, state_path=state)).plan
     told = json.loads(state.read_text())
@@ -142,7 +142,7 @@ def test_what_was_done_is_taken_up(tmp_path):
         ),
     ],
 )
-def test_what_cannot_be_kept_to_is_told(choice, told):
+def test_impossible_budgets_are_reported(choice, told):
     with pytest.raises(ValueError, match=re.escape(told)):
         prune(built(LLAMA), choice())
 

@@ -81,7 +81,7 @@ def silenced_loss(net: Transformer, texts: list[Example], keep: dict[str, tuple[
     return total / count
 
 
-def test_every_point_says_what_the_model_says_with_those_heads_silent(net: Transformer, found: PruningCurves):
+def test_every_point_is_the_model_with_those_heads_ablated(net: Transformer, found: PruningCurves):
     whole = silenced_loss(net, scenes(net)[3:], {})
     for line in found.curves:
         for point in line.points:
@@ -93,7 +93,7 @@ def test_every_point_says_what_the_model_says_with_those_heads_silent(net: Trans
             assert row.change.value == pytest.approx(wanted - whole, abs=1e-9)
 
 
-def test_a_part_loses_its_own_heads_and_no_others_by_what_they_are_worth(net: Transformer, found: PruningCurves):
+def test_a_part_loses_its_own_heads_by_importance(net: Transformer, found: PruningCurves):
     assert {part: found.count_part_heads(part) for part in found.parts} == {
         "all": 16,
         "encoder": 6,
@@ -196,7 +196,7 @@ def test_heads_can_go_until_an_interval_no_longer_stays_below():
     assert find_smallest_harmless(PruningCurve(ALL_PARTS, "ours", 0, (whole, fine, again)), 0.1) is again
 
 
-def test_what_stays_against_chance_by_trying_every_draw():
+def test_comparison_with_chance_by_exhaustive_permutation():
     groups = {("a", n): "seldom" if n < 3 else "often" for n in range(9)}
     kept = [[("a", n) for n in heads] for heads in ((0, 1, 2, 3), (4, 5, 6, 7, 8), (0, 1, 2))]
     found = {(one.group, one.num_heads, one.num_in_group): one for one in assess_group_survival(groups, kept)}
@@ -237,7 +237,7 @@ def made(costs: dict[str, list[float]], classes: dict[tuple[str, int], str] | No
     return PruningCurves("small", "translation", 4, sum(PLACES), every, tuple(lines), classes or {}, 0.1)
 
 
-def test_answers_say_what_is_shown_and_what_is_not():
+def test_the_report_separates_supported_and_unsupported_claims():
     sure = made({"encoder": [0.01] * 4, "decoder": [0.4] * 4, "cross": [2.0] * 4})
     told = "\n".join(list_findings(sure))
     assert "Claim that encoder heads can be removed first and cross-attention heads last: supported." in told
@@ -263,7 +263,7 @@ def test_answers_say_what_is_shown_and_what_is_not():
     )
 
 
-def test_free_answers_are_told_with_what_was_shown_of_them():
+def test_generated_answers_are_reported_with_their_scores():
     curves = made({})
     falls = {
         6: IntervalEstimate(-0.2, -0.5, 0.1),
@@ -289,7 +289,7 @@ def test_free_answers_are_told_with_what_was_shown_of_them():
     ]
 
 
-def test_free_answers_to_a_task_are_asked_for_once_of_the_model_before(monkeypatch: pytest.MonkeyPatch):
+def test_generated_answers_of_the_original_model_are_computed_once(monkeypatch: pytest.MonkeyPatch):
     dates = make_task("dates")
     before, after = (hw.build(dates.model(), seed=seed).eval() for seed in (0, 1))
     monkeypatch.setattr(pruning_curves, "DEFAULT_NUM_EXAMPLES", 3)
@@ -363,7 +363,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return base
 
 
-def test_one_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_one_command_sweeps_and_reports(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     out = tmp_path / "out"
     argv = ["prune", str(folder / "ours"), "--sweep", "--data", str(folder / "texts"), "--out", str(out)]
     code = cli.main([*argv, "--by", "michel", "random", "--points", "0.5,0.2", "--draws", "2", "--json"])
@@ -395,7 +395,7 @@ def test_one_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
         (["--limit", "1"], "--limit 1 is too few for a confidence interval"),
     ],
 )
-def test_what_cannot_be_meant(
+def test_invalid_arguments_are_refused(
     more: list[str], wrong: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     argv = ["prune", str(folder / "ours"), "--sweep", "--data", str(folder / "texts"), "--out", str(tmp_path / "o")]

@@ -94,7 +94,7 @@ def test_a_difference_has_the_same_texts_drawn_of_both():
     assert describe_significance(IntervalEstimate(-0.1, -0.2, -0.05)) == "less"
 
 
-def test_masked_tokens_are_asked_alone_and_counted_by_hand():
+def test_masked_tokens_are_predicted_one_at_a_time():
     net, texts = built(model("encoder")), scenes("encoder", 6)
     chosen = MaskedTokenLoss(mask_id=1, mask_fraction=0.4)
     right = asked = 0
@@ -142,7 +142,7 @@ def test_every_kind_of_model_is_measured_by_its_own_head_before_and_after(kind):
     assert [row.after for row in alone.rows] == [row.before for row in found.rows]
 
 
-def test_a_model_without_a_head_that_is_known_drifts_and_says_so():
+def test_a_model_without_a_known_head_is_measured_by_drift():
     net = built(replace(model("encoder"), heads=()))
     after = remove_heads(net, KEEP["encoder"])
     found = measure_quality(after, scenes("encoder"), baseline=net)
@@ -157,7 +157,7 @@ def test_a_model_without_a_head_that_is_known_drifts_and_says_so():
         measure_quality(net, scenes("encoder"), OutputDrift())
 
 
-def test_too_few_texts_leave_no_interval_and_silent_ones_are_counted():
+def test_too_few_texts_give_no_interval_and_skipped_texts_are_counted():
     net, texts = built(model("decoder")), scenes("decoder")
     for few in ([], texts[:1]):
         with pytest.raises(ValueError, match="at least 2"):

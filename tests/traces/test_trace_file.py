@@ -34,7 +34,7 @@ def masks() -> st.SearchStrategy[np.ndarray]:
 
 
 @given(masks())
-def test_a_grid_adds_what_it_was_made_of(a: np.ndarray):
+def test_a_packed_mask_unpacks_to_its_values(a: np.ndarray):
     grid = PackedMask.pack(a)
     expected = np.where(a, 0, -np.inf) if a.dtype == bool else a
     for row in range(a.shape[0]):
@@ -111,7 +111,7 @@ def test_rows_by_hand(head: int):
     np.testing.assert_allclose(trace.head_weights(0, head, slice(1, 3)), by_hand(trace, head)[1:], atol=1e-6)
 
 
-def test_a_file_gives_back_what_it_was_given(tmp_path: Path):
+def test_a_file_round_trips(tmp_path: Path):
     trace = random_trace(HOSTILE).with_thumbnails(2)
     trace.save(tmp_path / "a.trace")
     again = hw.load_trace(tmp_path / "a.trace")
@@ -122,7 +122,7 @@ def test_a_file_gives_back_what_it_was_given(tmp_path: Path):
     np.testing.assert_array_equal(again.thumbnail(0, 1), trace.weight_tile(0, 1, size=(2, 2)))
 
 
-def test_it_opens_without_torch(tmp_path: Path):
+def test_a_file_opens_without_torch(tmp_path: Path):
     random_trace().with_thumbnails().save(tmp_path / "a.trace")
     said = (
         "import sys, headwise; t = headwise.load_trace(sys.argv[1]); t.head_weights(0, 0); "
@@ -133,7 +133,7 @@ def test_it_opens_without_torch(tmp_path: Path):
 
 
 @given(st.integers(0, 10**9), st.integers(1, 255))
-def test_a_changed_byte_is_told(place: int, change: int):
+def test_a_changed_byte_is_reported(place: int, change: int):
     path = Path(_saved())
     whole = path.read_bytes()
     at = place % len(whole)
@@ -148,7 +148,7 @@ def test_a_changed_byte_is_told(place: int, change: int):
 
 
 @given(st.integers(0, 10**9))
-def test_a_file_cut_short_is_told(place: int):
+def test_a_truncated_file_is_reported(place: int):
     path = Path(_saved())
     whole = path.read_bytes()
     short = path.with_name("short.trace")
@@ -170,7 +170,7 @@ def _saved() -> str:
     return _KEPT[0]
 
 
-def test_another_schema_and_what_speaks_of_more_than_there_is(tmp_path: Path):
+def test_other_schemas_and_missing_tensors_are_reported(tmp_path: Path):
     from safetensors.numpy import load_file, save_file
 
     random_trace().save(tmp_path / "a.trace")
@@ -203,7 +203,7 @@ def test_another_schema_and_what_speaks_of_more_than_there_is(tmp_path: Path):
         hw.load_trace(tmp_path / "none.trace")
 
 
-def test_what_is_given_out(tmp_path: Path):
+def test_returned_arrays(tmp_path: Path):
     trace = random_trace(("=a", "b,", "c\n"))
     trace.export_weights(tmp_path / "a.csv", min_weight=0.2)
     with (tmp_path / "a.csv").open(newline="") as file:
@@ -251,7 +251,7 @@ def test_weights_of_others():
     (lambda t: t.weight_tile(0, 0, slice(3, 3)), "is empty"),
     (lambda t: t.weight_tile(0, 0, size=(0, 4)), "has no cells"),
 ])  # fmt: skip
-def test_what_is_not_there(asked, said: str):
+def test_missing_records_are_reported(asked, said: str):
     with pytest.raises(ValueError, match=said.replace("(", r"\(")):
         asked(random_trace())
 

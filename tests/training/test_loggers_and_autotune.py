@@ -55,7 +55,7 @@ def told(monkeypatch: pytest.MonkeyPatch, module: str, name: str, folder: Path) 
     return said
 
 
-def test_tensorboard_hears_every_number(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_tensorboard_logs_every_number(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     said = told(monkeypatch, "torch.utils.tensorboard", "tensorboard", tmp_path)
     assert said[0] == ("SummaryWriter", (), {"log_dir": str(tmp_path / "tensorboard")})
     assert ("add_scalar", ("step/loss", 0.5, 3), {}) in said
@@ -63,7 +63,7 @@ def test_tensorboard_hears_every_number(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert said[-1] == ("close", (), {})
 
 
-def test_mlflow_hears_every_number(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_mlflow_logs_every_number(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     said = told(monkeypatch, "mlflow", "mlflow", tmp_path)
     assert said[0] == ("start_run", (), {"run_name": tmp_path.name})
     assert said[1] == ("log_params", ({"task": "echo", "steps": 6, "lr": 0.1},), {})
@@ -73,7 +73,7 @@ def test_mlflow_hears_every_number(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 
 
 @pytest.mark.parametrize("name", ["wandb", "trackio"])
-def test_wandb_and_its_like_hear_every_number(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str):
+def test_wandb_compatible_loggers_log_every_number(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str):
     said = told(monkeypatch, name, name, tmp_path)
     assert said[0] == ("init", (), {"project": "headwise", "name": tmp_path.name, "config": CONFIG})
     assert ("log", ({"evaluation/loss": 0.25, "evaluation/accuracy/date": 0.5},), {"step": 3}) in said
@@ -85,7 +85,7 @@ def test_wandb_and_its_like_hear_every_number(monkeypatch: pytest.MonkeyPatch, t
     ("name", "package"),
     [("tensorboard", "tensorboard"), ("mlflow", "mlflow-skinny"), ("wandb", "wandb"), ("trackio", "trackio")],
 )
-def test_a_package_that_is_missing_is_asked_for_before_anything_begins(
+def test_a_missing_package_is_reported_before_training(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, package: str
 ):
     for module in ("torch.utils.tensorboard", "mlflow", "wandb", "trackio"):
@@ -100,7 +100,7 @@ def test_an_unknown_sink_is_refused(tmp_path: Path):
         train(Echo(), recipe=quick(), out=tmp_path, loggers=["tensorbord"])
 
 
-def test_the_journal_goes_on_behind_the_checkpoint(tmp_path: Path):
+def test_the_log_resumes_after_the_checkpoint(tmp_path: Path):
     """What was written after it comes again, so it is dropped, and so is half a line."""
     rows = [CONFIG, {"event": "step", "step": 1}, {"event": "step", "step": 2}, {"event": "end", "step": 1}]
     text = "".join(json.dumps(row) + "\n" for row in rows) + '{"event": "st'
@@ -177,14 +177,14 @@ def chosen(monkeypatch: pytest.MonkeyPatch, seconds: dict, **said: object) -> tu
     return trial.choose(), tried
 
 
-def test_all_ways_are_tried_and_the_fastest_is_taken(monkeypatch: pytest.MonkeyPatch):
+def test_all_settings_are_tried_and_the_fastest_is_taken(monkeypatch: pytest.MonkeyPatch):
     choice, tried = chosen(monkeypatch, SECONDS)
     assert (choice.precision, choice.compile) == ("bf16", "on")
     assert tried == [("fp32", "off"), ("bf16", "off"), ("bf16", "on")]
     assert choice.reasons[0] == "bf16: 0.2000 s per step, fp32 0.4000"
 
 
-def test_attention_is_tried_both_ways_where_rows_are_short(monkeypatch: pytest.MonkeyPatch):
+def test_both_attention_settings_are_tried_for_short_rows(monkeypatch: pytest.MonkeyPatch):
     plain = {("fp32", "off", "plain"): 0.3, ("bf16", "off", "plain"): 0.15}
     choice, tried = chosen(monkeypatch, SECONDS | plain, precision="auto", compile="off", attention="auto")
     assert (choice.precision, choice.attention) == ("bf16", "plain")
@@ -194,24 +194,24 @@ def test_attention_is_tried_both_ways_where_rows_are_short(monkeypatch: pytest.M
     assert chosen(monkeypatch, SECONDS, precision="fp32", compile="off", attention="auto")[1] == []
 
 
-def test_compiling_is_told_of(monkeypatch: pytest.MonkeyPatch):
+def test_compilation_is_reported(monkeypatch: pytest.MonkeyPatch):
     choice, _ = chosen(monkeypatch, SECONDS)
     assert choice.reasons[1].startswith("compiled: 0.1000 s per step instead of 0.2000 s")
 
 
-def test_what_is_asked_for_is_not_tried(monkeypatch: pytest.MonkeyPatch):
+def test_requested_settings_are_not_tried(monkeypatch: pytest.MonkeyPatch):
     choice, tried = chosen(monkeypatch, SECONDS, precision="fp32", compile="on")
     reasons = "fp32, as set in the recipe", "compile on, as set in the recipe"
     assert (choice, tried) == (StepOptions("fp32", "on", reasons), [])
 
 
-def test_a_precision_that_is_asked_for_is_timed_when_compiling_depends_on_it(monkeypatch: pytest.MonkeyPatch):
+def test_a_requested_precision_is_timed_if_compilation_depends_on_it(monkeypatch: pytest.MonkeyPatch):
     choice, tried = chosen(monkeypatch, SECONDS, precision="fp32", compile="auto")
     assert (choice.precision, choice.compile) == ("fp32", "on")
     assert tried == [("fp32", "off"), ("fp32", "on")]
 
 
-def test_a_way_that_fails_is_not_taken_and_says_why(monkeypatch: pytest.MonkeyPatch):
+def test_a_failing_setting_is_skipped_with_its_reason(monkeypatch: pytest.MonkeyPatch):
     failing = SECONDS | {("bf16", "off"): RuntimeError("no kernel\nmore"), ("fp32", "on"): RuntimeError("no compiler")}
     choice, _ = chosen(monkeypatch, failing)
     assert choice == StepOptions(
@@ -221,7 +221,7 @@ def test_a_way_that_fails_is_not_taken_and_says_why(monkeypatch: pytest.MonkeyPa
     )
 
 
-def test_a_trial_changes_neither_weights_nor_what_is_drawn_later():
+def test_a_trial_changes_neither_weights_nor_random_state():
     net = hw.build(Echo().model(), seed=0, dropout=0.5)
     before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
     torch.manual_seed(3)
@@ -234,7 +234,7 @@ def test_a_trial_changes_neither_weights_nor_what_is_drawn_later():
     assert all(p.grad is None for p in net.parameters())
 
 
-def test_what_was_chosen_once_is_kept_when_a_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_resumed_run_keeps_its_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     train(Echo(), recipe=quick(precision="auto"), out=tmp_path)
     monkeypatch.setattr(StepTrial, "choose", None)
     result = train(Echo(), recipe=quick(precision="auto"), out=tmp_path, resume="allowed")

@@ -80,7 +80,7 @@ def test_wsd_is_a_trapezium():
 
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize(("steps", "warmup"), [(1, 0.0), (1, 1.0), (2, 0.5), (3, 1.0), (50, 0.0), (50, 0.1)])
-def test_every_rate_is_between_nothing_and_the_highest(name: str, steps: int, warmup: float):
+def test_every_learning_rate_is_between_zero_and_the_peak(name: str, steps: int, warmup: float):
     found = rates(Recipe(steps=steps, lr=0.1, schedule=name, warmup=warmup, decay=min(0.2, 1 - warmup), floor=0.01))
     assert all(0 < rate <= 0.1 + 1e-12 for rate in found)
 
@@ -241,7 +241,7 @@ def test_a_batch_in_parts_has_the_gradient_of_the_whole():
 
 
 @pytest.mark.parametrize("rows", [1, 2, 5, 7])
-def test_what_an_epoch_leaves_over_is_taken_in_parts_too(rows: int):
+def test_the_rest_of_an_epoch_is_accumulated_too(rows: int):
     batch = Echo().batch(0, rows)
     whole, wanted = gradients(quick(batch=12), batch)
     found, each = gradients(quick(batch=12, accumulate=3), batch)
@@ -250,7 +250,7 @@ def test_what_an_epoch_leaves_over_is_taken_in_parts_too(rows: int):
         torch.testing.assert_close(gradient, wanted[name], rtol=1e-9, atol=1e-12, msg=name)
 
 
-def test_reading_only_what_is_asked_is_reading_all():
+def test_logits_of_labelled_tokens_alone_give_the_loss_of_all():
     """Against cross entropy over all logits."""
     batch, net = Echo().batch(0, 5), hw.build(Echo().model(), seed=3).double()
     logits = net(batch.x, sequence=batch.tokens)

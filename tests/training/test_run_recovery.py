@@ -63,7 +63,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # --- what is left --------------------------------------------------------------------------------------
 
 
-def test_a_run_learns_and_leaves_a_model_that_says_how(tmp_path: Path):
+def test_a_run_trains_and_saves_a_model_with_its_recipe(tmp_path: Path):
     recipe = quick(steps=120, batch=30, lr=0.02, evaluate_every=60, checkpoint_every=50)
     result = train(Answered(), recipe=recipe, out=tmp_path)
     assert result.metrics["accuracy"] > 0.9
@@ -226,7 +226,7 @@ def test_a_run_that_is_killed_again_and_again_ends_with_the_same_bits(tmp_path: 
 # --- what is refused -----------------------------------------------------------------------------------
 
 
-def test_a_folder_that_holds_a_run_is_not_begun_anew(whole: Path):
+def test_a_folder_with_a_run_is_not_restarted(whole: Path):
     with pytest.raises(SpecError, match="holds a run of 6 steps; continue it with resume='allowed'"):
         train(Echo(), recipe=quick(**STOCHASTIC), out=whole)
 
@@ -348,9 +348,7 @@ def poisoned(step: int, name: str, value: float):
         ("decoder.0.feed_norm.weight", 3e38, r"the output of decoder.0.feed_norm \(norm, kept\) is the first"),
     ],
 )
-def test_a_loss_that_is_not_finite_ends_a_run_and_says_where_it_began(
-    tmp_path: Path, name: str, value: float, told: str
-):
+def test_a_non_finite_loss_ends_a_run_and_names_its_origin(tmp_path: Path, name: str, value: float, told: str):
     net, sink = hw.build(Echo().model(), seed=0), poisoned(5, name, value)
     sink.net = net
     with pytest.raises(
@@ -412,7 +410,7 @@ def test_a_damaged_checkpoint_is_noticed_and_the_one_before_is_taken(whole: Path
     check_same(weights(tmp_path), weights(whole))
 
 
-def test_when_no_checkpoint_is_whole_nothing_is_begun(tmp_path: Path):
+def test_training_does_not_start_without_an_intact_checkpoint(tmp_path: Path):
     with pytest.raises(RuntimeError, match="a crash"):
         train(Echo(), recipe=quick(), out=tmp_path, loggers=[Stop(5)])
     for path in CheckpointFolder(tmp_path / "checkpoint").paths:
@@ -483,7 +481,7 @@ class Interrupting(Stop):
             signal.raise_signal(signal.SIGINT)
 
 
-def test_an_interrupt_keeps_the_step_in_hand(whole: Path, tmp_path: Path):
+def test_an_interrupt_saves_the_current_step(whole: Path, tmp_path: Path):
     before = signal.getsignal(signal.SIGINT)  # ignored, where tests run in the background of a shell
     with pytest.raises(KeyboardInterrupt, match="interrupted at step 5; the checkpoint is in"):
         train(Echo(), recipe=quick(**STOCHASTIC), out=tmp_path, loggers=[Interrupting(5)])

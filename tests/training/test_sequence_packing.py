@@ -69,14 +69,14 @@ def check_same(ours, theirs):
 
 
 @pytest.mark.parametrize("accumulate", [1, 5])
-def test_packed_pairs_teach_the_same(accumulate):
+def test_packed_pairs_have_the_unpacked_gradients(accumulate):
     net = net_of_pairs()
     expected = gradients(net, pairs(), "padded")
     check_same(gradients(net, pairs(), "packed", accumulate=accumulate), expected)
 
 
 @pytest.mark.parametrize("task", [Echo(), Routed()], ids=["text", "terms"])
-def test_packed_texts_teach_the_same(task):
+def test_packed_texts_have_the_unpacked_gradients(task):
     net = hw.build(task.model(), seed=1).double()
     terms = (("balance", 0.3),) if isinstance(task, Routed) else ()
     expected = gradients(net, task.batch(0, 6), "padded", terms=terms)
@@ -93,7 +93,7 @@ def test_shares_of_ranks_are_packed_apart():
 
 
 @pytest.mark.parametrize("task", [Echo(), Routed()], ids=["text", "terms"])
-def test_what_is_measured_is_the_same(task):
+def test_packed_evaluation_is_unchanged(task):
     net = hw.build(task.model(), seed=1).double().eval()
     world = ProcessMesh(ProcessInfo(), Parallelism(), "cpu")
     told = [TaskEvaluator(task, quick(), StepOptions("fp32", "off", rows=rows), world) for rows in ("padded", "packed")]
@@ -133,7 +133,7 @@ def test_padding_on_the_left_is_left_out_too():
     assert row.batch.tokens.position.tolist() == [[0, 1, 0, 1, 2]]
 
 
-def test_what_cannot_be_packed_says_why():
+def test_unpackable_batches_give_reasons():
     whole = pairs()
     cases = {
         "per example": replace(whole, labels=whole.labels[:, 0]),
@@ -171,7 +171,7 @@ def masked(tokens: SequenceInfo) -> SequenceInfo:
     return SequenceInfo(tokens.position, tokens.segment)
 
 
-def test_how_much_is_no_padding():
+def test_the_share_of_padding():
     assert real_token_share(pairs()) == pytest.approx((21 + 22) / (5 * (9 + 7)), rel=1e-6)
     assert real_token_share(Batch(torch.zeros(2, 3), torch.zeros(2, 3))) == 1
 
@@ -205,18 +205,18 @@ def test_rows_without_padding_are_not_tried(monkeypatch):
     assert trial(monkeypatch, {}, compile="off").rows == "padded"
 
 
-def test_rows_are_what_was_asked_for(monkeypatch):
+def test_the_requested_row_layout_is_used(monkeypatch):
     assert trial(monkeypatch, {("packed", "fused"): 0.1}, rows="packed").rows == "packed"
     assert trial(monkeypatch, {}, rows="padded").rows == "padded"
     assert trial(monkeypatch, {}, compile="on").rows == "padded"
 
 
-def test_what_cannot_be_compiled_is_refused():
+def test_compiled_packing_is_refused():
     with pytest.raises(SpecError, match="would be compiled again for every batch"):
         Recipe(rows="packed", compile="on")
 
 
-def test_a_step_that_fails_is_no_way():
+def test_a_failing_step_is_never_chosen():
     chosen, seconds = choose_row_layout(StepOptions("fp32", "off"), 0.2, {}, 0.5)
     assert (chosen.rows, seconds) == ("padded", 0.2)
     assert "fails" in chosen.reasons[0]
