@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from support.shape_checks import hold_all
+from support.shape_checks import install_shape_checks
 
 ROOT = Path(__file__).resolve().parent.parent
 FAST_CASES = 3  # how many cases of each parametrised test `--fast` keeps
@@ -111,7 +111,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--shapes"):
-        hold_all()
+        install_shape_checks()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

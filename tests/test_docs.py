@@ -82,14 +82,14 @@ def test_the_part_of_the_page_equals_the_reference(temperature: ModuleType):
     for spec in specs(temperature):
         layer = cases.layer(spec)
         x, z = cases.tensors(spec)
-        for backend in cases.takers(spec):
+        for backend in cases.supporting_backends(spec):
             fast = cases.layer(spec, backend=backend)
             fast.load_state_dict(layer.state_dict())
             cases.check_close(fast(x, source=z), reference.reference_attention(layer, x, source=z))
 
 
 def test_the_part_of_the_page_decodes(temperature: ModuleType):
-    for spec in map(cases.causal, specs(temperature)):
+    for spec in map(cases.as_causal, specs(temperature)):
         layer = cases.layer(spec)
         x, _ = cases.tensors(spec)
         cache = layer.cache(batch=cases.BATCH, capacity=cases.TOKENS)

@@ -169,7 +169,7 @@ def test_pairs_of_version_2_share_a_key(project: hw.Project):
 def test_what_cannot_be_a_pair_is_refused(heads: hw.Heads, words: str):
     parts: dict[str, Any] = {"heads": heads, "modifiers": (hw.DifferentialV2(),)}
     with pytest.raises(hw.SpecError, match=words):
-        cases.normal(base(), **parts)
+        cases.change_spec(base(), **parts)
 
 
 @pytest.mark.parametrize(
@@ -183,7 +183,7 @@ def test_what_cannot_be_a_pair_is_refused(heads: hw.Heads, words: str):
 def test_what_cannot_be_a_pair_of_version_1_is_refused(heads: hw.Heads, words: str):
     parts: dict[str, Any] = {"heads": heads, "modifiers": (hw.Differential(),)}
     with pytest.raises(hw.SpecError, match=words):
-        cases.normal(base(), **parts)
+        cases.change_spec(base(), **parts)
 
 
 def test_rows_are_joined_once():

@@ -12,7 +12,7 @@ from headwise.nn import reference
 from headwise.parts.feature_map import sample_orthogonal_gaussian
 from support import layer_cases as cases
 from support.layer_cases import base, check_close
-from support.layer_checks import decoded
+from support.layer_checks import decode_in_chunks
 
 
 def favor(draws=0, seed=0, **said) -> hw.AttentionSpec:
@@ -178,7 +178,7 @@ def test_parallel_chunked_and_recurrent_are_one_function(kind):
     layer.backend_name = None
     for chunks in [(1,) * 131, (64, 1, 66), (130, 1)]:
         cache = layer.cache(batch=2, capacity=131)
-        check_close(decoded(layer, x, chunks, cache), expected)
+        check_close(decode_in_chunks(layer, x, chunks, cache), expected)
     features = spec.similarity.num_state_features(spec.core)
     assert features == (8 if kind == "favor" else 4)
     assert cache.nbytes == 2 * 6 * features * (5 + 1) * 8

@@ -22,7 +22,7 @@ from anchors.hf_whole import BERT, GATED, LATENT, MODELS, VOCABULARY
 from headwise import model_spec as bp
 from headwise.data.vocabulary import train_bpe
 from headwise.hub.llama2c import make_tokenizer_json
-from support.llama2c_tokenizer import FIRST, merged, packed
+from support.llama2c_tokenizer import FIRST, reference_tokenize, tokenizer_file
 
 B, T, S = 2, 11, 13
 PAIRS = ("t5", "t5-gated", "bart")
@@ -243,14 +243,14 @@ def test_a_tokenizer_goes_both_ways(tmp_path: Path):
 def test_transformers_makes_no_tokenizer_of_its_own(tmp_path: Path):
     """A Llama's would cut at other places than a document whose spaces are spaces."""
     pieces = [*FIRST, ("lo", -1.0), ("lo ", -2.0), *((char, -9.0 - n) for n, char in enumerate("low "))]
-    (tmp_path / "t.bin").write_bytes(packed(pieces))
+    (tmp_path / "t.bin").write_bytes(tokenizer_file(pieces))
     sizes = {"hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1, "vocab_size": len(pieces)}
     net = hw.build(hw.families.read_model_spec({"model_type": "llama", "architectures": ["LlamaForCausalLM"]} | sizes))
     net.usage = bp.ProcessorSpec(before=(1,), tokenizer=make_tokenizer_json(tmp_path / "t.bin", len(pieces)))
     hw.export(net, tmp_path / "out")
     theirs = tf.AutoTokenizer.from_pretrained(tmp_path / "out")
     for text in ("low lo w\n", " lo\u2581w", "lowlo \u00e9"):
-        assert theirs(text).input_ids == [1, *merged(pieces, text)]
+        assert theirs(text).input_ids == [1, *reference_tokenize(pieces, text)]
 
 
 def test_what_a_folder_says_of_use_is_read(tmp_path: Path):

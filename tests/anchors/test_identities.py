@@ -170,7 +170,7 @@ def test_latent_forms_are_one_function():
     for rank in (None, 9):
         expanded = base(project=hw.Latent(rank=8, rope=2, query_rank=rank), vdim=5, modifiers=turned)
         layer = cases.layer(expanded)
-        absorbed = cases.normal(expanded, project=hw.Latent(rank=8, rope=2, query_rank=rank, form="absorbed"))
+        absorbed = cases.change_spec(expanded, project=hw.Latent(rank=8, rope=2, query_rank=rank, form="absorbed"))
         check_close(plain(layer, absorbed)(X), layer(X))
 
 

@@ -12,7 +12,7 @@ from anchors import written
 from anchors.written import far
 from headwise import costs
 from support import layer_cases as cases
-from support.layer_checks import torch_counts
+from support.layer_checks import torch_flops
 
 X = torch.linspace(-2, 2, 3 * 7 * 10, dtype=torch.float64).sin().view(3, 7, 10)
 EXACT = 1e-13
@@ -143,7 +143,7 @@ def test_values_are_knocked_whatever_compares(project: hw.Project):
     held = layer.state_dict()
     plain.load_state_dict({name: weight for name, weight in held.items() if "knocking" not in name})
     assert far(layer.head_outputs(X), (plain.head_outputs(X) @ held["knocking.v"].T).detach().numpy()) < EXACT
-    assert torch_counts(layer, X) == costs.counted_flops(layer.spec, hw.CallSize(3, 7, 7, 7))
+    assert torch_flops(layer, X) == costs.counted_flops(layer.spec, hw.CallSize(3, 7, 7, 7))
 
 
 # --- what cannot be ------------------------------------------------------------------------------------

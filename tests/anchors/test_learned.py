@@ -13,7 +13,7 @@ from headwise import costs
 from headwise.nn.call_validation import PositionLimit
 from support import layer_cases as cases
 from support.layer_cases import base, check_close
-from support.layer_checks import decoded
+from support.layer_checks import decode_in_chunks
 
 KINDS = {
     "random": hw.Learned(length=9),
@@ -131,7 +131,7 @@ def test_a_refused_step_leaves_the_cache_as_it_was(ragged):
     assert cache.used == before[0]
     assert torch.equal(cache.tokens.position, before[1])
     assert all(torch.equal(cache.entry[k], v) for k, v in before[2].items())
-    steps = decoded(layer, x[:, 4:7], (1, 1, 1), cache)
+    steps = decode_in_chunks(layer, x[:, 4:7], (1, 1, 1), cache)
     check_close(steps[0], layer(x[:1, :7])[0, 4:])
     if not ragged:
         with pytest.raises(ValueError, match="knows no position 7"):

@@ -71,7 +71,7 @@ def test_all_pairs_of_heads_are_a_layer_of_their_own():
     q = held["project.q"].unflatten(0, (H, D))[list(first)].flatten(0, 1)
     out = held["output.o"].unflatten(1, (H, V))[:, list(second)]
     scaled = (out * held["talking_heads.mixing"][list(first), list(second)][:, None]).flatten(1)
-    wide = twin(layer, cases.normal(base(), heads=heads), project_q=q, output_o=scaled)
+    wide = twin(layer, cases.change_spec(base(), heads=heads), project_q=q, output_o=scaled)
     assert far(wide(X), layer(X).detach().numpy()) < EXACT
 
 

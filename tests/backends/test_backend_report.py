@@ -48,7 +48,7 @@ def test_the_reported_backend_runs(name: str, chosen: list[ModuleType]):
 
 @pytest.mark.parametrize("name", cases.EXAMPLES)
 def test_a_decode_step_runs_the_reported_backend(name: str, chosen: list[ModuleType]):
-    spec = cases.causal(cases.EXAMPLES[name])
+    spec = cases.as_causal(cases.EXAMPLES[name])
     layer = hw.Attention(spec).eval()
     x, _ = cases.tensors(spec, torch.float32)
     with torch.no_grad():

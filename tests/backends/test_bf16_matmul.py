@@ -14,7 +14,7 @@ from headwise.backends import CallSignature, bf16_matmul, dense, varlen
 from headwise.backends.backend_report import why
 from headwise.nn import call_validation
 from support.layer_cases import base, check_close
-from support.saved_bytes import by_layer
+from support.saved_bytes import layer_saved_bytes
 
 BF16 = torch.bfloat16
 
@@ -163,7 +163,7 @@ def test_saved_bytes_are_counted(count):
     load = hw.Workload(2, count, "bf16", "cpu")
     layer = hw.Attention(spec, backend="bf16_matmul").to(BF16)
     x = torch.randn(2, count, 16).to(BF16).requires_grad_()
-    assert hw.layer_activation_memory(spec, load, "bf16_matmul").total == by_layer(layer, x)
+    assert hw.layer_activation_memory(spec, load, "bf16_matmul").total == layer_saved_bytes(layer, x)
     assert hw.layer_activation_memory(spec, load) == hw.layer_activation_memory(spec, load, "bf16_matmul")
     assert hw.layer_activation_memory(spec, hw.Workload(2, count, "fp32", "cpu")) == hw.layer_activation_memory(
         spec, hw.Workload(2, count, "fp32", "cpu"), "sdpa"

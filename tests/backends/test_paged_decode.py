@@ -17,7 +17,16 @@ from headwise.masking.patterns import Causal
 from headwise.masking.sequence_info import AttentionMask
 from headwise.serving.paged_layers import PagedSupport
 from support import layer_cases as cases
-from support.paged_layers import LONGEST, MODEL, SPECS, begun, built, one_pass, pooled, step
+from support.paged_layers import (
+    LONGEST,
+    MODEL,
+    SPECS,
+    build_layer,
+    decode_step,
+    last_output_in_one_pass,
+    make_pool,
+    prefilled_cache,
+)
 
 FEW = settings(max_examples=max(1, settings().max_examples // 4), deadline=None)
 
@@ -43,21 +52,21 @@ def said(spec: hw.AttentionSpec, **more) -> list[str]:
 )
 def test_rows_read_their_pages_as_one_pass_reads(name: str, lengths, page: int, taken, order: int):
     """Of any lengths; then some rows leave, some are taken twice and share what they have until they part."""
-    layer = built(name)
+    layer = build_layer(name)
     if name == "prefix":
         lengths = [max(3, length) for length in lengths]
     taken = [n % len(lengths) for n in taken]
     each = -(-(max(lengths) + 4) // page) + 2
-    pool = pooled(layer.spec, torch.float64, page, each * (len(lengths) + len(taken)), order)
+    pool = make_pool(layer.spec, torch.float64, page, each * (len(lengths) + len(taken)), order)
     x = torch.randn(len(lengths), max(lengths) + 1, MODEL, dtype=torch.float64)
-    cache = begun(layer, pool, x, lengths)
+    cache = prefilled_cache(layer, pool, x, lengths)
     texts, held = [row[:length] for row, length in zip(x, lengths, strict=True)], pool.nbytes
     for turn in range(3):
         new = torch.randn(len(texts), 1, MODEL, dtype=torch.float64)
         texts = [torch.cat(told) for told in zip(texts, new, strict=True)]
-        ours = step(layer, cache, new, "paged")
+        ours = decode_step(layer, cache, new, "paged")
         for row, text in zip(ours, texts, strict=True):
-            cases.check_close(row, one_pass(layer, text))
+            cases.check_close(row, last_output_in_one_pass(layer, text))
         if turn == 0:
             cache.select_rows(torch.tensor(taken))
             texts = [texts[n] for n in taken]
@@ -66,58 +75,62 @@ def test_rows_read_their_pages_as_one_pass_reads(name: str, lengths, page: int, 
 
 @pytest.mark.parametrize("name", SPECS)
 def test_an_ended_row_attends_to_nothing(name: str):
-    layer = built(name)
-    pool = pooled(layer.spec, torch.float64, 3, 60, 1)
+    layer = build_layer(name)
+    pool = make_pool(layer.spec, torch.float64, 3, 60, 1)
     x = torch.randn(3, 21, MODEL, dtype=torch.float64)
-    cache = begun(layer, pool, x, [20, 7, 10])
+    cache = prefilled_cache(layer, pool, x, [20, 7, 10])
     position = torch.tensor([[20], [0], [10]])
     at = hw.SequenceInfo(position, torch.tensor([[0], [-1], [0]]))
-    ours = step(layer, cache, x[:, 20:], "paged", sequence=at)
+    ours = decode_step(layer, cache, x[:, 20:], "paged", sequence=at)
     assert not ours[1].any()
-    cases.check_close(ours[0], one_pass(layer, x[0]))
-    cases.check_close(ours[2], one_pass(layer, torch.cat([x[2, :10], x[2, 20:]])))
+    cases.check_close(ours[0], last_output_in_one_pass(layer, x[0]))
+    cases.check_close(ours[2], last_output_in_one_pass(layer, torch.cat([x[2, :10], x[2, 20:]])))
 
 
 @pytest.mark.parametrize("name", ["grouped", "sinks", "gaps", "alibi", "cap", "sink"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_errors_equal_those_of_gathered_keys(name: str, dtype: torch.dtype):
-    layer, exact = built(name, dtype), built(name)
+    layer, exact = build_layer(name, dtype), build_layer(name)
     lengths = [287, 16, 130]
     x = torch.randn(3, 288, MODEL).to(dtype)
     new = x[:, 287:]
     far = {}
     for only in ("paged", "dense"):
-        cache = begun(layer, pooled(layer.spec, dtype, 16, 60, 2), x, lengths)
-        far[only] = step(layer, cache, new, only).double()
+        cache = prefilled_cache(layer, make_pool(layer.spec, dtype, 16, 60, 2), x, lengths)
+        far[only] = decode_step(layer, cache, new, only).double()
     exact.load_state_dict({name: held.double() for name, held in layer.state_dict().items()})
-    truth = torch.stack([one_pass(exact, torch.cat([x[b, :n], new[b]]).double()) for b, n in enumerate(lengths)])
+    truth = torch.stack(
+        [last_output_in_one_pass(exact, torch.cat([x[b, :n], new[b]]).double()) for b, n in enumerate(lengths)]
+    )
     error = {only: (y - truth).abs().max().item() for only, y in far.items()}
     assert error["paged"] <= 2 * error["dense"] + 1e-7
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_threads_do_not_change_a_bit(dtype: torch.dtype):
-    layer = built("sinks", dtype)
-    other = built("grouped", dtype)
+    layer = build_layer("sinks", dtype)
+    other = build_layer("grouped", dtype)
     x, threads, told = torch.randn(4, 900, MODEL).to(dtype), torch.get_num_threads(), []
     lengths = [899, 3, 411, 0]
     try:
         for count in (1, 2):
             torch.set_num_threads(1)
-            caches = [begun(each, pooled(each.spec, dtype, 16, 300, 4), x, lengths) for each in (layer, other)]
+            caches = [
+                prefilled_cache(each, make_pool(each.spec, dtype, 16, 300, 4), x, lengths) for each in (layer, other)
+            ]
             torch.set_num_threads(count)
             each = zip((layer, other), caches, strict=True)
-            told.append([step(one, cache, x[:, 899:], "paged") for one, cache in each])
+            told.append([decode_step(one, cache, x[:, 899:], "paged") for one, cache in each])
     finally:
         torch.set_num_threads(threads)
     assert all(torch.equal(a, b) for a, b in zip(*told, strict=True))
 
 
 def test_scores_that_are_huge_stay_numbers():
-    layer = built("grouped")
+    layer = build_layer("grouped")
     x = torch.randn(2, 40, MODEL, dtype=torch.float64) * 3e3
-    cache = begun(layer, pooled(layer.spec, torch.float64, 3, 60, 5), x, [39, 5])
-    assert step(layer, cache, x[:, 39:], "paged").isfinite().all()
+    cache = prefilled_cache(layer, make_pool(layer.spec, torch.float64, 3, 60, 5), x, [39, 5])
+    assert decode_step(layer, cache, x[:, 39:], "paged").isfinite().all()
 
 
 def test_layers_with_one_cache_layout_apply_their_own_patterns():
@@ -131,11 +144,11 @@ def test_layers_with_one_cache_layout_apply_their_own_patterns():
     caches = pool.caches(pool.batch_of([pool.book.new_sequence(), pool.book.new_sequence()]))
     x = torch.randn(2, 14, MODEL, dtype=torch.float64)
     for layer, cache in zip(layers, caches, strict=True):
-        step(layer, cache, x[:, :9], None)
+        decode_step(layer, cache, x[:, :9], None)
     for t in range(9, 14):
         for layer, cache in zip(layers, caches, strict=True):
-            ours = step(layer, cache, x[:, t : t + 1], "paged")
-            cases.check_close(ours, torch.stack([one_pass(layer, row[: t + 1]) for row in x]))
+            ours = decode_step(layer, cache, x[:, t : t + 1], "paged")
+            cases.check_close(ours, torch.stack([last_output_in_one_pass(layer, row[: t + 1]) for row in x]))
 
 
 # --- what is read where it lies, and what is gathered ----------------------------------------------------
@@ -175,23 +188,26 @@ def test_why_reports_the_paged_backend():
 
 
 def test_several_tokens_of_a_row_are_gathered():
-    layer = built("grouped")
-    pool = pooled(layer.spec, torch.float64, 4, 20, 0)
+    layer = build_layer("grouped")
+    pool = make_pool(layer.spec, torch.float64, 4, 20, 0)
     x = torch.randn(2, 9, MODEL, dtype=torch.float64)
-    cache = begun(layer, pool, x, [5, 5])
+    cache = prefilled_cache(layer, pool, x, [5, 5])
     with pytest.raises(ValueError, match="in place for 2 tokens per row"):
         cache.extend_in_place({}, hw.SequenceInfo.contiguous(5, 2, "cpu"))
-    cases.check_close(step(layer, cache, x[:, 5:8])[:, -1:], torch.stack([one_pass(layer, row[:8]) for row in x]))
+    cases.check_close(
+        decode_step(layer, cache, x[:, 5:8])[:, -1:],
+        torch.stack([last_output_in_one_pass(layer, row[:8]) for row in x]),
+    )
     assert pool.nbytes > pool.numbers.nbytes
 
 
 def test_probed_layers_gather_their_keys():
     """Whoever looks at keys of a call has those of each row side by side, zero where a row has none."""
-    layer, seen = built("sinks"), []
-    pool = pooled(layer.spec, torch.float64, 4, 20, 0)
+    layer, seen = build_layer("sinks"), []
+    pool = make_pool(layer.spec, torch.float64, 4, 20, 0)
     pool.numbers.fill_(torch.nan)  # the page that stands for none, too
     x = torch.randn(2, 31, MODEL, dtype=torch.float64)
-    cache = begun(layer, pool, x, [30, 8])
+    cache = prefilled_cache(layer, pool, x, [30, 8])
     attend = backends.paged_decode.attend
 
     def watched(job: CallSignature, sight: AttentionMask, inputs: CoreInputs, *rest: object) -> torch.Tensor:
@@ -200,7 +216,7 @@ def test_probed_layers_gather_their_keys():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(backends.paged_decode, "attend", watched)
-        ours = step(layer, cache, x[:, 30:], "paged")
+        ours = decode_step(layer, cache, x[:, 30:], "paged")
     sight, inputs = backends.gather_pages(*seen[0])
     unheld = ~sight.keys.is_real
     assert unheld.any()
@@ -213,12 +229,12 @@ def test_probed_layers_gather_their_keys():
 
 
 def test_products_are_counted():
-    layer = built("grouped")
-    pool = pooled(layer.spec, torch.float64, 4, 20, 0)
+    layer = build_layer("grouped")
+    pool = make_pool(layer.spec, torch.float64, 4, 20, 0)
     x = torch.randn(2, 9, MODEL, dtype=torch.float64)
-    cache = begun(layer, pool, x, [7, 7])
+    cache = prefilled_cache(layer, pool, x, [7, 7])
     with FlopCounterMode(display=False) as counter:
-        step(layer, cache, x[:, 7:8], "paged")
+        decode_step(layer, cache, x[:, 7:8], "paged")
     job = CallSignature(layer.spec, layer.spec.core, single_query=True, has_paged_cache=True)
     core = backends.paged_decode.executed_flops(job, hw.CallSize(2, 1, 1, 8))
     assert counter.get_flop_counts()["Global"][torch.ops.headwise.decode] == core == 2 * 2 * 6 * 8 * 10

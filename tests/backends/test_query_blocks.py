@@ -22,7 +22,7 @@ from headwise.backends.query_blocks import (
 )
 from headwise.masking.patterns import parse_pattern
 from support import layer_cases as cases
-from support.layer_checks import kept_for_backward, torch_counts
+from support.layer_checks import saved_bytes, torch_flops
 
 PATTERNS = [
     "window(100)",
@@ -252,7 +252,7 @@ LINEAR = [
 @pytest.mark.parametrize("pattern", LINEAR)
 def test_work_and_memory_grow_with_the_length(pattern):
     layer = hw.Attention(hw.design(model=16, heads=2, pattern=pattern), backend="block_sparse")
-    kept = [kept_for_backward(layer, count) for count in (1024, 2048)]
+    kept = [saved_bytes(layer, count) for count in (1024, 2048)]
     numbers = [made(pattern, count) for count in (1024, 2048)]
     spent = [count_batch_pairs(parse_pattern(pattern), range(count), range(count)) for count in (1024, 2048)]
     assert spent[1] <= 2.2 * spent[0]
@@ -311,7 +311,7 @@ def test_a_chunk_behind_a_ring_reads_its_window(pattern):
     with torch.no_grad():
         expected = layer(x)[:, 600:]
         layer(x[:, :600], cache=cache)
-        core = torch_counts(layer, x[:, 600:], cache=cache) - 300 * 2 * 10 * 24 * 4
+        core = torch_flops(layer, x[:, 600:], cache=cache) - 300 * 2 * 10 * 24 * 4
         assert core <= 300 * (100 + 4 + 128) * 6 * 4 * 4
         again = layer.cache(batch=1, capacity=5000)
         layer(x[:, :600], cache=again)

@@ -16,8 +16,8 @@ from headwise.kernels import PagedDecodeOptions, attend_paged, attend_paged_refe
 from headwise.kernels.kv_block_attention import KV_BLOCK_SIZE, KV_SPLIT_SIZE
 from support import layer_cases as cases
 from support.layer_cases import EXAMPLES, check_close
-from support.layer_checks import decoded
-from support.paged_layers import by_hand
+from support.layer_checks import decode_in_chunks
+from support.paged_layers import reference_decode
 
 ENDS = [
     KV_BLOCK_SIZE - 1,
@@ -54,7 +54,7 @@ def test_the_kernel_equals_the_definition(dim, vdim, heads, groups, dtype):
     o, lse = attend_paged(q, k.transpose(1, 2), v.transpose(1, 2), table, scale=0.3)
     close = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {}
     for row, length in enumerate(lengths):
-        expected = by_hand(q[row], k[row, :length], v[row, :length], 0.3)
+        expected = reference_decode(q[row], k[row, :length], v[row, :length], 0.3)
         check_close(o[row], expected[0], **close)
         check_close(lse[row], expected[1], **close)
 
@@ -64,7 +64,7 @@ def test_blocks_and_pieces_end_where_they_should(length):
     q, k, v, table = dense([length, 2], 16, 16)
     k[0, length - 1] = 2 * q[0, ::3]  # the last key has the largest score, so that what was read before it shrinks
     o, _ = attend_paged(q, k.transpose(1, 2), v.transpose(1, 2), table, scale=0.5)
-    check_close(o[0], by_hand(q[0], k[0, :length], v[0, :length], 0.5)[0])
+    check_close(o[0], reference_decode(q[0], k[0, :length], v[0, :length], 0.5)[0])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -76,7 +76,7 @@ def test_decode_options_count(dtype):
     beside = PagedDecodeOptions(bias, torch.randn(6), softcap=1.5)
     o, lse = attend_paged(q, k.transpose(1, 2), v.transpose(1, 2), table, scale=0.5, options=beside)
     told = replace_bias(beside, length)
-    expected = by_hand(q[0], k[0, :length], v[0, :length], 0.5, told)
+    expected = reference_decode(q[0], k[0, :length], v[0, :length], 0.5, told)
     close = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {}
     check_close(o[0], expected[0], **close)
     check_close(lse[0], expected[1], **close)
@@ -124,7 +124,7 @@ def test_pages_are_read_as_a_dense_cache_is(drawn, seed, kind):
     for row, (pages, length) in enumerate(zip(rows, lengths, strict=True)):
         full = [t.double() if s is None else t.double() * s[..., None] for t, s in zip((k, v), scales, strict=True)]
         keys, values = (t[pages].transpose(0, 1).flatten(1, 2)[:, :length].transpose(0, 1) for t in full)
-        expected = by_hand(q[row], keys, values, 0.25)[0]
+        expected = reference_decode(q[row], keys, values, 0.25)[0]
         check_close(
             o[row],
             expected,
@@ -177,7 +177,7 @@ def test_rows_without_allowed_keys_are_zero_and_nan_stays_nan():
 def test_rounding_is_no_worse_than_torchs(kind):
     q, k, v, table = dense([900], 64, 64, 8, 2, torch.float32)
     q, k, v = (t.to(kind) for t in (q, k, v))
-    exact = by_hand(q[0], k[0, :900], v[0, :900], 0.125)[0]
+    exact = reference_decode(q[0], k[0, :900], v[0, :900], 0.125)[0]
     rows = q.view(1, 2, 4, 64), k[:, :900].transpose(1, 2), v[:, :900].transpose(1, 2)
     theirs = torch.nn.functional.scaled_dot_product_attention(*rows, scale=0.125).reshape(8, 64)
     ours, _ = attend_paged(q, k.transpose(1, 2), v.transpose(1, 2), table, scale=0.125)
@@ -217,8 +217,8 @@ def test_its_products_are_counted():
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_rows_of_any_length_equal_dense(name):
-    spec = cases.causal(EXAMPLES[name])
-    if "ragged" not in cases.takers(spec, one=True):
+    spec = cases.as_causal(EXAMPLES[name])
+    if "ragged" not in cases.supporting_backends(spec, single_query=True):
         pytest.skip("ragged refuses it")
     layer = cases.layer(spec)
     x = torch.randn(3, 2, spec.model, dtype=torch.float64)
@@ -230,7 +230,7 @@ def test_rows_of_any_length_equal_dense(name):
             first = torch.ones(3, 5, spec.model, dtype=torch.float64).cumsum(1)
             layer(first, cache=cache, sequence=hw.SequenceInfo.from_batch(first, lengths=lengths))
             layer.backend_name = only
-            found[only] = decoded(layer, x, (1, 1), cache)
+            found[only] = decode_in_chunks(layer, x, (1, 1), cache)
         check_close(found["ragged"], found["dense"])
 
 
@@ -299,7 +299,7 @@ def test_unsupported_calls_have_reasons(monkeypatch):
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_a_cache_of_8_bits_is_near_and_as_large_as_counted(name):
-    spec = cases.causal(EXAMPLES[name])
+    spec = cases.as_causal(EXAMPLES[name])
     layer = cases.layer(spec)
     if spec.is_recurrent:
         with pytest.raises(hw.SpecError, match="does not support a recurrent state"):
@@ -307,7 +307,7 @@ def test_a_cache_of_8_bits_is_near_and_as_large_as_counted(name):
         return
     x = torch.randn(2, 9, spec.model, dtype=torch.float64)
     full, small = (layer.cache(batch=2, capacity=20, storage_format=store) for store in (None, "int8"))
-    expected, y = (decoded(layer, x, (5, 1, 2, 1), cache) for cache in (full, small))
+    expected, y = (decode_in_chunks(layer, x, (5, 1, 2, 1), cache) for cache in (full, small))
     assert (y - expected).abs().max() <= 0.1 * expected.abs().max().clamp(min=1)
     counted = costs.cache_bytes(spec, batch=2, capacity=20, bytes_per_number=8, storage="int8")
     assert small.nbytes == counted == sum(held.nbytes for held in small.entry.values())
@@ -340,7 +340,7 @@ def test_the_kernel_reads_8_bits_as_they_lie(pattern):
             layer.backend_name = None
             layer(x[:, :9], cache=cache)
             layer.backend_name = only
-            found[only] = decoded(layer, x[:, 9:], (1, 1, 1), cache)
+            found[only] = decode_in_chunks(layer, x[:, 9:], (1, 1, 1), cache)
     check_close(found[None], found["dense"], rtol=1e-4, atol=1e-5)
 
 

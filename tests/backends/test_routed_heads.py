@@ -16,7 +16,7 @@ from headwise.interfaces.core_types import CallSize, QueryContext
 from headwise.masking.sequence_info import AttentionMask, SequenceInfo
 from support import layer_cases as cases
 from support.layer_cases import base, check_close
-from support.layer_checks import torch_counts
+from support.layer_checks import torch_flops
 
 HALF = (hw.Routed(always=0, active=3),)
 WAYS = {
@@ -321,7 +321,7 @@ def test_executed_flops_are_those_torch_counts(count, pattern, monkeypatch, way)
     work = costs.self_attention_work(spec, batch=1, queries=count)
     router = 2 * count * spec.model * 6
     core = routed_heads.executed_flops(CallSignature(spec, spec.core), work)
-    assert torch_counts(layer, torch.randn(1, count, 10)) == costs.executed_flops(spec, work, core) - router
+    assert torch_flops(layer, torch.randn(1, count, 10)) == costs.executed_flops(spec, work, core) - router
 
 
 @pytest.mark.parametrize("routing", [(0, 3), (2, 2), (1, 1)])

@@ -22,7 +22,7 @@ from headwise.masking.sequence_info import AttentionMask, SequenceInfo
 from headwise.nn import reference
 from support import layer_cases as cases
 from support.layer_cases import EXAMPLES, check_close
-from support.layer_checks import gradients
+from support.layer_checks import layer_gradients
 
 ROWS = [[3, 1, 4, 0, 2], [5], [7, 2, 1]]
 SOURCES = [[2, 6, 0, 3, 1], [4, 3], [1, 1]]
@@ -48,19 +48,19 @@ def test_packed_texts_equal_texts_alone(name, many_groups):
     told = SequenceInfo.packed(ROWS)
     x = torch.randn(3, told.count, spec.model, dtype=torch.float64, requires_grad=True)
     expected = reference.reference_attention(layer, x, tokens=masked(told))
-    wanted = gradients(layer, expected, x)
-    for backend in (*cases.takers(spec, needs_grad=True), None):
+    wanted = layer_gradients(layer, expected, x)
+    for backend in (*cases.supporting_backends(spec, needs_grad=True), None):
         layer.backend_name = backend
         y = layer(x, sequence=told)
         check_close(y, expected)
-        for parameter, grad in gradients(layer, y, x).items():
+        for parameter, grad in layer_gradients(layer, y, x).items():
             check_close(grad, wanted[parameter], msg=lambda m, p=parameter, b=backend: f"{b}, {p}: {m}")
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_a_text_reads_its_own_source(name, many_groups):
     try:
-        spec = cases.crossed(EXAMPLES[name])
+        spec = cases.as_cross_attention(EXAMPLES[name])
     except hw.SpecError as reason:
         pytest.skip(f"not defined for a source: {reason}")
     layer = cases.layer(spec)
@@ -68,12 +68,12 @@ def test_a_text_reads_its_own_source(name, many_groups):
     x = torch.randn(3, at.count, spec.model, dtype=torch.float64, requires_grad=True)
     z = torch.randn(3, told.count, spec.source, dtype=torch.float64)
     expected = reference.reference_attention(layer, x, source=z, tokens=masked(at), source_tokens=masked(told))
-    wanted = gradients(layer, expected, x)
-    for backend in (*cases.takers(spec, needs_grad=True), None):
+    wanted = layer_gradients(layer, expected, x)
+    for backend in (*cases.supporting_backends(spec, needs_grad=True), None):
         layer.backend_name = backend
         y = layer(x, sequence=at, source=layer.project_source(z, sequence=told))
         check_close(y, expected)
-        for parameter, grad in gradients(layer, y, x).items():
+        for parameter, grad in layer_gradients(layer, y, x).items():
             check_close(grad, wanted[parameter], msg=lambda m, p=parameter, b=backend: f"{b}, {p}: {m}")
 
 
@@ -137,7 +137,7 @@ def test_memory_grows_with_the_texts_and_not_with_the_row():
 
 
 def test_texts_without_a_source_attend_to_nothing():
-    layer = cases.layer(cases.crossed(cases.base()))
+    layer = cases.layer(cases.as_cross_attention(cases.base()))
     seen = hw.Probe("heads")
     x, z = torch.randn(1, 5, 10).double(), torch.randn(1, 4, cases.WIDTH).double()
     y = layer(
@@ -216,7 +216,7 @@ def test_texts_run_separately_unless_a_probe_needs_the_whole_row():
 
 
 def test_a_source_that_is_not_packed_is_read_as_one():
-    layer = cases.layer(cases.crossed(cases.base()))
+    layer = cases.layer(cases.as_cross_attention(cases.base()))
     x, z = torch.randn(1, 5, 10).double(), torch.randn(1, 4, cases.WIDTH).double()
     told = SequenceInfo.packed([[2, 3]])
     check_close(layer(x, sequence=told, source=z), layer(x, sequence=masked(told), source=z))

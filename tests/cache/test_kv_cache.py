@@ -13,7 +13,7 @@ from torch import Tensor
 
 import headwise as hw
 from headwise.cache import ContiguousCache, RecurrentStateCache, RingCache
-from support.cache_streams import EVEN, KINDS, MODEL, ONE_DOCUMENT, built, check_stream, numbers
+from support.cache_streams import EVEN, KINDS, MODEL, ONE_DOCUMENT, build_layer, check_stream, random_tensor
 
 TYPES = {
     "ring": RingCache,
@@ -35,7 +35,7 @@ PACKED = {
 @pytest.mark.parametrize("stream", ONE_DOCUMENT)
 @pytest.mark.parametrize("kind", KINDS)
 def test_chunks_with_padding(kind: str, stream: str):
-    layer, rows = built(kind), ONE_DOCUMENT[stream]
+    layer, rows = build_layer(kind), ONE_DOCUMENT[stream]
     check_stream(layer, rows, layer.cache(batch=len(rows[0]), capacity=31))
 
 
@@ -43,36 +43,36 @@ def test_chunks_with_padding(kind: str, stream: str):
 @pytest.mark.parametrize("kind", KINDS)
 def test_chunks_without_a_word_about_positions(kind: str, stream: str):
     """The usual call: the cache knows that every row is the same run, and takes short cuts."""
-    layer, rows = built(kind), ONE_DOCUMENT[stream]
-    check_stream(layer, rows, layer.cache(batch=len(rows[0]), capacity=31), unsaid=True)
+    layer, rows = build_layer(kind), ONE_DOCUMENT[stream]
+    check_stream(layer, rows, layer.cache(batch=len(rows[0]), capacity=31), infer_positions=True)
 
 
 @pytest.mark.parametrize("stream", PACKED)
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "state"])
 def test_documents_that_arrive_over_several_appends(kind: str, stream: str):
-    layer, rows = built(kind), PACKED[stream]
+    layer, rows = build_layer(kind), PACKED[stream]
     check_stream(layer, rows, layer.cache(batch=len(rows[0]), capacity=31))
 
 
 @pytest.mark.parametrize("kind", SLOTS)
 def test_a_ring_wraps_many_times(kind: str):
-    layer, stream = built(kind), [["aa"] * 2, *[["a"] * 2] * 23, ["aaaa"] * 2, *[["a"] * 2] * 7]
+    layer, stream = build_layer(kind), [["aa"] * 2, *[["a"] * 2] * 23, ["aaaa"] * 2, *[["a"] * 2] * 7]
     for unsaid in (False, True):
         cache = layer.cache(batch=2, capacity=1000)
         assert isinstance(cache, RingCache)
         assert cache.slots == SLOTS[kind]
-        check_stream(layer, stream, cache, unsaid=unsaid)
+        check_stream(layer, stream, cache, infer_positions=unsaid)
     ragged = layer.cache(batch=2, capacity=1000)
     check_stream(layer, [["aa", "a."], *[["a", "a"], ["a", "."], ["aa", ".a"]] * 9], ragged)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_kind_follows_from_the_spec(kind: str):
-    assert type(built(kind).cache(batch=2, capacity=31)) is TYPES.get(kind, ContiguousCache)
+    assert type(build_layer(kind).cache(batch=2, capacity=31)) is TYPES.get(kind, ContiguousCache)
 
 
 def test_a_ring_no_shorter_than_the_capacity_is_plain():
-    layer = built("sinks")
+    layer = build_layer("sinks")
     assert isinstance(layer.cache(batch=2, capacity=5), ContiguousCache)
     assert isinstance(layer.cache(batch=2, capacity=6), RingCache)
 
@@ -81,12 +81,12 @@ def test_a_prefix_that_comes_at_once():
     layer = hw.Attention(hw.design(model=MODEL, heads=5, pattern="prefix(3)")).double()
     for stream in ([["aaa", "aaa"], ["a", "a"], ["aa", "a."]], [["aaaa", "aaa."], ["a", "a"]]):
         check_stream(layer, stream, layer.cache(batch=2, capacity=9))
-    check_stream(layer, [["aaaa"] * 2, *[["a"] * 2] * 3], layer.cache(batch=2, capacity=9), unsaid=True)
+    check_stream(layer, [["aaaa"] * 2, *[["a"] * 2] * 3], layer.cache(batch=2, capacity=9), infer_positions=True)
 
 
 def test_padding_takes_no_slot():
     """Six slots hold six tokens a row, however much padding came between."""
-    layer = built("plain")
+    layer = build_layer("plain")
     check_stream(
         layer, [["aaa..", "a...."], ["..aa", "aaaa"], ["a", "."], [".", "a"]], layer.cache(batch=2, capacity=6)
     )
@@ -107,9 +107,9 @@ MOVES = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_go_their_own_way(kind: str, ragged: bool, moves: str):
     """After each move a row says what it would had it come all the way alone."""
-    layer = built(kind)
+    layer = build_layer(kind)
     cache, lengths = layer.cache(batch=3, capacity=31), [4, 2, 3] if ragged else [4, 4, 4]
-    x = numbers(3, 4, MODEL)
+    x = random_tensor(3, 4, MODEL)
     past = [x[b, :length] for b, length in enumerate(lengths)]
     with torch.no_grad():
         layer(x, cache=cache, sequence=hw.SequenceInfo.from_batch(x, lengths=lengths) if ragged else None)
@@ -117,7 +117,7 @@ def test_rows_go_their_own_way(kind: str, ragged: bool, moves: str):
             cache.select_rows(torch.tensor(move))
             past = [past[b] for b in move]
             for count in (1, 2, 1):
-                x = numbers(len(move), count, MODEL)
+                x = random_tensor(len(move), count, MODEL)
                 past = [torch.cat([row, new]) for row, new in zip(past, x, strict=True)]
                 for y, row in zip(layer(x, cache=cache), past, strict=True):
                     torch.testing.assert_close(y, layer(row[None])[0, -count:], rtol=0, atol=1e-11)
@@ -126,12 +126,12 @@ def test_rows_go_their_own_way(kind: str, ragged: bool, moves: str):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_copy_goes_its_own_way(kind: str):
-    layer, x = built(kind), numbers(2, 7, MODEL)
+    layer, x = build_layer(kind), random_tensor(2, 7, MODEL)
     cache = layer.cache(batch=2, capacity=31)
     with torch.no_grad():
         layer(x[:, :3], cache=cache)
         other = copy.deepcopy(cache)
-        layer(numbers(2, 2, MODEL), cache=other)
+        layer(random_tensor(2, 2, MODEL), cache=other)
         torch.testing.assert_close(layer(x[:, 3:], cache=cache), layer(x)[:, 3:], rtol=0, atol=1e-11)
 
 
@@ -158,7 +158,7 @@ def check_bytes(cache: hw.KVCache, capacity: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", KINDS)
 def test_bytes_are_those_counted(kind: str, dtype: torch.dtype):
-    layer = built(kind).to(dtype)
+    layer = build_layer(kind).to(dtype)
     cache = layer.cache(batch=3, capacity=31)
     check_bytes(cache, 31)
     with torch.no_grad():
@@ -174,14 +174,14 @@ def test_bytes_are_those_counted(kind: str, dtype: torch.dtype):
 @pytest.mark.parametrize("ragged", [False, True], ids=["even", "ragged"])
 def test_a_step_never_changes_a_shape(kind: str, ragged: bool, monkeypatch: pytest.MonkeyPatch):
     """What the append of a single token hands over is the whole cache, each time the very same memory."""
-    layer, x = built(kind), numbers(2, 5, MODEL)
+    layer, x = build_layer(kind), random_tensor(2, 5, MODEL)
     cache, handed = layer.cache(batch=2, capacity=31), []
     append = cache.append
     monkeypatch.setattr(cache, "append", lambda entry, at: handed.append(append(entry, at)) or handed[-1])
     with torch.no_grad():
         layer(x, cache=cache, sequence=hw.SequenceInfo.from_batch(x, lengths=[5, 2]) if ragged else None)
         for _ in range(9):
-            layer(numbers(2, 1, MODEL), cache=cache)
+            layer(random_tensor(2, 1, MODEL), cache=cache)
     steps = [{name: (t.shape, t.data_ptr()) for name, t in entry.items()} for entry, _ in handed[1:]]
     assert steps == [{name: (t.shape, t.data_ptr()) for name, t in cache.entry.items()}] * 9
     assert all(t.shape[:2] == (2, cache.slots) for t in cache.entry.values())
@@ -193,8 +193,8 @@ def test_a_step_never_changes_a_shape(kind: str, ragged: bool, monkeypatch: pyte
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_next_tokens_stand_after_the_last_of_each_row(kind: str):
-    layer = built(kind)
-    cache, x = layer.cache(batch=3, capacity=31), numbers(3, 5, MODEL)
+    layer = build_layer(kind)
+    cache, x = layer.cache(batch=3, capacity=31), random_tensor(3, 5, MODEL)
     assert cache.next_positions(2).position.tolist() == [[0, 1]]
     with torch.no_grad():
         layer(x, cache=cache)
@@ -213,7 +213,7 @@ def ragged(lengths: list[int]) -> Tensor:
 
 
 def test_the_next_tokens_stay_in_the_last_segment():
-    layer, x = built("sinks"), numbers(2, 5, MODEL)
+    layer, x = build_layer("sinks"), random_tensor(2, 5, MODEL)
     cache = layer.cache(batch=2, capacity=31)
     layer(
         x,

@@ -220,21 +220,21 @@ def pooled(layer: hw.Attention, batch: int, *, pages: int = 40, page: int = 3) -
 @pytest.mark.parametrize("stream", streams.ONE_DOCUMENT)
 @pytest.mark.parametrize("kind", PAGED)
 def test_chunks_with_padding(kind: str, stream: str):
-    layer, rows = streams.built(kind), streams.ONE_DOCUMENT[stream]
+    layer, rows = streams.build_layer(kind), streams.ONE_DOCUMENT[stream]
     streams.check_stream(layer, rows, pooled(layer, len(rows[0])))
 
 
 @pytest.mark.parametrize("kind", PAGED)
 def test_the_cache_reports_positions(kind: str):
-    layer = streams.built(kind)
+    layer = streams.build_layer(kind)
     for stream in streams.EVEN:
         rows = streams.ONE_DOCUMENT[stream]
-        streams.check_stream(layer, rows, pooled(layer, len(rows[0])), unsaid=True)
+        streams.check_stream(layer, rows, pooled(layer, len(rows[0])), infer_positions=True)
 
 
 @pytest.mark.parametrize("name", cases.EXAMPLES)
 def test_any_part_reads_pages_as_it_reads_one_pass(name: str):
-    spec = cases.causal(cases.EXAMPLES[name])
+    spec = cases.as_causal(cases.EXAMPLES[name])
     if spec.is_recurrent:
         with pytest.raises(hw.SpecError, match="one recurrent state"):
             PagePool([spec], pages=3)
@@ -250,8 +250,8 @@ def test_any_part_reads_pages_as_it_reads_one_pass(name: str):
 
 @pytest.mark.parametrize("kind", PAGED)
 def test_diverging_rows_copy_the_pages_they_write(kind: str):
-    layer = streams.built(kind)
-    x = streams.numbers(4, 9, streams.MODEL)
+    layer = streams.build_layer(kind)
+    x = streams.random_tensor(4, 9, streams.MODEL)
     x[2, :4] = x[0, :4]
     pool = PagePool([layer.spec], pages=12, page=3, dtype=torch.float64)
     cache = pool.caches(pool.batch_of([pool.book.new_sequence(), pool.book.new_sequence()]))[0]
@@ -272,13 +272,13 @@ def test_diverging_rows_copy_the_pages_they_write(kind: str):
 
 def test_a_row_sees_nothing_of_the_previous_owner_of_its_pages():
     """Of rows of several lengths the short ones are read with slots that they have not filled."""
-    layer = streams.built("plain")
+    layer = streams.build_layer("plain")
     pool = PagePool([layer.spec], pages=4, page=4, dtype=torch.float64)
     with torch.no_grad():
         cache = pool.caches(pool.batch_of([pool.book.new_sequence(), pool.book.new_sequence()]))[0]
         layer(torch.full((2, 8, streams.MODEL), torch.nan, dtype=torch.float64), cache=cache)
         cache.select_rows(torch.tensor([], dtype=torch.int64))
-        x = streams.numbers(2, 5, streams.MODEL)
+        x = streams.random_tensor(2, 5, streams.MODEL)
         cache = pool.caches(pool.batch_of([pool.book.new_sequence(), pool.book.new_sequence()]))[0]
         layer(x[:, :4], cache=cache, sequence=hw.SequenceInfo.from_batch(x[:, :4], lengths=[4, 1]))
         layer.backend_name = "dense"  # gathers pages; whoever reads them where they lie leaves out what is not there
@@ -288,21 +288,21 @@ def test_a_row_sees_nothing_of_the_previous_owner_of_its_pages():
 
 
 def test_pages_out_of_reach_are_freed():
-    layer = streams.built("sinks")  # the first 2, the latest 3
+    layer = streams.build_layer("sinks")  # the first 2, the latest 3
     pool = PagePool([layer.spec], pages=6, page=2, dtype=torch.float64)
     cache = pool.caches(pool.batch_of([pool.book.new_sequence()]))[0]
     with torch.no_grad():
-        layer(streams.numbers(1, 6, streams.MODEL), cache=cache)
+        layer(streams.random_tensor(1, 6, streams.MODEL), cache=cache)
         for _ in range(50):
-            layer(streams.numbers(1, 1, streams.MODEL), cache=cache)
+            layer(streams.random_tensor(1, 1, streams.MODEL), cache=cache)
             assert pool.book.pages.num_held <= 3
     assert cache.used == 56
 
 
 def test_specs_that_cannot_be_paged_are_refused():
-    layer = streams.built("plain")
+    layer = streams.build_layer("plain")
     cache = pooled(layer, 2, pages=3)
-    x = streams.numbers(2, 4, streams.MODEL)
+    x = streams.random_tensor(2, 4, streams.MODEL)
     with pytest.raises(ValueError, match=r"does not record gradients; decode under torch\.no_grad"):
         layer(x, cache=cache)
     with torch.no_grad():

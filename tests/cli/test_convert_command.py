@@ -11,7 +11,7 @@ import torch
 import headwise as hw
 from headwise import cli
 from headwise.data.vocabulary import ByteVocabulary
-from support.command_errors import refused
+from support.command_errors import run_refused
 from support.pruning_examples import TEXTS
 from support.transformers_models import ZOO
 
@@ -122,4 +122,4 @@ def test_retraining_is_reported(folders: dict[str, Path], tmp_path: Path, capsys
 def test_wrong_arguments(
     argv: list[str], wrong: str, folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    assert wrong in refused(capsys, "convert", argv, folders, tmp_path)
+    assert wrong in run_refused(capsys, "convert", argv, folders, tmp_path)

@@ -20,8 +20,8 @@ from headwise.head_analysis.head_figures import (
     with_ansi_colour,
 )
 from headwise.head_analysis.head_table import HeadClass, HeadMeasures, HeadTable, Measure
-from support.conllu_examples import ROWS, reader, rows
-from support.saved_models import written
+from support.conllu_examples import ROWS, build_encoder, conllu_lines
+from support.saved_models import save_models
 
 
 def said(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
@@ -32,16 +32,16 @@ def said(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return written(tmp_path_factory.mktemp("folders"))
+    return save_models(tmp_path_factory.mktemp("folders"))
 
 
 @pytest.fixture
 def parsed(tmp_path: Path) -> dict[str, str]:
     """A folder of a model that reads words, and parsed sentences."""
-    net = reader()
+    net = build_encoder()
     hw.save(net, tmp_path / "net")
     text = ROWS.replace("The", "the").replace("# sent_id = two\n", "").replace("2 du", "2 b")
-    (tmp_path / "a.conllu").write_text("\n".join([*rows(text), "", *rows(text), ""]))
+    (tmp_path / "a.conllu").write_text("\n".join([*conllu_lines(text), "", *conllu_lines(text), ""]))
     return {"net": str(tmp_path / "net"), "conllu": str(tmp_path / "a.conllu")}
 
 

@@ -13,8 +13,8 @@ import headwise as hw
 from headwise import cli
 from headwise.data import make_task
 from headwise.data.vocabulary import ByteVocabulary
-from support.command_errors import refused
-from support.importance_examples import ids
+from support.command_errors import run_refused
+from support.importance_examples import random_ids
 from support.pruning_examples import TEXTS
 from support.transformers_models import ZOO
 
@@ -148,7 +148,7 @@ def test_the_same_plan_again_and_not_for_another_model(
     assert said(capsys, folders["ours"], "--plan", one, "--out", two, *more)[0] == 0
     first, second = (hw.load(folder) for folder in (one, two))
     assert first.spec == second.spec
-    x = ids(0, 5)
+    x = random_ids(0, 5)
     with torch.no_grad():
         assert torch.equal(first(x), second(x))
     code, _, err = said(capsys, folders["gpt2"], "--plan", one, "--out", tmp_path / "three", *more)
@@ -200,7 +200,7 @@ def test_the_same_plan_again_and_not_for_another_model(
 def test_wrong_arguments(
     argv: list[str], wrong: str, folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    assert wrong in refused(capsys, "prune", argv, folders, tmp_path)
+    assert wrong in run_refused(capsys, "prune", argv, folders, tmp_path)
 
 
 def test_a_model_without_words_is_given_bytes(

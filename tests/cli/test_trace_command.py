@@ -10,12 +10,12 @@ import pytest
 
 import headwise as hw
 from headwise import cli
-from support.saved_models import written
+from support.saved_models import save_models
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return written(tmp_path_factory.mktemp("folders"))
+    return save_models(tmp_path_factory.mktemp("folders"))
 
 
 def said(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:

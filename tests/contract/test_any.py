@@ -14,7 +14,7 @@ from headwise.backends import BACKENDS, CallSignature
 from headwise.nn import head_axis_ops, reference
 from support import layer_cases as cases, spec_strategies as strategies
 from support.layer_cases import check_close
-from support.layer_checks import decoded, gradients, torch_counts
+from support.layer_checks import decode_in_chunks, layer_gradients, torch_flops
 
 pytestmark = pytest.mark.lengthy
 
@@ -24,14 +24,14 @@ def test_any_spec_is_the_references(spec):
     layer = cases.layer(spec)
     x, z = cases.tensors(spec)
     x.requires_grad_()
-    tokens = cases.batches(x)["packed"]
+    tokens = cases.sequence_infos(x)["packed"]
     truth = reference.reference_attention(layer, x, source=z, tokens=tokens)
-    slopes = gradients(layer, truth, x)
-    for backend in cases.takers(spec, needs_grad=True):
+    slopes = layer_gradients(layer, truth, x)
+    for backend in cases.supporting_backends(spec, needs_grad=True):
         layer.backend_name = backend
         ours = layer(x, source=z, sequence=tokens)
         check_close(ours, truth)
-        for name, slope in gradients(layer, ours, x).items():
+        for name, slope in layer_gradients(layer, ours, x).items():
             check_close(slope, slopes[name], rtol=1e-8, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}")
 
 
@@ -45,7 +45,7 @@ def test_any_spec_decodes(spec):
         return
     for chunks in [(1,) * 7, (3, 1, 3)]:
         cache = layer.cache(batch=cases.BATCH, capacity=9)
-        check_close(decoded(layer, x, chunks, cache), expected)
+        check_close(decode_in_chunks(layer, x, chunks, cache), expected)
         assert cache.nbytes == costs.cache_bytes(spec, batch=cases.BATCH, capacity=9, bytes_per_number=8)
 
 
@@ -67,7 +67,7 @@ def test_any_spec_is_cut_and_counted(spec):
     keys = cases.TOKENS if z is None else cases.SOURCE
     work = hw.CallSize(cases.BATCH, cases.TOKENS, keys, keys)
     layer.backend_name = "dense"
-    assert torch_counts(layer, x, source=z) == costs.counted_flops(spec, work)
+    assert torch_flops(layer, x, source=z) == costs.counted_flops(spec, work)
     assert BACKENDS["dense"].executed_flops(CallSignature(spec, spec.core), work) == spec.core.flops(
         work.batch * work.pairs
     )

@@ -43,7 +43,7 @@ def test_cutting_is_silencing(name):
 
 @pytest.mark.parametrize("name", EVERY)
 def test_a_cut_layer_decodes_and_round_trips(name):
-    spec = cases.causal(EVERY[name])
+    spec = cases.as_causal(EVERY[name])
     layer = cases.layer(spec)
     x, _ = cases.tensors(spec)
     small, weights = head_axis_ops.keep_heads(spec, layer.state_dict(), [1, len(spec.score_head_of_output) - 1])
@@ -92,6 +92,6 @@ def test_uneven_groups_under_a_norm_over_all_keys_are_refused():
     weights = cases.layer(spec).state_dict()
     with pytest.raises(hw.SpecError, match="equal ones"):
         head_axis_ops.share_kv_heads(spec, weights, [[0, 1], [2]])
-    uneven = cases.normal(spec, heads=hw.Heads(q=6, kv=3, dim=4, reads=(0, 0, 0, 1, 1, 2)))
+    uneven = cases.change_spec(spec, heads=hw.Heads(q=6, kv=3, dim=4, reads=(0, 0, 0, 1, 1, 2)))
     with pytest.raises(hw.SpecError, match="equal ones"):
         head_axis_ops.split_kv_heads(uneven, weights)

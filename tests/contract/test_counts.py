@@ -10,7 +10,7 @@ from headwise import costs
 from headwise.backends import BACKENDS, CallSignature
 from support import layer_cases as cases
 from support.layer_cases import EVERY, EXAMPLES
-from support.layer_checks import torch_counts
+from support.layer_checks import torch_flops
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -26,13 +26,13 @@ def test_parameters_are_counted_as_made(name):
 @pytest.mark.parametrize("name", EVERY)
 def test_products_are_counted_as_torch_counts_them(name, backend):
     spec = EVERY[name]
-    if backend not in cases.takers(spec, dtype=torch.float32):
+    if backend not in cases.supporting_backends(spec, dtype=torch.float32):
         pytest.skip(f"{backend} refuses it")
     layer = cases.layer(spec, torch.float32, backend)
     x, z = cases.tensors(spec, torch.float32)
     keys = cases.TOKENS if z is None else cases.SOURCE
     work = hw.CallSize(cases.BATCH, cases.TOKENS, keys, keys)
-    made = torch_counts(layer, x, source=z)
+    made = torch_flops(layer, x, source=z)
     assert made == costs.executed_flops(
         spec, work, BACKENDS[backend].executed_flops(CallSignature(spec, spec.core), work)
     )
@@ -42,14 +42,14 @@ def test_products_are_counted_as_torch_counts_them(name, backend):
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_a_step_is_counted_as_torch_counts_it(name):
-    spec = cases.causal(EXAMPLES[name])
+    spec = cases.as_causal(EXAMPLES[name])
     layer = cases.layer(spec, torch.float32)
     x, _ = cases.tensors(spec, torch.float32)
     cache = layer.cache(batch=cases.BATCH, capacity=9)
     layer(x, cache=cache)
     if spec.recurrent_part:
         pytest.skip("the state's own updates are elementwise, which torch's counter does not see")
-    made = torch_counts(layer, x[:, :1], cache=cache)
+    made = torch_flops(layer, x[:, :1], cache=cache)
     reads_all = spec.pattern.pairs(range(7, 8), range(8)) == (cache.slots if cache.slots < 8 else 8)
     slots = min(8, cache.slots) if reads_all else cache.slots
     assert made == costs.counted_flops(spec, hw.CallSize(cases.BATCH, 1, 1, slots))

@@ -12,7 +12,7 @@ from headwise import costs
 from headwise.nn import reference
 from support import layer_cases as cases
 from support.layer_cases import EVERY, EXAMPLES, check_close
-from support.layer_checks import decoded
+from support.layer_checks import decode_in_chunks
 
 CHUNKINGS = [(7,), (1,) * 7, (3, 1, 3), (2, 5)]
 
@@ -20,19 +20,19 @@ CHUNKINGS = [(7,), (1,) * 7, (3, 1, 3), (2, 5)]
 @pytest.mark.parametrize("name", EVERY)
 def test_cached_decode_is_one_pass(name):
     try:
-        spec = cases.causal(EVERY[name])
+        spec = cases.as_causal(EVERY[name])
     except hw.SpecError as reason:
         pytest.skip(f"not causal: {reason}")
     layer = cases.layer(spec)
     x, _ = cases.tensors(spec)
     expected = reference.reference_attention(layer, x)
     for chunks in CHUNKINGS:
-        check_close(decoded(layer, x, chunks, layer.cache(batch=cases.BATCH, capacity=9)), expected)
+        check_close(decode_in_chunks(layer, x, chunks, layer.cache(batch=cases.BATCH, capacity=9)), expected)
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_a_ring_forgets_only_what_nobody_reads(name):
-    spec = replace(cases.causal(EXAMPLES[name]), pattern=hw.Window(3) | hw.First(2))
+    spec = replace(cases.as_causal(EXAMPLES[name]), pattern=hw.Window(3) | hw.First(2))
     if spec.recurrent_part:
         pytest.skip("a state cannot forget, and its backend says so")
     layer = cases.layer(spec)
@@ -40,13 +40,13 @@ def test_a_ring_forgets_only_what_nobody_reads(name):
     expected = layer(x)
     for chunks in [(17,), (1,) * 17, (5, 1, 1, 9, 1), (1, 13, 3)]:
         cache = layer.cache(batch=cases.BATCH, capacity=100)
-        check_close(decoded(layer, x, chunks, cache), expected)
+        check_close(decode_in_chunks(layer, x, chunks, cache), expected)
         assert cache.nbytes == costs.cache_bytes(spec, batch=cases.BATCH, capacity=100, bytes_per_number=8)
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_ragged_rows_decode_on_from_where_each_ends(name):
-    spec = cases.causal(EXAMPLES[name])
+    spec = cases.as_causal(EXAMPLES[name])
     layer = cases.layer(spec)
     x, _ = cases.tensors(spec)
     lengths = [4, 2, 3]
@@ -57,14 +57,14 @@ def test_ragged_rows_decode_on_from_where_each_ends(name):
             first[row, 4 - length if pad == "left" else 0 :][:length] = x[row, :length]
         layer(first, cache=cache, sequence=hw.SequenceInfo.from_batch(first, lengths=lengths, pad=pad))
         next_two = torch.stack([x[row, length : length + 2] for row, length in enumerate(lengths)])
-        ours = decoded(layer, next_two, (1, 1), cache)
+        ours = decode_in_chunks(layer, next_two, (1, 1), cache)
         for row, length in enumerate(lengths):
             check_close(ours[row], layer(x[row : row + 1, : length + 2])[0, length:])
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_what_is_held_is_what_is_counted(name):
-    spec = cases.causal(EXAMPLES[name])
+    spec = cases.as_causal(EXAMPLES[name])
     layer = cases.layer(spec)
     x, _ = cases.tensors(spec)
     cache = layer.cache(batch=cases.BATCH, capacity=9)
@@ -87,11 +87,11 @@ def test_what_is_held_is_what_is_counted(name):
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_one_query_runs_in_every_backend_that_takes_it(name):
-    spec = cases.causal(EXAMPLES[name])
+    spec = cases.as_causal(EXAMPLES[name])
     layer = cases.layer(spec)
     x, _ = cases.tensors(spec)
     expected = layer(x)[:, -1:]
-    for backend in [None] if spec.recurrent_part else cases.takers(spec, one=True):
+    for backend in [None] if spec.recurrent_part else cases.supporting_backends(spec, single_query=True):
         cache = layer.cache(batch=cases.BATCH, capacity=9)
         layer.backend_name = None
         layer(x[:, :-1], cache=cache)

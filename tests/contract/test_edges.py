@@ -13,7 +13,7 @@ from headwise.backends import BACKENDS, CallSignature
 from headwise.nn.call_validation import PositionLimit
 from support import layer_cases as cases
 from support.layer_cases import EXAMPLES, check_close
-from support.layer_checks import decoded, gradients, kept_for_backward, torch_counts
+from support.layer_checks import decode_in_chunks, layer_gradients, saved_bytes, torch_flops
 
 BLOCKED = {
     name: backend.boundary_lengths() for name, backend in BACKENDS.items() if hasattr(backend, "boundary_lengths")
@@ -39,7 +39,7 @@ def filled(x):
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_blocks_end_where_they_should(name, backend):
     spec = EXAMPLES[name]
-    if backend not in cases.takers(spec, needs_grad=True):
+    if backend not in cases.supporting_backends(spec, needs_grad=True):
         pytest.skip(f"{backend} refuses it")
     layer = cases.layer(spec)
     for count in lengths(spec, backend):
@@ -48,11 +48,11 @@ def test_blocks_end_where_they_should(name, backend):
         for tokens in filled(x):
             layer.backend_name = "dense"
             y = layer(x, source=z, sequence=tokens)
-            expected = gradients(layer, y, x)
+            expected = layer_gradients(layer, y, x)
             layer.backend_name = backend
             ours = layer(x, source=z, sequence=tokens)
             check_close(ours, y)
-            for parameter, grad in gradients(layer, ours, x).items():
+            for parameter, grad in layer_gradients(layer, ours, x).items():
                 check_close(grad, expected[parameter], rtol=1e-8, atol=1e-9, msg=lambda m, p=parameter: f"{p}: {m}")
 
 
@@ -60,7 +60,7 @@ def test_blocks_end_where_they_should(name, backend):
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_blocks_are_counted_as_torch_counts_them(name, backend):
     spec = EXAMPLES[name]
-    if backend not in cases.takers(spec, dtype=torch.float32) or spec.source is not None:
+    if backend not in cases.supporting_backends(spec, dtype=torch.float32) or spec.source is not None:
         pytest.skip(f"{backend} refuses it" if spec.source is None else "counted with one block in test_counts.py")
     if backend == "routed":
         pytest.skip("what it runs is for the gates to say; counted where these are known, in test_routed_backend.py")
@@ -70,9 +70,9 @@ def test_blocks_are_counted_as_torch_counts_them(name, backend):
         work, job = costs.self_attention_work(spec, batch=2, queries=count), CallSignature(spec, spec.core)
         if hasattr(BACKENDS[backend], "count_formed_pairs"):
             work = replace(work, pairs=BACKENDS[backend].count_formed_pairs(job, work))
-        assert torch_counts(layer, x) == costs.executed_flops(
-            spec, work, BACKENDS[backend].executed_flops(job, work)
-        ), count
+        assert torch_flops(layer, x) == costs.executed_flops(spec, work, BACKENDS[backend].executed_flops(job, work)), (
+            count
+        )
 
 
 SPARSE = [
@@ -104,7 +104,7 @@ def test_a_long_prompt_is_read_in_blocks_behind_what_is_cached():
     layer.backend_name = None
     for chunks in [(420,), (1, 300, 119), (140, 140, 140)]:
         cache = layer.cache(batch=2, capacity=500)
-        check_close(decoded(layer, x, chunks, cache), expected)
+        check_close(decode_in_chunks(layer, x, chunks, cache), expected)
 
 
 @pytest.mark.parametrize("modifiers", [(hw.Dynamic(), hw.Dynamic(on="weights")), (hw.TalkingHeads(),)], ids=repr)
@@ -113,7 +113,7 @@ def test_mixing_heads_keeps_no_square(modifiers):
     grown = {}
     for backend in ("chunked", "dense"):
         layer = hw.Attention(spec, backend=backend)
-        short, long = (kept_for_backward(layer, count) for count in (512, 1024))
+        short, long = (saved_bytes(layer, count) for count in (512, 1024))
         grown[backend] = long / short
     assert grown["chunked"] <= 2 < 3 < grown["dense"], grown
 

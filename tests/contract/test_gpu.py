@@ -58,7 +58,7 @@ def test_flex_keeps_the_numbers_at_its_block_edges(tokens):
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_decoding_is_one_pass_there_too(name):
-    spec = cases.causal(EXAMPLES[name])
+    spec = cases.as_causal(EXAMPLES[name])
     layer = cases.layer(spec, torch.float32).cuda()
     x = cases.tensors(spec, torch.float32)[0].cuda()
     cache = layer.cache(batch=cases.BATCH, capacity=9)

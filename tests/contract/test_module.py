@@ -116,12 +116,12 @@ def test_fused_kernels_show_the_lse_that_dense_shows(name):
     spec = EXAMPLES[name]
     layer = cases.layer(spec)
     x, z = cases.tensors(spec)
-    tokens = cases.batches(x)["right"]
+    tokens = cases.sequence_infos(x)["right"]
     for count in (cases.TOKENS, 1):
         at = hw.SequenceInfo(tokens.position[:, :count], tokens.segment[:, :count])
         seen = {}
         with torch.no_grad():
-            for backend in cases.takers(spec, one=count == 1, probed_tensors=frozenset({"lse"})):
+            for backend in cases.supporting_backends(spec, single_query=count == 1, probed_tensors=frozenset({"lse"})):
                 layer.backend_name, probe = backend, hw.Probe("lse", "heads")
                 layer(x[:, :count], source=z, sequence=at, probe=probe)
                 seen[backend] = probe.tensors
@@ -149,7 +149,7 @@ def test_flex_keeps_the_numbers_at_its_block_edges_on_the_cpu(tokens):
 @pytest.mark.parametrize("pattern", ["causal()", "window(3) | first(2)"])
 @pytest.mark.parametrize("name", ["Direct1", "Rotary0", "Latent0", "Dynamic0", "Alibi1"])
 def test_one_graph_holds_a_cached_step(name, pattern):
-    spec = cases.normal(cases.causal(EXAMPLES[name]), pattern=hw.masking.patterns.parse_pattern(pattern))
+    spec = cases.change_spec(cases.as_causal(EXAMPLES[name]), pattern=hw.masking.patterns.parse_pattern(pattern))
     layer = cases.layer(spec)
     x = torch.randn(cases.BATCH, 11, spec.model, dtype=torch.float64)
     expected = layer(x)

@@ -13,7 +13,7 @@ from headwise.nn import reference
 from headwise.nn.call_validation import PositionLimit
 from support import layer_cases as cases
 from support.layer_cases import EVERY, EXAMPLES, check_close
-from support.layer_checks import gradients
+from support.layer_checks import layer_gradients
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -21,10 +21,10 @@ def test_output_is_the_references(name):
     spec = EVERY[name]
     layer = cases.layer(spec)
     x, z = cases.tensors(spec)
-    ways = cases.batches(x) if name in EXAMPLES else {"packed": cases.batches(x)["packed"]}
+    ways = cases.sequence_infos(x) if name in EXAMPLES else {"packed": cases.sequence_infos(x)["packed"]}
     for tokens in ways.values():
         expected = reference.reference_attention(layer, x, source=z, tokens=tokens)
-        for backend in cases.takers(spec):
+        for backend in cases.supporting_backends(spec):
             layer.backend_name = backend
             check_close(layer(x, source=z, sequence=tokens), expected)
 
@@ -32,7 +32,7 @@ def test_output_is_the_references(name):
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_a_source_is_read_as_the_reference_reads_it(name):
     try:
-        spec = cases.crossed(EXAMPLES[name])
+        spec = cases.as_cross_attention(EXAMPLES[name])
     except hw.SpecError as reason:
         pytest.skip(f"not defined for a source: {reason}")
     layer = cases.layer(spec)
@@ -40,7 +40,7 @@ def test_a_source_is_read_as_the_reference_reads_it(name):
     told = hw.SequenceInfo.from_batch(z, lengths=[11, 5, 0])
     expected = reference.reference_attention(layer, x, source=z, source_tokens=told)
     kept = layer.project_source(z, sequence=told)
-    for backend in cases.takers(spec):
+    for backend in cases.supporting_backends(spec):
         layer.backend_name = backend
         check_close(layer(x, source=kept), expected)
     check_close(layer(x[:, :1], source=kept), expected[:, :1])
@@ -53,11 +53,11 @@ def test_gradients_are_the_references(name):
     layer = cases.layer(spec)
     x, z = cases.tensors(spec)
     x.requires_grad_()
-    tokens = cases.batches(x)["packed"]
-    expected = gradients(layer, reference.reference_attention(layer, x, source=z, tokens=tokens), x)
-    for backend in cases.takers(spec, needs_grad=True):
+    tokens = cases.sequence_infos(x)["packed"]
+    expected = layer_gradients(layer, reference.reference_attention(layer, x, source=z, tokens=tokens), x)
+    for backend in cases.supporting_backends(spec, needs_grad=True):
         layer.backend_name = backend
-        ours = gradients(layer, layer(x, source=z, sequence=tokens), x)
+        ours = layer_gradients(layer, layer(x, source=z, sequence=tokens), x)
         for parameter, grad in expected.items():
             check_close(ours[parameter], grad, msg=lambda m, p=parameter: f"{p}: {m}")
 
@@ -87,7 +87,7 @@ def test_low_precision_errs_no_more_than_twice_as_dense(name, dtype):
 
     limit = 2 * error("dense") + 4 * torch.finfo(dtype).eps * truth.abs().max()
     assert limit < 0.2 * truth.abs().max() + 1e-3
-    for backend in cases.takers(spec, dtype=dtype):
+    for backend in cases.supporting_backends(spec, dtype=dtype):
         assert error(backend) <= limit, backend
 
 
@@ -134,7 +134,7 @@ def test_a_query_with_nothing_to_read_reads_zero(name):
     mask[1, :, 2] = False
     y = layer(x, source=z, mask=mask, probe=seen)
     assert (seen.tensors["heads"][1, 2] == 0).all()
-    for grad in gradients(layer, y, x).values():
+    for grad in layer_gradients(layer, y, x).values():
         assert grad.isfinite().all()
     if z is None:
         blind = layer(x, sequence=hw.SequenceInfo.from_batch(x, lengths=[7, 3, 0]))

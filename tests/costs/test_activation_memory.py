@@ -16,7 +16,7 @@ from headwise import model_spec as bp
 from headwise.costs import activations
 from headwise.costs.training_memory import block_activation_memory, peak_activation_memory
 from support import layer_cases as cases
-from support.saved_bytes import by_layer, kept
+from support.saved_bytes import bytes_saved_by, layer_saved_bytes
 
 BYTES = {torch.float32: 4, torch.bfloat16: 2}
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
@@ -68,7 +68,7 @@ def test_plain_attention_saves_the_tabulated_bytes(dtype, n, g):
 
     def of(how: str, width: int = v, **more) -> int:
         plain = Plain(how, d, (n, g, k, width)).to(dtype)
-        return kept(lambda: plain(x, **more), *plain.parameters())
+        return bytes_saved_by(lambda: plain(x, **more), *plain.parameters())
 
     scores = b * n * s * s
     grouped = each * (b * s * d + b * n * s * k + b * g * s * (k + v) + scores + b * s * n * v)
@@ -105,7 +105,9 @@ def test_any_small_layer_saves_the_bytes_of_its_formula(sizes, pattern, dtype):
     in_rows = tokens == 1 and groups > 1  # sdpa leaves single queries of shared keys to another backend
     for profile in ("dense",) if in_rows else ("dense", "sdpa"):
         layer = hw.Attention(spec, backend=profile).to(dtype)
-        assert hw.layer_activation_memory(spec, load(batch, tokens, dtype), profile).total == by_layer(layer, x)
+        assert hw.layer_activation_memory(spec, load(batch, tokens, dtype), profile).total == layer_saved_bytes(
+            layer, x
+        )
 
 
 @pytest.mark.parametrize("name", list(cases.EXAMPLES)[::2])
@@ -113,9 +115,11 @@ def test_every_part_saves_the_bytes_of_its_formula(name):
     spec, dtype = cases.EXAMPLES[name], torch.bfloat16
     x, z = (t if t is None else t.requires_grad_() for t in cases.tensors(spec, dtype))
     source = None if z is None else z.shape[1]
-    for profile in ["dense"] + ["sdpa"] * ("sdpa" in cases.takers(spec, dtype=dtype, training=True, needs_grad=True)):
+    for profile in ["dense"] + ["sdpa"] * (
+        "sdpa" in cases.supporting_backends(spec, dtype=dtype, training=True, needs_grad=True)
+    ):
         bill = hw.layer_activation_memory(spec, load(*x.shape[:2], dtype), profile, source=source)
-        assert bill.total == by_layer(hw.Attention(spec, backend=profile).to(dtype), x, z), profile
+        assert bill.total == layer_saved_bytes(hw.Attention(spec, backend=profile).to(dtype), x, z), profile
         for term in bill.terms:
             assert worth(term.formula, spec, (*x.shape[:2], source or x.shape[1])) == term.value, term
 
@@ -131,7 +135,9 @@ def worth(text: str, spec: hw.AttentionSpec, sizes: tuple[int, int, int]) -> int
 def test_query_blocks_save_the_inputs_of_the_core():
     b, s, spec = 2, 150, hw.design(preset="entmax", model=6, heads=2, dim=3, modifiers=())
     told = hw.layer_activation_memory(spec, load(b, s), "chunked")
-    assert told.total == by_layer(hw.Attention(spec, backend="chunked"), torch.randn(b, s, 6, requires_grad=True))
+    assert told.total == layer_saved_bytes(
+        hw.Attention(spec, backend="chunked"), torch.randn(b, s, 6, requires_grad=True)
+    )
     assert told == hw.layer_activation_memory(spec, load(b, s), "dense", checkpoint="core")
     assert hw.layer_activation_memory(spec, load(b, 128), "chunked") == hw.layer_activation_memory(
         spec, load(b, 128), "dense"
@@ -143,7 +149,7 @@ def test_weight_dropout_keeps_a_mask_of_the_cpu_and_one_byte_elsewhere():
     without, b, s = hw.design(model=8, heads=2), 3, 7
     layer = hw.Attention(spec, backend="dense").train()
     cpu = hw.layer_activation_memory(spec, load(b, s), "dense")
-    assert cpu.total == by_layer(layer, torch.randn(b, s, 8, requires_grad=True))
+    assert cpu.total == layer_saved_bytes(layer, torch.randn(b, s, 8, requires_grad=True))
     assert cpu.total - hw.layer_activation_memory(without, load(b, s), "dense").total == b * 2 * s * s * 4
     with pytest.raises(
         hw.SpecError, match=r"needs dropout on weights, which only chunked and dense apply.*profile='dense'"
@@ -172,14 +178,14 @@ def test_a_gpt_block(dtype):
     formula = each * 16 * b * s * h + 4 * b * a * s + 4 * b * s * each
     block = bp.BlockSpec(hw.design(model=h, heads=a), feed=bp.FeedForwardSpec(4 * h, bias="ud"))
     plain, x = Gpt(h, a).to(dtype), torch.randn(b, s, h, dtype=dtype, requires_grad=True)
-    assert kept(lambda: plain(x), *plain.parameters()) == formula
+    assert bytes_saved_by(lambda: plain(x), *plain.parameters()) == formula
     at, way = load(b, s, dtype), hw.ActivationSettings("sdpa")
     assert block_activation_memory(block, h, at, way).total == formula
     dense = each * (16 * b * s * h + b * a * s * s) + 4 * b * s * each
     more = 4 * b * a * s * s + 2 * s * s  # in single precision as well, and the masks: see above
     assert block_activation_memory(block, h, at, hw.ActivationSettings("dense")).total == dense + more
     dropped = Gpt(h, a, 0.5).to(dtype)
-    two = kept(lambda: dropped(x), *dropped.parameters()) - formula
+    two = bytes_saved_by(lambda: dropped(x), *dropped.parameters()) - formula
     assert two == 2 * b * s * h * each  # of the CPU masks are as wide as numbers
     inside = 4 * b * s * h * each  # what a feed-forward of ours drops inside besides
     assert (
@@ -232,7 +238,7 @@ def test_a_llama_block(dtype):
     formula = 2 * (8 * b * s * d + 4 * b * s) + each * (2 * b * s * d + core + b * s * n * k + 4 * b * s * f)
     formula += 4 * b * n * s
     plain, x = Llama(d, (n, g, k, k), f).to(dtype), torch.randn(b, s, d, dtype=dtype, requires_grad=True)
-    assert kept(lambda: plain(x), *plain.parameters()) == formula
+    assert bytes_saved_by(lambda: plain(x), *plain.parameters()) == formula
     spec = hw.design(preset="gqa", model=d, heads=n, kv=g, dim=k)
     feed = bp.FeedForwardSpec(f, "silu", form="gated")
     told = block_activation_memory(
@@ -247,7 +253,7 @@ def test_the_tail_of_a_language_model():
     b, s, h, vocab = 3, 7, 24, 31
     norm, head = nn.LayerNorm(h), nn.Linear(h, vocab)
     x, labels = torch.randn(b, s, h, requires_grad=True), torch.randint(0, vocab, (b * s,))
-    measured = kept(
+    measured = bytes_saved_by(
         lambda: F.cross_entropy(head(norm(x)).flatten(0, 1), labels), *norm.parameters(), *head.parameters(), labels
     )
     assert measured == 4 * 2 * b * s * h + 2 * b * s * 4 + 4 * b * s * vocab + 4
@@ -284,7 +290,7 @@ def test_feed_forwards_by_activation(name, form, dropout):
 
     at = activations.ActivationContext.from_workload(load(b, s), s, "sdpa", dropout)
     told = sum(size for _, size in activations.feed_forward_bytes(bp.FeedForwardSpec(f, name, form), at.num_tokens, at))
-    assert 4 * b * s * d + told == kept(run, up, gate, down)
+    assert 4 * b * s * d + told == bytes_saved_by(run, up, gate, down)
 
 
 def test_bounded_gates_and_parallel_blocks():
@@ -298,9 +304,9 @@ def test_bounded_gates_and_parallel_blocks():
 
     at = activations.ActivationContext.from_workload(load(b, s), s, "sdpa", 0.0)
     feed = bp.FeedForwardSpec(f, "bounded_silu(1.702, 7.0)", "gated")
-    assert 4 * b * s * d + sum(size for _, size in activations.feed_forward_bytes(feed, at.num_tokens, at)) == kept(
-        run, up, gate, down
-    )
+    assert 4 * b * s * d + sum(
+        size for _, size in activations.feed_forward_bytes(feed, at.num_tokens, at)
+    ) == bytes_saved_by(run, up, gate, down)
     one, two = (bp.BlockSpec(hw.design(model=d, heads=2), feed=feed, placement=place) for place in ("parallel", "pre"))
     shared = block_activation_memory(two, d, load(b, s)).total - block_activation_memory(one, d, load(b, s)).total
     assert shared == 4 * 2 * b * s * d + 2 * 4 * b * s  # one norm, whose output both read
@@ -335,9 +341,9 @@ def test_a_load_at_the_edge_of_a_pattern_or_of_a_table():
     for tokens in (4, 5, 6):  # a window of as many tokens is a triangle, which needs no mask
         spec, x = hw.design(model=8, heads=2, pattern="window(5)"), torch.randn(1, tokens, 8, requires_grad=True)
         layer = hw.Attention(spec, backend="sdpa")
-        assert hw.layer_activation_memory(spec, load(1, tokens), "sdpa").total == by_layer(layer, x)
+        assert hw.layer_activation_memory(spec, load(1, tokens), "sdpa").total == layer_saved_bytes(layer, x)
     short = hw.design(model=8, heads=2, modifiers=(hw.Learned(length=1),))
-    told = by_layer(hw.Attention(short, backend="dense"), torch.randn(3, 1, 8, requires_grad=True))
+    told = layer_saved_bytes(hw.Attention(short, backend="dense"), torch.randn(3, 1, 8, requires_grad=True))
     assert hw.layer_activation_memory(short, load(3, 1), "dense").total == told
     with pytest.raises(ValueError, match="knows no position 1"):
         hw.layer_activation_memory(short, load(3, 2), "dense")

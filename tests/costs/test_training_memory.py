@@ -11,7 +11,7 @@ import torch
 import headwise as hw
 from headwise import cli
 from headwise.costs.training_memory import recompute_flops
-from support.saved_bytes import BATCH, SOURCE, TOKENS, measured, profile
+from support.saved_bytes import BATCH, SOURCE, TOKENS, backend_profile, model_saved_bytes
 
 LLAMA = {"num_hidden_layers": 3, "hidden_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
 LLAMA |= {"intermediate_size": 100, "vocab_size": 61, "max_position_embeddings": 40, "rms_norm_eps": 1e-5}
@@ -57,9 +57,9 @@ def described(name: str) -> hw.model_spec.ModelSpec:
 def test_a_model_saves_the_bytes_of_its_formula(name, dtype, dropout):
     model, load = described(name), hw.Workload(BATCH, TOKENS, dtype, "cpu")
     way = hw.ActivationSettings(
-        profile(model, dtype), dropout=dropout, source=SOURCE if len(described(name).stacks) > 1 else None
+        backend_profile(model, dtype), dropout=dropout, source=SOURCE if len(described(name).stacks) > 1 else None
     )
-    assert hw.activation_memory(model, load, way).total == measured(model, DTYPES[dtype], way)
+    assert hw.activation_memory(model, load, way).total == model_saved_bytes(model, DTYPES[dtype], way)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "gemma2", "deepseek_v3", "bert"])
@@ -69,7 +69,7 @@ def test_a_model_with_checkpoints_keeps_the_inputs_of_its_blocks(name):
         hw.Workload(BATCH, TOKENS, "fp32", "cpu"),
         hw.ActivationSettings("dense", "block"),
     )
-    assert hw.activation_memory(model, load, way).total == measured(model, torch.float32, way)
+    assert hw.activation_memory(model, load, way).total == model_saved_bytes(model, torch.float32, way)
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])

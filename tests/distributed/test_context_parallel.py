@@ -7,21 +7,23 @@ import pytest
 from headwise.presets import PRESETS
 from support import context_parallel_checks as context_cases
 from support.parallel_models import KINDS
-from support.rank_checks import asked, check_found, found_by
+from support.rank_checks import check_no_failure, requested_checks, run_checks_on_ranks
 
 
 @pytest.fixture(scope="module")
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
     """What both ranks found, by name."""
-    return found_by(2, "support.context_parallel_checks", asked(request), tmp_path_factory.mktemp("context"))
+    return run_checks_on_ranks(
+        2, "support.context_parallel_checks", requested_checks(request), tmp_path_factory.mktemp("context")
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("preset", PRESETS)
 def test_rows_that_are_divided_are_rows(found, preset, kind):
-    check_found(found[f"{preset} {kind}"])
+    check_no_failure(found[f"{preset} {kind}"])
 
 
 @pytest.mark.parametrize("name", context_cases.CASES)
 def test_tokens_that_are_divided(found, name):
-    check_found(found[name])
+    check_no_failure(found[name])

@@ -19,7 +19,7 @@ import torch
 from headwise.distributed import join_process_group, launch
 from headwise.files import read_lines
 from headwise.training import CheckpointFolder
-from support.rank_processes import begun, ended, environment, free_port, world
+from support.rank_processes import free_port, rank_environment, run_ranks, start_ranks, wait_for_ranks
 
 QUICK = ["--batch", "4", "--precision", "fp32", "--compile", "off", "--device", "cpu"]
 QUICK += ["--set", "recipe.attention=fused", "--set", "recipe.evaluate_batches=1", "--set", "recipe.evaluate_every=20"]
@@ -32,7 +32,7 @@ def command(folder: Path, *more: str) -> list[str]:
 
 @pytest.mark.lengthy
 def test_one_rank_prints_and_writes(tmp_path: Path):
-    said = ended(begun(2, *command(tmp_path, "--steps", "2", "--spread", "shards=2", "--json")))
+    said = wait_for_ranks(start_ranks(2, *command(tmp_path, "--steps", "2", "--spread", "shards=2", "--json")))
     assert [code for code, _, _ in said] == [0, 0]
     (_, out, err), (_, silent, quiet) = said
     assert json.loads(out)["steps"] == 2
@@ -52,7 +52,7 @@ def test_one_rank_prints_and_writes(tmp_path: Path):
     ],
 )
 def test_refusals_are_printed_once(tmp_path: Path, more: list[str], told: str):
-    said = ended(begun(2, *command(tmp_path / "never", "--steps", "2", *more)))
+    said = wait_for_ranks(start_ranks(2, *command(tmp_path / "never", "--steps", "2", *more)))
     assert [code for code, _, _ in said] == [2, 2]
     lines = "".join(err for _, _, err in said).splitlines()
     assert len(lines) == 1
@@ -88,15 +88,15 @@ LOST = "waited for another rank, which ended; saved checkpoints are intact, cont
 def test_a_killed_rank_ends_the_job_with_one_line_and_the_run_goes_on(tmp_path: Path, victim: int, spread: str):
     """To the same bits as a run that nobody killed."""
     more = [*STEPS, "--spread", spread]
-    processes = begun(2, *command(tmp_path / "killed", *more))
+    processes = start_ranks(2, *command(tmp_path / "killed", *more))
     wait_for_step(tmp_path / "killed", 5)
     processes[victim].send_signal(signal.SIGKILL)
-    said = ended(processes, within=60)
+    said = wait_for_ranks(processes, timeout=60)
     assert [code for code, _, _ in said] == [-signal.SIGKILL if rank == victim else 2 for rank in range(2)]
     assert said[1 - victim][2].splitlines()[-1] == f"headwise: rank {1 - victim} {LOST}"
     assert CheckpointFolder(tmp_path / "killed" / "checkpoint").load_newest()[1] == []
-    assert [c for c, _, _ in ended(begun(2, *command(tmp_path / "killed", *more, "--resume")))] == [0, 0]
-    assert [c for c, _, _ in ended(begun(2, *command(tmp_path / "whole", *more)))] == [0, 0]
+    assert [c for c, _, _ in wait_for_ranks(start_ranks(2, *command(tmp_path / "killed", *more, "--resume")))] == [0, 0]
+    assert [c for c, _, _ in wait_for_ranks(start_ranks(2, *command(tmp_path / "whole", *more)))] == [0, 0]
     check_same(tmp_path / "killed", tmp_path / "whole")
 
 
@@ -104,7 +104,7 @@ def test_a_killed_rank_ends_the_job_with_one_line_and_the_run_goes_on(tmp_path: 
 def launched(ranks: int, arguments: list[str], *options: str) -> subprocess.Popen[str]:
     """What torchrun starts."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    inherited = {name: value for name, value in environment(0, 1, 0).items() if name not in ("RANK", "WORLD_SIZE")}
+    inherited = {name: value for name, value in rank_environment(0, 1, 0).items() if name not in ("RANK", "WORLD_SIZE")}
     return subprocess.Popen([*torchrun, *options, *arguments], env=inherited, stderr=subprocess.PIPE, text=True)
 
 
@@ -141,7 +141,7 @@ def test_torchrun_restarts_a_killed_group_and_training_resumes(tmp_path: Path):
 
 @pytest.mark.slow
 def test_a_silent_rank_times_out(tmp_path: Path):
-    told = world(2, "support.data_parallel_checks.stuck", tmp_path / "stuck")[0]
+    told = run_ranks(2, "support.data_parallel_checks.wait_for_silent_rank", tmp_path / "stuck")[0]
     assert told.startswith(
         "rank 0 waited for another rank, which did not answer for 0:00:02; saved checkpoints are intact"
     )
@@ -155,7 +155,7 @@ def test_a_port_in_use_is_reported(monkeypatch: pytest.MonkeyPatch):
         taken.bind(("localhost", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        for name, value in environment(0, 2, port).items():
+        for name, value in rank_environment(0, 2, port).items():
             monkeypatch.setenv(name, value)
         told = f"the port of localhost:{port} is in use; give torchrun another --master-port, or --standalone"
         with pytest.raises(ConnectionError, match=told), join_process_group():
@@ -165,7 +165,7 @@ def test_a_port_in_use_is_reported(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize("rank", [0, 1])
 def test_ranks_that_do_not_come_are_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch, rank: int):
     monkeypatch.setattr(launch, "JOIN_TIMEOUT", timedelta(seconds=1))
-    for name, value in environment(rank, 2, free_port()).items():
+    for name, value in rank_environment(rank, 2, free_port()).items():
         monkeypatch.setenv(name, value)
     waited = time.monotonic()
     with (

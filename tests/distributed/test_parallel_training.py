@@ -12,49 +12,49 @@ from headwise.distributed import Parallelism, ProcessInfo
 from headwise.distributed.communication_volume import CollectiveMessage
 from headwise.files import read_lines
 from headwise.training import train
-from support.data_parallel_checks import until
-from support.parallel_training_checks import BALANCED, CASES, PAIRS, WAYS, Balanced, steps_as
-from support.rank_checks import check_found, found_by
-from support.rank_processes import world
-from support.small_training import quick
-from support.training_comparison import check_near, check_steps, trail
+from support.data_parallel_checks import run_until
+from support.parallel_training_checks import BALANCED, CASES, FOUR_RANKS, TWO_RANKS, Balanced, steps_of_any_case
+from support.rank_checks import check_no_failure, run_checks_on_ranks
+from support.rank_processes import run_ranks
+from support.small_training import short_recipe
+from support.training_comparison import check_equal_steps, check_similar_runs, logged_results
 
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
     """What two ranks left behind, and what each of them found."""
     folder = tmp_path_factory.mktemp("worlds") / "two"
-    return folder, world(2, "support.parallel_training_checks.everything", folder)
+    return folder, run_ranks(2, "support.parallel_training_checks.run_everything", folder)
 
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of four found."""
-    return world(4, "support.parallel_training_checks.everything", tmp_path_factory.mktemp("worlds") / "four")
+    return run_ranks(4, "support.parallel_training_checks.run_everything", tmp_path_factory.mktemp("worlds") / "four")
 
 
 def alone(case: str, way: str) -> dict[str, Any]:
     """The steps of one rank; of terms, in as many parts as ranks take rows of their own."""
     spread = Parallelism.parse(way)
     parts = {"accumulate": spread.data * spread.shards} if case == "terms" else {}
-    return steps_as(case, ProcessInfo(), "data=1", **parts)
+    return steps_of_any_case(case, ProcessInfo(), "data=1", **parts)
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", TWO_RANKS)
 def test_two_ranks_take_the_steps_of_one(two: tuple[Path, list[dict[str, Any]]], way: str, case: str):
     wanted = alone(case, way)
     for rank in two[1]:
-        check_steps(rank["steps"][way][case], wanted)
+        check_equal_steps(rank["steps"][way][case], wanted)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("way", PAIRS)
+@pytest.mark.parametrize("way", FOUR_RANKS)
 def test_kinds_of_parallelism_multiply(four: list[dict[str, Any]], way: str, case: str):
     wanted = alone(case, way)
     for rank in four:
-        check_steps(rank["steps"][way][case], wanted)
+        check_equal_steps(rank["steps"][way][case], wanted)
 
 
 def check_sent(seen: Counter[Any], counted: Counter[Any]) -> None:
@@ -63,7 +63,7 @@ def check_sent(seen: Counter[Any], counted: Counter[Any]) -> None:
 
 
 @pytest.mark.parametrize("name", ["echo", "odd", "pooled"])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", TWO_RANKS)
 def test_a_step_sends_the_counted_bytes(two: tuple[Path, list[dict[str, Any]]], way: str, name: str):
     check_sent(*two[1][0]["sent"][way, name])
 
@@ -72,15 +72,15 @@ def test_a_step_sends_the_counted_bytes(two: tuple[Path, list[dict[str, Any]]], 
 def test_four_ranks_divide_heads_of_fewer_keys(tmp_path: Path):
     """A head for each rank, most of which share a key and a value with others; five heads of three."""
     names = ["gqa decoder", "mqa encoder", "moh decoder", "diff encoder-decoder", "uneven_heads", "experts", "terms"]
-    for found in found_by(
+    for found in run_checks_on_ranks(
         4, "support.tensor_parallel_checks", [*names, "single_precision", "one_file_whatever_the_split"], tmp_path
     ).values():
-        check_found(found)
+        check_no_failure(found)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["echo", "odd", "pooled"])
-@pytest.mark.parametrize("way", PAIRS)
+@pytest.mark.parametrize("way", FOUR_RANKS)
 def test_two_kinds_of_parallelism_send_the_counted_bytes(four: list[dict[str, Any]], way: str, name: str):
     check_sent(*four[0]["sent"][way, name])
 
@@ -90,23 +90,23 @@ def test_two_kinds_of_parallelism_send_the_counted_bytes(four: list[dict[str, An
 
 def test_a_run_resumes_under_another_parallelism(two: tuple[Path, list[dict[str, Any]]], tmp_path: Path):
     """By heads, then by tokens, then by heads, against one rank that is never interrupted."""
-    recipe = quick(batch=6, steps=6, evaluate_every=3, lr=0.01)
-    assert until(-1, recipe, tmp_path / "one") == ""
-    check_near(two[0] / "ways", tmp_path / "one")
+    recipe = short_recipe(batch=6, steps=6, evaluate_every=3, lr=0.01)
+    assert run_until(-1, recipe, tmp_path / "one") == ""
+    check_similar_runs(two[0] / "ways", tmp_path / "one")
     spreads = [record["spread"] for record in read_lines(two[0] / "ways" / "metrics.jsonl") if record["event"] == "run"]
     assert spreads == ["tensor=2", "context=2", "tensor=2"]
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", TWO_RANKS)
 def test_terms_are_those_of_one_rank(two: tuple[Path, list[dict[str, Any]]], tmp_path: Path, way: str):
     """Tokens that choose their heads, and are to choose them evenly over the rows of all ranks."""
-    train(Balanced(), recipe=quick(**BALANCED), out=tmp_path / "one")
-    check_near(two[0] / f"balanced {way}", tmp_path / "one")
+    train(Balanced(), recipe=short_recipe(**BALANCED), out=tmp_path / "one")
+    check_similar_runs(two[0] / f"balanced {way}", tmp_path / "one")
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", TWO_RANKS)
 def test_dropout_trains_under_parallelism(two: tuple[Path, list[dict[str, Any]]], way: str):
-    told = trail(two[0] / f"dropped {way}")
+    told = logged_results(two[0] / f"dropped {way}")
     assert len(told) == 6 + 3
 
 

@@ -16,10 +16,10 @@ from headwise.distributed.communication_volume import count_communication
 from headwise.errors import SpecError
 from headwise.files import read_lines
 from headwise.training import train
-from support.data_parallel_checks import PLAIN, STEPPED, steps_of, until
-from support.rank_processes import world
-from support.small_training import Echo, quick
-from support.training_comparison import check_near, check_steps, tensors, trail
+from support.data_parallel_checks import PLAIN, STEPPED, run_until, steps_of_case
+from support.rank_processes import run_ranks
+from support.small_training import Echo, short_recipe
+from support.training_comparison import check_equal_steps, check_similar_runs, logged_results, newest_checkpoint
 
 ALONE = ProcessInfo()
 
@@ -64,10 +64,10 @@ def test_every_rank_stands_somewhere_else_and_neighbours_differ_in_the_last_way(
 
 def test_a_parallelism_without_ranks_is_refused_before_writing(tmp_path: Path):
     with pytest.raises(SpecError, match="data=2 needs 2 processes, not 1; start 2 processes"):
-        train(Echo(), recipe=quick(spread="data=2"), out=tmp_path / "never")
+        train(Echo(), recipe=short_recipe(spread="data=2"), out=tmp_path / "never")
     assert not (tmp_path / "never").exists()
     with pytest.raises(SpecError, match="unknown parallel dimension 'rows'"):
-        quick(spread="rows=2")
+        short_recipe(spread="rows=2")
 
 
 @pytest.fixture(scope="module")
@@ -75,8 +75,8 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, 
     """What two ranks left behind, and what each of them found and was told."""
     folder = tmp_path_factory.mktemp("worlds") / "two"
     folder.mkdir()
-    until(2, quick(**PLAIN), folder / "one, two, one")
-    return folder, world(2, "support.data_parallel_checks.two", folder)
+    run_until(2, short_recipe(**PLAIN), folder / "one, two, one")
+    return folder, run_ranks(2, "support.data_parallel_checks.run_two_ranks", folder)
 
 
 # --- steps ---------------------------------------------------------------------------------------------
@@ -90,7 +90,7 @@ def stepped(two: tuple[Path, list[dict[str, Any]]]) -> list[dict[str, Any]]:
 
 def alone(case: str, ranks: int) -> dict[str, Any]:
     """The steps of one rank; terms are taken over the rows of each rank, so over as many parts of a batch."""
-    return steps_of(case, ALONE, "data=1", **({"accumulate": ranks} if case == "terms" else {}))
+    return steps_of_case(case, ALONE, "data=1", **({"accumulate": ranks} if case == "terms" else {}))
 
 
 @pytest.mark.parametrize("case", STEPPED)
@@ -98,7 +98,7 @@ def alone(case: str, ranks: int) -> dict[str, Any]:
 def test_two_ranks_take_the_steps_of_one(stepped: list[dict[str, Any]], way: str, case: str):
     wanted = alone(case, 2)
     for rank in stepped:
-        check_steps(rank[way][case], wanted)
+        check_equal_steps(rank[way][case], wanted)
 
 
 @pytest.mark.parametrize("case", ["echo", "odd"])
@@ -124,11 +124,11 @@ def test_the_first_gradient_is_that_of_the_mean_over_all_labels(stepped: list[di
 def test_four_ranks_take_the_steps_of_one(tmp_path_factory: pytest.TempPathFactory, way: str):
     folder = tmp_path_factory.getbasetemp() / "four"
     if not folder.exists():
-        world(4, "support.data_parallel_checks.steps", folder)
+        run_ranks(4, "support.data_parallel_checks.steps", folder)
     for case in STEPPED:
         wanted = alone(case, 4)
         for rank in range(4):
-            check_steps(torch.load(folder / f"{rank}.pt", weights_only=False)[way][case], wanted)
+            check_equal_steps(torch.load(folder / f"{rank}.pt", weights_only=False)[way][case], wanted)
 
 
 @pytest.mark.parametrize("case", ["wide", "odd"])
@@ -168,10 +168,10 @@ def test_a_run_of_two_that_is_interrupted_goes_on_to_the_same_bits(ran: tuple[Pa
 
 def check_same(first: Path, second: Path) -> None:
     """Bit by bit."""
-    one, other = tensors(first), tensors(second)
+    one, other = newest_checkpoint(first), newest_checkpoint(second)
     assert one.keys() == other.keys()
     assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
-    assert trail(first) == trail(second)
+    assert logged_results(first) == logged_results(second)
 
 
 def test_slices_go_on_where_they_stood(ran: tuple[Path, list[dict[str, Any]]]):
@@ -180,7 +180,7 @@ def test_slices_go_on_where_they_stood(ran: tuple[Path, list[dict[str, Any]]]):
 
 def test_ranks_drop_other_numbers(ran: tuple[Path, list[dict[str, Any]]]):
     """Each as many: their shares are of one size."""
-    held = tensors(ran[0] / "whole")
+    held = newest_checkpoint(ran[0] / "whole")
     assert not torch.equal(held["random cpu"], held["random cpu 1"])
 
 
@@ -191,8 +191,8 @@ def test_one_rank_writes_a_run_down_once(ran: tuple[Path, list[dict[str, Any]]])
 
 
 def test_sharded_runs_resume_without_compiled_modules(ran: tuple[Path, list[dict[str, Any]]], tmp_path: Path):
-    until(-1, quick(**PLAIN), tmp_path / "one")
-    check_near(ran[0] / "compiled", tmp_path / "one")
+    run_until(-1, short_recipe(**PLAIN), tmp_path / "one")
+    check_similar_runs(ran[0] / "compiled", tmp_path / "one")
 
 
 def test_unequal_shares_are_reported(ran: tuple[Path, list[dict[str, Any]]]):
@@ -207,10 +207,10 @@ def test_a_run_goes_on_in_a_world_of_another_size(ran: tuple[Path, list[dict[str
     """One rank, then two, then one, against one that is never interrupted."""
     folder = ran[0]
     assert [r["ranks"] for r in read_lines(folder / "one, two, one" / "metrics.jsonl") if r["event"] == "run"] == [1, 2]
-    assert until(-1, quick(**PLAIN), folder / "one, two, one") == ""
-    assert until(-1, quick(**PLAIN), tmp_path / "one") == ""
-    check_near(folder / "one, two, one", tmp_path / "one")
-    check_near(folder / "other ways", tmp_path / "one")
+    assert run_until(-1, short_recipe(**PLAIN), folder / "one, two, one") == ""
+    assert run_until(-1, short_recipe(**PLAIN), tmp_path / "one") == ""
+    check_similar_runs(folder / "one, two, one", tmp_path / "one")
+    check_similar_runs(folder / "other ways", tmp_path / "one")
 
 
 # --- what is refused -----------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from headwise.families import WEIGHT_NAMES
 from headwise.inspect.attention_sites import find_attention
 from headwise.inspect.hooks import AttentionCall
 from headwise.inspect.site_hooks import hook_sites
-from support.saved_bytes import measured, profile
+from support.saved_bytes import backend_profile, model_saved_bytes
 from support.transformers_models import (
     BART,
     BERT,
@@ -445,8 +445,8 @@ def test_saved_bytes_are_those_of_the_formulas(name: str, dtype: torch.dtype):
     """New placements and norms, for the way back."""
     model = read(KINDS[name])
     load = hw.Workload(2, 11, "fp32" if dtype == torch.float32 else "bf16", "cpu")
-    way = hw.ActivationSettings(profile(model, load.dtype), source=13 if len(model.stacks) > 1 else None)
-    assert hw.activation_memory(model, load, way).total == measured(model, dtype, way)
+    way = hw.ActivationSettings(backend_profile(model, load.dtype), source=13 if len(model.stacks) > 1 else None)
+    assert hw.activation_memory(model, load, way).total == model_saved_bytes(model, dtype, way)
 
 
 def test_unsupported_parts_are_counted_reported_and_not_built():

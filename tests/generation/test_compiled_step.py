@@ -13,7 +13,7 @@ import headwise as hw
 from headwise.errors import SpecError
 from headwise.generation import DecodingState, PromptBatch, TextGenerator, compiled_step
 from headwise.generation.compiled_step import decide_compile, estimate_compile_gain
-from support.decoding_models import CAUSAL, built, decoder, pair
+from support.decoding_models import CAUSAL, build_random, decoder_spec, encoder_decoder_spec
 
 SPECS = {
     "causal": CAUSAL,
@@ -40,7 +40,7 @@ def answers(net: hw.Transformer, prompts: list[list[int]], how: str, count: int 
 @pytest.mark.compile
 @pytest.mark.parametrize("name", SPECS)
 def test_one_graph_serves_every_position_and_every_room(name, graphs):
-    net = built(decoder(SPECS[name]))
+    net = build_random(decoder_spec(SPECS[name]))
     for length, count in ((3, 12), (5, 4), (9, 40), (2, 7)):
         prompts = [[(7 * row + 3 * n) % 11 for n in range(length)] for row in range(3)]
         assert answers(net, prompts, "on", count) == answers(net, prompts, "off", count)
@@ -50,7 +50,7 @@ def test_one_graph_serves_every_position_and_every_room(name, graphs):
 @pytest.mark.compile
 def test_rows_of_several_lengths_and_a_single_row(graphs):
     """Rows that are padded run as they are; one row has a graph of its own."""
-    net = built(decoder())
+    net = build_random(decoder_spec())
     ragged = [[3, 1], [4, 1, 5, 9]]
     assert answers(net, ragged, "on") == answers(net, ragged, "off")
     assert graphs() == 0
@@ -61,7 +61,7 @@ def test_rows_of_several_lengths_and_a_single_row(graphs):
 
 @pytest.mark.compile
 def test_a_decoder_that_reads_a_source_is_one_graph(graphs):
-    net = built(pair(), begin=(1,), end=())
+    net = build_random(encoder_decoder_spec(), begin=(1,), end=())
     for length in (3, 7):
         sources = [[(5 * row + n) % 13 for n in range(length)] for row in range(2)]
         assert answers(net, sources, "on") == answers(net, sources, "off")
@@ -71,7 +71,10 @@ def test_a_decoder_that_reads_a_source_is_one_graph(graphs):
 @pytest.mark.compile
 def test_changed_parameters_are_read(graphs):
     """A graph holds no copy of a weight: what is loaded or written to in place is what it runs on."""
-    net, other = built(decoder()), built(decoder(hw.design(model=32, heads=4, kv=1, pattern="causal()")))
+    net, other = (
+        build_random(decoder_spec()),
+        build_random(decoder_spec(hw.design(model=32, heads=4, kv=1, pattern="causal()"))),
+    )
     prompts = [[3, 1, 4], [1, 5, 9]]
     answers(net, prompts, "on")
     with torch.no_grad():
@@ -83,7 +86,7 @@ def test_changed_parameters_are_read(graphs):
 
 
 def test_auto_compares_the_gain_with_the_compile_time(monkeypatch):
-    net = built(decoder())
+    net = build_random(decoder_spec())
     assert not decide_compile(net, "auto", 64).should_compile
     assert decide_compile(net, "auto", 10**6).should_compile
     assert decide_compile(net, "on", 1) == compiled_step.CompileDecision(True, "compiled: compile is on")
@@ -92,7 +95,7 @@ def test_auto_compares_the_gain_with_the_compile_time(monkeypatch):
 
 def test_without_a_compiler_auto_reports_it_and_on_is_refused(monkeypatch):
     monkeypatch.setattr(compiled_step.shutil, "which", lambda name: None)
-    net = built(decoder())
+    net = build_random(decoder_spec())
     assert decide_compile(net, "auto", 10**6) == compiled_step.CompileDecision(
         False, "not compiled: there is no C++ compiler"
     )
@@ -102,7 +105,7 @@ def test_without_a_compiler_auto_reports_it_and_on_is_refused(monkeypatch):
 
 
 def test_probes_hinder_and_other_words_are_refused():
-    net = built(decoder())
+    net = build_random(decoder_spec())
     net.probes = {"decoder.0.attention": hw.Probe("heads")}
     assert decide_compile(net, "auto", 10**6).reason == "not compiled: probes observe its attention"
     with pytest.raises(SpecError, match=r"compile='yes' is unknown"):
@@ -110,7 +113,7 @@ def test_probes_hinder_and_other_words_are_refused():
 
 
 def test_rows_of_several_lengths_give_a_reason_not_to_compile():
-    net, prompt = built(decoder()), torch.tensor([[3, 1, 4], [0, 1, 5]])
+    net, prompt = build_random(decoder_spec()), torch.tensor([[3, 1, 4], [0, 1, 5]])
     told = hw.SequenceInfo.from_batch(prompt, lengths=[3, 2], pad="left")
     with torch.no_grad():
         for tokens, compiled in ((told, False), (None, True)):
@@ -125,7 +128,7 @@ def test_rows_of_several_lengths_give_a_reason_not_to_compile():
 
 
 def test_every_choice_is_reported_on_request():
-    net, heard = built(decoder()), []
+    net, heard = build_random(decoder_spec()), []
     asked = TextGenerator.of(net, 5, 0.0, hw.DecodingConfig(compile="auto"), heard.append)
     asked.answers(PromptBatch([[3, 1], [4, 1]], "ids", "together"))
     list(asked.pieces(PromptBatch([[3, 1]], "ids", "alone")))
@@ -138,7 +141,7 @@ def test_a_training_step_is_compiled_once_for_each_shape(monkeypatch):
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     torch.compiler.reset()
     counters.clear()
-    net = hw.build(decoder(), seed=0).train()
+    net = hw.build(decoder_spec(), seed=0).train()
     hidden, made = torch.compile(net.hidden), []
     optimiser = torch.optim.AdamW(net.parameters())
     for _ in range(5):

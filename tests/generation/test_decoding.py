@@ -19,12 +19,12 @@ from headwise.generation import DecodingState, eval_mode
 from headwise.generation.beam_search import BeamSearch, run_beam_search
 from headwise.generation.sampling import filter_logits
 from headwise.ops.counter_rng import RandomStream
-from support.decoding_models import CAUSAL, MODEL, WORDS, built, decoder, pair
+from support.decoding_models import CAUSAL, MODEL, WORDS, build_random, decoder_spec, encoder_decoder_spec
 
 
 @pytest.fixture
 def translator() -> hw.Transformer:
-    return built(pair(), begin=(1,))
+    return build_random(encoder_decoder_spec(), begin=(1,))
 
 
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2], [6, 5, 3, 5]]
@@ -32,7 +32,7 @@ PROMPTS = [[3, 1, 4, 1, 5], [9, 2], [6, 5, 3, 5]]
 
 @pytest.fixture
 def net() -> hw.Transformer:
-    return built(decoder())
+    return build_random(decoder_spec())
 
 
 def logits_of(net: hw.Transformer, ids: Sequence[int], source: Sequence[int] | None = None) -> Tensor:
@@ -127,7 +127,7 @@ def test_filtered_logits_equal_the_definitions(name: str):
 
 def test_texts_are_drawn_as_often_as_they_are_likely():
     """Two tokens in a row, by the chain rule."""
-    net = built(decoder(words=5))
+    net = build_random(decoder_spec(words=5))
     first = logits_of(net, [3, 1]).softmax(-1).tolist()
     expected = [first[a] * share for a in range(5) for share in logits_of(net, [3, 1, a]).softmax(-1).tolist()]
     said = hw.generate(net, [[3, 1]] * 1500, max_new_tokens=2, temperature=1.0, seed=5)
@@ -174,7 +174,7 @@ SPECS |= {
 @pytest.mark.parametrize("name", SPECS)
 def test_cached_generation_equals_generation_without_a_cache(name: str):
     """Rows of several lengths at once, drawn; some end early, and are left out of the caches."""
-    net = built(decoder(SPECS[name]))
+    net = build_random(decoder_spec(SPECS[name]))
     alone = []
     for row, prompt in enumerate(PROMPTS):
         ids, own = list(prompt), RandomStream(row + 3)
@@ -267,7 +267,10 @@ def every(net: hw.Transformer, prompt: Sequence[int], count: int, ends: Sequence
 @pytest.mark.parametrize("power", [-0.7, 1.0, 2.5])
 @pytest.mark.parametrize("kind", ["decoder", "encoder-decoder"])
 def test_enough_beams_find_the_best_of_all_answers(kind: str, power: float):
-    net = built(decoder(words=3) if kind == "decoder" else pair(words=3), begin=() if kind == "decoder" else (1,))
+    net = build_random(
+        decoder_spec(words=3) if kind == "decoder" else encoder_decoder_spec(words=3),
+        begin=() if kind == "decoder" else (1,),
+    )
     prompts = [[2, 1], [1, 0]]
     how = hw.DecodingConfig(beams=3**4, best=7, length_penalty=power, end=(0,))
     with eval_mode(net):
@@ -329,7 +332,7 @@ def shifted(net: hw.Transformer, prompt: Sequence[int], count: int, known: int, 
 
 @pytest.mark.parametrize("window", [1, 4, 8])
 def test_a_window_goes_on_beyond_the_last_position(window: int):
-    net = built(decoder(positions=8))
+    net = build_random(decoder_spec(positions=8))
     prompts = [*PROMPTS, [1] * 13]
     expected = [shifted(net, prompt, 15, 8, window) for prompt in prompts]
     assert hw.generate(net, prompts, max_new_tokens=15, config=hw.DecodingConfig(window=window)) == expected
@@ -346,14 +349,14 @@ def test_a_window_reads_the_end_of_a_prompt_alone(net: hw.Transformer, translato
 
 
 def test_all_positions_can_be_used():
-    net = built(decoder(positions=8))
+    net = build_random(decoder_spec(positions=8))
     assert hw.generate(net, [3, 1, 4], max_new_tokens=6) == anew(net, [3, 1, 4], 6)
 
 
 def test_positions_of_a_part_count_too():
     learned = hw.design(model=MODEL, heads=4, pattern="causal()", modifiers=(hw.Learned(length=6),))
     with pytest.raises(ValueError, match="are 2 more than the 6 positions"):
-        hw.generate(built(decoder(learned)), [3, 1, 4], max_new_tokens=6)
+        hw.generate(build_random(decoder_spec(learned)), [3, 1, 4], max_new_tokens=6)
 
 
 # --- as it comes ---------------------------------------------------------------------------------------
@@ -366,7 +369,7 @@ def test_a_stream_equals_generation(net: hw.Transformer):
 
 
 def test_a_stream_leaves_the_model_as_it_was_between_tokens():
-    net = hw.build(decoder(), dropout=0.4, seed=0).train()
+    net = hw.build(decoder_spec(), dropout=0.4, seed=0).train()
     told = hw.stream(net, [3, 1], max_new_tokens=3)
     first = [next(told)]
     assert all(module.training for module in net.modules())
@@ -377,7 +380,7 @@ def test_a_stream_leaves_the_model_as_it_was_between_tokens():
 
 # --- what is refused -----------------------------------------------------------------------------------
 
-LEARNED = decoder(positions=8)
+LEARNED = decoder_spec(positions=8)
 BAD: dict[str, tuple[bp.ModelSpec, Any, dict[str, Any], str]] = {
     "nothing": (LEARNED, [], {}, "the prompt is empty; give text, ids"),
     "an empty row": (LEARNED, [[3], []], {}, "the prompt is empty; give at least one token"),
@@ -420,7 +423,7 @@ BAD: dict[str, tuple[bp.ModelSpec, Any, dict[str, Any], str]] = {
     "seeds": (LEARNED, [1], {"temperature": 1.0, "seed": [1, 2]}, r"cannot seed 1 rows with seed=\[1, 2\]"),
     "a seed of text": (LEARNED, [1], {"temperature": 1.0, "seed": 1.5}, "cannot seed 1 rows with seed=1.5"),
     "a seed below 0": (LEARNED, [1], {"temperature": 1.0, "seed": -1}, "seed=-1"),
-    "no beginning": (pair(), [1], {}, "has no decoder start ids; set"),
+    "no beginning": (encoder_decoder_spec(), [1], {}, "has no decoder start ids; set"),
 }
 
 

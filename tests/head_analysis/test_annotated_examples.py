@@ -20,11 +20,11 @@ from headwise.head_analysis.annotated_examples import (
     read_conllu,
     read_lines,
 )
-from support.conllu_examples import ROWS, WORDS, reader, rows
+from support.conllu_examples import ROWS, WORDS, build_encoder, conllu_lines
 
 
 def test_a_parse():
-    first, second = read_conllu(rows())
+    first, second = read_conllu(conllu_lines())
     assert first.text == "The dogs don't bark."
     assert first.words == ("The", "dogs", "do", "n't", "bark", ".")
     assert [first.text[slice(*span)] for span in first.word_spans] == list(first.words)
@@ -34,7 +34,7 @@ def test_a_parse():
 
 def test_words_that_are_written_as_one_and_not_one_after_another():
     text = "# text = vamos al mar\n1 vamos _ _ _ _ 0 root _ _\n2-3 al _ _ _ _ _ _ _ _\n2 a _ _ _ _ 4 case _ _\n"
-    (one,) = read_conllu(rows(text + "3 el _ _ _ _ 4 det _ _\n4 mar _ _ _ _ 1 obl _ _\n"))
+    (one,) = read_conllu(conllu_lines(text + "3 el _ _ _ _ 4 det _ _\n4 mar _ _ _ _ 1 obl _ _\n"))
     assert one.word_spans == ((0, 5), (6, 8), (6, 8), (9, 12))
 
 
@@ -47,11 +47,11 @@ def test_words_that_are_written_as_one_and_not_one_after_another():
 ])  # fmt: skip
 def test_a_parse_that_is_none(text: str, said: str):
     with pytest.raises(SpecError, match=said):
-        list(read_conllu(rows(text)))
+        list(read_conllu(conllu_lines(text)))
 
 
 def test_token_annotations():
-    sources = ExampleReader(reader())
+    sources = ExampleReader(build_encoder())
     sources.add_text("the dogs don't bark .")
     (scene,) = sources.examples_with_frequencies()
     tokens = scene.streams["text"]
@@ -63,7 +63,7 @@ def test_token_annotations():
 
 
 def test_pieces_belong_to_the_words_of_a_parse():
-    sources = examples_from_sentences(reader(), [next(read_conllu(rows(ROWS.replace("The", "the"))))])
+    sources = examples_from_sentences(build_encoder(), [next(read_conllu(conllu_lines(ROWS.replace("The", "the"))))])
     (scene,) = sources.examples_with_frequencies()
     tokens = scene.streams["text"]
     words = [tokens.words[n] for n in range(tokens.count)]
@@ -74,13 +74,13 @@ def test_pieces_belong_to_the_words_of_a_parse():
 
 
 def test_frequencies_are_counted_over_all_texts():
-    scenes = examples_from_lines(reader(), ["the dog", "the the bark"]).examples_with_frequencies()
+    scenes = examples_from_lines(build_encoder(), ["the dog", "the the bark"]).examples_with_frequencies()
     the = [int(scene.streams["text"].frequency[1]) for scene in scenes]
     assert the == [3, 3]
 
 
 def test_skipped_texts_are_reported():
-    sources = examples_from_lines(reader(), ["", "the dog", "  ", " ".join(["bark"] * 23)])
+    sources = examples_from_lines(build_encoder(), ["", "the dog", "  ", " ".join(["bark"] * 23)])
     counts = [scene.streams["text"].count for scene in sources.examples_with_frequencies()]
     assert max(counts) <= 12
     assert sum(counts) - 2 * len(counts) == 25
@@ -88,14 +88,14 @@ def test_skipped_texts_are_reported():
 
 
 def test_texts_with_unknown_tokens_are_skipped():
-    sources = examples_from_lines(reader(), ["the dog", "the cat", "a bark"])
+    sources = examples_from_lines(build_encoder(), ["the dog", "the cat", "a bark"])
     assert [scene.streams["text"].count for scene in sources.examples_with_frequencies()] == [4, 4]
     assert sources.notes == ("1 texts with characters that the tokenizer does not know",)
 
 
 def test_a_sentence_that_the_tokenizer_reads_otherwise():
     other = ParsedSentence("the dog", ("the", "dog", "gone"), ((0, 3), (4, 7), (7, 7)), ())
-    sources = examples_from_sentences(reader(), [other])
+    sources = examples_from_sentences(build_encoder(), [other])
     assert sources.examples == []
     assert "1 of 3 words have no token" in sources.notes[0]
 
@@ -105,7 +105,7 @@ def test_pairs_and_links():
               "encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 8, "decoder_ffn_dim": 8,
               "max_position_embeddings": 16}  # fmt: skip
     net = hw.build(hw.families.read_model_spec(config), seed=0).eval()
-    net.usage = hw.ProcessorSpec(tokenizer=reader().usage.tokenizer, begin=(1,), end=(2,))
+    net.usage = hw.ProcessorSpec(tokenizer=build_encoder().usage.tokenizer, begin=(1,), end=(2,))
     (scene,) = examples_from_pairs(
         net, [("the dog", "a b bark")], [parse_alignment_links("0-0 1?2", 1)]
     ).examples_with_frequencies()
@@ -127,7 +127,7 @@ def test_a_source_alone_is_answered():
               "encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 8, "decoder_ffn_dim": 8,
               "max_position_embeddings": 80}  # fmt: skip
     net = hw.build(hw.families.read_model_spec(config), seed=0).eval()
-    net.usage = hw.ProcessorSpec(tokenizer=reader().usage.tokenizer, begin=(1,), end=())
+    net.usage = hw.ProcessorSpec(tokenizer=build_encoder().usage.tokenizer, begin=(1,), end=())
     (scene,) = examples_from_lines(net, ["the dog"]).examples_with_frequencies()
     said = hw.generate(net, "the dog", max_new_tokens=64)
     assert scene.streams["text"].count == 65

@@ -19,7 +19,7 @@ from headwise.head_analysis.dependency_syntax import (
     word_attention_maps,
 )
 from headwise.inspect.attention_sites import find_attention
-from support.importance_examples import BERT, built, ids, translator
+from support.importance_examples import BERT, build_model, random_ids, translator
 
 TEXTS = 40
 
@@ -47,7 +47,7 @@ def planted(net: Any, head: int, count: int = TEXTS) -> list[Example]:
     """Texts whose words are governed by what one head reads most, itself aside."""
     scenes = []
     for n in range(count):
-        text = ids(n, 7 + n % 3)
+        text = random_ids(n, 7 + n % 3)
         words = list(range(text.shape[1]))
         maps = own_maps(net, text)[head].clone().fill_diagonal_(0)
         arcs = [(dependent, int(maps[dependent].argmax()), "any") for dependent in words]
@@ -59,7 +59,7 @@ def planted(net: Any, head: int, count: int = TEXTS) -> list[Example]:
 
 
 def test_word_maps_sum_over_keys_and_average_over_queries(monkeypatch: pytest.MonkeyPatch):
-    net, text, words = built(BERT), ids(0), [-1, 0, 0, 1, 2, 2, -1]
+    net, text, words = build_model(BERT), random_ids(0), [-1, 0, 0, 1, 2, 2, -1]
     maps, wanted = own_maps(net, text).numpy(), np.zeros((6, 3, 3))
     for i in range(3):
         for j in range(3):
@@ -93,7 +93,7 @@ def test_the_likelihood_is_its_definition():
 
 
 def test_planted_syntax_is_found_and_both_baselines_miss_it():
-    net, twin = built(BERT), built(BERT, seed=5)
+    net, twin = build_model(BERT), build_model(BERT, seed=5)
     scenes = planted(net, 4)
     told = train_attention_probe(net, scenes, random_baseline=twin, options=ProbeOptions(weight_decay=1e-5))
     assert told.twin is not None
@@ -109,7 +109,7 @@ def test_planted_syntax_is_found_and_both_baselines_miss_it():
 
 
 def test_directions_of_dependencies_are_distinguished():
-    net = built(BERT)
+    net = build_model(BERT)
     other = []
     for scene in planted(net, 4):
         maps = own_maps(net, scene.inputs["x"])[4].clone().fill_diagonal_(0)
@@ -124,18 +124,18 @@ def test_directions_of_dependencies_are_distinguished():
 
 
 def test_the_offset_that_is_most_often_right_is_a_baseline():
-    net = built(BERT)
+    net = build_model(BERT)
     scenes = []
     for n in range(10):
         arcs = [(word, word - 2, "any") for word in range(2, 7)] + [(0, 6, "far")]
-        scenes.append(Example({"x": ids(n)}, {"text": stream(list(range(7)))}, arcs))
+        scenes.append(Example({"x": random_ids(n)}, {"text": stream(list(range(7)))}, arcs))
     told = train_attention_probe(net, scenes)
     assert told.offset == -2
     assert told.baseline[:3] == pytest.approx((5 / 6, 5 / 6, 5 / 6))
 
 
 def test_a_seed_makes_it_the_same_again():
-    net, scenes = built(BERT), planted(built(BERT), 4, 12)
+    net, scenes = build_model(BERT), planted(build_model(BERT), 4, 12)
     told = train_attention_probe(net, scenes)
     assert train_attention_probe(net, scenes) == told
     assert train_attention_probe(net, scenes, options=ProbeOptions(seed=1)) != told
@@ -147,14 +147,14 @@ def test_a_seed_makes_it_the_same_again():
 
 
 def test_texts_without_arcs_are_left_out_and_counted():
-    net, scenes = built(BERT), planted(built(BERT), 4, 10)
+    net, scenes = build_model(BERT), planted(build_model(BERT), 4, 10)
     root = replace(scenes[0], dependencies=[(2, -1, "root"), (2, 2, "root")])
     told = train_attention_probe(net, [*scenes, root])
     assert told.notes == ("1 texts without dependencies were left out",)
 
 
 def test_unsupported_models_are_refused():
-    net, scenes = built(BERT), planted(built(BERT), 4, 10)
+    net, scenes = build_model(BERT), planted(build_model(BERT), 4, 10)
     for texts, reason in [
         (scenes[:3], "3 texts with dependencies: 2 for training and 1 held out; at least two of each"),
         (

@@ -24,7 +24,7 @@ Counts = dict[tuple[str, str], list[np.ndarray]]
 def text(seed: int, kind: str) -> tuple[WeightBand, list[tuple[int, int, str]]]:
     """A map of pieces of words, and arcs among its words."""
     draw = np.random.default_rng(100 + seed)
-    block = maps.block(kind, seed, count=19)
+    block = maps.weight_map(kind, seed, count=19)
     spelt = tuple("'s" if draw.random() < 0.3 else word for word in block.key_tokens.words)
     told = replace(block.key_tokens, words=spelt)
     block = replace(block, query_tokens=told, key_tokens=told)
@@ -91,7 +91,7 @@ def scene(block: WeightBand, arcs: list[tuple[int, int, str]]) -> Example:
 def gone_through(syntax: DependencyScores, texts: list[tuple[WeightBand, list]], step: int) -> DependencyScores:
     for block, arcs in texts:
         syntax.start_example(scene(block, arcs))
-        for band in maps.bands(block, step):
+        for band in maps.split_bands(block, step):
             syntax.add_band(SITE, band)
         syntax.finish_example()
     return syntax

@@ -25,7 +25,7 @@ from headwise.head_analysis.head_circuits import (
 )
 from headwise.head_analysis.random_baseline import as_native_model, make_random_baseline
 from headwise.inspect.attention_sites import find_attention
-from support.number_examples import WORDS, scenes, small
+from support.number_examples import WORDS, make_examples, small_gpt2
 
 
 def layer(**said: Any) -> AttentionCircuits:
@@ -142,7 +142,7 @@ def test_the_inner_product_is_that_of_full_products():
 
 @pytest.mark.parametrize("which", ["qk", "ov"])
 def test_kin_of_all_heads_of_a_model(which: str):
-    net = small()
+    net = small_gpt2()
     told, made = compare_circuits(net, which), get_circuits(net)
     whole = [
         getattr(one, f"{which}_circuit")(head).product.double().numpy() for one in made.values() for head in range(4)
@@ -199,7 +199,7 @@ def test_copying_of_the_whole_map_from_tokens_to_tokens():
 
 def planted(sign: float) -> Any:
     """A model of one layer whose only head carries what it reads into the same channels, or the opposite."""
-    net: Any = small(layers=1, heads=1)
+    net: Any = small_gpt2(layers=1, heads=1)
     with torch.no_grad():
         for name, parameter in net.named_parameters():
             if name.endswith("project.v"):
@@ -233,7 +233,7 @@ def test_a_model_without_token_outputs_uses_its_embedding_table():
 
 
 def test_norms_and_shares_of_written_vectors():
-    net, texts = small(), scenes(4)
+    net, texts = small_gpt2(), make_examples(4)
     told = {(one.site, one.head): one for one in measure_residual_contributions(net, texts)}
     norms: list[Tensor] = []
     shares: list[Tensor] = []
@@ -262,7 +262,7 @@ def test_norms_and_shares_of_written_vectors():
 
 
 def test_vectors_written_in_pieces_sum_to_the_whole(monkeypatch: pytest.MonkeyPatch):
-    net, texts = small(), scenes(2)
+    net, texts = small_gpt2(), make_examples(2)
     whole = measure_residual_contributions(net, texts)
     monkeypatch.setattr("headwise.head_analysis.head_circuits.MAX_CHUNK_CELLS", 200)
     assert [one.share.value for one in measure_residual_contributions(net, texts)] == pytest.approx(
@@ -274,7 +274,7 @@ def test_vectors_written_in_pieces_sum_to_the_whole(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_random_baseline_has_the_shapes_and_new_weights():
-    net: Any = small()
+    net: Any = small_gpt2()
     state = torch.get_rng_state()
     one, again, other = (
         make_random_baseline(net, seed=1),
@@ -316,8 +316,10 @@ def test_a_random_baseline_of_a_bare_module_is_refused():
 
 def test_a_native_model_of_a_transformers_model_has_its_outputs():
     pytest.importorskip("transformers")
-    from support.transformers_models import ZOO, run
+    from support.transformers_models import ZOO, run_model
 
     model, ids = ZOO["gpt2"].build(), torch.randint(3, 60, (2, 9))
     with torch.no_grad():
-        torch.testing.assert_close(as_native_model(model)(ids), run(model, {"input_ids": ids}), atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(
+            as_native_model(model)(ids), run_model(model, {"input_ids": ids}), atol=1e-4, rtol=1e-4
+        )

@@ -30,7 +30,7 @@ def decoder() -> HeadTable:
 
 @pytest.fixture(scope="module")
 def translator() -> HeadTable:
-    return measure_heads(handmade.translator(), handmade.pairs(40), collectors=[AlignmentScores()])
+    return measure_heads(handmade.translator(), handmade.translation_pairs(40), collectors=[AlignmentScores()])
 
 
 def names(table: HeadTable, site: str, number: int) -> dict[str, float]:

@@ -22,7 +22,7 @@ from headwise.head_analysis.rank_analysis import (
     singular_value_ratio,
 )
 from headwise.masking.patterns import Causal, Full
-from support.number_examples import scenes, small
+from support.number_examples import make_examples, small_gpt2
 
 Array = NDArray[np.float64]
 PAIR = ("text", "text")
@@ -123,7 +123,7 @@ def test_a_single_head_or_a_single_layer_has_no_chance():
 
 
 def test_the_spread_of_a_model_is_that_of_its_layers():
-    net, texts = small(), scenes(3)
+    net, texts = small_gpt2(), make_examples(3)
     found = (
         measure_redundancy(net, texts, options=RedundancyOptions(num_permutations=9, num_resamples=20))
         .readers[0]
@@ -213,7 +213,7 @@ def states(net: Any, ids: Tensor) -> Iterator[Tensor]:
 
 
 def test_diversity_of_a_native_model():
-    net, texts = small(layers=3), scenes(4)
+    net, texts = small_gpt2(layers=3), make_examples(4)
     found = measure_rank_collapse(net, texts)
     with torch.no_grad():
         told = [[rank_one_residual(x) for x in states(net, text.inputs["x"])] for text in texts]
@@ -224,7 +224,7 @@ def test_diversity_of_a_native_model():
 
 
 def test_the_whole_path_is_the_models_own():
-    net, texts = small(layers=3), scenes(3)
+    net, texts = small_gpt2(layers=3), make_examples(3)
     one, other = measure_rank_collapse(net, texts), measure_rank_collapse(net, texts, variant=ForwardVariant())
     assert [a.residual.value for a in one] == pytest.approx([b.residual.value for b in other], abs=1e-6)
     causal = measure_rank_collapse(net, texts, variant=ForwardVariant(pattern=Causal()))
@@ -232,7 +232,7 @@ def test_the_whole_path_is_the_models_own():
 
 
 def test_attention_alone_brings_all_tokens_together_and_skips_do_not():
-    net, texts = small(layers=4, sharp=1.0), scenes(4)
+    net, texts = small_gpt2(layers=4, sharp=1.0), make_examples(4)
     alone = ForwardVariant(skip="without", feed="without", pattern=Full())
     ends = {
         name: measure_rank_collapse(net, texts, variant=path)[-1].residual.value
@@ -253,7 +253,7 @@ def test_diversity_of_transformers_models(name: str):
 
     from support.transformers_models import ZOO
 
-    model, texts = ZOO[name].build(), scenes(3, "input_ids")
+    model, texts = ZOO[name].build(), make_examples(3, "input_ids")
     if name == "bart":
         texts = [replace(one, inputs=one.inputs | {"decoder_input_ids": one.inputs["input_ids"][:, :5]})
                  for one in texts]  # fmt: skip

@@ -30,13 +30,22 @@ from headwise.head_analysis.partial_forward import HeadAblationHook, PartialForw
 from headwise.head_analysis.resampling import correct_p_values, sign_flip_p_values
 from headwise.inspect.attention_sites import find_attention
 from headwise.inspect.model_inputs import prepare_inputs
-from support.importance_examples import BERT as OUR_BERT, GPT2, LLAMA, built, ids, loud, scenes, translator
-from support.transformers_models import BART, BERT, GPT, Foreign, without_columns
+from support.importance_examples import (
+    BERT as OUR_BERT,
+    GPT2,
+    LLAMA,
+    build_model,
+    make_examples,
+    random_ids,
+    translator,
+    with_uneven_attention,
+)
+from support.transformers_models import BART, BERT, GPT, TransformersModel, without_columns
 
 MASK = 3
 THEIRS = {
-    "gpt2": Foreign("GPT2LMHeadModel", "GPT2Config", GPT, "c_proj"),
-    "bert": Foreign("BertForMaskedLM", "BertConfig", BERT, "output.dense"),
+    "gpt2": TransformersModel("GPT2LMHeadModel", "GPT2Config", GPT, "c_proj"),
+    "bert": TransformersModel("BertForMaskedLM", "BertConfig", BERT, "output.dense"),
 }
 SMALL = MaskedTokenLoss(mask_id=MASK)
 
@@ -81,7 +90,7 @@ def projections(model: nn.Module, name: str) -> list[nn.Module]:
 @pytest.mark.parametrize("name", list(THEIRS))
 def test_leaving_out_is_a_copy_without_the_columns(name: str):
     model, asked = theirs(name), asked_of(name)
-    texts = scenes(model, 3)
+    texts = make_examples(model, 3)
     result = estimate_importance(model, texts, objective=asked)
     assert any("runs in full" in note for note in result.notes)
     for site, head in [(hw.sites(model)[0], 1), (hw.sites(model)[1], 3)]:
@@ -93,9 +102,12 @@ def test_leaving_out_is_a_copy_without_the_columns(name: str):
 
 
 def test_ablation_reaches_two_stacks_of_a_transformers_model():
-    one = Foreign("BartForConditionalGeneration", "BartConfig", BART, "out_proj", "both")
+    one = TransformersModel("BartForConditionalGeneration", "BartConfig", BART, "out_proj", "both")
     model = one.build().double()
-    texts = [Example({"input_ids": ids(n, 6, 67), "decoder_input_ids": ids(9 + n, 5, 67)}, {}) for n in range(3)]
+    texts = [
+        Example({"input_ids": random_ids(n, 6, 67), "decoder_input_ids": random_ids(9 + n, 5, 67)}, {})
+        for n in range(3)
+    ]
     result = estimate_importance(model, texts)
     assert result.objective == "translation"
     assert len(result.heads) == 6 * 4
@@ -113,8 +125,8 @@ def test_ablation_reaches_two_stacks_of_a_transformers_model():
 
 @pytest.mark.parametrize("config", [GPT2, LLAMA], ids=["gpt2", "llama"])
 def test_leaving_out_is_a_copy_without_the_columns_in_a_model_of_ours(config: dict[str, Any]):
-    net = built(config)
-    texts = scenes(net)
+    net = build_model(config)
+    texts = make_examples(net)
     result = estimate_importance(net, texts)
     for layer, head in itertools.product(range(2), range(3)):
         other = copy.deepcopy(net)
@@ -127,7 +139,9 @@ def test_leaving_out_is_a_copy_without_the_columns_in_a_model_of_ours(config: di
 
 def test_leaving_out_of_torchs_own_is_a_copy_without_the_columns():
     torch.manual_seed(0)
-    net = loud(nn.TransformerEncoder(nn.TransformerEncoderLayer(12, 3, 20, batch_first=True), 2, None, False))
+    net = with_uneven_attention(
+        nn.TransformerEncoder(nn.TransformerEncoderLayer(12, 3, 20, batch_first=True), 2, None, False)
+    )
     draw = torch.Generator().manual_seed(0)
     texts = [Example(torch.randn(1, 5 + n, 12, generator=draw).double(), {}) for n in range(3)]
     result = estimate_importance(net, texts, objective="token-drift-l2")
@@ -139,9 +153,11 @@ def test_leaving_out_of_torchs_own_is_a_copy_without_the_columns():
     assert result.head("model.1.attention", 1).value == pytest.approx(mean_of(far), abs=1e-12)
 
 
-@pytest.mark.parametrize("net", [built(GPT2), built(OUR_BERT), translator()], ids=["decoder", "encoder", "both"])
+@pytest.mark.parametrize(
+    "net", [build_model(GPT2), build_model(OUR_BERT), translator()], ids=["decoder", "encoder", "both"]
+)
 def test_beginning_again_midway_is_the_whole_run(net: Any):
-    those, given = find_attention(net), prepare_inputs(net, scenes(net)[0].inputs, 0)
+    those, given = find_attention(net), prepare_inputs(net, make_examples(net)[0].inputs, 0)
     again, whole = PartialForward(net, those, given), RepeatedForward(net, those, given)
     assert torch.equal(again.baseline_outputs, whole.baseline_outputs)
     assert again.head_counts == whole.head_counts
@@ -155,8 +171,8 @@ def test_beginning_again_midway_is_the_whole_run(net: Any):
 
 
 def test_a_run_that_begins_midway_runs_no_layer_before():
-    net, ran = built(GPT2), list[str]()
-    way = make_forward(net, find_attention(net), prepare_inputs(net, {"x": ids(0)}, 0))
+    net, ran = build_model(GPT2), list[str]()
+    way = make_forward(net, find_attention(net), prepare_inputs(net, {"x": random_ids(0)}, 0))
     assert way.head_counts == {"decoder.0.attention": 3, "decoder.1.attention": 3}
     net.decoder.get_submodule("0").register_forward_pre_hook(lambda *_: ran.append("0"))
     way.run_with_hooks({"decoder.1.attention": HeadAblationHook(0)})
@@ -185,7 +201,7 @@ def by_masks(model: nn.Module, name: str, text: Example, number: int, asked: Any
 @pytest.mark.parametrize("name", list(THEIRS))
 def test_michels_three_scores_equal_explicit_masks(name: str):
     model, asked = theirs(name), asked_of(name)
-    texts = scenes(model, 4)
+    texts = make_examples(model, 4)
     slopes = [torch.stack([xi.sum(0) for xi in by_masks(model, name, one, n, asked)]) for n, one in enumerate(texts)]
     sizes = [torch.stack([xi.abs().sum(0) for xi in by_masks(model, name, o, n, asked)]) for n, o in enumerate(texts)]
     lengths = [next(iter(one.inputs.values())).shape[1] for one in texts]
@@ -211,9 +227,9 @@ def test_michels_three_scores_equal_explicit_masks(name: str):
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("net", [built(GPT2), translator()], ids=["decoder", "both"])
+@pytest.mark.parametrize("net", [build_model(GPT2), translator()], ids=["decoder", "both"])
 def test_taylor_is_the_slope_of_a_loss(net: Any):
-    texts, step = scenes(net, 2), 1e-5
+    texts, step = make_examples(net, 2), 1e-5
     for parameter in net.parameters():
         parameter.requires_grad_(False)  # nothing of a model has to be learned for its heads to be weighed
     result = estimate_importance(net, texts, method="taylor")
@@ -232,9 +248,11 @@ def test_taylor_is_the_slope_of_a_loss(net: Any):
 
 
 def test_a_layers_worth_has_length_one_when_normalised():
-    net = built(GPT2)
-    plain = estimate_importance(net, scenes(net), method="michel")
-    result = estimate_importance(net, scenes(net), method="michel", options=ImportanceOptions(normalisation="layer"))
+    net = build_model(GPT2)
+    plain = estimate_importance(net, make_examples(net), method="michel")
+    result = estimate_importance(
+        net, make_examples(net), method="michel", options=ImportanceOptions(normalisation="layer")
+    )
     for layer in range(2):
         own, told = ([one.value for one in each.heads if one.layer == layer] for each in (plain, result))
         np.testing.assert_allclose(told, np.array(own) / np.linalg.norm(own))
@@ -245,13 +263,13 @@ def test_a_layers_worth_has_length_one_when_normalised():
 
 @pytest.mark.parametrize("method", list(IMPORTANCE_METHODS))
 def test_a_zero_head_scores_zero_and_the_only_active_head_most(method: str):
-    net = built(GPT2)
+    net = build_model(GPT2)
     with torch.no_grad():
         for layer in range(2):
             o = net.get_parameter(f"decoder.{layer}.attention.output.o")
             o[:, : 8 if layer else 12] = 0
     one = GradientTimesActivation("bertology", batch_size=2) if method == "michel-bertology" else method
-    result = estimate_importance(net, scenes(net), method=one)
+    result = estimate_importance(net, make_examples(net), method=one)
     for rated in result.heads:
         alone = (rated.layer, rated.head) == (1, 2)
         if method == "lrp" and not rated.layer:  # a site that nothing went through has nothing to share
@@ -282,9 +300,11 @@ def permuted(net: Any, order: Sequence[int]) -> Any:
     "method", [name for name in IMPORTANCE_METHODS if name != "shapley"]
 )  # which draws orders by number
 def test_heads_in_another_order_are_worth_the_same(method: str):
-    net, order = built(GPT2), [2, 0, 1]
+    net, order = build_model(GPT2), [2, 0, 1]
     one = GradientTimesActivation("bertology", batch_size=2) if method == "michel-bertology" else method
-    own, other = (estimate_importance(each, scenes(net), method=one).heads for each in (net, permuted(net, order)))
+    own, other = (
+        estimate_importance(each, make_examples(net), method=one).heads for each in (net, permuted(net, order))
+    )
     for place, head in enumerate(order):
         for field in ("value", "low", "high", "p", "level"):
             told = getattr(other[place], field)
@@ -292,8 +312,8 @@ def test_heads_in_another_order_are_worth_the_same(method: str):
 
 
 def test_shapley_values_sum_to_the_total():
-    net = built(GPT2)
-    texts = scenes(net)
+    net = build_model(GPT2)
+    texts = make_examples(net)
     result = estimate_importance(net, texts, method=ShapleyValue(num_permutations=2))
     every = [(layer, head) for layer in range(2) for head in range(3)]
     before = mean_of([loss_of(net, one, "next-token", 0) for one in texts])
@@ -306,7 +326,7 @@ def test_shapley_values_sum_to_the_total():
 
 
 def test_shapley_of_many_orders_is_its_definition():
-    net, texts = built(GPT2 | {"n_layer": 1}), scenes(built(GPT2), 2)
+    net, texts = build_model(GPT2 | {"n_layer": 1}), make_examples(build_model(GPT2), 2)
     worth: dict[frozenset[int], float] = {}
     for count in range(4):
         for gone in itertools.combinations(range(3), count):
@@ -345,17 +365,17 @@ def test_significance_tests_are_calibrated():
 
 
 def test_too_few_texts_are_inconclusive():
-    net = built(GPT2)
+    net = build_model(GPT2)
     note = "4 texts are too few for significant heads: p is at least 0.125 before the correction for 6 heads"
-    assert note in estimate_importance(net, scenes(net, 4)).notes
+    assert note in estimate_importance(net, make_examples(net, 4)).notes
     for method, how in (("michel", ImportanceOptions()), ("taylor", ImportanceOptions(correction="none"))):
-        assert note not in estimate_importance(net, scenes(net, 4), method=method, options=how).notes
-    assert not any("no head" in one for one in estimate_importance(net, scenes(net, 8)).notes)
+        assert note not in estimate_importance(net, make_examples(net, 4), method=method, options=how).notes
+    assert not any("no head" in one for one in estimate_importance(net, make_examples(net, 8)).notes)
 
 
 def test_the_interval_is_that_of_texts():
-    net = built(GPT2)
-    texts = scenes(net, 6)
+    net = build_model(GPT2)
+    texts = make_examples(net, 6)
     result = estimate_importance(net, texts)
     one = [
         estimate_importance(net, [text, text], options=ImportanceOptions(num_resamples=1)).heads[0].value
@@ -368,20 +388,22 @@ def test_the_interval_is_that_of_texts():
 
 
 def test_an_exhausted_time_limit_is_reported(monkeypatch: pytest.MonkeyPatch):
-    net, ticks = built(GPT2), itertools.count()
+    net, ticks = build_model(GPT2), itertools.count()
     monkeypatch.setattr(
         "headwise.head_analysis.head_importance.make_time_check",
         lambda seconds: make_time_check(seconds, lambda: next(ticks)),
     )
     heard: list[int] = []
-    result = estimate_importance(net, scenes(net, 9), options=ImportanceOptions(max_seconds=25), progress=heard.append)
+    result = estimate_importance(
+        net, make_examples(net, 9), options=ImportanceOptions(max_seconds=25), progress=heard.append
+    )
     assert (result.texts, heard) == (3, [1, 2, 3])  # a text is asked before, and before each of its six heads
     assert "stopped after 3 texts at the time limit of 25 seconds" in result.notes
-    assert values(result).tolist() == values(estimate_importance(net, scenes(net, 3))).tolist()
+    assert values(result).tolist() == values(estimate_importance(net, make_examples(net, 3))).tolist()
     with pytest.raises(
         ValueError, match="confidence intervals from 1 texts; give at least two and a longer time limit"
     ):
-        estimate_importance(net, scenes(net, 9), options=ImportanceOptions(max_seconds=10))
+        estimate_importance(net, make_examples(net, 9), options=ImportanceOptions(max_seconds=10))
 
 
 def test_a_clock_rings_when_its_seconds_are_over():
@@ -393,28 +415,28 @@ def test_a_clock_rings_when_its_seconds_are_over():
 
 
 def test_sampling_is_reported():
-    net = built(GPT2)
-    result = estimate_importance(net, scenes(net, 9), options=ImportanceOptions(num_examples=4))
+    net = build_model(GPT2)
+    result = estimate_importance(net, make_examples(net, 9), options=ImportanceOptions(num_examples=4))
     assert result.texts == 4
     assert "4 of 9 texts, sampled with seed 0" in result.notes
-    assert estimate_importance(net, scenes(net, 9), options=ImportanceOptions(num_examples=4)) == result
+    assert estimate_importance(net, make_examples(net, 9), options=ImportanceOptions(num_examples=4)) == result
     assert (
-        estimate_importance(net, scenes(net, 9), options=ImportanceOptions(num_examples=4, seed=1)).heads
+        estimate_importance(net, make_examples(net, 9), options=ImportanceOptions(num_examples=4, seed=1)).heads
         != result.heads
     )
 
 
 def test_texts_without_labels_are_skipped_and_counted():
-    net = built(GPT2)
-    texts = [*scenes(net, 3), Example({"x": ids(0, 1)}, {})]
+    net = build_model(GPT2)
+    texts = [*make_examples(net, 3), Example({"x": random_ids(0, 1)}, {})]
     result = estimate_importance(net, texts)
     assert result.texts == 3
     assert "1 texts without any target were left out" in result.notes
 
 
 def test_a_result_is_plain_values():
-    net = built(GPT2)
-    result = estimate_importance(net, scenes(net), method="michel")
+    net = build_model(GPT2)
+    result = estimate_importance(net, make_examples(net), method="michel")
     assert result.data["heads"][0]["p"] is None
     assert (result.data["method"], result.data["objective"], result.data["texts"]) == ("michel", "next-token", 5)
     assert result.by_importance[0].value == values(result).max()
@@ -440,24 +462,27 @@ def test_a_result_is_plain_values():
     ],
 )
 def test_unsupported_models_are_refused(said: dict[str, Any], reason: str):
-    net = built(GPT2)
+    net = build_model(GPT2)
     with pytest.raises(ValueError, match=reason):
-        estimate_importance(net, scenes(net), **said)
+        estimate_importance(net, make_examples(net), **said)
 
 
 def test_bad_input_is_refused():
-    net = built(GPT2)
+    net = build_model(GPT2)
     for texts, reason in [
         ([], "cannot estimate importance without texts"),
-        (scenes(net, 1), "confidence intervals from 1 texts"),
-        ([Example({"x": torch.cat([ids(0), ids(1)])}, {})] * 2, "an example is one text, but its inputs have 2 rows"),
+        (make_examples(net, 1), "confidence intervals from 1 texts"),
+        (
+            [Example({"x": torch.cat([random_ids(0), random_ids(1)])}, {})] * 2,
+            "an example is one text, but its inputs have 2 rows",
+        ),
     ]:
         with pytest.raises(ValueError, match=reason):
             estimate_importance(net, texts)
     with pytest.raises(ValueError, match="no attention that can be silenced"):
         estimate_importance(nn.Linear(2, 2), [Example(torch.zeros(1, 2), {})])
     with pytest.raises(ValueError, match="in train mode"):
-        estimate_importance(net.train(), scenes(net))
+        estimate_importance(net.train(), make_examples(net))
     for made in (
         lambda: GradientTimesActivation("papr"),
         lambda: GradientTimesActivation("paper", batch_size=2),

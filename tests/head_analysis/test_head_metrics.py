@@ -153,7 +153,7 @@ def own(block: WeightBand, name: str) -> WeightBand:
 @pytest.mark.parametrize("name", sorted(ROWS))
 @pytest.mark.parametrize(("kind", "seed"), CASES)
 def test_sums_and_numbers_are_those_of_every_row(name: str, kind: str, seed: int):
-    block = maps.block(kind, seed)
+    block = maps.weight_map(kind, seed)
     sums, numbers = HEAD_METRICS[name].compute_sums(own(block, name))
     entry = {"entropy": 0, "breadth": 1, "support50": 0, "support90": 1, "support95": 2}.get(name)
     if entry is not None:
@@ -166,7 +166,7 @@ def test_sums_and_numbers_are_those_of_every_row(name: str, kind: str, seed: int
 
 @pytest.mark.parametrize(("kind", "seed"), CASES)
 def test_offsets_are_those_of_the_largest_weights(kind: str, seed: int):
-    block = maps.block(kind, seed)
+    block = maps.weight_map(kind, seed)
     for name in ("offset", "peak"):
         sums, numbers = HEAD_METRICS[name].compute_sums(own(block, name))
         fold = HEAD_METRICS[name].reduce
@@ -184,7 +184,8 @@ def test_offsets_are_those_of_the_largest_weights(kind: str, seed: int):
 def test_distance_r2_equals_regression_on_offsets(kind: str, seed: int):
     """R^2 of least squares on a column for each offset, and one for all that are farther, over several texts."""
     texts = [
-        own(maps.block(kind, 10 * seed + n, count=count), "positional_share") for n, count in enumerate((5, 19, 37))
+        own(maps.weight_map(kind, 10 * seed + n, count=count), "positional_share")
+        for n, count in enumerate((5, 19, 37))
     ]
     told = [HEAD_METRICS["positional_share"].compute_sums(one) for one in texts]
     sums, numbers = (sum(part[n] for part in told) for n in range(2))
@@ -208,14 +209,14 @@ def rows_of_given(block: WeightBand, head: int) -> list[Row]:
 
 
 def test_distance_explains_nothing_of_constant_weights():
-    block = maps.block("full", 0, ends=False).uniform_baseline
+    block = maps.weight_map("full", 0, ends=False).uniform_baseline
     sums, numbers = HEAD_METRICS["positional_share"].compute_sums(block)
     assert float(variance_explained_by_offset(sums / torch.where(numbers > 0, numbers, 1))) == 0
 
 
 def test_a_content_independent_head_is_explained_by_distance():
     """Each offset has a weight of its own; rows are not made whole, or their ends would differ."""
-    base = maps.block("full", 0)
+    base = maps.weight_map("full", 0)
     far = (torch.arange(17) - torch.arange(17)[:, None]).double()
     told = WeightBand(torch.exp(-far.square())[None] / 2, base.allowed, 0, base.query_tokens, base.key_tokens)
     sums, numbers = HEAD_METRICS["positional_share"].compute_sums(told)
@@ -225,7 +226,7 @@ def test_a_content_independent_head_is_explained_by_distance():
 def added(names: tuple[str, ...], whole: WeightBand, step: int, by: str = "tokens") -> dict:
     adding = MetricSums([ALL_METRICS[name] for name in names])
     words = WordBandMerger(adding.add_band)
-    for band in maps.bands(whole, step):
+    for band in maps.split_bands(whole, step):
         (words.add_band if by == "words" else adding.add_band)("site", band)
     adding.finish_example()
     return {key: told[0] for key, told in adding.kept.items()}
@@ -234,7 +235,7 @@ def added(names: tuple[str, ...], whole: WeightBand, step: int, by: str = "token
 @pytest.mark.parametrize("by", ["tokens", "words"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_bands_of_any_size_add_up_to_one(kind: str, by: str):
-    block = maps.block(kind, 7, count=23)
+    block = maps.weight_map(kind, 7, count=23)
     once = added(tuple(ALL_METRICS), block, 23, by)
     assert set(once) == {("site", name, which) for name in ALL_METRICS for which in ("own", UNIFORM)}
     for step in (1, 3, 5):
@@ -245,7 +246,7 @@ def test_bands_of_any_size_add_up_to_one(kind: str, by: str):
 
 
 def test_rows_of_long_texts_that_are_sorted_are_spread_and_the_same_in_any_bands():
-    block = maps.block("causal", 3, count=301)
+    block = maps.weight_map("causal", 3, count=301)
     sums, numbers = HEAD_METRICS["support90"].compute_sums(block)
     spread = [round(300 * n / 63) for n in range(64)]
     assert set(numbers.flatten().tolist()) == {64}
@@ -258,7 +259,7 @@ def test_rows_of_long_texts_that_are_sorted_are_spread_and_the_same_in_any_bands
 
 @pytest.mark.parametrize("kind", KINDS[:3])
 def test_permuting_heads_permutes_measures(kind: str):
-    block = maps.block(kind, 5)
+    block = maps.weight_map(kind, 5)
     order = [2, 0, 1]
     told, other = (
         added(tuple(ALL_METRICS), block, 17),
@@ -273,7 +274,7 @@ def test_permuting_heads_permutes_measures(kind: str):
 @pytest.mark.parametrize("name", ["previous", "rare", "duplicate", "offset"])
 def test_chance_is_the_mean_of_many_random_heads(name: str):
     """Heads of random weights, none preferred: their mean is the head that reads all alike."""
-    base = maps.block("causal", 11)
+    base = maps.weight_map("causal", 11)
     draw = torch.Generator().manual_seed(0)
     noise = torch.rand(20_000, 17, 17, generator=draw, dtype=torch.float64) * base.allowed
     many = replace(base, w_HTS=noise / noise.sum(-1, keepdim=True))
@@ -286,7 +287,7 @@ def test_chance_is_the_mean_of_many_random_heads(name: str):
 
 
 def test_between_two_texts_there_is_no_distance():
-    block = maps.block("full", 2, count=11, other=7)
+    block = maps.weight_map("full", 2, count=11, other=7)
     names = {name for _, name, _ in added(tuple(ALL_METRICS), block, 3)}
     assert names == {name for name, one in ALL_METRICS.items() if not one.self_attention_only}
     for name in ("entropy", "sink", "punctuation", "rare"):
@@ -304,10 +305,10 @@ def test_between_two_texts_there_is_no_distance():
 
 @pytest.mark.parametrize(("kind", "seed"), CASES)
 def test_words_are_read_by_all_pieces_and_read_on_average(kind: str, seed: int):
-    block = maps.block(kind, seed)
+    block = maps.weight_map(kind, seed)
     seen: list[WeightBand] = []
     words = WordBandMerger(lambda _, band: seen.append(band))
-    for band in maps.bands(block, 4):
+    for band in maps.split_bands(block, 4):
         words.add_band("site", band)
     of = number_words(block.key_tokens).tolist()
     count = of[-1] + 1
@@ -325,7 +326,7 @@ def test_words_are_read_by_all_pieces_and_read_on_average(kind: str, seed: int):
 
 
 def test_word_annotations():
-    block = maps.block("full", 4)
+    block = maps.weight_map("full", 4)
     told, of = block.key_tokens, number_words(block.key_tokens).tolist()
     merged = merge_annotations(told)
     for number in range(of[-1] + 1):
@@ -340,7 +341,7 @@ def test_word_annotations():
 
 
 def test_pieces_of_a_word_stand_in_a_row():
-    told = maps.block("full", 4).key_tokens
+    told = maps.weight_map("full", 4).key_tokens
     with pytest.raises(ValueError, match="the tokens of word 0 are not adjacent"):
         number_words(replace(told, word_index=torch.tensor([0, 1, 0] + [2] * 14)))
 
@@ -375,7 +376,7 @@ def clark(block: WeightBand, name: str, head: int) -> float | None:
 @pytest.mark.parametrize("one", CLARK_METRICS, ids=lambda one: one.name)
 @pytest.mark.parametrize("kind", ["full", "causal"])
 def test_clarks_statistics_are_means_over_texts(kind: str, one):
-    texts = [maps.block(kind, seed, count=count) for seed, count in ((1, 7), (2, 29), (3, 13))]
+    texts = [maps.weight_map(kind, seed, count=count) for seed, count in ((1, 7), (2, 29), (3, 13))]
     told = [one.compute_sums(text) for text in texts]
     for head in range(maps.HEADS):
         each = [clark(text, one.name.removeprefix("clark "), head) for text in texts]
@@ -385,7 +386,7 @@ def test_clarks_statistics_are_means_over_texts(kind: str, one):
 
 @pytest.mark.parametrize(("kind", "seed"), CASES)
 def test_voitas_statistics(kind: str, seed: int):
-    block = maps.block(kind, seed)
+    block = maps.weight_map(kind, seed)
     ends = flagged(block.key_tokens.is_separator)
     told = {one.name.removeprefix("voita "): one.compute_sums(block) for one in VOITA_METRICS}
     for head in range(maps.HEADS):

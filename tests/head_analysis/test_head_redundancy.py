@@ -43,7 +43,7 @@ from headwise.head_analysis.resampling import (
     mantel_test,
     poisson_test,
 )
-from support.number_examples import scene, scenes, small
+from support.number_examples import make_example, make_examples, small_gpt2
 
 Array = NDArray[np.float64]
 LIGHT = RedundancyOptions(num_permutations=19, num_resamples=50)
@@ -122,7 +122,7 @@ def test_clarks_smoothing():
 
 @pytest.mark.parametrize("smoothing", ["none", "clark"])
 def test_distances_of_a_model_are_means_over_all_rows(smoothing: str):
-    net, texts = small(), scenes(3)
+    net, texts = small_gpt2(), make_examples(3)
     found = only(measure_redundancy(net, texts, options=LIGHT._replace(smoothing=smoothing)))
     total, count = np.zeros((8, 8)), 0
     for text in texts:
@@ -140,7 +140,7 @@ def test_distances_of_a_model_are_means_over_all_rows(smoothing: str):
 
 
 def test_sampled_rows_are_near_all_rows_and_inside_their_interval():
-    net, texts = small(), scenes(24)
+    net, texts = small_gpt2(), make_examples(24)
     whole, some = (
         only(measure_redundancy(net, texts, options=LIGHT._replace(rows_per_text=count))) for count in (64, 5)
     )
@@ -174,7 +174,7 @@ def test_intervals_hold_the_truth():
 
 
 def test_permuting_heads_permutes():
-    net, texts = small(layers=1), scenes(4)
+    net, texts = small_gpt2(layers=1), make_examples(4)
     before = only(measure_redundancy(net, texts, options=LIGHT))
     order = [2, 0, 3, 1]
     with torch.no_grad():
@@ -286,7 +286,7 @@ def test_a_sample_of_tokens_does_not_depend_on_how_they_come():
 
 
 def test_outputs_of_all_tokens_are_compared():
-    net, texts = small(), scenes(4)
+    net, texts = small_gpt2(), make_examples(4)
     found = only(measure_redundancy(net, texts, options=LIGHT._replace(cka_estimator="linear"))).outputs
     seen: list[Tensor] = []
     for text in texts:
@@ -375,7 +375,7 @@ def copied(net: Any, layer: int, one: int, other: int) -> None:
 
 
 def test_exactly_the_copied_heads_form_a_cluster():
-    net, texts = small(layers=3), scenes(8)
+    net, texts = small_gpt2(layers=3), make_examples(8)
     for layer, one, other in ((0, 1, 3), (2, 0, 2)):
         copied(net, layer, one, other)
     found = only(measure_redundancy(net, texts, options=LIGHT._replace(max_distance=0.05)))
@@ -394,12 +394,12 @@ def test_exactly_the_copied_heads_form_a_cluster():
 
 
 def test_untrained_heads_that_read_all_alike_are_not_called_redundant():
-    found = measure_redundancy(small(sharp=1.0), scenes(8), options=LIGHT)
+    found = measure_redundancy(small_gpt2(sharp=1.0), make_examples(8), options=LIGHT)
     assert "Not shown to be redundant" in found.sentence
 
 
 def test_independent_heads_are_called_redundant_at_the_nominal_rate():
-    found = [only(measure_redundancy(small(seed=seed), scenes(6), options=LIGHT)) for seed in range(12)]
+    found = [only(measure_redundancy(small_gpt2(seed=seed), make_examples(6), options=LIGHT)) for seed in range(12)]
     assert sum(one.alike.p < 0.05 for one in found) <= 2
     assert sum(one.alike.value for one in found) <= 4 + 3 * sum(one.alike.chance for one in found)
 
@@ -417,18 +417,18 @@ def test_near_pairs_are_compared_with_a_poisson_count():
 
 
 def test_heads_that_all_read_one_place_are_called_redundant():
-    net = small()
+    net = small_gpt2()
     for layer in (0, 1):
         for head in (1, 2, 3):
             copied(net, layer, 0, head)
-    found = measure_redundancy(net, scenes(8), options=LIGHT)
+    found = measure_redundancy(net, make_examples(8), options=LIGHT)
     assert "Some heads have attention patterns more similar than chance" in found.sentence
     assert found.sentence.startswith("Transformer, 8 texts: ")
     assert "12 of 28 pairs" in found.sentence
 
 
 def test_redundancy_beside_a_random_baseline():
-    net, texts = small(), scenes(6)
+    net, texts = small_gpt2(), make_examples(6)
     own, other = (
         measure_redundancy(each, texts, options=LIGHT, name=name)
         for each, name in ((net, "own"), (make_random_baseline(net), "fresh"))
@@ -447,7 +447,7 @@ def test_a_source_and_a_text_are_compared_apart():
 
     texts = []
     for ids in ([5, 9, 11, 3, 4, 8], [7, 3, 12, 5], [4, 4, 9, 13, 6]):
-        source, text = scene(ids), scene([*ids[::-1], 3, 6])
+        source, text = make_example(ids), make_example([*ids[::-1], 3, 6])
         inputs = {"input_ids": source.inputs["x"], "decoder_input_ids": text.inputs["x"]}
         texts.append(replace(text, inputs=inputs, streams={"text": text.streams["text"],
                                                           "source": source.streams["text"]}))  # fmt: skip
@@ -462,7 +462,7 @@ def test_models_of_others(name: str):
     pytest.importorskip("transformers")
     from support.transformers_models import ZOO
 
-    model, texts = ZOO[name].build(), scenes(3, "input_ids")
+    model, texts = ZOO[name].build(), make_examples(3, "input_ids")
     found = only(measure_redundancy(model, texts, options=LIGHT))
     total, count = np.zeros((8, 8)), 0
     for text in texts:
@@ -484,24 +484,24 @@ def test_weights_that_do_not_sum_to_one_are_skipped_and_reported():
     with torch.no_grad():
         for parameter in net.get_submodule("decoder.1").parameters():
             parameter.mul_(9)
-    found = measure_redundancy(net.eval(), scenes(3), options=LIGHT)
+    found = measure_redundancy(net.eval(), make_examples(3), options=LIGHT)
     why = "its weights are negative or sum to more than one"
     assert [who.site for who in only(found).heads] == ["decoder.0.attention"] * 4
     assert found.notes == (f"decoder.1.attention is left out: {why}",)
 
 
 def test_incomparable_heads_are_refused():
-    net = small()
+    net = small_gpt2()
     with pytest.raises(ValueError, match="confidence intervals from 1 texts; give at least two"):
-        measure_redundancy(net, scenes(1), options=LIGHT)
+        measure_redundancy(net, make_examples(1), options=LIGHT)
     with pytest.raises(ValueError, match="unknown cka_estimator='cca'; use 'unbiased' or 'linear'"):
-        measure_redundancy(net, scenes(2), options=RedundancyOptions(cka_estimator="cca"))
+        measure_redundancy(net, make_examples(2), options=RedundancyOptions(cka_estimator="cca"))
     with pytest.raises(ValueError, match="rows_per_text must be >= 1, got 0"):
-        measure_redundancy(net, scenes(2), options=RedundancyOptions(rows_per_text=0))
+        measure_redundancy(net, make_examples(2), options=RedundancyOptions(rows_per_text=0))
     with pytest.raises(ValueError, match="Linear has no attention that can be seen"):
-        measure_redundancy(torch.nn.Linear(2, 2), scenes(2))
+        measure_redundancy(torch.nn.Linear(2, 2), make_examples(2))
     with pytest.raises(ValueError, match=r"call model\.eval\(\) first"):
-        measure_redundancy(net.train(), scenes(2))
+        measure_redundancy(net.train(), make_examples(2))
 
 
 def test_little_is_held_however_long_a_text_is(monkeypatch: pytest.MonkeyPatch):
@@ -514,7 +514,7 @@ def test_little_is_held_however_long_a_text_is(monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.setattr(module, "jensen_shannon_divergence", spy)
     monkeypatch.setattr("headwise.head_analysis.head_similarity.MAX_SAMPLED_CELLS", 8 * 10 * 30)
-    measure_redundancy(small(), [scene([5] * 30), scene([6] * 300)], options=LIGHT)
+    measure_redundancy(small_gpt2(), [make_example([5] * 30), make_example([6] * 300)], options=LIGHT)
     assert held == [10, 10, 8, 8]
 
 

@@ -22,7 +22,17 @@ from headwise.head_analysis.lrp import (
     RelevanceTape,
 )
 from headwise.inspect.model_inputs import prepare_inputs
-from support.importance_examples import BERT, GPT2, LLAMA, WORDS, built, ids, loud, scenes, translator
+from support.importance_examples import (
+    BERT,
+    GPT2,
+    LLAMA,
+    WORDS,
+    build_model,
+    make_examples,
+    random_ids,
+    translator,
+    with_uneven_attention,
+)
 
 
 def labelled(at: str) -> Any:
@@ -32,16 +42,17 @@ def labelled(at: str) -> Any:
     )
     stack = bp.StackSpec.from_blocks("encoder", 12, [block] * 2, embedding=bp.EmbeddingSpec(WORDS))
     head = bp.OutputHeadSpec("class", 5, at=at, bias="learned", transform=bp.HeadTransformSpec(7), cap=3.0, scale=0.5)
-    return loud(hw.build(bp.ModelSpec("small", "encoder", (stack,), (head,)), seed=0))
+    return with_uneven_attention(hw.build(bp.ModelSpec("small", "encoder", (stack,), (head,)), seed=0))
 
 
 NETS = {
-    "pre": built(GPT2), "post, masked": built(BERT), "gated, grouped": built(LLAMA), "two stacks": translator(),
+    "pre": build_model(GPT2), "post, masked": build_model(BERT), "gated, grouped": build_model(LLAMA),
+    "two stacks": translator(),
     "two stacks, post": translator(placement="post"), "first": labelled("first"), "mean": labelled("mean"),
-    "last": labelled("last"), "abreast": built(
+    "last": labelled("last"), "abreast": build_model(
         {"model_type": "gpt_neox", "hidden_size": 12, "num_attention_heads": 3, "num_hidden_layers": 2,
          "intermediate_size": 20, "vocab_size": WORDS, "rotary_pct": 0.5}),
-    "parallel": built({"model_type": "gptj", "n_embd": 12, "n_head": 3, "n_layer": 2, "vocab_size": WORDS,
+    "parallel": build_model({"model_type": "gptj", "n_embd": 12, "n_head": 3, "n_layer": 2, "vocab_size": WORDS,
                        "rotary_dim": 2}),
 }  # fmt: skip
 
@@ -128,7 +139,7 @@ def followed(net: Any, inputs: dict[str, torch.Tensor]) -> RelevanceForward:
 @pytest.mark.parametrize("name", list(NETS))
 def test_relevance_is_conserved(name: str):
     net = NETS[name]
-    inputs = scenes(net)[0].inputs
+    inputs = make_examples(net)[0].inputs
     through, said = followed(net, inputs), net(**inputs).detach()
     torch.testing.assert_close(through.out.value, said.view_as(through.out.value))
     assert float(sum(one.relevance.sum() for one in through.stack_inputs.values())) == pytest.approx(1, rel=1e-6)
@@ -142,8 +153,10 @@ def test_a_layer_by_hand():
     """One attention of two heads over two tokens, a residual, a head over words: every step in numpy."""
     block = bp.BlockSpec(hw.design(model=4, heads=2), placement="post", norm=bp.NormSpec("rms"))
     stack = bp.StackSpec.from_blocks("encoder", 4, [block], embedding=bp.EmbeddingSpec(WORDS))
-    net = loud(hw.build(bp.ModelSpec("one", "encoder", (stack,), (bp.OutputHeadSpec("tokens", WORDS),)), seed=0))
-    text = ids(0, 2)
+    net = with_uneven_attention(
+        hw.build(bp.ModelSpec("one", "encoder", (stack,), (bp.OutputHeadSpec("tokens", WORDS),)), seed=0)
+    )
+    text = random_ids(0, 2)
     probe = hw.Probe("weights", "heads")
     own = {name: value.detach().numpy() for name, value in net.named_parameters()}
     x = own["encoder.embedding.tokens"][text[0]]
@@ -176,7 +189,7 @@ def test_a_layer_by_hand():
 
 def test_shares_of_a_site_add_up_to_one():
     net = translator()
-    result = estimate_importance(net, scenes(net, 3), method="lrp")
+    result = estimate_importance(net, make_examples(net, 3), method="lrp")
     assert result.objective == "largest logit"
     assert "constants" in result.notes[0]
     for site in hw.sites(net):
@@ -186,8 +199,8 @@ def test_shares_of_a_site_add_up_to_one():
 
 
 def test_single_precision_is_conserved_too():
-    net = built(BERT).float()
-    through = followed(net, {"x": ids(0)})
+    net = build_model(BERT).float()
+    through = followed(net, {"x": random_ids(0)})
     assert float(through.stack_inputs["encoder"].relevance.sum()) == pytest.approx(1, rel=1e-6)
 
 
@@ -196,13 +209,13 @@ def test_single_precision_is_conserved_too():
 
 def refused(net: Any) -> str:
     with pytest.raises(ValueError) as caught:  # noqa: PT011 - what it says is given back
-        estimate_importance(net, [Example({"x": ids(n)}, {}) for n in range(2)], method="lrp")
+        estimate_importance(net, [Example({"x": random_ids(n)}, {}) for n in range(2)], method="lrp")
     return str(caught.value)
 
 
 def one_block(block: bp.BlockSpec, *heads: bp.OutputHeadSpec) -> Any:
     stack = bp.StackSpec.from_blocks("decoder", 12, [block], embedding=bp.EmbeddingSpec(WORDS))
-    return loud(
+    return with_uneven_attention(
         hw.build(bp.ModelSpec("odd", "decoder", (stack,), heads or (bp.OutputHeadSpec("tokens", WORDS),)), seed=0)
     )
 
@@ -214,6 +227,6 @@ def test_unsupported_models_are_refused():
     experts = bp.ExpertsSpec(bp.FeedForwardSpec(7), count=3, active=2)
     assert "is a mixture of experts" in refused(one_block(bp.BlockSpec(own, feed=experts)))
     stack = bp.StackSpec.from_blocks("encoder", 12, [bp.BlockSpec(own)], embedding=bp.EmbeddingSpec(WORDS))
-    bare = loud(hw.build(bp.ModelSpec("bare", "encoder", (stack,)), seed=0))
+    bare = with_uneven_attention(hw.build(bp.ModelSpec("bare", "encoder", (stack,)), seed=0))
     assert "bare has no output head" in refused(bare)
     assert "it needs a headwise model, not Linear" in LayerwiseRelevance().unsupported_reason(torch.nn.Linear(2, 2))

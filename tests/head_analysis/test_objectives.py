@@ -23,19 +23,26 @@ from headwise.head_analysis.objectives import (
     detect_head_objective,
     get_output_tensor,
 )
-from support.importance_examples import BERT as OUR_BERT, GPT2, built, ids, loud, translator
-from support.transformers_models import BART, BERT, GPT, LLAMA, T5, WORDS, Foreign
+from support.importance_examples import (
+    BERT as OUR_BERT,
+    GPT2,
+    build_model,
+    random_ids,
+    translator,
+    with_uneven_attention,
+)
+from support.transformers_models import BART, BERT, GPT, LLAMA, T5, WORDS, TransformersModel
 
 THEIRS = {
-    "next-token": Foreign("GPT2LMHeadModel", "GPT2Config", GPT, ""),
-    "masked-token": Foreign("BertForMaskedLM", "BertConfig", BERT, ""),
-    "label": Foreign("BertForSequenceClassification", "BertConfig", BERT | {"num_labels": 5}, ""),
-    "translation": Foreign("BartForConditionalGeneration", "BartConfig", BART, ""),
+    "next-token": TransformersModel("GPT2LMHeadModel", "GPT2Config", GPT, ""),
+    "masked-token": TransformersModel("BertForMaskedLM", "BertConfig", BERT, ""),
+    "label": TransformersModel("BertForSequenceClassification", "BertConfig", BERT | {"num_labels": 5}, ""),
+    "translation": TransformersModel("BartForConditionalGeneration", "BartConfig", BART, ""),
 }
 
 
 def text(number: int, count: int = 7, **more: Any) -> dict[str, Any]:
-    return {"input_ids": ids(number, count, WORDS)} | more
+    return {"input_ids": random_ids(number, count, WORDS)} | more
 
 
 def value(model: nn.Module, objective: Any, scene: Example, number: int = 0) -> float:
@@ -93,7 +100,7 @@ def test_label_loss_is_transformers_own():
 
 def test_translation_loss_is_transformers_own():
     model = THEIRS["translation"].build()
-    told = text(0) | {"decoder_input_ids": ids(1, 5, WORDS)}
+    told = text(0) | {"decoder_input_ids": random_ids(1, 5, WORDS)}
     labels = torch.cat([told["decoder_input_ids"][:, 1:], torch.tensor([[IGNORE_INDEX]])], 1)
     wanted = float(model(**told, labels=labels).loss.detach())
     assert value(model, TargetLoss("translation"), Example(told, {})) == pytest.approx(wanted, rel=1e-5)
@@ -105,8 +112,8 @@ def test_translation_loss_is_transformers_own():
 
 
 def test_losses_of_models_of_ours_are_their_definition():
-    for net, name in ((built(GPT2), "next-token"), (translator(), "translation")):
-        told = {"x": ids(0)} | ({"source": ids(1)} if name == "translation" else {})
+    for net, name in ((build_model(GPT2), "next-token"), (translator(), "translation")):
+        told = {"x": random_ids(0)} | ({"source": random_ids(1)} if name == "translation" else {})
         logits = net(**told)[0].detach()
         wanted = -logits[:-1].log_softmax(-1)[range(6), told["x"][0, 1:]].mean()
         assert value(net, OBJECTIVES[name], Example(told, {})) == pytest.approx(float(wanted))
@@ -130,7 +137,7 @@ def test_drift_is_its_definition():
         "token-drift": np.mean([cosine(a, b) for a, b in zip(new[0], old[0], strict=True)]),
         "token-drift-l2": np.mean([l2(a, b) for a, b in zip(new[0], old[0], strict=True)]),
     }  # fmt: skip
-    question = OutputDrift().prepare_input(built(GPT2), Example({"x": ids(0)}, {}), 0)
+    question = OutputDrift().prepare_input(build_model(GPT2), Example({"x": random_ids(0)}, {}), 0)
     for name, own in wanted.items():
         told = OBJECTIVES[name].value(torch.from_numpy(new), torch.from_numpy(old), question)
         assert float(told) == pytest.approx(own, rel=1e-12)
@@ -139,7 +146,7 @@ def test_drift_is_its_definition():
 
 def test_the_output_is_found_in_the_returned_value():
     one = torch.ones(1, 2, 3)
-    model = Foreign("BertModel", "BertConfig", BERT, "").build()
+    model = TransformersModel("BertModel", "BertConfig", BERT, "").build()
     assert get_output_tensor(model(**text(0))).shape == (1, 7, 32)
     assert get_output_tensor(one) is one
     assert get_output_tensor((one, None)) is one
@@ -153,10 +160,15 @@ def test_the_output_is_found_in_the_returned_value():
 def test_the_objective_is_that_of_the_models_head():
     for name, one in THEIRS.items():
         assert detect_head_objective(one.build()) == name
-    assert detect_head_objective(Foreign("LlamaForCausalLM", "LlamaConfig", LLAMA, "").build()) == "next-token"
-    assert detect_head_objective(Foreign("T5ForConditionalGeneration", "T5Config", T5, "").build()) == "translation"
-    assert detect_head_objective(Foreign("BertModel", "BertConfig", BERT, "").build()) == ""
-    assert [detect_head_objective(net) for net in (built(GPT2), built(OUR_BERT), translator())] == [
+    assert (
+        detect_head_objective(TransformersModel("LlamaForCausalLM", "LlamaConfig", LLAMA, "").build()) == "next-token"
+    )
+    assert (
+        detect_head_objective(TransformersModel("T5ForConditionalGeneration", "T5Config", T5, "").build())
+        == "translation"
+    )
+    assert detect_head_objective(TransformersModel("BertModel", "BertConfig", BERT, "").build()) == ""
+    assert [detect_head_objective(net) for net in (build_model(GPT2), build_model(OUR_BERT), translator())] == [
         "next-token", "masked-token", "translation",
     ]  # fmt: skip
     assert detect_head_objective(nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2), 1, None, False)) == ""
@@ -166,14 +178,14 @@ def classifier(at: str = "mean", outputs: int = 5) -> Any:
     block = bp.BlockSpec(hw.design(model=12, heads=3), feed=bp.FeedForwardSpec(20))
     stack = bp.StackSpec.from_blocks("encoder", 12, [block], embedding=bp.EmbeddingSpec(13))
     heads = (bp.OutputHeadSpec("class", outputs, at=at),) if outputs else ()
-    return loud(hw.build(bp.ModelSpec("small", "encoder", (stack,), heads), seed=0))
+    return with_uneven_attention(hw.build(bp.ModelSpec("small", "encoder", (stack,), heads), seed=0))
 
 
 def test_the_chosen_objective_is_reported():
     def scene(**more: Tensor) -> Example:
-        return Example({"x": ids(0)} | more, {})
+        return Example({"x": random_ids(0)} | more, {})
 
-    chosen, said = choose_objective(built(GPT2), None, scene())
+    chosen, said = choose_objective(build_model(GPT2), None, scene())
     assert (chosen.name, said) == ("next-token", "the objective is next-token loss, by the model's own head")
     chosen, said = choose_objective(classifier(), None, scene(labels=torch.tensor([2])))
     assert chosen.name == "label"
@@ -181,9 +193,9 @@ def test_the_chosen_objective_is_reported():
     assert (chosen.name, said) == ("drift", "the objective is drift: the texts come without labels")
     chosen, said = choose_objective(classifier(outputs=0), None, scene())
     assert (chosen.name, "has no head whose loss is known" in said) == ("drift", True)
-    chosen, said = choose_objective(built(OUR_BERT), None, scene())
+    chosen, said = choose_objective(build_model(OUR_BERT), None, scene())
     assert (chosen.name, "set it, as in MaskedTokenLoss(mask_id=103)" in said) == ("drift", True)
-    net = built(OUR_BERT)
+    net = build_model(OUR_BERT)
     net.usage = hw.ProcessorSpec(mask=3)
     assert choose_objective(net, None, scene())[0].name == "masked-token"
     assert choose_objective(net, "token-drift", scene()) == (OutputDrift("tokens"), "")
@@ -192,8 +204,8 @@ def test_the_chosen_objective_is_reported():
 def test_labels_of_each_token_are_a_loss():
     net = classifier("each")
     labels = torch.tensor([[0, 1, IGNORE_INDEX, 2, 4, 3, 0]])
-    scene = Example({"x": ids(0), "labels": labels}, {})
-    logits = net(ids(0))[0].detach().log_softmax(-1)
+    scene = Example({"x": random_ids(0), "labels": labels}, {})
+    logits = net(random_ids(0))[0].detach().log_softmax(-1)
     wanted = -np.mean([float(logits[t, one]) for t, one in enumerate(labels[0].tolist()) if one != IGNORE_INDEX])
     assert value(net, TargetLoss("label"), scene) == pytest.approx(wanted)
     result = estimate_importance(net, [scene] * 3, method="michel")
@@ -214,19 +226,19 @@ def test_labels_of_each_token_are_a_loss():
 )
 def test_a_model_without_the_head_is_refused(objective: str, reason: str):
     with pytest.raises(ValueError, match=reason):
-        choose_objective(classifier(), objective, Example({"x": ids(0)}, {}))
+        choose_objective(classifier(), objective, Example({"x": random_ids(0)}, {}))
 
 
 def test_labels_that_do_not_fit_are_refused():
     net = classifier("each")
-    first = Example({"x": ids(0), "labels": torch.tensor([[0] * 7])}, {})
-    wrong = Example({"x": ids(0), "labels": torch.tensor([[0] * 6])}, {})
+    first = Example({"x": random_ids(0), "labels": torch.tensor([[0] * 7])}, {})
+    wrong = Example({"x": random_ids(0), "labels": torch.tensor([[0] * 6])}, {})
     with pytest.raises(ValueError, match="the model has 7 output positions but the text has 6 labels"):
         estimate_importance(net, [first, wrong])
     with pytest.raises(ValueError, match="text 1 has no labels"):
-        estimate_importance(net, [first, Example({"x": ids(0)}, {})])
+        estimate_importance(net, [first, Example({"x": random_ids(0)}, {})])
     with pytest.raises(ValueError, match="label 5 is out of range: the model has 5 outputs"):
-        estimate_importance(net, [Example({"x": ids(0), "labels": torch.tensor([[5] * 7])}, {})] * 2)
+        estimate_importance(net, [Example({"x": random_ids(0), "labels": torch.tensor([[5] * 7])}, {})] * 2)
     for made in (lambda: TargetLoss("tokn"), lambda: MaskedTokenLoss(mask_fraction=0.0)):
         with pytest.raises(ValueError, match=r"unknown loss TargetLoss\('tokn'\)|mask_fraction must be"):
             made()

@@ -19,7 +19,7 @@ from headwise.head_analysis.rank_analysis import (
     measure_score_ranks,
     stable_rank,
 )
-from support.number_examples import scenes, small
+from support.number_examples import make_examples, small_gpt2
 
 Array = NDArray[np.float64]
 
@@ -112,8 +112,8 @@ def test_ranks_of_matrices():
 
 
 def test_scores_and_weights_of_a_model():
-    net: Any = small()
-    texts = scenes(3)
+    net: Any = small_gpt2()
+    texts = make_examples(3)
     told = {(one.site, one.head, one.stage): one for one in measure_score_ranks(net, texts)}
     wanted: dict[str, list[tuple[float, float]]] = {"q": [], "weights": []}
     for text in texts:
@@ -144,7 +144,7 @@ def test_mixing_heads_lifts_the_rank_of_scores():
         for name, parameter in net.named_parameters():
             if "talking" in name:
                 parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)))
-    told = measure_score_ranks(net, scenes(3))
+    told = measure_score_ranks(net, make_examples(3))
     before, mixed = (
         np.mean([one.effective.value for one in told if one.stage == stage]) for stage in ("scores", "mixed")
     )
@@ -156,7 +156,7 @@ def test_ranks_of_models_of_others():
     pytest.importorskip("transformers")
     from support.transformers_models import ZOO
 
-    model, texts = ZOO["gpt2"].build(), scenes(3, "input_ids")
+    model, texts = ZOO["gpt2"].build(), make_examples(3, "input_ids")
     told = {(one.site, one.head, one.stage): one for one in measure_score_ranks(model, texts)}
     with torch.no_grad():
         said = [model(**one.inputs, output_attentions=True).attentions[1][0, 3].double().numpy() for one in texts]
@@ -167,6 +167,6 @@ def test_ranks_of_models_of_others():
 
 def test_unsupported_models_are_refused():
     with pytest.raises(ValueError, match="Linear has no attention that can be observed"):
-        measure_score_ranks(torch.nn.Linear(2, 2), scenes(2))
+        measure_score_ranks(torch.nn.Linear(2, 2), make_examples(2))
     with pytest.raises(ValueError, match="cannot measure ranks without texts; give at least two"):
-        measure_score_ranks(small(), [])
+        measure_score_ranks(small_gpt2(), [])

@@ -18,7 +18,7 @@ from headwise.inspect.hooks import AttentionInputs
 from headwise.model_spec import BlockSpec, EmbeddingSpec, ModelSpec, OutputHeadSpec, StackSpec
 from support import attention_maps as maps, handset_heads as handmade, layer_cases as cases
 from support.layer_cases import check_close
-from support.site_recording import looked
+from support.site_recording import record_sites
 
 COUNT = 23
 SPECS = {
@@ -34,7 +34,7 @@ SPECS = {
 
 
 def told(count: int = COUNT) -> Example:
-    return Example(None, {"text": maps.block("full", 0, count=count).key_tokens})
+    return Example(None, {"text": maps.weight_map("full", 0, count=count).key_tokens})
 
 
 def bands(core, cells: int, monkeypatch: pytest.MonkeyPatch) -> list[WeightBand]:
@@ -63,7 +63,7 @@ def test_bands_are_the_weights_of_the_definition(name: str, cells: int, monkeypa
     x = torch.randn(1, COUNT, 12, dtype=torch.float64)
     with torch.no_grad():
         layer(x, probe=probe)
-        with looked(layer) as keeps:
+        with record_sites(layer) as keeps:
             layer(x)
         (keep,) = keeps.values()
         weights, allowed = spread(bands(keep.seen[0], cells, monkeypatch))
@@ -74,7 +74,7 @@ def test_bands_are_the_weights_of_the_definition(name: str, cells: int, monkeypa
 
 def test_bands_are_as_narrow_as_their_allowed_keys(monkeypatch: pytest.MonkeyPatch):
     layer = cases.layer(SPECS["window"])
-    with torch.no_grad(), looked(layer) as keeps:
+    with torch.no_grad(), record_sites(layer) as keeps:
         layer(torch.randn(1, COUNT, 12, dtype=torch.float64))
     (keep,) = keeps.values()
     some = bands(keep.seen[0], 1, monkeypatch)
@@ -107,7 +107,7 @@ def test_seen_keys_are_all_that_rows_may_read(kind: str):
 
 @pytest.mark.parametrize("kind", ["causal", "holes", "each"])
 def test_keys_outside_the_mask_add_zero(kind: str):
-    block = maps.block(kind, 3, count=COUNT)
+    block = maps.weight_map(kind, 3, count=COUNT)
     rows = slice(2, 9)
     may = block.allowed[..., rows, :].clone()
     may[..., :3] = may[..., 17:] = False
@@ -128,7 +128,7 @@ def test_keys_outside_the_mask_add_zero(kind: str):
 
 def test_chance_is_the_same_whether_it_was_known():
     """The second site of a text takes over what the first one found."""
-    block = maps.block("causal", 5)
+    block = maps.weight_map("causal", 5)
     adding = MetricSums(tuple(ALL_METRICS.values()))
     for site in ("one", "two"):
         adding.add_band(site, block)
@@ -155,7 +155,7 @@ def test_too_few_tokens_for_the_model_are_refused():
 
 def test_few_tokens_of_many_are_picked():
     """Whether few or many are asked for, and wherever the band begins."""
-    block = maps.block("causal", 1, count=301)
+    block = maps.weight_map("causal", 1, count=301)
     cut = replace(block, w_HTS=block.w_HTS[..., 5:], allowed=block.allowed[..., 5:], first_key=5)
     for chosen in ([0], [7], [5, 100, 250], list(range(0, 301, 3))):
         keys = torch.zeros(301, dtype=torch.bool)

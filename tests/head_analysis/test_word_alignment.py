@@ -21,7 +21,7 @@ Links = list[tuple[int, int, bool]]
 def pair(seed: int, kind: str = "full") -> tuple[WeightBand, Links]:
     """A map between the pieces of two texts, and gold links between their words, some of them sure."""
     draw = np.random.default_rng(seed)
-    block = maps.block(kind, seed, count=13, other=17)
+    block = maps.weight_map(kind, seed, count=13, other=17)
     source, text = int(block.key_tokens.word_index.max()) + 1, int(block.query_tokens.word_index.max()) + 1
     links = {(int(draw.integers(source)), int(draw.integers(text))): bool(draw.random() < 0.6) for _ in range(9)}
     return block, [(s, t, sure) for (s, t), sure in links.items()]
@@ -64,7 +64,7 @@ def test_links_are_counted_as_sets(kind: str, row: str, step: int):
         alignment.start_example(
             Example(None, {"source": block.key_tokens, "text": block.query_tokens}, alignment_links=links)
         )
-        for band in maps.bands(block, step):
+        for band in maps.split_bands(block, step):
             alignment.add_band(SITE, band)
         alignment.finish_example()
     measures = alignment.measures(draw_resamples(5, 50, 0))

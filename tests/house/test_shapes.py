@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from support.shape_checks import ShapeError, checked, hold_all, letters
+from support.shape_checks import ShapeError, install_shape_checks, letters, with_shape_checks
 
 
 def pair(q_BTK, k_BSK, place_BT):
@@ -26,16 +26,16 @@ def test_letters_are_read_off_names():
 def test_a_wrong_shape_is_caught(shapes, fault):
     tensors = [torch.zeros(shape) for shape in shapes]
     if not fault:
-        assert checked(pair)(*tensors) == tuple(tensors)
+        assert with_shape_checks(pair)(*tensors) == tuple(tensors)
         return
     with pytest.raises(ShapeError, match=fault):
-        checked(pair)(*tensors)
+        with_shape_checks(pair)(*tensors)
 
 
 def test_the_package_carries_its_shapes_in_names(request):
     if not request.config.getoption("--shapes"):
         pytest.skip("runs where shapes are checked")
-    assert hold_all() >= 0
+    assert install_shape_checks() >= 0
     import headwise as hw
 
     with pytest.raises(ShapeError, match="q_BHTK"):

@@ -18,7 +18,7 @@ import headwise as hw
 from headwise import model_spec as bp
 from headwise.hub import llama2c
 from headwise.hub.llama2c import make_tokenizer_json
-from support.llama2c_tokenizer import FIRST, Scores, merged, packed
+from support.llama2c_tokenizer import FIRST, Scores, reference_tokenize, tokenizer_file
 
 TOKENS, MODEL, HEADS, KV, HIDDEN, LAYERS, LENGTH = 11, 24, 6, 2, 13, 2, 19
 
@@ -178,12 +178,12 @@ def test_text_is_cut_as_the_definition_cuts_it(tmp_path: Path):
     rng = random.Random(0)
     for _ in range(40):
         pieces, letters = invented(rng)
-        (tmp_path / "t.bin").write_bytes(packed(pieces))
+        (tmp_path / "t.bin").write_bytes(tokenizer_file(pieces))
         tokenizer = Tokenizer.from_str(make_tokenizer_json(tmp_path / "t.bin", len(pieces)))
         for _ in range(25):
             text = "".join(rng.choices(letters + "\u00f1\n\u2581", [9] * len(letters) + [1, 1, 1], k=rng.randrange(31)))
             ids = tokenizer.encode(text, add_special_tokens=False).ids
-            assert ids == merged(pieces, text), (pieces, text)
+            assert ids == reference_tokenize(pieces, text), (pieces, text)
             assert tokenizer.decode(ids) == text
             assert tokenizer.encode(text).ids == [1, *ids]
 
@@ -194,22 +194,22 @@ def spaced(count: int = TOKENS) -> Scores:
 
 PIECES: dict[str, tuple[Callable[[], bytes], str]] = {
     "truncated": (
-        lambda: packed(spaced())[:-1],
+        lambda: tokenizer_file(spaced())[:-1],
         "contains 10 whole pieces, but the model has 11; give its own tokenizer",
     ),
     "longer": (
-        lambda: packed([*spaced(), ("z", 0.0)]),
+        lambda: tokenizer_file([*spaced(), ("z", 0.0)]),
         "contains 11 whole pieces, and more follows, but the model has 11",
     ),
     "empty": (lambda: b"", "contains 0 whole pieces, but the model has 11"),
     "negative": (
-        lambda: packed(spaced())[:8] + struct.pack("<i", -5) + packed(spaced())[12:],
+        lambda: tokenizer_file(spaced())[:8] + struct.pack("<i", -5) + tokenizer_file(spaced())[12:],
         "contains 0 whole pieces",
     ),
-    "no text": (lambda: packed(spaced()).replace(b"a", b"\xff"), "piece 3 is not UTF-8"),
-    "twice": (lambda: packed([*spaced()[:-2], ("a", 0.0), (" ", -99.0)]), "contains a piece twice"),
+    "no text": (lambda: tokenizer_file(spaced()).replace(b"a", b"\xff"), "piece 3 is not UTF-8"),
+    "twice": (lambda: tokenizer_file([*spaced()[:-2], ("a", 0.0), (" ", -99.0)]), "contains a piece twice"),
     "alike": (
-        lambda: packed([*spaced(9), ("ab", -1.0), ("cd", -1.0)]),
+        lambda: tokenizer_file([*spaced(9), ("ab", -1.0), ("cd", -1.0)]),
         "'ab' and 'cd' both have the score -1.0, so their order",
     ),
 }
@@ -231,7 +231,7 @@ def test_a_harmed_tokenizer_is_refused_in_one_line(what: str, tmp_path: Path):
 @pytest.mark.parametrize("name", ["tok11.bin", "tokenizer.bin"])
 def test_a_tokenizer_beside_a_file_is_found(name: str, tmp_path: Path):
     (tmp_path / "a.bin").write_bytes(drawn()[0])
-    (tmp_path / name).write_bytes(packed(spaced()))
+    (tmp_path / name).write_bytes(tokenizer_file(spaced()))
     usage = hw.load(tmp_path / "a.bin").usage
     assert (usage.before, usage.end, usage.specials) == ((1,), (1,), "text")
     assert Tokenizer.from_str(usage.tokenizer or "").encode("ab").ids == [1, 10, 3, 4]

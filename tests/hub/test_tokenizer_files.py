@@ -15,15 +15,15 @@ from headwise.generation import encode_text, load_tokenizers
 from headwise.hub.tokenizer_files import attach_tokenizer
 from headwise.surgery.verification.efficiency import TimingOptions
 from headwise.surgery.verification.proof import ProofOptions, prove
-from support.llama2c_tokenizer import FIRST, merged, packed
-from support.pruned_models import built, model
+from support.llama2c_tokenizer import FIRST, reference_tokenize, tokenizer_file
+from support.pruned_models import build_model, make_model_spec
 
 QUICK = TimingOptions(length=8, steps=2, seconds=0.01)
 
 
 def wordless(words=256, kind="decoder"):
     """A model without a tokenizer, of so many ids."""
-    return built(replace(model(kind, words=words)))
+    return build_model(replace(make_model_spec(kind, words=words)))
 
 
 def test_ids_are_bytes_and_come_back_as_text():
@@ -41,7 +41,7 @@ def test_too_few_ids_another_tokenizer_and_models_of_others_are_refused(tmp_path
     with pytest.raises(ValueError, match="has a tokenizer of its own; leave 'bytes' out"):
         attach_tokenizer(net, "bytes")
     with pytest.raises(ValueError, match="takes no token ids, so no text"):
-        attach_tokenizer(built(model("vision")), "bytes")
+        attach_tokenizer(build_model(make_model_spec("vision")), "bytes")
     with pytest.raises(ValueError, match="is not a headwise model"):
         attach_tokenizer(nn.Linear(2, 2), "bytes")
     with pytest.raises(ValueError, match="cannot be read: No such file"):
@@ -56,10 +56,10 @@ def test_too_few_ids_another_tokenizer_and_models_of_others_are_refused(tmp_path
 
 def test_a_document_and_pieces_with_scores_are_read_as_they_are_meant(tmp_path):
     pieces = [*FIRST, (" ", -1.0), ("a", -2.0), ("b", -3.0), ("ab", -0.5)]
-    (tmp_path / "tokenizer.bin").write_bytes(packed(pieces))
+    (tmp_path / "tokenizer.bin").write_bytes(tokenizer_file(pieces))
     net = wordless(len(pieces))
     attach_tokenizer(net, str(tmp_path / "tokenizer.bin"))
-    assert encode_text(net, "ab ba") == [1, *merged(pieces, "ab ba")]
+    assert encode_text(net, "ab ba") == [1, *reference_tokenize(pieces, "ab ba")]
     assert net.usage.end == (1,)
     (tmp_path / "tokenizer.json").write_text(net.usage.tokenizer)
     again = wordless(len(pieces))
@@ -83,9 +83,9 @@ def test_the_command_that_looks_at_heads_takes_it(tmp_path, capsys):
 
 
 def test_examples_are_shown_in_words_and_a_long_text_is_split():
-    described = model("decoder", words=256)
+    described = make_model_spec("decoder", words=256)
     first = replace(described.stacks[0], embedding=bp.EmbeddingSpec(256, positions=bp.PositionSpec("learned", 20)))
-    net = built(replace(described, stacks=(first,)))
+    net = build_model(replace(described, stacks=(first,)))
     attach_tokenizer(net, "bytes")
     from headwise.head_analysis.annotated_examples import examples_from_lines
 
@@ -99,7 +99,7 @@ def test_examples_are_shown_in_words_and_a_long_text_is_split():
 
 
 def test_translations_are_scored_against_their_references():
-    net = built(model("encoder-decoder", words=256))
+    net = build_model(make_model_spec("encoder-decoder", words=256))
     net.usage = hw.ProcessorSpec(begin=(1,), end=(2,))
     attach_tokenizer(net, "bytes")
     sources = hw.ExampleReader(net)

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 import headwise as hw
 from headwise.hub import transformers_backend
 from headwise.inspect.attention_sites import find_attention
-from support.site_recording import looked, own_weights
-from support.transformers_models import LLAMA, LOCAL, WORDS, ZOO, Foreign, run, transformers
+from support.site_recording import record_eager_weights, record_sites
+from support.transformers_models import LLAMA, LOCAL, WORDS, ZOO, TransformersModel, run_model, transformers
 
 LOWEST = torch.finfo(torch.float32).min
 CHUNKS = LLAMA | {
@@ -32,8 +32,8 @@ LATE = LLAMA | {
     "hidden_size_per_layer_input": 4, "vocab_size_per_layer_input": WORDS, "num_kv_shared_layers": 2,
 }  # fmt: skip
 MORE = {
-    "llama4": Foreign("Llama4ForCausalLM", "Llama4TextConfig", CHUNKS, "o_proj"),
-    "gemma4": Foreign("Gemma4ForCausalLM", "Gemma4TextConfig", LATE, "o_proj"),
+    "llama4": TransformersModel("Llama4ForCausalLM", "Llama4TextConfig", CHUNKS, "o_proj"),
+    "gemma4": TransformersModel("Gemma4ForCausalLM", "Gemma4TextConfig", LATE, "o_proj"),
     "both ways": ZOO["llama"]._replace(keys=LLAMA | {"is_causal": False}),
 }
 
@@ -72,11 +72,11 @@ def test_outputs_are_eagers(name: str):
     inputs = zoo.inputs()
     kinds = [inputs, *([padded(inputs, "left"), padded(inputs, "right")] if "input_ids" in inputs else [])]
     for told in kinds:
-        assert off(run(ours, told), run(eager, told)) <= 1e-5
+        assert off(run_model(ours, told), run_model(eager, told)) <= 1e-5
     ours.set_attn_implementation("eager")
-    assert torch.equal(run(ours, inputs), run(eager, inputs))
+    assert torch.equal(run_model(ours, inputs), run_model(eager, inputs))
     ours.set_attn_implementation("headwise")
-    assert off(run(ours, inputs), run(eager, inputs)) <= 1e-5
+    assert off(run_model(ours, inputs), run_model(eager, inputs)) <= 1e-5
 
 
 MASKS = {
@@ -92,7 +92,7 @@ def test_other_masks(name: str, kind: str):
     zoo = (ZOO | MORE)[name]
     ids = zoo.inputs()["input_ids"]
     told = {"input_ids": ids, **MASKS[kind](ids)}
-    assert off(run(zoo.build("headwise"), told), run(zoo.build("eager"), told)) <= 1e-5
+    assert off(run_model(zoo.build("headwise"), told), run_model(zoo.build("eager"), told)) <= 1e-5
 
 
 def test_a_boolean_mask_hides_false_pairs():
@@ -104,7 +104,7 @@ def test_a_boolean_mask_hides_false_pairs():
         shown = torch.rand(2, 1, 11, 11, generator=torch.Generator().manual_seed(0)) < 0.5
         shown |= torch.eye(11, dtype=torch.bool)
         numbers = torch.where(shown, 0.0, LOWEST)
-        told = [run(ours, {"input_ids": ids, "attention_mask": mask}) for mask in (shown, numbers)]
+        told = [run_model(ours, {"input_ids": ids, "attention_mask": mask}) for mask in (shown, numbers)]
         assert off(told[0], told[1]) <= 1e-6
 
 
@@ -211,7 +211,7 @@ def test_generated_tokens_are_eagers(name: str, cache: str):
 
 def test_no_key_is_repeated_for_one_query(monkeypatch: pytest.MonkeyPatch):
     model, ids = ZOO["llama"].build("headwise"), ZOO["llama"].inputs()["input_ids"]
-    whole = run(model, {"input_ids": ids})
+    whole = run_model(model, {"input_ids": ids})
     with torch.no_grad():
         past = model(ids[:, :-1]).past_key_values
         with fused_calls(monkeypatch) as calls:
@@ -225,7 +225,7 @@ def test_a_causal_prompt_needs_no_mask(monkeypatch: pytest.MonkeyPatch):
     plain, masked = ((2, 4, 11, 8), (2, 2, 11, 8), None, True), ((2, 4, 11, 8), (2, 4, 11, 8), (2, 1, 11, 11), False)
     for told, expected in ((inputs, plain), (padded(inputs, "left"), masked)):
         with fused_calls(monkeypatch) as calls:
-            run(model, told)
+            run_model(model, told)
         assert calls == [expected] * 2
 
 
@@ -248,13 +248,13 @@ def test_half_precision_is_no_further_from_the_truth_than_eagers(name: str):
     """Rows that may read nothing among them."""
     zoo = ZOO[name]
     inputs = padded(zoo.inputs(), "left")
-    truth = run(zoo.build("eager"), inputs)
+    truth = run_model(zoo.build("eager"), inputs)
     for mixed in (False, True):
         said = []
         for kind in ("eager", "headwise"):
             model = zoo.build(kind) if mixed else zoo.build(kind).bfloat16()
             with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
-                said.append(float((run(model, inputs).float() - truth).abs().mean()))
+                said.append(float((run_model(model, inputs).float() - truth).abs().mean()))
         assert said[1] <= 1.3 * said[0]
 
 
@@ -264,20 +264,20 @@ def test_watched_on_headwise_as_on_eager(name: str, monkeypatch: pytest.MonkeyPa
     zoo = ZOO[name]
     eager, ours = zoo.build("eager"), zoo.build("headwise")
     inputs = zoo.inputs()
-    with own_weights(monkeypatch) as given, looked(eager):
-        run(eager, inputs)
-    with looked(ours) as keeps:
-        whole = run(ours, inputs)
+    with record_eager_weights(monkeypatch) as given, record_sites(eager):
+        run_model(eager, inputs)
+    with record_sites(ours) as keeps:
+        whole = run_model(ours, inputs)
     for one in find_attention(eager):
         (core,) = keeps[one.site.name].seen
         for head in (0, 2):
             assert torch.allclose(core.head_weights(head), given[one.module][:, head], atol=1e-5)
     heads = [(site.name, 3 - n % 4) for n, site in enumerate(hw.sites(ours))]
     with hw.ablate(eager, heads), hw.ablate(ours, heads):
-        quiet = run(ours, inputs)
-        assert off(quiet, run(eager, inputs)) <= 1e-5
+        quiet = run_model(ours, inputs)
+        assert off(quiet, run_model(eager, inputs)) <= 1e-5
     assert off(quiet, whole) > 1e-4
-    assert torch.equal(run(ours, inputs), whole)
+    assert torch.equal(run_model(ours, inputs), whole)
 
 
 @pytest.mark.parametrize("name", ["bert", "llama", "gemma2", "t5"])
@@ -372,7 +372,7 @@ def test_a_model_without_the_attention_interface_equals_eager():
     for kind in ("eager", "headwise"):
         torch.manual_seed(0)
         model = transformers.BloomForCausalLM._from_config(config, attn_implementation=kind).eval()
-        said.append(run(model, padded(ZOO["llama"].inputs(), "left")))
+        said.append(run_model(model, padded(ZOO["llama"].inputs(), "left")))
     assert torch.equal(*said)
 
 

@@ -17,7 +17,7 @@ import headwise as hw
 from headwise.nn import head_axis_ops
 from support import layer_cases as cases, spec_strategies as strategies
 from support.layer_cases import check_close
-from support.transformers_models import FALLBACK, ZOO, Foreign, run
+from support.transformers_models import FALLBACK, ZOO, TransformersModel, run_model
 
 PRESETS = {name: hw.design(preset=name, model=16, heads=4) for name in hw.PRESETS}
 GPT = {"model_type": "gpt2", "n_embd": 12, "n_head": 3, "n_layer": 2, "vocab_size": 11, "n_positions": 16}
@@ -103,16 +103,16 @@ def fold(last: nn.Module, head: int, mean: Tensor) -> None:
 @pytest.mark.parametrize("name", FOLDED)
 @torch.no_grad()
 def test_a_mean_is_columns_folded_into_the_bias(name: str):
-    zoo: Foreign = (ZOO | FALLBACK)[name]
+    zoo: TransformersModel = (ZOO | FALLBACK)[name]
     model = zoo.build()
     inputs = zoo.inputs()
-    whole, site = run(model, inputs), hw.sites(model)[-1]
+    whole, site = run_model(model, inputs), hw.sites(model)[-1]
     means = hw.head_means(model, [inputs], [(site.name, 1), (site.name, 3)])
     with hw.patch(model, means):
-        patched = run(model, inputs)
+        patched = run_model(model, inputs)
     for (_, head), mean in means.items():
         fold(projection(model, site.path, zoo.out), head, mean)
-    expected = run(model, inputs)
+    expected = run_model(model, inputs)
     assert (whole - expected).abs().max() > 1e-4
     assert (patched - expected).abs().max() <= 1e-5 * max(1.0, float(expected.abs().max()))
 
@@ -451,23 +451,23 @@ def test_no_hook_remains(kind: str):
     zoo = ZOO["llama"]
     model, inputs, patches = zoo.build(), zoo.inputs(), KINDS[kind]()
     kinds = {type(module) for module in model.modules()}
-    before, held = run(model, inputs), {kind: dict(vars(kind)) for kind in kinds}
+    before, held = run_model(model, inputs), {kind: dict(vars(kind)) for kind in kinds}
     state = [dict(vars(module)) for module in model.modules()]
     with pytest.raises(RuntimeError, match="on purpose"), hw.patch(model, patches):
         _failing(model, inputs)
     with hw.patch(model, patches):
-        patched, twin, elsewhere = run(model, inputs), copy.deepcopy(model), []
-        thread = Thread(target=lambda: elsewhere.append(run(model, inputs)))
+        patched, twin, elsewhere = run_model(model, inputs), copy.deepcopy(model), []
+        thread = Thread(target=lambda: elsewhere.append(run_model(model, inputs)))
         thread.start()
         thread.join()
         assert torch.equal(elsewhere[0], before)
-        assert torch.equal(run(twin, inputs), before)
+        assert torch.equal(run_model(twin, inputs), before)
         with pytest.raises(ValueError, match="input_ids"):
             model()
         if kind != "noise":
-            assert torch.equal(run(model, inputs), patched)
+            assert torch.equal(run_model(model, inputs), patched)
     assert not torch.equal(patched, before)
-    assert torch.equal(run(model, inputs), before)
+    assert torch.equal(run_model(model, inputs), before)
     assert {kind: dict(vars(kind)) for kind in kinds} == held
     assert [dict(vars(module)) for module in model.modules()] == state
 
@@ -493,7 +493,7 @@ def test_ablations_of_sites_that_never_ran_are_reported():
 
 def _failing(model: nn.Module, inputs: dict[str, Tensor]) -> None:
     """A forward, and then something goes wrong."""
-    run(model, inputs)
+    run_model(model, inputs)
     raise RuntimeError("on purpose")
 
 
@@ -502,13 +502,13 @@ def _skipped(model: nn.Module, ids: Tensor, then: Exception | None = None) -> No
     layers, model.model.decoder.layers = model.model.decoder.layers, model.model.decoder.layers[:0]
     try:
         with pytest.raises(ValueError, match="was replaced"):
-            run(model, {"input_ids": ids, "decoder_input_ids": ids})
+            run_model(model, {"input_ids": ids, "decoder_input_ids": ids})
     finally:
         model.model.decoder.layers = layers
     model.model.decoder.layerdrop = 1.0
     model.model.decoder.train()
     try:
-        run(model, {"input_ids": ids, "decoder_input_ids": ids})
+        run_model(model, {"input_ids": ids, "decoder_input_ids": ids})
     finally:
         model.model.decoder.layerdrop = 0.0
         model.eval()
@@ -520,14 +520,14 @@ def test_a_model_that_changes_meanwhile():
     model, zoo = ZOO["llama"].build(), ZOO["llama"]
     layer = model.model.layers[0]
     with hw.ablate(model, [(0, 1)]):
-        quiet = run(model, zoo.inputs())
+        quiet = run_model(model, zoo.inputs())
         model.model.layers[0] = copy.deepcopy(layer)
         with pytest.raises(ValueError, match=r"model\.layers\.0\.self_attn was replaced"):
-            run(model, zoo.inputs())
+            run_model(model, zoo.inputs())
         model.model.layers[0] = layer
-        assert torch.equal(run(model, zoo.inputs()), quiet)
+        assert torch.equal(run_model(model, zoo.inputs()), quiet)
         model.model.layers[1] = copy.deepcopy(model.model.layers[1])  # which nobody watches
-        assert torch.equal(run(model, zoo.inputs()), quiet)
+        assert torch.equal(run_model(model, zoo.inputs()), quiet)
 
 
 def test_checkpointing_is_refused():
@@ -564,9 +564,9 @@ def test_quantised_weights_are_left_alone():
         layer.self_attn.o_proj.qconfig = torch.ao.quantization.default_dynamic_qconfig
         layer.self_attn.o_proj = kind.from_float(layer.self_attn.o_proj)
     with hw.ablate(quantised, [(0, "all"), (1, "all")]):
-        quiet = run(quantised, zoo.inputs())
+        quiet = run_model(quantised, zoo.inputs())
     with hw.ablate(model, [(0, "all"), (1, "all")]):
-        assert torch.allclose(quiet, run(model, zoo.inputs()), atol=1e-5)  # no head speaks: nothing is rounded
+        assert torch.allclose(quiet, run_model(model, zoo.inputs()), atol=1e-5)  # no head speaks: nothing is rounded
 
 
 WRAPS = {
@@ -591,13 +591,13 @@ def test_unsupported_sites_give_a_reason(wrap: str):
 def test_a_thread_in_a_copy_of_the_context_is_watched():
     model, zoo, seen = ZOO["llama"].build(), ZOO["llama"], []
     with hw.ablate(model, [(0, 1)]):
-        quiet = run(model, zoo.inputs())
-        thread = Thread(target=copy_context().run, args=(lambda: seen.append(run(model, zoo.inputs())),))
+        quiet = run_model(model, zoo.inputs())
+        thread = Thread(target=copy_context().run, args=(lambda: seen.append(run_model(model, zoo.inputs())),))
         thread.start()
         thread.join()
     assert torch.equal(seen[0], quiet)
     with hw.ablate(model, [(0, 1)]):  # that it ran elsewhere counts
-        thread = Thread(target=copy_context().run, args=(lambda: seen.append(run(model, zoo.inputs())),))
+        thread = Thread(target=copy_context().run, args=(lambda: seen.append(run_model(model, zoo.inputs())),))
         thread.start()
         thread.join()
     assert torch.equal(seen[1], quiet)

@@ -13,29 +13,29 @@ from torch import Tensor, nn
 
 import headwise as hw
 from headwise import cli
-from support.site_recording import looked
+from support.site_recording import record_sites
 from support.third_party_attentions import (
     DIM,
     HEADS,
     WIDE,
-    Around,
-    Grouped,
-    Line,
-    Merged,
-    Picture,
-    Several,
-    Talking,
-    Tutorial,
-    Wrapped,
+    AttentionWithCore,
+    BatchedHeads,
+    GroupedQueryAttention,
+    LoRALinear,
+    NanoGPTAttention,
+    NestedAttention,
+    TalkingHeads,
+    TimmAttention,
+    TwoAttentions,
 )
-from support.transformers_models import FALLBACK, ZOO, run, transformers
+from support.transformers_models import FALLBACK, ZOO, run_model, transformers
 
 FOUND = {
-    "timm fused": (lambda: Picture(True), "full()", "proj"),
-    "timm": (lambda: Picture(False), "full()", "proj"),
-    "nanoGPT fused": (lambda: Line(True), "causal()", "c_proj"),
-    "nanoGPT": (lambda: Line(False), "causal()", "c_proj"),
-    "tutorial": (Tutorial, "full()", "maps.3"),
+    "timm fused": (lambda: TimmAttention(True), "full()", "proj"),
+    "timm": (lambda: TimmAttention(False), "full()", "proj"),
+    "nanoGPT fused": (lambda: NanoGPTAttention(True), "causal()", "c_proj"),
+    "nanoGPT": (lambda: NanoGPTAttention(False), "causal()", "c_proj"),
+    "tutorial": (AttentionWithCore, "full()", "maps.3"),
 }
 X = torch.randn(2, 5, WIDE, generator=torch.Generator().manual_seed(3))
 
@@ -52,12 +52,12 @@ def blocks(make) -> nn.Sequential:
 def spelt_out(layer: nn.Module, x: Tensor, causal: bool) -> Tensor:
     """Weights [B, H, T, S] by the definition, in float64, one pair at a time."""
     layer, x = copy.deepcopy(layer).double(), x.double()
-    if isinstance(layer, Tutorial):
+    if isinstance(layer, AttentionWithCore):
         q, k = (one(x).unflatten(-1, (HEADS, DIM)) for one in layer.maps[:2])
     else:
-        one = layer.qkv if isinstance(layer, Picture) else layer.c_attn
+        one = layer.qkv if isinstance(layer, TimmAttention) else layer.c_attn
         q, k, _ = one(x).unflatten(-1, (3, HEADS, DIM)).unbind(2)
-    if isinstance(layer, Picture):
+    if isinstance(layer, TimmAttention):
         q, k = layer.q_norm(q), layer.q_norm(k)
     batch, length = x.shape[:2]
     weights = x.new_zeros(batch, HEADS, length, length)
@@ -80,7 +80,7 @@ def test_attentions_are_found_by_their_operations(name: str):
     assert [(site.q, site.kv, site.dim, site.pattern) for site in those] == [(HEADS, HEADS, DIM, pattern)] * 2
     assert [site.layer for site in those] == [0, 1]
     whole = model(X)
-    with looked(model) as keeps:
+    with record_sites(model) as keeps:
         assert torch.equal(model(X), whole)
     (core,) = keeps[those[0].name].seen
     expected = spelt_out(model[0], X, pattern == "causal()")
@@ -100,12 +100,12 @@ def test_attentions_are_found_by_their_operations(name: str):
 
 @torch.no_grad()
 def test_all_arguments_of_the_attention_function_are_recorded():
-    layer = blocks(Grouped)[0]
+    layer = blocks(GroupedQueryAttention)[0]
     mask = torch.randn(5, 5).masked_fill(torch.rand(5, 5) < 0.3, -torch.inf).fill_diagonal_(0.0)
     for told in ((X, mask), {"x": X, "mask": mask}):
         (site,) = hw.sites(layer, told)
         assert (site.q, site.kv, site.dim, site.pattern) == (4, 2, 3, "set by each call")
-    with looked(layer) as keeps:
+    with record_sites(layer) as keeps:
         layer(X, mask)
     (keep,) = keeps.values()
     q = layer.q(X).unflatten(-1, (4, 3))
@@ -116,10 +116,10 @@ def test_all_arguments_of_the_attention_function_are_recorded():
 
 
 UNCLEAR = {
-    "talking": (Talking, "no values are multiplied"),
-    "several": (Several, "several times in one call"),
-    "around": (Around, "so does a module within it"),
-    "merged": (lambda: Merged(True), "heads cannot be identified"),
+    "talking": (TalkingHeads, "no values are multiplied"),
+    "several": (TwoAttentions, "several times in one call"),
+    "around": (NestedAttention, "so does a module within it"),
+    "merged": (lambda: BatchedHeads(True), "heads cannot be identified"),
 }
 
 
@@ -138,9 +138,9 @@ def test_unrecognised_attentions_are_listed_and_refused(name: str):
 @torch.no_grad()
 def test_a_declared_attention_is_accepted_if_its_weights_explain_the_outputs():
     for first in (True, False):
-        model = blocks(lambda first=first: Merged(first))
+        model = blocks(lambda first=first: BatchedHeads(first))
         hw.declare(model[1], heads=HEADS, output="proj")
-        with looked(model) as keeps:
+        with record_sites(model) as keeps:
             model(X)
         (keep,) = keeps.values()
         if first:  # which an order of heads before the batch does not
@@ -155,7 +155,7 @@ def test_a_declared_attention_is_accepted_if_its_weights_explain_the_outputs():
 
 @torch.no_grad()
 def test_a_call_unlike_the_example_is_refused():
-    model = blocks(lambda: Line(True))
+    model = blocks(lambda: NanoGPTAttention(True))
     hw.sites(model, X)
     state, whole = dict(vars(model[0])), model(X)
     model[0].fused = False
@@ -168,7 +168,7 @@ def test_a_call_unlike_the_example_is_refused():
     del model[0].forward
     model[0].fused = True
     assert dict(vars(model[0])) == state
-    mute = blocks(lambda: Tutorial())
+    mute = blocks(lambda: AttentionWithCore())
     hw.sites(mute, X)
     mute[1].core.soft = nn.Identity()
     with pytest.raises(ValueError, match="does not compute attention as"), hw.ablate(mute, [(1, 1)]):
@@ -177,7 +177,7 @@ def test_a_call_unlike_the_example_is_refused():
 
 @torch.no_grad()
 def test_tracing_leaves_no_hook_and_stays_in_its_thread():
-    model = blocks(lambda: Picture(False))
+    model = blocks(lambda: TimmAttention(False))
     hw.sites(model, X)
     whole, seen = model(X), []
     hooks = torch.nn.modules.module._global_forward_hooks, torch.nn.modules.module._global_forward_pre_hooks
@@ -194,7 +194,7 @@ def test_tracing_leaves_no_hook_and_stays_in_its_thread():
     assert not seen[0].is_inference()
     assert torch.equal(twin(X), whole)
     assert torch.equal(model(X), whole)
-    assert not hasattr(Picture.forward, "__wrapped__")
+    assert not hasattr(TimmAttention.forward, "__wrapped__")
 
 
 BAD = {
@@ -211,7 +211,7 @@ BAD = {
 def test_an_example_that_cannot_be_run(name: str):
     how, why = BAD[name]
     with pytest.raises(ValueError, match=why) as told:
-        hw.sites(how(blocks(lambda: Line(True))), X)
+        hw.sites(how(blocks(lambda: NanoGPTAttention(True))), X)
     assert "\n" not in str(told.value)
 
 
@@ -225,9 +225,9 @@ def test_outputs_of_models_without_the_attention_interface(name: str):
         told["global_attention_mask"][0, :2] = told["global_attention_mask"][1, 4] = 1
     with torch.no_grad():
         said = model(**told, output_attentions=True)
-    whole = run(model, told)
-    with looked(model) as keeps:
-        assert torch.equal(run(model, told), whole)
+    whole = run_model(model, told)
+    with record_sites(model) as keeps:
+        assert torch.equal(run_model(model, told), whole)
     assert len(keeps) == 2
     for layer, keep in enumerate(keeps.values()):
         (core,) = keep.seen
@@ -264,19 +264,19 @@ def test_a_lora_adapter_is_ablated_with_its_layer():
         model = zoo.build()
         layers = model.model.layers if name == "llama" else model.transformer.h
         attention = getattr(layers[1], path)
-        setattr(attention, attribute, Wrapped(getattr(attention, attribute)))
+        setattr(attention, attribute, LoRALinear(getattr(attention, attribute)))
         those = hw.sites(model)
         assert those[1].path.endswith(f".1.{path}")
         assert "built" not in those[1].cut.why
         assert "merge it first" in those[1].cut.why
         assert "merge" not in those[0].cut.why
-        whole = run(model, zoo.inputs())
+        whole = run_model(model, zoo.inputs())
         with hw.ablate(model, [(1, 1)]):
-            quiet = run(model, zoo.inputs())
+            quiet = run_model(model, zoo.inputs())
         wrapped = getattr(attention, attribute)
         wrapped.base_layer.weight[:, 8:16] = 0
         wrapped.lora_A["default"].weight[:, 8:16] = 0
-        assert torch.allclose(quiet, run(model, zoo.inputs()), atol=1e-5)
+        assert torch.allclose(quiet, run_model(model, zoo.inputs()), atol=1e-5)
         assert not torch.allclose(quiet, whole, atol=1e-3)
 
 
@@ -303,9 +303,9 @@ def test_quantised_weights_are_ablated_but_not_pruned():
     assert "quantised (int8)" in those[0].cut.why
     assert "quantised" not in those[1].cut.why
     with hw.ablate(model, [(0, 2)]):
-        quiet = run(model, zoo.inputs())
+        quiet = run_model(model, zoo.inputs())
     attention.out_proj.weight[:, 16:24] = 0
-    assert torch.allclose(quiet, run(model, zoo.inputs()), atol=1e-5)
+    assert torch.allclose(quiet, run_model(model, zoo.inputs()), atol=1e-5)
 
 
 def test_layers_without_attention_are_reported():
@@ -360,7 +360,7 @@ def test_tokens_on_two_axes():
     model = blocks(Tiles)
     x = torch.randn(2, 3, 2, WIDE)
     hw.declare(model[0], heads=HEADS, output="proj")
-    with looked(model) as keeps, hw.ablate(model, [(0, 1)]):
+    with record_sites(model) as keeps, hw.ablate(model, [(0, 1)]):
         quiet = model(x)
     (keep,) = keeps.values()
     assert keep.seen[0].head_weights(0).shape == (2, 6, 6)
@@ -447,9 +447,9 @@ def test_local_and_global_layers_have_their_patterns(name: str):
 
 @torch.no_grad()
 def test_weights_are_those_before_dropout():
-    model = blocks(lambda: Picture(False))
+    model = blocks(lambda: TimmAttention(False))
     hw.sites(model, X)
-    with looked(model) as keeps:
+    with record_sites(model) as keeps:
         model.train()(X)
     rows = keeps["model.0.attention"].seen[0].head_weights(1)
     assert torch.allclose(rows.double(), spelt_out(model[0], X, False)[:, 1], atol=1e-5)

@@ -15,7 +15,7 @@ from headwise import cli
 from headwise.nn import head_axis_ops
 from support import layer_cases as cases
 from support.layer_cases import check_close
-from support.site_recording import looked
+from support.site_recording import record_sites
 
 PRESETS = {name: hw.design(preset=name, model=16, heads=4) for name in hw.PRESETS}
 GPT = {"model_type": "gpt2", "n_embd": 12, "n_head": 3, "n_layer": 2, "vocab_size": 11, "n_positions": 16}
@@ -52,7 +52,7 @@ def test_rows_are_the_definitions(name: str):
             layer(x, source=z, probe=probe)
         except hw.NoBackend as error:
             pytest.skip(f"it has no weights: {error}")
-        with looked(layer) as keeps:
+        with record_sites(layer) as keeps:
             layer(x, source=z)
         (keep,) = keeps.values()
         for head in range(probe.tensors["weights"].shape[1]):

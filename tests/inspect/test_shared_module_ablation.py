@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import headwise as hw
-from support.transformers_models import WIDE, WORDS, run, transformers
+from support.transformers_models import WIDE, WORDS, run_model, transformers
 
 ALBERT = {
     "hidden_size": WIDE, "embedding_size": 16, "num_attention_heads": 4, "intermediate_size": 48, "vocab_size": WORDS,
@@ -60,17 +60,17 @@ def test_ablation_at_one_depth(shape: str):
     assert [site.name for site in sorted(sites, key=lambda site: site.layer)] == [
         f"encoder.{depth}.attention" for depth in range(layers * inner)
     ]
-    whole = run(model, IDS)
-    assert torch.allclose(run(apart(model), IDS), whole, atol=1e-5)
+    whole = run_model(model, IDS)
+    assert torch.allclose(run_model(apart(model), IDS), whole, atol=1e-5)
     for depth in range(layers * inner):
         other = apart(model)
         attentions(other)[depth].dense.weight[:, 8:16] = 0
         with hw.ablate(model, [(depth, 1)]):
-            quiet = run(model, IDS)
-            assert torch.equal(run(model, IDS), quiet)  # every forward counts anew
-        assert torch.allclose(quiet, run(other, IDS), atol=1e-5)
+            quiet = run_model(model, IDS)
+            assert torch.equal(run_model(model, IDS), quiet)  # every forward counts anew
+        assert torch.allclose(quiet, run_model(other, IDS), atol=1e-5)
         assert not torch.allclose(quiet, whole, atol=1e-3)
-    assert torch.equal(run(model, IDS), whole)
+    assert torch.equal(run_model(model, IDS), whole)
 
 
 @torch.no_grad()
@@ -80,7 +80,7 @@ def test_several_depths_at_once_and_inside_each_other():
     for depth, head in ((0, 1), (2, 3), (4, 0)):
         attentions(other)[depth].dense.weight[:, 8 * head : 8 * head + 8] = 0
     with hw.ablate(model, [(0, 1), (4, 0)]), hw.ablate(model, [(2, 3)]):
-        assert torch.allclose(run(model, IDS), run(other, IDS), atol=1e-5)
+        assert torch.allclose(run_model(model, IDS), run_model(other, IDS), atol=1e-5)
 
 
 @torch.no_grad()
@@ -94,7 +94,7 @@ def test_means_of_one_depth():
         assert torch.allclose(mean, theirs[head], atol=1e-6)
     assert not torch.allclose(*means.values(), atol=1e-3)
     with hw.patch(model, means), hw.patch(twin, theirs):
-        assert torch.allclose(run(model, IDS), run(twin, IDS), atol=1e-5)
+        assert torch.allclose(run_model(model, IDS), run_model(twin, IDS), atol=1e-5)
 
 
 @torch.no_grad()

@@ -12,22 +12,22 @@ from torch import Tensor, nn
 
 import headwise as hw
 from headwise.inspect.attention_sites import find_attention
-from support.site_recording import looked, own_weights
-from support.transformers_models import FALLBACK, ZOO, run, transformers, without_columns
+from support.site_recording import record_eager_weights, record_sites
+from support.transformers_models import FALLBACK, ZOO, run_model, transformers, without_columns
 
 
 @pytest.mark.parametrize("name", ZOO)
 def test_rows_are_the_models_own(name: str, monkeypatch: pytest.MonkeyPatch):
     zoo = ZOO[name]
     model = zoo.build("eager")
-    with own_weights(monkeypatch) as given, looked(model) as keeps:
-        run(model, zoo.inputs())
+    with record_eager_weights(monkeypatch) as given, record_sites(model) as keeps:
+        run_model(model, zoo.inputs())
     own = {one.site.name: given[one.module] for one in find_attention(model)}
     seen = [keeps]
     if model._supports_sdpa:  # which gives no weights, and may understand what eager spells out in a mask
         fused = zoo.build("sdpa")
-        with looked(fused) as keeps:
-            run(fused, zoo.inputs())
+        with record_sites(fused) as keeps:
+            run_model(fused, zoo.inputs())
         seen.append(keeps)
     for keeps in seen:
         for site, keep in keeps.items():
@@ -44,17 +44,17 @@ def test_ablation_equals_removing_output_columns(name: str):
     model = zoo.build()
     those = hw.sites(model)
     assert all(site.q == 4 for site in those)
-    whole = run(model, zoo.inputs())
+    whole = run_model(model, zoo.inputs())
     for site in those[:: max(1, len(those) // 3)]:
         with hw.ablate(model, [(site.name, 1), (site.name, 3)]):
-            quiet = run(model, zoo.inputs())
+            quiet = run_model(model, zoo.inputs())
         other = copy.deepcopy(model)
         for head in (1, 3):
             without_columns(other, site.path, zoo.out, head, 8)
-        expected = run(other, zoo.inputs())
+        expected = run_model(other, zoo.inputs())
         assert (whole - expected).abs().max() > 1e-4, site.name
         assert (quiet - expected).abs().max() <= 1e-5 * max(1.0, float(expected.abs().max())), site.name
-    assert torch.equal(run(model, zoo.inputs()), whole)
+    assert torch.equal(run_model(model, zoo.inputs()), whole)
 
 
 class Plain(nn.Module):
@@ -101,7 +101,7 @@ def test_multihead_attention_returns_its_weights_on_request():
     mask = torch.randn(5, 6)
     for how in ({}, {"need_weights": False}, {"average_attn_weights": False}):
         own, weights = layer(x, k, v, attn_mask=mask, **how)
-        with looked(layer) as keeps:
+        with record_sites(layer) as keeps:
             same, again = layer(x, k, v, attn_mask=mask, **how)
         assert torch.allclose(own, same, atol=1e-6)
         assert (weights is None) == (again is None)
@@ -129,21 +129,21 @@ def test_an_attention_of_ones_own():
 def test_no_hook_remains():
     zoo = ZOO["llama"]
     model = zoo.build()
-    before, state = run(model, zoo.inputs()), dict(vars(model.model.layers[0].self_attn))
+    before, state = run_model(model, zoo.inputs()), dict(vars(model.model.layers[0].self_attn))
     with pytest.raises(RuntimeError, match="on purpose"), hw.ablate(model, [(0, 1)]):
         raise RuntimeError("on purpose")
-    assert torch.equal(run(model, zoo.inputs()), before)
+    assert torch.equal(run_model(model, zoo.inputs()), before)
     with hw.ablate(model, [(0, 1)]):
-        quiet, twin = run(model, zoo.inputs()), copy.deepcopy(model)
+        quiet, twin = run_model(model, zoo.inputs()), copy.deepcopy(model)
         elsewhere: list[Tensor] = []
-        thread = Thread(target=lambda: elsewhere.append(run(model, zoo.inputs())))
+        thread = Thread(target=lambda: elsewhere.append(run_model(model, zoo.inputs())))
         thread.start()
         thread.join()
-        assert torch.equal(run(twin, zoo.inputs()), before)
+        assert torch.equal(run_model(twin, zoo.inputs()), before)
         assert torch.equal(elsewhere[0], before)
         with hw.ablate(model, [(1, 2)]):
-            assert not torch.equal(run(model, zoo.inputs()), quiet)
-        assert torch.equal(run(model, zoo.inputs()), quiet)
+            assert not torch.equal(run_model(model, zoo.inputs()), quiet)
+        assert torch.equal(run_model(model, zoo.inputs()), quiet)
     assert vars(model.model.layers[0].self_attn) == state
     assert "get_interface" in vars(transformers.modeling_utils.AttentionInterface)
     assert not hasattr(transformers.modeling_utils.AttentionInterface.get_interface, "__wrapped__")
@@ -153,16 +153,16 @@ def test_head_outputs_are_replaced():
     zoo = ZOO["bert"]
     model = zoo.build()
     value = torch.randn(8)
-    with looked(model) as keeps, hw.patch(model, {(0, 1): value}):
-        patched = run(model, zoo.inputs())
+    with record_sites(model) as keeps, hw.patch(model, {(0, 1): value}):
+        patched = run_model(model, zoo.inputs())
     said = keeps["encoder.0.attention"]
     assert said.seen
     with hw.ablate(model, [(0, 1)]):
-        assert not torch.equal(run(model, zoo.inputs()), patched)
+        assert not torch.equal(run_model(model, zoo.inputs()), patched)
     at = torch.zeros(2, 11, dtype=torch.bool)
-    whole = run(model, zoo.inputs())
+    whole = run_model(model, zoo.inputs())
     with hw.patch(model, {(0, 1): value}, tokens=at):
-        assert torch.equal(run(model, zoo.inputs()), whole)
+        assert torch.equal(run_model(model, zoo.inputs()), whole)
 
 
 BAD = {

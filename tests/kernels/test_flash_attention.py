@@ -14,7 +14,7 @@ from headwise.kernels import flash_attention
 from headwise.kernels.flash_attention import FlashAttentionShape, attend_key_ranges, count_executed_pairs
 from support import layer_cases as cases
 from support.layer_cases import base, check_close
-from support.layer_checks import torch_counts
+from support.layer_checks import torch_flops
 
 SCALE = 0.4
 
@@ -350,7 +350,7 @@ def test_executed_flops_are_those_torch_counts(words, count):
     keys = count if z is None else 77
     work = hw.CallSize(2, count, keys, keys)
     core = flash_cpu.executed_flops(CallSignature(layer.spec, layer.spec.core), work)
-    assert torch_counts(layer, x, source=z) == costs.executed_flops(layer.spec, work, core)
+    assert torch_flops(layer, x, source=z) == costs.executed_flops(layer.spec, work, core)
 
 
 def test_flops_of_a_backward_pass():

@@ -24,7 +24,16 @@ from headwise.kernels.kv_block_attention import (
 from headwise.kernels.paged_decode_kernel import PAGED_DECODE_KERNELS
 from headwise.kernels.split_kv_schedule import PLAN_ENTRY_BYTES
 from support.layer_cases import check_close
-from support.paged_layers import MODEL, SPECS, begun, built, by_hand, one_pass, pooled, step
+from support.paged_layers import (
+    MODEL,
+    SPECS,
+    build_layer,
+    decode_step,
+    last_output_in_one_pass,
+    make_pool,
+    prefilled_cache,
+    reference_decode,
+)
 
 KINDS = [torch.float32, torch.float64, torch.bfloat16, torch.int8]
 FEW = settings(max_examples=max(1, settings().max_examples // 4), deadline=None)
@@ -130,7 +139,7 @@ def test_each_row_reads_as_it_does_alone(drawn, seed, kind, beside, heads, width
         own = of_row(more, row)
         if own.bias is not None:
             own = own._replace(bias=own.bias[:, :, at[2].new_tensor([n * page + s for _, s, n in keys])])
-        expected = by_hand(q[row], full[0][at[0], :, at[1]], full[1][at[0], :, at[1]], 0.25, own)
+        expected = reference_decode(q[row], full[0][at[0], :, at[1]], full[1][at[0], :, at[1]], 0.25, own)
         check_close(o[row], expected[0], **close)
 
 
@@ -235,7 +244,7 @@ def test_a_row_that_ends_within_a_block_reads_it_alone():
     assert planned(table, 50) == [[((0,), 100)], [((1,), 50)]]
     q, k, v, _ = numbers(table, 50, torch.float64, 4, 2, (16, 16))
     o, _ = attend_paged(q, k, v, table, scale=0.25)
-    check_close(o[1], by_hand(q[1], k[0].transpose(0, 1), v[0].transpose(0, 1), 0.25)[0])
+    check_close(o[1], reference_decode(q[1], k[0].transpose(0, 1), v[0].transpose(0, 1), 0.25)[0])
 
 
 def test_a_longer_row_reads_the_keys_after_the_prefix():
@@ -348,10 +357,10 @@ def together(pool: PagePool, cache: hw.KVCache) -> int:
 )  # fmt: skip
 def test_rows_that_fork_read_as_one_pass_reads(name, first, more, page, order):
     """One text; three go on from it, the first two of these again as two each, and all write behind what they share."""
-    layer = built(name)
-    pool = pooled(layer.spec, torch.float64, page, 5 * (-(-400 // page) + 2), order)
+    layer = build_layer(name)
+    pool = make_pool(layer.spec, torch.float64, page, 5 * (-(-400 // page) + 2), order)
     texts = [torch.randn(first, MODEL, dtype=torch.float64)]
-    cache = begun(layer, pool, texts[0][None], [first])
+    cache = prefilled_cache(layer, pool, texts[0][None], [first])
     for taken, count in zip(([0, 0, 0], [0, 0, 2, 1, 1]), more, strict=True):
         cache.select_rows(torch.tensor(taken))
         new = torch.randn(len(taken), count, MODEL, dtype=torch.float64)
@@ -361,9 +370,9 @@ def test_rows_that_fork_read_as_one_pass_reads(name, first, more, page, order):
         for _ in range(2):
             new = torch.randn(len(taken), 1, MODEL, dtype=torch.float64)
             texts = [torch.cat(told) for told in zip(texts, new, strict=True)]
-            ours = step(layer, cache, new, "paged")
+            ours = decode_step(layer, cache, new, "paged")
             for row, text in zip(ours, texts, strict=True):
-                check_close(row, one_pass(layer, text))
+                check_close(row, last_output_in_one_pass(layer, text))
     if layer.spec.pattern.retention == (0, None) and first // page * page >= KV_BLOCK_SIZE:
         assert together(pool, cache) == 5
 
@@ -371,8 +380,8 @@ def test_rows_that_fork_read_as_one_pass_reads(name, first, more, page, order):
 @pytest.mark.parametrize("name", ["grouped", "alibi", "window"])
 def test_rows_that_adopt_a_beginning_read_it_together(name):
     """Texts that are known to begin alike, of different lengths behind it."""
-    layer = built(name)
-    pool = pooled(layer.spec, torch.float64, 4, 400, 1)
+    layer = build_layer(name)
+    pool = make_pool(layer.spec, torch.float64, 4, 400, 1)
     ids = [n % 11 for n in range(230)]
     x = torch.randn(4, 260, MODEL, dtype=torch.float64)
     x[:, :200] = x[:1, :200]
@@ -391,7 +400,7 @@ def test_rows_that_adopt_a_beginning_read_it_together(name):
     with torch.no_grad():
         layer(x[:, 200:230], cache=cache, sequence=at)
     new = torch.randn(4, 1, MODEL, dtype=torch.float64)
-    ours = step(layer, cache, new, "paged")
+    ours = decode_step(layer, cache, new, "paged")
     for row, length in enumerate(lengths):
-        check_close(ours[row], one_pass(layer, torch.cat([x[row, : 200 + length], new[row]])))
+        check_close(ours[row], last_output_in_one_pass(layer, torch.cat([x[row, : 200 + length], new[row]])))
     assert together(pool, cache) == (4 if name != "window" else 1)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import headwise as hw
-from support.spec_strategies import base, pool
+from support.spec_strategies import base, slot_values
 
 NAN = float("nan")
 X = torch.zeros(3, 7, 10, dtype=torch.float64)
@@ -71,7 +71,7 @@ def test_a_nan_that_a_ring_has_forgotten_is_gone():
     assert y.isnan().all(-1)[0].nonzero().flatten().tolist() == [4, 5, 6]
 
 
-EVERYWHERE = [("dense", normaliser) for normaliser in pool("normaliser")]
+EVERYWHERE = [("dense", normaliser) for normaliser in slot_values("normaliser")]
 EVERYWHERE += [("sdpa", hw.Softmax()), ("sdpa", hw.SinkSoftmax()), ("grouped", hw.Softmax())]
 
 

@@ -16,7 +16,7 @@ from headwise import costs
 from headwise.nn import reference
 from support import layer_cases as cases
 from support.layer_cases import BATCH, TOKENS, base, check_close
-from support.layer_checks import gradients, torch_counts
+from support.layer_checks import layer_gradients, torch_flops
 
 PATTERN = "window(3, after=1) | global((0, 4))"
 KINDS = {
@@ -53,16 +53,16 @@ def truth(block: hw.LongformerAttention, x: Tensor, tokens: hw.SequenceInfo) -> 
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_token_is_read_by_its_own_layer(kind: str):
     block, x = built(KINDS[kind]), torch.randn(BATCH, TOKENS, 10).double()
-    for tokens in cases.batches(x).values():
+    for tokens in cases.sequence_infos(x).values():
         check_close(block(x, sequence=tokens), truth(block, x, tokens))
 
 
 def test_gradients_are_the_references():
     block = built(KINDS["grouped"])
     x = torch.randn(BATCH, TOKENS, 10, dtype=torch.float64, requires_grad=True)
-    tokens = cases.batches(x)["packed"]
-    expected = gradients(block, truth(block, x, tokens), x)
-    for name, grad in gradients(block, block(x, sequence=tokens), x).items():
+    tokens = cases.sequence_infos(x)["packed"]
+    expected = layer_gradients(block, truth(block, x, tokens), x)
+    for name, grad in layer_gradients(block, block(x, sequence=tokens), x).items():
         check_close(grad, expected[name], msg=lambda m, name=name: f"{name}: {m}")
 
 
@@ -73,7 +73,7 @@ def test_a_fresh_block_is_the_plain_layer(kind: str):
     plain.load_state_dict(block.local.state_dict())
     x = torch.randn(BATCH, TOKENS, 10).double()
     check_close(block(x), plain(x))
-    for tokens in cases.batches(x).values():
+    for tokens in cases.sequence_infos(x).values():
         check_close(block(x, sequence=tokens), plain(x, sequence=tokens))
 
 
@@ -129,13 +129,13 @@ def test_only_global_tokens_have_second_queries(kind: str):
     merge = 2 * BATCH * len(block.positions) * 10 * len(spec.score_head_of_output) * spec.heads.vdim
     local = costs.counted_flops(spec, hw.CallSize(BATCH, TOKENS, TOKENS, TOKENS))
     overall = costs.counted_flops(block.overall.spec, hw.CallSize(BATCH, len(block.positions), TOKENS, TOKENS))
-    assert torch_counts(block, x) == local + overall - merge
+    assert torch_flops(block, x) == local + overall - merge
 
 
 def test_no_global_token_no_second_layer():
     block, x = hw.LongformerAttention(KINDS["plain"]), torch.randn(BATCH, 3, 10)
     run = hw.SequenceInfo.contiguous(20, 3, "cpu")
-    assert torch_counts(block, x, sequence=run) == torch_counts(block.local, x, sequence=run)
+    assert torch_flops(block, x, sequence=run) == torch_flops(block.local, x, sequence=run)
     for empty in (x[:0], x[:, :0]):
         assert block(empty).shape == empty.shape
         tokens = hw.SequenceInfo.from_batch(empty, segments=torch.zeros(empty.shape[:2], dtype=torch.int64))

@@ -13,7 +13,7 @@ from headwise.backends import BACKENDS, CallSignature
 from headwise.nn import head_axis_ops
 from support import layer_cases as cases
 from support.layer_cases import check_close
-from support.layer_checks import torch_counts
+from support.layer_checks import torch_flops
 
 
 def test_a_state_in_half_precision_sums_thousands():
@@ -119,7 +119,7 @@ def test_flops_of_a_source_and_of_a_single_query(backend, words, tokens, source)
     if hasattr(BACKENDS[backend], "count_formed_pairs"):
         work = replace(work, pairs=BACKENDS[backend].count_formed_pairs(job, work))
     spent = BACKENDS[backend].executed_flops(job, work)
-    assert torch_counts(layer, torch.randn(1, tokens, 16), source=z) == costs.executed_flops(spec, work, spent)
+    assert torch_flops(layer, torch.randn(1, tokens, 16), source=z) == costs.executed_flops(spec, work, spent)
 
 
 def test_a_ring_returns_its_tokens_in_order():

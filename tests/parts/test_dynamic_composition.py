@@ -63,7 +63,7 @@ def test_one_matrix_for_every_pair(on, groups, sides, static, rank):
     x, z = cases.tensors(layer.spec)
     seen, usual = hw.Probe(on), hw.Probe(on)
     layer(x, source=z, probe=seen)
-    plain = hw.Attention(cases.normal(layer.spec, modifiers=())).double().eval()
+    plain = hw.Attention(cases.change_spec(layer.spec, modifiers=())).double().eval()
     plain.load_state_dict({name: layer.state_dict()[name] for name in plain.state_dict()})
     plain(x, source=z, probe=usual)
     mixing = merged(layer, part, x.numpy(), z.numpy())
@@ -120,7 +120,7 @@ def test_outputs_in_another_order(groups):
     weights = hw.nn.head_axis_ops.transform_axes(
         spec, layer.state_dict(), {"out": hw.nn.head_axis_ops.select_heads(order)}
     )
-    turned = cases.normal(spec, heads=hw.Heads(q=6, kv=6, dim=4, speaks=order))
+    turned = cases.change_spec(spec, heads=hw.Heads(q=6, kv=6, dim=4, speaks=order))
     twin = hw.Attention(turned).double().eval()
     twin.load_state_dict(weights)
     x, _ = cases.tensors(spec)

@@ -31,7 +31,9 @@ def heads_of(layer, x, **call):
 
 def plain(layer):
     """The same layer without its routing."""
-    spec = cases.normal(layer.spec, modifiers=tuple(m for m in layer.spec.modifiers if not isinstance(m, hw.Routed)))
+    spec = cases.change_spec(
+        layer.spec, modifiers=tuple(m for m in layer.spec.modifiers if not isinstance(m, hw.Routed))
+    )
     twin = hw.Attention(spec).double().eval()
     twin.load_state_dict({name: layer.state_dict()[name] for name in twin.state_dict()})
     return twin
@@ -88,7 +90,7 @@ def test_a_grouped_layer_is_converted_without_a_weight():
     """As Llama 3: 8 query heads on 2 keys, the first half shared, a quarter of all chosen, 75 % active."""
     start = hw.design(model=20, heads=8, dim=6, kv=2, pattern="causal()", modifiers=(hw.Rotary(),))
     trained = cases.layer(start)
-    spec = cases.normal(start, modifiers=(*start.modifiers, hw.Routed(always=4, active=2, router="norm")))
+    spec = cases.change_spec(start, modifiers=(*start.modifiers, hw.Routed(always=4, active=2, router="norm")))
     assert hw.costs.count_parameters(spec) == hw.costs.count_parameters(start)
     layer = hw.Attention(spec).double().eval()
     missing = layer.load_state_dict(trained.state_dict(), strict=False).missing_keys

@@ -65,7 +65,7 @@ def test_a_pruned_layer_keeps_its_overlaps():
 
 def test_other_layers_stay_as_they_are_when_placed():
     spec = hw.design(model=10, heads=3, dim=4, modifiers=(hw.Differential(),))
-    assert spec.at_depth(3, 6) == cases.normal(spec, modifiers=(hw.Differential(depth=3),))
+    assert spec.at_depth(3, 6) == cases.change_spec(spec, modifiers=(hw.Differential(depth=3),))
 
 
 @pytest.mark.parametrize(

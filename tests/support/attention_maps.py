@@ -14,7 +14,7 @@ from headwise.head_analysis.weight_bands import WeightBand
 HEADS = 3
 
 
-def tokens(count: int, draw: np.random.Generator, *, kinds: int = 5, ends: bool = True) -> TokenAnnotations:
+def random_tokens(count: int, draw: np.random.Generator, *, kinds: int = 5, ends: bool = True) -> TokenAnnotations:
     """Tokens of few kinds, some of them special: words of one to three pieces between them."""
     special = draw.random(count) < 0.15
     if ends:
@@ -27,41 +27,41 @@ def tokens(count: int, draw: np.random.Generator, *, kinds: int = 5, ends: bool 
         word[t] = at
     ids = draw.integers(0, kinds, count)
     common = draw.integers(1, 4, kinds)[ids] * (draw.random(kinds) < 0.9)[ids]
-    spelt = tuple([".", ",", "a", "bc", "d"][one % 5] for one in ids)
+    texts = tuple([".", ",", "a", "bc", "d"][one % 5] for one in ids)
     flags = [torch.from_numpy(np.asarray(one)) for one in (special, separator, ~special & (ids < 2))]
-    return TokenAnnotations(torch.from_numpy(ids), spelt, *flags, torch.from_numpy(word), torch.from_numpy(common))
+    return TokenAnnotations(torch.from_numpy(ids), texts, *flags, torch.from_numpy(word), torch.from_numpy(common))
 
 
-def masked(kind: str, asks: int, told: int, draw: np.random.Generator) -> np.ndarray:
+def random_mask(kind: str, num_queries: int, num_keys: int, draw: np.random.Generator) -> np.ndarray:
     """Who may read whom: "full", "causal", "holes" with rows that may read nothing, or "each" head another."""
     if kind == "full":
-        return np.ones((asks, told), bool)
-    causal = np.tril(np.ones((asks, told), bool), told - asks)
+        return np.ones((num_queries, num_keys), bool)
+    causal = np.tril(np.ones((num_queries, num_keys), bool), num_keys - num_queries)
     if kind == "causal":
         return causal
     if kind == "holes":
-        holes = causal & (draw.random((asks, told)) < 0.7)
-        holes[draw.integers(0, asks)] = False
+        holes = causal & (draw.random((num_queries, num_keys)) < 0.7)
+        holes[draw.integers(0, num_queries)] = False
         return holes
-    return np.stack([causal, np.ones((asks, told), bool), draw.random((asks, told)) < 0.5])
+    return np.stack([causal, np.ones((num_queries, num_keys), bool), draw.random((num_queries, num_keys)) < 0.5])
 
 
-def block(kind: str, seed: int, *, count: int = 17, other: int = 0, **said: Any) -> WeightBand:
+def weight_map(kind: str, seed: int, *, count: int = 17, other: int = 0, **said: Any) -> WeightBand:
     """A whole map of one text, or of a text of `other` tokens that reads one of `count`."""
     draw = np.random.default_rng(seed)
-    told = tokens(count, draw, **said)
-    asks = tokens(other, draw, **said) if other else told
-    allowed = masked(kind, asks.count, told.count, draw)
-    scores = draw.normal(0, 2, (HEADS, asks.count, told.count))
-    scores[:, :, 0] += draw.choice([0, 8], (HEADS, asks.count))  # some rows leave nothing beside sinks
+    key_tokens = random_tokens(count, draw, **said)
+    query_tokens = random_tokens(other, draw, **said) if other else key_tokens
+    allowed = random_mask(kind, query_tokens.count, key_tokens.count, draw)
+    scores = draw.normal(0, 2, (HEADS, query_tokens.count, key_tokens.count))
+    scores[:, :, 0] += draw.choice([0, 8], (HEADS, query_tokens.count))  # some rows leave nothing beside sinks
     raw = np.where(allowed, np.exp(scores), 0)
     mass = raw.sum(-1, keepdims=True)
     weights = np.divide(raw, mass, out=np.zeros_like(raw), where=mass > 0)
     weights[0] *= 0.9  # a learned sink takes the rest
-    return WeightBand(torch.from_numpy(weights), torch.from_numpy(allowed), 0, asks, told)
+    return WeightBand(torch.from_numpy(weights), torch.from_numpy(allowed), 0, query_tokens, key_tokens)
 
 
-def bands(whole: WeightBand, step: int) -> Iterator[WeightBand]:
+def split_bands(whole: WeightBand, step: int) -> Iterator[WeightBand]:
     """The same, so many rows at a time."""
     for start in range(0, whole.query_tokens.count, step):
         rows = slice(start, start + step)

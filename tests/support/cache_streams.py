@@ -38,7 +38,7 @@ ONE_DOCUMENT = {
 }
 
 
-def built(kind: str) -> hw.Attention:
+def build_layer(kind: str) -> hw.Attention:
     layer = hw.Attention(hw.design(**({"model": MODEL, "heads": 6, "dim": 4} | KINDS[kind]))).double()
     with torch.no_grad():
         for parameter in layer.parameters():
@@ -46,11 +46,11 @@ def built(kind: str) -> hw.Attention:
     return layer
 
 
-def numbers(*shape: int) -> Tensor:
+def random_tensor(*shape: int) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64)
 
 
-def told(stream: list[list[str]]) -> Iterator[tuple[Tensor, hw.SequenceInfo]]:
+def stream_chunks(stream: list[list[str]]) -> Iterator[tuple[Tensor, hw.SequenceInfo]]:
     """x and tokens of each chunk; a token stands after those of its segment that the row has had."""
     seen: list[dict[str, int]] = [defaultdict(int) for _ in stream[0]]
     for words in stream:
@@ -61,25 +61,27 @@ def told(stream: list[list[str]]) -> Iterator[tuple[Tensor, hw.SequenceInfo]]:
                 if letter != ".":
                     position[b, t], segment[b, t] = seen[b][letter], ord(letter) - ord("a")
                     seen[b][letter] += 1
-        yield numbers(len(words), len(words[0]), MODEL), hw.SequenceInfo(position, segment)
+        yield random_tensor(len(words), len(words[0]), MODEL), hw.SequenceInfo(position, segment)
 
 
-def check_stream(layer: hw.Attention, stream: list[list[str]], cache: hw.KVCache, *, unsaid: bool = False) -> None:
+def check_stream(
+    layer: hw.Attention, stream: list[list[str]], cache: hw.KVCache, *, infer_positions: bool = False
+) -> None:
     """Each document, passed alone and at once, says what its tokens said as they arrived.
 
     `unsaid` leaves it to the cache to know where the tokens stand.
     """
-    asked, said = defaultdict(list), defaultdict(list)
+    inputs, outputs = defaultdict(list), defaultdict(list)
     with torch.no_grad():
-        for x, at in told(stream):
-            y = layer(x, cache=cache, sequence=None if unsaid else at)
+        for x, at in stream_chunks(stream):
+            y = layer(x, cache=cache, sequence=None if infer_positions else at)
             for b, t in at.is_real.nonzero().tolist():
-                asked[b, int(at.segment[b, t])].append(x[b, t])
-                said[b, int(at.segment[b, t])].append(y[b, t])
-        for document, xs in asked.items():
+                inputs[b, int(at.segment[b, t])].append(x[b, t])
+                outputs[b, int(at.segment[b, t])].append(y[b, t])
+        for document, xs in inputs.items():
             alone = layer(torch.stack(xs)[None])[0]
-            torch.testing.assert_close(torch.stack(said[document]), alone, rtol=0, atol=1e-11, msg=f"{document}")
-    assert len(asked) >= len(stream[0])
+            torch.testing.assert_close(torch.stack(outputs[document]), alone, rtol=0, atol=1e-11, msg=f"{document}")
+    assert len(inputs) >= len(stream[0])
 
 
 EVEN = [name for name, chunks in ONE_DOCUMENT.items() if all(set("".join(c)) <= {"a"} for c in chunks)]

@@ -13,17 +13,17 @@ from headwise import cli
 FAST = ("--seconds", "0.05", "--length", "8")
 
 
-def refused(
+def run_refused(
     capsys: pytest.CaptureFixture[str], verb: str, argv: Sequence[str], names: Mapping[str, Path], room: Path
 ) -> str:
     """The line that a verb refuses these words with; names of folders stand for their paths, nothing is written."""
     out = [] if "--out" in argv else ["--out", str(room / "out")]
-    said = [str(names.get(word, word)) for word in argv]
-    usual = [] if "--length" in argv else FAST
-    code = cli.main([verb, *said, *out, *usual])
-    told = capsys.readouterr()
-    assert (code, told.out) == (2, "")
-    assert len(re.findall("\n", told.err)) == 1
+    argv_with_paths = [str(names.get(word, word)) for word in argv]
+    defaults = [] if "--length" in argv else FAST
+    code = cli.main([verb, *argv_with_paths, *out, *defaults])
+    captured = capsys.readouterr()
+    assert (code, captured.out) == (2, "")
+    assert len(re.findall("\n", captured.err)) == 1
     assert not (room / "out").exists()
     assert not [path for path in room.iterdir() if path.name.startswith(".")]
-    return told.err
+    return captured.err

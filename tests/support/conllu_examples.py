@@ -25,11 +25,11 @@ ROWS = """# text = The dogs don't bark.
 """
 
 
-def rows(text: str = ROWS) -> list[str]:
+def conllu_lines(text: str = ROWS) -> list[str]:
     return [line if line.startswith("#") else line.replace(" ", "\t") for line in text.splitlines()]
 
 
-def reader() -> hw.Transformer:
+def build_encoder() -> hw.Transformer:
     """An encoder whose tokenizer takes words apart, and puts special tokens around a text."""
     inner = models.WordPiece({word: n for n, word in enumerate(WORDS)}, unk_token="[UNK]")
     tokenizer = Tokenizer(inner)

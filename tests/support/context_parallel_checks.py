@@ -29,27 +29,27 @@ from support.parallel_models import (
     HEADS,
     MODEL,
     STEPS,
-    alive,
-    batch_of,
-    built,
-    check_context,
-    described,
-    loss_of,
-    said,
-    spec_of,
-    stack,
-    world,
+    all_ranks,
+    build_model,
+    check_context_parallel,
+    make_batch,
+    make_model_spec,
+    make_stack,
+    model_output,
+    real_tokens,
+    small_spec,
+    summed_loss,
 )
-from support.rank_checks import run
+from support.rank_checks import run_checks
 
 CASES: dict[str, Callable[[], None]] = {}
 ORDER = {"decoder": "zigzag", "encoder": "runs", "encoder-decoder": "runs"}
 
 
-def case(run: Callable[[], None]) -> Callable[[], None]:
+def case(check_: Callable[[], None]) -> Callable[[], None]:
     """One more, under its own name."""
-    CASES[run.__name__] = run
-    return run
+    CASES[check_.__name__] = check_
+    return check_
 
 
 def check(name: str) -> None:
@@ -58,48 +58,48 @@ def check(name: str) -> None:
         CASES[name]()
     else:
         preset, kind = name.split()
-        check_model(described(preset, kind), ORDER[kind], steps=STEPS if kind == "decoder" else 1)
+        check_model(make_model_spec(preset, kind), ORDER[kind], steps=STEPS if kind == "decoder" else 1)
 
 
 def check_model(model: bp.ModelSpec, order: str, tokens=None, count: int = 7, steps: int = 1) -> None:
     """A model whose padding asks nothing."""
-    batch = batch_of(model, tokens or {}, count)
+    batch = make_batch(model, tokens or {}, count)
     if batch.labels.dim() == 2:
-        batch = replace(batch, labels=batch.labels.where(alive(batch), IGNORE_INDEX))
-    check_context(built(model), world(), order, batch, steps=steps)
+        batch = replace(batch, labels=batch.labels.where(real_tokens(batch), IGNORE_INDEX))
+    check_context_parallel(build_model(model), all_ranks(), order, batch, steps=steps)
 
 
 def decoder(*blocks: bp.BlockSpec, heads=None, **said) -> bp.ModelSpec:
     """A decoder of these blocks."""
     return bp.ModelSpec(
-        "one", "decoder", (stack("decoder", blocks, **said),), heads or (bp.OutputHeadSpec("tokens", 11),)
+        "one", "decoder", (make_stack("decoder", blocks, **said),), heads or (bp.OutputHeadSpec("tokens", 11),)
     )
 
 
-def spread(layer, order: str):
+def with_context_parallel(layer, order: str):
     """A copy that shares its rows."""
     part = copy.deepcopy(layer)
-    set_parallel_context(part, TensorContextParallel(context_group=world(), token_order=order))
+    set_parallel_context(part, TensorContextParallel(context_group=all_ranks(), token_order=order))
     return part
 
 
-def row(x: Tensor, tokens: SequenceInfo | None, order: str) -> tuple[Tensor, SequenceInfo]:
+def shard_of(x: Tensor, tokens: SequenceInfo | None, order: str) -> tuple[Tensor, SequenceInfo]:
     """This rank's tokens of vectors."""
-    own = shard_tokens(Batch(x, torch.zeros(x.shape[:2], dtype=torch.int64), tokens), world(), order)
+    own = shard_tokens(Batch(x, torch.zeros(x.shape[:2], dtype=torch.int64), tokens), all_ranks(), order)
     assert own.tokens is not None
     return own.x, own.tokens
 
 
 def check_layer(name: str, layer, x: Tensor, tokens: SequenceInfo, order: str, source=None) -> None:
     """Outputs and gradients of one layer, whatever stands where."""
-    wire, part, leaves = world(), spread(layer, order), [x.detach().requires_grad_()]
-    live = tokens.is_real.expand(x.shape[:2])
-    asks = torch.randn(x.shape, generator=torch.Generator().manual_seed(4), dtype=x.dtype) * live[..., None]
-    (own, at), (mine, _) = row(leaves[0], tokens, order), row(asks, tokens, order)
+    group, part, leaves = all_ranks(), with_context_parallel(layer, order), [x.detach().requires_grad_()]
+    is_real = tokens.is_real.expand(x.shape[:2])
+    grad_weights = torch.randn(x.shape, generator=torch.Generator().manual_seed(4), dtype=x.dtype) * is_real[..., None]
+    (own, at), (shard_grad_weights, _) = shard_of(leaves[0], tokens, order), shard_of(grad_weights, tokens, order)
     given, theirs = {}, {}
     if source is not None:
         z, told = source[0].detach().requires_grad_(), source[1]
-        cut, there = row(z, told, order)
+        cut, there = shard_of(z, told, order)
         given, theirs = (
             {"source": part.project_source(cut, sequence=there)},
             {"source": layer.project_source(z, sequence=told)},
@@ -107,11 +107,11 @@ def check_layer(name: str, layer, x: Tensor, tokens: SequenceInfo, order: str, s
         leaves.append(z)
     ours, whole = part(own, sequence=at, **given), layer(leaves[0], sequence=tokens, **theirs)
     named = {"msg": lambda said: f"{name} {order}: {said}"}
-    check_close(gather_token_outputs(ours, x.shape[1], wire, order)[live], whole[live], **named)
-    first = torch.autograd.grad((whole * asks).sum(), leaves, materialize_grads=True)
-    second = torch.autograd.grad((ours * mine).sum(), leaves, materialize_grads=True)
+    check_close(gather_token_outputs(ours, x.shape[1], group, order)[is_real], whole[is_real], **named)
+    first = torch.autograd.grad((whole * grad_weights).sum(), leaves, materialize_grads=True)
+    second = torch.autograd.grad((ours * shard_grad_weights).sum(), leaves, materialize_grads=True)
     for grad, other in zip(first, second, strict=True):
-        check_close(wire.total(other), grad, **named)
+        check_close(group.total(other), grad, **named)
 
 
 @case
@@ -120,15 +120,15 @@ def every_part() -> None:
     for n, (name, spec) in enumerate(cases.EVERY.items()):
         layer = cases.layer(spec)
         x, z = cases.tensors(spec)
-        for held in (*layer.state_dict().values(), x, *([] if z is None else [z])):
-            dist.broadcast(held, 0)
-        fill = list(cases.batches(x).values())[n % 4]
+        for tensor in (*layer.state_dict().values(), x, *([] if z is None else [z])):
+            dist.broadcast(tensor, 0)
+        sequence = list(cases.sequence_infos(x).values())[n % 4]
         source = None if z is None else (z, SequenceInfo.from_batch(z, lengths=[11, 4, 9]))
         check_layer(
             name,
             layer,
             x,
-            SequenceInfo.from_batch(x, lengths=[7, 3, 5]) if source else fill,
+            SequenceInfo.from_batch(x, lengths=[7, 3, 5]) if source else sequence,
             TOKEN_ORDERS[n // 4 % 2],
             source,
         )
@@ -137,27 +137,29 @@ def every_part() -> None:
 @case
 def lengths() -> None:
     """Rows of any length: fewer tokens than ranks, one more than divides, none of a rank's own asked."""
-    model = described("gqa", "decoder")
+    model = make_model_spec("gqa", "decoder")
     for n, count in enumerate((1, 1, 2, 2, 3, 8)):
         check_model(model, TOKEN_ORDERS[n % 2], count=count)
-    net, wire = built(model), world()
-    batch = batch_of(model)
-    check_context(net, wire, "runs", replace(batch, labels=batch.labels.where(torch.arange(7) < 2, IGNORE_INDEX)))
+    net, wire = build_model(model), all_ranks()
+    batch = make_batch(model)
+    check_context_parallel(
+        net, wire, "runs", replace(batch, labels=batch.labels.where(torch.arange(7) < 2, IGNORE_INDEX))
+    )
 
 
 @case
 def filled() -> None:
     """Rows that are padded on either side, or hold several texts."""
     for preset in ("gqa", "dcmha", "linear"):
-        model = described(preset, "decoder")
-        for n, tokens in enumerate(cases.batches(batch_of(model).x).values()):
+        model = make_model_spec(preset, "decoder")
+        for n, tokens in enumerate(cases.sequence_infos(make_batch(model).x).values()):
             check_model(model, TOKEN_ORDERS[n % 2], {"x": tokens})
     x, source = (torch.zeros(3, count) for count in (7, 5))
     both = {
         "x": SequenceInfo.from_batch(x, lengths=[7, 2, 5]),
         "source": SequenceInfo.from_batch(source, lengths=[1, 5, 3]),
     }
-    check_model(described("mla", "encoder-decoder"), "zigzag", both)
+    check_model(make_model_spec("mla", "encoder-decoder"), "zigzag", both)
 
 
 @case
@@ -165,7 +167,7 @@ def rows_as_a_whole() -> None:
     """Heads that read the first token, the last or the mean of a row that no rank has whole."""
     for at in ("first", "last", "mean"):
         model = decoder(
-            bp.BlockSpec(spec_of("gqa"), feed=bp.FeedForwardSpec(8)), heads=(bp.OutputHeadSpec("class", 5, at=at),)
+            bp.BlockSpec(small_spec("gqa"), feed=bp.FeedForwardSpec(8)), heads=(bp.OutputHeadSpec("class", 5, at=at),)
         )
         for order in TOKEN_ORDERS:
             check_model(model, order)
@@ -178,9 +180,9 @@ def pieces() -> None:
     feed = bp.ExpertsSpec(bp.FeedForwardSpec(6), count=3, active=2, shared=bp.FeedForwardSpec(8))
     bias = hw.design(model=MODEL, heads=HEADS, modifiers=(hw.T5Bias(buckets=8, reach=9), hw.Softcap(2.0)))
     check_model(decoder(*[bp.BlockSpec(bias, feed=feed, placement="sandwich")] * 2), "zigzag")
-    one = described("mha", "encoder-decoder")
-    block = bp.BlockSpec(cross=spec_of("mha", bias="o"), form="merged")
-    check_model(replace(one, stacks=(one.stacks[0], stack("decoder", [block] * 2))), "runs")
+    one = make_model_spec("mha", "encoder-decoder")
+    block = bp.BlockSpec(cross=small_spec("mha", bias="o"), form="merged")
+    check_model(replace(one, stacks=(one.stacks[0], make_stack("decoder", [block] * 2))), "runs")
 
 
 @case
@@ -193,7 +195,7 @@ def a_block_of_several_layers() -> None:
         for held in block.state_dict().values():
             dist.broadcast(held, 0)
         for order in TOKEN_ORDERS:
-            for tokens in cases.batches(x).values():
+            for tokens in cases.sequence_infos(x).values():
                 check_layer("longformer", block, x, tokens, order)
 
 
@@ -202,22 +204,22 @@ def terms() -> None:
     """A balance over the tokens of all ranks, and a price of heads."""
     gates = (hw.Rotary(), hw.Routed(always=1, active=1), hw.Concrete())
     model = decoder(*[bp.BlockSpec(hw.design(model=MODEL, heads=HEADS, pattern="causal", modifiers=gates))] * 2)
-    net, ledgers = built(model).eval(), []
+    net, ledgers = build_model(model).eval(), []
 
     def loss(one, batch) -> Tensor:
         ledger = hw.AuxLosses()
         one.probes = {
             name: hw.Probe(aux_losses=hw.AuxLosses(ledger.terms, name)) for name, _ in model.attention_specs()
         }
-        out = loss_of(one, batch) + 3 * ledger.total("balance") + 5 * ledger.total("l0")
+        out = summed_loss(one, batch) + 3 * ledger.total("balance") + 5 * ledger.total("l0")
         ledgers.append(ledger)
         return out
 
-    check_context(net, world(), "runs", batch_of(model), loss)
+    check_context_parallel(net, all_ranks(), "runs", make_batch(model), loss)
     whole, ours = ledgers[0], ledgers[1]
     assert len(whole.terms) == 4
     for key, value in whole.terms.items():
-        check_close(world().total(ours.terms[key]), value)
+        check_close(all_ranks().total(ours.terms[key]), value)
 
 
 @case
@@ -228,8 +230,8 @@ def a_mask_over_all_keys() -> None:
         dist.broadcast(held, 0)
     x = torch.randn(2, 6, MODEL, dtype=torch.float64, generator=torch.Generator().manual_seed(6))
     mask = torch.rand(2, 1, 6, 6, generator=torch.Generator().manual_seed(7)) < 0.6
-    part, wire = spread(layer, "runs"), world()
-    own, at = row(x, None, "runs")
+    part, wire = with_context_parallel(layer, "runs"), all_ranks()
+    own, at = shard_of(x, None, "runs")
     mine = mask[:, :, at.start : at.start + 3]
     check_close(gather_token_outputs(part(own, sequence=at, mask=mine), 6, wire), layer(x, mask=mask))
 
@@ -238,46 +240,46 @@ def a_mask_over_all_keys() -> None:
 def a_prompt_into_a_cache() -> None:
     """Every rank remembers the tokens of all, and goes on alone."""
     for preset in ("gqa", "linear", "mla", "dcmha"):
-        net = built(decoder(*[bp.BlockSpec(spec_of(preset))] * 2)).eval()
-        part, ids = spread(net, "runs"), batch_of(net.spec, count=8).x
-        own = shard_tokens(Batch(ids[:, :6], ids[:, :6]), world())
+        net = build_model(decoder(*[bp.BlockSpec(small_spec(preset))] * 2)).eval()
+        part, ids = with_context_parallel(net, "runs"), make_batch(net.spec, count=8).x
+        own = shard_tokens(Batch(ids[:, :6], ids[:, :6]), all_ranks())
         with torch.no_grad():
             cache = part.cache(batch=3, capacity=8)
             part(own.x, sequence=own.tokens, cache=cache)
             assert cache.used == 6
             with use_whole_rows(part):
                 steps = [part(ids[:, t : t + 1], cache=cache) for t in (6, 7)]
-        check_close(torch.cat(steps, 1), said(net, Batch(ids, ids))[:, 6:])
+        check_close(torch.cat(steps, 1), model_output(net, Batch(ids, ids))[:, 6:])
 
 
 @case
 def nobody_said_where() -> None:
     """Tokens that stand at the beginning of their row on every rank are refused."""
-    part = spread(built(decoder(bp.BlockSpec(spec_of("gqa")))), "runs")
-    if world().rank:
+    part = with_context_parallel(build_model(decoder(bp.BlockSpec(small_spec("gqa")))), "runs")
+    if all_ranks().rank:
         with pytest.raises(ValueError, match="rank 1 of 2 got 3 tokens from position 0, not its shard; pass"):
             part(torch.zeros(1, 3, dtype=torch.int64))
     x = torch.zeros(2, 3, dtype=torch.int64)
     with pytest.raises(ValueError, match="two tokens of one segment have the same position"):
         part(x, sequence=SequenceInfo.from_batch(x, lengths=[3, 2]))
     with pytest.raises(ValueError, match="got 3 tokens from position"):
-        spread(part, "zigzag")(x)
+        with_context_parallel(part, "zigzag")(x)
 
 
 @case
 def single_precision() -> None:
     """The same within what float32 can tell."""
-    model = described("gqa", "encoder")
-    net, wire = built(model, torch.float32), world()
-    part, batch = spread(net, "zigzag"), batch_of(model)
+    model = make_model_spec("gqa", "encoder")
+    net, wire = build_model(model, torch.float32), all_ranks()
+    part, batch = with_context_parallel(net, "zigzag"), make_batch(model)
     own = shard_tokens(batch, wire, "zigzag")
     for one, given in ((net, batch), (part, own)):
-        loss_of(one, given).backward()
+        summed_loss(one, given).backward()
     norm = torch.nn.utils.get_total_norm([p.grad for p in net.parameters()])
     for ours, theirs in zip(part.parameters(), net.parameters(), strict=True):
         check_close(wire.total(ours.grad) / norm, theirs.grad / norm, rtol=1e-5, atol=1e-6)
 
 
-def every(folder: Path) -> dict[str, str | None]:
+def run_requested(folder: Path) -> dict[str, str | None]:
     """What this rank finds of those that are asked for."""
-    return run(check, folder)
+    return run_checks(check, folder)

@@ -28,14 +28,14 @@ from headwise.training import Recipe, run_setup, train
 from headwise.training.autotune import StepTrial
 from headwise.training.optimiser import AdamWOptimiser, group_parameters
 from headwise.training.train_step import StepOptions, TrainStep
-from support.small_training import IDS, Echo, Routed, quick
+from support.small_training import IDS, Echo, Routed, short_recipe
 
 STEPS, ECHO = 3, Echo()
 RANK = int(os.environ.get("RANK", "0"))
 
 
 @dataclass(frozen=True)
-class Odd(Echo):
+class Irregular(Echo):
     """All that ranks can stumble over: a table of positions that layers share, experts, two stacks with one embedding
     table, layers of a mean beside their cross-attention; sources and targets of unlike lengths, most labels late."""
 
@@ -62,21 +62,21 @@ class Odd(Echo):
         return bp.ModelSpec("odd", "encoder-decoder", stacks, heads)
 
 
-def stepped(task: Task, net: Transformer, said: Recipe, launch: ProcessInfo, spread: str) -> dict[str, Any]:
+def take_steps(task: Task, net: Transformer, recipe: Recipe, launch: ProcessInfo, parallelism: str) -> dict[str, Any]:
     """Losses, norms and gradients of a few steps, and weights after them, whole."""
-    world = ProcessMesh(launch, Parallelism.over(spread, launch.size))
-    holding = shard_model(net, world)
-    stepper = TrainStep(holding, said, StepOptions("fp32", "off"))
-    optimiser = AdamWOptimiser(group_parameters(holding.own, net.spec, said.decays), said)
-    found: dict[str, Any] = {"losses": [], "norms": [], "gradients": []}
+    world = ProcessMesh(launch, Parallelism.over(parallelism, launch.size))
+    sharded = shard_model(net, world)
+    stepper = TrainStep(sharded, recipe, StepOptions("fp32", "off"))
+    optimiser = AdamWOptimiser(group_parameters(sharded.own, net.spec, recipe.decays), recipe)
+    results: dict[str, Any] = {"losses": [], "norms": [], "gradients": []}
     for step in range(STEPS):
         net.train()
-        found["losses"].append(stepper.compute_gradients(task.batch(step, said.batch)).item())
-        found["norms"].append(holding.norm().item())
-        holding.clip(said.clip, holding.norm())
-        found["gradients"].append({name: gradient(holding, name, p) for name, p in holding.own.items()})
+        results["losses"].append(stepper.compute_gradients(task.batch(step, recipe.batch)).item())
+        results["norms"].append(sharded.norm().item())
+        sharded.clip(recipe.clip, sharded.norm())
+        results["gradients"].append({name: gradient(sharded, name, p) for name, p in sharded.own.items()})
         optimiser.step(0.01)
-    return found | {"weights": {name: tensor.detach().clone() for name, tensor in holding.tensors()}}
+    return results | {"weights": {name: tensor.detach().clone() for name, tensor in sharded.tensors()}}
 
 
 def gradient(holding: Any, name: str, own: nn.Parameter) -> Tensor | None:
@@ -86,56 +86,58 @@ def gradient(holding: Any, name: str, own: nn.Parameter) -> Tensor | None:
 # Steps that every spread takes: a task, what its recipe says, and by how many parts each batch is taken.
 STEPPED: dict[str, tuple[Task, dict[str, Any]]] = {
     "echo": (Echo(), {"batch": 5}),
-    "odd": (Odd(), {"batch": 6, "clip": 0.1}),
+    "odd": (Irregular(), {"batch": 6, "clip": 0.1}),
     "terms": (Routed(), {"batch": 8, "terms": (("balance", 0.5),)}),
     "parts": (Echo(), {"batch": 6, "accumulate": 3}),
-    "recomputed": (Odd(), {"batch": 6, "activations": "recompute"}),
+    "recomputed": (Irregular(), {"batch": 6, "activations": "recompute"}),
 }
 
 
-def steps_of(case: str, launch: ProcessInfo, spread: str, **also: Any) -> dict[str, Any]:
+def steps_of_case(case: str, launch: ProcessInfo, spread: str, **also: Any) -> dict[str, Any]:
     """Those of a case, in float64 so that only the order of sums is left to differ."""
-    task, said = STEPPED[case]
-    recipe = quick(**said, **also)
+    task, settings = STEPPED[case]
+    recipe = short_recipe(**settings, **also)
     net = hw.build(task.model(), seed=3).double()
     net.checkpointing = "block" if recipe.activations == "recompute" else "none"
-    return stepped(task, net, recipe, launch, spread)
+    return take_steps(task, net, recipe, launch, spread)
 
 
 def steps(folder: Path) -> dict[str, Any]:
     """Every case, divided every way that this world can be."""
     with join_process_group() as launch:
-        return {way: {case: steps_of(case, launch, way) for case in STEPPED} for way in ways_of(launch)}
+        return {way: {case: steps_of_case(case, launch, way) for case in STEPPED} for way in parallelisms_of(launch)}
 
 
-def ways_of(launch: ProcessInfo) -> list[str]:
+def parallelisms_of(launch: ProcessInfo) -> list[str]:
     return [f"data={launch.size}", f"shards={launch.size}", *(["data=2,shards=2"] if launch.size == 4 else [])]
 
 
-def sent(folder: Path) -> dict[str, Any]:
+def sent_messages(folder: Path) -> dict[str, Any]:
     """The collectives that the gradients of a step call, every way; one model's gradients fill several messages."""
     wide = bp.from_toml(bp.to_toml(Echo().model()).replace("hidden = 13", "hidden = 65521"))
-    found: dict[str, Any] = {}
+    messages: dict[str, Any] = {}
     with join_process_group() as launch:
-        for way in ways_of(launch):
-            for name, model, parts in (("wide", wide, 1), ("odd", Odd().model(), 3)):
-                holding = shard_model(hw.build(model, seed=3), ProcessMesh(launch, Parallelism.over(way, launch.size)))
-                stepper = TrainStep(holding, quick(batch=6, accumulate=parts), StepOptions("fp32", "off"))
+        for parallelism in parallelisms_of(launch):
+            for name, model, parts in (("wide", wide, 1), ("odd", Irregular().model(), 3)):
+                sharded = shard_model(
+                    hw.build(model, seed=3), ProcessMesh(launch, Parallelism.over(parallelism, launch.size))
+                )
+                stepper = TrainStep(sharded, short_recipe(batch=6, accumulate=parts), StepOptions("fp32", "off"))
                 with CommunicationMeter() as meter:
-                    stepper.compute_gradients((Odd() if name == "odd" else Echo()).batch(0, 6))
-                found[way, name] = [tuple(message) for message in meter.messages]
-                found[way, name, "counted"] = [
-                    tuple(m) for m in count_communication(model, holding.world.spread, parts)
+                    stepper.compute_gradients((Irregular() if name == "odd" else Echo()).batch(0, 6))
+                messages[parallelism, name] = [tuple(message) for message in meter.messages]
+                messages[parallelism, name, "counted"] = [
+                    tuple(m) for m in count_communication(model, sharded.world.spread, parts)
                 ]
-    return found
+    return messages
 
 
-def stuck(folder: Path) -> str:
+def wait_for_silent_rank(folder: Path) -> str:
     """What is told to a rank that waits for one which says nothing."""
     launch.COLLECTIVE_TIMEOUT = timedelta(seconds=2)
     try:
-        with join_process_group() as found:
-            world = ProcessMesh(found, Parallelism.over("auto", found.size))
+        with join_process_group() as process:
+            world = ProcessMesh(process, Parallelism.over("auto", process.size))
             if not world.is_leader:
                 time.sleep(6)
             world.every(RANK)
@@ -161,11 +163,11 @@ class Interrupted(Echo):
         return super().batch(index, size, split)
 
 
-def until(at: int, said: Recipe, folder: Path) -> str:
+def run_until(step: int, recipe: Recipe, folder: Path) -> str:
     """What is said at the end of a run that is interrupted at a step, or let be."""
-    Interrupted.at = at
+    Interrupted.at = step
     try:
-        train(Interrupted(), recipe=said, out=folder, resume="allowed")
+        train(Interrupted(), recipe=recipe, out=folder, resume="allowed")
     except KeyboardInterrupt as error:
         return str(error)
     return ""
@@ -174,7 +176,7 @@ def until(at: int, said: Recipe, folder: Path) -> str:
 def refusals(folder: Path) -> dict[str, str]:
     """What each rank is told of what cannot be: the second one differs in one thing each time."""
 
-    def told(work: Callable[[], object]) -> str:
+    def message_of(work: Callable[[], object]) -> str:
         try:
             work()
         except Exception as error:
@@ -182,7 +184,7 @@ def refusals(folder: Path) -> dict[str, str]:
         return "nothing"
 
     def run(task: Task = ECHO, described: Any = None, out: str = "never", **said: Any) -> str:
-        return told(lambda: train(task, described, quick(**said), folder / out))
+        return message_of(lambda: train(task, described, short_recipe(**said), folder / out))
 
     def with_code() -> str:
         kept, run_setup.fingerprint_code = (
@@ -200,7 +202,7 @@ def refusals(folder: Path) -> dict[str, str]:
         "recipe": run(lr=0.002 if second else 0.001),
         "task": run(Echo(noise=0.5 if second else 0.0)),
         "data": run(Shifted() if second else Echo()),
-        "model": run(described=smaller() if second else None),
+        "model": run(described=smaller_model() if second else None),
         "weights": run(described=hw.build(Echo().model(), seed=RANK)),
         "spread": run(spread="shards=2" if second else "data=2"),
         "rows": run(batch=1),
@@ -208,9 +210,9 @@ def refusals(folder: Path) -> dict[str, str]:
         "size": run(spread="data=3"),
         "compile": run(spread="shards=2", compile="on"),
         "one rank": run(Missing() if second else Echo()),
-        "diverged": run(described=poisoned(), out="diverged"),
-        "diverged slices": run(described=poisoned(), out="diverged-slices", spread="shards=2"),
-        "bad weight": run(described=bad_weight(), out="bad-weight", spread="shards=2"),
+        "diverged": run(described=diverging_model(), out="diverged"),
+        "diverged slices": run(described=diverging_model(), out="diverged-slices", spread="shards=2"),
+        "bad weight": run(described=model_with_nan_weight(), out="bad-weight", spread="shards=2"),
     }
 
 
@@ -234,11 +236,11 @@ class Missing(Echo):
         raise FileNotFoundError("the data is not here; copy it to this machine")
 
 
-def smaller() -> bp.ModelSpec:
+def smaller_model() -> bp.ModelSpec:
     return bp.from_toml(bp.to_toml(Echo().model()).replace("hidden = 13", "hidden = 17"))
 
 
-def poisoned() -> Transformer:
+def diverging_model() -> Transformer:
     """A model whose feed-forward says NaN on the second rank alone."""
     net = hw.build(Echo().model(), seed=0)
     if RANK == 1:
@@ -246,7 +248,7 @@ def poisoned() -> Transformer:
     return net
 
 
-def bad_weight() -> Transformer:
+def model_with_nan_weight() -> Transformer:
     """A model with a weight that is no number, in the last row of its matrix: the second rank's."""
     net = hw.build(Echo().model(), seed=0)
     with torch.no_grad():
@@ -258,39 +260,39 @@ DROPPED = {"dropout": 0.2, "accumulate": 2, "batch": 12, "steps": 6, "evaluate_e
 PLAIN = {"batch": 7, "steps": 6, "evaluate_every": 3, "patience": 1, "lr": 0.01}
 
 
-def two(folder: Path) -> dict[str, Any]:
+def run_two_ranks(folder: Path) -> dict[str, Any]:
     """All that two ranks are asked for, in one world: beginning one takes longer than most of it."""
     with join_process_group():
-        return {"steps": steps(folder), "sent": sent(folder), "runs": runs(folder)}
+        return {"steps": steps(folder), "sent": sent_messages(folder), "runs": runs(folder)}
 
 
 def runs(folder: Path) -> dict[str, Any]:
     """Runs that are let be, and runs that are interrupted and go on, in the same world and another way."""
-    random = quick(**DROPPED)
-    found = {
-        "whole": until(-1, random, folder / "whole"),
-        "stopped": until(3, random, folder / "stopped"),
-        "resumed": until(-1, random, folder / "stopped"),
+    random = short_recipe(**DROPPED)
+    messages = {
+        "whole": run_until(-1, random, folder / "whole"),
+        "stopped": run_until(3, random, folder / "stopped"),
+        "resumed": run_until(-1, random, folder / "stopped"),
     }
-    slices = quick(**DROPPED, spread="shards=2")
-    until(-1, slices, folder / "slices")
-    until(3, slices, folder / "slices stopped")
-    until(-1, slices, folder / "slices stopped")
-    until(1, quick(**PLAIN, spread="shards=2"), folder / "other ways")
-    until(3, quick(**PLAIN, spread="data=2"), folder / "other ways")
-    until(-1, quick(**PLAIN, spread="shards=2"), folder / "other ways")
-    until(3, quick(**PLAIN), folder / "one, two, one")
-    compiled(folder / "compiled")
-    return found | refusals(folder)
+    slices = short_recipe(**DROPPED, spread="shards=2")
+    run_until(-1, slices, folder / "slices")
+    run_until(3, slices, folder / "slices stopped")
+    run_until(-1, slices, folder / "slices stopped")
+    run_until(1, short_recipe(**PLAIN, spread="shards=2"), folder / "other ways")
+    run_until(3, short_recipe(**PLAIN, spread="data=2"), folder / "other ways")
+    run_until(-1, short_recipe(**PLAIN, spread="shards=2"), folder / "other ways")
+    run_until(3, short_recipe(**PLAIN), folder / "one, two, one")
+    run_compiled_then_sharded(folder / "compiled")
+    return messages | refusals(folder)
 
 
-def compiled(folder: Path) -> None:
+def run_compiled_then_sharded(folder: Path) -> None:
     """A run that compiles, and goes on in slices, which must not."""
     compiling, StepTrial.choose = torch.compile, lambda self: StepOptions("fp32", "on")
     try:
         torch.compile = lambda hidden: hidden
-        until(1, quick(**{**PLAIN, "compile": "auto"}), folder)
+        run_until(1, short_recipe(**{**PLAIN, "compile": "auto"}), folder)
         torch.compile = None
-        until(-1, quick(**{**PLAIN, "compile": "auto", "spread": "shards=2"}), folder)
+        run_until(-1, short_recipe(**{**PLAIN, "compile": "auto", "spread": "shards=2"}), folder)
     finally:
         torch.compile = compiling

@@ -18,30 +18,30 @@ CAUSAL = hw.design(model=MODEL, heads=4, kv=1, pattern="causal()")
 FULL = hw.design(model=MODEL, heads=4)
 
 
-def stack(name: str, tokens: int, *blocks: bp.BlockSpec, positions: int = 0) -> bp.StackSpec:
+def make_stack(name: str, tokens: int, *blocks: bp.BlockSpec, positions: int = 0) -> bp.StackSpec:
     places = bp.PositionSpec("learned", positions) if positions else bp.PositionSpec("sinusoidal")
     return bp.StackSpec.from_blocks(
         name, MODEL, blocks, embedding=bp.EmbeddingSpec(tokens, positions=places), norm=bp.NormSpec()
     )
 
 
-def decoder(spec: hw.AttentionSpec = CAUSAL, words: int = WORDS, positions: int = 0) -> bp.ModelSpec:
+def decoder_spec(spec: hw.AttentionSpec = CAUSAL, words: int = WORDS, positions: int = 0) -> bp.ModelSpec:
     block = bp.BlockSpec(spec, feed=bp.FeedForwardSpec(17))
     return bp.ModelSpec(
         "small",
         "decoder",
-        (stack("decoder", words, block, block, positions=positions),),
+        (make_stack("decoder", words, block, block, positions=positions),),
         (bp.OutputHeadSpec("tokens", words),),
     )
 
 
-def pair(words: int = WORDS) -> bp.ModelSpec:
-    first = stack("encoder", SOURCES, bp.BlockSpec(FULL, feed=bp.FeedForwardSpec(17)))
-    second = stack("decoder", words, bp.BlockSpec(CAUSAL, FULL, bp.FeedForwardSpec(17)))
+def encoder_decoder_spec(words: int = WORDS) -> bp.ModelSpec:
+    first = make_stack("encoder", SOURCES, bp.BlockSpec(FULL, feed=bp.FeedForwardSpec(17)))
+    second = make_stack("decoder", words, bp.BlockSpec(CAUSAL, FULL, bp.FeedForwardSpec(17)))
     return bp.ModelSpec("pair", "encoder-decoder", (first, second), (bp.OutputHeadSpec("tokens", words),))
 
 
-def built(described: bp.ModelSpec, **usage: Any) -> hw.Transformer:
+def build_random(described: bp.ModelSpec, **usage: Any) -> hw.Transformer:
     """In float64, every number one that matters, so that no two tokens are alike likely."""
     net = hw.build(described, seed=0).double().eval()
     with torch.no_grad():

@@ -30,22 +30,22 @@ def _stack(name: str, pattern: str, layers: int, **said: hw.AttentionSpec) -> bp
     return bp.StackSpec.from_blocks(name, MODEL, blocks, embedding=embedding)
 
 
-def _fresh(described: bp.ModelSpec) -> hw.Transformer:
+def _small_random_model(described: bp.ModelSpec) -> hw.Transformer:
     """Unit vectors for tokens and places; all else small and random."""
     net = hw.build(described, seed=0).eval()
     draw = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for name, told in net.named_parameters():
+        for name, parameter in net.named_parameters():
             if name.endswith("embedding.tokens"):
-                told.zero_()[:, TOKEN] = torch.eye(WORDS)
+                parameter.zero_()[:, TOKEN] = torch.eye(WORDS)
             elif name.endswith("embedding.positions"):
-                told.zero_()[:, PLACE] = torch.eye(PLACES)
+                parameter.zero_()[:, PLACE] = torch.eye(PLACES)
             elif not name.endswith("norm.weight"):
-                told.copy_(0.02 * torch.randn(told.shape, generator=draw))
+                parameter.copy_(0.02 * torch.randn(parameter.shape, generator=draw))
     return net
 
 
-def _compare(net: hw.Transformer, site: str, head: int, q: Tensor, k: Tensor, units: int) -> None:
+def _set_score(net: hw.Transformer, site: str, head: int, q: Tensor, k: Tensor, units: int) -> None:
     """Make a head score SHARP q x . k z, [dim, model] each, where x and z are sums of so many unit vectors."""
     named = dict(net.named_parameters())
     rows = slice(head * DIM, (head + 1) * DIM)
@@ -57,9 +57,9 @@ def _compare(net: hw.Transformer, site: str, head: int, q: Tensor, k: Tensor, un
 
 def _map(source: slice, image: Tensor) -> Tensor:
     """[dim, model]: an image [any, slice] of one slice."""
-    found = torch.zeros(DIM, MODEL)
-    found[: len(image), source] = image
-    return found
+    matrix = torch.zeros(DIM, MODEL)
+    matrix[: len(image), source] = image
+    return matrix
 
 
 ANY = torch.ones(1, PLACES)  # of any place 1
@@ -70,16 +70,16 @@ def decoder() -> hw.Transformer:
 
     (1, 0) reads behind earlier same tokens, with (0, 0) an induction pair; (0, 2) and (1, 1) are small and random.
     """
-    net = _fresh(
+    net = _small_random_model(
         bp.ModelSpec("handmade", "decoder", (_stack("decoder", "causal()", 2),), (bp.OutputHeadSpec("tokens", WORDS),))
     )
     behind = torch.eye(PLACES).roll(1, 0)
     behind[0] = 0  # nobody stands behind the last
-    _compare(net, "decoder.0.attention", 0, _map(PLACE, torch.eye(PLACES)), _map(PLACE, behind), 2)
-    _compare(net, "decoder.0.attention", 1, _map(PLACE, ANY), _map(PLACE, torch.eye(PLACES)[:1]), 2)
-    _compare(net, "decoder.1.attention", 0, _map(TOKEN, torch.eye(WORDS)), _map(COPY, torch.eye(WORDS)), 3)
+    _set_score(net, "decoder.0.attention", 0, _map(PLACE, torch.eye(PLACES)), _map(PLACE, behind), 2)
+    _set_score(net, "decoder.0.attention", 1, _map(PLACE, ANY), _map(PLACE, torch.eye(PLACES)[:1]), 2)
+    _set_score(net, "decoder.1.attention", 0, _map(TOKEN, torch.eye(WORDS)), _map(COPY, torch.eye(WORDS)), 3)
     rarity = torch.arange(WORDS)[None].float()
-    _compare(net, "decoder.1.attention", 2, _map(PLACE, ANY), _map(TOKEN, rarity), 3)
+    _set_score(net, "decoder.1.attention", 2, _map(PLACE, ANY), _map(TOKEN, rarity), 3)
     named = dict(net.named_parameters())
     with torch.no_grad():  # (0, 0) copies the token as a unit vector of the third slice
         value, output = named["decoder.0.attention.project.v"], named["decoder.0.attention.output.o"]
@@ -93,8 +93,10 @@ def translator() -> hw.Transformer:
     """An encoder and a decoder of one layer; cross head 1 reads the source word of the same id."""
     cross = hw.design(model=MODEL, heads=HEADS, dim=DIM)
     stacks = _stack("encoder", "full()", 1), _stack("decoder", "causal()", 1, cross=cross)
-    net = _fresh(bp.ModelSpec("handmade", "encoder-decoder", stacks, (bp.OutputHeadSpec("tokens", WORDS),)))
-    _compare(net, "decoder.0.cross", 1, _map(TOKEN, torch.eye(WORDS)), _map(TOKEN, torch.eye(WORDS)), 2)
+    net = _small_random_model(
+        bp.ModelSpec("handmade", "encoder-decoder", stacks, (bp.OutputHeadSpec("tokens", WORDS),))
+    )
+    _set_score(net, "decoder.0.cross", 1, _map(TOKEN, torch.eye(WORDS)), _map(TOKEN, torch.eye(WORDS)), 2)
     return net
 
 
@@ -112,9 +114,9 @@ def texts(count: int, seed: int = 0) -> list[Example]:
     return [Example(ids[None], {"text": _tokens(ids)}) for ids in rows]
 
 
-def pairs(count: int, seed: int = 0) -> list[Example]:
+def translation_pairs(count: int, seed: int = 0) -> list[Example]:
     """Words in one order and in another, linked where they are the same."""
-    draw, found = np.random.default_rng(seed), list[Example]()
+    draw, examples = np.random.default_rng(seed), list[Example]()
     for _ in range(count):
         words = int(draw.integers(5, WORDS + 1))
         source = torch.from_numpy(draw.permutation(WORDS)[:words])
@@ -122,5 +124,5 @@ def pairs(count: int, seed: int = 0) -> list[Example]:
         links = [(int(order[t]), t, bool(draw.random() < 0.8)) for t in range(words)]
         text = source[order]
         streams = {"source": _tokens(source), "text": _tokens(text)}
-        found.append(Example({"x": text[None], "source": source[None]}, streams, alignment_links=links))
-    return found
+        examples.append(Example({"x": text[None], "source": source[None]}, streams, alignment_links=links))
+    return examples

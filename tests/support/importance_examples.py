@@ -24,7 +24,7 @@ LLAMA = {
 }  # fmt: skip
 
 
-def loud(net: nn.Module, by: float = 3.0) -> Any:
+def with_uneven_attention(net: nn.Module, by: float = 3.0) -> Any:
     """The same in double precision, with matrices large enough for attention to be uneven."""
     with torch.no_grad():
         for parameter in net.parameters():
@@ -33,9 +33,9 @@ def loud(net: nn.Module, by: float = 3.0) -> Any:
     return net.eval().double()
 
 
-def built(config: dict[str, Any], seed: int = 0) -> Transformer:
+def build_model(config: dict[str, Any], seed: int = 0) -> Transformer:
     """A model of ours as a family has it."""
-    return loud(hw.build(hw.families.read_model_spec(config), seed=seed))
+    return with_uneven_attention(hw.build(hw.families.read_model_spec(config), seed=seed))
 
 
 def translator(seed: int = 0, placement: str = "pre") -> Transformer:
@@ -53,23 +53,25 @@ def translator(seed: int = 0, placement: str = "pre") -> Transformer:
         bp.StackSpec.from_blocks("decoder", 12, [both] * 2, embedding=bp.EmbeddingSpec(WORDS), norm=norm),
     )
     described = bp.ModelSpec("small", "encoder-decoder", stacks, (bp.OutputHeadSpec("tokens", WORDS),))
-    return loud(hw.build(described, seed=seed))
+    return with_uneven_attention(hw.build(described, seed=seed))
 
 
-def ids(number: int, count: int = 7, words: int = WORDS) -> torch.Tensor:
+def random_ids(number: int, count: int = 7, words: int = WORDS) -> torch.Tensor:
     """A text of its own."""
     return torch.randint(0, words, (1, count), generator=torch.Generator().manual_seed(number))
 
 
-def scenes(net: nn.Module, count: int = 5) -> list[Example]:
+def make_examples(net: nn.Module, count: int = 5) -> list[Example]:
     """Texts of several lengths, with a source where one is read."""
     two = isinstance(net, Transformer) and net.spec.kind == "encoder-decoder"
     name = "x" if isinstance(net, Transformer) else "input_ids"
-    texts = [{name: ids(n, 5 + n % 3)} | ({"source": ids(100 + n, 6)} if two else {}) for n in range(count)]
+    texts = [
+        {name: random_ids(n, 5 + n % 3)} | ({"source": random_ids(100 + n, 6)} if two else {}) for n in range(count)
+    ]
     return [Example(text, {}) for text in texts]
 
 
-def noisy(net: Transformer) -> Transformer:
+def with_random_biases(net: Transformer) -> Transformer:
     """The same with biases and norms that are not what they start as."""
     draw = torch.Generator().manual_seed(7)
     with torch.no_grad():
@@ -79,10 +81,10 @@ def noisy(net: Transformer) -> Transformer:
     return net
 
 
-def said(net: Transformer, number: int = 0) -> torch.Tensor:
+def model_output(net: Transformer, number: int = 0) -> torch.Tensor:
     """What a model says of a text, of its longest form."""
     with torch.no_grad():
-        return net(**scenes(net)[number].inputs)
+        return net(**make_examples(net)[number].inputs)
 
 
 T5 = {
@@ -95,11 +97,13 @@ def classifier(at: str) -> Transformer:
     """An encoder that says one label of a text."""
     block = bp.BlockSpec(hw.design(model=12, heads=3, bias="o"), feed=bp.FeedForwardSpec(20))
     stack = bp.StackSpec.from_blocks("encoder", 12, [block] * 2, embedding=bp.EmbeddingSpec(WORDS), norm=bp.NormSpec())
-    return loud(hw.build(bp.ModelSpec("small", "encoder", (stack,), (bp.OutputHeadSpec("labels", 5, at=at),)), seed=0))
+    return with_uneven_attention(
+        hw.build(bp.ModelSpec("small", "encoder", (stack,), (bp.OutputHeadSpec("labels", 5, at=at),)), seed=0)
+    )
 
 
-def headless() -> Transformer:
+def model_without_head() -> Transformer:
     """A model that says nothing but its states."""
-    net = built(BERT)
+    net = build_model(BERT)
     made = hw.build(bp.ModelSpec("small", "encoder", net.spec.stacks), seed=1)
-    return loud(made)
+    return with_uneven_attention(made)

@@ -21,9 +21,9 @@ BATCH, TOKENS, SOURCE, WIDTH = 3, 7, 11, 13
 EXACT = {"rtol": 1e-10, "atol": 1e-11}
 
 
-def base(**said) -> AttentionSpec:
+def base(**sizes) -> AttentionSpec:
     """A small spec; what is not said gets sizes that no two axes share."""
-    return hw.design(**({"model": 10, "heads": 6, "dim": 4} | said))
+    return hw.design(**({"model": 10, "heads": 6, "dim": 4} | sizes))
 
 
 def examples() -> dict[str, AttentionSpec]:
@@ -34,7 +34,7 @@ def examples() -> dict[str, AttentionSpec]:
 
 def pairs() -> dict[str, AttentionSpec]:
     """Two modifiers of one phase in either order, where the two can stand together."""
-    small = [
+    modifiers = [
         hw.Rotary(base=30.0),
         hw.QKNorm(),
         hw.Knocking(sides="qkv"),
@@ -50,8 +50,12 @@ def pairs() -> dict[str, AttentionSpec]:
         hw.OutputGate(),
         hw.Routed(always=2, active=2),
     ]
-    both = [(a, b) for a, b in permutations(small, 2) if a.phase is b.phase and a.phase is not Phase.WEIGHTS]
-    return {f"{_name(a)}-{_name(b)}": base(kv=2, vdim=5, pattern="causal()", modifiers=(a, b)) for a, b in both}
+    ordered_pairs = [
+        (a, b) for a, b in permutations(modifiers, 2) if a.phase is b.phase and a.phase is not Phase.WEIGHTS
+    ]
+    return {
+        f"{_name(a)}-{_name(b)}": base(kv=2, vdim=5, pattern="causal()", modifiers=(a, b)) for a, b in ordered_pairs
+    }
 
 
 def _name(modifier: Modifier) -> str:
@@ -63,24 +67,24 @@ PAIRS = pairs()
 EVERY = EXAMPLES | PAIRS
 
 
-def causal(spec: AttentionSpec) -> AttentionSpec:
+def as_causal(spec: AttentionSpec) -> AttentionSpec:
     """The same spec, decodable: causal where its own pattern reads ahead, and of one sequence."""
     pattern = spec.pattern if spec.pattern.tokens_before_decode == 0 else hw.Causal()
     return replace(spec, pattern=pattern, source=None)
 
 
-def crossed(spec: AttentionSpec) -> AttentionSpec:
+def as_cross_attention(spec: AttentionSpec) -> AttentionSpec:
     """The same spec over a source of another width."""
     return replace(spec, pattern=hw.Full(), source=WIDTH)
 
 
 def layer(spec: AttentionSpec, dtype: torch.dtype = torch.float64, backend: str | None = None) -> hw.Attention:
     """A layer whose every learned number matters: none stays at the zero or one it starts from."""
-    made = hw.Attention(spec, backend=backend).to(dtype).eval()
+    layer_ = hw.Attention(spec, backend=backend).to(dtype).eval()
     with torch.no_grad():
-        for parameter in made.parameters():
+        for parameter in layer_.parameters():
             parameter.copy_(torch.randn(parameter.shape, dtype=torch.float64) * 0.5)
-    return made
+    return layer_
 
 
 def tensors(spec: AttentionSpec, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor | None]:
@@ -89,7 +93,7 @@ def tensors(spec: AttentionSpec, dtype: torch.dtype = torch.float64) -> tuple[Te
     return x, None if spec.source is None else torch.randn(BATCH, SOURCE, spec.source, dtype=torch.float64).to(dtype)
 
 
-def batches(x: Tensor) -> dict[str, hw.SequenceInfo]:
+def sequence_infos(x: Tensor) -> dict[str, hw.SequenceInfo]:
     """Ways to fill a batch of seven tokens."""
     packed = torch.tensor([[0, 0, 0, 1, 1, 2, -1], [0, 0, 0, 0, 0, 0, 0], [-1, 0, 0, 1, 1, 1, 1]])
     return {
@@ -100,11 +104,15 @@ def batches(x: Tensor) -> dict[str, hw.SequenceInfo]:
     }
 
 
-def takers(spec: AttentionSpec, *, dtype: torch.dtype = torch.float64, one: bool = False, **more) -> list[str]:
+def supporting_backends(
+    spec: AttentionSpec, *, dtype: torch.dtype = torch.float64, single_query: bool = False, **more
+) -> list[str]:
     """The backends that run this spec on the CPU; `more` is more of the job, with gradients as a call here would."""
     more = {"needs_grad": torch.is_grad_enabled()} | more
-    job = CallSignature(spec, spec.projection_form(one).core(spec), "cpu", dtype, single_query=one, **more)
-    return [name for name, backend in BACKENDS.items() if name != "flex" and not backend.unsupported_reasons(job)]
+    call = CallSignature(
+        spec, spec.projection_form(single_query).core(spec), "cpu", dtype, single_query=single_query, **more
+    )
+    return [name for name, backend in BACKENDS.items() if name != "flex" and not backend.unsupported_reasons(call)]
 
 
 def check_close(ours: Tensor, theirs: Tensor, **tolerance: float) -> None:
@@ -112,6 +120,6 @@ def check_close(ours: Tensor, theirs: Tensor, **tolerance: float) -> None:
     torch.testing.assert_close(ours, theirs, **(EXACT | tolerance), check_dtype=False)
 
 
-def normal(spec: AttentionSpec, **changes) -> AttentionSpec:
+def change_spec(spec: AttentionSpec, **changes) -> AttentionSpec:
     """A spec with some fields replaced."""
     return replace(spec, **changes)

@@ -14,14 +14,14 @@ def flash_on_cpu(q, k, v, *args, out_shape=None, **kwargs):
 MAPPING = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: flash_on_cpu}
 
 
-def torch_counts(layer, x, **call) -> int:
+def torch_flops(layer, x, **call) -> int:
     """FLOPs of a call as torch's counter sees them."""
     with FlopCounterMode(display=False, custom_mapping=MAPPING) as counter, torch.no_grad():
         layer(x, **call)
     return counter.get_total_flops()
 
 
-def decoded(layer, x, chunks, cache, **call):
+def decode_in_chunks(layer, x, chunks, cache, **call):
     """y of x handed over in chunks."""
     parts, start = [], 0
     for count in chunks:
@@ -30,7 +30,7 @@ def decoded(layer, x, chunks, cache, **call):
     return torch.cat(parts, 1)
 
 
-def gradients(layer, y, x):
+def layer_gradients(layer, y, x):
     """Of a loss that weighs every output differently, for x and every parameter."""
     loss = (y * torch.linspace(-1, 2, y.numel(), dtype=y.dtype).view_as(y)).sum()
     named = dict(layer.named_parameters()) | {"x": x}
@@ -38,16 +38,16 @@ def gradients(layer, y, x):
     return {n: torch.zeros_like(named[n]) if g is None else g for n, g in zip(named, grads, strict=True)}
 
 
-def kept_for_backward(layer, count: int) -> int:
+def saved_bytes(layer, count: int) -> int:
     """Bytes that autograd holds of one forward pass, each storage once."""
     x = torch.randn(1, count, layer.spec.model, requires_grad=True)
-    held: dict[int, int] = {}
+    bytes_by_storage: dict[int, int] = {}
 
-    def keep(tensor):
-        held[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+    def record(tensor):
+        bytes_by_storage[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(record, lambda tensor: tensor):
         y = layer(x)
     assert y.requires_grad
-    return sum(held.values())
+    return sum(bytes_by_storage.values())

@@ -14,13 +14,13 @@ FIRST: Scores = [
 ]
 
 
-def packed(pieces: Scores) -> bytes:
+def tokenizer_file(pieces: Scores) -> bytes:
     """The file that holds them."""
     each = [struct.pack("<fi", score, len(text.encode())) + text.encode() for text, score in pieces]
     return struct.pack("<i", 99) + b"".join(each)
 
 
-def merged(pieces: Scores, text: str) -> list[int]:
+def reference_tokenize(pieces: Scores, text: str) -> list[int]:
     """The definition: characters, or bytes, and then the neighbours of the best score joined, the leftmost first."""
     number = {piece: n for n, (piece, _) in enumerate(pieces)}
     tokens = [number[" "]] if text else []
@@ -28,8 +28,8 @@ def merged(pieces: Scores, text: str) -> list[int]:
         tokens += [number[char]] if char in number else [byte + 3 for byte in char.encode()]
     while True:
         pairs = [pieces[a][0] + pieces[b][0] for a, b in pairwise(tokens)]
-        ways = [(pieces[number[pair]][1], -at) for at, pair in enumerate(pairs) if pair in number]
-        if not ways:
+        candidates = [(pieces[number[pair]][1], -at) for at, pair in enumerate(pairs) if pair in number]
+        if not candidates:
             return tokens
-        at = -max(ways)[1]
+        at = -max(candidates)[1]
         tokens[at : at + 2] = [number[pairs[at]]]

@@ -14,21 +14,21 @@ from headwise.head_analysis.annotated_examples import Example, TokenAnnotations
 WORDS = 29
 
 
-def scene(ids: Sequence[int], name: str = "x") -> Example:
+def make_example(ids: Sequence[int], name: str = "x") -> Example:
     """A text of these ids, told under this name."""
-    told, none = torch.tensor(list(ids)), torch.zeros(len(ids), dtype=torch.bool)
+    ids_, none = torch.tensor(list(ids)), torch.zeros(len(ids), dtype=torch.bool)
     words = tuple(map(str, ids))
-    tokens = TokenAnnotations(told, words, none, none, none, torch.arange(len(ids)), torch.ones(len(ids)))
-    return Example({name: told[None]}, {"text": tokens})
+    tokens = TokenAnnotations(ids_, words, none, none, none, torch.arange(len(ids)), torch.ones(len(ids)))
+    return Example({name: ids_[None]}, {"text": tokens})
 
 
-def scenes(count: int = 5, name: str = "x", words: int = WORDS, longest: int = 17) -> list[Example]:
+def make_examples(count: int = 5, name: str = "x", words: int = WORDS, longest: int = 17) -> list[Example]:
     """So many texts of several lengths."""
     draw = np.random.default_rng(3)
-    return [scene(draw.integers(3, words, size=draw.integers(7, longest)).tolist(), name) for _ in range(count)]
+    return [make_example(draw.integers(3, words, size=draw.integers(7, longest)).tolist(), name) for _ in range(count)]
 
 
-def small(layers: int = 2, heads: int = 4, seed: int = 0, sharp: float = 6.0) -> nn.Module:
+def small_gpt2(layers: int = 2, heads: int = 4, seed: int = 0, sharp: float = 6.0) -> nn.Module:
     """A GPT-2 of 20 channels with random weights, whose heads look at something."""
     config = {"model_type": "gpt2", "n_embd": 20, "n_head": heads, "n_layer": layers, "vocab_size": WORDS}
     net = hw.build(hw.families.read_model_spec(config), seed=seed)

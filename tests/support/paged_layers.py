@@ -29,37 +29,39 @@ SPECS = {
 }
 
 
-def built(name: str, dtype: torch.dtype = torch.float64) -> hw.Attention:
+def build_layer(name: str, dtype: torch.dtype = torch.float64) -> hw.Attention:
     """A layer whose scores are far apart, so that every key matters or none does."""
-    said = {"model": MODEL, "pattern": "causal()", "dim": 5} | SPECS[name]
+    sizes = {"model": MODEL, "pattern": "causal()", "dim": 5} | SPECS[name]
     torch.manual_seed(3)
-    layer = hw.Attention(hw.design(**said))
+    layer = hw.Attention(hw.design(**sizes))
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.copy_(torch.randn(parameter.shape) * 0.6)
     return layer.to(dtype).eval()
 
 
-def pooled(spec: hw.AttentionSpec, dtype: torch.dtype, page: int, pages: int, order: int) -> PagePool:
+def make_pool(spec: hw.AttentionSpec, dtype: torch.dtype, page: int, pages: int, order: int) -> PagePool:
     """Pages in some order; what nobody has written there is not a number."""
     pool = PagePool([spec], pages=pages, page=page, dtype=dtype)
     pool.numbers[:-1].fill_(torch.nan)  # the last is read for what is not there, where pages are gathered
-    taken = [pool.book.pages.allocate() for _ in range(pages)]
+    pages_taken = [pool.book.pages.allocate() for _ in range(pages)]
     for n in torch.randperm(pages, generator=torch.Generator().manual_seed(order)).tolist():
-        pool.book.pages.release(taken[n])
+        pool.book.pages.release(pages_taken[n])
     return pool
 
 
-def step(layer: hw.Attention, cache: hw.KVCache, x: torch.Tensor, only: str | None = None, **said) -> torch.Tensor:
+def decode_step(
+    layer: hw.Attention, cache: hw.KVCache, x: torch.Tensor, backend: str | None = None, **more
+) -> torch.Tensor:
     """One token of each row, by one backend."""
-    layer.backend_name = only
+    layer.backend_name = backend
     with torch.no_grad():
-        y = layer(x, cache=cache, **said)
+        y = layer(x, cache=cache, **more)
     layer.backend_name = None
     return y
 
 
-def begun(layer: hw.Attention, pool: PagePool, x: torch.Tensor, lengths: list[int]) -> hw.KVCache:
+def prefilled_cache(layer: hw.Attention, pool: PagePool, x: torch.Tensor, lengths: list[int]) -> hw.KVCache:
     """Rows of these lengths, gone on with by whoever takes several tokens at once."""
     cache = pool.caches(pool.batch_of([pool.book.new_sequence() for _ in lengths]))[0]
     if most := max(lengths):
@@ -68,7 +70,7 @@ def begun(layer: hw.Attention, pool: PagePool, x: torch.Tensor, lengths: list[in
     return cache
 
 
-def one_pass(layer: hw.Attention, x: torch.Tensor) -> torch.Tensor:
+def last_output_in_one_pass(layer: hw.Attention, x: torch.Tensor) -> torch.Tensor:
     """What the last token of one row reads, with every score formed."""
     layer.backend_name = "dense"
     with torch.no_grad():
@@ -77,19 +79,19 @@ def one_pass(layer: hw.Attention, x: torch.Tensor) -> torch.Tensor:
     return y
 
 
-def by_hand(q_HK, keys, values, scale, beside=PagedDecodeOptions()):  # noqa: B008 - it is a constant
+def reference_decode(q_HK, keys, values, scale, options=PagedDecodeOptions()):  # noqa: B008 - it is a constant
     """o [H, V] and lse [H] of one row in float64, head by head, of the list of keys [n, G, K] that it reads."""
-    found, each = [], q_HK.shape[0] // keys.shape[1]
+    outputs, heads_per_group = [], q_HK.shape[0] // keys.shape[1]
     for h, q in enumerate(q_HK.double()):
-        s = (keys[:, h // each].double() @ q) * scale
-        if beside.softcap:
-            s = (s / beside.softcap).tanh() * beside.softcap
-        if beside.bias is not None:
-            s = s + beside.bias[0, h]
-        rest = [beside.sink[h].double()] if beside.sink is not None else []
+        s = (keys[:, h // heads_per_group].double() @ q) * scale
+        if options.softcap:
+            s = (s / options.softcap).tanh() * options.softcap
+        if options.bias is not None:
+            s = s + options.bias[0, h]
+        rest = [options.sink[h].double()] if options.sink is not None else []
         top = max([*s.tolist(), *(r.item() for r in rest)], default=0.0)
         e = (s - top).exp()
         total = e.sum() + sum((r - top).exp() for r in rest)
-        o = (e[:, None] * values[:, h // each].double()).sum(0) / (total if total else 1.0)
-        found.append((o, top + e.sum().log()))
-    return torch.stack([o for o, _ in found]), torch.stack([lse for _, lse in found])
+        o = (e[:, None] * values[:, h // heads_per_group].double()).sum(0) / (total if total else 1.0)
+        outputs.append((o, top + e.sum().log()))
+    return torch.stack([o for o, _ in outputs]), torch.stack([lse for _, lse in outputs])

@@ -27,34 +27,41 @@ Loss = Callable[[nn.Module, Batch], Tensor]
 Grads = Mapping[str, Tensor]
 
 
-def spec_of(preset: str, **said) -> hw.AttentionSpec:
+def small_spec(preset: str, **changes) -> hw.AttentionSpec:
     """A preset in a small size."""
     small = {"mla": {"dim": 6, "project": hw.Latent(rank=10, rope=4)}, "bigbird": {"pattern": "bigbird(64)"}}
-    return hw.design(preset=preset, **({"model": MODEL, "heads": HEADS} | small.get(preset, {}) | said))
+    return hw.design(preset=preset, **({"model": MODEL, "heads": HEADS} | small.get(preset, {}) | changes))
 
 
-def stack(name: str, blocks, **said) -> bp.StackSpec:
+def make_stack(name: str, blocks, **changes) -> bp.StackSpec:
     """A stack over a table of words with learned positions."""
     table = bp.EmbeddingSpec(WORDS, positions=bp.PositionSpec("learned", 12))
-    return bp.StackSpec.from_blocks(name, MODEL, blocks, **({"embedding": table, "norm": bp.NormSpec()} | said))
+    return bp.StackSpec.from_blocks(name, MODEL, blocks, **({"embedding": table, "norm": bp.NormSpec()} | changes))
 
 
-def described(preset: str, kind: str) -> bp.ModelSpec:
+def make_model_spec(preset: str, kind: str) -> bp.ModelSpec:
     """Two layers of a preset: a decoder of vectors, an encoder that says one thing of a row, or both kinds of stack."""
     feed, full = bp.FeedForwardSpec(10, bias="ud"), {} if preset in ("longformer", "bigbird") else {"pattern": "full()"}
     heads = (bp.OutputHeadSpec("tokens", WORDS, bias="learned"),)
     if kind == "decoder":
         return bp.ModelSpec(
-            "one", kind, (stack("decoder", [bp.BlockSpec(spec_of(preset), feed=feed)] * 2, embedding=None),), heads
+            "one",
+            kind,
+            (make_stack("decoder", [bp.BlockSpec(small_spec(preset), feed=feed)] * 2, embedding=None),),
+            heads,
         )
-    encoder = stack("encoder", [bp.BlockSpec(spec_of(preset, **full), feed=feed)] * (2 if kind == "encoder" else 1))
+    encoder = make_stack(
+        "encoder", [bp.BlockSpec(small_spec(preset, **full), feed=feed)] * (2 if kind == "encoder" else 1)
+    )
     if kind == "encoder":
         return bp.ModelSpec("one", kind, (encoder,), (bp.OutputHeadSpec("class", 5, at="mean"),))
-    cross = spec_of(preset, pattern="full()", source=MODEL)
-    return bp.ModelSpec("two", kind, (encoder, stack("decoder", [bp.BlockSpec(spec_of(preset), cross, feed)])), heads)
+    cross = small_spec(preset, pattern="full()", source=MODEL)
+    return bp.ModelSpec(
+        "two", kind, (encoder, make_stack("decoder", [bp.BlockSpec(small_spec(preset), cross, feed)])), heads
+    )
 
 
-def built(model: bp.ModelSpec, dtype: torch.dtype = torch.float64, dropout: float = 0.0) -> hw.Transformer:
+def build_model(model: bp.ModelSpec, dtype: torch.dtype = torch.float64, dropout: float = 0.0) -> hw.Transformer:
     """The model with no number at the zero or one it starts from; the same on every rank."""
     net = hw.build(model, seed=1, dropout=dropout).to(dtype)
     draw = torch.Generator().manual_seed(2)
@@ -64,7 +71,7 @@ def built(model: bp.ModelSpec, dtype: torch.dtype = torch.float64, dropout: floa
     return net
 
 
-def batch_of(model: bp.ModelSpec, tokens: Mapping[str, hw.SequenceInfo | None] = {}, count: int = 7) -> Batch:
+def make_batch(model: bp.ModelSpec, tokens: Mapping[str, hw.SequenceInfo | None] = {}, count: int = 7) -> Batch:
     """Three rows of what a model reads, with labels."""
     draw = torch.Generator().manual_seed(3)
     ids, source = (torch.randint(WORDS, (3, size), generator=draw) for size in (count, 5))
@@ -74,7 +81,7 @@ def batch_of(model: bp.ModelSpec, tokens: Mapping[str, hw.SequenceInfo | None] =
     return Batch(x, labels, tokens.get("x"), source if two else None, tokens.get("source") if two else None)
 
 
-def loss_of(net: nn.Module, batch: Batch) -> Tensor:
+def summed_loss(net: nn.Module, batch: Batch) -> Tensor:
     """The summed cross entropy."""
     logits = net(batch.x, sequence=batch.tokens, source=batch.source, source_sequence=batch.source_tokens)
     return F.cross_entropy(logits.flatten(0, -2), batch.labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
@@ -85,7 +92,7 @@ def adamw(net: nn.Module) -> torch.optim.AdamW:
     return torch.optim.AdamW(net.parameters(), lr=0.01, weight_decay=0.1, eps=1e-3)
 
 
-def world() -> CollectiveGroup:
+def all_ranks() -> CollectiveGroup:
     """Every rank."""
     return CollectiveGroup(dist.group.WORLD)
 
@@ -98,20 +105,20 @@ def check_gradients(ours: Mapping[str, Tensor], net: nn.Module, **tolerance: flo
         check_close(ours[name] / norm, grad / norm, msg=lambda said, name=name: f"{name}: {said}", **tolerance)
 
 
-def said(net: nn.Module, batch: Batch) -> Tensor:
+def model_output(net: nn.Module, batch: Batch) -> Tensor:
     """What a model says of a batch."""
     with torch.no_grad():
         return net(batch.x, sequence=batch.tokens, source=batch.source, source_sequence=batch.source_tokens)
 
 
-def learned(nets: Sequence[nn.Module], batches: Sequence[Batch], loss: Loss) -> list[Tensor | None]:
+def backward_on(nets: Sequence[nn.Module], batches: Sequence[Batch], loss: Loss) -> list[Tensor | None]:
     """Set the gradients of each net on its batch; those of what it was given, where these are vectors."""
-    found = []
+    input_gradients = []
     for net, batch in zip(nets, batches, strict=True):
         x = batch.x.clone().requires_grad_(batch.x.is_floating_point())
         loss(net, replace(batch, x=x)).backward()
-        found.append(x.grad)
-    return found
+        input_gradients.append(x.grad)
+    return input_gradients
 
 
 def check_steps(nets, steps: int, gather: Callable[[], Grads], learn: Callable[[], None]) -> None:
@@ -125,55 +132,59 @@ def check_steps(nets, steps: int, gather: Callable[[], Grads], learn: Callable[[
             optimiser.zero_grad()
 
 
-def check_tensor(net, part, divided: TensorParallelModel, batch: Batch, loss: Loss = loss_of, steps: int = 1) -> None:
+def check_tensor_parallel(
+    net, part, divided: TensorParallelModel, batch: Batch, loss: Loss = summed_loss, steps: int = 1
+) -> None:
     """A portion says, learns and becomes what the whole does."""
-    check_close(said(part, batch), said(net, batch))
+    check_close(model_output(part, batch), model_output(net, batch))
 
     def learn() -> None:
-        whole, ours = learned([net, part], [batch, batch], loss)
+        whole, ours = backward_on([net, part], [batch, batch], loss)
         if whole is not None:
             check_close(ours, whole)
         divided.sum_replicated_gradients(dict(part.named_parameters()))
 
     def gather() -> Grads:
-        return gathered(divided, {name: p.grad for name, p in part.named_parameters() if p.grad is not None})
+        return gather_whole(divided, {name: p.grad for name, p in part.named_parameters() if p.grad is not None})
 
     check_steps([net, part], steps, gather, learn)
-    whole = gathered(divided, part.state_dict())
+    whole = gather_whole(divided, part.state_dict())
     for name, tensor in net.state_dict().items():
         check_close(whole[name], tensor)
 
 
-def gathered(divided: TensorParallelModel, tensors: Grads) -> Grads:
+def gather_whole(divided: TensorParallelModel, tensors: Grads) -> Grads:
     """Tensors of the whole model."""
     cut = {name for name, pieces in divided.pieces.items() if pieces[0].kept}
     return {name: divided.whole(name, tensor) if name in cut else tensor for name, tensor in tensors.items()}
 
 
-def check_context(net, wire: CollectiveGroup, order: str, batch: Batch, loss: Loss = loss_of, steps: int = 1) -> None:
+def check_context_parallel(
+    net, group: CollectiveGroup, order: str, batch: Batch, loss: Loss = summed_loss, steps: int = 1
+) -> None:
     """A model that is told some tokens of each row says, learns and becomes what one does that is told all."""
-    part, own = copy.deepcopy(net), shard_tokens(batch, wire, order)
-    set_parallel_context(part, TensorContextParallel(context_group=wire, token_order=order))
-    whole, ours = said(net, batch), said(part, own)
+    part, own = copy.deepcopy(net), shard_tokens(batch, group, order)
+    set_parallel_context(part, TensorContextParallel(context_group=group, token_order=order))
+    whole, ours = model_output(net, batch), model_output(part, own)
     if batch.labels.dim() == 2:
-        ours, live = gather_token_outputs(ours, whole.shape[1], wire, order), alive(batch)
+        ours, live = gather_token_outputs(ours, whole.shape[1], group, order), real_tokens(batch)
         check_close(ours[live], whole[live])
     else:
         check_close(ours, whole)
 
     def learn() -> None:
-        whole, ours = learned([net, part], [batch, own], loss)
+        whole, ours = backward_on([net, part], [batch, own], loss)
         if whole is not None:
-            check_close(gather_token_outputs(ours, whole.shape[1], wire, order), whole)
+            check_close(gather_token_outputs(ours, whole.shape[1], group, order), whole)
         for p in part.parameters():
-            p.grad = None if p.grad is None else wire.total(p.grad)
+            p.grad = None if p.grad is None else group.total(p.grad)
 
     check_steps([net, part], steps, lambda: {name: p.grad for name, p in part.named_parameters()}, learn)
     for ours, theirs in zip(part.parameters(), net.parameters(), strict=True):
         check_close(ours, theirs)
 
 
-def alive(batch: Batch) -> Tensor:
+def real_tokens(batch: Batch) -> Tensor:
     """Which tokens are no padding [B, T]."""
     shape = batch.x.shape[:2]
     return torch.ones(shape, dtype=torch.bool) if batch.tokens is None else batch.tokens.is_real.expand(shape)

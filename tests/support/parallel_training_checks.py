@@ -19,91 +19,100 @@ from headwise.distributed.ranks import ProcessMesh
 from headwise.distributed.sharded_model import shard_model
 from headwise.training import train
 from headwise.training.train_step import StepOptions, TrainStep
-from support.data_parallel_checks import STEPPED, Interrupted, Odd, stepped, steps_of, until
-from support.small_training import IDS, Answered, Echo, quick
+from support.data_parallel_checks import STEPPED, Interrupted, Irregular, run_until, steps_of_case, take_steps
+from support.small_training import IDS, Answered, Echo, short_recipe
 
 CASES = (*STEPPED, "shared keys")
 PLAIN = StepOptions("fp32", "off")
-WAYS = ("tensor=2", "context=2")
-PAIRS = ("data=2,tensor=2", "data=2,context=2", "context=2,tensor=2", "shards=2,tensor=2", "context=2,shards=2")
+TWO_RANKS = ("tensor=2", "context=2")
+FOUR_RANKS = ("data=2,tensor=2", "data=2,context=2", "context=2,tensor=2", "shards=2,tensor=2", "context=2,shards=2")
 
 
-def everything(folder: Path) -> dict[str, Any]:
+def run_everything(folder: Path) -> dict[str, Any]:
     """All that ranks are asked for, in one world: beginning one takes longer than most of it."""
     with join_process_group() as launch:
-        found = {"steps": steps(launch), "sent": sent(launch)}
-        return found | ({"runs": runs(folder), "told": refusals(folder)} if launch.size == 2 else {})
+        results = {"steps": steps(launch), "sent": sent_messages(launch)}
+        return results | ({"runs": runs(folder), "told": refusals(folder)} if launch.size == 2 else {})
 
 
 def steps(launch: ProcessInfo) -> dict[str, Any]:
     """Every case, divided every way that this world can be."""
-    return {way: {case: steps_as(case, launch, way) for case in CASES} for way in ways_of(launch)}
+    return {way: {case: steps_of_any_case(case, launch, way) for case in CASES} for way in parallelisms_of(launch)}
 
 
-def steps_as(case: str, launch: ProcessInfo, way: str, **more: Any) -> dict[str, Any]:
+def steps_of_any_case(case: str, launch: ProcessInfo, way: str, **more: Any) -> dict[str, Any]:
     """Those of a case of many ranks, or of one more: heads that share a key, and a gradient that is shortened."""
     if case in STEPPED:
-        return steps_of(case, launch, way, **more)
-    return stepped(Pooled(), hw.build(Pooled().model(), seed=3).double(), quick(batch=6, clip=0.05), launch, way)
+        return steps_of_case(case, launch, way, **more)
+    return take_steps(
+        Pooled(), hw.build(Pooled().model(), seed=3).double(), short_recipe(batch=6, clip=0.05), launch, way
+    )
 
 
-def ways_of(launch: ProcessInfo) -> tuple[str, ...]:
-    return WAYS if launch.size == 2 else PAIRS
+def parallelisms_of(launch: ProcessInfo) -> tuple[str, ...]:
+    return TWO_RANKS if launch.size == 2 else FOUR_RANKS
 
 
-def sent(launch: ProcessInfo) -> dict[str, Any]:
+def sent_messages(launch: ProcessInfo) -> dict[str, Any]:
     """The collectives that the gradients of one step call, and those that are counted, of rows without padding."""
     found: dict[str, Any] = {}
-    for way in ways_of(launch):
-        for name, task, parts in (("echo", Echo(), 1), ("odd", Odd(), 2), ("pooled", Pooled(), 1)):
-            model, world = task.model(), ProcessMesh(launch, Parallelism.over(way, launch.size))
-            stepper = TrainStep(shard_model(hw.build(model, seed=3), world), quick(batch=8, accumulate=parts), PLAIN)
+    for parallelism in parallelisms_of(launch):
+        for name, task, parts in (("echo", Echo(), 1), ("odd", Irregular(), 2), ("pooled", Pooled(), 1)):
+            model, world = task.model(), ProcessMesh(launch, Parallelism.over(parallelism, launch.size))
+            stepper = TrainStep(
+                shard_model(hw.build(model, seed=3), world), short_recipe(batch=8, accumulate=parts), PLAIN
+            )
             batch = replace(task.batch(0, 8), tokens=None, source_tokens=None)
             rows = BatchShape(8, batch.x.shape[1], 0 if batch.source is None else batch.source.shape[1])
             with CommunicationMeter() as meter:
                 stepper.compute_gradients(batch)
             counted = count_communication(model, world.spread, parts, rows)
-            found[way, name] = Counter(map(tuple, meter.messages)), Counter(map(tuple, counted))
+            found[parallelism, name] = Counter(map(tuple, meter.messages)), Counter(map(tuple, counted))
     return found
 
 
 def runs(folder: Path) -> dict[str, str]:
     """A run that goes on another way each time it is interrupted, and one whose loss has terms."""
-    said = {"batch": 6, "steps": 6, "evaluate_every": 3, "lr": 0.01}
+    settings = {"batch": 6, "steps": 6, "evaluate_every": 3, "lr": 0.01}
     for at, way in ((1, "tensor=2"), (3, "context=2"), (-1, "tensor=2")):
-        until(at, quick(**said, spread=way), folder / "ways")
-    for way in WAYS:
-        train(Balanced(), recipe=quick(**BALANCED, spread=way), out=folder / f"balanced {way}")
-        train(Answered(), recipe=quick(**said, spread=way, dropout=0.3), out=folder / f"dropped {way}")
-    return {"drawn": drawn(folder)}
+        run_until(at, short_recipe(**settings, spread=way), folder / "ways")
+    for way in TWO_RANKS:
+        train(Balanced(), recipe=short_recipe(**BALANCED, spread=way), out=folder / f"balanced {way}")
+        train(Answered(), recipe=short_recipe(**settings, spread=way, dropout=0.3), out=folder / f"dropped {way}")
+    return {"drawn": rng_states(folder)}
 
 
-def drawn(folder: Path) -> list[float]:
+def rng_states(folder: Path) -> list[float]:
     """Where this rank's stream stands at every step of a run by rows that goes on by heads."""
-    Drawn.seen.clear()
-    for at, way in ((2, "data=2"), (-1, "tensor=2")):
-        Drawn.at = at
+    RecordsRng.seen.clear()
+    for at, parallelism in ((2, "data=2"), (-1, "tensor=2")):
+        RecordsRng.at = at
         with suppress(KeyboardInterrupt):
-            train(Drawn(), recipe=quick(batch=6, dropout=0.3, spread=way), out=folder / "drawn", resume="allowed")
-    return Drawn.seen
+            train(
+                RecordsRng(),
+                recipe=short_recipe(batch=6, dropout=0.3, spread=parallelism),
+                out=folder / "drawn",
+                resume="allowed",
+            )
+    return RecordsRng.seen
 
 
 def refusals(folder: Path) -> dict[str, str]:
     """What each rank is told of what cannot be."""
 
-    def told(task: Task, **said: Any) -> str:
+    def message_of(task: Task, **said: Any) -> str:
         try:
-            train(task, recipe=quick(**said), out=folder / "never")
+            train(task, recipe=short_recipe(**said), out=folder / "never")
         except ValueError as error:
             return f"{type(error).__name__}: {error}"
         return "nothing"
 
     return {
-        "mixed": told(Mixed(), spread="tensor=2"),
-        "one head": told(OneHead(), spread="tensor=2"),
-        "pixels": told(Pictures(), spread="context=2"),
-        "compiled": told(Echo(), spread="tensor=2", compile="on"),
-        "compiled rows": told(Echo(), spread="context=2", compile="on"),
+        "mixed": message_of(Mixed(), spread="tensor=2"),
+        "one head": message_of(OneHead(), spread="tensor=2"),
+        "pixels": message_of(Pictures(), spread="context=2"),
+        "compiled": message_of(Echo(), spread="tensor=2", compile="on"),
+        "compiled rows": message_of(Echo(), spread="context=2", compile="on"),
     }
 
 
@@ -115,14 +124,14 @@ class Balanced(Echo):
 
     def model(self) -> bp.ModelSpec:
         gates = (hw.Rotary(), hw.Routed(always=1, active=1))
-        return of(hw.design(model=8, heads=4, kv=2, pattern="causal", modifiers=gates))
+        return decoder_of(hw.design(model=8, heads=4, kv=2, pattern="causal", modifiers=gates))
 
 
 BALANCED = {"batch": 6, "steps": 4, "evaluate_every": 2, "lr": 0.01, "terms": (("balance", 0.5),)}
 
 
 @dataclass(frozen=True)
-class Drawn(Interrupted):
+class RecordsRng(Interrupted):
     """One that notes where torch's generator stands when a batch is made."""
 
     at: ClassVar[int] = -1
@@ -137,14 +146,14 @@ class Mixed(Echo):
     """Every head of it needs every other."""
 
     def model(self) -> bp.ModelSpec:
-        return of(hw.design(model=8, heads=4, modifiers=(hw.TalkingHeads(),)))
+        return decoder_of(hw.design(model=8, heads=4, modifiers=(hw.TalkingHeads(),)))
 
 
 class OneHead(Echo):
     """Nothing to divide."""
 
     def model(self) -> bp.ModelSpec:
-        return of(hw.design(model=8, heads=1))
+        return decoder_of(hw.design(model=8, heads=1))
 
 
 class Pictures(Echo):
@@ -159,7 +168,7 @@ class Pictures(Echo):
         return bp.ModelSpec("pictures", "vision", (stack,), (bp.OutputHeadSpec("class", 3, at="mean"),))
 
 
-def of(spec: hw.AttentionSpec) -> bp.ModelSpec:
+def decoder_of(spec: hw.AttentionSpec) -> bp.ModelSpec:
     """One layer of a decoder."""
     stack = bp.StackSpec.from_blocks(
         "decoder", 8, [bp.BlockSpec(spec, feed=bp.FeedForwardSpec(6))], embedding=bp.EmbeddingSpec(IDS)

@@ -14,15 +14,17 @@ from headwise.models import Transformer
 WORDS = 23
 
 
-def attention(pattern: str = "causal", heads: int = 4, kv: int = 2, **said: Any) -> Any:
+def make_attention(pattern: str = "causal", heads: int = 4, kv: int = 2, **changes: Any) -> Any:
     """An attention of 24 channels."""
-    return hw.design(model=24, heads=heads, kv=kv, pattern=pattern, **said)
+    return hw.design(model=24, heads=heads, kv=kv, pattern=pattern, **changes)
 
 
-def model(kind: str, blocks: int = 2, words: int = WORDS, modifiers: tuple[Any, ...] = (hw.Rotary(),)) -> bp.ModelSpec:
+def make_model_spec(
+    kind: str, blocks: int = 2, words: int = WORDS, modifiers: tuple[Any, ...] = (hw.Rotary(),)
+) -> bp.ModelSpec:
     """A model of one kind."""
     feed = bp.FeedForwardSpec(31)
-    own = bp.BlockSpec(attention("causal" if kind == "decoder" else "full", modifiers=modifiers), feed=feed)
+    own = bp.BlockSpec(make_attention("causal" if kind == "decoder" else "full", modifiers=modifiers), feed=feed)
     patches = bp.PatchSpec(3, 5, 2, 2, channels=1)
     embedding = bp.EmbeddingSpec(patches=patches, first=1) if kind == "vision" else bp.EmbeddingSpec(words)
     heads = (
@@ -31,7 +33,7 @@ def model(kind: str, blocks: int = 2, words: int = WORDS, modifiers: tuple[Any, 
     stacks = (bp.StackSpec.from_blocks("encoder" if kind != "decoder" else kind, 24, [own] * blocks, embedding=embedding,  # noqa: E501 - one case a line
                           norm=bp.NormSpec()),)  # fmt: skip
     if kind == "encoder-decoder":
-        both = bp.BlockSpec(attention(), cross=attention("full"), feed=feed)
+        both = bp.BlockSpec(make_attention(), cross=make_attention("full"), feed=feed)
         stacks += (
             bp.StackSpec.from_blocks(
                 "decoder", 24, [both] * blocks, embedding=bp.EmbeddingSpec(words), norm=bp.NormSpec()
@@ -40,7 +42,7 @@ def model(kind: str, blocks: int = 2, words: int = WORDS, modifiers: tuple[Any, 
     return bp.ModelSpec(f"small {kind}", kind, stacks, heads)
 
 
-def built(described: bp.ModelSpec, seed: int = 0) -> Transformer:
+def build_model(described: bp.ModelSpec, seed: int = 0) -> Transformer:
     """With weights large enough for heads to differ, in single precision."""
     net = hw.build(described, seed=seed)
     with torch.no_grad():
@@ -50,14 +52,14 @@ def built(described: bp.ModelSpec, seed: int = 0) -> Transformer:
     return net.eval()
 
 
-def scenes(kind: str, count: int = 6, words: int = WORDS) -> list[Example]:
+def make_examples(kind: str, count: int = 6, words: int = WORDS) -> list[Example]:
     """Texts of several lengths, or pictures with labels."""
     draw = torch.Generator().manual_seed(5)
     if kind == "vision":
         shape = (1, 1, 6, 10)
         return [Example({"x": torch.randn(shape, generator=draw), "labels": torch.tensor([n % 7])}, {})
                 for n in range(count)]  # fmt: skip
-    found = list[Example]()
+    examples = list[Example]()
     for n in range(count):
         text = torch.randint(3, words, (1, 6 + n % 4), generator=draw)
         streams = {"text": _tokens(text[0])}
@@ -65,8 +67,8 @@ def scenes(kind: str, count: int = 6, words: int = WORDS) -> list[Example]:
         if kind == "encoder-decoder":
             inputs["source"] = torch.randint(3, words, (1, 7), generator=draw)
             streams["source"] = _tokens(inputs["source"][0])
-        found.append(Example(inputs, streams))
-    return found
+        examples.append(Example(inputs, streams))
+    return examples
 
 
 def _tokens(ids: torch.Tensor) -> TokenAnnotations:

@@ -15,10 +15,10 @@ LLAMA = {
 }  # fmt: skip
 
 
-RANDOM = HeadRanking("random", seed=3)
+RANDOM_RANKING = HeadRanking("random", seed=3)
 
 
-def faint(net: Transformer, heads: list[tuple[str, int]]) -> Transformer:
+def with_faint_heads(net: Transformer, heads: list[tuple[str, int]]) -> Transformer:
     """The same with heads that nobody hears."""
     with torch.no_grad():
         for site, head in heads:
@@ -28,7 +28,12 @@ def faint(net: Transformer, heads: list[tuple[str, int]]) -> Transformer:
     return net
 
 
-FAINT = [("decoder.0.attention", 1), ("decoder.0.attention", 4), ("decoder.1.attention", 0), ("decoder.1.attention", 3)]
+FAINT_HEADS = [
+    ("decoder.0.attention", 1),
+    ("decoder.0.attention", 4),
+    ("decoder.1.attention", 0),
+    ("decoder.1.attention", 3),
+]
 
 
 # Texts of bytes that differ, eleven of them; an empty line among them.

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from headwise.distributed import join_process_group
-from support.rank_processes import world
+from support.rank_processes import run_ranks
 
 
-def asked(request: pytest.FixtureRequest) -> list[str]:
+def requested_checks(request: pytest.FixtureRequest) -> list[str]:
     """The checks that the tests of a module which are to run ask for, by name: "mha decoder", "terms"."""
     items = [item for item in request.session.items if item.path == request.path]
     return [
@@ -23,30 +23,30 @@ def asked(request: pytest.FixtureRequest) -> list[str]:
     ]
 
 
-def found_by(ranks: int, module: str, names: Sequence[str], folder: Path) -> dict[str, list[Any]]:
+def run_checks_on_ranks(ranks: int, module: str, names: Sequence[str], folder: Path) -> dict[str, list[Any]]:
     """What each rank found of every check, by name; None where nothing was amiss."""
     folder.joinpath("names").write_text("\n".join(names))
-    every = world(ranks, f"{module}.every", folder)
-    return {name: [found[name] for found in every] for name in names}
+    results = run_ranks(ranks, f"{module}.run_requested", folder)
+    return {name: [found[name] for found in results] for name in names}
 
 
-def run(check: Callable[[str], None], folder: Path) -> dict[str, str | None]:
+def run_checks(check: Callable[[str], None], folder: Path) -> dict[str, str | None]:
     """What this rank finds. It stops at the first failure, for what comes after would not meet; others learn of it."""
-    found: dict[str, str | None] = {}
+    failures: dict[str, str | None] = {}
     names = folder.joinpath("names").read_text().splitlines()
     with join_process_group():
         for name in names:
             torch.manual_seed(0)
             try:
                 check(name)
-                found[name] = None
+                failures[name] = None
             except Exception:
-                failed = {name: traceback.format_exc()}
-                return dict.fromkeys(names, f"not reached, for {name} failed") | found | failed
-    return found
+                this_failure = {name: traceback.format_exc()}
+                return dict.fromkeys(names, f"not reached, for {name} failed") | failures | this_failure
+    return failures
 
 
-def check_found(found: Sequence[str | None]) -> None:
+def check_no_failure(failures: Sequence[str | None]) -> None:
     """Every rank found nothing amiss."""
-    for rank, said in enumerate(found):
-        assert said is None, f"rank {rank}: {said}"
+    for rank, failure in enumerate(failures):
+        assert failure is None, f"rank {rank}: {failure}"

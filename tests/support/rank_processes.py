@@ -19,45 +19,47 @@ TESTS, SOURCE = Path(__file__).parents[1], Path(headwise.__file__).parents[1]
 
 def free_port() -> int:
     """A port that nobody listens on."""
-    with socket.socket() as found:
-        found.bind(("localhost", 0))
-        return found.getsockname()[1]
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        return listener.getsockname()[1]
 
 
-def environment(rank: int, ranks: int, port: int) -> dict[str, str]:
+def rank_environment(rank: int, ranks: int, port: int) -> dict[str, str]:
     """What torchrun would say to a process."""
-    said = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank, "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    variables = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank, "MASTER_ADDR": "localhost", "MASTER_PORT": port}
     path = os.pathsep.join([str(SOURCE), str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
-    told = {name: str(value) for name, value in said.items()}
-    return {**os.environ, **told, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    strings = {name: str(value) for name, value in variables.items()}
+    return {**os.environ, **strings, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
 
 
-def begun(ranks: int, *arguments: str) -> list[subprocess.Popen[str]]:
+def start_ranks(ranks: int, *arguments: str) -> list[subprocess.Popen[str]]:
     """Processes of one world, each `python` with these arguments."""
     port = free_port()
     return [
         subprocess.Popen(
             [sys.executable, *arguments],
-            env=environment(rank, ranks, port), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env=rank_environment(rank, ranks, port), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )
         for rank in range(ranks)
     ]  # fmt: skip
 
 
-def ended(processes: list[subprocess.Popen[str]], within: float = 120) -> list[tuple[int, str, str]]:
+def wait_for_ranks(processes: list[subprocess.Popen[str]], timeout: float = 120) -> list[tuple[int, str, str]]:
     """Their codes and what they said, once all of them have ended."""
     try:
-        said = [process.communicate(timeout=within) for process in processes]
+        outputs = [process.communicate(timeout=timeout) for process in processes]
     finally:
         for process in processes:
             process.kill()
-    return [(process.returncode, *told) for process, told in zip(processes, said, strict=True)]
+    return [(process.returncode, *told) for process, told in zip(processes, outputs, strict=True)]
 
 
-def world(ranks: int, function: str, folder: Path) -> list[Any]:
+def run_ranks(ranks: int, function: str, folder: Path) -> list[Any]:
     """What "module.function" gives each of so many ranks, each called with the folder."""
     folder.mkdir(exist_ok=True)
-    for rank, (code, _, err) in enumerate(ended(begun(ranks, "-m", "support.rank_processes", function, str(folder)))):
+    for rank, (code, _, err) in enumerate(
+        wait_for_ranks(start_ranks(ranks, "-m", "support.rank_processes", function, str(folder)))
+    ):
         assert code == 0, f"rank {rank}:\n{err}"
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(ranks)]
 

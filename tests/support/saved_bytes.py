@@ -12,29 +12,29 @@ from headwise.costs.activations import fused_unsupported_reason
 from headwise.costs.saved_tensors import SavedTensorRecorder
 
 
-def kept(run, *excluded: Tensor) -> int:
+def bytes_saved_by(run, *excluded: Tensor) -> int:
     """The rule itself: bytes of every distinct storage that hooks see, without parameters, constants and ids."""
-    own = {t.untyped_storage().data_ptr() for t in excluded}
-    seen: dict[int, Tensor] = {}
+    excluded_storages = {t.untyped_storage().data_ptr() for t in excluded}
+    tensors: dict[int, Tensor] = {}
 
     def pack(t: Tensor) -> Tensor:
-        if t.untyped_storage().data_ptr() not in own:
-            seen.setdefault(t.untyped_storage().data_ptr(), t)
+        if t.untyped_storage().data_ptr() not in excluded_storages:
+            tensors.setdefault(t.untyped_storage().data_ptr(), t)
         return t
 
     with saved_tensors_hooks(pack, lambda t: t):
         run()
-    return sum(t.untyped_storage().nbytes() for t in seen.values())
+    return sum(t.untyped_storage().nbytes() for t in tensors.values())
 
 
-def by_layer(layer: nn.Module, x: Tensor, z: Tensor | None = None) -> int:
-    return kept(lambda: layer(x, source=z), *layer.parameters(), *layer.buffers())
+def layer_saved_bytes(layer: nn.Module, x: Tensor, z: Tensor | None = None) -> int:
+    return bytes_saved_by(lambda: layer(x, source=z), *layer.parameters(), *layer.buffers())
 
 
 BATCH, TOKENS, SOURCE = 2, 11, 13
 
 
-def given(stack: hw.model_spec.StackSpec, tokens: int, dtype: torch.dtype) -> Tensor:
+def stack_input(stack: hw.model_spec.StackSpec, tokens: int, dtype: torch.dtype) -> Tensor:
     patches = stack.embedding.patches
     if patches is None:
         return torch.randint(1, stack.embedding.tokens, (BATCH, tokens))
@@ -43,19 +43,19 @@ def given(stack: hw.model_spec.StackSpec, tokens: int, dtype: torch.dtype) -> Te
     )
 
 
-def measured(model: hw.model_spec.ModelSpec, dtype: torch.dtype, way: hw.ActivationSettings) -> int:
+def model_saved_bytes(model: hw.model_spec.ModelSpec, dtype: torch.dtype, settings: hw.ActivationSettings) -> int:
     """Bytes that hooks see of one step of training; ids, pixels and labels are given and do not count."""
-    net = hw.build(model, dropout=way.dropout, seed=0).to(dtype).train()
-    net.checkpointing = way.checkpoint
-    more = {"source": given(model.stacks[0], SOURCE, dtype)} if len(model.stacks) > 1 else {}
-    x, labels = given(model.stacks[-1], TOKENS, dtype), torch.zeros(BATCH * 99, dtype=torch.int64)
+    net = hw.build(model, dropout=settings.dropout, seed=0).to(dtype).train()
+    net.checkpointing = settings.checkpoint
+    more = {"source": stack_input(model.stacks[0], SOURCE, dtype)} if len(model.stacks) > 1 else {}
+    x, labels = stack_input(model.stacks[-1], TOKENS, dtype), torch.zeros(BATCH * 99, dtype=torch.int64)
     with SavedTensorRecorder([*net.parameters(), *net.buffers(), x, *more.values(), labels], {}) as watch:
         y = net(x, **more).flatten(0, -2)
         F.cross_entropy(y, labels[: len(y)])
     return watch.total_bytes
 
 
-def profile(model: hw.model_spec.ModelSpec, dtype: str = "fp32") -> str:
+def backend_profile(model: hw.model_spec.ModelSpec, dtype: str = "fp32") -> str:
     """In bfloat16 each attention has its own: the usual one."""
     return (
         "dense"

@@ -13,7 +13,7 @@ from support.transformers_models import ZOO
 GPT = {"model_type": "gpt2", "n_embd": 12, "n_head": 3, "n_layer": 2, "vocab_size": 256, "n_positions": 24}
 
 
-def written(base: Path) -> dict[str, Path]:
+def save_models(base: Path) -> dict[str, Path]:
     """A model of ours and two of transformers, all of which read bytes."""
     net = hw.build(hw.families.read_model_spec(GPT), seed=0)
     net.usage = hw.ProcessorSpec(tokenizer=ByteVocabulary().document)

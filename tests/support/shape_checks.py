@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 _LETTERS = re.compile(r".*_([A-Z]+|[A-Z]*1[A-Z]*)$")
-_ALONE = {"B"}  # what is alike in every row is kept once
+_BROADCAST = {"B"}  # what is alike in every row is kept once
 
 
 class ShapeError(AssertionError):
@@ -28,63 +28,67 @@ class ShapeError(AssertionError):
 
 def letters(name: str) -> str:
     """The axes that a name carries: "BTHK" of ``q_BTHK``, nothing of ``rows``."""
-    found = _LETTERS.match(name)
-    return found[1] if found else ""
+    match = _LETTERS.match(name)
+    return match[1] if match else ""
 
 
-def checked(function: Callable[..., Any]) -> Callable[..., Any]:
+def with_shape_checks(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function, holding its tensor arguments to their names; itself when no name carries letters."""
     names = list(inspect.signature(function).parameters)
-    said = {n: (name, letters(name)) for n, name in enumerate(names) if letters(name)}
-    if not said:
+    axes_by_index = {n: (name, letters(name)) for n, name in enumerate(names) if letters(name)}
+    if not axes_by_index:
         return function
-    by_name = dict(said.values())
+    by_name = dict(axes_by_index.values())
 
     @wraps(function)
-    def held(*args: Any, **kwargs: Any) -> Any:
-        told = [(*said[n], value) for n, value in enumerate(args) if n in said]
-        told += [(name, by_name[name], value) for name, value in kwargs.items() if name in by_name]
-        _hold(function.__qualname__, [row for row in told if isinstance(row[2], torch.Tensor)])
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        tensors = [(*axes_by_index[n], value) for n, value in enumerate(args) if n in axes_by_index]
+        tensors += [(name, by_name[name], value) for name, value in kwargs.items() if name in by_name]
+        _check_shapes(function.__qualname__, [row for row in tensors if isinstance(row[2], torch.Tensor)])
         return function(*args, **kwargs)
 
-    return held
+    return wrapper
 
 
-def _hold(where: str, told: list[tuple[str, str, torch.Tensor]]) -> None:
+def _check_shapes(function_name: str, tensors: list[tuple[str, str, torch.Tensor]]) -> None:
     sizes: dict[str, int] = {}
-    for name, axes, tensor in told:
+    for name, axes, tensor in tensors:
         if tensor.dim() != len(axes):
-            raise ShapeError(f"{where}: {name} has shape {tuple(tensor.shape)}, not one axis for each of {axes}")
+            raise ShapeError(
+                f"{function_name}: {name} has shape {tuple(tensor.shape)}, not one axis for each of {axes}"
+            )
         for axis, size in zip(axes, tensor.shape, strict=True):
-            alone = axis in _ALONE and 1 in (size, sizes.get(axis, size))
-            if (not alone and sizes.setdefault(axis, size) != size) or (axis == "1" and size != 1):
-                raise ShapeError(f"{where}: {name} has {axis}={size}, but {axis} is {sizes.get(axis, 1)} in this call")
+            broadcasts = axis in _BROADCAST and 1 in (size, sizes.get(axis, size))
+            if (not broadcasts and sizes.setdefault(axis, size) != size) or (axis == "1" and size != 1):
+                raise ShapeError(
+                    f"{function_name}: {name} has {axis}={size}, but {axis} is {sizes.get(axis, 1)} in this call"
+                )
 
 
-def hold_all(package: str = "headwise") -> int:
+def install_shape_checks(package: str = "headwise") -> int:
     """Check every function and method of the package from now on; how many carry letters."""
     root = importlib.import_module(package)
     for module in pkgutil.walk_packages(root.__path__, package + "."):
         if not module.name.endswith("__main__"):
             importlib.import_module(module.name)
     modules = [m for name, m in sys.modules.items() if name.split(".")[0] == package]
-    swapped: dict[Any, Any] = {}
+    wrapped: dict[Any, Any] = {}
     for module in modules:
         for value in vars(module).values():
             if isinstance(value, type) and value.__module__.split(".")[0] == package:
-                _hold_class(value, swapped)
+                _wrap_methods(value, wrapped)
             elif isinstance(value, FunctionType) and value.__module__.split(".")[0] == package:
-                swapped.setdefault(value, checked(value))
+                wrapped.setdefault(value, with_shape_checks(value))
     for module in modules:
         for name, value in list(vars(module).items()):
-            if isinstance(value, FunctionType) and swapped.get(value, value) is not value:
-                setattr(module, name, swapped[value])
-    return sum(old is not new for old, new in swapped.items())
+            if isinstance(value, FunctionType) and wrapped.get(value, value) is not value:
+                setattr(module, name, wrapped[value])
+    return sum(old is not new for old, new in wrapped.items())
 
 
-def _hold_class(cls: type, swapped: dict[Any, Any]) -> None:
+def _wrap_methods(cls: type, wrapped: dict[Any, Any]) -> None:
     for name, value in list(vars(cls).items()):
-        if isinstance(value, FunctionType) and value not in swapped and value not in swapped.values():
-            swapped[value] = checked(value)
-            if swapped[value] is not value:
-                setattr(cls, name, swapped[value])
+        if isinstance(value, FunctionType) and value not in wrapped and value not in wrapped.values():
+            wrapped[value] = with_shape_checks(value)
+            if wrapped[value] is not value:
+                setattr(cls, name, wrapped[value])

@@ -13,7 +13,7 @@ from headwise.inspect.attention_sites import find_attention
 from headwise.inspect.hooks import AttentionInputs, install_hooks
 
 
-class Keep:
+class InputRecorder:
     """A watcher that keeps what an attention worked with."""
 
     needs_call = True
@@ -29,28 +29,28 @@ class Keep:
 
 
 @contextmanager
-def looked(model):
-    those = find_attention(model)
-    keeps = {one.site.name: Keep() for one in those}
-    stands = [stand for route in {one.adapter for one in those} for stand in route.patches()]
-    with install_hooks({one.module: (keeps[one.site.name],) for one in those}, stands):
-        yield keeps
+def record_sites(model):
+    attentions = find_attention(model)
+    recorders = {one.site.name: InputRecorder() for one in attentions}
+    patches = [stand for route in {one.adapter for one in attentions} for stand in route.patches()]
+    with install_hooks({one.module: (recorders[one.site.name],) for one in attentions}, patches):
+        yield recorders
 
 
 @contextmanager
-def own_weights(monkeypatch: pytest.MonkeyPatch):
+def record_eager_weights(monkeypatch: pytest.MonkeyPatch):
     """What eager functions of the interface give as weights, by module."""
-    given: dict[torch.nn.Module, Tensor] = {}
+    weights: dict[torch.nn.Module, Tensor] = {}
     original = transformers_interface._call_with_hooks
 
-    def noting(function, kind, module, *said, **more):
+    def call_with_recording(function, kind, module, *said, **more):
         def also(*a, **k):
             got = function(*a, **k)
-            given[module] = got[1]
+            weights[module] = got[1]
             return got
 
         return original(also, kind, module, *said, **more)
 
     with monkeypatch.context() as patched:
-        patched.setattr(transformers_interface, "_call_with_hooks", noting)
-        yield given
+        patched.setattr(transformers_interface, "_call_with_hooks", call_with_recording)
+        yield weights

@@ -48,9 +48,9 @@ class Echo(Task):
         check_split(split)
         rows = []
         for n in range(index * size, (index + 1) * size):
-            drawn = torch.Generator().manual_seed(1000003 * self.seed + 3 * n + SPLITS.index(split))
-            length = int(torch.randint(3, LONGEST + 1, (1,), generator=drawn))
-            rows.append(torch.randint(1, IDS, (length,), generator=drawn))
+            generator = torch.Generator().manual_seed(1000003 * self.seed + 3 * n + SPLITS.index(split))
+            length = int(torch.randint(3, LONGEST + 1, (1,), generator=generator))
+            rows.append(torch.randint(1, IDS, (length,), generator=generator))
         x = torch.zeros(size, LONGEST, dtype=torch.int64)
         labels = torch.full_like(x, IGNORE_INDEX)
         for n, row in enumerate(rows):
@@ -105,7 +105,7 @@ class Routed(Echo):
         )
 
 
-def quick(**said: object) -> Recipe:
+def short_recipe(**said: object) -> Recipe:
     """A recipe of a few plain steps."""
     return Recipe(**{"steps": 6, "batch": 5, "evaluate_every": 3, "checkpoint_every": 2, **QUICK, **said})
 
@@ -113,6 +113,6 @@ def quick(**said: object) -> Recipe:
 PLAIN = StepOptions("fp32", "off")
 
 
-def stepper(net: Transformer, recipe: Recipe, choice: StepOptions = PLAIN) -> TrainStep:
+def make_train_step(net: Transformer, recipe: Recipe, choice: StepOptions = PLAIN) -> TrainStep:
     """What steps on this rank alone, on the CPU."""
     return TrainStep(wrap_single_process(net), recipe, choice)

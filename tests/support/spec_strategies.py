@@ -17,28 +17,30 @@ import headwise as hw
 BASE = {"model": 10, "heads": 6, "dim": 4}  # what an example does not say; no two sizes are equal
 
 
-def base(**said: Any) -> hw.AttentionSpec:
+def base(**sizes: Any) -> hw.AttentionSpec:
     """The small spec that examples are made from."""
-    return hw.design(**(BASE | said))
+    return hw.design(**(BASE | sizes))
 
 
 def examples() -> list[tuple[str, hw.AttentionSpec]]:
     """Every example of every registered part, by a name that says whose it is."""
-    found = []
+    named = []
     for name, part in hw.REGISTRY.items():
         if issubclass(part, hw.interfaces.Part):
-            found += [(f"{name}-{n}", spec) for n, spec in enumerate(part.examples(base))]
-    return found
+            named += [(f"{name}-{n}", spec) for n, spec in enumerate(part.examples(base))]
+    return named
 
 
-def pool(slot: str) -> list[Any]:
+def slot_values(slot: str) -> list[Any]:
     """Everything that the examples put into one slot, or into the list of modifiers; each once, plainest first."""
-    found = [base()] + [spec for _, spec in examples()]
-    values = [value for spec in found for value in (spec.modifiers if slot == "modifiers" else [getattr(spec, slot)])]
+    examples_ = [base()] + [spec for _, spec in examples()]
+    values = [
+        value for spec in examples_ for value in (spec.modifiers if slot == "modifiers" else [getattr(spec, slot)])
+    ]
     return list(dict.fromkeys(values))
 
 
-def legal(spec: hw.AttentionSpec, **changes: Any) -> hw.AttentionSpec:
+def change_if_legal(spec: hw.AttentionSpec, **changes: Any) -> hw.AttentionSpec:
     """The spec so changed, or as it is when the change clashes."""
     try:
         return replace(spec, **changes)
@@ -49,7 +51,7 @@ def legal(spec: hw.AttentionSpec, **changes: Any) -> hw.AttentionSpec:
 # --- patterns ------------------------------------------------------------------------------------------
 
 
-def leaves(*, forward: bool = False) -> st.SearchStrategy[hw.Pattern]:
+def simple_patterns(*, forward: bool = False) -> st.SearchStrategy[hw.Pattern]:
     """Patterns that are no joins; `forward` leaves out those that read tokens that have not come yet."""
     sizes = st.integers(1, 7)
     back = [
@@ -77,7 +79,7 @@ def patterns(*, forward: bool = False) -> st.SearchStrategy[hw.Pattern]:
     joins = lambda inner: st.tuples(inner, inner, st.booleans()).map(  # noqa: E731 - hypothesis wants a function
         lambda drawn: drawn[0] & drawn[1] if drawn[2] else drawn[0] | drawn[1]
     )
-    return st.recursive(leaves(forward=forward), joins, max_leaves=3)
+    return st.recursive(simple_patterns(forward=forward), joins, max_leaves=3)
 
 
 # --- heads ---------------------------------------------------------------------------------------------
@@ -91,11 +93,11 @@ def heads(draw: st.DrawFn) -> hw.Heads:
     vdim = draw(st.sampled_from((0, 5, 3)))
     even = q % kv == 0 and draw(st.booleans())
     speaks = draw(st.just(()) | st.lists(st.integers(0, q - 1), min_size=1, unique=True).map(tuple))
-    return hw.Heads(q=q, kv=kv, dim=dim, vdim=vdim, reads=() if even else draw(readings(q, kv)), speaks=speaks)
+    return hw.Heads(q=q, kv=kv, dim=dim, vdim=vdim, reads=() if even else draw(head_groupings(q, kv)), speaks=speaks)
 
 
 @st.composite
-def readings(draw: st.DrawFn, q: int, kv: int) -> tuple[int, ...]:
+def head_groupings(draw: st.DrawFn, q: int, kv: int) -> tuple[int, ...]:
     """Who reads whom: q readers of kv heads, none of them unread."""
     rest = draw(st.lists(st.integers(0, kv - 1), min_size=q - kv, max_size=q - kv))
     return tuple(draw(st.permutations([*range(kv), *rest])))
@@ -108,8 +110,8 @@ def readings(draw: st.DrawFn, q: int, kv: int) -> tuple[int, ...]:
 def modifier_lists(draw: st.DrawFn, spec: hw.AttentionSpec | None = None, *, most: int = 3) -> tuple[Any, ...]:
     """Up to `most` modifiers, each legal beside those before it on this spec (the base unless given)."""
     spec = replace(base() if spec is None else spec, modifiers=())
-    for modifier in draw(st.lists(st.sampled_from(pool("modifiers")), max_size=most)):
-        spec = legal(spec, modifiers=(*spec.modifiers, modifier))
+    for modifier in draw(st.lists(st.sampled_from(slot_values("modifiers")), max_size=most)):
+        spec = change_if_legal(spec, modifiers=(*spec.modifiers, modifier))
     return spec.modifiers
 
 
@@ -127,11 +129,11 @@ def specs(draw: st.DrawFn, *, forward: bool = False, most: int = 3) -> hw.Attent
         ("model", st.sampled_from((10, 14))),
         ("source", st.sampled_from((None, 13))),
         ("pattern", patterns(forward=forward)),
-        *((slot, st.sampled_from(pool(slot))) for slot in ("project", "similarity", "normaliser", "merge")),
+        *((slot, st.sampled_from(slot_values(slot))) for slot in ("project", "similarity", "normaliser", "merge")),
     ]
     for name, values in changes:
         if draw(st.booleans()):
-            spec = legal(spec, **{name: draw(values)})
-    for modifier in draw(st.lists(st.sampled_from(pool("modifiers")), max_size=most)):
-        spec = legal(spec, modifiers=(*spec.modifiers, modifier))
+            spec = change_if_legal(spec, **{name: draw(values)})
+    for modifier in draw(st.lists(st.sampled_from(slot_values("modifiers")), max_size=most)):
+        spec = change_if_legal(spec, modifiers=(*spec.modifiers, modifier))
     return spec

@@ -23,26 +23,26 @@ from support.parallel_models import (
     HEADS,
     MODEL,
     STEPS,
-    batch_of,
-    built,
+    all_ranks,
+    build_model,
     check_gradients,
-    check_tensor,
-    described,
-    gathered,
-    loss_of,
-    spec_of,
-    stack,
-    world,
+    check_tensor_parallel,
+    gather_whole,
+    make_batch,
+    make_model_spec,
+    make_stack,
+    small_spec,
+    summed_loss,
 )
-from support.rank_checks import run
+from support.rank_checks import run_checks
 
 CASES: dict[str, Callable[[], None]] = {}
 
 
-def case(run: Callable[[], None]) -> Callable[[], None]:
+def case(check_: Callable[[], None]) -> Callable[[], None]:
     """One more, under its own name."""
-    CASES[run.__name__] = run
-    return run
+    CASES[check_.__name__] = check_
+    return check_
 
 
 def check(name: str) -> None:
@@ -51,70 +51,70 @@ def check(name: str) -> None:
         CASES[name]()
     else:
         preset, kind = name.split()
-        check_model(described(preset, kind), steps=STEPS if kind == "decoder" else 1)
+        check_model(make_model_spec(preset, kind), steps=STEPS if kind == "decoder" else 1)
 
 
-def halves(net: hw.Transformer) -> tuple[hw.Transformer, TensorParallelModel]:
+def split_over_ranks(net: hw.Transformer) -> tuple[hw.Transformer, TensorParallelModel]:
     """This rank's portion."""
-    wire = world()
-    parts = TensorParallelModel(net.spec, wire)
+    group = all_ranks()
+    parts = TensorParallelModel(net.spec, group)
     return parts.shard_model(net), parts
 
 
-def first(x: Tensor) -> Tensor:
+def from_first_rank(x: Tensor) -> Tensor:
     """What the first rank has."""
-    return world().beside(x.detach())[0]
+    return all_ranks().beside(x.detach())[0]
 
 
 def check_model(model: bp.ModelSpec, tokens=None, steps: int = 1) -> None:
     """A model, and this rank's portion of it."""
-    net = built(model)
-    part, parts = halves(net)
-    check_tensor(net, part, parts, batch_of(model, tokens or {}), steps=steps)
+    net = build_model(model)
+    part, parts = split_over_ranks(net)
+    check_tensor_parallel(net, part, parts, make_batch(model, tokens or {}), steps=steps)
 
 
 def decoder(*blocks: bp.BlockSpec, **said) -> bp.ModelSpec:
     """A decoder of these blocks."""
-    return bp.ModelSpec("one", "decoder", (stack("decoder", blocks, **said),), (bp.OutputHeadSpec("tokens", 11),))
+    return bp.ModelSpec("one", "decoder", (make_stack("decoder", blocks, **said),), (bp.OutputHeadSpec("tokens", 11),))
 
 
 @case
 def every_part() -> None:
     """Every example of every part that can be told apart, as one layer."""
-    wire, many = world(), 0
+    group, count = all_ranks(), 0
     for name, spec in cases.EVERY.items():
         try:
-            own = partition_heads(name, spec, wire.size)[wire.rank]
+            own = partition_heads(name, spec, group.size)[group.rank]
         except hw.SpecError:
             continue
-        layer, many = cases.layer(spec), many + 1
-        for held in layer.state_dict().values():
-            dist.broadcast(held, 0)
+        layer, count = cases.layer(spec), count + 1
+        for tensor in layer.state_dict().values():
+            dist.broadcast(tensor, 0)
         small = hw.Attention(own.spec).double().eval()
         small.load_state_dict(hw.nn.head_axis_ops.keep_heads(spec, layer.state_dict(), own.by_axis["out"])[1])
-        set_parallel_context(small, TensorContextParallel(tensor_group=wire))
-        x, z = (None if t is None else first(t).requires_grad_() for t in cases.tensors(spec))
+        set_parallel_context(small, TensorContextParallel(tensor_group=group))
+        x, z = (None if t is None else from_first_rank(t).requires_grad_() for t in cases.tensors(spec))
         tokens = None if spec.source is None and "source" in name else SequenceInfo.from_batch(x, lengths=[7, 3, 5])
-        asks = first(torch.randn(3, 7, spec.model, dtype=torch.float64))
-        found = []
+        grad_weights = from_first_rank(torch.randn(3, 7, spec.model, dtype=torch.float64))
+        results = []
         for one in (layer, small):
             x.grad = None
             y = one(x, source=z, sequence=tokens)
-            (y * asks).sum().backward()
-            found.append((y.detach(), x.grad, None if z is None else z.grad))
+            (y * grad_weights).sum().backward()
+            results.append((y.detach(), x.grad, None if z is None else z.grad))
             if z is not None:
                 z.grad = None
-        for whole, ours in zip(*found, strict=True):
+        for whole, ours in zip(*results, strict=True):
             if whole is not None:
                 check_close(ours, whole, msg=lambda said, name=name: f"{name}: {said}")
-    assert many > 100, many
+    assert count > 100, count
 
 
 @case
 def uneven_heads() -> None:
     """Five heads and seven hidden units between two ranks; a key-value head that both read."""
     heads = hw.Heads(q=5, kv=3, dim=4, reads=(0, 0, 1, 1, 2))
-    spec = replace(spec_of("gqa"), heads=heads)
+    spec = replace(small_spec("gqa"), heads=heads)
     check_model(decoder(bp.BlockSpec(spec, feed=bp.FeedForwardSpec(7, "silu", form="gated", bias="ugd"))))
 
 
@@ -132,7 +132,7 @@ def experts() -> None:
     feed = bp.ExpertsSpec(
         each, count=3, active=2, shared=bp.FeedForwardSpec(8, bias="d"), bias="learned", scores="chosen"
     )
-    check_model(decoder(*[bp.BlockSpec(spec_of("gqa"), feed=feed)] * 2))
+    check_model(decoder(*[bp.BlockSpec(small_spec("gqa"), feed=feed)] * 2))
 
 
 @case
@@ -149,22 +149,24 @@ def placements() -> None:
 @case
 def merged() -> None:
     """A cross-attention that adds a mean of the past through the same maps."""
-    one = described("mha", "encoder-decoder")
-    block = bp.BlockSpec(cross=spec_of("mha", bias="o"), feed=bp.FeedForwardSpec(6), form="merged")
-    check_model(replace(one, stacks=(one.stacks[0], stack("decoder", [block] * 2))))
+    one = make_model_spec("mha", "encoder-decoder")
+    block = bp.BlockSpec(cross=small_spec("mha", bias="o"), feed=bp.FeedForwardSpec(6), form="merged")
+    check_model(replace(one, stacks=(one.stacks[0], make_stack("decoder", [block] * 2))))
 
 
 @case
 def single_precision() -> None:
     """The same within what float32 can tell."""
-    model = described("gqa", "encoder")
-    net = built(model, torch.float32)
-    part, parts = halves(net)
-    batch = batch_of(model)
+    model = make_model_spec("gqa", "encoder")
+    net = build_model(model, torch.float32)
+    part, parts = split_over_ranks(net)
+    batch = make_batch(model)
     for one in (net, part):
-        loss_of(one, batch).backward()
+        summed_loss(one, batch).backward()
     parts.sum_replicated_gradients(dict(part.named_parameters()))
-    check_gradients(gathered(parts, {name: p.grad for name, p in part.named_parameters()}), net, rtol=1e-5, atol=1e-6)
+    check_gradients(
+        gather_whole(parts, {name: p.grad for name, p in part.named_parameters()}), net, rtol=1e-5, atol=1e-6
+    )
 
 
 @case
@@ -173,8 +175,8 @@ def terms() -> None:
     gates = (hw.Rotary(), hw.Routed(always=1, active=1), hw.Concrete())
     spec = hw.design(model=MODEL, heads=HEADS, pattern="causal", modifiers=gates)
     model = decoder(*[bp.BlockSpec(spec)] * 2, embedding=None)
-    net = built(model).eval()  # gates are not drawn
-    part, parts = halves(net)
+    net = build_model(model).eval()  # gates are not drawn
+    part, parts = split_over_ranks(net)
     ledgers: dict[int, dict] = {id(net): {}, id(part): {}}
     for one in (net, part):
         one.probes = {
@@ -182,12 +184,12 @@ def terms() -> None:
         }
 
     def loss(one, batch) -> Tensor:
-        out = loss_of(one, batch)
+        out = summed_loss(one, batch)
         return (
             out + 3 * hw.AuxLosses(ledgers[id(one)]).total("balance") + 5 * hw.AuxLosses(ledgers[id(one)]).total("l0")
         )
 
-    check_tensor(net, part, parts, batch_of(model), loss)
+    check_tensor_parallel(net, part, parts, make_batch(model), loss)
     assert len(ledgers[id(net)]) == 4
     for key, value in ledgers[id(net)].items():
         check_close(ledgers[id(part)][key], value)
@@ -197,15 +199,15 @@ def terms() -> None:
 def dropout() -> None:
     """What is added to the stream is dropped alike on both ranks, what heads do for themselves is not."""
     spec = hw.design(model=MODEL, heads=2, bias="o", modifiers=(hw.WeightDropout(0.5), hw.Concrete()))
-    net = built(decoder(*[bp.BlockSpec(spec, feed=bp.FeedForwardSpec(2048, "linear"))] * 2), dropout=0.5)
-    part, _ = halves(net.train())
-    wire, ids = world(), torch.randint(11, (2, 9), generator=torch.Generator().manual_seed(0))
+    net = build_model(decoder(*[bp.BlockSpec(spec, feed=bp.FeedForwardSpec(2048, "linear"))] * 2), dropout=0.5)
+    part, _ = split_over_ranks(net.train())
+    wire, ids = all_ranks(), torch.randint(11, (2, 9), generator=torch.Generator().manual_seed(0))
     both = wire.beside(part(ids).detach())
     assert torch.equal(both[0], both[1])
     attention = part.decoder.blocks[0].attention
     with torch.no_grad():  # the two heads are made alike
         for p in attention.parameters():
-            p.copy_(first(p))
+            p.copy_(from_first_rank(p))
     read = wire.beside(attention.head_outputs(torch.ones(2, 9, MODEL, dtype=torch.float64)).detach())
     assert not torch.allclose(read[0], read[1])
     assert not torch.equal(part(ids), part(ids))
@@ -215,26 +217,26 @@ def dropout() -> None:
 def recomputing() -> None:
     """A block that is computed anew on the way back draws the same numbers."""
     spec = hw.design(model=MODEL, heads=HEADS, modifiers=(hw.WeightDropout(0.5),))
-    net = built(decoder(*[bp.BlockSpec(spec, feed=bp.FeedForwardSpec(8))] * 2), dropout=0.5)
-    found = []
+    net = build_model(decoder(*[bp.BlockSpec(spec, feed=bp.FeedForwardSpec(8))] * 2), dropout=0.5)
+    gradients = []
     for checkpointing in ("none", "block"):
         net.checkpointing = checkpointing
-        part, _ = halves(net.train())
+        part, _ = split_over_ranks(net.train())
         torch.manual_seed(5)
-        loss_of(part, batch_of(net.spec)).backward()
-        found.append([p.grad for p in part.parameters() if p.grad is not None])
-    for plain, again in zip(*found, strict=True):
+        summed_loss(part, make_batch(net.spec)).backward()
+        gradients.append([p.grad for p in part.parameters() if p.grad is not None])
+    for plain, again in zip(*gradients, strict=True):
         check_close(again, plain)
 
 
 @case
 def one_file_whatever_the_split() -> None:
     """Weights are gathered to the very bits that one rank has, minus zeros too."""
-    net = built(described("moh", "decoder"))
+    net = build_model(make_model_spec("moh", "decoder"))
     with torch.no_grad():
         net.decoder.blocks[0].attention.weights["project"]["q"][3, 0] = -0.0
-    part, parts = halves(net)
-    whole = gathered(parts, part.state_dict())
+    part, parts = split_over_ranks(net)
+    whole = gather_whole(parts, part.state_dict())
     with tempfile.TemporaryDirectory() as folder:
         for place, tensors in (("one", net.state_dict()), ("two", whole)):
             again = hw.build(net.spec).double()
@@ -247,9 +249,9 @@ def one_file_whatever_the_split() -> None:
 @case
 def decoding() -> None:
     """Each rank remembers its own heads; what is said is the same."""
-    net = built(decoder(*[bp.BlockSpec(spec_of("gqa"), feed=bp.FeedForwardSpec(8))] * 2)).eval()
-    part, _ = halves(net)
-    ids = batch_of(net.spec).x
+    net = build_model(decoder(*[bp.BlockSpec(small_spec("gqa"), feed=bp.FeedForwardSpec(8))] * 2)).eval()
+    part, _ = split_over_ranks(net)
+    ids = make_batch(net.spec).x
     cache = part.cache(batch=3, capacity=7)
     with torch.no_grad():
         steps = [part(ids[:, t : t + 1], cache=cache) for t in range(7)]
@@ -260,6 +262,6 @@ def decoding() -> None:
 MIXED = ("dcmha", "talking")  # every head of these needs every other
 
 
-def every(folder: Path) -> dict[str, str | None]:
+def run_requested(folder: Path) -> dict[str, str | None]:
     """What this rank finds of those that are asked for."""
-    return run(check, folder)
+    return run_checks(check, folder)

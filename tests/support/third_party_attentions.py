@@ -9,7 +9,7 @@ from torch import Tensor, nn
 WIDE, HEADS, DIM = 12, 3, 4
 
 
-class Picture(nn.Module):
+class TimmAttention(nn.Module):
     """Vision attention as timm has it: one map for q, k and v, in both its branches."""
 
     def __init__(self, fused: bool) -> None:
@@ -30,7 +30,7 @@ class Picture(nn.Module):
         return self.proj(z.transpose(1, 2).reshape(batch, length, wide))
 
 
-class Line(nn.Module):
+class NanoGPTAttention(nn.Module):
     """Causal attention as nanoGPT has it, in both its branches."""
 
     def __init__(self, fused: bool) -> None:
@@ -51,7 +51,7 @@ class Line(nn.Module):
         return self.c_proj(z.transpose(1, 2).contiguous().view(batch, length, wide))
 
 
-class Weigh(nn.Module):
+class AttentionCore(nn.Module):
     """The comparison in a module of its own, as tutorials have it."""
 
     def __init__(self) -> None:
@@ -62,20 +62,20 @@ class Weigh(nn.Module):
         return torch.einsum("bhts,bhsv->bhtv", self.soft(torch.einsum("bhtk,bhsk->bhts", q, k) / DIM**0.5), v)
 
 
-class Tutorial(nn.Module):
+class AttentionWithCore(nn.Module):
     """An attention whose core is a module within it."""
 
     def __init__(self) -> None:
         super().__init__()
         self.maps = nn.ModuleList(nn.Linear(WIDE, WIDE) for _ in range(4))
-        self.core = Weigh()
+        self.core = AttentionCore()
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (one(x).unflatten(-1, (HEADS, DIM)).transpose(1, 2) for one in self.maps[:3])
         return self.maps[3](self.core(q, k, v).transpose(1, 2).flatten(2))
 
 
-class Grouped(nn.Module):
+class GroupedQueryAttention(nn.Module):
     """Fewer keys than queries, a mask, and a scale of its own."""
 
     def __init__(self) -> None:
@@ -89,7 +89,7 @@ class Grouped(nn.Module):
         return self.last(z.transpose(1, 2).flatten(2))
 
 
-class Talking(nn.Module):
+class TalkingHeads(nn.Module):
     """Heads that mix their weights: what multiplies values is not what a softmax gave."""
 
     def __init__(self) -> None:
@@ -103,7 +103,7 @@ class Talking(nn.Module):
         return (weights @ v).transpose(1, 2).flatten(2)
 
 
-class Merged(nn.Module):
+class BatchedHeads(nn.Module):
     """Batch and heads on one axis, heads first or last of the two."""
 
     def __init__(self, first: bool) -> None:
@@ -120,7 +120,7 @@ class Merged(nn.Module):
         return self.proj((z.transpose(0, 1) if self.first else z).transpose(1, 2).flatten(2))
 
 
-class Several(nn.Module):
+class TwoAttentions(nn.Module):
     """Two comparisons in one call."""
 
     def __init__(self) -> None:
@@ -133,19 +133,19 @@ class Several(nn.Module):
         return z.transpose(1, 2).flatten(2)
 
 
-class Around(nn.Module):
+class NestedAttention(nn.Module):
     """A comparison around another module's."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.core, self.qkv = Weigh(), nn.Linear(WIDE, 3 * WIDE)
+        self.core, self.qkv = AttentionCore(), nn.Linear(WIDE, 3 * WIDE)
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (3, HEADS, DIM)).permute(2, 0, 3, 1, 4)
         return F.scaled_dot_product_attention(q, k, self.core(q, k, v)).transpose(1, 2).flatten(2)
 
 
-class Wrapped(nn.Module):
+class LoRALinear(nn.Module):
     """A projection with an adapter of low rank beside it, as PEFT has it."""
 
     def __init__(self, base: nn.Linear) -> None:

@@ -13,47 +13,47 @@ from headwise.files import read_lines
 from headwise.training import CheckpointFolder
 
 
-def check_steps(found: dict[str, Any], wanted: dict[str, Any]) -> None:
+def check_equal_steps(found: dict[str, Any], wanted: dict[str, Any]) -> None:
     """Forward, gradients, norms and weights."""
     assert found["losses"] == pytest.approx(wanted["losses"], rel=1e-10)
     assert found["norms"] == pytest.approx(wanted["norms"], rel=1e-10)
     for step, gradients in enumerate(wanted["gradients"]):
         assert found["gradients"][step].keys() == gradients.keys()
         for name, gradient in gradients.items():
-            told = f"{name} at step {step}"
+            place = f"{name} at step {step}"
             other = found["gradients"][step][name]
-            assert (other is None) == (gradient is None), told
+            assert (other is None) == (gradient is None), place
             if gradient is not None:
-                torch.testing.assert_close(other, gradient, rtol=1e-9, atol=1e-12, msg=told)
+                torch.testing.assert_close(other, gradient, rtol=1e-9, atol=1e-12, msg=place)
     assert found["weights"].keys() == wanted["weights"].keys()
     for name, tensor in wanted["weights"].items():
         torch.testing.assert_close(found["weights"][name], tensor, rtol=1e-8, atol=1e-11, msg=name)
 
 
-def tensors(folder: Path) -> dict[str, torch.Tensor]:
-    found, damages = CheckpointFolder(folder / "checkpoint").load_newest()
-    assert found is not None
+def newest_checkpoint(folder: Path) -> dict[str, torch.Tensor]:
+    checkpoint, damages = CheckpointFolder(folder / "checkpoint").load_newest()
+    assert checkpoint is not None
     assert not damages
-    return dict(found.tensors)
+    return dict(checkpoint.tensors)
 
 
-def trail(folder: Path) -> list[Any]:
+def logged_results(folder: Path) -> list[Any]:
     """What every step and evaluation came to, without the times."""
-    told = read_lines(folder / "metrics.jsonl")
-    steps = [(r["step"], r["loss"], r["rate"], r["norm"]) for r in told if r["event"] == "step"]
-    return steps + [(r["step"], r["metrics"]) for r in told if r["event"] in ("evaluation", "end")]
+    events = read_lines(folder / "metrics.jsonl")
+    steps = [(r["step"], r["loss"], r["rate"], r["norm"]) for r in events if r["event"] == "step"]
+    return steps + [(r["step"], r["metrics"]) for r in events if r["event"] in ("evaluation", "end")]
 
 
-def check_near(found: Path, wanted: Path) -> None:
+def check_similar_runs(found: Path, wanted: Path) -> None:
     """Up to the order of sums in float32: what was learnt, what it came to, and the state of the optimiser."""
-    first, second = tensors(found), tensors(wanted)
-    kept = [name for name in second if not name.startswith("random")]
-    assert kept == [name for name in first if not name.startswith("random")]
-    for name in kept:
+    first, second = newest_checkpoint(found), newest_checkpoint(wanted)
+    names = [name for name in second if not name.startswith("random")]
+    assert names == [name for name in first if not name.startswith("random")]
+    for name in names:
         torch.testing.assert_close(first[name], second[name], rtol=1e-3, atol=1e-5, msg=name)
-    for (step, *told), (other, *expected) in zip(trail(found), trail(wanted), strict=True):
+    for (step, *values), (other, *expected) in zip(logged_results(found), logged_results(wanted), strict=True):
         assert step == other
-        for value, wanted_value in zip(told, expected, strict=True):
+        for value, wanted_value in zip(values, expected, strict=True):
             assert value == pytest.approx(wanted_value, rel=1e-4, abs=1e-6)
     for name, tensor in hw.load(wanted).state_dict().items():
         torch.testing.assert_close(hw.load(found).state_dict()[name], tensor, rtol=1e-3, atol=1e-5, msg=name)

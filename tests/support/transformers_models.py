@@ -28,7 +28,7 @@ BART: dict[str, Any] = {
 MLA = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": DIM}
 
 
-class Foreign(NamedTuple):
+class TransformersModel(NamedTuple):
     """A class of models, its config, the last part of the name of its output projections, and what it reads."""
 
     model: str
@@ -65,9 +65,9 @@ def _with(keys: dict[str, Any], **more: Any) -> dict[str, Any]:
     return {**keys, **more}
 
 
-def _causal(name: str, **more: Any) -> Foreign:
+def _causal(name: str, **more: Any) -> TransformersModel:
     """A decoder as Llama spells it."""
-    return Foreign(f"{name}ForCausalLM", f"{name}Config", _with(LLAMA, **more), "o_proj")
+    return TransformersModel(f"{name}ForCausalLM", f"{name}Config", _with(LLAMA, **more), "o_proj")
 
 
 WHISPER = _with(BART, num_mel_bins=16, max_source_positions=13, max_target_positions=32)
@@ -83,53 +83,55 @@ EXPERTS = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_pe
 LOCAL = ["sliding_attention", "full_attention"]
 
 ZOO = {
-    "bert": Foreign("BertModel", "BertConfig", BERT, "output.dense"),
-    "roberta": Foreign("RobertaModel", "RobertaConfig", BERT, "output.dense"),
-    "gpt2": Foreign("GPT2LMHeadModel", "GPT2Config", GPT, "c_proj"),
+    "bert": TransformersModel("BertModel", "BertConfig", BERT, "output.dense"),
+    "roberta": TransformersModel("RobertaModel", "RobertaConfig", BERT, "output.dense"),
+    "gpt2": TransformersModel("GPT2LMHeadModel", "GPT2Config", GPT, "c_proj"),
     "llama": _causal("Llama"),
     "qwen3": _causal("Qwen3"),
     "mistral": _causal("Mistral", sliding_window=5),
     "gemma2": _causal("Gemma2", sliding_window=5, query_pre_attn_scalar=8),
     "gemma3": _causal("Gemma3", sliding_window=5, layer_types=LOCAL)._replace(config="Gemma3TextConfig"),
     "gpt-oss": _causal("GptOss", sliding_window=5, num_local_experts=4, num_experts_per_tok=2),
-    "t5": Foreign("T5ForConditionalGeneration", "T5Config", T5, ".o", "both"),
-    "bart": Foreign("BartForConditionalGeneration", "BartConfig", BART, "out_proj", "both"),
-    "marian": Foreign("MarianMTModel", "MarianConfig", BART, "out_proj", "both"),
-    "whisper": Foreign("WhisperForConditionalGeneration", "WhisperConfig", WHISPER, "out_proj", "sound"),
-    "vit": Foreign("ViTModel", "ViTConfig", VIT, "o_proj|output.dense", "pixels"),
+    "t5": TransformersModel("T5ForConditionalGeneration", "T5Config", T5, ".o", "both"),
+    "bart": TransformersModel("BartForConditionalGeneration", "BartConfig", BART, "out_proj", "both"),
+    "marian": TransformersModel("MarianMTModel", "MarianConfig", BART, "out_proj", "both"),
+    "whisper": TransformersModel("WhisperForConditionalGeneration", "WhisperConfig", WHISPER, "out_proj", "sound"),
+    "vit": TransformersModel("ViTModel", "ViTConfig", VIT, "o_proj|output.dense", "pixels"),
     "deepseek": _causal("DeepseekV3", num_key_value_heads=HEADS, **EXPERTS, **(MLA | {"head_dim": 4})),
     "olmo2": _causal("Olmo2"),
     "phi3": _causal("Phi3"),
 }
 # Those that ask no interface.
 FALLBACK = {
-    "gptj": Foreign("GPTJForCausalLM", "GPTJConfig", _with(GPT, rotary_dim=4), "out_proj"),
-    "bloom": Foreign("BloomForCausalLM", "BloomConfig", {"hidden_size": WIDE, "vocab_size": WORDS} | GPT, "dense"),
-    "falcon": Foreign("FalconForCausalLM", "FalconConfig", FALCON, "dense"),
-    "deberta-v2": Foreign("DebertaV2Model", "DebertaV2Config", BERT, "output.dense"),
-    "longformer": Foreign(
+    "gptj": TransformersModel("GPTJForCausalLM", "GPTJConfig", _with(GPT, rotary_dim=4), "out_proj"),
+    "bloom": TransformersModel(
+        "BloomForCausalLM", "BloomConfig", {"hidden_size": WIDE, "vocab_size": WORDS} | GPT, "dense"
+    ),
+    "falcon": TransformersModel("FalconForCausalLM", "FalconConfig", FALCON, "dense"),
+    "deberta-v2": TransformersModel("DebertaV2Model", "DebertaV2Config", BERT, "output.dense"),
+    "longformer": TransformersModel(
         "LongformerModel", "LongformerConfig", _with(BERT, attention_window=4, pad_token_id=0), "output.dense"
     ),
 }
 
 
-def run(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
+def run_model(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
     """What a model says in the end, logits or states."""
     with torch.no_grad():
-        said = model(**inputs)
-    return said.logits if "logits" in said else said.last_hidden_state
+        output = model(**inputs)
+    return output.logits if "logits" in output else output.last_hidden_state
 
 
 def without_columns(model: nn.Module, path: str, out: str, head: int, width: int) -> None:
     """Set the columns of one head to zero in the output projection that stands nearest to an attention."""
     columns = slice(head * width, (head + 1) * width)
-    near = path.rpartition(".")[0] if "|" not in out and out.startswith("output") else path
-    found = [
+    prefix = path.rpartition(".")[0] if "|" not in out and out.startswith("output") else path
+    projections = [
         module
         for name, module in model.named_modules()
-        if name.startswith(near) and any(name.endswith(end) for end in out.split("|")) and "mlp" not in name
+        if name.startswith(prefix) and any(name.endswith(end) for end in out.split("|")) and "mlp" not in name
     ]
-    weight = found[0].weight
-    conv = type(found[0]).__name__ == "Conv1D"
+    weight = projections[0].weight
+    is_conv1d = type(projections[0]).__name__ == "Conv1D"
     with torch.no_grad():
-        weight[columns if conv else slice(None), slice(None) if conv else columns] = 0
+        weight[columns if is_conv1d else slice(None), slice(None) if is_conv1d else columns] = 0

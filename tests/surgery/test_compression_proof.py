@@ -21,14 +21,14 @@ from headwise.surgery.verification.model_comparison import (
 )
 from headwise.surgery.verification.proof import MAX_CONTINUATION_TOKENS, ProofOptions, prove, write_proof
 from headwise.surgery.verification.proof_report import render_proof, render_summary
-from support.pruned_models import KEEP, KINDS, attention, built, model, scenes
+from support.pruned_models import KEEP, KINDS, build_model, make_attention, make_examples, make_model_spec
 
 QUICK = TimingOptions(length=16, steps=2, seconds=0.01)
 
 
 def two(kind):
     """A model of this kind, before and after."""
-    net = built(model(kind))
+    net = build_model(make_model_spec(kind))
     net.usage = {"encoder": hw.ProcessorSpec(mask=1), "encoder-decoder": hw.ProcessorSpec(begin=(1,), end=(2,))}.get(
         kind, net.usage
     )
@@ -38,7 +38,7 @@ def two(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_pruned_model_equals_ablation_of_its_heads_only(kind):
     net, after = two(kind)
-    single, exact = compare_ablated(net, after, scenes(kind), KEEP[kind])
+    single, exact = compare_ablated(net, after, make_examples(kind), KEEP[kind])
     assert single.same
     assert single.dtype == "float32"
     assert single.texts == 6
@@ -47,44 +47,47 @@ def test_a_pruned_model_equals_ablation_of_its_heads_only(kind):
     assert exact.dtype == "float64"
     site = next(iter(KEEP[kind]))
     other = {**KEEP[kind], site: [head for head in range(4) if head not in KEEP[kind][site]]}
-    assert not any(one.same for one in compare_ablated(net, after, scenes(kind), other))
+    assert not any(one.same for one in compare_ablated(net, after, make_examples(kind), other))
 
 
 def test_folded_means_equal_mean_ablation():
-    net, keep = built(model("decoder")), {"decoder.1.attention": [1, 2]}
-    means = hw.head_means(net, [one.inputs["x"] for one in scenes("decoder")])
+    net, keep = build_model(make_model_spec("decoder")), {"decoder.1.attention": [1, 2]}
+    means = hw.head_means(net, [one.inputs["x"] for one in make_examples("decoder")])
     own = net.state_dict()["decoder.1.attention.output.o"].reshape(24, 4, 6).double()
     constant = sum(own[:, head] @ means["decoder.1.attention", head] for head in (0, 3))
     after = remove_heads(net, keep, {"decoder.1.attention": constant.float()})
-    assert all(one.same for one in compare_ablated(net, after, scenes("decoder"), keep, means)[:1])
-    assert not compare_ablated(net, after, scenes("decoder"), keep)[0].same
+    assert all(one.same for one in compare_ablated(net, after, make_examples("decoder"), keep, means)[:1])
+    assert not compare_ablated(net, after, make_examples("decoder"), keep)[0].same
     assert set(build_ablations(net, keep, {})) == {("decoder.1.attention", 0), ("decoder.1.attention", 3)}
 
 
 def test_a_model_that_was_read_again_otherwise_is_found_out():
     net, after = two("decoder")
-    again, first = remove_heads(net, KEEP["decoder"]), scenes("decoder")[0].inputs["x"]
-    assert compare_reloaded("again", after, again, scenes("decoder")).apart == 0.0
-    assert compare_reloaded("again", after, lambda x: {"said": (again(x),)}["said"], scenes("decoder")).same
-    once = compare_reloaded("again", after, lambda x: after(x) + 0.5 * torch.equal(x, first), scenes("decoder"))
+    again, first = remove_heads(net, KEEP["decoder"]), make_examples("decoder")[0].inputs["x"]
+    assert compare_reloaded("again", after, again, make_examples("decoder")).apart == 0.0
+    assert compare_reloaded("again", after, lambda x: {"said": (again(x),)}["said"], make_examples("decoder")).same
+    once = compare_reloaded("again", after, lambda x: after(x) + 0.5 * torch.equal(x, first), make_examples("decoder"))
     assert once.apart == pytest.approx(0.5)
     assert not once.same
     with torch.no_grad():
         again.get_parameter("decoder.1.feed.up")[3, 5] += 0.1
-    found = compare_reloaded("again", after, again, scenes("decoder"))
+    found = compare_reloaded("again", after, again, make_examples("decoder"))
     assert found.apart > found.allowed
     assert not found.same
     with pytest.raises(ValueError, match="cannot compare outputs of shapes"):
-        compare_reloaded("again", after, lambda x: after(x)[:, 1:], scenes("decoder"))
+        compare_reloaded("again", after, lambda x: after(x)[:, 1:], make_examples("decoder"))
 
 
 def test_the_proof_reports_small_savings_if_heads_are_mixed():
-    talking = replace(model("decoder", 1), stacks=(
-        bp.StackSpec.from_blocks("decoder", 24, [bp.BlockSpec(attention(kv=4, modifiers=(hw.TalkingHeads(),)), feed=bp.FeedForwardSpec(31))],  # noqa: E501 - one case a line
+    talking = replace(make_model_spec("decoder", 1), stacks=(
+        bp.StackSpec.from_blocks("decoder", 24, [bp.BlockSpec(make_attention(kv=4, modifiers=(hw.TalkingHeads(),)), feed=bp.FeedForwardSpec(31))],  # noqa: E501 - one case a line
                     embedding=bp.EmbeddingSpec(23)),))  # fmt: skip
-    net, keep = built(talking), {"decoder.0.attention": [2]}
+    net, keep = build_model(talking), {"decoder.0.attention": [2]}
     proof = prove(
-        net, remove_heads(net, keep), scenes("decoder"), ProofOptions("One head was kept.", keep=keep, timing=QUICK)
+        net,
+        remove_heads(net, keep),
+        make_examples("decoder"),
+        ProofOptions("One head was kept.", keep=keep, timing=QUICK),
     )
     assert proof.holds
     assert proof.savings.get_cost("cache per token").ratio == 1.0
@@ -96,7 +99,7 @@ def test_the_proof_reports_small_savings_if_heads_are_mixed():
 @pytest.mark.parametrize("kind", ["encoder", "vision"])
 def test_flops_are_those_torch_counts_if_every_pair_is_allowed(kind):
     nets = two(kind)
-    found, x = compare_cost(*nets, length=11), scenes(kind)[0].inputs["x"]
+    found, x = compare_cost(*nets, length=11), make_examples(kind)[0].inputs["x"]
     x = x if kind == "vision" else torch.zeros(1, 11, dtype=torch.int64)
     for net, said in zip(nets, found.get_cost("forward")[2:], strict=True):
         with formula_checks.flop_counter() as counted, torch.no_grad():
@@ -139,7 +142,7 @@ def test_a_proof_of_every_kind_is_whole_and_reads_well(kind, tmp_path):
     how = ProofOptions(
         "Heads were cut.", KEEP[kind], exports={"read again": lambda: after}, timing=QUICK, command="do it | again"
     )
-    proof = prove(net, after, scenes(kind), how)
+    proof = prove(net, after, make_examples(kind), how)
     assert proof.holds
     assert len(proof.equal) == 3
     paths = write_proof(proof, tmp_path / "new" / "folder")
@@ -162,15 +165,15 @@ def test_a_proof_of_every_kind_is_whole_and_reads_well(kind, tmp_path):
 
 
 def test_layers_before_the_first_cut_agree_wholly():
-    net = built(model("decoder", 3))
+    net = build_model(make_model_spec("decoder", 3))
     keep = {"decoder.1.attention": [0]}
     proof = prove(
-        net, remove_heads(net, keep), scenes("decoder"), ProofOptions("One head was kept.", keep, timing=QUICK)
+        net, remove_heads(net, keep), make_examples("decoder"), ProofOptions("One head was kept.", keep, timing=QUICK)
     )
     first, second, _ = proof.agreement.layers.values()
     assert first == pytest.approx((1.0, 1.0))
     assert second.mean < 0.999
-    same = prove(net, net, scenes("decoder"), ProofOptions("Nothing.", timing=QUICK))
+    same = prove(net, net, make_examples("decoder"), ProofOptions("Nothing.", timing=QUICK))
     assert same.agreement.kl == 0.0
     assert same.agreement.top1_match == 1.0
     assert "no difference shown" in render_summary(same)
@@ -179,7 +182,7 @@ def test_layers_before_the_first_cut_agree_wholly():
 
 def test_the_examples_are_those_that_changed_most():
     net, after = two("decoder")
-    texts = scenes("decoder", 9)
+    texts = make_examples("decoder", 9)
     proof = prove(net, after, [*texts, *texts], ProofOptions("Heads were cut.", KEEP["decoder"], timing=QUICK))
     moved = list[tuple[float, int]]()
     for number, one in enumerate(texts):
@@ -191,9 +194,9 @@ def test_the_examples_are_those_that_changed_most():
 
 def test_an_example_goes_on_from_half_a_text_by_the_likeliest_token():
     net, after = two("decoder")
-    proof = prove(net, after, scenes("decoder"), ProofOptions("Heads were cut.", KEEP["decoder"], timing=QUICK))
+    proof = prove(net, after, make_examples("decoder"), ProofOptions("Heads were cut.", KEEP["decoder"], timing=QUICK))
     one = proof.examples[0]
-    ids = scenes("decoder")[one.number].inputs["x"][0].tolist()
+    ids = make_examples("decoder")[one.number].inputs["x"][0].tolist()
     half = len(ids) // 2
     assert one.read == " ".join(map(str, ids[:half]))
     assert one.wanted == " ".join(map(str, ids[half:]))
@@ -205,10 +208,10 @@ def test_an_example_goes_on_from_half_a_text_by_the_likeliest_token():
 
 
 def test_an_attention_that_is_gone_altogether_is_proven_too():
-    net = built(model("decoder"))
+    net = build_model(make_model_spec("decoder"))
     keep = {"decoder.0.attention": [], "decoder.1.attention": [0, 1]}
     proof = prove(
-        net, remove_heads(net, keep), scenes("decoder"), ProofOptions("One layer lost all.", keep, timing=QUICK)
+        net, remove_heads(net, keep), make_examples("decoder"), ProofOptions("One layer lost all.", keep, timing=QUICK)
     )
     assert proof.holds
     assert proof.savings.sites["decoder.0.attention"][1] == (0, 0, 0, 0)
@@ -218,7 +221,7 @@ def test_an_attention_that_is_gone_altogether_is_proven_too():
 def test_a_page_carries_no_signs_of_others():
     net, after = two("decoder")
     evil = "a\x1b[2J|`<script>\u202e\n# b"
-    proof = prove(net, after, scenes("decoder"), ProofOptions(evil, timing=QUICK, notes=(evil,), command=evil))
+    proof = prove(net, after, make_examples("decoder"), ProofOptions(evil, timing=QUICK, notes=(evil,), command=evil))
     example = replace(proof.examples[0], read=evil * 9, said_after=evil)
     for shown in (render_proof(replace(proof, examples=(example,), model=evil)), render_summary(proof)):
         assert "\x1b" not in shown
@@ -229,7 +232,7 @@ def test_a_page_carries_no_signs_of_others():
 
 def test_unprovable_pairs_are_refused():
     net, after = two("decoder")
-    texts = scenes("decoder")
+    texts = make_examples("decoder")
     with pytest.raises(ValueError, match="cannot compute a confidence interval over 1 texts"):
         prove(net, after, texts[:1], ProofOptions("", timing=QUICK))
     with pytest.raises(ValueError, match="Give a model made from the first"):
@@ -241,7 +244,7 @@ def test_unprovable_pairs_are_refused():
     with pytest.raises(ValueError, match="unknown target_source='mine'"):
         ProofOptions("", target_source="mine")
     with pytest.raises(ValueError, match="with 3 and 2 layers"):
-        prove(built(model("decoder", 3)), net, texts, ProofOptions("", timing=QUICK))
+        prove(build_model(make_model_spec("decoder", 3)), net, texts, ProofOptions("", timing=QUICK))
 
 
 def test_rounding_is_of_the_precision_and_the_largest_number():

@@ -12,7 +12,16 @@ import headwise as hw
 from headwise.surgery import Collaborate, HeadRanking, Merged, Pool, Route, Split
 from headwise.surgery.attention_replacement import get_attention, get_attention_parameters
 from headwise.surgery.conversion import MAX_STATISTICS, convert
-from support.importance_examples import BERT, GPT2, WORDS, built, noisy, said, scenes, translator
+from support.importance_examples import (
+    BERT,
+    GPT2,
+    WORDS,
+    build_model,
+    make_examples,
+    model_output,
+    translator,
+    with_random_biases,
+)
 
 LLAMA = {
     "model_type": "llama", "hidden_size": 24, "num_attention_heads": 6, "num_key_value_heads": 6, "head_dim": 4,
@@ -30,7 +39,7 @@ def close(one: torch.Tensor, other: torch.Tensor) -> None:
 
 
 def test_pooling_takes_means_of_neighbours():
-    net = noisy(built(LLAMA))
+    net = with_random_biases(build_model(LLAMA))
     done = convert(net, 3)
     for layer in (0, 1):
         site = f"decoder.{layer}.attention"
@@ -42,15 +51,17 @@ def test_pooling_takes_means_of_neighbours():
     assert done.after.cache(batch=1, capacity=5).nbytes * 2 == net.cache(batch=1, capacity=5).nbytes
 
 
-@pytest.mark.parametrize("build", [lambda: built(LLAMA), lambda: built(BERT | {"num_attention_heads": 4}), translator])
+@pytest.mark.parametrize(
+    "build", [lambda: build_model(LLAMA), lambda: build_model(BERT | {"num_attention_heads": 4}), translator]
+)
 def test_alignment_keeps_the_outputs_before_pooling(build):
-    net = noisy(build())
+    net = with_random_biases(build())
     kv = {spec.heads.kv for _, spec in net.spec.attention_specs()}
-    texts = scenes(net)
+    texts = make_examples(net)
     if kv != {3, 2}:
         done = convert(net, ALIGNED, texts)
         assert done.equivalent is not None
-        close(said(done.equivalent), said(net))
+        close(model_output(done.equivalent), model_output(net))
         assert {spec.heads.kv for _, spec in done.after.spec.attention_specs()} == {2}
         missed = [lost for one in done.layers.values() for lost in one.pooling_errors.values()]
         assert missed
@@ -58,7 +69,7 @@ def test_alignment_keeps_the_outputs_before_pooling(build):
         return
     done = convert(net, Pool(1, align="values"), texts, kind="cross")
     assert done.equivalent is not None
-    close(said(done.equivalent), said(net))
+    close(model_output(done.equivalent), model_output(net))
     sizes = {site: spec.heads.kv for site, spec in done.after.spec.attention_specs()}
     assert {kv for site, kv in sizes.items() if site.endswith("cross")} == {1}
     assert {kv for site, kv in sizes.items() if site.endswith("attention")} == {3}
@@ -66,44 +77,44 @@ def test_alignment_keeps_the_outputs_before_pooling(build):
 
 def test_equal_heads_are_found_and_pooled_without_loss():
     """Heads 0 and 3, 1 and 4, 2 and 5 say the same; neighbours do not."""
-    net = noisy(built(LLAMA))
+    net = with_random_biases(build_model(LLAMA))
     with torch.no_grad():
         for layer in (0, 1):
             project = get_attention(net, f"decoder.{layer}.attention").weights["project"]
             for side in "kv":
                 project[side].view(2, 3, 4, 24)[1] = project[side].view(2, 3, 4, 24)[0]
-    done = convert(net, Pool(3, grouping="alike"), scenes(net))
+    done = convert(net, Pool(3, grouping="alike"), make_examples(net))
     assert set(done.groups.values()) == {((0, 3), (1, 4), (2, 5))}
-    close(said(done.after), said(net))
-    assert not torch.allclose(said(convert(net, 3).after), said(net), atol=1e-2)
+    close(model_output(done.after), model_output(net))
+    assert not torch.allclose(model_output(convert(net, 3).after), model_output(net), atol=1e-2)
 
 
 @pytest.mark.parametrize("way", [Split(), Merged()], ids=["split", "merged"])
 def test_exact_conversions_keep_the_outputs(way):
-    net = noisy(built(grouped(2)))
+    net = with_random_biases(build_model(grouped(2)))
     done = convert(net, way)
-    close(said(done.after), said(net))
+    close(model_output(done.after), model_output(net))
     assert way.is_exact
     if way == Split():
         assert {spec.heads.kv for _, spec in done.after.spec.attention_specs()} == {6}
         again = convert(done.after, 2).after
-        close(said(again), said(net))
+        close(model_output(again), model_output(net))
 
 
 def test_collaborative_heads_of_full_width_keep_the_outputs():
-    net = noisy(built(GPT2))
+    net = with_random_biases(build_model(GPT2))
     done = convert(net, Collaborate(12))
-    close(said(done.after), said(net))
+    close(model_output(done.after), model_output(net))
     assert "relative error of attention scores 0.00%" in done.notes[0]
     small = convert(net, Collaborate(6))
     assert hw.costs.count_parameters(small.after.spec) < hw.costs.count_parameters(net.spec)
 
 
 def test_routing_keeps_the_most_important_heads_open():
-    net = noisy(built(GPT2))
-    texts = scenes(net)
+    net = with_random_biases(build_model(GPT2))
+    texts = make_examples(net)
     done = convert(net, Route(1, 2), texts, ranking=HeadRanking("michel"))
-    close(said(done.after), said(net))
+    close(model_output(done.after), model_output(net))
     found = hw.estimate_importance(net, texts, method="michel")
     first = [
         max(range(3), key=lambda head, n=layer: found.head(f"decoder.{n}.attention", head).value) for layer in (0, 1)
@@ -113,17 +124,17 @@ def test_routing_keeps_the_most_important_heads_open():
     ]
     assert [slot.index(0) for slot in slots] == first
     one = convert(net, Route(1, 1), texts, ranking=HeadRanking("michel")).after
-    assert not torch.allclose(said(one), said(net), atol=1e-3)
+    assert not torch.allclose(model_output(one), model_output(net), atol=1e-3)
 
 
 def test_texts_are_read_as_often_as_sums_need_room(monkeypatch):
-    net, heard = noisy(built(LLAMA)), list[str]()
-    convert(net, ALIGNED, scenes(net), log=heard.append)
+    net, heard = with_random_biases(build_model(LLAMA)), list[str]()
+    convert(net, ALIGNED, make_examples(net), log=heard.append)
     assert sum("keys and values of 5 examples" in line for line in heard) == 1
     assert MAX_STATISTICS > 2**20
     monkeypatch.setattr("headwise.surgery.conversion.MAX_STATISTICS", 1)
     heard.clear()
-    convert(net, ALIGNED, scenes(net), log=heard.append)
+    convert(net, ALIGNED, make_examples(net), log=heard.append)
     assert sum("keys and values of 5 examples" in line for line in heard) == 2
 
 
@@ -140,7 +151,9 @@ def test_texts_are_read_as_often_as_sums_need_room(monkeypatch):
 )
 def test_impossible_conversions_are_reported(way, told):
     with pytest.raises(ValueError, match=re.escape(told)):
-        convert(built(LLAMA), way) if not isinstance(way, Route) else convert(built(LLAMA), way, scenes(built(LLAMA)))
+        convert(build_model(LLAMA), way) if not isinstance(way, Route) else convert(
+            build_model(LLAMA), way, make_examples(build_model(LLAMA))
+        )
 
 
 def test_unknown_options_are_reported():
@@ -148,8 +161,8 @@ def test_unknown_options_are_reported():
         (lambda: Pool(2, align="both sides"), "unknown align='both sides'; use one of both, keys, none, values"),
         (lambda: Pool(2, grouping="like"), "unknown grouping='like'; did you mean 'alike'"),
         (lambda: Pool(2, score="angle"), "unknown score='angle'"),
-        (lambda: convert(built(GPT2), 1, kind="crosses"), "unknown kind='crosses'; did you mean 'cross'"),
-        (lambda: convert(built(GPT2), 1, kind="cross"), "gpt2 has no cross-attention; use kind='all'"),
+        (lambda: convert(build_model(GPT2), 1, kind="crosses"), "unknown kind='crosses'; did you mean 'cross'"),
+        (lambda: convert(build_model(GPT2), 1, kind="cross"), "gpt2 has no cross-attention; use kind='all'"),
     ]:
         with pytest.raises(hw.SpecError, match=re.escape(told)):
             make()

@@ -25,13 +25,13 @@ from support.importance_examples import (
     LLAMA,
     T5,
     WORDS,
-    built,
+    build_model,
     classifier,
-    headless,
-    ids,
-    loud,
-    scenes,
+    make_examples,
+    model_without_head,
+    random_ids,
     translator,
+    with_uneven_attention,
 )
 
 LONGER = {"steps": 30, "batch": 8, "every": 15, "rate": 5e-3}
@@ -43,13 +43,13 @@ def listener() -> Transformer:
     embedding = bp.EmbeddingSpec(patches=bp.PatchSpec(rows=6, columns=1, high=2, wide=3, channels=1), first=1)
     block = bp.BlockSpec(hw.design(model=12, heads=3), feed=bp.FeedForwardSpec(20))
     stack = bp.StackSpec.from_blocks("encoder", 12, [block], embedding=embedding, norm=bp.NormSpec())
-    return loud(
+    return with_uneven_attention(
         hw.build(bp.ModelSpec("small", "encoder", (stack,), (bp.OutputHeadSpec("labels", 5, at="mean"),)), seed=0)
     )
 
 
 def labelled(net: Transformer, count: int = 5) -> list[Example]:
-    return [Example({**scene.inputs, "labels": [n % 5]}, {}) for n, scene in enumerate(scenes(net, count))]
+    return [Example({**scene.inputs, "labels": [n % 5]}, {}) for n, scene in enumerate(make_examples(net, count))]
 
 
 def heard(count: int = 5) -> list[Example]:
@@ -61,7 +61,7 @@ def heard(count: int = 5) -> list[Example]:
 
 def placed(net: Transformer, count: int = 5) -> list[Example]:
     """Texts that say where their tokens stand."""
-    told = scenes(net, count)
+    told = make_examples(net, count)
     return [
         Example({**one.inputs, "sequence": SequenceInfo.contiguous(2, one.inputs["x"].shape[1], "cpu")}, {})
         for one in told
@@ -69,11 +69,15 @@ def placed(net: Transformer, count: int = 5) -> list[Example]:
 
 
 MODELS: dict[str, Any] = {
-    "gpt2": lambda: (built(GPT2), scenes(built(GPT2)), None),
-    "llama": lambda: (built(LLAMA), placed(built(LLAMA)), None),
-    "bert": lambda: (built(BERT), scenes(built(BERT)), MaskedTokenLoss(mask_id=3, mask_fraction=0.4)),
-    "t5": lambda: (built(T5), scenes(built(T5)), None),
-    "translator": lambda: (translator(), scenes(translator()), None),
+    "gpt2": lambda: (build_model(GPT2), make_examples(build_model(GPT2)), None),
+    "llama": lambda: (build_model(LLAMA), placed(build_model(LLAMA)), None),
+    "bert": lambda: (
+        build_model(BERT),
+        make_examples(build_model(BERT)),
+        MaskedTokenLoss(mask_id=3, mask_fraction=0.4),
+    ),
+    "t5": lambda: (build_model(T5), make_examples(build_model(T5)), None),
+    "translator": lambda: (translator(), make_examples(translator()), None),
     "label of the first": lambda: (classifier("first"), labelled(classifier("first")), None),
     "label of the mean": lambda: (classifier("mean"), labelled(classifier("mean")), None),
     "frames": lambda: (listener(), heard(), None),
@@ -136,7 +140,7 @@ def test_divergence_and_distance_are_as_defined_and_blind_to_padding():
 
 
 def test_batches_follow_from_the_seed_and_skip_held_out_texts():
-    net = built(GPT2)
+    net = build_model(GPT2)
     those = [Example({"x": torch.full((1, 4), n)}, {}) for n in range(WORDS)]
 
     def order(seed: int, steps: int = 6) -> list[list[int]]:
@@ -161,8 +165,8 @@ def test_every_time_round_other_tokens_are_masked_and_held_back_ones_stay():
 
 
 def test_texts_without_labels_are_skipped_and_reported():
-    net = built(GPT2)
-    texts = DistillationTexts(net, [Example({"x": ids(n, 1 + n)}, {}) for n in range(4)])
+    net = build_model(GPT2)
+    texts = DistillationTexts(net, [Example({"x": random_ids(n, 1 + n)}, {}) for n in range(4)])
     assert texts.numbers == [1, 2, 3]
     assert "1 texts without targets" in texts.notes[-1]
 
@@ -192,7 +196,7 @@ def same(net: Transformer, before: dict[str, torch.Tensor]) -> bool:
 @pytest.mark.parametrize("name", ["gpt2", "bert", "translator", "frames"])
 def test_a_student_approaches_its_unchanged_teacher(name):
     teacher, _, asked = MODELS[name]()
-    those = heard(80) if name == "frames" else scenes(teacher, 80)
+    those = heard(80) if name == "frames" else make_examples(teacher, 80)
     student = other(teacher, 0.2)
     before = kept(teacher, student)
     found = uptrain(student, teacher, those, UptrainingOptions(**LONGER, alpha=1.0, objective=asked))
@@ -206,29 +210,33 @@ def test_a_student_approaches_its_unchanged_teacher(name):
 
 
 def test_a_student_equal_to_its_teacher_is_unchanged():
-    net = built(GPT2)
-    found = uptrain(net, net, scenes(net, 20), UptrainingOptions(**BRIEF))
+    net = build_model(GPT2)
+    found = uptrain(net, net, make_examples(net, 20), UptrainingOptions(**BRIEF))
     assert found.curve[0].held_out < found.curve[-1].held_out or found.step > 0
-    alike = uptrain(net, net, scenes(net, 20), UptrainingOptions(**{**BRIEF, "rate": 0.5}, alpha=1.0))
+    alike = uptrain(net, net, make_examples(net, 20), UptrainingOptions(**{**BRIEF, "rate": 0.5}, alpha=1.0))
     assert abs(alike.curve[0].held_out) < 1e-12
     assert alike.step == 0
     assert same(alike.net, net.state_dict())
-    last = uptrain(net, net, scenes(net, 20), UptrainingOptions(**{**BRIEF, "rate": 0.5}, alpha=1.0, keep="last"))
+    last = uptrain(
+        net, net, make_examples(net, 20), UptrainingOptions(**{**BRIEF, "rate": 0.5}, alpha=1.0, keep="last")
+    )
     assert last.step == 12
     assert not same(last.net, net.state_dict())
 
 
 @pytest.mark.parametrize("states", ["cosine", "l2"])
 def test_a_model_without_a_head_learns_states(states):
-    teacher = headless()
-    found = uptrain(other(teacher, 0.2), teacher, scenes(teacher, 80), UptrainingOptions(**LONGER, states=states))
+    teacher = model_without_head()
+    found = uptrain(
+        other(teacher, 0.2), teacher, make_examples(teacher, 80), UptrainingOptions(**LONGER, states=states)
+    )
     assert found.curve[-1].held_out < 0.8 * found.curve[0].held_out
     assert "drift" in found.notes[0]
 
 
 def test_one_step_is_torchs_own_adamw():
-    teacher = built(GPT2)
-    student, those = other(teacher), scenes(teacher, 9)
+    teacher = build_model(GPT2)
+    student, those = other(teacher), make_examples(teacher, 9)
     how = UptrainingOptions(
         steps=1, batch=4, rate=1e-2, schedule="constant", warmup=0, clip=0.3, alpha=0.3, temperature=1.5, keep="last",
         weight_decay=0.01, seed=2,
@@ -256,32 +264,33 @@ def test_one_step_is_torchs_own_adamw():
 
 
 def test_attention_alone_can_learn():
-    teacher = built(LLAMA)
+    teacher = build_model(LLAMA)
     student = other(teacher)
-    found = uptrain(student, teacher, scenes(teacher, 12), UptrainingOptions(**BRIEF, which="attention")).net
+    found = uptrain(student, teacher, make_examples(teacher, 12), UptrainingOptions(**BRIEF, which="attention")).net
     for name, tensor in found.named_parameters():
         assert torch.equal(tensor, student.state_dict()[name]) == (".attention." not in name), name
 
 
 def test_a_model_of_few_bits_learns_in_many():
-    teacher = built(GPT2).bfloat16()
+    teacher = build_model(GPT2).bfloat16()
     student = other(teacher, 0.1)
     how = UptrainingOptions(**{**BRIEF, "rate": 1e-4}, alpha=1.0, keep="last")
-    found = uptrain(student, teacher, scenes(teacher, 12), how)
+    found = uptrain(student, teacher, make_examples(teacher, 12), how)
     assert next(found.net.parameters()).dtype == torch.bfloat16
     assert found.curve[-1].held_out != found.curve[0].held_out
     assert not same(found.net, student.state_dict())
 
 
 def test_a_seed_repeats_training_and_leaves_the_rng_of_torch():
-    teacher = built(GPT2)
+    teacher = build_model(GPT2)
     student = other(teacher)
     student.train()
     torch.manual_seed(11)
     wanted = torch.rand(3)
     torch.manual_seed(11)
     nets = [
-        uptrain(student, teacher, scenes(teacher, 20), UptrainingOptions(**BRIEF, seed=seed)).net for seed in (4, 4, 5)
+        uptrain(student, teacher, make_examples(teacher, 20), UptrainingOptions(**BRIEF, seed=seed)).net
+        for seed in (4, 4, 5)
     ]
     assert torch.equal(torch.rand(3), wanted)
     assert same(nets[0], nets[1].state_dict())
@@ -294,7 +303,7 @@ def test_a_seed_repeats_training_and_leaves_the_rng_of_torch():
 
 @pytest.mark.parametrize("how", ["signal", "raised"])
 def test_an_interrupt_returns_the_best_model_so_far(how):
-    teacher = built(GPT2)
+    teacher = build_model(GPT2)
     student, seen = other(teacher), list[RetrainingPoint]()
 
     def stop(point: RetrainingPoint) -> None:
@@ -305,11 +314,11 @@ def test_an_interrupt_returns_the_best_model_so_far(how):
                 raise KeyboardInterrupt
 
     said = UptrainingOptions(**BRIEF, alpha=1.0, keep="last")
-    found = uptrain(student, teacher, scenes(teacher, 20), said, stop)
+    found = uptrain(student, teacher, make_examples(teacher, 20), said, stop)
     assert found.stop_reason == "interrupted at step 6 of 12"
     assert found.step == {"signal": 6, "raised": 4}[how]
     assert found.curve[-1].step == found.step
-    lessons = DistillationLoader(DistillationTexts(student, scenes(teacher, 20)), said)
+    lessons = DistillationLoader(DistillationTexts(student, make_examples(teacher, 20)), said)
     pupil = Student(found.net, teacher, lessons, [])
     assert pupil.held_out_loss(found.net) == pytest.approx(found.curve[-1].held_out, abs=1e-12)
 
@@ -324,22 +333,22 @@ def check_refused(what: str, *said: Any, **how: Any) -> None:
 
 
 def test_unsupported_students_are_refused_before_training():
-    net, none = built(GPT2), headless()
+    net, none = build_model(GPT2), model_without_head()
     check_refused("no texts", net, net, [])
-    check_refused("cannot fill a batch of 4: 3 texts, 1 of them held out. Use batch=2", net, net, scenes(net, 3))
-    check_refused("no loss on these texts", none, None, scenes(none, 9))
-    check_refused("expected a headwise model, got Linear", torch.nn.Linear(2, 2), net, scenes(net, 9))
-    check_refused("13 outputs per position, the model 11", built({**GPT2, "vocab_size": 11}), net, [
-        Example({"x": ids(n, words=11)}, {}) for n in range(9)
+    check_refused("cannot fill a batch of 4: 3 texts, 1 of them held out. Use batch=2", net, net, make_examples(net, 3))
+    check_refused("no loss on these texts", none, None, make_examples(none, 9))
+    check_refused("expected a headwise model, got Linear", torch.nn.Linear(2, 2), net, make_examples(net, 9))
+    check_refused("13 outputs per position, the model 11", build_model({**GPT2, "vocab_size": 11}), net, [
+        Example({"x": random_ids(n, words=11)}, {}) for n in range(9)
     ])  # fmt: skip
     wrong = classifier("mean")
     check_refused(
-        "text 8 has the label 7", wrong, None, [*labelled(wrong, 8), Example({"x": ids(1), "labels": [7]}, {})]
+        "text 8 has the label 7", wrong, None, [*labelled(wrong, 8), Example({"x": random_ids(1), "labels": [7]}, {})]
     )
-    twice = [*labelled(wrong, 8), Example({"x": ids(1), "labels": [1, 2]}, {})]
+    twice = [*labelled(wrong, 8), Example({"x": random_ids(1), "labels": [1, 2]}, {})]
     check_refused("text 8 has 1 output positions and 2 labels", wrong, None, twice)
     check_refused(
-        "it has the input 'head'", net, None, [Example({"x": ids(n), "head": "tokens"}, {}) for n in range(9)]
+        "it has the input 'head'", net, None, [Example({"x": random_ids(n), "head": "tokens"}, {}) for n in range(9)]
     )
 
 
@@ -364,9 +373,9 @@ def test_invalid_arguments_are_refused(said, why):
 
 
 def test_a_loss_that_is_no_number_ends_it():
-    net = built(GPT2)
+    net = build_model(GPT2)
     broken = other(net)
     with torch.no_grad():
         next(iter(broken.parameters())).fill_(float("nan"))
     with pytest.raises(TrainingDiverged, match="at step 1; use a rate below"):
-        uptrain(broken, net, scenes(net, 9), UptrainingOptions(**BRIEF))
+        uptrain(broken, net, make_examples(net, 9), UptrainingOptions(**BRIEF))

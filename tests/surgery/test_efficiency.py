@@ -16,14 +16,14 @@ from headwise.surgery.verification.efficiency import (
     measure_peak_bytes,
     summarise_rounds,
 )
-from support.pruned_models import KEEP, KINDS, built, model
+from support.pruned_models import KEEP, KINDS, build_model, make_model_spec
 
 READ = TimedPhase("prefill", "tokens/s", 100, lambda net: lambda: None)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_model_is_timed_in_its_own_phases(kind):
-    net = built(model(kind))
+    net = build_model(make_model_spec(kind))
     found = compare_speed(net, remove_heads(net, KEEP[kind]), TimingOptions(batch=2, length=9, steps=3, seconds=0.02))
     phases = {"decoder": ["prefill", "decode"], "encoder-decoder": ["encode", "decode"]}.get(kind, ["forward"])
     assert [one.phase for one in found.phases] == ["attention", *phases]
@@ -56,7 +56,7 @@ def test_few_or_scattered_rounds_are_inconclusive():
 
 
 def test_both_models_take_turns_in_changing_order(monkeypatch):
-    net = built(model("decoder", 1))
+    net = build_model(make_model_spec("decoder", 1))
     after, order = remove_heads(net, {"decoder.0.attention": [0]}), []
     monkeypatch.setattr(timing, "_time_run", lambda phase, one: order.append(one is after) or 1.0)
     monkeypatch.setattr(timing, "MAX_ROUNDS", 3)
@@ -80,14 +80,14 @@ def test_peak_bytes_are_those_of_live_tensors():
 
 
 def test_generation_holds_a_smaller_cache():
-    net = built(model("decoder"))
+    net = build_model(make_model_spec("decoder"))
     after = remove_heads(net, {"decoder.0.attention": [0, 1], "decoder.1.attention": [0, 1]})  # half of keys and values
     decode = compare_speed(net, after, TimingOptions(length=400, steps=2, seconds=0.01)).phases[-1]
     assert decode.held[0] - decode.held[1] >= 402 * (24 + 24) * 4 // 2
 
 
 def test_a_model_that_lost_all_attention_in_a_stack_still_runs():
-    net = built(model("decoder", 2))
+    net = build_model(make_model_spec("decoder", 2))
     keep = {"decoder.0.attention": [], "decoder.1.attention": [1]}
     found = compare_speed(net, remove_heads(net, keep), TimingOptions(length=5, steps=2, seconds=0.01))
     assert [one.phase for one in found.phases] == ["attention", "prefill", "decode"]

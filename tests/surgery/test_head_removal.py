@@ -19,7 +19,18 @@ from headwise.surgery.attention_replacement import (
     replace_attentions,
 )
 from support import spec_strategies as strategies
-from support.importance_examples import BERT, GPT2, LLAMA, WORDS, built, ids, loud, noisy, said, translator
+from support.importance_examples import (
+    BERT,
+    GPT2,
+    LLAMA,
+    WORDS,
+    build_model,
+    model_output,
+    random_ids,
+    translator,
+    with_random_biases,
+    with_uneven_attention,
+)
 
 T5 = {
     "model_type": "t5", "d_model": 12, "d_kv": 5, "num_heads": 3, "num_layers": 3, "d_ff": 20, "vocab_size": WORDS,
@@ -34,7 +45,7 @@ def stacked(spec: hw.AttentionSpec, placement: str, scale: float = 1.0, layers: 
     stack = bp.StackSpec.from_blocks(
         "decoder", spec.model, [block] * layers, embedding=bp.EmbeddingSpec(WORDS), norm=bp.NormSpec()
     )
-    return loud(
+    return with_uneven_attention(
         hw.build(bp.ModelSpec("small", "decoder", (stack,), (bp.OutputHeadSpec("tokens", WORDS),)), seed=0), 2.0
     )
 
@@ -50,8 +61,8 @@ def check_cut(net: Transformer, keep: dict[str, Any]) -> Transformer:
     before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
     small = remove_heads(net, keep)
     with hw.ablate(net, gone(net, keep)):
-        silent = said(net)
-    torch.testing.assert_close(said(small), silent, rtol=1e-9, atol=1e-9)
+        silent = model_output(net)
+    torch.testing.assert_close(model_output(small), silent, rtol=1e-9, atol=1e-9)
     assert all(torch.equal(tensor, before[name]) for name, tensor in net.state_dict().items())
     assert sum(p.numel() for p in small.parameters()) == hw.costs.count_parameters(small.spec)
     assert not {p.data_ptr() for p in small.parameters()} & {p.data_ptr() for p in net.parameters()}
@@ -61,7 +72,7 @@ def check_cut(net: Transformer, keep: dict[str, Any]) -> Transformer:
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("kept", [(0, 2), ()], ids=["some", "none"])
 def test_pruned_equals_ablated_for_every_norm_placement(placement, kept):
-    net = noisy(stacked(hw.design(model=12, heads=3, bias="qkvo", pattern="causal"), placement, scale=0.7))
+    net = with_random_biases(stacked(hw.design(model=12, heads=3, bias="qkvo", pattern="causal"), placement, scale=0.7))
     small = check_cut(net, {"decoder.0.attention": kept})
     assert small.spec.stacks[0].layers[0].still == (() if kept else ("attention",))
     check_cut(small, {"decoder.1.attention": (1,)})
@@ -69,7 +80,7 @@ def test_pruned_equals_ablated_for_every_norm_placement(placement, kept):
 
 @pytest.mark.parametrize("config", [GPT2, BERT, LLAMA], ids=lambda config: config["model_type"])
 def test_pruned_equals_ablated_in_model_families(config):
-    net = noisy(built(config))
+    net = with_random_biases(build_model(config))
     stack = net.spec.stacks[0].name
     small = check_cut(net, {f"{stack}.0.attention": (1,), f"{stack}.1.attention": (0, 2)})
     assert [spec.heads.q for _, spec in small.spec.attention_specs()] == [1, 2]
@@ -77,18 +88,18 @@ def test_pruned_equals_ablated_in_model_families(config):
 
 @pytest.mark.parametrize("placement", ["pre", "post"])
 def test_cross_attention_is_cut_and_goes(placement):
-    net = noisy(translator(placement=placement))
+    net = with_random_biases(translator(placement=placement))
     keep = {"encoder.0.attention": (2,), "decoder.0.cross": (), "decoder.1.cross": (1,), "decoder.1.attention": ()}
     small = check_cut(net, keep)
     assert [block.sublayer_names for block in small.spec.stacks[1].layers] == [("attention", "cross", "feed")] * 2
-    source, text = ids(3, 6), ids(4, 5)
+    source, text = random_ids(3, 6), random_ids(4, 5)
     cache, memory = small.cache(batch=1, capacity=9), small.encode(source)
     steps = [small(text[:, t : t + 1], source=memory, cache=cache) for t in range(5)]
     torch.testing.assert_close(torch.cat(steps, 1), small(text, source=source), rtol=1e-9, atol=1e-9)
 
 
 def test_a_table_that_layers_share_stays_one_and_finds_another_owner():
-    net = noisy(built(T5))
+    net = with_random_biases(build_model(T5))
     with torch.no_grad():
         get_attention(net, "encoder.0.attention").weights["t5_bias"]["table"].normal_()
     some = check_cut(net, {"encoder.0.attention": (2, 0), "encoder.2.attention": (1,)})
@@ -114,7 +125,7 @@ def test_pruned_equals_ablated_for_any_spec(data):
     outs = len(spec.score_head_of_output)
     kept = tuple(sorted(data.draw(st.sets(st.integers(0, outs - 1)))))
     small = remove_heads(net, {"decoder.0.attention": kept})
-    x = ids(0, 5)
+    x = random_ids(0, 5)
     with torch.no_grad(), hw.ablate(net, [(0, head) for head in range(outs) if head not in kept]):
         silent = net(x)
     with torch.no_grad():
@@ -122,7 +133,7 @@ def test_pruned_equals_ablated_for_any_spec(data):
 
 
 def test_a_vector_replaces_removed_attention():
-    net = noisy(stacked(hw.design(model=12, heads=3, bias="", pattern="causal"), "pre"))
+    net = with_random_biases(stacked(hw.design(model=12, heads=3, bias="", pattern="causal"), "pre"))
     means = {"decoder.0.attention": torch.arange(12.0).double(), "decoder.1.attention": torch.ones(12).double()}
     small = remove_heads(net, {"decoder.0.attention": (0, 2), "decoder.1.attention": ()}, means)
     specs = dict(small.spec.attention_specs())
@@ -134,7 +145,7 @@ def test_a_vector_replaces_removed_attention():
 
 
 def test_a_description_with_attentions_that_went_is_read_back():
-    small = remove_heads(built(GPT2), {"decoder.0.attention": (), "decoder.1.attention": (1,)})
+    small = remove_heads(build_model(GPT2), {"decoder.0.attention": (), "decoder.1.attention": (1,)})
     assert bp.from_toml(bp.to_toml(small.spec)) == small.spec
     assert "one vector" in str(bp.ModelTable(small.spec))
 
@@ -151,7 +162,7 @@ def test_a_description_with_attentions_that_went_is_read_back():
 )
 def test_impossible_removals_are_reported(keep, told):
     with pytest.raises(hw.SpecError, match=told):
-        remove_heads(built(GPT2), keep)
+        remove_heads(build_model(GPT2), keep)
 
 
 def test_a_mean_that_rides_on_the_same_heads_is_not_cut():

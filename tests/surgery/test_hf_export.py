@@ -34,7 +34,7 @@ from headwise.surgery.attention_replacement import (
 )
 from headwise.surgery.hf_export import load_check, model_folder, resized_modules
 from headwise.surgery.hf_export.shard_rewrite import replace_specs, to_canonical_form
-from support.transformers_models import ZOO, run, transformers
+from support.transformers_models import ZOO, run_model, transformers
 
 WEIGHTS, CONFIG, INDEX = "model.safetensors", "config.json", "model.safetensors.index.json"
 OWN, NEXT = "decoder.0.attention", "decoder.1.attention"
@@ -97,7 +97,7 @@ def said(net: Transformer) -> tuple[dict[str, Tensor], Tensor]:
 def check_same(model: torch.nn.Module, net: Transformer) -> None:
     """A model of transformers says what ours says."""
     inputs, wanted = said(net)
-    assert (run(model, inputs) - wanted).abs().max() <= 1e-5 * wanted.abs().max().clamp(min=1)
+    assert (run_model(model, inputs) - wanted).abs().max() <= 1e-5 * wanted.abs().max().clamp(min=1)
 
 
 def loaded(folder: Path) -> torch.nn.Module:

@@ -33,7 +33,7 @@ from headwise.surgery.l0_gates import (
     select_most_open,
     train_gates,
 )
-from support.importance_examples import LLAMA, WORDS, built, loud, scenes, translator
+from support.importance_examples import LLAMA, WORDS, build_model, make_examples, translator, with_uneven_attention
 
 NEEDLESS = {"decoder.0.attention": (1, 2), "decoder.1.attention": (0, 3)}
 GROUPED = {**LLAMA, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -44,7 +44,7 @@ LONG: dict[str, Any] = {"steps": 80, "batch": 8, "every": 40, "freeze": "model",
 def needy(needless: dict[str, tuple[int, ...]], seed: int = 0, **config: Any) -> Transformer:
     """A model of two layers and four heads in each, of which these say nothing that reaches anybody."""
     told = {"model_type": "gpt2", "n_embd": 20, "n_head": 4, "n_layer": 2, "vocab_size": WORDS, "n_positions": 32}
-    net = loud(hw.build(hw.families.read_model_spec(config or told), seed=seed), 3.0).float()
+    net = with_uneven_attention(hw.build(hw.families.read_model_spec(config or told), seed=seed), 3.0).float()
     with torch.no_grad():
         for site, heads in needless.items():
             spec, weight = dict(net.spec.attention_specs())[site], get_attention_parameters(net, site)["output.o"]
@@ -76,13 +76,13 @@ def count(found: GateTrainingResult) -> int:
 def test_unneeded_heads_are_found_and_pruned_without_loss(seed):
     net = needy(NEEDLESS, seed)
     before = state(net)
-    found = train_gates(net, scenes(net, 60), GateTrainingOptions(heads=4, seed=seed, **LONG))
+    found = train_gates(net, make_examples(net, 60), GateTrainingOptions(heads=4, seed=seed, **LONG))
     assert found.keep == {"decoder.0.attention": (0, 3), "decoder.1.attention": (1, 2)}
     assert same(net, before)
     assert same(found.net, before)  # the model was frozen, and nothing of gates is left
     assert found.net.spec == net.spec
     assert abs(found.curve[-1].num_open_gates - 4) < 0.75
-    x = scenes(net)[0].inputs["x"]
+    x = make_examples(net)[0].inputs["x"]
     torch.testing.assert_close(remove_heads(found.net, found.keep)(x), net(x), rtol=1e-5, atol=1e-5)
 
 
@@ -90,7 +90,7 @@ def test_the_one_head_that_matters_is_found_while_the_model_learns_on():
     every = {"decoder.0.attention": (0, 1, 2, 3), "decoder.1.attention": (0, 1, 3)}
     net = needy(every)
     how = GateTrainingOptions(heads=1, steps=60, batch=8, every=60, alpha=0.9, rate=1e-5, gates_rate=0.2)
-    found = train_gates(net, scenes(net, 60), how)
+    found = train_gates(net, make_examples(net, 60), how)
     assert found.keep == {"decoder.0.attention": (), "decoder.1.attention": (2,)}
     assert not same(found.net, state(net))
     assert found.net.state_dict().keys() == net.state_dict().keys()
@@ -99,7 +99,7 @@ def test_the_one_head_that_matters_is_found_while_the_model_learns_on():
 
 def test_heads_of_a_group_go_together():
     net = needy({"decoder.0.attention": (2, 3), "decoder.1.attention": (0, 1)}, **GROUPED)
-    found = train_gates(net, scenes(net, 60), GateTrainingOptions(heads=0.5, unit="kv", **LONG))
+    found = train_gates(net, make_examples(net, 60), GateTrainingOptions(heads=0.5, unit="kv", **LONG))
     assert found.keep == {"decoder.0.attention": (0, 1), "decoder.1.attention": (2, 3)}
     assert all(told[0] == told[1] and told[2] == told[3] for told in found.open_probabilities.values())
     small = remove_heads(found.net, found.keep)
@@ -108,7 +108,7 @@ def test_heads_of_a_group_go_together():
 
 def test_the_count_of_groups_is_of_gates():
     net = needy({}, **GROUPED)
-    found = train_gates(net, scenes(net, 20), GateTrainingOptions(heads=3, unit="kv", start=0.7, **BRIEF))
+    found = train_gates(net, make_examples(net, 20), GateTrainingOptions(heads=3, unit="kv", start=0.7, **BRIEF))
     assert found.curve[0].num_open_gates == pytest.approx(4 * sigmoid(0.7 - 0.33 * math.log(0.1 / 1.1)), abs=1e-5)
     assert count(found) == 6
 
@@ -130,7 +130,7 @@ def test_gates_of_a_group_are_drawn_once():
 
 def test_the_expected_count_equals_the_closed_form_and_the_auxiliary_loss():
     net = needy({})
-    found = train_gates(net, scenes(net, 20), GateTrainingOptions(heads=3, start=0.7, **BRIEF))
+    found = train_gates(net, make_examples(net, 20), GateTrainingOptions(heads=3, start=0.7, **BRIEF))
     assert found.curve[0].num_open_gates == pytest.approx(8 * sigmoid(0.7 - 0.33 * math.log(0.1 / 1.1)), abs=1e-5)
     assert found.curve[-1].num_open_gates == pytest.approx(sum(map(sum, found.open_probabilities.values())), abs=1e-5)
     spec = with_gates(net.spec.stacks[0].layers[0].attention, start=0.7)
@@ -142,7 +142,7 @@ def test_the_expected_count_equals_the_closed_form_and_the_auxiliary_loss():
 @pytest.mark.parametrize("heads", [1, 3, 8, 0.25, 0.6])
 def test_exactly_the_requested_number_of_heads_stays(heads):
     net = needy({})
-    found = train_gates(net, scenes(net, 20), GateTrainingOptions(heads=heads, **BRIEF))
+    found = train_gates(net, make_examples(net, 20), GateTrainingOptions(heads=heads, **BRIEF))
     assert count(found) == {0.25: 2, 0.6: 5}.get(heads, heads)
     flat = sorted((chance for told in found.open_probabilities.values() for chance in told), reverse=True)
     kept = [found.open_probabilities[site][head] for site, own in found.keep.items() for head in own]
@@ -179,7 +179,7 @@ def gate_of(net: Transformer, site: str) -> dict[str, torch.Tensor]:
 
 def test_the_reported_loss_is_that_of_the_pruned_model():
     net = needy({})
-    those, how = scenes(net, 20), GateTrainingOptions(heads=3, seed=3, **BRIEF)
+    those, how = make_examples(net, 20), GateTrainingOptions(heads=3, seed=3, **BRIEF)
     found = train_gates(net, those, how)
     small, losses = remove_heads(found.net, found.keep), []
     for number in DistillationLoader(DistillationTexts(net, those), how).held_out_ids:
@@ -195,7 +195,9 @@ def test_the_reported_loss_is_that_of_the_pruned_model():
 def test_seeds_repeat():
     net = needy({})
     wanted = torch.get_rng_state()
-    runs = [train_gates(net, scenes(net, 20), GateTrainingOptions(heads=3, seed=seed, **BRIEF)) for seed in (4, 4, 5)]
+    runs = [
+        train_gates(net, make_examples(net, 20), GateTrainingOptions(heads=3, seed=seed, **BRIEF)) for seed in (4, 4, 5)
+    ]
     assert torch.equal(torch.get_rng_state(), wanted)
     assert runs[0].open_probabilities == runs[1].open_probabilities != runs[2].open_probabilities
     assert same(runs[0].net, state(runs[1].net))
@@ -205,7 +207,7 @@ def test_seeds_repeat():
 def test_a_frozen_decoder_stays_and_gates_are_at_the_given_sites():
     net = translator().float()
     found = train_gates(
-        net, scenes(net, 20), GateTrainingOptions(heads=3, sites=("encoder",), freeze="decoder", **BRIEF)
+        net, make_examples(net, 20), GateTrainingOptions(heads=3, sites=("encoder",), freeze="decoder", **BRIEF)
     )
     assert list(found.keep) == ["encoder.0.attention", "encoder.1.attention"]
     moved = {
@@ -218,10 +220,10 @@ def test_a_frozen_decoder_stays_and_gates_are_at_the_given_sites():
 def test_a_table_that_the_decoder_reads_is_frozen_with_it():
     from support.importance_examples import T5
 
-    net = built(T5).float()
+    net = build_model(T5).float()
     assert net.spec.stacks[-1].embedding.table == "encoder"
     found = train_gates(
-        net, scenes(net, 20), GateTrainingOptions(heads=3, sites=("encoder",), freeze="decoder", **BRIEF)
+        net, make_examples(net, 20), GateTrainingOptions(heads=3, sites=("encoder",), freeze="decoder", **BRIEF)
     )
     moved = {name for name, one in found.net.state_dict().items() if not torch.equal(one, state(net)[name])}
     assert moved
@@ -240,7 +242,7 @@ def test_an_interrupt_reports_the_gates_so_far():
             raise KeyboardInterrupt
 
     net = needy({})
-    found = train_gates(net, scenes(net, 20), GateTrainingOptions(heads=3, **BRIEF), stop)
+    found = train_gates(net, make_examples(net, 20), GateTrainingOptions(heads=3, **BRIEF), stop)
     assert found.stop_reason == "interrupted at step 3 of 4"
     assert count(found) == 3
     assert found.curve[-1].step == 2
@@ -269,20 +271,20 @@ def test_an_interrupt_reports_the_gates_so_far():
 def test_invalid_arguments_are_refused(said, why):
     net = needy({})
     with pytest.raises(SpecError, match=why) as told:
-        train_gates(net, scenes(net, 20), GateTrainingOptions(**{**BRIEF, **said}))
+        train_gates(net, make_examples(net, 20), GateTrainingOptions(**{**BRIEF, **said}))
     assert "\n" not in str(told.value)
 
 
 def test_models_that_gates_cannot_be_put_on_are_refused():
-    from support.importance_examples import classifier, headless
+    from support.importance_examples import classifier, model_without_head
 
-    none = headless()
+    none = model_without_head()
     with pytest.raises(SpecError, match="no loss on these examples; use alpha=1"):
-        train_gates(none, scenes(none, 20), GateTrainingOptions(heads=2, **BRIEF))
+        train_gates(none, make_examples(none, 20), GateTrainingOptions(heads=2, **BRIEF))
     net = classifier("first")
     with pytest.raises(SpecError, match="no loss on these"):
         train_gates(
-            net, [Example(scene.inputs, {}) for scene in scenes(net, 20)], GateTrainingOptions(heads=2, **BRIEF)
+            net, [Example(scene.inputs, {}) for scene in make_examples(net, 20)], GateTrainingOptions(heads=2, **BRIEF)
         )
     net = needy({})
     sites = select_attentions(net)
@@ -290,8 +292,10 @@ def test_models_that_gates_cannot_be_put_on_are_refused():
         net, {site: AttentionChange(with_gates(spec), gate_of(net, site)) for site, spec in sites.items()}
     )
     with pytest.raises(SpecError, match=r"decoder\.0\.attention: the spec has learned head gates already"):
-        train_gates(twice, scenes(net, 20), GateTrainingOptions(heads=2, **BRIEF))
+        train_gates(twice, make_examples(net, 20), GateTrainingOptions(heads=2, **BRIEF))
     assert (
-        train_gates(none, scenes(none, 20), GateTrainingOptions(heads=2, **{**BRIEF, "alpha": 1.0})).curve[0].held_out
+        train_gates(none, make_examples(none, 20), GateTrainingOptions(heads=2, **{**BRIEF, "alpha": 1.0}))
+        .curve[0]
+        .held_out
         < 1e-9
     )

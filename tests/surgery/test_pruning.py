@@ -15,9 +15,17 @@ from headwise.surgery.attention_replacement import get_attention, remove_heads
 from headwise.surgery.head_selection import score_heads
 from headwise.surgery.pruning import prune
 from headwise.surgery.pruning_plan import list_units
-from support.importance_examples import GPT2, built, ids, noisy, said, scenes, translator
-from support.number_examples import scene
-from support.pruning_examples import FAINT, LLAMA, RANDOM, faint
+from support.importance_examples import (
+    GPT2,
+    build_model,
+    make_examples,
+    model_output,
+    random_ids,
+    translator,
+    with_random_biases,
+)
+from support.number_examples import make_example
+from support.pruning_examples import FAINT_HEADS, LLAMA, RANDOM_RANKING, with_faint_heads
 from support.transformers_models import ZOO
 
 
@@ -25,20 +33,21 @@ from support.transformers_models import ZOO
     "by", [HeadRanking(objective="drift"), HeadRanking("michel"), HeadRanking("michel-code")], ids=lambda by: by.method
 )
 def test_heads_without_effect_go_first(by):
-    net = faint(noisy(built(LLAMA)), FAINT)
-    done = prune(net, KeepTop(4, by, unit="head"), scenes(net))
-    assert sorted(done.plan.removed_heads) == FAINT
+    net = with_faint_heads(with_random_biases(build_model(LLAMA)), FAINT_HEADS)
+    done = prune(net, KeepTop(4, by, unit="head"), make_examples(net))
+    assert sorted(done.plan.removed_heads) == FAINT_HEADS
     with torch.no_grad():
-        torch.testing.assert_close(said(done.after), said(net), rtol=0, atol=0.05)
+        torch.testing.assert_close(model_output(done.after), model_output(net), rtol=0, atol=0.05)
     assert {spec.heads.q for _, spec in done.after.spec.attention_specs()} == {4}
     assert done.data["keep"]["decoder.0.attention"] == [0, 2, 3, 5]
 
 
 def test_groups_go_whole_and_the_cache_with_them():
-    net = faint(
-        noisy(built(LLAMA)), [("decoder.0.attention", 2), ("decoder.0.attention", 3), ("decoder.1.attention", 5)]
+    net = with_faint_heads(
+        with_random_biases(build_model(LLAMA)),
+        [("decoder.0.attention", 2), ("decoder.0.attention", 3), ("decoder.1.attention", 5)],
     )
-    done = prune(net, KeepTop(2 / 3, HeadRanking("michel")), scenes(net))
+    done = prune(net, KeepTop(2 / 3, HeadRanking("michel")), make_examples(net))
     assert done.plan.keep["decoder.0.attention"] == (0, 1, 4, 5)
     assert all(len(kept) == 4 for kept in done.plan.keep.values())
     was, now = (one.cache(batch=1, capacity=7).nbytes for one in (net, done.after))
@@ -46,68 +55,81 @@ def test_groups_go_whole_and_the_cache_with_them():
 
 
 def test_a_share_of_the_model_leaves_some_layers_more():
-    net = faint(noisy(built(LLAMA)), [("decoder.1.attention", head) for head in range(6)])
-    plan = prune(net, KeepTop(0.5, HeadRanking("michel"), scope="model", unit="head"), scenes(net)).plan
+    net = with_faint_heads(with_random_biases(build_model(LLAMA)), [("decoder.1.attention", head) for head in range(6)])
+    plan = prune(net, KeepTop(0.5, HeadRanking("michel"), scope="model", unit="head"), make_examples(net)).plan
     assert [len(kept) for kept in plan.keep.values()] == [5, 1]
-    plan = prune(net, KeepTop(0.5, HeadRanking("michel"), scope="model", unit="head", min_units=0), scenes(net)).plan
+    plan = prune(
+        net, KeepTop(0.5, HeadRanking("michel"), scope="model", unit="head", min_units=0), make_examples(net)
+    ).plan
     assert [len(kept) for kept in plan.keep.values()] == [6, 0]
-    plan = prune(net, KeepTop(7, HeadRanking("michel"), scope="model", unit="head", min_units=3), scenes(net)).plan
+    plan = prune(
+        net, KeepTop(7, HeadRanking("michel"), scope="model", unit="head", min_units=3), make_examples(net)
+    ).plan
     assert [len(kept) for kept in plan.keep.values()] == [4, 3]
 
 
 def test_a_stack_gives_up_the_same_numbers():
-    net = faint(noisy(built(LLAMA)), [(f"decoder.{layer}.attention", head) for layer in (0, 1) for head in (1, 2, 5)])
-    plan = prune(net, KeepTop(3, HeadRanking("michel"), scope="stack", unit="head"), scenes(net)).plan
+    net = with_faint_heads(
+        with_random_biases(build_model(LLAMA)),
+        [(f"decoder.{layer}.attention", head) for layer in (0, 1) for head in (1, 2, 5)],
+    )
+    plan = prune(net, KeepTop(3, HeadRanking("michel"), scope="stack", unit="head"), make_examples(net)).plan
     assert set(plan.keep.values()) == {(0, 3, 4)}
 
 
 def test_three_kinds_of_attention_are_shares_of_their_own():
     net = translator()
-    plan = prune(net, KeepTop(1, RANDOM)).plan
+    plan = prune(net, KeepTop(1, RANDOM_RANKING)).plan
     assert {len(kept) for kept in plan.keep.values()} == {1}
     assert plan.num_kept == len(plan.keep) == 6
-    assert prune(net, KeepTop(1, RANDOM)).plan == plan != prune(net, KeepTop(1, HeadRanking("random", seed=4))).plan
+    assert (
+        prune(net, KeepTop(1, RANDOM_RANKING)).plan
+        == plan
+        != prune(net, KeepTop(1, HeadRanking("random", seed=4))).plan
+    )
 
 
 def test_one_of_each_cluster_stays():
     """A head and its copy look alike; of the two the louder stays."""
-    net = noisy(built(GPT2))
+    net = with_random_biases(build_model(GPT2))
     for layer in (0, 1):
         weights = get_attention(net, f"decoder.{layer}.attention").weights
         with torch.no_grad():
             for key in ("q", "k", "q_bias", "k_bias"):
                 weights["project"][key].view(3, 4, -1)[2] = weights["project"][key].view(3, 4, -1)[0]
-    texts = [scene(ids(n, 9)[0].tolist()) for n in range(6)]
-    quiet = faint(net, [("decoder.0.attention", 0), ("decoder.1.attention", 2)])
+    texts = [make_example(random_ids(n, 9)[0].tolist()) for n in range(6)]
+    quiet = with_faint_heads(net, [("decoder.0.attention", 0), ("decoder.1.attention", 2)])
     done = prune(quiet, KeepOnePerCluster(HeadRanking("michel"), max_distance=1e-9), texts)
     assert done.plan.keep == {"decoder.0.attention": (1, 2), "decoder.1.attention": (0, 1)}
 
 
 @pytest.mark.parametrize("config", [GPT2, LLAMA], ids=lambda config: config["model_type"])
 def test_folding_means_is_patching_with_them(config):
-    net = noisy(built(config))
-    texts = scenes(net)
+    net = with_random_biases(build_model(config))
+    texts = make_examples(net)
     gone = [("decoder.0.attention", 1), ("decoder.0.attention", 2), ("decoder.1.attention", 0)]
     done = prune(net, DropHeads(tuple(gone)), texts, fold="mean")
     means = hw.head_means(net, [text.inputs for text in texts], gone)
     with hw.patch(net, means):
-        patched = said(net)
-    torch.testing.assert_close(said(done.after), patched, rtol=1e-9, atol=1e-9)
-    assert not torch.allclose(said(done.after), said(remove_heads(net, done.plan.changed_sites)), atol=1e-3)
+        patched = model_output(net)
+    torch.testing.assert_close(model_output(done.after), patched, rtol=1e-9, atol=1e-9)
+    assert not torch.allclose(
+        model_output(done.after), model_output(remove_heads(net, done.plan.changed_sites)), atol=1e-3
+    )
 
 
 def test_a_layer_that_goes_leaves_its_mean():
-    net = noisy(built(GPT2))
-    texts, gone = scenes(net), [("decoder.0.attention", head) for head in range(3)]
+    net = with_random_biases(build_model(GPT2))
+    texts, gone = make_examples(net), [("decoder.0.attention", head) for head in range(3)]
     done = prune(net, DropHeads(tuple(gone)), texts, fold="mean")
     with hw.patch(net, hw.head_means(net, [text.inputs for text in texts], gone)):
-        patched = said(net)
-    torch.testing.assert_close(said(done.after), patched, rtol=1e-9, atol=1e-9)
+        patched = model_output(net)
+    torch.testing.assert_close(model_output(done.after), patched, rtol=1e-9, atol=1e-9)
     assert done.after.spec.stacks[0].layers[0].attention is None
 
 
 def test_folded_biases_keep_the_outputs():
-    net = noisy(built(GPT2))
+    net = with_random_biases(build_model(GPT2))
     gone = (("decoder.0.attention", 1), ("decoder.1.attention", 2))
     done = prune(net, DropHeads(gone), fold="bias")
     biases: dict[Any, torch.Tensor] = {
@@ -115,8 +137,8 @@ def test_folded_biases_keep_the_outputs():
         for site, head in gone
     }
     with hw.patch(net, biases):
-        patched = said(net)
-    torch.testing.assert_close(said(done.after), patched, rtol=1e-9, atol=1e-9)
+        patched = model_output(net)
+    torch.testing.assert_close(model_output(done.after), patched, rtol=1e-9, atol=1e-9)
 
 
 def test_a_unit_is_the_query_heads_of_one_key_head():
@@ -129,22 +151,25 @@ def test_a_unit_is_the_query_heads_of_one_key_head():
 
 
 def test_worths_are_importance():
-    net = built(GPT2)
-    found = score_heads(net, scenes(net), HeadRanking("michel"))
-    wanted = hw.estimate_importance(net, scenes(net), method=GradientTimesActivation())
+    net = build_model(GPT2)
+    found = score_heads(net, make_examples(net), HeadRanking("michel"))
+    wanted = hw.estimate_importance(net, make_examples(net), method=GradientTimesActivation())
     assert found.scores == {(one.site, one.head): one.value for one in wanted.heads}
     assert "michel" in found.notes[0]
 
 
 def test_the_default_ranking_uses_gradients_if_available():
-    net = built(GPT2)
-    assert score_heads(net, scenes(net)).scores == score_heads(net, scenes(net), HeadRanking("michel")).scores
-    drift = score_heads(net, scenes(net), HeadRanking(objective="drift"))
-    assert drift.scores == score_heads(net, scenes(net), HeadRanking("leave-one-out", objective="drift")).scores
+    net = build_model(GPT2)
+    assert (
+        score_heads(net, make_examples(net)).scores
+        == score_heads(net, make_examples(net), HeadRanking("michel")).scores
+    )
+    drift = score_heads(net, make_examples(net), HeadRanking(objective="drift"))
+    assert drift.scores == score_heads(net, make_examples(net), HeadRanking("leave-one-out", objective="drift")).scores
 
 
 def test_a_plan_lists_the_heads_it_keeps():
-    plan = PruningPlan.without(built(GPT2).spec, [("decoder.1.attention", 0)], "as asked")
+    plan = PruningPlan.without(build_model(GPT2).spec, [("decoder.1.attention", 0)], "as asked")
     assert plan.keep == {"decoder.0.attention": (0, 1, 2), "decoder.1.attention": (1, 2)}
     assert plan.changed_sites == {"decoder.1.attention": (1, 2)}
     assert plan.summary == "5 of 6 heads kept, as asked"
@@ -158,12 +183,15 @@ def test_a_plan_lists_the_heads_it_keeps():
         (lambda: KeepTop(0.5, scope="layers"), "unknown scope='layers'; did you mean 'layer'"),
         (lambda: KeepTop(0.5, min_units=-1), "min_units must be an int >= 0, got -1"),
         (
-            lambda: KeepTop(3, RANDOM),
+            lambda: KeepTop(3, RANDOM_RANKING),
             "cannot keep 3 heads of decoder.0.attention: its heads come in groups of 2. Give a multiple",
         ),
-        (lambda: KeepTop(8, RANDOM), "cannot keep 8 heads of decoder.0.attention: it has 6. Give amount <= 6"),
-        (lambda: KeepTop(6, RANDOM), "no head would be removed: 12 of 12 heads kept"),
-        (lambda: KeepTop(99, RANDOM, scope="model"), "cannot keep 99 heads: the model has 12. Give amount <= 11"),
+        (lambda: KeepTop(8, RANDOM_RANKING), "cannot keep 8 heads of decoder.0.attention: it has 6. Give amount <= 6"),
+        (lambda: KeepTop(6, RANDOM_RANKING), "no head would be removed: 12 of 12 heads kept"),
+        (
+            lambda: KeepTop(99, RANDOM_RANKING, scope="model"),
+            "cannot keep 99 heads: the model has 12. Give amount <= 11",
+        ),
         (lambda: KeepTop(0.5, HeadRanking("loudness")), "unknown ranking method 'loudness'"),
         (lambda: KeepTop(0.5, HeadRanking("taylor")), "cannot rank heads by taylor: 0 examples. Give at least 2"),
         (lambda: DropHeads((("decoder.0.attention", 6),)), "decoder.0.attention has no head 6; its heads are 0..5"),
@@ -179,11 +207,11 @@ def test_a_plan_lists_the_heads_it_keeps():
 )
 def test_impossible_selections_are_reported(choice, told):
     with pytest.raises(ValueError, match=re.escape(told)):
-        prune(built(LLAMA), choice())
+        prune(build_model(LLAMA), choice())
 
 
 def test_impossible_folding_is_reported():
-    net, one = built(GPT2), DropHeads((("decoder.0.attention", 1),))
+    net, one = build_model(GPT2), DropHeads((("decoder.0.attention", 1),))
     with pytest.raises(hw.SpecError, match="fold='mean' needs examples"):
         prune(net, one, fold="mean")
     with pytest.raises(hw.SpecError, match="unknown fold='median'; did you mean 'mean'"):
@@ -195,7 +223,7 @@ def test_impossible_folding_is_reported():
 def test_a_model_of_transformers_is_cut_as_a_copy():
     model = ZOO["gpt2"].build("sdpa")
     done = prune(model, DropHeads((("decoder.0.attention", 1), ("decoder.1.attention", 0))))
-    x = ids(0, 5, 11)
+    x = random_ids(0, 5, 11)
     with torch.no_grad(), hw.ablate(model, [(0, 1), (1, 0)]):
         silent = model(x).logits
     with torch.no_grad():

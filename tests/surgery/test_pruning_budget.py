@@ -16,25 +16,27 @@ from headwise.surgery.head_selection import count_cache_bytes, score_heads
 from headwise.surgery.pruning import prune
 from headwise.surgery.verification.efficiency import TimingOptions
 from headwise.surgery.verification.quality_metrics import measure_quality
-from support.importance_examples import GPT2, built, noisy, scenes
-from support.pruning_examples import FAINT, LLAMA, RANDOM, faint
+from support.importance_examples import GPT2, build_model, make_examples, with_random_biases
+from support.pruning_examples import FAINT_HEADS, LLAMA, RANDOM_RANKING, with_faint_heads
 
 MICHEL = HeadRanking("michel")
 
 
 def test_parameters_go_down_to_the_budget():
-    net = noisy(built(LLAMA))
-    done = prune(net, PruneToBudget(PruningBudget("parameters", 0.9), RANDOM))
+    net = with_random_biases(build_model(LLAMA))
+    done = prune(net, PruneToBudget(PruningBudget("parameters", 0.9), RANDOM_RANKING))
     was, now = (hw.costs.count_parameters(one.spec) for one in (net, done.after))
     assert now <= 0.9 * was
     unit = 2 * 4 * 12 * 2 + 2 * 4 * 12  # two heads of queries and outputs, one of keys and values
     assert now + unit > 0.9 * was
-    assert prune(net, PruneToBudget(PruningBudget("parameters", float(now)), RANDOM)).plan.keep == done.plan.keep
+    assert (
+        prune(net, PruneToBudget(PruningBudget("parameters", float(now)), RANDOM_RANKING)).plan.keep == done.plan.keep
+    )
 
 
 def test_the_cache_goes_down_to_the_budget():
-    net = noisy(built(LLAMA))
-    done = prune(net, PruneToBudget(PruningBudget("cache", 0.5), RANDOM))
+    net = with_random_biases(build_model(LLAMA))
+    done = prune(net, PruneToBudget(PruningBudget("cache", 0.5), RANDOM_RANKING))
     assert count_cache_bytes(net.spec, 8) == net.cache(batch=1, capacity=1).nbytes
     assert done.after.cache(batch=1, capacity=9).nbytes * 2 == net.cache(batch=1, capacity=9).nbytes
 
@@ -47,25 +49,31 @@ def test_time_goes_down_to_the_budget(monkeypatch):
         return SimpleNamespace(phases=[SimpleNamespace(faster=shares[0] / shares[1])])
 
     monkeypatch.setattr("headwise.surgery.head_selection.compare_speed", timed)
-    net = built(LLAMA | {"num_attention_heads": 4, "num_key_value_heads": 4})
-    done = prune(net, PruneToBudget(PruningBudget("time", 0.75), RANDOM, min_units=1))
+    net = build_model(LLAMA | {"num_attention_heads": 4, "num_key_value_heads": 4})
+    done = prune(net, PruneToBudget(PruningBudget("time", 0.75), RANDOM_RANKING, min_units=1))
     assert done.plan.num_kept == 6
 
 
 def test_time_is_measured():
-    net = built(LLAMA)
+    net = build_model(LLAMA)
     done = prune(
-        net, PruneToBudget(PruningBudget("time", 0.999), RANDOM, timing=TimingOptions(length=8, steps=1, seconds=0.05))
+        net,
+        PruneToBudget(
+            PruningBudget("time", 0.999), RANDOM_RANKING, timing=TimingOptions(length=8, steps=1, seconds=0.05)
+        ),
     )
     assert 1 <= done.plan.num_kept < 12
 
 
 def test_loss_grows_no_further_than_allowed():
-    net, texts = faint(noisy(built(LLAMA)), FAINT), scenes(built(LLAMA))
+    net, texts = (
+        with_faint_heads(with_random_biases(build_model(LLAMA)), FAINT_HEADS),
+        make_examples(build_model(LLAMA)),
+    )
     plain = measure_quality(net, texts).rows[0].after.value
     done = prune(net, PruneToBudget(PruningBudget("loss", 0.05), MICHEL, unit="head"), texts)
     assert measure_quality(done.after, texts).rows[0].after.value - plain <= 0.05
-    assert set(FAINT) <= set(done.plan.removed_heads)
+    assert set(FAINT_HEADS) <= set(done.plan.removed_heads)
     order = sorted(score_heads(net, texts, MICHEL).scores.items(), key=lambda one: one[1])
     assert {head for head, _ in order[: len(done.plan.removed_heads)]} == set(done.plan.removed_heads)
     following = remove_heads(net, _without(net, [head for head, _ in order[: len(done.plan.removed_heads) + 1]]))
@@ -79,7 +87,7 @@ def _without(net, heads):
 
 def test_scores_are_recomputed_on_request():
     """After each head, of what is left: as if every step were a choice of its own."""
-    net, texts = noisy(built(LLAMA)), scenes(built(LLAMA))
+    net, texts = with_random_biases(build_model(LLAMA)), make_examples(build_model(LLAMA))
     done = prune(net, PruneToBudget(PruningBudget("parameters", 0.92), MICHEL, rescore_every=1, unit="head"), texts)
     heads = {
         (site, head): head
@@ -97,23 +105,28 @@ def test_scores_are_recomputed_on_request():
 
 
 def test_an_interrupted_run_resumes(tmp_path):
-    net, state = noisy(built(LLAMA)), tmp_path / "state.json"
-    whole = prune(net, PruneToBudget(PruningBudget("parameters", 0.8), RANDOM, state_path=state)).plan
+    net, state = with_random_biases(build_model(LLAMA)), tmp_path / "state.json"
+    whole = prune(net, PruneToBudget(PruningBudget("parameters", 0.8), RANDOM_RANKING, state_path=state)).plan
     told = json.loads(state.read_text())
     assert len(told["gone"]) > 2
     told["gone"] = told["gone"][:2]
     state.write_text(json.dumps(told))
     heard = list[str]()
-    again = prune(net, PruneToBudget(PruningBudget("parameters", 0.8), RANDOM, state_path=state), log=heard.append).plan
+    again = prune(
+        net, PruneToBudget(PruningBudget("parameters", 0.8), RANDOM_RANKING, state_path=state), log=heard.append
+    ).plan
     assert again == whole
     assert next(line for line in heard if "removed" in line).startswith("3 of 6 units removed")
     with pytest.raises(hw.SpecError, match="it belongs to another model or selection"):
-        prune(net, PruneToBudget(PruningBudget("parameters", 0.7), RANDOM, state_path=state))
+        prune(net, PruneToBudget(PruningBudget("parameters", 0.7), RANDOM_RANKING, state_path=state))
     with pytest.raises(hw.SpecError, match="it belongs to another model or selection"):
-        prune(built(LLAMA, seed=1), PruneToBudget(PruningBudget("parameters", 0.8), RANDOM, state_path=state))
+        prune(
+            build_model(LLAMA, seed=1),
+            PruneToBudget(PruningBudget("parameters", 0.8), RANDOM_RANKING, state_path=state),
+        )
     state.write_text('{"model": 1')
     with pytest.raises(hw.SpecError, match="cannot resume from"):
-        prune(net, PruneToBudget(PruningBudget("parameters", 0.8), RANDOM, state_path=state))
+        prune(net, PruneToBudget(PruningBudget("parameters", 0.8), RANDOM_RANKING, state_path=state))
 
 
 @pytest.mark.parametrize(
@@ -133,22 +146,22 @@ def test_an_interrupted_run_resumes(tmp_path):
             "rescore_every must be an int >= 1 or None, got 0",
         ),
         (
-            lambda: PruneToBudget(PruningBudget("loss", 0.1), RANDOM),
+            lambda: PruneToBudget(PruningBudget("loss", 0.1), RANDOM_RANKING),
             "cannot measure the loss on 0 examples",
         ),
         (
-            lambda: PruneToBudget(PruningBudget("parameters", 0.01), RANDOM, min_units=1),
+            lambda: PruneToBudget(PruningBudget("parameters", 0.01), RANDOM_RANKING, min_units=1),
             "cannot meet budget parameters=0.01: it is 2388 with the 4 heads that have to be kept. Give a larger limit",
         ),
     ],
 )
 def test_impossible_budgets_are_reported(choice, told):
     with pytest.raises(ValueError, match=re.escape(told)):
-        prune(built(LLAMA), choice())
+        prune(build_model(LLAMA), choice())
 
 
 def test_a_cache_without_attention_is_empty():
-    net = built(GPT2)
+    net = build_model(GPT2)
     assert count_cache_bytes(remove_heads(net, {"decoder.0.attention": ()}).spec, 8) * 2 == count_cache_bytes(
         net.spec, 8
     )

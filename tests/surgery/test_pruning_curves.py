@@ -50,8 +50,8 @@ from headwise.surgery.verification.quality_metrics import (
     build_metric_row,
     compare_task_scores,
 )
-from support.importance_examples import scenes, translator
-from support.number_examples import scenes as told_scenes, small
+from support.importance_examples import make_examples, translator
+from support.number_examples import make_examples as told_scenes, small_gpt2
 
 PLACES = (5, 7, 6, 4)
 
@@ -64,7 +64,7 @@ def net() -> Transformer:
 @pytest.fixture(scope="module")
 def found(net: Transformer) -> PruningCurves:
     how = SweepOptions(OrderingOptions(seed=4), ("random", "leave-one-out"), (0.2, 0.5), seeds=2)
-    return run_sweep(net, scenes(net)[:3], scenes(net)[3:], how)
+    return run_sweep(net, make_examples(net)[:3], make_examples(net)[3:], how)
 
 
 def silenced_loss(net: Transformer, texts: list[Example], keep: dict[str, tuple[int, ...]]) -> float:
@@ -82,13 +82,13 @@ def silenced_loss(net: Transformer, texts: list[Example], keep: dict[str, tuple[
 
 
 def test_every_point_is_the_model_with_those_heads_ablated(net: Transformer, found: PruningCurves):
-    whole = silenced_loss(net, scenes(net)[3:], {})
+    whole = silenced_loss(net, make_examples(net)[3:], {})
     for line in found.curves:
         for point in line.points:
             row = point.get_row("loss")
             assert row is not None
             assert row.change is not None
-            wanted = silenced_loss(net, scenes(net)[3:], dict(point.keep))
+            wanted = silenced_loss(net, make_examples(net)[3:], dict(point.keep))
             assert row.after.value == pytest.approx(wanted, abs=1e-9)
             assert row.change.value == pytest.approx(wanted - whole, abs=1e-9)
 
@@ -103,7 +103,7 @@ def test_a_part_loses_its_own_heads_by_importance(net: Transformer, found: Pruni
     assert [p.num_heads for p in found.select_curves(ALL_PARTS, "leave-one-out")[0].points] == [16, 8, 3]
     for line in found.curves:
         by = HeadRanking(line.order, seed=4 + line.seed)
-        of = score_heads(net, scenes(net)[:3], by).scores
+        of = score_heads(net, make_examples(net)[:3], by).scores
         for point in line.points:
             own = {(site, n) for site, heads in point.keep.items() for n in heads}
             every = sorted(
@@ -126,13 +126,13 @@ def test_chance_is_drawn_so_often_and_its_band_is_the_range(found: PruningCurves
 
 def test_heads_that_must_stay_in_every_attention_stay(net: Transformer):
     how = SweepOptions(OrderingOptions(), ("random",), (0.3,), (ALL_PARTS, "cross"), seeds=1, least=1)
-    for line in run_sweep(net, scenes(net)[:2], scenes(net)[:2], how).curves:
+    for line in run_sweep(net, make_examples(net)[:2], make_examples(net)[:2], how).curves:
         assert min(map(len, line.points[-1].keep.values())) >= 1
         assert line.points[-1].num_heads == {ALL_PARTS: 6, "cross": 2}[line.part]
     one = run_sweep(
         net,
-        scenes(net)[:2],
-        scenes(net)[:2],
+        make_examples(net)[:2],
+        make_examples(net)[:2],
         SweepOptions(OrderingOptions(), ("random",), (0.01,), ("cross",), seeds=1),
     )
     assert one.curves[0].points[-1].num_heads == 1
@@ -141,15 +141,15 @@ def test_heads_that_must_stay_in_every_attention_stay(net: Transformer):
 def test_gates_order_heads_by_the_chance_that_they_are_open(net: Transformer):
     gating = GateTrainingOptions(heads=0.5, steps=3, batch=2, freeze="model", seed=2)
     how = SweepOptions(OrderingOptions(gate_options=gating), ("gates",), (0.25,), (ALL_PARTS,))
-    point = run_sweep(net, scenes(net), scenes(net)[:2], how).curves[0].points[-1]
-    chances = train_gates(net, scenes(net), gating).open_probabilities
+    point = run_sweep(net, make_examples(net), make_examples(net)[:2], how).curves[0].points[-1]
+    chances = train_gates(net, make_examples(net), gating).open_probabilities
     every = sorted(((site, n) for site, own in chances.items() for n in range(len(own))),
                    key=lambda head: -chances[head[0]][head[1]])  # fmt: skip
     assert {(site, n) for site, heads in point.keep.items() for n in heads} == set(every[:4])
 
 
 def test_classes_are_the_first_of_every_head_and_drift_is_measured_where_there_is_no_loss():
-    net, texts = small(layers=1), told_scenes(6)
+    net, texts = small_gpt2(layers=1), told_scenes(6)
     how = SweepOptions(OrderingOptions("drift"), ("random",), (0.5,), seeds=1)
     curves = run_sweep(net, texts, texts, how)
     table = classify_heads(measure_heads(net, texts))

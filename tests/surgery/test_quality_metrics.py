@@ -32,7 +32,7 @@ from headwise.surgery.verification.quality_metrics import (
     describe_significance,
     measure_quality,
 )
-from support.pruned_models import KEEP, KINDS, built, model, scenes
+from support.pruned_models import KEEP, KINDS, build_model, make_examples, make_model_spec
 
 
 def rendered(net, ids):
@@ -59,7 +59,7 @@ def rendered(net, ids):
 
 
 def test_perplexity_is_that_of_the_definition_over_all_places_together():
-    net, texts = built(model("decoder", modifiers=())), scenes("decoder", 5)
+    net, texts = build_model(make_model_spec("decoder", modifiers=())), make_examples("decoder", 5)
     losses, right = [], []
     for one in texts:
         ids = one.inputs["x"][0]
@@ -95,7 +95,7 @@ def test_a_difference_has_the_same_texts_drawn_of_both():
 
 
 def test_masked_tokens_are_predicted_one_at_a_time():
-    net, texts = built(model("encoder")), scenes("encoder", 6)
+    net, texts = build_model(make_model_spec("encoder")), make_examples("encoder", 6)
     chosen = MaskedTokenLoss(mask_id=1, mask_fraction=0.4)
     right = asked = 0
     for number, one in enumerate(texts):
@@ -129,36 +129,36 @@ def test_agreement_is_counted_by_hand():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_model_is_measured_by_its_own_head_before_and_after(kind):
-    net = built(model(kind))
+    net = build_model(make_model_spec(kind))
     net.usage = hw.ProcessorSpec(mask=1) if kind == "encoder" else net.usage
-    found = measure_quality(remove_heads(net, KEEP[kind]), scenes(kind), baseline=net)
+    found = measure_quality(remove_heads(net, KEEP[kind]), make_examples(kind), baseline=net)
     names = {"decoder": "next-token", "encoder": "masked-token", "encoder-decoder": "translation", "vision": "label"}
     assert found.objective == names[kind]
     assert [row.name for row in found.rows] == ["loss", *(["perplexity"] if kind != "vision" else []), "accuracy"]
     for row in found.rows:
         assert row.change.value == pytest.approx(row.after.value - row.before.value)
         assert row.change.low <= row.change.value <= row.change.high
-    alone = measure_quality(net, scenes(kind))
+    alone = measure_quality(net, make_examples(kind))
     assert [row.after for row in alone.rows] == [row.before for row in found.rows]
 
 
 def test_a_model_without_a_known_head_is_measured_by_drift():
-    net = built(replace(model("encoder"), heads=()))
+    net = build_model(replace(make_model_spec("encoder"), heads=()))
     after = remove_heads(net, KEEP["encoder"])
-    found = measure_quality(after, scenes("encoder"), baseline=net)
+    found = measure_quality(after, make_examples("encoder"), baseline=net)
     (row,) = found.rows
     assert (found.objective, row.name, row.before) == ("drift", "drift", None)
     assert row.after.value > 0.001
     assert "drift" in found.notes[0]
     far = [1 - F.cosine_similarity(after(one.inputs["x"]).mean(1), net(one.inputs["x"]).mean(1)).item()
-           for one in scenes("encoder")]  # fmt: skip
+           for one in make_examples("encoder")]  # fmt: skip
     assert row.after.value == pytest.approx(sum(far) / len(far), abs=1e-5)
     with pytest.raises(ValueError, match="drift is the distance from another model; give baseline="):
-        measure_quality(net, scenes("encoder"), OutputDrift())
+        measure_quality(net, make_examples("encoder"), OutputDrift())
 
 
 def test_too_few_texts_give_no_interval_and_skipped_texts_are_counted():
-    net, texts = built(model("decoder")), scenes("decoder")
+    net, texts = build_model(make_model_spec("decoder")), make_examples("decoder")
     for few in ([], texts[:1]):
         with pytest.raises(ValueError, match="at least 2"):
             measure_quality(net, few)
@@ -171,11 +171,11 @@ def test_too_few_texts_give_no_interval_and_skipped_texts_are_counted():
 
 
 def test_numbers_that_are_not_finite_are_refused():
-    net = built(model("decoder"))
+    net = build_model(make_model_spec("decoder"))
     with torch.no_grad():
         net.get_parameter("head.tokens.weight")[3] = math.inf
     with pytest.raises(ValueError, match="produced NaN or inf"):
-        measure_quality(net, scenes("decoder"))
+        measure_quality(net, make_examples("decoder"))
 
 
 def test_bleu_is_that_of_sacrebleu_and_its_draws_those_of_corpora():

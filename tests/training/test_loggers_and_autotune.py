@@ -18,7 +18,7 @@ from headwise.training import ConsoleLogger, autotune, loggers, train
 from headwise.training.autotune import StepTrial
 from headwise.training.loggers import JsonlLogger, create_logger
 from headwise.training.train_step import StepOptions
-from support.small_training import Echo, quick, stepper
+from support.small_training import Echo, make_train_step, short_recipe
 
 CONFIG = {"event": "run", "step": 0, "task": {"name": "echo"}, "recipe": {"steps": 6, "lr": 0.1}, "parameters": 1234}
 STEP = {"event": "step", "step": 3, "loss": 0.5, "rate": 0.1, "tokens_per_second": 1e4, "mfu": 0.25, "left": 61.0}
@@ -91,13 +91,13 @@ def test_a_missing_package_is_reported_before_training(
     for module in ("torch.utils.tensorboard", "mlflow", "wandb", "trackio"):
         monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(SpecError, match=f"pip install {package}"):
-        train(Echo(), recipe=quick(), out=tmp_path, loggers=[name])
+        train(Echo(), recipe=short_recipe(), out=tmp_path, loggers=[name])
     assert list(tmp_path.iterdir()) == []
 
 
 def test_an_unknown_sink_is_refused(tmp_path: Path):
     with pytest.raises(SpecError, match="did you mean 'tensorboard'"):
-        train(Echo(), recipe=quick(), out=tmp_path, loggers=["tensorbord"])
+        train(Echo(), recipe=short_recipe(), out=tmp_path, loggers=["tensorbord"])
 
 
 def test_the_log_resumes_after_the_checkpoint(tmp_path: Path):
@@ -172,7 +172,9 @@ def chosen(monkeypatch: pytest.MonkeyPatch, seconds: dict, **said: object) -> tu
         return seconds[way]
 
     monkeypatch.setattr(StepTrial, "_seconds", measured)
-    recipe = quick(steps=10_000, precision="auto", compile="auto") if not said else quick(steps=10_000, **said)
+    recipe = (
+        short_recipe(steps=10_000, precision="auto", compile="auto") if not said else short_recipe(steps=10_000, **said)
+    )
     trial = StepTrial(hw.build(Echo().model(), seed=0), recipe, torch.device("cpu"), [Echo().batch(0, 5)])
     return trial.choose(), tried
 
@@ -227,7 +229,7 @@ def test_a_trial_changes_neither_weights_nor_random_state():
     torch.manual_seed(3)
     wanted = torch.rand(2)
     torch.manual_seed(3)
-    recipe = quick(precision="auto", compile="off", dropout=0.5)
+    recipe = short_recipe(precision="auto", compile="off", dropout=0.5)
     StepTrial(net, recipe, torch.device("cpu"), [Echo().batch(0, 5)]).choose()
     assert torch.equal(torch.rand(2), wanted)
     assert all(torch.equal(tensor, before[name]) for name, tensor in net.state_dict().items())
@@ -235,9 +237,9 @@ def test_a_trial_changes_neither_weights_nor_random_state():
 
 
 def test_a_resumed_run_keeps_its_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    train(Echo(), recipe=quick(precision="auto"), out=tmp_path)
+    train(Echo(), recipe=short_recipe(precision="auto"), out=tmp_path)
     monkeypatch.setattr(StepTrial, "choose", None)
-    result = train(Echo(), recipe=quick(precision="auto"), out=tmp_path, resume="allowed")
+    result = train(Echo(), recipe=short_recipe(precision="auto"), out=tmp_path, resume="allowed")
     notes = [r["says"] for r in read_lines(tmp_path / JsonlLogger.NAME) if r["event"] == "note"]
     assert result.precision in ("fp32", "bf16")
     assert sum("s per step" in note for note in notes) == 2
@@ -247,7 +249,7 @@ def test_a_step_in_bf16_is_near_one_in_fp32():
     batch, found = Echo().batch(0, 50), []
     for precision in ("fp32", "bf16"):
         net = hw.build(Echo().model(), seed=0)
-        stepper(net, quick(), StepOptions(precision, "off")).compute_gradients(batch)
+        make_train_step(net, short_recipe(), StepOptions(precision, "off")).compute_gradients(batch)
         assert all(p.grad.dtype == p.dtype == torch.float32 for p in net.parameters())
         found.append(torch.cat([p.grad.flatten() for p in net.parameters()]))
     assert 0 < (found[0] - found[1]).norm() < 0.02 * found[0].norm()

@@ -20,7 +20,7 @@ from headwise.training.evaluation import average_tallies
 from headwise.training.lr_schedules import SCHEDULES
 from headwise.training.train_step import StepOptions, choose_fastest, decide_compile, decide_compile_trial
 from headwise.training.training_run import count_batch_tokens, count_step_flops
-from support.small_training import IDS, Echo, Routed, quick, stepper
+from support.small_training import IDS, Echo, Routed, make_train_step, short_recipe
 
 # --- schedules -----------------------------------------------------------------------------------------
 
@@ -225,16 +225,16 @@ def test_the_loss_of_short_numbers_is_taken_in_float32():
 
 def gradients(said: Recipe, batch: Batch, dtype: torch.dtype = torch.float64) -> tuple[float, dict[str, torch.Tensor]]:
     net = hw.build(Echo().model(), seed=3).to(dtype)
-    told = stepper(net, said).compute_gradients(batch)
+    told = make_train_step(net, said).compute_gradients(batch)
     return told.item(), {name: p.grad for name, p in net.named_parameters()}
 
 
 def test_a_batch_in_parts_has_the_gradient_of_the_whole():
     """Rows are ragged, so that a mean of means would be another number."""
     batch = Echo().batch(0, 12)
-    whole, wanted = gradients(quick(batch=12), batch)
+    whole, wanted = gradients(short_recipe(batch=12), batch)
     for parts in (2, 3, 12):
-        found, each = gradients(quick(batch=12, accumulate=parts), batch)
+        found, each = gradients(short_recipe(batch=12, accumulate=parts), batch)
         assert found == pytest.approx(whole, rel=1e-12)
         for name, gradient in each.items():
             torch.testing.assert_close(gradient, wanted[name], rtol=1e-9, atol=1e-12, msg=name)
@@ -243,8 +243,8 @@ def test_a_batch_in_parts_has_the_gradient_of_the_whole():
 @pytest.mark.parametrize("rows", [1, 2, 5, 7])
 def test_the_rest_of_an_epoch_is_accumulated_too(rows: int):
     batch = Echo().batch(0, rows)
-    whole, wanted = gradients(quick(batch=12), batch)
-    found, each = gradients(quick(batch=12, accumulate=3), batch)
+    whole, wanted = gradients(short_recipe(batch=12), batch)
+    found, each = gradients(short_recipe(batch=12, accumulate=3), batch)
     assert found == pytest.approx(whole, rel=1e-12)
     for name, gradient in each.items():
         torch.testing.assert_close(gradient, wanted[name], rtol=1e-9, atol=1e-12, msg=name)
@@ -256,7 +256,7 @@ def test_logits_of_labelled_tokens_alone_give_the_loss_of_all():
     logits = net(batch.x, sequence=batch.tokens)
     wanted = nn.functional.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), ignore_index=IGNORE_INDEX)
     wanted.backward()
-    found, each = gradients(quick(), batch)
+    found, each = gradients(short_recipe(), batch)
     assert found == pytest.approx(wanted.item(), rel=1e-12)
     for name, parameter in net.named_parameters():
         torch.testing.assert_close(each[name], parameter.grad, rtol=1e-9, atol=1e-12, msg=name)
@@ -266,37 +266,39 @@ def test_smoothing_of_a_recipe_reaches_the_loss():
     batch, net = Echo().batch(0, 5), hw.build(Echo().model(), seed=3).double()
     logits, labels = net(batch.x, sequence=batch.tokens).flatten(0, 1), batch.labels.flatten()
     wanted = nn.functional.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, label_smoothing=0.2)
-    assert gradients(quick(smoothing=0.2), batch)[0] == pytest.approx(wanted.item(), rel=1e-12)
+    assert gradients(short_recipe(smoothing=0.2), batch)[0] == pytest.approx(wanted.item(), rel=1e-12)
 
 
 def test_recomputed_activations_give_the_same_gradient():
     batch, net = Echo().batch(0, 5), hw.build(Echo().model(), seed=3).double()
     net.checkpointing = "block"
-    stepper(net, quick()).compute_gradients(batch)
-    for name, gradient in gradients(quick(), batch)[1].items():
+    make_train_step(net, short_recipe()).compute_gradients(batch)
+    for name, gradient in gradients(short_recipe(), batch)[1].items():
         torch.testing.assert_close(net.get_parameter(name).grad, gradient, rtol=1e-12, atol=1e-14)
 
 
 def test_terms_join_the_loss_by_their_factor():
     """The loss with a factor of 0.5, less that without, is half of the balance summed over two layers."""
     batch, net = Routed().batch(0, 4), hw.build(Routed().model(), seed=3).double()
-    plain = stepper(net, quick(batch=4)).compute_gradients(batch).item()
+    plain = make_train_step(net, short_recipe(batch=4)).compute_gradients(batch).item()
     terms: dict = {}
     probes = {name: hw.Probe(aux_losses=AuxLosses(terms, name)) for name, _ in net.spec.attention_specs()}
     net.probes = probes
     net(batch.x, sequence=batch.tokens)
     balance = sum(term.item() for term in terms.values())
     assert len(terms) == 2
-    found = stepper(net, quick(batch=4, terms=(("balance", 0.5),))).compute_gradients(batch).item()
+    found = make_train_step(net, short_recipe(batch=4, terms=(("balance", 0.5),))).compute_gradients(batch).item()
     assert found - plain == pytest.approx(0.5 * balance, rel=1e-9)
     net.checkpointing = "block"
-    assert stepper(net, quick(batch=4, terms=(("balance", 0.5),))).compute_gradients(batch).item() == found
+    assert (
+        make_train_step(net, short_recipe(batch=4, terms=(("balance", 0.5),))).compute_gradients(batch).item() == found
+    )
 
 
 def test_a_term_that_no_part_sets_is_refused():
     net = hw.build(Routed().model(), seed=3)
     with pytest.raises(SpecError, match="no layer has the auxiliary loss 'balanc' of terms=; use one of balance"):
-        stepper(net, quick(terms=(("balanc", 0.5),))).compute_gradients(Routed().batch(0, 5))
+        make_train_step(net, short_recipe(terms=(("balanc", 0.5),))).compute_gradients(Routed().batch(0, 5))
 
 
 # --- what is chosen by measuring -----------------------------------------------------------------------
@@ -313,7 +315,9 @@ def test_plain_attention_gives_the_same_gradients_and_leaves_layers_as_they_were
     found = []
     for way in ("fused", "plain"):
         net = hw.build(Echo().model(), seed=0)
-        stepper(net, quick(), StepOptions("fp32", "off", attention=way)).compute_gradients(Echo().batch(0, 5))
+        make_train_step(net, short_recipe(), StepOptions("fp32", "off", attention=way)).compute_gradients(
+            Echo().batch(0, 5)
+        )
         found.append(torch.cat([p.grad.flatten() for p in net.parameters()]))
         assert {module.backend_name for module in net.modules() if isinstance(module, hw.Attention)} == {None}
     torch.testing.assert_close(*found)

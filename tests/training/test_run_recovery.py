@@ -22,7 +22,7 @@ from headwise.models import load, save
 from headwise.training import CheckpointFolder, TrainingCheckpoint, checkpoint, train
 from headwise.training.evaluation import TaskEvaluator
 from headwise.training.loop import InterruptGuard
-from support.small_training import Answered, Echo, quick
+from support.small_training import Answered, Echo, short_recipe
 
 STOCHASTIC = {"dropout": 0.1, "accumulate": 5}  # so that what is drawn has to go on where it stood
 
@@ -56,7 +56,7 @@ def trail(folder: Path) -> list[tuple[object, ...]]:
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that nothing happened to."""
     folder = tmp_path_factory.mktemp("runs") / "whole"
-    train(Echo(), recipe=quick(**STOCHASTIC), out=folder)
+    train(Echo(), recipe=short_recipe(**STOCHASTIC), out=folder)
     return folder
 
 
@@ -64,7 +64,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_run_trains_and_saves_a_model_with_its_recipe(tmp_path: Path):
-    recipe = quick(steps=120, batch=30, lr=0.02, evaluate_every=60, checkpoint_every=50)
+    recipe = short_recipe(steps=120, batch=30, lr=0.02, evaluate_every=60, checkpoint_every=50)
     result = train(Answered(), recipe=recipe, out=tmp_path)
     assert result.metrics["accuracy"] > 0.9
     assert result.metrics["exact_match"] >= 0.5
@@ -82,14 +82,14 @@ def test_a_run_draws_from_generators_of_its_own(tmp_path: Path):
     torch.manual_seed(1)
     wanted = torch.rand(3)
     torch.manual_seed(1)
-    train(Echo(), recipe=quick(steps=1, dropout=0.5), out=tmp_path)
+    train(Echo(), recipe=short_recipe(steps=1, dropout=0.5), out=tmp_path)
     assert torch.equal(torch.rand(3), wanted)
 
 
 def test_the_last_checkpoints_stay_and_the_best(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Held-out losses by the step: step 4 is the best, and its weights are the model."""
     script(monkeypatch, [5.0, 1.0, 3.0, 2.0, 4.0])
-    result = train(Echo(), recipe=quick(steps=10, evaluate_every=2, checkpoint_every=1, keep=3), out=tmp_path)
+    result = train(Echo(), recipe=short_recipe(steps=10, evaluate_every=2, checkpoint_every=1, keep=3), out=tmp_path)
     kept = CheckpointFolder(tmp_path / "checkpoint")
     assert [int(path.stem) for path in kept.paths] == [10, 9, 8, 4]
     assert result.best == 4
@@ -106,14 +106,14 @@ def script(monkeypatch: pytest.MonkeyPatch, losses: list[float]) -> None:
 
 def test_a_run_that_gets_no_better_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     script(monkeypatch, [3.0, 2.0, 2.5, 2.0, 1.0])
-    result = train(Echo(), recipe=quick(steps=10, evaluate_every=2, patience=2), out=tmp_path)
+    result = train(Echo(), recipe=short_recipe(steps=10, evaluate_every=2, patience=2), out=tmp_path)
     assert (result.steps, result.best) == (8, 4)
 
 
 def test_a_model_that_is_given_goes_on_from_its_weights(tmp_path: Path):
     net = hw.build(Echo().model(), seed=5)
     before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
-    train(Echo(), net, quick(steps=1, keep=9), out=tmp_path)
+    train(Echo(), net, short_recipe(steps=1, keep=9), out=tmp_path)
     check_same(
         checkpoint.read_checkpoint(tmp_path / "checkpoint" / "0000000000.safetensors").tensors_of_kind("model"), before
     )
@@ -142,10 +142,10 @@ class Stop:
 def test_a_run_that_crashes_again_and_again_ends_with_the_same_bits(whole: Path, tmp_path: Path):
     for step in (1, 3, 4, 6):
         with pytest.raises(RuntimeError, match="a crash"):
-            train(Echo(), recipe=quick(**STOCHASTIC), out=tmp_path, resume="allowed", loggers=[Stop(step)])
+            train(Echo(), recipe=short_recipe(**STOCHASTIC), out=tmp_path, resume="allowed", loggers=[Stop(step)])
     with (tmp_path / "metrics.jsonl").open("ab") as file:
         file.write(b'{"event": "st')
-    train(Echo(), recipe=quick(**STOCHASTIC), out=tmp_path, resume="allowed")
+    train(Echo(), recipe=short_recipe(**STOCHASTIC), out=tmp_path, resume="allowed")
     check_same(weights(tmp_path), weights(whole))
     check_same(dict(newest(tmp_path).tensors), dict(newest(whole).tensors))
     assert trail(tmp_path) == trail(whole)
@@ -153,7 +153,7 @@ def test_a_run_that_crashes_again_and_again_ends_with_the_same_bits(whole: Path,
 
 def test_a_run_that_is_over_is_measured_again_and_no_more(whole: Path):
     before = weights(whole)
-    result = train(Echo(), recipe=quick(**STOCHASTIC), out=whole, resume="allowed")
+    result = train(Echo(), recipe=short_recipe(**STOCHASTIC), out=whole, resume="allowed")
     assert result.steps == 6
     check_same(weights(whole), before)
 
@@ -163,9 +163,9 @@ def test_a_run_that_is_over_is_measured_again_and_no_more(whole: Path):
 NURSERY = """
 import os, signal, sys; sys.path[:0] = {paths!r}
 import torch; torch.set_num_threads(1)
-from support.small_training import Echo, quick
+from support.small_training import Echo, short_recipe
 from headwise.training import train
-train(Echo(), recipe=quick(steps=1), out=sys.argv[1] + ".first")
+train(Echo(), recipe=short_recipe(steps=1), out=sys.argv[1] + ".first")
 calls = 0
 
 def deadly(name, last):
@@ -184,7 +184,7 @@ for line in sys.stdin:
     if child == 0:
         for name in ("write", "fsync", "replace", "unlink"):
             deadly(name, int(line))
-        train(Echo(), recipe=quick({said}), out=sys.argv[1], resume="allowed")
+        train(Echo(), recipe=short_recipe({said}), out=sys.argv[1], resume="allowed")
         os._exit(0)
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
@@ -215,7 +215,11 @@ def test_a_run_that_is_killed_again_and_again_ends_with_the_same_bits(tmp_path: 
     steps = 10 * kills
     said = f"steps={steps}, checkpoint_every=1, evaluate_every=10, dropout=0.1"
     kept = killed_and_resumed(tmp_path / "killed", kills, said)
-    train(Echo(), recipe=quick(steps=steps, checkpoint_every=1, evaluate_every=10, dropout=0.1), out=tmp_path / "whole")
+    train(
+        Echo(),
+        recipe=short_recipe(steps=steps, checkpoint_every=1, evaluate_every=10, dropout=0.1),
+        out=tmp_path / "whole",
+    )
     assert kept == sorted(kept)
     assert kept[-1] == steps
     assert len(set(kept)) > kills // 2, "hardly a kill left anything behind"
@@ -228,14 +232,14 @@ def test_a_run_that_is_killed_again_and_again_ends_with_the_same_bits(tmp_path: 
 
 def test_a_folder_with_a_run_is_not_restarted(whole: Path):
     with pytest.raises(SpecError, match="holds a run of 6 steps; continue it with resume='allowed'"):
-        train(Echo(), recipe=quick(**STOCHASTIC), out=whole)
+        train(Echo(), recipe=short_recipe(**STOCHASTIC), out=whole)
 
 
 def test_a_folder_that_holds_a_model_is_not_written_over(tmp_path: Path):
     save(hw.build(Echo().model(), seed=1), tmp_path)
     before = weights(tmp_path)
     with pytest.raises(SpecError, match="already holds a model"):
-        train(Echo(), recipe=quick(), out=tmp_path, resume="allowed")
+        train(Echo(), recipe=short_recipe(), out=tmp_path, resume="allowed")
     check_same(weights(tmp_path), before)
 
 
@@ -250,7 +254,7 @@ def test_a_folder_that_holds_a_model_is_not_written_over(tmp_path: Path):
 )
 def test_another_setup_is_refused_by_its_first_difference(whole: Path, task: Echo, said: dict, told: str):
     with pytest.raises(SpecError, match=told):
-        train(task, recipe=quick(**STOCHASTIC, **said), out=whole, resume="allowed")
+        train(task, recipe=short_recipe(**STOCHASTIC, **said), out=whole, resume="allowed")
 
 
 class Changed(Echo):
@@ -262,12 +266,12 @@ class Changed(Echo):
 
 def test_data_that_changed_under_a_run_is_noticed(whole: Path):
     with pytest.raises(SpecError, match=r"first batch was '.*', is now"):
-        train(Changed(), recipe=quick(**STOCHASTIC), out=whole, resume="allowed")
+        train(Changed(), recipe=short_recipe(**STOCHASTIC), out=whole, resume="allowed")
 
 
 def test_two_runs_cannot_write_one_folder(tmp_path: Path):
     with files.FolderLock(tmp_path), pytest.raises(SpecError, match=f"being written by process {os.getpid()}"):
-        train(Echo(), recipe=quick(), out=tmp_path)
+        train(Echo(), recipe=short_recipe(), out=tmp_path)
 
 
 class Wild(Echo):
@@ -292,14 +296,14 @@ class WildLabel(Wild):
 )
 def test_ids_outside_the_vocabulary_are_refused(tmp_path: Path, task: Echo, told: str):
     with pytest.raises(ValueError, match=f"{told}, but the model has 11 of them; use 0..10"):
-        train(task, recipe=quick(), out=tmp_path)
+        train(task, recipe=short_recipe(), out=tmp_path)
     assert newest(tmp_path).step == 4
 
 
 def test_a_model_of_a_smaller_vocabulary_is_refused(tmp_path: Path):
     text = hw.model_spec.to_toml(Echo().model()).replace("11", "7")
     with pytest.raises(SpecError, match="the embedding of decoder has 7 rows, but the task has 11 ids"):
-        train(Echo(), hw.model_spec.from_toml(text), quick(), tmp_path)
+        train(Echo(), hw.model_spec.from_toml(text), short_recipe(), tmp_path)
 
 
 class Spelt(Echo):
@@ -311,18 +315,18 @@ class Spelt(Echo):
 def test_a_model_of_a_larger_vocabulary_than_a_tokenizer_is_refused(tmp_path: Path):
     text = hw.model_spec.to_toml(Echo().model()).replace("11", "13")
     with pytest.raises(SpecError, match="decoder has 13 rows, but the task's tokenizer has 11 tokens; use 11 rows"):
-        train(Spelt(), hw.model_spec.from_toml(text), quick(), tmp_path)
+        train(Spelt(), hw.model_spec.from_toml(text), short_recipe(), tmp_path)
 
 
 def test_words_are_known(tmp_path: Path):
     with pytest.raises(SpecError, match="resume='yes' is unknown"):
-        train(Echo(), recipe=quick(), out=tmp_path, resume="yes")
+        train(Echo(), recipe=short_recipe(), out=tmp_path, resume="yes")
     with pytest.raises(SpecError, match="out= is missing"):
-        train(Echo(), recipe=quick())
+        train(Echo(), recipe=short_recipe())
     with pytest.raises(SpecError, match="device='gpu' is not available"):
-        train(Echo(), recipe=quick(device="gpu"), out=tmp_path)
+        train(Echo(), recipe=short_recipe(device="gpu"), out=tmp_path)
     with pytest.raises(SpecError, match=r"built with dropout=0.2, but the recipe has dropout=0.0"):
-        train(Echo(), hw.build(Echo().model(), dropout=0.2), quick(), tmp_path)
+        train(Echo(), hw.build(Echo().model(), dropout=0.2), short_recipe(), tmp_path)
 
 
 # --- what is not finite --------------------------------------------------------------------------------
@@ -354,7 +358,7 @@ def test_a_non_finite_loss_ends_a_run_and_names_its_origin(tmp_path: Path, name:
     with pytest.raises(
         TrainingDiverged, match=f"step 6: the loss is nan; {told}.*checkpoint of step 4 is in .*; train again"
     ):
-        train(Echo(), net, quick(), tmp_path, loggers=[sink])
+        train(Echo(), net, short_recipe(), tmp_path, loggers=[sink])
     held = newest(tmp_path)
     assert held.step == 4
     assert all(tensor.isfinite().all() for tensor in held.tensors.values())
@@ -379,7 +383,7 @@ def test_a_gradient_that_is_not_finite_is_found_where_it_began(tmp_path: Path, m
     feed = net.get_submodule("decoder.0.feed")
     feed.register_forward_hook(lambda module, given, out: Steep.apply(out))
     with pytest.raises(TrainingDiverged, match=r"step 1: the gradient holds NaN or inf; .* of decoder.0.feed"):
-        train(Echo(), net, quick(), tmp_path)
+        train(Echo(), net, short_recipe(), tmp_path)
 
 
 # --- what is damaged -----------------------------------------------------------------------------------
@@ -399,11 +403,11 @@ def damaged(path: Path, how: str) -> None:
 @pytest.mark.parametrize("how", ["truncated", "empty", "edited", "flipped"])
 def test_a_damaged_checkpoint_is_noticed_and_the_one_before_is_taken(whole: Path, tmp_path: Path, how: str):
     with pytest.raises(RuntimeError, match="a crash"):
-        train(Echo(), recipe=quick(**STOCHASTIC), out=tmp_path, loggers=[Stop(5)])
+        train(Echo(), recipe=short_recipe(**STOCHASTIC), out=tmp_path, loggers=[Stop(5)])
     before = CheckpointFolder(tmp_path / "checkpoint")
     assert [int(path.stem) for path in before.paths] == [4, 3]
     damaged(before.paths[0], how)
-    train(Echo(), recipe=quick(**STOCHASTIC), out=tmp_path, resume="allowed")
+    train(Echo(), recipe=short_recipe(**STOCHASTIC), out=tmp_path, resume="allowed")
     notes = [record["says"] for record in read_lines(tmp_path / "metrics.jsonl") if record["event"] == "note"]
     assert any(note.startswith("0000000004.safetensors ") for note in notes)
     assert "resuming from step 3" in notes
@@ -412,13 +416,13 @@ def test_a_damaged_checkpoint_is_noticed_and_the_one_before_is_taken(whole: Path
 
 def test_training_does_not_start_without_an_intact_checkpoint(tmp_path: Path):
     with pytest.raises(RuntimeError, match="a crash"):
-        train(Echo(), recipe=quick(), out=tmp_path, loggers=[Stop(5)])
+        train(Echo(), recipe=short_recipe(), out=tmp_path, loggers=[Stop(5)])
     for path in CheckpointFolder(tmp_path / "checkpoint").paths:
         damaged(path, "truncated")
     with pytest.raises(
         SpecError, match=r"cannot read any checkpoint in .*: 0000000004.*; 0000000003.*; start again in another"
     ):
-        train(Echo(), recipe=quick(), out=tmp_path, resume="allowed")
+        train(Echo(), recipe=short_recipe(), out=tmp_path, resume="allowed")
 
 
 class Failing:
@@ -438,7 +442,7 @@ def counted(name: str, folder: Path) -> int:
     """How often a run calls it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, name, counting := Failing(name, 0))
-        train(Echo(), recipe=quick(steps=1), out=folder)
+        train(Echo(), recipe=short_recipe(steps=1), out=folder)
     return -counting.left
 
 
@@ -450,7 +454,7 @@ def test_whatever_call_fails_the_checkpoint_before_is_whole_and_the_run_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ):
     """Each call of a run fails once: one line says so, no checkpoint is lost, and the same bits come out."""
-    recipe = quick(steps=1)
+    recipe = short_recipe(steps=1)
     calls = counted(name, tmp_path / "whole")
     wanted = weights(tmp_path / "whole")
     for call in range(1, calls + 1):
@@ -484,10 +488,10 @@ class Interrupting(Stop):
 def test_an_interrupt_saves_the_current_step(whole: Path, tmp_path: Path):
     before = signal.getsignal(signal.SIGINT)  # ignored, where tests run in the background of a shell
     with pytest.raises(KeyboardInterrupt, match="interrupted at step 5; the checkpoint is in"):
-        train(Echo(), recipe=quick(**STOCHASTIC), out=tmp_path, loggers=[Interrupting(5)])
+        train(Echo(), recipe=short_recipe(**STOCHASTIC), out=tmp_path, loggers=[Interrupting(5)])
     assert newest(tmp_path).step == 5
     assert signal.getsignal(signal.SIGINT) is before
-    train(Echo(), recipe=quick(**STOCHASTIC), out=tmp_path, resume="allowed")
+    train(Echo(), recipe=short_recipe(**STOCHASTIC), out=tmp_path, resume="allowed")
     check_same(weights(tmp_path), weights(whole))
 
 

@@ -30,7 +30,7 @@ from headwise.training import Recipe, autotune, train
 from headwise.training.autotune import StepTrial
 from headwise.training.evaluation import TaskEvaluator
 from headwise.training.train_step import StepOptions, TrainStep, choose_row_layout
-from support.small_training import Echo, Routed, quick
+from support.small_training import Echo, Routed, short_recipe
 
 IDS = 23
 LENGTHS = [(5, 3), (1, 7), (4, 4), (9, 2), (2, 6)]
@@ -96,7 +96,10 @@ def test_shares_of_ranks_are_packed_apart():
 def test_packed_evaluation_is_unchanged(task):
     net = hw.build(task.model(), seed=1).double().eval()
     world = ProcessMesh(ProcessInfo(), Parallelism(), "cpu")
-    told = [TaskEvaluator(task, quick(), StepOptions("fp32", "off", rows=rows), world) for rows in ("padded", "packed")]
+    told = [
+        TaskEvaluator(task, short_recipe(), StepOptions("fp32", "off", rows=rows), world)
+        for rows in ("padded", "packed")
+    ]
     first, second = (one.compute_metrics(BatchForward(net), "valid") for one in told)
     assert first.keys() == second.keys()
     assert all(first[name] == pytest.approx(second[name], rel=1e-10) for name in first)
@@ -180,7 +183,9 @@ def trial(monkeypatch, seconds, task=None, **said):
     """What is chosen when steps take these seconds, by rows and attention."""
     task = task or Echo()
     batches = [task.batch(0, 8)]
-    made = StepTrial(hw.build(task.model(), seed=0), quick(**({"rows": "auto"} | said)), torch.device("cpu"), batches)
+    made = StepTrial(
+        hw.build(task.model(), seed=0), short_recipe(**({"rows": "auto"} | said)), torch.device("cpu"), batches
+    )
     monkeypatch.setattr(
         StepTrial, "_seconds", lambda self, stepper: seconds[stepper.options.rows, stepper.options.attention]
     )
@@ -232,7 +237,7 @@ def test_rows_divided_by_tokens_are_not_packed():
 
 
 def test_a_packed_run_goes_on_with_the_same_bits(tmp_path):
-    said = quick(steps=6, batch=6, rows="packed", checkpoint_every=2, evaluate_every=3)
+    said = short_recipe(steps=6, batch=6, rows="packed", checkpoint_every=2, evaluate_every=3)
     whole = train(Echo(), recipe=said, out=tmp_path / "whole")
     padded = train(Echo(), recipe=replace(said, rows="padded"), out=tmp_path / "padded")
     assert whole.metrics["loss"] == pytest.approx(padded.metrics["loss"], rel=1e-4)
