@@ -1,4 +1,4 @@
-"""What every test may rely on: one thread, a seed of its own, and uninitialised memory that reads NaN."""
+"""Settings of every test: one thread, a seed for each test, and uninitialised memory filled with NaN."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ torch.set_num_threads(1)  # two processes on two cores; more threads than cores 
 
 
 class TorchRandom:
-    """torch's generator as hypothesis manages random ones: seeded before each example, restored after."""
+    """The random generator of torch for hypothesis: seeded before each example and restored afterwards."""
 
     def seed(self, value: int) -> None:
         torch.manual_seed(value)
@@ -49,52 +49,52 @@ hypothesis.settings.load_profile("default")
 
 
 @pytest.fixture(autouse=True)
-def seeded(request: pytest.FixtureRequest) -> None:
-    """The same numbers in every run and in any order: the seed follows from the test's own name."""
+def seed_generators(request: pytest.FixtureRequest) -> None:
+    """Seed all generators from the id of the test, so that numbers depend neither on the run nor on its order."""
     seed = zlib.crc32(request.node.nodeid.encode())
     random.seed(seed)
     np.random.seed(seed)  # noqa: NPY002 - seeds what others draw; our own code takes a generator
     torch.manual_seed(seed)
 
 
-def poisoned(make):
-    """`make`, its uninitialised floating-point memory set to NaN, so that reading it shows."""
+def nan_initialised(make):
+    """Wrap a function that creates tensors: floating-point results are filled with NaN."""
 
-    def made(*args, **kwargs):
+    def create(*args, **kwargs):
         fresh = make(*args, **kwargs)
         if fresh.is_floating_point() or fresh.is_complex():
             with torch.no_grad():
                 fresh.fill_(float("nan"))
         return fresh
 
-    return made
+    return create
 
 
-UNINITIALISED = ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty"))
-PLAIN = [(owner, name, getattr(owner, name)) for owner, name in UNINITIALISED]
+EMPTY_FUNCTIONS = ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty"))
+ORIGINALS = [(owner, name, getattr(owner, name)) for owner, name in EMPTY_FUNCTIONS]
 
 
 @pytest.fixture(autouse=True, scope="session")
 def nan_filled():
-    """torch.empty, torch.empty_like and Tensor.new_empty give NaN, in fixtures too."""
+    """torch.empty, torch.empty_like and Tensor.new_empty return NaN during the whole session, fixtures included."""
     with pytest.MonkeyPatch.context() as patch:
-        for owner, name, make in PLAIN:
-            patch.setattr(owner, name, poisoned(make))
+        for owner, name, make in ORIGINALS:
+            patch.setattr(owner, name, nan_initialised(make))
         yield
 
 
 @pytest.fixture(autouse=True)
-def plain_for_the_compiler(request: pytest.FixtureRequest, nan_filled: None):
-    """Inductor's own decompositions call torch.empty while tracing, so compile tests have the real one."""
+def plain_empty_in_compile_tests(request: pytest.FixtureRequest, nan_filled: None):
+    """Compile tests use the real torch.empty, because decompositions of Inductor call it while tracing."""
     with pytest.MonkeyPatch.context() as patch:
-        for owner, name, make in PLAIN if request.node.get_closest_marker("compile") else ():
+        for owner, name, make in ORIGINALS if request.node.get_closest_marker("compile") else ():
             patch.setattr(owner, name, make)
         yield
 
 
 @pytest.fixture(scope="session")
 def shared() -> Path:
-    """A folder of real data and checkpoints named `shared`, beside the checkout, where there is one."""
+    """A folder `shared` with real data beside the checkout; tests that need it are skipped without it."""
     folder = ROOT.parent / "shared"
     if not folder.is_dir():
         pytest.skip("there is no folder `shared` beside the checkout")
@@ -121,28 +121,28 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs CUDA, and torch finds none here"))
     if config.getoption("--fast"):
-        spared = thinned(items)
-        config.hook.pytest_deselected(items=[item for item in items if item not in spared])
-        items[:] = [item for item in items if item in spared]
+        selected = select_fast(items)
+        config.hook.pytest_deselected(items=[item for item in items if item not in selected])
+        items[:] = [item for item in items if item in selected]
 
 
-def thinned(items: list[pytest.Item]) -> set[pytest.Item]:
-    """All items, but of each parametrised test only the first, the last and those evenly between."""
-    families: dict[tuple[Path, str], list[pytest.Item]] = defaultdict(list)
+def select_fast(items: list[pytest.Item]) -> set[pytest.Item]:
+    """All items, except that of each parametrised test only FAST_CASES evenly spaced cases stay."""
+    items_by_test: dict[tuple[Path, str], list[pytest.Item]] = defaultdict(list)
     for item in items:
-        families[item.path, getattr(item, "originalname", item.name)].append(item)
-    spared = set()
-    for cases in families.values():
+        items_by_test[item.path, getattr(item, "originalname", item.name)].append(item)
+    selected = set()
+    for cases in items_by_test.values():
         if len(cases) > FAST_CASES:
             cases = [cases[(len(cases) - 1) * n // (FAST_CASES - 1)] for n in range(FAST_CASES)]
-        spared.update(cases)
-    return spared
+        selected.update(cases)
+    return selected
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """A run in which every test was skipped has tested nothing: it ends as one that found no test."""
+    """Fail a run in which every test was skipped, as pytest fails a run that found no test."""
     report = session.config.pluginmanager.get_plugin("terminalreporter")
-    ran = report is None or session.config.option.collectonly or report.stats.get("passed")
-    if exitstatus == pytest.ExitCode.OK and not ran:
+    any_passed = report is None or session.config.option.collectonly or report.stats.get("passed")
+    if exitstatus == pytest.ExitCode.OK and not any_passed:
         report.write_line("no test ran: every one was skipped", red=True)
         session.exitstatus = pytest.ExitCode.NO_TESTS_COLLECTED

@@ -1,4 +1,4 @@
-"""Random maps of weights with all that is known of their tokens, as statistics see them, and their bands."""
+"""Random attention maps with annotated tokens, as head metrics see them, and their bands."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HEADS = 3
 
 
 def random_tokens(count: int, draw: np.random.Generator, *, kinds: int = 5, ends: bool = True) -> TokenAnnotations:
-    """Tokens of few kinds, some of them special: words of one to three pieces between them."""
+    """Tokens of few kinds, some of them special, with words of one to three pieces between them."""
     special = draw.random(count) < 0.15
     if ends:
         special[[0, -1]] = True
@@ -33,7 +33,7 @@ def random_tokens(count: int, draw: np.random.Generator, *, kinds: int = 5, ends
 
 
 def random_mask(kind: str, num_queries: int, num_keys: int, draw: np.random.Generator) -> np.ndarray:
-    """Who may read whom: "full", "causal", "holes" with rows that may read nothing, or "each" head another."""
+    """An attention mask: "full", "causal", "holes" with rows without allowed keys, or "each" head with its own."""
     if kind == "full":
         return np.ones((num_queries, num_keys), bool)
     causal = np.tril(np.ones((num_queries, num_keys), bool), num_keys - num_queries)
@@ -47,7 +47,7 @@ def random_mask(kind: str, num_queries: int, num_keys: int, draw: np.random.Gene
 
 
 def weight_map(kind: str, seed: int, *, count: int = 17, other: int = 0, **said: Any) -> WeightBand:
-    """A whole map of one text, or of a text of `other` tokens that reads one of `count`."""
+    """The attention map of one text, or of a target of `other` tokens over a source of `count`."""
     draw = np.random.default_rng(seed)
     key_tokens = random_tokens(count, draw, **said)
     query_tokens = random_tokens(other, draw, **said) if other else key_tokens
@@ -62,7 +62,7 @@ def weight_map(kind: str, seed: int, *, count: int = 17, other: int = 0, **said:
 
 
 def split_bands(whole: WeightBand, step: int) -> Iterator[WeightBand]:
-    """The same, so many rows at a time."""
+    """The map in bands of `step` rows."""
     for start in range(0, whole.query_tokens.count, step):
         rows = slice(start, start + step)
         yield WeightBand(whole.w_HTS[:, rows], whole.allowed[..., rows, :], start, whole.query_tokens, whole.key_tokens)

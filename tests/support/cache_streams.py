@@ -39,6 +39,7 @@ ONE_DOCUMENT = {
 
 
 def build_layer(kind: str) -> hw.Attention:
+    """A random layer of one kind."""
     layer = hw.Attention(hw.design(**({"model": MODEL, "heads": 6, "dim": 4} | KINDS[kind]))).double()
     with torch.no_grad():
         for parameter in layer.parameters():
@@ -47,11 +48,12 @@ def build_layer(kind: str) -> hw.Attention:
 
 
 def random_tensor(*shape: int) -> Tensor:
+    """A random float64 tensor."""
     return torch.randn(*shape, dtype=torch.float64)
 
 
 def stream_chunks(stream: list[list[str]]) -> Iterator[tuple[Tensor, hw.SequenceInfo]]:
-    """x and tokens of each chunk; a token stands after those of its segment that the row has had."""
+    """x and sequence of each chunk; a token is placed after the earlier tokens of its segment in its row."""
     seen: list[dict[str, int]] = [defaultdict(int) for _ in stream[0]]
     for words in stream:
         position = torch.zeros(len(words), len(words[0]), dtype=torch.int64)
@@ -67,9 +69,9 @@ def stream_chunks(stream: list[list[str]]) -> Iterator[tuple[Tensor, hw.Sequence
 def check_stream(
     layer: hw.Attention, stream: list[list[str]], cache: hw.KVCache, *, infer_positions: bool = False
 ) -> None:
-    """Each document, passed alone and at once, says what its tokens said as they arrived.
+    """Outputs of each document, token by token through the cache, equal those of one pass over it alone.
 
-    `unsaid` leaves it to the cache to know where the tokens stand.
+    With `infer_positions` the cache derives the positions.
     """
     inputs, outputs = defaultdict(list), defaultdict(list)
     with torch.no_grad():

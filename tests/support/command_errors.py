@@ -1,4 +1,4 @@
-"""Commands as tests run them: what was refused, in one line, with nothing left behind."""
+"""Commands that are refused in one line and leave no file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FAST = ("--seconds", "0.05", "--length", "8")
 def run_refused(
     capsys: pytest.CaptureFixture[str], verb: str, argv: Sequence[str], names: Mapping[str, Path], room: Path
 ) -> str:
-    """The line that a verb refuses these words with; names of folders stand for their paths, nothing is written."""
+    """The error line of a refused command; names of folders are replaced by their paths."""
     out = [] if "--out" in argv else ["--out", str(room / "out")]
     argv_with_paths = [str(names.get(word, word)) for word in argv]
     defaults = [] if "--length" in argv else FAST

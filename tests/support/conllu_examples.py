@@ -26,11 +26,12 @@ ROWS = """# text = The dogs don't bark.
 
 
 def conllu_lines(text: str = ROWS) -> list[str]:
+    """The lines of a text, with tabs between the columns of CoNLL-U."""
     return [line if line.startswith("#") else line.replace(" ", "\t") for line in text.splitlines()]
 
 
 def build_encoder() -> hw.Transformer:
-    """An encoder whose tokenizer takes words apart, and puts special tokens around a text."""
+    """An encoder whose tokenizer splits words and adds special tokens."""
     inner = models.WordPiece({word: n for n, word in enumerate(WORDS)}, unk_token="[UNK]")
     tokenizer = Tokenizer(inner)
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()

@@ -1,4 +1,4 @@
-"""What two ranks that divide the tokens of rows are held to, by name; each is run on both."""
+"""Checks of context parallelism (tokens of each row divided over two ranks), by name; each runs on both ranks."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ ORDER = {"decoder": "zigzag", "encoder": "runs", "encoder-decoder": "runs"}
 
 
 def case(check_: Callable[[], None]) -> Callable[[], None]:
-    """One more, under its own name."""
+    """Register a check under its function name."""
     CASES[check_.__name__] = check_
     return check_
 
 
 def check(name: str) -> None:
-    """Run one, "preset kind" or a case of its own."""
+    """Run one check: "preset kind", or a registered name."""
     if name in CASES:
         CASES[name]()
     else:
@@ -62,7 +62,7 @@ def check(name: str) -> None:
 
 
 def check_model(model: bp.ModelSpec, order: str, tokens=None, count: int = 7, steps: int = 1) -> None:
-    """A model whose padding asks nothing."""
+    """Check a model whose padding has no labels."""
     batch = make_batch(model, tokens or {}, count)
     if batch.labels.dim() == 2:
         batch = replace(batch, labels=batch.labels.where(real_tokens(batch), IGNORE_INDEX))
@@ -77,21 +77,21 @@ def decoder(*blocks: bp.BlockSpec, heads=None, **said) -> bp.ModelSpec:
 
 
 def with_context_parallel(layer, order: str):
-    """A copy that shares its rows."""
+    """A copy that divides its rows over the ranks."""
     part = copy.deepcopy(layer)
     set_parallel_context(part, TensorContextParallel(context_group=all_ranks(), token_order=order))
     return part
 
 
 def shard_of(x: Tensor, tokens: SequenceInfo | None, order: str) -> tuple[Tensor, SequenceInfo]:
-    """This rank's tokens of vectors."""
+    """This rank's shard of x and of its sequence."""
     own = shard_tokens(Batch(x, torch.zeros(x.shape[:2], dtype=torch.int64), tokens), all_ranks(), order)
     assert own.tokens is not None
     return own.x, own.tokens
 
 
 def check_layer(name: str, layer, x: Tensor, tokens: SequenceInfo, order: str, source=None) -> None:
-    """Outputs and gradients of one layer, whatever stands where."""
+    """Outputs and gradients of one layer equal those of the undivided layer."""
     group, part, leaves = all_ranks(), with_context_parallel(layer, order), [x.detach().requires_grad_()]
     is_real = tokens.is_real.expand(x.shape[:2])
     grad_weights = torch.randn(x.shape, generator=torch.Generator().manual_seed(4), dtype=x.dtype) * is_real[..., None]
@@ -116,7 +116,7 @@ def check_layer(name: str, layer, x: Tensor, tokens: SequenceInfo, order: str, s
 
 @case
 def every_part() -> None:
-    """Every example of every part as one layer, rows whole, padded or packed, in one order or the other."""
+    """Every example of every part as one layer, with full, padded or packed rows, in both token orders."""
     for n, (name, spec) in enumerate(cases.EVERY.items()):
         layer = cases.layer(spec)
         x, z = cases.tensors(spec)
@@ -136,7 +136,7 @@ def every_part() -> None:
 
 @case
 def lengths() -> None:
-    """Rows of any length: fewer tokens than ranks, one more than divides, none of a rank's own asked."""
+    """Rows of any length: fewer tokens than ranks, one more than a multiple, no label on one rank."""
     model = make_model_spec("gqa", "decoder")
     for n, count in enumerate((1, 1, 2, 2, 3, 8)):
         check_model(model, TOKEN_ORDERS[n % 2], count=count)
@@ -149,7 +149,7 @@ def lengths() -> None:
 
 @case
 def filled() -> None:
-    """Rows that are padded on either side, or hold several texts."""
+    """Rows padded on either side, and rows of several texts."""
     for preset in ("gqa", "dcmha", "linear"):
         model = make_model_spec(preset, "decoder")
         for n, tokens in enumerate(cases.sequence_infos(make_batch(model).x).values()):
@@ -164,7 +164,7 @@ def filled() -> None:
 
 @case
 def rows_as_a_whole() -> None:
-    """Heads that read the first token, the last or the mean of a row that no rank has whole."""
+    """Output heads that read the first token, the last token or the mean of a row that is divided."""
     for at in ("first", "last", "mean"):
         model = decoder(
             bp.BlockSpec(small_spec("gqa"), feed=bp.FeedForwardSpec(8)), heads=(bp.OutputHeadSpec("class", 5, at=at),)
@@ -176,7 +176,7 @@ def rows_as_a_whole() -> None:
 
 @case
 def pieces() -> None:
-    """Experts, a merged cross-attention, a table of relative positions that layers hold in common, norms anywhere."""
+    """Experts, merged cross-attention, a relative-position table shared by layers, all norm placements."""
     feed = bp.ExpertsSpec(bp.FeedForwardSpec(6), count=3, active=2, shared=bp.FeedForwardSpec(8))
     bias = hw.design(model=MODEL, heads=HEADS, modifiers=(hw.T5Bias(buckets=8, reach=9), hw.Softcap(2.0)))
     check_model(decoder(*[bp.BlockSpec(bias, feed=feed, placement="sandwich")] * 2), "zigzag")
@@ -187,7 +187,7 @@ def pieces() -> None:
 
 @case
 def a_block_of_several_layers() -> None:
-    """Global tokens with projections of their own, on one rank alone or on both."""
+    """Global tokens with their own projections, on one rank or on both."""
     x = torch.randn(3, 7, MODEL, dtype=torch.float64, generator=torch.Generator().manual_seed(6))
     for positions in ((0,), (0, 5)):
         pattern = hw.Window(3, after=1) | hw.Global(positions)
@@ -201,7 +201,7 @@ def a_block_of_several_layers() -> None:
 
 @case
 def terms() -> None:
-    """A balance over the tokens of all ranks, and a price of heads."""
+    """Auxiliary losses over the tokens of all ranks: load balance and expected number of heads."""
     gates = (hw.Rotary(), hw.Routed(always=1, active=1), hw.Concrete())
     model = decoder(*[bp.BlockSpec(hw.design(model=MODEL, heads=HEADS, pattern="causal", modifiers=gates))] * 2)
     net, ledgers = build_model(model).eval(), []
@@ -224,7 +224,7 @@ def terms() -> None:
 
 @case
 def a_mask_over_all_keys() -> None:
-    """A mask of the caller's own covers the queries of a rank and the keys of all."""
+    """The caller's mask covers the queries of one rank and the keys of all."""
     layer = cases.layer(hw.design(model=MODEL, heads=HEADS))
     for held in layer.state_dict().values():
         dist.broadcast(held, 0)
@@ -238,7 +238,7 @@ def a_mask_over_all_keys() -> None:
 
 @case
 def a_prompt_into_a_cache() -> None:
-    """Every rank remembers the tokens of all, and goes on alone."""
+    """Every rank caches the tokens of all ranks and decodes alone."""
     for preset in ("gqa", "linear", "mla", "dcmha"):
         net = build_model(decoder(*[bp.BlockSpec(small_spec(preset))] * 2)).eval()
         part, ids = with_context_parallel(net, "runs"), make_batch(net.spec, count=8).x
@@ -254,7 +254,7 @@ def a_prompt_into_a_cache() -> None:
 
 @case
 def nobody_said_where() -> None:
-    """Tokens that stand at the beginning of their row on every rank are refused."""
+    """Tokens without positions start at 0 on every rank and are refused."""
     part = with_context_parallel(build_model(decoder(bp.BlockSpec(small_spec("gqa")))), "runs")
     if all_ranks().rank:
         with pytest.raises(ValueError, match="rank 1 of 2 got 3 tokens from position 0, not its shard; pass"):
@@ -268,7 +268,7 @@ def nobody_said_where() -> None:
 
 @case
 def single_precision() -> None:
-    """The same within what float32 can tell."""
+    """Equal within float32 rounding."""
     model = make_model_spec("gqa", "encoder")
     net, wire = build_model(model, torch.float32), all_ranks()
     part, batch = with_context_parallel(net, "zigzag"), make_batch(model)
@@ -281,5 +281,5 @@ def single_precision() -> None:
 
 
 def run_requested(folder: Path) -> dict[str, str | None]:
-    """What this rank finds of those that are asked for."""
+    """Results of the requested checks on this rank."""
     return run_checks(check, folder)

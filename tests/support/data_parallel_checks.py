@@ -1,4 +1,4 @@
-"""What ranks do in tests of many machines; one rank alone does the same and is compared with."""
+"""Training on several ranks by data parallelism and sharding; the tests compare it with one rank."""
 
 from __future__ import annotations
 
@@ -36,8 +36,9 @@ RANK = int(os.environ.get("RANK", "0"))
 
 @dataclass(frozen=True)
 class Irregular(Echo):
-    """All that ranks can stumble over: a table of positions that layers share, experts, two stacks with one embedding
-    table, layers of a mean beside their cross-attention; sources and targets of unlike lengths, most labels late."""
+    """A task with hard cases for ranks: a position table shared by layers, experts, two stacks with one embedding,
+    merged cross-attention, sources and targets of different lengths, most labels on the second rank.
+    """
 
     name: ClassVar[str] = "odd"
 
@@ -63,7 +64,7 @@ class Irregular(Echo):
 
 
 def take_steps(task: Task, net: Transformer, recipe: Recipe, launch: ProcessInfo, parallelism: str) -> dict[str, Any]:
-    """Losses, norms and gradients of a few steps, and weights after them, whole."""
+    """Losses, norms and gathered gradients of a few steps, and the weights after them."""
     world = ProcessMesh(launch, Parallelism.over(parallelism, launch.size))
     sharded = shard_model(net, world)
     stepper = TrainStep(sharded, recipe, StepOptions("fp32", "off"))
@@ -94,7 +95,7 @@ STEPPED: dict[str, tuple[Task, dict[str, Any]]] = {
 
 
 def steps_of_case(case: str, launch: ProcessInfo, spread: str, **also: Any) -> dict[str, Any]:
-    """Those of a case, in float64 so that only the order of sums is left to differ."""
+    """Steps of one case in float64, where only the order of sums differs."""
     task, settings = STEPPED[case]
     recipe = short_recipe(**settings, **also)
     net = hw.build(task.model(), seed=3).double()
@@ -103,7 +104,7 @@ def steps_of_case(case: str, launch: ProcessInfo, spread: str, **also: Any) -> d
 
 
 def steps(folder: Path) -> dict[str, Any]:
-    """Every case, divided every way that this world can be."""
+    """Steps of every case under every parallelism of this group."""
     with join_process_group() as launch:
         return {way: {case: steps_of_case(case, launch, way) for case in STEPPED} for way in parallelisms_of(launch)}
 
@@ -113,7 +114,7 @@ def parallelisms_of(launch: ProcessInfo) -> list[str]:
 
 
 def sent_messages(folder: Path) -> dict[str, Any]:
-    """The collectives that the gradients of a step call, every way; one model's gradients fill several messages."""
+    """Collectives that the gradients of one step call, under every parallelism; one model fills several messages."""
     wide = bp.from_toml(bp.to_toml(Echo().model()).replace("hidden = 13", "hidden = 65521"))
     messages: dict[str, Any] = {}
     with join_process_group() as launch:
@@ -133,7 +134,7 @@ def sent_messages(folder: Path) -> dict[str, Any]:
 
 
 def wait_for_silent_rank(folder: Path) -> str:
-    """What is told to a rank that waits for one which says nothing."""
+    """The error message of a rank that waits for one which does not respond."""
     launch.COLLECTIVE_TIMEOUT = timedelta(seconds=2)
     try:
         with join_process_group() as process:
@@ -151,7 +152,7 @@ def wait_for_silent_rank(folder: Path) -> str:
 
 @dataclass(frozen=True)
 class Interrupted(Echo):
-    """Ctrl-C reaches the last rank while batch `at` is made."""
+    """Raises SIGINT on the last rank while batch `at` is made."""
 
     name: ClassVar[str] = "echo"
     at: ClassVar[int] = -1
@@ -164,7 +165,7 @@ class Interrupted(Echo):
 
 
 def run_until(step: int, recipe: Recipe, folder: Path) -> str:
-    """What is said at the end of a run that is interrupted at a step, or let be."""
+    """The message at the end of a run that is interrupted at a step, or not (-1)."""
     Interrupted.at = step
     try:
         train(Interrupted(), recipe=recipe, out=folder, resume="allowed")
@@ -174,7 +175,7 @@ def run_until(step: int, recipe: Recipe, folder: Path) -> str:
 
 
 def refusals(folder: Path) -> dict[str, str]:
-    """What each rank is told of what cannot be: the second one differs in one thing each time."""
+    """The error message on each rank of runs that cannot work; the second rank differs in one thing each time."""
 
     def message_of(work: Callable[[], object]) -> str:
         try:
@@ -218,7 +219,7 @@ def refusals(folder: Path) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Shifted(Echo):
-    """Other data under the same name."""
+    """Other data under one name."""
 
     name: ClassVar[str] = "echo"
 
@@ -228,7 +229,7 @@ class Shifted(Echo):
 
 @dataclass(frozen=True)
 class Missing(Echo):
-    """Data that is not there."""
+    """Data that does not exist."""
 
     name: ClassVar[str] = "echo"
 
@@ -241,7 +242,7 @@ def smaller_model() -> bp.ModelSpec:
 
 
 def diverging_model() -> Transformer:
-    """A model whose feed-forward says NaN on the second rank alone."""
+    """A model whose feed-forward returns NaN on the second rank only."""
     net = hw.build(Echo().model(), seed=0)
     if RANK == 1:
         net.get_submodule("decoder.0.feed").register_forward_hook(lambda module, given, out: out * float("nan"))
@@ -249,7 +250,7 @@ def diverging_model() -> Transformer:
 
 
 def model_with_nan_weight() -> Transformer:
-    """A model with a weight that is no number, in the last row of its matrix: the second rank's."""
+    """A model with a NaN weight in the last row of a matrix, which is on the second rank."""
     net = hw.build(Echo().model(), seed=0)
     with torch.no_grad():
         net.get_parameter("decoder.0.feed.up")[-1] = float("nan")
@@ -261,13 +262,13 @@ PLAIN = {"batch": 7, "steps": 6, "evaluate_every": 3, "patience": 1, "lr": 0.01}
 
 
 def run_two_ranks(folder: Path) -> dict[str, Any]:
-    """All that two ranks are asked for, in one world: beginning one takes longer than most of it."""
+    """Everything that needs two ranks, in one group, because starting a group takes longer than most checks."""
     with join_process_group():
         return {"steps": steps(folder), "sent": sent_messages(folder), "runs": runs(folder)}
 
 
 def runs(folder: Path) -> dict[str, Any]:
-    """Runs that are let be, and runs that are interrupted and go on, in the same world and another way."""
+    """Runs that complete, and runs that are interrupted and resumed, under one parallelism and under others."""
     random = short_recipe(**DROPPED)
     messages = {
         "whole": run_until(-1, random, folder / "whole"),
@@ -287,7 +288,7 @@ def runs(folder: Path) -> dict[str, Any]:
 
 
 def run_compiled_then_sharded(folder: Path) -> None:
-    """A run that compiles, and goes on in slices, which must not."""
+    """A compiled run that is resumed with shards, which must not compile."""
     compiling, StepTrial.choose = torch.compile, lambda self: StepOptions("fp32", "on")
     try:
         torch.compile = lambda hidden: hidden

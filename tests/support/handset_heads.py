@@ -1,7 +1,7 @@
-"""Small models some of whose heads do one thing, with weights set by hand, and texts for them.
+"""Small models in which some heads have one function, with weights set by hand, and texts for them.
 
-Tokens and places are unit vectors in slices of their own, and a third slice is for what heads copy. Norms are rms ones
-and all vectors as long as each other, so that they only scale.
+Tokens and positions are unit vectors in slices of their own, and a third slice is for what heads copy. Norms are RMS
+norms and all vectors have equal length, so that norms only scale.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _stack(name: str, pattern: str, layers: int, **said: hw.AttentionSpec) -> bp
 
 
 def _small_random_model(described: bp.ModelSpec) -> hw.Transformer:
-    """Unit vectors for tokens and places; all else small and random."""
+    """Unit vectors for tokens and positions; all other parameters small and random."""
     net = hw.build(described, seed=0).eval()
     draw = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -46,7 +46,7 @@ def _small_random_model(described: bp.ModelSpec) -> hw.Transformer:
 
 
 def _set_score(net: hw.Transformer, site: str, head: int, q: Tensor, k: Tensor, units: int) -> None:
-    """Make a head score SHARP q x . k z, [dim, model] each, where x and z are sums of so many unit vectors."""
+    """Set the score of a head to SHARP q x . k z, [dim, model] each, where x and z are sums of `units` unit vectors."""
     named = dict(net.named_parameters())
     rows = slice(head * DIM, (head + 1) * DIM)
     sharp = SHARP * math.sqrt(DIM) * units / MODEL  # undoes the norm of both sides and the scale
@@ -66,9 +66,10 @@ ANY = torch.ones(1, PLACES)  # of any place 1
 
 
 def decoder() -> hw.Transformer:
-    """Head (0, 0) reads the token before and copies it, (0, 1) the first token, (1, 2) the rarest one.
+    """Head (0, 0) attends to the previous token and copies it, (0, 1) to the first token, (1, 2) to the rarest one.
 
-    (1, 0) reads behind earlier same tokens, with (0, 0) an induction pair; (0, 2) and (1, 1) are small and random.
+    (1, 0) attends behind earlier equal tokens and forms an induction pair with (0, 0); (0, 2) and (1, 1) are small and
+    random.
     """
     net = _small_random_model(
         bp.ModelSpec("handmade", "decoder", (_stack("decoder", "causal()", 2),), (bp.OutputHeadSpec("tokens", WORDS),))
@@ -115,7 +116,7 @@ def texts(count: int, seed: int = 0) -> list[Example]:
 
 
 def translation_pairs(count: int, seed: int = 0) -> list[Example]:
-    """Words in one order and in another, linked where they are the same."""
+    """Words in one order and in another, with alignment links between equal words."""
     draw, examples = np.random.default_rng(seed), list[Example]()
     for _ in range(count):
         words = int(draw.integers(5, WORDS + 1))

@@ -1,4 +1,4 @@
-"""Small models and texts to weigh heads of, in double precision."""
+"""Small models in float64 and texts, for importance scores and pruning."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LLAMA = {
 
 
 def with_uneven_attention(net: nn.Module, by: float = 3.0) -> Any:
-    """The same in double precision, with matrices large enough for attention to be uneven."""
+    """The model in double precision with scaled matrices, so that attention is uneven."""
     with torch.no_grad():
         for parameter in net.parameters():
             if parameter.ndim > 1:
@@ -34,12 +34,12 @@ def with_uneven_attention(net: nn.Module, by: float = 3.0) -> Any:
 
 
 def build_model(config: dict[str, Any], seed: int = 0) -> Transformer:
-    """A model of ours as a family has it."""
+    """A model of ours from a config."""
     return with_uneven_attention(hw.build(hw.families.read_model_spec(config), seed=seed))
 
 
 def translator(seed: int = 0, placement: str = "pre") -> Transformer:
-    """A model of two stacks."""
+    """An encoder-decoder."""
     own = bp.BlockSpec(
         hw.design(model=12, heads=3, bias="qkvo"), feed=bp.FeedForwardSpec(20, bias="ud"), placement=placement
     )
@@ -57,12 +57,12 @@ def translator(seed: int = 0, placement: str = "pre") -> Transformer:
 
 
 def random_ids(number: int, count: int = 7, words: int = WORDS) -> torch.Tensor:
-    """A text of its own."""
+    """A random text by number."""
     return torch.randint(0, words, (1, count), generator=torch.Generator().manual_seed(number))
 
 
 def make_examples(net: nn.Module, count: int = 5) -> list[Example]:
-    """Texts of several lengths, with a source where one is read."""
+    """Texts of several lengths, with a source for an encoder-decoder."""
     two = isinstance(net, Transformer) and net.spec.kind == "encoder-decoder"
     name = "x" if isinstance(net, Transformer) else "input_ids"
     texts = [
@@ -72,7 +72,7 @@ def make_examples(net: nn.Module, count: int = 5) -> list[Example]:
 
 
 def with_random_biases(net: Transformer) -> Transformer:
-    """The same with biases and norms that are not what they start as."""
+    """The model with random values added to biases and norms."""
     draw = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for parameter in net.parameters():
@@ -82,7 +82,7 @@ def with_random_biases(net: Transformer) -> Transformer:
 
 
 def model_output(net: Transformer, number: int = 0) -> torch.Tensor:
-    """What a model says of a text, of its longest form."""
+    """The output of a model for one of its examples."""
     with torch.no_grad():
         return net(**make_examples(net)[number].inputs)
 
@@ -94,7 +94,7 @@ T5 = {
 
 
 def classifier(at: str) -> Transformer:
-    """An encoder that says one label of a text."""
+    """An encoder with one label per text."""
     block = bp.BlockSpec(hw.design(model=12, heads=3, bias="o"), feed=bp.FeedForwardSpec(20))
     stack = bp.StackSpec.from_blocks("encoder", 12, [block] * 2, embedding=bp.EmbeddingSpec(WORDS), norm=bp.NormSpec())
     return with_uneven_attention(
@@ -103,7 +103,7 @@ def classifier(at: str) -> Transformer:
 
 
 def model_without_head() -> Transformer:
-    """A model that says nothing but its states."""
+    """A model that returns its hidden states."""
     net = build_model(BERT)
     made = hw.build(bp.ModelSpec("small", "encoder", net.spec.stacks), seed=1)
     return with_uneven_attention(made)

@@ -1,4 +1,4 @@
-"""The specs that the contract runs over, and the layers and batches made of them.
+"""Specs of the contract tests, and layers and inputs for them.
 
 No two axes are equal: batch 3, tokens 7, source tokens 11, source width 13, model 10, heads 6, dim 4.
 """
@@ -22,7 +22,7 @@ EXACT = {"rtol": 1e-10, "atol": 1e-11}
 
 
 def base(**sizes) -> AttentionSpec:
-    """A small spec; what is not said gets sizes that no two axes share."""
+    """A small spec; sizes that are not given differ from each other."""
     return hw.design(**({"model": 10, "heads": 6, "dim": 4} | sizes))
 
 
@@ -33,7 +33,7 @@ def examples() -> dict[str, AttentionSpec]:
 
 
 def pairs() -> dict[str, AttentionSpec]:
-    """Two modifiers of one phase in either order, where the two can stand together."""
+    """Two modifiers of one phase in both orders, for all modifiers that can be combined."""
     modifiers = [
         hw.Rotary(base=30.0),
         hw.QKNorm(),
@@ -68,18 +68,18 @@ EVERY = EXAMPLES | PAIRS
 
 
 def as_causal(spec: AttentionSpec) -> AttentionSpec:
-    """The same spec, decodable: causal where its own pattern reads ahead, and of one sequence."""
+    """The spec in a form that can be decoded: self-attention, causal where its own pattern reads future tokens."""
     pattern = spec.pattern if spec.pattern.tokens_before_decode == 0 else hw.Causal()
     return replace(spec, pattern=pattern, source=None)
 
 
 def as_cross_attention(spec: AttentionSpec) -> AttentionSpec:
-    """The same spec over a source of another width."""
+    """The spec as cross-attention over a source of another width."""
     return replace(spec, pattern=hw.Full(), source=WIDTH)
 
 
 def layer(spec: AttentionSpec, dtype: torch.dtype = torch.float64, backend: str | None = None) -> hw.Attention:
-    """A layer whose every learned number matters: none stays at the zero or one it starts from."""
+    """A layer with random weights, so that no parameter stays at its initial zero or one."""
     layer_ = hw.Attention(spec, backend=backend).to(dtype).eval()
     with torch.no_grad():
         for parameter in layer_.parameters():
@@ -88,13 +88,13 @@ def layer(spec: AttentionSpec, dtype: torch.dtype = torch.float64, backend: str 
 
 
 def tensors(spec: AttentionSpec, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor | None]:
-    """x, and a source when the spec reads one."""
+    """Input x, and a source if the spec is a cross-attention."""
     x = torch.randn(BATCH, TOKENS, spec.model, dtype=torch.float64).to(dtype)
     return x, None if spec.source is None else torch.randn(BATCH, SOURCE, spec.source, dtype=torch.float64).to(dtype)
 
 
 def sequence_infos(x: Tensor) -> dict[str, hw.SequenceInfo]:
-    """Ways to fill a batch of seven tokens."""
+    """Full, right-padded, left-padded and packed batches of seven tokens."""
     packed = torch.tensor([[0, 0, 0, 1, 1, 2, -1], [0, 0, 0, 0, 0, 0, 0], [-1, 0, 0, 1, 1, 1, 1]])
     return {
         "whole": hw.SequenceInfo.from_batch(x),
@@ -107,7 +107,7 @@ def sequence_infos(x: Tensor) -> dict[str, hw.SequenceInfo]:
 def supporting_backends(
     spec: AttentionSpec, *, dtype: torch.dtype = torch.float64, single_query: bool = False, **more
 ) -> list[str]:
-    """The backends that run this spec on the CPU; `more` is more of the job, with gradients as a call here would."""
+    """Backends that run this spec on the CPU; `more` are further fields of the `CallSignature`."""
     more = {"needs_grad": torch.is_grad_enabled()} | more
     call = CallSignature(
         spec, spec.projection_form(single_query).core(spec), "cpu", dtype, single_query=single_query, **more
@@ -116,10 +116,10 @@ def supporting_backends(
 
 
 def check_close(ours: Tensor, theirs: Tensor, **tolerance: float) -> None:
-    """Equal to within float64 rounding, or as told."""
+    """Assert equality within float64 rounding, or within the given tolerance."""
     torch.testing.assert_close(ours, theirs, **(EXACT | tolerance), check_dtype=False)
 
 
 def change_spec(spec: AttentionSpec, **changes) -> AttentionSpec:
-    """A spec with some fields replaced."""
+    """The spec with some fields replaced."""
     return replace(spec, **changes)

@@ -7,7 +7,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop
 
 
 def flash_on_cpu(q, k, v, *args, out_shape=None, **kwargs):
-    """FlopCounterMode has no entry for the CPU's flash attention and would count nothing."""
+    """FLOPs of flash attention on the CPU, for which FlopCounterMode has no entry and counts zero."""
     return sdpa_flop(q, k, v)
 
 
@@ -15,14 +15,14 @@ MAPPING = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: flash_on_
 
 
 def torch_flops(layer, x, **call) -> int:
-    """FLOPs of a call as torch's counter sees them."""
+    """FLOPs of a call as counted by torch's FlopCounterMode."""
     with FlopCounterMode(display=False, custom_mapping=MAPPING) as counter, torch.no_grad():
         layer(x, **call)
     return counter.get_total_flops()
 
 
 def decode_in_chunks(layer, x, chunks, cache, **call):
-    """y of x handed over in chunks."""
+    """Output of a layer whose input arrives in chunks through a cache."""
     parts, start = [], 0
     for count in chunks:
         parts.append(layer(x[:, start : start + count], cache=cache, **call))
@@ -31,7 +31,7 @@ def decode_in_chunks(layer, x, chunks, cache, **call):
 
 
 def layer_gradients(layer, y, x):
-    """Of a loss that weighs every output differently, for x and every parameter."""
+    """Gradients of x and every parameter under a loss that weights every output differently."""
     loss = (y * torch.linspace(-1, 2, y.numel(), dtype=y.dtype).view_as(y)).sum()
     named = dict(layer.named_parameters()) | {"x": x}
     grads = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
@@ -39,7 +39,7 @@ def layer_gradients(layer, y, x):
 
 
 def saved_bytes(layer, count: int) -> int:
-    """Bytes that autograd holds of one forward pass, each storage once."""
+    """Bytes that autograd saves in one forward pass, each storage counted once."""
     x = torch.randn(1, count, layer.spec.model, requires_grad=True)
     bytes_by_storage: dict[int, int] = {}
 

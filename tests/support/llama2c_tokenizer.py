@@ -1,4 +1,4 @@
-"""How llama2.c keeps pieces of text and cuts by them, by definition: slow, and without `tokenizers`."""
+"""The tokenizer of llama2.c by definition: slow, and without `tokenizers`."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ FIRST: Scores = [
 
 
 def tokenizer_file(pieces: Scores) -> bytes:
-    """The file that holds them."""
+    """The bytes of a tokenizer file."""
     each = [struct.pack("<fi", score, len(text.encode())) + text.encode() for text, score in pieces]
     return struct.pack("<i", 99) + b"".join(each)
 
 
 def reference_tokenize(pieces: Scores, text: str) -> list[int]:
-    """The definition: characters, or bytes, and then the neighbours of the best score joined, the leftmost first."""
+    """Characters or bytes, then repeatedly the adjacent pair of best score merged, leftmost first."""
     number = {piece: n for n, (piece, _) in enumerate(pieces)}
     tokens = [number[" "]] if text else []
     for char in text:

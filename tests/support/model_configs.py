@@ -22,7 +22,7 @@ LLAMA3 |= {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_he
 
 
 def gemma_3_1b() -> ModelSpec:
-    """26 layers, each sixth of which reads everything and the others 512 tokens; one key-value head of 256."""
+    """26 layers: every sixth has full attention, the others a window of 512; one kv head of 256."""
     said = {"model": 1152, "heads": 4, "kv": 1, "dim": 256}
     local, full = (hw.design(**said, pattern=pattern) for pattern in ("window(512)", "causal"))
     blocks = [

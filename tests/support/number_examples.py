@@ -1,4 +1,4 @@
-"""Texts of numbers as scenes, and models with heads that were set by hand."""
+"""Texts of numbers as examples, and small models with sharp attention."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WORDS = 29
 
 
 def make_example(ids: Sequence[int], name: str = "x") -> Example:
-    """A text of these ids, told under this name."""
+    """A text of these ids under this input name."""
     ids_, none = torch.tensor(list(ids)), torch.zeros(len(ids), dtype=torch.bool)
     words = tuple(map(str, ids))
     tokens = TokenAnnotations(ids_, words, none, none, none, torch.arange(len(ids)), torch.ones(len(ids)))
@@ -23,13 +23,13 @@ def make_example(ids: Sequence[int], name: str = "x") -> Example:
 
 
 def make_examples(count: int = 5, name: str = "x", words: int = WORDS, longest: int = 17) -> list[Example]:
-    """So many texts of several lengths."""
+    """Several texts of different lengths."""
     draw = np.random.default_rng(3)
     return [make_example(draw.integers(3, words, size=draw.integers(7, longest)).tolist(), name) for _ in range(count)]
 
 
 def small_gpt2(layers: int = 2, heads: int = 4, seed: int = 0, sharp: float = 6.0) -> nn.Module:
-    """A GPT-2 of 20 channels with random weights, whose heads look at something."""
+    """A GPT-2 of 20 channels with random weights and sharp attention."""
     config = {"model_type": "gpt2", "n_embd": 20, "n_head": heads, "n_layer": layers, "vocab_size": WORDS}
     net = hw.build(hw.families.read_model_spec(config), seed=seed)
     with torch.no_grad():

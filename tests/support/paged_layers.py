@@ -1,4 +1,4 @@
-"""Attention layers over a paged KV cache, and the same read in one pass."""
+"""Attention layers over a paged KV cache, and reference results of one pass and of the definition."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SPECS = {
 
 
 def build_layer(name: str, dtype: torch.dtype = torch.float64) -> hw.Attention:
-    """A layer whose scores are far apart, so that every key matters or none does."""
+    """A layer with widely spread scores, so that every key matters or none does."""
     sizes = {"model": MODEL, "pattern": "causal()", "dim": 5} | SPECS[name]
     torch.manual_seed(3)
     layer = hw.Attention(hw.design(**sizes))
@@ -41,7 +41,7 @@ def build_layer(name: str, dtype: torch.dtype = torch.float64) -> hw.Attention:
 
 
 def make_pool(spec: hw.AttentionSpec, dtype: torch.dtype, page: int, pages: int, order: int) -> PagePool:
-    """Pages in some order; what nobody has written there is not a number."""
+    """A pool with its pages in random order; unwritten memory is NaN."""
     pool = PagePool([spec], pages=pages, page=page, dtype=dtype)
     pool.numbers[:-1].fill_(torch.nan)  # the last is read for what is not there, where pages are gathered
     pages_taken = [pool.book.pages.allocate() for _ in range(pages)]
@@ -62,7 +62,7 @@ def decode_step(
 
 
 def prefilled_cache(layer: hw.Attention, pool: PagePool, x: torch.Tensor, lengths: list[int]) -> hw.KVCache:
-    """Rows of these lengths, gone on with by whoever takes several tokens at once."""
+    """A cache after a prefill of rows of these lengths."""
     cache = pool.caches(pool.batch_of([pool.book.new_sequence() for _ in lengths]))[0]
     if most := max(lengths):
         with torch.no_grad():
@@ -71,7 +71,7 @@ def prefilled_cache(layer: hw.Attention, pool: PagePool, x: torch.Tensor, length
 
 
 def last_output_in_one_pass(layer: hw.Attention, x: torch.Tensor) -> torch.Tensor:
-    """What the last token of one row reads, with every score formed."""
+    """The output of the last token of one row, from a dense pass."""
     layer.backend_name = "dense"
     with torch.no_grad():
         y = layer(x[None])[0, -1:]
@@ -80,7 +80,7 @@ def last_output_in_one_pass(layer: hw.Attention, x: torch.Tensor) -> torch.Tenso
 
 
 def reference_decode(q_HK, keys, values, scale, options=PagedDecodeOptions()):  # noqa: B008 - it is a constant
-    """o [H, V] and lse [H] of one row in float64, head by head, of the list of keys [n, G, K] that it reads."""
+    """o [H, V] and lse [H] of one row in float64, head by head, over its list of keys [n, G, K]."""
     outputs, heads_per_group = [], q_HK.shape[0] // keys.shape[1]
     for h, q in enumerate(q_HK.double()):
         s = (keys[:, h // heads_per_group].double() @ q) * scale

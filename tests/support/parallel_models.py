@@ -1,4 +1,4 @@
-"""Models for checks on several ranks, and what is compared with one rank's: outputs, gradients, steps."""
+"""Models for checks on several ranks, and their comparison with one rank: outputs, gradients, optimiser steps."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def small_spec(preset: str, **changes) -> hw.AttentionSpec:
 
 
 def make_stack(name: str, blocks, **changes) -> bp.StackSpec:
-    """A stack over a table of words with learned positions."""
+    """A stack with token embedding and learned positions."""
     table = bp.EmbeddingSpec(WORDS, positions=bp.PositionSpec("learned", 12))
     return bp.StackSpec.from_blocks(name, MODEL, blocks, **({"embedding": table, "norm": bp.NormSpec()} | changes))
 
 
 def make_model_spec(preset: str, kind: str) -> bp.ModelSpec:
-    """Two layers of a preset: a decoder of vectors, an encoder that says one thing of a row, or both kinds of stack."""
+    """Two layers of a preset: a decoder over vectors, an encoder with one output per row, or an encoder-decoder."""
     feed, full = bp.FeedForwardSpec(10, bias="ud"), {} if preset in ("longformer", "bigbird") else {"pattern": "full()"}
     heads = (bp.OutputHeadSpec("tokens", WORDS, bias="learned"),)
     if kind == "decoder":
@@ -62,7 +62,7 @@ def make_model_spec(preset: str, kind: str) -> bp.ModelSpec:
 
 
 def build_model(model: bp.ModelSpec, dtype: torch.dtype = torch.float64, dropout: float = 0.0) -> hw.Transformer:
-    """The model with no number at the zero or one it starts from; the same on every rank."""
+    """The model with random values added to all parameters; equal on every rank."""
     net = hw.build(model, seed=1, dropout=dropout).to(dtype)
     draw = torch.Generator().manual_seed(2)
     with torch.no_grad():
@@ -72,7 +72,7 @@ def build_model(model: bp.ModelSpec, dtype: torch.dtype = torch.float64, dropout
 
 
 def make_batch(model: bp.ModelSpec, tokens: Mapping[str, hw.SequenceInfo | None] = {}, count: int = 7) -> Batch:
-    """Three rows of what a model reads, with labels."""
+    """Three rows of input with labels."""
     draw = torch.Generator().manual_seed(3)
     ids, source = (torch.randint(WORDS, (3, size), generator=draw) for size in (count, 5))
     labels = ids[:, 0] % 5 if model.heads[0].at != "each" else ids.roll(-1, 1)
@@ -82,23 +82,23 @@ def make_batch(model: bp.ModelSpec, tokens: Mapping[str, hw.SequenceInfo | None]
 
 
 def summed_loss(net: nn.Module, batch: Batch) -> Tensor:
-    """The summed cross entropy."""
+    """Sum of the cross entropies."""
     logits = net(batch.x, sequence=batch.tokens, source=batch.source, source_sequence=batch.source_tokens)
     return F.cross_entropy(logits.flatten(0, -2), batch.labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
 
 
 def adamw(net: nn.Module) -> torch.optim.AdamW:
-    """The optimiser that steps are taken with; its large eps keeps rounding from moving what has no gradient."""
+    """AdamW with a large eps, so that rounding does not move parameters without a gradient."""
     return torch.optim.AdamW(net.parameters(), lr=0.01, weight_decay=0.1, eps=1e-3)
 
 
 def all_ranks() -> CollectiveGroup:
-    """Every rank."""
+    """The group of all ranks."""
     return CollectiveGroup(dist.group.WORLD)
 
 
 def check_gradients(ours: Mapping[str, Tensor], net: nn.Module, **tolerance: float) -> None:
-    """Every gradient that one rank finds, of its size among all of them."""
+    """Every gradient equals that of one rank, relative to the norm of all gradients."""
     theirs = {name: p.grad for name, p in net.named_parameters() if p.grad is not None}
     norm = nn.utils.get_total_norm(list(theirs.values()))
     for name, grad in theirs.items():
@@ -106,13 +106,13 @@ def check_gradients(ours: Mapping[str, Tensor], net: nn.Module, **tolerance: flo
 
 
 def model_output(net: nn.Module, batch: Batch) -> Tensor:
-    """What a model says of a batch."""
+    """The output of a model on a batch, without gradients."""
     with torch.no_grad():
         return net(batch.x, sequence=batch.tokens, source=batch.source, source_sequence=batch.source_tokens)
 
 
 def backward_on(nets: Sequence[nn.Module], batches: Sequence[Batch], loss: Loss) -> list[Tensor | None]:
-    """Set the gradients of each net on its batch; those of what it was given, where these are vectors."""
+    """Run the backward pass of each net on its batch; returns the gradients of floating-point inputs."""
     input_gradients = []
     for net, batch in zip(nets, batches, strict=True):
         x = batch.x.clone().requires_grad_(batch.x.is_floating_point())
@@ -122,7 +122,7 @@ def backward_on(nets: Sequence[nn.Module], batches: Sequence[Batch], loss: Loss)
 
 
 def check_steps(nets, steps: int, gather: Callable[[], Grads], learn: Callable[[], None]) -> None:
-    """Two nets have one gradient at every step, and become one; `gather` gives the second's as the first has them."""
+    """Two nets have equal gradients at every step; `gather` returns the second's in the layout of the first."""
     optimisers = [adamw(net) for net in nets]
     for _ in range(steps):
         learn()
@@ -135,7 +135,7 @@ def check_steps(nets, steps: int, gather: Callable[[], Grads], learn: Callable[[
 def check_tensor_parallel(
     net, part, divided: TensorParallelModel, batch: Batch, loss: Loss = summed_loss, steps: int = 1
 ) -> None:
-    """A portion says, learns and becomes what the whole does."""
+    """Outputs, gradients and updated weights of a divided model equal those of the whole model."""
     check_close(model_output(part, batch), model_output(net, batch))
 
     def learn() -> None:
@@ -162,7 +162,7 @@ def gather_whole(divided: TensorParallelModel, tensors: Grads) -> Grads:
 def check_context_parallel(
     net, group: CollectiveGroup, order: str, batch: Batch, loss: Loss = summed_loss, steps: int = 1
 ) -> None:
-    """A model that is told some tokens of each row says, learns and becomes what one does that is told all."""
+    """Outputs, gradients and updated weights under divided rows equal those under whole rows."""
     part, own = copy.deepcopy(net), shard_tokens(batch, group, order)
     set_parallel_context(part, TensorContextParallel(context_group=group, token_order=order))
     whole, ours = model_output(net, batch), model_output(part, own)
@@ -185,6 +185,6 @@ def check_context_parallel(
 
 
 def real_tokens(batch: Batch) -> Tensor:
-    """Which tokens are no padding [B, T]."""
+    """Which tokens are not padding [B, T]."""
     shape = batch.x.shape[:2]
     return torch.ones(shape, dtype=torch.bool) if batch.tokens is None else batch.tokens.is_real.expand(shape)

@@ -1,4 +1,4 @@
-"""Training by heads and by tokens: what ranks do, as one alone does it."""
+"""Training by tensor and context parallelism; the tests compare it with one rank."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ FOUR_RANKS = ("data=2,tensor=2", "data=2,context=2", "context=2,tensor=2", "shar
 
 
 def run_everything(folder: Path) -> dict[str, Any]:
-    """All that ranks are asked for, in one world: beginning one takes longer than most of it."""
+    """Everything that ranks are needed for, in one group, because starting a group takes longer than most checks."""
     with join_process_group() as launch:
         results = {"steps": steps(launch), "sent": sent_messages(launch)}
         return results | ({"runs": runs(folder), "told": refusals(folder)} if launch.size == 2 else {})
 
 
 def steps(launch: ProcessInfo) -> dict[str, Any]:
-    """Every case, divided every way that this world can be."""
+    """Steps of every case under every parallelism of this group."""
     return {way: {case: steps_of_any_case(case, launch, way) for case in CASES} for way in parallelisms_of(launch)}
 
 
 def steps_of_any_case(case: str, launch: ProcessInfo, way: str, **more: Any) -> dict[str, Any]:
-    """Those of a case of many ranks, or of one more: heads that share a key, and a gradient that is shortened."""
+    """Steps of a case of data parallelism, or of the case with shared keys and gradient clipping."""
     if case in STEPPED:
         return steps_of_case(case, launch, way, **more)
     return take_steps(
@@ -54,7 +54,7 @@ def parallelisms_of(launch: ProcessInfo) -> tuple[str, ...]:
 
 
 def sent_messages(launch: ProcessInfo) -> dict[str, Any]:
-    """The collectives that the gradients of one step call, and those that are counted, of rows without padding."""
+    """Collectives that the gradients of one step call, and those counted, for rows without padding."""
     found: dict[str, Any] = {}
     for parallelism in parallelisms_of(launch):
         for name, task, parts in (("echo", Echo(), 1), ("odd", Irregular(), 2), ("pooled", Pooled(), 1)):
@@ -72,7 +72,7 @@ def sent_messages(launch: ProcessInfo) -> dict[str, Any]:
 
 
 def runs(folder: Path) -> dict[str, str]:
-    """A run that goes on another way each time it is interrupted, and one whose loss has terms."""
+    """A run that is resumed under another parallelism after each interrupt, and a run with auxiliary losses."""
     settings = {"batch": 6, "steps": 6, "evaluate_every": 3, "lr": 0.01}
     for at, way in ((1, "tensor=2"), (3, "context=2"), (-1, "tensor=2")):
         run_until(at, short_recipe(**settings, spread=way), folder / "ways")
@@ -83,7 +83,7 @@ def runs(folder: Path) -> dict[str, str]:
 
 
 def rng_states(folder: Path) -> list[float]:
-    """Where this rank's stream stands at every step of a run by rows that goes on by heads."""
+    """The random state of this rank at every step of a data-parallel run that resumes with tensor parallelism."""
     RecordsRng.seen.clear()
     for at, parallelism in ((2, "data=2"), (-1, "tensor=2")):
         RecordsRng.at = at
@@ -98,7 +98,7 @@ def rng_states(folder: Path) -> list[float]:
 
 
 def refusals(folder: Path) -> dict[str, str]:
-    """What each rank is told of what cannot be."""
+    """The error message on each rank of runs that cannot work."""
 
     def message_of(task: Task, **said: Any) -> str:
         try:
@@ -118,7 +118,7 @@ def refusals(folder: Path) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Balanced(Echo):
-    """Tokens that choose their heads, and are to choose them evenly."""
+    """Tokens that choose their heads, with a load-balance loss."""
 
     name: ClassVar[str] = "balanced"
 
@@ -132,7 +132,7 @@ BALANCED = {"batch": 6, "steps": 4, "evaluate_every": 2, "lr": 0.01, "terms": ((
 
 @dataclass(frozen=True)
 class RecordsRng(Interrupted):
-    """One that notes where torch's generator stands when a batch is made."""
+    """Records the random state of torch when a batch is made."""
 
     at: ClassVar[int] = -1
     seen: ClassVar[list[float]] = []
@@ -143,21 +143,21 @@ class RecordsRng(Interrupted):
 
 
 class Mixed(Echo):
-    """Every head of it needs every other."""
+    """Heads that are all mixed with each other."""
 
     def model(self) -> bp.ModelSpec:
         return decoder_of(hw.design(model=8, heads=4, modifiers=(hw.TalkingHeads(),)))
 
 
 class OneHead(Echo):
-    """Nothing to divide."""
+    """A single head, which cannot be divided."""
 
     def model(self) -> bp.ModelSpec:
         return decoder_of(hw.design(model=8, heads=1))
 
 
 class Pictures(Echo):
-    """A row of it is no row of tokens yet."""
+    """Images, whose rows are not tokens before the embedding."""
 
     def batch(self, index: int, size: int, split: str = "train") -> Batch:
         return Batch(torch.zeros(size, 1, 4, 4), torch.zeros(size, dtype=torch.int64))
@@ -169,7 +169,7 @@ class Pictures(Echo):
 
 
 def decoder_of(spec: hw.AttentionSpec) -> bp.ModelSpec:
-    """One layer of a decoder."""
+    """A decoder of one layer."""
     stack = bp.StackSpec.from_blocks(
         "decoder", 8, [bp.BlockSpec(spec, feed=bp.FeedForwardSpec(6))], embedding=bp.EmbeddingSpec(IDS)
     )
@@ -177,7 +177,7 @@ def decoder_of(spec: hw.AttentionSpec) -> bp.ModelSpec:
 
 
 class Pooled(Echo):
-    """One label of a row, which a head reads off its mean; heads of one key, and whole rows of an even length."""
+    """One label per row, from its mean; heads that share one key, and full rows of even length."""
 
     def batch(self, index: int, size: int, split: str = "train") -> Batch:
         found = super().batch(index, size, split)

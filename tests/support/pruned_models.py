@@ -1,4 +1,4 @@
-"""Small models of every kind and texts for them, for proofs of what is left of them."""
+"""Small models of every kind, texts for them, and heads to keep, for tests of compression proofs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WORDS = 23
 
 
 def make_attention(pattern: str = "causal", heads: int = 4, kv: int = 2, **changes: Any) -> Any:
-    """An attention of 24 channels."""
+    """An attention over 24 channels."""
     return hw.design(model=24, heads=heads, kv=kv, pattern=pattern, **changes)
 
 
@@ -43,7 +43,7 @@ def make_model_spec(
 
 
 def build_model(described: bp.ModelSpec, seed: int = 0) -> Transformer:
-    """With weights large enough for heads to differ, in single precision."""
+    """The model in single precision, with weights large enough for heads to differ."""
     net = hw.build(described, seed=seed)
     with torch.no_grad():
         for name, parameter in net.named_parameters():
@@ -53,7 +53,7 @@ def build_model(described: bp.ModelSpec, seed: int = 0) -> Transformer:
 
 
 def make_examples(kind: str, count: int = 6, words: int = WORDS) -> list[Example]:
-    """Texts of several lengths, or pictures with labels."""
+    """Texts of several lengths, or labelled images."""
     draw = torch.Generator().manual_seed(5)
     if kind == "vision":
         shape = (1, 1, 6, 10)

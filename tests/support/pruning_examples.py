@@ -1,4 +1,4 @@
-"""Llama models with faint heads, for tests of pruning."""
+"""A Llama config, heads made faint, a random ranking and texts, for tests of pruning."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RANDOM_RANKING = HeadRanking("random", seed=3)
 
 
 def with_faint_heads(net: Transformer, heads: list[tuple[str, int]]) -> Transformer:
-    """The same with heads that nobody hears."""
+    """The model with these heads scaled down, so that they hardly affect the output."""
     with torch.no_grad():
         for site, head in heads:
             attention = get_attention(net, site)

@@ -1,4 +1,4 @@
-"""Many checks in one world of a few ranks: what every rank found of each."""
+"""Several checks in one group of ranks, with the result of every rank."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from support.rank_processes import run_ranks
 
 
 def requested_checks(request: pytest.FixtureRequest) -> list[str]:
-    """The checks that the tests of a module which are to run ask for, by name: "mha decoder", "terms"."""
+    """Names of the checks that the selected tests of a module need: "mha decoder", "terms"."""
     items = [item for item in request.session.items if item.path == request.path]
     return [
         " ".join(item.callspec.params[key] for key in ("preset", "kind", "name") if key in item.callspec.params)
@@ -24,14 +24,14 @@ def requested_checks(request: pytest.FixtureRequest) -> list[str]:
 
 
 def run_checks_on_ranks(ranks: int, module: str, names: Sequence[str], folder: Path) -> dict[str, list[Any]]:
-    """What each rank found of every check, by name; None where nothing was amiss."""
+    """Result of every check on each rank by name: None, or a traceback."""
     folder.joinpath("names").write_text("\n".join(names))
     results = run_ranks(ranks, f"{module}.run_requested", folder)
     return {name: [found[name] for found in results] for name in names}
 
 
 def run_checks(check: Callable[[str], None], folder: Path) -> dict[str, str | None]:
-    """What this rank finds. It stops at the first failure, for what comes after would not meet; others learn of it."""
+    """Run the checks on this rank up to the first failure, since collectives would not match after it."""
     failures: dict[str, str | None] = {}
     names = folder.joinpath("names").read_text().splitlines()
     with join_process_group():
@@ -47,6 +47,6 @@ def run_checks(check: Callable[[str], None], folder: Path) -> dict[str, str | No
 
 
 def check_no_failure(failures: Sequence[str | None]) -> None:
-    """Every rank found nothing amiss."""
+    """Assert that no rank failed."""
     for rank, failure in enumerate(failures):
         assert failure is None, f"rank {rank}: {failure}"

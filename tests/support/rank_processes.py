@@ -1,4 +1,4 @@
-"""Worlds for tests: processes that know of each other as torchrun's do, each running one function of some module."""
+"""Processes of several ranks with the environment of torchrun, each of which runs one function."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ TESTS, SOURCE = Path(__file__).parents[1], Path(headwise.__file__).parents[1]
 
 
 def free_port() -> int:
-    """A port that nobody listens on."""
+    """A port that no process listens on."""
     with socket.socket() as listener:
         listener.bind(("localhost", 0))
         return listener.getsockname()[1]
 
 
 def rank_environment(rank: int, ranks: int, port: int) -> dict[str, str]:
-    """What torchrun would say to a process."""
+    """Environment variables that torchrun sets for one rank."""
     variables = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank, "MASTER_ADDR": "localhost", "MASTER_PORT": port}
     path = os.pathsep.join([str(SOURCE), str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
     strings = {name: str(value) for name, value in variables.items()}
@@ -33,7 +33,7 @@ def rank_environment(rank: int, ranks: int, port: int) -> dict[str, str]:
 
 
 def start_ranks(ranks: int, *arguments: str) -> list[subprocess.Popen[str]]:
-    """Processes of one world, each `python` with these arguments."""
+    """Start one process for each rank, each `python` with these arguments."""
     port = free_port()
     return [
         subprocess.Popen(
@@ -45,7 +45,7 @@ def start_ranks(ranks: int, *arguments: str) -> list[subprocess.Popen[str]]:
 
 
 def wait_for_ranks(processes: list[subprocess.Popen[str]], timeout: float = 120) -> list[tuple[int, str, str]]:
-    """Their codes and what they said, once all of them have ended."""
+    """Exit code, standard output and standard error of each process."""
     try:
         outputs = [process.communicate(timeout=timeout) for process in processes]
     finally:
@@ -55,7 +55,7 @@ def wait_for_ranks(processes: list[subprocess.Popen[str]], timeout: float = 120)
 
 
 def run_ranks(ranks: int, function: str, folder: Path) -> list[Any]:
-    """What "module.function" gives each of so many ranks, each called with the folder."""
+    """Results of "module.function" on each of `ranks` ranks, called with the folder."""
     folder.mkdir(exist_ok=True)
     for rank, (code, _, err) in enumerate(
         wait_for_ranks(start_ranks(ranks, "-m", "support.rank_processes", function, str(folder)))

@@ -13,7 +13,7 @@ from headwise.costs.saved_tensors import SavedTensorRecorder
 
 
 def bytes_saved_by(run, *excluded: Tensor) -> int:
-    """The rule itself: bytes of every distinct storage that hooks see, without parameters, constants and ids."""
+    """Bytes of every distinct storage that hooks see, without parameters, constants and ids."""
     excluded_storages = {t.untyped_storage().data_ptr() for t in excluded}
     tensors: dict[int, Tensor] = {}
 
@@ -28,6 +28,7 @@ def bytes_saved_by(run, *excluded: Tensor) -> int:
 
 
 def layer_saved_bytes(layer: nn.Module, x: Tensor, z: Tensor | None = None) -> int:
+    """Bytes that one call of a layer saves."""
     return bytes_saved_by(lambda: layer(x, source=z), *layer.parameters(), *layer.buffers())
 
 
@@ -35,6 +36,7 @@ BATCH, TOKENS, SOURCE = 2, 11, 13
 
 
 def stack_input(stack: hw.model_spec.StackSpec, tokens: int, dtype: torch.dtype) -> Tensor:
+    """Random ids or images for a stack."""
     patches = stack.embedding.patches
     if patches is None:
         return torch.randint(1, stack.embedding.tokens, (BATCH, tokens))
@@ -44,7 +46,7 @@ def stack_input(stack: hw.model_spec.StackSpec, tokens: int, dtype: torch.dtype)
 
 
 def model_saved_bytes(model: hw.model_spec.ModelSpec, dtype: torch.dtype, settings: hw.ActivationSettings) -> int:
-    """Bytes that hooks see of one step of training; ids, pixels and labels are given and do not count."""
+    """Bytes that hooks see in one training step, without ids, pixels and labels."""
     net = hw.build(model, dropout=settings.dropout, seed=0).to(dtype).train()
     net.checkpointing = settings.checkpoint
     more = {"source": stack_input(model.stacks[0], SOURCE, dtype)} if len(model.stacks) > 1 else {}
@@ -56,7 +58,7 @@ def model_saved_bytes(model: hw.model_spec.ModelSpec, dtype: torch.dtype, settin
 
 
 def backend_profile(model: hw.model_spec.ModelSpec, dtype: str = "fp32") -> str:
-    """In bfloat16 each attention has its own: the usual one."""
+    """The backend whose formula holds; with bfloat16 each attention has its usual one."""
     return (
         "dense"
         if any(fused_unsupported_reason(spec) for _, spec in model.attention_specs())

@@ -14,7 +14,7 @@ GPT = {"model_type": "gpt2", "n_embd": 12, "n_head": 3, "n_layer": 2, "vocab_siz
 
 
 def save_models(base: Path) -> dict[str, Path]:
-    """A model of ours and two of transformers, all of which read bytes."""
+    """Save a model of ours and two of transformers, all with a byte tokenizer."""
     net = hw.build(hw.families.read_model_spec(GPT), seed=0)
     net.usage = hw.ProcessorSpec(tokenizer=ByteVocabulary().document)
     hw.save(net, base / "ours")

@@ -1,7 +1,7 @@
-"""A name carries its shape, and in tests the shape is held to it.
+"""Checks that tensors have the shapes in their names.
 
-`q_BTHK` is a tensor of four dimensions; every argument of one call that carries a T has the same T. The
-letters stand in the source once, as names; here they become checks on every call of every function.
+`q_BTHK` is a tensor of four dimensions, and every argument of one call with a T has one size of T. The letters are
+written once in the source, as names; here they become checks on every call of every function.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ _BROADCAST = {"B"}  # what is alike in every row is kept once
 
 
 class ShapeError(AssertionError):
-    """A tensor is not what its name says."""
+    """A tensor whose shape contradicts its name."""
 
 
 def letters(name: str) -> str:
-    """The axes that a name carries: "BTHK" of ``q_BTHK``, nothing of ``rows``."""
+    """The axes in a name: "BTHK" for ``q_BTHK``, "" for ``rows``."""
     match = _LETTERS.match(name)
     return match[1] if match else ""
 
 
 def with_shape_checks(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, holding its tensor arguments to their names; itself when no name carries letters."""
+    """The function with checks of its tensor arguments, or itself if no argument name has letters."""
     names = list(inspect.signature(function).parameters)
     axes_by_index = {n: (name, letters(name)) for n, name in enumerate(names) if letters(name)}
     if not axes_by_index:
@@ -66,7 +66,7 @@ def _check_shapes(function_name: str, tensors: list[tuple[str, str, torch.Tensor
 
 
 def install_shape_checks(package: str = "headwise") -> int:
-    """Check every function and method of the package from now on; how many carry letters."""
+    """Check every function and method of the package from now on. Returns how many have letters."""
     root = importlib.import_module(package)
     for module in pkgutil.walk_packages(root.__path__, package + "."):
         if not module.name.endswith("__main__"):

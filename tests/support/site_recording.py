@@ -1,4 +1,4 @@
-"""Recording what attention sites read and which weights they compute while a model runs."""
+"""Recording of the inputs and weights of attention sites while a model runs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from headwise.inspect.hooks import AttentionInputs, install_hooks
 
 
 class InputRecorder:
-    """A watcher that keeps what an attention worked with."""
+    """A hook that records the inputs of an attention."""
 
     needs_call = True
 
@@ -30,6 +30,7 @@ class InputRecorder:
 
 @contextmanager
 def record_sites(model):
+    """Record the inputs of every attention of a model, by site."""
     attentions = find_attention(model)
     recorders = {one.site.name: InputRecorder() for one in attentions}
     patches = [stand for route in {one.adapter for one in attentions} for stand in route.patches()]
@@ -39,7 +40,7 @@ def record_sites(model):
 
 @contextmanager
 def record_eager_weights(monkeypatch: pytest.MonkeyPatch):
-    """What eager functions of the interface give as weights, by module."""
+    """Record the weights that eager attention functions of transformers return, by module."""
     weights: dict[torch.nn.Module, Tensor] = {}
     original = transformers_interface._call_with_hooks
 

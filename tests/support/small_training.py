@@ -1,4 +1,4 @@
-"""A task and a model so small that training them takes a second, for tests of training."""
+"""A task and a model that train in a second, for tests of training."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ QUICK = {
 
 @dataclass(frozen=True)
 class Echo(Task):
-    """Say the token before: rows of 3 to 7 random ids, labels shifted by one, nothing asked of the first."""
+    """Predict the previous token: rows of 3 to 7 random ids, labels shifted by one, no label for the first."""
 
     name: ClassVar[str] = "echo"
     noise: float = 0.0
@@ -73,7 +73,7 @@ class Echo(Task):
 
 @dataclass(frozen=True)
 class Answered(Echo):
-    """The same, and two tokens are generated behind each prompt of three."""
+    """The echo task with two tokens generated after each prompt of three."""
 
     name: ClassVar[str] = "answered"
     answers: ClassVar[int] = 2
@@ -88,7 +88,7 @@ class Answered(Echo):
 
 @dataclass(frozen=True)
 class Routed(Echo):
-    """With heads that are chosen token by token, whose balance is a term."""
+    """The echo task with heads chosen per token and a load-balance loss."""
 
     name: ClassVar[str] = "routed"
 
@@ -114,5 +114,5 @@ PLAIN = StepOptions("fp32", "off")
 
 
 def make_train_step(net: Transformer, recipe: Recipe, choice: StepOptions = PLAIN) -> TrainStep:
-    """What steps on this rank alone, on the CPU."""
+    """A training step on this rank alone, on the CPU."""
     return TrainStep(wrap_single_process(net), recipe, choice)

@@ -1,8 +1,8 @@
-"""What hypothesis draws specs from: every registered part, in combinations that the library itself calls legal.
+"""Hypothesis strategies for specs: all registered parts, in combinations that the library accepts.
 
-`specs()` starts from the example of a part and changes it step by step; a change that clashes is not made, so that
-nothing is ever thrown away and a failing spec shrinks to a bare example. `modifier_lists()` grows a list the same
-way on a given spec. Neither names a part: a new one is drawn as soon as it has examples.
+`specs()` starts from an example of a part and changes it step by step. A change that conflicts is skipped, so that no
+example is rejected and a failing spec shrinks to a bare example. `modifier_lists()` grows a list in this manner on a
+given spec. Neither names a part: a new part is included as soon as it has examples.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ BASE = {"model": 10, "heads": 6, "dim": 4}  # what an example does not say; no t
 
 
 def base(**sizes: Any) -> hw.AttentionSpec:
-    """The small spec that examples are made from."""
+    """The small spec from which examples are made."""
     return hw.design(**(BASE | sizes))
 
 
 def examples() -> list[tuple[str, hw.AttentionSpec]]:
-    """Every example of every registered part, by a name that says whose it is."""
+    """Every example of every registered part, named after the part."""
     named = []
     for name, part in hw.REGISTRY.items():
         if issubclass(part, hw.interfaces.Part):
@@ -32,7 +32,7 @@ def examples() -> list[tuple[str, hw.AttentionSpec]]:
 
 
 def slot_values(slot: str) -> list[Any]:
-    """Everything that the examples put into one slot, or into the list of modifiers; each once, plainest first."""
+    """All values that the examples have in one slot, or in the list of modifiers; each once, simplest first."""
     examples_ = [base()] + [spec for _, spec in examples()]
     values = [
         value for spec in examples_ for value in (spec.modifiers if slot == "modifiers" else [getattr(spec, slot)])
@@ -41,7 +41,7 @@ def slot_values(slot: str) -> list[Any]:
 
 
 def change_if_legal(spec: hw.AttentionSpec, **changes: Any) -> hw.AttentionSpec:
-    """The spec so changed, or as it is when the change clashes."""
+    """The changed spec, or the spec itself if the change conflicts."""
     try:
         return replace(spec, **changes)
     except hw.SpecError:
@@ -52,7 +52,7 @@ def change_if_legal(spec: hw.AttentionSpec, **changes: Any) -> hw.AttentionSpec:
 
 
 def simple_patterns(*, forward: bool = False) -> st.SearchStrategy[hw.Pattern]:
-    """Patterns that are no joins; `forward` leaves out those that read tokens that have not come yet."""
+    """Patterns that are not unions or intersections; with `forward` only those that read no future token."""
     sizes = st.integers(1, 7)
     back = [
         st.just(hw.Causal()),
@@ -75,7 +75,7 @@ def simple_patterns(*, forward: bool = False) -> st.SearchStrategy[hw.Pattern]:
 
 
 def patterns(*, forward: bool = False) -> st.SearchStrategy[hw.Pattern]:
-    """Patterns and joins of up to three."""
+    """Patterns, and unions and intersections of up to three of them."""
     joins = lambda inner: st.tuples(inner, inner, st.booleans()).map(  # noqa: E731 - hypothesis wants a function
         lambda drawn: drawn[0] & drawn[1] if drawn[2] else drawn[0] | drawn[1]
     )
@@ -87,7 +87,7 @@ def patterns(*, forward: bool = False) -> st.SearchStrategy[hw.Pattern]:
 
 @st.composite
 def heads(draw: st.DrawFn) -> hw.Heads:
-    """Multi-head, grouped, multi-query, unevenly read, pruned, and values narrower or wider than keys."""
+    """Multi-head, grouped, multi-query, unevenly grouped and pruned heads, and values narrower or wider than keys."""
     q, dim = draw(st.integers(1, 6)), draw(st.sampled_from((4, 2, 6)))
     kv = draw(st.integers(1, q))
     vdim = draw(st.sampled_from((0, 5, 3)))
@@ -98,7 +98,7 @@ def heads(draw: st.DrawFn) -> hw.Heads:
 
 @st.composite
 def head_groupings(draw: st.DrawFn, q: int, kv: int) -> tuple[int, ...]:
-    """Who reads whom: q readers of kv heads, none of them unread."""
+    """The kv head of each of `q` query heads; every kv head is used."""
     rest = draw(st.lists(st.integers(0, kv - 1), min_size=q - kv, max_size=q - kv))
     return tuple(draw(st.permutations([*range(kv), *rest])))
 
@@ -108,7 +108,7 @@ def head_groupings(draw: st.DrawFn, q: int, kv: int) -> tuple[int, ...]:
 
 @st.composite
 def modifier_lists(draw: st.DrawFn, spec: hw.AttentionSpec | None = None, *, most: int = 3) -> tuple[Any, ...]:
-    """Up to `most` modifiers, each legal beside those before it on this spec (the base unless given)."""
+    """Up to `most` modifiers, each legal after those before it on this spec (default: the base)."""
     spec = replace(base() if spec is None else spec, modifiers=())
     for modifier in draw(st.lists(st.sampled_from(slot_values("modifiers")), max_size=most)):
         spec = change_if_legal(spec, modifiers=(*spec.modifiers, modifier))
@@ -117,9 +117,9 @@ def modifier_lists(draw: st.DrawFn, spec: hw.AttentionSpec | None = None, *, mos
 
 @st.composite
 def specs(draw: st.DrawFn, *, forward: bool = False, most: int = 3) -> hw.AttentionSpec:
-    """Any layer: an example, then other heads, slots, pattern, source and up to `most` more modifiers.
+    """Any layer: an example with changed heads, slots, pattern and source, and up to `most` more modifiers.
 
-    `forward` draws only patterns that can be decoded token by token.
+    With `forward`, only patterns that can be decoded token by token.
     """
     spec = draw(st.sampled_from([one for _, one in examples()]))
     if forward and spec.pattern.tokens_before_decode != 0:

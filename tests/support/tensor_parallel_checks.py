@@ -1,4 +1,4 @@
-"""What two ranks that divide heads are held to, by name; each is run on both."""
+"""Checks of tensor parallelism (heads divided over two ranks), by name; each runs on both ranks."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ CASES: dict[str, Callable[[], None]] = {}
 
 
 def case(check_: Callable[[], None]) -> Callable[[], None]:
-    """One more, under its own name."""
+    """Register a check under its function name."""
     CASES[check_.__name__] = check_
     return check_
 
 
 def check(name: str) -> None:
-    """Run one, "preset kind" or a case of its own."""
+    """Run one check: "preset kind", or a registered name."""
     if name in CASES:
         CASES[name]()
     else:
@@ -55,19 +55,19 @@ def check(name: str) -> None:
 
 
 def split_over_ranks(net: hw.Transformer) -> tuple[hw.Transformer, TensorParallelModel]:
-    """This rank's portion."""
+    """This rank's part of the model."""
     group = all_ranks()
     parts = TensorParallelModel(net.spec, group)
     return parts.shard_model(net), parts
 
 
 def from_first_rank(x: Tensor) -> Tensor:
-    """What the first rank has."""
+    """The tensor of the first rank."""
     return all_ranks().beside(x.detach())[0]
 
 
 def check_model(model: bp.ModelSpec, tokens=None, steps: int = 1) -> None:
-    """A model, and this rank's portion of it."""
+    """Check a model against this rank's part of it."""
     net = build_model(model)
     part, parts = split_over_ranks(net)
     check_tensor_parallel(net, part, parts, make_batch(model, tokens or {}), steps=steps)
@@ -80,7 +80,7 @@ def decoder(*blocks: bp.BlockSpec, **said) -> bp.ModelSpec:
 
 @case
 def every_part() -> None:
-    """Every example of every part that can be told apart, as one layer."""
+    """Every example of every part whose heads can be divided, as one layer."""
     group, count = all_ranks(), 0
     for name, spec in cases.EVERY.items():
         try:
@@ -112,7 +112,7 @@ def every_part() -> None:
 
 @case
 def uneven_heads() -> None:
-    """Five heads and seven hidden units between two ranks; a key-value head that both read."""
+    """Five heads and seven hidden units on two ranks; one kv head is used by both."""
     heads = hw.Heads(q=5, kv=3, dim=4, reads=(0, 0, 1, 1, 2))
     spec = replace(small_spec("gqa"), heads=heads)
     check_model(decoder(bp.BlockSpec(spec, feed=bp.FeedForwardSpec(7, "silu", form="gated", bias="ugd"))))
@@ -120,14 +120,14 @@ def uneven_heads() -> None:
 
 @case
 def groups_of_a_mixing() -> None:
-    """Heads that are composed in two groups, one to each rank."""
+    """Heads composed in two groups, one on each rank."""
     mixed = (hw.Dynamic(groups=2), hw.Dynamic(on="weights", groups=2, static="full"))
     check_model(decoder(bp.BlockSpec(hw.design(model=MODEL, heads=HEADS, pattern="causal", modifiers=mixed))))
 
 
 @case
 def experts() -> None:
-    """Every expert narrower on each rank, one of them shared by all tokens."""
+    """Every expert is narrower on each rank; one is shared by all tokens."""
     each = bp.FeedForwardSpec(6, bias="ud")
     feed = bp.ExpertsSpec(
         each, count=3, active=2, shared=bp.FeedForwardSpec(8, bias="d"), bias="learned", scores="chosen"
@@ -137,7 +137,7 @@ def experts() -> None:
 
 @case
 def placements() -> None:
-    """Norms anywhere, a table that layers hold in common, padding."""
+    """All norm placements, a table shared by layers, padding."""
     spec = hw.design(
         model=MODEL, heads=HEADS, pattern="causal", modifiers=(hw.T5Bias(buckets=8, reach=9),), bias="qkvo"
     )
@@ -148,7 +148,7 @@ def placements() -> None:
 
 @case
 def merged() -> None:
-    """A cross-attention that adds a mean of the past through the same maps."""
+    """Merged cross-attention: adds a mean of the past through its own projections."""
     one = make_model_spec("mha", "encoder-decoder")
     block = bp.BlockSpec(cross=small_spec("mha", bias="o"), feed=bp.FeedForwardSpec(6), form="merged")
     check_model(replace(one, stacks=(one.stacks[0], make_stack("decoder", [block] * 2))))
@@ -156,7 +156,7 @@ def merged() -> None:
 
 @case
 def single_precision() -> None:
-    """The same within what float32 can tell."""
+    """Equal within float32 rounding."""
     model = make_model_spec("gqa", "encoder")
     net = build_model(model, torch.float32)
     part, parts = split_over_ranks(net)
@@ -171,7 +171,7 @@ def single_precision() -> None:
 
 @case
 def terms() -> None:
-    """What parts add to the loss: a balance over tokens, a price of heads."""
+    """Auxiliary losses: load balance over tokens, expected number of heads."""
     gates = (hw.Rotary(), hw.Routed(always=1, active=1), hw.Concrete())
     spec = hw.design(model=MODEL, heads=HEADS, pattern="causal", modifiers=gates)
     model = decoder(*[bp.BlockSpec(spec)] * 2, embedding=None)
@@ -197,7 +197,7 @@ def terms() -> None:
 
 @case
 def dropout() -> None:
-    """What is added to the stream is dropped alike on both ranks, what heads do for themselves is not."""
+    """Residual dropout is equal on both ranks, dropout inside heads is not."""
     spec = hw.design(model=MODEL, heads=2, bias="o", modifiers=(hw.WeightDropout(0.5), hw.Concrete()))
     net = build_model(decoder(*[bp.BlockSpec(spec, feed=bp.FeedForwardSpec(2048, "linear"))] * 2), dropout=0.5)
     part, _ = split_over_ranks(net.train())
@@ -215,7 +215,7 @@ def dropout() -> None:
 
 @case
 def recomputing() -> None:
-    """A block that is computed anew on the way back draws the same numbers."""
+    """A recomputed block repeats its dropout masks."""
     spec = hw.design(model=MODEL, heads=HEADS, modifiers=(hw.WeightDropout(0.5),))
     net = build_model(decoder(*[bp.BlockSpec(spec, feed=bp.FeedForwardSpec(8))] * 2), dropout=0.5)
     gradients = []
@@ -231,7 +231,7 @@ def recomputing() -> None:
 
 @case
 def one_file_whatever_the_split() -> None:
-    """Weights are gathered to the very bits that one rank has, minus zeros too."""
+    """Gathered weights equal those of one rank bit by bit, signed zeros included."""
     net = build_model(make_model_spec("moh", "decoder"))
     with torch.no_grad():
         net.decoder.blocks[0].attention.weights["project"]["q"][3, 0] = -0.0
@@ -248,7 +248,7 @@ def one_file_whatever_the_split() -> None:
 
 @case
 def decoding() -> None:
-    """Each rank remembers its own heads; what is said is the same."""
+    """Each rank caches its own heads; the outputs are those of one rank."""
     net = build_model(decoder(*[bp.BlockSpec(small_spec("gqa"), feed=bp.FeedForwardSpec(8))] * 2)).eval()
     part, _ = split_over_ranks(net)
     ids = make_batch(net.spec).x
@@ -263,5 +263,5 @@ MIXED = ("dcmha", "talking")  # every head of these needs every other
 
 
 def run_requested(folder: Path) -> dict[str, str | None]:
-    """What this rank finds of those that are asked for."""
+    """Results of the requested checks on this rank."""
     return run_checks(check, folder)

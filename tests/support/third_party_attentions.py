@@ -1,4 +1,4 @@
-"""Attentions as many people write them, each under names of its own, and where each keeps its output projection."""
+"""Attention modules as other people write them, with their own names."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ WIDE, HEADS, DIM = 12, 3, 4
 
 
 class TimmAttention(nn.Module):
-    """Vision attention as timm has it: one map for q, k and v, in both its branches."""
+    """Attention of timm: one projection for q, k and v, with and without the fused call."""
 
     def __init__(self, fused: bool) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class TimmAttention(nn.Module):
 
 
 class NanoGPTAttention(nn.Module):
-    """Causal attention as nanoGPT has it, in both its branches."""
+    """Causal attention of nanoGPT, with and without the fused call."""
 
     def __init__(self, fused: bool) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class NanoGPTAttention(nn.Module):
 
 
 class AttentionCore(nn.Module):
-    """The comparison in a module of its own, as tutorials have it."""
+    """Scores, softmax and weighted sum in a module of their own, as in tutorials."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class AttentionCore(nn.Module):
 
 
 class AttentionWithCore(nn.Module):
-    """An attention whose core is a module within it."""
+    """An attention with its core in a submodule."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class AttentionWithCore(nn.Module):
 
 
 class GroupedQueryAttention(nn.Module):
-    """Fewer keys than queries, a mask, and a scale of its own."""
+    """Grouped-query attention with a mask and its own scale."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ class GroupedQueryAttention(nn.Module):
 
 
 class TalkingHeads(nn.Module):
-    """Heads that mix their weights: what multiplies values is not what a softmax gave."""
+    """Mixed weights: values are multiplied with something else than the result of softmax."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ class TalkingHeads(nn.Module):
 
 
 class BatchedHeads(nn.Module):
-    """Batch and heads on one axis, heads first or last of the two."""
+    """Batch and heads on one axis, in either order."""
 
     def __init__(self, first: bool) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ class BatchedHeads(nn.Module):
 
 
 class TwoAttentions(nn.Module):
-    """Two comparisons in one call."""
+    """Two attentions in one call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -134,7 +134,7 @@ class TwoAttentions(nn.Module):
 
 
 class NestedAttention(nn.Module):
-    """A comparison around another module's."""
+    """An attention whose values are the output of another one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -146,7 +146,7 @@ class NestedAttention(nn.Module):
 
 
 class LoRALinear(nn.Module):
-    """A projection with an adapter of low rank beside it, as PEFT has it."""
+    """A projection with a LoRA adapter, as in PEFT."""
 
     def __init__(self, base: nn.Linear) -> None:
         super().__init__()

@@ -14,7 +14,7 @@ from headwise.training import CheckpointFolder
 
 
 def check_equal_steps(found: dict[str, Any], wanted: dict[str, Any]) -> None:
-    """Forward, gradients, norms and weights."""
+    """Losses, norms, gradients and weights are equal."""
     assert found["losses"] == pytest.approx(wanted["losses"], rel=1e-10)
     assert found["norms"] == pytest.approx(wanted["norms"], rel=1e-10)
     for step, gradients in enumerate(wanted["gradients"]):
@@ -31,6 +31,7 @@ def check_equal_steps(found: dict[str, Any], wanted: dict[str, Any]) -> None:
 
 
 def newest_checkpoint(folder: Path) -> dict[str, torch.Tensor]:
+    """The tensors of the newest checkpoint of a run."""
     checkpoint, damages = CheckpointFolder(folder / "checkpoint").load_newest()
     assert checkpoint is not None
     assert not damages
@@ -38,14 +39,14 @@ def newest_checkpoint(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def logged_results(folder: Path) -> list[Any]:
-    """What every step and evaluation came to, without the times."""
+    """Results of every step and evaluation, without times."""
     events = read_lines(folder / "metrics.jsonl")
     steps = [(r["step"], r["loss"], r["rate"], r["norm"]) for r in events if r["event"] == "step"]
     return steps + [(r["step"], r["metrics"]) for r in events if r["event"] in ("evaluation", "end")]
 
 
 def check_similar_runs(found: Path, wanted: Path) -> None:
-    """Up to the order of sums in float32: what was learnt, what it came to, and the state of the optimiser."""
+    """Weights, results and optimiser state are equal up to the order of sums in float32."""
     first, second = newest_checkpoint(found), newest_checkpoint(wanted)
     names = [name for name in second if not name.startswith("random")]
     assert names == [name for name in first if not name.startswith("random")]

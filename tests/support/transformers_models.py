@@ -1,4 +1,4 @@
-"""Tiny models of transformers with random weights, and where each keeps its output projections."""
+"""Tiny random models of transformers, with the names of their output projections."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MLA = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_he
 
 
 class TransformersModel(NamedTuple):
-    """A class of models, its config, the last part of the name of its output projections, and what it reads."""
+    """A model class, its config, the suffix of its output projections, and its kind of input."""
 
     model: str
     config: str
@@ -49,7 +49,7 @@ class TransformersModel(NamedTuple):
         return model.eval()
 
     def inputs(self) -> dict[str, Tensor]:
-        """Something to read: two rows."""
+        """Inputs of two rows."""
         draw = torch.Generator().manual_seed(1)
         ids = torch.randint(3, WORDS, (2, 11), generator=draw)
         if self.reads == "pixels":
@@ -66,7 +66,7 @@ def _with(keys: dict[str, Any], **more: Any) -> dict[str, Any]:
 
 
 def _causal(name: str, **more: Any) -> TransformersModel:
-    """A decoder as Llama spells it."""
+    """A decoder with the config keys of Llama."""
     return TransformersModel(f"{name}ForCausalLM", f"{name}Config", _with(LLAMA, **more), "o_proj")
 
 
@@ -116,14 +116,14 @@ FALLBACK = {
 
 
 def run_model(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
-    """What a model says in the end, logits or states."""
+    """The output of a model: logits or hidden states."""
     with torch.no_grad():
         output = model(**inputs)
     return output.logits if "logits" in output else output.last_hidden_state
 
 
 def without_columns(model: nn.Module, path: str, out: str, head: int, width: int) -> None:
-    """Set the columns of one head to zero in the output projection that stands nearest to an attention."""
+    """Set the columns of one head to zero in the output projection nearest to an attention."""
     columns = slice(head * width, (head + 1) * width)
     prefix = path.rpartition(".")[0] if "|" not in out and out.startswith("output") else path
     projections = [
