@@ -1,4 +1,4 @@
-"""The docs say what is true: every Python block runs, and the part of one page keeps the contract."""
+"""Every Python block of the documentation runs, and the part of one page keeps the contract."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files: whole or as before, whatever fails; one writer to a folder, however the last one ended."""
+"""File writing is atomic under every failure; one writer per folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page of induction over training: what it follows is what it says, on a model small enough for seconds."""
+"""The page about induction during training: its measures and tests on a model that trains in seconds."""
 
 from __future__ import annotations
 

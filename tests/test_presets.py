@@ -1,4 +1,4 @@
-"""Every preset works, in every verb, at sizes of the user's own; each learns what its heads are for."""
+"""Every preset works with every function at other sizes, and learns a lookup task."""
 
 from __future__ import annotations
 

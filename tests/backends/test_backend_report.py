@@ -1,4 +1,4 @@
-"""`why` says what would run, before anything runs."""
+"""`why` reports which backend would run, before anything runs."""
 
 from __future__ import annotations
 

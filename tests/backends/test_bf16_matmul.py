@@ -1,4 +1,4 @@
-"""Whole products of matrices in place of a fused call: what they give, keep and refuse, and when they are chosen."""
+"""The bf16 matmul backend: results, saved bytes, refusals, and when it is chosen."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pages are read where they lie: as one pass reads, whatever their order, and whoever else holds them."""
+"""Paged decode: equal to one pass for any order of pages and with shared pages."""
 
 from __future__ import annotations
 

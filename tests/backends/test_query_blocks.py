@@ -1,4 +1,4 @@
-"""Blocks of a pattern in fused calls: each pair once, right numbers and gradients, and no more work than the length."""
+"""Query blocks of a pattern in fused calls: each pair once, exact results and gradients, linear work."""
 
 from __future__ import annotations
 

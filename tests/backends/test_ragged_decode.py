@@ -1,4 +1,4 @@
-"""One query of each row over keys wherever they lie: the kernel, the backend in front of it, and caches of 8 bits."""
+"""Ragged decode: the kernel, its backend, and int8 caches."""
 
 from __future__ import annotations
 

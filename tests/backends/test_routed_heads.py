@@ -1,4 +1,4 @@
-"""Heads that are shut are not asked: against all heads asked, gated afterwards, written out in float64."""
+"""The backend that skips closed heads, against all heads with the gate applied afterwards, in float64."""
 
 from __future__ import annotations
 

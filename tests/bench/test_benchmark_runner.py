@@ -1,4 +1,4 @@
-"""The bench on runs that take what they are told by a clock of their own: nothing here is timed."""
+"""The benchmark runner and its report with a simulated clock; nothing is timed here."""
 
 from __future__ import annotations
 

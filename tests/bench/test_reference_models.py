@@ -1,4 +1,4 @@
-"""CTranslate2 held back behind every token, by a library that does what it does: rows go on until each has ended."""
+"""The CTranslate2 reference model pauses after every token, tested with a substitute library."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What follows from seconds at growing sizes: powers with intervals, crossings, and a page; nothing here is timed."""
+"""Scaling reports: power laws with intervals, crossings, and the page; nothing is timed here."""
 
 from __future__ import annotations
 

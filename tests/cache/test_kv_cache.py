@@ -1,7 +1,4 @@
-"""Caches: whatever arrives in whatever chunks, each document reads as if it had been passed at once and alone.
-
-A stream is written as text: a chunk is one word per row, letters are the tokens of segments, dots are padding.
-"""
+"""KV caches: documents that arrive in chunks give the outputs of one pass over each document alone."""
 
 from __future__ import annotations
 

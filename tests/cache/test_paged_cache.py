@@ -1,4 +1,4 @@
-"""Pages: nothing leaks and nothing is given back twice, and a cache made of them is any other cache."""
+"""The paged cache: no page is leaked or freed twice, and results equal those of any other cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command line: right answers, one clear line on bad input, nothing heavy before it is needed."""
+"""The command line: right answers, one clear line on bad input, no heavy import before it is needed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`headwise convert` on folders of every kind: what it leaves, what it proves, what it refuses."""
+"""`headwise convert` on folders of every kind: files, proof and refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`headwise heads` on folders of both kinds, what it prints and what it leaves."""
+"""`headwise heads` on folders of both kinds: output and files."""
 
 from __future__ import annotations
 

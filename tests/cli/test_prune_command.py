@@ -1,4 +1,4 @@
-"""`headwise prune` on folders of every kind: what it leaves, what it proves, what it refuses."""
+"""`headwise prune` on folders of every kind: files, proof and refusals."""
 
 from __future__ import annotations
 

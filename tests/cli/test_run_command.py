@@ -1,4 +1,4 @@
-"""`headwise run`: what the library says, line by line and in order, and one line for what is wrong."""
+"""`headwise run`: the outputs of the library, line by line and in order, and one line for an error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`headwise run --requests`: a file of requests answered together, and what each bad line is told."""
+"""`headwise run --requests`: a file of requests answered together, and the message for each bad line."""
 
 from __future__ import annotations
 

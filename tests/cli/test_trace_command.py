@@ -1,4 +1,4 @@
-"""`headwise trace` on folders of both kinds, and on what it wrote."""
+"""`headwise trace` on folders of both kinds, and on trace files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`headwise train`: one document on stdout, logs on stderr, one line for what is wrong."""
+"""`headwise train`: one document on stdout, logs on stderr, one line for an error."""
 
 from __future__ import annotations
 

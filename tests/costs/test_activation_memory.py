@@ -1,4 +1,4 @@
-"""Bytes kept for the way back: published lines, plain modules under hooks, and every spec on its own layer."""
+"""Activation memory: published formulas, plain modules under hooks, and every spec on its own layer."""
 
 from __future__ import annotations
 

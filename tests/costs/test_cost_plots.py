@@ -1,4 +1,4 @@
-"""Costs as drawings and as a sheet, and the options of `headwise cost` that compare."""
+"""Cost plots and CSV tables, and the comparison options of `headwise cost`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Costs before anything runs: golden values, rooflines by hand, the command, and what it refuses."""
+"""Cost reports: golden values, rooflines by hand, the command, and refusals."""
 
 from __future__ import annotations
 

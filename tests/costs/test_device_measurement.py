@@ -1,4 +1,4 @@
-"""This machine, measured: once, kept whole, told with its age, and without a home too."""
+"""The measurement of this machine: made once, stored atomically, shown with its age, and without a home folder."""
 
 from __future__ import annotations
 

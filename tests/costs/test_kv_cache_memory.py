@@ -1,4 +1,4 @@
-"""What remembered tokens take: our own caches, pages handed out one by one, and what is published of engines."""
+"""KV cache memory: our own caches, paged allocators, and published numbers of serving engines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole models before they run: numbers they are known for, sums over steps, what others publish, the command."""
+"""Cost of whole models: known values, sums over decode steps, published formulas, and the command."""
 
 from __future__ import annotations
 

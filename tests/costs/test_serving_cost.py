@@ -1,4 +1,4 @@
-"""Steps, prompts, capacity and verdicts: by hand for Llama-3-8B, by looking at every length, by pricing again."""
+"""Serving cost: steps, prompts and capacity by hand for Llama-3-8B, by exhaustive search, and by re-estimation."""
 
 from __future__ import annotations
 

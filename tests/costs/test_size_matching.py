@@ -1,4 +1,4 @@
-"""Layers made as large as another: by hand, by trying every size, and what nothing can reach."""
+"""Layers of matched size: by hand, by exhaustive search, and impossible matches."""
 
 from __future__ import annotations
 

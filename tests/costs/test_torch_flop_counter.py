@@ -1,4 +1,4 @@
-"""What torch's counter counts today, that ours counts the rest, and what checkpoints and fused kernels really do."""
+"""Operations that torch's FLOP counter misses and ours counts; FLOPs of checkpoints and fused kernels."""
 
 from __future__ import annotations
 

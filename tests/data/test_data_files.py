@@ -1,4 +1,4 @@
-"""Ids, lines of JSON, images and frames: what stands in a file is what a batch holds."""
+"""Token ids, JSON lines, images and frames: batches hold the contents of the files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Dates and amounts: every wording beside a second one, alignments that mean the same, and what is held out."""
+"""Dates and amounts: every wording against a second implementation, alignments, held-out values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files that are not what they should be: one line each, that says the fact, the place and the remedy."""
+"""Invalid data files give one line with the fact, the place and the remedy."""
 
 from __future__ import annotations
 

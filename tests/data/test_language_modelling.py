@@ -1,4 +1,4 @@
-"""Text as a language model reads it: what is split where, what is asked, what bits per byte are."""
+"""Text for language models: splits, labels and bits per byte."""
 
 from __future__ import annotations
 

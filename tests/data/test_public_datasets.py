@@ -1,4 +1,4 @@
-"""Data sets that people use, read where they lie: what is known of them from elsewhere comes out."""
+"""Public data sets read from local copies, against known facts about them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every generated task promises: batches that follow from numbers, splits apart, chance, and refusals."""
+"""Promises of every generated task: seeded batches, disjoint splits, chance level, and refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every label of every task, found again from what a model reads alone, by slow and plain means."""
+"""Labels of every task, derived again from the input by slow and plain means."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Translations: who stands beside whom, in which split, in which batch, and what is right."""
+"""Translation data: pairs, splits, batches and scores."""
 
 from __future__ import annotations
 

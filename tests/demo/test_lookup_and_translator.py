@@ -1,4 +1,4 @@
-"""The demo computes what it says."""
+"""The demo prints what it computes: soft lookup and translator."""
 
 from __future__ import annotations
 

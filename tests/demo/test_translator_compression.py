@@ -1,4 +1,4 @@
-"""The demo makes its translator smaller and says what that cost."""
+"""The demo compresses its translator and reports the loss of quality."""
 
 from __future__ import annotations
 

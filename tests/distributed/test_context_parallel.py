@@ -1,4 +1,4 @@
-"""Rows whose tokens are divided among ranks: every spec says, learns and becomes what it does where they are whole."""
+"""Context parallelism: every preset has the outputs, gradients and updates of undivided rows."""
 
 from __future__ import annotations
 

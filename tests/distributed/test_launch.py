@@ -1,4 +1,4 @@
-"""How worlds begin and end: who speaks, a rank that is killed, ranks that do not meet."""
+"""Start and end of process groups: output of ranks, a killed rank, ranks that do not connect."""
 
 from __future__ import annotations
 

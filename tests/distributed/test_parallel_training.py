@@ -1,4 +1,4 @@
-"""Training by heads and by tokens, and both at once: steps, runs and checkpoints of many ranks against one's."""
+"""Training with tensor and context parallelism: steps, runs and checkpoints of several ranks against one rank."""
 
 from __future__ import annotations
 

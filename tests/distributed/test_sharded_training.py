@@ -1,4 +1,4 @@
-"""Many ranks against one: steps, runs and checkpoints, and what is said when ranks do not agree."""
+"""Data-parallel and sharded training: steps, runs and checkpoints against one rank, and refusals by all ranks."""
 
 from __future__ import annotations
 

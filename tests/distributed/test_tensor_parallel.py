@@ -1,4 +1,4 @@
-"""Heads divided among ranks: every preset says, learns and becomes what it does on one rank, or is refused."""
+"""Tensor parallelism: every preset has the outputs, gradients and updates of one rank, or is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Families that others' models made popular: numbers, heads, masks and sites against transformers' tiny random ones."""
+"""Model families against tiny random models of transformers: parameters, outputs, masks, sites and folders."""
 
 from __future__ import annotations
 

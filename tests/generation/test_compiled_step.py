@@ -1,4 +1,4 @@
-"""Compiled steps: what they say is what plain ones say, and nothing is compiled twice."""
+"""Compiled decode steps give the results of plain ones, and compile once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Generation against its definitions: what is likely by brute force, beams against every answer there is."""
+"""Decoding against its definitions: probabilities by brute force, beam search against all answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Text as ids and back: pieces that stay whatever follows, stops across tokens, and what a folder says of its texts."""
+"""Text as ids and back: incremental text, stops across tokens, and processor settings of a folder."""
 
 from __future__ import annotations
 

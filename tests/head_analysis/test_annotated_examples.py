@@ -1,4 +1,4 @@
-"""Texts, parses and pairs as scenes: what is known of every token, and what is left out with its count."""
+"""Texts, parses and sentence pairs as annotated examples, with counts of skipped ones."""
 
 from __future__ import annotations
 

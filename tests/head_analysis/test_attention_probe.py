@@ -1,4 +1,4 @@
-"""The attention-only probe: word maps and likelihood by definition, planted syntax found, beside twin and offset."""
+"""The attention-only probe: word maps and likelihood by definition, planted syntax, and baselines."""
 
 from __future__ import annotations
 

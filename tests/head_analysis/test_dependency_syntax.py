@@ -1,4 +1,4 @@
-"""Arcs that heads find, against counting them one by one on whole maps of words; and what is refused."""
+"""Dependency scores of heads, against counting on whole word maps; refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Circuits against full products, copying against eigenvalues of the whole map, twins against their models."""
+"""QK and OV circuits against full products, copying scores against eigenvalues, random baselines."""
 
 from __future__ import annotations
 

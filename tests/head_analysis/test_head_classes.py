@@ -1,4 +1,4 @@
-"""Heads whose weights were set by hand are named, and no others; rules of ours and of others, and what is refused."""
+"""Head classes: exactly the handset heads are found, by our rules and published ones; refusals."""
 
 from __future__ import annotations
 

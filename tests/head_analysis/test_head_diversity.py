@@ -1,4 +1,4 @@
-"""How far heads of a layer spread, which stand apart, and whether tokens become one over depth."""
+"""Diversity of heads in a layer, outliers, and collapse of tokens over depth."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much heads matter: against weights set to zero, masks written out, and differences of losses."""
+"""Importance of heads, against zeroed weights, explicit masks and differences of losses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Statistics of heads against a rendering of their definitions, one row and one key at a time, in plain numbers."""
+"""Head metrics against their definitions, one row and one key at a time, in plain numbers."""
 
 from __future__ import annotations
 

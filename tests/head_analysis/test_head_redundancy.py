@@ -1,4 +1,4 @@
-"""Distances, likeness, clusters and maps of heads, against definitions written out here in float64."""
+"""Distances, similarity, clusters and maps of heads, against float64 definitions."""
 
 from __future__ import annotations
 

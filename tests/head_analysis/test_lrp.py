@@ -1,4 +1,4 @@
-"""Relevance: the rules by hand, conservation through whole models, and what is refused."""
+"""Layer-wise relevance propagation: rules by hand, conservation through whole models, and refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Objectives: losses as others compute them, drift by its definition, and which is chosen and told."""
+"""Objectives: losses against other implementations, drift by its definition, and the choice of objective."""
 
 from __future__ import annotations
 

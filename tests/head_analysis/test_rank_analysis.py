@@ -1,4 +1,4 @@
-"""How many dimensions heads compare by, and the ranks of their scores, against full singular values."""
+"""Effective dimensions of heads and ranks of their scores, against full singular values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Links that cross heads draw, against the alignment error rate counted with sets of links; and what is refused."""
+"""Word alignment by cross-attention heads, against the alignment error rate over sets of links."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files of llama2.c and their tokenizers: what they say by definition, and what is wrong with one in one line."""
+"""llama2.c files and their tokenizers, against the definition; errors of one line."""
 
 from __future__ import annotations
 

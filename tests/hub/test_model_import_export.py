@@ -1,4 +1,4 @@
-"""Folders of transformers: what is wrong with one is said in one line, and nothing is written over."""
+"""Folders of transformers: errors of one line, and no overwritten file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model that carries no tokenizer is given one: bytes, or what a file says."""
+"""Tokenizers attached to models without one: bytes, or a file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training goes on from what others keep: their weights, their tokenizer, their way of being spoken to."""
+"""Training that continues from imported models: weights, tokenizer and processor settings."""
 
 from __future__ import annotations
 

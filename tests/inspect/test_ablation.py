@@ -1,4 +1,4 @@
-"""What heads say instead of their own: means, other rows, noise, weights by offset; each against a second rendering."""
+"""Ablation by means, other rows, noise and offset weights, each against a second implementation."""
 
 from __future__ import annotations
 

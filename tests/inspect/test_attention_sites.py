@@ -1,4 +1,4 @@
-"""Attentions found by what they do, seen through their own weights, and refused with the reason."""
+"""Attention modules found by their operations, checked against their own weights, or refused with the reason."""
 
 from __future__ import annotations
 

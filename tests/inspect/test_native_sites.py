@@ -1,4 +1,4 @@
-"""Sites of our own layers: silenced equals cut, and rows are those that the definition gives."""
+"""Attention sites of our own layers: ablated equals pruned, and rows equal the definition."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A module that serves several depths: silenced at each alone, as a copy is in which no two depths share."""
+"""Ablation at single depths of a module that serves several depths, against a copy without shared layers."""
 
 from __future__ import annotations
 

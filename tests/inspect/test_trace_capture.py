@@ -1,4 +1,4 @@
-"""What is kept of a run, against the models' own eager weights and our definitions."""
+"""Captured traces against the eager weights of the models and our definitions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sites of transformers' own models: found, seen as they see themselves, and silenced exactly."""
+"""Attention sites of transformers models: found, equal to their own weights, and ablated exactly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who calls kernels: checkpoints, frozen parameters, other devices, slopes of slopes, and tables that are wrong."""
+"""Kernels under checkpoints, frozen parameters, other devices and second derivatives, and with invalid tables."""
 
 from __future__ import annotations
 

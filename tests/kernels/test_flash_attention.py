@@ -1,4 +1,4 @@
-"""Plain heads that a kernel reads sixty-four queries at a time: against the definition in float64, at any size."""
+"""The flash attention kernel for the CPU, against the definition in float64, at any size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kernel that reads for queries from anywhere: against the definition in float64, at any size."""
+"""Attention of gathered queries, against the definition in float64, at any size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Heads mixed and rows normalised by kernels, and blocks of queries that are run once more: held to formulas."""
+"""Kernels for head mixing and row normalisers, and recomputed query blocks, against the formulas."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What surrounds kernels: what they refuse to read, their gradients at edges, and who looks at what they are handed."""
+"""Edge cases of kernels: unread memory, gradients at boundaries, and probes of their inputs."""
 
 from __future__ import annotations
 

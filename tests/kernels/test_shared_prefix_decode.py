@@ -1,4 +1,4 @@
-"""Keys that rows share are read once for all of them: each row reads the same bits as alone, and no key twice."""
+"""Decode over shared prefixes: each row has the bits it has alone, and each key is read once."""
 
 from __future__ import annotations
 

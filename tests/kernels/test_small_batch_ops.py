@@ -1,4 +1,4 @@
-"""What is done to a few tokens between products, against its definition in float64; and who does it."""
+"""Operations on few tokens between matrix products, against float64, and their dispatch."""
 
 from __future__ import annotations
 

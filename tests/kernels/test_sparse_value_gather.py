@@ -1,4 +1,4 @@
-"""Values read by sparse weights, touching only keys that have some: held to all weights times all values."""
+"""Weighted sums of values by sparse weights, against the full product."""
 
 from __future__ import annotations
 

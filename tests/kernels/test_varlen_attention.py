@@ -1,4 +1,4 @@
-"""The kernel that reads packed texts where they lie, held to plain operations on each text alone."""
+"""The varlen attention kernel, against plain operations on each text alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Patterns against a brute-force oracle, which lives here only: every pair is asked one by one."""
+"""Attention patterns against a brute-force oracle that asks for every pair."""
 
 import doctest
 import importlib

@@ -1,4 +1,4 @@
-"""Whole models, described: what they hold, what is shared, what text says of them, and what they refuse."""
+"""Model specs: tensors, shared weights, serialization, notes and refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model as a folder: what is written, what is read back, and that no failure loses what was there."""
+"""Saved models: contents of the folder, loading, and no loss of an earlier model on failure."""
 
 from __future__ import annotations
 

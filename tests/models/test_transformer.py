@@ -1,4 +1,4 @@
-"""Whole models: what they hold, what they compute, where tokens stand, how they start, and what they refuse."""
+"""Transformer models: parameters, outputs, positions, initialisation, and refusals."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""What biases of keys and values can do: b_K nothing and b_V a constant, exactly where that is true.
-
-Under softmax a bias of all keys adds the same number to every score of a row, which softmax forgets; and weights
-that sum to one hand a bias of all values on unchanged. Each law comes with the layers for which it is false.
-"""
+"""Key biases do not change outputs and value biases add a constant, exactly where that holds; folding of both."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Depth-scaled start: which numbers are drawn, and from how wide an interval."""
+"""Depth-scaled initialisation: which parameters are sampled, and from which interval."""
 
 from __future__ import annotations
 

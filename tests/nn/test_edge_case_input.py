@@ -1,7 +1,4 @@
-"""What is odd but legal just works: a NaN shows, nothing to read reads zero, nothing at all is an amount.
-
-And documents that a cache cannot take are refused.
-"""
+"""Unusual but legal input: NaN, rows without allowed keys, and empty tensors."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Bad input gives one error that says the fact, the values and the remedy, and leaves everything as it was.
-
-A row of a table is something a user may get wrong and, after ->, the words that the message holds, in this order.
-A row that begins with ! is not refused as it should be yet: it must fail until it is, and then lose the mark.
-"""
+"""Invalid input gives one error with the fact, the values and the remedy, and leaves everything unchanged."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Keys read in parts are keys read at once: per-head outputs merge by their log-sum-exp.
-
-What ring attention, split keys and paged caches rest on. The definition of the merge stands here, in four lines.
-"""
+"""Outputs over slices of the keys, merged by log-sum-exp, equal the output over all keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Longformer's block: two layers by the reference, rows of many kinds, and no product that is thrown away."""
+"""Longformer attention: two layers of the reference, rows of many kinds, and no wasted product."""
 
 from __future__ import annotations
 

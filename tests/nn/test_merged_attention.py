@@ -1,4 +1,4 @@
-"""Merged attention: the formula, one W_V in two places, and a decoder that keeps one sum."""
+"""Merged attention: the formula, one W_V in two places, and decoding with a constant cache."""
 
 from __future__ import annotations
 

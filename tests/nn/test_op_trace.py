@@ -1,4 +1,4 @@
-"""The shape walk tells what really happened: for every example of every part."""
+"""The operation trace lists the tensor operations that run, for every example of every part."""
 
 from __future__ import annotations
 

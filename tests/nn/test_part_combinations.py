@@ -1,4 +1,4 @@
-"""Combinations that each part alone gets right: rows and values, states and forms, blocks, rings and sources."""
+"""Combinations of parts: pruned rows and values, states, forms, query blocks, ring caches and sources."""
 
 from __future__ import annotations
 

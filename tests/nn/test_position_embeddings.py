@@ -1,4 +1,4 @@
-"""Positions that are added to the input: sines against the formula, learned ones within their bounds."""
+"""Added positions: sinusoids against the formula, learned positions within their bounds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Dropout on a CPU: as often as it says, each number alone, means as they were."""
+"""Dropout on the CPU: its rate, independence of elements, and unchanged means."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A few tokens that meet large matrices, against the product in float64; and who takes them."""
+"""Linear maps of few tokens, against float64, and their dispatch."""
 
 from __future__ import annotations
 

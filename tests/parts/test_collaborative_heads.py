@@ -1,7 +1,4 @@
-"""A trained layer in a shared query-key space: exact where it can be, and honest about the rest.
-
-The judge is the tensor itself: T[i] = W_Q^i W_K^i^T, written out, which the library never does.
-"""
+"""Conversion of a trained layer to collaborative heads: exact where possible, with the error reported otherwise."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Heads composed by who asks and who is asked: within groups, from one side, as one matrix a pair."""
+"""Dynamically composed heads: in groups, from queries or keys, and as one matrix per pair."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hard-concrete gates: what is drawn is what the formulas say, and a shut gate is a head that is not there."""
+"""Hard-concrete gates: samples follow the formulas, and a closed gate equals a removed head."""
 
 from __future__ import annotations
 

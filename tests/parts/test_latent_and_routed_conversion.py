@@ -1,4 +1,4 @@
-"""Layers as others of the same function: all heads in one latent, and heads that tokens choose; exact or refused."""
+"""Exact conversion of layers to multi-head latent attention and to mixture-of-heads attention, or a refusal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which heads speak for a token: against the formulas of 2410.11842 and its released code, in numpy float64."""
+"""Routing of mixture-of-heads attention, against the formulas of arXiv:2410.11842 and its code, in float64."""
 
 from __future__ import annotations
 

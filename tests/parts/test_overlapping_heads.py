@@ -1,4 +1,4 @@
-"""How far heads overlap by depth, and that everything else follows."""
+"""Overlapping heads: overlap by depth, and the dependent sizes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engine: whoever is beside it, a request gets what it gets alone; and who fails fails alone."""
+"""The serving engine: a request gets the result it gets alone, and a failing request fails alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A spec is text if you like: TOML, JSON, a dictionary and its repr all give the same spec back."""
+"""Specs as text: TOML, JSON, a dictionary and repr all round-trip."""
 
 from __future__ import annotations
 

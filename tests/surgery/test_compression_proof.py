@@ -1,4 +1,4 @@
-"""A proof says what is so: what is equal, what was saved, what changed most, and how it reads."""
+"""Compression proofs: equality, savings, the examples that changed most, and the report."""
 
 from __future__ import annotations
 

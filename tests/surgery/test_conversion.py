@@ -1,4 +1,4 @@
-"""Keys and values shared, split and merged in whole models."""
+"""Conversion of attention in whole models: pooling, splitting, merging and routing of heads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Texts side by side teach what each teaches alone, and a model that learns again becomes its teacher."""
+"""Distillation: packed texts have the loss of each text alone, and a student approaches its teacher."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Speeds are measured in turns and conclude nothing where rounds are few or far apart; what is held is counted."""
+"""Speed comparison by interleaved rounds, inconclusive for few or scattered rounds; peak memory."""
 
 from __future__ import annotations
 

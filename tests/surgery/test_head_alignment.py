@@ -1,7 +1,4 @@
-"""Heads mapped alike before they are pooled: unseen by what the layer says, and never worse than no turn.
-
-The judge of a turn is the layer itself, mapped and not; of sums and scores numpy in float64, from every token.
-"""
+"""Alignment of heads before pooling: it keeps the outputs and is never worse than no rotation."""
 
 from __future__ import annotations
 

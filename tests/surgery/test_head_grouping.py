@@ -1,4 +1,4 @@
-"""Heads grouped by likeness, and put in another order: the best there is where that can be counted, and exact."""
+"""Grouping of similar heads: optimal where that can be enumerated, and exact reordering."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Heads taken out of whole models: what is left says what the model said with them silent."""
+"""Removal of heads from whole models: outputs equal those of the model with the heads ablated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models whose heads were cut, as folders: what transformers loads, what headwise loads, and what is refused."""
+"""Folders of pruned models: loading in transformers and in headwise, and refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What keys and values of a model's heads are over data, summed while it runs: as from tokens that were all kept."""
+"""Statistics of keys and values collected while a model runs, against those of all tokens at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gates that learn: needless heads are found, exactly as many stay as asked, and nothing of gates is left."""
+"""L0 gates: unneeded heads are found, exactly the requested number stays, and no gate remains."""
 
 from __future__ import annotations
 

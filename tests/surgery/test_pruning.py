@@ -1,4 +1,4 @@
-"""Which heads are kept: by their worth, in units, by class and cluster; and what is folded in for those that go."""
+"""Selection of heads by importance, in units, by class and by cluster, and folding of the removed ones."""
 
 from __future__ import annotations
 

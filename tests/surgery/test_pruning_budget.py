@@ -1,4 +1,4 @@
-"""Heads go one after the other until a budget is met; what was done is taken up again."""
+"""Pruning head by head until a budget is met, and resuming from a record."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Quality against heads left: what is taken away in which order, and what is then claimed of it."""
+"""Quality against the number of heads: order of removal, and the claims made from the curves."""
 
 from __future__ import annotations
 

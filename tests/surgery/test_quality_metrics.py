@@ -1,4 +1,4 @@
-"""How well a model speaks, held to renderings written here in double precision, and intervals drawn by hand."""
+"""Quality metrics against double-precision implementations written here, and bootstrap intervals by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trace files: numbers against plain arrays, and whatever may happen to a file."""
+"""Trace files: values against plain arrays, and damaged files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is told of a run while it goes: its own file, other people's trackers, a screen; and what was chosen for it."""
+"""Loggers of a run: its own file, other trackers and the terminal; and automatically chosen settings."""
 
 from __future__ import annotations
 

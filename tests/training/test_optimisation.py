@@ -1,4 +1,4 @@
-"""Training, held to closed forms: schedules, AdamW, the loss, accumulation, and what a run leaves behind."""
+"""Training against closed forms: schedules, AdamW, the loss, gradient accumulation, and step options."""
 
 from __future__ import annotations
 

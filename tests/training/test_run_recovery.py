@@ -1,4 +1,4 @@
-"""What a run leaves in its folder, and what it survives: kills, full disks, edits, numbers that are not finite."""
+"""Files of a run, and recovery from kills, full disks, edits and numbers that are not finite."""
 
 from __future__ import annotations
 

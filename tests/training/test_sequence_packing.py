@@ -1,4 +1,4 @@
-"""Batches whose texts lie in one row: the same loss, gradients and measures as with rows filled up."""
+"""Packed batches have the loss, gradients and metrics of padded ones."""
 
 from __future__ import annotations
 
