@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..kernels.autograd_guards import is_under_functorch
-from ..kernels.varlen_attention import HAS_NUMBA, attend_varlen
+from ..kernels.launch import has_kernels
+from ..kernels.varlen_attention import attend_varlen
 from ..masking.patterns import Causal
 from ..masking.sequence_info import AttentionMask, SequenceInfo
 from . import sdpa
@@ -120,7 +121,7 @@ class VarlenTable(NamedTuple):
 
 def supports_kernel(call: CallSignature) -> bool:
     """Whether the kernel computes what such a call asks for: plain softmax attention in equal groups of heads."""
-    return HAS_NUMBA and call.device == "cpu" and call.group_size > 0 and not sdpa.plain_softmax_conflicts(call)
+    return call.device == "cpu" and call.group_size > 0 and not sdpa.plain_softmax_conflicts(call) and has_kernels()
 
 
 def attend_by_kernel(attention_mask: AttentionMask, inputs: CoreInputs) -> Tensor:
