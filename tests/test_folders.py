@@ -451,7 +451,7 @@ def harmed(name: str, change: Callable[[str], str]) -> Callable[[Path], object]:
 HARM: dict[str, tuple[Callable[[Path], object], str]] = {
     "loader": (harmed("load_model.py", lambda text: text + "\n"), "load_model.py does not match its checksum in heads.json"),
     "loader gone": (lambda f: (f / "load_model.py").unlink(), "load_model.py is missing, but heads.json lists it"),
-    "weights": (lambda f: (f / WEIGHTS).write_bytes((f / WEIGHTS).read_bytes()[:-9]), f"{WEIGHTS} is not what"),
+    "weights": (lambda f: (f / WEIGHTS).write_bytes((f / WEIGHTS).read_bytes()[:-9]), f"{WEIGHTS} does not match"),
     "no json": (harmed(RECORD_FILE, lambda text: text[:40]), "cannot read .*heads.json"),
     "format": (harmed(RECORD_FILE, lambda text: text.replace('"format": 1', '"format": 2')), "format = 2; this version"),  # noqa: E501 - one case a line
     "kind": (harmed(RECORD_FILE, lambda text: text.replace('"kind": "resized"', '"kind": "own"')), "kind = 'own', not one of"),  # noqa: E501 - one case a line
