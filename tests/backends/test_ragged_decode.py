@@ -13,7 +13,7 @@ import headwise as hw
 from headwise import costs
 from headwise.backends import BACKENDS, CallSignature, ragged_decode
 from headwise.kernels import PagedDecodeOptions, attend_paged, attend_paged_reference
-from headwise.kernels.kv_block_attention import KV_BLOCK_SIZE, KV_SPLIT_SIZE
+from headwise.kernels.paged_decode import KV_BLOCK_SIZE, KV_SPLIT_SIZE
 from support import layer_cases as cases
 from support.layer_cases import EXAMPLES, check_close
 from support.layer_checks import decode_in_chunks
@@ -289,7 +289,7 @@ def test_unsupported_calls_have_reasons(monkeypatch):
     assert BACKENDS["ragged"].unsupported_reasons(replace(job, single_query=False)) == [
         "supports one query per row only"
     ]
-    monkeypatch.setattr(ragged_decode, "HAS_NUMBA", False)
+    monkeypatch.setattr(ragged_decode, "kernel_problem", lambda: "needs Numba, which is not installed")
     assert BACKENDS["ragged"].unsupported_reasons(job) == ["needs Numba, which is not installed"]
     assert hw.backends.choose_backend(job) is BACKENDS["grouped"]
 

@@ -16,7 +16,7 @@ import headwise as hw
 from headwise.backends import block_sparse, ragged_decode
 from headwise.inspect import hooks
 from headwise.inspect.attention_sites import find_attention
-from headwise.kernels import PagedDecodeOptions, attend_paged, paged_decode_kernel, row_normalisers
+from headwise.kernels import PagedDecodeOptions, attend_paged, paged_decode, row_normalisers
 from headwise.ops.linear import MIN_GEMV_WEIGHTS, linear, linear_many
 from support.layer_cases import check_close
 
@@ -227,12 +227,12 @@ def test_a_cache_goes_with_its_last_use(pattern):
 
 
 def test_no_two_kernels_are_kept_under_one_name():
-    made = [("plan", None), ("work", torch.float32), ("work", torch.float64)]
+    made = [("work", torch.float32), ("work", torch.float64)]
     for name, dtype in made:
-        paged_decode_kernel.PAGED_DECODE_KERNELS.function_address(name, dtype)
+        paged_decode.PAGED_DECODE_KERNELS.function_address(name, dtype)
     row_normalisers.SOFTMAX_KERNELS.function_address("softmax", torch.float32)
     kernels = [
-        *(paged_decode_kernel.PAGED_DECODE_KERNELS.compiled_functions[own] for own in made),
+        *(paged_decode.PAGED_DECODE_KERNELS.compiled_functions[own] for own in made),
         row_normalisers.SOFTMAX_KERNELS.compiled_functions["softmax", torch.float32],
     ]
     kept = {kernel._cache._impl.filename_base for kernel in kernels}
@@ -241,9 +241,9 @@ def test_no_two_kernels_are_kept_under_one_name():
 
 KEPT = """
 import torch
-from headwise.kernels import row_normaliser_kernels
-row_normaliser_kernels.SOFTMAX_KERNELS.function_address("softmax", torch.float32)
-print(row_normaliser_kernels.SOFTMAX_KERNELS.compiled_functions["softmax", torch.float32].cache_hits)
+from headwise.kernels import row_normalisers
+row_normalisers.SOFTMAX_KERNELS.function_address("softmax", torch.float32)
+print(row_normalisers.SOFTMAX_KERNELS.compiled_functions["softmax", torch.float32].cache_hits)
 """
 
 

@@ -12,16 +12,16 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import headwise as hw
 from headwise.cache import PagePool
-from headwise.kernels import PagedDecodeOptions, attend_paged, attend_paged_reference, jit
-from headwise.kernels.kv_block_attention import (
+from headwise.kernels import PagedDecodeOptions, attend_paged, attend_paged_reference, launch
+from headwise.kernels.paged_decode import (
     KV_BLOCK_SIZE,
     KV_SPLIT_SIZE,
     MAX_ROWS_TOGETHER,
+    SCHEDULE_KERNELS,
     PagedDecodeArgs,
     num_kv_splits,
     plan_size,
 )
-from headwise.kernels.paged_decode_kernel import PAGED_DECODE_KERNELS
 from headwise.kernels.split_kv_schedule import PLAN_ENTRY_BYTES
 from support.layer_cases import check_close
 from support.paged_layers import (
@@ -79,7 +79,7 @@ def planned(table: torch.Tensor, page: int, threads: int = 1) -> list[list[tuple
     ):
         told[at // 8] = value
     told[PagedDecodeArgs.PLAN // 8], told[PagedDecodeArgs.NUM_WORK_ITEMS // 8] = notes.data_ptr(), threads
-    jit.run_in_threads(PAGED_DECODE_KERNELS.function_address("plan"), told.buffer_info()[0], 1)
+    launch.run_in_threads(SCHEDULE_KERNELS.function_address("plan"), told.buffer_info()[0], 1)
     listed = notes.tolist()
     jobs, order = (
         (told[at // 8] - notes.data_ptr()) // 8 for at in (PagedDecodeArgs.WORK_ITEMS, PagedDecodeArgs.ROW_ORDER)

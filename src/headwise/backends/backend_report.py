@@ -14,6 +14,7 @@ from .. import backends
 from ..errors import suggest
 from ..interfaces.core_types import CallSize
 from ..interfaces.probe import PROBE_POINTS
+from ..kernels.launch import kernel_problem
 from ..spec.attention_spec import AttentionSpec
 from . import CallSignature, varlen
 from .dispatch import MAX_DENSE_LENGTH, slower_reasons_by_backend
@@ -30,6 +31,10 @@ DTYPES = {
     "fp64": torch.float64,
 }
 STATES = ("grad", "training", "mask", "paged", "packed")
+NO_KERNELS_NOTE = (
+    "The CPU kernels are off: each {problem}. Torch operations replace them; paged caches are gathered before they are "
+    "read, and flash_cpu, ragged and paged do not run."
+)
 CALL_KINDS = {"many": "several queries per row", "one": "one query per row"}
 
 
@@ -68,6 +73,7 @@ class CallReport:
             "form": self.form,
             "batch": None if self.size is None else self.size.batch,
             "keys": None if self.size is None else self.size.keys,
+            "kernels": kernel_problem() or "available",
             "runs": self.backend,
             "from": [{"keys": least, "runs": name} for least, name in self.length_ranges],
             "backends": [
@@ -115,7 +121,10 @@ class BackendReport:
         lines += ["", *_summary(self.call)]
         if self.call.signature.is_packed:
             lines += textwrap.wrap(_packed_note(self.call), WIDTH)
-        return "\n".join([*lines, *_summary(self.other_call)])
+        lines += _summary(self.other_call)
+        if self.call.signature.device == "cpu" and (problem := kernel_problem()):
+            lines += ["", *textwrap.wrap(NO_KERNELS_NOTE.format(problem=problem), WIDTH)]
+        return "\n".join(lines)
 
 
 def why(

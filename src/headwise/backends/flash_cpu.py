@@ -7,9 +7,8 @@ from torch import Tensor
 
 from ..interfaces.core_types import CallSize
 from ..interfaces.probe import Probe
-from ..kernels.flash_attention import FlashAttentionShape, attend_key_ranges, count_executed_pairs
-from ..kernels.flash_attention_kernel import QUERY_TILE_ROWS
-from ..kernels.jit import COMPUTE_DTYPES
+from ..kernels.flash_attention import QUERY_TILE_ROWS, FlashAttentionShape, attend_key_ranges, count_executed_pairs
+from ..kernels.launch import COMPUTE_DTYPES, kernel_problem
 from ..masking.patterns import Causal
 from ..masking.sequence_info import AttentionMask
 from . import sdpa
@@ -37,6 +36,8 @@ def unsupported_reasons(call: CallSignature) -> list[str]:
         reasons.append("needs more than one query per row")
     if "lse" in call.probed_tensors:
         reasons.append("does not return the log-sum-exp; sdpa does")
+    if problem := kernel_problem():
+        reasons.append(problem)
     return reasons
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -12,6 +11,7 @@ from ..interfaces import ScoreStep
 from ..interfaces.core_types import CallSize
 from ..interfaces.probe import Probe
 from ..kernels import PagedDecodeOptions, attend_paged
+from ..kernels.launch import kernel_problem
 from ..masking.sequence_info import AttentionMask
 from ..parts.linear_projection import Direct
 from ..parts.sink_softmax import SinkSoftmax
@@ -21,7 +21,6 @@ from . import sdpa
 from .core_interface import CallSignature, CoreInputs, CoreSteps, no_tensor_conflicts
 
 RAGGED_DTYPES = (torch.float32, torch.bfloat16, torch.float64)
-HAS_NUMBA = find_spec("numba") is not None
 # Bytes of keys and values from which on the kernel is faster than torch's own call, which is slow in bfloat16.
 MIN_BYTES_BY_DTYPE = {torch.bfloat16: 2**21, torch.float32: 2**23, torch.float64: 2**23}
 
@@ -41,8 +40,8 @@ def unsupported_reasons(call: CallSignature) -> list[str]:
         reasons.append(f"has a kernel for the CPU only, not {call.device}")
     if call.dtype not in RAGGED_DTYPES:
         reasons.append(f"does not support {call.dtype}")
-    if not HAS_NUMBA:
-        reasons.append("needs Numba, which is not installed")
+    if problem := kernel_problem():
+        reasons.append(problem)
     return reasons
 
 

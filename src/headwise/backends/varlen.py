@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..kernels.autograd_guards import is_under_functorch
-from ..kernels.varlen_attention import HAS_NUMBA, attend_varlen
+from ..kernels.launch import has_kernels
+from ..kernels.varlen_attention import attend_varlen
 from ..masking.patterns import Causal
 from ..masking.sequence_info import AttentionMask, SequenceInfo
 from . import sdpa
@@ -120,13 +121,17 @@ class VarlenTable(NamedTuple):
 
 def supports_kernel(call: CallSignature) -> bool:
     """Whether the kernel computes what such a call asks for: plain softmax attention in equal groups of heads."""
-    return HAS_NUMBA and call.device == "cpu" and call.group_size > 0 and not sdpa.plain_softmax_conflicts(call)
+    return call.device == "cpu" and call.group_size > 0 and not sdpa.plain_softmax_conflicts(call) and has_kernels()
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that the kernel computes in for tensors of this dtype."""
+    return dtype if dtype in KERNEL_DTYPES else torch.float32
 
 
 def attend_by_kernel(attention_mask: AttentionMask, inputs: CoreInputs) -> Tensor:
     """Per-head outputs o_BTHV of all sequences, in one call of the kernel."""
-    exact = inputs.q.dtype if inputs.q.dtype in KERNEL_DTYPES else torch.float32
-    qkv = [t.flatten(0, 1).to(exact) for t in inputs[:3]]
+    qkv = [t.flatten(0, 1).to(compute_dtype(inputs.q.dtype)) for t in inputs[:3]]
     causal, scale = attention_mask.pattern == Causal(), inputs.query_context.scale
     o = attend_varlen(qkv, *kernel_plan(attention_mask), causal, scale)
     return o.to(inputs.v.dtype).unflatten(0, inputs.q.shape[:2])

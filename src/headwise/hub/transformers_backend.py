@@ -25,7 +25,7 @@ from ..backends.core_interface import heads_to_rows, rows_to_heads
 from ..inspect.adapters.transformers_interface import BACKEND_NAME, inputs_of_call
 from ..inspect.hooks import AttentionInputs
 from ..kernels import PagedDecodeOptions, attend_paged
-from ..ops.linear import HAS_NUMBA
+from ..kernels.launch import has_kernels
 
 MIN_TRANSFORMERS = (5, 3)  # before, a config could make transformers run code from the Hub (CVE-2026-4372)
 MODELS_MODULE = "transformers.modeling_utils"
@@ -131,7 +131,7 @@ def _attend_sdpa(inputs: AttentionInputs, qkv: tuple[Tensor, Tensor, Tensor], dr
 
 def _can_use_kernel(q: Tensor) -> bool:
     """Whether the headwise kernel is faster than torch's fused call: bfloat16 on the CPU, one query per row."""
-    return q.is_cpu and q.dtype == torch.bfloat16 and not torch.is_grad_enabled() and HAS_NUMBA
+    return q.is_cpu and q.dtype == torch.bfloat16 and not torch.is_grad_enabled() and has_kernels()
 
 
 def _attend_kernel(qkv: tuple[Tensor, Tensor, Tensor], bias: Tensor | None, scale: float) -> Tensor:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable
+from enum import IntEnum, auto
 from math import gcd
 from struct import pack
 from typing import Any, NamedTuple
@@ -28,15 +29,71 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from .autograd_guards import NO_DOUBLE_BACKWARD_REMEDY, forbid_double_backward
-from .flash_attention_kernel import (
-    FLASH_ATTENTION_KERNELS,
-    GEMM_ROW_PADDING,
-    QUERY_TILE_ROWS,
-    FlashAttentionArgs,
-    flash_scratch_size,
+from .flash_attention_reference import attend_key_ranges_backward_reference, attend_key_ranges_reference
+from .launch import COMPUTE_DTYPES, FIRST_KERNEL_ARG, NUM_ITEMS_ARG, SIMD_WIDTH, ParallelKernelSet, round_up_to_simd
+
+QUERY_TILE_ROWS = 4 * SIMD_WIDTH  # queries per tile, which are the columns of a score tile
+GEMM_ROW_PADDING = 3  # rows behind the last that may be written, because products are computed four rows at a time
+FLASH_KEY_BLOCK_SIZE = 64  # keys whose scores are computed before their values are read
+
+
+class FlashAttentionArgs(IntEnum):
+    """Kernel arguments: indices into an int64 array. Addresses and strides count bytes, sizes count elements."""
+
+    WORK_ITEMS = (
+        FIRST_KERNEL_ARG  # int64 [items, 6]: row x G + key head, first query row, number, first key, end of keys, part
+    )
+    QUERY_ROWS = auto()  # int64: indices among all (b, t, h) of the queries, sorted by row and key head
+    KEY_RANGES = auto()  # [1 or B, T, 2], int64: the first key that a token reads and the one behind its last
+    NUM_KEY_RANGE_ROWS = auto()  # size of their first axis
+    Q = auto()  # [B, T, H, dim]
+    SCALE = auto()  # the floating-point number itself, in the first bytes of its slot
+    K = auto()
+    V = auto()
+    T = auto()
+    H = auto()
+    S = auto()
+    GROUPS = auto()  # key heads
+    DIM = auto()
+    VDIM = auto()
+    K_ROW_STRIDE = auto()  # bytes from one row, key and head to the next
+    K_KEY_STRIDE = auto()
+    K_HEAD_STRIDE = auto()
+    V_ROW_STRIDE = auto()
+    V_KEY_STRIDE = auto()
+    V_HEAD_STRIDE = auto()
+    OUT = auto()  # [B, T, H, vdim]
+    LSE = auto()  # [B, T, H]
+    GRAD = auto()  # [B, T, H, vdim]
+    NUM_QUERY_ROWS = auto()  # B T H
+    D_Q = auto()  # [parts, B, T, H, dim]
+    D_K = auto()  # [B, GROUPS, PADDED_KEYS, dim padded to whole vectors]
+    D_V = auto()
+    PADDED_KEYS = auto()  # S + GEMM_ROW_PADDING
+
+
+NUM_ROW_STATE_VECTORS = (
+    5  # rows of 64 at the start of a scratch buffer: first keys, ends, maxima, sums, rescaling factors
 )
-from .jit import FIRST_KERNEL_ARG, NUM_ITEMS_ARG
-from .simd import round_up_to_simd
+
+
+def flash_scratch_size(dim: int, vdim: int) -> int:
+    """Return the scratch elements per thread; sized for the backward pass, which needs more than the forward pass."""
+    return QUERY_TILE_ROWS * (
+        NUM_ROW_STATE_VECTORS
+        + 1
+        + 2 * (dim + GEMM_ROW_PADDING)
+        + vdim
+        + GEMM_ROW_PADDING
+        + 2 * (FLASH_KEY_BLOCK_SIZE + GEMM_ROW_PADDING)
+        + round_up_to_simd(dim)
+        + round_up_to_simd(vdim)
+    )
+
+
+FLASH_ATTENTION_KERNELS = ParallelKernelSet(
+    "flash_attention_kernel", COMPUTE_DTYPES, forward="flash_forward", backward="flash_backward"
+)
 
 KernelTable = array
 TENSOR_ARGS = tuple(
@@ -353,6 +410,8 @@ def _flash_forward_op(
     q: Tensor, k: Tensor, v: Tensor, ends: Tensor | None, ahead: int | None, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Return the output and the log-sum-exp of the scores, [B, T, H]."""
+    if not FLASH_ATTENTION_KERNELS.is_usable(q.dtype):
+        return attend_key_ranges_reference(q, k, v, ends, ahead, scale)
     q, k, v = make_contiguous(q, k, v)
     o, lse = q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3])
     plan = FlashAttentionPlan.from_tensors(q, k, v, ahead, scale)
@@ -365,6 +424,8 @@ def _flash_backward_op(
     grad: Tensor, given: list[Tensor], ends: Tensor | None, ahead: int | None, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v; `given` holds q, k, v, the output and the log-sum-exp."""
+    if not FLASH_ATTENTION_KERNELS.is_usable(grad.dtype):
+        return attend_key_ranges_backward_reference(grad, given, ends, ahead, scale)
     q, k, v, o, lse = given
     q, k, v = make_contiguous(q, k, v)
     plan = FlashAttentionPlan.from_tensors(q, k, v, ahead, scale)

@@ -21,14 +21,19 @@ in registers. The left operand is read element by element and may have any strid
 from __future__ import annotations
 
 import math
-from enum import IntEnum, auto
 
 from numba import extending, njit
 
 from . import simd
-from .jit import COMPUTE_DTYPES, FIRST_KERNEL_ARG, ParallelKernelSet
+from .flash_attention import (
+    FLASH_KEY_BLOCK_SIZE,
+    GEMM_ROW_PADDING,
+    NUM_ROW_STATE_VECTORS,
+    QUERY_TILE_ROWS,
+    FlashAttentionArgs,
+)
+from .launch import SIMD_WIDTH
 from .simd import (
-    SIMD_WIDTH,
     fma,
     load_arg,
     load_int64,
@@ -45,9 +50,6 @@ from .simd import (
     vec_mul,
     vec_sub,
 )
-
-QUERY_TILE_ROWS = 4 * SIMD_WIDTH  # queries per tile, which are the columns of a score tile
-GEMM_ROW_PADDING = 3  # rows behind the last that may be written, because products are computed four rows at a time
 
 
 @njit
@@ -153,62 +155,6 @@ def gemm(f, to, a, b, shape, more):
 
 
 # --- Forward pass --------------------------------------------------------------------------------------
-
-FLASH_KEY_BLOCK_SIZE = 64  # keys whose scores are computed before their values are read
-
-
-class FlashAttentionArgs(IntEnum):
-    """Kernel arguments: indices into an int64 array. Addresses and strides count bytes, sizes count elements."""
-
-    WORK_ITEMS = (
-        FIRST_KERNEL_ARG  # int64 [items, 6]: row x G + key head, first query row, number, first key, end of keys, part
-    )
-    QUERY_ROWS = auto()  # int64: indices among all (b, t, h) of the queries, sorted by row and key head
-    KEY_RANGES = auto()  # [1 or B, T, 2], int64: the first key that a token reads and the one behind its last
-    NUM_KEY_RANGE_ROWS = auto()  # size of their first axis
-    Q = auto()  # [B, T, H, dim]
-    SCALE = auto()  # the floating-point number itself, in the first bytes of its slot
-    K = auto()
-    V = auto()
-    T = auto()
-    H = auto()
-    S = auto()
-    GROUPS = auto()  # key heads
-    DIM = auto()
-    VDIM = auto()
-    K_ROW_STRIDE = auto()  # bytes from one row, key and head to the next
-    K_KEY_STRIDE = auto()
-    K_HEAD_STRIDE = auto()
-    V_ROW_STRIDE = auto()
-    V_KEY_STRIDE = auto()
-    V_HEAD_STRIDE = auto()
-    OUT = auto()  # [B, T, H, vdim]
-    LSE = auto()  # [B, T, H]
-    GRAD = auto()  # [B, T, H, vdim]
-    NUM_QUERY_ROWS = auto()  # B T H
-    D_Q = auto()  # [parts, B, T, H, dim]
-    D_K = auto()  # [B, GROUPS, PADDED_KEYS, dim padded to whole vectors]
-    D_V = auto()
-    PADDED_KEYS = auto()  # S + GEMM_ROW_PADDING
-
-
-NUM_ROW_STATE_VECTORS = (
-    5  # rows of 64 at the start of a scratch buffer: first keys, ends, maxima, sums, rescaling factors
-)
-
-
-def flash_scratch_size(dim: int, vdim: int) -> int:
-    """Return the scratch elements per thread; sized for the backward pass, which needs more than the forward pass."""
-    return QUERY_TILE_ROWS * (
-        NUM_ROW_STATE_VECTORS
-        + 1
-        + 2 * (dim + GEMM_ROW_PADDING)
-        + vdim
-        + GEMM_ROW_PADDING
-        + 2 * (FLASH_KEY_BLOCK_SIZE + GEMM_ROW_PADDING)
-        + round_up_to_simd(dim)
-        + round_up_to_simd(vdim)
-    )
 
 
 @njit
@@ -609,6 +555,3 @@ def flash_backward(f, table, number, desk):
         store_value(here + 8, load_int64(unit + 8) + start)
         store_value(here + 16, min(QUERY_TILE_ROWS, load_int64(unit + 16) - start))
         backward_query_tile(f, table, (k, v, d_k, d_v), here, desk + size * QUERY_TILE_ROWS)
-
-
-FLASH_ATTENTION_KERNELS = ParallelKernelSet(COMPUTE_DTYPES, forward=flash_forward, backward=flash_backward)

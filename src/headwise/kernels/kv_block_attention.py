@@ -19,12 +19,12 @@ rescaling factor per head and one vector for partial loads.
 from __future__ import annotations
 
 import math
-from enum import IntEnum, auto
 
 from numba import extending, njit
 
+from .launch import CACHE_LINE_BYTES, SIMD_WIDTH
+from .paged_decode import KV_BLOCK_SIZE, PagedDecodeArgs, hash_table_size
 from .simd import (
-    SIMD_WIDTH,
     as_compute_scalar,
     compute_itemsize,
     fma,
@@ -49,98 +49,7 @@ from .simd import (
     vec_sub,
 )
 
-KV_BLOCK_SIZE, KV_SPLIT_SIZE = 64, 256  # keys per block; keys per split, the unit of work of a thread
-CACHE_LINE_BYTES = 64  # bytes per cache line
-PLAN_ENTRY_FIELDS = 7  # int64 per entry of the plan
-MAX_ROWS_TOGETHER = 8  # maximum number of rows that read a shared prefix together
-
-
-class PagedDecodeArgs(IntEnum):
-    """Kernel arguments of paged decode: byte offsets into an int64 array. Addresses and strides count bytes.
-
-    Arguments that a call does not have are 0. A key lies at `K + page x K_PAGE_STRIDE + head x K_HEAD_STRIDE + slot x
-    K_SLOT_STRIDE`, its value and their scales likewise. Its bias lies at `BIAS + row x BIAS_ROW_STRIDE + head x
-    BIAS_HEAD_STRIDE + column x BIAS_KEY_STRIDE`.
-    """
-
-    def _generate_next_value_(name, start, count, last_values):
-        return 8 * count
-
-    NEXT_WORK_ITEM = auto()  # counters: next work item, next thread
-    NEXT_THREAD = auto()
-    NUM_WORK_ITEMS = auto()  # before planning the number of threads, afterwards that of work items
-    MAX_SPLITS = auto()  # before planning the maximum number of splits, afterwards the most rows that read together
-    Q = auto()  # [B, H, dim padded], already scaled
-    K = auto()
-    V = auto()
-    SPANS = auto()  # [B, N, 3]: page, first slot, end
-    BIAS = auto()
-    SINK = auto()  # [H]
-    K_SCALE = auto()
-    V_SCALE = auto()
-    SOFTCAP = auto()  # address of one number
-    OUT = auto()  # [B, H, V]
-    LSE = auto()  # [B, H]
-    PLAN = auto()  # plan entries (see `split_kv_schedule`), at most 4 per split
-    WORK_ITEMS = auto()  # [items + 1]: first plan entry of each work item
-    SPLIT_STARTS = auto()  # [splits, 3]: span, slot, whether an earlier row's work item reads it too
-    ROW_SPLITS = auto()  # [B, 3]: first split, number of splits, splits done
-    ROW_ORDER = auto()  # [B, 3]: row, keys shared with the previous row in this order, keys
-    PAGE_HASH_TABLE = auto()  # hash table from first page to row, -1 if empty
-    PARTIAL_OUTPUTS = auto()  # [splits, H, vdim padded + 2]: output, maximum and sum of each split
-    SCRATCH = auto()  # scratch buffers of the threads, and the bytes of each
-    SCRATCH_BYTES = auto()
-    BATCH = auto()
-    HEADS = auto()
-    GROUPS = auto()
-    DIM = auto()
-    VDIM = auto()
-    SPAN_COUNT = auto()
-    PAGE_SIZE = auto()
-    K_PAGE_STRIDE = auto()
-    K_HEAD_STRIDE = auto()
-    K_SLOT_STRIDE = auto()
-    V_PAGE_STRIDE = auto()
-    V_HEAD_STRIDE = auto()
-    V_SLOT_STRIDE = auto()
-    BIAS_ROW_STRIDE = auto()
-    BIAS_HEAD_STRIDE = auto()
-    BIAS_KEY_STRIDE = auto()
-    SCALE_PAGE_STRIDE = auto()
-    SCALE_HEAD_STRIDE = auto()
-    SCALE_SLOT_STRIDE = auto()
-
-
-def decode_scratch_bytes(heads: int, itemsize: int, rows: int = 1, qv_width: int = 0) -> int:
-    """Return the scratch bytes per thread: addresses of two blocks, scores and factors by head, one vector.
-
-    If several rows read a shared prefix together, it also holds their queries and partial outputs, `qv_width` elements
-    per head, and a copy of the kernel arguments.
-    """
-    lists, own = 2 * 4 * 8 * KV_BLOCK_SIZE, 8 * (len(PagedDecodeArgs) + 1) if rows > 1 else 0
-    heads *= rows
-    numbers = heads * KV_BLOCK_SIZE + round_up_to_simd(heads) + SIMD_WIDTH + (heads * qv_width if rows > 1 else 0)
-    return (lists + numbers * itemsize + own + CACHE_LINE_BYTES - 1) // CACHE_LINE_BYTES * CACHE_LINE_BYTES
-
-
-def num_kv_splits(keys: int) -> int:
-    """Return into how many splits the keys of a row are cut; a row without keys has one empty split."""
-    return max(1, -(-keys // KV_SPLIT_SIZE))
-
-
-def plan_size(batch: int, max_splits: int) -> int:
-    """Return the maximum number of int64 of a plan for `batch` rows and `max_splits` splits."""
-    return (4 * PLAN_ENTRY_FIELDS + 4) * max_splits + 1 + 6 * batch + hash_table_size(batch)
-
-
-@extending.register_jitable
-def hash_table_size(batch: int) -> int:
-    """Return the smallest power of two that is at least 2 x batch."""
-    count = 1
-    while count < 2 * batch:
-        count *= 2
-    return count
-
+extending.register_jitable(hash_table_size)
 
 # --- Scores and weighted values of a block -------------------------------------------------------------
 

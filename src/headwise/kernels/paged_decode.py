@@ -18,21 +18,113 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from enum import IntEnum, auto
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from numba import extending
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from . import jit
+from . import launch
 from .autograd_guards import can_skip_dispatcher, is_under_functorch
-from .jit import KernelSet
-from .kv_block_attention import PagedDecodeArgs, decode_scratch_bytes, num_kv_splits, plan_size
-from .paged_decode_kernel import PAGED_DECODE_KERNELS
-from .simd import SIMD_WIDTH, load_int64, round_up_to_simd, store_value
+from .launch import CACHE_LINE_BYTES, SIMD_WIDTH, KernelSet, round_up_to_simd
 from .small_batch_ops import is_small_batch, scale_to_float32
+
+KV_BLOCK_SIZE, KV_SPLIT_SIZE = 64, 256  # keys per block; keys per split, the unit of work of a thread
+PLAN_ENTRY_FIELDS = 7  # int64 per entry of the plan
+MAX_ROWS_TOGETHER = 8  # maximum number of rows that read a shared prefix together
+
+
+class PagedDecodeArgs(IntEnum):
+    """Kernel arguments of paged decode: byte offsets into an int64 array. Addresses and strides count bytes.
+
+    Arguments that a call does not have are 0. A key lies at `K + page x K_PAGE_STRIDE + head x K_HEAD_STRIDE + slot x
+    K_SLOT_STRIDE`, its value and their scales likewise. Its bias lies at `BIAS + row x BIAS_ROW_STRIDE + head x
+    BIAS_HEAD_STRIDE + column x BIAS_KEY_STRIDE`.
+    """
+
+    def _generate_next_value_(name, start, count, last_values):
+        return 8 * count
+
+    NEXT_WORK_ITEM = auto()  # counters: next work item, next thread
+    NEXT_THREAD = auto()
+    NUM_WORK_ITEMS = auto()  # before planning the number of threads, afterwards that of work items
+    MAX_SPLITS = auto()  # before planning the maximum number of splits, afterwards the most rows that read together
+    Q = auto()  # [B, H, dim padded], already scaled
+    K = auto()
+    V = auto()
+    SPANS = auto()  # [B, N, 3]: page, first slot, end
+    BIAS = auto()
+    SINK = auto()  # [H]
+    K_SCALE = auto()
+    V_SCALE = auto()
+    SOFTCAP = auto()  # address of one number
+    OUT = auto()  # [B, H, V]
+    LSE = auto()  # [B, H]
+    PLAN = auto()  # plan entries (see `split_kv_schedule`), at most 4 per split
+    WORK_ITEMS = auto()  # [items + 1]: first plan entry of each work item
+    SPLIT_STARTS = auto()  # [splits, 3]: span, slot, whether an earlier row's work item reads it too
+    ROW_SPLITS = auto()  # [B, 3]: first split, number of splits, splits done
+    ROW_ORDER = auto()  # [B, 3]: row, keys shared with the previous row in this order, keys
+    PAGE_HASH_TABLE = auto()  # hash table from first page to row, -1 if empty
+    PARTIAL_OUTPUTS = auto()  # [splits, H, vdim padded + 2]: output, maximum and sum of each split
+    SCRATCH = auto()  # scratch buffers of the threads, and the bytes of each
+    SCRATCH_BYTES = auto()
+    BATCH = auto()
+    HEADS = auto()
+    GROUPS = auto()
+    DIM = auto()
+    VDIM = auto()
+    SPAN_COUNT = auto()
+    PAGE_SIZE = auto()
+    K_PAGE_STRIDE = auto()
+    K_HEAD_STRIDE = auto()
+    K_SLOT_STRIDE = auto()
+    V_PAGE_STRIDE = auto()
+    V_HEAD_STRIDE = auto()
+    V_SLOT_STRIDE = auto()
+    BIAS_ROW_STRIDE = auto()
+    BIAS_HEAD_STRIDE = auto()
+    BIAS_KEY_STRIDE = auto()
+    SCALE_PAGE_STRIDE = auto()
+    SCALE_HEAD_STRIDE = auto()
+    SCALE_SLOT_STRIDE = auto()
+
+
+def decode_scratch_bytes(heads: int, itemsize: int, rows: int = 1, qv_width: int = 0) -> int:
+    """Return the scratch bytes per thread: addresses of two blocks, scores and factors by head, one vector.
+
+    If several rows read a shared prefix together, it also holds their queries and partial outputs, `qv_width` elements
+    per head, and a copy of the kernel arguments.
+    """
+    lists, own = 2 * 4 * 8 * KV_BLOCK_SIZE, 8 * (len(PagedDecodeArgs) + 1) if rows > 1 else 0
+    heads *= rows
+    numbers = heads * KV_BLOCK_SIZE + round_up_to_simd(heads) + SIMD_WIDTH + (heads * qv_width if rows > 1 else 0)
+    return (lists + numbers * itemsize + own + CACHE_LINE_BYTES - 1) // CACHE_LINE_BYTES * CACHE_LINE_BYTES
+
+
+def num_kv_splits(keys: int) -> int:
+    """Return into how many splits the keys of a row are cut; a row without keys has one empty split."""
+    return max(1, -(-keys // KV_SPLIT_SIZE))
+
+
+def plan_size(batch: int, max_splits: int) -> int:
+    """Return the maximum number of int64 of a plan for `batch` rows and `max_splits` splits."""
+    return (4 * PLAN_ENTRY_FIELDS + 4) * max_splits + 1 + 6 * batch + hash_table_size(batch)
+
+
+def hash_table_size(batch: int) -> int:
+    """Return the smallest power of two that is at least 2 x batch."""
+    count = 1
+    while count < 2 * batch:
+        count *= 2
+    return count
+
+
+KV_STORAGE_DTYPES = {torch.float32: "float32", torch.float64: "float64", torch.bfloat16: "bfloat16", torch.int8: "int8"}
+PAGED_DECODE_KERNELS = KernelSet("paged_decode_kernel", KV_STORAGE_DTYPES, work="run_work_items")
+SCHEDULE_KERNELS = KernelSet("split_kv_schedule", {}, plan="plan_split_kv", search="search_invalid_span")
 
 
 def find_invalid_span(spans_BN3: Tensor, pages: int, slots: int) -> int:
@@ -44,26 +136,9 @@ def find_invalid_span(spans_BN3: Tensor, pages: int, slots: int) -> int:
     """
     held = spans_BN3.contiguous()
     table = array("q", (held.data_ptr(), held.numel() // 3, pages, slots, -1))
-    jit.run_in_threads(SPAN_CHECK_KERNELS.function_address("search"), table.buffer_info()[0], 1)
+    launch.run_in_threads(SCHEDULE_KERNELS.function_address("search"), table.buffer_info()[0], 1)
     return table[4]
 
-
-@extending.register_jitable
-def search_invalid_span(table):
-    """Kernel of `find_invalid_span`: goes from the last span to the first, so that the first invalid one remains."""
-    first, count, pages, slots = (
-        load_int64(table),
-        load_int64(table + 8),
-        load_int64(table + 16),
-        load_int64(table + 24),
-    )
-    for n in range(count - 1, -1, -1):
-        page, begin, end = load_int64(first + 24 * n), load_int64(first + 24 * n + 8), load_int64(first + 24 * n + 16)
-        if begin < end and (begin < 0 or end > slots or page < 0 or page >= pages):
-            store_value(table + 32, n)
-
-
-SPAN_CHECK_KERNELS = KernelSet({}, search=search_invalid_span)
 
 # --- The operation `headwise::decode` ------------------------------------------------------------------
 
@@ -125,6 +200,10 @@ def attend_paged(
         raise ValueError(reason)
     if is_under_functorch():
         return attend_paged_reference(q_BHK, k_PGSK, v_PGSV, spans_BN3, scale=scale, options=options)
+    if not (SCHEDULE_KERNELS.is_usable() and PAGED_DECODE_KERNELS.is_usable(k_PGSK.dtype)):
+        valid_spans = None if spans_BN3 is None else _check_spans(spans_BN3, k_PGSK)
+        _check_bounds(q_BHK, k_PGSK, 1 if valid_spans is None else valid_spans.shape[1], _options_to_tensors(options))
+        return attend_paged_reference(q_BHK, k_PGSK, v_PGSV, valid_spans, scale=scale, options=options)
     exact = torch.float64 if k_PGSK.dtype == torch.float64 else torch.float32
     told, table = _options_to_tensors(options), () if spans_BN3 is None else (spans_BN3,)
     run = _launch_paged_decode if can_skip_dispatcher(q_BHK, k_PGSK, v_PGSV, *told, *table) else _attend_paged_op
@@ -192,7 +271,7 @@ def _launch_paged_decode(
         told[PagedDecodeArgs.PLAN // 8],
         told[PagedDecodeArgs.MAX_SPLITS // 8],
         told[PagedDecodeArgs.NUM_WORK_ITEMS // 8],
-    ) = notes.data_ptr(), most, jit.max_threads()
+    ) = notes.data_ptr(), most, launch.max_threads()
     told[PagedDecodeArgs.BATCH // 8 : PagedDecodeArgs.PAGE_SIZE // 8 + 1] = array(
         "q", (batch, heads, groups, dim, vdim, count, page)
     )
@@ -200,8 +279,8 @@ def _launch_paged_decode(
         "q", [t.stride(n) * t.itemsize for t in (k, v) for n in range(3)]
     )
     address = told.buffer_info()[0]
-    jit.run_in_threads(PAGED_DECODE_KERNELS.function_address("plan"), address, 1)
-    threads = min(jit.max_threads(), told[PagedDecodeArgs.NUM_WORK_ITEMS // 8])
+    launch.run_in_threads(SCHEDULE_KERNELS.function_address("plan"), address, 1)
+    threads = min(launch.max_threads(), told[PagedDecodeArgs.NUM_WORK_ITEMS // 8])
     own = decode_scratch_bytes(
         heads, size, told[PagedDecodeArgs.MAX_SPLITS // 8], round_up_to_simd(dim) + round_up_to_simd(vdim) + 2
     )
@@ -211,7 +290,7 @@ def _launch_paged_decode(
         told[PagedDecodeArgs.SCRATCH // 8],
         told[PagedDecodeArgs.SCRATCH_BYTES // 8],
     ) = parts.data_ptr(), desks.data_ptr(), own
-    jit.run_in_threads(PAGED_DECODE_KERNELS.function_address("work", k.dtype), address, threads)
+    launch.run_in_threads(PAGED_DECODE_KERNELS.function_address("work", k.dtype), address, threads)
     del kept, table  # the kernels read their memory up to here
     return out, lse
 
@@ -225,9 +304,22 @@ def _block_table(spans: Tensor | None, rows: int, k: Tensor) -> tuple[Tensor | a
     if spans is None:
         return array("q", [number for row in range(rows) for number in (row, 0, slots)]), 1
     if (n := find_invalid_span(spans, pages, slots)) >= 0:
-        told = spans.reshape(-1, 3)[n].tolist()
-        raise ValueError(f"spans hold {told}; give page, begin, end within {pages} pages of {slots} slots")
+        raise ValueError(_invalid_span_message(spans.reshape(-1, 3)[n].tolist(), k))
     return spans.contiguous(), spans.shape[1]
+
+
+def _invalid_span_message(span: list[int], k: Tensor) -> str:
+    return f"spans hold {span}; give page, begin, end within {k.shape[0]} pages of {k.shape[2]} slots"
+
+
+def _check_spans(spans: Tensor, k: Tensor) -> Tensor:
+    """Return the spans with page 0 for empty ones; raise ValueError if one exceeds the pages. Uses torch operations."""
+    page, begin, end = spans.unbind(-1)
+    is_empty = begin >= end
+    is_valid = is_empty | ((begin >= 0) & (end <= k.shape[2]) & (page >= 0) & (page < k.shape[0]))
+    if not bool(is_valid.all()):
+        raise ValueError(_invalid_span_message(spans[~is_valid][0].tolist(), k))
+    return spans.masked_fill(is_empty[..., None], 0)
 
 
 def _check_bounds(q: Tensor, k: Tensor, count: int, more: Sequence[Tensor]) -> None:

@@ -20,19 +20,14 @@ from __future__ import annotations
 
 import math
 
-import torch
 from numba import extending, njit
 
-from .jit import KernelSet
 from .kv_block_attention import (
-    CACHE_LINE_BYTES,
     KEYS_OFFSET,
     KEYS_PER_STEP,
-    KV_BLOCK_SIZE,
     NEXT_BLOCK_OFFSET,
     SCORES_OFFSET,
     VALUES_OFFSET,
-    PagedDecodeArgs,
     add_bias,
     add_bias_to_head,
     apply_kv_scale,
@@ -48,8 +43,9 @@ from .kv_block_attention import (
     qk_block,
     rescale_output,
 )
+from .launch import CACHE_LINE_BYTES, SIMD_WIDTH
+from .paged_decode import KV_BLOCK_SIZE, PagedDecodeArgs
 from .simd import (
-    SIMD_WIDTH,
     as_compute_scalar,
     compute_itemsize,
     fetch_and_increment,
@@ -64,7 +60,7 @@ from .simd import (
     store_value,
     vec_mul,
 )
-from .split_kv_schedule import PLAN_ENTRY_BYTES, fill_block_addresses, plan_split_kv, prepare_next_block
+from .split_kv_schedule import PLAN_ENTRY_BYTES, fill_block_addresses, prepare_next_block
 
 NUM_ARGS = len(PagedDecodeArgs)
 
@@ -335,8 +331,6 @@ def attend_shared_prefix(f, told, entry, following, desk):
 
 # --- Splits of one row, their combination, and the entry point -----------------------------------------
 
-KV_STORAGE_DTYPES = {torch.float32: "float32", torch.float64: "float64", torch.bfloat16: "bfloat16", torch.int8: "int8"}
-
 
 @njit
 def attend_split(f, told, entry, following, desk):
@@ -496,6 +490,3 @@ def run_work_items(f, told):
             if fetch_and_increment(table + 24 * row + 16) + 1 == load_int64(table + 24 * row + 8):
                 combine_splits(f, told, row)
         this = following
-
-
-PAGED_DECODE_KERNELS = KernelSet(KV_STORAGE_DTYPES, plan=plan_split_kv, work=run_work_items)

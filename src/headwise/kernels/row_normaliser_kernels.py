@@ -15,14 +15,13 @@ value head, so that only one thread adds to its gradients.
 from __future__ import annotations
 
 import math
-from enum import IntEnum, auto
 
 from numba import extending, njit
 
 from . import simd
-from .jit import COMPUTE_DTYPES, FIRST_KERNEL_ARG, ParallelKernelSet
+from .launch import SIMD_WIDTH
+from .row_normalisers import ROW_STATE_SIZE, ROWS_PER_ITEM, RowNormaliserArgs
 from .simd import (
-    SIMD_WIDTH,
     compress_store,
     fma,
     is_byte_set,
@@ -46,32 +45,6 @@ from .simd import (
     vec_mul,
     vec_sub,
 )
-
-ROWS_PER_ITEM = 8  # rows per work item
-
-
-class RowNormaliserArgs(IntEnum):
-    """Kernel arguments: indices into an int64 array. Addresses count bytes, sizes count elements."""
-
-    SCORES = FIRST_KERNEL_ARG  # [B, H, T, S]: scores
-    OUTPUT = auto()  # forward weights, or weighted values [B, H, T, V]; backward the gradient of scores
-    MASK = auto()  # [1 or B, 1, 1 or T, S], one byte each; 0 if every key is allowed
-    MASK_ROW_STRIDE = auto()  # elements to the next row of the batch, and to the next query
-    MASK_QUERY_STRIDE = auto()
-    H = auto()
-    T = auto()
-    S = auto()
-    NUM_ROWS = auto()  # rows in all
-    KEY_INDICES = auto()  # int32 0, 1, 2, ... for each key; used by entmax only, as are all that follow
-    ALPHA = auto()  # [H]
-    ROW_STATE = auto()  # [B, H, T, 2]: maximum and tau of each row, for the backward pass
-    VALUES = auto()  # [B, G, S, V], V padded to whole vectors; 0 to return the weights themselves
-    VALUE_HEAD_OF_HEAD = auto()  # [H], int64: the value head that each head reads
-    G = auto()
-    V = auto()
-    GRAD = auto()  # backward: gradient of the output
-    D_VALUES = auto()
-    D_ALPHA = auto()  # [B, H, T]
 
 
 @njit
@@ -150,11 +123,8 @@ def softmax_kernel(form, table, unit, desk):
         softmax_of_row(form, table, row, desk)
 
 
-SOFTMAX_KERNELS = ParallelKernelSet(COMPUTE_DTYPES, softmax=softmax_kernel)
-
 # --- Entmax: candidates of a row, tau and weights ------------------------------------------------------
 
-NUM_ROW_LISTS = 5  # lists in a scratch buffer: row, candidates, slopes, gradients, key indices
 MAX_SOLVER_STEPS = 200  # Newton takes 5 to 12 steps, bisection as many as the dtype has bits
 SUM_BLOCK_SIZE = 16 * SIMD_WIDTH  # partial sums of this size limit rounding errors when many values are equal
 
@@ -269,7 +239,6 @@ def scale_scores(form, desk, S, top, alpha):
 
 # --- Entmax of rows, forward and backward --------------------------------------------------------------
 
-ROW_STATE_SIZE = 2  # maximum and tau, from which a row is computed again
 VALUE_STRIP_WIDTH = 4 * SIMD_WIDTH  # channels of a value per tile
 
 
@@ -471,6 +440,3 @@ def entmax_backward_kernel(form, table, unit, desk):
             unit * ROWS_PER_ITEM, min(unit * ROWS_PER_ITEM + ROWS_PER_ITEM, load_arg(table, RowNormaliserArgs.NUM_ROWS))
         ):
             entmax_backward_row(form, table, row, desk)
-
-
-ENTMAX_KERNELS = ParallelKernelSet(COMPUTE_DTYPES, forward=entmax_forward_kernel, backward=entmax_backward_kernel)

@@ -12,6 +12,7 @@ zero. `row_normaliser_kernels` holds the kernels and their loop order.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import IntEnum, auto
 from typing import Any
 
 import torch
@@ -20,23 +21,48 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from .autograd_guards import NO_DOUBLE_BACKWARD_REMEDY, forbid_double_backward, is_under_functorch
-from .jit import COMPUTE_DTYPES, ParallelKernelSet
-from .row_normaliser_kernels import (
-    ENTMAX_KERNELS,
-    NUM_ROW_LISTS,
-    ROW_STATE_SIZE,
-    ROWS_PER_ITEM,
-    SOFTMAX_KERNELS,
-    RowNormaliserArgs,
-)
-from .simd import (
-    SIMD_WIDTH,
+from .launch import COMPUTE_DTYPES, FIRST_KERNEL_ARG, SIMD_WIDTH, KernelSet, ParallelKernelSet
+
+ROWS_PER_ITEM = 8  # rows per work item
+NUM_ROW_LISTS = 5  # lists in a scratch buffer: row, candidates, slopes, gradients, key indices
+ROW_STATE_SIZE = 2  # maximum and tau, from which a row is computed again
+
+
+class RowNormaliserArgs(IntEnum):
+    """Kernel arguments: indices into an int64 array. Addresses count bytes, sizes count elements."""
+
+    SCORES = FIRST_KERNEL_ARG  # [B, H, T, S]: scores
+    OUTPUT = auto()  # forward weights, or weighted values [B, H, T, V]; backward the gradient of scores
+    MASK = auto()  # [1 or B, 1, 1 or T, S], one byte each; 0 if every key is allowed
+    MASK_ROW_STRIDE = auto()  # elements to the next row of the batch, and to the next query
+    MASK_QUERY_STRIDE = auto()
+    H = auto()
+    T = auto()
+    S = auto()
+    NUM_ROWS = auto()  # rows in all
+    KEY_INDICES = auto()  # int32 0, 1, 2, ... for each key; used by entmax only, as are all that follow
+    ALPHA = auto()  # [H]
+    ROW_STATE = auto()  # [B, H, T, 2]: maximum and tau of each row, for the backward pass
+    VALUES = auto()  # [B, G, S, V], V padded to whole vectors; 0 to return the weights themselves
+    VALUE_HEAD_OF_HEAD = auto()  # [H], int64: the value head that each head reads
+    G = auto()
+    V = auto()
+    GRAD = auto()  # backward: gradient of the output
+    D_VALUES = auto()
+    D_ALPHA = auto()  # [B, H, T]
+
+
+SOFTMAX_KERNELS = ParallelKernelSet("row_normaliser_kernels", COMPUTE_DTYPES, softmax="softmax_kernel")
+ENTMAX_KERNELS = ParallelKernelSet(
+    "row_normaliser_kernels", COMPUTE_DTYPES, forward="entmax_forward_kernel", backward="entmax_backward_kernel"
 )
 
 
-def has_row_kernels(s_BHTS: Tensor) -> bool:
-    """Return True if the kernels support these scores: float32 or float64 on the CPU, outside torch.func."""
-    return s_BHTS.device.type == "cpu" and s_BHTS.dtype in COMPUTE_DTYPES and not is_under_functorch()
+def can_use_kernels(s_BHTS: Tensor, kernels: KernelSet) -> bool:
+    """Return True if these kernels may run on the scores: float32 or float64 on the CPU, outside torch.func."""
+    if s_BHTS.device.type != "cpu" or s_BHTS.dtype not in COMPUTE_DTYPES or is_under_functorch():
+        return False
+    return kernels.is_usable(s_BHTS.dtype)
 
 
 @torch.library.custom_op("headwise::softmax", mutates_args=(), device_types="cpu")

@@ -21,16 +21,14 @@ from numba import extending, njit, types
 from numba.core import cgutils
 from numba.core.datamodel import models
 
-SIMD_WIDTH = 16
+from .launch import SIMD_WIDTH, round_up_to_simd
+
 INT32, INT64 = ir.IntType(32), ir.IntType(64)
 LANE_MASK = ir.VectorType(INT32, SIMD_WIDTH)
 intrinsic: Any = extending.intrinsic  # typed Any: intrinsics are called without their first parameter
 
 
-@extending.register_jitable
-def round_up_to_simd(count: int) -> int:
-    """Return the smallest multiple of 16 that is at least `count`."""
-    return (count + SIMD_WIDTH - 1) // SIMD_WIDTH * SIMD_WIDTH
+extending.register_jitable(round_up_to_simd)
 
 
 class SimdVector(types.Type):

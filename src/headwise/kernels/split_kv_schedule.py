@@ -19,13 +19,15 @@ from numba import extending, njit
 from .kv_block_attention import (
     COLUMNS_OFFSET,
     KEYS_OFFSET,
+    NEXT_BLOCK_OFFSET,
+    SCALES_OFFSET,
+    VALUES_OFFSET,
+)
+from .paged_decode import (
     KV_BLOCK_SIZE,
     KV_SPLIT_SIZE,
     MAX_ROWS_TOGETHER,
-    NEXT_BLOCK_OFFSET,
     PLAN_ENTRY_FIELDS,
-    SCALES_OFFSET,
-    VALUES_OFFSET,
     PagedDecodeArgs,
     hash_table_size,
 )
@@ -335,3 +337,21 @@ def prepare_next_block(told, entry, desk):
     )
     fill_block_addresses(told, row, load_int64(this + 16), load_int64(this + 24), desk + NEXT_BLOCK_OFFSET, count)
     return count
+
+
+# --- Check of the block table -------------------------------------------------------------------------
+
+
+@extending.register_jitable
+def search_invalid_span(table):
+    """Kernel of `find_invalid_span`: goes from the last span to the first, so that the first invalid one remains."""
+    first, count, pages, slots = (
+        load_int64(table),
+        load_int64(table + 8),
+        load_int64(table + 16),
+        load_int64(table + 24),
+    )
+    for n in range(count - 1, -1, -1):
+        page, begin, end = load_int64(first + 24 * n), load_int64(first + 24 * n + 8), load_int64(first + 24 * n + 16)
+        if begin < end and (begin < 0 or end > slots or page < 0 or page >= pages):
+            store_value(table + 32, n)

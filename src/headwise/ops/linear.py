@@ -8,20 +8,18 @@ change.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib.util import find_spec
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..kernels.autograd_guards import is_under_functorch
-from ..kernels.simd import SIMD_WIDTH
-from ..kernels.small_batch_ops import GEMV_DTYPES, multiply_small_batch
+from ..kernels.launch import SIMD_WIDTH
+from ..kernels.small_batch_ops import GEMV_DTYPES, GEMV_KERNELS, multiply_small_batch
 
 MAX_GEMV_TOKENS = 4  # tokens at most, beyond which torch's product is as fast
 MIN_GEMV_WEIGHTS = 3 * 2**18  # bytes that are read at least: what is smaller torch has read before a kernel is called
 PLAIN_TENSOR_TYPES = (Tensor, nn.Parameter)
-HAS_NUMBA = find_spec("numba") is not None
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -68,8 +66,7 @@ def uses_gemv_kernel(x: Tensor, weights: Sequence[Tensor]) -> bool:
         return False
     width = x.shape[-1]
     return (
-        HAS_NUMBA
-        and 0 < x.numel() <= MAX_GEMV_TOKENS * width
+        0 < x.numel() <= MAX_GEMV_TOKENS * width
         and x.dtype in GEMV_DTYPES
         and x.device.type == "cpu"
         and type(x) is Tensor
@@ -78,4 +75,5 @@ def uses_gemv_kernel(x: Tensor, weights: Sequence[Tensor]) -> bool:
         and all(w.is_cpu and w.shape[1] == width for w in weights)
         and not torch.is_autocast_enabled("cpu")
         and not is_under_functorch()
+        and GEMV_KERNELS.is_usable(x.dtype)
     )

@@ -14,7 +14,7 @@ from ..interfaces.axis_layout import AxisLayout
 from ..interfaces.core_types import Param, PartParams, SpecFactory, SymmetryGroup
 from ..interfaces.registry import part
 from ..kernels import small_batch_ops
-from ..kernels.simd import SIMD_WIDTH
+from ..kernels.launch import SIMD_WIDTH
 from ..spec.attention_spec import AttentionSpec
 from .initialisers import fixed_values
 from .rotary_scaling import NTK, PI, Llama3, Plain, RotaryScaling, YaRN
