@@ -396,6 +396,33 @@ class PruneToBudget(HeadSelection):
         return PruningPlan.of(net.spec, search.keep, reason, search.notes)
 
 
+# Names in state files of pruning to a budget that were written before the fields of `PruneToBudget` were renamed.
+OLD_STATE_NAMES = {
+    "Until(": "PruneToBudget(",
+    "budget=Budget(": "budget=PruningBudget(",
+    " by=By(": " ranking=HeadRanking(",
+    " sample=": " num_examples=",
+    ", budget=": ", max_seconds=",
+    " normalised=": " normalisation=",
+    " again=": " rescore_every=",
+    " least=": " min_units=",
+    " state=": " state_path=",
+    " pace=Pace(": " timing=TimingOptions(",
+}
+
+
+def _update_selection_key(key: str) -> str:
+    """Return the key of a selection with the present names of its fields.
+
+    >>> _update_selection_key("Until(budget=Budget(kind='cache', limit=0.5), again=None, least=0)")
+    "PruneToBudget(budget=PruningBudget(kind='cache', limit=0.5), rescore_every=None, min_units=0)"
+    """
+    if key.startswith("Until("):
+        for old, new in OLD_STATE_NAMES.items():
+            key = key.replace(old, new)
+    return key
+
+
 class _BudgetSearch:
     """State of a budget search: the units removed so far, in order, and the current value of the budget."""
 
@@ -484,9 +511,9 @@ class _BudgetSearch:
             return
         try:
             state = cast("dict[str, Any]", json.loads(path.read_text(encoding="utf-8")))
-            fingerprint, selection_key = state["model"], state["asked"]
+            fingerprint, selection_key = state["model"], _update_selection_key(state["asked"])
             removed = [HeadUnit(site, tuple(heads)) for site, heads in state["gone"]]
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise SpecError(f"cannot resume from {path}: {error}. Delete the file to start again") from None
         if (
             fingerprint != fingerprint_model(self.net)
