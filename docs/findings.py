@@ -25,21 +25,22 @@ CURVES = Path(__file__).parent.parent / "build" / "curves"  # with figures, whic
 ASKS = {
     "minilm": (
         "MiniLM (all-MiniLM-L6-v2) on 500 sentences of UD English EWT, dev",
-        ["MINILM", "--conllu", PARSED.name, "--limit", "500", "--redundancy", "--twin"],
+        ["MINILM", "--conllu", PARSED.name, "--limit", "500", "--redundancy", "--random-baseline"],
     ),
     "stories260k": (
         "stories260K on 200 sentences of UD English EWT, dev",
         ["stories260K.bin", "--conllu", PARSED.name, "--limit", "200", "--importance", "leave-one-out",
-         "--redundancy", "--twin"],
+         "--redundancy", "--random-baseline"],
     ),
     "dates": (
         "The demo's translator of dates and amounts, on 200 held-out examples with their links",
-        ["DATES", "--task", "dates", "--limit", "200", "--importance", "leave-one-out", "--redundancy", "--twin"],
+        ["DATES", "--task", "dates", "--limit", "200", "--importance", "leave-one-out",
+         "--redundancy", "--random-baseline"],
     ),
 }  # fmt: skip
 SWEEP = [
     "TRANSLATOR", "--sweep", "--data", "val.tsv", "--limit", "150", "--points", "0.9,0.75,0.6,0.45,0.3,0.2,0.1",
-    "--gates", "150", "--draws", "3", "--sample", "40", "--answers", "leave-one-out",
+    "--gates", "150", "--random-orders", "3", "--sample", "40", "--answers", "leave-one-out",
 ]  # fmt: skip
 ABOUT = """# Heads taken out of a translator, German to English
 
@@ -105,7 +106,11 @@ def translator(places: dict[str, str]) -> str:
     planned = re.search(r"^steps = (\d+)", said, re.MULTILINE)
     if not (planned and model and trained and loss and accuracy):
         raise SystemExit(f"{places['TRANSLATOR']}/README.md does not say how the translator was trained")
-    command = " ".join(SWEEP).replace(" --points", " \\\n        --points").replace(" --draws", " \\\n        --draws")
+    command = (
+        " ".join(SWEEP)
+        .replace(" --points", " \\\n        --points")
+        .replace(" --random-orders", " \\\n        --random-orders")
+    )
     about = (
         f"{model[1]}, 8 heads in every attention. Trained on Multi30k, where {planned[1]} steps were planned: "
         f"{trained[0]} On held-out pairs its loss was {loss[1]}, its accuracy {accuracy[1]}, the true text before each "

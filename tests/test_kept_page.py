@@ -25,7 +25,7 @@ def test_nothing_is_said_unless_asked(capsys):
 
 
 def test_the_page_says_every_step_with_its_formula(capsys):
-    code, out, err = run(capsys, "mha", "dcmha", *SIZES, "--kept")
+    code, out, err = run(capsys, "mha", "dcmha", *SIZES, "--activations")
     assert (code, err) == (0, "")
     assert max(map(len, out.splitlines())) <= 80
     assert "mha: in training, flash-cuda, nothing recomputed" in out

@@ -100,7 +100,7 @@ def test_a_preset_takes_the_place_of_every_attention(preset: str):
         (["dates", "--out", "x", "--set", "recipe.lrr=3"], "a recipe has no field 'lrr'; did you mean 'lr'?"),
         (["dates", "--out", "x", "--model", "mqaa"], "there is no preset, file or folder 'mqaa'; did you mean 'mqa'?"),
         (["dates", "--out", "x", "--recipe", "none.toml"], "'none.toml' cannot be read"),
-        (["dates", "--out", "x", "--sink", "wandbb"], "there is no logger 'wandbb'; did you mean 'wandb'?"),
+        (["dates", "--out", "x", "--logger", "wandbb"], "there is no logger 'wandbb'; did you mean 'wandb'?"),
     ],
 )
 def test_bad_input_is_one_line(

@@ -40,9 +40,13 @@ def add_compression_arguments(parser: CommandParser) -> None:
     learn.add_argument(
         "--uptrain", type=int, metavar="STEPS", help="distil for this many steps, on texts that the proof does not use"
     )
-    learn.add_argument("--learn", metavar="FILE", help="texts for --uptrain (default: those that heads are chosen by)")
-    learn.add_argument("--lessons", type=int, default=2000, metavar="COUNT", help="task examples for --uptrain")
-    learn.add_argument("--rate", type=float, metavar="NUMBER", help=f"peak learning rate (default: {LEARNING_RATE})")
+    learn.add_argument(
+        "--distill-data", metavar="FILE", help="texts for --uptrain (default: those that heads are chosen by)"
+    )
+    learn.add_argument(
+        "--distill-examples", type=int, default=2000, metavar="COUNT", help="task examples for --uptrain"
+    )
+    learn.add_argument("--lr", type=float, metavar="NUMBER", help=f"peak learning rate (default: {LEARNING_RATE})")
     parser.add_argument("--length", type=int, metavar="COUNT", help="tokens per text in the tables of speed and cost")
     parser.add_argument("--seconds", type=float, default=10.0, metavar="NUMBER", help="time limit for measuring speed")
 
@@ -116,9 +120,11 @@ class CompressionRun:
         from ..head_analysis.annotated_examples import examples_from_lines, examples_from_task, read_lines
 
         if self.task is not None:
-            return examples_from_task(self.net, self.task, self.args.lessons, "train").examples_with_frequencies()
-        if self.args.learn is not None:
-            return examples_from_lines(self.net, read_lines(self.args.learn)).examples_with_frequencies()
+            return examples_from_task(
+                self.net, self.task, self.args.distill_examples, "train"
+            ).examples_with_frequencies()
+        if self.args.distill_data is not None:
+            return examples_from_lines(self.net, read_lines(self.args.distill_data)).examples_with_frequencies()
         return self.selection_examples
 
     def retrain(self, model: Transformer) -> tuple[Transformer, dict[str, Any]]:
@@ -133,7 +139,7 @@ class CompressionRun:
             seed=self.args.seed,
             objective=self.args.objective,
             alpha=1.0,
-            rate=LEARNING_RATE if self.args.rate is None else self.args.rate,
+            rate=LEARNING_RATE if self.args.lr is None else self.args.lr,
             batch=max(1, min(BATCH_SIZE, len(texts) // 4)),
         )
         result = uptrain(
@@ -208,8 +214,8 @@ def _check_model(net: Transformer, args: argparse.Namespace, example: Example) -
     choose_objective(net, args.objective, example)
     if "seconds" in args:
         fit_lengths(net, _timing_pace(args))
-        if args.lessons < 2:
-            raise UsageError(f"--lessons {args.lessons} is too few; give at least 2")
+        if args.distill_examples < 2:
+            raise UsageError(f"--distill-examples {args.distill_examples} is too few; give at least 2")
 
 
 def _format_number(value: float | None) -> str:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class ExtraAnalyses:
-    """Results of --importance, --redundancy and --twin; None if not requested. `lines` summarise them."""
+    """Results of --importance, --redundancy and --random-baseline; None if not requested. `lines` summarise them."""
 
     importance: ImportanceResult | None = None
     redundancy: RedundancyResult | None = None
@@ -34,18 +34,24 @@ class ExtraAnalyses:
     @property
     def data(self) -> dict[str, Any]:
         """Results as plain values, by option."""
-        results = {"importance": self.importance, "redundancy": self.redundancy, "twin": self.random_baseline}
+        results = {
+            "importance": self.importance,
+            "redundancy": self.redundancy,
+            "random_baseline": self.random_baseline,
+        }
         return {name: result.data for name, result in results.items() if result is not None}
 
 
 def add_extra_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add --importance, --redundancy and --twin."""
+    """Add --importance, --redundancy and --random-baseline."""
     parser.add_argument(
         "--importance", metavar="METHOD", help="estimate head importance: leave-one-out, michel or shapley"
     )
     parser.add_argument("--budget", type=float, metavar="SECONDS", help="time limit for --importance")
     parser.add_argument("--redundancy", action="store_true", help="measure how similar heads are, compared with chance")
-    parser.add_argument("--twin", action="store_true", help="also measure a randomly initialised copy of the model")
+    parser.add_argument(
+        "--random-baseline", action="store_true", help="also measure a randomly initialised copy of the model"
+    )
 
 
 def run_extras(
@@ -60,7 +66,7 @@ def run_extras(
     if args.importance is not None:
         table = _measure_importance(model, table, examples, args, extras)
     baseline = None
-    if args.twin:
+    if args.random_baseline:
         from ..head_analysis.random_baseline import make_random_baseline
 
         baseline = make_random_baseline(model, seed=args.seed)

@@ -89,13 +89,13 @@ def _add_ranking_arguments(parser: CommandParser) -> None:
         help="unit of removal: head, group (all query heads of a key-value head) or auto",
     )
     ranking.add_argument(
-        "--least", type=int, metavar="COUNT", help="with --per model or --budget, heads to keep in every layer"
+        "--min-heads", type=int, metavar="COUNT", help="with --per model or --budget, heads to keep in every layer"
     )
     ranking.add_argument(
         "--sample", type=int, metavar="COUNT", help="use at most this many texts to estimate importance"
     )
     ranking.add_argument(
-        "--again",
+        "--rerank-every",
         type=int,
         metavar="COUNT",
         help="with --budget, estimate importance again after removing this many heads",
@@ -124,9 +124,9 @@ def _check_selection(args: argparse.Namespace) -> None:
         )
     if args.gates is not None and not args.keep:
         raise UsageError("--gates needs --keep for the number of heads that stay; give both")
-    for name in ("again", "state"):
-        if getattr(args, name) is not None and not args.budget:
-            raise UsageError(f"--{name} needs --budget; add --budget, or leave out --{name}")
+    for option, value in (("--rerank-every", args.rerank_every), ("--state", args.state)):
+        if value is not None and not args.budget:
+            raise UsageError(f"{option} needs --budget; add --budget, or leave out {option}")
 
 
 def _selection(args: argparse.Namespace, run: CompressionRun) -> HeadSelection:
@@ -142,7 +142,7 @@ def _selection(args: argparse.Namespace, run: CompressionRun) -> HeadSelection:
     )
 
     if args.gates is not None:
-        overrides = {} if args.rate is None else {"rate": args.rate}
+        overrides = {} if args.lr is None else {"rate": args.lr}
         unit = "kv" if args.unit == "group" else "head"
         return KeepOpenGates(
             GateTrainingOptions(
@@ -152,7 +152,7 @@ def _selection(args: argparse.Namespace, run: CompressionRun) -> HeadSelection:
     ranking = HeadRanking(args.by, args.objective, num_examples=args.sample, seed=args.seed)
     if args.keep:
         return KeepTop(
-            _parse_fraction(args.keep), ranking, args.per, args.unit, 1 if args.least is None else args.least
+            _parse_fraction(args.keep), ranking, args.per, args.unit, 1 if args.min_heads is None else args.min_heads
         )
     if args.heads:
         return DropHeads(tuple(_parse_heads(run.net, args.heads)))
@@ -172,7 +172,7 @@ def _stopping_budget(args: argparse.Namespace, ranking: HeadRanking) -> HeadSele
     except ValueError:
         raise UsageError(f"--budget {args.budget} is not a budget; write KIND=LIMIT, as in cache=0.5") from None
     state = None if args.state is None else Path(args.state)
-    return PruneToBudget(budget, ranking, args.again, args.unit, args.least or 0, state)
+    return PruneToBudget(budget, ranking, args.rerank_every, args.unit, args.min_heads or 0, state)
 
 
 def _load_plan(args: argparse.Namespace, run: CompressionRun) -> HeadSelection:
@@ -266,7 +266,7 @@ def _sweep_parser() -> CommandParser:
     sweep.add_argument(
         "--parts", nargs="+", default=[], metavar="PART", help="prune in all, encoder, decoder or cross attention"
     )
-    sweep.add_argument("--draws", type=int, default=5, metavar="COUNT", help="samples of the random order")
+    sweep.add_argument("--random-orders", type=int, default=5, metavar="COUNT", help="samples of the random order")
     sweep.add_argument(
         "--gates", type=int, metavar="STEPS", help="add the order of trained L0 gates, trained for this many steps"
     )
@@ -284,8 +284,12 @@ def _sweep_parser() -> CommandParser:
         metavar="KIND",
         help="unit of removal: head, group (all query heads of a key-value head) or auto",
     )
-    sweep.add_argument("--least", type=int, default=0, metavar="COUNT", help="heads to keep in every attention layer")
-    sweep.add_argument("--allowed", type=float, default=0.1, metavar="LOSS", help="largest acceptable rise of the loss")
+    sweep.add_argument(
+        "--min-heads", type=int, default=0, metavar="COUNT", help="heads to keep in every attention layer"
+    )
+    sweep.add_argument(
+        "--max-loss-rise", type=float, default=0.1, metavar="LOSS", help="largest acceptable rise of the loss"
+    )
     return parser
 
 
@@ -307,11 +311,11 @@ def _sweep_config(args: argparse.Namespace, run: CompressionRun, points: tuple[f
         tuple(args.by),
         points or DEFAULT_SHARES,
         tuple(args.parts),
-        args.draws,
+        args.random_orders,
         tuple(args.answers),
         args.unit,
-        args.least,
-        args.allowed,
+        args.min_heads,
+        args.max_loss_rise,
         run.task,
     )
 

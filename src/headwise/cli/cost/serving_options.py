@@ -1,4 +1,4 @@
-"""`headwise cost --serve`, `--verdict` and `--boxes`: throughput, memory fit, and arithmetic intensity of serving."""
+"""`headwise cost --serve`, `--memory-fit` and `--intensity`: throughput, memory and arithmetic intensity of serving."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
 PREFILL_CHUNK = 2048
 # Options that only have an effect together with one of these reports.
 DEPENDENT_OPTIONS = {
-    "layers": "serve verdict",
-    "allocator": "serve verdict",
-    "cache": "serve verdict boxes",
-    "weights": "serve verdict boxes",
-    "reached": "serve boxes",
-    "budget": "serve verdict",
-    "chunk": "serve verdict",
-    "shared": "serve verdict",
-    "lengths": "serve verdict",
-    "seed": "serve verdict",
+    "layers": "serve memory_fit",
+    "allocator": "serve memory_fit",
+    "cache": "serve memory_fit intensity",
+    "weights": "serve memory_fit intensity",
+    "efficiency": "serve intensity",
+    "budget": "serve memory_fit",
+    "chunk": "serve memory_fit",
+    "shared": "serve memory_fit",
+    "lengths": "serve memory_fit",
+    "seed": "serve memory_fit",
     "prompt": "serve",
 }
 
@@ -50,9 +50,9 @@ class ThroughputView:
 
 
 def add_serving_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add --serve, and the options that it shares with --verdict and --boxes."""
+    """Add --serve, and the options that it shares with --memory-fit and --intensity."""
     parser.add_argument("--serve", action="store_true", help="latency and throughput of serving a batch of requests")
-    group = parser.add_argument_group("for --serve, --verdict and --boxes")
+    group = parser.add_argument_group("for --serve, --memory-fit and --intensity")
     group.add_argument("--layers", type=int, metavar="COUNT", help="number of layers of a spec (default 1)")
     group.add_argument(
         "--allocator", metavar="NAME", help="cache allocation: ideal, ring, paged(16) or unified (default ideal)"
@@ -60,7 +60,9 @@ def add_serving_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--cache", metavar="DTYPE", help="format of the KV cache: int8, or as --dtype (default)")
     group.add_argument("--weights", metavar="DTYPE", help="format of the weights: int8, or as --dtype (default)")
     group.add_argument(
-        "--reached", metavar="SHARES", help="reached shares of peak FLOP/s and bandwidth, as in 0.7,0.9 (default 1,1)"
+        "--efficiency",
+        metavar="SHARES",
+        help="reached shares of peak FLOP/s and bandwidth, as in 0.7,0.9 (default 1,1)",
     )
     group.add_argument("--budget", metavar="MEMORY", help="memory instead of the device's, as in '24 GiB'")
     group.add_argument(
@@ -122,13 +124,13 @@ def number_formats(args: argparse.Namespace, estimate: CostEstimate) -> NumberFo
 
 
 def apply_efficiency(args: argparse.Namespace, device: Device) -> Device:
-    """Return the device with the shares of --reached."""
-    if args.reached is None:
+    """Return the device with the shares of --efficiency."""
+    if args.efficiency is None:
         return device
     try:
-        compute, bandwidth = map(float, args.reached.split(","))
+        compute, bandwidth = map(float, args.efficiency.split(","))
     except ValueError:
-        fact = f"--reached needs two shares, got {args.reached!r}"
+        fact = f"--efficiency needs two shares, got {args.efficiency!r}"
         raise UsageError(f"{fact}; write compute,bandwidth as in 0.7,0.9") from None
     return device.with_efficiency(compute, bandwidth)
 
@@ -165,13 +167,13 @@ def _check_dependent_options(args: argparse.Namespace) -> None:
     """Raise an error for options that have no effect without a report that is not requested."""
     for name, reports in DEPENDENT_OPTIONS.items():
         if getattr(args, name) is not None and not any(getattr(args, report) for report in reports.split()):
-            options = " or ".join(f"--{report}" for report in reports.split())
+            options = " or ".join(f"--{report.replace('_', '-')}" for report in reports.split())
             raise UsageError(f"--{name} has an effect only with {options}; add that, or leave --{name} out")
     if args.seed is not None and args.lengths is None:
         raise UsageError("--seed has an effect only with --lengths; add --lengths 'uniform(100, 4000)'")
 
 
-# --- `headwise cost --boxes` ---------------------------------------------------------------------------
+# --- `headwise cost --intensity` ---------------------------------------------------------------------------
 
 
 class MeasureMachineAction(argparse.Action):
@@ -191,9 +193,9 @@ class MeasureMachineAction(argparse.Action):
 
 
 def add_intensity_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add --boxes and --measure."""
+    """Add --intensity and --measure."""
     parser.add_argument(
-        "--boxes",
+        "--intensity",
         action="store_true",
         help="arithmetic intensity of projections, core and output in a decode step, by number of rows",
     )
@@ -216,10 +218,10 @@ def _attention_spec(estimate: CostEstimate) -> AttentionSpec:
 
 
 def make_intensity_views(args: argparse.Namespace, costs: CostReport) -> Mapping[str, IntensityReport]:
-    """Return the report of --boxes, if it is given."""
+    """Return the report of --intensity, if it is given."""
     if args.measure and args.device != "here":
         raise UsageError(f"--measure measures this machine, but the device is {args.device}; add --device here")
-    if not args.boxes:
+    if not args.intensity:
         return {}
     from ...costs.roofline import Device
     from ...costs.serving_cost import DecodeLayer, IntensityReport
@@ -233,10 +235,10 @@ def make_intensity_views(args: argparse.Namespace, costs: CostReport) -> Mapping
         )
         for estimate in costs
     }
-    return {"boxes": IntensityReport.from_layers(layers, costs.estimates[0].workload.batch)}
+    return {"intensity": IntensityReport.from_layers(layers, costs.estimates[0].workload.batch)}
 
 
-# --- `headwise cost --verdict` -------------------------------------------------------------------------
+# --- `headwise cost --memory-fit` -------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -255,17 +257,17 @@ class MemoryFitView:
 
 
 def add_memory_fit_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add --verdict."""
+    """Add --memory-fit."""
     parser.add_argument(
-        "--verdict",
+        "--memory-fit",
         action="store_true",
         help="whether serving fits into memory, and changes that would make it fit; with --optimiser, training",
     )
 
 
 def make_memory_fit_views(args: argparse.Namespace, costs: CostReport) -> Mapping[str, MemoryFitView]:
-    """Return the report of --verdict, if it is given."""
-    if not args.verdict:
+    """Return the report of --memory-fit, if it is given."""
+    if not args.memory_fit:
         return {}
     from ...costs.serving_capacity import check_memory_fit
     from ...costs.training_memory import OptimiserMemory
@@ -275,4 +277,4 @@ def make_memory_fit_views(args: argparse.Namespace, costs: CostReport) -> Mappin
     for estimate in costs:
         demand = replace(memory_demand(args, estimate), training_bytes_per_parameter=training)
         fits[estimate.name] = check_memory_fit(demand)
-    return {"verdict": MemoryFitView(fits)}
+    return {"memory_fit": MemoryFitView(fits)}

@@ -1,4 +1,4 @@
-"""`headwise cost --optimiser` and `--kept`: memory of the optimiser, and activation memory of training."""
+"""`headwise cost --optimiser` and `--activations`: memory of the optimiser, and activation memory of training."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ def make_optimiser_views(args: argparse.Namespace, costs: CostReport) -> Mapping
 
 
 def add_activation_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add --kept, --profile, --checkpoint and --dropout."""
-    parser.add_argument("--kept", action="store_true", help="bytes saved for the backward pass, by step")
+    """Add --activations, --profile, --checkpoint and --dropout."""
+    parser.add_argument("--activations", action="store_true", help="bytes saved for the backward pass, by step")
     parser.add_argument(
         "--profile",
         metavar="NAME",
@@ -90,7 +90,7 @@ def add_activation_arguments(parser: argparse.ArgumentParser) -> None:
 
 def make_activation_views(args: argparse.Namespace, costs: CostReport) -> Mapping[str, TrainingMemoryView]:
     """Return the report of activation memory, if any of its options is given."""
-    if not args.kept and args.profile is None and args.checkpoint is None and args.dropout is None:
+    if not args.activations and args.profile is None and args.checkpoint is None and args.dropout is None:
         return {}
     from ...costs.training_memory import ActivationSettings
 
