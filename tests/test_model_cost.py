@@ -469,7 +469,7 @@ def test_bad_configs_are_refused_in_one_line(capsys, tmp_path, name):
         (("mohsa", "--overlap", "l"), "no option --overlap, but mohsa has project.overlap: Overlapping(overlap='l')"),
         (("moh", "--active", "3"), "no option --active, but moh has modifiers.1.active; write --set modifiers.1."),
         (("mohsa", "--set", "project.schedule=l"), "project.schedule='l' depends on the depth of the layer"),
-        (("mohsa", "--bogus", "3"), "unrecognized arguments: --bogus 3"),
+        (("mohsa", "--bogus", "3"), "there is no option --bogus"),
         (("gqa", "--layer", "3"), "--layer 3 is for models"),
         (("gqa", "--set", "source=9"), "whose length is not given; set Workload(source=512)"),
         (("gqa", "--set", "pattern=blocks(7)", "--context", 10**15), "too many blocks; give at most 1835008"),

@@ -365,7 +365,7 @@ BAD: dict[str, tuple[list[str], str]] = {
     "a long prompt": (["S", "x" * 50, "--tokenizer", "bytes"], "is 10 longer than the 40 positions of gpt2"),
     "a long answer": (["S", "x", "--tokenizer", "bytes"], "are 24 more than the 40 positions"),
     "a seed": (["T", LINES[0], "--seed", "-3"], "seed=-3"),
-    "no option": (["T", LINES[0], "--beam", "3"], "unrecognized arguments: --beam"),
+    "no option": (["T", LINES[0], "--beam", "3"], "there is no option --beam; did you mean '--beams'?"),
     "no device": (["T", LINES[0], "--device", "gpu9"], "device='gpu9' is not available"),
 }
 

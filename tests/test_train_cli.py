@@ -94,7 +94,7 @@ def test_a_preset_takes_the_place_of_every_attention(preset: str):
         (["datess", "--out", "x"], "there is no task, file or folder 'datess'; did you mean 'dates'?"),
         (["--out", "x"], "give something to train on: "),
         (["dates", "--out", "x", "--lr", "7"], "Recipe(lr=7.0) is out of range"),
-        (["dates", "--out", "x", "--steps", "many"], "invalid int value: 'many'"),
+        (["dates", "--out", "x", "--steps", "many"], "--steps needs a whole number, got 'many'"),
         (["dates", "--out", "x", "--set", "digits=3"], "write task.KEY=VALUE or recipe.KEY=VALUE"),
         (["dates", "--out", "x", "--set", "task.digit=3"], "'dates' has no option 'digit'; did you mean 'digits'?"),
         (["dates", "--out", "x", "--set", "recipe.lrr=3"], "a recipe has no field 'lrr'; did you mean 'lr'?"),

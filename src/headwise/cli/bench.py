@@ -7,7 +7,8 @@ import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from .arguments import CommandParser, UsageError, add_json_argument, print_page, to_json
+from .arguments import add_json_argument, print_page, to_json
+from .command_parser import CommandParser, UsageError
 
 if TYPE_CHECKING:
     from ..bench.benchmark_report import BenchmarkReport
@@ -70,10 +71,10 @@ def _parser() -> CommandParser:
         "names",
         nargs="*",
         metavar="KIND[:PIECE]",
-        help="benchmarks to run; KIND:PIECE selects the rows with PIECE in their names (default: all)",
+        help="kinds of benchmarks, see --list; KIND:PIECE selects the rows with PIECE in their names (default: all)",
     )
     parser.add_argument("--list", action="store_true", help="list the kinds of benchmarks and exit")
-    parser.add_argument("--quick", action="store_true", help="take fewer samples and skip rows: minutes for all kinds")
+    parser.add_argument("--quick", action="store_true", help="take fewer samples and skip rows; minutes for all kinds")
     parser.add_argument(
         "--scaling", action="store_true", help="time every backend at growing sizes instead of the benchmarks"
     )

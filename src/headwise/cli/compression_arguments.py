@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .arguments import TERMINAL_WIDTH, CommandParser, UsageError, add_json_argument, print_page, to_json
+from .arguments import add_json_argument, add_set_argument, print_page, to_json
+from .command_parser import TERMINAL_WIDTH, CommandParser, UsageError
 from .text_arguments import (
     add_text_arguments,
     attach_named_tokenizer,
@@ -36,10 +37,13 @@ LEARNING_RATE, BATCH_SIZE = 1e-3, 64
 def add_compression_arguments(parser: CommandParser) -> None:
     """Add the options for the model, texts, output folder, retraining, and measurements of speed."""
     add_model_arguments(parser)
-    learn = parser.add_argument_group("retraining by distillation from the original model")
-    learn.add_argument(
-        "--uptrain", type=int, metavar="STEPS", help="distil for this many steps, on texts that the proof does not use"
+    parser.add_argument(
+        "--uptrain",
+        type=int,
+        metavar="STEPS",
+        help="then retrain by distillation, on texts outside the proof",
     )
+    learn = parser.add_expert_group("retraining by distillation from the original model (--uptrain)")
     learn.add_argument(
         "--distill-data", metavar="FILE", help="texts for --uptrain (default: those that heads are chosen by)"
     )
@@ -47,34 +51,35 @@ def add_compression_arguments(parser: CommandParser) -> None:
         "--distill-examples", type=int, default=2000, metavar="COUNT", help="task examples for --uptrain"
     )
     learn.add_argument("--lr", type=float, metavar="NUMBER", help=f"peak learning rate (default: {LEARNING_RATE})")
-    parser.add_argument("--length", type=int, metavar="COUNT", help="tokens per text in the tables of speed and cost")
-    parser.add_argument("--seconds", type=float, default=10.0, metavar="NUMBER", help="time limit for measuring speed")
+    timing = parser.add_expert_group("measurements in the proof")
+    timing.add_argument(
+        "--length",
+        type=int,
+        metavar="COUNT",
+        help="tokens per text in the tables of speed and cost",
+    )
+    timing.add_argument("--seconds", type=float, default=10.0, metavar="NUMBER", help="time limit for measuring speed")
 
 
 def add_model_arguments(parser: CommandParser) -> None:
     """Add the options for the model, texts, and the output folder."""
-    parser.add_argument("model", metavar="MODEL", help="a headwise or transformers folder, or a llama2.c file")
+    parser.add_argument("model", metavar="MODEL", help="a headwise or transformers folder, or llama2.c file")
     parser.add_argument(
         "--out",
         required=True,
         metavar="DIR",
-        help="write the new model to this folder, which must not exist or be empty",
+        help="write the new model to this folder (new or empty)",
     )
-    add_text_arguments(parser, "use examples of this task, and score the models on it; set its fields with --set")
-    parser.add_argument(
-        "--set",
-        dest="changes",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="set a field of the task; repeatable",
-    )
-    parser.add_argument(
+    task = "use and score examples of this task"
+    add_text_arguments(parser, task, "read the texts of parsed sentences")
+    add_set_argument(parser, "set a field of the task; repeatable")
+    measurement = parser.add_expert_group("measure of quality")
+    measurement.add_argument(
         "--objective",
         metavar="NAME",
-        help="measure of quality: next-token, translation, label or drift (default: chosen by the model)",
+        help="next-token, translation, label or drift (default: chosen by the model)",
     )
-    parser.add_argument("--seed", type=int, default=0, metavar="INT", help="random seed")
+    measurement.add_argument("--seed", type=int, default=0, metavar="INT", help="random seed")
     add_json_argument(parser)
 
 

@@ -7,7 +7,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .arguments import CommandParser, UsageError, add_json_argument, print_page, to_json
+from .arguments import add_json_argument, print_page, to_json
+from .command_parser import CommandParser, UsageError
+from .text_arguments import add_tokenizer_argument
 
 if TYPE_CHECKING:
     from ..traces import Trace
@@ -70,25 +72,22 @@ def _parser() -> CommandParser:
         metavar="COUNT",
         help=f"generate this many tokens and trace every step (default: {MAX_NEW_TOKENS}; 0 for decoder-only models)",
     )
-    parser.add_argument("--record", default="", metavar="v,z", help="also record v (values) and z (head outputs)")
-    parser.add_argument(
-        "--sites", default="", metavar="A,B", help="record only these layers or site names (default: all)"
-    )
-    parser.add_argument("--budget", metavar="MEMORY", help="memory limit for the trace (default: 1 GB)")
-    parser.add_argument(
-        "--precision", default="own", metavar="KIND", help="precision: own (that of the model) or half (16 bits)"
-    )
-    parser.add_argument(
-        "--thumbnails", type=int, metavar="CELLS", help="size of the thumbnail of each head; 0 for none (default: 64)"
-    )
     parser.add_argument("--export", metavar="FILE", help="write attention weights to a .csv, .json or .npz file")
     parser.add_argument(
         "--min-weight", type=float, default=0.0, metavar="WEIGHT", help="with --export, leave out smaller weights"
     )
-    parser.add_argument(
-        "--tokenizer", metavar="FILE", help="tokenizer of a model without one: a tokenizer.json, or bytes"
-    )
     add_json_argument(parser)
+    expert = parser.add_expert_group("details of the recording")
+    expert.add_argument("--record", default="", metavar="v,z", help="also record v (values) and z (head outputs)")
+    expert.add_argument(
+        "--sites", default="", metavar="A,B", help="record only these layers or site names (default: all)"
+    )
+    expert.add_argument("--budget", metavar="MEMORY", help="memory limit for the trace (default: 1 GB)")
+    expert.add_argument("--precision", default="own", metavar="KIND", help="own (that of the model) or half (16 bits)")
+    expert.add_argument(
+        "--thumbnails", type=int, metavar="CELLS", help="size of the thumbnail of each head; 0 for none (default: 64)"
+    )
+    add_tokenizer_argument(expert)
     return parser
 
 

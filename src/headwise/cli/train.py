@@ -10,16 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import suggest
-from .arguments import (
-    BAD_INPUT,
-    PRESETS,
-    CommandParser,
-    UsageError,
-    add_json_argument,
-    parse_value,
-    print_page,
-    to_json,
-)
+from .arguments import BAD_INPUT, PRESETS, add_json_argument, add_set_argument, parse_value, print_page, to_json
+from .command_parser import CommandParser, UsageError
 
 if TYPE_CHECKING:
     from ..data import Task
@@ -121,18 +113,13 @@ def _parser() -> CommandParser:
     parser.add_argument(
         "--recipe", metavar="FILE", help="a .toml with training options; command-line options override it"
     )
-    for name, option in (EVERYDAY_OPTIONS | EXPERT_OPTIONS).items():
-        parser.add_argument(f"--{name}", type=option.type, metavar=option.metavar, help=option.help)
-    parser.add_argument(
-        "--set",
-        dest="changes",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="set a field of the task or recipe, as in task.digits=3, recipe.schedule=wsd; repeatable",
-    )
+    _add_recipe_options(parser, EVERYDAY_OPTIONS)
+    add_set_argument(parser, "set a field of the task or recipe, as in task.digits=3, recipe.schedule=wsd; repeatable")
     parser.add_argument("--resume", action="store_true", help="continue the run in this folder")
-    parser.add_argument(
+    add_json_argument(parser)
+    expert = parser.add_expert_group("execution and logging")
+    _add_recipe_options(expert, EXPERT_OPTIONS)
+    expert.add_argument(
         "--logger",
         dest="loggers",
         action="append",
@@ -140,8 +127,12 @@ def _parser() -> CommandParser:
         metavar="NAME",
         help="also log to tensorboard, mlflow, wandb or trackio; repeatable",
     )
-    add_json_argument(parser)
     return parser
+
+
+def _add_recipe_options(parser: argparse._ActionsContainer, options: Mapping[str, RecipeOption]) -> None:
+    for name, option in options.items():
+        parser.add_argument(f"--{name}", type=option.type, metavar=option.metavar, help=option.help)
 
 
 def _parse_changes(assignments: list[str]) -> dict[str, dict[str, Any]]:

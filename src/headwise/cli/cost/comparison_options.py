@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...errors import SpecError, suggest
-from ..arguments import TERMINAL_WIDTH, UsageError
+from ..command_parser import TERMINAL_WIDTH, CommandParser, UsageError
 
 if TYPE_CHECKING:
     from ...costs.complexity import ComplexityTable, LayerSizes, ScalingMeasurement
@@ -56,21 +56,18 @@ def _wrap(text: str, indent: str) -> list[str]:
     return textwrap.wrap(text, TERMINAL_WIDTH, initial_indent=indent, subsequent_indent=indent + "  ")
 
 
-def add_published_arguments(parser: argparse.ArgumentParser) -> None:
+def add_published_arguments(parser: CommandParser) -> None:
     """Add --published and --tensor-parallel."""
-    parser.add_argument(
+    group = parser.add_expert_group("published formulas")
+    group.add_argument(
         "--published",
         action="append",
         default=[],
         metavar="NAME",
         help=f"compare with published formulas: {SOURCE_NAMES}",
     )
-    parser.add_argument(
-        "--tensor-parallel",
-        type=int,
-        default=8,
-        metavar="COUNT",
-        help="tensor-parallel devices of paper-2022 (default 8)",
+    group.add_argument(
+        "--tensor-parallel", type=int, default=8, metavar="COUNT", help="tensor-parallel devices of paper-2022"
     )
 
 
@@ -131,30 +128,37 @@ class ComplexityView:
         return self.table.data | {"measured": self.measurement.data if self.measurement else None}
 
 
-def add_comparison_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of this section."""
+def add_comparison_arguments(parser: CommandParser) -> None:
+    """Add --match, --crossovers, --complexity and the options that refine them."""
     group = parser.add_argument_group("comparing")
-    group.add_argument("--match", choices=MATCH_QUANTITIES, help="resize each spec to match the first")
     group.add_argument(
+        "--match",
+        choices=MATCH_QUANTITIES,
+        metavar="WHAT",
+        help="resize each spec to match the first: params, flops or kv",
+    )
+    group.add_argument("--crossovers", action="store_true", help="lengths at which each costs less than the first")
+    expert = parser.add_expert_group("details of comparing")
+    expert.add_argument(
         "--resize",
         action="append",
         default=[],
         metavar="[SPEC=]SIZE",
-        help="the size that --match changes: dim, vdim, kv, q, model, or one of a part, as in mla=project.rank",
+        help="size that --match changes: dim, vdim, kv, q, model, or one of a part, as in mla=project.rank",
     )
-    group.add_argument("--crossovers", action="store_true", help="lengths at which each costs less than the first")
-    group.add_argument(
+    expert.add_argument(
         "--complexity",
         nargs="?",
         const="counted",
         choices=("counted", "measured"),
-        help="compare attention with recurrent and convolutional layers: by formulas, or with measured times",
+        metavar="HOW",
+        help="compare with recurrent and convolutional layers: counted by formulas (also without HOW), or measured",
     )
-    group.add_argument(
-        "--kernel", type=int, metavar="TOKENS", help=f"kernel of its convolutions (default {DEFAULT_KERNEL})"
+    expert.add_argument(
+        "--kernel", type=int, metavar="TOKENS", help=f"kernel of its convolutions (default: {DEFAULT_KERNEL})"
     )
-    group.add_argument(
-        "--window", type=int, metavar="TOKENS", help=f"window of its local attention (default {DEFAULT_WINDOW})"
+    expert.add_argument(
+        "--window", type=int, metavar="TOKENS", help=f"window of its local attention (default: {DEFAULT_WINDOW})"
     )
 
 
@@ -287,15 +291,14 @@ class PlotView(NamedTuple):
         return f"plot written to {self.file}"
 
 
-def add_plot_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of this section."""
+def add_plot_arguments(parser: CommandParser) -> None:
+    """Add --csv, --plot and --plot-kind."""
     group = parser.add_argument_group("other output formats")
     group.add_argument("--csv", action="store_true", help="print CSV with one line per spec instead of the table")
     group.add_argument("--plot", metavar="FILE", help="draw charts into a .svg, .png or .pdf file")
-    group.add_argument(
-        "--plot-kind",
-        metavar="KIND",
-        help=f"which chart: {', '.join(PLOT_KINDS[1:])} or {PLOT_KINDS[0]} (default {PLOT_KINDS[0]})",
+    expert = parser.add_expert_group("charts")
+    expert.add_argument(
+        "--plot-kind", metavar="KIND", help=f"{', '.join(PLOT_KINDS[1:])} or {PLOT_KINDS[0]} (default: {PLOT_KINDS[0]})"
     )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from ..arguments import UsageError
+from ..command_parser import CommandParser, UsageError
 
 if TYPE_CHECKING:
     from ...costs.cost_report import CostEstimate, CostReport
@@ -49,35 +49,37 @@ class ThroughputView:
         return [report.data for report in self.reports]
 
 
-def add_serving_arguments(parser: argparse.ArgumentParser) -> None:
+def add_serving_arguments(parser: CommandParser) -> None:
     """Add --serve, and the options that it shares with --memory-fit and --intensity."""
     parser.add_argument("--serve", action="store_true", help="latency and throughput of serving a batch of requests")
-    group = parser.add_argument_group("for --serve, --memory-fit and --intensity")
-    group.add_argument("--layers", type=int, metavar="COUNT", help="number of layers of a spec (default 1)")
+    group = parser.add_expert_group("for --serve, --memory-fit and --intensity")
+    group.add_argument("--layers", type=int, metavar="COUNT", help="number of layers of a spec (default: 1)")
     group.add_argument(
-        "--allocator", metavar="NAME", help="cache allocation: ideal, ring, paged(16) or unified (default ideal)"
+        "--allocator", metavar="NAME", help="cache allocation: ideal, ring, paged(16) or unified (default: ideal)"
     )
-    group.add_argument("--cache", metavar="DTYPE", help="format of the KV cache: int8, or as --dtype (default)")
-    group.add_argument("--weights", metavar="DTYPE", help="format of the weights: int8, or as --dtype (default)")
+    group.add_argument("--cache", metavar="DTYPE", help="format of the KV cache, such as int8 (default: --dtype)")
+    group.add_argument("--weights", metavar="DTYPE", help="format of the weights, such as int8 (default: --dtype)")
     group.add_argument(
         "--efficiency",
         metavar="SHARES",
-        help="reached shares of peak FLOP/s and bandwidth, as in 0.7,0.9 (default 1,1)",
+        help="reached shares of peak FLOP/s and bandwidth, as in 0.7,0.9 (default: 1,1)",
     )
-    group.add_argument("--budget", metavar="MEMORY", help="memory instead of the device's, as in '24 GiB'")
+    group.add_argument("--budget", metavar="MEMORY", help="memory, as in '24 GiB' (default: that of the device)")
     group.add_argument(
-        "--chunk", type=int, metavar="TOKENS", help=f"tokens of a prompt per prefill step (default {PREFILL_CHUNK})"
+        "--chunk", type=int, metavar="TOKENS", help=f"tokens of a prompt per prefill step (default: {PREFILL_CHUNK})"
     )
     group.add_argument(
         "--prompt", type=int, metavar="TOKENS", help="length of an arriving prompt (default: the context)"
     )
     group.add_argument(
-        "--shared", type=int, metavar="TOKENS", help="length of a prefix that all rows share (default 0)"
+        "--shared", type=int, metavar="TOKENS", help="length of a prefix that all rows share (default: 0)"
     )
     group.add_argument(
-        "--lengths", metavar="TOKENS", help="lengths of the rows: 100,2000 or uniform(100,4000) or exponential(900)"
+        "--lengths",
+        metavar="TOKENS",
+        help="100,2000 or uniform(100,4000) or exponential(900): lengths of the rows (default: the context)",
     )
-    group.add_argument("--seed", type=int, metavar="NUMBER", help="random seed of --lengths (default 0)")
+    group.add_argument("--seed", type=int, metavar="NUMBER", help="random seed of --lengths (default: 0)")
 
 
 def make_serving_views(args: argparse.Namespace, costs: CostReport) -> Mapping[str, ThroughputView]:
@@ -192,14 +194,15 @@ class MeasureMachineAction(argparse.Action):
         setattr(namespace, self.dest, True)
 
 
-def add_intensity_arguments(parser: argparse.ArgumentParser) -> None:
+def add_intensity_arguments(parser: CommandParser) -> None:
     """Add --intensity and --measure."""
-    parser.add_argument(
+    group = parser.add_expert_group("arithmetic intensity")
+    group.add_argument(
         "--intensity",
         action="store_true",
         help="arithmetic intensity of projections, core and output in a decode step, by number of rows",
     )
-    parser.add_argument(
+    group.add_argument(
         "--measure", action=MeasureMachineAction, nargs=0, help="measure this machine again, for --device here"
     )
 
@@ -256,12 +259,12 @@ class MemoryFitView:
         return {name: fit.data for name, fit in self.fits.items()}
 
 
-def add_memory_fit_arguments(parser: argparse.ArgumentParser) -> None:
+def add_memory_fit_arguments(parser: CommandParser) -> None:
     """Add --memory-fit."""
     parser.add_argument(
         "--memory-fit",
         action="store_true",
-        help="whether serving fits into memory, and changes that would make it fit; with --optimiser, training",
+        help="whether serving (with --optimiser, training) fits into memory, and remedies",
     )
 
 

@@ -8,7 +8,8 @@ from typing import Any
 
 from ...generation.classification import Prediction, classify, require_class_names
 from ...models import Transformer
-from ..arguments import UsageError, print_page, to_json
+from ..arguments import print_page, to_json
+from ..command_parser import UsageError
 from .inputs import InputLine, InputLines, make_input_reader
 
 MAX_CLASSES_SHOWN = 5  # classes printed for a single input; for lines of stdin, one

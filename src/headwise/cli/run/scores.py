@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ...data.translation import SacreBleuScores, score_translations
-from ..arguments import UsageError
+from ..command_parser import UsageError
 
 DEFAULT_BLEU_TOKENIZER = "13a"  # sacreBLEU's default
 
