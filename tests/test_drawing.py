@@ -253,7 +253,7 @@ def test_everything_that_compares_fits_the_screen_and_the_document(capsys, tmp_p
     ("argv", "said"),
     [
         (("gqa", "--match", "params"), "there is only gqa; name one more"),
-        (("gqa", "mqa", "--match", "width"), "invalid choice: 'width'"),
+        (("gqa", "mqa", "--match", "width"), "--match 'width' is unknown; give one of"),
         (("gqa", "mqa", "--resize", "dim"), "--resize dim changes nothing without --match"),
         (
             ("gqa", "mqa", "--match", "params", "--resize", "dimm"),
@@ -263,7 +263,7 @@ def test_everything_that_compares_fits_the_screen_and_the_document(capsys, tmp_p
         (("gqa", "mqa", "--match", "kv", "--resize", "q"), "cannot resize mqa to match gqa: no q"),
         (("gqa", "mha", "--match", "kv"), "is not causal, so that there is no KV cache"),
         (("gqa", "--crossovers"), "cannot find crossovers of gqa: it takes two specs"),
-        (("gqa", "--complexity", "guessed"), "invalid choice: 'guessed'"),
+        (("gqa", "--complexity", "guessed"), "--complexity 'guessed' is unknown; give one of"),
         (("gqa", "--complexity", "--kernel", "1"), "kernel must be a whole number from 2"),
         (("gqa", "--window", "5"), "--kernel and --window are sizes of --complexity"),
         (("gqa", "--plot", "a.jpg"), "'.jpg' is not supported"),

@@ -344,10 +344,10 @@ def test_texts_are_classified(run: Run, tmp_path: Path):
 # --- what is refused -----------------------------------------------------------------------------------
 
 BAD: dict[str, tuple[list[str], str]] = {
-    "no model": ([], "required: MODEL"),
+    "no model": ([], "missing MODEL; add it"),
     "no folder": (["nowhere", "x"], "there is no folder or file 'nowhere'"),
     "cold": (["T", LINES[0], "--temperature", "-1"], "temperature must be a finite number >= 0, got -1.0; give 0"),
-    "no number": (["T", LINES[0], "--temperature", "hot"], "invalid float value: 'hot'"),
+    "no number": (["T", LINES[0], "--temperature", "hot"], "--temperature needs a number, got 'hot'"),
     "no share": (["T", LINES[0], "--top-p", "0", "--temperature", "1"], "top_p must be above 0 and at most 1, got 0.0"),
     "idle": (["T", LINES[0], "--top-k", "5"], "top_k=5 has no effect: temperature=0"),
     "beams": (["T", LINES[0], "--beams", "64"], "beams=64 is more than the 63 tokens"),

@@ -90,7 +90,7 @@ def test_a_preset_takes_the_place_of_every_attention(preset: str):
 @pytest.mark.parametrize(
     ("said", "told"),
     [
-        (["dates"], "required: --out"),
+        (["dates"], "missing --out DIR; add it"),
         (["datess", "--out", "x"], "there is no task, file or folder 'datess'; did you mean 'dates'?"),
         (["--out", "x"], "give something to train on: "),
         (["dates", "--out", "x", "--lr", "7"], "Recipe(lr=7.0) is out of range"),
