@@ -1,8 +1,8 @@
 """`headwise run`: run a trained model on a text, an image, or every line of stdin.
 
-`main` loads the model and calls `answer` of the module for its kind: `generated_text` for models that generate text
-(`requests` with --requests), `masks` for models that fill in masks, `classes` for classifiers. `inputs` reads lines
-and images; `scores` computes BLEU and chrF.
+`main` loads the model and calls the function for its kind: of `generated_text` for models that generate text, of
+`requests` with --requests, of `predictions` for classifiers and for models that fill in masks. `inputs` reads lines
+and images.
 """
 
 from __future__ import annotations
@@ -37,7 +37,12 @@ EXPERT_DECODING: dict[str, tuple[type, str, str]] = {
 DECODING_OPTIONS = EVERYDAY_DECODING | EXPERT_DECODING
 # Options that apply to every kind of model, by their argparse names.
 COMMON_OPTIONS = ("model", "text", "batch", "device", "tokenizer", "json", "top_k")
-MODULES = {"texts": "generated_text"}  # kinds whose module has another name
+ANSWER_FUNCTIONS = {  # module and function by kind
+    "texts": ("generated_text", "answer"),
+    "requests": ("requests", "answer"),
+    "classes": ("predictions", "answer_classes"),
+    "masks": ("predictions", "answer_masks"),
+}
 SERVING_OPTIONS = ("budget", "rows", "chunk")
 
 
@@ -55,7 +60,8 @@ def main(argv: list[str]) -> int:
         _check_unused(args, parser, model, kind)
     elif args.requests is not None:
         kind = "requests"
-    return import_module(f"{__name__}.{MODULES.get(kind, kind)}").answer(model, args)
+    module, function = ANSWER_FUNCTIONS[kind]
+    return getattr(import_module(f"{__name__}.{module}"), function)(model, args)
 
 
 def task_kind(model: Transformer) -> str:
