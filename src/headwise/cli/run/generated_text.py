@@ -20,6 +20,7 @@ from ...generation.generate import GenerationOutput
 from ...models import Transformer
 from ...ops.counter_rng import RandomStream
 from ..arguments import print_page, to_json
+from ..command_parser import UsageError
 from . import DECODING_OPTIONS
 from .inputs import InputLine, InputLines
 
