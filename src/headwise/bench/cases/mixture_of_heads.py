@@ -201,5 +201,5 @@ def _decode_step_case() -> BenchmarkCase:
 
 
 KINDS = {
-    "mixture_of_heads": CaseKind("Mixture of heads, half of them shut", mixture_of_heads_cases, CaseCount(9, 7)),
+    "mixture_of_heads": CaseKind("Mixture of heads, half of the heads active", mixture_of_heads_cases, CaseCount(9, 7)),
 }

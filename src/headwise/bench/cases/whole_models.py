@@ -249,6 +249,6 @@ def _ctranslate2_step(library: Any, folder: Path, ids: Tensor) -> TimedCall:
 
 
 KINDS = {
-    "gpt_training": CaseKind("Steps of training a GPT", gpt_training_cases, CaseCount(5, 4)),
-    "model_decode": CaseKind("One-token step of a whole model", model_decode_cases, CaseCount(6, 6)),
+    "gpt_training": CaseKind("Training steps of a GPT", gpt_training_cases, CaseCount(5, 4)),
+    "model_decode": CaseKind("Decode steps of a whole model", model_decode_cases, CaseCount(6, 6)),
 }

@@ -1,4 +1,4 @@
-"""What findings_stdlib.py measures of one model: heads, losses by token and composition, all text by text."""
+"""What induction_study.py measures of one model: heads, losses by token and composition, all text by text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What findings_stdlib.py writes of what it found: tables by step, and sentences."""
+"""What induction_study.py writes of what it found: tables by step, and sentences."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import product
 
 import numpy as np
-from findings_stdlib_curves import (
+
+from headwise.head_analysis.head_classes import MIN_SCORE
+from headwise.head_analysis.resampling import confidence_interval
+from induction_curves import (
     AGAIN,
     CONTEXT,
     LEVEL,
@@ -24,10 +27,7 @@ from findings_stdlib_curves import (
     tests,
     when,
 )
-from findings_stdlib_seen import TESTED, Array, Found, Seen, Story
-
-from headwise.head_analysis.head_classes import MIN_SCORE
-from headwise.head_analysis.resampling import confidence_interval
+from induction_measures import TESTED, Array, Found, Seen, Story
 
 WIDTH = 120
 MISSING = """\
@@ -216,7 +216,7 @@ def page(found: Found) -> str:
     telling = Telling(found)
     parts = [
         "# When induction appears: small language models of the standard library's source",
-        "    python docs/findings_stdlib.py RUNS",
+        "    python tools/induction_study.py RUNS",
         *setting(found),
     ]
     parts += ["## In short", listed(map(telling.max_dense_length, found.stories))]

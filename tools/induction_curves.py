@@ -1,4 +1,4 @@
-"""What findings_stdlib.py follows over steps, with intervals over texts and tests that are corrected together."""
+"""What induction_study.py follows over steps, with intervals over texts and tests that are corrected together."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from findings_stdlib_seen import TESTED, Array, Found, Story
 
 from headwise.head_analysis.resampling import (
     confidence_interval,
@@ -15,6 +14,7 @@ from headwise.head_analysis.resampling import (
     resampled_ratios,
     sign_flip_p_values,
 )
+from induction_measures import TESTED, Array, Found, Story
 
 LEVEL = 0.05
 DRAWS = 1000

@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 
-import coverage_models
 import torch
 import transformers
 from coverage_looking import Keep, apart, attentions, difference, own_weights, run
@@ -29,6 +28,7 @@ from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, MODEL_MAPPING
 from transformers.pytorch_utils import Conv1D
 
+import coverage_models
 import headwise as hw
 from headwise.inspect.adapters.output_projection import UnreadableCall
 from headwise.inspect.attention_sites import find_attention
