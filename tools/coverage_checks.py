@@ -1,4 +1,4 @@
-"""What `coverage.py` compares: what a model says, its own weights, and those that were captured."""
+"""Comparisons of `coverage.py`: outputs of two runs, and captured attention weights with those of the model."""
 
 from __future__ import annotations
 
@@ -13,85 +13,85 @@ from headwise.inspect.adapters import transformers_interface
 from headwise.inspect.hooks import AttentionCall, WeightsOnlyCall
 
 
-class Keep:
-    """A watcher that keeps the first of what an attention worked with, and of what its heads said."""
+class Recorder:
+    """Hook that records the first call of an attention layer and its first head outputs."""
 
     needs_call = True
 
     def __init__(self) -> None:
-        self.seen: AttentionCall | None = None
-        self.said: Tensor | None = None
+        self.call: AttentionCall | None = None
+        self.outputs: Tensor | None = None
 
-    def on_call(self, seen: AttentionCall) -> None:
-        """Keep it."""
-        self.seen = self.seen or seen
+    def on_call(self, call: AttentionCall) -> None:
+        """Record the first call."""
+        self.call = self.call or call
 
     def on_head_outputs(self, z: Tensor) -> None:
-        """Keep it."""
-        self.said = z.detach().clone() if self.said is None else self.said
+        """Record the first head outputs."""
+        self.outputs = z.detach().clone() if self.outputs is None else self.outputs
 
 
 @contextmanager
-def own_weights() -> Iterator[dict[int, Tensor]]:
-    """What the functions of the interface give as weights, by module."""
-    given: dict[int, Tensor] = {}
+def record_own_weights() -> Iterator[dict[int, Tensor]]:
+    """Yield a dictionary that collects the weights returned by attention functions, by the id of the module."""
+    weights: dict[int, Tensor] = {}
     original = transformers_interface._call_with_hooks
 
-    def noting(function: Any, name: str, module: nn.Module, *said: Any, **more: Any) -> Any:
-        def also(*a: Any, **k: Any) -> Any:
-            got = function(*a, **k)
-            if isinstance(got[1], Tensor):
-                given.setdefault(id(module), got[1])
-            return got
+    def call_and_record(function: Any, name: str, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        def recording(*args: Any, **kwargs: Any) -> Any:
+            outputs = function(*args, **kwargs)
+            if isinstance(outputs[1], Tensor):
+                weights.setdefault(id(module), outputs[1])
+            return outputs
 
-        return original(also, name, module, *said, **more)
+        return original(recording, name, module, *args, **kwargs)
 
-    transformers_interface._call_with_hooks = noting
+    transformers_interface._call_with_hooks = call_and_record
     try:
-        yield given
+        yield weights
     finally:
         transformers_interface._call_with_hooks = original
 
 
-def tensors(said: Any) -> Iterator[Tensor]:
-    """All numbers that a model gives."""
-    if isinstance(said, Tensor):
-        if said.is_floating_point():
-            yield said.detach().float()
-    elif isinstance(said, (dict, list, tuple)):
-        for value in said.values() if isinstance(said, dict) else said:
+def tensors(outputs: Any) -> Iterator[Tensor]:
+    """Yield every floating-point tensor in the outputs of a model."""
+    if isinstance(outputs, Tensor):
+        if outputs.is_floating_point():
+            yield outputs.detach().float()
+    elif isinstance(outputs, (dict, list, tuple)):
+        for value in outputs.values() if isinstance(outputs, dict) else outputs:
             yield from tensors(value)
 
 
-def run(model: nn.Module, told: dict[str, Tensor], **more: Any) -> Any:
-    """What a model says; some draw."""
+def run(model: nn.Module, inputs: dict[str, Tensor], **options: Any) -> Any:
+    """Run a model from a fixed seed, because some models sample."""
     torch.manual_seed(2)
-    return model(**told, **more)
+    return model(**inputs, **options)
 
 
-def difference(said: Any, other: Any) -> float:
-    """The largest of what two runs give, by the largest number there is."""
-    pairs = [(one, two) for one, two in zip(tensors(said), tensors(other), strict=True) if one.numel()]
-    largest = max([1.0, *(float(two[two.isfinite()].abs().max()) for _, two in pairs if two.isfinite().any())])
-    return max(float((one - two).nan_to_num(0, 0, 0).abs().max()) for one, two in pairs) / largest
+def output_difference(outputs: Any, expected: Any) -> float:
+    """Return the largest difference of two outputs, relative to the largest number (at least 1)."""
+    pairs = [(a, b) for a, b in zip(tensors(outputs), tensors(expected), strict=True) if a.numel()]
+    largest = max([1.0, *(float(b[b.isfinite()].abs().max()) for _, b in pairs if b.isfinite().any())])
+    return max(float((a - b).nan_to_num(0, 0, 0).abs().max()) for a, b in pairs) / largest
 
 
-def attentions(model: nn.Module, told: dict[str, Tensor]) -> list[Tensor]:
-    """What a model gives as its weights when it is asked."""
+def output_attentions(model: nn.Module, inputs: dict[str, Tensor]) -> list[Tensor]:
+    """Return the weights of a model with output_attentions=True; none if it lacks this option."""
     try:
-        said = run(model, told, output_attentions=True)
+        outputs = run(model, inputs, output_attentions=True)
     except TypeError:
         return []
-    grids = [value for key, value in said.items() if "attentions" in key]
-    return [grid for grid in tensors(grids) if grid.dim() == 4]
+    weights = [value for key, value in outputs.items() if "attentions" in key]
+    return [tensor for tensor in tensors(weights) if tensor.dim() == 4]
 
 
-def apart(core: AttentionCall, own: Tensor) -> float:
-    """How far weights are from a model's own; a band is compared diagonal by diagonal."""
+def weight_error(core: AttentionCall, own: Tensor) -> float:
+    """Return the largest error of captured weights; those of a sliding window are compared by diagonal."""
     if isinstance(core, WeightsOnlyCall) and own.shape[:2] != core.weights.shape[:2]:
         return torch.inf
     if isinstance(core, WeightsOnlyCall) and own.shape[2:] != core.weights.shape[2:]:
-        wide, (length, keys) = core.weights, own.shape[2:]  # the band: keys from so many before to as many behind
+        wide, (length, keys) = core.weights, own.shape[2:]  # a window of keys centred on the query
         if length > min(wide.shape[-2:]) or keys % 2 == 0:
             return torch.inf
         cells = [(t, t + n - keys // 2, n) for t in range(length) for n in range(keys)]
