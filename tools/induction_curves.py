@@ -18,7 +18,7 @@ from induction_measures import TESTED, Array, Found, Story
 
 LEVEL = 0.05
 DRAWS = 1000
-CONTEXT, AGAIN = "in-context score", "loss when said again"
+CONTEXT, AGAIN = "in-context score", "loss on repetition"
 Key = tuple[str | int, ...]
 
 
@@ -30,12 +30,12 @@ class Test(NamedTuple):
 
     @property
     def verdict(self) -> bool:
-        """Whether it is told from chance."""
+        """Whether it is significant."""
         return self.p < LEVEL
 
     @property
     def is_above_chance(self) -> bool:
-        """Whether it is told from chance and more."""
+        """Whether it is significant and more."""
         return self.verdict and self.mean > 0
 
 
