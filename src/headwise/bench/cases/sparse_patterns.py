@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from statistics import median
 from time import perf_counter
@@ -95,30 +95,30 @@ def sparse_patterns_cases(quick: bool) -> Iterator[BenchmarkCase]:
             if backward
             else make_call(_flex_attention(core), core),
         }
-        yield _case("window of 256", core, backward, others, (SpeedTarget(MASKED_SDPA, 15.0),))
+        notes = {} if quick else _measure_growth(backward)
+        yield _case("window of 256", core, backward, others, (SpeedTarget(MASKED_SDPA, 15.0),), notes)
     for name, pattern in (
         ("first 4 keys and a window of 256", "first(4) | window(256)"),
         ("64 keys, every 4th", Dilated(64, rate=4).text),
         ("BigBird, blocks of 64", f"bigbird({NUM_TOKENS})"),
     ):
         for backward in (False,) if quick else (False, True):
-            yield _case(name, _PatternCore(pattern), backward, {}, ())
+            yield _case(name, _PatternCore(pattern), backward)
 
 
 def _case(
     name: str,
     core: _PatternCore,
     backward: bool,
-    others: dict[str, TimedCall | MissingPeer],
-    targets: tuple[SpeedTarget, ...],
+    others: Mapping[str, TimedCall | MissingPeer] = {},
+    targets: tuple[SpeedTarget, ...] = (),
+    notes: Mapping[str, str] = {},
 ) -> BenchmarkCase:
     make_call = _backward if backward else _forward
     peers = {MASKED_SDPA: make_call(core.masked_sdpa(), core), **others}
     title = f"{name}, {'forward and backward' if backward else 'forward'}"
     ours = make_call(core.headwise(backward), core)
-    return BenchmarkCase(
-        title, ours, peers, targets, core.required_work(backward), notes=_measure_growth(core.pattern, backward)
-    )
+    return BenchmarkCase(title, ours, peers, targets, core.required_work(backward), notes=notes)
 
 
 def _forward(heads: HeadOutputs, core: _PatternCore) -> TimedCall:
@@ -137,11 +137,9 @@ def _backward(heads: HeadOutputs, core: _PatternCore) -> TimedCall:
     return lambda: torch.autograd.grad(heads(q, k, v), (q, k, v), back)
 
 
-def _measure_growth(pattern: str, backward: bool) -> dict[str, str]:
+def _measure_growth(backward: bool) -> dict[str, str]:
     """Return a note with the exponent of the time in the length, fitted by least squares on logarithms."""
-    if pattern != WINDOW:
-        return {}
-    seconds = [_seconds(_PatternCore(pattern, tokens), backward) for tokens in LENGTHS]
+    seconds = [_seconds(_PatternCore(WINDOW, tokens), backward) for tokens in LENGTHS]
     x, y = ([math.log(value) for value in values] for values in (LENGTHS, seconds))
     x_mean = sum(x) / len(x)
     slope = sum((a - x_mean) * b for a, b in zip(x, y, strict=True)) / sum((a - x_mean) ** 2 for a in x)
