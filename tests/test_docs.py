@@ -122,8 +122,8 @@ def test_the_part_of_the_page_is_counted_and_serialized(temperature: ModuleType)
 
 
 def test_generated_pages_are_fresh(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.syspath_prepend(str(ROOT / "docs"))
-    import build
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    import build_docs
 
-    stale = [page.name for page in build.pages() if build.fresh(page) != page.read_text()]
+    stale = [page.name for page in build_docs.pages() if build_docs.generate(page) != page.read_text()]
     assert stale == []

@@ -18,15 +18,15 @@ import headwise as hw
 from headwise.head_analysis.head_measurement import MeasureOptions, measure_heads
 
 ROOT = Path(__file__).resolve().parent.parent
-NAMES = ("seen", "curves", "page")
+NAMES = ("measures", "curves", "page")
 
 
 @pytest.fixture
 def parts(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The modules of the script."""
-    monkeypatch.syspath_prepend(str(ROOT / "docs"))
-    own: dict[str, ModuleType] = {name: importlib.import_module(f"findings_stdlib_{name}") for name in NAMES}
-    return SimpleNamespace(**own, script=importlib.import_module("findings_stdlib"))
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    own: dict[str, ModuleType] = {name: importlib.import_module(f"induction_{name}") for name in NAMES}
+    return SimpleNamespace(**own, script=importlib.import_module("induction_study"))
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def tiny(parts: Any, tmp_path: Path) -> Any:
     draw = np.random.default_rng(0)
     words = ["def", "return", "self", "value", "(x)", ":\n", "other"]
     text.write_text(" ".join(words[n] for n in draw.integers(0, len(words), 3000)))
-    usual = parts.seen.Setting()
+    usual = parts.measures.Setting()
     recipe = replace(usual.recipe, steps=4, batch=4, evaluate_every=2, checkpoint_every=2)
     return replace(usual, path=str(text), vocab=270, length=16, width=12, heads=3, recipe=recipe, kept=(0, 2, 4),
                    texts=5, rows=7, seeds=(0,))  # fmt: skip
@@ -48,10 +48,10 @@ def test_examples_are_true(parts: Any):
 
 
 def test_the_second_half_of_repeated_rows_is_in_the_first(parts: Any):
-    rows = torch.cat([one.inputs["x"] for one in parts.seen.repeated_scenes(31, 14, 6, 1)])
+    rows = torch.cat([one.inputs["x"] for one in parts.measures.repeated_scenes(31, 14, 6, 1)])
     assert torch.equal(rows[:, :7], rows[:, 7:])
     assert all(len(set(row)) == 7 for row in rows[:, :7].tolist())
-    other = torch.cat([one.inputs["x"] for one in parts.seen.repeated_scenes(31, 14, 6, 2)])
+    other = torch.cat([one.inputs["x"] for one in parts.measures.repeated_scenes(31, 14, 6, 2)])
     assert not torch.equal(rows, other)
 
 
@@ -60,10 +60,10 @@ def net_of(tiny: Any) -> Any:
 
 
 def test_text_by_text_is_the_measure_of_each_text(parts: Any, tiny: Any):
-    net, scenes = net_of(tiny), parts.seen.repeated_scenes(270, 16, 4, 0)
-    by_text = parts.seen.ByText(parts.seen.TESTED)
-    table = measure_heads(net, scenes, options=MeasureOptions(parts.seen.TESTED), collectors=[by_text])
-    for name in parts.seen.TESTED:
+    net, scenes = net_of(tiny), parts.measures.repeated_scenes(270, 16, 4, 0)
+    by_text = parts.measures.ByText(parts.measures.TESTED)
+    table = measure_heads(net, scenes, options=MeasureOptions(parts.measures.TESTED), collectors=[by_text])
+    for name in parts.measures.TESTED:
         told = [one.measures[name].value for one in table.heads]
         np.testing.assert_allclose(by_text.values(name).mean(0), told, rtol=1e-6)  # all texts have as many rows
         alone = measure_heads(net, [scenes[2], scenes[2]], options=MeasureOptions((name,)))
@@ -74,24 +74,24 @@ def test_text_by_text_is_the_measure_of_each_text(parts: Any, tiny: Any):
 
 def test_induction_of_repeated_rows_by_hand(parts: Any, tiny: Any):
     """A row of the second half may read one token behind its like; a head that reads all alike has 1 of t."""
-    net, scenes = net_of(tiny), parts.seen.repeated_scenes(270, 16, 3, 0)
+    net, scenes = net_of(tiny), parts.measures.repeated_scenes(270, 16, 3, 0)
     table = measure_heads(net, scenes, options=MeasureOptions(("induction",)))
     by_hand = sum(1 / at for at in range(8, 16)) / 8  # at 8..15, of the keys 1..at: the first is a sink
     assert math.isclose(table.heads[0].measures["induction"].chance, by_hand, rel_tol=1e-6)
 
 
 def test_losses_are_of_the_next_token(parts: Any, tiny: Any):
-    net, scenes = net_of(tiny), parts.seen.repeated_scenes(270, 16, 2, 0)
+    net, scenes = net_of(tiny), parts.measures.repeated_scenes(270, 16, 2, 0)
     ids = scenes[1].inputs["x"]
     logits = net(ids)[0].detach().double()
     by_hand = [float(logits[at].logsumexp(0) - logits[at, ids[0, at + 1]]) for at in range(15)]
-    np.testing.assert_allclose(parts.seen.losses(net, parts.seen.ids_of(scenes))[1], by_hand, rtol=1e-5)
+    np.testing.assert_allclose(parts.measures.losses(net, parts.measures.ids_of(scenes))[1], by_hand, rtol=1e-5)
 
 
 def test_composition_by_whole_matrices(parts: Any, tiny: Any):
     """|W_QK W_OV^T| / |W_QK| |W_OV| of weights taken from the state by hand."""
     net = net_of(tiny)
-    found, state = parts.seen.composition(net), {name: one.double() for name, one in net.state_dict().items()}
+    found, state = parts.measures.composition(net), {name: one.double() for name, one in net.state_dict().items()}
     assert np.isnan(found[3:]).all()
     assert np.isnan(found[:3, :3]).all()
     q, k = (state[f"decoder.1.attention.project.{side}"].view(3, 4, 12) for side in "qk")
@@ -127,17 +127,17 @@ def test_all_is_trained_measured_and_told(parts: Any, tiny: Any, tmp_path: Path)
 def told(parts: Any, shift: float) -> Any:
     """A story made up: noise, and a head whose induction rises by `shift` at the second of three steps."""
     draw = np.random.default_rng(0)
-    seen = parts.seen.Seen
+    seen = parts.measures.Seen
 
     def one(rise: float) -> Any:
         scores = {(data, name): draw.normal(0, 0.01, (40, 6)) for data in ("source", "repeated")
-                  for name in parts.seen.TESTED}  # fmt: skip
+                  for name in parts.measures.TESTED}  # fmt: skip
         scores["repeated", "induction"][:, 4] += rise
         return seen({}, scores, {name: draw.normal(0, 0.1, (40, 15)) for name in ("source", "repeated")}, np.empty(0))
 
     heads = {"previous": 1, "induction": 4}
-    story = parts.seen.Story(0, (one(0), one(shift), one(shift)), heads, ((), ()), ({}, {}))
-    return parts.seen.Found(parts.seen.Setting(kept=(0, 10, 20), seeds=(0,)), None, 0, (story,), one(0))
+    story = parts.measures.Story(0, (one(0), one(shift), one(shift)), heads, ((), ()), ({}, {}))
+    return parts.measures.Found(parts.measures.Setting(kept=(0, 10, 20), seeds=(0,)), None, 0, (story,), one(0))
 
 
 def test_tests_find_what_is_there_and_nothing_else(parts: Any):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from xml.etree import ElementTree
 
@@ -18,6 +20,8 @@ from headwise.bench import benchmark_case, benchmark_report, runner, session
 from headwise.bench.benchmark_case import (
     LIMIT,
     BenchmarkCase,
+    CaseCount,
+    CaseKind,
     MissingPeer,
     RequiredWork,
     SpeedTarget,
@@ -293,7 +297,7 @@ def test_a_row_reports_where_its_time_went(capsys, fakes, clock: Clock):
         clock.now += 60.0
         yield BenchmarkCase("second", clock.run("ours", 0.5), {})
 
-    fakes["slow"] = SimpleNamespace(features=slow, TITLE="Slow work")
+    fakes["slow"] = CaseKind("Slow work", slow, CaseCount(2, 2))
     _, out, _ = run(capsys, "slow", "--json")
     told = json.loads(out)
     pace = runner.TIMING_PACES[False]
@@ -405,9 +409,9 @@ def fakes(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> dict[str, Any]:
     def other(quick: bool) -> Iterator[BenchmarkCase]:
         yield BenchmarkCase("other", clock.run("ours", 0.5), {"liar": clock.run("liar", 1.0, gives=SAME + 1)})
 
-    made = {"slow": SimpleNamespace(features=slow, TITLE="Slow work"),
-            "other": SimpleNamespace(features=other, TITLE="Other work")}  # fmt: skip
-    monkeypatch.setattr(runner, "case_modules", lambda: made)
+    made = {"slow": CaseKind("Slow work", slow, CaseCount(2, 2)),
+            "other": CaseKind("Other work", other, CaseCount(2, 2))}  # fmt: skip
+    monkeypatch.setattr(runner, "case_kinds", lambda: made)
     monkeypatch.setattr(session, "describe_machine", lambda limits, threads: MACHINE | {"threads": threads})
     bench = session.CaseTimer
     monkeypatch.setattr(session, "CaseTimer", lambda pace, limits: bench(pace, limits, clock))
@@ -423,7 +427,11 @@ def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
 def test_json_is_the_machine_and_the_rows(capsys, fakes):
     code, out, err = run(capsys, "slow", "--json")
     told = json.loads(out)
-    assert (code, err, list(told)) == (0, "", ["machine", "rows"])  # an aim that is missed is no failure
+    assert (code, list(told)) == (0, ["machine", "rows"])  # an aim that is missed is no failure
+    assert err.splitlines() == [
+        "slow: slow, forward (1 / 2, about 19 s left)",
+        "slow: slow, backward (2 / 2, about 0 s left)",
+    ]
     wanted = {"name", "ours_s", "peers", "ratio", "limit", "aim", "met"}
     assert all(wanted <= set(row) for row in told["rows"])
     assert [(row["name"], row["met"]) for row in told["rows"]] == [("slow, forward", False), ("slow, backward", None)]
@@ -478,7 +486,7 @@ def test_rows_are_chosen_by_a_piece_of_a_name(capsys, fakes):
 
 def test_kinds_are_listed(capsys, fakes):
     assert [line.split()[0] for line in run(capsys, "--list")[1].splitlines()] == ["slow", "other"]
-    assert json.loads(run(capsys, "--list", "--json")[1])["other"] == fakes["other"].TITLE
+    assert json.loads(run(capsys, "--list", "--json")[1])["other"] == fakes["other"].title
 
 
 @pytest.mark.parametrize(
@@ -490,9 +498,9 @@ def test_kinds_are_listed(capsys, fakes):
         (("oter",), "did you mean 'other'?"),
         (("--threads", "0"), "threads=0 is not between 1 and"),
         (("--threads", "1000"), "threads=1000 is not between 1 and"),
-        (("--threads", "two"), "invalid int value: 'two'"),
+        (("--threads", "two"), "--threads needs a whole number, got 'two'"),
         (("--out", "FILE"), "is not a folder; give a folder or a new name"),
-        (("--fast",), "unrecognized arguments: --fast"),
+        (("--fast",), "there is no option --fast"),
         (("--list", "slow"), "--list takes no names; leave out 'slow'"),
     ],
 )
@@ -516,7 +524,7 @@ def test_an_interrupt_prints_the_finished_rows(capsys, fakes, monkeypatch: pytes
         raise KeyboardInterrupt
         yield
 
-    fakes["other"] = SimpleNamespace(features=stopped, TITLE="Other work")
+    fakes["other"] = CaseKind("Other work", stopped, CaseCount(2, 2))
     code, out, _ = run(capsys, "--out", str(tmp_path / "new"))
     assert code == 130
     assert "slow, forward" in out
@@ -524,12 +532,48 @@ def test_an_interrupt_prints_the_finished_rows(capsys, fakes, monkeypatch: pytes
     assert BenchmarkReport.read(tmp_path / "new" / "bench.json").machine["interrupted"]
 
 
+INTERRUPTED_RUN = """
+import sys, time
+from headwise import cli
+from headwise.bench import runner
+from headwise.bench.benchmark_case import BenchmarkCase, CaseCount, CaseKind
+
+def quick(_):
+    for number in range(2):
+        yield BenchmarkCase(f"case {number}", lambda: 1.0, {"peer": lambda: 1.0})
+
+def slow(_):
+    yield BenchmarkCase("never", lambda: time.sleep(600), {})
+
+kinds = {"first": CaseKind("First", quick, CaseCount(2, 2)), "second": CaseKind("Second", slow, CaseCount(3, 3))}
+runner.case_kinds = lambda: kinds
+sys.exit(cli.main(["bench", "--threads", "1", "--out", sys.argv[1]]))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_process_reports_the_finished_rows(tmp_path: Path, number: signal.Signals):
+    command = [sys.executable, "-c", INTERRUPTED_RUN, str(tmp_path / "out")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        progress = [process.stderr.readline() for _ in range(2)]
+        process.send_signal(number)
+        out, err = process.communicate(timeout=100)
+    assert process.returncode == 130
+    assert [line.partition(",")[0] for line in progress] == ["first: case 0 (1 / 5", "first: case 1 (2 / 5"]
+    assert err == "headwise: interrupted; cases that are missing, by kind: second (3)\n"
+    report = BenchmarkReport.read(tmp_path / "out" / "bench.json")
+    assert [row["name"] for row in report.rows] == ["case 0", "case 1"]
+    assert report.machine["missing"] == {"second": 3}
+    assert out.rstrip("\n") == str(report)
+
+
 def test_a_kind_that_cannot_be_made_is_a_row(capsys, fakes):
     def broken(quick: bool) -> Iterator[BenchmarkCase]:
-        yield from fakes["slow"].features(quick)
+        yield from fakes["slow"].make_cases(quick)
         raise RuntimeError("not here")
 
-    fakes["other"] = SimpleNamespace(features=broken, TITLE="Other work")
+    fakes["other"] = CaseKind("Other work", broken, CaseCount(2, 2))
     code, out, _ = run(capsys, "other", "--json")
     told = json.loads(out)["rows"]
     assert (code, [row["name"] for row in told]) == (1, ["slow, forward", "slow, backward", "other"])

@@ -21,7 +21,7 @@ from headwise.bench.benchmark_case import BenchmarkCase, TimingPace
 from headwise.bench.runner import ScalingReport, SpeedCrossover, fastest_by_size, find_crossings, fit_power_law
 from headwise.bench.session import CaseTimer, LastLevelCache, MachineLimits
 
-DOCS = Path(__file__).resolve().parents[2] / "docs"
+TOOLS = Path(__file__).resolve().parents[2] / "tools"
 SIZES = (64, 128, 256, 512, 1024, 2048)
 MACHINE = {
     "processor": "some processor", "threads": 2, "processors": 2, "last_level_cache_bytes": 2**25,
@@ -232,13 +232,13 @@ def test_kinds_of_layers_are_listed(capsys):
 
 
 def test_the_pages_show_the_measurements(monkeypatch: pytest.MonkeyPatch, quick, tmp_path: Path):
-    monkeypatch.syspath_prepend(str(DOCS))
-    monkeypatch.delitem(sys.modules, "bench_pages", raising=False)
-    import bench_pages
+    monkeypatch.syspath_prepend(str(TOOLS))
+    monkeypatch.delitem(sys.modules, "benchmark_pages", raising=False)
+    import benchmark_pages
 
     runner.run_scaling("plain", output_folder=tmp_path)
-    monkeypatch.setattr(bench_pages, "SCALED", tmp_path / "scaling.json")
-    said = bench_pages.scales()
+    monkeypatch.setattr(benchmark_pages, "SCALED", tmp_path / "scaling.json")
+    said = benchmark_pages.backends_page()
     assert (
         f"Chosen: `sdpa`, `flash_cpu` from {backends.flash_cpu.MIN_KEYS} tokens on. Measured: `sdpa` overtakes `dense`"
         in said
@@ -250,9 +250,9 @@ def test_the_pages_show_the_measurements(monkeypatch: pytest.MonkeyPatch, quick,
 
 
 def test_the_page_of_rows_has_a_table_for_each(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    monkeypatch.syspath_prepend(str(DOCS))
-    monkeypatch.delitem(sys.modules, "bench_pages", raising=False)
-    import bench_pages
+    monkeypatch.syspath_prepend(str(TOOLS))
+    monkeypatch.delitem(sys.modules, "benchmark_pages", raising=False)
+    import benchmark_pages
 
     row = {
         "name": "a case", "kind": "fake", "title": "Fake work", "ours_s": 0.5, "peers": {"one": 1.0},
@@ -262,22 +262,22 @@ def test_the_page_of_rows_has_a_table_for_each(monkeypatch: pytest.MonkeyPatch, 
         "tried": "all of it.",
     }  # fmt: skip
     (tmp_path / "bench.json").write_text(json.dumps({"machine": MACHINE, "rows": [row]}))
-    monkeypatch.setattr(bench_pages, "MEASURED", tmp_path / "bench.json")
-    said = bench_pages.rows()
+    monkeypatch.setattr(benchmark_pages, "MEASURED", tmp_path / "bench.json")
+    said = benchmark_pages.benchmarks_page()
     for line in (
         "- some processor, 2 threads",
         "## Fake work",
         "| one | 1.00 s | 2.00 x | 2 % | **3.00 x: missed** |",
         "- two: two is not installed",
-        "Tried where an aim is missed: all of it.",
-        "0 of 1 aims are met.",
+        "What was tried: all of it.",
+        "0 of 1 targets are met.",
         "| a case | one | 3.00 x | 2.00 x | missed |",
     ):
         assert line in said.splitlines() or line in said
-    assert said.index("## Aims") < said.index("](bench.svg)") < said.index("## Fake work")
+    assert said.index("## Targets") < said.index("](bench.svg)") < said.index("## Fake work")
     met = {**row, "name": "another", "aim": [{**row["aim"][0], "times": 2.0, "met": True}], "met": True}
     (tmp_path / "bench.json").write_text(json.dumps({"machine": MACHINE, "rows": [met]}))
-    said = bench_pages.rows()
-    assert "1 of 1 aims are met." in said
+    said = benchmark_pages.benchmarks_page()
+    assert "1 of 1 targets are met." in said
     assert "| one | 1.00 s | 2.00 x | 2 % | 2.00 x: met |" in said
-    assert "Tried" not in said
+    assert "What was tried" not in said

@@ -35,13 +35,13 @@ def test_version(capsys):
     assert run(capsys, "--version") == (0, f"headwise {hw.__version__}\n", "")
 
 
-@pytest.mark.parametrize("verb", cli.VERBS)
+@pytest.mark.parametrize("verb", cli.COMMANDS)
 def test_every_verb_has_help_with_an_example(capsys, verb: str):
     with pytest.raises(SystemExit) as ended:
         cli.main([verb, "--help"])
     out = capsys.readouterr().out
     assert ended.value.code == 0
-    assert f"headwise {verb}" in out.split("\nexample", 1)[1]
+    assert f"headwise {verb}" in out.split("\nexamples:", 1)[1]
     assert max(map(len, out.splitlines())) <= 80
 
 
@@ -175,7 +175,7 @@ def test_interrupted(capsys, monkeypatch: pytest.MonkeyPatch):
     def stop(argv: list[str]) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "_run_verb", stop)
+    monkeypatch.setattr(cli, "_run_command", stop)
     assert run(capsys, "why", "mha") == (130, "", "")
 
 

@@ -89,8 +89,8 @@ def test_retraining_is_reported(folders: dict[str, Path], tmp_path: Path, capsys
     out = tmp_path / "out"
     (tmp_path / "lessons").write_text("\n".join(f"{TEXTS.splitlines()[n % 11]} {n}" for n in range(40)))
     code, told, err = said(
-        capsys, folders["ours"], "--kv", "1", "--data", folders["texts"], "--learn", tmp_path / "lessons",
-        "--uptrain", "12", "--rate", "0.003", "--out", out, *FAST,
+        capsys, folders["ours"], "--kv", "1", "--data", folders["texts"], "--distill-data", tmp_path / "lessons",
+        "--uptrain", "12", "--lr", "0.003", "--out", out, *FAST,
     )  # fmt: skip
     assert code == 0, err
     done = json.loads((out / "heads.json").read_text())["done"]["uptraining"]
@@ -116,7 +116,10 @@ def test_retraining_is_reported(folders: dict[str, Path], tmp_path: Path, capsys
         (["ours", "--data", "texts", "--kv", "2", "--uptrain", "0"], "steps"),
         (["ours", "--kv", "2"], "give exactly one source of texts: --data FILE, --conllu FILE, or --task dates"),
         (["ours", "--data", "texts", "--kv", "2", "--out", "texts"], "it is a file. Give a new or empty folder"),
-        (["ours", "--data", "texts", "--kv", "2", "--learn", "none", "--uptrain", "3"], "cannot read none as text"),
+        (
+            ["ours", "--data", "texts", "--kv", "2", "--distill-data", "none", "--uptrain", "3"],
+            "cannot read none as text",
+        ),
     ],
 )
 def test_wrong_arguments(

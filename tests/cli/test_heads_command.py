@@ -190,7 +190,15 @@ def test_the_report_includes_importance_redundancy_and_baseline(
     folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):  # fmt: skip
     (tmp_path / "lines").write_text("a longer one\nshort\nthird one\nand a last\n")
-    base = [str(folders["ours"]), "--data", str(tmp_path / "lines"), "--importance", "taylor", "--redundancy", "--twin"]
+    base = [
+        str(folders["ours"]),
+        "--data",
+        str(tmp_path / "lines"),
+        "--importance",
+        "taylor",
+        "--redundancy",
+        "--random-baseline",
+    ]
     code, out, err = said(capsys, *base, "--out", str(tmp_path / "out"), "--json")
     assert code == 0, err
     told = json.loads(out)
@@ -198,7 +206,7 @@ def test_the_report_includes_importance_redundancy_and_baseline(
     assert len(worth) == 6
     assert sorted(worth.values()) == sorted(one["measures"]["importance"]["value"] for one in told["heads"])
     assert len(told["redundancy"]["readers"][0]["distances"]) == 6
-    assert len(told["twin"]["heads"]) == 6
+    assert len(told["random_baseline"]["heads"]) == 6
     for name in ("importance", "map"):
         assert (tmp_path / "out" / f"{name}-dark.svg").exists()
     code, out, err = said(capsys, *base, "--sort", "importance")

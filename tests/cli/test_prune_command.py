@@ -181,7 +181,7 @@ def test_the_same_plan_again_and_not_for_another_model(
         (["ours", "--drop", "loud", "--data", "texts"], "no head of the model has class 'loud'"),
         (["ours", "--budget", "cache", "--data", "texts"], "--budget cache is not a budget; write KIND=LIMIT"),
         (["ours", "--budget", "cash=0.5", "--data", "texts"], "unknown budget 'cash'; did you mean 'cache'"),
-        (["ours", "--keep", "0.5", "--again", "2", "--data", "texts"], "--again needs --budget"),
+        (["ours", "--keep", "0.5", "--rerank-every", "2", "--data", "texts"], "--rerank-every needs --budget"),
         (["ours", "--keep", "0.5", "--fold", "median", "--data", "texts"], "unknown fold='median'"),
         (["ours", "--keep", "0.5", "--data", "texts", "--out", "texts"], "it is a file. Give a new or empty folder"),
         (["ours", "--keep", "0.5", "--data", "texts", "--out", "ours"], "Give a new or empty folder"),
@@ -194,7 +194,7 @@ def test_the_same_plan_again_and_not_for_another_model(
         (["ours", "--keep", "0.5", "--data", "texts", "--length", "0"], "length must be an int >= 1, got 0"),
         (["ours", "--heads", "0:1", "--data", "texts", "--objective", "joy"], "unknown objective 'joy'"),
         (["ours", "--heads", "0:1", "--data", "texts", "--objective", "label"], "cannot measure objective 'label'"),
-        (["ours", "--keep", "0.5", "--data", "texts", "--lessons", "0"], "--lessons 0 is too few"),
+        (["ours", "--keep", "0.5", "--data", "texts", "--distill-examples", "0"], "--distill-examples 0 is too few"),
     ],
 )
 def test_wrong_arguments(

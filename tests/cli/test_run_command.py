@@ -344,10 +344,10 @@ def test_texts_are_classified(run: Run, tmp_path: Path):
 # --- what is refused -----------------------------------------------------------------------------------
 
 BAD: dict[str, tuple[list[str], str]] = {
-    "no model": ([], "required: MODEL"),
+    "no model": ([], "missing MODEL; add it"),
     "no folder": (["nowhere", "x"], "there is no folder or file 'nowhere'"),
     "cold": (["T", LINES[0], "--temperature", "-1"], "temperature must be a finite number >= 0, got -1.0; give 0"),
-    "no number": (["T", LINES[0], "--temperature", "hot"], "invalid float value: 'hot'"),
+    "no number": (["T", LINES[0], "--temperature", "hot"], "--temperature needs a number, got 'hot'"),
     "no share": (["T", LINES[0], "--top-p", "0", "--temperature", "1"], "top_p must be above 0 and at most 1, got 0.0"),
     "idle": (["T", LINES[0], "--top-k", "5"], "top_k=5 has no effect: temperature=0"),
     "beams": (["T", LINES[0], "--beams", "64"], "beams=64 is more than the 63 tokens"),
@@ -365,7 +365,7 @@ BAD: dict[str, tuple[list[str], str]] = {
     "a long prompt": (["S", "x" * 50, "--tokenizer", "bytes"], "is 10 longer than the 40 positions of gpt2"),
     "a long answer": (["S", "x", "--tokenizer", "bytes"], "are 24 more than the 40 positions"),
     "a seed": (["T", LINES[0], "--seed", "-3"], "seed=-3"),
-    "no option": (["T", LINES[0], "--beam", "3"], "unrecognized arguments: --beam"),
+    "no option": (["T", LINES[0], "--beam", "3"], "there is no option --beam; did you mean '--beams'?"),
     "no device": (["T", LINES[0], "--device", "gpu9"], "device='gpu9' is not available"),
 }
 

@@ -63,8 +63,8 @@ def test_lines_of_a_file(name: str, folders: dict[str, Path], tmp_path: Path, ca
 
 def test_a_trace_file_is_described(folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     out, table = str(tmp_path / "a.trace"), str(tmp_path / "a.csv")
-    assert said(capsys, str(folders["ours"]), "--text", "abc", "--also", "v,z", "--sites", "1", "--out", out)[0] == 0
-    code, text, _ = said(capsys, out, "--json", "--export", table, "--least", "0.5")
+    assert said(capsys, str(folders["ours"]), "--text", "abc", "--record", "v,z", "--sites", "1", "--out", out)[0] == 0
+    code, text, _ = said(capsys, out, "--json", "--export", table, "--min-weight", "0.5")
     assert code == 0
     assert json.loads(text)["sites"] == [
         {"name": "decoder.1.attention", "heads": 3, "queries": 3, "keys": 3, "calls": 1, "kept": ["k", "q", "v", "z"]}
@@ -89,7 +89,7 @@ def test_a_source_and_its_target(folders: dict[str, Path], tmp_path: Path, capsy
     (["gpt2", "--text", "", "--out", "a.trace"], "the text is empty"),
     (["ours", "--text", "x" * 25, "--out", "a.trace"], "is 1 longer than the 24 positions"),
     (["ours", "--text", "a", "--sites", "7", "--out", "a.trace"], "has no layer 7"),
-    (["ours", "--text", "a", "--also", "w", "--out", "a.trace"], "holds 'w'; give some of v, z"),
+    (["ours", "--text", "a", "--record", "w", "--out", "a.trace"], "holds 'w'; give some of v, z"),
     (["ours", "--text", "a", "--budget", "100", "--out", "a.trace"], "beyond a budget of 100 bytes"),
     (["ours", "--text", "a", "--target", "b", "--out", "a.trace"], "or source and text to an encoder-decoder"),
     (["ours", "--data", "none", "--out", "a.trace"], "cannot be read as text"),
@@ -99,7 +99,7 @@ def test_a_source_and_its_target(folders: dict[str, Path], tmp_path: Path, capsy
     (["ours", "--data", "x", "--limit", "-1", "--out", "a.trace"], "--limit -1 is too small; give 1 or more"),
     (["ours", "--text", "a", "--new-tokens", "-1", "--out", "a.trace"], "--new-tokens -1 is too small"),
     (["ours", "--text", "a", "--thumbnails", "-3", "--out", "a.trace"], "--thumbnails -3 is too small"),
-    (["none.trace", "--export", "a.csv", "--least", "nan"], "--least nan is not a weight"),
+    (["none.trace", "--export", "a.csv", "--min-weight", "nan"], "--min-weight nan is not a weight"),
     (["none.trace"], "is not there"),
     (["none.trace", "--text", "a"], "--text applies when recording"),
 ])  # fmt: skip

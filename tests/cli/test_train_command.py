@@ -90,17 +90,17 @@ def test_a_preset_takes_the_place_of_every_attention(preset: str):
 @pytest.mark.parametrize(
     ("said", "told"),
     [
-        (["dates"], "required: --out"),
+        (["dates"], "missing --out DIR; add it"),
         (["datess", "--out", "x"], "there is no task, file or folder 'datess'; did you mean 'dates'?"),
         (["--out", "x"], "give something to train on: "),
         (["dates", "--out", "x", "--lr", "7"], "Recipe(lr=7.0) is out of range"),
-        (["dates", "--out", "x", "--steps", "many"], "invalid int value: 'many'"),
+        (["dates", "--out", "x", "--steps", "many"], "--steps needs a whole number, got 'many'"),
         (["dates", "--out", "x", "--set", "digits=3"], "write task.KEY=VALUE or recipe.KEY=VALUE"),
         (["dates", "--out", "x", "--set", "task.digit=3"], "'dates' has no option 'digit'; did you mean 'digits'?"),
         (["dates", "--out", "x", "--set", "recipe.lrr=3"], "a recipe has no field 'lrr'; did you mean 'lr'?"),
         (["dates", "--out", "x", "--model", "mqaa"], "there is no preset, file or folder 'mqaa'; did you mean 'mqa'?"),
         (["dates", "--out", "x", "--recipe", "none.toml"], "'none.toml' cannot be read"),
-        (["dates", "--out", "x", "--sink", "wandbb"], "there is no logger 'wandbb'; did you mean 'wandb'?"),
+        (["dates", "--out", "x", "--logger", "wandbb"], "there is no logger 'wandbb'; did you mean 'wandb'?"),
     ],
 )
 def test_bad_input_is_one_line(

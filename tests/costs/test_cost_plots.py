@@ -70,7 +70,7 @@ def test_bidirectional_layers_are_named_beside_the_lines_and_not_drawn_alone():
     with pytest.raises(hw.SpecError, match="cannot draw a KV cache: none of mha is causal; give them pattern"):
         make_charts({"mha": prices["mha"]}, "kv")
     with pytest.raises(hw.SpecError, match="cannot find crossovers of gqa: it takes two specs"):
-        make_charts({"gqa": PRICES["gqa"]}, "breakeven")
+        make_charts({"gqa": PRICES["gqa"]}, "crossovers")
     assert len(make_charts({"gqa": PRICES["gqa"]})) == 3
 
 
@@ -226,7 +226,7 @@ def test_names_in_a_sheet_are_quoted():
 
 
 def test_matching_on_the_command_line(capsys):
-    argv = ["mha", "gqa", "mla", "--set", "pattern=causal()", "--match", "params", "--free", "mla=vdim"]
+    argv = ["mha", "gqa", "mla", "--set", "pattern=causal()", "--match", "params", "--resize", "mla=vdim"]
     code, out, err = run(capsys, *argv, "--model", "1024", "--heads", "8")
     assert (code, err) == (0, "")
     assert "resized to match mha" in out
@@ -238,13 +238,13 @@ def test_matching_on_the_command_line(capsys):
 
 
 def test_all_comparisons_fit_the_screen_and_the_document(capsys, tmp_path):
-    argv = ["gqa", "gqa", "mqa", "--breakeven", "--complexity", "--kernel", "5", "--plot", str(tmp_path / "a.svg")]
+    argv = ["gqa", "gqa", "mqa", "--crossovers", "--complexity", "--kernel", "5", "--plot", str(tmp_path / "a.svg")]
     code, out, err = run(capsys, *argv, "--plot-kind", "roofline")
     assert (code, err) == (0, "")
     assert max(len(line) for line in out.splitlines() if str(tmp_path) not in line) <= 80
     assert "gqa (2)" in out
     told = json.loads(run(capsys, *argv, "--plot-kind", "roofline", "--json")[1])
-    assert {"break_even", "complexity", "plot"} <= set(told)
+    assert {"crossovers", "complexity", "plot"} <= set(told)
     assert told["complexity"]["sizes"] == {"tokens": 2048, "model": 512, "heads": 8, "kernel": 5, "window": 64}
     assert told["plot"] == {"file": str(tmp_path / "a.svg"), "kind": "roofline"}
 
@@ -253,17 +253,17 @@ def test_all_comparisons_fit_the_screen_and_the_document(capsys, tmp_path):
     ("argv", "said"),
     [
         (("gqa", "--match", "params"), "there is only gqa; name one more"),
-        (("gqa", "mqa", "--match", "width"), "invalid choice: 'width'"),
-        (("gqa", "mqa", "--free", "dim"), "--free dim changes nothing without --match"),
+        (("gqa", "mqa", "--match", "width"), "--match 'width' is unknown; give one of"),
+        (("gqa", "mqa", "--resize", "dim"), "--resize dim changes nothing without --match"),
         (
-            ("gqa", "mqa", "--match", "params", "--free", "dimm"),
+            ("gqa", "mqa", "--match", "params", "--resize", "dimm"),
             "cannot resize mqa to match gqa: the spec has no size",
         ),
-        (("gqa", "mqa", "--match", "params", "--free", "gqa=dim"), "there is no resized spec 'gqa'"),
-        (("gqa", "mqa", "--match", "kv", "--free", "q"), "cannot resize mqa to match gqa: no q"),
+        (("gqa", "mqa", "--match", "params", "--resize", "gqa=dim"), "there is no resized spec 'gqa'"),
+        (("gqa", "mqa", "--match", "kv", "--resize", "q"), "cannot resize mqa to match gqa: no q"),
         (("gqa", "mha", "--match", "kv"), "is not causal, so that there is no KV cache"),
-        (("gqa", "--breakeven"), "cannot find crossovers of gqa: it takes two specs"),
-        (("gqa", "--complexity", "guessed"), "invalid choice: 'guessed'"),
+        (("gqa", "--crossovers"), "cannot find crossovers of gqa: it takes two specs"),
+        (("gqa", "--complexity", "guessed"), "--complexity 'guessed' is unknown; give one of"),
         (("gqa", "--complexity", "--kernel", "1"), "kernel must be a whole number from 2"),
         (("gqa", "--window", "5"), "--kernel and --window are sizes of --complexity"),
         (("gqa", "--plot", "a.jpg"), "'.jpg' is not supported"),

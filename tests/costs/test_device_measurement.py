@@ -115,7 +115,7 @@ def test_importing_does_not_measure(home: Path):
 def test_boxes_are_measured_here(capsys, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(serving_cost, "TIMING_SECONDS", 0.001)
     presets = ("mha", "gqa", "mla", "dcmha", "linear")
-    code = cli.main(["cost", *presets, "--model", "256", "--context", "60", "--boxes", "--device", "here"])
+    code = cli.main(["cost", *presets, "--model", "256", "--context", "60", "--intensity", "--device", "here"])
     out = capsys.readouterr().out
     assert code == 0
     assert max(map(len, out.splitlines())) <= 80

@@ -410,13 +410,13 @@ def test_all_stand_in_one_table(capsys, folder):
 
 
 def test_published_formulas_are_printed_with_their_difference(capsys, folder):
-    said = [word for name in FORMULA_SOURCES for word in ("--beside", name)]
+    said = [word for name in FORMULA_SOURCES for word in ("--published", name)]
     code, out, _ = run(capsys, folder / "gpt2", *said)
     assert code == 0
     assert "published 291,648,307,200, headwise 291,648,307,200: equal" in out
     assert max(map(len, out.splitlines())) <= 80
     told = json.loads(run(capsys, folder / "gpt2", *said, "--optimiser", "muon", "--json")[1])
-    assert {row["beside"] for row in told["beside"]} == set(FORMULA_SOURCES)
+    assert {row["beside"] for row in told["published"]} == set(FORMULA_SOURCES)
     assert told["training_state"]["rows"][0]["in_all"] == 12 * 124_439_808
 
 
@@ -469,15 +469,15 @@ def test_bad_configs_are_refused_in_one_line(capsys, tmp_path, name):
         (("mohsa", "--overlap", "l"), "no option --overlap, but mohsa has project.overlap: Overlapping(overlap='l')"),
         (("moh", "--active", "3"), "no option --active, but moh has modifiers.1.active; write --set modifiers.1."),
         (("mohsa", "--set", "project.schedule=l"), "project.schedule='l' depends on the depth of the layer"),
-        (("mohsa", "--bogus", "3"), "unrecognized arguments: --bogus 3"),
+        (("mohsa", "--bogus", "3"), "there is no option --bogus"),
         (("gqa", "--layer", "3"), "--layer 3 is for models"),
         (("gqa", "--set", "source=9"), "whose length is not given; set Workload(source=512)"),
         (("gqa", "--set", "pattern=blocks(7)", "--context", 10**15), "too many blocks; give at most 1835008"),
         (("gqa", "--optimiser", "adm"), "there is no optimiser 'adm'"),
-        (("gqa", "--beside", "palmm"), "did you mean 'palm'?"),
-        (("gqa", "--beside", "paper-2022"), "are of whole blocks, and gqa is one attention"),
+        (("gqa", "--published", "palmm"), "did you mean 'palm'?"),
+        (("gqa", "--published", "paper-2022"), "are of whole blocks, and gqa is one attention"),
         (("mha", "--generate", "3"), "mha is not causal and cannot generate token by token"),
-        (("FOLDER/gpt2", "--ways", "0", "--beside", "paper-2022"), "tensor-parallel devices must be at least 1, got 0"),
+        (("FOLDER/gpt2", "--tensor-parallel", "0", "--published", "paper-2022"), "devices must be at least 1"),
         (("FOLDER/gpt2", "--generate", "-3"), "generate must be a whole number from 0"),
         (("FOLDER/gpt2", "--context", "1025"), "1025 tokens exceed the maximum length 1024"),
         (("FOLDER/gpt2", "--context", "1024", "--generate", "5"), "use context=1020 or less"),
@@ -488,7 +488,7 @@ def test_bad_configs_are_refused_in_one_line(capsys, tmp_path, name):
         (("FOLDER/gpt2", "--set", "stacks.0.model=7"), "decoder is 7 wide"),
         (("FOLDER/bart", "--source", "2000"), "2000 source tokens exceed the maximum source length 1024"),
         (("FOLDER/bert", "--generate", "1"), "bert is not causal"),
-        (("FOLDER/t5", "--beside", "palm"), "are of one stack, and t5 has 2"),
+        (("FOLDER/t5", "--published", "palm"), "are of one stack, and t5 has 2"),
         (("FOLDER/t5", "--source", "0"), "source must be a whole number from 1"),
         (("FOLDER",), "holds neither headwise.toml nor config.json"),
     ],

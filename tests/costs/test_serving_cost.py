@@ -486,23 +486,23 @@ def test_the_page_of_a_model_fits_a_terminal():
 
 
 def test_the_verdict_on_the_page(capsys):
-    argv = ("gqa", *SIZES, "--verdict", "--device", "rtx4090")
+    argv = ("gqa", *SIZES, "--memory-fit", "--device", "rtx4090")
     code, out, err = run(capsys, *argv)
     assert (code, err) == (0, "")
     assert max(map(len, out.splitlines())) <= 80
     assert "gqa: does not fit on NVIDIA GeForce RTX 4090" in out
-    told = json.loads(run(capsys, *argv, "--json")[1])["verdict"]["gqa"]
+    told = json.loads(run(capsys, *argv, "--json")[1])["memory_fit"]["gqa"]
     assert (told["fits"], told["memory"]) == (False, 24 * 10**9)
     assert all(remedy["needed"] <= told["memory"] for remedy in told["remedies"])
-    assert json.loads(run(capsys, "gqa", "--verdict", "--json")[1])["verdict"]["gqa"]["fits"]
+    assert json.loads(run(capsys, "gqa", "--memory-fit", "--json")[1])["memory_fit"]["gqa"]["fits"]
 
 
 def test_the_page_of_boxes(capsys):
-    code, out, err = run(capsys, "mha", "gqa", "mla", "--model", "4096", "--heads", "32", "--boxes")
+    code, out, err = run(capsys, "mha", "gqa", "mla", "--model", "4096", "--heads", "32", "--intensity")
     assert (code, err) == (0, "")
     assert max(map(len, out.splitlines())) <= 80
     assert "projections 221, core never, output 230" in out
-    told = json.loads(run(capsys, "mha", "--boxes", "--batch", "5", "--json")[1])["boxes"]
+    told = json.loads(run(capsys, "mha", "--intensity", "--batch", "5", "--json")[1])["intensity"]
     assert [box["rows"] for box in told[0]["boxes"][:6]] == [1, 1, 1, 5, 5, 5]
     assert {box["measured"] for box in told[0]["boxes"]} == {None}
 
@@ -512,19 +512,19 @@ BAD = {
     "allocator": (("--serve", "--allocator", "pages"), "did you mean 'paged'"),
     "page": (("--serve", "--allocator", "paged(0)"), "must be at least 1, got paged(0)"),
     "cache": (("--serve", "--cache", "int9"), "did you mean 'int8'"),
-    "weights": (("--verdict", "--weights", "int3"), "weights='int3' is unknown"),
+    "weights": (("--memory-fit", "--weights", "int3"), "weights='int3' is unknown"),
     "no layers": (("--serve", "--layers", "-3"), "give 1 to 10000"),
     "too many layers": (("--serve", "--layers", "9" * 30), "give 1 to 10000"),
     "chunk": (("--serve", "--chunk", "0"), "chunk must be a whole number of at least 1"),
     "chunks": (("--serve", "--chunk", "1", "--context", "999999"), "give a chunk of 245 or more"),
     "prompt": (("--serve", "--prompt", "-4"), "--prompt must be at least 1 token, got -4"),
-    "one share": (("--serve", "--reached", "0.7"), "write compute,bandwidth"),
-    "share": (("--serve", "--reached", "0.7,2"), "at most 1"),
-    "nan": (("--serve", "--reached", "nan,1"), "at most 1"),
-    "budget": (("--verdict", "--budget", "much"), "write it as in '80 GB'"),
-    "unit": (("--verdict", "--budget", "5 XiB"), "has the unknown unit 'XiB'"),
-    "huge": (("--verdict", "--budget", "9" * 25 + " TB"), "memory must be from 1 to"),
-    "below the weights": (("--verdict", "--budget", "1 MB"), "--budget 1 MB is less than the weights, 1.31 MB"),
+    "one share": (("--serve", "--efficiency", "0.7"), "write compute,bandwidth"),
+    "share": (("--serve", "--efficiency", "0.7,2"), "at most 1"),
+    "nan": (("--serve", "--efficiency", "nan,1"), "at most 1"),
+    "budget": (("--memory-fit", "--budget", "much"), "write it as in '80 GB'"),
+    "unit": (("--memory-fit", "--budget", "5 XiB"), "has the unknown unit 'XiB'"),
+    "huge": (("--memory-fit", "--budget", "9" * 25 + " TB"), "memory must be from 1 to"),
+    "below the weights": (("--memory-fit", "--budget", "1 MB"), "--budget 1 MB is less than the weights, 1.31 MB"),
     "no row": (("--serve", "--budget", "1320000"), "one row of 2,048 tokens takes"),
     "shared": (("--serve", "--shared", "2049"), "share at most 2,048"),
     "negative": (("--serve", "--shared", "-1"), "shared must be a whole number from 0"),
@@ -533,8 +533,8 @@ BAD = {
     "drawn": (("--serve", "--lengths", "uniform(9,3)"), "write uniform(least, most)"),
     "distribution": (("--serve", "--lengths", "normal(9)"), "did you mean 'uniform'"),
     "many": (("--serve", "--lengths", "exponential(9)", "--batch", "9999999"), "sample from 1 to 100,000"),
-    "optimiser": (("--verdict", "--optimiser", "zerro"), "did you mean 'zero'"),
-    "alone": (("--layers", "3"), "--layers has an effect only with --serve or --verdict"),
+    "optimiser": (("--memory-fit", "--optimiser", "zerro"), "did you mean 'zero'"),
+    "alone": (("--layers", "3"), "--layers has an effect only with --serve or --memory-fit"),
     "alone too": (("--prompt", "16"), "--prompt has an effect only with --serve"),
     "seed": (("--serve", "--seed", "3"), "add --lengths"),
 }
@@ -551,11 +551,11 @@ def test_invalid_arguments_give_one_line(capsys, name: str):
 def test_configs_are_served_and_judged(capsys, tmp_path):
     for name, said in {"llama": LLAMA3, "bart": {"model_type": "bart"}, "gpt2": {"model_type": "gpt2"}}.items():
         (tmp_path / f"{name}.json").write_text(json.dumps(said))
-        argv = (str(tmp_path / f"{name}.json"), "--context", "300", "--serve", "--verdict", "--optimiser", "zero")
+        argv = (str(tmp_path / f"{name}.json"), "--context", "300", "--serve", "--memory-fit", "--optimiser", "zero")
         code, out, err = run(capsys, *argv, "--json")
         assert (code, err) == (0, "")
         told = json.loads(out)
-        assert told["verdict"][name]["terms"][0]["value"] == 16 * told["rows"][0]["params"]
+        assert told["memory_fit"][name]["terms"][0]["value"] == 16 * told["rows"][0]["params"]
         assert told["serving"][0]["cache_bytes"] == told["rows"][0]["kv_bytes"]
     assert told["serving"][0]["longest_context"] == 1024  # positions of GPT-2
     assert max(map(len, run(capsys, *argv)[1].splitlines())) <= 80
@@ -570,10 +570,10 @@ def test_configs_are_served_and_judged(capsys, tmp_path):
 
 def test_boxes_of_a_model_are_those_of_its_attention(capsys, tmp_path):
     (tmp_path / "oss.json").write_text('{"model_type": "gpt_oss"}')
-    code, out, err = run(capsys, str(tmp_path / "oss.json"), "--boxes")
+    code, out, err = run(capsys, str(tmp_path / "oss.json"), "--intensity")
     assert (code, out) == (2, "")
     assert "2 kinds of attention; name a layer" in err
-    code, out, _ = run(capsys, str(tmp_path / "oss.json"), "--boxes", "--layer", "0.attention")
+    code, out, _ = run(capsys, str(tmp_path / "oss.json"), "--intensity", "--layer", "0.attention")
     assert code == 0
     assert "core never" in out
 

@@ -109,7 +109,7 @@ def test_training_is_reported_only_on_request(capsys):
 
 
 def test_the_page_shows_every_step_with_its_formula(capsys):
-    code, out, err = run(capsys, "mha", "dcmha", *SIZES, "--kept")
+    code, out, err = run(capsys, "mha", "dcmha", *SIZES, "--activations")
     assert (code, err) == (0, "")
     assert max(map(len, out.splitlines())) <= 80
     assert "mha: in training, flash-cuda, nothing recomputed" in out

@@ -32,7 +32,7 @@ def command(folder: Path, *more: str) -> list[str]:
 
 @pytest.mark.lengthy
 def test_one_rank_prints_and_writes(tmp_path: Path):
-    said = wait_for_ranks(start_ranks(2, *command(tmp_path, "--steps", "2", "--spread", "shards=2", "--json")))
+    said = wait_for_ranks(start_ranks(2, *command(tmp_path, "--steps", "2", "--parallelism", "shards=2", "--json")))
     assert [code for code, _, _ in said] == [0, 0]
     (_, out, err), (_, silent, quiet) = said
     assert json.loads(out)["steps"] == 2
@@ -45,10 +45,10 @@ def test_one_rank_prints_and_writes(tmp_path: Path):
 @pytest.mark.parametrize(
     ("more", "told"),
     [
-        (["--spread", "data=3"], "headwise: data=3 needs 3 processes, not 2; start 3 processes"),
-        (["--spread", "date=2"], "headwise: unknown parallel dimension 'date'; did you mean 'data'?"),
+        (["--parallelism", "data=3"], "headwise: data=3 needs 3 processes, not 2; start 3 processes"),
+        (["--parallelism", "date=2"], "headwise: unknown parallel dimension 'date'; did you mean 'data'?"),
         (["--model", "mqaa"], "headwise: there is no preset, file or folder 'mqaa'; did you mean 'mqa'?"),
-        (["--spread", "tensor=2", "--batch", "0"], r"headwise: Recipe\(batch=0\) is out of range"),
+        (["--parallelism", "tensor=2", "--batch", "0"], r"headwise: Recipe\(batch=0\) is out of range"),
     ],
 )
 def test_refusals_are_printed_once(tmp_path: Path, more: list[str], told: str):
@@ -87,7 +87,7 @@ LOST = "waited for another rank, which ended; saved checkpoints are intact, cont
 @pytest.mark.parametrize(("victim", "spread"), [(0, "data=2"), (1, "data=2"), (1, "shards=2")])
 def test_a_killed_rank_ends_the_job_with_one_line_and_the_run_goes_on(tmp_path: Path, victim: int, spread: str):
     """To the same bits as a run that nobody killed."""
-    more = [*STEPS, "--spread", spread]
+    more = [*STEPS, "--parallelism", spread]
     processes = start_ranks(2, *command(tmp_path / "killed", *more))
     wait_for_step(tmp_path / "killed", 5)
     processes[victim].send_signal(signal.SIGKILL)

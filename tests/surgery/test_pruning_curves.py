@@ -366,7 +366,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_one_command_sweeps_and_reports(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     out = tmp_path / "out"
     argv = ["prune", str(folder / "ours"), "--sweep", "--data", str(folder / "texts"), "--out", str(out)]
-    code = cli.main([*argv, "--by", "michel", "random", "--points", "0.5,0.2", "--draws", "2", "--json"])
+    code = cli.main([*argv, "--by", "michel", "random", "--points", "0.5,0.2", "--random-orders", "2", "--json"])
     told, err = capsys.readouterr()
     assert code == 0, err
     data = json.loads(told)
@@ -389,8 +389,8 @@ def test_one_command_sweeps_and_reports(folder: Path, tmp_path: Path, capsys: py
         (["--by", "gates"], "order 'gates' needs gate training options"),
         (["--points", "half"], "--points half are not shares"),
         (["--points", "0.5,1.5"], "shares must be > 0 and <= 1, got 1.5"),
-        (["--draws", "0"], "seeds must be an int >= 1, got 0"),
-        (["--allowed", "-1"], "max_loss_increase must be > 0, got -1.0"),
+        (["--random-orders", "0"], "seeds must be an int >= 1, got 0"),
+        (["--max-loss-rise", "-1"], "max_loss_increase must be > 0, got -1.0"),
         (["--answers", "random"], "cannot score generated answers of gpt2. Give a task"),
         (["--limit", "1"], "--limit 1 is too few for a confidence interval"),
     ],
@@ -399,7 +399,7 @@ def test_invalid_arguments_are_refused(
     more: list[str], wrong: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     argv = ["prune", str(folder / "ours"), "--sweep", "--data", str(folder / "texts"), "--out", str(tmp_path / "o")]
-    code = cli.main([*argv, "--by", "random", "--points", "0.5", "--draws", "1", *more])
+    code = cli.main([*argv, "--by", "random", "--points", "0.5", "--random-orders", "1", *more])
     err = capsys.readouterr().err
     assert (code, wrong in err, err.count("\n")) == (2, True, 1), err
     assert not (tmp_path / "o").exists()

@@ -62,6 +62,21 @@ class BenchmarkCase:
     notes: Mapping[str, str] = field(default_factory=dict)  # further lines of the report, such as memory
 
 
+class CaseCount(NamedTuple):
+    """Number of cases of one kind, in a full run and in a quick one; it only serves to estimate the time left."""
+
+    full: int
+    quick: int
+
+
+class CaseKind(NamedTuple):
+    """One kind of work: its title in the report, and a generator that makes its cases one at a time."""
+
+    title: str
+    make_cases: Callable[[bool], Iterator[BenchmarkCase]]  # the argument is `quick`
+    count: CaseCount
+
+
 # --- Comparison of results -----------------------------------------------------------------------------
 
 

@@ -9,10 +9,9 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from itertools import chain, pairwise
+from itertools import pairwise
 from pathlib import Path
 from pkgutil import iter_modules
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -29,11 +28,61 @@ from ..nn.attention import Attention
 from ..presets import design
 from ..spec.attention_spec import AttentionSpec
 from . import cases
-from .benchmark_case import BenchmarkCase, TimedCall, TimingPace
-from .benchmark_report import BenchmarkReport, format_seconds, machine_heading, wrap_lines
+from .benchmark_case import BenchmarkCase, CaseKind, TimedCall, TimingPace
+from .benchmark_report import BenchmarkReport, format_duration, format_seconds, machine_heading, wrap_lines
 from .session import HEADWISE, BenchmarkRow, BenchmarkSession, CaseTimer, ProgressCallback, failed_row, no_progress
 
-TIMING_PACES = {False: TimingPace(max_seconds=20.0), True: TimingPace(max_seconds=3.0)}  # by `quick`
+# By `quick`. A quick run does not repeat samples that spread far: they only lose their verdict.
+TIMING_PACES = {False: TimingPace(max_seconds=20.0), True: TimingPace(max_seconds=1.5, max_spread=math.inf)}
+
+
+@dataclass
+class RunProgress:
+    """Counts the cases of a run, estimates the time left, and reports both.
+
+    `running` gets a line before each step, `finished` one after each case. `remaining` counts cases by kind.
+    """
+
+    remaining: dict[str, int]
+    running: ProgressCallback = no_progress
+    finished: ProgressCallback = no_progress
+    done: int = 0
+    seconds: float = 0.0
+
+    @property
+    def missing(self) -> dict[str, int]:
+        """Number of cases that have not been timed, for every kind that has some."""
+        return {kind: count for kind, count in self.remaining.items() if count}
+
+    @property
+    def status(self) -> str:
+        """Cases done, their total, and the time left if all cases take as long as those done."""
+        left = sum(self.remaining.values())
+        estimate = f", about {format_duration(self.seconds / self.done * left)} left" if self.done else ""
+        return f"{self.done} / {self.done + left}{estimate}"
+
+    def start_case(self, name: str) -> None:
+        """Report a case that is about to be timed."""
+        self.running(f"[{self.status}] {name}")
+
+    def finish_case(self, kind: str, name: str, seconds: float) -> None:
+        """Count a case that has been timed, and report it."""
+        self.skip_case(kind)
+        self.done += 1
+        self.seconds += seconds
+        self.finished(f"{name} ({self.status})")
+
+    def skip_case(self, kind: str) -> None:
+        """Count a case that is not selected."""
+        self.remaining[kind] = max(0, self.remaining[kind] - 1)
+
+    def finish_kind(self, kind: str) -> None:
+        """Correct the count of a kind that has no more cases."""
+        self.remaining[kind] = 0
+
+    def mark_missing(self, machine: dict[str, Any]) -> dict[str, Any]:
+        """Return the machine's entry of a report; after an interrupt, with the missing cases by kind."""
+        return machine | ({"missing": self.missing} if machine["interrupted"] else {})
 
 
 @compile_when_called()
@@ -43,37 +92,45 @@ def run_benchmarks(
     threads: int | None = None,
     output_folder: Path | str | None = None,
     progress: ProgressCallback = no_progress,
+    finished: ProgressCallback = no_progress,
 ) -> BenchmarkReport:
     """Time headwise against other libraries and the machine's limits; return the report.
 
-    `names` are kinds of work; "decode:paged" selects the rows of one kind with "paged" in their names. Without names,
+    `names` are kinds of work; "entmax:core" selects the rows of one kind with "core" in their names. Without names,
     everything runs. After an interrupt, the report has the finished rows and is marked. `output_folder` receives the
-    report as JSON and as an SVG chart.
+    report as JSON and as an SVG chart. `progress` gets a line before each step, `finished` one after each case.
 
-    >>> run_benchmarks("attentoin")
+    >>> run_benchmarks("entmaxx")
     Traceback (most recent call last):
-    headwise.errors.SpecError: there is no kind of work 'attentoin'; ...
+    headwise.errors.SpecError: there is no kind of work 'entmaxx'; did you mean 'entmax'?
     """
     selected = select_cases(names)
+    counts = {kind: case_kinds()[kind].count for kind in selected}
+    tracker = RunProgress(
+        {kind: count.quick if quick else count.full for kind, count in counts.items()}, progress, finished
+    )
     return BenchmarkSession(threads, output_folder, progress).run(
-        TIMING_PACES[quick], quick, lambda timer: _time_cases(timer, selected, quick, progress), BenchmarkReport
+        TIMING_PACES[quick],
+        quick,
+        lambda timer: _time_cases(timer, selected, quick, tracker),
+        lambda machine, rows: BenchmarkReport(tracker.mark_missing(machine), rows),
     )
 
 
-def case_modules() -> dict[str, ModuleType]:
-    """Return the module of every kind of work."""
-    names = sorted(module.name for module in iter_modules(cases.__path__))
-    return {name: import_module(f"{cases.__name__}.{name}") for name in names}
+def case_kinds() -> dict[str, CaseKind]:
+    """Return all kinds of work by name."""
+    modules = [import_module(f"{cases.__name__}.{module.name}") for module in iter_modules(cases.__path__)]
+    return dict(sorted((name, kind) for module in modules for name, kind in module.KINDS.items()))
 
 
 def list_cases() -> dict[str, str]:
     """Return the title of every kind of work."""
-    return {kind: module.TITLE for kind, module in case_modules().items()}
+    return {name: kind.title for name, kind in case_kinds().items()}
 
 
 def select_cases(names: Sequence[str]) -> dict[str, list[str]]:
     """Return the selected kinds, each with the parts of row names that select its rows ("" for all)."""
-    kinds = list(case_modules())
+    kinds = list(case_kinds())
     selected = dict[str, list[str]]() if names else {kind: [""] for kind in kinds}
     for name in names:
         kind, _, part = name.partition(":")
@@ -84,33 +141,36 @@ def select_cases(names: Sequence[str]) -> dict[str, list[str]]:
 
 
 def _time_cases(
-    timer: CaseTimer, selected: dict[str, list[str]], quick: bool, progress: ProgressCallback
+    timer: CaseTimer, selected: dict[str, list[str]], quick: bool, progress: RunProgress
 ) -> Iterator[BenchmarkRow]:
-    count = 0
     for kind, parts in selected.items():
-        progress(kind)
-        title = {"title": case_modules()[kind].TITLE}
+        title = {"title": case_kinds()[kind].title}
         try:
-            for row in _time_case_module(timer, kind, parts, quick, progress):
+            for row in _time_kind(timer, kind, parts, quick, progress):
                 yield row | title
-                count += 1
         except Exception as error:
-            if isinstance(error, SpecError) and not count:
+            if isinstance(error, SpecError) and not progress.done:
                 raise  # a wrong name raises, unless rows have been measured that would be lost
             yield failed_row(kind, kind, error) | title
+        progress.finish_kind(kind)
 
 
-def _time_case_module(
-    timer: CaseTimer, kind: str, parts: list[str], quick: bool, progress: ProgressCallback
+def _time_kind(
+    timer: CaseTimer, kind: str, parts: list[str], quick: bool, progress: RunProgress
 ) -> Iterator[BenchmarkRow]:
     case_names, started = list[str](), timer.clock()
-    for case in _iter_cases(case_modules()[kind], quick):
+    progress.start_case(kind)
+    for case in _iter_cases(case_kinds()[kind], quick):
         case_names.append(case.name)
         if any(part in case.name.lower() for part in parts):
-            progress(f"{kind}: {case.name}")
+            name = f"{kind}: {case.name}"
+            progress.start_case(name)
             making = {"making": timer.clock() - started}
             row = timer.time_case(case, kind)
             yield row | {"took": making | row["took"]}
+            progress.finish_case(kind, name, timer.clock() - started)
+        else:
+            progress.skip_case(kind)
         del case  # free it before the next case is created
         gc.collect()
         started = timer.clock()
@@ -118,10 +178,10 @@ def _time_case_module(
         raise SpecError(f"no row of {kind} has {unknown[0]!r} in its name; its rows are: {'; '.join(case_names)}")
 
 
-def _iter_cases(module: ModuleType, quick: bool) -> Iterator[BenchmarkCase]:
+def _iter_cases(kind: CaseKind, quick: bool) -> Iterator[BenchmarkCase]:
     """Yield the cases of a kind one at a time, from a fixed seed."""
     torch.manual_seed(0)
-    yield from module.features(quick)
+    yield from kind.make_cases(quick)
 
 
 # --- Power laws and crossings --------------------------------------------------------------------------
@@ -453,24 +513,43 @@ def run_scaling(
     threads: int | None = None,
     output_folder: Path | str | None = None,
     progress: ProgressCallback = no_progress,
+    finished: ProgressCallback = no_progress,
 ) -> ScalingReport:
     """Time every backend that supports a kind of layer, in alternation, at growing sizes.
 
-    `names` select the kinds of layers whose names contain one of them.
-
+    `names` select the kinds of layers whose names contain one of them. `progress` gets a line before each kind,
+    `finished` one after each size.
 
     >>> run_scaling("anything else")
     Traceback (most recent call last):
     headwise.errors.SpecError: there is no kind of layer 'anything else'; use one of ...
     """
     kinds = select_layers(names)
+    tracker = RunProgress({kind: _num_sizes(kind) for kind in kinds}, progress, finished)
 
     def measure_points(timer: CaseTimer) -> Iterator[dict[str, Any]]:
-        for point in chain.from_iterable(measure_scaling(timer, kind) for kind in kinds):
-            progress(f"{point['kind']}: {point['at']} {point['axis']}")
-            yield point
+        for kind in kinds:
+            tracker.start_case(kind)
+            started = timer.clock()
+            for point in measure_scaling(timer, kind):
+                yield point
+                tracker.finish_case(kind, f"{kind}: {point['at']} {point['axis']}", timer.clock() - started)
+                started = timer.clock()
+            tracker.finish_kind(kind)
 
-    return BenchmarkSession(threads, output_folder, progress).run(SCALING_PACE, False, measure_points, ScalingReport)
+    return BenchmarkSession(threads, output_folder, progress).run(
+        SCALING_PACE,
+        False,
+        measure_points,
+        lambda machine, points: ScalingReport(tracker.mark_missing(machine), points),
+    )
+
+
+def _num_sizes(kind: str) -> int:
+    """Return how many sizes of a kind are measured at most."""
+    return sum(
+        len(sizes) for axis, sizes in SCALING_AXES.items() if axis == "tokens" or not SCALING_LAYERS[kind].needs_grad
+    )
 
 
 def _point_faults(point: Mapping[str, Any]) -> dict[str, str]:

@@ -1,7 +1,9 @@
 """The command line, `headwise COMMAND`: each command is one module, a thin layer over the library.
 
-`arguments` parses what all commands share: specs, presets, folders of models, `--set KEY=VALUE` and `--json`.
-`text_arguments` and `compression_arguments` add the options for texts and for models that are written to a folder.
+`describe` holds the four commands that describe a layer or a model: `spec`, `walk`, `sites` and `why`.
+`command_parser` makes help texts and errors. `arguments` parses what commands share: specs, presets, folders of models,
+`--set KEY=VALUE` and `--json`. `text_arguments` and `compression_arguments` add the options for texts and for models
+that are written to a folder.
 The packages `cost` and `run` hold the two largest commands.
 
 Heavy modules such as torch are imported inside `main` of a command, so that `headwise --help` answers at once.
@@ -16,11 +18,12 @@ from importlib import import_module
 
 from .. import __version__
 from ..errors import NoBackend, suggest
-from .arguments import BAD_INPUT, UsageError, prepare_output
+from .arguments import BAD_INPUT, prepare_output
+from .command_parser import UsageError
 
 # One line per command, in the order of the help.
-VERBS = {
-    "demo": "a tour: soft look-up, one attention layer, a small translator",
+COMMANDS = {
+    "demo": "tour: soft look-up, one attention layer, a small translator",
     "spec": "show a spec or a model: parameters by name, cost, cache, mask",
     "cost": "parameters, FLOPs, memory and time of specs and models",
     "walk": "every tensor operation of a layer, with shapes and strides",
@@ -34,16 +37,24 @@ VERBS = {
     "bench": "benchmark headwise against other libraries and this machine's limits",
     "why": "which backend would run a spec, and why the others refuse",
 }
+DESCRIBE_COMMANDS = ("spec", "walk", "sites", "why")  # in one module
 OUT_OF_MEMORY = "out of memory; use a smaller batch, model or number of tokens"
 INTERRUPTED, PIPE_CLOSED = 130, 141
 
 
+EXAMPLES = ("headwise spec gqa --set heads.kv=4", "headwise cost gqa mla --context 32768 --batch 16")
+
+
 def usage() -> str:
     """Return the text of `headwise --help`."""
-    verbs = [f"  {verb:<6}{what}" for verb, what in VERBS.items()]
-    head = ["headwise COMMAND [...]: the workbench for attention heads", ""]
-    tail = ["", "headwise COMMAND --help lists its options; headwise --version prints the version"]
-    return "\n".join([*head, *verbs, *tail])
+    commands = [f"  {command:<9}{summary}" for command, summary in COMMANDS.items()]
+    examples = [f"  {example}" for example in EXAMPLES]
+    head = ["usage: headwise COMMAND [OPTIONS]", "", "The workbench for attention heads.", "", "commands:", *commands]
+    tail = [
+        "headwise --version prints the version. headwise COMMAND --help lists the",
+        "everyday options of a command, headwise COMMAND --help-all every option.",
+    ]
+    return "\n".join([*head, "", "examples:", *examples, "", *tail])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -52,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _print_error("cannot write: stdout is closed; open it")
     prepare_output()
     try:
-        code = _run_verb(list(sys.argv[1:] if argv is None else argv))
+        code = _run_command(list(sys.argv[1:] if argv is None else argv))
         sys.stdout.flush()
         return code
     except KeyboardInterrupt:
@@ -76,14 +87,15 @@ def _print_error(message: str) -> int:
     return BAD_INPUT
 
 
-def _run_verb(argv: list[str]) -> int:
-    if not argv or argv[0] in ("-h", "--help"):
+def _run_command(argv: list[str]) -> int:
+    if not argv or argv[0] in ("-h", "--help", "--help-all"):
         print(usage())
         return 0
     if argv[0] in ("-V", "--version"):
         print(f"headwise {__version__}")
         return 0
-    if argv[0] not in VERBS:
+    if argv[0] not in COMMANDS:
         kind = "option" if argv[0].startswith("-") else "command"
-        raise UsageError(f"there is no {kind} {argv[0]!r}; {suggest(argv[0], [*VERBS, '--help', '--version'])}")
-    return import_module(f"{__name__}.{argv[0]}").main(argv[1:])
+        raise UsageError(f"there is no {kind} {argv[0]!r}; {suggest(argv[0], [*COMMANDS, '--help', '--version'])}")
+    module, function = ("describe", f"{argv[0]}_main") if argv[0] in DESCRIBE_COMMANDS else (argv[0], "main")
+    return getattr(import_module(f"{__name__}.{module}"), function)(argv[1:])

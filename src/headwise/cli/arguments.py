@@ -1,4 +1,4 @@
-"""Shared by all commands: the argument parser, specs and models named on the command line, and output."""
+"""Shared by all commands: specs and models named on the command line, and output."""
 
 from __future__ import annotations
 
@@ -7,20 +7,19 @@ import io
 import json
 import os
 import sys
-import textwrap
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from ..errors import suggest
+from .command_parser import UsageError
 
 if TYPE_CHECKING:
     from ..model_spec import ModelSpec
     from ..spec.attention_spec import AttentionSpec
 
-TERMINAL_WIDTH = 80
 BAD_INPUT = 2  # exit code for invalid arguments or input
 # The names are repeated here so that --help need not import torch; a test compares them with headwise.presets.
 PRESETS = [
@@ -42,37 +41,6 @@ PRESETS = [
 PRESETS += ["longformer", "bigbird", "kha", "average"]
 MAX_FILE_BYTES = 2**20  # largest spec file that is read; a spec is about a page of text
 ASCII_FALLBACKS = str.maketrans("█▒·─–—×−→≤≥²…", "#+.---x-><>2.")
-
-
-class UsageError(ValueError):
-    """Invalid arguments or input; printed as one line, exit code 2."""
-
-
-class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Appends `(default: X)` to the help of every option with a default, unless its text already has it."""
-
-    def _get_help_string(self, action: argparse.Action) -> str | None:
-        has_default = action.option_strings and action.default not in (None, False, argparse.SUPPRESS, "", [])
-        if not has_default or "(default:" in (action.help or ""):
-            return action.help
-        return f"{action.help} (default: %(default)s)"
-
-
-class CommandParser(argparse.ArgumentParser):
-    """Argument parser that raises `UsageError` and prints the default of every option and an example in its help."""
-
-    def __init__(self, command: str, description: str, *examples: str) -> None:
-        super().__init__(
-            prog=f"headwise {command}",
-            description=textwrap.fill(description, TERMINAL_WIDTH - 2),
-            epilog="\n  ".join(["example:" if len(examples) == 1 else "examples:", *examples]),
-            formatter_class=_HelpFormatter,
-            allow_abbrev=False,
-        )
-
-    def error(self, message: str) -> NoReturn:
-        """Raise `UsageError`, so that all errors are printed in the same form."""
-        raise UsageError(f"{message}; see {self.prog} --help")
 
 
 def prepare_output() -> None:
@@ -110,16 +78,12 @@ def add_spec_arguments(parser: argparse.ArgumentParser) -> None:
     add_set_argument(parser)
 
 
-def add_set_argument(parser: argparse.ArgumentParser) -> None:
+def add_set_argument(
+    parser: argparse._ActionsContainer,
+    help_text: str = "change a field, as in heads.kv=4 or pattern='window(256)'; repeatable",
+) -> None:
     """Add `--set KEY=VALUE`."""
-    parser.add_argument(
-        "--set",
-        dest="changes",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="change a field, as in heads.kv=4, pattern='window(256)', modifiers.0.base=500000; repeatable",
-    )
+    parser.add_argument("--set", dest="changes", action="append", default=[], metavar="KEY=VALUE", help=help_text)
 
 
 def add_json_argument(parser: argparse._ActionsContainer) -> None:
@@ -375,7 +339,7 @@ def _read_keys(path: Path) -> dict[str, Any]:
     return table if isinstance(table, dict) else {}
 
 
-def print_model_page(model: ModelSpec, args: argparse.Namespace) -> str:
+def format_model_page(model: ModelSpec, args: argparse.Namespace) -> str:
     """Format a model as the options ask: as TOML, as JSON, or as a table of its tensors."""
     from ..model_spec import ModelTable, to_dict, to_toml
 

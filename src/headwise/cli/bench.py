@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import FrameType
 from typing import TYPE_CHECKING
 
-from .arguments import CommandParser, UsageError, add_json_argument, print_page, to_json
+from .arguments import add_json_argument, print_page, to_json
+from .command_parser import CommandParser, UsageError
 
 if TYPE_CHECKING:
     from ..bench.benchmark_report import BenchmarkReport
@@ -26,11 +30,28 @@ def main(argv: list[str]) -> int:
             to_json(cases) if args.json else "\n".join(f"{kind:<{width}}{summary}" for kind, summary in cases.items())
         )
         return 0
-    report = _run_suite(args)
+    with _sigterm_as_interrupt():
+        report = _run_suite(args)
     print_page(to_json(report.data) if args.json else str(report))
     if report.machine["interrupted"]:
+        missing = ", ".join(f"{kind} ({count})" for kind, count in report.machine["missing"].items())
+        print(f"headwise: interrupted; cases that are missing, by kind: {missing or 'none'}", file=sys.stderr)
         return INTERRUPTED
     return 0 if report.is_valid else 1
+
+
+@contextmanager
+def _sigterm_as_interrupt() -> Iterator[None]:
+    """Handle SIGTERM as Ctrl-C, so that the finished rows are reported."""
+
+    def interrupt(signum: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
 
 
 def _print_cases(args: argparse.Namespace) -> Mapping[str, str]:
@@ -44,17 +65,16 @@ def _print_cases(args: argparse.Namespace) -> Mapping[str, str]:
 
 def _run_suite(args: argparse.Namespace) -> BenchmarkReport | ScalingReport:
     """Run the benchmark cases, or with --scaling time every backend at growing sizes."""
+    callbacks = {"progress": _report_progress, "finished": _report_finished}
     if not args.scaling:
         from ..bench.runner import run_benchmarks
 
-        return run_benchmarks(
-            *args.names, quick=args.quick, threads=args.threads, output_folder=args.out, progress=_report_progress
-        )
+        return run_benchmarks(*args.names, quick=args.quick, threads=args.threads, output_folder=args.out, **callbacks)
     from ..bench.runner import run_scaling
 
     if args.quick:
         raise UsageError("--scaling has no quick mode; leave out --quick")
-    return run_scaling(*args.names, threads=args.threads, output_folder=args.out, progress=_report_progress)
+    return run_scaling(*args.names, threads=args.threads, output_folder=args.out, **callbacks)
 
 
 def _parser() -> CommandParser:
@@ -64,16 +84,16 @@ def _parser() -> CommandParser:
         "bandwidth and matrix-multiplication rate. Each row has its targets and whether they are met; libraries that "
         "are not installed are listed. Exit code 1 if a library gives a different result than headwise.",
         "headwise bench --list",
-        "headwise bench decode:fp32 entmax --quick --out runs/bench",
+        "headwise bench attention_decode:fp32 entmax --quick --out runs/bench",
     )
     parser.add_argument(
         "names",
         nargs="*",
         metavar="KIND[:PIECE]",
-        help="benchmarks to run; KIND:PIECE selects the rows with PIECE in their names (default: all)",
+        help="kinds of benchmarks, see --list; KIND:PIECE selects the rows with PIECE in their names (default: all)",
     )
     parser.add_argument("--list", action="store_true", help="list the kinds of benchmarks and exit")
-    parser.add_argument("--quick", action="store_true", help="take fewer samples and skip rows: minutes for all kinds")
+    parser.add_argument("--quick", action="store_true", help="take fewer samples and skip rows; minutes for all kinds")
     parser.add_argument(
         "--scaling", action="store_true", help="time every backend at growing sizes instead of the benchmarks"
     )
@@ -89,3 +109,9 @@ def _report_progress(message: str) -> None:
     """Overwrite one progress line on stderr, if it is a terminal."""
     if sys.stderr.isatty():
         print(f"\r\x1b[K{message[:78]}", end="", file=sys.stderr, flush=True)
+
+
+def _report_finished(message: str) -> None:
+    """Print one line for each finished case to stderr, unless it is a terminal, which shows the progress line."""
+    if not sys.stderr.isatty():
+        print(message, file=sys.stderr, flush=True)

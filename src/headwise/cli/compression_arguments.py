@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .arguments import TERMINAL_WIDTH, CommandParser, UsageError, add_json_argument, print_page, to_json
+from .arguments import add_json_argument, add_set_argument, print_page, to_json
+from .command_parser import TERMINAL_WIDTH, CommandParser, UsageError
 from .text_arguments import (
     add_text_arguments,
     attach_named_tokenizer,
@@ -36,41 +37,49 @@ LEARNING_RATE, BATCH_SIZE = 1e-3, 64
 def add_compression_arguments(parser: CommandParser) -> None:
     """Add the options for the model, texts, output folder, retraining, and measurements of speed."""
     add_model_arguments(parser)
-    learn = parser.add_argument_group("retraining by distillation from the original model")
-    learn.add_argument(
-        "--uptrain", type=int, metavar="STEPS", help="distil for this many steps, on texts that the proof does not use"
+    parser.add_argument(
+        "--uptrain",
+        type=int,
+        metavar="STEPS",
+        help="then retrain by distillation, on texts outside the proof",
     )
-    learn.add_argument("--learn", metavar="FILE", help="texts for --uptrain (default: those that heads are chosen by)")
-    learn.add_argument("--lessons", type=int, default=2000, metavar="COUNT", help="task examples for --uptrain")
-    learn.add_argument("--rate", type=float, metavar="NUMBER", help=f"peak learning rate (default: {LEARNING_RATE})")
-    parser.add_argument("--length", type=int, metavar="COUNT", help="tokens per text in the tables of speed and cost")
-    parser.add_argument("--seconds", type=float, default=10.0, metavar="NUMBER", help="time limit for measuring speed")
+    learn = parser.add_expert_group("retraining by distillation from the original model (--uptrain)")
+    learn.add_argument(
+        "--distill-data", metavar="FILE", help="texts for --uptrain (default: those that heads are chosen by)"
+    )
+    learn.add_argument(
+        "--distill-examples", type=int, default=2000, metavar="COUNT", help="task examples for --uptrain"
+    )
+    learn.add_argument("--lr", type=float, metavar="NUMBER", help=f"peak learning rate (default: {LEARNING_RATE})")
+    timing = parser.add_expert_group("measurements in the proof")
+    timing.add_argument(
+        "--length",
+        type=int,
+        metavar="COUNT",
+        help="tokens per text in the tables of speed and cost",
+    )
+    timing.add_argument("--seconds", type=float, default=10.0, metavar="NUMBER", help="time limit for measuring speed")
 
 
 def add_model_arguments(parser: CommandParser) -> None:
     """Add the options for the model, texts, and the output folder."""
-    parser.add_argument("model", metavar="MODEL", help="a headwise or transformers folder, or a llama2.c file")
+    parser.add_argument("model", metavar="MODEL", help="a headwise or transformers folder, or llama2.c file")
     parser.add_argument(
         "--out",
         required=True,
         metavar="DIR",
-        help="write the new model to this folder, which must not exist or be empty",
+        help="write the new model to this folder (new or empty)",
     )
-    add_text_arguments(parser, "use examples of this task, and score the models on it; set its fields with --set")
-    parser.add_argument(
-        "--set",
-        dest="changes",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="set a field of the task; repeatable",
-    )
-    parser.add_argument(
+    task = "use and score examples of this task"
+    add_text_arguments(parser, task, "read the texts of parsed sentences")
+    add_set_argument(parser, "set a field of the task; repeatable")
+    measurement = parser.add_expert_group("measure of quality")
+    measurement.add_argument(
         "--objective",
         metavar="NAME",
-        help="measure of quality: next-token, translation, label or drift (default: chosen by the model)",
+        help="next-token, translation, label or drift (default: chosen by the model)",
     )
-    parser.add_argument("--seed", type=int, default=0, metavar="INT", help="random seed")
+    measurement.add_argument("--seed", type=int, default=0, metavar="INT", help="random seed")
     add_json_argument(parser)
 
 
@@ -116,9 +125,11 @@ class CompressionRun:
         from ..head_analysis.annotated_examples import examples_from_lines, examples_from_task, read_lines
 
         if self.task is not None:
-            return examples_from_task(self.net, self.task, self.args.lessons, "train").examples_with_frequencies()
-        if self.args.learn is not None:
-            return examples_from_lines(self.net, read_lines(self.args.learn)).examples_with_frequencies()
+            return examples_from_task(
+                self.net, self.task, self.args.distill_examples, "train"
+            ).examples_with_frequencies()
+        if self.args.distill_data is not None:
+            return examples_from_lines(self.net, read_lines(self.args.distill_data)).examples_with_frequencies()
         return self.selection_examples
 
     def retrain(self, model: Transformer) -> tuple[Transformer, dict[str, Any]]:
@@ -133,7 +144,7 @@ class CompressionRun:
             seed=self.args.seed,
             objective=self.args.objective,
             alpha=1.0,
-            rate=LEARNING_RATE if self.args.rate is None else self.args.rate,
+            rate=LEARNING_RATE if self.args.lr is None else self.args.lr,
             batch=max(1, min(BATCH_SIZE, len(texts) // 4)),
         )
         result = uptrain(
@@ -208,8 +219,8 @@ def _check_model(net: Transformer, args: argparse.Namespace, example: Example) -
     choose_objective(net, args.objective, example)
     if "seconds" in args:
         fit_lengths(net, _timing_pace(args))
-        if args.lessons < 2:
-            raise UsageError(f"--lessons {args.lessons} is too few; give at least 2")
+        if args.distill_examples < 2:
+            raise UsageError(f"--distill-examples {args.distill_examples} is too few; give at least 2")
 
 
 def _format_number(value: float | None) -> str:

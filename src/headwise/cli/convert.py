@@ -6,7 +6,7 @@ import argparse
 import re
 from typing import TYPE_CHECKING, Any
 
-from .arguments import CommandParser, UsageError
+from .command_parser import CommandParser, UsageError
 from .compression_arguments import CompressionRun, add_compression_arguments
 
 if TYPE_CHECKING:
@@ -61,21 +61,22 @@ def _parser() -> CommandParser:
         const="both",
         default="none",
         metavar="SIDE",
-        help="align heads before pooling, within the model's symmetries: both (the value without SIDE), keys or values",
+        help="align heads first, within the model's symmetries: both (also without SIDE), keys or values",
     )
     pooling.add_argument(
         "--grouping",
         default="even",
         metavar="KIND",
-        help="which heads are pooled together: even (neighbours) or alike (most similar)",
+        help="pool even (neighbouring) or alike (most similar) heads together",
     )
-    pooling.add_argument(
+    expert = parser.add_expert_group("details of the conversion")
+    expert.add_argument(
         "--score", default="distance", metavar="KIND", help="similarity for --grouping alike: distance or cosine"
     )
-    pooling.add_argument(
+    expert.add_argument(
         "--where", default="all", metavar="KIND", help="attention layers to convert: all, self or cross"
     )
-    pooling.add_argument("--by", default="best", metavar="METHOD", help="importance method for --to routed")
+    expert.add_argument("--by", default="best", metavar="METHOD", help="importance method for --to routed")
     return parser
 
 

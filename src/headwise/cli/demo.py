@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from ..files import FolderLock
-from .arguments import CommandParser, add_json_argument, print_page, print_title, to_json
+from .arguments import add_json_argument, print_page, print_title, to_json
+from .command_parser import CommandParser
 
 
 def main(argv: list[str]) -> int:

@@ -12,7 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .arguments import TERMINAL_WIDTH, CommandParser, UsageError, add_json_argument, print_page, supports_style, to_json
+from .arguments import add_json_argument, print_page, supports_style, to_json
+from .command_parser import TERMINAL_WIDTH, CommandParser, UsageError
 from .text_arguments import add_text_arguments, attach_named_tokenizer, check_text_arguments, read_examples
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class ExtraAnalyses:
-    """Results of --importance, --redundancy and --twin; None if not requested. `lines` summarise them."""
+    """Results of --importance, --redundancy and --random-baseline; None if not requested. `lines` summarise them."""
 
     importance: ImportanceResult | None = None
     redundancy: RedundancyResult | None = None
@@ -34,18 +35,23 @@ class ExtraAnalyses:
     @property
     def data(self) -> dict[str, Any]:
         """Results as plain values, by option."""
-        results = {"importance": self.importance, "redundancy": self.redundancy, "twin": self.random_baseline}
+        results = {
+            "importance": self.importance,
+            "redundancy": self.redundancy,
+            "random_baseline": self.random_baseline,
+        }
         return {name: result.data for name, result in results.items() if result is not None}
 
 
-def add_extra_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add --importance, --redundancy and --twin."""
+def add_extra_arguments(parser: CommandParser) -> None:
+    """Add --importance, --redundancy and --random-baseline."""
     parser.add_argument(
         "--importance", metavar="METHOD", help="estimate head importance: leave-one-out, michel or shapley"
     )
-    parser.add_argument("--budget", type=float, metavar="SECONDS", help="time limit for --importance")
     parser.add_argument("--redundancy", action="store_true", help="measure how similar heads are, compared with chance")
-    parser.add_argument("--twin", action="store_true", help="also measure a randomly initialised copy of the model")
+    parser.add_argument(
+        "--random-baseline", action="store_true", help="also measure a randomly initialised copy of the model"
+    )
 
 
 def run_extras(
@@ -60,7 +66,7 @@ def run_extras(
     if args.importance is not None:
         table = _measure_importance(model, table, examples, args, extras)
     baseline = None
-    if args.twin:
+    if args.random_baseline:
         from ..head_analysis.random_baseline import make_random_baseline
 
         baseline = make_random_baseline(model, seed=args.seed)
@@ -152,30 +158,38 @@ def _parser() -> CommandParser:
         "headwise heads path/to/model --conllu parsed.conllu --limit 500 --out heads",
     )
     parser.add_argument("model", metavar="MODEL", help="a headwise or transformers folder")
-    add_text_arguments(parser, "use examples of a task with known alignments: dates")
-    parser.add_argument(
+    add_text_arguments(
+        parser,
+        "use examples of a task with known alignments: dates",
+        "read parsed sentences, and measure their dependency relations",
+    )
+    parser.add_argument("--sort", metavar="MEASURE", help="list heads by this measure, largest first")
+    add_extra_arguments(parser)
+    parser.add_argument("--out", metavar="DIR", help="write the table and figures (SVG, PNG) to this folder")
+    add_json_argument(parser)
+    expert = parser.add_expert_group("details of the measurement")
+    expert.add_argument(
         "--align",
         dest="align_files",
         nargs=3,
         metavar=("SOURCE", "TARGET", "GOLD"),
         help="read parallel lines, and word alignments as in 0-0 1-2 2?3",
     )
-    parser.add_argument("--sort", metavar="MEASURE", help="list heads by this measure, largest first")
-    parser.add_argument(
-        "--criteria", default="ours", metavar="WHOSE", help="definitions of the head classes: ours, clark or voita"
+    expert.add_argument(
+        "--criteria", default="ours", metavar="NAME", help="definitions of the head classes: ours, clark or voita"
     )
-    parser.add_argument("--resamples", type=int, default=1000, metavar="COUNT", help="bootstrap resamples")
-    parser.add_argument("--seed", type=int, default=0, metavar="INT", help="random seed")
-    add_extra_arguments(parser)
-    parser.add_argument("--out", metavar="DIR", help="write the table and figures (SVG, PNG) to this folder")
-    parser.add_argument(
+    expert.add_argument("--resamples", type=int, default=1000, metavar="COUNT", help="bootstrap resamples")
+    expert.add_argument("--seed", type=int, default=0, metavar="INT", help="random seed")
+    expert.add_argument(
+        "--budget", type=float, metavar="SECONDS", help="time limit for --importance (default: no limit)"
+    )
+    expert.add_argument(
         "--pair",
         nargs="*",
         default=[],
         metavar="SITE:HEAD",
         help="with --out, draw these two heads over each other (default: the most global and the most local)",
     )
-    add_json_argument(parser)
     return parser
 
 

@@ -9,7 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .arguments import CommandParser, UsageError, print_page, to_json
+from .arguments import print_page, to_json
+from .command_parser import CommandParser, UsageError
 from .compression_arguments import CompressionRun, add_compression_arguments, add_model_arguments
 
 if TYPE_CHECKING:
@@ -55,50 +56,43 @@ def _parser() -> CommandParser:
     selection.add_argument(
         "--keep",
         metavar="SHARE",
-        help="keep the most important heads: a share of each layer (0.5), or a number of heads (4)",
+        help="keep the most important heads: a share (0.5) or number (4) of each layer",
     )
     selection.add_argument(
         "--heads", nargs="+", metavar="LAYER:HEADS", help="remove these heads, as in 0:1,3 decoder.2.cross:0"
     )
-    selection.add_argument("--drop", nargs="+", metavar="CLASS", help="remove heads that have only these classes")
-    selection.add_argument("--clusters", action="store_true", help="keep one head of each cluster of similar heads")
     selection.add_argument(
         "--budget",
         metavar="KIND=LIMIT",
-        help="remove the least important heads until parameters=0.8, cache=0.5 or time=0.7 is reached, or while the "
-        "loss rises by at most loss=0.05",
+        help="remove the least important heads until parameters=0.8, cache=0.5, time=0.7, or a rise of loss=0.05",
     )
-    selection.add_argument("--plan", metavar="FOLDER", help="repeat the pruning recorded in this folder")
-    selection.add_argument(
-        "--sweep", action="store_true", help="write pruning curves, no model: see headwise prune --sweep --help"
-    )
+    selection.add_argument("--sweep", action="store_true", help="write pruning curves: headwise prune --sweep --help")
+    other = parser.add_expert_group("other ways to choose the heads to remove")
+    other.add_argument("--drop", nargs="+", metavar="CLASS", help="remove heads that have only these classes")
+    other.add_argument("--clusters", action="store_true", help="keep one head of each cluster of similar heads")
+    other.add_argument("--plan", metavar="FOLDER", help="repeat the pruning recorded in this folder")
     _add_ranking_arguments(parser)
     return parser
 
 
 def _add_ranking_arguments(parser: CommandParser) -> None:
-    ranking = parser.add_argument_group("ranking of heads")
-    ranking.add_argument("--by", default="best", metavar="METHOD", help="importance method, or random")
+    everyday = parser.add_argument_group("ranking of heads")
+    everyday.add_argument("--by", default="best", metavar="METHOD", help="importance method, or random")
+    everyday.add_argument("--per", default="layer", metavar="SCOPE", help="apply --keep per layer, stack or model")
+    ranking = parser.add_expert_group("details of the ranking")
+    add_unit_argument(ranking)
     ranking.add_argument(
-        "--per", default="layer", metavar="WHERE", help="apply --keep per layer, per stack or to the whole model"
-    )
-    ranking.add_argument(
-        "--unit",
-        default="auto",
-        metavar="KIND",
-        help="unit of removal: head, group (all query heads of a key-value head) or auto",
-    )
-    ranking.add_argument(
-        "--least", type=int, metavar="COUNT", help="with --per model or --budget, heads to keep in every layer"
-    )
-    ranking.add_argument(
-        "--sample", type=int, metavar="COUNT", help="use at most this many texts to estimate importance"
-    )
-    ranking.add_argument(
-        "--again",
+        "--min-heads",
         type=int,
         metavar="COUNT",
-        help="with --budget, estimate importance again after removing this many heads",
+        help="heads to keep in every layer (default: 1 with --keep, 0 with --budget)",
+    )
+    ranking.add_argument("--sample", type=int, metavar="COUNT", help="texts to estimate importance with (default: all)")
+    ranking.add_argument(
+        "--rerank-every",
+        type=int,
+        metavar="COUNT",
+        help="with --budget, estimate importance again after removing this many heads (default: never)",
     )
     ranking.add_argument("--state", metavar="FILE", help="with --budget, save progress to this file and resume from it")
     ranking.add_argument(
@@ -115,6 +109,16 @@ def _add_ranking_arguments(parser: CommandParser) -> None:
     )
 
 
+def add_unit_argument(parser: argparse._ActionsContainer) -> None:
+    """Add `--unit`."""
+    parser.add_argument(
+        "--unit",
+        default="auto",
+        metavar="KIND",
+        help="unit of removal: head, group (all query heads of a key-value head) or auto",
+    )
+
+
 def _check_selection(args: argparse.Namespace) -> None:
     selected = [name for name in SELECTION_OPTIONS if getattr(args, name)]
     if len(selected) != 1:
@@ -124,9 +128,9 @@ def _check_selection(args: argparse.Namespace) -> None:
         )
     if args.gates is not None and not args.keep:
         raise UsageError("--gates needs --keep for the number of heads that stay; give both")
-    for name in ("again", "state"):
-        if getattr(args, name) is not None and not args.budget:
-            raise UsageError(f"--{name} needs --budget; add --budget, or leave out --{name}")
+    for option, value in (("--rerank-every", args.rerank_every), ("--state", args.state)):
+        if value is not None and not args.budget:
+            raise UsageError(f"{option} needs --budget; add --budget, or leave out {option}")
 
 
 def _selection(args: argparse.Namespace, run: CompressionRun) -> HeadSelection:
@@ -142,7 +146,7 @@ def _selection(args: argparse.Namespace, run: CompressionRun) -> HeadSelection:
     )
 
     if args.gates is not None:
-        overrides = {} if args.rate is None else {"rate": args.rate}
+        overrides = {} if args.lr is None else {"rate": args.lr}
         unit = "kv" if args.unit == "group" else "head"
         return KeepOpenGates(
             GateTrainingOptions(
@@ -152,7 +156,7 @@ def _selection(args: argparse.Namespace, run: CompressionRun) -> HeadSelection:
     ranking = HeadRanking(args.by, args.objective, num_examples=args.sample, seed=args.seed)
     if args.keep:
         return KeepTop(
-            _parse_fraction(args.keep), ranking, args.per, args.unit, 1 if args.least is None else args.least
+            _parse_fraction(args.keep), ranking, args.per, args.unit, 1 if args.min_heads is None else args.min_heads
         )
     if args.heads:
         return DropHeads(tuple(_parse_heads(run.net, args.heads)))
@@ -172,7 +176,7 @@ def _stopping_budget(args: argparse.Namespace, ranking: HeadRanking) -> HeadSele
     except ValueError:
         raise UsageError(f"--budget {args.budget} is not a budget; write KIND=LIMIT, as in cache=0.5") from None
     state = None if args.state is None else Path(args.state)
-    return PruneToBudget(budget, ranking, args.again, args.unit, args.least or 0, state)
+    return PruneToBudget(budget, ranking, args.rerank_every, args.unit, args.min_heads or 0, state)
 
 
 def _load_plan(args: argparse.Namespace, run: CompressionRun) -> HeadSelection:
@@ -249,8 +253,8 @@ def _sweep_parser() -> CommandParser:
         "prune --sweep",
         "Remove more and more heads of a model, in several orders, and measure its quality. Writes numbers, figures "
         "and a report to a new folder. Retrains nothing and writes no model.",
-        "headwise prune path/to/model --sweep --data texts.txt --out curves",
-        "headwise prune path/to/model --sweep --by michel random --points 0.75,0.5 --data texts.txt --out curves",
+        "headwise prune MODEL --sweep --data texts.txt --out curves",
+        "headwise prune MODEL --sweep --by michel random --task dates --out curves",
     )
     add_model_arguments(parser)
     sweep = parser.add_argument_group("sweep")
@@ -266,26 +270,26 @@ def _sweep_parser() -> CommandParser:
     sweep.add_argument(
         "--parts", nargs="+", default=[], metavar="PART", help="prune in all, encoder, decoder or cross attention"
     )
-    sweep.add_argument("--draws", type=int, default=5, metavar="COUNT", help="samples of the random order")
     sweep.add_argument(
+        "--max-loss-rise", type=float, default=0.1, metavar="LOSS", help="largest acceptable rise of the loss"
+    )
+    expert = parser.add_expert_group("details of the sweep")
+    expert.add_argument("--random-orders", type=int, default=5, metavar="COUNT", help="samples of the random order")
+    expert.add_argument(
         "--gates", type=int, metavar="STEPS", help="add the order of trained L0 gates, trained for this many steps"
     )
-    sweep.add_argument(
+    expert.add_argument(
         "--answers",
         nargs="+",
         default=[],
         metavar="ORDER",
         help="orders whose pruned models also generate text, for BLEU or the scores of the task",
     )
-    sweep.add_argument("--sample", type=int, metavar="COUNT", help="use at most this many texts to estimate importance")
-    sweep.add_argument(
-        "--unit",
-        default="auto",
-        metavar="KIND",
-        help="unit of removal: head, group (all query heads of a key-value head) or auto",
+    expert.add_argument("--sample", type=int, metavar="COUNT", help="texts to estimate importance with (default: all)")
+    add_unit_argument(expert)
+    expert.add_argument(
+        "--min-heads", type=int, default=0, metavar="COUNT", help="heads to keep in every attention layer"
     )
-    sweep.add_argument("--least", type=int, default=0, metavar="COUNT", help="heads to keep in every attention layer")
-    sweep.add_argument("--allowed", type=float, default=0.1, metavar="LOSS", help="largest acceptable rise of the loss")
     return parser
 
 
@@ -307,11 +311,11 @@ def _sweep_config(args: argparse.Namespace, run: CompressionRun, points: tuple[f
         tuple(args.by),
         points or DEFAULT_SHARES,
         tuple(args.parts),
-        args.draws,
+        args.random_orders,
         tuple(args.answers),
         args.unit,
-        args.least,
-        args.allowed,
+        args.min_heads,
+        args.max_loss_rise,
         run.task,
     )
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from .arguments import UsageError, parse_value
+from .arguments import parse_value
+from .command_parser import CommandParser, UsageError
 
 if TYPE_CHECKING:
     from ..data import Task
@@ -15,21 +16,25 @@ DEFAULT_EXAMPLES = 200  # task examples without --limit
 TEXT_SOURCES = ("data", "conllu", "align_files", "task")
 
 
-def add_text_arguments(parser: argparse.ArgumentParser, task: str) -> None:
-    """Add the options that name texts; `task` is the help text of --task."""
-    parser.add_argument("--data", metavar="FILE", help="read texts, one per line; a tab separates source and target")
-    parser.add_argument(
-        "--conllu", metavar="FILE", help="read parsed sentences, and measure their dependency relations"
-    )
+def add_text_arguments(parser: CommandParser, task: str, conllu: str) -> None:
+    """Add the options that name texts; `task` and `conllu` are the help texts of these options."""
+    parser.add_argument("--data", metavar="FILE", help="texts, one per line; a tab separates source, target")
     parser.add_argument("--task", metavar="NAME", help=task)
     parser.add_argument(
         "--limit",
         type=int,
         metavar="COUNT",
-        help=f"use at most this many texts (default: all; {DEFAULT_EXAMPLES} of a task)",
+        help=f"use at most this many texts (default: all, {DEFAULT_EXAMPLES} of a task)",
     )
+    other = parser.add_expert_group("other texts")
+    other.add_argument("--conllu", metavar="FILE", help=conllu)
+    add_tokenizer_argument(other)
+
+
+def add_tokenizer_argument(parser: argparse._ActionsContainer) -> None:
+    """Add `--tokenizer`."""
     parser.add_argument(
-        "--tokenizer", metavar="bytes|FILE", help="tokenizer of a model without one: a tokenizer.json, or bytes"
+        "--tokenizer", metavar="FILE", help="tokenizer of a model without one: a tokenizer.json, or bytes"
     )
 
 

@@ -7,7 +7,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .arguments import CommandParser, UsageError, add_json_argument, print_page, to_json
+from .arguments import add_json_argument, print_page, to_json
+from .command_parser import CommandParser, UsageError
+from .text_arguments import add_tokenizer_argument
 
 if TYPE_CHECKING:
     from ..traces import Trace
@@ -19,10 +21,10 @@ CAPTURE_OPTIONS = (
     "data",
     "out",
     "new_tokens",
-    "also",
+    "record",
     "sites",
     "budget",
-    "numbers",
+    "precision",
     "tokenizer",
     "limit",
     "thumbnails",
@@ -33,8 +35,8 @@ def main(argv: list[str]) -> int:
     """Record a trace, or open one; export its weights if asked, and print a summary."""
     parser = _parser()
     args = parser.parse_args(argv)
-    if not args.least >= 0:
-        raise UsageError(f"--least {args.least} is not a weight; give 0 or more")
+    if not args.min_weight >= 0:
+        raise UsageError(f"--min-weight {args.min_weight} is not a weight; give 0 or more")
     if args.model.endswith(TRACE_SUFFIX):
         if unused := [name for name in CAPTURE_OPTIONS if getattr(args, name) != parser.get_default(name)]:
             raise UsageError(
@@ -56,7 +58,7 @@ def _parser() -> CommandParser:
         "Record the queries and keys of every head while a model reads a text, in one file that opens without the "
         "model and from which all attention weights can be recomputed. For a .trace file, print what it contains.",
         "headwise trace runs/dates --text '<zh>20 November 2026' --out dates.trace",
-        "headwise trace dates.trace --export weights.csv --least 0.01",
+        "headwise trace dates.trace --export weights.csv --min-weight 0.01",
     )
     parser.add_argument("model", metavar="MODEL", help="a folder with a model, or a .trace file")
     parser.add_argument("--text", action="append", metavar="TEXT", help="input text; repeatable")
@@ -70,25 +72,22 @@ def _parser() -> CommandParser:
         metavar="COUNT",
         help=f"generate this many tokens and trace every step (default: {MAX_NEW_TOKENS}; 0 for decoder-only models)",
     )
-    parser.add_argument("--also", default="", metavar="v,z", help="also record v (values) and z (head outputs)")
-    parser.add_argument(
-        "--sites", default="", metavar="A,B", help="record only these layers or site names (default: all)"
-    )
-    parser.add_argument("--budget", metavar="MEMORY", help="memory limit for the trace (default: 1 GB)")
-    parser.add_argument(
-        "--numbers", default="own", metavar="KIND", help="precision: own (that of the model) or half (16 bits)"
-    )
-    parser.add_argument(
-        "--thumbnails", type=int, metavar="CELLS", help="size of the thumbnail of each head; 0 for none (default: 64)"
-    )
     parser.add_argument("--export", metavar="FILE", help="write attention weights to a .csv, .json or .npz file")
     parser.add_argument(
-        "--least", type=float, default=0.0, metavar="WEIGHT", help="with --export, leave out smaller weights"
-    )
-    parser.add_argument(
-        "--tokenizer", metavar="FILE", help="tokenizer of a model without one: a tokenizer.json, or bytes"
+        "--min-weight", type=float, default=0.0, metavar="WEIGHT", help="with --export, leave out smaller weights"
     )
     add_json_argument(parser)
+    expert = parser.add_expert_group("details of the recording")
+    expert.add_argument("--record", default="", metavar="v,z", help="also record v (values) and z (head outputs)")
+    expert.add_argument(
+        "--sites", default="", metavar="A,B", help="record only these layers or site names (default: all)"
+    )
+    expert.add_argument("--budget", metavar="MEMORY", help="memory limit for the trace (default: 1 GB)")
+    expert.add_argument("--precision", default="own", metavar="KIND", help="own (that of the model) or half (16 bits)")
+    expert.add_argument(
+        "--thumbnails", type=int, metavar="CELLS", help="size of the thumbnail of each head; 0 for none (default: 64)"
+    )
+    add_tokenizer_argument(expert)
     return parser
 
 
@@ -109,8 +108,8 @@ def _capture_trace(args: argparse.Namespace) -> Trace:
 
     budget = {"budget": parse_bytes(args.budget)} if args.budget else {}
     sites = tuple(int(name) if name.isdigit() else name for name in args.sites.split(",") if name)
-    extra = tuple(name for name in args.also.split(",") if name)
-    options = Capture(extra=extra, sites=sites, precision=args.numbers, **budget)
+    extra = tuple(name for name in args.record.split(",") if name)
+    options = Capture(extra=extra, sites=sites, precision=args.precision, **budget)
     model, inputs, steps = _capture_inputs(args)
     captured = trace(
         model, inputs, max_new_tokens=steps, capture=options, log=lambda value: print(value, file=sys.stderr)
@@ -164,4 +163,4 @@ def _export(trace: Trace, args: argparse.Namespace) -> None:
     if args.out is not None:
         trace.save(args.out)
     if args.export is not None:
-        trace.export_weights(args.export, min_weight=args.least)
+        trace.export_weights(args.export, min_weight=args.min_weight)

@@ -7,19 +7,11 @@ import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import suggest
-from .arguments import (
-    BAD_INPUT,
-    PRESETS,
-    CommandParser,
-    UsageError,
-    add_json_argument,
-    parse_value,
-    print_page,
-    to_json,
-)
+from .arguments import BAD_INPUT, PRESETS, add_json_argument, add_set_argument, parse_value, print_page, to_json
+from .command_parser import CommandParser, UsageError
 
 if TYPE_CHECKING:
     from ..data import Task
@@ -28,17 +20,37 @@ if TYPE_CHECKING:
     from ..models import Transformer
     from ..training import Recipe
 
-# Options that set fields of the recipe: type and help text.
-RECIPE_OPTIONS: dict[str, tuple[type, str]] = {
-    "steps": (int, "optimizer steps"),
-    "batch": (int, "examples per step"),
-    "lr": (float, "peak learning rate"),
-    "precision": (str, "auto, fp32 or bf16; auto measures which is faster"),
-    "compile": (str, "torch.compile: auto, on or off; auto tries it where it may be faster"),
-    "rows": (str, "auto, padded, or packed (several texts per row); auto measures which is faster"),
-    "seed": (int, "random seed of initial weights and dropout"),
-    "device": (str, "auto, cpu, cuda, cuda:1, ..."),
-    "spread": (str, "parallelism over ranks, as in data=2 or data=2,shards=2; auto is data parallelism"),
+
+class RecipeOption(NamedTuple):
+    """An option that sets a field of the recipe: its type, help text, and the recipe's own default."""
+
+    field: str
+    type: type
+    metavar: str
+    help: str
+
+
+# Options by name. The defaults are repeated here so that --help need not import torch; a test compares them.
+EVERYDAY_OPTIONS = {
+    "steps": RecipeOption("steps", int, "COUNT", "optimizer steps (default: 1000)"),
+    "batch": RecipeOption("batch", int, "COUNT", "examples per step (default: 128)"),
+    "lr": RecipeOption("lr", float, "RATE", "peak learning rate (default: 0.002)"),
+    "seed": RecipeOption("seed", int, "INT", "random seed of initial weights and dropout (default: 0)"),
+    "device": RecipeOption("device", str, "NAME", "auto, cpu, cuda, cuda:1, ... (default: auto)"),
+}
+EXPERT_OPTIONS = {
+    "precision": RecipeOption(
+        "precision", str, "NAME", "fp32, bf16, or auto, which measures which is faster (default: auto)"
+    ),
+    "compile": RecipeOption(
+        "compile", str, "WHEN", "torch.compile: on, off, or auto, which tries it where it may help (default: auto)"
+    ),
+    "rows": RecipeOption(
+        "rows", str, "KIND", "padded, packed (several texts per row), or auto, which measures both (default: auto)"
+    ),
+    "parallelism": RecipeOption(
+        "spread", str, "AXES", "work per rank, as in data=2,shards=2; auto is data parallelism (default: auto)"
+    ),
 }
 RESUME_HINT = "run the same command with --resume to continue"
 MAX_TEXT_BYTES = 2**20  # largest recipe file that is read
@@ -74,7 +86,7 @@ def _train(argv: list[str], launch: ProcessInfo) -> None:
     from ..training import ConsoleLogger, train
 
     model = None if args.model is None else _make_model(args.model, task, recipe)
-    loggers = [ConsoleLogger(), *args.sinks]
+    loggers = [ConsoleLogger(), *args.loggers]
     result = train(task, model, recipe, args.out, "allowed" if args.resume else "never", loggers)
     if launch.is_leader:
         print_page(to_json(result.data) if args.json else _format_result(result.data, args.out))
@@ -101,27 +113,26 @@ def _parser() -> CommandParser:
     parser.add_argument(
         "--recipe", metavar="FILE", help="a .toml with training options; command-line options override it"
     )
-    for name, (kind, help_text) in RECIPE_OPTIONS.items():
-        parser.add_argument(f"--{name}", type=kind, metavar=kind.__name__.upper(), help=help_text)
-    parser.add_argument(
-        "--set",
-        dest="changes",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="set a field of the task or recipe, as in task.digits=3, recipe.schedule=wsd; repeatable",
-    )
+    _add_recipe_options(parser, EVERYDAY_OPTIONS)
+    add_set_argument(parser, "set a field of the task or recipe, as in task.digits=3, recipe.schedule=wsd; repeatable")
     parser.add_argument("--resume", action="store_true", help="continue the run in this folder")
-    parser.add_argument(
-        "--sink",
-        dest="sinks",
+    add_json_argument(parser)
+    expert = parser.add_expert_group("execution and logging")
+    _add_recipe_options(expert, EXPERT_OPTIONS)
+    expert.add_argument(
+        "--logger",
+        dest="loggers",
         action="append",
         default=[],
         metavar="NAME",
         help="also log to tensorboard, mlflow, wandb or trackio; repeatable",
     )
-    add_json_argument(parser)
     return parser
+
+
+def _add_recipe_options(parser: argparse._ActionsContainer, options: Mapping[str, RecipeOption]) -> None:
+    for name, option in options.items():
+        parser.add_argument(f"--{name}", type=option.type, metavar=option.metavar, help=option.help)
 
 
 def _parse_changes(assignments: list[str]) -> dict[str, dict[str, Any]]:
@@ -142,7 +153,8 @@ def _make_recipe(args: argparse.Namespace, changes: Mapping[str, Any]) -> Recipe
     from ..training.recipe import from_dict, from_toml
 
     base = from_toml(_read_text(args.recipe)) if args.recipe else None
-    options = {name: getattr(args, name) for name in RECIPE_OPTIONS if getattr(args, name) is not None}
+    values = {option.field: getattr(args, name) for name, option in (EVERYDAY_OPTIONS | EXPERT_OPTIONS).items()}
+    options = {name: value for name, value in values.items() if value is not None}
     return from_dict({**changes, **options}, base)
 
 

@@ -99,16 +99,16 @@ class RooflineChart:
 
 
 def make_charts(estimates: Mapping[str, CostEstimate], kind: str = "all") -> list[LineChart | RooflineChart]:
-    """Compute one kind of chart, or all four: roofline, kv, flops, breakeven.
+    """Compute one kind of chart, or all four: roofline, kv, flops, crossovers.
 
     >>> import headwise as hw
     >>> costs = hw.cost({"gqa": hw.design(preset="gqa"), "linear": hw.design(preset="linear")})
-    >>> [line.label for line in make_charts({cost.name: cost for cost in costs}, "breakeven")[0].lines]
+    >>> [line.label for line in make_charts({cost.name: cost for cost in costs}, "crossovers")[0].lines]
     ['gqa', 'linear from 2,057']
     """
     if kind not in (*CHART_KINDS, "all"):
         raise SpecError(f"there is no kind of plot {kind!r}; {suggest(kind, [*CHART_KINDS, 'all'])}")
-    if kind == "breakeven" and len(estimates) < 2:
+    if kind == "crossovers" and len(estimates) < 2:
         raise SpecError(f"cannot find crossovers of {', '.join(estimates)}: it takes two specs; draw two or more")
     if kind == "kv" and all(estimate.decode_flops is None for estimate in estimates.values()):
         fact = f"cannot draw a KV cache: none of {', '.join(estimates)} is causal"
@@ -116,7 +116,7 @@ def make_charts(estimates: Mapping[str, CostEstimate], kind: str = "all") -> lis
     load = next(iter(estimates.values())).workload
     specs = {name: estimate.spec_or_model for name, estimate in estimates.items()}
     builder = _ChartBuilder(estimates, CostByLength(specs, load))
-    possible = [name for name in CHART_KINDS if len(estimates) > 1 or name != "breakeven"]
+    possible = [name for name in CHART_KINDS if len(estimates) > 1 or name != "crossovers"]
     return [CHART_KINDS[name](builder) for name in (possible if kind == "all" else [kind])]
 
 
@@ -193,7 +193,7 @@ CHART_KINDS: dict[str, Callable[[_ChartBuilder], LineChart | RooflineChart]] = {
     "roofline": _ChartBuilder.roofline,
     "kv": _ChartBuilder.cache,
     "flops": _ChartBuilder.flops_per_token,
-    "breakeven": _ChartBuilder.relative_seconds,
+    "crossovers": _ChartBuilder.relative_seconds,
 }
 
 

@@ -539,7 +539,7 @@ class ThroughputReport:
         yield _value_line(f"rows of {self.longest_length:,} tokens that fit into memory", _format_limit(most))
         yield _value_line(f"longest context of {_pluralise(num_rows, 'row')}", _format_limit(longest))
         if not demand.fits:
-            yield "These rows do not fit; --verdict lists changes that would make them fit."
+            yield "These rows do not fit; --memory-fit lists changes that would make them fit."
 
     @property
     def data(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What is said of heads over a long text, beside reading it: sums over rows, and how alike rows are."""
+"""Statistics of attention heads over a long text, against the forward pass alone."""
 
 from __future__ import annotations
 
@@ -20,9 +20,8 @@ from ...head_analysis.weight_bands import AttentionReceived, WeightBand, stream_
 from ...inspect.attention_sites import find_attention
 from ...interfaces.probe import Probe
 from ...models import Transformer, build
-from ..benchmark_case import BenchmarkCase, MissingPeer, SpeedTarget, TimedCall
+from ..benchmark_case import BenchmarkCase, CaseCount, CaseKind, MissingPeer, SpeedTarget, TimedCall
 
-TITLE = "Statistics of 12 heads of 64, causal"
 LONG_LENGTH, SHORT_LENGTH, VOCABULARY_SIZE, MEMORY_LIMIT = 8192, 2048, 1000, "1 GB"
 MODEL_CONFIG: dict[str, Any] = {
     "model_type": "gpt2",
@@ -36,8 +35,8 @@ FORWARD_ONLY, EAGER_WEIGHTS = "one forward", "eager weights of all pairs"
 ROW_SAMPLE, NUM_RESAMPLES = RowSampling(num_rows=64), 1000
 
 
-def cases(quick: bool) -> Iterator[BenchmarkCase]:
-    """What is summed in one pass; every statistic there is; and Jensen-Shannon of sampled rows, a budget apart."""
+def head_statistics_cases(quick: bool) -> Iterator[BenchmarkCase]:
+    """Yield sums over all rows of weights, divergence_RHH statistic, and Jensen-Shannon divergences of sampled rows."""
     yield _summed_case(SHORT_LENGTH, STATISTIC_NAMES)
     yield _summed_case(LONG_LENGTH, STATISTIC_NAMES)
     if not quick:
@@ -46,61 +45,66 @@ def cases(quick: bool) -> Iterator[BenchmarkCase]:
 
 
 def _summed_case(count: int, names: tuple[str, ...]) -> BenchmarkCase:
-    net, scene = _make_model(count), _make_example(count)
-    those, notes = find_attention(net), dict[str, str]()
-    streams = {one.site.name: ("text", "text") for one in those}
+    net, example = _make_model(count), _make_example(count)
+    layers, notes = find_attention(net), dict[str, str]()
+    streams = {layer.site.name: ("text", "text") for layer in layers}
 
     def ours() -> None:
-        adding, received = MetricSums([HEAD_METRICS[name] for name in names]), AttentionReceived()
+        sums, received = MetricSums([HEAD_METRICS[name] for name in names]), AttentionReceived()
 
-        def see(site: str, block: WeightBand) -> None:
-            adding.add_band(site, block)
+        def add_band(site: str, block: WeightBand) -> None:
+            sums.add_band(site, block)
             received.add_band(site, block)
 
-        stream_weight_bands(net, those, scene, streams, see)
+        stream_weight_bands(net, layers, example, streams, add_band)
 
-    def watched() -> None:
+    def ours_with_memory() -> None:
         if notes or count < LONG_LENGTH:
             ours()
             return
         forward()
         before = peak_memory_bytes(reset=True)
         ours()
-        grown = peak_memory_bytes() - before
-        notes["memory beyond the process"] = (
-            f"{grown / 1e9:.2f} GB, of {MEMORY_LIMIT} at most" if before else "not known here"
-        )
+        added = peak_memory_bytes() - before
+        notes["memory added"] = f"{added / 1e9:.2f} GB, limit {MEMORY_LIMIT}" if before else "unknown on this system"
 
-    forward = _forward_pass(net, scene)
+    forward = _forward_pass(net, example)
     size = count * count * MODEL_CONFIG["n_head"] * 4 / 1e9
-    refused = MissingPeer(f"scores and weights of {count:,} tokens would hold {2 * size:.1f} GB")
-    peers = {FORWARD_ONLY: forward, EAGER_WEIGHTS: refused if count == LONG_LENGTH else _eager_statistics(net, scene)}
-    said = "entropy, sinks, offsets" if names is STATISTIC_NAMES else f"all {len(names)} statistics"
-    aims = (SpeedTarget(FORWARD_ONLY, 1 / 3),) if count == LONG_LENGTH else ()
-    return BenchmarkCase(f"{said}, column mass, {count:,} tokens", watched, peers, aims, tolerance=None, notes=notes)
+    too_large = MissingPeer(f"scores and weights of {count:,} tokens would hold {2 * size:.1f} GB")
+    peers = {
+        FORWARD_ONLY: forward,
+        EAGER_WEIGHTS: too_large if count == LONG_LENGTH else _eager_statistics(net, example),
+    }
+    statistics = "entropy, sinks, offsets" if names is STATISTIC_NAMES else f"all {len(names)} statistics"
+    targets = (SpeedTarget(FORWARD_ONLY, 1 / 3),) if count == LONG_LENGTH else ()
+    return BenchmarkCase(
+        f"{statistics}, column mass, {count:,} tokens", ours_with_memory, peers, targets, tolerance=None, notes=notes
+    )
 
 
 def _similarity_case(count: int) -> BenchmarkCase:
-    """How far apart the rows of each two heads are, with an interval over rows."""
-    net, scene = _make_model(count), _make_example(count)
-    those = find_attention(net)
-    streams = {one.site.name: ("text", "text") for one in those}
+    """Return the case of the divergence between each pair of heads, with a bootstrap interval over rows."""
+    net, example = _make_model(count), _make_example(count)
+    layers = find_attention(net)
+    streams = {layer.site.name: ("text", "text") for layer in layers}
     notes = dict[str, str]()
 
     def ours() -> None:
         with torch.inference_mode():
-            (rows,), _ = sample_rows(net, those, scene, streams, ROW_SAMPLE)
-            each = [jensen_shannon_divergence(row[:, None]).numpy() for row in rows.weights.unbind(1)]
-        every = np.stack(each)
-        above = np.triu_indices(every.shape[1], 1)
-        draws = np.random.default_rng(0).integers(len(every), size=(NUM_RESAMPLES, len(every)))
-        means = every[:, *above].mean(1)
-        low, high = confidence_interval(means[draws].mean(1)[:, None])
-        told = f"{means.mean():.3f} nats, {low[0]:.3f} to {high[0]:.3f}, over {len(every)} rows of {count:,}"
-        notes["distance of two heads"] = told
+            (rows,), _ = sample_rows(net, layers, example, streams, ROW_SAMPLE)
+            divergences = [jensen_shannon_divergence(row[:, None]).numpy() for row in rows.weights.unbind(1)]
+        divergence_RHH = np.stack(divergences)
+        above = np.triu_indices(divergence_RHH.shape[1], 1)
+        resamples = np.random.default_rng(0).integers(len(divergence_RHH), size=(NUM_RESAMPLES, len(divergence_RHH)))
+        means = divergence_RHH[:, *above].mean(1)
+        low, high = confidence_interval(means[resamples].mean(1)[:, None])
+        summary = (
+            f"{means.mean():.3f} nats, {low[0]:.3f} to {high[0]:.3f}, over {len(divergence_RHH)} rows of {count:,}"
+        )
+        notes["divergence of two heads"] = summary
 
     name = f"Jensen-Shannon of {ROW_SAMPLE.num_rows} sampled rows, {count:,} tokens"
-    return BenchmarkCase(name, ours, {FORWARD_ONLY: _forward_pass(net, scene)}, tolerance=None, notes=notes)
+    return BenchmarkCase(name, ours, {FORWARD_ONLY: _forward_pass(net, example)}, tolerance=None, notes=notes)
 
 
 def _make_model(count: int) -> Transformer:
@@ -109,25 +113,27 @@ def _make_model(count: int) -> Transformer:
 
 def _make_example(count: int) -> Example:
     """Random tokens, a seventh of them punctuation and a hundredth separators."""
-    draw = torch.Generator().manual_seed(0)
-    ids = torch.randint(1, VOCABULARY_SIZE, (count,), generator=draw)
-    ends = torch.rand(count, generator=draw) < 0.01
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(1, VOCABULARY_SIZE, (count,), generator=generator)
+    is_separator = torch.rand(count, generator=generator) < 0.01
     common = torch.bincount(ids, minlength=VOCABULARY_SIZE)[ids]
-    told = TokenAnnotations(ids, ("",) * count, ends, ends, ids % 7 == 0, torch.arange(count), common)
-    return Example(ids[None], {"text": told})
+    annotations = TokenAnnotations(
+        ids, ("",) * count, is_separator, is_separator, ids % 7 == 0, torch.arange(count), common
+    )
+    return Example(ids[None], {"text": annotations})
 
 
-def _forward_pass(net: Transformer, scene: Example) -> TimedCall:
+def _forward_pass(net: Transformer, example: Example) -> TimedCall:
     def forward() -> Tensor:
         with torch.inference_mode():
-            return net(scene.inputs)
+            return net(example.inputs)
 
     return forward
 
 
-def _eager_statistics(net: Transformer, scene: Example) -> TimedCall:
-    """The same sums of weights that are all there at once, as who asks a model to output attentions has them."""
-    told = scene.streams["text"]
+def _eager_statistics(net: Transformer, example: Example) -> TimedCall:
+    """Return a call that computes the statistics from all weights at once, as with output_attentions=True."""
+    annotations = example.streams["text"]
 
     def eager() -> tuple[Tensor, ...]:
         (name, _), *_ = net.spec.attention_specs()
@@ -135,25 +141,30 @@ def _eager_statistics(net: Transformer, scene: Example) -> TimedCall:
         net.probes = {name: probe}
         try:
             with torch.inference_mode():
-                net(scene.inputs)
+                net(example.inputs)
         finally:
             net.probes = {}
         w_HTS = probe.tensors["weights"][0]
-        sinks = w_HTS[..., told.is_special | told.is_separator].sum(-1) + w_HTS[..., 0]
+        sinks = w_HTS[..., annotations.is_special | annotations.is_separator].sum(-1) + w_HTS[..., 0]
         diagonals = [w_HTS.diagonal(offset, 1, 2).mean(-1) for offset in (-1, 0)]
-        hits = torch.arange(told.count) - w_HTS.argmax(-1)
-        near = torch.stack([(hits == offset).float().mean(-1) for offset in range(9)])
-        return entropy(w_HTS), sinks.mean(-1), *diagonals, near, w_HTS.sum(1)
+        offsets = torch.arange(annotations.count) - w_HTS.argmax(-1)
+        offset_shares = torch.stack([(offsets == offset).float().mean(-1) for offset in range(9)])
+        return entropy(w_HTS), sinks.mean(-1), *diagonals, offset_shares, w_HTS.sum(1)
 
     return eager
 
 
 def peak_memory_bytes(*, reset: bool = False) -> int:
-    """The most bytes that this process has held, since it was last asked anew; 0 where the system does not say."""
+    """Return the peak memory of this process in bytes since the last reset; 0 if the system does not report it."""
     try:
         if reset:
-            Path("/proc/self/clear_refs").write_text("5")  # proc_pid_clear_refs(5): the high-water mark begins anew
+            Path("/proc/self/clear_refs").write_text("5")  # proc_pid_clear_refs(5): resets the high-water mark
         lines = Path("/proc/self/status").read_text().splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
     except (OSError, StopIteration):
         return 0
+
+
+KINDS = {
+    "head_statistics": CaseKind("Statistics of 12 heads of 64, causal", head_statistics_cases, CaseCount(4, 3)),
+}

@@ -1,4 +1,4 @@
-"""Mixture of heads with half of the heads shut for each token: the core alone, whole layers, and a decoded token."""
+"""Mixture of heads (MoH) with half of the heads active per token: the core, whole layers, and a decode step."""
 
 from __future__ import annotations
 
@@ -19,13 +19,12 @@ from ...masking.sequence_info import AttentionMask, SequenceInfo
 from ...nn.attention import Attention
 from ...nn.attention_call import AttentionArguments
 from ...presets import design
-from ..benchmark_case import BenchmarkCase, RequiredWork, SpeedTarget, TimedCall
+from ..benchmark_case import BenchmarkCase, CaseCount, CaseKind, RequiredWork, SpeedTarget, TimedCall
 from ..reference_models import ReferenceMoH
 
-TITLE = "Mixture of heads, half of them shut"
 HISTORY = (
-    "Chunks of queries in torch's own calls, masked and joined: 1.19 to 1.26 forward at 2,048 tokens on two threads. "
-    "Units of 64 queries in a kernel, the longest first: 2.8 forward, 3.1 with backward. See "
+    "Masked SDPA over chunks of queries is 1.19 to 1.26 times as fast forward at 2,048 tokens on two threads. A kernel "
+    "over work items of 64 queries, the longest first, is 2.8 times as fast forward, 3.1 with backward. See "
     "log/2026-11-22-fast-routed.md."
 )
 MODEL_WIDTH, NUM_HEADS, NUM_SHARED_HEADS, NUM_ROUTED_HEADS = 512, 8, 2, 2
@@ -34,13 +33,13 @@ NUM_CACHED, CAPACITY = 4096, 8192
 PUBLISHED_MOH = "MoH as published (plain PyTorch)"
 DENSE_SDPA = "all heads, SDPA"
 SPEEDUP_LIMIT_NOTE = (
-    "keys and values are projected for all heads: 1.33x is the limit at 2k tokens, 1.6x if Q and W_O skipped too"
+    "keys and values are projected for all heads, so the limit is 1.33x at 2k tokens, 1.6x if Q and W_O are skipped"
 )
-ALL_HEADS_NOTE = "all heads are read: those that speak alone lie apart in memory, and took 1.4 to 1.9 times as long"
+ALL_HEADS_NOTE = "computes all heads; active heads only are not adjacent in memory, and take 1.4 to 1.9 times as long"
 
 
-def cases(quick: bool) -> Iterator[BenchmarkCase]:
-    """Cores and layers of 2k and 4k tokens, forward and backward; and a step."""
+def mixture_of_heads_cases(quick: bool) -> Iterator[BenchmarkCase]:
+    """Yield cores and layers of 2k and 4k tokens, forward and with backward, and a decode step."""
     for tokens in (2048, 4096):
         for backward in (False, True):
             yield _RoutedCore(tokens).case(backward)
@@ -73,72 +72,74 @@ def _case_name(what: str, tokens: int, backward: bool) -> str:
 
 @dataclass(frozen=True)
 class _RoutedCore:
-    """From queries, keys, values and gates to what heads say."""
+    """Attention core of routed heads: from queries, keys, values and gates to head outputs."""
 
     tokens: int
 
     def case(self, backward: bool) -> BenchmarkCase:
-        """Ours, and all heads asked and scaled by their gates."""
-        layer, seen = _make_layer(), Probe("q", "k", "v")
+        """Return the case; the peer computes all heads and scales them by their gates."""
+        layer, probe = _make_layer(), Probe("q", "k", "v")
         x = torch.randn(1, self.tokens, MODEL_WIDTH)
         with torch.no_grad():
-            _, (gate,) = layer.head_outputs_and_gates(AttentionArguments(x, probe=seen))
-        own = [seen.tensors[name].detach().clone().requires_grad_(backward) for name in ("q", "k", "v")]
+            _, (gate,) = layer.head_outputs_and_gates(AttentionArguments(x, probe=probe))
+        qkv = [probe.tensors[name].detach().clone().requires_grad_(backward) for name in ("q", "k", "v")]
         runs = {DENSE_SDPA: _all_heads_core(gate), "ours": self._headwise_run(layer, x, gate, backward)}
-        how = {name: _forward_backward(run, own) if backward else _forward(run, own) for name, run in runs.items()}
+        calls = {name: _forward_backward(run, qkv) if backward else _forward(run, qkv) for name, run in runs.items()}
         pairs = self.tokens * (self.tokens + 1) // 2
         flops = layer.spec.core.flops(pairs) * (NUM_SHARED_HEADS + NUM_ROUTED_HEADS) // NUM_HEADS
-        need = RequiredWork(flops=flops * 7 // 2 if backward else flops)
-        ours = how.pop("ours")
+        required = RequiredWork(flops=flops * 7 // 2 if backward else flops)
+        ours = calls.pop("ours")
         return BenchmarkCase(
             _case_name("core", self.tokens, backward),
             ours,
-            how,
+            calls,
             targets=(SpeedTarget(DENSE_SDPA, 1.5),),
-            required_work=need,
+            required_work=required,
             history=HISTORY,
         )
 
     def _headwise_run(self, layer: Attention, x: Tensor, gate: Tensor, backward: bool) -> Callable[..., Tensor]:
         at = SequenceInfo.contiguous(0, self.tokens, "cpu")
-        job, bound = (
+        call, steps = (
             CallSignature(layer.spec, layer.spec.core, needs_grad=backward),
             CoreSteps.from_spec(layer.spec, layer.weights),
         )
 
         def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            given = CoreInputs(q, k, v, QueryContext(x, q, HEAD_DIM**-0.5, at), {}, {}, (gate,))
-            return BACKENDS["routed"].attend(job, AttentionMask(at, at, layer.spec.pattern), given, bound, None) * gate
+            inputs = CoreInputs(q, k, v, QueryContext(x, q, HEAD_DIM**-0.5, at), {}, {}, (gate,))
+            return (
+                BACKENDS["routed"].attend(call, AttentionMask(at, at, layer.spec.pattern), inputs, steps, None) * gate
+            )
 
         return run
 
 
 def _all_heads_core(gate: Tensor) -> Callable[..., Tensor]:
-    def run(*own: Tensor) -> Tensor:
-        q, k, v = (t.transpose(1, 2) for t in own)
+    def run(*qkv: Tensor) -> Tensor:
+        q, k, v = (t.transpose(1, 2) for t in qkv)
         return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2) * gate
 
     return run
 
 
-def _forward(run: Callable[..., Any], own: list[Tensor]) -> TimedCall:
+def _forward(run: Callable[..., Any], args: list[Tensor]) -> TimedCall:
     def once() -> Any:
         with torch.no_grad():
-            return run(*own)
+            return run(*args)
 
     return once
 
 
-def _forward_backward(run: Callable[..., Tensor], own: list[Tensor]) -> TimedCall:
+def _forward_backward(run: Callable[..., Tensor], args: list[Tensor]) -> TimedCall:
     def once() -> Any:
-        y = run(*own)
-        return torch.autograd.grad(y, own, torch.ones_like(y))
+        y = run(*args)
+        return torch.autograd.grad(y, args, torch.ones_like(y))
 
     return once
 
 
 def _layer_case(tokens: int, backward: bool) -> BenchmarkCase:
-    """From tokens to tokens: what is published asks all heads, as plain attention does."""
+    """Return the case of a whole layer; the published code computes all heads."""
     layer, x = _make_layer(), torch.randn(1, tokens, MODEL_WIDTH)
     published = _published_moh(layer)
     weights = [*published.maps.values()]
@@ -150,20 +151,20 @@ def _layer_case(tokens: int, backward: bool) -> BenchmarkCase:
         return layer(x)
 
     parts = {name: layer.weights[name] for name in ("project", "output", "routed")}
-    held = {key: weight for part in parts.values() for key, weight in part.named_parameters()}
-    mine = [x.clone().requires_grad_(backward), *(held[name] for name in published.maps)]
-    other = [x.clone().requires_grad_(backward), *(weight.clone().requires_grad_(backward) for weight in weights)]
-    how = _forward_backward if backward else _forward
+    params = {key: weight for part in parts.values() for key, weight in part.named_parameters()}
+    our_args = [x.clone().requires_grad_(backward), *(params[name] for name in published.maps)]
+    their_args = [x.clone().requires_grad_(backward), *(weight.clone().requires_grad_(backward) for weight in weights)]
+    make_call = _forward_backward if backward else _forward
     return BenchmarkCase(
         _case_name("layer", tokens, backward),
-        how(ours, mine),
-        {PUBLISHED_MOH: how(theirs, other)},
+        make_call(ours, our_args),
+        {PUBLISHED_MOH: make_call(theirs, their_args)},
         notes={"limit": SPEEDUP_LIMIT_NOTE},
     )
 
 
 def _decode_step_case() -> BenchmarkCase:
-    """One token behind a cache that grows with every call, and begins anew when it is full."""
+    """Return the case of one decode step; the cache grows with every call and is replaced when it is full."""
     layer = _make_layer().eval()
     published = _published_moh(layer)
     x = torch.randn(1, NUM_CACHED + 1, MODEL_WIDTH)
@@ -172,8 +173,8 @@ def _decode_step_case() -> BenchmarkCase:
     with torch.no_grad():
         cache = layer.cache(batch=1, capacity=CAPACITY)
         layer(first, cache=cache)
-        for held, name in ((k, "k"), (v, "v")):
-            held[:, :, :NUM_CACHED] = (
+        for cached, name in ((k, "k"), (v, "v")):
+            cached[:, :, :NUM_CACHED] = (
                 F.linear(first, published.maps[name]).view(1, NUM_CACHED, NUM_HEADS, HEAD_DIM).transpose(1, 2)
             )
     state: dict[str, Any] = {"cache": deepcopy(cache), "t": NUM_CACHED}
@@ -197,3 +198,8 @@ def _decode_step_case() -> BenchmarkCase:
     return BenchmarkCase(
         name, _forward(ours, []), {PUBLISHED_MOH: _forward(theirs, [])}, notes={"decode": ALL_HEADS_NOTE}
     )
+
+
+KINDS = {
+    "mixture_of_heads": CaseKind("Mixture of heads, half of the heads active", mixture_of_heads_cases, CaseCount(9, 7)),
+}

@@ -1,4 +1,4 @@
-"""Batches of sentences of many lengths: rows filled up, batches of about one length, and texts one behind the other."""
+"""Batches of sentences of different lengths: padded, bucketed by length, and packed into one row."""
 
 from __future__ import annotations
 
@@ -20,51 +20,57 @@ from ...training import Recipe
 from ...training.loss import count_labels, cross_entropy
 from ...training.optimiser import AdamWOptimiser, group_parameters
 from ...training.train_step import StepOptions, TrainStep
-from ..benchmark_case import BenchmarkCase, MissingPeer, SpeedTarget, TimedCall
+from ..benchmark_case import BenchmarkCase, CaseCount, CaseKind, MissingPeer, SpeedTarget, TimedCall
 
-TITLE = "Ragged batches: 128 pairs of sentences in two batches"
 HISTORY = (
-    "Texts in groups of about one length, 1.26 to 1.29 times as fast as batches of 32 filled up; one kernel for all of "
-    "them, 1.36 to 1.39 there. The head over 8,000 words is a third of the products and leaves padding out in all: "
-    "with a share f of text, (3.67 / f + 2.05) / 5.72 is the most, 1.63 at 51 % and 1.05 over buckets of 93 %. See "
+    "Packing by groups of similar length is 1.26 to 1.29 times as fast as padded batches of 32; one kernel for all "
+    "texts 1.36 to 1.39. The output head over 8,000 tokens is a third of the FLOPs and skips padding in every variant: "
+    "with a share f of real tokens, the limit is (3.67 / f + 2.05) / 5.72: 1.63 at 51 %, 1.05 for buckets at 93 %. See "
     "log/2026-11-22-fast-packing.md."
 )
 VOCABULARY_SIZE, MODEL_WIDTH, NUM_LAYERS = 8000, 256, 2
 NUM_PAIRS, BATCH_SIZE, NUM_BATCHES = 29_000, 64, 2
-FILL_TOLERANCE = 0.005  # by which the tokens of two ways to fill batches may differ, as a share
-# Lengths of the 29,000 pairs of Multi30k (German, English) in 8,000 pieces, with an end: one more than what is normal
-# in its logarithm, of these means, deviations and correlation. Percentiles 1, 5, 25, 50, 75, 95, 99 come out the same.
+FILL_TOLERANCE = 0.005  # largest difference of the tokens in two kinds of batches, as a share
+# Lengths of the 29,000 pairs of Multi30k (German, English) with 8,000 subwords and an end token: 1 + a log-normal
+# number of these means, deviations and correlation. Percentiles 1, 5, 25, 50, 75, 95 and 99 agree with the corpus.
 LENGTH_LOG_MEANS, LENGTH_LOG_DEVIATIONS, LENGTH_CORRELATION = (2.636, 2.611), (0.354, 0.317), 0.858
-BUCKETED, PADDED = "in batches of about one length (ours)", "rows filled up (ours)"
+BUCKETED, PADDED = "bucketed by length (ours)", "padded (ours)"
 Batches = Sequence[Batch]
 
 
-def cases(quick: bool) -> Iterator[BenchmarkCase]:
-    """A step of training in each precision, and the loss of every text."""
-    mixed, alike = make_batches()
+def ragged_batches_cases(quick: bool) -> Iterator[BenchmarkCase]:
+    """Yield a training step in each precision, and a forward pass with the loss."""
+    random_batches, bucketed = make_batches()
     for choice in (StepOptions("fp32", "off"), *(() if quick else (StepOptions("bf16", "off", attention="plain"),))):
-        ways = {"ours": (mixed, "packed"), PADDED: (mixed, "padded"), BUCKETED: (alike, "padded")}
-        runs = {name: _training_step(choice, *way) for name, way in ways.items()}
+        variants = {
+            "ours": (random_batches, "packed"),
+            PADDED: (random_batches, "padded"),
+            BUCKETED: (bucketed, "padded"),
+        }
+        runs = {name: _training_step(choice, *variant) for name, variant in variants.items()}
         if not quick:
-            runs["rows filled up, nn.Transformer"] = _torch_training_step(mixed, choice)
-        yield _case(f"training step, {choice.precision}", runs, (mixed, alike), None)
+            runs["padded, nn.Transformer"] = _torch_training_step(random_batches, choice)
+        yield _case(f"training step, {choice.precision}", runs, (random_batches, bucketed), None)
     net = build(make_translator((VOCABULARY_SIZE, VOCABULARY_SIZE), MODEL_WIDTH, NUM_LAYERS, "one"), seed=0).eval()
-    runs = {"ours": _scoring_pass(net, mixed, packs=True), PADDED: _scoring_pass(net, mixed, packs=False)}
-    runs[BUCKETED] = _scoring_pass(net, alike, packs=False)
-    yield _case("loss of every text, fp32", runs, (mixed, alike), 1e-2)
+    runs = {
+        "ours": _scoring_pass(net, random_batches, packs=True),
+        PADDED: _scoring_pass(net, random_batches, packs=False),
+    }
+    runs[BUCKETED] = _scoring_pass(net, bucketed, packs=False)
+    yield _case("forward pass with loss, fp32", runs, (random_batches, bucketed), 1e-2)
 
 
 def _case(
     name: str, runs: dict[str, TimedCall], both: tuple[Batches, Batches], tolerance: float | None
 ) -> BenchmarkCase:
     ours = runs.pop("ours")
-    full = {
-        who: f"{np.mean([real_token_share(one) for one in some]):.0%} of rows"
-        for who, some in zip(runs, both, strict=False)
+    shares = {
+        name: f"{np.mean([real_token_share(batch) for batch in batches]):.0%}"
+        for name, batches in zip(runs, both, strict=False)
     }
-    notes = {"no padding": ", ".join(f"{share} where {who}" for who, share in full.items())}
-    told = [t for one in both[0] for t in (one.tokens, one.source_tokens) if t is not None]
-    notes["tokens"] = f"{sum(int(t.is_real.sum()) for t in told)}, of both sides"
+    notes = {"share of real tokens": ", ".join(f"{share} {name}" for name, share in shares.items())}
+    sequences = [t for batch in both[0] for t in (batch.tokens, batch.source_tokens) if t is not None]
+    notes["tokens"] = f"{sum(int(t.is_real.sum()) for t in sequences)}, source and target"
     peers: dict[str, TimedCall | MissingPeer] = {**runs}
     return BenchmarkCase(
         name,
@@ -78,55 +84,58 @@ def _case(
 
 
 def make_batches() -> tuple[Batches, Batches]:
-    """Pairs in batches as they come, and as many tokens in batches of about one length that a corpus is cut into."""
-    draw, each = make_rng(0), (1.0, LENGTH_CORRELATION)
-    normal = draw.multivariate_normal([0, 0], [each, each[::-1]], NUM_PAIRS)
+    """Return batches of random pairs, and batches bucketed by length with as many tokens."""
+    generator, row = make_rng(0), (1.0, LENGTH_CORRELATION)
+    normal = generator.multivariate_normal([0, 0], [row, row[::-1]], NUM_PAIRS)
     lengths = np.rint(np.exp(normal * LENGTH_LOG_DEVIATIONS + LENGTH_LOG_MEANS)).astype(np.int64) + 1
-    mixed = _typical_batches(
+    random_batches = _typical_batches(
         lengths,
-        np.array_split(draw.permutation(NUM_PAIRS)[: NUM_PAIRS // BATCH_SIZE * BATCH_SIZE], NUM_PAIRS // BATCH_SIZE),
+        np.array_split(
+            generator.permutation(NUM_PAIRS)[: NUM_PAIRS // BATCH_SIZE * BATCH_SIZE], NUM_PAIRS // BATCH_SIZE
+        ),
     )
-    plan, wanted = plan_by_length(lengths.max(1), BATCH_SIZE), lengths[np.concatenate(mixed)].sum()
-    order, alike = np.argsort(plan.lengths, kind="stable"), list[IndexArray]()
-    while not alike or abs(lengths[np.concatenate(alike)].sum() / wanted - 1) > FILL_TOLERANCE:
-        units = [
-            int((n + draw.random()) * plan.batches / NUM_BATCHES) for n in range(NUM_BATCHES)
-        ]  # one of each part by length
-        alike = [order[[place for (place,) in plan.units[unit]]] for unit in units]
-    return [_make_batch(lengths, some) for some in mixed], [_make_batch(lengths, some) for some in alike]
+    plan, target = plan_by_length(lengths.max(1), BATCH_SIZE), lengths[np.concatenate(random_batches)].sum()
+    order, bucketed = np.argsort(plan.lengths, kind="stable"), list[IndexArray]()
+    while not bucketed or abs(lengths[np.concatenate(bucketed)].sum() / target - 1) > FILL_TOLERANCE:
+        # one batch from each range of lengths
+        units = [int((n + generator.random()) * plan.batches / NUM_BATCHES) for n in range(NUM_BATCHES)]
+        bucketed = [order[[index for (index,) in plan.units[unit]]] for unit in units]
+    return [_make_batch(lengths, pairs) for pairs in random_batches], [
+        _make_batch(lengths, pairs) for pairs in bucketed
+    ]
 
 
-def _typical_batches(lengths: IndexArray, every: Sequence[IndexArray]) -> Sequence[IndexArray]:
-    """The first batches in a row that are together as full as all are on the mean."""
-    full = np.array([lengths[own].mean(0) / lengths[own].max(0) for own in every]).mean(1)
-    means = np.convolve(full, np.full(NUM_BATCHES, 1 / NUM_BATCHES), "valid")
-    first = int(np.argmax(abs(means - full.mean()) < FILL_TOLERANCE))
-    return every[first : first + NUM_BATCHES]
+def _typical_batches(lengths: IndexArray, candidates: Sequence[IndexArray]) -> Sequence[IndexArray]:
+    """Return the first consecutive batches whose share of real tokens is the mean of all batches."""
+    shares = np.array([lengths[pairs].mean(0) / lengths[pairs].max(0) for pairs in candidates]).mean(1)
+    means = np.convolve(shares, np.full(NUM_BATCHES, 1 / NUM_BATCHES), "valid")
+    first = int(np.argmax(abs(means - shares.mean()) < FILL_TOLERANCE))
+    return candidates[first : first + NUM_BATCHES]
 
 
 def _make_batch(lengths: IndexArray, chosen: IndexArray) -> Batch:
-    """Pairs of random ids, each the same whatever stands beside it."""
+    """Return a batch of random ids; the ids of a pair do not depend on the batch it is in."""
 
-    def side(number: int, rest: int) -> Tensor:
+    def side(number: int, padding: int) -> Tensor:
         rows = [make_rng(number, int(n)).integers(VOCABULARY_SIZE, size=lengths[n, number // 2]) for n in chosen]
-        return pad_sequence([torch.from_numpy(row) for row in rows], batch_first=True, padding_value=rest)
+        return pad_sequence([torch.from_numpy(row) for row in rows], batch_first=True, padding_value=padding)
 
     source, x, labels = side(0, 0), side(2, 0), side(3, IGNORE_INDEX)
-    told = [SequenceInfo.from_batch(ids, lengths=lengths[chosen, n].tolist()) for n, ids in enumerate((source, x))]
-    return Batch(x, labels, told[1], source, told[0])
+    sequences = [SequenceInfo.from_batch(ids, lengths=lengths[chosen, n].tolist()) for n, ids in enumerate((source, x))]
+    return Batch(x, labels, sequences[1], source, sequences[0])
 
 
-def _training_step(choice: StepOptions, some: Batches, rows: str) -> TimedCall:
-    """A step on each batch: gradients, and AdamW."""
+def _training_step(choice: StepOptions, batches: Batches, rows: str) -> TimedCall:
+    """Return a training step on each batch: gradients and AdamW."""
     net = build(make_translator((VOCABULARY_SIZE, VOCABULARY_SIZE), MODEL_WIDTH, NUM_LAYERS, "one"), seed=0).train()
     recipe = Recipe(batch=BATCH_SIZE, device="cpu")
-    own = StepOptions(choice.precision, "off", attention=choice.attention, rows=rows)
-    holding = wrap_single_process(net)
-    stepper = TrainStep(holding, recipe, own)
-    optimiser = AdamWOptimiser(group_parameters(holding.own, net.spec, recipe.decays), recipe)
+    options = StepOptions(choice.precision, "off", attention=choice.attention, rows=rows)
+    sharded = wrap_single_process(net)
+    stepper = TrainStep(sharded, recipe, options)
+    optimiser = AdamWOptimiser(group_parameters(sharded.own, net.spec, recipe.decays), recipe)
 
     def run() -> None:
-        for batch in some:
+        for batch in batches:
             net.zero_grad(set_to_none=True)
             stepper.compute_gradients(batch)
             optimiser.step(1e-4)
@@ -134,21 +143,21 @@ def _training_step(choice: StepOptions, some: Batches, rows: str) -> TimedCall:
     return run
 
 
-def _scoring_pass(net: Transformer, some: Batches, *, packs: bool) -> TimedCall:
-    """The loss of a token, over all batches; of other texts it is nearly the same, for nothing was learnt."""
+def _scoring_pass(net: Transformer, batches: Batches, *, packs: bool) -> TimedCall:
+    """Return a forward pass with the mean loss per token over all batches."""
     path = BatchForward(net)
 
     def run() -> Tensor:
         with torch.no_grad():
-            rows = [pack_batch(batch).batch if packs else batch for batch in some]
+            rows = [pack_batch(batch).batch if packs else batch for batch in batches]
             losses = [cross_entropy(path(row), row.labels) for row in rows]
-            return torch.stack(losses).sum() / sum(map(count_labels, some))
+            return torch.stack(losses).sum() / sum(map(count_labels, batches))
 
     return run
 
 
 class TorchSeq2Seq(nn.Module):
-    """The same sizes by torch's own modules, norms first, one table of tokens at all three ends, without positions."""
+    """The translator in torch's modules: pre-norm, tied embeddings, without positions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -164,23 +173,34 @@ class TorchSeq2Seq(nn.Module):
         assert batch.source is not None
         assert batch.source_tokens is not None
         assert batch.tokens is not None
-        asks, told = ~batch.tokens.is_real, ~batch.source_tokens.is_real
-        ahead = nn.Transformer.generate_square_subsequent_mask(batch.x.shape[1], dtype=torch.bool)
-        more = {"src_key_padding_mask": told, "memory_key_padding_mask": told, "tgt_key_padding_mask": asks}
-        h = self.body(self.table(batch.source), self.table(batch.x), tgt_mask=ahead, tgt_is_causal=False, **more)
+        target_padding, source_padding = ~batch.tokens.is_real, ~batch.source_tokens.is_real
+        causal_mask = nn.Transformer.generate_square_subsequent_mask(batch.x.shape[1], dtype=torch.bool)
+        masks = {
+            "src_key_padding_mask": source_padding,
+            "memory_key_padding_mask": source_padding,
+            "tgt_key_padding_mask": target_padding,
+        }
+        h = self.body(self.table(batch.source), self.table(batch.x), tgt_mask=causal_mask, tgt_is_causal=False, **masks)
         return nn.functional.linear(h, self.table.weight)
 
 
-def _torch_training_step(some: Batches, choice: StepOptions) -> TimedCall:
+def _torch_training_step(batches: Batches, choice: StepOptions) -> TimedCall:
     net = TorchSeq2Seq().train()
     optimiser = torch.optim.AdamW(net.parameters(), lr=1e-4, fused=True)
 
     def run() -> None:
-        for batch in some:
+        for batch in batches:
             optimiser.zero_grad(set_to_none=True)
             with torch.autocast("cpu", torch.bfloat16, enabled=choice.dtype is not None):
-                said = net(batch)
-            (cross_entropy(said, batch.labels) / count_labels(batch)).backward()
+                logits = net(batch)
+            (cross_entropy(logits, batch.labels) / count_labels(batch)).backward()
             optimiser.step()
 
     return run
+
+
+KINDS = {
+    "ragged_batches": CaseKind(
+        "Ragged batches: 128 pairs of sentences in two batches", ragged_batches_cases, CaseCount(3, 2)
+    ),
+}

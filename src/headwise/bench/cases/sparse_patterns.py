@@ -1,9 +1,9 @@
-"""Patterns that leave most pairs out, at 8k tokens: the core alone, forward, and forward with backward."""
+"""Cores with sparse attention patterns at 8k tokens, forward, and forward with backward."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from statistics import median
 from time import perf_counter
@@ -20,46 +20,54 @@ from ...masking.patterns import Dilated, parse_pattern
 from ...masking.sequence_info import AttentionMask, SequenceInfo
 from ...nn.attention import Attention
 from ...presets import design
-from ..benchmark_case import BenchmarkCase, MissingPeer, RequiredWork, SpeedTarget, TimedCall, make_peer
+from ..benchmark_case import (
+    BenchmarkCase,
+    CaseCount,
+    CaseKind,
+    MissingPeer,
+    RequiredWork,
+    SpeedTarget,
+    TimedCall,
+    make_peer,
+)
 
-TITLE = "Windows and sparse patterns, 8,192 tokens"
 NUM_TOKENS, NUM_HEADS, HEAD_DIM = 8192, 8, 64
 WINDOW = "window(256)"
 MASKED_SDPA = "masked SDPA"
 LENGTHS = (2048, 4096, 8192, 16384)
-HeadOutputs = Callable[[Tensor, Tensor, Tensor], Tensor]  # of q, k, v [1, T, 8, 64] the same of what was read
+HeadOutputs = Callable[[Tensor, Tensor, Tensor], Tensor]  # q, k, v [1, T, 8, 64] to head outputs [1, T, 8, 64]
 
 
 @dataclass(frozen=True)
 class _PatternCore:
-    """The core of a layer with this pattern at so many tokens: ours, and what it works on."""
+    """The core of a layer with one pattern, and its inputs."""
 
     pattern: str
     tokens: int = NUM_TOKENS
 
     def qkv(self) -> list[Tensor]:
-        """Numbers that follow from the seed."""
-        drawn = torch.Generator().manual_seed(0)
-        return [torch.randn(1, self.tokens, NUM_HEADS, HEAD_DIM, generator=drawn) for _ in "qkv"]
+        """Return random q, k and v from a fixed seed."""
+        generator = torch.Generator().manual_seed(0)
+        return [torch.randn(1, self.tokens, NUM_HEADS, HEAD_DIM, generator=generator) for _ in "qkv"]
 
     def headwise(self, backward: bool) -> HeadOutputs:
-        """The backend that a layer of this pattern would choose, as the layer calls it."""
+        """Return the core on the backend that a layer with this pattern chooses."""
         spec = design(model=NUM_HEADS * HEAD_DIM, heads=NUM_HEADS, pattern=self.pattern)
-        layer, job = Attention(spec), CallSignature(spec, spec.core, needs_grad=backward, training=backward)
-        bound, attend = CoreSteps.from_spec(spec, layer.weights), backends.make_dispatch(job).attend
+        layer, call = Attention(spec), CallSignature(spec, spec.core, needs_grad=backward, training=backward)
+        steps, attend = CoreSteps.from_spec(spec, layer.weights), backends.make_dispatch(call).attend
         tokens = SequenceInfo.contiguous(0, self.tokens, "cpu")
         x = torch.zeros(1, self.tokens, 1)
 
         def heads(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            asked = QueryContext(x, q, HEAD_DIM**-0.5, tokens)
-            return attend(AttentionMask(tokens, tokens, spec.pattern), CoreInputs(q, k, v, asked, {}, {}), bound, None)
+            query = QueryContext(x, q, HEAD_DIM**-0.5, tokens)
+            return attend(AttentionMask(tokens, tokens, spec.pattern), CoreInputs(q, k, v, query, {}, {}), steps, None)
 
         return heads
 
     def masked_sdpa(self) -> HeadOutputs:
-        """torch's fused call with the pattern as a mask, made beforehand."""
-        place = torch.arange(self.tokens)
-        mask = parse_pattern(self.pattern).allows(place[:, None], place)
+        """Return SDPA with the pattern as a mask that is built beforehand."""
+        position = torch.arange(self.tokens)
+        mask = parse_pattern(self.pattern).allows(position[:, None], position)
 
         def heads(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -68,48 +76,49 @@ class _PatternCore:
         return heads
 
     def required_work(self, backward: bool) -> RequiredWork:
-        """Products of allowed pairs; backwards twice as many, and the scores, which nobody kept, once more."""
-        every = range(self.tokens)
-        forward = 4 * parse_pattern(self.pattern).pairs(every, every) * NUM_HEADS * HEAD_DIM
+        """Return the FLOPs on allowed pairs; the backward pass has twice as many, and recomputes the scores."""
+        positions = range(self.tokens)
+        forward = 4 * parse_pattern(self.pattern).pairs(positions, positions) * NUM_HEADS * HEAD_DIM
         return RequiredWork(flops=7 * forward // 2 if backward else forward)
 
 
-def cases(quick: bool) -> Iterator[BenchmarkCase]:
-    """A window with everybody who has one, then other patterns against the mask."""
+def sparse_patterns_cases(quick: bool) -> Iterator[BenchmarkCase]:
+    """Yield a sliding window against every library that has one, then other patterns against masked SDPA."""
     for backward in (False, True):
-        core, how = _PatternCore(WINDOW), _backward if backward else _forward
+        core, make_call = _PatternCore(WINDOW), _backward if backward else _forward
         others = {
             "local-attention": make_peer(
-                "local_attention", lambda library, how=how, core=core: how(_local_attention(library), core)
+                "local_attention",
+                lambda library, make_call=make_call, core=core: make_call(_local_attention(library), core),
             ),
             "FlexAttention, compiled": MissingPeer("has no backward pass on the CPU")
             if backward
-            else how(_flex_attention(core), core),
+            else make_call(_flex_attention(core), core),
         }
-        yield _case("window of 256", core, backward, others, (SpeedTarget(MASKED_SDPA, 15.0),))
+        notes = {} if quick else _measure_growth(backward)
+        yield _case("window of 256", core, backward, others, (SpeedTarget(MASKED_SDPA, 15.0),), notes)
     for name, pattern in (
         ("first 4 keys and a window of 256", "first(4) | window(256)"),
         ("64 keys, every 4th", Dilated(64, rate=4).text),
         ("BigBird, blocks of 64", f"bigbird({NUM_TOKENS})"),
     ):
         for backward in (False,) if quick else (False, True):
-            yield _case(name, _PatternCore(pattern), backward, {}, ())
+            yield _case(name, _PatternCore(pattern), backward)
 
 
 def _case(
     name: str,
     core: _PatternCore,
     backward: bool,
-    others: dict[str, TimedCall | MissingPeer],
-    aims: tuple[SpeedTarget, ...],
+    others: Mapping[str, TimedCall | MissingPeer] = {},
+    targets: tuple[SpeedTarget, ...] = (),
+    notes: Mapping[str, str] = {},
 ) -> BenchmarkCase:
-    how = _backward if backward else _forward
-    peers = {MASKED_SDPA: how(core.masked_sdpa(), core), **others}
+    make_call = _backward if backward else _forward
+    peers = {MASKED_SDPA: make_call(core.masked_sdpa(), core), **others}
     title = f"{name}, {'forward and backward' if backward else 'forward'}"
-    ours = how(core.headwise(backward), core)
-    return BenchmarkCase(
-        title, ours, peers, aims, core.required_work(backward), notes=_measure_growth(core.pattern, backward)
-    )
+    ours = make_call(core.headwise(backward), core)
+    return BenchmarkCase(title, ours, peers, targets, core.required_work(backward), notes=notes)
 
 
 def _forward(heads: HeadOutputs, core: _PatternCore) -> TimedCall:
@@ -128,30 +137,28 @@ def _backward(heads: HeadOutputs, core: _PatternCore) -> TimedCall:
     return lambda: torch.autograd.grad(heads(q, k, v), (q, k, v), back)
 
 
-def _measure_growth(pattern: str, backward: bool) -> dict[str, str]:
-    """How our time grows with length: the slope of its logarithm, by least squares."""
-    if pattern != WINDOW:
-        return {}
-    seconds = [_seconds(_PatternCore(pattern, tokens), backward) for tokens in LENGTHS]
-    x, y = ([math.log(one) for one in each] for each in (LENGTHS, seconds))
-    middle = sum(x) / len(x)
-    slope = sum((a - middle) * b for a, b in zip(x, y, strict=True)) / sum((a - middle) ** 2 for a in x)
+def _measure_growth(backward: bool) -> dict[str, str]:
+    """Return a note with the exponent of the time in the length, fitted by least squares on logarithms."""
+    seconds = [_seconds(_PatternCore(WINDOW, tokens), backward) for tokens in LENGTHS]
+    x, y = ([math.log(value) for value in values] for values in (LENGTHS, seconds))
+    x_mean = sum(x) / len(x)
+    slope = sum((a - x_mean) * b for a, b in zip(x, y, strict=True)) / sum((a - x_mean) ** 2 for a in x)
     return {"growth": f"time grows as length^{slope:.2f} from {LENGTHS[0]:,} to {LENGTHS[-1]:,} tokens"}
 
 
 def _seconds(core: _PatternCore, backward: bool) -> float:
     run = (_backward if backward else _forward)(core.headwise(backward), core)
     run()
-    took = list[float]()
+    samples = list[float]()
     for _ in range(3):
         start = perf_counter()
         run()
-        took.append(perf_counter() - start)
-    return median(took)
+        samples.append(perf_counter() - start)
+    return median(samples)
 
 
 def _local_attention(library: Any) -> HeadOutputs:
-    """Windows of 85 that look 3 back, held to their exact width: the 255 keys before a query, and its own."""
+    """Return LocalAttention with blocks of 85 that look 3 blocks back: the query's own key and 255 before it."""
     theirs = library.LocalAttention(
         85, causal=True, look_backward=3, exact_windowsize=True, autopad=True, use_rotary_pos_emb=False
     )
@@ -167,3 +174,8 @@ def _flex_attention(core: _PatternCore) -> HeadOutputs:
     )
     flex: Any = torch.compile(flex_attention)
     return lambda q, k, v: flex(*(x.transpose(1, 2) for x in (q, k, v)), block_mask=mask).transpose(1, 2)
+
+
+KINDS = {
+    "sparse_patterns": CaseKind("Windows and sparse patterns, 8,192 tokens", sparse_patterns_cases, CaseCount(8, 5)),
+}

@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from ...errors import SpecError
 from ..arguments import (
     PRESETS,
-    CommandParser,
-    UsageError,
     add_json_argument,
     add_set_argument,
     list_spec_keys,
@@ -19,6 +17,7 @@ from ..arguments import (
     short_name,
     to_json,
 )
+from ..command_parser import CommandParser, UsageError
 from . import comparison_options, serving_options, training_options
 
 if TYPE_CHECKING:
@@ -39,7 +38,7 @@ class CostView(Protocol):
 class CostOptions(NamedTuple):
     """A group of options, and a function that makes the reports that they ask for."""
 
-    add_arguments: Callable[[argparse.ArgumentParser], None]
+    add_arguments: Callable[[CommandParser], None]
     make_views: Callable[[argparse.Namespace, CostReport], Mapping[str, CostView]]
 
 
@@ -88,41 +87,43 @@ def _parser() -> CommandParser:
         "cost",
         "Estimate what attention layers and models cost before they run: parameters, FLOPs, KV cache, and the least "
         "time.",
-        "headwise cost gqa mla --model 4096 --heads 32 --context 32768 --batch 16\n"
-        "  headwise cost path/to/config.json --generate 256 --operations",
+        "headwise cost gqa mla --model 4096 --heads 32 --context 32768 --batch 16",
+        "headwise cost path/to/config.json --generate 256 --operations",
     )
-    parser.add_argument(
-        "specs", nargs="*", metavar="WHAT", help="a preset, a .toml or .json file, a config.json, or a model's folder"
-    )
-    parser.add_argument(
-        "--preset", action="append", default=[], metavar="NAME", help="another preset, of " + ", ".join(PRESETS)
-    )
+    parser.add_argument("specs", nargs="*", metavar="WHAT", help="a preset, a spec or config file, or a model folder")
     parser.add_argument("--model", type=int, metavar="WIDTH", help="model dimension of the presets")
     parser.add_argument("--heads", type=int, metavar="COUNT", help="number of query heads of the presets")
     add_set_argument(parser)
     parser.add_argument("--layer", metavar="PLACE", help="one block of a model (3 or encoder.3), or 3.attention")
     parser.add_argument(
-        "--context", type=int, metavar="TOKENS", help=f"tokens per row (default {DEFAULT_CONTEXT}, or all positions)"
+        "--context",
+        type=int,
+        metavar="TOKENS",
+        help=f"tokens per row (default: {DEFAULT_CONTEXT}, or the maximum of a model)",
     )
     parser.add_argument(
-        "--source", type=int, metavar="TOKENS", help="tokens that cross-attention reads (default: the context)"
+        "--generate", type=int, default=0, metavar="TOKENS", help="tokens to generate after the context"
+    )
+    parser.add_argument("--batch", type=int, default=1, metavar="ROWS", help="batch size")
+    parser.add_argument("--dtype", default="bf16", metavar="NAME", help="bf16, fp16 or fp32")
+    parser.add_argument(
+        "--device", default="h200", metavar="NAME", help="h200, h100, a100, l40s, rtx4090, m2-max, cpu, or here"
     )
     parser.add_argument(
-        "--generate", type=int, default=0, metavar="TOKENS", help="tokens to generate after the context (default 0)"
+        "--operations", action="store_true", help="table of operations: FLOPs, bytes, least time, bottleneck"
     )
-    parser.add_argument("--batch", type=int, default=1, metavar="ROWS", help="rows, the batch size (default 1)")
-    parser.add_argument("--dtype", default="bf16", help="bf16, fp16 or fp32 (default bf16)")
-    parser.add_argument(
-        "--device", default="h200", help="h200, h100, a100, l40s, rtx4090, m2-max, cpu, or here (default h200)"
-    )
-    parser.add_argument(
-        "--operations", action="store_true", help="table of operations: FLOPs, bytes, least time, limiting resource"
-    )
-    parser.add_argument("--terms", action="store_true", help="every term with the formula that it was computed by")
-    parser.add_argument("--verify", action="store_true", help="check every formula against a small layer that is run")
+    add_json_argument(parser)
     for group in OPTION_GROUPS:
         group.add_arguments(parser)
-    add_json_argument(parser)
+    expert = parser.add_expert_group("specs and formulas")
+    expert.add_argument(
+        "--preset", action="append", default=[], metavar="NAME", help="another preset: " + ", ".join(PRESETS)
+    )
+    expert.add_argument(
+        "--source", type=int, metavar="TOKENS", help="tokens that cross-attention reads (default: the context)"
+    )
+    expert.add_argument("--terms", action="store_true", help="every term with the formula that it was computed by")
+    expert.add_argument("--verify", action="store_true", help="check every formula against a small layer that is run")
     return parser
 
 
@@ -142,7 +143,7 @@ def _parse_arguments(parser: CommandParser, argv: list[str]) -> argparse.Namespa
             except SpecError as error:
                 raise UsageError(f"{fact}: {error}") from None
             raise UsageError(f"{fact}; write --set {change}")
-    raise UsageError(f"unrecognized arguments: {' '.join(unknown)}; see headwise cost --help")
+    return parser.reject_unknown(unknown)
 
 
 def verify_formulas(costs: CostReport) -> dict[str, list[FormulaCheck]]:

@@ -1,4 +1,4 @@
-"""`headwise cost` options that compare: --beside, --match, --breakeven, --complexity, --plot and --csv."""
+"""`headwise cost` options that compare: --published, --match, --crossovers, --complexity, --plot and --csv."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...errors import SpecError, suggest
-from ..arguments import TERMINAL_WIDTH, UsageError
+from ..command_parser import TERMINAL_WIDTH, CommandParser, UsageError
 
 if TYPE_CHECKING:
     from ...costs.complexity import ComplexityTable, LayerSizes, ScalingMeasurement
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 SOURCE_NAMES = "zhihu-624740065, seeds, paper-2022, palm or scaling-book"
 
 
-# --- `--beside`: published formulas --------------------------------------------------------------------
+# --- `--published`: published formulas --------------------------------------------------------------------
 
 
 class PublishedFormulasView(NamedTuple):
@@ -56,32 +56,38 @@ def _wrap(text: str, indent: str) -> list[str]:
     return textwrap.wrap(text, TERMINAL_WIDTH, initial_indent=indent, subsequent_indent=indent + "  ")
 
 
-def add_published_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add --beside and --ways."""
-    parser.add_argument(
-        "--beside",
+def add_published_arguments(parser: CommandParser) -> None:
+    """Add --published and --tensor-parallel."""
+    group = parser.add_expert_group("published formulas")
+    group.add_argument(
+        "--published",
         action="append",
         default=[],
         metavar="NAME",
         help=f"compare with published formulas: {SOURCE_NAMES}",
     )
-    parser.add_argument(
-        "--ways", type=int, default=8, metavar="COUNT", help="tensor-parallel devices of paper-2022 (default 8)"
+    group.add_argument(
+        "--tensor-parallel", type=int, default=8, metavar="COUNT", help="tensor-parallel devices of paper-2022"
     )
 
 
 def make_published_views(args: argparse.Namespace, costs: CostReport) -> Mapping[str, PublishedFormulasView]:
-    """Return the report of --beside, if it is given."""
-    if not args.beside:
+    """Return the report of --published, if it is given."""
+    if not args.published:
         return {}
     from ...costs.published_formulas import FormulaSource, compare_formulas
 
-    sources = tuple(FormulaSource.from_name(name) for name in args.beside)
-    rows = [row for source in sources for estimate in costs for row in compare_formulas(estimate, source, args.ways)]
-    return {"beside": PublishedFormulasView(sources, tuple(rows))}
+    sources = tuple(FormulaSource.from_name(name) for name in args.published)
+    rows = [
+        row
+        for source in sources
+        for estimate in costs
+        for row in compare_formulas(estimate, source, args.tensor_parallel)
+    ]
+    return {"published": PublishedFormulasView(sources, tuple(rows))}
 
 
-# --- `--match`, `--breakeven`, `--complexity` ----------------------------------------------------------
+# --- `--match`, `--crossovers`, `--complexity` ----------------------------------------------------------
 
 MATCH_QUANTITIES = ("params", "flops", "kv")
 DEFAULT_KERNEL, DEFAULT_WINDOW = 3, 64
@@ -122,41 +128,48 @@ class ComplexityView:
         return self.table.data | {"measured": self.measurement.data if self.measurement else None}
 
 
-def add_comparison_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of this section."""
+def add_comparison_arguments(parser: CommandParser) -> None:
+    """Add --match, --crossovers, --complexity and the options that refine them."""
     group = parser.add_argument_group("comparing")
-    group.add_argument("--match", choices=MATCH_QUANTITIES, help="resize each spec to match the first")
     group.add_argument(
-        "--free",
+        "--match",
+        choices=MATCH_QUANTITIES,
+        metavar="WHAT",
+        help="resize each spec to match the first: params, flops or kv",
+    )
+    group.add_argument("--crossovers", action="store_true", help="lengths at which each costs less than the first")
+    expert = parser.add_expert_group("details of comparing")
+    expert.add_argument(
+        "--resize",
         action="append",
         default=[],
         metavar="[SPEC=]SIZE",
-        help="the size that --match changes: dim, vdim, kv, q, model, or one of a part, as in mla=project.rank",
+        help="size that --match changes: dim, vdim, kv, q, model, or one of a part, as in mla=project.rank",
     )
-    group.add_argument("--breakeven", action="store_true", help="lengths at which each costs less than the first")
-    group.add_argument(
+    expert.add_argument(
         "--complexity",
         nargs="?",
         const="counted",
         choices=("counted", "measured"),
-        help="compare attention with recurrent and convolutional layers: by formulas, or with measured times",
+        metavar="HOW",
+        help="compare with recurrent and convolutional layers: counted by formulas (also without HOW), or measured",
     )
-    group.add_argument(
-        "--kernel", type=int, metavar="TOKENS", help=f"kernel of its convolutions (default {DEFAULT_KERNEL})"
+    expert.add_argument(
+        "--kernel", type=int, metavar="TOKENS", help=f"kernel of its convolutions (default: {DEFAULT_KERNEL})"
     )
-    group.add_argument(
-        "--window", type=int, metavar="TOKENS", help=f"window of its local attention (default {DEFAULT_WINDOW})"
+    expert.add_argument(
+        "--window", type=int, metavar="TOKENS", help=f"window of its local attention (default: {DEFAULT_WINDOW})"
     )
 
 
 def make_comparison_views(args: argparse.Namespace, costs: CostReport) -> Mapping[str, CostView]:
-    """Return the reports of --breakeven and --complexity, as far as they are given."""
+    """Return the reports of --crossovers and --complexity, as far as they are given."""
     views: dict[str, CostView] = {}
-    if args.breakeven:
+    if args.crossovers:
         from ...costs.cost_vs_length import find_crossovers
 
         specs = {name: estimate.spec_or_model for name, estimate in with_unique_names(costs).items()}
-        views["break_even"] = find_crossovers(specs, costs.estimates[0].workload)
+        views["crossovers"] = find_crossovers(specs, costs.estimates[0].workload)
     if args.complexity:
         from ...costs.complexity import ComplexityTable
 
@@ -170,8 +183,10 @@ def make_comparison_views(args: argparse.Namespace, costs: CostReport) -> Mappin
 def match_sizes(args: argparse.Namespace, costs: CostReport) -> tuple[CostReport, dict[str, CostView]]:
     """With --match, resize every spec to match the first; return the new estimates, and a report of the changes."""
     if args.match is None:
-        if args.free:
-            raise UsageError(f"--free {args.free[0]} changes nothing without --match; give --match params, flops or kv")
+        if args.resize:
+            raise UsageError(
+                f"--resize {args.resize[0]} changes nothing without --match; give --match params, flops or kv"
+            )
         return costs, {}
     from ...costs.cost_report import CostReport, estimate_cost
 
@@ -196,12 +211,12 @@ def with_unique_names(costs: CostReport) -> dict[str, CostEstimate]:
 
 
 def _free_sizes(args: argparse.Namespace, names: list[str]) -> dict[str, str | None]:
-    """Return the size that --free names for each spec; None if it names none."""
+    """Return the size that --resize names for each spec; None if it names none."""
     free: dict[str, str | None] = dict.fromkeys(names)
-    for text in args.free:
+    for text in args.resize:
         name, equals, size = text.rpartition("=")
         if equals and name not in free:
-            raise UsageError(f"--free {text}: there is no resized spec {name!r}; {suggest(name, free)}")
+            raise UsageError(f"--resize {text}: there is no resized spec {name!r}; {suggest(name, free)}")
         free |= {name: size} if equals else dict.fromkeys(names, size)
     return free
 
@@ -256,7 +271,7 @@ def _measure_scaling(args: argparse.Namespace, sizes: LayerSizes) -> ScalingMeas
 
 # --- `--plot`, `--csv` ---------------------------------------------------------------------------------
 
-PLOT_KINDS = ("all", "roofline", "kv", "flops", "breakeven")
+PLOT_KINDS = ("all", "roofline", "kv", "flops", "crossovers")
 OPTIONS_NOT_IN_CSV = ("operations", "terms", "verify")
 VIEWS_IN_CSV = ("matched", "plot")  # reports that change the estimates themselves, or are a file of their own
 
@@ -276,15 +291,14 @@ class PlotView(NamedTuple):
         return f"plot written to {self.file}"
 
 
-def add_plot_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of this section."""
+def add_plot_arguments(parser: CommandParser) -> None:
+    """Add --csv, --plot and --plot-kind."""
     group = parser.add_argument_group("other output formats")
     group.add_argument("--csv", action="store_true", help="print CSV with one line per spec instead of the table")
     group.add_argument("--plot", metavar="FILE", help="draw charts into a .svg, .png or .pdf file")
-    group.add_argument(
-        "--plot-kind",
-        metavar="KIND",
-        help=f"which chart: {', '.join(PLOT_KINDS[1:])} or {PLOT_KINDS[0]} (default {PLOT_KINDS[0]})",
+    expert = parser.add_expert_group("charts")
+    expert.add_argument(
+        "--plot-kind", metavar="KIND", help=f"{', '.join(PLOT_KINDS[1:])} or {PLOT_KINDS[0]} (default: {PLOT_KINDS[0]})"
     )
 
 

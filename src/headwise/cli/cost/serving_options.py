@@ -1,4 +1,4 @@
-"""`headwise cost --serve`, `--verdict` and `--boxes`: throughput, memory fit, and arithmetic intensity of serving."""
+"""`headwise cost --serve`, `--memory-fit` and `--intensity`: throughput, memory and arithmetic intensity of serving."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from ..arguments import UsageError
+from ..command_parser import CommandParser, UsageError
 
 if TYPE_CHECKING:
     from ...costs.cost_report import CostEstimate, CostReport
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
 PREFILL_CHUNK = 2048
 # Options that only have an effect together with one of these reports.
 DEPENDENT_OPTIONS = {
-    "layers": "serve verdict",
-    "allocator": "serve verdict",
-    "cache": "serve verdict boxes",
-    "weights": "serve verdict boxes",
-    "reached": "serve boxes",
-    "budget": "serve verdict",
-    "chunk": "serve verdict",
-    "shared": "serve verdict",
-    "lengths": "serve verdict",
-    "seed": "serve verdict",
+    "layers": "serve memory_fit",
+    "allocator": "serve memory_fit",
+    "cache": "serve memory_fit intensity",
+    "weights": "serve memory_fit intensity",
+    "efficiency": "serve intensity",
+    "budget": "serve memory_fit",
+    "chunk": "serve memory_fit",
+    "shared": "serve memory_fit",
+    "lengths": "serve memory_fit",
+    "seed": "serve memory_fit",
     "prompt": "serve",
 }
 
@@ -49,33 +49,37 @@ class ThroughputView:
         return [report.data for report in self.reports]
 
 
-def add_serving_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add --serve, and the options that it shares with --verdict and --boxes."""
+def add_serving_arguments(parser: CommandParser) -> None:
+    """Add --serve, and the options that it shares with --memory-fit and --intensity."""
     parser.add_argument("--serve", action="store_true", help="latency and throughput of serving a batch of requests")
-    group = parser.add_argument_group("for --serve, --verdict and --boxes")
-    group.add_argument("--layers", type=int, metavar="COUNT", help="number of layers of a spec (default 1)")
+    group = parser.add_expert_group("for --serve, --memory-fit and --intensity")
+    group.add_argument("--layers", type=int, metavar="COUNT", help="number of layers of a spec (default: 1)")
     group.add_argument(
-        "--allocator", metavar="NAME", help="cache allocation: ideal, ring, paged(16) or unified (default ideal)"
+        "--allocator", metavar="NAME", help="cache allocation: ideal, ring, paged(16) or unified (default: ideal)"
     )
-    group.add_argument("--cache", metavar="DTYPE", help="format of the KV cache: int8, or as --dtype (default)")
-    group.add_argument("--weights", metavar="DTYPE", help="format of the weights: int8, or as --dtype (default)")
+    group.add_argument("--cache", metavar="DTYPE", help="format of the KV cache, such as int8 (default: --dtype)")
+    group.add_argument("--weights", metavar="DTYPE", help="format of the weights, such as int8 (default: --dtype)")
     group.add_argument(
-        "--reached", metavar="SHARES", help="reached shares of peak FLOP/s and bandwidth, as in 0.7,0.9 (default 1,1)"
+        "--efficiency",
+        metavar="SHARES",
+        help="reached shares of peak FLOP/s and bandwidth, as in 0.7,0.9 (default: 1,1)",
     )
-    group.add_argument("--budget", metavar="MEMORY", help="memory instead of the device's, as in '24 GiB'")
+    group.add_argument("--budget", metavar="MEMORY", help="memory, as in '24 GiB' (default: that of the device)")
     group.add_argument(
-        "--chunk", type=int, metavar="TOKENS", help=f"tokens of a prompt per prefill step (default {PREFILL_CHUNK})"
+        "--chunk", type=int, metavar="TOKENS", help=f"tokens of a prompt per prefill step (default: {PREFILL_CHUNK})"
     )
     group.add_argument(
         "--prompt", type=int, metavar="TOKENS", help="length of an arriving prompt (default: the context)"
     )
     group.add_argument(
-        "--shared", type=int, metavar="TOKENS", help="length of a prefix that all rows share (default 0)"
+        "--shared", type=int, metavar="TOKENS", help="length of a prefix that all rows share (default: 0)"
     )
     group.add_argument(
-        "--lengths", metavar="TOKENS", help="lengths of the rows: 100,2000 or uniform(100,4000) or exponential(900)"
+        "--lengths",
+        metavar="TOKENS",
+        help="100,2000 or uniform(100,4000) or exponential(900): lengths of the rows (default: the context)",
     )
-    group.add_argument("--seed", type=int, metavar="NUMBER", help="random seed of --lengths (default 0)")
+    group.add_argument("--seed", type=int, metavar="NUMBER", help="random seed of --lengths (default: 0)")
 
 
 def make_serving_views(args: argparse.Namespace, costs: CostReport) -> Mapping[str, ThroughputView]:
@@ -122,13 +126,13 @@ def number_formats(args: argparse.Namespace, estimate: CostEstimate) -> NumberFo
 
 
 def apply_efficiency(args: argparse.Namespace, device: Device) -> Device:
-    """Return the device with the shares of --reached."""
-    if args.reached is None:
+    """Return the device with the shares of --efficiency."""
+    if args.efficiency is None:
         return device
     try:
-        compute, bandwidth = map(float, args.reached.split(","))
+        compute, bandwidth = map(float, args.efficiency.split(","))
     except ValueError:
-        fact = f"--reached needs two shares, got {args.reached!r}"
+        fact = f"--efficiency needs two shares, got {args.efficiency!r}"
         raise UsageError(f"{fact}; write compute,bandwidth as in 0.7,0.9") from None
     return device.with_efficiency(compute, bandwidth)
 
@@ -165,13 +169,13 @@ def _check_dependent_options(args: argparse.Namespace) -> None:
     """Raise an error for options that have no effect without a report that is not requested."""
     for name, reports in DEPENDENT_OPTIONS.items():
         if getattr(args, name) is not None and not any(getattr(args, report) for report in reports.split()):
-            options = " or ".join(f"--{report}" for report in reports.split())
+            options = " or ".join(f"--{report.replace('_', '-')}" for report in reports.split())
             raise UsageError(f"--{name} has an effect only with {options}; add that, or leave --{name} out")
     if args.seed is not None and args.lengths is None:
         raise UsageError("--seed has an effect only with --lengths; add --lengths 'uniform(100, 4000)'")
 
 
-# --- `headwise cost --boxes` ---------------------------------------------------------------------------
+# --- `headwise cost --intensity` ---------------------------------------------------------------------------
 
 
 class MeasureMachineAction(argparse.Action):
@@ -190,14 +194,15 @@ class MeasureMachineAction(argparse.Action):
         setattr(namespace, self.dest, True)
 
 
-def add_intensity_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add --boxes and --measure."""
-    parser.add_argument(
-        "--boxes",
+def add_intensity_arguments(parser: CommandParser) -> None:
+    """Add --intensity and --measure."""
+    group = parser.add_expert_group("arithmetic intensity")
+    group.add_argument(
+        "--intensity",
         action="store_true",
         help="arithmetic intensity of projections, core and output in a decode step, by number of rows",
     )
-    parser.add_argument(
+    group.add_argument(
         "--measure", action=MeasureMachineAction, nargs=0, help="measure this machine again, for --device here"
     )
 
@@ -216,10 +221,10 @@ def _attention_spec(estimate: CostEstimate) -> AttentionSpec:
 
 
 def make_intensity_views(args: argparse.Namespace, costs: CostReport) -> Mapping[str, IntensityReport]:
-    """Return the report of --boxes, if it is given."""
+    """Return the report of --intensity, if it is given."""
     if args.measure and args.device != "here":
         raise UsageError(f"--measure measures this machine, but the device is {args.device}; add --device here")
-    if not args.boxes:
+    if not args.intensity:
         return {}
     from ...costs.roofline import Device
     from ...costs.serving_cost import DecodeLayer, IntensityReport
@@ -233,10 +238,10 @@ def make_intensity_views(args: argparse.Namespace, costs: CostReport) -> Mapping
         )
         for estimate in costs
     }
-    return {"boxes": IntensityReport.from_layers(layers, costs.estimates[0].workload.batch)}
+    return {"intensity": IntensityReport.from_layers(layers, costs.estimates[0].workload.batch)}
 
 
-# --- `headwise cost --verdict` -------------------------------------------------------------------------
+# --- `headwise cost --memory-fit` -------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -254,18 +259,18 @@ class MemoryFitView:
         return {name: fit.data for name, fit in self.fits.items()}
 
 
-def add_memory_fit_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add --verdict."""
+def add_memory_fit_arguments(parser: CommandParser) -> None:
+    """Add --memory-fit."""
     parser.add_argument(
-        "--verdict",
+        "--memory-fit",
         action="store_true",
-        help="whether serving fits into memory, and changes that would make it fit; with --optimiser, training",
+        help="whether serving (with --optimiser, training) fits into memory, and remedies",
     )
 
 
 def make_memory_fit_views(args: argparse.Namespace, costs: CostReport) -> Mapping[str, MemoryFitView]:
-    """Return the report of --verdict, if it is given."""
-    if not args.verdict:
+    """Return the report of --memory-fit, if it is given."""
+    if not args.memory_fit:
         return {}
     from ...costs.serving_capacity import check_memory_fit
     from ...costs.training_memory import OptimiserMemory
@@ -275,4 +280,4 @@ def make_memory_fit_views(args: argparse.Namespace, costs: CostReport) -> Mappin
     for estimate in costs:
         demand = replace(memory_demand(args, estimate), training_bytes_per_parameter=training)
         fits[estimate.name] = check_memory_fit(demand)
-    return {"verdict": MemoryFitView(fits)}
+    return {"memory_fit": MemoryFitView(fits)}

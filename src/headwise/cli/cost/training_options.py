@@ -1,4 +1,4 @@
-"""`headwise cost --optimiser` and `--kept`: memory of the optimiser, and activation memory of training."""
+"""`headwise cost --optimiser` and `--activations`: memory of the optimiser, and activation memory of training."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..arguments import TERMINAL_WIDTH, UsageError
+from ..command_parser import TERMINAL_WIDTH, CommandParser, UsageError
 
 if TYPE_CHECKING:
     from ...costs.cost_report import CostReport
@@ -44,9 +44,10 @@ class OptimiserMemoryView(NamedTuple):
         return "\n".join(lines)
 
 
-def add_optimiser_arguments(parser: argparse.ArgumentParser) -> None:
+def add_optimiser_arguments(parser: CommandParser) -> None:
     """Add --optimiser."""
-    parser.add_argument(
+    group = parser.add_expert_group("training state")
+    group.add_argument(
         "--optimiser", metavar="NAME", help=f"memory of weights, gradients and optimiser: {OPTIMISER_NAMES}"
     )
 
@@ -71,26 +72,27 @@ def make_optimiser_views(args: argparse.Namespace, costs: CostReport) -> Mapping
 # --- Activation memory of training, and activation checkpointing ---------------------------------------
 
 
-def add_activation_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add --kept, --profile, --checkpoint and --dropout."""
-    parser.add_argument("--kept", action="store_true", help="bytes saved for the backward pass, by step")
-    parser.add_argument(
+def add_activation_arguments(parser: CommandParser) -> None:
+    """Add --activations, --profile, --checkpoint and --dropout."""
+    group = parser.add_expert_group("activation memory of training")
+    group.add_argument("--activations", action="store_true", help="bytes saved for the backward pass, by step")
+    group.add_argument(
         "--profile",
         metavar="NAME",
         help="how attention runs in training: dense, composed, halves, sdpa, flash-cuda, or a published formula: "
         "paper-2022, zhihu-624740065",
     )
-    parser.add_argument(
-        "--checkpoint", metavar="WHAT", help="recomputed in the backward pass: none, block or core (default none)"
+    group.add_argument(
+        "--checkpoint", metavar="WHAT", help="recomputed in the backward pass: none, block or core (default: none)"
     )
-    parser.add_argument(
-        "--dropout", type=float, metavar="RATE", help="dropout after every branch of a model's blocks (default 0)"
+    group.add_argument(
+        "--dropout", type=float, metavar="RATE", help="dropout after every branch of a model's blocks (default: 0)"
     )
 
 
 def make_activation_views(args: argparse.Namespace, costs: CostReport) -> Mapping[str, TrainingMemoryView]:
     """Return the report of activation memory, if any of its options is given."""
-    if not args.kept and args.profile is None and args.checkpoint is None and args.dropout is None:
+    if not args.activations and args.profile is None and args.checkpoint is None and args.dropout is None:
         return {}
     from ...costs.training_memory import ActivationSettings
 

@@ -1,37 +1,48 @@
 """`headwise run`: run a trained model on a text, an image, or every line of stdin.
 
-`main` loads the model and calls `answer` of the module for its kind: `generated_text` for models that generate text
-(`requests` with --requests), `masks` for models that fill in masks, `classes` for classifiers. `inputs` reads lines
-and images; `scores` computes BLEU and chrF.
+`main` loads the model and calls the function for its kind: of `generated_text` for models that generate text, of
+`requests` with --requests, of `predictions` for classifiers and for models that fill in masks. `inputs` reads lines
+and images.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..arguments import CommandParser, UsageError, add_json_argument
+from ..arguments import add_json_argument
+from ..command_parser import CommandParser, UsageError
+from ..text_arguments import add_tokenizer_argument
 
 if TYPE_CHECKING:
     from ...models import Transformer
 
 # Options that set fields of hw.DecodingConfig: type, metavar and help text.
-DECODING_OPTIONS: dict[str, tuple[type, str, str]] = {
+EVERYDAY_DECODING: dict[str, tuple[type, str, str]] = {
     "top-k": (int, "K", "sample from the K likeliest tokens; for classes and masks, print the K likeliest"),
     "top-p": (float, "SHARE", "nucleus sampling: sample from the likeliest tokens with this total probability"),
-    "min-p": (float, "SHARE", "sample from tokens at least this share as likely as the likeliest"),
-    "repetition": (float, "PENALTY", "repetition penalty for tokens seen before (default: 1, none)"),
     "beams": (int, "COUNT", "beam search with this many beams (default: 1)"),
+}
+EXPERT_DECODING: dict[str, tuple[type, str, str]] = {
+    "min-p": (float, "SHARE", "sample from tokens at least this share as likely as the likeliest"),
+    "repetition": (float, "PENALTY", "penalty for tokens that were generated before; 1 is none (default: 1)"),
     "length-penalty": (float, "POWER", "divide the score of a beam by its length to this power (default: 1)"),
     "best": (int, "COUNT", "print this many of the beams, with their scores (default: 1)"),
-    "window": (int, "TOKENS", "use only the last tokens of the context"),
+    "window": (int, "TOKENS", "use only the last tokens of the context (default: all)"),
     "compile": (str, "WHEN", "compile the decode step: off, on, or auto if it is faster (default: off)"),
 }
+DECODING_OPTIONS = EVERYDAY_DECODING | EXPERT_DECODING
 # Options that apply to every kind of model, by their argparse names.
 COMMON_OPTIONS = ("model", "text", "batch", "device", "tokenizer", "json", "top_k")
-MODULES = {"texts": "generated_text"}  # kinds whose module has another name
+ANSWER_FUNCTIONS = {  # module and function by kind
+    "texts": ("generated_text", "answer"),
+    "requests": ("requests", "answer"),
+    "classes": ("predictions", "answer_classes"),
+    "masks": ("predictions", "answer_masks"),
+}
 SERVING_OPTIONS = ("budget", "rows", "chunk")
 
 
@@ -49,7 +60,8 @@ def main(argv: list[str]) -> int:
         _check_unused(args, parser, model, kind)
     elif args.requests is not None:
         kind = "requests"
-    return import_module(f"{__name__}.{MODULES.get(kind, kind)}").answer(model, args)
+    module, function = ANSWER_FUNCTIONS[kind]
+    return getattr(import_module(f"{__name__}.{module}"), function)(model, args)
 
 
 def task_kind(model: Transformer) -> str:
@@ -85,8 +97,7 @@ def _parser() -> CommandParser:
     parser.add_argument(
         "--temperature", type=float, metavar="T", help="sampling temperature; 0 takes the likeliest token (default: 0)"
     )
-    for name, (kind, metavar, help_text) in DECODING_OPTIONS.items():
-        parser.add_argument(f"--{name}", type=kind, metavar=metavar, help=help_text)
+    _add_decoding_options(parser, EVERYDAY_DECODING)
     parser.add_argument("--stop", action="append", metavar="TEXT", help="stop before this text; repeatable")
     parser.add_argument(
         "--seed",
@@ -94,25 +105,32 @@ def _parser() -> CommandParser:
         metavar="INT",
         help="random seed; line n samples from stream n of it (default: a random seed)",
     )
-    parser.add_argument("--score", metavar="REF", help="print BLEU and chrF against the lines of this file")
-    parser.add_argument(
+    parser.add_argument("--batch", type=int, default=32, metavar="COUNT", help="lines per batch")
+    parser.add_argument("--device", default="auto", metavar="NAME", help="auto, cpu, cuda, cuda:1, ...")
+    add_json_argument(parser)
+    expert = parser.add_expert_group("details of decoding")
+    _add_decoding_options(expert, EXPERT_DECODING)
+    add_tokenizer_argument(expert)
+    scores = parser.add_expert_group("scores of translations")
+    scores.add_argument("--score", metavar="REF", help="print BLEU and chrF against the lines of this file")
+    scores.add_argument(
         "--score-tokenize", metavar="NAME", help="sacreBLEU tokenizer for --score: 13a, zh, char or intl (default: 13a)"
     )
-    parser.add_argument("--batch", type=int, default=32, metavar="COUNT", help="lines per batch")
-    parser.add_argument(
+    serving = parser.add_expert_group("continuous batching")
+    serving.add_argument(
         "--requests",
         metavar="FILE",
         help='serve the requests in this file together, one per line, as {"prompt": "Once", "max_new_tokens": 9}',
     )
-    parser.add_argument("--budget", metavar="MEMORY", help="KV cache size for --requests (default: 1 GiB)")
-    parser.add_argument("--rows", type=int, metavar="COUNT", help="most concurrent requests (default: 64)")
-    parser.add_argument("--chunk", type=int, metavar="TOKENS", help="most prompt tokens per step (default: 256)")
-    parser.add_argument(
-        "--tokenizer", metavar="FILE", help="tokenizer of a model without one: a tokenizer.json, or bytes"
-    )
-    parser.add_argument("--device", default="auto", metavar="NAME", help="auto, cpu, cuda, cuda:1, ...")
-    add_json_argument(parser)
+    serving.add_argument("--budget", metavar="MEMORY", help="KV cache size for --requests (default: 1 GiB)")
+    serving.add_argument("--rows", type=int, metavar="COUNT", help="most concurrent requests (default: 64)")
+    serving.add_argument("--chunk", type=int, metavar="TOKENS", help="most prompt tokens per step (default: 256)")
     return parser
+
+
+def _add_decoding_options(parser: argparse._ActionsContainer, options: Mapping[str, tuple[type, str, str]]) -> None:
+    for name, (kind, metavar, help_text) in options.items():
+        parser.add_argument(f"--{name}", type=kind, metavar=metavar, help=help_text)
 
 
 def _load_model(args: argparse.Namespace) -> Transformer:

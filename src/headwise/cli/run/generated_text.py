@@ -1,4 +1,4 @@
-"""`headwise run` with a generating model: continuations and translations."""
+"""`headwise run` with a generating model: continuations and translations, and BLEU and chrF of them (--score)."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ import re
 import secrets
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+from ...data.translation import SacreBleuScores, score_translations
 from ...generation import PromptBatch, TextGenerator, encode_prompt
 from ...generation.compiled_step import CompileDecision, ignore_decision
 from ...generation.decoding_config import DecodingConfig
@@ -18,10 +20,11 @@ from ...generation.generate import GenerationOutput
 from ...models import Transformer
 from ...ops.counter_rng import RandomStream
 from ..arguments import print_page, to_json
+from ..command_parser import UsageError
 from . import DECODING_OPTIONS
 from .inputs import InputLine, InputLines
-from .scores import TranslationScores
 
+DEFAULT_BLEU_TOKENIZER = "13a"  # sacreBLEU's default
 DEFAULT_NEW_TOKENS = 64  # default of --max-new-tokens
 
 
@@ -153,3 +156,61 @@ def _write_piece(piece: str) -> None:
     """Write part of a line and flush."""
     sys.stdout.write(piece)
     sys.stdout.flush()
+
+
+# --- --score: BLEU and chrF against a file of references ------------------------------------------------
+
+
+@dataclass
+class TranslationScores:
+    """Generated `hypotheses` and the `references` read from a file."""
+
+    path: str
+    references: list[str]
+    tokenize: str
+    hypotheses: list[str] = field(default_factory=list)
+
+    @staticmethod
+    def from_file(path: str | None, tokenize: str | None) -> TranslationScores | None:
+        """Read the references, or return None without --score; raises before anything is generated."""
+        if path is None:
+            if tokenize is not None:
+                raise UsageError("--score-tokenize needs --score; add --score REF")
+            return None
+        try:
+            references = Path(path).read_text(encoding="utf-8").split("\n")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(
+                f"{path!r} cannot be read: {error}; give a text file with one reference per line"
+            ) from None
+        references = references[:-1] if references[-1] == "" else references
+        scores = TranslationScores(path, [line.rstrip("\r") for line in references], tokenize or DEFAULT_BLEU_TOKENIZER)
+        score_translations(["a"], ["a"], scores.tokenize)  # raises if sacreBLEU or the tokenizer is missing
+        return scores
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every hypothesis has a reference."""
+        return len(self.hypotheses) == len(self.references)
+
+    @property
+    def metrics(self) -> SacreBleuScores:
+        """Return BLEU and chrF over all lines."""
+        if not self.is_complete:
+            fact = f"{len(self.hypotheses)} lines were answered, but {self.path} has {len(self.references)}"
+            raise UsageError(f"{fact}; give one reference per line")
+        return score_translations(self.hypotheses, self.references, self.tokenize)
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """Scores as plain values."""
+        return asdict(self.metrics)
+
+    def __str__(self) -> str:
+        metrics = self.metrics
+        return "\n".join(
+            [
+                f"BLEU {metrics.bleu:6.2f}   {metrics.bleu_signature}",
+                f"chrF {metrics.chrf:6.2f}   {metrics.chrf_signature}",
+            ]
+        )

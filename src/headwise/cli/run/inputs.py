@@ -22,7 +22,7 @@ from ...generation.classification import scale_inputs
 from ...generation.prompts import encode_text
 from ...masking.sequence_info import SequenceInfo
 from ...models import Transformer
-from ..arguments import UsageError
+from ..command_parser import UsageError
 
 MAX_LINE_BYTES = 2**20  # longest line that is accepted
 InputT = TypeVar("InputT")

@@ -21,7 +21,8 @@ from ...models import Transformer
 from ...ops.counter_rng import RandomStream as Numbers
 from ...serving import BatchingConfig, Engine, RequestStream, ThroughputPrediction
 from ...serving.metrics import DTYPE_NAMES
-from ..arguments import UsageError, print_page, to_json
+from ..arguments import print_page, to_json
+from ..command_parser import UsageError
 from .generated_text import CompileNotices, parse_decoding, parse_length
 from .inputs import MAX_LINE_BYTES
 

@@ -1,4 +1,4 @@
-"""Models for `coverage.py`: families of transformers built tiny from their configs alone, and something to read."""
+"""Tiny models of transformers families for `coverage.py`, built from their configs, and inputs for them."""
 
 from __future__ import annotations
 
@@ -35,22 +35,24 @@ MLA = {
 
 
 def configs(kind: Any, family: str) -> Iterator[Any]:
-    """Small configs of one kind, the smallest first: all sizes small, or layers alone few."""
+    """Yield small configs of one family: first with all sizes small, then with few layers only."""
     for sizes in (SMALL, LAYERS):
-        yield shrunk(kind(), family, sizes)
+        yield shrink(kind(), family, sizes)
 
 
-def shrunk(config: Any, family: str, sizes: dict[str, int]) -> Any:
-    """The config with small sizes, as far as it lets itself be changed."""
+def shrink(config: Any, family: str, sizes: dict[str, int]) -> Any:
+    """Set small sizes in a config where its attributes can be changed; return it."""
     for key, value in sizes.items():
         try:
-            told = getattr(config, key)
-            if (isinstance(told, int) and not isinstance(told, bool)) or (told is None and key in LAYERS):
+            value_now = getattr(config, key)
+            if (isinstance(value_now, int) and not isinstance(value_now, bool)) or (
+                value_now is None and key in LAYERS
+            ):
                 setattr(config, key, value)
-        except Exception:  # some sizes are said layer by layer, or follow from others
+        except Exception:  # some sizes are per layer, or computed from others
             continue
     if sizes is SMALL:
-        _fitting(config, family)
+        _match_sizes(config, family)
     try:
         kinds = list(config.layer_types or [])
         if len(kinds) > 2:
@@ -60,12 +62,12 @@ def shrunk(config: Any, family: str, sizes: dict[str, int]) -> Any:
     for name in getattr(config, "sub_configs", None) or {}:
         part = getattr(config, name, None)
         if part is not None:
-            shrunk(part, family, sizes)
+            shrink(part, family, sizes)
     return config
 
 
-def _fitting(config: Any, family: str) -> None:
-    """Sizes that must fit others."""
+def _match_sizes(config: Any, family: str) -> None:
+    """Set sizes that depend on others."""
     if family in MLA:
         config.head_dim, config.num_key_value_heads = 8, 4
     rope = getattr(config, "rope_parameters", None)
@@ -76,8 +78,8 @@ def _fitting(config: Any, family: str) -> None:
         config.embed_dim = 8 * heads[0]
 
 
-def built(cls: Any, config: Any) -> nn.Module:
-    """A model with weights large enough for attention to be uneven."""
+def build_model(cls: Any, config: Any) -> nn.Module:
+    """Return a model with weights so large that attention is not uniform."""
     with torch.device("meta"):
         if sum(p.numel() for p in cls(config).parameters()) > LARGEST:
             raise ValueError("its config has no small form")
@@ -93,21 +95,21 @@ def built(cls: Any, config: Any) -> nn.Module:
     return model.eval()
 
 
-def readable(model: nn.Module, config: Any) -> dict[str, Tensor]:
-    """What the model could be run on: its first input, or words and a picture together."""
-    failed: Exception | None = None
-    for told in inputs(model, config):
+def find_inputs(model: nn.Module, config: Any) -> dict[str, Tensor]:
+    """Return the first inputs that the model runs on: its main input, or text and an image together."""
+    first_error: Exception | None = None
+    for inputs in candidate_inputs(model, config):
         try:
             torch.manual_seed(2)
-            model(**told)
-            return told
+            model(**inputs)
+            return inputs
         except Exception as error:
-            failed = failed or error
-    raise failed or ValueError(f"it reads {model.main_input_name}")
+            first_error = first_error or error
+    raise first_error or ValueError(f"it reads {model.main_input_name}")
 
 
-def inputs(model: nn.Module, config: Any) -> Iterator[dict[str, Tensor]]:
-    """Things to read, the likeliest first."""
+def candidate_inputs(model: nn.Module, config: Any) -> Iterator[dict[str, Tensor]]:
+    """Yield inputs, the most likely to work first."""
     torch.manual_seed(1)
     ids, first = torch.randint(3, WORDS, (2, 7)), model.main_input_name
     more = {"decoder_input_ids": ids[:, :5]} if getattr(config, "is_encoder_decoder", False) else {}
@@ -119,11 +121,11 @@ def inputs(model: nn.Module, config: Any) -> Iterator[dict[str, Tensor]]:
         yield {"input_ids": ids, "bbox": torch.zeros(2, 7, 4, dtype=torch.long), **more}
     part = getattr(config, "vision_config", config)
     if first == "pixel_values" or part is not config:
-        for picture in pictures(part):
-            yield {first: picture, **more} if first != "input_ids" else {"input_ids": ids, "pixel_values": picture}
-            yield {"input_ids": ids, "pixel_values": picture, **more}
+        for image in images(part):
+            yield {first: image, **more} if first != "input_ids" else {"input_ids": ids, "pixel_values": image}
+            yield {"input_ids": ids, "pixel_values": image, **more}
     if first == "pixel_values_videos":
-        yield from ({first: picture[:, None].repeat(1, 16, 1, 1, 1)} for picture in pictures(part))
+        yield from ({first: image[:, None].repeat(1, 16, 1, 1, 1)} for image in images(part))
     if first == "input_values":
         yield {first: torch.randn(2, 4000), **more}
         yield {first: torch.randn(2, 1, 4000), **more}
@@ -133,10 +135,10 @@ def inputs(model: nn.Module, config: Any) -> Iterator[dict[str, Tensor]]:
             yield {first: torch.randn(2, 64, bins), **more}
 
 
-def pictures(config: Any) -> Iterator[Tensor]:
-    """Pictures of the size that a config says, and of others; then short films."""
-    channels, said = getattr(config, "num_channels", 3), getattr(config, "image_size", 32)
-    said = said if isinstance(said, (list, tuple)) else (said, said)
-    for high, wide in dict.fromkeys((tuple(said), (32, 32), (224, 224))):
-        yield torch.randn(2, channels, high, wide)
-    yield torch.randn(2, getattr(config, "num_frames", 8), channels, *said)
+def images(config: Any) -> Iterator[Tensor]:
+    """Yield images of the size in the config and of common sizes, then a short video."""
+    channels, size = getattr(config, "num_channels", 3), getattr(config, "image_size", 32)
+    size = size if isinstance(size, (list, tuple)) else (size, size)
+    for height, width in dict.fromkeys((tuple(size), (32, 32), (224, 224))):
+        yield torch.randn(2, channels, height, width)
+    yield torch.randn(2, getattr(config, "num_frames", 8), channels, *size)

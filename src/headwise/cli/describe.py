@@ -1,19 +1,19 @@
-"""`headwise spec`: print a spec with its parameters, costs and mask, or a whole model as a table."""
+"""Commands that describe a layer or a model: `headwise spec`, `walk`, `sites` and `why`."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 from .arguments import (
-    CommandParser,
     add_json_argument,
     add_spec_arguments,
+    format_model_page,
     load_model_description,
     parse_spec,
-    print_model_page as model_page,
     print_page,
     to_json,
 )
+from .command_parser import CommandParser
 
 if TYPE_CHECKING:
     from ..spec.attention_spec import AttentionSpec
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 MASK_TOKENS = 16  # enough to recognise every pattern, small enough for a terminal
 
 
-def main(argv: list[str]) -> int:
+def spec_main(argv: list[str]) -> int:
     """Print one spec, or a whole model."""
     parser = CommandParser(
         "spec",
@@ -41,7 +41,7 @@ def main(argv: list[str]) -> int:
     add_json_argument(forms)
     args = parser.parse_args(argv)
     if (model := load_model_description(args.spec)) is not None and args.preset is None:
-        print_page(model_page(model, args))
+        print_page(format_model_page(model, args))
         return 0
     spec = parse_spec(args)
     from ..spec.serialization import to_toml
@@ -105,7 +105,7 @@ def format_spec(spec: AttentionSpec, tokens: int) -> str:
     lines = [to_toml(spec), "", *_format_parameters(data["parameters"]), ""]
     rows = [
         ("parameters", f"{counts['parameters']:,}{constants}"),
-        (f"flops, {tokens} tokens", f"{counts['flops_asked']:,} asked, {counts['flops_counted']:,} counted"),
+        (f"flops, {tokens} tokens", f"{counts['flops_asked']:,} required, {counts['flops_counted']:,} counted"),
         ("cache", _format_cache(data["cache"])),
         (
             "keeps",
@@ -141,3 +141,104 @@ def _format_saved(retention: dict[str, Any]) -> str:
         if retention["first"]
         else f"the last {retention['last']} tokens"
     )
+
+
+def walk_main(argv: list[str]) -> int:
+    """Run a layer once on random input and print its tensor operations."""
+    parser = CommandParser(
+        "walk",
+        "Run a layer once on random input and list every tensor operation by stage, with shapes, strides, and whether "
+        "it copies or makes a view.",
+        "headwise walk mha --batch 5 --tokens 10",
+        "headwise walk gqa --set heads.kv=4 --json",
+    )
+    add_spec_arguments(parser)
+    parser.add_argument("--batch", type=int, default=5, metavar="COUNT", help="batch size")
+    parser.add_argument("--tokens", type=int, default=10, metavar="COUNT", help="tokens per sequence")
+    parser.add_argument(
+        "--source",
+        type=int,
+        metavar="COUNT",
+        help="cross-attention to a source of this many tokens (default: self-attention)",
+    )
+    add_json_argument(parser)
+    args = parser.parse_args(argv)
+    spec = parse_spec(args)
+    from ..nn.op_trace import walk
+
+    trace = walk(spec, args.batch, args.tokens, args.source)
+    print_page(to_json(trace.to_dict) if args.json else str(trace))
+    return 0
+
+
+def sites_main(argv: list[str]) -> int:
+    """Print the table of attention layers."""
+    parser = CommandParser(
+        "sites",
+        "List every attention layer of a model: its path, number of heads and attention pattern, and whether its heads "
+        "can be traced, ablated, pruned and converted, with the reason if not. A folder with only a config.json works.",
+        "headwise sites runs/dates",
+        "headwise sites path/to/model --json",
+    )
+    parser.add_argument("model", metavar="MODEL", help="a headwise or transformers folder")
+    add_json_argument(parser)
+    args = parser.parse_args(argv)
+    from ..hub.model_import import load_original
+    from ..inspect.attention_sites import sites
+
+    table = sites(load_original(args.model))
+    print_page(to_json(table.to_dict) if args.json else str(table))
+    return 0
+
+
+def why_main(argv: list[str]) -> int:
+    """Print the chosen backend, and for each other one its reasons to refuse."""
+    parser = CommandParser(
+        "why",
+        "Show which backend would run a spec, and why each other backend refuses. Runs nothing and needs no device.",
+        "headwise why gqa --device cuda --dtype bf16 --want weights",
+        "headwise why mla --tokens one --when paged",
+    )
+    add_spec_arguments(parser)
+    parser.add_argument(
+        "--want",
+        action="append",
+        default=[],
+        metavar="RESULT",
+        help="intermediate result that must be available, such as weights; repeatable",
+    )
+    parser.add_argument("--device", default="cpu", metavar="NAME", help="cpu, cuda, ...")
+    parser.add_argument("--dtype", default="float32", metavar="NAME", help="float32, bf16, fp16 or float64")
+    parser.add_argument(
+        "--tokens",
+        default="many",
+        metavar="COUNT",
+        help="queries per sequence: a number, many, or one (decoding from a cache)",
+    )
+    parser.add_argument(
+        "--when",
+        action="append",
+        default=[],
+        metavar="STATE",
+        help="assume grad, training, mask (a tensor passed as mask=), or paged (a paged KV cache); repeatable",
+    )
+    add_json_argument(parser)
+    args = parser.parse_args(argv)
+    spec = parse_spec(args)
+    from ..backends.backend_report import why
+
+    report = why(
+        spec,
+        want=_split_options(args.want),
+        device=args.device,
+        dtype=args.dtype,
+        tokens=args.tokens,
+        when=_split_options(args.when),
+    )
+    print_page(to_json(report.data) if args.json else str(report))
+    return 0
+
+
+def _split_options(options: list[str]) -> list[str]:
+    """Split values joined by commas."""
+    return [word for option in options for word in option.split(",") if word]

@@ -1,4 +1,4 @@
-"""What findings_stdlib.py follows over steps, with intervals over texts and tests that are corrected together."""
+"""What induction_study.py follows over steps, with intervals over texts and tests that are corrected together."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from findings_stdlib_seen import TESTED, Array, Found, Story
 
 from headwise.head_analysis.resampling import (
     confidence_interval,
@@ -15,10 +14,11 @@ from headwise.head_analysis.resampling import (
     resampled_ratios,
     sign_flip_p_values,
 )
+from induction_measures import TESTED, Array, Found, Story
 
 LEVEL = 0.05
 DRAWS = 1000
-CONTEXT, AGAIN = "in-context score", "loss when said again"
+CONTEXT, AGAIN = "in-context score", "loss on repetition"
 Key = tuple[str | int, ...]
 
 
@@ -30,12 +30,12 @@ class Test(NamedTuple):
 
     @property
     def verdict(self) -> bool:
-        """Whether it is told from chance."""
+        """Whether it is significant."""
         return self.p < LEVEL
 
     @property
     def is_above_chance(self) -> bool:
-        """Whether it is told from chance and more."""
+        """Whether it is significant and more."""
         return self.verdict and self.mean > 0
 
 

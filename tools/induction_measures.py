@@ -1,4 +1,4 @@
-"""What findings_stdlib.py measures of one model: heads, losses by token and composition, all text by text."""
+"""What induction_study.py measures of one model: heads, losses by token and composition, all text by text."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def _mean(sums: Array, numbers: Array) -> Array:
 
 
 class Data(NamedTuple):
-    """What every kept model is held to: the same held-out source, and the same random tokens said twice.
+    """What every kept model is held to: the same held-out source, and the same repeated random tokens.
 
     `rows` are more of the first, for losses; `choosing` are other random tokens, on which heads are chosen that are
     then followed.

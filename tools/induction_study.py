@@ -1,8 +1,8 @@
-"""When does induction appear? `python docs/findings_stdlib.py RUNS` writes docs/findings/stdlib.md.
+"""When does induction appear? `python tools/induction_study.py RUNS` writes docs/findings/stdlib.md.
 
 It trains small language models on the standard library's source, one for each seed, in the folder RUNS, and goes on
 where it was ended; then it measures weights that were kept on the way, each on the same texts, beside those of a twin
-that was never trained. What is said of it stands in findings_stdlib_page.py.
+that was never trained. What is said of it stands in induction_page.py.
 """
 
 from __future__ import annotations
@@ -12,8 +12,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from findings_stdlib_page import page
-from findings_stdlib_seen import (
+import headwise as hw
+from headwise.head_analysis.random_baseline import make_random_baseline
+from headwise.models import Transformer
+from headwise.training.checkpoint import CheckpointFolder, read_checkpoint
+from headwise.training.training_run import CHECKPOINT_FOLDER
+from induction_measures import (
     Array,
     Data,
     Found,
@@ -28,14 +32,9 @@ from findings_stdlib_seen import (
     source_scenes,
     strongest,
 )
+from induction_page import page
 
-import headwise as hw
-from headwise.head_analysis.random_baseline import make_random_baseline
-from headwise.models import Transformer
-from headwise.training.checkpoint import CheckpointFolder, read_checkpoint
-from headwise.training.training_run import CHECKPOINT_FOLDER
-
-PAGE = Path(__file__).parent / "findings" / "stdlib.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "findings" / "stdlib.md"
 TWIN = 1000  # the seed of weights that are not trained
 
 

@@ -1,7 +1,7 @@
-"""Write the generated parts of README.md and docs/*.md; with --check, say which are stale and fail.
+"""Write the generated parts of README.md and docs/*.md; with --check, only report which are stale, and fail.
 
-A generated part stands between `<!-- generated: NAME -->` and `<!-- /generated -->`; the function of that
-name below says what belongs there. What a reader could take for a fact about the code is written this way.
+A generated part is between `<!-- generated: NAME -->` and `<!-- /generated -->`; the function of this name in
+this file returns its text. Every fact about the code in the documents is generated, so that it stays true.
 """
 
 from __future__ import annotations
@@ -48,81 +48,93 @@ def layers() -> str:
     package = ROOT / "src" / "headwise"
     lines = []
     for row in rows:
-        rooms = [room for room in re.findall(r"\w+", row) if present(package / room)]
-        lines += ["    " + "  ".join(rooms)] if rooms else []
+        modules = [module for module in re.findall(r"\w+", row) if is_module(package / module)]
+        lines += ["    " + "  ".join(modules)] if modules else []
     return "\n".join(lines)
 
 
 @generates
 def traffic() -> str:
-    """What a step sends, by how its work is divided."""
+    """Communication of one training step, by parallelism."""
     from headwise import families
     from headwise.distributed import Parallelism
-    from headwise.distributed.communication_volume import BatchShape, count_communication as sent
+    from headwise.distributed.communication_volume import BatchShape, count_communication
 
     sizes = {"n_embd": 128, "n_head": 4, "n_layer": 4, "n_positions": 64, "vocab_size": 65}
     described, rows = families.read_model_spec({"model_type": "gpt2", **sizes}), []
-    alone = ("data=2", "data=8", "shards=2", "shards=8", "data=2,shards=4")
-    for said in (*alone, "tensor=2", "tensor=4", "context=2", "context=8", "data=2,tensor=2", "context=2,tensor=2"):
-        messages = sent(described, Parallelism.parse(said), batch_shape=BatchShape(16, 64))
+    unmixed = ("data=2", "data=8", "shards=2", "shards=8", "data=2,shards=4")
+    for text in (
+        *unmixed,
+        "tensor=2",
+        "tensor=4",
+        "context=2",
+        "context=8",
+        "data=2,tensor=2",
+        "context=2,tensor=2",
+    ):
+        messages = count_communication(described, Parallelism.parse(text), batch_shape=BatchShape(16, 64))
         moved = sum(message.moved for message in messages) / 1e6
-        each = {kind: sum(m.kind == kind for m in messages) for kind in ("sum", "gather", "scatter")}
-        rows.append([f"`{said}`", *(str(count) for count in each.values()), f"{moved:.2f} MB"])
-    return table(["spread", "sums", "gathered", "scattered", "sent by each rank"], rows)
+        counts = {kind: sum(m.kind == kind for m in messages) for kind in ("sum", "gather", "scatter")}
+        rows.append([f"`{text}`", *(str(count) for count in counts.values()), f"{moved:.2f} MB"])
+    return table(["parallelism", "all-reduces", "all-gathers", "reduce-scatters", "sent per rank"], rows)
 
 
 @generates
 def divided() -> str:
-    """Every preset of 8 heads between two ranks: by heads, by tokens."""
+    """Every preset with 8 heads on two ranks: tensor parallelism and context parallelism."""
     from headwise import PRESETS, SpecError, costs, design
     from headwise.distributed.communication_volume import count_kv_entry_numbers
-    from headwise.distributed.head_partition import partition_heads as shared
+    from headwise.distributed.head_partition import partition_heads
 
     rows = []
     for name in PRESETS:
         spec = design(preset=name, model=512, heads=8)
         try:
-            share = costs.count_parameters(shared(name, spec, 2)[0].spec) / costs.count_parameters(spec)
-            said = f"{share:.0%}"
+            share = costs.count_parameters(partition_heads(name, spec, 2)[0].spec) / costs.count_parameters(spec)
+            cell = f"{share:.0%}"
         except SpecError as refused:
-            said = f"refused: {str(refused).partition(': ')[2].partition(',')[0]}"
-        rows.append([f"`{name}`", said, f"{count_kv_entry_numbers(spec):,}"])
+            cell = f"refused: {str(refused).partition(': ')[2].partition(',')[0]}"
+        rows.append([f"`{name}`", cell, f"{count_kv_entry_numbers(spec):,}"])
     return table(
-        ["preset", "`tensor=2`: of a layer's numbers, a rank has", "`context=2`: numbers sent of a token"], rows
+        ["preset", "`tensor=2`: share of the parameters per rank", "`context=2`: numbers sent per token"], rows
     )
 
 
-def present(room: Path) -> bool:
-    return room.with_suffix(".py").is_file() or (room / "__init__.py").is_file()
+def is_module(path: Path) -> bool:
+    return path.with_suffix(".py").is_file() or (path / "__init__.py").is_file()
 
 
 @generates
 def parts() -> str:
-    """Every registered part: when it acts, what it is, where it was published."""
+    """Every registered part: its interface, definition and paper."""
     rows = [(f"`{cls.__name__}`", phase(cls), summary(cls), cls.paper or "-") for cls in registered_parts()]
-    return table(["part", "acts on", "what it is", "paper"], rows)
+    return table(["part", "interface", "definition", "paper"], rows)
 
 
 @generates
 def clashes() -> str:
-    """Every pair of parts that refuse each other, in the words of the refusal; what is not here can be combined."""
-    cannot, pairs, rows = alone(), 0, []
+    """Every part and pair of parts that conflicts, with the message; all other pairs can be combined."""
+    single_conflicts, pairs, rows = conflicts_with_defaults(), 0, []
     parts = registered_parts()
     for n, one in enumerate(parts):
         for other in parts[n + 1 :]:
             if phase(one) == phase(other) and phase(one) in slots():
                 continue  # a slot holds one part
             pairs += 1
-            reasons = [said for said in refusals(one, other) if said not in cannot[one] + cannot[other]]
+            reasons = [
+                text for text in conflicts(one, other) if text not in single_conflicts[one] + single_conflicts[other]
+            ]
             rows += [(f"`{one.__name__}`", f"`{other.__name__}`", "; ".join(reasons))] if reasons else []
-    single = [(f"`{cls.__name__}`", "-", "; ".join(said)) for cls, said in cannot.items() if said]
-    told = f"{pairs} pairs of parts were tried as they come, beside the usual choices; {len(rows)} refuse each other."
-    return f"{told}\n\n{table(['part', 'with', 'why not'], [*single, *rows])}"
+    single = [(f"`{cls.__name__}`", "-", "; ".join(texts)) for cls, texts in single_conflicts.items() if texts]
+    summary_line = (
+        f"Of {pairs} pairs of parts with default fields, in a layer with default choices, {len(rows)} conflict."
+    )
+    return f"{summary_line}\n\n{table(['part', 'with', 'reason'], [*single, *rows])}"
 
 
 @generates
 def variants() -> str:
-    """Every preset: formula, paper, price, backends, and where its sources disagree."""
+    """Every preset: formula, paper, costs, backends, and disagreements of its sources."""
     import variants_page
 
     return variants_page.page()
@@ -130,7 +142,7 @@ def variants() -> str:
 
 @generates
 def recipe() -> str:
-    """The usual values of a recipe."""
+    """The defaults of a recipe."""
     from headwise.training.recipe import Recipe, to_toml
 
     return f"```toml\n{to_toml(Recipe())}```"
@@ -138,7 +150,7 @@ def recipe() -> str:
 
 @generates
 def tasks() -> str:
-    """Every task that is made in code: what it asks, its knobs, an example, its measures and its chance."""
+    """Every synthetic task: definition, options, an example, metrics and chance level."""
     import tasks_page
 
     return tasks_page.page()
@@ -146,7 +158,7 @@ def tasks() -> str:
 
 @generates
 def served() -> str:
-    """What was measured of many requests at once."""
+    """Measurements of serving many requests."""
     import engine_page
 
     return engine_page.page()
@@ -154,27 +166,27 @@ def served() -> str:
 
 @generates
 def benched() -> str:
-    """What `headwise bench` measured last."""
-    import bench_pages
+    """The last measurements of `headwise bench`."""
+    import benchmark_pages
 
-    return bench_pages.rows()
+    return benchmark_pages.benchmarks_page()
 
 
 @generates
 def scaled() -> str:
-    """Every backend: what it takes, and what it costs as calls grow."""
-    import bench_pages
+    """Every backend: which presets it supports, and its time by size of the call."""
+    import benchmark_pages
 
-    return bench_pages.scales()
-
-
-def alone() -> dict[type, list[str]]:
-    """What each part, as it comes, refuses of the usual choices."""
-    return {cls: refusals(cls) for cls in registered_parts()}
+    return benchmark_pages.backends_page()
 
 
-def refusals(*parts: type) -> list[str]:
-    """Why these parts cannot stand together beside the usual choices."""
+def conflicts_with_defaults() -> dict[type, list[str]]:
+    """Conflicts of each part with the default choices."""
+    return {cls: conflicts(cls) for cls in registered_parts()}
+
+
+def conflicts(*parts: type) -> list[str]:
+    """Conflicts of these parts, in a layer with default choices."""
     import headwise as hw
 
     slotted = {phase(cls).lower(): cls() for cls in parts if phase(cls) in slots()}
@@ -187,7 +199,7 @@ def refusals(*parts: type) -> list[str]:
 
 
 def slots() -> set[str]:
-    """The seams of which a spec has exactly one."""
+    """Names of the interfaces of which a spec has exactly one part."""
     from headwise.spec.attention_spec import SLOTS
 
     return {kind.__name__ for kind in SLOTS.values()}
@@ -201,7 +213,7 @@ def registered_parts() -> list[type]:
 
 
 def phase(cls: type) -> str:
-    """The seam it fills, which says when it acts."""
+    """Name of the interface that the part implements."""
     from headwise import interfaces
 
     return next(base.__name__ for base in cls.__mro__ if base.__module__.startswith(interfaces.__name__))
@@ -218,22 +230,24 @@ def pages() -> list[Path]:
     return [path for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))) if path.is_file()]
 
 
-def fresh(path: Path) -> str:
-    """The page with every generated part written anew."""
+def generate(path: Path) -> str:
+    """Return the page with every generated part replaced."""
     text = path.read_text()
 
     def filled(block: re.Match[str]) -> str:
         name = block["name"]
         if name not in GENERATORS:
             known = ", ".join(sorted(GENERATORS))
-            raise SystemExit(f"{path.relative_to(ROOT)}: nothing generates {name!r}; known: {known}")
+            raise SystemExit(f"{path.relative_to(ROOT)}: there is no generator {name!r}; use one of {known}")
         if MARK.search(block["body"]):
-            raise SystemExit(f"{path.relative_to(ROOT)}: the generated part {name!r} is not closed")
+            raise SystemExit(
+                f"{path.relative_to(ROOT)}: the generated part {name!r} has no end; add <!-- /generated -->"
+            )
         return f"{block[1]}{GENERATORS[name]().strip(chr(10))}\n{block[4]}"
 
     new, found = BLOCK.subn(filled, text)
     if 2 * found != len(MARK.findall(new)):
-        raise SystemExit(f"{path.relative_to(ROOT)}: a generated part is opened or closed alone")
+        raise SystemExit(f"{path.relative_to(ROOT)}: a generated part lacks its start or its end; add the missing mark")
     return new
 
 
@@ -247,11 +261,11 @@ def write(path: Path, text: str) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 when something is stale")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a page is stale")
     check = parser.parse_args(argv).check
     stale = 0
     for path in pages():
-        old, new, name = path.read_text(), fresh(path), path.relative_to(ROOT).as_posix()
+        old, new, name = path.read_text(), generate(path), path.relative_to(ROOT).as_posix()
         if old == new:
             continue
         stale += 1

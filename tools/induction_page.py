@@ -1,4 +1,4 @@
-"""What findings_stdlib.py writes of what it found: tables by step, and sentences."""
+"""What induction_study.py writes of what it found: tables by step, and sentences."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import product
 
 import numpy as np
-from findings_stdlib_curves import (
+
+from headwise.head_analysis.head_classes import MIN_SCORE
+from headwise.head_analysis.resampling import confidence_interval
+from induction_curves import (
     AGAIN,
     CONTEXT,
     LEVEL,
@@ -24,10 +27,7 @@ from findings_stdlib_curves import (
     tests,
     when,
 )
-from findings_stdlib_seen import TESTED, Array, Found, Seen, Story
-
-from headwise.head_analysis.head_classes import MIN_SCORE
-from headwise.head_analysis.resampling import confidence_interval
+from induction_measures import TESTED, Array, Found, Seen, Story
 
 WIDTH = 120
 MISSING = """\
@@ -43,9 +43,9 @@ The setting was chosen. With the usual start of this library (Xavier, where the 
 the embeddings) and the usual rotary base of 10,000, two layers had no induction head at step 800 and three none at 400;
 with base 30 and biases two had none at 150. These trials were ended there and are not counted among the tests.
 
-Held-out rows are of the last files of the library by name, several of a file, and so are not independent draws of
-Python. Random tokens are far from what was trained on; that is why source stands beside them. That two curves change
-together does not say that one makes the other; silence says only what the model at its last step leans on."""
+Held-out rows come from the last files of the library by name, several from one file, so they are not independent
+samples. Random tokens differ from the training text; therefore results on source are given too. Two curves that change
+together need not cause each other; ablation only shows what the model depends on at its last step."""
 
 
 class Telling:
@@ -60,7 +60,7 @@ class Telling:
         return f"{layer}.{own}"
 
     def rows(self, story: Story) -> Iterator[str]:
-        """The table of one seed, by step; a star is a change from the row above that is told from chance."""
+        """The table of one seed, by step; a star is a change from the row above that is significant."""
         followed = curves(story)
         yield (
             f"| step | loss | {CONTEXT} | {AGAIN} | induction of {self.head(story.heads['induction'])} | "
@@ -124,7 +124,7 @@ class Telling:
         else:
             yield (
                 f"Induction appears between steps {between[0]:,} and {between[1]:,}: up to the first no head, from the "
-                f"second on at least one is called so on random tokens said twice and is surely above the twin's "
+                f"second on at least one is called so on repeated random tokens and is surely above the twin's "
                 f"strongest; at the last step {counts[-1]} of {len(story.steps[-1].tables['repeated'].heads)} are."
             )
         for name, curve in curves(story).items():
@@ -142,7 +142,7 @@ class Telling:
         }
         whose = f"{name} of {self.head(story.heads[name])}" if name in TESTED else name
         if not sure:
-            return f"{_begun(whose)}: no change from one kept step to the next is told from chance."
+            return f"{_begun(whose)}: no change from one kept step to the next is significant."
         if abs(curve[-1].mean() - curve[0].mean()) < MIN_SCORE:
             first, last = (_short(float(curve[at].mean()), name) for at in (0, -1))
             return (
@@ -152,7 +152,7 @@ class Telling:
         largest = max(sure, key=lambda one: abs(sure[one]))
         return (
             f"{_begun(whose)} is halfway from its first value to its last at step {middle:,.0f} ({low:,.0f} to "
-            f"{high:,.0f}); {len(sure)} of {len(self.kept) - 1} changes are told from chance, the largest {largest} "
+            f"{high:,.0f}); {len(sure)} of {len(self.kept) - 1} changes are significant, the largest {largest} "
             f"({sure[largest]:+.2f})."
         )
 
@@ -216,7 +216,7 @@ def page(found: Found) -> str:
     telling = Telling(found)
     parts = [
         "# When induction appears: small language models of the standard library's source",
-        "    python docs/findings_stdlib.py RUNS",
+        "    python tools/induction_study.py RUNS",
         *setting(found),
     ]
     parts += ["## In short", listed(map(telling.max_dense_length, found.stories))]
@@ -264,14 +264,14 @@ def setting(found: Found) -> Iterator[str]:
     yield (
         f"Measured at {len(own.kept)} kept steps: losses on the same {own.rows} held-out rows spread over the end of "
         f'the library and heads on {own.texts} of these ("source"), and both on {own.texts} rows of {own.length // 2} '
-        'random tokens said twice ("repeated"), where all that can be known of the second half is in the first. '
+        'repeated random tokens ("repeated"), where all that can be known of the second half is in the first. '
         "**Loss** is in nats, on source. The **in-context "
         "score** is the loss of the last eighth of a row less that of an eighth near its begin (2209.11895 takes token "
-        "500 less token 50); the **loss when said again**, that of the second half of the repeated rows less the "
+        "500 less token 50); the **loss on repetition**, that of the second half of the repeated rows less the "
         "first's. Scores of heads are those of `headwise heads`, of what sinks leave; the heads that are followed were "
         "chosen at the last step on other random tokens. By chance induction on repeated rows is "
         f"{chance[0]:.3f} and previous {chance[1]:.3f}. Behind numbers stand 95 % "
-        "intervals over texts (1,000 draws); a star marks a change from the row above that is told from chance. The "
+        "intervals over texts (1,000 draws); a star marks a change from the row above that is significant. The "
         "last two columns count heads of a class, on repeated rows / on source. The twin is the same architecture with "
         "fresh weights, as step 0 is with the seed's own."
     )

@@ -1,0 +1,147 @@
+"""The generated part of docs/variants.md: every preset with its formula, costs and backends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import headwise as hw
+from headwise import costs
+from headwise.interfaces import Part
+from headwise.masking.patterns import And, Or, Pattern
+from headwise.parts import REGISTRY
+from headwise.presets import PRESETS
+from headwise.spec.attention_spec import SLOTS, AttentionSpec
+
+MODEL, HEADS, TOKENS, CACHE_TOKENS = 512, 8, 1024, 8192  # sizes for all costs
+Row = Sequence[str]
+
+
+def cost_table() -> tuple[Row, list[Row]]:
+    """Header and rows of the table that compares presets."""
+    head = [
+        "preset",
+        "parameters",
+        f"MFLOP per token, {TOKENS} tokens",
+        "cache, bytes per token",
+        f"cache, MB at {CACHE_TOKENS} tokens",
+        "backends",
+    ]
+    return head, [[f"[`{name}`](#{name})", *costs_of(name), runs(specs(name))] for name in PRESETS]
+
+
+def specs(name: str) -> AttentionSpec:
+    return hw.design(preset=name, model=MODEL, heads=HEADS)
+
+
+def costs_of(name: str) -> list[str]:
+    """Parameters, FLOPs required per token, and the size of a bfloat16 cache: per token, and in all."""
+    spec = specs(name)
+    flops = costs.required_flops(spec, costs.self_attention_work(spec, batch=1, queries=TOKENS)) / TOKENS / 1e6
+    lines_of_cost = [f"{costs.count_parameters(spec):,}", f"{flops:.3f}"]
+    if spec.pattern.tokens_before_decode != 0:
+        return [*lines_of_cost, "-", "-"]
+    cache_size = costs.cache_bytes(spec, batch=1, capacity=CACHE_TOKENS, bytes_per_number=2)
+    per_token = "a state" if spec.is_recurrent else str(2 * costs.cached_numbers_per_token(spec))
+    return [*lines_of_cost, per_token, f"{cache_size / 1e6:.3f}"]
+
+
+def runs(spec: AttentionSpec) -> str:
+    """The backends chosen on the CPU: for a whole text without and with gradients, and for a decode step."""
+    whole, trained = hw.why(spec), hw.why(spec, when="grad")
+    step = hw.why(spec, tokens="one")
+    names = [str(lines_of_cost.backend) for lines_of_cost in (whole, trained, step)]
+    return " / ".join(names if spec.pattern.tokens_before_decode == 0 else names[:2])
+
+
+def sections() -> Iterator[str]:
+    """One section per preset."""
+    for name, make in PRESETS.items():
+        spec = specs(name)
+        parameters, flops, per_token, cache_size = costs_of(name)
+        lines = [f"### {name}", "", sentence(make.__doc__), ""]
+        lines += [f"- {lines_of_cost}" for lines_of_cost in formulas(spec)]
+        lines += [f"- **pattern**: `{spec.pattern.text}`", *rules(spec.pattern)]
+        lines += [f"- **parameters**: {parameters} ({share(spec)})"]
+        lines += [f"- **FLOPs**: {flops} million per token in a text of {TOKENS} tokens"]
+        cache_text = (
+            "not causal, so there is no decoding" if per_token == "-" else f"{per_token} bytes per token in bfloat16"
+        )
+        cache_text = f"a state of {cache_size} MB at any length" if per_token == "a state" else cache_text
+        lines += [f"- **cache**: {cache_text}", f"- **runs on the CPU**: {runs(spec)}; on CUDA: {on_cuda(spec)}"]
+        lines += [f"- **sources disagree**: {names}" for part in unusual(spec) for names in part.disagreements]
+        yield "\n".join(lines)
+
+
+def on_cuda(spec: AttentionSpec) -> str:
+    reasons = hw.why(spec, device="cuda", dtype="bf16", when="grad")
+    return str(reasons.backend)
+
+
+def formulas(spec: AttentionSpec) -> Iterator[str]:
+    """The definition of every part that is not a default, with its paper."""
+    for part in dict.fromkeys(unusual(spec)):
+        paper = f" ([{part.paper}](https://arxiv.org/abs/{part.paper}))" if part.paper[:4].isdigit() else ""
+        yield f"`{part!r}`{paper}: {sentence(type(part).__doc__)}"
+
+
+def unusual(spec: AttentionSpec) -> list[Part]:
+    usual = [part for _, part in hw.design(model=MODEL, heads=HEADS).parts()]
+    return [part for _, part in spec.parts() if part not in usual]
+
+
+def rules(pattern: Pattern) -> Iterator[str]:
+    """The definition of a published pattern, with notes on sources that disagree."""
+    if isinstance(pattern, And | Or):
+        yield from rules(pattern.left)
+        yield from rules(pattern.right)
+    elif pattern not in (hw.Full(), hw.Causal()):
+        names = (type(pattern).__doc__ or "").split(">>>")[0].strip().split("\n\n")
+        yield from (f"  - {sentence(paragraph)}" for paragraph in names)
+
+
+def share(spec: AttentionSpec) -> str:
+    """The difference of its parameters from those of multi-head attention."""
+    plain = costs.count_parameters(hw.design(model=MODEL, heads=HEADS))
+    more = costs.count_parameters(spec) - plain
+    return "as multi-head attention" if not more else f"{more:+,} compared with multi-head attention"
+
+
+def sentence(doc: str | None) -> str:
+    """The first paragraph of a docstring, on one line."""
+    return " ".join((doc or "").strip().split("\n\n")[0].split())
+
+
+def others() -> Iterator[str]:
+    """Parts that no preset uses: the definition of per_token, and its cost with default choices for the rest."""
+    used = {type(part) for name in PRESETS for _, part in specs(name).parts()}
+    for cls in (cls for _, cls in sorted(REGISTRY.items()) if issubclass(cls, Part) and cls not in used):
+        paper = f" ([{cls.paper}](https://arxiv.org/abs/{cls.paper}))" if cls.paper[:4].isdigit() else ""
+        yield f"- `{cls.__name__}`{paper}: {sentence(cls.__doc__)}{extra(cls)}"
+        yield from (f"  - sources disagree: {names}" for names in cls.disagreements)
+
+
+def extra(cls: type[Part]) -> str:
+    """Parameters and cache that the part adds to a layer with default choices."""
+    slot = next((slot for slot, kind in SLOTS.items() if issubclass(cls, kind)), None)
+    plain = hw.design(model=MODEL, heads=HEADS, pattern="causal")
+    words = {slot: cls()} if slot else {"modifiers": (cls(),)}
+    try:
+        spec = hw.design(model=MODEL, heads=HEADS, pattern="causal", **words)
+    except hw.SpecError as error:
+        return f" With the defaults: {error}."
+    more = costs.count_parameters(spec) - costs.count_parameters(plain)
+    cache_text = 2 * (costs.cached_numbers_per_token(spec) - costs.cached_numbers_per_token(plain))
+    cache = "a state" if spec.is_recurrent else f"{cache_text:+,} bytes per token"
+    return f" Parameters {more:+,}, cache {cache}; backends: {runs(spec)}."
+
+
+def page() -> str:
+    """The whole part, as Markdown."""
+    head, rows = cost_table()
+    lines = [head, ["---"] * len(head), *rows]
+    table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    rest = (
+        "### Parts without a preset\n\nCosts are of a causal layer with default choices for all other parts.\n\n"
+        + "\n".join(others())
+    )
+    return "\n\n".join([table, *sections(), rest])
