@@ -13,7 +13,7 @@ from torch import Tensor
 
 import headwise as hw
 from headwise.kernels import PagedDecodeOptions, attend_paged
-from headwise.kernels.compilation import NO_CACHE_WARNING, CompilationState, compile_when_called
+from headwise.kernels.compilation import NO_CACHE_WARNING, STATE, CompilationState, compile_when_called
 from headwise.kernels.flash_attention import FLASH_ATTENTION_KERNELS, attend_key_ranges
 from headwise.kernels.launch import KernelSet
 from headwise.kernels.paged_decode import PAGED_DECODE_KERNELS
@@ -115,9 +115,9 @@ def test_why_names_what_is_lost_without_numba():
 def test_kernels_can_be_switched_off(monkeypatch):
     spec = hw.design(model=64, heads=4, pattern="causal")
     assert not hw.why(spec).unsupported["flash_cpu"]
-    monkeypatch.setenv("HEADWISE_KERNELS", "off")
+    monkeypatch.setattr(STATE, "setting", "off")
     assert hw.why(spec).unsupported["flash_cpu"] == ["needs kernels, which HEADWISE_KERNELS=off switches off"]
-    monkeypatch.setenv("HEADWISE_KERNELS", "later")
+    monkeypatch.setattr(STATE, "setting", "later")
     with pytest.raises(ValueError, match="HEADWISE_KERNELS is 'later'; use one of auto, wait, off"):
         hw.why(spec)
 
@@ -210,15 +210,14 @@ assert [str(w.message) for w in caught] == [{NO_CACHE_WARNING!r}], [str(w.messag
 
 
 def test_runs_that_must_repeat_compile_first(monkeypatch):
-    state = CompilationState()
-    monkeypatch.delenv("HEADWISE_KERNELS")
-    assert state.policy == "auto"
+    monkeypatch.setattr(STATE, "setting", "auto")
+    assert STATE.policy == "auto"
     with compile_when_called():
-        assert hw.kernels.compilation.STATE.policy == "wait"
+        assert STATE.policy == "wait"
         with compile_when_called():
             pass
-        assert hw.kernels.compilation.STATE.policy == "wait"
-    assert hw.kernels.compilation.STATE.policy == "auto"
+        assert STATE.policy == "wait"
+    assert STATE.policy == "auto"
 
 
 def test_a_block_table_is_checked_by_torch_operations_too(monkeypatch):

@@ -1,7 +1,7 @@
 """When kernels are compiled: by a background process while torch operations do the work, or by the first call.
 
 A kernel takes 1 to 15 seconds to compile, once per machine and version; Numba keeps the result on disk. The environment
-variable HEADWISE_KERNELS chooses what a call does with a kernel that is not compiled yet:
+variable HEADWISE_KERNELS, read once at import, chooses what a call does with a kernel that is not compiled yet:
 
 - `auto` (default): a background process compiles it, and until then the call uses torch operations. Their results
   differ from the kernel's in the last bits.
@@ -30,6 +30,7 @@ class CompilationState:
     """The policy of this process, and its background compilations."""
 
     def __init__(self) -> None:
+        self.setting = os.environ.get("HEADWISE_KERNELS", "auto")
         self.waiting = 0  # how many `compile_when_called` contexts are open
         self.running: dict[str, subprocess.Popen[bytes]] = {}
         self.failed: set[str] = set()  # compiled by the call that needs them
@@ -38,10 +39,9 @@ class CompilationState:
     @property
     def policy(self) -> str:
         """The policy that applies now: one of `POLICIES`."""
-        policy = os.environ.get("HEADWISE_KERNELS", "auto")
-        if policy not in POLICIES:
-            raise ValueError(f"HEADWISE_KERNELS is {policy!r}; use one of {', '.join(POLICIES)}")
-        return "wait" if policy == "auto" and self.waiting else policy
+        if self.setting not in POLICIES:
+            raise ValueError(f"HEADWISE_KERNELS is {self.setting!r}; use one of {', '.join(POLICIES)}")
+        return "wait" if self.setting == "auto" and self.waiting else self.setting
 
     def is_running(self, task: str) -> bool:
         """Return True while the background process of this task is compiling; note it if it failed."""
