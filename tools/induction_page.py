@@ -1,4 +1,4 @@
-"""What induction_study.py writes of what it found: tables by step, and sentences."""
+"""The page of `induction_study.py`: tables by training step, and sentences about them."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class PageWriter:
         """Sentences: when induction appears for one seed, and how the other curves change."""
         counts = called(self.found, story, self.tests)
         between = appears(self.kept, counts)
-        chosen = self.head(story.heads["induction"])
+        chosen, num_heads = self.head(story.heads["induction"]), len(story.steps[-1].tables["repeated"].heads)
         if between is None:
             most = np.nanmean(story.steps[-1].scores["repeated", "induction"], 0).max()
             yield (
@@ -126,7 +126,7 @@ class PageWriter:
             yield (
                 f"Induction appears between steps {between[0]:,} and {between[1]:,}: no head up to the first, and "
                 "from the second at least one is an induction head on repeated random tokens, significantly above the "
-                f"strongest of the random baseline; at the last step {counts[-1]} of {len(story.steps[-1].tables['repeated'].heads)} are."
+                f"strongest of the random baseline; at the last step {counts[-1]} of {num_heads} are."
             )
         for name, curve in curves(story).items():
             yield self.half(story, name, curve)
