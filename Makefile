@@ -22,13 +22,13 @@ QUICK := not slow and not compile and not anchors and not gpu and not lengthy
 
 .PHONY: help demo install check format fast test slow gpu mutate bench docs clean broken
 
-help:  ## this list
+help:  ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):[^#]*## */\1\t/' | expand -t 10
 
-demo: $(STAMP)  ## a look around, and a translator that learns and is made smaller as you watch: about three minutes
+demo: $(STAMP)  ## a tour, and a translator that is trained and pruned as you watch: about three minutes
 	@$(BIN)/headwise demo
 
-install: $(STAMP)  ## make .venv with everything in it; says where the command is
+install: $(STAMP)  ## make .venv with everything in it; prints the path of the command
 	@echo "headwise is installed: $(CURDIR)/$(BIN)/headwise"
 
 check: $(STAMP)  ## format, lint, types, the import map, fresh docs
@@ -61,11 +61,11 @@ bench: $(STAMP)  ## benchmark against other libraries and the machine's limits
 docs: $(STAMP)  ## update the generated parts of README.md and docs/
 	@$(BIN)/python tools/build_docs.py
 
-format: $(STAMP)  ## let ruff rewrite what it can
+format: $(STAMP)  ## format and fix with ruff
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
-clean:  ## remove .venv, builds and caches; runs/ holds your results and stays
+clean:  ## remove .venv, builds and caches; keeps runs/ with your results
 	@rm -rf $(VENV) build dist .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 

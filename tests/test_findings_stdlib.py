@@ -118,7 +118,7 @@ def test_all_is_trained_measured_and_told(parts: Any, tiny: Any, tmp_path: Path)
     assert story.steps[0].losses["source"].mean() > story.steps[-1].losses["source"].mean()
     text = parts.page.page(found)
     assert [line.split("|")[1].strip() for line in text.splitlines() if line.startswith("|")] == [
-        "step", "---", "0", "2", "4", "twin",
+        "step", "---", "0", "2", "4", "baseline",
     ]  # fmt: skip
     assert "Induction does not appear within 4 steps" in text
     assert max(map(len, (line for line in text.splitlines() if not line.startswith("|")))) <= 120

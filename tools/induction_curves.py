@@ -1,4 +1,4 @@
-"""What induction_study.py follows over steps, with intervals over texts and tests that are corrected together."""
+"""Curves over training steps for `induction_study.py`, with intervals over texts and corrected tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What induction_study.py measures of one model: heads, losses by token and composition, all text by text."""
+"""Measurements of one model for `induction_study.py`: heads, losses by token, and composition, for each text."""
 
 from __future__ import annotations
 

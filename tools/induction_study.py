@@ -1,8 +1,8 @@
 """When does induction appear? `python tools/induction_study.py RUNS` writes docs/findings/stdlib.md.
 
-It trains small language models on the standard library's source, one for each seed, in the folder RUNS, and goes on
-where it was ended; then it measures weights that were kept on the way, each on the same texts, beside those of a twin
-that was never trained. What is said of it stands in induction_page.py.
+It trains a small language model for each seed on the source of the standard library, in the folder RUNS; an
+interrupted run is resumed. Then it measures the saved weights of several steps on the same texts, and those of a
+randomly initialised baseline. `induction_page` writes the page.
 """
 
 from __future__ import annotations

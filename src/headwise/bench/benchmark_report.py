@@ -256,7 +256,7 @@ MIN_RATIO, MAX_RATIO = 0.5, 2.0  # always within the scale
 TICK_FACTORS = (0.5, 2.0)  # ticks besides powers of ten
 CAPTION = (
     "Time relative to headwise: bars to the right of 1 are slower peers, bars to the left faster ones.",
-    "An open bar is the machine's limit. A mark is an aim; a dashed line leads to one that is missed.",
+    "An open bar is the machine's limit. A mark is a target; a dashed line leads to a missed one.",
 )
 EMPTY_MESSAGE = "Nothing to draw: no row has a peer or a limit."
 CHART_TITLE = "headwise compared with others"
@@ -268,7 +268,7 @@ text{{{FONT_CSS};font-size:11.5px}}.head{{font-size:16px;font-weight:700}}.title
 path{{fill:none}}.mark{{stroke-width:3}}.gap{{stroke-width:1.5;stroke-dasharray:3 2}}.one{{stroke-width:1.5}}
 .grid{{stroke-opacity:.3}}.slower,.faster{{fill-opacity:.6}}.limit{{fill:none}}
 """
-VERDICT_CLASSES = {True: "met", False: "missed", None: "told"}  # CSS class of a target by its verdict
+VERDICT_CLASSES = {True: "met", False: "missed", None: "open"}  # CSS class of a target by its verdict
 
 
 class TargetMark(NamedTuple):
@@ -405,9 +405,7 @@ class _SvgPage:
             if target.is_met is False:
                 self.add_path(f"M{x_end:g} {y_middle:g}H{x_target:g}", "gap missed")
             self.add_path(f"M{x_target:g} {y_middle - 7:g}v14", f"mark {VERDICT_CLASSES[target.is_met]}")
-            self.add_text(
-                TARGET_X, y_middle + 4 + n * BAR_HEIGHT, f"aim {target.label}", VERDICT_CLASSES[target.is_met]
-            )
+            self.add_text(TARGET_X, y_middle + 4 + n * BAR_HEIGHT, target.label, VERDICT_CLASSES[target.is_met])
         self.y += _bar_height(bar)
 
     def add_text(self, x: float, y: float, text: str, kind: str) -> None:
@@ -445,8 +443,8 @@ def _colour_css(theme: FigureTheme) -> str:
     """Return the colour rules of a theme: one colour for slower peers and met targets, one for the opposite."""
     ours, theirs = theme.pair_colours
     return (
-        f".paper{{fill:{theme.background}}}text{{fill:{theme.foreground}}}.scale,.told{{fill:{theme.muted}}}"
-        f".rule,.grid,.told,.limit{{stroke:{theme.muted}}}text.told{{stroke:none}}.one{{stroke:{ours}}}"
+        f".paper{{fill:{theme.background}}}text{{fill:{theme.foreground}}}.scale,.open{{fill:{theme.muted}}}"
+        f".rule,.grid,.open,.limit{{stroke:{theme.muted}}}text.open{{stroke:none}}.one{{stroke:{ours}}}"
         f".slower{{fill:{ours}}}.faster{{fill:{theirs}}}"
         f"path.met{{stroke:{ours}}}path.missed{{stroke:{theirs}}}text.met{{fill:{ours}}}text.missed{{fill:{theirs}}}"
     )

@@ -153,7 +153,7 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def _number_parser(kind: Callable[[str], int | float], expected: str) -> Callable[[str], int | float]:
-    """Return a parser of numbers whose error says what is expected."""
+    """Return a parser of numbers whose error names what is expected."""
 
     def parse(text: str) -> int | float:
         try:
