@@ -305,6 +305,11 @@ STORAGE_LLVM_TYPES = {"float32": ir.FloatType(), "float64": ir.DoubleType(), "bf
 STORAGE_ITEMSIZES = {"float32": 4, "float64": 8, "bfloat16": 2, "int8": 1}
 
 
+def guard_address(builder: ir.IRBuilder, address: ir.Value, size: int) -> Any:
+    """Return the address to read or write `size` bytes at."""
+    return address
+
+
 def _typed_pointer(builder: ir.IRBuilder, address: ir.Value, kind: ir.Type) -> Any:
     return builder.inttoptr(address, kind.as_pointer())
 
@@ -520,12 +525,6 @@ def _make_prefetch(level: int) -> Any:
 
 
 prefetch_l2, prefetch_l1, prefetch_nontemporal = _make_prefetch(2), _make_prefetch(3), _make_prefetch(0)
-
-
-@extending.register_jitable
-def load_arg(table, at):
-    """Load the kernel argument at index `at` of an int64 array."""
-    return load_int64(table + 8 * at)
 
 
 # --- Masks and stream compaction -----------------------------------------------------------------------
