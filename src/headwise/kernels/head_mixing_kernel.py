@@ -81,15 +81,15 @@ def dot_with_vectors(dtype, x, factor, first, last):
 
 
 @njit
-def head_group_bounds(args, n):
+def head_group_bounds(args, group):
     """Return the range of heads of group n and of its output heads; a single group has all output heads."""
-    each = args.heads_per_group
-    first, last = n * each, (n + 1) * each
+    heads_per_group = args.heads_per_group
+    first, last = group * heads_per_group, (group + 1) * heads_per_group
     return (
         first,
         last,
         first,
-        args.num_output_heads if each == args.num_heads else last,
+        args.num_output_heads if heads_per_group == args.num_heads else last,
     )
 
 
@@ -133,7 +133,7 @@ def store_key_factor_grads(dtype, args, source, b, begin):
 def compose_key_vector(dtype, args, row, scratch):
     """Compute all output heads for one query and 16 keys."""
     size, step = simd.compute_itemsize(dtype), simd.compute_itemsize(dtype) * KEY_TILE_SIZE
-    H, OUT, ranks, held = (
+    H, OUT, q_ranks, k_ranks = (
         args.num_heads,
         args.num_output_heads,
         args.q_ranks,
@@ -141,31 +141,31 @@ def compose_key_vector(dtype, args, row, scratch):
     )
     gate = args.q_gate + size * row * OUT
     source, target = (
-        args.q_source + size * row * ranks * H,
-        args.q_target + size * row * ranks * OUT,
+        args.q_source + size * row * q_ranks * H,
+        args.q_target + size * row * q_ranks * OUT,
     )
-    x, y, of_source = scratch
-    of_target, of_gate = of_source + step * held * H, of_source + step * held * (H + OUT)
+    x, y, key_source = scratch
+    key_target, key_gate = key_source + step * k_ranks * H, key_source + step * k_ranks * (H + OUT)
     for o in range(OUT):
         a = load_vector(dtype, x + step * load_int64(args.head_of_output + 8 * o))
         factor = splat(load_scalar(dtype, gate + size * o))
         if args.num_key_gates:
-            factor = vec_add(factor, load_vector(dtype, of_gate + step * o))
+            factor = vec_add(factor, load_vector(dtype, key_gate + step * o))
         store_value(y + step * o, vec_mul(a, factor))
     for n in range(H // args.heads_per_group):
         first, last, begin, end = head_group_bounds(args, n)
-        for r in range(ranks):
+        for r in range(q_ranks):
             a = dot_with_scalars(dtype, x, source + size * r * H, first, last)
             for o in range(begin, end):
                 accumulate_product(dtype, y + step * o, a, splat(load_scalar(dtype, target + size * (r * OUT + o))))
-        for r in range(held):
-            a = dot_with_vectors(dtype, x, of_source + step * r * H, first, last)
+        for r in range(k_ranks):
+            a = dot_with_vectors(dtype, x, key_source + step * r * H, first, last)
             for o in range(begin, end):
-                accumulate_product(dtype, y + step * o, a, load_vector(dtype, of_target + step * (r * OUT + o)))
+                accumulate_product(dtype, y + step * o, a, load_vector(dtype, key_target + step * (r * OUT + o)))
 
 
 @extending.register_jitable
-def head_mixing_forward(dtype, args, unit, scratch):
+def head_mixing_forward(dtype, args, item, scratch):
     """Forward kernel: one tile of keys of one batch row."""
     size, step = simd.compute_itemsize(dtype), simd.compute_itemsize(dtype) * KEY_TILE_SIZE
     H, OUT, T, S = (
@@ -175,18 +175,18 @@ def head_mixing_forward(dtype, args, unit, scratch):
         args.num_keys,
     )
     tiles = -(-S // KEY_TILE_SIZE)
-    b, begin = unit // tiles, unit % tiles * KEY_TILE_SIZE
+    b, begin = item // tiles, item % tiles * KEY_TILE_SIZE
     x, y, keys, count = scratch, scratch + step * H, scratch + step * (H + OUT), min(KEY_TILE_SIZE, S - begin)
     load_key_factors(dtype, args, keys, b, begin)
     for t in range(T):
-        given = args.input + size * ((b * H * T + t) * S + begin)
-        made = args.output + size * ((b * OUT * T + t) * S + begin)
-        copy_rows(dtype, (x, step), (given, size * T * S), H, count)
-        prefetch_rows(dtype, given + size * S, size * T * S, H, count)
-        prefetch_rows(dtype, made, size * T * S, OUT, count)
+        inputs = args.input + size * ((b * H * T + t) * S + begin)
+        outputs = args.output + size * ((b * OUT * T + t) * S + begin)
+        copy_rows(dtype, (x, step), (inputs, size * T * S), H, count)
+        prefetch_rows(dtype, inputs + size * S, size * T * S, H, count)
+        prefetch_rows(dtype, outputs, size * T * S, OUT, count)
         for c in range(0, count, SIMD_WIDTH):
             compose_key_vector(dtype, args, b * T + t, (x + size * c, y + size * c, keys + size * c))
-        copy_rows(dtype, (made, size * T * S), (y, step), OUT, count)
+        copy_rows(dtype, (outputs, size * T * S), (y, step), OUT, count)
 
 
 # --- Backward pass -------------------------------------------------------------------------------------
@@ -197,13 +197,13 @@ def backward_own_heads(dtype, args, row, scratch):
     """Compute the gradients of the term a[own] * gate: of the heads and of both gates."""
     x, keys, d_x, d_keys, sums = scratch
     size, step = simd.compute_itemsize(dtype), simd.compute_itemsize(dtype) * KEY_TILE_SIZE
-    H, OUT, held = (
+    H, OUT, k_ranks = (
         args.num_heads,
         args.num_output_heads,
         args.k_ranks,
     )
     gate, g = args.q_gate + size * row * OUT, x + step * H
-    of_gate, d_gate = keys + step * held * (H + OUT), d_keys + step * held * (H + OUT)
+    key_gate, d_gate = keys + step * k_ranks * (H + OUT), d_keys + step * k_ranks * (H + OUT)
     for h in range(H):
         store_value(d_x + step * h, splat(simd.as_compute_scalar(dtype, 0)))
     for o in range(OUT):
@@ -214,7 +214,7 @@ def backward_own_heads(dtype, args, row, scratch):
             splat(load_scalar(dtype, gate + size * o)),
         )
         if args.num_key_gates:
-            factor = vec_add(factor, load_vector(dtype, of_gate + step * o))
+            factor = vec_add(factor, load_vector(dtype, key_gate + step * o))
             accumulate_product(dtype, d_gate + step * o, a, b)
         accumulate_product(dtype, d_x + step * h, b, factor)
         accumulate_product(dtype, sums + size * SIMD_WIDTH * o, a, b)
@@ -235,14 +235,14 @@ def backward_query_ranks(dtype, args, row, heads, scratch):
     for r in range(ranks):
         source = args.q_source + size * (row * ranks + r) * H
         target = args.q_target + size * (row * ranks + r) * OUT
-        a, back = dot_with_scalars(dtype, x, source, first, last), dot_with_scalars(dtype, g, target, begin, end)
-        of_source = sums + size * SIMD_WIDTH * (OUT + r * H)
-        of_target = sums + size * SIMD_WIDTH * (OUT + ranks * H + r * OUT)
+        a, d_a = dot_with_scalars(dtype, x, source, first, last), dot_with_scalars(dtype, g, target, begin, end)
+        d_source = sums + size * SIMD_WIDTH * (OUT + r * H)
+        d_target = sums + size * SIMD_WIDTH * (OUT + ranks * H + r * OUT)
         for o in range(begin, end):
-            accumulate_product(dtype, of_target + size * SIMD_WIDTH * o, load_vector(dtype, g + step * o), a)
+            accumulate_product(dtype, d_target + size * SIMD_WIDTH * o, load_vector(dtype, g + step * o), a)
         for h in range(first, last):
-            accumulate_product(dtype, d_x + step * h, back, splat(load_scalar(dtype, source + size * h)))
-            accumulate_product(dtype, of_source + size * SIMD_WIDTH * h, load_vector(dtype, x + step * h), back)
+            accumulate_product(dtype, d_x + step * h, d_a, splat(load_scalar(dtype, source + size * h)))
+            accumulate_product(dtype, d_source + size * SIMD_WIDTH * h, load_vector(dtype, x + step * h), d_a)
 
 
 @njit
@@ -260,12 +260,12 @@ def backward_key_ranks(dtype, args, heads, scratch):
     for r in range(ranks):
         at_source, at_target = step * r * H, step * (ranks * H + r * OUT)
         a = dot_with_vectors(dtype, x, keys + at_source, first, last)
-        back = dot_with_vectors(dtype, g, keys + at_target, begin, end)
+        d_a = dot_with_vectors(dtype, g, keys + at_target, begin, end)
         for o in range(begin, end):
             accumulate_product(dtype, d_keys + at_target + step * o, load_vector(dtype, g + step * o), a)
         for h in range(first, last):
-            accumulate_product(dtype, d_x + step * h, back, load_vector(dtype, keys + at_source + step * h))
-            accumulate_product(dtype, d_keys + at_source + step * h, load_vector(dtype, x + step * h), back)
+            accumulate_product(dtype, d_x + step * h, d_a, load_vector(dtype, keys + at_source + step * h))
+            accumulate_product(dtype, d_keys + at_source + step * h, load_vector(dtype, x + step * h), d_a)
 
 
 @njit
@@ -306,40 +306,40 @@ def backward_query(dtype, args, b, t, begin, scratch):
         args.num_queries,
         args.num_keys,
     )
-    at, count, apart = size * ((b * H * T + t) * S + begin), min(KEY_TILE_SIZE, S - begin), size * T * S
+    offset, count, row_stride = size * ((b * H * T + t) * S + begin), min(KEY_TILE_SIZE, S - begin), size * T * S
     grad = args.grad + size * ((b * OUT * T + t) * S + begin)
-    copy_rows(dtype, (x, step), (args.input + at, apart), H, count)
-    copy_rows(dtype, (x + step * H, step), (grad, apart), OUT, count)
-    prefetch_rows(dtype, args.input + at + size * S, apart, H, count)
-    prefetch_rows(dtype, grad + size * S, apart, OUT, count)
-    prefetch_rows(dtype, args.output + at, apart, H, count)
+    copy_rows(dtype, (x, step), (args.input + offset, row_stride), H, count)
+    copy_rows(dtype, (x + step * H, step), (grad, row_stride), OUT, count)
+    prefetch_rows(dtype, args.input + offset + size * S, row_stride, H, count)
+    prefetch_rows(dtype, grad + size * S, row_stride, OUT, count)
+    prefetch_rows(dtype, args.output + offset, row_stride, H, count)
     clear_memory(dtype, sums, SIMD_WIDTH * (OUT + args.q_ranks * (H + OUT)))
     for c in range(0, count, SIMD_WIDTH):
-        here = (x + size * c, keys + size * c, d_x + size * c, d_keys + size * c, sums)
-        backward_own_heads(dtype, args, b * T + t, here)
+        addresses = (x + size * c, keys + size * c, d_x + size * c, d_keys + size * c, sums)
+        backward_own_heads(dtype, args, b * T + t, addresses)
         for n in range(H // args.heads_per_group):
             heads = head_group_bounds(args, n)
-            backward_query_ranks(dtype, args, b * T + t, heads, here)
-            backward_key_ranks(dtype, args, heads, here)
-    copy_rows(dtype, (args.output + at, apart), (d_x, step), H, count)
+            backward_query_ranks(dtype, args, b * T + t, heads, addresses)
+            backward_key_ranks(dtype, args, heads, addresses)
+    copy_rows(dtype, (args.output + offset, row_stride), (d_x, step), H, count)
     tile, tiles = begin // KEY_TILE_SIZE, -(-S // KEY_TILE_SIZE)
     sum_query_factor_grads(dtype, args, (b * tiles + tile) * T + t, sums)
 
 
 @extending.register_jitable
-def head_mixing_backward(dtype, args, unit, scratch):
+def head_mixing_backward(dtype, args, item, scratch):
     """Backward kernel: one tile of keys of one batch row."""
     step = simd.compute_itemsize(dtype) * KEY_TILE_SIZE
-    H, OUT, held = (
+    H, OUT, k_ranks = (
         args.num_heads,
         args.num_output_heads,
         args.k_ranks,
     )
     tiles, factors = (
         -(-args.num_keys // KEY_TILE_SIZE),
-        held * (H + OUT) + args.num_key_gates,
+        k_ranks * (H + OUT) + args.num_key_gates,
     )
-    b, begin = unit // tiles, unit % tiles * KEY_TILE_SIZE
+    b, begin = item // tiles, item % tiles * KEY_TILE_SIZE
     x, keys = scratch, scratch + step * (H + OUT)
     d_x = keys + step * factors
     d_keys = d_x + step * H

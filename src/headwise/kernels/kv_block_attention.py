@@ -78,17 +78,17 @@ def fma_4_keys(x, y, a):
 
 
 @njit_inline
-def fma_4_keys_4_heads(dtype, x, q, apart, a):
+def fma_4_keys_4_heads(dtype, x, q, offsets, a):
     """Add the products of four keys with four heads to 16 sums.
 
     `apart` holds the bytes from the first head to the second and to the fourth.
     """
-    first, second = fma_4_keys(x, load_vector(dtype, q), a[0]), fma_4_keys(x, load_vector(dtype, q + apart[0]), a[1])
+    first, second = fma_4_keys(x, load_vector(dtype, q), a[0]), fma_4_keys(x, load_vector(dtype, q + offsets[0]), a[1])
     return (
         first,
         second,
-        fma_4_keys(x, load_vector(dtype, q + 2 * apart[0]), a[2]),
-        fma_4_keys(x, load_vector(dtype, q + apart[1]), a[3]),
+        fma_4_keys(x, load_vector(dtype, q + 2 * offsets[0]), a[2]),
+        fma_4_keys(x, load_vector(dtype, q + offsets[1]), a[3]),
     )
 
 
@@ -106,14 +106,14 @@ def load_4_keys(dtype, keys, at):
 @njit
 def load_4_keys_partial(dtype, keys, at, bounds, scratch):
     """Load up to 16 channels of up to four keys; missing ones are zero and their memory is not read."""
-    count, some = bounds
+    count, num_keys = bounds
     a, b = (
         load_row_tail(dtype, keys[0] + at, count, scratch),
-        load_row_tail(dtype, keys[1] + at, count if some > 1 else 0, scratch),
+        load_row_tail(dtype, keys[1] + at, count if num_keys > 1 else 0, scratch),
     )
     c, d = (
-        load_row_tail(dtype, keys[2] + at, count if some > 2 else 0, scratch),
-        load_row_tail(dtype, keys[3] + at, count if some > 3 else 0, scratch),
+        load_row_tail(dtype, keys[2] + at, count if num_keys > 2 else 0, scratch),
+        load_row_tail(dtype, keys[3] + at, count if num_keys > 3 else 0, scratch),
     )
     return a, b, c, d
 
@@ -130,40 +130,42 @@ def key_addresses(keys, offset):
 
 
 @njit_inline
-def qk_4_heads(dtype, q, keys, bounds, tail, to):
+def qk_4_heads(dtype, q, keys, bounds, scratch, to):
     """Compute the scores of four keys with four query heads, or with three, where the last is computed twice."""
-    dim, some, heads = bounds
-    nothing = splat(as_compute_scalar(dtype, 0.0))
-    none = (nothing, nothing, nothing, nothing)
-    a = (none, none, none, none)
-    full, apart, step = (
-        dim // SIMD_WIDTH * SIMD_WIDTH if some == KEYS_PER_STEP else 0,
+    dim, num_keys, heads = bounds
+    zero = splat(as_compute_scalar(dtype, 0.0))
+    zeros = (zero, zero, zero, zero)
+    a = (zeros, zeros, zeros, zeros)
+    full, score_stride, step = (
+        dim // SIMD_WIDTH * SIMD_WIDTH if num_keys == KEYS_PER_STEP else 0,
         compute_itemsize(dtype) * KV_BLOCK_SIZE,
         compute_itemsize(dtype) * round_up_to_simd(dim),
     )
     steps = step, step * (heads - 1)
     for n in range(0, full, SIMD_WIDTH):
-        x, own = load_4_keys(dtype, keys, storage_itemsize(dtype) * n), q + compute_itemsize(dtype) * n
-        a = fma_4_keys_4_heads(dtype, x, own, steps, a)
+        x, q_channels = load_4_keys(dtype, keys, storage_itemsize(dtype) * n), q + compute_itemsize(dtype) * n
+        a = fma_4_keys_4_heads(dtype, x, q_channels, steps, a)
     for n in range(full, dim, SIMD_WIDTH):
-        x, own = (
-            load_4_keys_partial(dtype, keys, storage_itemsize(dtype) * n, (min(dim - n, SIMD_WIDTH), some), tail),
+        x, q_channels = (
+            load_4_keys_partial(
+                dtype, keys, storage_itemsize(dtype) * n, (min(dim - n, SIMD_WIDTH), num_keys), scratch
+            ),
             q + compute_itemsize(dtype) * n,
         )
-        a = fma_4_keys_4_heads(dtype, x, own, steps, a)
-    found = reduce_sum_16(a)
-    store_quarter(to, found, 0)
-    store_quarter(to + apart, found, 1)
-    store_quarter(to + 2 * apart, found, 2)
-    store_quarter(to + (heads - 1) * apart, found, 3)
+        a = fma_4_keys_4_heads(dtype, x, q_channels, steps, a)
+    scores = reduce_sum_16(a)
+    store_quarter(to, scores, 0)
+    store_quarter(to + score_stride, scores, 1)
+    store_quarter(to + 2 * score_stride, scores, 2)
+    store_quarter(to + (heads - 1) * score_stride, scores, 3)
 
 
 @njit_inline
-def qk_1_head(dtype, q, keys, bounds, tail, to):
+def qk_1_head(dtype, q, keys, bounds, scratch, to):
     """Compute the scores of four keys with one query head."""
-    dim, some, _ = bounds
-    nothing = splat(as_compute_scalar(dtype, 0.0))
-    a, full = (nothing, nothing, nothing, nothing), dim // SIMD_WIDTH * SIMD_WIDTH if some == KEYS_PER_STEP else 0
+    dim, num_keys, _ = bounds
+    zero = splat(as_compute_scalar(dtype, 0.0))
+    a, full = (zero, zero, zero, zero), dim // SIMD_WIDTH * SIMD_WIDTH if num_keys == KEYS_PER_STEP else 0
     for n in range(0, full, SIMD_WIDTH):
         a = fma_4_keys(
             load_4_keys(dtype, keys, storage_itemsize(dtype) * n),
@@ -171,7 +173,7 @@ def qk_1_head(dtype, q, keys, bounds, tail, to):
             a,
         )
     for n in range(full, dim, SIMD_WIDTH):
-        x = load_4_keys_partial(dtype, keys, storage_itemsize(dtype) * n, (min(dim - n, SIMD_WIDTH), some), tail)
+        x = load_4_keys_partial(dtype, keys, storage_itemsize(dtype) * n, (min(dim - n, SIMD_WIDTH), num_keys), scratch)
         a = fma_4_keys(x, load_vector(dtype, q + compute_itemsize(dtype) * n), a)
     store_value(to, reduce_sum(a[0]))
     store_value(to + compute_itemsize(dtype), reduce_sum(a[1]))
@@ -186,61 +188,64 @@ def heads_per_step(left):
 
 
 @njit_inline
-def qk_head_group(dtype, q, keys, bounds, tail, to):
+def qk_head_group(dtype, q, keys, bounds, scratch, to):
     """Compute the scores of four keys with all query heads of a group."""
-    dim, some, each = bounds
-    h, apart, step = 0, compute_itemsize(dtype) * KV_BLOCK_SIZE, compute_itemsize(dtype) * round_up_to_simd(dim)
-    while h < each:
-        heads = heads_per_step(each - h)
+    dim, num_keys, group_size = bounds
+    h, score_stride, step = 0, compute_itemsize(dtype) * KV_BLOCK_SIZE, compute_itemsize(dtype) * round_up_to_simd(dim)
+    while h < group_size:
+        heads = heads_per_step(group_size - h)
         if heads > 1:
-            qk_4_heads(dtype, q + step * h, keys, (dim, some, heads), tail, to + apart * h)
+            qk_4_heads(dtype, q + step * h, keys, (dim, num_keys, heads), scratch, to + score_stride * h)
         else:
-            qk_1_head(dtype, q + step * h, keys, (dim, some, heads), tail, to + apart * h)
+            qk_1_head(dtype, q + step * h, keys, (dim, num_keys, heads), scratch, to + score_stride * h)
         h += heads
 
 
 @njit
-def prefetch_distance(args, each):
+def prefetch_distance(args, itemsize):
     """Return how many keys ahead to prefetch: enough for `KV_PREFETCH_BYTES`, but at most one block."""
-    held = KEYS_PER_STEP * args.num_kv_heads * each * (args.dim + args.vdim) // 2
-    return min(KEYS_PER_STEP * ((KV_PREFETCH_BYTES + held - 1) // held), KV_BLOCK_SIZE)
+    bytes_per_step = KEYS_PER_STEP * args.num_kv_heads * itemsize * (args.dim + args.vdim) // 2
+    return min(KEYS_PER_STEP * ((KV_PREFETCH_BYTES + bytes_per_step - 1) // bytes_per_step), KV_BLOCK_SIZE)
 
 
 @njit
-def prefetch_targets(i, here, there):
+def prefetch_targets(i, current, next_list):
     """Return which keys to prefetch while four are read.
 
     The result is their address list, their number, the bytes of one head, the bytes to the next head, and whether all
     of it is one contiguous piece of memory.
     """
-    list_, count, held, apart, groups = here
+    list_, count, head_bytes, head_stride, groups = current
     if i >= count:
         i -= (count + KEYS_PER_STEP - 1) // KEYS_PER_STEP * KEYS_PER_STEP
-        list_, count, held, apart, groups = there
-    list_, some = list_ + 8 * i, min(KEYS_PER_STEP, count - i)
-    joined = (
-        some > 0
-        and apart == held
-        and load_int64(list_ + 8 * (some - 1)) - load_int64(list_) == (some - 1) * groups * held
+        list_, count, head_bytes, head_stride, groups = next_list
+    list_, num_keys = list_ + 8 * i, min(KEYS_PER_STEP, count - i)
+    is_contiguous = (
+        num_keys > 0
+        and head_stride == head_bytes
+        and load_int64(list_ + 8 * (num_keys - 1)) - load_int64(list_) == (num_keys - 1) * groups * head_bytes
     )
-    return list_, some, held, apart, joined
+    return list_, num_keys, head_bytes, head_stride, is_contiguous
 
 
 @njit_inline
 def prefetch_head(g, groups, keys):
     """Prefetch one head's share of some keys: in storage order if they are contiguous, else the head's own bytes."""
-    list_, some, held, apart, joined = keys
-    if joined:
-        begin, end = load_int64(list_) + g * KEYS_PER_STEP * held, load_int64(list_) + some * groups * held
-        for line in range(begin, min(begin + KEYS_PER_STEP * held, end), 4 * CACHE_LINE_BYTES):
+    list_, num_keys, head_bytes, head_stride, is_contiguous = keys
+    if is_contiguous:
+        begin, end = (
+            load_int64(list_) + g * KEYS_PER_STEP * head_bytes,
+            load_int64(list_) + num_keys * groups * head_bytes,
+        )
+        for line in range(begin, min(begin + KEYS_PER_STEP * head_bytes, end), 4 * CACHE_LINE_BYTES):
             prefetch_l1(line)
             prefetch_l1(line + CACHE_LINE_BYTES)
             prefetch_l1(line + 2 * CACHE_LINE_BYTES)
             prefetch_l1(line + 3 * CACHE_LINE_BYTES)
     else:
-        for n in range(some):
-            begin = load_int64(list_ + 8 * n) + g * apart
-            for line in range(begin, begin + held, CACHE_LINE_BYTES):
+        for n in range(num_keys):
+            begin = load_int64(list_ + 8 * n) + g * head_stride
+            for line in range(begin, begin + head_bytes, CACHE_LINE_BYTES):
                 prefetch_l1(line)
 
 
@@ -252,18 +257,18 @@ def qk_block(dtype, args, q, scratch, count):
         args.num_kv_heads,
         args.dim,
     )
-    each, apart, step, k_head = (
+    group_size, score_stride, step, k_head = (
         heads // groups,
         compute_itemsize(dtype) * KV_BLOCK_SIZE,
         compute_itemsize(dtype) * round_up_to_simd(dim),
         args.k_head_stride,
     )
-    tail, before = (
+    tail, distance = (
         scratch + SCORES_OFFSET + compute_itemsize(dtype) * (heads * KV_BLOCK_SIZE + round_up_to_simd(heads)),
         prefetch_distance(args, storage_itemsize(dtype)),
     )
-    here = scratch + KEYS_OFFSET, count, storage_itemsize(dtype) * dim, k_head, groups
-    there = (
+    keys_read = scratch + KEYS_OFFSET, count, storage_itemsize(dtype) * dim, k_head, groups
+    values_next = (
         scratch + VALUES_OFFSET,
         count,
         storage_itemsize(dtype) * args.vdim,
@@ -271,12 +276,12 @@ def qk_block(dtype, args, q, scratch, count):
         groups,
     )
     for i in range(0, count, KEYS_PER_STEP):
-        scores, some = scratch + SCORES_OFFSET + compute_itemsize(dtype) * i, min(KEYS_PER_STEP, count - i)
-        after = prefetch_targets(i + before, here, there)
+        scores, num_keys = scratch + SCORES_OFFSET + compute_itemsize(dtype) * i, min(KEYS_PER_STEP, count - i)
+        targets = prefetch_targets(i + distance, keys_read, values_next)
         for g in range(groups):
-            prefetch_head(g, groups, after)
-            keys, h = key_addresses(scratch + KEYS_OFFSET + 8 * i, g * k_head), g * each
-            qk_head_group(dtype, q + step * h, keys, (dim, some, each), tail, scores + apart * h)
+            prefetch_head(g, groups, targets)
+            keys, h = key_addresses(scratch + KEYS_OFFSET + 8 * i, g * k_head), g * group_size
+            qk_head_group(dtype, q + step * h, keys, (dim, num_keys, group_size), tail, scores + score_stride * h)
 
 
 @njit_inline
@@ -304,9 +309,9 @@ def accumulate_4_values(dtype, to, x, p):
 
 
 @njit_inline
-def accumulate_4_values_4_heads(dtype, to, apart, x, p):
+def accumulate_4_values_4_heads(dtype, to, heads_of_step, x, p):
     """Add four weighted values to the outputs of three heads, and of a fourth if there is one."""
-    step, heads = apart
+    step, heads = heads_of_step
     accumulate_4_values(dtype, to, x, p[0])
     accumulate_4_values(dtype, to + step, x, p[1])
     accumulate_4_values(dtype, to + 2 * step, x, p[2])
@@ -315,54 +320,61 @@ def accumulate_4_values_4_heads(dtype, to, apart, x, p):
 
 
 @njit_inline
-def pv_4_heads(dtype, scores, keys, bounds, tail, place):
+def pv_4_heads(dtype, scores, keys, bounds, scratch, output):
     """Add four weighted values to the outputs of four heads, or of three."""
-    (dim, some, heads), (to, step) = bounds, place
-    apart, full = (
+    (dim, num_keys, heads), (to, step) = bounds, output
+    score_stride, full = (
         compute_itemsize(dtype) * KV_BLOCK_SIZE,
-        dim // SIMD_WIDTH * SIMD_WIDTH if some == KEYS_PER_STEP else 0,
+        dim // SIMD_WIDTH * SIMD_WIDTH if num_keys == KEYS_PER_STEP else 0,
     )
-    p0, p1 = load_4_weights(dtype, scores), load_4_weights(dtype, scores + apart)
+    p0, p1 = load_4_weights(dtype, scores), load_4_weights(dtype, scores + score_stride)
     p, step = (
-        (p0, p1, load_4_weights(dtype, scores + 2 * apart), load_4_weights(dtype, scores + (heads - 1) * apart)),
+        (
+            p0,
+            p1,
+            load_4_weights(dtype, scores + 2 * score_stride),
+            load_4_weights(dtype, scores + (heads - 1) * score_stride),
+        ),
         (step, heads),
     )
     for n in range(0, full, SIMD_WIDTH):
-        x, own = load_4_keys(dtype, keys, storage_itemsize(dtype) * n), to + compute_itemsize(dtype) * n
-        accumulate_4_values_4_heads(dtype, own, step, x, p)
+        x, outputs = load_4_keys(dtype, keys, storage_itemsize(dtype) * n), to + compute_itemsize(dtype) * n
+        accumulate_4_values_4_heads(dtype, outputs, step, x, p)
     for n in range(full, dim, SIMD_WIDTH):
-        x, own = (
-            load_4_keys_partial(dtype, keys, storage_itemsize(dtype) * n, (min(dim - n, SIMD_WIDTH), some), tail),
+        x, outputs = (
+            load_4_keys_partial(
+                dtype, keys, storage_itemsize(dtype) * n, (min(dim - n, SIMD_WIDTH), num_keys), scratch
+            ),
             to + compute_itemsize(dtype) * n,
         )
-        accumulate_4_values_4_heads(dtype, own, step, x, p)
+        accumulate_4_values_4_heads(dtype, outputs, step, x, p)
 
 
 @njit_inline
-def pv_1_head(dtype, scores, keys, bounds, tail, to):
+def pv_1_head(dtype, scores, keys, bounds, scratch, to):
     """Add four weighted values to the output of one head."""
-    dim, some, _ = bounds
-    p, full = load_4_weights(dtype, scores), dim // SIMD_WIDTH * SIMD_WIDTH if some == KEYS_PER_STEP else 0
+    dim, num_keys, _ = bounds
+    p, full = load_4_weights(dtype, scores), dim // SIMD_WIDTH * SIMD_WIDTH if num_keys == KEYS_PER_STEP else 0
     for n in range(0, full, SIMD_WIDTH):
         accumulate_4_values(
             dtype, to + compute_itemsize(dtype) * n, load_4_keys(dtype, keys, storage_itemsize(dtype) * n), p
         )
     for n in range(full, dim, SIMD_WIDTH):
-        x = load_4_keys_partial(dtype, keys, storage_itemsize(dtype) * n, (min(dim - n, SIMD_WIDTH), some), tail)
+        x = load_4_keys_partial(dtype, keys, storage_itemsize(dtype) * n, (min(dim - n, SIMD_WIDTH), num_keys), scratch)
         accumulate_4_values(dtype, to + compute_itemsize(dtype) * n, x, p)
 
 
 @njit_inline
-def pv_head_group(dtype, scores, keys, bounds, tail, place):
+def pv_head_group(dtype, scores, keys, bounds, scratch, output):
     """Add four weighted values to the outputs of all heads of a group."""
-    (dim, some, each), (to, step) = bounds, place
-    h, apart = 0, compute_itemsize(dtype) * KV_BLOCK_SIZE
-    while h < each:
-        heads = heads_per_step(each - h)
+    (dim, num_keys, group_size), (to, step) = bounds, output
+    h, score_stride = 0, compute_itemsize(dtype) * KV_BLOCK_SIZE
+    while h < group_size:
+        heads = heads_per_step(group_size - h)
         if heads > 1:
-            pv_4_heads(dtype, scores + apart * h, keys, (dim, some, heads), tail, (to + step * h, step))
+            pv_4_heads(dtype, scores + score_stride * h, keys, (dim, num_keys, heads), scratch, (to + step * h, step))
         else:
-            pv_1_head(dtype, scores + apart * h, keys, (dim, some, heads), tail, to + step * h)
+            pv_1_head(dtype, scores + score_stride * h, keys, (dim, num_keys, heads), scratch, to + step * h)
         h += heads
 
 
@@ -384,42 +396,44 @@ def rescale_output(dtype, args, factors, part):
 
 
 @njit
-def pv_block(dtype, args, scratch, part, count, following):
+def pv_block(dtype, args, scratch, part, count, next_count):
     """Add the weighted values of a block to the outputs of all heads; prefetch later values, then the next keys."""
     heads, groups, dim = (
         args.num_heads,
         args.num_kv_heads,
         args.vdim,
     )
-    each, apart, step, v_head = (
+    group_size, score_stride, step, v_head = (
         heads // groups,
         compute_itemsize(dtype) * KV_BLOCK_SIZE,
         compute_itemsize(dtype) * (round_up_to_simd(dim) + 2),
         args.v_head_stride,
     )
-    factors, before = (
+    factors, distance = (
         scratch + SCORES_OFFSET + compute_itemsize(dtype) * heads * KV_BLOCK_SIZE,
         prefetch_distance(args, storage_itemsize(dtype)),
     )
-    here, tail = (
+    values_read, tail = (
         (scratch + VALUES_OFFSET, count, storage_itemsize(dtype) * dim, v_head, groups),
         factors + compute_itemsize(dtype) * round_up_to_simd(heads),
     )
-    there = (
+    keys_next = (
         scratch + NEXT_BLOCK_OFFSET + KEYS_OFFSET,
-        following,
+        next_count,
         storage_itemsize(dtype) * args.dim,
         args.k_head_stride,
         groups,
     )
     rescale_output(dtype, args, factors, part)
     for i in range(0, count, KEYS_PER_STEP):
-        scores, some = scratch + SCORES_OFFSET + compute_itemsize(dtype) * i, min(KEYS_PER_STEP, count - i)
-        after = prefetch_targets(i + before, here, there)
+        scores, num_keys = scratch + SCORES_OFFSET + compute_itemsize(dtype) * i, min(KEYS_PER_STEP, count - i)
+        targets = prefetch_targets(i + distance, values_read, keys_next)
         for g in range(groups):
-            prefetch_head(g, groups, after)
-            keys, h = key_addresses(scratch + VALUES_OFFSET + 8 * i, g * v_head), g * each
-            pv_head_group(dtype, scores + apart * h, keys, (dim, some, each), tail, (part + step * h, step))
+            prefetch_head(g, groups, targets)
+            keys, h = key_addresses(scratch + VALUES_OFFSET + 8 * i, g * v_head), g * group_size
+            pv_head_group(
+                dtype, scores + score_stride * h, keys, (dim, num_keys, group_size), tail, (part + step * h, step)
+            )
 
 
 # --- Score transforms and softmax of a block -----------------------------------------------------------
@@ -428,21 +442,21 @@ def pv_block(dtype, args, scratch, part, count, following):
 @njit
 def apply_kv_scale(dtype, args, scale, scratch, count):
     """Multiply scores, or weights, by the scale of each key, or value, of an int8 cache."""
-    heads, groups, head = (
+    heads, groups, head_stride = (
         args.num_heads,
         args.num_kv_heads,
         args.scale_head_stride,
     )
     for h in range(heads):
-        x, own = (
+        x, head_scale = (
             scratch + SCORES_OFFSET + compute_itemsize(dtype) * KV_BLOCK_SIZE * h,
-            scale + h // (heads // groups) * head,
+            scale + h // (heads // groups) * head_stride,
         )
         for i in range(count):
             store_value(
                 x + compute_itemsize(dtype) * i,
                 load_scalar(dtype, x + compute_itemsize(dtype) * i)
-                * load_scalar(dtype, own + load_int64(scratch + SCALES_OFFSET + 8 * i)),
+                * load_scalar(dtype, head_scale + load_int64(scratch + SCALES_OFFSET + 8 * i)),
             )
 
 
@@ -453,40 +467,41 @@ def apply_softcap(dtype, args, scratch, count):
     for h in range(args.num_heads):
         x = scratch + SCORES_OFFSET + compute_itemsize(dtype) * KV_BLOCK_SIZE * h
         for i in range(count):
-            share = math.tanh(load_scalar(dtype, x + compute_itemsize(dtype) * i) / cap)
-            store_value(x + compute_itemsize(dtype) * i, as_compute_scalar(dtype, share) * cap)
+            factor = math.tanh(load_scalar(dtype, x + compute_itemsize(dtype) * i) / cap)
+            store_value(x + compute_itemsize(dtype) * i, as_compute_scalar(dtype, factor) * cap)
 
 
 @njit
-def add_bias_to_head(dtype, x, own, key, scratch, count):
+def add_bias_to_head(dtype, x, bias, key_stride, scratch, count):
     """Add the bias to the scores of one head, 16 at a time if the columns are consecutive."""
     first = load_int64(scratch + COLUMNS_OFFSET)
-    joined = (
-        key == compute_itemsize(dtype) and load_int64(scratch + COLUMNS_OFFSET + 8 * count - 8) == first + count - 1
+    is_contiguous = (
+        key_stride == compute_itemsize(dtype)
+        and load_int64(scratch + COLUMNS_OFFSET + 8 * count - 8) == first + count - 1
     )
-    full = count // SIMD_WIDTH * SIMD_WIDTH if joined else 0
+    full = count // SIMD_WIDTH * SIMD_WIDTH if is_contiguous else 0
     for i in range(0, full, SIMD_WIDTH):
         store_value(
             x + compute_itemsize(dtype) * i,
             vec_add(
                 load_vector(dtype, x + compute_itemsize(dtype) * i),
-                load_vector(dtype, own + compute_itemsize(dtype) * (first + i)),
+                load_vector(dtype, bias + compute_itemsize(dtype) * (first + i)),
             ),
         )
     for i in range(full, count):
-        more = load_scalar(dtype, own + load_int64(scratch + COLUMNS_OFFSET + 8 * i) * key)
-        store_value(x + compute_itemsize(dtype) * i, load_scalar(dtype, x + compute_itemsize(dtype) * i) + more)
+        addend = load_scalar(dtype, bias + load_int64(scratch + COLUMNS_OFFSET + 8 * i) * key_stride)
+        store_value(x + compute_itemsize(dtype) * i, load_scalar(dtype, x + compute_itemsize(dtype) * i) + addend)
 
 
 @njit
 def add_bias(dtype, args, row, scratch, count):
     """Add the bias to the scores of all heads."""
     for h in range(args.num_heads):
-        own = args.bias + row * args.bias_row_stride + h * args.bias_head_stride
+        bias = args.bias + row * args.bias_row_stride + h * args.bias_head_stride
         add_bias_to_head(
             dtype,
             scratch + SCORES_OFFSET + compute_itemsize(dtype) * KV_BLOCK_SIZE * h,
-            own,
+            bias,
             args.bias_key_stride,
             scratch,
             count,

@@ -65,12 +65,12 @@ from .split_kv_schedule import PLAN_ENTRY_BYTES, fill_block_addresses, prepare_n
 
 
 @njit
-def prefetch_key_lines(keys, held, walk, lines):
+def prefetch_key_lines(keys, head, position, lines):
     """Prefetch the next `lines` cache lines of one head of some keys; return the new position."""
-    (list_, count), (head, bytes_), (n, at) = keys, held, walk
+    (list_, count), (offset, bytes_), (n, at) = keys, head, position
     for _ in range(lines):
         if n < count:
-            prefetch_l2(load_int64(list_ + 8 * n) + head + at)
+            prefetch_l2(load_int64(list_ + 8 * n) + offset + at)
             at += CACHE_LINE_BYTES
             if at >= bytes_:
                 n, at = n + 1, 0
@@ -78,13 +78,13 @@ def prefetch_key_lines(keys, held, walk, lines):
 
 
 @njit
-def prefetch_lines_per_step(count, bytes_, each, keys):
+def prefetch_lines_per_step(count, bytes_, group_size, keys):
     """Return how many cache lines to prefetch per step.
 
     With this many, one head of `count` keys is in the cache by the time all heads of a group have processed `keys`
     others.
     """
-    steps = (each + KEYS_PER_STEP - 1) // KEYS_PER_STEP * ((keys + KEYS_PER_STEP - 1) // KEYS_PER_STEP)
+    steps = (group_size + KEYS_PER_STEP - 1) // KEYS_PER_STEP * ((keys + KEYS_PER_STEP - 1) // KEYS_PER_STEP)
     return (count * ((bytes_ + CACHE_LINE_BYTES - 1) // CACHE_LINE_BYTES) + steps - 1) // steps
 
 
@@ -96,46 +96,50 @@ def qk_shared_block(dtype, args, q, scratch, count):
         args.num_kv_heads,
         args.dim,
     )
-    each, apart, step, k_head = (
+    group_size, score_stride, step, k_head = (
         heads // groups,
         compute_itemsize(dtype) * KV_BLOCK_SIZE,
         compute_itemsize(dtype) * round_up_to_simd(dim),
         args.k_head_stride,
     )
     tail, h = scratch + SCORES_OFFSET + compute_itemsize(dtype) * (heads * KV_BLOCK_SIZE + round_up_to_simd(heads)), 0
-    walk = 0, 0
+    position = 0, 0
     while h < heads:
-        g = h // each
-        last, some, walk = g + 1 == groups, heads_per_step((g + 1) * each - h), walk if h > g * each else (0, 0)
-        coming = scratch + (VALUES_OFFSET if last else KEYS_OFFSET), count
-        held = (
-            0 if last else (g + 1) * k_head,
-            storage_itemsize(dtype) * (args.vdim if last else dim),
+        g = h // group_size
+        is_last, num_heads, position = (
+            g + 1 == groups,
+            heads_per_step((g + 1) * group_size - h),
+            position if h > g * group_size else (0, 0),
         )
-        lines = prefetch_lines_per_step(count, held[1], each, count)
+        next_list = scratch + (VALUES_OFFSET if is_last else KEYS_OFFSET), count
+        next_head = (
+            0 if is_last else (g + 1) * k_head,
+            storage_itemsize(dtype) * (args.vdim if is_last else dim),
+        )
+        lines = prefetch_lines_per_step(count, next_head[1], group_size, count)
         for i in range(0, count, KEYS_PER_STEP):
-            walk = prefetch_key_lines(coming, held, walk, lines)
+            position = prefetch_key_lines(next_list, next_head, position, lines)
             keys, to = (
                 key_addresses(scratch + KEYS_OFFSET + 8 * i, g * k_head),
-                scratch + SCORES_OFFSET + apart * h + compute_itemsize(dtype) * i,
+                scratch + SCORES_OFFSET + score_stride * h + compute_itemsize(dtype) * i,
             )
-            bounds = dim, min(KEYS_PER_STEP, count - i), some
-            if some > 1:
+            bounds = dim, min(KEYS_PER_STEP, count - i), num_heads
+            if num_heads > 1:
                 qk_4_heads(dtype, q + step * h, keys, bounds, tail, to)
             else:
                 qk_1_head(dtype, q + step * h, keys, bounds, tail, to)
-        h += some
+        h += num_heads
 
 
 @njit
-def pv_shared_block(dtype, args, scratch, part, count, following):
+def pv_shared_block(dtype, args, scratch, part, count, next_count):
     """Add the weighted values of a block, one head after the other; prefetch the next head, or the following keys."""
     heads, groups, dim = (
         args.num_heads,
         args.num_kv_heads,
         args.vdim,
     )
-    each, apart, step, v_head = (
+    group_size, score_stride, step, v_head = (
         heads // groups,
         compute_itemsize(dtype) * KV_BLOCK_SIZE,
         compute_itemsize(dtype) * (round_up_to_simd(dim) + 2),
@@ -144,112 +148,127 @@ def pv_shared_block(dtype, args, scratch, part, count, following):
     factors, h = scratch + SCORES_OFFSET + compute_itemsize(dtype) * heads * KV_BLOCK_SIZE, 0
     tail = factors + compute_itemsize(dtype) * round_up_to_simd(heads)
     rescale_output(dtype, args, factors, part)
-    walk = 0, 0
+    position = 0, 0
     while h < heads:
-        g = h // each
-        last, some, walk = g + 1 == groups, heads_per_step((g + 1) * each - h), walk if h > g * each else (0, 0)
-        coming = scratch + (NEXT_BLOCK_OFFSET + KEYS_OFFSET if last else VALUES_OFFSET), following if last else count
-        held = (
-            0 if last else (g + 1) * v_head,
-            storage_itemsize(dtype) * (args.dim if last else dim),
+        g = h // group_size
+        is_last, num_heads, position = (
+            g + 1 == groups,
+            heads_per_step((g + 1) * group_size - h),
+            position if h > g * group_size else (0, 0),
         )
-        lines = prefetch_lines_per_step(coming[1], held[1], each, count)
+        next_list = (
+            scratch + (NEXT_BLOCK_OFFSET + KEYS_OFFSET if is_last else VALUES_OFFSET),
+            next_count if is_last else count,
+        )
+        next_head = (
+            0 if is_last else (g + 1) * v_head,
+            storage_itemsize(dtype) * (args.dim if is_last else dim),
+        )
+        lines = prefetch_lines_per_step(next_list[1], next_head[1], group_size, count)
         for i in range(0, count, KEYS_PER_STEP):
-            walk = prefetch_key_lines(coming, held, walk, lines)
+            position = prefetch_key_lines(next_list, next_head, position, lines)
             keys, scores = (
                 key_addresses(scratch + VALUES_OFFSET + 8 * i, g * v_head),
-                scratch + SCORES_OFFSET + apart * h + compute_itemsize(dtype) * i,
+                scratch + SCORES_OFFSET + score_stride * h + compute_itemsize(dtype) * i,
             )
-            bounds = dim, min(KEYS_PER_STEP, count - i), some
-            if some > 1:
+            bounds = dim, min(KEYS_PER_STEP, count - i), num_heads
+            if num_heads > 1:
                 pv_4_heads(dtype, scores, keys, bounds, tail, (part + step * h, step))
             else:
                 pv_1_head(dtype, scores, keys, bounds, tail, part + step * h)
-        h += some
+        h += num_heads
 
 
 @njit
-def add_bias_shared(dtype, args, at, scratch, count):
+def add_bias_shared(dtype, args, shared, scratch, count):
     """Add each row's bias to its scores; the rows have the same columns."""
-    groups, key, order = (
+    groups, key_stride, order = (
         args.num_kv_heads,
         args.bias_key_stride,
-        args.row_order + 24 * at[0],
+        args.row_order + 24 * shared[0],
     )
-    each = args.num_heads // groups // at[1]
+    group_size = args.num_heads // groups // shared[1]
     for h in range(args.num_heads):
-        row, head = load_int64(order + 24 * (h // each % at[1])), h // each // at[1] * each + h % each
-        own = args.bias + row * args.bias_row_stride + head * args.bias_head_stride
+        row, head = (
+            load_int64(order + 24 * (h // group_size % shared[1])),
+            h // group_size // shared[1] * group_size + h % group_size,
+        )
+        bias = args.bias + row * args.bias_row_stride + head * args.bias_head_stride
         add_bias_to_head(
-            dtype, scratch + SCORES_OFFSET + compute_itemsize(dtype) * KV_BLOCK_SIZE * h, own, key, scratch, count
+            dtype,
+            scratch + SCORES_OFFSET + compute_itemsize(dtype) * KV_BLOCK_SIZE * h,
+            bias,
+            key_stride,
+            scratch,
+            count,
         )
 
 
 @njit
-def copy_vector(dtype, to, of, count):
+def copy_vector(dtype, to, source, count):
     """Copy `count` elements, 16 at a time."""
     full = count // SIMD_WIDTH * SIMD_WIDTH
     for n in range(0, full, SIMD_WIDTH):
-        store_value(to + compute_itemsize(dtype) * n, load_vector(dtype, of + compute_itemsize(dtype) * n))
+        store_value(to + compute_itemsize(dtype) * n, load_vector(dtype, source + compute_itemsize(dtype) * n))
     for n in range(full, count):
-        store_value(to + compute_itemsize(dtype) * n, load_scalar(dtype, of + compute_itemsize(dtype) * n))
+        store_value(to + compute_itemsize(dtype) * n, load_scalar(dtype, source + compute_itemsize(dtype) * n))
 
 
 @njit
-def load_shared_rows(dtype, args, this, q, part):
+def load_shared_rows(dtype, args, entry_address, q, part):
     """Copy the queries of all rows to the scratch buffer, and their partial outputs if the split has been begun."""
     heads, groups, dim = (
         args.num_heads,
         args.num_kv_heads,
         round_up_to_simd(args.dim),
     )
-    order, rows, each = (
-        args.row_order + 24 * load_int64(this),
-        load_int64(this + 8),
+    order, rows, group_size = (
+        args.row_order + 24 * load_int64(entry_address),
+        load_int64(entry_address + 8),
         heads // groups,
     )
-    held = round_up_to_simd(args.vdim) + 2
+    part_width = round_up_to_simd(args.vdim) + 2
     for m in range(rows):
         row = load_int64(order + 24 * m)
-        first = load_int64(args.row_splits + 24 * row) + load_int64(this + 40)
-        of = args.partial_outputs + first * heads * held * compute_itemsize(dtype)
+        first = load_int64(args.row_splits + 24 * row) + load_int64(entry_address + 40)
+        partial = args.partial_outputs + first * heads * part_width * compute_itemsize(dtype)
         for g in range(groups):
-            to, own = (
-                (g * rows + m) * each,
-                args.q + (row * heads + g * each) * dim * compute_itemsize(dtype),
+            to, q_row = (
+                (g * rows + m) * group_size,
+                args.q + (row * heads + g * group_size) * dim * compute_itemsize(dtype),
             )
-            copy_vector(dtype, q + to * dim * compute_itemsize(dtype), own, each * dim)
-            if not load_int64(this + 48):
+            copy_vector(dtype, q + to * dim * compute_itemsize(dtype), q_row, group_size * dim)
+            if not load_int64(entry_address + 48):
                 copy_vector(
                     dtype,
-                    part + to * held * compute_itemsize(dtype),
-                    of + g * each * held * compute_itemsize(dtype),
-                    each * held,
+                    part + to * part_width * compute_itemsize(dtype),
+                    partial + g * group_size * part_width * compute_itemsize(dtype),
+                    group_size * part_width,
                 )
 
 
 @njit
-def store_shared_rows(dtype, args, this, part):
+def store_shared_rows(dtype, args, entry_address, part):
     """Copy the partial outputs from the scratch buffer back to each row."""
-    heads, groups, held = (
+    heads, groups, part_width = (
         args.num_heads,
         args.num_kv_heads,
         round_up_to_simd(args.vdim) + 2,
     )
-    order, rows, each = (
-        args.row_order + 24 * load_int64(this),
-        load_int64(this + 8),
+    order, rows, group_size = (
+        args.row_order + 24 * load_int64(entry_address),
+        load_int64(entry_address + 8),
         heads // groups,
     )
     for m in range(rows):
-        first = load_int64(args.row_splits + 24 * load_int64(order + 24 * m)) + load_int64(this + 40)
-        to = args.partial_outputs + first * heads * held * compute_itemsize(dtype)
+        first = load_int64(args.row_splits + 24 * load_int64(order + 24 * m)) + load_int64(entry_address + 40)
+        to = args.partial_outputs + first * heads * part_width * compute_itemsize(dtype)
         for g in range(groups):
             copy_vector(
                 dtype,
-                to + g * each * held * compute_itemsize(dtype),
-                part + (g * rows + m) * each * held * compute_itemsize(dtype),
-                each * held,
+                to + g * group_size * part_width * compute_itemsize(dtype),
+                part + (g * rows + m) * group_size * part_width * compute_itemsize(dtype),
+                group_size * part_width,
             )
 
 
@@ -285,77 +304,77 @@ def make_shared_args(dtype, args, rows, scratch):
 
 
 @njit
-def attend_shared_prefix(dtype, args, entry, following, scratch):
+def attend_shared_prefix(dtype, args, entry, next_entry, scratch):
     """Run one plan entry for several rows, block by block, while the next block is prefetched."""
-    this = args.plan + PLAN_ENTRY_BYTES * entry
-    q, part, shared_args = make_shared_args(dtype, args, load_int64(this + 8), scratch)
-    at, n, slot, left = (
-        (load_int64(this), load_int64(this + 8)),
-        load_int64(this + 16),
-        load_int64(this + 24),
-        load_int64(this + 32),
+    entry_address = args.plan + PLAN_ENTRY_BYTES * entry
+    q, part, shared_args = make_shared_args(dtype, args, load_int64(entry_address + 8), scratch)
+    shared, n, slot, num_left = (
+        (load_int64(entry_address), load_int64(entry_address + 8)),
+        load_int64(entry_address + 16),
+        load_int64(entry_address + 24),
+        load_int64(entry_address + 32),
     )
     row, k_scale, v_scale = (
-        load_int64(args.row_order + 24 * at[0]),
+        load_int64(args.row_order + 24 * shared[0]),
         args.k_scale,
         args.v_scale,
     )
-    load_shared_rows(dtype, args, this, q, part)
-    if load_int64(this + 48):
+    load_shared_rows(dtype, args, entry_address, q, part)
+    if load_int64(entry_address + 48):
         init_partial_output(dtype, shared_args, part)
-    while left > 0:
-        count = min(left, KV_BLOCK_SIZE)
+    while num_left > 0:
+        count = min(num_left, KV_BLOCK_SIZE)
         n, slot = fill_block_addresses(args, row, n, slot, scratch, count)
-        left -= count
-        if left > 0:
-            after = min(left, KV_BLOCK_SIZE)
-            fill_block_addresses(args, row, n, slot, scratch + NEXT_BLOCK_OFFSET, after)
+        num_left -= count
+        if num_left > 0:
+            next_count = min(num_left, KV_BLOCK_SIZE)
+            fill_block_addresses(args, row, n, slot, scratch + NEXT_BLOCK_OFFSET, next_count)
         else:
-            after = prepare_next_block(args, following, scratch)
+            next_count = prepare_next_block(args, next_entry, scratch)
         qk_shared_block(dtype, shared_args, q, scratch, count)
         if k_scale:
             apply_kv_scale(dtype, shared_args, k_scale, scratch, count)
         if args.softcap != 0:
             apply_softcap(dtype, shared_args, scratch, count)
         if args.bias:
-            add_bias_shared(dtype, shared_args, at, scratch, count)
+            add_bias_shared(dtype, shared_args, shared, scratch, count)
         online_softmax(dtype, shared_args, scratch, part, count)
         if v_scale:
             apply_kv_scale(dtype, shared_args, v_scale, scratch, count)
-        pv_shared_block(dtype, shared_args, scratch, part, count, after)
-    store_shared_rows(dtype, args, this, part)
+        pv_shared_block(dtype, shared_args, scratch, part, count, next_count)
+    store_shared_rows(dtype, args, entry_address, part)
 
 
 # --- Splits of one row, their combination, and the entry point -----------------------------------------
 
 
 @njit
-def attend_split(dtype, args, entry, following, scratch):
+def attend_split(dtype, args, entry, next_entry, scratch):
     """Run one plan entry for one row, block by block, while the next block is prefetched."""
-    heads, this = (
+    heads, entry_address = (
         args.num_heads,
         args.plan + PLAN_ENTRY_BYTES * entry,
     )
-    n, slot, left = load_int64(this + 16), load_int64(this + 24), load_int64(this + 32)
+    n, slot, num_left = load_int64(entry_address + 16), load_int64(entry_address + 24), load_int64(entry_address + 32)
     row, step = (
-        load_int64(args.row_order + 24 * load_int64(this)),
+        load_int64(args.row_order + 24 * load_int64(entry_address)),
         compute_itemsize(dtype) * (round_up_to_simd(args.vdim) + 2),
     )
-    number_ = load_int64(args.row_splits + 24 * row) + load_int64(this + 40)
-    part = args.partial_outputs + number_ * heads * step
+    split = load_int64(args.row_splits + 24 * row) + load_int64(entry_address + 40)
+    part = args.partial_outputs + split * heads * step
     q = args.q + row * heads * compute_itemsize(dtype) * round_up_to_simd(args.dim)
     k_scale, v_scale = args.k_scale, args.v_scale
-    if load_int64(this + 48):
+    if load_int64(entry_address + 48):
         init_partial_output(dtype, args, part)
-    while left > 0:
-        count = min(left, KV_BLOCK_SIZE)
+    while num_left > 0:
+        count = min(num_left, KV_BLOCK_SIZE)
         n, slot = fill_block_addresses(args, row, n, slot, scratch, count)
-        left -= count
-        if left > 0:
-            after = min(left, KV_BLOCK_SIZE)
-            fill_block_addresses(args, row, n, slot, scratch + NEXT_BLOCK_OFFSET, after)
+        num_left -= count
+        if num_left > 0:
+            next_count = min(num_left, KV_BLOCK_SIZE)
+            fill_block_addresses(args, row, n, slot, scratch + NEXT_BLOCK_OFFSET, next_count)
         else:
-            after = prepare_next_block(args, following, scratch)
+            next_count = prepare_next_block(args, next_entry, scratch)
         qk_block(dtype, args, q, scratch, count)
         if k_scale:
             apply_kv_scale(dtype, args, k_scale, scratch, count)
@@ -366,7 +385,7 @@ def attend_split(dtype, args, entry, following, scratch):
         online_softmax(dtype, args, scratch, part, count)
         if v_scale:
             apply_kv_scale(dtype, args, v_scale, scratch, count)
-        pv_block(dtype, args, scratch, part, count, after)
+        pv_block(dtype, args, scratch, part, count, next_count)
 
 
 @njit
@@ -376,22 +395,26 @@ def finite_max(dtype, top):
 
 
 @njit
-def combine_channels(dtype, part, way, over):
+def combine_channels(dtype, part, splits, factor):
     """Combine 16 channels of all splits: sum_n share_n o_n, times `over`."""
-    (apart, count, share), a = way, splat(as_compute_scalar(dtype, 0.0))
+    (split_stride, count, factor_offset), a = splits, splat(as_compute_scalar(dtype, 0.0))
     for n in range(count):
-        a = fma(load_vector(dtype, part + n * apart), splat(load_scalar(dtype, part + n * apart + share)), a)
-    return vec_mul(a, splat(over))
+        a = fma(
+            load_vector(dtype, part + n * split_stride),
+            splat(load_scalar(dtype, part + n * split_stride + factor_offset)),
+            a,
+        )
+    return vec_mul(a, splat(factor))
 
 
 @njit
-def store_channels(dtype, to, a, left, scratch):
+def store_channels(dtype, to, a, count, scratch):
     """Store up to 16 channels; a partial vector goes through `scratch`, whose 16 elements are no longer needed."""
-    if left >= SIMD_WIDTH:
+    if count >= SIMD_WIDTH:
         store_value(to, a)
         return
     store_value(scratch, a)
-    for d in range(left):
+    for d in range(count):
         store_value(to + compute_itemsize(dtype) * d, load_scalar(dtype, scratch + compute_itemsize(dtype) * d))
 
 
@@ -403,25 +426,25 @@ def combine_splits(dtype, args, row):
         args.vdim,
         compute_itemsize(dtype),
     )
-    step, table, lowest = (
+    step, row_splits, lowest = (
         b * (round_up_to_simd(vdim) + 2),
         args.row_splits + 24 * row,
         as_compute_scalar(dtype, -math.inf),
     )
-    first, count, sink = load_int64(table), load_int64(table + 8), args.sink
+    first, count, sink = load_int64(row_splits), load_int64(row_splits + 8), args.sink
     for h in range(heads):
-        part, apart = args.partial_outputs + (first * heads + h) * step, heads * step
-        top, own = lowest, as_compute_scalar(dtype, 0.0)
+        part, split_stride = args.partial_outputs + (first * heads + h) * step, heads * step
+        top, sum_ = lowest, as_compute_scalar(dtype, 0.0)
         for n in range(count):
-            top = max(top, load_scalar(dtype, part + n * apart + step - 2 * b))
+            top = max(top, load_scalar(dtype, part + n * split_stride + step - 2 * b))
         for n in range(count):
-            ends = part + n * apart + step - 2 * b
-            own += load_scalar(dtype, ends + b) * as_compute_scalar(
+            ends = part + n * split_stride + step - 2 * b
+            sum_ += load_scalar(dtype, ends + b) * as_compute_scalar(
                 dtype, math.exp(load_scalar(dtype, ends) - finite_max(dtype, top))
             )
         store_value(
             args.lse + (row * heads + h) * b,
-            as_compute_scalar(dtype, math.log(own)) + finite_max(dtype, top),
+            as_compute_scalar(dtype, math.log(sum_)) + finite_max(dtype, top),
         )
         top = max(top, load_scalar(dtype, sink + b * h)) if sink else top
         base = finite_max(dtype, top)
@@ -431,11 +454,11 @@ def combine_splits(dtype, args, row):
             else as_compute_scalar(dtype, 0.0)
         )
         for n in range(count):
-            ends = part + n * apart + step - 2 * b
-            share = as_compute_scalar(dtype, math.exp(load_scalar(dtype, ends) - base))
-            sums += load_scalar(dtype, ends + b) * share
-            store_value(ends, share)
-        over = as_compute_scalar(dtype, 1.0) / (
+            ends = part + n * split_stride + step - 2 * b
+            factor = as_compute_scalar(dtype, math.exp(load_scalar(dtype, ends) - base))
+            sums += load_scalar(dtype, ends + b) * factor
+            store_value(ends, factor)
+        normaliser = as_compute_scalar(dtype, 1.0) / (
             sums if sums != 0 else as_compute_scalar(dtype, 1.0)
         )  # a row without keys returns zero
         to = args.out + (row * heads + h) * b * vdim
@@ -443,43 +466,43 @@ def combine_splits(dtype, args, row):
             store_channels(
                 dtype,
                 to + b * c,
-                combine_channels(dtype, part + b * c, (apart, count, step - 2 * b - b * c), over),
+                combine_channels(dtype, part + b * c, (split_stride, count, step - 2 * b - b * c), normaliser),
                 vdim - c,
                 part,
             )
 
 
 @njit
-def first_plan_entry(args, job):
+def first_plan_entry(args, item):
     """Return the first plan entry of a work item, or -1 behind the last item."""
-    return load_int64(args.work_items + 8 * job) if job < args.num_items else -1
+    return load_int64(args.work_items + 8 * item) if item < args.num_items else -1
 
 
 @extending.register_jitable
 def run_work_items(dtype, args):
     """Kernel `work`, run by every thread: take work items until none is left, and combine rows that are complete."""
     scratch = args.scratch + fetch_and_increment(args_field_address(args, "next_thread")) * args.scratch_bytes
-    table, order, this = (
+    row_splits, order, item = (
         args.row_splits,
         args.row_order,
         fetch_and_increment(args_field_address(args, "next_item")),
     )
-    while this < args.num_items:
-        following, entry, end = (
+    while item < args.num_items:
+        next_item, entry, end = (
             fetch_and_increment(args_field_address(args, "next_item")),
-            first_plan_entry(args, this),
-            load_int64(args.work_items + 8 * this + 8),
+            first_plan_entry(args, item),
+            load_int64(args.work_items + 8 * item + 8),
         )
         begin = args.plan + PLAN_ENTRY_BYTES * entry
         while entry < end:
-            after = entry + 1 if entry + 1 < end else first_plan_entry(args, following)
+            next_entry = entry + 1 if entry + 1 < end else first_plan_entry(args, next_item)
             if load_int64(args.plan + PLAN_ENTRY_BYTES * entry + 8) > 1:
-                attend_shared_prefix(dtype, args, entry, after, scratch)
+                attend_shared_prefix(dtype, args, entry, next_entry, scratch)
             else:
-                attend_split(dtype, args, entry, after, scratch)
+                attend_split(dtype, args, entry, next_entry, scratch)
             entry += 1
-        for at in range(load_int64(begin), load_int64(begin) + load_int64(begin + 8)):
-            row = load_int64(order + 24 * at)
-            if fetch_and_increment(table + 24 * row + 16) + 1 == load_int64(table + 24 * row + 8):
+        for place in range(load_int64(begin), load_int64(begin) + load_int64(begin + 8)):
+            row = load_int64(order + 24 * place)
+            if fetch_and_increment(row_splits + 24 * row + 16) + 1 == load_int64(row_splits + 24 * row + 8):
                 combine_splits(dtype, args, row)
-        this = following
+        item = next_item

@@ -61,20 +61,20 @@ def load_row(dtype, args, row, scratch):
         splat(low),
         S // SIMD_WIDTH * SIMD_WIDTH,
     )
-    seen = args.mask
-    if seen:
+    mask = args.mask
+    if mask:
         batch = row // (args.num_heads * T)
-        seen += batch * args.mask_row_stride + row % T * args.mask_query_stride
+        mask += batch * args.mask_row_stride + row % T * args.mask_query_stride
     for c in range(0, end, SIMD_WIDTH):
         x = load_vector(dtype, source + size * c)
-        if seen:
-            x = load_masked(dtype, seen + c, x, splat(low))
+        if mask:
+            x = load_masked(dtype, mask + c, x, splat(low))
         store_value(scratch + size * c, x)
         top, odd = vec_max(top, x), vec_add(odd, select_below(x, high, zero, nan))
     if end < S:
         store_value(scratch + size * end, splat(low))
         for c in range(end, S):
-            if seen == 0 or is_byte_set(seen + c):
+            if mask == 0 or is_byte_set(mask + c):
                 store_value(scratch + size * c, load_scalar(dtype, source + size * c))
         x = load_vector(dtype, scratch + size * end)
         top, odd = vec_max(top, x), vec_add(odd, select_below(x, high, zero, nan))
@@ -112,9 +112,9 @@ def softmax_of_row(dtype, args, row, scratch):
 
 
 @extending.register_jitable
-def softmax_kernel(dtype, args, unit, scratch):
+def softmax_kernel(dtype, args, item, scratch):
     """Softmax of the rows of one work item."""
-    for row in range(unit * ROWS_PER_ITEM, min(unit * ROWS_PER_ITEM + ROWS_PER_ITEM, args.num_rows)):
+    for row in range(item * ROWS_PER_ITEM, min(item * ROWS_PER_ITEM + ROWS_PER_ITEM, args.num_rows)):
         softmax_of_row(dtype, args, row, scratch)
 
 
@@ -132,19 +132,21 @@ def row_list_addresses(dtype, args, scratch):
 
 
 @njit
-def collect_candidates(dtype, given, count, least, to):
+def collect_candidates(dtype, source_list, count, least, target_list):
     """Compact the values above `least` into a list, followed by -inf; return how many there are.
 
     `given` and `to` are pairs of addresses: of the values and of their key indices.
     """
-    (source, stood), (few, places) = given, to
-    size, found = simd.compute_itemsize(dtype), 0
+    (source, source_indices), (candidates, indices) = source_list, target_list
+    size, num_found = simd.compute_itemsize(dtype), 0
     for c in range(0, count, SIMD_WIDTH):
         x = load_vector(dtype, source + size * c)
-        found += compress_store(x, splat(least), stood + 4 * c, few + size * found, places + 4 * found)
-    found = min(found, count)  # if values are NaN, the padding passes the comparison as well
-    store_value(few + size * found, splat(simd.as_compute_scalar(dtype, -math.inf)))
-    return found
+        num_found += compress_store(
+            x, splat(least), source_indices + 4 * c, candidates + size * num_found, indices + 4 * num_found
+        )
+    num_found = min(num_found, count)  # if values are NaN, the padding passes the comparison as well
+    store_value(candidates + size * num_found, splat(simd.as_compute_scalar(dtype, -math.inf)))
+    return num_found
 
 
 @njit
@@ -160,7 +162,7 @@ def entmax_power(dtype, r, alpha):
 
 
 @njit
-def entmax_sum_and_slope(dtype, few, count, tau, alpha):
+def entmax_sum_and_slope(dtype, candidates, count, tau, alpha):
     """Return the sum of max(x - tau, 0)^(1 / (alpha - 1)), and the sum of its terms divided by x - tau.
 
     The second is (1 - alpha) times the derivative of the first in tau.
@@ -171,7 +173,7 @@ def entmax_sum_and_slope(dtype, few, count, tau, alpha):
         fall, part = zero, zero
         for c in range(begin, min(begin + SUM_BLOCK_SIZE, count), SIMD_WIDTH):
             w, slope = entmax_power(
-                dtype, vec_max(vec_sub(load_vector(dtype, few + size * c), splat(tau)), zero), alpha
+                dtype, vec_max(vec_sub(load_vector(dtype, candidates + size * c), splat(tau)), zero), alpha
             )
             fall, part = vec_add(fall, slope), vec_add(part, w)
         falls, all_ = vec_add(falls, fall), vec_add(all_, part)
@@ -179,7 +181,7 @@ def entmax_sum_and_slope(dtype, few, count, tau, alpha):
 
 
 @njit
-def solve_tau(dtype, few, count, alpha):
+def solve_tau(dtype, candidates, count, alpha):
     """Return the tau for which the sum is 1, by Newton's method on the norm of order 1 / (alpha - 1), from tau = -1.
 
     Up to alpha = 2 the norm is convex, and the steps approach from below. Beyond, a step may leave the bracket between
@@ -189,7 +191,7 @@ def solve_tau(dtype, few, count, alpha):
     one, half = simd.as_compute_scalar(dtype, 1), simd.as_compute_scalar(dtype, 0.5)
     low, high, tau, last = -one, simd.as_compute_scalar(dtype, 0), -one, one
     for _ in range(MAX_SOLVER_STEPS):
-        sum_, fall = entmax_sum_and_slope(dtype, few, count, tau, alpha)
+        sum_, fall = entmax_sum_and_slope(dtype, candidates, count, tau, alpha)
         if sum_ >= one:
             low = tau
         else:
@@ -209,23 +211,23 @@ def solve_tau(dtype, few, count, alpha):
 def compute_entmax_weights(dtype, lists, count, tau, alpha):
     """Replace candidates by their weights, normalised to sum 1, and write their slopes; a NaN tau gives NaN weights."""
     size, zero = simd.compute_itemsize(dtype), splat(simd.as_compute_scalar(dtype, 0))
-    few, slopes = lists
+    candidates, slopes = lists
     all_ = zero
     for begin in range(0, count, SUM_BLOCK_SIZE):
         part = zero
         for c in range(begin, min(begin + SUM_BLOCK_SIZE, count), SIMD_WIDTH):
             w, slope = entmax_power(
-                dtype, vec_max(vec_sub(load_vector(dtype, few + size * c), splat(tau)), zero), alpha
+                dtype, vec_max(vec_sub(load_vector(dtype, candidates + size * c), splat(tau)), zero), alpha
             )
             if tau != tau:
                 w, slope = splat(tau), splat(tau)
-            store_value(few + size * c, w)
+            store_value(candidates + size * c, w)
             store_value(slopes + size * c, slope)
             part = vec_add(part, w)
         all_ = vec_add(all_, part)
     sum_ = splat(reduce_sum(all_))
     for c in range(0, count, SIMD_WIDTH):
-        store_value(few + size * c, vec_div(load_vector(dtype, few + size * c), sum_))
+        store_value(candidates + size * c, vec_div(load_vector(dtype, candidates + size * c), sum_))
 
 
 @njit
@@ -242,27 +244,30 @@ VALUE_STRIP_WIDTH = 4 * SIMD_WIDTH  # channels of a value per tile
 
 
 @njit
-def scatter_row(dtype, to, S, given, count):
+def scatter_row(dtype, to, S, entries, count):
     """Write a row of zeros with the list's values at their key indices."""
-    size, zero, (few, places) = simd.compute_itemsize(dtype), simd.as_compute_scalar(dtype, 0), given
+    size, zero, (candidates, indices) = simd.compute_itemsize(dtype), simd.as_compute_scalar(dtype, 0), entries
     end = S // SIMD_WIDTH * SIMD_WIDTH
     for c in range(0, end, SIMD_WIDTH):
         store_value(to + size * c, splat(zero))
     for c in range(end, S):
         store_value(to + size * c, zero)
     for n in range(count):
-        store_value(to + size * load_int32(places + 4 * n), load_scalar(dtype, few + size * n))
+        store_value(to + size * load_int32(indices + 4 * n), load_scalar(dtype, candidates + size * n))
 
 
 @njit
-def gather_weighted_values(dtype, values, width, to, given, count):
+def gather_weighted_values(dtype, values, width, to, entries, count):
     """Write the sum of the listed values, times their weights."""
-    size, zero, (few, places) = simd.compute_itemsize(dtype), splat(simd.as_compute_scalar(dtype, 0)), given
+    size, zero, (candidates, indices) = simd.compute_itemsize(dtype), splat(simd.as_compute_scalar(dtype, 0)), entries
     by = size * SIMD_WIDTH
     for c in range(0, width // VALUE_STRIP_WIDTH * VALUE_STRIP_WIDTH, VALUE_STRIP_WIDTH):
         a0, a1, a2, a3 = zero, zero, zero, zero
         for n in range(count):
-            w, v = splat(load_scalar(dtype, few + size * n)), values + size * (load_int32(places + 4 * n) * width + c)
+            w, v = (
+                splat(load_scalar(dtype, candidates + size * n)),
+                values + size * (load_int32(indices + 4 * n) * width + c),
+            )
             a0, a1 = fma(w, load_vector(dtype, v), a0), fma(w, load_vector(dtype, v + by), a1)
             a2, a3 = fma(w, load_vector(dtype, v + 2 * by), a2), fma(w, load_vector(dtype, v + 3 * by), a3)
         store_value(to + size * c, a0)
@@ -272,8 +277,8 @@ def gather_weighted_values(dtype, values, width, to, given, count):
     for c in range(width // VALUE_STRIP_WIDTH * VALUE_STRIP_WIDTH, width, SIMD_WIDTH):
         a = zero
         for n in range(count):
-            v = values + size * (load_int32(places + 4 * n) * width + c)
-            a = fma(splat(load_scalar(dtype, few + size * n)), load_vector(dtype, v), a)
+            v = values + size * (load_int32(indices + 4 * n) * width + c)
+            a = fma(splat(load_scalar(dtype, candidates + size * n)), load_vector(dtype, v), a)
         store_value(to + size * c, a)
 
 
@@ -295,38 +300,38 @@ def value_address(dtype, args, row, values):
 def entmax_forward_row(dtype, args, row, scratch):
     """Compute the entmax weights of a row, or its weighted values."""
     size, S, V = simd.compute_itemsize(dtype), args.num_keys, args.value_dim
-    line, few, slopes, _, places = row_list_addresses(dtype, args, scratch)
+    row_scores, candidates, slopes, _, indices = row_list_addresses(dtype, args, scratch)
     top, alpha = (
-        load_row(dtype, args, row, line),
+        load_row(dtype, args, row, row_scores),
         load_scalar(dtype, args.alpha + size * head_of_row(args, row)),
     )
     zero, one = simd.as_compute_scalar(dtype, 0), simd.as_compute_scalar(dtype, 1)
     tau, count = zero, 0
     if top != simd.as_compute_scalar(dtype, -math.inf):
-        scale_scores(dtype, line, S, top, alpha)
-        count = collect_candidates(dtype, (line, args.key_indices), S, -one, (few, places))
-        tau = solve_tau(dtype, few, count, alpha) if top == top else top
-        count = collect_candidates(dtype, (few, places), count, tau, (few, places))
-        compute_entmax_weights(dtype, (few, slopes), count, tau, alpha)
-    kept = args.row_state + size * ROW_STATE_SIZE * row
-    store_value(kept, top)
-    store_value(kept + size, tau)
+        scale_scores(dtype, row_scores, S, top, alpha)
+        count = collect_candidates(dtype, (row_scores, args.key_indices), S, -one, (candidates, indices))
+        tau = solve_tau(dtype, candidates, count, alpha) if top == top else top
+        count = collect_candidates(dtype, (candidates, indices), count, tau, (candidates, indices))
+        compute_entmax_weights(dtype, (candidates, slopes), count, tau, alpha)
+    row_state = args.row_state + size * ROW_STATE_SIZE * row
+    store_value(row_state, top)
+    store_value(row_state + size, tau)
     if args.values:
         values = value_address(dtype, args, row, args.values)
-        gather_weighted_values(dtype, values, V, args.output + size * V * row, (few, places), count)
+        gather_weighted_values(dtype, values, V, args.output + size * V * row, (candidates, indices), count)
     else:
-        scatter_row(dtype, args.output + size * S * row, S, (few, places), count)
+        scatter_row(dtype, args.output + size * S * row, S, (candidates, indices), count)
 
 
 @njit
 def grad_of_weights(dtype, args, row, lists, count):
     """Write the gradients of the listed weights; with values, also add to the values' gradients."""
-    size, (few, heard, places) = simd.compute_itemsize(dtype), lists
-    store_value(heard + size * (count // SIMD_WIDTH * SIMD_WIDTH), splat(simd.as_compute_scalar(dtype, 0)))
+    size, (candidates, grads, indices) = simd.compute_itemsize(dtype), lists
+    store_value(grads + size * (count // SIMD_WIDTH * SIMD_WIDTH), splat(simd.as_compute_scalar(dtype, 0)))
     if args.values == 0:
         grad = args.grad + size * args.num_keys * row
         for n in range(count):
-            store_value(heard + size * n, load_scalar(dtype, grad + size * load_int32(places + 4 * n)))
+            store_value(grads + size * n, load_scalar(dtype, grad + size * load_int32(indices + 4 * n)))
         return
     width = args.value_dim
     grad = args.grad + size * width * row
@@ -335,25 +340,25 @@ def grad_of_weights(dtype, args, row, lists, count):
         value_address(dtype, args, row, args.d_values),
     )
     for n in range(count):
-        at = size * load_int32(places + 4 * n) * width
-        w, sum_ = splat(load_scalar(dtype, few + size * n)), splat(simd.as_compute_scalar(dtype, 0))
+        offset = size * load_int32(indices + 4 * n) * width
+        w, sum_ = splat(load_scalar(dtype, candidates + size * n)), splat(simd.as_compute_scalar(dtype, 0))
         for c in range(0, size * width, size * SIMD_WIDTH):
             g = load_vector(dtype, grad + c)
-            sum_ = fma(g, load_vector(dtype, values + at + c), sum_)
-            store_value(d_values + at + c, fma(w, g, load_vector(dtype, d_values + at + c)))
-        store_value(heard + size * n, reduce_sum(sum_))
+            sum_ = fma(g, load_vector(dtype, values + offset + c), sum_)
+            store_value(d_values + offset + c, fma(w, g, load_vector(dtype, d_values + offset + c)))
+        store_value(grads + size * n, reduce_sum(sum_))
 
 
 @njit
 def entmax_backward_row(dtype, args, row, scratch):
     """Compute the gradient of a row of scores, u * (g - sum(u * g) / sum(u)), and the row's part of d alpha."""
     size, S = simd.compute_itemsize(dtype), args.num_keys
-    line, few, slopes, grads, places = row_list_addresses(dtype, args, scratch)
-    kept, alpha = (
+    row_scores, candidates, slopes, grads, indices = row_list_addresses(dtype, args, scratch)
+    row_state, alpha = (
         args.row_state + size * ROW_STATE_SIZE * row,
         args.alpha + size * head_of_row(args, row),
     )
-    alpha, top, tau = load_scalar(dtype, alpha), load_scalar(dtype, kept), load_scalar(dtype, kept + size)
+    alpha, top, tau = load_scalar(dtype, alpha), load_scalar(dtype, row_state), load_scalar(dtype, row_state + size)
     zero, count, mean, by_alpha = (
         splat(simd.as_compute_scalar(dtype, 0)),
         0,
@@ -361,31 +366,31 @@ def entmax_backward_row(dtype, args, row, scratch):
         simd.as_compute_scalar(dtype, 0),
     )
     if top != simd.as_compute_scalar(dtype, -math.inf):
-        load_row(dtype, args, row, line)
-        scale_scores(dtype, line, S, top, alpha)
-        count = collect_candidates(dtype, (line, args.key_indices), S, tau, (few, places))
-        compute_entmax_weights(dtype, (few, slopes), count, tau, alpha)
-        grad_of_weights(dtype, args, row, (few, grads, places), count)
+        load_row(dtype, args, row, row_scores)
+        scale_scores(dtype, row_scores, S, top, alpha)
+        count = collect_candidates(dtype, (row_scores, args.key_indices), S, tau, (candidates, indices))
+        compute_entmax_weights(dtype, (candidates, slopes), count, tau, alpha)
+        grad_of_weights(dtype, args, row, (candidates, grads, indices), count)
         falls, all_ = zero, zero
         for c in range(0, count, SIMD_WIDTH):
             slope = load_vector(dtype, slopes + size * c)
             falls, all_ = vec_add(falls, slope), fma(slope, load_vector(dtype, grads + size * c), all_)
         fall = reduce_sum(falls)
         mean = reduce_sum(all_) / fall
-        by_alpha = grad_alpha_of_row(dtype, (few, grads), count, alpha, mean)
+        by_alpha = grad_alpha_of_row(dtype, (candidates, grads), count, alpha, mean)
     for c in range(0, count, SIMD_WIDTH):
         store_value(
             grads + size * c,
             vec_mul(load_vector(dtype, slopes + size * c), vec_sub(load_vector(dtype, grads + size * c), splat(mean))),
         )
-    scatter_row(dtype, args.output + size * S * row, S, (grads, places), count)
+    scatter_row(dtype, args.output + size * S * row, S, (grads, indices), count)
     store_value(args.d_alpha + size * row, by_alpha)
 
 
 @njit
 def grad_alpha_of_row(dtype, lists, count, alpha, mean):
     """Return one row's part of the gradient of alpha (1909.00015, proposition 1)."""
-    size, zero, one, (few, grads) = (
+    size, zero, one, (candidates, grads) = (
         simd.compute_itemsize(dtype),
         simd.as_compute_scalar(dtype, 0),
         simd.as_compute_scalar(dtype, 1),
@@ -393,7 +398,7 @@ def grad_alpha_of_row(dtype, lists, count, alpha, mean):
     )
     straight, bent, spreads = splat(zero), splat(zero), splat(zero)
     for c in range(0, count, SIMD_WIDTH):
-        w, g = load_vector(dtype, few + size * c), load_vector(dtype, grads + size * c)
+        w, g = load_vector(dtype, candidates + size * c), load_vector(dtype, grads + size * c)
         bits = select_below(splat(zero), w, vec_mul(w, vec_log(w)), splat(zero))
         straight, bent, spreads = fma(w, g, straight), fma(bits, g, bent), vec_add(spreads, bits)
     straight, bent, spreads = reduce_sum(straight), reduce_sum(bent), reduce_sum(spreads)
@@ -401,14 +406,14 @@ def grad_alpha_of_row(dtype, lists, count, alpha, mean):
 
 
 @extending.register_jitable
-def entmax_forward_kernel(dtype, args, unit, scratch):
+def entmax_forward_kernel(dtype, args, item, scratch):
     """Entmax of the rows of one work item."""
-    for row in range(unit * ROWS_PER_ITEM, min(unit * ROWS_PER_ITEM + ROWS_PER_ITEM, args.num_rows)):
+    for row in range(item * ROWS_PER_ITEM, min(item * ROWS_PER_ITEM + ROWS_PER_ITEM, args.num_rows)):
         entmax_forward_row(dtype, args, row, scratch)
 
 
 @njit
-def entmax_backward_head(dtype, args, unit, scratch):
+def entmax_backward_head(dtype, args, item, scratch):
     """Backward pass of all rows that read one value head, so that only this thread adds to its gradients."""
     H, T, G = (
         args.num_heads,
@@ -416,16 +421,16 @@ def entmax_backward_head(dtype, args, unit, scratch):
         args.num_value_heads,
     )
     for h in range(H):
-        if load_int64(args.value_head_of_head + 8 * h) == unit % G:
+        if load_int64(args.value_head_of_head + 8 * h) == item % G:
             for t in range(T):
-                entmax_backward_row(dtype, args, (unit // G * H + h) * T + t, scratch)
+                entmax_backward_row(dtype, args, (item // G * H + h) * T + t, scratch)
 
 
 @extending.register_jitable
-def entmax_backward_kernel(dtype, args, unit, scratch):
+def entmax_backward_kernel(dtype, args, item, scratch):
     """Backward pass of the rows of one work item, or with values of all rows of one value head."""
     if args.values:
-        entmax_backward_head(dtype, args, unit, scratch)
+        entmax_backward_head(dtype, args, item, scratch)
     else:
-        for row in range(unit * ROWS_PER_ITEM, min(unit * ROWS_PER_ITEM + ROWS_PER_ITEM, args.num_rows)):
+        for row in range(item * ROWS_PER_ITEM, min(item * ROWS_PER_ITEM + ROWS_PER_ITEM, args.num_rows)):
             entmax_backward_row(dtype, args, row, scratch)

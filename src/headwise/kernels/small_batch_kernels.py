@@ -57,15 +57,15 @@ def pack_tokens(dtype, args, scratch):
     )
     full = width // GEMV_STEP * GEMV_STEP
     for m in range(tokens):
-        own, to = x + storage_itemsize(dtype) * width * m, scratch + 2 * CACHE_LINE_BYTES * m
+        token, to = x + storage_itemsize(dtype) * width * m, scratch + 2 * CACHE_LINE_BYTES * m
         for c in range(0, full, GEMV_STEP):
-            store_value(to, load_bf16_even(dtype, own + storage_itemsize(dtype) * c))
-            store_value(to + CACHE_LINE_BYTES, load_bf16_odd(dtype, own + storage_itemsize(dtype) * c))
+            store_value(to, load_bf16_even(dtype, token + storage_itemsize(dtype) * c))
+            store_value(to + CACHE_LINE_BYTES, load_bf16_odd(dtype, token + storage_itemsize(dtype) * c))
             to += 2 * CACHE_LINE_BYTES * tokens
         if full < width:
             store_value(
                 scratch + 4 * full * tokens + CACHE_LINE_BYTES * m,
-                load_storage(dtype, own + storage_itemsize(dtype) * full),
+                load_storage(dtype, token + storage_itemsize(dtype) * full),
             )
 
 
@@ -128,30 +128,30 @@ def store_4_sums(dtype, y, a):
 
 
 @njit
-def dot_4_rows_1_token(dtype, w, x, y, shape, ask):
+def dot_4_rows_1_token(dtype, w, x, y, shape, prefetch_address):
     """Compute the dot products of four rows with one token.
 
     `shape` is the row width and the bytes between two steps of the packed token.
     """
-    width, apart = shape
+    width, stride = shape
     a, by = zero_sums(dtype), storage_itemsize(dtype) * GEMV_STEP
     for _ in range(width // GEMV_STEP):
-        prefetch_4_rows(dtype, ask)
+        prefetch_4_rows(dtype, prefetch_address)
         even, odd = load_4_rows(dtype, w)
         a = fma_4_rows(odd, load_vector(dtype, x + CACHE_LINE_BYTES), fma_4_rows(even, load_vector(dtype, x), a))
-        w, x, ask = advance_addresses(w, by), x + apart, ask + GEMV_TILE_SIZE * by
+        w, x, prefetch_address = advance_addresses(w, by), x + stride, prefetch_address + GEMV_TILE_SIZE * by
     if width % GEMV_STEP:
         a = fma_4_rows(load_4_rows_tail(dtype, w), load_vector(dtype, x), a)
     store_4_sums(dtype, y, a)
 
 
 @njit
-def dot_4_rows_4_tokens(dtype, w, x, y, shape, ask):
+def dot_4_rows_4_tokens(dtype, w, x, y, shape, prefetch_address):
     """Compute the dot products of four rows with four tokens.
 
     `x` holds the addresses of the packed tokens and those of their last 16 channels.
     """
-    width, apart, step = shape
+    width, stride, step = shape
     a0, a1, a2, a3, by = (
         zero_sums(dtype),
         zero_sums(dtype),
@@ -161,7 +161,7 @@ def dot_4_rows_4_tokens(dtype, w, x, y, shape, ask):
     )
     at, ends = x
     for _ in range(width // GEMV_STEP):
-        prefetch_4_rows(dtype, ask)
+        prefetch_4_rows(dtype, prefetch_address)
         even, odd = load_4_rows(dtype, w)
         a0, a1 = fma_4_rows(even, load_vector(dtype, at[0]), a0), fma_4_rows(even, load_vector(dtype, at[1]), a1)
         a2, a3 = fma_4_rows(even, load_vector(dtype, at[2]), a2), fma_4_rows(even, load_vector(dtype, at[3]), a3)
@@ -173,7 +173,11 @@ def dot_4_rows_4_tokens(dtype, w, x, y, shape, ask):
             fma_4_rows(odd, load_vector(dtype, at[2] + CACHE_LINE_BYTES), a2),
             fma_4_rows(odd, load_vector(dtype, at[3] + CACHE_LINE_BYTES), a3),
         )
-        w, at, ask = advance_addresses(w, by), advance_addresses(at, apart), ask + GEMV_TILE_SIZE * by
+        w, at, prefetch_address = (
+            advance_addresses(w, by),
+            advance_addresses(at, stride),
+            prefetch_address + GEMV_TILE_SIZE * by,
+        )
     if width % GEMV_STEP:
         part = load_4_rows_tail(dtype, w)
         a0, a1 = fma_4_rows(part, load_vector(dtype, ends[0]), a0), fma_4_rows(part, load_vector(dtype, ends[1]), a1)
@@ -185,48 +189,50 @@ def dot_4_rows_4_tokens(dtype, w, x, y, shape, ask):
 
 
 @njit
-def four_offsets(first, count, apart):
+def four_offsets(first, count, stride):
     """Return the offsets of items first to first + 3; the last item is repeated beyond the end."""
     last = count - 1
     return (
-        apart * min(first, last),
-        apart * min(first + 1, last),
-        apart * min(first + 2, last),
-        apart * min(first + 3, last),
+        stride * min(first, last),
+        stride * min(first + 1, last),
+        stride * min(first + 2, last),
+        stride * min(first + 3, last),
     )
 
 
 @njit
-def multiply_block(dtype, args, place, scratch, after):
+def multiply_block(dtype, args, block, scratch, next_block):
     """Multiply a block of rows of one matrix with all tokens; `after` is the address of the next block, to prefetch."""
-    w, rows, y = place
+    w, rows, y = block
     tokens, width, step = (
         args.num_tokens,
         args.width,
         storage_itemsize(dtype) * args.num_rows,
     )
-    line, apart, tail = (
+    row_bytes, token_stride, tail = (
         storage_itemsize(dtype) * width,
         2 * CACHE_LINE_BYTES * tokens,
         scratch + 4 * (width // GEMV_STEP * GEMV_STEP) * tokens,
     )
     for n in range(0, rows, GEMV_TILE_SIZE):
-        own, to, ask = (
-            advance_addresses(four_offsets(n, rows, line), w),
+        rows_w, to, prefetch_address = (
+            advance_addresses(four_offsets(n, rows, row_bytes), w),
             advance_addresses(four_offsets(n, rows, storage_itemsize(dtype)), y),
-            w + line * (n + GEMV_TILE_SIZE) + GEMV_PREFETCH_BYTES,
+            w + row_bytes * (n + GEMV_TILE_SIZE) + GEMV_PREFETCH_BYTES,
         )
-        if ask >= w + line * rows:
-            ask += after - w - line * rows
+        if prefetch_address >= w + row_bytes * rows:
+            prefetch_address += next_block - w - row_bytes * rows
         if tokens == 1:
-            dot_4_rows_1_token(dtype, own, scratch, to, (width, apart), ask)
+            dot_4_rows_1_token(dtype, rows_w, scratch, to, (width, token_stride), prefetch_address)
             continue
         for m in range(0, tokens, GEMV_TILE_SIZE):
             x = (
                 advance_addresses(four_offsets(m, tokens, 2 * CACHE_LINE_BYTES), scratch),
                 advance_addresses(four_offsets(m, tokens, CACHE_LINE_BYTES), tail),
             )
-            dot_4_rows_4_tokens(dtype, own, x, to, (width, apart, four_offsets(m, tokens, step)), ask)
+            dot_4_rows_4_tokens(
+                dtype, rows_w, x, to, (width, token_stride, four_offsets(m, tokens, step)), prefetch_address
+            )
 
 
 @njit
@@ -248,13 +254,13 @@ def run_gemv(dtype, args):
     """Entry point of every thread: pack the tokens, then take blocks of rows until none is left."""
     scratch = args.scratch + fetch_and_increment(args_field_address(args, "next_thread")) * args.scratch_bytes
     pack_tokens(dtype, args, scratch)
-    blocks, this = args.num_items, fetch_and_increment(args_field_address(args, "next_item"))
-    while this < blocks:
-        following, place = fetch_and_increment(args_field_address(args, "next_item")), find_block(dtype, args, this)
+    num_blocks, item = args.num_items, fetch_and_increment(args_field_address(args, "next_item"))
+    while item < num_blocks:
+        next_item, block = fetch_and_increment(args_field_address(args, "next_item")), find_block(dtype, args, item)
         multiply_block(
-            dtype, args, place, scratch, find_block(dtype, args, following)[0] if following < blocks else place[0]
+            dtype, args, block, scratch, find_block(dtype, args, next_item)[0] if next_item < num_blocks else block[0]
         )
-        this = following
+        item = next_item
 
 
 # --- Elementwise kernels, which run in the calling thread ----------------------------------------------
@@ -265,18 +271,18 @@ def rms_norm_kernel(dtype, args):
     """Kernel of `rms_norm`."""
     x, y, width, weight = args.x, args.y, args.width, args.weight
     eps, offset = args.eps, splat(as_compute_scalar(dtype, args.offset))
-    line = storage_itemsize(dtype) * width
-    for at in range(0, args.rows * line, line):
+    row_bytes = storage_itemsize(dtype) * width
+    for row in range(0, args.rows * row_bytes, row_bytes):
         sums = splat(as_compute_scalar(dtype, 0.0))
-        for c in range(at, at + line, storage_itemsize(dtype) * SIMD_WIDTH):
+        for c in range(row, row + row_bytes, storage_itemsize(dtype) * SIMD_WIDTH):
             part = load_storage(dtype, x + c)
             sums = fma(part, part, sums)
-        share = splat(as_compute_scalar(dtype, 1.0 / math.sqrt(reduce_sum(sums) / width + eps)))
-        for c in range(0, line, storage_itemsize(dtype) * SIMD_WIDTH):
-            part = vec_mul(load_storage(dtype, x + at + c), share)
+        factor = splat(as_compute_scalar(dtype, 1.0 / math.sqrt(reduce_sum(sums) / width + eps)))
+        for c in range(0, row_bytes, storage_itemsize(dtype) * SIMD_WIDTH):
+            part = vec_mul(load_storage(dtype, x + row + c), factor)
             if weight:
                 part = vec_mul(part, vec_add(load_storage(dtype, weight + c), offset))
-            store_storage(dtype, y + at + c, part)
+            store_storage(dtype, y + row + c, part)
 
 
 @njit
@@ -310,25 +316,25 @@ def rotate_head(dtype, x, y, width, pairs, waves):
 def rotary_kernel(dtype, args):
     """Kernel of `apply_rotary`."""
     tokens, heads, width, pairs, waves = args.tokens, args.heads, args.width, args.pairs, args.waves
-    line, position_stride = storage_itemsize(dtype) * width, args.position_batch_stride
+    head_bytes, position_stride = storage_itemsize(dtype) * width, args.position_batch_stride
     for t in range(tokens):
         for b in range(args.batch):
             if b == 0 or position_stride:
                 position = load_int64(args.position + b * position_stride + 8 * t)
                 cos_sin_tables(dtype, position, args.frequency, pairs, args.attention_factor, waves)
             x = args.x + b * args.x_batch_stride + t * args.x_token_stride
-            y = args.y + (b * tokens + t) * heads * line
+            y = args.y + (b * tokens + t) * heads * head_bytes
             for h in range(heads):
-                rotate_head(dtype, x + h * args.x_head_stride, y + h * line, width, pairs, waves)
+                rotate_head(dtype, x + h * args.x_head_stride, y + h * head_bytes, width, pairs, waves)
 
 
 @extending.register_jitable
 def silu_and_multiply_kernel(dtype, args):
     """Kernel of `silu_and_multiply`."""
-    line, one = storage_itemsize(dtype) * args.width, splat(as_compute_scalar(dtype, 1.0))
+    row_bytes, one = storage_itemsize(dtype) * args.width, splat(as_compute_scalar(dtype, 1.0))
     for m in range(args.rows):
-        gate, up, y = args.gate + m * args.gate_row_stride, args.up + m * args.up_row_stride, args.y + m * line
-        for c in range(0, line, storage_itemsize(dtype) * SIMD_WIDTH):
+        gate, up, y = args.gate + m * args.gate_row_stride, args.up + m * args.up_row_stride, args.y + m * row_bytes
+        for c in range(0, row_bytes, storage_itemsize(dtype) * SIMD_WIDTH):
             x = load_storage(dtype, gate + c)
             e = vec_exp(
                 vec_sub(splat(as_compute_scalar(dtype, 0.0)), vec_max(x, splat(as_compute_scalar(dtype, -88.0))))

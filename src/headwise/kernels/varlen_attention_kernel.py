@@ -34,9 +34,9 @@ from .simd import (
 
 
 @njit
-def init_sum(dtype, at, more):
+def init_sum(dtype, at, accumulate):
     """Return the initial value of a sum: the stored vector if `more`, otherwise zeros."""
-    if more:
+    if accumulate:
         return load_vector(dtype, at)
     return splat(simd.as_compute_scalar(dtype, 0))
 
@@ -44,16 +44,16 @@ def init_sum(dtype, at, more):
 @njit
 def gemm_4_rows(dtype, to, a, b, sizes):
     """Compute four rows of a product, 16 columns at a time."""
-    (to, row), (a, apart, step), (b, along), (inner, width, more) = to, a, b, sizes
+    (to, row), (a, a_stride, step), (b, b_stride), (inner, width, accumulate) = to, a, b, sizes
     for c in range(0, simd.compute_itemsize(dtype) * width, simd.compute_itemsize(dtype) * SIMD_WIDTH):
-        x0, x1 = init_sum(dtype, to + c, more), init_sum(dtype, to + row + c, more)
-        x2, x3 = init_sum(dtype, to + 2 * row + c, more), init_sum(dtype, to + 3 * row + c, more)
+        x0, x1 = init_sum(dtype, to + c, accumulate), init_sum(dtype, to + row + c, accumulate)
+        x2, x3 = init_sum(dtype, to + 2 * row + c, accumulate), init_sum(dtype, to + 3 * row + c, accumulate)
         for i in range(inner):
-            y, at = load_vector(dtype, b + along * i + c), a + step * i
+            y, at = load_vector(dtype, b + b_stride * i + c), a + step * i
             x0 = fma(y, splat(load_scalar(dtype, at)), x0)
-            x1 = fma(y, splat(load_scalar(dtype, at + apart)), x1)
-            x2 = fma(y, splat(load_scalar(dtype, at + 2 * apart)), x2)
-            x3 = fma(y, splat(load_scalar(dtype, at + 3 * apart)), x3)
+            x1 = fma(y, splat(load_scalar(dtype, at + a_stride)), x1)
+            x2 = fma(y, splat(load_scalar(dtype, at + 2 * a_stride)), x2)
+            x3 = fma(y, splat(load_scalar(dtype, at + 3 * a_stride)), x3)
         store_value(to + c, x0)
         store_value(to + row + c, x1)
         store_value(to + 2 * row + c, x2)
@@ -63,11 +63,11 @@ def gemm_4_rows(dtype, to, a, b, sizes):
 @njit
 def gemm_1_row(dtype, to, a, b, sizes):
     """Compute one row of a product, 16 columns at a time."""
-    (a, _, step), (b, along), (inner, width, more) = a, b, sizes
+    (a, _, step), (b, b_stride), (inner, width, accumulate) = a, b, sizes
     for c in range(0, simd.compute_itemsize(dtype) * width, simd.compute_itemsize(dtype) * SIMD_WIDTH):
-        x = init_sum(dtype, to[0] + c, more)
+        x = init_sum(dtype, to[0] + c, accumulate)
         for i in range(inner):
-            x = fma(load_vector(dtype, b + along * i + c), splat(load_scalar(dtype, a + step * i)), x)
+            x = fma(load_vector(dtype, b + b_stride * i + c), splat(load_scalar(dtype, a + step * i)), x)
         store_value(to[0] + c, x)
 
 
@@ -78,13 +78,13 @@ def gemm(dtype, to, a, b, rows, sizes):
     `to` and `b` are (address, bytes to the next row), `a` is (address, bytes to the next r, bytes to the next i), and
     `sizes` is (number of i, columns, more).
     """
-    (to, row), (a, apart, step) = to, a
+    (to, row), (a, a_stride, step) = to, a
     r = 0
     while r + 4 <= rows:
-        gemm_4_rows(dtype, (to + row * r, row), (a + apart * r, apart, step), b, sizes)
+        gemm_4_rows(dtype, (to + row * r, row), (a + a_stride * r, a_stride, step), b, sizes)
         r += 4
     while r < rows:
-        gemm_1_row(dtype, (to + row * r, row), (a + apart * r, apart, step), b, sizes)
+        gemm_1_row(dtype, (to + row * r, row), (a + a_stride * r, a_stride, step), b, sizes)
         r += 1
 
 
@@ -99,17 +99,17 @@ def transpose_rows(dtype, to, source, step, rows, width):
 
 
 @njit
-def softmax_scores(dtype, args, x, places, queries, keys):
+def softmax_scores(dtype, args, x, indices, queries, keys):
     """Replace products x by weights, softmax(scale * x) over the keys that each query may read."""
     size, across = simd.compute_itemsize(dtype), round_up_to_simd(keys)
     low, scale = simd.as_compute_scalar(dtype, -math.inf), splat(simd.as_compute_scalar(dtype, args.scale))
-    place = load_vector(dtype, places)
+    index = load_vector(dtype, indices)
     for t in range(queries):
         count = min(t + 1, keys) if args.causal else keys
         top, sums = splat(low), splat(simd.as_compute_scalar(dtype, 0))
         for c in range(0, across, SIMD_WIDTH):
-            left = splat(simd.as_compute_scalar(dtype, count - c))
-            s = select_below(place, left, vec_mul(load_vector(dtype, x + size * c), scale), splat(low))
+            limit = splat(simd.as_compute_scalar(dtype, count - c))
+            s = select_below(index, limit, vec_mul(load_vector(dtype, x + size * c), scale), splat(low))
             store_value(x + size * c, s)
             top = vec_max(top, s)
         highest = reduce_max(top)
@@ -143,79 +143,85 @@ def softmax_backward(dtype, args, w, d, queries, keys):
 
 
 @njit
-def sequence_of_item(args, unit):
+def sequence_of_item(args, item):
     """Return first query, number of queries, first key, number of keys and key head of a work item."""
     groups = args.num_kv_heads
-    text = args.sequences + 32 * (unit // groups)
-    return load_int64(text), load_int64(text + 8), load_int64(text + 16), load_int64(text + 24), unit % groups
+    sequence = args.sequences + 32 * (item // groups)
+    return (
+        load_int64(sequence),
+        load_int64(sequence + 8),
+        load_int64(sequence + 16),
+        load_int64(sequence + 24),
+        item % groups,
+    )
 
 
 @njit
-def recompute_weights(dtype, args, q, scratch, text):
+def recompute_weights(dtype, args, q, scratch, sequence):
     """Compute all attention weights of one sequence and head in the scratch buffer."""
-    places, keys, w = scratch
-    _, queries, _, count, _ = text
+    indices, keys, w = scratch
+    _, queries, _, count, _ = sequence
     size, dim, across = simd.compute_itemsize(dtype), args.dim, round_up_to_simd(count)
     a = (q, args.q_token_stride, size)
     gemm(dtype, (w, size * across), a, (keys, size * across), queries, (dim, across, 0))
-    softmax_scores(dtype, args, w, places, queries, count)
+    softmax_scores(dtype, args, w, indices, queries, count)
 
 
 @extending.register_jitable
-def varlen_forward(dtype, args, unit, places):
+def varlen_forward(dtype, args, item, indices):
     """Forward kernel: one sequence and the query heads of one key head; scores, softmax, weighted values."""
     size, dim, vdim = simd.compute_itemsize(dtype), args.dim, args.vdim
-    each, made = (
+    group_size, output_stride = (
         args.group_size,
         size * vdim * args.num_kv_heads * args.group_size,
     )
-    fill_indices(dtype, places)
-    text = sequence_of_item(args, unit)
-    first, queries, begin, count, g = text
-    keys, row = places + size * SIMD_WIDTH, size * round_up_to_simd(count)
+    fill_indices(dtype, indices)
+    sequence = sequence_of_item(args, item)
+    first, queries, begin, count, g = sequence
+    keys, row = indices + size * SIMD_WIDTH, size * round_up_to_simd(count)
     w = keys + row * dim
     k = args.k + args.k_token_stride * begin + args.k_head_stride * g
     v = args.v + args.v_token_stride * begin + args.v_head_stride * g
     transpose_rows(dtype, keys, k, args.k_token_stride, count, dim)
-    for h in range(g * each, (g + 1) * each if count else 0):
+    for h in range(g * group_size, (g + 1) * group_size if count else 0):
         q = args.q + args.q_token_stride * first + args.q_head_stride * h
-        to = args.output + made * first + size * vdim * h
-        recompute_weights(dtype, args, q, (places, keys, w), text)
-        gemm(dtype, (to, made), (w, row, size), (v, args.v_token_stride), queries, (count, vdim, 0))
+        to = args.output + output_stride * first + size * vdim * h
+        recompute_weights(dtype, args, q, (indices, keys, w), sequence)
+        gemm(dtype, (to, output_stride), (w, row, size), (v, args.v_token_stride), queries, (count, vdim, 0))
 
 
 @njit
-def fill_indices(dtype, places):
+def fill_indices(dtype, indices):
     """Write 0 to 15 as floats: the index of each key within a vector."""
     for n in range(SIMD_WIDTH):
-        store_value(places + simd.compute_itemsize(dtype) * n, simd.as_compute_scalar(dtype, n))
+        store_value(indices + simd.compute_itemsize(dtype) * n, simd.as_compute_scalar(dtype, n))
 
 
 @njit
-def backward_head(dtype, args, h, scratch, text):
+def backward_head(dtype, args, h, scratch, sequence):
     """Compute the gradients of one query head of a sequence."""
     size, dim, vdim = simd.compute_itemsize(dtype), args.dim, args.vdim
-    places, keys, values = scratch
-    first, queries, begin, count, g = text
-    row, groups, each = (
+    indices, keys, values = scratch
+    first, queries, begin, count, g = sequence
+    row, groups, group_size = (
         size * round_up_to_simd(count),
         args.num_kv_heads,
         args.group_size,
     )
     w = values + row * vdim
-    d, more = w + row * queries, int(h > g * each)
+    d, accumulate = w + row * queries, int(h > g * group_size)
     q = args.q + args.q_token_stride * first + args.q_head_stride * h
     k = args.k + args.k_token_stride * begin + args.k_head_stride * g
-    step = size * vdim * groups * each
+    step = size * vdim * groups * group_size
     grad = args.grad + step * first + size * vdim * h
-    recompute_weights(dtype, args, q, (places, keys, w), text)
+    recompute_weights(dtype, args, q, (indices, keys, w), sequence)
     gemm(dtype, (d, row), (grad, step, size), (values, row), queries, (vdim, round_up_to_simd(count), 0))
     to = args.d_v + size * vdim * (groups * begin + g)
-    gemm(dtype, (to, size * vdim * groups), (w, size, row), (grad, step), count, (queries, vdim, more))
+    gemm(dtype, (to, size * vdim * groups), (w, size, row), (grad, step), count, (queries, vdim, accumulate))
     softmax_backward(dtype, args, w, d, queries, count)
-    made = size * dim * groups * each
-    to = args.output + made * first + size * dim * h
-    gemm(dtype, (to, made), (d, row, size), (k, args.k_token_stride), queries, (count, dim, 0))
+    output_stride = size * dim * groups * group_size
+    to = args.output + output_stride * first + size * dim * h
+    gemm(dtype, (to, output_stride), (d, row, size), (k, args.k_token_stride), queries, (count, dim, 0))
     to = args.d_k + size * dim * (groups * begin + g)
     gemm(
         dtype,
@@ -223,23 +229,23 @@ def backward_head(dtype, args, h, scratch, text):
         (d, size, row),
         (q, args.q_token_stride),
         count,
-        (queries, dim, more),
+        (queries, dim, accumulate),
     )
 
 
 @extending.register_jitable
-def varlen_backward(dtype, args, unit, places):
+def varlen_backward(dtype, args, item, indices):
     """Backward kernel: one sequence and the query heads of one key head; weights again, then all gradients."""
     size, dim, vdim = simd.compute_itemsize(dtype), args.dim, args.vdim
-    each = args.group_size
-    fill_indices(dtype, places)
-    text = sequence_of_item(args, unit)
-    _, _, begin, count, g = text
-    keys = places + size * SIMD_WIDTH
+    group_size = args.group_size
+    fill_indices(dtype, indices)
+    sequence = sequence_of_item(args, item)
+    _, _, begin, count, g = sequence
+    keys = indices + size * SIMD_WIDTH
     values = keys + size * round_up_to_simd(count) * dim
     k = args.k + args.k_token_stride * begin + args.k_head_stride * g
     v = args.v + args.v_token_stride * begin + args.v_head_stride * g
     transpose_rows(dtype, keys, k, args.k_token_stride, count, dim)
     transpose_rows(dtype, values, v, args.v_token_stride, count, vdim)
-    for h in range(g * each, (g + 1) * each if count else 0):
-        backward_head(dtype, args, h, (places, keys, values), text)
+    for h in range(g * group_size, (g + 1) * group_size if count else 0):
+        backward_head(dtype, args, h, (indices, keys, values), sequence)
