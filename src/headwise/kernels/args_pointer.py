@@ -14,7 +14,8 @@ from numba.core.imputils import lower_getattr_generic
 from numba.core.typing.templates import AttributeTemplate, infer_getattr
 
 from .kernel_args import WORD_BYTES, KernelArgs
-from .simd import INT64, guard_address, intrinsic, load_int64, store_value
+from .memory_pointer import INT64, memory_pointer
+from .simd import intrinsic, load_int64, store_value
 
 
 class ArgsPointer(types.Type):
@@ -49,8 +50,7 @@ class ArgsAttribute(AttributeTemplate):
 def _load_field(context: Any, builder: Any, pointer: ArgsPointer, address: Any, name: str) -> Any:
     field = pointer.fields[name]
     word = ir.DoubleType() if field.kind == "float" else INT64
-    place = guard_address(builder, _build_field_address(builder, address, field.index), WORD_BYTES)
-    return builder.load(builder.inttoptr(place, word.as_pointer()))
+    return builder.load(memory_pointer(builder, _build_field_address(builder, address, field.index), word))
 
 
 def _build_field_address(builder: Any, address: Any, index: int) -> Any:
@@ -82,8 +82,7 @@ def _store_arg(typing: Any, args: Any, name: Any, value: Any) -> Any:
 
     def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         word = context.cast(builder, values[2], value, types.int64)
-        place = guard_address(builder, _build_field_address(builder, values[0], index), WORD_BYTES)
-        builder.store(word, builder.inttoptr(place, INT64.as_pointer()))
+        builder.store(word, memory_pointer(builder, _build_field_address(builder, values[0], index), INT64, "writes"))
         return context.get_dummy_value()
 
     return types.void(args, name, value), code

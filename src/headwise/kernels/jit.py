@@ -13,6 +13,7 @@ from typing import Any
 from numba import cfunc, types
 
 from .args_pointer import args_field_address, args_from_address
+from .memory_guard import DEBUG_KERNELS
 from .simd import fetch_and_increment, storage_type
 
 ENTRY_SIGNATURE = types.void(types.int64)
@@ -67,7 +68,8 @@ def _compile_entry_point(entry: Any, name: str) -> Any:
     # Numba numbers the cache entries of one function name, and two processes may give two kernels one number:
     # a name of its own for every kernel avoids that.
     entry.__qualname__ = name
-    if not name.startswith(f"{__package__}."):  # the hash does not cover the sources of other packages
+    # Debug builds contain addresses of this process, and the hash does not cover the sources of other packages.
+    if DEBUG_KERNELS or not name.startswith(f"{__package__}."):
         return cfunc(ENTRY_SIGNATURE)(entry)
     try:
         return cfunc(ENTRY_SIGNATURE, cache=True)(entry)

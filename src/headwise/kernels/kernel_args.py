@@ -46,8 +46,10 @@ class TensorLayout(NamedTuple):
     def problem(self, tensor: Tensor, storage_dtype: torch.dtype | None) -> str:
         """Return how a tensor differs from the layout, or an empty string."""
         dtype = self.expected_dtype(storage_dtype)
-        if not tensor.is_cpu or tensor.dtype is not dtype:
+        if not tensor.is_cpu or dtype not in (None, tensor.dtype):
             return f"is {tensor.dtype} on {tensor.device}, not {dtype} on the CPU"
+        if tensor.data_ptr() % tensor.itemsize:
+            return "is not aligned to its elements"
         if tensor.is_contiguous() or self.strides == "any":
             return ""
         if self.strides == "last" and (tensor.stride(-1) == 1 or tensor.shape[-1] == 1):
@@ -67,6 +69,22 @@ Int64Arg = Annotated[Tensor | None, TensorLayout(torch.int64)]
 Int32Arg = Annotated[Tensor | None, TensorLayout(torch.int32)]
 BoolArg = Annotated[Tensor | None, TensorLayout(torch.bool)]
 TableArg = Annotated[Tensor | array | None, TensorLayout(torch.int64)]  # may also be an array of int64
+
+
+class MemoryRange(NamedTuple):
+    """The memory of one argument, for checks of the debug build."""
+
+    name: str
+    begin: int
+    end: int
+
+
+def _memory_range(name: str, memory: Tensor | array) -> MemoryRange:
+    begin, itemsize = address_of(memory), memory.itemsize
+    if isinstance(memory, array):
+        return MemoryRange(name, begin, begin + itemsize * len(memory))
+    last = sum((n - 1) * step for n, step in zip(memory.shape, memory.stride(), strict=True))
+    return MemoryRange(f"{name} {list(memory.shape)}", begin, begin + itemsize * (last + 1) * (memory.numel() > 0))
 
 
 class ArgField(NamedTuple):
@@ -139,7 +157,8 @@ def _generate_make(record: type[KernelArgs]) -> Callable[..., Any]:
         f"def make(*, {parameters}):\n"
         "    args = new(record)\n"
         f"    args.tensors = [{tensors}]\n"
-        f"    args.words = array('q', pack({words}))\n"
+        f"    args.words = words = array('q', pack({words}))\n"
+        "    args.address = words.buffer_info()[0]\n"
         "    return args\n"
     )
     letters = "".join("d" if field.kind == "float" else "q" for field in fields.values())
@@ -162,7 +181,7 @@ class KernelArgs:
     microseconds count, and which have checked their tensors before.
     """
 
-    __slots__ = ("tensors", "words")
+    __slots__ = ("address", "tensors", "words")
     fields: ClassVar[dict[str, ArgField]] = {}
     layouts: ClassVar[dict[str, TensorLayout]] = {}  # of the tensor fields, in the order of `tensors`
     tensor_places: ClassVar[dict[str, tuple[int, int]]] = {}  # slots and words of the tensor fields
@@ -170,6 +189,7 @@ class KernelArgs:
     make: ClassVar[Callable[..., Self]]  # returns a record; its keyword parameters are the fields
     records: ClassVar[dict[str, type[KernelArgs]]] = {}  # all records by name
     words: array  # the record in memory
+    address: int  # its address
     tensors: list[Any]  # the tensors of the record, which it keeps alive; the kernel may read addresses in a table, too
 
     def __init_subclass__(cls, is_checked: bool = True) -> None:
@@ -198,6 +218,7 @@ class KernelArgs:
         """Return a copy with some fields changed."""
         copy, places = object.__new__(type(self)), self.tensor_places
         words, tensors = copy.words, copy.tensors = self.words[:], self.tensors[:]
+        copy.address = words.buffer_info()[0]
         for name, value in values.items():
             if name in places and value is not None:  # faster than the descriptor
                 slot, index = places[name]
@@ -212,7 +233,7 @@ class KernelArgs:
         for slot, dtype in self.expected_dtypes(storage_dtype):
             tensor = tensors[slot]  # the common case first: `problem` takes longer than some kernels
             if tensor is not None and not (tensor.dtype is dtype and tensor.is_contiguous() and tensor.is_cpu):
-                self._check_each_tensor(storage_dtype)
+                self.check_each_tensor(storage_dtype)
                 return
 
     @classmethod
@@ -225,10 +246,22 @@ class KernelArgs:
             if field.kind == "tensor" and field.layout is not None
         ]
 
-    def _check_each_tensor(self, storage_dtype: torch.dtype | None) -> None:
+    def check_each_tensor(self, storage_dtype: torch.dtype | None) -> None:
+        """Raise ValueError for the first tensor that differs from its field's annotation."""
         for (name, layout), tensor in zip(self.layouts.items(), self.tensors, strict=False):
             if isinstance(tensor, Tensor) and (problem := layout.problem(tensor, storage_dtype)):
                 raise ValueError(f"cannot run a kernel with {type(self).__name__}: {name} {problem}")
+
+    def memory_ranges(self) -> list[MemoryRange]:
+        """Return the memory that the kernel may read and write."""
+        size = self.words.itemsize * len(self.words)
+        ranges = [MemoryRange(type(self).__name__, self.address, self.address + size)]
+        names = [*self.layouts, *(f"tensors[{n}]" for n in range(len(self.layouts), len(self.tensors)))]
+        return ranges + [
+            _memory_range(name, memory)
+            for name, memory in zip(names, self.tensors, strict=True)
+            if memory is not None and len(memory)
+        ]
 
 
 class ParallelKernelArgs(KernelArgs):

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from .kernel_args import KernelArgs, ParallelKernelArgs
+from .memory_guard import DEBUG_KERNELS, run_checked
 
 SIMD_WIDTH = 16  # elements per vector
 CACHE_LINE_BYTES = 64
@@ -134,10 +135,14 @@ class KernelSet:
 
     def run(self, name: str, dtype: torch.dtype | None, args: KernelArgs, threads: int = 1) -> None:
         """Run a kernel in some threads; with a dtype, the storage type is its first argument."""
+        compiled = self.compiled_functions.get((name, dtype)) or self.compiled_function(name, dtype)
+        if DEBUG_KERNELS:
+            kernel = f"{name} of {self.module}"
+            run_checked(kernel, dtype, args, lambda: run_in_threads(compiled, args.address, threads))
+            return
         if args.is_checked and dtype is not None:
             args.check_tensors(dtype)
-        compiled = self.compiled_functions.get((name, dtype)) or self.compiled_function(name, dtype)
-        run_in_threads(compiled, args.words.buffer_info()[0], threads)
+        run_in_threads(compiled, args.address, threads)
 
     def compiled_function(self, name: str, dtype: torch.dtype | None = None) -> Any:
         """Return the compiled entry point of a kernel."""

@@ -96,6 +96,7 @@ def _launch_gemv(x_MK: Tensor, matrices: Sequence[Tensor]) -> Tensor:
         num_rows=rows,
         matrices=table,
     )
+    args.tensors += matrices
     args.allocate_scratch(threads)
     GEMV_KERNELS.run("work", x_MK.dtype, args, threads)
     return y
