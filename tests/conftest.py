@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import zlib
 from collections import defaultdict
@@ -13,6 +14,8 @@ import pytest
 import torch
 
 from shapes import hold_all
+
+os.environ["HEADWISE_KERNELS"] = "wait"  # the same kernels run however many are compiled; processes inherit it
 
 ROOT = Path(__file__).resolve().parent.parent
 FAST_CASES = 3  # how many cases of each parametrised test `--fast` keeps

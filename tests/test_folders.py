@@ -449,7 +449,7 @@ def harmed(name: str, change: Callable[[str], str]) -> Callable[[Path], object]:
 
 
 HARM: dict[str, tuple[Callable[[Path], object], str]] = {
-    "loader": (harmed("load_model.py", lambda text: text + "\n"), "load_model.py does not match its checksum in heads.json"),
+    "loader": (harmed("load_model.py", lambda text: text + "\n"), "load_model.py does not match its checksum"),
     "loader gone": (lambda f: (f / "load_model.py").unlink(), "load_model.py is missing, but heads.json lists it"),
     "weights": (lambda f: (f / WEIGHTS).write_bytes((f / WEIGHTS).read_bytes()[:-9]), f"{WEIGHTS} does not match"),
     "no json": (harmed(RECORD_FILE, lambda text: text[:40]), "cannot read .*heads.json"),

@@ -15,11 +15,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from types import ModuleType
 
+import torch
 from torch import Tensor
 
 from ..errors import NoBackend, suggest
 from ..interfaces.core_types import CallSize
 from ..interfaces.probe import Probe
+from ..kernels.varlen_attention import VARLEN_KERNELS
 from ..masking.sequence_info import AttentionMask, mask_shape
 from . import (
     bf16_matmul,
@@ -123,7 +125,7 @@ class PackedDispatch:
         self, attention_mask: AttentionMask, inputs: CoreInputs, steps: CoreSteps, probe: Probe | None
     ) -> Tensor:
         """Per-head outputs o_BTHV."""
-        if self._uses_kernel(attention_mask):
+        if self._uses_kernel(attention_mask, inputs.q.dtype):
             return varlen.attend_by_kernel(attention_mask, inputs)
         plan, outputs = varlen.group_plan(attention_mask), list[Tensor]()
         for (queries, keys), group in zip(plan.groups, varlen.group_inputs(plan, inputs, steps), strict=True):
@@ -132,10 +134,12 @@ class PackedDispatch:
             outputs.append(backend.attend(self.groups.call, group_mask, group, steps, None))
         return plan.queries.scatter_groups(outputs).unflatten(0, inputs.q.shape[:2])
 
-    def _uses_kernel(self, attention_mask: AttentionMask) -> bool:
+    def _uses_kernel(self, attention_mask: AttentionMask, dtype: torch.dtype) -> bool:
         if self.groups.is_named_by_caller or not varlen.supports_kernel(self.groups.call):
             return False
-        return varlen.kernel_plan(attention_mask).longest <= varlen.MAX_KERNEL_LENGTH
+        if varlen.kernel_plan(attention_mask).longest > varlen.MAX_KERNEL_LENGTH:
+            return False
+        return VARLEN_KERNELS.is_usable(varlen.compute_dtype(dtype))
 
     def _select_for_group(self, group_mask: AttentionMask, group: CoreInputs) -> str:
         name = self.groups.select(group_mask, group)

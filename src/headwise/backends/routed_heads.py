@@ -15,7 +15,7 @@ from ..interfaces import Gate, OutputStep, ScoreStep
 from ..interfaces.core_types import CallSize
 from ..interfaces.probe import Probe
 from ..kernels.autograd_guards import NO_DOUBLE_BACKWARD_REMEDY, forbid_double_backward
-from ..kernels.flash_attention import QUERY_TILE_ROWS, gathered_attention
+from ..kernels.flash_attention import FLASH_ATTENTION_KERNELS, QUERY_TILE_ROWS, gathered_attention
 from ..kernels.launch import COMPUTE_DTYPES, has_kernels
 from ..masking.patterns import Causal, Full
 from ..masking.sequence_info import AttentionMask
@@ -392,7 +392,8 @@ def attend(
         q, k, v = (t.to(torch.get_autocast_dtype(q.device.type)) for t in (q, k, v))
     with torch.no_grad():
         reading, opened = KeyVisibility(attention_mask, q.dtype), _open_heads(call, inputs)
-        ends = reading.key_ranges(q.shape[1]) if q.dtype in COMPUTE_DTYPES and has_kernels() else None
+        has_kernel = q.dtype in COMPUTE_DTYPES and FLASH_ATTENTION_KERNELS.is_usable(q.dtype)
+        ends = reading.key_ranges(q.shape[1]) if has_kernel else None
         lines = None if ends is None else RoutedWorkItems.from_open_heads(opened, k.shape[2], ends, k.shape[1])
         packed = pack_open_queries(opened, k.shape[2], reading.is_full_or_causal) if lines is None else []
     if lines is not None:

@@ -124,10 +124,14 @@ def supports_kernel(call: CallSignature) -> bool:
     return call.device == "cpu" and call.group_size > 0 and not sdpa.plain_softmax_conflicts(call) and has_kernels()
 
 
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that the kernel computes in for tensors of this dtype."""
+    return dtype if dtype in KERNEL_DTYPES else torch.float32
+
+
 def attend_by_kernel(attention_mask: AttentionMask, inputs: CoreInputs) -> Tensor:
     """Per-head outputs o_BTHV of all sequences, in one call of the kernel."""
-    exact = inputs.q.dtype if inputs.q.dtype in KERNEL_DTYPES else torch.float32
-    qkv = [t.flatten(0, 1).to(exact) for t in inputs[:3]]
+    qkv = [t.flatten(0, 1).to(compute_dtype(inputs.q.dtype)) for t in inputs[:3]]
     causal, scale = attention_mask.pattern == Causal(), inputs.query_context.scale
     o = attend_varlen(qkv, *kernel_plan(attention_mask), causal, scale)
     return o.to(inputs.v.dtype).unflatten(0, inputs.q.shape[:2])

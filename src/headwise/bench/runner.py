@@ -24,6 +24,7 @@ from ..cache import KVCache
 from ..costs.roofline import accelerator_type
 from ..errors import SpecError, suggest
 from ..files import FolderLock, write_atomically
+from ..kernels.compilation import compile_when_called
 from ..nn.attention import Attention
 from ..presets import design
 from ..spec.attention_spec import AttentionSpec
@@ -35,6 +36,7 @@ from .session import HEADWISE, BenchmarkRow, BenchmarkSession, CaseTimer, Progre
 TIMING_PACES = {False: TimingPace(max_seconds=20.0), True: TimingPace(max_seconds=3.0)}  # by `quick`
 
 
+@compile_when_called()
 def run_benchmarks(
     *names: str,
     quick: bool = False,
@@ -445,6 +447,7 @@ class ScalingReport:
         return "\n".join([*lines, *(line for problem in sorted(problems) for line in wrap_lines(f"! {problem}"))])
 
 
+@compile_when_called()
 def run_scaling(
     *names: str,
     threads: int | None = None,

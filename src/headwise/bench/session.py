@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -231,16 +230,13 @@ def check_threads(threads: int | None) -> int:
 
 @contextmanager
 def use_threads(count: int) -> Iterator[None]:
-    """Let torch and numba use `count` threads inside the context."""
-    numba: Any = import_module("numba")  # Any: numba has no type stubs
-    torch_threads, numba_threads = torch.get_num_threads(), numba.get_num_threads()
+    """Let torch, and with it the kernels, use `count` threads inside the context."""
+    threads = torch.get_num_threads()
     torch.set_num_threads(count)
-    numba.set_num_threads(min(count, numba.config.NUMBA_NUM_THREADS))  # numba cannot exceed its initial maximum
     try:
         yield
     finally:
-        torch.set_num_threads(torch_threads)
-        numba.set_num_threads(numba_threads)
+        torch.set_num_threads(threads)
 
 
 # --- One case ------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ import torch
 from ..errors import SpecError, suggest
 from ..files import write_atomically
 from ..interfaces.core_types import CallSize
+from ..kernels.compilation import compile_when_called
 from .flops import AttentionComponent, ForwardCall, ModelComponent, cached_numbers
 
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -289,6 +290,7 @@ def _measure_matmul_flops(dtype: torch.dtype) -> float:
     return best
 
 
+@compile_when_called()
 def time_run(run: Callable[[], Any], max_seconds: float) -> float:
     """Time of the fastest run, in seconds: repeat for `max_seconds` after one warm-up run."""
     run()

@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from .autograd_guards import NO_DOUBLE_BACKWARD_REMEDY, forbid_double_backward
+from .flash_attention_reference import attend_key_ranges_backward_reference, attend_key_ranges_reference
 from .kernel_args import ParallelKernelArgs, StridedArg, TableArg, TensorArg
 from .launch import COMPUTE_DTYPES, SIMD_WIDTH, ParallelKernelSet, round_up_to_simd
 
@@ -397,6 +398,8 @@ def _flash_forward_op(
     q: Tensor, k: Tensor, v: Tensor, ends: Tensor | None, ahead: int | None, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Return the output and the log-sum-exp of the scores, [B, T, H]."""
+    if not FLASH_ATTENTION_KERNELS.is_usable(q.dtype):
+        return attend_key_ranges_reference(q, k, v, ends, ahead, scale)
     q, k, v = make_contiguous(q, k, v)
     o, lse = q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3])
     plan = FlashAttentionPlan.from_tensors(q, k, v, ahead, scale)
@@ -410,6 +413,8 @@ def _flash_backward_op(
     grad: Tensor, given: list[Tensor], ends: Tensor | None, ahead: int | None, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v; `given` holds q, k, v, the output and the log-sum-exp."""
+    if not FLASH_ATTENTION_KERNELS.is_usable(grad.dtype):
+        return attend_key_ranges_backward_reference(grad, given, ends, ahead, scale)
     q, k, v, o, lse = given
     q, k, v = make_contiguous(q, k, v)
     plan = FlashAttentionPlan.from_tensors(q, k, v, ahead, scale)

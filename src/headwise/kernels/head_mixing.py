@@ -23,7 +23,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from .autograd_guards import NO_DOUBLE_BACKWARD_REMEDY, forbid_double_backward, is_under_functorch
 from .kernel_args import Int64Arg, ParallelKernelArgs, TensorArg
-from .launch import COMPUTE_DTYPES, SIMD_WIDTH, ParallelKernelSet, has_kernels
+from .launch import COMPUTE_DTYPES, SIMD_WIDTH, ParallelKernelSet
 
 KEY_TILE_SIZE = 64
 
@@ -77,9 +77,11 @@ HEAD_MIXING_KERNELS = ParallelKernelSet(
 # --- The operation `headwise::composed` ----------------------------------------------------------------
 
 
-def has_head_mixing_kernel(a_BHTS: Tensor) -> bool:
-    """Return True if the kernels support these scores: float32 or float64 on the CPU, outside torch.func."""
-    return a_BHTS.device.type == "cpu" and a_BHTS.dtype in COMPUTE_DTYPES and not is_under_functorch() and has_kernels()
+def can_use_kernels(a_BHTS: Tensor) -> bool:
+    """Return True if the kernels may run on these scores: float32 or float64 on the CPU, outside torch.func."""
+    if a_BHTS.device.type != "cpu" or a_BHTS.dtype not in COMPUTE_DTYPES or is_under_functorch():
+        return False
+    return HEAD_MIXING_KERNELS.is_usable(a_BHTS.dtype)
 
 
 @torch.library.custom_op("headwise::composed", mutates_args=(), device_types="cpu")

@@ -8,13 +8,14 @@ A kernel takes one address: that of its argument record (`kernel_args`). A `Para
 items. Each thread takes the next item from an atomic counter until none is left, and has a scratch buffer of its own.
 The result of an item never depends on the thread that computes it.
 
-Numba is imported, and a kernel compiled, when the kernel is first called. `kernel_problem` returns why that is not
-possible on this machine; the backends and parts then use torch operations.
+Numba is imported, and a kernel compiled, when the kernel is first used (`compilation` chooses by whom).
+`kernel_problem` returns why that is not possible on this machine; the backends and parts then use torch operations.
 """
 
 from __future__ import annotations
 
 import ctypes
+import sys
 from collections.abc import Callable
 from functools import cache
 from importlib import import_module
@@ -24,6 +25,7 @@ from typing import Any
 
 import torch
 
+from .compilation import STATE
 from .kernel_args import KernelArgs, ParallelKernelArgs
 from .memory_guard import DEBUG_KERNELS, run_checked
 
@@ -42,7 +44,7 @@ def round_up_to_simd(count: int) -> int:
 
 @cache
 def _import_problem() -> str | None:
-    if find_spec("numba") is None:
+    if "numba" not in sys.modules and find_spec("numba") is None:
         return "needs Numba, which is not installed"
     try:
         import_module(f"{__package__}.jit")
@@ -53,6 +55,8 @@ def _import_problem() -> str | None:
 
 def kernel_problem() -> str | None:
     """Return why kernels cannot be compiled here, as a property of the backend that needs them; None if they can."""
+    if STATE.policy == "off":
+        return "needs kernels, which HEADWISE_KERNELS=off switches off"
     return _import_problem()
 
 
@@ -132,6 +136,54 @@ class KernelSet:
     ) -> None:
         self.module, self.dtype_names, self.functions = module, dtype_names, functions
         self.compiled_functions: dict[tuple[str, torch.dtype | None], Any] = {}  # kept alive with their addresses
+        self.usable_dtypes: set[torch.dtype | None] = set()
+
+    @property
+    def dtypes(self) -> list[torch.dtype | None]:
+        """The storage dtypes of these kernels; only None for kernels that are independent of it."""
+        return list(self.dtype_names) or [None]
+
+    def task_name(self, dtype: torch.dtype | None) -> str:
+        """Return the name under which a background process compiles these kernels for a dtype."""
+        return f"{self.module}:{'+'.join(self.functions)}:{self._dtype_name(dtype)}"
+
+    def is_usable(self, dtype: torch.dtype | None = None) -> bool:
+        """Return True if a call may use these kernels: they are compiled, or the call is to compile them.
+
+        If not, the caller uses torch operations, and a background process compiles the kernels for later calls.
+        """
+        if torch.compiler.is_compiling():  # the compiled graph runs later, and then compiles its kernels
+            return has_kernels()
+        return dtype in self.usable_dtypes or (has_kernels() and self._is_compiled_or_may_be(dtype))
+
+    def _is_compiled_or_may_be(self, dtype: torch.dtype | None) -> bool:
+        task = self.task_name(dtype)
+        if all((name, dtype) in self.compiled_functions for name in self.functions):
+            self.usable_dtypes.add(dtype)
+        elif STATE.is_running(task):
+            return False
+        elif STATE.policy == "auto" and not DEBUG_KERNELS and task not in STATE.failed and not self._load_all(dtype):
+            STATE.start(task)
+            return task in STATE.failed
+        return True
+
+    def _load_all(self, dtype: torch.dtype | None) -> bool:
+        """Load the compiled kernels from disk; return False if one of them is not there."""
+        for name in self.functions:
+            if (name, dtype) not in self.compiled_functions:
+                kernel = self.compile_kernel(name, self._dtype_name(dtype), only_from_disk=True)
+                if kernel is None:
+                    return False
+                self.compiled_functions.setdefault((name, dtype), kernel)
+        return True
+
+    def compile_all(self, dtype: torch.dtype | None) -> None:
+        """Compile the kernels for a dtype, or load them from disk."""
+        for name in self.functions:
+            self.compiled_function(name, dtype)
+
+    def _dtype_name(self, dtype: torch.dtype | None) -> str:
+        return "" if dtype is None else self.dtype_names[dtype]
 
     def run(self, name: str, dtype: torch.dtype | None, args: KernelArgs, threads: int = 1) -> None:
         """Run a kernel in some threads; with a dtype, the storage type is its first argument."""
@@ -147,7 +199,7 @@ class KernelSet:
     def compiled_function(self, name: str, dtype: torch.dtype | None = None) -> Any:
         """Return the compiled entry point of a kernel."""
         if (name, dtype) not in self.compiled_functions:
-            compiled = self.compile_kernel(name, "" if dtype is None else self.dtype_names[dtype])
+            compiled = self.compile_kernel(name, self._dtype_name(dtype))
             # If two threads compile it, setdefault keeps the first: its address may be in use.
             self.compiled_functions.setdefault((name, dtype), compiled)
         return self.compiled_functions[name, dtype]
@@ -159,12 +211,10 @@ class KernelSet:
             getattr(import_module(f"{__package__}.{self.module}"), function) if isinstance(function, str) else function
         )
 
-    def compile_kernel(self, name: str, dtype_name: str) -> Any:
+    def compile_kernel(self, name: str, dtype_name: str, only_from_disk: bool = False) -> Any:
         """Return the compiled entry point of a kernel, whose only argument is the address of its record."""
-        record_name = self.functions[name][1].record_name()
-        return import_module(f"{__package__}.jit").compile_kernel(
-            self.load_function(name), record_name, name, dtype_name
-        )
+        jit, record_name = import_module(f"{__package__}.jit"), self.functions[name][1].record_name()
+        return jit.compile_kernel(self.load_function(name), record_name, name, dtype_name, only_from_disk)
 
 
 class ParallelKernelSet(KernelSet):
@@ -176,9 +226,7 @@ class ParallelKernelSet(KernelSet):
         args.allocate_scratch(threads)
         self.run(name, dtype, args, threads)
 
-    def compile_kernel(self, name: str, dtype_name: str) -> Any:
+    def compile_kernel(self, name: str, dtype_name: str, only_from_disk: bool = False) -> Any:
         """Return the compiled function that every thread runs."""
-        record_name = self.functions[name][1].record_name()
-        return import_module(f"{__package__}.jit").compile_work_items(
-            self.load_function(name), record_name, name, dtype_name
-        )
+        jit, record_name = import_module(f"{__package__}.jit"), self.functions[name][1].record_name()
+        return jit.compile_work_items(self.load_function(name), record_name, name, dtype_name, only_from_disk)

@@ -219,6 +219,10 @@ def attend_paged(
         raise ValueError(reason)
     if is_under_functorch():
         return attend_paged_reference(q_BHK, k_PGSK, v_PGSV, spans_BN3, scale=scale, options=options)
+    if not (SCHEDULE_KERNELS.is_usable() and PAGED_DECODE_KERNELS.is_usable(k_PGSK.dtype)):
+        valid_spans = None if spans_BN3 is None else _check_spans(spans_BN3, k_PGSK)
+        _check_bounds(q_BHK, k_PGSK, 1 if valid_spans is None else valid_spans.shape[1], _options_to_tensors(options))
+        return attend_paged_reference(q_BHK, k_PGSK, v_PGSV, valid_spans, scale=scale, options=options)
     exact = torch.float64 if k_PGSK.dtype == torch.float64 else torch.float32
     told, table = _options_to_tensors(options), () if spans_BN3 is None else (spans_BN3,)
     run = _launch_paged_decode if can_skip_dispatcher(q_BHK, k_PGSK, v_PGSV, *told, *table) else _attend_paged_op
@@ -315,9 +319,22 @@ def _block_table(spans: Tensor | None, rows: int, k: Tensor) -> tuple[Tensor | a
     if spans is None:
         return array("q", [number for row in range(rows) for number in (row, 0, slots)]), 1
     if (n := find_invalid_span(spans, pages, slots)) >= 0:
-        told = spans.reshape(-1, 3)[n].tolist()
-        raise ValueError(f"spans hold {told}; give page, begin, end within {pages} pages of {slots} slots")
+        raise ValueError(_invalid_span_message(spans.reshape(-1, 3)[n].tolist(), k))
     return spans.contiguous(), spans.shape[1]
+
+
+def _invalid_span_message(span: list[int], k: Tensor) -> str:
+    return f"spans hold {span}; give page, begin, end within {k.shape[0]} pages of {k.shape[2]} slots"
+
+
+def _check_spans(spans: Tensor, k: Tensor) -> Tensor:
+    """Return the spans with page 0 for empty ones; raise ValueError if one exceeds the pages. Uses torch operations."""
+    page, begin, end = spans.unbind(-1)
+    is_empty = begin >= end
+    is_valid = is_empty | ((begin >= 0) & (end <= k.shape[2]) & (page >= 0) & (page < k.shape[0]))
+    if not bool(is_valid.all()):
+        raise ValueError(_invalid_span_message(spans[~is_valid][0].tolist(), k))
+    return spans.masked_fill(is_empty[..., None], 0)
 
 
 def _check_bounds(q: Tensor, k: Tensor, count: int, more: Sequence[Tensor]) -> None:

@@ -21,7 +21,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from .autograd_guards import NO_DOUBLE_BACKWARD_REMEDY, forbid_double_backward, is_under_functorch
 from .kernel_args import BoolArg, Int32Arg, Int64Arg, ParallelKernelArgs, TensorArg
-from .launch import COMPUTE_DTYPES, SIMD_WIDTH, ParallelKernelSet, has_kernels
+from .launch import COMPUTE_DTYPES, SIMD_WIDTH, KernelSet, ParallelKernelSet
 
 ROWS_PER_ITEM = 8  # rows per work item
 NUM_ROW_LISTS = 5  # lists in a scratch buffer: row, candidates, slopes, gradients, key indices
@@ -63,9 +63,11 @@ ENTMAX_KERNELS = ParallelKernelSet(
 )
 
 
-def has_row_kernels(s_BHTS: Tensor) -> bool:
-    """Return True if the kernels support these scores: float32 or float64 on the CPU, outside torch.func."""
-    return s_BHTS.device.type == "cpu" and s_BHTS.dtype in COMPUTE_DTYPES and not is_under_functorch() and has_kernels()
+def can_use_kernels(s_BHTS: Tensor, kernels: KernelSet) -> bool:
+    """Return True if these kernels may run on the scores: float32 or float64 on the CPU, outside torch.func."""
+    if s_BHTS.device.type != "cpu" or s_BHTS.dtype not in COMPUTE_DTYPES or is_under_functorch():
+        return False
+    return kernels.is_usable(s_BHTS.dtype)
 
 
 @torch.library.custom_op("headwise::softmax", mutates_args=(), device_types="cpu")

@@ -32,7 +32,7 @@ from .kernel_args import (
     TensorArg,
     matrix_table,
 )
-from .launch import SIMD_WIDTH, KernelSet, has_kernels
+from .launch import SIMD_WIDTH, KernelSet
 
 GEMV_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 GEMV_TILE_SIZE = 4  # rows, and tokens, of one tile of products
@@ -211,7 +211,7 @@ def is_small_batch(x: Tensor, *more: Tensor) -> bool:
         and x.stride(-1) == 1
         and can_skip_dispatcher(x, *more)
         and not torch.is_autocast_enabled("cpu")
-        and has_kernels()
+        and SMALL_BATCH_KERNELS.is_usable(x.dtype)
     )
 
 

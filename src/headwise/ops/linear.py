@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..kernels.autograd_guards import is_under_functorch
-from ..kernels.launch import SIMD_WIDTH, has_kernels
-from ..kernels.small_batch_ops import GEMV_DTYPES, multiply_small_batch
+from ..kernels.launch import SIMD_WIDTH
+from ..kernels.small_batch_ops import GEMV_DTYPES, GEMV_KERNELS, multiply_small_batch
 
 MAX_GEMV_TOKENS = 4  # tokens at most, beyond which torch's product is as fast
 MIN_GEMV_WEIGHTS = 3 * 2**18  # bytes that are read at least: what is smaller torch has read before a kernel is called
@@ -75,5 +75,5 @@ def uses_gemv_kernel(x: Tensor, weights: Sequence[Tensor]) -> bool:
         and all(w.is_cpu and w.shape[1] == width for w in weights)
         and not torch.is_autocast_enabled("cpu")
         and not is_under_functorch()
-        and has_kernels()
+        and GEMV_KERNELS.is_usable(x.dtype)
     )

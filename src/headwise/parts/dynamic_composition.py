@@ -199,7 +199,7 @@ class Dynamic(Mix):
     def fused_mix(
         self, a_BHTS: Tensor, from_query: Mapping[str, Tensor], from_key: Mapping[str, Tensor], p: PartParams
     ) -> Tensor:
-        if not composing.has_head_mixing_kernel(a_BHTS):
+        if not composing.can_use_kernels(a_BHTS):
             return self.mix(a_BHTS, from_query, from_key, p)
         heads, on_weights = a_BHTS.shape[1], self.on == "weights"
         all_heads = torch.arange(heads, device=a_BHTS.device)

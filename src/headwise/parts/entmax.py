@@ -14,6 +14,7 @@ from ..interfaces.axis_layout import AxisLayout
 from ..interfaces.core_types import Param, PartParams, SpecFactory
 from ..interfaces.registry import part
 from ..kernels import row_normalisers
+from ..kernels.launch import has_kernels
 from ..spec.attention_spec import AttentionSpec
 from .initialisers import constant_value
 
@@ -85,19 +86,22 @@ class Entmax(Normaliser):
 
     def fused_normalise(self, s_BHTS: Tensor, allowed: Tensor, p: PartParams) -> Tensor:
         exact = s_BHTS.to(torch.promote_types(s_BHTS.dtype, torch.float32))
-        if not row_normalisers.has_row_kernels(exact):
+        if not row_normalisers.can_use_kernels(exact, row_normalisers.ENTMAX_KERNELS):
             return self.normalise(s_BHTS, allowed, p)
         return row_normalisers.masked_entmax(exact, allowed, self._alphas(exact, p), None, [])[0].to(s_BHTS.dtype)
 
     def prefers_gather(self, device: str, dtype: torch.dtype) -> bool:
         is_sparse = self.kind == "fixed" and self.alpha >= MIN_GATHER_ALPHA
-        return device == "cpu" and (dtype in row_normalisers.COMPUTE_DTYPES or (dtype == torch.bfloat16 and is_sparse))
+        has_dtype = dtype in row_normalisers.COMPUTE_DTYPES or (dtype == torch.bfloat16 and is_sparse)
+        return device == "cpu" and has_dtype and has_kernels()
 
     def gather_values(
         self, s_BHTS: Tensor, allowed: Tensor, v_BSGV: Tensor, value_heads: tuple[int, ...], p: PartParams
     ) -> Tensor:
         exact = s_BHTS.to(torch.promote_types(s_BHTS.dtype, torch.float32))
         v_BGSV = v_BSGV.transpose(1, 2).to(exact.dtype)
+        if not row_normalisers.can_use_kernels(exact, row_normalisers.ENTMAX_KERNELS):
+            return (self.normalise(exact, allowed, p) @ v_BGSV[:, list(value_heads)]).to(v_BSGV.dtype)
         alphas = self._alphas(exact, p)
         return row_normalisers.masked_entmax(exact, allowed, alphas, v_BGSV, value_heads)[0].to(v_BSGV.dtype)
 

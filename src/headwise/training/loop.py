@@ -20,6 +20,7 @@ from ..distributed import join_process_group
 from ..distributed.sharded_model import BatchForward
 from ..errors import SpecError, suggest
 from ..files import FolderLock, remove_temporary_files, write_atomically
+from ..kernels.compilation import compile_when_called
 from ..model_spec import ModelSpec
 from ..model_spec.serialization import MANIFEST_FILE
 from ..models import Transformer, save
@@ -163,6 +164,7 @@ def train(
         return _run_training(setup, resume, [JsonlLogger(), *metric_loggers])
 
 
+@compile_when_called()
 def _run_training(setup: TrainingSetup, resume: str, loggers: Sequence[MetricLogger]) -> TrainingResult:
     """Train with the folder locked; only the leader of all ranks writes to the loggers."""
     world = setup.ranks

@@ -20,6 +20,7 @@ from ...costs.cost_report import CostEstimate, CostReport, Workload, cost
 from ...costs.workload import image_tokens, max_lengths
 from ...errors import SpecError
 from ...generation import eval_mode, max_positions as known
+from ...kernels.compilation import compile_when_called
 from ...masking.sequence_info import SequenceInfo
 from ...models import Transformer
 from ...models.model_cache import EncoderOutput, ModelCache
@@ -500,6 +501,7 @@ def compare_speed(before: Transformer, after: Transformer, timing: TimingOptions
     return SpeedComparison(speeds, timing.batch, length, steps, machine, tuple(notes))
 
 
+@compile_when_called()
 def _measure_phase(phase: TimedPhase, nets: tuple[Transformer, Transformer], seconds: float) -> PhaseSpeed:
     """Run warm-up and rounds of both models, in alternating order."""
     peak_bytes = tuple(measure_peak_bytes(lambda net=net: phase.prepare(net)()) for net in nets)

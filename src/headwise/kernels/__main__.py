@@ -1,0 +1,34 @@
+"""Compile kernels ahead of time: `python -m headwise.kernels TASK...`, with tasks such as `head_mixing_kernel:float32`.
+
+Without a task, all kernels for float32 and bfloat16 are compiled. `compilation` starts this in the background.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib import import_module
+from pathlib import Path
+
+from .launch import KernelSet
+
+
+def kernel_sets() -> list[KernelSet]:
+    """Return the kernel sets of all modules of this package."""
+    names = sorted(path.stem for path in Path(__file__).parent.glob("*.py") if not path.stem.startswith("_"))
+    modules = [import_module(f"{__package__}.{name}") for name in names if not name.endswith(("kernel", "kernels"))]
+    found = {id(held): held for module in modules for held in vars(module).values() if isinstance(held, KernelSet)}
+    return list(found.values())
+
+
+def main(tasks: list[str]) -> None:
+    """Compile the kernels of these tasks, or all of them."""
+    for kernels in kernel_sets():
+        for dtype in kernels.dtypes:
+            if not tasks or kernels.task_name(dtype) in tasks:
+                kernels.compile_all(dtype)
+
+
+if __name__ == "__main__":
+    os.nice(10)
+    main(sys.argv[1:])

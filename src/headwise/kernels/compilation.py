@@ -1,0 +1,93 @@
+"""When kernels are compiled: by a background process while torch operations do the work, or by the first call.
+
+A kernel takes 1 to 15 seconds to compile, once per machine and version; Numba keeps the result on disk. The environment
+variable HEADWISE_KERNELS chooses what a call does with a kernel that is not compiled yet:
+
+- `auto` (default): a background process compiles it, and until then the call uses torch operations. Their results
+  differ from the kernel's in the last bits.
+- `wait`: the call compiles it. Training, benchmarks and servers do this (`compile_when_called`), so that a run gives
+  the same bits on a new machine as on one with compiled kernels.
+- `off`: kernels are not used.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+POLICIES = ("auto", "wait", "off")
+NO_CACHE_WARNING = (
+    "compiled kernels cannot be kept on disk, so every process compiles them again; "
+    "set NUMBA_CACHE_DIR to a folder that can be written"
+)
+
+
+class CompilationState:
+    """The policy of this process, and its background compilations."""
+
+    def __init__(self) -> None:
+        self.waiting = 0  # how many `compile_when_called` contexts are open
+        self.running: dict[str, subprocess.Popen[bytes]] = {}
+        self.failed: set[str] = set()  # compiled by the call that needs them
+        self.has_warned = False
+
+    @property
+    def policy(self) -> str:
+        """The policy that applies now: one of `POLICIES`."""
+        policy = os.environ.get("HEADWISE_KERNELS", "auto")
+        if policy not in POLICIES:
+            raise ValueError(f"HEADWISE_KERNELS is {policy!r}; use one of {', '.join(POLICIES)}")
+        return "wait" if policy == "auto" and self.waiting else policy
+
+    def is_running(self, task: str) -> bool:
+        """Return True while the background process of this task is compiling; note it if it failed."""
+        process = self.running.get(task)
+        if process is None:
+            return False
+        if process.poll() is None:
+            return True
+        del self.running[task]
+        if process.returncode:
+            self.failed.add(task)
+        return False
+
+    def start(self, task: str) -> None:
+        """Start a process that runs `python -m headwise.kernels TASK`, unless as many as there are spare cores run."""
+        if len(self.running) >= max(1, (os.cpu_count() or 2) - 1):
+            return
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "HEADWISE_KERNELS": "wait"}
+        command = [sys.executable, "-m", "headwise.kernels", task]
+        try:
+            self.running[task] = subprocess.Popen(
+                command,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C ends the caller only; the kernels are then ready for the next process
+            )
+        except OSError:
+            self.failed.add(task)
+
+    def warn_without_cache(self) -> None:
+        """Warn once per process that compiled kernels cannot be kept."""
+        if not self.has_warned:
+            self.has_warned = True
+            warnings.warn(NO_CACHE_WARNING, stacklevel=2)
+
+
+STATE = CompilationState()
+
+
+@contextmanager
+def compile_when_called() -> Iterator[None]:
+    """Inside, a call compiles the kernels that it needs and lacks, so its bits do not depend on what is on disk."""
+    STATE.waiting += 1
+    try:
+        yield
+    finally:
+        STATE.waiting -= 1

@@ -1,0 +1,278 @@
+"""Without Numba, with a broken one, and while kernels are compiled, every call works on torch operations."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import headwise as hw
+from headwise.kernels import PagedDecodeOptions, attend_paged
+from headwise.kernels.compilation import NO_CACHE_WARNING, CompilationState, compile_when_called
+from headwise.kernels.flash_attention import FLASH_ATTENTION_KERNELS, attend_key_ranges
+from headwise.kernels.launch import KernelSet
+from headwise.kernels.paged_decode import PAGED_DECODE_KERNELS
+
+# Outputs, gradients and decode steps of every preset, in float32 and float64, and of packed sequences.
+COMPUTE = """
+import sys
+import torch
+import headwise as hw
+
+def results(spec, dtype):
+    layer = hw.Attention(spec).to(dtype)
+    for parameter in layer.parameters():
+        parameter.data.copy_(torch.randn(parameter.shape, dtype=torch.float64) * 0.2)
+    x = torch.randn(2, 70, 64, dtype=torch.float64).to(dtype).requires_grad_()
+    y = layer.eval()(x)
+    yield from (y, *torch.autograd.grad(y.square().sum(), x))
+    yield layer(x.detach(), sequence=hw.SequenceInfo.packed([[30, 40], [70]]))
+    if spec.pattern.text.startswith("causal"):
+        with torch.no_grad():
+            cache = layer.cache(batch=2, capacity=72)
+            yield layer(x[:, :69], cache=cache)
+            yield layer(x[:, 69:], cache=cache)
+
+found = {}
+for name in hw.presets.PRESETS:
+    options = {} if name in ("bigbird", "longformer", "mohsa", "average") else {"pattern": "causal"}
+    for dtype in (torch.float32, torch.float64):
+        torch.manual_seed(1)
+        try:
+            spec = hw.design(preset=name, model=64, heads=4, **options)
+        except hw.SpecError:
+            spec = hw.design(preset=name, model=64, heads=4)
+        found[f"{name} {dtype}"] = [t.detach().double() for t in results(spec, dtype)]
+torch.save(found, sys.argv[1])
+"""
+HIDE_NUMBA = """
+from importlib.machinery import PathFinder
+find = PathFinder.find_spec
+PathFinder.find_spec = lambda name, *more: None if name.split(".")[0] in ("numba", "llvmlite") else find(name, *more)
+"""
+
+
+def run_python(code: str, *args: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run code in a fresh process of this interpreter; its package is that of these tests."""
+    first = environment.pop("first_on_path", "")
+    path = os.pathsep.join(filter(None, [first, str(Path(hw.__file__).parents[1])]))
+    command = [sys.executable, "-W", "error", "-c", code, *map(str, args)]
+    env = os.environ | {"PYTHONPATH": path} | environment
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=400, check=False)
+
+
+@pytest.fixture(scope="module")
+def kernel_results(tmp_path_factory) -> dict[str, list[Tensor]]:
+    """The results of `COMPUTE` with kernels."""
+    path = tmp_path_factory.mktemp("kernels") / "results.pt"
+    run = run_python(COMPUTE, path)
+    assert not run.returncode, run.stderr
+    return torch.load(path)
+
+
+def check_results(path: Path, expected: dict[str, list[Tensor]]) -> None:
+    found = torch.load(path)
+    assert found.keys() == expected.keys()
+    for name, tensors in expected.items():
+        rtol = 1e-3 if "float32" in name else 1e-9
+        for ours, theirs in zip(found[name], tensors, strict=True):
+            error = (ours - theirs).abs().max() / theirs.abs().max()
+            assert error <= rtol, f"{name}: relative error {error:.1e}"
+
+
+def test_everything_works_without_numba(tmp_path, kernel_results):
+    code = HIDE_NUMBA + COMPUTE + "assert not {'numba', 'llvmlite'} & set(sys.modules)\n"
+    run = run_python(code, tmp_path / "results.pt")
+    assert not run.returncode, run.stderr
+    check_results(tmp_path / "results.pt", kernel_results)
+
+
+def test_everything_works_with_a_broken_numba(tmp_path, kernel_results):
+    (tmp_path / "numba").mkdir()
+    (tmp_path / "numba" / "__init__.py").write_text("raise ImportError('Numba needs NumPy 1.0 or less')")
+    why = "print(hw.why(hw.design(model=64, heads=4)))\n"
+    run = run_python(COMPUTE + why, tmp_path / "results.pt", first_on_path=str(tmp_path))
+    assert not run.returncode, run.stderr
+    assert "The CPU kernels are off: each needs Numba, which cannot be imported" in run.stdout
+    assert "Numba needs NumPy 1.0 or less" in " ".join(run.stdout.split())
+    check_results(tmp_path / "results.pt", kernel_results)
+
+
+def test_why_names_what_is_lost_without_numba():
+    code = HIDE_NUMBA + "import headwise as hw\nprint(hw.why(hw.design(model=64, heads=4, pattern='causal')))"
+    run = run_python(code)
+    assert not run.returncode, run.stderr
+    text = " ".join(run.stdout.split())
+    assert "flash_cpu no: needs Numba, which is not installed" in text
+    assert "paged caches are gathered before they are read" in text
+
+
+def test_kernels_can_be_switched_off(monkeypatch):
+    spec = hw.design(model=64, heads=4, pattern="causal")
+    assert not hw.why(spec).unsupported["flash_cpu"]
+    monkeypatch.setenv("HEADWISE_KERNELS", "off")
+    assert hw.why(spec).unsupported["flash_cpu"] == ["needs kernels, which HEADWISE_KERNELS=off switches off"]
+    monkeypatch.setenv("HEADWISE_KERNELS", "later")
+    with pytest.raises(ValueError, match="HEADWISE_KERNELS is 'later'; use one of auto, wait, off"):
+        hw.why(spec)
+
+
+def test_importing_and_building_a_layer_does_not_import_numba():
+    code = """
+import sys
+import headwise as hw, headwise.parts, headwise.backends, headwise.kernels
+hw.Attention(hw.design(preset="entmax", model=64, heads=4))
+assert not {"numba", "llvmlite"} & set(sys.modules)
+"""
+    run = run_python(code)
+    assert not run.returncode, run.stderr
+
+
+FIRST_CALLS = """
+import os, sys, time
+os.environ["HEADWISE_KERNELS"] = "auto"
+import torch
+import headwise as hw
+from headwise.kernels.compilation import STATE, compile_when_called
+from headwise.kernels.flash_attention import FLASH_ATTENTION_KERNELS as KERNELS
+from headwise.kernels.flash_attention_reference import attend_key_ranges_reference
+
+torch.manual_seed(0)
+q, k, v = torch.randn(3, 1, 70, 2, 16)
+attend = torch.ops.headwise.read_every.default
+plain = attend_key_ranges_reference(q, k, v, None, 0, 0.25)
+first = attend(q, k, v, None, 0, 0.25)
+assert all(torch.equal(a, b) for a, b in zip(first, plain)), "the first call waits for no kernel"
+(task, process), = STATE.running.items()
+assert not KERNELS.compiled_functions
+assert process.wait(240) == 0
+then = attend(q, k, v, None, 0, 0.25)
+assert KERNELS.compiled_functions and KERNELS.compiled_functions["forward", torch.float32].cache_hits == 1
+assert not torch.equal(then[0], plain[0]), "the kernel sums in another order"
+torch.save(then, sys.argv[1])
+"""
+WAITING_CALL = """
+import sys, torch
+from headwise.kernels.flash_attention import FLASH_ATTENTION_KERNELS
+torch.manual_seed(0)
+q, k, v = torch.randn(3, 1, 70, 2, 16)
+torch.save(torch.ops.headwise.read_every.default(q, k, v, None, 0, 0.25), sys.argv[1])
+"""
+
+
+def test_torch_operations_run_while_a_process_compiles_the_kernel(tmp_path):
+    run = run_python(FIRST_CALLS, tmp_path / "auto.pt", NUMBA_CACHE_DIR=str(tmp_path / "cache"))
+    assert not run.returncode, run.stderr
+    run = run_python(WAITING_CALL, tmp_path / "wait.pt")
+    assert not run.returncode, run.stderr
+    assert all(map(torch.equal, torch.load(tmp_path / "auto.pt"), torch.load(tmp_path / "wait.pt")))
+
+
+def test_a_failed_background_compilation_leaves_it_to_the_call(tmp_path):
+    code = """
+import os, sys
+os.environ["HEADWISE_KERNELS"] = "auto"
+import torch
+sys.executable = "/bin/false"
+from headwise.kernels.compilation import STATE
+from headwise.kernels.head_mixing import HEAD_MIXING_KERNELS
+if not HEAD_MIXING_KERNELS.is_usable(torch.float32):
+    [process] = STATE.running.values()
+    assert process.wait(20) == 1
+assert HEAD_MIXING_KERNELS.is_usable(torch.float32) and STATE.failed
+"""
+    run = run_python(code, NUMBA_CACHE_DIR=str(tmp_path))
+    assert not run.returncode, run.stderr
+
+
+def test_kernels_run_uncached_where_nothing_can_be_written_and_say_so_once(tmp_path):
+    code = f"""
+import os, warnings
+os.environ["HEADWISE_KERNELS"] = "auto"
+from numba.core.caching import CacheImpl
+CacheImpl._locator_classes = []  # no folder can be written
+import torch
+from headwise.kernels.small_batch_ops import SMALL_BATCH_KERNELS, rms_norm
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    assert SMALL_BATCH_KERNELS.is_usable(torch.float32)
+    y = rms_norm(torch.full((1, 16), 3.0), None, 0.0)
+assert y.tolist() == [[1.0] * 16]
+assert [str(w.message) for w in caught] == [{NO_CACHE_WARNING!r}], [str(w.message) for w in caught]
+"""
+    run = run_python(code, NUMBA_CACHE_DIR=str(tmp_path))
+    assert not run.returncode, run.stderr
+
+
+def test_runs_that_must_repeat_compile_first(monkeypatch):
+    state = CompilationState()
+    monkeypatch.delenv("HEADWISE_KERNELS")
+    assert state.policy == "auto"
+    with compile_when_called():
+        assert hw.kernels.compilation.STATE.policy == "wait"
+        with compile_when_called():
+            pass
+        assert hw.kernels.compilation.STATE.policy == "wait"
+    assert hw.kernels.compilation.STATE.policy == "auto"
+
+
+def test_a_block_table_is_checked_by_torch_operations_too(monkeypatch):
+    k = torch.randn(2, 1, 4, 16)
+    q, spans = torch.randn(1, 1, 16), torch.tensor([[[1, 0, 3], [9, 2, 2]]])
+    expected, _ = attend_paged(q, k, k, spans, scale=0.25)
+    monkeypatch.setattr(PAGED_DECODE_KERNELS, "is_usable", lambda dtype: False)
+    found, _ = attend_paged(q, k, k, spans, scale=0.25)
+    torch.testing.assert_close(found, expected)
+    with pytest.raises(ValueError, match=r"spans hold \[1, 0, 5\]; give page, begin, end within 2 pages of 4 slots"):
+        attend_paged(q, k, k, torch.tensor([[[1, 0, 5]]]), scale=0.25)
+    with pytest.raises(ValueError, match="give one for each of 1 heads"):
+        attend_paged(q, k, k, spans, scale=0.25, options=PagedDecodeOptions(sink=torch.zeros(3)))
+
+
+@pytest.mark.parametrize(("ends", "ahead"), [(None, None), (None, 0), (None, 7), ("ranges", None)])
+def test_references_of_flash_attention_equal_the_kernels(monkeypatch, ends, ahead):
+    def call() -> list[Tensor]:
+        torch.manual_seed(0)
+        q, k, v = (torch.randn(2, n, h, d, dtype=torch.float64) for n, h, d in ((150, 4, 8), (157, 2, 8), (157, 2, 5)))
+        q, k, v = (t.requires_grad_() for t in (q, k, v))
+        first = torch.randint(0, 100, (2, 150, 1))
+        table = torch.cat([first, first + torch.randint(-5, 60, (2, 150, 1)).clamp(min=0)], -1) if ends else None
+        o = attend_key_ranges(q, k, v, table, ahead, 0.3)
+        return [o, *torch.autograd.grad(o.square().sum(), (q, k, v))]
+
+    expected = call()
+    monkeypatch.setattr(FLASH_ATTENTION_KERNELS, "is_usable", lambda dtype: False)
+    for found, wanted in zip(call(), expected, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
+
+
+def test_background_compilations_leave_a_core_free(monkeypatch):
+    started = []
+    monkeypatch.setattr(subprocess, "Popen", lambda command, **_: started.append(command) or SleepingProcess())
+    monkeypatch.setattr(os, "cpu_count", lambda: 3)
+    state = CompilationState()
+    for task in ("a", "b", "c"):
+        state.start(task)
+    assert [command[-1] for command in started] == ["a", "b"]
+    assert state.is_running("a")
+    assert not state.is_running("c")
+
+
+class SleepingProcess:
+    returncode = None
+
+    def poll(self) -> None:
+        return None
+
+
+def test_each_task_names_one_set_of_kernels():
+    from headwise.kernels.__main__ import kernel_sets
+
+    tasks = [kernels.task_name(dtype) for kernels in kernel_sets() for dtype in kernels.dtypes]
+    assert len(set(tasks)) == len(tasks) > 15
+    assert all(isinstance(kernels, KernelSet) for kernels in kernel_sets())
