@@ -17,7 +17,7 @@ The operations and their kernels:
   paged KV cache, with shared prefixes read once
 - `row_normalisers`, `row_normaliser_kernels`: masked softmax and entmax over rows of scores
 - `head_mixing`, `head_mixing_kernel`: dynamically composed attention heads (2405.08553)
-- `small_batch_ops`, `small_batch_kernels`: matrix-vector products, RMSNorm, rotary embedding and SwiGLU for a few tokens
+- `small_batch_ops`, `small_batch_kernels`: matrix-vector products, RMSNorm, rotary embedding, SwiGLU for a few tokens
 """
 
 from .paged_decode import PagedDecodeOptions, attend_paged, attend_paged_reference
