@@ -35,8 +35,8 @@ GEMM_ROW_PADDING = 3  # rows behind the last that may be written, because produc
 FLASH_KEY_BLOCK_SIZE = 64  # keys whose scores are computed before their values are read
 
 
-class FlashAttentionArgs(ParallelKernelArgs):
-    """Kernel arguments; strides count bytes.
+class FlashAttentionArgs(ParallelKernelArgs, is_checked=False):
+    """Kernel arguments; strides count bytes. `make_contiguous` and `make_args` check the tensors.
 
     A work item lists its row x num_kv_heads + key head, first query row, number of query rows, first key, end of keys
     and part of the keys.

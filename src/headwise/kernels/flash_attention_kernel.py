@@ -88,7 +88,7 @@ def store_64(dtype, to, a):
 
 @njit
 def gemm_4x64(dtype, to, a, b, depth, accumulate):
-    """Compute a tile of 4 rows and 64 columns over `depth` steps; add to the stored values if `more`."""
+    """Compute a tile of 4 rows and 64 columns over `depth` steps; add to the stored values if `accumulate`."""
     (to, step), (a0, a1, a2, a3, a_step), (b, b_stride) = to, a, b
     r0 = r1 = r2 = r3 = zeros_64(dtype)
     if accumulate:
@@ -110,7 +110,7 @@ def gemm_4x64(dtype, to, a, b, depth, accumulate):
 
 @njit
 def gemm_4x16(dtype, to, a, b, depth, accumulate):
-    """Compute a tile of 4 rows and 16 columns over `depth` steps; add to the stored values if `more`."""
+    """Compute a tile of 4 rows and 16 columns over `depth` steps; add to the stored values if `accumulate`."""
     (to, step), (a0, a1, a2, a3, a_step), (b, b_stride) = to, a, b
     r0 = r1 = r2 = r3 = splat(simd.as_compute_scalar(dtype, 0))
     if accumulate:
@@ -143,7 +143,7 @@ def gemm_4_rows(dtype, to, a, b, shape, accumulate):
 
 @njit
 def gemm(dtype, to, a, b, shape, accumulate):
-    """Compute to = a b, or add it to `to` if `more` is set.
+    """Compute to = a b, or add it to `to` if `accumulate` is set.
 
     `to` and `b` are pairs (address, bytes to the next row); `a` is (address, bytes to the next row, bytes to the next
     step). `shape` is (rows, columns, steps), the columns a multiple of 16. Rows are computed in fours, so up to three

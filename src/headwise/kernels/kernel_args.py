@@ -239,7 +239,7 @@ class KernelArgs:
     @classmethod
     @cache
     def expected_dtypes(cls, storage_dtype: torch.dtype | None) -> list[tuple[int, torch.dtype | None]]:
-        """Return the tensor fields' places in `tensors` and their dtypes."""
+        """Return the tensor fields' places in the list of tensors, and their dtypes."""
         return [
             (field.slot, field.layout.expected_dtype(storage_dtype))
             for field in cls.fields.values()

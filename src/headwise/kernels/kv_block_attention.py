@@ -81,7 +81,7 @@ def fma_4_keys(x, y, a):
 def fma_4_keys_4_heads(dtype, x, q, offsets, a):
     """Add the products of four keys with four heads to 16 sums.
 
-    `apart` holds the bytes from the first head to the second and to the fourth.
+    `offsets` holds the bytes from the first head to the second and to the fourth.
     """
     first, second = fma_4_keys(x, load_vector(dtype, q), a[0]), fma_4_keys(x, load_vector(dtype, q + offsets[0]), a[1])
     return (

@@ -194,7 +194,10 @@ class KernelSet:
             return
         if args.is_checked and dtype is not None:
             args.check_tensors(dtype)
-        run_in_threads(compiled, args.address, threads)
+        if threads > 1:
+            run_in_threads(compiled, args.address, threads)
+        else:
+            compiled.ctypes(args.address)
 
     def compiled_function(self, name: str, dtype: torch.dtype | None = None) -> Any:
         """Return the compiled entry point of a kernel."""

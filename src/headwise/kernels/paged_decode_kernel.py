@@ -396,7 +396,7 @@ def finite_max(dtype, top):
 
 @njit
 def combine_channels(dtype, part, splits, factor):
-    """Combine 16 channels of all splits: sum_n share_n o_n, times `over`."""
+    """Combine 16 channels of all splits: sum_n share_n o_n, times `factor`."""
     (split_stride, count, factor_offset), a = splits, splat(as_compute_scalar(dtype, 0.0))
     for n in range(count):
         a = fma(

@@ -135,7 +135,7 @@ def row_list_addresses(dtype, args, scratch):
 def collect_candidates(dtype, source_list, count, least, target_list):
     """Compact the values above `least` into a list, followed by -inf; return how many there are.
 
-    `given` and `to` are pairs of addresses: of the values and of their key indices.
+    `source_list` and `target_list` are pairs of addresses: of the values and of their key indices.
     """
     (source, source_indices), (candidates, indices) = source_list, target_list
     size, num_found = simd.compute_itemsize(dtype), 0

@@ -96,8 +96,8 @@ def _launch_gemv(x_MK: Tensor, matrices: Sequence[Tensor]) -> Tensor:
         num_rows=rows,
         matrices=table,
     )
-    args.tensors += matrices
     args.allocate_scratch(threads)
+    args.tensors += matrices
     GEMV_KERNELS.run("work", x_MK.dtype, args, threads)
     return y
 

@@ -97,7 +97,7 @@ def order_rows_by_prefix(args):
 
 @njit
 def split_row(args, place, n):
-    """Write where each split of the row at place `at` of the order begins, from split number n on.
+    """Write where each split of the row at place `place` of the order begins, from split number n on.
 
     Also replaces the row's count of shared spans by its shared keys, and stores its number of keys. Returns the next
     split number; a row without keys has one split.
@@ -129,7 +129,7 @@ def split_row(args, place, n):
 
 @njit
 def shares_block_with_previous(args, place, begin):
-    """Return True if the row at `at` has the same block of keys from `begin` on as the row before it in the order."""
+    """Return True if the row at `place` has the same block of keys from `begin` on as the row before it in the order."""
     entry = args.row_order + 24 * place
     end = min(begin + KV_BLOCK_SIZE, load_int64(entry + 16))
     return begin < end <= load_int64(entry + 8) and end == min(begin + KV_BLOCK_SIZE, load_int64(entry - 8))
@@ -152,7 +152,7 @@ def append_plan_entry(args, entry, readers, position, part):
 
 @njit
 def shares_whole_split(args, place, rows, begin):
-    """Return True if `rows` rows from `at` on share the whole split that begins at key `begin`."""
+    """Return True if `rows` rows from `place` on share the whole split that begins at key `begin`."""
     order = args.row_order
     end = min(begin + KV_SPLIT_SIZE, load_int64(order + 24 * place + 16))
     for other in range(place + 1, place + rows):
@@ -217,7 +217,7 @@ def max_rows_together(args, num_splits):
 
 @njit
 def count_rows_sharing_block(args, place, begin, max_rows):
-    """Return how many rows from `at` on read the block at `begin` together, at most `most`.
+    """Return how many rows from `place` on read the block at `begin` together, at most `max_rows`.
 
     The last rows are divided evenly rather than leaving a small remainder.
     """

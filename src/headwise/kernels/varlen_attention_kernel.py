@@ -35,7 +35,7 @@ from .simd import (
 
 @njit
 def init_sum(dtype, at, accumulate):
-    """Return the initial value of a sum: the stored vector if `more`, otherwise zeros."""
+    """Return the initial value of a sum: the stored vector if `accumulate`, otherwise zeros."""
     if accumulate:
         return load_vector(dtype, at)
     return splat(simd.as_compute_scalar(dtype, 0))
@@ -73,7 +73,7 @@ def gemm_1_row(dtype, to, a, b, sizes):
 
 @njit
 def gemm(dtype, to, a, b, rows, sizes):
-    """Compute to[r] = sum_i a[r, i] b[i], added to `to` if `more` is set.
+    """Compute to[r] = sum_i a[r, i] b[i], added to `to` if `accumulate` is set.
 
     `to` and `b` are (address, bytes to the next row), `a` is (address, bytes to the next r, bytes to the next i), and
     `sizes` is (number of i, columns, more).
