@@ -202,7 +202,7 @@ def four_offsets(first, count, stride):
 
 @njit
 def multiply_block(dtype, args, block, scratch, next_block):
-    """Multiply a block of rows of one matrix with all tokens; `next_block` is the address of the next block, to prefetch."""
+    """Multiply a block of rows of one matrix with all tokens; prefetch from the address `next_block`."""
     w, rows, y = block
     tokens, width, step = (
         args.num_tokens,

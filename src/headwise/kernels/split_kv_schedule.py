@@ -129,7 +129,7 @@ def split_row(args, place, n):
 
 @njit
 def shares_block_with_previous(args, place, begin):
-    """Return True if the row at `place` has the same block of keys from `begin` on as the row before it in the order."""
+    """Return True if the row at `place` has the same block of keys from `begin` on as the row before it."""
     entry = args.row_order + 24 * place
     end = min(begin + KV_BLOCK_SIZE, load_int64(entry + 16))
     return begin < end <= load_int64(entry + 8) and end == min(begin + KV_BLOCK_SIZE, load_int64(entry - 8))

@@ -76,7 +76,7 @@ def gemm(dtype, to, a, b, rows, sizes):
     """Compute to[r] = sum_i a[r, i] b[i], added to `to` if `accumulate` is set.
 
     `to` and `b` are (address, bytes to the next row), `a` is (address, bytes to the next r, bytes to the next i), and
-    `sizes` is (number of i, columns, more).
+    `sizes` is (number of i, columns, accumulate).
     """
     (to, row), (a, a_stride, step) = to, a
     r = 0
