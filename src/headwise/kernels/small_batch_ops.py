@@ -87,6 +87,7 @@ def _launch_gemv(x_MK: Tensor, matrices: Sequence[Tensor]) -> Tensor:
     y = x_MK.new_empty(tokens, rows)
     args = GemvArgs.make(
         num_items=blocks,
+        scratch=torch.empty(threads * scratch_bytes, dtype=torch.uint8),
         scratch_bytes=scratch_bytes,
         rows_per_block=rows_per_block,
         x=x_MK,
@@ -96,7 +97,6 @@ def _launch_gemv(x_MK: Tensor, matrices: Sequence[Tensor]) -> Tensor:
         num_rows=rows,
         matrices=table,
     )
-    args.allocate_scratch(threads)
     args.tensors += matrices
     GEMV_KERNELS.run("work", x_MK.dtype, args, threads)
     return y
