@@ -229,8 +229,8 @@ def test_a_cache_goes_with_its_last_use(pattern):
 def test_no_two_kernels_are_kept_under_one_name():
     made = [("work", torch.float32), ("work", torch.float64)]
     for name, dtype in made:
-        paged_decode.PAGED_DECODE_KERNELS.function_address(name, dtype)
-    row_normalisers.SOFTMAX_KERNELS.function_address("softmax", torch.float32)
+        paged_decode.PAGED_DECODE_KERNELS.compiled_function(name, dtype)
+    row_normalisers.SOFTMAX_KERNELS.compiled_function("softmax", torch.float32)
     kernels = [
         *(paged_decode.PAGED_DECODE_KERNELS.compiled_functions[own] for own in made),
         row_normalisers.SOFTMAX_KERNELS.compiled_functions["softmax", torch.float32],
@@ -242,7 +242,7 @@ def test_no_two_kernels_are_kept_under_one_name():
 KEPT = """
 import torch
 from headwise.kernels import row_normalisers
-row_normalisers.SOFTMAX_KERNELS.function_address("softmax", torch.float32)
+row_normalisers.SOFTMAX_KERNELS.compiled_function("softmax", torch.float32)
 print(row_normalisers.SOFTMAX_KERNELS.compiled_functions["softmax", torch.float32].cache_hits)
 """
 

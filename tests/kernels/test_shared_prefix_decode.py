@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from itertools import pairwise
 
 import pytest
@@ -12,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import headwise as hw
 from headwise.cache import PagePool
-from headwise.kernels import PagedDecodeOptions, attend_paged, attend_paged_reference, launch
+from headwise.kernels import PagedDecodeOptions, attend_paged, attend_paged_reference
 from headwise.kernels.paged_decode import (
     KV_BLOCK_SIZE,
     KV_SPLIT_SIZE,
@@ -68,27 +67,20 @@ def held(table: torch.Tensor, row: int) -> list[tuple[int, int, int]]:
 
 def planned(table: torch.Tensor, page: int, threads: int = 1) -> list[list[tuple[tuple[int, ...], int]]]:
     """The jobs that a table makes: which rows read how many keys, one after the other."""
-    (batch, count, _), told = table.shape, array("q", bytes(8 * len(PagedDecodeArgs)))
+    batch, count, _ = table.shape
     most = batch * num_kv_splits(count * page)
     notes = torch.full((plan_size(batch, most),), -(10**6))
-    for at, value in (
-        (PagedDecodeArgs.SPANS, table.data_ptr()),
-        (PagedDecodeArgs.BATCH, batch),
-        (PagedDecodeArgs.SPAN_COUNT, count),
-        (PagedDecodeArgs.MAX_SPLITS, most),
-    ):
-        told[at // 8] = value
-    told[PagedDecodeArgs.PLAN // 8], told[PagedDecodeArgs.NUM_WORK_ITEMS // 8] = notes.data_ptr(), threads
-    launch.run_in_threads(SCHEDULE_KERNELS.function_address("plan"), told.buffer_info()[0], 1)
-    listed = notes.tolist()
-    jobs, order = (
-        (told[at // 8] - notes.data_ptr()) // 8 for at in (PagedDecodeArgs.WORK_ITEMS, PagedDecodeArgs.ROW_ORDER)
+    args = PagedDecodeArgs.make(
+        num_items=threads, max_splits=most, spans=table, plan=notes, batch=batch, num_spans=count
     )
+    SCHEDULE_KERNELS.run("plan", None, args)
+    listed = notes.tolist()
+    jobs, order = ((address - args.plan) // 8 for address in (args.work_items, args.row_order))
     row = listed[order : order + 3 * batch : 3]
     entries = [
         listed[n : n + PLAN_ENTRY_BYTES // 8] for n in range(0, 4 * most * PLAN_ENTRY_BYTES // 8, PLAN_ENTRY_BYTES // 8)
     ]
-    ends = listed[jobs : jobs + told[PagedDecodeArgs.NUM_WORK_ITEMS // 8] + 1]
+    ends = listed[jobs : jobs + args.num_items + 1]
     read = [(tuple(row[e[0] : e[0] + e[1]]), e[4]) for e in entries[: ends[-1]]]
     return [read[begin:end] for begin, end in pairwise(ends)]
 

@@ -16,11 +16,8 @@ Both run the same kernels.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable
-from enum import IntEnum, auto
 from math import gcd
-from struct import pack
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,46 +27,49 @@ from torch.utils.flop_counter import register_flop_formula
 
 from .autograd_guards import NO_DOUBLE_BACKWARD_REMEDY, forbid_double_backward
 from .flash_attention_reference import attend_key_ranges_backward_reference, attend_key_ranges_reference
-from .launch import COMPUTE_DTYPES, FIRST_KERNEL_ARG, NUM_ITEMS_ARG, SIMD_WIDTH, ParallelKernelSet, round_up_to_simd
+from .kernel_args import ParallelKernelArgs, StridedArg, TableArg, TensorArg
+from .launch import COMPUTE_DTYPES, SIMD_WIDTH, ParallelKernelSet, round_up_to_simd
 
 QUERY_TILE_ROWS = 4 * SIMD_WIDTH  # queries per tile, which are the columns of a score tile
 GEMM_ROW_PADDING = 3  # rows behind the last that may be written, because products are computed four rows at a time
 FLASH_KEY_BLOCK_SIZE = 64  # keys whose scores are computed before their values are read
 
 
-class FlashAttentionArgs(IntEnum):
-    """Kernel arguments: indices into an int64 array. Addresses and strides count bytes, sizes count elements."""
+class FlashAttentionArgs(ParallelKernelArgs, is_checked=False):
+    """Kernel arguments; strides count bytes. `make_contiguous` and `make_args` check the tensors.
 
-    WORK_ITEMS = (
-        FIRST_KERNEL_ARG  # int64 [items, 6]: row x G + key head, first query row, number, first key, end of keys, part
-    )
-    QUERY_ROWS = auto()  # int64: indices among all (b, t, h) of the queries, sorted by row and key head
-    KEY_RANGES = auto()  # [1 or B, T, 2], int64: the first key that a token reads and the one behind its last
-    NUM_KEY_RANGE_ROWS = auto()  # size of their first axis
-    Q = auto()  # [B, T, H, dim]
-    SCALE = auto()  # the floating-point number itself, in the first bytes of its slot
-    K = auto()
-    V = auto()
-    T = auto()
-    H = auto()
-    S = auto()
-    GROUPS = auto()  # key heads
-    DIM = auto()
-    VDIM = auto()
-    K_ROW_STRIDE = auto()  # bytes from one row, key and head to the next
-    K_KEY_STRIDE = auto()
-    K_HEAD_STRIDE = auto()
-    V_ROW_STRIDE = auto()
-    V_KEY_STRIDE = auto()
-    V_HEAD_STRIDE = auto()
-    OUT = auto()  # [B, T, H, vdim]
-    LSE = auto()  # [B, T, H]
-    GRAD = auto()  # [B, T, H, vdim]
-    NUM_QUERY_ROWS = auto()  # B T H
-    D_Q = auto()  # [parts, B, T, H, dim]
-    D_K = auto()  # [B, GROUPS, PADDED_KEYS, dim padded to whole vectors]
-    D_V = auto()
-    PADDED_KEYS = auto()  # S + GEMM_ROW_PADDING
+    A work item lists its row x num_kv_heads + key head, first query row, number of query rows, first key, end of keys
+    and part of the keys.
+    """
+
+    work_items: TableArg = None  # [items, 6]
+    query_rows: TableArg = None  # indices among all (b, t, h) of the queries, sorted by row and key head
+    key_ranges: TableArg = None  # [1 or B, T, 2]: the first key that a token reads and the one behind its last
+    num_key_range_rows: int = 0  # size of their first axis
+    q: TensorArg = None  # [B, T, H, dim]
+    k: StridedArg = None  # [B, S, num_kv_heads, dim]
+    v: StridedArg = None  # [B, S, num_kv_heads, vdim]
+    scale: float = 0.0
+    num_queries: int = 0  # T
+    num_heads: int = 0  # H
+    num_keys: int = 0  # S
+    num_kv_heads: int = 0
+    dim: int = 0
+    vdim: int = 0
+    k_row_stride: int = 0
+    k_key_stride: int = 0
+    k_head_stride: int = 0
+    v_row_stride: int = 0
+    v_key_stride: int = 0
+    v_head_stride: int = 0
+    out: TensorArg = None  # [B, T, H, vdim]
+    lse: TensorArg = None  # [B, T, H]
+    grad: TensorArg = None  # [B, T, H, vdim]
+    num_query_rows: int = 0  # B T H
+    d_q: TensorArg = None  # [parts, B, T, H, dim]
+    d_k: TensorArg = None  # [B, num_kv_heads, padded_keys, dim padded to whole vectors]
+    d_v: TensorArg = None
+    padded_keys: int = 0  # S + GEMM_ROW_PADDING
 
 
 NUM_ROW_STATE_VECTORS = (
@@ -92,26 +92,12 @@ def flash_scratch_size(dim: int, vdim: int) -> int:
 
 
 FLASH_ATTENTION_KERNELS = ParallelKernelSet(
-    "flash_attention_kernel", COMPUTE_DTYPES, forward="flash_forward", backward="flash_backward"
+    "flash_attention_kernel",
+    COMPUTE_DTYPES,
+    forward=("flash_forward", FlashAttentionArgs),
+    backward=("flash_backward", FlashAttentionArgs),
 )
 
-KernelTable = array
-TENSOR_ARGS = tuple(
-    map(
-        int,
-        (
-            FlashAttentionArgs.Q,
-            FlashAttentionArgs.K,
-            FlashAttentionArgs.V,
-            FlashAttentionArgs.OUT,
-            FlashAttentionArgs.LSE,
-            FlashAttentionArgs.GRAD,
-            FlashAttentionArgs.D_Q,
-            FlashAttentionArgs.D_K,
-            FlashAttentionArgs.D_V,
-        ),
-    )
-)
 MAX_INDEX_BY_DTYPE = {torch.float32: 2**24, torch.float64: 2**53}  # largest key index that the dtype represents exactly
 
 
@@ -122,7 +108,7 @@ def gathered_attention(q: Tensor, k: Tensor, v: Tensor, told: list[Tensor], scal
     The queries are q [B, T, H, dim]; keys and values are k and v [B, S, G, dim or vdim]. `told` holds four int64
     tensors: the indices of the selected queries among all (b, t, h), sorted by row and key head; the key ranges [1 or
     B, T, 2], each the first key that a token reads and the one behind its last; the work items of the forward pass and
-    those of the backward pass, laid out as `FlashAttentionArgs.WORK_ITEMS` describes. `formed` is the number of
+    those of the backward pass, as `FlashAttentionArgs` describes them. `formed` is the number of
     query-key pairs computed, which only the FLOP counter uses.
     """
     return [*run_forward(q, k, v, told, scale, q.new_zeros)]
@@ -142,8 +128,9 @@ def run_forward(
     """Return the output and the log-sum-exp of the selected queries; `make` allocates both tensors."""
     q, k, v = make_contiguous(q, k, v)
     o, lse = make(*q.shape[:3], v.shape[-1]), make(q.shape[:3])
-    lines, ends, units, _ = told
-    launch_flash_kernel("forward", make_kernel_table(q, k, v, (units, lines, ends), scale), q, k, v, o, lse)
+    query_rows, key_ranges, items, _ = told
+    args = make_args(q, k, v, (items, query_rows, key_ranges), scale).replace(q=q, k=k, v=v, out=o, lse=lse)
+    FLASH_ATTENTION_KERNELS.launch("forward", q.dtype, args)
     return o, lse
 
 
@@ -153,10 +140,12 @@ def run_backward(
     """Return the gradients of q, k and v; `make` allocates that of q."""
     q, k, v, o, lse = given
     q, k, v = make_contiguous(q, k, v)
-    lines, ends, _, units = told
-    grads = allocate_gradients(q, k, v, len(units) // (len(k) * k.shape[2]), make)
-    known = make_kernel_table(q, k, v, (units, lines, ends), scale)
-    launch_flash_kernel("backward", known, q, k, v, o, lse, grad.contiguous(), *grads)
+    query_rows, key_ranges, _, items = told
+    grads = d_q, d_k, d_v = allocate_gradients(q, k, v, len(items) // (len(k) * k.shape[2]), make)
+    args = make_args(q, k, v, (items, query_rows, key_ranges), scale).replace(
+        q=q, k=k, v=v, out=o, lse=lse, grad=grad.contiguous(), d_q=d_q, d_k=d_k, d_v=d_v
+    )
+    FLASH_ATTENTION_KERNELS.launch("backward", q.dtype, args)
     return reduce_gradients(grads, k, v)
 
 
@@ -166,41 +155,42 @@ def make_contiguous(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Te
     return q.contiguous(), k, v
 
 
-def make_kernel_table(q: Tensor, k: Tensor, v: Tensor, told: tuple[Tensor, ...], scale: float) -> KernelTable:
-    """Return the kernel arguments of a call, all but the addresses of its tensors."""
+def make_args(q: Tensor, k: Tensor, v: Tensor, tables: tuple[Tensor, ...], scale: float) -> FlashAttentionArgs:
+    """Return the kernel arguments for tensors of these shapes, without the tensors themselves.
+
+    `tables` holds the work items, the query rows and the key ranges.
+    """
     if k.dtype != q.dtype or v.dtype != q.dtype:
         raise ValueError(f"q, k, v are {q.dtype}, {k.dtype}, {v.dtype}; give all in one")
     if k.shape[1] > MAX_INDEX_BY_DTYPE[q.dtype]:
         raise ValueError(
             f"{k.shape[1]:,} keys are more than {MAX_INDEX_BY_DTYPE[q.dtype]:,} in {q.dtype}; use another backend"
         )
-    units, lines, ends = told
-    numbers, size = array("q", [0] * (len(FlashAttentionArgs) + FIRST_KERNEL_ARG)), q.element_size()
-    sizes = [*q.shape[1:3], *k.shape[1:3], q.shape[3], v.shape[3]]
-    strides = [step * size for t in (k, v) for step in t.stride()[:3]]
-    numbers[NUM_ITEMS_ARG], numbers[NUM_ITEMS_ARG + 2] = len(units), flash_scratch_size(q.shape[3], v.shape[3]) * size
-    lie = [units.data_ptr(), lines.data_ptr(), ends.data_ptr(), len(ends)]
-    numbers[FlashAttentionArgs.WORK_ITEMS : FlashAttentionArgs.NUM_KEY_RANGE_ROWS + 1] = array("q", lie)
-    numbers[FlashAttentionArgs.SCALE : FlashAttentionArgs.SCALE + 1] = array(
-        "q", pack("d" if size == 8 else "f4x", scale)
+    (work_items, query_rows, key_ranges), itemsize = tables, q.itemsize
+    (_, queries, heads, dim), (_, keys, num_kv_heads, vdim) = q.shape, v.shape
+    return FlashAttentionArgs.make(
+        num_items=len(work_items),
+        scratch_bytes=flash_scratch_size(dim, vdim) * itemsize,
+        work_items=work_items,
+        query_rows=query_rows,
+        key_ranges=key_ranges,
+        num_key_range_rows=len(key_ranges),
+        scale=scale,
+        num_queries=queries,
+        num_heads=heads,
+        num_keys=keys,
+        num_kv_heads=num_kv_heads,
+        dim=dim,
+        vdim=vdim,
+        k_row_stride=k.stride(0) * itemsize,
+        k_key_stride=k.stride(1) * itemsize,
+        k_head_stride=k.stride(2) * itemsize,
+        v_row_stride=v.stride(0) * itemsize,
+        v_key_stride=v.stride(1) * itemsize,
+        v_head_stride=v.stride(2) * itemsize,
+        num_query_rows=q.shape[:3].numel(),
+        padded_keys=keys + GEMM_ROW_PADDING,
     )
-    numbers[FlashAttentionArgs.T : FlashAttentionArgs.V_HEAD_STRIDE + 1] = array("q", sizes + strides)
-    numbers[FlashAttentionArgs.NUM_QUERY_ROWS], numbers[FlashAttentionArgs.PADDED_KEYS] = (
-        q.shape[:3].numel(),
-        k.shape[1] + GEMM_ROW_PADDING,
-    )
-    return numbers
-
-
-def launch_flash_kernel(which: str, known: KernelTable, *tensors: Tensor) -> None:
-    """Write the tensors' addresses into the kernel arguments and run the kernel.
-
-    The tensors are q, k, v, the output and the log-sum-exp; for the backward pass also the output's gradient and the
-    gradients to write. The parameters keep every tensor alive until the kernel has finished.
-    """
-    for at, tensor in zip(TENSOR_ARGS, tensors, strict=False):
-        known[at] = tensor.data_ptr()
-    FLASH_ATTENTION_KERNELS.launch_table(which, tensors[0].dtype, known)
 
 
 def allocate_gradients(
@@ -287,12 +277,11 @@ class FlashAttentionShape(NamedTuple):
 
 
 class FlashAttentionPlan(NamedTuple):
-    """Kernel arguments for one call signature, forward and backward, and the tensors whose addresses they contain."""
+    """Kernel arguments for one call signature, forward and backward, without the tensors of a call."""
 
-    forward_table: KernelTable
-    backward_table: KernelTable
+    forward_args: FlashAttentionArgs
+    backward_args: FlashAttentionArgs
     num_key_parts: int
-    pinned_tensors: list[Tensor]
 
     @staticmethod
     def from_tensors(q: Tensor, k: Tensor, v: Tensor, ahead: int | None, scale: float) -> FlashAttentionPlan:
@@ -304,22 +293,21 @@ class FlashAttentionPlan(NamedTuple):
             if len(_PLAN_CACHE) >= MAX_CACHED_PLANS:
                 _PLAN_CACHE.clear()
             size = FlashAttentionShape.from_tensors(q, k)
-            lines, ends, *units = held = [
-                torch.from_numpy(np.ascontiguousarray(t)) for t in _make_work_items(size, ahead)
-            ]
-            forth, back = (make_kernel_table(q, k, v, (some, lines, ends), scale) for some in units)
-            found = _PLAN_CACHE[key] = FlashAttentionPlan(
-                forth, back, len(units[1]) // (size.batch * size.num_kv_heads), held
+            tables = [torch.from_numpy(np.ascontiguousarray(t)) for t in _make_work_items(size, ahead)]
+            query_rows, key_ranges, *items_per_pass = tables
+            forward_args, backward_args = (
+                make_args(q, k, v, (items, query_rows, key_ranges), scale) for items in items_per_pass
             )
+            num_key_parts = len(items_per_pass[1]) // (size.batch * size.num_kv_heads)
+            found = _PLAN_CACHE[key] = FlashAttentionPlan(forward_args, backward_args, num_key_parts)
         return found
 
 
-def _with_key_ranges(known: KernelTable, ends: Tensor | None) -> KernelTable:
-    """Return a copy of the kernel arguments, with the caller's key ranges if there are any."""
-    known = known[:]
-    if ends is not None:
-        known[FlashAttentionArgs.KEY_RANGES], known[FlashAttentionArgs.NUM_KEY_RANGE_ROWS] = ends.data_ptr(), len(ends)
-    return known
+def _with_key_ranges(args: FlashAttentionArgs, key_ranges: Tensor | None) -> FlashAttentionArgs:
+    """Write the caller's key ranges into the kernel arguments, if there are any."""
+    if key_ranges is not None:
+        args.key_ranges, args.num_key_range_rows = key_ranges, len(key_ranges)
+    return args
 
 
 _PLAN_CACHE: dict[tuple[Any, ...], FlashAttentionPlan] = {}
@@ -415,7 +403,8 @@ def _flash_forward_op(
     q, k, v = make_contiguous(q, k, v)
     o, lse = q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3])
     plan = FlashAttentionPlan.from_tensors(q, k, v, ahead, scale)
-    launch_flash_kernel("forward", _with_key_ranges(plan.forward_table, ends), q, k, v, o, lse)
+    args = _with_key_ranges(plan.forward_args.replace(q=q, k=k, v=v, out=o, lse=lse), ends)
+    FLASH_ATTENTION_KERNELS.launch("forward", q.dtype, args)
     return o, lse
 
 
@@ -431,10 +420,9 @@ def _flash_backward_op(
     plan = FlashAttentionPlan.from_tensors(q, k, v, ahead, scale)
     # A tile that reads no key of a part does not write its gradients for that part.
     make = q.new_empty if ends is None and plan.num_key_parts == 1 else q.new_zeros
-    grads = allocate_gradients(q, k, v, plan.num_key_parts, make)
-    launch_flash_kernel(
-        "backward", _with_key_ranges(plan.backward_table, ends), q, k, v, o, lse, grad.contiguous(), *grads
-    )
+    grads = d_q, d_k, d_v = allocate_gradients(q, k, v, plan.num_key_parts, make)
+    args = plan.backward_args.replace(q=q, k=k, v=v, out=o, lse=lse, grad=grad.contiguous(), d_q=d_q, d_k=d_k, d_v=d_v)
+    FLASH_ATTENTION_KERNELS.launch("backward", q.dtype, _with_key_ranges(args, ends))
     return reduce_gradients(grads, k, v)
 
 

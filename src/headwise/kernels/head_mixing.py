@@ -14,8 +14,6 @@ In plain PyTorch, for one group of heads:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from enum import IntEnum, auto
 from typing import Any
 
 import torch
@@ -24,38 +22,42 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from .autograd_guards import NO_DOUBLE_BACKWARD_REMEDY, forbid_double_backward, is_under_functorch
-from .launch import COMPUTE_DTYPES, FIRST_KERNEL_ARG, SIMD_WIDTH, ParallelKernelSet
+from .kernel_args import Int64Arg, ParallelKernelArgs, TensorArg
+from .launch import COMPUTE_DTYPES, SIMD_WIDTH, ParallelKernelSet
 
 KEY_TILE_SIZE = 64
 
 
-class HeadMixingArgs(IntEnum):
-    """Kernel arguments: indices into an int64 array. Addresses count bytes, sizes count elements."""
+class HeadMixingArgs(ParallelKernelArgs):
+    """Kernel arguments. A work item is a tile of keys of one batch row.
 
-    Q_SOURCE = FIRST_KERNEL_ARG  # [B, T, R, H]; R is 0 for a side without factors
-    Q_TARGET = auto()  # [B, T, R, O]
-    Q_GATE = auto()  # [B, T, O]: factor of the head itself, 1 + g
-    K_SOURCE = auto()  # [B, R H, S]
-    K_TARGET = auto()  # [B, R O, S]
-    K_GATE = auto()  # [B, O, S]
-    INPUT = auto()  # [B, H, T, S]
-    HEAD_OF_OUTPUT = auto()  # [O], int64
-    H = auto()
-    NUM_OUTPUT_HEADS = auto()
-    T = auto()
-    S = auto()
-    Q_RANKS = auto()
-    K_RANKS = auto()
-    NUM_KEY_GATES = auto()  # NUM_OUTPUT_HEADS, or 0 if keys have no factors
-    HEADS_PER_GROUP = auto()  # heads per group
-    OUTPUT = auto()  # forward the output [B, O, T, S]; backward the gradient of the input
-    GRAD = auto()  # [B, O, T, S]
-    D_Q_SOURCE = auto()  # gradients of query factors, once per tile: [B, tiles, T, R, H]
-    D_Q_TARGET = auto()
-    D_Q_GATE = auto()
-    D_K_SOURCE = auto()
-    D_K_TARGET = auto()
-    D_K_GATE = auto()
+    R is 0 for a side without factors.
+    """
+
+    q_source: TensorArg = None  # [B, T, R, H]
+    q_target: TensorArg = None  # [B, T, R, O]
+    q_gate: TensorArg = None  # [B, T, O]: factor of the head itself, 1 + g
+    k_source: TensorArg = None  # [B, R H, S]
+    k_target: TensorArg = None  # [B, R O, S]
+    k_gate: TensorArg = None  # [B, O, S]
+    input: TensorArg = None  # [B, H, T, S]
+    head_of_output: Int64Arg = None  # [O]
+    num_heads: int = 0  # H
+    num_output_heads: int = 0  # O
+    num_queries: int = 0  # T
+    num_keys: int = 0  # S
+    q_ranks: int = 0
+    k_ranks: int = 0
+    num_key_gates: int = 0  # num_output_heads, or 0 if keys have no factors
+    heads_per_group: int = 0
+    output: TensorArg = None  # forward the output [B, O, T, S]; backward the gradient of the input
+    grad: TensorArg = None  # [B, O, T, S]
+    d_q_source: TensorArg = None  # gradients of query factors, once per tile: [B, tiles, T, R, H]
+    d_q_target: TensorArg = None
+    d_q_gate: TensorArg = None
+    d_k_source: TensorArg = None
+    d_k_target: TensorArg = None
+    d_k_gate: TensorArg = None
 
 
 def head_mixing_scratch_size(heads: int, num_output_heads: int, q_ranks: int, k_ranks: int) -> int:
@@ -66,7 +68,10 @@ def head_mixing_scratch_size(heads: int, num_output_heads: int, q_ranks: int, k_
 
 
 HEAD_MIXING_KERNELS = ParallelKernelSet(
-    "head_mixing_kernel", COMPUTE_DTYPES, forward="head_mixing_forward", backward="head_mixing_backward"
+    "head_mixing_kernel",
+    COMPUTE_DTYPES,
+    forward=("head_mixing_forward", HeadMixingArgs),
+    backward=("head_mixing_backward", HeadMixingArgs),
 )
 
 # --- The operation `headwise::composed` ----------------------------------------------------------------
@@ -87,32 +92,64 @@ def mix_heads_by_factors(a: Tensor, head_of_output: Tensor, heads_per_group: int
     R, O, S] and kg [B, 1, O, S]. A side without factors has size 0 instead of R, and instead of the 1 of kg. Heads are
     mixed within groups of `heads_per_group`. The formula stands at the top of this module.
     """
-    keys = a.shape[3]
-    given = _padded_inputs(a, head_of_output, factors)
-    a = given[6]
-    out = a.new_empty(a.shape[0], head_of_output.shape[0], *a.shape[2:])
-    _launch_head_mixing("forward", given, heads_per_group, out)
-    return _unpad_keys(out, keys)
+    args = _make_args(a, head_of_output, heads_per_group, factors)
+    output = a.new_empty(a.shape[0], head_of_output.shape[0], a.shape[2], args.num_keys)
+    HEAD_MIXING_KERNELS.launch("forward", a.dtype, args.replace(output=output))
+    return _unpad_keys(output, a.shape[3])
 
 
 @torch.library.custom_op("headwise::composed_backward", mutates_args=(), device_types="cpu")
 def mix_heads_by_factors_backward(
-    grad: Tensor, a: Tensor, own: Tensor, each: int, factors: list[Tensor]
+    grad: Tensor, a: Tensor, head_of_output: Tensor, heads_per_group: int, factors: list[Tensor]
 ) -> list[Tensor]:
     """Return the gradients of a and of the six factors."""
+    args = _make_args(a, head_of_output, heads_per_group, factors)
+    padded_keys = args.num_keys
+    tiles = -(-padded_keys // KEY_TILE_SIZE)
+    d_a = a.new_empty(*a.shape[:3], padded_keys)
+    d_queries = [t.new_empty(len(t), tiles, *t.shape[1:]) for t in factors[:3]]
+    d_keys = [t.new_empty(*t.shape[:-1], padded_keys) for t in factors[3:]]
+    args = args.replace(
+        output=d_a,
+        grad=_pad_keys(grad),
+        d_q_source=d_queries[0],
+        d_q_target=d_queries[1],
+        d_q_gate=d_queries[2],
+        d_k_source=d_keys[0],
+        d_k_target=d_keys[1],
+        d_k_gate=d_keys[2],
+    )
+    HEAD_MIXING_KERNELS.launch("backward", a.dtype, args)
     keys = a.shape[3]
-    given = _padded_inputs(a, own, factors)
-    qs, qt, qg, ks, kt, kg, a, own = given
-    tiles = -(-a.shape[3] // KEY_TILE_SIZE)
-    of_queries = [t.new_empty(len(t), tiles, *t.shape[1:]) for t in (qs, qt, qg)]
-    of_keys = [torch.empty_like(t) for t in (ks, kt, kg)]
-    d_a = torch.empty_like(a)
-    _launch_head_mixing("backward", given, each, d_a, _pad_keys(grad), *of_queries, *of_keys)
-    return [_unpad_keys(d_a, keys), *(t.sum(1) for t in of_queries), *(_unpad_keys(t, keys) for t in of_keys)]
+    return [_unpad_keys(d_a, keys), *(t.sum(1) for t in d_queries), *(_unpad_keys(t, keys) for t in d_keys)]
 
 
-def _padded_inputs(a: Tensor, own: Tensor, factors: Sequence[Tensor]) -> list[Tensor]:
-    return [*(t.contiguous() for t in factors[:3]), *map(_pad_keys, factors[3:]), _pad_keys(a), own.contiguous()]
+def _make_args(a: Tensor, head_of_output: Tensor, heads_per_group: int, factors: list[Tensor]) -> HeadMixingArgs:
+    """Return the kernel arguments of a call, without the tensors that the kernel writes; keys are padded."""
+    qs, qt, qg = (t.contiguous() for t in factors[:3])
+    a, ks, kt, kg = map(_pad_keys, (a, *factors[3:]))
+    (batch, heads, queries, keys), num_output_heads = a.shape, head_of_output.shape[0]
+    q_ranks, k_ranks = qs.shape[2], ks.shape[1]
+    return HeadMixingArgs.make(
+        num_items=batch * -(-keys // KEY_TILE_SIZE),
+        scratch_bytes=head_mixing_scratch_size(heads, num_output_heads, q_ranks, k_ranks) * a.itemsize,
+        q_source=qs,
+        q_target=qt,
+        q_gate=qg,
+        k_source=ks,
+        k_target=kt,
+        k_gate=kg,
+        input=a,
+        head_of_output=head_of_output.contiguous(),
+        num_heads=heads,
+        num_output_heads=num_output_heads,
+        num_queries=queries,
+        num_keys=keys,
+        q_ranks=q_ranks,
+        k_ranks=k_ranks,
+        num_key_gates=kg.shape[1] * num_output_heads,
+        heads_per_group=heads_per_group,
+    )
 
 
 def _pad_keys(t: Tensor) -> Tensor:
@@ -123,14 +160,6 @@ def _pad_keys(t: Tensor) -> Tensor:
 
 def _unpad_keys(t: Tensor, keys: int) -> Tensor:
     return t if t.shape[-1] == keys else t[..., :keys].contiguous()
-
-
-def _launch_head_mixing(which: str, given: list[Tensor], each: int, *made: Tensor) -> None:
-    qs, ks, kg, a, own = given[0], given[3], given[5], given[6], given[7]
-    (batch, heads, queries, keys), out = a.shape, own.shape[0]
-    work = batch * -(-keys // KEY_TILE_SIZE), head_mixing_scratch_size(heads, out, qs.shape[2], ks.shape[1])
-    sizes = (heads, out, queries, keys, qs.shape[2], ks.shape[1], kg.shape[1] * out, each)
-    HEAD_MIXING_KERNELS.launch(which, a.dtype, work, *given, *sizes, *made)
 
 
 @mix_heads_by_factors.register_fake

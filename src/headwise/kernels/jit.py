@@ -1,4 +1,4 @@
-"""Compile kernels with Numba into functions that take the address of their arguments, cached on disk.
+"""Compile kernels with Numba into functions that take the address of their argument record, cached on disk.
 
 `launch` calls these and imports this module only then.
 """
@@ -13,8 +13,10 @@ from typing import Any
 from numba import types
 from numba.core.ccallback import CFunc
 
+from .args_pointer import args_field_address, args_from_address
 from .compilation import STATE
-from .simd import fetch_and_increment, load_int64, storage_type
+from .memory_guard import DEBUG_KERNELS
+from .simd import fetch_and_increment, storage_type
 
 ENTRY_SIGNATURE = (types.int64,), types.void
 
@@ -29,7 +31,9 @@ def _hash_kernel_sources() -> int:
 KERNEL_SOURCE_HASH = _hash_kernel_sources()
 
 
-def compile_kernel(function: Callable[..., None], name: str, dtype_name: str, only_from_disk: bool = False) -> Any:
+def compile_kernel(
+    function: Callable[..., None], record_name: str, name: str, dtype_name: str, only_from_disk: bool = False
+) -> Any:
     """Compile a kernel; with the name of a dtype, its first argument is that storage type.
 
     With `only_from_disk`, return None unless it was compiled before.
@@ -37,30 +41,34 @@ def compile_kernel(function: Callable[..., None], name: str, dtype_name: str, on
     mark = KERNEL_SOURCE_HASH
     if dtype_name:
 
-        def entry(table):
+        def entry(address):
             if mark:
-                function(storage_type(dtype_name), table)
+                function(storage_type(dtype_name), args_from_address(record_name, address))
 
     else:
 
-        def entry(table):
+        def entry(address):
             if mark:
-                function(table)
+                function(args_from_address(record_name, address))
 
     return _compile_entry_point(entry, f"{function.__module__}.{name}.{dtype_name}", only_from_disk)
 
 
-def compile_work_items(function: Callable[..., None], name: str, dtype_name: str, only_from_disk: bool = False) -> Any:
+def compile_work_items(
+    function: Callable[..., None], record_name: str, name: str, dtype_name: str, only_from_disk: bool = False
+) -> Any:
     """Compile what every thread runs: take a scratch buffer, then call the kernel for work items until none is left."""
     mark = KERNEL_SOURCE_HASH
 
-    def entry(table):
+    def entry(address):
         if mark:
-            scratch = load_int64(table + 24) + load_int64(table + 32) * fetch_and_increment(table + 8)
-            item = fetch_and_increment(table)
-            while item < load_int64(table + 16):
-                function(storage_type(dtype_name), table, item, scratch)
-                item = fetch_and_increment(table)
+            args = args_from_address(record_name, address)
+            thread = fetch_and_increment(args_field_address(args, "next_thread"))
+            scratch = args.scratch + args.scratch_bytes * thread
+            item = fetch_and_increment(args_field_address(args, "next_item"))
+            while item < args.num_items:
+                function(storage_type(dtype_name), args, item, scratch)
+                item = fetch_and_increment(args_field_address(args, "next_item"))
 
     return _compile_entry_point(entry, f"{function.__module__}.{name}.{dtype_name}", only_from_disk)
 
@@ -80,9 +88,12 @@ def _compile_entry_point(entry: Any, name: str, only_from_disk: bool) -> Any:
     # Numba numbers the cache entries of one function name, and two processes may give two kernels one number:
     # a name of its own for every kernel avoids that.
     entry.__qualname__ = name
+    # Debug builds contain addresses of this process, and the hash does not cover the sources of other packages.
+    is_cached = name.startswith(f"{__package__}.") and not DEBUG_KERNELS
     kernel = (_KernelOnDisk if only_from_disk else CFunc)(entry, ENTRY_SIGNATURE, {}, {})
     try:
-        kernel.enable_caching()
+        if is_cached:
+            kernel.enable_caching()
     except RuntimeError:  # neither the package's folder nor the user's cache folder is writable
         STATE.warn_without_cache()
         kernel = CFunc(entry, ENTRY_SIGNATURE, {}, {})

@@ -12,8 +12,8 @@ Loop order, for scores and for values alike: four keys at a time in storage orde
 the group, channels in vectors of 16. Each key and value is read from memory once for all query heads of its group.
 Keys may lie anywhere: a block holds one address per key. While four keys are read, later ones are prefetched.
 
-The scratch buffer (`desk`) holds the addresses of two blocks (the current and the next), the scores of all heads, one
-rescaling factor per head and one vector for partial loads.
+The scratch buffer holds the addresses of two blocks (the current and the next), the scores of all heads, one rescaling
+factor per head and one vector for partial loads.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import math
 from numba import extending, njit
 
 from .launch import CACHE_LINE_BYTES, SIMD_WIDTH
-from .paged_decode import KV_BLOCK_SIZE, PagedDecodeArgs, hash_table_size
+from .paged_decode import KV_BLOCK_SIZE, hash_table_size
 from .simd import (
     as_compute_scalar,
     compute_itemsize,
@@ -61,12 +61,14 @@ njit_inline = njit(forceinline=True)  # a function call costs a seventh of what 
 
 
 @njit
-def load_row_tail(f, address, count, desk):
+def load_row_tail(dtype, address, count, scratch):
     """Load the last `count` channels of a row, fewer than a vector; the others are zero."""
-    store_value(desk, splat(as_compute_scalar(f, 0.0)))
+    store_value(scratch, splat(as_compute_scalar(dtype, 0.0)))
     for n in range(count):
-        store_value(desk + compute_itemsize(f) * n, load_storage_scalar(f, address + storage_itemsize(f) * n))
-    return load_vector(f, desk)
+        store_value(
+            scratch + compute_itemsize(dtype) * n, load_storage_scalar(dtype, address + storage_itemsize(dtype) * n)
+        )
+    return load_vector(dtype, scratch)
 
 
 @njit_inline
@@ -76,39 +78,42 @@ def fma_4_keys(x, y, a):
 
 
 @njit_inline
-def fma_4_keys_4_heads(f, x, q, apart, a):
+def fma_4_keys_4_heads(dtype, x, q, offsets, a):
     """Add the products of four keys with four heads to 16 sums.
 
-    `apart` holds the bytes from the first head to the second and to the fourth.
+    `offsets` holds the bytes from the first head to the second and to the fourth.
     """
-    first, second = fma_4_keys(x, load_vector(f, q), a[0]), fma_4_keys(x, load_vector(f, q + apart[0]), a[1])
+    first, second = fma_4_keys(x, load_vector(dtype, q), a[0]), fma_4_keys(x, load_vector(dtype, q + offsets[0]), a[1])
     return (
         first,
         second,
-        fma_4_keys(x, load_vector(f, q + 2 * apart[0]), a[2]),
-        fma_4_keys(x, load_vector(f, q + apart[1]), a[3]),
+        fma_4_keys(x, load_vector(dtype, q + 2 * offsets[0]), a[2]),
+        fma_4_keys(x, load_vector(dtype, q + offsets[1]), a[3]),
     )
 
 
 @njit_inline
-def load_4_keys(f, keys, at):
+def load_4_keys(dtype, keys, at):
     """Load 16 channels of four keys."""
     return (
-        load_storage(f, keys[0] + at),
-        load_storage(f, keys[1] + at),
-        load_storage(f, keys[2] + at),
-        load_storage(f, keys[3] + at),
+        load_storage(dtype, keys[0] + at),
+        load_storage(dtype, keys[1] + at),
+        load_storage(dtype, keys[2] + at),
+        load_storage(dtype, keys[3] + at),
     )
 
 
 @njit
-def load_4_keys_partial(f, keys, at, bounds, desk):
+def load_4_keys_partial(dtype, keys, at, bounds, scratch):
     """Load up to 16 channels of up to four keys; missing ones are zero and their memory is not read."""
-    count, some = bounds
-    a, b = load_row_tail(f, keys[0] + at, count, desk), load_row_tail(f, keys[1] + at, count if some > 1 else 0, desk)
+    count, num_keys = bounds
+    a, b = (
+        load_row_tail(dtype, keys[0] + at, count, scratch),
+        load_row_tail(dtype, keys[1] + at, count if num_keys > 1 else 0, scratch),
+    )
     c, d = (
-        load_row_tail(f, keys[2] + at, count if some > 2 else 0, desk),
-        load_row_tail(f, keys[3] + at, count if some > 3 else 0, desk),
+        load_row_tail(dtype, keys[2] + at, count if num_keys > 2 else 0, scratch),
+        load_row_tail(dtype, keys[3] + at, count if num_keys > 3 else 0, scratch),
     )
     return a, b, c, d
 
@@ -125,49 +130,55 @@ def key_addresses(keys, offset):
 
 
 @njit_inline
-def qk_4_heads(f, q, keys, bounds, tail, to):
+def qk_4_heads(dtype, q, keys, bounds, scratch, to):
     """Compute the scores of four keys with four query heads, or with three, where the last is computed twice."""
-    dim, some, heads = bounds
-    nothing = splat(as_compute_scalar(f, 0.0))
-    none = (nothing, nothing, nothing, nothing)
-    a = (none, none, none, none)
-    full, apart, step = (
-        dim // SIMD_WIDTH * SIMD_WIDTH if some == KEYS_PER_STEP else 0,
-        compute_itemsize(f) * KV_BLOCK_SIZE,
-        compute_itemsize(f) * round_up_to_simd(dim),
+    dim, num_keys, heads = bounds
+    zero = splat(as_compute_scalar(dtype, 0.0))
+    zeros = (zero, zero, zero, zero)
+    a = (zeros, zeros, zeros, zeros)
+    full, score_stride, step = (
+        dim // SIMD_WIDTH * SIMD_WIDTH if num_keys == KEYS_PER_STEP else 0,
+        compute_itemsize(dtype) * KV_BLOCK_SIZE,
+        compute_itemsize(dtype) * round_up_to_simd(dim),
     )
     steps = step, step * (heads - 1)
     for n in range(0, full, SIMD_WIDTH):
-        x, own = load_4_keys(f, keys, storage_itemsize(f) * n), q + compute_itemsize(f) * n
-        a = fma_4_keys_4_heads(f, x, own, steps, a)
+        x, q_channels = load_4_keys(dtype, keys, storage_itemsize(dtype) * n), q + compute_itemsize(dtype) * n
+        a = fma_4_keys_4_heads(dtype, x, q_channels, steps, a)
     for n in range(full, dim, SIMD_WIDTH):
-        x, own = (
-            load_4_keys_partial(f, keys, storage_itemsize(f) * n, (min(dim - n, SIMD_WIDTH), some), tail),
-            q + compute_itemsize(f) * n,
+        x, q_channels = (
+            load_4_keys_partial(
+                dtype, keys, storage_itemsize(dtype) * n, (min(dim - n, SIMD_WIDTH), num_keys), scratch
+            ),
+            q + compute_itemsize(dtype) * n,
         )
-        a = fma_4_keys_4_heads(f, x, own, steps, a)
-    found = reduce_sum_16(a)
-    store_quarter(to, found, 0)
-    store_quarter(to + apart, found, 1)
-    store_quarter(to + 2 * apart, found, 2)
-    store_quarter(to + (heads - 1) * apart, found, 3)
+        a = fma_4_keys_4_heads(dtype, x, q_channels, steps, a)
+    scores = reduce_sum_16(a)
+    store_quarter(to, scores, 0)
+    store_quarter(to + score_stride, scores, 1)
+    store_quarter(to + 2 * score_stride, scores, 2)
+    store_quarter(to + (heads - 1) * score_stride, scores, 3)
 
 
 @njit_inline
-def qk_1_head(f, q, keys, bounds, tail, to):
+def qk_1_head(dtype, q, keys, bounds, scratch, to):
     """Compute the scores of four keys with one query head."""
-    dim, some, _ = bounds
-    nothing = splat(as_compute_scalar(f, 0.0))
-    a, full = (nothing, nothing, nothing, nothing), dim // SIMD_WIDTH * SIMD_WIDTH if some == KEYS_PER_STEP else 0
+    dim, num_keys, _ = bounds
+    zero = splat(as_compute_scalar(dtype, 0.0))
+    a, full = (zero, zero, zero, zero), dim // SIMD_WIDTH * SIMD_WIDTH if num_keys == KEYS_PER_STEP else 0
     for n in range(0, full, SIMD_WIDTH):
-        a = fma_4_keys(load_4_keys(f, keys, storage_itemsize(f) * n), load_vector(f, q + compute_itemsize(f) * n), a)
+        a = fma_4_keys(
+            load_4_keys(dtype, keys, storage_itemsize(dtype) * n),
+            load_vector(dtype, q + compute_itemsize(dtype) * n),
+            a,
+        )
     for n in range(full, dim, SIMD_WIDTH):
-        x = load_4_keys_partial(f, keys, storage_itemsize(f) * n, (min(dim - n, SIMD_WIDTH), some), tail)
-        a = fma_4_keys(x, load_vector(f, q + compute_itemsize(f) * n), a)
+        x = load_4_keys_partial(dtype, keys, storage_itemsize(dtype) * n, (min(dim - n, SIMD_WIDTH), num_keys), scratch)
+        a = fma_4_keys(x, load_vector(dtype, q + compute_itemsize(dtype) * n), a)
     store_value(to, reduce_sum(a[0]))
-    store_value(to + compute_itemsize(f), reduce_sum(a[1]))
-    store_value(to + 2 * compute_itemsize(f), reduce_sum(a[2]))
-    store_value(to + 3 * compute_itemsize(f), reduce_sum(a[3]))
+    store_value(to + compute_itemsize(dtype), reduce_sum(a[1]))
+    store_value(to + 2 * compute_itemsize(dtype), reduce_sum(a[2]))
+    store_value(to + 3 * compute_itemsize(dtype), reduce_sum(a[3]))
 
 
 @njit
@@ -177,114 +188,111 @@ def heads_per_step(left):
 
 
 @njit_inline
-def qk_head_group(f, q, keys, bounds, tail, to):
+def qk_head_group(dtype, q, keys, bounds, scratch, to):
     """Compute the scores of four keys with all query heads of a group."""
-    dim, some, each = bounds
-    h, apart, step = 0, compute_itemsize(f) * KV_BLOCK_SIZE, compute_itemsize(f) * round_up_to_simd(dim)
-    while h < each:
-        heads = heads_per_step(each - h)
+    dim, num_keys, group_size = bounds
+    h, score_stride, step = 0, compute_itemsize(dtype) * KV_BLOCK_SIZE, compute_itemsize(dtype) * round_up_to_simd(dim)
+    while h < group_size:
+        heads = heads_per_step(group_size - h)
         if heads > 1:
-            qk_4_heads(f, q + step * h, keys, (dim, some, heads), tail, to + apart * h)
+            qk_4_heads(dtype, q + step * h, keys, (dim, num_keys, heads), scratch, to + score_stride * h)
         else:
-            qk_1_head(f, q + step * h, keys, (dim, some, heads), tail, to + apart * h)
+            qk_1_head(dtype, q + step * h, keys, (dim, num_keys, heads), scratch, to + score_stride * h)
         h += heads
 
 
 @njit
-def prefetch_distance(told, each):
+def prefetch_distance(args, itemsize):
     """Return how many keys ahead to prefetch: enough for `KV_PREFETCH_BYTES`, but at most one block."""
-    held = (
-        KEYS_PER_STEP
-        * load_int64(told + PagedDecodeArgs.GROUPS)
-        * each
-        * (load_int64(told + PagedDecodeArgs.DIM) + load_int64(told + PagedDecodeArgs.VDIM))
-        // 2
-    )
-    return min(KEYS_PER_STEP * ((KV_PREFETCH_BYTES + held - 1) // held), KV_BLOCK_SIZE)
+    bytes_per_step = KEYS_PER_STEP * args.num_kv_heads * itemsize * (args.dim + args.vdim) // 2
+    return min(KEYS_PER_STEP * ((KV_PREFETCH_BYTES + bytes_per_step - 1) // bytes_per_step), KV_BLOCK_SIZE)
 
 
 @njit
-def prefetch_targets(i, here, there):
+def prefetch_targets(i, current, next_list):
     """Return which keys to prefetch while four are read.
 
     The result is their address list, their number, the bytes of one head, the bytes to the next head, and whether all
     of it is one contiguous piece of memory.
     """
-    list_, count, held, apart, groups = here
+    list_, count, head_bytes, head_stride, groups = current
     if i >= count:
         i -= (count + KEYS_PER_STEP - 1) // KEYS_PER_STEP * KEYS_PER_STEP
-        list_, count, held, apart, groups = there
-    list_, some = list_ + 8 * i, min(KEYS_PER_STEP, count - i)
-    joined = (
-        some > 0
-        and apart == held
-        and load_int64(list_ + 8 * (some - 1)) - load_int64(list_) == (some - 1) * groups * held
+        list_, count, head_bytes, head_stride, groups = next_list
+    list_, num_keys = list_ + 8 * i, min(KEYS_PER_STEP, count - i)
+    is_contiguous = (
+        num_keys > 0
+        and head_stride == head_bytes
+        and load_int64(list_ + 8 * (num_keys - 1)) - load_int64(list_) == (num_keys - 1) * groups * head_bytes
     )
-    return list_, some, held, apart, joined
+    return list_, num_keys, head_bytes, head_stride, is_contiguous
 
 
 @njit_inline
 def prefetch_head(g, groups, keys):
     """Prefetch one head's share of some keys: in storage order if they are contiguous, else the head's own bytes."""
-    list_, some, held, apart, joined = keys
-    if joined:
-        begin, end = load_int64(list_) + g * KEYS_PER_STEP * held, load_int64(list_) + some * groups * held
-        for line in range(begin, min(begin + KEYS_PER_STEP * held, end), 4 * CACHE_LINE_BYTES):
+    list_, num_keys, head_bytes, head_stride, is_contiguous = keys
+    if is_contiguous:
+        begin, end = (
+            load_int64(list_) + g * KEYS_PER_STEP * head_bytes,
+            load_int64(list_) + num_keys * groups * head_bytes,
+        )
+        for line in range(begin, min(begin + KEYS_PER_STEP * head_bytes, end), 4 * CACHE_LINE_BYTES):
             prefetch_l1(line)
             prefetch_l1(line + CACHE_LINE_BYTES)
             prefetch_l1(line + 2 * CACHE_LINE_BYTES)
             prefetch_l1(line + 3 * CACHE_LINE_BYTES)
     else:
-        for n in range(some):
-            begin = load_int64(list_ + 8 * n) + g * apart
-            for line in range(begin, begin + held, CACHE_LINE_BYTES):
+        for n in range(num_keys):
+            begin = load_int64(list_ + 8 * n) + g * head_stride
+            for line in range(begin, begin + head_bytes, CACHE_LINE_BYTES):
                 prefetch_l1(line)
 
 
 @njit
-def qk_block(f, told, q, desk, count):
+def qk_block(dtype, args, q, scratch, count):
     """Compute the scores of a block for all heads, four keys at a time; prefetch later keys, then values."""
     heads, groups, dim = (
-        load_int64(told + PagedDecodeArgs.HEADS),
-        load_int64(told + PagedDecodeArgs.GROUPS),
-        load_int64(told + PagedDecodeArgs.DIM),
+        args.num_heads,
+        args.num_kv_heads,
+        args.dim,
     )
-    each, apart, step, k_head = (
+    group_size, score_stride, step, k_head = (
         heads // groups,
-        compute_itemsize(f) * KV_BLOCK_SIZE,
-        compute_itemsize(f) * round_up_to_simd(dim),
-        load_int64(told + PagedDecodeArgs.K_HEAD_STRIDE),
+        compute_itemsize(dtype) * KV_BLOCK_SIZE,
+        compute_itemsize(dtype) * round_up_to_simd(dim),
+        args.k_head_stride,
     )
-    tail, before = (
-        desk + SCORES_OFFSET + compute_itemsize(f) * (heads * KV_BLOCK_SIZE + round_up_to_simd(heads)),
-        prefetch_distance(told, storage_itemsize(f)),
+    tail, distance = (
+        scratch + SCORES_OFFSET + compute_itemsize(dtype) * (heads * KV_BLOCK_SIZE + round_up_to_simd(heads)),
+        prefetch_distance(args, storage_itemsize(dtype)),
     )
-    here = desk + KEYS_OFFSET, count, storage_itemsize(f) * dim, k_head, groups
-    there = (
-        desk + VALUES_OFFSET,
+    keys_read = scratch + KEYS_OFFSET, count, storage_itemsize(dtype) * dim, k_head, groups
+    values_next = (
+        scratch + VALUES_OFFSET,
         count,
-        storage_itemsize(f) * load_int64(told + PagedDecodeArgs.VDIM),
-        load_int64(told + PagedDecodeArgs.V_HEAD_STRIDE),
+        storage_itemsize(dtype) * args.vdim,
+        args.v_head_stride,
         groups,
     )
     for i in range(0, count, KEYS_PER_STEP):
-        scores, some = desk + SCORES_OFFSET + compute_itemsize(f) * i, min(KEYS_PER_STEP, count - i)
-        after = prefetch_targets(i + before, here, there)
+        scores, num_keys = scratch + SCORES_OFFSET + compute_itemsize(dtype) * i, min(KEYS_PER_STEP, count - i)
+        targets = prefetch_targets(i + distance, keys_read, values_next)
         for g in range(groups):
-            prefetch_head(g, groups, after)
-            keys, h = key_addresses(desk + KEYS_OFFSET + 8 * i, g * k_head), g * each
-            qk_head_group(f, q + step * h, keys, (dim, some, each), tail, scores + apart * h)
+            prefetch_head(g, groups, targets)
+            keys, h = key_addresses(scratch + KEYS_OFFSET + 8 * i, g * k_head), g * group_size
+            qk_head_group(dtype, q + step * h, keys, (dim, num_keys, group_size), tail, scores + score_stride * h)
 
 
 @njit_inline
-def load_4_weights(f, scores):
+def load_4_weights(dtype, scores):
     """Load the weights of four keys for one head, each broadcast to a vector."""
-    a, b = splat(load_scalar(f, scores)), splat(load_scalar(f, scores + compute_itemsize(f)))
+    a, b = splat(load_scalar(dtype, scores)), splat(load_scalar(dtype, scores + compute_itemsize(dtype)))
     return (
         a,
         b,
-        splat(load_scalar(f, scores + 2 * compute_itemsize(f))),
-        splat(load_scalar(f, scores + 3 * compute_itemsize(f))),
+        splat(load_scalar(dtype, scores + 2 * compute_itemsize(dtype))),
+        splat(load_scalar(dtype, scores + 3 * compute_itemsize(dtype))),
     )
 
 
@@ -295,221 +303,242 @@ def fma_4_values(x, p, a):
 
 
 @njit_inline
-def accumulate_4_values(f, to, x, p):
+def accumulate_4_values(dtype, to, x, p):
     """Add four weighted values to the output at `to`."""
-    store_value(to, fma_4_values(x, p, load_vector(f, to)))
+    store_value(to, fma_4_values(x, p, load_vector(dtype, to)))
 
 
 @njit_inline
-def accumulate_4_values_4_heads(f, to, apart, x, p):
+def accumulate_4_values_4_heads(dtype, to, heads_of_step, x, p):
     """Add four weighted values to the outputs of three heads, and of a fourth if there is one."""
-    step, heads = apart
-    accumulate_4_values(f, to, x, p[0])
-    accumulate_4_values(f, to + step, x, p[1])
-    accumulate_4_values(f, to + 2 * step, x, p[2])
+    step, heads = heads_of_step
+    accumulate_4_values(dtype, to, x, p[0])
+    accumulate_4_values(dtype, to + step, x, p[1])
+    accumulate_4_values(dtype, to + 2 * step, x, p[2])
     if heads > 3:
-        accumulate_4_values(f, to + 3 * step, x, p[3])
+        accumulate_4_values(dtype, to + 3 * step, x, p[3])
 
 
 @njit_inline
-def pv_4_heads(f, scores, keys, bounds, tail, place):
+def pv_4_heads(dtype, scores, keys, bounds, scratch, output):
     """Add four weighted values to the outputs of four heads, or of three."""
-    (dim, some, heads), (to, step) = bounds, place
-    apart, full = compute_itemsize(f) * KV_BLOCK_SIZE, dim // SIMD_WIDTH * SIMD_WIDTH if some == KEYS_PER_STEP else 0
-    p0, p1 = load_4_weights(f, scores), load_4_weights(f, scores + apart)
+    (dim, num_keys, heads), (to, step) = bounds, output
+    score_stride, full = (
+        compute_itemsize(dtype) * KV_BLOCK_SIZE,
+        dim // SIMD_WIDTH * SIMD_WIDTH if num_keys == KEYS_PER_STEP else 0,
+    )
+    p0, p1 = load_4_weights(dtype, scores), load_4_weights(dtype, scores + score_stride)
     p, step = (
-        (p0, p1, load_4_weights(f, scores + 2 * apart), load_4_weights(f, scores + (heads - 1) * apart)),
+        (
+            p0,
+            p1,
+            load_4_weights(dtype, scores + 2 * score_stride),
+            load_4_weights(dtype, scores + (heads - 1) * score_stride),
+        ),
         (step, heads),
     )
     for n in range(0, full, SIMD_WIDTH):
-        x, own = load_4_keys(f, keys, storage_itemsize(f) * n), to + compute_itemsize(f) * n
-        accumulate_4_values_4_heads(f, own, step, x, p)
+        x, outputs = load_4_keys(dtype, keys, storage_itemsize(dtype) * n), to + compute_itemsize(dtype) * n
+        accumulate_4_values_4_heads(dtype, outputs, step, x, p)
     for n in range(full, dim, SIMD_WIDTH):
-        x, own = (
-            load_4_keys_partial(f, keys, storage_itemsize(f) * n, (min(dim - n, SIMD_WIDTH), some), tail),
-            to + compute_itemsize(f) * n,
+        x, outputs = (
+            load_4_keys_partial(
+                dtype, keys, storage_itemsize(dtype) * n, (min(dim - n, SIMD_WIDTH), num_keys), scratch
+            ),
+            to + compute_itemsize(dtype) * n,
         )
-        accumulate_4_values_4_heads(f, own, step, x, p)
+        accumulate_4_values_4_heads(dtype, outputs, step, x, p)
 
 
 @njit_inline
-def pv_1_head(f, scores, keys, bounds, tail, to):
+def pv_1_head(dtype, scores, keys, bounds, scratch, to):
     """Add four weighted values to the output of one head."""
-    dim, some, _ = bounds
-    p, full = load_4_weights(f, scores), dim // SIMD_WIDTH * SIMD_WIDTH if some == KEYS_PER_STEP else 0
+    dim, num_keys, _ = bounds
+    p, full = load_4_weights(dtype, scores), dim // SIMD_WIDTH * SIMD_WIDTH if num_keys == KEYS_PER_STEP else 0
     for n in range(0, full, SIMD_WIDTH):
-        accumulate_4_values(f, to + compute_itemsize(f) * n, load_4_keys(f, keys, storage_itemsize(f) * n), p)
+        accumulate_4_values(
+            dtype, to + compute_itemsize(dtype) * n, load_4_keys(dtype, keys, storage_itemsize(dtype) * n), p
+        )
     for n in range(full, dim, SIMD_WIDTH):
-        x = load_4_keys_partial(f, keys, storage_itemsize(f) * n, (min(dim - n, SIMD_WIDTH), some), tail)
-        accumulate_4_values(f, to + compute_itemsize(f) * n, x, p)
+        x = load_4_keys_partial(dtype, keys, storage_itemsize(dtype) * n, (min(dim - n, SIMD_WIDTH), num_keys), scratch)
+        accumulate_4_values(dtype, to + compute_itemsize(dtype) * n, x, p)
 
 
 @njit_inline
-def pv_head_group(f, scores, keys, bounds, tail, place):
+def pv_head_group(dtype, scores, keys, bounds, scratch, output):
     """Add four weighted values to the outputs of all heads of a group."""
-    (dim, some, each), (to, step) = bounds, place
-    h, apart = 0, compute_itemsize(f) * KV_BLOCK_SIZE
-    while h < each:
-        heads = heads_per_step(each - h)
+    (dim, num_keys, group_size), (to, step) = bounds, output
+    h, score_stride = 0, compute_itemsize(dtype) * KV_BLOCK_SIZE
+    while h < group_size:
+        heads = heads_per_step(group_size - h)
         if heads > 1:
-            pv_4_heads(f, scores + apart * h, keys, (dim, some, heads), tail, (to + step * h, step))
+            pv_4_heads(dtype, scores + score_stride * h, keys, (dim, num_keys, heads), scratch, (to + step * h, step))
         else:
-            pv_1_head(f, scores + apart * h, keys, (dim, some, heads), tail, to + step * h)
+            pv_1_head(dtype, scores + score_stride * h, keys, (dim, num_keys, heads), scratch, to + step * h)
         h += heads
 
 
 @njit
-def rescale_output(f, told, factors, part):
+def rescale_output(dtype, args, factors, part):
     """Multiply the outputs by their rescaling factors, for heads whose running maximum has grown."""
-    vdim = load_int64(told + PagedDecodeArgs.VDIM)
-    for h in range(load_int64(told + PagedDecodeArgs.HEADS)):
+    vdim = args.vdim
+    for h in range(args.num_heads):
         factor, to = (
-            load_scalar(f, factors + compute_itemsize(f) * h),
-            part + compute_itemsize(f) * (round_up_to_simd(vdim) + 2) * h,
+            load_scalar(dtype, factors + compute_itemsize(dtype) * h),
+            part + compute_itemsize(dtype) * (round_up_to_simd(vdim) + 2) * h,
         )
-        if factor != as_compute_scalar(f, 1.0):
+        if factor != as_compute_scalar(dtype, 1.0):
             for n in range(0, vdim, SIMD_WIDTH):
                 store_value(
-                    to + compute_itemsize(f) * n, vec_mul(load_vector(f, to + compute_itemsize(f) * n), splat(factor))
+                    to + compute_itemsize(dtype) * n,
+                    vec_mul(load_vector(dtype, to + compute_itemsize(dtype) * n), splat(factor)),
                 )
 
 
 @njit
-def pv_block(f, told, desk, part, count, following):
+def pv_block(dtype, args, scratch, part, count, next_count):
     """Add the weighted values of a block to the outputs of all heads; prefetch later values, then the next keys."""
     heads, groups, dim = (
-        load_int64(told + PagedDecodeArgs.HEADS),
-        load_int64(told + PagedDecodeArgs.GROUPS),
-        load_int64(told + PagedDecodeArgs.VDIM),
+        args.num_heads,
+        args.num_kv_heads,
+        args.vdim,
     )
-    each, apart, step, v_head = (
+    group_size, score_stride, step, v_head = (
         heads // groups,
-        compute_itemsize(f) * KV_BLOCK_SIZE,
-        compute_itemsize(f) * (round_up_to_simd(dim) + 2),
-        load_int64(told + PagedDecodeArgs.V_HEAD_STRIDE),
+        compute_itemsize(dtype) * KV_BLOCK_SIZE,
+        compute_itemsize(dtype) * (round_up_to_simd(dim) + 2),
+        args.v_head_stride,
     )
-    factors, before = (
-        desk + SCORES_OFFSET + compute_itemsize(f) * heads * KV_BLOCK_SIZE,
-        prefetch_distance(told, storage_itemsize(f)),
+    factors, distance = (
+        scratch + SCORES_OFFSET + compute_itemsize(dtype) * heads * KV_BLOCK_SIZE,
+        prefetch_distance(args, storage_itemsize(dtype)),
     )
-    here, tail = (
-        (desk + VALUES_OFFSET, count, storage_itemsize(f) * dim, v_head, groups),
-        factors + compute_itemsize(f) * round_up_to_simd(heads),
+    values_read, tail = (
+        (scratch + VALUES_OFFSET, count, storage_itemsize(dtype) * dim, v_head, groups),
+        factors + compute_itemsize(dtype) * round_up_to_simd(heads),
     )
-    there = (
-        desk + NEXT_BLOCK_OFFSET + KEYS_OFFSET,
-        following,
-        storage_itemsize(f) * load_int64(told + PagedDecodeArgs.DIM),
-        load_int64(told + PagedDecodeArgs.K_HEAD_STRIDE),
+    keys_next = (
+        scratch + NEXT_BLOCK_OFFSET + KEYS_OFFSET,
+        next_count,
+        storage_itemsize(dtype) * args.dim,
+        args.k_head_stride,
         groups,
     )
-    rescale_output(f, told, factors, part)
+    rescale_output(dtype, args, factors, part)
     for i in range(0, count, KEYS_PER_STEP):
-        scores, some = desk + SCORES_OFFSET + compute_itemsize(f) * i, min(KEYS_PER_STEP, count - i)
-        after = prefetch_targets(i + before, here, there)
+        scores, num_keys = scratch + SCORES_OFFSET + compute_itemsize(dtype) * i, min(KEYS_PER_STEP, count - i)
+        targets = prefetch_targets(i + distance, values_read, keys_next)
         for g in range(groups):
-            prefetch_head(g, groups, after)
-            keys, h = key_addresses(desk + VALUES_OFFSET + 8 * i, g * v_head), g * each
-            pv_head_group(f, scores + apart * h, keys, (dim, some, each), tail, (part + step * h, step))
+            prefetch_head(g, groups, targets)
+            keys, h = key_addresses(scratch + VALUES_OFFSET + 8 * i, g * v_head), g * group_size
+            pv_head_group(
+                dtype, scores + score_stride * h, keys, (dim, num_keys, group_size), tail, (part + step * h, step)
+            )
 
 
 # --- Score transforms and softmax of a block -----------------------------------------------------------
 
 
 @njit
-def apply_kv_scale(f, told, scale, desk, count):
+def apply_kv_scale(dtype, args, scale, scratch, count):
     """Multiply scores, or weights, by the scale of each key, or value, of an int8 cache."""
-    heads, groups, head = (
-        load_int64(told + PagedDecodeArgs.HEADS),
-        load_int64(told + PagedDecodeArgs.GROUPS),
-        load_int64(told + PagedDecodeArgs.SCALE_HEAD_STRIDE),
+    heads, groups, head_stride = (
+        args.num_heads,
+        args.num_kv_heads,
+        args.scale_head_stride,
     )
     for h in range(heads):
-        x, own = desk + SCORES_OFFSET + compute_itemsize(f) * KV_BLOCK_SIZE * h, scale + h // (heads // groups) * head
+        x, head_scale = (
+            scratch + SCORES_OFFSET + compute_itemsize(dtype) * KV_BLOCK_SIZE * h,
+            scale + h // (heads // groups) * head_stride,
+        )
         for i in range(count):
             store_value(
-                x + compute_itemsize(f) * i,
-                load_scalar(f, x + compute_itemsize(f) * i)
-                * load_scalar(f, own + load_int64(desk + SCALES_OFFSET + 8 * i)),
+                x + compute_itemsize(dtype) * i,
+                load_scalar(dtype, x + compute_itemsize(dtype) * i)
+                * load_scalar(dtype, head_scale + load_int64(scratch + SCALES_OFFSET + 8 * i)),
             )
 
 
 @njit
-def apply_softcap(f, told, desk, count):
+def apply_softcap(dtype, args, scratch, count):
     """Replace scores by cap * tanh(score / cap)."""
-    cap = load_int64(told + PagedDecodeArgs.SOFTCAP)
-    for h in range(load_int64(told + PagedDecodeArgs.HEADS)):
-        x = desk + SCORES_OFFSET + compute_itemsize(f) * KV_BLOCK_SIZE * h
+    cap = as_compute_scalar(dtype, args.softcap)
+    for h in range(args.num_heads):
+        x = scratch + SCORES_OFFSET + compute_itemsize(dtype) * KV_BLOCK_SIZE * h
         for i in range(count):
-            share = math.tanh(load_scalar(f, x + compute_itemsize(f) * i) / load_scalar(f, cap))
-            store_value(x + compute_itemsize(f) * i, as_compute_scalar(f, share) * load_scalar(f, cap))
+            factor = math.tanh(load_scalar(dtype, x + compute_itemsize(dtype) * i) / cap)
+            store_value(x + compute_itemsize(dtype) * i, as_compute_scalar(dtype, factor) * cap)
 
 
 @njit
-def add_bias_to_head(f, x, own, key, desk, count):
+def add_bias_to_head(dtype, x, bias, key_stride, scratch, count):
     """Add the bias to the scores of one head, 16 at a time if the columns are consecutive."""
-    first = load_int64(desk + COLUMNS_OFFSET)
-    joined = key == compute_itemsize(f) and load_int64(desk + COLUMNS_OFFSET + 8 * count - 8) == first + count - 1
-    full = count // SIMD_WIDTH * SIMD_WIDTH if joined else 0
+    first = load_int64(scratch + COLUMNS_OFFSET)
+    is_contiguous = (
+        key_stride == compute_itemsize(dtype)
+        and load_int64(scratch + COLUMNS_OFFSET + 8 * count - 8) == first + count - 1
+    )
+    full = count // SIMD_WIDTH * SIMD_WIDTH if is_contiguous else 0
     for i in range(0, full, SIMD_WIDTH):
         store_value(
-            x + compute_itemsize(f) * i,
+            x + compute_itemsize(dtype) * i,
             vec_add(
-                load_vector(f, x + compute_itemsize(f) * i), load_vector(f, own + compute_itemsize(f) * (first + i))
+                load_vector(dtype, x + compute_itemsize(dtype) * i),
+                load_vector(dtype, bias + compute_itemsize(dtype) * (first + i)),
             ),
         )
     for i in range(full, count):
-        more = load_scalar(f, own + load_int64(desk + COLUMNS_OFFSET + 8 * i) * key)
-        store_value(x + compute_itemsize(f) * i, load_scalar(f, x + compute_itemsize(f) * i) + more)
+        addend = load_scalar(dtype, bias + load_int64(scratch + COLUMNS_OFFSET + 8 * i) * key_stride)
+        store_value(x + compute_itemsize(dtype) * i, load_scalar(dtype, x + compute_itemsize(dtype) * i) + addend)
 
 
 @njit
-def add_bias(f, told, row, desk, count):
+def add_bias(dtype, args, row, scratch, count):
     """Add the bias to the scores of all heads."""
-    for h in range(load_int64(told + PagedDecodeArgs.HEADS)):
-        own = (
-            load_int64(told + PagedDecodeArgs.BIAS)
-            + row * load_int64(told + PagedDecodeArgs.BIAS_ROW_STRIDE)
-            + h * load_int64(told + PagedDecodeArgs.BIAS_HEAD_STRIDE)
-        )
+    for h in range(args.num_heads):
+        bias = args.bias + row * args.bias_row_stride + h * args.bias_head_stride
         add_bias_to_head(
-            f,
-            desk + SCORES_OFFSET + compute_itemsize(f) * KV_BLOCK_SIZE * h,
-            own,
-            load_int64(told + PagedDecodeArgs.BIAS_KEY_STRIDE),
-            desk,
+            dtype,
+            scratch + SCORES_OFFSET + compute_itemsize(dtype) * KV_BLOCK_SIZE * h,
+            bias,
+            args.bias_key_stride,
+            scratch,
             count,
         )
 
 
 @njit
-def online_softmax(f, told, desk, part, count):
+def online_softmax(dtype, args, scratch, part, count):
     """Replace scores by exp(score - running maximum); update maxima, sums and rescaling factors."""
-    factors = desk + SCORES_OFFSET + compute_itemsize(f) * load_int64(told + PagedDecodeArgs.HEADS) * KV_BLOCK_SIZE
+    factors = scratch + SCORES_OFFSET + compute_itemsize(dtype) * args.num_heads * KV_BLOCK_SIZE
     step, lowest = (
-        compute_itemsize(f) * (round_up_to_simd(load_int64(told + PagedDecodeArgs.VDIM)) + 2),
-        as_compute_scalar(f, -math.inf),
+        compute_itemsize(dtype) * (round_up_to_simd(args.vdim) + 2),
+        as_compute_scalar(dtype, -math.inf),
     )
-    for h in range(load_int64(told + PagedDecodeArgs.HEADS)):
+    for h in range(args.num_heads):
         x, ends = (
-            desk + SCORES_OFFSET + compute_itemsize(f) * KV_BLOCK_SIZE * h,
-            part + step * (h + 1) - 2 * compute_itemsize(f),
+            scratch + SCORES_OFFSET + compute_itemsize(dtype) * KV_BLOCK_SIZE * h,
+            part + step * (h + 1) - 2 * compute_itemsize(dtype),
         )
         for i in range(count, round_up_to_simd(count)):
-            store_value(x + compute_itemsize(f) * i, lowest)
+            store_value(x + compute_itemsize(dtype) * i, lowest)
         top = splat(lowest)
         for c in range(0, count, SIMD_WIDTH):
-            top = vec_max(top, load_vector(f, x + compute_itemsize(f) * c))
-        old = load_scalar(f, ends)
+            top = vec_max(top, load_vector(dtype, x + compute_itemsize(dtype) * c))
+        old = load_scalar(dtype, ends)
         new = max(old, reduce_max(top))
         base = (
-            new if new > lowest else as_compute_scalar(f, 0.0)
+            new if new > lowest else as_compute_scalar(dtype, 0.0)
         )  # if all scores are -inf, every weight is exp(-inf) = 0
-        factor, sums = as_compute_scalar(f, math.exp(old - base)), splat(as_compute_scalar(f, 0.0))
+        factor, sums = as_compute_scalar(dtype, math.exp(old - base)), splat(as_compute_scalar(dtype, 0.0))
         for c in range(0, count, SIMD_WIDTH):
-            e = vec_exp(vec_sub(load_vector(f, x + compute_itemsize(f) * c), splat(base)))
-            store_value(x + compute_itemsize(f) * c, e)
+            e = vec_exp(vec_sub(load_vector(dtype, x + compute_itemsize(dtype) * c), splat(base)))
+            store_value(x + compute_itemsize(dtype) * c, e)
             sums = vec_add(sums, e)
         store_value(ends, new)
-        store_value(ends + compute_itemsize(f), load_scalar(f, ends + compute_itemsize(f)) * factor + reduce_sum(sums))
-        store_value(factors + compute_itemsize(f) * h, factor)
+        store_value(
+            ends + compute_itemsize(dtype),
+            load_scalar(dtype, ends + compute_itemsize(dtype)) * factor + reduce_sum(sums),
+        )
+        store_value(factors + compute_itemsize(dtype) * h, factor)

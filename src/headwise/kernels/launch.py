@@ -4,9 +4,9 @@ Two OpenMP runtimes in one process wait for work by spinning, each on the cores 
 start no threads of their own: they run in the runtime that torch has loaded, through the entry point that compilers
 call (`GOMP_parallel`, part of the interface of GNU's and LLVM's runtimes).
 
-A kernel takes one address: that of its kernel arguments, an int64 array of pointers, sizes and strides. A
-`ParallelKernelSet` splits a kernel into work items. Each thread takes the next item from an atomic counter until none
-is left, and has a scratch buffer of its own. The result of an item never depends on the thread that computes it.
+A kernel takes one address: that of its argument record (`kernel_args`). A `ParallelKernelSet` splits a kernel into work
+items. Each thread takes the next item from an atomic counter until none is left, and has a scratch buffer of its own.
+The result of an item never depends on the thread that computes it.
 
 Numba is imported, and a kernel compiled, when the kernel is first used (`compilation` chooses by whom).
 `kernel_problem` returns why that is not possible on this machine; the backends and parts then use torch operations.
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from array import array
+from collections.abc import Callable
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -24,15 +24,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from .compilation import STATE
+from .kernel_args import KernelArgs, ParallelKernelArgs
+from .memory_guard import DEBUG_KERNELS, run_checked
 
 SIMD_WIDTH = 16  # elements per vector
 CACHE_LINE_BYTES = 64
 COMPUTE_DTYPES = {torch.float32: "float32", torch.float64: "float64"}  # computed in without conversion
-NUM_ITEMS_ARG = 2  # index of the number of work items; then the scratch buffers' address and bytes per thread
-FIRST_KERNEL_ARG = 5  # after next item, next thread, number of items, scratch address, scratch bytes per thread
 
 
 def round_up_to_simd(count: int) -> int:
@@ -102,15 +101,12 @@ def max_threads() -> int:
     return torch.get_num_threads() if OPENMP_RUNTIME is not None else 1
 
 
-def run_in_threads(address: int, args_address: int, threads: int) -> None:
-    """Call the compiled function at `address` in `threads` threads at once, each with the same argument address."""
+def run_in_threads(compiled: Any, args_address: int, threads: int) -> None:
+    """Call a compiled kernel in `threads` threads at once, each with the same argument address."""
     if threads > 1 and OPENMP_RUNTIME is not None:
-        OPENMP_RUNTIME.GOMP_parallel(address, args_address, threads, 0)
+        OPENMP_RUNTIME.GOMP_parallel(compiled.address, args_address, threads, 0)
     else:
-        KERNEL_CFUNCTYPE(address)(args_address)
-
-
-KERNEL_CFUNCTYPE = ctypes.CFUNCTYPE(None, ctypes.c_int64)
+        compiled.ctypes(args_address)
 
 
 def num_threads_for(num_items: int) -> int:
@@ -121,14 +117,23 @@ def num_threads_for(num_items: int) -> int:
 # --- Kernels by name -----------------------------------------------------------------------------------
 
 
-class KernelSet:
-    """The kernels of one module, each compiled per storage dtype on first use; each takes the address of its arguments.
+KernelFunction = str | Callable[..., None]  # a kernel, or its name in the module of its set
 
-    `KernelSet("varlen_attention_kernel", dtypes, forward="varlen_forward")` names a module of this package, which is
-    imported by the first call, and its functions, which are decorated with `register_jitable`.
+
+class KernelSet:
+    """The kernels of one module, each compiled per storage dtype on first use; each takes its argument record.
+
+    `KernelSet("varlen_attention_kernel", dtypes, forward=("varlen_forward", VarlenArgs))` names a module of this
+    package, which is imported by the first call, its functions, which are decorated with `register_jitable`, and their
+    argument records.
     """
 
-    def __init__(self, module: str, dtype_names: dict[torch.dtype, str], **functions: str) -> None:
+    def __init__(
+        self,
+        module: str,
+        dtype_names: dict[torch.dtype, str],
+        **functions: tuple[KernelFunction, type[KernelArgs]],
+    ) -> None:
         self.module, self.dtype_names, self.functions = module, dtype_names, functions
         self.compiled_functions: dict[tuple[str, torch.dtype | None], Any] = {}  # kept alive with their addresses
         self.usable_dtypes: set[torch.dtype | None] = set()
@@ -157,7 +162,7 @@ class KernelSet:
             self.usable_dtypes.add(dtype)
         elif STATE.is_running(task):
             return False
-        elif STATE.policy == "auto" and task not in STATE.failed and not self._load_all(dtype):
+        elif STATE.policy == "auto" and not DEBUG_KERNELS and task not in STATE.failed and not self._load_all(dtype):
             STATE.start(task)
             return task in STATE.failed
         return True
@@ -175,48 +180,56 @@ class KernelSet:
     def compile_all(self, dtype: torch.dtype | None) -> None:
         """Compile the kernels for a dtype, or load them from disk."""
         for name in self.functions:
-            self.function_address(name, dtype)
+            self.compiled_function(name, dtype)
 
     def _dtype_name(self, dtype: torch.dtype | None) -> str:
         return "" if dtype is None else self.dtype_names[dtype]
 
-    def function_address(self, name: str, dtype: torch.dtype | None = None) -> int:
-        """Return the address of the compiled kernel; with a dtype, the storage type is its first argument."""
+    def run(self, name: str, dtype: torch.dtype | None, args: KernelArgs, threads: int = 1) -> None:
+        """Run a kernel in some threads; with a dtype, the storage type is its first argument."""
+        compiled = self.compiled_functions.get((name, dtype)) or self.compiled_function(name, dtype)
+        if DEBUG_KERNELS:
+            kernel = f"{name} of {self.module}"
+            run_checked(kernel, dtype, args, lambda: run_in_threads(compiled, args.address, threads))
+            return
+        if args.is_checked and dtype is not None:
+            args.check_tensors(dtype)
+        if threads > 1:
+            run_in_threads(compiled, args.address, threads)
+        else:
+            compiled.ctypes(args.address)
+
+    def compiled_function(self, name: str, dtype: torch.dtype | None = None) -> Any:
+        """Return the compiled entry point of a kernel."""
         if (name, dtype) not in self.compiled_functions:
             compiled = self.compile_kernel(name, self._dtype_name(dtype))
             # If two threads compile it, setdefault keeps the first: its address may be in use.
             self.compiled_functions.setdefault((name, dtype), compiled)
-        return self.compiled_functions[name, dtype].address
+        return self.compiled_functions[name, dtype]
 
     def load_function(self, name: str) -> Any:
         """Import the kernels' module and return the Python function of a kernel."""
-        return getattr(import_module(f"{__package__}.{self.module}"), self.functions[name])
+        function = self.functions[name][0]
+        return (
+            getattr(import_module(f"{__package__}.{self.module}"), function) if isinstance(function, str) else function
+        )
 
     def compile_kernel(self, name: str, dtype_name: str, only_from_disk: bool = False) -> Any:
-        """Return the compiled entry point of a kernel, whose only argument is the address of its arguments."""
-        jit = import_module(f"{__package__}.jit")
-        return jit.compile_kernel(self.load_function(name), name, dtype_name, only_from_disk)
+        """Return the compiled entry point of a kernel, whose only argument is the address of its record."""
+        jit, record_name = import_module(f"{__package__}.jit"), self.functions[name][1].record_name()
+        return jit.compile_kernel(self.load_function(name), record_name, name, dtype_name, only_from_disk)
 
 
 class ParallelKernelSet(KernelSet):
-    """Kernels that compute one work item: they get the arguments, the item's number and a scratch buffer."""
+    """Kernels that compute one work item: they get their record, the item's number and a scratch buffer."""
 
-    def launch(self, name: str, dtype: torch.dtype, work: tuple[int, int], *args: Tensor | int) -> None:
-        """Run `work[0]` items with `work[1]` scratch elements per thread; the other arguments are tensors and integers.
-
-        Tensors are passed as their addresses.
-        """
-        numbers = [0, 0, work[0], 0, work[1] * dtype.itemsize, *args]
-        self.launch_table(name, dtype, array("q", [t.data_ptr() if isinstance(t, Tensor) else t for t in numbers]))
-
-    def launch_table(self, name: str, dtype: torch.dtype, table: array) -> None:
-        """Run the work items of a complete argument table; only the scratch buffers are allocated here."""
-        threads = num_threads_for(table[NUM_ITEMS_ARG])
-        scratch = torch.empty(threads * table[NUM_ITEMS_ARG + 2], dtype=torch.uint8)
-        table[NUM_ITEMS_ARG + 1] = scratch.data_ptr()
-        run_in_threads(self.function_address(name, dtype), table.buffer_info()[0], threads)
+    def launch(self, name: str, dtype: torch.dtype, args: ParallelKernelArgs) -> None:
+        """Run the `args.num_items` work items, with a scratch buffer of `args.scratch_bytes` for each thread."""
+        threads = num_threads_for(args.num_items)
+        args.allocate_scratch(threads)
+        self.run(name, dtype, args, threads)
 
     def compile_kernel(self, name: str, dtype_name: str, only_from_disk: bool = False) -> Any:
         """Return the compiled function that every thread runs."""
-        jit = import_module(f"{__package__}.jit")
-        return jit.compile_work_items(self.load_function(name), name, dtype_name, only_from_disk)
+        jit, record_name = import_module(f"{__package__}.jit"), self.functions[name][1].record_name()
+        return jit.compile_work_items(self.load_function(name), record_name, name, dtype_name, only_from_disk)

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from enum import IntEnum, auto
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +27,17 @@ from torch.utils.flop_counter import register_flop_formula
 
 from . import launch
 from .autograd_guards import can_skip_dispatcher, is_under_functorch
+from .kernel_args import (
+    WORD_BYTES,
+    ComputeArg,
+    Int64Arg,
+    KernelArgs,
+    ParallelKernelArgs,
+    StridedArg,
+    StridedComputeArg,
+    StridedFloat32Arg,
+    TableArg,
+)
 from .launch import CACHE_LINE_BYTES, SIMD_WIDTH, KernelSet, round_up_to_simd
 from .small_batch_ops import is_small_batch, scale_to_float32
 
@@ -36,72 +46,74 @@ PLAN_ENTRY_FIELDS = 7  # int64 per entry of the plan
 MAX_ROWS_TOGETHER = 8  # maximum number of rows that read a shared prefix together
 
 
-class PagedDecodeArgs(IntEnum):
-    """Kernel arguments of paged decode: byte offsets into an int64 array. Addresses and strides count bytes.
+class PagedDecodeArgs(ParallelKernelArgs):
+    """Arguments of the kernels `plan` and `work`; strides count bytes.
 
-    Arguments that a call does not have are 0. A key lies at `K + page x K_PAGE_STRIDE + head x K_HEAD_STRIDE + slot x
-    K_SLOT_STRIDE`, its value and their scales likewise. Its bias lies at `BIAS + row x BIAS_ROW_STRIDE + head x
-    BIAS_HEAD_STRIDE + column x BIAS_KEY_STRIDE`.
+    A key is at `k + page x k_page_stride + head x k_head_stride + slot x k_slot_stride`, its value and their scales
+    likewise. Its bias is at `bias + row x bias_row_stride + head x bias_head_stride + column x bias_key_stride`.
+    `num_items` is the number of threads before planning, and that of work items afterwards.
     """
 
-    def _generate_next_value_(name, start, count, last_values):
-        return 8 * count
+    max_splits: int = 0  # before planning the maximum number of splits, afterwards the most rows that read together
+    q: ComputeArg = None  # [B, H, dim padded], already scaled
+    k: StridedArg = None
+    v: StridedArg = None
+    spans: TableArg = None  # [B, N, 3]: page, first slot, end
+    bias: StridedComputeArg = None
+    sink: ComputeArg = None  # [H]
+    k_scale: StridedFloat32Arg = None
+    v_scale: StridedFloat32Arg = None
+    softcap: float = 0.0
+    out: ComputeArg = None  # [B, H, V]
+    lse: ComputeArg = None  # [B, H]
+    plan: Int64Arg = None  # plan entries (see `split_kv_schedule`), at most 4 per split, then the five tables below
+    work_items: int = 0  # address of [items + 1]: first plan entry of each work item
+    split_starts: int = 0  # address of [splits, 3]: span, slot, whether an earlier row's work item reads it too
+    row_splits: int = 0  # address of [B, 3]: first split, number of splits, splits done
+    row_order: int = 0  # address of [B, 3]: row, keys shared with the previous row in this order, keys
+    page_hash_table: int = 0  # address of a hash table from first page to row, -1 if empty
+    partial_outputs: ComputeArg = None  # [splits, H, vdim padded + 2]: output, maximum and sum of each split
+    batch: int = 0
+    num_heads: int = 0
+    num_kv_heads: int = 0
+    dim: int = 0
+    vdim: int = 0
+    num_spans: int = 0  # N
+    page_size: int = 0
+    k_page_stride: int = 0
+    k_head_stride: int = 0
+    k_slot_stride: int = 0
+    v_page_stride: int = 0
+    v_head_stride: int = 0
+    v_slot_stride: int = 0
+    bias_row_stride: int = 0
+    bias_head_stride: int = 0
+    bias_key_stride: int = 0
+    scale_page_stride: int = 0
+    scale_head_stride: int = 0
+    scale_slot_stride: int = 0
 
-    NEXT_WORK_ITEM = auto()  # counters: next work item, next thread
-    NEXT_THREAD = auto()
-    NUM_WORK_ITEMS = auto()  # before planning the number of threads, afterwards that of work items
-    MAX_SPLITS = auto()  # before planning the maximum number of splits, afterwards the most rows that read together
-    Q = auto()  # [B, H, dim padded], already scaled
-    K = auto()
-    V = auto()
-    SPANS = auto()  # [B, N, 3]: page, first slot, end
-    BIAS = auto()
-    SINK = auto()  # [H]
-    K_SCALE = auto()
-    V_SCALE = auto()
-    SOFTCAP = auto()  # address of one number
-    OUT = auto()  # [B, H, V]
-    LSE = auto()  # [B, H]
-    PLAN = auto()  # plan entries (see `split_kv_schedule`), at most 4 per split
-    WORK_ITEMS = auto()  # [items + 1]: first plan entry of each work item
-    SPLIT_STARTS = auto()  # [splits, 3]: span, slot, whether an earlier row's work item reads it too
-    ROW_SPLITS = auto()  # [B, 3]: first split, number of splits, splits done
-    ROW_ORDER = auto()  # [B, 3]: row, keys shared with the previous row in this order, keys
-    PAGE_HASH_TABLE = auto()  # hash table from first page to row, -1 if empty
-    PARTIAL_OUTPUTS = auto()  # [splits, H, vdim padded + 2]: output, maximum and sum of each split
-    SCRATCH = auto()  # scratch buffers of the threads, and the bytes of each
-    SCRATCH_BYTES = auto()
-    BATCH = auto()
-    HEADS = auto()
-    GROUPS = auto()
-    DIM = auto()
-    VDIM = auto()
-    SPAN_COUNT = auto()
-    PAGE_SIZE = auto()
-    K_PAGE_STRIDE = auto()
-    K_HEAD_STRIDE = auto()
-    K_SLOT_STRIDE = auto()
-    V_PAGE_STRIDE = auto()
-    V_HEAD_STRIDE = auto()
-    V_SLOT_STRIDE = auto()
-    BIAS_ROW_STRIDE = auto()
-    BIAS_HEAD_STRIDE = auto()
-    BIAS_KEY_STRIDE = auto()
-    SCALE_PAGE_STRIDE = auto()
-    SCALE_HEAD_STRIDE = auto()
-    SCALE_SLOT_STRIDE = auto()
+
+class SpanSearchArgs(KernelArgs):
+    """Arguments of the kernel `search`."""
+
+    spans: Int64Arg = None  # [spans, 3]: page, first slot, end
+    num_spans: int = 0
+    num_pages: int = 0
+    page_size: int = 0
+    first_invalid: int = -1  # output: index of the first invalid span
 
 
 def decode_scratch_bytes(heads: int, itemsize: int, rows: int = 1, qv_width: int = 0) -> int:
     """Return the scratch bytes per thread: addresses of two blocks, scores and factors by head, one vector.
 
     If several rows read a shared prefix together, it also holds their queries and partial outputs, `qv_width` elements
-    per head, and a copy of the kernel arguments.
+    per head, and a copy of the argument record.
     """
-    lists, own = 2 * 4 * 8 * KV_BLOCK_SIZE, 8 * (len(PagedDecodeArgs) + 1) if rows > 1 else 0
+    lists, record = 2 * 4 * 8 * KV_BLOCK_SIZE, WORD_BYTES * (len(PagedDecodeArgs.fields) + 1) if rows > 1 else 0
     heads *= rows
     numbers = heads * KV_BLOCK_SIZE + round_up_to_simd(heads) + SIMD_WIDTH + (heads * qv_width if rows > 1 else 0)
-    return (lists + numbers * itemsize + own + CACHE_LINE_BYTES - 1) // CACHE_LINE_BYTES * CACHE_LINE_BYTES
+    return (lists + numbers * itemsize + record + CACHE_LINE_BYTES - 1) // CACHE_LINE_BYTES * CACHE_LINE_BYTES
 
 
 def num_kv_splits(keys: int) -> int:
@@ -123,8 +135,13 @@ def hash_table_size(batch: int) -> int:
 
 
 KV_STORAGE_DTYPES = {torch.float32: "float32", torch.float64: "float64", torch.bfloat16: "bfloat16", torch.int8: "int8"}
-PAGED_DECODE_KERNELS = KernelSet("paged_decode_kernel", KV_STORAGE_DTYPES, work="run_work_items")
-SCHEDULE_KERNELS = KernelSet("split_kv_schedule", {}, plan="plan_split_kv", search="search_invalid_span")
+PAGED_DECODE_KERNELS = KernelSet("paged_decode_kernel", KV_STORAGE_DTYPES, work=("run_work_items", PagedDecodeArgs))
+SCHEDULE_KERNELS = KernelSet(
+    "split_kv_schedule",
+    {},
+    plan=("plan_split_kv", PagedDecodeArgs),
+    search=("search_invalid_span", SpanSearchArgs),
+)
 
 
 def find_invalid_span(spans_BN3: Tensor, pages: int, slots: int) -> int:
@@ -134,10 +151,12 @@ def find_invalid_span(spans_BN3: Tensor, pages: int, slots: int) -> int:
     >>> find_invalid_span(torch.tensor([[[1, 0, 4], [9, 2, 2], [1, 0, 5]]]), pages=2, slots=4)
     2
     """
-    held = spans_BN3.contiguous()
-    table = array("q", (held.data_ptr(), held.numel() // 3, pages, slots, -1))
-    launch.run_in_threads(SCHEDULE_KERNELS.function_address("search"), table.buffer_info()[0], 1)
-    return table[4]
+    spans = spans_BN3.contiguous()
+    args = SpanSearchArgs.make(
+        spans=spans, num_spans=spans.numel() // 3, num_pages=pages, page_size=slots, first_invalid=-1
+    )
+    SCHEDULE_KERNELS.run("search", None, args)
+    return args.first_invalid
 
 
 # --- The operation `headwise::decode` ------------------------------------------------------------------
@@ -253,45 +272,41 @@ def _launch_paged_decode(
     table, count = _block_table(spans, batch, k)
     _check_bounds(q, k, count, more)
     q, k, v = _pad_channels(q).contiguous(), _contiguous_channels(k), _contiguous_channels(v)
-    most = batch * num_kv_splits(count * page)
-    notes = torch.empty(plan_size(batch, most), dtype=torch.int64)
-    parts = q.new_empty(most * heads * (round_up_to_simd(vdim) + 2))
-    told = array("q", bytes(8 * len(PagedDecodeArgs)))
-    kept = _write_option_args(told, more, cap, q.dtype)
-    for at, tensor in (
-        (PagedDecodeArgs.Q, q),
-        (PagedDecodeArgs.K, k),
-        (PagedDecodeArgs.V, v),
-        (PagedDecodeArgs.OUT, out),
-        (PagedDecodeArgs.LSE, lse),
-    ):
-        told[at // 8] = tensor.data_ptr()
-    told[PagedDecodeArgs.SPANS // 8] = table.buffer_info()[0] if isinstance(table, array) else table.data_ptr()
-    (
-        told[PagedDecodeArgs.PLAN // 8],
-        told[PagedDecodeArgs.MAX_SPLITS // 8],
-        told[PagedDecodeArgs.NUM_WORK_ITEMS // 8],
-    ) = notes.data_ptr(), most, launch.max_threads()
-    told[PagedDecodeArgs.BATCH // 8 : PagedDecodeArgs.PAGE_SIZE // 8 + 1] = array(
-        "q", (batch, heads, groups, dim, vdim, count, page)
+    max_splits = batch * num_kv_splits(count * page)
+    args = PagedDecodeArgs.make(
+        num_items=launch.max_threads(),
+        max_splits=max_splits,
+        q=q,
+        k=k,
+        v=v,
+        spans=table,
+        out=out,
+        lse=lse,
+        plan=torch.empty(plan_size(batch, max_splits), dtype=torch.int64),
+        partial_outputs=q.new_empty(max_splits * heads * (round_up_to_simd(vdim) + 2)),
+        batch=batch,
+        num_heads=heads,
+        num_kv_heads=groups,
+        dim=dim,
+        vdim=vdim,
+        num_spans=count,
+        page_size=page,
+        k_page_stride=k.stride(0) * k.itemsize,
+        k_head_stride=k.stride(1) * k.itemsize,
+        k_slot_stride=k.stride(2) * k.itemsize,
+        v_page_stride=v.stride(0) * v.itemsize,
+        v_head_stride=v.stride(1) * v.itemsize,
+        v_slot_stride=v.stride(2) * v.itemsize,
+        softcap=cap,
     )
-    told[PagedDecodeArgs.K_PAGE_STRIDE // 8 : PagedDecodeArgs.V_SLOT_STRIDE // 8 + 1] = array(
-        "q", [t.stride(n) * t.itemsize for t in (k, v) for n in range(3)]
+    _set_options(args, more, q.dtype)
+    SCHEDULE_KERNELS.run("plan", None, args)
+    threads = min(launch.max_threads(), args.num_items)
+    args.scratch_bytes = decode_scratch_bytes(
+        heads, size, args.max_splits, round_up_to_simd(dim) + round_up_to_simd(vdim) + 2
     )
-    address = told.buffer_info()[0]
-    launch.run_in_threads(SCHEDULE_KERNELS.function_address("plan"), address, 1)
-    threads = min(launch.max_threads(), told[PagedDecodeArgs.NUM_WORK_ITEMS // 8])
-    own = decode_scratch_bytes(
-        heads, size, told[PagedDecodeArgs.MAX_SPLITS // 8], round_up_to_simd(dim) + round_up_to_simd(vdim) + 2
-    )
-    desks = torch.empty(threads * own, dtype=torch.uint8)
-    (
-        told[PagedDecodeArgs.PARTIAL_OUTPUTS // 8],
-        told[PagedDecodeArgs.SCRATCH // 8],
-        told[PagedDecodeArgs.SCRATCH_BYTES // 8],
-    ) = parts.data_ptr(), desks.data_ptr(), own
-    launch.run_in_threads(PAGED_DECODE_KERNELS.function_address("work", k.dtype), address, threads)
-    del kept, table  # the kernels read their memory up to here
+    args.allocate_scratch(threads)
+    PAGED_DECODE_KERNELS.run("work", k.dtype, args, threads)
     return out, lse
 
 
@@ -335,32 +350,21 @@ def _check_bounds(q: Tensor, k: Tensor, count: int, more: Sequence[Tensor]) -> N
         raise ValueError(f"scales are {told}; give float32 [{pages}, {groups}, {slots}]")
 
 
-def _write_option_args(told: array[int], more: Sequence[Tensor], cap: float, exact: torch.dtype) -> list[Tensor]:
-    """Write the options into the kernel arguments `told`; return the tensors that must outlive the call."""
+def _set_options(args: PagedDecodeArgs, more: Sequence[Tensor], dtype: torch.dtype) -> None:
+    """Write the tensor options into the kernel arguments."""
     bias, sink, k_scale, v_scale = more
-    kept: list[Tensor] = []
     if bias.numel():
-        kept.append(bias := bias.to(exact))
-        strides = [0 if bias.shape[n] == 1 else bias.stride(n) * bias.itemsize for n in range(3)]
-        (
-            told[PagedDecodeArgs.BIAS // 8],
-            told[PagedDecodeArgs.BIAS_ROW_STRIDE // 8 : PagedDecodeArgs.BIAS_KEY_STRIDE // 8 + 1],
-        ) = bias.data_ptr(), array("q", strides)
+        args.bias = bias = bias.to(dtype)
+        args.bias_row_stride, args.bias_head_stride, args.bias_key_stride = (
+            0 if bias.shape[n] == 1 else bias.stride(n) * bias.itemsize for n in range(3)
+        )
     if sink.numel():
-        kept.append(sink := sink.to(exact).contiguous())
-        told[PagedDecodeArgs.SINK // 8] = sink.data_ptr()
-    if cap:
-        kept.append(limit := torch.tensor([cap], dtype=exact))
-        told[PagedDecodeArgs.SOFTCAP // 8] = limit.data_ptr()
+        args.sink = sink.to(dtype).contiguous()
     if k_scale.numel():
         if k_scale.stride() != v_scale.stride():
             k_scale, v_scale = k_scale.contiguous(), v_scale.contiguous()
-        kept += [k_scale, v_scale]
-        told[PagedDecodeArgs.K_SCALE // 8], told[PagedDecodeArgs.V_SCALE // 8] = k_scale.data_ptr(), v_scale.data_ptr()
-        told[PagedDecodeArgs.SCALE_PAGE_STRIDE // 8 : PagedDecodeArgs.SCALE_SLOT_STRIDE // 8 + 1] = array(
-            "q", [k_scale.stride(n) * 4 for n in range(3)]
-        )
-    return kept
+        args.k_scale, args.v_scale = k_scale, v_scale
+        args.scale_page_stride, args.scale_head_stride, args.scale_slot_stride = (4 * n for n in k_scale.stride())
 
 
 def _pad_channels(q: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ import math
 
 from numba import extending, njit
 
+from .args_pointer import args_field_address, copy_args, store_arg
 from .kv_block_attention import (
     KEYS_OFFSET,
     KEYS_PER_STEP,
@@ -44,7 +45,7 @@ from .kv_block_attention import (
     rescale_output,
 )
 from .launch import CACHE_LINE_BYTES, SIMD_WIDTH
-from .paged_decode import KV_BLOCK_SIZE, PagedDecodeArgs
+from .paged_decode import KV_BLOCK_SIZE
 from .simd import (
     as_compute_scalar,
     compute_itemsize,
@@ -62,16 +63,14 @@ from .simd import (
 )
 from .split_kv_schedule import PLAN_ENTRY_BYTES, fill_block_addresses, prepare_next_block
 
-NUM_ARGS = len(PagedDecodeArgs)
-
 
 @njit
-def prefetch_key_lines(keys, held, walk, lines):
+def prefetch_key_lines(keys, head, position, lines):
     """Prefetch the next `lines` cache lines of one head of some keys; return the new position."""
-    (list_, count), (head, bytes_), (n, at) = keys, held, walk
+    (list_, count), (offset, bytes_), (n, at) = keys, head, position
     for _ in range(lines):
         if n < count:
-            prefetch_l2(load_int64(list_ + 8 * n) + head + at)
+            prefetch_l2(load_int64(list_ + 8 * n) + offset + at)
             at += CACHE_LINE_BYTES
             if at >= bytes_:
                 n, at = n + 1, 0
@@ -79,414 +78,431 @@ def prefetch_key_lines(keys, held, walk, lines):
 
 
 @njit
-def prefetch_lines_per_step(count, bytes_, each, keys):
+def prefetch_lines_per_step(count, bytes_, group_size, keys):
     """Return how many cache lines to prefetch per step.
 
     With this many, one head of `count` keys is in the cache by the time all heads of a group have processed `keys`
     others.
     """
-    steps = (each + KEYS_PER_STEP - 1) // KEYS_PER_STEP * ((keys + KEYS_PER_STEP - 1) // KEYS_PER_STEP)
+    steps = (group_size + KEYS_PER_STEP - 1) // KEYS_PER_STEP * ((keys + KEYS_PER_STEP - 1) // KEYS_PER_STEP)
     return (count * ((bytes_ + CACHE_LINE_BYTES - 1) // CACHE_LINE_BYTES) + steps - 1) // steps
 
 
 @njit
-def qk_shared_block(f, told, q, desk, count):
+def qk_shared_block(dtype, args, q, scratch, count):
     """Compute the scores of a block, one key head after the other; prefetch the next head, or the first value head."""
     heads, groups, dim = (
-        load_int64(told + PagedDecodeArgs.HEADS),
-        load_int64(told + PagedDecodeArgs.GROUPS),
-        load_int64(told + PagedDecodeArgs.DIM),
+        args.num_heads,
+        args.num_kv_heads,
+        args.dim,
     )
-    each, apart, step, k_head = (
+    group_size, score_stride, step, k_head = (
         heads // groups,
-        compute_itemsize(f) * KV_BLOCK_SIZE,
-        compute_itemsize(f) * round_up_to_simd(dim),
-        load_int64(told + PagedDecodeArgs.K_HEAD_STRIDE),
+        compute_itemsize(dtype) * KV_BLOCK_SIZE,
+        compute_itemsize(dtype) * round_up_to_simd(dim),
+        args.k_head_stride,
     )
-    tail, h = desk + SCORES_OFFSET + compute_itemsize(f) * (heads * KV_BLOCK_SIZE + round_up_to_simd(heads)), 0
-    walk = 0, 0
+    tail, h = scratch + SCORES_OFFSET + compute_itemsize(dtype) * (heads * KV_BLOCK_SIZE + round_up_to_simd(heads)), 0
+    position = 0, 0
     while h < heads:
-        g = h // each
-        last, some, walk = g + 1 == groups, heads_per_step((g + 1) * each - h), walk if h > g * each else (0, 0)
-        coming = desk + (VALUES_OFFSET if last else KEYS_OFFSET), count
-        held = (
-            0 if last else (g + 1) * k_head,
-            storage_itemsize(f) * (load_int64(told + PagedDecodeArgs.VDIM) if last else dim),
+        g = h // group_size
+        is_last, num_heads, position = (
+            g + 1 == groups,
+            heads_per_step((g + 1) * group_size - h),
+            position if h > g * group_size else (0, 0),
         )
-        lines = prefetch_lines_per_step(count, held[1], each, count)
+        next_list = scratch + (VALUES_OFFSET if is_last else KEYS_OFFSET), count
+        next_head = (
+            0 if is_last else (g + 1) * k_head,
+            storage_itemsize(dtype) * (args.vdim if is_last else dim),
+        )
+        lines = prefetch_lines_per_step(count, next_head[1], group_size, count)
         for i in range(0, count, KEYS_PER_STEP):
-            walk = prefetch_key_lines(coming, held, walk, lines)
+            position = prefetch_key_lines(next_list, next_head, position, lines)
             keys, to = (
-                key_addresses(desk + KEYS_OFFSET + 8 * i, g * k_head),
-                desk + SCORES_OFFSET + apart * h + compute_itemsize(f) * i,
+                key_addresses(scratch + KEYS_OFFSET + 8 * i, g * k_head),
+                scratch + SCORES_OFFSET + score_stride * h + compute_itemsize(dtype) * i,
             )
-            bounds = dim, min(KEYS_PER_STEP, count - i), some
-            if some > 1:
-                qk_4_heads(f, q + step * h, keys, bounds, tail, to)
+            bounds = dim, min(KEYS_PER_STEP, count - i), num_heads
+            if num_heads > 1:
+                qk_4_heads(dtype, q + step * h, keys, bounds, tail, to)
             else:
-                qk_1_head(f, q + step * h, keys, bounds, tail, to)
-        h += some
+                qk_1_head(dtype, q + step * h, keys, bounds, tail, to)
+        h += num_heads
 
 
 @njit
-def pv_shared_block(f, told, desk, part, count, following):
+def pv_shared_block(dtype, args, scratch, part, count, next_count):
     """Add the weighted values of a block, one head after the other; prefetch the next head, or the following keys."""
     heads, groups, dim = (
-        load_int64(told + PagedDecodeArgs.HEADS),
-        load_int64(told + PagedDecodeArgs.GROUPS),
-        load_int64(told + PagedDecodeArgs.VDIM),
+        args.num_heads,
+        args.num_kv_heads,
+        args.vdim,
     )
-    each, apart, step, v_head = (
+    group_size, score_stride, step, v_head = (
         heads // groups,
-        compute_itemsize(f) * KV_BLOCK_SIZE,
-        compute_itemsize(f) * (round_up_to_simd(dim) + 2),
-        load_int64(told + PagedDecodeArgs.V_HEAD_STRIDE),
+        compute_itemsize(dtype) * KV_BLOCK_SIZE,
+        compute_itemsize(dtype) * (round_up_to_simd(dim) + 2),
+        args.v_head_stride,
     )
-    factors, h = desk + SCORES_OFFSET + compute_itemsize(f) * heads * KV_BLOCK_SIZE, 0
-    tail = factors + compute_itemsize(f) * round_up_to_simd(heads)
-    rescale_output(f, told, factors, part)
-    walk = 0, 0
+    factors, h = scratch + SCORES_OFFSET + compute_itemsize(dtype) * heads * KV_BLOCK_SIZE, 0
+    tail = factors + compute_itemsize(dtype) * round_up_to_simd(heads)
+    rescale_output(dtype, args, factors, part)
+    position = 0, 0
     while h < heads:
-        g = h // each
-        last, some, walk = g + 1 == groups, heads_per_step((g + 1) * each - h), walk if h > g * each else (0, 0)
-        coming = desk + (NEXT_BLOCK_OFFSET + KEYS_OFFSET if last else VALUES_OFFSET), following if last else count
-        held = (
-            0 if last else (g + 1) * v_head,
-            storage_itemsize(f) * (load_int64(told + PagedDecodeArgs.DIM) if last else dim),
+        g = h // group_size
+        is_last, num_heads, position = (
+            g + 1 == groups,
+            heads_per_step((g + 1) * group_size - h),
+            position if h > g * group_size else (0, 0),
         )
-        lines = prefetch_lines_per_step(coming[1], held[1], each, count)
+        next_list = (
+            scratch + (NEXT_BLOCK_OFFSET + KEYS_OFFSET if is_last else VALUES_OFFSET),
+            next_count if is_last else count,
+        )
+        next_head = (
+            0 if is_last else (g + 1) * v_head,
+            storage_itemsize(dtype) * (args.dim if is_last else dim),
+        )
+        lines = prefetch_lines_per_step(next_list[1], next_head[1], group_size, count)
         for i in range(0, count, KEYS_PER_STEP):
-            walk = prefetch_key_lines(coming, held, walk, lines)
+            position = prefetch_key_lines(next_list, next_head, position, lines)
             keys, scores = (
-                key_addresses(desk + VALUES_OFFSET + 8 * i, g * v_head),
-                desk + SCORES_OFFSET + apart * h + compute_itemsize(f) * i,
+                key_addresses(scratch + VALUES_OFFSET + 8 * i, g * v_head),
+                scratch + SCORES_OFFSET + score_stride * h + compute_itemsize(dtype) * i,
             )
-            bounds = dim, min(KEYS_PER_STEP, count - i), some
-            if some > 1:
-                pv_4_heads(f, scores, keys, bounds, tail, (part + step * h, step))
+            bounds = dim, min(KEYS_PER_STEP, count - i), num_heads
+            if num_heads > 1:
+                pv_4_heads(dtype, scores, keys, bounds, tail, (part + step * h, step))
             else:
-                pv_1_head(f, scores, keys, bounds, tail, part + step * h)
-        h += some
+                pv_1_head(dtype, scores, keys, bounds, tail, part + step * h)
+        h += num_heads
 
 
 @njit
-def add_bias_shared(f, told, at, desk, count):
+def add_bias_shared(dtype, args, shared, scratch, count):
     """Add each row's bias to its scores; the rows have the same columns."""
-    groups, key, order = (
-        load_int64(told + PagedDecodeArgs.GROUPS),
-        load_int64(told + PagedDecodeArgs.BIAS_KEY_STRIDE),
-        load_int64(told + PagedDecodeArgs.ROW_ORDER) + 24 * at[0],
+    groups, key_stride, order = (
+        args.num_kv_heads,
+        args.bias_key_stride,
+        args.row_order + 24 * shared[0],
     )
-    each = load_int64(told + PagedDecodeArgs.HEADS) // groups // at[1]
-    for h in range(load_int64(told + PagedDecodeArgs.HEADS)):
-        row, head = load_int64(order + 24 * (h // each % at[1])), h // each // at[1] * each + h % each
-        own = (
-            load_int64(told + PagedDecodeArgs.BIAS)
-            + row * load_int64(told + PagedDecodeArgs.BIAS_ROW_STRIDE)
-            + head * load_int64(told + PagedDecodeArgs.BIAS_HEAD_STRIDE)
+    group_size = args.num_heads // groups // shared[1]
+    for h in range(args.num_heads):
+        row, head = (
+            load_int64(order + 24 * (h // group_size % shared[1])),
+            h // group_size // shared[1] * group_size + h % group_size,
         )
-        add_bias_to_head(f, desk + SCORES_OFFSET + compute_itemsize(f) * KV_BLOCK_SIZE * h, own, key, desk, count)
+        bias = args.bias + row * args.bias_row_stride + head * args.bias_head_stride
+        add_bias_to_head(
+            dtype,
+            scratch + SCORES_OFFSET + compute_itemsize(dtype) * KV_BLOCK_SIZE * h,
+            bias,
+            key_stride,
+            scratch,
+            count,
+        )
 
 
 @njit
-def copy_vector(f, to, of, count):
+def copy_vector(dtype, to, source, count):
     """Copy `count` elements, 16 at a time."""
     full = count // SIMD_WIDTH * SIMD_WIDTH
     for n in range(0, full, SIMD_WIDTH):
-        store_value(to + compute_itemsize(f) * n, load_vector(f, of + compute_itemsize(f) * n))
+        store_value(to + compute_itemsize(dtype) * n, load_vector(dtype, source + compute_itemsize(dtype) * n))
     for n in range(full, count):
-        store_value(to + compute_itemsize(f) * n, load_scalar(f, of + compute_itemsize(f) * n))
+        store_value(to + compute_itemsize(dtype) * n, load_scalar(dtype, source + compute_itemsize(dtype) * n))
 
 
 @njit
-def load_shared_rows(f, told, this, q, part):
+def load_shared_rows(dtype, args, entry_address, q, part):
     """Copy the queries of all rows to the scratch buffer, and their partial outputs if the split has been begun."""
     heads, groups, dim = (
-        load_int64(told + PagedDecodeArgs.HEADS),
-        load_int64(told + PagedDecodeArgs.GROUPS),
-        round_up_to_simd(load_int64(told + PagedDecodeArgs.DIM)),
+        args.num_heads,
+        args.num_kv_heads,
+        round_up_to_simd(args.dim),
     )
-    order, rows, each = (
-        load_int64(told + PagedDecodeArgs.ROW_ORDER) + 24 * load_int64(this),
-        load_int64(this + 8),
+    order, rows, group_size = (
+        args.row_order + 24 * load_int64(entry_address),
+        load_int64(entry_address + 8),
         heads // groups,
     )
-    held = round_up_to_simd(load_int64(told + PagedDecodeArgs.VDIM)) + 2
+    part_width = round_up_to_simd(args.vdim) + 2
     for m in range(rows):
         row = load_int64(order + 24 * m)
-        first = load_int64(load_int64(told + PagedDecodeArgs.ROW_SPLITS) + 24 * row) + load_int64(this + 40)
-        of = load_int64(told + PagedDecodeArgs.PARTIAL_OUTPUTS) + first * heads * held * compute_itemsize(f)
+        first = load_int64(args.row_splits + 24 * row) + load_int64(entry_address + 40)
+        partial = args.partial_outputs + first * heads * part_width * compute_itemsize(dtype)
         for g in range(groups):
-            to, own = (
-                (g * rows + m) * each,
-                load_int64(told + PagedDecodeArgs.Q) + (row * heads + g * each) * dim * compute_itemsize(f),
+            to, q_row = (
+                (g * rows + m) * group_size,
+                args.q + (row * heads + g * group_size) * dim * compute_itemsize(dtype),
             )
-            copy_vector(f, q + to * dim * compute_itemsize(f), own, each * dim)
-            if not load_int64(this + 48):
+            copy_vector(dtype, q + to * dim * compute_itemsize(dtype), q_row, group_size * dim)
+            if not load_int64(entry_address + 48):
                 copy_vector(
-                    f, part + to * held * compute_itemsize(f), of + g * each * held * compute_itemsize(f), each * held
+                    dtype,
+                    part + to * part_width * compute_itemsize(dtype),
+                    partial + g * group_size * part_width * compute_itemsize(dtype),
+                    group_size * part_width,
                 )
 
 
 @njit
-def store_shared_rows(f, told, this, part):
+def store_shared_rows(dtype, args, entry_address, part):
     """Copy the partial outputs from the scratch buffer back to each row."""
-    heads, groups, held = (
-        load_int64(told + PagedDecodeArgs.HEADS),
-        load_int64(told + PagedDecodeArgs.GROUPS),
-        round_up_to_simd(load_int64(told + PagedDecodeArgs.VDIM)) + 2,
+    heads, groups, part_width = (
+        args.num_heads,
+        args.num_kv_heads,
+        round_up_to_simd(args.vdim) + 2,
     )
-    order, rows, each = (
-        load_int64(told + PagedDecodeArgs.ROW_ORDER) + 24 * load_int64(this),
-        load_int64(this + 8),
+    order, rows, group_size = (
+        args.row_order + 24 * load_int64(entry_address),
+        load_int64(entry_address + 8),
         heads // groups,
     )
     for m in range(rows):
-        first = load_int64(
-            load_int64(told + PagedDecodeArgs.ROW_SPLITS) + 24 * load_int64(order + 24 * m)
-        ) + load_int64(this + 40)
-        to = load_int64(told + PagedDecodeArgs.PARTIAL_OUTPUTS) + first * heads * held * compute_itemsize(f)
+        first = load_int64(args.row_splits + 24 * load_int64(order + 24 * m)) + load_int64(entry_address + 40)
+        to = args.partial_outputs + first * heads * part_width * compute_itemsize(dtype)
         for g in range(groups):
             copy_vector(
-                f,
-                to + g * each * held * compute_itemsize(f),
-                part + (g * rows + m) * each * held * compute_itemsize(f),
-                each * held,
+                dtype,
+                to + g * group_size * part_width * compute_itemsize(dtype),
+                part + (g * rows + m) * group_size * part_width * compute_itemsize(dtype),
+                group_size * part_width,
             )
 
 
 @njit
-def init_partial_output(f, told, part):
+def init_partial_output(dtype, args, part):
     """Set output 0, maximum -inf and sum 0 for every head."""
-    vdim = load_int64(told + PagedDecodeArgs.VDIM)
-    step = compute_itemsize(f) * (round_up_to_simd(vdim) + 2)
-    for h in range(load_int64(told + PagedDecodeArgs.HEADS)):
+    vdim = args.vdim
+    step = compute_itemsize(dtype) * (round_up_to_simd(vdim) + 2)
+    for h in range(args.num_heads):
         for c in range(0, vdim, SIMD_WIDTH):
-            store_value(part + step * h + compute_itemsize(f) * c, splat(as_compute_scalar(f, 0.0)))
-        store_value(part + step * (h + 1) - 2 * compute_itemsize(f), as_compute_scalar(f, -math.inf))
-        store_value(part + step * (h + 1) - compute_itemsize(f), as_compute_scalar(f, 0.0))
+            store_value(part + step * h + compute_itemsize(dtype) * c, splat(as_compute_scalar(dtype, 0.0)))
+        store_value(part + step * (h + 1) - 2 * compute_itemsize(dtype), as_compute_scalar(dtype, -math.inf))
+        store_value(part + step * (h + 1) - compute_itemsize(dtype), as_compute_scalar(dtype, 0.0))
 
 
 @njit
-def make_shared_args(f, told, rows, desk):
-    """Return scratch addresses of the stacked queries, of the partial outputs, and of a copy of the kernel arguments.
+def make_shared_args(dtype, args, rows, scratch):
+    """Return scratch addresses of the stacked queries and of the partial outputs, and a copy of the argument record.
 
-    In the copy HEADS is rows x heads.
+    In the copy `num_heads` is rows x heads.
     """
-    heads = rows * load_int64(told + PagedDecodeArgs.HEADS)
-    q = desk + SCORES_OFFSET + compute_itemsize(f) * (heads * KV_BLOCK_SIZE + round_up_to_simd(heads) + SIMD_WIDTH)
-    part = q + compute_itemsize(f) * heads * round_up_to_simd(load_int64(told + PagedDecodeArgs.DIM))
-    own = (
-        (part + compute_itemsize(f) * heads * (round_up_to_simd(load_int64(told + PagedDecodeArgs.VDIM)) + 2) + 7)
-        // 8
-        * 8
+    heads = rows * args.num_heads
+    q = (
+        scratch
+        + SCORES_OFFSET
+        + compute_itemsize(dtype) * (heads * KV_BLOCK_SIZE + round_up_to_simd(heads) + SIMD_WIDTH)
     )
-    for n in range(NUM_ARGS):
-        store_value(own + 8 * n, load_int64(told + 8 * n))
-    store_value(own + PagedDecodeArgs.HEADS, heads)
-    return q, part, own
+    part = q + compute_itemsize(dtype) * heads * round_up_to_simd(args.dim)
+    end = part + compute_itemsize(dtype) * heads * (round_up_to_simd(args.vdim) + 2)
+    shared_args = copy_args(args, (end + 7) // 8 * 8)
+    store_arg(shared_args, "num_heads", heads)
+    return q, part, shared_args
 
 
 @njit
-def attend_shared_prefix(f, told, entry, following, desk):
+def attend_shared_prefix(dtype, args, entry, next_entry, scratch):
     """Run one plan entry for several rows, block by block, while the next block is prefetched."""
-    this = load_int64(told + PagedDecodeArgs.PLAN) + PLAN_ENTRY_BYTES * entry
-    q, part, own = make_shared_args(f, told, load_int64(this + 8), desk)
-    at, n, slot, left = (
-        (load_int64(this), load_int64(this + 8)),
-        load_int64(this + 16),
-        load_int64(this + 24),
-        load_int64(this + 32),
+    entry_address = args.plan + PLAN_ENTRY_BYTES * entry
+    q, part, shared_args = make_shared_args(dtype, args, load_int64(entry_address + 8), scratch)
+    shared, n, slot, num_left = (
+        (load_int64(entry_address), load_int64(entry_address + 8)),
+        load_int64(entry_address + 16),
+        load_int64(entry_address + 24),
+        load_int64(entry_address + 32),
     )
     row, k_scale, v_scale = (
-        load_int64(load_int64(told + PagedDecodeArgs.ROW_ORDER) + 24 * at[0]),
-        load_int64(told + PagedDecodeArgs.K_SCALE),
-        load_int64(told + PagedDecodeArgs.V_SCALE),
+        load_int64(args.row_order + 24 * shared[0]),
+        args.k_scale,
+        args.v_scale,
     )
-    load_shared_rows(f, told, this, q, part)
-    if load_int64(this + 48):
-        init_partial_output(f, own, part)
-    while left > 0:
-        count = min(left, KV_BLOCK_SIZE)
-        n, slot = fill_block_addresses(told, row, n, slot, desk, count)
-        left -= count
-        if left > 0:
-            after = min(left, KV_BLOCK_SIZE)
-            fill_block_addresses(told, row, n, slot, desk + NEXT_BLOCK_OFFSET, after)
+    load_shared_rows(dtype, args, entry_address, q, part)
+    if load_int64(entry_address + 48):
+        init_partial_output(dtype, shared_args, part)
+    while num_left > 0:
+        count = min(num_left, KV_BLOCK_SIZE)
+        n, slot = fill_block_addresses(args, row, n, slot, scratch, count)
+        num_left -= count
+        if num_left > 0:
+            next_count = min(num_left, KV_BLOCK_SIZE)
+            fill_block_addresses(args, row, n, slot, scratch + NEXT_BLOCK_OFFSET, next_count)
         else:
-            after = prepare_next_block(told, following, desk)
-        qk_shared_block(f, own, q, desk, count)
+            next_count = prepare_next_block(args, next_entry, scratch)
+        qk_shared_block(dtype, shared_args, q, scratch, count)
         if k_scale:
-            apply_kv_scale(f, own, k_scale, desk, count)
-        if load_int64(told + PagedDecodeArgs.SOFTCAP):
-            apply_softcap(f, own, desk, count)
-        if load_int64(told + PagedDecodeArgs.BIAS):
-            add_bias_shared(f, own, at, desk, count)
-        online_softmax(f, own, desk, part, count)
+            apply_kv_scale(dtype, shared_args, k_scale, scratch, count)
+        if args.softcap != 0:
+            apply_softcap(dtype, shared_args, scratch, count)
+        if args.bias:
+            add_bias_shared(dtype, shared_args, shared, scratch, count)
+        online_softmax(dtype, shared_args, scratch, part, count)
         if v_scale:
-            apply_kv_scale(f, own, v_scale, desk, count)
-        pv_shared_block(f, own, desk, part, count, after)
-    store_shared_rows(f, told, this, part)
+            apply_kv_scale(dtype, shared_args, v_scale, scratch, count)
+        pv_shared_block(dtype, shared_args, scratch, part, count, next_count)
+    store_shared_rows(dtype, args, entry_address, part)
 
 
 # --- Splits of one row, their combination, and the entry point -----------------------------------------
 
 
 @njit
-def attend_split(f, told, entry, following, desk):
+def attend_split(dtype, args, entry, next_entry, scratch):
     """Run one plan entry for one row, block by block, while the next block is prefetched."""
-    heads, this = (
-        load_int64(told + PagedDecodeArgs.HEADS),
-        load_int64(told + PagedDecodeArgs.PLAN) + PLAN_ENTRY_BYTES * entry,
+    heads, entry_address = (
+        args.num_heads,
+        args.plan + PLAN_ENTRY_BYTES * entry,
     )
-    n, slot, left = load_int64(this + 16), load_int64(this + 24), load_int64(this + 32)
+    n, slot, num_left = load_int64(entry_address + 16), load_int64(entry_address + 24), load_int64(entry_address + 32)
     row, step = (
-        load_int64(load_int64(told + PagedDecodeArgs.ROW_ORDER) + 24 * load_int64(this)),
-        compute_itemsize(f) * (round_up_to_simd(load_int64(told + PagedDecodeArgs.VDIM)) + 2),
+        load_int64(args.row_order + 24 * load_int64(entry_address)),
+        compute_itemsize(dtype) * (round_up_to_simd(args.vdim) + 2),
     )
-    number_ = load_int64(load_int64(told + PagedDecodeArgs.ROW_SPLITS) + 24 * row) + load_int64(this + 40)
-    part = load_int64(told + PagedDecodeArgs.PARTIAL_OUTPUTS) + number_ * heads * step
-    q = load_int64(told + PagedDecodeArgs.Q) + row * heads * compute_itemsize(f) * round_up_to_simd(
-        load_int64(told + PagedDecodeArgs.DIM)
-    )
-    k_scale, v_scale = load_int64(told + PagedDecodeArgs.K_SCALE), load_int64(told + PagedDecodeArgs.V_SCALE)
-    if load_int64(this + 48):
-        init_partial_output(f, told, part)
-    while left > 0:
-        count = min(left, KV_BLOCK_SIZE)
-        n, slot = fill_block_addresses(told, row, n, slot, desk, count)
-        left -= count
-        if left > 0:
-            after = min(left, KV_BLOCK_SIZE)
-            fill_block_addresses(told, row, n, slot, desk + NEXT_BLOCK_OFFSET, after)
+    split = load_int64(args.row_splits + 24 * row) + load_int64(entry_address + 40)
+    part = args.partial_outputs + split * heads * step
+    q = args.q + row * heads * compute_itemsize(dtype) * round_up_to_simd(args.dim)
+    k_scale, v_scale = args.k_scale, args.v_scale
+    if load_int64(entry_address + 48):
+        init_partial_output(dtype, args, part)
+    while num_left > 0:
+        count = min(num_left, KV_BLOCK_SIZE)
+        n, slot = fill_block_addresses(args, row, n, slot, scratch, count)
+        num_left -= count
+        if num_left > 0:
+            next_count = min(num_left, KV_BLOCK_SIZE)
+            fill_block_addresses(args, row, n, slot, scratch + NEXT_BLOCK_OFFSET, next_count)
         else:
-            after = prepare_next_block(told, following, desk)
-        qk_block(f, told, q, desk, count)
+            next_count = prepare_next_block(args, next_entry, scratch)
+        qk_block(dtype, args, q, scratch, count)
         if k_scale:
-            apply_kv_scale(f, told, k_scale, desk, count)
-        if load_int64(told + PagedDecodeArgs.SOFTCAP):
-            apply_softcap(f, told, desk, count)
-        if load_int64(told + PagedDecodeArgs.BIAS):
-            add_bias(f, told, row, desk, count)
-        online_softmax(f, told, desk, part, count)
+            apply_kv_scale(dtype, args, k_scale, scratch, count)
+        if args.softcap != 0:
+            apply_softcap(dtype, args, scratch, count)
+        if args.bias:
+            add_bias(dtype, args, row, scratch, count)
+        online_softmax(dtype, args, scratch, part, count)
         if v_scale:
-            apply_kv_scale(f, told, v_scale, desk, count)
-        pv_block(f, told, desk, part, count, after)
+            apply_kv_scale(dtype, args, v_scale, scratch, count)
+        pv_block(dtype, args, scratch, part, count, next_count)
 
 
 @njit
-def finite_max(f, top):
+def finite_max(dtype, top):
     """Return the maximum to subtract from scores, or 0 if all of them are -inf."""
-    return top if top > as_compute_scalar(f, -math.inf) else as_compute_scalar(f, 0.0)
+    return top if top > as_compute_scalar(dtype, -math.inf) else as_compute_scalar(dtype, 0.0)
 
 
 @njit
-def combine_channels(f, part, way, over):
-    """Combine 16 channels of all splits: sum_n share_n o_n, times `over`."""
-    (apart, count, share), a = way, splat(as_compute_scalar(f, 0.0))
+def combine_channels(dtype, part, splits, factor):
+    """Combine 16 channels of all splits: sum_n share_n o_n, times `factor`."""
+    (split_stride, count, factor_offset), a = splits, splat(as_compute_scalar(dtype, 0.0))
     for n in range(count):
-        a = fma(load_vector(f, part + n * apart), splat(load_scalar(f, part + n * apart + share)), a)
-    return vec_mul(a, splat(over))
+        a = fma(
+            load_vector(dtype, part + n * split_stride),
+            splat(load_scalar(dtype, part + n * split_stride + factor_offset)),
+            a,
+        )
+    return vec_mul(a, splat(factor))
 
 
 @njit
-def store_channels(f, to, a, left, scratch):
+def store_channels(dtype, to, a, count, scratch):
     """Store up to 16 channels; a partial vector goes through `scratch`, whose 16 elements are no longer needed."""
-    if left >= SIMD_WIDTH:
+    if count >= SIMD_WIDTH:
         store_value(to, a)
         return
     store_value(scratch, a)
-    for d in range(left):
-        store_value(to + compute_itemsize(f) * d, load_scalar(f, scratch + compute_itemsize(f) * d))
+    for d in range(count):
+        store_value(to + compute_itemsize(dtype) * d, load_scalar(dtype, scratch + compute_itemsize(dtype) * d))
 
 
 @njit
-def combine_splits(f, told, row):
+def combine_splits(dtype, args, row):
     """Combine the splits of a row into its output and log-sum-exp."""
     heads, vdim, b = (
-        load_int64(told + PagedDecodeArgs.HEADS),
-        load_int64(told + PagedDecodeArgs.VDIM),
-        compute_itemsize(f),
+        args.num_heads,
+        args.vdim,
+        compute_itemsize(dtype),
     )
-    step, table, lowest = (
+    step, row_splits, lowest = (
         b * (round_up_to_simd(vdim) + 2),
-        load_int64(told + PagedDecodeArgs.ROW_SPLITS) + 24 * row,
-        as_compute_scalar(f, -math.inf),
+        args.row_splits + 24 * row,
+        as_compute_scalar(dtype, -math.inf),
     )
-    first, count, sink = load_int64(table), load_int64(table + 8), load_int64(told + PagedDecodeArgs.SINK)
+    first, count, sink = load_int64(row_splits), load_int64(row_splits + 8), args.sink
     for h in range(heads):
-        part, apart = load_int64(told + PagedDecodeArgs.PARTIAL_OUTPUTS) + (first * heads + h) * step, heads * step
-        top, own = lowest, as_compute_scalar(f, 0.0)
+        part, split_stride = args.partial_outputs + (first * heads + h) * step, heads * step
+        top, sum_ = lowest, as_compute_scalar(dtype, 0.0)
         for n in range(count):
-            top = max(top, load_scalar(f, part + n * apart + step - 2 * b))
+            top = max(top, load_scalar(dtype, part + n * split_stride + step - 2 * b))
         for n in range(count):
-            ends = part + n * apart + step - 2 * b
-            own += load_scalar(f, ends + b) * as_compute_scalar(f, math.exp(load_scalar(f, ends) - finite_max(f, top)))
+            ends = part + n * split_stride + step - 2 * b
+            sum_ += load_scalar(dtype, ends + b) * as_compute_scalar(
+                dtype, math.exp(load_scalar(dtype, ends) - finite_max(dtype, top))
+            )
         store_value(
-            load_int64(told + PagedDecodeArgs.LSE) + (row * heads + h) * b,
-            as_compute_scalar(f, math.log(own)) + finite_max(f, top),
+            args.lse + (row * heads + h) * b,
+            as_compute_scalar(dtype, math.log(sum_)) + finite_max(dtype, top),
         )
-        top = max(top, load_scalar(f, sink + b * h)) if sink else top
-        base = finite_max(f, top)
+        top = max(top, load_scalar(dtype, sink + b * h)) if sink else top
+        base = finite_max(dtype, top)
         sums = (
-            as_compute_scalar(f, math.exp(load_scalar(f, sink + b * h) - base)) if sink else as_compute_scalar(f, 0.0)
+            as_compute_scalar(dtype, math.exp(load_scalar(dtype, sink + b * h) - base))
+            if sink
+            else as_compute_scalar(dtype, 0.0)
         )
         for n in range(count):
-            ends = part + n * apart + step - 2 * b
-            share = as_compute_scalar(f, math.exp(load_scalar(f, ends) - base))
-            sums += load_scalar(f, ends + b) * share
-            store_value(ends, share)
-        over = as_compute_scalar(f, 1.0) / (
-            sums if sums != 0 else as_compute_scalar(f, 1.0)
+            ends = part + n * split_stride + step - 2 * b
+            factor = as_compute_scalar(dtype, math.exp(load_scalar(dtype, ends) - base))
+            sums += load_scalar(dtype, ends + b) * factor
+            store_value(ends, factor)
+        normaliser = as_compute_scalar(dtype, 1.0) / (
+            sums if sums != 0 else as_compute_scalar(dtype, 1.0)
         )  # a row without keys returns zero
-        to = load_int64(told + PagedDecodeArgs.OUT) + (row * heads + h) * b * vdim
+        to = args.out + (row * heads + h) * b * vdim
         for c in range(0, vdim, SIMD_WIDTH):
             store_channels(
-                f,
+                dtype,
                 to + b * c,
-                combine_channels(f, part + b * c, (apart, count, step - 2 * b - b * c), over),
+                combine_channels(dtype, part + b * c, (split_stride, count, step - 2 * b - b * c), normaliser),
                 vdim - c,
                 part,
             )
 
 
 @njit
-def first_plan_entry(told, job):
+def first_plan_entry(args, item):
     """Return the first plan entry of a work item, or -1 behind the last item."""
-    return (
-        load_int64(load_int64(told + PagedDecodeArgs.WORK_ITEMS) + 8 * job)
-        if job < load_int64(told + PagedDecodeArgs.NUM_WORK_ITEMS)
-        else -1
-    )
+    return load_int64(args.work_items + 8 * item) if item < args.num_items else -1
 
 
 @extending.register_jitable
-def run_work_items(f, told):
+def run_work_items(dtype, args):
     """Kernel `work`, run by every thread: take work items until none is left, and combine rows that are complete."""
-    desk = load_int64(told + PagedDecodeArgs.SCRATCH) + fetch_and_increment(
-        told + PagedDecodeArgs.NEXT_THREAD
-    ) * load_int64(told + PagedDecodeArgs.SCRATCH_BYTES)
-    table, order, this = (
-        load_int64(told + PagedDecodeArgs.ROW_SPLITS),
-        load_int64(told + PagedDecodeArgs.ROW_ORDER),
-        fetch_and_increment(told + PagedDecodeArgs.NEXT_WORK_ITEM),
+    scratch = args.scratch + fetch_and_increment(args_field_address(args, "next_thread")) * args.scratch_bytes
+    row_splits, order, item = (
+        args.row_splits,
+        args.row_order,
+        fetch_and_increment(args_field_address(args, "next_item")),
     )
-    while this < load_int64(told + PagedDecodeArgs.NUM_WORK_ITEMS):
-        following, entry, end = (
-            fetch_and_increment(told + PagedDecodeArgs.NEXT_WORK_ITEM),
-            first_plan_entry(told, this),
-            load_int64(load_int64(told + PagedDecodeArgs.WORK_ITEMS) + 8 * this + 8),
+    while item < args.num_items:
+        next_item, entry, end = (
+            fetch_and_increment(args_field_address(args, "next_item")),
+            first_plan_entry(args, item),
+            load_int64(args.work_items + 8 * item + 8),
         )
-        begin = load_int64(told + PagedDecodeArgs.PLAN) + PLAN_ENTRY_BYTES * entry
+        begin = args.plan + PLAN_ENTRY_BYTES * entry
         while entry < end:
-            after = entry + 1 if entry + 1 < end else first_plan_entry(told, following)
-            if load_int64(load_int64(told + PagedDecodeArgs.PLAN) + PLAN_ENTRY_BYTES * entry + 8) > 1:
-                attend_shared_prefix(f, told, entry, after, desk)
+            next_entry = entry + 1 if entry + 1 < end else first_plan_entry(args, next_item)
+            if load_int64(args.plan + PLAN_ENTRY_BYTES * entry + 8) > 1:
+                attend_shared_prefix(dtype, args, entry, next_entry, scratch)
             else:
-                attend_split(f, told, entry, after, desk)
+                attend_split(dtype, args, entry, next_entry, scratch)
             entry += 1
-        for at in range(load_int64(begin), load_int64(begin) + load_int64(begin + 8)):
-            row = load_int64(order + 24 * at)
-            if fetch_and_increment(table + 24 * row + 16) + 1 == load_int64(table + 24 * row + 8):
-                combine_splits(f, told, row)
-        this = following
+        for place in range(load_int64(begin), load_int64(begin) + load_int64(begin + 8)):
+            row = load_int64(order + 24 * place)
+            if fetch_and_increment(row_splits + 24 * row + 16) + 1 == load_int64(row_splits + 24 * row + 8):
+                combine_splits(dtype, args, row)
+        item = next_item

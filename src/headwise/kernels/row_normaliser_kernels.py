@@ -20,12 +20,11 @@ from numba import extending, njit
 
 from . import simd
 from .launch import SIMD_WIDTH
-from .row_normalisers import ROW_STATE_SIZE, ROWS_PER_ITEM, RowNormaliserArgs
+from .row_normalisers import ROW_STATE_SIZE, ROWS_PER_ITEM
 from .simd import (
     compress_store,
     fma,
     is_byte_set,
-    load_arg,
     load_int32,
     load_int64,
     load_masked,
@@ -48,79 +47,75 @@ from .simd import (
 
 
 @njit
-def load_row(form, table, row, desk):
+def load_row(dtype, args, row, scratch):
     """Copy a row of scores to the scratch buffer, -inf at masked keys and behind the end; return its maximum or NaN.
 
     The result is NaN if an allowed score is NaN or +inf.
     """
-    size, S, T = simd.compute_itemsize(form), load_arg(table, RowNormaliserArgs.S), load_arg(table, RowNormaliserArgs.T)
-    low = simd.as_compute_scalar(form, -math.inf)
-    high, zero = splat(simd.as_compute_scalar(form, math.inf)), splat(simd.as_compute_scalar(form, 0))
-    odd, nan = zero, splat(simd.as_compute_scalar(form, math.nan))
+    size, S, T = simd.compute_itemsize(dtype), args.num_keys, args.num_queries
+    low = simd.as_compute_scalar(dtype, -math.inf)
+    high, zero = splat(simd.as_compute_scalar(dtype, math.inf)), splat(simd.as_compute_scalar(dtype, 0))
+    odd, nan = zero, splat(simd.as_compute_scalar(dtype, math.nan))
     source, top, end = (
-        load_arg(table, RowNormaliserArgs.SCORES) + size * row * S,
+        args.scores + size * row * S,
         splat(low),
         S // SIMD_WIDTH * SIMD_WIDTH,
     )
-    seen = load_arg(table, RowNormaliserArgs.MASK)
-    if seen:
-        batch = row // (load_arg(table, RowNormaliserArgs.H) * T)
-        seen += batch * load_arg(table, RowNormaliserArgs.MASK_ROW_STRIDE) + row % T * load_arg(
-            table, RowNormaliserArgs.MASK_QUERY_STRIDE
-        )
+    mask = args.mask
+    if mask:
+        batch = row // (args.num_heads * T)
+        mask += batch * args.mask_row_stride + row % T * args.mask_query_stride
     for c in range(0, end, SIMD_WIDTH):
-        x = load_vector(form, source + size * c)
-        if seen:
-            x = load_masked(form, seen + c, x, splat(low))
-        store_value(desk + size * c, x)
+        x = load_vector(dtype, source + size * c)
+        if mask:
+            x = load_masked(dtype, mask + c, x, splat(low))
+        store_value(scratch + size * c, x)
         top, odd = vec_max(top, x), vec_add(odd, select_below(x, high, zero, nan))
     if end < S:
-        store_value(desk + size * end, splat(low))
+        store_value(scratch + size * end, splat(low))
         for c in range(end, S):
-            if seen == 0 or is_byte_set(seen + c):
-                store_value(desk + size * c, load_scalar(form, source + size * c))
-        x = load_vector(form, desk + size * end)
+            if mask == 0 or is_byte_set(mask + c):
+                store_value(scratch + size * c, load_scalar(dtype, source + size * c))
+        x = load_vector(dtype, scratch + size * end)
         top, odd = vec_max(top, x), vec_add(odd, select_below(x, high, zero, nan))
     return reduce_max(top) + reduce_sum(odd)
 
 
 @njit
-def store_row_scaled(form, table, row, desk, factor):
+def store_row_scaled(dtype, args, row, scratch, factor):
     """Copy a row from the scratch buffer to the output, times a factor."""
-    size, S = simd.compute_itemsize(form), load_arg(table, RowNormaliserArgs.S)
-    to, end = load_arg(table, RowNormaliserArgs.OUTPUT) + size * row * S, S // SIMD_WIDTH * SIMD_WIDTH
+    size, S = simd.compute_itemsize(dtype), args.num_keys
+    to, end = args.output + size * row * S, S // SIMD_WIDTH * SIMD_WIDTH
     for c in range(0, end, SIMD_WIDTH):
-        store_value(to + size * c, vec_mul(load_vector(form, desk + size * c), splat(factor)))
+        store_value(to + size * c, vec_mul(load_vector(dtype, scratch + size * c), splat(factor)))
     for c in range(end, S):
-        store_value(to + size * c, load_scalar(form, desk + size * c) * factor)
+        store_value(to + size * c, load_scalar(dtype, scratch + size * c) * factor)
 
 
 @njit
-def softmax_of_row(form, table, row, desk):
+def softmax_of_row(dtype, args, row, scratch):
     """Compute exp(s - max) / sum of one row; zeros if no key is allowed."""
-    size, S = simd.compute_itemsize(form), load_arg(table, RowNormaliserArgs.S)
-    top = load_row(form, table, row, desk)
-    zero, one = simd.as_compute_scalar(form, 0), simd.as_compute_scalar(form, 1)
-    if top == simd.as_compute_scalar(form, -math.inf):
+    size, S = simd.compute_itemsize(dtype), args.num_keys
+    top = load_row(dtype, args, row, scratch)
+    zero, one = simd.as_compute_scalar(dtype, 0), simd.as_compute_scalar(dtype, 1)
+    if top == simd.as_compute_scalar(dtype, -math.inf):
         for c in range(0, S, SIMD_WIDTH):
-            store_value(desk + size * c, splat(zero))
-        store_row_scaled(form, table, row, desk, one)
+            store_value(scratch + size * c, splat(zero))
+        store_row_scaled(dtype, args, row, scratch, one)
         return
     sums = splat(zero)
     for c in range(0, S, SIMD_WIDTH):
-        e = vec_exp(vec_sub(load_vector(form, desk + size * c), splat(top)))
-        store_value(desk + size * c, e)
+        e = vec_exp(vec_sub(load_vector(dtype, scratch + size * c), splat(top)))
+        store_value(scratch + size * c, e)
         sums = vec_add(sums, e)
-    store_row_scaled(form, table, row, desk, one / reduce_sum(sums))
+    store_row_scaled(dtype, args, row, scratch, one / reduce_sum(sums))
 
 
 @extending.register_jitable
-def softmax_kernel(form, table, unit, desk):
+def softmax_kernel(dtype, args, item, scratch):
     """Softmax of the rows of one work item."""
-    for row in range(
-        unit * ROWS_PER_ITEM, min(unit * ROWS_PER_ITEM + ROWS_PER_ITEM, load_arg(table, RowNormaliserArgs.NUM_ROWS))
-    ):
-        softmax_of_row(form, table, row, desk)
+    for row in range(item * ROWS_PER_ITEM, min(item * ROWS_PER_ITEM + ROWS_PER_ITEM, args.num_rows)):
+        softmax_of_row(dtype, args, row, scratch)
 
 
 # --- Entmax: candidates of a row, tau and weights ------------------------------------------------------
@@ -130,74 +125,78 @@ SUM_BLOCK_SIZE = 16 * SIMD_WIDTH  # partial sums of this size limit rounding err
 
 
 @njit
-def row_list_addresses(form, table, desk):
+def row_list_addresses(dtype, args, scratch):
     """Return the addresses of the scratch lists: row, candidates, slopes, gradients, key indices."""
-    each = simd.compute_itemsize(form) * (round_up_to_simd(load_arg(table, RowNormaliserArgs.S)) + SIMD_WIDTH)
-    return desk, desk + each, desk + 2 * each, desk + 3 * each, desk + 4 * each
+    each = simd.compute_itemsize(dtype) * (round_up_to_simd(args.num_keys) + SIMD_WIDTH)
+    return scratch, scratch + each, scratch + 2 * each, scratch + 3 * each, scratch + 4 * each
 
 
 @njit
-def collect_candidates(form, given, count, least, to):
+def collect_candidates(dtype, source_list, count, least, target_list):
     """Compact the values above `least` into a list, followed by -inf; return how many there are.
 
-    `given` and `to` are pairs of addresses: of the values and of their key indices.
+    `source_list` and `target_list` are pairs of addresses: of the values and of their key indices.
     """
-    (source, stood), (few, places) = given, to
-    size, found = simd.compute_itemsize(form), 0
+    (source, source_indices), (candidates, indices) = source_list, target_list
+    size, num_found = simd.compute_itemsize(dtype), 0
     for c in range(0, count, SIMD_WIDTH):
-        x = load_vector(form, source + size * c)
-        found += compress_store(x, splat(least), stood + 4 * c, few + size * found, places + 4 * found)
-    found = min(found, count)  # if values are NaN, the padding passes the comparison as well
-    store_value(few + size * found, splat(simd.as_compute_scalar(form, -math.inf)))
-    return found
+        x = load_vector(dtype, source + size * c)
+        num_found += compress_store(
+            x, splat(least), source_indices + 4 * c, candidates + size * num_found, indices + 4 * num_found
+        )
+    num_found = min(num_found, count)  # if values are NaN, the padding passes the comparison as well
+    store_value(candidates + size * num_found, splat(simd.as_compute_scalar(dtype, -math.inf)))
+    return num_found
 
 
 @njit
-def entmax_power(form, r, alpha):
+def entmax_power(dtype, r, alpha):
     """Return r^(1 / (alpha - 1)) and that divided by r; both are 0 where r is 0."""
-    zero, one = splat(simd.as_compute_scalar(form, 0)), simd.as_compute_scalar(form, 1)
-    if alpha == simd.as_compute_scalar(form, 1.5):
+    zero, one = splat(simd.as_compute_scalar(dtype, 0)), simd.as_compute_scalar(dtype, 1)
+    if alpha == simd.as_compute_scalar(dtype, 1.5):
         return vec_mul(r, r), r
-    if alpha == simd.as_compute_scalar(form, 2):
+    if alpha == simd.as_compute_scalar(dtype, 2):
         return r, select_below(zero, r, splat(one), zero)
     w = select_below(zero, r, vec_exp(vec_mul(vec_log(r), splat(one / (alpha - one)))), zero)
     return w, select_below(zero, r, vec_div(w, r), zero)
 
 
 @njit
-def entmax_sum_and_slope(form, few, count, tau, alpha):
+def entmax_sum_and_slope(dtype, candidates, count, tau, alpha):
     """Return the sum of max(x - tau, 0)^(1 / (alpha - 1)), and the sum of its terms divided by x - tau.
 
     The second is (1 - alpha) times the derivative of the first in tau.
     """
-    size, zero = simd.compute_itemsize(form), splat(simd.as_compute_scalar(form, 0))
+    size, zero = simd.compute_itemsize(dtype), splat(simd.as_compute_scalar(dtype, 0))
     falls, all_ = zero, zero
     for begin in range(0, count, SUM_BLOCK_SIZE):
         fall, part = zero, zero
         for c in range(begin, min(begin + SUM_BLOCK_SIZE, count), SIMD_WIDTH):
-            w, slope = entmax_power(form, vec_max(vec_sub(load_vector(form, few + size * c), splat(tau)), zero), alpha)
+            w, slope = entmax_power(
+                dtype, vec_max(vec_sub(load_vector(dtype, candidates + size * c), splat(tau)), zero), alpha
+            )
             fall, part = vec_add(fall, slope), vec_add(part, w)
         falls, all_ = vec_add(falls, fall), vec_add(all_, part)
     return reduce_sum(all_), reduce_sum(falls)
 
 
 @njit
-def solve_tau(form, few, count, alpha):
+def solve_tau(dtype, candidates, count, alpha):
     """Return the tau for which the sum is 1, by Newton's method on the norm of order 1 / (alpha - 1), from tau = -1.
 
     Up to alpha = 2 the norm is convex, and the steps approach from below. Beyond, a step may leave the bracket between
     the largest tau known to be too low and the smallest too high. In that case, or if a step is more than half as long
     as the one before, the bracket is halved.
     """
-    one, half = simd.as_compute_scalar(form, 1), simd.as_compute_scalar(form, 0.5)
-    low, high, tau, last = -one, simd.as_compute_scalar(form, 0), -one, one
+    one, half = simd.as_compute_scalar(dtype, 1), simd.as_compute_scalar(dtype, 0.5)
+    low, high, tau, last = -one, simd.as_compute_scalar(dtype, 0), -one, one
     for _ in range(MAX_SOLVER_STEPS):
-        sum_, fall = entmax_sum_and_slope(form, few, count, tau, alpha)
+        sum_, fall = entmax_sum_and_slope(dtype, candidates, count, tau, alpha)
         if sum_ >= one:
             low = tau
         else:
             high = tau
-        before, tau = tau, tau + (sum_ - simd.as_compute_scalar(form, sum_ ** (one + one - alpha))) / fall
+        before, tau = tau, tau + (sum_ - simd.as_compute_scalar(dtype, sum_ ** (one + one - alpha))) / fall
         if tau == before:
             break
         if not low < tau < high or (alpha > one + one and abs(tau - before) > half * last):
@@ -209,32 +208,34 @@ def solve_tau(form, few, count, alpha):
 
 
 @njit
-def compute_entmax_weights(form, lists, count, tau, alpha):
+def compute_entmax_weights(dtype, lists, count, tau, alpha):
     """Replace candidates by their weights, normalised to sum 1, and write their slopes; a NaN tau gives NaN weights."""
-    size, zero = simd.compute_itemsize(form), splat(simd.as_compute_scalar(form, 0))
-    few, slopes = lists
+    size, zero = simd.compute_itemsize(dtype), splat(simd.as_compute_scalar(dtype, 0))
+    candidates, slopes = lists
     all_ = zero
     for begin in range(0, count, SUM_BLOCK_SIZE):
         part = zero
         for c in range(begin, min(begin + SUM_BLOCK_SIZE, count), SIMD_WIDTH):
-            w, slope = entmax_power(form, vec_max(vec_sub(load_vector(form, few + size * c), splat(tau)), zero), alpha)
+            w, slope = entmax_power(
+                dtype, vec_max(vec_sub(load_vector(dtype, candidates + size * c), splat(tau)), zero), alpha
+            )
             if tau != tau:
                 w, slope = splat(tau), splat(tau)
-            store_value(few + size * c, w)
+            store_value(candidates + size * c, w)
             store_value(slopes + size * c, slope)
             part = vec_add(part, w)
         all_ = vec_add(all_, part)
     sum_ = splat(reduce_sum(all_))
     for c in range(0, count, SIMD_WIDTH):
-        store_value(few + size * c, vec_div(load_vector(form, few + size * c), sum_))
+        store_value(candidates + size * c, vec_div(load_vector(dtype, candidates + size * c), sum_))
 
 
 @njit
-def scale_scores(form, desk, S, top, alpha):
+def scale_scores(dtype, scratch, S, top, alpha):
     """Replace scores by (alpha - 1)(s - max)."""
-    size, by = simd.compute_itemsize(form), alpha - simd.as_compute_scalar(form, 1)
+    size, by = simd.compute_itemsize(dtype), alpha - simd.as_compute_scalar(dtype, 1)
     for c in range(0, S, SIMD_WIDTH):
-        store_value(desk + size * c, vec_mul(vec_sub(load_vector(form, desk + size * c), splat(top)), splat(by)))
+        store_value(scratch + size * c, vec_mul(vec_sub(load_vector(dtype, scratch + size * c), splat(top)), splat(by)))
 
 
 # --- Entmax of rows, forward and backward --------------------------------------------------------------
@@ -243,29 +244,32 @@ VALUE_STRIP_WIDTH = 4 * SIMD_WIDTH  # channels of a value per tile
 
 
 @njit
-def scatter_row(form, to, S, given, count):
+def scatter_row(dtype, to, S, entries, count):
     """Write a row of zeros with the list's values at their key indices."""
-    size, zero, (few, places) = simd.compute_itemsize(form), simd.as_compute_scalar(form, 0), given
+    size, zero, (candidates, indices) = simd.compute_itemsize(dtype), simd.as_compute_scalar(dtype, 0), entries
     end = S // SIMD_WIDTH * SIMD_WIDTH
     for c in range(0, end, SIMD_WIDTH):
         store_value(to + size * c, splat(zero))
     for c in range(end, S):
         store_value(to + size * c, zero)
     for n in range(count):
-        store_value(to + size * load_int32(places + 4 * n), load_scalar(form, few + size * n))
+        store_value(to + size * load_int32(indices + 4 * n), load_scalar(dtype, candidates + size * n))
 
 
 @njit
-def gather_weighted_values(form, values, width, to, given, count):
+def gather_weighted_values(dtype, values, width, to, entries, count):
     """Write the sum of the listed values, times their weights."""
-    size, zero, (few, places) = simd.compute_itemsize(form), splat(simd.as_compute_scalar(form, 0)), given
+    size, zero, (candidates, indices) = simd.compute_itemsize(dtype), splat(simd.as_compute_scalar(dtype, 0)), entries
     by = size * SIMD_WIDTH
     for c in range(0, width // VALUE_STRIP_WIDTH * VALUE_STRIP_WIDTH, VALUE_STRIP_WIDTH):
         a0, a1, a2, a3 = zero, zero, zero, zero
         for n in range(count):
-            w, v = splat(load_scalar(form, few + size * n)), values + size * (load_int32(places + 4 * n) * width + c)
-            a0, a1 = fma(w, load_vector(form, v), a0), fma(w, load_vector(form, v + by), a1)
-            a2, a3 = fma(w, load_vector(form, v + 2 * by), a2), fma(w, load_vector(form, v + 3 * by), a3)
+            w, v = (
+                splat(load_scalar(dtype, candidates + size * n)),
+                values + size * (load_int32(indices + 4 * n) * width + c),
+            )
+            a0, a1 = fma(w, load_vector(dtype, v), a0), fma(w, load_vector(dtype, v + by), a1)
+            a2, a3 = fma(w, load_vector(dtype, v + 2 * by), a2), fma(w, load_vector(dtype, v + 3 * by), a3)
         store_value(to + size * c, a0)
         store_value(to + size * c + by, a1)
         store_value(to + size * c + 2 * by, a2)
@@ -273,134 +277,128 @@ def gather_weighted_values(form, values, width, to, given, count):
     for c in range(width // VALUE_STRIP_WIDTH * VALUE_STRIP_WIDTH, width, SIMD_WIDTH):
         a = zero
         for n in range(count):
-            v = values + size * (load_int32(places + 4 * n) * width + c)
-            a = fma(splat(load_scalar(form, few + size * n)), load_vector(form, v), a)
+            v = values + size * (load_int32(indices + 4 * n) * width + c)
+            a = fma(splat(load_scalar(dtype, candidates + size * n)), load_vector(dtype, v), a)
         store_value(to + size * c, a)
 
 
 @njit
-def head_of_row(table, row):
+def head_of_row(args, row):
     """Return the head of a row."""
-    return row // load_arg(table, RowNormaliserArgs.T) % load_arg(table, RowNormaliserArgs.H)
+    return row // args.num_queries % args.num_heads
 
 
 @njit
-def value_address(form, table, row, at):
-    """Return the address of the values that a row reads, or of their gradients."""
-    batch = row // (load_arg(table, RowNormaliserArgs.H) * load_arg(table, RowNormaliserArgs.T))
-    head = batch * load_arg(table, RowNormaliserArgs.G) + load_int64(
-        load_arg(table, RowNormaliserArgs.VALUE_HEAD_OF_HEAD) + 8 * head_of_row(table, row)
-    )
-    return load_arg(table, at) + simd.compute_itemsize(form) * head * load_arg(table, RowNormaliserArgs.S) * load_arg(
-        table, RowNormaliserArgs.V
-    )
+def value_address(dtype, args, row, values):
+    """Return the address of the value head that a row reads, among all values or their gradients."""
+    batch = row // (args.num_heads * args.num_queries)
+    head = batch * args.num_value_heads + load_int64(args.value_head_of_head + 8 * head_of_row(args, row))
+    return values + simd.compute_itemsize(dtype) * head * args.num_keys * args.value_dim
 
 
 @njit
-def entmax_forward_row(form, table, row, desk):
+def entmax_forward_row(dtype, args, row, scratch):
     """Compute the entmax weights of a row, or its weighted values."""
-    size, S, V = simd.compute_itemsize(form), load_arg(table, RowNormaliserArgs.S), load_arg(table, RowNormaliserArgs.V)
-    line, few, slopes, _, places = row_list_addresses(form, table, desk)
+    size, S, V = simd.compute_itemsize(dtype), args.num_keys, args.value_dim
+    row_scores, candidates, slopes, _, indices = row_list_addresses(dtype, args, scratch)
     top, alpha = (
-        load_row(form, table, row, line),
-        load_scalar(form, load_arg(table, RowNormaliserArgs.ALPHA) + size * head_of_row(table, row)),
+        load_row(dtype, args, row, row_scores),
+        load_scalar(dtype, args.alpha + size * head_of_row(args, row)),
     )
-    zero, one = simd.as_compute_scalar(form, 0), simd.as_compute_scalar(form, 1)
+    zero, one = simd.as_compute_scalar(dtype, 0), simd.as_compute_scalar(dtype, 1)
     tau, count = zero, 0
-    if top != simd.as_compute_scalar(form, -math.inf):
-        scale_scores(form, line, S, top, alpha)
-        count = collect_candidates(form, (line, load_arg(table, RowNormaliserArgs.KEY_INDICES)), S, -one, (few, places))
-        tau = solve_tau(form, few, count, alpha) if top == top else top
-        count = collect_candidates(form, (few, places), count, tau, (few, places))
-        compute_entmax_weights(form, (few, slopes), count, tau, alpha)
-    kept = load_arg(table, RowNormaliserArgs.ROW_STATE) + size * ROW_STATE_SIZE * row
-    store_value(kept, top)
-    store_value(kept + size, tau)
-    if load_arg(table, RowNormaliserArgs.VALUES):
-        values = value_address(form, table, row, RowNormaliserArgs.VALUES)
-        gather_weighted_values(
-            form, values, V, load_arg(table, RowNormaliserArgs.OUTPUT) + size * V * row, (few, places), count
-        )
+    if top != simd.as_compute_scalar(dtype, -math.inf):
+        scale_scores(dtype, row_scores, S, top, alpha)
+        count = collect_candidates(dtype, (row_scores, args.key_indices), S, -one, (candidates, indices))
+        tau = solve_tau(dtype, candidates, count, alpha) if top == top else top
+        count = collect_candidates(dtype, (candidates, indices), count, tau, (candidates, indices))
+        compute_entmax_weights(dtype, (candidates, slopes), count, tau, alpha)
+    row_state = args.row_state + size * ROW_STATE_SIZE * row
+    store_value(row_state, top)
+    store_value(row_state + size, tau)
+    if args.values:
+        values = value_address(dtype, args, row, args.values)
+        gather_weighted_values(dtype, values, V, args.output + size * V * row, (candidates, indices), count)
     else:
-        scatter_row(form, load_arg(table, RowNormaliserArgs.OUTPUT) + size * S * row, S, (few, places), count)
+        scatter_row(dtype, args.output + size * S * row, S, (candidates, indices), count)
 
 
 @njit
-def grad_of_weights(form, table, row, lists, count):
+def grad_of_weights(dtype, args, row, lists, count):
     """Write the gradients of the listed weights; with values, also add to the values' gradients."""
-    size, (few, heard, places) = simd.compute_itemsize(form), lists
-    store_value(heard + size * (count // SIMD_WIDTH * SIMD_WIDTH), splat(simd.as_compute_scalar(form, 0)))
-    if load_arg(table, RowNormaliserArgs.VALUES) == 0:
-        grad = load_arg(table, RowNormaliserArgs.GRAD) + size * load_arg(table, RowNormaliserArgs.S) * row
+    size, (candidates, grads, indices) = simd.compute_itemsize(dtype), lists
+    store_value(grads + size * (count // SIMD_WIDTH * SIMD_WIDTH), splat(simd.as_compute_scalar(dtype, 0)))
+    if args.values == 0:
+        grad = args.grad + size * args.num_keys * row
         for n in range(count):
-            store_value(heard + size * n, load_scalar(form, grad + size * load_int32(places + 4 * n)))
+            store_value(grads + size * n, load_scalar(dtype, grad + size * load_int32(indices + 4 * n)))
         return
-    width = load_arg(table, RowNormaliserArgs.V)
-    grad = load_arg(table, RowNormaliserArgs.GRAD) + size * width * row
+    width = args.value_dim
+    grad = args.grad + size * width * row
     values, d_values = (
-        value_address(form, table, row, RowNormaliserArgs.VALUES),
-        value_address(form, table, row, RowNormaliserArgs.D_VALUES),
+        value_address(dtype, args, row, args.values),
+        value_address(dtype, args, row, args.d_values),
     )
     for n in range(count):
-        at = size * load_int32(places + 4 * n) * width
-        w, sum_ = splat(load_scalar(form, few + size * n)), splat(simd.as_compute_scalar(form, 0))
+        offset = size * load_int32(indices + 4 * n) * width
+        w, sum_ = splat(load_scalar(dtype, candidates + size * n)), splat(simd.as_compute_scalar(dtype, 0))
         for c in range(0, size * width, size * SIMD_WIDTH):
-            g = load_vector(form, grad + c)
-            sum_ = fma(g, load_vector(form, values + at + c), sum_)
-            store_value(d_values + at + c, fma(w, g, load_vector(form, d_values + at + c)))
-        store_value(heard + size * n, reduce_sum(sum_))
+            g = load_vector(dtype, grad + c)
+            sum_ = fma(g, load_vector(dtype, values + offset + c), sum_)
+            store_value(d_values + offset + c, fma(w, g, load_vector(dtype, d_values + offset + c)))
+        store_value(grads + size * n, reduce_sum(sum_))
 
 
 @njit
-def entmax_backward_row(form, table, row, desk):
+def entmax_backward_row(dtype, args, row, scratch):
     """Compute the gradient of a row of scores, u * (g - sum(u * g) / sum(u)), and the row's part of d alpha."""
-    size, S = simd.compute_itemsize(form), load_arg(table, RowNormaliserArgs.S)
-    line, few, slopes, grads, places = row_list_addresses(form, table, desk)
-    kept, alpha = (
-        load_arg(table, RowNormaliserArgs.ROW_STATE) + size * ROW_STATE_SIZE * row,
-        load_arg(table, RowNormaliserArgs.ALPHA) + size * head_of_row(table, row),
+    size, S = simd.compute_itemsize(dtype), args.num_keys
+    row_scores, candidates, slopes, grads, indices = row_list_addresses(dtype, args, scratch)
+    row_state, alpha = (
+        args.row_state + size * ROW_STATE_SIZE * row,
+        args.alpha + size * head_of_row(args, row),
     )
-    alpha, top, tau = load_scalar(form, alpha), load_scalar(form, kept), load_scalar(form, kept + size)
+    alpha, top, tau = load_scalar(dtype, alpha), load_scalar(dtype, row_state), load_scalar(dtype, row_state + size)
     zero, count, mean, by_alpha = (
-        splat(simd.as_compute_scalar(form, 0)),
+        splat(simd.as_compute_scalar(dtype, 0)),
         0,
-        simd.as_compute_scalar(form, 0),
-        simd.as_compute_scalar(form, 0),
+        simd.as_compute_scalar(dtype, 0),
+        simd.as_compute_scalar(dtype, 0),
     )
-    if top != simd.as_compute_scalar(form, -math.inf):
-        load_row(form, table, row, line)
-        scale_scores(form, line, S, top, alpha)
-        count = collect_candidates(form, (line, load_arg(table, RowNormaliserArgs.KEY_INDICES)), S, tau, (few, places))
-        compute_entmax_weights(form, (few, slopes), count, tau, alpha)
-        grad_of_weights(form, table, row, (few, grads, places), count)
+    if top != simd.as_compute_scalar(dtype, -math.inf):
+        load_row(dtype, args, row, row_scores)
+        scale_scores(dtype, row_scores, S, top, alpha)
+        count = collect_candidates(dtype, (row_scores, args.key_indices), S, tau, (candidates, indices))
+        compute_entmax_weights(dtype, (candidates, slopes), count, tau, alpha)
+        grad_of_weights(dtype, args, row, (candidates, grads, indices), count)
         falls, all_ = zero, zero
         for c in range(0, count, SIMD_WIDTH):
-            slope = load_vector(form, slopes + size * c)
-            falls, all_ = vec_add(falls, slope), fma(slope, load_vector(form, grads + size * c), all_)
+            slope = load_vector(dtype, slopes + size * c)
+            falls, all_ = vec_add(falls, slope), fma(slope, load_vector(dtype, grads + size * c), all_)
         fall = reduce_sum(falls)
         mean = reduce_sum(all_) / fall
-        by_alpha = grad_alpha_of_row(form, (few, grads), count, alpha, mean)
+        by_alpha = grad_alpha_of_row(dtype, (candidates, grads), count, alpha, mean)
     for c in range(0, count, SIMD_WIDTH):
         store_value(
             grads + size * c,
-            vec_mul(load_vector(form, slopes + size * c), vec_sub(load_vector(form, grads + size * c), splat(mean))),
+            vec_mul(load_vector(dtype, slopes + size * c), vec_sub(load_vector(dtype, grads + size * c), splat(mean))),
         )
-    scatter_row(form, load_arg(table, RowNormaliserArgs.OUTPUT) + size * S * row, S, (grads, places), count)
-    store_value(load_arg(table, RowNormaliserArgs.D_ALPHA) + size * row, by_alpha)
+    scatter_row(dtype, args.output + size * S * row, S, (grads, indices), count)
+    store_value(args.d_alpha + size * row, by_alpha)
 
 
 @njit
-def grad_alpha_of_row(form, lists, count, alpha, mean):
+def grad_alpha_of_row(dtype, lists, count, alpha, mean):
     """Return one row's part of the gradient of alpha (1909.00015, proposition 1)."""
-    size, zero, one, (few, grads) = (
-        simd.compute_itemsize(form),
-        simd.as_compute_scalar(form, 0),
-        simd.as_compute_scalar(form, 1),
+    size, zero, one, (candidates, grads) = (
+        simd.compute_itemsize(dtype),
+        simd.as_compute_scalar(dtype, 0),
+        simd.as_compute_scalar(dtype, 1),
         lists,
     )
     straight, bent, spreads = splat(zero), splat(zero), splat(zero)
     for c in range(0, count, SIMD_WIDTH):
-        w, g = load_vector(form, few + size * c), load_vector(form, grads + size * c)
+        w, g = load_vector(dtype, candidates + size * c), load_vector(dtype, grads + size * c)
         bits = select_below(splat(zero), w, vec_mul(w, vec_log(w)), splat(zero))
         straight, bent, spreads = fma(w, g, straight), fma(bits, g, bent), vec_add(spreads, bits)
     straight, bent, spreads = reduce_sum(straight), reduce_sum(bent), reduce_sum(spreads)
@@ -408,35 +406,31 @@ def grad_alpha_of_row(form, lists, count, alpha, mean):
 
 
 @extending.register_jitable
-def entmax_forward_kernel(form, table, unit, desk):
+def entmax_forward_kernel(dtype, args, item, scratch):
     """Entmax of the rows of one work item."""
-    for row in range(
-        unit * ROWS_PER_ITEM, min(unit * ROWS_PER_ITEM + ROWS_PER_ITEM, load_arg(table, RowNormaliserArgs.NUM_ROWS))
-    ):
-        entmax_forward_row(form, table, row, desk)
+    for row in range(item * ROWS_PER_ITEM, min(item * ROWS_PER_ITEM + ROWS_PER_ITEM, args.num_rows)):
+        entmax_forward_row(dtype, args, row, scratch)
 
 
 @njit
-def entmax_backward_head(form, table, unit, desk):
+def entmax_backward_head(dtype, args, item, scratch):
     """Backward pass of all rows that read one value head, so that only this thread adds to its gradients."""
     H, T, G = (
-        load_arg(table, RowNormaliserArgs.H),
-        load_arg(table, RowNormaliserArgs.T),
-        load_arg(table, RowNormaliserArgs.G),
+        args.num_heads,
+        args.num_queries,
+        args.num_value_heads,
     )
     for h in range(H):
-        if load_int64(load_arg(table, RowNormaliserArgs.VALUE_HEAD_OF_HEAD) + 8 * h) == unit % G:
+        if load_int64(args.value_head_of_head + 8 * h) == item % G:
             for t in range(T):
-                entmax_backward_row(form, table, (unit // G * H + h) * T + t, desk)
+                entmax_backward_row(dtype, args, (item // G * H + h) * T + t, scratch)
 
 
 @extending.register_jitable
-def entmax_backward_kernel(form, table, unit, desk):
+def entmax_backward_kernel(dtype, args, item, scratch):
     """Backward pass of the rows of one work item, or with values of all rows of one value head."""
-    if load_arg(table, RowNormaliserArgs.VALUES):
-        entmax_backward_head(form, table, unit, desk)
+    if args.values:
+        entmax_backward_head(dtype, args, item, scratch)
     else:
-        for row in range(
-            unit * ROWS_PER_ITEM, min(unit * ROWS_PER_ITEM + ROWS_PER_ITEM, load_arg(table, RowNormaliserArgs.NUM_ROWS))
-        ):
-            entmax_backward_row(form, table, row, desk)
+        for row in range(item * ROWS_PER_ITEM, min(item * ROWS_PER_ITEM + ROWS_PER_ITEM, args.num_rows)):
+            entmax_backward_row(dtype, args, row, scratch)

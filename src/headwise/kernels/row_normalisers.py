@@ -12,7 +12,6 @@ zero. `row_normaliser_kernels` holds the kernels and their loop order.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import IntEnum, auto
 from typing import Any
 
 import torch
@@ -21,40 +20,46 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from .autograd_guards import NO_DOUBLE_BACKWARD_REMEDY, forbid_double_backward, is_under_functorch
-from .launch import COMPUTE_DTYPES, FIRST_KERNEL_ARG, SIMD_WIDTH, KernelSet, ParallelKernelSet
+from .kernel_args import BoolArg, Int32Arg, Int64Arg, ParallelKernelArgs, TensorArg
+from .launch import COMPUTE_DTYPES, SIMD_WIDTH, KernelSet, ParallelKernelSet
 
 ROWS_PER_ITEM = 8  # rows per work item
 NUM_ROW_LISTS = 5  # lists in a scratch buffer: row, candidates, slopes, gradients, key indices
 ROW_STATE_SIZE = 2  # maximum and tau, from which a row is computed again
 
 
-class RowNormaliserArgs(IntEnum):
-    """Kernel arguments: indices into an int64 array. Addresses count bytes, sizes count elements."""
+class RowNormaliserArgs(ParallelKernelArgs):
+    """Kernel arguments of softmax and entmax. A work item is a few rows; strides count elements."""
 
-    SCORES = FIRST_KERNEL_ARG  # [B, H, T, S]: scores
-    OUTPUT = auto()  # forward weights, or weighted values [B, H, T, V]; backward the gradient of scores
-    MASK = auto()  # [1 or B, 1, 1 or T, S], one byte each; 0 if every key is allowed
-    MASK_ROW_STRIDE = auto()  # elements to the next row of the batch, and to the next query
-    MASK_QUERY_STRIDE = auto()
-    H = auto()
-    T = auto()
-    S = auto()
-    NUM_ROWS = auto()  # rows in all
-    KEY_INDICES = auto()  # int32 0, 1, 2, ... for each key; used by entmax only, as are all that follow
-    ALPHA = auto()  # [H]
-    ROW_STATE = auto()  # [B, H, T, 2]: maximum and tau of each row, for the backward pass
-    VALUES = auto()  # [B, G, S, V], V padded to whole vectors; 0 to return the weights themselves
-    VALUE_HEAD_OF_HEAD = auto()  # [H], int64: the value head that each head reads
-    G = auto()
-    V = auto()
-    GRAD = auto()  # backward: gradient of the output
-    D_VALUES = auto()
-    D_ALPHA = auto()  # [B, H, T]
+    scores: TensorArg = None  # [B, H, T, S]
+    output: TensorArg = None  # forward weights, or weighted values [B, H, T, V]; backward the gradient of scores
+    mask: BoolArg = None  # [1 or B, 1, 1 or T, S]; None if every key is allowed
+    mask_row_stride: int = 0  # to the next row of the batch, and to the next query
+    mask_query_stride: int = 0
+    num_heads: int = 0  # H
+    num_queries: int = 0  # T
+    num_keys: int = 0  # S
+    num_rows: int = 0  # B H T
+    key_indices: Int32Arg = None  # 0, 1, 2, ... for each key; used by entmax only, as are all that follow
+    alpha: TensorArg = None  # [H]
+    row_state: TensorArg = None  # [B, H, T, 2]: maximum and tau of each row, for the backward pass
+    values: TensorArg = None  # [B, G, S, V], V padded to whole vectors; None to return the weights themselves
+    value_head_of_head: Int64Arg = None  # [H]: the value head that each head reads
+    num_value_heads: int = 0  # G
+    value_dim: int = 0  # V
+    grad: TensorArg = None  # backward: gradient of the output
+    d_values: TensorArg = None
+    d_alpha: TensorArg = None  # [B, H, T]
 
 
-SOFTMAX_KERNELS = ParallelKernelSet("row_normaliser_kernels", COMPUTE_DTYPES, softmax="softmax_kernel")
+SOFTMAX_KERNELS = ParallelKernelSet(
+    "row_normaliser_kernels", COMPUTE_DTYPES, softmax=("softmax_kernel", RowNormaliserArgs)
+)
 ENTMAX_KERNELS = ParallelKernelSet(
-    "row_normaliser_kernels", COMPUTE_DTYPES, forward="entmax_forward_kernel", backward="entmax_backward_kernel"
+    "row_normaliser_kernels",
+    COMPUTE_DTYPES,
+    forward=("entmax_forward_kernel", RowNormaliserArgs),
+    backward=("entmax_backward_kernel", RowNormaliserArgs),
 )
 
 
@@ -71,9 +76,9 @@ def masked_softmax(s: Tensor, allowed: Tensor) -> Tensor:
 
     `allowed` is [1 or B, 1, 1 or T, S].
     """
-    told, made = _score_args(s, allowed), s.new_empty(s.shape)
-    _launch_rows(SOFTMAX_KERNELS, "softmax", told | {RowNormaliserArgs.OUTPUT: made}, (_num_items(s), 1))
-    return made
+    w = s.new_empty(s.shape)
+    SOFTMAX_KERNELS.launch("softmax", s.dtype, _score_args(s, allowed, num_lists=1).replace(output=w))
+    return w
 
 
 @torch.library.custom_op("headwise::softmax_backward", mutates_args=(), device_types="cpu")
@@ -91,86 +96,64 @@ def masked_entmax(
     With values v [B, G, S, V] it returns the weighted values [B, H, T, V] instead, where head h reads v[:, of[h]]. The
     second output, [B, H, T, 2], holds each row's maximum and tau, from which the backward pass computes the row again.
     """
-    held = [] if v is None else [_pad_channels(v), torch.tensor(of)]
-    told, kept = _entmax_args(s, allowed, alpha, held), s.new_empty(*s.shape[:3], ROW_STATE_SIZE)
-    made = s.new_empty(*s.shape[:3], held[0].shape[3] if held else s.shape[3])
-    _launch_rows(
-        ENTMAX_KERNELS,
-        "forward",
-        told | {RowNormaliserArgs.OUTPUT: made, RowNormaliserArgs.ROW_STATE: kept},
-        (_num_items(s), NUM_ROW_LISTS),
-    )
-    return made if v is None else _unpad_channels(made, v), kept
+    args, state = _entmax_args(s, allowed, alpha, v, of), s.new_empty(*s.shape[:3], ROW_STATE_SIZE)
+    output = s.new_empty(*s.shape[:3], s.shape[3] if v is None else args.value_dim)
+    ENTMAX_KERNELS.launch("forward", s.dtype, args.replace(output=output, row_state=state))
+    return output if v is None else _unpad_channels(output, v), state
 
 
 @torch.library.custom_op("headwise::entmax_backward", mutates_args=(), device_types="cpu")
-def masked_entmax_backward(grad: Tensor, given: Sequence[Tensor], of: Sequence[int]) -> list[Tensor]:
-    """Return the gradients of the scores, of alpha and, if given, of the values (1905.05702, 1909.00015).
+def masked_entmax_backward(grad: Tensor, saved: Sequence[Tensor], of: Sequence[int]) -> list[Tensor]:
+    """Return the gradients of the scores, of alpha and, if there are any, of the values (1905.05702, 1909.00015).
 
-    `given` holds the scores, the allowed keys, alpha, the row state of the forward pass and optionally the values.
+    `saved` holds the scores, the allowed keys, alpha, the row state of the forward pass and optionally the values.
     """
-    s, allowed, alpha, kept, *values = given
-    held = [] if not values else [_pad_channels(values[0]), torch.tensor(of)]
-    made, of_alpha, of_values = s.new_empty(s.shape), s.new_empty(s.shape[:3]), [torch.zeros_like(t) for t in held[:1]]
-    told = _entmax_args(s, allowed, alpha, held) | {
-        RowNormaliserArgs.OUTPUT: made,
-        RowNormaliserArgs.ROW_STATE: kept.contiguous(),
-        RowNormaliserArgs.D_ALPHA: of_alpha,
-    }
-    told |= {
-        RowNormaliserArgs.GRAD: _pad_channels(grad) if held else grad.contiguous(),
-        RowNormaliserArgs.D_VALUES: of_values[0] if held else 0,
-    }
-    units = len(s) * held[0].shape[1] if held else _num_items(s)
-    _launch_rows(ENTMAX_KERNELS, "backward", told, (units, NUM_ROW_LISTS))
-    return [made, of_alpha.sum((0, 2)), *map(_unpad_channels, of_values, values)]
+    s, allowed, alpha, state, *values = saved
+    args = _entmax_args(s, allowed, alpha, values[0] if values else None, of)
+    d_scores, d_alpha = s.new_empty(s.shape), s.new_empty(s.shape[:3])
+    args = args.replace(output=d_scores, row_state=state.contiguous(), d_alpha=d_alpha)
+    if not values:
+        ENTMAX_KERNELS.launch("backward", s.dtype, args.replace(grad=grad.contiguous()))
+        return [d_scores, d_alpha.sum((0, 2))]
+    d_values = s.new_zeros(*values[0].shape[:3], args.value_dim)
+    # A work item is all rows that read one value head, so that only one thread adds to its gradients.
+    args = args.replace(num_items=len(s) * args.num_value_heads, grad=_pad_channels(grad), d_values=d_values)
+    ENTMAX_KERNELS.launch("backward", s.dtype, args)
+    return [d_scores, d_alpha.sum((0, 2)), _unpad_channels(d_values, values[0])]
 
 
-KernelArgs = dict[RowNormaliserArgs, Tensor | int]
+def _score_args(s: Tensor, allowed: Tensor, num_lists: int) -> RowNormaliserArgs:
+    """Return the arguments of softmax, without its output; a scratch buffer holds `num_lists` rows."""
+    (_, heads, queries, keys), num_rows = s.shape, s.shape[:3].numel()
+    mask = allowed.expand(*allowed.shape[:3], keys).contiguous()
+    return RowNormaliserArgs.make(
+        num_items=-(-num_rows // ROWS_PER_ITEM),
+        scratch_bytes=num_lists * (keys // SIMD_WIDTH + 2) * SIMD_WIDTH * s.itemsize,
+        scores=s.contiguous(),
+        mask=mask,
+        mask_row_stride=keys * mask.shape[2] * (len(mask) > 1),
+        mask_query_stride=keys * (mask.shape[2] > 1),
+        num_heads=heads,
+        num_queries=queries,
+        num_keys=keys,
+        num_rows=num_rows,
+    )
 
 
-def _score_args(s: Tensor, allowed: Tensor) -> KernelArgs:
-    batch, heads, queries, keys = s.shape
-    seen, count = allowed.expand(*allowed.shape[:3], keys).contiguous(), batch * heads * queries
-    told: KernelArgs = {
-        RowNormaliserArgs.SCORES: s.contiguous(),
-        RowNormaliserArgs.MASK: seen,
-        RowNormaliserArgs.H: heads,
-        RowNormaliserArgs.T: queries,
-        RowNormaliserArgs.S: keys,
-        RowNormaliserArgs.NUM_ROWS: count,
-    }
-    told[RowNormaliserArgs.MASK_ROW_STRIDE] = keys * seen.shape[2] * (len(seen) > 1)
-    return told | {RowNormaliserArgs.MASK_QUERY_STRIDE: keys * (seen.shape[2] > 1)}
-
-
-def _entmax_args(s: Tensor, allowed: Tensor, alpha: Tensor, held: Sequence[Tensor]) -> KernelArgs:
-    told = _score_args(s, allowed)
-    told |= {
-        RowNormaliserArgs.KEY_INDICES: torch.arange(s.shape[3] + SIMD_WIDTH, dtype=torch.int32),
-        RowNormaliserArgs.ALPHA: alpha.contiguous(),
-    }
-    if held:
-        told |= {
-            RowNormaliserArgs.VALUES: held[0],
-            RowNormaliserArgs.VALUE_HEAD_OF_HEAD: held[1],
-            RowNormaliserArgs.G: held[0].shape[1],
-            RowNormaliserArgs.V: held[0].shape[3],
-        }
-    return told
-
-
-def _num_items(s: Tensor) -> int:
-    """Return the number of work items, each of a few rows."""
-    return -(-s.shape[:3].numel() // ROWS_PER_ITEM)
-
-
-def _launch_rows(kernels: ParallelKernelSet, name: str, told: KernelArgs, work: tuple[int, int]) -> None:
-    """Run `work[0]` work items, each with `work[1]` rows of scratch buffer."""
-    given, (units, rows) = told[RowNormaliserArgs.SCORES], work
-    assert isinstance(given, Tensor)
-    desk = rows * (given.shape[3] // SIMD_WIDTH + 2) * SIMD_WIDTH
-    kernels.launch(name, given.dtype, (units, desk), *(told.get(at, 0) for at in RowNormaliserArgs))
+def _entmax_args(s: Tensor, allowed: Tensor, alpha: Tensor, v: Tensor | None, of: Sequence[int]) -> RowNormaliserArgs:
+    """Return the arguments of entmax, without the tensors that it writes."""
+    args = _score_args(s, allowed, NUM_ROW_LISTS)
+    indices = torch.arange(s.shape[3] + SIMD_WIDTH, dtype=torch.int32)
+    args = args.replace(key_indices=indices, alpha=alpha.contiguous())
+    if v is None:
+        return args
+    values = _pad_channels(v)
+    return args.replace(
+        values=values,
+        value_head_of_head=torch.tensor(of),
+        num_value_heads=values.shape[1],
+        value_dim=values.shape[3],
+    )
 
 
 def _pad_channels(v: Tensor) -> Tensor:

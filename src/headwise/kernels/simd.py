@@ -6,7 +6,7 @@ On machines with wider or narrower registers LLVM combines or splits the vectors
 
 Most functions are one LLVM instruction. Their equivalents on PyTorch tensors of 16 elements: `fma(a, b, c)` is
 `torch.addcmul(c, a, b)`, `vec_max` is `torch.fmax`, `reduce_sum` is `x.sum()`, `select_below` is `torch.where(a <
-bound, low, high)`. There are no loops. A kernel's first argument `f` (or `form`) is a `StorageType`: the dtype of its
+bound, low, high)`. There are no loops. A kernel's first argument `dtype` is a `StorageType`: the dtype of its
 tensors in memory. Numbers are computed in float64 if they are stored in float64, else in float32.
 """
 
@@ -22,8 +22,10 @@ from numba.core import cgutils
 from numba.core.datamodel import models
 
 from .launch import SIMD_WIDTH, round_up_to_simd
+from .memory_guard import DEBUG_KERNELS
+from .memory_pointer import INT64, llvm_itemsize, memory_pointer
 
-INT32, INT64 = ir.IntType(32), ir.IntType(64)
+INT32 = ir.IntType(32)
 LANE_MASK = ir.VectorType(INT32, SIMD_WIDTH)
 intrinsic: Any = extending.intrinsic  # typed Any: intrinsics are called without their first parameter
 
@@ -82,9 +84,10 @@ def llvm_elementwise(name: str, count: int) -> Any:
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         kind = signature.return_type.llvm_type
         letter = "f64" if signature.return_type == SIMD_FLOAT64 else "f32"
-        told = ir.FunctionType(kind, [kind] * count)
+        function_type = ir.FunctionType(kind, [kind] * count)
         return builder.call(
-            cgutils.get_or_insert_function(builder.module, told, f"llvm.{name}.v{SIMD_WIDTH}{letter}"), list(args)
+            cgutils.get_or_insert_function(builder.module, function_type, f"llvm.{name}.v{SIMD_WIDTH}{letter}"),
+            list(args),
         )
 
     return code
@@ -96,10 +99,12 @@ def _llvm_reduction(name: str, start: bool) -> Any:
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         number, vector = llvm_scalar_type(signature.return_type), signature.args[0].llvm_type
         letter = "f64" if signature.return_type == types.float64 else "f32"
-        told = ir.FunctionType(number, [number, vector] if start else [vector])
-        call = cgutils.get_or_insert_function(builder.module, told, f"llvm.vector.reduce.{name}.v{SIMD_WIDTH}{letter}")
-        given = [ir.Constant(number, -0.0), args[0]] if start else [args[0]]
-        return builder.call(call, given, fastmath=["reassoc"] if start else [])
+        function_type = ir.FunctionType(number, [number, vector] if start else [vector])
+        call = cgutils.get_or_insert_function(
+            builder.module, function_type, f"llvm.vector.reduce.{name}.v{SIMD_WIDTH}{letter}"
+        )
+        operands = [ir.Constant(number, -0.0), args[0]] if start else [args[0]]
+        return builder.call(call, operands, fastmath=["reassoc"] if start else [])
 
     return code
 
@@ -305,27 +310,23 @@ STORAGE_LLVM_TYPES = {"float32": ir.FloatType(), "float64": ir.DoubleType(), "bf
 STORAGE_ITEMSIZES = {"float32": 4, "float64": 8, "bfloat16": 2, "int8": 1}
 
 
-def _typed_pointer(builder: ir.IRBuilder, address: ir.Value, kind: ir.Type) -> Any:
-    return builder.inttoptr(address, kind.as_pointer())
-
-
-def _widen(builder: ir.IRBuilder, raw: Any, kind: str, told: ir.Type) -> Any:
-    """Convert a number, or a vector, from its dtype in memory to the dtype for computing, `told`."""
+def _widen(builder: ir.IRBuilder, raw: Any, kind: str, target: ir.Type) -> Any:
+    """Convert a number, or a vector, from its dtype in memory to the dtype for computing, `target`."""
     if kind in ("float32", "float64"):
         return raw
     if kind == "int8":
-        return builder.sitofp(raw, told)
-    many = isinstance(told, ir.VectorType)
-    wide, shift = (ir.VectorType(INT32, SIMD_WIDTH), [16] * SIMD_WIDTH) if many else (INT32, 16)
+        return builder.sitofp(raw, target)
+    is_vector = isinstance(target, ir.VectorType)
+    wide, shift = (ir.VectorType(INT32, SIMD_WIDTH), [16] * SIMD_WIDTH) if is_vector else (INT32, 16)
     # bfloat16 is the upper half of float32
-    return builder.bitcast(builder.shl(builder.zext(raw, wide), ir.Constant(wide, shift)), told)
+    return builder.bitcast(builder.shl(builder.zext(raw, wide), ir.Constant(wide, shift)), target)
 
 
 class StorageType(types.Type):
     """Numba type for the dtype in which a kernel's tensors are stored; kernels are compiled once per storage type."""
 
     def __init__(self, kind: str) -> None:
-        super().__init__(name=f"form of {kind}")
+        super().__init__(name=f"storage dtype {kind}")
         self.kind, self.lanes = kind, SIMD_FLOAT64 if kind == "float64" else SIMD_FLOAT32
 
 
@@ -343,44 +344,44 @@ storage_type: Any = _storage_type  # typed Any: it is called without its first p
 
 
 @intrinsic
-def storage_itemsize(typing: Any, form: Any) -> Any:
+def storage_itemsize(typing: Any, dtype: Any) -> Any:
     """Return the bytes per element in memory."""
-    return types.int64(form), lambda context, builder, signature, args: INT64(STORAGE_ITEMSIZES[form.kind])
+    return types.int64(dtype), lambda context, builder, signature, args: INT64(STORAGE_ITEMSIZES[dtype.kind])
 
 
 @intrinsic
-def compute_itemsize(typing: Any, form: Any) -> Any:
+def compute_itemsize(typing: Any, dtype: Any) -> Any:
     """Return the bytes per element in computations."""
-    return types.int64(form), lambda context, builder, signature, args: INT64(8 if form.lanes == SIMD_FLOAT64 else 4)
+    return types.int64(dtype), lambda context, builder, signature, args: INT64(8 if dtype.lanes == SIMD_FLOAT64 else 4)
 
 
 @intrinsic
-def as_compute_scalar(typing: Any, form: Any, value: Any) -> Any:
+def as_compute_scalar(typing: Any, dtype: Any, value: Any) -> Any:
     """Convert a number to the dtype for computing."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return context.cast(builder, args[1], value, form.lanes.number)
+        return context.cast(builder, args[1], value, dtype.lanes.number)
 
-    return form.lanes.number(form, value), code
+    return dtype.lanes.number(dtype, value), code
 
 
-def _make_load(many: bool, memory: bool) -> Any:
-    """Return an intrinsic that loads 16 elements (`many`) or one, in the storage (`memory`) or computing dtype."""
+def _make_load(is_vector: bool, is_stored: bool) -> Any:
+    """Return an intrinsic that loads 16 elements or one, in the storage dtype (`is_stored`) or that for computing."""
 
     @intrinsic
-    def read(typing: Any, form: Any, address: Any) -> Any:
-        lanes = form.lanes
-        kind = form.kind if memory else "float64" if lanes == SIMD_FLOAT64 else "float32"
-        told = lanes.llvm_type if many else llvm_scalar_type(lanes.number)
-        raw = ir.VectorType(STORAGE_LLVM_TYPES[kind], SIMD_WIDTH) if many else STORAGE_LLVM_TYPES[kind]
+    def load(typing: Any, dtype: Any, address: Any) -> Any:
+        lanes = dtype.lanes
+        kind = dtype.kind if is_stored else "float64" if lanes == SIMD_FLOAT64 else "float32"
+        target = lanes.llvm_type if is_vector else llvm_scalar_type(lanes.number)
+        raw = ir.VectorType(STORAGE_LLVM_TYPES[kind], SIMD_WIDTH) if is_vector else STORAGE_LLVM_TYPES[kind]
 
         def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            found = builder.load(_typed_pointer(builder, args[1], raw), align=STORAGE_ITEMSIZES[kind])
-            return _widen(builder, found, kind, told)
+            value = builder.load(memory_pointer(builder, args[1], raw), align=STORAGE_ITEMSIZES[kind])
+            return _widen(builder, value, kind, target)
 
-        return (lanes if many else lanes.number)(form, types.int64), code
+        return (lanes if is_vector else lanes.number)(dtype, types.int64), code
 
-    return read
+    return load
 
 
 load_storage, load_storage_scalar = _make_load(True, True), _make_load(False, True)
@@ -395,23 +396,23 @@ def _make_bf16_load(odd: int) -> Any:
     """
 
     @intrinsic
-    def half(typing: Any, form: Any, address: Any) -> Any:
-        lanes, kind, pair = form.lanes, form.kind, ir.VectorType(INT32, SIMD_WIDTH)
+    def half(typing: Any, dtype: Any, address: Any) -> Any:
+        lanes, kind, pair = dtype.lanes, dtype.kind, ir.VectorType(INT32, SIMD_WIDTH)
 
         def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             if kind != "bfloat16":
                 at = builder.add(args[1], INT64(odd * SIMD_WIDTH * STORAGE_ITEMSIZES[kind]))
-                found = builder.load(
-                    _typed_pointer(builder, at, ir.VectorType(STORAGE_LLVM_TYPES[kind], SIMD_WIDTH)),
+                value = builder.load(
+                    memory_pointer(builder, at, ir.VectorType(STORAGE_LLVM_TYPES[kind], SIMD_WIDTH)),
                     align=STORAGE_ITEMSIZES[kind],
                 )
-                return _widen(builder, found, kind, lanes.llvm_type)
-            found = builder.load(_typed_pointer(builder, args[1], pair), align=STORAGE_ITEMSIZES[kind])
+                return _widen(builder, value, kind, lanes.llvm_type)
+            value = builder.load(memory_pointer(builder, args[1], pair), align=STORAGE_ITEMSIZES[kind])
             upper = ir.Constant(pair, [0xFFFF0000] * SIMD_WIDTH)
-            told = builder.and_(found, upper) if odd else builder.shl(found, ir.Constant(pair, [16] * SIMD_WIDTH))
-            return builder.bitcast(told, lanes.llvm_type)
+            bits = builder.and_(value, upper) if odd else builder.shl(value, ir.Constant(pair, [16] * SIMD_WIDTH))
+            return builder.bitcast(bits, lanes.llvm_type)
 
-        return lanes(form, types.int64), code
+        return lanes(dtype, types.int64), code
 
     return half
 
@@ -424,7 +425,7 @@ def load_int64(typing: Any, address: Any) -> Any:
     """Load an int64."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.load(_typed_pointer(builder, args[0], INT64))
+        return builder.load(memory_pointer(builder, args[0], INT64))
 
     return types.int64(types.int64), code
 
@@ -436,7 +437,7 @@ def store_value(typing: Any, address: Any, value: Any) -> Any:
     align = 4 if value in (SIMD_FLOAT32, types.float32) else 8
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        builder.store(args[1], _typed_pointer(builder, args[0], kind), align=align)
+        builder.store(args[1], memory_pointer(builder, args[0], kind, "writes"), align=align)
         return context.get_dummy_value()
 
     return types.void(types.int64, value), code
@@ -451,7 +452,7 @@ def _store_quarter(typing: Any, address: Any, value: Any, which: Any) -> Any:
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         at = ir.Constant(ir.VectorType(INT32, count), list(range(first, first + count)))
         found = builder.shuffle_vector(args[1], args[1], at)
-        builder.store(found, _typed_pointer(builder, args[0], kind), align=4)
+        builder.store(found, memory_pointer(builder, args[0], kind, "writes"), align=4)
         return context.get_dummy_value()
 
     return types.void(types.int64, value, which), code
@@ -460,32 +461,32 @@ def _store_quarter(typing: Any, address: Any, value: Any, which: Any) -> Any:
 store_quarter: Any = _store_quarter
 
 
-def _round_to_bfloat16(builder: Any, told: Any, many: bool) -> Any:
+def _round_to_bfloat16(builder: Any, value: Any, is_vector: bool) -> Any:
     """Round float32 to bfloat16 bits, to nearest, ties to even; NaN stays NaN."""
 
     def all_of(kind: ir.Type, bits: int) -> ir.Constant:
-        return ir.Constant(ir.VectorType(kind, SIMD_WIDTH), [bits] * SIMD_WIDTH) if many else kind(bits)
+        return ir.Constant(ir.VectorType(kind, SIMD_WIDTH), [bits] * SIMD_WIDTH) if is_vector else kind(bits)
 
-    bits = builder.bitcast(told, ir.VectorType(INT32, SIMD_WIDTH) if many else INT32)
+    bits = builder.bitcast(value, ir.VectorType(INT32, SIMD_WIDTH) if is_vector else INT32)
     half = builder.add(builder.and_(builder.lshr(bits, all_of(INT32, 16)), all_of(INT32, 1)), all_of(INT32, 0x7FFF))
     above = builder.lshr(builder.add(bits, half), all_of(INT32, 16))
-    above = builder.select(builder.fcmp_unordered("uno", told, told), all_of(INT32, 0x7FC0), above)
+    above = builder.select(builder.fcmp_unordered("uno", value, value), all_of(INT32, 0x7FC0), above)
     raw = STORAGE_LLVM_TYPES["bfloat16"]
-    return builder.trunc(above, ir.VectorType(raw, SIMD_WIDTH) if many else raw)
+    return builder.trunc(above, ir.VectorType(raw, SIMD_WIDTH) if is_vector else raw)
 
 
 @intrinsic
-def store_storage(typing: Any, form: Any, address: Any, value: Any) -> Any:
+def store_storage(typing: Any, dtype: Any, address: Any, value: Any) -> Any:
     """Store one number or a vector in the storage dtype."""
-    many = isinstance(value, SimdVector)
+    is_vector = isinstance(value, SimdVector)
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        told = _round_to_bfloat16(builder, args[2], many) if form.kind == "bfloat16" else args[2]
-        raw = ir.VectorType(STORAGE_LLVM_TYPES[form.kind], SIMD_WIDTH) if many else STORAGE_LLVM_TYPES[form.kind]
-        builder.store(told, _typed_pointer(builder, args[1], raw), align=STORAGE_ITEMSIZES[form.kind])
+        raw_value = _round_to_bfloat16(builder, args[2], is_vector) if dtype.kind == "bfloat16" else args[2]
+        raw = ir.VectorType(STORAGE_LLVM_TYPES[dtype.kind], SIMD_WIDTH) if is_vector else STORAGE_LLVM_TYPES[dtype.kind]
+        builder.store(raw_value, memory_pointer(builder, args[1], raw, "writes"), align=STORAGE_ITEMSIZES[dtype.kind])
         return context.get_dummy_value()
 
-    return types.void(form, types.int64, value if many else form.lanes.number), code
+    return types.void(dtype, types.int64, value if is_vector else dtype.lanes.number), code
 
 
 @intrinsic
@@ -493,7 +494,7 @@ def fetch_and_increment(typing: Any, address: Any) -> Any:
     """Add one to an int64 atomically and return its old value; no two threads get the same value."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.atomic_rmw("add", _typed_pointer(builder, args[0], INT64), INT64(1), "acq_rel")
+        return builder.atomic_rmw("add", memory_pointer(builder, args[0], INT64, "updates"), INT64(1), "acq_rel")
 
     return types.int64(types.int64), code
 
@@ -506,42 +507,35 @@ def _make_prefetch(level: int) -> Any:
     """
 
     @intrinsic
-    def ask(typing: Any, address: Any) -> Any:
+    def prefetch(typing: Any, address: Any) -> Any:
         def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             byte = INT8.as_pointer()
-            told = ir.FunctionType(ir.VoidType(), [byte, INT32, INT32, INT32])
-            ask = cgutils.get_or_insert_function(builder.module, told, "llvm.prefetch.p0")
-            builder.call(ask, [builder.inttoptr(args[0], byte), INT32(0), INT32(level), INT32(1)])
+            function_type = ir.FunctionType(ir.VoidType(), [byte, INT32, INT32, INT32])
+            function = cgutils.get_or_insert_function(builder.module, function_type, "llvm.prefetch.p0")
+            builder.call(function, [builder.inttoptr(args[0], byte), INT32(0), INT32(level), INT32(1)])
             return context.get_dummy_value()
 
         return types.void(types.int64), code
 
-    return ask
+    return prefetch
 
 
 prefetch_l2, prefetch_l1, prefetch_nontemporal = _make_prefetch(2), _make_prefetch(3), _make_prefetch(0)
-
-
-@extending.register_jitable
-def load_arg(table, at):
-    """Load the kernel argument at index `at` of an int64 array."""
-    return load_int64(table + 8 * at)
 
 
 # --- Masks and stream compaction -----------------------------------------------------------------------
 
 
 @intrinsic
-def load_masked(typing: Any, form: Any, address: Any, x: Any, low: Any) -> Any:
+def load_masked(typing: Any, dtype: Any, address: Any, x: Any, low: Any) -> Any:
     """Return x where the mask byte at `address` is set, else `low`."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         kind = ir.VectorType(ir.IntType(8), SIMD_WIDTH)
-        place = builder.inttoptr(args[1], kind.as_pointer())
-        found = builder.load(place, align=1)
-        return builder.select(builder.icmp_unsigned("!=", found, ir.Constant(kind, [0] * SIMD_WIDTH)), args[2], args[3])
+        mask = builder.load(memory_pointer(builder, args[1], kind), align=1)
+        return builder.select(builder.icmp_unsigned("!=", mask, ir.Constant(kind, [0] * SIMD_WIDTH)), args[2], args[3])
 
-    return x(form, address, x, low), code
+    return x(dtype, address, x, low), code
 
 
 @intrinsic
@@ -549,8 +543,7 @@ def is_byte_set(typing: Any, address: Any) -> Any:
     """Return 1 if the byte at an address is set, else 0."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        byte = ir.IntType(8)
-        return builder.zext(builder.load(builder.inttoptr(args[0], byte.as_pointer()), align=1), INT64)
+        return builder.zext(builder.load(memory_pointer(builder, args[0], INT8), align=1), INT64)
 
     return types.int64(types.int64), code
 
@@ -566,13 +559,17 @@ def compress_store(typing: Any, x: Any, least: Any, where: Any, to: Any, places:
         whole = ir.VectorType(INT32, SIMD_WIDTH)
         counts = builder.fcmp_unordered(">", args[0], args[1])
         letter = "f64" if signature.args[0] == SIMD_FLOAT64 else "f32"
-        stood = builder.load(builder.inttoptr(args[2], whole.as_pointer()), align=4)
-        for given, kind, address in ((args[0], letter, args[3]), (stood, "i32", args[4])):
-            to = builder.inttoptr(address, given.type.element.as_pointer())
-            told = ir.FunctionType(ir.VoidType(), [given.type, to.type, counts.type])
+        num_stored = builder.zext(builder.ctpop(builder.bitcast(counts, ir.IntType(SIMD_WIDTH))), INT64)
+        indices = builder.load(memory_pointer(builder, args[2], whole), align=4)
+        for vector, kind, address in ((args[0], letter, args[3]), (indices, "i32", args[4])):
+            element = vector.type.element
+            size = builder.mul(num_stored, INT64(llvm_itemsize(element))) if DEBUG_KERNELS else None
+            to = memory_pointer(builder, address, element, "writes", size)
+            store_type = ir.FunctionType(ir.VoidType(), [vector.type, to.type, counts.type])
             name = f"llvm.masked.compressstore.v{SIMD_WIDTH}{kind}"
-            builder.call(cgutils.get_or_insert_function(builder.module, told, name), [given, to, counts])
-        return builder.zext(builder.ctpop(builder.bitcast(counts, ir.IntType(SIMD_WIDTH))), INT64)
+            store = cgutils.get_or_insert_function(builder.module, store_type, name)
+            builder.call(store, [vector, to, counts])
+        return num_stored
 
     return types.int64(x, x, types.int64, types.int64, types.int64), code
 
@@ -582,6 +579,6 @@ def load_int32(typing: Any, address: Any) -> Any:
     """Load an int32 as an int64."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.sext(builder.load(builder.inttoptr(args[0], INT32.as_pointer()), align=4), INT64)
+        return builder.sext(builder.load(memory_pointer(builder, args[0], INT32), align=4), INT64)
 
     return types.int64(types.int64), code

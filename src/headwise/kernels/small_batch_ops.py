@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from enum import IntEnum, auto
 from typing import Any
 
 import torch
@@ -22,6 +21,17 @@ from torch.utils.flop_counter import register_flop_formula
 
 from . import launch
 from .autograd_guards import can_skip_dispatcher
+from .kernel_args import (
+    Float32Arg,
+    Float64Arg,
+    Int64Arg,
+    KernelArgs,
+    ParallelKernelArgs,
+    StridedArg,
+    TableArg,
+    TensorArg,
+    matrix_table,
+)
 from .launch import SIMD_WIDTH, KernelSet
 
 GEMV_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
@@ -29,27 +39,19 @@ GEMV_TILE_SIZE = 4  # rows, and tokens, of one tile of products
 GEMV_STEP = 2 * SIMD_WIDTH  # channels of a row that one step reads
 
 
-class GemvArgs(IntEnum):
-    """Kernel arguments of the GEMV: byte offsets into an int64 array. Addresses and strides count bytes."""
+class GemvArgs(ParallelKernelArgs, is_checked=False):
+    """Arguments of the GEMV; a work item is a block of rows of one matrix, the scratch buffer holds packed tokens."""
 
-    def _generate_next_value_(name, start, count, last_values):
-        return 8 * count
-
-    NEXT_BLOCK = auto()  # counters: next block, next thread
-    NEXT_THREAD = auto()
-    NUM_BLOCKS = auto()
-    ROWS_PER_BLOCK = auto()  # matrix rows that a thread takes at a time
-    X = auto()  # [M, K]
-    Y = auto()  # [M, rows of all matrices]
-    SCRATCH = auto()  # scratch buffers for packed tokens, and the bytes of each
-    SCRATCH_BYTES = auto()
-    NUM_TOKENS = auto()  # M
-    WIDTH = auto()  # K
-    NUM_ROWS = auto()  # N of all matrices together
-    MATRICES = auto()  # pairs: address and number of rows of each matrix
+    rows_per_block: int = 0  # matrix rows that a thread takes at a time
+    x: TensorArg = None  # [M, K]
+    y: TensorArg = None  # [M, rows of all matrices]
+    num_tokens: int = 0  # M
+    width: int = 0  # K
+    num_rows: int = 0  # N of all matrices together
+    matrices: TableArg = None  # pairs: address and number of rows of each matrix
 
 
-GEMV_KERNELS = KernelSet("small_batch_kernels", GEMV_DTYPES, work="run_gemv")
+GEMV_KERNELS = KernelSet("small_batch_kernels", GEMV_DTYPES, work=("run_gemv", GemvArgs))
 
 # --- The operation `headwise::thin` --------------------------------------------------------------------
 
@@ -77,16 +79,26 @@ def _small_batch_matmul_op(x_MK: Tensor, matrices: Sequence[Tensor]) -> Tensor:
 
 def _launch_gemv(x_MK: Tensor, matrices: Sequence[Tensor]) -> Tensor:
     x_MK, (tokens, width) = x_MK.contiguous(), x_MK.shape
-    table = array("q", [number for matrix in matrices for number in (matrix.data_ptr(), matrix.shape[0])])
-    rows, own, threads = sum(table[1::2]), 4 * tokens * width, launch.max_threads()
-    each = _rows_per_block(rows, width * x_MK.itemsize, threads)
-    blocks = sum([-(-count // each) for count in table[1::2]])
+    table = matrix_table(matrices)
+    rows, scratch_bytes, threads = sum(table[1::2]), 4 * tokens * width, launch.max_threads()
+    rows_per_block = _rows_per_block(rows, width * x_MK.itemsize, threads)
+    blocks = sum([-(-count // rows_per_block) for count in table[1::2]])
     threads = min(blocks, threads)
-    y, desks = x_MK.new_empty(tokens, rows), torch.empty(threads * own, dtype=torch.uint8)
-    places = x_MK.data_ptr(), y.data_ptr(), desks.data_ptr()
-    told = array("q", (0, 0, blocks, each, *places, own, tokens, width, rows)) + table
-    assert 8 * (len(told) - len(table)) == GemvArgs.MATRICES
-    launch.run_in_threads(GEMV_KERNELS.function_address("work", x_MK.dtype), told.buffer_info()[0], threads)
+    y = x_MK.new_empty(tokens, rows)
+    args = GemvArgs.make(
+        num_items=blocks,
+        scratch=torch.empty(threads * scratch_bytes, dtype=torch.uint8),
+        scratch_bytes=scratch_bytes,
+        rows_per_block=rows_per_block,
+        x=x_MK,
+        y=y,
+        num_tokens=tokens,
+        width=width,
+        num_rows=rows,
+        matrices=table,
+    )
+    args.tensors += matrices
+    GEMV_KERNELS.run("work", x_MK.dtype, args, threads)
     return y
 
 
@@ -120,13 +132,67 @@ _small_batch_matmul_op.register_autograd(_small_batch_matmul_backward, setup_con
 
 # --- Elementwise operations on a few tokens, one kernel call each --------------------------------------
 
+
+class RmsNormArgs(KernelArgs, is_checked=False):
+    """Arguments of `rms_norm`."""
+
+    x: TensorArg = None  # [rows, width]
+    y: TensorArg = None
+    weight: TensorArg = None  # [width]
+    rows: int = 0
+    width: int = 0
+    eps: float = 0.0
+    offset: float = 0.0  # added to the weight
+
+
+class RotaryArgs(KernelArgs, is_checked=False):
+    """Arguments of `apply_rotary`; strides count bytes."""
+
+    x: StridedArg = None  # [batch, tokens, heads, width]
+    y: TensorArg = None
+    position: Int64Arg = None  # [batch or 1, tokens]
+    frequency: Float64Arg = None  # [pairs]
+    waves: TableArg = None  # scratch: cosines and sines of one token, [2, pairs] in the dtype for computing
+    batch: int = 0
+    tokens: int = 0
+    heads: int = 0
+    width: int = 0
+    pairs: int = 0
+    x_batch_stride: int = 0
+    x_token_stride: int = 0
+    x_head_stride: int = 0
+    position_batch_stride: int = 0
+    attention_factor: float = 0.0
+
+
+class SiluArgs(KernelArgs, is_checked=False):
+    """Arguments of `silu_and_multiply`; strides count bytes."""
+
+    gate: StridedArg = None  # [rows, width]
+    up: StridedArg = None
+    y: TensorArg = None
+    rows: int = 0
+    width: int = 0
+    gate_row_stride: int = 0
+    up_row_stride: int = 0
+
+
+class ScaleArgs(KernelArgs, is_checked=False):
+    """Arguments of `scale_to_float32`."""
+
+    x: TensorArg = None
+    y: Float32Arg = None
+    count: int = 0  # elements
+    factor: float = 0.0
+
+
 SMALL_BATCH_KERNELS = KernelSet(
     "small_batch_kernels",
     GEMV_DTYPES,
-    norms="rms_norm_kernel",
-    turns="rotary_kernel",
-    gates="silu_and_multiply_kernel",
-    rises="scale_to_float32_kernel",
+    norms=("rms_norm_kernel", RmsNormArgs),
+    turns=("rotary_kernel", RotaryArgs),
+    gates=("silu_and_multiply_kernel", SiluArgs),
+    rises=("scale_to_float32_kernel", ScaleArgs),
 )
 MAX_SMALL_NUMEL = 2**14  # maximum number of elements; beyond it torch's threads pay off
 
@@ -156,11 +222,9 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float, offset: float = 0.0) 
     [2.0, 2.0]
     """
     x, width = x.contiguous(), x.shape[-1]
-    y, numbers = torch.empty_like(x), array("d", (eps, offset))
-    by = 0 if weight is None else weight.data_ptr()
-    _launch_small_batch(
-        "norms", x, (x.data_ptr(), y.data_ptr(), x.numel() // width, width, by, numbers.buffer_info()[0])
-    )
+    y = torch.empty_like(x)
+    args = RmsNormArgs.make(x=x, y=y, weight=weight, rows=x.numel() // width, width=width, eps=eps, offset=offset)
+    SMALL_BATCH_KERNELS.run("norms", x.dtype, args)
     return y
 
 
@@ -174,15 +238,27 @@ def apply_rotary(x_BTHK: Tensor, position_BT: Tensor, frequency: Tensor, attenti
     ... )[0, 0, 0, ::16].tolist()
     [-2.0, -2.0]
     """
-    (batch, tokens, heads, width), step, pairs = x_BTHK.shape, x_BTHK.itemsize, frequency.numel()
-    y, numbers = x_BTHK.new_empty(x_BTHK.shape), array("d", (attention_factor,))
-    waves = array("q", bytes(8 * pairs))
-    position, apart = position_BT.contiguous(), 0 if position_BT.shape[0] == 1 else 8 * tokens
-    strides = [step * x_BTHK.stride(n) for n in range(3)]
-    where = position.data_ptr(), apart, frequency.data_ptr(), pairs, numbers.buffer_info()[0], waves.buffer_info()[0]
-    _launch_small_batch(
-        "turns", x_BTHK, (x_BTHK.data_ptr(), y.data_ptr(), batch, tokens, heads, width, *strides, *where)
+    (batch, tokens, heads, width), pairs = x_BTHK.shape, frequency.numel()
+    y = x_BTHK.new_empty(x_BTHK.shape)
+    batch_stride, token_stride, head_stride, _ = x_BTHK.stride()
+    args = RotaryArgs.make(
+        x=x_BTHK,
+        y=y,
+        position=position_BT.contiguous(),
+        frequency=frequency,
+        waves=array("q", bytes(8 * pairs)),
+        batch=batch,
+        tokens=tokens,
+        heads=heads,
+        width=width,
+        pairs=pairs,
+        x_batch_stride=x_BTHK.itemsize * batch_stride,
+        x_token_stride=x_BTHK.itemsize * token_stride,
+        x_head_stride=x_BTHK.itemsize * head_stride,
+        position_batch_stride=0 if position_BT.shape[0] == 1 else 8 * tokens,
+        attention_factor=attention_factor,
     )
+    SMALL_BATCH_KERNELS.run("turns", x_BTHK.dtype, args)
     return y
 
 
@@ -193,9 +269,17 @@ def silu_and_multiply(gate: Tensor, up: Tensor) -> Tensor:
     200.0
     """
     gate, up = _flatten_rows(gate), _flatten_rows(up)
-    y, (rows, width), step = gate.new_empty(gate.shape), gate.shape, gate.itemsize
-    places = gate.data_ptr(), up.data_ptr(), y.data_ptr(), rows, width, step * gate.stride(0), step * up.stride(0)
-    _launch_small_batch("gates", gate, places)
+    y, (rows, width), itemsize = gate.new_empty(gate.shape), gate.shape, gate.itemsize
+    args = SiluArgs.make(
+        gate=gate,
+        up=up,
+        y=y,
+        rows=rows,
+        width=width,
+        gate_row_stride=itemsize * gate.stride(0),
+        up_row_stride=itemsize * up.stride(0),
+    )
+    SMALL_BATCH_KERNELS.run("gates", gate.dtype, args)
     return y
 
 
@@ -205,16 +289,11 @@ def scale_to_float32(x_BHK: Tensor, factor: float) -> Tensor:
     >>> scale_to_float32(torch.ones(1, 1, 16, dtype=torch.bfloat16), 0.1)[0, 0, 0].item()
     0.100...
     """
-    x, numbers = x_BHK.contiguous(), array("d", (factor,))
+    x = x_BHK.contiguous()
     y = x.new_empty(x.shape, dtype=torch.float32)
-    _launch_small_batch("rises", x, (x.data_ptr(), y.data_ptr(), x.numel(), numbers.buffer_info()[0]))
+    SMALL_BATCH_KERNELS.run("rises", x.dtype, ScaleArgs.make(x=x, y=y, count=x.numel(), factor=factor))
     return y
 
 
 def _flatten_rows(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1])
-
-
-def _launch_small_batch(name: str, like: Tensor, numbers: tuple[int, ...]) -> None:
-    table = array("q", numbers)
-    launch.run_in_threads(SMALL_BATCH_KERNELS.function_address(name, like.dtype), table.buffer_info()[0], 1)

@@ -13,7 +13,6 @@ in cross-attention.
 
 from __future__ import annotations
 
-from enum import IntEnum, auto
 from typing import Any
 
 import torch
@@ -22,32 +21,33 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from .autograd_guards import NO_DOUBLE_BACKWARD_REMEDY, forbid_double_backward
-from .launch import COMPUTE_DTYPES, FIRST_KERNEL_ARG, SIMD_WIDTH, ParallelKernelSet
+from .kernel_args import Int64Arg, ParallelKernelArgs, StridedArg, TensorArg
+from .launch import COMPUTE_DTYPES, SIMD_WIDTH, ParallelKernelSet
 
 
-class VarlenArgs(IntEnum):
-    """Kernel arguments: indices into an int64 array. Addresses and strides count bytes."""
+class VarlenArgs(ParallelKernelArgs):
+    """Kernel arguments; strides count bytes. A work item is one sequence and one key head."""
 
-    SEQUENCES = FIRST_KERNEL_ARG  # [sequences, 4]: first query, number of queries, first key, number of keys
-    Q = auto()  # [tokens, GROUPS x GROUP_SIZE, DIM], with its token and head strides
-    Q_TOKEN_STRIDE = auto()
-    Q_HEAD_STRIDE = auto()
-    K = auto()  # [tokens, groups, DIM]
-    K_TOKEN_STRIDE = auto()
-    K_HEAD_STRIDE = auto()
-    V = auto()  # [tokens, groups, VDIM]
-    V_TOKEN_STRIDE = auto()
-    V_HEAD_STRIDE = auto()
-    GROUPS = auto()
-    GROUP_SIZE = auto()  # query heads per key head
-    DIM = auto()
-    VDIM = auto()
-    SCALE = auto()  # address of one number
-    CAUSAL = auto()  # 1 if query t of a sequence reads only keys 0 to t
-    OUTPUT = auto()  # forward the output [tokens, heads, VDIM]; backward the gradient of the queries
-    GRAD = auto()  # [tokens, heads, VDIM]
-    D_K = auto()  # [tokens, groups, DIM]
-    D_V = auto()  # [tokens, groups, VDIM]
+    sequences: Int64Arg = None  # [sequences, 4]: first query, number of queries, first key, number of keys
+    q: StridedArg = None  # [tokens, num_kv_heads x group_size, dim], with its token and head strides
+    q_token_stride: int = 0
+    q_head_stride: int = 0
+    k: StridedArg = None  # [tokens, num_kv_heads, dim]
+    k_token_stride: int = 0
+    k_head_stride: int = 0
+    v: StridedArg = None  # [tokens, num_kv_heads, vdim]
+    v_token_stride: int = 0
+    v_head_stride: int = 0
+    num_kv_heads: int = 0
+    group_size: int = 0  # query heads per key head
+    dim: int = 0
+    vdim: int = 0
+    scale: float = 0.0
+    causal: int = 0  # 1 if query t of a sequence reads only keys 0 to t
+    output: TensorArg = None  # forward the output [tokens, heads, vdim]; backward the gradient of the queries
+    grad: TensorArg = None  # [tokens, heads, vdim]
+    d_k: TensorArg = None  # [tokens, num_kv_heads, dim]
+    d_v: TensorArg = None  # [tokens, num_kv_heads, vdim]
 
 
 def varlen_scratch_size(longest: int, dim: int, vdim: int) -> int:
@@ -57,7 +57,10 @@ def varlen_scratch_size(longest: int, dim: int, vdim: int) -> int:
 
 
 VARLEN_KERNELS = ParallelKernelSet(
-    "varlen_attention_kernel", COMPUTE_DTYPES, forward="varlen_forward", backward="varlen_backward"
+    "varlen_attention_kernel",
+    COMPUTE_DTYPES,
+    forward=("varlen_forward", VarlenArgs),
+    backward=("varlen_backward", VarlenArgs),
 )
 
 # --- The operation `headwise::texts` -------------------------------------------------------------------
@@ -80,7 +83,8 @@ def attend_varlen(qkv: list[Tensor], where: Tensor, longest: int, causal: bool, 
     """
     (q, _, v), wide = qkv, [_pad_rows(t) for t in qkv]
     o = v.new_zeros(*q.shape[:2], wide[2].shape[2])
-    _launch_varlen("forward", wide, (where, longest), (causal, scale), o)
+    args = _make_args(wide, (where, longest), causal, scale).replace(output=o)
+    VARLEN_KERNELS.launch("forward", o.dtype, args)
     return o if o.shape[2] == v.shape[2] else o[..., : v.shape[2]].contiguous()
 
 
@@ -90,12 +94,11 @@ def attend_varlen_backward(
 ) -> list[Tensor]:
     """Return the gradients of q, k and v."""
     wide = [_pad_rows(t) for t in qkv]
-    made = [t.new_zeros(t.shape) for t in wide]
-    back = _pad_rows(grad).contiguous()
-    _launch_varlen("backward", wide, (where, longest), (causal, scale), made[0], back, *made[1:])
-    return [
-        t if t.shape == own.shape else t[..., : own.shape[2]].contiguous() for t, own in zip(made, qkv, strict=True)
-    ]
+    grads = d_q, d_k, d_v = [t.new_zeros(t.shape) for t in wide]
+    args = _make_args(wide, (where, longest), causal, scale)
+    args = args.replace(output=d_q, grad=_pad_rows(grad).contiguous(), d_k=d_k, d_v=d_v)
+    VARLEN_KERNELS.launch("backward", d_q.dtype, args)
+    return [d if d.shape == t.shape else d[..., : t.shape[2]].contiguous() for d, t in zip(grads, qkv, strict=True)]
 
 
 def _pad_rows(t: Tensor) -> Tensor:
@@ -105,16 +108,30 @@ def _pad_rows(t: Tensor) -> Tensor:
     return t if t.stride(2) == 1 else t.contiguous()
 
 
-def _launch_varlen(
-    which: str, given: list[Tensor], where: SequenceTable, how: tuple[bool, float], *made: Tensor
-) -> None:
-
-    (table, longest), (causal, scale), (q, k, v) = where, how, given
-    groups, scales = k.shape[1], torch.full((1,), scale, dtype=q.dtype)
-    work = len(table) * groups, varlen_scratch_size(longest, k.shape[2], v.shape[2])
-    lies = [told for t in given for told in (t, *(step * t.itemsize for step in t.stride()[:2]))]
-    sizes = (groups, q.shape[1] // groups, k.shape[2], v.shape[2], scales, int(causal))
-    VARLEN_KERNELS.launch(which, q.dtype, work, table, *lies, *sizes, *made)
+def _make_args(qkv: list[Tensor], sequences: SequenceTable, causal: bool, scale: float) -> VarlenArgs:
+    """Return the kernel arguments of a call, without the tensors that the kernel writes."""
+    (table, longest), (q, k, v) = sequences, qkv
+    itemsize, num_kv_heads = q.itemsize, k.shape[1]
+    return VarlenArgs.make(
+        num_items=len(table) * num_kv_heads,
+        scratch_bytes=varlen_scratch_size(longest, k.shape[2], v.shape[2]) * itemsize,
+        sequences=table,
+        q=q,
+        q_token_stride=q.stride(0) * itemsize,
+        q_head_stride=q.stride(1) * itemsize,
+        k=k,
+        k_token_stride=k.stride(0) * itemsize,
+        k_head_stride=k.stride(1) * itemsize,
+        v=v,
+        v_token_stride=v.stride(0) * itemsize,
+        v_head_stride=v.stride(1) * itemsize,
+        num_kv_heads=num_kv_heads,
+        group_size=q.shape[1] // num_kv_heads,
+        dim=k.shape[2],
+        vdim=v.shape[2],
+        scale=scale,
+        causal=int(causal),
+    )
 
 
 @attend_varlen.register_fake

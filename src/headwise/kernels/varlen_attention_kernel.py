@@ -16,7 +16,6 @@ from . import simd
 from .launch import SIMD_WIDTH
 from .simd import (
     fma,
-    load_arg,
     load_int64,
     load_scalar,
     load_vector,
@@ -32,30 +31,29 @@ from .simd import (
     vec_mul,
     vec_sub,
 )
-from .varlen_attention import VarlenArgs
 
 
 @njit
-def init_sum(form, at, more):
-    """Return the initial value of a sum: the stored vector if `more`, otherwise zeros."""
-    if more:
-        return load_vector(form, at)
-    return splat(simd.as_compute_scalar(form, 0))
+def init_sum(dtype, at, accumulate):
+    """Return the initial value of a sum: the stored vector if `accumulate`, otherwise zeros."""
+    if accumulate:
+        return load_vector(dtype, at)
+    return splat(simd.as_compute_scalar(dtype, 0))
 
 
 @njit
-def gemm_4_rows(form, to, a, b, sizes):
+def gemm_4_rows(dtype, to, a, b, sizes):
     """Compute four rows of a product, 16 columns at a time."""
-    (to, row), (a, apart, step), (b, along), (inner, width, more) = to, a, b, sizes
-    for c in range(0, simd.compute_itemsize(form) * width, simd.compute_itemsize(form) * SIMD_WIDTH):
-        x0, x1 = init_sum(form, to + c, more), init_sum(form, to + row + c, more)
-        x2, x3 = init_sum(form, to + 2 * row + c, more), init_sum(form, to + 3 * row + c, more)
+    (to, row), (a, a_stride, step), (b, b_stride), (inner, width, accumulate) = to, a, b, sizes
+    for c in range(0, simd.compute_itemsize(dtype) * width, simd.compute_itemsize(dtype) * SIMD_WIDTH):
+        x0, x1 = init_sum(dtype, to + c, accumulate), init_sum(dtype, to + row + c, accumulate)
+        x2, x3 = init_sum(dtype, to + 2 * row + c, accumulate), init_sum(dtype, to + 3 * row + c, accumulate)
         for i in range(inner):
-            y, at = load_vector(form, b + along * i + c), a + step * i
-            x0 = fma(y, splat(load_scalar(form, at)), x0)
-            x1 = fma(y, splat(load_scalar(form, at + apart)), x1)
-            x2 = fma(y, splat(load_scalar(form, at + 2 * apart)), x2)
-            x3 = fma(y, splat(load_scalar(form, at + 3 * apart)), x3)
+            y, at = load_vector(dtype, b + b_stride * i + c), a + step * i
+            x0 = fma(y, splat(load_scalar(dtype, at)), x0)
+            x1 = fma(y, splat(load_scalar(dtype, at + a_stride)), x1)
+            x2 = fma(y, splat(load_scalar(dtype, at + 2 * a_stride)), x2)
+            x3 = fma(y, splat(load_scalar(dtype, at + 3 * a_stride)), x3)
         store_value(to + c, x0)
         store_value(to + row + c, x1)
         store_value(to + 2 * row + c, x2)
@@ -63,213 +61,191 @@ def gemm_4_rows(form, to, a, b, sizes):
 
 
 @njit
-def gemm_1_row(form, to, a, b, sizes):
+def gemm_1_row(dtype, to, a, b, sizes):
     """Compute one row of a product, 16 columns at a time."""
-    (a, _, step), (b, along), (inner, width, more) = a, b, sizes
-    for c in range(0, simd.compute_itemsize(form) * width, simd.compute_itemsize(form) * SIMD_WIDTH):
-        x = init_sum(form, to[0] + c, more)
+    (a, _, step), (b, b_stride), (inner, width, accumulate) = a, b, sizes
+    for c in range(0, simd.compute_itemsize(dtype) * width, simd.compute_itemsize(dtype) * SIMD_WIDTH):
+        x = init_sum(dtype, to[0] + c, accumulate)
         for i in range(inner):
-            x = fma(load_vector(form, b + along * i + c), splat(load_scalar(form, a + step * i)), x)
+            x = fma(load_vector(dtype, b + b_stride * i + c), splat(load_scalar(dtype, a + step * i)), x)
         store_value(to[0] + c, x)
 
 
 @njit
-def gemm(form, to, a, b, rows, sizes):
-    """Compute to[r] = sum_i a[r, i] b[i], added to `to` if `more` is set.
+def gemm(dtype, to, a, b, rows, sizes):
+    """Compute to[r] = sum_i a[r, i] b[i], added to `to` if `accumulate` is set.
 
     `to` and `b` are (address, bytes to the next row), `a` is (address, bytes to the next r, bytes to the next i), and
-    `sizes` is (number of i, columns, more).
+    `sizes` is (number of i, columns, accumulate).
     """
-    (to, row), (a, apart, step) = to, a
+    (to, row), (a, a_stride, step) = to, a
     r = 0
     while r + 4 <= rows:
-        gemm_4_rows(form, (to + row * r, row), (a + apart * r, apart, step), b, sizes)
+        gemm_4_rows(dtype, (to + row * r, row), (a + a_stride * r, a_stride, step), b, sizes)
         r += 4
     while r < rows:
-        gemm_1_row(form, (to + row * r, row), (a + apart * r, apart, step), b, sizes)
+        gemm_1_row(dtype, (to + row * r, row), (a + a_stride * r, a_stride, step), b, sizes)
         r += 1
 
 
 @njit
-def transpose_rows(form, to, source, step, rows, width):
+def transpose_rows(dtype, to, source, step, rows, width):
     """Write rows as columns, padded with zeros to whole vectors."""
-    size, across = simd.compute_itemsize(form), simd.compute_itemsize(form) * round_up_to_simd(rows)
+    size, across = simd.compute_itemsize(dtype), simd.compute_itemsize(dtype) * round_up_to_simd(rows)
     for c in range(width if rows else 0):
-        store_value(to + across * (c + 1) - size * SIMD_WIDTH, splat(simd.as_compute_scalar(form, 0)))
+        store_value(to + across * (c + 1) - size * SIMD_WIDTH, splat(simd.as_compute_scalar(dtype, 0)))
         for n in range(rows):
-            store_value(to + across * c + size * n, load_scalar(form, source + step * n + size * c))
+            store_value(to + across * c + size * n, load_scalar(dtype, source + step * n + size * c))
 
 
 @njit
-def softmax_scores(form, table, x, places, queries, keys):
+def softmax_scores(dtype, args, x, indices, queries, keys):
     """Replace products x by weights, softmax(scale * x) over the keys that each query may read."""
-    size, across = simd.compute_itemsize(form), round_up_to_simd(keys)
-    low, scale = simd.as_compute_scalar(form, -math.inf), splat(load_scalar(form, load_arg(table, VarlenArgs.SCALE)))
-    place = load_vector(form, places)
+    size, across = simd.compute_itemsize(dtype), round_up_to_simd(keys)
+    low, scale = simd.as_compute_scalar(dtype, -math.inf), splat(simd.as_compute_scalar(dtype, args.scale))
+    index = load_vector(dtype, indices)
     for t in range(queries):
-        count = min(t + 1, keys) if load_arg(table, VarlenArgs.CAUSAL) else keys
-        top, sums = splat(low), splat(simd.as_compute_scalar(form, 0))
+        count = min(t + 1, keys) if args.causal else keys
+        top, sums = splat(low), splat(simd.as_compute_scalar(dtype, 0))
         for c in range(0, across, SIMD_WIDTH):
-            left = splat(simd.as_compute_scalar(form, count - c))
-            s = select_below(place, left, vec_mul(load_vector(form, x + size * c), scale), splat(low))
+            limit = splat(simd.as_compute_scalar(dtype, count - c))
+            s = select_below(index, limit, vec_mul(load_vector(dtype, x + size * c), scale), splat(low))
             store_value(x + size * c, s)
             top = vec_max(top, s)
         highest = reduce_max(top)
         for c in range(0, across, SIMD_WIDTH):
-            e = vec_exp(vec_sub(load_vector(form, x + size * c), splat(highest)))
+            e = vec_exp(vec_sub(load_vector(dtype, x + size * c), splat(highest)))
             store_value(x + size * c, e)
             sums = vec_add(sums, e)
         sum_ = reduce_sum(sums)
-        factor = splat(simd.as_compute_scalar(form, 1) / sum_ if sum_ != 0 else simd.as_compute_scalar(form, math.nan))
+        factor = splat(
+            simd.as_compute_scalar(dtype, 1) / sum_ if sum_ != 0 else simd.as_compute_scalar(dtype, math.nan)
+        )
         for c in range(0, across, SIMD_WIDTH):
-            store_value(x + size * c, vec_mul(load_vector(form, x + size * c), factor))
+            store_value(x + size * c, vec_mul(load_vector(dtype, x + size * c), factor))
         x += size * across
 
 
 @njit
-def softmax_backward(form, table, w, d, queries, keys):
+def softmax_backward(dtype, args, w, d, queries, keys):
     """Replace gradients of weights by gradients of products: scale * w * (d - sum(w * d))."""
-    size, across = simd.compute_itemsize(form), round_up_to_simd(keys)
-    scale = splat(load_scalar(form, load_arg(table, VarlenArgs.SCALE)))
+    size, across = simd.compute_itemsize(dtype), round_up_to_simd(keys)
+    scale = splat(simd.as_compute_scalar(dtype, args.scale))
     for n in range(queries):
-        mean, at = splat(simd.as_compute_scalar(form, 0)), size * across * n
+        mean, at = splat(simd.as_compute_scalar(dtype, 0)), size * across * n
         for c in range(at, at + size * across, size * SIMD_WIDTH):
-            mean = fma(load_vector(form, w + c), load_vector(form, d + c), mean)
+            mean = fma(load_vector(dtype, w + c), load_vector(dtype, d + c), mean)
         mean = splat(reduce_sum(mean))
         for c in range(at, at + size * across, size * SIMD_WIDTH):
             store_value(
-                d + c, vec_mul(vec_mul(load_vector(form, w + c), scale), vec_sub(load_vector(form, d + c), mean))
+                d + c, vec_mul(vec_mul(load_vector(dtype, w + c), scale), vec_sub(load_vector(dtype, d + c), mean))
             )
 
 
 @njit
-def sequence_of_item(table, unit):
+def sequence_of_item(args, item):
     """Return first query, number of queries, first key, number of keys and key head of a work item."""
-    groups = load_arg(table, VarlenArgs.GROUPS)
-    text = load_arg(table, VarlenArgs.SEQUENCES) + 32 * (unit // groups)
-    return load_int64(text), load_int64(text + 8), load_int64(text + 16), load_int64(text + 24), unit % groups
+    groups = args.num_kv_heads
+    sequence = args.sequences + 32 * (item // groups)
+    return (
+        load_int64(sequence),
+        load_int64(sequence + 8),
+        load_int64(sequence + 16),
+        load_int64(sequence + 24),
+        item % groups,
+    )
 
 
 @njit
-def recompute_weights(form, table, q, desk, text):
+def recompute_weights(dtype, args, q, scratch, sequence):
     """Compute all attention weights of one sequence and head in the scratch buffer."""
-    places, keys, w = desk
-    _, queries, _, count, _ = text
-    size, dim, across = simd.compute_itemsize(form), load_arg(table, VarlenArgs.DIM), round_up_to_simd(count)
-    a = (q, load_arg(table, VarlenArgs.Q_TOKEN_STRIDE), size)
-    gemm(form, (w, size * across), a, (keys, size * across), queries, (dim, across, 0))
-    softmax_scores(form, table, w, places, queries, count)
+    indices, keys, w = scratch
+    _, queries, _, count, _ = sequence
+    size, dim, across = simd.compute_itemsize(dtype), args.dim, round_up_to_simd(count)
+    a = (q, args.q_token_stride, size)
+    gemm(dtype, (w, size * across), a, (keys, size * across), queries, (dim, across, 0))
+    softmax_scores(dtype, args, w, indices, queries, count)
 
 
 @extending.register_jitable
-def varlen_forward(form, table, unit, places):
+def varlen_forward(dtype, args, item, indices):
     """Forward kernel: one sequence and the query heads of one key head; scores, softmax, weighted values."""
-    size, dim, vdim = simd.compute_itemsize(form), load_arg(table, VarlenArgs.DIM), load_arg(table, VarlenArgs.VDIM)
-    each, made = (
-        load_arg(table, VarlenArgs.GROUP_SIZE),
-        size * vdim * load_arg(table, VarlenArgs.GROUPS) * load_arg(table, VarlenArgs.GROUP_SIZE),
+    size, dim, vdim = simd.compute_itemsize(dtype), args.dim, args.vdim
+    group_size, output_stride = (
+        args.group_size,
+        size * vdim * args.num_kv_heads * args.group_size,
     )
-    fill_indices(form, places)
-    text = sequence_of_item(table, unit)
-    first, queries, begin, count, g = text
-    keys, row = places + size * SIMD_WIDTH, size * round_up_to_simd(count)
+    fill_indices(dtype, indices)
+    sequence = sequence_of_item(args, item)
+    first, queries, begin, count, g = sequence
+    keys, row = indices + size * SIMD_WIDTH, size * round_up_to_simd(count)
     w = keys + row * dim
-    k = (
-        load_arg(table, VarlenArgs.K)
-        + load_arg(table, VarlenArgs.K_TOKEN_STRIDE) * begin
-        + load_arg(table, VarlenArgs.K_HEAD_STRIDE) * g
-    )
-    v = (
-        load_arg(table, VarlenArgs.V)
-        + load_arg(table, VarlenArgs.V_TOKEN_STRIDE) * begin
-        + load_arg(table, VarlenArgs.V_HEAD_STRIDE) * g
-    )
-    transpose_rows(form, keys, k, load_arg(table, VarlenArgs.K_TOKEN_STRIDE), count, dim)
-    for h in range(g * each, (g + 1) * each if count else 0):
-        q = (
-            load_arg(table, VarlenArgs.Q)
-            + load_arg(table, VarlenArgs.Q_TOKEN_STRIDE) * first
-            + load_arg(table, VarlenArgs.Q_HEAD_STRIDE) * h
-        )
-        to = load_arg(table, VarlenArgs.OUTPUT) + made * first + size * vdim * h
-        recompute_weights(form, table, q, (places, keys, w), text)
-        gemm(
-            form, (to, made), (w, row, size), (v, load_arg(table, VarlenArgs.V_TOKEN_STRIDE)), queries, (count, vdim, 0)
-        )
+    k = args.k + args.k_token_stride * begin + args.k_head_stride * g
+    v = args.v + args.v_token_stride * begin + args.v_head_stride * g
+    transpose_rows(dtype, keys, k, args.k_token_stride, count, dim)
+    for h in range(g * group_size, (g + 1) * group_size if count else 0):
+        q = args.q + args.q_token_stride * first + args.q_head_stride * h
+        to = args.output + output_stride * first + size * vdim * h
+        recompute_weights(dtype, args, q, (indices, keys, w), sequence)
+        gemm(dtype, (to, output_stride), (w, row, size), (v, args.v_token_stride), queries, (count, vdim, 0))
 
 
 @njit
-def fill_indices(form, places):
+def fill_indices(dtype, indices):
     """Write 0 to 15 as floats: the index of each key within a vector."""
     for n in range(SIMD_WIDTH):
-        store_value(places + simd.compute_itemsize(form) * n, simd.as_compute_scalar(form, n))
+        store_value(indices + simd.compute_itemsize(dtype) * n, simd.as_compute_scalar(dtype, n))
 
 
 @njit
-def backward_head(form, table, h, desk, text):
+def backward_head(dtype, args, h, scratch, sequence):
     """Compute the gradients of one query head of a sequence."""
-    size, dim, vdim = simd.compute_itemsize(form), load_arg(table, VarlenArgs.DIM), load_arg(table, VarlenArgs.VDIM)
-    places, keys, values = desk
-    first, queries, begin, count, g = text
-    row, groups, each = (
+    size, dim, vdim = simd.compute_itemsize(dtype), args.dim, args.vdim
+    indices, keys, values = scratch
+    first, queries, begin, count, g = sequence
+    row, groups, group_size = (
         size * round_up_to_simd(count),
-        load_arg(table, VarlenArgs.GROUPS),
-        load_arg(table, VarlenArgs.GROUP_SIZE),
+        args.num_kv_heads,
+        args.group_size,
     )
     w = values + row * vdim
-    d, more = w + row * queries, int(h > g * each)
-    q = (
-        load_arg(table, VarlenArgs.Q)
-        + load_arg(table, VarlenArgs.Q_TOKEN_STRIDE) * first
-        + load_arg(table, VarlenArgs.Q_HEAD_STRIDE) * h
-    )
-    k = (
-        load_arg(table, VarlenArgs.K)
-        + load_arg(table, VarlenArgs.K_TOKEN_STRIDE) * begin
-        + load_arg(table, VarlenArgs.K_HEAD_STRIDE) * g
-    )
-    step = size * vdim * groups * each
-    grad = load_arg(table, VarlenArgs.GRAD) + step * first + size * vdim * h
-    recompute_weights(form, table, q, (places, keys, w), text)
-    gemm(form, (d, row), (grad, step, size), (values, row), queries, (vdim, round_up_to_simd(count), 0))
-    to = load_arg(table, VarlenArgs.D_V) + size * vdim * (groups * begin + g)
-    gemm(form, (to, size * vdim * groups), (w, size, row), (grad, step), count, (queries, vdim, more))
-    softmax_backward(form, table, w, d, queries, count)
-    made = size * dim * groups * each
-    to = load_arg(table, VarlenArgs.OUTPUT) + made * first + size * dim * h
-    gemm(form, (to, made), (d, row, size), (k, load_arg(table, VarlenArgs.K_TOKEN_STRIDE)), queries, (count, dim, 0))
-    to = load_arg(table, VarlenArgs.D_K) + size * dim * (groups * begin + g)
+    d, accumulate = w + row * queries, int(h > g * group_size)
+    q = args.q + args.q_token_stride * first + args.q_head_stride * h
+    k = args.k + args.k_token_stride * begin + args.k_head_stride * g
+    step = size * vdim * groups * group_size
+    grad = args.grad + step * first + size * vdim * h
+    recompute_weights(dtype, args, q, (indices, keys, w), sequence)
+    gemm(dtype, (d, row), (grad, step, size), (values, row), queries, (vdim, round_up_to_simd(count), 0))
+    to = args.d_v + size * vdim * (groups * begin + g)
+    gemm(dtype, (to, size * vdim * groups), (w, size, row), (grad, step), count, (queries, vdim, accumulate))
+    softmax_backward(dtype, args, w, d, queries, count)
+    output_stride = size * dim * groups * group_size
+    to = args.output + output_stride * first + size * dim * h
+    gemm(dtype, (to, output_stride), (d, row, size), (k, args.k_token_stride), queries, (count, dim, 0))
+    to = args.d_k + size * dim * (groups * begin + g)
     gemm(
-        form,
+        dtype,
         (to, size * dim * groups),
         (d, size, row),
-        (q, load_arg(table, VarlenArgs.Q_TOKEN_STRIDE)),
+        (q, args.q_token_stride),
         count,
-        (queries, dim, more),
+        (queries, dim, accumulate),
     )
 
 
 @extending.register_jitable
-def varlen_backward(form, table, unit, places):
+def varlen_backward(dtype, args, item, indices):
     """Backward kernel: one sequence and the query heads of one key head; weights again, then all gradients."""
-    size, dim, vdim = simd.compute_itemsize(form), load_arg(table, VarlenArgs.DIM), load_arg(table, VarlenArgs.VDIM)
-    each = load_arg(table, VarlenArgs.GROUP_SIZE)
-    fill_indices(form, places)
-    text = sequence_of_item(table, unit)
-    _, _, begin, count, g = text
-    keys = places + size * SIMD_WIDTH
+    size, dim, vdim = simd.compute_itemsize(dtype), args.dim, args.vdim
+    group_size = args.group_size
+    fill_indices(dtype, indices)
+    sequence = sequence_of_item(args, item)
+    _, _, begin, count, g = sequence
+    keys = indices + size * SIMD_WIDTH
     values = keys + size * round_up_to_simd(count) * dim
-    k = (
-        load_arg(table, VarlenArgs.K)
-        + load_arg(table, VarlenArgs.K_TOKEN_STRIDE) * begin
-        + load_arg(table, VarlenArgs.K_HEAD_STRIDE) * g
-    )
-    v = (
-        load_arg(table, VarlenArgs.V)
-        + load_arg(table, VarlenArgs.V_TOKEN_STRIDE) * begin
-        + load_arg(table, VarlenArgs.V_HEAD_STRIDE) * g
-    )
-    transpose_rows(form, keys, k, load_arg(table, VarlenArgs.K_TOKEN_STRIDE), count, dim)
-    transpose_rows(form, values, v, load_arg(table, VarlenArgs.V_TOKEN_STRIDE), count, vdim)
-    for h in range(g * each, (g + 1) * each if count else 0):
-        backward_head(form, table, h, (places, keys, values), text)
+    k = args.k + args.k_token_stride * begin + args.k_head_stride * g
+    v = args.v + args.v_token_stride * begin + args.v_head_stride * g
+    transpose_rows(dtype, keys, k, args.k_token_stride, count, dim)
+    transpose_rows(dtype, values, v, args.v_token_stride, count, vdim)
+    for h in range(g * group_size, (g + 1) * group_size if count else 0):
+        backward_head(dtype, args, h, (indices, keys, values), sequence)

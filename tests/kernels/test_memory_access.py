@@ -1,0 +1,97 @@
+"""Kernels touch only the memory of their call: tensors between guard pages, and the debug build of the kernels."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import headwise
+from headwise.kernels import small_batch_ops
+from headwise.kernels.head_mixing import HeadMixingArgs
+
+TESTS = Path(__file__).resolve().parent.parent
+SOURCES = Path(headwise.__file__).parent
+PLANTED = ["read_behind_end", "write_behind_end", "read_before_begin"]
+
+
+def run_checks(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run support/memory_checks.py in a process of its own."""
+    variables = {"HEADWISE_DEBUG_KERNELS": str(int(arguments[0] == "debug-build")), "HEADWISE_KERNELS": "wait"}
+    path = os.pathsep.join([str(SOURCES.parent), str(TESTS), os.environ.get("PYTHONPATH", "")])
+    return subprocess.run(
+        [sys.executable, "-m", "support.memory_checks", *arguments],
+        env=os.environ | variables | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+    )
+
+
+@pytest.mark.lengthy
+@pytest.mark.parametrize("check", ["guard-pages", "debug-build"])
+def test_no_kernel_touches_other_memory(check: str):
+    run = run_checks(check)
+    assert (run.returncode, run.stdout) == (0, "no access outside\n"), run.stderr
+
+
+@pytest.mark.lengthy
+@pytest.mark.parametrize("name", PLANTED)
+def test_guard_pages_catch_an_access_outside(name: str):
+    assert run_checks("guard-pages", "--plant", name).returncode == -signal.SIGSEGV
+
+
+@pytest.mark.lengthy
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("read_behind_end", r"kernel rises of small_batch_kernels \(torch.float32\) reads 64 bytes at offset 128 of x"),
+        ("write_behind_end", r"writes 64 bytes at offset 128 of y \[2, 16\], which has 128 bytes"),
+        ("read_before_begin", r"reads 64 bytes at offset -64 of gate \[2, 16\]"),
+    ],
+)
+def test_the_debug_build_names_an_access_outside(name: str, message: str):
+    run = run_checks("debug-build", "--plant", name)
+    assert run.returncode == 1
+    assert re.search("RuntimeError: .*" + message, run.stderr), run.stderr
+
+
+def test_only_argument_records_take_addresses_of_tensors():
+    pattern = re.compile(r"(?<!untyped_storage\(\))\.(data_ptr|buffer_info)\(")
+    found = {str(path.relative_to(SOURCES)) for path in SOURCES.rglob("*.py") if pattern.search(path.read_text())}
+    assert found == {"kernels/kernel_args.py"}
+
+
+# --- Argument records ----------------------------------------------------------------------------------
+
+
+def test_a_record_holds_addresses_integers_and_floats():
+    x = torch.ones(2, 16)
+    args = small_batch_ops.RmsNormArgs.make(x=x, rows=2, eps=0.5)
+    assert (args.x, args.y, args.rows, args.width, args.eps) == (x.data_ptr(), 0, 2, 0, 0.5)
+    changed = args.replace(y=x, eps=0.25, rows=3)
+    assert (changed.y, changed.rows, changed.eps, changed.x) == (x.data_ptr(), 3, 0.25, x.data_ptr())
+    assert (args.y, args.rows, args.eps) == (0, 2, 0.5)
+    assert changed.tensor("y") is x
+    with pytest.raises(TypeError, match="colour"):
+        small_batch_ops.RmsNormArgs.make(colour=1)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "problem"),
+    [
+        (torch.ones(4, dtype=torch.float64), "is torch.float64 on cpu, not torch.float32 on the CPU"),
+        (torch.ones(4, 2).T, r"has strides \(1, 2\) for shape \[2, 4\]"),
+        (torch.ones(4, device="meta"), "is torch.float32 on meta"),
+    ],
+)
+def test_a_tensor_unlike_its_annotation_is_refused(tensor: torch.Tensor, problem: str):
+    args = HeadMixingArgs.make()
+    args.tensors[args.fields["q_gate"].slot] = tensor
+    with pytest.raises(ValueError, match=f"HeadMixingArgs: q_gate {problem}"):
+        args.check_tensors(torch.float32)
