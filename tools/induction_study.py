@@ -15,8 +15,7 @@ from pathlib import Path
 import headwise as hw
 from headwise.head_analysis.random_baseline import make_random_baseline
 from headwise.models import Transformer
-from headwise.training.checkpoint import CheckpointFolder, read_checkpoint
-from headwise.training.training_run import CHECKPOINT_FOLDER
+from headwise.training.training_run import CHECKPOINT_FOLDER, CheckpointFolder, read_checkpoint
 from induction_measures import (
     Array,
     Data,

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 import headwise as hw
 from headwise import costs
 from headwise.interfaces import Part
+from headwise.interfaces.part import REGISTRY
 from headwise.masking.patterns import And, Or, Pattern
-from headwise.parts import REGISTRY
 from headwise.presets import PRESETS
 from headwise.spec.attention_spec import SLOTS, AttentionSpec
 

@@ -21,8 +21,8 @@ if TYPE_CHECKING:  # for type checkers and editors only; at run time names are i
     from .costs.activations import layer_activation_memory
     from .costs.cost_report import Workload, cost
     from .costs.cost_vs_length import find_crossovers
-    from .costs.formula_checks import check_formulas
     from .costs.kv_cache_memory import RequestBatch, kv_cache_bytes
+    from .costs.published_formulas import check_formulas
     from .costs.roofline import Device, NumberFormats
     from .costs.serving_capacity import MemoryDemand, check_memory_fit
     from .costs.serving_cost import ServingCost
@@ -31,8 +31,8 @@ if TYPE_CHECKING:  # for type checkers and editors only; at run time names are i
     from .distributed import Parallelism
     from .errors import CacheFull, NoBackend, SpecError, TrainingDiverged
     from .generation.decoding_config import DecodingConfig
+    from .generation.decoding_strategies import greedy_decode
     from .generation.generate import generate, stream
-    from .generation.greedy_decoding import greedy_decode
     from .head_analysis.annotated_examples import Example, ExampleReader
     from .head_analysis.head_circuits import get_circuits
     from .head_analysis.head_classes import classify_heads
@@ -47,8 +47,8 @@ if TYPE_CHECKING:  # for type checkers and editors only; at run time names are i
     from .inspect.attention_sites import sites
     from .inspect.dataset_means import head_means, head_noise, head_outputs, offset_means
     from .inspect.trace_capture import Capture, trace
-    from .interfaces.core_types import AuxLosses, CallSize
-    from .interfaces.probe import Probe
+    from .interfaces.core_types import AuxLosses, CallSize, Probe
+    from .interfaces.part import REGISTRY
     from .masking.patterns import BigBird, Blocks, Causal, Dilated, Edges, First, Full, Global, Pattern, Prefix, Window
     from .masking.sequence_info import AttentionMask, SequenceInfo
     from .model_spec import ProcessorSpec
@@ -57,7 +57,6 @@ if TYPE_CHECKING:  # for type checkers and editors only; at run time names are i
     from .nn.attention import Attention
     from .nn.op_trace import walk
     from .nn.position_embeddings import LearnedPositions, SinusoidalPositions
-    from .parts import REGISTRY
     from .parts.additive_attention import Additive
     from .parts.alibi import Alibi
     from .parts.collaborative import Collaborative, convert_to_collaborative
@@ -78,8 +77,7 @@ if TYPE_CHECKING:  # for type checkers and editors only; at run time names are i
     from .parts.mixture_of_heads import Routed, convert_to_mixture_of_heads
     from .parts.overlapping_heads import Overlapping
     from .parts.qk_norm import QKNorm
-    from .parts.rotary_embedding import Rotary
-    from .parts.rotary_scaling import NTK, PI, Llama3, Plain, YaRN
+    from .parts.rotary_embedding import NTK, PI, Llama3, Plain, Rotary, YaRN
     from .parts.shaw_relative_position import Shaw, ShawValues
     from .parts.sigmoid import Sigmoid
     from .parts.sink_softmax import SinkSoftmax
@@ -131,7 +129,7 @@ _MODULE_OF_NAME = {
     "AttentionMask": "masking.sequence_info",
     "SequenceInfo": "masking.sequence_info",
     "KVCache": "cache",
-    "Probe": "interfaces.probe",
+    "Probe": "interfaces.core_types",
     "PRESETS": "presets",
     "design": "presets",
     "from_json": "presets",
@@ -147,7 +145,7 @@ _MODULE_OF_NAME = {
     "ProcessorSpec": "model_spec",
     "generate": "generation.generate",
     "stream": "generation.generate",
-    "greedy_decode": "generation.greedy_decoding",
+    "greedy_decode": "generation.decoding_strategies",
     "export": "hub",
     "sites": "inspect.attention_sites",
     "declare": "inspect.adapters.output_projection",
@@ -198,7 +196,7 @@ _MODULE_OF_NAME = {
     "ActivationSettings": "costs.training_memory",
     "layer_activation_memory": "costs.activations",
     "activation_memory": "costs.training_memory",
-    "check_formulas": "costs.formula_checks",
+    "check_formulas": "costs.published_formulas",
     "fold_bias": "surgery.weight_folding",
     "fold_qk_transforms": "surgery.weight_folding",
     "LearnedPositions": "nn.position_embeddings",

@@ -8,7 +8,7 @@ from typing import Any
 
 from .errors import SpecError, suggest
 from .interfaces import Merge, Modifier, Part, Project
-from .interfaces.registry import field_defaults
+from .interfaces.part import field_defaults
 from .masking.patterns import Full, parse_pattern
 from .parts.collaborative import Collaborative
 from .parts.concat import Concat

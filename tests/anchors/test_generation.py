@@ -14,9 +14,9 @@ from transformers.generation import logits_process as theirs_
 
 import headwise as hw
 from anchors.hf_whole import VOCABULARY, made
+from headwise.generation.decoding_state import apply_repetition_penalty, filter_logits
 from headwise.generation.generate import TextGenerator
 from headwise.generation.prompts import parse_prompts
-from headwise.generation.sampling import apply_repetition_penalty, filter_logits
 
 ROWS, WORDS = 40, 23
 END, START = 2, 3

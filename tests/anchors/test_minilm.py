@@ -14,7 +14,7 @@ from torch import nn
 
 import headwise as hw
 from headwise import cli
-from headwise.hub.model_import import load_original
+from headwise.hub.pretrained_models import load_original
 
 TEXTS = ["The keys to the old cabinet are on the table.", "She gave him a book that nobody had read.",
          "When it rains, the children play inside.", "A man who sells fish told us the way."]  # fmt: skip

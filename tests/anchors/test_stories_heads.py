@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import headwise as hw
-from headwise.hub.model_import import load_original
+from headwise.hub.pretrained_models import load_original
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 

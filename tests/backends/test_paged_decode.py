@@ -12,10 +12,10 @@ from headwise import backends, model_spec as bp
 from headwise.backends import CallSignature, CoreInputs
 from headwise.backends.backend_report import why
 from headwise.cache import PagePool
-from headwise.cache.full_visibility import FullVisibility, retained_tokens
+from headwise.cache.kv_cache import FullVisibility, retained_tokens
 from headwise.masking.patterns import Causal
 from headwise.masking.sequence_info import AttentionMask
-from headwise.serving.paged_layers import PagedSupport
+from headwise.serving.kv_memory import PagedSupport
 from support import layer_cases as cases
 from support.paged_layers import (
     LONGEST,

@@ -10,13 +10,7 @@ import headwise as hw
 from headwise import backends
 from headwise.backends import dispatch, varlen
 from headwise.backends.dispatch import MAX_DENSE_LENGTH
-from headwise.backends.varlen import (
-    MAX_KERNEL_LENGTH,
-    MAX_WASTED_PAIRS_RATIO,
-    group_by_length,
-    group_plan,
-    kernel_plan,
-)
+from headwise.backends.varlen import MAX_KERNEL_LENGTH, MAX_WASTED_PAIRS_RATIO, group_by_length, group_plan, kernel_plan
 from headwise.masking.patterns import Full
 from headwise.masking.sequence_info import AttentionMask, SequenceInfo
 from headwise.nn import reference

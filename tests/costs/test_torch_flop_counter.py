@@ -15,7 +15,7 @@ import headwise as hw
 from headwise import model_spec as bp
 from headwise.backends import dense, sdpa
 from headwise.backends.core_interface import CoreInputs
-from headwise.costs import flops as flop_formulas, formula_checks
+from headwise.costs import flops as flop_formulas, published_formulas
 from headwise.costs.training_memory import fused_backward_flops, layer_recompute_flops, recompute_flops
 from support import layer_cases as cases
 
@@ -39,7 +39,7 @@ def heads(*shape: int) -> Tensor:
 def test_torch_counts_the_fused_cpu_kernel_as_zero():
     q = heads(B, N, S, K)
     assert flops(lambda: F.scaled_dot_product_attention(q, q, q).sum().backward()) == 0, CHANGED
-    assert not set(formula_checks.FUSED_FLOPS) & set(flop_registry), CHANGED
+    assert not set(published_formulas.FUSED_FLOPS) & set(flop_registry), CHANGED
 
 
 def test_torch_counts_no_causal_mask():
@@ -91,8 +91,8 @@ def test_the_fused_kernel_is_counted(g, causal):
     n, t = 4, S if causal else 11
     q, k, v = heads(B, n, S, K), heads(B, g, t, K), heads(B, g, t, K)
     run = partial(F.scaled_dot_product_attention, q, k, v, is_causal=causal, enable_gqa=True)
-    assert flops(run, formula_checks.flop_counter()) == 2 * B * n * S * t * 2 * K
-    both = flops(lambda: run().sum().backward(), formula_checks.flop_counter())
+    assert flops(run, published_formulas.flop_counter()) == 2 * B * n * S * t * 2 * K
+    both = flops(lambda: run().sum().backward(), published_formulas.flop_counter())
     assert both == 2 * B * n * S * t * (2 * K + 3 * K + 2 * K)
 
 
@@ -107,16 +107,16 @@ def test_the_fused_kernel_is_counted(g, causal):
 )
 def test_a_product_without_a_formula_is_an_error(run, name):
     a, x = torch.randn(S, S), torch.randn(S)
-    with pytest.raises(formula_checks.UncountedOperation, match=f"{name} multiplies but has no formula"):
-        flops(partial(run, a, x), formula_checks.flop_counter())
+    with pytest.raises(published_formulas.UncountedOperation, match=f"{name} multiplies but has no formula"):
+        flops(partial(run, a, x), published_formulas.flop_counter())
 
 
 def test_fast_paths_are_errors_and_other_names_are_not():
     encoder = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
-    with torch.no_grad(), pytest.raises(formula_checks.UncountedOperation, match="transformer_encoder_layer"):
-        flops(lambda: encoder(torch.randn(B, S, 8)), formula_checks.flop_counter())
+    with torch.no_grad(), pytest.raises(published_formulas.UncountedOperation, match="transformer_encoder_layer"):
+        flops(lambda: encoder(torch.randn(B, S, 8)), published_formulas.flop_counter())
     x = torch.randn(B, S, 8)
-    flops(lambda: F.layer_norm(F.gelu(x), (8,)).softmax(-1).cumsum(1).norm(), formula_checks.flop_counter())
+    flops(lambda: F.layer_norm(F.gelu(x), (8,)).softmax(-1).cumsum(1).norm(), published_formulas.flop_counter())
 
 
 def test_an_audit_runs_under_the_guard(monkeypatch):
@@ -127,7 +127,7 @@ def test_an_audit_runs_under_the_guard(monkeypatch):
         return plain(*args)
 
     monkeypatch.setattr(dense, "attend", attend)
-    with pytest.raises(formula_checks.UncountedOperation, match=r"aten\.mv"):
+    with pytest.raises(published_formulas.UncountedOperation, match=r"aten\.mv"):
         hw.check_formulas(hw.design(model=8, heads=2))
 
 
@@ -136,7 +136,7 @@ def test_gradients_under_the_fused_kernel(preset):
     spec = hw.design(preset=preset, model=32, heads=4)
     x = torch.randn(B, S, 32, requires_grad=True)
     layer, work = hw.Attention(spec, backend="sdpa"), hw.CallSize(B, S, S, S)
-    with formula_checks.flop_counter() as counted:
+    with published_formulas.flop_counter() as counted:
         y = layer(x)
         ahead = counted.get_total_flops()
         y.sum().backward()
@@ -165,7 +165,7 @@ def more(spec: hw.AttentionSpec, kind: str) -> tuple[int, int]:
     """FLOPs that a checkpointed layer does beyond a plain one, and the bytes it keeps."""
     x, z = (t if t is None else t.requires_grad_() for t in cases.tensors(spec, torch.float32))
     layer = hw.Attention(spec, backend="dense")
-    with FlopCounterMode(display=False) as counted, formula_checks.SavedTensorRecorder.for_module(layer) as watch:
+    with FlopCounterMode(display=False) as counted, published_formulas.SavedTensorRecorder.for_module(layer) as watch:
         y = (
             layer(x, source=z)
             if kind == "core"

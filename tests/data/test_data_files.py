@@ -18,7 +18,7 @@ from safetensors.numpy import save_file
 
 from headwise import data, model_spec
 from headwise.data import IGNORE_INDEX, Batch, Task, open_data
-from headwise.data.image_arrays import read_idx
+from headwise.data.images import read_idx
 from headwise.data.language_modelling import TextTask
 
 IDS = np.arange(1009) * 613 % 331

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from headwise.data import IGNORE_INDEX, Task, open_data
-from headwise.data.image_arrays import read_idx
+from headwise.data.images import read_idx
 from headwise.data.translation import normalise_sentence, score_translations
 
 pytestmark = pytest.mark.slow

@@ -15,7 +15,7 @@ import torch
 from sympy.combinatorics.named_groups import AlternatingGroup, SymmetricGroup
 
 from headwise.data import IGNORE_INDEX, Batch, Task, make_task
-from headwise.data.group_product import make_multiplication_table
+from headwise.data.algorithmic_tasks import make_multiplication_table
 from headwise.data.listops import SYMBOLS, ListOps, tree_length_distribution
 
 Row = tuple[list[int], list[int]]

@@ -15,19 +15,20 @@ import pytest
 import torch
 
 import headwise as hw
-from headwise.demo import before_after, translator_compression
-from headwise.demo.translator import RECIPE, Translator
-from headwise.demo.translator_compression import (
+from headwise.demo import before_after, translator as translator_module
+from headwise.demo.translator import (
     COMPRESSION_METHODS,
+    RECIPE,
     RETRAINING,
     SCORE_NAME,
     CompressedTranslator,
     CompressionScale,
     RetrainingProgress,
     TrainingDemo,
+    Translator,
 )
 from headwise.errors import SpecError
-from headwise.generation.greedy_decoding import greedy_decode
+from headwise.generation.decoding_strategies import greedy_decode
 from headwise.surgery.distillation import RetrainingPoint
 from headwise.surgery.hf_export.model_folder import read_record
 from headwise.surgery.pruning_plan import fingerprint_model
@@ -44,7 +45,7 @@ NAMES = [change.name for change in COMPRESSION_METHODS]
 def brief() -> Iterator[None]:
     """Steps as they end, not at their best: so few of them would be thrown away, and nothing learned be seen."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(translator_compression, "RETRAINING", replace(RETRAINING, keep="last", batch=16))
+        patch.setattr(translator_module, "RETRAINING", replace(RETRAINING, keep="last", batch=16))
         yield
 
 
@@ -193,7 +194,7 @@ def test_the_numbers_are_plain_values(made: dict[str, CompressedTranslator]):
 @pytest.mark.slow
 def test_half_of_the_heads_go_for_a_point_and_keys_are_shared_for_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The demo as it is: a translator of its own, half of 24 heads, one head of keys and values for four."""
-    monkeypatch.setattr(translator_compression, "RETRAINING", RETRAINING)
+    monkeypatch.setattr(translator_module, "RETRAINING", RETRAINING)
     learned = Translator(tmp_path / "run", RECIPE)
     assert learned.result.metrics[SCORE_NAME] >= 0.98
     for change in COMPRESSION_METHODS:

@@ -16,8 +16,7 @@ from headwise import families
 from headwise.costs.cost_report import estimate_cost
 from headwise.families import WEIGHT_NAMES
 from headwise.inspect.attention_sites import find_attention
-from headwise.inspect.hooks import AttentionCall
-from headwise.inspect.site_hooks import hook_sites
+from headwise.inspect.hooks import AttentionCall, hook_sites
 from support.saved_bytes import backend_profile, model_saved_bytes
 from support.transformers_models import (
     BART,

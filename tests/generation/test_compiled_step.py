@@ -11,8 +11,8 @@ from torch._dynamo.utils import counters
 
 import headwise as hw
 from headwise.errors import SpecError
-from headwise.generation import DecodingState, PromptBatch, TextGenerator, compiled_step
-from headwise.generation.compiled_step import decide_compile, estimate_compile_gain
+from headwise.generation import DecodingState, PromptBatch, TextGenerator, decoding_state
+from headwise.generation.decoding_state import decide_compile, estimate_compile_gain
 from support.decoding_models import CAUSAL, build_random, decoder_spec, encoder_decoder_spec
 
 SPECS = {
@@ -89,14 +89,14 @@ def test_auto_compares_the_gain_with_the_compile_time(monkeypatch):
     net = build_random(decoder_spec())
     assert not decide_compile(net, "auto", 64).should_compile
     assert decide_compile(net, "auto", 10**6).should_compile
-    assert decide_compile(net, "on", 1) == compiled_step.CompileDecision(True, "compiled: compile is on")
+    assert decide_compile(net, "on", 1) == decoding_state.CompileDecision(True, "compiled: compile is on")
     assert estimate_compile_gain(12, 64).reason.startswith("not compiled: 64 steps could gain about")
 
 
 def test_without_a_compiler_auto_reports_it_and_on_is_refused(monkeypatch):
-    monkeypatch.setattr(compiled_step.shutil, "which", lambda name: None)
+    monkeypatch.setattr(decoding_state.shutil, "which", lambda name: None)
     net = build_random(decoder_spec())
-    assert decide_compile(net, "auto", 10**6) == compiled_step.CompileDecision(
+    assert decide_compile(net, "auto", 10**6) == decoding_state.CompileDecision(
         False, "not compiled: there is no C++ compiler"
     )
     assert answers(net, [[3, 1]], "auto") == answers(net, [[3, 1]], "off")
@@ -121,7 +121,7 @@ def test_rows_of_several_lengths_give_a_reason_not_to_compile():
                 net, prompt, max_new_tokens=2, sequence=tokens, config=hw.DecodingConfig(compile="on")
             ).choice
             assert choice.should_compile is compiled
-            assert choice.reason == ("compiled: compile is on" if compiled else compiled_step.UNEQUAL_LENGTHS.reason)
+            assert choice.reason == ("compiled: compile is on" if compiled else decoding_state.UNEQUAL_LENGTHS.reason)
         assert (
             DecodingState(net, prompt, max_new_tokens=2, sequence=told).choice.reason == "not compiled: compile is off"
         )

@@ -16,8 +16,8 @@ from torch import Tensor
 import headwise as hw
 from headwise import model_spec as bp
 from headwise.generation import DecodingState, eval_mode
-from headwise.generation.beam_search import BeamSearch, run_beam_search
-from headwise.generation.sampling import filter_logits
+from headwise.generation.decoding_state import filter_logits
+from headwise.generation.decoding_strategies import BeamSearch, run_beam_search
 from headwise.ops.counter_rng import RandomStream
 from support.decoding_models import CAUSAL, MODEL, WORDS, build_random, decoder_spec, encoder_decoder_spec
 

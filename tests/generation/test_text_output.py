@@ -18,8 +18,7 @@ from headwise import model_spec as bp
 from headwise.data import make_task
 from headwise.data.vocabulary import ByteVocabulary, train_bpe
 from headwise.generation import IncrementalDetokenizer, ModelTokenizer
-from headwise.generation.classification import classify
-from headwise.generation.fill_mask import fill_masks
+from headwise.generation.single_pass import classify, fill_masks
 from headwise.generation.text_output import Completion
 
 TEXT = "low lower lowest 你好 naïve 😀 — new newer newest"

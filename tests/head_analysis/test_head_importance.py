@@ -19,14 +19,17 @@ from headwise.head_analysis.annotated_examples import Example
 from headwise.head_analysis.head_importance import IMPORTANCE_METHODS, estimate_importance
 from headwise.head_analysis.importance_methods import (
     GradientTimesActivation,
+    HeadAblationHook,
     ImportanceOptions,
     LeaveOneOut,
+    PartialForward,
+    RepeatedForward,
     ShapleyValue,
     TimeLimitReached,
+    make_forward,
     make_time_check,
 )
 from headwise.head_analysis.objectives import MaskedTokenLoss, OutputDrift
-from headwise.head_analysis.partial_forward import HeadAblationHook, PartialForward, RepeatedForward, make_forward
 from headwise.head_analysis.resampling import correct_p_values, sign_flip_p_values
 from headwise.inspect.attention_sites import find_attention
 from headwise.inspect.model_inputs import prepare_inputs

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import headwise as hw
 from headwise.errors import SpecError
-from headwise.inspect.adapters import headwise_attention, transformers_interface
+from headwise.inspect.adapters import native_attention, transformers_interface
 from headwise.inspect.hooks import AttentionInputs
 from headwise.model_spec import (
     BlockSpec,
@@ -171,7 +171,7 @@ def test_no_hook_remains_and_the_model_is_unchanged():
     model, inputs = ZOO["llama"].build("sdpa"), ZOO["llama"].inputs()
     with torch.no_grad():
         before = model(**inputs).logits
-    stands = [transformers_interface._interface_patch(), *headwise_attention.ATTENTION_PATCHES]
+    stands = [transformers_interface._interface_patch(), *native_attention.ATTENTION_PATCHES]
     with pytest.raises(SpecError, match=r"beyond a budget of 1\.0 kB; give a larger budget="):
         hw.trace(model, inputs, capture=hw.Capture(budget=1000), log=silent)
     hw.trace(model, inputs, log=silent)
@@ -261,7 +261,7 @@ def test_untraceable_models_are_refused(change, inputs, more, said: str):
         hw.trace(model, ZOO["llama"].inputs() if inputs is None else inputs, log=silent, **more)
     assert all(
         vars(stand.owner)[stand.name] is stand._original
-        for stand in [transformers_interface._interface_patch(), *headwise_attention.ATTENTION_PATCHES]
+        for stand in [transformers_interface._interface_patch(), *native_attention.ATTENTION_PATCHES]
     )
 
 

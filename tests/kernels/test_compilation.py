@@ -140,7 +140,7 @@ import torch
 import headwise as hw
 from headwise.kernels.compilation import STATE, compile_when_called
 from headwise.kernels.flash_attention import FLASH_ATTENTION_KERNELS as KERNELS
-from headwise.kernels.flash_attention_reference import attend_key_ranges_reference
+from headwise.kernels.flash_attention import attend_key_ranges_reference
 
 torch.manual_seed(0)
 q, k, v = torch.randn(3, 1, 70, 2, 16)

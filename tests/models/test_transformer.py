@@ -16,7 +16,7 @@ import headwise as hw
 from headwise import costs, families, model_spec as bp, models
 from headwise.models import INIT_SCHEMES, EncoderOutput, TokenTypeInput
 from headwise.models.feed_forward import FeedForward, MixtureOfExperts, NormLayer
-from headwise.ops.dropout import dropout
+from headwise.ops.counter_rng import dropout
 from support.model_configs import FAMILIES, PUBLIC, TINY
 
 MODEL, WORDS = 12, 11

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from headwise.ops.dropout import dropout
+from headwise.ops.counter_rng import dropout
 
 COUNT = 1_000_003
 

@@ -13,7 +13,7 @@ import headwise as hw
 from headwise import model_spec as bp
 from headwise.cli.arguments import PRESETS
 from headwise.serving import model_runner
-from headwise.serving.scheduler import split_by_size, split_prefill
+from headwise.serving.requests import split_by_size, split_prefill
 
 TOKENS, MODEL = 13, 16
 ROOMY = 40_000_000

@@ -15,11 +15,12 @@ from torch import Tensor
 import headwise as hw
 from headwise import model_spec as bp
 from headwise.data import IGNORE_INDEX, Batch
-from headwise.distributed.context_parallel import gather_token_outputs, shard_tokens
 from headwise.distributed.parallel_attention import (
     TOKEN_ORDERS,
     TensorContextParallel,
+    gather_token_outputs,
     set_parallel_context,
+    shard_tokens,
     use_whole_rows,
 )
 from headwise.masking.sequence_info import SequenceInfo

@@ -17,17 +17,14 @@ from torch import Tensor, nn
 import headwise as hw
 from headwise import model_spec as bp
 from headwise.data import IGNORE_INDEX, Batch, Task
-from headwise.distributed import Parallelism, join_process_group, launch
+from headwise.distributed import Parallelism, join_process_group, ranks
 from headwise.distributed.communication_volume import CommunicationMeter, count_communication
-from headwise.distributed.config_consistency import fingerprint_code
-from headwise.distributed.launch import ProcessInfo
-from headwise.distributed.ranks import ProcessMesh
+from headwise.distributed.ranks import ProcessInfo, ProcessMesh, fingerprint_code
 from headwise.distributed.sharded_model import shard_model
 from headwise.models import Transformer
 from headwise.training import Recipe, run_setup, train
 from headwise.training.autotune import StepTrial
-from headwise.training.optimiser import AdamWOptimiser, group_parameters
-from headwise.training.train_step import StepOptions, TrainStep
+from headwise.training.train_step import AdamWOptimiser, StepOptions, TrainStep, group_parameters
 from support.small_training import IDS, Echo, Routed, short_recipe
 
 STEPS, ECHO = 3, Echo()
@@ -135,7 +132,7 @@ def sent_messages(folder: Path) -> dict[str, Any]:
 
 def wait_for_silent_rank(folder: Path) -> str:
     """The error message of a rank that waits for one which does not respond."""
-    launch.COLLECTIVE_TIMEOUT = timedelta(seconds=2)
+    ranks.COLLECTIVE_TIMEOUT = timedelta(seconds=2)
     try:
         with join_process_group() as process:
             world = ProcessMesh(process, Parallelism.over("auto", process.size))

@@ -15,8 +15,12 @@ import headwise as hw
 from headwise import model_spec as bp
 from headwise.data import IGNORE_INDEX, Batch
 from headwise.distributed.collectives import CollectiveGroup
-from headwise.distributed.context_parallel import gather_token_outputs, shard_tokens
-from headwise.distributed.parallel_attention import TensorContextParallel, set_parallel_context
+from headwise.distributed.parallel_attention import (
+    TensorContextParallel,
+    gather_token_outputs,
+    set_parallel_context,
+    shard_tokens,
+)
 from headwise.distributed.tensor_parallel import TensorParallelModel
 from support.layer_cases import check_close
 

@@ -17,8 +17,15 @@ from headwise.head_analysis.annotated_examples import Example
 from headwise.head_analysis.objectives import MaskedTokenLoss, choose_objective
 from headwise.masking.sequence_info import SequenceInfo
 from headwise.models import Transformer
-from headwise.surgery.distillation import DistillationLoader, RetrainingPoint, Student, UptrainingOptions, uptrain
-from headwise.surgery.distillation_data import DistillationBatch, DistillationTexts
+from headwise.surgery.distillation import (
+    DistillationBatch,
+    DistillationLoader,
+    DistillationTexts,
+    RetrainingPoint,
+    Student,
+    UptrainingOptions,
+    uptrain,
+)
 from support.importance_examples import (
     BERT,
     GPT2,

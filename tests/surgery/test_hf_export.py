@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 import headwise as hw
-from headwise.hub.model_import import copy_live_model
+from headwise.hub.pretrained_models import copy_live_model
 from headwise.model_spec.serialization import RECORD_FILE
 from headwise.models import Transformer, build
 from headwise.nn import head_axis_ops

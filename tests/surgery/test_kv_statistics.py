@@ -8,7 +8,7 @@ import torch
 
 import headwise as hw
 from headwise.surgery.head_alignment import CrossProducts
-from headwise.surgery.kv_statistics import collect_kv_statistics
+from headwise.surgery.head_grouping import collect_kv_statistics
 
 LLAMA = {
     "model_type": "llama", "hidden_size": 12, "num_attention_heads": 6, "num_key_value_heads": 3,

@@ -21,8 +21,7 @@ from headwise.surgery.attention_replacement import (
     remove_heads,
     replace_attentions,
 )
-from headwise.surgery.distillation import DistillationLoader, RetrainingPoint
-from headwise.surgery.distillation_data import DistillationTexts
+from headwise.surgery.distillation import DistillationLoader, DistillationTexts, RetrainingPoint
 from headwise.surgery.l0_gates import (
     GateCountConstraint,
     GateTrainingOptions,

@@ -22,19 +22,18 @@ from headwise.head_analysis.head_classes import classify_heads
 from headwise.head_analysis.head_figures import FIGURE_THEMES, class_group, get_theme
 from headwise.head_analysis.head_measurement import measure_heads
 from headwise.models import Transformer
-from headwise.surgery import HeadRanking
-from headwise.surgery.head_selection import score_heads
-from headwise.surgery.l0_gates import GateTrainingOptions, train_gates
-from headwise.surgery.sweep import pruning_curves
-from headwise.surgery.sweep.curve_figures import list_figures, plot_by_order, plot_columns, spread_labels
-from headwise.surgery.sweep.curve_report import (
+from headwise.surgery import HeadRanking, pruning_curves
+from headwise.surgery.curve_figures import list_figures, plot_by_order, plot_columns, spread_labels
+from headwise.surgery.curve_report import (
     assess_group_survival,
     compare_losses,
     find_smallest_harmless,
     list_findings,
     render_report,
 )
-from headwise.surgery.sweep.pruning_curves import (
+from headwise.surgery.head_selection import score_heads
+from headwise.surgery.l0_gates import GateTrainingOptions, train_gates
+from headwise.surgery.pruning_curves import (
     ALL_PARTS,
     CurvePoint,
     OrderingOptions,

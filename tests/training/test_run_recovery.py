@@ -19,7 +19,7 @@ from headwise.data import Batch
 from headwise.errors import SpecError, TrainingDiverged
 from headwise.files import read_lines
 from headwise.models import load, save
-from headwise.training import CheckpointFolder, TrainingCheckpoint, checkpoint, train
+from headwise.training import CheckpointFolder, TrainingCheckpoint, train, training_run
 from headwise.training.evaluation import TaskEvaluator
 from headwise.training.loop import InterruptGuard
 from support.small_training import Answered, Echo, short_recipe
@@ -93,7 +93,7 @@ def test_the_last_checkpoints_stay_and_the_best(tmp_path: Path, monkeypatch: pyt
     kept = CheckpointFolder(tmp_path / "checkpoint")
     assert [int(path.stem) for path in kept.paths] == [10, 9, 8, 4]
     assert result.best == 4
-    check_same(weights(tmp_path), checkpoint.read_checkpoint(kept.path(4)).tensors_of_kind("model"))
+    check_same(weights(tmp_path), training_run.read_checkpoint(kept.path(4)).tensors_of_kind("model"))
 
 
 def script(monkeypatch: pytest.MonkeyPatch, losses: list[float]) -> None:
@@ -115,7 +115,8 @@ def test_a_model_that_is_given_goes_on_from_its_weights(tmp_path: Path):
     before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
     train(Echo(), net, short_recipe(steps=1, keep=9), out=tmp_path)
     check_same(
-        checkpoint.read_checkpoint(tmp_path / "checkpoint" / "0000000000.safetensors").tensors_of_kind("model"), before
+        training_run.read_checkpoint(tmp_path / "checkpoint" / "0000000000.safetensors").tensors_of_kind("model"),
+        before,
     )
 
 

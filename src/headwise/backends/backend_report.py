@@ -12,11 +12,11 @@ import torch
 
 from .. import backends
 from ..errors import suggest
-from ..interfaces.core_types import CallSize
-from ..interfaces.probe import PROBE_POINTS
+from ..interfaces.core_types import PROBE_POINTS, CallSize
 from ..kernels.launch import kernel_problem
 from ..spec.attention_spec import AttentionSpec
-from . import CallSignature, varlen
+from . import varlen
+from .core_interface import CallSignature
 from .dispatch import MAX_DENSE_LENGTH, slower_reasons_by_backend
 
 WIDTH = 80

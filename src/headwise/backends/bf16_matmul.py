@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..interfaces.core_types import CallSize
-from ..interfaces.probe import Probe
+from ..interfaces.core_types import CallSize, Probe
 from ..kernels.autograd_guards import NO_DOUBLE_BACKWARD_REMEDY, forbid_double_backward
 from ..masking.patterns import Causal
 from ..masking.sequence_info import AttentionMask

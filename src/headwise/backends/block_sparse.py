@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from ..interfaces import ScoreStep
-from ..interfaces.core_types import CallSize
-from ..interfaces.probe import Probe
+from ..interfaces.core_types import CallSize, Probe
 from ..kernels.autograd_guards import is_under_functorch
 from ..masking.patterns import Causal, Full, parse_pattern
 from ..masking.sequence_info import AttentionMask

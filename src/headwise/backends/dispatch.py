@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from ..errors import NoBackend, suggest
-from ..interfaces.core_types import CallSize
-from ..interfaces.probe import Probe
+from ..interfaces.core_types import CallSize, Probe
 from ..kernels.varlen_attention import VARLEN_KERNELS
 from ..masking.sequence_info import AttentionMask, mask_shape
 from . import (

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..interfaces.core_types import CallSize
-from ..interfaces.probe import Probe
+from ..interfaces.core_types import CallSize, Probe
 from ..kernels.flash_attention import QUERY_TILE_ROWS, FlashAttentionShape, attend_key_ranges, count_executed_pairs
 from ..kernels.launch import COMPUTE_DTYPES, kernel_problem
 from ..masking.patterns import Causal

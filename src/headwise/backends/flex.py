@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from ..interfaces import Mix, ValueStep
-from ..interfaces.core_types import CallSize
-from ..interfaces.probe import Probe
+from ..interfaces.core_types import CallSize, Probe
 from ..masking.sequence_info import AttentionMask
 from ..parts.dot_product import Dot
 from ..parts.softmax import Softmax

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..interfaces.core_types import CallSize
-from ..interfaces.probe import Probe
+from ..interfaces.core_types import CallSize, Probe
 from ..masking.sequence_info import AttentionMask
 from ..parts.sink_softmax import SinkSoftmax
 from .core_interface import CallSignature, CoreInputs, CoreSteps, never_slower, no_tensor_conflicts

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ..interfaces.core_types import CallSize
-from ..interfaces.probe import Probe
+from ..interfaces.core_types import CallSize, Probe
 from ..masking.patterns import Causal, Full
 from ..masking.sequence_info import AttentionMask
 from ..spec.attention_spec import AttentionSpec

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..interfaces.core_types import CallSize
-from ..interfaces.probe import Probe
+from ..interfaces.core_types import CallSize, Probe
 from ..masking.sequence_info import AttentionMask, SequenceInfo
 from ..parts.sink_softmax import SinkSoftmax
 from . import ragged_decode

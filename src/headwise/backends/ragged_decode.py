@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from ..interfaces import ScoreStep
-from ..interfaces.core_types import CallSize
-from ..interfaces.probe import Probe
+from ..interfaces.core_types import CallSize, Probe
 from ..kernels import PagedDecodeOptions, attend_paged
 from ..kernels.launch import kernel_problem
 from ..masking.sequence_info import AttentionMask

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from ..interfaces import Gate, OutputStep, ScoreStep
-from ..interfaces.core_types import CallSize
-from ..interfaces.probe import Probe
+from ..interfaces.core_types import CallSize, Probe
 from ..kernels.autograd_guards import NO_DOUBLE_BACKWARD_REMEDY, forbid_double_backward
 from ..kernels.flash_attention import FLASH_ATTENTION_KERNELS, QUERY_TILE_ROWS, gathered_attention
 from ..kernels.launch import COMPUTE_DTYPES, has_kernels

@@ -10,22 +10,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..interfaces import Mix, ScoreStep, ValueStep
-from ..interfaces.core_types import CallSize
-from ..interfaces.probe import Probe
+from ..interfaces.core_types import CallSize, Probe
 from ..masking.patterns import Causal, Full
 from ..masking.sequence_info import AttentionMask
 from ..parts.dot_product import Dot
 from ..parts.sink_softmax import SinkSoftmax
 from ..parts.softmax import Softmax
 from ..parts.weight_dropout import WeightDropout
-from .core_interface import (
-    CallSignature,
-    CoreInputs,
-    CoreSteps,
-    expand_kv_heads,
-    never_slower,
-    no_tensor_conflicts,
-)
+from .core_interface import CallSignature, CoreInputs, CoreSteps, expand_kv_heads, never_slower, no_tensor_conflicts
 
 
 def unsupported_reasons(call: CallSignature) -> list[str]:

@@ -1,20 +1,20 @@
-"""Caches with one slot per token: every token, or a ring of the tokens that the pattern can still attend to."""
+"""Caches with one slot per token (all tokens, or a ring of those in reach); recurrent state of linear attention."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..backends.linear_attention import empty_state
 from ..errors import CacheFull
 from ..masking.patterns import Causal, First, Pattern, Window
 from ..masking.sequence_info import SequenceInfo
 from ..spec.attention_spec import AttentionSpec
-from .full_visibility import FullVisibility
-from .int8_quantization import dequantise, quantise
-from .kv_cache import KVCache, KVEntry
+from .kv_cache import FullVisibility, KVCache, KVEntry, dequantise, quantise
 
 
 class StorageFormat(NamedTuple):
@@ -221,3 +221,38 @@ class RingCache(SlotCache):
         winner = torch.full((self.batch, self.slots + 1), -1, device=self.device)
         winner = winner.scatter_reduce(1, slot, order, "amax")
         return torch.where(winner.gather(1, slot) == order, slot, self.slots)
+
+
+# --- Recurrent state of linear attention ---------------------------------------------------------------
+
+
+class RecurrentStateCache(KVCache):
+    """One recurrent state per head, updated with every token; its size does not depend on the length."""
+
+    def __init__(self, spec: AttentionSpec, batch: int, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(spec, batch, dtype, device)
+        self._state = empty_state(spec, batch, dtype, device)
+
+    @property
+    def state(self) -> Mapping[str, Tensor]:
+        return self._state
+
+    def set_state(self, state: dict[str, Tensor]) -> None:
+        """Store the state after the tokens just appended."""
+        self._state = state
+
+    def append(self, entry: KVEntry, at: SequenceInfo) -> tuple[KVEntry, SequenceInfo]:
+        if at.start is None and bool((at.is_real & (at.segment != 0)).any()):
+            raise ValueError(
+                "a recurrent state cannot tell segments apart; give each packed document a cache of its own"
+            )
+        self._advance(at)
+        return entry, at
+
+    def select_rows(self, index: Tensor) -> None:
+        self._take(index)
+        self._state = {name: state[index] for name, state in self._state.items()}
+
+    @property
+    def nbytes(self) -> int:
+        return sum(state.nbytes for state in self._state.values())

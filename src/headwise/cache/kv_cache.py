@@ -1,18 +1,56 @@
-"""Interface of KV caches: the past tokens of each row of a batch, appended in order."""
+"""Interface of KV caches: the past tokens of each row of a batch, appended in order, in float or int8."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..errors import SpecError
+from ..errors import SpecError, suggest
+from ..masking.patterns import Causal, First, Pattern, Window
 from ..masking.sequence_info import SequenceInfo
 from ..spec.attention_spec import AttentionSpec
-from .full_visibility import FullVisibility
+
+# --- Full visibility -----------------------------------------------------------------------------------
+
+
+class FullVisibility:
+    """Tests whether a pattern allows exactly the tokens that a cache retains, by counting pairs ahead of time.
+
+    >>> from headwise.masking.patterns import Dilated
+    >>> [FullVisibility(pattern).sees_all(1000, Causal) for pattern in (Causal(), Dilated(keys=5, rate=2))]
+    [True, False]
+    """
+
+    def __init__(self, pattern: Pattern, least: int = 0) -> None:
+        self._pattern, self._least = pattern, least
+        self.known, self._all = 0, False  # number of tokens up to which pairs have been counted
+
+    def sees_all(self, used: int, rule: Callable[[], Pattern]) -> bool:
+        """Return whether each of the first `used` tokens sees all tokens that `rule` retains.
+
+        Always pass the same rule. It is not stored: a bound method of the cache would make a reference cycle.
+        """
+        if used > self.known:
+            first, self.known = not self.known, 64 * max(used, self._least)
+            span = range(self.known)
+            if self._all or first:  # once unequal, always unequal
+                self._all = (self._pattern & Causal()).pairs(span, span) == rule().pairs(span, span)
+        return self._all
+
+
+def retained_tokens(pattern: Pattern) -> Pattern:
+    """Return the pattern of tokens to retain: those that later queries may still attend to."""
+    first, last = pattern.retention
+    if last is None:
+        return Causal()
+    return Window(last) | First(first) if first else Window(last)
+
+
+# --- Caches --------------------------------------------------------------------------------------------
 
 KVEntry = dict[str, Tensor]
 
@@ -66,9 +104,7 @@ class KVCache(ABC):
         if not (isinstance(batch, int) and isinstance(capacity, int) and batch >= 0 and capacity >= 1):
             raise SpecError(f"cannot make a cache of batch={batch}, capacity={capacity}; capacity must be at least 1")
         check_causal(spec)
-        from .contiguous import ContiguousCache, RingCache, StorageFormat
-        from .int8_quantization import check_storage_format
-        from .recurrent_state import RecurrentStateCache
+        from .contiguous import ContiguousCache, RecurrentStateCache, RingCache, StorageFormat
 
         check_storage_format(spec, storage_format)
 
@@ -215,3 +251,49 @@ def check_causal(spec: AttentionSpec) -> None:
             f"pattern {spec.pattern.text} attends to future tokens, so it cannot be decoded step by step; "
             "use a causal pattern such as causal() or window(256)"
         )
+
+
+# --- Int8 storage --------------------------------------------------------------------------------------
+
+STORAGE_FORMATS = ("int8",)
+INT8_MAX = 127  # symmetric range without -128, so that x and -x are rounded alike
+SCALE_SUFFIX = ".scale"
+
+
+def check_storage_format(spec: AttentionSpec, store: str | None) -> None:
+    """Raise SpecError for an unknown storage format, or one that the layer does not support."""
+    if store is None:
+        return
+    if store not in STORAGE_FORMATS:
+        raise SpecError(f"storage_format={store!r} is unknown; {suggest(str(store), STORAGE_FORMATS)}")
+    if spec.is_recurrent:
+        raise SpecError(
+            f"{store} storage does not support a recurrent state, whose sums over thousands of tokens do not fit; "
+            "leave storage_format out"
+        )
+
+
+def quantise(entry: KVEntry, names: Collection[str]) -> KVEntry:
+    """Quantise the named tensors to int8; each head's vector gets a scale of its largest magnitude / 127."""
+    quantised = KVEntry(entry)
+    for name in names:
+        exact = entry[name].to(torch.promote_types(entry[name].dtype, torch.float32))
+        scale = exact.abs().amax(-1) / INT8_MAX if exact.shape[-1] else exact.sum(-1)
+        # A zero vector stays zero; a vector with an infinity or NaN becomes NaN when it is multiplied by its scale.
+        quantised[name] = (exact / scale[..., None]).nan_to_num(0.0).round().clamp(-INT8_MAX, INT8_MAX).to(torch.int8)
+        quantised[name + SCALE_SUFFIX] = scale.to(torch.float32)
+    return quantised
+
+
+def dequantise(entry: KVEntry, names: Collection[str], dtype: torch.dtype) -> KVEntry:
+    """Convert quantised tensors back to `dtype` and drop their scales."""
+    unquantised = {
+        name: tensor
+        for name, tensor in entry.items()
+        if not name.endswith(SCALE_SUFFIX) or name[: -len(SCALE_SUFFIX)] not in names
+    }
+    return unquantised | {name: _dequantise_tensor(entry[name], entry[name + SCALE_SUFFIX], dtype) for name in names}
+
+
+def _dequantise_tensor(quantised: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    return (quantised * scale[..., None]).to(dtype)

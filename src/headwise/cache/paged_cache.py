@@ -2,20 +2,254 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from math import gcd
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..errors import SpecError
-from ..masking.sequence_info import SequenceInfo
+from ..masking.sequence_info import BlockTable, SequenceInfo
 from ..spec.attention_spec import AttentionSpec
-from .block_table import BlockTables, PagedSequence, PageLayout, TensorPlacement
-from .full_visibility import FullVisibility, retained_tokens
-from .kv_cache import KVCache, KVEntry, check_causal
-from .paged_batch import HeldPages, PageAccess, PagedBatch
+from .block_table import BlockTables, PagedSequence, PageLayout, RetentionGroup, TensorPlacement
+from .kv_cache import FullVisibility, KVCache, KVEntry, check_causal, retained_tokens
+
+# --- Rows of one forward call --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class PageAccess:
+    """Page and offset where each real token is written, and the pages to read; None if no token was cached before."""
+
+    page: Tensor
+    offset: Tensor
+    is_real: tuple[Tensor, Tensor] | None  # (row, column) of the real tokens; None if all are real
+    held_pages: HeldPages | None
+
+
+class GatheredPages(NamedTuple):
+    """Pages of every row [rows, pages], padded with the empty page, and the positions of their tokens.
+
+    `filled` is the number of slots to read if it is the same for all rows, else None.
+    """
+
+    pages: Tensor
+    filled: int | None
+    sequence: SequenceInfo
+
+
+class PageSpans(NamedTuple):
+    """Block table with slot ranges, and positions and segments of all slots."""
+
+    table: Tensor
+    position: Tensor
+    segment: Tensor
+
+
+@dataclass(eq=False)
+class HeldPages:
+    """Pages of each row after a call has appended `counts` tokens; `ends` are the new lengths of the rows.
+
+    Index tensors are computed on first use and reused by all layers of the group.
+    """
+
+    keep: RetentionGroup
+    tables: Sequence[Mapping[int, int]]
+    counts: Sequence[int]
+    ends: Sequence[int]
+    empty: int
+    device: torch.device
+    _gathered: GatheredPages | None = None
+    _placed: PageSpans | None = None
+    _indices: dict[tuple[int, int, int], Tensor] = field(default_factory=dict[tuple[int, int, int], Tensor])
+
+    @property
+    def gathered(self) -> GatheredPages:
+        """Pages to copy into one contiguous buffer."""
+        self._gathered = self._gathered or self._gather()
+        return self._gathered
+
+    def spans(self, whole: bool) -> SequenceInfo:
+        """Return key positions and block table for a single-token step; `whole`: every stored token is visible."""
+        self._placed = self._placed or self._make_spans()
+        return SequenceInfo(
+            self._placed.position, self._placed.segment, checked=True, block_table=BlockTable(self._placed.table, whole)
+        )
+
+    def index(self, heads: int, pieces: int, stride: int) -> Tensor:
+        """Return indices of all pieces in the order rows, heads, pages; `pieces` per head, `stride` per page."""
+        key = heads, pieces, stride
+        if key not in self._indices:
+            pages = self.gathered.pages[:, None, :, None] * stride
+            head = torch.arange(heads, device=pages.device)[None, :, None, None] * pieces
+            self._indices[key] = (pages + head + torch.arange(pieces, device=pages.device)).flatten()
+        return self._indices[key]
+
+    def _gather(self) -> GatheredPages:
+        keep, tables, ends, device = self.keep, self.tables, self.ends, self.device
+        max_pages = max((len(table) for table in tables), default=0)
+        pages = self._as_tensor([[*table.values(), *[self.empty] * (max_pages - len(table))] for table in tables])
+        common_pages = (
+            [*tables[0]] if tables and len(set(ends)) == 1 and all([*t] == [*tables[0]] for t in tables) else None
+        )
+        if common_pages and common_pages == list(range(common_pages[0], common_pages[0] + max_pages)):
+            start = common_pages[0] * keep.page
+            sequence = SequenceInfo.contiguous(start, ends[0] - start, device)
+            return GatheredPages(pages, sequence.count, sequence)
+        starts = self._as_tensor([[*[n * keep.page for n in t], *[-keep.page] * (max_pages - len(t))] for t in tables])
+        position = (starts[..., None] + torch.arange(keep.page, device=device)).flatten(1)
+        is_real = (position >= 0) & (position < self._as_tensor(ends)[:, None])
+        return GatheredPages(pages, None, SequenceInfo(position.clamp(min=0), is_real.long() - 1, checked=True))
+
+    def _make_spans(self) -> PageSpans:
+        """Make the spans of the retained first tokens, if any, and of the latest; a page may hold some of both."""
+        first, last, page = self.keep
+        begins = [max(first, end - last) if last is not None else 0 for end in self.ends]
+        pieces = [self._span_of_positions(begins, self.ends)]
+        if first:
+            pieces.insert(0, self._span_of_positions([0] * len(begins), [min(first, end) for end in self.ends]))
+        table, start = (torch.cat(tensors, 1) if first else tensors[0] for tensors in zip(*pieces, strict=True))
+        slot = torch.arange(page, device=self.device)
+        live = (slot >= table[..., 1:2]) & (slot < table[..., 2:3])
+        return PageSpans(table, (start[..., None] + slot).flatten(1), live.flatten(1).long() - 1)
+
+    def _span_of_positions(self, begins: Sequence[int], ends: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Return a table [rows, pages, (page, first slot, end slot)] and the first position of each page."""
+        page = self.keep.page
+        ends = [end if count else 0 for end, count in zip(ends, self.counts, strict=True)]
+        numbers = [range(begin // page, -(-end // page)) for begin, end in zip(begins, ends, strict=True)]
+        max_pages = max((len(indices) for indices in numbers), default=0)
+        pages = [
+            [*[table[n] for n in indices], *[self.empty] * (max_pages - len(indices))]
+            for table, indices in zip(self.tables, numbers, strict=True)
+        ]
+        first = self._as_tensor([indices.start * page for indices in numbers])[:, None]
+        start = first + torch.arange(max_pages, device=self.device) * page
+        first_slot = (self._as_tensor(begins)[:, None] - start).clamp(0, page)
+        end_slot = (self._as_tensor(ends)[:, None] - start).clamp(0, page)
+        return torch.stack([self._as_tensor(pages).view(len(pages), max_pages), first_slot, end_slot], -1), start
+
+    def _as_tensor(self, values: Sequence[object]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self.device)
+
+
+# --- The rows of one call, and what it does to their pages ---------------------------------------------
+
+
+class PagedBatch:
+    """Rows of one forward call, common to all layers: the first layer that appends tokens allocates their pages."""
+
+    def __init__(self, numbers: Tensor, book: BlockTables, rows: Sequence[PagedSequence]) -> None:
+        self.numbers, self.book, self.rows = numbers, book, list(rows)
+        self.calls = self.moves = 0
+        self.last = self._last()
+        self._accesses: tuple[PageAccess, ...] = ()
+
+    def next_positions(self, counts: Sequence[int]) -> SequenceInfo:
+        """Return the positions of the next tokens of each row, padded on the right, and allocate their pages."""
+        device, most = self.numbers.device, max(counts)
+        starts = [row.length for row in self.rows]
+        if len(set(counts)) == len(set(starts)) == 1:
+            at = SequenceInfo.contiguous(starts[0], most, device)
+        else:
+            place = torch.arange(most, device=device)
+            live = place < torch.tensor(counts, device=device)[:, None]
+            at = SequenceInfo(torch.tensor(starts, device=device)[:, None] + place, live.long() - 1, checked=True)
+        self._begin(at, [list(range(count)) for count in counts])
+        return at
+
+    def begin(self, at: SequenceInfo) -> None:
+        """Allocate pages for these tokens and prepare their accesses, group by group."""
+        self._begin(at, self._columns(at))
+
+    def _begin(self, at: SequenceInfo, columns: list[list[int]]) -> None:
+        changes, numbers = self.book.append_slots(self.rows, [len(live) for live in columns]), self.numbers
+        if changes.emptied:
+            numbers.index_fill_(0, torch.tensor(changes.emptied, device=numbers.device), 0)
+        for old, new in changes.copied:
+            numbers[new] = numbers[old]
+        keeps = enumerate(self.book.keeps)
+        self._accesses = tuple(self._access(group, keep, columns, at) for group, keep in keeps)
+        for row, live in zip(self.rows, columns, strict=True):
+            row.length += len(live)
+        self.last = self._last()
+        self.calls += 1
+
+    @property
+    def accesses(self) -> tuple[PageAccess, ...]:
+        """Accesses of the current call, one per retention group."""
+        return self._accesses
+
+    def select_rows(self, index: Tensor) -> None:
+        """Keep these rows in this order; a repeated row is forked with shared pages, a row left out is freed."""
+        taken = index.tolist()
+        book, seen = self.book, set[int]()
+        rows = []
+        for number in taken:
+            rows.append(book.fork(self.rows[number]) if number in seen else self.rows[number])
+            seen.add(number)
+        for number, row in enumerate(self.rows):
+            if number not in seen:
+                book.free_sequence(row)
+        self.rows = rows
+        self.last = self._last()
+        self.moves += 1
+
+    def _last(self) -> Tensor:
+        """Return the last position of each row."""
+        return torch.tensor([row.length for row in self.rows], dtype=torch.int64, device=self.numbers.device) - 1
+
+    def _columns(self, at: SequenceInfo) -> list[list[int]]:
+        """Return the real columns of each row; raise ValueError unless they continue at the end of the row."""
+        if at.start is not None and all(row.length == at.start for row in self.rows):
+            return [list(range(at.count))] * len(self.rows)
+        batch = len(self.rows)
+        positions, segments = (tensor.expand(batch, -1).tolist() for tensor in (at.position, at.segment))
+        columns = []
+        for row, position, segment in zip(self.rows, positions, segments, strict=True):
+            live = [column for column, number in enumerate(segment) if number >= 0]
+            if any(segment[column] for column in live):
+                raise ValueError("a paged cache holds one text per row; give each packed document its own row")
+            if [position[column] for column in live] != list(range(row.length, row.length + len(live))):
+                raise ValueError(
+                    f"a row of {row.length} tokens goes on at position {row.length}, one by one; "
+                    "take positions from cache.next_positions(count)"
+                )
+            columns.append(live)
+        return columns
+
+    def _access(self, group: int, keep: RetentionGroup, columns: list[list[int]], at: SequenceInfo) -> PageAccess:
+        """Prepare one group's access; called before row lengths are updated."""
+        device = self.numbers.device
+        tokens = [(row, n) for row, live in zip(self.rows, columns, strict=True) for n in range(len(live))]
+        page_offsets = [divmod(row.length + n, keep.page) for row, n in tokens]
+        page = [row.tables[group][number] for (row, _), (number, _) in zip(tokens, page_offsets, strict=True)]
+        all_real = all(len(live) == at.count for live in columns)
+        live = None if all_real else _index_tensor([(b, t) for b, own in enumerate(columns) for t in own], device)
+        page_and_offset = (
+            torch.tensor(page, dtype=torch.int64, device=device),
+            torch.tensor([offset for _, offset in page_offsets], dtype=torch.int64, device=device),
+        )
+        past = at.count == 1 or any(row.length for row in self.rows)
+        tables = [row.tables[group] for row in self.rows]
+        counts = [len(live) for live in columns]
+        ends = [row.length + count for row, count in zip(self.rows, counts, strict=True)]
+        return PageAccess(
+            *page_and_offset,
+            live,
+            HeldPages(keep, tables, counts, ends, self.book.pages.count, device) if past else None,
+        )
+
+
+def _index_tensor(pairs: list[tuple[int, int]], device: torch.device) -> tuple[Tensor, Tensor]:
+    rows, columns = ([pair[side] for pair in pairs] for side in (0, 1))
+    return torch.tensor(rows, dtype=torch.int64, device=device), torch.tensor(columns, dtype=torch.int64, device=device)
+
+
+# --- Caches --------------------------------------------------------------------------------------------
 
 
 class PagePool:

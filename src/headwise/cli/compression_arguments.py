@@ -98,7 +98,7 @@ class CompressionRun:
     def from_args(args: argparse.Namespace) -> CompressionRun:
         """Check all arguments, then read the model and the texts; nothing is written."""
         check_text_arguments(args)
-        from ..hub.model_import import load
+        from ..hub.pretrained_models import load
         from ..surgery.hf_export.model_folder import check_folder_empty
 
         check_folder_empty(args.out)
@@ -167,7 +167,7 @@ class CompressionRun:
 
     def write_and_verify(self, model: Transformer, summary: str, record: Mapping[str, Any], **verification: Any) -> int:
         """Write the model and its proof to the folder, print a summary, and return the exit code."""
-        from ..hub.model_import import load
+        from ..hub.pretrained_models import load
         from ..surgery.hf_export.model_folder import write_model_folder
         from ..surgery.verification.proof import prove, write_proof
         from ..surgery.verification.proof_report import render_summary

@@ -183,7 +183,7 @@ def sites_main(argv: list[str]) -> int:
     parser.add_argument("model", metavar="MODEL", help="a headwise or transformers folder")
     add_json_argument(parser)
     args = parser.parse_args(argv)
-    from ..hub.model_import import load_original
+    from ..hub.pretrained_models import load_original
     from ..inspect.attention_sites import sites
 
     table = sites(load_original(args.model))

@@ -130,7 +130,7 @@ def main(argv: list[str]) -> int:
     """Measure and classify the heads of a model, print the table, and write figures if asked."""
     args = _parser().parse_args(argv)
     _check_arguments(args)
-    from ..hub.model_import import load_original
+    from ..hub.pretrained_models import load_original
 
     model = load_original(args.model).eval()
     attach_named_tokenizer(model, args)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ..models import Transformer
     from ..surgery import HeadRanking, HeadSelection
     from ..surgery.l0_gates import GateTrainingOptions
-    from ..surgery.sweep.pruning_curves import SweepOptions
+    from ..surgery.pruning_curves import SweepOptions
 
 SELECTION_OPTIONS = ("keep", "heads", "drop", "clusters", "budget", "plan")
 
@@ -228,8 +228,8 @@ def sweep_main(argv: list[str]) -> int:
     args = _sweep_parser().parse_args(argv)
     points = _parse_fractions(args.points)
     run = CompressionRun.from_args(args)
-    from ..surgery.sweep.curve_report import render_terminal, to_report_data, write_report
-    from ..surgery.sweep.pruning_curves import run_sweep
+    from ..surgery.curve_report import render_terminal, to_report_data, write_report
+    from ..surgery.pruning_curves import run_sweep
 
     curves = run_sweep(
         run.net, run.selection_examples, run.proof_examples, _sweep_config(args, run, points), run.report_progress
@@ -302,7 +302,7 @@ def _parse_fractions(text: str) -> tuple[float, ...]:
 
 def _sweep_config(args: argparse.Namespace, run: CompressionRun, points: tuple[float, ...]) -> SweepOptions:
     """Return the library objects that the options describe."""
-    from ..surgery.sweep.pruning_curves import DEFAULT_SHARES, OrderingOptions, SweepOptions
+    from ..surgery.pruning_curves import DEFAULT_SHARES, OrderingOptions, SweepOptions
 
     gates = None if args.gates is None else _gate_training(args, run)
     ordering = OrderingOptions(args.objective, args.sample, gates, args.seed)

@@ -120,7 +120,7 @@ def _capture_trace(args: argparse.Namespace) -> Trace:
 
 def _capture_inputs(args: argparse.Namespace) -> tuple[Any, Any, int]:
     """Return the model, its inputs, and the number of tokens to generate."""
-    from ..hub.model_import import load_original
+    from ..hub.pretrained_models import load_original
     from ..inspect.model_inputs import is_encoder_decoder
     from ..models import Transformer
 

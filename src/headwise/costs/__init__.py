@@ -8,7 +8,7 @@ In reading order:
   which one spec becomes cheaper than another; `cost_plots` draws charts; `size_matching` finds sizes of equal cost;
 - `activations`, `training_memory` and `saved_tensors` give the memory of training;
 - `kv_cache_memory`, `serving_cost` and `serving_capacity` give the memory, latency and throughput of serving;
-- `complexity` and `published_formulas` compare with the literature, `formula_checks` with a small layer that is run.
+- `complexity` and `published_formulas` compare with the literature and with a small layer that is run.
 """
 
 from __future__ import annotations

@@ -17,8 +17,7 @@ from ..errors import SpecError, suggest
 from ..masking.sequence_info import SequenceInfo
 from ..model_spec import EmbeddingSpec, ModelSpec, ProcessorSpec
 from .example_order import DEFAULT_HELD_OUT, IndexArray, check_split_shares, split_examples
-from .file_task import Dataset, FileTask, make_classifier
-from .labelled_examples import ClassifierInputs, LabelledDataset, number_labels
+from .file_task import ClassifierInputs, Dataset, FileTask, LabelledDataset, make_classifier, number_labels
 from .language_modelling import TokenSpan, TokenStreamDataset, split_ranges
 from .text_files import existing_path, find_splits, read_lines
 from .translation import ParallelCorpus, SentencePair, TranslationDataset, TranslationOptions, normalise_sentence

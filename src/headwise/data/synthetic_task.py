@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..errors import SpecError
-from ..interfaces.registry import CheckedDataclass, find_class
+from ..interfaces.part import CheckedDataclass, find_class
 from ..masking.pattern_base import check_whole_number
 from ..masking.patterns import Pattern
 from ..model_spec import (

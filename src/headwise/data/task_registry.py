@@ -1,26 +1,31 @@
-"""All tasks by name: `TASKS` and `make_task`."""
+"""Tasks by name (`TASKS`, `make_task`), and file tasks by path (`open_data`)."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import fields
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 from ..errors import SpecError, suggest
-from .associative_recall import AssociativeRecall
-from .copy_task import CopyTask
+from . import images, jsonl, time_series, token_files
+from .algorithmic_tasks import CopyTask, GraphDistance, GroupProduct
 from .date_translation import DateTranslation
-from .graph_distance import GraphDistance
-from .group_product import GroupProduct
-from .images import ImageClassification
+from .file_task import FileTask
+from .images import ImageClassification, read_npz
 from .jsonl import JsonlTask
-from .language_modelling import TextTask
+from .language_modelling import STDLIB, TextTask
 from .listops import ListOps
 from .markov_chains import MarkovChains
+from .recall_tasks import AssociativeRecall, TwoKeyLookup
 from .task import Task
+from .text_files import existing_path, find_splits, list_files
 from .time_series import FrameClassification
 from .token_files import TokenFileTask
 from .translation import ParallelTextTask
-from .two_key_lookup import TwoKeyLookup
+
+# --- Tasks by name -------------------------------------------------------------------------------------
+
 
 TASKS: dict[str, type[Task]] = {
     "copy": CopyTask,
@@ -56,3 +61,77 @@ def make_task(name: str, **options: Any) -> Task:
         if option not in known:
             raise SpecError(f"the task {name!r} has no option {option!r}; {suggest(option, known)}")
     return TASKS[name](**options)
+
+
+# --- File tasks by path --------------------------------------------------------------------------------
+
+# The adapter for each file suffix; .npz files and folders are chosen by their content.
+ADAPTER_OF_SUFFIX = {
+    **dict.fromkeys((*TextTask.suffixes, ".text", ".log", ".tex", ".html", ".c", ".h", ".js", ".rs"), "text"),
+    **dict.fromkeys(token_files.TOKEN_FILE_SUFFIXES, "tokens"),
+    **dict.fromkeys((".jsonl", ".ndjson"), "jsonl"),
+    ".tsv": "parallel",
+}
+
+
+def open_data(source: str, options: Mapping[str, Any] | None = None) -> FileTask:
+    """Task over the data that `source` names: "stdlib", a file, a folder, or two aligned files joined by a comma.
+
+    The file suffix chooses the adapter (the class that reads the data); a prefix, as in "parallel:cmn.txt", overrides
+    it. `options` are the fields of the adapter.
+
+    >>> open_data("stdlib", {"length": 128})
+    TextTask(path='stdlib', length=128)
+    >>> open_data("image:digits")
+    Traceback (most recent call last):
+    headwise.errors.SpecError: there is no adapter 'image'; did you mean 'images'?
+    """
+    name, colon, path = source.partition(":")
+    if not (colon and len(name) > 1 and name.isalpha()):  # a single letter is a Windows drive
+        name, path = find_adapter(source), source
+    adapters = {name: cls for name, cls in TASKS.items() if issubclass(cls, FileTask)}
+    if name not in adapters:
+        raise SpecError(f"there is no adapter {name!r}; {suggest(name, adapters)}")
+    values = {option: tuple(value) if isinstance(value, list) else value for option, value in (options or {}).items()}
+    task = make_task(name, **({"path": _split_pair(path) if name == "parallel" else path} | values))
+    return cast(FileTask, task)
+
+
+def _split_pair(path: str) -> str | tuple[str, ...]:
+    """Both paths of "a,b", unless a file of that name exists."""
+    return tuple(path.split(",")) if "," in path and not Path(path).exists() else path
+
+
+def find_adapter(source: str) -> str:
+    """Name of the adapter for a source, from its suffix or from the content of the folder."""
+    if source == STDLIB:
+        return "text"
+    if isinstance(_split_pair(source), tuple):
+        return "parallel"
+    path = existing_path(source)
+    if path.is_dir():
+        return _adapter_of_folder(path)
+    suffix = Path(path.name.removesuffix(".gz")).suffix.lower()
+    if suffix == ".npz":
+        return "frames" if "frames" in read_npz(path) else "images"
+    if "idx" in path.name and "ubyte" in path.name:
+        return "images"
+    if suffix not in ADAPTER_OF_SUFFIX:
+        raise SpecError(
+            f"the suffix of {source!r} has no adapter; name one in front, as in text:{source} or parallel:{source}"
+        )
+    return ADAPTER_OF_SUFFIX[suffix]
+
+
+def _adapter_of_folder(folder: Path) -> str:
+    """Adapter of a folder: text, unless it has split or label files, or more images than texts."""
+    if (folder / time_series.LABEL_TABLE).is_file():
+        return "frames"
+    if len(find_splits(folder, token_files.TOKEN_FILE_SUFFIXES)) > 1:
+        return "tokens"
+    if len(find_splits(folder, jsonl.JSONL_SUFFIXES)) > 1:
+        return "jsonl"
+    num_images, num_texts = (
+        len(list_files(folder, suffixes)) for suffixes in (images.IMAGE_SUFFIXES, TextTask.suffixes)
+    )
+    return "images" if images.find_idx_files(folder) or num_images > num_texts else "text"

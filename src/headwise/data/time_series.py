@@ -15,9 +15,8 @@ from ..errors import SpecError
 from ..masking.sequence_info import SequenceInfo
 from ..model_spec import EmbeddingSpec, ModelSpec, PatchSpec, ProcessorSpec
 from .example_order import DEFAULT_HELD_OUT, IndexArray, check_split_shares, split_examples
-from .file_task import FileTask, make_classifier
-from .image_arrays import open_npy, read_npz
-from .labelled_examples import ClassifierInputs, LabelledDataset, number_labels
+from .file_task import ClassifierInputs, FileTask, LabelledDataset, make_classifier, number_labels
+from .images import open_npy, read_npz
 from .text_files import existing_file, existing_path, list_files, read_lines
 
 LABEL_TABLE = "labels.tsv"

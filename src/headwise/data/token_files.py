@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from ..errors import SpecError, suggest
 from .example_order import DEFAULT_HELD_OUT, check_split_shares
 from .file_task import FileTask
-from .image_arrays import open_npy
+from .images import open_npy
 from .language_modelling import SCAN_TOKENS, TokenSpan, TokenStreamDataset, split_ranges
 from .text_files import existing_file, existing_path, find_splits
 from .vocabulary import SubwordVocabulary, read_vocabulary

@@ -1,9 +1,8 @@
 """`headwise demo`: soft look-up, one attention layer in detail, then a translator that is trained and compressed.
 
 This module makes the pages about one layer. `soft_lookup` introduces attention as kernel regression.
-`translator` trains a small encoder-decoder model and shows which of its heads align words.
-`translator_compression` prunes and converts that model, and `before_after` compares the results.
-`html_report` writes all pages to one HTML file.
+`translator` trains a small encoder-decoder model and shows which of its heads align words,
+then prunes and converts it. `before_after` compares the results and writes all pages to one HTML file.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from . import soft_lookup
 
 if TYPE_CHECKING:
     from ..training import Recipe
-    from .translator_compression import TrainingDemo
+    from .translator import TrainingDemo
 
 # Everything that a spec leaves out has a default.
 SPEC_TOML = """\
@@ -143,7 +142,7 @@ def list_pages(training_demo: TrainingDemo | None = None) -> Iterator[tuple[str,
 
 def _make_training_demo(out: Path | None, recipe: Recipe | None) -> TrainingDemo | None:
     """Return the training demo in the folder `out`, or None without a folder."""
-    from .translator_compression import TrainingDemo
+    from .translator import TrainingDemo
 
     return None if out is None else TrainingDemo(out, recipe)
 

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from ..errors import SpecError, suggest
-from ..interfaces.registry import CheckedDataclass
+from ..interfaces.part import CheckedDataclass
 
 # From the outermost to the innermost: ranks that differ in the last one only are neighbours and communicate the most.
 PARALLEL_DIMS = ("data", "context", "shards", "tensor")

@@ -1,11 +1,17 @@
-"""The ranks of one training run: their place in the device mesh, shared values and errors, rows of a batch."""
+"""The ranks of one training run: joining the process group, shared values and errors, equal configurations."""
 
 from __future__ import annotations
 
+import hashlib
+import itertools
+import os
 import pickle
-from collections.abc import Callable, Iterator, Sequence
+import signal
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -13,10 +19,143 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from .. import __version__
 from ..data import IGNORE_INDEX, Batch
 from ..errors import SpecError
-from .launch import ProcessInfo
 from .parallelism import PARALLEL_DIMS, Parallelism
+
+# --- Process group -------------------------------------------------------------------------------------
+
+
+JOIN_TIMEOUT = timedelta(minutes=5)  # for all ranks to join
+# For a rank to answer a collective; the longest work that one rank may do alone.
+COLLECTIVE_TIMEOUT = timedelta(minutes=10)
+MAX_REASON_LENGTH = 200  # characters quoted of torch's error when ranks cannot join; the original is very long
+FAILURE_KEY = "said"  # counter in the store: the first rank to increment it reports the failure
+
+_join_counter = itertools.count()  # ranks join together, so the n-th join of one rank is the n-th join of all
+
+
+@dataclass(frozen=True)
+class ProcessInfo:
+    """Rank of this process, number of processes, rank on its own machine, and number of restarts by torchrun."""
+
+    rank: int = 0
+    size: int = 1
+    local: int = 0
+    attempt: int = 0
+    store: Any = field(default=None, repr=False, compare=False)
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this process writes files and prints."""
+        return self.rank == 0
+
+    def speaks(self) -> bool:
+        """Claim the right to report a failure; True for the first rank that asks, so only one prints the reason."""
+        if self.store is None:
+            return True
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun sends it to the other ranks; one must still report
+        try:
+            return self.store.add(FAILURE_KEY, 1) == 1
+        except RuntimeError:  # the rank that served the store was killed before it could report
+            return True
+
+
+def read_torchrun_environment(environment: Mapping[str, str] | None = None) -> ProcessInfo:
+    """Read the rank and size that torchrun sets in the environment; without torchrun, a single process.
+
+    >>> read_torchrun_environment({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"})
+    ProcessInfo(rank=3, size=4, local=1, attempt=0)
+    >>> read_torchrun_environment({}).size
+    1
+    """
+    variables = os.environ if environment is None else environment
+    if "RANK" not in variables or "WORLD_SIZE" not in variables:
+        return ProcessInfo()
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RESTART_COUNT")
+    defaults = {"LOCAL_RANK": variables["RANK"], "TORCHELASTIC_RESTART_COUNT": "0"}
+    values = [variables.get(name, defaults.get(name, "")) for name in names]
+    if not all(value.isascii() and value.isdigit() for value in values) or int(values[0]) >= int(values[1]):
+        shown = " ".join(f"{name}={value}" for name, value in zip(names, values, strict=True))
+        raise SpecError(f"the environment has {shown}, which is not a valid rank; start with torchrun")
+    return ProcessInfo(*map(int, values))
+
+
+@contextmanager
+def join_process_group() -> Iterator[ProcessInfo]:
+    """Join torchrun's process group for the duration of the block; a nested call reuses the group.
+
+    Does nothing in a single process. If a rank is lost, the waiting ranks raise a ConnectionError of one line, whatever
+    collective they were waiting in.
+    """
+    launch = read_torchrun_environment()
+    if launch.size == 1:
+        yield launch
+        return
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        yield launch
+        return
+    try:
+        yield replace(launch, store=_init_process_group(launch))
+    except RuntimeError as error:
+        if not _is_communication_error(error):
+            raise
+        reason = f"did not answer for {COLLECTIVE_TIMEOUT}" if "timed out" in str(error).lower() else "ended"
+        problem = f"rank {launch.rank} waited for another rank, which {reason}"
+        raise ConnectionError(
+            f"{problem}; saved checkpoints are intact, continue with the same command and --resume"
+        ) from error
+    dist.destroy_process_group()
+
+
+def _init_process_group(launch: ProcessInfo) -> Any:
+    """Initialise the process group and return the store of its rendezvous."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.distributed_c10d import PrefixStore
+    from torch.distributed.rendezvous import rendezvous
+
+    if torch.cuda.is_available():
+        torch.cuda.set_device(launch.local % torch.cuda.device_count())
+    try:
+        store, *_ = next(rendezvous("env://", launch.rank, launch.size, timeout=JOIN_TIMEOUT))
+        store = PrefixStore(f"headwise {launch.attempt} {next(_join_counter)}", store)
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
+            store=store,
+            rank=launch.rank,
+            world_size=launch.size,
+            timeout=COLLECTIVE_TIMEOUT,
+        )
+    except (RuntimeError, ValueError) as error:
+        raise ConnectionError(
+            _join_failure_message(launch, " ".join(str(error).split())[:MAX_REASON_LENGTH])
+        ) from error
+    return store
+
+
+def _join_failure_message(launch: ProcessInfo, reason: str) -> str:
+    """Return the reason why ranks could not join, and what to do."""
+    address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    if "EADDRINUSE" in reason:
+        return f"the port of {address} is in use; give torchrun another --master-port, or --standalone"
+    return (
+        f"rank {launch.rank} of {launch.size} could not join the others at {address} ({reason}); "
+        "check that every machine runs the same torchrun command and can reach that address"
+    )
+
+
+def _is_communication_error(error: RuntimeError) -> bool:
+    """Return whether communication between ranks failed."""
+    import torch.distributed as dist
+
+    return isinstance(error, dist.DistError) or "gloo" in str(error).lower()
+
+
+# --- Ranks ---------------------------------------------------------------------------------------------
 
 T = TypeVar("T")
 SHARED_FAILURES = (ValueError, OSError, RuntimeError)  # sent to the other ranks; any other exception ends the process
@@ -211,3 +350,53 @@ def shard_batch(batch: Batch, index: int, num_shards: int) -> BatchShard:
         return BatchShard(batch.rows(slice(first, first + rows)), rows)
     idle = batch.rows(slice(0, 1))
     return BatchShard(replace(idle, labels=torch.full_like(idle.labels, IGNORE_INDEX)), 0)
+
+
+# --- Equal code and configuration on all ranks ---------------------------------------------------------
+
+
+def fingerprint_code() -> dict[str, str]:
+    """Return the versions of headwise and torch, and a checksum of the source of this package."""
+    root, digest = Path(__file__).parents[1], hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        digest.update(f"{path.relative_to(root).as_posix()} ".encode())
+        digest.update(path.read_bytes())
+    return {"headwise": __version__, "source": digest.hexdigest()[:12], "torch": torch.__version__}
+
+
+def check_same_config(mesh: ProcessMesh, config: Mapping[str, Any]) -> None:
+    """Raise SpecError at the first value that differs between the leader and another rank."""
+    first, *others = mesh.every(config)
+    for rank, other in enumerate(others, 1):
+        if difference := find_difference(first, other):
+            name, expected, actual = difference
+            raise SpecError(
+                f"{name} is {expected} on rank 0, {actual} on rank {rank}; start all ranks with the same configuration"
+            )
+
+
+def find_difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[str, str, str] | None:
+    """Return the name and both values of the first difference of two configurations; None if they are equal.
+
+    >>> find_difference({"recipe": {"lr": 0.1, "seed": 3}}, {"recipe": {"lr": 0.2, "seed": 3}})
+    ('recipe.lr', '0.1', '0.2')
+    """
+    first, second = _flatten_config("", one), _flatten_config("", other)
+    for name in [*first, *(name for name in second if name not in first)]:
+        if first.get(name) != second.get(name):
+            return name, _format_value(first, name), _format_value(second, name)
+    return None
+
+
+def _flatten_config(prefix: str, value: Any) -> dict[str, Any]:
+    items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else None
+    if items is None:
+        return {prefix: value}
+    flat: dict[str, Any] = {}
+    for key, inner in items:
+        flat |= _flatten_config(f"{prefix}.{key}" if prefix else str(key), inner)
+    return flat
+
+
+def _format_value(values: Mapping[str, Any], name: str) -> str:
+    return repr(values[name]) if name in values else "not set"

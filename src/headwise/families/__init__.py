@@ -2,12 +2,11 @@
 
 In reading order:
 
-- `config_reader` reads config.json key by key, and holds the registries `FAMILIES` (readers) and `WRITERS`.
+- `config_reader` reads config.json key by key and writes it, and has the registries `FAMILIES` (readers) and `WRITERS`.
 - `attention_config` reads RoPE settings, score scales and the layers with a sliding window.
 - `model_builders` assembles decoders and encoders from sizes, blocks, embeddings and heads.
 - `weight_names` maps our tensors to names, shapes and slices in checkpoint files.
-- `config_writer` turns a model description into config.json and checks the result by reading it.
-- One file per architecture (`llama`, `gpt2`, `bert`, `t5`, ...): its config reader, and its `WeightNames` if
+- One file per architecture and its relatives (`llama`, `gpt`, ...): its config reader, and its `WeightNames` if
   checkpoints can be loaded.
 
 This package reads no weights; `headwise.hub` does that.
@@ -26,8 +25,7 @@ from ..errors import SpecError
 from ..model_spec import ModelSpec
 from ..model_spec.serialization import MANIFEST_FILE, find_record, read_model_toml
 from ..presets import DEFAULT_CHOICES
-from .config_reader import FAMILIES, WRITERS, TransformersConfig, read_config
-from .config_writer import write_config
+from .config_reader import FAMILIES, WRITERS, TransformersConfig, read_config, write_config
 from .weight_names import WeightNames
 
 WEIGHT_NAMES: dict[str, WeightNames] = {}

@@ -8,8 +8,7 @@ from typing import Any
 
 from ..model_spec import ApproximateAttention
 from ..parts.dot_product import Dot
-from ..parts.rotary_embedding import Rotary
-from ..parts.rotary_scaling import PI, Llama3, Plain, RotaryScaling, YaRN
+from ..parts.rotary_embedding import PI, Llama3, Plain, Rotary, RotaryScaling, YaRN
 from ..spec.attention_spec import AttentionSpec
 from .config_reader import TransformersConfig
 

@@ -8,7 +8,7 @@ from ..presets import design
 from . import model_builders
 from .attention_config import RopeConfig, make_dot
 from .config_reader import TransformersConfig, register_family
-from .gpt_neo import name_gpt_neox_layer
+from .gpt import name_gpt_neox_layer
 from .weight_names import WeightNames
 
 

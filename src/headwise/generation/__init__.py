@@ -1,17 +1,23 @@
 """Decoding: continue prompts with a model, one token at a time or several candidates at once.
 
 `decoding_config` describes how tokens are chosen; `prompts` turns text or ids into model inputs; `decoding_state`
-holds the rows that are being continued and their caches; `sampling` picks the next token; `beam_search` follows
-several candidates; `compiled_step` decides when a decode step is worth compiling; `text_output` turns ids into text
-as they arrive; `generate` is the public entry point. `greedy_decoding`, `fill_mask` and `classification` are the
-simpler uses of a model.
+holds the rows that are being continued and their caches, picks the next token and decides when a decode step is worth
+compiling; `decoding_strategies` has greedy decoding and beam search; `text_output` turns ids into text as they arrive;
+`generate` is the public entry point. `single_pass` answers with one forward pass: classes, and masked tokens.
 """
 
 from .decoding_config import DecodingConfig
-from .decoding_state import DecodingState, eval_mode, max_positions, pad_left, require_language_model, run_decode_steps
+from .decoding_state import (
+    DecodingState,
+    eval_mode,
+    max_positions,
+    pad_left,
+    require_language_model,
+    run_decode_steps,
+    sample_tokens,
+)
 from .generate import GenerationOutput, TextGenerator, generate, make_random_streams, stream
 from .prompts import PromptBatch, encode_prompt, encode_text, get_decoder_start_ids, parse_prompts
-from .sampling import sample_tokens
 from .text_output import IncrementalDetokenizer, ModelTokenizer, load_tokenizers
 
 __all__ = [

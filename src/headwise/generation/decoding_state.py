@@ -1,9 +1,11 @@
-"""State of decoding: rows that are extended by one token per step, and their caches."""
+"""State of decoding: rows that grow by one token per step, the choice of that token, and the compiled step."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,12 +14,170 @@ from ..errors import SpecError
 from ..masking.sequence_info import SequenceInfo
 from ..model_spec import ModelSpec, StackSpec
 from ..models.embeddings_heads import pool_last
-from ..models.model_cache import EncoderOutput
-from ..models.transformer import Transformer
-from .compiled_step import UNEQUAL_LENGTHS, compile_decode_step, decide_compile
+from ..models.transformer import EncoderOutput, Transformer
+from ..ops.counter_rng import RandomStream
 from .decoding_config import DEFAULT_DECODING, DecodingConfig
-from .sampling import TokenHistory
 from .text_output import Completion
+
+# --- Compiled decode steps -----------------------------------------------------------------------------
+
+
+DecodeStep = Callable[..., Tensor]
+CompileReporter = Callable[["CompileDecision"], object]
+COMPILERS = ("c++", "g++", "clang++")
+# Measured on two cores (log/2026-11-22-fast-models.md): processor seconds of a graph, and of each layer of it; and
+# seconds a step that it saves for each layer in float32. In bfloat16, whose small operations are slow, it saves more.
+COMPILE_SECONDS, SECONDS_SAVED_PER_LAYER = (22.0, 2.4), 0.08e-3
+
+
+@dataclass(frozen=True)
+class CompileDecision:
+    """Whether decode steps are compiled, and why."""
+
+    should_compile: bool
+    reason: str
+
+
+UNEQUAL_LENGTHS = CompileDecision(False, "not compiled: rows are of several lengths")
+MIXED_REQUESTS = CompileDecision(False, "not compiled: requests of several lengths are answered together")
+
+
+def ignore_decision(decision: CompileDecision) -> None:
+    """A reporter that does nothing."""
+
+
+def decide_compile(net: Transformer, mode: str, num_steps: int) -> CompileDecision:
+    """Decide whether up to `num_steps` steps are compiled in mode "on", "off" or "auto"; "on" raises if it cannot.
+
+    >>> import headwise as hw
+    >>> config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 2, "vocab_size": 11}
+    >>> decide_compile(hw.build(hw.families.read_model_spec(config)), "off", 64)
+    CompileDecision(should_compile=False, reason='not compiled: compile is off')
+    """
+    if mode == "off":
+        return CompileDecision(False, "not compiled: compile is off")
+    if reason := find_compile_obstacle(net):
+        if mode == "on":
+            raise SpecError(f"steps cannot be compiled: {reason}; leave compile out, or give compile='auto'")
+        return CompileDecision(False, f"not compiled: {reason}")
+    if mode == "on":
+        return CompileDecision(True, "compiled: compile is on")
+    return estimate_compile_gain(len(list(net.stacks.values())[-1].blocks), num_steps)
+
+
+def find_compile_obstacle(net: Transformer) -> str:
+    """Return why steps of this model cannot be compiled here, or an empty string."""
+    if next(net.parameters()).device.type == "cpu" and not any(shutil.which(name) for name in COMPILERS):
+        return "there is no C++ compiler"
+    if net.probes:
+        return "probes observe its attention"
+    return ""
+
+
+def estimate_compile_gain(num_layers: int, num_steps: int) -> CompileDecision:
+    """Decide whether compiling saves more time over `num_steps` steps than it takes.
+
+    >>> estimate_compile_gain(12, 64)
+    CompileDecision(should_compile=False, reason='not compiled: 64 steps could gain about 0.1 s, compiling takes about
+    51 s')
+    >>> estimate_compile_gain(12, 100_000).should_compile
+    True
+    """
+    gain, cost = num_steps * num_layers * SECONDS_SAVED_PER_LAYER, COMPILE_SECONDS[0] + COMPILE_SECONDS[1] * num_layers
+    estimate = f"{num_steps} steps could gain about {gain:.1f} s, compiling takes about {cost:.0f} s"
+    return CompileDecision(gain > cost, f"{'compiled' if gain > cost else 'not compiled'}: {estimate}")
+
+
+def compile_decode_step(net: Transformer) -> DecodeStep:
+    """Return the compiled forward pass for one token per row: one graph for any position, capacity and rows above one.
+
+    Call it only if `cache.is_predictable`, and after one uncompiled step. That step computes what layers determine on
+    their first run, so that nothing is recompiled.
+    """
+    return torch.compile(net.forward, dynamic=True, fullgraph=True)
+
+
+# --- Choice of the next token --------------------------------------------------------------------------
+
+NEG_INF = float("-inf")
+TokenHistory = Sequence[Sequence[int]]  # the ids that each row has read or written so far
+
+
+def sample_tokens(
+    logits: Tensor,
+    history: TokenHistory = (),
+    *,
+    temperature: float = 0.0,
+    config: DecodingConfig = DEFAULT_DECODING,
+    streams: Sequence[RandomStream] = (),
+) -> list[int]:
+    """Return the next id of each row of logits [rows, vocabulary].
+
+    At temperature 0 it is the most likely one; otherwise each row samples with its own stream. `history` holds the ids
+    of each row so far, for the repetition penalty.
+
+    >>> sample_tokens(torch.tensor([[0.0, 2.0, 1.0]]))
+    [1]
+    >>> sample_tokens(torch.tensor([[0.0, 2.0, 1.0]]), [[1]], config=DecodingConfig(repetition=3.0))
+    [2]
+    """
+    logits = apply_repetition_penalty(
+        logits.to(torch.promote_types(logits.dtype, torch.float32)), history, config.repetition
+    )
+    highest, likeliest = logits.max(-1)
+    if bool(highest.isnan().any()):
+        raise ValueError("the model produced NaN logits, so its weights are broken; load another checkpoint")
+    if temperature == 0:
+        return likeliest.tolist()
+    return draw_tokens(filter_logits(logits / temperature, config), streams)
+
+
+def apply_repetition_penalty(logits: Tensor, history: TokenHistory, penalty: float) -> Tensor:
+    """Divide the logits of ids in the history by the penalty, or multiply them where negative (1909.05858).
+
+    >>> apply_repetition_penalty(torch.tensor([[2.0, -2.0, 2.0]]), [[0, 1]], 4.0).tolist()
+    [[0.5, -8.0, 2.0]]
+    """
+    if penalty == 1:
+        return logits
+    seen = torch.zeros_like(logits, dtype=torch.bool)
+    rows = [row for row, ids in enumerate(history) for _ in ids]
+    seen[rows, [token_id for ids in history for token_id in ids]] = True
+    return torch.where(seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
+
+
+def filter_logits(logits: Tensor, config: DecodingConfig) -> Tensor:
+    """Set the logits of excluded tokens to -inf; applies `top_k`, then `top_p`, then `min_p`.
+
+    >>> filter_logits(torch.tensor([[0.1, 0.2, 0.7]]).log(), DecodingConfig(top_p=0.8)).isfinite().tolist()
+    [[False, True, True]]
+    """
+    if config.top_k is not None and config.top_k < logits.shape[-1]:
+        least = logits.topk(config.top_k).values[..., -1:]
+        logits = logits.masked_fill(logits < least, NEG_INF)
+    if config.top_p is not None:
+        ordered, order = logits.sort(dim=-1)
+        excluded = ordered.softmax(-1).cumsum(-1) <= 1 - config.top_p  # in ascending order of probability
+        excluded[..., -1] = False
+        logits = logits.masked_fill(excluded.scatter(-1, order, excluded), NEG_INF)
+    if config.min_p is not None:
+        share = logits.softmax(-1)
+        logits = logits.masked_fill(share < config.min_p * share.amax(-1, keepdim=True), NEG_INF)
+    return logits
+
+
+def draw_tokens(logits: Tensor, streams: Sequence[RandomStream]) -> list[int]:
+    """Sample an id per row from softmax(logits), using one number of the row's stream."""
+    unit = torch.tensor([[stream.uniform()] for stream in streams], dtype=torch.float64, device=logits.device)
+    cumulative = logits.double().softmax(-1).cumsum(-1)
+    total = cumulative[:, -1:]
+    below = torch.minimum(
+        unit * total, total.nextafter(torch.zeros_like(total))
+    )  # the product may round up to the total
+    return torch.searchsorted(cumulative, below, right=True)[:, 0].tolist()
+
+
+# --- Decoding state ------------------------------------------------------------------------------------
 
 COMPACTION_THRESHOLD = (
     0.75  # finished rows leave the caches once at most this fraction continues, as copying costs a few steps

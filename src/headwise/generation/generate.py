@@ -12,12 +12,20 @@ from torch import Tensor
 from ..errors import SpecError
 from ..models.transformer import Transformer
 from ..ops.counter_rng import RandomStream
-from .beam_search import BeamHypothesis, run_beam_search
-from .compiled_step import CompileReporter, ignore_decision
 from .decoding_config import DEFAULT_DECODING, DecodingConfig, check_decoding
-from .decoding_state import DecodingState, TokenChooser, eval_mode, require_language_model, run_decode_steps
+from .decoding_state import (
+    CompileReporter,
+    DecodingState,
+    TokenChooser,
+    TokenHistory,
+    eval_mode,
+    ignore_decision,
+    require_language_model,
+    run_decode_steps,
+    sample_tokens,
+)
+from .decoding_strategies import BeamHypothesis, run_beam_search
 from .prompts import PromptBatch, parse_prompts, prepare_decoder_input
-from .sampling import TokenHistory, sample_tokens
 from .text_output import Completion, IncrementalDetokenizer, load_tokenizers
 
 SeedOrSeeds = int | Sequence[int] | None

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from ..errors import SequenceTooLong, SpecError
 from ..masking.sequence_info import SequenceInfo
-from ..models.model_cache import EncoderOutput
-from ..models.transformer import Transformer
+from ..models.transformer import EncoderOutput, Transformer
 from .decoding_state import check_prompt_length, max_positions, pad_left, require_language_model
 from .text_output import load_tokenizers
 

@@ -4,8 +4,7 @@
 - Measures: `head_measurement` runs a model over examples and returns a `head_table`. `weight_bands` streams the
   attention weights, `head_metrics` and `literature_metrics` define the measures, `head_classes` names heads by them.
 - Linguistic roles: `dependency_syntax` (dependency relations, attention probe) and `word_alignment` (translation).
-- Importance: `head_importance` runs the methods of `importance_methods` and `lrp` for one of the `objectives`;
-  `partial_forward` repeats forward passes with ablated heads.
+- Importance: `head_importance` runs the methods of `importance_methods` and `lrp` for one of the `objectives`.
 - Redundancy: `head_redundancy` compares heads by the distances of `head_similarity`.
 - Weights: `head_circuits` has QK and OV circuits; `rank_analysis` measures spectra, ranks and rank collapse.
 - Statistics: `resampling` has bootstrap intervals and permutation tests, `random_baseline` untrained models.

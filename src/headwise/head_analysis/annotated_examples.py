@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from ..data import Batch, Task
 from ..errors import SequenceTooLong, SpecError, UnknownToken
 from ..generation import load_tokenizers
+from ..inspect.hooks import ModelRun
 from ..inspect.model_inputs import PAD_ID, ModelInputs, get_max_length, is_encoder_decoder, prepare_inputs
-from ..inspect.site_hooks import ModelRun
 from ..models import Transformer
 from ..traces import TokenRow
 

@@ -25,12 +25,12 @@ from .importance_methods import (
     ShapleyValue,
     TaylorExpansion,
     TimeLimitReached,
+    make_forward,
     make_time_check,
     rate_heads,
 )
 from .lrp import LayerwiseRelevance
 from .objectives import Objective, choose_objective
-from .partial_forward import make_forward
 from .resampling import min_p_value
 
 IMPORTANCE_METHODS: Mapping[str, ImportanceMethod] = {

@@ -12,9 +12,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ..errors import suggest
-from ..inspect.hooks import AttentionCall, SiteModule
+from ..inspect.hooks import AttentionCall, ModelRun, SiteModule
 from ..inspect.model_inputs import prepare_inputs
-from ..inspect.site_hooks import ModelRun
 from .annotated_examples import Example
 
 # --- Distances of attention rows and similarity of outputs ---------------------------------------------

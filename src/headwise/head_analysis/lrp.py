@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..inspect.model_inputs import ModelInputs
-from ..interfaces.probe import Probe
+from ..interfaces.core_types import Probe
 from ..masking.sequence_info import SequenceInfo
 from ..model_spec import ExpertsSpec
 from ..models import Transformer

@@ -17,12 +17,11 @@ from torch import Tensor, nn
 
 from .. import backends
 from ..errors import SpecError, suggest
-from ..inspect.adapters.headwise_attention import HeadwiseCall
+from ..inspect.adapters.native_attention import HeadwiseCall
 from ..inspect.attention_sites import find_attention
-from ..inspect.hooks import AttentionCall
+from ..inspect.hooks import AttentionCall, ModelRun
 from ..inspect.model_inputs import prepare_inputs
-from ..inspect.site_hooks import ModelRun
-from ..interfaces.probe import Probe
+from ..interfaces.core_types import Probe
 from ..masking.patterns import Pattern
 from ..models import Transformer
 from ..models.block import LayerInputs, TransformerLayer

@@ -13,9 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..inspect.hooks import AttentionCall, SiteModule
+from ..inspect.hooks import AttentionCall, ModelRun, SiteModule
 from ..inspect.model_inputs import prepare_inputs
-from ..inspect.site_hooks import ModelRun
 from .annotated_examples import Example, TokenAnnotations, find_sink_tokens
 
 GATHER_RATIO = (

@@ -2,18 +2,16 @@
 
 In reading order:
 
-- `model_import`: `load` a model from any folder or file, or copy a live transformers model.
+- `pretrained_models`: `load` a model from any folder or file, or copy a live transformers model; `export` one.
 - `checkpoint_weights`: read safetensors into headwise tensors, with all checks before reading.
 - `tokenizer_files`: read tokenizers and special ids of a folder; attach a tokenizer to a model.
 - `llama2c`: read model and tokenizer files of llama2.c.
-- `model_export`: `export` a model as a transformers folder.
 - `transformers_backend`: "headwise" as an attention implementation of transformers.
 
 Importing this package registers that implementation once.
 """
 
-from .model_export import export
-from .model_import import load
+from .pretrained_models import export, load
 from .transformers_backend import register_on_import
 
 __all__ = ["export", "load"]

@@ -4,7 +4,7 @@ In reading order:
 
 - `site`: `Site`, one attention layer of a model and what can be done to it; `Sites`, a printable list.
 - `attention_sites`: `sites(model)` finds the attention layers; `adapters` has one adapter per kind of module.
-- `hooks`, `site_hooks`: run callbacks inside attention layers while a model runs, and remove them afterwards.
+- `hooks`: run callbacks inside attention layers while a model runs, and remove them afterwards.
 - `ablation`: scale, zero or replace the outputs of heads.
 - `dataset_means`: means of head outputs and of attention weights over data, for mean ablation.
 - `trace_capture`: record a run as a trace (`headwise.traces`).

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from .attention_sites import find_attention
-from .hooks import AttentionCall, SiteModule
+from .hooks import AttentionCall, SiteModule, hook_sites
 from .site import Site, Sites
-from .site_hooks import hook_sites
 
 MAX_SEED = 2**31
 

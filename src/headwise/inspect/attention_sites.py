@@ -18,10 +18,8 @@ from ..families import get_weight_names
 from ..model_spec import ModelSpec
 from ..spec.attention_spec import AttentionSpec
 from .adapters.example_run import TracedAdapter, UnclearTraceAdapter, trace_example
-from .adapters.headwise_attention import HeadwiseAdapter
-from .adapters.module_attributes import UNKNOWN_STACK, is_within, read_positive_int
-from .adapters.output_projection import OutputProjectionAdapter
-from .adapters.torch_mha import TorchMHAAdapter
+from .adapters.native_attention import HeadwiseAdapter, TorchMHAAdapter
+from .adapters.output_projection import UNKNOWN_STACK, OutputProjectionAdapter, is_within, read_positive_int
 from .adapters.transformers_interface import TransformersAdapter
 from .hooks import SiteModule
 from .site import POSSIBLE, Ability, Site, Sites

@@ -15,8 +15,7 @@ from ..errors import suggest
 from ..masking.sequence_info import SequenceInfo
 from .ablation import ALL_HEADS, HeadCall, HeadPatch, HeadRef, Noise, PatchFunction, check_shape, group_by_site
 from .attention_sites import find_attention
-from .hooks import AttentionCall, HeadValues
-from .site_hooks import hook_sites
+from .hooks import AttentionCall, HeadValues, hook_sites
 
 TokenMasks = Mapping[str, Tensor]  # stack -> mask [B, T] of the tokens that count (missing: all)
 

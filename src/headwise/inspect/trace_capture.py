@@ -13,13 +13,12 @@ from torch import Tensor, nn
 from ..errors import SpecError
 from ..models import Transformer
 from ..traces import AttentionCallRecord, AttentionRecord, PackedMask, TokenRow, Trace
+from ..traces.attention_record import Array
 from ..traces.attention_trace import format_bytes
-from ..traces.packed_masks import Array
 from .attention_sites import find_attention
-from .hooks import AttentionCall, AttentionInputs, SiteModule
+from .hooks import AttentionCall, AttentionInputs, ModelRun, SiteModule
 from .model_inputs import ModelInputs, get_streams, prepare_inputs
 from .site import Site, Sites
-from .site_hooks import ModelRun
 
 PRECISIONS = ("own", "half")
 EXTRA_TENSORS = ("v", "z")

@@ -2,14 +2,13 @@
 
 In reading order:
 
-- `part`: `Part`, the base class with the methods that every part may override;
+- `part`: `Part`, the base class with the methods that every part may override, and the registry of
+  parts by class name, so that specs can be written as text;
 - `slots`: the base classes of the slots that a spec fills once (project, similarity, normaliser, merge; patterns live
   in `headwise.masking`);
 - `modifiers`: the base classes of the optional modifiers, one per phase of the computation;
-- `core_types`: the values that parts, the layer and backends exchange;
-- `axis_layout`: names for the axes of a tensor, such as ``"(q dim) model"``;
-- `registry`: finds parts by class name, so that specs can be written as text;
-- `probe`: observes or replaces tensors inside a layer.
+- `core_types`: the values that parts, the layer, probes and backends exchange;
+- `axis_layout`: names for the axes of a tensor, such as ``"(q dim) model"``.
 """
 
 from .modifiers import (

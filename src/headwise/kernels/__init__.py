@@ -2,7 +2,7 @@
 
 `docs/kernels.md` explains how a kernel is written, with a complete example. The foundation:
 
-- `kernel_args`, `args_pointer`: argument records, the interface between an operation and its kernel
+- `kernel_args`: argument records, the interface between an operation and its kernel
 - `launch`, `jit`, `compilation`: sets of kernels, threads and work items; compilation, and when it happens
 - `simd`, `memory_pointer`: vectors of 16 numbers, loads and stores
 - `memory_guard`: the debug build, which checks every load and store
@@ -10,7 +10,7 @@
 
 The operations and their kernels:
 
-- `flash_attention`, `flash_attention_kernel`, `flash_attention_reference`: attention with gradients; each query
+- `flash_attention`, `flash_attention_kernel`: attention with gradients; each query
   reads one range of keys
 - `varlen_attention`, `varlen_attention_kernel`: attention with gradients within many short packed sequences
 - `paged_decode`, `paged_decode_kernel`, `kv_block_attention`, `split_kv_schedule`: one query per row over a

@@ -25,12 +25,7 @@ import math
 from numba import extending, njit
 
 from . import simd
-from .flash_attention import (
-    FLASH_KEY_BLOCK_SIZE,
-    GEMM_ROW_PADDING,
-    NUM_ROW_STATE_VECTORS,
-    QUERY_TILE_ROWS,
-)
+from .flash_attention import FLASH_KEY_BLOCK_SIZE, GEMM_ROW_PADDING, NUM_ROW_STATE_VECTORS, QUERY_TILE_ROWS
 from .launch import SIMD_WIDTH
 from .simd import (
     fma,

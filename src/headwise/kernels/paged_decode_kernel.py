@@ -22,7 +22,7 @@ import math
 
 from numba import extending, njit
 
-from .args_pointer import args_field_address, copy_args, store_arg
+from .jit import args_field_address, copy_args, store_arg
 from .kv_block_attention import (
     KEYS_OFFSET,
     KEYS_PER_STEP,

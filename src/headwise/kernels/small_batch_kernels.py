@@ -13,7 +13,7 @@ import math
 from numba import extending, njit
 
 from . import simd
-from .args_pointer import args_field_address
+from .jit import args_field_address
 from .launch import CACHE_LINE_BYTES, SIMD_WIDTH
 from .simd import (
     as_compute_scalar,

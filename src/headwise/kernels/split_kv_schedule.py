@@ -16,21 +16,9 @@ from __future__ import annotations
 
 from numba import extending, njit
 
-from .args_pointer import store_arg
-from .kv_block_attention import (
-    COLUMNS_OFFSET,
-    KEYS_OFFSET,
-    NEXT_BLOCK_OFFSET,
-    SCALES_OFFSET,
-    VALUES_OFFSET,
-)
-from .paged_decode import (
-    KV_BLOCK_SIZE,
-    KV_SPLIT_SIZE,
-    MAX_ROWS_TOGETHER,
-    PLAN_ENTRY_FIELDS,
-    hash_table_size,
-)
+from .jit import store_arg
+from .kv_block_attention import COLUMNS_OFFSET, KEYS_OFFSET, NEXT_BLOCK_OFFSET, SCALES_OFFSET, VALUES_OFFSET
+from .paged_decode import KV_BLOCK_SIZE, KV_SPLIT_SIZE, MAX_ROWS_TOGETHER, PLAN_ENTRY_FIELDS, hash_table_size
 from .simd import load_int64, store_value
 
 PLAN_ENTRY_BYTES = (

@@ -2,10 +2,9 @@
 
 In reading order:
 
-- `components`: embeddings, norms, feed-forwards, experts and output heads; each spec lists its weights
+- `components`: embeddings, norms, feed-forwards, experts and output heads, each with its weights; processing of inputs
 - `model`: `BlockSpec`, `StackSpec` and `ModelSpec` combine attention specs and components
 - `weight_table`: a table of every tensor with its axes, shape and size
-- `processor_spec`: tokenizer, special tokens, labels and pixel scaling
 - `serialization`: specs as dictionaries, TOML and JSON; the manifest of a saved model and the record of surgery
 """
 
@@ -18,10 +17,10 @@ from .components import (
     OutputHeadSpec,
     PatchSpec,
     PositionSpec,
+    ProcessorSpec,
     WeightSpec,
 )
 from .model import MODEL_KINDS, ApproximateAttention, BlockSpec, LayerRun, ModelSpec, StackSpec, UnsupportedPart
-from .processor_spec import ProcessorSpec
 from .serialization import from_dict, from_json, from_toml, to_dict, to_json, to_toml
 from .weight_table import ModelTable
 

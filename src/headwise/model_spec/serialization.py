@@ -16,9 +16,8 @@ from typing import Any, NamedTuple, cast, get_args, get_origin, get_type_hints
 from ..errors import SpecError, suggest
 from ..spec import serialization
 from ..spec.attention_spec import AttentionSpec
-from .components import SpecNode
+from .components import TOKENIZER_FIELDS, ProcessorSpec, SpecNode
 from .model import ModelSpec
-from .processor_spec import TOKENIZER_FIELDS, ProcessorSpec
 
 SpecDefaults = Mapping[str, Any] | None
 

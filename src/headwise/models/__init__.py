@@ -2,20 +2,18 @@
 
 In reading order:
 
-- `transformer`: `build` and the `Transformer` module, with encoding, caching and probes
+- `transformer`: `build` and the `Transformer` module, with encoding, caching and probes; `ModelCache`
 - `block`: one layer (attention, cross-attention, feed-forward and their norms) and a stack of layers
 - `feed_forward`: activations, norms, feed-forwards and mixtures of experts
 - `embeddings_heads`: token, patch and position embeddings; output heads and their pooling
 - `initialisation`: initial weights ("xavier", "depth", "gpt2")
-- `model_cache`: the KV caches of all layers, and the encoder output that a decoder attends to
 - `save_load`: the folder format, with checksums and the tokenizer
 """
 
 from .embeddings_heads import TokenTypeInput
 from .initialisation import INIT_SCHEMES
-from .model_cache import EncoderOutput, ModelCache
 from .save_load import load, read_tokenizer, save
-from .transformer import Transformer, build
+from .transformer import EncoderOutput, ModelCache, Transformer, build
 
 __all__ = [
     "INIT_SCHEMES",

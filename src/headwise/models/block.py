@@ -11,13 +11,13 @@ from torch.utils.checkpoint import checkpoint
 
 from ..cache import KVCache, ProjectedSource
 from ..errors import SpecError
-from ..interfaces.probe import Probe
+from ..interfaces.core_types import Probe
 from ..masking.sequence_info import SequenceInfo
 from ..model_spec import ApproximateAttention, BlockSpec, ExpertsSpec, StackSpec
 from ..nn import MergedAttention
 from ..nn.attention import Attention
 from ..nn.part_weights import PartWeights
-from ..ops.dropout import dropout
+from ..ops.counter_rng import dropout
 from ..spec.attention_spec import AttentionSpec
 from .embeddings_heads import EmbeddingLayer, TokenTypeInput
 from .feed_forward import FeedForward, MixtureOfExperts, NormLayer

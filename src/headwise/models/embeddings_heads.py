@@ -13,7 +13,7 @@ from ..masking.sequence_info import SequenceInfo
 from ..model_spec import EmbeddingSpec, OutputHeadSpec, PatchSpec, PositionSpec
 from ..nn.parallel_context import HasParallelContext
 from ..nn.position_embeddings import sinusoidal_table
-from ..ops.dropout import dropout
+from ..ops.counter_rng import dropout
 from ..ops.linear import linear
 from .feed_forward import NormLayer, SpecModule, get_activation
 

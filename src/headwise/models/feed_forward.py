@@ -14,7 +14,7 @@ from ..errors import SpecError, suggest
 from ..kernels import small_batch_ops
 from ..model_spec import ExpertsSpec, FeedForwardSpec, NormSpec, WeightSpec
 from ..nn.parallel_context import HasParallelContext
-from ..ops.dropout import dropout
+from ..ops.counter_rng import dropout
 from ..ops.linear import linear, linear_many
 from .initialisation import initialise_weight
 

@@ -18,7 +18,7 @@ from .. import __version__
 from ..errors import SpecError
 from ..files import sha256, write_atomically
 from ..model_spec import ModelSpec, ModelTable, ProcessorSpec, StackSpec
-from ..model_spec.processor_spec import TOKENIZER_FIELDS
+from ..model_spec.components import TOKENIZER_FIELDS
 from ..model_spec.serialization import CHECKED_FILES, MANIFEST_FILE, TOKENIZER_FILE, WEIGHTS_FILE, ModelManifest
 from .transformer import Transformer, build
 

@@ -16,8 +16,7 @@ from .. import backends
 from ..backends import CoreInputs, CoreSteps
 from ..cache import KVCache, KVEntry, ProjectedSource, RecurrentStateCache
 from ..interfaces import Mix
-from ..interfaces.core_types import PartParams, QueryContext
-from ..interfaces.probe import Probe
+from ..interfaces.core_types import PartParams, Probe, QueryContext
 from ..masking.sequence_info import AttentionMask, SequenceInfo
 from ..spec.attention_spec import AttentionSpec
 from . import call_validation

@@ -11,7 +11,7 @@ from .. import backends
 from ..backends import CallSignature, CoreDispatch, PackedDispatch, varlen
 from ..cache import KVCache, PagedCache, ProjectedSource
 from ..interfaces import Project
-from ..interfaces.probe import Probe
+from ..interfaces.core_types import Probe
 from ..kernels.autograd_guards import is_under_functorch
 from ..masking.sequence_info import SequenceInfo
 from ..spec.attention_spec import AttentionSpec

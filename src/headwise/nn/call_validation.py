@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from ..cache import KVCache, ProjectedSource
-from ..interfaces.core_types import Phase
-from ..interfaces.probe import Probe
+from ..interfaces.core_types import Phase, Probe
 from ..masking.patterns import Full
 from ..masking.sequence_info import SequenceInfo
 from ..spec.attention_spec import AttentionSpec

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ..cache import KVCache
 from ..errors import SpecError
 from ..interfaces import Gate
-from ..interfaces.probe import Probe
+from ..interfaces.core_types import Probe
 from ..masking.patterns import Full, Global, Or, Pattern, is_listed
 from ..masking.sequence_info import SequenceInfo
 from ..spec.attention_spec import AttentionSpec

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ..cache import KVCache, ProjectedSource
 from ..errors import SpecError
 from ..interfaces import OutputStep, QKTransform
-from ..interfaces.probe import Probe
+from ..interfaces.core_types import Probe
 from ..masking.sequence_info import SequenceInfo
 from ..presets import design
 from ..spec.attention_spec import AttentionSpec

@@ -11,7 +11,7 @@ Queries and keys: `rotary_embedding`, `qk_norm`, `knocking_heads`. Similarity: `
 from importlib import import_module
 from pkgutil import iter_modules
 
-from ..interfaces.registry import REGISTRY
+from ..interfaces.part import REGISTRY
 
 for _module in iter_modules(__path__):
     import_module(f"{__name__}.{_module.name}")

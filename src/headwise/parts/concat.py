@@ -10,7 +10,7 @@ from torch import Tensor
 from ..interfaces import Merge
 from ..interfaces.axis_layout import AxisLayout
 from ..interfaces.core_types import Param, PartParams, SpecFactory
-from ..interfaces.registry import part
+from ..interfaces.part import part
 from ..ops.linear import linear
 from ..spec.attention_spec import AttentionSpec
 from .initialisers import xavier_uniform, zeros_init

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..interfaces import OutputStep
 from ..interfaces.axis_layout import AxisLayout
 from ..interfaces.core_types import Param, PartParams, SpecFactory, SymmetryGroup
-from ..interfaces.registry import part
+from ..interfaces.part import part
 from ..spec.attention_spec import AttentionSpec
 from ..spec.heads import Heads
 from .initialisers import normal_with_std, ones_init, xavier_uniform

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..interfaces import Similarity
 from ..interfaces.core_types import CoreShape, PartParams, SpecFactory
-from ..interfaces.registry import part
+from ..interfaces.part import part
 from ..spec.attention_spec import AttentionSpec
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..interfaces import Mix
 from ..interfaces.axis_layout import AxisLayout
 from ..interfaces.core_types import AppliedTo, CallSize, Param, PartParams, Phase, SpecFactory
-from ..interfaces.registry import part
+from ..interfaces.part import part
 from ..kernels import head_mixing as composing
 from ..spec.attention_spec import AttentionSpec
 from .initialisers import fixed_values, normal_with_std, zeros_init

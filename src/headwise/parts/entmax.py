@@ -12,7 +12,7 @@ from torch import Tensor
 from ..interfaces import Normaliser
 from ..interfaces.axis_layout import AxisLayout
 from ..interfaces.core_types import Param, PartParams, SpecFactory
-from ..interfaces.registry import part
+from ..interfaces.part import part
 from ..kernels import row_normalisers
 from ..kernels.launch import has_kernels
 from ..spec.attention_spec import AttentionSpec

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..interfaces import Similarity
 from ..interfaces.axis_layout import AxisLayout
 from ..interfaces.core_types import CallSize, CoreShape, Param, PartParams, Phase, SpecFactory
-from ..interfaces.registry import part
+from ..interfaces.part import part
 from ..spec.attention_spec import AttentionSpec
 from .initialisers import fixed_values
 from .precision import to_at_least_float32, without_autocast

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..interfaces import Gate
 from ..interfaces.axis_layout import AxisLayout
 from ..interfaces.core_types import AuxLosses, Param, PartParams, QueryContext, SpecFactory
-from ..interfaces.registry import part
+from ..interfaces.part import part
 from ..spec.attention_spec import AttentionSpec
 from .initialisers import constant_value, fixed_values
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..interfaces import QKTransform
 from ..interfaces.axis_layout import AxisLayout
 from ..interfaces.core_types import CallSize, Param, PartParams, SpecFactory
-from ..interfaces.registry import part
+from ..interfaces.part import part
 from ..spec.attention_spec import AttentionSpec
 from .initialisers import identity_init, zeros_init
 

@@ -14,7 +14,7 @@ from ..errors import SpecError
 from ..interfaces import Project, QKTransform, SingleVectorTransform
 from ..interfaces.axis_layout import AxisLayout
 from ..interfaces.core_types import CallSize, CoreShape, Param, PartParams, SpecFactory, TransformsQK
-from ..interfaces.registry import part
+from ..interfaces.part import part
 from ..spec.attention_spec import AttentionSpec
 from .initialisers import ones_init, xavier_uniform, zeros_init
 from .linear_projection import Direct, absorb_matrix_per_head

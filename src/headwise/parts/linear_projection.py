@@ -12,7 +12,7 @@ from torch import Tensor
 from ..interfaces import Project
 from ..interfaces.axis_layout import AxisLayout
 from ..interfaces.core_types import CoreShape, Param, PartParams, SpecFactory, TransformsQK
-from ..interfaces.registry import part
+from ..interfaces.part import part
 from ..ops.linear import linear, linear_many, should_concatenate, uses_gemv_kernel
 from ..spec.attention_spec import AttentionSpec
 from .initialisers import xavier_uniform, zeros_init

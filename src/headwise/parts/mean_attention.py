@@ -11,7 +11,7 @@ from torch import Tensor
 from ..interfaces import Modifier, Normaliser
 from ..interfaces.axis_layout import AxisLayout
 from ..interfaces.core_types import PartParams, Phase, SpecFactory
-from ..interfaces.registry import part
+from ..interfaces.part import part
 from ..spec.attention_spec import AttentionSpec
 
 

@@ -15,7 +15,7 @@ from ..errors import SpecError
 from ..interfaces import Gate, QKTransform
 from ..interfaces.axis_layout import AxisLayout
 from ..interfaces.core_types import AuxLosses, Param, PartParams, QueryContext, SpecFactory
-from ..interfaces.registry import part
+from ..interfaces.part import part
 from ..spec.attention_spec import AttentionSpec
 from .initialisers import fixed_values, xavier_uniform
 

@@ -14,7 +14,7 @@ from ..errors import suggest
 from ..interfaces import Project
 from ..interfaces.axis_layout import AxisLayout
 from ..interfaces.core_types import CoreShape, Param, PartParams, SpecFactory, TransformsQK
-from ..interfaces.registry import part
+from ..interfaces.part import part
 from ..spec.attention_spec import AttentionSpec
 from ..spec.heads import Heads
 from .initialisers import fixed_values, xavier_uniform, zeros_init

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..interfaces import ScoreStep, ValueStep
 from ..interfaces.axis_layout import AxisLayout
 from ..interfaces.core_types import Param, PartParams, QueryContext, ScorePosition, SpecFactory
-from ..interfaces.registry import part
+from ..interfaces.part import part
 from ..spec.attention_spec import AttentionSpec
 from .initialisers import xavier_uniform
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..interfaces import Normaliser
 from ..interfaces.core_types import PartParams, SpecFactory
-from ..interfaces.registry import part
+from ..interfaces.part import part
 from ..spec.attention_spec import AttentionSpec
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..interfaces import Mix, ScoreStep
 from ..interfaces.axis_layout import AxisLayout
 from ..interfaces.core_types import CallSize, Param, PartParams, Phase, SpecFactory
-from ..interfaces.registry import part
+from ..interfaces.part import part
 from ..spec.attention_spec import AttentionSpec
 from ..spec.heads import Heads
 from .initialisers import identity_init

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..interfaces import Project, QKTransform
 from ..interfaces.axis_layout import AxisLayout
 from ..interfaces.core_types import CoreShape, Param, PartParams, SpecFactory, TransformsQK
-from ..interfaces.registry import part
+from ..interfaces.part import part
 from ..spec.attention_spec import AttentionSpec
 from .initialisers import xavier_uniform, zeros_init
 from .linear_projection import absorb_matrix_per_head

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from ..interfaces import WeightStep
 from ..interfaces.core_types import PartParams, SpecFactory
-from ..interfaces.registry import part
-from ..ops.dropout import dropout
+from ..interfaces.part import part
+from ..ops.counter_rng import dropout
 from ..spec.attention_spec import AttentionSpec
 
 

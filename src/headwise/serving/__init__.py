@@ -1,8 +1,7 @@
 """Continuous batching: many requests answered by one model, joining and leaving between steps.
 
-`engine` is the public object; `requests` a request and its stream; `scheduler` decides who runs next; `kv_memory`
-assigns cache pages within a budget; `model_runner` runs one step; `paged_layers` says which layers read pages in
-place; `metrics` measures.
+`engine` is the public object; `requests` has requests with their streams, and their order; `kv_memory`
+assigns cache pages within a budget; `model_runner` runs one step; `metrics` measures.
 """
 
 from .engine import Engine

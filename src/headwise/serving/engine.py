@@ -17,8 +17,7 @@ from ..ops.counter_rng import RandomStream as Numbers
 from .kv_memory import BatchingConfig, KVMemory
 from .metrics import ServingReport
 from .model_runner import MAX_RECORDED_STEPS, ModelRunner
-from .requests import RequestStream, RequestTiming, ServingRequest
-from .scheduler import record_overtaking, select_next_request
+from .requests import RequestStream, RequestTiming, ServingRequest, record_overtaking, select_next_request
 
 DEFAULT_BATCHING = BatchingConfig()
 

@@ -4,19 +4,68 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
+from .. import backends
+from ..backends import CallSignature
 from ..cache import KVCache, PagedSequence, PagePool, ProjectedSource, RecurrentStateCache
 from ..cache.block_table import PageLayout
-from ..cache.paged_batch import PagedBatch
+from ..cache.paged_cache import PagedBatch
 from ..errors import SpecError, suggest
 from ..masking.sequence_info import SequenceInfo
 from ..models import EncoderOutput, ModelCache, Transformer
+from ..nn.attention import Attention
 from ..spec.attention_spec import AttentionSpec
-from .paged_layers import PagedSupport
+
+# --- Layers that read cache pages in place -------------------------------------------------------------
+
+
+class PagedSupport(NamedTuple):
+    """Number of layers with paged caches, and the reasons of those that gather pages to decode, by module path.
+
+    >>> import headwise as hw
+    >>> config = {"model_type": "llama", "hidden_size": 8, "intermediate_size": 12, "num_attention_heads": 2}
+    >>> PagedSupport.of(hw.build(hw.families.read_model_spec(config | {"num_hidden_layers": 2, "vocab_size": 11})))
+    PagedSupport(layers=2, gathers={})
+    """
+
+    layers: int
+    gathers: dict[str, str]
+
+    @staticmethod
+    def of(net: Transformer) -> PagedSupport:
+        """Inspect the last stack, which generates."""
+        name, stack = list(net.stacks.items())[-1]
+        reasons: dict[str, str] = {}
+        layers = 0
+        for number, block in enumerate(stack.blocks):
+            layer = block.attentions.get("attention")
+            if layer is not None and not layer.spec.is_recurrent:
+                layers += 1
+                if why := _gather_reason(layer):
+                    reasons[f"{name}.{number}.attention"] = why
+        return PagedSupport(layers, reasons)
+
+
+def _gather_reason(layer: Attention) -> str:
+    if layer.backend_name not in (None, "paged"):
+        return f"the layer asks for {layer.backend_name}"
+    spec, like = layer.spec, layer.weights["project"].first_parameter
+    job = CallSignature(
+        spec,
+        spec.core_of(spec.projection_form(one=True)),
+        like.device.type,
+        like.dtype,
+        single_query=True,
+        has_paged_cache=True,
+    )
+    return "; ".join(backends.unsupported_reasons_by_backend(job)["paged"])
+
+
+# --- Memory --------------------------------------------------------------------------------------------
 
 ADMISSION_ORDERS = ("arrival", "shortest")
 

@@ -10,11 +10,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..generation.sampling import sample_tokens
+from ..generation.decoding_state import sample_tokens
 from ..models import Transformer
 from .kv_memory import KVMemory
-from .requests import ServingRequest
-from .scheduler import split_by_size, split_prefill
+from .requests import ServingRequest, split_by_size, split_prefill
 
 CALL_OVERHEAD_BYTES = 2**25  # fixed overhead of a call, as bytes that could be moved meanwhile
 CALL_OVERHEAD_TOKENS = 32  # cost of reading the weights once, as tokens that could be computed

@@ -9,7 +9,7 @@ from dataclasses import fields, is_dataclass
 from typing import Any, NoReturn, cast
 
 from ..errors import SpecError, suggest
-from ..interfaces.registry import field_defaults, find_class
+from ..interfaces.part import field_defaults, find_class
 from ..masking import patterns
 from .attention_spec import SLOTS, AttentionSpec
 from .heads import Heads

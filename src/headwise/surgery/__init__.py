@@ -2,12 +2,12 @@
 
 Pruning: `head_selection` chooses the heads to keep, by importance, class, redundancy or budget; `l0_gates` learns the
 choice with a gate per head; `pruning_plan` records it; `pruning` removes the other heads.
-Conversion: `conversion` turns MHA into GQA, MQA, MLA and others. `kv_statistics` collects keys and values over data,
-`head_grouping` groups similar key-value heads and `head_alignment` aligns them before they are averaged.
-Retraining: `distillation` trains the changed model on the data of `distillation_data`.
+Conversion: `conversion` turns MHA into GQA, MQA, MLA and others. `head_grouping` groups key-value heads that are
+similar over data, and `head_alignment` aligns them before they are averaged.
+Retraining: `distillation` trains the changed model on batches of texts.
 Model editing: `attention_replacement` builds the new model, `weight_folding` removes biases that have no effect.
-Results: `hf_export` writes model folders, `verification` compares the model before and after, `sweep` measures quality
-against the number of heads removed.
+Results: `hf_export` writes model folders, `verification` compares the model before and after, `pruning_curves` measures
+quality against the number of heads removed (`curve_report`, `curve_figures`).
 """
 
 from .conversion import AttentionConversion, Collaborate, Merged, Pool, Route, Split

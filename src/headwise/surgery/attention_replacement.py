@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import SpecError, suggest
-from ..hub.model_import import copy_live_model
-from ..interfaces.registry import field_defaults
+from ..hub.pretrained_models import copy_live_model
+from ..interfaces.part import field_defaults
 from ..model_spec import BlockSpec, ModelSpec
 from ..model_spec.model import ATTENTION_SUBLAYERS, group_blocks
 from ..models import Transformer, build

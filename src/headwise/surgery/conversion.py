@@ -26,9 +26,14 @@ from .attention_replacement import (
     to_native_model,
 )
 from .head_alignment import AlignmentResult, CrossProducts, align_heads, compute_similarity, find_symmetry
-from .head_grouping import HeadGroups, group_adjacent_heads, group_similar_heads, make_groups_contiguous
+from .head_grouping import (
+    HeadGroups,
+    collect_kv_statistics,
+    group_adjacent_heads,
+    group_similar_heads,
+    make_groups_contiguous,
+)
 from .head_selection import DEFAULT_RANKING, HeadRanking, score_heads
-from .kv_statistics import collect_kv_statistics
 from .pruning_plan import count_heads
 
 ALIGN_SIDES = {"none": "", "values": "v", "keys": "k", "both": "kv"}

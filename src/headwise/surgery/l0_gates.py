@@ -15,8 +15,8 @@ from ..interfaces import Gate
 from ..models import Transformer
 from ..presets import with_gates
 from ..spec.attention_spec import AttentionSpec
-from ..training.optimiser import AdamWOptimiser
 from ..training.recipe import Recipe
+from ..training.train_step import AdamWOptimiser
 from .attention_replacement import (
     AttentionChange,
     get_attention,
@@ -27,6 +27,7 @@ from .attention_replacement import (
 from .distillation import (
     AuxiliaryTraining,
     DistillationLoader,
+    DistillationTexts,
     PointCallback,
     RetrainingLoop,
     RetrainingOptions,
@@ -35,7 +36,6 @@ from .distillation import (
     cast_for_training,
     no_progress,
 )
-from .distillation_data import DistillationTexts
 from .head_selection import HeadSelection, LogFunction
 from .pruning_plan import PruningPlan
 

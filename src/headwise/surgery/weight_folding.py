@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..interfaces import Merge, Modifier, QKTransform
 from ..interfaces.core_types import Phase
-from ..interfaces.registry import field_defaults
+from ..interfaces.part import field_defaults
 from ..spec.attention_spec import AttentionSpec
 
 

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import suggest
-from .attention_record import AttentionRecord, TokenRow
-from .packed_masks import Array, PackedMask
+from .attention_record import Array, AttentionRecord, PackedMask, TokenRow
 
 # --- Pictures of weights: a cell shows the largest weight in it, because a mean would lose thin lines ---
 

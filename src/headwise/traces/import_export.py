@@ -13,9 +13,8 @@ import numpy as np
 
 from ..errors import SpecError
 from ..files import write_atomically
-from .attention_record import AttentionCallRecord, AttentionRecord, TokenRow
+from .attention_record import Array, AttentionCallRecord, AttentionRecord, TokenRow
 from .attention_trace import Trace, make_token_rows
-from .packed_masks import Array
 
 EXPORT_SUFFIXES = (".csv", ".json", ".npz")
 EXPORT_COLUMNS = ("site", "head", "row", "query", "key", "query_token", "key_token", "weight")

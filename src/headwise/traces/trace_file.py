@@ -14,9 +14,8 @@ from safetensors import SafetensorError, safe_open
 
 from ..errors import SpecError
 from ..files import write_atomically
-from .attention_record import AttentionCallRecord, AttentionRecord, TokenRow
+from .attention_record import PACKING_FORMS, Array, AttentionCallRecord, AttentionRecord, PackedMask, TokenRow
 from .attention_trace import Trace
-from .packed_masks import PACKING_FORMS, Array, PackedMask
 
 SCHEMA_VERSION = 1
 DOCUMENT_KEY, CHECKSUM_KEY = "headwise.trace", "sha256"

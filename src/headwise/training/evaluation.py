@@ -14,7 +14,7 @@ from ..distributed.parallel_attention import use_whole_rows
 from ..distributed.ranks import BatchShard, ProcessMesh
 from ..distributed.sharded_model import BatchForward
 from ..errors import SpecError
-from ..generation.greedy_decoding import greedy_decode
+from ..generation.decoding_strategies import greedy_decode
 from ..models import Transformer
 from .loss import count_labels, cross_entropy
 from .recipe import Recipe

@@ -25,11 +25,10 @@ from ..model_spec import ModelSpec
 from ..model_spec.serialization import MANIFEST_FILE
 from ..models import Transformer, save
 from ..spec.serialization import format_toml
-from .checkpoint import CheckpointFolder, TrainingCheckpoint
 from .loggers import JsonlLogger, MetricLogger, create_logger, format_duration
 from .recipe import Recipe
 from .run_setup import TrainingSetup, describe_environment, omit_model
-from .training_run import CHECKPOINT_FOLDER, TrainingRun
+from .training_run import CHECKPOINT_FOLDER, CheckpointFolder, TrainingCheckpoint, TrainingRun
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 

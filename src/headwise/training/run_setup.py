@@ -13,8 +13,7 @@ import torch
 
 from ..data import Batch, Task
 from ..distributed import Parallelism, ProcessInfo
-from ..distributed.config_consistency import check_same_config, fingerprint_code
-from ..distributed.ranks import ProcessMesh
+from ..distributed.ranks import ProcessMesh, check_same_config, fingerprint_code
 from ..distributed.sharded_model import check_partition, shard_model
 from ..errors import SpecError
 from ..masking.patterns import Causal, Full
@@ -31,11 +30,10 @@ from ..models import Transformer, build
 from ..presets import design
 from ..spec.attention_spec import AttentionSpec
 from .autotune import StepTrial
-from .checkpoint import TrainingCheckpoint, describe_first_difference
 from .loss import check_batch, check_model, has_same_vocabulary
 from .recipe import Recipe, to_dict
 from .train_step import StepOptions, TrainStep
-from .training_run import TrainingRun, derive_worker_seed
+from .training_run import TrainingCheckpoint, TrainingRun, derive_worker_seed, describe_first_difference
 
 # --- Replacing the attention of a model ----------------------------------------------------------------
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...interfaces.registry import REGISTRY
+from ...interfaces.part import REGISTRY
 from ...nn.attention import Attention
 from ...nn.bound_parts import QKTransforms
 from ...presets import design

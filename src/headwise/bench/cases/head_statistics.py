@@ -18,7 +18,7 @@ from ...head_analysis.head_similarity import RowSampling, entropy, jensen_shanno
 from ...head_analysis.resampling import confidence_interval
 from ...head_analysis.weight_bands import AttentionReceived, WeightBand, stream_weight_bands
 from ...inspect.attention_sites import find_attention
-from ...interfaces.probe import Probe
+from ...interfaces.core_types import Probe
 from ...models import Transformer, build
 from ..benchmark_case import BenchmarkCase, CaseCount, CaseKind, MissingPeer, SpeedTarget, TimedCall
 

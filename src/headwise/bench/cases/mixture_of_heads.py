@@ -12,9 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...backends import BACKENDS, CallSignature, CoreInputs, CoreSteps
-from ...interfaces.core_types import QueryContext
-from ...interfaces.probe import Probe
-from ...interfaces.registry import REGISTRY
+from ...interfaces.core_types import Probe, QueryContext
+from ...interfaces.part import REGISTRY
 from ...masking.sequence_info import AttentionMask, SequenceInfo
 from ...nn.attention import Attention
 from ...nn.attention_call import AttentionArguments

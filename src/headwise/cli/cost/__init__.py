@@ -23,7 +23,7 @@ from . import comparison_options, serving_options, training_options
 if TYPE_CHECKING:
     from ...costs.cost_report import CostReport
     from ...costs.flops import SpecOrModel
-    from ...costs.formula_checks import FormulaCheck
+    from ...costs.published_formulas import FormulaCheck
 
 
 class CostView(Protocol):
@@ -148,7 +148,7 @@ def _parse_arguments(parser: CommandParser, argv: list[str]) -> argparse.Namespa
 
 def verify_formulas(costs: CostReport) -> dict[str, list[FormulaCheck]]:
     """Check every formula against a small layer of each attention spec."""
-    from ...costs.formula_checks import check_formulas
+    from ...costs.published_formulas import check_formulas
 
     checks: dict[str, list[FormulaCheck]] = {}
     for estimate in costs:

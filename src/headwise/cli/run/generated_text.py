@@ -14,8 +14,8 @@ from typing import Any
 
 from ...data.translation import SacreBleuScores, score_translations
 from ...generation import PromptBatch, TextGenerator, encode_prompt
-from ...generation.compiled_step import CompileDecision, ignore_decision
 from ...generation.decoding_config import DecodingConfig
+from ...generation.decoding_state import CompileDecision, ignore_decision
 from ...generation.generate import GenerationOutput
 from ...models import Transformer
 from ...ops.counter_rng import RandomStream

@@ -14,12 +14,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...data.image_arrays import IMAGE_SUFFIXES, ArrayImages, ImageFiles, open_npy
+from ...data.images import IMAGE_SUFFIXES, ArrayImages, ImageFiles, open_npy
 from ...data.text_files import existing_file
 from ...errors import SpecError
 from ...generation import pad_left
-from ...generation.classification import scale_inputs
 from ...generation.prompts import encode_text
+from ...generation.single_pass import scale_inputs
 from ...masking.sequence_info import SequenceInfo
 from ...models import Transformer
 from ..command_parser import UsageError

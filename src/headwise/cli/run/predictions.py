@@ -6,8 +6,7 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-from ...generation.classification import Prediction, classify, require_class_names
-from ...generation.fill_mask import FilledText, fill_masks
+from ...generation.single_pass import FilledText, Prediction, classify, fill_masks, require_class_names
 from ...models import Transformer
 from ..arguments import print_page, to_json
 from ..command_parser import UsageError

@@ -15,8 +15,8 @@ from ...costs.roofline import Device
 from ...costs.serving_capacity import parse_bytes
 from ...errors import suggest
 from ...generation import make_random_streams
-from ...generation.compiled_step import MIXED_REQUESTS
 from ...generation.decoding_config import DecodingConfig
+from ...generation.decoding_state import MIXED_REQUESTS
 from ...models import Transformer
 from ...ops.counter_rng import RandomStream as Numbers
 from ...serving import BatchingConfig, Engine, RequestStream, ThroughputPrediction

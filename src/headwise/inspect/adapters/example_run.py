@@ -31,9 +31,16 @@ from ..hooks import (
 )
 from ..site import Ability
 from . import module_tracer
-from .module_attributes import NUM_HEADS_NAMES, UNKNOWN_PATTERN, HeadSizes, is_within, make_site, read_positive_int
 from .module_tracer import AttentionTracer, TracedAttention
-from .output_projection import is_declared
+from .output_projection import (
+    NUM_HEADS_NAMES,
+    UNKNOWN_PATTERN,
+    HeadSizes,
+    is_declared,
+    is_within,
+    make_site,
+    read_positive_int,
+)
 
 SEVERAL_ATTENTIONS = (
     "it computes attention several times in one call, so heads cannot be identified; declare it with hw.declare"

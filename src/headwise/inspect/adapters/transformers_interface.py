@@ -26,7 +26,7 @@ from ..hooks import (
     has_hooks,
     run_output_hooks,
 )
-from .module_attributes import make_site, read_head_sizes
+from .output_projection import make_site, read_head_sizes
 
 INTERFACE_GETTER = "get_interface"
 BACKEND_NAME = "headwise"  # name of headwise's attention function in transformers

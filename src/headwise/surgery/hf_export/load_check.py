@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ...errors import SpecError
-from ...hub.model_import import load_transformers_folder
+from ...hub.pretrained_models import load_transformers_folder
 from ...model_spec import StackSpec
 from ...models import Transformer, build
 from .shard_rewrite import CanonicalForm

@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 from ... import models
 from ...errors import SpecError
 from ...families import get_weight_names, read_model_spec, write_config
-from ...families.config_writer import find_differences
+from ...families.config_reader import find_differences
 from ...files import TEMPORARY, sha256
 from ...hub.checkpoint_weights import INDEX_FILE, WEIGHTS_FILE, SafetensorsFolder
-from ...hub.model_import import CONFIG_FILE
+from ...hub.pretrained_models import CONFIG_FILE
 from ...model_spec import ModelSpec, StackSpec, to_dict
 from ...model_spec.serialization import MANIFEST_FILE, RECORD_FILE, RECORD_FORMAT, SurgeryRecord
 from ...models import Transformer

@@ -16,7 +16,7 @@ from ...errors import SpecError
 from ...families import read_model_spec
 from ...families.weight_names import CheckpointPlan
 from ...files import sha256
-from ...hub.model_import import CONFIG_FILE
+from ...hub.pretrained_models import CONFIG_FILE
 from ...model_spec import ModelSpec, to_dict
 from ...model_spec.serialization import RECORD_FILE, RECORD_FORMAT
 from ...models import Transformer

@@ -18,7 +18,7 @@ from ...families import get_weight_names
 from ...families.weight_names import CheckpointPlan, TensorPiece, WeightNames
 from ...hub.checkpoint_weights import INDEX_FILE, SafetensorsFolder
 from ...interfaces import Part
-from ...interfaces.registry import field_defaults
+from ...interfaces.part import field_defaults
 from ...model_spec import ModelSpec
 from ...model_spec.model import group_blocks
 from ...models import Transformer

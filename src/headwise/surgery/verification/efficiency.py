@@ -23,7 +23,7 @@ from ...generation import eval_mode, max_positions as known
 from ...kernels.compilation import compile_when_called
 from ...masking.sequence_info import SequenceInfo
 from ...models import Transformer
-from ...models.model_cache import EncoderOutput, ModelCache
+from ...models.transformer import EncoderOutput, ModelCache
 from ...spec.attention_spec import AttentionSpec
 
 COUNTED_LENGTH = 512  # default number of tokens for FLOPs and cache

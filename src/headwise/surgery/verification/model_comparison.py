@@ -17,8 +17,8 @@ from ...errors import suggest
 from ...head_analysis.annotated_examples import Example
 from ...head_analysis.objectives import get_output_tensor
 from ...inspect.ablation import HeadPatch, HeadRef, ScaledOutput, patch
+from ...inspect.hooks import ModelRun
 from ...inspect.model_inputs import ModelInputs, prepare_inputs
-from ...inspect.site_hooks import ModelRun
 from ...models import Transformer
 
 

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from ...data import IGNORE_INDEX, Batch, Task
 from ...generation import load_tokenizers, max_positions
+from ...generation.decoding_strategies import greedy_decode
 from ...generation.generate import generate
-from ...generation.greedy_decoding import greedy_decode
 from ...head_analysis.annotated_examples import Example
 from ...head_analysis.objectives import EvaluationInput, Objective, OutputDrift, choose_objective
 from ...head_analysis.resampling import Array, confidence_interval, draw_resamples, ratio_of_sums, resampled_ratios

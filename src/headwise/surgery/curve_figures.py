@@ -8,12 +8,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from ...head_analysis.head_figures import CLASS_STYLES, FIGURE_THEMES, FigureTheme, class_style, save_figure
-from ..head_selection import RANDOM
-from ..pruning_plan import HeadId
-from ..verification.quality_metrics import LOSS, PERPLEXITY
+from ..head_analysis.head_figures import CLASS_STYLES, FIGURE_THEMES, FigureTheme, class_style, save_figure
 from .curve_report import assess_group_survival, get_joint_curves, group_by_part, list_grouped_heads
+from .head_selection import RANDOM
 from .pruning_curves import ALL_PARTS, CurveValue, PruningCurves
+from .pruning_plan import HeadId
+from .verification.quality_metrics import LOSS, PERPLEXITY
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...files import write_atomically
-from ...head_analysis.importance_methods import SIGNIFICANCE_LEVEL
-from ...head_analysis.resampling import (
+from ..files import write_atomically
+from ..head_analysis.importance_methods import SIGNIFICANCE_LEVEL
+from ..head_analysis.resampling import (
     CONFIDENCE,
     Array,
     confidence_interval,
@@ -29,12 +29,12 @@ from ...head_analysis.resampling import (
     ratio_of_sums,
     resampled_ratios,
 )
-from ..head_selection import RANDOM
-from ..pruning_plan import HeadId
-from ..verification.proof import replace_non_finite
-from ..verification.proof_report import TEXT_WIDTH, format_number, format_table, to_one_line, wrap_text
-from ..verification.quality_metrics import ACCURACY, BLEU, BOOTSTRAP_SEED, LOSS, PERPLEXITY, IntervalEstimate
+from .head_selection import RANDOM
 from .pruning_curves import ALL_PARTS, CurvePoint, CurveValue, PruningCurve, PruningCurves
+from .pruning_plan import HeadId
+from .verification.proof import replace_non_finite
+from .verification.proof_report import TEXT_WIDTH, format_number, format_table, to_one_line, wrap_text
+from .verification.quality_metrics import ACCURACY, BLEU, BOOTSTRAP_SEED, LOSS, PERPLEXITY, IntervalEstimate
 
 TAIL_RESAMPLES = 10_000  # many, because intervals corrected for multiple tests depend on thin tails
 PART_LABELS = {"cross": "cross-attention"}

@@ -1,17 +1,125 @@
-"""GPT-Neo (unscaled scores, a sliding window in every other layer), GPT-J, GPT-NeoX and Pythia."""
+"""GPT-2 and its relatives: GPT-Neo, GPT-J, GPT-NeoX, Pythia and OPT."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from ..model_spec import FeedForwardSpec, ModelSpec, NormSpec, PositionSpec
+from ..model_spec import (
+    BlockSpec,
+    EmbeddingSpec,
+    FeedForwardSpec,
+    ModelSpec,
+    NormSpec,
+    OutputHeadSpec,
+    PositionSpec,
+    StackSpec,
+)
 from ..parts.dot_product import Dot
 from ..parts.rotary_embedding import Rotary
 from ..presets import design
+from ..spec.attention_spec import AttentionSpec
 from . import model_builders
-from .attention_config import RopeConfig
-from .config_reader import TransformersConfig, register_family
+from .attention_config import RopeConfig, make_dot
+from .bart import name_attention, name_norm
+from .config_reader import (
+    TransformersConfig,
+    activation_to_config,
+    get_first_layer,
+    make_decoder_model,
+    read_tied_stack,
+    register_family,
+    register_writer,
+)
 from .weight_names import TensorLocation, WeightNames
+
+# --- GPT-2: learned positions, pre-LayerNorm, biases everywhere, tied embeddings -----------------------
+
+
+@register_family("gpt2", "GPT2", default_task="LMHeadModel")
+def read_gpt2(config: TransformersConfig, task: str) -> ModelSpec:
+    """Read GPT-2; attention scores may be divided by the layer number, counted from 1."""
+    model = config.read_int("n_embd", "hidden_size", default=768)
+    heads = config.read_num_heads("n_head", "num_attention_heads", default=12)
+    layers = config.read_num_layers("n_layer", "num_hidden_layers", default=12)
+    tokens = config.read_int("vocab_size", default=50257)
+    norm = NormSpec("layer", config.read_float("layer_norm_epsilon", default=1e-5))
+    act = config.read_activation("activation_function", "gelu_new")
+    feed = FeedForwardSpec(config.read_optional_int("n_inner") or 4 * model, act, bias="ud")
+    config.require_default(
+        "add_cross_attention", False, "adds cross-attention to a second model, which is not described"
+    )
+
+    default_scale = config.resolve_head_dim(model, heads) ** -0.5
+    scale = default_scale if config.read_bool("scale_attn_weights", True) else 1.0
+    by_depth = config.read_bool("scale_attn_by_inverse_layer_idx", False)
+    design_args: dict[str, Any] = {"model": model, "heads": heads, "pattern": "causal()", "bias": "qkvo"}
+    scales = [make_dot(scale / (depth + 1 if by_depth else 1), default_scale) for depth in range(layers)]
+    blocks = [BlockSpec(design(**design_args, similarity=similarity), feed=feed, norm=norm) for similarity in scales]
+
+    positions = PositionSpec("learned", config.read_int("n_positions", "max_position_embeddings", default=1024))
+    stack = StackSpec.from_blocks(
+        "decoder", model, blocks, embedding=EmbeddingSpec(tokens, positions=positions), norm=norm
+    )
+    return make_decoder_model(
+        config, task, stack, OutputHeadSpec("tokens", tokens, table=read_tied_stack(config, "decoder", True))
+    )
+
+
+@register_writer("gpt2")
+def write_gpt2_config(model: ModelSpec, name: str) -> dict[str, Any]:
+    """Write the config keys of GPT-2; if score scales differ between layers, they are divided by the layer number."""
+    stack, spec, feed = get_first_layer(model, name)
+    positions = stack.embedding.positions if stack.embedding else None
+    scales = [block.attention.similarity for block in stack.layers if isinstance(block.attention, AttentionSpec)]
+    keys: dict[str, Any] = {"n_embd": stack.model, "n_head": spec.heads.q, "n_layer": len(stack.layers)}
+    keys |= {"n_inner": feed.hidden, "activation_function": activation_to_config(feed.activation)}
+    keys |= {"vocab_size": stack.embedding.tokens if stack.embedding else 0}
+    keys |= {"n_positions": (positions and positions.length) or 1024, "layer_norm_epsilon": stack.layers[0].norm.eps}
+    keys |= {"scale_attn_by_inverse_layer_idx": len(set(scales)) > 1, "scale_attn_weights": scales[0] != Dot(scale=1.0)}
+    keys |= {"tie_word_embeddings": any(head.table for head in model.heads)}
+    return keys | dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+
+
+# --- GPT-2 ---------------------------------------------------------------------------------------------
+
+FUSED_QKV, FUSED_QKV_BIAS = ".h.{layer}.attn.c_attn.weight", ".h.{layer}.attn.c_attn.bias"
+QKV_AXIS = {"qkv": 3}
+
+GPT2_WEIGHTS = WeightNames(
+    families=("gpt2",),
+    prefixes=("transformer", ""),
+    locations={
+        "decoder.embedding.tokens": ".wte.weight",
+        "decoder.embedding.positions": ".wpe.weight",
+        "decoder.{layer}.attention_norm.weight": ".h.{layer}.ln_1.weight",
+        "decoder.{layer}.attention_norm.bias": ".h.{layer}.ln_1.bias",
+        "decoder.{layer}.attention.project.q": TensorLocation(FUSED_QKV, "model (qkv q dim)", {"qkv": 0}, QKV_AXIS),
+        "decoder.{layer}.attention.project.k": TensorLocation(FUSED_QKV, "source (qkv kv dim)", {"qkv": 1}, QKV_AXIS),
+        "decoder.{layer}.attention.project.v": TensorLocation(FUSED_QKV, "source (qkv kv vdim)", {"qkv": 2}, QKV_AXIS),
+        "decoder.{layer}.attention.project.q_bias": TensorLocation(FUSED_QKV_BIAS, "(qkv q dim)", {"qkv": 0}, QKV_AXIS),
+        "decoder.{layer}.attention.project.k_bias": TensorLocation(
+            FUSED_QKV_BIAS, "(qkv kv dim)", {"qkv": 1}, QKV_AXIS
+        ),
+        "decoder.{layer}.attention.project.v_bias": TensorLocation(
+            FUSED_QKV_BIAS, "(qkv kv vdim)", {"qkv": 2}, QKV_AXIS
+        ),
+        "decoder.{layer}.attention.output.o": TensorLocation(".h.{layer}.attn.c_proj.weight", "(out vdim) model"),
+        "decoder.{layer}.attention.output.o_bias": ".h.{layer}.attn.c_proj.bias",
+        "decoder.{layer}.feed_norm.weight": ".h.{layer}.ln_2.weight",
+        "decoder.{layer}.feed_norm.bias": ".h.{layer}.ln_2.bias",
+        "decoder.{layer}.feed.up": TensorLocation(".h.{layer}.mlp.c_fc.weight", "model hidden"),
+        "decoder.{layer}.feed.up_bias": ".h.{layer}.mlp.c_fc.bias",
+        "decoder.{layer}.feed.down": TensorLocation(".h.{layer}.mlp.c_proj.weight", "hidden model"),
+        "decoder.{layer}.feed.down_bias": ".h.{layer}.mlp.c_proj.bias",
+        "decoder.norm.weight": ".ln_f.weight",
+        "decoder.norm.bias": ".ln_f.bias",
+        "head.tokens.weight": "lm_head.weight",
+        "head.classes.weight": "score.weight",
+    },
+    ignored=(r"(^|\.)attn\.(bias|masked_bias)$",),
+)
+
+# --- GPT-Neo (unscaled scores, windows in every other layer), GPT-J, GPT-NeoX and Pythia ---------------
 
 
 @register_family("gpt_neo", "GPTNeo")
@@ -168,4 +276,59 @@ GPT_NEOX_WEIGHTS = WeightNames(
         "head.classes.weight": "score.weight",
     },
     ignored=(r"attention\.(bias|masked_bias|rotary_emb\.inv_freq)$",),
+)
+
+# --- OPT: GPT-2's blocks with ReLU, and two unused rows before the first position (2205.01068) ---------
+
+
+@register_family("opt", "OPT")
+def read_opt(config: TransformersConfig, task: str) -> ModelSpec:
+    """Read OPT; norms precede the sublayers, or follow them in one size, which then has no final norm."""
+    sizes = model_builders.read_decoder_sizes(config, model=768, heads=12)
+    config.require_default(
+        "layer_norm_elementwise_affine", True, "removes the weights of norms, which is not described"
+    )
+    biased, before = config.read_bool("enable_bias", True), config.read_bool("do_layer_norm_before", True)
+    narrow = config.read_optional_int("word_embed_proj_dim") or sizes.model
+    spec = design(**sizes.design_args, pattern="causal()", bias="qkvo" if biased else "")
+    act = config.read_activation("activation_function", "relu")
+    feed = FeedForwardSpec(config.read_int("ffn_dim", default=3072), act, bias="ud" if biased else "")
+    norm = NormSpec()
+    blocks = model_builders.make_blocks(
+        [spec] * model_builders.read_num_layers(config, 12), feed, norm, placement="pre" if before else "post"
+    )
+    last = norm if before and not config.read_bool("_remove_final_layer_norm", False) else None
+    positions = PositionSpec("learned", model_builders.read_max_length(config, 2048), skipped=2)
+    tokens = config.read_int("vocab_size", default=50272)
+    if narrow != sizes.model:
+        config.fail(
+            f"word_embed_proj_dim = {narrow} is not hidden_size = {sizes.model}, and token embeddings of another "
+            "width are not described",
+            "give a config with equal widths",
+        )
+    return model_builders.build_decoder(
+        config, task, blocks, last, model_builders.DecoderEnds(tokens, True, positions=positions)
+    )
+
+
+# --- OPT -----------------------------------------------------------------------------------------------
+
+OWN_LAYER, FILE_LAYER = "decoder.{layer}", ".layers.{layer}"
+
+OPT_WEIGHTS = WeightNames(
+    families=("opt",),
+    prefixes=("model.decoder", "decoder"),
+    locations={
+        "decoder.embedding.tokens": ".embed_tokens.weight",
+        "decoder.embedding.positions": ".embed_positions.weight",
+        **name_attention(f"{OWN_LAYER}.attention", f"{FILE_LAYER}.self_attn"),
+        **name_norm(f"{OWN_LAYER}.attention_norm", f"{FILE_LAYER}.self_attn_layer_norm"),
+        f"{OWN_LAYER}.feed.up": f"{FILE_LAYER}.fc1.weight",
+        f"{OWN_LAYER}.feed.up_bias": f"{FILE_LAYER}.fc1.bias",
+        f"{OWN_LAYER}.feed.down": f"{FILE_LAYER}.fc2.weight",
+        f"{OWN_LAYER}.feed.down_bias": f"{FILE_LAYER}.fc2.bias",
+        **name_norm(f"{OWN_LAYER}.feed_norm", f"{FILE_LAYER}.final_layer_norm"),
+        **name_norm("decoder.norm", ".final_layer_norm"),
+        "head.tokens.weight": "lm_head.weight",
+    },
 )

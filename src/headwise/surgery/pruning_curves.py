@@ -9,24 +9,24 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor
 
-from ...data import Task
-from ...errors import SpecError, suggest
-from ...generation import eval_mode
-from ...head_analysis.annotated_examples import Example
-from ...head_analysis.dependency_syntax import DependencyScores
-from ...head_analysis.head_classes import classify_heads
-from ...head_analysis.head_figures import class_group
-from ...head_analysis.head_measurement import MeasureCollector, measure_heads
-from ...head_analysis.objectives import EvaluationInput, Objective, OutputDrift, choose_objective
-from ...head_analysis.word_alignment import AlignmentScores
-from ...models import Transformer
-from ..attention_replacement import remove_heads
-from ..distillation import RetrainingPoint
-from ..head_selection import RANDOM, RANKING_METHODS, HeadRanking, HeadScores, score_heads, select_top_units
-from ..l0_gates import GateTrainingOptions, train_gates
-from ..pruning_plan import HeadId, HeadUnit, KeptHeads, count_heads, list_units
-from ..verification.model_comparison import compute_output
-from ..verification.quality_metrics import (
+from ..data import Task
+from ..errors import SpecError, suggest
+from ..generation import eval_mode
+from ..head_analysis.annotated_examples import Example
+from ..head_analysis.dependency_syntax import DependencyScores
+from ..head_analysis.head_classes import classify_heads
+from ..head_analysis.head_figures import class_group
+from ..head_analysis.head_measurement import MeasureCollector, measure_heads
+from ..head_analysis.objectives import EvaluationInput, Objective, OutputDrift, choose_objective
+from ..head_analysis.word_alignment import AlignmentScores
+from ..models import Transformer
+from .attention_replacement import remove_heads
+from .distillation import RetrainingPoint
+from .head_selection import RANDOM, RANKING_METHODS, HeadRanking, HeadScores, score_heads, select_top_units
+from .l0_gates import GateTrainingOptions, train_gates
+from .pruning_plan import HeadId, HeadUnit, KeptHeads, count_heads, list_units
+from .verification.model_comparison import compute_output
+from .verification.quality_metrics import (
     DEFAULT_NUM_EXAMPLES,
     IntervalEstimate,
     MetricRow,
