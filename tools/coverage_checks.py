@@ -1,4 +1,4 @@
-"""Comparisons of `coverage.py`: outputs of two runs, and captured attention weights with those of the model."""
+"""Comparisons of `coverage_page.py`: outputs of two runs, and captured attention weights with those of the model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tiny models of transformers families for `coverage.py`, built from their configs, and inputs for them."""
+"""Tiny models of transformers families for `coverage_page.py`, built from their configs, and inputs for them."""
 
 from __future__ import annotations
 

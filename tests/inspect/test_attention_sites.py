@@ -22,7 +22,7 @@ from support.third_party_attentions import (
     BatchedHeads,
     GroupedQueryAttention,
     LoRALinear,
-    NanoGPTAttention,
+    NanoGPTBlock,
     NestedAttention,
     TalkingHeads,
     TimmAttention,
@@ -33,8 +33,8 @@ from support.transformers_models import FALLBACK, ZOO, run_model, transformers
 FOUND = {
     "timm fused": (lambda: TimmAttention(True), "full()", "proj"),
     "timm": (lambda: TimmAttention(False), "full()", "proj"),
-    "nanoGPT fused": (lambda: NanoGPTAttention(True), "causal()", "c_proj"),
-    "nanoGPT": (lambda: NanoGPTAttention(False), "causal()", "c_proj"),
+    "nanoGPT fused": (lambda: NanoGPTBlock(True), "causal()", "c_proj"),
+    "nanoGPT": (lambda: NanoGPTBlock(False), "causal()", "c_proj"),
     "tutorial": (AttentionWithCore, "full()", "maps.3"),
 }
 X = torch.randn(2, 5, WIDE, generator=torch.Generator().manual_seed(3))
@@ -155,7 +155,7 @@ def test_a_declared_attention_is_accepted_if_its_weights_explain_the_outputs():
 
 @torch.no_grad()
 def test_a_call_unlike_the_example_is_refused():
-    model = blocks(lambda: NanoGPTAttention(True))
+    model = blocks(lambda: NanoGPTBlock(True))
     hw.sites(model, X)
     state, whole = dict(vars(model[0])), model(X)
     model[0].fused = False
@@ -211,7 +211,7 @@ BAD = {
 def test_an_example_that_cannot_be_run(name: str):
     how, why = BAD[name]
     with pytest.raises(ValueError, match=why) as told:
-        hw.sites(how(blocks(lambda: NanoGPTAttention(True))), X)
+        hw.sites(how(blocks(lambda: NanoGPTBlock(True))), X)
     assert "\n" not in str(told.value)
 
 

@@ -30,8 +30,8 @@ class TimmAttention(nn.Module):
         return self.proj(z.transpose(1, 2).reshape(batch, length, wide))
 
 
-class NanoGPTAttention(nn.Module):
-    """Causal attention of nanoGPT, with and without the fused call."""
+class NanoGPTBlock(nn.Module):
+    """Causal attention of nanoGPT, with and without the fused call; by its class name it could be anything."""
 
     def __init__(self, fused: bool) -> None:
         super().__init__()

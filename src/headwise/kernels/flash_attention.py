@@ -40,8 +40,8 @@ def attend_key_ranges_reference(
     """Return the output [B, T, H, vdim] and the log-sum-exp [B, T, H]; the arguments are those of `attend_key_ranges`.
 
     >>> q, k = torch.zeros(1, 3, 1, 2), torch.zeros(1, 3, 1, 2)
-    >>> attend_key_ranges_reference(q, k, torch.arange(3.0).view(1, 3, 1, 1), None, 0, 1.0)[0].flatten().tolist()
-    [0.0, 0.5, 1.0]
+    >>> attend_key_ranges_reference(q, k, torch.arange(3.0).view(1, 3, 1, 1), None, 0, 1.0)[0].flatten()
+    tensor([0.0000, 0.5000, 1.0000])
     """
     outputs, log_sums = [], []
     for rows, allowed in _query_chunks(q, k, ends, ahead):

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
-from functools import cache
 from inspect import get_annotations
 from struct import Struct, pack, unpack
 from typing import Annotated, Any, ClassVar, NamedTuple, Self, get_args, get_type_hints
@@ -185,6 +184,7 @@ class KernelArgs:
     fields: ClassVar[dict[str, ArgField]] = {}
     layouts: ClassVar[dict[str, TensorLayout]] = {}  # of the tensor fields, in the order of `tensors`
     tensor_places: ClassVar[dict[str, tuple[int, int]]] = {}  # slots and words of the tensor fields
+    dtypes_by_storage: ClassVar[dict[torch.dtype | None, list[tuple[int, torch.dtype | None]]]] = {}
     is_checked: ClassVar[bool] = True
     make: ClassVar[Callable[..., Self]]  # returns a record; its keyword parameters are the fields
     records: ClassVar[dict[str, type[KernelArgs]]] = {}  # all records by name
@@ -194,6 +194,7 @@ class KernelArgs:
 
     def __init_subclass__(cls, is_checked: bool = True) -> None:
         cls.is_checked, cls.fields, cls.layouts = is_checked, dict(cls.fields), dict(cls.layouts)
+        cls.dtypes_by_storage = {}
         hints = get_type_hints(cls, include_extras=True)
         for name in get_annotations(cls):
             field = cls.fields[name] = _make_field(hints[name], len(cls.fields), len(cls.layouts))
@@ -237,14 +238,15 @@ class KernelArgs:
                 return
 
     @classmethod
-    @cache
     def expected_dtypes(cls, storage_dtype: torch.dtype | None) -> list[tuple[int, torch.dtype | None]]:
         """Return the tensor fields' places in the list of tensors, and their dtypes."""
-        return [
-            (field.slot, field.layout.expected_dtype(storage_dtype))
-            for field in cls.fields.values()
-            if field.kind == "tensor" and field.layout is not None
-        ]
+        if storage_dtype not in cls.dtypes_by_storage:
+            cls.dtypes_by_storage[storage_dtype] = [
+                (field.slot, field.layout.expected_dtype(storage_dtype))
+                for field in cls.fields.values()
+                if field.kind == "tensor" and field.layout is not None
+            ]
+        return cls.dtypes_by_storage[storage_dtype]
 
     def check_each_tensor(self, storage_dtype: torch.dtype | None) -> None:
         """Raise ValueError for the first tensor that differs from its field's annotation."""

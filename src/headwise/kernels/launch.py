@@ -17,7 +17,6 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections.abc import Callable
-from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -42,7 +41,9 @@ def round_up_to_simd(count: int) -> int:
 # --- Availability --------------------------------------------------------------------------------------
 
 
-@cache
+_IMPORT_PROBLEMS: list[str | None] = []  # one entry, once Numba was tried
+
+
 def _import_problem() -> str | None:
     if "numba" not in sys.modules and find_spec("numba") is None:
         return "needs Numba, which is not installed"
@@ -57,7 +58,9 @@ def kernel_problem() -> str | None:
     """Return why kernels cannot be compiled here, as a property of the backend that needs them; None if they can."""
     if STATE.policy == "off":
         return "needs kernels, which HEADWISE_KERNELS=off switches off"
-    return _import_problem()
+    if not _IMPORT_PROBLEMS:
+        _IMPORT_PROBLEMS.append(_import_problem())
+    return _IMPORT_PROBLEMS[0]
 
 
 kernel_problem._dynamo_marked_constant = True  # torch.compile evaluates it while tracing

@@ -1,4 +1,4 @@
-"""Coverage of transformers by tracing and ablation: `python tools/coverage.py [TYPE...]` writes docs/coverage.md.
+"""Coverage of transformers by tracing and ablation: `python tools/coverage_page.py [TYPE...]` writes docs/coverage.md.
 
 Every text and vision family that can be built tiny from its config alone is built with random weights and run once.
 A family is traced if the attention weights recomputed from the captured call equal those of the model's own eager
@@ -39,7 +39,7 @@ SECONDS, MEMORY, TOLERANCE = 40, 8 << 30, 1e-5
 
 
 HEADER = """Families of transformers {version} that read text or images, built tiny with random weights by
-`python tools/coverage.py`. A family is traced if the attention weights recomputed from a trace equal those of
+`python tools/coverage_page.py`. A family is traced if the attention weights recomputed from a trace equal those of
 the model. It is ablated if ablating a head equals zero columns of its output projection.
 
 Of {total} families {both} are traced and ablated, {ablated} are ablated."""
