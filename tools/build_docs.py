@@ -207,7 +207,7 @@ def slots() -> set[str]:
 
 def registered_parts() -> list[type]:
     from headwise.interfaces import Part
-    from headwise.interfaces.part import REGISTRY
+    from headwise.parts import REGISTRY
 
     return [cls for _, cls in sorted(REGISTRY.items()) if issubclass(cls, Part)]
 
