@@ -16,8 +16,8 @@ import torch
 
 import headwise as hw
 from headwise import costs
-from headwise.interfaces.part import REGISTRY
 from headwise.nn import head_axis_ops, reference
+from headwise.parts import REGISTRY
 from support import layer_cases as cases
 
 ROOT = Path(__file__).resolve().parent.parent

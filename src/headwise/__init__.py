@@ -48,7 +48,6 @@ if TYPE_CHECKING:  # for type checkers and editors only; at run time names are i
     from .inspect.dataset_means import head_means, head_noise, head_outputs, offset_means
     from .inspect.trace_capture import Capture, trace
     from .interfaces.core_types import AuxLosses, CallSize, Probe
-    from .interfaces.part import REGISTRY
     from .masking.patterns import BigBird, Blocks, Causal, Dilated, Edges, First, Full, Global, Pattern, Prefix, Window
     from .masking.sequence_info import AttentionMask, SequenceInfo
     from .model_spec import ProcessorSpec
@@ -57,6 +56,7 @@ if TYPE_CHECKING:  # for type checkers and editors only; at run time names are i
     from .nn.attention import Attention
     from .nn.op_trace import walk
     from .nn.position_embeddings import LearnedPositions, SinusoidalPositions
+    from .parts import REGISTRY
     from .parts.additive_attention import Additive
     from .parts.alibi import Alibi
     from .parts.collaborative import Collaborative, convert_to_collaborative

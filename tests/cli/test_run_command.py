@@ -330,7 +330,7 @@ def test_masks_are_filled(run: Run, tmp_path: Path):
 
 def test_texts_are_classified(run: Run, tmp_path: Path):
     folder = reader(tmp_path, bp.OutputHeadSpec("classes", 3, "mean"), labels=("x", "y", "z"))
-    expected = hw.generation.classification.classify(hw.load(folder), ["the cat", "sat ."])
+    expected = hw.generation.single_pass.classify(hw.load(folder), ["the cat", "sat ."])
     code, out, _ = run(folder, stdin=["the cat", "sat ."])
     assert out.splitlines() == [f"{best.name}\t{best.share:.4f}" for best, *_ in expected]
     code, out, err = run(folder, "the cat", "--beams", 3)

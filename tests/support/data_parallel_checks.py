@@ -19,7 +19,8 @@ from headwise import model_spec as bp
 from headwise.data import IGNORE_INDEX, Batch, Task
 from headwise.distributed import Parallelism, join_process_group, ranks
 from headwise.distributed.communication_volume import CommunicationMeter, count_communication
-from headwise.distributed.ranks import ProcessInfo, ProcessMesh, fingerprint_code
+from headwise.distributed.parallelism import ProcessInfo
+from headwise.distributed.ranks import ProcessMesh, fingerprint_code
 from headwise.distributed.sharded_model import shard_model
 from headwise.models import Transformer
 from headwise.training import Recipe, run_setup, train

@@ -1,12 +1,21 @@
-"""How ranks divide the work: the number of ranks in each parallel dimension, with a short text form."""
+"""How the processes of a run divide the work, and how they join; importable without torch, for quick help texts."""
 
 from __future__ import annotations
 
+import itertools
 import math
-from dataclasses import dataclass
+import os
+import signal
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from typing import Any
 
 from ..errors import SpecError, suggest
 from ..interfaces.part import CheckedDataclass
+
+# --- Parallel dimensions -------------------------------------------------------------------------------
 
 # From the outermost to the innermost: ranks that differ in the last one only are neighbours and communicate the most.
 PARALLEL_DIMS = ("data", "context", "shards", "tensor")
@@ -115,3 +124,134 @@ class Parallelism(CheckedDataclass):
     def __str__(self) -> str:
         sizes = [f"{way}={count}" for way, count in zip(PARALLEL_DIMS, self.shape, strict=True) if count > 1]
         return ",".join(sizes) or "data=1"
+
+
+# --- Process group -------------------------------------------------------------------------------------
+
+
+JOIN_TIMEOUT = timedelta(minutes=5)  # for all ranks to join
+# For a rank to answer a collective; the longest work that one rank may do alone.
+COLLECTIVE_TIMEOUT = timedelta(minutes=10)
+MAX_REASON_LENGTH = 200  # characters quoted of torch's error when ranks cannot join; the original is very long
+FAILURE_KEY = "failed"  # counter in the store: the first rank to increment it reports the failure
+
+_join_counter = itertools.count()  # ranks join together, so the n-th join of one rank is the n-th join of all
+
+
+@dataclass(frozen=True)
+class ProcessInfo:
+    """Rank of this process, number of processes, rank on its own machine, and number of restarts by torchrun."""
+
+    rank: int = 0
+    size: int = 1
+    local: int = 0
+    attempt: int = 0
+    store: Any = field(default=None, repr=False, compare=False)
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this process writes files and prints."""
+        return self.rank == 0
+
+    def speaks(self) -> bool:
+        """Claim the right to report a failure; True for the first rank that asks, so only one prints the reason."""
+        if self.store is None:
+            return True
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun sends it to the other ranks; one must still report
+        try:
+            return self.store.add(FAILURE_KEY, 1) == 1
+        except RuntimeError:  # the rank that served the store was killed before it could report
+            return True
+
+
+def read_torchrun_environment(environment: Mapping[str, str] | None = None) -> ProcessInfo:
+    """Read the rank and size that torchrun sets in the environment; without torchrun, a single process.
+
+    >>> read_torchrun_environment({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"})
+    ProcessInfo(rank=3, size=4, local=1, attempt=0)
+    >>> read_torchrun_environment({}).size
+    1
+    """
+    variables = os.environ if environment is None else environment
+    if "RANK" not in variables or "WORLD_SIZE" not in variables:
+        return ProcessInfo()
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RESTART_COUNT")
+    defaults = {"LOCAL_RANK": variables["RANK"], "TORCHELASTIC_RESTART_COUNT": "0"}
+    values = [variables.get(name, defaults.get(name, "")) for name in names]
+    if not all(value.isascii() and value.isdigit() for value in values) or int(values[0]) >= int(values[1]):
+        shown = " ".join(f"{name}={value}" for name, value in zip(names, values, strict=True))
+        raise SpecError(f"the environment has {shown}, which is not a valid rank; start with torchrun")
+    return ProcessInfo(*map(int, values))
+
+
+@contextmanager
+def join_process_group() -> Iterator[ProcessInfo]:
+    """Join torchrun's process group for the duration of the block; a nested call reuses the group.
+
+    Does nothing in a single process. If a rank is lost, the waiting ranks raise a ConnectionError of one line, whatever
+    collective they were waiting in.
+    """
+    launch = read_torchrun_environment()
+    if launch.size == 1:
+        yield launch
+        return
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        yield launch
+        return
+    try:
+        yield replace(launch, store=_init_process_group(launch))
+    except RuntimeError as error:
+        if not _is_communication_error(error):
+            raise
+        reason = f"did not answer for {COLLECTIVE_TIMEOUT}" if "timed out" in str(error).lower() else "ended"
+        problem = f"rank {launch.rank} waited for another rank, which {reason}"
+        raise ConnectionError(
+            f"{problem}; saved checkpoints are intact, continue with the same command and --resume"
+        ) from error
+    dist.destroy_process_group()
+
+
+def _init_process_group(launch: ProcessInfo) -> Any:
+    """Initialise the process group and return the store of its rendezvous."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.distributed_c10d import PrefixStore
+    from torch.distributed.rendezvous import rendezvous
+
+    if torch.cuda.is_available():
+        torch.cuda.set_device(launch.local % torch.cuda.device_count())
+    try:
+        store, *_ = next(rendezvous("env://", launch.rank, launch.size, timeout=JOIN_TIMEOUT))
+        store = PrefixStore(f"headwise {launch.attempt} {next(_join_counter)}", store)
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
+            store=store,
+            rank=launch.rank,
+            world_size=launch.size,
+            timeout=COLLECTIVE_TIMEOUT,
+        )
+    except (RuntimeError, ValueError) as error:
+        raise ConnectionError(
+            _join_failure_message(launch, " ".join(str(error).split())[:MAX_REASON_LENGTH])
+        ) from error
+    return store
+
+
+def _join_failure_message(launch: ProcessInfo, reason: str) -> str:
+    """Return the reason why ranks could not join, and what to do."""
+    address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    if "EADDRINUSE" in reason:
+        return f"the port of {address} is in use; give torchrun another --master-port, or --standalone"
+    return (
+        f"rank {launch.rank} of {launch.size} could not join the others at {address} ({reason}); "
+        "check that every machine runs the same torchrun command and can reach that address"
+    )
+
+
+def _is_communication_error(error: RuntimeError) -> bool:
+    """Return whether communication between ranks failed."""
+    import torch.distributed as dist
+
+    return isinstance(error, dist.DistError) or "gloo" in str(error).lower()

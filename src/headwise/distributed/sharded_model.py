@@ -19,8 +19,8 @@ from ..models import Transformer, build
 from .collectives import CollectiveGroup, GradientBuckets
 from .head_partition import partition_model
 from .parallel_attention import TensorContextParallel, check_context_parallel, set_parallel_context, shard_tokens
-from .parallelism import Parallelism
-from .ranks import GRADIENT_DIMS, BatchShard, ProcessInfo, ProcessMesh
+from .parallelism import Parallelism, ProcessInfo
+from .ranks import GRADIENT_DIMS, BatchShard, ProcessMesh
 
 
 class BatchForward(nn.Module):

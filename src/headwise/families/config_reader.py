@@ -339,7 +339,7 @@ def write_config(model: ModelSpec, family: str = "auto") -> dict[str, Any]:
     The keys are read back. If they describe a different model, a SpecError names the first difference, for "auto" in
     the family with the fewest differences.
 
-    >>> model = read(
+    >>> model = read_config(
     ...     TransformersConfig({"model_type": "gpt2", "n_layer": 2, "n_embd": 8, "n_head": 2, "vocab_size": 11})
     ... )
     >>> write_config(model)["n_layer"]

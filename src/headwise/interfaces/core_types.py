@@ -16,12 +16,12 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
 
-from torch import Tensor
-
 from ..errors import suggest
 from .axis_layout import AxisLayout
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from ..masking.sequence_info import SequenceInfo
     from ..spec.attention_spec import AttentionSpec
 

@@ -163,6 +163,8 @@ class KernelSet:
         task = self.task_name(dtype)
         if all((name, dtype) in self.compiled_functions for name in self.functions):
             self.usable_dtypes.add(dtype)
+        elif STATE.policy == "wait":
+            self.usable_dtypes.add(dtype)  # the next call need not ask again; it compiles what it lacks
         elif STATE.is_running(task):
             return False
         elif STATE.policy == "auto" and not DEBUG_KERNELS and task not in STATE.failed and not self._load_all(dtype):
