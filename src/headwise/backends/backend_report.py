@@ -32,8 +32,8 @@ DTYPES = {
 }
 STATES = ("grad", "training", "mask", "paged", "packed")
 NO_KERNELS_NOTE = (
-    "The CPU kernels are off: each {problem}. Torch operations replace them; paged caches are gathered before they are "
-    "read, and flash_cpu, ragged and paged do not run."
+    "CPU kernels are off: flash_cpu, ragged and paged do not run, paged caches are gathered before they are read, and "
+    "torch operations replace the kernels of parts."
 )
 CALL_KINDS = {"many": "several queries per row", "one": "one query per row"}
 
@@ -122,8 +122,8 @@ class BackendReport:
         if self.call.signature.is_packed:
             lines += textwrap.wrap(_packed_note(self.call), WIDTH)
         lines += _summary(self.other_call)
-        if self.call.signature.device == "cpu" and (problem := kernel_problem()):
-            lines += ["", *textwrap.wrap(NO_KERNELS_NOTE.format(problem=problem), WIDTH)]
+        if self.call.signature.device == "cpu" and kernel_problem():
+            lines += ["", *textwrap.wrap(NO_KERNELS_NOTE, WIDTH)]
         return "\n".join(lines)
 
 

@@ -57,7 +57,7 @@ def _import_problem() -> str | None:
 def kernel_problem() -> str | None:
     """Return why kernels cannot be compiled here, as a property of the backend that needs them; None if they can."""
     if STATE.policy == "off":
-        return "needs kernels, which HEADWISE_KERNELS=off switches off"
+        return "needs Numba kernels, which HEADWISE_KERNELS=off disables"
     if not _IMPORT_PROBLEMS:
         _IMPORT_PROBLEMS.append(_import_problem())
     return _IMPORT_PROBLEMS[0]
