@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from headwise.distributed import join_process_group, ranks
+from headwise.distributed import join_process_group, parallelism
 from headwise.files import read_lines
 from headwise.training import CheckpointFolder
 from support.rank_processes import free_port, rank_environment, run_ranks, start_ranks, wait_for_ranks
@@ -164,7 +164,7 @@ def test_a_port_in_use_is_reported(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_ranks_that_do_not_come_are_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch, rank: int):
-    monkeypatch.setattr(ranks, "JOIN_TIMEOUT", timedelta(seconds=1))
+    monkeypatch.setattr(parallelism, "JOIN_TIMEOUT", timedelta(seconds=1))
     for name, value in rank_environment(rank, 2, free_port()).items():
         monkeypatch.setenv(name, value)
     waited = time.monotonic()
@@ -179,4 +179,4 @@ def test_ranks_that_do_not_come_are_not_waited_for_without_end(monkeypatch: pyte
 @pytest.mark.parametrize(("rank", "size"), [("2", "2"), ("one", "2"), ("-1", "2")])
 def test_an_incomplete_environment_is_refused(rank: str, size: str):
     with pytest.raises(ValueError, match=f"RANK={rank} WORLD_SIZE={size} .* is not a valid rank; start with torchrun"):
-        ranks.read_torchrun_environment({"RANK": rank, "WORLD_SIZE": size})
+        parallelism.read_torchrun_environment({"RANK": rank, "WORLD_SIZE": size})

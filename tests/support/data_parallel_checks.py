@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import headwise as hw
 from headwise import model_spec as bp
 from headwise.data import IGNORE_INDEX, Batch, Task
-from headwise.distributed import Parallelism, join_process_group, ranks
+from headwise.distributed import Parallelism, join_process_group, parallelism
 from headwise.distributed.communication_volume import CommunicationMeter, count_communication
 from headwise.distributed.parallelism import ProcessInfo
 from headwise.distributed.ranks import ProcessMesh, fingerprint_code
@@ -133,7 +133,7 @@ def sent_messages(folder: Path) -> dict[str, Any]:
 
 def wait_for_silent_rank(folder: Path) -> str:
     """The error message of a rank that waits for one which does not respond."""
-    ranks.COLLECTIVE_TIMEOUT = timedelta(seconds=2)
+    parallelism.COLLECTIVE_TIMEOUT = timedelta(seconds=2)
     try:
         with join_process_group() as process:
             world = ProcessMesh(process, Parallelism.over("auto", process.size))
