@@ -434,7 +434,7 @@ def _self_attention_sites(model: nn.Module) -> list[SiteModule]:
     sites = [
         module
         for module in find_attention(model)
-        if module.site.see.can and get_streams(module.site, has_source) == ("text", "text")
+        if module.site.observe.possible and get_streams(module.site, has_source) == ("text", "text")
     ]
     if not sites:
         raise ValueError(f"cannot probe {type(model).__name__}: it has no self-attention that can be observed")

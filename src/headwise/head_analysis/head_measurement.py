@@ -139,7 +139,7 @@ def measure_heads(
     """
     if options.units not in TOKEN_UNITS:
         raise ValueError(f"unknown units={options.units!r}; {suggest(options.units, TOKEN_UNITS)}")
-    sites = require_ability(model, "see")
+    sites = require_ability(model, "observe")
     streams = {site.site.name: get_streams(site.site, is_encoder_decoder(model)) for site in sites}
     metric_sums = MetricSums([get_metric(metric) for metric in options.metrics])
     words = WordBandMerger(metric_sums.add_band)

@@ -465,8 +465,8 @@ def measure_redundancy(
     Each text runs alone. A sample of its attention rows and a sample of head outputs over all texts are kept, so that
     memory does not grow with the data. `progress` is called with the number of texts read so far.
     """
-    sites, options = require_ability(model, "see"), options.validate()
-    sites_with_outputs = [module for module in sites if module.site.silence.can]
+    sites, options = require_ability(model, "observe"), options.validate()
+    sites_with_outputs = [module for module in sites if module.site.ablate.possible]
     streams = {module.site.name: get_streams(module.site, is_encoder_decoder(model)) for module in sites}
     sampling = RowSampling(options.rows_per_text, options.seed)
     sums, reservoirs = dict[StreamPair, _RedundancySums](), dict[str, OutputReservoir]()

@@ -271,7 +271,7 @@ def measure_score_ranks(
     masked pairs, because the mask would otherwise decide the rank. There is no chance level: measure a random baseline
     on the same texts to see the ranks without training.
     """
-    sites = [module for module in find_attention(model) if module.site.see.can]
+    sites = [module for module in find_attention(model) if module.site.observe.possible]
     if not sites:
         fact = f"{type(model).__name__} has no attention that can be observed"
         raise ValueError(f"{fact}; see hw.sites(model) for the reasons")

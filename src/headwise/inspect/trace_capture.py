@@ -434,9 +434,9 @@ def _make_trace(
     streams: Mapping[str, tuple[str, str]],
 ) -> Trace:
     skipped = {
-        site_module.site.name: site_module.site.see.why
+        site_module.site.name: site_module.site.observe.reason
         for site_module in find_attention(model)
-        if not site_module.site.see.can
+        if not site_module.site.observe.possible
     }
     for name, recorder in recorders.items():
         if recorder.reason or not recorder.calls:
@@ -495,15 +495,15 @@ def _select_sites(model: nn.Module, capture: Capture) -> list[SiteModule]:
     names = {sites.find(which).name for which in capture.sites}
     selected = [site_module for site_module in all_sites if not names or site_module.site.name in names]
     if (
-        names and (unobservable := [site_module for site_module in selected if not site_module.site.see.can])
-    ) or not any(o.site.see.can for o in selected):
+        names and (unobservable := [site_module for site_module in selected if not site_module.site.observe.possible])
+    ) or not any(o.site.observe.possible for o in selected):
         site = (unobservable if names else selected)[0].site
-        raise ValueError(f"{site.name} cannot be seen: {site.see.why}")
+        raise ValueError(f"{site.name} cannot be observed: {site.observe.reason}")
     if model.training:
         raise ValueError(
             "the model is in train mode, where dropout changes the attention weights; call model.eval() first"
         )
-    return [site_module for site_module in selected if site_module.site.see.can]
+    return [site_module for site_module in selected if site_module.site.observe.possible]
 
 
 def _describe_capture(capture: Capture, site_modules: Sequence[SiteModule]) -> str:

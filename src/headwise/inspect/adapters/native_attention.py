@@ -51,7 +51,9 @@ class TorchMHAAdapter(SiteAdapter):
                 sizes = HeadSizes(module.num_heads, module.num_heads, module.head_dim)
                 ability = hook_ability(module)
                 yield SiteModule(
-                    make_site(path, module, sizes, pattern=UNKNOWN_PATTERN, see=ability, silence=ability), module, self
+                    make_site(path, module, sizes, pattern=UNKNOWN_PATTERN, observe=ability, ablate=ability),
+                    module,
+                    self,
                 )
 
     def patches(self) -> list[SharedPatch]:
@@ -306,11 +308,11 @@ def _make_site(name: str, place: tuple[str, int, str], path: str, module: Attent
         dim=heads.dim,
         pattern=spec.pattern.text,
         spec=spec,
-        unsaid="",
-        see=POSSIBLE,
-        silence=POSSIBLE,
-        cut=POSSIBLE,
-        share=POSSIBLE,
+        spec_reason="",
+        observe=POSSIBLE,
+        ablate=POSSIBLE,
+        prune=POSSIBLE,
+        convert=POSSIBLE,
     )
 
 
