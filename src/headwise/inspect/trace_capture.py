@@ -114,7 +114,7 @@ class CallRecorder:
         self.site, self.store = site, store
         self.calls: list[AttentionCallRecord] = []
         self.chunks: dict[str, list[Array]] = {}
-        self.reads: tuple[int, ...] = ()
+        self.kv_head_of_query: tuple[int, ...] = ()
         self.reason = ""
 
     def on_call(self, call: AttentionCall) -> None:
@@ -136,7 +136,9 @@ class CallRecorder:
         """Make the trace record of this layer from the recorded calls."""
         arrays = {name: _concatenate(chunks) for name, chunks in self.chunks.items()}
         site = self.site
-        heads = len(self.reads) or next(a.shape[1] for name, a in arrays.items() if name.startswith("weights"))
+        heads = len(self.kv_head_of_query) or next(
+            a.shape[1] for name, a in arrays.items() if name.startswith("weights")
+        )
         return AttentionRecord(
             site.name,
             site.stack,
@@ -144,7 +146,7 @@ class CallRecorder:
             site.kind,
             site.path,
             heads,
-            self.reads,
+            self.kv_head_of_query,
             *streams,
             tuple(self.calls),
             arrays,
@@ -190,9 +192,9 @@ class CallRecorder:
 
     def _record_scores(self, inputs: AttentionInputs) -> None:
         """Record the queries, keys and masks of a call whose weights can be recomputed from them."""
-        if not self.reads:
+        if not self.kv_head_of_query:
             heads = inputs.q_BTHK.shape[2]
-            self.reads = tuple(inputs.kv_head_of(head) for head in range(heads))
+            self.kv_head_of_query = tuple(inputs.kv_head_of(head) for head in range(heads))
             if inputs.sinks is not None:
                 self.chunks["sinks"] = [self.store.copy_to_host(inputs.sinks.flatten())]
         inputs, positions = _sort_keys(inputs)
@@ -215,7 +217,7 @@ class CallRecorder:
                 inputs.softcap,
                 causal,
                 grids,
-                asked=first_row,
+                first_query_row=first_row,
                 places=places,
             )
         )
