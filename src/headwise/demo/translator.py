@@ -395,7 +395,7 @@ class CompressedTranslator:
         if self._data is None:
             self._ensure_compressed()
             proof = json.loads((self.folder / PROOF_JSON).read_text(encoding="utf-8"))
-            self._data = {"folder": str(self.folder), **read_record(self.folder).done, "proof": proof}
+            self._data = {"folder": str(self.folder), **read_record(self.folder).change, "proof": proof}
         return self._data
 
     def _ensure_compressed(self) -> None:
@@ -412,7 +412,7 @@ class CompressedTranslator:
     def _load_record(self) -> dict[str, Any] | None:
         """Return the record that an earlier demo left in the folder, or None if the folder is not from the demo."""
         try:
-            record = read_record(self.folder).done
+            record = read_record(self.folder).change
         except SpecError:
             return None
         return dict(record) if record.get("demo") == self.change.name else None
