@@ -157,9 +157,9 @@ def test_terms_add_up(model, load):
     one = estimate_cost(model, load)
     assert one.parameters.total == costs.count_parameters(model)
     every = one.data["terms"]
-    assert len({(term["bill"], term["name"], term["formula"], term["value"]) for term in every}) == len(every)
+    assert len({(term["breakdown"], term["name"], term["formula"], term["value"]) for term in every}) == len(every)
     for name, total in one.required_flops.items():
-        assert sum(term["value"] for term in every if term["bill"] == name) == total
+        assert sum(term["value"] for term in every if term["breakdown"] == name) == total
         assert total <= one.counted_flops[name]
     for phase, operations in one.operations.items():
         assert sum(each.flops for each in operations) == one.required_flops[phase]
@@ -391,11 +391,18 @@ def test_a_config_is_priced(capsys, folder, name):
     (row,) = json.loads(out)["rows"]
     assert (code, err, row["name"]) == (0, "", name)
     assert row["params"] == costs.count_parameters(families.read_model_spec(CONFIGS[name]))
-    assert {"active_params", "flops", "spent", "counted", "kv_bytes_per_token", "activation_bytes"} <= set(row)
+    assert {
+        "active_params",
+        "flops",
+        "executed_flops",
+        "counted_flops",
+        "kv_bytes_per_token",
+        "activation_bytes",
+    } <= set(row)
     assert {"weights_bytes", "intensity", "bound", "seconds", "operations", "notes", "terms"} <= set(row)
     assert ("decode" in row["flops"]) == (name not in ("bert", "vit"))
     for bill in row["flops"]:
-        assert sum(term["value"] for term in row["terms"] if term["bill"] == bill) == row["flops"][bill]
+        assert sum(term["value"] for term in row["terms"] if term["breakdown"] == bill) == row["flops"][bill]
 
 
 def test_all_stand_in_one_table(capsys, folder):
@@ -428,7 +435,7 @@ def test_a_layer_of_a_model(capsys, folder):
 
 
 def test_the_context_is_limited_by_positions(capsys, folder):
-    told = lambda *argv: json.loads(run(capsys, *argv, "--json")[1])["load"]["context"]  # noqa: E731 - three words
+    told = lambda *argv: json.loads(run(capsys, *argv, "--json")[1])["workload"]["context"]  # noqa: E731 - three words
     assert told(folder / "gpt2", folder / "vit", "gqa") == 1024
     assert told(folder / "gpt2", "--generate", 25) == 1000
     assert told(folder / "llama", folder / "vit") == 2048

@@ -93,7 +93,7 @@ def compare_formulas(
 
 
 def _formula_sizes(estimate: CostEstimate, source: FormulaSource, tensor_parallel: int) -> FormulaSizes:
-    model, load = estimate.spec_or_model, estimate.workload
+    model, workload = estimate.spec_or_model, estimate.workload
     if type(tensor_parallel) is not int or tensor_parallel < 1:
         raise SpecError(f"the number of tensor-parallel devices must be at least 1, got {tensor_parallel!r}")
     if isinstance(model, AttentionSpec):
@@ -118,9 +118,9 @@ def _formula_sizes(estimate: CostEstimate, source: FormulaSource, tensor_paralle
         a=specs[0].heads.q,
         d=specs[0].core.dim,
         V=vocabulary,
-        b=load.batch,
+        b=workload.batch,
         s=estimate.full_call.tokens,
-        n=load.generate,
+        n=workload.generate,
         N=estimate.parameters.total,
         t=tensor_parallel,
     )

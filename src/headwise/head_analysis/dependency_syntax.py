@@ -36,12 +36,12 @@ class ArcConvention:
     """How dependencies count as found.
 
     - `baseline_offsets`: fixed offsets between words that compete with the heads as baselines.
-    - `weight_baseline`: "alike" adds uniform attention over tokens as a baseline; it favours words of many tokens.
+    - `weight_baseline`: "uniform" adds uniform attention over tokens as a baseline; it favours words of many tokens.
     - `dependents_from`: how a governor finds its dependents. "rows": it attends to the dependent most. "columns": each
       dependent belongs to the word that attends to it most.
     - `self_reading`: whether attention of a word to itself "counts" or is "left out".
     - `out_of_range`: an offset that leads past the last word finds "nothing" or the "last" word.
-    - `counted_arcs`: "read" counts dependencies that the attention mask allows, "all" counts every one.
+    - `counted_arcs`: "allowed" counts dependencies that the attention mask allows, "all" counts every one.
     - `possessive_relations`: relations whose dependent is represented by the possessive mark that follows it, if any.
     """
 
@@ -49,19 +49,19 @@ class ArcConvention:
     dependents_from: str = "rows"
     self_reading: str = "counts"
     out_of_range: str = "nothing"
-    counted_arcs: str = "read"
+    counted_arcs: str = "allowed"
     possessive_relations: tuple[str, ...] = ()
     weight_baseline: str = "none"
 
     @property
     def num_baselines(self) -> int:
         """Number of baselines that compete with a head."""
-        return len(self.baseline_offsets) + (self.weight_baseline == "alike")
+        return len(self.baseline_offsets) + (self.weight_baseline == "uniform")
 
 
 ARC_CONVENTIONS: Mapping[str, ArcConvention] = {
     "ours": ArcConvention(
-        tuple(offset for offset in range(-MAX_OFFSET, MAX_OFFSET + 1) if offset), weight_baseline="alike"
+        tuple(offset for offset in range(-MAX_OFFSET, MAX_OFFSET + 1) if offset), weight_baseline="uniform"
     ),
     # 1906.04341, section 4.2, and its notebook
     "clark": ArcConvention(tuple(range(-3, 3)), "columns", "left out", "last", "all", ("poss", "nmod:poss")),
@@ -146,7 +146,7 @@ class DependencyScores:
         """Add a band of rows; bands of other streams and of cross-attention are ignored."""
         if self._pairs is None or not band.is_self_attention or band.query_tokens is not self._tokens:
             return
-        if self.convention.weight_baseline == "alike":
+        if self.convention.weight_baseline == "uniform":
             band = replace(band, w_HTS=torch.cat([band.w_HTS, band.uniform_baseline.w_HTS.to(band.w_HTS.dtype)]))
         self._words.add_band(site, band)
 
@@ -165,7 +165,7 @@ class DependencyScores:
             pairs = dependencies.select(DIRECTIONS[:1])
         pairs = pairs[:, (pairs[0] >= band.first_query) & (pairs[0] < band.first_query + w_HTS.shape[1])]
         query, target = pairs[0] - band.first_query, pairs[1]
-        if self.convention.counted_arcs == "read":
+        if self.convention.counted_arcs == "allowed":
             pairs = pairs[:, allowed[query, target]]
             query, target = pairs[0] - band.first_query, pairs[1]
         is_max = w_HTS == w_HTS.amax(-1, keepdim=True)

@@ -144,7 +144,7 @@ def _extra_figures(
     for number, group in enumerate(redundancy.readers if redundancy is not None else ()):
         heads = tuple(table.head(location.site, location.head) for location in group.heads)
         name = "map" if not number else f"map-{'-'.join(dict.fromkeys(group.streams))}"
-        yield name, partial(head_figures.draw_head_map, replace(table, heads=heads), group.plane.places)
+        yield name, partial(head_figures.draw_head_map, replace(table, heads=heads), group.embedding.points)
 
 
 def _trace_example(model: nn.Module, example: Example) -> Trace:

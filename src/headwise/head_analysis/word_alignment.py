@@ -20,8 +20,8 @@ from .resampling import Array, confidence_interval, ratio_of_sums, resampled_rat
 from .weight_bands import BandCallback, WeightBand, WordBandMerger
 
 # A decoder row has one token as input and predicts the next one. The row that stands for a word is the one with the
-# word as input ("read") or the one that predicts it ("said").
-ROW_CONVENTIONS = ("read", "said")
+# word as input ("input") or the one that predicts it ("target").
+ROW_CONVENTIONS = ("input", "target")
 ALIGNMENT_PREFIX = "alignment"  # names of these measures start with it
 MEASURE_SUFFIXES = ("", " precision", " recall")
 
@@ -30,7 +30,7 @@ class AlignmentScores:
     """Alignment scores of cross-attention heads: a collector for `measure_heads`.
 
     Examples without gold links are skipped. `row_conventions` choose which row stands for a target word: the one that
-    has it as input ("read") or the one that predicts it ("said").
+    has it as input ("input") or the one that predicts it ("target").
     """
 
     def __init__(self, *, row_conventions: Sequence[str] = ROW_CONVENTIONS) -> None:
@@ -53,7 +53,7 @@ class AlignmentScores:
             fact = f"alignment links need a source and a target text (this example has only: {streams})"
             raise ValueError(f"{fact}; leave alignment_links empty, or use an encoder-decoder model")
         text, source = example.streams["text"], example.streams["source"]
-        self._query_tokens = {"read": text, "said": _shift_to_next_token(text)}
+        self._query_tokens = {"input": text, "target": _shift_to_next_token(text)}
         self._gold = _gold_links(example.alignment_links, text, source)
 
     def add_band(self, site: str, band: WeightBand) -> None:
