@@ -320,7 +320,7 @@ def test_approximations_are_noted():
 
 def published(name: str, config: dict[str, Any], **load: Any) -> dict[str, tuple[int, int | None]]:
     rows = compare_formulas(priced(config, **load), FORMULA_SOURCES[name])
-    return {row.formula: (row.theirs, row.ours) for row in rows}
+    return {row.formula: (row.published, row.estimate) for row in rows}
 
 
 def test_the_articles_examples():
@@ -346,11 +346,11 @@ def test_the_papers_table():
 def test_the_seeds_formula_is_ours_without_biases():
     spec = hw.design(model=64, heads=4)
     (row,) = compare_formulas(estimate_cost(spec, hw.Workload()), FORMULA_SOURCES["seeds"])
-    assert row.theirs == row.ours == 3 * 4 * 64 * 16 + 64**2
+    assert row.published == row.estimate == 3 * 4 * 64 * 16 + 64**2
     (row,) = compare_formulas(
         estimate_cost(hw.design(model=64, heads=4, bias="qkvo"), hw.Workload()), FORMULA_SOURCES["seeds"]
     )
-    assert row.ours - row.theirs == 4 * 64
+    assert row.estimate - row.published == 4 * 64
 
 
 def test_rules_of_thumb():
@@ -423,7 +423,7 @@ def test_published_formulas_are_printed_with_their_difference(capsys, folder):
     assert "published 291,648,307,200, headwise 291,648,307,200: equal" in out
     assert max(map(len, out.splitlines())) <= 80
     told = json.loads(run(capsys, folder / "gpt2", *said, "--optimiser", "muon", "--json")[1])
-    assert {row["beside"] for row in told["published"]} == set(FORMULA_SOURCES)
+    assert {row["source"] for row in told["published"]} == set(FORMULA_SOURCES)
     assert told["training_state"]["rows"][0]["in_all"] == 12 * 124_439_808
 
 

@@ -46,7 +46,7 @@ def test_time_goes_down_to_the_budget(monkeypatch):
 
     def timed(before, after, pace):
         shares = [sum(spec.heads.q for _, spec in net.spec.attention_specs()) for net in (before, after)]
-        return SimpleNamespace(phases=[SimpleNamespace(faster=shares[0] / shares[1])])
+        return SimpleNamespace(phases=[SimpleNamespace(speedup=shares[0] / shares[1])])
 
     monkeypatch.setattr("headwise.surgery.head_selection.compare_speed", timed)
     net = build_model(LLAMA | {"num_attention_heads": 4, "num_key_value_heads": 4})

@@ -70,15 +70,15 @@ class FormulaSource:
 
 
 class FormulaComparison(NamedTuple):
-    """One published number (`theirs`) and headwise's (`ours`), which is None if headwise does not estimate it."""
+    """A `published` number beside headwise's `estimate`, which is None if headwise does not estimate it."""
 
     name: str
-    beside: str
+    source: str
     quantity: str
     formula: str
-    theirs: int
-    ours: int | None
-    why: str
+    published: int
+    estimate: int | None
+    explanation: str
 
 
 def compare_formulas(
@@ -87,9 +87,9 @@ def compare_formulas(
     """Compare every formula of a source with an estimate; `tensor_parallel` is the number of devices."""
     sizes = _formula_sizes(estimate, source, tensor_parallel)
     for row in source.formulas:
-        theirs, ours = row.evaluate(sizes), HEADWISE_VALUES[row.quantity](estimate)
-        why = "equal" if theirs == ours else row.difference
-        yield FormulaComparison(estimate.name, source.name, row.quantity, row.formula, theirs, ours, why)
+        published, value = row.evaluate(sizes), HEADWISE_VALUES[row.quantity](estimate)
+        explanation = "equal" if published == value else row.difference
+        yield FormulaComparison(estimate.name, source.name, row.quantity, row.formula, published, value, explanation)
 
 
 def _formula_sizes(estimate: CostEstimate, source: FormulaSource, tensor_parallel: int) -> FormulaSizes:

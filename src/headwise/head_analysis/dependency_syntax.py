@@ -125,7 +125,7 @@ class DependencyScores:
         if convention not in ARC_CONVENTIONS:
             raise ValueError(f"unknown convention={convention!r}; {suggest(convention, ARC_CONVENTIONS)}")
         self.convention, self.stream, self.min_arcs = ARC_CONVENTIONS[convention], stream, min_arcs
-        self.kept: list[dict[tuple[str, RelationKey], Array]] = []
+        self.counts_by_example: list[dict[tuple[str, RelationKey], Array]] = []
         self._words = WordBandMerger(self._add_word_band)
         self._tokens: TokenAnnotations | None = None
         self._pairs: DependencyPairs | None = None
@@ -205,7 +205,7 @@ class DependencyScores:
             self._add_hits(site, pairs, reader[:, pairs[0]] == pairs[1])
         keys = dependencies.keys if dependencies is not None else ()
         counts = {(site, key): sums[n] for site, sums in self._sums.items() for n, key in enumerate(keys)}
-        self.kept.append(counts)
+        self.counts_by_example.append(counts)
         self._sums, self._best_readers, self._pairs = {}, {}, None
         self._words.finish_example()
 
@@ -217,7 +217,7 @@ class DependencyScores:
         draws do not reach that far into the tails, so the interval is a normal one with the standard deviation of the
         draws.
         """
-        keys = dict.fromkeys(key for counts in self.kept for key in counts)
+        keys = dict.fromkeys(key for counts in self.counts_by_example for key in counts)
         counts_by_key = {key: self._stack_counts(key) for key in keys}
         counts_by_key = {key: counts for key, counts in counts_by_key.items() if counts[..., -1].sum() >= self.min_arcs}
         baselines = self.convention.num_baselines
@@ -232,8 +232,8 @@ class DependencyScores:
 
     def _stack_counts(self, key: tuple[str, RelationKey]) -> Array:
         """Counts of every text, [texts, H + baselines + 1]."""
-        missing = np.zeros_like(next(counts[key] for counts in self.kept if key in counts))
-        return np.stack([counts.get(key, missing) for counts in self.kept])
+        missing = np.zeros_like(next(counts[key] for counts in self.counts_by_example if key in counts))
+        return np.stack([counts.get(key, missing) for counts in self.counts_by_example])
 
 
 def is_relation_measure(measure: str) -> bool:

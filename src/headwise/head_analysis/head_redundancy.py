@@ -317,8 +317,8 @@ class ComparableHeads:
     - `chance`: the divergences if the weights of one head are permuted among the keys that it may read. They are as
       sharp as before but unrelated.
     - `outputs`: CKA of head outputs, or None if it could not be computed.
-    - `merges`, `threshold`, `clusters`: steps of the average-linkage clustering, its distance threshold, and the cluster
-      of each head. `num_chance_clusters` is the number of clusters of the chance distances at the same threshold.
+    - `merges`, `threshold`, `clusters`: steps of the average-linkage clustering, its distance threshold, and the
+      cluster of each head. `num_chance_clusters` is the number of clusters of the chance distances at this threshold.
     - `embedding`: the heads as points in the plane.
     - `layers`, `outliers`: diversity of each layer, and outlying heads.
     - `similar_pair_test`: number of significantly similar pairs against the number expected by chance.

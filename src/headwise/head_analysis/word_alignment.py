@@ -37,7 +37,7 @@ class AlignmentScores:
         if not row_conventions or set(row_conventions) - set(ROW_CONVENTIONS):
             raise ValueError(f"unknown row_conventions={tuple(row_conventions)!r}; use any of {ROW_CONVENTIONS}")
         self.rows = tuple(row_conventions)
-        self.kept: list[dict[tuple[str, str], tuple[Array, Array]]] = []
+        self.ratios_by_example: list[dict[tuple[str, str], tuple[Array, Array]]] = []
         self._gold: tuple[Tensor, Tensor] | None = None  # sure and possible links, [target words, source words]
         self._query_tokens: dict[str, TokenAnnotations] = {}
         self._sums: dict[tuple[str, str], Array] = {}
@@ -99,7 +99,7 @@ class AlignmentScores:
                 np.stack([sure_hits + possible_hits, possible_hits, sure_hits]),
                 np.stack([links + gold, links, gold]),
             )
-        self.kept.append(ratios)
+        self.ratios_by_example.append(ratios)
         self._sums, self._gold = {}, None
         for words in self._words.values():
             words.finish_example()
@@ -110,10 +110,10 @@ class AlignmentScores:
         Chance is uniform attention or the diagonal, whichever scores better.
         """
         measures: dict[tuple[str, int], dict[str, Measure]] = {}
-        for site, row in dict.fromkeys(key for ratios in self.kept for key in ratios):
-            example = next(ratios[site, row] for ratios in self.kept if (site, row) in ratios)
+        for site, row in dict.fromkeys(key for ratios in self.ratios_by_example for key in ratios):
+            example = next(ratios[site, row] for ratios in self.ratios_by_example if (site, row) in ratios)
             missing = np.zeros_like(example[0]), np.zeros_like(example[1])
-            by_text = [ratios.get((site, row), missing) for ratios in self.kept]
+            by_text = [ratios.get((site, row), missing) for ratios in self.ratios_by_example]
             sums, counts = (np.stack(arrays) for arrays in zip(*by_text, strict=True))
             value = ratio_of_sums(sums, counts)
             low, high = confidence_interval(resampled_ratios(sums, counts, resamples))

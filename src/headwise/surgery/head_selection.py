@@ -500,7 +500,7 @@ class _BudgetSearch:
         if kind == "cache":
             return count_cache_bytes(net.spec, next(net.parameters()).element_size())
         if kind == "time":
-            return 1.0 if net is self.net else 1 / compare_speed(self.net, net, self.selection.timing).phases[0].faster
+            return 1.0 if net is self.net else 1 / compare_speed(self.net, net, self.selection.timing).phases[0].speedup
         return measure_quality(net, self.examples, self.selection.ranking.objective, self.net).rows[0].after.value
 
     # --- saved state ------------------------------------------------------------------------------

@@ -328,9 +328,9 @@ def _wrap_head_outputs(original: Callable[..., Any]) -> Callable[..., Any]:
 def _wrap_attend(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def attend(self: Attention, call: AttentionCall, attention_mask: AttentionMask, inputs: CoreInputs) -> Tensor:
         if hooks := [hook for hook in get_hooks(self) if hook.needs_call]:
-            seen = HeadwiseCall(call.plan.call, attention_mask, inputs, self.core_steps)
+            observed_call = HeadwiseCall(call.plan.call, attention_mask, inputs, self.core_steps)
             for hook in hooks:
-                hook.on_call(seen)
+                hook.on_call(observed_call)
         return original(self, call, attention_mask, inputs)
 
     return attend
