@@ -108,8 +108,8 @@ def test_an_interrupted_run_resumes(tmp_path):
     net, state = with_random_biases(build_model(LLAMA)), tmp_path / "state.json"
     whole = prune(net, PruneToBudget(PruningBudget("parameters", 0.8), RANDOM_RANKING, state_path=state)).plan
     told = json.loads(state.read_text())
-    assert len(told["gone"]) > 2
-    told["gone"] = told["gone"][:2]
+    assert len(told["removed_units"]) > 2
+    told["removed_units"] = told["removed_units"][:2]
     state.write_text(json.dumps(told))
     heard = list[str]()
     again = prune(

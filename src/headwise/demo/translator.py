@@ -47,12 +47,12 @@ WEIGHT_SHADES = " ·░▒▓█"  # weight 0 .. 1
 
 
 class TranslationExample(NamedTuple):
-    """A held-out example: source, reference (`wanted`) and output of the model (`said`)."""
+    """A held-out example: source, reference and output of the model."""
 
     direction: str
     source: str
-    wanted: str
-    said: str
+    reference: str
+    output: str
 
 
 class HeadAlignment(NamedTuple):
@@ -246,8 +246,8 @@ def format_examples(examples: Sequence[TranslationExample]) -> str:
     """Format every example with its output, and the reference if the output is wrong."""
     lines = []
     for example in examples:
-        mark = "right" if example.said == example.wanted else f"wrong, should be {example.wanted}"
-        lines += [f"{example.direction:<8}{example.source}", f"        {example.said}   ({mark})"]
+        mark = "right" if example.output == example.reference else f"wrong, should be {example.reference}"
+        lines += [f"{example.direction:<8}{example.source}", f"        {example.output}   ({mark})"]
     return "\n".join(lines)
 
 

@@ -307,15 +307,15 @@ class HeadProbeWeight(NamedTuple):
 class ProbeResult:
     """Share of governors that the probe finds in the held-out texts (unlabelled attachment score, UAS).
 
-    `twin` is the score of the randomly initialised baseline, `baseline` that of one fixed `offset`. `pulls` are the
-    probe's weights by head; `texts` and `arcs` count the training and the held-out part.
+    `random_baseline` is the score of the randomly initialised baseline, `baseline` that of one fixed `offset`.
+    `head_weights` are the probe's weights by head; `texts` and `arcs` count the training and the held-out part.
     """
 
     uas: Measure
-    twin: Measure | None
+    random_baseline: Measure | None
     baseline: Measure
     offset: int
-    pulls: tuple[HeadProbeWeight, ...]
+    head_weights: tuple[HeadProbeWeight, ...]
     texts: tuple[int, int]
     arcs: tuple[int, int]
     notes: tuple[str, ...] = ()
@@ -325,10 +325,10 @@ class ProbeResult:
         """Dictionary of plain values, ready for JSON."""
         return {
             "uas": self.uas.data,
-            "twin": None if self.twin is None else self.twin.data,
+            "random_baseline": None if self.random_baseline is None else self.random_baseline.data,
             "baseline": self.baseline.data,
             "offset": self.offset,
-            "pulls": [weight._asdict() for weight in self.pulls],
+            "head_weights": [weight._asdict() for weight in self.head_weights],
             "texts": list(self.texts),
             "arcs": list(self.arcs),
             "notes": list(self.notes),

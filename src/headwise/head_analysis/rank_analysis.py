@@ -470,10 +470,12 @@ def _run_attention_variant(recorded: RecordedLayerCall, name: str, z: Tensor, pa
     if name == "attention":
         if pattern is not None:
             attention = Attention(replace(attention.spec, pattern=pattern), shared=attention.weights)
-        return attention(z, sequence=call.at)
+        return attention(z, sequence=call.sequence)
     source = call.source
     return attention(
         z,
-        source=attention.project_source(source, sequence=call.told) if isinstance(source, Tensor) else source,
-        sequence=call.at,
+        source=attention.project_source(source, sequence=call.source_sequence)
+        if isinstance(source, Tensor)
+        else source,
+        sequence=call.sequence,
     )
