@@ -174,8 +174,8 @@ def _layer_from_dict(
     layer_arrays = {name.partition(".")[2]: array for name, array in arrays.items() if name.startswith(f"{number}.")}
     calls = tuple(_call_from_dict(call) for call in fields["calls"])
     arguments = _rename_keys(fields, {key: name for name, key in LAYER_KEYS.items()})
-    kv_heads = tuple(arguments["kv_head_of_query"])
-    layer = AttentionRecord(**arguments | {"kv_head_of_query": kv_heads, "calls": calls, "arrays": layer_arrays})
+    arguments |= {"kv_head_of_query": tuple(arguments["kv_head_of_query"]), "calls": calls, "arrays": layer_arrays}
+    layer = AttentionRecord(**arguments)
     for call in calls:
         _check_call(layer, call, num_grids)
     return layer
