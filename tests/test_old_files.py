@@ -16,6 +16,7 @@ from headwise.data import make_task
 from headwise.errors import SpecError
 from headwise.model_spec.serialization import find_record, from_dict as model_spec_from_dict
 from headwise.surgery.head_selection import HeadRanking, PruneToBudget, PruningBudget
+from headwise.surgery.pruning_plan import PruningPlan
 from headwise.training import recipe
 
 OLD = Path(__file__).parent / "old_files"
@@ -59,6 +60,21 @@ def test_model_folders_load_with_the_same_tensors(name: str):
     assert state.keys() == tensors.keys()
     assert all(torch.equal(state[key], tensor) for key, tensor in tensors.items())
     assert (find_record(folder) is not None) == (folder / "heads.json").is_file()
+
+
+@pytest.mark.parametrize(("name", "operation"), [("pruned", "prune"), ("shared", "convert")])
+def test_records_of_surgery_load_with_the_present_keys(name: str, operation: str):
+    record = find_record(OLD / "models" / name)
+    assert record is not None
+    assert record.change["operation"] == operation
+    if operation == "prune":
+        assert (
+            PruningPlan.from_dict(hw.load(OLD / "models" / "decoder").spec, record.change).head_counts
+            == record.change["head_counts"]
+        )
+    else:
+        assert record.change["conversion"]["name"] == "pool"
+        assert not {"done", "way", "missed"} & set(record.change)
 
 
 @pytest.mark.parametrize("name", ["decoder", "encoder_decoder", "classifier", "gated"])

@@ -82,7 +82,7 @@ def check_weights(model: nn.Module, inputs: dict[str, Tensor], sites: list[Reach
     for site in sites:
         core = site.recorder.call
         if core is None:
-            return site.module.site.see.why or "no call was captured"
+            return site.module.site.observe.reason or "no call was captured"
         if isinstance(core, AttentionInputs) and core.unsupported:
             return core.unsupported
         if isinstance(core, UnreadableCall):
@@ -129,8 +129,8 @@ def check_ablation(model: nn.Module, inputs: dict[str, Tensor], sites: list[Reac
         *_, heads, width = site.recorder.outputs.shape
         head = min(1, heads - 1)
         info = site.module.site
-        if not info.silence.can:
-            return info.silence.why
+        if not info.ablate.possible:
+            return info.ablate.reason
         # A copy with zero columns changes every site that runs the same module.
         sharing = [other.module.site.name for other in sites if other.module.site.path == info.path]
         with hw.ablate(model, [(name, head) for name in sharing]):

@@ -50,8 +50,8 @@ def test_one_command_converts_and_verifies_a_model(
 ):
     out = tmp_path / "out"
     code, told, err = said(
-        capsys, folders[name], "--kv", "2", "--align", "--grouping", "alike", "--data", folders["texts"], "--out", out,
-        *FAST, "--json",
+        capsys, folders[name], "--kv", "2", "--align", "--grouping", "similar", "--data", folders["texts"],
+        "--out", out, *FAST, "--json",
     )  # fmt: skip
     assert code == 0, err
     proof = json.loads(told)
@@ -61,8 +61,8 @@ def test_one_command_converts_and_verifies_a_model(
     }  # fmt: skip
     assert proof["holds"] is True
     assert {spec.heads.kv for _, spec in hw.load(out).spec.attention_specs()} == {2}
-    done = json.loads((out / "heads.json").read_text())["done"]
-    assert done["done"] == "share"
+    done = json.loads((out / "heads.json").read_text())["change"]
+    assert done["operation"] == "convert"
     assert all(len(groups) == 2 for groups in done["groups"].values())
     assert any(note.startswith("pooling values loses") for note in done["notes"])
 
@@ -93,7 +93,7 @@ def test_retraining_is_reported(folders: dict[str, Path], tmp_path: Path, capsys
         "--uptrain", "12", "--lr", "0.003", "--out", out, *FAST,
     )  # fmt: skip
     assert code == 0, err
-    done = json.loads((out / "heads.json").read_text())["done"]["uptraining"]
+    done = json.loads((out / "heads.json").read_text())["change"]["uptraining"]
     assert done["curve"][0]["step"] == 0
     kept = {at["step"]: at["held_out"] for at in done["curve"]}
     assert kept[done["step"]] == min(kept.values()) < kept[0]

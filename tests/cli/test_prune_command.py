@@ -85,7 +85,7 @@ def test_one_command_prunes_and_verifies_a_model(
     assert [round(q / 2) for q in before] == after
     assert json.loads((out / "proof.json").read_text())["quality"] == proof["quality"]
     assert "heads kept" in (out / "PROOF.md").read_text()
-    assert json.loads((out / "heads.json").read_text())["done"]["there"] == proof_heads(folders[name])
+    assert json.loads((out / "heads.json").read_text())["change"]["head_counts"] == proof_heads(folders[name])
 
 
 def proof_heads(folder: Path) -> dict[str, int]:
@@ -136,7 +136,7 @@ def test_the_terminal_shows_progress_and_result(
     assert told.startswith("gpt2: 5 of 8 heads kept, all but the listed heads")
     assert max(map(len, told.replace(str(out), "OUT").splitlines())) <= 80
     assert "heads were chosen by 6 texts that the proof does not use" in told
-    assert [len(kept) for kept in json.loads((out / "heads.json").read_text())["done"]["keep"].values()] == [2, 3]
+    assert [len(kept) for kept in json.loads((out / "heads.json").read_text())["change"]["keep"].values()] == [2, 3]
 
 
 def test_the_same_plan_again_and_not_for_another_model(
@@ -154,7 +154,7 @@ def test_the_same_plan_again_and_not_for_another_model(
     code, _, err = said(capsys, folders["gpt2"], "--plan", one, "--out", tmp_path / "three", *more)
     assert (code, "was made for another checkpoint than" in err) == (2, True)
     told = json.loads((one / "heads.json").read_text())
-    del told["done"]["keep"]
+    del told["change"]["keep"]
     (one / "heads.json").write_text(json.dumps(told))
     code, _, err = said(capsys, folders["ours"], "--plan", one, "--out", tmp_path / "three", *more)
     assert (code, "keep must map each site to a list of heads, got None" in err) == (2, True)

@@ -104,7 +104,9 @@ def test_every_preset_is_priced(name):
     spec = hw.design(preset=name, model=256, heads=8)
     told = estimate_cost(spec, hw.Workload(batch=2, context=300, dtype="fp32", device="cpu"), name)
     assert told.parameters.total == costs.count_parameters(spec)
-    assert sum(term["value"] for term in told.data["terms"] if term["bill"] == "parameters") == told.parameters.total
+    assert (
+        sum(term["value"] for term in told.data["terms"] if term["breakdown"] == "parameters") == told.parameters.total
+    )
     assert told.seconds("prefill") > 0
 
 
@@ -147,7 +149,7 @@ def test_terms_and_json(capsys):
     (row,) = told["rows"]
     assert {"name", "params", "flops", "kv_bytes_per_token", "intensity", "bound", "terms"} <= set(row)
     assert row["params"] == costs.count_parameters(hw.design(preset="gqa", kv=4))
-    assert sum(t["value"] for t in row["terms"] if t["bill"] == "prefill") == row["flops"]["prefill"]
+    assert sum(t["value"] for t in row["terms"] if t["breakdown"] == "prefill") == row["flops"]["prefill"]
 
 
 @pytest.mark.parametrize("name", [*hw.PRESETS, *cases.EXAMPLES])

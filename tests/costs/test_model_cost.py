@@ -157,9 +157,9 @@ def test_terms_add_up(model, load):
     one = estimate_cost(model, load)
     assert one.parameters.total == costs.count_parameters(model)
     every = one.data["terms"]
-    assert len({(term["bill"], term["name"], term["formula"], term["value"]) for term in every}) == len(every)
+    assert len({(term["breakdown"], term["name"], term["formula"], term["value"]) for term in every}) == len(every)
     for name, total in one.required_flops.items():
-        assert sum(term["value"] for term in every if term["bill"] == name) == total
+        assert sum(term["value"] for term in every if term["breakdown"] == name) == total
         assert total <= one.counted_flops[name]
     for phase, operations in one.operations.items():
         assert sum(each.flops for each in operations) == one.required_flops[phase]
@@ -320,7 +320,7 @@ def test_approximations_are_noted():
 
 def published(name: str, config: dict[str, Any], **load: Any) -> dict[str, tuple[int, int | None]]:
     rows = compare_formulas(priced(config, **load), FORMULA_SOURCES[name])
-    return {row.formula: (row.theirs, row.ours) for row in rows}
+    return {row.formula: (row.published, row.estimate) for row in rows}
 
 
 def test_the_articles_examples():
@@ -346,11 +346,11 @@ def test_the_papers_table():
 def test_the_seeds_formula_is_ours_without_biases():
     spec = hw.design(model=64, heads=4)
     (row,) = compare_formulas(estimate_cost(spec, hw.Workload()), FORMULA_SOURCES["seeds"])
-    assert row.theirs == row.ours == 3 * 4 * 64 * 16 + 64**2
+    assert row.published == row.estimate == 3 * 4 * 64 * 16 + 64**2
     (row,) = compare_formulas(
         estimate_cost(hw.design(model=64, heads=4, bias="qkvo"), hw.Workload()), FORMULA_SOURCES["seeds"]
     )
-    assert row.ours - row.theirs == 4 * 64
+    assert row.estimate - row.published == 4 * 64
 
 
 def test_rules_of_thumb():
@@ -391,11 +391,18 @@ def test_a_config_is_priced(capsys, folder, name):
     (row,) = json.loads(out)["rows"]
     assert (code, err, row["name"]) == (0, "", name)
     assert row["params"] == costs.count_parameters(families.read_model_spec(CONFIGS[name]))
-    assert {"active_params", "flops", "spent", "counted", "kv_bytes_per_token", "activation_bytes"} <= set(row)
+    assert {
+        "active_params",
+        "flops",
+        "executed_flops",
+        "counted_flops",
+        "kv_bytes_per_token",
+        "activation_bytes",
+    } <= set(row)
     assert {"weights_bytes", "intensity", "bound", "seconds", "operations", "notes", "terms"} <= set(row)
     assert ("decode" in row["flops"]) == (name not in ("bert", "vit"))
     for bill in row["flops"]:
-        assert sum(term["value"] for term in row["terms"] if term["bill"] == bill) == row["flops"][bill]
+        assert sum(term["value"] for term in row["terms"] if term["breakdown"] == bill) == row["flops"][bill]
 
 
 def test_all_stand_in_one_table(capsys, folder):
@@ -416,7 +423,7 @@ def test_published_formulas_are_printed_with_their_difference(capsys, folder):
     assert "published 291,648,307,200, headwise 291,648,307,200: equal" in out
     assert max(map(len, out.splitlines())) <= 80
     told = json.loads(run(capsys, folder / "gpt2", *said, "--optimiser", "muon", "--json")[1])
-    assert {row["beside"] for row in told["published"]} == set(FORMULA_SOURCES)
+    assert {row["source"] for row in told["published"]} == set(FORMULA_SOURCES)
     assert told["training_state"]["rows"][0]["in_all"] == 12 * 124_439_808
 
 
@@ -428,7 +435,7 @@ def test_a_layer_of_a_model(capsys, folder):
 
 
 def test_the_context_is_limited_by_positions(capsys, folder):
-    told = lambda *argv: json.loads(run(capsys, *argv, "--json")[1])["load"]["context"]  # noqa: E731 - three words
+    told = lambda *argv: json.loads(run(capsys, *argv, "--json")[1])["workload"]["context"]  # noqa: E731 - three words
     assert told(folder / "gpt2", folder / "vit", "gqa") == 1024
     assert told(folder / "gpt2", "--generate", 25) == 1000
     assert told(folder / "llama", folder / "vit") == 2048

@@ -116,7 +116,7 @@ def test_results_of_another_translator_are_replaced(
     with torch.no_grad():
         next(net.parameters()).mul_(1.5)
     other._result = replace(translator.result, net=net)
-    before = read_record(tmp_path / "run" / "shared").done["model"]
+    before = read_record(tmp_path / "run" / "shared").change["model"]
     assert before == fingerprint_model(translator.result.net)
     asked, shown = list[str](), type(translator.task).batch
     monkeypatch.setattr(type(translator.task), "batch", lambda *a: asked.append((*a, "train")[3]) or shown(*a))

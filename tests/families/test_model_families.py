@@ -387,7 +387,7 @@ REASONS = {
 @pytest.mark.parametrize("name", ZOO | FALLBACK)
 def test_every_site_has_a_spec_or_a_reason(name: str):
     those = hw.sites((ZOO | FALLBACK)[name].build())
-    reasons = {site.unsaid for site in those if site.spec is None}
+    reasons = {site.spec_reason for site in those if site.spec is None}
     assert those
     if name == "longformer":
         assert len(reasons) == 1
@@ -401,7 +401,7 @@ def test_sites_without_a_spec_have_a_reason(name: str):
     described = read(KINDS[name])
     assert described.approximation_reasons()
     assert all(REASONS[name] in why for why in described.approximation_reasons().values())
-    assert all(site.spec is None and REASONS[name] in site.unsaid for site in hw.sites(KINDS[name].build()))
+    assert all(site.spec is None and REASONS[name] in site.spec_reason for site in hw.sites(KINDS[name].build()))
     with pytest.raises(hw.SpecError, match=r"cannot build .*: .*; "):
         hw.build(described)
 

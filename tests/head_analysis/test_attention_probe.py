@@ -96,11 +96,11 @@ def test_planted_syntax_is_found_and_both_baselines_miss_it():
     net, twin = build_model(BERT), build_model(BERT, seed=5)
     scenes = planted(net, 4)
     told = train_attention_probe(net, scenes, random_baseline=twin, options=ProbeOptions(weight_decay=1e-5))
-    assert told.twin is not None
+    assert told.random_baseline is not None
     assert told.uas.value > 0.95
-    assert told.uas.low > told.twin.high
+    assert told.uas.low > told.random_baseline.high
     assert told.uas.low > told.baseline.high
-    largest = max(told.pulls, key=lambda one: one.down)
+    largest = max(told.head_weights, key=lambda one: one.down)
     assert largest.down > 2 * largest.up
     assert (largest.site, largest.head) == ("encoder.1.attention", 1)
     assert abs(told.uas.chance - 1 / 7) < 0.03
@@ -116,11 +116,11 @@ def test_directions_of_dependencies_are_distinguished():
         arcs = [(dependent, int(maps[:, dependent].argmax()), "any") for dependent in range(len(maps))]
         other.append(replace(scene, dependencies=arcs))  # a word is governed by who reads it most
     told = train_attention_probe(net, other, options=ProbeOptions(weight_decay=1e-5))
-    largest = max(told.pulls, key=lambda one: one.up)
+    largest = max(told.head_weights, key=lambda one: one.up)
     assert largest.up > 2 * largest.down
     assert (largest.site, largest.head) == ("encoder.1.attention", 1)
     assert told.uas.low > told.baseline.high + 0.1
-    assert told.twin is None
+    assert told.random_baseline is None
 
 
 def test_the_offset_that_is_most_often_right_is_a_baseline():
@@ -140,7 +140,7 @@ def test_a_seed_makes_it_the_same_again():
     assert train_attention_probe(net, scenes) == told
     assert train_attention_probe(net, scenes, options=ProbeOptions(seed=1)) != told
     assert told.data["uas"]["value"] == told.uas.value
-    assert len(told.data["pulls"]) == 6
+    assert len(told.data["head_weights"]) == 6
 
 
 # --- bad input -------------------------------------------------------------------------------------------

@@ -105,7 +105,7 @@ def test_arcs_are_counted_one_by_one(convention: str, kind: str, by_hand, step: 
     texts = [text(seed, kind) for seed in range(6)]
     syntax = gone_through(DependencyScores(convention=convention, min_arcs=1), texts, step)
     wanted = [by_hand(*one) for one in texts]
-    for told, own in zip(syntax.kept, wanted, strict=True):
+    for told, own in zip(syntax.counts_by_example, wanted, strict=True):
         there = {key: sums for (_, key), sums in told.items() if sums[-1]}
         assert set(there) == set(own)
         for key, rows in own.items():
@@ -169,8 +169,8 @@ def test_rare_relations_and_texts_without_dependencies_give_no_result():
     texts = [text(seed, "full") for seed in range(3)]
     texts[1] = (texts[1][0], [])
     syntax = gone_through(DependencyScores(min_arcs=10_000), texts, 19)
-    assert len(syntax.kept) == 3
-    assert syntax.kept[1] == {}
+    assert len(syntax.counts_by_example) == 3
+    assert syntax.counts_by_example[1] == {}
     assert syntax.measures(draw_resamples(3, 10, 0)) == {}
 
 

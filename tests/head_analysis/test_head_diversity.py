@@ -159,7 +159,7 @@ def test_a_head_far_from_its_layer_is_found_and_no_other():
     found = find_outliers(apart(0, odd=11), heads(3, 8))
     assert found[0].head == HeadLocation("decoder.1.attention", 1, 3)
     assert found[0].p < 0.05 < found[1].p
-    assert found[0].far == pytest.approx(apart(0, odd=11)[11, [8, 9, 10, 12, 13, 14, 15]].mean())
+    assert found[0].distance == pytest.approx(apart(0, odd=11)[11, [8, 9, 10, 12, 13, 14, 15]].mean())
 
 
 def test_few_outliers_are_found_without_odd_heads():
@@ -173,11 +173,11 @@ def test_deviations_are_students():
     logs = np.log(far.sum(1) / 7)
     for head in range(8):
         others = np.delete(logs, head)
-        assert found[head].beyond == pytest.approx((logs[head] - others.mean()) / others.std(ddof=1))
+        assert found[head].studentised == pytest.approx((logs[head] - others.mean()) / others.std(ddof=1))
     chance = np.random.default_rng(0).standard_normal((200_000, 8))
     beyond = (chance[:, 0] - chance[:, 1:].mean(1)) / chance[:, 1:].std(1, ddof=1)
-    worst = max(found.values(), key=lambda one: one.beyond)
-    assert worst.p == pytest.approx(min(1, 8 * (beyond >= worst.beyond).mean()), rel=0.1)
+    worst = max(found.values(), key=lambda one: one.studentised)
+    assert worst.p == pytest.approx(min(1, 8 * (beyond >= worst.studentised).mean()), rel=0.1)
 
 
 def test_layers_of_two_heads_have_no_odd_one():

@@ -482,7 +482,7 @@ def test_bad_input_is_refused():
     ]:
         with pytest.raises(ValueError, match=reason):
             estimate_importance(net, texts)
-    with pytest.raises(ValueError, match="no attention that can be silenced"):
+    with pytest.raises(ValueError, match="no attention that can be ablated"):
         estimate_importance(nn.Linear(2, 2), [Example(torch.zeros(1, 2), {})])
     with pytest.raises(ValueError, match="in train mode"):
         estimate_importance(net.train(), make_examples(net))

@@ -229,7 +229,7 @@ def added(names: tuple[str, ...], whole: WeightBand, step: int, by: str = "token
     for band in maps.split_bands(whole, step):
         (words.add_band if by == "words" else adding.add_band)("site", band)
     adding.finish_example()
-    return {key: told[0] for key, told in adding.kept.items()}
+    return {key: told[0] for key, told in adding.sums_by_example.items()}
 
 
 @pytest.mark.parametrize("by", ["tokens", "words"])

@@ -331,8 +331,8 @@ def test_a_plane_is_found_again_and_again_alike():
     far = np.linalg.norm(places[:, None] - places, axis=-1)
     found = embed_in_plane(far, seed=4)
     assert found.stress < 1e-3
-    np.testing.assert_allclose(np.linalg.norm(found.places[:, None] - found.places, axis=-1), far, atol=1e-2)
-    np.testing.assert_array_equal(found.places, embed_in_plane(far, seed=4).places)
+    np.testing.assert_allclose(np.linalg.norm(found.points[:, None] - found.points, axis=-1), far, atol=1e-2)
+    np.testing.assert_array_equal(found.points, embed_in_plane(far, seed=4).points)
 
 
 def test_several_initialisations_are_no_worse_than_classical_scaling():
@@ -340,7 +340,7 @@ def test_several_initialisations_are_no_worse_than_classical_scaling():
     far = np.linalg.norm(draw[:, None] - draw, axis=-1)
     one, five = embed_in_plane(far, num_starts=1), embed_in_plane(far)
     assert five.stress <= one.stress
-    apart = np.linalg.norm(five.places[:, None] - five.places, axis=-1)
+    apart = np.linalg.norm(five.points[:, None] - five.points, axis=-1)
     assert five.stress == pytest.approx(math.sqrt(((apart - far) ** 2).sum() / (far**2).sum()))
     centred = np.eye(14) - 1 / 14
     values, vectors = np.linalg.eigh(-0.5 * centred @ far**2 @ centred)
@@ -352,7 +352,7 @@ def test_several_initialisations_are_no_worse_than_classical_scaling():
 @pytest.mark.parametrize("far", [np.zeros((1, 1)), np.array([[0.0, 2.0], [2.0, 0.0]]), np.zeros((3, 3))])
 def test_few_or_equal_places_have_a_plane(far: Array):
     found = embed_in_plane(far)
-    assert found.places.shape == (len(far), 2)
+    assert found.points.shape == (len(far), 2)
     assert found.stress < 1e-6
 
 
@@ -387,9 +387,9 @@ def test_exactly_the_copied_heads_form_a_cluster():
         assert found.outputs is not None
         assert found.outputs[place(pair[0]), place(pair[1])] == pytest.approx(1)
     assert [len(own) for own in found.cluster_members][:3] == [2, 2, 1]
-    assert max(one.height for one in found.joined[:2]) < 1e-7 < found.joined[2].height
+    assert max(one.height for one in found.merges[:2]) < 1e-7 < found.merges[2].height
     assert len(found.similar_pairs) == 2
-    assert found.by_chance == 12
+    assert found.num_chance_clusters == 12
     assert "10 clusters (12 by chance)" in found.sentence
 
 
@@ -400,8 +400,10 @@ def test_untrained_heads_that_read_all_alike_are_not_called_redundant():
 
 def test_independent_heads_are_called_redundant_at_the_nominal_rate():
     found = [only(measure_redundancy(small_gpt2(seed=seed), make_examples(6), options=LIGHT)) for seed in range(12)]
-    assert sum(one.alike.p < 0.05 for one in found) <= 2
-    assert sum(one.alike.value for one in found) <= 4 + 3 * sum(one.alike.chance for one in found)
+    assert sum(one.similar_pair_test.p < 0.05 for one in found) <= 2
+    assert sum(one.similar_pair_test.value for one in found) <= 4 + 3 * sum(
+        one.similar_pair_test.chance for one in found
+    )
 
 
 def test_near_pairs_are_compared_with_a_poisson_count():
@@ -498,7 +500,7 @@ def test_incomparable_heads_are_refused():
         measure_redundancy(net, make_examples(2), options=RedundancyOptions(cka_estimator="cca"))
     with pytest.raises(ValueError, match="rows_per_text must be >= 1, got 0"):
         measure_redundancy(net, make_examples(2), options=RedundancyOptions(rows_per_text=0))
-    with pytest.raises(ValueError, match="Linear has no attention that can be seen"):
+    with pytest.raises(ValueError, match="Linear has no attention that can be observed"):
         measure_redundancy(torch.nn.Linear(2, 2), make_examples(2))
     with pytest.raises(ValueError, match=r"call model\.eval\(\) first"):
         measure_redundancy(net.train(), make_examples(2))

@@ -120,7 +120,7 @@ def test_keys_outside_the_mask_add_zero(kind: str):
         adding = MetricSums(tuple(ALL_METRICS.values()))
         adding.add_band("site", one)
         adding.finish_example()
-        sums.append(adding.kept)
+        sums.append(adding.sums_by_example)
     for key, [both] in sums[0].items():
         for own, other in zip(both, sums[1][key][0], strict=True):
             assert own == pytest.approx(other, abs=1e-12, nan_ok=True), key
@@ -137,7 +137,9 @@ def test_chance_is_the_same_whether_it_was_known():
     alone.add_band("one", block.uniform_baseline)
     alone.finish_example()
     for name in ALL_METRICS:
-        found = [adding.kept[site, name, "chance"][0] for site in ("one", "two")] + [alone.kept["one", name, "own"][0]]
+        found = [adding.sums_by_example[site, name, "chance"][0] for site in ("one", "two")] + [
+            alone.sums_by_example["one", name, "own"][0]
+        ]
         for other in found[1:]:
             for own, same in zip(found[0], other, strict=True):
                 assert own == pytest.approx(same, abs=1e-12), name

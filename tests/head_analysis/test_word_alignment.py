@@ -30,7 +30,7 @@ def pair(seed: int, kind: str = "full") -> tuple[WeightBand, Links]:
 def links_of(block: WeightBand, row: str) -> tuple[list[dict[tuple[int, int], float]], int]:
     """The links of each head, of uniform weights and of the diagonal, each with its share of a tie; and how many."""
     said = block.query_tokens.word_index.tolist()
-    said = said if row == "read" else [*said[1:], -1]
+    said = said if row == "input" else [*said[1:], -1]
     told = block.key_tokens.word_index.tolist()
     allowed = block.allowed.numpy() if block.allowed.dim() == 2 else block.allowed.numpy().any(0)
     words = sorted({one for one in said if one >= 0})
@@ -55,7 +55,7 @@ def links_of(block: WeightBand, row: str) -> tuple[list[dict[tuple[int, int], fl
 
 
 @pytest.mark.parametrize("step", [17, 3])
-@pytest.mark.parametrize("row", ["read", "said"])
+@pytest.mark.parametrize("row", ["input", "target"])
 @pytest.mark.parametrize("kind", ["full", "holes", "each"])
 def test_links_are_counted_as_sets(kind: str, row: str, step: int):
     texts = [pair(seed, kind) for seed in range(5)]
@@ -103,9 +103,9 @@ def test_a_head_that_draws_the_gold_links_has_no_error():
         alignment.finish_example()
     measures = alignment.measures(draw_resamples(2, 10, 0))
     assert set(measures) == {(SITE, 0), (SITE, 1)}
-    assert measures[SITE, 0]["alignment read"].value == 1
-    assert measures[SITE, 1]["alignment read"].value == measures[SITE, 1]["alignment read"].chance == 2 / 13
-    assert measures[SITE, 0]["alignment said"].value < 0.5
+    assert measures[SITE, 0]["alignment input"].value == 1
+    assert measures[SITE, 1]["alignment input"].value == measures[SITE, 1]["alignment input"].chance == 2 / 13
+    assert measures[SITE, 0]["alignment target"].value < 0.5
 
 
 @pytest.mark.parametrize(("link", "says"), [((99, 0, True), "names word 99 of the source, which has"),
@@ -141,5 +141,5 @@ def test_texts_without_links_are_left_out():
         )
         alignment.add_band(SITE, block)
         alignment.finish_example()
-    assert [bool(told) for told in alignment.kept] == [True, False, True]
+    assert [bool(told) for told in alignment.ratios_by_example] == [True, False, True]
     assert alignment.measures(draw_resamples(3, 10, 0))

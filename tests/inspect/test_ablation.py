@@ -376,7 +376,7 @@ def test_sites_without_offset_weights_give_a_reason():
     x = torch.randn(2, 5, 12)
     with pytest.raises(ValueError, match="not its values"):
         hw.offset_means(nn.MultiheadAttention(12, 3).eval(), [{"query": x, "key": x, "value": x}])
-    with pytest.raises(ValueError, match="cannot be seen"):
+    with pytest.raises(ValueError, match="cannot be observed"):
         hw.offset_means(nn.Sequential(SelfAttention()).eval(), [x])
     zoo = ZOO["bart"]
     with pytest.raises(ValueError, match="has 7 queries and 11 keys"):

@@ -129,7 +129,7 @@ def test_unrecognised_attentions_are_listed_and_refused(name: str):
     model = blocks(make)
     those = hw.sites(model, X)
     site = next(site for site in those if site.path == "0")
-    assert why in site.see.why
+    assert why in site.observe.reason
     assert why in " ".join(str(those).split())
     with pytest.raises(ValueError, match=why), hw.ablate(model, [(site.name, 0)]):
         pass
@@ -267,9 +267,9 @@ def test_a_lora_adapter_is_ablated_with_its_layer():
         setattr(attention, attribute, LoRALinear(getattr(attention, attribute)))
         those = hw.sites(model)
         assert those[1].path.endswith(f".1.{path}")
-        assert "built" not in those[1].cut.why
-        assert "merge it first" in those[1].cut.why
-        assert "merge" not in those[0].cut.why
+        assert "built" not in those[1].prune.reason
+        assert "merge it first" in those[1].prune.reason
+        assert "merge" not in those[0].prune.reason
         whole = run_model(model, zoo.inputs())
         with hw.ablate(model, [(1, 1)]):
             quiet = run_model(model, zoo.inputs())
@@ -300,8 +300,8 @@ def test_quantised_weights_are_ablated_but_not_pruned():
     attention = model.transformer.h[0].attn
     attention.out_proj = Packed(attention.out_proj)
     those = hw.sites(model)
-    assert "quantised (int8)" in those[0].cut.why
-    assert "quantised" not in those[1].cut.why
+    assert "quantised (int8)" in those[0].prune.reason
+    assert "quantised" not in those[1].prune.reason
     with hw.ablate(model, [(0, 2)]):
         quiet = run_model(model, zoo.inputs())
     attention.out_proj.weight[:, 16:24] = 0

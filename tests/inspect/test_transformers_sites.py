@@ -183,10 +183,10 @@ def test_heads_that_are_not_there(name: str):
 def test_unsupported_sites_give_a_reason():
     model = ZOO["llama"].build()
     compiled = torch.compile(model, backend="eager")
-    assert "compiled" in hw.sites(compiled)[0].silence.why
+    assert "compiled" in hw.sites(compiled)[0].ablate.reason
     with pytest.raises(ValueError, match="compiled"), hw.ablate(compiled, [(0, 1)]):
         pass
-    assert "threads" in hw.sites(nn.DataParallel(model))[0].silence.why
-    assert "meta" in hw.sites(model.to("meta"))[0].silence.why
+    assert "threads" in hw.sites(nn.DataParallel(model))[0].ablate.reason
+    assert "meta" in hw.sites(model.to("meta"))[0].ablate.reason
     with pytest.raises(ValueError, match="no attention"), hw.ablate(nn.Linear(3, 3), [(0, 1)]):
         pass

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import headwise as hw
-from headwise.surgery import Collaborate, HeadRanking, Merged, Pool, Route, Split
+from headwise.surgery import HeadRanking, Pool, ToCollaborative, ToLatent, ToMHA, ToMixtureOfHeads
 from headwise.surgery.attention_replacement import get_attention, get_attention_parameters
 from headwise.surgery.conversion import MAX_STATISTICS, convert
 from support.importance_examples import (
@@ -27,7 +27,7 @@ LLAMA = {
     "model_type": "llama", "hidden_size": 24, "num_attention_heads": 6, "num_key_value_heads": 6, "head_dim": 4,
     "num_hidden_layers": 2, "intermediate_size": 20, "vocab_size": WORDS,
 }  # fmt: skip
-ALIGNED = Pool(2, align="both", grouping="alike")
+ALIGNED = Pool(2, align="both", grouping="similar")
 
 
 def grouped(kv: int) -> dict[str, Any]:
@@ -83,19 +83,19 @@ def test_equal_heads_are_found_and_pooled_without_loss():
             project = get_attention(net, f"decoder.{layer}.attention").weights["project"]
             for side in "kv":
                 project[side].view(2, 3, 4, 24)[1] = project[side].view(2, 3, 4, 24)[0]
-    done = convert(net, Pool(3, grouping="alike"), make_examples(net))
+    done = convert(net, Pool(3, grouping="similar"), make_examples(net))
     assert set(done.groups.values()) == {((0, 3), (1, 4), (2, 5))}
     close(model_output(done.after), model_output(net))
     assert not torch.allclose(model_output(convert(net, 3).after), model_output(net), atol=1e-2)
 
 
-@pytest.mark.parametrize("way", [Split(), Merged()], ids=["split", "merged"])
+@pytest.mark.parametrize("way", [ToMHA(), ToLatent()], ids=["split", "merged"])
 def test_exact_conversions_keep_the_outputs(way):
     net = with_random_biases(build_model(grouped(2)))
     done = convert(net, way)
     close(model_output(done.after), model_output(net))
     assert way.is_exact
-    if way == Split():
+    if way == ToMHA():
         assert {spec.heads.kv for _, spec in done.after.spec.attention_specs()} == {6}
         again = convert(done.after, 2).after
         close(model_output(again), model_output(net))
@@ -103,17 +103,17 @@ def test_exact_conversions_keep_the_outputs(way):
 
 def test_collaborative_heads_of_full_width_keep_the_outputs():
     net = with_random_biases(build_model(GPT2))
-    done = convert(net, Collaborate(12))
+    done = convert(net, ToCollaborative(12))
     close(model_output(done.after), model_output(net))
     assert "relative error of attention scores 0.00%" in done.notes[0]
-    small = convert(net, Collaborate(6))
+    small = convert(net, ToCollaborative(6))
     assert hw.costs.count_parameters(small.after.spec) < hw.costs.count_parameters(net.spec)
 
 
 def test_routing_keeps_the_most_important_heads_open():
     net = with_random_biases(build_model(GPT2))
     texts = make_examples(net)
-    done = convert(net, Route(1, 2), texts, ranking=HeadRanking("michel"))
+    done = convert(net, ToMixtureOfHeads(1, 2), texts, ranking=HeadRanking("michel"))
     close(model_output(done.after), model_output(net))
     found = hw.estimate_importance(net, texts, method="michel")
     first = [
@@ -123,7 +123,7 @@ def test_routing_keeps_the_most_important_heads_open():
         get_attention_parameters(done.after, f"decoder.{layer}.attention")["routed.slot"].tolist() for layer in (0, 1)
     ]
     assert [slot.index(0) for slot in slots] == first
-    one = convert(net, Route(1, 1), texts, ranking=HeadRanking("michel")).after
+    one = convert(net, ToMixtureOfHeads(1, 1), texts, ranking=HeadRanking("michel")).after
     assert not torch.allclose(model_output(one), model_output(net), atol=1e-3)
 
 
@@ -143,15 +143,15 @@ def test_texts_are_read_as_often_as_sums_need_room(monkeypatch):
     [
         (4, "decoder.0.attention: cannot split 6 key-value heads into 4 equal groups. Use one of [1, 2, 3, 6]"),
         (0, "cannot split 6 key-value heads into 0 equal groups"),
-        (Pool(2, grouping="alike"), "cannot collect keys and values from 0 examples. Give at least 2"),
-        (Collaborate(0), "width"),
+        (Pool(2, grouping="similar"), "cannot collect keys and values from 0 examples. Give at least 2"),
+        (ToCollaborative(0), "width"),
         ("2", "conversion='2' is no AttentionConversion; give a number of key-value heads"),
-        (Route(9, 1), "num_always_active must be between 0 and 6, the number of heads, got 9"),
+        (ToMixtureOfHeads(9, 1), "num_always_active must be between 0 and 6, the number of heads, got 9"),
     ],
 )
 def test_impossible_conversions_are_reported(way, told):
     with pytest.raises(ValueError, match=re.escape(told)):
-        convert(build_model(LLAMA), way) if not isinstance(way, Route) else convert(
+        convert(build_model(LLAMA), way) if not isinstance(way, ToMixtureOfHeads) else convert(
             build_model(LLAMA), way, make_examples(build_model(LLAMA))
         )
 
@@ -159,7 +159,7 @@ def test_impossible_conversions_are_reported(way, told):
 def test_unknown_options_are_reported():
     for make, told in [
         (lambda: Pool(2, align="both sides"), "unknown align='both sides'; use one of both, keys, none, values"),
-        (lambda: Pool(2, grouping="like"), "unknown grouping='like'; did you mean 'alike'"),
+        (lambda: Pool(2, grouping="alike"), "unknown grouping='alike'; use one of consecutive, similar"),
         (lambda: Pool(2, score="angle"), "unknown score='angle'"),
         (lambda: convert(build_model(GPT2), 1, kind="crosses"), "unknown kind='crosses'; did you mean 'cross'"),
         (lambda: convert(build_model(GPT2), 1, kind="cross"), "gpt2 has no cross-attention; use kind='all'"),

@@ -37,8 +37,8 @@ def test_every_kind_of_model_is_timed_in_its_own_phases(kind):
 def test_medians_ratios_and_spread_are_those_of_the_rounds():
     taken = np.array([[4.0, 2.0], [4.0, 2.1], [4.2, 2.0], [4.0, 1.9], [9.0, 2.0]])
     found = summarise_rounds(READ, taken, (3, 2))
-    assert (found.before, found.after, found.rounds, found.held) == (25.0, 50.0, 5, (3, 2))
-    assert found.faster == 2.1
+    assert (found.before, found.after, found.rounds, found.peak_bytes) == (25.0, 50.0, 5, (3, 2))
+    assert found.speedup == 2.1
     assert (found.low, found.high) == pytest.approx((2.0, 4 / 1.9))
     assert found.spread == pytest.approx(0.05)  # 4.2 less 4.0 over 4.0: the odd round is outside the middle half
     assert found.verdict == "faster"
@@ -83,7 +83,7 @@ def test_generation_holds_a_smaller_cache():
     net = build_model(make_model_spec("decoder"))
     after = remove_heads(net, {"decoder.0.attention": [0, 1], "decoder.1.attention": [0, 1]})  # half of keys and values
     decode = compare_speed(net, after, TimingOptions(length=400, steps=2, seconds=0.01)).phases[-1]
-    assert decode.held[0] - decode.held[1] >= 402 * (24 + 24) * 4 // 2
+    assert decode.peak_bytes[0] - decode.peak_bytes[1] >= 402 * (24 + 24) * 4 // 2
 
 
 def test_a_model_that_lost_all_attention_in_a_stack_still_runs():

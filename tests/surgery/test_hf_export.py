@@ -432,7 +432,7 @@ def test_the_record_lists_the_steps_and_the_source(tmp_path: Path, here: None):
     net = remove_heads(source("gpt2", tmp_path / "source"), {OWN: A})
     model_folder.write_model_folder(net, tmp_path / "source", tmp_path / "cut", {"kept": {OWN: list(A)}})
     said_there = record(tmp_path / "cut")
-    assert (said_there["format"], said_there["done"]) == (1, {"kept": {OWN: [0, 2]}})
+    assert (said_there["format"], said_there["change"]) == (1, {"kept": {OWN: [0, 2]}})
     for folder, named in (("source", "source"), ("cut", "files")):
         sums = {name: hashlib.sha256((tmp_path / folder / name).read_bytes()).hexdigest() for name in said_there[named]}
         assert sums == said_there[named]

@@ -46,7 +46,7 @@ def test_time_goes_down_to_the_budget(monkeypatch):
 
     def timed(before, after, pace):
         shares = [sum(spec.heads.q for _, spec in net.spec.attention_specs()) for net in (before, after)]
-        return SimpleNamespace(phases=[SimpleNamespace(faster=shares[0] / shares[1])])
+        return SimpleNamespace(phases=[SimpleNamespace(speedup=shares[0] / shares[1])])
 
     monkeypatch.setattr("headwise.surgery.head_selection.compare_speed", timed)
     net = build_model(LLAMA | {"num_attention_heads": 4, "num_key_value_heads": 4})
@@ -108,8 +108,8 @@ def test_an_interrupted_run_resumes(tmp_path):
     net, state = with_random_biases(build_model(LLAMA)), tmp_path / "state.json"
     whole = prune(net, PruneToBudget(PruningBudget("parameters", 0.8), RANDOM_RANKING, state_path=state)).plan
     told = json.loads(state.read_text())
-    assert len(told["gone"]) > 2
-    told["gone"] = told["gone"][:2]
+    assert len(told["removed_units"]) > 2
+    told["removed_units"] = told["removed_units"][:2]
     state.write_text(json.dumps(told))
     heard = list[str]()
     again = prune(

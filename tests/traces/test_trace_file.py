@@ -80,7 +80,7 @@ def random_trace(words: tuple[str, ...] = ("a", "b", "c")) -> Trace:
     q, k, v = (draw.normal(size=(1, count, heads, 4)).astype(np.float32) for count, heads in ((3, 2), (4, 1), (4, 1)))
     calls = (
         AttentionCallRecord((0, 2), (0, 3), scale=0.5, cap=2.0, grids=(0,)),
-        AttentionCallRecord((2, 3), (1, 4), first=1, scale=0.5, asked=2),
+        AttentionCallRecord((2, 3), (1, 4), first=1, scale=0.5, first_query_row=2),
     )
     sinks = np.array([0.3, -1.0], np.float32)
     told = {"q": q, "k": k, "v": v, "sinks": sinks}

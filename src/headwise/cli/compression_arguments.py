@@ -163,7 +163,7 @@ class CompressionRun:
             f"{_format_number(first)} -> {_format_number(best)}"
         )
         self.notes += [*result.notes, *([result.stop_reason] if result.stop_reason else [])]
-        return result.net, {"uptraining": {"said": repr(options), "step": result.step, "curve": curve}}
+        return result.net, {"uptraining": {"options": repr(options), "step": result.step, "curve": curve}}
 
     def write_and_verify(self, model: Transformer, summary: str, record: Mapping[str, Any], **verification: Any) -> int:
         """Write the model and its proof to the folder, print a summary, and return the exit code."""

@@ -65,13 +65,13 @@ def _parser() -> CommandParser:
     )
     pooling.add_argument(
         "--grouping",
-        default="even",
+        default="consecutive",
         metavar="KIND",
-        help="pool even (neighbouring) or alike (most similar) heads together",
+        help="heads to pool: consecutive, or similar (with the most similar values)",
     )
     expert = parser.add_expert_group("details of the conversion")
     expert.add_argument(
-        "--score", default="distance", metavar="KIND", help="similarity for --grouping alike: distance or cosine"
+        "--score", default="distance", metavar="KIND", help="similarity for --grouping similar: distance or cosine"
     )
     expert.add_argument(
         "--where", default="all", metavar="KIND", help="attention layers to convert: all, self or cross"
@@ -82,18 +82,18 @@ def _parser() -> CommandParser:
 
 def _parse_conversion(args: argparse.Namespace) -> AttentionConversion:
     """Return the conversion that the options ask for."""
-    from ..surgery import Collaborate, Merged, Pool, Route, Split
+    from ..surgery import Pool, ToCollaborative, ToLatent, ToMHA, ToMixtureOfHeads
 
     if (args.kv is None) == (args.to is None):
         raise UsageError(f"give exactly one target: --kv COUNT, or --to with one of {', '.join(CONVERSION_FORMS)}")
     if args.kv is not None:
         return Pool(args.kv, args.align, args.grouping, args.score, args.seed)
-    if args.align != "none" or args.grouping != "even":
+    if args.align != "none" or args.grouping != "consecutive":
         raise UsageError(f"--align and --grouping apply to --kv only; leave them out with --to {args.to}")
     if args.to in ("mha", "latent"):
-        return Split() if args.to == "mha" else Merged()
+        return ToMHA() if args.to == "mha" else ToLatent()
     if match := re.fullmatch(r"collaborative=(\d+)", args.to):
-        return Collaborate(int(match[1]))
+        return ToCollaborative(int(match[1]))
     if match := re.fullmatch(r"routed=(\d+),(\d+)", args.to):
-        return Route(int(match[1]), int(match[2]))
+        return ToMixtureOfHeads(int(match[1]), int(match[2]))
     raise UsageError(f"--to {args.to} is not a known form; give one of {', '.join(CONVERSION_FORMS)}")

@@ -185,8 +185,8 @@ def _load_plan(args: argparse.Namespace, run: CompressionRun) -> HeadSelection:
     from ..surgery.hf_export.model_folder import read_record
     from ..surgery.pruning_plan import PruningPlan, fingerprint_model
 
-    record = read_record(args.plan).done
-    if record.get("done") != "prune":
+    record = read_record(args.plan).change
+    if record.get("operation") != "prune":
         raise UsageError(f"{args.plan} has no record of removed heads; give a folder that headwise prune wrote")
     if record.get("model") != fingerprint_model(run.net):
         raise UsageError(

@@ -70,11 +70,11 @@ class ActivationContext:
     has_dropout: bool
 
     @staticmethod
-    def from_workload(load: Workload, tokens: int, profile: str, dropout: float) -> ActivationContext:
+    def from_workload(workload: Workload, tokens: int, profile: str, dropout: float) -> ActivationContext:
         """Create from a workload; on CUDA, statistics have 4 bytes and masks 1, on the CPU those of the dtype."""
-        element_bytes, is_fused = dtype_bytes(load.dtype), profile == "flash-cuda"
+        element_bytes, is_fused = dtype_bytes(workload.dtype), profile == "flash-cuda"
         return ActivationContext(
-            rows=SymbolicInt.of(load.batch, "b"),
+            rows=SymbolicInt.of(workload.batch, "b"),
             tokens=SymbolicInt.of(tokens, "s"),
             element_bytes=element_bytes,
             statistic_bytes=4 if is_fused else element_bytes,
@@ -221,7 +221,7 @@ def head_bytes(head: OutputHeadSpec, width: int, context: ActivationContext) -> 
 FORMULA_PROFILES = ("paper-2022", "zhihu-624740065")
 
 
-def formula_layer_bytes(spec: AttentionSpec, load: Workload, how: tuple[str, str]) -> NamedBytes:
+def formula_layer_bytes(spec: AttentionSpec, workload: Workload, how: tuple[str, str]) -> NamedBytes:
     """Yield the attention's part of the published formulas, 11 b s h + 5 b s^2 a; `how` is (profile, checkpoint).
 
     >>> import headwise as hw
@@ -230,11 +230,11 @@ def formula_layer_bytes(spec: AttentionSpec, load: Workload, how: tuple[str, str
     >>> sum(sizes.values()) == 11 * 2048 * 12288 + 5 * 2048**2 * 96
     True
     """
-    check_formula_applies(spec, load, how[0])
-    yield from _formula_attention_bytes(_symbolic_sizes(spec.model, spec.heads.q, load), how)
+    check_formula_applies(spec, workload, how[0])
+    yield from _formula_attention_bytes(_symbolic_sizes(spec.model, spec.heads.q, workload), how)
 
 
-def formula_block_bytes(block: BlockSpec, model: int, load: Workload, how: tuple[str, str]) -> NamedBytes:
+def formula_block_bytes(block: BlockSpec, model: int, workload: Workload, how: tuple[str, str]) -> NamedBytes:
     """Yield a block of the published formulas, 34 b s h + 5 b s^2 a.
 
     Such a block has attention, a feed-forward with 4 h hidden units, two norms, and dropout in every branch.
@@ -242,21 +242,21 @@ def formula_block_bytes(block: BlockSpec, model: int, load: Workload, how: tuple
     (profile, checkpoint), spec, feed = how, block.attention, block.feed
     if not isinstance(spec, AttentionSpec) or block.cross is not None:
         raise SpecError(f"profile {profile} supports only blocks with one self-attention; use profile='sdpa'")
-    check_formula_applies(spec, load, profile)
+    check_formula_applies(spec, workload, profile)
     is_plain = isinstance(feed, FeedForwardSpec) and (feed.form, feed.hidden) == ("plain", 4 * model)
     if not is_plain or block.norm.kind != "layer" or block.placement not in ("pre", "post"):
         raise SpecError(
             f"profile {profile} supports only GPT blocks: two layer norms and a plain feed-forward of 4 x {model}; "
             "use profile='sdpa'"
         )
-    sizes = b, s, h, _ = _symbolic_sizes(model, spec.heads.q, load)
+    sizes = b, s, h, _ = _symbolic_sizes(model, spec.heads.q, workload)
     yield from _formula_attention_bytes(sizes, how)
     if checkpoint != "block":
         yield "feed-forward", 19 * b * s * h
         yield "norms", 4 * b * s * h
 
 
-def check_formula_applies(spec: AttentionSpec, load: Workload, profile: str) -> None:
+def check_formula_applies(spec: AttentionSpec, workload: Workload, profile: str) -> None:
     """Raise an error for specs and precisions that the published formulas do not cover."""
     heads = spec.heads
     plain = design(model=spec.model, heads=heads.q, dim=heads.dim, pattern=spec.pattern)
@@ -274,12 +274,12 @@ def check_formula_applies(spec: AttentionSpec, load: Workload, profile: str) -> 
             f"profile {profile} supports only plain multi-head attention with heads x dim = model; "
             "use profile='dense', 'sdpa' or 'flash-cuda'"
         )
-    if load.dtype == "fp32":
+    if workload.dtype == "fp32":
         raise SpecError(f"profile {profile} supports only numbers of 2 bytes, not fp32; use dtype='bf16' or 'fp16'")
 
 
-def _symbolic_sizes(model: int, heads: int, load: Workload) -> tuple[int, int, int, int]:
-    sizes = {"b": load.batch, "s": load.context, "h": model, "a": heads}
+def _symbolic_sizes(model: int, heads: int, workload: Workload) -> tuple[int, int, int, int]:
+    sizes = {"b": workload.batch, "s": workload.context, "h": model, "a": heads}
     b, s, h, a = (SymbolicInt.of(size, letter) for letter, size in sizes.items())
     return b, s, h, a
 
@@ -361,11 +361,11 @@ def layer_activation_terms(
     if profile == "chunked" and checkpoint == "none" and workload.context > QUERY_BLOCK_SIZE:
         how = (profile, "core")
     if checkpoint == "block":
-        rows, element_bytes = axes.load.batch, dtype_bytes(workload.dtype)
-        terms = {"input": element_bytes * rows * axes.load.tokens * SymbolicInt.of(spec.model, "model")}
+        rows, element_bytes = axes.sizes.batch, dtype_bytes(workload.dtype)
+        terms = {"input": element_bytes * rows * axes.sizes.tokens * SymbolicInt.of(spec.model, "model")}
         if spec.source:
             source_width = SymbolicInt.of(spec.source, "source")
-            terms["source"] = element_bytes * rows * axes.load.source * source_width
+            terms["source"] = element_bytes * rows * axes.sizes.source * source_width
         return terms
     return _infer_terms(spec, workload, axes, how)
 
@@ -419,16 +419,16 @@ def _check_profile(profile: str, checkpoint: str) -> None:
         raise SpecError(f"profile {profile} saves no scores to recompute; use checkpoint='none' or 'block'")
 
 
-def symbolic_axes(spec: AttentionSpec, load: Workload, source: int | None) -> SymbolicAxes:
+def symbolic_axes(spec: AttentionSpec, workload: Workload, source: int | None) -> SymbolicAxes:
     """Return the sizes of a workload and a spec as symbolic integers."""
     if source is not None and spec.source is None:
         raise SpecError(f"cannot set source={source!r}: this spec reads no source sequence; leave source out")
     if source is not None and (type(source) is not int or source < 1):
         raise SpecError(f"source must be a whole number of at least 1, got {source!r}")
-    return SymbolicAxes(spec, CallSizes(load.batch, load.context, source or load.context))
+    return SymbolicAxes(spec, CallSizes(workload.batch, workload.context, source or workload.context))
 
 
-def _infer_terms(spec: AttentionSpec, load: Workload, axes: SymbolicAxes, how: tuple[str, str]) -> BytesByStep:
+def _infer_terms(spec: AttentionSpec, workload: Workload, axes: SymbolicAxes, how: tuple[str, str]) -> BytesByStep:
     """Infer the bytes of every step, with formulas, from two runs on meta tensors of slightly different sizes.
 
     If the two runs differ in kind, the bytes are those of one run of the full size, without formulas.
@@ -437,10 +437,10 @@ def _infer_terms(spec: AttentionSpec, load: Workload, axes: SymbolicAxes, how: t
     backend, device = BACKEND_PROFILES[profile]
 
     def saved_tensors(sizes: CallSizes) -> Sequence[SavedTensor]:
-        run = record_saved_tensors(spec, sizes, backend, load.dtype, device)
+        run = record_saved_tensors(spec, sizes, backend, workload.dtype, device)
         return run.outside_core if checkpoint == "core" else run.saved
 
-    full = CallSizes(*map(int, axes.load))
+    full = CallSizes(*map(int, axes.sizes))
     base = CallSizes(min(full.batch, SHORT_LENGTH), min(full.tokens, MAX_LENGTH), min(full.source, MAX_LENGTH))
     base_tensors = saved_tensors(base)
     for other in _probe_sizes(base, spec.source is None):
@@ -451,7 +451,7 @@ def _infer_terms(spec: AttentionSpec, load: Workload, axes: SymbolicAxes, how: t
         if terms is not None:
             return terms
     if base[1:] != full[1:]:
-        fact = f"cannot infer the activation memory of context={load.context} from shorter contexts"
+        fact = f"cannot infer the activation memory of context={workload.context} from shorter contexts"
         raise SpecError(f"{fact}; use context={MAX_LENGTH} or less")
     return sum_bytes_by_step(saved_tensors(full))
 

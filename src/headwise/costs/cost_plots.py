@@ -113,9 +113,9 @@ def make_charts(estimates: Mapping[str, CostEstimate], kind: str = "all") -> lis
     if kind == "kv" and all(estimate.decode_flops is None for estimate in estimates.values()):
         fact = f"cannot draw a KV cache: none of {', '.join(estimates)} is causal"
         raise SpecError(f"{fact}; give them pattern='causal()', or draw another kind")
-    load = next(iter(estimates.values())).workload
+    workload = next(iter(estimates.values())).workload
     specs = {name: estimate.spec_or_model for name, estimate in estimates.items()}
-    builder = _ChartBuilder(estimates, CostByLength(specs, load))
+    builder = _ChartBuilder(estimates, CostByLength(specs, workload))
     possible = [name for name in CHART_KINDS if len(estimates) > 1 or name != "crossovers"]
     return [CHART_KINDS[name](builder) for name in (possible if kind == "all" else [kind])]
 
@@ -129,15 +129,15 @@ class _ChartBuilder:
 
     def roofline(self) -> RooflineChart:
         """Both phases of every spec below the roofline of the device."""
-        load = self.costs.workload
-        device = Device.from_name(load.device)
+        workload = self.costs.workload
+        device = Device.from_name(workload.device)
         points: list[RooflinePoint] = []
         for name, estimate in self.estimates.items():
             for phase in estimate.operations:
                 total = estimate.total_operation(phase)
                 if total.flops:
                     points.append(RooflinePoint(name, phase, total.intensity, total.flops / total.seconds))
-        return RooflineChart("Roofline, FLOP/s", device.flops[load.dtype], device.bandwidth, tuple(points))
+        return RooflineChart("Roofline, FLOP/s", device.flops[workload.dtype], device.bandwidth, tuple(points))
 
     def cache(self) -> LineChart:
         """Bytes of the KV cache."""
@@ -515,9 +515,9 @@ def make_figure(estimates: Mapping[str, CostEstimate], charts: Sequence[LineChar
     num_rows = -(-len(charts) // num_columns)
     panel_height = PANEL_HEIGHT if num_columns == 2 else 1.4 * PANEL_HEIGHT
     figure = Figure(figsize=(FIGURE_WIDTH, TITLE_HEIGHT + num_rows * panel_height))
-    load = next(iter(estimates.values())).workload
-    rows = "one row" if load.batch == 1 else f"{load.batch:,} rows"
-    title = f"{rows} of {load.context:,} tokens, {load.dtype}, {Device.from_name(load.device).description}"
+    workload = next(iter(estimates.values())).workload
+    rows = "one row" if workload.batch == 1 else f"{workload.batch:,} rows"
+    title = f"{rows} of {workload.context:,} tokens, {workload.dtype}, {Device.from_name(workload.device).description}"
     figure.text(OUTER_MARGIN / FIGURE_WIDTH, 1 - OUTER_MARGIN / figure.get_figheight(), title, va="top", color=GREY)
     styles = [(colour, dashes) for dashes in LINE_DASHES for colour in LINE_COLOURS]
     line_styles = {name: styles[n % len(styles)] for n, name in enumerate(estimates)}

@@ -149,8 +149,8 @@ class CostEstimate:
             "active_params": self.active_parameters,
             "weights_bytes": self.weights_bytes,
             "flops": self.required_flops,
-            "spent": dict(self.executed_flops),
-            "counted": dict(self.counted_flops),
+            "executed_flops": dict(self.executed_flops),
+            "counted_flops": dict(self.counted_flops),
             "kv_bytes_per_token": self.cache_bytes_per_token,
             "kv_bytes_per_source_token": self.source_cache_bytes_per_token,
             "kv_bytes": self.cache_bytes,
@@ -161,7 +161,9 @@ class CostEstimate:
             "operations": operations,
             "notes": list(self.notes),
             "terms": [
-                {"bill": name, **term._asdict()} for name, breakdown in breakdowns.items() for term in breakdown.terms
+                {"breakdown": name, **term._asdict()}
+                for name, breakdown in breakdowns.items()
+                for term in breakdown.terms
             ],
         }
 
@@ -257,11 +259,12 @@ def _cache_numbers_of(components: Iterable[AttentionComponent]) -> CostBreakdown
     )
 
 
-def _cache_bytes_of(components: Iterable[AttentionComponent], load: Workload, tokens: int) -> int:
+def _cache_bytes_of(components: Iterable[AttentionComponent], workload: Workload, tokens: int) -> int:
     """Bytes of the caches for this number of tokens; windowed patterns have ring buffers."""
-    number_bytes = dtype_bytes(load.dtype)
+    number_bytes = dtype_bytes(workload.dtype)
     return sum(
-        component.times * cache_bytes(component.spec, batch=load.batch, capacity=tokens, bytes_per_number=number_bytes)
+        component.times
+        * cache_bytes(component.spec, batch=workload.batch, capacity=tokens, bytes_per_number=number_bytes)
         for component in components
     )
 
@@ -314,12 +317,12 @@ class CostReport:
 
     @property
     def data(self) -> dict[str, Any]:
-        """The report as plain values: {"version", "device", "load", "rows"}."""
-        load = vars(self.estimates[0].workload) if self.estimates else {"device": None}
+        """The report as plain values: {"version", "device", "workload", "rows"}."""
+        workload = vars(self.estimates[0].workload) if self.estimates else {"device": None}
         return {
             "version": FORMAT_VERSION,
-            "device": load["device"],
-            "load": load,
+            "device": workload["device"],
+            "workload": workload,
             "rows": [estimate.data for estimate in self.estimates],
         }
 
@@ -373,10 +376,10 @@ def _format_table(estimates: Sequence[CostEstimate]) -> list[str]:
 
 def _format_header(estimates: Sequence[CostEstimate]) -> list[str]:
     """Lines that describe the workload, and the models if there are any."""
-    load = estimates[0].workload
-    rows = "row" if load.batch == 1 else "rows"
-    tokens = f"{load.context:,} tokens" + (f" and {load.generate:,} generated" if load.generate else "")
-    header = f"{load.batch:,} {rows} of {tokens}, {load.dtype}, {Device.from_name(load.device).description}"
+    workload = estimates[0].workload
+    rows = "row" if workload.batch == 1 else "rows"
+    tokens = f"{workload.context:,} tokens" + (f" and {workload.generate:,} generated" if workload.generate else "")
+    header = f"{workload.batch:,} {rows} of {tokens}, {workload.dtype}, {Device.from_name(workload.device).description}"
     if all(isinstance(estimate.spec_or_model, AttentionSpec) for estimate in estimates):
         return textwrap.wrap(f"one layer, {header}", TERMINAL_WIDTH)
     lines = textwrap.wrap(header, TERMINAL_WIDTH)

@@ -188,7 +188,7 @@ class Crossover:
             "quantity": self.quantity,
             "checked_up_to": self.checked_up_to,
             "cheaper": None if self.differs is None else [length_range._asdict() for length_range in self.ranges],
-            "said": str(self),
+            "summary": str(self),
         }
 
 
@@ -200,10 +200,10 @@ class CrossoverReport:
     crossovers: tuple[Crossover, ...]
 
     def __str__(self) -> str:
-        load, first = self.workload, self.crossovers[0].baseline
-        rows = "row" if load.batch == 1 else "rows"
+        workload, first = self.workload, self.crossovers[0].baseline
+        rows = "row" if workload.batch == 1 else "rows"
         lines = [f"Lengths at which each costs less than {first}"]
-        lines += [f"{load.batch:,} {rows}, {load.dtype}, {Device.from_name(load.device).description}"]
+        lines += [f"{workload.batch:,} {rows}, {workload.dtype}, {Device.from_name(workload.device).description}"]
         for name in dict.fromkeys(crossover.name for crossover in self.crossovers):
             crossovers = [crossover for crossover in self.crossovers if crossover.name == name]
             lines += ["", f"{name} (checked up to {crossovers[0].checked_up_to:,} tokens)"]

@@ -70,15 +70,15 @@ class FormulaSource:
 
 
 class FormulaComparison(NamedTuple):
-    """One published number (`theirs`) and headwise's (`ours`), which is None if headwise does not estimate it."""
+    """A `published` number beside headwise's `estimate`, which is None if headwise does not estimate it."""
 
     name: str
-    beside: str
+    source: str
     quantity: str
     formula: str
-    theirs: int
-    ours: int | None
-    why: str
+    published: int
+    estimate: int | None
+    explanation: str
 
 
 def compare_formulas(
@@ -87,13 +87,13 @@ def compare_formulas(
     """Compare every formula of a source with an estimate; `tensor_parallel` is the number of devices."""
     sizes = _formula_sizes(estimate, source, tensor_parallel)
     for row in source.formulas:
-        theirs, ours = row.evaluate(sizes), HEADWISE_VALUES[row.quantity](estimate)
-        why = "equal" if theirs == ours else row.difference
-        yield FormulaComparison(estimate.name, source.name, row.quantity, row.formula, theirs, ours, why)
+        published, value = row.evaluate(sizes), HEADWISE_VALUES[row.quantity](estimate)
+        explanation = "equal" if published == value else row.difference
+        yield FormulaComparison(estimate.name, source.name, row.quantity, row.formula, published, value, explanation)
 
 
 def _formula_sizes(estimate: CostEstimate, source: FormulaSource, tensor_parallel: int) -> FormulaSizes:
-    model, load = estimate.spec_or_model, estimate.workload
+    model, workload = estimate.spec_or_model, estimate.workload
     if type(tensor_parallel) is not int or tensor_parallel < 1:
         raise SpecError(f"the number of tensor-parallel devices must be at least 1, got {tensor_parallel!r}")
     if isinstance(model, AttentionSpec):
@@ -118,9 +118,9 @@ def _formula_sizes(estimate: CostEstimate, source: FormulaSource, tensor_paralle
         a=specs[0].heads.q,
         d=specs[0].core.dim,
         V=vocabulary,
-        b=load.batch,
+        b=workload.batch,
         s=estimate.full_call.tokens,
-        n=load.generate,
+        n=workload.generate,
         N=estimate.parameters.total,
         t=tensor_parallel,
     )

@@ -312,10 +312,10 @@ BytesByStep = dict[str, int]  # bytes by the step that saves them, as symbolic i
 class SymbolicAxes:
     """The sizes of a call under their letters (b, s, t), and those of a spec under the names of its axes."""
 
-    def __init__(self, spec: AttentionSpec, load: CallSizes) -> None:
-        source, letter = (load.tokens, "s") if spec.source is None else (load.source, "t")
-        self.load = CallSizes(
-            SymbolicInt.of(load.batch, "b"), SymbolicInt.of(load.tokens, "s"), SymbolicInt.of(source, letter)
+    def __init__(self, spec: AttentionSpec, sizes: CallSizes) -> None:
+        source, letter = (sizes.tokens, "s") if spec.source is None else (sizes.source, "t")
+        self.sizes = CallSizes(
+            SymbolicInt.of(sizes.batch, "b"), SymbolicInt.of(sizes.tokens, "s"), SymbolicInt.of(source, letter)
         )
         self.names = dict(_named_axis_sizes(spec))
 
@@ -354,7 +354,7 @@ class SymbolicAxes:
             if axis_factors is None:
                 return None
             factors += axis_factors
-            has_rows = has_rows or self.load.batch in axis_factors
+            has_rows = has_rows or self.sizes.batch in axis_factors
         return factors
 
     def _axis_factors(
@@ -364,12 +364,12 @@ class SymbolicAxes:
         for powers in SIZE_POWERS:
             first, second = (_product_of_powers(call_sizes, powers) for call_sizes in sizes)
             if pair[0] * second == pair[1] * first and pair[0] % first == 0:
-                letters = [size for size, times in zip(self.load, powers, strict=True) for _ in range(times)]
+                letters = [size for size, times in zip(self.sizes, powers, strict=True) for _ in range(times)]
                 return letters + self.infer_width(pair[0] // first, is_last, has_rows)
         for n in (1, 2):  # some tokens more than the call has, such as an attention sink
             extra = pair[0] - sizes[0][n]
             if extra == pair[1] - sizes[1][n]:
-                return [self.load[n] + extra]
+                return [self.sizes[n] + extra]
         return None
 
 

@@ -136,8 +136,8 @@ class SizeSearch:
 MOST_HEADS = 2**14  # greatest number of heads to try; head maps are tuples with one element per head
 
 
-def _cached_bytes(spec: AttentionSpec, load: Workload) -> int:
-    cache_size = cached_bytes(spec, load)
+def _cached_bytes(spec: AttentionSpec, workload: Workload) -> int:
+    cache_size = cached_bytes(spec, workload)
     if cache_size is None:
         fact = f"pattern={spec.pattern.text} is not causal, so that there is no KV cache"
         raise SpecError(f"{fact}; match by params or flops, or give it pattern='causal()'")
@@ -146,7 +146,7 @@ def _cached_bytes(spec: AttentionSpec, load: Workload) -> int:
 
 # The quantities that can be matched: a function and a label.
 MATCH_QUANTITIES: dict[str, tuple[Callable[[AttentionSpec, Workload], int], str]] = {
-    "params": (lambda spec, load: count_parameters(spec), "parameters"),
+    "params": (lambda spec, workload: count_parameters(spec), "parameters"),
     "flops": (prefill_flops, "FLOPs of prefill"),
     "kv": (_cached_bytes, "bytes of cache"),
 }

@@ -121,9 +121,9 @@ def peak_activation_memory(
     """Greatest number of bytes saved at one time; with checkpoints, the largest block is recomputed completely.
 
     >>> import headwise as hw
-    >>> spec, load = hw.design(model=64, heads=4), hw.Workload(1, 100)
-    >>> without_checkpoints = activation_memory(spec, load, ActivationSettings("dense")).total
-    >>> peak_activation_memory(spec, load, ActivationSettings("dense", "block")) == without_checkpoints
+    >>> spec, workload = hw.design(model=64, heads=4), hw.Workload(1, 100)
+    >>> without_checkpoints = activation_memory(spec, workload, ActivationSettings("dense")).total
+    >>> peak_activation_memory(spec, workload, ActivationSettings("dense", "block")) == without_checkpoints
     True
     """
     total = activation_memory(spec_or_model, workload, settings).total
@@ -134,10 +134,10 @@ def peak_activation_memory(
         return activation_memory(spec_or_model, workload, uncheckpointed).total
     recomputed: list[int] = []
     for stack in spec_or_model.stacks:
-        load = stack_workload(spec_or_model, stack, workload, settings)
+        local_workload = stack_workload(spec_or_model, stack, workload, settings)
         for block in dict.fromkeys(stack.layers):
-            saved = block_activation_memory(block, stack.model, load, settings).total
-            recomputed.append(block_activation_memory(block, stack.model, load, uncheckpointed).total - saved)
+            saved = block_activation_memory(block, stack.model, local_workload, settings).total
+            recomputed.append(block_activation_memory(block, stack.model, local_workload, uncheckpointed).total - saved)
     return total + max(recomputed, default=0)
 
 
@@ -147,19 +147,19 @@ def _check_no_dropout(settings: ActivationSettings) -> None:
         raise SpecError(f"{fact}; leave dropout={settings.dropout} out")
 
 
-def _formula_model_bytes(model: ModelSpec, load: Workload, settings: ActivationSettings) -> CostBreakdown:
+def _formula_model_bytes(model: ModelSpec, workload: Workload, settings: ActivationSettings) -> CostBreakdown:
     _check_no_dropout(settings)
     (stack, *others) = model.stacks
     if others or stack.embedding is None or stack.embedding.patches:
         fact = f"profile {settings.profile} supports only one stack of GPT blocks over tokens"
         raise SpecError(f"{fact}; use profile='sdpa'")
-    return CostBreakdown.from_items(_merge_items(_stack_items(stack, load, settings)))
+    return CostBreakdown.from_items(_merge_items(_stack_items(stack, workload, settings)))
 
 
-def _block_items(block: BlockSpec, model: int, load: Workload, settings: ActivationSettings) -> NamedBytes:
+def _block_items(block: BlockSpec, model: int, workload: Workload, settings: ActivationSettings) -> NamedBytes:
     """Yield what a block saves, in the order of the forward pass; a shared input counts where it is saved first."""
-    profile = settings.profile or _profile_of_block(block, load)
-    context = ActivationContext.from_workload(load, load.context, profile, settings.dropout)
+    profile = settings.profile or _profile_of_block(block, workload)
+    context = ActivationContext.from_workload(workload, workload.context, profile, settings.dropout)
     if settings.checkpoint == "block":
         yield "input of the block", context.element_bytes * context.num_tokens * model
         return
@@ -177,16 +177,16 @@ def _block_items(block: BlockSpec, model: int, load: Workload, settings: Activat
             # Branches side by side have norms of their own over one input, which the first one saves.
             yield from norm_items[1:] if block.placement == "abreast" and not is_first else norm_items
         saves_input = block.placement != "parallel" or is_first
-        yield from _branch_items(name, block, model, (load, settings, context), saves_input)
+        yield from _branch_items(name, block, model, (workload, settings, context), saves_input)
         if context.has_dropout:
             yield f"{name}.dropout mask", context.dropout_mask_bytes(context.num_tokens, model)
         if norms_after:
             yield from _norm_items(f"{name}_norm" + "_after" * norms_before, block, model, context)
 
 
-def _profile_of_block(block: BlockSpec, load: Workload) -> str:
+def _profile_of_block(block: BlockSpec, workload: Workload) -> str:
     """Profile of the first attention layer, which decides how norms and dropout masks are saved."""
-    return next((default_profile(spec, load) for spec in block.attention_specs.values()), "sdpa")
+    return next((default_profile(spec, workload) for spec in block.attention_specs.values()), "sdpa")
 
 
 def _norm_items(name: str, block: BlockSpec, model: int, context: ActivationContext) -> NamedBytes:
@@ -205,15 +205,15 @@ def _branch_items(
 
     The source of cross-attention is left out, because all layers of a decoder share it.
     """
-    load, settings, context = how
+    workload, settings, context = how
     if name == "feed":
         items = _feed_forward_items(block, model, context)
     else:
         spec, source = block.attention_specs[name], None
         if name == "cross":
             spec, source = replace(spec, source=spec.source or spec.model), settings.source
-        profile = settings.profile or default_profile(spec, load)
-        items = layer_activation_terms(spec, load, (profile, settings.checkpoint), source).items()
+        profile = settings.profile or default_profile(spec, workload)
+        items = layer_activation_terms(spec, workload, (profile, settings.checkpoint), source).items()
     excluded = {"source"} if saves_input else {"source", "input"}
     yield from ((f"{name}.{item}", size) for item, size in items if item not in excluded)
 
@@ -235,20 +235,20 @@ def stack_workload(model: ModelSpec, stack: StackSpec, workload: Workload, setti
     return workload
 
 
-def _stack_items(stack: StackSpec, load: Workload, settings: ActivationSettings) -> NamedBytes:
+def _stack_items(stack: StackSpec, workload: Workload, settings: ActivationSettings) -> NamedBytes:
     """Yield what the blocks of a stack save; equal blocks are merged."""
     for block, times in Counter(stack.layers).items():
         if settings.profile in activations.FORMULA_PROFILES:
             how = (settings.profile, settings.checkpoint)
-            items = activations.formula_block_bytes(block, stack.model, load, how)
+            items = activations.formula_block_bytes(block, stack.model, workload, how)
         else:
-            items = _block_items(block, SymbolicInt.of(stack.model, "model"), load, settings)
+            items = _block_items(block, SymbolicInt.of(stack.model, "model"), workload, settings)
         yield from ((f"{stack.name}.*.{name}", SymbolicInt.of(times, "layer") * size) for name, size in items if size)
 
 
-def _model_items(model: ModelSpec, load: Workload, settings: ActivationSettings) -> NamedBytes:
+def _model_items(model: ModelSpec, workload: Workload, settings: ActivationSettings) -> NamedBytes:
     for stack in model.stacks:
-        stack_load = stack_workload(model, stack, load, settings)
+        stack_load = stack_workload(model, stack, workload, settings)
         width = SymbolicInt.of(stack.model, "model")
         profile = settings.profile or next(
             (default_profile(spec, stack_load) for _, spec in model.attention_specs()), "sdpa"
@@ -346,9 +346,9 @@ def recompute_flops(
         return layer_recompute_flops(spec_or_model, _full_work(workload, keys), settings.checkpoint)
     sums: dict[str, tuple[str, int]] = {}
     for stack in spec_or_model.stacks:
-        load = stack_workload(spec_or_model, stack, workload, settings)
+        local_workload = stack_workload(spec_or_model, stack, workload, settings)
         for block, times in Counter(stack.layers).items():
-            for name, formula, value in _block_recompute_items(block, stack.model, load, settings):
+            for name, formula, value in _block_recompute_items(block, stack.model, local_workload, settings):
                 key, summand = f"{stack.name}.*.{name}", f"{times} ({formula})"
                 text, total = sums.get(key, ("", 0))
                 sums[key] = (f"{text} + {summand}" if text else summand, total + times * value)
@@ -396,7 +396,7 @@ def _is_recomputed_in_core(spec: AttentionSpec, term: CostTerm) -> bool:
 
 
 def _block_recompute_items(
-    block: BlockSpec, model: int, load: Workload, settings: ActivationSettings
+    block: BlockSpec, model: int, workload: Workload, settings: ActivationSettings
 ) -> Iterator[CostTerm]:
     """Yield the products that one block recomputes.
 
@@ -409,7 +409,7 @@ def _block_recompute_items(
         includes_last = (
             name != branches[-1] or bool(settings.dropout) or block.placement in ("post", "after", "sandwich")
         )
-        for term in _branch_recompute_items(name, block, model, (load, settings), includes_last):
+        for term in _branch_recompute_items(name, block, model, (workload, settings), includes_last):
             yield term._replace(name=f"{name}.{term.name}")
 
 
@@ -417,22 +417,22 @@ def _branch_recompute_items(
     name: str, block: BlockSpec, model: int, how: tuple[Workload, ActivationSettings], includes_last: bool
 ) -> Iterable[CostTerm]:
     """Return the recomputed products of a branch, with its last product if `includes_last`."""
-    load, settings = how
+    workload, settings = how
     if name == "feed":
         if settings.checkpoint == "core" or block.feed is None:
             return ()
-        products = list(feed_forward_products(block.feed, model, load.batch * load.context))
+        products = list(feed_forward_products(block.feed, model, workload.batch * workload.context))
         ends_with_product = isinstance(block.feed, FeedForwardSpec) or block.feed.shared
         return products if includes_last or not ends_with_product else products[:-1]
     spec = block.attention_specs[name]
-    work = _full_work(load, (settings.source if name == "cross" else None) or load.context)
+    work = _full_work(workload, (settings.source if name == "cross" else None) or workload.context)
     if settings.checkpoint == "block" and includes_last:
         return flops.forward_flops(spec, work).terms
     return layer_recompute_flops(spec, work, settings.checkpoint).terms
 
 
-def _full_work(load: Workload, keys: int) -> CallSize:
-    return CallSize(load.batch, load.context, keys, keys)
+def _full_work(workload: Workload, keys: int) -> CallSize:
+    return CallSize(workload.batch, workload.context, keys, keys)
 
 
 def feed_forward_products(feed: FeedForwardSpec | ExpertsSpec, model: int, count: int) -> Iterator[CostTerm]:

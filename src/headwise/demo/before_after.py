@@ -97,12 +97,12 @@ def format_comparison(data: Mapping[str, Any]) -> str:
 def draw_heads(data: Mapping[str, Any]) -> list[str]:
     """Draw the heads of every attention layer: a block for a kept head, a dot for a removed one.
 
-    >>> draw_heads({"keep": {"decoder.0.cross": [1]}, "there": {"decoder.0.cross": 4}})
+    >>> draw_heads({"keep": {"decoder.0.cross": [1]}, "head_counts": {"decoder.0.cross": 4}})
     ['  decoder.0.cross        · █ · ·']
     """
     return [
         f"  {site:<22} " + " ".join("█" if head in data["keep"][site] else "·" for head in range(count))
-        for site, count in data["there"].items()
+        for site, count in data["head_counts"].items()
     ]
 
 

@@ -47,12 +47,12 @@ WEIGHT_SHADES = " ·░▒▓█"  # weight 0 .. 1
 
 
 class TranslationExample(NamedTuple):
-    """A held-out example: source, reference (`wanted`) and output of the model (`said`)."""
+    """A held-out example: source, reference and output of the model."""
 
     direction: str
     source: str
-    wanted: str
-    said: str
+    reference: str
+    output: str
 
 
 class HeadAlignment(NamedTuple):
@@ -246,8 +246,8 @@ def format_examples(examples: Sequence[TranslationExample]) -> str:
     """Format every example with its output, and the reference if the output is wrong."""
     lines = []
     for example in examples:
-        mark = "right" if example.said == example.wanted else f"wrong, should be {example.wanted}"
-        lines += [f"{example.direction:<8}{example.source}", f"        {example.said}   ({mark})"]
+        mark = "right" if example.output == example.reference else f"wrong, should be {example.reference}"
+        lines += [f"{example.direction:<8}{example.source}", f"        {example.output}   ({mark})"]
     return "\n".join(lines)
 
 
@@ -395,7 +395,7 @@ class CompressedTranslator:
         if self._data is None:
             self._ensure_compressed()
             proof = json.loads((self.folder / PROOF_JSON).read_text(encoding="utf-8"))
-            self._data = {"folder": str(self.folder), **read_record(self.folder).done, "proof": proof}
+            self._data = {"folder": str(self.folder), **read_record(self.folder).change, "proof": proof}
         return self._data
 
     def _ensure_compressed(self) -> None:
@@ -412,7 +412,7 @@ class CompressedTranslator:
     def _load_record(self) -> dict[str, Any] | None:
         """Return the record that an earlier demo left in the folder, or None if the folder is not from the demo."""
         try:
-            record = read_record(self.folder).done
+            record = read_record(self.folder).change
         except SpecError:
             return None
         return dict(record) if record.get("demo") == self.change.name else None

@@ -146,7 +146,7 @@ def read_dinov2(config: TransformersConfig, task: str) -> ModelSpec:
 
 def _make_patches(config: TransformersConfig, usual: int) -> PatchSpec:
     image, patch = config.read_pair("image_size", 224), config.read_pair("patch_size", usual)
-    rows, columns = (whole // part for whole, part in zip(image, patch, strict=True))
+    rows, columns = (size // patch_size for size, patch_size in zip(image, patch, strict=True))
     if not (rows and columns):
         config.fail(f"patch_size = {patch} is larger than image_size = {image}", "give a smaller patch_size")
     return PatchSpec(rows, columns, *patch, channels=config.read_int("num_channels", default=3))
@@ -258,12 +258,12 @@ def read_siglip_vision(config: TransformersConfig, task: str) -> ModelSpec:
 
 def _read_tower(config: TransformersConfig, usual: ClipDefaults, pattern: str) -> ClipTower:
     wide = config.read_int("hidden_size", default=usual.model)
-    asked = config.read_num_heads("num_attention_heads", default=usual.heads)
-    config.resolve_head_dim(wide, asked)
+    num_heads = config.read_num_heads("num_attention_heads", default=usual.heads)
+    config.resolve_head_dim(wide, num_heads)
     norm = NormSpec("layer", config.read_float("layer_norm_eps", default=usual.eps))
     hidden = config.read_int("intermediate_size", default=usual.hidden)
     feed = FeedForwardSpec(hidden, config.read_activation("hidden_act", usual.activation), bias="ud")
-    spec = design(model=wide, heads=asked, pattern=pattern, bias="qkvo")
+    spec = design(model=wide, heads=num_heads, pattern=pattern, bias="qkvo")
     return ClipTower(
         wide, [BlockSpec(spec, feed=feed, norm=norm)] * config.read_num_layers("num_hidden_layers", default=12), norm
     )

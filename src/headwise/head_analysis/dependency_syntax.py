@@ -36,12 +36,12 @@ class ArcConvention:
     """How dependencies count as found.
 
     - `baseline_offsets`: fixed offsets between words that compete with the heads as baselines.
-    - `weight_baseline`: "alike" adds uniform attention over tokens as a baseline; it favours words of many tokens.
+    - `weight_baseline`: "uniform" adds uniform attention over tokens as a baseline; it favours words of many tokens.
     - `dependents_from`: how a governor finds its dependents. "rows": it attends to the dependent most. "columns": each
       dependent belongs to the word that attends to it most.
     - `self_reading`: whether attention of a word to itself "counts" or is "left out".
     - `out_of_range`: an offset that leads past the last word finds "nothing" or the "last" word.
-    - `counted_arcs`: "read" counts dependencies that the attention mask allows, "all" counts every one.
+    - `counted_arcs`: "allowed" counts dependencies that the attention mask allows, "all" counts every one.
     - `possessive_relations`: relations whose dependent is represented by the possessive mark that follows it, if any.
     """
 
@@ -49,19 +49,19 @@ class ArcConvention:
     dependents_from: str = "rows"
     self_reading: str = "counts"
     out_of_range: str = "nothing"
-    counted_arcs: str = "read"
+    counted_arcs: str = "allowed"
     possessive_relations: tuple[str, ...] = ()
     weight_baseline: str = "none"
 
     @property
     def num_baselines(self) -> int:
         """Number of baselines that compete with a head."""
-        return len(self.baseline_offsets) + (self.weight_baseline == "alike")
+        return len(self.baseline_offsets) + (self.weight_baseline == "uniform")
 
 
 ARC_CONVENTIONS: Mapping[str, ArcConvention] = {
     "ours": ArcConvention(
-        tuple(offset for offset in range(-MAX_OFFSET, MAX_OFFSET + 1) if offset), weight_baseline="alike"
+        tuple(offset for offset in range(-MAX_OFFSET, MAX_OFFSET + 1) if offset), weight_baseline="uniform"
     ),
     # 1906.04341, section 4.2, and its notebook
     "clark": ArcConvention(tuple(range(-3, 3)), "columns", "left out", "last", "all", ("poss", "nmod:poss")),
@@ -125,7 +125,7 @@ class DependencyScores:
         if convention not in ARC_CONVENTIONS:
             raise ValueError(f"unknown convention={convention!r}; {suggest(convention, ARC_CONVENTIONS)}")
         self.convention, self.stream, self.min_arcs = ARC_CONVENTIONS[convention], stream, min_arcs
-        self.kept: list[dict[tuple[str, RelationKey], Array]] = []
+        self.counts_by_example: list[dict[tuple[str, RelationKey], Array]] = []
         self._words = WordBandMerger(self._add_word_band)
         self._tokens: TokenAnnotations | None = None
         self._pairs: DependencyPairs | None = None
@@ -146,7 +146,7 @@ class DependencyScores:
         """Add a band of rows; bands of other streams and of cross-attention are ignored."""
         if self._pairs is None or not band.is_self_attention or band.query_tokens is not self._tokens:
             return
-        if self.convention.weight_baseline == "alike":
+        if self.convention.weight_baseline == "uniform":
             band = replace(band, w_HTS=torch.cat([band.w_HTS, band.uniform_baseline.w_HTS.to(band.w_HTS.dtype)]))
         self._words.add_band(site, band)
 
@@ -165,7 +165,7 @@ class DependencyScores:
             pairs = dependencies.select(DIRECTIONS[:1])
         pairs = pairs[:, (pairs[0] >= band.first_query) & (pairs[0] < band.first_query + w_HTS.shape[1])]
         query, target = pairs[0] - band.first_query, pairs[1]
-        if self.convention.counted_arcs == "read":
+        if self.convention.counted_arcs == "allowed":
             pairs = pairs[:, allowed[query, target]]
             query, target = pairs[0] - band.first_query, pairs[1]
         is_max = w_HTS == w_HTS.amax(-1, keepdim=True)
@@ -205,7 +205,7 @@ class DependencyScores:
             self._add_hits(site, pairs, reader[:, pairs[0]] == pairs[1])
         keys = dependencies.keys if dependencies is not None else ()
         counts = {(site, key): sums[n] for site, sums in self._sums.items() for n, key in enumerate(keys)}
-        self.kept.append(counts)
+        self.counts_by_example.append(counts)
         self._sums, self._best_readers, self._pairs = {}, {}, None
         self._words.finish_example()
 
@@ -217,7 +217,7 @@ class DependencyScores:
         draws do not reach that far into the tails, so the interval is a normal one with the standard deviation of the
         draws.
         """
-        keys = dict.fromkeys(key for counts in self.kept for key in counts)
+        keys = dict.fromkeys(key for counts in self.counts_by_example for key in counts)
         counts_by_key = {key: self._stack_counts(key) for key in keys}
         counts_by_key = {key: counts for key, counts in counts_by_key.items() if counts[..., -1].sum() >= self.min_arcs}
         baselines = self.convention.num_baselines
@@ -232,8 +232,8 @@ class DependencyScores:
 
     def _stack_counts(self, key: tuple[str, RelationKey]) -> Array:
         """Counts of every text, [texts, H + baselines + 1]."""
-        missing = np.zeros_like(next(counts[key] for counts in self.kept if key in counts))
-        return np.stack([counts.get(key, missing) for counts in self.kept])
+        missing = np.zeros_like(next(counts[key] for counts in self.counts_by_example if key in counts))
+        return np.stack([counts.get(key, missing) for counts in self.counts_by_example])
 
 
 def is_relation_measure(measure: str) -> bool:
@@ -307,15 +307,15 @@ class HeadProbeWeight(NamedTuple):
 class ProbeResult:
     """Share of governors that the probe finds in the held-out texts (unlabelled attachment score, UAS).
 
-    `twin` is the score of the randomly initialised baseline, `baseline` that of one fixed `offset`. `pulls` are the
-    probe's weights by head; `texts` and `arcs` count the training and the held-out part.
+    `random_baseline` is the score of the randomly initialised baseline, `baseline` that of one fixed `offset`.
+    `head_weights` are the probe's weights by head; `texts` and `arcs` count the training and the held-out part.
     """
 
     uas: Measure
-    twin: Measure | None
+    random_baseline: Measure | None
     baseline: Measure
     offset: int
-    pulls: tuple[HeadProbeWeight, ...]
+    head_weights: tuple[HeadProbeWeight, ...]
     texts: tuple[int, int]
     arcs: tuple[int, int]
     notes: tuple[str, ...] = ()
@@ -325,10 +325,10 @@ class ProbeResult:
         """Dictionary of plain values, ready for JSON."""
         return {
             "uas": self.uas.data,
-            "twin": None if self.twin is None else self.twin.data,
+            "random_baseline": None if self.random_baseline is None else self.random_baseline.data,
             "baseline": self.baseline.data,
             "offset": self.offset,
-            "pulls": [weight._asdict() for weight in self.pulls],
+            "head_weights": [weight._asdict() for weight in self.head_weights],
             "texts": list(self.texts),
             "arcs": list(self.arcs),
             "notes": list(self.notes),
@@ -434,7 +434,7 @@ def _self_attention_sites(model: nn.Module) -> list[SiteModule]:
     sites = [
         module
         for module in find_attention(model)
-        if module.site.see.can and get_streams(module.site, has_source) == ("text", "text")
+        if module.site.observe.possible and get_streams(module.site, has_source) == ("text", "text")
     ]
     if not sites:
         raise ValueError(f"cannot probe {type(model).__name__}: it has no self-attention that can be observed")

@@ -325,7 +325,9 @@ def measure_residual_contributions(
         name: torch.stack([circuits.output_map(head) for head in range(len(circuits.spec.score_head_of_output))])
         for name, circuits in get_circuits(model).items()
     }
-    sites = [module for module in find_attention(model) if module.site.silence.can and module.site.name in output_maps]
+    sites = [
+        module for module in find_attention(model) if module.site.ablate.possible and module.site.name in output_maps
+    ]
     sums = {module.site.name: FoldedSums() for module in sites}
     for index, example in enumerate(examples):
         for name, z in collect_head_outputs(model, sites, example).items():

@@ -79,7 +79,7 @@ def estimate_importance(
     """
     check_time = make_time_check(options.max_seconds)
     estimator = _resolve_method(method)
-    sites = require_ability(model, "silence")
+    sites = require_ability(model, "ablate")
     if reason := estimator.unsupported_reason(model):
         raise ValueError(f"cannot use method {estimator.name!r}: {reason}")
     sampled, notes = _sample_examples(examples, options)

@@ -54,12 +54,12 @@ class MeasureCollector(Protocol):
 class MetricSums:
     """Sums and counts of every metric, one small array per example, for the model and for the uniform baseline.
 
-    `kept` maps (site, metric, `OBSERVED` or `UNIFORM`) to one (sums, counts) pair per example.
+    `sums_by_example` maps (site, metric, `OBSERVED` or `UNIFORM`) to one (sums, counts) pair per example.
     """
 
     def __init__(self, metrics: Sequence[HeadMetric]) -> None:
-        self.statistics = metrics
-        self.kept: dict[tuple[str, str, str], list[TextSums]] = {}
+        self.metrics = metrics
+        self.sums_by_example: dict[tuple[str, str, str], list[TextSums]] = {}
         self._open: dict[tuple[str, str, str], TextSums] = {}
         self._recent_uniform: list[tuple[Any, torch.Tensor, dict[str, TextSums]]] = []
 
@@ -70,18 +70,18 @@ class MetricSums:
         if uniform is None:  # the uniform baseline is the last head
             uniform = {metric: (sums[-1:], numbers[-1:]) for metric, (sums, numbers) in observed.items()}
             observed = {metric: (sums[:-1], numbers[:-1]) for metric, (sums, numbers) in observed.items()}
-            place = (band.first_query, band.first_key, band.query_tokens, band.key_tokens)
-            self._recent_uniform = [*self._recent_uniform[-2:], (place, band.allowed, uniform)]
+            key = (band.first_query, band.first_key, band.query_tokens, band.key_tokens)
+            self._recent_uniform = [*self._recent_uniform[-2:], (key, band.allowed, uniform)]
         for source, sums_by_metric in ((OBSERVED, observed), (UNIFORM, uniform)):
             for metric, sums in sums_by_metric.items():
                 self._accumulate((site, metric, source), sums)
 
     def _compute_sums(self, band: WeightBand) -> dict[str, TextSums]:
-        rest = band.without_sinks()
-        metrics = [metric for metric in self.statistics if band.is_self_attention or not metric.self_attention_only]
+        without_sinks = band.without_sinks()
+        metrics = [metric for metric in self.metrics if band.is_self_attention or not metric.self_attention_only]
         # Several metrics reduce the same sums, which are computed once.
         keys = {(metric.compute_sums, metric.weight_source): None for metric in metrics}
-        sums_by_key = {key: _to_numpy(key[0](band if key[1] == "all" else rest)) for key in keys}
+        sums_by_key = {key: _to_numpy(key[0](band if key[1] == "all" else without_sinks)) for key in keys}
         return {metric.name: sums_by_key[metric.compute_sums, metric.weight_source] for metric in metrics}
 
     def _uniform_sums(self, band: WeightBand) -> dict[str, TextSums] | None:
@@ -89,9 +89,9 @@ class MetricSums:
 
         Most layers share one attention mask, so the baseline is the same for all of them.
         """
-        place = (band.first_query, band.first_key, band.query_tokens, band.key_tokens)
-        for known_place, allowed, sums_by_metric in self._recent_uniform:
-            if known_place == place and allowed.shape == band.allowed.shape and torch.equal(allowed, band.allowed):
+        key = (band.first_query, band.first_key, band.query_tokens, band.key_tokens)
+        for recent_key, allowed, sums_by_metric in self._recent_uniform:
+            if recent_key == key and allowed.shape == band.allowed.shape and torch.equal(allowed, band.allowed):
                 return sums_by_metric
         return None
 
@@ -102,7 +102,7 @@ class MetricSums:
     def finish_example(self) -> None:
         """Store the sums of the example that just ended."""
         for key, totals in self._open.items():
-            self.kept.setdefault(key, []).append(totals)
+            self.sums_by_example.setdefault(key, []).append(totals)
         self._open, self._recent_uniform = {}, []
 
 
@@ -139,7 +139,7 @@ def measure_heads(
     """
     if options.units not in TOKEN_UNITS:
         raise ValueError(f"unknown units={options.units!r}; {suggest(options.units, TOKEN_UNITS)}")
-    sites = require_ability(model, "see")
+    sites = require_ability(model, "observe")
     streams = {site.site.name: get_streams(site.site, is_encoder_decoder(model)) for site in sites}
     metric_sums = MetricSums([get_metric(metric) for metric in options.metrics])
     words = WordBandMerger(metric_sums.add_band)
@@ -179,8 +179,8 @@ def _site_heads(module: SiteModule, metric_sums: MetricSums, resamples: Array) -
     site = module.site
     measures = {
         metric.name: _metric_measures(metric_sums, site.name, metric, resamples)
-        for metric in metric_sums.statistics
-        if (site.name, metric.name, OBSERVED) in metric_sums.kept
+        for metric in metric_sums.metrics
+        if (site.name, metric.name, OBSERVED) in metric_sums.sums_by_example
     }
     num_heads = len(next(iter(measures.values())))
     heads_per_kv = max(1, num_heads // max(1, site.kv))
@@ -200,8 +200,8 @@ def _site_heads(module: SiteModule, metric_sums: MetricSums, resamples: Array) -
 
 def _metric_measures(metric_sums: MetricSums, site: str, metric: HeadMetric, resamples: Array) -> list[Measure]:
     """One metric of every head of a site."""
-    sums, counts = _stack_texts(metric_sums.kept[site, metric.name, OBSERVED])
-    chance = ratio_of_sums(*_stack_texts(metric_sums.kept[site, metric.name, UNIFORM]))
+    sums, counts = _stack_texts(metric_sums.sums_by_example[site, metric.name, OBSERVED])
+    chance = ratio_of_sums(*_stack_texts(metric_sums.sums_by_example[site, metric.name, UNIFORM]))
     value, resampled = ratio_of_sums(sums, counts), resampled_ratios(sums, counts, resamples)
     if metric.reduce is not None:
         value, resampled, chance = (_reduce_mean(metric, means) for means in (value, resampled, chance))

@@ -78,15 +78,15 @@ class LayerDiversity(NamedTuple):
 
 
 class HeadOutlier(NamedTuple):
-    """A head, its mean distance `far` to the other heads of its layer, and how unusual that is.
+    """A head, its mean `distance` to the other heads of its layer, and how unusual that is.
 
-    `beyond` is the log of `far`, minus the mean and divided by the standard deviation of the same value of the other
-    heads.
+    `studentised` is the log of `distance`, minus the mean and divided by the standard deviation of that log over the
+    other heads.
     """
 
     head: HeadLocation
-    far: float
-    beyond: float
+    distance: float
+    studentised: float
     p: float
 
 
@@ -157,7 +157,7 @@ def find_outliers(
             outliers.append(HeadOutlier(heads[n], float(mean_distance[k]), float(studentised[k]), p))
     corrected = holm_correction([outlier.p for outlier in outliers])
     outliers = [outlier._replace(p=p) for outlier, p in zip(outliers, corrected, strict=True)]
-    return tuple(sorted(outliers, key=lambda outlier: (outlier.p, -outlier.beyond)))
+    return tuple(sorted(outliers, key=lambda outlier: (outlier.p, -outlier.studentised)))
 
 
 def _studentise(values: Array) -> Array:
@@ -200,7 +200,7 @@ def _describe_heads(group: ComparableHeads) -> str:
 
 
 def _verdict_sentence(group: ComparableHeads) -> str:
-    if not group.alike.p < SIGNIFICANCE:
+    if not group.similar_pair_test.p < SIGNIFICANCE:
         return "Not shown to be redundant."
     similar = "Some heads have attention patterns more similar than chance"
     if math.isnan(group.agreement.p):
@@ -219,8 +219,8 @@ def _distances_sentence(group: ComparableHeads) -> str:
     sentence = (
         f"Among {_describe_heads(group)}, the median pair has a Jensen-Shannon divergence of {median:.3f} nats "
         f"(at most {MAX_DIVERGENCE:.3f}), and of {chance:.3f} if weights are permuted; "
-        f"{len(similar)} of {group.num_pairs} pairs are significantly closer than {group.cut:.3f}, "
-        f"where {group.alike.chance:.1f} are expected by chance ({_format_p(group.alike)})"
+        f"{len(similar)} of {group.num_pairs} pairs are significantly closer than {group.threshold:.3f}, "
+        f"where {group.similar_pair_test.chance:.1f} are expected by chance ({_format_p(group.similar_pair_test)})"
     )
     if not similar:
         return f"{sentence}."
@@ -231,14 +231,14 @@ def _distances_sentence(group: ComparableHeads) -> str:
 
 def _clusters_sentence(group: ComparableHeads) -> str:
     clusters = group.cluster_members
-    counts = f"{len(clusters)} clusters ({group.by_chance} by chance)"
+    counts = f"{len(clusters)} clusters ({group.num_chance_clusters} by chance)"
     return f"Clustering up to that distance gives {counts}, the largest with {len(clusters[0])} heads."
 
 
 def _layers_sentence(group: ComparableHeads) -> str:
     parts = list[str]()
-    if not math.isnan(group.within.p):
-        parts.append(_within_layer_sentence(group.within))
+    if not math.isnan(group.within_layer_test.p):
+        parts.append(_within_layer_sentence(group.within_layer_test))
     if any(not math.isnan(layer.p) for layer in group.layers):
         significant = [layer for layer in group.layers if layer.p < SIGNIFICANCE]
         fact = f"{len(significant)} of {len(group.layers)} layers differ in diversity from randomly chosen heads"
@@ -317,12 +317,12 @@ class ComparableHeads:
     - `chance`: the divergences if the weights of one head are permuted among the keys that it may read. They are as
       sharp as before but unrelated.
     - `outputs`: CKA of head outputs, or None if it could not be computed.
-    - `joined`, `cut`, `clusters`: steps of the average-linkage clustering, its distance threshold, and the cluster of
-      each head. `by_chance` is the number of clusters of the chance distances at the same threshold.
-    - `plane`: the heads as points in the plane.
+    - `merges`, `threshold`, `clusters`: steps of the average-linkage clustering, its distance threshold, and the
+      cluster of each head. `num_chance_clusters` is the number of clusters of the chance distances at this threshold.
+    - `embedding`: the heads as points in the plane.
     - `layers`, `outliers`: diversity of each layer, and outlying heads.
-    - `alike`: number of significantly similar pairs against the number expected by chance.
-    - `within`: distances within layers against distances between layers.
+    - `similar_pair_test`: number of significantly similar pairs against the number expected by chance.
+    - `within_layer_test`: distances within layers against distances between layers.
     - `agreement`: correlation of distances with those of outputs.
     """
 
@@ -333,15 +333,15 @@ class ComparableHeads:
     high: Array
     chance: Array
     outputs: Array | None
-    joined: tuple[ClusterMerge, ...]
-    cut: float
+    merges: tuple[ClusterMerge, ...]
+    threshold: float
     clusters: tuple[int, ...]
-    by_chance: int
-    plane: PlaneEmbedding
+    num_chance_clusters: int
+    embedding: PlaneEmbedding
     layers: tuple[LayerDiversity, ...]
     outliers: tuple[HeadOutlier, ...]
-    alike: PermutationTest
-    within: PermutationTest
+    similar_pair_test: PermutationTest
+    within_layer_test: PermutationTest
     agreement: PermutationTest
 
     @property
@@ -353,7 +353,7 @@ class ComparableHeads:
     def similar_pairs(self) -> tuple[tuple[HeadLocation, HeadLocation], ...]:
         """Pairs whose interval ends below the threshold and below their chance distance, the closest first."""
         first, second = np.triu_indices(len(self.heads), 1)
-        is_similar = (self.high < np.minimum(self.cut, self.chance))[first, second]
+        is_similar = (self.high < np.minimum(self.threshold, self.chance))[first, second]
         order = np.argsort(self.distances[first, second], kind="stable")
         return tuple((self.heads[first[n]], self.heads[second[n]]) for n in order if is_similar[n])
 
@@ -379,16 +379,18 @@ class ComparableHeads:
             "heads": [head._asdict() for head in self.heads],
             **grids,
             "outputs": None if self.outputs is None else _grid_to_lists(self.outputs),
-            "cut": self.cut,
-            "joined": [merge._asdict() for merge in self.joined],
+            "threshold": self.threshold,
+            "merges": [merge._asdict() for merge in self.merges],
             "clusters": list(self.clusters),
-            "clusters_by_chance": self.by_chance,
-            "map": _grid_to_lists(self.plane.places),
-            "stress": self.plane.stress,
+            "clusters_by_chance": self.num_chance_clusters,
+            "embedding": _grid_to_lists(self.embedding.points),
+            "stress": self.embedding.stress,
             "layers": [layer.data for layer in self.layers],
-            "alike": _test_to_dict(self.alike),
-            "within": _test_to_dict(self.within),
-            "outliers": [{**outlier.head._asdict(), "far": outlier.far, "p": outlier.p} for outlier in self.outliers],
+            "similar_pair_test": _test_to_dict(self.similar_pair_test),
+            "within_layer_test": _test_to_dict(self.within_layer_test),
+            "outliers": [
+                {**outlier.head._asdict(), "distance": outlier.distance, "p": outlier.p} for outlier in self.outliers
+            ],
             "agreement": _test_to_dict(self.agreement),
             "sentence": self.sentence,
         }
@@ -465,8 +467,8 @@ def measure_redundancy(
     Each text runs alone. A sample of its attention rows and a sample of head outputs over all texts are kept, so that
     memory does not grow with the data. `progress` is called with the number of texts read so far.
     """
-    sites, options = require_ability(model, "see"), options.validate()
-    sites_with_outputs = [module for module in sites if module.site.silence.can]
+    sites, options = require_ability(model, "observe"), options.validate()
+    sites_with_outputs = [module for module in sites if module.site.ablate.possible]
     streams = {module.site.name: get_streams(module.site, is_encoder_decoder(model)) for module in sites}
     sampling = RowSampling(options.rows_per_text, options.seed)
     sums, reservoirs = dict[StreamPair, _RedundancySums](), dict[str, OutputReservoir]()
@@ -540,15 +542,15 @@ def _compare_heads(pair: StreamPair, sums: _RedundancySums, reservoir: OutputRes
         high=high,
         chance=chance,
         outputs=outputs,
-        joined=tuple(merges),
-        cut=threshold,
+        merges=tuple(merges),
+        threshold=threshold,
         clusters=cut_clusters(merges, threshold),
-        by_chance=len(set(cut_clusters(average_linkage(chance), threshold))),
-        plane=embed_in_plane(distances, seed=options.seed),
+        num_chance_clusters=len(set(cut_clusters(average_linkage(chance), threshold))),
+        embedding=embed_in_plane(distances, seed=options.seed),
         layers=sums.diversity.layer_diversities(options.num_resamples, options.seed),
         outliers=find_outliers(distances, heads, seed=options.seed),
-        alike=poisson_test(num_similar, num_expected),
-        within=class_separation_test(distances, layer_of_head, options.num_permutations, options.seed),
+        similar_pair_test=poisson_test(num_similar, num_expected),
+        within_layer_test=class_separation_test(distances, layer_of_head, options.num_permutations, options.seed),
         agreement=_test_agreement(distances, outputs, options),
     )
 

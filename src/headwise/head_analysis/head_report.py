@@ -70,8 +70,8 @@ def export_headvis(table: HeadTable, trace: Trace, annotated: Example, folder: P
             for row in weights
         ]
         example = {
-            "tokens": list(annotated.streams[layer.asks].words),
-            "keys": list(annotated.streams[layer.told].words),
+            "tokens": list(annotated.streams[layer.query_stream].words),
+            "keys": list(annotated.streams[layer.key_stream].words),
             "attention": strongest,
         }
         document = {**head.data, "examples": [example]}
@@ -144,7 +144,7 @@ def _extra_figures(
     for number, group in enumerate(redundancy.readers if redundancy is not None else ()):
         heads = tuple(table.head(location.site, location.head) for location in group.heads)
         name = "map" if not number else f"map-{'-'.join(dict.fromkeys(group.streams))}"
-        yield name, partial(head_figures.draw_head_map, replace(table, heads=heads), group.plane.places)
+        yield name, partial(head_figures.draw_head_map, replace(table, heads=heads), group.embedding.points)
 
 
 def _trace_example(model: nn.Module, example: Example) -> Trace:
@@ -153,7 +153,7 @@ def _trace_example(model: nn.Module, example: Example) -> Trace:
 
 def _make_picture(trace: Trace, example: Example, head: HeadMeasures, name: str, title: str) -> HeadPicture:
     layer = trace.get_layer(head.site)
-    query_words, key_words = example.streams[layer.asks].words, example.streams[layer.told].words
+    query_words, key_words = example.streams[layer.query_stream].words, example.streams[layer.key_stream].words
     return HeadPicture(title, name, trace.head_weights(head.site, head.head), query_words, key_words)
 
 

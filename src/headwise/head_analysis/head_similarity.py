@@ -380,7 +380,7 @@ def cut_clusters(merges: list[ClusterMerge], max_distance: float) -> tuple[int, 
 class PlaneEmbedding(NamedTuple):
     """Points [n, 2], and the stress sqrt(sum (d - D)^2 / sum D^2) of their distances d against the true ones D."""
 
-    places: DistanceArray
+    points: DistanceArray
     stress: float
 
 
@@ -407,7 +407,7 @@ def embed_in_plane(
     best = min(
         (_minimise_stress(checked, points, max_steps) for points in starts), key=lambda embedding: embedding.stress
     )
-    return best._replace(places=_canonical_orientation(best.places))
+    return best._replace(points=_canonical_orientation(best.points))
 
 
 def _check_distances(distances: DistanceArray) -> DistanceArray:

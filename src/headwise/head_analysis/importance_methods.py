@@ -181,8 +181,8 @@ def _layer_calls(stack: LayerStack, call: LayerInputs, states: Tensor | None) ->
     """Inputs of each layer beside the hidden states; keys and values of another stack's states are projected once."""
     if states is None:
         return [call] * stack.depth
-    assert call.told is not None
-    return [call._replace(source=layer.remember(states, call.told)) for layer in stack.blocks]
+    assert call.source_sequence is not None
+    return [call._replace(source=layer.remember(states, call.source_sequence)) for layer in stack.blocks]
 
 
 def _stack_inputs(kwargs: Mapping[str, Any]) -> list[tuple[Any, Any]]:

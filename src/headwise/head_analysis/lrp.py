@@ -295,9 +295,9 @@ class RelevanceForward:
         kv_input = x if name == "attention" or states is None else states
         parameter = next(attention.parameters())
         x_BTM, kv_input_BSM = (node.value[None].to(parameter.dtype) for node in (x, kv_input))
-        source = None if kv_input is x else attention.project_source(kv_input_BSM, sequence=call.told)
+        source = None if kv_input is x else attention.project_source(kv_input_BSM, sequence=call.source_sequence)
         probe = Probe("weights", "heads")
-        o_BTOV = attention.head_outputs(x_BTM, source=source, sequence=call.at, probe=probe)
+        o_BTOV = attention.head_outputs(x_BTM, source=source, sequence=call.sequence, probe=probe)
         weight, bias, groups = _probe_value_map(attention, site)
         v = self.tape.reshape(self.tape.linear(kv_input, weight, bias), (len(kv_input.value), groups, -1))
         core = attention.spec.core_of(attention.spec.projection_form(one=False))

@@ -271,7 +271,7 @@ def measure_score_ranks(
     masked pairs, because the mask would otherwise decide the rank. There is no chance level: measure a random baseline
     on the same texts to see the ranks without training.
     """
-    sites = [module for module in find_attention(model) if module.site.see.can]
+    sites = [module for module in find_attention(model) if module.site.observe.possible]
     if not sites:
         fact = f"{type(model).__name__} has no attention that can be observed"
         raise ValueError(f"{fact}; see hw.sites(model) for the reasons")
@@ -470,10 +470,12 @@ def _run_attention_variant(recorded: RecordedLayerCall, name: str, z: Tensor, pa
     if name == "attention":
         if pattern is not None:
             attention = Attention(replace(attention.spec, pattern=pattern), shared=attention.weights)
-        return attention(z, sequence=call.at)
+        return attention(z, sequence=call.sequence)
     source = call.source
     return attention(
         z,
-        source=attention.project_source(source, sequence=call.told) if isinstance(source, Tensor) else source,
-        sequence=call.at,
+        source=attention.project_source(source, sequence=call.source_sequence)
+        if isinstance(source, Tensor)
+        else source,
+        sequence=call.sequence,
     )

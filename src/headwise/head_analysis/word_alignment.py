@@ -20,8 +20,8 @@ from .resampling import Array, confidence_interval, ratio_of_sums, resampled_rat
 from .weight_bands import BandCallback, WeightBand, WordBandMerger
 
 # A decoder row has one token as input and predicts the next one. The row that stands for a word is the one with the
-# word as input ("read") or the one that predicts it ("said").
-ROW_CONVENTIONS = ("read", "said")
+# word as input ("input") or the one that predicts it ("target").
+ROW_CONVENTIONS = ("input", "target")
 ALIGNMENT_PREFIX = "alignment"  # names of these measures start with it
 MEASURE_SUFFIXES = ("", " precision", " recall")
 
@@ -30,14 +30,14 @@ class AlignmentScores:
     """Alignment scores of cross-attention heads: a collector for `measure_heads`.
 
     Examples without gold links are skipped. `row_conventions` choose which row stands for a target word: the one that
-    has it as input ("read") or the one that predicts it ("said").
+    has it as input ("input") or the one that predicts it ("target").
     """
 
     def __init__(self, *, row_conventions: Sequence[str] = ROW_CONVENTIONS) -> None:
         if not row_conventions or set(row_conventions) - set(ROW_CONVENTIONS):
             raise ValueError(f"unknown row_conventions={tuple(row_conventions)!r}; use any of {ROW_CONVENTIONS}")
         self.rows = tuple(row_conventions)
-        self.kept: list[dict[tuple[str, str], tuple[Array, Array]]] = []
+        self.ratios_by_example: list[dict[tuple[str, str], tuple[Array, Array]]] = []
         self._gold: tuple[Tensor, Tensor] | None = None  # sure and possible links, [target words, source words]
         self._query_tokens: dict[str, TokenAnnotations] = {}
         self._sums: dict[tuple[str, str], Array] = {}
@@ -53,7 +53,7 @@ class AlignmentScores:
             fact = f"alignment links need a source and a target text (this example has only: {streams})"
             raise ValueError(f"{fact}; leave alignment_links empty, or use an encoder-decoder model")
         text, source = example.streams["text"], example.streams["source"]
-        self._query_tokens = {"read": text, "said": _shift_to_next_token(text)}
+        self._query_tokens = {"input": text, "target": _shift_to_next_token(text)}
         self._gold = _gold_links(example.alignment_links, text, source)
 
     def add_band(self, site: str, band: WeightBand) -> None:
@@ -99,7 +99,7 @@ class AlignmentScores:
                 np.stack([sure_hits + possible_hits, possible_hits, sure_hits]),
                 np.stack([links + gold, links, gold]),
             )
-        self.kept.append(ratios)
+        self.ratios_by_example.append(ratios)
         self._sums, self._gold = {}, None
         for words in self._words.values():
             words.finish_example()
@@ -110,10 +110,10 @@ class AlignmentScores:
         Chance is uniform attention or the diagonal, whichever scores better.
         """
         measures: dict[tuple[str, int], dict[str, Measure]] = {}
-        for site, row in dict.fromkeys(key for ratios in self.kept for key in ratios):
-            example = next(ratios[site, row] for ratios in self.kept if (site, row) in ratios)
+        for site, row in dict.fromkeys(key for ratios in self.ratios_by_example for key in ratios):
+            example = next(ratios[site, row] for ratios in self.ratios_by_example if (site, row) in ratios)
             missing = np.zeros_like(example[0]), np.zeros_like(example[1])
-            by_text = [ratios.get((site, row), missing) for ratios in self.kept]
+            by_text = [ratios.get((site, row), missing) for ratios in self.ratios_by_example]
             sums, counts = (np.stack(arrays) for arrays in zip(*by_text, strict=True))
             value = ratio_of_sums(sums, counts)
             low, high = confidence_interval(resampled_ratios(sums, counts, resamples))

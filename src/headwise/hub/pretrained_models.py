@@ -47,7 +47,7 @@ def load_transformers_folder(folder: Path, dropout: float = 0.0) -> Transformer:
     names, constants = get_weight_names(model_spec.name), {}
     if resized:
         _check_files(folder, resized)
-        names, constants = names.with_ignored(resized.besides), resized.constants
+        names, constants = names.with_ignored(resized.unused_tensors), resized.constants
     net = build_from_weights(model_spec, names, SafetensorsFolder(folder), dropout, constants)
     net.usage = read_processor(folder, model_spec)
     return net

@@ -353,10 +353,10 @@ def edit_heads(model: nn.Module, patches: Mapping[HeadRef, HeadPatch], tokens: T
     for name, heads in group_by_site(model, site_modules, patches).items():
         site_patches = {head: patches[ref] for head, ref in heads.items()}
         site = next(one.site for one in site_modules if one.site.name == name)
-        if not site.silence.can:
-            raise ValueError(f"{name} cannot be ablated: {site.silence.why}")
-        if any(patch.needs_call for patch in site_patches.values()) and not site.see.can:
-            raise ValueError(f"{name} cannot be seen: {site.see.why}")
+        if not site.ablate.possible:
+            raise ValueError(f"{name} cannot be ablated: {site.ablate.reason}")
+        if any(patch.needs_call for patch in site_patches.values()) and not site.observe.possible:
+            raise ValueError(f"{name} cannot be observed: {site.observe.reason}")
         editors[name] = OutputEditor(name, site_patches, tokens)
     with hook_sites(model, site_modules, editors) as hooks:
         yield

@@ -104,11 +104,11 @@ def mark_unhookable(model: nn.Module, sites: Sequence[SiteModule]) -> Iterator[S
             impossible = Ability(False, reason)
             site = replace(
                 site,
-                see=impossible if site.see.can else site.see,
-                silence=impossible if site.silence.can else site.silence,
+                observe=impossible if site.observe.possible else site.observe,
+                ablate=impossible if site.ablate.possible else site.ablate,
             )
         if reason := unprunable_reason(parts):
-            site = replace(site, cut=Ability(False, reason), share=Ability(False, reason))
+            site = replace(site, prune=Ability(False, reason), convert=Ability(False, reason))
         yield site_module._replace(site=site)
 
 
@@ -266,16 +266,16 @@ class ConfigSpecs(NamedTuple):
             None,
         )
         if site.spec is not None or tower is None:
-            return site if site.spec is not None else replace(site, unsaid=self.reason)
+            return site if site.spec is not None else replace(site, spec_reason=self.reason)
         name = tower.spec_name(site)
         spec = tower.specs.get(name)
         if not any(stack in site.path for stack in STACK_NAMES) and spec is not None and not tower.path_words:
             site = replace(site, name=name, stack=name.partition(".")[0])
         if spec is None or name in tower.approximation_reasons:
-            return replace(site, unsaid=tower.approximation_reasons.get(name, self.reason))
+            return replace(site, spec_reason=tower.approximation_reasons.get(name, self.reason))
         sizes = {"heads": len(spec.score_head_of_output), "q": spec.heads.q, "kv": spec.heads.kv, "dim": spec.heads.dim}
-        abilities = {"cut": tower.convertible, "share": tower.convertible}
-        return replace(site, **sizes, pattern=spec.pattern.text, spec=spec, unsaid="", **abilities)
+        abilities = {"prune": tower.convertible, "convert": tower.convertible}
+        return replace(site, **sizes, pattern=spec.pattern.text, spec=spec, spec_reason="", **abilities)
 
 
 def _conversion_ability(model_spec: ModelSpec, path_words: tuple[str, ...]) -> Ability:
@@ -305,7 +305,7 @@ def _read_inner_towers(config: Mapping[str, Any]) -> Iterator[TowerSpecs]:
 
 # --- All attention layers of a model ----------------------------------------------------------------------
 
-ABILITY_PARTICIPLES = {"see": "seen", "silence": "silenced"}
+ABILITY_PARTICIPLES = {"observe": "observed", "ablate": "ablated"}
 ADAPTERS = (
     HeadwiseAdapter(),
     TransformersAdapter(),
@@ -376,11 +376,13 @@ def find_attention(model: nn.Module) -> list[SiteModule]:
 
 
 def require_ability(model: nn.Module, ability: str) -> list[SiteModule]:
-    """The sites of a model in eval mode that have an ability, "see" or "silence"; raises if there are none."""
+    """The sites of a model in eval mode that have an ability, "observe" or "ablate"; raises if there are none."""
     all_sites = find_attention(model)
-    able = [site_module for site_module in all_sites if getattr(site_module.site, ability).can]
+    able = [site_module for site_module in all_sites if getattr(site_module.site, ability).possible]
     if not able:
-        reason = getattr(all_sites[0].site, ability).why if all_sites else "print(hw.sites(model)) shows what it found"
+        reason = (
+            getattr(all_sites[0].site, ability).reason if all_sites else "print(hw.sites(model)) shows what it found"
+        )
         raise ValueError(
             f"{type(model).__name__} has no attention that can be {ABILITY_PARTICIPLES[ability]}: {reason}"
         )

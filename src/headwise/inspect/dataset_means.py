@@ -74,10 +74,10 @@ def observe_dataset(
     }
     observers = {name: make_observer(name, tuple(site_heads)) for name, site_heads in heads_by_site.items()}
     for name, site in sites.items():
-        if not site.silence.can:
-            raise ValueError(f"{name} cannot be observed: {site.silence.why}")
-        if observers[name].needs_call and not site.see.can:
-            raise ValueError(f"{name} cannot be seen: {site.see.why}")
+        if not site.ablate.possible:
+            raise ValueError(f"{name} cannot be observed: {site.ablate.reason}")
+        if observers[name].needs_call and not site.observe.possible:
+            raise ValueError(f"{name} cannot be observed: {site.observe.reason}")
     stacks, has_batches = {site_module.site.stack for site_module in site_modules}, False
     with torch.no_grad(), hook_sites(model, site_modules, observers) as hooks:
         for batch in batches:

@@ -11,17 +11,17 @@ from ..errors import suggest
 from ..spec.attention_spec import AttentionSpec
 
 WIDTH = 80  # terminal columns
-ABILITIES = ("see", "silence", "cut", "share")
+ABILITIES = ("observe", "ablate", "prune", "convert")
 
 
 class Ability(NamedTuple):
     """Whether an operation is possible at a site, and if not, the reason."""
 
-    can: bool
-    why: str = ""
+    possible: bool
+    reason: str = ""
 
     def __str__(self) -> str:
-        return "yes" if self.can else "no"
+        return "yes" if self.possible else "no"
 
 
 POSSIBLE = Ability(True)
@@ -32,10 +32,10 @@ class Site:
     """One attention layer.
 
     The name is `stack.layer.kind`; `kind` is "attention" or "cross", and `path` is the path of the module. `heads` is
-    the number of output heads, `q` of query heads, `kv` of KV heads, `dim` the head dimension. Four abilities: `see`
-    (read queries, keys and weights), `silence` (change head outputs), `cut` (prune heads) and `share` (convert to
+    the number of output heads, `q` of query heads, `kv` of KV heads, `dim` the head dimension. Four abilities:
+    `observe` (read queries, keys and weights), `ablate` (change head outputs), `prune` (remove heads) and `convert` (to
     fewer KV heads). `pattern` is the attention pattern. `spec` is the layer as a headwise spec, or None, and then
-    `unsaid` is the reason. `same_as` names an earlier site that runs the same module.
+    `spec_reason` is the reason. `same_as` names an earlier site that runs the same module.
     """
 
     name: str
@@ -49,11 +49,11 @@ class Site:
     dim: int
     pattern: str
     spec: AttentionSpec | None
-    unsaid: str
-    see: Ability
-    silence: Ability
-    cut: Ability
-    share: Ability
+    spec_reason: str
+    observe: Ability
+    ablate: Ability
+    prune: Ability
+    convert: Ability
     same_as: str | None = None
 
     @property
@@ -130,8 +130,8 @@ def _reasons(sites: Sequence[Site]) -> list[str]:
     counts_by_reason: dict[str, dict[str, int]] = {}
     for site in sites:
         abilities = [(name, getattr(site, name)) for name in ABILITIES]
-        reasons = [(name, ability.why) for name, ability in abilities if not ability.can]
-        for name, reason in [*reasons, *([("spec", site.unsaid)] if site.spec is None else [])]:
+        reasons = [(name, ability.reason) for name, ability in abilities if not ability.possible]
+        for name, reason in [*reasons, *([("spec", site.spec_reason)] if site.spec is None else [])]:
             counts = counts_by_reason.setdefault(reason, {})
             counts[name] = counts.get(name, 0) + 1
     return [

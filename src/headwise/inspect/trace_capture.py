@@ -114,7 +114,7 @@ class CallRecorder:
         self.site, self.store = site, store
         self.calls: list[AttentionCallRecord] = []
         self.chunks: dict[str, list[Array]] = {}
-        self.reads: tuple[int, ...] = ()
+        self.kv_head_of_query: tuple[int, ...] = ()
         self.reason = ""
 
     def on_call(self, call: AttentionCall) -> None:
@@ -136,7 +136,9 @@ class CallRecorder:
         """Make the trace record of this layer from the recorded calls."""
         arrays = {name: _concatenate(chunks) for name, chunks in self.chunks.items()}
         site = self.site
-        heads = len(self.reads) or next(a.shape[1] for name, a in arrays.items() if name.startswith("weights"))
+        heads = len(self.kv_head_of_query) or next(
+            a.shape[1] for name, a in arrays.items() if name.startswith("weights")
+        )
         return AttentionRecord(
             site.name,
             site.stack,
@@ -144,7 +146,7 @@ class CallRecorder:
             site.kind,
             site.path,
             heads,
-            self.reads,
+            self.kv_head_of_query,
             *streams,
             tuple(self.calls),
             arrays,
@@ -190,9 +192,9 @@ class CallRecorder:
 
     def _record_scores(self, inputs: AttentionInputs) -> None:
         """Record the queries, keys and masks of a call whose weights can be recomputed from them."""
-        if not self.reads:
+        if not self.kv_head_of_query:
             heads = inputs.q_BTHK.shape[2]
-            self.reads = tuple(inputs.kv_head_of(head) for head in range(heads))
+            self.kv_head_of_query = tuple(inputs.kv_head_of(head) for head in range(heads))
             if inputs.sinks is not None:
                 self.chunks["sinks"] = [self.store.copy_to_host(inputs.sinks.flatten())]
         inputs, positions = _sort_keys(inputs)
@@ -215,7 +217,7 @@ class CallRecorder:
                 inputs.softcap,
                 causal,
                 grids,
-                asked=first_row,
+                first_query_row=first_row,
                 places=places,
             )
         )
@@ -434,9 +436,9 @@ def _make_trace(
     streams: Mapping[str, tuple[str, str]],
 ) -> Trace:
     skipped = {
-        site_module.site.name: site_module.site.see.why
+        site_module.site.name: site_module.site.observe.reason
         for site_module in find_attention(model)
-        if not site_module.site.see.can
+        if not site_module.site.observe.possible
     }
     for name, recorder in recorders.items():
         if recorder.reason or not recorder.calls:
@@ -495,15 +497,15 @@ def _select_sites(model: nn.Module, capture: Capture) -> list[SiteModule]:
     names = {sites.find(which).name for which in capture.sites}
     selected = [site_module for site_module in all_sites if not names or site_module.site.name in names]
     if (
-        names and (unobservable := [site_module for site_module in selected if not site_module.site.see.can])
-    ) or not any(o.site.see.can for o in selected):
+        names and (unobservable := [site_module for site_module in selected if not site_module.site.observe.possible])
+    ) or not any(o.site.observe.possible for o in selected):
         site = (unobservable if names else selected)[0].site
-        raise ValueError(f"{site.name} cannot be seen: {site.see.why}")
+        raise ValueError(f"{site.name} cannot be observed: {site.observe.reason}")
     if model.training:
         raise ValueError(
             "the model is in train mode, where dropout changes the attention weights; call model.eval() first"
         )
-    return [site_module for site_module in selected if site_module.site.see.can]
+    return [site_module for site_module in selected if site_module.site.observe.possible]
 
 
 def _describe_capture(capture: Capture, site_modules: Sequence[SiteModule]) -> str:

@@ -227,24 +227,33 @@ def _read_checksum(row: Any, where: str) -> tuple[str, str]:
 RECORD_FILE = "heads.json"
 RECORD_FORMAT = 1  # version of the file format; readers refuse other versions
 RECORD_KINDS = ("ours", "transformers", "resized")
+# Keys of records that were written before these were renamed: of the file, and of its table of the change.
+OLD_RECORD_KEYS = {"done": "change", "besides": "unused_tensors"}
+OLD_CHANGE_KEYS = {
+    "done": "operation",
+    "there": "head_counts",
+    "why": "reason",
+    "way": "conversion",
+    "missed": "pooling_errors",
+}
 
 
 class SurgeryRecord(NamedTuple):
     """Contents of heads.json: the kind of folder, what surgery did, and the SHA-256 of each file by name.
 
     A "resized" folder holds the tensors of a transformers model in shapes that its config.json cannot express: `model`
-    describes them, `constants` are values of attentions that are not stored in the weight files, and `besides` names
-    tensors that are no longer used.
+    describes them, `constants` are values of attentions that are not stored in the weight files, and `unused_tensors`
+    names tensors that are no longer used.
     """
 
     kind: str
     sentence: str
-    done: Mapping[str, Any]
+    change: Mapping[str, Any]
     source: Mapping[str, str]
     files: Mapping[str, str]
     model: ModelSpec | None = None
     constants: Mapping[str, Any] = {}
-    besides: tuple[str, ...] = ()
+    unused_tensors: tuple[str, ...] = ()
 
     @staticmethod
     def from_file(path: Path) -> SurgeryRecord:
@@ -253,16 +262,16 @@ class SurgeryRecord(NamedTuple):
             document = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError) as error:
             raise SpecError(f"cannot read {path}: {error}; copy the folder again") from None
-        table = cast("dict[str, Any]", document) if isinstance(document, dict) else {}
+        table = _update_record_keys(cast("dict[str, Any]", document)) if isinstance(document, dict) else {}
         if table.get("format") != RECORD_FORMAT:
             raise SpecError(f"{path} has format = {table.get('format')!r}; this version reads format = {RECORD_FORMAT}")
         if table.get("kind") not in RECORD_KINDS:
             raise SpecError(
                 f"{path} has kind = {table.get('kind')!r}, not one of {', '.join(RECORD_KINDS)}; copy the folder again"
             )
-        tables = {name: _read_table(path, table, name) for name in ("done", "source", "files", "constants")}
-        besides, described = table.get("besides", []), table.get("model")
-        if not isinstance(besides, list) or (described is None) != (table["kind"] != "resized"):
+        tables = {name: _read_table(path, table, name) for name in ("change", "source", "files", "constants")}
+        unused_tensors, described = table.get("unused_tensors", []), table.get("model")
+        if not isinstance(unused_tensors, list) or (described is None) != (table["kind"] != "resized"):
             raise SpecError(f"{path} lacks fields of a folder of kind {table['kind']!r}; copy the folder again")
         model = None if described is None else from_dict(_read_table(path, table, "model"))
         return SurgeryRecord(
@@ -270,7 +279,7 @@ class SurgeryRecord(NamedTuple):
             str(table.get("sentence", "")),
             **tables,
             model=model,
-            besides=tuple(str(name) for name in cast("list[Any]", besides)),
+            unused_tensors=tuple(str(name) for name in cast("list[Any]", unused_tensors)),
         )
 
 
@@ -279,6 +288,22 @@ def _read_table(path: Path, table: Mapping[str, Any], name: str) -> dict[str, An
     if not isinstance(value, dict):
         raise SpecError(f"{path}: {name} = {value!r} is not a table; copy the folder again")
     return cast("dict[str, Any]", value)
+
+
+def _update_record_keys(document: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the document of a heads.json file with the present keys.
+
+    >>> _update_record_keys({"format": 1, "done": {"done": "prune", "why": "as planned"}})
+    {'format': 1, 'change': {'operation': 'prune', 'reason': 'as planned'}}
+    """
+    table = {OLD_RECORD_KEYS.get(key, key): value for key, value in document.items()}
+    change = document.get("done")
+    if isinstance(change, dict):
+        values = cast("dict[str, Any]", change)
+        table["change"] = {OLD_CHANGE_KEYS.get(key, key): value for key, value in values.items()}
+        if values.get("done") == "share":
+            table["change"]["operation"] = "convert"
+    return table
 
 
 def find_record(folder: Path) -> SurgeryRecord | None:

@@ -37,13 +37,13 @@ class ConstantSublayer(nn.Module):
 class LayerInputs(NamedTuple):
     """Inputs of a layer besides its hidden states.
 
-    `at` holds the positions of its tokens, `source` the encoder output and `told` the positions of that output.
+    `sequence` holds the positions of its tokens, `source` the encoder output and `source_sequence` its positions.
     """
 
-    at: SequenceInfo
+    sequence: SequenceInfo
     caches: Mapping[str, KVCache] | None
     source: Tensor | ProjectedSource | None
-    told: SequenceInfo | None
+    source_sequence: SequenceInfo | None
     probes: Mapping[str, Probe]
 
 
@@ -141,13 +141,13 @@ class TransformerLayer(nn.Module):
         attention = cast(Attention, self._modules[name])
         probe, cache = inputs.probes.get(f"{self.name}.{name}"), inputs.caches and inputs.caches.get(name)
         if name == "attention":
-            return attention(z, sequence=inputs.at, cache=cache, probe=probe)
+            return attention(z, sequence=inputs.sequence, cache=cache, probe=probe)
         source = inputs.source
         if isinstance(source, Tensor):
-            source = attention.project_source(source, sequence=inputs.told)
+            source = attention.project_source(source, sequence=inputs.source_sequence)
         if self._merged:
-            return self._merged[0](z, source=source, sequence=inputs.at, cache=cache, probe=probe)
-        return attention(z, source=source, sequence=inputs.at, probe=probe)
+            return self._merged[0](z, source=source, sequence=inputs.sequence, cache=cache, probe=probe)
+        return attention(z, source=source, sequence=inputs.sequence, probe=probe)
 
 
 def _iter_tied_weights(role: str, spec: AttentionSpec) -> Iterator[tuple[str, tuple[str, tuple[int, ...]]]]:

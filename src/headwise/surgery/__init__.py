@@ -10,7 +10,7 @@ Results: `hf_export` writes model folders, `verification` compares the model bef
 quality against the number of heads removed (`curve_report`, `curve_figures`).
 """
 
-from .conversion import AttentionConversion, Collaborate, Merged, Pool, Route, Split
+from .conversion import AttentionConversion, Pool, ToCollaborative, ToLatent, ToMHA, ToMixtureOfHeads
 from .distillation import UptrainingOptions
 from .head_selection import (
     DropClasses,
@@ -26,7 +26,7 @@ from .l0_gates import GateTrainingOptions, KeepOpenGates
 from .pruning_plan import PruningPlan
 
 __all__ = [
-    "Collaborate",
+    "AttentionConversion",
     "DropClasses",
     "DropHeads",
     "GateTrainingOptions",
@@ -35,7 +35,13 @@ __all__ = [
     "KeepOnePerCluster",
     "KeepOpenGates",
     "KeepTop",
-    "Merged",
+    "Pool",
+    "PruneToBudget",
     "PruningBudget",
+    "PruningPlan",
+    "ToCollaborative",
+    "ToLatent",
+    "ToMHA",
+    "ToMixtureOfHeads",
+    "UptrainingOptions",
 ]
-__all__ += ["AttentionConversion", "Pool", "PruneToBudget", "PruningPlan", "Route", "Split", "UptrainingOptions"]

@@ -38,7 +38,7 @@ from .pruning_plan import count_heads
 
 ALIGN_SIDES = {"none": "", "values": "v", "keys": "k", "both": "kv"}
 KV_NAMES = {"k": "keys", "v": "values"}
-GROUPINGS = ("even", "alike")
+GROUPINGS = ("consecutive", "similar")
 Weights = Mapping[str, Tensor]
 KVStatistics = Mapping[str, CrossProducts] | None
 
@@ -88,14 +88,14 @@ class AttentionConversion(ABC):
 class Pool(AttentionConversion):
     """GQA by mean pooling: `kv` key-value heads, each the mean of a group of equal size (2305.13245).
 
-    grouping="even" groups neighbours, "alike" the heads with the most similar values (`score`: "distance" or "cosine").
+    grouping="consecutive" groups neighbours, "similar" heads with similar values (`score`: "distance" or "cosine").
     align="values", "keys" or "both" rotates the heads of a group towards each other before they are averaged, without
     changing the function (2412.20677).
     """
 
     kv: int
     align: str = "none"
-    grouping: str = "even"
+    grouping: str = "consecutive"
     score: str = "distance"
     seed: int = 0
 
@@ -107,7 +107,7 @@ class Pool(AttentionConversion):
     @property
     def needs_statistics(self) -> bool:
         """True if `convert_layer` needs keys and values collected over examples."""
-        return self.align != "none" or self.grouping == "alike"
+        return self.align != "none" or self.grouping == "similar"
 
     @property
     def summary(self) -> str:
@@ -138,7 +138,7 @@ class Pool(AttentionConversion):
         return ConvertedLayer(pooled_spec, pooled_weights, alignment.weights if sides else None, groups, errors, notes)
 
     def _group_heads(self, spec: AttentionSpec, weights: Weights, statistics: KVStatistics) -> HeadGroups:
-        if self.grouping == "even":
+        if self.grouping == "consecutive":
             return group_adjacent_heads(spec.heads.kv, self.kv)
         assert statistics is not None
         group_adjacent_heads(spec.heads.kv, self.kv)  # raises if the heads do not divide into equal groups
@@ -149,7 +149,7 @@ class Pool(AttentionConversion):
 
 
 @dataclass(frozen=True)
-class Split(AttentionConversion):
+class ToMHA(AttentionConversion):
     """MHA: a copy of its key-value head for every query head. Computes the same function."""
 
     is_exact: ClassVar[bool] = True
@@ -167,7 +167,7 @@ class Split(AttentionConversion):
 
 
 @dataclass(frozen=True)
-class Merged(AttentionConversion):
+class ToLatent(AttentionConversion):
     """MLA: keys and values of all heads from one latent vector. Same function; a start for a smaller latent."""
 
     is_exact: ClassVar[bool] = True
@@ -185,7 +185,7 @@ class Merged(AttentionConversion):
 
 
 @dataclass(frozen=True)
-class Collaborate(AttentionConversion):
+class ToCollaborative(AttentionConversion):
     """Collaborative heads: queries and keys of all heads share one space of `width` channels (2006.16362)."""
 
     width: int
@@ -205,7 +205,7 @@ class Collaborate(AttentionConversion):
 
 
 @dataclass(frozen=True)
-class Route(AttentionConversion):
+class ToMixtureOfHeads(AttentionConversion):
     """Mixture of heads: the most important heads are always active, `num_active` others per token (2410.11842)."""
 
     needs_importance: ClassVar[bool] = True
@@ -234,7 +234,7 @@ class Route(AttentionConversion):
 
 
 def _describe_grouping(grouping: str) -> str:
-    return "neighbours" if grouping == "even" else "similar heads"
+    return "neighbours" if grouping == "consecutive" else "similar heads"
 
 
 # --- Conversion of a whole model -----------------------------------------------------------------------
@@ -265,11 +265,17 @@ class ConversionResult:
         groups = {site: [list(group) for group in site_groups] for site, site_groups in self.groups.items()}
         conversion = {
             "name": type(self.conversion).__name__.lower(),
-            "said": repr(self.conversion),
+            "options": repr(self.conversion),
             "sentence": self.conversion.summary,
         }
         errors = {site: dict(layer.pooling_errors) for site, layer in self.layers.items() if layer.pooling_errors}
-        return {"done": "share", "way": conversion, "groups": groups, "missed": errors, "notes": list(self.notes)}
+        return {
+            "operation": "convert",
+            "conversion": conversion,
+            "groups": groups,
+            "pooling_errors": errors,
+            "notes": list(self.notes),
+        }
 
 
 def convert(

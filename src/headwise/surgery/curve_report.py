@@ -135,11 +135,11 @@ def compute_hypergeometric_p_value(num_in_group: int, num_drawn: int, group_size
     >>> compute_hypergeometric_p_value(2, 2, 2, 4)  # one of six pairs, doubled
     0.3333333333333333
     """
-    ways = [
+    num_draws = [
         comb(group_size, n) * comb(num_heads - group_size, num_drawn - n) for n in range(min(group_size, num_drawn) + 1)
     ]
     total = comb(num_heads, num_drawn)
-    return min(1.0, 2 * min(sum(ways[: num_in_group + 1]), sum(ways[num_in_group:])) / total)
+    return min(1.0, 2 * min(sum(num_draws[: num_in_group + 1]), sum(num_draws[num_in_group:])) / total)
 
 
 # --- findings ------------------------------------------------------------------------------------------

@@ -396,7 +396,8 @@ class PruneToBudget(HeadSelection):
         return PruningPlan.of(net.spec, search.keep, reason, search.notes)
 
 
-# Names in state files of pruning to a budget that were written before the fields of `PruneToBudget` were renamed.
+# Keys of state files of pruning to a budget, and names in their selection, from before they were renamed.
+OLD_STATE_KEYS = {"asked": "selection", "gone": "removed_units"}
 OLD_STATE_NAMES = {
     "Until(": "PruneToBudget(",
     "budget=Budget(": "budget=PruningBudget(",
@@ -500,7 +501,7 @@ class _BudgetSearch:
         if kind == "cache":
             return count_cache_bytes(net.spec, next(net.parameters()).element_size())
         if kind == "time":
-            return 1.0 if net is self.net else 1 / compare_speed(self.net, net, self.selection.timing).phases[0].faster
+            return 1.0 if net is self.net else 1 / compare_speed(self.net, net, self.selection.timing).phases[0].speedup
         return measure_quality(net, self.examples, self.selection.ranking.objective, self.net).rows[0].after.value
 
     # --- saved state ------------------------------------------------------------------------------
@@ -510,9 +511,10 @@ class _BudgetSearch:
         if path is None or not path.is_file():
             return
         try:
-            state = cast("dict[str, Any]", json.loads(path.read_text(encoding="utf-8")))
-            fingerprint, selection_key = state["model"], _update_selection_key(state["asked"])
-            removed = [HeadUnit(site, tuple(heads)) for site, heads in state["gone"]]
+            values = cast("dict[str, Any]", json.loads(path.read_text(encoding="utf-8")))
+            state = {OLD_STATE_KEYS.get(key, key): value for key, value in values.items()}
+            fingerprint, selection_key = state["model"], _update_selection_key(state["selection"])
+            removed = [HeadUnit(site, tuple(heads)) for site, heads in state["removed_units"]]
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise SpecError(f"cannot resume from {path}: {error}. Delete the file to start again") from None
         if (
@@ -530,7 +532,7 @@ class _BudgetSearch:
     def _save_state(self) -> None:
         if self.selection.state_path is not None:
             removed = [[unit.site, list(unit.heads)] for unit in self.removed_units]
-            state = {"model": fingerprint_model(self.net), "asked": self._selection_key, "gone": removed}
+            state = {"model": fingerprint_model(self.net), "selection": self._selection_key, "removed_units": removed}
             write_atomically(self.selection.state_path, json.dumps(state).encode())
 
     @property

@@ -112,7 +112,7 @@ class PruningResult:
     @property
     def data(self) -> dict[str, Any]:
         """The plan and options as JSON-serialisable values."""
-        return {"done": "prune", "fold": self.fold, **self.plan.data}
+        return {"operation": "prune", "fold": self.fold, **self.plan.data}
 
 
 def prune(

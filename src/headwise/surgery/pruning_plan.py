@@ -74,13 +74,13 @@ class PruningPlan:
 
         >>> import headwise as hw
         >>> gpt2 = hw.families.read_model_spec({"model_type": "gpt2", "n_embd": 8, "n_head": 4, "n_layer": 1})
-        >>> PruningPlan.from_dict(gpt2, {"keep": {"decoder.0.attention": [1, 2]}, "why": "by hand"}).summary
+        >>> PruningPlan.from_dict(gpt2, {"keep": {"decoder.0.attention": [1, 2]}, "reason": "by hand"}).summary
         '2 of 4 heads kept, by hand'
         """
         keep = values.get("keep")
         if not isinstance(keep, dict) or not all(isinstance(heads, list) for heads in keep.values()):
             raise SpecError(f"keep must map each site to a list of heads, got {keep!r}")
-        return PruningPlan.of(model_spec, keep, str(values.get("why", "as planned")))
+        return PruningPlan.of(model_spec, keep, str(values.get("reason", "as planned")))
 
     @property
     def removed_heads(self) -> tuple[HeadId, ...]:
@@ -112,7 +112,7 @@ class PruningPlan:
     def data(self) -> dict[str, Any]:
         """The plan as JSON-serialisable values."""
         keep = {site: list(heads) for site, heads in self.keep.items()}
-        return {"keep": keep, "there": dict(self.head_counts), "why": self.reason, "notes": list(self.notes)}
+        return {"keep": keep, "head_counts": dict(self.head_counts), "reason": self.reason, "notes": list(self.notes)}
 
 
 def count_heads(model_spec: ModelSpec) -> dict[str, int]:

@@ -108,11 +108,11 @@ class TokenRow:
 class AttentionCallRecord:
     """One forward call of an attention layer: its query and key ranges, and how their scores are computed.
 
-    `queries` is the range of query positions in the text. The queries start at row `asked` of the array "q"; the keys
-    are rows `keys` of the array "k". Scores are q k^T times `scale`, soft-capped at `cap`, plus the trace's masks with
-    the indices `grids`; with `causal`, keys after the query are masked. `first` is the position of the first key; if
-    the positions have gaps, `places` is the number n of the array "places.n" that lists them; if both are None, the
-    positions are unknown. If the weights themselves were recorded, `weights` is the number n of the array "weights.n".
+    `queries` is the range of query positions in the text. The queries start at row `first_query_row` of the array "q";
+    the keys are rows `keys` of the array "k". Scores are q k^T times `scale`, soft-capped at `cap`, plus the trace's
+    masks with the indices `grids`; with `causal`, keys after the query are masked. `first` is the position of the first
+    key; if the positions have gaps, `places` is the number n of the array "places.n" that lists them; if both are None,
+    the positions are unknown. If the weights were recorded, `weights` is the number n of the array "weights.n".
     """
 
     queries: tuple[int, int]
@@ -123,7 +123,7 @@ class AttentionCallRecord:
     causal: bool = False
     grids: tuple[int, ...] = ()
     weights: int | None = None
-    asked: int = 0
+    first_query_row: int = 0
     places: int | None = None
 
 
@@ -131,9 +131,9 @@ class AttentionCallRecord:
 class AttentionRecord:
     """One attention layer: its site, its calls in order, and the recorded tensors.
 
-    `reads[h]` is the KV head of head h. `arrays` contains those of the following that were recorded: "q" and "z"
-    [B, queries, heads, head_dim], "k" and "v" [B, keys, kv_heads, head_dim], "sinks" [heads], "weights.0"
-    [B, heads, queries, keys] and "places.0" [keys]. `asks` and `told` name the token streams of queries and of keys.
+    `kv_head_of_query[h]` is the KV head of head h. `arrays` contains those of the following that were recorded: "q" and
+    "z" [B, queries, heads, head_dim], "k" and "v" [B, keys, kv_heads, head_dim], "sinks" [heads], "weights.0"
+    [B, heads, queries, keys] and "places.0" [keys]. `query_stream` and `key_stream` name the token streams.
     """
 
     name: str
@@ -142,9 +142,9 @@ class AttentionRecord:
     kind: str
     path: str
     heads: int
-    reads: tuple[int, ...]
-    asks: str
-    told: str
+    kv_head_of_query: tuple[int, ...]
+    query_stream: str
+    key_stream: str
     calls: tuple[AttentionCallRecord, ...]
     arrays: Mapping[str, Array] = field(repr=False)
 
@@ -200,8 +200,8 @@ class AttentionRecord:
         start, stop = query_range
         if call.weights is not None:
             return self.arrays[f"weights.{call.weights}"][row, head, start:stop].astype(np.float32)
-        q = self.arrays["q"][row, call.asked + start : call.asked + stop, head].astype(np.float32)
-        k = self.arrays["k"][row, slice(*call.keys), self.reads[head]].astype(np.float32)
+        q = self.arrays["q"][row, call.first_query_row + start : call.first_query_row + stop, head].astype(np.float32)
+        k = self.arrays["k"][row, slice(*call.keys), self.kv_head_of_query[head]].astype(np.float32)
         scores = q @ k.T * np.float32(call.scale)
         if call.cap is not None:
             scores = np.float32(call.cap) * np.tanh(scores / np.float32(call.cap))

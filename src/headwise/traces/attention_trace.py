@@ -129,7 +129,7 @@ class Trace:
                 "capture=hw.Capture(extra=('v',))"
             )
         weights = self.head_weights(site, head, queries, row=row)
-        return weights @ layer.arrays["v"][row, : weights.shape[1], layer.reads[head]].astype(np.float32)
+        return weights @ layer.arrays["v"][row, : weights.shape[1], layer.kv_head_of_query[head]].astype(np.float32)
 
     def thumbnail(self, site: str | int, head: int, *, row: int = 0) -> Array:
         """All weights of one head as a picture of at most 64 x 64 cells."""

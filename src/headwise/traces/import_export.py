@@ -82,14 +82,14 @@ def _weights_layer(
                 f"{name} has {batch} rows, but {len(streams[side])} rows of {side} were given; give one for each"
             )
     call = AttentionCallRecord((0, queries), (0, keys), weights=0)
-    streams_and_path = {"path": name, "asks": query_stream, "told": key_stream}
+    streams_and_path = {"path": name, "query_stream": query_stream, "key_stream": key_stream}
     return AttentionRecord(
         name,
         stack,
         number,
         site_kind,
         heads=heads,
-        reads=(),
+        kv_head_of_query=(),
         calls=(call,),
         arrays={"weights.0": weights},
         **streams_and_path,
@@ -136,8 +136,8 @@ def _weight_pairs(trace: Trace, layers: Sequence[AttentionRecord], min_weight: f
     layer_rows = ((layer, row) for layer in layers for row in range(layer.batch_size))
     for layer, row in layer_rows:
         query_tokens, key_tokens = (
-            _token_strings(trace, layer.asks, row, layer.num_queries),
-            _token_strings(trace, layer.told, row, layer.num_keys),
+            _token_strings(trace, layer.query_stream, row, layer.num_queries),
+            _token_strings(trace, layer.key_stream, row, layer.num_keys),
         )
         for head in range(layer.heads):
             weights = trace.head_weights(layer.name, head, row=row)

@@ -20,6 +20,9 @@ from .attention_trace import Trace
 SCHEMA_VERSION = 1
 DOCUMENT_KEY, CHECKSUM_KEY = "headwise.trace", "sha256"
 STORAGE_DTYPES = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "U8": np.dtype("u1"), "I32": np.dtype("<i4")}
+# Keys of the file that differ from the names of the fields of records.
+LAYER_KEYS = {"kv_head_of_query": "reads", "query_stream": "asks", "key_stream": "told"}
+CALL_KEYS = {"first_query_row": "asked"}
 HEADER_LENGTH_BYTES = 8  # size of the field that stores the length of the header
 
 
@@ -123,8 +126,8 @@ def _list_arrays(trace: Trace) -> Iterator[tuple[str, Array]]:
 
 def _trace_to_dict(trace: Trace) -> dict[str, Any]:
     layers = [
-        {name: value for name, value in vars(layer).items() if name not in ("arrays", "calls")}
-        | {"calls": [asdict(call) for call in layer.calls]}
+        {LAYER_KEYS.get(name, name): value for name, value in vars(layer).items() if name not in ("arrays", "calls")}
+        | {"calls": [_rename_keys(asdict(call), CALL_KEYS) for call in layer.calls]}
         for layer in trace.layers
     ]
     grids = [
@@ -170,7 +173,8 @@ def _layer_from_dict(
 ) -> AttentionRecord:
     layer_arrays = {name.partition(".")[2]: array for name, array in arrays.items() if name.startswith(f"{number}.")}
     calls = tuple(_call_from_dict(call) for call in fields["calls"])
-    arguments: dict[str, Any] = {**fields, "reads": tuple(fields["reads"]), "calls": calls, "arrays": layer_arrays}
+    arguments = _rename_keys(fields, {key: name for name, key in LAYER_KEYS.items()})
+    arguments |= {"kv_head_of_query": tuple(arguments["kv_head_of_query"]), "calls": calls, "arrays": layer_arrays}
     layer = AttentionRecord(**arguments)
     for call in calls:
         _check_call(layer, call, num_grids)
@@ -179,8 +183,11 @@ def _layer_from_dict(
 
 def _call_from_dict(fields: Mapping[str, Any]) -> AttentionCallRecord:
     tuples = {name: tuple(fields[name]) for name in ("queries", "keys", "grids")}
-    arguments: dict[str, Any] = {**fields, **tuples}
-    return AttentionCallRecord(**arguments)
+    return AttentionCallRecord(**_rename_keys({**fields, **tuples}, {key: name for name, key in CALL_KEYS.items()}))
+
+
+def _rename_keys(fields: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    return {names.get(name, name): value for name, value in fields.items()}
 
 
 def _check_call(layer: AttentionRecord, call: AttentionCallRecord, num_grids: int) -> None:
@@ -193,11 +200,11 @@ def _check_call(layer: AttentionRecord, call: AttentionCallRecord, num_grids: in
     else:
         q, k = layer.arrays["q"], layer.arrays["k"]
         exists = (
-            call.asked + call.queries[1] - call.queries[0] <= q.shape[1]
+            call.first_query_row + call.queries[1] - call.queries[0] <= q.shape[1]
             and call.keys[1] <= k.shape[1]
-            and q.shape[2] == len(layer.reads)
+            and q.shape[2] == len(layer.kv_head_of_query)
         )
-        exists = exists and max(layer.reads) < k.shape[2] and all(0 <= n < num_grids for n in call.grids)
+        exists = exists and max(layer.kv_head_of_query) < k.shape[2] and all(0 <= n < num_grids for n in call.grids)
     if call.places is not None:
         places = layer.arrays[f"places.{call.places}"]
         exists = exists and places.shape == (call.keys[1] - call.keys[0],) and places.min(initial=0) >= 0

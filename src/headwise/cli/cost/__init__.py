@@ -181,10 +181,12 @@ def estimate_costs(args: argparse.Namespace) -> CostReport:
     if context is None:
         limits = [own - max(args.generate - 1, 0) for own, _ in map(max_lengths, targets) if own is not None]
         context = max(min([DEFAULT_CONTEXT, *limits]), 1)
-    load = Workload(args.batch, context, args.dtype, args.device, args.source, args.generate)
+    workload = Workload(args.batch, context, args.dtype, args.device, args.source, args.generate)
     short_names = [short_name(name) for name in names]
     labels = [name if short_names.count(short) > 1 else short for name, short in zip(names, short_names, strict=True)]
-    return CostReport(tuple(estimate_cost(target, load, label) for target, label in zip(targets, labels, strict=True)))
+    return CostReport(
+        tuple(estimate_cost(target, workload, label) for target, label in zip(targets, labels, strict=True))
+    )
 
 
 def load_target(name: str, args: argparse.Namespace, changes: list[str]) -> SpecOrModel:

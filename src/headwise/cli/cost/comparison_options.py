@@ -45,11 +45,11 @@ class PublishedFormulasView(NamedTuple):
 def _format_source(source: FormulaSource, rows: Iterable[FormulaComparison]) -> Iterator[str]:
     yield from ("", *textwrap.wrap(f"{source.name}: {source.source}", TERMINAL_WIDTH))
     for row in rows:
-        if row.beside == source.name:
+        if row.source == source.name:
             yield ""
             yield from _wrap(f"{row.name}: {row.quantity} = {row.formula}", "  ")
-            ours = "not estimated" if row.ours is None else f"{row.ours:,}"
-            yield from _wrap(f"published {row.theirs:,}, headwise {ours}: {row.why}", "    ")
+            estimate = "not estimated" if row.estimate is None else f"{row.estimate:,}"
+            yield from _wrap(f"published {row.published:,}, headwise {estimate}: {row.explanation}", "    ")
 
 
 def _wrap(text: str, indent: str) -> list[str]:

@@ -148,11 +148,11 @@ def _serving_device(args: argparse.Namespace, estimate: CostEstimate) -> Device:
 def _request_batch(args: argparse.Namespace, estimate: CostEstimate) -> RequestBatch:
     from ...costs.kv_cache_memory import RequestBatch, parse_lengths
 
-    load, source = estimate.workload, estimate.full_call.source
+    workload, source = estimate.workload, estimate.full_call.source
     shared = 0 if args.shared is None else args.shared
     if args.lengths is None:
-        return RequestBatch.uniform(load.batch, load.context, shared, source)
-    return RequestBatch.from_lengths(parse_lengths(args.lengths, load.batch, args.seed or 0), shared, source)
+        return RequestBatch.uniform(workload.batch, workload.context, shared, source)
+    return RequestBatch.from_lengths(parse_lengths(args.lengths, workload.batch, args.seed or 0), shared, source)
 
 
 def _check_memory_limit(demand: MemoryDemand, budget: str) -> None:

@@ -119,7 +119,7 @@ class TrainingMemory:
     recomputed: CostBreakdown
 
     @staticmethod
-    def from_workload(name: str, spec_or_model: Any, load: Any, settings: ActivationSettings) -> TrainingMemory:
+    def from_workload(name: str, spec_or_model: Any, workload: Any, settings: ActivationSettings) -> TrainingMemory:
         """Estimate the activation memory under a workload."""
         from ...costs.training_memory import (
             activation_memory,
@@ -131,10 +131,10 @@ class TrainingMemory:
         return TrainingMemory(
             name,
             settings,
-            attention_profiles(spec_or_model, load, settings),
-            activation_memory(spec_or_model, load, settings),
-            peak_activation_memory(spec_or_model, load, settings),
-            recompute_flops(spec_or_model, load, settings),
+            attention_profiles(spec_or_model, workload, settings),
+            activation_memory(spec_or_model, workload, settings),
+            peak_activation_memory(spec_or_model, workload, settings),
+            recompute_flops(spec_or_model, workload, settings),
         )
 
     @property

@@ -72,7 +72,9 @@ class TracedAdapter(SiteAdapter):
                 sizes = HeadSizes(layout.num_heads, layout.num_kv_heads, layout.head_dim)
                 ability = module_tracer.hook_ability(module)
                 yield SiteModule(
-                    make_site(path, module, sizes, pattern=layout.pattern, see=ability, silence=ability), module, self
+                    make_site(path, module, sizes, pattern=layout.pattern, observe=ability, ablate=ability),
+                    module,
+                    self,
                 )
 
     def patches(self) -> list[MethodPatch]:
@@ -88,7 +90,7 @@ class UnclearTraceAdapter(SiteAdapter):
                 impossible = Ability(False, layout.reason)
                 sizes = HeadSizes(layout.num_heads, layout.num_kv_heads, layout.head_dim)
                 yield SiteModule(
-                    make_site(path, module, sizes, pattern=UNKNOWN_PATTERN, see=impossible, silence=impossible),
+                    make_site(path, module, sizes, pattern=UNKNOWN_PATTERN, observe=impossible, ablate=impossible),
                     module,
                     self,
                 )

@@ -51,7 +51,9 @@ class TorchMHAAdapter(SiteAdapter):
                 sizes = HeadSizes(module.num_heads, module.num_heads, module.head_dim)
                 ability = hook_ability(module)
                 yield SiteModule(
-                    make_site(path, module, sizes, pattern=UNKNOWN_PATTERN, see=ability, silence=ability), module, self
+                    make_site(path, module, sizes, pattern=UNKNOWN_PATTERN, observe=ability, ablate=ability),
+                    module,
+                    self,
                 )
 
     def patches(self) -> list[SharedPatch]:
@@ -306,11 +308,11 @@ def _make_site(name: str, place: tuple[str, int, str], path: str, module: Attent
         dim=heads.dim,
         pattern=spec.pattern.text,
         spec=spec,
-        unsaid="",
-        see=POSSIBLE,
-        silence=POSSIBLE,
-        cut=POSSIBLE,
-        share=POSSIBLE,
+        spec_reason="",
+        observe=POSSIBLE,
+        ablate=POSSIBLE,
+        prune=POSSIBLE,
+        convert=POSSIBLE,
     )
 
 
@@ -326,9 +328,9 @@ def _wrap_head_outputs(original: Callable[..., Any]) -> Callable[..., Any]:
 def _wrap_attend(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def attend(self: Attention, call: AttentionCall, attention_mask: AttentionMask, inputs: CoreInputs) -> Tensor:
         if hooks := [hook for hook in get_hooks(self) if hook.needs_call]:
-            seen = HeadwiseCall(call.plan.call, attention_mask, inputs, self.core_steps)
+            observed_call = HeadwiseCall(call.plan.call, attention_mask, inputs, self.core_steps)
             for hook in hooks:
-                hook.on_call(seen)
+                hook.on_call(observed_call)
         return original(self, call, attention_mask, inputs)
 
     return attend

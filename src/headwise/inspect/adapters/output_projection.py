@@ -125,8 +125,8 @@ def make_site(
     sizes: HeadSizes,
     *,
     pattern: str | None = None,
-    see: Ability = POSSIBLE,
-    silence: Ability = POSSIBLE,
+    observe: Ability = POSSIBLE,
+    ablate: Ability = POSSIBLE,
 ) -> Site:
     """Make the site of a third-party module; the stack is "encoder" or "decoder", from its path or attributes."""
     parts = path.split(".")
@@ -153,11 +153,11 @@ def make_site(
         dim=sizes.head_dim,
         pattern=pattern_text,
         spec=None,
-        unsaid="headwise has no spec for this module",
-        see=see,
-        silence=silence,
-        cut=NOT_CONVERTIBLE,
-        share=NOT_CONVERTIBLE,
+        spec_reason="headwise has no spec for this module",
+        observe=observe,
+        ablate=ablate,
+        prune=NOT_CONVERTIBLE,
+        convert=NOT_CONVERTIBLE,
     )
 
 
@@ -341,9 +341,9 @@ class OutputProjectionAdapter(SiteAdapter):
             module_tracer.override_forward(projection, _run_projection)
             module_tracer.override_forward(module, _run_attention)
             sizes = HeadSizes(declaration.heads, declaration.heads, get_input_width(projection) // declaration.heads)
-            see = module_tracer.hook_ability(module) if _names_softmax(module) else WEIGHTS_NOT_VISIBLE
+            observe = module_tracer.hook_ability(module) if _names_softmax(module) else WEIGHTS_NOT_VISIBLE
             yield SiteModule(
-                make_site(path, module, sizes, see=see, silence=module_tracer.hook_ability(projection)),
+                make_site(path, module, sizes, observe=observe, ablate=module_tracer.hook_ability(projection)),
                 projection,
                 self,
             )

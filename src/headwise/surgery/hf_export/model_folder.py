@@ -232,7 +232,7 @@ def write_model_folder(
             "format": RECORD_FORMAT,
             "kind": kind,
             "sentence": sentence,
-            "done": dict(record),
+            "change": dict(record),
             "source": source_hashes,
         }
         document |= extra_document | {

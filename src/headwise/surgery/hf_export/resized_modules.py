@@ -314,7 +314,7 @@ def add_loader(folder: Path, rewrite: ShardRewrite, net: Transformer, reason: st
     document: dict[str, Any] = {
         "model": to_dict(form.model_spec),
         "constants": {name: tensor.tolist() for name, tensor in extra_constants.items()},
-        "besides": rewrite.unused_tensors,
+        "unused_tensors": rewrite.unused_tensors,
     }
     not_plain = f"Not a plain transformers checkpoint, because {reason}; load it with headwise.load"
     if find_spec("transformers") is None:

@@ -385,8 +385,8 @@ class TensorMemoryMode(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.now = self.peak_bytes = 0
-        self._known: dict[int, int] = {}  # bytes by storage; 0 for storages that existed before
+        self.current_bytes = self.peak_bytes = 0
+        self._storage_bytes: dict[int, int] = {}  # bytes by storage; 0 for storages that existed before
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation and count new storages of its result."""
@@ -397,15 +397,15 @@ class TensorMemoryMode(TorchDispatchMode):
 
     def _count_storage(self, values: Any, counts: int) -> None:
         for value in tree_leaves(values):
-            if isinstance(value, Tensor) and value.untyped_storage()._cdata not in self._known:
+            if isinstance(value, Tensor) and value.untyped_storage()._cdata not in self._storage_bytes:
                 storage = value.untyped_storage()
-                self._known[storage._cdata] = counts * storage.nbytes()
-                self.now += counts * storage.nbytes()
-                self.peak_bytes = max(self.peak_bytes, self.now)
+                self._storage_bytes[storage._cdata] = counts * storage.nbytes()
+                self.current_bytes += counts * storage.nbytes()
+                self.peak_bytes = max(self.peak_bytes, self.current_bytes)
                 weakref.finalize(storage, self._release_storage, storage._cdata)
 
     def _release_storage(self, name: int) -> None:
-        self.now -= self._known.pop(name)
+        self.current_bytes -= self._storage_bytes.pop(name)
 
 
 def measure_peak_bytes(run: Callable[[], object]) -> int:
@@ -430,21 +430,21 @@ MAX_SPREAD = 0.2  # relative spread above which there is no verdict
 class PhaseSpeed:
     """Speed of one phase of both models.
 
-    `before` and `after` are units per second, medians over rounds. `faster` is the median speedup per round, `low` and
+    `before` and `after` are units per second, medians over rounds. `speedup` is its median per round, `low` and
     `high` its quartiles. `spread` is the interquartile range of the times over their median, the larger of both models.
-    `held` is the peak memory of both in bytes, with caches and without weights.
+    `peak_bytes` is the peak memory of both, with caches and without weights.
     """
 
     phase: str
     unit: str
     before: float
     after: float
-    faster: float
+    speedup: float
     low: float
     high: float
     spread: float
     rounds: int
-    held: tuple[int, int]
+    peak_bytes: tuple[int, int]
 
     @property
     def verdict(self) -> str:
@@ -458,7 +458,7 @@ class PhaseSpeed:
     @property
     def data(self) -> dict[str, Any]:
         """The fields as JSON-serialisable values."""
-        return asdict(self) | {"held": list(self.held), "verdict": self.verdict}
+        return asdict(self) | {"peak_bytes": list(self.peak_bytes), "verdict": self.verdict}
 
 
 @dataclass(frozen=True)

@@ -90,7 +90,7 @@ def iter_summary(proof: ModelProof) -> Iterator[str]:
     yield proof.savings.summary
     for phase in proof.speeds.phases:
         too_few = phase.verdict.startswith("too few")
-        verdict = phase.verdict if too_few else f"{phase.faster:.2f} times as fast ({phase.verdict})"
+        verdict = phase.verdict if too_few else f"{phase.speedup:.2f} times as fast ({phase.verdict})"
         yield f"{phase.phase.capitalize()}: {verdict}."
     row = proof.quality.rows[0]
     yield f"{_describe_change(row, proof.quality.objective)}, over {proof.quality.texts} texts."
@@ -215,7 +215,7 @@ def _speed_section(proof: ModelProof) -> Iterator[str]:
             f"{phase.phase}, {phase.unit}",
             format_count(round(phase.before)),
             format_count(round(phase.after)),
-            f"{phase.faster:.2f}",
+            f"{phase.speedup:.2f}",
             f"{phase.low:.2f} to {phase.high:.2f}",
             f"{phase.spread:.0%}",
         )
@@ -223,7 +223,7 @@ def _speed_section(proof: ModelProof) -> Iterator[str]:
     ]
     yield from format_table(("units per second", "before", "after", "speedup", "quartiles", "spread"), rows)
     yield ""
-    memory_rows = [(phase.phase, *map(format_bytes, phase.held)) for phase in speeds.phases]
+    memory_rows = [(phase.phase, *map(format_bytes, phase.peak_bytes)) for phase in speeds.phases]
     yield from format_table(("peak memory", "before", "after"), memory_rows)
     yield ""
     for phase in speeds.phases:
