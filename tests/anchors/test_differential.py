@@ -160,10 +160,10 @@ def test_pairs_of_version_2_share_a_key(project: hw.Project):
     [
         (hw.Heads(q=5, kv=5, dim=4), r"q=5 is odd; use q=6"),
         (hw.Heads(q=6, kv=6, dim=4), r"heads 0 and 1.*different key-value heads; use a kv that divides 3"),
-        (hw.Heads(q=6, kv=2, dim=4), r"heads 2 and 3.*reads=\(0, 0, 1, 1"),
-        (hw.Heads(q=4, kv=2, dim=4, reads=(0, 0, 1, 1), values=(0, 1, 1, 1)), r"heads 0 and 1"),
-        (hw.Heads(q=4, kv=2, dim=4, values=(0, 1)), r"2 rows for 4; mix no heads"),
-        (hw.Heads(q=4, kv=2, dim=4, speaks=(0, 3)), r"speaks=\(0, 3\) names second heads"),
+        (hw.Heads(q=6, kv=2, dim=4), r"heads 2 and 3.*kv_head_of_query=\(0, 0, 1, 1"),
+        (hw.Heads(q=4, kv=2, dim=4, kv_head_of_query=(0, 0, 1, 1), value_heads=(0, 1, 1, 1)), r"heads 0 and 1"),
+        (hw.Heads(q=4, kv=2, dim=4, value_heads=(0, 1)), r"2 rows for 4; mix no heads"),
+        (hw.Heads(q=4, kv=2, dim=4, score_head_of_output=(0, 3)), r"score_head_of_output=\(0, 3\) names second heads"),
     ],
 )
 def test_what_cannot_be_a_pair_is_refused(heads: hw.Heads, words: str):
@@ -176,8 +176,8 @@ def test_what_cannot_be_a_pair_is_refused(heads: hw.Heads, words: str):
     ("heads", "words"),
     [
         (hw.Heads(q=5, kv=5, dim=4), r"q=5 is odd; use q=6"),
-        (hw.Heads(q=6, kv=2, dim=4), r"share a value head; use values=\(0, 0, 1, 1"),
-        (hw.Heads(q=4, kv=4, dim=4, values=(0, 1)), r"2 rows for 4; mix no heads"),
+        (hw.Heads(q=6, kv=2, dim=4), r"share a value head; use value_heads=\(0, 0, 1, 1"),
+        (hw.Heads(q=4, kv=4, dim=4, value_heads=(0, 1)), r"2 rows for 4; mix no heads"),
     ],
 )
 def test_what_cannot_be_a_pair_of_version_1_is_refused(heads: hw.Heads, words: str):

@@ -60,7 +60,7 @@ def test_sharing_equal_heads_changes_nothing(name):
     spec = EVERY[name]
     layer = cases.layer(spec)
     x, z = cases.tensors(spec)
-    if spec.heads.values:
+    if spec.heads.value_heads:
         pytest.skip("keys and values are grouped apart")
     try:
         wide, weights = head_axis_ops.split_kv_heads(spec, layer.state_dict())
@@ -68,7 +68,7 @@ def test_sharing_equal_heads_changes_nothing(name):
         pytest.skip(f"its heads cannot be split: {reason}")
     expected = layer(x, source=z)
     check_close(rebuilt(wide, weights)(x, source=z), expected)
-    groups = [[h for h, read in enumerate(spec.heads.reads) if read == g] for g in range(spec.heads.kv)]
+    groups = [[h for h, read in enumerate(spec.heads.kv_head_of_query) if read == g] for g in range(spec.heads.kv)]
     back, shared = head_axis_ops.share_kv_heads(wide, weights, groups)
     assert back.heads == spec.heads
     check_close(rebuilt(back, shared)(x, source=z), expected)
@@ -92,6 +92,6 @@ def test_uneven_groups_under_a_norm_over_all_keys_are_refused():
     weights = cases.layer(spec).state_dict()
     with pytest.raises(hw.SpecError, match="equal ones"):
         head_axis_ops.share_kv_heads(spec, weights, [[0, 1], [2]])
-    uneven = cases.change_spec(spec, heads=hw.Heads(q=6, kv=3, dim=4, reads=(0, 0, 0, 1, 1, 2)))
+    uneven = cases.change_spec(spec, heads=hw.Heads(q=6, kv=3, dim=4, kv_head_of_query=(0, 0, 0, 1, 1, 2)))
     with pytest.raises(hw.SpecError, match="equal ones"):
         head_axis_ops.split_kv_heads(uneven, weights)

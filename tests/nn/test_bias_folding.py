@@ -122,8 +122,8 @@ def constant(layer: hw.Attention) -> Tensor:
     return sum(out[:, h] @ bias[heads.value_head_of_row[h]] for h in range(heads.q))
 
 
-UNEVEN = {"uneven": hw.Heads(q=6, kv=3, dim=4, vdim=5, reads=(2, 0, 0, 1, 0, 0))}
-APART = {"values-apart": hw.Heads(q=6, kv=2, dim=4, vdim=5, values=(0, 1, 2, 0, 1, 2))}
+UNEVEN = {"uneven": hw.Heads(q=6, kv=3, dim=4, vdim=5, kv_head_of_query=(2, 0, 0, 1, 0, 0))}
+APART = {"values-apart": hw.Heads(q=6, kv=2, dim=4, vdim=5, value_heads=(0, 1, 2, 0, 1, 2))}
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -126,7 +126,7 @@ SPEAKING = {"all": (1, 4, 5, 0, 2, 3), "one twice": (0, 1, 2, 2, 4, 5), "two": (
 
 def speaking(plain: hw.Attention, speaks: tuple[int, ...], backend: str | None) -> hw.Attention:
     """The layer of whose heads only these speak, in this order."""
-    spec = replace(plain.spec, heads=replace(plain.spec.heads, speaks=speaks))
+    spec = replace(plain.spec, heads=replace(plain.spec.heads, score_head_of_output=speaks))
     chosen = hw.Attention(spec, backend=backend).double()
     weights = {name: plain.state_dict().get(name) for name in chosen.state_dict()}
     out = weights["output.o"].view(10, 6, -1)[:, list(speaks)].flatten(1)

@@ -141,13 +141,13 @@ base(modifiers=(hw.Alibi,)) -> modifiers .. Alibi .. not .. Modifier
 base(modifiers=hw.Alibi()) -> modifiers=Alibi() .. the comma
 replace(base(), modifiers=hw.Alibi()) -> modifiers=Alibi() .. the comma
 base(source=0) -> source=0 .. at least 1
-heads(q=3, reads=(0, 1)) -> reads=(0, 1) .. 3 .. one .. each
-heads(q=3, reads=(0, 0, 0)) -> every key-value head 0..1
-heads(reads=(0, "a")) -> reads=(0, 'a') .. head indices
-heads(reads=(0.0, 1.0)) -> reads=(0.0, 1.0) .. head indices
-heads(reads=5) -> reads=5
-heads(speaks=(0, 2)) -> speaks=(0, 2) .. 0..1
-heads(speaks=("x",)) -> speaks=('x',) .. head indices
+heads(q=3, kv_head_of_query=(0, 1)) -> kv_head_of_query=(0, 1) .. 3 .. one .. each
+heads(q=3, kv_head_of_query=(0, 0, 0)) -> every key-value head 0..1
+heads(kv_head_of_query=(0, "a")) -> kv_head_of_query=(0, 'a') .. head indices
+heads(kv_head_of_query=(0.0, 1.0)) -> kv_head_of_query=(0.0, 1.0) .. head indices
+heads(kv_head_of_query=5) -> kv_head_of_query=5
+heads(score_head_of_output=(0, 2)) -> score_head_of_output=(0, 2) .. 0..1
+heads(score_head_of_output=("x",)) -> score_head_of_output=('x',) .. head indices
 base().with_heads(kvs=2) -> 'kvs' .. did you mean 'kv'
 hw.from_toml("modle = 10") -> 'modle' .. did you mean 'model'
 hw.from_toml("model = 10\\nheads = {q = 6}") -> lack dim .. add dim

@@ -12,7 +12,7 @@ import headwise as hw
 
 BATCH, TOKENS, SOURCE, WIDTH = 2, 7, 17, 13
 SPLITS = [(8, 9), (5, 1, 11), (17, 0), (3, 7, 7)]
-UNEVEN = hw.Heads(q=6, kv=3, dim=4, vdim=5, reads=(1, 0, 0, 2, 2, 2))
+UNEVEN = hw.Heads(q=6, kv=3, dim=4, vdim=5, kv_head_of_query=(1, 0, 0, 2, 2, 2))
 SPECS = {
     "plain": {},
     "grouped": {"kv": 2, "vdim": 5},

@@ -18,12 +18,12 @@ from headwise.interfaces import QKTransform
 from headwise.nn.merged_attention import averaging_spec
 from support.layer_cases import BATCH, SOURCE, TOKENS, base
 
-APART = hw.Heads(q=6, kv=2, dim=4, vdim=5, values=(0, 1, 0, 1, 2, 2))
+APART = hw.Heads(q=6, kv=2, dim=4, vdim=5, value_heads=(0, 1, 0, 1, 2, 2))
 KINDS = {
     "plain": base(),
     "grouped": base(kv=2, vdim=5, bias="qkvo"),
     "values apart": replace(base(bias="v"), heads=APART),
-    "pruned": replace(base(vdim=5), heads=hw.Heads(q=6, kv=6, dim=4, vdim=5, speaks=(0, 2, 5))),
+    "pruned": replace(base(vdim=5), heads=hw.Heads(q=6, kv=6, dim=4, vdim=5, score_head_of_output=(0, 2, 5))),
 }
 POSITIONED = {
     "turned": base(kv=3, source=10, modifiers=(hw.Rotary(),)),
@@ -74,8 +74,8 @@ def rendered(block: hw.MergedAttention, x: np.ndarray, z: np.ndarray) -> np.ndar
 
     y = np.zeros_like(x)
     for t in range(len(x)):
-        for o, h in enumerate(heads.speaks or range(heads.q)):
-            k, v = heads.reads[h], heads.value_head_of_row[h]
+        for o, h in enumerate(heads.score_head_of_output or range(heads.q)):
+            k, v = heads.kv_head_of_query[h], heads.value_head_of_row[h]
             scores = [head("q", h, heads.dim, x[t]) @ head("k", k, heads.dim, s) / heads.dim**0.5 for s in z]
             weights = np.exp(scores) / np.exp(scores).sum()
             cross = sum(w * head("v", v, heads.vdim, s) for w, s in zip(weights, z, strict=True))

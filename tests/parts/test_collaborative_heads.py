@@ -30,7 +30,7 @@ def forms(layer: hw.Attention) -> np.ndarray:
     """T [heads, model, source] of a plain layer."""
     heads, p = layer.spec.heads, layer.project
     q = p["q"].detach().numpy().reshape(heads.q, heads.dim, -1)
-    k = p["k"].detach().numpy().reshape(heads.kv, heads.dim, -1)[list(heads.reads)]
+    k = p["k"].detach().numpy().reshape(heads.kv, heads.dim, -1)[list(heads.kv_head_of_query)]
     return np.stack([a.T @ b for a, b in zip(q, k, strict=True)])
 
 

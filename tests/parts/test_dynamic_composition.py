@@ -120,7 +120,7 @@ def test_outputs_in_another_order(groups):
     weights = hw.nn.head_axis_ops.transform_axes(
         spec, layer.state_dict(), {"out": hw.nn.head_axis_ops.select_heads(order)}
     )
-    turned = cases.change_spec(spec, heads=hw.Heads(q=6, kv=6, dim=4, speaks=order))
+    turned = cases.change_spec(spec, heads=hw.Heads(q=6, kv=6, dim=4, score_head_of_output=order))
     twin = hw.Attention(turned).double().eval()
     twin.load_state_dict(weights)
     x, _ = cases.tensors(spec)

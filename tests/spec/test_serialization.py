@@ -175,12 +175,14 @@ def test_presets_have_the_sizes_of_their_names(preset: str, kv: int, modifiers: 
 
 
 def test_with_heads_keeps_the_rest_and_reads_evenly_again():
-    uneven = replace(base(), heads=hw.Heads(q=6, kv=3, dim=4, reads=(0, 0, 0, 1, 2, 2), speaks=(5, 1)))
+    uneven = replace(
+        base(), heads=hw.Heads(q=6, kv=3, dim=4, kv_head_of_query=(0, 0, 0, 1, 2, 2), score_head_of_output=(5, 1))
+    )
     even = uneven.with_heads(kv=2)
     assert even.heads == hw.Heads.grouped(q=6, kv=2, dim=4)
     assert replace(even, heads=uneven.heads) == uneven
-    assert uneven.with_heads(dim=7).heads.reads == uneven.heads.reads
-    assert uneven.with_heads(kv=2, reads=(0, 1, 1, 1, 1, 1)).heads.reads == (0, 1, 1, 1, 1, 1)
+    assert uneven.with_heads(dim=7).heads.kv_head_of_query == uneven.heads.kv_head_of_query
+    assert uneven.with_heads(kv=2, kv_head_of_query=(0, 1, 1, 1, 1, 1)).heads.kv_head_of_query == (0, 1, 1, 1, 1, 1)
 
 
 def test_with_heads_keeps_values_as_wide_as_keys_only_where_they_were():

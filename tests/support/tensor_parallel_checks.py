@@ -113,7 +113,7 @@ def every_part() -> None:
 @case
 def uneven_heads() -> None:
     """Five heads and seven hidden units on two ranks; one kv head is used by both."""
-    heads = hw.Heads(q=5, kv=3, dim=4, reads=(0, 0, 1, 1, 2))
+    heads = hw.Heads(q=5, kv=3, dim=4, kv_head_of_query=(0, 0, 1, 1, 2))
     spec = replace(small_spec("gqa"), heads=heads)
     check_model(decoder(bp.BlockSpec(spec, feed=bp.FeedForwardSpec(7, "silu", form="gated", bias="ugd"))))
 

@@ -47,7 +47,7 @@ def test_pooling_takes_means_of_neighbours():
             old, new = (get_attention_parameters(one, site)[f"project.{side}"] for one in (net, done.after))
             close(new.view(3, 4, 24), old.view(3, 2, 4, 24).mean(1))
         close(get_attention_parameters(done.after, site)["project.q"], get_attention_parameters(net, site)["project.q"])
-    assert [spec.heads.reads for _, spec in done.after.spec.attention_specs()] == [(0, 0, 1, 1, 2, 2)] * 2
+    assert [spec.heads.kv_head_of_query for _, spec in done.after.spec.attention_specs()] == [(0, 0, 1, 1, 2, 2)] * 2
     assert done.after.cache(batch=1, capacity=5).nbytes * 2 == net.cache(batch=1, capacity=5).nbytes
 
 

@@ -324,7 +324,7 @@ def test_invalid_arguments_are_refused():
     ):
         with pytest.raises(hw.SpecError, match=reason):
             align_heads(spec, weights, **({"groups": [(0, 1, 2)], "products": heard, "sides": "kv"} | said))
-    apart = replace(spec, heads=replace(spec.heads, values=(0, 1, 0, 1, 0, 1)))
+    apart = replace(spec, heads=replace(spec.heads, value_heads=(0, 1, 0, 1, 0, 1)))
     with pytest.raises(hw.SpecError, match="grouped separately"):
         align_heads(apart, weights, [(0, 1, 2)], heard)
     with pytest.raises(ValueError, match="not finite"):

@@ -110,8 +110,11 @@ def twin(spec, weights) -> hw.Attention:
 @pytest.mark.parametrize("name", EVERY)
 def test_another_order_is_refused_or_the_same_layer(name):
     spec = EVERY[name]
-    if not spec.heads.values and spec.project.supports_grouping and "Differential" not in name:
-        shuffled = replace(spec.heads, reads=tuple(np.random.default_rng(7).permutation(spec.heads.reads).tolist()))
+    if not spec.heads.value_heads and spec.project.supports_grouping and "Differential" not in name:
+        shuffled = replace(
+            spec.heads,
+            kv_head_of_query=tuple(np.random.default_rng(7).permutation(spec.heads.kv_head_of_query).tolist()),
+        )
         spec = cases.change_spec(spec, heads=shuffled) if spec.project.uses_head_dims else spec
     layer = cases.layer(spec)
     x, z = cases.tensors(spec)
@@ -120,7 +123,7 @@ def test_another_order_is_refused_or_the_same_layer(name):
         len(spec.required_score_heads(out)) > len(spec.score_head_of_row) // len(spec.score_head_of_output)
         for out in range(len(spec.score_head_of_output))
     )
-    if mixes or spec.heads.values:
+    if mixes or spec.heads.value_heads:
         with pytest.raises(hw.SpecError, match=r"at fixed positions|grouped separately"):
             permute_heads(spec, layer.state_dict(), order)
         return
@@ -144,9 +147,9 @@ def test_contiguous_groups_make_sharing_regular():
         even, moved = make_groups_contiguous(spec, weights)
         assert not spec.heads.is_evenly_grouped
         assert even.heads.is_evenly_grouped == (
-            spec.heads.q == 6 and spec.heads.kv == 2 and len(set(map(spec.heads.reads.count, (0, 1)))) == 1
+            spec.heads.q == 6 and spec.heads.kv == 2 and len(set(map(spec.heads.kv_head_of_query.count, (0, 1)))) == 1
         )
-        assert list(even.heads.reads) == sorted(spec.heads.reads)
+        assert list(even.heads.kv_head_of_query) == sorted(spec.heads.kv_head_of_query)
         check_close(twin(even, moved)(x), twin(spec, weights)(x))
 
 

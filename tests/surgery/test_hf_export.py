@@ -601,7 +601,7 @@ def turned(spec: hw.AttentionSpec) -> dict[str, Any]:
 def test_groups_in_any_order_are_made_regular():
     """Every head still reads what it read: checked against the layer computed as it was given."""
     spec = hw.design(model=7, heads=6, kv=3, dim=5, modifiers=(hw.QKNorm(), Alibi()), bias="qkvo")
-    spec = spec.with_heads(reads=(2, 0, 1, 0, 1, 2))
+    spec = spec.with_heads(kv_head_of_query=(2, 0, 1, 0, 1, 2))
     stack = hw.model_spec.StackSpec.from_blocks(
         "decoder", 7, [hw.model_spec.BlockSpec(spec)], embedding=hw.model_spec.EmbeddingSpec(67)
     )

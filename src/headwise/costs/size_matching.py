@@ -14,6 +14,7 @@ from ..errors import SpecError, suggest
 from ..interfaces import Modifier, Part
 from ..masking.patterns import Pattern
 from ..spec.attention_spec import SLOTS, AttentionSpec
+from ..spec.heads import HEAD_MAPS
 from . import count_parameters
 from .cost_vs_length import cached_bytes, prefill_flops
 from .workload import Workload
@@ -297,7 +298,7 @@ def _resize_model(spec: AttentionSpec, model: int) -> dict[str, Any]:
 
 
 PART_SLOTS = [slot for slot in SLOTS if slot != "pattern"]
-DEFAULT_HEAD_MAPS: dict[str, Any] = {"reads": (), "values": (), "speaks": ()}  # equal groups of heads
+DEFAULT_HEAD_MAPS: dict[str, Any] = dict.fromkeys(HEAD_MAPS, ())  # equal groups of heads
 RESIZERS: dict[str, Callable[[AttentionSpec, int], dict[str, Any]]] = {
     "dim": _resize_dim,
     "vdim": lambda spec, vdim: {"heads": replace(spec.heads, vdim=vdim)},

@@ -138,7 +138,7 @@ class AttentionCircuits:
             fact = f"{self.site} scores with {self.spec.similarity!r}, which is not a product of W_Q and W_K"
             raise SpecError(f"cannot get QK circuits: {fact}")
         q, k = self._head_matrices("q", "q dim model"), self._head_matrices("k", "kv dim source")
-        return LowRankMap(q[head].T, k[heads.reads[head]])
+        return LowRankMap(q[head].T, k[heads.kv_head_of_query[head]])
 
     def ov_circuit(self, head: int) -> LowRankMap:
         """W_V W_O of an output head: what it carries from the tokens that it attends to."""

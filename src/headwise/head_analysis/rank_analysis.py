@@ -111,7 +111,7 @@ def _layer_spectrum(
     circuits: AttentionCircuits, heads: list[LowRankMap], num_draws: int, generator: torch.Generator
 ) -> LayerSpectrum:
     """Spectrum of one layer, with Gaussian weights that share key heads as the layer does."""
-    kv_head_of_query = circuits.spec.heads.reads
+    kv_head_of_query = circuits.spec.heads.kv_head_of_query
     draws = [_sample_gaussian_maps(heads, kv_head_of_query, generator) for _ in range(num_draws)]
     by_head = tuple(
         DimensionCount(

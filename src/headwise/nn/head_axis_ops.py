@@ -26,9 +26,9 @@ def average_groups(groups: Sequence[Sequence[int]]) -> Callable[[Tensor, int], T
     return lambda t, axis: torch.stack([select_heads(group)(t, axis).mean(axis) for group in groups], axis)
 
 
-def repeat_for_queries(reads: Sequence[int]) -> Callable[[Tensor, int], Tensor]:
+def repeat_for_queries(kv_head_of_query: Sequence[int]) -> Callable[[Tensor, int], Tensor]:
     """Repeats each key-value head for every query head that uses it."""
-    return select_heads(reads)
+    return select_heads(kv_head_of_query)
 
 
 def transform_axes(
@@ -87,19 +87,19 @@ class KeptHeads:
         heads = spec.heads
         q = tuple(sorted(frozenset[int]().union(*(spec.required_score_heads(out) for out in outs))))
         rows = q if heads.rows == heads.q else tuple(range(heads.rows))  # rows that a mix makes stay as they are
-        read_k = {heads.reads[h] for h in q}
+        read_k = {heads.kv_head_of_query[h] for h in q}
         read_v = {heads.value_head_of_row[row] for row in rows}
-        kv, v = tuple(sorted(read_k if heads.values else read_k | read_v)), tuple(sorted(read_v))
+        kv, v = tuple(sorted(read_k if heads.value_heads else read_k | read_v)), tuple(sorted(read_v))
         smaller = Heads(
             q=len(q),
             kv=len(kv),
             dim=heads.dim,
             vdim=heads.vdim,
-            reads=tuple(kv.index(heads.reads[h]) for h in q),
-            values=tuple(v.index(heads.values[row]) for row in rows) if heads.values else (),
-            speaks=tuple(rows.index(spec.score_head_of_output[out]) for out in outs),
+            kv_head_of_query=tuple(kv.index(heads.kv_head_of_query[h]) for h in q),
+            value_heads=tuple(v.index(heads.value_heads[row]) for row in rows) if heads.value_heads else (),
+            score_head_of_output=tuple(rows.index(spec.score_head_of_output[out]) for out in outs),
         )
-        by_axis = {"out": outs, "q": q, "kv": kv} | ({"v": v} if heads.values else {})
+        by_axis = {"out": outs, "q": q, "kv": kv} | ({"v": v} if heads.value_heads else {})
         return KeptHeads(_with(spec, smaller), by_axis)
 
 
@@ -108,24 +108,24 @@ def share_kv_heads(
 ) -> tuple[AttentionSpec, dict[str, Tensor]]:
     """The layer whose key-value heads are the means of these groups; exact if the heads of a group are equal."""
     heads = spec.heads
-    if heads.values:
+    if heads.value_heads:
         raise SpecError(f"keys and values are grouped apart here ({heads}); share them by hand")
     if sorted(head for group in groups for head in group) != list(range(heads.kv)):
         raise SpecError(f"groups {groups} must hold each of {heads.kv} key-value heads once")
     _check_even(spec, [len(group) for group in groups])
     owner = {head: n for n, group in enumerate(groups) for head in group}
-    fewer = replace(heads, kv=len(groups), reads=tuple(owner[r] for r in heads.reads))
+    fewer = replace(heads, kv=len(groups), kv_head_of_query=tuple(owner[r] for r in heads.kv_head_of_query))
     return _with(spec, fewer), transform_axes(spec, weights, {"kv": average_groups(groups)})
 
 
 def split_kv_heads(spec: AttentionSpec, weights: WeightTensors) -> tuple[AttentionSpec, dict[str, Tensor]]:
     """The layer in which every query head has its own copy of its key-value head; computes the same function."""
     heads = spec.heads
-    if heads.values:
+    if heads.value_heads:
         raise SpecError(f"keys and values are grouped apart here ({heads}); give every head its own by hand")
-    _check_even(spec, [heads.reads.count(head) for head in range(heads.kv)])
-    own = replace(heads, kv=heads.q, reads=tuple(range(heads.q)))
-    return _with(spec, own), transform_axes(spec, weights, {"kv": repeat_for_queries(heads.reads)})
+    _check_even(spec, [heads.kv_head_of_query.count(head) for head in range(heads.kv)])
+    own = replace(heads, kv=heads.q, kv_head_of_query=tuple(range(heads.q)))
+    return _with(spec, own), transform_axes(spec, weights, {"kv": repeat_for_queries(heads.kv_head_of_query)})
 
 
 def _check_even(spec: AttentionSpec, sizes: Sequence[int]) -> None:
@@ -140,5 +140,6 @@ def _check_even(spec: AttentionSpec, sizes: Sequence[int]) -> None:
 def _with(spec: AttentionSpec, heads: Heads) -> AttentionSpec:
     """The same parts, with sizes that followed from the number of heads written out, around other heads."""
     slots = {slot: getattr(spec, slot).with_fixed_sizes(spec) for slot in SLOTS if slot != "pattern"}
-    heads = replace(heads, speaks=() if heads.speaks == spec.default_score_heads(heads.rows) else heads.speaks)
+    if heads.score_head_of_output == spec.default_score_heads(heads.rows):
+        heads = replace(heads, score_head_of_output=())
     return replace(spec, heads=heads, **slots, modifiers=tuple(m.with_fixed_sizes(spec) for m in spec.modifiers))

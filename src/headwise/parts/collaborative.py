@@ -347,7 +347,7 @@ def convert_to_collaborative(
 def _bilinear_form(spec: AttentionSpec, weights: Mapping[str, Tensor]) -> BilinearForm:
     heads = spec.heads
     q, k = (weights[f"project.{side}"].detach().double().unflatten(0, (-1, heads.dim)) for side in "qk")
-    return BilinearForm(q, k[list(heads.reads)])
+    return BilinearForm(q, k[list(heads.kv_head_of_query)])
 
 
 def _argument_errors(width: int, sweeps: int, tolerance: float) -> Iterator[str]:

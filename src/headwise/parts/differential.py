@@ -32,8 +32,9 @@ class HeadPairs(OutputStep):
             yield f"{name} needs one row per score head, but there are {heads.rows} rows for {heads.q}; mix no heads"
         if heads.q % 2:
             yield f"{name} subtracts pairs of heads, but q={heads.q} is odd; use q={heads.q + 1}"
-        if any(head % 2 for head in heads.speaks):
-            yield f"speaks={heads.speaks} names second heads of pairs; name the first head of each pair, 0, 2, 4, ..."
+        if any(head % 2 for head in heads.score_head_of_output):
+            fact = f"score_head_of_output={heads.score_head_of_output} names second heads of pairs"
+            yield f"{fact}; name the first head of each pair, 0, 2, 4, ..."
 
     def required_score_heads(self, spec: AttentionSpec, heads: frozenset[int]) -> frozenset[int]:
         return heads | {head ^ 1 for head in heads}
@@ -81,13 +82,13 @@ class Differential(HeadPairs):
         pairing_errors = list(self.pairing_errors(heads))
         yield from pairing_errors
         if not pairing_errors and heads.value_head_of_row[::2] != heads.value_head_of_row[1::2]:
-            yield "Differential needs pairs of heads that share a value head; use values=(0, 0, 1, 1, ...)"
+            yield "Differential needs pairs of heads that share a value head; use value_heads=(0, 0, 1, 1, ...)"
 
     def fit_heads(self, heads: Heads) -> Heads:
         doubled = Heads.grouped(q=2 * heads.q, kv=2 * heads.kv, dim=heads.dim)
-        values = tuple(kv_head for kv_head in heads.reads for _ in range(2))
-        reads = tuple(2 * kv_head + half for kv_head in heads.reads for half in range(2))
-        return replace(doubled, vdim=2 * heads.dim, reads=reads, values=values)
+        value_heads = tuple(kv_head for kv_head in heads.kv_head_of_query for _ in range(2))
+        kv_head_of_query = tuple(2 * kv_head + half for kv_head in heads.kv_head_of_query for half in range(2))
+        return replace(doubled, vdim=2 * heads.dim, kv_head_of_query=kv_head_of_query, value_heads=value_heads)
 
     def at_depth(self, layer: int, layers: int) -> Self:
         return replace(self, depth=layer)
@@ -140,16 +141,19 @@ class DifferentialV2(HeadPairs):
             name = type(spec.project).__name__
             yield f"DifferentialV2 needs pairs of heads that share a key, unlike {name}; use project Direct()"
             return
-        kv_heads = list(zip(heads.reads, heads.value_head_of_row, strict=True))
+        kv_heads = list(zip(heads.kv_head_of_query, heads.value_head_of_row, strict=True))
         if mismatched := [i for i in range(0, heads.q, 2) if kv_heads[i] != kv_heads[i + 1]]:
             first = mismatched[0]
             yield (
                 f"DifferentialV2 subtracts heads {first} and {first + 1}, which use different key-value heads; "
-                f"use a kv that divides {heads.q // 2}, or reads=(0, 0, 1, 1, ...)"
+                f"use a kv that divides {heads.q // 2}, or kv_head_of_query=(0, 0, 1, 1, ...)"
             )
 
     def fit_heads(self, heads: Heads) -> Heads:
-        head_maps = {name: tuple(kv for kv in getattr(heads, name) for _ in range(2)) for name in ("reads", "values")}
+        head_maps = {
+            name: tuple(kv for kv in getattr(heads, name) for _ in range(2))
+            for name in ("kv_head_of_query", "value_heads")
+        }
         return replace(heads, q=2 * heads.q, **head_maps)
 
     def params(self, spec: AttentionSpec) -> Mapping[str, Param]:

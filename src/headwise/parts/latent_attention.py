@@ -62,10 +62,14 @@ class Latent(Project):
             yield f"Latent needs a dot product for its absorbed form, unlike {name}; use Dot()"
         if min(self.rank, 1 if self.query_rank is None else self.query_rank) < 1 or self.rope < 0:
             yield f"{self!r} has an invalid width; rank and query_rank need at least 1, rope at least 0"
-        if spec.heads.kv != spec.heads.q or spec.heads.values or spec.heads.reads != tuple(range(spec.heads.q)):
-            custom = spec.heads.values or spec.heads.kv == spec.heads.q
+        if (
+            spec.heads.kv != spec.heads.q
+            or spec.heads.value_heads
+            or spec.heads.kv_head_of_query != tuple(range(spec.heads.q))
+        ):
+            custom = spec.heads.value_heads or spec.heads.kv == spec.heads.q
             actual = (
-                "custom reads= or values=; use project Direct()"
+                "custom kv_head_of_query= or value_heads=; use project Direct()"
                 if custom
                 else f"kv={spec.heads.kv}; use kv={spec.heads.q}"
             )
@@ -118,7 +122,7 @@ class Latent(Project):
     def core(self, spec: AttentionSpec) -> CoreShape:
         heads, scale = spec.heads, (spec.heads.dim + self.rope) ** -0.5
         if self.form == "expanded":
-            return CoreShape(heads.reads, spec.score_head_of_row, heads.dim + self.rope, heads.vdim, scale)
+            return CoreShape(heads.kv_head_of_query, spec.score_head_of_row, heads.dim + self.rope, heads.vdim, scale)
         return CoreShape((0,) * heads.q, (0,) * len(spec.score_head_of_row), self.rank + self.rope, self.rank, scale)
 
     def equivalent_forms(self, spec: AttentionSpec) -> Mapping[str, Project]:
@@ -206,7 +210,7 @@ def convert_to_latent(spec: AttentionSpec, weights: Mapping[str, Tensor]) -> tup
     )
     latent_spec = replace(
         spec,
-        heads=replace(spec.heads, kv=spec.heads.q, dim=max(len(other_channels), 1), reads=()),
+        heads=replace(spec.heads, kv=spec.heads.q, dim=max(len(other_channels), 1), kv_head_of_query=()),
         project=project,
         modifiers=tuple(merged.transform if merged and m == transform else m for m in spec.modifiers),
     )
@@ -240,7 +244,7 @@ def _merged_key_transform(
         raise SpecError(
             f"cannot convert a layer with project {type(spec.project).__name__}; give one with project Direct"
         )
-    if spec.heads.values:
+    if spec.heads.value_heads:
         raise SpecError(f"cannot convert a layer whose keys and values are grouped differently ({spec.heads})")
     transforms = [(name, part) for name, part in spec.parts_of(QKTransform) if part.transformed_sides(spec) & set("qk")]
     if not transforms:
@@ -265,8 +269,8 @@ def _merged_projection_weights(
     heads = spec.heads
     old = {key.removeprefix("project."): tensor.detach() for key, tensor in weights.items()}
     rotary_head, rotary_channel = ([source[n] for source in rotary_channels] for n in range(2))
-    reads = list(heads.reads)
-    own_channels = (torch.tensor(reads)[:, None] == torch.tensor(rotary_head)[None]).to(old["q"])
+    kv_head_of_query = list(heads.kv_head_of_query)
+    own_channels = (torch.tensor(kv_head_of_query)[:, None] == torch.tensor(rotary_head)[None]).to(old["q"])
 
     def merge_kv(k: Tensor, v: Tensor) -> Tensor:
         k, v = k.unflatten(0, (heads.kv, heads.dim)), v.unflatten(0, (heads.kv, heads.vdim))
@@ -280,10 +284,10 @@ def _merged_projection_weights(
 
     num_key_rows = heads.kv * len(other_channels)
     selectors = torch.eye(heads.kv * (len(other_channels) + heads.vdim)).to(old["q"])
-    k_up = selectors[:num_key_rows].unflatten(0, (heads.kv, len(other_channels)))[reads]
+    k_up = selectors[:num_key_rows].unflatten(0, (heads.kv, len(other_channels)))[kv_head_of_query]
     if not other_channels:
         k_up = selectors.new_zeros(heads.q, 1, selectors.shape[1])
-    v_up = selectors[num_key_rows:].unflatten(0, (heads.kv, heads.vdim))[reads]
+    v_up = selectors[num_key_rows:].unflatten(0, (heads.kv, heads.vdim))[kv_head_of_query]
     new = {"q": widen_queries(old["q"]), "kv_down": merge_kv(old["k"], old["v"])}
     new |= {"k_up": k_up.flatten(0, 1), "v_up": v_up.flatten(0, 1)}
     if "q_bias" in old:

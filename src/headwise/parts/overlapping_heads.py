@@ -75,9 +75,13 @@ class Overlapping(Project):
         if self.schedule not in ("fixed", *OVERLAP_SCHEDULES):
             remedy = suggest(self.schedule, ("fixed", *OVERLAP_SCHEDULES))
             yield f"Overlapping(schedule={self.schedule!r}) is unknown; {remedy}"
-        if heads.reads != tuple(range(heads.q)) or heads.values:
-            custom = heads.values or heads.kv == heads.q
-            actual = "custom reads= or values=; use project Direct()" if custom else f"kv={heads.kv}; use kv={heads.q}"
+        if heads.kv_head_of_query != tuple(range(heads.q)) or heads.value_heads:
+            custom = heads.value_heads or heads.kv == heads.q
+            actual = (
+                "custom kv_head_of_query= or value_heads=; use project Direct()"
+                if custom
+                else f"kv={heads.kv}; use kv={heads.q}"
+            )
             yield f"Overlapping needs one key-value head per query head, not {actual}"
         if heads.vdim != heads.dim + 2 * self.overlap and self.overlap >= 0:
             yield f"overlapping heads have dim + 2 overlap channels; use vdim={heads.dim + 2 * self.overlap}"
@@ -116,7 +120,7 @@ class Overlapping(Project):
 
     def core(self, spec: AttentionSpec) -> CoreShape:
         heads, width = spec.heads, self.transformed_dims(spec)
-        return CoreShape(heads.reads, spec.score_head_of_row, width, width, heads.dim**-0.5)
+        return CoreShape(heads.kv_head_of_query, spec.score_head_of_row, width, width, heads.dim**-0.5)
 
     def project_query(self, x_BTD: Tensor, transform: TransformsQK, p: PartParams) -> Tensor:
         return transform(self._divide(self._project(x_BTD, "q", p), p), "q")

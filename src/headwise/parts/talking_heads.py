@@ -73,7 +73,7 @@ class TalkingHeads(Mix):
         return self.heads or heads
 
     def fit_heads(self, heads: Heads) -> Heads:
-        return replace(heads, values=tuple(range(self.heads))) if self.heads else heads
+        return replace(heads, value_heads=tuple(range(self.heads))) if self.heads else heads
 
     def params(self, spec: AttentionSpec) -> Mapping[str, Param]:
         axes = "given out" if self.on == "weights" else "given mixed"

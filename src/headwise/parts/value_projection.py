@@ -73,7 +73,11 @@ class Values(Project):
     def core(self, spec: AttentionSpec) -> CoreShape:
         heads = spec.heads
         return CoreShape(
-            heads.reads, tuple(heads.value_head_of_row[row] for row in spec.score_head_of_row), 0, heads.vdim, 1.0
+            heads.kv_head_of_query,
+            tuple(heads.value_head_of_row[row] for row in spec.score_head_of_row),
+            0,
+            heads.vdim,
+            1.0,
         )
 
     def project_query(self, x_BTD: Tensor, transform: TransformsQK, p: PartParams) -> Tensor:

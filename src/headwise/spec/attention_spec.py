@@ -22,7 +22,7 @@ from ..interfaces import (
 )
 from ..interfaces.core_types import CoreShape, Param, Phase
 from ..masking.patterns import Causal, Full, Pattern
-from .heads import Heads
+from .heads import HEAD_MAPS, Heads
 
 P = TypeVar("P", bound=Part)
 SLOTS: dict[str, type] = {
@@ -152,7 +152,7 @@ class AttentionSpec:
     @property
     def score_head_of_output(self) -> tuple[int, ...]:
         """The score head that each output head comes from."""
-        return self.heads.speaks or self.default_score_heads(self.heads.rows)
+        return self.heads.score_head_of_output or self.default_score_heads(self.heads.rows)
 
     @property
     def kv_head_of_output(self) -> tuple[int, ...]:
@@ -236,12 +236,13 @@ class AttentionSpec:
     def with_heads(self, **changes: Any) -> AttentionSpec:
         """A copy with other heads, such as ``spec.with_heads(kv=2)``.
 
-        A change of q or kv resets `reads`, `values` and `speaks` to even groups, unless they are given too.
+        A change of q or kv resets `kv_head_of_query`, `value_heads` and `score_head_of_output` to even groups, unless
+        they are given too.
         """
         known = {f.name for f in fields(Heads)}
         if unknown := sorted(set(changes) - known):
             raise SpecError(f"heads have no {unknown[0]!r}; {suggest(unknown[0], known)}")
-        resets: dict[str, Any] = {"reads": (), "values": (), "speaks": ()} if {"q", "kv"} & set(changes) else {}
+        resets: dict[str, Any] = dict.fromkeys(HEAD_MAPS, ()) if {"q", "kv"} & set(changes) else {}
         if "dim" in changes and self.heads.vdim == self.heads.dim:
             resets["vdim"] = 0
         return replace(self, heads=replace(self.heads, **(resets | changes)))

@@ -7,6 +7,9 @@ from typing import Any, cast
 
 from ..errors import SpecError
 
+# The fields of `Heads` that map heads to heads; empty ones stand for equal groups.
+HEAD_MAPS = ("kv_head_of_query", "value_heads", "score_head_of_output")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Heads:
@@ -14,14 +17,14 @@ class Heads:
 
     Queries and keys have `dim` channels per head, values `vdim` (0 means `dim`).
 
-    ``reads[h]`` is the key head of query head h. ``values[r]`` is the value head of row r of the attention weights;
-    without `values`, row h belongs to query head h and uses the value head ``reads[h]``. ``speaks[o]`` is the row of
-    weights that output head o comes from. One class thus describes multi-head, grouped-query and multi-query attention
-    and every pruned shape:
+    ``kv_head_of_query[h]`` is the key-value head of query head h. ``value_heads[r]`` is the value head of row r of the
+    attention weights; without `value_heads`, row h belongs to query head h and uses the value head
+    ``kv_head_of_query[h]``. ``score_head_of_output[o]`` is the row of weights that output head o comes from. One class
+    thus describes multi-head, grouped-query and multi-query attention and every pruned shape:
 
-    >>> Heads.grouped(q=6, kv=2, dim=5).reads
+    >>> Heads.grouped(q=6, kv=2, dim=5).kv_head_of_query
     (0, 0, 0, 1, 1, 1)
-    >>> Heads(q=3, kv=2, dim=5, reads=(0, 1, 1)).is_evenly_grouped
+    >>> Heads(q=3, kv=2, dim=5, kv_head_of_query=(0, 1, 1)).is_evenly_grouped
     False
     """
 
@@ -29,9 +32,9 @@ class Heads:
     kv: int
     dim: int
     vdim: int = 0
-    reads: tuple[int, ...] = ()
-    values: tuple[int, ...] = ()
-    speaks: tuple[int, ...] = ()
+    kv_head_of_query: tuple[int, ...] = ()
+    value_heads: tuple[int, ...] = ()
+    score_head_of_output: tuple[int, ...] = ()
 
     @staticmethod
     def grouped(*, q: int, dim: int, kv: int | None = None, vdim: int | None = None) -> Heads:
@@ -46,24 +49,27 @@ class Heads:
         if self.vdim == 0:
             object.__setattr__(self, "vdim", self.dim)
         _positive("vdim", self.vdim)
-        for name in ("reads", "values", "speaks"):
+        for name in HEAD_MAPS:
             object.__setattr__(self, name, _check_head_map(name, getattr(self, name)))
-        if not self.reads:
-            object.__setattr__(self, "reads", _even_groups(self.q, self.kv))
-        if self.values == self.reads:
-            object.__setattr__(self, "values", ())
-        _check_all_heads_used("reads", self.reads, self.q, self.kv, "key-value head")
-        if self.values:
-            _check_all_heads_used("values", self.values, len(self.values), self.num_value_heads, "value head")
-        if any(not 0 <= own < self.rows for own in self.speaks):
+        if not self.kv_head_of_query:
+            object.__setattr__(self, "kv_head_of_query", _even_groups(self.q, self.kv))
+        if self.value_heads == self.kv_head_of_query:
+            object.__setattr__(self, "value_heads", ())
+        _check_all_heads_used("kv_head_of_query", self.kv_head_of_query, self.q, self.kv, "key-value head")
+        if self.value_heads:
+            _check_all_heads_used(
+                "value_heads", self.value_heads, len(self.value_heads), self.num_value_heads, "value head"
+            )
+        if any(not 0 <= own < self.rows for own in self.score_head_of_output):
             raise SpecError(
-                f"speaks={self.speaks} has a score head outside 0..{self.rows - 1}; give one per output head"
+                f"score_head_of_output={self.score_head_of_output} has a score head outside 0..{self.rows - 1}; "
+                "give one per output head"
             )
 
     @property
     def value_head_of_row(self) -> tuple[int, ...]:
         """The value head of each row of attention weights."""
-        return self.values or self.reads
+        return self.value_heads or self.kv_head_of_query
 
     @property
     def rows(self) -> int:
@@ -73,17 +79,17 @@ class Heads:
     @property
     def value_axis(self) -> str:
         """The name of the axis of value heads: "kv" if they are grouped as the keys are, else "v"."""
-        return "v" if self.values else "kv"
+        return "v" if self.value_heads else "kv"
 
     @property
     def num_value_heads(self) -> int:
         """The number of value heads."""
-        return max(self.values) + 1 if self.values else self.kv
+        return max(self.value_heads) + 1 if self.value_heads else self.kv
 
     @property
     def is_evenly_grouped(self) -> bool:
         """Whether each key-value head is shared by an equal number of neighbouring query heads."""
-        return not self.values and self.q % self.kv == 0 and self.reads == _even_groups(self.q, self.kv)
+        return not self.value_heads and self.q % self.kv == 0 and self.kv_head_of_query == _even_groups(self.q, self.kv)
 
     def __repr__(self) -> str:
         values = {f.name: getattr(self, f.name) for f in fields(self)}
@@ -91,10 +97,10 @@ class Heads:
         values = {
             name: value
             for name, value in values.items()
-            if not (value == () or (name == "vdim" and value == self.dim) or (name == "reads" and grouped))
+            if not (value == () or (name == "vdim" and value == self.dim) or (name == "kv_head_of_query" and grouped))
         }
         args = ", ".join(f"{name}={value!r}" for name, value in values.items())
-        return f"Heads.grouped({args})" if grouped and not self.speaks else f"Heads({args})"
+        return f"Heads.grouped({args})" if grouped and not self.score_head_of_output else f"Heads({args})"
 
 
 def _positive(name: str, value: object) -> None:
@@ -113,7 +119,7 @@ def _even_groups(q: int, kv: int) -> tuple[int, ...]:
     if q % kv:
         divisors = [n for n in range(1, q + 1) if q % n == 0]
         raise SpecError(
-            f"{q} query heads cannot share {kv} key-value heads evenly; use kv in {divisors}, or give reads="
+            f"{q} query heads cannot share {kv} key-value heads evenly; use kv in {divisors}, or give kv_head_of_query="
         )
     return tuple(h // (q // kv) for h in range(q))
 

@@ -12,14 +12,17 @@ from ..errors import SpecError, suggest
 from ..interfaces.part import field_defaults, find_class
 from ..masking import patterns
 from .attention_spec import SLOTS, AttentionSpec
-from .heads import Heads
+from .heads import HEAD_MAPS, Heads
+
+# Names that head maps had in the first files.
+OLD_HEAD_MAPS = {"reads": "kv_head_of_query", "values": "value_heads", "speaks": "score_head_of_output"}
 
 
 def to_dict(spec: AttentionSpec) -> dict[str, Any]:
     """The spec as a dictionary of plain values, without fields that equal their defaults."""
     heads = {f.name: getattr(spec.heads, f.name) for f in fields(Heads)}
     if spec.heads.is_evenly_grouped:
-        del heads["reads"]
+        del heads["kv_head_of_query"]
     if heads["vdim"] == heads["dim"]:
         del heads["vdim"]
     data: dict[str, Any] = {"model": spec.model}
@@ -125,11 +128,12 @@ def _field_value(where: str, value: Any) -> Any:
 
 
 def _heads(table: dict[str, Any]) -> Heads:
+    table = {OLD_HEAD_MAPS.get(name, name): value for name, value in table.items()}
     _check_keys("heads", table, [f.name for f in fields(Heads)])
     if missing := [name for name in ("q", "dim") if name not in table]:
         raise SpecError(f"heads lack {missing[0]}; add {missing[0]} = ...")
     head_maps: dict[str, Any] = {
-        name: tuple(_list(f"heads.{name}", table[name])) for name in ("reads", "values", "speaks") if name in table
+        name: tuple(_list(f"heads.{name}", table[name])) for name in HEAD_MAPS if name in table
     }
     values: dict[str, Any] = {"kv": table["q"]} | table | head_maps
     return Heads(**values)

@@ -312,7 +312,7 @@ def _absorb_maps(
     project, merge = type(spec.project).__name__, type(spec.merge).__name__
     absorbed = {project: spec.project.absorb_matrix(spec, exact, side, maps)}
     if side == "k":
-        query_weights = spec.project.absorb_matrix(spec, exact, "q", maps[list(heads.reads)])
+        query_weights = spec.project.absorb_matrix(spec, exact, "q", maps[list(heads.kv_head_of_query)])
         return {project: {**absorbed[project], **query_weights} if absorbed[project] and query_weights else {}}
     value_heads = [heads.value_head_of_row[row] for row in spec.score_head_of_output]
     return absorbed | {merge: spec.merge.absorb_matrix(spec, exact, maps[value_heads].mT)}
@@ -337,7 +337,7 @@ def _check_alignment(
     spec: AttentionSpec, groups: GroupSequence, products: Mapping[str, CrossProducts], sides: str
 ) -> None:
     heads = spec.heads
-    if heads.values:
+    if heads.value_heads:
         raise SpecError(f"cannot align heads: keys and values are grouped separately ({heads})")
     if not sides or set(sides) - set(SIDE_NAMES) or len(set(sides)) != len(sides):
         raise SpecError(f"sides must be 'k', 'v' or 'kv', got {sides!r}")

@@ -255,12 +255,12 @@ def make_groups_contiguous(
 
     >>> import headwise as hw
     >>> spec = hw.design(model=8, heads=4, kv=2)
-    >>> mixed = replace(spec, heads=replace(spec.heads, reads=(1, 0, 0, 1)))
+    >>> mixed = replace(spec, heads=replace(spec.heads, kv_head_of_query=(1, 0, 0, 1)))
     >>> ordered, _ = make_groups_contiguous(mixed, hw.Attention(mixed).state_dict())
     >>> ordered == spec
     True
     """
-    return permute_heads(spec, weights, sorted(range(spec.heads.q), key=lambda head: spec.heads.reads[head]))
+    return permute_heads(spec, weights, sorted(range(spec.heads.q), key=lambda head: spec.heads.kv_head_of_query[head]))
 
 
 def permute_heads(
@@ -270,15 +270,15 @@ def permute_heads(
 
     >>> import headwise as hw
     >>> spec = hw.design(model=8, heads=4, kv=2)
-    >>> permute_heads(spec, hw.Attention(spec).state_dict(), (2, 0, 3, 1))[0].heads.reads
+    >>> permute_heads(spec, hw.Attention(spec).state_dict(), (2, 0, 3, 1))[0].heads.kv_head_of_query
     (0, 1, 0, 1)
     """
     heads = spec.heads
     if sorted(order) != list(range(heads.q)):
         raise SpecError(f"order must list each of {heads.q} score heads once, got {list(order)}")
     new_index = {head: n for n, head in enumerate(order)}
-    kv = list(dict.fromkeys(heads.reads[head] for head in order))
-    if heads.values:
+    kv = list(dict.fromkeys(heads.kv_head_of_query[head] for head in order))
+    if heads.value_heads:
         raise SpecError(f"cannot reorder heads: keys and values are grouped separately ({heads})")
     rows_per_output = len(spec.score_head_of_row) // len(spec.score_head_of_output)
     if mixed := [
@@ -287,12 +287,14 @@ def permute_heads(
         needed = sorted(spec.required_score_heads(mixed[0]))
         raise SpecError(f"cannot reorder heads: output head {mixed[0]} uses score heads {needed} at fixed positions")
     outputs = sorted(range(len(spec.score_head_of_output)), key=lambda out: new_index[spec.score_head_of_output[out]])
-    reads = tuple(kv.index(heads.reads[head]) for head in order)
+    kv_head_of_query = tuple(kv.index(heads.kv_head_of_query[head]) for head in order)
     score_heads = tuple(new_index[spec.score_head_of_output[out]] for out in outputs)
     new_spec = replace(
         spec,
         heads=replace(
-            heads, reads=reads, speaks=() if score_heads == spec.default_score_heads(heads.q) else score_heads
+            heads,
+            kv_head_of_query=kv_head_of_query,
+            score_head_of_output=() if score_heads == spec.default_score_heads(heads.q) else score_heads,
         ),
     )
     row_heads = [

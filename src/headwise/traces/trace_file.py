@@ -20,9 +20,9 @@ from .attention_trace import Trace
 SCHEMA_VERSION = 1
 DOCUMENT_KEY, CHECKSUM_KEY = "headwise.trace", "sha256"
 STORAGE_DTYPES = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "U8": np.dtype("u1"), "I32": np.dtype("<i4")}
-# Keys of the file that differ from the names of the fields of records.
-LAYER_KEYS = {"kv_head_of_query": "reads", "query_stream": "asks", "key_stream": "told"}
-CALL_KEYS = {"first_query_row": "asked"}
+# Keys that fields of records had in the first files, with their names of today.
+OLD_LAYER_KEYS = {"reads": "kv_head_of_query", "asks": "query_stream", "told": "key_stream"}
+OLD_CALL_KEYS = {"asked": "first_query_row"}
 HEADER_LENGTH_BYTES = 8  # size of the field that stores the length of the header
 
 
@@ -126,8 +126,8 @@ def _list_arrays(trace: Trace) -> Iterator[tuple[str, Array]]:
 
 def _trace_to_dict(trace: Trace) -> dict[str, Any]:
     layers = [
-        {LAYER_KEYS.get(name, name): value for name, value in vars(layer).items() if name not in ("arrays", "calls")}
-        | {"calls": [_rename_keys(asdict(call), CALL_KEYS) for call in layer.calls]}
+        {name: value for name, value in vars(layer).items() if name not in ("arrays", "calls")}
+        | {"calls": [asdict(call) for call in layer.calls]}
         for layer in trace.layers
     ]
     grids = [
@@ -173,7 +173,7 @@ def _layer_from_dict(
 ) -> AttentionRecord:
     layer_arrays = {name.partition(".")[2]: array for name, array in arrays.items() if name.startswith(f"{number}.")}
     calls = tuple(_call_from_dict(call) for call in fields["calls"])
-    arguments = _rename_keys(fields, {key: name for name, key in LAYER_KEYS.items()})
+    arguments = _rename_keys(fields, OLD_LAYER_KEYS)
     arguments |= {"kv_head_of_query": tuple(arguments["kv_head_of_query"]), "calls": calls, "arrays": layer_arrays}
     layer = AttentionRecord(**arguments)
     for call in calls:
@@ -183,7 +183,7 @@ def _layer_from_dict(
 
 def _call_from_dict(fields: Mapping[str, Any]) -> AttentionCallRecord:
     tuples = {name: tuple(fields[name]) for name in ("queries", "keys", "grids")}
-    return AttentionCallRecord(**_rename_keys({**fields, **tuples}, {key: name for name, key in CALL_KEYS.items()}))
+    return AttentionCallRecord(**_rename_keys({**fields, **tuples}, OLD_CALL_KEYS))
 
 
 def _rename_keys(fields: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:

@@ -56,7 +56,7 @@ def to_canonical_form(net: Transformer) -> CanonicalForm:
 
     >>> import headwise as hw
     >>> from headwise.model_spec import BlockSpec, EmbeddingSpec, StackSpec
-    >>> spec = hw.design(model=8, heads=4, kv=2, dim=3).with_heads(reads=(0, 1, 0, 1))
+    >>> spec = hw.design(model=8, heads=4, kv=2, dim=3).with_heads(kv_head_of_query=(0, 1, 0, 1))
     >>> stack = StackSpec.from_blocks("decoder", 8, [BlockSpec(spec)], embedding=EmbeddingSpec(5))
     >>> [(_, sorted_spec)] = to_canonical_form(
     ...     hw.build(ModelSpec("x", "decoder", (stack,)))
@@ -102,19 +102,21 @@ def _sort_heads(form: CanonicalForm) -> CanonicalForm:
         return form
     for site, spec in specs.items():
         heads, weights = spec.heads, _site_tensors(form, site, spec)
-        if heads.values or spec.score_head_of_output != tuple(range(heads.q)):
+        if heads.value_heads or spec.score_head_of_output != tuple(range(heads.q)):
             continue
-        columns = next((weights[key].tolist() for key, _, _ in list_index_constants(spec)), list(heads.reads))
+        columns = next(
+            (weights[key].tolist() for key, _, _ in list_index_constants(spec)), list(heads.kv_head_of_query)
+        )
         by_column = heads.kv == heads.q
-        order = sorted(range(heads.q), key=lambda h: columns[h] if by_column else heads.reads[h])
-        groups = list(dict.fromkeys(heads.reads[h] for h in order))
+        order = sorted(range(heads.q), key=lambda h: columns[h] if by_column else heads.kv_head_of_query[h])
+        groups = list(dict.fromkeys(heads.kv_head_of_query[h] for h in order))
         if order == sorted(order) and groups == sorted(groups):
             continue
-        reads = tuple(groups.index(heads.reads[h]) for h in order)
+        kv_head_of_query = tuple(groups.index(heads.kv_head_of_query[h]) for h in order)
         moved = transform_axes(
             spec, weights, {"q": select_heads(order), "out": select_heads(order), "kv": select_heads(groups)}
         )
-        specs[site] = replace(spec, heads=replace(heads, reads=reads))
+        specs[site] = replace(spec, heads=replace(heads, kv_head_of_query=kv_head_of_query))
         tensors |= {name: moved[key] for key in moved if (name := f"{site}.{key}") in tensors}
     return CanonicalForm(replace_specs(form.model_spec, specs), tensors)
 
