@@ -44,7 +44,7 @@ class Work:
         holding = wrap_single_process(net) if world is None else shard_model(net, world)
         recipe = Recipe(batch=rows, precision="fp32", compile="off", attention="fused")
         self.train_step = TrainStep(holding, recipe, StepOptions("fp32", "off"))
-        self.optimiser = AdamWOptimiser(group_parameters(holding.own, net.spec, recipe.decays), recipe)
+        self.optimiser = AdamWOptimiser(group_parameters(holding.own, net.spec, recipe.decayed_parameters), recipe)
         self.holding, self.clip = holding, recipe.clip
         net.train()
 

@@ -36,8 +36,8 @@ def ours(path: Path, folder: str, rate: float) -> dict[str, Any]:
     """Through the library's own loop, at its own choice of precision."""
     data = make_task("text", path=str(path), tokens="chars", length=SHAPE.length, valid=0.1, test=0.0)
     recipe = Recipe(
-        steps=STEPS, batch=BATCH, lr=rate, schedule="cosine", warmup=WARM / STEPS, floor=LEAST / rate,
-        betas=(0.9, 0.99), weight_decay=0.1, clip=1.0, start="gpt2", seed=1337, evaluate_every=250,
+        steps=STEPS, batch=BATCH, lr=rate, schedule="cosine", warmup=WARM / STEPS, min_lr_ratio=LEAST / rate,
+        betas=(0.9, 0.99), weight_decay=0.1, clip=1.0, init="gpt2", seed=1337, evaluate_every=250,
         evaluate_batches=10**6, checkpoint_every=1000,
     )  # fmt: skip
     result = hw.train(data, to_model_spec(SHAPE), recipe, out=folder)

@@ -60,7 +60,7 @@ def described(vocabulary: int, layers: int = LAYERS, width: int = WIDTH) -> Mode
 def recipe(steps: int) -> Recipe:
     """One-cycle over all steps."""
     return Recipe(
-        steps=steps, batch=128, lr=1.5e-3, warmup=0.15, weight_decay=0.01, dropout=0.15, smoothing=0.1,
+        steps=steps, batch=128, lr=1.5e-3, warmup=0.15, weight_decay=0.01, dropout=0.15, label_smoothing=0.1,
         evaluate_every=max(1, steps // 10), evaluate_batches=8, checkpoint_every=max(1, steps // 10),
     )  # fmt: skip
 

@@ -50,7 +50,7 @@ class Setting:
     layers: int = 2
     base: float = 30.0
     recipe: hw.Recipe = field(default=hw.Recipe(
-        steps=900, batch=32, lr=0.003, schedule="constant", warmup=120 / 900, start="gpt2", evaluate_every=100,
+        steps=900, batch=32, lr=0.003, schedule="constant", warmup=120 / 900, init="gpt2", evaluate_every=100,
         checkpoint_every=25, keep=1000, precision="fp32", compile="off", attention="plain", device="cpu"))  # fmt: skip
     kept: tuple[int, ...] = (0, 25, 50, 100, 150, 200, 300, 400, 500, 600, 700, 900)
     texts: int = 40

@@ -84,10 +84,10 @@ LOST = "waited for another rank, which ended; saved checkpoints are intact, cont
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("victim", "spread"), [(0, "data=2"), (1, "data=2"), (1, "shards=2")])
-def test_a_killed_rank_ends_the_job_with_one_line_and_the_run_goes_on(tmp_path: Path, victim: int, spread: str):
+@pytest.mark.parametrize(("victim", "parallelism"), [(0, "data=2"), (1, "data=2"), (1, "shards=2")])
+def test_a_killed_rank_ends_the_job_with_one_line_and_the_run_goes_on(tmp_path: Path, victim: int, parallelism: str):
     """To the same bits as a run that nobody killed."""
-    more = [*STEPS, "--parallelism", spread]
+    more = [*STEPS, "--parallelism", parallelism]
     processes = start_ranks(2, *command(tmp_path / "killed", *more))
     wait_for_step(tmp_path / "killed", 5)
     processes[victim].send_signal(signal.SIGKILL)

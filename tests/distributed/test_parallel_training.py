@@ -35,8 +35,8 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 def alone(case: str, way: str) -> dict[str, Any]:
     """The steps of one rank; of terms, in as many parts as ranks take rows of their own."""
-    spread = Parallelism.parse(way)
-    parts = {"accumulate": spread.data * spread.shards} if case == "terms" else {}
+    parallelism = Parallelism.parse(way)
+    parts = {"accumulate": parallelism.data * parallelism.shards} if case == "terms" else {}
     return steps_of_any_case(case, ProcessInfo(), "data=1", **parts)
 
 
@@ -93,8 +93,10 @@ def test_a_run_resumes_under_another_parallelism(two: tuple[Path, list[dict[str,
     recipe = short_recipe(batch=6, steps=6, evaluate_every=3, lr=0.01)
     assert run_until(-1, recipe, tmp_path / "one") == ""
     check_similar_runs(two[0] / "ways", tmp_path / "one")
-    spreads = [record["spread"] for record in read_lines(two[0] / "ways" / "metrics.jsonl") if record["event"] == "run"]
-    assert spreads == ["tensor=2", "context=2", "tensor=2"]
+    layouts = [
+        record["parallelism"] for record in read_lines(two[0] / "ways" / "metrics.jsonl") if record["event"] == "run"
+    ]
+    assert layouts == ["tensor=2", "context=2", "tensor=2"]
 
 
 @pytest.mark.parametrize("way", TWO_RANKS)

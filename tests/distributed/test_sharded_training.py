@@ -23,15 +23,15 @@ from support.training_comparison import check_equal_steps, check_similar_runs, l
 
 ALONE = ProcessInfo()
 
-# --- a spread ------------------------------------------------------------------------------------------
+# --- parallelism ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "spread", [Parallelism(), Parallelism(data=3), Parallelism(data=2, tensor=5), Parallelism(2, 3, 5, 7)]
+    "parallelism", [Parallelism(), Parallelism(data=3), Parallelism(data=2, tensor=5), Parallelism(2, 3, 5, 7)]
 )
-def test_a_parallelism_survives_its_text(spread: Parallelism):
-    assert Parallelism.parse(str(spread)) == spread
-    assert Parallelism.over(str(spread), spread.size) == spread
+def test_a_parallelism_survives_its_text(parallelism: Parallelism):
+    assert Parallelism.parse(str(parallelism)) == parallelism
+    assert Parallelism.over(str(parallelism), parallelism.size) == parallelism
 
 
 @pytest.mark.parametrize(
@@ -55,19 +55,21 @@ def test_an_impossible_parallelism_is_refused_in_one_line(text: str, ranks: int,
 
 def test_every_rank_stands_somewhere_else_and_neighbours_differ_in_the_last_way():
     """Against the places of an array of that shape."""
-    spread = Parallelism(data=2, context=3, shards=5, tensor=7)
-    ranks = torch.arange(spread.size).view(spread.shape)
-    for rank in range(spread.size):
-        assert ranks[tuple(spread.place(rank).values())] == rank
-    assert sorted(spread.rank_groups("context", "tensor")) == sorted(ranks.permute(0, 2, 1, 3).reshape(10, 21).tolist())
+    parallelism = Parallelism(data=2, context=3, shards=5, tensor=7)
+    ranks = torch.arange(parallelism.size).view(parallelism.shape)
+    for rank in range(parallelism.size):
+        assert ranks[tuple(parallelism.place(rank).values())] == rank
+    assert sorted(parallelism.rank_groups("context", "tensor")) == sorted(
+        ranks.permute(0, 2, 1, 3).reshape(10, 21).tolist()
+    )
 
 
 def test_a_parallelism_without_ranks_is_refused_before_writing(tmp_path: Path):
     with pytest.raises(SpecError, match="data=2 needs 2 processes, not 1; start 2 processes"):
-        train(Echo(), recipe=short_recipe(spread="data=2"), out=tmp_path / "never")
+        train(Echo(), recipe=short_recipe(parallelism="data=2"), out=tmp_path / "never")
     assert not (tmp_path / "never").exists()
     with pytest.raises(SpecError, match="unknown parallel dimension 'rows'"):
-        short_recipe(spread="rows=2")
+        short_recipe(parallelism="rows=2")
 
 
 @pytest.fixture(scope="module")
@@ -222,7 +224,7 @@ REFUSED = {
     "data": "SpecError: first batch is '",
     "model": "SpecError: model.stack",
     "weights": "SpecError: weights is '",
-    "spread": "SpecError: spread is 'data=2' on rank 0, 'shards=2' on rank 1;",
+    "parallelism": "SpecError: parallelism is 'data=2' on rank 0, 'shards=2' on rank 1;",
     "rows": "SpecError: batch=1 has fewer rows than the 2 data shards; use batch=2 or more, or fewer ranks",
     "parts": "SpecError: batch=4 with accumulate=4 has fewer rows than the 2 data shards; use batch=8 or more",
     "size": "SpecError: data=3 needs 3 processes, not 2; start 3 processes, or give data=2",

@@ -70,7 +70,7 @@ EVERY = (
     decoder(
         block(ApproximateAttention(FULL, "it bends", (("bend", 3),))),
         block(None),
-        block(None, still=("attention",)),
+        block(None, constant_sublayers=("attention",)),
         notes=("as told",),
     ),
     ModelSpec(

@@ -197,7 +197,7 @@ def test_the_gradient_of_the_penalty_is_in_closed_form(said, layers):
 
 @pytest.mark.parametrize("training", ["train", "eval"])
 @pytest.mark.parametrize("regulariser", ["sum", "mean"])
-def test_auxiliary_losses_of_two_layers_add_up(regulariser, training):
+def test_aux_losses_of_two_layers_add_up(regulariser, training):
     """The sum over all heads, or the mean over layers of the sum over the heads of each."""
     x, ledger = cases.tensors(base())[0], hw.AuxLosses()
     expected = []

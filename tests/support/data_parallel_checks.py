@@ -66,7 +66,7 @@ def take_steps(task: Task, net: Transformer, recipe: Recipe, launch: ProcessInfo
     world = ProcessMesh(launch, Parallelism.over(parallelism, launch.size))
     sharded = shard_model(net, world)
     stepper = TrainStep(sharded, recipe, StepOptions("fp32", "off"))
-    optimiser = AdamWOptimiser(group_parameters(sharded.own, net.spec, recipe.decays), recipe)
+    optimiser = AdamWOptimiser(group_parameters(sharded.own, net.spec, recipe.decayed_parameters), recipe)
     results: dict[str, Any] = {"losses": [], "norms": [], "gradients": []}
     for step in range(STEPS):
         net.train()
@@ -82,7 +82,7 @@ def gradient(holding: Any, name: str, own: nn.Parameter) -> Tensor | None:
     return None if own.grad is None else holding.whole(name, own.grad).clone()
 
 
-# Steps that every spread takes: a task, what its recipe says, and by how many parts each batch is taken.
+# Steps that every layout of ranks takes: a task, what its recipe says, and by how many parts each batch is taken.
 STEPPED: dict[str, tuple[Task, dict[str, Any]]] = {
     "echo": (Echo(), {"batch": 5}),
     "odd": (Irregular(), {"batch": 6, "clip": 0.1}),
@@ -92,13 +92,13 @@ STEPPED: dict[str, tuple[Task, dict[str, Any]]] = {
 }
 
 
-def steps_of_case(case: str, launch: ProcessInfo, spread: str, **also: Any) -> dict[str, Any]:
+def steps_of_case(case: str, launch: ProcessInfo, parallelism: str, **also: Any) -> dict[str, Any]:
     """Steps of one case in float64, where only the order of sums differs."""
     task, settings = STEPPED[case]
     recipe = short_recipe(**settings, **also)
     net = hw.build(task.model(), seed=3).double()
     net.checkpointing = "block" if recipe.activations == "recompute" else "none"
-    return take_steps(task, net, recipe, launch, spread)
+    return take_steps(task, net, recipe, launch, parallelism)
 
 
 def steps(folder: Path) -> dict[str, Any]:
@@ -126,7 +126,7 @@ def sent_messages(folder: Path) -> dict[str, Any]:
                     stepper.compute_gradients((Irregular() if name == "odd" else Echo()).batch(0, 6))
                 messages[parallelism, name] = [tuple(message) for message in meter.messages]
                 messages[parallelism, name, "counted"] = [
-                    tuple(m) for m in count_communication(model, sharded.world.spread, parts)
+                    tuple(m) for m in count_communication(model, sharded.world.parallelism, parts)
                 ]
     return messages
 
@@ -203,15 +203,15 @@ def refusals(folder: Path) -> dict[str, str]:
         "data": run(Shifted() if second else Echo()),
         "model": run(described=smaller_model() if second else None),
         "weights": run(described=hw.build(Echo().model(), seed=RANK)),
-        "spread": run(spread="shards=2" if second else "data=2"),
+        "parallelism": run(parallelism="shards=2" if second else "data=2"),
         "rows": run(batch=1),
         "parts": run(batch=4, accumulate=4),
-        "size": run(spread="data=3"),
-        "compile": run(spread="shards=2", compile="on"),
+        "size": run(parallelism="data=3"),
+        "compile": run(parallelism="shards=2", compile="on"),
         "one rank": run(Missing() if second else Echo()),
         "diverged": run(described=diverging_model(), out="diverged"),
-        "diverged slices": run(described=diverging_model(), out="diverged-slices", spread="shards=2"),
-        "bad weight": run(described=model_with_nan_weight(), out="bad-weight", spread="shards=2"),
+        "diverged slices": run(described=diverging_model(), out="diverged-slices", parallelism="shards=2"),
+        "bad weight": run(described=model_with_nan_weight(), out="bad-weight", parallelism="shards=2"),
     }
 
 
@@ -273,13 +273,13 @@ def runs(folder: Path) -> dict[str, Any]:
         "stopped": run_until(3, random, folder / "stopped"),
         "resumed": run_until(-1, random, folder / "stopped"),
     }
-    slices = short_recipe(**DROPPED, spread="shards=2")
+    slices = short_recipe(**DROPPED, parallelism="shards=2")
     run_until(-1, slices, folder / "slices")
     run_until(3, slices, folder / "slices stopped")
     run_until(-1, slices, folder / "slices stopped")
-    run_until(1, short_recipe(**PLAIN, spread="shards=2"), folder / "other ways")
-    run_until(3, short_recipe(**PLAIN, spread="data=2"), folder / "other ways")
-    run_until(-1, short_recipe(**PLAIN, spread="shards=2"), folder / "other ways")
+    run_until(1, short_recipe(**PLAIN, parallelism="shards=2"), folder / "other ways")
+    run_until(3, short_recipe(**PLAIN, parallelism="data=2"), folder / "other ways")
+    run_until(-1, short_recipe(**PLAIN, parallelism="shards=2"), folder / "other ways")
     run_until(3, short_recipe(**PLAIN), folder / "one, two, one")
     run_compiled_then_sharded(folder / "compiled")
     return messages | refusals(folder)
@@ -292,6 +292,6 @@ def run_compiled_then_sharded(folder: Path) -> None:
         torch.compile = lambda hidden: hidden
         run_until(1, short_recipe(**{**PLAIN, "compile": "auto"}), folder)
         torch.compile = None
-        run_until(-1, short_recipe(**{**PLAIN, "compile": "auto", "spread": "shards=2"}), folder)
+        run_until(-1, short_recipe(**{**PLAIN, "compile": "auto", "parallelism": "shards=2"}), folder)
     finally:
         torch.compile = compiling

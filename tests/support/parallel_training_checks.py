@@ -66,7 +66,7 @@ def sent_messages(launch: ProcessInfo) -> dict[str, Any]:
             rows = BatchShape(8, batch.x.shape[1], 0 if batch.source is None else batch.source.shape[1])
             with CommunicationMeter() as meter:
                 stepper.compute_gradients(batch)
-            counted = count_communication(model, world.spread, parts, rows)
+            counted = count_communication(model, world.parallelism, parts, rows)
             found[parallelism, name] = Counter(map(tuple, meter.messages)), Counter(map(tuple, counted))
     return found
 
@@ -75,10 +75,10 @@ def runs(folder: Path) -> dict[str, str]:
     """A run that is resumed under another parallelism after each interrupt, and a run with auxiliary losses."""
     settings = {"batch": 6, "steps": 6, "evaluate_every": 3, "lr": 0.01}
     for at, way in ((1, "tensor=2"), (3, "context=2"), (-1, "tensor=2")):
-        run_until(at, short_recipe(**settings, spread=way), folder / "ways")
+        run_until(at, short_recipe(**settings, parallelism=way), folder / "ways")
     for way in TWO_RANKS:
-        train(Balanced(), recipe=short_recipe(**BALANCED, spread=way), out=folder / f"balanced {way}")
-        train(Answered(), recipe=short_recipe(**settings, spread=way, dropout=0.3), out=folder / f"dropped {way}")
+        train(Balanced(), recipe=short_recipe(**BALANCED, parallelism=way), out=folder / f"balanced {way}")
+        train(Answered(), recipe=short_recipe(**settings, parallelism=way, dropout=0.3), out=folder / f"dropped {way}")
     return {"drawn": rng_states(folder)}
 
 
@@ -90,7 +90,7 @@ def rng_states(folder: Path) -> list[float]:
         with suppress(KeyboardInterrupt):
             train(
                 RecordsRng(),
-                recipe=short_recipe(batch=6, dropout=0.3, spread=parallelism),
+                recipe=short_recipe(batch=6, dropout=0.3, parallelism=parallelism),
                 out=folder / "drawn",
                 resume="allowed",
             )
@@ -108,11 +108,11 @@ def refusals(folder: Path) -> dict[str, str]:
         return "nothing"
 
     return {
-        "mixed": message_of(Mixed(), spread="tensor=2"),
-        "one head": message_of(OneHead(), spread="tensor=2"),
-        "pixels": message_of(Pictures(), spread="context=2"),
-        "compiled": message_of(Echo(), spread="tensor=2", compile="on"),
-        "compiled rows": message_of(Echo(), spread="context=2", compile="on"),
+        "mixed": message_of(Mixed(), parallelism="tensor=2"),
+        "one head": message_of(OneHead(), parallelism="tensor=2"),
+        "pixels": message_of(Pictures(), parallelism="context=2"),
+        "compiled": message_of(Echo(), parallelism="tensor=2", compile="on"),
+        "compiled rows": message_of(Echo(), parallelism="context=2", compile="on"),
     }
 
 

@@ -74,7 +74,7 @@ def check_cut(net: Transformer, keep: dict[str, Any]) -> Transformer:
 def test_pruned_equals_ablated_for_every_norm_placement(placement, kept):
     net = with_random_biases(stacked(hw.design(model=12, heads=3, bias="qkvo", pattern="causal"), placement, scale=0.7))
     small = check_cut(net, {"decoder.0.attention": kept})
-    assert small.spec.stacks[0].layers[0].still == (() if kept else ("attention",))
+    assert small.spec.stacks[0].layers[0].constant_sublayers == (() if kept else ("attention",))
     check_cut(small, {"decoder.1.attention": (1,)})
 
 
@@ -180,7 +180,7 @@ def test_a_mean_that_rides_on_the_same_heads_is_not_cut():
         remove_heads(net, {"decoder.0.cross": ()})
 
 
-@pytest.mark.parametrize("still", [("attention",), ("feed",)])
-def test_a_constant_in_place_of_a_described_attention_is_refused(still):
+@pytest.mark.parametrize("constant_sublayers", [("attention",), ("feed",)])
+def test_a_constant_in_place_of_a_described_attention_is_refused(constant_sublayers):
     with pytest.raises(hw.SpecError, match=r"name an attention that is left out"):
-        bp.BlockSpec(hw.design(model=12, heads=3), still=still)
+        bp.BlockSpec(hw.design(model=12, heads=3), constant_sublayers=constant_sublayers)

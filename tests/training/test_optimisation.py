@@ -35,7 +35,7 @@ def rates(recipe: Recipe) -> list[float]:
 def test_cosine_is_its_formula(floor: float):
     warmup = 5
     for step, rate in enumerate(
-        rates(Recipe(steps=STEPS, lr=0.3, schedule="cosine", warmup=5 / STEPS, floor=floor)), 1
+        rates(Recipe(steps=STEPS, lr=0.3, schedule="cosine", warmup=5 / STEPS, min_lr_ratio=floor)), 1
     ):
         part = (step - warmup) / (STEPS - warmup)
         wanted = step / warmup if step < warmup else floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * part))
@@ -69,11 +69,13 @@ def test_one_cycle_is_torchs(floor: float):
         wanted.append(theirs.get_last_lr()[0])
         adamw.step()
         theirs.step() if len(wanted) < STEPS else None
-    assert rates(Recipe(steps=STEPS, lr=0.3, schedule="one-cycle", warmup=0.3, floor=floor)) == pytest.approx(wanted)
+    assert rates(Recipe(steps=STEPS, lr=0.3, schedule="one-cycle", warmup=0.3, min_lr_ratio=floor)) == pytest.approx(
+        wanted
+    )
 
 
 def test_wsd_is_a_trapezium():
-    ours = rates(Recipe(steps=20, lr=0.5, schedule="wsd", warmup=0.2, decay=0.25, floor=0.2))
+    ours = rates(Recipe(steps=20, lr=0.5, schedule="wsd", warmup=0.2, decay=0.25, min_lr_ratio=0.2))
     wanted = [0.25, 0.5, 0.75, *[1.0] * 12, 0.84, 0.68, 0.52, 0.36, 0.2]
     assert ours == pytest.approx([0.5 * factor for factor in wanted])
 
@@ -81,7 +83,9 @@ def test_wsd_is_a_trapezium():
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize(("steps", "warmup"), [(1, 0.0), (1, 1.0), (2, 0.5), (3, 1.0), (50, 0.0), (50, 0.1)])
 def test_every_learning_rate_is_between_zero_and_the_peak(name: str, steps: int, warmup: float):
-    found = rates(Recipe(steps=steps, lr=0.1, schedule=name, warmup=warmup, decay=min(0.2, 1 - warmup), floor=0.01))
+    found = rates(
+        Recipe(steps=steps, lr=0.1, schedule=name, warmup=warmup, decay=min(0.2, 1 - warmup), min_lr_ratio=0.01)
+    )
     assert all(0 < rate <= 0.1 + 1e-12 for rate in found)
 
 
@@ -101,13 +105,13 @@ def test_every_learning_rate_is_between_zero_and_the_peak(name: str, steps: int,
         ({"betas": (0.9, 1.0)}, "two numbers >= 0 and < 1"),
         ({"betas": (0.9,)}, "two numbers"),
         ({"dropout": 1.0}, "dropout=1.0"),
-        ({"smoothing": -0.1}, "smoothing=-0.1"),
+        ({"label_smoothing": -0.1}, "label_smoothing=-0.1"),
         ({"batch": 12, "accumulate": 5}, "use accumulate=4 or batch=15"),
         ({"schedule": "wsd", "warmup": 0.5, "decay": 0.6}, "use decay=0.5 or less"),
         ({"lr": 0.5, "weight_decay": 2.0}, "use weight_decay below 2"),
         ({"precision": "fp16"}, r"precision='fp16'\) is unknown"),
         ({"keep": 0}, "keep=0"),
-        ({"terms": (("balance",),)}, "must be pairs of a name and a weight"),
+        ({"aux_losses": (("balance",),)}, "must be pairs of a name and a weight"),
     ],
 )
 def test_absurd_recipes_are_refused_in_one_line(said: dict, told: str):
@@ -117,9 +121,9 @@ def test_absurd_recipes_are_refused_in_one_line(said: dict, told: str):
 
 
 def test_a_recipe_survives_toml():
-    one = Recipe(steps=7, lr=3e-5, betas=(0.8, 0.95), terms=(("balance", 0.01), ("l0", 2.0)), schedule="wsd")
+    one = Recipe(steps=7, lr=3e-5, betas=(0.8, 0.95), aux_losses=(("balance", 0.01), ("l0", 2.0)), schedule="wsd")
     assert recipes.from_toml(recipes.to_toml(one)) == one
-    assert recipes.from_toml("steps = 9", defaults=one).terms == one.terms
+    assert recipes.from_toml("steps = 9", defaults=one).aux_losses == one.aux_losses
     with pytest.raises(SpecError, match="did you mean 'steps'"):
         recipes.from_toml("step = 9")
     with pytest.raises(SpecError, match="the recipe is not valid TOML"):
@@ -138,7 +142,7 @@ def test_decay_reaches_matrices_alone():
         "attention, decayed": [f"decoder.0.attention.{n}" for n in ("output.o", "project.k", "project.q", "project.v")],
         "feed, decayed": ["decoder.0.feed.down", "decoder.0.feed.up"],
     }
-    assert "embedding, decayed" not in train_step.group_parameters(named, described, "maps")
+    assert "embedding, decayed" not in train_step.group_parameters(named, described, "non-embeddings")
     assert {name for group in matrices.values() for name in group} == set(named)
 
 
@@ -266,7 +270,7 @@ def test_smoothing_of_a_recipe_reaches_the_loss():
     batch, net = Echo().batch(0, 5), hw.build(Echo().model(), seed=3).double()
     logits, labels = net(batch.x, sequence=batch.tokens).flatten(0, 1), batch.labels.flatten()
     wanted = nn.functional.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, label_smoothing=0.2)
-    assert gradients(short_recipe(smoothing=0.2), batch)[0] == pytest.approx(wanted.item(), rel=1e-12)
+    assert gradients(short_recipe(label_smoothing=0.2), batch)[0] == pytest.approx(wanted.item(), rel=1e-12)
 
 
 def test_recomputed_activations_give_the_same_gradient():
@@ -287,18 +291,19 @@ def test_terms_join_the_loss_by_their_factor():
     net(batch.x, sequence=batch.tokens)
     balance = sum(term.item() for term in terms.values())
     assert len(terms) == 2
-    found = make_train_step(net, short_recipe(batch=4, terms=(("balance", 0.5),))).compute_gradients(batch).item()
+    found = make_train_step(net, short_recipe(batch=4, aux_losses=(("balance", 0.5),))).compute_gradients(batch).item()
     assert found - plain == pytest.approx(0.5 * balance, rel=1e-9)
     net.checkpointing = "block"
     assert (
-        make_train_step(net, short_recipe(batch=4, terms=(("balance", 0.5),))).compute_gradients(batch).item() == found
+        make_train_step(net, short_recipe(batch=4, aux_losses=(("balance", 0.5),))).compute_gradients(batch).item()
+        == found
     )
 
 
 def test_a_term_that_no_part_sets_is_refused():
     net = hw.build(Routed().model(), seed=3)
-    with pytest.raises(SpecError, match="no layer has the auxiliary loss 'balanc' of terms=; use one of balance"):
-        make_train_step(net, short_recipe(terms=(("balanc", 0.5),))).compute_gradients(Routed().batch(0, 5))
+    with pytest.raises(SpecError, match="no layer has the auxiliary loss 'balanc' of aux_losses=; use one of balance"):
+        make_train_step(net, short_recipe(aux_losses=(("balanc", 0.5),))).compute_gradients(Routed().batch(0, 5))
 
 
 # --- what is chosen by measuring -----------------------------------------------------------------------

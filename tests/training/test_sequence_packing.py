@@ -79,8 +79,8 @@ def test_packed_pairs_have_the_unpacked_gradients(accumulate):
 def test_packed_texts_have_the_unpacked_gradients(task):
     net = hw.build(task.model(), seed=1).double()
     terms = (("balance", 0.3),) if isinstance(task, Routed) else ()
-    expected = gradients(net, task.batch(0, 6), "padded", terms=terms)
-    check_same(gradients(net, task.batch(0, 6), "packed", terms=terms), expected)
+    expected = gradients(net, task.batch(0, 6), "padded", aux_losses=terms)
+    check_same(gradients(net, task.batch(0, 6), "packed", aux_losses=terms), expected)
 
 
 def test_shares_of_ranks_are_packed_apart():
@@ -231,7 +231,7 @@ def test_rows_divided_by_tokens_are_not_packed():
     from headwise.training.run_setup import check_ranks
 
     world = ProcessMesh(ProcessInfo(), Parallelism(), "cpu")
-    world.spread = Parallelism(context=2)
+    world.parallelism = Parallelism(context=2)
     with pytest.raises(SpecError, match="does not support context parallelism"):
         check_ranks(Recipe(rows="packed"), world)
 

@@ -49,7 +49,7 @@ EXPERT_OPTIONS = {
         "rows", str, "KIND", "padded, packed (several texts per row), or auto, which measures both (default: auto)"
     ),
     "parallelism": RecipeOption(
-        "spread", str, "AXES", "work per rank, as in data=2,shards=2; auto is data parallelism (default: auto)"
+        "parallelism", str, "AXES", "work per rank, as in data=2,shards=2; auto is data parallelism (default: auto)"
     ),
 }
 RESUME_HINT = "run the same command with --resume to continue"

@@ -166,8 +166,8 @@ def _block_items(block: BlockSpec, model: int, workload: Workload, settings: Act
     norms_before, norms_after = NORM_PLACEMENTS[block.placement]
     if block.placement == "parallel" and block.norm_names:
         yield from _norm_items("norm", block, model, context)
-    branches = [name for name in block.sublayer_names if name not in block.still]
-    for name in block.still:
+    branches = [name for name in block.sublayer_names if name not in block.constant_sublayers]
+    for name in block.constant_sublayers:
         if f"{name}_norm" in block.norm_names:
             yield from _norm_items(f"{name}_norm", block, model, context)
     for name in branches:

@@ -168,24 +168,27 @@ def count_communication(
     return messages
 
 
-def _layer_messages(described: ModelSpec, spread: Parallelism, rows: BatchShape) -> list[CollectiveMessage]:
+def _layer_messages(described: ModelSpec, parallelism: Parallelism, rows: BatchShape) -> list[CollectiveMessage]:
     """Return the messages inside layers, for one micro-batch."""
-    tokens, source = (-(-count // spread.context) for count in (rows.tokens, rows.source))
+    tokens, source = (-(-count // parallelism.context) for count in (rows.tokens, rows.source))
     messages = []
-    if spread.tensor > 1:
+    if parallelism.tensor > 1:
         numels = iter_tensor_parallel_sizes(described, BatchShape(rows.rows, tokens, source))
-        messages += [CollectiveMessage("sum", FLOAT_BYTES * numel, spread.tensor) for numel in numels]
-    if spread.context > 1:
-        own = partition_model(described, spread.tensor)[0].spec
+        messages += [CollectiveMessage("sum", FLOAT_BYTES * numel, parallelism.tensor) for numel in numels]
+    if parallelism.context > 1:
+        own = partition_model(described, parallelism.tensor)[0].spec
         numels = iter_context_parallel_sizes(
-            own, BatchShape(rows.rows, tokens * spread.context, source * spread.context)
+            own, BatchShape(rows.rows, tokens * parallelism.context, source * parallelism.context)
         )
         messages += [
-            CollectiveMessage(kind, FLOAT_BYTES * n, spread.context) for n in numels for kind in ("gather", "scatter")
+            CollectiveMessage(kind, FLOAT_BYTES * n, parallelism.context)
+            for n in numels
+            for kind in ("gather", "scatter")
         ]
-        padded = [each for count, each in ((rows.tokens, tokens), (rows.source, source)) if count % spread.context]
+        padded = [each for count, each in ((rows.tokens, tokens), (rows.source, source)) if count % parallelism.context]
         messages += [
-            CollectiveMessage("gather", POSITION_BYTES * each * spread.context, spread.context) for each in padded
+            CollectiveMessage("gather", POSITION_BYTES * each * parallelism.context, parallelism.context)
+            for each in padded
         ]
     return messages
 
@@ -207,7 +210,7 @@ def _bucket_sizes(weights: Iterable[WeightSpec]) -> Iterator[int]:
 
 
 def _fsdp_messages(
-    described: ModelSpec, weights: Mapping[str, WeightSpec], spread: Parallelism, parts: int
+    described: ModelSpec, weights: Mapping[str, WeightSpec], parallelism: Parallelism, parts: int
 ) -> Iterator[CollectiveMessage]:
     """Yield the messages of FSDP2: layers are gathered in both passes, embeddings and heads once."""
     unread = tuple(f"head.{head.name}." for head in described.heads[1:])
@@ -221,14 +224,16 @@ def _fsdp_messages(
         sliced = [(name, weight) for name, weight in group if not _is_unsharded(weight)]
         learned = [weight for name, weight in sliced if not name.startswith(unread)]
         gathered = CollectiveMessage(
-            "gather", FLOAT_BYTES * _padded_numel([w for _, w in sliced], spread.shards), spread.shards
+            "gather", FLOAT_BYTES * _padded_numel([w for _, w in sliced], parallelism.shards), parallelism.shards
         )
-        scattered = CollectiveMessage("scatter", FLOAT_BYTES * _padded_numel(learned, spread.shards), spread.shards)
+        scattered = CollectiveMessage(
+            "scatter", FLOAT_BYTES * _padded_numel(learned, parallelism.shards), parallelism.shards
+        )
         if not sliced:
             continue
         messages = [*[gathered] * times, scattered]
-        if (copies := spread.data * spread.context) > 1:
-            messages.append(CollectiveMessage("sum", scattered.held // spread.shards, copies))
+        if (copies := parallelism.data * parallelism.context) > 1:
+            messages.append(CollectiveMessage("sum", scattered.held // parallelism.shards, copies))
         yield from messages * parts
 
 

@@ -65,7 +65,7 @@ class Parallelism(CheckedDataclass):
                 raise SpecError(f"unknown parallel dimension {way!r}; {suggest(way, PARALLEL_DIMS)}")
             if way in sizes or not count.isascii() or not count.isdigit():
                 raise SpecError(
-                    f"cannot parse spread={text!r}; write each dimension once with its number, as in data=2"
+                    f"cannot parse parallelism={text!r}; write each dimension once with its number, as in data=2"
                 )
             sizes[way] = int(count)
         return Parallelism(**sizes)
@@ -82,11 +82,11 @@ class Parallelism(CheckedDataclass):
         """
         if text == AUTO:
             return Parallelism(data=num_ranks)
-        spread = Parallelism.parse(text)
-        if spread.size != num_ranks:
-            problem = f"{spread} needs {spread.size} processes, not {num_ranks}"
-            raise SpecError(f"{problem}; start {spread.size} processes, or give data={num_ranks}")
-        return spread
+        parallelism = Parallelism.parse(text)
+        if parallelism.size != num_ranks:
+            problem = f"{parallelism} needs {parallelism.size} processes, not {num_ranks}"
+            raise SpecError(f"{problem}; start {parallelism.size} processes, or give data={num_ranks}")
+        return parallelism
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -41,7 +41,12 @@ class ProcessMesh:
     """
 
     def __init__(self, process: ProcessInfo, parallelism: Parallelism, device: torch.device | str = "cpu") -> None:
-        self.rank, self.size, self.spread, self.device = process.rank, process.size, parallelism, torch.device(device)
+        self.rank, self.size, self.parallelism, self.device = (
+            process.rank,
+            process.size,
+            parallelism,
+            torch.device(device),
+        )
         self.place = parallelism.place(process.rank)
         self._groups: dict[tuple[str, ...], dist.ProcessGroup] = {}
         self._device_mesh: DeviceMesh | None = None
@@ -74,31 +79,34 @@ class ProcessMesh:
     @property
     def num_workers(self) -> int:
         """Number of workers, that is of tensor-parallel groups, which work on different data."""
-        return self.size // self.spread.tensor
+        return self.size // self.parallelism.tensor
 
     @property
     def num_data_shards(self) -> int:
         """Number of parts into which the rows are divided; ranks of one context group have the same rows."""
-        return self.num_workers // self.spread.context
+        return self.num_workers // self.parallelism.context
 
     def _index_along(self, ways: Sequence[str]) -> tuple[int, int]:
         """Return the index of this rank in these dimensions, and the number of ranks in them."""
         index, count = 0, 1
         for way in ways:
-            index, count = index * getattr(self.spread, way) + self.place[way], count * getattr(self.spread, way)
+            index, count = (
+                index * getattr(self.parallelism, way) + self.place[way],
+                count * getattr(self.parallelism, way),
+            )
         return index, count
 
     @property
     def device_mesh(self) -> DeviceMesh:
         """All ranks as a torch DeviceMesh with the dimension names of PARALLEL_DIMS."""
         if self._device_mesh is None:
-            self._device_mesh = init_device_mesh(self.device.type, self.spread.shape, mesh_dim_names=PARALLEL_DIMS)
+            self._device_mesh = init_device_mesh(self.device.type, self.parallelism.shape, mesh_dim_names=PARALLEL_DIMS)
         return self._device_mesh
 
     def group(self, *ways: str) -> dist.ProcessGroup:
         """Return the process group of the ranks that differ from this one only in these dimensions."""
         if ways not in self._groups:
-            rank_groups = self.spread.rank_groups(*ways)
+            rank_groups = self.parallelism.rank_groups(*ways)
             self._groups[ways] = cast(dist.ProcessGroup, dist.new_subgroups_by_enumeration(rank_groups)[0])
         return self._groups[ways]
 

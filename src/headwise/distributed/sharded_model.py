@@ -128,7 +128,7 @@ class ShardedModel:
         """Return the number of ranks that hold the same part of a tensor."""
         parts = 1
         for way in self.shardings[name].dims if name in self.shardings else ():
-            parts *= getattr(self.world.spread, way)
+            parts *= getattr(self.world.parallelism, way)
         return self.world.size // parts
 
     # --- whole tensors ---
@@ -188,8 +188,10 @@ def wrap_single_process(net: Transformer, device: torch.device | str = "cpu") ->
 
 def shard_model(net: Transformer, mesh: ProcessMesh) -> ShardedModel:
     """Return this rank's part of a model that every rank has built in full; the rest is freed."""
-    check_partition(net.spec, mesh.spread)
-    groups = {way: CollectiveGroup(mesh.group(way)) for way in ("context", "tensor") if getattr(mesh.spread, way) > 1}
+    check_partition(net.spec, mesh.parallelism)
+    groups = {
+        way: CollectiveGroup(mesh.group(way)) for way in ("context", "tensor") if getattr(mesh.parallelism, way) > 1
+    }
     if "tensor" in groups:
         from .tensor_parallel import TensorParallelModel
 
@@ -216,7 +218,7 @@ def check_partition(spec: ModelSpec, parallelism: Parallelism) -> None:
 
 def _shard_parameters(net: Transformer, mesh: ProcessMesh) -> ShardedModel:
     """Apply FSDP2, or keep all parameters and sum their gradients in buckets."""
-    if mesh.spread.shards > 1:
+    if mesh.parallelism.shards > 1:
         return apply_fsdp(net, mesh)
     params = _trainable_params(net)
     return ShardedModel(
@@ -271,7 +273,7 @@ def apply_fsdp(net: Transformer, process_mesh: ProcessMesh) -> ShardedModel:
 
     Tied tensors stay whole because they are read outside the layer that owns them; scalars stay whole as well.
     """
-    copies = [way for way in ("data", "context") if getattr(process_mesh.spread, way) > 1]  # at most one of them
+    copies = [way for way in ("data", "context") if getattr(process_mesh.parallelism, way) > 1]  # at most one of them
     mesh = process_mesh.device_mesh[*copies, "shards"] if copies else process_mesh.device_mesh["shards"]
     trainable = {name: p for name, p in net.named_parameters() if p.requires_grad}
     tied = {name for name, weight in net.spec.params().items() if weight.tied_to}
@@ -288,7 +290,7 @@ def apply_fsdp(net: Transformer, process_mesh: ProcessMesh) -> ShardedModel:
             module.set_force_sum_reduction_for_comms(True)
     group, rank = process_mesh.group("shards"), process_mesh.place["shards"]
     shardings = {
-        name: FSDPSharding(length, rank, process_mesh.spread.shards, group) for name, length in lengths.items()
+        name: FSDPSharding(length, rank, process_mesh.parallelism.shards, group) for name, length in lengths.items()
     }
     slices = {name: cast(DTensor, p) for name, p in net.named_parameters() if name in shardings}
     own = {name: unsharded[name] if name in unsharded else _local_parameter(slices[name]) for name in trainable}

@@ -248,7 +248,7 @@ class RelevanceForward:
             inputs = {name: self._run_norm(norms[norm], x) if norm in norms else x for name, norm in norm_names.items()}
             return tape.sum_terms(x, *(self._run_sublayer(layer, name, z, call, states) for name, z in inputs.items()))
         for name in layer.sublayers:
-            is_computed = name not in layer.still  # else it is replaced by a constant
+            is_computed = name not in layer.constant_sublayers  # else it is replaced by a constant
             normed = self._run_norm(norms[f"{name}_norm"], x) if is_computed and placement in ("pre", "sandwich") else x
             y = self._run_sublayer(layer, name, normed, call, states)
             if is_computed and placement in ("after", "sandwich"):
@@ -260,7 +260,7 @@ class RelevanceForward:
     def _run_sublayer(
         self, layer: TransformerLayer, name: str, x: RelevanceNode, call: LayerInputs, states: RelevanceNode | None
     ) -> RelevanceNode:
-        if name in layer.still:
+        if name in layer.constant_sublayers:
             return RelevanceNode(layer.get_parameter(f"{name}.constant").detach().double().expand_as(x.value))
         if name == "feed":
             assert isinstance(layer.feed, FeedForward)

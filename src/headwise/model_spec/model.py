@@ -63,8 +63,9 @@ class BlockSpec(SpecNode):
     x + norm(f(norm(x))), as Gemma 2; "parallel": x + attention(norm(x)) + feed(norm(x)), one norm for both, as GPT-J;
     "abreast": parallel sublayers with one norm each, as GPT-NeoX. The output of every sublayer is multiplied by
     `scale` (Granite). form="merged" has no self-attention; its cross-attention also adds the mean over the tokens so
-    far, computed with its own value and output projections (1908.11365). `still` names attentions ("attention",
-    "cross") that were pruned away entirely: each is replaced by one learned vector, added to every token.
+    far, computed with its own value and output projections (1908.11365). `constant_sublayers` names
+    attentions ("attention", "cross") that were pruned away entirely: each is replaced by one learned vector, which is
+    added to every token.
     """
 
     choices: ClassVar[Mapping[str, tuple[str, ...]]] = {
@@ -78,14 +79,15 @@ class BlockSpec(SpecNode):
     placement: str = "pre"
     form: str = "plain"
     scale: float = 1.0
-    still: tuple[str, ...] = ()
+    constant_sublayers: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if invalid := [name for name in self.still if name not in ATTENTION_SUBLAYERS or name in self.attention_specs]:
-            raise SpecError(
-                f"BlockSpec(still={self.still!r}) cannot hold {invalid[0]!r}; name an attention that is left out"
-            )
+        if invalid := [
+            name for name in self.constant_sublayers if name not in ATTENTION_SUBLAYERS or name in self.attention_specs
+        ]:
+            fact = f"BlockSpec(constant_sublayers={self.constant_sublayers!r}) cannot hold {invalid[0]!r}"
+            raise SpecError(f"{fact}; name an attention that is left out")
         if self.form == "merged" and (self.attention is not None or self.cross is None):
             raise SpecError(
                 "BlockSpec(form='merged') adds a mean to its cross-attention; give cross=, and no attention"
@@ -94,7 +96,9 @@ class BlockSpec(SpecNode):
     @property
     def sublayer_names(self) -> tuple[str, ...]:
         """The names of its sublayers, in the order in which they are applied."""
-        present = [name for name in ATTENTION_SUBLAYERS if name in self.attention_specs or name in self.still]
+        present = [
+            name for name in ATTENTION_SUBLAYERS if name in self.attention_specs or name in self.constant_sublayers
+        ]
         return (*present, *(["feed"] if self.feed else []))
 
     @property
@@ -126,7 +130,7 @@ class BlockSpec(SpecNode):
             yield from add_prefix(name, name, _attention_weights(spec))
         if isinstance(self.attention, ApproximateAttention):
             yield from add_prefix("attention", "attention", make_vectors(self.attention.more))
-        for name in self.still:
+        for name in self.constant_sublayers:
             yield from add_prefix(name, name, [make_weight("constant", "model", model=width)])
         yield from add_prefix("feed", "feed", self.feed.weights(width)) if self.feed else ()
         for name in self.norm_names:
@@ -135,7 +139,9 @@ class BlockSpec(SpecNode):
     @property
     def norm_names(self) -> tuple[str, ...]:
         """The names of its norms, such as "attention_norm"; "norm" if one norm serves all sublayers."""
-        normed = [name for name in self.sublayer_names if name not in self.still or self.placement == "post"]
+        normed = [
+            name for name in self.sublayer_names if name not in self.constant_sublayers or self.placement == "post"
+        ]
         if self.placement == "parallel":
             return ("norm",) if normed else ()
         return tuple(f"{name}_{norm}" for name in normed for norm in NORMS_OF_PLACEMENT[self.placement])

@@ -98,10 +98,14 @@ def _read_value(where: str, value: Any, kind: Any, defaults: SpecDefaults) -> An
     return value
 
 
+OLD_FIELD_NAMES = {"still": "constant_sublayers"}  # of the first files
+
+
 def _read_node(where: str, table: dict[str, Any], kinds: list[type], defaults: SpecDefaults) -> Any:
     """Build an object of the first of these classes that has all fields of the table."""
     if not kinds:
         raise SpecError(f"{where} = {table!r} is a table; give a plain value")
+    table = {OLD_FIELD_NAMES.get(name, name): value for name, value in table.items()}
     fitting = [kind for kind in kinds if set(table) <= {f.name for f in fields(kind)}]
     if not fitting:
         known = {f.name for kind in kinds for f in fields(kind)}

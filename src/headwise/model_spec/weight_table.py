@@ -124,7 +124,7 @@ def _describe_block(block: BlockSpec) -> str:
     phrases = [f"{name} {_describe_heads(spec)}" for name, spec in block.attention_specs.items()]
     if isinstance(block.attention, ApproximateAttention):
         phrases.append(f"approximately: {block.attention.reason}")
-    phrases += [f"{name} one vector" for name in block.still]
+    phrases += [f"{name} one vector" for name in block.constant_sublayers]
     if block.form == "merged":
         phrases.append("merged with the mean over past tokens")
     return "; ".join([*phrases, f"{block.norm.kind} norm, {block.placement}"])

@@ -56,11 +56,11 @@ class TransformerLayer(nn.Module):
             raise SpecError(f"cannot build {name}.attention: {described.attention.reason}; change its spec")
         self.spec, self.name, self.dropout = described, name, dropout
         self.placement, self.scale = described.placement, described.scale
-        self.sublayers, self.still = described.sublayer_names, described.still
+        self.sublayers, self.constant_sublayers = described.sublayer_names, described.constant_sublayers
         self._merged: tuple[MergedAttention, ...] = ()  # in a tuple: its parts are saved and moved as the layer's own
         for role, spec in described.attention_specs.items():
             self._add_attention(role, spec, owners, described.form)
-        for role in described.still:
+        for role in described.constant_sublayers:
             self.add_module(role, ConstantSublayer(width))
         if isinstance(described.feed, ExpertsSpec):
             self.feed = MixtureOfExperts(described.feed, width, dropout)
@@ -84,7 +84,7 @@ class TransformerLayer(nn.Module):
     @property
     def attentions(self) -> dict[str, Attention]:
         """The attention modules by their names in the spec: "attention", "cross"."""
-        names = (name for name in self.sublayers if name != "feed" and name not in self.still)
+        names = (name for name in self.sublayers if name != "feed" and name not in self.constant_sublayers)
         return {name: cast(Attention, self._modules[name]) for name in names}
 
     def cache(self, *, batch: int, capacity: int, storage_format: str | None = None) -> dict[str, KVCache]:
@@ -130,8 +130,8 @@ class TransformerLayer(nn.Module):
         return x if norm is None else norm(x)  # a constant sublayer has a norm only if placement="post"
 
     def _sublayer_output(self, name: str, z: Tensor, inputs: LayerInputs) -> Tensor:
-        """The output of one sublayer after scale and dropout; a pruned attention (`still`) gives its constant."""
-        if name in self.still:
+        """The output of one sublayer after scale and dropout; a constant sublayer gives its vector."""
+        if name in self.constant_sublayers:
             return cast(ConstantSublayer, self._modules[name]).constant
         y = self.feed(z) if name == "feed" else self._attention_output(name, z, inputs)
         y = y if self.scale == 1 else y * self.scale

@@ -79,7 +79,7 @@ def replace_attentions(net: Transformer, changes: Mapping[str, AttentionChange])
     ...     seed=0,
     ... )
     >>> removed = replace_attentions(net, {"decoder.1.attention": AttentionChange(None, {"constant": torch.ones(8)})})
-    >>> [block.still for block in removed.spec.stacks[0].layers]
+    >>> [block.constant_sublayers for block in removed.spec.stacks[0].layers]
     [(), ('attention',)]
     """
     resolved = {site: _resolve_constant(net, site, change) for site, change in changes.items()}
@@ -129,9 +129,11 @@ def _replace_block_specs(block: BlockSpec, changes: Mapping[str, AttentionChange
     if not changes:
         return block
     removed = [role for role, change in changes.items() if change.spec is None]
-    still = tuple(role for role in ATTENTION_SUBLAYERS if role in block.still or role in removed)
+    constant_sublayers = tuple(
+        role for role in ATTENTION_SUBLAYERS if role in block.constant_sublayers or role in removed
+    )
     specs = {role: changes[role].spec if role in changes else getattr(block, role) for role in ATTENTION_SUBLAYERS}
-    return replace(block, **specs, still=still)
+    return replace(block, **specs, constant_sublayers=constant_sublayers)
 
 
 def _tensors(net: Transformer, spec: ModelSpec, changes: Mapping[str, AttentionChange]) -> Iterator[tuple[str, Tensor]]:

@@ -48,8 +48,8 @@ def compute_aux_loss(aux_losses: AuxLosses, weights: Sequence[tuple[str, float]]
     known = {name for _, name in aux_losses.terms}
     for name, _ in weights:
         if name not in known:
-            hint = f"use one of {', '.join(sorted(known))}" if known else "this model has none, leave terms= out"
-            raise SpecError(f"no layer has the auxiliary loss {name!r} of terms=; {hint}")
+            hint = f"use one of {', '.join(sorted(known))}" if known else "this model has none, leave aux_losses= out"
+            raise SpecError(f"no layer has the auxiliary loss {name!r} of aux_losses=; {hint}")
     return sum((weight * aux_losses.total(name) for name, weight in weights), 0.0)
 
 

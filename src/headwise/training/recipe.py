@@ -106,7 +106,7 @@ SCHEDULES: Mapping[str, Callable[[ScheduleStep], float]] = {
 
 RECIPE_CHOICES = {
     "schedule": tuple(SCHEDULES),
-    "decays": ("matrices", "maps"),
+    "decayed_parameters": ("matrices", "non-embeddings"),
     "precision": ("auto", "fp32", "bf16"),
     "compile": ("auto", "on", "off"),
     "attention": ("auto", "fused", "plain"),
@@ -121,11 +121,11 @@ RECIPE_RANGES: dict[str, tuple[float, float]] = {
     "lr": (1e-12, 1),
     "warmup": (0, 1),
     "decay": (0, 1),
-    "floor": (0, 1),
+    "min_lr_ratio": (0, 1),
     "eps": (1e-16, 1),
     "weight_decay": (0, 10),
     "clip": (0, 1e6),
-    "smoothing": (0, 0.999),
+    "label_smoothing": (0, 0.999),
     "dropout": (0, 0.999),
     "seed": (0, 2**63 - 1),
     "evaluate_every": (1, 10**9),
@@ -141,11 +141,11 @@ class Recipe(CheckedDataclass):
     """Hyperparameters of a training run.
 
     Optimisation: a step takes `batch` examples, in `accumulate` parts if memory is short. `lr` is the peak learning
-    rate; `schedule` is its shape, with `warmup` and (for "wsd") `decay` as shares of the steps and `floor` as a share
-    of `lr`. The optimiser is AdamW (1711.05101) with `betas`, `eps` and `weight_decay`, which applies to all matrices
-    (decays="matrices") or to all matrices but the token and position embeddings (decays="maps"). `clip` bounds the
-    gradient norm; 0 turns clipping off. `smoothing` is label smoothing. `terms` are the weights of auxiliary losses by
-    name, such as (("balance", 0.01),). `start` is the initialisation of new tensors, as in `build`.
+    rate; `schedule` is its shape, with `warmup` and (for "wsd") `decay` as shares of the steps; it does not fall below
+    `min_lr_ratio` x `lr`. The optimiser is AdamW (1711.05101) with `betas`, `eps` and `weight_decay`, which applies to
+    all matrices (decayed_parameters="matrices") or to all but the token and position embeddings ("non-embeddings").
+    `clip` bounds the gradient norm; 0 turns clipping off. `aux_losses` are the weights of auxiliary losses by
+    name, such as (("balance", 0.01),). `init` is the initialisation of new tensors, as in `build`.
 
     Evaluation and checkpoints: every `evaluate_every` steps, `evaluate_batches` held-out batches are evaluated.
     Training stops early after `patience` evaluations without a lower loss; 0 turns that off. Every `checkpoint_every`
@@ -154,8 +154,8 @@ class Recipe(CheckedDataclass):
     Execution: `precision`, `compile`, `attention` and `rows` are chosen by trial steps if they are "auto".
     attention="plain" runs the operations of attention one by one, "fused" lets each layer choose a backend.
     rows="packed" concatenates the texts of a batch into one row, "padded" pads each to the longest.
-    activations="recompute" recomputes the activations of each block in the backward pass. `spread` is how the ranks of
-    torchrun divide the work, such as "data=2" or "data=2,shards=2"; "auto" is data parallelism.
+    activations="recompute" recomputes the activations of each block in the backward pass. `parallelism` is how the
+    ranks of torchrun divide the work, such as "data=2" or "data=2,shards=2"; "auto" is data parallelism.
 
     >>> Recipe(steps=600, lr=0.003)
     Recipe(steps=600, lr=0.003)
@@ -171,16 +171,16 @@ class Recipe(CheckedDataclass):
     schedule: str = "one-cycle"
     warmup: float = 0.1
     decay: float = 0.2
-    floor: float = 0.0
+    min_lr_ratio: float = 0.0
     betas: tuple[float, ...] = (0.9, 0.98)
     eps: float = 1e-8
     weight_decay: float = 0.1
-    decays: str = "matrices"
+    decayed_parameters: str = "matrices"
     clip: float = 1.0
-    smoothing: float = 0.0
+    label_smoothing: float = 0.0
     dropout: float = 0.0
-    terms: tuple[tuple[str, float], ...] = ()
-    start: str = "xavier"
+    aux_losses: tuple[tuple[str, float], ...] = ()
+    init: str = "xavier"
     seed: int = 0
     evaluate_every: int = 100
     evaluate_batches: int = 4
@@ -193,20 +193,19 @@ class Recipe(CheckedDataclass):
     rows: str = "auto"
     activations: str = "keep"
     device: str = "auto"
-    spread: str = "auto"
+    parallelism: str = "auto"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_fields(RECIPE_RANGES, RECIPE_CHOICES)
         if len(self.betas) != 2 or not all(_is_number(beta) and 0 <= beta < 1 for beta in self.betas):
             raise SpecError(f"betas={self.betas!r} must be two numbers >= 0 and < 1; use for example betas=(0.9, 0.98)")
-        for term in self.terms:
+        for term in self.aux_losses:
             if len(term) != 2 or not isinstance(term[0], str) or not _is_number(term[1]):
-                raise SpecError(
-                    f"terms={self.terms!r} must be pairs of a name and a weight, as in terms=(('balance', 0.01),)"
-                )
-        if self.spread != AUTO:
-            Parallelism.parse(self.spread)
+                fact = f"aux_losses={self.aux_losses!r} must be pairs of a name and a weight"
+                raise SpecError(f"{fact}; write for example aux_losses=(('balance', 0.01),)")
+        if self.parallelism != AUTO:
+            Parallelism.parse(self.parallelism)
         self._check_combinations()
 
     def lr_at(self, step: int) -> float:
@@ -216,7 +215,7 @@ class Recipe(CheckedDataclass):
         [0.5, 0.5, 0.25, 0.0]
         """
         warmup, decay = self.warmup * self.steps, self.decay * self.steps
-        return self.lr * SCHEDULES[self.schedule](ScheduleStep(step, self.steps, warmup, decay, self.floor))
+        return self.lr * SCHEDULES[self.schedule](ScheduleStep(step, self.steps, warmup, decay, self.min_lr_ratio))
 
     def _check_combinations(self) -> None:
         """Raise SpecError for values that are valid alone but not together."""
@@ -243,16 +242,38 @@ def _is_number(value: Any) -> bool:
 def to_dict(recipe: Recipe) -> dict[str, Any]:
     """All fields of a recipe as plain values."""
     values = {f.name: getattr(recipe, f.name) for f in fields(Recipe)}
-    return values | {"betas": list(recipe.betas), "terms": dict(recipe.terms)}
+    return values | {"betas": list(recipe.betas), "aux_losses": dict(recipe.aux_losses)}
+
+
+# Names that fields and choices had in the first recipes and checkpoints.
+OLD_FIELD_NAMES = {
+    "floor": "min_lr_ratio",
+    "decays": "decayed_parameters",
+    "smoothing": "label_smoothing",
+    "terms": "aux_losses",
+    "start": "init",
+    "spread": "parallelism",
+}
+OLD_CHOICES = {("decayed_parameters", "maps"): "non-embeddings"}
+
+
+def rename_old_fields(entries: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries of a recipe under the names of today.
+
+    >>> rename_old_fields({"steps": 3, "floor": 0.1, "decays": "maps"})
+    {'steps': 3, 'min_lr_ratio': 0.1, 'decayed_parameters': 'non-embeddings'}
+    """
+    renamed = {OLD_FIELD_NAMES.get(name, name): value for name, value in entries.items()}
+    return renamed | {name: new for (name, old), new in OLD_CHOICES.items() if renamed.get(name) == old}
 
 
 def from_dict(entries: Mapping[str, Any], defaults: Recipe | None = None) -> Recipe:
     """Recipe from plain values; fields that are missing are taken from `defaults`.
 
-    >>> from_dict({"steps": 3, "terms": {"balance": 0.01}}).terms
+    >>> from_dict({"steps": 3, "aux_losses": {"balance": 0.01}}).aux_losses
     (('balance', 0.01),)
     """
-    known = [f.name for f in fields(Recipe)]
+    entries, known = rename_old_fields(entries), [f.name for f in fields(Recipe)]
     for name in entries:
         if name not in known:
             raise SpecError(f"a recipe has no field {name!r}; {suggest(name, known)}")
@@ -269,7 +290,7 @@ def _to_tuples(value: Any) -> Any:
 def to_toml(recipe: Recipe) -> str:
     """TOML document with all fields of a recipe.
 
-    >>> from_toml(to_toml(Recipe(steps=5, terms=(("l0", 0.5),)))) == Recipe(steps=5, terms=(("l0", 0.5),))
+    >>> from_toml(to_toml(Recipe(steps=5, aux_losses=(("l0", 0.5),)))) == Recipe(steps=5, aux_losses=(("l0", 0.5),))
     True
     """
     return "".join(f"{name} = {format_toml(value)}\n" for name, value in to_dict(recipe).items())

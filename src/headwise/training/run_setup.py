@@ -24,6 +24,7 @@ from ..model_spec import (
     PositionSpec,
     ProcessorSpec,
     StackSpec,
+    from_dict as spec_from_dict,
     to_dict as spec_to_dict,
 )
 from ..models import Transformer, build
@@ -31,7 +32,7 @@ from ..presets import design
 from ..spec.attention_spec import AttentionSpec
 from .autotune import StepTrial
 from .loss import check_batch, check_model, has_same_vocabulary
-from .recipe import Recipe, to_dict
+from .recipe import Recipe, rename_old_fields, to_dict
 from .train_step import StepOptions, TrainStep
 from .training_run import TrainingCheckpoint, TrainingRun, derive_worker_seed, describe_first_difference
 
@@ -108,9 +109,9 @@ class TrainingSetup:
         task: Task, model_spec: ModelSpec | Transformer | None, recipe: Recipe, folder: Path, launch: ProcessInfo
     ) -> TrainingSetup:
         """Check the arguments of `train` and that they are equal on all ranks; raises SpecError."""
-        world = ProcessMesh(launch, Parallelism.over(recipe.spread, launch.size), resolve_device(recipe.device))
+        world = ProcessMesh(launch, Parallelism.over(recipe.parallelism, launch.size), resolve_device(recipe.device))
         if world.size > 1:
-            check_same_config(world, {**fingerprint_code(), "spread": recipe.spread})
+            check_same_config(world, {**fingerprint_code(), "parallelism": recipe.parallelism})
         setup = world.run_on_all(lambda: TrainingSetup._of(task, model_spec, recipe, folder, world))
         if world.size > 1:
             check_same_config(
@@ -134,7 +135,7 @@ class TrainingSetup:
         check_model(spec, task, net.usage.tokenizer if net else None)
         first_batch = task.batch(0, recipe.batch, "train")
         check_batch(first_batch, spec, "batch 0")
-        check_partition(spec, world.spread)
+        check_partition(spec, world.parallelism)
         check_ranks(recipe, world)
         config = build_config(task, spec, recipe, first_batch)
         return TrainingSetup(task, spec, recipe, folder, net, first_batch, config, world)
@@ -150,7 +151,7 @@ class TrainingSetup:
             if rows % self.ranks.num_data_shards
             else ""
         )
-        return [f"{self.ranks.size} ranks, {self.ranks.spread}{uneven}"]
+        return [f"{self.ranks.size} ranks, {self.ranks.parallelism}{uneven}"]
 
     def start_run(self) -> TrainingRun:
         """A new run before its first step, with its step options chosen and saved, so that resuming keeps them."""
@@ -166,7 +167,7 @@ class TrainingSetup:
 
     def resume_run(self, checkpoint: TrainingCheckpoint) -> TrainingRun:
         """The run of a checkpoint; raises SpecError if its configuration is another."""
-        if difference := describe_first_difference(checkpoint.state["config"], self.config):
+        if difference := describe_first_difference(rename_old_keys(checkpoint.state["config"]), self.config):
             remedy = "resume with the old value, or train into another folder"
             raise SpecError(f"{self.folder} holds a run with another configuration: {difference}; {remedy}")
         run = self._make_run(self._make_model(), StepOptions(**checkpoint.state["choice"]))
@@ -175,19 +176,19 @@ class TrainingSetup:
 
     def _make_run(self, net: Transformer, choice: StepOptions) -> TrainingRun:
         """A run with the part of the model that belongs to this rank; options that its layout excludes are changed."""
-        possible = choice if self.ranks.spread.shards == 1 else replace(choice, compile="off")
-        possible = possible if self.ranks.spread.context == 1 else replace(possible, rows="padded")
+        possible = choice if self.ranks.parallelism.shards == 1 else replace(choice, compile="off")
+        possible = possible if self.ranks.parallelism.context == 1 else replace(possible, rows="padded")
         return TrainingRun(self.task, TrainStep(shard_model(net, self.ranks), self.recipe, possible), self.folder)
 
     @property
     def _trial_recipe(self) -> Recipe:
         """The recipe for trial steps, without compilation and packing if the ranks' layout excludes them."""
-        recipe = replace(self.recipe, compile="off") if _has_layer_collectives(self.ranks.spread) else self.recipe
-        return replace(recipe, rows="padded") if self.ranks.spread.context > 1 else recipe
+        recipe = replace(self.recipe, compile="off") if _has_layer_collectives(self.ranks.parallelism) else self.recipe
+        return replace(recipe, rows="padded") if self.ranks.parallelism.context > 1 else recipe
 
     def _make_model(self) -> Transformer:
         recipe = self.recipe
-        net = self.initial_model or build(self.model_spec, dropout=recipe.dropout, seed=recipe.seed, init=recipe.start)
+        net = self.initial_model or build(self.model_spec, dropout=recipe.dropout, seed=recipe.seed, init=recipe.init)
         net.usage = self._merge_usage()
         net.checkpointing = "block" if recipe.activations == "recompute" else "none"
         return net.to(self.ranks.device)
@@ -204,8 +205,8 @@ class TrainingSetup:
 def build_config(task: Task, model_spec: ModelSpec, recipe: Recipe, first: Batch) -> dict[str, Any]:
     """Everything that determines the numbers of a run, as plain values; `first` is its first batch."""
     options = {f.name: getattr(task, f.name) for f in fields(task)}
-    # Without `spread`: a run may be resumed on another number of ranks.
-    recipe_entries = {name: value for name, value in to_dict(recipe).items() if name != "spread"}
+    # Without `parallelism`: a run may be resumed on another number of ranks.
+    recipe_entries = {name: value for name, value in to_dict(recipe).items() if name != "parallelism"}
     config = {
         "task": {"name": task.name, **options},
         "recipe": recipe_entries,
@@ -235,10 +236,12 @@ def hash_weights(net: Transformer) -> str:
 
 def check_ranks(recipe: Recipe, ranks: ProcessMesh) -> None:
     """Raise SpecError if a part of a batch has fewer rows than there are data shards, or an option is unsupported."""
-    if _has_layer_collectives(ranks.spread) and recipe.compile == "on":
-        raise SpecError(f"compile='on' does not support collectives inside layers ({ranks.spread}); use compile='off'")
-    if ranks.spread.context > 1 and recipe.rows == "packed":
-        raise SpecError(f"rows='packed' does not support context parallelism ({ranks.spread}); use rows='padded'")
+    if _has_layer_collectives(ranks.parallelism) and recipe.compile == "on":
+        raise SpecError(
+            f"compile='on' does not support collectives inside layers ({ranks.parallelism}); use compile='off'"
+        )
+    if ranks.parallelism.context > 1 and recipe.rows == "packed":
+        raise SpecError(f"rows='packed' does not support context parallelism ({ranks.parallelism}); use rows='padded'")
     rows = recipe.batch // recipe.accumulate
     if rows < ranks.num_data_shards:
         part = f"batch={recipe.batch}" + (f" with accumulate={recipe.accumulate}" if recipe.accumulate > 1 else "")
@@ -249,9 +252,9 @@ def check_ranks(recipe: Recipe, ranks: ProcessMesh) -> None:
         )
 
 
-def _has_layer_collectives(spread: Parallelism) -> bool:
+def _has_layer_collectives(parallelism: Parallelism) -> bool:
     """Whether ranks communicate inside layers."""
-    return max(spread.context, spread.shards, spread.tensor) > 1
+    return max(parallelism.context, parallelism.shards, parallelism.tensor) > 1
 
 
 def resolve_device(name: str) -> torch.device:
@@ -277,9 +280,16 @@ def describe_environment(run: TrainingRun) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "device": str(run.device),
         "ranks": run.world.size,
-        "spread": str(run.world.spread),
+        "parallelism": str(run.world.parallelism),
         "parameters": sum(p.numel() for p in run.net.parameters() if p.requires_grad),
     }
+
+
+def rename_old_keys(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration of a checkpoint with the names of today in its recipe and model spec."""
+    model = spec_to_dict(spec_from_dict(config["model"]))
+    renamed = {"recipe": rename_old_fields(config["recipe"]), "model": json.loads(json.dumps(model, default=str))}
+    return {**config, **renamed}
 
 
 def omit_model(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -30,8 +30,8 @@ VECTOR_NAMES = ("bias", "scale")  # suffixes of weights that are vectors, one pe
 def has_weight_decay(weight: WeightSpec, rule: str) -> bool:
     """Whether weight decay applies to a weight: a matrix that is not a bias, a scale, or part of a norm.
 
-    The expert axis does not count, so one vector per expert is not a matrix. rule="maps" also excludes token and
-    position embeddings.
+    The expert axis does not count, so one vector per expert is not a matrix. rule="non-embeddings" also excludes token
+    and position embeddings.
 
     >>> from headwise.model_spec import FeedForwardSpec
     >>> {w.name: has_weight_decay(w, "matrices") for w in FeedForwardSpec(7, bias="ud").weights(5, num_experts=3)}
@@ -219,7 +219,7 @@ class TrainStep:
         if options.compile == "on":
             sharded_model.path.hidden = torch.compile(self.net.hidden)
         self._terms: dict[tuple[str, str], Tensor] = {}
-        if recipe.terms:
+        if recipe.aux_losses:
             names = [name for name, _ in self.net.spec.attention_specs()]
             self.net.probes = {name: Probe(aux_losses=AuxLosses(self._terms, name)) for name in names}
 
@@ -249,11 +249,11 @@ class TrainStep:
         with autocast(self.options, self.device):
             logits = self.sharded_model.path(part.to(self.device), None if index is None else index.to(self.device))
         check_label_shape(logits, labels)
-        return cross_entropy(logits, labels.to(self.device), self.recipe.smoothing)
+        return cross_entropy(logits, labels.to(self.device), self.recipe.label_smoothing)
 
     def _aux_loss(self) -> Tensor | float:
         aux_losses = AuxLosses(self._terms)
-        return compute_aux_loss(aux_losses, self.recipe.terms) if self.recipe.terms else 0.0
+        return compute_aux_loss(aux_losses, self.recipe.aux_losses) if self.recipe.aux_losses else 0.0
 
     def _scored_positions(self, part: Batch) -> tuple[Tensor | None, Tensor]:
         """Flat indices of the labelled positions (None for all), and their labels; the output head skips the others."""

@@ -305,7 +305,7 @@ class TrainingRun:
         self.net: Transformer = train_step.net
         self.recipe: Recipe = train_step.recipe
         self.sharded_model, self.world, self.device = train_step.sharded_model, train_step.world, train_step.device
-        self.groups = group_parameters(self.sharded_model.own, self.net.spec, self.recipe.decays)
+        self.groups = group_parameters(self.sharded_model.own, self.net.spec, self.recipe.decayed_parameters)
         self.optimiser = AdamWOptimiser(self.groups, self.recipe)
         self.checkpoints = CheckpointFolder(folder / CHECKPOINT_FOLDER, self.recipe.keep)
         self.evaluator = TaskEvaluator(task, self.recipe, train_step.options, self.world)
@@ -412,7 +412,7 @@ class TrainingRun:
         """States of torch's random generators for all workers; the names of worker 0 have no number."""
         local_states = {"cpu": torch.get_rng_state()}
         local_states |= {"cuda": torch.cuda.get_rng_state(self.device)} if self.device.type == "cuda" else {}
-        workers = enumerate(self.world.every(local_states)[:: self.world.spread.tensor])
+        workers = enumerate(self.world.every(local_states)[:: self.world.parallelism.tensor])
         return {_worker_key(name, worker): state for worker, states in workers for name, state in states.items()}
 
     def _restore_rng(self, states: Mapping[str, Tensor]) -> None:

@@ -131,7 +131,7 @@ def _training_step(choice: StepOptions, batches: Batches, rows: str) -> TimedCal
     options = StepOptions(choice.precision, "off", attention=choice.attention, rows=rows)
     sharded = wrap_single_process(net)
     stepper = TrainStep(sharded, recipe, options)
-    optimiser = AdamWOptimiser(group_parameters(sharded.own, net.spec, recipe.decays), recipe)
+    optimiser = AdamWOptimiser(group_parameters(sharded.own, net.spec, recipe.decayed_parameters), recipe)
 
     def run() -> None:
         for batch in batches:

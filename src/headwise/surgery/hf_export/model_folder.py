@@ -87,7 +87,7 @@ def describe_uneven_layers(model_spec: ModelSpec) -> str:
 def _iter_uneven_layers(stack: StackSpec, prefix: str) -> Iterator[str]:
     first = dict[str, tuple[int, AttentionSpec]]()
     for depth, block in enumerate(stack.layers):
-        yield from (f"{prefix}layer {depth} has no {ATTENTION_NAMES[role]} left" for role in block.still)
+        yield from (f"{prefix}layer {depth} has no {ATTENTION_NAMES[role]} left" for role in block.constant_sublayers)
         for role, spec in block.attention_specs.items():
             first_depth, first_spec = first.setdefault(role, (depth, spec))
             if difference := _describe_difference(spec, depth, first_spec, first_depth):

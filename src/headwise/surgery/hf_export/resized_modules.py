@@ -56,12 +56,12 @@ def list_module_changes(folder: Path, rewrite: ShardRewrite) -> list[ModuleChang
     modules = dict(model.named_modules())
     for location in locations:
         if location.after is None:
-            changes[location.module_path]["still"] = {
-                "last": location.output_weight,
-                "remembers": _has_cache(modules[location.module_path], location),
+            changes[location.module_path]["constant"] = {
+                "output_weight": location.output_weight,
+                "has_cache": _has_cache(modules[location.module_path], location),
             }
     candidates = list[ModuleChanges]()
-    return_counts = RETURN_COUNTS if any("still" in change for change in changes.values()) else RETURN_COUNTS[:1]
+    return_counts = RETURN_COUNTS if any("constant" in change for change in changes.values()) else RETURN_COUNTS[:1]
     for return_count, numbers in islice(product(return_counts, _list_new_numbers(modules, locations)), MAX_CANDIDATES):
         candidates.append(_merge_changes(changes, numbers, return_count))
     return candidates
@@ -72,8 +72,8 @@ def _merge_changes(changes: ModuleChanges, numbers: Mapping[str, Mapping[str, in
     for path, values in numbers.items():
         merged.setdefault(path, {})["set"] = dict(values)
     for change in merged.values():
-        if "still" in change:
-            change["still"] = change["still"] | {"returns": returns}
+        if "constant" in change:
+            change["constant"] = change["constant"] | {"num_outputs": returns}
     return merged
 
 
