@@ -180,7 +180,7 @@ def _parts(engine: hw.Engine, rows: int, step: ServingStep, here: Device) -> lis
             "rows": rows, "part": name, "flops": flops, "bytes": moved, "intensity": flops / moved,
             "seconds": taken[name], "predicted_seconds": sum(one.seconds for one in operations),
             "flops_per_second": flops / taken[name], "bytes_per_second": moved / taken[name],
-            "waits_for": "memory" if moved / here.bandwidth > flops / here.flops["fp32"] else "compute",
+            "bottleneck": "memory" if moved / here.bandwidth > flops / here.flops["fp32"] else "compute",
         })  # fmt: skip
     return [*found, *({"rows": rows, "part": name, "seconds": taken[name]} for name in ("gather", "else"))]
 

@@ -99,7 +99,7 @@ def _parts(measured: list[dict[str, Any]]) -> str:
             f"{row['rows']}",
             PARTS[row["part"]],
             f"{row['intensity']:.2f}" if "intensity" in row else "",
-            row.get("waits_for", ""),
+            row.get("bottleneck", ""),
             f"{row['seconds'] * 1e3:.2f} ms",
             f"{row['predicted_seconds'] * 1e3:.2f} ms" if "predicted_seconds" in row else "",
             f"{row['flops_per_second'] / 1e9:.1f}" if "flops_per_second" in row else "",

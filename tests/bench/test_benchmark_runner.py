@@ -215,10 +215,10 @@ def test_a_limit_is_the_longer_of_reading_and_products(bench: session.CaseTimer,
     need = RequiredWork(bytes_read=2**14, flops=2 * 2048**3 * 3, dtype=torch.float64)
     taken = {READ_RUN: TimingSamples((0.125,) * 3), MATMUL_RUN: TimingSamples((0.5,) * 3)}
     got = MachineLimits(LAST).bound(need, taken)
-    assert (got["seconds"], got["waits_for"]) == (1.5, "compute")
+    assert (got["seconds"], got["bottleneck"]) == (1.5, "compute")
     assert got["bytes_per_second"] == 2**13 / 0.125
     assert got["flops_per_second"] == 2 * 2048**3 / 0.5
-    assert MachineLimits(LAST).bound(RequiredWork(bytes_read=2**17), taken)["waits_for"] == "memory"
+    assert MachineLimits(LAST).bound(RequiredWork(bytes_read=2**17), taken)["bottleneck"] == "memory"
 
 
 def test_the_machine_reads_more_than_its_cache_holds_and_multiplies_in_the_dtype(clock: Clock):

@@ -146,7 +146,7 @@ def row_seconds(row: BenchmarkRow) -> Iterator[ReportLine]:
             name, seconds, format_ratio(row["ratio"][name]), format_share(row["spread"][name]), target_labels(row, name)
         )
     if limit := row["limit"]:
-        name = f"limit ({limit['waits_for']}-bound)"
+        name = f"limit ({limit['bottleneck']}-bound)"
         yield ReportLine(
             name,
             limit["seconds"],
@@ -342,7 +342,7 @@ def row_bars(row: BenchmarkRow) -> list[RatioBar]:
         reached = limit["share"]
         bars.append(
             RatioBar(
-                f"limit: {limit['waits_for']}", reached, format_share(reached), _target_marks(row, LIMIT), is_limit=True
+                f"limit: {limit['bottleneck']}", reached, format_share(reached), _target_marks(row, LIMIT), is_limit=True
             )
         )
     return bars

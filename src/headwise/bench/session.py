@@ -86,7 +86,7 @@ class MachineLimits:
         >>> limit = MachineLimits(LastLevelCache(2**20, True)).bound(
         ...     RequiredWork(bytes_read=2**24), {READ_RUN: TimingSamples((0.5, 0.25, 1.0))}
         ... )
-        >>> limit["seconds"], limit["waits_for"]
+        >>> limit["seconds"], limit["bottleneck"]
         (1.0, 'memory')
         """
         run_of_resource = {"memory": READ_RUN, "compute": MATMUL_RUN}
@@ -107,7 +107,7 @@ class MachineLimits:
         required = {"bytes": work.bytes_read, "flops": work.flops, "dtype": str(work.dtype).removeprefix("torch.")}
         return {
             "seconds": seconds_by_resource[bottleneck],
-            "waits_for": bottleneck,
+            "bottleneck": bottleneck,
             "spread": spread,
             **measured,
             **required,

@@ -5,7 +5,7 @@ variable HEADWISE_KERNELS, read once at import, chooses what a call does with a 
 
 - `auto` (default): a background process compiles it, and until then the call uses torch operations. Their results
   differ from the kernel's in the last bits.
-- `wait`: the call compiles it. Training, benchmarks and servers do this (`compile_when_called`), so that a run gives
+- `wait`: the call compiles it. Training and benchmarks do this (`compile_when_called`), so that a run gives
   the same bits on a new machine as on one with compiled kernels.
 - `off`: kernels are not used.
 """
