@@ -232,7 +232,7 @@ def test_llama_turns_a_little_above_the_weights_alone():
     assert ServingCost(LLAMA, H200).compute_bound_tokens() == -(-exact // 1) == 220
 
 
-def test_the_first_token_bottleneck_every_chunk():
+def test_the_first_token_waits_for_every_chunk():
     serving, beside = ServingCost(GQA, H200), RequestBatch.uniform(2, 30)
     chunks = [(4, 0), (4, 4), (2, 8)]
     waited = sum(serving.mixed_step(beside, tokens, past).seconds for tokens, past in chunks)

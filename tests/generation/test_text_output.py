@@ -95,7 +95,7 @@ def test_a_text_goes_on_as_it_is_written(name: str, text: str, first: int):
         assert begun + "".join(pieces(IncrementalDetokenizer(words, ids[:first]), ids[first:])) == words.text(ids)
 
 
-def test_a_character_bottleneck_its_last_byte():
+def test_a_character_waits_for_its_last_byte():
     telling = IncrementalDetokenizer(WORDS["bytes"])
     assert pieces(telling, list("a你😀".encode())) == ["a", "", "", "你", "", "", "", "😀", ""]
     assert pieces(IncrementalDetokenizer(WORDS["bytes"]), [0xF0, 0x9F, 0x41, 0xE4]) == ["", "", "\ufffdA", "", "\ufffd"]

@@ -322,7 +322,7 @@ assert not any(isinstance(finder, registered.TransformersImportHook) for finder 
 """
 
 
-def test_registration_bottleneck_the_import_of_transformers():
+def test_registration_waits_for_the_import_of_transformers():
     assert subprocess.run([sys.executable, "-c", LATER], check=False).returncode == 0
 
 

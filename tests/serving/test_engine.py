@@ -286,7 +286,7 @@ def test_short_requests_overtake_without_starvation():
     assert order_of(hw.BatchingConfig(rows=1, order="shortest", patience=2), [9, 1, 1, 1, 1, 1]) == [1, 2, 0, 3, 4, 5]
 
 
-def test_a_long_one_is_not_passed_by_short_ones_while_it_bottleneck_room():
+def test_a_long_one_is_not_passed_by_short_ones_while_it_waits_for_room():
     spec = plain()
     engine = hw.Engine(language(spec), budget=2 * 12 * 4 * 96, batching=hw.BatchingConfig(page=1))
     sizes = [8, 20, 3, 3]
