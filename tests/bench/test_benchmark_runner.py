@@ -533,7 +533,7 @@ def test_an_interrupt_prints_the_finished_rows(capsys, fakes, monkeypatch: pytes
 
 
 INTERRUPTED_RUN = """
-import sys, time
+import signal, sys, time
 from headwise import cli
 from headwise.bench import runner
 from headwise.bench.benchmark_case import BenchmarkCase, CaseCount, CaseKind
@@ -547,6 +547,7 @@ def slow(_):
 
 kinds = {"first": CaseKind("First", quick, CaseCount(2, 2)), "second": CaseKind("Second", slow, CaseCount(3, 3))}
 runner.case_kinds = lambda: kinds
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored, where tests run in the background of a shell
 sys.exit(cli.main(["bench", "--threads", "1", "--out", sys.argv[1]]))
 """
 
@@ -558,7 +559,10 @@ def test_an_interrupted_process_reports_the_finished_rows(tmp_path: Path, number
         assert process.stderr is not None
         progress = [process.stderr.readline() for _ in range(2)]
         process.send_signal(number)
-        out, err = process.communicate(timeout=100)
+        try:
+            out, err = process.communicate(timeout=100)
+        finally:
+            process.kill()
     assert process.returncode == 130
     assert [line.partition(",")[0] for line in progress] == ["first: case 0 (1 / 5", "first: case 1 (2 / 5"]
     assert err == "headwise: interrupted; cases that are missing, by kind: second (3)\n"
