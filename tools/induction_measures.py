@@ -133,8 +133,8 @@ class ByText:
 
     def values(self, name: str, whose: str = OBSERVED) -> Array:
         """The mean of each text, [texts, heads], sites one after the other; nan where no row of a text counts."""
-        sites = dict.fromkeys(site for site, _, _ in self.adding.kept)
-        found = [np.stack([_mean(*told) for told in self.adding.kept[site, name, whose]]) for site in sites]
+        sites = dict.fromkeys(site for site, _, _ in self.adding.sums_by_example)
+        found = [np.stack([_mean(*told) for told in self.adding.sums_by_example[site, name, whose]]) for site in sites]
         return np.concatenate(found, -1)
 
 
