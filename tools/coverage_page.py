@@ -86,7 +86,7 @@ def check_weights(model: nn.Module, inputs: dict[str, Tensor], sites: list[Reach
         if isinstance(core, AttentionInputs) and core.unsupported:
             return core.unsupported
         if isinstance(core, UnreadableCall):
-            return core.why
+            return core.reason
         if all_weights is None and site.own is None:
             all_weights = output_attentions(model, inputs)
         candidates = [site.own] if site.own is not None else all_weights or []
