@@ -1,4 +1,4 @@
-"""What `headwise bench` has no row for: models of transformers on headwise, watched and not; `--json` prints JSON.
+"""Benchmarks of transformers models on the headwise backend, with and without hooks; `--json` prints JSON.
 
 The others are commands of their own: `python -m benchmarks.serve`, `.capture`, `.distributed`, and on real data
 `.shakespeare`, `.mnist`, `.translate_multi30k`.
@@ -12,14 +12,14 @@ import sys
 from headwise.bench.benchmark_report import BenchmarkReport
 from headwise.bench.session import MachineLimits, describe_machine, use_threads
 
-from . import registered
+from . import transformers_decode
 
 
 def main() -> int:
-    """Print what was measured, on one thread."""
+    """Print the measurements on one thread."""
     with use_threads(1):
-        told = describe_machine(MachineLimits.of_this_machine(), 1) | {"quick": False, "interrupted": False}
-        report = BenchmarkReport(told, registered.main())
+        machine = describe_machine(MachineLimits.of_this_machine(), 1) | {"quick": False, "interrupted": False}
+        report = BenchmarkReport(machine, transformers_decode.main())
     print(json.dumps(report.data) if "--json" in sys.argv[1:] else report)
     return 0
 

@@ -24,7 +24,7 @@ from headwise.model_spec import (
 )
 from headwise.training import Recipe
 
-from .real import found
+from .real_data import find_files
 
 NAMES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
 RECIPE = Recipe(
@@ -42,7 +42,7 @@ def described() -> ModelSpec:
 
 def main() -> int:
     """Train, measure, print."""
-    paths = found(*(f"mnist/{name}.gz" for name in NAMES))
+    paths = find_files(*(f"mnist/{name}.gz" for name in NAMES))
     if paths is None:
         return 0
     with tempfile.TemporaryDirectory() as folder:

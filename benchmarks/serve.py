@@ -46,7 +46,7 @@ KERNELS = {"weights": ("aten::mm", "aten::addmm", "aten::bmm"), "gather": ("aten
 CORE = "aten::_scaled_dot_product"
 
 
-def drawn() -> list[tuple[list[int], int]]:
+def draw_requests() -> list[tuple[list[int], int]]:
     """Prompts, and how many tokens each asks for."""
     generator = torch.Generator().manual_seed(SEED)
     lengths = [
@@ -58,13 +58,13 @@ def drawn() -> list[tuple[list[int], int]]:
     return list(zip(prompts, lengths[1], strict=True))
 
 
-def built() -> tuple[hw.Transformer, Any]:
-    """The same numbers in both libraries."""
+def build_models() -> tuple[hw.Transformer, Any]:
+    """Models with equal weights in both libraries."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     ours = hw.build(read_model_spec(CONFIG), seed=SEED).eval()
-    said = {name: value for name, value in CONFIG.items() if name != "model_type"}
-    theirs = LlamaForCausalLM(LlamaConfig(**said, pad_token_id=0, bos_token_id=None, eos_token_id=None)).eval()
+    config = {name: value for name, value in CONFIG.items() if name != "model_type"}
+    theirs = LlamaForCausalLM(LlamaConfig(**config, pad_token_id=0, bos_token_id=None, eos_token_id=None)).eval()
     state = {_theirs(name): tensor for name, tensor in ours.state_dict().items() if not name.endswith("frequency")}
     theirs.load_state_dict(state)
     return ours, theirs
@@ -79,7 +79,7 @@ def _theirs(name: str) -> str:
 
 
 class Watch:
-    """Seconds that passed, and those that this process had of a processor: others may be at work beside it."""
+    """Wall-clock and processor seconds since it was made."""
 
     def __init__(self) -> None:
         self.begun = time.perf_counter(), time.process_time()
@@ -89,44 +89,46 @@ class Watch:
         return {"seconds": time.perf_counter() - self.begun[0], "processor": time.process_time() - self.begun[1]}
 
 
-def together(net: hw.Transformer, asked: list[tuple[list[int], int]]) -> tuple[dict[str, float], Any, hw.Engine]:
-    """Seconds, what was said, and the engine."""
+def run_engine(net: hw.Transformer, requests: list[tuple[list[int], int]]) -> tuple[dict[str, float], Any, hw.Engine]:
+    """Times, the generated ids, and the engine."""
     engine, watch = hw.Engine(net, budget=BUDGET), Watch()
-    streams = [engine.submit(prompt, max_new_tokens=count) for prompt, count in asked]
+    streams = [engine.submit(prompt, max_new_tokens=count) for prompt, count in requests]
     engine.run()
     return watch.read(), [stream.ids for stream in streams], engine
 
 
-def padded(net: Any, asked: list[tuple[list[int], int]]) -> tuple[dict[str, float], list[list[int]]]:
-    """The same by `generate` on one batch, padded on the left, as long as the longest answer; each cut to its own."""
-    widest = max(len(prompt) for prompt, _ in asked)
-    ids = torch.tensor([[0] * (widest - len(prompt)) + prompt for prompt, _ in asked])
-    mask = torch.tensor([[0] * (widest - len(prompt)) + [1] * len(prompt) for prompt, _ in asked])
+def run_padded_batch(net: Any, requests: list[tuple[list[int], int]]) -> tuple[dict[str, float], list[list[int]]]:
+    """The same requests by `generate` on one left-padded batch; each answer is cut to its requested length."""
+    widest = max(len(prompt) for prompt, _ in requests)
+    ids = torch.tensor([[0] * (widest - len(prompt)) + prompt for prompt, _ in requests])
+    mask = torch.tensor([[0] * (widest - len(prompt)) + [1] * len(prompt) for prompt, _ in requests])
     watch = Watch()
     with torch.no_grad():
-        said = net.generate(ids, attention_mask=mask, max_new_tokens=max(n for _, n in asked), do_sample=False)
+        generated_ids = net.generate(
+            ids, attention_mask=mask, max_new_tokens=max(n for _, n in requests), do_sample=False
+        )
     spent = watch.read()
-    return spent, [row[widest : widest + n] for row, (_, n) in zip(said.tolist(), asked, strict=True)]
+    return spent, [row[widest : widest + n] for row, (_, n) in zip(generated_ids.tolist(), requests, strict=True)]
 
 
-def compared(ours: hw.Transformer, theirs: Any, here: Device) -> dict[str, Any]:
-    """Both ways in turns: ours, theirs, ours."""
-    asked = drawn()
-    first, said, engine = together(ours, asked)
-    theirs_took, other = padded(theirs, asked)
-    again, _, _ = together(ours, asked)
+def compare_with_transformers(ours: hw.Transformer, theirs: Any, here: Device) -> dict[str, Any]:
+    """Run ours, transformers, and ours again."""
+    requests = draw_requests()
+    first, generated_ids, engine = run_engine(ours, requests)
+    theirs_took, other = run_padded_batch(theirs, requests)
+    again, _, _ = run_engine(ours, requests)
     ours_took = {name: statistics.mean((first[name], again[name])) for name in first}
-    tokens, report = sum(n for _, n in asked), engine.report()
-    longest = max(len(prompt) for prompt, _ in asked) + max(n for _, n in asked)
+    tokens, report = sum(n for _, n in requests), engine.report()
+    longest = max(len(prompt) for prompt, _ in requests) + max(n for _, n in requests)
     return {
         "requests": REQUESTS,
-        "prompt_tokens": sum(len(prompt) for prompt, _ in asked),
+        "prompt_tokens": sum(len(prompt) for prompt, _ in requests),
         "tokens": tokens,
-        "longest_answer": max(n for _, n in asked),
+        "longest_answer": max(n for _, n in requests),
         "ours": ours_took | {"tokens_per_second": tokens / ours_took["seconds"], "report": report.data},
         "transformers": theirs_took | {"tokens_per_second": tokens / theirs_took["seconds"]},
         "ratio": {name: theirs_took[name] / ours_took[name] for name in ours_took},
-        "same_answers": sum(a == b for a, b in zip(said, other, strict=True)),
+        "same_answers": sum(a == b for a, b in zip(generated_ids, other, strict=True)),
         "predicted": ThroughputPrediction.of(ours, report, here).data,
         "bytes": {
             "budget": BUDGET,
@@ -196,21 +198,21 @@ def _taken(seen: profile, steps: int) -> dict[str, float]:
 
 
 def main(argv: Iterable[str] = ()) -> int:
-    """Print what was measured, on how many threads: one, unless a number is said."""
+    """Print the measurements; the argument is the number of threads (default: 1)."""
     threads = int(next(iter(argv), "1"))
     torch.set_num_threads(threads)
     torch.manual_seed(SEED)
     here = remeasure_this_machine()
-    ours, theirs = built()
-    check: Tensor = torch.tensor([drawn()[0][0]])
+    ours, theirs = build_models()
+    check: Tensor = torch.tensor([draw_requests()[0][0]])
     with torch.no_grad():
         torch.testing.assert_close(ours(check), theirs(check).logits, rtol=1e-3, atol=1e-4)
     machine = {"processor": platform.machine(), "torch": torch.__version__, "threads": threads}
     rates = {"flops": here.flops["fp32"], "bandwidth": here.bandwidth}
-    told = {"machine": machine | rates, "parameters": sum(p.numel() for p in ours.parameters())}
-    told["lognormal"] = compared(ours, theirs, here)
-    told["scaling"], told["parts"] = steps(ours, here)
-    print(json.dumps(told, indent=2))
+    results = {"machine": machine | rates, "parameters": sum(p.numel() for p in ours.parameters())}
+    results["lognormal"] = compare_with_transformers(ours, theirs, here)
+    results["scaling"], results["parts"] = steps(ours, here)
+    print(json.dumps(results, indent=2))
     return 0
 
 

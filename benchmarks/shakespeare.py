@@ -24,7 +24,7 @@ from headwise.bench.reference_models import GPTShape, PlainGPT, to_model_spec
 from headwise.data import make_task
 from headwise.training import Recipe
 
-from .real import found
+from .real_data import find_files
 
 SHAPE = GPTShape()
 STEPS, BATCH, RATE, LEAST, WARM = 2000, 12, 1e-3, 1e-4, 100
@@ -33,7 +33,7 @@ EVALUATIONS = 20  # batches, as in the recipe; the whole of the held-out text is
 
 
 def ours(path: Path, folder: str, rate: float) -> dict[str, Any]:
-    """Through the library's own loop, at its own choice of precision."""
+    """Train with `hw.train`, which chooses the precision."""
     data = make_task("text", path=str(path), tokens="chars", length=SHAPE.length, valid=0.1, test=0.0)
     recipe = Recipe(
         steps=STEPS, batch=BATCH, lr=rate, schedule="cosine", warmup=WARM / STEPS, min_lr_ratio=LEAST / rate,
@@ -46,8 +46,8 @@ def ours(path: Path, folder: str, rate: float) -> dict[str, Any]:
     return {"nats": min(curve.values()), "seconds": result.seconds, "curve": curve, "precision": result.precision}
 
 
-def plainly(path: Path) -> dict[str, float]:
-    """The recipe by hand, in float32, evaluated as often."""
+def train_by_hand(path: Path) -> dict[str, float]:
+    """The same recipe in plain PyTorch, in float32, with as many evaluations."""
     text = path.read_text()
     number = {sign: n for n, sign in enumerate(sorted(set(text)))}
     ids = torch.tensor([number[sign] for sign in text])
@@ -86,16 +86,16 @@ def _loss(net: PlainGPT, ids: torch.Tensor) -> torch.Tensor:
 
 
 def main() -> int:
-    """Print both."""
-    paths = found("tinyshakespeare/input.txt")
+    """Train both and print the losses."""
+    paths = find_files("tinyshakespeare/input.txt")
     if paths is None:
         return 0
     with tempfile.TemporaryDirectory() as folder:
-        told = {"plainly": plainly(paths[0])}
+        results = {"by hand": train_by_hand(paths[0])}
         for name, rate in (("ours", RATE), ("ours, own rate", OWN_RATE)):
-            told[name] = ours(paths[0], f"{folder}/{rate}", rate)
-            told[name]["time"] = told[name]["seconds"] / told["plainly"]["seconds"]
-    print(json.dumps(told | {"threads": torch.get_num_threads()}, indent=2))
+            results[name] = ours(paths[0], f"{folder}/{rate}", rate)
+            results[name]["time"] = results[name]["seconds"] / results["by hand"]["seconds"]
+    print(json.dumps(results | {"threads": torch.get_num_threads()}, indent=2))
     return 0
 
 

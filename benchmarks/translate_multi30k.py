@@ -36,7 +36,7 @@ from headwise.training import Recipe, TrainingResult
 from headwise.training.evaluation import TaskEvaluator
 from headwise.training.train_step import StepOptions
 
-from .real import found, unpacked
+from .real_data import find_files, unpack
 
 VOCABULARY, WIDTH, HEADS, LAYERS = 6000, 256, 8, 3
 STEPS = 2600  # of 128 pairs: 11 or 12 rounds of 29,000
@@ -46,8 +46,10 @@ FILES = ("train.de", "train.en", "val.de", "val.en", "test_2016_flickr.de", "tes
 def described(vocabulary: int, layers: int = LAYERS, width: int = WIDTH) -> ModelSpec:
     """An encoder and a decoder that share their table with the head."""
 
-    def stack(name: str, block: BlockSpec, **said: str) -> StackSpec:
-        embedding = EmbeddingSpec(vocabulary, positions=PositionSpec("sinusoidal"), scale=width**0.5, **said)
+    def stack(name: str, block: BlockSpec, **embedding_options: str) -> StackSpec:
+        embedding = EmbeddingSpec(
+            vocabulary, positions=PositionSpec("sinusoidal"), scale=width**0.5, **embedding_options
+        )
         return StackSpec.from_blocks(name, width, [block] * layers, embedding=embedding, norm=NormSpec())
 
     feed = FeedForwardSpec(4 * width, "relu", bias="ud")
@@ -65,21 +67,21 @@ def recipe(steps: int) -> Recipe:
     )  # fmt: skip
 
 
-def scored(data: ParallelTextTask, result: TrainingResult) -> dict[str, Any]:
+def score_test_set(data: ParallelTextTask, result: TrainingResult) -> dict[str, Any]:
     """All of the test set, translated greedily with the best weights."""
     recipe, choice = Recipe(batch=100), StepOptions("fp32", "off")
     examiner = TaskEvaluator(data, recipe, choice, ProcessMesh(ProcessInfo(), Parallelism()))
-    said, wanted = [], []
+    translations, references = [], []
     for index in range(data.batches(recipe.batch, "test") or 0):
         batch = data.batch(index, recipe.batch, "test")
-        said += [data.text(row) for row in examiner.generate_answers(result.net, batch)]
-        wanted += batch.gold
-    return {"test_2016": asdict(score_translations(said, wanted)), "sentences": len(said)}
+        translations += [data.text(row) for row in examiner.generate_answers(result.net, batch)]
+        references += batch.gold
+    return {"test_2016": asdict(score_translations(translations, references)), "sentences": len(translations)}
 
 
 def main(argv: list[str]) -> int:
     """Train, score, print."""
-    paths = found(*(f"multi30k/{name}.gz" for name in FILES))
+    paths = find_files(*(f"multi30k/{name}.gz" for name in FILES))
     if paths is None:
         return 0
     steps = int(argv[0]) if argv else STEPS
@@ -87,14 +89,14 @@ def main(argv: list[str]) -> int:
         out = Path(argv[1]) if len(argv) > 1 else Path(folder) / "run"
         texts = out.with_name(f"{out.name}-texts")  # beside the run: a run goes on with the files that it began with
         texts.mkdir(parents=True, exist_ok=True)
-        de, en, *held = unpacked(paths, texts)
+        de, en, *held = unpack(paths, texts)
         data = make_task("parallel", path=(de, en), valid=tuple(held[:2]), test=tuple(held[2:]), vocab=VOCABULARY)
         outputs = data.model().heads[0].outputs
         result = hw.train(data, described(outputs, *map(int, argv[2:])), recipe(steps), out=out, resume="allowed")
-        told = scored(data, result)
+        results = score_test_set(data, result)
         rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     curve = {row["step"]: round(row["metrics"]["loss"], 3) for row in rows if row["event"] == "evaluation"}
-    print(json.dumps(result.data | told | {"curve": curve, "threads": torch.get_num_threads()}, indent=2))
+    print(json.dumps(result.data | results | {"curve": curve, "threads": torch.get_num_threads()}, indent=2))
     return 0
 
 
