@@ -1,4 +1,4 @@
-"""Fused attention in blocks of queries: keys that no query of a block may attend to are never touched."""
+"""Fused attention in blocks of queries: keys that no query of a block may attend to are not read."""
 
 from __future__ import annotations
 
@@ -28,130 +28,127 @@ from .query_blocks import (
     plan_block_batches,
 )
 
-MAX_TOKEN_RUNS = (
-    16  # tokens that are neighbours at least, on average, or else nothing is gained by looking for neighbours
-)
+MIN_RUN_LENGTH = 16  # average length of runs of consecutive tokens below which blocks of runs do not pay
 
-TokenRun = tuple[int, TokenAxis]  # a segment, and tokens of it
+TokenRun = tuple[int, TokenAxis]  # a segment, and consecutive tokens of it
 
 
 def find_token_runs(
     tokens: Sequence[Tensor], batch: int
 ) -> list[tuple[Sequence[int], TokenAxis, tuple[TokenAxis, ...]]] | None:
-    """Queries that stand together, with all keys of their segment, for each row of the batch or for all alike.
+    """Find runs of consecutive queries: (rows of the batch, queries, keys of the same segment).
 
-    `tokens` are position and segment of queries and of keys, each [B, T], or [1, T] where all rows are alike. None
-    where they stand so much anywhere that each would be on its own.
+    `tokens` are position and segment of queries and of keys, each [B, T], or [1, T] if all rows are equal. Returns None
+    if the runs are too short.
     """
-    asks, told = (_scan_token_runs(*some) for some in (tokens[:2], tokens[2:]))
-    if any(
-        len(row) > MAX_TOKEN_RUNS + some.shape[1] // MAX_TOKEN_RUNS
-        for every, some in ((asks, tokens[0]), (told, tokens[2]))
-        for row in every
-    ):
-        return None
-    alike = len(asks) == len(told) == 1
-    return [
-        (range(batch) if alike else (row,), axis, tuple(other for same, other in told[row % len(told)] if same == own))
-        for row in range(1 if alike else batch)
-        for own, axis in asks[row % len(asks)]
-    ]
+    query_runs, key_runs = _scan_token_runs(*tokens[:2]), _scan_token_runs(*tokens[2:])
+    for runs_by_row, positions in ((query_runs, tokens[0]), (key_runs, tokens[2])):
+        if max(map(len, runs_by_row), default=0) > MIN_RUN_LENGTH + positions.shape[1] // MIN_RUN_LENGTH:
+            return None
+    rows_are_equal = len(query_runs) == len(key_runs) == 1
+    found: list[tuple[Sequence[int], TokenAxis, tuple[TokenAxis, ...]]] = []
+    for row in range(1 if rows_are_equal else batch):
+        row_keys = key_runs[row % len(key_runs)]
+        for segment, queries in query_runs[row % len(query_runs)]:
+            keys = tuple(axis for key_segment, axis in row_keys if key_segment == segment)
+            found.append((range(batch) if rows_are_equal else (row,), queries, keys))
+    return found
 
 
 def _scan_token_runs(position_BT: Tensor, segment_BT: Tensor) -> list[list[TokenRun]]:
-    """The runs of each row, without padding."""
+    """The runs of consecutive tokens of each row, without padding."""
     if not position_BT.shape[1]:
         return [[] for _ in position_BT]
     begins = torch.ones_like(position_BT, dtype=torch.bool)
     begins[:, 1:] = (position_BT.diff() != 1) | (segment_BT.diff() != 0)
-    row, slot = begins.nonzero(as_tuple=True)
-    listed = zip(*(t.tolist() for t in (row, slot, position_BT[row, slot], segment_BT[row, slot])), strict=True)
-    found: list[list[TokenRun]] = [[] for _ in position_BT]
-    ends: list[tuple[int, int]] = [*zip(row.tolist()[1:], slot.tolist()[1:], strict=True), (-1, 0)]
-    for (here, first, place, segment), (other, end) in zip(listed, ends, strict=True):
-        count = (end if other == here else position_BT.shape[1]) - first
+    rows, slots = begins.nonzero(as_tuple=True)
+    columns = (t.tolist() for t in (rows, slots, position_BT[rows, slots], segment_BT[rows, slots]))
+    runs: list[list[TokenRun]] = [[] for _ in position_BT]
+    next_begins: list[tuple[int, int]] = [*zip(rows.tolist()[1:], slots.tolist()[1:], strict=True), (-1, 0)]
+    for (row, slot, position, segment), (next_row, next_slot) in zip(
+        zip(*columns, strict=True), next_begins, strict=True
+    ):
+        count = (next_slot if next_row == row else position_BT.shape[1]) - slot
         if segment >= 0:
-            found[here].append((segment, TokenAxis(range(place, place + count), first)))
-    return found
+            runs[row].append((segment, TokenAxis(range(position, position + count), slot)))
+    return runs
 
 
-# --- Blocks of one call laid side by side in memory that is already there, and what they give put back ---
+# --- Batches of blocks as views of q, k and v ----------------------------------------------------------
 
-MAX_CALL_BYTES = (
-    2**24
-)  # bytes of keys and values that one call reads: more would be written and read again from far away
+MAX_CALL_BYTES = 2**24  # bytes of keys and values per fused call, so that its gathered copies stay in the cache
 
 
 class BatchedBlocks(NamedTuple):
-    """Blocks that one fused call runs: several of one row of the batch, or with row=None one of all rows."""
+    """The blocks of one fused call: several blocks of one row of the batch, or (row None) one block of all rows."""
 
     batch_row: int | None
     queries: Sequence[range]
     keys: Sequence[KeyRanges]
 
     def gather_queries(self, x_BTHD: Tensor) -> Tensor:
-        """x_NHRD: the queries of each block; a view."""
+        """The queries of each block, x_NHRD, as a view."""
         return self._view(x_BTHD, self.queries).transpose(1, 2)
 
     def gather_keys(self, x_BSGD: Tensor) -> Tensor:
-        """x_NGWD: the keys that each block reads; a view where these are one range."""
+        """The keys (or values) of each block, x_NGWD; a view if they are one range."""
         if len(self.keys[0]) == 1:
-            return self._view(x_BSGD, [only for (only,) in self.keys]).transpose(1, 2)
+            return self._view(x_BSGD, [key_range for (key_range,) in self.keys]).transpose(1, 2)
         if self.batch_row is None:
-            return torch.cat([x_BSGD[:, _range_to_slice(some)] for some in self.keys[0]], 1).transpose(1, 2)
-        every = [x_BSGD[self.batch_row, _range_to_slice(some)] for ranges in self.keys for some in ranges]
-        return torch.cat(every).unflatten(0, (len(self.keys), -1)).transpose(1, 2)
+            return torch.cat([x_BSGD[:, _range_to_slice(keys)] for keys in self.keys[0]], 1).transpose(1, 2)
+        parts = [x_BSGD[self.batch_row, _range_to_slice(keys)] for ranges in self.keys for keys in ranges]
+        return torch.cat(parts).unflatten(0, (len(self.keys), -1)).transpose(1, 2)
 
     def scatter_queries(self, into_BTHD: Tensor, x_NHRD: Tensor) -> None:
-        """Write what each block's queries got to where these stand."""
+        """Write the results of each block's queries to their positions."""
         self.gather_queries(into_BTHD).copy_(x_NHRD)
 
     def add_to_keys(self, into_BSGD: Tensor, x_NGWD: Tensor) -> None:
-        """Add what each block says of its keys to where these stand."""
+        """Add the gradients of each block's keys to their positions."""
         x_NWGD = x_NGWD.transpose(1, 2)
         if self.batch_row is None:
             _add_to_ranges(into_BSGD.transpose(0, 1), x_NWGD.transpose(0, 1), self.keys[0])
         elif len(self.keys[0]) == 1 and len(self.keys) > 1:
-            self._overlap(into_BSGD, x_NWGD, [only for (only,) in self.keys])
+            self._overlap(into_BSGD, x_NWGD, [key_range for (key_range,) in self.keys])
         else:
             for ranges, x_WGD in zip(self.keys, x_NWGD, strict=True):
                 _add_to_ranges(into_BSGD[self.batch_row], x_WGD, ranges)
 
     def _overlap(self, into_BSGD: Tensor, x_NWGD: Tensor, ranges: Sequence[range]) -> None:
-        """Add windows that overlap: as many of their columns at once as no two blocks share."""
+        """Add gradients of overlapping key ranges, in slices of columns that no two blocks share."""
         gap, step, width = ranges[1].start - ranges[0].start, ranges[0].step, len(ranges[0])
         if gap == 0:
             into_BSGD[self.batch_row, _range_to_slice(ranges[0])] += x_NWGD.sum(0)
             return
-        apart = len(ranges) * gap <= step  # each between the tokens of the others
-        each = width if apart else gap // step
-        for begin in range(0, width, each):
-            columns = [some[begin : begin + each] for some in ranges]
-            self._view(into_BSGD, columns).add_(x_NWGD[:, begin : begin + each])
+        is_interleaved = len(ranges) * gap <= step  # each range lies between the tokens of the others
+        slice_width = width if is_interleaved else gap // step
+        for begin in range(0, width, slice_width):
+            columns = [keys[begin : begin + slice_width] for keys in ranges]
+            self._view(into_BSGD, columns).add_(x_NWGD[:, begin : begin + slice_width])
 
     def _view(self, x_BTHD: Tensor, ranges: Sequence[range]) -> Tensor:
         if self.batch_row is None:
             return x_BTHD[:, _range_to_slice(ranges[0])]
-        _, along, head, channel = x_BTHD.stride()
+        _, token, head, channel = x_BTHD.stride()
         start, step = ranges[0].start, ranges[0].step
         gap = ranges[1].start - start if len(ranges) > 1 else 0
         shape = (len(ranges), len(ranges[0]), *x_BTHD.shape[2:])
-        offset = x_BTHD.storage_offset() + self.batch_row * x_BTHD.stride(0) + start * along
-        return x_BTHD.as_strided(shape, (gap * along, step * along, head, channel), offset)
+        offset = x_BTHD.storage_offset() + self.batch_row * x_BTHD.stride(0) + start * token
+        return x_BTHD.as_strided(shape, (gap * token, step * token, head, channel), offset)
 
 
-def batch_blocks(piece: BlockBatch, rows: Sequence[int], nbytes: int) -> Iterator[BatchedBlocks]:
-    """The calls in which a piece runs over these rows of the batch, given the bytes of a token's key and value."""
-    blocks = list(zip(piece.queries, piece.keys, strict=True))
-    if 1 < len(rows) >= len(blocks):  # several are all
+def batch_blocks(block_batch: BlockBatch, rows: Sequence[int], nbytes: int) -> Iterator[BatchedBlocks]:
+    """The fused calls for these blocks over these rows of the batch; a key and its value take `nbytes`."""
+    blocks = list(zip(block_batch.queries, block_batch.keys, strict=True))
+    if 1 < len(rows) >= len(blocks):  # then `rows` are all rows of the batch
         yield from (BatchedBlocks(None, [queries], [keys]) for queries, keys in blocks)
         return
-    most = max(1, MAX_CALL_BYTES // (nbytes * sum(map(len, blocks[0][1]))))
-    even = min((_evenly_spaced_runs(order) for order in (blocks, sorted(blocks, key=_block_start))), key=len)
+    max_blocks = max(1, MAX_CALL_BYTES // (nbytes * sum(map(len, blocks[0][1]))))
+    runs = min((_evenly_spaced_runs(order) for order in (blocks, sorted(blocks, key=_block_start))), key=len)
     for row in rows:
-        for run in even:
-            for begin in range(0, len(run), most):
-                queries, keys = zip(*run[begin : begin + most], strict=True)
+        for run in runs:
+            for begin in range(0, len(run), max_blocks):
+                queries, keys = zip(*run[begin : begin + max_blocks], strict=True)
                 yield BatchedBlocks(row, queries, keys)
 
 
@@ -160,61 +157,62 @@ def _block_start(block: tuple[range, KeyRanges]) -> int:
 
 
 def _evenly_spaced_runs(blocks: Sequence[tuple[range, KeyRanges]]) -> list[list[tuple[range, KeyRanges]]]:
-    """The blocks in runs that begin at equal distances; their keys too, where these are one range."""
-    found: list[list[tuple[range, KeyRanges]]] = []
-    gaps: tuple[int, ...] | None = None
+    """Split the blocks into runs whose queries start at equal distances; also their keys, if these are one range."""
+    runs: list[list[tuple[range, KeyRanges]]] = []
+    run_distance: tuple[int, ...] | None = None
     for block in blocks:
-        gap = None if not found else _block_distance(found[-1][-1], block)
-        if gap is None or (gaps is not None and gap != gaps) or min(gap) < 0:
-            found.append([block])
-            gaps = None
+        distance = None if not runs else _block_distance(runs[-1][-1], block)
+        if distance is None or (run_distance is not None and distance != run_distance) or min(distance) < 0:
+            runs.append([block])
+            run_distance = None
         else:
-            found[-1].append(block)
-            gaps = gap
-    return found
+            runs[-1].append(block)
+            run_distance = distance
+    return runs
 
 
-def _block_distance(one: tuple[range, KeyRanges], other: tuple[range, KeyRanges]) -> tuple[int, ...]:
-    asked = other[0].start - one[0].start
-    return (asked, other[1][0].start - one[1][0].start) if len(one[1]) == 1 else (asked,)
+def _block_distance(block: tuple[range, KeyRanges], next_block: tuple[range, KeyRanges]) -> tuple[int, ...]:
+    (queries, keys), (next_queries, next_keys) = block, next_block
+    distance = next_queries.start - queries.start
+    return (distance, next_keys[0].start - keys[0].start) if len(keys) == 1 else (distance,)
 
 
-def _add_to_ranges(into: Tensor, some: Tensor, ranges: KeyRanges) -> None:
-    """Add along the first axis, the tokens."""
-    for where, part in zip(ranges, some.split([len(one) for one in ranges]), strict=True):
-        into[_range_to_slice(where)] += part
+def _add_to_ranges(total: Tensor, x: Tensor, ranges: KeyRanges) -> None:
+    """Add x, whose first axis has the tokens of all ranges, to these ranges of `total`."""
+    for tokens, part in zip(ranges, x.split(list(map(len, ranges))), strict=True):
+        total[_range_to_slice(tokens)] += part
 
 
-def _range_to_slice(some: range) -> slice:
-    return slice(some.start, some.stop, some.step)
+def _range_to_slice(tokens: range) -> slice:
+    return slice(tokens.start, tokens.stop, tokens.step)
 
 
-# --- The fused kernel of the CPU over pieces of a call, forward and backward, as one operation that ----
+# --- The operation: torch's fused CPU kernel over all blocks, forward and backward ---------------------
 
 FLASH_FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 OP_INPUT_SCHEMA = "Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor[] tokens, int[] starts, str pattern, float scale"
-MAX_CACHED_PLANS = 256  # more kinds of calls than this are forgotten
+MAX_CACHED_PLANS = 256  # the cache is cleared when it holds as many
 
 _PLAN_CACHE: dict[tuple[str, TokenAxis, tuple[TokenAxis, ...]], list[BlockBatch]] = {}
 
 
 def cached_block_batches(pattern: str, query_axis: TokenAxis, key_axes: tuple[TokenAxis, ...]) -> list[BlockBatch]:
-    """The pieces of one call, kept for the next of its kind."""
+    """The batches of blocks for these queries and keys, cached."""
     key = pattern, query_axis, key_axes
-    found = _PLAN_CACHE.get(key)  # once: another thread may forget all plans at any time
-    if found is None:
+    plan = _PLAN_CACHE.get(key)  # looked up once, because another thread may clear the cache at any time
+    if plan is None:
         if len(_PLAN_CACHE) >= MAX_CACHED_PLANS:
             _PLAN_CACHE.clear()
-        found = _PLAN_CACHE[key] = plan_block_batches(parse_pattern(pattern), query_axis, key_axes)
-    return found
+        plan = _PLAN_CACHE[key] = plan_block_batches(parse_pattern(pattern), query_axis, key_axes)
+    return plan
 
 
 class BlockSparseArgs(NamedTuple):
-    """What decides who reads whom in a call, and the scale of its scores.
+    """The positions, pattern and scale of a call.
 
-    `starts` are the places of the first query and the first key, where all rows hold neighbours of one text; else
-    `tokens` are position and segment of queries and of keys.
+    `first_positions` are those of the first query and the first key if all rows hold consecutive tokens of one
+    segment; otherwise `tokens` are position and segment of queries and of keys.
     """
 
     tokens: Sequence[Tensor]
@@ -224,124 +222,120 @@ class BlockSparseArgs(NamedTuple):
 
 
 class BlockSparseCall:
-    """The calls of the kernel that make up one attention."""
+    """The fused calls of one attention; iterating gives each call's blocks and mask."""
 
-    def __init__(self, q: Tensor, k: Tensor, how: BlockSparseArgs) -> None:
-        self.q, self.k, self.args, self.pattern = q, k, how, parse_pattern(how.pattern)
-        self.block_batches = self._pieces()
+    def __init__(self, q: Tensor, k: Tensor, args: BlockSparseArgs) -> None:
+        self.q, self.k, self.args, self.pattern = q, k, args, parse_pattern(args.pattern)
+        self.block_batches = self._plan_batches()
 
-    def _pieces(self) -> list[tuple[BlockBatch, Sequence[int]]] | None:
-        """Each piece, with the rows of the batch that have it; None where tokens stand anywhere."""
-        (batch, queries), keys = self.q.shape[:2], self.k.shape[1]
+    def _plan_batches(self) -> list[tuple[BlockBatch, Sequence[int]]] | None:
+        """The batches of blocks, each with its rows of the batch; None if tokens are in no order."""
+        (batch, num_queries), num_keys = self.q.shape[:2], self.k.shape[1]
         if self.args.first_positions:
-            asks, told = (
-                TokenAxis(range(at, at + n)) for at, n in zip(self.args.first_positions, (queries, keys), strict=True)
+            queries, keys = (
+                TokenAxis(range(first, first + count))
+                for first, count in zip(self.args.first_positions, (num_queries, num_keys), strict=True)
             )
-            return [(piece, range(batch)) for piece in cached_block_batches(self.args.pattern, asks, (told,))]
-        if (found := find_token_runs(self.args.tokens, batch)) is None:
+            return [(blocks, range(batch)) for blocks in cached_block_batches(self.args.pattern, queries, (keys,))]
+        if (runs := find_token_runs(self.args.tokens, batch)) is None:
             return None
         return [
-            (piece, rows) for rows, asks, told in found for piece in cached_block_batches(self.args.pattern, asks, told)
+            (blocks, rows)
+            for rows, queries, keys in runs
+            for blocks in cached_block_batches(self.args.pattern, queries, keys)
         ]
 
     def __iter__(self) -> Iterator[tuple[BatchedBlocks, Tensor | None]]:
-        """What each call reads, and what it adds to its scores."""
+        """The blocks of each fused call, and its mask (None: all pairs are allowed)."""
         if self.block_batches is None:
-            yield from self._anywhere()
+            yield from self._unordered_blocks()
             return
         nbytes = 2 * self.k.shape[2] * self.k.shape[3] * self.k.element_size()
-        for piece, rows in self.block_batches:
-            mask = self._mask(piece)
-            yield from ((fold, mask) for fold in batch_blocks(piece, rows, nbytes))
+        for block_batch, rows in self.block_batches:
+            mask = self._block_mask(block_batch)
+            yield from ((blocks, mask) for blocks in batch_blocks(block_batch, rows, nbytes))
 
-    def _mask(self, piece: BlockBatch) -> Tensor | None:
-        if piece.first_block_positions is None:
+    def _block_mask(self, block_batch: BlockBatch) -> Tensor | None:
+        if block_batch.first_block_positions is None:
             return None
-        asks, told = piece.first_block_positions
-        i = torch.arange(asks.start, asks.stop, asks.step)
-        j = torch.cat([torch.arange(some.start, some.stop, some.step) for some in told])
+        queries, keys = block_batch.first_block_positions
+        i = torch.arange(queries.start, queries.stop, queries.step)
+        j = torch.cat([torch.arange(part.start, part.stop, part.step) for part in keys])
         allowed = self.pattern.allows(i[:, None], j)
-        return self._added(allowed[None, None])
+        return self._additive_mask(allowed[None, None])
 
-    def _anywhere(self) -> Iterator[tuple[BatchedBlocks, Tensor]]:
-        """Blocks of queries that may each read every key."""
-        place, segment, other, same = (t[:, None, None] for t in self.args.tokens)
+    def _unordered_blocks(self) -> Iterator[tuple[BatchedBlocks, Tensor]]:
+        """Blocks of queries with all keys, for tokens in no order."""
+        position, segment, key_position, key_segment = (t[:, None, None] for t in self.args.tokens)
         for start in range(0, self.q.shape[1], QUERY_BLOCK_SIZE):
-            asks = range(start, min(start + QUERY_BLOCK_SIZE, self.q.shape[1]))
-            i, own = (t.transpose(2, 3)[:, :, asks.start : asks.stop] for t in (place, segment))
-            allowed = (own == same) & (own >= 0) & self.pattern.allows(i, other)
-            yield BatchedBlocks(None, [asks], [(range(self.k.shape[1]),)]), self._added(allowed)
+            queries = range(start, min(start + QUERY_BLOCK_SIZE, self.q.shape[1]))
+            i, own_segment = (t.transpose(2, 3)[:, :, queries.start : queries.stop] for t in (position, segment))
+            allowed = (own_segment == key_segment) & (own_segment >= 0) & self.pattern.allows(i, key_position)
+            yield BatchedBlocks(None, [queries], [(range(self.k.shape[1]),)]), self._additive_mask(allowed)
 
-    def _added(self, allowed: Tensor) -> Tensor:
+    def _additive_mask(self, allowed: Tensor) -> Tensor:
         return self.q.new_zeros(allowed.shape).masked_fill(~allowed, -torch.inf)
 
     @property
     def num_pairs(self) -> int:
-        """The scores that all rows form for each head."""
+        """Number of scores per head, over all rows of the batch."""
         if self.block_batches is None:
             return self.q.shape[0] * self.q.shape[1] * self.k.shape[1]
-        return sum(piece.num_pairs * len(rows) for piece, rows in self.block_batches)
+        return sum(blocks.num_pairs * len(rows) for blocks, rows in self.block_batches)
 
 
-def run_forward(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *said: Any) -> tuple[Tensor, Tensor]:
-    """o_BTHV and the log-sum-exp l_BTH, of queries q_BTHK that read k_BSGK and v_BSGV; the rest is `How`.
+def run_forward(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *fields: Any) -> tuple[Tensor, Tensor]:
+    """Outputs o_BTHV and the log-sum-exp l_BTH of the scores, for q_BTHK, k_BSGK and v_BSGV.
 
-    `sinks` are one more score in every row of a head, whose value is nothing.
+    `sinks` [H] adds one score per head to every row of scores; it has no value. `fields` are those of BlockSparseArgs.
     """
-    how = BlockSparseArgs(*said)
+    args = BlockSparseArgs(*fields)
     q, k, v = _contiguous_channels(q), _contiguous_channels(k), _contiguous_channels(v)
     o = torch.zeros_like(q, memory_format=torch.contiguous_format)
     lse = q.new_full(q.shape[:3], -torch.inf, dtype=torch.promote_types(q.dtype, torch.float32))
-    for fold, mask in BlockSparseCall(q, k, how):
-        part, sums = FLASH_FORWARD(
-            fold.gather_queries(q),
-            fold.gather_keys(k),
-            fold.gather_keys(v),
-            0.0,
-            False,
-            attn_mask=mask,
-            scale=how.scale,
-        )
+    for blocks, mask in BlockSparseCall(q, k, args):
+        block_qkv = blocks.gather_queries(q), blocks.gather_keys(k), blocks.gather_keys(v)
+        block_o, block_lse = FLASH_FORWARD(*block_qkv, 0.0, False, attn_mask=mask, scale=args.scale)
         if mask is not None:
-            sums = sums.masked_fill((mask == -torch.inf).all(-1), -torch.inf)
-        fold.scatter_queries(o, part)
-        fold.scatter_queries(lse[..., None], sums[..., None])
+            block_lse = block_lse.masked_fill((mask == -torch.inf).all(-1), -torch.inf)
+        blocks.scatter_queries(o, block_o)
+        blocks.scatter_queries(lse[..., None], block_lse[..., None])
     if sinks is None:
         return o, lse
-    every = torch.logaddexp(lse, sinks.to(lse.dtype))
-    return o * (lse - every).exp()[..., None].to(o.dtype), every
+    lse_with_sinks = torch.logaddexp(lse, sinks.to(lse.dtype))
+    return o * (lse - lse_with_sinks).exp()[..., None].to(o.dtype), lse_with_sinks
 
 
 def run_backward(
-    grad: Tensor, o: Tensor, lse: Tensor, q: Tensor, k: Tensor, *said: Any
+    grad: Tensor, o: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, _: Tensor | None, *fields: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v."""
-    v, _, how = said[0], said[1], BlockSparseArgs(*said[2:])
+    args = BlockSparseArgs(*fields)
     grad, q, k, v = (_contiguous_channels(x) for x in (grad, q, k, v))
-    asked, keys, values = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-    lse = lse.masked_fill(lse == -torch.inf, 0.0)[..., None]  # of no keys: every weight is exp(-inf - 0)
-    for fold, mask in BlockSparseCall(q, k, how):
-        got = (
-            fold.gather_queries(grad),
-            fold.gather_queries(q),
-            fold.gather_keys(k),
-            fold.gather_keys(v),
-            fold.gather_queries(o),
-            fold.gather_queries(lse)[..., 0],
+    q_grad, k_grad, v_grad = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    lse = lse.masked_fill(lse == -torch.inf, 0.0)[..., None]  # rows without keys: every weight is exp(-inf - 0)
+    for blocks, mask in BlockSparseCall(q, k, args):
+        tensors = (
+            blocks.gather_queries(grad),
+            blocks.gather_queries(q),
+            blocks.gather_keys(k),
+            blocks.gather_keys(v),
+            blocks.gather_queries(o),
+            blocks.gather_queries(lse)[..., 0],
         )
-        parts = FLASH_BACKWARD(*got, 0.0, False, attn_mask=mask, scale=how.scale)
-        fold.scatter_queries(asked, parts[0])
-        fold.add_to_keys(keys, parts[1])
-        fold.add_to_keys(values, parts[2])
-    return asked, keys, values
+        block_grads = FLASH_BACKWARD(*tensors, 0.0, False, attn_mask=mask, scale=args.scale)
+        blocks.scatter_queries(q_grad, block_grads[0])
+        blocks.add_to_keys(k_grad, block_grads[1])
+        blocks.add_to_keys(v_grad, block_grads[2])
+    return q_grad, k_grad, v_grad
 
 
 def _contiguous_channels(x: Tensor) -> Tensor:
-    """The same with the channels of a head side by side, as the kernel wants them."""
+    """x with contiguous channels of each head, which the kernel requires."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-# Their names are how compilers and counters know them; what happens inside is not theirs to see.
+# Custom operations, so that torch.compile and FLOP counters see one operation with a name.
 block_sparse_attention = torch.library.custom_op(
     "headwise::banded", run_forward, mutates_args=(), schema=f"({OP_INPUT_SCHEMA}) -> (Tensor, Tensor)"
 )
@@ -366,52 +360,60 @@ def _(grad: Tensor, o: Tensor, lse: Tensor, *args: Any) -> tuple[Tensor, Tensor,
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, sinks, tokens, *ctx.how = inputs
+    q, k, v, sinks, tokens, *ctx.fields = inputs
     ctx.save_for_backward(q, k, v, *output, *([] if sinks is None else [sinks]), *tokens)
-    ctx.sunk = sinks is not None
+    ctx.has_sinks = sinks is not None
     ctx.mark_non_differentiable(output[1])
 
 
 def _run_autograd_backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
     q, k, v, o, lse, *rest = ctx.saved_tensors
-    sinks = rest.pop(0) if ctx.sunk else None
-    grads = block_sparse_attention_backward(grad, o, lse, q, k, v, sinks, list(rest), *ctx.how)
-    sunk = None
+    sinks = rest.pop(0) if ctx.has_sinks else None
+    grads = block_sparse_attention_backward(grad, o, lse, q, k, v, sinks, list(rest), *ctx.fields)
+    sinks_grad = None
     if sinks is not None:
-        # A sink's weight reads nothing, so its score goes down with all that the others read.
+        # A sink has no value, so the gradient of its score is -weight * (grad . o).
         weight = (sinks - lse).exp()
-        sunk = -(weight * (grad * o).sum(-1)).sum((0, 1)).to(sinks.dtype)
-    return *grads, sunk, [None] * len(rest), None if ctx.how[0] else [], None, None  # of lists, lists
+        sinks_grad = -(weight * (grad * o).sum(-1)).sum((0, 1)).to(sinks.dtype)
+    return (
+        *grads,
+        sinks_grad,
+        [None] * len(rest),
+        None if ctx.fields[0] else [],
+        None,
+        None,
+    )  # the gradient of a list is a list
 
 
 block_sparse_attention.register_autograd(_run_autograd_backward, setup_context=_save_for_backward)
 
 
 @register_flop_formula(torch.ops.headwise.banded, get_raw=True)
-def _forward_flops(q: Tensor, k: Tensor, v: Tensor, sinks: Any, *said: Any, **_: Any) -> int:
-    return 2 * _count_call_pairs(q, k, BlockSparseArgs(*said)) * q.shape[2] * (q.shape[3] + v.shape[3])
+def _forward_flops(q: Tensor, k: Tensor, v: Tensor, sinks: Any, *fields: Any, **_: Any) -> int:
+    return 2 * _count_call_pairs(q, k, BlockSparseArgs(*fields)) * q.shape[2] * (q.shape[3] + v.shape[3])
 
 
 @register_flop_formula(torch.ops.headwise.banded_backward, get_raw=True)
-def _backward_flops(grad: Tensor, o: Tensor, lse: Tensor, q: Tensor, k: Tensor, *said: Any, **_: Any) -> int:
-    # Scores once more, their gradients and those of queries and keys; of weights and of values.
-    return 2 * _count_call_pairs(q, k, BlockSparseArgs(*said[2:])) * q.shape[2] * (3 * q.shape[3] + 2 * o.shape[3])
+def _backward_flops(grad: Tensor, o: Tensor, lse: Tensor, q: Tensor, k: Tensor, *rest: Any, **_: Any) -> int:
+    # Products with the head dimension: recomputed scores, gradients of queries and keys; with the value dimension:
+    # gradients of weights and values. `rest` is v, the sinks and the fields of BlockSparseArgs.
+    return 2 * _count_call_pairs(q, k, BlockSparseArgs(*rest[2:])) * q.shape[2] * (3 * q.shape[3] + 2 * o.shape[3])
 
 
-def _count_call_pairs(q: Tensor, k: Tensor, how: BlockSparseArgs) -> int:
-    if not how.first_positions:
-        return BlockSparseCall(q, k, how).num_pairs
-    asks, told = (range(at, at + x.shape[1]) for at, x in zip(how.first_positions, (q, k), strict=True))
-    return q.shape[0] * count_batch_pairs(parse_pattern(how.pattern), asks, told)
+def _count_call_pairs(q: Tensor, k: Tensor, args: BlockSparseArgs) -> int:
+    if not args.first_positions:
+        return BlockSparseCall(q, k, args).num_pairs
+    queries, keys = (range(first, first + x.shape[1]) for first, x in zip(args.first_positions, (q, k), strict=True))
+    return q.shape[0] * count_batch_pairs(parse_pattern(args.pattern), queries, keys)
 
 
 # --- Fused attention in blocks of queries --------------------------------------------------------------
 
-MIN_KEYS = 370  # keys from which on it was measured to be faster: docs/backends.md
+MIN_KEYS = 370  # number of keys above which it was measured to be faster, see docs/backends.md
 
 
 def boundary_lengths() -> tuple[int, ...]:
-    """The lengths at which a block more is begun."""
+    """Lengths at which the number of blocks changes."""
     return query_blocks.QUERY_BLOCK_LENGTHS
 
 
@@ -438,13 +440,13 @@ tensor_conflicts = no_tensor_conflicts
 
 
 def executed_flops(call: CallSignature, size: CallSize) -> int:
-    """The products of every block with the keys that some of its queries may read, and of a sink's own column."""
+    """FLOPs of all blocks with the keys that any of their queries may attend to, and of the column of a sink."""
     columns = 0 if _has_cpu_kernel(call) else sdpa.num_sink_columns(call) * size.queries
     return call.core.flops(size.batch * (count_formed_pairs(call, size) + columns))
 
 
 def count_formed_pairs(call: CallSignature, size: CallSize) -> int:
-    """The pairs of one row whose scores are computed, for queries that are the last of the keys."""
+    """Number of computed scores per head and row of the batch; the queries are the last tokens of the keys."""
     if _has_cpu_kernel(call):
         return query_blocks.count_batch_pairs(call.spec.pattern, *_position_ranges(call, size))
     if size.queries <= QUERY_BLOCK_SIZE:
@@ -458,34 +460,34 @@ def attend(
     """Per-head outputs o_BTHV."""
     if not _has_cpu_kernel(call) or is_under_functorch():
         return _attend_per_block(call, attention_mask, inputs, steps)
-    asks, told = attention_mask.queries, attention_mask.keys
+    queries, keys = attention_mask.queries, attention_mask.keys
     k, v = inputs.k, inputs.v
     if not call.group_size:
         k, v = (
             expand_kv_heads(x, by).transpose(1, 2)
             for x, by in ((k, call.core.key_head_of_query), (v, call.core.value_head_of_row))
         )
-    known = asks.start is not None and told.start is not None
-    tokens = [] if known else [asks.position, asks.segment, told.position, told.segment]
+    is_contiguous = queries.start is not None and keys.start is not None
+    tokens = [] if is_contiguous else [queries.position, queries.segment, keys.position, keys.segment]
     sinks = (
         steps.normaliser_p.broadcast_over_scores()["sink"].flatten()
         if isinstance(steps.normaliser, SinkSoftmax)
         else None
     )
-    starts = [asks.start, told.start] if known else []
+    first_positions = [queries.start, keys.start] if is_contiguous else []
     return block_sparse_attention(
-        inputs.q, k, v, sinks, tokens, starts, steps.pattern_text, inputs.query_context.scale
+        inputs.q, k, v, sinks, tokens, first_positions, steps.pattern_text, inputs.query_context.scale
     )[0]
 
 
 def _has_cpu_kernel(call: CallSignature) -> bool:
-    """Whether the kernel of the CPU can run it, forward and backward."""
+    """Whether the operation above supports the call, forward and backward."""
     steps = any(isinstance(part, ScoreStep) for _, part in call.spec.parts())
     return call.device == "cpu" and call.core.dim == call.core.vdim and not steps
 
 
 def _position_ranges(call: CallSignature, size: CallSize) -> tuple[range, range]:
-    # Tokens of a source are counted from 0 like those that ask.
+    # Positions of a source start at 0, as those of the queries.
     first = size.keys - size.queries if call.spec.source is None else 0
     return range(first, first + size.queries), range(size.keys)
 
@@ -493,21 +495,26 @@ def _position_ranges(call: CallSignature, size: CallSize) -> tuple[range, range]
 def _attend_per_block(
     call: CallSignature, attention_mask: AttentionMask, inputs: CoreInputs, steps: CoreSteps
 ) -> Tensor:
-    cut = CallBlocks(attention_mask, inputs)
-    if len(cut.all) == 1:
+    blocks = CallBlocks(attention_mask, inputs)
+    if len(blocks.all) == 1:
         return sdpa.fused_attention(call, attention_mask, inputs, steps, None)
-    read, asking = [block.keys for block in cut.all], [(block.queries,) for block in cut.all]
-    queries, keys, values = (
-        gather_slices(x, some) for x, some in ((inputs.q, asking), (inputs.k, read), (inputs.v, read))
+    query_ranges, key_ranges = [(block.queries,) for block in blocks.all], [block.keys for block in blocks.all]
+    context = inputs.query_context
+    slices = zip(
+        gather_slices(inputs.q, query_ranges),
+        gather_slices(inputs.k, key_ranges),
+        gather_slices(inputs.v, key_ranges),
+        gather_slices(context.x_BTD, query_ranges),
+        gather_slices(context.q_BTHK, query_ranges),
+        strict=True,
     )
-    asked = (gather_slices(x, asking) for x in (inputs.query_context.x_BTD, inputs.query_context.q_BTHK))
-    parts = [
-        sdpa.fused_attention(call, cut.mask_of(block), _block_inputs(cut.inputs_of(block), *given), steps, None)
-        for block, *given in zip(cut.all, queries, keys, values, *asked, strict=True)
+    outputs = [
+        sdpa.fused_attention(call, blocks.mask_of(block), _block_inputs(blocks.inputs_of(block), *tensors), steps, None)
+        for block, tensors in zip(blocks.all, slices, strict=True)
     ]
-    return torch.cat(parts, 1)
+    return torch.cat(outputs, 1)
 
 
 def _block_inputs(inputs: CoreInputs, q: Tensor, k: Tensor, v: Tensor, x_BTD: Tensor, q_BTHK: Tensor) -> CoreInputs:
-    """The tensors of a block, those that learn in the slices made for all blocks."""
+    """The inputs of a block with these slices of the tensors that need gradients."""
     return inputs._replace(q=q, k=k, v=v, query_context=inputs.query_context._replace(x_BTD=x_BTD, q_BTHK=q_BTHK))

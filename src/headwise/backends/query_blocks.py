@@ -1,4 +1,9 @@
-"""Patterns whose queries read only keys at every r-th place: r texts, each read by a pattern without the gaps."""
+"""Plans of block-sparse attention: blocks of queries, each with the ranges of keys that its queries may attend to.
+
+In reading order: dilated patterns as r patterns without gaps (`ResiduePattern`), blocks of consecutive queries
+(`split_queries`, `CallBlocks`), gradients of slices (`gather_slices`), and batches of equally shaped blocks
+(`plan_block_batches`).
+"""
 
 from __future__ import annotations
 
@@ -41,44 +46,48 @@ def find_dilation(pattern: Pattern) -> int:
     return gcd(find_dilation(pattern.left), find_dilation(pattern.right)) if isinstance(pattern, Or) else 1
 
 
-def split_by_residue(count: int, places: range) -> list[range]:
-    """For each rest of a division by `count`, which of the places have it, counted among all that do.
+def split_by_residue(count: int, positions: range) -> list[range]:
+    """For each residue modulo `count`, the positions with this residue, numbered among themselves.
 
     >>> split_by_residue(3, range(4, 9))
     [range(2, 3), range(1, 3), range(1, 3)]
     """
-    return [range(-((rest - places.start) // count), -((rest - places.stop) // count)) for rest in range(count)]
+    return [
+        range(-((residue - positions.start) // count), -((residue - positions.stop) // count))
+        for residue in range(count)
+    ]
 
 
 @dataclass(frozen=True)
 class ResiduePattern:
-    """A pattern among the places that leave this rest when divided by `count`, counted among themselves."""
+    """A pattern restricted to positions with one residue, which are numbered among themselves: n stands for
+    `residue + modulus * n`."""
 
     pattern: Pattern
     modulus: int
     residue: int
 
     def allows(self, i: Any, j: Any) -> Any:
-        """Whether the i-th of them reads the j-th."""
+        """Whether query i may attend to key j."""
         return self.pattern.allows(self.residue + self.modulus * i, self.residue + self.modulus * j)
 
     def spans(self, i: int, keys: range) -> list[range]:
-        """The keys that the i-th reads, as disjoint ranges in order."""
+        """The keys of query i as disjoint ranges, in order."""
         if self.modulus == 1:
             return self.pattern.spans(i, keys)
         if isinstance(self.pattern, Dilated) and self.pattern.rate == self.modulus:
-            back, ahead = self.pattern.keys - 1 - self.pattern.after, self.pattern.after
-            return [range(max(keys.start, i - back), min(keys.stop, i + ahead + 1))]
+            before, after = self.pattern.keys - 1 - self.pattern.after, self.pattern.after
+            return [range(max(keys.start, i - before), min(keys.stop, i + after + 1))]
         spans = self.pattern.spans(self.residue + self.modulus * i, self._between(keys))
         return [range(self._first(span.start), self._first(span.stop)) for span in spans]
 
     def lines(self, queries: range, keys: range) -> BoundaryLines:
-        """The lines on which the ends of those ranges run."""
+        """The lines on which the ends of these ranges lie."""
         if self.modulus == 1:
             return self.pattern.lines(queries, keys)
         if isinstance(self.pattern, Dilated) and self.pattern.rate == self.modulus:
-            back, ahead = self.pattern.keys - 1 - self.pattern.after, self.pattern.after
-            return BoundaryLines(diagonals=frozenset((-back, ahead + 1)))
+            before, after = self.pattern.keys - 1 - self.pattern.after, self.pattern.after
+            return BoundaryLines(diagonals=frozenset((-before, after + 1)))
         rows, columns, diagonals = self.pattern.lines(self._between(queries), self._between(keys))
         return BoundaryLines(
             frozenset(map(self._first, rows)),
@@ -86,48 +95,45 @@ class ResiduePattern:
             frozenset(-(-offset // self.modulus) for offset in diagonals),
         )
 
-    def original_positions(self, some: range) -> range:
-        """The places of these, as the whole pattern counts."""
-        return range(self.residue + self.modulus * some.start, self.residue + self.modulus * some.stop, self.modulus)
+    def original_positions(self, numbers: range) -> range:
+        """Their positions in the whole sequence."""
+        first, stop = (self.residue + self.modulus * number for number in (numbers.start, numbers.stop))
+        return range(first, stop, self.modulus)
 
-    def _between(self, some: range) -> range:
-        """Every place from the first to the last of them."""
-        every = self.original_positions(some)
-        return range(every.start, every[-1] + 1 if every else every.start)
+    def _between(self, numbers: range) -> range:
+        """All positions from the first to the last of them."""
+        positions = self.original_positions(numbers)
+        return range(positions.start, positions[-1] + 1 if positions else positions.start)
 
-    def _first(self, place: int) -> int:
-        """How many of them come before a place."""
-        return -((self.residue - place) // self.modulus)
+    def _first(self, position: int) -> int:
+        """How many of them come before a position."""
+        return -((self.residue - position) // self.modulus)
 
 
-# --- A call in blocks of queries, each with the keys that some of its queries may read, and no others ---
+# --- Blocks of consecutive queries, each with the keys that any of its queries may attend to -----------
 
 QUERY_BLOCK_SIZE = 128
-QUERY_BLOCK_LENGTHS = (
-    QUERY_BLOCK_SIZE - 1,
-    QUERY_BLOCK_SIZE,
-    QUERY_BLOCK_SIZE + 1,
-    2 * QUERY_BLOCK_SIZE + 3,
-)  # lengths at which a block more is begun
+# Lengths at which the number of blocks changes, for tests of boundaries.
+QUERY_BLOCK_LENGTHS = (QUERY_BLOCK_SIZE - 1, QUERY_BLOCK_SIZE, QUERY_BLOCK_SIZE + 1, 2 * QUERY_BLOCK_SIZE + 3)
 
 
 class QueryBlock(NamedTuple):
-    """Queries, and the keys they may read as disjoint ranges, both counted from the first of the call."""
+    """Consecutive queries and their keys as disjoint ranges; both are indices within the call."""
 
     queries: range
     keys: tuple[range, ...]
 
     @property
     def num_pairs(self) -> int:
-        """The scores it forms for each head."""
+        """Number of computed scores per head."""
         return len(self.queries) * sum(map(len, self.keys))
 
 
 def split_queries(pattern: Pattern, queries: range, keys: range) -> Iterator[QueryBlock]:
-    """The blocks of queries and keys that stand at these positions."""
+    """Split queries at these positions into blocks, each with its keys."""
     for start, stop in _split_into_blocks(len(queries)):
-        reach = pattern.visible_keys(queries[start:stop], keys)
-        yield QueryBlock(range(start, stop), tuple(range(s.start - keys.start, s.stop - keys.start) for s in reach))
+        visible = pattern.visible_keys(queries[start:stop], keys)
+        yield QueryBlock(range(start, stop), tuple(range(s.start - keys.start, s.stop - keys.start) for s in visible))
 
 
 def _split_into_blocks(count: int) -> Iterator[tuple[int, int]]:
@@ -135,22 +141,22 @@ def _split_into_blocks(count: int) -> Iterator[tuple[int, int]]:
 
 
 def split_unordered_queries(queries: int, keys: int) -> Iterator[QueryBlock]:
-    """Blocks of tokens that stand who knows where: each may read every key."""
+    """Blocks of queries at unknown positions: each has all keys."""
     for start, stop in _split_into_blocks(queries):
         yield QueryBlock(range(start, stop), (range(keys),))
 
 
 def count_formed_pairs(call: CallSignature, size: CallSize) -> int:
-    """The pairs of one row whose scores are formed, for queries that are the last of the keys."""
+    """Number of computed scores per head and row of the batch; the queries are the last tokens of the keys."""
     if size.queries <= QUERY_BLOCK_SIZE:
         return size.queries * size.keys
-    # Tokens of a source are counted from 0 like those that ask.
+    # Positions of a source start at 0, as those of the queries.
     first = size.keys - size.queries if call.spec.source is None else 0
     return sum_block_pairs(call.spec.pattern, range(first, first + size.queries), range(size.keys))
 
 
 def sum_block_pairs(pattern: Pattern, queries: range, keys: range) -> int:
-    """The pairs of all blocks: as a series those between two bends, where what a block may read grows evenly.
+    """Number of computed scores of all blocks; long stretches in which it grows linearly are summed as a series.
 
     >>> from headwise.masking.patterns import Window
     >>> sum_block_pairs(Window(1000), range(10**15), range(10**15)) == 10**15 * 1127 - 128 * sum(
@@ -181,43 +187,43 @@ def _list_block_pairs(pattern: Pattern, queries: range, keys: range) -> int:
 
 
 class CallBlocks:
-    """The blocks of one call: what each sees and is handed."""
+    """The blocks of one call, with the mask and the inputs of each."""
 
     def __init__(self, attention_mask: AttentionMask, inputs: CoreInputs) -> None:
         self.attention_mask, self.inputs = attention_mask, inputs
-        self.all = list(self._planned())
+        self.all = list(self._plan_blocks())
 
-    def _planned(self) -> Iterator[QueryBlock]:
-        asks, told = self.attention_mask.queries, self.attention_mask.keys
-        if asks.start is None or told.start is None or asks.count <= QUERY_BLOCK_SIZE:
-            return split_unordered_queries(asks.count, told.count)
-        queries = range(asks.start, asks.start + asks.count)
-        return split_queries(self.attention_mask.pattern, queries, range(told.start, told.start + told.count))
+    def _plan_blocks(self) -> Iterator[QueryBlock]:
+        queries, keys = self.attention_mask.queries, self.attention_mask.keys
+        if queries.start is None or keys.start is None or queries.count <= QUERY_BLOCK_SIZE:
+            return split_unordered_queries(queries.count, keys.count)
+        query_positions = range(queries.start, queries.start + queries.count)
+        key_positions = range(keys.start, keys.start + keys.count)
+        return split_queries(self.attention_mask.pattern, query_positions, key_positions)
 
     def mask_of(self, block: QueryBlock) -> AttentionMask:
-        """Who may read whom inside one block."""
-        asks, told = self.attention_mask.queries, self.attention_mask.keys
-        return AttentionMask(
-            _slice_sequence(asks, (block.queries,)), _slice_sequence(told, block.keys), self.attention_mask.pattern
-        )
+        """The attention mask of one block."""
+        mask = self.attention_mask
+        queries, keys = _slice_sequence(mask.queries, (block.queries,)), _slice_sequence(mask.keys, block.keys)
+        return AttentionMask(queries, keys, mask.pattern)
 
     def inputs_of(self, block: QueryBlock) -> CoreInputs:
-        """The tensors of one block."""
+        """The inputs of one block."""
         return slice_inputs(self.inputs, block)
 
 
 def slice_inputs(inputs: CoreInputs, block: QueryBlock) -> CoreInputs:
-    """Of a call's tensors those of one block."""
-    q, k, v, asked, entry, state, _ = inputs
+    """The inputs of one block of a call."""
+    q, k, v, context, key_entries, state, _ = inputs
     rows = block.queries
-    asked = asked._replace(
-        x_BTD=asked.x_BTD[:, rows.start : rows.stop],
-        q_BTHK=asked.q_BTHK[:, rows.start : rows.stop],
-        sequence=_slice_sequence(asked.sequence, (rows,)),
+    context = context._replace(
+        x_BTD=context.x_BTD[:, rows.start : rows.stop],
+        q_BTHK=context.q_BTHK[:, rows.start : rows.stop],
+        sequence=_slice_sequence(context.sequence, (rows,)),
     )
-    kept = {name: _slice_rows(held, block.keys) for name, held in entry.items()}
+    entries = {name: _slice_rows(entry, block.keys) for name, entry in key_entries.items()}
     q = q[:, rows.start : rows.stop]
-    return CoreInputs(q, _slice_rows(k, block.keys), _slice_rows(v, block.keys), asked, kept, state)
+    return CoreInputs(q, _slice_rows(k, block.keys), _slice_rows(v, block.keys), context, entries, state)
 
 
 def _slice_sequence(tokens: SequenceInfo, ranges: Sequence[range]) -> SequenceInfo:
@@ -227,40 +233,40 @@ def _slice_sequence(tokens: SequenceInfo, ranges: Sequence[range]) -> SequenceIn
 
 
 def _slice_rows(t: Tensor, ranges: Sequence[range]) -> Tensor:
-    """These neighbours of dimension 1: a view where they are one range."""
+    """Rows of dimension 1; a view if they are one range."""
     if len(ranges) == 1:
         return t[:, ranges[0].start : ranges[0].stop]
     index = [torch.arange(r.start, r.stop, device=t.device) for r in ranges]
     return t.index_select(1, torch.cat(index) if index else torch.arange(0, device=t.device))
 
 
-# --- Slices of tokens whose gradients are added up in one place, where autograd would make a whole for ---
+# --- Slices whose gradients are added in place, where autograd would allocate a full tensor per slice ---
 
 SliceRanges = tuple[range, ...]
 
 
 def gather_slices(x: Tensor, range_lists: Sequence[SliceRanges]) -> Sequence[Tensor]:
-    """For each of these, its neighbours of dimension 1 side by side: a view where they are one range."""
+    """For each list of ranges, the rows of dimension 1; a view if they are one range."""
     if torch.is_grad_enabled() and x.requires_grad and not is_under_functorch():
-        return _GatherSlices.apply(x, [[(some.start, some.stop) for some in ranges] for ranges in range_lists])
-    return [_concat_ranges(x, [(some.start, some.stop) for some in ranges]) for ranges in range_lists]
+        return _GatherSlices.apply(x, [[(rows.start, rows.stop) for rows in ranges] for ranges in range_lists])
+    return [_concat_ranges(x, [(rows.start, rows.stop) for rows in ranges]) for ranges in range_lists]
 
 
 class _GatherSlices(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, every: list[list[tuple[int, int]]]) -> tuple[Tensor, ...]:
-        ctx.every, ctx.shape = every, x.shape
-        return tuple(_concat_ranges(x, ranges) for ranges in every)
+    def forward(ctx: Any, x: Tensor, range_lists: list[list[tuple[int, int]]]) -> tuple[Tensor, ...]:
+        ctx.range_lists, ctx.shape = range_lists, x.shape
+        return tuple(_concat_ranges(x, ranges) for ranges in range_lists)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        whole = grads[0].new_zeros(ctx.shape)
-        for ranges, grad in zip(ctx.every, grads, strict=True):
+        x_grad = grads[0].new_zeros(ctx.shape)
+        for ranges, grad in zip(ctx.range_lists, grads, strict=True):
             begin = 0
             for start, stop in ranges:
-                whole[:, start:stop] += grad[:, begin : begin + stop - start]
+                x_grad[:, start:stop] += grad[:, begin : begin + stop - start]
                 begin += stop - start
-        return whole, None
+        return x_grad, None
 
 
 def _concat_ranges(x: Tensor, ranges: Sequence[tuple[int, int]]) -> Tensor:
@@ -269,33 +275,33 @@ def _concat_ranges(x: Tensor, ranges: Sequence[tuple[int, int]]) -> Tensor:
     return torch.cat([x[:, start:stop] for start, stop in ranges], 1) if ranges else x[:, :0]
 
 
-# --- A call cut into pieces ----------------------------------------------------------------------------
+# --- Batches of equally shaped blocks ------------------------------------------------------------------
 
-# What a pair costs in blocks of so many queries, forward and backward, against one in blocks of 64. For 128 and 256 it
-# was measured alone on the machine, for 32 beside other size, for 16 not at all.
+# Time per score in blocks of this many queries, forward and backward, relative to blocks of 64. Sizes 128 and 256 were
+# measured on an idle machine, 32 on a busy one; 16 is an estimate.
 BLOCK_SIZE_COSTS = {16: 2.0, 32: 1.35, 64: 1.0, 128: 0.93, 256: 0.93}
-BLOCK_SIZE_PROBE = range(2048, 2560), range(4096)  # the queries and keys over which heights are compared
+BLOCK_SIZE_PROBE = range(2048, 2560), range(4096)  # queries and keys over which block sizes are compared
 
 KeyRanges = tuple[range, ...]
 
 
 class TokenAxis(NamedTuple):
-    """Tokens at neighbouring places, as a pattern counts them, each `step` slots behind the one before."""
+    """Tokens at consecutive positions of a pattern, at every `slot_stride`-th slot of the tensor."""
 
     positions: range
     first_slot: int = 0
     slot_stride: int = 1
 
-    def slots_of(self, some: range) -> range:
-        """Where these places lie."""
-        first = self.first_slot + (some.start - self.positions.start) * self.slot_stride
-        return range(first, first + len(some) * self.slot_stride, self.slot_stride)
+    def slots_of(self, positions: range) -> range:
+        """The slots of these positions."""
+        first = self.first_slot + (positions.start - self.positions.start) * self.slot_stride
+        return range(first, first + len(positions) * self.slot_stride, self.slot_stride)
 
 
 class BlockBatch(NamedTuple):
-    """Blocks of as many queries, each with as many keys: their slots, and the places of those of the first block.
+    """Blocks with equally many queries and keys: their slots, and the positions of the first block.
 
-    `places` is None where every query of a block may read every key of it.
+    `first_block_positions` is None if every query of a block may attend to all of its keys.
     """
 
     queries: Sequence[range]
@@ -304,14 +310,15 @@ class BlockBatch(NamedTuple):
 
     @property
     def num_pairs(self) -> int:
-        """The scores that it forms for each head."""
+        """Number of computed scores per head."""
         return len(self.queries) * len(self.queries[0]) * sum(map(len, self.keys[0]))
 
 
 class SparseBlock(NamedTuple):
-    """Neighbouring queries, the keys that some of them read (of each axis), and the rows between two bends.
+    """Consecutive queries, the keys (on each key axis) that any of them may attend to, and stretches of rows.
 
-    A stretch is its first row and the one behind its last, and what these two rows read of every axis.
+    Between the boundaries of a stretch, the ends of the key ranges move linearly. A stretch is (first row, end row,
+    keys of the first row, keys of the last row).
     """
 
     queries: range
@@ -320,13 +327,13 @@ class SparseBlock(NamedTuple):
 
     @property
     def is_full(self) -> bool:
-        """Whether every query reads every key."""
+        """Whether every query may attend to every key."""
         return all(first == last == self.keys for _, _, first, last in self.row_ranges)
 
     @property
     def batching_key(self) -> object:
-        """What is equal of two blocks that one fused call with one mask can run."""
-        widths = tuple(len(some) for each in self.keys for some in each)
+        """A key that is equal for blocks which can share a fused call and its mask."""
+        widths = tuple(len(part) for ranges in self.keys for part in ranges)
         if self.is_full:
             return len(self.queries), sum(widths), len(widths) == 1
         rows = tuple(
@@ -340,19 +347,22 @@ class SparseBlock(NamedTuple):
         )
         return len(self.queries), widths, rows
 
-    def _columns_of_row(self, read: tuple[KeyRanges, ...]) -> tuple[tuple[int, int], ...]:
-        """The columns of the block that a row reads."""
-        found, before = [], 0
-        for every, some in zip(self.keys, read, strict=True):
-            for here in every:
-                inside = [(before + s.start - here.start, len(s)) for s in some if here.start <= s.start < here.stop]
-                found += inside
-                before += len(here)
-        return tuple(found)
+    def _columns_of_row(self, row_keys: tuple[KeyRanges, ...]) -> tuple[tuple[int, int], ...]:
+        """The columns of a row's keys within the block, as (first column, number of columns)."""
+        columns, offset = [], 0
+        for block_ranges, row_ranges in zip(self.keys, row_keys, strict=True):
+            for keys in block_ranges:
+                columns += [
+                    (offset + part.start - keys.start, len(part))
+                    for part in row_ranges
+                    if keys.start <= part.start < keys.stop
+                ]
+                offset += len(keys)
+        return tuple(columns)
 
 
 def plan_block_batches(pattern: Pattern, query_axis: TokenAxis, key_axes: Sequence[TokenAxis]) -> list[BlockBatch]:
-    """All that these queries read of these keys, each pair once; queries that read nothing are in no piece.
+    """Batches of blocks that contain every allowed pair once; queries without keys are left out.
 
     >>> from headwise.masking.patterns import Window
     >>> [
@@ -361,37 +371,37 @@ def plan_block_batches(pattern: Pattern, query_axis: TokenAxis, key_axes: Sequen
     ... ]
     [(1, 4096), (1, 8192), (1, 12288), (1, 16384), (11, 224576), (1, 20416)]
     """
-    count, rows = find_dilation(pattern), choose_block_size(pattern)
-    found: dict[object, tuple[list[range], list[KeyRanges], tuple[range, KeyRanges] | None]] = {}
-    for rest in sorted({place % count for place in query_axis.positions[:count]}):
-        thin, queries = ResiduePattern(pattern, count, rest), _residue_axis(query_axis, count, rest)
-        axes = [_residue_axis(axis, count, rest) for axis in key_axes]
-        for block in _make_sparse_blocks(thin, queries.positions, [axis.positions for axis in axes], rows):
-            places = None if block.is_full else _block_positions(thin, block)
-            piece = found.setdefault(block.batching_key, ([], [], places))
-            piece[0].append(queries.slots_of(block.queries))
-            some = zip(axes, block.keys, strict=True)
-            piece[1].append(tuple(axis.slots_of(one) for axis, ranges in some for one in ranges))
-    return [BlockBatch(*piece) for piece in found.values()]
+    modulus, block_size = find_dilation(pattern), choose_block_size(pattern)
+    batches: dict[object, tuple[list[range], list[KeyRanges], tuple[range, KeyRanges] | None]] = {}
+    for residue in sorted({position % modulus for position in query_axis.positions[:modulus]}):
+        own_pattern, queries = ResiduePattern(pattern, modulus, residue), _residue_axis(query_axis, modulus, residue)
+        axes = [_residue_axis(axis, modulus, residue) for axis in key_axes]
+        for block in _make_sparse_blocks(own_pattern, queries.positions, [axis.positions for axis in axes], block_size):
+            positions = None if block.is_full else _block_positions(own_pattern, block)
+            query_slots, key_slots, _ = batches.setdefault(block.batching_key, ([], [], positions))
+            query_slots.append(queries.slots_of(block.queries))
+            axis_keys = zip(axes, block.keys, strict=True)
+            key_slots.append(tuple(axis.slots_of(keys) for axis, ranges in axis_keys for keys in ranges))
+    return [BlockBatch(*batch) for batch in batches.values()]
 
 
 def count_batch_pairs(pattern: Pattern, queries: range, keys: range) -> int:
-    """The pairs of all pieces, where tokens lie in order: as a series between two bends.
+    """Number of computed scores of all batches, for tokens in order; linear stretches are summed as a series.
 
     >>> from headwise.masking.patterns import Window
     >>> count_batch_pairs(Window(256), range(1024), range(1024))
     285952
     >>> 319 * 10**15 - count_batch_pairs(
     ...     Window(256), range(10**15), range(10**15)
-    ... )  # each reads 319 but near the beginning
+    ... )  # each query attends to 319 keys, except at the beginning
     40704
     """
-    count, rows = find_dilation(pattern), choose_block_size(pattern)
-    split = zip(split_by_residue(count, queries), split_by_residue(count, keys), strict=True)
+    modulus, block_size = find_dilation(pattern), choose_block_size(pattern)
+    tokens = zip(split_by_residue(modulus, queries), split_by_residue(modulus, keys), strict=True)
     return sum(
-        _sum_batch_pairs(ResiduePattern(pattern, count, rest), *some, rows)
-        for rest, some in enumerate(split)
-        if all(some)
+        _sum_batch_pairs(ResiduePattern(pattern, modulus, residue), own_queries, own_keys, block_size)
+        for residue, (own_queries, own_keys) in enumerate(tokens)
+        if own_queries and own_keys
     )
 
 
@@ -399,100 +409,102 @@ _BLOCK_SIZES: dict[str, int] = {}
 
 
 def choose_block_size(pattern: Pattern) -> int:
-    """How many queries a block has: the more, the better its products run, and more keys are read by few of them."""
-    if (told := pattern.text) not in _BLOCK_SIZES:
-        thin = ResiduePattern(pattern, find_dilation(pattern), 0)
+    """Number of queries per block: large blocks multiply faster, but compute more scores that the mask discards."""
+    if (text := pattern.text) not in _BLOCK_SIZES:
+        own_pattern = ResiduePattern(pattern, find_dilation(pattern), 0)
         costs = {
-            rows: each * _pairs_of_sparse_blocks(thin, *BLOCK_SIZE_PROBE, rows)
-            for rows, each in BLOCK_SIZE_COSTS.items()
+            size: cost * _pairs_of_sparse_blocks(own_pattern, *BLOCK_SIZE_PROBE, size)
+            for size, cost in BLOCK_SIZE_COSTS.items()
         }
-        _BLOCK_SIZES[told] = min(costs, key=costs.__getitem__)
-    return _BLOCK_SIZES[told]
+        _BLOCK_SIZES[text] = min(costs, key=costs.__getitem__)
+    return _BLOCK_SIZES[text]
 
 
-def _residue_axis(axis: TokenAxis, count: int, rest: int) -> TokenAxis:
-    """Those tokens whose place leaves this rest, at places counted among themselves."""
-    places = split_by_residue(count, axis.positions)[rest] if count > 1 else axis.positions
-    return TokenAxis(
-        places, axis.first_slot + places.start * count + rest - axis.positions.start, axis.slot_stride * count
-    )
+def _residue_axis(axis: TokenAxis, modulus: int, residue: int) -> TokenAxis:
+    """The tokens whose positions have this residue, numbered among themselves."""
+    numbers = split_by_residue(modulus, axis.positions)[residue] if modulus > 1 else axis.positions
+    first_slot = axis.first_slot + numbers.start * modulus + residue - axis.positions.start
+    return TokenAxis(numbers, first_slot, axis.slot_stride * modulus)
 
 
-def _block_positions(thin: ResiduePattern, block: SparseBlock) -> tuple[range, KeyRanges]:
-    """Where the queries and keys of a block stand, as the whole pattern counts."""
-    return thin.original_positions(block.queries), tuple(
-        thin.original_positions(some) for each in block.keys for some in each
+def _block_positions(pattern: ResiduePattern, block: SparseBlock) -> tuple[range, KeyRanges]:
+    """The positions of a block's queries and keys in the whole sequence."""
+    return pattern.original_positions(block.queries), tuple(
+        pattern.original_positions(keys) for ranges in block.keys for keys in ranges
     )
 
 
 def _split_at_multiples(queries: range, rows: int) -> Iterator[range]:
-    """Blocks that end at multiples of `rows`, as the blocks of a pattern do."""
+    """Split queries at multiples of `rows`."""
     inside = range(queries.start // rows * rows + rows, queries.stop, rows)
     yield from (range(start, stop) for start, stop in pairwise([queries.start, *inside, queries.stop]))
 
 
 def _make_sparse_blocks(
-    thin: ResiduePattern, queries: range, told: Sequence[range], rows: int
+    pattern: ResiduePattern, queries: range, key_positions: Sequence[range], rows: int
 ) -> Iterator[SparseBlock]:
-    """Blocks of queries with the keys that they read; those that read nothing are left out."""
+    """Blocks of queries with their keys; blocks without keys are left out."""
     if not queries:
         return
-    turns = sorted({*queries[:1], queries.stop}.union(*(boundary_rows(thin, queries, keys) for keys in told if keys)))
-    for some in _split_at_multiples(queries, rows):
-        inner = turns[bisect_right(turns, some.start) : bisect_left(turns, some.stop)]
-        block = _make_sparse_block(thin, some, inner, told)
+    turns = sorted(
+        {*queries[:1], queries.stop}.union(*(boundary_rows(pattern, queries, keys) for keys in key_positions if keys))
+    )
+    for block_queries in _split_at_multiples(queries, rows):
+        inner_turns = turns[bisect_right(turns, block_queries.start) : bisect_left(turns, block_queries.stop)]
+        block = _make_sparse_block(pattern, block_queries, inner_turns, key_positions)
         if any(block.keys):
             yield block
 
 
 def _make_sparse_block(
-    thin: ResiduePattern, queries: range, turns: Sequence[int], told: Sequence[range]
+    pattern: ResiduePattern, queries: range, turns: Sequence[int], key_positions: Sequence[range]
 ) -> SparseBlock:
-    stretches, reached = [], [list[range]() for _ in told]
+    stretches, block_keys = [], [list[range]() for _ in key_positions]
     pending = list(pairwise([queries.start, *turns, queries.stop]))[::-1]
     while pending:
         top, stop = pending.pop()
-        first, last = (tuple(_key_ranges_of_row(thin, i, keys) for keys in told) for i in (top, stop - 1))
+        first, last = (tuple(_key_ranges_of_row(pattern, i, keys) for keys in key_positions) for i in (top, stop - 1))
         if any(len(a) != len(b) for a, b in zip(first, last, strict=True)):
-            # Ranges touch or fall apart in between: such rows are looked at one by one.
+            # Ranges merge or split in between, so these rows are handled one by one.
             pending += [(row, row + 1) for row in reversed(range(top, stop))]
             continue
         stretches.append((top, stop, first, last))
-        for ranges, some, other in zip(reached, first, last, strict=True):
-            ranges += [range(min(a.start, b.start), max(a.stop, b.stop)) for a, b in zip(some, other, strict=True)]
-    return SparseBlock(queries, tuple(_merge_ranges(ranges) for ranges in reached), tuple(stretches))
+        for ranges, first_keys, last_keys in zip(block_keys, first, last, strict=True):
+            pairs = zip(first_keys, last_keys, strict=True)
+            ranges += [range(min(a.start, b.start), max(a.stop, b.stop)) for a, b in pairs]
+    return SparseBlock(queries, tuple(_merge_ranges(ranges) for ranges in block_keys), tuple(stretches))
 
 
-def _key_ranges_of_row(thin: ResiduePattern, i: int, keys: range) -> KeyRanges:
-    return _merge_ranges(thin.spans(i, keys)) if keys else ()
+def _key_ranges_of_row(pattern: ResiduePattern, i: int, keys: range) -> KeyRanges:
+    return _merge_ranges(pattern.spans(i, keys)) if keys else ()
 
 
 def _merge_ranges(ranges: Sequence[range]) -> KeyRanges:
-    """The same keys as ranges of which no two touch."""
-    found: list[range] = []
-    for one in spans_covered(ranges, 1):
-        if found and found[-1].stop == one.start:
-            found[-1] = range(found[-1].start, one.stop)
+    """Merge overlapping and adjacent ranges."""
+    merged: list[range] = []
+    for span in spans_covered(ranges, 1):
+        if merged and merged[-1].stop == span.start:
+            merged[-1] = range(merged[-1].start, span.stop)
         else:
-            found.append(one)
-    return tuple(found)
+            merged.append(span)
+    return tuple(merged)
 
 
-def _sum_batch_pairs(thin: ResiduePattern, queries: range, keys: range, rows: int) -> int:
-    turns, total, at = boundary_rows(thin, queries, keys), 0, queries.start
+def _sum_batch_pairs(pattern: ResiduePattern, queries: range, keys: range, rows: int) -> int:
+    turns, total, at = boundary_rows(pattern, queries, keys), 0, queries.start
     for top, stop in pairwise(turns) if len(turns) < len(queries) // rows else ():
         first = -(-max(top, at) // rows) * rows
         count = (stop - first) // rows
         if count > 2:
             ends = [
-                _pairs_of_sparse_blocks(thin, range(n, n + rows), keys, rows)
+                _pairs_of_sparse_blocks(pattern, range(n, n + rows), keys, rows)
                 for n in (first, first + (count - 1) * rows)
             ]
-            total += _pairs_of_sparse_blocks(thin, range(at, first), keys, rows) + sum(ends) * count // 2
+            total += _pairs_of_sparse_blocks(pattern, range(at, first), keys, rows) + sum(ends) * count // 2
             at = first + count * rows
-    return total + _pairs_of_sparse_blocks(thin, range(at, queries.stop), keys, rows)
+    return total + _pairs_of_sparse_blocks(pattern, range(at, queries.stop), keys, rows)
 
 
-def _pairs_of_sparse_blocks(thin: ResiduePattern, queries: range, keys: range, rows: int) -> int:
-    every = _make_sparse_blocks(thin, queries, (keys,), rows)
-    return sum(len(block.queries) * sum(map(len, block.keys[0])) for block in every)
+def _pairs_of_sparse_blocks(pattern: ResiduePattern, queries: range, keys: range, rows: int) -> int:
+    blocks = _make_sparse_blocks(pattern, queries, (keys,), rows)
+    return sum(len(block.queries) * sum(map(len, block.keys[0])) for block in blocks)

@@ -1,7 +1,7 @@
-"""Packed rows: several sequences in one row, each attending to itself alone.
+"""Packed rows: several sequences in one row, and attention within each sequence.
 
-Plain attention of short texts on a CPU is one kernel, which reads tokens where they lie. Anything else runs in groups
-of about one length, each a batch of its own for any backend.
+Plain softmax attention of short sequences on a CPU runs in one kernel, which reads the packed tokens in place.
+Otherwise sequences of similar lengths form groups, and each group runs as a padded batch on any backend.
 """
 
 from __future__ import annotations
@@ -23,44 +23,45 @@ from ..masking.sequence_info import AttentionMask, SequenceInfo
 from . import sdpa
 from .core_interface import CallSignature, CoreInputs, CoreSteps
 
-MAX_WASTED_PAIRS_RATIO = (
-    0.25  # of the pairs that are read, as many more may be formed so that texts of two lengths share a call
-)
-FREE_PAIRS = 4096  # pairs that are formed in less time than another call takes
-PROBED_TENSORS = frozenset({"q", "k", "v", "heads"})  # what can be seen of texts that run apart
-MAX_KERNEL_LENGTH = 256  # tokens of a text, up to which the kernel takes less time than fused calls for groups
-KERNEL_DTYPES = (torch.float32, torch.float64)  # what it computes in; what is coarser is widened
-MAX_PLANS_PER_SEQUENCE = (
-    4  # plans of one set of tokens: of a text that reads itself, and a source, each for the kernel and in groups
-)
+# Sequences of different lengths share a group while padding adds at most this share of the needed pairs.
+MAX_WASTED_PAIRS_RATIO = 0.25
+FREE_PAIRS = 4096  # padded pairs that take less time than one more call
+PROBED_TENSORS = frozenset({"q", "k", "v", "heads"})  # tensors that a probe can observe in packed rows
+MAX_KERNEL_LENGTH = 256  # longest sequence for which the kernel is faster than one fused call per group
+KERNEL_DTYPES = (torch.float32, torch.float64)  # dtypes that the kernel computes in; other dtypes are converted
+# Plans kept per SequenceInfo: for self-attention and for a source, each for the kernel and for groups.
+MAX_PLANS_PER_SEQUENCE = 4
 IntArray = NDArray[np.int64]
 SlotMap = tuple[Tensor, Tensor, Tensor | None, int]
 
 
 class TokenSlots(NamedTuple):
-    """Where tokens of rows go when texts are put into groups: `of[slot]` is the token there, `to[n]` the slot of the
-    n-th live token, `live` which these are unless it is every one, of `count`. What a slot too many holds is the first
-    token of its text, which nobody reads there."""
+    """The slots of tokens in padded groups, as index tensors.
+
+    `token_of_slot[s]` is the token in slot s, and `slot_of_token[n]` the slot of the n-th token that is not padding.
+    `live_tokens` are the indices of these tokens among all `num_tokens`; None if no token is padding. A padding slot
+    of a group holds the first token of its sequence; its result is not used.
+    """
 
     token_of_slot: Tensor
     slot_of_token: Tensor
     live_tokens: Tensor | None
     num_tokens: int
-    shapes: tuple[tuple[int, int], ...]  # of each group: texts, tokens
+    shapes: tuple[tuple[int, int], ...]  # sequences and tokens of each group
 
     def gather_groups(self, x: Tensor) -> list[Tensor]:
-        """x [B, T, ...] as [texts, tokens, ...] of each group."""
+        """Gather x [B, T, ...] into one tensor [sequences, tokens, ...] per group."""
         slots = cast(Tensor, _GatherTokens.apply(x.flatten(0, 1), *self[:4]))
         parts = slots.split([texts * tokens for texts, tokens in self.shapes])
         return [part.unflatten(0, shape) for part, shape in zip(parts, self.shapes, strict=True)]
 
     def scatter_groups(self, groups: Sequence[Tensor]) -> Tensor:
-        """Tokens [B x T, ...] again; zeros where there is none."""
+        """Put the groups back into one tensor [B x T, ...] with zeros at padding tokens."""
         return cast(Tensor, _ScatterTokens.apply(torch.cat([group.flatten(0, 1) for group in groups]), *self[:4]))
 
 
 class _GatherTokens(torch.autograd.Function):
-    """Every slot takes its token; backwards a token has the gradient of its own slot alone, for no other is read."""
+    """Copy each slot's token into it. The gradient of a token is that of its own slot; padding slots have none."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *places: *SlotMap) -> Tensor:
@@ -73,24 +74,28 @@ class _GatherTokens(torch.autograd.Function):
 
 
 class _ScatterTokens(torch.autograd.Function):
-    """Every live token takes its slot; backwards a slot that is none's has no gradient."""
+    """Copy each token from its slot. Padding slots get a zero gradient."""
 
     @staticmethod
     def forward(ctx: Any, slots: Tensor, *places: *SlotMap) -> Tensor:
-        _, to, live, count = places
+        _, slot_of_token, live_tokens, num_tokens = places
         ctx.places, ctx.slots = places, slots.shape
-        found = slots.index_select(0, to)
-        return found if live is None else found.new_zeros(count, *found.shape[1:]).index_copy_(0, live, found)
+        tokens = slots.index_select(0, slot_of_token)
+        return (
+            tokens
+            if live_tokens is None
+            else tokens.new_zeros(num_tokens, *tokens.shape[1:]).index_copy_(0, live_tokens, tokens)
+        )
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        _, to, live, _ = ctx.places
-        grad = grads[0] if live is None else grads[0].index_select(0, live)
-        return grad.new_zeros(ctx.slots).index_copy_(0, to, grad), None, None, None, None
+        _, slot_of_token, live_tokens, _ = ctx.places
+        grad = grads[0] if live_tokens is None else grads[0].index_select(0, live_tokens)
+        return grad.new_zeros(ctx.slots).index_copy_(0, slot_of_token, grad), None, None, None, None
 
 
 class VarlenPlan(NamedTuple):
-    """The groups of one call: who asks and who is told in each, and where tokens go."""
+    """The groups of one call: query and key positions of each group, and the slots of queries and keys."""
 
     groups: tuple[tuple[SequenceInfo, SequenceInfo], ...]
     queries: TokenSlots
@@ -98,29 +103,32 @@ class VarlenPlan(NamedTuple):
 
 
 def has_known_lengths(query_sequence: SequenceInfo, key_sequence: SequenceInfo | None, batch_size: int) -> bool:
-    """Whether the texts of such a call are known apart: of queries, and of the keys they read, in each of the rows."""
-    known = [tokens.lengths for tokens in (query_sequence, key_sequence) if tokens is not None]
+    """Whether the lengths of all packed sequences are known, for queries and for keys, in every row."""
+    all_lengths = [tokens.lengths for tokens in (query_sequence, key_sequence) if tokens is not None]
     return (
         key_sequence is not None
         and not is_under_functorch()
-        and all(one is not None and len(one) == batch_size and sum(map(sum, one)) for one in known)
+        and all(
+            lengths is not None and len(lengths) == batch_size and sum(map(sum, lengths)) for lengths in all_lengths
+        )
     )
 
 
 def longest_sequence(tokens: SequenceInfo) -> int:
-    """The tokens of the longest text."""
+    """Number of tokens of the longest sequence."""
     return max((length for row in tokens.lengths or () for length in row), default=0)
 
 
 class VarlenTable(NamedTuple):
-    """For the kernel: the first query of each text, how many there are, its first key, how many; the most of them."""
+    """Arguments of the kernel: [sequences, 4] with first query, number of queries, first key and number of keys of each
+    sequence, and the largest of these numbers of tokens."""
 
     table: Tensor
     longest: int
 
 
 def supports_kernel(call: CallSignature) -> bool:
-    """Whether the kernel computes what such a call asks for: plain softmax attention in equal groups of heads."""
+    """Whether the kernel supports the call: plain softmax attention with equally large groups of heads."""
     return call.device == "cpu" and call.group_size > 0 and not sdpa.plain_softmax_conflicts(call) and has_kernels()
 
 
@@ -138,120 +146,145 @@ def attend_by_kernel(attention_mask: AttentionMask, inputs: CoreInputs) -> Tenso
 
 
 def group_inputs(plan: VarlenPlan, inputs: CoreInputs, steps: CoreSteps) -> Iterator[CoreInputs]:
-    """What each group is handed: beside q, k and v only what some part will ask for."""
-    q, k, v, asked, entry, state, gates = inputs
-    asks = bool(steps.scores or steps.weights)
-    own = [plan.queries.gather_groups(q), plan.keys.gather_groups(k), plan.keys.gather_groups(v)]
-    before = own[0] if asked.q_BTHK is q or not asks else plan.queries.gather_groups(asked.q_BTHK)
-    x = plan.queries.gather_groups(asked.x_BTD) if asks else before
-    kept = {name: plan.keys.gather_groups(held) for name, held in entry.items()} if asks else {}
-    opened = [
+    """The inputs of each group. Tensors beside q, k and v are only gathered if a part of the spec uses them."""
+    q, k, v, query_context, key_entries, state, gates = inputs
+    needs_context = bool(steps.scores or steps.weights)
+    q_groups, k_groups, v_groups = (
+        plan.queries.gather_groups(q),
+        plan.keys.gather_groups(k),
+        plan.keys.gather_groups(v),
+    )
+    shares_q = query_context.q_BTHK is q or not needs_context
+    raw_q_groups = q_groups if shares_q else plan.queries.gather_groups(query_context.q_BTHK)
+    x_groups = plan.queries.gather_groups(query_context.x_BTD) if needs_context else raw_q_groups
+    entry_groups = (
+        {name: plan.keys.gather_groups(entry) for name, entry in key_entries.items()} if needs_context else {}
+    )
+    gate_groups = [
         plan.queries.gather_groups(gate.detach()) if gate.dim() > 3 else [gate] * len(plan.groups) for gate in gates
     ]
-    for n, (at, _) in enumerate(plan.groups):
-        told = asked._replace(x_BTD=x[n], q_BTHK=before[n], sequence=at)
-        beside = {name: held[n] for name, held in kept.items()}
-        yield CoreInputs(own[0][n], own[1][n], own[2][n], told, beside, state, [gate[n] for gate in opened])
+    for n, (query_sequence, _) in enumerate(plan.groups):
+        context = query_context._replace(x_BTD=x_groups[n], q_BTHK=raw_q_groups[n], sequence=query_sequence)
+        entries = {name: groups[n] for name, groups in entry_groups.items()}
+        group_gates = [groups[n] for groups in gate_groups]
+        yield CoreInputs(q_groups[n], k_groups[n], v_groups[n], context, entries, state, group_gates)
 
 
 def group_plan(attention_mask: AttentionMask) -> VarlenPlan:
-    """The plan of a call in groups, made once for all layers that are told the same tokens."""
-    ahead = attention_mask.pattern.tokens_before_decode != 0
+    """The groups of a call; computed once for all layers with the same tokens."""
+    reads_future = attention_mask.pattern.tokens_before_decode != 0
     return _cached_plan(
-        attention_mask, f"groups, {ahead}", lambda: _make_group_plan(attention_mask.queries, attention_mask.keys, ahead)
+        attention_mask,
+        f"groups, {reads_future}",
+        lambda: _make_group_plan(attention_mask.queries, attention_mask.keys, reads_future),
     )
 
 
 def kernel_plan(attention_mask: AttentionMask) -> VarlenTable:
-    """The plan of a call of the kernel, made once as well."""
-    return _cached_plan(attention_mask, "where", lambda: _make_kernel_plan(attention_mask.queries, attention_mask.keys))
+    """The arguments of the kernel; computed once for all layers with the same tokens."""
+    return _cached_plan(
+        attention_mask, "kernel", lambda: _make_kernel_plan(attention_mask.queries, attention_mask.keys)
+    )
 
 
 def _cached_plan(attention_mask: AttentionMask, kind: str, make: Callable[[], Any]) -> Any:
-    at, told = attention_mask.queries, attention_mask.keys
-    other = None if told is at else told  # of itself none: no cycle
-    for source, known, plan in at.backend_plans:
-        if source is other and known == kind:
+    queries, keys = attention_mask.queries, attention_mask.keys
+    source = None if keys is queries else keys  # None, so that a sequence does not refer to itself
+    for plan_source, plan_kind, plan in queries.backend_plans:
+        if plan_source is source and plan_kind == kind:
             return plan
     plan = make()
-    at.backend_plans[:] = [(other, kind, plan), *at.backend_plans[: MAX_PLANS_PER_SEQUENCE - 1]]
+    queries.backend_plans[:] = [(source, kind, plan), *queries.backend_plans[: MAX_PLANS_PER_SEQUENCE - 1]]
     return plan
 
 
-def _make_kernel_plan(at: SequenceInfo, told: SequenceInfo) -> VarlenTable:
-    (asks, first), (keys, begin) = _sequence_offsets(at), _sequence_offsets(told, at)
-    own = np.stack([first, asks, begin, keys], 1)[asks > 0]
-    return VarlenTable(torch.from_numpy(own), int(own[:, 1::2].max(initial=0)))
+def _make_kernel_plan(queries: SequenceInfo, keys: SequenceInfo) -> VarlenTable:
+    (num_queries, first_query), (num_keys, first_key) = _sequence_offsets(queries), _sequence_offsets(keys, queries)
+    table = np.stack([first_query, num_queries, first_key, num_keys], 1)[num_queries > 0]
+    return VarlenTable(torch.from_numpy(table), int(table[:, 1::2].max(initial=0)))
 
 
-def _make_group_plan(at: SequenceInfo, told: SequenceInfo, ahead: bool) -> VarlenPlan:
-    asks, keys = _sequence_offsets(at), _sequence_offsets(told, at)
-    chosen = [np.array(group) for group in group_by_length(asks[0].tolist(), keys[0].tolist())]
-    device, itself, groups = at.position.device, told is at, list[tuple[SequenceInfo, SequenceInfo]]()
-    for own in chosen:
-        queries = SequenceInfo.contiguous(0, int(asks[0][own].max()), device)
-        lengths = keys[0][own]
+def _make_group_plan(query_sequence: SequenceInfo, key_sequence: SequenceInfo, reads_future: bool) -> VarlenPlan:
+    query_offsets, key_offsets = _sequence_offsets(query_sequence), _sequence_offsets(key_sequence, query_sequence)
+    members = [np.array(group) for group in group_by_length(query_offsets[0].tolist(), key_offsets[0].tolist())]
+    device, is_self = query_sequence.position.device, key_sequence is query_sequence
+    groups = list[tuple[SequenceInfo, SequenceInfo]]()
+    for group in members:
+        queries = SequenceInfo.contiguous(0, int(query_offsets[0][group].max()), device)
+        lengths = key_offsets[0][group]
         longest = max(1, int(lengths.max()))
-        # A key too many stands behind all that are real, where who never looks ahead does not see it.
-        if (lengths == longest).all() or (itself and not ahead):
-            groups.append((queries, queries if itself else SequenceInfo.contiguous(0, longest, device)))
+        # Padding keys come after all real keys, so a pattern without future keys needs no mask for them.
+        if (lengths == longest).all() or (is_self and not reads_future):
+            groups.append((queries, queries if is_self else SequenceInfo.contiguous(0, longest, device)))
         else:
-            place = torch.arange(longest)[None]
-            live = place < torch.from_numpy(lengths)[:, None]
-            groups.append((queries, SequenceInfo(place.expand(live.shape), live.long() - 1, checked=True).to(device)))
-    slots = _make_token_slots(asks, chosen, at)
-    return VarlenPlan(tuple(groups), slots, slots if itself else _make_token_slots(keys, chosen, told))
+            position = torch.arange(longest)[None]
+            live = position < torch.from_numpy(lengths)[:, None]
+            keys = SequenceInfo(position.expand(live.shape), live.long() - 1, checked=True).to(device)
+            groups.append((queries, keys))
+    slots = _make_token_slots(query_offsets, members, query_sequence)
+    key_slots = slots if is_self else _make_token_slots(key_offsets, members, key_sequence)
+    return VarlenPlan(tuple(groups), slots, key_slots)
 
 
 def _sequence_offsets(tokens: SequenceInfo, like: SequenceInfo | None = None) -> tuple[IntArray, IntArray]:
-    """The length of every text, and which token of all rows it begins with; as many in each row as another has."""
+    """Return the length of every sequence and the index of its first token among all rows.
+
+    Each row gets as many sequences as it has in `like`; missing ones have length 0.
+    """
     assert tokens.lengths is not None
-    wanted = tokens.lengths if like is None or like.lengths is None else like.lengths
+    model_lengths = tokens.lengths if like is None or like.lengths is None else like.lengths
     lengths, begins = list[int](), list[int]()
-    for n, (row, other) in enumerate(zip(tokens.lengths, wanted, strict=True)):
-        row = (*row, *[0] * len(other))[: len(other)]
+    for n, (row, model_row) in enumerate(zip(tokens.lengths, model_lengths, strict=True)):
+        row = (*row, *[0] * len(model_row))[: len(model_row)]
         lengths += row
         begins += [n * tokens.count + before for before in accumulate(row, initial=0)][: len(row)]
     return np.array(lengths, np.int64), np.array(begins, np.int64)
 
 
-def group_by_length(asks: Sequence[int], keys: Sequence[int]) -> Iterator[list[int]]:
-    """Texts that share a call, as long as little is formed that nobody reads: the longest first, none without queries.
+def group_by_length(num_queries: Sequence[int], num_keys: Sequence[int]) -> Iterator[list[int]]:
+    """Group sequences of similar lengths, the longest first, so that little is computed for padding.
+
+    Sequences without queries are left out.
 
     >>> list(group_by_length([900, 100, 899, 0], [900, 100, 899, 5]))
     [[0, 2], [1]]
     """
-    own, wide, deep, read = list[int](), 0, 0, 0
-    for n in sorted(range(len(asks)), key=lambda n: (-asks[n], -keys[n])):
-        if not asks[n]:
+    group, max_queries, max_keys, needed_pairs = list[int](), 0, 0, 0
+    for n in sorted(range(len(num_queries)), key=lambda n: (-num_queries[n], -num_keys[n])):
+        if not num_queries[n]:
             continue
-        wider, more = max(wide, asks[n]), read + asks[n] * keys[n]
-        deeper = max(deep, keys[n], 1)
-        if own and (len(own) + 1) * wider * deeper - more > max(FREE_PAIRS, MAX_WASTED_PAIRS_RATIO * more):
-            yield own
-            own, wider, deeper, more = [], asks[n], max(keys[n], 1), asks[n] * keys[n]
-        own, wide, deep, read = [*own, n], wider, deeper, more
-    if own:
-        yield own
+        own_pairs = num_queries[n] * num_keys[n]
+        max_queries, max_keys = max(max_queries, num_queries[n]), max(max_keys, num_keys[n], 1)
+        needed_pairs += own_pairs
+        wasted_pairs = (len(group) + 1) * max_queries * max_keys - needed_pairs
+        if group and wasted_pairs > max(FREE_PAIRS, MAX_WASTED_PAIRS_RATIO * needed_pairs):
+            yield group
+            group, max_queries, max_keys, needed_pairs = [], num_queries[n], max(num_keys[n], 1), own_pairs
+        group = [*group, n]
+    if group:
+        yield group
 
 
-def _make_token_slots(texts: tuple[IntArray, IntArray], chosen: Sequence[IntArray], tokens: SequenceInfo) -> TokenSlots:
-    lengths, begins = texts
-    of, live, slots, shapes, at = list[IntArray](), list[IntArray](), list[IntArray](), list[tuple[int, int]](), 0
-    total = len(tokens.position) * tokens.count
-    for own in chosen:
-        longest = max(1, int(lengths[own].max()))
-        first, place = begins[own][:, None], np.arange(longest)[None]
-        real = place < lengths[own][:, None]
-        those = np.where(real, first + place, np.minimum(first, total - 1))
-        of.append(those.ravel())
-        live.append(those[real])
-        slots.append(at + np.flatnonzero(real))
-        shapes.append((len(own), longest))
-        at += those.size
-    which = np.concatenate(live)
-    order = np.argsort(which)
-    every = None if len(which) == total else torch.from_numpy(which[order]).to(tokens.position.device)
-    there, back = (torch.from_numpy(np.concatenate(one)) for one in (of, slots))
-    device = tokens.position.device
-    return TokenSlots(there.to(device), back[torch.from_numpy(order)].to(device), every, total, tuple(shapes))
+def _make_token_slots(
+    offsets: tuple[IntArray, IntArray], groups: Sequence[IntArray], sequence: SequenceInfo
+) -> TokenSlots:
+    lengths, begins = offsets
+    slot_tokens, live, live_slots = list[IntArray](), list[IntArray](), list[IntArray]()
+    shapes, first_slot, total = list[tuple[int, int]](), 0, len(sequence.position) * sequence.count
+    for group in groups:
+        longest = max(1, int(lengths[group].max()))
+        first, place = begins[group][:, None], np.arange(longest)[None]
+        is_live = place < lengths[group][:, None]
+        tokens = np.where(is_live, first + place, np.minimum(first, total - 1))
+        slot_tokens.append(tokens.ravel())
+        live.append(tokens[is_live])
+        live_slots.append(first_slot + np.flatnonzero(is_live))
+        shapes.append((len(group), longest))
+        first_slot += tokens.size
+    device = sequence.position.device
+    unsorted_tokens = np.concatenate(live)
+    order = np.argsort(unsorted_tokens)
+    live_tokens = None if len(order) == total else torch.from_numpy(unsorted_tokens[order]).to(device)
+    token_of_slot, slots = (torch.from_numpy(np.concatenate(parts)) for parts in (slot_tokens, live_slots))
+    slot_of_token = slots[torch.from_numpy(order)]
+    return TokenSlots(token_of_slot.to(device), slot_of_token.to(device), live_tokens, total, tuple(shapes))

@@ -342,7 +342,11 @@ def row_bars(row: BenchmarkRow) -> list[RatioBar]:
         reached = limit["share"]
         bars.append(
             RatioBar(
-                f"limit: {limit['bottleneck']}", reached, format_share(reached), _target_marks(row, LIMIT), is_limit=True
+                f"limit: {limit['bottleneck']}",
+                reached,
+                format_share(reached),
+                _target_marks(row, LIMIT),
+                is_limit=True,
             )
         )
     return bars
