@@ -222,7 +222,7 @@ def test_a_plan_is_made_once_for_all_layers():
     for layer, backend in zip(layers, ("dense", "sdpa", "sdpa", None), strict=True):
         layer.backend_name = backend
         layer(torch.randn(1, 7, 10, dtype=torch.float64), sequence=told)
-    assert [kind for _, kind, _ in told.backend_plans] == ["where", "groups, True", "groups, False"]
+    assert [kind for _, kind, _ in told.backend_plans] == ["kernel", "groups, True", "groups, False"]
     assert all(other is None for other, _, _ in told.backend_plans)
 
 
