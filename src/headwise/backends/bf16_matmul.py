@@ -24,11 +24,11 @@ MAX_SAVED_KEYS = 512  # keys up to which weights are saved for the backward pass
 
 
 class CausalBlock(NamedTuple):
-    """A block of queries, the keys up to the last that one of them attends to, hidden pairs, and rows without keys."""
+    """A block of queries, the keys up to the last that any of them may attend to, its mask, and rows without keys."""
 
     queries: slice
     keys: slice
-    hidden_pairs: Tensor | None = None  # to be added to scores, [B or 1, 1, T, S]
+    additive_mask: Tensor | None = None  # [B or 1, 1, T, S]
     rows_without_keys: Tensor | None = None  # [B or 1, 1, T, 1]
 
 
@@ -41,7 +41,7 @@ class BlockedMatmulPlan(NamedTuple):
 
 
 def boundary_lengths() -> tuple[int, ...]:
-    """The lengths at which a block more is begun, and from which on weights are formed once more."""
+    """Lengths at which the number of blocks changes, or from which weights are recomputed."""
     return *QUERY_BLOCK_LENGTHS, MAX_SAVED_KEYS + 1
 
 
@@ -69,7 +69,7 @@ slower_reasons = never_slower
 
 
 def executed_flops(call: CallSignature, size: CallSize) -> int:
-    """The products of every block with the keys that some of its queries may read."""
+    """FLOPs of all blocks with the keys that any of their queries may attend to."""
     return call.core.flops(size.batch * count_formed_pairs(call, size))
 
 
@@ -93,83 +93,83 @@ def saves_weights_for_backward(keys: int) -> bool:
 
 
 def _make_causal_blocks(attention_mask: AttentionMask, like: Tensor) -> Iterator[CausalBlock]:
-    asks, told = attention_mask.queries, attention_mask.keys
+    queries, keys = attention_mask.queries, attention_mask.keys
     low = torch.finfo(like.dtype).min / 2
-    for start in range(0, asks.count, QUERY_BLOCK_SIZE):
-        rows = slice(start, min(start + QUERY_BLOCK_SIZE, asks.count))
+    for start in range(0, queries.count, QUERY_BLOCK_SIZE):
+        rows = slice(start, min(start + QUERY_BLOCK_SIZE, queries.count))
         if attention_mask.shape == "full":
-            yield CausalBlock(rows, slice(0, told.count))
-        elif asks.start is not None and told.start is not None and isinstance(attention_mask.pattern, Causal):
-            seen = asks.start - told.start + start + 1  # keys up to the first query
-            stop = min(told.count, max(seen + rows.stop - start - 1, 0))
-            hides = like.new_full((1, 1, rows.stop - start, stop), low).triu_(seen)
-            yield CausalBlock(rows, slice(0, stop), hides, None if seen > 0 else (hides < 0).all(-1, keepdim=True))
+            yield CausalBlock(rows, slice(0, keys.count))
+        elif queries.start is not None and keys.start is not None and isinstance(attention_mask.pattern, Causal):
+            first_row_keys = queries.start - keys.start + start + 1  # number of keys of the first query
+            stop = min(keys.count, max(first_row_keys + rows.stop - start - 1, 0))
+            mask = like.new_full((1, 1, rows.stop - start, stop), low).triu_(first_row_keys)
+            rows_without_keys = None if first_row_keys > 0 else (mask < 0).all(-1, keepdim=True)
+            yield CausalBlock(rows, slice(0, stop), mask, rows_without_keys)
         else:
             hidden = ~attention_mask.allowed[:, :, rows]
-            blind = hidden.all(-1, keepdim=True)
-            hides = like.new_zeros(hidden.shape).masked_fill_(hidden, low)
-            yield CausalBlock(rows, slice(0, told.count), hides, blind if bool(blind.any()) else None)
+            rows_without_keys = hidden.all(-1, keepdim=True)
+            mask = like.new_zeros(hidden.shape).masked_fill_(hidden, low)
+            any_row = bool(rows_without_keys.any())
+            yield CausalBlock(rows, slice(0, keys.count), mask, rows_without_keys if any_row else None)
 
 
 class _BlockedMatmulAttention(torch.autograd.Function):
-    """Queries lie [B x key heads, heads that read it, T, K] in here, keys and values [B x key heads, S, K]."""
+    """Attention by batched matrix products: queries are [B x KV heads, query heads per KV head, T, K], keys and values
+    [B x KV heads, S, K]."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: BlockedMatmulPlan) -> Tensor:
         batch, count, heads, _ = q.shape
-        rows, keys, values = _group_query_heads(q, k.shape[2]), _flatten_kv_heads(k), _flatten_kv_heads(v)
-        o, kept = v.new_empty(batch, count, heads, v.shape[-1]), list[Tensor]()
-        for cut in plan.blocks:
-            w = _block_weights(rows, keys, cut, plan.scale)
-            some = torch.bmm(w, values[:, cut.keys])
-            o[:, cut.queries] = some.view(batch, heads, -1, some.shape[-1]).transpose(1, 2)
-            kept += [w] * plan.saves_weights
+        queries, keys, values = _group_query_heads(q, k.shape[2]), _flatten_kv_heads(k), _flatten_kv_heads(v)
+        o, saved_weights = v.new_empty(batch, count, heads, v.shape[-1]), list[Tensor]()
+        for block in plan.blocks:
+            w = _block_weights(queries, keys, block, plan.scale)
+            block_o = torch.bmm(w, values[:, block.keys])
+            o[:, block.queries] = block_o.view(batch, heads, -1, block_o.shape[-1]).transpose(1, 2)
+            saved_weights += [w] * plan.saves_weights
         ctx.plan, ctx.batch = plan, batch
-        ctx.save_for_backward(rows, keys, values, *kept)
+        ctx.save_for_backward(queries, keys, values, *saved_weights)
         return o
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         forbid_double_backward(NO_DOUBLE_BACKWARD_REMEDY)
-        rows, keys, values, *kept = ctx.saved_tensors
+        queries, keys, values, *saved_weights = ctx.saved_tensors
         grad, plan = _group_query_heads(grads[0], len(keys) // ctx.batch), ctx.plan
-        d_rows, d_keys, d_values = (
-            torch.empty_like(rows),
-            _Float32Accumulator(keys, plan),
-            _Float32Accumulator(values, plan),
-        )
-        for n, cut in enumerate(plan.blocks):
-            w = kept[n] if kept else _block_weights(rows, keys, cut, plan.scale)
-            asks, told = _rows_of_block(rows, cut), _rows_of_block(grad, cut)
-            d = torch.bmm(told, values[:, cut.keys].transpose(1, 2))
-            d = torch.ops.aten._softmax_backward_data(d, w, -1, w.dtype)
-            here = d_rows[:, :, cut.queries]
-            here.copy_(_scaled_matmul(d, keys[:, cut.keys], plan.scale).view_as(here))
-            d_keys.add(cut.keys, _scaled_matmul(d.transpose(1, 2), asks, plan.scale))
-            d_values.add(cut.keys, torch.bmm(w.transpose(1, 2), told))
-        made = d_rows, d_keys.result(), d_values.result()
-        dq, dk, dv = (t.view(ctx.batch, -1, *t.shape[-2:]).transpose(1, 2) for t in made)
+        d_queries = torch.empty_like(queries)
+        d_keys, d_values = _Float32Accumulator(keys, plan), _Float32Accumulator(values, plan)
+        for n, block in enumerate(plan.blocks):
+            w = saved_weights[n] if saved_weights else _block_weights(queries, keys, block, plan.scale)
+            block_queries, block_grad = _rows_of_block(queries, block), _rows_of_block(grad, block)
+            d_weights = torch.bmm(block_grad, values[:, block.keys].transpose(1, 2))
+            d_scores = torch.ops.aten._softmax_backward_data(d_weights, w, -1, w.dtype)
+            d_block_queries = d_queries[:, :, block.queries]
+            d_block_queries.copy_(_scaled_matmul(d_scores, keys[:, block.keys], plan.scale).view_as(d_block_queries))
+            d_keys.add(block.keys, _scaled_matmul(d_scores.transpose(1, 2), block_queries, plan.scale))
+            d_values.add(block.keys, torch.bmm(w.transpose(1, 2), block_grad))
+        input_grads = d_queries, d_keys.result(), d_values.result()
+        dq, dk, dv = (t.view(ctx.batch, -1, *t.shape[-2:]).transpose(1, 2) for t in input_grads)
         return dq, dk, dv, None
 
 
 class _Float32Accumulator:
-    """A gradient of keys or values, of all blocks: in single precision, for it is rounded with each of them."""
+    """Sum of a gradient of keys or values over blocks, in float32, so that it is rounded only once."""
 
     def __init__(self, like: Tensor, plan: BlockedMatmulPlan) -> None:
-        self.like, self.alone = like, len(plan.blocks) == 1 and plan.blocks[0].keys.stop == like.shape[1]
+        self.like, self.is_single = like, len(plan.blocks) == 1 and plan.blocks[0].keys.stop == like.shape[1]
         exact = torch.promote_types(like.dtype, torch.float32)
-        self.all = like if self.alone else torch.zeros_like(like, dtype=exact)
+        self.total = like if self.is_single else torch.zeros_like(like, dtype=exact)
 
-    def add(self, keys: slice, more: Tensor) -> None:
-        """Of these keys so much more."""
-        if self.alone:
-            self.all = more
+    def add(self, keys: slice, grad: Tensor) -> None:
+        """Add the gradient of these keys."""
+        if self.is_single:
+            self.total = grad
         else:
-            self.all[:, keys] += more
+            self.total[:, keys] += grad
 
     def result(self) -> Tensor:
-        """The sum, in the numbers of what it is the gradient of."""
-        return self.all.to(self.like.dtype)
+        """The sum, in the dtype of the keys or values."""
+        return self.total.to(self.like.dtype)
 
 
 def _flatten_kv_heads(x_BSGK: Tensor) -> Tensor:
@@ -180,23 +180,23 @@ def _group_query_heads(x_BTHK: Tensor, groups: int) -> Tensor:
     return x_BTHK.transpose(1, 2).unflatten(1, (groups, -1)).flatten(0, 1)
 
 
-def _rows_of_block(rows: Tensor, cut: CausalBlock) -> Tensor:
-    return rows[:, :, cut.queries].flatten(1, 2)
+def _rows_of_block(x: Tensor, block: CausalBlock) -> Tensor:
+    return x[:, :, block.queries].flatten(1, 2)
 
 
 def _scaled_matmul(a: Tensor, b: Tensor, scale: float) -> Tensor:
     return torch.baddbmm(a.new_empty(()), a, b, beta=0, alpha=scale)
 
 
-def _block_weights(rows: Tensor, keys: Tensor, cut: CausalBlock, scale: float) -> Tensor:
-    """[B x key heads, heads that read it x T, S]"""
-    asks, told = _rows_of_block(rows, cut), keys[:, cut.keys].transpose(1, 2)
-    if cut.hidden_pairs is None:
-        return _scaled_matmul(asks, told, scale).softmax(-1)
-    batch, _, count, read = cut.hidden_pairs.shape
-    by_group = len(rows) // batch, rows.shape[1], count, read
-    hides = cut.hidden_pairs[:, :, None].expand(batch, *by_group).flatten(0, 1).flatten(1, 2)
-    w = torch.baddbmm(hides, asks, told, alpha=scale).softmax(-1)
-    if cut.rows_without_keys is not None:
-        w.view(batch, by_group[0] * by_group[1], count, read).masked_fill_(cut.rows_without_keys, 0)
+def _block_weights(queries: Tensor, keys: Tensor, block: CausalBlock, scale: float) -> Tensor:
+    """Attention weights of a block, [B x KV heads, query heads per KV head x T, S]."""
+    block_queries, block_keys = _rows_of_block(queries, block), keys[:, block.keys].transpose(1, 2)
+    if block.additive_mask is None:
+        return _scaled_matmul(block_queries, block_keys, scale).softmax(-1)
+    batch, _, num_queries, num_keys = block.additive_mask.shape
+    by_group = len(queries) // batch, queries.shape[1], num_queries, num_keys
+    mask = block.additive_mask[:, :, None].expand(batch, *by_group).flatten(0, 1).flatten(1, 2)
+    w = torch.baddbmm(mask, block_queries, block_keys, alpha=scale).softmax(-1)
+    if block.rows_without_keys is not None:
+        w.view(batch, by_group[0] * by_group[1], num_queries, num_keys).masked_fill_(block.rows_without_keys, 0)
     return w

@@ -25,11 +25,11 @@ from .core_interface import (
 )
 from .query_blocks import QUERY_BLOCK_LENGTHS, CallBlocks, QueryBlock, count_formed_pairs, slice_inputs
 
-NUM_QUERY_TENSORS = 3  # of what a block is handed, the first so many have a row for each query, the others for each key
+NUM_QUERY_TENSORS = 3  # the first tensors of `_tensors_of` have one row per query, the others one row per key
 
 
 class RecomputePlan(NamedTuple):
-    """The blocks of a call, what runs one of them, and whether that draws random numbers."""
+    """The blocks of a call, the function that runs one of them, and whether it draws random numbers."""
 
     blocks: Sequence[QueryBlock]
     attend_block: Callable[[QueryBlock, CoreInputs], Tensor]
@@ -37,69 +37,70 @@ class RecomputePlan(NamedTuple):
 
 
 def attend_recomputed(plan: RecomputePlan, inputs: CoreInputs, learned: Sequence[Tensor]) -> Tensor:
-    """o_BTHV of all blocks; gradients reach what they were handed, and the parameters that they read."""
-    wanted = [*_tensors_of(inputs), *learned]
-    if not torch.is_grad_enabled() or not any(t.requires_grad for t in wanted) or _can_keep_graph(inputs, learned):
+    """Outputs o_BTHV of all blocks, with gradients for the inputs and for the parameters `learned`."""
+    tensors = [*_tensors_of(inputs), *learned]
+    if not torch.is_grad_enabled() or not any(t.requires_grad for t in tensors) or _must_keep_graph(inputs, learned):
         return torch.cat([plan.attend_block(block, slice_inputs(inputs, block)) for block in plan.blocks], 1)
-    empty = _replace_tensors(inputs._replace(gates=()), [inputs.q.detach()[:0]] * (len(wanted) - len(learned)))
-    made: Any = _RecomputedBlocks.apply(plan, empty, *wanted)
-    return made
+    empty = _replace_tensors(inputs._replace(gates=()), [inputs.q.detach()[:0]] * (len(tensors) - len(learned)))
+    o_BTHV: Any = _RecomputedBlocks.apply(plan, empty, *tensors)
+    return o_BTHV
 
 
-def _can_keep_graph(inputs: CoreInputs, learned: Sequence[Tensor]) -> bool:
-    """Whether every block is kept after all: for who transforms functions, for shapes alone, which take no room, and
-    where a parameter has hooks, which would be called for each block and once more for all."""
+def _must_keep_graph(inputs: CoreInputs, learned: Sequence[Tensor]) -> bool:
+    """Whether the graphs of all blocks are kept: under functorch, for meta tensors, which need no memory, and for
+    parameters with hooks, because recomputation would call these once per block."""
     return is_under_functorch() or inputs.q.is_meta or any(t._backward_hooks for t in learned)
 
 
 def _tensors_of(inputs: CoreInputs) -> list[Tensor]:
-    """What may have a gradient; queries before keys."""
-    q, k, v, asked, entry, *_ = inputs
-    return [q, asked.x_BTD, asked.q_BTHK, k, v, *entry.values()]
+    """The tensors that may have a gradient; those of queries before those of keys."""
+    q, k, v, context, kv_entry, *_ = inputs
+    return [q, context.x_BTD, context.q_BTHK, k, v, *kv_entry.values()]
 
 
 def _replace_tensors(inputs: CoreInputs, tensors: Sequence[Tensor]) -> CoreInputs:
-    """The same with other tensors in their place."""
-    q, x, asking, k, v, *kept = tensors
-    asked = inputs.query_context._replace(x_BTD=x, q_BTHK=asking)
-    return inputs._replace(q=q, k=k, v=v, query_context=asked, kv_entry=dict(zip(inputs.kv_entry, kept, strict=True)))
+    """The inputs with these tensors, in the order of `_tensors_of`."""
+    q, x_BTD, raw_q_BTHK, k, v, *entries = tensors
+    context = inputs.query_context._replace(x_BTD=x_BTD, q_BTHK=raw_q_BTHK)
+    kv_entry = dict(zip(inputs.kv_entry, entries, strict=True))
+    return inputs._replace(q=q, k=k, v=v, query_context=context, kv_entry=kv_entry)
 
 
 class _RecomputedBlocks(torch.autograd.Function):
-    """Forward without a graph; backward block by block, each with a graph of its own that is gone before the next.
+    """Forward without a graph; backward block by block, with a graph that is freed before the next block.
 
-    The gradients of keys are added up in one tensor for all blocks: a slice's own would be zeros of the full length
-    from every block, and so a cost that grows with the square of the length.
+    The gradients of keys are summed in one tensor for all blocks. Autograd would allocate zeros of the full length for
+    the slice of every block, so that its cost would grow with the square of the length.
     """
 
     @staticmethod
-    def forward(ctx: Any, plan: RecomputePlan, empty: CoreInputs, *wanted: Tensor) -> Tensor:
+    def forward(ctx: Any, plan: RecomputePlan, empty: CoreInputs, *tensors: Tensor) -> Tensor:
         ctx.plan, ctx.empty = plan, empty
-        ctx.save_for_backward(*wanted)
-        device = wanted[0].device
+        ctx.save_for_backward(*tensors)
+        device = tensors[0].device
         ctx.autocast = device.type, torch.get_autocast_dtype(device.type), torch.is_autocast_enabled(device.type)
-        ctx.drawn, made = [], []
-        inputs = _replace_tensors(empty, wanted[: len(_tensors_of(empty))])
+        ctx.rng_states, outputs = [], []
+        inputs = _replace_tensors(empty, tensors[: len(_tensors_of(empty))])
         for block in plan.blocks:
-            ctx.drawn.append(_rng_state(device) if plan.uses_random_numbers else ())
-            made.append(plan.attend_block(block, slice_inputs(inputs, block)))
-        return torch.cat(made, 1)
+            ctx.rng_states.append(_rng_state(device) if plan.uses_random_numbers else ())
+            outputs.append(plan.attend_block(block, slice_inputs(inputs, block)))
+        return torch.cat(outputs, 1)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         forbid_double_backward(NO_DOUBLE_BACKWARD_REMEDY)
         count = len(_tensors_of(ctx.empty))
-        saved = list(ctx.saved_tensors)  # asked once: a checkpoint hands each out no second time
-        given, learned = saved[:count], saved[count:]
-        sums = _GradientSums(given, learned, ctx.needs_input_grad[2:])
-        device, dtype, on = ctx.autocast
-        inputs = _replace_tensors(ctx.empty, [t.detach() for t in given])
-        for block, drawn in zip(ctx.plan.blocks, ctx.drawn, strict=True):
+        saved = list(ctx.saved_tensors)  # read once, because a checkpoint hands out each tensor only once
+        tensors, learned = saved[:count], saved[count:]
+        sums = _GradientSums(tensors, learned, ctx.needs_input_grad[2:])
+        device, dtype, is_enabled = ctx.autocast
+        inputs = _replace_tensors(ctx.empty, [t.detach() for t in tensors])
+        for block, rng_states in zip(ctx.plan.blocks, ctx.rng_states, strict=True):
             part = slice_inputs(inputs, block)
             with (
                 torch.enable_grad(),
-                torch.autocast(device, dtype, enabled=on),
-                _restored_rng_state(given[0].device, drawn),
+                torch.autocast(device, dtype, enabled=is_enabled),
+                _restored_rng_state(tensors[0].device, rng_states),
             ):
                 leaves = sums.make_leaves(_tensors_of(part))
                 o_BTHV = ctx.plan.attend_block(block, _replace_tensors(part, leaves))
@@ -108,24 +109,24 @@ class _RecomputedBlocks(torch.autograd.Function):
 
 
 class _GradientSums:
-    """The gradients of all that blocks were handed, and of what they read, as far as they are needed."""
+    """Sums over blocks of the gradients of the inputs and of the parameters, as far as they are needed."""
 
-    def __init__(self, given: Sequence[Tensor], learned: Sequence[Tensor], needed: Sequence[bool]) -> None:
-        self.given, self.learned, self.needed = given, learned, needed
+    def __init__(self, tensors: Sequence[Tensor], learned: Sequence[Tensor], needed: Sequence[bool]) -> None:
+        self.tensors, self.learned, self.needed = tensors, learned, needed
         self.all: list[Tensor | None] = [None] * len(needed)
 
     def make_leaves(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        """What a block is handed, so that its gradients can be asked for."""
+        """Leaf tensors for the inputs of a block, whose gradients can be taken."""
         return [part.detach().requires_grad_(need) for part, need in zip(parts, self.needed, strict=False)]
 
     def add_block(self, block: QueryBlock, o_BTHV: Tensor, leaves: Sequence[Tensor], grad_BTHV: Tensor) -> None:
         """Add the gradients of one block."""
         if not o_BTHV.requires_grad:
             return
-        wanted = [n for n, need in enumerate(self.needed) if need]
-        asked = [leaves[n] if n < len(leaves) else self.learned[n - len(leaves)] for n in wanted]
-        found = torch.autograd.grad(o_BTHV, asked, grad_BTHV, allow_unused=True)
-        for n, grad in zip(wanted, found, strict=True):
+        numbers = [n for n, need in enumerate(self.needed) if need]
+        tensors = [leaves[n] if n < len(leaves) else self.learned[n - len(leaves)] for n in numbers]
+        grads = torch.autograd.grad(o_BTHV, tensors, grad_BTHV, allow_unused=True)
+        for n, grad in zip(numbers, grads, strict=True):
             if grad is not None:
                 ranges = None if n >= len(leaves) else (block.queries,) if n < NUM_QUERY_TENSORS else block.keys
                 self._add(n, grad, ranges)
@@ -137,37 +138,38 @@ class _GradientSums:
             return
         total = self.all[n]
         if total is None:
-            total = self.all[n] = torch.zeros_like(self.given[n])
-        done = 0
-        for r in ranges:
-            total[:, r.start : r.stop] += grad[:, done : done + len(r)]
-            done += len(r)
+            total = self.all[n] = torch.zeros_like(self.tensors[n])
+        offset = 0
+        for rows in ranges:
+            total[:, rows.start : rows.stop] += grad[:, offset : offset + len(rows)]
+            offset += len(rows)
 
 
 def _rng_state(device: torch.device) -> tuple[Tensor, ...]:
-    """Where the random numbers stand that a block may draw."""
+    """States of the random number generators that a block may use: of the CPU, and of its device."""
     own = () if device.type == "cpu" else (torch.get_device_module(device).get_rng_state(device),)
     return torch.get_rng_state(), *own
 
 
 @contextmanager
-def _restored_rng_state(device: torch.device, drawn: tuple[Tensor, ...]) -> Iterator[None]:
-    """Random numbers as they were drawn before, and afterwards as if they had not been."""
-    if not drawn:
+def _restored_rng_state(device: torch.device, rng_states: tuple[Tensor, ...]) -> Iterator[None]:
+    """Repeat the random numbers drawn from these states; afterwards the generators are as before."""
+    if not rng_states:
         yield
         return
-    with torch.random.fork_rng([device] if drawn[1:] else [], device_type=device.type if drawn[1:] else "cuda"):
-        torch.set_rng_state(drawn[0])
-        for state in drawn[1:]:
+    has_device = bool(rng_states[1:])
+    with torch.random.fork_rng([device] if has_device else [], device_type=device.type if has_device else "cuda"):
+        torch.set_rng_state(rng_states[0])
+        for state in rng_states[1:]:
             torch.get_device_module(device).set_rng_state(state, device)
         yield
 
 
-# --- Every score, a block of queries at a time ---------------------------------------------------------
+# --- The backend ---------------------------------------------------------------------------------------
 
 
 def boundary_lengths() -> tuple[int, ...]:
-    """The lengths at which a block more is begun."""
+    """Lengths at which the number of blocks changes."""
     return QUERY_BLOCK_LENGTHS
 
 
@@ -184,7 +186,7 @@ def unsupported_reasons(call: CallSignature) -> list[str]:
 
 
 def notes(call: CallSignature) -> list[str]:
-    """What it does with this call beyond what it does with every one."""
+    """Notes for the report of this call."""
     return ["does not read the values of keys with zero weight"] if _can_gather_values(call) else []
 
 
@@ -193,27 +195,28 @@ slower_reasons = never_slower
 
 
 def executed_flops(call: CallSignature, size: CallSize) -> int:
-    """The products of every block with the keys that some of its queries may read."""
+    """FLOPs of all blocks with the keys that any of their queries may attend to."""
     return call.core.flops(size.batch * count_formed_pairs(call, size))
 
 
 def attend(
     call: CallSignature, attention_mask: AttentionMask, inputs: CoreInputs, steps: CoreSteps, probe: Probe | None
 ) -> Tensor:
-    """Per-head outputs o_BTHV. Backwards, the scores of a block are formed once more, so that none is kept."""
-    cut = CallBlocks(attention_mask, inputs)
-    if len(cut.all) == 1:  # keeps for the way back what dense keeps: nothing is gained by forming it once more
+    """Per-head outputs o_BTHV. The backward pass recomputes the scores of each block, so none are saved."""
+    blocks = CallBlocks(attention_mask, inputs)
+    if len(blocks.all) == 1:  # saves what `dense` saves, because recomputing a single block saves no memory
         plain = torch.is_grad_enabled() and not _can_gather_values(call)
         return dense.attend_all_pairs(
             call, attention_mask, inputs, steps if plain else steps.with_fused_kernels(), None
         )
     steps = steps.with_fused_kernels()
-    run = partial(_attend_block, call, cut.mask_of, steps)
-    if torch.compiler.is_compiling():  # which traces no gradient inside a gradient, but knows checkpoints
-        run_again = partial(checkpoint, run, use_reentrant=False, preserve_rng_state=call.training)
-        made = run_again if torch.is_grad_enabled() else run
-        return torch.cat([made(block, cut.inputs_of(block)) for block in cut.all], 1)
-    return attend_recomputed(RecomputePlan(cut.all, run, call.training), inputs, steps.trainable_parameters)
+    attend_block = partial(_attend_block, call, blocks.mask_of, steps)
+    if torch.compiler.is_compiling():  # the compiler does not trace a gradient within a gradient, but checkpoints
+        checkpointed = partial(checkpoint, attend_block, use_reentrant=False, preserve_rng_state=call.training)
+        run = checkpointed if torch.is_grad_enabled() else attend_block
+        return torch.cat([run(block, blocks.inputs_of(block)) for block in blocks.all], 1)
+    plan = RecomputePlan(blocks.all, attend_block, call.training)
+    return attend_recomputed(plan, inputs, steps.trainable_parameters)
 
 
 def _can_gather_values(call: CallSignature) -> bool:
@@ -222,9 +225,9 @@ def _can_gather_values(call: CallSignature) -> bool:
 
 def _attend_block(
     call: CallSignature,
-    seen: Callable[[QueryBlock], AttentionMask],
+    mask_of: Callable[[QueryBlock], AttentionMask],
     steps: CoreSteps,
     block: QueryBlock,
-    handed: CoreInputs,
+    inputs: CoreInputs,
 ) -> Tensor:
-    return dense.attend_all_pairs(call, seen(block), handed, steps, None)
+    return dense.attend_all_pairs(call, mask_of(block), inputs, steps, None)

@@ -22,19 +22,19 @@ from ..parts.softmax import Softmax
 from . import sdpa
 from .core_interface import CallSignature, CoreInputs, CoreSteps, no_tensor_conflicts
 
-QUERIES_PER_CHUNK = 64  # about so many queries of a key head read at once what only some of them may
-UNMASKED_CHUNKS_PER_CALL = 4  # and so many times as many what all of them may
-BACKWARD_KEYS_PER_CALL = 256  # keys whose gradients are formed at once
-MIN_FILL_RATIO = 0.8  # heads packed together are filled up to the longest: each has at least this share of it
+QUERIES_PER_CHUNK = 64  # about this many queries of a KV head share a masked call
+UNMASKED_CHUNKS_PER_CALL = 4  # chunks that share a call over keys which all of their queries may attend to
+BACKWARD_KEYS_PER_CALL = 256  # keys per call of the backward pass
+MIN_FILL_RATIO = 0.8  # heads that are packed together have at least this share of the rows of the longest
 
 
 class PackedQueries(NamedTuple):
-    """The queries of some key heads that speak, [B, heads, rows], in chunks of equal length.
+    """The open queries of some KV heads, [B, KV heads, rows], in chunks of equal length.
 
-    All heads have as many chunks, each an equal share of its queries, so that chunks of one number are about the same
-    tokens. `line` is where each row stands among all (b, t, h) in one line, `place` its t. What fills up is not `live`:
-    it stands behind the line, and reads as the row before it does. `spans` is the first and last t of every chunk.
-    `whole` says that the rows are all tokens, as they come.
+    All heads have the same number of chunks, so that chunk n of each covers about the same tokens. `flat_index` is
+    the index of each row among all (b, t, h), `position_BGR` its t. Rows that are not `is_valid_BGR` are padding: their
+    index is one past the end, and their position that of the row before. `chunk_spans` has the first and last t of
+    each chunk. `is_complete` says that the rows are all tokens in order.
     """
 
     heads: tuple[int, ...]
@@ -46,14 +46,14 @@ class PackedQueries(NamedTuple):
 
     @property
     def num_rows(self) -> int:
-        """The rows of each head."""
+        """Number of rows of each head."""
         return self.position_BGR.shape[2]
 
 
 def pack_open_queries(open_BTH: Tensor, num_kv_heads: int, is_plain_mask: bool) -> list[PackedQueries]:
-    """What speaks, packed for so many key heads; heads that have about as many rows stand together.
+    """Pack the open queries by KV head; KV heads with similar numbers of rows share a pack.
 
-    In a `plain` call tokens read all keys, or of as many keys those that are not later: what is whole is one chunk.
+    With `is_plain_mask` (full or causal) a KV head whose single query head is always open is one complete chunk.
     """
     batch, queries, heads = open_BTH.shape
     each = heads // num_kv_heads
@@ -66,7 +66,7 @@ def pack_open_queries(open_BTH: Tensor, num_kv_heads: int, is_plain_mask: bool) 
 
 
 def group_heads_by_load(loads: Sequence[int]) -> list[tuple[int, ...]]:
-    """Heads with about equal numbers of rows, without those that have none.
+    """Group heads with similar numbers of rows; heads without rows are left out.
 
     >>> group_heads_by_load([1024, 300, 0, 990, 310])
     [(0, 3), (1, 4)]
@@ -106,13 +106,15 @@ def _pack_group(open_BGX: Tensor, group: tuple[int, ...], sizes: tuple[int, int]
 
 
 def num_chunks(rows: int) -> int:
-    """How many chunks so many rows make."""
+    """Number of chunks for this many rows."""
     return max(1, round(rows / QUERIES_PER_CHUNK))
 
 
 class MaskedRectangle(NamedTuple):
-    """Rows and keys that meet in one call, whether some of these pairs are barred, and whether it is the `first` of its
-    rows; a `triangle` bars keys that are later than a row, without a table."""
+    """Rows and keys of one fused call, whether it needs a mask, and whether it is the first call of its rows.
+
+    With `is_causal_square` the call uses the causal flag of the kernel instead of a mask.
+    """
 
     rows: slice
     keys: slice
@@ -122,22 +124,21 @@ class MaskedRectangle(NamedTuple):
 
 
 class KeyVisibility:
-    """Who reads whom in a call, in places among its queries and places among its keys: all keys, those that are not
-    later, or whom the tokens let."""
+    """Which keys each query of a call may attend to, by their indices within the call: all, those up to the query, or
+    those that the mask allows."""
 
     def __init__(self, attention_mask: AttentionMask, dtype: torch.dtype) -> None:
-        asks, told = attention_mask.queries.start, attention_mask.keys.start
+        first_query, first_key = attention_mask.queries.start, attention_mask.keys.start
         self.attention_mask, self.dtype, self.keys = attention_mask, dtype, attention_mask.keys.count
-        self.query_offset = (
-            -1 if asks is None or told is None else asks - told
-        )  # how many keys the first query has before it
+        # Number of keys before the first query; -1 if unknown.
+        self.query_offset = -1 if first_query is None or first_key is None else first_query - first_key
         self.is_full = attention_mask.shape == "full"
         self.is_full_or_causal = self.is_full or attention_mask.shape == "triangle"
         self.is_causal = not self.is_full and self.query_offset >= 0 and attention_mask.pattern == Causal()
         self._extents: tuple[Tensor, Tensor] | None = None
 
     def forward_rectangles(self, pack: PackedQueries) -> Iterator[MaskedRectangle]:
-        """The pieces that give what rows read; of several for some rows, the first bars none of these from all keys."""
+        """The calls of the forward pass. In the first call of a row, the row has at least one allowed key."""
         if self._once(pack):
             yield MaskedRectangle(slice(0, pack.num_rows), slice(0, self.keys), False, True, not self.is_full)
             return
@@ -147,9 +148,7 @@ class KeyVisibility:
             if not self.is_causal:
                 yield MaskedRectangle(rows, self.key_slice(first, last), True, True)
                 continue
-            own = min(
-                first + self.query_offset, self.keys - 1
-            )  # every row may read what is before; its own key is behind
+            own = min(first + self.query_offset, self.keys - 1)  # all rows may attend to the keys before this one
             before = before if n % UNMASKED_CHUNKS_PER_CALL else own
             yield MaskedRectangle(rows, slice(own, min(last + self.query_offset + 1, self.keys)), True, True)
             yield MaskedRectangle(rows, slice(before, own), False)
@@ -161,26 +160,26 @@ class KeyVisibility:
                 )
 
     def _once(self, pack: PackedQueries) -> bool:
-        """Whether one call does for all rows."""
+        """Whether a single call computes all rows."""
         return self.is_full or pack.is_complete
 
     def backward_rectangles(self, pack: PackedQueries) -> Iterator[MaskedRectangle]:
-        """The pieces that give gradients: few keys with many rows, so that little has to be added up for keys."""
+        """The calls of the backward pass: few keys with many rows, so that few gradients of keys have to be added."""
         if self._once(pack) or not self.is_causal:
             yield from self.forward_rectangles(pack)
             return
         ends = [*range(0, self.keys, BACKWARD_KEYS_PER_CALL), self.keys]
-        asked = torch.tensor([end - self.query_offset for end in ends], device=pack.position_BGR.device)
-        asked = asked.expand(*pack.position_BGR.shape[:2], -1).contiguous()
-        least: list[int] = torch.searchsorted(pack.position_BGR, asked).amin((0, 1)).tolist()
-        most: list[int] = torch.searchsorted(pack.position_BGR, asked - 1).amax((0, 1)).tolist()
-        for (start, stop), some, every in zip(pairwise(ends), least, most[1:], strict=False):
-            yield MaskedRectangle(slice(some, every), slice(start, stop), True)
-            yield MaskedRectangle(slice(every, pack.num_rows), slice(start, stop), False)
+        queries = torch.tensor([end - self.query_offset for end in ends], device=pack.position_BGR.device)
+        queries = queries.expand(*pack.position_BGR.shape[:2], -1).contiguous()
+        first_rows: list[int] = torch.searchsorted(pack.position_BGR, queries).amin((0, 1)).tolist()
+        open_rows: list[int] = torch.searchsorted(pack.position_BGR, queries - 1).amax((0, 1)).tolist()
+        # Rows from `first_row` may attend to some of the keys, rows from `open_row` to all of them.
+        for (start, stop), first_row, open_row in zip(pairwise(ends), first_rows, open_rows[1:], strict=False):
+            yield MaskedRectangle(slice(first_row, open_row), slice(start, stop), True)
+            yield MaskedRectangle(slice(open_row, pack.num_rows), slice(start, stop), False)
 
     def key_ranges(self, queries: int) -> Tensor | None:
-        """The first key that each token reads and the one behind its last, [1 or B, T, 2]; None where some in between
-        are not for it."""
+        """The first key and the end of the keys of each query, [1 or B, T, 2]; None if some query's keys have gaps."""
         device = self.attention_mask.keys.position.device
         if self.is_full or self.is_causal:
             last = torch.full((queries,), self.keys, device=device)
@@ -194,25 +193,25 @@ class KeyVisibility:
         return torch.stack([first, last], -1) if bool((last - first == count).all()) else None
 
     def key_slice(self, first: int, last: int) -> slice:
-        """Keys outside of which no query from the first to the last place reads."""
+        """The range of keys that the queries from `first` to `last` may attend to."""
         if self._extents is None:
-            some_TS = self.attention_mask.allowed[:, 0].any(0)
-            place = torch.arange(self.keys, device=some_TS.device)
-            low, high = torch.where(some_TS, place, self.keys).amin(-1), torch.where(some_TS, place + 1, 0).amax(-1)
+            allowed_TS = self.attention_mask.allowed[:, 0].any(0)
+            key = torch.arange(self.keys, device=allowed_TS.device)
+            low, high = torch.where(allowed_TS, key, self.keys).amin(-1), torch.where(allowed_TS, key + 1, 0).amax(-1)
             self._extents = low, high
         low, high = (extent[first : last + 1] for extent in self._extents)
         start, stop = int(low.min()), int(high.max())
         return slice(start, max(start, stop))
 
     def mask_bias(self, place_BGR: Tensor, keys: slice) -> Tensor:
-        """0 where a query at this place may read a key and -inf elsewhere, [B, G, R, S]."""
+        """The additive mask of queries at these positions, [B, G, R, S]: 0 or -inf."""
         if self.is_causal:
             return self._triangle(place_BGR + self.query_offset + 1 - keys.start, keys.stop - keys.start)
         allowed = self._rows(place_BGR)[..., keys]
         return torch.zeros(allowed.shape, dtype=self.dtype, device=allowed.device).masked_fill_(~allowed, -torch.inf)
 
     def _triangle(self, count_BGR: Tensor, wide: int) -> Tensor:
-        """Rows whose first so many keys may be read: windows into a line of zeros followed by -inf."""
+        """Additive masks that allow the first `count_BGR` keys: windows of a vector of zeros followed by -inf."""
         line = torch.zeros(2 * wide, dtype=self.dtype, device=count_BGR.device)
         line[wide:] = -torch.inf
         starts = wide - count_BGR.clamp(0, wide)
@@ -220,28 +219,29 @@ class KeyVisibility:
         return rows.view(*count_BGR.shape, wide)
 
     def _rows(self, place_BGR: Tensor) -> Tensor:
-        """Which keys each may read, from all pairs."""
+        """The allowed keys of queries at these positions."""
         allowed_BTS = self.attention_mask.allowed[:, 0]
         row = torch.arange(place_BGR.shape[0], device=place_BGR.device) % allowed_BTS.shape[0]
         flat = (row[:, None, None] * allowed_BTS.shape[1] + place_BGR).flatten()
         return allowed_BTS.flatten(0, 1).index_select(0, flat).view(*place_BGR.shape, self.keys)
 
 
-# --- Queries that speak, one behind the other for each key head, and the units of size of the kernel ---
+# --- Work items of the kernel --------------------------------------------------------------------------
 
-MIN_KEYS_PER_PART = 512  # whose gradients are a part at least
-MAX_KEY_PARTS, TARGET_WORK_ITEMS = 4, 16  # parts there may be at most, so that there are so many units
+# The backward pass splits the keys into parts of at least this size, so that there are enough work items.
+MIN_KEYS_PER_PART = 512
+MAX_KEY_PARTS, TARGET_WORK_ITEMS = 4, 16
 
 
 class RoutedWorkItems(NamedTuple):
-    """What `kernels.read.read_lines` is told: lines, ends and units, and how many pairs it forms."""
+    """Arguments of `gathered_attention` (query rows, key ranges, work items) and the number of scores it computes."""
 
     kernel_args: list[Tensor]
     num_pairs: int
 
     @staticmethod
     def from_open_heads(open_BTH: Tensor, kept: int, ends: Tensor, keys: int) -> RoutedWorkItems:
-        """Those that are open, for so many key heads; those with most keys begin, and no thread waits at the end."""
+        """Work items for the open queries; the items with most keys come first, so that threads end together."""
         batch, queries, heads = open_BTH.shape
         by_key = open_BTH.view(batch, queries, kept, heads // kept).transpose(1, 2)
         b, g, t, h = by_key.nonzero(as_tuple=True)
@@ -260,7 +260,7 @@ class RoutedWorkItems(NamedTuple):
 
 
 def _make_forward_items(counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Units of as many lines as lie side by side: whose they are, the first of them, and how many."""
+    """Tiles of consecutive query rows: the KV head of each, its first row, and its number of rows."""
     units = (counts + QUERY_TILE_ROWS - 1).div(QUERY_TILE_ROWS, rounding_mode="floor")
     whose = torch.arange(len(counts), device=counts.device).repeat_interleave(units)
     number = torch.arange(len(whose), device=counts.device) - (units.cumsum(0) - units)[whose]
@@ -269,9 +269,9 @@ def _make_forward_items(counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _make_backward_items(counts: Tensor, keys: int) -> Tensor:
-    """Backwards: all lines of each key head with a part of the keys; those of the first keys have most to read."""
+    """Work items of the backward pass: all rows of a KV head with a part of its keys."""
     parts = max(1, min(MAX_KEY_PARTS, TARGET_WORK_ITEMS // len(counts), keys // MIN_KEYS_PER_PART))
-    # At fours, which the kernel writes at once.
+    # Parts begin at multiples of four keys, which the kernel writes together.
     cuts = [*(keys * part // parts // 4 * 4 for part in range(parts)), keys]
     order = torch.argsort(counts, descending=True)
     first = (counts.cumsum(0) - counts)[order]
@@ -282,13 +282,13 @@ def _make_backward_items(counts: Tensor, keys: int) -> Tensor:
     return torch.cat(some).contiguous()
 
 
-# --- Heads that do not speak for a token are not asked -------------------------------------------------
+# --- The backend ---------------------------------------------------------------------------------------
 
-MIN_KEYS = 1024  # keys from which on it was measured to be faster: docs/backends.md
+MIN_KEYS = 1024  # number of keys above which it was measured to be faster, see docs/backends.md
 
 
 def boundary_lengths() -> tuple[int, ...]:
-    """The lengths at which units are full, and at which chunks and blocks of keys end."""
+    """Lengths at which the numbers of work items, chunks and key blocks change."""
     return QUERY_TILE_ROWS - 1, QUERY_TILE_ROWS, QUERY_TILE_ROWS + 1, 259
 
 
@@ -334,7 +334,7 @@ def _unsupported_kernel_reasons(call: CallSignature) -> list[str]:
 
 
 def _open_shares(call: CallSignature) -> list[tuple[Fraction, ...] | None]:
-    """Of each gate how often heads speak, if where it is zero nobody needs to know what they read."""
+    """For each gate, the share of tokens for which each head is open; None if outputs of closed heads are needed."""
     gates = (gate for _, gate in call.spec.parts_of(Gate))
     return [
         gate.open_fractions(call.spec) if gate.blocks_gradient_when_closed() or not call.needs_grad else None
@@ -346,7 +346,7 @@ tensor_conflicts = no_tensor_conflicts
 
 
 def executed_flops(call: CallSignature, size: CallSize) -> int:
-    """The products that are formed if every head speaks as often as its gate tells, and evenly."""
+    """FLOPs if every head is open for its gate's share of the tokens, evenly spaced."""
     shares, causal = min(filter(None, _open_shares(call)), key=sum), call.spec.pattern == Causal()
     formed = _pairs_of_work_items if _has_kernel(call) else _pairs_of_chunks
     pairs = sum(formed(share * call.group_size, size, causal) for share in _share_per_kv_head(shares, call.group_size))
@@ -354,17 +354,17 @@ def executed_flops(call: CallSignature, size: CallSize) -> int:
 
 
 def _has_kernel(call: CallSignature) -> bool:
-    """Whether there is a kernel for its numbers; torch's own call reads for others, chunk by chunk."""
+    """Whether the kernel supports the dtype; other dtypes run chunk by chunk through torch's fused call."""
     return call.device == "cpu" and call.dtype in COMPUTE_DTYPES and has_kernels()
 
 
 def _share_per_kv_head(shares: tuple[Fraction, ...], each: int) -> list[Fraction]:
-    """The mean share of the heads that read one key head."""
+    """The mean share of open tokens over the query heads of each KV head."""
     return [sum(shares[n : n + each], Fraction(0)) / each for n in range(0, len(shares), each)]
 
 
 def _pairs_of_work_items(rate: Fraction, size: CallSize, causal: bool) -> Fraction:
-    """Pairs of a key head for which so many rows speak at each token: whole units, each with the keys of its last."""
+    """Scores of a KV head with `rate` open rows per token: whole tiles, each with the keys of its last row."""
     units = -(-math.ceil(rate * size.queries) // QUERY_TILE_ROWS)
     if not causal or not units:
         return Fraction(QUERY_TILE_ROWS * units * size.keys)
@@ -373,7 +373,7 @@ def _pairs_of_work_items(rate: Fraction, size: CallSize, causal: bool) -> Fracti
 
 
 def _pairs_of_chunks(rate: Fraction, size: CallSize, causal: bool) -> Fraction:
-    """The same of chunks."""
+    """Scores of a KV head with `rate` open rows per token, computed in chunks."""
     rows = rate * size.queries
     if not causal or not rows or (rate == 1 and size.keys == size.queries):
         return rows * size.keys
@@ -385,7 +385,7 @@ def _pairs_of_chunks(rate: Fraction, size: CallSize, causal: bool) -> Fraction:
 def attend(
     call: CallSignature, attention_mask: AttentionMask, inputs: CoreInputs, steps: CoreSteps, probe: Probe | None
 ) -> Tensor:
-    """Per-head outputs o_BTHV, zero for heads that are shut."""
+    """Per-head outputs o_BTHV, zero for closed heads."""
     q, k, v = inputs.q, inputs.k, inputs.v
     if torch.is_autocast_enabled(q.device.type):
         q, k, v = (t.to(torch.get_autocast_dtype(q.device.type)) for t in (q, k, v))
@@ -402,7 +402,7 @@ def attend(
 
 
 def _open_heads(call: CallSignature, inputs: CoreInputs) -> Tensor:
-    """Which heads speak for which token, [B, T, H]: no gate that promises to shut some is zero there."""
+    """Whether each head is open for each token, [B, T, H]: no gate that closes heads is zero there."""
     opened = torch.ones(inputs.q.shape[:3], dtype=torch.bool, device=inputs.q.device)
     for shares, gate in zip(_open_shares(call), inputs.gates, strict=True):
         if shares is not None:
@@ -411,7 +411,7 @@ def _open_heads(call: CallSignature, inputs: CoreInputs) -> Tensor:
 
 
 class _RoutedAttention(torch.autograd.Function):
-    """Packed attention; backwards the scores are formed once more, from the log-sum-exp of each row."""
+    """Packed attention; the backward pass recomputes the weights from the log-sum-exp of each row."""
 
     @staticmethod
     def forward(
@@ -444,7 +444,7 @@ class _RoutedAttention(torch.autograd.Function):
 
 
 class _PackedCall:
-    """The rows of one pack with their keys and values, and what is made of them piece by piece."""
+    """The fused calls of one pack: its rows with their keys and values."""
 
     def __init__(self, pack: PackedQueries, q: Tensor, k: Tensor, v: Tensor, how: tuple[KeyVisibility, float]) -> None:
         self.pack, (self.reading, self.scale) = pack, how
@@ -462,7 +462,7 @@ class _PackedCall:
         return self.reading.mask_bias(self.pack.position_BGR[..., piece.rows], piece.keys) if piece.is_masked else None
 
     def forward(self) -> tuple[Tensor, Tensor]:
-        """What rows read, and the log-sum-exp of their scores."""
+        """Outputs of the rows and the log-sum-exp of their scores."""
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         exact = torch.promote_types(self.q_BGRK.dtype, torch.float32)
         o_BGRV = self.v_BGSV.new_zeros(*self.pack.position_BGR.shape, self.v_BGSV.shape[-1])
@@ -478,7 +478,9 @@ class _PackedCall:
                 o = torch.lerp(before, o, torch.sigmoid(apart)[..., None])
                 lse = torch.logaddexp(lse, lse_BGR[:, :, piece.rows])
             o_BGRV[:, :, piece.rows], lse_BGR[:, :, piece.rows] = o, lse
-        return o_BGRV, lse_BGR.masked_fill_(~self.pack.is_valid_BGR, torch.inf)  # what fills up has no weight backwards
+        return o_BGRV, lse_BGR.masked_fill_(
+            ~self.pack.is_valid_BGR, torch.inf
+        )  # padding rows have weight 0 in the backward pass
 
     def backward(self, grad_BTHV: Tensor, o_BGRV: Tensor, lse_BGR: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The gradients of rows, keys and values."""
@@ -501,7 +503,7 @@ class _PackedCall:
 
 
 def _select_heads(x_BGSK: Tensor, heads: Sequence[int]) -> Tensor:
-    """These heads: a view where they stand at equal distances."""
+    """The tensors of these heads; a view if they are at equal distances."""
     step = heads[1] - heads[0] if len(heads) > 1 else 1
     regular = range(heads[0], heads[-1] + 1, step)
     if list(heads) == list(regular):
