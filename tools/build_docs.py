@@ -112,7 +112,7 @@ def parts() -> str:
 
 
 @generates
-def clashes() -> str:
+def part_conflicts() -> str:
     """Every part and pair of parts that conflicts, with the message; all other pairs can be combined."""
     single_conflicts, pairs, rows = conflicts_with_defaults(), 0, []
     parts = registered_parts()
@@ -127,7 +127,7 @@ def clashes() -> str:
             rows += [(f"`{one.__name__}`", f"`{other.__name__}`", "; ".join(reasons))] if reasons else []
     single = [(f"`{cls.__name__}`", "-", "; ".join(texts)) for cls, texts in single_conflicts.items() if texts]
     summary_line = (
-        f"Of {pairs} pairs of parts with default fields, in a layer with default choices, {len(rows)} conflict."
+        f"Of {pairs} pairs of parts, {len(rows)} conflict. Both parts have default fields, and the layer default choices."
     )
     return f"{summary_line}\n\n{table(['part', 'with', 'reason'], [*single, *rows])}"
 
