@@ -127,7 +127,8 @@ def part_conflicts() -> str:
             rows += [(f"`{one.__name__}`", f"`{other.__name__}`", "; ".join(reasons))] if reasons else []
     single = [(f"`{cls.__name__}`", "-", "; ".join(texts)) for cls, texts in single_conflicts.items() if texts]
     summary_line = (
-        f"Of {pairs} pairs of parts, {len(rows)} conflict. Both parts have default fields, and the layer default choices."
+        f"Of {pairs} pairs of parts, {len(rows)} conflict. Both parts have default fields, and the layer has default "
+        "choices."
     )
     return f"{summary_line}\n\n{table(['part', 'with', 'reason'], [*single, *rows])}"
 

@@ -151,8 +151,9 @@ def translator(places: dict[str, str]) -> str:
         .replace(" --random-orders", " \\\n        --random-orders")
     )
     about = (
-        f"The model: {model[1]}, with 8 heads in every attention layer. It was trained on Multi30k, with {planned[1]} steps planned: "
-        f"{trained[0]} On held-out pairs, with teacher forcing, its loss was {loss[1]} and its accuracy {accuracy[1]}."
+        f"The model: {model[1]}, with 8 heads in every attention layer. It was trained on Multi30k, with {planned[1]} "
+        f"steps planned: {trained[0]} On held-out pairs, with teacher forcing, its loss was {loss[1]} and its "
+        f"accuracy {accuracy[1]}."
     )
     return ABOUT.format(about=textwrap.fill(about, 80), command=command) + without_figures(page)
 
