@@ -93,7 +93,7 @@ def divided() -> str:
             share = costs.count_parameters(partition_heads(name, spec, 2)[0].spec) / costs.count_parameters(spec)
             cell = f"{share:.0%}"
         except SpecError as refused:
-            cell = f"refused: {str(refused).partition(': ')[2].partition(',')[0]}"
+            cell = f"not divisible: {str(refused).partition(': ')[2].partition(',')[0]}"
         rows.append([f"`{name}`", cell, f"{count_kv_entry_numbers(spec):,}"])
     return table(
         ["preset", "`tensor=2`: share of the parameters per rank", "`context=2`: numbers sent per token"], rows
