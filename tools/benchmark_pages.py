@@ -82,28 +82,50 @@ def mark_missed(target: str) -> str:
 def backends_page() -> str:
     """Every backend with the presets that it supports, and the time of each kind of layer by size."""
     if not SCALED.exists():
-        return f"{support_table()}\n\nThere are no measurements yet."
+        return f"{support_table()}\n\nThere are no measurements yet.\n\n{refusal_table()}"
     report = ScalingReport.read(SCALED)
     layers = [layer_section(report, order) for order in report.speed_order]
-    return "\n\n".join([support_table(), machine_list(report.machine), *layers, power_section(report)])
+    return "\n\n".join([support_table(), machine_list(report.machine), *layers, power_section(report), refusal_table()])
 
 
-def support_table() -> str:
-    """Every backend in order of preference on the CPU: its definition, the presets it supports, and its refusals."""
+def preset_reports() -> tuple[dict[str, Any], dict[str, Any]]:
+    """Reports on all backends for every preset: for a whole sequence, and for a decode step of causal presets."""
     specs = {name: hw.design(preset=name, model=512, heads=8) for name in hw.PRESETS}
     whole = {name: hw.why(spec) for name, spec in specs.items()}
     step = {name: hw.why(spec, tokens="one") for name, spec in specs.items() if spec.pattern.tokens_before_decode == 0}
-    lines, refusals = [], []
+    return whole, step
+
+
+def support_table() -> str:
+    """Every backend in order of preference on the CPU: its definition and the presets it supports."""
+    whole, step = preset_reports()
+    lines = []
     for name in next(iter(whole.values())).unsupported:
         summary = (backends.BACKENDS[name].__doc__ or "").strip().split("\n")[0]
         lines.append((f"`{name}`", summary, supported_presets(whole, name), supported_presets(step, name)))
-        reasons = [reason for report in (*whole.values(), *step.values()) for reason in report.unsupported[name]]
-        refusals.append(f"- `{name}`: {'; '.join(dict.fromkeys(reasons))}")
-    head = ["backend", "definition", "presets, whole texts", "presets, decode steps"]
+    head = ["backend", "definition", "presets, whole sequences", "presets, decode steps"]
     return (
         f"{table(head, lines)}\n\nA preset is bold if the backend is chosen for it on the CPU in float32 without "
-        "gradients. Reasons why backends refuse presets:\n\n" + "\n".join(refusals)
+        "gradients. [Presets that a backend does not support](#presets-that-a-backend-does-not-support) lists the "
+        "reasons for all other presets."
     )
+
+
+def refusal_table() -> str:
+    """For every backend, the reasons why it does not support a preset, with the presets."""
+    whole, step = preset_reports()
+    lines: dict[tuple[str, str], tuple[dict[str, None], dict[str, None]]] = {}
+    for call, reports in (("whole sequence", whole), ("decode step", step)):
+        for preset, report in reports.items():
+            for line in ((name, reason) for name, reasons in report.unsupported.items() for reason in reasons):
+                calls, presets = lines.setdefault(line, ({}, {}))
+                calls[call], presets[preset] = None, None
+    order = list(next(iter(whole.values())).unsupported)
+    rows = [
+        (f"`{name}`", reason, " and ".join(calls), "all" if len(presets) == len(whole) else ", ".join(presets))
+        for (name, reason), (calls, presets) in sorted(lines.items(), key=lambda line: order.index(line[0][0]))
+    ]
+    return f"### Presets that a backend does not support\n\n{table(['backend', 'reason', 'call', 'presets'], rows)}"
 
 
 def supported_presets(reports: Mapping[str, Any], backend: str) -> str:

@@ -93,7 +93,7 @@ def divided() -> str:
             share = costs.count_parameters(partition_heads(name, spec, 2)[0].spec) / costs.count_parameters(spec)
             cell = f"{share:.0%}"
         except SpecError as refused:
-            cell = f"refused: {str(refused).partition(': ')[2].partition(',')[0]}"
+            cell = f"not divisible: {str(refused).partition(': ')[2].partition(',')[0]}"
         rows.append([f"`{name}`", cell, f"{count_kv_entry_numbers(spec):,}"])
     return table(
         ["preset", "`tensor=2`: share of the parameters per rank", "`context=2`: numbers sent per token"], rows
@@ -112,7 +112,7 @@ def parts() -> str:
 
 
 @generates
-def clashes() -> str:
+def part_conflicts() -> str:
     """Every part and pair of parts that conflicts, with the message; all other pairs can be combined."""
     single_conflicts, pairs, rows = conflicts_with_defaults(), 0, []
     parts = registered_parts()
@@ -127,7 +127,8 @@ def clashes() -> str:
             rows += [(f"`{one.__name__}`", f"`{other.__name__}`", "; ".join(reasons))] if reasons else []
     single = [(f"`{cls.__name__}`", "-", "; ".join(texts)) for cls, texts in single_conflicts.items() if texts]
     summary_line = (
-        f"Of {pairs} pairs of parts with default fields, in a layer with default choices, {len(rows)} conflict."
+        f"Of {pairs} pairs of parts, {len(rows)} conflict. Both parts have default fields, and the layer has default "
+        "choices."
     )
     return f"{summary_line}\n\n{table(['part', 'with', 'reason'], [*single, *rows])}"
 

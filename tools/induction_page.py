@@ -30,23 +30,23 @@ from induction_curves import (
 from induction_measures import TESTED, Array, Found, Seen, Story
 
 WIDTH = 120
-MISSING = """\
-Training is short: 900 steps are less than one pass over the text, limited by the processor. The rate is constant, so
-more steps would continue the run. In the models of 2209.11895 induction appears after 2.5 to 5 billion tokens,
-hundreds of times as many; that it does not appear here is no sign that it would not.
+LIMITS = """\
+Training is short, because the processor limits it: 900 steps are less than one pass over the text. The learning rate is
+constant, so the runs can be continued. In the models of 2209.11895 induction appears after 2.5 to 5 billion tokens,
+hundreds of times as many as here. These runs therefore do not show that induction would not appear later.
 
-Two seeds of one small size. Whether and when induction appears differs between seeds and sizes; intervals here are
-over texts, not over seeds, and the steps are those of these runs. Models with feed-forward layers, longer rows, larger
-models and other steps were not measured.
+There are two seeds of one small size. Induction appears at different steps for different seeds and sizes. Intervals are
+over texts and not over seeds. Models with feed-forward layers, longer rows, larger models and other steps were not
+measured.
 
-The setting was chosen. With the default initialisation of this library (Xavier, where the first layer's mean of all
-tokens drowns the embeddings) and the usual rotary base of 10,000, two layers had no induction head at step 800 and
-three none at 400; with base 30 and biases two had none at 150. These runs were stopped there and are not among the
-tests.
+Initialisation and rotary base were chosen after shorter runs, which are not among the tests. With the default
+initialisation of this library (Xavier) and a rotary base of 10,000, models of two layers had no induction head at step
+800 and models of three layers none at step 400; with base 30 and biases, models of two layers had none at step 150.
+With Xavier initialisation, the first layer's mean over all tokens is much larger than the embeddings.
 
-Held-out rows come from the last files of the library by name, several from one file, so they are not independent
-samples. Random tokens differ from the training text; therefore results on source are given too. Two curves that change
-together need not cause each other; ablation only shows what the model depends on at its last step."""
+Held-out rows are not independent samples: they come from the last files of the library by name, and several come from
+one file. Random tokens differ from the training text, so results on source are reported too. Two curves that change at
+the same step need not cause each other. Ablation shows only which heads the model depends on at its last step."""
 
 
 class PageWriter:
@@ -99,16 +99,17 @@ class PageWriter:
         (own, first, last), (theirs, begins, ends) = (when(self.kept, followed[one]) for one in ("induction", CONTEXT))
         if between is None:
             low, high = confidence_interval(spread(followed[CONTEXT]))
-            falls = "falls without one" if high[-1] < 0 else "has not fallen either"
+            falls = "falls nevertheless" if high[-1] < 0 else "does not fall either"
             return (
                 f"Seed {story.seed}: no induction head within {self.kept[-1]:,} steps. The in-context score {falls}: "
                 f"{followed[CONTEXT][-1].mean():.2f} ({low[-1]:.2f} to {high[-1]:.2f}) at the last step."
             )
-        order = "before" if ends < first else "behind" if begins > last else "not told apart from"
+        order = "before" if ends < first else "after" if begins > last else "not significantly before or after"
         return (
-            f"Seed {story.seed}: induction appears between steps {between[0]:,} and {between[1]:,}. Its head is "
-            f"halfway at step {own:,.0f} ({first:,.0f} to {last:,.0f}), the in-context score at step {theirs:,.0f} "
-            f"({begins:,.0f} to {ends:,.0f}): {order} it."
+            f"Seed {story.seed}: induction appears between steps {between[0]:,} and {between[1]:,}. The score of its "
+            "head "
+            f"is halfway at step {own:,.0f} ({first:,.0f} to {last:,.0f}), the in-context score at step {theirs:,.0f} "
+            f"({begins:,.0f} to {ends:,.0f}), {order} the head."
         )
 
     def answer(self, story: Story) -> Iterator[str]:
@@ -119,14 +120,17 @@ class PageWriter:
         if between is None:
             most = np.nanmean(story.steps[-1].scores["repeated", "induction"], 0).max()
             yield (
-                f"Induction does not appear within {self.kept[-1]:,} steps: at the last, no head is an induction head "
-                f"on repeated random tokens; the largest score is {most:.2f} ({chosen})."
+                f"Induction does not appear within {self.kept[-1]:,} steps: at the last step no head is an induction "
+                "head "
+                f"on repeated random tokens. The largest score is {most:.2f} (head {chosen})."
             )
         else:
             yield (
-                f"Induction appears between steps {between[0]:,} and {between[1]:,}: no head up to the first, and "
-                "from the second at least one is an induction head on repeated random tokens, significantly above the "
-                f"strongest of the random baseline; at the last step {counts[-1]} of {num_heads} are."
+                f"Induction appears between steps {between[0]:,} and {between[1]:,}: up to the first of these steps no "
+                "head, "
+                "and from the second on at least one head is an induction head on repeated random tokens, "
+                "significantly above the strongest head of the random baseline. At the last step "
+                f"{counts[-1]} of {num_heads} heads are induction heads."
             )
         for name, curve in curves(story).items():
             yield self.half(story, name, curve)
@@ -143,16 +147,17 @@ class PageWriter:
         }
         whose = f"{name} of {self.head(story.heads[name])}" if name in TESTED else name
         if not sure:
-            return f"{_begun(whose)}: no change from one kept step to the next is significant."
+            return f"{_begun(whose)}: no change from one saved step to the next is significant."
         if abs(curve[-1].mean() - curve[0].mean()) < MIN_SCORE:
             first, last = (_short(float(curve[at].mean()), name) for at in (0, -1))
             changes = f"{len(sure)} changes are significant"
-            return f"{_begun(whose)} goes from {first} to {last}, less than {MIN_SCORE:g}; {changes}."
+            return f"{_begun(whose)} changes from {first} to {last}, by less than {MIN_SCORE:g}; {changes}."
         middle, low, high = when(self.kept, curve)
         largest = max(sure, key=lambda one: abs(sure[one]))
         return (
-            f"{_begun(whose)} is halfway from its first value to its last at step {middle:,.0f} ({low:,.0f} to "
-            f"{high:,.0f}); {len(sure)} of {len(self.kept) - 1} changes are significant, the largest {largest} "
+            f"{_begun(whose)} is halfway between its first and its last value at step {middle:,.0f} ({low:,.0f} to "
+            f"{high:,.0f}). {len(sure)} of {len(self.kept) - 1} changes are significant; the largest is at steps "
+            f"{largest} "
             f"({sure[largest]:+.2f})."
         )
 
@@ -164,7 +169,7 @@ class PageWriter:
         most = max(one.measures["previous"].value for one in heads if not one.layer)
         return (
             f"Previous-token heads at the last step: {told}; the largest score in layer 0 is {most:.2f}. An induction "
-            "head reads what a previous-token head of a lower layer wrote (2209.11895)."
+            "head needs the output of a previous-token head in a lower layer (2209.11895)."
         )
 
     def composed(self, story: Story) -> str:
@@ -174,19 +179,17 @@ class PageWriter:
         if np.isnan(last[one, two]):
             most, begun, other = (np.nanmax(each) for each in (last, first, theirs))
             return (
-                f"The head with the largest induction score, {self.head(two)}, is not in a later layer than "
-                f"{self.head(one)}. The "
-                f"largest K-composition of any two heads is {begun:.3f} at step 0, {most:.3f} at the last and "
-                f"{other:.3f} of the random baseline."
+                f"Head {self.head(two)} has the largest induction score, but is not in a later layer than head "
+                f"{self.head(one)}. The largest K-composition of any two heads is {begun:.3f} at step 0, {most:.3f} at "
+                f"the last step and {other:.3f} for the random baseline."
             )
         every = last[~np.isnan(last)]
         rank = int((every > last[one, two]).sum()) + 1
         return (
-            f"K-composition of {self.head(one)} with {self.head(two)} is {first[one, two]:.3f} at step 0 and "
-            f"{last[one, two]:.3f} at the last, number {rank} of {len(every)} pairs, whose median is "
-            f"{np.median(every):.3f}; of the random baseline's pairs the median is {np.nanmedian(theirs):.3f}, the "
-            "largest "
-            f"{np.nanmax(theirs):.3f}."
+            f"The K-composition of head {self.head(one)} with head {self.head(two)} is {first[one, two]:.3f} at step 0 "
+            f"and {last[one, two]:.3f} at the last step, number {rank} of {len(every)} pairs with a median of "
+            f"{np.median(every):.3f}. The pairs of the random baseline have a median of {np.nanmedian(theirs):.3f} and "
+            f"a maximum of {np.nanmax(theirs):.3f}."
         )
 
     def silence(self, story: Story) -> Iterator[str]:
@@ -195,8 +198,8 @@ class PageWriter:
             if heads and ("silent", story.seed, which, CONTEXT) in self.tests:
                 told = [self.tests["silent", story.seed, which, name] for name in (CONTEXT, AGAIN)]
                 score, anew = (f"{one.mean:+.2f} ({_likely(one)})" for one in told)
-                who = "heads called induction" if which == "called" else "others of their layers"
-                yield f"With {len(heads)} {who} ablated, the {CONTEXT} moves by {score}, the {AGAIN} by {anew}."
+                who = "induction heads" if which == "called" else "other heads of their layers"
+                yield f"If {len(heads)} {who} are ablated, the {CONTEXT} changes by {score} and the {AGAIN} by {anew}."
 
 
 def _short(number: float, name: str = "") -> str:
@@ -217,16 +220,19 @@ def page(found: Found) -> str:
     """The page as Markdown."""
     writer = PageWriter(found)
     parts = [
-        "# When induction appears: small language models of the standard library's source",
+        "# When induction heads appear in small language models",
+        "This page shows at which training step induction heads appear in small language models of source code, and "
+        "whether the loss changes at the same steps. It is an example of a study with the head measures of "
+        "[`headwise heads`](../heads.md). This command trains the models and writes the page:",
         "    python tools/induction_study.py RUNS",
         *setting(found),
     ]
-    parts += ["## In short", listed(map(writer.summary, found.stories))]
+    parts += ["## Summary", listed(map(writer.summary, found.stories))]
     for story in found.stories:
         parts += [f"## Seed {story.seed}", "\n".join(writer.rows(story)), listed(writer.answer(story))]
         last, theirs = classes(story.steps[-1]), classes(found.twin)
         parts += [f"Classes on source at the last step: {last}; of the random baseline: {theirs}."]
-    parts += ["## What was not significant", listed(doubtful(found, writer.tests)), "## Limits", MISSING]
+    parts += ["## What was not significant", listed(doubtful(found, writer.tests)), "## Limits", LIMITS]
     return "\n\n".join("\n".join(filled(part)) for part in parts) + "\n"
 
 
@@ -257,38 +263,59 @@ def setting(found: Found) -> Iterator[str]:
     tokens = recipe.batch * own.length * recipe.steps
     chance = [found.twin.tables["repeated"].heads[0].measures[name].chance for name in TESTED]
     yield (
-        f"Decoders of {own.layers} layers of {own.heads} heads, {own.width} wide, attention only, rotary positions, "
-        f"{found.parameters:,} parameters; the source of Python {platform.python_version()}'s standard library in "
-        f"{own.vocab:,} pieces (BPE of the train split), {sizes['train'] * own.length:,} tokens to train on; "
-        f"{recipe.steps:,} steps of {recipe.batch} rows of {own.length} ({tokens:,} tokens in all), AdamW at "
-        f"{recipe.lr:g} after a warm-up, one thread; seeds {seeds}, each with its own weights and order of examples."
+        f"**Models.** Decoders with {own.layers} attention layers of {own.heads} heads and no feed-forward layers, "
+        "width "
+        f"{own.width}, rotary positions, {found.parameters:,} parameters."
     )
     yield (
-        f"Measured at {len(own.kept)} kept steps: losses on the same {own.rows} held-out rows spread over the end of "
-        f'the library and heads on {own.texts} of these ("source"), and both on {own.texts} rows of {own.length // 2} '
-        'repeated random tokens ("repeated"), so that the first half determines the second. '
-        "**Loss** is in nats, on source. The **in-context "
-        "score** is the loss of the last eighth of a row less that of an eighth near its beginning (2209.11895 "
-        "takes token "
-        "500 less token 50); the **loss on repetition**, that of the second half of the repeated rows less the "
-        "first's. Scores of heads are those of `headwise heads`, without attention sinks; the heads that are "
-        "followed were "
-        "chosen at the last step on other random tokens. By chance induction on repeated rows is "
-        f"{chance[0]:.3f} and previous {chance[1]:.3f}. 95 % intervals over texts are in parentheses (1,000 "
-        "resamples); a star marks a change from the row above that is significant. The "
-        "last two columns count heads of a class, on repeated rows / on source. The random baseline is the same "
-        "architecture with other random weights; step 0 has those of the seed."
+        f"**Data.** The source of Python {platform.python_version()}'s standard library, tokenized with a vocabulary "
+        "of "
+        f"{own.vocab:,} (BPE of the train split); {sizes['train'] * own.length:,} tokens for training."
+    )
+    yield (
+        f"**Training.** {recipe.steps:,} steps of {recipe.batch} rows of {own.length} tokens ({tokens:,} tokens in "
+        "all), "
+        f"AdamW with a learning rate of {recipe.lr:g} after warm-up, one thread. Seeds {seeds} have different initial "
+        "weights and orders of examples."
+    )
+    yield (
+        f"**Measurements** were made at {len(own.kept)} saved steps, on two sets of rows. *Source*: {own.rows} "
+        "held-out "
+        f"rows from the end of the library, with heads measured on {own.texts} of them. *Repeated*: {own.texts} rows "
+        "of "
+        f"{own.length // 2} random tokens that occur twice, so that the first half determines the second half."
+    )
+    yield "\n".join(
+        (
+            "| column | meaning |",
+            "|---|---|",
+            "| loss | nats per token, on source |",
+            "| in-context score | loss of the last eighth of a row minus the loss of an eighth near its beginning "
+            "(2209.11895: loss of token 500 minus loss of token 50) |",
+            "| loss on repetition | loss of the second half of the repeated rows minus the loss of the first half |",
+            "| induction of H, previous of H | score of head H (layer.head) on repeated rows, as in `headwise heads`, "
+            f"without attention sinks. The chance levels are {chance[0]:.3f} and {chance[1]:.3f} |",
+            "| both on source | the scores of these two heads on source |",
+            "| largest K-composition | largest K-composition of any two heads |",
+            "| induction heads, previous-token heads | number of heads of this class, on repeated rows / on source |",
+        )
+    )
+    yield (
+        "The two heads were chosen at the last step, on other random tokens. Parentheses have 95 % intervals over "
+        "texts "
+        "(1,000 resamples). A star marks a significant change from the row above. The random baseline is the same "
+        "architecture with other random weights; step 0 has the initial weights of the seed."
     )
 
 
 def doubtful(found: Found, told: Mapping[Key, Test]) -> Iterator[str]:
     """Number of tests, and those that are not significant."""
     yield (
-        f"{len(told):,} tests, sign flips of paired differences over texts. Corrected together (Holm) are all heads at "
-        "all steps of all seeds, each against the random baseline's strongest head on the same texts; and together "
-        "all changes of "
-        f"curves between kept steps and the effects of ablation. {sum(not one.verdict for one in told.values()):,} "
-        f"are not significant at {LEVEL:g}."
+        f"There are {len(told):,} sign-flip tests of paired differences over texts. One correction (Holm) covers all "
+        "heads "
+        "at all steps of all seeds, each compared with the strongest head of the random baseline on the same texts. A "
+        "second correction covers the changes of curves between saved steps and the effects of ablation. "
+        f"{sum(not one.verdict for one in told.values()):,} tests are not significant at {LEVEL:g}."
     )
     for data, name in product(("repeated", "source"), TESTED):
         heads = [one for key, one in told.items() if key[0] == "head" and key[3:5] == (data, name)]
@@ -296,9 +323,10 @@ def doubtful(found: Found, told: Mapping[Key, Test]) -> Iterator[str]:
         most = max((one.mean for one in heads if one.is_above_chance), default=0.0)
         by = f" (by {most:.2f} at most)" if above else ""
         yield (
-            f"{_begun(name)} on {data} rows: of {len(heads)} (heads times steps) {above} are significantly above "
-            "the random baseline's "
-            f"strongest{by}, {below} significantly below, {len(heads) - above - below} neither."
+            f"{_begun(name)} on {data} rows: of {len(heads)} scores (heads times steps), {above} are significantly "
+            "above "
+            f"the strongest head of the random baseline{by}, {below} significantly below, and "
+            f"{len(heads) - above - below} neither."
         )
     for seed, name in product(found.setting.seeds, (CONTEXT, AGAIN, *TESTED)):
         steps = zip(found.setting.kept, found.setting.kept[1:], strict=False)

@@ -15,62 +15,65 @@ from headwise.data.synthetic_task import SyntheticTask
 
 
 class TaskNotes(NamedTuple):
-    """Notes about a task: options of a short example, which model variants the task distinguishes, and which not."""
+    """Notes about a task: options of a short example, which models the task distinguishes, and which not."""
 
     example_options: dict[str, Any]
-    separates: str
-    does_not_separate: str
+    distinguishes: str
+    does_not_distinguish: str
 
 
 TASK_NOTES = {
     "copy": TaskNotes(
         {"symbols": 9, "block": 5, "gap": 2},
-        "one layer from two (2209.11895, 2408.14332); sliding windows, which reach at most `layers * (window - 1)` "
-        "tokens back; position encodings, on longer sequences than in training (2402.01032); linear from softmax "
-        "attention",
+        "models with one and with two layers (2209.11895, 2408.14332); sliding windows, because information moves at "
+        "most `layers * (window - 1)` tokens; position encodings, on longer sequences than in training (2402.01032); "
+        "linear and softmax attention",
         "MHA, GQA and MQA",
     ),
     "dates": TaskNotes(
         {},
-        "broken from correct implementations of cross-attention, padding and decoding with a KV cache; the token "
-        "alignments are known, so cross-attention heads can be compared with them",
-        "most variants, which all score close to 1",
+        "correct and broken implementations of cross-attention, padding and decoding with a KV cache; cross-attention "
+        "heads and the true alignments, which are known",
+        "most attention variants: all score close to 1",
     ),
     "graph": TaskNotes(
         {"nodes": 14, "chords": 2, "sources": 4},
-        "attention patterns: without a path of edges no information arrives, and fewer than `reach` layers are too few",
-        "MHA, GQA and MQA. The graph is equal for all examples, because a pattern is part of a spec",
+        "attention patterns, because information moves along edges only; numbers of layers, because fewer than `reach` "
+        "layers cannot solve the task",
+        "MHA, GQA and MQA; models for arbitrary graphs, because the pattern is part of the spec and all examples have "
+        "the same graph",
     ),
     "group": TaskNotes(
         {"group": "S3", "length": 12},
-        "recurrence from attention, and depths: A5 needs more layers for longer rows, cyclic groups do not "
-        "(2404.08819); linear recurrences with negative eigenvalues from others (2411.12537)",
-        "variants of softmax attention, for which it is a negative control: all learn the training length, and none "
-        "generalises parity far beyond it (2207.02098)",
+        "recurrence and attention; numbers of layers, because A5 needs more layers for longer rows and cyclic groups "
+        "do not (2404.08819); linear recurrences with and without negative eigenvalues (2411.12537)",
+        "variants of softmax attention, for which the task is a negative control: all learn the training length, and "
+        "none generalises parity far beyond it (2207.02098)",
     ),
     "listops": TaskNotes(
         {"arguments": 4, "shortest": 12, "longest": 20},
-        "full from local, linear and sparse attention: 36 % against 16 to 18 % in the table of 2011.04006, without "
-        "tuning; later work found another order",
+        "full attention and local, linear or sparse attention: 36 % against 16 to 18 % in the table of 2011.04006, "
+        "without tuning. Later work ranked the variants differently",
         "MHA, GQA and MQA",
     ),
     "lookup2": TaskNotes(
         {"entities": 2, "attributes": 2, "values": 9, "direct": 1, "composed": 1},
-        "possibly ways of composing heads: 2405.08553 motivates the hypothesis that models with fewer heads than "
-        "attributes learn the task late. Test it before you rely on it: the default model was not seen to learn the "
-        "task; with 4 entities, 2 attributes and 16 values its accuracy was 0.39 after 1,600 steps, with a chance "
-        "level of 0.06",
-        "any models with as many heads as attributes",
+        "possibly methods that compose heads: 2405.08553 suggests that models with fewer heads than attributes learn "
+        "such a task late. Test this before you rely on it. The default model did not learn the task: with 4 entities, "
+        "2 attributes and 16 values its accuracy was 0.39 after 1,600 steps, with a chance level of 0.06",
+        "models that have at least as many heads as attributes",
     ),
     "markov": TaskNotes(
         {"symbols": 3, "length": 16},
-        "depths, and stages of training: models first predict uniformly, then unigrams, then bigrams (2402.11004)",
-        "most variants after convergence, including linear attention, which can count: compare the steps they need",
+        "numbers of layers; stages of training, because models first predict uniformly, then by unigrams, then by "
+        "bigrams (2402.11004)",
+        "most variants after convergence, including linear attention, which can count bigrams too. Compare the number "
+        "of steps until convergence instead",
     ),
     "recall": TaskNotes(
         {"vocabulary": 32, "length": 20, "pairs": 4},
-        "softmax attention (MHA, GQA or MQA) from linear attention, whose state must grow with the number of pairs, "
-        "and from windows shorter than the sequence (2312.04927, 2403.17844)",
+        "softmax attention (MHA, GQA or MQA) and linear attention, whose state must grow with the number of pairs; "
+        "windows shorter than the sequence (2312.04927, 2403.17844)",
         "MHA, GQA and MQA",
     ),
 }
@@ -93,7 +96,10 @@ def section(name: str) -> str:
     lines += [f"- **options**: {options}", f"- **metrics**: {metrics(task)}", f"- **chance**: {chance}"]
     width = spec.stacks[-1].model
     lines += [f"- **default model**: {spec.kind}, {layers} layers, {width} channels, {num_params:,} parameters"]
-    lines += [f"- **separates**: {notes.separates}", f"- **does not separate**: {notes.does_not_separate}"]
+    lines += [
+        f"- **distinguishes**: {notes.distinguishes}",
+        f"- **does not distinguish**: {notes.does_not_distinguish}",
+    ]
     return "\n".join(lines)
 
 

@@ -24,9 +24,10 @@ def cost_table() -> tuple[Row, list[Row]]:
         f"MFLOP per token, {TOKENS} tokens",
         "cache, bytes per token",
         f"cache, MB at {CACHE_TOKENS} tokens",
-        "backends",
+        "backends: forward / with gradients / decode step",
     ]
-    return head, [[f"[`{name}`](#{name})", *costs_of(name), runs(specs(name))] for name in PRESETS]
+    rows = [[f"[`{name}`](#{name})", *costs_of(name), " / ".join(cpu_backends(specs(name)))] for name in PRESETS]
+    return head, rows
 
 
 def specs(name: str) -> AttentionSpec:
@@ -45,12 +46,24 @@ def costs_of(name: str) -> list[str]:
     return [*lines_of_cost, per_token, f"{cache_size / 1e6:.3f}"]
 
 
-def runs(spec: AttentionSpec) -> str:
-    """The backends chosen on the CPU: for a whole text without and with gradients, and for a decode step."""
+def cpu_backends(spec: AttentionSpec) -> list[str]:
+    """The backends chosen on the CPU: for a whole text without and with gradients, and for a decode step if any."""
     whole, trained = hw.why(spec), hw.why(spec, when="grad")
     step = hw.why(spec, tokens="one")
-    names = [str(lines_of_cost.backend) for lines_of_cost in (whole, trained, step)]
-    return " / ".join(names if spec.pattern.tokens_before_decode == 0 else names[:2])
+    names = [str(reasons.backend) for reasons in (whole, trained, step)]
+    return names if spec.pattern.tokens_before_decode == 0 else names[:2]
+
+
+def backends_sentence(spec: AttentionSpec) -> str:
+    """The backends chosen on the CPU, with the calls that they run."""
+    calls = ("for a forward pass", "with gradients", "for a decode step")
+    names = cpu_backends(spec)
+    calls_of_backend = {
+        name: [call for own, call in zip(names, calls, strict=False) if own == name] for name in dict.fromkeys(names)
+    }
+    if len(calls_of_backend) == 1:
+        return f"`{names[0]}` for all calls"
+    return ", ".join(f"`{name}` {' and '.join(own)}" for name, own in calls_of_backend.items())
 
 
 def sections() -> Iterator[str]:
@@ -59,16 +72,21 @@ def sections() -> Iterator[str]:
         spec = specs(name)
         parameters, flops, per_token, cache_size = costs_of(name)
         lines = [f"### {name}", "", sentence(make.__doc__), ""]
-        lines += [f"- {lines_of_cost}" for lines_of_cost in formulas(spec)]
+        lines += [f"- {formula}" for formula in formulas(spec)]
         lines += [f"- **pattern**: `{spec.pattern.text}`", *rules(spec.pattern)]
         lines += [f"- **parameters**: {parameters} ({share(spec)})"]
-        lines += [f"- **FLOPs**: {flops} million per token in a text of {TOKENS} tokens"]
+        lines += [f"- **FLOPs**: {flops} million per token, for a sequence of {TOKENS} tokens"]
         cache_text = (
-            "not causal, so there is no decoding" if per_token == "-" else f"{per_token} bytes per token in bfloat16"
+            "none, because the pattern is not causal"
+            if per_token == "-"
+            else f"{int(per_token):,} bytes per token in bfloat16"
+            if per_token.isdigit()
+            else f"a recurrent state of {cache_size} MB at any length"
         )
-        cache_text = f"a state of {cache_size} MB at any length" if per_token == "a state" else cache_text
-        lines += [f"- **cache**: {cache_text}", f"- **runs on the CPU**: {runs(spec)}; on CUDA: {on_cuda(spec)}"]
-        lines += [f"- **sources disagree**: {names}" for part in unusual(spec) for names in part.disagreements]
+        lines += [f"- **cache**: {cache_text}", f"- **backends on a CPU**: {backends_sentence(spec)}"]
+        lines += [f"- **backend on CUDA**: `{on_cuda(spec)}`"]
+        disagreements = dict.fromkeys(text for part in unusual(spec) for text in part.disagreements)
+        lines += [f"- **sources disagree**: {text}" for text in disagreements]
         yield "\n".join(lines)
 
 
@@ -95,8 +113,8 @@ def rules(pattern: Pattern) -> Iterator[str]:
         yield from rules(pattern.left)
         yield from rules(pattern.right)
     elif pattern not in (hw.Full(), hw.Causal()):
-        names = (type(pattern).__doc__ or "").split(">>>")[0].strip().split("\n\n")
-        yield from (f"  - {sentence(paragraph)}" for paragraph in names)
+        paragraphs = (type(pattern).__doc__ or "").split(">>>")[0].strip().split("\n\n")
+        yield from (f"  - {sentence(paragraph)}" for paragraph in paragraphs)
 
 
 def share(spec: AttentionSpec) -> str:
@@ -112,12 +130,12 @@ def sentence(doc: str | None) -> str:
 
 
 def others() -> Iterator[str]:
-    """Parts that no preset uses: the definition of per_token, and its cost with default choices for the rest."""
+    """Parts that no preset uses: definition, and cost with default choices for the rest."""
     used = {type(part) for name in PRESETS for _, part in specs(name).parts()}
     for cls in (cls for _, cls in sorted(REGISTRY.items()) if issubclass(cls, Part) and cls not in used):
         paper = f" ([{cls.paper}](https://arxiv.org/abs/{cls.paper}))" if cls.paper[:4].isdigit() else ""
         yield f"- `{cls.__name__}`{paper}: {sentence(cls.__doc__)}{extra(cls)}"
-        yield from (f"  - sources disagree: {names}" for names in cls.disagreements)
+        yield from (f"  - sources disagree: {text}" for text in cls.disagreements)
 
 
 def extra(cls: type[Part]) -> str:
@@ -128,11 +146,11 @@ def extra(cls: type[Part]) -> str:
     try:
         spec = hw.design(model=MODEL, heads=HEADS, pattern="causal", **words)
     except hw.SpecError as error:
-        return f" With the defaults: {error}."
+        return f" Conflicts with the defaults: {error}."
     more = costs.count_parameters(spec) - costs.count_parameters(plain)
     cache_text = 2 * (costs.cached_numbers_per_token(spec) - costs.cached_numbers_per_token(plain))
-    cache = "a state" if spec.is_recurrent else f"{cache_text:+,} bytes per token"
-    return f" Parameters {more:+,}, cache {cache}; backends: {runs(spec)}."
+    cache = "a recurrent state" if spec.is_recurrent else f"{cache_text:+,} bytes per token"
+    return f" Parameters {more:+,}, cache {cache}; backends on a CPU: {backends_sentence(spec)}."
 
 
 def page() -> str:
@@ -141,7 +159,7 @@ def page() -> str:
     lines = [head, ["---"] * len(head), *rows]
     table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
     rest = (
-        "### Parts without a preset\n\nCosts are of a causal layer with default choices for all other parts.\n\n"
-        + "\n".join(others())
+        "### Parts without a preset\n\nThese parts belong to no preset; add them to any spec. Costs are the difference "
+        "that the part makes in a causal layer with default choices for all other parts.\n\n" + "\n".join(others())
     )
     return "\n\n".join([table, *sections(), rest])
