@@ -83,7 +83,7 @@ def test_a_renamed_source_is_another_page(build: ModuleType):
 
 def test_without_node_the_message_names_a_remedy(build: ModuleType, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(build, "find_node", lambda: None)
-    with pytest.raises(build.BuildError, match="no Node >= 20 with npm; install it, or run: .* -m pip install"):
+    with pytest.raises(build.BuildError, match=r"no Node >= 20 with npm; install it, or run: .* -m pip install"):
         build.build()
     hook = build.CustomBuildHook.__new__(build.CustomBuildHook)
     assert hook.dependencies() == [build.NODE_PACKAGE]
