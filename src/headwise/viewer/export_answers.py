@@ -7,22 +7,49 @@ below `EXACT_BYTES`, the exact weights of every query are stored too, so that th
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
 
 import numpy as np
 
+from ..traces import Trace
 from .html_export import encode_answers
-
-if TYPE_CHECKING:
-    from ..traces import Trace
-    from .open_model import OpenModel, OpenTrace
 
 TILE_SIDE = 256
 EXACT_BYTES = 8_000_000
 
 
-def collect_answers(opened: OpenModel | OpenTrace) -> dict[str, Any]:
+class OpenPage(Protocol):
+    """What is open on a page, a model or a trace: its name, its trace, and the answers that the page asks for."""
+
+    @property
+    def name(self) -> str:
+        """Name of the model."""
+        ...
+
+    @property
+    def trace(self) -> Trace:
+        """The run that the page shows."""
+        ...
+
+    def document(self) -> Mapping[str, Any]:
+        """Description of everything that is open, as plain values."""
+        ...
+
+    def thumbnails(self) -> bytes:
+        """A picture of every head."""
+        ...
+
+    def measures(self) -> bytes:
+        """Measures and classes of every head."""
+        ...
+
+    def tile(self, site: int, head: int, rows: int, columns: int) -> bytes:
+        """All weights of a head in a picture of this size, with its masked cells."""
+        ...
+
+
+def collect_answers(opened: OpenPage) -> dict[str, Any]:
     """Everything that is open, as the page reads it: answers by address, and exact weights by site and head."""
     trace = opened.trace
     answers: dict[str, Any] = {

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
+FRAME_HEIGHT = 720  # pixels
 FRAME_SCRIPT = """
 function render({ model, el }) {
   const frame = document.createElement("iframe");
@@ -19,16 +21,13 @@ export default { render };
 """
 
 
-def make_widget(page: str, height: int = 720) -> Any:
+def make_widget(page: str, height: int = FRAME_HEIGHT) -> Any:
     """A widget that shows a page in a sandboxed frame; `page` and `height` can be changed afterwards."""
-    import anywidget
-    import traitlets
-
-    class PageWidget(anywidget.AnyWidget):
-        """A page in a sandboxed frame."""
-
-        _esm = FRAME_SCRIPT
-        page = traitlets.Unicode("").tag(sync=True)
-        height = traitlets.Int(720).tag(sync=True)
-
-    return PageWidget(page=page, height=height)
+    anywidget, traitlets = (import_module(name) for name in ("anywidget", "traitlets"))
+    fields = {
+        "__doc__": "A page in a sandboxed frame.",
+        "_esm": FRAME_SCRIPT,
+        "page": traitlets.Unicode("").tag(sync=True),
+        "height": traitlets.Int(FRAME_HEIGHT).tag(sync=True),
+    }
+    return type("PageWidget", (anywidget.AnyWidget,), fields)(page=page, height=height)

@@ -13,23 +13,18 @@ import webbrowser
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from ..errors import SpecError
 from ..files import write_atomically
 from ..traces import Trace, load_trace, trace_from_weights
 from . import bundled_sample
-from .export_answers import collect_answers
+from .export_answers import OpenPage, collect_answers
 from .html_export import render_html
 from .model_targets import Log, is_trace, load_target
-
-if TYPE_CHECKING:
-    from .open_model import OpenModel, OpenTrace
-
-    Opened = OpenModel | OpenTrace
+from .notebook_widget import FRAME_HEIGHT, make_widget
 
 DEFAULT_TEXT = "The quick brown fox jumps over the lazy dog because the dog is asleep."
-FRAME_HEIGHT = 720  # pixels of the frame in a notebook
 SERVER_START_SECONDS = 20.0
 
 
@@ -53,7 +48,7 @@ class ServerOptions(NamedTuple):
 # --- Opening --------------------------------------------------------------------------------------------
 
 
-def open_target(target: Target, log: Log = lambda _: None) -> Opened:
+def open_target(target: Target, log: Log = lambda _: None) -> OpenPage:
     """Open what a name stands for. A trace, and the trace of the bundled sample, open without torch."""
     if target.name is None and target.text is None and target.source is None:
         return _open_sample(target.out)
@@ -63,21 +58,21 @@ def open_target(target: Target, log: Log = lambda _: None) -> Opened:
     return open_model(load_target(name, log), target)
 
 
-def open_trace(trace: Trace) -> Opened:
+def open_trace(trace: Trace) -> OpenPage:
     """Open a trace, without torch."""
     from .open_model import OpenTrace
 
     return OpenTrace(trace)
 
 
-def open_model(model: Any, target: Target) -> Opened:
+def open_model(model: Any, target: Target) -> OpenPage:
     """Open a model with the texts of a target."""
     from .open_model import OpenModel
 
     return OpenModel(model, target.text or DEFAULT_TEXT, source=target.source, out=target.out)
 
 
-def _open_sample(out: Path | None) -> Opened:
+def _open_sample(out: Path | None) -> OpenPage:
     """Open the bundled sample: its trace and measures at once, its model when it is first needed."""
     from .open_model import OpenModel
 
@@ -88,12 +83,12 @@ def _open_sample(out: Path | None) -> Opened:
 # --- One HTML file --------------------------------------------------------------------------------------
 
 
-def render_export(opened: Opened) -> str:
+def render_export(opened: OpenPage) -> str:
     """The page with everything that is open, as one HTML file."""
     return render_html(collect_answers(opened), opened.name)
 
 
-def write_export(opened: Opened, path: Path | str) -> None:
+def write_export(opened: OpenPage, path: Path | str) -> None:
     """Write the page to one HTML file."""
     write_atomically(path, render_export(opened).encode())
 
@@ -101,7 +96,7 @@ def write_export(opened: Opened, path: Path | str) -> None:
 # --- The server and the browser -------------------------------------------------------------------------
 
 
-def serve_page(opened: Opened, options: ServerOptions, announce: Callable[[str], object]) -> None:
+def serve_page(opened: OpenPage, options: ServerOptions, announce: Callable[[str], object]) -> None:
     """Serve the page until interrupted; `announce` is called with one line, the address."""
     from .html_export import load_assets
     from .server import serve
@@ -180,7 +175,7 @@ class View:
     made. With anywidget installed it is a widget, so that it also appears where notebooks remove frames.
     """
 
-    def __init__(self, opened: Opened) -> None:
+    def __init__(self, opened: OpenPage) -> None:
         self.opened = opened
         self._html = ""
 
@@ -206,8 +201,6 @@ class View:
         """What a notebook shows: a widget if anywidget is installed, else the frame."""
         if find_spec("anywidget") is None:
             return {"text/plain": repr(self), "text/html": self._repr_html_()}
-        from .notebook_widget import make_widget
-
         return make_widget(self.html)._repr_mimebundle_(**options)
 
     def __repr__(self) -> str:
