@@ -43,7 +43,8 @@ def read_heads(model: OpenModel, arguments: Mapping[str, Any]) -> list[AblatedHe
     for entry in entries:
         if not isinstance(entry, list) or not 2 <= len(entry) <= 4 or not all(type(n) is int for n in entry[:2]):
             raise ValueError(f"{entry!r} is no ablated head; give [site, head, mode, scale]")
-        site, head, mode, scale = *entry, *("zero", 0.0)[len(entry) - 2 :]
+        site, head = int(entry[0]), int(entry[1])
+        mode, scale = [*entry[2:], *("zero", 0.0)[len(entry) - 2 :]]
         if not isinstance(scale, (int, float)) or isinstance(scale, bool) or not math.isfinite(scale):
             raise ValueError(f"the scale {scale!r} is not a number; give for example 0.5")
         heads.append(AblatedHead(model.site_name(site), head, str(mode), float(scale)))

@@ -309,10 +309,9 @@ def error_response(status: int, error: BaseException) -> JSONResponse:
     return JSONResponse({"error": describe_error(error)}, status)
 
 
-async def _answer_http_error(_: Request, error: Exception) -> Response:
+async def _answer_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    fact, _, remedy = str(error.detail).partition("; ")
-    return JSONResponse({"error": {"fact": fact, "remedy": remedy}}, error.status_code)
+    return error_response(error.status_code, ValueError(error.detail))
 
 
 @dataclass(frozen=True)
