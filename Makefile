@@ -20,16 +20,20 @@ CHECKED := not compile and not slow
 COMPILED := compile and not slow
 QUICK := not slow and not compile and not anchors and not gpu and not lengthy
 
-.PHONY: help demo install check format fast test slow gpu mutate bench docs clean broken
+.PHONY: help demo install web check format fast test slow gpu mutate bench docs clean broken
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):[^#]*## */\1\t/' | expand -t 10
 
-demo: $(STAMP)  ## a tour, and a translator that is trained and pruned as you watch: about three minutes
+demo: install  ## a trained translator: its heads in pictures, half of them removed; about a minute
 	@$(BIN)/headwise demo
 
-install: $(STAMP)  ## make .venv with everything in it; prints the path of the command
+install: $(STAMP) web  ## make .venv with everything in it; prints the path of the command
 	@echo "headwise is installed: $(CURDIR)/$(BIN)/headwise"
+
+web: $(STAMP)  ## build the page of headwise view if its sources changed (Node >= 20)
+	@$(BIN)/python build_web.py || { test -z "$${REQUIRE_BROWSER:-}" \
+	    && echo "headwise: every command but view works without the page; make web builds it later" >&2; }
 
 check: $(STAMP)  ## format, lint, types, the import map, fresh docs
 	@$(BIN)/ruff format --check .
@@ -41,7 +45,7 @@ check: $(STAMP)  ## format, lint, types, the import map, fresh docs
 fast: $(STAMP)  ## a quick subset, stopping at the first failure
 	@$(BIN)/pytest -x -q -n 2 --fast -m "$(QUICK)" tests --ignore=tests/anchors --ignore=tests/house
 
-test: $(STAMP)  ## every test but the slow ones; warnings are errors
+test: $(STAMP) web  ## every test but the slow ones; warnings are errors
 	@$(BIN)/pytest -n 2 $(SHAPES) -m "$(CHECKED)"
 	@$(BIN)/pytest -n 2 -m "$(COMPILED)"
 
@@ -66,7 +70,7 @@ format: $(STAMP)  ## format and fix with ruff
 	@$(BIN)/ruff format .
 
 clean:  ## remove .venv, builds and caches; keeps runs/ with your results
-	@rm -rf $(VENV) build dist .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	@rm -rf $(VENV) build dist src/headwise/viewer/static src/headwise/viewer/web/node_modules .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # --- .venv ---------------------------------------------------------------------------------------------

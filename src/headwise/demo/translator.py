@@ -7,7 +7,6 @@ import shutil
 import sys
 import textwrap
 import time
-import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -37,13 +36,13 @@ from ..surgery.verification.quality_metrics import compare_task_scores
 from ..training import ConsoleLogger, Recipe, TrainingResult, train
 from ..training.loggers import LINE_INTERVAL, format_duration
 from . import before_after
+from .terminal_heat_map import draw_heat_map
 
 # --- Training and translations -------------------------------------------------------------------------
 
 
 RECIPE = Recipe(steps=800, batch=128, lr=3e-3, evaluate_every=200, checkpoint_every=200, compile="off")
 NUM_EVALUATED, TERMINAL_WIDTH = 64, 80  # examples for the alignment scores; columns of a terminal
-WEIGHT_SHADES = " ·░▒▓█"  # weight 0 .. 1
 
 
 class TranslationExample(NamedTuple):
@@ -79,17 +78,9 @@ class AlignmentMap:
     weights: tuple[tuple[float, ...], ...]
 
     def __str__(self) -> str:
-        source = [f"<{self.gold.direction.split('-')[1]}>", *map(_visible_token, _tokenize(self.gold.source))]
-        target = [*map(_visible_token, _tokenize(self.gold.target)), "end"]
-        side = max(map(_terminal_width, target)) + 1
-        columns = [max(_terminal_width(token), 1) + 1 for token in source]
-        lines = [" " * side + "".join(_pad_to_width(t, w) for t, w in zip(source, columns, strict=True))]
-        for row, (token, weights) in enumerate(zip(target, self.weights, strict=True)):
-            cells = [_shade_cell(w, (s, row) in self.gold.links) for s, w in enumerate(weights)]
-            lines.append(
-                _pad_to_width(token, side) + "".join(_pad_to_width(c, w) for c, w in zip(cells, columns, strict=True))
-            )
-        return "\n".join(line.rstrip() for line in lines)
+        source = [f"<{self.gold.direction.split('-')[1]}>", *_tokenize(self.gold.source)]
+        target = [*_tokenize(self.gold.target), "end"]
+        return draw_heat_map(target, source, self.weights, set(self.gold.links))
 
 
 class Translator:
@@ -222,24 +213,6 @@ def _tokenize(text: str) -> list[str]:
         tokens.append(token)
         remaining = remaining[len(token) :]
     return tokens
-
-
-def _shade_cell(weight: float, linked: bool) -> str:
-    shade = WEIGHT_SHADES[min(round(weight * (len(WEIGHT_SHADES) - 1) + 0.3), len(WEIGHT_SHADES) - 1)]
-    return f"[{shade}" if linked else f" {shade}"
-
-
-def _terminal_width(text: str) -> int:
-    """Width in terminal columns: Chinese characters take two."""
-    return sum(2 if unicodedata.east_asian_width(character) in "WF" else 1 for character in text)
-
-
-def _pad_to_width(text: str, width: int) -> str:
-    return text + " " * (width - _terminal_width(text))
-
-
-def _visible_token(token: str) -> str:
-    return "␣" if token == " " else token
 
 
 def format_examples(examples: Sequence[TranslationExample]) -> str:

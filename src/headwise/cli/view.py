@@ -1,0 +1,110 @@
+"""`headwise view`: every head of a model or a trace in the browser, or in one HTML file."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .arguments import print_page
+from .command_parser import CommandParser, UsageError
+
+if TYPE_CHECKING:
+    from ..viewer.view import ServerOptions, Target
+
+LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
+LARGEST_PORT = 65535
+HTML_SUFFIXES = (".html", ".htm")
+
+
+def main(argv: list[str]) -> int:
+    """Open the page in the browser and serve it until interrupted, or write it to a file."""
+    args = _parser().parse_args(argv)
+    _check_arguments(args)
+    from ..viewer import view
+
+    opened = view.open_target(_target(args))
+    if args.export is not None:
+        view.write_export(opened, args.export)
+        print_page(f"{args.export} shows {opened.name}; it opens in any browser, without a network")
+        return 0
+    try:
+        view.serve_page(opened, _server_options(args), announce=print_page)
+    except KeyboardInterrupt:
+        pass  # the usual end of a server
+    return 0
+
+
+def _parser() -> CommandParser:
+    parser = CommandParser(
+        "view",
+        "Show every head of a model in the browser: what each one attends to, its class, what changes without it, and "
+        "what can be pruned. Without an argument it opens a small trained translator. Everything stays on this "
+        "machine: the page is served to this computer only and loads nothing from elsewhere.",
+        "headwise view path/to/model --text 'The cat sat on the mat.'",
+        "headwise view dates.trace --export dates.html",
+    )
+    parser.add_argument(
+        "target",
+        nargs="?",
+        metavar="MODEL|TRACE",
+        help="a headwise or transformers folder, a .trace file, FILE.py:FACTORY, or a model of the Hugging Face Hub",
+    )
+    parser.add_argument("--text", metavar="TEXT", help="the text that the model reads; the page can change it")
+    parser.add_argument(
+        "--source", metavar="TEXT", help="source text of an encoder-decoder; --text is then the target it writes"
+    )
+    parser.add_argument("--export", metavar="FILE", help="write the page to one .html file instead of serving it")
+    parser.add_argument("--no-browser", action="store_true", help="print the address only")
+    parser.add_argument("--port", type=int, default=0, metavar="PORT", help="port of the page; 0 takes a free one")
+    parser.add_argument("--read-only", action="store_true", help="the page writes no files")
+    parser.add_argument(
+        "--out", default="runs/view", metavar="DIR", help="folder for models that are pruned on the page"
+    )
+    expert = parser.add_expert_group("access from other computers")
+    expert.add_argument("--host", default=LOOPBACK_HOSTS[0], metavar="ADDRESS", help="address to listen on")
+    expert.add_argument(
+        "--allow-remote",
+        action="store_true",
+        help="let --host be an address that others can reach; the token in the address is the only protection",
+    )
+    return parser
+
+
+def _check_arguments(args: argparse.Namespace) -> None:
+    """Refuse what cannot work before anything is loaded."""
+    if not 0 <= args.port <= LARGEST_PORT:
+        raise UsageError(f"--port {args.port} is not a port; give 1 to {LARGEST_PORT}, or 0 for a free one")
+    if args.host not in LOOPBACK_HOSTS and not args.allow_remote:
+        raise UsageError(
+            f"--host {args.host} can be reached from other computers; add --allow-remote if they may see the model"
+        )
+    if args.text is not None and not args.text.strip():
+        raise UsageError("--text is empty; give at least one word")
+    if args.target is not None and args.target.endswith(".trace") and (args.text or args.source):
+        option = "--text" if args.text else "--source"
+        raise UsageError(f"{option} needs a model, and {args.target} is a trace of one run; give the model instead")
+    if args.export is not None:
+        path = Path(args.export)
+        if path.suffix.lower() not in HTML_SUFFIXES:
+            raise UsageError(f"--export {args.export} is not an HTML file; end the name in .html")
+        if not path.absolute().parent.is_dir():
+            raise UsageError(f"the folder of {args.export} does not exist; create it first")
+    out = Path(args.out)
+    if out.exists() and not out.is_dir():
+        raise UsageError(f"--out {args.out} is a file; give a folder")
+
+
+def _target(args: argparse.Namespace) -> Target:
+    from ..viewer.view import Target
+
+    return Target(args.target, args.text, args.source, None if args.read_only else Path(args.out))
+
+
+def _server_options(args: argparse.Namespace) -> ServerOptions:
+    from ..viewer.view import ServerOptions
+
+    if args.host not in LOOPBACK_HOSTS:
+        print(f"headwise: anyone who can reach {args.host} and has the address can see this model", file=sys.stderr)
+    return ServerOptions(args.host, args.port, not args.no_browser)
