@@ -307,10 +307,10 @@ def run_forward(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *fields: 
 
 
 def run_backward(
-    grad: Tensor, o: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, _: Tensor | None, *fields: Any
+    grad: Tensor, o: Tensor, lse: Tensor, q: Tensor, k: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v."""
-    args = BlockSparseArgs(*fields)
+    """The gradients of q, k and v; `rest` is v, the sinks and the fields of BlockSparseArgs."""
+    v, args = rest[0], BlockSparseArgs(*rest[2:])
     grad, q, k, v = (_contiguous_channels(x) for x in (grad, q, k, v))
     q_grad, k_grad, v_grad = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     lse = lse.masked_fill(lse == -torch.inf, 0.0)[..., None]  # rows without keys: every weight is exp(-inf - 0)
