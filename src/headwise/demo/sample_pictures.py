@@ -57,9 +57,7 @@ def draw_thumbnail(weights: Sequence[Sequence[float]], label: str) -> str:
     )
 
 
-def draw_heat_map(
-    weights: Sequence[Sequence[float]], queries: Sequence[str], keys: Sequence[str], label: str
-) -> str:
+def draw_heat_map(weights: Sequence[Sequence[float]], queries: Sequence[str], keys: Sequence[str], label: str) -> str:
     """A heat map with the tokens of queries at the left and those of keys on top; hovering a cell shows its weight."""
     left = max(map(_text_width, queries)) + 10
     top = max(map(_text_width, keys)) + 10
@@ -74,7 +72,9 @@ def draw_heat_map(
         parts.append(f'<text class="token" x="{left - 6:g}" y="{y:g}" text-anchor="end">{show_token(token)}</text>')
     for column, token in enumerate(keys):
         x = left + CELL * column + CELL * 0.68
-        parts.append(f'<text class="token" transform="translate({x:g} {top - 6:g}) rotate(-90)">{show_token(token)}</text>')
+        parts.append(
+            f'<text class="token" transform="translate({x:g} {top - 6:g}) rotate(-90)">{show_token(token)}</text>'
+        )
     return "".join([*parts, "</svg>"])
 
 

@@ -78,7 +78,9 @@ def _map_section(tour: Tour) -> Iterator[str]:
     keep = tour.pruning["keep"] if tour.pruning else {}
     most = max((value.value for value in tour.importance.values()), default=0.0)
     rows = [
-        '<div class="maprow"><span class="site">' + escape(site) + "</span>"
+        '<div class="maprow"><span class="site">'
+        + escape(site)
+        + "</span>"
         + "".join(
             _map_cell(tour, head, most, head.head not in keep.get(site, (head.head,)))
             for head in tour.table.heads
@@ -90,7 +92,9 @@ def _map_section(tour: Tour) -> Iterator[str]:
     groups = dict.fromkeys(class_group(head.classes[0].name) for head in tour.table.heads if head.classes)
     legend = "".join(f"<span>{draw_badge(group)} {escape(group)}</span>" for group in groups)
     ramp = "".join(f'<i class="b{shade}"></i>' for shade in range(9))
-    bars = "" if not tour.importance else '<span><b class="swatch"></b> importance: loss increase without the head</span>'
+    bars = (
+        "" if not tour.importance else '<span><b class="swatch"></b> importance: loss increase without the head</span>'
+    )
     removed = '<span><b class="gone"></b> removed below</span>' if keep else ""
     yield from _section(
         "What every head attends to",
@@ -186,7 +190,7 @@ def _pruning_section(tour: Tour) -> Iterator[str]:
         "the original. Removed heads are hatched in the map above.",
         '<div class="bars" role="img" aria-label="exact match">',
         *(
-            f'<span>{escape(name)}</span>{draw_bar(value, f"{name}: {value:.1%}")}'
+            f"<span>{escape(name)}</span>{draw_bar(value, f'{name}: {value:.1%}')}"
             f'<span class="num">{value:.1%}</span><span class="num muted">{low:.1%} to {high:.1%}</span>'
             for name, value, low, high in bars
         ),
@@ -200,7 +204,9 @@ def _pruning_section(tour: Tour) -> Iterator[str]:
 def _comparison_table(data: Mapping[str, Any]) -> str:
     rows = [row for row in before_after.comparison_rows(data) if not row.name.startswith(("exact match", "  "))]
     body = "".join(
-        f"<tr><td>{escape(row.name)}</td>" + "".join(f'<td class="num">{escape(cell)}</td>' for cell in row[1:]) + "</tr>"
+        f"<tr><td>{escape(row.name)}</td>"
+        + "".join(f'<td class="num">{escape(cell)}</td>' for cell in row[1:])
+        + "</tr>"
         for row in rows
     )
     head = "".join(f'<th class="num">{name}</th>' for name in ("before", "pruned", "retrained"))

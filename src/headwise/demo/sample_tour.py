@@ -146,7 +146,7 @@ def format_ending(tour: Tour, report: Path) -> str:
             "",
             "Next:",
             "  headwise view                                 this translator, live in the browser",
-            f"  headwise view {str(tour.folder / PRUNED_NAME):<31} the pruned one".rstrip(),
+            f"  headwise view {tour.folder / PRUNED_NAME!s:<31} the pruned one".rstrip(),
             "  headwise demo --train                         train such a model, then compress it",
         ]
     )

@@ -21,6 +21,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from .http_security import MAX_BODY_BYTES, SecurityMiddleware, allowed_hosts, is_loopback
+from .lab_actions import compute_effect, sweep_heads
 from .model_actions import JOB_KINDS
 from .model_worker import Job, ModelWorker, QueueFull, describe_error
 from .open_model import LENSES, MAX_TILE_CELLS, OpenModel, Tile
@@ -38,6 +39,7 @@ MEDIA_TYPES = {
 EVENT_WAIT_SECONDS = 0.5
 MAX_JSON_DEPTH = 16
 BINARY = "application/octet-stream"
+ALL_JOBS = {**JOB_KINDS, "ablate": compute_effect, "sweep": sweep_heads}
 
 
 def read_static_files(folder: Path = STATIC_FOLDER) -> dict[str, tuple[bytes, str]]:
@@ -55,7 +57,7 @@ class ViewServer:
     """The routes of the page over one open model."""
 
     def __init__(self, model: OpenModel, static: Mapping[str, tuple[bytes, str]]) -> None:
-        self.model, self.static, self.worker = model, static, ModelWorker(model, JOB_KINDS)
+        self.model, self.static, self.worker = model, static, ModelWorker(model, ALL_JOBS)
 
     def app(self) -> Starlette:
         """The application without its security middleware."""
