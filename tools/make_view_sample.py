@@ -47,7 +47,9 @@ def measure(net: Transformer) -> hw.head_analysis.head_table.HeadTable:
     """Measures and classes of all heads over held-out examples with their known alignments."""
     reader = ExampleReader(net)
     reader.add_task_examples(TASK, NUM_EXAMPLES)
-    table = hw.measure_heads(net, reader.examples_with_frequencies(), collectors=[AlignmentScores()], name="dates translator")
+    table = hw.measure_heads(
+        net, reader.examples_with_frequencies(), collectors=[AlignmentScores()], name="dates translator"
+    )
     return hw.classify_heads(table)
 
 

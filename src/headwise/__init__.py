@@ -102,6 +102,7 @@ if TYPE_CHECKING:  # for type checkers and editors only; at run time names are i
     from .surgery.weight_folding import fold_bias, fold_qk_transforms
     from .traces import Trace, load_trace
     from .training import Recipe, TrainingResult, train
+    from .viewer.view import view, view_attention
 
 __version__ = "0.1.0"
 
@@ -205,6 +206,8 @@ _MODULE_OF_NAME = {
     "TrainingResult": "training",
     "train": "training",
     "Parallelism": "distributed",
+    "view": "viewer.view",
+    "view_attention": "viewer.view",
     "walk": "nn.op_trace",
     "run_benchmarks": "bench.runner",
     "why": "backends.backend_report",
@@ -240,6 +243,7 @@ _MODULES = (
     "surgery",
     "traces",
     "training",
+    "viewer",
 )
 
 __all__ = sorted(_MODULE_OF_NAME)

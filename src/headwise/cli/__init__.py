@@ -23,7 +23,8 @@ from .command_parser import UsageError
 
 # One line per command, in the order of the help.
 COMMANDS = {
-    "demo": "tour: soft look-up, one attention layer, a small translator",
+    "demo": "tour of a trained translator: its heads, ablation, pruning",
+    "view": "every head of a model in the browser, or in one HTML file",
     "spec": "show a spec or a model: parameters by name, cost, cache, mask",
     "cost": "parameters, FLOPs, memory and time of specs and models",
     "walk": "every tensor operation of a layer, with shapes and strides",

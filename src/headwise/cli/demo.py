@@ -45,8 +45,11 @@ def _check_arguments(args: argparse.Namespace) -> None:
 
 
 def _show_sample(args: argparse.Namespace) -> int:
+    import torch
+
     from ..demo import sample_tour
 
+    torch.set_num_threads(1)  # the model is so small that a second thread costs more than it saves
     if args.json:
         print_page(to_json(sample_tour.run_sample_tour(_ignore, _ignore, Path(args.out)).data))
     else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,15 +25,13 @@ def main(argv: list[str]) -> int:
     _check_arguments(args)
     from ..viewer import view
 
-    opened = view.open_target(_target(args))
+    opened = view.open_target(_target(args), _print_note)
     if args.export is not None:
         view.write_export(opened, args.export)
         print_page(f"{args.export} shows {opened.name}; it opens in any browser, without a network")
         return 0
-    try:
+    with suppress(KeyboardInterrupt):  # the usual end of a server
         view.serve_page(opened, _server_options(args), announce=print_page)
-    except KeyboardInterrupt:
-        pass  # the usual end of a server
     return 0
 
 
@@ -96,6 +95,10 @@ def _check_arguments(args: argparse.Namespace) -> None:
         raise UsageError(f"--out {args.out} is a file; give a folder")
 
 
+def _print_note(line: str) -> None:
+    print(f"headwise: {line}", file=sys.stderr)
+
+
 def _target(args: argparse.Namespace) -> Target:
     from ..viewer.view import Target
 
@@ -106,5 +109,5 @@ def _server_options(args: argparse.Namespace) -> ServerOptions:
     from ..viewer.view import ServerOptions
 
     if args.host not in LOOPBACK_HOSTS:
-        print(f"headwise: anyone who can reach {args.host} and has the address can see this model", file=sys.stderr)
+        _print_note(f"anyone who can reach {args.host} and has the address can see this model")
     return ServerOptions(args.host, args.port, not args.no_browser)

@@ -63,7 +63,8 @@ def draw_heat_map(weights: Sequence[Sequence[float]], queries: Sequence[str], ke
     top = max(map(_text_width, keys)) + 10
     width, height = left + CELL * len(keys), top + CELL * len(queries)
     parts = [
-        f'<svg class="heat" viewBox="0 0 {width:g} {height:g}" width="{width:g}" role="img" aria-label="{escape(label)}">',
+        f'<svg class="heat" viewBox="0 0 {width:g} {height:g}" width="{width:g}" '
+        f'role="img" aria-label="{escape(label)}">',
         f'<g transform="translate({left:g} {top:g})"><rect class="paper" width="{CELL * len(keys)}" '
         f'height="{CELL * len(queries)}"/>{_cells(weights, CELL)}{_hover_cells(weights, queries, keys)}</g>',
     ]

@@ -186,8 +186,8 @@ def _pruning_section(tour: Tour) -> Iterator[str]:
     ]
     yield from _section(
         "Half of the heads pruned, and proved",
-        f"{escape(proof['what'])}. Then the smaller model was retrained for {data['steps']} steps to give the outputs of "
-        "the original. Removed heads are hatched in the map above.",
+        f"{escape(proof['what'])}. Then the smaller model was retrained for {data['steps']} steps to give the outputs "
+        "of the original. Removed heads are hatched in the map above.",
         '<div class="bars" role="img" aria-label="exact match">',
         *(
             f"<span>{escape(name)}</span>{draw_bar(value, f'{name}: {value:.1%}')}"
@@ -219,10 +219,8 @@ def _proof_checks(proof: Mapping[str, Any]) -> Iterator[str]:
     for check in proof["equal"]:
         state = "ok" if check["same"] else "bad"
         mark = "equal" if check["same"] else "NOT equal"
-        yield (
-            f'<li class="{state}"><b>{mark}</b> {escape(check["name"])}: largest difference {check["largest"]:.1e} '
-            f"({escape(check['dtype'])})</li>"
-        )
+        numbers = f"largest difference {check['apart']:.1e}, allowed {check['allowed']:.1e} ({check['dtype']})"
+        yield f'<li class="{state}"><b>{mark}</b> {escape(check["what"])}: {escape(numbers)}</li>'
     yield "</ul>"
 
 

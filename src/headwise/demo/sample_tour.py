@@ -36,7 +36,7 @@ FOLDER_NAME, PRUNED_NAME = "sample", "pruned"
 
 
 class TourScale(NamedTuple):
-    """Numbers of examples for importance, ranking, distillation, proof and scores; retraining steps; seconds of timing."""
+    """Numbers of examples for importance, ranking, distillation, proof and scores; retraining steps; timing seconds."""
 
     num_importance_texts: int = 24
     num_selection_texts: int = 96
@@ -45,6 +45,9 @@ class TourScale(NamedTuple):
     num_scored_examples: int = 200
     steps: int = 150
     seconds: float = 1.5
+
+
+DEFAULT_SCALE = TourScale()
 
 
 class HeadView(NamedTuple):
@@ -112,7 +115,7 @@ class Tour:
 
 
 def run_sample_tour(
-    show: Callable[[str], None], title: Callable[[str], None], out: Path, scale: TourScale = TourScale()
+    show: Callable[[str], None], title: Callable[[str], None], out: Path, scale: TourScale = DEFAULT_SCALE
 ) -> Tour:
     """Show every page of the tour and write the report to `out`."""
     folder = out / FOLDER_NAME
@@ -145,9 +148,10 @@ def format_ending(tour: Tour, report: Path) -> str:
             f"Done in {time.monotonic() - tour.started:.0f} s. Report with pictures: {report}",
             "",
             "Next:",
-            "  headwise view                                 this translator, live in the browser",
-            f"  headwise view {tour.folder / PRUNED_NAME!s:<31} the pruned one".rstrip(),
-            "  headwise demo --train                         train such a model, then compress it",
+            "  headwise view              this translator, live in the browser",
+            f"  headwise view {tour.folder / PRUNED_NAME}",
+            "                             the pruned translator",
+            "  headwise demo --train      train such a model, then compress it",
         ]
     )
 
@@ -178,9 +182,20 @@ def best_of_class(table: HeadTable, class_name: str) -> HeadMeasures:
     return table.head(*max(scores, key=lambda key: scores[key]))
 
 
+def clearest_sink(tour: Tour) -> HeadMeasures:
+    """The sink head that puts most weight on the first key of the sample text."""
+
+    def weight_of_first_key(head: HeadMeasures) -> float:
+        return float(tour.trace.head_weights(head.site, head.head)[1:, 0].mean())
+
+    sinks = [head for head in tour.table.heads if any(one.name == "sink" for one in head.classes)]
+    return max(sinks, key=weight_of_first_key)
+
+
 def describe_sample(tour: Tour) -> str:
     """Format the sample and the weights of the head that aligns words best."""
-    tour.views = [view_head(tour, best_of_class(tour.table, name), name) for name in SHOWN_CLASSES]
+    heads = [best_of_class(tour.table, "alignment"), best_of_class(tour.table, "previous"), clearest_sink(tour)]
+    tour.views = [view_head(tour, head, name) for head, name in zip(heads, SHOWN_CLASSES, strict=True)]
     best = tour.views[0]
     return "\n".join(
         [
@@ -189,7 +204,7 @@ def describe_sample(tour: Tour) -> str:
             f"  it reads   {SOURCE}",
             f"  it writes  {tour.translation}",
             "",
-            f"Where {best.name} looks in the source (columns) at each output token (rows):",
+            *_wrap(f"Where {best.name} looks in the source (columns) while it reads the output (rows):"),
             "",
             draw_heat_map(best.queries, best.keys, best.weights),
         ]
@@ -221,7 +236,7 @@ def _wrap(text: str) -> list[str]:
     lines = [""]
     for word in text.split(" "):
         if terminal_width(f"{lines[-1]} {word}") > WIDTH:
-            lines.append("  " + word)
+            lines.append(word)
         else:
             lines[-1] = f"{lines[-1]} {word}" if lines[-1] else word
     return lines

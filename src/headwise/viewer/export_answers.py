@@ -1,0 +1,55 @@
+"""What an HTML export contains: the answers that the page would ask the server for, for everything that is open.
+
+Every head is stored as a tile of at most `TILE_SIDE` cells a side with its masked cells. If all weights together are
+below `EXACT_BYTES`, the exact weights of every query are stored too, so that the page shows them without a server.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .html_export import encode_answers
+
+if TYPE_CHECKING:
+    from ..traces import Trace
+    from .open_model import OpenModel, OpenTrace
+
+TILE_SIDE = 256
+EXACT_BYTES = 8_000_000
+
+
+def collect_answers(opened: OpenModel | OpenTrace) -> dict[str, Any]:
+    """Everything that is open, as the page reads it: answers by address, and exact weights by site and head."""
+    trace = opened.trace
+    answers: dict[str, Any] = {
+        "/api/document": {**opened.document(), "readOnly": True},
+        "/api/thumbnails": opened.thumbnails(),
+        "/api/measures": opened.measures(),
+    }
+    for number, layer in enumerate(trace.layers):
+        for head in range(layer.heads):
+            answers[f"/api/tile?site={number}&head={head}"] = opened.tile(number, head, TILE_SIDE, TILE_SIDE)
+    exact = exact_weights(trace) if count_bytes(trace) <= EXACT_BYTES else {}
+    return {"version": 1, "answers": encode_answers(answers), "weights": exact}
+
+
+def count_bytes(trace: Trace) -> int:
+    """Bytes of all weights of the first row in float32."""
+    return sum(4 * layer.heads * layer.num_queries * layer.num_keys for layer in trace.layers)
+
+
+def exact_weights(trace: Trace) -> dict[str, Any]:
+    """The weights of every head in float32, little-endian, by "site/head"."""
+    return dict(_iter_weights(trace))
+
+
+def _iter_weights(trace: Trace) -> Iterator[tuple[str, Any]]:
+    for number, layer in enumerate(trace.layers):
+        for head in range(layer.heads):
+            weights = trace.head_weights(layer.name, head).astype(np.dtype("<f4"))
+            data = base64.b64encode(np.ascontiguousarray(weights).tobytes()).decode()
+            yield f"{number}/{head}", {"shape": list(weights.shape), "base64": data}

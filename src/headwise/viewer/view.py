@@ -1,0 +1,285 @@
+"""`hw.view` and `hw.view_attention`: the page for a model or a trace, in a notebook, the browser, or one file."""
+
+from __future__ import annotations
+
+import html
+import os
+import secrets
+import socket
+import sys
+import threading
+import time
+import webbrowser
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ..errors import SpecError
+from ..files import write_atomically
+from ..traces import Trace, load_trace, trace_from_weights
+from . import bundled_sample
+from .export_answers import collect_answers
+from .html_export import render_html
+from .model_targets import Log, is_trace, load_target
+
+if TYPE_CHECKING:
+    from .open_model import OpenModel, OpenTrace
+
+    Opened = OpenModel | OpenTrace
+
+DEFAULT_TEXT = "The quick brown fox jumps over the lazy dog because the dog is asleep."
+FRAME_HEIGHT = 720  # pixels of the frame in a notebook
+SERVER_START_SECONDS = 20.0
+
+
+class Target(NamedTuple):
+    """What to open: a name (None is the bundled sample), texts, and the folder for new models (None: read-only)."""
+
+    name: str | None = None
+    text: str | None = None
+    source: str | None = None
+    out: Path | None = None
+
+
+class ServerOptions(NamedTuple):
+    """Address and port to listen on (0: a free port), and whether to open the browser."""
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    open_browser: bool = True
+
+
+# --- Opening --------------------------------------------------------------------------------------------
+
+
+def open_target(target: Target, log: Log = lambda _: None) -> Opened:
+    """Open what a name stands for. A trace, and the trace of the bundled sample, open without torch."""
+    if target.name is None and target.text is None and target.source is None:
+        return _open_sample(target.out)
+    if target.name is not None and is_trace(target.name):
+        return open_trace(load_trace(target.name))
+    name = str(bundled_sample.MODEL) if target.name is None else target.name
+    return open_model(load_target(name, log), target)
+
+
+def open_trace(trace: Trace) -> Opened:
+    """Open a trace, without torch."""
+    from .open_model import OpenTrace
+
+    return OpenTrace(trace)
+
+
+def open_model(model: Any, target: Target) -> Opened:
+    """Open a model with the texts of a target."""
+    from .open_model import OpenModel
+
+    return OpenModel(model, target.text or DEFAULT_TEXT, source=target.source, out=target.out)
+
+
+def _open_sample(out: Path | None) -> Opened:
+    """Open the bundled sample: its trace and measures at once, its model when it is first needed."""
+    from .open_model import OpenModel
+
+    trace, table = bundled_sample.load_sample_trace(), bundled_sample.load_sample_table()
+    return OpenModel.from_trace(trace, bundled_sample.load_sample_model, table=table, out=out)
+
+
+# --- One HTML file --------------------------------------------------------------------------------------
+
+
+def render_export(opened: Opened) -> str:
+    """The page with everything that is open, as one HTML file."""
+    return render_html(collect_answers(opened), opened.name)
+
+
+def write_export(opened: Opened, path: Path | str) -> None:
+    """Write the page to one HTML file."""
+    write_atomically(path, render_export(opened).encode())
+
+
+# --- The server and the browser -------------------------------------------------------------------------
+
+
+def serve_page(opened: Opened, options: ServerOptions, announce: Callable[[str], object]) -> None:
+    """Serve the page until interrupted; `announce` is called with one line, the address."""
+    from .html_export import load_assets
+    from .server import serve
+
+    load_assets()  # a page that is not built is reported before anything starts
+    token = secrets.token_urlsafe(32)
+    port = find_port(options.host, options.port)
+    address = format_address(options.host, port, token)
+    announce(f"{opened.name}: {address}  (Ctrl+C stops it)")
+    if options.open_browser:
+        threading.Thread(target=_open_when_ready, args=(options.host, port, address), daemon=True).start()
+    serve(opened, options.host, port, token)
+
+
+def find_port(host: str, port: int) -> int:
+    """The port to listen on: the given one if it is free, any free one for 0."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except PermissionError:
+            raise SpecError(f"port {port} is reserved; give one above 1023, or leave --port out") from None
+        except socket.gaierror:
+            raise SpecError(f"there is no address {host!r}; give --host 127.0.0.1") from None
+        except OSError as error:
+            if port == 0:
+                raise SpecError(f"cannot listen on {host}: {error.strerror}; give --host 127.0.0.1") from None
+            raise SpecError(f"port {port} is taken; give another --port, or leave it out for a free one") from None
+        return int(probe.getsockname()[1])
+
+
+def format_address(host: str, port: int, token: str) -> str:
+    """The address of the page. The token is in the fragment, which browsers send to no server.
+
+    >>> format_address("::1", 8000, "abc")
+    'http://[::1]:8000/#token=abc'
+    """
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}/#token={token}"
+
+
+def has_browser() -> bool:
+    """Whether a browser with a window can be opened here; one in the terminal would hide the address."""
+    if sys.platform.startswith("linux") and not any(
+        os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER")
+    ):
+        return False
+    try:
+        webbrowser.get()
+    except webbrowser.Error:
+        return False
+    return True
+
+
+def _open_when_ready(host: str, port: int, address: str) -> None:
+    """Open the browser as soon as the server answers; the address is on the terminal if there is none."""
+    if not has_browser():
+        return
+    deadline = time.monotonic() + SERVER_START_SECONDS
+    while time.monotonic() < deadline:
+        try:
+            with socket.create_connection((host, port), timeout=1):
+                webbrowser.open(address)
+                return
+        except OSError:
+            time.sleep(0.05)
+
+
+# --- Python and notebooks -------------------------------------------------------------------------------
+
+
+class View:
+    """The page of a model or a trace. A notebook shows it; `save` writes it to a file, `serve` opens it live.
+
+    In a notebook the page is in a frame of its own that cannot reach the notebook, and shows what was open when it was
+    made. With anywidget installed it is a widget, so that it also appears where notebooks remove frames.
+    """
+
+    def __init__(self, opened: Opened) -> None:
+        self.opened = opened
+        self._html = ""
+
+    @property
+    def html(self) -> str:
+        """The page as one HTML file."""
+        if not self._html:
+            self._html = render_export(self.opened)
+        return self._html
+
+    def save(self, path: Path | str) -> None:
+        """Write the page to one HTML file, which opens in any browser without a network."""
+        write_atomically(path, self.html.encode())
+
+    def serve(self, *, port: int = 0, open_browser: bool = True) -> None:
+        """Serve the live page to this computer until interrupted (Ctrl+C)."""
+        serve_page(self.opened, ServerOptions(port=port, open_browser=open_browser), print_address)
+
+    def _repr_html_(self) -> str:
+        return frame_html(self.html, self.opened.name)
+
+    def _repr_mimebundle_(self, **options: Any) -> Any:
+        """What a notebook shows: a widget if anywidget is installed, else the frame."""
+        if find_spec("anywidget") is None:
+            return {"text/plain": repr(self), "text/html": self._repr_html_()}
+        from .notebook_widget import make_widget
+
+        return make_widget(self.html)._repr_mimebundle_(**options)
+
+    def __repr__(self) -> str:
+        return f"<page of {self.opened.name}: .save('page.html') writes it, .serve() opens it in the browser>"
+
+
+def print_address(line: str) -> None:
+    """Write one line to the terminal."""
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+def frame_html(page: str, name: str) -> str:
+    """A sandboxed frame with a page: its scripts run, without access to the document around it.
+
+    >>> frame_html("<p>1</p>", "a")[:60]
+    '<iframe title="heads of a" sandbox="allow-scripts" srcdoc="&'
+    """
+    style = f"width:100%;height:{FRAME_HEIGHT}px;border:0"
+    return (
+        f'<iframe title="heads of {html.escape(name)}" sandbox="allow-scripts" srcdoc="{html.escape(page)}" '
+        f'style="{style}"></iframe>'
+    )
+
+
+def view(
+    model_or_trace: Any = None, text: str | None = None, *, source: str | None = None, out: Path | str | None = None
+) -> View:
+    """The page of a model or a trace, which a notebook shows; `.serve()` opens it in the browser, `.save(path)` writes
+    it.
+
+    `model_or_trace` is a model, the name of a folder, a `Trace`, the path of a `.trace` file, or None for the bundled
+    sample. `text` is what the model reads; an encoder-decoder reads `source` and `text` is what it writes. `out` is the
+    folder for models that are pruned on the page; without it the page writes no files.
+
+    >>> import headwise as hw
+    >>> hw.view()
+    <page of dates translator: .save('page.html') writes it, .serve() opens it in the browser>
+    """
+    folder = None if out is None else Path(out)
+    if model_or_trace is None or isinstance(model_or_trace, (str, Path)):
+        name = None if model_or_trace is None else str(model_or_trace)
+        return View(open_target(Target(name, text, source, folder)))
+    if isinstance(model_or_trace, Trace):
+        if text is not None or source is not None:
+            raise ValueError("text= needs a model, and a trace records one run; leave it out, or give the model")
+        return View(open_trace(model_or_trace))
+    return View(open_model(model_or_trace, Target(None, text, source, folder)))
+
+
+def view_attention(
+    attention: Sequence[Any] = (),
+    tokens: Sequence[str] = (),
+    *,
+    encoder_attention: Sequence[Any] = (),
+    cross_attention: Sequence[Any] = (),
+    encoder_tokens: Sequence[str] = (),
+) -> View:
+    """The page of attention weights computed elsewhere, in the format of BertViz: [1, heads, T, S] for each layer.
+
+    `attention` is the self-attention of `tokens` (of the decoder, if there is an encoder), `encoder_attention` the
+    self-attention of `encoder_tokens`, and `cross_attention` the attention from `tokens` to `encoder_tokens`.
+
+    >>> import numpy as np
+    >>> view_attention([np.eye(2)[None, None]], ["a", "b"])
+    <page of weights: .save('page.html') writes it, .serve() opens it in the browser>
+    """
+    trace = trace_from_weights(
+        attention,
+        tokens,
+        encoder_attention=encoder_attention,
+        cross_attention=cross_attention,
+        source=encoder_tokens,
+    )
+    return View(open_trace(trace))

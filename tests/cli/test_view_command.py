@@ -1,0 +1,91 @@
+"""`headwise view`: bad input is one line with a remedy, found before a model is loaded or a server started."""
+
+from __future__ import annotations
+
+import http.server
+import socket
+from pathlib import Path
+
+import pytest
+
+from headwise import cli
+from headwise.viewer.bundled_sample import TRACE
+
+BAD = {
+    "port": (["--port", "70000"], "--port 70000 is not a port; give 1 to 65535"),
+    "negative port": (["--port", "-1"], "is not a port"),
+    "remote": (["--host", "0.0.0.0"], "add --allow-remote if they may see the model"),
+    "empty text": (["--text", "  "], "--text is empty; give at least one word"),
+    "text of a trace": (["a.trace", "--text", "b"], "--text needs a model, and a.trace is a trace"),
+    "source of a trace": (["a.trace", "--source", "b"], "--source needs a model"),
+    "no html": (["--export", "heads.pdf"], "end the name in .html"),
+    "no folder": (["--export", "nowhere/heads.html"], "the folder of nowhere/heads.html does not exist; create it"),
+    "no trace": (["nowhere.trace"], "nowhere.trace"),
+    "no file": (["nowhere/model.py:make"], "there is no file 'nowhere/model.py'; give FILE.py:FACTORY"),
+    "no model": (["no where"], "there is no model 'no where'; give a folder, a .trace file"),
+}
+
+
+def run_refused(capsys: pytest.CaptureFixture[str], argv: list[str]) -> str:
+    code = cli.main(["view", *argv])
+    out, err = capsys.readouterr()
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    return err
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_one_line(capsys: pytest.CaptureFixture[str], case: str):
+    argv, message = BAD[case]
+    assert message in run_refused(capsys, argv)
+
+
+def test_an_output_folder_that_is_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    (tmp_path / "a").write_text("")
+    assert "is a file; give a folder" in run_refused(capsys, ["--out", str(tmp_path / "a")])
+
+
+@pytest.mark.parametrize("damage", ["cut short", "changed", "another version", "text"])
+def test_a_damaged_trace(capsys: pytest.CaptureFixture[str], tmp_path: Path, damage: str):
+    data, path = TRACE.read_bytes(), tmp_path / "a.trace"
+    damaged = {
+        "cut short": data[: len(data) // 2],
+        "changed": data[:-4] + bytes(4),
+        "another version": data.replace(b'\\"schema\\": 1', b'\\"schema\\": 7'),
+        "text": b"not a trace",
+    }[damage]
+    assert damaged != data
+    path.write_bytes(damaged)
+    message = run_refused(capsys, [str(path), "--no-browser"])
+    assert "; " in message
+    assert "a.trace" in message
+
+
+def test_a_taken_port(capsys: pytest.CaptureFixture[str]):
+    from headwise.viewer import view
+
+    with http.server.HTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler) as server:
+        message = f"port {server.server_port} is taken; give another --port"
+        with pytest.raises(ValueError, match=message):  # noqa: SIM117 - the message needs the port
+            view.find_port("127.0.0.1", server.server_port)
+    free = view.find_port("127.0.0.1", 0)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", free))
+
+
+FACTORIES = {
+    "raises": ("def make():\n    raise RuntimeError('broken')", "make failed: RuntimeError: broken"),
+    "exits": ("import sys\nsys.exit(3)", "failed: SystemExit: 3"),
+    "no model": ("def make():\n    return 3", "returned a int; it must return a torch.nn.Module"),
+    "no function": ("x = 3", "has no function 'make'"),
+}
+
+
+@pytest.mark.parametrize("case", FACTORIES)
+def test_a_factory_that_makes_no_model(capsys: pytest.CaptureFixture[str], tmp_path: Path, case: str):
+    code, message = FACTORIES[case]
+    (tmp_path / "a.py").write_text(code)
+    assert cli.main(["view", f"{tmp_path / 'a.py'}:make"]) == 2
+    out, err = capsys.readouterr()
+    ran, refused = err.splitlines()
+    assert (out, ran) == ("", f"headwise: running make of {tmp_path / 'a.py'}")
+    assert message in refused

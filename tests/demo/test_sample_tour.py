@@ -1,0 +1,158 @@
+"""The tour of the bundled sample: pages that fit a terminal, right numbers, and a report with pictures."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import torch
+
+import headwise as hw
+from headwise import cli
+from headwise.demo import sample_pictures, sample_report, sample_tour
+from headwise.demo.sample_tour import Tour, TourScale, run_sample_tour
+from headwise.demo.terminal_heat_map import terminal_width
+from headwise.errors import SpecError
+from headwise.viewer.bundled_sample import SOURCE, load_sample_model
+
+SMALL = TourScale(
+    num_importance_texts=6,
+    num_selection_texts=8,
+    num_distillation_texts=96,
+    num_proof_texts=4,
+    num_scored_examples=4,
+    steps=4,
+    seconds=0.05,
+)
+
+
+class Page(HTMLParser):
+    """The tags of a page, with how many of each there are, and its text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.counts: dict[str, int] = {}
+        self.text = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.counts[tag] = self.counts.get(tag, 0) + 1
+        assert not [name for name, _ in attrs if name in ("src", "href") or name.startswith("on")]
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+@pytest.fixture(scope="module")
+def shown() -> list[str]:
+    return []
+
+
+@pytest.fixture(scope="module")
+def tour(tmp_path_factory: pytest.TempPathFactory, shown: list[str]) -> Tour:
+    return run_sample_tour(shown.append, shown.append, tmp_path_factory.mktemp("tour"), SMALL)
+
+
+def test_pages_fit_a_terminal_and_end_with_the_page(tour: Tour, shown: list[str]):
+    own = str(tour.folder)
+    lines = [line for text in shown for line in text.replace(own, "FOLDER").splitlines()]
+    assert [line for line in lines if terminal_width(line) > 80] == []
+    assert [text.split()[1] for text in shown if text.startswith("──")] == ["1", "2", "3", "4"]
+    assert "headwise view" in shown[-1]
+    assert str(tour.folder / "report.html") in shown[-1]
+
+
+def test_the_first_page_is_a_picture_and_needs_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The first picture is there before the model is opened."""
+
+    def stop() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sample_tour, "load_sample_model", stop)
+    lines: list[str] = []
+    with pytest.raises(KeyboardInterrupt):
+        run_sample_tour(lines.append, lines.append, tmp_path, SMALL)
+    assert "█" in lines[1]
+    page = Page((tmp_path / "sample" / "report.html").read_text(encoding="utf-8"))
+    assert page.counts["svg"] >= 54
+
+
+def test_the_ablated_head_is_the_one_that_matters_most(tour: Tour):
+    """The translations without the head are those of a model whose weights of that head are zero."""
+    ablation = tour.ablation
+    assert ablation is not None
+    assert ablation.value == max(one.value for one in tour.importance.values())
+    net = load_sample_model()
+    with torch.no_grad():
+        w_DHV = dict(net.named_parameters())[f"{ablation.site}.output.o"]
+        w_DHV[:, 16 * ablation.head : 16 * (ablation.head + 1)].zero_()
+    assert tuple(hw.generate(net, [source for source, _, _ in ablation.outputs])) == tuple(
+        without for _, _, without in ablation.outputs
+    )
+
+
+def test_half_of_the_heads_are_removed_and_proved(tour: Tour):
+    assert tour.pruning is not None
+    kept = sum(map(len, tour.pruning["keep"].values()))
+    assert (kept, sum(tour.pruning["head_counts"].values())) == (27, 54)
+    assert tour.pruning["proof"]["holds"]
+    sizes = [sum(p.numel() for p in net.parameters()) for net in (load_sample_model(), hw.load(tour.folder / "pruned"))]
+    assert sizes[1] < 0.8 * sizes[0]
+    assert json.loads((tour.folder / "pruned" / "proof.json").read_text())["holds"]
+
+
+def test_the_report_has_pictures_and_no_scripts(tour: Tour):
+    page = Page((tour.folder / "report.html").read_text(encoding="utf-8"))
+    assert page.counts["svg"] > 100
+    assert not {"script", "img", "link", "pre"} & set(page.counts)
+    assert "http" not in page.text
+    for text in (SOURCE, "One head ablated", "Half of the heads pruned, and proved", "headwise view"):
+        assert text in page.text
+
+
+def test_removed_heads_are_marked_in_the_map(tour: Tour):
+    text = sample_report.render_tour(tour)
+    assert text.count('class="cell removed"') == 27
+    assert text.count('class="cell"') == 27
+
+
+@pytest.mark.parametrize("token", ["</svg><script>", "\u202e", "\u200b", '"><b'])
+def test_hostile_tokens_stay_text_in_pictures(token: str):
+    drawn = sample_pictures.draw_heat_map([[1.0]], [token], [token], token)
+    counts = Page(drawn).counts
+    assert set(counts) == {"svg", "g", "rect", "path", "title", "text"}
+    assert "\u202e" not in sample_pictures.show_token(token)
+
+
+def test_cells_of_a_picture_are_the_weights():
+    drawn = sample_pictures.draw_thumbnail([[0.0, 1.0], [0.25, 0.0]], "a")
+    assert re.findall(r'class="s(\d)" d="([^"]*)"', drawn) == [("4", "M0 1h1v1h-1z"), ("8", "M1 0h1v1h-1z")]
+
+
+def test_a_folder_with_other_contents_is_left_alone(tmp_path: Path):
+    other = tmp_path / "sample" / "pruned"
+    other.mkdir(parents=True)
+    (other / "notes.txt").write_text("mine")
+    with pytest.raises(SpecError):
+        run_sample_tour(lambda _: None, lambda _: None, tmp_path, SMALL)
+    assert (other / "notes.txt").read_text() == "mine"
+
+
+def test_a_second_tour_replaces_the_first(tour: Tour):
+    sample_tour.check_output_folder(tour.folder / "pruned")
+    assert not (tour.folder / "pruned").exists()
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (("--train", "--quick"), "--train and --quick exclude each other; leave one out"),
+        (("--steps", "3"), "--steps is for training; add --train"),
+    ],
+)
+def test_options_of_the_demo(capsys: pytest.CaptureFixture[str], argv: tuple[str, ...], message: str):
+    assert cli.main(["demo", *argv]) == 2
+    assert message in capsys.readouterr().err
