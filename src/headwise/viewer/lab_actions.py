@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .model_actions import get_model, read_heads
+from .model_actions import read_heads
 from .model_worker import JobProgress
 from .open_model import AblatedHead, OpenModel
 
@@ -28,7 +28,7 @@ class Outputs(NamedTuple):
 
 def compute_effect(model: OpenModel, arguments: Mapping[str, Any], progress: JobProgress) -> dict[str, Any]:
     """Compare the model with the heads of the job ablated to the model with all heads, on the open text."""
-    net, heads = get_model(model), read_heads(model, arguments)
+    net, heads = model.get_model(), read_heads(model, arguments)
     model.set_ablated(heads)
     inputs = open_inputs(model)
     progress(0, 2, "all heads")
@@ -40,7 +40,7 @@ def compute_effect(model: OpenModel, arguments: Mapping[str, Any], progress: Job
 
 def sweep_heads(model: OpenModel, arguments: Mapping[str, Any], progress: JobProgress) -> dict[str, Any]:
     """Ablate every head alone; returns [site number, head, change] for each, in the order of the page."""
-    net, inputs = get_model(model), open_inputs(model)
+    net, inputs = model.get_model(), open_inputs(model)
     before = run_outputs(net, inputs)
     known, names = model.sites, [layer.name for layer in model.get_trace().layers]
     changes: list[list[Any]] = []
@@ -59,7 +59,7 @@ def open_inputs(model: OpenModel) -> ModelInputs:
     from ..inspect.model_inputs import is_encoder_decoder, prepare_inputs
     from ..models import Transformer
 
-    net, streams = get_model(model), model.get_trace().streams
+    net, streams = model.get_model(), model.get_trace().streams
     text, source = ("x", "source") if isinstance(net, Transformer) else ("input_ids", "")
     if is_encoder_decoder(net) and not isinstance(net, Transformer):
         text, source = "decoder_input_ids", "input_ids"
@@ -129,7 +129,7 @@ def compare_outputs(model: OpenModel, before: Outputs, after: Outputs) -> dict[s
 
     from ..head_analysis.objectives import detect_head_objective
 
-    net = get_model(model)
+    net = model.get_model()
     changes = position_changes(before, after)
     loss: dict[str, float | None] = {"before": None, "after": None}
     table: list[dict[str, Any]] = []

@@ -8,22 +8,16 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from .model_worker import JobFunction, JobProgress
-from .open_model import CAPTURE_BUDGET, AblatedHead, OpenModel
+from .open_model import CAPTURE_BUDGET, AblatedHead, OpenModel, Progress
 
 if TYPE_CHECKING:
     from torch import nn
 
     from ..head_analysis.annotated_examples import Example
     from ..head_analysis.head_table import HeadTable
+    from ..traces import Trace
 
 MAX_NEW_TOKENS = 64  # generated for a source without a target
-
-
-def get_model(model: OpenModel) -> nn.Module:
-    """The open model; raises ValueError if only a trace is open."""
-    if model.model is None:
-        raise ValueError("only a trace is open; start `headwise view` with the model")
-    return model.model
 
 
 def read_text(arguments: Mapping[str, Any], name: str, default: str = "") -> str:
@@ -53,7 +47,7 @@ def read_heads(model: OpenModel, arguments: Mapping[str, Any]) -> list[AblatedHe
 
 def capture_text(model: OpenModel, arguments: Mapping[str, Any], progress: JobProgress) -> dict[str, Any]:
     """Run the model on a text (and its target or source) and show the new trace."""
-    net = get_model(model)
+    net = model.get_model()
     text, source = read_text(arguments, "text"), read_text(arguments, "source")
     if not (text or source).strip():
         raise ValueError("the text is empty; enter at least one word")
@@ -61,7 +55,9 @@ def capture_text(model: OpenModel, arguments: Mapping[str, Any], progress: JobPr
     return {"revision": model.revision}
 
 
-def capture_trace(net: nn.Module, text: str, source: str, max_tokens: int, progress: JobProgress) -> Any:
+def capture_trace(
+    net: nn.Module, text: str, source: str, max_tokens: int, progress: Progress = lambda *_: None
+) -> Trace:
     """Record a trace of a text; for an encoder-decoder model, of a source and its target, generated if missing."""
     from ..inspect.model_inputs import get_max_length, is_encoder_decoder
     from ..inspect.trace_capture import Capture, trace
@@ -95,7 +91,7 @@ def make_examples(model: OpenModel, arguments: Mapping[str, Any]) -> list[Exampl
     """The texts of a job as examples: `texts`, or the text that is shown."""
     from ..head_analysis.annotated_examples import ExampleReader
 
-    reader = ExampleReader(get_model(model))
+    reader = ExampleReader(model.get_model())
     texts = arguments.get("texts")
     if isinstance(texts, list) and texts:
         for text in texts:
@@ -116,7 +112,7 @@ def make_examples(model: OpenModel, arguments: Mapping[str, Any]) -> list[Exampl
 def measure(model: OpenModel, arguments: Mapping[str, Any], progress: JobProgress) -> dict[str, Any]:
     """Measure and classify all heads on texts; with a single text there are no confidence intervals."""
     examples = make_examples(model, arguments)
-    model.set_table(measure_table(get_model(model), examples, progress))
+    model.set_table(measure_table(model.get_model(), examples, progress))
     return {"revision": model.revision, "texts": len(examples)}
 
 

@@ -21,8 +21,8 @@ export default { render };
 
 def make_widget(page: str, height: int = 720) -> Any:
     """A widget that shows a page in a sandboxed frame; `page` and `height` can be changed afterwards."""
-    import anywidget
-    import traitlets
+    import anywidget  # pyright: ignore[reportMissingImports] - an extra, which `view` checks for
+    import traitlets  # pyright: ignore[reportMissingImports] - comes with anywidget
 
     class PageWidget(anywidget.AnyWidget):
         """A page in a sandboxed frame."""

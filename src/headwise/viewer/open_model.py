@@ -51,12 +51,14 @@ class Tile(NamedTuple):
 class OpenModel:
     """A trace with its measures and, if there is one, the model that it was recorded from.
 
+    With `load_model` the model is loaded when it is first needed, so that its trace is shown at once.
     `revision` grows whenever the trace or the ablated heads change, so that the page can tell old answers from new.
     `output_folder` is where pruned and converted models may be written; None forbids it.
     """
 
     trace: Trace | None = None
     model: nn.Module | None = None
+    load_model: Callable[[], nn.Module] | None = None
     table: HeadTable | None = None
     ablated: tuple[AblatedHead, ...] = ()
     read_only: bool = False
@@ -68,8 +70,26 @@ class OpenModel:
     # --- what is open ----------------------------------------------------------------------------------
 
     @property
+    def name(self) -> str:
+        """The name of the model, for titles."""
+        return "headwise" if self.trace is None else str(self.trace.model.get("name", "headwise"))
+
+    @property
+    def has_model(self) -> bool:
+        """Whether the model is open, or can be loaded."""
+        return self.model is not None or self.load_model is not None
+
+    def get_model(self) -> nn.Module:
+        """The open model, loaded if necessary; raises ValueError if only a trace is open."""
+        if self.model is None:
+            if self.load_model is None:
+                raise ValueError("only a trace is open; start `headwise view` with the model")
+            self.model = self.load_model().eval()
+        return self.model
+
+    @property
     def sites(self) -> dict[str, Site]:
-        """The attention layers of the model by name; empty without a model."""
+        """The attention layers of the model by name; empty without a model, or before it is loaded."""
         if self.model is None:
             return {}
         from ..inspect.attention_sites import sites
@@ -80,8 +100,8 @@ class OpenModel:
         """The document of the page."""
         trace = self.trace if self.trace is not None else Trace({}, {}, ())
         site_names = [layer.name for layer in trace.layers]
-        return describe_trace(trace, self.sites) | {
-            "kind": "trace" if self.model is None else "model",
+        return describe_trace(trace, self.sites, is_loadable=self.load_model is not None) | {
+            "kind": "model" if self.has_model else "trace",
             "revision": self.revision,
             "readOnly": self.read_only,
             "warnings": list(self.warnings),
@@ -96,7 +116,7 @@ class OpenModel:
         }
 
     def _capabilities(self) -> dict[str, dict[str, Any]]:
-        if self.model is None:
+        if not self.has_model:
             reason = "only a trace is open; start `headwise view` with the model"
             return {name: {"possible": False, "reason": reason} for name in ("text", "measure", "ablate", "write")}
         can_write = self.output_folder is not None and not self.read_only
@@ -156,11 +176,9 @@ class OpenModel:
 
     def _output_matrix(self, site: str, head: int) -> FloatArray:
         """The output projection of one head, [head_dim, model]."""
-        if self.model is None:
-            raise ValueError("the effect on the output needs the weights of the model; open the model")
         from ..head_analysis.head_circuits import get_circuits
 
-        circuits = get_circuits(self.model)
+        circuits = get_circuits(self.get_model())
         if site not in circuits:
             raise ValueError(f"the output projection of {site} cannot be read; use the lens weight or value")
         return np.asarray(circuits[site].output_map(head).float().cpu().numpy(), np.float32)
@@ -233,6 +251,7 @@ class OpenModel:
 
     def set_ablated(self, heads: Sequence[AblatedHead]) -> None:
         """Replace the ablated heads; raises ValueError for heads that do not exist or cannot be ablated."""
+        self.get_model()
         known = self.sites
         for ablated in heads:
             site = known.get(ablated.site)

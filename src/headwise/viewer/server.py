@@ -20,13 +20,15 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from ..errors import SpecError
+from .binary_answers import encode_measures, encode_thumbnails, encode_tile
+from .html_export import NOT_BUILT
 from .http_security import MAX_BODY_BYTES, SecurityMiddleware, allowed_hosts, is_loopback
 from .lab_actions import compute_effect, sweep_heads
 from .model_actions import JOB_KINDS
 from .model_worker import Job, ModelWorker, QueueFull, describe_error
-from .open_model import LENSES, MAX_TILE_CELLS, OpenModel, Tile
+from .open_model import LENSES, MAX_TILE_CELLS, OpenModel
 from .tile_encoding import encode_arrays
-from .view_document import list_classes, stack_measures
 
 STATIC_FOLDER = Path(__file__).parent / "static"
 MEDIA_TYPES = {
@@ -45,7 +47,7 @@ ALL_JOBS = {**JOB_KINDS, "ablate": compute_effect, "sweep": sweep_heads}
 def read_static_files(folder: Path = STATIC_FOLDER) -> dict[str, tuple[bytes, str]]:
     """The built front end by URL path. Requests are looked up here, so that no path is ever joined with a request's."""
     if not (folder / "index.html").is_file():
-        raise FileNotFoundError("the page is not built; run `make install`, which needs Node 20 or newer")
+        raise SpecError(NOT_BUILT)
     return {
         f"/{path.name}": (path.read_bytes(), MEDIA_TYPES[path.suffix])
         for path in sorted(folder.iterdir())
@@ -92,7 +94,7 @@ class ViewServer:
         return endpoint
 
     def _thumbnails(self, query: Query) -> Response:
-        return Response(encode_arrays({"thumbnails": self.model.thumbnails()}, revision=self.model.revision), 200)
+        return binary_response(encode_thumbnails(self.model))
 
     def _tile(self, query: Query) -> Response:
         site, head = self._head(query)
@@ -102,10 +104,8 @@ class ViewServer:
         size = query.integer("rows", 1, MAX_TILE_CELLS, 512), query.integer("cols", 1, MAX_TILE_CELLS, 512)
         lens, pool = query.choice("lens", LENSES), query.choice("pool", ("max", "mean"))
         row = query.integer("row", 0, layer.batch_size - 1, 0)
-        tile: Tile = self.model.tile(site, head, queries, keys, size, pool=pool, lens=lens, row=row)
-        fields = {"scale": tile.scale, "pool": pool, "lens": lens, "revision": self.model.revision}
-        span = {"q0": queries.start, "q1": queries.stop, "k0": keys.start, "k1": keys.stop}
-        return Response(encode_arrays({"weights": tile.weights, "masked": tile.masked}, **fields, **span), 200)
+        tile = self.model.tile(site, head, queries, keys, size, pool=pool, lens=lens, row=row)
+        return binary_response(encode_tile(self.model, tile, queries, keys))
 
     def _row(self, query: Query) -> Response:
         site, head = self._head(query)
@@ -115,7 +115,7 @@ class ViewServer:
         block = slice(number, number + 1)
         weights = self.model.weights(site, head, block, lens=query.choice("lens", LENSES), row=row)[0]
         masked = ~self.model.get_trace().head_mask(site, head, block, row=row)[0]
-        return Response(encode_arrays({"weights": weights, "masked": masked.astype(np.uint8)}, query=number), 200)
+        return binary_response(encode_arrays({"weights": weights, "masked": masked.astype(np.uint8)}, query=number))
 
     def _column(self, query: Query) -> Response:
         site, head = self._head(query)
@@ -123,7 +123,7 @@ class ViewServer:
         number = query.integer("key", 0, layer.num_keys - 1)
         row = query.integer("row", 0, layer.batch_size - 1, 0)
         weights = self.model.weights(site, head, slice(None), lens=query.choice("lens", LENSES), row=row)
-        return Response(encode_arrays({"weights": np.ascontiguousarray(weights[:, number])}, key=number), 200)
+        return binary_response(encode_arrays({"weights": np.ascontiguousarray(weights[:, number])}, key=number))
 
     def _rows(self, query: Query) -> Response:
         """One query in all heads of the layers that have it: [heads, keys], padded with zeros."""
@@ -141,24 +141,16 @@ class ViewServer:
                     layer.name, head, slice(number, number + 1), row=row
                 )[0]
                 names.append([sites.index(layer.name), head])
-        return Response(encode_arrays({"weights": weights}, heads=names, query=number), 200)
+        return binary_response(encode_arrays({"weights": weights}, heads=names, query=number))
 
     def _offsets(self, query: Query) -> Response:
         site, head = self._head(query)
         layer = self.model.get_trace().get_layer(site)
         means = self.model.mean_by_offset(site, head, row=query.integer("row", 0, layer.batch_size - 1, 0))
-        return Response(encode_arrays({"means": means}, first=-(layer.num_keys - 1)), 200)
+        return binary_response(encode_arrays({"means": means}, first=-(layer.num_keys - 1)))
 
     def _measures(self, query: Query) -> Response:
-        table = self.model.table
-        if table is None:
-            return Response(
-                encode_arrays({}, names=[], classes=[], texts="", notes=[], revision=self.model.revision), 200
-            )
-        names, stacked = stack_measures(table, self.model.heads)
-        sites = [layer.name for layer in self.model.get_trace().layers]
-        fields = {"names": names, "classes": list_classes(table, sites), "texts": table.texts, "notes": table.notes}
-        return Response(encode_arrays({"measures": stacked}, **fields, revision=self.model.revision), 200)
+        return binary_response(encode_measures(self.model))
 
     def _head(self, query: Query) -> tuple[str, int]:
         site = self.model.site_name(query.integer("site", 0, 10**6))
@@ -306,6 +298,11 @@ async def _read_body(request: Request) -> bytes:
     return b"".join(parts)
 
 
+def binary_response(content: bytes) -> Response:
+    """An answer with arrays."""
+    return Response(content, media_type=BINARY)
+
+
 def error_response(status: int, error: BaseException) -> JSONResponse:
     """An answer with the fact and the remedy of an error."""
     return JSONResponse({"error": describe_error(error)}, status)
@@ -350,6 +347,7 @@ def serve(
     *,
     host: str = "127.0.0.1",
     port: int = 0,
+    token: str = "",
     allow_remote: bool = False,
     on_start: Callable[[ServerAddress], object] = lambda _: None,
 ) -> None:
@@ -363,7 +361,7 @@ def serve(
         raise ValueError(f"other machines could reach {host}; give 127.0.0.1, or --allow-remote")
     static = read_static_files()
     listener = open_socket(host, port)
-    address = ServerAddress(host, listener.getsockname()[1], secrets.token_urlsafe(32))
+    address = ServerAddress(host, listener.getsockname()[1], token or secrets.token_urlsafe(32))
     view = ViewServer(model, static)
     app = SecurityMiddleware(view.app(), allowed_hosts(host, address.port), address.token)
     config = uvicorn.Config(app, log_level="error", access_log=False, lifespan="off", server_header=False)

@@ -20,16 +20,19 @@ DOCUMENT_VERSION = 1
 ABILITIES = ("observe", "ablate", "prune", "convert")
 
 
-def describe_trace(trace: Trace, sites: Mapping[str, Site] | None = None) -> dict[str, Any]:
+def describe_trace(
+    trace: Trace, sites: Mapping[str, Site] | None = None, *, is_loadable: bool = False
+) -> dict[str, Any]:
     """Describe the recorded run: its model, the tokens of every stream, and its attention layers.
 
-    `sites` are the attention layers of the open model by name; without a model nothing can be done to a layer.
+    `sites` are the attention layers of the open model by name; without a model nothing can be done to a layer. What can
+    be done to the layers of a model that `is_loadable` is checked when it is loaded.
     """
     return {
         "version": DOCUMENT_VERSION,
         "model": {name: value for name, value in trace.model.items() if isinstance(value, (str, int, float, bool))},
         "streams": {name: [_describe_row(row) for row in rows] for name, rows in trace.streams.items()},
-        "sites": [_describe_site(layer, (sites or {}).get(layer.name)) for layer in trace.layers],
+        "sites": [_describe_site(layer, (sites or {}).get(layer.name), is_loadable) for layer in trace.layers],
         "skipped": dict(trace.skipped),
     }
 
@@ -43,7 +46,7 @@ def _describe_row(row: TokenRow) -> dict[str, Any]:
     }
 
 
-def _describe_site(layer: AttentionRecord, site: Site | None) -> dict[str, Any]:
+def _describe_site(layer: AttentionRecord, site: Site | None, is_loadable: bool) -> dict[str, Any]:
     has_weights = any(call.weights is not None for call in layer.calls)
     return {
         "name": layer.name,
@@ -62,12 +65,14 @@ def _describe_site(layer: AttentionRecord, site: Site | None) -> dict[str, Any]:
         "capture": "weights" if has_weights else "queries and keys",
         "hasValues": "v" in layer.arrays,
         "hasOutputs": "z" in layer.arrays,
-        "abilities": {name: _describe_ability(site, name) for name in ABILITIES},
+        "abilities": {name: _describe_ability(site, name, is_loadable) for name in ABILITIES},
     }
 
 
-def _describe_ability(site: Site | None, name: str) -> dict[str, Any]:
+def _describe_ability(site: Site | None, name: str, is_loadable: bool) -> dict[str, Any]:
     if site is None:
+        if is_loadable:
+            return {"possible": True, "reason": ""}
         return {"possible": False, "reason": "only a trace is open; open the model to change its heads"}
     ability: Ability = getattr(site, name)
     return {"possible": ability.possible, "reason": ability.reason}
