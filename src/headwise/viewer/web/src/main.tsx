@@ -2,13 +2,13 @@
 
 import { signal } from "@preact/signals";
 import { render, type ComponentType, type JSX } from "preact";
-import { toggleAblated, togglePin } from "./actions";
+import { measureHeads, toggleAblated, togglePin } from "./actions";
 import { watchTheme } from "./canvas/colors";
 import { ErrorNote } from "./components/basics";
 import { CommandBox, KeySheet, TextDialog } from "./components/overlays";
 import { Shell } from "./components/shell";
 import { t } from "./i18n";
-import { announcement, doc, loadDocument, loadError, moveHead, overlay, screen, selectedToken, showsTable, startHash, type ScreenId } from "./state";
+import { announcement, doc, isLoaded, loadDocument, loadError, measures, moveHead, overlay, screen, selectedToken, showsTable, source, startHash, type ScreenId } from "./state";
 import { HeadScreen } from "./screens/head";
 import { MapScreen } from "./screens/map";
 
@@ -90,4 +90,6 @@ startHash();
 watchTheme();
 addEventListener("keydown", onKey);
 render(<App />, document.getElementById("app")!);
-void loadDocument();
+void loadDocument().then(() => {
+  if (source.isLive && isLoaded.value && !measures.value && doc.value?.capabilities.measure.possible) void measureHeads();
+});

@@ -91,7 +91,6 @@ export interface DataSource {
   readonly isLive: boolean;
   document(): Promise<ViewDocument>;
   fetchArrays(path: string, signal?: AbortSignal): Promise<Message>;
-  fetchJson(path: string): Promise<any>;
   /** Run a job to its end and return its result; rejects if it fails or is cancelled. */
   runJob(body: Record<string, unknown>, onEvent: (event: JobEvent) => void, signal?: AbortSignal): Promise<any>;
 }
@@ -157,10 +156,6 @@ export class LiveSource implements DataSource {
     return decodeMessage(await (await this.request(path, { signal: signal ?? null })).arrayBuffer());
   }
 
-  async fetchJson(path: string): Promise<any> {
-    return (await this.request(path)).json();
-  }
-
   async runJob(body: Record<string, unknown>, onEvent: (event: JobEvent) => void, signal?: AbortSignal): Promise<any> {
     const { job } = await (
       await this.request("jobs", {
@@ -194,25 +189,79 @@ async function* readEvents(response: Response): AsyncGenerator<JobEvent> {
   }
 }
 
-/** The data of an exported file: answers by path, binary ones as base64. */
+interface ExportData {
+  version: number;
+  answers: Record<string, unknown>;
+  weights: Record<string, { shape: [number, number]; base64: string }>;
+}
+
+function fromBase64(text: string): ArrayBuffer {
+  return Uint8Array.from(atob(text), (sign) => sign.charCodeAt(0)).buffer;
+}
+
+/** The data of an exported file: answers by address, and the exact weights of each head if the file is small enough. */
 export class ExportSource implements DataSource {
   readonly isLive = false;
-  constructor(private readonly data: { document: ViewDocument; answers: Record<string, string> }) {}
+  constructor(private readonly data: ExportData) {}
 
   async document(): Promise<ViewDocument> {
-    return this.data.document;
+    return this.data.answers["/api/document"] as ViewDocument;
   }
 
   async fetchArrays(path: string): Promise<Message> {
-    const answer = this.data.answers[path];
-    if (answer === undefined) throw this.missing();
-    return decodeMessage(Uint8Array.from(atob(answer), (sign) => sign.charCodeAt(0)).buffer);
+    const [name = "", query = ""] = path.split("?");
+    const fields = new URLSearchParams(query);
+    if (name === "thumbnails" || name === "measures") return this.stored(`/api/${name}`);
+    const where = `site=${fields.get("site")}&head=${fields.get("head")}`;
+    if ((fields.get("lens") ?? "weight") !== "weight") throw this.missing();
+    if (name === "tile") return this.cutTile(await this.stored(`/api/tile?${where}`), fields);
+    const { weights, masked, queries, keys } = await this.exact(where, `${fields.get("site")}/${fields.get("head")}`);
+    if (name === "row") {
+      const query = Number(fields.get("query"));
+      const row = { weights: weights.slice(query * keys, (query + 1) * keys), masked: masked.slice(query * keys, (query + 1) * keys) };
+      return { fields: {}, arrays: { weights: { data: row.weights, shape: [keys] }, masked: { data: row.masked, shape: [keys] } } };
+    }
+    if (name === "column") {
+      const column = Float32Array.from({ length: queries }, (_, query) => weights[query * keys + Number(fields.get("key"))]!);
+      return { fields: {}, arrays: { weights: { data: column, shape: [queries] } } };
+    }
+    if (name === "offsets") return meanByOffset(weights, masked, queries, keys);
+    throw this.missing();
   }
 
-  async fetchJson(path: string): Promise<any> {
-    const answer = this.data.answers[path];
-    if (answer === undefined) throw this.missing();
-    return JSON.parse(answer);
+  private async stored(address: string): Promise<Message> {
+    const answer = this.data.answers[address] as { base64: string } | undefined;
+    if (!answer) throw this.missing();
+    return decodeMessage(fromBase64(answer.base64));
+  }
+
+  /** The part of a stored tile that a request names, if the tile has one cell for each pair. */
+  private cutTile(tile: Message, fields: URLSearchParams): Message {
+    const [rows = 0, columns = 0] = tile.arrays["weights"]!.shape;
+    const span = (name: string, last: number) => Number(fields.get(name) ?? last);
+    const { q0, q1, k0, k1 } = { q0: span("q0", 0), q1: span("q1", rows), k0: span("k0", 0), k1: span("k1", columns) };
+    const isWhole = q0 === 0 && k0 === 0 && q1 === tile.fields["q1"] && k1 === tile.fields["k1"];
+    if (isWhole) return tile;
+    if (rows !== tile.fields["q1"] || columns !== tile.fields["k1"]) throw this.missing();
+    const cut = (data: NumberArray) => {
+      const part = new Uint8Array((q1 - q0) * (k1 - k0));
+      for (let row = q0; row < q1; row++) part.set(data.subarray(row * columns + k0, row * columns + k1) as Uint8Array, (row - q0) * (k1 - k0));
+      return { data: part, shape: [q1 - q0, k1 - k0] };
+    };
+    const { weights, masked } = tile.arrays;
+    return { fields: { ...tile.fields, q0, q1, k0, k1 }, arrays: { weights: cut(weights!.data), masked: cut(masked!.data) } };
+  }
+
+  private async exact(where: string, name: string) {
+    const stored = this.data.weights[name];
+    if (!stored) throw this.missing();
+    const [queries, keys] = stored.shape;
+    const weights = new Float32Array(fromBase64(stored.base64));
+    const tile = await this.stored(`/api/tile?${where}`);
+    const [rows = 0, columns = 0] = tile.arrays["masked"]!.shape;
+    const isExact = rows === queries && columns === keys;
+    const masked = isExact ? (tile.arrays["masked"]!.data as Uint8Array) : Uint8Array.from(weights, (weight) => (weight === 0 ? 1 : 0));
+    return { weights, masked, queries, keys };
   }
 
   async runJob(): Promise<any> {
@@ -225,6 +274,21 @@ export class ExportSource implements DataSource {
       remedy: "Open the model with `headwise view` to compute them.",
     });
   }
+}
+
+function meanByOffset(weights: Float32Array, masked: Uint8Array, queries: number, keys: number): Message {
+  const sums = new Float64Array(queries + keys - 1);
+  const counts = new Int32Array(queries + keys - 1);
+  for (let query = 0; query < queries; query++) {
+    for (let key = 0; key < keys; key++) {
+      const cell = query * keys + key;
+      if (masked[cell]) continue;
+      sums[query - key + keys - 1]! += weights[cell]!;
+      counts[query - key + keys - 1]! += 1;
+    }
+  }
+  const means = Float32Array.from(sums, (sum, index) => (counts[index] ? sum / counts[index]! : 0));
+  return { fields: { first: -(keys - 1) }, arrays: { means: { data: means, shape: [means.length] } } };
 }
 
 export function makeSource(): DataSource {

@@ -36,6 +36,7 @@ export const thumbnails = signal<Uint8Array | null>(null);
 export const measures = signal<MeasureTable | null>(null);
 export const job = signal<{ kind: string; event: JobEvent; abort: AbortController } | null>(null);
 export const jobError = signal<PageError | null>(null);
+export const isLoaded = signal(false);
 export const showsTable = signal(false);
 export const overlay = signal<"" | "commands" | "keys" | "text">("");
 export const announcement = signal("");
@@ -117,6 +118,7 @@ export async function loadDocument(): Promise<void> {
     if (!found.sites.length) return;
     const [pictures, table] = await Promise.all([source.fetchArrays("thumbnails"), source.fetchArrays("measures")]);
     batch(() => {
+      isLoaded.value = true;
       thumbnails.value = pictures.arrays["thumbnails"]!.data as Uint8Array;
       measures.value = readMeasures(table);
     });

@@ -33,7 +33,7 @@ export const LETTERS = Object.keys(SHAPES) as Letter[];
 
 /** The letter of a class by the library's name of it, such as "previous" or "obj -> governor". */
 export function classLetter(name: string | undefined): Letter {
-  if (!name) return "u";
+  if (!name || name === "unclear") return "u";
   if (/sink/.test(name)) return "k";
   if (/previous|next|self|offset|position|first/.test(name)) return "p";
   if (/rare/.test(name)) return "r";

@@ -20,7 +20,7 @@ interface Effect {
   notes: string[];
 }
 
-const MODES = ["zero", "mean", "resample"] as const;
+const MODES = ["zero", "mean"] as const;
 
 export function LabScreen(): JSX.Element {
   const effect = useSignal<Effect | null>(null);

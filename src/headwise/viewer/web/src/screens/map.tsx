@@ -144,7 +144,26 @@ function GridRow({ site, filter }: { site: number; filter: string }): JSX.Elemen
         const startsGroup = item.kvHeads < item.heads && (column === 0 || item.kvHeadOfQuery[heads[column - 1]!.head] !== group);
         return <HeadCell key={head.head} {...head} filter={filter} bracket={item.kvHeads < item.heads ? (startsGroup ? "first" : "next") : ""} />;
       })}
+      <LayerMean site={site} />
     </div>
+  );
+}
+
+/** The mean of the shown measure over the heads of a layer, as a bar at the right of its row. */
+function LayerMean({ site }: { site: number }): JSX.Element | null {
+  const table = measures.value;
+  if (!table) return null;
+  const name = table.names.includes(cellMode.value) ? cellMode.value : "entropy";
+  const range = doc.value?.measures.find((measure) => measure.name === name);
+  const values = headsOfSite(site).map(({ index }) => measureOf(index, name)).filter(Number.isFinite);
+  const mean = values.reduce((sum, value) => sum + value, 0) / values.length;
+  return (
+    <span class="spark hide-s">
+      <span>
+        {name} {format(mean)}
+      </span>
+      <Meter value={range ? mean / (range.high || 1) : 0} />
+    </span>
   );
 }
 
