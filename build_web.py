@@ -94,7 +94,7 @@ def is_fresh() -> bool:
 # --- Licences of the packages in the bundle ------------------------------------------------------------
 
 
-def collect_licences(web: Path = WEB) -> str:
+def collect_licences(web: Path) -> str:
     """The licence texts of the packages that the lockfile lists for the page, without those of the tools."""
     lock = json.loads((web / "package-lock.json").read_text(encoding="utf-8"))
     parts = ["Third-party code in the page of headwise, from package-lock.json."]
@@ -136,7 +136,7 @@ def build(force: bool = False) -> bool:
     missing = [name for name in ("index.html", "app.js", "app.css", "report.js") if not (STATIC / name).is_file()]
     if missing:
         raise BuildError(f"the build of the page wrote no {', '.join(missing)}; see {WEB / 'build.mjs'}")
-    (STATIC / LICENCES).write_text(collect_licences(), encoding="utf-8")
+    (STATIC / LICENCES).write_text(collect_licences(WEB), encoding="utf-8")
     (STATIC / STAMP).write_text(hash_sources() + "\n", encoding="utf-8")
     return True
 

@@ -48,7 +48,7 @@ PAGES = {
     "dates": (
         "Heads of a translator of dates and amounts",
         "This page shows what each head of an encoder-decoder attends to, as an example of the report of the command "
-        "[heads](../heads.md) for examples with known alignments. `headwise demo` trains the model "
+        "[heads](../heads.md) for examples with known alignments. `headwise demo --train` trains the model "
         "(2 + 2 layers of 4 heads) in a few minutes; the inputs are 200 held-out examples of the task "
         "[dates](../tasks.md#dates) with their alignments. The random baseline is a randomly initialised model of the "
         "same architecture.",

@@ -65,7 +65,7 @@ def test_a_taken_port(capsys: pytest.CaptureFixture[str]):
 
     with http.server.HTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler) as server:
         message = f"port {server.server_port} is taken; give another --port"
-        with pytest.raises(ValueError, match=message):  # noqa: SIM117 - the message needs the port
+        with pytest.raises(ValueError, match=message):
             view.find_port("127.0.0.1", server.server_port)
     free = view.find_port("127.0.0.1", 0)
     with socket.socket() as probe:
