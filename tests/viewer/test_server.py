@@ -20,6 +20,7 @@ from headwise.viewer.model_worker import MAX_QUEUED_JOBS
 from headwise.viewer.open_model import OpenModel
 from headwise.viewer.server import ViewServer, open_socket, serve
 from headwise.viewer.tile_encoding import decode_arrays
+from support.page_browser import examples_of_ids
 
 HOST, TOKEN = "127.0.0.1:8000", "a-secret"
 STATIC = {"/index.html": (b"<!doctype html>", "text/html"), "/app.js": (b"1", "text/javascript")}
@@ -152,16 +153,6 @@ def test_measures_are_those_of_the_library(client: TestClient, opened: OpenModel
     entropy = -(row * np.log(np.where(row > 0, row, 1))).sum(-1)
     assert found["measures"][3, header["names"].index("entropy"), 0] == pytest.approx(entropy.mean(), rel=0.2)
     assert np.isnan(found["measures"][..., 1]).all()  # one text has no intervals
-
-
-def examples_of_ids(opened: OpenModel, trace: Any) -> list[Any]:
-    from headwise.head_analysis.annotated_examples import Example, TokenAnnotations
-
-    ids = torch.tensor(trace.streams["text"][0].ids)
-    none = torch.zeros(len(ids), dtype=torch.bool)
-    words = tuple(map(str, ids.tolist()))
-    tokens = TokenAnnotations(ids, words, none, none, none, torch.arange(len(ids)), torch.zeros_like(ids))
-    return [Example({"x": ids[None]}, {"text": tokens})]
 
 
 def test_a_job_that_fails_is_reported_and_ends_nothing(client: TestClient):

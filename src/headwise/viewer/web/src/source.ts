@@ -115,7 +115,7 @@ export function takeToken(): string {
   const match = location.hash.match(/token=([\w-]+)/);
   if (match?.[1]) {
     sessionStorage.setItem("headwise-token", match[1]);
-    history.replaceState(null, "", location.pathname + location.hash.replace(/[#&]?token=[\w-]+&?/, "#").replace(/^#$/, ""));
+    history.replaceState(null, "", location.pathname + location.search + location.hash.replace(/[#&]?token=[\w-]+&?/, "#").replace(/^#$/, ""));
   }
   return sessionStorage.getItem("headwise-token") ?? "";
 }
