@@ -67,7 +67,7 @@ def test_all_pairs_of_heads_are_a_layer_of_their_own():
     layer = cases.layer(base(vdim=V, modifiers=(hw.TalkingHeads(on="weights"),)))
     held = layer.state_dict()
     first, second = (tuple(pair[n] for pair in np.ndindex(H, H)) for n in range(2))
-    heads = hw.Heads(q=H * H, kv=H, dim=D, vdim=V, kv_head_of_query=first, values=second)
+    heads = hw.Heads(q=H * H, kv=H, dim=D, vdim=V, kv_head_of_query=first, value_heads=second)
     q = held["project.q"].unflatten(0, (H, D))[list(first)].flatten(0, 1)
     out = held["output.o"].unflatten(1, (H, V))[:, list(second)]
     scaled = (out * held["talking_heads.mixing"][list(first), list(second)][:, None]).flatten(1)

@@ -237,7 +237,7 @@ def test_products_are_counted():
         decode_step(layer, cache, x[:, 7:8], "paged")
     job = CallSignature(layer.spec, layer.spec.core, single_query=True, has_paged_cache=True)
     core = backends.paged_decode.executed_flops(job, hw.CallSize(2, 1, 1, 8))
-    assert counter.get_flop_counts()["Global"][torch.ops.headwise.decode] == core == 2 * 2 * 6 * 8 * 10
+    assert counter.get_flop_counts()["Global"][torch.ops.headwise.paged_decode] == core == 2 * 2 * 6 * 8 * 10
 
 
 # --- the engine ----------------------------------------------------------------------------------------

@@ -200,7 +200,7 @@ def test_the_operation_passes_opcheck():
     q, k, v, table = dense([4, 2], 5, 3)
     nothing = [torch.empty(0)] * 4
     told = torch.library.opcheck(
-        torch.ops.headwise.decode.default, (q, k.transpose(1, 2), v.transpose(1, 2), table, nothing, 0.0)
+        torch.ops.headwise.paged_decode.default, (q, k.transpose(1, 2), v.transpose(1, 2), table, nothing, 0.0)
     )
     assert set(told.values()) == {"SUCCESS"}
 

@@ -120,8 +120,9 @@ def test_shapes_alone_run_through_blocks(preset):
 
 
 @pytest.mark.parametrize("name", [
-    "read_lines", "read_lines_backward", "softmax", "softmax_backward", "entmax", "entmax_backward", "composed",
-    "composed_backward", "texts", "texts_backward", "decode", "thin",
+    "flash_attention", "flash_attention_backward", "gathered_attention", "gathered_attention_backward",
+    "masked_softmax", "masked_softmax_backward", "masked_entmax", "masked_entmax_backward", "head_mixing",
+    "head_mixing_backward", "varlen_attention", "varlen_attention_backward", "paged_decode", "small_batch_matmul",
 ])  # fmt: skip
 def test_no_kernel_is_handed_memory_of_another_device(name):
     has = torch._C._dispatch_has_kernel_for_dispatch_key

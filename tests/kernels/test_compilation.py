@@ -145,7 +145,7 @@ from headwise.kernels.flash_attention import attend_key_ranges_reference
 
 torch.manual_seed(0)
 q, k, v = torch.randn(3, 1, 70, 2, 16)
-attend = torch.ops.headwise.read_every.default
+attend = torch.ops.headwise.flash_attention.default
 plain = attend_key_ranges_reference(q, k, v, None, 0, 0.25)
 first = attend(q, k, v, None, 0, 0.25)
 assert all(torch.equal(a, b) for a, b in zip(first, plain)), "the first call waits for no kernel"
@@ -162,7 +162,7 @@ import sys, torch
 from headwise.kernels.flash_attention import FLASH_ATTENTION_KERNELS
 torch.manual_seed(0)
 q, k, v = torch.randn(3, 1, 70, 2, 16)
-torch.save(torch.ops.headwise.read_every.default(q, k, v, None, 0, 0.25), sys.argv[1])
+torch.save(torch.ops.headwise.flash_attention.default(q, k, v, None, 0, 0.25), sys.argv[1])
 """
 
 
@@ -271,8 +271,8 @@ class SleepingProcess:
 
 
 def test_each_task_names_one_set_of_kernels():
-    from headwise.kernels.__main__ import kernel_sets
+    from headwise.kernels.__main__ import find_kernel_sets
 
-    tasks = [kernels.task_name(dtype) for kernels in kernel_sets() for dtype in kernels.dtypes]
+    tasks = [kernels.task_name(dtype) for kernels in find_kernel_sets() for dtype in kernels.dtypes]
     assert len(set(tasks)) == len(tasks) > 15
-    assert all(isinstance(kernels, KernelSet) for kernels in kernel_sets())
+    assert all(isinstance(kernels, KernelSet) for kernels in find_kernel_sets())

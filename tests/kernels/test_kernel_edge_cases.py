@@ -227,7 +227,7 @@ def test_a_cache_goes_with_its_last_use(pattern):
 
 
 def test_no_two_kernels_are_kept_under_one_name():
-    made = [("work", torch.float32), ("work", torch.float64)]
+    made = [("attend", torch.float32), ("attend", torch.float64)]
     for name, dtype in made:
         paged_decode.PAGED_DECODE_KERNELS.compiled_function(name, dtype)
     row_normalisers.SOFTMAX_KERNELS.compiled_function("softmax", torch.float32)

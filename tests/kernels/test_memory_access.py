@@ -50,7 +50,10 @@ def test_guard_pages_catch_an_access_outside(name: str):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("read_behind_end", r"kernel rises of small_batch_kernels \(torch.float32\) reads 64 bytes at offset 128 of x"),
+        (
+            "read_behind_end",
+            r"kernel scale_to_float32 of small_batch_kernels \(torch.float32\) reads 64 bytes at offset 128 of x",
+        ),
         ("write_behind_end", r"writes 64 bytes at offset 128 of y \[2, 16\], which has 128 bytes"),
         ("read_before_begin", r"reads 64 bytes at offset -64 of gate \[2, 16\]"),
     ],

@@ -128,7 +128,7 @@ def test_products_are_counted():
 def test_shapes_are_known_without_numbers():
     (q, k, v), where = given_of([(3, 5), (2, 7)], (4, 2, 16, 32))
     told = ([q, k, v], where, 7, False, 1.0)
-    found = torch.library.opcheck(torch.ops.headwise.texts, told, test_utils="test_faketensor")
+    found = torch.library.opcheck(torch.ops.headwise.varlen_attention, told, test_utils="test_faketensor")
     assert found == {"test_faketensor": "SUCCESS"}
 
 

@@ -74,7 +74,7 @@ base(project=hw.Collaborative(width=0)) -> width=0 .. at least 1
 base(project=hw.Collaborative(), modifiers=(hw.Rotary(),)) -> QK transforms
 base(merge=hw.Concat(bias="v")) -> bias='v' .. bias='o'
 listing(Differential={"depth": -1}) -> depth=-1 .. first layer is 0
-replace(base(), modifiers=(hw.Differential(),)) -> Differential .. pairs .. values=
+replace(base(), modifiers=(hw.Differential(),)) -> Differential .. pairs .. value_heads=
 base(project=hw.Direct(bias="qo")) -> bias='qo' .. q, k and v
 base(project=hw.Direct(bias="qq")) -> bias='qq' .. at most once
 base(similarity=hw.Dot(scale=0.0)) -> scale=0.0 .. positive .. 1/sqrt(dim)

@@ -86,7 +86,7 @@ def gradient(holding: Any, name: str, own: nn.Parameter) -> Tensor | None:
 STEPPED: dict[str, tuple[Task, dict[str, Any]]] = {
     "echo": (Echo(), {"batch": 5}),
     "odd": (Irregular(), {"batch": 6, "clip": 0.1}),
-    "terms": (Routed(), {"batch": 8, "terms": (("balance", 0.5),)}),
+    "terms": (Routed(), {"batch": 8, "aux_losses": (("balance", 0.5),)}),
     "parts": (Echo(), {"batch": 6, "accumulate": 3}),
     "recomputed": (Irregular(), {"batch": 6, "activations": "recompute"}),
 }

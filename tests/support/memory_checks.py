@@ -184,8 +184,8 @@ def call_flash_attention(place: Place, dtype: torch.dtype) -> None:
         end = (first + torch.randint(0, keys + 1, (batch, queries))).clamp(max=keys)
         for ranges, ahead in ((None, None), (None, keys - queries), (place(torch.stack([first, end], -1)), None)):
             attend_key_ranges(q, k, v, ranges, ahead, 0.4)
-            o, lse = ops.read_every(q, k, v, ranges, ahead, 0.4)
-            ops.read_every_backward(o, [q, k, v, o, lse], ranges, ahead, 0.4)
+            o, lse = ops.flash_attention(q, k, v, ranges, ahead, 0.4)
+            ops.flash_attention_backward(o, [q, k, v, o, lse], ranges, ahead, 0.4)
     rows = torch.tensor([0, 2, 3, 7])  # four of the five queries with two heads each
     tables = [place(t) for t in (
         rows, torch.tensor([[[0, 3], [1, 4], [0, 0], [2, 5], [0, 5]]]),
@@ -241,20 +241,22 @@ CALLS: list[tuple[Callable[[Place, torch.dtype], None], tuple[torch.dtype, ...]]
 def read_behind_end(place: Place) -> None:
     """Scale 48 elements of a tensor of 32."""
     x, y = place(torch.randn(2, 16)), torch.empty(4, 16)
-    small_batch_ops.SMALL_BATCH_KERNELS.run("rises", x.dtype, small_batch_ops.ScaleArgs.make(x=x, y=y, count=48))
+    args = small_batch_ops.ScaleArgs.make(x=x, y=y, count=48)
+    small_batch_ops.SMALL_BATCH_KERNELS.run("scale_to_float32", x.dtype, args)
 
 
 def write_behind_end(place: Place) -> None:
     """Write 48 elements to a tensor of 32."""
     x, y = torch.randn(4, 16), place(torch.empty(2, 16))
-    small_batch_ops.SMALL_BATCH_KERNELS.run("rises", x.dtype, small_batch_ops.ScaleArgs.make(x=x, y=y, count=48))
+    args = small_batch_ops.ScaleArgs.make(x=x, y=y, count=48)
+    small_batch_ops.SMALL_BATCH_KERNELS.run("scale_to_float32", x.dtype, args)
 
 
 def read_before_begin(place: Place) -> None:
     """Read the row in front of a tensor."""
     x, y = place(torch.randn(2, 16)), torch.empty(2, 16)
     args = small_batch_ops.SiluArgs.make(gate=x, up=x, y=y, rows=2, width=16, gate_row_stride=-64, up_row_stride=64)
-    small_batch_ops.SMALL_BATCH_KERNELS.run("gates", x.dtype, args)
+    small_batch_ops.SMALL_BATCH_KERNELS.run("silu_and_multiply", x.dtype, args)
 
 
 PLANTED = {function.__name__: function for function in (read_behind_end, write_behind_end, read_before_begin)}

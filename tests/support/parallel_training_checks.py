@@ -127,7 +127,7 @@ class Balanced(Echo):
         return decoder_of(hw.design(model=8, heads=4, kv=2, pattern="causal", modifiers=gates))
 
 
-BALANCED = {"batch": 6, "steps": 4, "evaluate_every": 2, "lr": 0.01, "terms": (("balance", 0.5),)}
+BALANCED = {"batch": 6, "steps": 4, "evaluate_every": 2, "lr": 0.01, "aux_losses": (("balance", 0.5),)}
 
 
 @dataclass(frozen=True)

@@ -307,10 +307,10 @@ def run_forward(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *fields: 
 
 
 def run_backward(
-    grad: Tensor, o: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, _: Tensor | None, *fields: Any
+    grad: Tensor, o: Tensor, lse: Tensor, q: Tensor, k: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v."""
-    args = BlockSparseArgs(*fields)
+    """The gradients of q, k and v; `rest` is v, the sinks and the fields of BlockSparseArgs."""
+    v, args = rest[0], BlockSparseArgs(*rest[2:])
     grad, q, k, v = (_contiguous_channels(x) for x in (grad, q, k, v))
     q_grad, k_grad, v_grad = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     lse = lse.masked_fill(lse == -torch.inf, 0.0)[..., None]  # rows without keys: every weight is exp(-inf - 0)
@@ -337,10 +337,10 @@ def _contiguous_channels(x: Tensor) -> Tensor:
 
 # Custom operations, so that torch.compile and FLOP counters see one operation with a name.
 block_sparse_attention = torch.library.custom_op(
-    "headwise::banded", run_forward, mutates_args=(), schema=f"({OP_INPUT_SCHEMA}) -> (Tensor, Tensor)"
+    "headwise::block_sparse_attention", run_forward, mutates_args=(), schema=f"({OP_INPUT_SCHEMA}) -> (Tensor, Tensor)"
 )
 block_sparse_attention_backward = torch.library.custom_op(
-    "headwise::banded_backward",
+    "headwise::block_sparse_attention_backward",
     run_backward,
     mutates_args=(),
     schema=f"(Tensor grad, Tensor o, Tensor lse, {OP_INPUT_SCHEMA}) -> (Tensor, Tensor, Tensor)",
@@ -388,12 +388,12 @@ def _run_autograd_backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]
 block_sparse_attention.register_autograd(_run_autograd_backward, setup_context=_save_for_backward)
 
 
-@register_flop_formula(torch.ops.headwise.banded, get_raw=True)
+@register_flop_formula(torch.ops.headwise.block_sparse_attention, get_raw=True)
 def _forward_flops(q: Tensor, k: Tensor, v: Tensor, sinks: Any, *fields: Any, **_: Any) -> int:
     return 2 * _count_call_pairs(q, k, BlockSparseArgs(*fields)) * q.shape[2] * (q.shape[3] + v.shape[3])
 
 
-@register_flop_formula(torch.ops.headwise.banded_backward, get_raw=True)
+@register_flop_formula(torch.ops.headwise.block_sparse_attention_backward, get_raw=True)
 def _backward_flops(grad: Tensor, o: Tensor, lse: Tensor, q: Tensor, k: Tensor, *rest: Any, **_: Any) -> int:
     # Products with the head dimension: recomputed scores, gradients of queries and keys; with the value dimension:
     # gradients of weights and values. `rest` is v, the sinks and the fields of BlockSparseArgs.

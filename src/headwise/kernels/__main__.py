@@ -13,17 +13,22 @@ from pathlib import Path
 from .launch import KernelSet
 
 
-def kernel_sets() -> list[KernelSet]:
+def find_kernel_sets() -> list[KernelSet]:
     """Return the kernel sets of all modules of this package."""
     names = sorted(path.stem for path in Path(__file__).parent.glob("*.py") if not path.stem.startswith("_"))
     modules = [import_module(f"{__package__}.{name}") for name in names if not name.endswith(("kernel", "kernels"))]
-    found = {id(held): held for module in modules for held in vars(module).values() if isinstance(held, KernelSet)}
-    return list(found.values())
+    sets_by_id = {
+        id(kernels): kernels
+        for module in modules
+        for kernels in vars(module).values()
+        if isinstance(kernels, KernelSet)
+    }
+    return list(sets_by_id.values())
 
 
 def main(tasks: list[str]) -> None:
     """Compile the kernels of these tasks, or all of them."""
-    for kernels in kernel_sets():
+    for kernels in find_kernel_sets():
         for dtype in kernels.dtypes:
             if not tasks or kernels.task_name(dtype) in tasks:
                 kernels.compile_all(dtype)

@@ -13,7 +13,7 @@ from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
 
 PLAIN_TENSOR_TYPES = (Tensor, nn.Parameter)  # subclasses may override operations through __torch_function__
-NO_DOUBLE_BACKWARD_REMEDY = "do without, or make the layer with backend='dense'"
+NO_DOUBLE_BACKWARD_REMEDY = "leave out create_graph, or build the layer with backend='dense'"
 
 
 def is_under_functorch() -> bool:
@@ -30,12 +30,12 @@ def _has_transform() -> bool:
     return forward_ad._current_level >= 0 or peek_interpreter_stack() is not None
 
 
-def can_skip_dispatcher(*given: Tensor) -> bool:
+def can_skip_dispatcher(*tensors: Tensor) -> bool:
     """Return True if autograd, torch.compile, transforms, modes, tracing and the profiler are all off.
 
     The tensors must also be plain CPU tensors. The function behind a custom operation can then be called directly.
     Dispatching to an operation that is written in Python takes longer than a small operation itself, and longer still
-    if much memory was read just before.
+    after a large read from memory.
 
     >>> can_skip_dispatcher(torch.ones(1))
     False
@@ -51,14 +51,16 @@ def can_skip_dispatcher(*given: Tensor) -> bool:
         or torch._C._len_torch_function_stack()
         or torch._C._is_tracing()
         or _profiler_enabled()
-    ) and all(type(t) in PLAIN_TENSOR_TYPES and t.is_cpu for t in given)
+    ) and all(type(t) in PLAIN_TENSOR_TYPES and t.is_cpu for t in tensors)
 
 
 def forbid_double_backward(remedy: str) -> None:
-    """Raise RuntimeError in a backward pass that runs with create_graph=True; `remedy` ends the message.
+    """Raise RuntimeError in a backward pass that runs with create_graph=True; the message ends with `remedy`.
 
     torch's `once_differentiable` raises only if the second backward pass reaches the function. A second pass that is
     restricted to some inputs can go around it, and would then silently leave out a part of the gradient.
     """
     if torch.is_grad_enabled() and not torch.compiler.is_compiling() and not _has_transform():
-        raise RuntimeError(f"create_graph=True asks for a gradient of this gradient, which has none; {remedy}")
+        raise RuntimeError(
+            f"cannot differentiate this gradient again (create_graph=True): its kernel has no double backward; {remedy}"
+        )

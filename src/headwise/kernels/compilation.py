@@ -31,7 +31,7 @@ class CompilationState:
 
     def __init__(self) -> None:
         self.setting = os.environ.get("HEADWISE_KERNELS", "auto")
-        self.waiting = 0  # how many `compile_when_called` contexts are open
+        self.waiting = 0  # number of open `compile_when_called` contexts
         self.running: dict[str, subprocess.Popen[bytes]] = {}
         self.failed: set[str] = set()  # compiled by the call that needs them
         self.has_warned = False
@@ -44,7 +44,7 @@ class CompilationState:
         return "wait" if self.setting == "auto" and self.waiting else self.setting
 
     def is_running(self, task: str) -> bool:
-        """Return True while the background process of this task is compiling; note it if it failed."""
+        """Return True while the background process of this task is compiling; add the task to `failed` if it failed."""
         process = self.running.get(task)
         if process is None:
             return False
@@ -56,7 +56,7 @@ class CompilationState:
         return False
 
     def start(self, task: str) -> None:
-        """Start a process that runs `python -m headwise.kernels TASK`, unless as many as there are spare cores run."""
+        """Start a process that runs `python -m headwise.kernels TASK`, unless one already runs on every spare core."""
         if len(self.running) >= max(1, (os.cpu_count() or 2) - 1):
             return
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "HEADWISE_KERNELS": "wait"}
@@ -85,7 +85,7 @@ STATE = CompilationState()
 
 @contextmanager
 def compile_when_called() -> Iterator[None]:
-    """Inside, a call compiles the kernels that it needs and lacks, so its bits do not depend on what is on disk."""
+    """Context in which a call compiles missing kernels itself, so that its bits do not depend on the cache on disk."""
     STATE.waiting += 1
     try:
         yield

@@ -7,7 +7,7 @@ For batch b, query head h, its key head g and a query t that may read the keys f
     s[j] = scale * q[t] . k[j]        o[t] = sum_j softmax(s)[j] v[j]        lse[t] = log sum_j exp(s[j])
 
 With the ranges as a mask this is `F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale,
-enable_gqa=True)` on transposed tensors; queries without keys return zeros. The backward pass computes the scores again
+enable_gqa=True)` on transposed tensors; queries without keys return zeros. The backward pass recomputes the scores
 from lse (FlashAttention, 2205.14135). `flash_attention_kernel` holds the kernels and their loop order.
 
 - `gathered_attention`: only some queries attend, given as work items by the caller
@@ -43,25 +43,25 @@ def attend_key_ranges_reference(
     >>> attend_key_ranges_reference(q, k, torch.arange(3.0).view(1, 3, 1, 1), None, 0, 1.0)[0].flatten()
     tensor([0.0000, 0.5000, 1.0000])
     """
-    outputs, log_sums = [], []
+    output_chunks, lse_chunks = [], []
     for rows, allowed in _query_chunks(q, k, ends, ahead):
         scores = _masked_scores(q[:, rows], k, allowed, scale)
         lse = scores.logsumexp(-1)
         weights = (scores - _finite(lse)[..., None]).exp()
-        outputs.append(torch.einsum("bgrts,bsgv->btgrv", weights, v).flatten(2, 3))
-        log_sums.append(lse.permute(0, 3, 1, 2).flatten(2))
-    return torch.cat(outputs, 1), torch.cat(log_sums, 1)
+        output_chunks.append(torch.einsum("bgrts,bsgv->btgrv", weights, v).flatten(2, 3))
+        lse_chunks.append(lse.permute(0, 3, 1, 2).flatten(2))
+    return torch.cat(output_chunks, 1), torch.cat(lse_chunks, 1)
 
 
 def attend_key_ranges_backward_reference(
-    grad: Tensor, given: list[Tensor], ends: Tensor | None, ahead: int | None, scale: float
+    grad: Tensor, tensors: list[Tensor], ends: Tensor | None, ahead: int | None, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v; `given` holds q, k, v, the output and the log-sum-exp.
+    """Return the gradients of q, k and v; `tensors` holds q, k, v, the output and the log-sum-exp.
 
     With P = exp(S - lse) and D = rowsum(output * grad): dV = P^T grad, dS = P * (grad V^T - D), dQ = dS K * scale and
     dK = dS^T Q * scale.
     """
-    q, k, v, o, lse = given
+    q, k, v, o, lse = tensors
     groups = k.shape[2]
     d_q, d_k, d_v = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
     for rows, allowed in _query_chunks(q, k, ends, ahead):
@@ -79,7 +79,7 @@ def attend_key_ranges_backward_reference(
 def _query_chunks(
     q: Tensor, k: Tensor, ends: Tensor | None, ahead: int | None
 ) -> Iterator[tuple[slice, Tensor | None]]:
-    """Yield slices of the queries, and which keys [1 or B, 1, 1, t, S] they may read (None: all)."""
+    """Yield slices of the queries, and the mask [1 or B, 1, 1, t, S] of their allowed keys; None allows all."""
     keys = torch.arange(k.shape[1], device=q.device)
     for start in range(0, q.shape[1], QUERIES_PER_CHUNK):
         rows = slice(start, min(start + QUERIES_PER_CHUNK, q.shape[1]))
@@ -106,7 +106,7 @@ def _finite(lse: Tensor) -> Tensor:
 # --- Kernel calls --------------------------------------------------------------------------------------
 
 QUERY_TILE_ROWS = 4 * SIMD_WIDTH  # queries per tile, which are the columns of a score tile
-GEMM_ROW_PADDING = 3  # rows behind the last that may be written, because products are computed four rows at a time
+GEMM_ROW_PADDING = 3  # extra rows that may be written, because products are computed four rows at a time
 FLASH_KEY_BLOCK_SIZE = 64  # keys whose scores are computed before their values are read
 
 
@@ -119,7 +119,7 @@ class FlashAttentionArgs(ParallelKernelArgs, is_checked=False):
 
     work_items: TableArg = None  # [items, 6]
     query_rows: TableArg = None  # indices among all (b, t, h) of the queries, sorted by row and key head
-    key_ranges: TableArg = None  # [1 or B, T, 2]: the first key that a token reads and the one behind its last
+    key_ranges: TableArg = None  # [1 or B, T, 2]: first key of a token and the end of its keys
     num_key_range_rows: int = 0  # size of their first axis
     q: TensorArg = None  # [B, T, H, dim]
     k: StridedArg = None  # [B, S, num_kv_heads, dim]
@@ -176,47 +176,49 @@ FLASH_ATTENTION_KERNELS = ParallelKernelSet(
 MAX_INDEX_BY_DTYPE = {torch.float32: 2**24, torch.float64: 2**53}  # largest key index that the dtype represents exactly
 
 
-@torch.library.custom_op("headwise::read_lines", mutates_args=(), device_types="cpu")
-def gathered_attention(q: Tensor, k: Tensor, v: Tensor, told: list[Tensor], scale: float, formed: int) -> list[Tensor]:
+@torch.library.custom_op("headwise::gathered_attention", mutates_args=(), device_types="cpu")
+def gathered_attention(
+    q: Tensor, k: Tensor, v: Tensor, tables: list[Tensor], scale: float, num_pairs: int
+) -> list[Tensor]:
     """Return the attention of selected queries, [B, T, H, vdim], zeros for the others, and the log-sum-exp [B, T, H].
 
-    The queries are q [B, T, H, dim]; keys and values are k and v [B, S, G, dim or vdim]. `told` holds four int64
+    The queries are q [B, T, H, dim]; keys and values are k and v [B, S, G, dim or vdim]. `tables` holds four int64
     tensors: the indices of the selected queries among all (b, t, h), sorted by row and key head; the key ranges [1 or
-    B, T, 2], each the first key that a token reads and the one behind its last; the work items of the forward pass and
-    those of the backward pass, as `FlashAttentionArgs` describes them. `formed` is the number of
+    B, T, 2], each the first key of a token and the end of its keys; the work items of the forward pass and
+    those of the backward pass, as `FlashAttentionArgs` describes them. `num_pairs` is the number of
     query-key pairs computed, which only the FLOP counter uses.
     """
-    return [*run_forward(q, k, v, told, scale, q.new_zeros)]
+    return [*run_forward(q, k, v, tables, scale, q.new_zeros)]
 
 
-@torch.library.custom_op("headwise::read_lines_backward", mutates_args=(), device_types="cpu")
+@torch.library.custom_op("headwise::gathered_attention_backward", mutates_args=(), device_types="cpu")
 def gathered_attention_backward(
-    grad: Tensor, given: list[Tensor], told: list[Tensor], scale: float, formed: int
+    grad: Tensor, tensors: list[Tensor], tables: list[Tensor], scale: float, num_pairs: int
 ) -> list[Tensor]:
-    """Return the gradients of q, k and v; `given` holds q, k, v, the output and the log-sum-exp."""
-    return [*run_backward(grad, given, told, scale, given[0].new_zeros)]
+    """Return the gradients of q, k and v; `tensors` holds q, k, v, the output and the log-sum-exp."""
+    return [*run_backward(grad, tensors, tables, scale, tensors[0].new_zeros)]
 
 
 def run_forward(
-    q: Tensor, k: Tensor, v: Tensor, told: list[Tensor], scale: float, make: Callable[..., Tensor]
+    q: Tensor, k: Tensor, v: Tensor, tables: list[Tensor], scale: float, allocate: Callable[..., Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """Return the output and the log-sum-exp of the selected queries; `make` allocates both tensors."""
+    """Return the output and the log-sum-exp of the selected queries; `allocate` allocates both tensors."""
     q, k, v = make_contiguous(q, k, v)
-    o, lse = make(*q.shape[:3], v.shape[-1]), make(q.shape[:3])
-    query_rows, key_ranges, items, _ = told
+    o, lse = allocate(*q.shape[:3], v.shape[-1]), allocate(q.shape[:3])
+    query_rows, key_ranges, items, _ = tables
     args = make_args(q, k, v, (items, query_rows, key_ranges), scale).replace(q=q, k=k, v=v, out=o, lse=lse)
     FLASH_ATTENTION_KERNELS.launch("forward", q.dtype, args)
     return o, lse
 
 
 def run_backward(
-    grad: Tensor, given: list[Tensor], told: list[Tensor], scale: float, make: Callable[..., Tensor]
+    grad: Tensor, tensors: list[Tensor], tables: list[Tensor], scale: float, allocate: Callable[..., Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v; `make` allocates that of q."""
-    q, k, v, o, lse = given
+    """Return the gradients of q, k and v; `allocate` allocates that of q."""
+    q, k, v, o, lse = tensors
     q, k, v = make_contiguous(q, k, v)
-    query_rows, key_ranges, _, items = told
-    grads = d_q, d_k, d_v = allocate_gradients(q, k, v, len(items) // (len(k) * k.shape[2]), make)
+    query_rows, key_ranges, _, items = tables
+    grads = d_q, d_k, d_v = allocate_gradients(q, k, v, len(items) // (len(k) * k.shape[2]), allocate)
     args = make_args(q, k, v, (items, query_rows, key_ranges), scale).replace(
         q=q, k=k, v=v, out=o, lse=lse, grad=grad.contiguous(), d_q=d_q, d_k=d_k, d_v=d_v
     )
@@ -226,7 +228,7 @@ def run_backward(
 
 def make_contiguous(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return q contiguous, and k and v with stride 1 along their channels."""
-    k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
+    k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (k, v))
     return q.contiguous(), k, v
 
 
@@ -269,62 +271,64 @@ def make_args(q: Tensor, k: Tensor, v: Tensor, tables: tuple[Tensor, ...], scale
 
 
 def allocate_gradients(
-    q: Tensor, k: Tensor, v: Tensor, parts: int, make: Callable[..., Tensor]
+    q: Tensor, k: Tensor, v: Tensor, num_parts: int, allocate: Callable[..., Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Allocate the gradients: that of q once per part of the keys, those of k and v with padded rows."""
     batch, keys, groups, _ = k.shape
     d_k, d_v = (t.new_empty(batch, groups, keys + GEMM_ROW_PADDING, round_up_to_simd(t.shape[3])) for t in (k, v))
-    return make(parts, *q.shape), d_k, d_v
+    return allocate(num_parts, *q.shape), d_k, d_v
 
 
 def reduce_gradients(grads: tuple[Tensor, Tensor, Tensor], k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Sum the gradients of q over the parts; return those of k and v in the layout of k and v, without padding."""
-    d_q, *others = grads
-    d_k, d_v = (d[:, :, : t.shape[1], : t.shape[3]].transpose(1, 2) for d, t in zip(others, (k, v), strict=True))
+    d_q, *kv_grads = grads
+    d_k, d_v = (d[:, :, : t.shape[1], : t.shape[3]].transpose(1, 2) for d, t in zip(kv_grads, (k, v), strict=True))
     return d_q.sum(0) if len(d_q) > 1 else d_q[0], d_k, d_v
 
 
 @gathered_attention.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, told: list[Tensor], scale: float, formed: int) -> list[Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, tables: list[Tensor], scale: float, num_pairs: int) -> list[Tensor]:
     return [q.new_empty(*q.shape[:3], v.shape[-1]), q.new_empty(q.shape[:3])]
 
 
 @gathered_attention_backward.register_fake
-def _(grad: Tensor, given: list[Tensor], told: list[Tensor], scale: float, formed: int) -> list[Tensor]:
-    q, k, v, *_ = given
+def _(grad: Tensor, tensors: list[Tensor], tables: list[Tensor], scale: float, num_pairs: int) -> list[Tensor]:
+    q, k, v, *_ = tensors
     return [*reduce_gradients(allocate_gradients(q, k, v, 1, q.new_empty), k, v)]
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    q, k, v, told, ctx.scale, ctx.num_pairs = inputs
+    q, k, v, tables, ctx.scale, ctx.num_pairs = inputs
     ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(q, k, v, *output, *told)
+    ctx.save_for_backward(q, k, v, *output, *tables)
 
 
 def _gathered_attention_backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
     forbid_double_backward(NO_DOUBLE_BACKWARD_REMEDY)
-    saved = list(ctx.saved_tensors)  # read once: activation checkpointing unpacks saved tensors only once
-    told = saved[5:]
-    d_q, d_k, d_v = gathered_attention_backward(grads[0], saved[:5], told, ctx.scale, ctx.num_pairs)
-    return d_q, d_k, d_v, [None] * len(told), None, None
+    tensors = list(ctx.saved_tensors)  # read once: activation checkpointing unpacks saved tensors only once
+    tables = tensors[5:]
+    d_q, d_k, d_v = gathered_attention_backward(grads[0], tensors[:5], tables, ctx.scale, ctx.num_pairs)
+    return d_q, d_k, d_v, [None] * len(tables), None, None
 
 
 gathered_attention.register_autograd(_gathered_attention_backward, setup_context=_save_for_backward)
 
 
-@register_flop_formula(torch.ops.headwise.read_lines)
-def _gathered_attention_flops(q: Any, k: Any, v: Any, told: Any, scale: float, formed: int, **said: Any) -> int:
-    return 2 * formed * (q[3] + v[3])
+@register_flop_formula(torch.ops.headwise.gathered_attention)
+def _gathered_attention_flops(q: Any, k: Any, v: Any, tables: Any, scale: float, num_pairs: int, **kwargs: Any) -> int:
+    return 2 * num_pairs * (q[3] + v[3])
 
 
-@register_flop_formula(torch.ops.headwise.read_lines_backward)
-def _gathered_attention_backward_flops(grad: Any, given: Any, told: Any, scale: float, formed: int, **said: Any) -> int:
-    """Count the scores computed again, and two gradients for each of the two products."""
-    q, _, v, *_ = given
-    return 2 * formed * (3 * q[3] + 2 * v[3])
+@register_flop_formula(torch.ops.headwise.gathered_attention_backward)
+def _gathered_attention_backward_flops(
+    grad: Any, tensors: Any, tables: Any, scale: float, num_pairs: int, **kwargs: Any
+) -> int:
+    """Count the recomputed scores, and two gradients for each of the two products."""
+    q, _, v, *_ = tensors
+    return 2 * num_pairs * (3 * q[3] + 2 * v[3])
 
 
-# --- Every query attends: plans, work items and the operations -----------------------------------------
+# --- Attention of all queries: plans, work items and the operations ------------------------------------
 
 MIN_KEYS_PER_PART = 512  # minimum number of keys in a part of the backward pass
 MAX_KEY_PARTS, TARGET_WORK_ITEMS = 4, 16  # maximum number of parts, made to reach this many work items
@@ -360,22 +364,22 @@ class FlashAttentionPlan(NamedTuple):
 
     @staticmethod
     def from_tensors(q: Tensor, k: Tensor, v: Tensor, ahead: int | None, scale: float) -> FlashAttentionPlan:
-        """Return the plan for these tensors, cached by signature: making one takes longer than a short call."""
-        kinds = q.dtype, k.dtype, v.dtype
-        key = q.shape, k.shape, v.shape, k.stride(), v.stride(), kinds, ahead, scale
-        found = _PLAN_CACHE.get(key)  # looked up once: another thread may clear the cache at any time
-        if found is None:
+        """Return the plan for these tensors, cached by signature, as building it takes longer than a short call."""
+        dtypes = q.dtype, k.dtype, v.dtype
+        key = q.shape, k.shape, v.shape, k.stride(), v.stride(), dtypes, ahead, scale
+        plan = _PLAN_CACHE.get(key)  # looked up once: another thread may clear the cache at any time
+        if plan is None:
             if len(_PLAN_CACHE) >= MAX_CACHED_PLANS:
                 _PLAN_CACHE.clear()
-            size = FlashAttentionShape.from_tensors(q, k)
-            tables = [torch.from_numpy(np.ascontiguousarray(t)) for t in _make_work_items(size, ahead)]
+            shape = FlashAttentionShape.from_tensors(q, k)
+            tables = [torch.from_numpy(np.ascontiguousarray(t)) for t in _make_work_items(shape, ahead)]
             query_rows, key_ranges, *items_per_pass = tables
             forward_args, backward_args = (
                 make_args(q, k, v, (items, query_rows, key_ranges), scale) for items in items_per_pass
             )
-            num_key_parts = len(items_per_pass[1]) // (size.batch * size.num_kv_heads)
-            found = _PLAN_CACHE[key] = FlashAttentionPlan(forward_args, backward_args, num_key_parts)
-        return found
+            num_key_parts = len(items_per_pass[1]) // (shape.batch * shape.num_kv_heads)
+            plan = _PLAN_CACHE[key] = FlashAttentionPlan(forward_args, backward_args, num_key_parts)
+        return plan
 
 
 def _with_key_ranges(args: FlashAttentionArgs, key_ranges: Tensor | None) -> FlashAttentionArgs:
@@ -388,87 +392,101 @@ def _with_key_ranges(args: FlashAttentionArgs, key_ranges: Tensor | None) -> Fla
 _PLAN_CACHE: dict[tuple[Any, ...], FlashAttentionPlan] = {}
 
 
-def _make_work_items(size: FlashAttentionShape, ahead: int | None) -> list[Any]:
-    batch, queries, heads, keys, kept = size
-    lines = np.arange(batch * queries * heads).reshape(batch, queries, kept, size.group_size).swapaxes(1, 2).ravel()
-    last = np.minimum(np.arange(queries) + (keys if ahead is None else ahead) + 1, keys)
-    return [lines, np.stack([0 * last, last], 1)[None], _forward_work_items(size), _backward_work_items(size)]
+def _make_work_items(shape: FlashAttentionShape, ahead: int | None) -> list[Any]:
+    batch, queries, heads, keys, num_kv_heads = shape
+    query_rows = (
+        np.arange(batch * queries * heads)
+        .reshape(batch, queries, num_kv_heads, shape.group_size)
+        .swapaxes(1, 2)
+        .ravel()
+    )
+    key_ends = np.minimum(np.arange(queries) + (keys if ahead is None else ahead) + 1, keys)
+    return [
+        query_rows,
+        np.stack([0 * key_ends, key_ends], 1)[None],
+        _forward_work_items(shape),
+        _backward_work_items(shape),
+    ]
 
 
-def _forward_work_items(size: FlashAttentionShape) -> Any:
+def _forward_work_items(shape: FlashAttentionShape) -> Any:
     """Return work items of up to 64 queries each; the last queries, which read the most keys, come first."""
-    rows, whose = size.queries * size.group_size, np.arange(size.batch * size.num_kv_heads)
-    first = np.arange(0, rows, QUERY_TILE_ROWS)[::-1]
-    units = np.zeros((len(first), len(whose), 6), np.int64)
-    units[..., 0], units[..., 1] = whose, whose * rows + first[:, None]
-    units[..., 2], units[..., 4] = np.minimum(rows - first, QUERY_TILE_ROWS)[:, None], size.keys
-    return units.reshape(-1, 6)
+    rows, kv_rows = shape.queries * shape.group_size, np.arange(shape.batch * shape.num_kv_heads)
+    first_rows = np.arange(0, rows, QUERY_TILE_ROWS)[::-1]
+    work_items = np.zeros((len(first_rows), len(kv_rows), 6), np.int64)
+    work_items[..., 0], work_items[..., 1] = kv_rows, kv_rows * rows + first_rows[:, None]
+    work_items[..., 2], work_items[..., 4] = np.minimum(rows - first_rows, QUERY_TILE_ROWS)[:, None], shape.keys
+    return work_items.reshape(-1, 6)
 
 
-def _backward_work_items(size: FlashAttentionShape) -> Any:
+def _backward_work_items(shape: FlashAttentionShape) -> Any:
     """Return work items of all queries of a key head with one part of its keys; the first keys have the most work."""
-    rows, whose = size.queries * size.group_size, np.arange(size.batch * size.num_kv_heads)
-    parts = max(1, min(MAX_KEY_PARTS, TARGET_WORK_ITEMS // len(whose), size.keys // MIN_KEYS_PER_PART))
-    cuts = np.array(
-        [*(size.keys * part // parts // 4 * 4 for part in range(parts)), size.keys]
+    rows, kv_rows = shape.queries * shape.group_size, np.arange(shape.batch * shape.num_kv_heads)
+    num_parts = max(1, min(MAX_KEY_PARTS, TARGET_WORK_ITEMS // len(kv_rows), shape.keys // MIN_KEYS_PER_PART))
+    part_bounds = np.array(
+        [*(shape.keys * part // num_parts // 4 * 4 for part in range(num_parts)), shape.keys]
     )  # multiples of the kernel's four-row tiles
-    units = np.zeros((parts, len(whose), 6), np.int64)
-    units[..., 0], units[..., 1], units[..., 2] = whose, whose * rows, rows
-    units[..., 3], units[..., 4], units[..., 5] = cuts[:-1, None], cuts[1:, None], np.arange(parts)[:, None]
-    return units.reshape(-1, 6)
+    work_items = np.zeros((num_parts, len(kv_rows), 6), np.int64)
+    work_items[..., 0], work_items[..., 1], work_items[..., 2] = kv_rows, kv_rows * rows, rows
+    work_items[..., 3], work_items[..., 4], work_items[..., 5] = (
+        part_bounds[:-1, None],
+        part_bounds[1:, None],
+        np.arange(num_parts)[:, None],
+    )
+    return work_items.reshape(-1, 6)
 
 
 # Defined without `custom_op`, whose two Python wrappers per call take as long as a short call itself.
 _LIBRARY = torch.library.Library("headwise", "FRAGMENT")
 _LIBRARY.define(
-    "read_every(Tensor q, Tensor k, Tensor v, Tensor? ends, SymInt? ahead, float scale) -> (Tensor, Tensor)",
+    "flash_attention(Tensor q, Tensor k, Tensor v, Tensor? ends, SymInt? ahead, float scale) -> (Tensor, Tensor)",
     tags=torch.Tag.pt2_compliant_tag,
 )
 _LIBRARY.define(
-    "read_every_backward(Tensor grad, Tensor[] given, Tensor? ends, SymInt? ahead, float scale)"
+    "flash_attention_backward(Tensor grad, Tensor[] tensors, Tensor? ends, SymInt? ahead, float scale)"
     " -> (Tensor, Tensor, Tensor)",
     tags=torch.Tag.pt2_compliant_tag,
 )
 FLASH_FORWARD_OP, FLASH_BACKWARD_OP = (
-    torch.ops.headwise.read_every.default,
-    torch.ops.headwise.read_every_backward.default,
+    torch.ops.headwise.flash_attention.default,
+    torch.ops.headwise.flash_attention_backward.default,
 )
 
 
 def attend_key_ranges(q: Tensor, k: Tensor, v: Tensor, ends: Tensor | None, ahead: int | None, scale: float) -> Tensor:
     """Return the attention of queries q [B, T, H, dim] over k and v [B, S, G, dim or vdim].
 
-    `ends`, int64 [1 or B, T, 2], holds for each token the first key that it reads and the one behind its last. Without
-    it, token t reads the keys up to t + ahead, or all keys if `ahead` is None.
+    `ends`, int64 [1 or B, T, 2], holds for each token its first key and the end of its keys. Without it, token t
+    reads the keys up to t + ahead, or all keys if `ahead` is None.
 
     >>> q, k = torch.zeros(1, 3, 1, 2), torch.zeros(1, 3, 1, 2)
     >>> attend_key_ranges(q, k, torch.arange(3.0).view(1, 3, 1, 1), None, 0, 1.0).flatten().tolist()
     [0.0, 0.5, 1.0]
     """
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        read: Tensor = _FlashAttention.apply(q, k, v, ends, ahead, scale)
-        return read
+        output: Tensor = _FlashAttention.apply(q, k, v, ends, ahead, scale)
+        return output
     return FLASH_FORWARD_OP(q, k, v, ends, ahead, scale)[0]
 
 
 class _FlashAttention(torch.autograd.Function):
-    """Autograd function; the backward pass computes the scores again from the log-sum-exp of each row."""
+    """Autograd function; the backward pass recomputes the scores from the log-sum-exp of each row."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *how: Any) -> Tensor:
-        o, lse = FLASH_FORWARD_OP(q, k, v, *how)
-        ctx.save_for_backward(q, k, v, o, lse, how[0])
-        ctx.how = how[1:]
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *options: Any) -> Tensor:
+        o, lse = FLASH_FORWARD_OP(q, k, v, *options)
+        ctx.save_for_backward(q, k, v, o, lse, options[0])
+        ctx.options = options[1:]
         return o
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         forbid_double_backward(NO_DOUBLE_BACKWARD_REMEDY)
-        *given, ends = ctx.saved_tensors
-        return *FLASH_BACKWARD_OP(grads[0], given, ends, *ctx.how), None, None, None
+        *tensors, ends = ctx.saved_tensors
+        return *FLASH_BACKWARD_OP(grads[0], tensors, ends, *ctx.options), None, None, None
 
 
-@torch.library.impl(_LIBRARY, "read_every", "CPU")
+@torch.library.impl(_LIBRARY, "flash_attention", "CPU")
 def _flash_forward_op(
     q: Tensor, k: Tensor, v: Tensor, ends: Tensor | None, ahead: int | None, scale: float
 ) -> tuple[Tensor, Tensor]:
@@ -483,37 +501,37 @@ def _flash_forward_op(
     return o, lse
 
 
-@torch.library.impl(_LIBRARY, "read_every_backward", "CPU")
+@torch.library.impl(_LIBRARY, "flash_attention_backward", "CPU")
 def _flash_backward_op(
-    grad: Tensor, given: list[Tensor], ends: Tensor | None, ahead: int | None, scale: float
+    grad: Tensor, tensors: list[Tensor], ends: Tensor | None, ahead: int | None, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v; `given` holds q, k, v, the output and the log-sum-exp."""
+    """Return the gradients of q, k and v; `tensors` holds q, k, v, the output and the log-sum-exp."""
     if not FLASH_ATTENTION_KERNELS.is_usable(grad.dtype):
-        return attend_key_ranges_backward_reference(grad, given, ends, ahead, scale)
-    q, k, v, o, lse = given
+        return attend_key_ranges_backward_reference(grad, tensors, ends, ahead, scale)
+    q, k, v, o, lse = tensors
     q, k, v = make_contiguous(q, k, v)
     plan = FlashAttentionPlan.from_tensors(q, k, v, ahead, scale)
     # A tile that reads no key of a part does not write its gradients for that part.
-    make = q.new_empty if ends is None and plan.num_key_parts == 1 else q.new_zeros
-    grads = d_q, d_k, d_v = allocate_gradients(q, k, v, plan.num_key_parts, make)
+    allocate = q.new_empty if ends is None and plan.num_key_parts == 1 else q.new_zeros
+    grads = d_q, d_k, d_v = allocate_gradients(q, k, v, plan.num_key_parts, allocate)
     args = plan.backward_args.replace(q=q, k=k, v=v, out=o, lse=lse, grad=grad.contiguous(), d_q=d_q, d_k=d_k, d_v=d_v)
     FLASH_ATTENTION_KERNELS.launch("backward", q.dtype, _with_key_ranges(args, ends))
     return reduce_gradients(grads, k, v)
 
 
-@torch.library.register_fake("headwise::read_every")
+@torch.library.register_fake("headwise::flash_attention")
 def _(q: Tensor, k: Tensor, v: Tensor, ends: Any, ahead: Any, scale: float) -> tuple[Tensor, Tensor]:
     return q.new_empty(*q.shape[:3], v.shape[-1]), q.new_empty(q.shape[:3])
 
 
-@torch.library.register_fake("headwise::read_every_backward")
-def _(grad: Tensor, given: list[Tensor], ends: Any, ahead: Any, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v, *_ = given
+@torch.library.register_fake("headwise::flash_attention_backward")
+def _(grad: Tensor, tensors: list[Tensor], ends: Any, ahead: Any, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v, *_ = tensors
     return reduce_gradients(allocate_gradients(q, k, v, 1, q.new_empty), k, v)
 
 
-def count_executed_pairs(size: FlashAttentionShape, ends: Tensor | None, ahead: int | None) -> int:
-    """Return how many query-key pairs the kernel computes.
+def count_executed_pairs(shape: FlashAttentionShape, ends: Tensor | None, ahead: int | None) -> int:
+    """Return the number of query-key pairs that the kernel computes.
 
     These are whole tiles of 64 queries, each with all keys from the first to the last that one of its queries reads.
 
@@ -524,47 +542,56 @@ def count_executed_pairs(size: FlashAttentionShape, ends: Tensor | None, ahead: 
     (12288, 16384)
     """
     if ends is not None:
-        return _count_pairs_in_ranges(size, ends)
-    each, units = size.group_size, -(-size.queries * size.group_size // QUERY_TILE_ROWS)
+        return _count_pairs_in_ranges(shape, ends)
+    group_size, num_tiles = shape.group_size, -(-shape.queries * shape.group_size // QUERY_TILE_ROWS)
     if ahead is None:
-        return QUERY_TILE_ROWS * size.batch * size.num_kv_heads * units * size.keys
-    inner = max(
-        0, min(units - 1, (size.keys - ahead) * each // QUERY_TILE_ROWS)
+        return QUERY_TILE_ROWS * shape.batch * shape.num_kv_heads * num_tiles * shape.keys
+    num_causal_tiles = max(
+        0, min(num_tiles - 1, (shape.keys - ahead) * group_size // QUERY_TILE_ROWS)
     )  # tiles whose last row reads fewer than all keys
-    keys = _last_tokens(inner, each) + inner * (ahead + 1) + (units - 1 - inner) * size.keys
-    return QUERY_TILE_ROWS * size.batch * size.num_kv_heads * (keys + min(size.queries + ahead, size.keys))
+    keys = (
+        _sum_last_tokens(num_causal_tiles, group_size)
+        + num_causal_tiles * (ahead + 1)
+        + (num_tiles - 1 - num_causal_tiles) * shape.keys
+    )
+    return QUERY_TILE_ROWS * shape.batch * shape.num_kv_heads * (keys + min(shape.queries + ahead, shape.keys))
 
 
-def _last_tokens(units: int, each: int) -> int:
-    """Return the sum over `units` tiles of the token of each tile's last row.
+def _sum_last_tokens(num_tiles: int, group_size: int) -> int:
+    """Return the sum over `num_tiles` tiles of the token of each tile's last row.
 
     The tokens are periodic up to a constant rise per period, so the sum has a closed form.
     """
-    period = each // gcd(each, QUERY_TILE_ROWS)
-    first, (times, rest) = [(QUERY_TILE_ROWS * (n + 1) - 1) // each for n in range(period)], divmod(units, period)
-    rise = QUERY_TILE_ROWS * period // each
-    every = times * sum(first) + period * rise * times * (times - 1) // 2
-    return every + sum(first[:rest]) + rest * rise * times
+    period = group_size // gcd(group_size, QUERY_TILE_ROWS)
+    first_period, (num_periods, remainder) = (
+        [(QUERY_TILE_ROWS * (n + 1) - 1) // group_size for n in range(period)],
+        divmod(num_tiles, period),
+    )
+    tokens_per_period = QUERY_TILE_ROWS * period // group_size
+    full_periods_sum = (
+        num_periods * sum(first_period) + period * tokens_per_period * num_periods * (num_periods - 1) // 2
+    )
+    return full_periods_sum + sum(first_period[:remainder]) + remainder * tokens_per_period * num_periods
 
 
-def _count_pairs_in_ranges(size: FlashAttentionShape, ends: Tensor) -> int:
-    rows = ends.repeat_interleave(size.group_size, 1)
+def _count_pairs_in_ranges(shape: FlashAttentionShape, ends: Tensor) -> int:
+    rows = ends.repeat_interleave(shape.group_size, 1)
     rows = torch.cat([rows, rows[:, -1:].expand(-1, -rows.shape[1] % QUERY_TILE_ROWS, -1)], 1).unflatten(
         1, (-1, QUERY_TILE_ROWS)
     )
     keys = (rows[..., 1].amax(-1) - rows[..., 0].amin(-1)).clamp(min=0).sum()
-    return QUERY_TILE_ROWS * size.num_kv_heads * int(keys) * (size.batch // len(ends))
+    return QUERY_TILE_ROWS * shape.num_kv_heads * int(keys) * (shape.batch // len(ends))
 
 
-@register_flop_formula(torch.ops.headwise.read_every, get_raw=True)
-def _flash_attention_flops(q: Tensor, k: Tensor, v: Tensor, ends: Any, ahead: Any, scale: float, **said: Any) -> int:
+@register_flop_formula(torch.ops.headwise.flash_attention, get_raw=True)
+def _flash_attention_flops(q: Tensor, k: Tensor, v: Tensor, ends: Any, ahead: Any, scale: float, **kwargs: Any) -> int:
     return 2 * count_executed_pairs(FlashAttentionShape.from_tensors(q, k), ends, ahead) * (q.shape[3] + v.shape[3])
 
 
-@register_flop_formula(torch.ops.headwise.read_every_backward, get_raw=True)
-def _flash_attention_backward_flops(grad: Any, given: Any, ends: Any, ahead: Any, scale: float, **said: Any) -> int:
-    """Count the scores computed again, and two gradients for each of the two products."""
-    q, k, v, *_ = given
+@register_flop_formula(torch.ops.headwise.flash_attention_backward, get_raw=True)
+def _flash_attention_backward_flops(grad: Any, tensors: Any, ends: Any, ahead: Any, scale: float, **kwargs: Any) -> int:
+    """Count the recomputed scores, and two gradients for each of the two products."""
+    q, k, v, *_ = tensors
     return (
         2
         * count_executed_pairs(FlashAttentionShape.from_tensors(q, k), ends, ahead)

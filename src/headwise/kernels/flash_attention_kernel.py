@@ -66,7 +66,7 @@ def zeros_64(dtype):
 
 @njit
 def axpy_64(x, factor, a):
-    """Return a + share * x for 64 elements."""
+    """Return a + factor * x for 64 elements."""
     factors = splat(factor)
     return fma(x[0], factors, a[0]), fma(x[1], factors, a[1]), fma(x[2], factors, a[2]), fma(x[3], factors, a[3])
 
@@ -142,17 +142,17 @@ def gemm(dtype, to, a, b, shape, accumulate):
 
     `to` and `b` are pairs (address, bytes to the next row); `a` is (address, bytes to the next row, bytes to the next
     step). `shape` is (rows, columns, steps), the columns a multiple of 16. Rows are computed in fours, so up to three
-    rows behind the last are written (`GEMM_ROW_PADDING`).
+    rows after the last are written (`GEMM_ROW_PADDING`).
     """
     (to, step), (a, a_stride, a_step), (rows, columns, depth) = to, a, shape
     for m in range(0, rows, 4):
-        left = rows - m - 1  # beyond the last row, read the last row again
+        last_row = rows - m - 1  # rows after the last repeat the last
         first = a + a_stride * m
         a_rows = (
             first,
-            first + a_stride * min(1, left),
-            first + a_stride * min(2, left),
-            first + a_stride * min(3, left),
+            first + a_stride * min(1, last_row),
+            first + a_stride * min(2, last_row),
+            first + a_stride * min(3, last_row),
             a_step,
         )
         gemm_4_rows(dtype, (to + step * m, step), a_rows, b, (columns, depth), accumulate)
@@ -169,7 +169,7 @@ def load_key_ranges(dtype, args, work_item, scratch):
     intersection, inside which no mask is needed.
     """
     query_rows, count = args.query_rows + 8 * load_int64(work_item + 8), load_int64(work_item + 16)
-    low, high, inner, outer = args.num_keys, 0, 0, args.num_keys
+    union_begin, union_end, common_begin, common_end = args.num_keys, 0, 0, args.num_keys
     tokens = args.num_queries * args.num_key_range_rows
     for r in range(QUERY_TILE_ROWS):
         first = end = 0
@@ -179,10 +179,20 @@ def load_key_ranges(dtype, args, work_item, scratch):
                 load_int64(args.key_ranges + 16 * token),
                 load_int64(args.key_ranges + 16 * token + 8),
             )
-            low, high, inner, outer = min(low, first), max(high, end), max(inner, first), min(outer, end)
+            union_begin, union_end, common_begin, common_end = (
+                min(union_begin, first),
+                max(union_end, end),
+                max(common_begin, first),
+                min(common_end, end),
+            )
         store_value(scratch + simd.compute_itemsize(dtype) * r, simd.as_compute_scalar(dtype, first))
         store_value(scratch + simd.compute_itemsize(dtype) * (QUERY_TILE_ROWS + r), simd.as_compute_scalar(dtype, end))
-    return max(low, load_int64(work_item + 24)), min(high, load_int64(work_item + 32)), inner, outer
+    return (
+        max(union_begin, load_int64(work_item + 24)),
+        min(union_end, load_int64(work_item + 32)),
+        common_begin,
+        common_end,
+    )
 
 
 @njit
@@ -214,41 +224,41 @@ def scale_columns(dtype, to, rows, factor):
 
 
 @njit
-def mask_scores(dtype, scores, ends, start, count):
+def mask_scores(dtype, scores, row_state, start, count):
     """Set the scores of keys outside a query's range to -inf."""
-    size, lowest = simd.compute_itemsize(dtype), splat(simd.as_compute_scalar(dtype, -math.inf))
+    size, minus_inf = simd.compute_itemsize(dtype), splat(simd.as_compute_scalar(dtype, -math.inf))
     for c in range(0, size * QUERY_TILE_ROWS, size * SIMD_WIDTH):
-        first, end = load_vector(dtype, ends + c), load_vector(dtype, ends + size * QUERY_TILE_ROWS + c)
+        first, end = load_vector(dtype, row_state + c), load_vector(dtype, row_state + size * QUERY_TILE_ROWS + c)
         for n in range(count):
             address, key = scores + size * QUERY_TILE_ROWS * n + c, splat(simd.as_compute_scalar(dtype, start + n))
-            score = select_below(key, end, load_vector(dtype, address), lowest)
-            store_value(address, select_below(key, first, lowest, score))
+            score = select_below(key, end, load_vector(dtype, address), minus_inf)
+            store_value(address, select_below(key, first, minus_inf, score))
 
 
 @njit
-def online_softmax(dtype, scores, ends, count):
+def online_softmax(dtype, scores, row_state, count):
     """Replace scores by exp(score - running maximum); update the maxima, sums and rescaling factors."""
-    size, lowest, zero = (
+    size, minus_inf, zero = (
         simd.compute_itemsize(dtype),
         splat(simd.as_compute_scalar(dtype, -math.inf)),
         splat(simd.as_compute_scalar(dtype, 0)),
     )
     step = size * QUERY_TILE_ROWS
     for c in range(0, step, size * SIMD_WIDTH):
-        old = load_vector(dtype, ends + 2 * step + c)
-        top = old
+        old_max = load_vector(dtype, row_state + 2 * step + c)
+        new_max = old_max
         for n in range(count):
-            top = vec_max(top, load_vector(dtype, scores + step * n + c))
-        base = select_below(lowest, top, top, zero)  # if all scores are -inf, every weight is exp(-inf) = 0
-        factor = vec_exp(vec_sub(old, base))
-        sums = vec_mul(load_vector(dtype, ends + 3 * step + c), factor)
+            new_max = vec_max(new_max, load_vector(dtype, scores + step * n + c))
+        shift = select_below(minus_inf, new_max, new_max, zero)  # if all scores are -inf, every weight is exp(-inf) = 0
+        factor = vec_exp(vec_sub(old_max, shift))
+        sums = vec_mul(load_vector(dtype, row_state + 3 * step + c), factor)
         for n in range(count):
-            e = vec_exp(vec_sub(load_vector(dtype, scores + step * n + c), base))
-            store_value(scores + step * n + c, e)
-            sums = vec_add(sums, e)
-        store_value(ends + 2 * step + c, top)
-        store_value(ends + 3 * step + c, sums)
-        store_value(ends + 4 * step + c, factor)
+            weights = vec_exp(vec_sub(load_vector(dtype, scores + step * n + c), shift))
+            store_value(scores + step * n + c, weights)
+            sums = vec_add(sums, weights)
+        store_value(row_state + 2 * step + c, new_max)
+        store_value(row_state + 3 * step + c, sums)
+        store_value(row_state + 4 * step + c, factor)
 
 
 @njit
@@ -265,7 +275,7 @@ def qk_tile(dtype, args, keys, q, scores, span):
 
 
 @njit
-def store_output_and_lse(dtype, args, work_item, outputs, ends):
+def store_output_and_lse(dtype, args, work_item, outputs, row_state):
     """Store the normalised outputs and the log-sum-exp; rows without keys get output 0 and lse inf.
 
     With lse = inf, exp(s - lse) is 0 in the backward pass.
@@ -277,12 +287,12 @@ def store_output_and_lse(dtype, args, work_item, outputs, ends):
     )
     for r in range(load_int64(work_item + 16)):
         query_row = load_int64(query_rows + 8 * r)
-        top, sum_ = (
-            load_scalar(dtype, ends + size * (2 * QUERY_TILE_ROWS + r)),
-            load_scalar(dtype, ends + size * (3 * QUERY_TILE_ROWS + r)),
+        row_max, weight_sum = (
+            load_scalar(dtype, row_state + size * (2 * QUERY_TILE_ROWS + r)),
+            load_scalar(dtype, row_state + size * (3 * QUERY_TILE_ROWS + r)),
         )
-        factor = simd.as_compute_scalar(dtype, 1 / sum_ if sum_ != 0 else 0.0)
-        lse = simd.as_compute_scalar(dtype, top + math.log(sum_) if sum_ != 0 else math.inf)
+        factor = simd.as_compute_scalar(dtype, 1 / weight_sum if weight_sum != 0 else 0.0)
+        lse = simd.as_compute_scalar(dtype, row_max + math.log(weight_sum) if weight_sum != 0 else math.inf)
         store_value(args.lse + size * query_row, lse)
         for c in range(vdim):
             to = args.out + size * (query_row * vdim + c)
@@ -315,7 +325,7 @@ def flash_forward(dtype, args, item, scratch):
     sums = scores + step * FLASH_KEY_BLOCK_SIZE
     k = args.k + batch_row * args.k_row_stride + kv_head * args.k_head_stride
     v = args.v + batch_row * args.v_row_stride + kv_head * args.v_head_stride
-    start, stop, inner, outer = load_key_ranges(dtype, args, work_item, scratch)
+    start, stop, common_begin, common_end = load_key_ranges(dtype, args, work_item, scratch)
     load_rows_transposed(dtype, args, work_item, args.q, dim, q)
     clear_memory(dtype, scratch + 2 * step, 3 * QUERY_TILE_ROWS)
     for c in range(0, step, size * SIMD_WIDTH):
@@ -326,7 +336,7 @@ def flash_forward(dtype, args, item, scratch):
     while start < stop:
         count = min(FLASH_KEY_BLOCK_SIZE, stop - start)
         qk_tile(dtype, args, k, q, scores, (start, count))
-        if start < inner or start + count > outer:
+        if start < common_begin or start + count > common_end:
             mask_scores(dtype, scores, scratch, start, count)
         online_softmax(dtype, scores, scratch, count)
         scale_columns(dtype, sums, vdim, scratch + 4 * step)
@@ -345,7 +355,7 @@ def flash_forward(dtype, args, item, scratch):
 
 @njit
 def load_rows(dtype, args, work_item, source, dim, to):
-    """Write the rows of a work item below each other, padded with zeros to whole vectors and 64 rows."""
+    """Write the rows of a work item one after another, padded with zeros to whole vectors and 64 rows."""
     query_rows, count, size = (
         args.query_rows + 8 * load_int64(work_item + 8),
         load_int64(work_item + 16),
@@ -485,7 +495,7 @@ def backward_query_tile(dtype, args, addresses, work_item, scratch):
     grad = q + step * (dim + GEMM_ROW_PADDING)
     d_q = grad + step * (vdim + GEMM_ROW_PADDING) + 2 * step * (FLASH_KEY_BLOCK_SIZE + GEMM_ROW_PADDING)
     q_rows = d_q + step * (dim + GEMM_ROW_PADDING)
-    start, stop, inner, outer = load_key_ranges(dtype, args, work_item, scratch)
+    start, stop, common_begin, common_end = load_key_ranges(dtype, args, work_item, scratch)
     if start >= stop:
         return
     load_row_statistics(dtype, args, work_item, scratch)
@@ -501,7 +511,12 @@ def backward_query_tile(dtype, args, addresses, work_item, scratch):
     while start < stop:
         count = min(FLASH_KEY_BLOCK_SIZE, stop - start)
         backward_key_block(
-            dtype, args, addresses, scratch, (start, count), start < inner or start + -(-count // 4) * 4 > outer
+            dtype,
+            args,
+            addresses,
+            scratch,
+            (start, count),
+            start < common_begin or start + -(-count // 4) * 4 > common_end,
         )
         start += count
     scale_columns(dtype, d_q, dim, scratch + 4 * step)
@@ -527,10 +542,10 @@ def flash_backward(dtype, args, item, scratch):
     v = args.v + batch_row * args.v_row_stride + kv_head * args.v_head_stride
     d_k = args.d_k + size * round_up_to_simd(dim) * args.padded_keys * load_int64(work_item)
     d_v = args.d_v + size * round_up_to_simd(vdim) * args.padded_keys * load_int64(work_item)
-    first, last, tile_item = load_int64(work_item + 24), load_int64(work_item + 32), scratch
-    last = args.padded_keys if last == args.num_keys else last
-    clear_memory(dtype, d_k + size * round_up_to_simd(dim) * first, (last - first) * round_up_to_simd(dim))
-    clear_memory(dtype, d_v + size * round_up_to_simd(vdim) * first, (last - first) * round_up_to_simd(vdim))
+    begin, end, tile_item = load_int64(work_item + 24), load_int64(work_item + 32), scratch
+    end = args.padded_keys if end == args.num_keys else end
+    clear_memory(dtype, d_k + size * round_up_to_simd(dim) * begin, (end - begin) * round_up_to_simd(dim))
+    clear_memory(dtype, d_v + size * round_up_to_simd(vdim) * begin, (end - begin) * round_up_to_simd(vdim))
     for n in range(6):
         store_value(tile_item + 8 * n, load_int64(work_item + 8 * n))
     for start in range(0, load_int64(work_item + 16), QUERY_TILE_ROWS):

@@ -2,11 +2,12 @@
 
 With factors of the query (qs, qt, qg) and of the key (ks, kt, kg), for each query t and key s:
 
-    out[o] = a[own[o]] (qg[o] + kg[o]) + sum_r (sum_h a[h] qs[r, h]) qt[r, o] + sum_r (sum_h a[h] ks[r, h]) kt[r, o]
+    out[o] = a[head_of_output[o]] (qg[o] + kg[o])
+             + sum_r (sum_h a[h] qs[r, h]) qt[r, o] + sum_r (sum_h a[h] ks[r, h]) kt[r, o]
 
 In plain PyTorch, for one group of heads:
 
-    out = a[:, own] * (qg.movedim(-1, 1)[..., None] + kg.transpose(1, 2))
+    out = a[:, head_of_output] * (qg.movedim(-1, 1)[..., None] + kg.transpose(1, 2))
     out += torch.einsum("bhts,btrh,btro->bots", a, qs, qt) + torch.einsum("bhts,brhs,bros->bots", a, ks, kt)
 
 `head_mixing_kernel` holds the kernels and their loop order.
@@ -74,7 +75,7 @@ HEAD_MIXING_KERNELS = ParallelKernelSet(
     backward=("head_mixing_backward", HeadMixingArgs),
 )
 
-# --- The operation `headwise::composed` ----------------------------------------------------------------
+# --- The operation `headwise::head_mixing` ----------------------------------------------------------------
 
 
 def can_use_kernels(a_BHTS: Tensor) -> bool:
@@ -84,7 +85,7 @@ def can_use_kernels(a_BHTS: Tensor) -> bool:
     return HEAD_MIXING_KERNELS.is_usable(a_BHTS.dtype)
 
 
-@torch.library.custom_op("headwise::composed", mutates_args=(), device_types="cpu")
+@torch.library.custom_op("headwise::head_mixing", mutates_args=(), device_types="cpu")
 def mix_heads_by_factors(a: Tensor, head_of_output: Tensor, heads_per_group: int, factors: list[Tensor]) -> Tensor:
     """Return [B, O, T, S], the heads a [B, H, T, S] mixed by the factors of queries and keys.
 
@@ -98,7 +99,7 @@ def mix_heads_by_factors(a: Tensor, head_of_output: Tensor, heads_per_group: int
     return _unpad_keys(output, a.shape[3])
 
 
-@torch.library.custom_op("headwise::composed_backward", mutates_args=(), device_types="cpu")
+@torch.library.custom_op("headwise::head_mixing_backward", mutates_args=(), device_types="cpu")
 def mix_heads_by_factors_backward(
     grad: Tensor, a: Tensor, head_of_output: Tensor, heads_per_group: int, factors: list[Tensor]
 ) -> list[Tensor]:
@@ -154,8 +155,8 @@ def _make_args(a: Tensor, head_of_output: Tensor, heads_per_group: int, factors:
 
 def _pad_keys(t: Tensor) -> Tensor:
     """Return t contiguous, with its keys padded to whole vectors."""
-    lacking = -t.shape[-1] % SIMD_WIDTH
-    return (F.pad(t, (0, lacking)) if lacking else t).contiguous()  # F.pad may return permuted strides
+    padding = -t.shape[-1] % SIMD_WIDTH
+    return (F.pad(t, (0, padding)) if padding else t).contiguous()  # F.pad may return permuted strides
 
 
 def _unpad_keys(t: Tensor, keys: int) -> Tensor:
@@ -163,38 +164,40 @@ def _unpad_keys(t: Tensor, keys: int) -> Tensor:
 
 
 @mix_heads_by_factors.register_fake
-def _(a: Tensor, own: Tensor, each: int, factors: list[Tensor]) -> Tensor:
-    return a.new_empty(a.shape[0], own.shape[0], *a.shape[2:])
+def _(a: Tensor, head_of_output: Tensor, heads_per_group: int, factors: list[Tensor]) -> Tensor:
+    return a.new_empty(a.shape[0], head_of_output.shape[0], *a.shape[2:])
 
 
 @mix_heads_by_factors_backward.register_fake
-def _(grad: Tensor, a: Tensor, own: Tensor, each: int, factors: list[Tensor]) -> list[Tensor]:
+def _(grad: Tensor, a: Tensor, head_of_output: Tensor, heads_per_group: int, factors: list[Tensor]) -> list[Tensor]:
     return [torch.empty_like(t, memory_format=torch.contiguous_format) for t in (a, *factors)]
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    a, own, ctx.each, factors = inputs
-    ctx.save_for_backward(a, own, *factors)
+    a, head_of_output, ctx.heads_per_group, factors = inputs
+    ctx.save_for_backward(a, head_of_output, *factors)
 
 
 def _head_mixing_autograd_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     forbid_double_backward(NO_DOUBLE_BACKWARD_REMEDY)
-    a, own, *factors = ctx.saved_tensors
-    d_a, *d_factors = mix_heads_by_factors_backward(grad, a, own, ctx.each, factors)
+    a, head_of_output, *factors = ctx.saved_tensors
+    d_a, *d_factors = mix_heads_by_factors_backward(grad, a, head_of_output, ctx.heads_per_group, factors)
     return d_a, None, None, d_factors
 
 
 mix_heads_by_factors.register_autograd(_head_mixing_autograd_backward, setup_context=_save_for_backward)
 
 
-@register_flop_formula(torch.ops.headwise.composed)
-def _head_mixing_flops(a: Any, own: Any, each: int, factors: Any, **said: Any) -> int:
+@register_flop_formula(torch.ops.headwise.head_mixing)
+def _head_mixing_flops(a: Any, head_of_output: Any, heads_per_group: int, factors: Any, **kwargs: Any) -> int:
     batch, heads, queries, keys = a
-    return 2 * batch * queries * keys * (factors[0][2] + factors[3][1]) * (heads + own[0])
+    return 2 * batch * queries * keys * (factors[0][2] + factors[3][1]) * (heads + head_of_output[0])
 
 
-@register_flop_formula(torch.ops.headwise.composed_backward)
-def _head_mixing_backward_flops(grad: Any, a: Any, own: Any, each: int, factors: Any, **said: Any) -> int:
-    """Count the rank products computed again, and two gradients for each product with factors."""
+@register_flop_formula(torch.ops.headwise.head_mixing_backward)
+def _head_mixing_backward_flops(
+    grad: Any, a: Any, head_of_output: Any, heads_per_group: int, factors: Any, **kwargs: Any
+) -> int:
+    """Count the recomputed rank products, and two gradients for each product with factors."""
     batch, heads, queries, keys = a
-    return 2 * batch * queries * keys * (factors[0][2] + factors[3][1]) * (3 * heads + 2 * own[0])
+    return 2 * batch * queries * keys * (factors[0][2] + factors[3][1]) * (3 * heads + 2 * head_of_output[0])

@@ -61,21 +61,21 @@ def accumulate_product(dtype, to, a, b):
 
 
 @njit
-def dot_with_scalars(dtype, x, factor, first, last):
+def dot_with_scalars(dtype, x, factor, begin, end):
     """Return sum_h x[h] factor[h] for 16 keys, where the factor is one number per head."""
     size, step = simd.compute_itemsize(dtype), simd.compute_itemsize(dtype) * KEY_TILE_SIZE
     a = splat(simd.as_compute_scalar(dtype, 0))
-    for h in range(first, last):
+    for h in range(begin, end):
         a = fma(load_vector(dtype, x + step * h), splat(load_scalar(dtype, factor + size * h)), a)
     return a
 
 
 @njit
-def dot_with_vectors(dtype, x, factor, first, last):
+def dot_with_vectors(dtype, x, factor, begin, end):
     """Return sum_h x[h] factor[h] for 16 keys, where the factor has one number per head and key."""
     step = simd.compute_itemsize(dtype) * KEY_TILE_SIZE
     a = splat(simd.as_compute_scalar(dtype, 0))
-    for h in range(first, last):
+    for h in range(begin, end):
         a = fma(load_vector(dtype, x + step * h), load_vector(dtype, factor + step * h), a)
     return a
 
@@ -84,12 +84,12 @@ def dot_with_vectors(dtype, x, factor, first, last):
 def head_group_bounds(args, group):
     """Return the range of heads of group n and of its output heads; a single group has all output heads."""
     heads_per_group = args.heads_per_group
-    first, last = group * heads_per_group, (group + 1) * heads_per_group
+    begin, end = group * heads_per_group, (group + 1) * heads_per_group
     return (
-        first,
-        last,
-        first,
-        args.num_output_heads if heads_per_group == args.num_heads else last,
+        begin,
+        end,
+        begin,
+        args.num_output_heads if heads_per_group == args.num_heads else end,
     )
 
 
@@ -153,14 +153,14 @@ def compose_key_vector(dtype, args, row, scratch):
             factor = vec_add(factor, load_vector(dtype, key_gate + step * o))
         store_value(y + step * o, vec_mul(a, factor))
     for n in range(H // args.heads_per_group):
-        first, last, begin, end = head_group_bounds(args, n)
+        head_begin, head_end, output_begin, output_end = head_group_bounds(args, n)
         for r in range(q_ranks):
-            a = dot_with_scalars(dtype, x, source + size * r * H, first, last)
-            for o in range(begin, end):
+            a = dot_with_scalars(dtype, x, source + size * r * H, head_begin, head_end)
+            for o in range(output_begin, output_end):
                 accumulate_product(dtype, y + step * o, a, splat(load_scalar(dtype, target + size * (r * OUT + o))))
         for r in range(k_ranks):
-            a = dot_with_vectors(dtype, x, key_source + step * r * H, first, last)
-            for o in range(begin, end):
+            a = dot_with_vectors(dtype, x, key_source + step * r * H, head_begin, head_end)
+            for o in range(output_begin, output_end):
                 accumulate_product(dtype, y + step * o, a, load_vector(dtype, key_target + step * (r * OUT + o)))
 
 
@@ -230,17 +230,20 @@ def backward_query_ranks(dtype, args, row, heads, scratch):
         args.num_output_heads,
         args.q_ranks,
     )
-    first, last, begin, end = heads
+    head_begin, head_end, output_begin, output_end = heads
     g = x + step * H
     for r in range(ranks):
         source = args.q_source + size * (row * ranks + r) * H
         target = args.q_target + size * (row * ranks + r) * OUT
-        a, d_a = dot_with_scalars(dtype, x, source, first, last), dot_with_scalars(dtype, g, target, begin, end)
+        a, d_a = (
+            dot_with_scalars(dtype, x, source, head_begin, head_end),
+            dot_with_scalars(dtype, g, target, output_begin, output_end),
+        )
         d_source = sums + size * SIMD_WIDTH * (OUT + r * H)
         d_target = sums + size * SIMD_WIDTH * (OUT + ranks * H + r * OUT)
-        for o in range(begin, end):
+        for o in range(output_begin, output_end):
             accumulate_product(dtype, d_target + size * SIMD_WIDTH * o, load_vector(dtype, g + step * o), a)
-        for h in range(first, last):
+        for h in range(head_begin, head_end):
             accumulate_product(dtype, d_x + step * h, d_a, splat(load_scalar(dtype, source + size * h)))
             accumulate_product(dtype, d_source + size * SIMD_WIDTH * h, load_vector(dtype, x + step * h), d_a)
 
@@ -255,15 +258,15 @@ def backward_key_ranks(dtype, args, heads, scratch):
         args.num_output_heads,
         args.k_ranks,
     )
-    first, last, begin, end = heads
+    head_begin, head_end, output_begin, output_end = heads
     g = x + step * H
     for r in range(ranks):
         at_source, at_target = step * r * H, step * (ranks * H + r * OUT)
-        a = dot_with_vectors(dtype, x, keys + at_source, first, last)
-        d_a = dot_with_vectors(dtype, g, keys + at_target, begin, end)
-        for o in range(begin, end):
+        a = dot_with_vectors(dtype, x, keys + at_source, head_begin, head_end)
+        d_a = dot_with_vectors(dtype, g, keys + at_target, output_begin, output_end)
+        for o in range(output_begin, output_end):
             accumulate_product(dtype, d_keys + at_target + step * o, load_vector(dtype, g + step * o), a)
-        for h in range(first, last):
+        for h in range(head_begin, head_end):
             accumulate_product(dtype, d_x + step * h, d_a, load_vector(dtype, keys + at_source + step * h))
             accumulate_product(dtype, d_keys + at_source + step * h, load_vector(dtype, x + step * h), d_a)
 

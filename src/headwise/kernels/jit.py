@@ -2,7 +2,7 @@
 
 Reading a field is one 64-bit load from a fixed offset. Tensors are their addresses, int64.
 
-`launch` calls these and imports this module only then.
+`launch` imports this module when it first compiles a kernel.
 """
 
 from __future__ import annotations
@@ -120,11 +120,11 @@ store_arg: Any = _store_arg
 
 
 @extending.register_jitable
-def copy_args(args, to):
+def copy_args(args, target):
     """Copy a record to an address and return the copy."""
     for n in range(_args_num_words(args)):
-        store_value(to + WORD_BYTES * n, load_int64(_args_address(args) + WORD_BYTES * n))
-    return _args_at(args, to)
+        store_value(target + WORD_BYTES * n, load_int64(_args_address(args) + WORD_BYTES * n))
+    return _args_at(args, target)
 
 
 # --- Compilation ---------------------------------------------------------------------------------------
@@ -149,17 +149,17 @@ def compile_kernel(
 
     With `only_from_disk`, return None unless it was compiled before.
     """
-    mark = KERNEL_SOURCE_HASH
+    source_hash = KERNEL_SOURCE_HASH
     if dtype_name:
 
         def entry(address):
-            if mark:
+            if source_hash:
                 function(storage_type(dtype_name), args_from_address(record_name, address))
 
     else:
 
         def entry(address):
-            if mark:
+            if source_hash:
                 function(args_from_address(record_name, address))
 
     return _compile_entry_point(entry, f"{function.__module__}.{name}.{dtype_name}", only_from_disk)
@@ -169,10 +169,10 @@ def compile_work_items(
     function: Callable[..., None], record_name: str, name: str, dtype_name: str, only_from_disk: bool = False
 ) -> Any:
     """Compile what every thread runs: take a scratch buffer, then call the kernel for work items until none is left."""
-    mark = KERNEL_SOURCE_HASH
+    source_hash = KERNEL_SOURCE_HASH
 
     def entry(address):
-        if mark:
+        if source_hash:
             args = args_from_address(record_name, address)
             thread = fetch_and_increment(args_field_address(args, "next_thread"))
             scratch = args.scratch + args.scratch_bytes * thread

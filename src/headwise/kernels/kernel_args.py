@@ -8,7 +8,7 @@ A kernel takes one address, that of its argument record. A record is a class wit
         factor: float = 0.0
 
 The operation builds it by keyword, `ScaleArgs.make(x=x, count=x.numel(), factor=2.0)`; the kernel reads `args.x`,
-`args.count` and `args.factor` (see `args_pointer`). In memory every field is one 64-bit word, in the order of
+`args.count` and `args.factor` (see `jit`). In memory every field is one 64-bit word, in the order of
 declaration. Fields that a call leaves out are 0.
 
 A record keeps its tensors alive, and this module is the only one that takes their addresses. `check_tensors` compares
@@ -31,7 +31,7 @@ SCRATCH_WORD, SCRATCH_BYTES_WORD = 3, 4  # in `ParallelKernelArgs`
 
 
 class TensorLayout(NamedTuple):
-    """What a kernel expects of a tensor argument; dtype None is the dtype that the kernel is compiled for."""
+    """Dtype and strides of a tensor argument; dtype None is the dtype that the kernel is compiled for."""
 
     dtype: torch.dtype | str | None
     strides: str = "contiguous"  # or "last": the last axis has stride 1; or "any". Other fields then hold the strides
@@ -82,8 +82,10 @@ def _memory_range(name: str, memory: Tensor | array) -> MemoryRange:
     begin, itemsize = address_of(memory), memory.itemsize
     if isinstance(memory, array):
         return MemoryRange(name, begin, begin + itemsize * len(memory))
-    last = sum((n - 1) * step for n, step in zip(memory.shape, memory.stride(), strict=True))
-    return MemoryRange(f"{name} {list(memory.shape)}", begin, begin + itemsize * (last + 1) * (memory.numel() > 0))
+    last_offset = sum((n - 1) * stride for n, stride in zip(memory.shape, memory.stride(), strict=True))
+    return MemoryRange(
+        f"{name} {list(memory.shape)}", begin, begin + itemsize * (last_offset + 1) * (memory.numel() > 0)
+    )
 
 
 class ArgField(NamedTuple):
@@ -128,10 +130,10 @@ def matrix_table(matrices: Sequence[Tensor]) -> array:
     return array("q", [word for matrix in matrices for word in (matrix.data_ptr(), matrix.shape[0])])
 
 
-def _make_field(hint: Any, index: int, slot: int) -> ArgField:
-    if hint in (int, float):
-        return ArgField(index, hint.__name__)
-    values, layout = get_args(hint)
+def _make_field(annotation: Any, index: int, slot: int) -> ArgField:
+    if annotation in (int, float):
+        return ArgField(index, annotation.__name__)
+    values, layout = get_args(annotation)
     return ArgField(index, "table" if values == get_args(TableArg)[0] else "tensor", slot, layout)
 
 
@@ -142,15 +144,15 @@ def _generate_make(record: type[KernelArgs]) -> Callable[..., Any]:
     a class with many keywords.
     """
     fields = record.fields
-    missing = {"int": "0", "float": "0.0", "tensor": "None", "table": "None"}
-    word = {
+    defaults = {"int": "0", "float": "0.0", "tensor": "None", "table": "None"}
+    conversions = {
         "int": "{0}",
         "float": "{0}",
         "tensor": "0 if {0} is None else {0}.data_ptr()",
         "table": "address_of({0})",
     }
-    parameters = ", ".join(f"{name}={missing[field.kind]}" for name, field in fields.items())
-    words = ", ".join(word[field.kind].format(name) for name, field in fields.items())
+    parameters = ", ".join(f"{name}={defaults[field.kind]}" for name, field in fields.items())
+    words = ", ".join(conversions[field.kind].format(name) for name, field in fields.items())
     tensors = ", ".join(name for name, field in fields.items() if field.slot >= 0)
     source = (
         f"def make(*, {parameters}):\n"
@@ -160,12 +162,12 @@ def _generate_make(record: type[KernelArgs]) -> Callable[..., Any]:
         "    args.address = words.buffer_info()[0]\n"
         "    return args\n"
     )
-    letters = "".join("d" if field.kind == "float" else "q" for field in fields.values())
+    format_codes = "".join("d" if field.kind == "float" else "q" for field in fields.values())
     namespace: dict[str, Any] = {
         "new": object.__new__,
         "record": record,
         "array": array,
-        "pack": Struct("=" + letters).pack,
+        "pack": Struct("=" + format_codes).pack,
         "address_of": address_of,
     }
     exec(source, namespace)
@@ -195,9 +197,9 @@ class KernelArgs:
     def __init_subclass__(cls, is_checked: bool = True) -> None:
         cls.is_checked, cls.fields, cls.layouts = is_checked, dict(cls.fields), dict(cls.layouts)
         cls.dtypes_by_storage = {}
-        hints = get_type_hints(cls, include_extras=True)
+        annotations = get_type_hints(cls, include_extras=True)
         for name in get_annotations(cls):
-            field = cls.fields[name] = _make_field(hints[name], len(cls.fields), len(cls.layouts))
+            field = cls.fields[name] = _make_field(annotations[name], len(cls.fields), len(cls.layouts))
             if field.layout is not None:
                 cls.layouts[name] = field.layout
             setattr(cls, name, _Word(field))

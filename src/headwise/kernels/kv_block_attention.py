@@ -8,9 +8,9 @@ For each head h, its key head g and the block's keys j, with running maximum m, 
 
 In plain PyTorch one block is `s = q @ k.T`, `p = torch.exp(s - m_new)`, `o = o * torch.exp(m - m_new) + p @ v`.
 
-Loop order, for scores and for values alike: four keys at a time in storage order, key heads, up to four query heads of
+Loop order, for scores and for values: four keys at a time in storage order, key heads, up to four query heads of
 the group, channels in vectors of 16. Each key and value is read from memory once for all query heads of its group.
-Keys may lie anywhere: a block holds one address per key. While four keys are read, later ones are prefetched.
+Keys may be anywhere in memory: a block holds one address per key. While four keys are read, later ones are prefetched.
 
 The scratch buffer holds the addresses of two blocks (the current and the next), the scores of all heads, one rescaling
 factor per head and one vector for partial loads.
@@ -93,27 +93,27 @@ def fma_4_keys_4_heads(dtype, x, q, offsets, a):
 
 
 @njit_inline
-def load_4_keys(dtype, keys, at):
+def load_4_keys(dtype, keys, offset):
     """Load 16 channels of four keys."""
     return (
-        load_storage(dtype, keys[0] + at),
-        load_storage(dtype, keys[1] + at),
-        load_storage(dtype, keys[2] + at),
-        load_storage(dtype, keys[3] + at),
+        load_storage(dtype, keys[0] + offset),
+        load_storage(dtype, keys[1] + offset),
+        load_storage(dtype, keys[2] + offset),
+        load_storage(dtype, keys[3] + offset),
     )
 
 
 @njit
-def load_4_keys_partial(dtype, keys, at, bounds, scratch):
+def load_4_keys_partial(dtype, keys, offset, bounds, scratch):
     """Load up to 16 channels of up to four keys; missing ones are zero and their memory is not read."""
     count, num_keys = bounds
     a, b = (
-        load_row_tail(dtype, keys[0] + at, count, scratch),
-        load_row_tail(dtype, keys[1] + at, count if num_keys > 1 else 0, scratch),
+        load_row_tail(dtype, keys[0] + offset, count, scratch),
+        load_row_tail(dtype, keys[1] + offset, count if num_keys > 1 else 0, scratch),
     )
     c, d = (
-        load_row_tail(dtype, keys[2] + at, count if num_keys > 2 else 0, scratch),
-        load_row_tail(dtype, keys[3] + at, count if num_keys > 3 else 0, scratch),
+        load_row_tail(dtype, keys[2] + offset, count if num_keys > 2 else 0, scratch),
+        load_row_tail(dtype, keys[3] + offset, count if num_keys > 3 else 0, scratch),
     )
     return a, b, c, d
 
@@ -182,9 +182,9 @@ def qk_1_head(dtype, q, keys, bounds, scratch, to):
 
 
 @njit
-def heads_per_step(left):
-    """Return how many heads to process together: four or three, else one, as two together are slower."""
-    return min(left, 4) if left > 2 else 1
+def heads_per_step(num_remaining):
+    """Return the number of heads to process together: four or three, else one, as two together are slower."""
+    return min(num_remaining, 4) if num_remaining > 2 else 1
 
 
 @njit_inline
@@ -203,39 +203,39 @@ def qk_head_group(dtype, q, keys, bounds, scratch, to):
 
 @njit
 def prefetch_distance(args, itemsize):
-    """Return how many keys ahead to prefetch: enough for `KV_PREFETCH_BYTES`, but at most one block."""
+    """Return the number of keys ahead to prefetch: enough for `KV_PREFETCH_BYTES`, but at most one block."""
     bytes_per_step = KEYS_PER_STEP * args.num_kv_heads * itemsize * (args.dim + args.vdim) // 2
     return min(KEYS_PER_STEP * ((KV_PREFETCH_BYTES + bytes_per_step - 1) // bytes_per_step), KV_BLOCK_SIZE)
 
 
 @njit
-def prefetch_targets(i, current, next_list):
-    """Return which keys to prefetch while four are read.
+def prefetch_targets(i, current_keys, next_keys):
+    """Return the keys to prefetch while the current four are processed.
 
-    The result is their address list, their number, the bytes of one head, the bytes to the next head, and whether all
-    of it is one contiguous piece of memory.
+    The result is their address list, their number, the bytes of one head, the bytes to the next head, and whether
+    the keys are contiguous in memory.
     """
-    list_, count, head_bytes, head_stride, groups = current
+    addresses, count, head_bytes, head_stride, groups = current_keys
     if i >= count:
         i -= (count + KEYS_PER_STEP - 1) // KEYS_PER_STEP * KEYS_PER_STEP
-        list_, count, head_bytes, head_stride, groups = next_list
-    list_, num_keys = list_ + 8 * i, min(KEYS_PER_STEP, count - i)
+        addresses, count, head_bytes, head_stride, groups = next_keys
+    addresses, num_keys = addresses + 8 * i, min(KEYS_PER_STEP, count - i)
     is_contiguous = (
         num_keys > 0
         and head_stride == head_bytes
-        and load_int64(list_ + 8 * (num_keys - 1)) - load_int64(list_) == (num_keys - 1) * groups * head_bytes
+        and load_int64(addresses + 8 * (num_keys - 1)) - load_int64(addresses) == (num_keys - 1) * groups * head_bytes
     )
-    return list_, num_keys, head_bytes, head_stride, is_contiguous
+    return addresses, num_keys, head_bytes, head_stride, is_contiguous
 
 
 @njit_inline
 def prefetch_head(g, groups, keys):
     """Prefetch one head's share of some keys: in storage order if they are contiguous, else the head's own bytes."""
-    list_, num_keys, head_bytes, head_stride, is_contiguous = keys
+    addresses, num_keys, head_bytes, head_stride, is_contiguous = keys
     if is_contiguous:
         begin, end = (
-            load_int64(list_) + g * KEYS_PER_STEP * head_bytes,
-            load_int64(list_) + num_keys * groups * head_bytes,
+            load_int64(addresses) + g * KEYS_PER_STEP * head_bytes,
+            load_int64(addresses) + num_keys * groups * head_bytes,
         )
         for line in range(begin, min(begin + KEYS_PER_STEP * head_bytes, end), 4 * CACHE_LINE_BYTES):
             prefetch_l1(line)
@@ -244,7 +244,7 @@ def prefetch_head(g, groups, keys):
             prefetch_l1(line + 3 * CACHE_LINE_BYTES)
     else:
         for n in range(num_keys):
-            begin = load_int64(list_ + 8 * n) + g * head_stride
+            begin = load_int64(addresses + 8 * n) + g * head_stride
             for line in range(begin, begin + head_bytes, CACHE_LINE_BYTES):
                 prefetch_l1(line)
 
@@ -267,8 +267,8 @@ def qk_block(dtype, args, q, scratch, count):
         scratch + SCORES_OFFSET + compute_itemsize(dtype) * (heads * KV_BLOCK_SIZE + round_up_to_simd(heads)),
         prefetch_distance(args, storage_itemsize(dtype)),
     )
-    keys_read = scratch + KEYS_OFFSET, count, storage_itemsize(dtype) * dim, k_head, groups
-    values_next = (
+    current_keys = scratch + KEYS_OFFSET, count, storage_itemsize(dtype) * dim, k_head, groups
+    next_values = (
         scratch + VALUES_OFFSET,
         count,
         storage_itemsize(dtype) * args.vdim,
@@ -277,7 +277,7 @@ def qk_block(dtype, args, q, scratch, count):
     )
     for i in range(0, count, KEYS_PER_STEP):
         scores, num_keys = scratch + SCORES_OFFSET + compute_itemsize(dtype) * i, min(KEYS_PER_STEP, count - i)
-        targets = prefetch_targets(i + distance, keys_read, values_next)
+        targets = prefetch_targets(i + distance, current_keys, next_values)
         for g in range(groups):
             prefetch_head(g, groups, targets)
             keys, h = key_addresses(scratch + KEYS_OFFSET + 8 * i, g * k_head), g * group_size
@@ -413,11 +413,11 @@ def pv_block(dtype, args, scratch, part, count, next_count):
         scratch + SCORES_OFFSET + compute_itemsize(dtype) * heads * KV_BLOCK_SIZE,
         prefetch_distance(args, storage_itemsize(dtype)),
     )
-    values_read, tail = (
+    current_values, tail = (
         (scratch + VALUES_OFFSET, count, storage_itemsize(dtype) * dim, v_head, groups),
         factors + compute_itemsize(dtype) * round_up_to_simd(heads),
     )
-    keys_next = (
+    next_keys = (
         scratch + NEXT_BLOCK_OFFSET + KEYS_OFFSET,
         next_count,
         storage_itemsize(dtype) * args.dim,
@@ -427,7 +427,7 @@ def pv_block(dtype, args, scratch, part, count, next_count):
     rescale_output(dtype, args, factors, part)
     for i in range(0, count, KEYS_PER_STEP):
         scores, num_keys = scratch + SCORES_OFFSET + compute_itemsize(dtype) * i, min(KEYS_PER_STEP, count - i)
-        targets = prefetch_targets(i + distance, values_read, keys_next)
+        targets = prefetch_targets(i + distance, current_values, next_keys)
         for g in range(groups):
             prefetch_head(g, groups, targets)
             keys, h = key_addresses(scratch + VALUES_OFFSET + 8 * i, g * v_head), g * group_size
@@ -512,33 +512,33 @@ def add_bias(dtype, args, row, scratch, count):
 def online_softmax(dtype, args, scratch, part, count):
     """Replace scores by exp(score - running maximum); update maxima, sums and rescaling factors."""
     factors = scratch + SCORES_OFFSET + compute_itemsize(dtype) * args.num_heads * KV_BLOCK_SIZE
-    step, lowest = (
+    step, minus_inf = (
         compute_itemsize(dtype) * (round_up_to_simd(args.vdim) + 2),
         as_compute_scalar(dtype, -math.inf),
     )
     for h in range(args.num_heads):
-        x, ends = (
+        x, max_and_sum = (
             scratch + SCORES_OFFSET + compute_itemsize(dtype) * KV_BLOCK_SIZE * h,
             part + step * (h + 1) - 2 * compute_itemsize(dtype),
         )
         for i in range(count, round_up_to_simd(count)):
-            store_value(x + compute_itemsize(dtype) * i, lowest)
-        top = splat(lowest)
+            store_value(x + compute_itemsize(dtype) * i, minus_inf)
+        maxima = splat(minus_inf)
         for c in range(0, count, SIMD_WIDTH):
-            top = vec_max(top, load_vector(dtype, x + compute_itemsize(dtype) * c))
-        old = load_scalar(dtype, ends)
-        new = max(old, reduce_max(top))
-        base = (
-            new if new > lowest else as_compute_scalar(dtype, 0.0)
+            maxima = vec_max(maxima, load_vector(dtype, x + compute_itemsize(dtype) * c))
+        old_max = load_scalar(dtype, max_and_sum)
+        new_max = max(old_max, reduce_max(maxima))
+        shift = (
+            new_max if new_max > minus_inf else as_compute_scalar(dtype, 0.0)
         )  # if all scores are -inf, every weight is exp(-inf) = 0
-        factor, sums = as_compute_scalar(dtype, math.exp(old - base)), splat(as_compute_scalar(dtype, 0.0))
+        factor, sums = as_compute_scalar(dtype, math.exp(old_max - shift)), splat(as_compute_scalar(dtype, 0.0))
         for c in range(0, count, SIMD_WIDTH):
-            e = vec_exp(vec_sub(load_vector(dtype, x + compute_itemsize(dtype) * c), splat(base)))
-            store_value(x + compute_itemsize(dtype) * c, e)
-            sums = vec_add(sums, e)
-        store_value(ends, new)
+            weights = vec_exp(vec_sub(load_vector(dtype, x + compute_itemsize(dtype) * c), splat(shift)))
+            store_value(x + compute_itemsize(dtype) * c, weights)
+            sums = vec_add(sums, weights)
+        store_value(max_and_sum, new_max)
         store_value(
-            ends + compute_itemsize(dtype),
-            load_scalar(dtype, ends + compute_itemsize(dtype)) * factor + reduce_sum(sums),
+            max_and_sum + compute_itemsize(dtype),
+            load_scalar(dtype, max_and_sum + compute_itemsize(dtype)) * factor + reduce_sum(sums),
         )
         store_value(factors + compute_itemsize(dtype) * h, factor)

@@ -8,7 +8,7 @@ A kernel takes one address: that of its argument record (`kernel_args`). A `Para
 items. Each thread takes the next item from an atomic counter until none is left, and has a scratch buffer of its own.
 The result of an item never depends on the thread that computes it.
 
-Numba is imported, and a kernel compiled, when the kernel is first used (`compilation` chooses by whom).
+Numba is imported, and a kernel compiled, when the kernel is first used (`compilation` chooses the process).
 `kernel_problem` returns why that is not possible on this machine; the backends and parts then use torch operations.
 """
 
@@ -79,15 +79,15 @@ OPENMP_LIBRARIES = ("libgomp*.so*", "libomp*.so*", "libiomp5*.so*", "libomp*.dyl
 def _find_openmp() -> ctypes.CDLL | None:
     """Load the OpenMP runtime that is shipped with torch; None if there is none or it lacks `GOMP_parallel`."""
     root = Path(torch.__file__).parent
-    found = [
+    paths = [
         path
         for folder in (root / "lib", root.parent / "torch.libs")
         for name in OPENMP_LIBRARIES
         for path in folder.glob(name)
     ]
-    if not found or not torch.backends.openmp.is_available():
+    if not paths or not torch.backends.openmp.is_available():
         return None
-    library = ctypes.CDLL(str(found[0]))
+    library = ctypes.CDLL(str(paths[0]))
     try:
         library.GOMP_parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
     except AttributeError:  # the runtime of another compiler, without this entry point
@@ -151,7 +151,7 @@ class KernelSet:
         return f"{self.module}:{'+'.join(self.functions)}:{self._dtype_name(dtype)}"
 
     def is_usable(self, dtype: torch.dtype | None = None) -> bool:
-        """Return True if a call may use these kernels: they are compiled, or the call is to compile them.
+        """Return True if a call may use these kernels: they are compiled, or the call compiles them.
 
         If not, the caller uses torch operations, and a background process compiles the kernels for later calls.
         """
@@ -164,7 +164,7 @@ class KernelSet:
         if all((name, dtype) in self.compiled_functions for name in self.functions):
             self.usable_dtypes.add(dtype)
         elif STATE.policy == "wait":
-            self.usable_dtypes.add(dtype)  # the next call need not ask again; it compiles what it lacks
+            self.usable_dtypes.add(dtype)  # later calls skip this check; `run` compiles missing kernels
         elif STATE.is_running(task):
             return False
         elif STATE.policy == "auto" and not DEBUG_KERNELS and task not in STATE.failed and not self._load_all(dtype):

@@ -6,8 +6,8 @@ For row b and head h, with g = h // (H / G) and the keys j that the spans of row
     o[b, h] = sum_j softmax(s)[j] v[j, g]             lse[b, h] = log sum_j exp(s[j])
 
 `attend_paged_reference` computes this in plain PyTorch: it gathers the pages and keeps all scores. The kernel reads
-pages where they lie. One call runs two kernels: `plan` (see `split_kv_schedule`) splits the keys of every row into
-chunks of 256 and groups rows that share a prefix, then all threads of the pool run `work` (see
+pages in place. One call runs two kernels: `plan` (see `split_kv_schedule`) splits the keys of every row into
+chunks of 256 and groups rows that share a prefix, then all threads of the pool run `attend` (see
 `paged_decode_kernel`): for each work item, for each block of 64 keys: scores, online softmax, weighted values. The last
 thread to finish a row combines its splits (Flash-Decoding).
 
@@ -47,14 +47,17 @@ MAX_ROWS_TOGETHER = 8  # maximum number of rows that read a shared prefix togeth
 
 
 class PagedDecodeArgs(ParallelKernelArgs):
-    """Arguments of the kernels `plan` and `work`; strides count bytes.
+    """Arguments of the kernels `plan` and `attend`; strides count bytes.
 
-    A key is at `k + page x k_page_stride + head x k_head_stride + slot x k_slot_stride`, its value and their scales
-    likewise. Its bias is at `bias + row x bias_row_stride + head x bias_head_stride + column x bias_key_stride`.
+    A key is at `k + page x k_page_stride + head x k_head_stride + slot x k_slot_stride`; values and scales are stored
+    by the same rule. The bias of a key is at
+    `bias + row x bias_row_stride + head x bias_head_stride + column x bias_key_stride`.
     `num_items` is the number of threads before planning, and that of work items afterwards.
     """
 
-    max_splits: int = 0  # before planning the maximum number of splits, afterwards the most rows that read together
+    max_splits: int = (
+        0  # before planning the maximum number of splits, afterwards the maximum number of rows that share a prefix
+    )
     q: ComputeArg = None  # [B, H, dim padded], already scaled
     k: StridedArg = None
     v: StridedArg = None
@@ -117,7 +120,7 @@ def decode_scratch_bytes(heads: int, itemsize: int, rows: int = 1, qv_width: int
 
 
 def num_kv_splits(keys: int) -> int:
-    """Return into how many splits the keys of a row are cut; a row without keys has one empty split."""
+    """Return the number of splits of a row's keys; a row without keys has one empty split."""
     return max(1, -(-keys // KV_SPLIT_SIZE))
 
 
@@ -135,7 +138,7 @@ def hash_table_size(batch: int) -> int:
 
 
 KV_STORAGE_DTYPES = {torch.float32: "float32", torch.float64: "float64", torch.bfloat16: "bfloat16", torch.int8: "int8"}
-PAGED_DECODE_KERNELS = KernelSet("paged_decode_kernel", KV_STORAGE_DTYPES, work=("run_work_items", PagedDecodeArgs))
+PAGED_DECODE_KERNELS = KernelSet("paged_decode_kernel", KV_STORAGE_DTYPES, attend=("run_work_items", PagedDecodeArgs))
 SCHEDULE_KERNELS = KernelSet(
     "split_kv_schedule",
     {},
@@ -159,7 +162,7 @@ def find_invalid_span(spans_BN3: Tensor, pages: int, slots: int) -> int:
     return args.first_invalid
 
 
-# --- The operation `headwise::decode` ------------------------------------------------------------------
+# --- The operation `headwise::paged_decode` ------------------------------------------------------------------
 
 
 class PagedDecodeOptions(NamedTuple):
@@ -205,8 +208,8 @@ def attend_paged(
 
     The query has the dtype of the pages (float32 or bfloat16 for int8 pages), and so has the output. Sums are float32,
     or float64 for float64 pages. The result of a row depends neither on the number of threads nor on other rows, bit
-    for bit. Gradients for the query, pages, bias and sink come from a second pass in plain operations, which keeps
-    every score.
+    for bit. Gradients for the query, pages, bias and sink come from a second pass in plain operations, which stores
+    all scores.
 
     >>> import torch
     >>> k, v = torch.randn(5, 2, 4, 16), torch.randn(5, 2, 4, 16)  # five pages of four slots, two key heads
@@ -223,56 +226,60 @@ def attend_paged(
         valid_spans = None if spans_BN3 is None else _check_spans(spans_BN3, k_PGSK)
         _check_bounds(q_BHK, k_PGSK, 1 if valid_spans is None else valid_spans.shape[1], _options_to_tensors(options))
         return attend_paged_reference(q_BHK, k_PGSK, v_PGSV, valid_spans, scale=scale, options=options)
-    exact = torch.float64 if k_PGSK.dtype == torch.float64 else torch.float32
-    told, table = _options_to_tensors(options), () if spans_BN3 is None else (spans_BN3,)
-    run = _launch_paged_decode if can_skip_dispatcher(q_BHK, k_PGSK, v_PGSV, *told, *table) else _attend_paged_op
+    compute_dtype = torch.float64 if k_PGSK.dtype == torch.float64 else torch.float32
+    option_tensors, table = _options_to_tensors(options), () if spans_BN3 is None else (spans_BN3,)
+    run = (
+        _launch_paged_decode
+        if can_skip_dispatcher(q_BHK, k_PGSK, v_PGSV, *option_tensors, *table)
+        else _attend_paged_op
+    )
     q = (
         scale_to_float32(q_BHK, scale)
         if run is _launch_paged_decode and is_small_batch(q_BHK)
-        else q_BHK.to(exact) * scale
+        else q_BHK.to(compute_dtype) * scale
     )
-    o, lse = run(q, k_PGSK, v_PGSV, spans_BN3, told, options.softcap)
+    o, lse = run(q, k_PGSK, v_PGSV, spans_BN3, option_tensors, options.softcap)
     return o.to(q_BHK.dtype), lse
 
 
-def _unsupported_reasons(q: Tensor, k: Tensor, v: Tensor, spans: Tensor | None, beside: PagedDecodeOptions) -> str:
+def _unsupported_reasons(q: Tensor, k: Tensor, v: Tensor, spans: Tensor | None, options: PagedDecodeOptions) -> str:
     """Return why the inputs do not fit the kernel, or an empty string; the kernel itself checks no bounds."""
-    (rows, heads, dim), pages = q.shape, k.shape
-    if heads % pages[1] or dim != pages[3] or pages[:3] != v.shape[:3]:
+    (rows, heads, dim), page_shape = q.shape, k.shape
+    if heads % page_shape[1] or dim != page_shape[3] or page_shape[:3] != v.shape[:3]:
         shapes = ", ".join(str(list(t.shape)) for t in (q, k, v))
         return f"q, k, v are {shapes}; give [B, H, K], [P, G, S, K], [P, G, S, V] with H a multiple of G"
-    if k.dtype not in KV_DTYPES or k.dtype != v.dtype or (k.dtype == torch.int8) == (beside.k_scale is None):
+    if k.dtype not in KV_DTYPES or k.dtype != v.dtype or (k.dtype == torch.int8) == (options.k_scale is None):
         return f"keys are {k.dtype}, values {v.dtype}; give both in one of {KV_DTYPES}, int8 with scales"
     if spans is None:
-        return "" if rows == pages[0] else f"there are {rows} rows and {pages[0]} pages; give spans"
+        return "" if rows == page_shape[0] else f"there are {rows} rows and {page_shape[0]} pages; give spans"
     if spans.dtype != torch.int64 or spans.shape[::2] != (rows, 3):
         return f"spans are {spans.dtype} {list(spans.shape)}; give int64 [{rows}, N, 3]"
     return ""
 
 
-def _options_to_tensors(beside: PagedDecodeOptions) -> list[Tensor]:
+def _options_to_tensors(options: PagedDecodeOptions) -> list[Tensor]:
     """Return the tensor options; empty tensors stand for missing ones, as an operation's list cannot hold None."""
-    return [EMPTY_TENSOR if t is None else t for t in beside[:4]]
+    return [EMPTY_TENSOR if t is None else t for t in options[:4]]
 
 
-@torch.library.custom_op("headwise::decode", mutates_args=(), device_types="cpu")
+@torch.library.custom_op("headwise::paged_decode", mutates_args=(), device_types="cpu")
 def _attend_paged_op(
-    q: Tensor, k: Tensor, v: Tensor, spans: Tensor | None, more: Sequence[Tensor], cap: float
+    q: Tensor, k: Tensor, v: Tensor, spans: Tensor | None, option_tensors: Sequence[Tensor], softcap: float
 ) -> tuple[Tensor, Tensor]:
-    return _launch_paged_decode(q, k, v, spans, more, cap)
+    return _launch_paged_decode(q, k, v, spans, option_tensors, softcap)
 
 
 def _launch_paged_decode(
-    q: Tensor, k: Tensor, v: Tensor, spans: Tensor | None, more: Sequence[Tensor], cap: float
+    q: Tensor, k: Tensor, v: Tensor, spans: Tensor | None, option_tensors: Sequence[Tensor], softcap: float
 ) -> tuple[Tensor, Tensor]:
-    (batch, heads, dim), (_, groups, page, vdim), size = q.shape, v.shape, q.itemsize
+    (batch, heads, dim), (_, num_kv_heads, page_size, vdim), itemsize = q.shape, v.shape, q.itemsize
     out, lse = q.new_empty(batch, heads, vdim), q.new_empty(batch, heads)
     if not out.numel():
         return out, lse.fill_(-torch.inf)
-    table, count = _block_table(spans, batch, k)
-    _check_bounds(q, k, count, more)
+    table, num_spans = _block_table(spans, batch, k)
+    _check_bounds(q, k, num_spans, option_tensors)
     q, k, v = _pad_channels(q).contiguous(), _contiguous_channels(k), _contiguous_channels(v)
-    max_splits = batch * num_kv_splits(count * page)
+    max_splits = batch * num_kv_splits(num_spans * page_size)
     args = PagedDecodeArgs.make(
         num_items=launch.max_threads(),
         max_splits=max_splits,
@@ -286,34 +293,34 @@ def _launch_paged_decode(
         partial_outputs=q.new_empty(max_splits * heads * (round_up_to_simd(vdim) + 2)),
         batch=batch,
         num_heads=heads,
-        num_kv_heads=groups,
+        num_kv_heads=num_kv_heads,
         dim=dim,
         vdim=vdim,
-        num_spans=count,
-        page_size=page,
+        num_spans=num_spans,
+        page_size=page_size,
         k_page_stride=k.stride(0) * k.itemsize,
         k_head_stride=k.stride(1) * k.itemsize,
         k_slot_stride=k.stride(2) * k.itemsize,
         v_page_stride=v.stride(0) * v.itemsize,
         v_head_stride=v.stride(1) * v.itemsize,
         v_slot_stride=v.stride(2) * v.itemsize,
-        softcap=cap,
+        softcap=softcap,
     )
-    _set_options(args, more, q.dtype)
+    _set_options(args, option_tensors, q.dtype)
     SCHEDULE_KERNELS.run("plan", None, args)
     threads = min(launch.max_threads(), args.num_items)
     args.scratch_bytes = decode_scratch_bytes(
-        heads, size, args.max_splits, round_up_to_simd(dim) + round_up_to_simd(vdim) + 2
+        heads, itemsize, args.max_splits, round_up_to_simd(dim) + round_up_to_simd(vdim) + 2
     )
     args.allocate_scratch(threads)
-    PAGED_DECODE_KERNELS.run("work", k.dtype, args, threads)
+    PAGED_DECODE_KERNELS.run("attend", k.dtype, args, threads)
     return out, lse
 
 
 def _block_table(spans: Tensor | None, rows: int, k: Tensor) -> tuple[Tensor | array[int], int]:
     """Return the block table and its spans per row; raise ValueError if a span exceeds the pages.
 
-    Without spans the table is an array rather than a tensor, which would take longer to make than to read.
+    Without spans the table is an array: allocating a tensor takes longer than reading the table.
     """
     pages, _, slots, _ = k.shape
     if spans is None:
@@ -337,22 +344,24 @@ def _check_spans(spans: Tensor, k: Tensor) -> Tensor:
     return spans.masked_fill(is_empty[..., None], 0)
 
 
-def _check_bounds(q: Tensor, k: Tensor, count: int, more: Sequence[Tensor]) -> None:
+def _check_bounds(q: Tensor, k: Tensor, num_spans: int, option_tensors: Sequence[Tensor]) -> None:
     """Raise ValueError for options that do not fit; at run time, as a compiled graph only knows the sizes then."""
-    (rows, heads, _), (pages, groups, slots, _), (bias, sink, *scales) = q.shape, k.shape, more
-    whole = rows, heads, count * slots
-    if bias.numel() and any(n not in (1, most) for n, most in zip(bias.shape, whole, strict=True)):
-        raise ValueError(f"the bias is {list(bias.shape)}; give [B, H, N x S] as {list(whole)}, or 1 for what is alike")
+    (rows, heads, _), (pages, groups, slots, _), (bias, sink, *scales) = q.shape, k.shape, option_tensors
+    full_shape = rows, heads, num_spans * slots
+    if bias.numel() and any(n not in (1, size) for n, size in zip(bias.shape, full_shape, strict=True)):
+        raise ValueError(
+            f"the bias is {list(bias.shape)}; give [B, H, N x S] as {list(full_shape)}; axes of size 1 broadcast"
+        )
     if sink.numel() not in (0, heads):
         raise ValueError(f"there are {sink.numel()} sinks; give one for each of {heads} heads")
     if any(t.numel() and (t.shape != (pages, groups, slots) or t.dtype != torch.float32) for t in scales):
-        told = ", ".join(f"{t.dtype} {list(t.shape)}" for t in scales)
-        raise ValueError(f"scales are {told}; give float32 [{pages}, {groups}, {slots}]")
+        descriptions = ", ".join(f"{t.dtype} {list(t.shape)}" for t in scales)
+        raise ValueError(f"scales are {descriptions}; give float32 [{pages}, {groups}, {slots}]")
 
 
-def _set_options(args: PagedDecodeArgs, more: Sequence[Tensor], dtype: torch.dtype) -> None:
+def _set_options(args: PagedDecodeArgs, option_tensors: Sequence[Tensor], dtype: torch.dtype) -> None:
     """Write the tensor options into the kernel arguments."""
-    bias, sink, k_scale, v_scale = more
+    bias, sink, k_scale, v_scale = option_tensors
     if bias.numel():
         args.bias = bias = bias.to(dtype)
         args.bias_row_stride, args.bias_head_stride, args.bias_key_stride = (
@@ -369,8 +378,8 @@ def _set_options(args: PagedDecodeArgs, more: Sequence[Tensor], dtype: torch.dty
 
 def _pad_channels(q: Tensor) -> Tensor:
     """Return q with its channels padded to whole vectors."""
-    lacking = -q.shape[-1] % SIMD_WIDTH
-    return F.pad(q, (0, lacking)) if lacking else q
+    padding = -q.shape[-1] % SIMD_WIDTH
+    return F.pad(q, (0, padding)) if padding else q
 
 
 def _contiguous_channels(t: Tensor) -> Tensor:
@@ -379,12 +388,12 @@ def _contiguous_channels(t: Tensor) -> Tensor:
 
 
 @_attend_paged_op.register_fake
-def _fake_attend_paged(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+def _fake_attend_paged(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
     return q.new_empty(*q.shape[:2], v.shape[-1]), q.new_empty(q.shape[:2])
 
 
-@register_flop_formula(torch.ops.headwise.decode)
-def _flops(q: Any, k: Any, v: Any, spans: Any, *rest: Any, out_shape: Any = None, **more: Any) -> int:
+@register_flop_formula(torch.ops.headwise.paged_decode)
+def _flops(q: Any, k: Any, v: Any, spans: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
     """Count both products over every slot of the table; how many slots the spans skip is only known from the data."""
     return 2 * q[0] * q[1] * (1 if spans is None else spans[1]) * k[2] * (q[2] + v[3])
 
@@ -399,64 +408,75 @@ def attend_paged_reference(
     options: PagedDecodeOptions = DEFAULT_OPTIONS,
 ) -> tuple[Tensor, Tensor]:
     """Compute `attend_paged` in plain PyTorch: gathers every slot of the table and keeps all scores."""
-    exact = torch.float64 if k_PGSK.dtype == torch.float64 else torch.float32
+    compute_dtype = torch.float64 if k_PGSK.dtype == torch.float64 else torch.float32
     o, lse = _attend_paged_reference(
-        q_BHK.to(exact) * scale, k_PGSK, v_PGSV, spans_BN3, _options_to_tensors(options), options.softcap
+        q_BHK.to(compute_dtype) * scale, k_PGSK, v_PGSV, spans_BN3, _options_to_tensors(options), options.softcap
     )
     return o.to(q_BHK.dtype), lse
 
 
 def _attend_paged_reference(
-    q: Tensor, k: Tensor, v: Tensor, spans: Tensor | None, more: Sequence[Tensor], cap: float
+    q: Tensor, k: Tensor, v: Tensor, spans: Tensor | None, option_tensors: Sequence[Tensor], softcap: float
 ) -> tuple[Tensor, Tensor]:
     if spans is None:
         row = torch.arange(len(q), device=k.device)
         spans = torch.stack([row, torch.zeros_like(row), torch.full_like(row, k.shape[2])], -1)[:, None]
-    bias, sink, k_scale, v_scale = more
+    bias, sink, k_scale, v_scale = option_tensors
     slot = torch.arange(k.shape[2], device=k.device)
     allowed = ((slot >= spans[..., 1:2]) & (slot < spans[..., 2:3])).flatten(1)[:, None]
     # Slots outside the spans may hold NaN or inf, and 0 x NaN is NaN in gradients: zero them first.
-    told = (_gather_pages(t, scale, spans[..., 0], q.dtype) for t, scale in ((k, k_scale), (v, v_scale)))
-    keys, values = (t.masked_fill(~allowed[..., None], 0.0) for t in told)
-    each = q.shape[1] // k.shape[1]
-    s_BHS = (q.unflatten(1, (-1, each)) @ keys.transpose(-1, -2)).flatten(1, 2)
-    if cap:
-        s_BHS = torch.tanh(s_BHS / cap) * cap
+    page_lists = (_gather_pages(t, scale, spans[..., 0], q.dtype) for t, scale in ((k, k_scale), (v, v_scale)))
+    keys, values = (t.masked_fill(~allowed[..., None], 0.0) for t in page_lists)
+    group_size = q.shape[1] // k.shape[1]
+    s_BHS = (q.unflatten(1, (-1, group_size)) @ keys.transpose(-1, -2)).flatten(1, 2)
+    if softcap:
+        s_BHS = torch.tanh(s_BHS / softcap) * softcap
     if bias.numel():
         s_BHS, allowed = s_BHS + bias.to(q.dtype), allowed & (bias != -torch.inf)
     s_BHS = s_BHS.masked_fill(~allowed, -torch.inf)
-    ends = s_BHS if not sink.numel() else torch.cat([s_BHS, sink.to(q.dtype)[:, None].expand(len(q), -1, 1)], -1)
-    whole = ends.logsumexp(-1)
-    w_BHS = (s_BHS - whole.masked_fill(whole == -torch.inf, 0.0)[..., None]).exp()
-    return (w_BHS.unflatten(1, (-1, each)) @ values).flatten(1, 2), s_BHS.logsumexp(-1)
+    scores_and_sink = (
+        s_BHS if not sink.numel() else torch.cat([s_BHS, sink.to(q.dtype)[:, None].expand(len(q), -1, 1)], -1)
+    )
+    log_sums = scores_and_sink.logsumexp(-1)
+    w_BHS = (s_BHS - log_sums.masked_fill(log_sums == -torch.inf, 0.0)[..., None]).exp()
+    return (w_BHS.unflatten(1, (-1, group_size)) @ values).flatten(1, 2), s_BHS.logsumexp(-1)
 
 
-def _gather_pages(t: Tensor, scale: Tensor, pages: Tensor, exact: torch.dtype) -> Tensor:
-    """Return the pages of each row one after the other, [B, G, N x S, K]."""
-    told = t.to(exact) if not scale.numel() else t.to(exact) * scale[..., None]
-    return told[pages].transpose(1, 2).flatten(2, 3)
+def _gather_pages(t: Tensor, scale: Tensor, pages: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the pages of each row concatenated, [B, G, N x S, K], in the dtype for computing."""
+    numbers = t.to(dtype) if not scale.numel() else t.to(dtype) * scale[..., None]
+    return numbers[pages].transpose(1, 2).flatten(2, 3)
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    q, k, v, spans, more, ctx.cap = inputs
-    ctx.save_for_backward(q, k, v, spans, *more)
+    q, k, v, spans, option_tensors, ctx.softcap = inputs
+    ctx.save_for_backward(q, k, v, spans, *option_tensors)
 
 
 def _attend_paged_backward(ctx: Any, o_grad: Tensor, lse_grad: Tensor) -> tuple[Any, ...]:
     """Differentiate the plain PyTorch form, which is computed again."""
-    q, k, v, spans, *more = ctx.saved_tensors
-    needed, again = [*ctx.needs_input_grad[:3], *ctx.needs_input_grad[4]], torch.is_grad_enabled()
-    given = [
-        t.view_as(t) if again and need else t.detach().requires_grad_(need)  # a view does not share hooks
-        for t, need in zip([q, k, v, *more], needed, strict=True)
+    q, k, v, spans, *option_tensors = ctx.saved_tensors
+    needs_grad, create_graph = [*ctx.needs_input_grad[:3], *ctx.needs_input_grad[4]], torch.is_grad_enabled()
+    leaves = [
+        t.view_as(t) if create_graph and needs else t.detach().requires_grad_(needs)  # a view does not share hooks
+        for t, needs in zip([q, k, v, *option_tensors], needs_grad, strict=True)
     ]
     with torch.enable_grad():
-        found = _attend_paged_reference(given[0], given[1], given[2], spans, given[3:], ctx.cap)
-    wanted, told = [t for t in given if t.requires_grad], zip(found, (o_grad, lse_grad), strict=True)
-    made, slopes = zip(*((t, grad) for t, grad in told if t.requires_grad), strict=True)  # lse ignores values
-    grads = iter(torch.autograd.grad(made, wanted, slopes, allow_unused=True, create_graph=again))
-    each = [next(grads) if t.requires_grad else None for t in given]
-    return *each[:3], None, each[3:], None
+        outputs = _attend_paged_reference(leaves[0], leaves[1], leaves[2], spans, leaves[3:], ctx.softcap)
+    differentiable_leaves, output_grads = (
+        [t for t in leaves if t.requires_grad],
+        zip(outputs, (o_grad, lse_grad), strict=True),
+    )
+    differentiable_outputs, grads = zip(
+        *((t, grad) for t, grad in output_grads if t.requires_grad), strict=True
+    )  # lse ignores values
+    leaf_grads = iter(
+        torch.autograd.grad(
+            differentiable_outputs, differentiable_leaves, grads, allow_unused=True, create_graph=create_graph
+        )
+    )
+    input_grads = [next(leaf_grads) if t.requires_grad else None for t in leaves]
+    return *input_grads[:3], None, input_grads[3:], None
 
 
 _attend_paged_op.register_autograd(_attend_paged_backward, setup_context=_save_for_backward)

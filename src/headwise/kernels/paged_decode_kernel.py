@@ -1,4 +1,4 @@
-"""Kernel `work` of paged decode: work items of one row, or of several rows that share a prefix.
+"""Kernel `attend` of paged decode: work items of one row, or of several rows that share a prefix.
 
 For the splits n of a row, with maximum m_n, sum l_n and unnormalised output o_n of each (Flash-Decoding):
 
@@ -13,7 +13,7 @@ finishes the last split of a row combines its splits.
 For a shared prefix (Hydragen, 2402.05099) the query heads of all rows that share a key head are stacked, [G, rows,
 heads per group], as if they were the heads of one row: their queries are copied to the scratch buffer, and their
 partial outputs are copied back to each row afterwards. There the loop over heads is outside the loop over keys, so that
-one head of a block stays in a near cache while all stacked query heads read it, four at a time.
+one head of a block stays in the cache while all stacked query heads read it, four at a time.
 """
 
 from __future__ import annotations
@@ -67,25 +67,25 @@ from .split_kv_schedule import PLAN_ENTRY_BYTES, fill_block_addresses, prepare_n
 @njit
 def prefetch_key_lines(keys, head, position, lines):
     """Prefetch the next `lines` cache lines of one head of some keys; return the new position."""
-    (list_, count), (offset, bytes_), (n, at) = keys, head, position
+    (addresses, count), (offset, head_bytes), (n, line_offset) = keys, head, position
     for _ in range(lines):
         if n < count:
-            prefetch_l2(load_int64(list_ + 8 * n) + offset + at)
-            at += CACHE_LINE_BYTES
-            if at >= bytes_:
-                n, at = n + 1, 0
-    return n, at
+            prefetch_l2(load_int64(addresses + 8 * n) + offset + line_offset)
+            line_offset += CACHE_LINE_BYTES
+            if line_offset >= head_bytes:
+                n, line_offset = n + 1, 0
+    return n, line_offset
 
 
 @njit
-def prefetch_lines_per_step(count, bytes_, group_size, keys):
+def prefetch_lines_per_step(count, head_bytes, group_size, keys):
     """Return how many cache lines to prefetch per step.
 
     With this many, one head of `count` keys is in the cache by the time all heads of a group have processed `keys`
     others.
     """
     steps = (group_size + KEYS_PER_STEP - 1) // KEYS_PER_STEP * ((keys + KEYS_PER_STEP - 1) // KEYS_PER_STEP)
-    return (count * ((bytes_ + CACHE_LINE_BYTES - 1) // CACHE_LINE_BYTES) + steps - 1) // steps
+    return (count * ((head_bytes + CACHE_LINE_BYTES - 1) // CACHE_LINE_BYTES) + steps - 1) // steps
 
 
 @njit
@@ -111,14 +111,14 @@ def qk_shared_block(dtype, args, q, scratch, count):
             heads_per_step((g + 1) * group_size - h),
             position if h > g * group_size else (0, 0),
         )
-        next_list = scratch + (VALUES_OFFSET if is_last else KEYS_OFFSET), count
+        next_keys = scratch + (VALUES_OFFSET if is_last else KEYS_OFFSET), count
         next_head = (
             0 if is_last else (g + 1) * k_head,
             storage_itemsize(dtype) * (args.vdim if is_last else dim),
         )
         lines = prefetch_lines_per_step(count, next_head[1], group_size, count)
         for i in range(0, count, KEYS_PER_STEP):
-            position = prefetch_key_lines(next_list, next_head, position, lines)
+            position = prefetch_key_lines(next_keys, next_head, position, lines)
             keys, to = (
                 key_addresses(scratch + KEYS_OFFSET + 8 * i, g * k_head),
                 scratch + SCORES_OFFSET + score_stride * h + compute_itemsize(dtype) * i,
@@ -156,7 +156,7 @@ def pv_shared_block(dtype, args, scratch, part, count, next_count):
             heads_per_step((g + 1) * group_size - h),
             position if h > g * group_size else (0, 0),
         )
-        next_list = (
+        next_keys = (
             scratch + (NEXT_BLOCK_OFFSET + KEYS_OFFSET if is_last else VALUES_OFFSET),
             next_count if is_last else count,
         )
@@ -164,9 +164,9 @@ def pv_shared_block(dtype, args, scratch, part, count, next_count):
             0 if is_last else (g + 1) * v_head,
             storage_itemsize(dtype) * (args.dim if is_last else dim),
         )
-        lines = prefetch_lines_per_step(next_list[1], next_head[1], group_size, count)
+        lines = prefetch_lines_per_step(next_keys[1], next_head[1], group_size, count)
         for i in range(0, count, KEYS_PER_STEP):
-            position = prefetch_key_lines(next_list, next_head, position, lines)
+            position = prefetch_key_lines(next_keys, next_head, position, lines)
             keys, scores = (
                 key_addresses(scratch + VALUES_OFFSET + 8 * i, g * v_head),
                 scratch + SCORES_OFFSET + score_stride * h + compute_itemsize(dtype) * i,
@@ -308,7 +308,7 @@ def attend_shared_prefix(dtype, args, entry, next_entry, scratch):
     """Run one plan entry for several rows, block by block, while the next block is prefetched."""
     entry_address = args.plan + PLAN_ENTRY_BYTES * entry
     q, part, shared_args = make_shared_args(dtype, args, load_int64(entry_address + 8), scratch)
-    shared, n, slot, num_left = (
+    shared, n, slot, num_remaining = (
         (load_int64(entry_address), load_int64(entry_address + 8)),
         load_int64(entry_address + 16),
         load_int64(entry_address + 24),
@@ -322,12 +322,12 @@ def attend_shared_prefix(dtype, args, entry, next_entry, scratch):
     load_shared_rows(dtype, args, entry_address, q, part)
     if load_int64(entry_address + 48):
         init_partial_output(dtype, shared_args, part)
-    while num_left > 0:
-        count = min(num_left, KV_BLOCK_SIZE)
+    while num_remaining > 0:
+        count = min(num_remaining, KV_BLOCK_SIZE)
         n, slot = fill_block_addresses(args, row, n, slot, scratch, count)
-        num_left -= count
-        if num_left > 0:
-            next_count = min(num_left, KV_BLOCK_SIZE)
+        num_remaining -= count
+        if num_remaining > 0:
+            next_count = min(num_remaining, KV_BLOCK_SIZE)
             fill_block_addresses(args, row, n, slot, scratch + NEXT_BLOCK_OFFSET, next_count)
         else:
             next_count = prepare_next_block(args, next_entry, scratch)
@@ -355,7 +355,11 @@ def attend_split(dtype, args, entry, next_entry, scratch):
         args.num_heads,
         args.plan + PLAN_ENTRY_BYTES * entry,
     )
-    n, slot, num_left = load_int64(entry_address + 16), load_int64(entry_address + 24), load_int64(entry_address + 32)
+    n, slot, num_remaining = (
+        load_int64(entry_address + 16),
+        load_int64(entry_address + 24),
+        load_int64(entry_address + 32),
+    )
     row, step = (
         load_int64(args.row_order + 24 * load_int64(entry_address)),
         compute_itemsize(dtype) * (round_up_to_simd(args.vdim) + 2),
@@ -366,12 +370,12 @@ def attend_split(dtype, args, entry, next_entry, scratch):
     k_scale, v_scale = args.k_scale, args.v_scale
     if load_int64(entry_address + 48):
         init_partial_output(dtype, args, part)
-    while num_left > 0:
-        count = min(num_left, KV_BLOCK_SIZE)
+    while num_remaining > 0:
+        count = min(num_remaining, KV_BLOCK_SIZE)
         n, slot = fill_block_addresses(args, row, n, slot, scratch, count)
-        num_left -= count
-        if num_left > 0:
-            next_count = min(num_left, KV_BLOCK_SIZE)
+        num_remaining -= count
+        if num_remaining > 0:
+            next_count = min(num_remaining, KV_BLOCK_SIZE)
             fill_block_addresses(args, row, n, slot, scratch + NEXT_BLOCK_OFFSET, next_count)
         else:
             next_count = prepare_next_block(args, next_entry, scratch)
@@ -389,9 +393,9 @@ def attend_split(dtype, args, entry, next_entry, scratch):
 
 
 @njit
-def finite_max(dtype, top):
+def finite_max(dtype, row_max):
     """Return the maximum to subtract from scores, or 0 if all of them are -inf."""
-    return top if top > as_compute_scalar(dtype, -math.inf) else as_compute_scalar(dtype, 0.0)
+    return row_max if row_max > as_compute_scalar(dtype, -math.inf) else as_compute_scalar(dtype, 0.0)
 
 
 @njit
@@ -421,52 +425,54 @@ def store_channels(dtype, to, a, count, scratch):
 @njit
 def combine_splits(dtype, args, row):
     """Combine the splits of a row into its output and log-sum-exp."""
-    heads, vdim, b = (
+    heads, vdim, itemsize = (
         args.num_heads,
         args.vdim,
         compute_itemsize(dtype),
     )
-    step, row_splits, lowest = (
-        b * (round_up_to_simd(vdim) + 2),
+    step, row_splits, minus_inf = (
+        itemsize * (round_up_to_simd(vdim) + 2),
         args.row_splits + 24 * row,
         as_compute_scalar(dtype, -math.inf),
     )
     first, count, sink = load_int64(row_splits), load_int64(row_splits + 8), args.sink
     for h in range(heads):
         part, split_stride = args.partial_outputs + (first * heads + h) * step, heads * step
-        top, sum_ = lowest, as_compute_scalar(dtype, 0.0)
+        row_max, exp_sum = minus_inf, as_compute_scalar(dtype, 0.0)
         for n in range(count):
-            top = max(top, load_scalar(dtype, part + n * split_stride + step - 2 * b))
+            row_max = max(row_max, load_scalar(dtype, part + n * split_stride + step - 2 * itemsize))
         for n in range(count):
-            ends = part + n * split_stride + step - 2 * b
-            sum_ += load_scalar(dtype, ends + b) * as_compute_scalar(
-                dtype, math.exp(load_scalar(dtype, ends) - finite_max(dtype, top))
+            max_and_sum = part + n * split_stride + step - 2 * itemsize
+            exp_sum += load_scalar(dtype, max_and_sum + itemsize) * as_compute_scalar(
+                dtype, math.exp(load_scalar(dtype, max_and_sum) - finite_max(dtype, row_max))
             )
         store_value(
-            args.lse + (row * heads + h) * b,
-            as_compute_scalar(dtype, math.log(sum_)) + finite_max(dtype, top),
+            args.lse + (row * heads + h) * itemsize,
+            as_compute_scalar(dtype, math.log(exp_sum)) + finite_max(dtype, row_max),
         )
-        top = max(top, load_scalar(dtype, sink + b * h)) if sink else top
-        base = finite_max(dtype, top)
-        sums = (
-            as_compute_scalar(dtype, math.exp(load_scalar(dtype, sink + b * h) - base))
+        row_max = max(row_max, load_scalar(dtype, sink + itemsize * h)) if sink else row_max
+        shift = finite_max(dtype, row_max)
+        weight_sum = (
+            as_compute_scalar(dtype, math.exp(load_scalar(dtype, sink + itemsize * h) - shift))
             if sink
             else as_compute_scalar(dtype, 0.0)
         )
         for n in range(count):
-            ends = part + n * split_stride + step - 2 * b
-            factor = as_compute_scalar(dtype, math.exp(load_scalar(dtype, ends) - base))
-            sums += load_scalar(dtype, ends + b) * factor
-            store_value(ends, factor)
+            max_and_sum = part + n * split_stride + step - 2 * itemsize
+            factor = as_compute_scalar(dtype, math.exp(load_scalar(dtype, max_and_sum) - shift))
+            weight_sum += load_scalar(dtype, max_and_sum + itemsize) * factor
+            store_value(max_and_sum, factor)
         normaliser = as_compute_scalar(dtype, 1.0) / (
-            sums if sums != 0 else as_compute_scalar(dtype, 1.0)
+            weight_sum if weight_sum != 0 else as_compute_scalar(dtype, 1.0)
         )  # a row without keys returns zero
-        to = args.out + (row * heads + h) * b * vdim
+        to = args.out + (row * heads + h) * itemsize * vdim
         for c in range(0, vdim, SIMD_WIDTH):
             store_channels(
                 dtype,
-                to + b * c,
-                combine_channels(dtype, part + b * c, (split_stride, count, step - 2 * b - b * c), normaliser),
+                to + itemsize * c,
+                combine_channels(
+                    dtype, part + itemsize * c, (split_stride, count, step - 2 * itemsize - itemsize * c), normaliser
+                ),
                 vdim - c,
                 part,
             )
@@ -474,13 +480,13 @@ def combine_splits(dtype, args, row):
 
 @njit
 def first_plan_entry(args, item):
-    """Return the first plan entry of a work item, or -1 behind the last item."""
+    """Return the first plan entry of a work item, or -1 after the last item."""
     return load_int64(args.work_items + 8 * item) if item < args.num_items else -1
 
 
 @extending.register_jitable
 def run_work_items(dtype, args):
-    """Kernel `work`, run by every thread: take work items until none is left, and combine rows that are complete."""
+    """Kernel `attend`, run by every thread: process work items until none remains, and combine complete rows."""
     scratch = args.scratch + fetch_and_increment(args_field_address(args, "next_thread")) * args.scratch_bytes
     row_splits, order, item = (
         args.row_splits,
@@ -501,8 +507,8 @@ def run_work_items(dtype, args):
             else:
                 attend_split(dtype, args, entry, next_entry, scratch)
             entry += 1
-        for place in range(load_int64(begin), load_int64(begin) + load_int64(begin + 8)):
-            row = load_int64(order + 24 * place)
+        for order_index in range(load_int64(begin), load_int64(begin) + load_int64(begin + 8)):
+            row = load_int64(order + 24 * order_index)
             if fetch_and_increment(row_splits + 24 * row + 16) + 1 == load_int64(row_splits + 24 * row + 8):
                 combine_splits(dtype, args, row)
         item = next_item

@@ -48,17 +48,17 @@ from .simd import (
 
 @njit
 def load_row(dtype, args, row, scratch):
-    """Copy a row of scores to the scratch buffer, -inf at masked keys and behind the end; return its maximum or NaN.
+    """Copy a row of scores to the scratch buffer, -inf at masked keys and after the end; return its maximum or NaN.
 
     The result is NaN if an allowed score is NaN or +inf.
     """
     size, S, T = simd.compute_itemsize(dtype), args.num_keys, args.num_queries
-    low = simd.as_compute_scalar(dtype, -math.inf)
-    high, zero = splat(simd.as_compute_scalar(dtype, math.inf)), splat(simd.as_compute_scalar(dtype, 0))
-    odd, nan = zero, splat(simd.as_compute_scalar(dtype, math.nan))
-    source, top, end = (
+    minus_inf = simd.as_compute_scalar(dtype, -math.inf)
+    inf, zero = splat(simd.as_compute_scalar(dtype, math.inf)), splat(simd.as_compute_scalar(dtype, 0))
+    nan_sum, nan = zero, splat(simd.as_compute_scalar(dtype, math.nan))
+    source, maxima, end = (
         args.scores + size * row * S,
-        splat(low),
+        splat(minus_inf),
         S // SIMD_WIDTH * SIMD_WIDTH,
     )
     mask = args.mask
@@ -68,17 +68,17 @@ def load_row(dtype, args, row, scratch):
     for c in range(0, end, SIMD_WIDTH):
         x = load_vector(dtype, source + size * c)
         if mask:
-            x = load_masked(dtype, mask + c, x, splat(low))
+            x = load_masked(dtype, mask + c, x, splat(minus_inf))
         store_value(scratch + size * c, x)
-        top, odd = vec_max(top, x), vec_add(odd, select_below(x, high, zero, nan))
+        maxima, nan_sum = vec_max(maxima, x), vec_add(nan_sum, select_below(x, inf, zero, nan))
     if end < S:
-        store_value(scratch + size * end, splat(low))
+        store_value(scratch + size * end, splat(minus_inf))
         for c in range(end, S):
             if mask == 0 or is_byte_set(mask + c):
                 store_value(scratch + size * c, load_scalar(dtype, source + size * c))
         x = load_vector(dtype, scratch + size * end)
-        top, odd = vec_max(top, x), vec_add(odd, select_below(x, high, zero, nan))
-    return reduce_max(top) + reduce_sum(odd)
+        maxima, nan_sum = vec_max(maxima, x), vec_add(nan_sum, select_below(x, inf, zero, nan))
+    return reduce_max(maxima) + reduce_sum(nan_sum)
 
 
 @njit
@@ -96,16 +96,16 @@ def store_row_scaled(dtype, args, row, scratch, factor):
 def softmax_of_row(dtype, args, row, scratch):
     """Compute exp(s - max) / sum of one row; zeros if no key is allowed."""
     size, S = simd.compute_itemsize(dtype), args.num_keys
-    top = load_row(dtype, args, row, scratch)
+    row_max = load_row(dtype, args, row, scratch)
     zero, one = simd.as_compute_scalar(dtype, 0), simd.as_compute_scalar(dtype, 1)
-    if top == simd.as_compute_scalar(dtype, -math.inf):
+    if row_max == simd.as_compute_scalar(dtype, -math.inf):
         for c in range(0, S, SIMD_WIDTH):
             store_value(scratch + size * c, splat(zero))
         store_row_scaled(dtype, args, row, scratch, one)
         return
     sums = splat(zero)
     for c in range(0, S, SIMD_WIDTH):
-        e = vec_exp(vec_sub(load_vector(dtype, scratch + size * c), splat(top)))
+        e = vec_exp(vec_sub(load_vector(dtype, scratch + size * c), splat(row_max)))
         store_value(scratch + size * c, e)
         sums = vec_add(sums, e)
     store_row_scaled(dtype, args, row, scratch, one / reduce_sum(sums))
@@ -127,13 +127,13 @@ SUM_BLOCK_SIZE = 16 * SIMD_WIDTH  # partial sums of this size limit rounding err
 @njit
 def row_list_addresses(dtype, args, scratch):
     """Return the addresses of the scratch lists: row, candidates, slopes, gradients, key indices."""
-    each = simd.compute_itemsize(dtype) * (round_up_to_simd(args.num_keys) + SIMD_WIDTH)
-    return scratch, scratch + each, scratch + 2 * each, scratch + 3 * each, scratch + 4 * each
+    list_bytes = simd.compute_itemsize(dtype) * (round_up_to_simd(args.num_keys) + SIMD_WIDTH)
+    return scratch, scratch + list_bytes, scratch + 2 * list_bytes, scratch + 3 * list_bytes, scratch + 4 * list_bytes
 
 
 @njit
-def collect_candidates(dtype, source_list, count, least, target_list):
-    """Compact the values above `least` into a list, followed by -inf; return how many there are.
+def collect_candidates(dtype, source_list, count, bound, target_list):
+    """Compact the values above `bound` into a list, followed by -inf; return how many there are.
 
     `source_list` and `target_list` are pairs of addresses: of the values and of their key indices.
     """
@@ -142,7 +142,7 @@ def collect_candidates(dtype, source_list, count, least, target_list):
     for c in range(0, count, SIMD_WIDTH):
         x = load_vector(dtype, source + size * c)
         num_found += compress_store(
-            x, splat(least), source_indices + 4 * c, candidates + size * num_found, indices + 4 * num_found
+            x, splat(bound), source_indices + 4 * c, candidates + size * num_found, indices + 4 * num_found
         )
     num_found = min(num_found, count)  # if values are NaN, the padding passes the comparison as well
     store_value(candidates + size * num_found, splat(simd.as_compute_scalar(dtype, -math.inf)))
@@ -168,16 +168,16 @@ def entmax_sum_and_slope(dtype, candidates, count, tau, alpha):
     The second is (1 - alpha) times the derivative of the first in tau.
     """
     size, zero = simd.compute_itemsize(dtype), splat(simd.as_compute_scalar(dtype, 0))
-    falls, all_ = zero, zero
+    slope_sums, weight_sums = zero, zero
     for begin in range(0, count, SUM_BLOCK_SIZE):
-        fall, part = zero, zero
+        block_slopes, block_weights = zero, zero
         for c in range(begin, min(begin + SUM_BLOCK_SIZE, count), SIMD_WIDTH):
             w, slope = entmax_power(
                 dtype, vec_max(vec_sub(load_vector(dtype, candidates + size * c), splat(tau)), zero), alpha
             )
-            fall, part = vec_add(fall, slope), vec_add(part, w)
-        falls, all_ = vec_add(falls, fall), vec_add(all_, part)
-    return reduce_sum(all_), reduce_sum(falls)
+            block_slopes, block_weights = vec_add(block_slopes, slope), vec_add(block_weights, w)
+        slope_sums, weight_sums = vec_add(slope_sums, block_slopes), vec_add(weight_sums, block_weights)
+    return reduce_sum(weight_sums), reduce_sum(slope_sums)
 
 
 @njit
@@ -189,21 +189,24 @@ def solve_tau(dtype, candidates, count, alpha):
     as the one before, the bracket is halved.
     """
     one, half = simd.as_compute_scalar(dtype, 1), simd.as_compute_scalar(dtype, 0.5)
-    low, high, tau, last = -one, simd.as_compute_scalar(dtype, 0), -one, one
+    low, high, tau, last_step = -one, simd.as_compute_scalar(dtype, 0), -one, one
     for _ in range(MAX_SOLVER_STEPS):
-        sum_, fall = entmax_sum_and_slope(dtype, candidates, count, tau, alpha)
-        if sum_ >= one:
+        weight_sum, slope = entmax_sum_and_slope(dtype, candidates, count, tau, alpha)
+        if weight_sum >= one:
             low = tau
         else:
             high = tau
-        before, tau = tau, tau + (sum_ - simd.as_compute_scalar(dtype, sum_ ** (one + one - alpha))) / fall
-        if tau == before:
+        previous_tau, tau = (
+            tau,
+            tau + (weight_sum - simd.as_compute_scalar(dtype, weight_sum ** (one + one - alpha))) / slope,
+        )
+        if tau == previous_tau:
             break
-        if not low < tau < high or (alpha > one + one and abs(tau - before) > half * last):
+        if not low < tau < high or (alpha > one + one and abs(tau - previous_tau) > half * last_step):
             tau = low + half * (high - low)
             if not low < tau < high:
                 break
-        last = abs(tau - before)
+        last_step = abs(tau - previous_tau)
     return tau
 
 
@@ -212,9 +215,9 @@ def compute_entmax_weights(dtype, lists, count, tau, alpha):
     """Replace candidates by their weights, normalised to sum 1, and write their slopes; a NaN tau gives NaN weights."""
     size, zero = simd.compute_itemsize(dtype), splat(simd.as_compute_scalar(dtype, 0))
     candidates, slopes = lists
-    all_ = zero
+    weight_sums = zero
     for begin in range(0, count, SUM_BLOCK_SIZE):
-        part = zero
+        block_weights = zero
         for c in range(begin, min(begin + SUM_BLOCK_SIZE, count), SIMD_WIDTH):
             w, slope = entmax_power(
                 dtype, vec_max(vec_sub(load_vector(dtype, candidates + size * c), splat(tau)), zero), alpha
@@ -223,19 +226,21 @@ def compute_entmax_weights(dtype, lists, count, tau, alpha):
                 w, slope = splat(tau), splat(tau)
             store_value(candidates + size * c, w)
             store_value(slopes + size * c, slope)
-            part = vec_add(part, w)
-        all_ = vec_add(all_, part)
-    sum_ = splat(reduce_sum(all_))
+            block_weights = vec_add(block_weights, w)
+        weight_sums = vec_add(weight_sums, block_weights)
+    weight_sum = splat(reduce_sum(weight_sums))
     for c in range(0, count, SIMD_WIDTH):
-        store_value(candidates + size * c, vec_div(load_vector(dtype, candidates + size * c), sum_))
+        store_value(candidates + size * c, vec_div(load_vector(dtype, candidates + size * c), weight_sum))
 
 
 @njit
-def scale_scores(dtype, scratch, S, top, alpha):
+def scale_scores(dtype, scratch, S, row_max, alpha):
     """Replace scores by (alpha - 1)(s - max)."""
-    size, by = simd.compute_itemsize(dtype), alpha - simd.as_compute_scalar(dtype, 1)
+    size, factor = simd.compute_itemsize(dtype), alpha - simd.as_compute_scalar(dtype, 1)
     for c in range(0, S, SIMD_WIDTH):
-        store_value(scratch + size * c, vec_mul(vec_sub(load_vector(dtype, scratch + size * c), splat(top)), splat(by)))
+        store_value(
+            scratch + size * c, vec_mul(vec_sub(load_vector(dtype, scratch + size * c), splat(row_max)), splat(factor))
+        )
 
 
 # --- Entmax of rows, forward and backward --------------------------------------------------------------
@@ -260,7 +265,7 @@ def scatter_row(dtype, to, S, entries, count):
 def gather_weighted_values(dtype, values, width, to, entries, count):
     """Write the sum of the listed values, times their weights."""
     size, zero, (candidates, indices) = simd.compute_itemsize(dtype), splat(simd.as_compute_scalar(dtype, 0)), entries
-    by = size * SIMD_WIDTH
+    vector_bytes = size * SIMD_WIDTH
     for c in range(0, width // VALUE_STRIP_WIDTH * VALUE_STRIP_WIDTH, VALUE_STRIP_WIDTH):
         a0, a1, a2, a3 = zero, zero, zero, zero
         for n in range(count):
@@ -268,12 +273,15 @@ def gather_weighted_values(dtype, values, width, to, entries, count):
                 splat(load_scalar(dtype, candidates + size * n)),
                 values + size * (load_int32(indices + 4 * n) * width + c),
             )
-            a0, a1 = fma(w, load_vector(dtype, v), a0), fma(w, load_vector(dtype, v + by), a1)
-            a2, a3 = fma(w, load_vector(dtype, v + 2 * by), a2), fma(w, load_vector(dtype, v + 3 * by), a3)
+            a0, a1 = fma(w, load_vector(dtype, v), a0), fma(w, load_vector(dtype, v + vector_bytes), a1)
+            a2, a3 = (
+                fma(w, load_vector(dtype, v + 2 * vector_bytes), a2),
+                fma(w, load_vector(dtype, v + 3 * vector_bytes), a3),
+            )
         store_value(to + size * c, a0)
-        store_value(to + size * c + by, a1)
-        store_value(to + size * c + 2 * by, a2)
-        store_value(to + size * c + 3 * by, a3)
+        store_value(to + size * c + vector_bytes, a1)
+        store_value(to + size * c + 2 * vector_bytes, a2)
+        store_value(to + size * c + 3 * vector_bytes, a3)
     for c in range(width // VALUE_STRIP_WIDTH * VALUE_STRIP_WIDTH, width, SIMD_WIDTH):
         a = zero
         for n in range(count):
@@ -301,20 +309,20 @@ def entmax_forward_row(dtype, args, row, scratch):
     """Compute the entmax weights of a row, or its weighted values."""
     size, S, V = simd.compute_itemsize(dtype), args.num_keys, args.value_dim
     row_scores, candidates, slopes, _, indices = row_list_addresses(dtype, args, scratch)
-    top, alpha = (
+    row_max, alpha = (
         load_row(dtype, args, row, row_scores),
         load_scalar(dtype, args.alpha + size * head_of_row(args, row)),
     )
     zero, one = simd.as_compute_scalar(dtype, 0), simd.as_compute_scalar(dtype, 1)
     tau, count = zero, 0
-    if top != simd.as_compute_scalar(dtype, -math.inf):
-        scale_scores(dtype, row_scores, S, top, alpha)
+    if row_max != simd.as_compute_scalar(dtype, -math.inf):
+        scale_scores(dtype, row_scores, S, row_max, alpha)
         count = collect_candidates(dtype, (row_scores, args.key_indices), S, -one, (candidates, indices))
-        tau = solve_tau(dtype, candidates, count, alpha) if top == top else top
+        tau = solve_tau(dtype, candidates, count, alpha) if row_max == row_max else row_max
         count = collect_candidates(dtype, (candidates, indices), count, tau, (candidates, indices))
         compute_entmax_weights(dtype, (candidates, slopes), count, tau, alpha)
     row_state = args.row_state + size * ROW_STATE_SIZE * row
-    store_value(row_state, top)
+    store_value(row_state, row_max)
     store_value(row_state + size, tau)
     if args.values:
         values = value_address(dtype, args, row, args.values)
@@ -341,12 +349,12 @@ def grad_of_weights(dtype, args, row, lists, count):
     )
     for n in range(count):
         offset = size * load_int32(indices + 4 * n) * width
-        w, sum_ = splat(load_scalar(dtype, candidates + size * n)), splat(simd.as_compute_scalar(dtype, 0))
+        w, products = splat(load_scalar(dtype, candidates + size * n)), splat(simd.as_compute_scalar(dtype, 0))
         for c in range(0, size * width, size * SIMD_WIDTH):
             g = load_vector(dtype, grad + c)
-            sum_ = fma(g, load_vector(dtype, values + offset + c), sum_)
+            products = fma(g, load_vector(dtype, values + offset + c), products)
             store_value(d_values + offset + c, fma(w, g, load_vector(dtype, d_values + offset + c)))
-        store_value(grads + size * n, reduce_sum(sum_))
+        store_value(grads + size * n, reduce_sum(products))
 
 
 @njit
@@ -358,33 +366,36 @@ def entmax_backward_row(dtype, args, row, scratch):
         args.row_state + size * ROW_STATE_SIZE * row,
         args.alpha + size * head_of_row(args, row),
     )
-    alpha, top, tau = load_scalar(dtype, alpha), load_scalar(dtype, row_state), load_scalar(dtype, row_state + size)
-    zero, count, mean, by_alpha = (
+    alpha, row_max, tau = load_scalar(dtype, alpha), load_scalar(dtype, row_state), load_scalar(dtype, row_state + size)
+    zero, count, mean, d_alpha = (
         splat(simd.as_compute_scalar(dtype, 0)),
         0,
         simd.as_compute_scalar(dtype, 0),
         simd.as_compute_scalar(dtype, 0),
     )
-    if top != simd.as_compute_scalar(dtype, -math.inf):
+    if row_max != simd.as_compute_scalar(dtype, -math.inf):
         load_row(dtype, args, row, row_scores)
-        scale_scores(dtype, row_scores, S, top, alpha)
+        scale_scores(dtype, row_scores, S, row_max, alpha)
         count = collect_candidates(dtype, (row_scores, args.key_indices), S, tau, (candidates, indices))
         compute_entmax_weights(dtype, (candidates, slopes), count, tau, alpha)
         grad_of_weights(dtype, args, row, (candidates, grads, indices), count)
-        falls, all_ = zero, zero
+        slope_sums, grad_sums = zero, zero
         for c in range(0, count, SIMD_WIDTH):
             slope = load_vector(dtype, slopes + size * c)
-            falls, all_ = vec_add(falls, slope), fma(slope, load_vector(dtype, grads + size * c), all_)
-        fall = reduce_sum(falls)
-        mean = reduce_sum(all_) / fall
-        by_alpha = grad_alpha_of_row(dtype, (candidates, grads), count, alpha, mean)
+            slope_sums, grad_sums = (
+                vec_add(slope_sums, slope),
+                fma(slope, load_vector(dtype, grads + size * c), grad_sums),
+            )
+        slope_sum = reduce_sum(slope_sums)
+        mean = reduce_sum(grad_sums) / slope_sum
+        d_alpha = grad_alpha_of_row(dtype, (candidates, grads), count, alpha, mean)
     for c in range(0, count, SIMD_WIDTH):
         store_value(
             grads + size * c,
             vec_mul(load_vector(dtype, slopes + size * c), vec_sub(load_vector(dtype, grads + size * c), splat(mean))),
         )
     scatter_row(dtype, args.output + size * S * row, S, (grads, indices), count)
-    store_value(args.d_alpha + size * row, by_alpha)
+    store_value(args.d_alpha + size * row, d_alpha)
 
 
 @njit
@@ -396,13 +407,13 @@ def grad_alpha_of_row(dtype, lists, count, alpha, mean):
         simd.as_compute_scalar(dtype, 1),
         lists,
     )
-    straight, bent, spreads = splat(zero), splat(zero), splat(zero)
+    grad_sum, log_grad_sum, log_sum = splat(zero), splat(zero), splat(zero)
     for c in range(0, count, SIMD_WIDTH):
         w, g = load_vector(dtype, candidates + size * c), load_vector(dtype, grads + size * c)
-        bits = select_below(splat(zero), w, vec_mul(w, vec_log(w)), splat(zero))
-        straight, bent, spreads = fma(w, g, straight), fma(bits, g, bent), vec_add(spreads, bits)
-    straight, bent, spreads = reduce_sum(straight), reduce_sum(bent), reduce_sum(spreads)
-    return ((straight - mean) / (alpha - one) - bent + mean * spreads) / (alpha - one)
+        w_log_w = select_below(splat(zero), w, vec_mul(w, vec_log(w)), splat(zero))
+        grad_sum, log_grad_sum, log_sum = fma(w, g, grad_sum), fma(w_log_w, g, log_grad_sum), vec_add(log_sum, w_log_w)
+    grad_sum, log_grad_sum, log_sum = reduce_sum(grad_sum), reduce_sum(log_grad_sum), reduce_sum(log_sum)
+    return ((grad_sum - mean) / (alpha - one) - log_grad_sum + mean * log_sum) / (alpha - one)
 
 
 @extending.register_jitable

@@ -25,7 +25,7 @@ from .launch import COMPUTE_DTYPES, SIMD_WIDTH, KernelSet, ParallelKernelSet
 
 ROWS_PER_ITEM = 8  # rows per work item
 NUM_ROW_LISTS = 5  # lists in a scratch buffer: row, candidates, slopes, gradients, key indices
-ROW_STATE_SIZE = 2  # maximum and tau, from which a row is computed again
+ROW_STATE_SIZE = 2  # maximum and tau, from which a row is recomputed
 
 
 class RowNormaliserArgs(ParallelKernelArgs):
@@ -40,7 +40,7 @@ class RowNormaliserArgs(ParallelKernelArgs):
     num_queries: int = 0  # T
     num_keys: int = 0  # S
     num_rows: int = 0  # B H T
-    key_indices: Int32Arg = None  # 0, 1, 2, ... for each key; used by entmax only, as are all that follow
+    key_indices: Int32Arg = None  # 0, 1, 2, ... for each key; this field and the following ones are used by entmax only
     alpha: TensorArg = None  # [H]
     row_state: TensorArg = None  # [B, H, T, 2]: maximum and tau of each row, for the backward pass
     values: TensorArg = None  # [B, G, S, V], V padded to whole vectors; None to return the weights themselves
@@ -70,7 +70,7 @@ def can_use_kernels(s_BHTS: Tensor, kernels: KernelSet) -> bool:
     return kernels.is_usable(s_BHTS.dtype)
 
 
-@torch.library.custom_op("headwise::softmax", mutates_args=(), device_types="cpu")
+@torch.library.custom_op("headwise::masked_softmax", mutates_args=(), device_types="cpu")
 def masked_softmax(s: Tensor, allowed: Tensor) -> Tensor:
     """Return the softmax of s [B, H, T, S] over the allowed keys; rows without any are zero.
 
@@ -81,37 +81,38 @@ def masked_softmax(s: Tensor, allowed: Tensor) -> Tensor:
     return w
 
 
-@torch.library.custom_op("headwise::softmax_backward", mutates_args=(), device_types="cpu")
+@torch.library.custom_op("headwise::masked_softmax_backward", mutates_args=(), device_types="cpu")
 def masked_softmax_backward(grad: Tensor, w: Tensor) -> Tensor:
     """Return the gradient of the scores; it is zero for rows without allowed keys, as their weights are."""
     return torch.ops.aten._softmax_backward_data(grad, w, -1, w.dtype)
 
 
-@torch.library.custom_op("headwise::entmax", mutates_args=(), device_types="cpu")
+@torch.library.custom_op("headwise::masked_entmax", mutates_args=(), device_types="cpu")
 def masked_entmax(
-    s: Tensor, allowed: Tensor, alpha: Tensor, v: Tensor | None, of: Sequence[int]
+    s: Tensor, allowed: Tensor, alpha: Tensor, v: Tensor | None, value_heads: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
     """Return the entmax of s [B, H, T, S] over allowed [1 or B, 1, 1 or T, S], with one alpha per head.
 
-    With values v [B, G, S, V] it returns the weighted values [B, H, T, V] instead, where head h reads v[:, of[h]]. The
-    second output, [B, H, T, 2], holds each row's maximum and tau, from which the backward pass computes the row again.
+    With values v [B, G, S, V] it returns the weighted values [B, H, T, V] instead, where head h reads
+    v[:, value_heads[h]]. The second output, [B, H, T, 2], holds each row's maximum and tau, from which the backward
+    pass recomputes the row.
     """
-    args, state = _entmax_args(s, allowed, alpha, v, of), s.new_empty(*s.shape[:3], ROW_STATE_SIZE)
+    args, row_state = _entmax_args(s, allowed, alpha, v, value_heads), s.new_empty(*s.shape[:3], ROW_STATE_SIZE)
     output = s.new_empty(*s.shape[:3], s.shape[3] if v is None else args.value_dim)
-    ENTMAX_KERNELS.launch("forward", s.dtype, args.replace(output=output, row_state=state))
-    return output if v is None else _unpad_channels(output, v), state
+    ENTMAX_KERNELS.launch("forward", s.dtype, args.replace(output=output, row_state=row_state))
+    return output if v is None else _unpad_channels(output, v), row_state
 
 
-@torch.library.custom_op("headwise::entmax_backward", mutates_args=(), device_types="cpu")
-def masked_entmax_backward(grad: Tensor, saved: Sequence[Tensor], of: Sequence[int]) -> list[Tensor]:
+@torch.library.custom_op("headwise::masked_entmax_backward", mutates_args=(), device_types="cpu")
+def masked_entmax_backward(grad: Tensor, tensors: Sequence[Tensor], value_heads: Sequence[int]) -> list[Tensor]:
     """Return the gradients of the scores, of alpha and, if there are any, of the values (1905.05702, 1909.00015).
 
-    `saved` holds the scores, the allowed keys, alpha, the row state of the forward pass and optionally the values.
+    `tensors` holds the scores, the allowed keys, alpha, the row state of the forward pass and optionally the values.
     """
-    s, allowed, alpha, state, *values = saved
-    args = _entmax_args(s, allowed, alpha, values[0] if values else None, of)
+    s, allowed, alpha, row_state, *values = tensors
+    args = _entmax_args(s, allowed, alpha, values[0] if values else None, value_heads)
     d_scores, d_alpha = s.new_empty(s.shape), s.new_empty(s.shape[:3])
-    args = args.replace(output=d_scores, row_state=state.contiguous(), d_alpha=d_alpha)
+    args = args.replace(output=d_scores, row_state=row_state.contiguous(), d_alpha=d_alpha)
     if not values:
         ENTMAX_KERNELS.launch("backward", s.dtype, args.replace(grad=grad.contiguous()))
         return [d_scores, d_alpha.sum((0, 2))]
@@ -140,7 +141,9 @@ def _score_args(s: Tensor, allowed: Tensor, num_lists: int) -> RowNormaliserArgs
     )
 
 
-def _entmax_args(s: Tensor, allowed: Tensor, alpha: Tensor, v: Tensor | None, of: Sequence[int]) -> RowNormaliserArgs:
+def _entmax_args(
+    s: Tensor, allowed: Tensor, alpha: Tensor, v: Tensor | None, value_heads: Sequence[int]
+) -> RowNormaliserArgs:
     """Return the arguments of entmax, without the tensors that it writes."""
     args = _score_args(s, allowed, NUM_ROW_LISTS)
     indices = torch.arange(s.shape[3] + SIMD_WIDTH, dtype=torch.int32)
@@ -150,7 +153,7 @@ def _entmax_args(s: Tensor, allowed: Tensor, alpha: Tensor, v: Tensor | None, of
     values = _pad_channels(v)
     return args.replace(
         values=values,
-        value_head_of_head=torch.tensor(of),
+        value_head_of_head=torch.tensor(value_heads),
         num_value_heads=values.shape[1],
         value_dim=values.shape[3],
     )
@@ -158,8 +161,8 @@ def _entmax_args(s: Tensor, allowed: Tensor, alpha: Tensor, v: Tensor | None, of
 
 def _pad_channels(v: Tensor) -> Tensor:
     """Return v contiguous, with its channels padded to whole vectors."""
-    lacking = -v.shape[-1] % SIMD_WIDTH
-    return (F.pad(v, (0, lacking)) if lacking else v).contiguous()  # F.pad may return permuted strides
+    padding = -v.shape[-1] % SIMD_WIDTH
+    return (F.pad(v, (0, padding)) if padding else v).contiguous()  # F.pad may return permuted strides
 
 
 def _unpad_channels(t: Tensor, v: Tensor) -> Tensor:
@@ -172,7 +175,7 @@ def _(s: Tensor, allowed: Tensor) -> Tensor:
 
 
 @masked_entmax.register_fake
-def _(s: Tensor, allowed: Tensor, alpha: Tensor, v: Tensor | None, of: Sequence[int]) -> tuple[Tensor, Tensor]:
+def _(s: Tensor, allowed: Tensor, alpha: Tensor, v: Tensor | None, value_heads: Sequence[int]) -> tuple[Tensor, Tensor]:
     width = s.shape[3] if v is None else v.shape[3]
     return s.new_empty(*s.shape[:3], width), s.new_empty(*s.shape[:3], ROW_STATE_SIZE)
 
@@ -183,10 +186,10 @@ def _(grad: Tensor, w: Tensor) -> Tensor:
 
 
 @masked_entmax_backward.register_fake
-def _(grad: Tensor, given: Sequence[Tensor], of: Sequence[int]) -> list[Tensor]:
-    s, values = given[0], given[4:]
-    made = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in (s, *values)]
-    return [made[0], s.new_empty(s.shape[1]), *made[1:]]
+def _(grad: Tensor, tensors: Sequence[Tensor], value_heads: Sequence[int]) -> list[Tensor]:
+    s, values = tensors[0], tensors[4:]
+    grads = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in (s, *values)]
+    return [grads[0], s.new_empty(s.shape[1]), *grads[1:]]
 
 
 def _save_softmax(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -199,29 +202,29 @@ def _softmax_autograd_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 
 
 def _save_entmax(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.of = inputs
+    *tensors, ctx.value_heads = inputs
     ctx.save_for_backward(*tensors, output[1])
 
 
 def _entmax_autograd_backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
     forbid_double_backward(NO_DOUBLE_BACKWARD_REMEDY)
-    s, allowed, alpha, v, kept = ctx.saved_tensors
-    given = [s, allowed, alpha, kept] if v is None else [s, allowed, alpha, kept, v]
-    of_scores, of_alpha, *of_values = masked_entmax_backward(grad, given, ctx.of)
-    return of_scores, None, of_alpha, of_values[0] if of_values else None, None
+    s, allowed, alpha, v, row_state = ctx.saved_tensors
+    tensors = [s, allowed, alpha, row_state] if v is None else [s, allowed, alpha, row_state, v]
+    d_scores, d_alpha, *d_values = masked_entmax_backward(grad, tensors, ctx.value_heads)
+    return d_scores, None, d_alpha, d_values[0] if d_values else None, None
 
 
 masked_softmax.register_autograd(_softmax_autograd_backward, setup_context=_save_softmax)
 masked_entmax.register_autograd(_entmax_autograd_backward, setup_context=_save_entmax)
 
 
-@register_flop_formula(torch.ops.headwise.entmax)
-def _entmax_flops(s: Any, allowed: Any, alpha: Any, v: Any, of: Any, **said: Any) -> int:
+@register_flop_formula(torch.ops.headwise.masked_entmax)
+def _entmax_flops(s: Any, allowed: Any, alpha: Any, v: Any, value_heads: Any, **kwargs: Any) -> int:
     """Count the full product of weights and values; which weights are zero is only known from the data."""
     return 0 if v is None else 2 * s[0] * s[1] * s[2] * s[3] * v[3]
 
 
-@register_flop_formula(torch.ops.headwise.entmax_backward)
-def _entmax_backward_flops(grad: Any, given: Any, of: Any, **said: Any) -> int:
-    s, values = given[0], given[4:]
+@register_flop_formula(torch.ops.headwise.masked_entmax_backward)
+def _entmax_backward_flops(grad: Any, tensors: Any, value_heads: Any, **kwargs: Any) -> int:
+    s, values = tensors[0], tensors[4:]
     return 4 * s[0] * s[1] * s[2] * s[3] * values[0][3] if values else 0

@@ -36,14 +36,14 @@ extending.register_jitable(round_up_to_simd)
 class SimdVector(types.Type):
     """Numba type of a vector of 16 numbers of one type."""
 
-    def __init__(self, number: types.Float) -> None:
-        super().__init__(name=f"{SIMD_WIDTH} x {number}")
-        self.number = number
+    def __init__(self, scalar_type: types.Float) -> None:
+        super().__init__(name=f"{SIMD_WIDTH} x {scalar_type}")
+        self.scalar_type = scalar_type
 
     @property
     def llvm_type(self) -> ir.VectorType:
         """The corresponding LLVM vector type."""
-        return ir.VectorType(llvm_scalar_type(self.number), SIMD_WIDTH)
+        return ir.VectorType(llvm_scalar_type(self.scalar_type), SIMD_WIDTH)
 
 
 @extending.register_model(SimdVector)
@@ -57,9 +57,9 @@ class SimdVectorModel(models.PrimitiveModel):
 SIMD_FLOAT32, SIMD_FLOAT64 = SimdVector(types.float32), SimdVector(types.float64)
 
 
-def llvm_scalar_type(number: types.Type) -> ir.Type:
+def llvm_scalar_type(scalar_type: types.Type) -> ir.Type:
     """Return the LLVM type of a Numba scalar type."""
-    return {types.float32: ir.FloatType(), types.float64: ir.DoubleType()}.get(number, INT64)
+    return {types.float32: ir.FloatType(), types.float64: ir.DoubleType()}.get(scalar_type, INT64)
 
 
 def _build_splat(builder: ir.IRBuilder, value: ir.Value, kind: ir.VectorType) -> Any:
@@ -70,12 +70,12 @@ def _build_splat(builder: ir.IRBuilder, value: ir.Value, kind: ir.VectorType) ->
 @intrinsic
 def splat(typing: Any, value: Any) -> Any:
     """Broadcast one number to a vector."""
-    lanes = SIMD_FLOAT64 if value == types.float64 else SIMD_FLOAT32
+    vector_type = SIMD_FLOAT64 if value == types.float64 else SIMD_FLOAT32
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return _build_splat(builder, args[0], lanes.llvm_type)
+        return _build_splat(builder, args[0], vector_type.llvm_type)
 
-    return lanes(value), code
+    return vector_type(value), code
 
 
 def llvm_elementwise(name: str, count: int) -> Any:
@@ -83,10 +83,10 @@ def llvm_elementwise(name: str, count: int) -> Any:
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         kind = signature.return_type.llvm_type
-        letter = "f64" if signature.return_type == SIMD_FLOAT64 else "f32"
+        suffix = "f64" if signature.return_type == SIMD_FLOAT64 else "f32"
         function_type = ir.FunctionType(kind, [kind] * count)
         return builder.call(
-            cgutils.get_or_insert_function(builder.module, function_type, f"llvm.{name}.v{SIMD_WIDTH}{letter}"),
+            cgutils.get_or_insert_function(builder.module, function_type, f"llvm.{name}.v{SIMD_WIDTH}{suffix}"),
             list(args),
         )
 
@@ -98,10 +98,10 @@ def _llvm_reduction(name: str, start: bool) -> Any:
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         number, vector = llvm_scalar_type(signature.return_type), signature.args[0].llvm_type
-        letter = "f64" if signature.return_type == types.float64 else "f32"
+        suffix = "f64" if signature.return_type == types.float64 else "f32"
         function_type = ir.FunctionType(number, [number, vector] if start else [vector])
         call = cgutils.get_or_insert_function(
-            builder.module, function_type, f"llvm.vector.reduce.{name}.v{SIMD_WIDTH}{letter}"
+            builder.module, function_type, f"llvm.vector.reduce.{name}.v{SIMD_WIDTH}{suffix}"
         )
         operands = [ir.Constant(number, -0.0), args[0]] if start else [args[0]]
         return builder.call(call, operands, fastmath=["reassoc"] if start else [])
@@ -124,12 +124,12 @@ def vec_max(typing: Any, a: Any, b: Any) -> Any:
 @intrinsic
 def reduce_sum(typing: Any, a: Any) -> Any:
     """Return the sum of all 16 elements."""
-    return a.number(a), _llvm_reduction("fadd", start=True)
+    return a.scalar_type(a), _llvm_reduction("fadd", start=True)
 
 
 def _add_shuffled(builder: Any, a: Any, b: Any, low: list[int], high: list[int]) -> Any:
     """Return the sum of two shuffles of vectors a and b."""
-    first, second = (builder.shuffle_vector(a, b, ir.Constant(LANE_MASK, at)) for at in (low, high))
+    first, second = (builder.shuffle_vector(a, b, ir.Constant(LANE_MASK, mask)) for mask in (low, high))
     return builder.fadd(first, second)
 
 
@@ -159,7 +159,7 @@ def reduce_sum_16(typing: Any, a: Any) -> Any:
 @intrinsic
 def reduce_max(typing: Any, a: Any) -> Any:
     """Return the maximum of all 16 elements, ignoring NaN."""
-    return a.number(a), _llvm_reduction("fmax", start=False)
+    return a.scalar_type(a), _llvm_reduction("fmax", start=False)
 
 
 @intrinsic
@@ -212,18 +212,18 @@ def _split_float(mantissa: bool) -> Any:
     """Return an intrinsic that splits positive numbers into m 2^n, sqrt(1/2) <= m < sqrt(2), and returns m or n."""
 
     @intrinsic
-    def parted(typing: Any, a: Any) -> Any:
+    def split_float(typing: Any, a: Any) -> Any:
         def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             kind = ir.VectorType(INT32, SIMD_WIDTH)
-            bits, bit = builder.bitcast(args[0], kind), ir.Constant(kind, [23] * SIMD_WIDTH)
-            n = builder.ashr(builder.sub(bits, ir.Constant(kind, [_ROOT_BITS] * SIMD_WIDTH)), bit)
+            bits, shift = builder.bitcast(args[0], kind), ir.Constant(kind, [23] * SIMD_WIDTH)
+            n = builder.ashr(builder.sub(bits, ir.Constant(kind, [_ROOT_BITS] * SIMD_WIDTH)), shift)
             if mantissa:
-                return builder.bitcast(builder.sub(bits, builder.shl(n, bit)), SIMD_FLOAT32.llvm_type)
+                return builder.bitcast(builder.sub(bits, builder.shl(n, shift)), SIMD_FLOAT32.llvm_type)
             return builder.sitofp(n, SIMD_FLOAT32.llvm_type)
 
         return SIMD_FLOAT32(SIMD_FLOAT32), code
 
-    return parted
+    return split_float
 
 
 _ROOT_BITS = int(np.float32(math.sqrt(0.5)).view(np.int32))
@@ -327,7 +327,7 @@ class StorageType(types.Type):
 
     def __init__(self, kind: str) -> None:
         super().__init__(name=f"storage dtype {kind}")
-        self.kind, self.lanes = kind, SIMD_FLOAT64 if kind == "float64" else SIMD_FLOAT32
+        self.kind, self.vector_type = kind, SIMD_FLOAT64 if kind == "float64" else SIMD_FLOAT32
 
 
 @extending.register_model(StorageType)
@@ -352,7 +352,9 @@ def storage_itemsize(typing: Any, dtype: Any) -> Any:
 @intrinsic
 def compute_itemsize(typing: Any, dtype: Any) -> Any:
     """Return the bytes per element in computations."""
-    return types.int64(dtype), lambda context, builder, signature, args: INT64(8 if dtype.lanes == SIMD_FLOAT64 else 4)
+    return types.int64(dtype), lambda context, builder, signature, args: INT64(
+        8 if dtype.vector_type == SIMD_FLOAT64 else 4
+    )
 
 
 @intrinsic
@@ -360,9 +362,9 @@ def as_compute_scalar(typing: Any, dtype: Any, value: Any) -> Any:
     """Convert a number to the dtype for computing."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return context.cast(builder, args[1], value, dtype.lanes.number)
+        return context.cast(builder, args[1], value, dtype.vector_type.scalar_type)
 
-    return dtype.lanes.number(dtype, value), code
+    return dtype.vector_type.scalar_type(dtype, value), code
 
 
 def _make_load(is_vector: bool, is_stored: bool) -> Any:
@@ -370,16 +372,16 @@ def _make_load(is_vector: bool, is_stored: bool) -> Any:
 
     @intrinsic
     def load(typing: Any, dtype: Any, address: Any) -> Any:
-        lanes = dtype.lanes
-        kind = dtype.kind if is_stored else "float64" if lanes == SIMD_FLOAT64 else "float32"
-        target = lanes.llvm_type if is_vector else llvm_scalar_type(lanes.number)
+        vector_type = dtype.vector_type
+        kind = dtype.kind if is_stored else "float64" if vector_type == SIMD_FLOAT64 else "float32"
+        target = vector_type.llvm_type if is_vector else llvm_scalar_type(vector_type.scalar_type)
         raw = ir.VectorType(STORAGE_LLVM_TYPES[kind], SIMD_WIDTH) if is_vector else STORAGE_LLVM_TYPES[kind]
 
         def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             value = builder.load(memory_pointer(builder, args[1], raw), align=STORAGE_ITEMSIZES[kind])
             return _widen(builder, value, kind, target)
 
-        return (lanes if is_vector else lanes.number)(dtype, types.int64), code
+        return (vector_type if is_vector else vector_type.scalar_type)(dtype, types.int64), code
 
     return load
 
@@ -396,25 +398,25 @@ def _make_bf16_load(odd: int) -> Any:
     """
 
     @intrinsic
-    def half(typing: Any, dtype: Any, address: Any) -> Any:
-        lanes, kind, pair = dtype.lanes, dtype.kind, ir.VectorType(INT32, SIMD_WIDTH)
+    def load_half(typing: Any, dtype: Any, address: Any) -> Any:
+        vector_type, kind, words = dtype.vector_type, dtype.kind, ir.VectorType(INT32, SIMD_WIDTH)
 
         def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             if kind != "bfloat16":
-                at = builder.add(args[1], INT64(odd * SIMD_WIDTH * STORAGE_ITEMSIZES[kind]))
+                begin = builder.add(args[1], INT64(odd * SIMD_WIDTH * STORAGE_ITEMSIZES[kind]))
                 value = builder.load(
-                    memory_pointer(builder, at, ir.VectorType(STORAGE_LLVM_TYPES[kind], SIMD_WIDTH)),
+                    memory_pointer(builder, begin, ir.VectorType(STORAGE_LLVM_TYPES[kind], SIMD_WIDTH)),
                     align=STORAGE_ITEMSIZES[kind],
                 )
-                return _widen(builder, value, kind, lanes.llvm_type)
-            value = builder.load(memory_pointer(builder, args[1], pair), align=STORAGE_ITEMSIZES[kind])
-            upper = ir.Constant(pair, [0xFFFF0000] * SIMD_WIDTH)
-            bits = builder.and_(value, upper) if odd else builder.shl(value, ir.Constant(pair, [16] * SIMD_WIDTH))
-            return builder.bitcast(bits, lanes.llvm_type)
+                return _widen(builder, value, kind, vector_type.llvm_type)
+            value = builder.load(memory_pointer(builder, args[1], words), align=STORAGE_ITEMSIZES[kind])
+            upper = ir.Constant(words, [0xFFFF0000] * SIMD_WIDTH)
+            bits = builder.and_(value, upper) if odd else builder.shl(value, ir.Constant(words, [16] * SIMD_WIDTH))
+            return builder.bitcast(bits, vector_type.llvm_type)
 
-        return lanes(dtype, types.int64), code
+        return vector_type(dtype, types.int64), code
 
-    return half
+    return load_half
 
 
 load_bf16_even, load_bf16_odd = _make_bf16_load(0), _make_bf16_load(1)
@@ -444,18 +446,18 @@ def store_value(typing: Any, address: Any, value: Any) -> Any:
 
 
 @extending.intrinsic(prefer_literal=True)
-def _store_quarter(typing: Any, address: Any, value: Any, which: Any) -> Any:
-    """Store four elements of a vector: those of quarter `which`."""
+def _store_quarter(typing: Any, address: Any, value: Any, quarter: Any) -> Any:
+    """Store four elements of a vector: those of quarter `quarter`."""
     count = SIMD_WIDTH // 4
-    first, kind = count * which.literal_value, ir.VectorType(llvm_scalar_type(value.number), count)
+    first, kind = count * quarter.literal_value, ir.VectorType(llvm_scalar_type(value.scalar_type), count)
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        at = ir.Constant(ir.VectorType(INT32, count), list(range(first, first + count)))
-        found = builder.shuffle_vector(args[1], args[1], at)
-        builder.store(found, memory_pointer(builder, args[0], kind, "writes"), align=4)
+        indices = ir.Constant(ir.VectorType(INT32, count), list(range(first, first + count)))
+        elements = builder.shuffle_vector(args[1], args[1], indices)
+        builder.store(elements, memory_pointer(builder, args[0], kind, "writes"), align=4)
         return context.get_dummy_value()
 
-    return types.void(types.int64, value, which), code
+    return types.void(types.int64, value, quarter), code
 
 
 store_quarter: Any = _store_quarter
@@ -464,15 +466,17 @@ store_quarter: Any = _store_quarter
 def _round_to_bfloat16(builder: Any, value: Any, is_vector: bool) -> Any:
     """Round float32 to bfloat16 bits, to nearest, ties to even; NaN stays NaN."""
 
-    def all_of(kind: ir.Type, bits: int) -> ir.Constant:
+    def constant(kind: ir.Type, bits: int) -> ir.Constant:
         return ir.Constant(ir.VectorType(kind, SIMD_WIDTH), [bits] * SIMD_WIDTH) if is_vector else kind(bits)
 
     bits = builder.bitcast(value, ir.VectorType(INT32, SIMD_WIDTH) if is_vector else INT32)
-    half = builder.add(builder.and_(builder.lshr(bits, all_of(INT32, 16)), all_of(INT32, 1)), all_of(INT32, 0x7FFF))
-    above = builder.lshr(builder.add(bits, half), all_of(INT32, 16))
-    above = builder.select(builder.fcmp_unordered("uno", value, value), all_of(INT32, 0x7FC0), above)
+    rounding = builder.add(
+        builder.and_(builder.lshr(bits, constant(INT32, 16)), constant(INT32, 1)), constant(INT32, 0x7FFF)
+    )
+    rounded = builder.lshr(builder.add(bits, rounding), constant(INT32, 16))
+    rounded = builder.select(builder.fcmp_unordered("uno", value, value), constant(INT32, 0x7FC0), rounded)
     raw = STORAGE_LLVM_TYPES["bfloat16"]
-    return builder.trunc(above, ir.VectorType(raw, SIMD_WIDTH) if is_vector else raw)
+    return builder.trunc(rounded, ir.VectorType(raw, SIMD_WIDTH) if is_vector else raw)
 
 
 @intrinsic
@@ -486,7 +490,7 @@ def store_storage(typing: Any, dtype: Any, address: Any, value: Any) -> Any:
         builder.store(raw_value, memory_pointer(builder, args[1], raw, "writes"), align=STORAGE_ITEMSIZES[dtype.kind])
         return context.get_dummy_value()
 
-    return types.void(dtype, types.int64, value if is_vector else dtype.lanes.number), code
+    return types.void(dtype, types.int64, value if is_vector else dtype.vector_type.scalar_type), code
 
 
 @intrinsic
@@ -549,26 +553,26 @@ def is_byte_set(typing: Any, address: Any) -> Any:
 
 
 @intrinsic
-def compress_store(typing: Any, x: Any, least: Any, where: Any, to: Any, places: Any) -> Any:
-    """Store the elements of x that are above `least`, or NaN, adjacently; return how many they are.
+def compress_store(typing: Any, x: Any, bound: Any, source_indices: Any, target: Any, target_indices: Any) -> Any:
+    """Store the elements of x that are above `bound`, or NaN, adjacently; return how many they are.
 
-    Of the 16 int32 at `where`, those of these elements are stored adjacently to `places`.
+    Of the 16 int32 at `source_indices`, those of these elements are stored adjacently to `target_indices`.
     """
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        whole = ir.VectorType(INT32, SIMD_WIDTH)
-        counts = builder.fcmp_unordered(">", args[0], args[1])
-        letter = "f64" if signature.args[0] == SIMD_FLOAT64 else "f32"
-        num_stored = builder.zext(builder.ctpop(builder.bitcast(counts, ir.IntType(SIMD_WIDTH))), INT64)
-        indices = builder.load(memory_pointer(builder, args[2], whole), align=4)
-        for vector, kind, address in ((args[0], letter, args[3]), (indices, "i32", args[4])):
+        index_vector = ir.VectorType(INT32, SIMD_WIDTH)
+        selected = builder.fcmp_unordered(">", args[0], args[1])
+        suffix = "f64" if signature.args[0] == SIMD_FLOAT64 else "f32"
+        num_stored = builder.zext(builder.ctpop(builder.bitcast(selected, ir.IntType(SIMD_WIDTH))), INT64)
+        indices = builder.load(memory_pointer(builder, args[2], index_vector), align=4)
+        for vector, kind, address in ((args[0], suffix, args[3]), (indices, "i32", args[4])):
             element = vector.type.element
             size = builder.mul(num_stored, INT64(llvm_itemsize(element))) if DEBUG_KERNELS else None
-            to = memory_pointer(builder, address, element, "writes", size)
-            store_type = ir.FunctionType(ir.VoidType(), [vector.type, to.type, counts.type])
+            target = memory_pointer(builder, address, element, "writes", size)
+            store_type = ir.FunctionType(ir.VoidType(), [vector.type, target.type, selected.type])
             name = f"llvm.masked.compressstore.v{SIMD_WIDTH}{kind}"
             store = cgutils.get_or_insert_function(builder.module, store_type, name)
-            builder.call(store, [vector, to, counts])
+            builder.call(store, [vector, target, selected])
         return num_stored
 
     return types.int64(x, x, types.int64, types.int64, types.int64), code

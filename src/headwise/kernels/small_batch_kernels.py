@@ -41,7 +41,7 @@ from .simd import (
 )
 from .small_batch_ops import GEMV_STEP, GEMV_TILE_SIZE
 
-GEMV_PREFETCH_BYTES = 8192  # how far ahead of the tile being read rows are prefetched
+GEMV_PREFETCH_BYTES = 8192  # prefetch distance ahead of the current tile
 
 
 @njit
@@ -99,16 +99,16 @@ def load_4_rows_tail(dtype, w):
 
 
 @njit
-def advance_addresses(at, by):
-    """Add one offset, `by`, to four addresses."""
-    return at[0] + by, at[1] + by, at[2] + by, at[3] + by
+def advance_addresses(addresses, offset):
+    """Add one offset, `offset`, to four addresses."""
+    return addresses[0] + offset, addresses[1] + offset, addresses[2] + offset, addresses[3] + offset
 
 
 @njit
-def prefetch_4_rows(dtype, at):
+def prefetch_4_rows(dtype, address):
     """Prefetch as many bytes as one step reads of four rows."""
     for line in range(0, GEMV_TILE_SIZE * storage_itemsize(dtype) * GEMV_STEP, CACHE_LINE_BYTES):
-        prefetch_nontemporal(at + line)
+        prefetch_nontemporal(address + line)
 
 
 @njit
@@ -134,12 +134,16 @@ def dot_4_rows_1_token(dtype, w, x, y, shape, prefetch_address):
     `shape` is the row width and the bytes between two steps of the packed token.
     """
     width, stride = shape
-    a, by = zero_sums(dtype), storage_itemsize(dtype) * GEMV_STEP
+    a, step_bytes = zero_sums(dtype), storage_itemsize(dtype) * GEMV_STEP
     for _ in range(width // GEMV_STEP):
         prefetch_4_rows(dtype, prefetch_address)
         even, odd = load_4_rows(dtype, w)
         a = fma_4_rows(odd, load_vector(dtype, x + CACHE_LINE_BYTES), fma_4_rows(even, load_vector(dtype, x), a))
-        w, x, prefetch_address = advance_addresses(w, by), x + stride, prefetch_address + GEMV_TILE_SIZE * by
+        w, x, prefetch_address = (
+            advance_addresses(w, step_bytes),
+            x + stride,
+            prefetch_address + GEMV_TILE_SIZE * step_bytes,
+        )
     if width % GEMV_STEP:
         a = fma_4_rows(load_4_rows_tail(dtype, w), load_vector(dtype, x), a)
     store_4_sums(dtype, y, a)
@@ -152,36 +156,48 @@ def dot_4_rows_4_tokens(dtype, w, x, y, shape, prefetch_address):
     `x` holds the addresses of the packed tokens and those of their last 16 channels.
     """
     width, stride, step = shape
-    a0, a1, a2, a3, by = (
+    a0, a1, a2, a3, step_bytes = (
         zero_sums(dtype),
         zero_sums(dtype),
         zero_sums(dtype),
         zero_sums(dtype),
         storage_itemsize(dtype) * GEMV_STEP,
     )
-    at, ends = x
+    token_addresses, tail_addresses = x
     for _ in range(width // GEMV_STEP):
         prefetch_4_rows(dtype, prefetch_address)
         even, odd = load_4_rows(dtype, w)
-        a0, a1 = fma_4_rows(even, load_vector(dtype, at[0]), a0), fma_4_rows(even, load_vector(dtype, at[1]), a1)
-        a2, a3 = fma_4_rows(even, load_vector(dtype, at[2]), a2), fma_4_rows(even, load_vector(dtype, at[3]), a3)
         a0, a1 = (
-            fma_4_rows(odd, load_vector(dtype, at[0] + CACHE_LINE_BYTES), a0),
-            fma_4_rows(odd, load_vector(dtype, at[1] + CACHE_LINE_BYTES), a1),
+            fma_4_rows(even, load_vector(dtype, token_addresses[0]), a0),
+            fma_4_rows(even, load_vector(dtype, token_addresses[1]), a1),
         )
         a2, a3 = (
-            fma_4_rows(odd, load_vector(dtype, at[2] + CACHE_LINE_BYTES), a2),
-            fma_4_rows(odd, load_vector(dtype, at[3] + CACHE_LINE_BYTES), a3),
+            fma_4_rows(even, load_vector(dtype, token_addresses[2]), a2),
+            fma_4_rows(even, load_vector(dtype, token_addresses[3]), a3),
         )
-        w, at, prefetch_address = (
-            advance_addresses(w, by),
-            advance_addresses(at, stride),
-            prefetch_address + GEMV_TILE_SIZE * by,
+        a0, a1 = (
+            fma_4_rows(odd, load_vector(dtype, token_addresses[0] + CACHE_LINE_BYTES), a0),
+            fma_4_rows(odd, load_vector(dtype, token_addresses[1] + CACHE_LINE_BYTES), a1),
+        )
+        a2, a3 = (
+            fma_4_rows(odd, load_vector(dtype, token_addresses[2] + CACHE_LINE_BYTES), a2),
+            fma_4_rows(odd, load_vector(dtype, token_addresses[3] + CACHE_LINE_BYTES), a3),
+        )
+        w, token_addresses, prefetch_address = (
+            advance_addresses(w, step_bytes),
+            advance_addresses(token_addresses, stride),
+            prefetch_address + GEMV_TILE_SIZE * step_bytes,
         )
     if width % GEMV_STEP:
         part = load_4_rows_tail(dtype, w)
-        a0, a1 = fma_4_rows(part, load_vector(dtype, ends[0]), a0), fma_4_rows(part, load_vector(dtype, ends[1]), a1)
-        a2, a3 = fma_4_rows(part, load_vector(dtype, ends[2]), a2), fma_4_rows(part, load_vector(dtype, ends[3]), a3)
+        a0, a1 = (
+            fma_4_rows(part, load_vector(dtype, tail_addresses[0]), a0),
+            fma_4_rows(part, load_vector(dtype, tail_addresses[1]), a1),
+        )
+        a2, a3 = (
+            fma_4_rows(part, load_vector(dtype, tail_addresses[2]), a2),
+            fma_4_rows(part, load_vector(dtype, tail_addresses[3]), a3),
+        )
     store_4_sums(dtype, advance_addresses(y, step[0]), a0)
     store_4_sums(dtype, advance_addresses(y, step[1]), a1)
     store_4_sums(dtype, advance_addresses(y, step[2]), a2)
@@ -191,12 +207,12 @@ def dot_4_rows_4_tokens(dtype, w, x, y, shape, prefetch_address):
 @njit
 def four_offsets(first, count, stride):
     """Return the offsets of items first to first + 3; the last item is repeated beyond the end."""
-    last = count - 1
+    last_item = count - 1
     return (
-        stride * min(first, last),
-        stride * min(first + 1, last),
-        stride * min(first + 2, last),
-        stride * min(first + 3, last),
+        stride * min(first, last_item),
+        stride * min(first + 1, last_item),
+        stride * min(first + 2, last_item),
+        stride * min(first + 3, last_item),
     )
 
 
@@ -286,28 +302,28 @@ def rms_norm_kernel(dtype, args):
 
 
 @njit
-def cos_sin_tables(dtype, position, frequency, pairs, factor, waves):
-    """Write the cosines of `pairs` angles to `waves`, then their sines, times a factor."""
+def cos_sin_tables(dtype, position, frequency, pairs, factor, cos_sin):
+    """Write the cosines of `pairs` angles to `cos_sin`, then their sines, times a factor."""
     double = simd.storage_type("float64")
     for c in range(pairs):
         angle = position * load_scalar(double, frequency + 8 * c)
-        store_value(waves + compute_itemsize(dtype) * c, as_compute_scalar(dtype, math.cos(angle) * factor))
-        store_value(waves + compute_itemsize(dtype) * (pairs + c), as_compute_scalar(dtype, math.sin(angle) * factor))
+        store_value(cos_sin + compute_itemsize(dtype) * c, as_compute_scalar(dtype, math.cos(angle) * factor))
+        store_value(cos_sin + compute_itemsize(dtype) * (pairs + c), as_compute_scalar(dtype, math.sin(angle) * factor))
 
 
 @njit
-def rotate_head(dtype, x, y, width, pairs, waves):
+def rotate_head(dtype, x, y, width, pairs, cos_sin):
     """Rotate one head of one token."""
     half = storage_itemsize(dtype) * pairs
     for c in range(0, pairs, SIMD_WIDTH):
-        cos, sin, at = (
-            load_vector(dtype, waves + compute_itemsize(dtype) * c),
-            load_vector(dtype, waves + compute_itemsize(dtype) * (pairs + c)),
+        cos, sin, offset = (
+            load_vector(dtype, cos_sin + compute_itemsize(dtype) * c),
+            load_vector(dtype, cos_sin + compute_itemsize(dtype) * (pairs + c)),
             storage_itemsize(dtype) * c,
         )
-        a, b = load_storage(dtype, x + at), load_storage(dtype, x + half + at)
-        store_storage(dtype, y + at, vec_sub(vec_mul(a, cos), vec_mul(b, sin)))
-        store_storage(dtype, y + half + at, vec_add(vec_mul(a, sin), vec_mul(b, cos)))
+        a, b = load_storage(dtype, x + offset), load_storage(dtype, x + half + offset)
+        store_storage(dtype, y + offset, vec_sub(vec_mul(a, cos), vec_mul(b, sin)))
+        store_storage(dtype, y + half + offset, vec_add(vec_mul(a, sin), vec_mul(b, cos)))
     for c in range(2 * half, storage_itemsize(dtype) * width, storage_itemsize(dtype) * SIMD_WIDTH):
         store_storage(dtype, y + c, load_storage(dtype, x + c))
 
@@ -315,17 +331,17 @@ def rotate_head(dtype, x, y, width, pairs, waves):
 @extending.register_jitable
 def rotary_kernel(dtype, args):
     """Kernel of `apply_rotary`."""
-    tokens, heads, width, pairs, waves = args.tokens, args.heads, args.width, args.pairs, args.waves
+    tokens, heads, width, pairs, cos_sin = args.tokens, args.heads, args.width, args.pairs, args.cos_sin
     head_bytes, position_stride = storage_itemsize(dtype) * width, args.position_batch_stride
     for t in range(tokens):
         for b in range(args.batch):
             if b == 0 or position_stride:
                 position = load_int64(args.position + b * position_stride + 8 * t)
-                cos_sin_tables(dtype, position, args.frequency, pairs, args.attention_factor, waves)
+                cos_sin_tables(dtype, position, args.frequency, pairs, args.attention_factor, cos_sin)
             x = args.x + b * args.x_batch_stride + t * args.x_token_stride
             y = args.y + (b * tokens + t) * heads * head_bytes
             for h in range(heads):
-                rotate_head(dtype, x + h * args.x_head_stride, y + h * head_bytes, width, pairs, waves)
+                rotate_head(dtype, x + h * args.x_head_stride, y + h * head_bytes, width, pairs, cos_sin)
 
 
 @extending.register_jitable

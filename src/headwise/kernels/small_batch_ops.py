@@ -51,9 +51,9 @@ class GemvArgs(ParallelKernelArgs, is_checked=False):
     matrices: TableArg = None  # pairs: address and number of rows of each matrix
 
 
-GEMV_KERNELS = KernelSet("small_batch_kernels", GEMV_DTYPES, work=("run_gemv", GemvArgs))
+GEMV_KERNELS = KernelSet("small_batch_kernels", GEMV_DTYPES, gemv=("run_gemv", GemvArgs))
 
-# --- The operation `headwise::thin` --------------------------------------------------------------------
+# --- The operation `headwise::small_batch_matmul` --------------------------------------------------------------------
 
 BLOCKS_PER_THREAD, MAX_BLOCK_BYTES = 2, 2**19  # minimum number of blocks per thread; maximum bytes of a block
 
@@ -72,40 +72,40 @@ def multiply_small_batch(x_MK: Tensor, matrices: Sequence[Tensor]) -> Tensor:
     )
 
 
-@torch.library.custom_op("headwise::thin", mutates_args=(), device_types="cpu")
+@torch.library.custom_op("headwise::small_batch_matmul", mutates_args=(), device_types="cpu")
 def _small_batch_matmul_op(x_MK: Tensor, matrices: Sequence[Tensor]) -> Tensor:
     return _launch_gemv(x_MK, matrices)
 
 
 def _launch_gemv(x_MK: Tensor, matrices: Sequence[Tensor]) -> Tensor:
-    x_MK, (tokens, width) = x_MK.contiguous(), x_MK.shape
+    x_MK, (num_tokens, width) = x_MK.contiguous(), x_MK.shape
     table = matrix_table(matrices)
-    rows, scratch_bytes, threads = sum(table[1::2]), 4 * tokens * width, launch.max_threads()
-    rows_per_block = _rows_per_block(rows, width * x_MK.itemsize, threads)
-    blocks = sum([-(-count // rows_per_block) for count in table[1::2]])
-    threads = min(blocks, threads)
-    y = x_MK.new_empty(tokens, rows)
+    num_rows, scratch_bytes, threads = sum(table[1::2]), 4 * num_tokens * width, launch.max_threads()
+    rows_per_block = _rows_per_block(num_rows, width * x_MK.itemsize, threads)
+    num_blocks = sum([-(-num_rows_of_matrix // rows_per_block) for num_rows_of_matrix in table[1::2]])
+    threads = min(num_blocks, threads)
+    y = x_MK.new_empty(num_tokens, num_rows)
     args = GemvArgs.make(
-        num_items=blocks,
+        num_items=num_blocks,
         scratch=torch.empty(threads * scratch_bytes, dtype=torch.uint8),
         scratch_bytes=scratch_bytes,
         rows_per_block=rows_per_block,
         x=x_MK,
         y=y,
-        num_tokens=tokens,
+        num_tokens=num_tokens,
         width=width,
-        num_rows=rows,
+        num_rows=num_rows,
         matrices=table,
     )
     args.tensors += matrices
-    GEMV_KERNELS.run("work", x_MK.dtype, args, threads)
+    GEMV_KERNELS.run("gemv", x_MK.dtype, args, threads)
     return y
 
 
-def _rows_per_block(rows: int, line: int, threads: int) -> int:
-    """Return how many rows a thread takes at a time: long runs read faster, short ones balance the threads better."""
-    share = min(-(-rows // (BLOCKS_PER_THREAD * threads)), max(1, MAX_BLOCK_BYTES // line))
-    return -(-share // GEMV_TILE_SIZE) * GEMV_TILE_SIZE
+def _rows_per_block(num_rows: int, row_bytes: int, threads: int) -> int:
+    """Return the number of rows per block: long blocks are read faster, short ones balance the threads better."""
+    count = min(-(-num_rows // (BLOCKS_PER_THREAD * threads)), max(1, MAX_BLOCK_BYTES // row_bytes))
+    return -(-count // GEMV_TILE_SIZE) * GEMV_TILE_SIZE
 
 
 @_small_batch_matmul_op.register_fake
@@ -113,8 +113,8 @@ def _fake_small_batch_matmul(x_MK: Tensor, matrices: Sequence[Tensor]) -> Tensor
     return x_MK.new_empty(x_MK.shape[0], sum(matrix.shape[0] for matrix in matrices))
 
 
-@register_flop_formula(torch.ops.headwise.thin)
-def _small_batch_matmul_flops(x: Any, matrices: Any, *rest: Any, out_shape: Any = None, **more: Any) -> int:
+@register_flop_formula(torch.ops.headwise.small_batch_matmul)
+def _small_batch_matmul_flops(x: Any, matrices: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
     return 2 * x[0] * x[1] * sum(matrix[0] for matrix in matrices)
 
 
@@ -152,7 +152,7 @@ class RotaryArgs(KernelArgs, is_checked=False):
     y: TensorArg = None
     position: Int64Arg = None  # [batch or 1, tokens]
     frequency: Float64Arg = None  # [pairs]
-    waves: TableArg = None  # scratch: cosines and sines of one token, [2, pairs] in the dtype for computing
+    cos_sin: TableArg = None  # scratch: cosines and sines of one token, [2, pairs] in the dtype for computing
     batch: int = 0
     tokens: int = 0
     heads: int = 0
@@ -189,15 +189,15 @@ class ScaleArgs(KernelArgs, is_checked=False):
 SMALL_BATCH_KERNELS = KernelSet(
     "small_batch_kernels",
     GEMV_DTYPES,
-    norms=("rms_norm_kernel", RmsNormArgs),
-    turns=("rotary_kernel", RotaryArgs),
-    gates=("silu_and_multiply_kernel", SiluArgs),
-    rises=("scale_to_float32_kernel", ScaleArgs),
+    rms_norm=("rms_norm_kernel", RmsNormArgs),
+    apply_rotary=("rotary_kernel", RotaryArgs),
+    silu_and_multiply=("silu_and_multiply_kernel", SiluArgs),
+    scale_to_float32=("scale_to_float32_kernel", ScaleArgs),
 )
 MAX_SMALL_NUMEL = 2**14  # maximum number of elements; beyond it torch's threads pay off
 
 
-def is_small_batch(x: Tensor, *more: Tensor) -> bool:
+def is_small_batch(x: Tensor, *others: Tensor) -> bool:
     """Return True if the kernels support these tensors and are faster than torch for them.
 
     That is: at most 2^14 elements in whole vectors, one dtype that the kernels know, and a call that can skip the
@@ -207,9 +207,9 @@ def is_small_batch(x: Tensor, *more: Tensor) -> bool:
         0 < x.numel() <= MAX_SMALL_NUMEL
         and x.dtype in GEMV_DTYPES
         and x.shape[-1] % SIMD_WIDTH == 0
-        and all(t.dtype == x.dtype and t.stride(-1) == 1 for t in more)
+        and all(t.dtype == x.dtype and t.stride(-1) == 1 for t in others)
         and x.stride(-1) == 1
-        and can_skip_dispatcher(x, *more)
+        and can_skip_dispatcher(x, *others)
         and not torch.is_autocast_enabled("cpu")
         and SMALL_BATCH_KERNELS.is_usable(x.dtype)
     )
@@ -224,7 +224,7 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float, offset: float = 0.0) 
     x, width = x.contiguous(), x.shape[-1]
     y = torch.empty_like(x)
     args = RmsNormArgs.make(x=x, y=y, weight=weight, rows=x.numel() // width, width=width, eps=eps, offset=offset)
-    SMALL_BATCH_KERNELS.run("norms", x.dtype, args)
+    SMALL_BATCH_KERNELS.run("rms_norm", x.dtype, args)
     return y
 
 
@@ -246,7 +246,7 @@ def apply_rotary(x_BTHK: Tensor, position_BT: Tensor, frequency: Tensor, attenti
         y=y,
         position=position_BT.contiguous(),
         frequency=frequency,
-        waves=array("q", bytes(8 * pairs)),
+        cos_sin=array("q", bytes(8 * pairs)),
         batch=batch,
         tokens=tokens,
         heads=heads,
@@ -258,7 +258,7 @@ def apply_rotary(x_BTHK: Tensor, position_BT: Tensor, frequency: Tensor, attenti
         position_batch_stride=0 if position_BT.shape[0] == 1 else 8 * tokens,
         attention_factor=attention_factor,
     )
-    SMALL_BATCH_KERNELS.run("turns", x_BTHK.dtype, args)
+    SMALL_BATCH_KERNELS.run("apply_rotary", x_BTHK.dtype, args)
     return y
 
 
@@ -279,7 +279,7 @@ def silu_and_multiply(gate: Tensor, up: Tensor) -> Tensor:
         gate_row_stride=itemsize * gate.stride(0),
         up_row_stride=itemsize * up.stride(0),
     )
-    SMALL_BATCH_KERNELS.run("gates", gate.dtype, args)
+    SMALL_BATCH_KERNELS.run("silu_and_multiply", gate.dtype, args)
     return y
 
 
@@ -291,7 +291,7 @@ def scale_to_float32(x_BHK: Tensor, factor: float) -> Tensor:
     """
     x = x_BHK.contiguous()
     y = x.new_empty(x.shape, dtype=torch.float32)
-    SMALL_BATCH_KERNELS.run("rises", x.dtype, ScaleArgs.make(x=x, y=y, count=x.numel(), factor=factor))
+    SMALL_BATCH_KERNELS.run("scale_to_float32", x.dtype, ScaleArgs.make(x=x, y=y, count=x.numel(), factor=factor))
     return y
 
 

@@ -1,7 +1,7 @@
 """Work planning for paged decode: split the keys of every row and find prefixes that rows share.
 
 The keys of a row are cut into splits of 256 (`KV_SPLIT_SIZE`), as in Flash-Decoding. Rows whose block tables begin
-alike have the same keys there; these are read once for all of them (Hydragen, 2402.05099; ChunkAttention, 2402.15220).
+with equal spans share these keys, which are read once for all rows (Hydragen, 2402.05099; ChunkAttention, 2402.15220).
 For this, rows are ordered so that each follows one with which it shares the longest prefix, as in a traversal of a
 prefix tree. Rows that read a block of keys together are then adjacent, whatever they share with other rows.
 
@@ -23,22 +23,22 @@ from .simd import load_int64, store_value
 
 PLAN_ENTRY_BYTES = (
     8 * PLAN_ENTRY_FIELDS
-)  # fields: place in the order, rows, span, slot, keys, split number, whether it begins the split
+)  # fields: index in the order, rows, span, slot, keys, split number, whether it begins the split
 
 
 @njit
-def count_shared_spans(args, row, other, n):
-    """Return with how many equal spans the block tables of two rows begin; the first n are known to be equal."""
+def count_shared_spans(args, row, other_row, n):
+    """Return the number of leading spans that two rows share; the first n are known to be equal."""
     count = args.num_spans
-    a, b = (
+    spans, other_spans = (
         args.spans + 24 * row * count,
-        args.spans + 24 * other * count,
+        args.spans + 24 * other_row * count,
     )
     while (
         n < count
-        and load_int64(a + 24 * n) == load_int64(b + 24 * n)
-        and load_int64(a + 24 * n + 8) == load_int64(b + 24 * n + 8)
-        and load_int64(a + 24 * n + 16) == load_int64(b + 24 * n + 16)
+        and load_int64(spans + 24 * n) == load_int64(other_spans + 24 * n)
+        and load_int64(spans + 24 * n + 8) == load_int64(other_spans + 24 * n + 8)
+        and load_int64(spans + 24 * n + 16) == load_int64(other_spans + 24 * n + 16)
     ):
         n += 1
     return n
@@ -64,34 +64,34 @@ def find_row_with_page(args, row):
 
 @njit
 def order_rows_by_prefix(args):
-    """Insert each row behind one with which it shares the most spans, and store how many they share."""
+    """Insert each row after one with which it shares the most spans, and store the number of shared spans."""
     order = args.row_order
     for n in range(hash_table_size(args.batch)):
         store_value(args.page_hash_table + 8 * n, -1)
     for row in range(args.batch):
-        place, common = row, 0
+        order_index, num_shared = row, 0
         if args.num_spans and find_row_with_page(args, row):
-            place, common = 1, count_shared_spans(args, row, load_int64(order), 0)
-        while place < row and load_int64(order + 24 * place + 8) >= common:
-            if load_int64(order + 24 * place + 8) == common:
-                common = count_shared_spans(args, row, load_int64(order + 24 * place), common)
-            place += 1
-        for n in range(row, place, -1):
+            order_index, num_shared = 1, count_shared_spans(args, row, load_int64(order), 0)
+        while order_index < row and load_int64(order + 24 * order_index + 8) >= num_shared:
+            if load_int64(order + 24 * order_index + 8) == num_shared:
+                num_shared = count_shared_spans(args, row, load_int64(order + 24 * order_index), num_shared)
+            order_index += 1
+        for n in range(row, order_index, -1):
             store_value(order + 24 * n, load_int64(order + 24 * n - 24))
             store_value(order + 24 * n + 8, load_int64(order + 24 * n - 16))
-        store_value(order + 24 * place, row)
-        store_value(order + 24 * place + 8, common)
+        store_value(order + 24 * order_index, row)
+        store_value(order + 24 * order_index + 8, num_shared)
 
 
 @njit
-def split_row(args, place, n):
-    """Write where each split of the row at place `place` of the order begins, from split number n on.
+def split_row(args, order_index, n):
+    """Write where each split of the row at `order_index` begins, from split number n on.
 
     Also replaces the row's count of shared spans by its shared keys, and stores its number of keys. Returns the next
     split number; a row without keys has one split.
     """
     entry, starts, num_keys, num_shared = (
-        args.row_order + 24 * place,
+        args.row_order + 24 * order_index,
         args.split_starts,
         0,
         0,
@@ -116,37 +116,37 @@ def split_row(args, place, n):
 
 
 @njit
-def shares_block_with_previous(args, place, begin):
-    """Return True if the row at `place` has the same block of keys from `begin` on as the row before it."""
-    entry = args.row_order + 24 * place
+def shares_block_with_previous(args, order_index, begin):
+    """Return True if the row at `order_index` has the same block of keys from `begin` on as the row before it."""
+    entry = args.row_order + 24 * order_index
     end = min(begin + KV_BLOCK_SIZE, load_int64(entry + 16))
     return begin < end <= load_int64(entry + 8) and end == min(begin + KV_BLOCK_SIZE, load_int64(entry - 8))
 
 
 @njit
-def append_plan_entry(args, entry, readers, position, part):
+def append_plan_entry(args, entry, row_range, position, split_position):
     """Write a plan entry: the rows that read it, its first key and number of keys, its split. Return the next index."""
-    (place, rows), (n, slot, count), (split, begins) = readers, position, part
+    (order_index, rows), (n, slot, count), (split, is_first_block) = row_range, position, split_position
     address = args.plan + PLAN_ENTRY_BYTES * entry
-    store_value(address, place)
+    store_value(address, order_index)
     store_value(address + 8, rows)
     store_value(address + 16, n)
     store_value(address + 24, slot)
     store_value(address + 32, count)
     store_value(address + 40, split)
-    store_value(address + 48, begins)
+    store_value(address + 48, is_first_block)
     return entry + 1
 
 
 @njit
-def shares_whole_split(args, place, rows, begin):
-    """Return True if `rows` rows from `place` on share the whole split that begins at key `begin`."""
+def shares_whole_split(args, order_index, rows, begin):
+    """Return True if `rows` rows from `order_index` on share the whole split that begins at key `begin`."""
     order = args.row_order
-    end = min(begin + KV_SPLIT_SIZE, load_int64(order + 24 * place + 16))
-    for other in range(place + 1, place + rows):
+    end = min(begin + KV_SPLIT_SIZE, load_int64(order + 24 * order_index + 16))
+    for other_index in range(order_index + 1, order_index + rows):
         if (
-            min(begin + KV_SPLIT_SIZE, load_int64(order + 24 * other + 16)) != end
-            or load_int64(order + 24 * other + 8) < end
+            min(begin + KV_SPLIT_SIZE, load_int64(order + 24 * other_index + 16)) != end
+            or load_int64(order + 24 * other_index + 8) < end
         ):
             return False
     return True
@@ -154,7 +154,7 @@ def shares_whole_split(args, place, rows, begin):
 
 @njit
 def advance_position(args, row, position, count):
-    """Return the span and slot of the key `count` keys behind a position of a row."""
+    """Return the span and slot of the key `count` keys after a position of a row."""
     (n, slot), spans = (
         position,
         args.spans + 24 * row * args.num_spans,
@@ -176,21 +176,25 @@ def split_start(args, row, split):
 
 
 @njit
-def plan_split_by_sharing(args, entry, place, rows, split):
+def plan_split_by_sharing(args, entry, order_index, rows, split):
     """Write one plan entry for each block of a split and each run of rows that share the block."""
     order = args.row_order
     for begin in range(KV_SPLIT_SIZE * split, KV_SPLIT_SIZE * (split + 1), KV_BLOCK_SIZE):
         first = 0
         while first < rows:
-            first_place, num_rows, num_keys = place + first, 1, load_int64(order + 24 * (place + first) + 16)
-            while first + num_rows < rows and shares_block_with_previous(args, first_place + num_rows, begin):
+            first_index, num_rows, num_keys = (
+                order_index + first,
+                1,
+                load_int64(order + 24 * (order_index + first) + 16),
+            )
+            while first + num_rows < rows and shares_block_with_previous(args, first_index + num_rows, begin):
                 num_rows += 1
             if begin < num_keys:
-                row = load_int64(order + 24 * first_place)
+                row = load_int64(order + 24 * first_index)
                 n, slot = advance_position(args, row, split_start(args, row, split), begin - KV_SPLIT_SIZE * split)
                 position = n, slot, min(KV_BLOCK_SIZE, num_keys - begin)
                 entry = append_plan_entry(
-                    args, entry, (first_place, num_rows), position, (split, 1 if begin == KV_SPLIT_SIZE * split else 0)
+                    args, entry, (first_index, num_rows), position, (split, 1 if begin == KV_SPLIT_SIZE * split else 0)
                 )
             first += num_rows
     return entry
@@ -198,46 +202,50 @@ def plan_split_by_sharing(args, entry, place, rows, split):
 
 @njit
 def max_rows_together(args, num_splits):
-    """Return how many rows may read together: fewer if threads would otherwise be idle. This changes no result."""
+    """Return the maximum number of rows per work item: fewer if threads would be idle. This changes no result."""
     threads = args.num_items
     return MAX_ROWS_TOGETHER if threads == 1 else max(1, min(MAX_ROWS_TOGETHER, num_splits // (2 * threads)))
 
 
 @njit
-def count_rows_sharing_block(args, place, begin, max_rows):
-    """Return how many rows from `place` on read the block at `begin` together, at most `max_rows`.
+def count_rows_sharing_block(args, order_index, begin, max_rows):
+    """Return the number of rows from `order_index` on that read the block at `begin` together, at most `max_rows`.
 
     The last rows are divided evenly rather than leaving a small remainder.
     """
     rows, batch = 1, args.batch
-    while rows < 2 * max_rows and place + rows < batch and shares_block_with_previous(args, place + rows, begin):
+    while (
+        rows < 2 * max_rows
+        and order_index + rows < batch
+        and shares_block_with_previous(args, order_index + rows, begin)
+    ):
         rows += 1
     return rows if rows <= max_rows else min(max_rows, (rows + 1) // 2)
 
 
 @njit
-def plan_shared_split(args, entry, place, split, max_rows):
+def plan_shared_split(args, entry, order_index, split, max_rows):
     """Write the plan entries of one split for a row and the following rows that share its first block."""
     order, rows = (
         args.row_order,
-        count_rows_sharing_block(args, place, KV_SPLIT_SIZE * split, max_rows),
+        count_rows_sharing_block(args, order_index, KV_SPLIT_SIZE * split, max_rows),
     )
-    for other in range(place + 1, place + rows):
-        first = load_int64(args.row_splits + 24 * load_int64(order + 24 * other))
+    for other_index in range(order_index + 1, order_index + rows):
+        first = load_int64(args.row_splits + 24 * load_int64(order + 24 * other_index))
         store_value(args.split_starts + 24 * (first + split) + 16, 1)
-    if not shares_whole_split(args, place, rows, KV_SPLIT_SIZE * split):
-        entry = plan_split_by_sharing(args, entry, place, rows, split)
+    if not shares_whole_split(args, order_index, rows, KV_SPLIT_SIZE * split):
+        entry = plan_split_by_sharing(args, entry, order_index, rows, split)
     else:
-        n, slot = split_start(args, load_int64(order + 24 * place), split)
-        count = min(KV_SPLIT_SIZE, load_int64(order + 24 * place + 16) - KV_SPLIT_SIZE * split)
-        entry = append_plan_entry(args, entry, (place, rows), (n, slot, count), (split, 1))
+        n, slot = split_start(args, load_int64(order + 24 * order_index), split)
+        count = min(KV_SPLIT_SIZE, load_int64(order + 24 * order_index + 16) - KV_SPLIT_SIZE * split)
+        entry = append_plan_entry(args, entry, (order_index, rows), (n, slot, count), (split, 1))
     store_arg(args, "max_splits", max(args.max_splits, rows))
     return entry
 
 
 @njit
 def lay_out_plan_tables(args):
-    """Write the addresses of the plan's tables into the kernel arguments, sized for `MAX_SPLITS` splits."""
+    """Write the addresses of the plan's tables into the kernel arguments, sized for `args.max_splits` splits."""
     max_splits, batch, begin = (
         args.max_splits,
         args.batch,
@@ -257,22 +265,22 @@ def plan_split_kv(args):
     lay_out_plan_tables(args)
     order, n, entry, item = args.row_order, 0, 0, 0
     order_rows_by_prefix(args)
-    for place in range(args.batch):
+    for order_index in range(args.batch):
         row_split, end = (
-            args.row_splits + 24 * load_int64(order + 24 * place),
-            split_row(args, place, n),
+            args.row_splits + 24 * load_int64(order + 24 * order_index),
+            split_row(args, order_index, n),
         )
         store_value(row_split, n)
         store_value(row_split + 8, end - n)
         store_value(row_split + 16, 0)
         n = end
     max_rows = max_rows_together(args, n)
-    for place in range(args.batch):
-        row_split = args.row_splits + 24 * load_int64(order + 24 * place)
+    for order_index in range(args.batch):
+        row_split = args.row_splits + 24 * load_int64(order + 24 * order_index)
         for split in range(load_int64(row_split + 8)):
             if not load_int64(args.split_starts + 24 * (load_int64(row_split) + split) + 16):
                 store_value(args.work_items + 8 * item, entry)
-                entry, item = plan_shared_split(args, entry, place, split, max_rows), item + 1
+                entry, item = plan_shared_split(args, entry, order_index, split, max_rows), item + 1
     store_value(args.work_items + 8 * item, entry)
     store_arg(args, "num_items", item)
 
@@ -281,7 +289,7 @@ def plan_split_kv(args):
 def fill_block_addresses(args, row, n, slot, scratch, count):
     """Write the addresses of `count` keys of a row, of their values and scales, and their columns.
 
-    Returns the span and slot behind the last of them.
+    Returns the span and slot after the last of them.
     """
     spans, page = (
         args.spans + 24 * row * args.num_spans,

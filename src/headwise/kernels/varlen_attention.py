@@ -50,10 +50,10 @@ class VarlenArgs(ParallelKernelArgs):
     d_v: TensorArg = None  # [tokens, num_kv_heads, vdim]
 
 
-def varlen_scratch_size(longest: int, dim: int, vdim: int) -> int:
+def varlen_scratch_size(max_length: int, dim: int, vdim: int) -> int:
     """Return the scratch elements per thread: key indices, transposed keys and values, weights and their gradients."""
-    across = -(-longest // SIMD_WIDTH) * SIMD_WIDTH
-    return SIMD_WIDTH + across * (dim + vdim + 2 * longest)
+    padded_length = -(-max_length // SIMD_WIDTH) * SIMD_WIDTH
+    return SIMD_WIDTH + padded_length * (dim + vdim + 2 * max_length)
 
 
 VARLEN_KERNELS = ParallelKernelSet(
@@ -63,17 +63,17 @@ VARLEN_KERNELS = ParallelKernelSet(
     backward=("varlen_backward", VarlenArgs),
 )
 
-# --- The operation `headwise::texts` -------------------------------------------------------------------
+# --- The operation `headwise::varlen_attention` -------------------------------------------------------------------
 
 SequenceTable = tuple[Tensor, int]
 
 
-@torch.library.custom_op("headwise::texts", mutates_args=(), device_types="cpu")
-def attend_varlen(qkv: list[Tensor], where: Tensor, longest: int, causal: bool, scale: float) -> Tensor:
+@torch.library.custom_op("headwise::varlen_attention", mutates_args=(), device_types="cpu")
+def attend_varlen(qkv: list[Tensor], sequences: Tensor, max_length: int, causal: bool, scale: float) -> Tensor:
     """Return o [N, H, V], attention within each packed sequence, for q [N, H, K], k [M, G, K] and v [M, G, V].
 
-    `where` [sequences, 4] holds for each sequence its first query, the number of queries, its first key and the number
-    of keys; no number of queries or keys exceeds `longest`. If `causal`, query t of a sequence reads its keys 0 to t.
+    `sequences` [N, 4] holds for each sequence its first query, the number of queries, its first key and the number of
+    keys; no number of queries or keys exceeds `max_length`. If `causal`, query t of a sequence reads its keys 0 to t.
 
     >>> ones = torch.ones(3, 1, 16)
     >>> attend_varlen([ones, ones, ones.cumsum(0)], torch.tensor([[0, 1, 0, 1], [1, 2, 1, 2]]), 2, True, 1.0)[
@@ -81,21 +81,21 @@ def attend_varlen(qkv: list[Tensor], where: Tensor, longest: int, causal: bool, 
     ... ].tolist()
     [1.0, 2.0, 2.5]
     """
-    (q, _, v), wide = qkv, [_pad_rows(t) for t in qkv]
-    o = v.new_zeros(*q.shape[:2], wide[2].shape[2])
-    args = _make_args(wide, (where, longest), causal, scale).replace(output=o)
+    (q, _, v), padded = qkv, [_pad_rows(t) for t in qkv]
+    o = v.new_zeros(*q.shape[:2], padded[2].shape[2])
+    args = _make_args(padded, (sequences, max_length), causal, scale).replace(output=o)
     VARLEN_KERNELS.launch("forward", o.dtype, args)
     return o if o.shape[2] == v.shape[2] else o[..., : v.shape[2]].contiguous()
 
 
-@torch.library.custom_op("headwise::texts_backward", mutates_args=(), device_types="cpu")
+@torch.library.custom_op("headwise::varlen_attention_backward", mutates_args=(), device_types="cpu")
 def attend_varlen_backward(
-    grad: Tensor, qkv: list[Tensor], where: Tensor, longest: int, causal: bool, scale: float
+    grad: Tensor, qkv: list[Tensor], sequences: Tensor, max_length: int, causal: bool, scale: float
 ) -> list[Tensor]:
     """Return the gradients of q, k and v."""
-    wide = [_pad_rows(t) for t in qkv]
-    grads = d_q, d_k, d_v = [t.new_zeros(t.shape) for t in wide]
-    args = _make_args(wide, (where, longest), causal, scale)
+    padded = [_pad_rows(t) for t in qkv]
+    grads = d_q, d_k, d_v = [t.new_zeros(t.shape) for t in padded]
+    args = _make_args(padded, (sequences, max_length), causal, scale)
     args = args.replace(output=d_q, grad=_pad_rows(grad).contiguous(), d_k=d_k, d_v=d_v)
     VARLEN_KERNELS.launch("backward", d_q.dtype, args)
     return [d if d.shape == t.shape else d[..., : t.shape[2]].contiguous() for d, t in zip(grads, qkv, strict=True)]
@@ -103,19 +103,19 @@ def attend_varlen_backward(
 
 def _pad_rows(t: Tensor) -> Tensor:
     """Return t with its channels padded to whole vectors and adjacent in memory."""
-    lacking = -t.shape[2] % SIMD_WIDTH
-    t = F.pad(t, (0, lacking)) if lacking else t
+    padding = -t.shape[2] % SIMD_WIDTH
+    t = F.pad(t, (0, padding)) if padding else t
     return t if t.stride(2) == 1 else t.contiguous()
 
 
-def _make_args(qkv: list[Tensor], sequences: SequenceTable, causal: bool, scale: float) -> VarlenArgs:
+def _make_args(qkv: list[Tensor], sequence_table: SequenceTable, causal: bool, scale: float) -> VarlenArgs:
     """Return the kernel arguments of a call, without the tensors that the kernel writes."""
-    (table, longest), (q, k, v) = sequences, qkv
+    (sequences, max_length), (q, k, v) = sequence_table, qkv
     itemsize, num_kv_heads = q.itemsize, k.shape[1]
     return VarlenArgs.make(
-        num_items=len(table) * num_kv_heads,
-        scratch_bytes=varlen_scratch_size(longest, k.shape[2], v.shape[2]) * itemsize,
-        sequences=table,
+        num_items=len(sequences) * num_kv_heads,
+        scratch_bytes=varlen_scratch_size(max_length, k.shape[2], v.shape[2]) * itemsize,
+        sequences=sequences,
         q=q,
         q_token_stride=q.stride(0) * itemsize,
         q_head_stride=q.stride(1) * itemsize,
@@ -135,43 +135,43 @@ def _make_args(qkv: list[Tensor], sequences: SequenceTable, causal: bool, scale:
 
 
 @attend_varlen.register_fake
-def _(qkv: list[Tensor], where: Tensor, longest: int, causal: bool, scale: float) -> Tensor:
+def _(qkv: list[Tensor], sequences: Tensor, max_length: int, causal: bool, scale: float) -> Tensor:
     return qkv[2].new_empty(*qkv[0].shape[:2], qkv[2].shape[2])
 
 
 @attend_varlen_backward.register_fake
-def _(grad: Tensor, qkv: list[Tensor], where: Tensor, longest: int, causal: bool, scale: float) -> list[Tensor]:
+def _(grad: Tensor, qkv: list[Tensor], sequences: Tensor, max_length: int, causal: bool, scale: float) -> list[Tensor]:
     return [t.new_empty(t.shape) for t in qkv]
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    qkv, where, *ctx.how = inputs
-    ctx.save_for_backward(where, *qkv)
+    qkv, sequences, *ctx.options = inputs
+    ctx.save_for_backward(sequences, *qkv)
 
 
 def _varlen_autograd_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     forbid_double_backward(NO_DOUBLE_BACKWARD_REMEDY)
-    where, *qkv = ctx.saved_tensors
-    return attend_varlen_backward(grad, qkv, where, *ctx.how), None, None, None, None
+    sequences, *qkv = ctx.saved_tensors
+    return attend_varlen_backward(grad, qkv, sequences, *ctx.options), None, None, None, None
 
 
 attend_varlen.register_autograd(_varlen_autograd_backward, setup_context=_save_for_backward)
 
 
-def _count_products(qkv: list[Tensor], where: Tensor) -> tuple[int, int, int]:
+def _count_products(qkv: list[Tensor], sequences: Tensor) -> tuple[int, int, int]:
     """Return 2 x (pairs of all heads), the channels of a query and those of a value."""
-    pairs = int((where[:, 1] * where[:, 3]).sum()) * qkv[0].shape[1]
+    pairs = int((sequences[:, 1] * sequences[:, 3]).sum()) * qkv[0].shape[1]
     return 2 * pairs, qkv[0].shape[2], qkv[2].shape[2]
 
 
-@register_flop_formula(torch.ops.headwise.texts, get_raw=True)
-def _varlen_flops(qkv: Any, where: Any, *rest: Any, **said: Any) -> int:
-    pairs, dim, vdim = _count_products(qkv, where)
-    return pairs * (dim + vdim)
+@register_flop_formula(torch.ops.headwise.varlen_attention, get_raw=True)
+def _varlen_flops(qkv: Any, sequences: Any, *args: Any, **kwargs: Any) -> int:
+    products, dim, vdim = _count_products(qkv, sequences)
+    return products * (dim + vdim)
 
 
-@register_flop_formula(torch.ops.headwise.texts_backward, get_raw=True)
-def _varlen_backward_flops(grad: Any, qkv: Any, where: Any, *rest: Any, **said: Any) -> int:
-    """Count the scores computed again, and two gradients for each of the two products."""
-    pairs, dim, vdim = _count_products(qkv, where)
-    return pairs * (3 * dim + 2 * vdim)
+@register_flop_formula(torch.ops.headwise.varlen_attention_backward, get_raw=True)
+def _varlen_backward_flops(grad: Any, qkv: Any, sequences: Any, *args: Any, **kwargs: Any) -> int:
+    """Count the recomputed scores, and two gradients for each of the two products."""
+    products, dim, vdim = _count_products(qkv, sequences)
+    return products * (3 * dim + 2 * vdim)

@@ -2,7 +2,7 @@
 
 Loop order: one work item is one sequence and one key head, whose queries and keys fit the nearest caches. It transposes
 the keys into the scratch buffer, then loops over the query heads of the group; the matrix products loop over tiles of
-four rows and 16 columns. The kernel reads and writes rows where they lie: nothing is grouped or padded by sequence. All
+four rows and 16 columns. The kernel reads and writes rows in place: nothing is grouped or padded by sequence. All
 scores of a head are kept at once, and computed again in the backward pass.
 """
 
@@ -34,39 +34,42 @@ from .simd import (
 
 
 @njit
-def init_sum(dtype, at, accumulate):
+def init_sum(dtype, address, accumulate):
     """Return the initial value of a sum: the stored vector if `accumulate`, otherwise zeros."""
     if accumulate:
-        return load_vector(dtype, at)
+        return load_vector(dtype, address)
     return splat(simd.as_compute_scalar(dtype, 0))
 
 
 @njit
 def gemm_4_rows(dtype, to, a, b, sizes):
     """Compute four rows of a product, 16 columns at a time."""
-    (to, row), (a, a_stride, step), (b, b_stride), (inner, width, accumulate) = to, a, b, sizes
+    (to, row_bytes), (a, a_stride, step), (b, b_stride), (depth, width, accumulate) = to, a, b, sizes
     for c in range(0, simd.compute_itemsize(dtype) * width, simd.compute_itemsize(dtype) * SIMD_WIDTH):
-        x0, x1 = init_sum(dtype, to + c, accumulate), init_sum(dtype, to + row + c, accumulate)
-        x2, x3 = init_sum(dtype, to + 2 * row + c, accumulate), init_sum(dtype, to + 3 * row + c, accumulate)
-        for i in range(inner):
-            y, at = load_vector(dtype, b + b_stride * i + c), a + step * i
-            x0 = fma(y, splat(load_scalar(dtype, at)), x0)
-            x1 = fma(y, splat(load_scalar(dtype, at + a_stride)), x1)
-            x2 = fma(y, splat(load_scalar(dtype, at + 2 * a_stride)), x2)
-            x3 = fma(y, splat(load_scalar(dtype, at + 3 * a_stride)), x3)
+        x0, x1 = init_sum(dtype, to + c, accumulate), init_sum(dtype, to + row_bytes + c, accumulate)
+        x2, x3 = (
+            init_sum(dtype, to + 2 * row_bytes + c, accumulate),
+            init_sum(dtype, to + 3 * row_bytes + c, accumulate),
+        )
+        for i in range(depth):
+            y, address = load_vector(dtype, b + b_stride * i + c), a + step * i
+            x0 = fma(y, splat(load_scalar(dtype, address)), x0)
+            x1 = fma(y, splat(load_scalar(dtype, address + a_stride)), x1)
+            x2 = fma(y, splat(load_scalar(dtype, address + 2 * a_stride)), x2)
+            x3 = fma(y, splat(load_scalar(dtype, address + 3 * a_stride)), x3)
         store_value(to + c, x0)
-        store_value(to + row + c, x1)
-        store_value(to + 2 * row + c, x2)
-        store_value(to + 3 * row + c, x3)
+        store_value(to + row_bytes + c, x1)
+        store_value(to + 2 * row_bytes + c, x2)
+        store_value(to + 3 * row_bytes + c, x3)
 
 
 @njit
 def gemm_1_row(dtype, to, a, b, sizes):
     """Compute one row of a product, 16 columns at a time."""
-    (a, _, step), (b, b_stride), (inner, width, accumulate) = a, b, sizes
+    (a, _, step), (b, b_stride), (depth, width, accumulate) = a, b, sizes
     for c in range(0, simd.compute_itemsize(dtype) * width, simd.compute_itemsize(dtype) * SIMD_WIDTH):
         x = init_sum(dtype, to[0] + c, accumulate)
-        for i in range(inner):
+        for i in range(depth):
             x = fma(load_vector(dtype, b + b_stride * i + c), splat(load_scalar(dtype, a + step * i)), x)
         store_value(to[0] + c, x)
 
@@ -78,67 +81,70 @@ def gemm(dtype, to, a, b, rows, sizes):
     `to` and `b` are (address, bytes to the next row), `a` is (address, bytes to the next r, bytes to the next i), and
     `sizes` is (number of i, columns, accumulate).
     """
-    (to, row), (a, a_stride, step) = to, a
+    (to, row_bytes), (a, a_stride, step) = to, a
     r = 0
     while r + 4 <= rows:
-        gemm_4_rows(dtype, (to + row * r, row), (a + a_stride * r, a_stride, step), b, sizes)
+        gemm_4_rows(dtype, (to + row_bytes * r, row_bytes), (a + a_stride * r, a_stride, step), b, sizes)
         r += 4
     while r < rows:
-        gemm_1_row(dtype, (to + row * r, row), (a + a_stride * r, a_stride, step), b, sizes)
+        gemm_1_row(dtype, (to + row_bytes * r, row_bytes), (a + a_stride * r, a_stride, step), b, sizes)
         r += 1
 
 
 @njit
 def transpose_rows(dtype, to, source, step, rows, width):
     """Write rows as columns, padded with zeros to whole vectors."""
-    size, across = simd.compute_itemsize(dtype), simd.compute_itemsize(dtype) * round_up_to_simd(rows)
+    size, column_bytes = simd.compute_itemsize(dtype), simd.compute_itemsize(dtype) * round_up_to_simd(rows)
     for c in range(width if rows else 0):
-        store_value(to + across * (c + 1) - size * SIMD_WIDTH, splat(simd.as_compute_scalar(dtype, 0)))
+        store_value(to + column_bytes * (c + 1) - size * SIMD_WIDTH, splat(simd.as_compute_scalar(dtype, 0)))
         for n in range(rows):
-            store_value(to + across * c + size * n, load_scalar(dtype, source + step * n + size * c))
+            store_value(to + column_bytes * c + size * n, load_scalar(dtype, source + step * n + size * c))
 
 
 @njit
-def softmax_scores(dtype, args, x, indices, queries, keys):
+def softmax_scores(dtype, args, scores, indices, queries, keys):
     """Replace products x by weights, softmax(scale * x) over the keys that each query may read."""
-    size, across = simd.compute_itemsize(dtype), round_up_to_simd(keys)
-    low, scale = simd.as_compute_scalar(dtype, -math.inf), splat(simd.as_compute_scalar(dtype, args.scale))
+    size, padded_keys = simd.compute_itemsize(dtype), round_up_to_simd(keys)
+    minus_inf, scale = simd.as_compute_scalar(dtype, -math.inf), splat(simd.as_compute_scalar(dtype, args.scale))
     index = load_vector(dtype, indices)
     for t in range(queries):
         count = min(t + 1, keys) if args.causal else keys
-        top, sums = splat(low), splat(simd.as_compute_scalar(dtype, 0))
-        for c in range(0, across, SIMD_WIDTH):
+        maxima, sums = splat(minus_inf), splat(simd.as_compute_scalar(dtype, 0))
+        for c in range(0, padded_keys, SIMD_WIDTH):
             limit = splat(simd.as_compute_scalar(dtype, count - c))
-            s = select_below(index, limit, vec_mul(load_vector(dtype, x + size * c), scale), splat(low))
-            store_value(x + size * c, s)
-            top = vec_max(top, s)
-        highest = reduce_max(top)
-        for c in range(0, across, SIMD_WIDTH):
-            e = vec_exp(vec_sub(load_vector(dtype, x + size * c), splat(highest)))
-            store_value(x + size * c, e)
-            sums = vec_add(sums, e)
-        sum_ = reduce_sum(sums)
+            score = select_below(index, limit, vec_mul(load_vector(dtype, scores + size * c), scale), splat(minus_inf))
+            store_value(scores + size * c, score)
+            maxima = vec_max(maxima, score)
+        row_max = reduce_max(maxima)
+        for c in range(0, padded_keys, SIMD_WIDTH):
+            weight = vec_exp(vec_sub(load_vector(dtype, scores + size * c), splat(row_max)))
+            store_value(scores + size * c, weight)
+            sums = vec_add(sums, weight)
+        weight_sum = reduce_sum(sums)
         factor = splat(
-            simd.as_compute_scalar(dtype, 1) / sum_ if sum_ != 0 else simd.as_compute_scalar(dtype, math.nan)
+            simd.as_compute_scalar(dtype, 1) / weight_sum
+            if weight_sum != 0
+            else simd.as_compute_scalar(dtype, math.nan)
         )
-        for c in range(0, across, SIMD_WIDTH):
-            store_value(x + size * c, vec_mul(load_vector(dtype, x + size * c), factor))
-        x += size * across
+        for c in range(0, padded_keys, SIMD_WIDTH):
+            store_value(scores + size * c, vec_mul(load_vector(dtype, scores + size * c), factor))
+        scores += size * padded_keys
 
 
 @njit
-def softmax_backward(dtype, args, w, d, queries, keys):
+def softmax_backward(dtype, args, weights, grads, queries, keys):
     """Replace gradients of weights by gradients of products: scale * w * (d - sum(w * d))."""
-    size, across = simd.compute_itemsize(dtype), round_up_to_simd(keys)
+    size, padded_keys = simd.compute_itemsize(dtype), round_up_to_simd(keys)
     scale = splat(simd.as_compute_scalar(dtype, args.scale))
     for n in range(queries):
-        mean, at = splat(simd.as_compute_scalar(dtype, 0)), size * across * n
-        for c in range(at, at + size * across, size * SIMD_WIDTH):
-            mean = fma(load_vector(dtype, w + c), load_vector(dtype, d + c), mean)
+        mean, begin = splat(simd.as_compute_scalar(dtype, 0)), size * padded_keys * n
+        for c in range(begin, begin + size * padded_keys, size * SIMD_WIDTH):
+            mean = fma(load_vector(dtype, weights + c), load_vector(dtype, grads + c), mean)
         mean = splat(reduce_sum(mean))
-        for c in range(at, at + size * across, size * SIMD_WIDTH):
+        for c in range(begin, begin + size * padded_keys, size * SIMD_WIDTH):
             store_value(
-                d + c, vec_mul(vec_mul(load_vector(dtype, w + c), scale), vec_sub(load_vector(dtype, d + c), mean))
+                grads + c,
+                vec_mul(vec_mul(load_vector(dtype, weights + c), scale), vec_sub(load_vector(dtype, grads + c), mean)),
             )
 
 
@@ -159,12 +165,12 @@ def sequence_of_item(args, item):
 @njit
 def recompute_weights(dtype, args, q, scratch, sequence):
     """Compute all attention weights of one sequence and head in the scratch buffer."""
-    indices, keys, w = scratch
+    indices, keys, weights = scratch
     _, queries, _, count, _ = sequence
-    size, dim, across = simd.compute_itemsize(dtype), args.dim, round_up_to_simd(count)
+    size, dim, padded_keys = simd.compute_itemsize(dtype), args.dim, round_up_to_simd(count)
     a = (q, args.q_token_stride, size)
-    gemm(dtype, (w, size * across), a, (keys, size * across), queries, (dim, across, 0))
-    softmax_scores(dtype, args, w, indices, queries, count)
+    gemm(dtype, (weights, size * padded_keys), a, (keys, size * padded_keys), queries, (dim, padded_keys, 0))
+    softmax_scores(dtype, args, weights, indices, queries, count)
 
 
 @extending.register_jitable
@@ -178,16 +184,18 @@ def varlen_forward(dtype, args, item, indices):
     fill_indices(dtype, indices)
     sequence = sequence_of_item(args, item)
     first, queries, begin, count, g = sequence
-    keys, row = indices + size * SIMD_WIDTH, size * round_up_to_simd(count)
-    w = keys + row * dim
+    keys, row_bytes = indices + size * SIMD_WIDTH, size * round_up_to_simd(count)
+    weights = keys + row_bytes * dim
     k = args.k + args.k_token_stride * begin + args.k_head_stride * g
     v = args.v + args.v_token_stride * begin + args.v_head_stride * g
     transpose_rows(dtype, keys, k, args.k_token_stride, count, dim)
     for h in range(g * group_size, (g + 1) * group_size if count else 0):
         q = args.q + args.q_token_stride * first + args.q_head_stride * h
         to = args.output + output_stride * first + size * vdim * h
-        recompute_weights(dtype, args, q, (indices, keys, w), sequence)
-        gemm(dtype, (to, output_stride), (w, row, size), (v, args.v_token_stride), queries, (count, vdim, 0))
+        recompute_weights(dtype, args, q, (indices, keys, weights), sequence)
+        gemm(
+            dtype, (to, output_stride), (weights, row_bytes, size), (v, args.v_token_stride), queries, (count, vdim, 0)
+        )
 
 
 @njit
@@ -203,30 +211,41 @@ def backward_head(dtype, args, h, scratch, sequence):
     size, dim, vdim = simd.compute_itemsize(dtype), args.dim, args.vdim
     indices, keys, values = scratch
     first, queries, begin, count, g = sequence
-    row, groups, group_size = (
+    row_bytes, groups, group_size = (
         size * round_up_to_simd(count),
         args.num_kv_heads,
         args.group_size,
     )
-    w = values + row * vdim
-    d, accumulate = w + row * queries, int(h > g * group_size)
+    weights = values + row_bytes * vdim
+    weight_grads, accumulate = weights + row_bytes * queries, int(h > g * group_size)
     q = args.q + args.q_token_stride * first + args.q_head_stride * h
     k = args.k + args.k_token_stride * begin + args.k_head_stride * g
     step = size * vdim * groups * group_size
     grad = args.grad + step * first + size * vdim * h
-    recompute_weights(dtype, args, q, (indices, keys, w), sequence)
-    gemm(dtype, (d, row), (grad, step, size), (values, row), queries, (vdim, round_up_to_simd(count), 0))
+    recompute_weights(dtype, args, q, (indices, keys, weights), sequence)
+    gemm(
+        dtype,
+        (weight_grads, row_bytes),
+        (grad, step, size),
+        (values, row_bytes),
+        queries,
+        (vdim, round_up_to_simd(count), 0),
+    )
     to = args.d_v + size * vdim * (groups * begin + g)
-    gemm(dtype, (to, size * vdim * groups), (w, size, row), (grad, step), count, (queries, vdim, accumulate))
-    softmax_backward(dtype, args, w, d, queries, count)
+    gemm(
+        dtype, (to, size * vdim * groups), (weights, size, row_bytes), (grad, step), count, (queries, vdim, accumulate)
+    )
+    softmax_backward(dtype, args, weights, weight_grads, queries, count)
     output_stride = size * dim * groups * group_size
     to = args.output + output_stride * first + size * dim * h
-    gemm(dtype, (to, output_stride), (d, row, size), (k, args.k_token_stride), queries, (count, dim, 0))
+    gemm(
+        dtype, (to, output_stride), (weight_grads, row_bytes, size), (k, args.k_token_stride), queries, (count, dim, 0)
+    )
     to = args.d_k + size * dim * (groups * begin + g)
     gemm(
         dtype,
         (to, size * dim * groups),
-        (d, size, row),
+        (weight_grads, size, row_bytes),
         (q, args.q_token_stride),
         count,
         (queries, dim, accumulate),

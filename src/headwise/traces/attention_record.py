@@ -183,6 +183,40 @@ class AttentionRecord:
             weights[first_query - start : end_query - start, self._key_indices(call)] = call_weights
         return weights
 
+    def allowed(self, head: int, row: int, queries: tuple[int, int], grids: tuple[PackedMask, ...]) -> Array:
+        """Whether each query may attend to each key, [queries, keys].
+
+        If only weights were recorded, the pairs with a weight above zero count as allowed.
+        """
+        start, stop = queries
+        allowed = np.zeros((stop - start, self.num_keys), bool)
+        for call in self.calls:
+            first_query, end_query = max(start, call.queries[0]), min(stop, call.queries[1])
+            if first_query < end_query:
+                own_range = first_query - call.queries[0], end_query - call.queries[0]
+                rows = slice(first_query - start, end_query - start)
+                allowed[rows, self._key_indices(call)] = self._call_allowed(call, head, row, own_range, grids)
+        return allowed
+
+    def _call_allowed(
+        self,
+        call: AttentionCallRecord,
+        head: int,
+        row: int,
+        query_range: tuple[int, int],
+        grids: tuple[PackedMask, ...],
+    ) -> Array:
+        start, stop = query_range
+        if call.weights is not None:
+            return self.arrays[f"weights.{call.weights}"][row, head, start:stop] > 0
+        num_keys = call.keys[1] - call.keys[0]
+        allowed = np.ones((stop - start, num_keys), bool)
+        for number in call.grids:
+            allowed &= grids[number].unpack_rows(row, head, start, stop) > MASKED_BELOW
+        if call.causal:
+            allowed &= np.arange(num_keys) <= np.arange(start, stop)[:, None]
+        return allowed
+
     def _key_indices(self, call: AttentionCallRecord) -> Array:
         """Positions of the keys of a call."""
         if call.places is not None:

@@ -93,6 +93,12 @@ class Trace:
             )
         return layer.weights(head, row, (start, max(start, stop)), self.grids)
 
+    def head_mask(self, site: str | int, head: int, queries: slice = ALL_POSITIONS, *, row: int = 0) -> Array:
+        """Whether each query of a range may attend to each key, [queries, keys]; see `AttentionRecord.allowed`."""
+        layer = self.get_layer(site)
+        start, stop, _ = queries.indices(layer.num_queries)
+        return layer.allowed(head, row, (start, max(start, stop)), self.grids)
+
     def weight_tile(
         self,
         site: str | int,

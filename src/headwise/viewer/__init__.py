@@ -1,6 +1,17 @@
-"""The page of `headwise view`: every head of a model in the browser, live or as one HTML file.
+"""The page of `headwise view`: every head of a model or of a trace in the browser, live or as one HTML file.
 
-- `view`: `hw.view` and `hw.view_attention`, and what they show in a notebook.
+In reading order:
+
+- `open_model`: `OpenModel`, what the page shows: a trace, its measures, and the model if there is one.
+- `view_document`: the JSON description of what is open: model, tokens, attention layers, measures.
+- `tile_encoding`: binary answers: arrays behind a JSON header.
+- `model_worker`: `ModelWorker`, one thread that runs jobs on the model, with progress and cancellation.
+- `model_actions` and `lab_actions`: the jobs: capture a text, measure the heads, ablate heads and compare.
+- `http_security`: which requests are answered, and the headers of every answer.
+- `server`: the routes of the HTTP interface, and `serve`.
 - `html_export`: a single HTML file of what is open.
 - `bundled_sample`: the small translator that `headwise view` opens without arguments, its trace and its measures.
+- `view`: `hw.view` and `hw.view_attention`, and what they show in a notebook.
+
+Torch is imported when a model is opened, so that a trace opens without it.
 """

@@ -7,60 +7,34 @@ below `EXACT_BYTES`, the exact weights of every query are stored too, so that th
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
 from ..traces import Trace
+from .binary_answers import encode_measures, encode_thumbnails, encode_tile
 from .html_export import encode_answers
+from .open_model import OpenModel
 
 TILE_SIDE = 256
 EXACT_BYTES = 8_000_000
 
 
-class OpenPage(Protocol):
-    """What is open on a page, a model or a trace: its name, its trace, and the answers that the page asks for."""
-
-    @property
-    def name(self) -> str:
-        """Name of the model."""
-        ...
-
-    @property
-    def trace(self) -> Trace:
-        """The run that the page shows."""
-        ...
-
-    def document(self) -> Mapping[str, Any]:
-        """Description of everything that is open, as plain values."""
-        ...
-
-    def thumbnails(self) -> bytes:
-        """A picture of every head."""
-        ...
-
-    def measures(self) -> bytes:
-        """Measures and classes of every head."""
-        ...
-
-    def tile(self, site: int, head: int, rows: int, columns: int) -> bytes:
-        """All weights of a head in a picture of this size, with its masked cells."""
-        ...
-
-
-def collect_answers(opened: OpenPage) -> dict[str, Any]:
+def collect_answers(model: OpenModel) -> dict[str, Any]:
     """Everything that is open, as the page reads it: answers by address, and exact weights by site and head."""
-    trace = opened.trace
+    trace = model.get_trace()
     answers: dict[str, Any] = {
-        "/api/document": {**opened.document(), "readOnly": True},
-        "/api/thumbnails": opened.thumbnails(),
-        "/api/measures": opened.measures(),
+        "/api/document": {**model.describe(), "readOnly": True},
+        "/api/thumbnails": encode_thumbnails(model),
+        "/api/measures": encode_measures(model),
     }
     for number, layer in enumerate(trace.layers):
+        queries, keys = slice(0, layer.num_queries), slice(0, layer.num_keys)
         for head in range(layer.heads):
-            answers[f"/api/tile?site={number}&head={head}"] = opened.tile(number, head, TILE_SIDE, TILE_SIDE)
-    exact = exact_weights(trace) if count_bytes(trace) <= EXACT_BYTES else {}
+            tile = model.tile(layer.name, head, queries, keys, (TILE_SIDE, TILE_SIDE))
+            answers[f"/api/tile?site={number}&head={head}"] = encode_tile(model, tile, queries, keys)
+    exact = dict(_iter_weights(trace)) if count_bytes(trace) <= EXACT_BYTES else {}
     return {"version": 1, "answers": encode_answers(answers), "weights": exact}
 
 
@@ -69,12 +43,8 @@ def count_bytes(trace: Trace) -> int:
     return sum(4 * layer.heads * layer.num_queries * layer.num_keys for layer in trace.layers)
 
 
-def exact_weights(trace: Trace) -> dict[str, Any]:
-    """The weights of every head in float32, little-endian, by "site/head"."""
-    return dict(_iter_weights(trace))
-
-
 def _iter_weights(trace: Trace) -> Iterator[tuple[str, Any]]:
+    """The weights of every head in float32, little-endian, by "site/head"."""
     for number, layer in enumerate(trace.layers):
         for head in range(layer.heads):
             weights = trace.head_weights(layer.name, head).astype(np.dtype("<f4"))

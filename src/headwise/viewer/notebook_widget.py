@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import Any
 
-FRAME_HEIGHT = 720  # pixels
 FRAME_SCRIPT = """
 function render({ model, el }) {
   const frame = document.createElement("iframe");
@@ -21,13 +19,16 @@ export default { render };
 """
 
 
-def make_widget(page: str, height: int = FRAME_HEIGHT) -> Any:
+def make_widget(page: str, height: int = 720) -> Any:
     """A widget that shows a page in a sandboxed frame; `page` and `height` can be changed afterwards."""
-    anywidget, traitlets = (import_module(name) for name in ("anywidget", "traitlets"))
-    fields = {
-        "__doc__": "A page in a sandboxed frame.",
-        "_esm": FRAME_SCRIPT,
-        "page": traitlets.Unicode("").tag(sync=True),
-        "height": traitlets.Int(FRAME_HEIGHT).tag(sync=True),
-    }
-    return type("PageWidget", (anywidget.AnyWidget,), fields)(page=page, height=height)
+    import anywidget  # pyright: ignore[reportMissingImports] - an extra, which `view` checks for
+    import traitlets  # pyright: ignore[reportMissingImports] - comes with anywidget
+
+    class PageWidget(anywidget.AnyWidget):
+        """A page in a sandboxed frame."""
+
+        _esm = FRAME_SCRIPT
+        page = traitlets.Unicode("").tag(sync=True)
+        height = traitlets.Int(720).tag(sync=True)
+
+    return PageWidget(page=page, height=height)

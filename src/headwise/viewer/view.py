@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import html
 import os
-import secrets
 import socket
 import sys
 import threading
@@ -19,12 +18,13 @@ from ..errors import SpecError
 from ..files import write_atomically
 from ..traces import Trace, load_trace, trace_from_weights
 from . import bundled_sample
-from .export_answers import OpenPage, collect_answers
+from .export_answers import collect_answers
 from .html_export import render_html
 from .model_targets import Log, is_trace, load_target
-from .notebook_widget import FRAME_HEIGHT, make_widget
+from .open_model import OpenModel
 
 DEFAULT_TEXT = "The quick brown fox jumps over the lazy dog because the dog is asleep."
+FRAME_HEIGHT = 720  # pixels of the frame in a notebook
 SERVER_START_SECONDS = 20.0
 
 
@@ -48,7 +48,7 @@ class ServerOptions(NamedTuple):
 # --- Opening --------------------------------------------------------------------------------------------
 
 
-def open_target(target: Target, log: Log = lambda _: None) -> OpenPage:
+def open_target(target: Target, log: Log = lambda _: None) -> OpenModel:
     """Open what a name stands for. A trace, and the trace of the bundled sample, open without torch."""
     if target.name is None and target.text is None and target.source is None:
         return _open_sample(target.out)
@@ -58,37 +58,39 @@ def open_target(target: Target, log: Log = lambda _: None) -> OpenPage:
     return open_model(load_target(name, log), target)
 
 
-def open_trace(trace: Trace) -> OpenPage:
+def open_trace(trace: Trace) -> OpenModel:
     """Open a trace, without torch."""
-    from .open_model import OpenTrace
-
-    return OpenTrace(trace)
+    return OpenModel(trace)
 
 
-def open_model(model: Any, target: Target) -> OpenPage:
-    """Open a model with the texts of a target."""
-    from .open_model import OpenModel
+def open_model(model: Any, target: Target) -> OpenModel:
+    """Open a model: run it on the texts of a target and record its attention."""
+    from .model_actions import capture_trace
+    from .open_model import MAX_TOKENS
 
-    return OpenModel(model, target.text or DEFAULT_TEXT, source=target.source, out=target.out)
+    text, source = target.text or "", target.source or ""
+    if not text and not source:
+        text = DEFAULT_TEXT
+    trace = capture_trace(model, text, source, MAX_TOKENS)
+    return OpenModel(trace, model, output_folder=target.out, read_only=target.out is None)
 
 
-def _open_sample(out: Path | None) -> OpenPage:
+def _open_sample(out: Path | None) -> OpenModel:
     """Open the bundled sample: its trace and measures at once, its model when it is first needed."""
-    from .open_model import OpenModel
-
     trace, table = bundled_sample.load_sample_trace(), bundled_sample.load_sample_table()
-    return OpenModel.from_trace(trace, bundled_sample.load_sample_model, table=table, out=out)
+    load_model = bundled_sample.load_sample_model
+    return OpenModel(trace, load_model=load_model, table=table, output_folder=out, read_only=out is None)
 
 
 # --- One HTML file --------------------------------------------------------------------------------------
 
 
-def render_export(opened: OpenPage) -> str:
+def render_export(opened: OpenModel) -> str:
     """The page with everything that is open, as one HTML file."""
     return render_html(collect_answers(opened), opened.name)
 
 
-def write_export(opened: OpenPage, path: Path | str) -> None:
+def write_export(opened: OpenModel, path: Path | str) -> None:
     """Write the page to one HTML file."""
     write_atomically(path, render_export(opened).encode())
 
@@ -96,19 +98,20 @@ def write_export(opened: OpenPage, path: Path | str) -> None:
 # --- The server and the browser -------------------------------------------------------------------------
 
 
-def serve_page(opened: OpenPage, options: ServerOptions, announce: Callable[[str], object]) -> None:
+def serve_page(opened: OpenModel, options: ServerOptions, announce: Callable[[str], object]) -> None:
     """Serve the page until interrupted; `announce` is called with one line, the address."""
     from .html_export import load_assets
-    from .server import serve
+    from .server import ServerAddress, serve
 
     load_assets()  # a page that is not built is reported before anything starts
-    token = secrets.token_urlsafe(32)
     port = find_port(options.host, options.port)
-    address = format_address(options.host, port, token)
-    announce(f"{opened.name}: {address}  (Ctrl+C stops it)")
-    if options.open_browser:
-        threading.Thread(target=_open_when_ready, args=(options.host, port, address), daemon=True).start()
-    serve(opened, options.host, port, token)
+
+    def on_start(address: ServerAddress) -> None:
+        announce(f"{opened.name}: {address.url}  (Ctrl+C stops it)")
+        if options.open_browser:
+            threading.Thread(target=_open_when_ready, args=(options.host, port, address.url), daemon=True).start()
+
+    serve(opened, host=options.host, port=port, allow_remote=True, on_start=on_start)
 
 
 def find_port(host: str, port: int) -> int:
@@ -127,15 +130,6 @@ def find_port(host: str, port: int) -> int:
                 raise SpecError(f"cannot listen on {host}: {error.strerror}; give --host 127.0.0.1") from None
             raise SpecError(f"port {port} is taken; give another --port, or leave it out for a free one") from None
         return int(probe.getsockname()[1])
-
-
-def format_address(host: str, port: int, token: str) -> str:
-    """The address of the page. The token is in the fragment, which browsers send to no server.
-
-    >>> format_address("::1", 8000, "abc")
-    'http://[::1]:8000/#token=abc'
-    """
-    return f"http://{f'[{host}]' if ':' in host else host}:{port}/#token={token}"
 
 
 def has_browser() -> bool:
@@ -175,7 +169,7 @@ class View:
     made. With anywidget installed it is a widget, so that it also appears where notebooks remove frames.
     """
 
-    def __init__(self, opened: OpenPage) -> None:
+    def __init__(self, opened: OpenModel) -> None:
         self.opened = opened
         self._html = ""
 
@@ -201,6 +195,8 @@ class View:
         """What a notebook shows: a widget if anywidget is installed, else the frame."""
         if find_spec("anywidget") is None:
             return {"text/plain": repr(self), "text/html": self._repr_html_()}
+        from .notebook_widget import make_widget
+
         return make_widget(self.html)._repr_mimebundle_(**options)
 
     def __repr__(self) -> str:

@@ -1,0 +1,30 @@
+"""The binary answers that the server and the export share: thumbnails, tiles and measures."""
+
+from __future__ import annotations
+
+from .open_model import OpenModel, Tile
+from .tile_encoding import encode_arrays
+from .view_document import list_classes, stack_measures
+
+
+def encode_thumbnails(model: OpenModel) -> bytes:
+    """The thumbnails of all heads, [heads, 64, 64], 255 for a weight of 1."""
+    return encode_arrays({"thumbnails": model.thumbnails()}, revision=model.revision)
+
+
+def encode_tile(model: OpenModel, tile: Tile, queries: slice, keys: slice) -> bytes:
+    """A tile with its masked cells; `scale` is the value of 255."""
+    span = {"q0": queries.start, "q1": queries.stop, "k0": keys.start, "k1": keys.stop}
+    arrays = {"weights": tile.weights, "masked": tile.masked}
+    return encode_arrays(arrays, scale=tile.scale, revision=model.revision, **span)
+
+
+def encode_measures(model: OpenModel) -> bytes:
+    """The measures of all heads, [heads, measures, 4], with names and classes; no names if nothing was measured."""
+    table = model.table
+    if table is None:
+        return encode_arrays({}, names=[], classes=[], texts="", notes=[], revision=model.revision)
+    names, stacked = stack_measures(table, model.heads)
+    classes = list_classes(table, [layer.name for layer in model.get_trace().layers])
+    fields = {"names": names, "classes": classes, "texts": table.texts, "notes": list(table.notes)}
+    return encode_arrays({"measures": stacked}, **fields, revision=model.revision)

@@ -1,0 +1,140 @@
+"""The jobs of the page that run the model: capture a text, measure the heads, and compare ablated heads."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from .model_worker import JobFunction, JobProgress
+from .open_model import CAPTURE_BUDGET, AblatedHead, OpenModel, Progress
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from ..head_analysis.annotated_examples import Example
+    from ..head_analysis.head_table import HeadTable
+    from ..traces import Trace
+
+MAX_NEW_TOKENS = 64  # generated for a source without a target
+
+
+def read_text(arguments: Mapping[str, Any], name: str, default: str = "") -> str:
+    """A text argument of a job; raises ValueError for another type."""
+    value = arguments.get(name, default)
+    if not isinstance(value, str):
+        raise ValueError(f"{name} is of type {type(value).__name__}; give a text")
+    return value
+
+
+def read_heads(model: OpenModel, arguments: Mapping[str, Any]) -> list[AblatedHead]:
+    """The ablated heads of a job: a list of [site number, head, mode, scale], where mode and scale may be left out."""
+    entries = arguments.get("heads", [])
+    if not isinstance(entries, list):
+        raise ValueError("heads must be a list of [site, head, mode, scale]")
+    heads: list[AblatedHead] = []
+    for entry in entries:
+        if not isinstance(entry, list) or not 2 <= len(entry) <= 4 or not all(type(n) is int for n in entry[:2]):
+            raise ValueError(f"{entry!r} is no ablated head; give [site, head, mode, scale]")
+        site, head = int(entry[0]), int(entry[1])
+        mode, scale = [*entry[2:], *("zero", 0.0)[len(entry) - 2 :]]
+        if not isinstance(scale, (int, float)) or isinstance(scale, bool) or not math.isfinite(scale):
+            raise ValueError(f"the scale {scale!r} is not a number; give for example 0.5")
+        heads.append(AblatedHead(model.site_name(site), head, str(mode), float(scale)))
+    return heads
+
+
+def capture_text(model: OpenModel, arguments: Mapping[str, Any], progress: JobProgress) -> dict[str, Any]:
+    """Run the model on a text (and its target or source) and show the new trace."""
+    net = model.get_model()
+    text, source = read_text(arguments, "text"), read_text(arguments, "source")
+    if not (text or source).strip():
+        raise ValueError("the text is empty; enter at least one word")
+    model.set_trace(capture_trace(net, text, source, model.max_tokens, progress))
+    return {"revision": model.revision}
+
+
+def capture_trace(
+    net: nn.Module, text: str, source: str, max_tokens: int, progress: Progress = lambda *_: None
+) -> Trace:
+    """Record a trace of a text; for an encoder-decoder model, of a source and its target, generated if missing."""
+    from ..inspect.model_inputs import get_max_length, is_encoder_decoder
+    from ..inspect.trace_capture import Capture, trace
+
+    if is_encoder_decoder(net):
+        if not source:
+            text, source = "", text
+        inputs: Any = {"source": source, "text": text} if text else [source]
+        new_tokens = 0 if text else MAX_NEW_TOKENS
+    else:
+        inputs, new_tokens = [text], 0
+    limit = min(max_tokens, get_max_length(net) or max_tokens)
+    if len(text) + len(source) > 40 * limit:
+        raise ValueError(f"the text has {len(text) + len(source)} characters; give at most {limit} tokens")
+    progress(0, 2, "running the model")
+    captured = trace(
+        net,
+        inputs,
+        max_new_tokens=new_tokens,
+        capture=Capture(extra=("v",), budget=CAPTURE_BUDGET),
+        log=lambda note: progress(0, 2, note),
+    )
+    for name, rows in captured.streams.items():
+        if rows and len(rows[0].ids) > max_tokens:
+            raise ValueError(f"the {name} has {len(rows[0].ids)} tokens; give at most {max_tokens}")
+    progress(1, 2, "drawing thumbnails")
+    return captured.with_thumbnails()
+
+
+def make_examples(model: OpenModel, arguments: Mapping[str, Any]) -> list[Example]:
+    """The texts of a job as examples: `texts`, or the text that is shown."""
+    from ..head_analysis.annotated_examples import ExampleReader
+
+    reader = ExampleReader(model.get_model())
+    texts = arguments.get("texts")
+    if isinstance(texts, list) and texts:
+        for text in texts:
+            reader.add_text(str(text))
+    else:
+        streams = model.get_trace().streams
+        text = streams["text"][0].text or " ".join(streams["text"][0].words)
+        if "source" in streams:
+            reader.add_text(streams["source"][0].text or " ".join(streams["source"][0].words), text)
+        else:
+            reader.add_text(text)
+    examples = reader.examples_with_frequencies()
+    if not examples:
+        raise ValueError("there is no text to measure; enter one")
+    return examples
+
+
+def measure(model: OpenModel, arguments: Mapping[str, Any], progress: JobProgress) -> dict[str, Any]:
+    """Measure and classify all heads on texts; with a single text there are no confidence intervals."""
+    examples = make_examples(model, arguments)
+    model.set_table(measure_table(model.get_model(), examples, progress))
+    return {"revision": model.revision, "texts": len(examples)}
+
+
+def measure_table(net: nn.Module, examples: Sequence[Example], progress: JobProgress) -> HeadTable:
+    """Measures and classes of all heads; the intervals of a single text are NaN."""
+    from ..head_analysis.head_classes import classify_heads
+    from ..head_analysis.head_measurement import measure_heads
+
+    single = len(examples) == 1
+    measured = list(examples) * 2 if single else list(examples)  # the mean of a text with itself is its own value
+    table = measure_heads(net, measured, progress=lambda count: progress(min(count, len(examples)), len(examples)))
+    table = classify_heads(table)
+    if not single:
+        return table
+    heads = tuple(
+        replace(
+            head,
+            measures={name: value._replace(low=math.nan, high=math.nan) for name, value in head.measures.items()},
+        )
+        for head in table.heads
+    )
+    return replace(table, texts="1 text", heads=heads, notes=(*table.notes, "one text: no confidence intervals"))
+
+
+JOB_KINDS: dict[str, JobFunction] = {"text": capture_text, "measure": measure}

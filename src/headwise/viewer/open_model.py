@@ -1,0 +1,284 @@
+"""What the page shows: a trace, and the model that made it, if it is open."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..traces.attention_trace import THUMBNAIL_SIZE, Trace
+from .view_document import describe_measures, describe_trace
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from ..head_analysis.head_table import HeadTable
+    from ..inspect.site import Site
+
+MAX_TOKENS = 8192  # longest text that the page captures
+MAX_TILE_CELLS = 1024  # cells on each side of a tile
+CAPTURE_BUDGET = 2 * 10**9  # bytes of one trace
+LENSES = ("weight", "value", "effect")
+ABLATION_MODES = ("zero", "mean", "resample", "noise")
+FloatArray = NDArray[np.float32]
+Progress = Callable[[int, int, str], object]
+
+
+class AblatedHead(NamedTuple):
+    """A head that is switched off or scaled: its site, its number, the mode of `hw.ablate`, and the scale."""
+
+    site: str
+    head: int
+    mode: str = "zero"
+    scale: float = 0.0
+
+
+class Tile(NamedTuple):
+    """A picture of a range of weights: 8-bit weights, 1 where no key of a cell is allowed, and the weight of 255."""
+
+    weights: NDArray[np.uint8]
+    masked: NDArray[np.uint8]
+    scale: float
+
+
+@dataclass
+class OpenModel:
+    """A trace with its measures and, if there is one, the model that it was recorded from.
+
+    With `load_model` the model is loaded when it is first needed, so that its trace is shown at once.
+    `revision` grows whenever the trace or the ablated heads change, so that the page can tell old answers from new.
+    `output_folder` is where pruned and converted models may be written; None forbids it.
+    """
+
+    trace: Trace | None = None
+    model: nn.Module | None = None
+    load_model: Callable[[], nn.Module] | None = None
+    table: HeadTable | None = None
+    ablated: tuple[AblatedHead, ...] = ()
+    read_only: bool = False
+    output_folder: Path | None = None
+    max_tokens: int = MAX_TOKENS
+    revision: int = 0
+    warnings: list[str] = field(default_factory=list[str])
+
+    # --- what is open ----------------------------------------------------------------------------------
+
+    @property
+    def name(self) -> str:
+        """The name of the model, for titles."""
+        return "headwise" if self.trace is None else str(self.trace.model.get("name", "headwise"))
+
+    @property
+    def has_model(self) -> bool:
+        """Whether the model is open, or can be loaded."""
+        return self.model is not None or self.load_model is not None
+
+    def get_model(self) -> nn.Module:
+        """The open model, loaded if necessary; raises ValueError if only a trace is open."""
+        if self.model is None:
+            if self.load_model is None:
+                raise ValueError("only a trace is open; start `headwise view` with the model")
+            self.model = self.load_model().eval()
+        return self.model
+
+    @property
+    def sites(self) -> dict[str, Site]:
+        """The attention layers of the model by name; empty without a model, or before it is loaded."""
+        if self.model is None:
+            return {}
+        from ..inspect.attention_sites import sites
+
+        return {site.name: site for site in sites(self.model)}
+
+    def describe(self) -> dict[str, Any]:
+        """The document of the page."""
+        trace = self.trace if self.trace is not None else Trace({}, {}, ())
+        site_names = [layer.name for layer in trace.layers]
+        return describe_trace(trace, self.sites, is_loadable=self.load_model is not None) | {
+            "kind": "model" if self.has_model else "trace",
+            "revision": self.revision,
+            "readOnly": self.read_only,
+            "warnings": list(self.warnings),
+            "measures": describe_measures(self.table),
+            "maxTokens": self.max_tokens,
+            "ablated": [
+                {"site": site_names.index(head.site), "head": head.head, "mode": head.mode, "scale": head.scale}
+                for head in self.ablated
+                if head.site in site_names
+            ],
+            "capabilities": self._capabilities(),
+        }
+
+    def _capabilities(self) -> dict[str, dict[str, Any]]:
+        if not self.has_model:
+            reason = "only a trace is open; start `headwise view` with the model"
+            return {name: {"possible": False, "reason": reason} for name in ("text", "measure", "ablate", "write")}
+        can_write = self.output_folder is not None and not self.read_only
+        return {
+            "text": {"possible": True, "reason": ""},
+            "measure": {"possible": True, "reason": ""},
+            "ablate": {"possible": True, "reason": ""},
+            "write": {
+                "possible": can_write,
+                "reason": "" if can_write else "started without --out, or with --read-only",
+            },
+        }
+
+    @property
+    def heads(self) -> list[tuple[str, int]]:
+        """All heads of the trace as (site, head), in the order of the page."""
+        layers = () if self.trace is None else self.trace.layers
+        return [(layer.name, head) for layer in layers for head in range(layer.heads)]
+
+    def get_trace(self) -> Trace:
+        """The open trace; raises ValueError if no text was captured yet."""
+        if self.trace is None:
+            raise ValueError("no text has been captured yet; enter a text first")
+        return self.trace
+
+    def site_name(self, number: int) -> str:
+        """The name of the site with this number; raises ValueError if there is none."""
+        layers = self.get_trace().layers
+        if not 0 <= number < len(layers):
+            raise ValueError(f"there is no site {number}: the trace has {len(layers)}; give 0 to {len(layers) - 1}")
+        return layers[number].name
+
+    # --- weights ---------------------------------------------------------------------------------------
+
+    def weights(self, site: str, head: int, queries: slice, *, lens: str = "weight", row: int = 0) -> FloatArray:
+        """Weights of one head for a range of queries, [queries, keys], through a lens.
+
+        "weight" are the attention weights, "value" the weights times the norm of each value vector, "effect" the
+        weights times the norm of each value vector after the head's output projection (2004.10102).
+        """
+        trace = self.get_trace()
+        weights = trace.head_weights(site, head, queries, row=row).astype(np.float32)
+        if lens == "weight":
+            return weights
+        return weights * self._value_norms(site, head, lens, row)[: weights.shape[1]]
+
+    def _value_norms(self, site: str, head: int, lens: str, row: int) -> FloatArray:
+        layer = self.get_trace().get_layer(site)
+        if lens not in LENSES:
+            raise ValueError(f"unknown lens {lens!r}; use one of {', '.join(LENSES)}")
+        if "v" not in layer.arrays:
+            raise ValueError(f"the values of {site} were not recorded; record the trace with --record v")
+        values = layer.arrays["v"][row, :, layer.kv_head_of_query[head]].astype(np.float32)
+        if lens == "effect":
+            values = values @ self._output_matrix(site, head)
+        return np.linalg.norm(values, axis=-1).astype(np.float32)
+
+    def _output_matrix(self, site: str, head: int) -> FloatArray:
+        """The output projection of one head, [head_dim, model]."""
+        from ..head_analysis.head_circuits import get_circuits
+
+        circuits = get_circuits(self.get_model())
+        if site not in circuits:
+            raise ValueError(f"the output projection of {site} cannot be read; use the lens weight or value")
+        return np.asarray(circuits[site].output_map(head).float().cpu().numpy(), np.float32)
+
+    def tile(
+        self,
+        site: str,
+        head: int,
+        queries: slice,
+        keys: slice,
+        size: tuple[int, int],
+        *,
+        pool: str = "max",
+        lens: str = "weight",
+        row: int = 0,
+    ) -> Tile:
+        """A picture of a range of weights with at most `size` cells; a cell is the largest or the mean weight in it."""
+        if pool not in ("max", "mean"):
+            raise ValueError(f"unknown pool={pool!r}; use max or mean")
+        trace = self.get_trace()
+        layer = trace.get_layer(site)
+        start, stop, _ = queries.indices(layer.num_queries)
+        left, right, _ = keys.indices(layer.num_keys)
+        if stop <= start or right <= left:
+            raise ValueError("the tile is empty; give at least one query and one key")
+        row_edges = _cell_edges(stop - start, size[0])
+        column_edges = _cell_edges(right - left, size[1])
+        values = np.zeros((len(row_edges) - 1, len(column_edges) - 1), np.float32)
+        masked = np.zeros(values.shape, np.uint8)
+        for cell, (begin, end) in enumerate(pairwise(row_edges.tolist())):
+            weights = self.weights(site, head, slice(start + begin, start + end), lens=lens, row=row)[:, left:right]
+            reduce = np.maximum if pool == "max" else np.add
+            pooled = reduce.reduceat(reduce.reduce(weights, axis=0), column_edges[:-1])
+            values[cell] = pooled if pool == "max" else pooled / ((end - begin) * np.diff(column_edges))
+            allowed = trace.head_mask(site, head, slice(start + begin, start + end), row=row)[:, left:right]
+            masked[cell] = ~np.logical_or.reduceat(allowed.any(0), column_edges[:-1])
+        scale = 1.0 if lens == "weight" else float(values.max(initial=0.0)) or 1.0
+        pixels = np.ceil(values * (255 / scale) - 1e-4).clip(0, 255).astype(np.uint8)
+        return Tile(pixels, masked, scale)
+
+    def thumbnails(self) -> NDArray[np.uint8]:
+        """Thumbnails of all heads, [heads, 64, 64], in the order of `heads`."""
+        trace = self.get_trace()
+        if not trace.thumbnails:
+            self.trace = trace = trace.with_thumbnails(THUMBNAIL_SIZE)
+        atlas = np.zeros((len(self.heads), THUMBNAIL_SIZE, THUMBNAIL_SIZE), np.uint8)
+        for number, (site, head) in enumerate(self.heads):
+            picture = trace.thumbnail(site, head)
+            rows = np.arange(THUMBNAIL_SIZE) * picture.shape[0] // THUMBNAIL_SIZE
+            columns = np.arange(THUMBNAIL_SIZE) * picture.shape[1] // THUMBNAIL_SIZE
+            atlas[number] = picture[rows[:, None], columns]
+        return atlas
+
+    def mean_by_offset(self, site: str, head: int, *, row: int = 0) -> FloatArray:
+        """Mean weight at each distance query - key, from -(keys - 1) to queries - 1, over allowed pairs."""
+        layer = self.get_trace().get_layer(site)
+        num_queries, num_keys = layer.num_queries, layer.num_keys
+        sums = np.zeros(num_queries + num_keys - 1, np.float64)
+        counts = np.zeros(sums.shape, np.int64)
+        for begin in range(0, num_queries, 256):
+            block = slice(begin, min(begin + 256, num_queries))
+            weights = self.weights(site, head, block, row=row)
+            query, key = np.nonzero(self.get_trace().head_mask(site, head, block, row=row))
+            offset = begin + query - key + num_keys - 1
+            sums += np.bincount(offset, weights[query, key], len(sums))
+            counts += np.bincount(offset, minlength=len(sums))
+        return np.divide(sums, counts, out=np.zeros_like(sums), where=counts > 0).astype(np.float32)
+
+    # --- changes ---------------------------------------------------------------------------------------
+
+    def set_ablated(self, heads: Sequence[AblatedHead]) -> None:
+        """Replace the ablated heads; raises ValueError for heads that do not exist or cannot be ablated."""
+        self.get_model()
+        known = self.sites
+        for ablated in heads:
+            site = known.get(ablated.site)
+            if site is None or not 0 <= ablated.head < site.heads:
+                raise ValueError(f"there is no head {ablated.head} at {ablated.site!r} to ablate")
+            if not site.ablate.possible:
+                raise ValueError(f"cannot ablate heads of {ablated.site}: {site.ablate.reason}")
+            if ablated.mode not in ABLATION_MODES or not math.isfinite(ablated.scale):
+                raise ValueError(
+                    f"unknown ablation {ablated.mode!r} with scale {ablated.scale}; "
+                    f"use one of {', '.join(ABLATION_MODES)} and a finite scale"
+                )
+        self.ablated = tuple(heads)
+        self.revision += 1
+
+    def set_trace(self, trace: Trace) -> None:
+        """Show another trace; measures of the former one are dropped."""
+        self.trace, self.table = trace, None
+        self.revision += 1
+
+    def set_table(self, table: HeadTable) -> None:
+        """Show these measures."""
+        self.table = replace(table)
+        self.revision += 1
+
+
+def _cell_edges(count: int, cells: int) -> NDArray[np.int64]:
+    """Edges of at most `cells` nearly equal cells over `count` positions."""
+    cells = max(1, min(cells, count, MAX_TILE_CELLS))
+    return np.arange(cells + 1) * count // cells

@@ -1,0 +1,373 @@
+"""The local server of the page: its routes, and `serve`."""
+
+from __future__ import annotations
+
+import json
+import math
+import secrets
+import socket
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.to_thread
+import numpy as np
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from ..errors import SpecError
+from .binary_answers import encode_measures, encode_thumbnails, encode_tile
+from .html_export import NOT_BUILT
+from .http_security import MAX_BODY_BYTES, SecurityMiddleware, allowed_hosts, is_loopback
+from .lab_actions import compute_effect, sweep_heads
+from .model_actions import JOB_KINDS
+from .model_worker import Job, ModelWorker, QueueFull, describe_error
+from .open_model import LENSES, MAX_TILE_CELLS, OpenModel
+from .tile_encoding import encode_arrays
+
+STATIC_FOLDER = Path(__file__).parent / "static"
+MEDIA_TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".svg": "image/svg+xml",
+    ".txt": "text/plain; charset=utf-8",
+}
+EVENT_WAIT_SECONDS = 0.5
+MAX_JSON_DEPTH = 16
+BINARY = "application/octet-stream"
+ALL_JOBS = {**JOB_KINDS, "ablate": compute_effect, "sweep": sweep_heads}
+
+
+def read_static_files(folder: Path = STATIC_FOLDER) -> dict[str, tuple[bytes, str]]:
+    """The built front end by URL path. Requests are looked up here, so that no path is ever joined with a request's."""
+    if not (folder / "index.html").is_file():
+        raise SpecError(NOT_BUILT)
+    return {
+        f"/{path.name}": (path.read_bytes(), MEDIA_TYPES[path.suffix])
+        for path in sorted(folder.iterdir())
+        if path.suffix in MEDIA_TYPES
+    }
+
+
+class ViewServer:
+    """The routes of the page over one open model."""
+
+    def __init__(self, model: OpenModel, static: Mapping[str, tuple[bytes, str]]) -> None:
+        self.model, self.static, self.worker = model, static, ModelWorker(model, ALL_JOBS)
+
+    def app(self) -> Starlette:
+        """The application without its security middleware."""
+        routes = [
+            Route("/api/document", self._answer(lambda _: JSONResponse(self.model.describe()))),
+            Route("/api/thumbnails", self._answer(self._thumbnails)),
+            Route("/api/tile", self._answer(self._tile)),
+            Route("/api/row", self._answer(self._row)),
+            Route("/api/column", self._answer(self._column)),
+            Route("/api/rows", self._answer(self._rows)),
+            Route("/api/offsets", self._answer(self._offsets)),
+            Route("/api/measures", self._answer(self._measures)),
+            Route("/api/jobs", self._submit, methods=["POST"]),
+            Route("/api/jobs/{job}", self._cancel, methods=["DELETE"]),
+            Route("/api/jobs/{job}/events", self._events),
+            Route("/api/jobs/{job}/result", self._result),
+            Route("/{path:path}", self._static),
+        ]
+        return Starlette(routes=routes, exception_handlers={HTTPException: _answer_http_error})
+
+    # --- answers ---------------------------------------------------------------------------------------
+
+    def _answer(self, make: Callable[[Query], Response]) -> Callable[[Request], Any]:
+        """An endpoint that runs `make` in a thread, and turns its errors into answers."""
+
+        async def endpoint(request: Request) -> Response:
+            try:
+                return await anyio.to_thread.run_sync(make, Query(request.query_params))
+            except (ValueError, KeyError, IndexError, MemoryError) as error:
+                return error_response(400, error)
+
+        return endpoint
+
+    def _thumbnails(self, query: Query) -> Response:
+        return binary_response(encode_thumbnails(self.model))
+
+    def _tile(self, query: Query) -> Response:
+        site, head = self._head(query)
+        layer = self.model.get_trace().get_layer(site)
+        queries = query.span("q", layer.num_queries)
+        keys = query.span("k", layer.num_keys)
+        size = query.integer("rows", 1, MAX_TILE_CELLS, 512), query.integer("cols", 1, MAX_TILE_CELLS, 512)
+        lens, pool = query.choice("lens", LENSES), query.choice("pool", ("max", "mean"))
+        row = query.integer("row", 0, layer.batch_size - 1, 0)
+        tile = self.model.tile(site, head, queries, keys, size, pool=pool, lens=lens, row=row)
+        return binary_response(encode_tile(self.model, tile, queries, keys))
+
+    def _row(self, query: Query) -> Response:
+        site, head = self._head(query)
+        layer = self.model.get_trace().get_layer(site)
+        number = query.integer("query", 0, layer.num_queries - 1)
+        row = query.integer("row", 0, layer.batch_size - 1, 0)
+        block = slice(number, number + 1)
+        weights = self.model.weights(site, head, block, lens=query.choice("lens", LENSES), row=row)[0]
+        masked = ~self.model.get_trace().head_mask(site, head, block, row=row)[0]
+        return binary_response(encode_arrays({"weights": weights, "masked": masked.astype(np.uint8)}, query=number))
+
+    def _column(self, query: Query) -> Response:
+        site, head = self._head(query)
+        layer = self.model.get_trace().get_layer(site)
+        number = query.integer("key", 0, layer.num_keys - 1)
+        row = query.integer("row", 0, layer.batch_size - 1, 0)
+        weights = self.model.weights(site, head, slice(None), lens=query.choice("lens", LENSES), row=row)
+        return binary_response(encode_arrays({"weights": np.ascontiguousarray(weights[:, number])}, key=number))
+
+    def _rows(self, query: Query) -> Response:
+        """One query in all heads of the layers that have it: [heads, keys], padded with zeros."""
+        trace = self.model.get_trace()
+        number, row = query.integer("query", 0, self.model.max_tokens), query.integer("row", 0, 10**6, 0)
+        stream = query.text("stream", "text")
+        layers = [layer for layer in trace.layers if layer.query_stream == stream and number < layer.num_queries]
+        widest = max((layer.num_keys for layer in layers), default=0)
+        weights = np.zeros((sum(layer.heads for layer in layers), widest), np.float32)
+        names: list[list[int]] = []
+        sites = [layer.name for layer in trace.layers]
+        for layer in layers:
+            for head in range(layer.heads):
+                weights[len(names), : layer.num_keys] = self.model.weights(
+                    layer.name, head, slice(number, number + 1), row=row
+                )[0]
+                names.append([sites.index(layer.name), head])
+        return binary_response(encode_arrays({"weights": weights}, heads=names, query=number))
+
+    def _offsets(self, query: Query) -> Response:
+        site, head = self._head(query)
+        layer = self.model.get_trace().get_layer(site)
+        means = self.model.mean_by_offset(site, head, row=query.integer("row", 0, layer.batch_size - 1, 0))
+        return binary_response(encode_arrays({"means": means}, first=-(layer.num_keys - 1)))
+
+    def _measures(self, query: Query) -> Response:
+        return binary_response(encode_measures(self.model))
+
+    def _head(self, query: Query) -> tuple[str, int]:
+        site = self.model.site_name(query.integer("site", 0, 10**6))
+        heads = self.model.get_trace().get_layer(site).heads
+        return site, query.integer("head", 0, heads - 1)
+
+    # --- jobs ------------------------------------------------------------------------------------------
+
+    async def _submit(self, request: Request) -> Response:
+        try:
+            body = parse_body(await _read_body(request))
+            kind = body.pop("kind", None)
+            job = self.worker.submit(str(kind), body)
+        except QueueFull as error:
+            return error_response(429, ValueError(str(error)))
+        except ValueError as error:
+            return error_response(400, error)
+        return JSONResponse({"job": job.id})
+
+    async def _cancel(self, request: Request) -> Response:
+        self._job(request).cancel()
+        return JSONResponse({})
+
+    async def _events(self, request: Request) -> Response:
+        job = self._job(request)
+
+        async def stream() -> AsyncIterator[bytes]:
+            number = 0
+            while True:
+                events = await anyio.to_thread.run_sync(job.wait_for_event, number, EVENT_WAIT_SECONDS)
+                number += len(events)
+                for event in events:
+                    yield f"data: {json.dumps(event)}\n\n".encode()
+                if job.has_ended and number == len(job.events):
+                    return
+                if await request.is_disconnected():
+                    return
+
+        return StreamingResponse(stream(), media_type="text/event-stream")
+
+    async def _result(self, request: Request) -> Response:
+        job = self._job(request)
+        if job.state != "done":
+            return error_response(409, ValueError(f"the job is {job.state}; wait until it is done"))
+        if isinstance(job.result, bytes):
+            return Response(job.result, media_type=BINARY)
+        return JSONResponse(replace_non_finite(job.result))
+
+    def _job(self, request: Request) -> Job:
+        job = self.worker.jobs.get(request.path_params["job"])
+        if job is None:
+            raise HTTPException(404, "there is no such job; it may be too old")
+        return job
+
+    # --- files -----------------------------------------------------------------------------------------
+
+    async def _static(self, request: Request) -> Response:
+        path = request.url.path
+        found = self.static.get("/index.html" if path == "/" else path)
+        if found is None:
+            raise HTTPException(404, "there is no such page")
+        content, media_type = found
+        return Response(content, media_type=media_type)
+
+
+class Query:
+    """The parameters of a request, read with their ranges."""
+
+    def __init__(self, parameters: Mapping[str, str]) -> None:
+        self.parameters = parameters
+
+    def integer(self, name: str, low: int, high: int, default: int | None = None) -> int:
+        """An integer from `low` to `high`."""
+        text = self.parameters.get(name)
+        if text is None and default is not None:
+            return default
+        if text is None or len(text) > 12 or not text.removeprefix("-").isdecimal() or not text.isascii():
+            raise ValueError(f"{name}={(text or '')[:20]!r} is not an integer; give {low} to {high}")
+        if not low <= int(text) <= high:
+            raise ValueError(f"{name}={text} is out of range; give {low} to {high}")
+        return int(text)
+
+    def span(self, prefix: str, count: int) -> slice:
+        """A range of positions, from `prefix`0 to `prefix`1; all by default."""
+        start = self.integer(f"{prefix}0", 0, count, 0)
+        stop = self.integer(f"{prefix}1", 0, count, count)
+        if stop <= start:
+            raise ValueError(f"{prefix}0={start} and {prefix}1={stop} give no position; give {prefix}0 < {prefix}1")
+        return slice(start, stop)
+
+    def choice(self, name: str, choices: tuple[str, ...]) -> str:
+        """One of several words; the first by default."""
+        value = self.parameters.get(name, choices[0])
+        if value not in choices:
+            raise ValueError(f"{name}={value[:20]!r} is unknown; use one of {', '.join(choices)}")
+        return value
+
+    def text(self, name: str, default: str) -> str:
+        """A short text."""
+        return self.parameters.get(name, default)[:200]
+
+
+def parse_body(body: bytes) -> dict[str, Any]:
+    """Parse a JSON object; refuses NaN, infinities and deep nesting."""
+
+    def refuse_constant(name: str) -> None:
+        raise ValueError(f"{name} is not JSON; give a number")
+
+    try:
+        value = json.loads(body, parse_constant=refuse_constant)
+    except (RecursionError, UnicodeDecodeError, json.JSONDecodeError):
+        raise ValueError("the request is not a JSON object; send one") from None
+    if not isinstance(value, dict) or not _is_shallow(value, MAX_JSON_DEPTH):
+        raise ValueError("the request is not a JSON object; send one")
+    return value
+
+
+def _is_shallow(value: Any, depth: int) -> bool:
+    if not isinstance(value, (dict, list)):
+        return not (isinstance(value, float) and not math.isfinite(value))
+    parts = value.values() if isinstance(value, dict) else value
+    return depth > 0 and all(_is_shallow(part, depth - 1) for part in parts)
+
+
+def replace_non_finite(value: Any) -> Any:
+    """The value with None in place of NaN and infinities, which JSON cannot hold."""
+    if isinstance(value, dict):
+        return {name: replace_non_finite(part) for name, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [replace_non_finite(part) for part in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+async def _read_body(request: Request) -> bytes:
+    """The body of a request; raises HTTPException if it is too large."""
+    parts: list[bytes] = []
+    size = 0
+    async for part in request.stream():
+        size += len(part)
+        if size > MAX_BODY_BYTES:
+            raise HTTPException(413, f"the request has more than {MAX_BODY_BYTES} bytes; send less")
+        parts.append(part)
+    return b"".join(parts)
+
+
+def binary_response(content: bytes) -> Response:
+    """An answer with arrays."""
+    return Response(content, media_type=BINARY)
+
+
+def error_response(status: int, error: BaseException) -> JSONResponse:
+    """An answer with the fact and the remedy of an error."""
+    return JSONResponse({"error": describe_error(error)}, status)
+
+
+async def _answer_http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return error_response(error.status_code, ValueError(error.detail))
+
+
+@dataclass(frozen=True)
+class ServerAddress:
+    """Where the page is: host, port, and the token of this launch."""
+
+    host: str
+    port: int
+    token: str
+
+    @property
+    def url(self) -> str:
+        """The address to open; the token is in the fragment, which browsers never send."""
+        name = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http://{name}:{self.port}/#token={self.token}"
+
+
+def open_socket(host: str, port: int) -> socket.socket:
+    """A listening socket; raises OSError if the port is taken. Port 0 is any free port."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(128)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def serve(
+    model: OpenModel,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    token: str = "",
+    allow_remote: bool = False,
+    on_start: Callable[[ServerAddress], object] = lambda _: None,
+) -> None:
+    """Serve the page until the process is interrupted; `on_start` gets its address.
+
+    Only this machine can reach it unless `allow_remote` is given.
+    """
+    import uvicorn
+
+    if not is_loopback(host) and not allow_remote:
+        raise ValueError(f"other machines could reach {host}; give 127.0.0.1, or --allow-remote")
+    static = read_static_files()
+    listener = open_socket(host, port)
+    address = ServerAddress(host, listener.getsockname()[1], token or secrets.token_urlsafe(32))
+    view = ViewServer(model, static)
+    app = SecurityMiddleware(view.app(), allowed_hosts(host, address.port), address.token)
+    config = uvicorn.Config(app, log_level="error", access_log=False, lifespan="off", server_header=False)
+    try:
+        on_start(address)
+        uvicorn.Server(config).run(sockets=[listener])
+    finally:
+        listener.close()
+        view.worker.close()

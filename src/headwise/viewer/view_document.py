@@ -1,0 +1,123 @@
+"""The JSON description of what is open: the model, the tokens, the attention layers, the measures and their ranges."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..traces.attention_record import AttentionRecord, TokenRow
+from ..traces.attention_trace import Trace
+
+if TYPE_CHECKING:
+    from ..head_analysis.head_table import HeadTable
+    from ..inspect.site import Ability, Site
+
+DOCUMENT_VERSION = 1
+ABILITIES = ("observe", "ablate", "prune", "convert")
+
+
+def describe_trace(
+    trace: Trace, sites: Mapping[str, Site] | None = None, *, is_loadable: bool = False
+) -> dict[str, Any]:
+    """Describe the recorded run: its model, the tokens of every stream, and its attention layers.
+
+    `sites` are the attention layers of the open model by name; without a model nothing can be done to a layer. What can
+    be done to the layers of a model that `is_loadable` is checked when it is loaded.
+    """
+    return {
+        "version": DOCUMENT_VERSION,
+        "model": {name: value for name, value in trace.model.items() if isinstance(value, (str, int, float, bool))},
+        "streams": {name: [_describe_row(row) for row in rows] for name, rows in trace.streams.items()},
+        "sites": [_describe_site(layer, (sites or {}).get(layer.name), is_loadable) for layer in trace.layers],
+        "skipped": dict(trace.skipped),
+    }
+
+
+def _describe_row(row: TokenRow) -> dict[str, Any]:
+    return {
+        "ids": list(row.ids),
+        "words": list(row.words),
+        "text": row.text,
+        "offsets": [list(span) for span in row.offsets],
+    }
+
+
+def _describe_site(layer: AttentionRecord, site: Site | None, is_loadable: bool) -> dict[str, Any]:
+    has_weights = any(call.weights is not None for call in layer.calls)
+    return {
+        "name": layer.name,
+        "stack": layer.stack,
+        "layer": layer.layer,
+        "kind": layer.kind,
+        "heads": layer.heads,
+        "kvHeads": max(layer.kv_head_of_query, default=-1) + 1,
+        "kvHeadOfQuery": list(layer.kv_head_of_query),
+        "queryStream": layer.query_stream,
+        "keyStream": layer.key_stream,
+        "numQueries": layer.num_queries,
+        "numKeys": layer.num_keys,
+        "batch": layer.batch_size,
+        "calls": len(layer.calls),
+        "capture": "weights" if has_weights else "queries and keys",
+        "hasValues": "v" in layer.arrays,
+        "hasOutputs": "z" in layer.arrays,
+        "abilities": {name: _describe_ability(site, name, is_loadable) for name in ABILITIES},
+    }
+
+
+def _describe_ability(site: Site | None, name: str, is_loadable: bool) -> dict[str, Any]:
+    if site is None:
+        if is_loadable:
+            return {"possible": True, "reason": ""}
+        return {"possible": False, "reason": "only a trace is open; open the model to change its heads"}
+    ability: Ability = getattr(site, name)
+    return {"possible": ability.possible, "reason": ability.reason}
+
+
+def describe_measures(table: HeadTable | None) -> list[dict[str, Any]]:
+    """Describe the measures of a table: name and range of the values over all heads."""
+    if table is None or not table.heads:
+        return []
+    descriptions: list[dict[str, Any]] = []
+    for name in table.heads[0].measures:
+        values = [head.measures[name].value for head in table.heads if name in head.measures]
+        finite = [value for value in values if math.isfinite(value)]
+        low, high = (min(finite), max(finite)) if finite else (0.0, 0.0)
+        descriptions.append({"name": name, "low": low, "high": high})
+    return descriptions
+
+
+def stack_measures(table: HeadTable, heads: Sequence[tuple[str, int]]) -> tuple[list[str], NDArray[np.float32]]:
+    """Return the names of the measures, and [heads, measures, 4] with value, interval and chance level of each head.
+
+    `heads` are (site, head). What was not measured is NaN.
+    """
+    names = list(table.heads[0].measures) if table.heads else []
+    by_head = {(head.site, head.head): head for head in table.heads}
+    stacked = np.full((len(heads), len(names), 4), np.nan, np.float32)
+    for row, key in enumerate(heads):
+        for column, name in enumerate(names if key in by_head else ()):
+            if name in by_head[key].measures:
+                stacked[row, column] = by_head[key].measures[name]
+    return names, stacked
+
+
+def list_classes(table: HeadTable, sites: Sequence[str]) -> list[dict[str, Any]]:
+    """List the classes of every head, the likeliest first: site as an index, head, name, score and evidence."""
+    index = {name: number for number, name in enumerate(sites)}
+    return [
+        {
+            "site": index[head.site],
+            "head": head.head,
+            "classes": [
+                {"name": head_class.name, "score": head_class.score, "evidence": head_class.evidence}
+                for head_class in head.classes
+            ],
+        }
+        for head in table.heads
+        if head.site in index
+    ]

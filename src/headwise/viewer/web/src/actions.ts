@@ -1,0 +1,63 @@
+// What the page can do to the model and the selection; used by buttons, keys and commands alike.
+
+import { batch } from "@preact/signals";
+import { doc, headName, isAblated, loadDocument, pinned, runJob, selectedHead, selectedSite, sites } from "./state";
+import { announcement } from "./state";
+import type { AblatedHead } from "./source";
+import { t } from "./i18n";
+
+export async function measureHeads(): Promise<void> {
+  if (await runJob("measure")) await loadDocument();
+}
+
+export async function runText(text: string, source: string): Promise<boolean> {
+  const result = await runJob("text", source ? { text, source } : { text });
+  if (result) {
+    await loadDocument();
+    await measureHeads();
+  }
+  return result !== null;
+}
+
+/** Whether heads of the selected layer can be ablated, and why not. */
+export function ablateReason(siteNumber = selectedSite.value): string {
+  const capability = doc.value?.capabilities.ablate;
+  if (capability && !capability.possible) return capability.reason;
+  const ability = sites.value[siteNumber]?.abilities.ablate;
+  return ability && !ability.possible ? ability.reason : "";
+}
+
+const undoStack: AblatedHead[][] = [];
+
+/** Switch a head off, or on again. The server computes effects when it is asked to. */
+export function toggleAblated(siteNumber = selectedSite.value, head = selectedHead.value, mode = "zero", scale = 0): void {
+  const current = doc.value;
+  if (!current || ablateReason(siteNumber)) {
+    announcement.value = ablateReason(siteNumber);
+    return;
+  }
+  const off = isAblated(siteNumber, head);
+  const ablated = off
+    ? current.ablated.filter((item) => item.site !== siteNumber || item.head !== head)
+    : [...current.ablated, { site: siteNumber, head, mode, scale }];
+  setAblated(ablated);
+  announcement.value = `${headName(siteNumber, head)}: ${off ? t("inspector.restore") : t("inspector.ablate")}`;
+}
+
+export function setAblated(ablated: AblatedHead[]): void {
+  if (!doc.value) return;
+  undoStack.push(doc.value.ablated);
+  doc.value = { ...doc.value, ablated };
+}
+
+export function undoAblation(): void {
+  const last = undoStack.pop();
+  if (last && doc.value) doc.value = { ...doc.value, ablated: last };
+}
+
+export function togglePin(siteNumber = selectedSite.value, head = selectedHead.value): void {
+  const name = `${siteNumber}.${head}`;
+  batch(() => {
+    pinned.value = pinned.value.includes(name) ? pinned.value.filter((item) => item !== name) : [...pinned.value, name].slice(-8);
+  });
+}

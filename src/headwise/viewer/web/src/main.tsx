@@ -1,0 +1,95 @@
+// The page: loads what is open, shows the screen that the URL names, and listens to the keyboard.
+
+import { signal } from "@preact/signals";
+import { render, type ComponentType, type JSX } from "preact";
+import { measureHeads, toggleAblated, togglePin } from "./actions";
+import { watchTheme } from "./canvas/colors";
+import { ErrorNote } from "./components/basics";
+import { CommandBox, KeySheet, TextDialog } from "./components/overlays";
+import { Shell } from "./components/shell";
+import { t } from "./i18n";
+import { announcement, doc, isLoaded, loadDocument, loadError, measures, moveHead, overlay, screen, selectedToken, showsTable, source, startHash, type ScreenId } from "./state";
+import { HeadScreen } from "./screens/head";
+import { MapScreen } from "./screens/map";
+
+/** Screens that are loaded when they are opened first. */
+const LAZY: Partial<Record<ScreenId, () => Promise<ComponentType>>> = {
+  open: async () => (await import("./screens/open")).OpenScreen,
+  text: async () => (await import("./screens/text")).TextScreen,
+  classify: async () => (await import("./screens/classify")).ClassifyScreen,
+  lab: async () => (await import("./screens/lab")).LabScreen,
+};
+const loaded = signal<Partial<Record<ScreenId, ComponentType>>>({ map: MapScreen, head: HeadScreen });
+const AVAILABLE: ScreenId[] = ["open", "map", "head", "text", "classify", "lab"];
+
+function CurrentScreen(): JSX.Element {
+  const id = screen.value;
+  const Screen = loaded.value[id];
+  if (Screen) return <Screen />;
+  void LAZY[id]?.().then((component) => (loaded.value = { ...loaded.value, [id]: component }));
+  return <p class="t3">{t("state.loading")}</p>;
+}
+
+function App(): JSX.Element {
+  return (
+    <>
+      <Shell screens={AVAILABLE}>
+        {loadError.value ? (
+          <ErrorNote {...loadError.value} onRetry={() => void loadDocument()} />
+        ) : doc.value ? (
+          <CurrentScreen />
+        ) : (
+          <p class="t3">{t("state.loading")}</p>
+        )}
+      </Shell>
+      {overlay.value === "commands" && <CommandBox screens={AVAILABLE} />}
+      {overlay.value === "keys" && <KeySheet />}
+      {overlay.value === "text" && <TextDialog />}
+      <div class="vh" role="status" aria-live="polite">
+        {announcement.value}
+      </div>
+    </>
+  );
+}
+
+const KEYS: Record<string, () => void> = {
+  ArrowLeft: () => moveHead(0, -1),
+  ArrowRight: () => moveHead(0, 1),
+  ArrowUp: () => moveHead(-1, 0),
+  ArrowDown: () => moveHead(1, 0),
+  k: () => toggleAblated(),
+  p: () => togglePin(),
+  t: () => (showsTable.value = !showsTable.value),
+  "/": () => (overlay.value = "commands"),
+  "?": () => (overlay.value = "keys"),
+  "[": () => history.back(),
+  "]": () => history.forward(),
+  Escape: () => {
+    if (overlay.value) overlay.value = "";
+    else selectedToken.value = null;
+  },
+};
+
+function onKey(event: KeyboardEvent): void {
+  const target = event.target as HTMLElement;
+  const isTyping = /^(INPUT|TEXTAREA|SELECT)$/.test(target.tagName);
+  if (event.ctrlKey || event.metaKey || event.altKey || (isTyping && event.key !== "Escape")) return;
+  if (overlay.value && event.key !== "Escape") return;
+  const digit = Number.parseInt(event.key, 10);
+  const action = digit >= 1 && digit <= AVAILABLE.length ? () => (screen.value = AVAILABLE[digit - 1]!) : KEYS[event.key];
+  if (event.key === "Enter" && screen.value === "map" && target.closest(".grid")) {
+    event.preventDefault();
+    screen.value = "head";
+  } else if (action) {
+    event.preventDefault();
+    action();
+  }
+}
+
+startHash();
+watchTheme();
+addEventListener("keydown", onKey);
+render(<App />, document.getElementById("app")!);
+void loadDocument().then(() => {
+  if (source.isLive && isLoaded.value && !measures.value && doc.value?.capabilities.measure.possible) void measureHeads();
+});

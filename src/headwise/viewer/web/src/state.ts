@@ -1,0 +1,260 @@
+// All state of the page as signals. What a link must restore is mirrored in the URL hash.
+
+import { batch, computed, effect, signal } from "@preact/signals";
+import { makeSource, RequestError, type JobEvent, type Message, type PageError, type Site, type ViewDocument } from "./source";
+
+export const source = makeSource();
+export const SCREENS = ["open", "map", "head", "text", "classify", "similarity", "lab", "prune", "steps", "diff", "cost"] as const;
+export type ScreenId = (typeof SCREENS)[number];
+export const SCALES = ["sqrt", "lin", "log"] as const;
+export type Scale = (typeof SCALES)[number];
+export const LENSES = ["weight", "value", "effect"] as const;
+export type Lens = (typeof LENSES)[number];
+
+// --- what the URL holds --------------------------------------------------------------------------------
+
+export const screen = signal<ScreenId>("map");
+export const selectedSite = signal(0);
+export const selectedHead = signal(0);
+export const selectedToken = signal<number | null>(null);
+export const cellMode = signal("thumbnail"); // "thumbnail", "class" or a measure
+export const headForm = signal<"matrix" | "lines" | "arcs">("matrix");
+export const lens = signal<Lens>("weight");
+export const scale = signal<Scale>("sqrt");
+export const sortHeads = signal("index");
+export const scatterX = signal("entropy");
+export const scatterY = signal("sink");
+export const language = signal<"en" | "zh">(initialLanguage());
+export const theme = signal<"" | "light" | "dark">("");
+export const pinned = signal<string[]>([]); // "site.head"
+
+// --- what it does not ----------------------------------------------------------------------------------
+
+export const doc = signal<ViewDocument | null>(null);
+export const loadError = signal<PageError | null>(null);
+export const thumbnails = signal<Uint8Array | null>(null);
+export const measures = signal<MeasureTable | null>(null);
+export const job = signal<{ kind: string; event: JobEvent; abort: AbortController } | null>(null);
+export const jobError = signal<PageError | null>(null);
+export const isLoaded = signal(false);
+export const showsTable = signal(false);
+export const overlay = signal<"" | "commands" | "keys" | "text">("");
+export const announcement = signal("");
+
+export interface HeadClass {
+  name: string;
+  score: number;
+  evidence: string;
+}
+
+/** Measures of all heads: [head, measure] -> value, low, high, chance; and the classes of each head. */
+export interface MeasureTable {
+  names: string[];
+  values: Float32Array;
+  classes: Map<number, HeadClass[]>;
+  texts: string;
+  notes: string[];
+}
+
+export const sites = computed<Site[]>(() => doc.value?.sites ?? []);
+/** Number of heads before each site, so that heads can be counted through the whole model. */
+export const firstHeads = computed(() => {
+  let count = 0;
+  return sites.value.map((site) => (count += site.heads) - site.heads);
+});
+export const headCount = computed(() => sites.value.reduce((sum, site) => sum + site.heads, 0));
+export const site = computed<Site | undefined>(() => sites.value[selectedSite.value]);
+export const headIndex = computed(() => (firstHeads.value[selectedSite.value] ?? 0) + selectedHead.value);
+
+export function isAblated(siteNumber: number, head: number): boolean {
+  return doc.value?.ablated.some((item) => item.site === siteNumber && item.head === head) ?? false;
+}
+
+export function headName(siteNumber: number, head: number): string {
+  const item = sites.value[siteNumber];
+  if (!item) return "";
+  const several = new Set(sites.value.map((other) => `${other.stack} ${other.kind}`)).size > 1;
+  const letter = item.kind === "cross" ? "X" : item.stack === "encoder" ? "E" : item.stack === "decoder" ? "D" : "L";
+  return `${several ? letter : "L"}${item.layer} H${head}`;
+}
+
+export function measureOf(index: number, name: string, part = 0): number {
+  const table = measures.value;
+  const column = table?.names.indexOf(name) ?? -1;
+  return !table || column < 0 ? NaN : table.values[(index * table.names.length + column) * 4 + part]!;
+}
+
+export function classesOf(index: number): HeadClass[] {
+  return measures.value?.classes.get(index) ?? [];
+}
+
+export function selectHead(siteNumber: number, head: number): void {
+  const count = sites.value[siteNumber]?.heads ?? 0;
+  if (head < 0 || head >= count) return;
+  batch(() => {
+    selectedSite.value = siteNumber;
+    selectedHead.value = head;
+  });
+}
+
+/** Move the selection by layers and heads; stays inside the model. */
+export function moveHead(layers: number, heads: number): void {
+  const siteNumber = Math.min(Math.max(selectedSite.value + layers, 0), sites.value.length - 1);
+  const count = sites.value[siteNumber]?.heads ?? 1;
+  selectHead(siteNumber, Math.min(Math.max(selectedHead.value + heads, 0), count - 1));
+}
+
+// --- loading -------------------------------------------------------------------------------------------
+
+export async function loadDocument(): Promise<void> {
+  try {
+    const found = await source.document();
+    batch(() => {
+      doc.value = found;
+      loadError.value = null;
+      if (!found.sites[selectedSite.value]) selectedSite.value = 0;
+      if (selectedHead.value >= (found.sites[selectedSite.value]?.heads ?? 0)) selectedHead.value = 0;
+    });
+    if (!found.sites.length) return;
+    const [pictures, table] = await Promise.all([source.fetchArrays("thumbnails"), source.fetchArrays("measures")]);
+    batch(() => {
+      isLoaded.value = true;
+      thumbnails.value = pictures.arrays["thumbnails"]!.data as Uint8Array;
+      measures.value = readMeasures(table);
+    });
+  } catch (error) {
+    loadError.value = toPageError(error);
+  }
+}
+
+function readMeasures(message: Message): MeasureTable | null {
+  const names: string[] = message.fields["names"];
+  if (!names.length) return null;
+  const classes = new Map<number, HeadClass[]>();
+  for (const item of message.fields["classes"]) {
+    classes.set((firstHeads.value[item.site] ?? 0) + item.head, item.classes);
+  }
+  return {
+    names,
+    values: message.arrays["measures"]!.data as Float32Array,
+    classes,
+    texts: message.fields["texts"],
+    notes: message.fields["notes"],
+  };
+}
+
+export function toPageError(error: unknown): PageError {
+  if (error instanceof RequestError) return error.detail;
+  return { fact: error instanceof Error ? error.message : String(error), remedy: "" };
+}
+
+/** Run a job with its progress on the page; returns its result, or null if it failed or was cancelled. */
+export async function runJob(kind: string, body: Record<string, unknown> = {}): Promise<any> {
+  if (job.value) return null;
+  const abort = new AbortController();
+  batch(() => {
+    jobError.value = null;
+    job.value = { kind, event: { state: "queued" }, abort };
+  });
+  try {
+    return await source.runJob({ kind, ...body }, (event) => (job.value = { kind, event, abort }), abort.signal);
+  } catch (error) {
+    if (!abort.signal.aborted) jobError.value = toPageError(error);
+    return null;
+  } finally {
+    job.value = null;
+  }
+}
+
+// --- the URL -------------------------------------------------------------------------------------------
+
+const HASH_FIELDS: [string, { value: unknown }, (text: string) => unknown][] = [
+  ["site", selectedSite, toNumber],
+  ["head", selectedHead, toNumber],
+  ["token", selectedToken, (text) => (text === "" ? null : toNumber(text))],
+  ["cells", cellMode, (text) => text],
+  ["form", headForm, oneOf(["matrix", "lines", "arcs"])],
+  ["lens", lens, oneOf([...LENSES])],
+  ["scale", scale, oneOf([...SCALES])],
+  ["sort", sortHeads, (text) => text],
+  ["x", scatterX, (text) => text],
+  ["y", scatterY, (text) => text],
+  ["pins", pinned, (text) => text.split(",").filter(Boolean)],
+  ["theme", theme, oneOf(["", "light", "dark"])],
+];
+const DEFAULTS = HASH_FIELDS.map(([, field]) => String(field.value ?? ""));
+
+function toNumber(text: string): number {
+  const value = Number.parseInt(text, 10);
+  return Number.isFinite(value) && value >= 0 ? value : 0;
+}
+
+function oneOf(choices: string[]): (text: string) => string {
+  return (text) => (choices.includes(text) ? text : choices[0]!);
+}
+
+export function readHash(): void {
+  const [name = "", query = ""] = location.hash.replace(/^#\/?/, "").split("?");
+  const fields = new URLSearchParams(query);
+  batch(() => {
+    if ((SCREENS as readonly string[]).includes(name)) screen.value = name as ScreenId;
+    HASH_FIELDS.forEach(([key, field, parse], index) => {
+      field.value = parse(fields.get(key) ?? DEFAULTS[index]!);
+    });
+  });
+}
+
+function makeHash(): string {
+  const fields = new URLSearchParams();
+  HASH_FIELDS.forEach(([key, field], index) => {
+    const text = String(field.value ?? "");
+    if (text !== DEFAULTS[index]) fields.set(key, text);
+  });
+  const query = fields.toString();
+  return `#/${screen.value}${query ? `?${query}` : ""}`;
+}
+
+/** Keep the URL and the state equal: a new screen is a new entry of the history, other changes replace it. */
+export function startHash(): void {
+  readHash();
+  let shown = screen.value;
+  addEventListener("hashchange", () => {
+    readHash();
+    shown = screen.value;
+  });
+  effect(() => {
+    const hash = makeHash();
+    if (hash === location.hash) return;
+    if (screen.value === shown) history.replaceState(null, "", hash);
+    else history.pushState(null, "", hash);
+    shown = screen.value;
+  });
+  addEventListener("popstate", () => {
+    readHash();
+    shown = screen.value;
+  });
+  effect(() => {
+    if (theme.value) document.documentElement.dataset["theme"] = theme.value;
+    else delete document.documentElement.dataset["theme"];
+  });
+  effect(() => {
+    document.documentElement.lang = language.value;
+    try {
+      localStorage.setItem("headwise-language", language.value);
+    } catch {
+      // a sandboxed frame has no storage
+    }
+  });
+}
+
+function initialLanguage(): "en" | "zh" {
+  const asked = new URLSearchParams(location.search).get("lang");
+  if (asked === "en" || asked === "zh") return asked;
+  try {
+    const kept = localStorage.getItem("headwise-language");
+    if (kept === "en" || kept === "zh") return kept;
+  } catch {
+    // a sandboxed frame has no storage
+  }
+  return navigator.language?.startsWith("zh") ? "zh" : "en";
+}

@@ -1,0 +1,340 @@
+"""The page in a browser: its numbers are the model's, and everything can be reached by labels and by the keyboard."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import headwise as hw
+from headwise.traces import trace_from_weights
+from headwise.viewer import bundled_sample
+from headwise.viewer.lab_actions import compute_effect
+from headwise.viewer.model_actions import measure_table
+from headwise.viewer.model_worker import Job, JobProgress
+from headwise.viewer.open_model import OpenModel
+from headwise.viewer.view import open_trace, render_export
+from support.page_browser import examples_of_ids, require_browser, served
+
+WEB = Path(hw.__file__).parent / "viewer" / "web"
+GPT = {"model_type": "gpt2", "n_embd": 12, "n_head": 3, "n_layer": 2, "vocab_size": 40, "n_positions": 64}
+HOSTILE = ["<img src=x onerror=alert(1)>", "</script><script>alert(2)</script>", "a\u202eb", "\u200b", "\x00", "&lt;"]
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    path = require_browser()
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        started = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        assert int(started.version.split(".")[0]) >= 120, started.version
+        yield started
+        started.close()
+
+
+@pytest.fixture
+def page(browser: Any) -> Iterator[Any]:
+    """A page whose console must stay empty."""
+    context = browser.new_context(viewport={"width": 1280, "height": 900}, locale="en")
+    opened = context.new_page()
+    messages: list[str] = []
+    opened.on("console", lambda message: messages.append(message.text))
+    opened.on("pageerror", lambda error: messages.append(str(error)))
+    opened.on("dialog", lambda dialog: messages.append(dialog.message))
+    opened.set_default_timeout(20_000)
+    yield opened
+    context.close()
+    assert messages == []
+
+
+@pytest.fixture
+def gpt() -> OpenModel:
+    net = hw.build(hw.families.read_model_spec(GPT), seed=0).eval()
+    ids = torch.randint(0, 40, (1, 21), generator=torch.Generator().manual_seed(0))
+    return OpenModel(hw.trace(net, ids, capture=hw.Capture(extra=("v",)), log=lambda _: None), net)
+
+
+def sample(*, with_model: bool = True) -> OpenModel:
+    load_model = bundled_sample.load_sample_model if with_model else None
+    return OpenModel(
+        bundled_sample.load_sample_trace(), load_model=load_model, table=bundled_sample.load_sample_table()
+    )
+
+
+def wait_until(page: Any, expression: str) -> None:
+    """Wait until an expression is true in the page, whose policy forbids Playwright's own way to wait."""
+    for _ in range(200):
+        if page.evaluate(expression):
+            return
+        page.wait_for_timeout(50)
+    pytest.fail(f"never true: {expression}")
+
+
+# --- numbers -------------------------------------------------------------------------------------------
+
+
+def test_the_map_shows_every_head_of_the_sample(page: Any):
+    with served(sample()) as url:
+        page.goto(url)
+        page.get_by_role("gridcell").first.wait_for()
+        assert page.get_by_role("gridcell").count() == 54
+        assert page.get_by_role("heading", name="Map").is_visible()
+        assert "token=" not in page.url
+
+
+def test_a_pointed_cell_has_the_exact_weight(page: Any, gpt: OpenModel):
+    wanted = gpt.get_trace().head_weights(gpt.heads[4][0], 1)
+    with served(gpt) as url:
+        page.goto(url)
+        page.get_by_role("gridcell").first.wait_for()
+        page.evaluate("location.hash = '#/head?site=1&head=1&scale=lin'")
+        matrix = page.get_by_role("application")
+        matrix.wait_for()
+        wait_until(page, "document.querySelector('.matrix-canvas canvas').width > 1")
+        box = page.locator(".matrix-canvas canvas").bounding_box()
+        cell = box["width"] / 21
+        page.mouse.move(box["x"] + 3.5 * cell, box["y"] + 9.5 * cell)
+        exact = page.get_by_test_id("exact")
+        wait_until(page, "/\\d\\.\\d/.test(document.querySelector('[data-testid=exact]').textContent)")
+        shown = float(re.findall(r"[\d.]+(?:e-\d+)?$", exact.inner_text().strip())[0])
+        assert shown == pytest.approx(float(wanted[9, 3]), rel=1e-5)
+        page.mouse.move(box["x"] + 12.5 * cell, box["y"] + 9.5 * cell)
+        wait_until(page, "document.querySelector('[data-testid=exact]').textContent.includes('not allowed')")
+
+
+def test_pixels_of_the_matrix_are_the_weights(page: Any, gpt: OpenModel):
+    """On a linear ramp the darkness of a pixel grows with the weight; masked cells are hatched."""
+    wanted = gpt.get_trace().head_weights(gpt.heads[0][0], 0)
+    with served(gpt) as url:
+        page.goto(url)
+        page.get_by_role("gridcell").first.wait_for()
+        page.evaluate("location.hash = '#/head?site=0&head=0&scale=lin&theme=light'")
+        page.get_by_role("application").wait_for()
+        wait_until(page, "document.querySelector('.matrix-canvas canvas').width > 1")
+        pixels = page.evaluate(
+            """() => { const c = document.querySelector('.matrix-canvas canvas');
+            return [c.width, ...c.getContext('2d').getImageData(0, 0, c.width, c.height).data]; }"""
+        )
+        stops = page.evaluate(
+            """() => { const style = getComputedStyle(document.documentElement);
+            return [...Array(9)].map((_, i) => style.getPropertyValue(`--seq-${i}`).trim()); }"""
+        )
+    width, image = pixels[0], np.array(pixels[1:]).reshape(-1, pixels[0], 4)
+    colours = np.array([[int(stop[i : i + 2], 16) for i in (1, 3, 5)] for stop in stops], float)
+    zoom = width // 21
+    for query, key in [(0, 0), (5, 2), (20, 20), (20, 0), (9, 9)]:
+        step = round(np.ceil(wanted[query, key] * 255 - 1e-4)) / 255 * 8
+        low = min(int(step), 7)
+        colour = colours[low] + (colours[low + 1] - colours[low]) * (step - low)
+        assert np.abs(image[query * zoom, key * zoom, :3] - colour).max() <= 3
+    masked = image[2 * zoom : 3 * zoom, 9 * zoom : 10 * zoom, :3].reshape(-1, 3)
+    assert len({tuple(pixel) for pixel in masked.tolist()}) == 2
+
+
+def test_the_lab_shows_what_the_model_gives(page: Any, gpt: OpenModel):
+    wanted = compute_effect(gpt, {"heads": [[1, 2]]}, JobProgress(Job("test", {})))
+    gpt.ablated = ()
+    with served(gpt) as url:
+        page.goto(url)
+        page.get_by_role("gridcell").first.wait_for()
+        page.get_by_role("link", name="Lab").click()
+        page.get_by_role("switch", name="L1 H2").click()
+        assert page.get_by_role("switch", name="L1 H2").get_attribute("aria-checked") == "false"
+        page.get_by_role("button", name="Compute the effect").click()
+        effect = page.get_by_test_id("effect")
+        effect.wait_for()
+        text = effect.inner_text()
+        assert f"{wanted['loss']['after']:.2f}" in text
+        assert gpt.ablated[0].head == 2
+
+
+# --- hands ---------------------------------------------------------------------------------------------
+
+
+def test_the_keyboard_alone_walks_through_the_screens(page: Any):
+    with served(sample(with_model=False)) as url:
+        page.goto(url)
+        page.get_by_role("gridcell").first.wait_for()
+        for digit, heading in [
+            ("1", "What is open"),
+            ("3", "Head E0 H0"),
+            ("4", "Text"),
+            ("5", "Class"),
+            ("6", "Lab"),
+            ("2", "Map"),
+        ]:
+            page.keyboard.press(digit)
+            page.get_by_role("heading", name=heading, exact=True).wait_for()
+        page.keyboard.press("ArrowRight")
+        page.keyboard.press("ArrowDown")
+        wait_until(page, "document.querySelector('.head-name').textContent === 'E1 H1'")
+        page.keyboard.press("t")
+        page.get_by_role("table").first.wait_for()
+        page.keyboard.press("t")
+        page.keyboard.press("?")
+        page.get_by_role("dialog", name="Keys").wait_for()
+        page.keyboard.press("Escape")
+        page.keyboard.press("/")
+        page.keyboard.type("X2 H5")
+        page.keyboard.press("Enter")
+        wait_until(page, "document.querySelector('.head-name').textContent === 'X2 H5'")
+
+
+def test_an_address_restores_what_it_shows(page: Any):
+    with served(sample(with_model=False)) as url:
+        page.goto(url)
+        page.get_by_role("gridcell").first.wait_for()
+        page.evaluate("location.hash = '#/head?site=4&head=3&form=lines&scale=log&theme=dark'")
+        page.get_by_role("heading", name="Head X0 H3").wait_for()
+        address = page.url
+        page.reload()
+        page.get_by_role("heading", name="Head X0 H3").wait_for()
+        assert page.url == address
+        assert page.evaluate("document.documentElement.dataset.theme") == "dark"
+        assert page.get_by_role("button", name="Lines").get_attribute("aria-pressed") == "true"
+        page.get_by_role("link", name="Map").click()
+        page.get_by_role("heading", name="Map").wait_for()
+        page.go_back()
+        page.get_by_role("heading", name="Head X0 H3").wait_for()
+
+
+def test_the_most_sink_like_head_is_found_ablated_and_measured_by_labels_alone(page: Any):
+    with served(sample()) as url:
+        page.goto(url)
+        page.get_by_role("button", name="Table").click()
+        page.get_by_role("button", name="sink", exact=True).last.click()
+        page.get_by_role("row").nth(1).click()
+        name = page.locator(".head-name").inner_text()
+        page.get_by_role("button", name="Open", exact=True).click()
+        page.get_by_role("heading", name=f"Head {name}").wait_for()
+        page.get_by_role("button", name="Ablate").click()
+        page.get_by_role("link", name="Lab").click()
+        page.get_by_role("button", name="Compute the effect").click()
+        page.get_by_test_id("effect").wait_for(timeout=60_000)
+        assert re.search(r"nats\s+[\d.e-]+", page.get_by_test_id("effect").inner_text())
+
+
+# --- what is hostile, missing, or small ----------------------------------------------------------------
+
+
+def hostile_trace() -> OpenModel:
+    count = len(HOSTILE)
+    weights = np.tril(np.ones((1, 2, count, count))) / np.arange(1, count + 1)[:, None]
+    return open_trace(trace_from_weights([weights], HOSTILE))
+
+
+def test_hostile_tokens_stay_text(page: Any):
+    with served(hostile_trace()) as url:
+        page.goto(url)
+        page.get_by_role("gridcell").first.wait_for()
+        for screen in ("head", "head?form=lines", "head?form=arcs", "text", "open"):
+            page.evaluate(f"location.hash = '#/{screen}'")
+            page.wait_for_timeout(150)
+        assert page.locator(".toks img").count() == 0
+        tokens = page.locator(".tok").all_inner_texts()
+        assert tokens[0].startswith("<img")
+        assert "⟨202e⟩" in tokens[2]
+        assert tokens[3] == "⟨200b⟩"
+
+
+def test_an_export_opens_from_the_disk_without_a_network(page: Any, tmp_path: Path):
+    path = tmp_path / "page.html"
+    path.write_text(render_export(hostile_trace()), encoding="utf-8")
+    page.context.set_offline(True)
+    page.context.route(re.compile("^https?:"), lambda route: pytest.fail(f"a request to {route.request.url}"))
+    page.goto(path.as_uri())
+    page.get_by_role("gridcell").first.wait_for()
+    page.get_by_role("gridcell").first.dblclick()
+    page.get_by_role("heading", name="Head L0 H0").wait_for()
+    page.get_by_role("application").focus()
+    page.keyboard.press("ArrowDown")
+    wait_until(page, "document.querySelector('[data-testid=exact]').textContent.includes('0.5')")
+
+
+def test_two_tabs_share_a_model(browser: Any, gpt: OpenModel):
+    with served(gpt) as url:
+        context = browser.new_context()
+        first, second = context.new_page(), context.new_page()
+        for tab in (first, second):
+            tab.goto(url)
+            tab.get_by_role("gridcell").first.wait_for()
+        first.close()
+        second.get_by_role("gridcell").nth(3).click()
+        assert second.locator(".head-name").inner_text() == "L1 H0"
+        context.close()
+
+
+def test_an_address_of_another_session_is_explained(browser: Any, gpt: OpenModel):
+    with served(gpt) as url:
+        context = browser.new_context()
+        tab = context.new_page()
+        tab.goto(url.replace("token-of", "token-not-of"))
+        tab.get_by_role("alert").wait_for()
+        assert "Open the address that the terminal printed" in tab.get_by_role("alert").inner_text()
+        context.close()
+
+
+@pytest.mark.parametrize("width", [320, 390, 1280, 2560])
+def test_no_screen_scrolls_sideways(page: Any, width: int):
+    with served(sample(with_model=False)) as url:
+        page.set_viewport_size({"width": width, "height": 900})
+        page.goto(url)
+        page.get_by_role("gridcell").first.wait_for()
+        for screen in ("map", "head", "text", "classify", "lab", "open"):
+            page.evaluate(f"location.hash = '#/{screen}'")
+            page.wait_for_timeout(200)
+            assert page.evaluate("document.documentElement.scrollWidth") <= width, screen
+
+
+def test_both_languages_have_the_same_texts():
+    keys = [
+        set(re.findall(r'^  "?([\w.]+)"?:', (WEB / f"src/i18n/{name}.ts").read_text(), re.M)) for name in ("en", "zh")
+    ]
+    assert keys[0] == keys[1]
+    assert len(keys[0]) > 100
+
+
+def test_the_page_in_chinese(page: Any):
+    with served(sample(with_model=False)) as url:
+        page.goto(url.replace("/#", "/?lang=zh#"))
+        page.get_by_role("heading", name="总览").wait_for()
+        assert page.evaluate("document.documentElement.lang") == "zh"
+        page.reload()
+        page.get_by_role("heading", name="总览").wait_for()
+
+
+def test_a_map_of_a_thousand_heads_keeps_the_frame_rate(page: Any):
+    rng = np.random.default_rng(0)
+    layers = [rng.dirichlet(np.ones(8), (1, 32, 8)).astype(np.float32) for _ in range(32)]
+    with served(open_trace(trace_from_weights(layers, list("abcdefgh")))) as url:
+        page.goto(url)
+        page.get_by_role("gridcell").first.wait_for()
+        page.wait_for_timeout(1500)
+        assert page.get_by_role("gridcell").count() == 1024
+        median = page.evaluate(
+            """async () => { const times = []; let last = performance.now();
+            for (let n = 0; n < 30; n++) {
+              window.dispatchEvent(new KeyboardEvent('keydown', { key: n % 2 ? 'ArrowRight' : 'ArrowLeft' }));
+              await new Promise(requestAnimationFrame);
+              const now = performance.now(); times.push(now - last); last = now; }
+            return times.sort((a, b) => a - b)[15]; }"""
+        )
+        print(json.dumps({"median frame of a 1,024-head map, ms": median}))
+        assert median < 1000  # a hang, not a speed: the measured time is in docs
+
+
+def test_measures_are_made_when_the_page_opens(page: Any, gpt: OpenModel, monkeypatch: pytest.MonkeyPatch):
+    examples = examples_of_ids(gpt, gpt.get_trace())
+    monkeypatch.setattr("headwise.viewer.model_actions.make_examples", lambda *_: examples)
+    assert measure_table(gpt.get_model(), examples, JobProgress(Job("test", {}))).heads
+    with served(gpt) as url:
+        page.goto(url)
+        page.get_by_role("button", name="Table").wait_for()
+        assert gpt.table is not None
