@@ -21,10 +21,11 @@ import torch
 
 import headwise as hw
 from headwise import cli
-from headwise.traces import Trace
-from headwise.viewer import export_answers, html_export, notebook_widget, view
+from headwise.viewer import bundled_sample, export_answers, html_export, notebook_widget, view
 from headwise.viewer.bundled_sample import SOURCE, TRACE, load_sample_trace
 from headwise.viewer.html_export import PageAssets, render_html
+from headwise.viewer.open_model import OpenModel
+from headwise.viewer.server import ServerAddress
 
 CHROMIUM = shutil.which("chromium")
 HOSTILE = [
@@ -49,57 +50,21 @@ fetch("http://127.0.0.1:9/").catch(() => {}).finally(() => setTimeout(() => {
 """
 
 
-class FakePage:
-    """What is open, with the answers that an export asks for."""
-
-    def __init__(self, trace: Trace, **options: Any) -> None:
-        self.trace, self.options = trace, options
-        self.name = str(trace.model["name"])
-
-    def document(self) -> dict[str, Any]:
-        return {"version": 1, "readOnly": False, "streams": {"text": list(self.trace.streams["text"][0].words)}}
-
-    def thumbnails(self) -> bytes:
-        return b"thumbnails"
-
-    def measures(self) -> bytes:
-        return b"measures"
-
-    def tile(self, site: int, head: int, rows: int, columns: int) -> bytes:
-        return f"tile {site} {head} {rows} {columns}".encode()
-
-
-class FakeModel(FakePage):
-    """A model that is open with a text."""
-
-    def __init__(self, model: torch.nn.Module, text: str, **options: Any) -> None:
-        super().__init__(load_sample_trace(), **options)
-        self.model, self.text = model, text
-
-    @classmethod
-    def from_trace(cls, trace: Trace, load: Any, **options: Any) -> FakePage:
-        return FakePage(trace, load=load, **options)
-
-
 class Serving:
-    """Stands for the module of the server, and records how it was called."""
+    """Stands for `serve` of the server: announces an address, and records how it was called."""
 
     def __init__(self) -> None:
-        self.calls: list[tuple[Any, ...]] = []
+        self.calls: list[tuple[OpenModel, dict[str, Any]]] = []
 
-    def serve(self, *call: Any) -> None:
-        self.calls.append(call)
+    def __call__(self, model: OpenModel, *, on_start: Any, **options: Any) -> None:
+        self.calls.append((model, options))
+        on_start(ServerAddress(options["host"], options["port"], "secret"))
 
 
 @pytest.fixture(autouse=True)
 def server(monkeypatch: pytest.MonkeyPatch) -> Serving:
     serving = Serving()
-    opened = types.ModuleType("headwise.viewer.open_model")
-    opened.__dict__.update(OpenTrace=FakePage, OpenModel=FakeModel)
-    served = types.ModuleType("headwise.viewer.server")
-    served.__dict__["serve"] = serving.serve
-    monkeypatch.setitem(sys.modules, opened.__name__, opened)
-    monkeypatch.setitem(sys.modules, served.__name__, served)
+    monkeypatch.setattr("headwise.viewer.server.serve", serving)
     monkeypatch.setattr(html_export, "load_assets", lambda: PageAssets("1", "a{}"))
     return serving
 
@@ -116,8 +81,7 @@ def test_an_export_holds_everything_that_is_open(tmp_path: Path):
     data, trace = exported_data(path.read_text(encoding="utf-8")), load_sample_trace()
     answers = data["answers"]
     assert answers["/api/document"]["readOnly"]
-    assert base64.b64decode(answers["/api/thumbnails"]["base64"]) == b"thumbnails"
-    assert base64.b64decode(answers["/api/tile?site=8&head=5"]["base64"]) == b"tile 8 5 256 256"
+    assert {"/api/thumbnails", "/api/measures", "/api/tile?site=8&head=5"} <= set(answers)
     for number, layer in enumerate(trace.layers):
         for head in range(layer.heads):
             stored = data["weights"][f"{number}/{head}"]
@@ -130,7 +94,7 @@ def test_many_weights_are_left_out_of_an_export(monkeypatch: pytest.MonkeyPatch)
     count = sum(trace.head_weights(layer.name, 0).size * layer.heads for layer in trace.layers)
     assert export_answers.count_bytes(trace) == 4 * count
     monkeypatch.setattr(export_answers, "EXACT_BYTES", 4 * count - 1)
-    assert export_answers.collect_answers(FakePage(trace))["weights"] == {}
+    assert export_answers.collect_answers(OpenModel(trace))["weights"] == {}
 
 
 def test_one_line_with_the_address(
@@ -140,33 +104,26 @@ def test_one_line_with_the_address(
     monkeypatch.setattr(view.webbrowser, "open", opened.append)
     assert cli.main(["view", "--no-browser", "--read-only"]) == 0
     out, err = capsys.readouterr()
-    match = re.fullmatch(r"dates: http://127\.0\.0\.1:(\d+)/#token=([\w-]{43})  \(Ctrl\+C stops it\)\n", out)
-    assert match is not None
-    assert (err, opened) == ("", [])
-    ((page, host, port, token),) = server.calls
-    assert (host, port, token) == ("127.0.0.1", int(match[1]), match[2])
-    assert page.options["out"] is None
-    assert "load" in page.options  # the model of the sample is opened when it is first needed
-
-
-def test_tokens_are_new_each_time(server: Serving):
-    for _ in range(2):
-        assert cli.main(["view", str(TRACE), "--no-browser"]) == 0
-    assert len({call[3] for call in server.calls}) == 2
+    ((model, options),) = server.calls
+    assert out == f"dates: http://127.0.0.1:{options['port']}/#token=secret  (Ctrl+C stops it)\n"
+    assert (err, opened, options["host"]) == ("", [], "127.0.0.1")
+    assert (model.read_only, model.output_folder) == (True, None)
+    assert model.model is None  # the model of the sample is opened when it is first needed
+    assert model.has_model
 
 
 def test_models_open_with_their_texts(tmp_path: Path):
-    page = view.open_target(view.Target(None, "20 November", SOURCE, tmp_path))
-    assert isinstance(page, FakeModel)
-    assert (page.text, page.options) == ("20 November", {"source": SOURCE, "out": tmp_path})
-    assert not page.model.training
-    (tmp_path / "a.py").write_text("import torch\ndef make():\n    return torch.nn.Linear(2, 3)")
+    page = view.open_target(view.Target(None, "2026-11-20", "<iso>20 November 2026", tmp_path))
+    rows = page.get_trace().streams
+    assert (rows["source"][0].text, rows["text"][0].text) == ("<iso>20 November 2026", "2026-11-20")
+    assert (page.output_folder, page.read_only) == (tmp_path, False)
+    code = "import headwise as hw\ndef make():\n    return hw.load(FOLDER)"
+    (tmp_path / "a.py").write_text(code.replace("FOLDER", repr(str(bundled_sample.MODEL))))
     lines: list[str] = []
-    made = view.open_target(view.Target(f"{tmp_path / 'a.py'}:make"), lines.append)
-    assert isinstance(made, FakeModel)
-    assert (made.text, type(made.model)) == (view.DEFAULT_TEXT, torch.nn.Linear)
+    made = view.open_target(view.Target(f"{tmp_path / 'a.py'}:make", SOURCE), lines.append)
+    assert made.has_model
     assert lines == [f"running make of {tmp_path / 'a.py'}"]
-    assert isinstance(hw.view(torch.nn.Linear(2, 3), "a").opened, FakeModel)
+    assert hw.view(bundled_sample.load_sample_model(), SOURCE).opened.name == "dates"
 
 
 def test_a_page_that_is_not_built_is_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
@@ -183,7 +140,7 @@ def test_a_page_that_is_not_built_is_one_line(capsys: pytest.CaptureFixture[str]
 def test_remote_hosts_are_warned_about(server: Serving, capsys: pytest.CaptureFixture[str]):
     assert cli.main(["view", str(TRACE), "--no-browser", "--host", "0.0.0.0", "--allow-remote"]) == 0
     assert "anyone who can reach 0.0.0.0" in capsys.readouterr().err
-    assert server.calls[0][1] == "0.0.0.0"
+    assert server.calls[0][1]["host"] == "0.0.0.0"
 
 
 def test_without_a_display_no_browser_is_opened(monkeypatch: pytest.MonkeyPatch):
@@ -245,9 +202,9 @@ def test_the_widget_of_anywidget(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setitem(sys.modules, name, module)
     page = hw.view(load_sample_trace())
     (values,) = page._repr_mimebundle_().values()
-    assert values == {"page": page.html, "height": notebook_widget.FRAME_HEIGHT}
+    assert values == {"page": page.html, "height": view.FRAME_HEIGHT}
     widget = type(notebook_widget.make_widget("a"))
-    assert widget.page.options == {"sync": True}
+    assert widget.page.options == widget.height.options == {"sync": True}
     assert 'setAttribute("sandbox", "allow-scripts")' in widget._esm
 
 
