@@ -5,9 +5,7 @@ from __future__ import annotations
 import base64
 import html
 import json
-import os
 import re
-import shutil
 import subprocess
 import sys
 import threading
@@ -26,8 +24,9 @@ from headwise.viewer.bundled_sample import SOURCE, TRACE, load_sample_trace
 from headwise.viewer.html_export import PageAssets, render_html
 from headwise.viewer.open_model import OpenModel
 from headwise.viewer.server import ServerAddress
+from support.page_browser import require_browser
 
-CHROMIUM = shutil.which("chromium")
+LOAD_ASSETS = html_export.load_assets
 HOSTILE = [
     "</script><script>document.title='hacked'</script>",
     "<img src=x onerror=document.title='hacked'>",
@@ -224,16 +223,15 @@ def test_a_text_for_a_trace_is_refused():
         hw.view(load_sample_trace(), SOURCE)
 
 
-@pytest.mark.skipif(CHROMIUM is None and not os.environ.get("REQUIRE_BROWSER"), reason="there is no chromium")
 @pytest.mark.lengthy
 def test_a_browser_keeps_hostile_tokens_as_text_and_runs_nothing_else(tmp_path: Path):
     """Opened from the disk by Chromium: the page's own script runs; other scripts, eval and requests do not."""
-    assert CHROMIUM is not None
+    browser_path = require_browser()
     page = render_html({"words": HOSTILE}, "probe", PageAssets(PROBE_SCRIPT, "p{margin:0}"))
     (tmp_path / "a.html").write_text(page, encoding="utf-8")
     switches = ["--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=3000", "--dump-dom"]
     result = subprocess.run(
-        [CHROMIUM, *switches, f"--user-data-dir={tmp_path / 'profile'}", f"file://{tmp_path / 'a.html'}"],
+        [browser_path, *switches, f"--user-data-dir={tmp_path / 'profile'}", f"file://{tmp_path / 'a.html'}"],
         capture_output=True,
         text=True,
         timeout=120,
@@ -243,3 +241,28 @@ def test_a_browser_keeps_hostile_tokens_as_text_and_runs_nothing_else(tmp_path: 
     assert "<title>probe · headwise</title>" in result.stdout
     blocked = json.loads(html.unescape(re.findall(r"<pre>(.*?)</pre>", result.stdout)[0]))
     assert {"connect-src", "eval", "script-src-elem"} <= set(blocked)
+
+
+@pytest.mark.lengthy
+def test_the_page_works_in_the_frame_of_a_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """In a sandboxed frame, which has no storage and no address of its own, with an empty console."""
+    browser_path = require_browser()
+    from playwright.sync_api import sync_playwright
+
+    monkeypatch.setattr(html_export, "load_assets", LOAD_ASSETS)
+    frame = hw.view(load_sample_trace())._repr_html_()
+    (tmp_path / "a.html").write_text(f"<!doctype html><meta charset=utf-8>{frame}", encoding="utf-8")
+    messages: list[str] = []
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=browser_path, args=["--no-sandbox"])
+        page = browser.new_page(locale="en")
+        page.on("console", lambda message: messages.append(message.text))
+        page.on("pageerror", lambda error: messages.append(str(error)))
+        page.goto((tmp_path / "a.html").as_uri())
+        shown = page.frame_locator("iframe")
+        shown.get_by_role("gridcell").first.wait_for()
+        assert shown.get_by_role("gridcell").count() == 54
+        shown.get_by_role("gridcell").first.dblclick()
+        shown.get_by_role("heading", name="Head").wait_for()
+        browser.close()
+    assert messages == []
