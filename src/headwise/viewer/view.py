@@ -234,7 +234,7 @@ def view(
 
     >>> import headwise as hw
     >>> hw.view()
-    <page of dates translator: .save('page.html') writes it, .serve() opens it in the browser>
+    <page of dates: .save('page.html') writes it, .serve() opens it in the browser>
     """
     folder = None if out is None else Path(out)
     if model_or_trace is None or isinstance(model_or_trace, (str, Path)):
