@@ -225,8 +225,14 @@ export function startHash(): void {
   effect(() => {
     const hash = makeHash();
     if (hash === location.hash) return;
-    if (screen.value === shown) history.replaceState(null, "", hash);
-    else history.pushState(null, "", hash);
+    // the whole address, because in a frame without one of its own `#...` is relative to the document around it
+    const address = location.href.replace(/#.*$/, "") + hash;
+    try {
+      if (screen.value === shown) history.replaceState(null, "", address);
+      else history.pushState(null, "", address);
+    } catch {
+      // a sandboxed frame may not change its address; the state is kept in memory
+    }
     shown = screen.value;
   });
   addEventListener("popstate", () => {
