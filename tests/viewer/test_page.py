@@ -185,6 +185,7 @@ def test_the_keyboard_alone_walks_through_the_screens(page: Any):
         page.keyboard.type("X2 H5")
         page.keyboard.press("Enter")
         wait_until(page, "document.querySelector('.head-name').textContent === 'X2 H5'")
+        assert page.get_by_role("dialog").count() == 0
 
 
 def test_an_address_restores_what_it_shows(page: Any):

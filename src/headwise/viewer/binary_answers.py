@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .open_model import OpenModel, Tile
+from .open_model import OpenModel, Tile, TileRange
 from .tile_encoding import encode_arrays
 from .view_document import list_classes, stack_measures
 
@@ -12,9 +12,9 @@ def encode_thumbnails(model: OpenModel) -> bytes:
     return encode_arrays({"thumbnails": model.thumbnails()}, revision=model.revision)
 
 
-def encode_tile(model: OpenModel, tile: Tile, queries: slice, keys: slice) -> bytes:
+def encode_tile(model: OpenModel, tile: Tile, part: TileRange) -> bytes:
     """A tile with its masked cells; `scale` is the value of 255."""
-    span = {"q0": queries.start, "q1": queries.stop, "k0": keys.start, "k1": keys.stop}
+    span = {"q0": part.queries.start, "q1": part.queries.stop, "k0": part.keys.start, "k1": part.keys.stop}
     arrays = {"weights": tile.weights, "masked": tile.masked}
     return encode_arrays(arrays, scale=tile.scale, revision=model.revision, **span)
 

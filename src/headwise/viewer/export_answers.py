@@ -15,7 +15,7 @@ import numpy as np
 from ..traces import Trace
 from .binary_answers import encode_measures, encode_thumbnails, encode_tile
 from .html_export import encode_answers
-from .open_model import OpenModel
+from .open_model import OpenModel, TileRange
 
 TILE_SIDE = 256
 EXACT_BYTES = 8_000_000
@@ -30,10 +30,10 @@ def collect_answers(model: OpenModel) -> dict[str, Any]:
         "/api/measures": encode_measures(model),
     }
     for number, layer in enumerate(trace.layers):
-        queries, keys = slice(0, layer.num_queries), slice(0, layer.num_keys)
+        part = TileRange(slice(0, layer.num_queries), slice(0, layer.num_keys), (TILE_SIDE, TILE_SIDE))
         for head in range(layer.heads):
-            tile = model.tile(layer.name, head, queries, keys, (TILE_SIDE, TILE_SIDE))
-            answers[f"/api/tile?site={number}&head={head}"] = encode_tile(model, tile, queries, keys)
+            tile = model.tile(layer.name, head, part)
+            answers[f"/api/tile?site={number}&head={head}"] = encode_tile(model, tile, part)
     exact = dict(_iter_weights(trace)) if count_bytes(trace) <= EXACT_BYTES else {}
     return {"version": 1, "answers": encode_answers(answers), "weights": exact}
 

@@ -39,6 +39,14 @@ class AblatedHead(NamedTuple):
     scale: float = 0.0
 
 
+class TileRange(NamedTuple):
+    """A range of queries and of keys, and the largest number of cells (rows, columns) to show it with."""
+
+    queries: slice
+    keys: slice
+    size: tuple[int, int] = (MAX_TILE_CELLS, MAX_TILE_CELLS)
+
+
 class Tile(NamedTuple):
     """A picture of a range of weights: 8-bit weights, 1 where no key of a cell is allowed, and the weight of 255."""
 
@@ -187,25 +195,23 @@ class OpenModel:
         self,
         site: str,
         head: int,
-        queries: slice,
-        keys: slice,
-        size: tuple[int, int],
+        part: TileRange,
         *,
         pool: str = "max",
         lens: str = "weight",
         row: int = 0,
     ) -> Tile:
-        """A picture of a range of weights with at most `size` cells; a cell is the largest or the mean weight in it."""
+        """A picture of a range of weights; each cell is the largest or the mean weight in it."""
         if pool not in ("max", "mean"):
             raise ValueError(f"unknown pool={pool!r}; use max or mean")
         trace = self.get_trace()
         layer = trace.get_layer(site)
-        start, stop, _ = queries.indices(layer.num_queries)
-        left, right, _ = keys.indices(layer.num_keys)
+        start, stop, _ = part.queries.indices(layer.num_queries)
+        left, right, _ = part.keys.indices(layer.num_keys)
         if stop <= start or right <= left:
             raise ValueError("the tile is empty; give at least one query and one key")
-        row_edges = _cell_edges(stop - start, size[0])
-        column_edges = _cell_edges(right - left, size[1])
+        row_edges = _cell_edges(stop - start, part.size[0])
+        column_edges = _cell_edges(right - left, part.size[1])
         values = np.zeros((len(row_edges) - 1, len(column_edges) - 1), np.float32)
         masked = np.zeros(values.shape, np.uint8)
         for cell, (begin, end) in enumerate(pairwise(row_edges.tolist())):

@@ -27,7 +27,7 @@ from .http_security import MAX_BODY_BYTES, SecurityMiddleware, allowed_hosts, is
 from .lab_actions import compute_effect, sweep_heads
 from .model_actions import JOB_KINDS
 from .model_worker import Job, ModelWorker, QueueFull, describe_error
-from .open_model import LENSES, MAX_TILE_CELLS, OpenModel
+from .open_model import LENSES, MAX_TILE_CELLS, OpenModel, TileRange
 from .tile_encoding import encode_arrays
 
 STATIC_FOLDER = Path(__file__).parent / "static"
@@ -99,13 +99,12 @@ class ViewServer:
     def _tile(self, query: Query) -> Response:
         site, head = self._head(query)
         layer = self.model.get_trace().get_layer(site)
-        queries = query.span("q", layer.num_queries)
-        keys = query.span("k", layer.num_keys)
         size = query.integer("rows", 1, MAX_TILE_CELLS, 512), query.integer("cols", 1, MAX_TILE_CELLS, 512)
         lens, pool = query.choice("lens", LENSES), query.choice("pool", ("max", "mean"))
         row = query.integer("row", 0, layer.batch_size - 1, 0)
-        tile = self.model.tile(site, head, queries, keys, size, pool=pool, lens=lens, row=row)
-        return binary_response(encode_tile(self.model, tile, queries, keys))
+        part = TileRange(query.span("q", layer.num_queries), query.span("k", layer.num_keys), size)
+        tile = self.model.tile(site, head, part, pool=pool, lens=lens, row=row)
+        return binary_response(encode_tile(self.model, tile, part))
 
     def _row(self, query: Query) -> Response:
         site, head = self._head(query)
