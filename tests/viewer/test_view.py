@@ -88,6 +88,23 @@ def test_an_export_holds_everything_that_is_open(tmp_path: Path):
             np.testing.assert_array_equal(weights, trace.head_weights(layer.name, head))
 
 
+def test_an_export_of_a_model_has_measured_heads(tmp_path: Path):
+    """The measures over the open text are those of the library; a model without texts exports with a warning."""
+    opened = view.open_target(view.Target(None, "2026-11-20", "<iso>20 November 2026"))
+    assert opened.table is None
+    view.write_export(opened, tmp_path / "a.html")
+    assert opened.table is not None
+    assert len(opened.table.heads) == 54
+    head, weights = opened.table.heads[0], opened.get_trace().head_weights(opened.table.heads[0].site, 0)
+    entropy = float(-(weights * np.log(np.maximum(weights, 1e-30))).sum(1).mean())
+    assert head.measures["entropy"].value == pytest.approx(entropy, abs=1e-4)
+    net = hw.build(hw.families.read_model_spec({"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1}), seed=0)
+    ids = OpenModel(hw.trace(net.eval(), torch.tensor([[3, 1, 4]]), log=lambda _: None), net)
+    view.write_export(ids, tmp_path / "b.html")
+    warnings = exported_data((tmp_path / "b.html").read_text(encoding="utf-8"))["answers"]["/api/document"]["warnings"]
+    assert [warning for warning in warnings if warning.startswith("the heads are not measured: ")]
+
+
 def test_many_weights_are_left_out_of_an_export(monkeypatch: pytest.MonkeyPatch):
     trace = load_sample_trace()
     count = sum(trace.head_weights(layer.name, 0).size * layer.heads for layer in trace.layers)

@@ -91,8 +91,22 @@ def render_export(opened: OpenModel) -> str:
 
 
 def write_export(opened: OpenModel, path: Path | str) -> None:
-    """Write the page to one HTML file."""
+    """Measure the heads of a model, unless that is done, and write the page to one HTML file."""
+    measure_heads_once(opened)
     write_atomically(path, render_export(opened).encode())
+
+
+def measure_heads_once(opened: OpenModel) -> None:
+    """Measure and classify the heads of a model over the open text; a reason why not becomes a warning of the page."""
+    if opened.table is not None or not opened.has_model:
+        return
+    from .model_actions import measure
+    from .model_worker import Job, JobProgress
+
+    try:
+        measure(opened, {}, JobProgress(Job("measure", {})))
+    except ValueError as error:
+        opened.warnings.append(f"the heads are not measured: {error}")
 
 
 # --- The server and the browser -------------------------------------------------------------------------
@@ -177,6 +191,7 @@ class View:
     def html(self) -> str:
         """The page as one HTML file."""
         if not self._html:
+            measure_heads_once(self.opened)
             self._html = render_export(self.opened)
         return self._html
 
