@@ -168,8 +168,9 @@ function LayerMean({ site }: { site: number }): JSX.Element | null {
 }
 
 function HeadCell({ index, site, head, filter, bracket }: HeadItem & { filter: string; bracket: string }): JSX.Element {
-  const selected = selectedSite.value === site && selectedHead.value === head;
-  const off = isAblated(site, head);
+  // Computed signals, so that a new selection renders two cells and not all of them.
+  const selected = useComputed(() => selectedSite.value === site && selectedHead.value === head).value;
+  const off = useComputed(() => isAblated(site, head)).value;
   const mode = cellMode.value;
   const top = classesOf(index)[0];
   const measured = measures.value !== null;
