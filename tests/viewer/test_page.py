@@ -182,7 +182,11 @@ def test_the_keyboard_alone_walks_through_the_screens(page: Any):
         page.get_by_role("dialog", name="Keys").wait_for()
         page.keyboard.press("Escape")
         page.keyboard.press("/")
+        commands = page.get_by_role("combobox", name="Commands")
+        commands.wait_for()
+        wait_until(page, "document.activeElement.getAttribute('role') === 'combobox'")
         page.keyboard.type("X2 H5")
+        page.get_by_role("option", name="X2 H5").wait_for()
         page.keyboard.press("Enter")
         wait_until(page, "document.querySelector('.head-name').textContent === 'X2 H5'")
         assert page.get_by_role("dialog").count() == 0
