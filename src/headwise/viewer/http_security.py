@@ -8,6 +8,7 @@ launch, and requests from other origins are refused.
 from __future__ import annotations
 
 import hmac
+import socket
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any
 
@@ -30,8 +31,13 @@ SECURITY_HEADERS = (
     (b"referrer-policy", b"no-referrer"),
     (b"cross-origin-resource-policy", b"same-origin"),
     (b"cross-origin-opener-policy", b"same-origin"),
-    (b"cache-control", b"no-store"),
 )
+PRIVATE_CACHE = (b"cache-control", b"no-store")  # answers of the interface hold the user's texts
+FILE_CACHE = (b"cache-control", b"no-cache")  # files of the page are the same until headwise is updated
+LOOPBACK_NAMES = ("127.0.0.1", "localhost", "[::1]")
+ALL_ADDRESSES = ("0.0.0.0", "::")
+# Addresses that are reserved for documentation: asking for the route to them sends nothing.
+DOCUMENTATION_ADDRESSES = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))
 
 
 class SecurityMiddleware:
@@ -48,11 +54,13 @@ class SecurityMiddleware:
         if scope["type"] != "http":
             return  # there are no web sockets
 
+        own = (*SECURITY_HEADERS, PRIVATE_CACHE if scope["path"].startswith(API_PREFIX) else FILE_CACHE)
+        own_names = {name for name, _ in own}
+
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
-                own = {name for name, _ in SECURITY_HEADERS}
-                headers = [pair for pair in message.get("headers", []) if pair[0].lower() not in own]
-                message = {**message, "headers": [*headers, *SECURITY_HEADERS]}
+                headers = [pair for pair in message.get("headers", []) if pair[0].lower() not in own_names]
+                message = {**message, "headers": [*headers, *own]}
             await send(message)
 
         if status := self._refusal(scope):
@@ -102,8 +110,27 @@ class SecurityMiddleware:
 
 def allowed_hosts(host: str, port: int) -> list[str]:
     """The values of the Host header that name this server."""
-    names = {"127.0.0.1", "localhost", "[::1]"} if is_loopback(host) else {f"[{host}]" if ":" in host else host}
+    if is_loopback(host):
+        names = {*LOOPBACK_NAMES}
+    elif host in ALL_ADDRESSES:
+        names = {*LOOPBACK_NAMES, *machine_names()}
+    else:
+        names = {f"[{host}]" if ":" in host else host}
     return sorted(f"{name.lower()}:{port}" for name in names)
+
+
+def machine_names() -> list[str]:
+    """The addresses of this machine in its networks, then its host name, as they stand in a URL."""
+    names: list[str] = []
+    for family, target in DOCUMENTATION_ADDRESSES:
+        try:
+            with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.connect((target, 9))
+                address = str(probe.getsockname()[0])
+        except OSError:
+            continue  # no network of this family
+        names.append(f"[{address}]" if family == socket.AF_INET6 else address)
+    return [*names, socket.gethostname()]
 
 
 def is_loopback(host: str) -> bool:

@@ -18,6 +18,11 @@ if TYPE_CHECKING:
     from ..traces import Trace
 
 MAX_NEW_TOKENS = 64  # generated for a source without a target
+MAX_TOKEN_CHARACTERS = 40  # characters of a token, on average; longer texts are refused before they are tokenized
+
+
+class TextTooLong(ValueError):
+    """The text has more tokens than the model or the page takes."""
 
 
 def read_text(arguments: Mapping[str, Any], name: str, default: str = "") -> str:
@@ -51,15 +56,35 @@ def capture_text(model: OpenModel, arguments: Mapping[str, Any], progress: JobPr
     text, source = read_text(arguments, "text"), read_text(arguments, "source")
     if not (text or source).strip():
         raise ValueError("the text is empty; enter at least one word")
+    check_text_length(model, arguments)
     model.set_trace(capture_trace(net, text, source, model.max_tokens, progress))
     return {"revision": model.revision}
+
+
+def check_text_length(model: OpenModel, arguments: Mapping[str, Any]) -> None:
+    """Raise TextTooLong for a text that has too many characters to fit; cheap, and without loading the model."""
+    count = sum(len(read_text(arguments, name)) for name in ("text", "source"))
+    limit = model.max_tokens
+    if model.model is not None:
+        from ..inspect.model_inputs import get_max_length
+
+        limit = min(limit, get_max_length(model.model) or limit)
+    if count > MAX_TOKEN_CHARACTERS * limit:
+        raise TextTooLong(f"the text has {count} characters; give at most {limit} tokens")
+
+
+def check_token_counts(counts: Mapping[str, int], max_tokens: int) -> None:
+    """Raise TextTooLong if a stream has more tokens than the page takes."""
+    for name, count in counts.items():
+        if count > max_tokens:
+            raise TextTooLong(f"the {name} has {count} tokens; give at most {max_tokens}")
 
 
 def capture_trace(
     net: nn.Module, text: str, source: str, max_tokens: int, progress: Progress = lambda *_: None
 ) -> Trace:
     """Record a trace of a text; for an encoder-decoder model, of a source and its target, generated if missing."""
-    from ..inspect.model_inputs import get_max_length, is_encoder_decoder
+    from ..inspect.model_inputs import is_encoder_decoder, prepare_inputs
     from ..inspect.trace_capture import Capture, trace
 
     if is_encoder_decoder(net):
@@ -69,9 +94,7 @@ def capture_trace(
         new_tokens = 0 if text else MAX_NEW_TOKENS
     else:
         inputs, new_tokens = [text], 0
-    limit = min(max_tokens, get_max_length(net) or max_tokens)
-    if len(text) + len(source) > 40 * limit:
-        raise ValueError(f"the text has {len(text) + len(source)} characters; give at most {limit} tokens")
+    check_token_counts(prepare_inputs(net, inputs, new_tokens).token_counts or {}, max_tokens)  # before it runs
     progress(0, 2, "running the model")
     captured = trace(
         net,
@@ -80,9 +103,7 @@ def capture_trace(
         capture=Capture(extra=("v",), budget=CAPTURE_BUDGET),
         log=lambda note: progress(0, 2, note),
     )
-    for name, rows in captured.streams.items():
-        if rows and len(rows[0].ids) > max_tokens:
-            raise ValueError(f"the {name} has {len(rows[0].ids)} tokens; give at most {max_tokens}")
+    check_token_counts({name: len(rows[0].ids) for name, rows in captured.streams.items() if rows}, max_tokens)
     progress(1, 2, "drawing thumbnails")
     return captured.with_thumbnails()
 

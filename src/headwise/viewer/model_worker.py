@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import queue
+import re
 import secrets
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +16,13 @@ from .open_model import OpenModel
 MAX_QUEUED_JOBS = 8
 MAX_KEPT_RESULTS = 32  # the results of older jobs are dropped
 MAX_JOB_SECONDS = 600.0
+END_STATES = ("done", "failed", "cancelled")
+MIN_EVENT_SECONDS = 0.05  # a progress event that comes sooner replaces the last one
+# A path: from a root to the last separator, in quotes or up to a space.
+PATH = re.compile(
+    r"""(?P<quote>['"])(?:[A-Za-z]:[\\/]|~?/)[^'"]*[\\/](?P<quoted>[^'"\\/]*)(?P=quote)"""
+    r"""|(?<![\w/.])(?:[A-Za-z]:[\\/]|~?/(?!/))(?:[^\s'"\\/]+[\\/])+(?P<bare>[^\s'"\\/]*)"""
+)
 JobFunction = Callable[[OpenModel, Mapping[str, Any], "JobProgress"], Any]
 
 
@@ -45,7 +53,7 @@ class JobProgress:
             raise JobCancelled("the time limit has passed; use a shorter text or fewer heads")
 
 
-@dataclass
+@dataclass(eq=False)
 class Job:
     """One request to the worker: its kind and arguments, its events so far, and its result."""
 
@@ -55,7 +63,8 @@ class Job:
     events: list[dict[str, Any]] = field(default_factory=lambda: [{"state": "queued"}])
     result: Any = None
     is_cancelled: bool = False
-    changed: threading.Condition = field(default_factory=threading.Condition, repr=False)
+    _changing: threading.Lock = field(default_factory=threading.Lock, repr=False)
+    _published: float = -1.0  # time of the last event
 
     @property
     def state(self) -> str:
@@ -65,19 +74,24 @@ class Job:
     @property
     def has_ended(self) -> bool:
         """Whether no further event follows."""
-        return self.state in ("done", "failed", "cancelled")
+        return self.state in END_STATES
 
     def publish(self, event: dict[str, Any]) -> None:
-        """Add an event and wake all that wait for it."""
-        with self.changed:
-            self.events.append(event)
-            self.changed.notify_all()
+        """Add an event; one that reports progress replaces another that came just before."""
+        with self._changing:
+            now = time.monotonic()
+            is_progress = event["state"] == self.state == "running"
+            if is_progress and now - self._published < MIN_EVENT_SECONDS:
+                self.events[-1] = event
+            else:
+                self.events.append(event)
+                self._published = now
 
-    def wait_for_event(self, number: int, timeout: float) -> list[dict[str, Any]]:
-        """Return the events from `number` on; waits for one if there is none yet."""
-        with self.changed:
-            self.changed.wait_for(lambda: len(self.events) > number, timeout)
-            return self.events[number:]
+    def read_events(self, last: dict[str, Any] | None = None) -> list[dict[str, Any]]:
+        """Return the events after `last`; all of them if it is None, the last one if it was replaced."""
+        with self._changing:
+            places = [number for number, event in enumerate(self.events) if event is last]
+            return self.events[places[0] + 1 :] if places else self.events[-1:] if last else list(self.events)
 
     def cancel(self) -> None:
         """Stop the job at its next progress report."""
@@ -93,7 +107,9 @@ class ModelWorker:
     def __init__(self, model: OpenModel, job_kinds: Mapping[str, JobFunction]) -> None:
         self.model, self.job_kinds, self.lock = model, job_kinds, threading.Lock()
         self.jobs: dict[str, Job] = {}
-        self._queue: queue.Queue[Job | None] = queue.Queue(MAX_QUEUED_JOBS)
+        self._waiting: deque[Job] = deque()
+        self._changed = threading.Condition()
+        self._is_closing = False
         self._thread = threading.Thread(target=self._run, name="headwise-view", daemon=True)
         self._thread.start()
 
@@ -102,25 +118,45 @@ class ModelWorker:
         if kind not in self.job_kinds:
             raise ValueError(f"there is no job {kind!r}; use one of {', '.join(self.job_kinds)}")
         job = Job(kind, arguments)
-        try:
-            self._queue.put_nowait(job)
-        except queue.Full:
-            raise QueueFull(f"{MAX_QUEUED_JOBS} jobs are waiting; wait for one to end, or cancel one") from None
-        ended = [name for name, other in self.jobs.items() if other.has_ended]
-        for name in ended[: max(0, len(ended) - MAX_KEPT_RESULTS)]:
-            del self.jobs[name]
-        self.jobs[job.id] = job
+        with self._changed:
+            if len(self._waiting) >= MAX_QUEUED_JOBS:
+                raise QueueFull(f"{MAX_QUEUED_JOBS} jobs are waiting; wait for one to end, or cancel one")
+            ended = [name for name, other in self.jobs.items() if other.has_ended]
+            for name in ended[: max(0, len(ended) - MAX_KEPT_RESULTS)]:
+                del self.jobs[name]
+            self.jobs[job.id] = job
+            self._waiting.append(job)
+            self._changed.notify_all()
         return job
 
-    def close(self) -> None:
-        """Cancel all jobs and end the thread."""
-        for job in list(self.jobs.values()):
-            job.cancel()
-        self._queue.put(None)
-        self._thread.join(10)
+    def cancel(self, job: Job) -> None:
+        """Stop a job: at once if it waits, at its next progress report if it runs."""
+        job.cancel()
+        with self._changed:
+            is_waiting = job in self._waiting
+            if is_waiting:
+                self._waiting.remove(job)
+        if is_waiting:
+            job.publish({"state": "cancelled", "note": "cancelled"})
+
+    def close(self, timeout: float = 10.0) -> None:
+        """Cancel all jobs and end the thread; waits at most `timeout` seconds for the running job."""
+        with self._changed:
+            self._is_closing = True
+            jobs = list(self.jobs.values())
+            self._changed.notify_all()
+        for job in jobs:
+            self.cancel(job)
+        self._thread.join(timeout)
+
+    def _next_job(self) -> Job | None:
+        """The job that waits longest; None when the worker is closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or self._is_closing)
+            return None if self._is_closing else self._waiting.popleft()
 
     def _run(self) -> None:
-        while (job := self._queue.get()) is not None:
+        while (job := self._next_job()) is not None:
             progress = JobProgress(job)
             try:
                 progress(0)
@@ -134,9 +170,27 @@ class ModelWorker:
 
 
 def describe_error(error: BaseException) -> dict[str, str]:
-    """Split a message of the library into its fact and its remedy; other errors are named by their type."""
-    text = " ".join(str(error).split())[:400]
+    """Split a message of the library into its fact and its remedy; other errors are named by their type.
+
+    >>> describe_error(ValueError("there is no file /home/name/model.json; give a folder"))
+    {'fact': 'there is no file model.json', 'remedy': 'give a folder'}
+    """
+    text = hide_folders(" ".join(str(error).split()))[:400]
     if isinstance(error, (ValueError, MemoryError)) and text:
         fact, _, remedy = text.partition("; ")
         return {"fact": fact, "remedy": remedy}
     return {"fact": f"{type(error).__name__}: {text}" if text else type(error).__name__, "remedy": ""}
+
+
+def hide_folders(text: str) -> str:
+    """The text with only the last part of every absolute path, because a page may be shown to others.
+
+    >>> hide_folders("cannot read '/home/a name/x.json' (2/3 done)")
+    "cannot read 'x.json' (2/3 done)"
+    """
+
+    def keep_name(match: re.Match[str]) -> str:
+        quote = match["quote"] or ""
+        return f"{quote}{match['quoted'] or match['bare'] or '...'}{quote}"
+
+    return PATH.sub(keep_name, text)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -74,8 +76,21 @@ class OpenModel:
     max_tokens: int = MAX_TOKENS
     revision: int = 0
     warnings: list[str] = field(default_factory=list[str])
+    _changing: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False, compare=False)
+    _loading: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False, compare=False)
+    _origin: OpenModel | None = field(default=None, init=False, repr=False, compare=False)
 
     # --- what is open ----------------------------------------------------------------------------------
+
+    def snapshot(self) -> OpenModel:
+        """A copy that keeps its trace, measures, ablated heads and revision while this one changes.
+
+        A request answers from a snapshot, so that a new text that arrives meanwhile cannot mix two traces.
+        """
+        with self._changing:
+            view = copy.copy(self)
+        view._origin = self._origin or self
+        return view
 
     @property
     def name(self) -> str:
@@ -89,10 +104,14 @@ class OpenModel:
 
     def get_model(self) -> nn.Module:
         """The open model, loaded if necessary; raises ValueError if only a trace is open."""
+        if self.model is None and self._origin is not None:
+            self.model = self._origin.get_model()
         if self.model is None:
             if self.load_model is None:
                 raise ValueError("only a trace is open; start `headwise view` with the model")
-            self.model = self.load_model().eval()
+            with self._loading:  # several requests may need the model at once
+                if self.model is None:
+                    self.model = self.load_model().eval()
         return self.model
 
     @property
@@ -165,16 +184,17 @@ class OpenModel:
         "weight" are the attention weights, "value" the weights times the norm of each value vector, "effect" the
         weights times the norm of each value vector after the head's output projection (2004.10102).
         """
-        trace = self.get_trace()
-        weights = trace.head_weights(site, head, queries, row=row).astype(np.float32)
-        if lens == "weight":
-            return weights
-        return weights * self._value_norms(site, head, lens, row)[: weights.shape[1]]
+        weights = self.get_trace().head_weights(site, head, queries, row=row).astype(np.float32)
+        norms = self._value_norms(site, head, lens, row)
+        return weights if norms is None else weights * norms[: weights.shape[1]]
 
-    def _value_norms(self, site: str, head: int, lens: str, row: int) -> FloatArray:
+    def _value_norms(self, site: str, head: int, lens: str, row: int) -> FloatArray | None:
+        """The factor of every key in a lens; None for the weights themselves."""
         layer = self.get_trace().get_layer(site)
         if lens not in LENSES:
             raise ValueError(f"unknown lens {lens!r}; use one of {', '.join(LENSES)}")
+        if lens == "weight":
+            return None
         if "v" not in layer.arrays:
             raise ValueError(f"the values of {site} were not recorded; record the trace with --record v")
         values = layer.arrays["v"][row, :, layer.kv_head_of_query[head]].astype(np.float32)
@@ -214,8 +234,10 @@ class OpenModel:
         column_edges = _cell_edges(right - left, part.size[1])
         values = np.zeros((len(row_edges) - 1, len(column_edges) - 1), np.float32)
         masked = np.zeros(values.shape, np.uint8)
+        norms = self._value_norms(site, head, lens, row)  # once, because the output projection takes long to read
         for cell, (begin, end) in enumerate(pairwise(row_edges.tolist())):
-            weights = self.weights(site, head, slice(start + begin, start + end), lens=lens, row=row)[:, left:right]
+            weights = self.weights(site, head, slice(start + begin, start + end), row=row)
+            weights = (weights if norms is None else weights * norms[: weights.shape[1]])[:, left:right]
             reduce = np.maximum if pool == "max" else np.add
             pooled = reduce.reduceat(reduce.reduce(weights, axis=0), column_edges[:-1])
             values[cell] = pooled if pool == "max" else pooled / ((end - begin) * np.diff(column_edges))
@@ -229,7 +251,10 @@ class OpenModel:
         """Thumbnails of all heads, [heads, 64, 64], in the order of `heads`."""
         trace = self.get_trace()
         if not trace.thumbnails:
-            self.trace = trace = trace.with_thumbnails(THUMBNAIL_SIZE)
+            drawn = trace.with_thumbnails(THUMBNAIL_SIZE)
+            for holder in {id(view): view for view in (self, self._origin or self)}.values():
+                holder._keep_thumbnails(trace, drawn)
+            trace = drawn
         atlas = np.zeros((len(self.heads), THUMBNAIL_SIZE, THUMBNAIL_SIZE), np.uint8)
         for number, (site, head) in enumerate(self.heads):
             picture = trace.thumbnail(site, head)
@@ -237,6 +262,12 @@ class OpenModel:
             columns = np.arange(THUMBNAIL_SIZE) * picture.shape[1] // THUMBNAIL_SIZE
             atlas[number] = picture[rows[:, None], columns]
         return atlas
+
+    def _keep_thumbnails(self, trace: Trace, drawn: Trace) -> None:
+        """Show the trace with thumbnails, unless another trace was opened while they were drawn."""
+        with self._changing:
+            if self.trace is trace:
+                self.trace = drawn
 
     def mean_by_offset(self, site: str, head: int, *, row: int = 0) -> FloatArray:
         """Mean weight at each distance query - key, from -(keys - 1) to queries - 1, over allowed pairs."""
@@ -270,18 +301,21 @@ class OpenModel:
                     f"unknown ablation {ablated.mode!r} with scale {ablated.scale}; "
                     f"use one of {', '.join(ABLATION_MODES)} and a finite scale"
                 )
-        self.ablated = tuple(heads)
-        self.revision += 1
+        with self._changing:
+            self.ablated = tuple(heads)
+            self.revision += 1
 
     def set_trace(self, trace: Trace) -> None:
         """Show another trace; measures of the former one are dropped."""
-        self.trace, self.table = trace, None
-        self.revision += 1
+        with self._changing:
+            self.trace, self.table = trace, None
+            self.revision += 1
 
     def set_table(self, table: HeadTable) -> None:
         """Show these measures."""
-        self.table = replace(table)
-        self.revision += 1
+        with self._changing:
+            self.table = replace(table)
+            self.revision += 1
 
 
 def _cell_edges(count: int, cells: int) -> NDArray[np.int64]:

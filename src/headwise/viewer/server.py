@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import secrets
@@ -23,10 +24,17 @@ from starlette.routing import Route
 from ..errors import SpecError
 from .binary_answers import encode_measures, encode_thumbnails, encode_tile
 from .html_export import NOT_BUILT
-from .http_security import MAX_BODY_BYTES, SecurityMiddleware, allowed_hosts, is_loopback
+from .http_security import (
+    ALL_ADDRESSES,
+    MAX_BODY_BYTES,
+    SecurityMiddleware,
+    allowed_hosts,
+    is_loopback,
+    machine_names,
+)
 from .lab_actions import compute_effect, sweep_heads
-from .model_actions import JOB_KINDS
-from .model_worker import Job, ModelWorker, QueueFull, describe_error
+from .model_actions import JOB_KINDS, TextTooLong, check_text_length
+from .model_worker import END_STATES, Job, ModelWorker, QueueFull, describe_error
 from .open_model import LENSES, MAX_TILE_CELLS, OpenModel, TileRange
 from .tile_encoding import encode_arrays
 
@@ -38,7 +46,8 @@ MEDIA_TYPES = {
     ".svg": "image/svg+xml",
     ".txt": "text/plain; charset=utf-8",
 }
-EVENT_WAIT_SECONDS = 0.5
+EVENT_WAIT_SECONDS = 0.05  # between two looks for new events of a job
+MAX_REQUEST_SECONDS = 60.0
 MAX_JSON_DEPTH = 16
 BINARY = "application/octet-stream"
 ALL_JOBS = {**JOB_KINDS, "ablate": compute_effect, "sweep": sweep_heads}
@@ -60,11 +69,12 @@ class ViewServer:
 
     def __init__(self, model: OpenModel, static: Mapping[str, tuple[bytes, str]]) -> None:
         self.model, self.static, self.worker = model, static, ModelWorker(model, ALL_JOBS)
+        self.tags = {path: f'"{hashlib.sha256(content).hexdigest()[:32]}"' for path, (content, _) in static.items()}
 
     def app(self) -> Starlette:
         """The application without its security middleware."""
         routes = [
-            Route("/api/document", self._answer(lambda _: JSONResponse(self.model.describe()))),
+            Route("/api/document", self._answer(lambda view, _: json_response(view.describe()))),
             Route("/api/thumbnails", self._answer(self._thumbnails)),
             Route("/api/tile", self._answer(self._tile)),
             Route("/api/row", self._answer(self._row)),
@@ -82,52 +92,65 @@ class ViewServer:
 
     # --- answers ---------------------------------------------------------------------------------------
 
-    def _answer(self, make: Callable[[Query], Response]) -> Callable[[Request], Any]:
-        """An endpoint that runs `make` in a thread, and turns its errors into answers."""
+    def _answer(self, make: Callable[[OpenModel, Query], Response]) -> Callable[[Request], Any]:
+        """An endpoint that runs `make` on a snapshot in a thread, and turns its errors into answers."""
 
         async def endpoint(request: Request) -> Response:
-            try:
-                return await anyio.to_thread.run_sync(make, Query(request.query_params))
-            except (ValueError, KeyError, IndexError, MemoryError) as error:
-                return error_response(400, error)
+            view, query = self.model.snapshot(), Query(request.query_params)
+            with anyio.move_on_after(MAX_REQUEST_SECONDS):
+                try:
+                    if query.integer("revision", 0, view.revision, view.revision) != view.revision:
+                        fact = (
+                            f"the request is for revision {query.parameters['revision']}, and revision {view.revision}"
+                        )
+                        return error_response(409, ValueError(f"{fact} is open; reload the document"))
+                    return await anyio.to_thread.run_sync(make, view, query, abandon_on_cancel=True)
+                except (ValueError, KeyError, IndexError) as error:
+                    return error_response(400, error)
+                except MemoryError as error:
+                    return error_response(507, error)
+                except Exception as error:  # whatever a model or a trace does, the server stays up
+                    return error_response(500, error)
+            fact = f"the answer took longer than {MAX_REQUEST_SECONDS:g} s"
+            return error_response(503, ValueError(f"{fact}; ask for a smaller part, or use a shorter text"))
 
         return endpoint
 
-    def _thumbnails(self, query: Query) -> Response:
-        return binary_response(encode_thumbnails(self.model))
+    def _thumbnails(self, view: OpenModel, query: Query) -> Response:
+        return binary_response(encode_thumbnails(view))
 
-    def _tile(self, query: Query) -> Response:
-        site, head = self._head(query)
-        layer = self.model.get_trace().get_layer(site)
+    def _tile(self, view: OpenModel, query: Query) -> Response:
+        site, head = self._head(view, query)
+        layer = view.get_trace().get_layer(site)
         size = query.integer("rows", 1, MAX_TILE_CELLS, 512), query.integer("cols", 1, MAX_TILE_CELLS, 512)
         lens, pool = query.choice("lens", LENSES), query.choice("pool", ("max", "mean"))
         row = query.integer("row", 0, layer.batch_size - 1, 0)
         part = TileRange(query.span("q", layer.num_queries), query.span("k", layer.num_keys), size)
-        tile = self.model.tile(site, head, part, pool=pool, lens=lens, row=row)
-        return binary_response(encode_tile(self.model, tile, part))
+        tile = view.tile(site, head, part, pool=pool, lens=lens, row=row)
+        return binary_response(encode_tile(view, tile, part))
 
-    def _row(self, query: Query) -> Response:
-        site, head = self._head(query)
-        layer = self.model.get_trace().get_layer(site)
+    def _row(self, view: OpenModel, query: Query) -> Response:
+        site, head = self._head(view, query)
+        layer = view.get_trace().get_layer(site)
         number = query.integer("query", 0, layer.num_queries - 1)
         row = query.integer("row", 0, layer.batch_size - 1, 0)
         block = slice(number, number + 1)
-        weights = self.model.weights(site, head, block, lens=query.choice("lens", LENSES), row=row)[0]
-        masked = ~self.model.get_trace().head_mask(site, head, block, row=row)[0]
+        weights = view.weights(site, head, block, lens=query.choice("lens", LENSES), row=row)[0]
+        masked = ~view.get_trace().head_mask(site, head, block, row=row)[0]
         return binary_response(encode_arrays({"weights": weights, "masked": masked.astype(np.uint8)}, query=number))
 
-    def _column(self, query: Query) -> Response:
-        site, head = self._head(query)
-        layer = self.model.get_trace().get_layer(site)
+    def _column(self, view: OpenModel, query: Query) -> Response:
+        site, head = self._head(view, query)
+        layer = view.get_trace().get_layer(site)
         number = query.integer("key", 0, layer.num_keys - 1)
         row = query.integer("row", 0, layer.batch_size - 1, 0)
-        weights = self.model.weights(site, head, slice(None), lens=query.choice("lens", LENSES), row=row)
+        weights = view.weights(site, head, slice(None), lens=query.choice("lens", LENSES), row=row)
         return binary_response(encode_arrays({"weights": np.ascontiguousarray(weights[:, number])}, key=number))
 
-    def _rows(self, query: Query) -> Response:
+    def _rows(self, view: OpenModel, query: Query) -> Response:
         """One query in all heads of the layers that have it: [heads, keys], padded with zeros."""
-        trace = self.model.get_trace()
-        number, row = query.integer("query", 0, self.model.max_tokens), query.integer("row", 0, 10**6, 0)
+        trace = view.get_trace()
+        number, row = query.integer("query", 0, view.max_tokens), query.integer("row", 0, 10**6, 0)
         stream = query.text("stream", "text")
         layers = [layer for layer in trace.layers if layer.query_stream == stream and number < layer.num_queries]
         widest = max((layer.num_keys for layer in layers), default=0)
@@ -136,24 +159,24 @@ class ViewServer:
         sites = [layer.name for layer in trace.layers]
         for layer in layers:
             for head in range(layer.heads):
-                weights[len(names), : layer.num_keys] = self.model.weights(
+                weights[len(names), : layer.num_keys] = view.weights(
                     layer.name, head, slice(number, number + 1), row=row
                 )[0]
                 names.append([sites.index(layer.name), head])
         return binary_response(encode_arrays({"weights": weights}, heads=names, query=number))
 
-    def _offsets(self, query: Query) -> Response:
-        site, head = self._head(query)
-        layer = self.model.get_trace().get_layer(site)
-        means = self.model.mean_by_offset(site, head, row=query.integer("row", 0, layer.batch_size - 1, 0))
+    def _offsets(self, view: OpenModel, query: Query) -> Response:
+        site, head = self._head(view, query)
+        layer = view.get_trace().get_layer(site)
+        means = view.mean_by_offset(site, head, row=query.integer("row", 0, layer.batch_size - 1, 0))
         return binary_response(encode_arrays({"means": means}, first=-(layer.num_keys - 1)))
 
-    def _measures(self, query: Query) -> Response:
-        return binary_response(encode_measures(self.model))
+    def _measures(self, view: OpenModel, query: Query) -> Response:
+        return binary_response(encode_measures(view))
 
-    def _head(self, query: Query) -> tuple[str, int]:
-        site = self.model.site_name(query.integer("site", 0, 10**6))
-        heads = self.model.get_trace().get_layer(site).heads
+    def _head(self, view: OpenModel, query: Query) -> tuple[str, int]:
+        site = view.site_name(query.integer("site", 0, 10**6))
+        heads = view.get_trace().get_layer(site).heads
         return site, query.integer("head", 0, heads - 1)
 
     # --- jobs ------------------------------------------------------------------------------------------
@@ -161,32 +184,34 @@ class ViewServer:
     async def _submit(self, request: Request) -> Response:
         try:
             body = parse_body(await _read_body(request))
-            kind = body.pop("kind", None)
-            job = self.worker.submit(str(kind), body)
+            kind = str(body.pop("kind", None))
+            if kind == "text":
+                check_text_length(self.model, body)
+            job = self.worker.submit(kind, body)
         except QueueFull as error:
             return error_response(429, ValueError(str(error)))
+        except TextTooLong as error:
+            return error_response(413, error)
         except ValueError as error:
             return error_response(400, error)
         return JSONResponse({"job": job.id})
 
     async def _cancel(self, request: Request) -> Response:
-        self._job(request).cancel()
+        self.worker.cancel(self._job(request))
         return JSONResponse({})
 
     async def _events(self, request: Request) -> Response:
         job = self._job(request)
 
         async def stream() -> AsyncIterator[bytes]:
-            number = 0
-            while True:
-                events = await anyio.to_thread.run_sync(job.wait_for_event, number, EVENT_WAIT_SECONDS)
-                number += len(events)
-                for event in events:
+            last: dict[str, Any] | None = None
+            while not await request.is_disconnected():
+                for event in job.read_events(last):
+                    last = event
                     yield f"data: {json.dumps(event)}\n\n".encode()
-                if job.has_ended and number == len(job.events):
+                if last is not None and last["state"] in END_STATES:
                     return
-                if await request.is_disconnected():
-                    return
+                await anyio.sleep(EVENT_WAIT_SECONDS)  # no thread waits, so that many pages may follow a job
 
         return StreamingResponse(stream(), media_type="text/event-stream")
 
@@ -196,7 +221,7 @@ class ViewServer:
             return error_response(409, ValueError(f"the job is {job.state}; wait until it is done"))
         if isinstance(job.result, bytes):
             return Response(job.result, media_type=BINARY)
-        return JSONResponse(replace_non_finite(job.result))
+        return json_response(job.result)
 
     def _job(self, request: Request) -> Job:
         job = self.worker.jobs.get(request.path_params["job"])
@@ -208,11 +233,15 @@ class ViewServer:
 
     async def _static(self, request: Request) -> Response:
         path = request.url.path
-        found = self.static.get("/index.html" if path == "/" else path)
-        if found is None:
+        path = "/index.html" if path == "/" else path
+        if path not in self.static:
             raise HTTPException(404, "there is no such page")
-        content, media_type = found
-        return Response(content, media_type=media_type)
+        content, media_type = self.static[path]
+        headers = {"etag": self.tags[path]}
+        known = [tag.strip().removeprefix("W/") for tag in request.headers.get("if-none-match", "").split(",")]
+        if self.tags[path] in known:
+            return Response(status_code=304, headers=headers)
+        return Response(content, media_type=media_type, headers=headers)
 
 
 class Query:
@@ -264,6 +293,10 @@ def parse_body(body: bytes) -> dict[str, Any]:
         raise ValueError("the request is not a JSON object; send one") from None
     if not isinstance(value, dict) or not _is_shallow(value, MAX_JSON_DEPTH):
         raise ValueError("the request is not a JSON object; send one")
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise ValueError("the request holds half of a surrogate pair, which is no character; remove it") from None
     return value
 
 
@@ -283,6 +316,12 @@ def replace_non_finite(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value
+
+
+def json_response(value: Any) -> Response:
+    """An answer in JSON, in ASCII, because the words of a trace may hold halves of surrogate pairs."""
+    content = json.dumps(replace_non_finite(value), allow_nan=False, separators=(",", ":"))
+    return Response(content, media_type="application/json")
 
 
 async def _read_body(request: Request) -> bytes:
@@ -324,6 +363,8 @@ class ServerAddress:
     def url(self) -> str:
         """The address to open; the token is in the fragment, which browsers never send."""
         name = f"[{self.host}]" if ":" in self.host else self.host
+        if self.host in ALL_ADDRESSES:
+            name = machine_names()[0]  # other machines cannot open an address that means all of them
         return f"http://{name}:{self.port}/#token={self.token}"
 
 
