@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -58,9 +59,8 @@ def server(opened: OpenModel) -> Iterator[ViewServer]:
 
 def make_client(server: ViewServer) -> TestClient:
     app = SecurityMiddleware(server.app(), allowed_hosts("127.0.0.1", 8000), TOKEN)
-    client = TestClient(app, base_url=f"http://{HOST}", headers={"X-Session-Token": TOKEN})
-    client._transport.raise_server_exceptions = False  # type: ignore[attr-defined]
-    return client
+    headers = {"X-Session-Token": TOKEN}
+    return TestClient(app, base_url=f"http://{HOST}", headers=headers, raise_server_exceptions=False)
 
 
 @pytest.fixture
@@ -368,7 +368,7 @@ def test_strange_characters_are_text(client: TestClient, text: str):
 
 
 def test_numbers_that_json_lacks_are_null(client: TestClient, opened: OpenModel):
-    opened.get_trace().model["loss"] = float("nan")  # type: ignore[index]
+    opened.set_trace(replace(opened.get_trace(), model={"name": "a", "loss": float("nan")}))
     assert client.get("/api/document").json()["model"]["loss"] is None
 
 
