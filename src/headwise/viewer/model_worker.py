@@ -172,7 +172,7 @@ class ModelWorker:
 def describe_error(error: BaseException) -> dict[str, str]:
     """Split a message of the library into its fact and its remedy; other errors are named by their type.
 
-    >>> describe_error(ValueError("there is no file /home/name/model.json; give a folder"))
+    >>> describe_error(ValueError("there is no file /srv/name/model.json; give a folder"))
     {'fact': 'there is no file model.json', 'remedy': 'give a folder'}
     """
     text = hide_folders(" ".join(str(error).split()))[:400]
@@ -185,7 +185,7 @@ def describe_error(error: BaseException) -> dict[str, str]:
 def hide_folders(text: str) -> str:
     """The text with only the last part of every absolute path, because a page may be shown to others.
 
-    >>> hide_folders("cannot read '/home/a name/x.json' (2/3 done)")
+    >>> hide_folders("cannot read '/srv/a name/x.json' (2/3 done)")
     "cannot read 'x.json' (2/3 done)"
     """
 
