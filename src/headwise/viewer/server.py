@@ -28,6 +28,7 @@ from .lab_actions import compute_effect, sweep_heads
 from .model_actions import JOB_KINDS
 from .model_worker import Job, ModelWorker, QueueFull, describe_error
 from .open_model import LENSES, MAX_TILE_CELLS, OpenModel, TileRange
+from .similarity_actions import compute_similarity
 from .tile_encoding import encode_arrays
 
 STATIC_FOLDER = Path(__file__).parent / "static"
@@ -41,7 +42,7 @@ MEDIA_TYPES = {
 EVENT_WAIT_SECONDS = 0.5
 MAX_JSON_DEPTH = 16
 BINARY = "application/octet-stream"
-ALL_JOBS = {**JOB_KINDS, "ablate": compute_effect, "sweep": sweep_heads}
+ALL_JOBS = {**JOB_KINDS, "ablate": compute_effect, "sweep": sweep_heads, "similarity": compute_similarity}
 
 
 def read_static_files(folder: Path = STATIC_FOLDER) -> dict[str, tuple[bytes, str]]:
