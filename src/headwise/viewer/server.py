@@ -22,6 +22,7 @@ from starlette.routing import Route
 
 from ..errors import SpecError
 from .binary_answers import encode_measures, encode_thumbnails, encode_tile
+from .cost_actions import compute_cost
 from .html_export import NOT_BUILT
 from .http_security import MAX_BODY_BYTES, SecurityMiddleware, allowed_hosts, is_loopback
 from .lab_actions import compute_effect, sweep_heads
@@ -42,7 +43,13 @@ MEDIA_TYPES = {
 EVENT_WAIT_SECONDS = 0.5
 MAX_JSON_DEPTH = 16
 BINARY = "application/octet-stream"
-ALL_JOBS = {**JOB_KINDS, "ablate": compute_effect, "sweep": sweep_heads, "similarity": compute_similarity}
+ALL_JOBS = {
+    **JOB_KINDS,
+    "ablate": compute_effect,
+    "sweep": sweep_heads,
+    "similarity": compute_similarity,
+    "cost": compute_cost,
+}
 
 
 def read_static_files(folder: Path = STATIC_FOLDER) -> dict[str, tuple[bytes, str]]:
