@@ -167,7 +167,9 @@ def test_the_keyboard_alone_walks_through_the_screens(page: Any):
             ("3", "Head E0 H0"),
             ("4", "Text"),
             ("5", "Class"),
-            ("6", "Lab"),
+            ("6", "Similar heads"),
+            ("7", "Lab"),
+            ("8", "Cost"),
             ("2", "Map"),
         ]:
             page.keyboard.press(digit)

@@ -6,7 +6,8 @@ In reading order:
 - `view_document`: the JSON description of what is open: model, tokens, attention layers, measures.
 - `tile_encoding`: binary answers: arrays behind a JSON header.
 - `model_worker`: `ModelWorker`, one thread that runs jobs on the model, with progress and cancellation.
-- `model_actions` and `lab_actions`: the jobs: capture a text, measure the heads, ablate heads and compare.
+- `model_actions`, `lab_actions`, `similarity_actions` and `cost_actions`: the jobs: capture a text, measure the heads,
+  ablate heads and compare, find similar heads, and cost.
 - `http_security`: which requests are answered, and the headers of every answer.
 - `server`: the routes of the HTTP interface, and `serve`.
 - `html_export`: a single HTML file of what is open.

@@ -23,6 +23,7 @@ from starlette.routing import Route
 
 from ..errors import SpecError
 from .binary_answers import encode_measures, encode_thumbnails, encode_tile
+from .cost_actions import compute_cost
 from .html_export import NOT_BUILT
 from .http_security import (
     ALL_ADDRESSES,
@@ -36,6 +37,7 @@ from .lab_actions import compute_effect, sweep_heads
 from .model_actions import JOB_KINDS, TextTooLong, check_text_length
 from .model_worker import END_STATES, Job, ModelWorker, QueueFull, describe_error
 from .open_model import LENSES, MAX_TILE_CELLS, OpenModel, TileRange
+from .similarity_actions import compute_similarity
 from .tile_encoding import encode_arrays
 
 STATIC_FOLDER = Path(__file__).parent / "static"
@@ -50,7 +52,13 @@ EVENT_WAIT_SECONDS = 0.05  # between two looks for new events of a job
 MAX_REQUEST_SECONDS = 60.0
 MAX_JSON_DEPTH = 16
 BINARY = "application/octet-stream"
-ALL_JOBS = {**JOB_KINDS, "ablate": compute_effect, "sweep": sweep_heads}
+ALL_JOBS = {
+    **JOB_KINDS,
+    "ablate": compute_effect,
+    "sweep": sweep_heads,
+    "similarity": compute_similarity,
+    "cost": compute_cost,
+}
 
 
 def read_static_files(folder: Path = STATIC_FOLDER) -> dict[str, tuple[bytes, str]]:

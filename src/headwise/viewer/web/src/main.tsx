@@ -18,9 +18,11 @@ const LAZY: Partial<Record<ScreenId, () => Promise<ComponentType>>> = {
   text: async () => (await import("./screens/text")).TextScreen,
   classify: async () => (await import("./screens/classify")).ClassifyScreen,
   lab: async () => (await import("./screens/lab")).LabScreen,
+  cost: async () => (await import("./screens/cost")).CostScreen,
+  similarity: async () => (await import("./screens/similarity")).SimilarityScreen,
 };
 const loaded = signal<Partial<Record<ScreenId, ComponentType>>>({ map: MapScreen, head: HeadScreen });
-const AVAILABLE: ScreenId[] = ["open", "map", "head", "text", "classify", "lab"];
+const AVAILABLE: ScreenId[] = ["open", "map", "head", "text", "classify", "similarity", "lab", "cost"];
 
 function CurrentScreen(): JSX.Element {
   const id = screen.value;

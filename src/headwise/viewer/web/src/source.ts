@@ -173,7 +173,9 @@ export class LiveSource implements DataSource {
     }
     if (last.state === "failed") throw new RequestError(500, last.error ?? { fact: "The job failed.", remedy: "" });
     if (last.state !== "done") throw new RequestError(499, { fact: last.note || "The job was cancelled.", remedy: "" });
-    return (await this.request(`jobs/${job}/result`)).json();
+    const answer = await this.request(`jobs/${job}/result`);
+    const isJson = answer.headers.get("Content-Type")?.startsWith("application/json");
+    return isJson ? answer.json() : decodeMessage(await answer.arrayBuffer());
   }
 }
 

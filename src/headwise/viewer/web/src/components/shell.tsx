@@ -3,7 +3,7 @@
 import type { ComponentChildren, JSX } from "preact";
 import { measureHeads } from "../actions";
 import { t, type TextKey } from "../i18n";
-import { doc, headCount, job, jobError, language, overlay, screen, selectedHead, sites, source, theme, type ScreenId } from "../state";
+import { doc, headCount, job, jobError, language, overlay, screen, sites, source, theme, type ScreenId } from "../state";
 import { ErrorNote, Icon } from "./basics";
 import { Inspector } from "./inspector";
 import { TokenStrip } from "./tokens";
@@ -24,7 +24,7 @@ const ICONS: Record<ScreenId, string> = {
 
 export function Shell({ screens, children }: { screens: readonly ScreenId[]; children: ComponentChildren }): JSX.Element {
   return (
-    <div class={`shell ${selectedHead.value < 0 ? "plain" : ""}`}>
+    <div class="shell">
       <Bar />
       <Rail screens={screens} />
       <main class="main" id="main" tabIndex={-1}>

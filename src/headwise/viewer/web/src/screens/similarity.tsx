@@ -1,0 +1,181 @@
+// Similarity: distances between heads, clusters below a threshold, and a proposal which heads could go.
+
+import { useSignal } from "@preact/signals";
+import type { JSX } from "preact";
+import { setAblated } from "../actions";
+import { Heatmap, Panel, Select } from "../components/basics";
+import { Badge } from "../components/class_badge";
+import { DataTable } from "../components/data_table";
+import { format, t } from "../i18n";
+import { classesOf, doc, firstHeads, headName, isAblated, runJob, scale, screen, selectHead, source } from "../state";
+import type { Message } from "../source";
+
+interface Group {
+  streams: [string, string];
+  heads: [number, number][];
+  threshold: number;
+  clustersByChance: number;
+  sentence: string;
+  distances: Float32Array;
+  points: Float32Array;
+  merges: Float32Array;
+}
+
+function readGroups(message: Message): Group[] {
+  return message.fields["groups"].map((group: Omit<Group, "distances" | "points" | "merges">, number: number) => ({
+    ...group,
+    distances: message.arrays[`${number}.distances`]!.data,
+    points: message.arrays[`${number}.points`]!.data,
+    merges: message.arrays[`${number}.merges`]!.data,
+  }));
+}
+
+/** The cluster of each head if all merges below a distance are made; clusters are numbered by their first head. */
+export function clustersBelow(count: number, merges: Float32Array, threshold: number): number[] {
+  const parents = Array.from({ length: count }, (_, index) => index);
+  const root = (index: number): number => (parents[index] === index ? index : (parents[index] = root(parents[index]!)));
+  for (let row = 0; row * 3 < merges.length; row++) {
+    if (merges[row * 3 + 2]! > threshold) continue;
+    const [one, other] = [root(merges[row * 3]!), root(merges[row * 3 + 1]!)];
+    parents[Math.max(one, other)] = Math.min(one, other);
+  }
+  return parents.map((_, index) => root(index));
+}
+
+/** The head of a cluster that is nearest to all others of it. */
+function representative(members: number[], group: Group): number {
+  const count = group.heads.length;
+  const total = (head: number) => members.reduce((sum, other) => sum + group.distances[head * count + other]!, 0);
+  return members.reduce((best, head) => (total(head) < total(best) ? head : best));
+}
+
+export function SimilarityScreen(): JSX.Element {
+  const groups = useSignal<Group[]>([]);
+  const chosen = useSignal("0");
+  const cut = useSignal<number | null>(null);
+  const texts = useSignal(Object.values(doc.value?.streams ?? {})[0]?.[0]?.text ?? "");
+  const group = groups.value[Number(chosen.value)];
+  const compute = async () => {
+    const result = await runJob("similarity", { texts: texts.value.split("\n").filter((line) => line.trim()) });
+    if (!result) return;
+    groups.value = readGroups(result);
+    cut.value = null;
+  };
+  return (
+    <>
+      <div class="toolbar">
+        <h1>{t("similar.title")}</h1>
+        <span class="grow" />
+        {groups.value.length > 1 && (
+          <Select
+            label={t("tokens.label")}
+            value={chosen.value}
+            options={groups.value.map((item, number) => [String(number), item.streams.join(" → ")] as const)}
+            onChange={(value) => (chosen.value = value)}
+          />
+        )}
+      </div>
+      <Panel>
+        <form
+          class="stack"
+          onSubmit={(event) => {
+            event.preventDefault();
+            void compute();
+          }}
+        >
+          <p class="t3 sm">{t("similar.hint")}</p>
+          <label class="stack">
+            <span>{t("similar.texts")}</span>
+            <textarea rows={4} value={texts.value} onInput={(event) => (texts.value = event.currentTarget.value)} />
+          </label>
+          {source.isLive && doc.value?.capabilities.measure.possible ? (
+            <button class="btn primary" type="submit">
+              {t("similar.run")}
+            </button>
+          ) : (
+            <p class="t3">{t("state.needsModel")}</p>
+          )}
+        </form>
+      </Panel>
+      {group && <GroupView group={group} threshold={cut.value ?? group.threshold} onCut={(value) => (cut.value = value)} />}
+    </>
+  );
+}
+
+function GroupView({ group, threshold, onCut }: { group: Group; threshold: number; onCut: (value: number) => void }): JSX.Element {
+  const count = group.heads.length;
+  const clusters = clustersBelow(count, group.merges, threshold);
+  const members = new Map<number, number[]>();
+  clusters.forEach((cluster, head) => members.set(cluster, [...(members.get(cluster) ?? []), head]));
+  const order = [...members.values()].sort((a, b) => b.length - a.length).flat();
+  const most = Math.max(...group.distances, 1e-9);
+  const pixels = Uint8Array.from({ length: count * count }, (_, cell) => {
+    const distance = group.distances[order[Math.floor(cell / count)]! * count + order[cell % count]!]!;
+    return Math.round((1 - distance / most) * 255);
+  });
+  const shared = [...members.values()].filter((heads) => heads.length > 1).sort((a, b) => b.length - a.length);
+  const name = (head: number) => headName(...group.heads[head]!);
+  const propose = () => {
+    const removed = shared.flatMap((heads) => heads.filter((head) => head !== representative(heads, group)));
+    const added = removed.map((head) => group.heads[head]!).filter(([site, head]) => !isAblated(site, head));
+    setAblated([...(doc.value?.ablated ?? []), ...added.map(([site, head]) => ({ site, head, mode: "zero", scale: 0 }))]);
+    screen.value = "lab";
+  };
+  return (
+    <div class="stack similar">
+      <p>{group.sentence}</p>
+      <div class="toolbar">
+        <label class="picker range">
+          <span>
+            {t("similar.cut")} {format(threshold)}
+          </span>
+          <input type="range" min="0" max={most} step={most / 200} value={threshold} onInput={(event) => onCut(Number(event.currentTarget.value))} />
+        </label>
+        <span class="t2">{t("similar.clusters", { count: members.size, chance: group.clustersByChance })}</span>
+        <span class="grow" />
+        <button class="btn" type="button" aria-disabled={!shared.length} onClick={() => shared.length && propose()}>
+          {t("similar.propose")}
+        </button>
+      </div>
+      <div class="two">
+        <Panel title={t("similar.matrix", { most: format(most) })}>
+          <Heatmap class="bigthumb" image={{ data: pixels, rows: count, columns: count }} scale={scale.value} label={t("similar.matrix", { most: format(most) })} />
+        </Panel>
+        <Panel title={t("similar.map")}>
+          <Points group={group} name={name} />
+        </Panel>
+      </div>
+      <Panel>
+        <DataTable
+          caption={t("similar.members")}
+          rows={shared}
+          columns={[
+            { key: "size", title: t("similar.cluster"), numeric: true, value: (heads) => heads.length },
+            { key: "keep", title: t("similar.keep"), value: (heads) => name(representative(heads, group)) },
+            { key: "members", title: t("similar.members"), value: (heads) => heads.map(name).join(", ") },
+          ]}
+        />
+      </Panel>
+    </div>
+  );
+}
+
+function Points({ group, name }: { group: Group; name: (head: number) => string }): JSX.Element {
+  const xs = group.heads.map((_, head) => group.points[head * 2]!);
+  const ys = group.heads.map((_, head) => group.points[head * 2 + 1]!);
+  const span = Math.max(Math.max(...xs) - Math.min(...xs), Math.max(...ys) - Math.min(...ys), 1e-9);
+  const place = (value: number, low: number) => 12 + ((value - low) / span) * 336;
+  return (
+    <svg class="plot" viewBox="0 0 360 360" role="img" aria-label={t("similar.map")}>
+      {group.heads.map(([site, head], index) => {
+        const top = classesOf((firstHeads.value[site] ?? 0) + head)[0]?.name;
+        return (
+          <g key={index} class="point" transform={`translate(${place(xs[index]!, Math.min(...xs)) - 7} ${place(ys[index]!, Math.min(...ys)) - 7})`} onClick={() => selectHead(site, head)}>
+            <title>{name(index)}</title>
+            <Badge name={top} size={14} />
+          </g>
+        );
+      })}
+    </svg>
+  );
+}
