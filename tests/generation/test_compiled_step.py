@@ -145,7 +145,7 @@ def test_a_training_step_is_compiled_once_for_each_shape(monkeypatch):
     hidden, made = torch.compile(net.hidden), []
     optimiser = torch.optim.AdamW(net.parameters())
     for _ in range(5):
-        loss = net.read(hidden(torch.randint(11, (3, 7)))).square().mean()
+        loss = net.apply_head(hidden(torch.randint(11, (3, 7)))).square().mean()
         optimiser.zero_grad()
         loss.backward()
         optimiser.step()

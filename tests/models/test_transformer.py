@@ -113,7 +113,7 @@ def test_a_tied_head_is_the_table_of_its_stack():
     net = built(PAIR)
     assert "head.tokens.weight" not in net.state_dict()
     h = torch.randn(2, 3, MODEL, dtype=torch.float64)
-    torch.testing.assert_close(net.read(h), h @ net.decoder.embedding.tokens.T)
+    torch.testing.assert_close(net.apply_head(h), h @ net.decoder.embedding.tokens.T)
     for reader, owner in (("decoder", "encoder"), ("encoder", "decoder")):
         shared = bp.EmbeddingSpec(WORDS, table=owner)
         stacks = tuple(replace(one, embedding=shared) if one.name == reader else one for one in PAIR.stacks)

@@ -118,7 +118,7 @@ class ProcessMesh:
         dist.all_gather_object(values, value)
         return values
 
-    def told(self, function: Callable[[], T]) -> T:
+    def run_on_leader(self, function: Callable[[], T]) -> T:
         """Call `function` on the leader and return its result on all ranks; if it raises, every rank raises."""
         if self.size == 1:
             return function()
@@ -172,7 +172,7 @@ class ProcessMesh:
     def leader_context(self, manager: AbstractContextManager[Any]) -> Iterator[None]:
         """Enter `manager` on the leader only; if that raises, every rank raises."""
         with ExitStack() as stack:
-            self.told(lambda: stack.enter_context(manager) and None)
+            self.run_on_leader(lambda: stack.enter_context(manager) and None)
             yield
 
 

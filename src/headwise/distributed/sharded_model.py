@@ -38,7 +38,7 @@ class BatchForward(nn.Module):
         h = self.hidden(batch.x, sequence=batch.tokens, source=batch.source, source_sequence=batch.source_tokens)
         if index is not None:
             h = h.flatten(0, 1).index_select(0, index)[None]
-        return self.net.read(h, sequence=batch.tokens)
+        return self.net.apply_head(h, sequence=batch.tokens)
 
 
 # --- The shard of one rank ------------------------------------------------------------------------------

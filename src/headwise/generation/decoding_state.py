@@ -222,7 +222,7 @@ class DecodingState:
         at = tokens or SequenceInfo.contiguous(0, ids.shape[1], ids.device)
         self.cache = self.net.cache(batch=len(ids), capacity=ids.shape[1] + self.count)
         h = self.net.hidden(ids, sequence=at, source=self.memory, cache=self.cache)
-        self.logits = self.net.read(pool_last(h, at)[:, None])[:, 0]
+        self.logits = self.net.apply_head(pool_last(h, at)[:, None])[:, 0]
 
     def append_tokens(self, ids: Sequence[int]) -> None:
         """Append one token to each row and compute the next logits."""

@@ -122,13 +122,13 @@ def make_random_streams(seed: SeedOrSeeds, count: int, first_row: int = 0) -> li
 
 @dataclass(frozen=True)
 class TextGenerator:
-    """A model and its decoding options. `tell` is called with a `CompileDecision` whenever decoding starts."""
+    """A model and its decoding options. Whenever decoding starts, `on_compile_decision` gets a `CompileDecision`."""
 
     net: Transformer
     count: int
     temperature: float
     how: DecodingConfig
-    tell: CompileReporter = ignore_decision
+    on_compile_decision: CompileReporter = ignore_decision
 
     @staticmethod
     def of(
@@ -188,7 +188,7 @@ class TextGenerator:
         prompt = prepare_decoder_input(self.net, prompts.rows, next(self.net.parameters()).device)
         options = {"sequence": prompt.tokens, "encoder_output": prompt.memory, "config": self.how}
         state = DecodingState(self.net, prompt.ids, max_new_tokens=self.count, **options)
-        self.tell(state.choice)
+        self.on_compile_decision(state.choice)
         return state
 
     def _make_chooser(self, state: DecodingState, streams: Sequence[RandomStream]) -> TokenChooser:

@@ -164,7 +164,7 @@ class PartialForward(RepeatedForward):
         return self._apply_head(h)
 
     def _apply_head(self, h: Tensor) -> Tensor:
-        return self.model_network.read(h, sequence=self.inputs.kwargs.get("sequence"))
+        return self.model_network.apply_head(h, sequence=self.inputs.kwargs.get("sequence"))
 
 
 def _run_layers(
@@ -182,7 +182,7 @@ def _layer_calls(stack: LayerStack, call: LayerInputs, states: Tensor | None) ->
     if states is None:
         return [call] * stack.depth
     assert call.source_sequence is not None
-    return [call._replace(source=layer.remember(states, call.source_sequence)) for layer in stack.blocks]
+    return [call._replace(source=layer.project_source(states, call.source_sequence)) for layer in stack.blocks]
 
 
 def _stack_inputs(kwargs: Mapping[str, Any]) -> list[tuple[Any, Any]]:

@@ -96,7 +96,7 @@ class TransformerLayer(nn.Module):
             if isinstance(attention, Attention)
         }
 
-    def remember(self, z: Tensor, source_sequence: SequenceInfo) -> ProjectedSource | None:
+    def project_source(self, z: Tensor, source_sequence: SequenceInfo) -> ProjectedSource | None:
         """Project encoder states to the keys and values of the cross-attention; None without cross-attention."""
         cross = self.attentions.get("cross")
         return None if cross is None else cross.project_source(z, sequence=source_sequence)

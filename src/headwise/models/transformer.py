@@ -218,7 +218,7 @@ class Transformer(nn.Module):
         hidden states.
         """
         h = self.hidden(x, sequence=sequence, source=source, source_sequence=source_sequence, cache=cache)
-        return self.read(h, sequence=sequence, head=head)
+        return self.apply_head(h, sequence=sequence, head=head)
 
     def hidden(
         self,
@@ -241,7 +241,7 @@ class Transformer(nn.Module):
         inputs = self._layer_inputs(sequence, cache, *encoded)
         return last.run(last.place(h, sequence, types), inputs, self._checkpointing)
 
-    def read(self, h: Tensor, *, sequence: SequenceInfo | None = None, head: str | None = None) -> Tensor:
+    def apply_head(self, h: Tensor, *, sequence: SequenceInfo | None = None, head: str | None = None) -> Tensor:
         """Return the outputs of one output head (default: the first) for hidden states [B, T, model]."""
         if head is None and not self.spec.heads:
             return h
@@ -257,7 +257,7 @@ class Transformer(nn.Module):
         if first is last:
             raise ValueError(f"{self.spec.name} has no encoder; call it with x alone")
         states, sequence = self._run_encoder(first, source, sequence)
-        return EncoderOutput(states, sequence, tuple(layer.remember(states, sequence) for layer in last.blocks))
+        return EncoderOutput(states, sequence, tuple(layer.project_source(states, sequence) for layer in last.blocks))
 
     def cache(self, *, batch: int, capacity: int, storage_format: str | None = None) -> ModelCache:
         """Return empty KV caches for the last stack, in the model's dtype and on its device.

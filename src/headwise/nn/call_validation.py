@@ -113,7 +113,9 @@ def _check_source_or_cache(
     spec: AttentionSpec, x: Tensor, source: Tensor | ProjectedSource, cache: KVCache | None
 ) -> None:
     if cache is not None:
-        raise ValueError("a source is remembered by layer.project_source(z), not in a cache; pass one or the other")
+        raise ValueError(
+            "keys and values of a source come from layer.project_source(z), not from a cache; pass one of the two"
+        )
     if spec.source is None and spec.positional:
         by = [spec.pattern.text] * (spec.pattern != Full())
         by += [type(part).__name__ for _, part in spec.parts() if part.positional]
@@ -125,16 +127,15 @@ def _check_source_or_cache(
     if isinstance(source, Tensor):
         batch = source.shape[0] if source.dim() else 0
     elif source.spec is spec or source.spec == spec:
-        held = next(iter(source.entry.values()))
-        batch = held.shape[0]
-        if held.device != x.device or (held.dtype != x.dtype and not _autocasts(x)):
+        entry = next(iter(source.entry.values()))
+        batch = entry.shape[0]
+        if entry.device != x.device or (entry.dtype != x.dtype and not _autocasts(x)):
             raise ValueError(
-                f"source was remembered in {held.dtype} on {held.device} but x is {x.dtype} on {x.device}; do it anew"
+                f"source was projected in {entry.dtype} on {entry.device} but x is {x.dtype} on {x.device}; "
+                "call project_source(z) again"
             )
     else:
-        raise ValueError(
-            "this source was remembered by a layer of another spec; use this layer's own project_source(z)"
-        )
+        raise ValueError("this source was projected by a layer of another spec; use this layer's own project_source(z)")
     if batch != x.shape[0]:
         raise ValueError(f"source has {batch} rows but x has {x.shape[0]}; give one source row for each row of x")
 

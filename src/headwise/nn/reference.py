@@ -45,19 +45,21 @@ def reference_attention(
             f"mask has {mask.shape[1]} heads; the definition reads one list of keys for all, give [B, 1, T, S]"
         )
     spec, p = layer.spec, layer.weights
-    at = tokens or SequenceInfo.contiguous(0, x_BTD.shape[1], x_BTD.device)
+    queries = tokens or SequenceInfo.contiguous(0, x_BTD.shape[1], x_BTD.device)
     z_BSE = x_BTD if source is None else source
-    told = source_tokens or (at if source is None else SequenceInfo.contiguous(0, z_BSE.shape[1], x_BTD.device))
-    asks, tells = _ReferenceTransforms(spec, p, at), _ReferenceTransforms(spec, p, told)
-    q = spec.project.project_query(x_BTD, asks, p["project"])
-    k, v = spec.project.expand_kv(spec.project.project_kv(z_BSE, tells, p["project"]), tells, p["project"])
-    asked = QueryContext(x_BTD, q, spec.similarity.score_scale(spec.core), at)
-    query = _QueryReader(spec, p, asked, z_BSE)
-    rows = [
-        query.read(b, t, _visible_keys(layer, b, t, at, told, mask), k[b], v[b], (_row_of(at, b), _row_of(told, b)))
-        for b in range(x_BTD.shape[0])
-        for t in range(x_BTD.shape[1])
-    ]
+    keys = source_tokens or (queries if source is None else SequenceInfo.contiguous(0, z_BSE.shape[1], x_BTD.device))
+    query_transforms, key_transforms = _ReferenceTransforms(spec, p, queries), _ReferenceTransforms(spec, p, keys)
+    q = spec.project.project_query(x_BTD, query_transforms, p["project"])
+    kv_entry = spec.project.project_kv(z_BSE, key_transforms, p["project"])
+    k, v = spec.project.expand_kv(kv_entry, key_transforms, p["project"])
+    context = QueryContext(x_BTD, q, spec.similarity.score_scale(spec.core), queries)
+    attention = _SingleQueryAttention(spec, p, context, z_BSE)
+    rows: list[Tensor] = []
+    for b in range(x_BTD.shape[0]):
+        positions = _row_of(queries, b), _row_of(keys, b)
+        for t in range(x_BTD.shape[1]):
+            visible = _visible_keys(layer, b, t, queries, keys, mask)
+            rows.append(attention.attend(b, t, visible, k[b], v[b], positions))
     shape = (*x_BTD.shape[:2], len(spec.core.value_head_of_row), spec.core.vdim)
     o_BTOV = spec.project.project_heads(
         torch.stack(rows).view(shape) if rows else v.new_zeros(shape), spec.score_head_of_row, p["project"]
@@ -65,36 +67,36 @@ def reference_attention(
     for name, step in spec.parts_of(OutputStep):
         o_BTOV = step.transform_outputs(o_BTOV, x_BTD, p[name])
     for name, gate in spec.parts_of(Gate):
-        o_BTOV = o_BTOV * gate.gate(asked, p[name], None)
+        o_BTOV = o_BTOV * gate.gate(context, p[name], None)
     return spec.merge.merge(o_BTOV, p["output"])
 
 
 class _ReferenceTransforms:
     """All query and key transforms of the spec, at the positions of these tokens."""
 
-    def __init__(self, spec: AttentionSpec, p: Mapping[str, PartParams], at: SequenceInfo) -> None:
-        self.turns = [(turn, turn.transformed_sides(spec), p[name]) for name, turn in spec.parts_of(QKTransform)]
-        self.at = at
+    def __init__(self, spec: AttentionSpec, p: Mapping[str, PartParams], sequence: SequenceInfo) -> None:
+        self.transforms = [(part, part.transformed_sides(spec), p[name]) for name, part in spec.parts_of(QKTransform)]
+        self.sequence = sequence
 
     def __call__(self, x_BTHK: Tensor, side: str) -> Tensor:
-        for turn, sides, p in self.turns:
-            placed = turn.precompute(self.at.position, x_BTHK.dtype, p)
-            x_BTHK = turn.transform(x_BTHK, side, placed, p) if side in sides else x_BTHK
+        for part, sides, p in self.transforms:
+            precomputed = part.precompute(self.sequence.position, x_BTHK.dtype, p)
+            x_BTHK = part.transform(x_BTHK, side, precomputed, p) if side in sides else x_BTHK
         return x_BTHK
 
 
 def _visible_keys(
-    layer: Attention, b: int, t: int, at: SequenceInfo, told: SequenceInfo, mask: Tensor | None
+    layer: Attention, b: int, t: int, queries: SequenceInfo, keys: SequenceInfo, mask: Tensor | None
 ) -> list[int]:
-    """The indices of the keys that this query may read: same segment, allowed by the pattern, and not masked."""
-    asks, tells = _row_of(at, b), _row_of(told, b)
-    mine = int(asks.segment[t])
+    """The indices of the keys that query t may attend to: same segment, allowed by the pattern, and not masked."""
+    query_row, key_row = _row_of(queries, b), _row_of(keys, b)
+    segment = int(query_row.segment[t])
     return [
         s
-        for s in range(told.count)
-        if mine >= 0
-        and int(tells.segment[s]) == mine
-        and bool(layer.spec.pattern.allows(int(asks.position[t]), int(tells.position[s])))
+        for s in range(keys.count)
+        if segment >= 0
+        and int(key_row.segment[s]) == segment
+        and bool(layer.spec.pattern.allows(int(query_row.position[t]), int(key_row.position[s])))
         and (mask is None or bool(mask[b % mask.shape[0], 0, t % mask.shape[2], s % mask.shape[3]]))
     ]
 
@@ -109,24 +111,24 @@ def _row_of(tokens: SequenceInfo, b: int) -> _SequenceRow:
     return _SequenceRow(tokens.position[row], tokens.segment[row])
 
 
-class _QueryReader:
-    """Reads one query's keys, head by head, with everything that acts between scores and outputs."""
+class _SingleQueryAttention:
+    """Attention of one query over its keys, one by one: scores, score steps, normaliser, mixes and values."""
 
-    def __init__(self, spec: AttentionSpec, p: Mapping[str, PartParams], asked: QueryContext, z_BSE: Tensor) -> None:
-        self.spec, self.core, self.p, self.asked = spec, spec.core, p, asked
-        self.factors = {name: step.query_factors(asked, p[name]) for name, step in spec.parts_of(ScoreStep)}
+    def __init__(self, spec: AttentionSpec, p: Mapping[str, PartParams], context: QueryContext, z_BSE: Tensor) -> None:
+        self.spec, self.core, self.p, self.context = spec, spec.core, p, context
+        self.factors = {name: step.query_factors(context, p[name]) for name, step in spec.parts_of(ScoreStep)}
         self.mixes = {
-            name: (m.query_factors(asked.x_BTD, p[name]), m.key_factors(z_BSE, p[name]))
+            name: (m.query_factors(context.x_BTD, p[name]), m.key_factors(z_BSE, p[name]))
             for name, m in spec.parts_of(Mix)
         }
 
-    def read(
-        self, b: int, t: int, keys: Sequence[int], k: Tensor, v: Tensor, where: tuple[_SequenceRow, _SequenceRow]
+    def attend(
+        self, b: int, t: int, keys: Sequence[int], k: Tensor, v: Tensor, rows: tuple[_SequenceRow, _SequenceRow]
     ) -> Tensor:
-        """o_RV: what the rows of this query's weights read."""
+        """Outputs o_RV: one for each row of this query's weights. `rows` has the positions of queries and keys."""
         if not keys:
             return v.new_zeros(len(self.core.value_head_of_row), v.shape[-1])
-        pairs = [(s, QueryKeyPair(where[0].position[t], where[1].position[s])) for s in keys]
+        pairs = [(s, QueryKeyPair(rows[0].position[t], rows[1].position[s])) for s in keys]
         s_NH = torch.stack([self._score(b, t, s, pair, k) for s, pair in pairs])
         normaliser, p = self.spec.normaliser, self.p["normaliser"]
         w_NH = torch.stack([normaliser.normalise_row(s_NH[:, h], p.head(h)) for h in range(s_NH.shape[1])], 1)
@@ -135,27 +137,27 @@ class _QueryReader:
         for name, mix in mixes:
             w_NH = torch.stack([self._mixed(name, mix, w_NH[n], b, t, s) for n, s in enumerate(keys)])
         w_NR = w_NH if mixes else w_NH[:, list(self.spec.score_head_of_row)]
-        read = [w_R[:, None] * self._value(s, pair, v) for w_R, (s, pair) in zip(w_NR, pairs, strict=True)]
-        return torch.stack(read).sum(0)
+        weighted = [w_R[:, None] * self._value(s, pair, v) for w_R, (s, pair) in zip(w_NR, pairs, strict=True)]
+        return torch.stack(weighted).sum(0)
 
     def _score(self, b: int, t: int, s: int, pair: QueryKeyPair, k: Tensor) -> Tensor:
         pair_of = self.spec.similarity.pair
-        heads = enumerate(zip(self.asked.q_BTHK[b, t], k[s, list(self.core.key_head_of_query)], strict=True))
-        s_H = torch.stack([pair_of(q, k, self.asked.scale, self.p["similarity"].head(h)) for h, (q, k) in heads])
+        heads = enumerate(zip(self.context.q_BTHK[b, t], k[s, list(self.core.key_head_of_query)], strict=True))
+        s_H = torch.stack([pair_of(q, k, self.context.scale, self.p["similarity"].head(h)) for h, (q, k) in heads])
         for name, step in self._steps(Phase.SCORES):
             if isinstance(step, Mix):
                 s_H = self._mixed(name, step, s_H, b, t, s)
             elif isinstance(step, ScoreStep):
                 factors, p = self.factors[name], self.p[name]
-                mine = None if factors is None else factors[b, t]
-                s_H = step.score(s_H, pair, mine, {key: p[key] for key in step.params(self.spec)})
+                own_factors = None if factors is None else factors[b, t]
+                s_H = step.score(s_H, pair, own_factors, {key: p[key] for key in step.params(self.spec)})
         return s_H
 
     def _mixed(self, name: str, mix: Mix, a_H: Tensor, b: int, t: int, s: int) -> Tensor:
-        asked, kept = self.mixes[name]
-        mine = {key: factor[b, t] for key, factor in asked.items()}
-        its = {key: factor[b, s] for key, factor in kept.items()}
-        return mix.mix_pair(a_H, mine, its, self.p[name])
+        query_factors, key_factors = self.mixes[name]
+        of_query = {key: factor[b, t] for key, factor in query_factors.items()}
+        of_key = {key: factor[b, s] for key, factor in key_factors.items()}
+        return mix.mix_pair(a_H, of_query, of_key, self.p[name])
 
     def _value(self, s: int, pair: QueryKeyPair, v: Tensor) -> Tensor:
         v_RV = v[s, list(self.core.value_head_of_row)]

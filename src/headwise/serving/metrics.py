@@ -34,11 +34,11 @@ class LatencySummary(NamedTuple):
     @staticmethod
     def of(seconds: Iterable[float]) -> LatencySummary:
         """Summarise the durations; all zeros if there are none."""
-        told = sorted(seconds)
-        if not told:
+        ordered = sorted(seconds)
+        if not ordered:
             return LatencySummary(0.0, 0.0, 0.0)
-        p50, p95 = (told[-(-len(told) * share // 100) - 1] for share in (50, 95))
-        return LatencySummary(sum(told) / len(told), p50, p95)
+        p50, p95 = (ordered[-(-len(ordered) * share // 100) - 1] for share in (50, 95))
+        return LatencySummary(sum(ordered) / len(ordered), p50, p95)
 
 
 @dataclass(frozen=True)
@@ -66,17 +66,17 @@ class ServingReport:
     @staticmethod
     def of(memory: KVMemory, timings: Sequence[RequestTiming], runner: ModelRunner) -> ServingReport:
         """Report on the requests that have ended, and all steps of the engine."""
-        told = [timing for timing in timings if timing.tokens]
+        with_tokens = [timing for timing in timings if timing.tokens]
         steps = tuple(runner.steps)
         return ServingReport(
             requests=len(timings),
-            tokens=sum(timing.tokens for timing in told),
+            tokens=sum(timing.tokens for timing in with_tokens),
             computed=sum(step.tokens for step in steps),
             shared=runner.shared,
             sources=runner.sources,
             seconds=sum(step.seconds for step in steps),
-            wait=LatencySummary.of(timing.wait for timing in told),
-            each=LatencySummary.of(timing.each for timing in told if timing.tokens > 1),
+            wait=LatencySummary.of(timing.wait for timing in with_tokens),
+            each=LatencySummary.of(timing.each for timing in with_tokens if timing.tokens > 1),
             peak_bytes=runner.peak,
             budget=memory.budget,
             layers=memory.reading.layers,
@@ -92,9 +92,9 @@ class ServingReport:
     @property
     def data(self) -> dict[str, Any]:
         """The fields as plain values, for JSON."""
-        told = {name: value for name, value in asdict(self).items() if name not in ("steps", "wait", "each")}
+        values = {name: value for name, value in asdict(self).items() if name not in ("steps", "wait", "each")}
         spreads = {"first_token_seconds": self.wait._asdict(), "token_seconds": self.each._asdict()}
-        return {**told, "steps": len(self.steps), "tokens_per_second": self.rate, **spreads}
+        return {**values, "steps": len(self.steps), "tokens_per_second": self.rate, **spreads}
 
     def __str__(self) -> str:
         lines = [

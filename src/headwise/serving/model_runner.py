@@ -49,10 +49,10 @@ class ModelRunner:
         begun = perf_counter()
         for request in requests:
             self._restart_long_request(request)
-        prompts = self._schedule_prefill([request for request in requests if request.reads])
+        prompts = self._schedule_prefill([request for request in requests if request.is_prefilling])
         past = sum(request.row.length for request, _ in prompts)
         self._run_calls(prompts)
-        rows = [(request, 1) for request in requests if not request.ended and not request.reads]
+        rows = [(request, 1) for request in requests if not request.ended and not request.is_prefilling]
         context = sum(request.row.length + 1 for request, _ in rows)
         self._run_calls(rows)
         if prompts or rows:
@@ -112,7 +112,7 @@ class ModelRunner:
     def _restart_long_request(self, request: ServingRequest) -> None:
         """Restart a request from its last tokens once it exceeds the last position."""
         if self.longest is not None and len(request.context) > self.longest:
-            request.base = len(request.ids) - (request.how.window or 1)
+            request.base = len(request.ids) - (request.config.window or 1)
             self.memory.restart(request.placed)
 
     # --- model calls ---------------------------------------------------------------------------------------
@@ -175,7 +175,9 @@ class ModelRunner:
                 h = self.net.hidden(x, sequence=at, source=call.memory, cache=call.caches)
                 done = [n for n, (request, _) in enumerate(parts) if request.num_pending == 0]
                 ends = torch.tensor([counts[n] - 1 for n in done], dtype=torch.int64, device=h.device)
-                logits = self.net.read(h[torch.tensor(done, dtype=torch.int64, device=h.device), ends][:, None])[:, 0]
+                logits = self.net.apply_head(h[torch.tensor(done, dtype=torch.int64, device=h.device), ends][:, None])[
+                    :, 0
+                ]
                 self.memory.keep(call)
         except BaseException:
             for row, length in zip(rows, before, strict=True):
@@ -194,12 +196,12 @@ class ModelRunner:
             if broken[n]:
                 request.fail(ValueError("the model produced NaN logits; check its weights and the prompt"))
             else:
-                groups[request.temperature, request.how].append(n)
+                groups[request.temperature, request.config].append(n)
         for rows in groups.values():
             group = [requests[n] for n in rows]
             numbers = [request.numbers for request in group] if group[0].temperature else []
             past = [request.ids for request in group]
-            temperature, how = group[0].temperature, group[0].how
+            temperature, how = group[0].temperature, group[0].config
             ids = sample_tokens(logits[rows], past, temperature=temperature, config=how, streams=numbers)
             for request, token_id in zip(group, ids, strict=True):
                 request.take(token_id)

@@ -45,7 +45,8 @@ class RequestTiming(NamedTuple):
 class ServingRequest:
     """A request that is waiting or running.
 
-    `ids` are the prompt and the output so far; `said` is the number of output ids, `told` the final ones. `ended` is
+    `ids` are the prompt and the output so far; `num_output_ids` counts the output ids, `emitted_ids` are those that no
+    stop text can take back. `ended` is
     "length", "stop", "cancelled" or "failed", and empty until then.
     """
 
@@ -53,14 +54,14 @@ class ServingRequest:
     source: list[int]
     count: int
     temperature: float
-    how: DecodingConfig
+    config: DecodingConfig
     numbers: Numbers
-    answer: Completion
+    completion: Completion
     kind: str  # of the prompt: "text" or "ids"
     number: int = 0
     base: int = 0  # ids before this index have left the window
-    said: int = 0
-    told: list[int] = field(default_factory=list)
+    num_output_ids: int = 0
+    emitted_ids: list[int] = field(default_factory=list)
     ended: str = ""
     error: Exception | None = None
     cancelled: bool = False
@@ -71,7 +72,7 @@ class ServingRequest:
     @property
     def tokens(self) -> int:
         """Maximum number of cached tokens; the last output token is never fed back."""
-        return len(self.ids) + self.count - self.said - 1
+        return len(self.ids) + self.count - self.num_output_ids - 1
 
     @property
     def root(self) -> bytes:
@@ -100,27 +101,27 @@ class ServingRequest:
         return len(self.ids) - self.base - self.row.length
 
     @property
-    def reads(self) -> bool:
+    def is_prefilling(self) -> bool:
         """Whether it is still in prefill, with more than the last output token to read."""
         return not self.row.length or self.num_pending > 1
 
     def fail(self, error: Exception) -> None:
         """End the request with an error."""
         self.ended, self.error = "failed", error
-        self.answer.close()
+        self.completion.close()
 
     def take(self, token_id: int) -> None:
         """Append an output token and update the end state."""
         self.ids.append(token_id)
-        self.said += 1
-        self.answer.take(token_id)
+        self.num_output_ids += 1
+        self.completion.take(token_id)
         self.timing = self.timing.after(perf_counter())
-        if not self.answer.over and self.said == self.count:
-            self.answer.close()
+        if not self.completion.over and self.num_output_ids == self.count:
+            self.completion.close()
             self.ended = "length"
-        if self.answer.over:
+        if self.completion.over:
             self.ended = self.ended or "stop"
-        self.told += self.answer.take_new_ids()
+        self.emitted_ids += self.completion.take_new_ids()
 
 
 StepUntil = Callable[[Callable[[], bool]], None]
@@ -142,10 +143,10 @@ class RequestStream:
         return self
 
     def __next__(self) -> int:
-        self._step_until(lambda: len(self._request.told) > self._num_read or bool(self._request.ended))
-        if len(self._request.told) > self._num_read:
+        self._step_until(lambda: len(self._request.emitted_ids) > self._num_read or bool(self._request.ended))
+        if len(self._request.emitted_ids) > self._num_read:
             self._num_read += 1
-            return self._request.told[self._num_read - 1]
+            return self._request.emitted_ids[self._num_read - 1]
         if self._request.error is not None:
             raise self._request.error
         raise StopIteration
@@ -163,12 +164,12 @@ class RequestStream:
     @property
     def ids(self) -> list[int]:
         """All ids so far."""
-        return list(self._request.told)
+        return list(self._request.emitted_ids)
 
     @property
     def text(self) -> str:
         """The text so far, if the prompt was text."""
-        return self._request.answer.text
+        return self._request.completion.text
 
     @property
     def error(self) -> Exception | None:

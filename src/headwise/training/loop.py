@@ -179,7 +179,7 @@ def _run_training(setup: TrainingSetup, resume: str, loggers: Sequence[MetricLog
 
 def _start_or_resume(setup: TrainingSetup, resume: str) -> tuple[TrainingRun, list[str]]:
     """The new or resumed run, and notes about it for the loggers."""
-    checkpoint, damages = setup.ranks.told(lambda: _find_checkpoint(setup.folder, resume))
+    checkpoint, damages = setup.ranks.run_on_leader(lambda: _find_checkpoint(setup.folder, resume))
     if checkpoint is None:
         run = setup.start_run()
         return run, [*setup.task.notes, *setup.notes, *run.train_step.options.reasons]

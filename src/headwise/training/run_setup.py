@@ -161,7 +161,9 @@ class TrainingSetup:
         for index, batch in enumerate(batches):
             check_batch(batch, self.model_spec, f"batch {index}")
         shares = [world.share(batch).batch for batch in batches]
-        run = self._make_run(net, world.told(lambda: StepTrial(net, self._trial_recipe, world.device, shares).choose()))
+        run = self._make_run(
+            net, world.run_on_leader(lambda: StepTrial(net, self._trial_recipe, world.device, shares).choose())
+        )
         run.save_checkpoint(self.config)
         return run
 

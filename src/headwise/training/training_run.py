@@ -387,7 +387,7 @@ class TrainingRun:
             except DamagedCheckpoint as error:
                 return last_tensors, f"{error}; the last weights are used instead"
 
-        tensors, damage = self.world.told(read_best)
+        tensors, damage = self.world.run_on_leader(read_best)
         return self.sharded_model.assemble_model(tensors), damage
 
     def restore(self, checkpoint: TrainingCheckpoint) -> None:

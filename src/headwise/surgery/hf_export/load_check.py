@@ -162,7 +162,7 @@ def _expected_outputs(net: Transformer) -> dict[str, Tensor]:
             y = _sample_input(last, net, generator)[:, :-2]
             tensors["in.decoder_input_ids"] = y
             h = net.hidden(y, source=x)
-        outputs = {"out.last_hidden_state": h} | ({"out.logits": net.read(h)} if net.spec.heads else {})
+        outputs = {"out.last_hidden_state": h} | ({"out.logits": net.apply_head(h)} if net.spec.heads else {})
     return tensors | {name: tensor.clone().contiguous() for name, tensor in outputs.items()}
 
 

@@ -339,7 +339,7 @@ def _prepare_attentions(batch: int, length: int, net: Transformer) -> Callable[[
 def _prefill(net: Transformer, inputs: Tensor, capacity: int) -> tuple[Tensor, ModelCache | None]:
     """Run a prompt; return the logits of its last token and the cache."""
     cache = _make_cache(net, len(inputs), capacity)
-    return net.read(net.hidden(inputs, cache=cache)[:, -1:]), cache
+    return net.apply_head(net.hidden(inputs, cache=cache)[:, -1:]), cache
 
 
 def _prepare_decode(inputs: Tensor, steps: int, net: Transformer) -> Callable[[], object]:
@@ -362,7 +362,7 @@ def _decode_steps(
     logits = token
     for step in range(steps):
         sequence = None if cache is not None else SequenceInfo.contiguous(past + step, 1, token.device)
-        logits = net.read(net.hidden(token, sequence=sequence, source=memory, cache=cache))
+        logits = net.apply_head(net.hidden(token, sequence=sequence, source=memory, cache=cache))
     return logits
 
 
