@@ -232,6 +232,38 @@ def _whose(one: Tensor, whole: Tensor) -> list[int]:
     return [next(n for n in range(len(whole)) if torch.equal(row, whole[n])) for row in one]
 
 
+# --- modes of ablation ---------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def test_mode_mean_by_hand():
+    model = nn.Sequential(SelfAttention())
+    x = torch.randn(4, 5, 12)
+    mask = torch.rand(4, 5, generator=torch.Generator().manual_seed(0)) < 0.6
+    for tokens in (None, mask, [1, -1]):
+        patched = torch.ones(4, 5, dtype=torch.bool) if tokens is None else mask
+        if isinstance(tokens, list):
+            patched = torch.zeros(4, 5, dtype=torch.bool)
+            patched[:, tokens] = True
+        z = model[0].outputs(x)
+        z[:, :, 2][patched] = z[:, :, 2][patched].double().mean(0).float()
+        with hw.ablate(model, [(0, 2)], "mean", tokens=tokens):
+            assert torch.allclose(model(x), model[0].proj(z.flatten(2)), atol=1e-6)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("mode", "patch"), [("resample", hw.Resample(seed=3)), ("noise", hw.Noise(seed=3)), ("zero", torch.zeros(4))]
+)
+def test_modes_are_patches(mode: str, patch: hw.Resample | hw.Noise | Tensor):
+    net, heads = gpt(), [(0, 1), (1, 0)]
+    with hw.ablate(net, heads, mode, seed=3):
+        ablated = net(IDS)
+    with hw.patch(net, dict.fromkeys(heads, patch)):
+        assert torch.equal(net(IDS), ablated)
+    assert not torch.equal(net(IDS), ablated)
+
+
 # --- noise ---------------------------------------------------------------------------------------------
 
 
@@ -625,8 +657,13 @@ ONE = torch.arange(10).view(2, 5) < 1
 WRONG = {
     "all of a name twice": (lambda net: hw.ablate(net, [(0, "all"), (0, 1)]), "named twice"),
     "every": (lambda net: hw.ablate(net, [(0, "every")]), "names no head"),
-    "two scales": (lambda net: hw.ablate(net, {(0, 1): 0.5}, scale=2), "leave scale out"),
+    "two scales": (lambda net: hw.ablate(net, {(0, 1): 0.5}, scale=2), "leave them out"),
     "no scale": (lambda net: hw.ablate(net, {(0, 1): VECTOR}), "is not a finite number"),
+    "mode": (lambda net: hw.ablate(net, [(0, 1)], "median"), "give one of zero, mean, resample, noise"),
+    "scaled mean": (lambda net: hw.ablate(net, [(0, 1)], "mean", scale=0.5), "leave scale out"),
+    "mode of a mapping": (lambda net: hw.ablate(net, {(0, 1): 0.5}, "mean"), "leave them out"),
+    "seed of a mode": (lambda net: hw.ablate(net, [(0, 1)], "noise", seed=-1), "is no seed"),
+    "mean of one token": (lambda net: hw.ablate(net, [(0, 1)], "mean", tokens=ONE), "hw.head_means"),
     "nan": (lambda net: hw.patch(net, {(0, 1): NAN}), "NaN or infinite"),
     "whole numbers": (lambda net: hw.patch(net, {(0, 1): torch.zeros(4, dtype=torch.long)}), "float tensor"),
     "meta": (lambda net: hw.patch(net, {(0, 1): torch.zeros(4, device="meta")}), "infinite"),

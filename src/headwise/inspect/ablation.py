@@ -31,6 +31,13 @@ class HeadCall(NamedTuple):
     token_mask: Tensor | None
     call: AttentionCall | None
 
+    @property
+    def patched_vectors(self) -> Tensor:
+        """The head's output at the tokens to patch, [tokens, head_dim], in float32 or wider."""
+        output = self.output
+        chosen = output.flatten(0, -2) if self.token_mask is None else output[self.token_mask.expand(output.shape[:-1])]
+        return chosen.to(torch.promote_types(output.dtype, torch.float32))
+
 
 PatchFunction = Callable[[HeadCall], Tensor]
 
@@ -53,6 +60,24 @@ class ScaledOutput(HeadPatch):
 
     def make_function(self, site: str, head: int) -> PatchFunction:
         return lambda head_call: head_call.output * self.scale
+
+
+@dataclass(frozen=True)
+class MeanOutput(HeadPatch):
+    """The mean of the head's own output over the patched tokens of each call, per channel."""
+
+    def make_function(self, site: str, head: int) -> PatchFunction:
+        return self._output
+
+    @staticmethod
+    def _output(head_call: HeadCall) -> Tensor:
+        vectors = head_call.patched_vectors
+        if len(vectors) < 2:
+            raise ValueError(
+                f"the mean of {len(vectors)} tokens would change nothing in {head_call.site}; "
+                "patch the mean over data: hw.patch(model, hw.head_means(model, batches))"
+            )
+        return vectors.mean(0).to(head_call.output).expand_as(head_call.output)
 
 
 @dataclass(frozen=True, eq=False)
@@ -196,14 +221,9 @@ class Noise(HeadPatch):
                     f"give a vector of {output.shape[-1]}"
                 )
             return value
-        patched = (
-            output.flatten(0, -2)
-            if head_call.token_mask is None
-            else output[head_call.token_mask.expand(output.shape[:-1])]
-        )
+        patched = head_call.patched_vectors
         if len(patched) < 2:
             raise ValueError(f"cannot compute mean and std of {len(patched)} tokens; give mean= and std= to Noise")
-        patched = patched.to(torch.promote_types(output.dtype, torch.float32))
         return patched.mean(0) if name == "mean" else patched.std(0)
 
 
@@ -275,18 +295,44 @@ def make_token_mask(site: str, tokens: TokenSelection, outputs: Tensor) -> Tenso
     return mask
 
 
+ABLATION_MODES = ("zero", "mean", "resample", "noise")
+
+
+def make_ablation(mode: str, scale: float = 0.0, seed: int = 0) -> HeadPatch:
+    """Make the patch of one ablation mode; `scale` belongs to "zero", `seed` to "resample" and "noise"."""
+    if mode not in ABLATION_MODES:
+        raise ValueError(f"mode={mode!r} is no way to ablate a head; give one of {', '.join(ABLATION_MODES)}")
+    if type(scale) not in (int, float) or not math.isfinite(scale):
+        raise ValueError(f"scale={scale!r} is not a finite number; give 0 to ablate, 0.5 to halve")
+    if scale and mode != "zero":
+        raise ValueError(f"mode={mode!r} replaces the output, so scale={scale} has no effect; leave scale out")
+    if mode == "mean":
+        return MeanOutput()
+    if mode == "resample":
+        return Resample(seed=seed)
+    return Noise(seed=seed) if mode == "noise" else ScaledOutput(scale)
+
+
 @contextmanager
 def ablate(
     model: nn.Module,
     heads: Iterable[HeadRef] | Mapping[HeadRef, float],
+    mode: str = "zero",
     *,
     scale: float = 0.0,
     tokens: TokenSelection = None,
+    seed: int = 0,
 ) -> Iterator[None]:
-    """Context in which the outputs of these heads are multiplied by `scale` before the output projection.
+    """Context in which these heads are ablated: their outputs are replaced before the output projection.
 
-    A head is (layer, head), (site name, head), or (layer, "all"); a mapping gives each head its own scale. `tokens`
-    selects tokens by a mask [B, T] or by column indices of every call (default: all tokens).
+    A head is (layer, head), (site name, head), or (layer, "all"). Modes:
+
+    - `"zero"`: the output times `scale` (default 0); a mapping of heads gives each head its own scale;
+    - `"mean"`: its mean over the tokens of the call. `hw.patch(model, hw.head_means(...))` takes means over data;
+    - `"resample"`: its output for another row of the batch, sampled from `seed`;
+    - `"noise"`: Gaussian noise from `seed`, with the mean and standard deviation of the output.
+
+    `tokens` selects tokens by a mask [B, T] or by column indices of every call (default: all tokens).
 
     >>> import headwise as hw
     >>> net = hw.build(
@@ -301,15 +347,16 @@ def ablate(
     >>> torch.equal(quiet[:, :-1], net(ids)[:, :-1]), torch.equal(quiet[:, -1], net(ids)[:, -1])
     (True, False)
     """
-    scales = heads if isinstance(heads, Mapping) else dict.fromkeys(_check_pairs(heads), scale)
-    if isinstance(heads, Mapping) and scale:
-        raise ValueError(
-            "scale= and a mapping of heads to scales are exclusive; leave scale out, or give a list of heads"
-        )
-    for factor in scales.values():
-        if type(factor) not in (int, float) or not math.isfinite(factor):
-            raise ValueError(f"scale={factor!r} is not a finite number; give 0 to ablate, 0.5 to halve")
-    with edit_heads(model, {head: ScaledOutput(factor) for head, factor in scales.items()}, tokens):
+    if isinstance(heads, Mapping):
+        if scale or mode != "zero":
+            raise ValueError(
+                "a mapping gives each head its own scale, so scale= and mode= have no place; "
+                "leave them out, or give a list of heads"
+            )
+        patches = {head: make_ablation("zero", factor) for head, factor in heads.items()}
+    else:
+        patches = {head: make_ablation(mode, scale, seed) for head in _check_pairs(heads)}
+    with edit_heads(model, patches, tokens):
         yield
 
 

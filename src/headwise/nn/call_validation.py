@@ -97,10 +97,10 @@ def check_mask(
         )
 
 
-def _check_dtype(name: str, told: object, *kinds: type) -> None:
-    if not isinstance(told, kinds):
+def _check_dtype(name: str, value: object, *kinds: type) -> None:
+    if not isinstance(value, kinds):
         wanted = " or ".join(kind.__name__ for kind in kinds)
-        raise ValueError(f"{name}={told!r} is of type {type(told).__name__}; give a {wanted}")
+        raise ValueError(f"{name}={value!r} is of type {type(value).__name__}; give a {wanted}")
 
 
 def check_probe(probe: Probe) -> Probe:

@@ -16,7 +16,7 @@ from ..errors import SpecError
 # --- Dropout -------------------------------------------------------------------------------------------
 
 
-PROBABILITY_STEPS = 1 << 16  # how finely a rate is told apart on a CPU
+PROBABILITY_STEPS = 1 << 16  # resolution of a rate on a CPU
 
 
 def dropout(x: Tensor, rate: float, training: bool) -> Tensor:
