@@ -231,7 +231,7 @@ def _distances_sentence(group: ComparableHeads) -> str:
 
 def _clusters_sentence(group: ComparableHeads) -> str:
     clusters = group.cluster_members
-    counts = f"{len(clusters)} clusters ({group.num_chance_clusters} by chance)"
+    counts = f"{len(clusters)} cluster{'s' if len(clusters) > 1 else ''} ({group.num_chance_clusters} by chance)"
     return f"Clustering up to that distance gives {counts}, the largest with {len(clusters[0])} heads."
 
 
@@ -246,7 +246,8 @@ def _layers_sentence(group: ComparableHeads) -> str:
     outliers = [outlier for outlier in group.outliers if outlier.p < SIGNIFICANCE]
     if outliers:
         first = outliers[0]
-        fact = f"{len(outliers)} heads are outliers in their layer"
+        heads = f"{len(outliers)} heads are outliers" if len(outliers) > 1 else "1 head is an outlier"
+        fact = f"{heads} in their layer"
         parts.append(f"{fact}, most clearly {first.head} (corrected p {first.p:.3f}).")
     elif group.outliers:
         parts.append("No head is an outlier in its layer.")
