@@ -231,7 +231,8 @@ def _distances_sentence(group: ComparableHeads) -> str:
 
 def _clusters_sentence(group: ComparableHeads) -> str:
     clusters = group.cluster_members
-    counts = f"{len(clusters)} cluster{'s' if len(clusters) > 1 else ''} ({group.num_chance_clusters} by chance)"
+    count = len(clusters)
+    counts = f"{count} cluster{'s' if count > 1 else ''} ({group.num_chance_clusters} by chance)"
     return f"Clustering up to that distance gives {counts}, the largest with {len(clusters[0])} heads."
 
 
