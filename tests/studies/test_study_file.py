@@ -59,7 +59,7 @@ def test_cells_of_a_study():
 
 @pytest.mark.parametrize("match", ["params", "flops", "kv"])
 def test_matched_sizes_are_near_the_baseline(match: str):
-    variants = {name: {} for name in ("mha", "gqa", "mqa", "collaborative", "diff2")}
+    variants = {name: {} for name in ("mha", "gqa", "collaborative", "diff2")}
     if match == "kv":
         del variants["collaborative"]  # its keys cannot grow to the baseline's cache within the tolerance
     grid = CellGrid(parse_study({**TABLE, "match": match, "variants": variants}, "t", "small", {}))
@@ -106,6 +106,7 @@ def test_mistakes_give_one_line(name: str):
 @pytest.mark.parametrize(
     ("variants", "words"),
     [
+        ({"mha": {}, "same": {"preset": "mha"}}, "'mha' and 'same' are the same model on 'recall'"),
         ({"mha": {}, "mla": {}}, "cannot be matched on 'recall' by params"),
         ({"mha": {}, "mine": {"spec": "missing.toml"}}, "cannot be read"),
         ({"mha": {}, "mine": {"options": {"heds.kv": 2}}}, "has no heds"),

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..data import Batch, Task
 from ..errors import SpecError
-from ..model_spec import serialization as model_serialization
+from ..model_spec import ModelSpec, serialization as model_serialization
 from ..training.recipe import Recipe, from_dict, to_dict
 from .study_file import CELL_EXECUTION, Study, StudyTask, Variant
 from .variant_models import VariantModel, make_variant_model
@@ -54,6 +54,8 @@ class CellGrid:
                 self.recipes[key] = make_recipe(study, variant, task)
                 self.batches[key] = task.task.batch(0, self.recipes[key].batch)
                 self.models[key] = make_variant_model(study, variant, task, self.batches[key])
+        for task in study.tasks.values():
+            self._check_all_differ(task.name)
 
     @property
     def pairs(self) -> Iterator[tuple[Variant, StudyTask]]:
@@ -61,6 +63,18 @@ class CellGrid:
         for task in self.study.tasks.values():
             for variant in self.study.variants.values():
                 yield variant, task
+
+    def _check_all_differ(self, task: str) -> None:
+        """Raise if two variants would train the same model in the same way."""
+        seen: dict[tuple[ModelSpec, Recipe, tuple[float, ...]], str] = {}
+        for name, variant in self.study.variants.items():
+            key = self.models[name, task].spec, self.recipes[name, task], self.rates(variant)
+            if key in seen:
+                raise SpecError(
+                    f"the variants {seen[key]!r} and {name!r} are the same model on {task!r}; leave one out, or "
+                    "give it other options"
+                )
+            seen[key] = name
 
     def rates(self, variant: Variant) -> tuple[float, ...]:
         """The learning rates that are tried for a variant."""
