@@ -20,6 +20,8 @@ export interface Site {
   heads: number;
   kvHeads: number;
   kvHeadOfQuery: number[];
+  /** The heads that were pruned, in the numbers that they had. */
+  prunedHeads: number[];
   queryStream: string;
   keyStream: string;
   numQueries: number;

@@ -10,7 +10,7 @@ import { streamWords, visibleToken } from "../components/tokens";
 import { format, t, type TextKey } from "../i18n";
 import { headForm, headName, LENSES, lens, scale, SCALES, selectedHead, selectedSite, selectedToken, showsTable, site, source, toPageError, type Lens } from "../state";
 import type { Message, PageError, Site } from "../source";
-import { roundTicks } from "./map";
+import { roundTicks } from "../components/head_scatter";
 
 const MAX_LINE_TOKENS = 64;
 const MAX_CELLS = 512; // cells on each side of the matrix; longer texts are pooled, and zoomed in with a click
