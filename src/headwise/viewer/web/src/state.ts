@@ -32,6 +32,7 @@ export const sortHeads = signal("index");
 export const scatterX = signal("entropy");
 export const scatterY = signal("sink");
 export const scatterColor = signal("class"); // "class" or a measure
+export const rowMarginal = signal<"entropy" | "maximum">("entropy");
 export const matrixView = signal<View | null>(null); // the part of the matrix that the Head screen shows; null is all
 export const language = signal<"en" | "zh">(initialLanguage());
 export const theme = signal<"" | "light" | "dark">("");
@@ -203,6 +204,7 @@ const HASH_FIELDS: [string, { value: unknown }, (text: string) => unknown][] = [
   ["y", scatterY, (text) => text],
   ["color", scatterColor, (text) => text],
   ["part", matrixView, readView],
+  ["rows", rowMarginal, oneOf(["entropy", "maximum"])],
   ["pins", pinned, (text) => text.split(",").filter(Boolean)],
   ["theme", theme, oneOf(["", "light", "dark"])],
 ];

@@ -184,8 +184,8 @@ function drawCaption(context: CanvasRenderingContext2D, cell: CellContent, x: nu
 }
 
 function drawGap(context: CanvasRenderingContext2D, x: number, y: number, sizes: CellSizes, colors: Colors): void {
-  context.strokeStyle = colors.line;
-  context.setLineDash([2, 3]);
+  context.strokeStyle = colors.empty;
+  context.setLineDash([1, 3]);
   context.strokeRect(x + 0.5, y + 0.5, sizes.cell - 1, sizes.cell + sizes.caption - 1);
   context.setLineDash([]);
 }

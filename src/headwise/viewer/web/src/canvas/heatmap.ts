@@ -13,8 +13,10 @@ export interface HeatmapImage {
 /** Draw 8-bit weights, so that each cell is one pixel; cells without an allowed pair are hatched. */
 export function drawHeatmap(canvas: HTMLCanvasElement, image: HeatmapImage, scale: Scale): void {
   const { rows, columns, data, masked } = image;
-  // Diagonal lines need some pixels a cell, so small images with masked cells are drawn enlarged.
-  const zoom = !masked || rows * columns > 512 * 512 ? 1 : rows * columns > 128 * 128 ? 2 : 4;
+  // Masked cells are hatched with thin lines, so small images are drawn at about the resolution of the screen.
+  const wanted = (canvas.clientWidth || 256) * (devicePixelRatio || 1);
+  const zoom = masked ? Math.min(Math.max(Math.round(wanted / Math.max(rows, columns)), 1), 32) : 1;
+  const spacing = zoom >= 4 ? 6 : 4;
   canvas.width = columns * zoom;
   canvas.height = rows * zoom;
   const context = canvas.getContext("2d")!;
@@ -31,7 +33,7 @@ export function drawHeatmap(canvas: HTMLCanvasElement, image: HeatmapImage, scal
       const color = colors[steps[data[cell]!]!]!;
       for (let y = row * zoom; y < (row + 1) * zoom; y++) {
         for (let x = column * zoom; x < (column + 1) * zoom; x++) {
-          target[y * canvas.width + x] = hidden ? ((x + y) % 4 === 0 ? hatch : ground) : color;
+          target[y * canvas.width + x] = hidden ? ((x + y) % spacing === 0 ? hatch : ground) : color;
         }
       }
     }

@@ -223,7 +223,7 @@ function findBrackets(site: number, heads: (HeadItem | null)[], row: number): Br
     else if (next !== undefined) found.push({ row, first: column, last: column });
     group = next;
   });
-  return found;
+  return found.filter(({ first, last }) => last > first); // in sorted rows the heads of a group lie apart
 }
 
 function GridRow({ site }: { site: number }): JSX.Element {
@@ -260,11 +260,17 @@ function GridRow({ site }: { site: number }): JSX.Element {
   );
 }
 
+/** The number that a head had before other heads of its layer were pruned. */
+function numberBefore(site: number, head: number): number {
+  return sites.value[site]!.prunedHeads.reduce((number, gap) => (gap <= number ? number + 1 : number), head);
+}
+
 function describeHead({ site, head, index }: HeadItem): string {
   const top = classesOf(index)[0];
   const parts = [headName(site, head)];
   if (measures.value) parts.push(`${top?.name ?? t("class.unclear")} ${format(shownValue(index))}`);
   if (isAblated(site, head)) parts.push(t("map.ablated"));
+  if (sites.value[site]!.prunedHeads.length) parts.push(t("map.before", { head: numberBefore(site, head) }));
   const { kvHeads, heads, kvHeadOfQuery } = sites.value[site]!;
   if (kvHeads < heads) parts.push(t("map.kvGroup", { kv: kvHeadOfQuery[head] ?? 0 }));
   return parts.join(", ");
@@ -305,7 +311,7 @@ function HeadTip({ site, head, cell, box }: Hovered & { box: HTMLElement }): JSX
   const index = firstHeads.value[site]! + head;
   const top = classesOf(index)[0];
   const mode = cellMode.value;
-  const { kvHeads, heads, kvHeadOfQuery } = sites.value[site]!;
+  const { kvHeads, heads, kvHeadOfQuery, prunedHeads } = sites.value[site]!;
   useEffect(() => {
     if (tip.current) placeTip(tip.current, cell, box);
   });
@@ -323,6 +329,7 @@ function HeadTip({ site, head, cell, box }: Hovered & { box: HTMLElement }): JSX
           {mode} <span class="num">{format(measureOf(index, mode))}</span>
         </p>
       )}
+      {prunedHeads.length > 0 && <p class="t3">{t("map.before", { head: numberBefore(site, head) })}</p>}
       {kvHeads < heads && <p class="t3">{t("map.kvGroup", { kv: kvHeadOfQuery[head] ?? 0 })}</p>}
     </div>
   );

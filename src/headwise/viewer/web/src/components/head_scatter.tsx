@@ -59,6 +59,7 @@ export function HeadScatter({ heads }: { heads: HeadItem[] }): JSX.Element {
   const brushed = brushedHeads.value;
   return (
     <Panel
+      class="scatter-panel"
       title={t("map.scatter")}
       side={
         <>
