@@ -52,6 +52,8 @@ def make_table(trace: Trace) -> HeadTable:
             name = CLASSES[int(rng.integers(len(CLASSES)))]
             classes = (HeadClass(name, float(rng.random()), f"{name} in most texts"),) if rng.random() < 0.8 else ()
             heads.append(
-                HeadMeasures("decoder", "self", layer.layer, head, layer.kv_head_of_query[head], layer.name, measures, classes)
+                HeadMeasures(
+                    "decoder", "self", layer.layer, head, layer.kv_head_of_query[head], layer.name, measures, classes
+                )
             )
     return HeadTable("large", "7 texts", tuple(heads))

@@ -1,6 +1,6 @@
 // The panels beside the matrix: the whole matrix in small, the exact row of a query, the mean weight by distance, patches.
 
-import { useSignal } from "@preact/signals";
+import { useSignal, type ReadonlySignal } from "@preact/signals";
 import type { JSX } from "preact";
 import { thumbnailImage } from "../canvas/heatmap";
 import { format, t } from "../i18n";
@@ -63,7 +63,10 @@ function topKeys({ weights, masked }: ExactRow): number[] {
 }
 
 /** The exact weights of the selected query, the largest first. */
-export function RowPanel({ item, row, marginals }: { item: Site; row: ExactRow | null; marginals: Marginals | null }): JSX.Element {
+export function RowPanel(props: { item: Site; row: ReadonlySignal<ExactRow | null>; marginals: ReadonlySignal<Marginals | null> }): JSX.Element {
+  const { item } = props;
+  const row = props.row.value;
+  const marginals = props.marginals.value;
   const queryWords = streamWords(item.queryStream);
   const keyWords = streamWords(item.keyStream);
   return (
@@ -156,7 +159,8 @@ function patchGrid(numKeys: number): { side: number; extra: number } | null {
 }
 
 /** For a model of images: the weights of a query over the grid of patches. */
-export function PatchPanel({ item, row }: { item: Site; row: ExactRow | null }): JSX.Element {
+export function PatchPanel({ item, row: exactRow }: { item: Site; row: ReadonlySignal<ExactRow | null> }): JSX.Element {
+  const row = exactRow.value;
   const grid = patchGrid(item.numKeys);
   const canDraw = grid && row && row.weights.length === item.numKeys;
   const most = canDraw ? row.weights.subarray(grid.extra).reduce((a, b) => Math.max(a, b), 0) : 0;

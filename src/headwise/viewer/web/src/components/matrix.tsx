@@ -1,8 +1,8 @@
 // The matrix of one head: a heat map with token labels, marginal bars, and a mark on the pointed cell.
 
-import { useSignal, type Signal } from "@preact/signals";
+import { useSignal, type ReadonlySignal, type Signal } from "@preact/signals";
 import type { JSX } from "preact";
-import { useEffect, useRef } from "preact/hooks";
+import { useEffect, useMemo, useRef } from "preact/hooks";
 import { drawBars, poolValues } from "../canvas/bars";
 import { themeVersion } from "../canvas/colors";
 import { format, t } from "../i18n";
@@ -21,10 +21,13 @@ const ZOOM = 4;
 
 export function Matrix(props: { item: Site; tile: TileState | null; marginals: Marginals | null; pointed: Signal<Pointed | null> }): JSX.Element {
   const { item, tile, marginals, pointed } = props;
-  const drag = useSignal<{ from: View; to: View } | null>(null);
+  const drag = useSignal<Drag>(null);
   const isLabelled = tile && tile.view.q1 - tile.view.q0 <= MAX_LABELS && tile.view.k1 - tile.view.k0 <= MAX_LABELS;
   const words = { queries: streamWords(item.queryStream), keys: streamWords(item.keyStream) };
-  const handlers = pointerHandlers(item, tile, pointed, drag);
+  const ignoresClick = useRef(false); // the click at the end of a drag
+  // the same object until the tile changes, so that hovering draws nothing anew
+  const image = useMemo(() => tile && { data: tile.weights, rows: tile.rows, columns: tile.columns, masked: tile.masked }, [tile]);
+  const handlers = pointerHandlers(item, tile, pointed, drag, ignoresClick);
   return (
     <div class={`matrix ${isLabelled ? "labelled" : ""}`}>
       <ViewBar item={item} tile={tile} />
@@ -32,12 +35,12 @@ export function Matrix(props: { item: Site; tile: TileState | null; marginals: M
       {isLabelled && <TokenLabels words={words.queries.slice(tile.view.q0, tile.view.q1)} kind="rows" />}
       <div class={`matrix-canvas ${tile?.isDraft ? "draft" : ""}`} tabIndex={0} role="application" aria-label={t("head.hint")} aria-busy={tile?.isDraft ?? true} {...handlers}>
         <Heatmap
-          image={tile && { data: tile.weights, rows: tile.rows, columns: tile.columns, masked: tile.masked }}
+          image={image}
           scale={scale.value}
           label={`${headName(selectedSite.value, selectedHead.value)}: ${t("inspector.size", { queries: item.numQueries, keys: item.numKeys })}`}
         />
-        {tile && pointed.value && <Crosshair view={tile.view} pointed={pointed.value} />}
-        {tile && drag.value && <Marked view={tile.view} part={spanned(drag.value)} />}
+        {tile && <Crosshair view={tile.view} cell={pointed} />}
+        {tile && <DraggedPart view={tile.view} drag={drag} />}
       </div>
       {tile && marginals && <MarginalBars side="rows" tile={tile} values={marginals[rowMarginal.value]} label={t(`head.${rowMarginal.value}`)} />}
       {tile && marginals && <MarginalBars side="columns" tile={tile} values={marginals.received} label={t("head.mass")} />}
@@ -100,7 +103,7 @@ function isSame(a: View | null, b: View | null): boolean {
 }
 
 /** Hover previews, click keeps, drag shows a part, double click looks closer, arrow keys walk. */
-function pointerHandlers(item: Site, tile: TileState | null, pointed: Signal<Pointed | null>, drag: Signal<{ from: View; to: View } | null>) {
+function pointerHandlers(item: Site, tile: TileState | null, pointed: Signal<Pointed | null>, drag: Signal<Drag>, ignoresClick: { current: boolean }) {
   const cellAt = (event: MouseEvent): View | null => {
     const canvas = (event.currentTarget as HTMLElement).querySelector("canvas");
     if (!canvas || !tile) return null;
@@ -123,13 +126,14 @@ function pointerHandlers(item: Site, tile: TileState | null, pointed: Signal<Poi
     const part = drag.value && spanned(drag.value);
     const isLong = drag.value && tile && dragLength(drag.value, tile) > DRAG_CELLS;
     drag.value = null;
+    ignoresClick.current = Boolean(isLong);
     if (!part || !isLong) return;
     moveView(item, { queries: part.q1 - part.q0, keys: part.k1 - part.k0 }, { query: (part.q0 + part.q1) / 2, key: (part.k0 + part.k1) / 2 });
     pointed.value = null;
   };
   const onClick = (event: MouseEvent) => {
     const cell = cellAt(event);
-    if (!cell || event.detail > 1) return;
+    if (!cell || event.detail > 1 || ignoresClick.current) return;
     const same = pointed.value?.locked && isSame(pointed.value, cell);
     pointed.value = same ? null : { ...cell, locked: true };
     selectedToken.value = same ? null : cell.q0;
@@ -185,8 +189,9 @@ function nextCell(item: Site, tile: TileState, last: Pointed | null, [down, righ
 }
 
 /** Marks the row and column of the pointed cell. */
-function Crosshair({ view, pointed }: { view: View; pointed: Pointed }): JSX.Element | null {
-  if (pointed.q0 < view.q0 || pointed.q0 >= view.q1 || pointed.k0 < view.k0 || pointed.k0 >= view.k1) return null;
+function Crosshair({ view, cell }: { view: View; cell: ReadonlySignal<Pointed | null> }): JSX.Element | null {
+  const pointed = cell.value;
+  if (!pointed || pointed.q0 < view.q0 || pointed.q0 >= view.q1 || pointed.k0 < view.k0 || pointed.k0 >= view.k1) return null;
   const { x, y, width, height } = percentBox(view, pointed);
   return (
     <svg class={`crosshair ${pointed.locked ? "locked" : ""}`} viewBox="0 0 100 100" preserveAspectRatio="none" aria-hidden="true">
@@ -197,10 +202,13 @@ function Crosshair({ view, pointed }: { view: View; pointed: Pointed }): JSX.Ele
   );
 }
 
-function Marked({ view, part }: { view: View; part: View }): JSX.Element {
+type Drag = { from: View; to: View } | null;
+
+function DraggedPart({ view, drag }: { view: View; drag: ReadonlySignal<Drag> }): JSX.Element | null {
+  if (!drag.value) return null;
   return (
     <svg class="crosshair locked" viewBox="0 0 100 100" preserveAspectRatio="none" aria-hidden="true">
-      <rect class="cell-mark" {...percentBox(view, part)} />
+      <rect class="cell-mark" {...percentBox(view, spanned(drag.value))} />
     </svg>
   );
 }
@@ -228,7 +236,7 @@ function TokenLabels({ words, kind }: { words: string[]; kind: "rows" | "columns
 function MarginalBars({ side, tile, values, label }: { side: "rows" | "columns"; tile: TileState; values: Float32Array; label: string }): JSX.Element {
   const canvas = useRef<HTMLCanvasElement>(null);
   const [first, last, cells] = side === "rows" ? [tile.view.q0, tile.view.q1, tile.rows] : [tile.view.k0, tile.view.k1, tile.columns];
-  const shown = poolValues(values, first, last, cells);
+  const shown = useMemo(() => poolValues(values, first, last, cells), [values, tile]);
   const most = shown.reduce((a, b) => Math.max(a, b), 0);
   const version = themeVersion.value;
   useEffect(() => {

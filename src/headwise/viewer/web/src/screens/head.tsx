@@ -1,6 +1,6 @@
 // Head: the weights of one head as a matrix, lines or arcs, with exact numbers on demand.
 
-import { useSignal } from "@preact/signals";
+import { useSignal, type ReadonlySignal } from "@preact/signals";
 import type { JSX } from "preact";
 import { ErrorNote, Panel, Ramp, Segmented, Select, TableButton } from "../components/basics";
 import { MAX_CELLS, useHeadData, type HeadData, type Pointed } from "../components/head_data";
@@ -27,7 +27,7 @@ export function HeadScreen(): JSX.Element {
       <Toolbar item={item} />
       {data.error.value && <ErrorNote {...data.error.value} />}
       <div class="head-lay">
-        <Panel footer={<CellFooter item={item} pointed={pointed.value} data={data} />}>
+        <Panel footer={<CellFooter item={item} pointed={pointed} data={data} />}>
           {showsTable.value ? (
             <StrongestPairs item={item} tile={data.tile.value} />
           ) : form !== "matrix" && tokens <= MAX_LINE_TOKENS ? (
@@ -41,8 +41,8 @@ export function HeadScreen(): JSX.Element {
         </Panel>
         <div class="stack">
           {(tokens > MAX_CELLS || matrixView.value) && <Minimap item={item} />}
-          {isImage && <PatchPanel item={item} row={data.row.value} />}
-          <RowPanel item={item} row={data.row.value} marginals={data.marginals.value} />
+          {isImage && <PatchPanel item={item} row={data.row} />}
+          <RowPanel item={item} row={data.row} marginals={data.marginals} />
           <OffsetProfile item={item} marginals={data.marginals.value} />
         </div>
       </div>
@@ -82,7 +82,8 @@ function Toolbar({ item }: { item: Site }): JSX.Element {
 }
 
 /** The ramp with its range, and the exact number of the pointed cell. */
-function CellFooter({ item, pointed, data }: { item: Site; pointed: Pointed | null; data: HeadData }): JSX.Element {
+function CellFooter({ item, pointed: cell, data }: { item: Site; pointed: ReadonlySignal<Pointed | null>; data: HeadData }): JSX.Element {
+  const pointed = cell.value;
   const tile = data.tile.value;
   return (
     <div class="row wrap between">
