@@ -14,6 +14,8 @@ import pytest
 
 from headwise.traces import trace_from_weights
 from headwise.viewer import bundled_sample
+from headwise.viewer.lab_actions import sweep_heads
+from headwise.viewer.model_worker import Job, JobProgress
 from headwise.viewer.open_model import AblatedHead, OpenModel
 from headwise.viewer.view import open_trace
 from support.large_traces import make_large_trace, make_table
@@ -49,10 +51,11 @@ HOVER = """async () => {
   const matrix = document.querySelector('.matrix-canvas'), area = matrix.getBoundingClientRect();
   const exact = document.querySelector('[data-testid=exact]'), times = [];
   for (let n = 1; n < 20; n++) {
-    const begin = performance.now();
+    const begin = performance.now(), last = exact.textContent;
     const at = { clientX: area.left + area.width * n / 42, clientY: area.top + area.height * n / 21, bubbles: true };
     matrix.dispatchEvent(new PointerEvent('pointermove', at));
-    const isOpen = () => !/\\d$/.test(exact.textContent) && performance.now() - begin < 5000;
+    const isNew = () => exact.textContent !== last && /\\d$/.test(exact.textContent);
+    const isOpen = () => !isNew() && performance.now() - begin < 5000;
     while (isOpen()) await new Promise((done) => setTimeout(done, 1));
     times.push(performance.now() - begin);
   }
@@ -365,3 +368,21 @@ def test_a_model_of_images_shows_its_weights_over_the_patches(page: Any):
         point(page, 0.5 / 17, 6.5 / 17)
         page.get_by_text("4 × 4 patches in reading order").wait_for()
         assert page.locator(".minimap canvas").count() == 1
+
+
+def test_the_importance_of_heads_is_computed_when_it_is_asked_for(page: Any):
+    opened = OpenModel(
+        bundled_sample.load_sample_trace(),
+        load_model=bundled_sample.load_sample_model,
+        table=bundled_sample.load_sample_table(),
+    )
+    with served(opened) as url:
+        open_map(page, url)
+        page.get_by_role("button", name="Importance").click()
+        page.get_by_text("importance, 0.00 to").wait_for(timeout=60_000)
+        changes = sweep_heads(opened, {}, JobProgress(Job("sweep", {})))["heads"]
+        most = max(changes, key=lambda change: change[2])
+        number = opened.heads.index((opened.site_name(most[0]), most[1]))
+        label = page.get_by_role("gridcell").nth(number).get_attribute("aria-label")
+        assert float(label.split()[-1]) == pytest.approx(most[2], rel=0.02)
+        assert page.get_by_label("colour").locator("option", has_text="importance").count() == 1

@@ -2,6 +2,7 @@
 
 import { useComputed } from "@preact/signals";
 import type { JSX } from "preact";
+import { measureImportance } from "../actions";
 import { Meter, Panel, Ramp, Segmented, Select, TableButton } from "../components/basics";
 import { Badge, classLetter, className, LETTERS } from "../components/class_badge";
 import { DataTable } from "../components/data_table";
@@ -9,16 +10,18 @@ import { classFilter, HeadGrid, meanName, type HeadItem } from "../components/he
 import { HeadScatter } from "../components/head_scatter";
 import { MeasurePrompt } from "../components/shell";
 import { format, t, type TextKey } from "../i18n";
-import { cellMode, classesOf, doc, firstHeads, headCount, headIndex, headName, measureOf, measures, scale, selectHead, showsTable, sites, sortHeads, stacks } from "../state";
+import { cellMode, classesOf, doc, firstHeads, headCount, headIndex, headName, measureOf, measures, scale, selectHead, showsTable, sites, sortHeads, source, stacks } from "../state";
 
 export function MapScreen(): JSX.Element {
   const heads = useComputed(listHeads);
   const table = measures.value;
+  const canSweep = source.isLive && table !== null && doc.value?.capabilities.ablate.possible === true;
   const modes: [string, string][] = [
     ["thumbnail", t("map.thumbnail")],
     ["class", t("map.class")],
-    ...["entropy", "sink", "importance"].filter((name) => table?.names.includes(name)).map((name): [string, string] => [name, name]),
+    ...["entropy", "sink"].filter((name) => table?.names.includes(name)).map((name): [string, string] => [name, name]),
   ];
+  if (canSweep || table?.names.includes("importance")) modes.push(["importance", t("map.importance")]);
   const others = (table?.names ?? []).filter((name) => !modes.some(([mode]) => mode === name));
   const title = table ? t("map.measuredOn", { count: headCount.value, texts: table.texts }) : t("map.heads", { count: headCount.value });
   if (!sites.value.length) return <p class="t3">{t("open.none")}</p>;
@@ -28,7 +31,7 @@ export function MapScreen(): JSX.Element {
         <h1>{t("map.title")}</h1>
         <span class="sm t3 hide-s">{title}</span>
         <span class="grow" />
-        <Segmented label={t("map.cells")} value={cellMode.value} options={modes} onChange={(mode) => (cellMode.value = mode)} />
+        <Segmented label={t("map.cells")} value={cellMode.value} options={modes} onChange={chooseMode} />
         {others.length > 0 && (
           <Select
             label={t("measure")}
@@ -69,6 +72,12 @@ export function MapScreen(): JSX.Element {
       )}
     </>
   );
+}
+
+/** Show a measure in the cells. The importance of the heads is computed when it is asked for first. */
+function chooseMode(mode: string): void {
+  cellMode.value = mode;
+  if (mode === "importance" && !measures.value?.names.includes(mode)) void measureImportance();
 }
 
 function GridPanel(): JSX.Element {
