@@ -51,6 +51,7 @@ export interface HeadData {
   row: Signal<ExactRow | null>;
   peak: Signal<Peak | null>;
   error: Signal<PageError | null>;
+  marginalsError: Signal<PageError | null>;
 }
 
 export function wholeView(item: Site): View {
@@ -82,7 +83,7 @@ export function cellSpan(tile: TileState, row: number, column: number): View {
 }
 
 export function useHeadData(pointed: ReadonlySignal<Pointed | null>): HeadData {
-  const data: HeadData = { tile: useSignal(null), marginals: useSignal(null), row: useSignal(null), peak: useSignal(null), error: useSignal(null) };
+  const data: HeadData = { tile: useSignal(null), marginals: useSignal(null), row: useSignal(null), peak: useSignal(null), error: useSignal(null), marginalsError: useSignal(null) };
   const tiles = useSignal(new Map<string, TileState>());
   const rows = useSignal(new Map<string, ExactRow>());
   const shownHead = useSignal(""); // the head whose tile has arrived: its marginals are computed after it
@@ -150,6 +151,7 @@ function useMarginals(data: HeadData, shownHead: Signal<string>): void {
   useSignalEffect(() => {
     if (shownHead.value !== `${revision()} ${headQuery()}`) {
       data.marginals.value = null;
+      data.marginalsError.value = null;
       return;
     }
     return load(
@@ -158,7 +160,7 @@ function useMarginals(data: HeadData, shownHead: Signal<string>): void {
         const read = (name: string) => arrays[name]!.data as Float32Array;
         data.marginals.value = { received: read("received"), entropy: read("entropy"), maximum: read("maximum"), byOffset: read("by_offset"), firstOffset: fields["first"] };
       },
-      () => (data.marginals.value = null),
+      (reason) => (data.marginalsError.value = reason),
     );
   });
 }

@@ -7,7 +7,7 @@ import { format, t } from "../i18n";
 import type { Site } from "../source";
 import { headIndex, lens, scale, thumbnails } from "../state";
 import { Heatmap, Panel } from "./basics";
-import { shownView, wholeView, type ExactRow, type Marginals } from "./head_data";
+import { shownView, wholeView, type ExactRow, type HeadData, type Marginals } from "./head_data";
 import { roundTicks } from "./head_scatter";
 import { moveView, percentBox, zoomView } from "./matrix";
 import { streamWords, visibleToken } from "./tokens";
@@ -108,44 +108,52 @@ export function RowPanel(props: { item: Site; row: ReadonlySignal<ExactRow | nul
 const PROFILE = { width: 320, height: 110, left: 36, base: 84, tall: 74, reach: 32 };
 
 /** Mean weight at each distance between query and key. */
-export function OffsetProfile({ item, marginals }: { item: Site; marginals: Marginals | null }): JSX.Element {
+export function OffsetProfile({ item, data }: { item: Site; data: HeadData }): JSX.Element {
+  const marginals = data.marginals.value;
+  const reason = data.marginalsError.value;
+  return (
+    <Panel title={t("head.offsets")}>
+      <div class="profile">{marginals ? <ProfileBars item={item} marginals={marginals} /> : <p class="t3">{reason ? `${reason.fact} ${reason.remedy}` : t("state.computing")}</p>}</div>
+    </Panel>
+  );
+}
+
+function ProfileBars({ item, marginals }: { item: Site; marginals: Marginals }): JSX.Element {
   const isSelf = item.queryStream === item.keyStream;
   const { width, height, left, base, tall } = PROFILE;
   const reach = Math.min(Math.max(item.numQueries, item.numKeys), PROFILE.reach);
-  const first = marginals?.firstOffset ?? 0;
-  const low = isSelf && marginals && !marginals.byOffset.subarray(0, -first).some((mean) => mean > 0) ? 0 : -reach;
+  const first = marginals.firstOffset;
+  const low = isSelf && !marginals.byOffset.subarray(0, -first).some((mean) => mean > 0) ? 0 : -reach;
   const shown: { offset: number; mean: number }[] = [];
-  for (let offset = low; offset <= reach; offset++) shown.push({ offset, mean: marginals?.byOffset[offset - first] ?? 0 });
+  for (let offset = low; offset <= reach; offset++) shown.push({ offset, mean: marginals.byOffset[offset - first] ?? 0 });
   const most = Math.max(...shown.map(({ mean }) => mean), 1e-9);
   const bar = (width - left - 4) / Math.max(shown.length, 1);
   return (
-    <Panel title={t("head.offsets")}>
-      <svg class="plot" viewBox={`0 0 ${width} ${height}`} role="img" aria-label={t("head.offsets")}>
-        {roundTicks(0, most, 2).map((tick) => (
-          <g key={tick}>
-            <line class="gridline" x1={left - 2} x2={width} y1={base - (tick / most) * tall} y2={base - (tick / most) * tall} />
-            <text class="tick" x={left - 6} y={base + 3 - (tick / most) * tall} text-anchor="end">
-              {format(tick)}
-            </text>
-          </g>
+    <svg class="plot" viewBox={`0 0 ${width} ${height}`} role="img" aria-label={t("head.offsets")}>
+      {roundTicks(0, most, 2).map((tick) => (
+        <g key={tick}>
+          <line class="gridline" x1={left - 2} x2={width} y1={base - (tick / most) * tall} y2={base - (tick / most) * tall} />
+          <text class="tick" x={left - 6} y={base + 3 - (tick / most) * tall} text-anchor="end">
+            {format(tick)}
+          </text>
+        </g>
+      ))}
+      {shown.map(({ offset, mean }, index) => (
+        <rect key={offset} class="bar-mark" x={left + index * bar} y={base - (mean / most) * tall} width={Math.max(bar - 1, 0.6)} height={(mean / most) * tall}>
+          <title>{`${offset}: ${format(mean)}`}</title>
+        </rect>
+      ))}
+      {shown
+        .filter(({ offset }) => offset % 8 === 0)
+        .map(({ offset }) => (
+          <text key={offset} class="tick" x={left + (shown.findIndex((item) => item.offset === offset) + 0.5) * bar} y="97" text-anchor="middle">
+            {offset}
+          </text>
         ))}
-        {shown.map(({ offset, mean }, index) => (
-          <rect key={offset} class="bar-mark" x={left + index * bar} y={base - (mean / most) * tall} width={Math.max(bar - 1, 0.6)} height={(mean / most) * tall}>
-            <title>{`${offset}: ${format(mean)}`}</title>
-          </rect>
-        ))}
-        {shown
-          .filter(({ offset }) => offset % 8 === 0)
-          .map(({ offset }) => (
-            <text key={offset} class="tick" x={left + (shown.findIndex((item) => item.offset === offset) + 0.5) * bar} y="97" text-anchor="middle">
-              {offset}
-            </text>
-          ))}
-        <text class="axis" x={width} y="109" text-anchor="end">
-          {t("head.offsetAxis")}
-        </text>
-      </svg>
-    </Panel>
+      <text class="axis" x={width} y="109" text-anchor="end">
+        {t("head.offsetAxis")}
+      </text>
+    </svg>
   );
 }
 

@@ -13,7 +13,7 @@ import { cellSpan, isPooled, shownView, wholeView, type Marginals, type Pointed,
 import { streamWords, visibleToken } from "./tokens";
 
 const MAX_LABELS = 64; // tokens on each side that are written out
-const CLOSE_LABELS = 32; // labels on each side that fit
+const LABEL_LINE = 14; // CSS pixels that a label needs
 const UPRIGHT_SIGNS = 1; // characters of a label that needs no turning
 const LEAST_SPAN = 8; // queries or keys that a view shows at least
 const DRAG_CELLS = 2; // cells that a drag crosses at least to choose a part
@@ -42,8 +42,8 @@ export function Matrix(props: { item: Site; tile: TileState | null; marginals: M
         {tile && <Crosshair view={tile.view} cell={pointed} />}
         {tile && <DraggedPart view={tile.view} drag={drag} />}
       </div>
-      {tile && marginals && <MarginalBars side="rows" tile={tile} values={marginals[rowMarginal.value]} label={t(`head.${rowMarginal.value}`)} />}
-      {tile && marginals && <MarginalBars side="columns" tile={tile} values={marginals.received} label={t("head.mass")} />}
+      <div class="marginal rows">{tile && marginals && <MarginalBars side="rows" tile={tile} values={marginals[rowMarginal.value]} label={t(`head.${rowMarginal.value}`)} />}</div>
+      <div class="marginal columns">{tile && marginals && <MarginalBars side="columns" tile={tile} values={marginals.received} label={t("head.mass")} />}</div>
     </div>
   );
 }
@@ -221,12 +221,19 @@ export function percentBox(view: View, part: View) {
 
 /** The tokens of a side; where they stand too close, only some of them. Short ones stay upright above their column. */
 function TokenLabels({ words, kind }: { words: string[]; kind: "rows" | "columns" }): JSX.Element {
-  const every = Math.ceil(words.length / CLOSE_LABELS);
+  const box = useRef<HTMLDivElement>(null);
+  const every = useSignal(1);
+  useEffect(() => {
+    const measure = () => (every.value = Math.ceil((words.length * LABEL_LINE) / Math.max((kind === "rows" ? box.current?.clientHeight : box.current?.clientWidth) ?? 0, 1)));
+    const watch = new ResizeObserver(measure);
+    watch.observe(box.current!);
+    return () => watch.disconnect();
+  }, [words.length, kind]);
   return (
-    <div class={`token-labels ${kind}`} aria-hidden="true">
+    <div class={`token-labels ${kind}`} aria-hidden="true" ref={box}>
       {words.map((word, index) => {
         const text = visibleToken(word);
-        return <span key={index}>{index % every === 0 && <span class={[...text].length <= UPRIGHT_SIGNS ? "upright" : ""}>{text}</span>}</span>;
+        return <span key={index}>{index % every.value === 0 && <span class={[...text].length <= UPRIGHT_SIGNS ? "upright" : ""}>{text}</span>}</span>;
       })}
     </div>
   );
@@ -244,9 +251,9 @@ function MarginalBars({ side, tile, values, label }: { side: "rows" | "columns";
   }, [values, tile, version]);
   const text = t("head.marginal", { name: label, most: format(most) });
   return (
-    <div class={`marginal ${side}`}>
+    <>
       <canvas ref={canvas} role="img" aria-label={text} title={text} width={1} height={1} />
       <span class="xs t3">{text}</span>
-    </div>
+    </>
   );
 }

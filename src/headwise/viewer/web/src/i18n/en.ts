@@ -202,6 +202,7 @@ export const en = {
   "job.queued": "waiting",
   "job.cancel": "Cancel",
   "state.loading": "Loading",
+  "state.computing": "Computing",
   "state.error": "Something went wrong",
   "state.retry": "Try again",
   "state.needsModel": "This needs the model. Start headwise view with it.",

@@ -204,6 +204,7 @@ export const zh: Record<TextKey, string> = {
   "job.queued": "排队中",
   "job.cancel": "取消",
   "state.loading": "加载中",
+  "state.computing": "正在计算",
   "state.error": "出错了",
   "state.retry": "重试",
   "state.needsModel": "这需要模型。请用模型启动 headwise view。",

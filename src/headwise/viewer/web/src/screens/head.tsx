@@ -43,7 +43,7 @@ export function HeadScreen(): JSX.Element {
           {(tokens > MAX_CELLS || matrixView.value) && <Minimap item={item} />}
           {isImage && <PatchPanel item={item} row={data.row} />}
           <RowPanel item={item} row={data.row} marginals={data.marginals} />
-          <OffsetProfile item={item} marginals={data.marginals.value} />
+          <OffsetProfile item={item} data={data} />
         </div>
       </div>
     </>
