@@ -15,6 +15,7 @@ from ..inspect.attention_sites import require_ability
 from ..inspect.hooks import SiteModule
 from ..inspect.model_inputs import get_streams, is_encoder_decoder
 from .annotated_examples import Example
+from .attention_sinks import mark_first_token_sinks
 from .head_metrics import HEAD_METRICS, HeadMetric
 from .head_table import HeadMeasures, HeadTable, Measure
 from .literature_metrics import get_metric
@@ -150,8 +151,9 @@ def measure_heads(
         for callback in callbacks:
             callback(site, band)
 
+    marked = mark_first_token_sinks(model, sites, streams, examples)
     count = 0
-    for count, example in enumerate(examples, 1):
+    for count, example in enumerate(marked.examples, 1):
         for collector in collectors:
             collector.start_example(example)
         stream_weight_bands(model, sites, example, streams, on_band)
@@ -163,7 +165,7 @@ def measure_heads(
     resamples = draw_resamples(count, options.num_resamples, options.seed)
     collected = [collector.measures(resamples) for collector in collectors]
     heads = [_with_measures(head, collected) for site in sites for head in _site_heads(site, metric_sums, resamples)]
-    return HeadTable(name or type(model).__name__, f"{count} texts", tuple(heads))
+    return HeadTable(name or type(model).__name__, f"{count} texts", tuple(heads), marked.notes)
 
 
 def _with_measures(

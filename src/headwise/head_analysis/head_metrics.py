@@ -94,7 +94,7 @@ def distance_sums(band: WeightBand) -> SumAndCount:
 
 
 def sink_sums(band: WeightBand) -> SumAndCount:
-    """Weight on the first token, on special tokens and on a learned sink."""
+    """Weight on special tokens, on a learned sink, and on the first token if it is a sink."""
     return mean_over_rows(1 - band.non_sink_weight, band.has_keys)
 
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ..inspect.attention_sites import require_ability
 from ..inspect.model_inputs import get_streams, is_encoder_decoder
 from .annotated_examples import Example
+from .attention_sinks import mark_first_token_sinks
 from .head_similarity import (
     CKA_ESTIMATORS,
     SMOOTHING_METHODS,
@@ -472,8 +473,9 @@ def measure_redundancy(
     streams = {module.site.name: get_streams(module.site, is_encoder_decoder(model)) for module in sites}
     sampling = RowSampling(options.rows_per_text, options.seed)
     sums, reservoirs = dict[StreamPair, _RedundancySums](), dict[str, OutputReservoir]()
+    marked = mark_first_token_sinks(model, sites, streams, examples)
     reasons, count = dict[str, str](), 0
-    for index, example in enumerate(examples):
+    for index, example in enumerate(marked.examples):
         count = index + 1
         groups, unsupported = sample_rows(model, sites, example, streams, sampling, index)
         reasons |= unsupported
@@ -495,7 +497,7 @@ def measure_redundancy(
     if not comparisons:
         details = "".join(f"; {site}: {reason}" for site, reason in reasons.items())
         raise ValueError(f"cannot compare heads: no two of them have the same queries and keys{details}")
-    notes = tuple(f"{site} is left out: {reason}" for site, reason in reasons.items())
+    notes = (*marked.notes, *(f"{site} is left out: {reason}" for site, reason in reasons.items()))
     return RedundancyResult(name or type(model).__name__, count, comparisons, notes)
 
 

@@ -65,6 +65,71 @@ def confidence_interval(values: Array, confidence: float = CONFIDENCE) -> tuple[
     return low, high
 
 
+# --- Tests of a ratio against its chance level ---------------------------------------------------------
+
+
+def student_t_tail(t: Array, df: int) -> Array:
+    """Probability that a variable with Student's t distribution of `df` degrees of freedom exceeds each `t`.
+
+    The finite sums are 26.7.3 and 26.7.4 of Abramowitz and Stegun (1964).
+
+    >>> (
+    ...     student_t_tail(np.array([0.0, 12.706]), 1).round(4).tolist(),
+    ...     student_t_tail(np.array([4.303]), 2).round(4).tolist(),
+    ... )
+    ([0.5, 0.025], [0.025])
+    """
+    theta = np.arctan(np.abs(t) / math.sqrt(df))
+    cosine, sine = np.cos(theta), np.sin(theta)
+    is_odd = df % 2
+    term = cosine if is_odd else np.ones_like(cosine)
+    total = np.zeros_like(cosine)
+    for k in range(1 + is_odd, df, 2):
+        total = total + term
+        term = term * cosine**2 * k / (k + 1)
+    within = 2 / math.pi * (theta + sine * total) if is_odd else sine * total
+    tail = np.clip((1 - within) / 2, 0, 1)
+    return np.where(t >= 0, tail, 1 - tail)
+
+
+def excess_p_values(observed: tuple[Array, Array], baseline: tuple[Array, Array]) -> Array:
+    """One-sided p-values that a ratio of sums exceeds the ratio of a baseline, [columns].
+
+    `observed` and `baseline` are sums and counts, [texts, columns] each or arrays that broadcast to it. The test is a
+    t-test of the linearised contributions of the texts to the two ratios (Cochran 1977, 6.4). Texts without any count
+    are left out; p is NaN if fewer than two are left.
+
+    >>> sums, counts = np.array([[3.0], [4.0], [5.0]]), np.full((3, 1), 10.0)
+    >>> round(float(excess_p_values((sums, counts), (np.ones((3, 1)), counts))[0]), 4)
+    0.0175
+    """
+    shape = np.broadcast_shapes(*(array.shape for array in (*observed, *baseline)))
+    sums, counts, base_sums, base_counts = (np.broadcast_to(array, shape) for array in (*observed, *baseline))
+    p = np.full(shape[1], math.nan)
+    has_rows = (counts > 0) & (base_counts > 0)
+    for rows in np.unique(has_rows, axis=1).T:  # columns that count the same texts share their degrees of freedom
+        num_texts, columns = int(rows.sum()), (has_rows == rows[:, None]).all(0)
+        if num_texts < 2:
+            continue
+        own = _ratio_contributions(sums[rows][:, columns], counts[rows][:, columns])
+        base = _ratio_contributions(base_sums[rows][:, columns], base_counts[rows][:, columns])
+        excess, residuals = own[0] - base[0], own[1] - base[1]
+        error = np.sqrt((residuals**2).sum(0) / (num_texts * (num_texts - 1)))
+        # Texts that agree exactly leave no error: the excess is then certain if it is more than rounding.
+        is_exact = error <= COMPARISON_TOLERANCE
+        t = np.where(
+            is_exact, np.where(excess > COMPARISON_TOLERANCE, np.inf, -np.inf), excess / np.where(is_exact, 1, error)
+        )
+        p[columns] = student_t_tail(t, num_texts - 1)
+    return p
+
+
+def _ratio_contributions(sums: Array, counts: Array) -> tuple[Array, Array]:
+    """The ratio of total sum to total count, and each text's residual from it over the mean count."""
+    ratio = sums.sum(0) / counts.sum(0)
+    return ratio, (sums - ratio * counts) / counts.mean(0)
+
+
 # --- Bootstrap in bounded memory -----------------------------------------------------------------------
 
 MAX_FOLDS = 64

@@ -306,6 +306,7 @@ def merge_annotations(annotations: TokenAnnotations) -> TokenAnnotations:
         _any_by_word(annotations.is_punctuation, word_of_token, count),
         annotations.word_index.new_zeros(count).scatter_(0, word_of_token, annotations.word_index),
         frequency,
+        annotations.first_is_sink,
     )
 
 
