@@ -61,7 +61,7 @@ def test_one_command_reports_the_heads_of_a_model(
     for head in told["heads"]:
         assert set(head) == {"stack", "kind", "layer", "head", "kv", "measures", "classes"}
         for one in head["measures"].values():
-            assert set(one) == {"value", "low", "high", "chance"}
+            assert set(one) == {"value", "low", "high", "chance", "rows", "p"}
         entropy = head["measures"]["entropy"]
         assert 0 <= entropy["low"] <= entropy["value"] <= entropy["high"]
         assert entropy["value"] <= entropy["chance"] + 1e-6

@@ -256,11 +256,13 @@ def _relation_measures(sums: Array, num_baselines: int, resamples: Array, num_de
     resampled = resampled_ratios(sums[:, :-1], counts, resamples)
     chance = values[-num_baselines:].max()
     margins = resampled[:, :-num_baselines] - resampled[:, -num_baselines:].max(1, keepdims=True)
-    half_widths = num_deviations * np.nanstd(margins, 0, ddof=1)
-    return [
-        Measure(float(value), float(value - half), float(value + half), float(chance))
-        for value, half in zip(values[:-num_baselines], half_widths, strict=True)
-    ]
+    deviations = np.nanstd(margins, 0, ddof=1)
+    measures: list[Measure] = []
+    for value, deviation in zip(values[:-num_baselines].tolist(), deviations.tolist(), strict=True):
+        half = num_deviations * deviation
+        p = NormalDist().cdf((chance - value) / deviation) if deviation > 0 else float(value <= chance)
+        measures.append(Measure(value, value - half, value + half, float(chance), float(counts.sum()), p))
+    return measures
 
 
 # --- A probe on the attention weights of all heads -----------------------------------------------------
