@@ -152,7 +152,8 @@ class MeanIntervals(NamedTuple):
 class FoldedSums:
     """Sums and row counts in at most `MAX_FOLDS` folds, which bound the memory of a bootstrap.
 
-    Text n goes to fold n modulo `MAX_FOLDS`; with fewer texts, every text is a fold of its own.
+    Text n goes to fold n modulo `MAX_FOLDS`; with fewer texts, every text is a fold of its own. A count is a number, or
+    an array of the shape of the sums; the mean of what was never counted is NaN.
 
     >>> folds = FoldedSums()
     >>> for number in range(3):
@@ -163,41 +164,46 @@ class FoldedSums:
 
     def __init__(self) -> None:
         self._sums: list[Array] = []
-        self._counts: list[float] = []
+        self._counts: list[Array] = []
 
-    def add(self, text_index: int, sums: Array, count: float) -> None:
+    def add(self, text_index: int, sums: Array, count: float | Array) -> None:
         """Add the sums of one text over `count` rows."""
+        count = np.asarray(count, dtype=np.float64)
         fold = text_index % MAX_FOLDS
         if fold < len(self._sums):
             self._sums[fold] = self._sums[fold] + sums
-            self._counts[fold] += count
+            self._counts[fold] = self._counts[fold] + count
         else:
             self._sums.append(sums)
             self._counts.append(count)
 
     @property
-    def count(self) -> float:
+    def count(self) -> Array:
         """Number of rows added so far."""
-        return sum(self._counts)
+        return np.sum(self._counts, 0)
 
     @property
     def mean(self) -> Array:
         """Total sum over the number of rows."""
-        return np.sum(self._sums, 0) / self.count
+        return ratio_of_sums(np.stack(self._sums), self._stack_counts())
 
     def mean_intervals(self, num_resamples: int, seed: int) -> MeanIntervals:
         """Means with 95 % intervals from resampled folds; NaN intervals if there is only one fold."""
-        shape = self._sums[0].shape
-        flat, counts = np.stack(self._sums).reshape(len(self._sums), -1), np.array(self._counts)
+        shape, folds = self._sums[0].shape, len(self._sums)
+        flat, counts = np.stack(self._sums).reshape(folds, -1), self._stack_counts().reshape(folds, -1)
         low, high = np.full(flat.shape[1], np.nan), np.full(flat.shape[1], np.nan)
-        if len(flat) > 1:
-            resamples = draw_resamples(len(flat), num_resamples, seed)
-            row_counts = resamples @ counts
-            resamples, row_counts = resamples[row_counts > 0], row_counts[row_counts > 0]
+        if folds > 1:
+            resamples = draw_resamples(folds, num_resamples, seed)
             for start in range(0, flat.shape[1], COLUMNS_PER_CHUNK):
                 columns = slice(start, start + COLUMNS_PER_CHUNK)
-                low[columns], high[columns] = confidence_interval(resamples @ flat[:, columns] / row_counts[:, None])
+                ratios = resampled_ratios(flat[:, columns], counts[:, columns], resamples)
+                low[columns], high[columns] = confidence_interval(ratios)
         return MeanIntervals(self.mean, low.reshape(shape), high.reshape(shape))
+
+    def _stack_counts(self) -> Array:
+        """Counts of every fold, in the shape of the sums."""
+        shape = self._sums[0].shape
+        return np.stack([np.broadcast_to(count, shape) for count in self._counts])
 
 
 # --- Sign-flip tests and corrections for multiple tests ------------------------------------------------
