@@ -76,7 +76,7 @@ def test_induction_of_repeated_rows_by_hand(parts: Any, tiny: Any):
     """A row of the second half may read one token behind its like; a head that reads all alike has 1 of t."""
     net, scenes = net_of(tiny), parts.measures.repeated_scenes(270, 16, 3, 0)
     table = measure_heads(net, scenes, options=MeasureOptions(("induction",)))
-    by_hand = sum(1 / at for at in range(8, 16)) / 8  # at 8..15, of the keys 1..at: the first is a sink
+    by_hand = sum(1 / (at + 1) for at in range(8, 16)) / 8  # at 8..15, of the keys 0..at: no head has a sink
     assert math.isclose(table.heads[0].measures["induction"].chance, by_hand, rel_tol=1e-6)
 
 

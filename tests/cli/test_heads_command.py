@@ -56,11 +56,12 @@ def test_one_command_reports_the_heads_of_a_model(
     sites = hw.sites(hw.load(folders[name]))
     assert len(told["heads"]) == sum(site.q for site in sites)
     assert told["data"] == "3 texts"
-    assert told["notes"] == ["empty lines: 1"]
+    assert told["notes"][-1] == "empty lines: 1"
+    assert all("first token" in note for note in told["notes"][:-1])
     for head in told["heads"]:
         assert set(head) == {"stack", "kind", "layer", "head", "kv", "measures", "classes"}
         for one in head["measures"].values():
-            assert set(one) == {"value", "low", "high", "chance"}
+            assert set(one) == {"value", "low", "high", "chance", "rows", "p"}
         entropy = head["measures"]["entropy"]
         assert 0 <= entropy["low"] <= entropy["value"] <= entropy["high"]
         assert entropy["value"] <= entropy["chance"] + 1e-6

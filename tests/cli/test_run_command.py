@@ -176,7 +176,7 @@ def test_a_json_document_holds_all_outputs(run: Run, translator: Path):
 
 def test_translations_are_scored(run: Run, translator: Path, tmp_path: Path):
     references, short = tmp_path / "ref.txt", ["--max-new-tokens", 9]
-    wanted = [said(translator, LINES[0]), "something else", "3 May 1999"]
+    wanted = [said(translator, LINES[0]), "something else of five words", "3 May 1999"]
     references.write_text("\n".join([*wanted, ""]))
     lines = [LINES[0], "", LINES[2]]
     answers = [said(translator, LINES[0]), "", said(translator, LINES[2])]

@@ -215,6 +215,17 @@ def test_answers_are_scored_against_the_text_itself(path: str):
         task.score([[2]], made(path, "packed").batch(0, 1))
 
 
+def test_scores_of_a_script_without_spaces_and_of_single_words():
+    wanted, told = ["一个男人在街上走路。", "他来了。"], ["一个男人在路上走路。", "他来了。"]
+    found = score_translations(told, wanted)
+    assert "tok:zh" in found.bleu_signature
+    assert found.bleu == score_translations(told, wanted, "zh").bleu
+    assert "tok:char" in score_translations(["男の人が歩く"], ["男の人が歩いている"]).bleu_signature
+    words = score_translations(["yes", "no"], ["yes", "yes"])
+    assert words.bleu is None
+    assert words.chrf > 0
+
+
 def test_published_scores_are_those_of_sacrebleu(monkeypatch: pytest.MonkeyPatch):
     told, wanted = ["the cat sat on a mat", "who is there"], ["the cat sat on the mat", "who is there?"]
     found = score_translations(told, wanted)

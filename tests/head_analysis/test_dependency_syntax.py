@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from headwise.head_analysis.annotated_examples import Example, TokenAnnotations
-from headwise.head_analysis.dependency_syntax import DependencyScores, is_relation_measure
+from headwise.head_analysis.dependency_syntax import DependencyScores, _relation_measures, is_relation_measure
 from headwise.head_analysis.resampling import draw_resamples
 from headwise.head_analysis.weight_bands import WeightBand, WordBandMerger
 from support import attention_maps as maps
@@ -126,7 +126,8 @@ def test_arcs_are_counted_one_by_one(convention: str, kind: str, by_hand, step: 
             one = measures[SITE, head][f"syntactic {relation} to {towards}"]
             assert one.value == pytest.approx(share[head])
             assert one.chance == pytest.approx(share[maps.HEADS :].max())
-            assert (one.low, one.high) == pytest.approx((share[head] - far[head], share[head] + far[head]))
+            ends = max(0.0, share[head] - far[head]), min(1.0, share[head] + far[head])
+            assert (one.low, one.high) == pytest.approx(ends)
 
 
 def test_a_head_that_follows_a_relation_is_above_and_one_at_an_offset_is_not():
@@ -200,3 +201,15 @@ def test_unknown_words_are_refused():
         DependencyScores(convention="clarke")
     with pytest.raises(ValueError, match="unknown stream='sourse'; use one of text"):
         DependencyScores(stream="sourse").start_example(scene(block, arcs))
+
+
+def test_the_interval_of_a_share_is_between_0_and_1():
+    """Few texts, a share of 1: a normal interval would reach beyond it."""
+    draw = np.random.default_rng(0)
+    counts = np.full((6, 1), 4.0)
+    sums = np.concatenate([np.full((6, 1), 4.0), draw.integers(0, 3, (6, 2)), counts], 1)
+    measures = _relation_measures(sums.astype(float), 2, draw_resamples(6, 200, 0), 4.0)
+    assert [one.value for one in measures] == [1.0]
+    assert measures[0].high == 1
+    assert 0 <= measures[0].low < 1
+    assert measures[0].rows == 24

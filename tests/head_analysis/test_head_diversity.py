@@ -14,7 +14,7 @@ from torch import Tensor
 
 import headwise as hw
 from headwise.head_analysis.head_redundancy import DiversitySums, RedundancyOptions, find_outliers, measure_redundancy
-from headwise.head_analysis.head_similarity import HeadLocation, SampledRows, generalised_jensen_shannon
+from headwise.head_analysis.head_similarity import HeadLocation, NonSinkRows, spread_of_sets
 from headwise.head_analysis.rank_analysis import (
     ForwardVariant,
     measure_rank_collapse,
@@ -25,7 +25,6 @@ from headwise.masking.patterns import Causal, Full
 from support.number_examples import make_examples, small_gpt2
 
 Array = NDArray[np.float64]
-PAIR = ("text", "text")
 
 
 def heads(layers: int, each: int) -> tuple[HeadLocation, ...]:
@@ -39,8 +38,8 @@ def drawn(count: int, seed: int, rows: int = 3, keys: int = 7, sharp: float = 2.
     return (sharp * torch.randn(count, rows, keys, generator=draw)).softmax(-1)
 
 
-def rows_of(weights: Tensor, who: tuple[HeadLocation, ...]) -> SampledRows:
-    return SampledRows(PAIR, who, weights, torch.ones(*weights.shape[:2], weights.shape[2] - 1, dtype=torch.bool))
+def rows_of(weights: Tensor) -> NonSinkRows:
+    return NonSinkRows(weights, torch.ones(weights.shape[:2], dtype=torch.bool))
 
 
 def spread(weights: Array) -> float:
@@ -63,7 +62,7 @@ def test_the_spread_as_it_is_defined_of_layers_of_several_sizes():
     weights = drawn(7, 0)
     who = (*heads(1, 4), *(HeadLocation("decoder.1.attention", 1, head) for head in range(3)))
     adding = DiversitySums(who, 9, 0)
-    adding.add(0, rows_of(weights, who))
+    adding.add(0, rows_of(weights))
     found = adding.layer_diversities(10, 0)
     told = weights.double().numpy()
     assert [one.spread.value for one in found] == pytest.approx([spread(told[:4]), spread(told[4:])], abs=1e-6)
@@ -75,16 +74,29 @@ def test_the_least_and_the_most_that_heads_spread():
     alike[..., 0] = 1
     apart[torch.arange(4), :, torch.arange(4)] = 1
     both = torch.cat([alike, apart])
-    sums = generalised_jensen_shannon(both, torch.eye(2).repeat_interleave(4, 1) / 4)
-    assert (sums / 2 / math.log(4)).tolist() == pytest.approx([0, 1], abs=1e-6)
+    sums, counts = spread_of_sets(both, torch.eye(2).repeat_interleave(4, 1), torch.ones(8, 2))
+    assert (sums / counts).tolist() == pytest.approx([0, 1], abs=1e-6)
+
+
+def test_the_spread_of_a_row_is_that_of_the_heads_that_count_it():
+    weights = drawn(6, 3, rows=5)
+    counted = torch.rand(6, 5, generator=torch.Generator().manual_seed(2)) < 0.6
+    sets = torch.tensor([[1.0, 1, 1, 0, 0, 0], [0, 1, 0, 1, 1, 1]])
+    sums, counts = spread_of_sets(weights * counted[..., None], sets, counted)
+    told = weights.double().numpy()
+    for n, members in enumerate(([0, 1, 2], [1, 3, 4, 5])):
+        by_row = [[head for head in members if counted[head, row]] for row in range(5)]
+        wanted = [spread(told[heads][:, [row]]) for row, heads in enumerate(by_row) if len(heads) > 1]
+        assert counts[n] == len(wanted)
+        assert float(sums[n]) == pytest.approx(sum(wanted), abs=1e-5)
 
 
 def test_text_by_text_is_all_at_once():
     who, texts = heads(2, 3), [drawn(6, seed, rows=2 + seed) for seed in range(4)]
     apart, whole = DiversitySums(who, 9, 0), DiversitySums(who, 9, 0)
     for number, weights in enumerate(texts):
-        apart.add(number, rows_of(weights, who))
-    whole.add(0, rows_of(torch.cat(texts, 1), who))
+        apart.add(number, rows_of(weights))
+    whole.add(0, rows_of(torch.cat(texts, 1)))
     one, other = apart.layer_diversities(10, 0), whole.layer_diversities(10, 0)
     assert [a.spread.value for a in one] == pytest.approx([b.spread.value for b in other])
     assert [a.spread.chance for a in one] == pytest.approx([b.spread.chance for b in other])
@@ -94,7 +106,7 @@ def test_permuted_heads_give_a_calibrated_null():
     who, least, chances = heads(3, 4), [], []
     for trial in range(80):
         adding = DiversitySums(who, 39, trial)
-        adding.add(0, rows_of(drawn(12, trial), who))
+        adding.add(0, rows_of(drawn(12, trial)))
         found = adding.layer_diversities(2, 0)
         least.append(min(one.p for one in found))
         chances += [one.spread.value - one.spread.chance for one in found]
@@ -106,7 +118,7 @@ def test_a_layer_whose_heads_are_alike_is_found():
     who, weights = heads(5, 6), drawn(30, 1, rows=20, sharp=4.0)
     weights[6:12] = weights[6] * 0.9 + weights[6:12] * 0.1
     adding = DiversitySums(who, 99, 0)
-    adding.add(0, rows_of(weights, who))
+    adding.add(0, rows_of(weights))
     found = adding.layer_diversities(2, 0)
     assert found[1].p < 0.05
     assert found[1].spread.value < 0.5 * found[1].spread.chance
@@ -116,7 +128,7 @@ def test_a_layer_whose_heads_are_alike_is_found():
 def test_a_single_head_or_a_single_layer_has_no_chance():
     for who in (heads(1, 3), heads(3, 1)):
         adding = DiversitySums(who, 9, 0)
-        adding.add(0, rows_of(drawn(3, 0), who))
+        adding.add(0, rows_of(drawn(3, 0)))
         found = adding.layer_diversities(2, 0)
         assert all(math.isnan(one.p) for one in found)
         assert found[0].data["p"] is None

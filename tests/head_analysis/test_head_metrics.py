@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from headwise.head_analysis.head_measurement import UNIFORM, MeasureOptions, MetricSums, measure_heads
+from headwise.head_analysis.head_measurement import CHANCE, MeasureOptions, MetricSums, measure_heads
 from headwise.head_analysis.head_metrics import (
     HEAD_METRICS,
     MASS_TOLERANCE,
     MAX_DISTANCE,
     MAX_OFFSET,
+    random_breadth_sums,
     variance_explained_by_offset,
 )
 from headwise.head_analysis.literature_metrics import ALL_METRICS, CLARK_METRICS, LITERATURE_METRICS, VOITA_METRICS
@@ -69,7 +70,7 @@ def flagged(flags: torch.Tensor) -> list[int]:
 
 
 def sinks(row: Row) -> list[int]:
-    return sorted({0, *flagged(row.told.is_special), *flagged(row.told.is_separator)})
+    return sorted({*[0][: row.told.first_is_sink], *flagged(row.told.is_special), *flagged(row.told.is_separator)})
 
 
 def alive(value: Callable[[Row], float]) -> Callable[[Row], tuple[float, int]]:
@@ -116,7 +117,7 @@ def offsets(row: Row) -> np.ndarray:
 
 ROWS: dict[str, Callable[[Row], tuple[float, int]]] = {
     "entropy": alive(nats),
-    "breadth": alive(lambda row: math.exp(nats(row)) / len(row.may_read)),
+    "breadth": lambda row: (math.exp(nats(row)) / len(row.may_read), 1) if len(row.may_read) > 1 else (0.0, 0),
     "confidence": alive(lambda row: max(row.w)),
     "distance": alive(lambda row: sum(w * abs(s - row.t) for s, w in enumerate(row.w))),
     "sink": alive(lambda row: 1 - sum(w for s, w in enumerate(row.w) if s not in sinks(row))),
@@ -155,7 +156,7 @@ def own(block: WeightBand, name: str) -> WeightBand:
 def test_sums_and_numbers_are_those_of_every_row(name: str, kind: str, seed: int):
     block = maps.weight_map(kind, seed)
     sums, numbers = HEAD_METRICS[name].compute_sums(own(block, name))
-    entry = {"entropy": 0, "breadth": 1, "support50": 0, "support90": 1, "support95": 2}.get(name)
+    entry = {"support50": 0, "support90": 1, "support95": 2}.get(name)
     if entry is not None:
         sums, numbers = sums[:, entry], numbers[:, entry]
     for head in range(maps.HEADS):
@@ -237,7 +238,7 @@ def added(names: tuple[str, ...], whole: WeightBand, step: int, by: str = "token
 def test_bands_of_any_size_add_up_to_one(kind: str, by: str):
     block = maps.weight_map(kind, 7, count=23)
     once = added(tuple(ALL_METRICS), block, 23, by)
-    assert set(once) == {("site", name, which) for name in ALL_METRICS for which in ("own", UNIFORM)}
+    assert set(once) == {("site", name, which) for name in ALL_METRICS for which in ("own", CHANCE)}
     for step in (1, 3, 5):
         again = added(tuple(ALL_METRICS), block, step, by)
         for key, (sums, numbers) in once.items():
@@ -292,8 +293,6 @@ def test_between_two_texts_there_is_no_distance():
     assert names == {name for name, one in ALL_METRICS.items() if not one.self_attention_only}
     for name in ("entropy", "sink", "punctuation", "rare"):
         sums, numbers = HEAD_METRICS[name].compute_sums(own(block, name))
-        if name == "entropy":
-            sums, numbers = sums[:, 0], numbers[:, 0]
         for head in range(maps.HEADS):
             told = [ROWS[name](row) for row in rows_of(block, name, head)]
             assert float(numbers[head]) == sum(n for _, n in told)
@@ -427,3 +426,21 @@ def test_unknown_statistics_are_named():
     with pytest.raises(ValueError, match="unknown metric 'sinc'; did you mean 'sink'"):
         measure_heads(torch.nn.MultiheadAttention(4, 2).eval(), [], options=MeasureOptions(("sinc",)))
     assert not set(LITERATURE_METRICS) & set(HEAD_METRICS)
+
+
+@pytest.mark.parametrize("count", [2, 3, 7, 40])
+def test_chance_of_breadth_is_that_of_weights_drawn_from_all_distributions(count: int):
+    weights = np.random.default_rng(count).exponential(size=(40_000, count))
+    weights /= weights.sum(1, keepdims=True)  # a flat Dirichlet distribution
+    mean_entropy = -(weights * np.log(weights)).sum(1).mean()
+    assert mean_entropy == pytest.approx(sum(1 / n for n in range(2, count + 1)), rel=0.01)
+    allowed = torch.ones(1, count, dtype=torch.bool)
+    block = replace(maps.weight_map("full", 0), w_HTS=torch.full((1, 1, count), 1 / count), allowed=allowed)
+    sums, numbers = random_breadth_sums(block)
+    assert (float(sums), float(numbers)) == (pytest.approx(math.exp(mean_entropy) / count, rel=0.01), 1)
+
+
+def test_a_row_with_a_single_key_has_no_breadth():
+    block = replace(maps.weight_map("full", 0), w_HTS=torch.ones(1, 1, 1), allowed=torch.ones(1, 1, dtype=torch.bool))
+    for sums in (HEAD_METRICS["breadth"].compute_sums, random_breadth_sums):
+        assert float(sums(block)[1]) == 0

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 import headwise as hw
 from headwise.data import make_task
-from headwise.data.translation import score_translations
+from headwise.data.translation import make_bleu, score_translations
 from headwise.head_analysis.annotated_examples import Example
 from headwise.head_analysis.objectives import MaskedTokenLoss, OutputDrift
 from headwise.head_analysis.resampling import draw_resamples
@@ -24,12 +24,14 @@ from headwise.surgery.verification.quality_metrics import (
     BOOTSTRAP_SEED,
     SCORING_BATCH_SIZE,
     IntervalEstimate,
+    MetricRow,
     TextCounts,
     TranslationPair,
     _bootstrap_bleu,
     build_metric_row,
     compare_task_scores,
-    describe_significance,
+    compare_translated_texts,
+    describe_change,
     measure_quality,
 )
 from support.pruned_models import KEEP, KINDS, build_model, make_examples, make_model_spec
@@ -90,8 +92,39 @@ def test_a_difference_has_the_same_texts_drawn_of_both():
     row = build_metric_row("loss", "loss", (after, before))
     assert row.change == pytest.approx((0.5, 0.5, 0.5))
     assert row.before.high - row.before.low > 1  # each alone is uncertain, their difference is not
-    assert describe_significance(row.change) == "more"
-    assert describe_significance(IntervalEstimate(-0.1, -0.2, -0.05)) == "less"
+    assert describe_change(row) == "worse"
+    assert describe_change(row._replace(better="higher")) == "better"
+    assert describe_change(row._replace(change=None)) == "not compared"
+
+
+def estimate(value: float) -> IntervalEstimate:
+    return IntervalEstimate(value, value, value)
+
+
+@pytest.mark.parametrize(("before", "after", "change", "verdict"), [
+    (69.0, 0.0, (-69.0, -100.0, 0.0), "undecided, too few texts"),
+    (69.0, 0.0, (-69.0, -90.0, -40.0), "worse"),
+    (69.0, 68.0, (-1.0, -4.0, 2.0), "no difference shown"),
+    (69.0, 68.0, (-1.0, -9.0, 2.0), "undecided, too few texts"),
+    (0.0, 0.0, (0.0, 0.0, 0.0), "no difference shown"),
+    (0.0, 0.4, (0.4, 0.0, 0.8), "undecided, too few texts"),
+    (math.nan, 0.4, (math.nan,) * 3, "not compared"),
+])  # fmt: skip
+def test_no_difference_is_shown_by_narrow_intervals_alone(
+    before: float, after: float, change: tuple[float, float, float], verdict: str
+):
+    row = MetricRow("BLEU", "higher", estimate(after), estimate(before), IntervalEstimate(*change))
+    assert describe_change(row) == verdict
+
+
+@pytest.mark.parametrize("count", [2, 3, 5, 9])
+def test_a_fall_to_nothing_is_never_no_difference(count: int):
+    """Half of the texts are right before, none is after: at any number of texts."""
+    right = [TextCounts({"exact_match": float(n % 2)}, 1) for n in range(count)]
+    none = [TextCounts({"exact_match": 0.0}, 1) for _ in range(count)]
+    row = build_metric_row("exact_match", "exact_match", (none, right))
+    assert row.change is not None
+    assert describe_change(row) == ("worse" if row.change.high < 0 else "undecided, too few texts")
 
 
 def test_masked_tokens_are_predicted_one_at_a_time():
@@ -181,13 +214,40 @@ def test_numbers_that_are_not_finite_are_refused():
 def test_bleu_is_that_of_sacrebleu_and_its_draws_those_of_corpora():
     said = ["the cat sat on the mat", "a dog ran in the big park", "he likes green tea very much", "it is a cold day"]
     wanted = ["the cat sat on a mat", "a dog ran in the park", "she likes black tea very much", "it was a cold day"]
-    pairs = [TranslationPair((), one) for one in wanted]
     draws = draw_resamples(4, 5, 0)
-    found = _bootstrap_bleu(said, pairs, draws)
+    found = _bootstrap_bleu(make_bleu("13a", effective_order=True), said, wanted, draws)
     assert found[0] == pytest.approx(score_translations(said, wanted).bleu)
     for times, one in zip(draws.astype(int), found[1:], strict=True):
         some = [n for n in range(4) for _ in range(times[n])]
         assert one == pytest.approx(score_translations([said[n] for n in some], [wanted[n] for n in some]).bleu)
+
+
+def translation_pairs(*references: str) -> list[TranslationPair]:
+    return [TranslationPair((), reference) for reference in references]
+
+
+def test_answers_of_one_word_have_no_bleu():
+    pairs = translation_pairs("yes", "no", "two words", "no")
+    before, after = [pair.target for pair in pairs], ["yes", "", "two", "yes"]
+    row, note = compare_translated_texts(before, after, pairs)
+    assert (row.name, row.after.value) == ("exact_match", 0.25)
+    assert row.before is not None
+    assert row.before.value == 1
+    assert 0 <= row.after.low <= row.after.high <= 1
+    assert note == "BLEU is not computed: only 0 of 4 references have 4 tokens"
+
+
+def test_bleu_of_chinese_counts_characters():
+    """Without spaces, a sentence would be one token, and BLEU of all but equal sentences 0."""
+    pairs = translation_pairs("一个男人在街上走路", "一只狗在草地上奔跑", "两个孩子在玩足球")
+    texts = ["一个男人在路上走路", "一只狗在草地上跑", "两个孩子在踢足球"]
+    row, note = compare_translated_texts([pair.target for pair in pairs], texts, pairs)
+    assert (row.name, note) == ("BLEU", "")
+    assert row.before is not None
+    assert row.before.value == pytest.approx(100)
+    assert 30 < row.after.value < 90
+    assert 0 <= row.after.low <= row.after.value <= row.after.high <= 100
+    assert row.after.value == pytest.approx(score_translations(texts, [pair.target for pair in pairs], "zh").bleu)
 
 
 def test_a_task_scores_every_example_as_it_scores_all():

@@ -176,7 +176,10 @@ def _parser() -> CommandParser:
         help="read parallel lines, and word alignments as in 0-0 1-2 2?3",
     )
     expert.add_argument(
-        "--criteria", default="ours", metavar="NAME", help="definitions of the head classes: ours, clark or voita"
+        "--criteria",
+        default="ours",
+        metavar="NAME",
+        help="definitions of the head classes: ours, untested (ours without the test), clark or voita",
     )
     expert.add_argument("--resamples", type=int, default=1000, metavar="COUNT", help="bootstrap resamples")
     expert.add_argument("--seed", type=int, default=0, metavar="INT", help="random seed")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import import_module
@@ -143,18 +144,51 @@ def _flatten_side(ids: Tensor, side: _PackedSide, texts: IndexArray) -> tuple[Te
 # --- BLEU and chrF, computed by sacreBLEU --------------------------------------------------------------
 
 
+BLEU_ORDER = 4  # BLEU counts n-grams of 1 to 4 tokens (Papineni et al. 2002)
+DEFAULT_BLEU_TOKENIZER = "13a"  # sacreBLEU's default, for scripts with spaces between words
+# Scripts without spaces between words, by the beginning of their characters' Unicode names.
+CHARACTER_SCRIPTS = ("HIRAGANA", "KATAKANA", "THAI", "LAO", "KHMER", "MYANMAR")
+MIN_SCRIPT_SHARE = 0.1  # of the letters, from which on the tokenizer of a script is used
+
+
 @dataclass(frozen=True)
 class SacreBleuScores:
-    """BLEU and chrF of a corpus, 0 to 100, each with the sacreBLEU signature of its settings."""
+    """BLEU and chrF of a corpus, 0 to 100, each with the sacreBLEU signature of its settings.
 
-    bleu: float
+    `bleu` is None if it cannot be computed because no reference has four tokens.
+    """
+
+    bleu: float | None
     chrf: float
     bleu_signature: str
     chrf_signature: str
 
 
-def score_translations(hypotheses: Sequence[str], references: Sequence[str], tokenize: str = "13a") -> SacreBleuScores:
-    """Corpus BLEU and chrF against one reference per sentence; `tokenize` is sacreBLEU's, such as "zh" for Chinese.
+def choose_bleu_tokenizer(references: Iterable[str]) -> str:
+    """Return the sacreBLEU tokenizer for the script of some texts: "zh", "char" or "13a".
+
+    Chinese is "zh"; Japanese, Thai, Lao, Khmer and Burmese are "char", because they have no spaces between words and
+    sacreBLEU's own tokenizers for them need other packages.
+
+    >>> [choose_bleu_tokenizer([text]) for text in ("a man", "一个男人。", "男の人が歩く", "한 남자")]
+    ['13a', 'zh', 'char', '13a']
+    """
+    scripts = Counter(
+        unicodedata.name(char, "").partition(" ")[0] for text in references for char in text if char.isalpha()
+    )
+    threshold = MIN_SCRIPT_SHARE * scripts.total()
+    if sum(scripts[name] for name in CHARACTER_SCRIPTS) > threshold:
+        return "char"
+    return "zh" if scripts["CJK"] > threshold else DEFAULT_BLEU_TOKENIZER
+
+
+def score_translations(
+    hypotheses: Sequence[str], references: Sequence[str], tokenize: str | None = None
+) -> SacreBleuScores:
+    """Corpus BLEU and chrF against one reference per sentence.
+
+    `tokenize` is sacreBLEU's, such as "zh"; by default the one for the script of the references, see
+    `choose_bleu_tokenizer`.
 
     >>> score_translations(["the cat sat on the mat"], ["the cat sat on the mat"]).chrf
     100.0
@@ -163,13 +197,26 @@ def score_translations(hypotheses: Sequence[str], references: Sequence[str], tok
         raise ValueError(
             f"cannot score {len(hypotheses)} translations against {len(references)} references; give one of each"
         )
+    bleu, chrf = make_bleu(tokenize or choose_bleu_tokenizer(references)), _sacrebleu_metrics().CHRF()
+    has_bleu = max(count_bleu_tokens(bleu, references)) >= BLEU_ORDER
+    score = bleu.corpus_score(list(hypotheses), [list(references)]).score
+    chrf_score = chrf.corpus_score(list(hypotheses), [list(references)]).score
+    signatures = str(bleu.get_signature()), str(chrf.get_signature())
+    return SacreBleuScores(score if has_bleu else None, chrf_score, *signatures)
+
+
+def make_bleu(tokenize: str, **options: Any) -> Any:
+    """Return sacreBLEU's BLEU metric with this tokenizer; raise SpecError if it has none of that name."""
     metrics = _sacrebleu_metrics()
     try:
-        bleu, chrf = metrics.BLEU(tokenize=tokenize), metrics.CHRF()
+        return metrics.BLEU(tokenize=tokenize, **options)
     except (KeyError, AssertionError, ValueError):
         raise SpecError(f"tokenize={tokenize!r} is unknown to sacrebleu; use '13a', 'zh', 'char' or 'intl'") from None
-    scores = [metric.corpus_score(list(hypotheses), [list(references)]).score for metric in (bleu, chrf)]
-    return SacreBleuScores(scores[0], scores[1], str(bleu.get_signature()), str(chrf.get_signature()))
+
+
+def count_bleu_tokens(bleu: Any, references: Sequence[str]) -> list[int]:
+    """Return the number of tokens of each reference, as a metric of `make_bleu` splits it."""
+    return [len(bleu.tokenizer(text.rstrip()).split()) for text in references]
 
 
 def _sacrebleu_metrics() -> Any:

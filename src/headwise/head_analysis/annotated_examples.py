@@ -39,6 +39,7 @@ class TokenAnnotations:
     - `is_punctuation`: tokens written in punctuation characters only.
     - `word_index`: index of the word that the token is part of, -1 for none.
     - `frequency`: how often the id occurs in the whole data set, 0 if not counted.
+    - `first_is_sink`: whether the first token was measured to be an attention sink of the model.
     """
 
     ids: Tensor
@@ -48,6 +49,7 @@ class TokenAnnotations:
     is_punctuation: Tensor
     word_index: Tensor
     frequency: Tensor
+    first_is_sink: bool = False
 
     @property
     def count(self) -> int:
@@ -83,10 +85,13 @@ class Example:
 
 
 def find_sink_tokens(annotations: TokenAnnotations) -> Tensor:
-    """Tokens that commonly act as attention sinks: the first token, special tokens and separators."""
+    """Tokens that act as attention sinks: special tokens, separators, and the first token if it was measured to be one.
+
+    `attention_sinks.mark_first_token_sinks` measures it.
+    """
     is_sink = annotations.is_special | annotations.is_separator
     is_first = torch.zeros_like(is_sink)
-    is_first[:1] = True
+    is_first[:1] = annotations.first_is_sink
     return is_sink | is_first
 
 

@@ -215,7 +215,7 @@ class DependencyScores:
         The interval is that of the head's margin over the best baseline, moved to the head's own value. It is corrected
         for testing all heads, relations and directions at once (Bonferroni: one false claim in 20 data sets). Bootstrap
         draws do not reach that far into the tails, so the interval is a normal one with the standard deviation of the
-        draws.
+        draws, cut off at 0 and 1.
         """
         keys = dict.fromkeys(key for counts in self.counts_by_example for key in counts)
         counts_by_key = {key: self._stack_counts(key) for key in keys}
@@ -256,11 +256,14 @@ def _relation_measures(sums: Array, num_baselines: int, resamples: Array, num_de
     resampled = resampled_ratios(sums[:, :-1], counts, resamples)
     chance = values[-num_baselines:].max()
     margins = resampled[:, :-num_baselines] - resampled[:, -num_baselines:].max(1, keepdims=True)
-    half_widths = num_deviations * np.nanstd(margins, 0, ddof=1)
-    return [
-        Measure(float(value), float(value - half), float(value + half), float(chance))
-        for value, half in zip(values[:-num_baselines], half_widths, strict=True)
-    ]
+    deviations = np.nanstd(margins, 0, ddof=1)
+    measures: list[Measure] = []
+    for value, deviation in zip(values[:-num_baselines].tolist(), deviations.tolist(), strict=True):
+        half = num_deviations * deviation
+        p = NormalDist().cdf((chance - value) / deviation) if deviation > 0 else float(value <= chance)
+        low, high = max(0.0, value - half), min(1.0, value + half)
+        measures.append(Measure(value, low, high, float(chance), float(counts.sum()), p))
+    return measures
 
 
 # --- A probe on the attention weights of all heads -----------------------------------------------------

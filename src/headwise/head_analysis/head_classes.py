@@ -1,13 +1,15 @@
 """Names for heads (previous-token, induction, sink, ...), each with a score and its evidence, by our rules or published
 ones.
 
-A head belongs to a class if the confidence interval of the class's measure lies above chance; the score is how far the
-measure stands between chance (0) and perfect (1). Weight on sink tokens is measured first, and most other measures
-describe the weight that remains. A head may belong to several classes, and one without any class is "unclear".
+A head belongs to a class if the class's measure is significantly above chance, corrected for testing all heads and
+classes of the table at once; the score is how far the measure stands between chance (0) and perfect (1). Weight on sink
+tokens is measured first, and most other measures describe the weight that remains. A head may belong to several
+classes, and one without any class is "unclear".
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import NamedTuple
@@ -18,10 +20,13 @@ from .dependency_syntax import is_relation_measure
 from .head_metrics import HEAD_METRICS
 from .head_table import HeadClass, HeadMeasures, HeadTable, Measure
 from .literature_metrics import OFFSET_NAMES, offset_class_name
+from .resampling import holm_correction
 from .word_alignment import ALIGNMENT_PREFIX, ROW_CONVENTIONS
 
-MIN_SCORE = 0.1  # smallest normalised score that earns a class, even if the interval excludes chance
-SURE_SCORE = 0.5  # a head is broad if the lower end of "breadth" is above this share of the allowed keys
+MIN_SCORE = 0.1  # smallest normalised score that earns a class, even if it is significant
+MIN_UNTESTED_SCORE = 0.5  # smallest normalised score that earns a class without a test
+MIN_ROWS = 20  # smallest number of rows behind a class
+SIGNIFICANCE = 0.05
 UNCLEAR = "unclear"
 
 
@@ -43,7 +48,16 @@ CLASS_RULES = (
     ClassRule("induction", "induction", "puts {} on tokens that follow an earlier occurrence of the same token"),
     ClassRule("punctuation", "punctuation", "puts {} on punctuation"),
     ClassRule("rare-token", "rare", "puts its largest weight on the rarest token in {} of rows"),
+    ClassRule("broad", "breadth", "spreads its weight over {} of the allowed keys (1 is uniform)"),
 )
+
+
+class ClassCandidate(NamedTuple):
+    """A class that a head could have, the measure that decides it, and its evidence without the test."""
+
+    name: str
+    measure: Measure
+    evidence: str
 
 
 def normalised_score(measure: Measure) -> float:
@@ -58,8 +72,9 @@ def normalised_score(measure: Measure) -> float:
 
 
 def _evidence_sentence(measure: Measure, template: str, baseline: str = "chance") -> str:
-    interval = f"95 % interval {measure.low:.2f} to {measure.high:.2f}"
-    return f"{template.format(f'{measure.value:.2f}')}; {baseline} {measure.chance:.2f}, {interval}"
+    interval = "" if math.isnan(measure.low) else f", 95 % interval {measure.low:.2f} to {measure.high:.2f}"
+    rows = "" if math.isnan(measure.rows) else f", {measure.rows:,.0f} rows"
+    return f"{template.format(f'{measure.value:.2f}')}; {baseline} {measure.chance:.2f}{interval}{rows}"
 
 
 def _non_sink_prefix(head: HeadMeasures) -> str:
@@ -68,63 +83,99 @@ def _non_sink_prefix(head: HeadMeasures) -> str:
     return f"of {remaining} sinks leave, "
 
 
-def _candidate_classes(head: HeadMeasures) -> Iterable[tuple[str, Measure, str]]:
-    """All classes that the head's measures could give it, with the deciding measure and the evidence sentence."""
+def _candidate_classes(head: HeadMeasures) -> Iterable[ClassCandidate]:
+    """All classes that the head's measures could give it."""
     non_sink = _non_sink_prefix(head)
     for rule in CLASS_RULES:
         if rule.measure in head.measures:
             measure = head.measures[rule.measure]
             prefix = non_sink if HEAD_METRICS[rule.measure].weight_source == "rest" else ""
-            yield rule.name, measure, prefix + _evidence_sentence(measure, rule.evidence)
+            baseline = "chance" if HEAD_METRICS[rule.measure].compute_chance is None else "random weights"
+            yield ClassCandidate(rule.name, measure, prefix + _evidence_sentence(measure, rule.evidence, baseline))
     if "offset" in head.measures and "peak" in head.measures:
         measure, peak = head.measures["offset"], head.measures["peak"].value
         if peak == peak and int(peak) not in OFFSET_NAMES:
             template = f"puts its largest weight at distance {int(peak):+d} in {{}} of rows"
-            yield offset_class_name(peak), measure, non_sink + _evidence_sentence(measure, template)
+            yield ClassCandidate(offset_class_name(peak), measure, non_sink + _evidence_sentence(measure, template))
     for name, measure in head.measures.items():
         if is_relation_measure(name):
             _, relation, _, towards = name.rsplit(" ", 3)
             template = f"finds the {towards} of {relation} in {{}} of dependencies"
             margin = f"{measure.value - measure.chance:+.2f} over the better of the best offset and uniform attention,"
-            yield name, measure, _evidence_sentence(measure, template, margin)
+            yield ClassCandidate(name, measure, _evidence_sentence(measure, template, margin))
     alignment_names = [f"{ALIGNMENT_PREFIX} {row}" for row in ROW_CONVENTIONS]
     alignments = [head.measures[name] for name in alignment_names if name in head.measures]
     for measure in sorted(alignments, key=normalised_score)[-1:]:
         template = "aligns words as human annotators do, 1 - AER {}"
-        yield "alignment", measure, _evidence_sentence(measure, template, "uniform or diagonal")
+        measure = measure._replace(p=min(1.0, measure.p * len(alignments)))  # the best of several conventions
+        yield ClassCandidate("alignment", measure, _evidence_sentence(measure, template, "uniform or diagonal"))
 
 
-def default_classes(head: HeadMeasures) -> list[HeadClass]:
-    """Classes of a head by our own rules; "unclear" with the strongest measure if there is none."""
+def default_classes(table: HeadTable) -> list[list[HeadClass]]:
+    """Classes of every head by our rules; "unclear" with the strongest measure if there is none.
+
+    A class needs a p-value below 0.05 after correction for all heads and classes of the table (Holm), a score of at
+    least `MIN_SCORE` and at least `MIN_ROWS` rows.
+    """
+    candidates = [list(_candidate_classes(head)) for head in table.heads]
+    is_tested = [[not one.measure.rows < MIN_ROWS for one in by_head] for by_head in candidates]
+    p_values = [
+        one.measure.p if tested else math.nan
+        for by_head, flags in zip(candidates, is_tested, strict=True)
+        for one, tested in zip(by_head, flags, strict=True)
+    ]
+    corrected = iter(holm_correction(p_values))
+    return [_significant_classes([(one, next(corrected)) for one in by_head]) for by_head in candidates]
+
+
+def _significant_classes(candidates: list[tuple[ClassCandidate, float]]) -> list[HeadClass]:
+    """Classes of one head among its candidates with their corrected p-values."""
     classes: list[HeadClass] = []
     strongest = ""
-    candidates = sorted(_candidate_classes(head), key=lambda candidate: -normalised_score(candidate[1]))
-    for name, measure, evidence in candidates:
-        strongest = strongest or f"; the strongest candidate is {name}: {evidence}"
-        if measure.is_above_chance and normalised_score(measure) >= MIN_SCORE:
-            classes.append(HeadClass(name, normalised_score(measure), evidence))
-    breadth = head.measures.get("breadth")
-    if breadth is not None and breadth.low > SURE_SCORE:
-        evidence = f"spreads its weight over {breadth.value:.2f} of the allowed keys (1 is uniform)"
-        interval = f"95 % interval {breadth.low:.2f} to {breadth.high:.2f}"
-        classes.append(HeadClass("broad", breadth.value, f"{evidence}; {interval}"))
+    for candidate, p in sorted(candidates, key=lambda pair: -normalised_score(pair[0].measure)):
+        score = normalised_score(candidate.measure)
+        evidence = f"{candidate.evidence}, {_test_phrase(candidate.measure, p)}"
+        strongest = strongest or f"; the strongest candidate is {candidate.name}: {evidence}"
+        if p < SIGNIFICANCE and score >= MIN_SCORE:
+            classes.append(HeadClass(candidate.name, score, evidence))
     return classes or [HeadClass(UNCLEAR, 0.0, f"no measure is clearly above chance{strongest}")]
 
 
-CLASSIFIERS: Mapping[str, Callable[[HeadMeasures], list[HeadClass]]] = {
+def _test_phrase(measure: Measure, p: float) -> str:
+    if not math.isnan(p):
+        return f"corrected p {p:.3f}" if p >= 0.001 else "corrected p < 0.001"
+    return f"fewer than {MIN_ROWS} rows" if measure.rows < MIN_ROWS else "not tested"
+
+
+def untested_classes(table: HeadTable) -> list[list[HeadClass]]:
+    """Classes of every head by scores of at least `MIN_UNTESTED_SCORE` alone: one text leaves nothing to test over."""
+    return [
+        [
+            HeadClass(one.name, normalised_score(one.measure), f"{one.evidence}, not tested")
+            for one in _candidate_classes(head)
+            if normalised_score(one.measure) >= MIN_UNTESTED_SCORE and not one.measure.rows < MIN_ROWS
+        ]
+        for head in table.heads
+    ]
+
+
+CLASSIFIERS: Mapping[str, Callable[[HeadTable], list[list[HeadClass]]]] = {
     "ours": default_classes,
-    "clark": literature_metrics.clark_classes,
-    "voita": literature_metrics.voita_classes,
+    "untested": untested_classes,
+    "clark": lambda table: [literature_metrics.clark_classes(head) for head in table.heads],
+    "voita": lambda table: [literature_metrics.voita_classes(head) for head in table.heads],
 }
 
 
 def classify_heads(table: HeadTable, *, criteria: str = "ours") -> HeadTable:
     """Return the table with the classes of every head, the highest score first.
 
-    `criteria` is "ours", "clark" (1906.04341) or "voita" (1905.09418). The published criteria need their own metrics,
-    which must have been measured: see `metrics_for_criteria`.
+    `criteria` is "ours", "untested" (our scores without the test, for a single text), "clark" (1906.04341) or "voita"
+    (1905.09418). The published criteria need their own metrics, which must have been measured: see
+    `metrics_for_criteria`.
 
-    >>> head = HeadMeasures("decoder", 0, 0, 0, 0, "decoder.0.attention", {"previous": Measure(0.97, 0.95, 0.99, 0.1)})
+    >>> previous = Measure(0.97, 0.95, 0.99, 0.1, rows=300, p=1e-9)
+    >>> head = HeadMeasures("decoder", "attention", 0, 0, 0, "decoder.0.attention", {"previous": previous})
     >>> classify_heads(HeadTable("small", "9 texts", (head,))).heads[0].classes[0].name
     'previous'
     """
@@ -138,8 +189,10 @@ def classify_heads(table: HeadTable, *, criteria: str = "ours") -> HeadTable:
             fact = f"cannot classify head {head.head} of {head.site}: it has no measure that criteria={criteria!r} use"
             raise ValueError(f"{fact}; measure with {remedy}")
     unclear = [HeadClass(UNCLEAR, 0.0, f"matches no class of criteria={criteria!r}")]
+    classes = CLASSIFIERS[criteria](table)
     heads = [
-        replace(head, classes=tuple(_sort_classes(CLASSIFIERS[criteria](head) or unclear))) for head in table.heads
+        replace(head, classes=tuple(_sort_classes(by_head or unclear)))
+        for head, by_head in zip(table.heads, classes, strict=True)
     ]
     return replace(table, heads=tuple(heads))
 

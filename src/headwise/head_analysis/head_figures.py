@@ -437,7 +437,7 @@ def format_head_ranking(table: HeadTable, measure: str) -> str:
         f"{'site'.ljust(width)}  head  {measure[:6]:>5}     low    high  chance",
     ]
     for head in heads:
-        numbers = "   ".join(f"{number:>5.2f}" for number in head.measures[measure])
+        numbers = "   ".join(f"{number:>5.2f}" for number in head.measures[measure][:4])
         classes = ", ".join(f"{head_class.name} {head_class.score:.2f}" for head_class in head.classes[:2])
         line = f"{head.site.ljust(width)}  {head.head:>4}  {numbers}  {classes}".rstrip()
         lines.append(line if len(line) <= LINE_WIDTH else f"{line[: LINE_WIDTH - 1]}…")

@@ -15,14 +15,15 @@ from ..inspect.attention_sites import require_ability
 from ..inspect.hooks import SiteModule
 from ..inspect.model_inputs import get_streams, is_encoder_decoder
 from .annotated_examples import Example
-from .head_metrics import HEAD_METRICS, HeadMetric
+from .attention_sinks import mark_first_token_sinks
+from .head_metrics import HEAD_METRICS, HeadMetric, select_largest
 from .head_table import HeadMeasures, HeadTable, Measure
 from .literature_metrics import get_metric
-from .resampling import Array, confidence_interval, draw_resamples, ratio_of_sums, resampled_ratios
+from .resampling import Array, confidence_interval, draw_resamples, excess_p_values, ratio_of_sums, resampled_ratios
 from .weight_bands import WeightBand, WordBandMerger, stream_weight_bands
 
 NUM_RESAMPLES = 1000
-OBSERVED, UNIFORM = "own", "chance"
+OBSERVED, CHANCE = "own", "chance"
 TextSums = tuple[Array, Array]
 TOKEN_UNITS = ("tokens", "words")
 
@@ -52,9 +53,9 @@ class MeasureCollector(Protocol):
 
 
 class MetricSums:
-    """Sums and counts of every metric, one small array per example, for the model and for the uniform baseline.
+    """Sums and counts of every metric, one small array per example, for the model and for its chance level.
 
-    `sums_by_example` maps (site, metric, `OBSERVED` or `UNIFORM`) to one (sums, counts) pair per example.
+    `sums_by_example` maps (site, metric, `OBSERVED` or `CHANCE`) to one (sums, counts) pair per example.
     """
 
     def __init__(self, metrics: Sequence[HeadMetric]) -> None:
@@ -70,9 +71,10 @@ class MetricSums:
         if uniform is None:  # the uniform baseline is the last head
             uniform = {metric: (sums[-1:], numbers[-1:]) for metric, (sums, numbers) in observed.items()}
             observed = {metric: (sums[:-1], numbers[:-1]) for metric, (sums, numbers) in observed.items()}
+            uniform |= self._other_chance_sums(band, uniform)
             key = (band.first_query, band.first_key, band.query_tokens, band.key_tokens)
             self._recent_uniform = [*self._recent_uniform[-2:], (key, band.allowed, uniform)]
-        for source, sums_by_metric in ((OBSERVED, observed), (UNIFORM, uniform)):
+        for source, sums_by_metric in ((OBSERVED, observed), (CHANCE, uniform)):
             for metric, sums in sums_by_metric.items():
                 self._accumulate((site, metric, source), sums)
 
@@ -83,6 +85,14 @@ class MetricSums:
         keys = {(metric.compute_sums, metric.weight_source): None for metric in metrics}
         sums_by_key = {key: _to_numpy(key[0](band if key[1] == "all" else without_sinks)) for key in keys}
         return {metric.name: sums_by_key[metric.compute_sums, metric.weight_source] for metric in metrics}
+
+    def _other_chance_sums(self, band: WeightBand, measured: Mapping[str, TextSums]) -> dict[str, TextSums]:
+        """Sums of the metrics whose chance level is not that of uniform attention."""
+        return {
+            metric.name: _to_numpy(metric.compute_chance(band.uniform_baseline))
+            for metric in self.metrics
+            if metric.compute_chance is not None and metric.name in measured
+        }
 
     def _uniform_sums(self, band: WeightBand) -> dict[str, TextSums] | None:
         """Uniform-baseline sums of a recent band with the same allowed pairs, or None.
@@ -150,8 +160,9 @@ def measure_heads(
         for callback in callbacks:
             callback(site, band)
 
+    marked = mark_first_token_sinks(model, sites, streams, examples)
     count = 0
-    for count, example in enumerate(examples, 1):
+    for count, example in enumerate(marked.examples, 1):
         for collector in collectors:
             collector.start_example(example)
         stream_weight_bands(model, sites, example, streams, on_band)
@@ -163,7 +174,7 @@ def measure_heads(
     resamples = draw_resamples(count, options.num_resamples, options.seed)
     collected = [collector.measures(resamples) for collector in collectors]
     heads = [_with_measures(head, collected) for site in sites for head in _site_heads(site, metric_sums, resamples)]
-    return HeadTable(name or type(model).__name__, f"{count} texts", tuple(heads))
+    return HeadTable(name or type(model).__name__, f"{count} texts", tuple(heads), marked.notes)
 
 
 def _with_measures(
@@ -200,14 +211,40 @@ def _site_heads(module: SiteModule, metric_sums: MetricSums, resamples: Array) -
 
 def _metric_measures(metric_sums: MetricSums, site: str, metric: HeadMetric, resamples: Array) -> list[Measure]:
     """One metric of every head of a site."""
-    sums, counts = _stack_texts(metric_sums.sums_by_example[site, metric.name, OBSERVED])
-    chance = ratio_of_sums(*_stack_texts(metric_sums.sums_by_example[site, metric.name, UNIFORM]))
-    value, resampled = ratio_of_sums(sums, counts), resampled_ratios(sums, counts, resamples)
+    observed, baseline = (
+        _stack_texts(metric_sums.sums_by_example[site, metric.name, source]) for source in (OBSERVED, CHANCE)
+    )
+    value, chance = ratio_of_sums(*observed), ratio_of_sums(*baseline)
+    resampled = resampled_ratios(*observed, resamples)
+    p = _excess_p_values(metric, observed, baseline)
+    rows = observed[1].sum(0)
     if metric.reduce is not None:
         value, resampled, chance = (_reduce_mean(metric, means) for means in (value, resampled, chance))
+        rows = rows.max(-1)
     low, high = confidence_interval(resampled)
-    rows = zip(value, low, high, strict=True)
-    return [Measure(float(mean), float(start), float(stop), float(chance[0])) for mean, start, stop in rows]
+    return [
+        Measure(
+            *(float(array[head]) for array in (value, low, high)), float(chance[0]), float(rows[head]), float(p[head])
+        )
+        for head in range(len(value))
+    ]
+
+
+def _excess_p_values(metric: HeadMetric, observed: TextSums, baseline: TextSums) -> Array:
+    """P-values that the heads exceed chance, [H]; NaN for a metric without a test.
+
+    The largest of several means is tested against the largest of the baseline, corrected for their number.
+    """
+    if metric.reduce is None:
+        return excess_p_values(observed, baseline)
+    num_heads, num_means = observed[0].shape[1:]
+    if metric.reduce is not select_largest:
+        return np.full(num_heads, np.nan)
+    largest = np.nan_to_num(ratio_of_sums(*observed)).argmax(-1)
+    columns = [array[:, np.arange(num_heads), largest] for array in observed]
+    best = int(np.nan_to_num(ratio_of_sums(*baseline))[0].argmax())
+    p = excess_p_values((columns[0], columns[1]), (baseline[0][:, :, best], baseline[1][:, :, best]))
+    return np.minimum(1, p * num_means)
 
 
 def _reduce_mean(metric: HeadMetric, mean: Array) -> Array:

@@ -2,7 +2,7 @@
 
 A row holds the weights of one query. A metric receives a `WeightBand` (some rows of every head of a layer) and returns
 sums and counts, which add up over bands and texts; its value on a data set is the total sum over the total count. The
-same metric of a head that reads every allowed key equally is its chance level.
+same metric of a head that reads every allowed key equally is its chance level, except for `breadth`.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ MASS_TOLERANCE = 1e-6  # relative rounding error allowed in float32 sums
 class HeadMetric:
     """A metric: its name, a short description and the function that sums it over a band.
 
+    Its chance level is its value for uniform attention, or what `compute_chance` sums over a band of uniform attention.
     `weight_source` "rest" measures the weight that sink tokens leave, "all" the whole row. `reduce` turns several means
     into one number. `self_attention_only` metrics are left out for cross-attention.
     """
@@ -38,6 +39,7 @@ class HeadMetric:
     weight_source: str = "all"
     reduce: ReduceFunction | None = None
     self_attention_only: bool = False
+    compute_chance: Callable[[WeightBand], SumAndCount] | None = None
 
 
 def mean_over_rows(rows_HT: Tensor, counted: Tensor) -> SumAndCount:
@@ -63,23 +65,25 @@ def _weight_at_pairs(band: WeightBand, t: Tensor, s: Tensor) -> SumAndCount:
 
 
 def entropy_sums(band: WeightBand) -> SumAndCount:
-    """Entropy -sum p log p of each row in nats, and exp(entropy) over the number of allowed keys, [H, 2]."""
-    rows = row_entropy(band.w_HTS)
-    breadth = rows.exp() / band.num_allowed_keys.clamp(min=1)
-    sums_and_counts = [mean_over_rows(values, band.has_keys) for values in (rows, breadth)]
-    return torch.stack([sums for sums, _ in sums_and_counts], -1), torch.stack(
-        [counts for _, counts in sums_and_counts], -1
-    )
+    """Entropy -sum p log p of each row in nats."""
+    return mean_over_rows(band.row_entropies, band.has_keys)
 
 
-def row_entropy(w_HTS: Tensor) -> Tensor:
-    """Entropy -sum p log p of each row, [H, T]; NaN for rows with negative weights.
+def breadth_sums(band: WeightBand) -> SumAndCount:
+    """exp(entropy) of each row over the number of allowed keys; a row with a single allowed key has no breadth."""
+    breadth = band.row_entropies.exp() / band.num_allowed_keys.clamp(min=1)
+    return mean_over_rows(breadth, band.select_counted(band.num_allowed_keys > 1))
 
-    >>> row_entropy(torch.tensor([[[0.5, 0.5, 0.0]]]))
-    tensor([[0.6931]])
+
+def random_breadth_sums(band: WeightBand) -> SumAndCount:
+    """The breadth of random attention: weights drawn uniformly from all distributions over the n allowed keys.
+
+    Their mean entropy is 1/2 + 1/3 + ... + 1/n, the mean entropy under a flat Dirichlet distribution.
     """
-    tiny = torch.finfo(w_HTS.dtype).tiny  # changes only weights of 0, for which 0 * log(tiny) is 0
-    return -(w_HTS + tiny).log_().mul_(w_HTS).sum(-1)
+    num_keys = band.num_allowed_keys.clamp(min=1).double()
+    mean_entropy = torch.digamma(num_keys + 1) - torch.digamma(torch.full_like(num_keys, 2))
+    breadth = (mean_entropy.exp() / num_keys).expand(*band.w_HTS.shape[:2])
+    return mean_over_rows(breadth, band.select_counted(band.num_allowed_keys > 1))
 
 
 def confidence_sums(band: WeightBand) -> SumAndCount:
@@ -94,7 +98,7 @@ def distance_sums(band: WeightBand) -> SumAndCount:
 
 
 def sink_sums(band: WeightBand) -> SumAndCount:
-    """Weight on the first token, on special tokens and on a learned sink."""
+    """Weight on special tokens, on a learned sink, and on the first token if it is a sink."""
     return mean_over_rows(1 - band.non_sink_weight, band.has_keys)
 
 
@@ -243,8 +247,13 @@ def make_selector(index: int) -> ReduceFunction:
 HEAD_METRICS: Mapping[str, HeadMetric] = {
     metric.name: metric
     for metric in (
-        HeadMetric("entropy", "nats of a row", entropy_sums, reduce=make_selector(0)),
-        HeadMetric("breadth", "exp(entropy) over the number of allowed keys", entropy_sums, reduce=make_selector(1)),
+        HeadMetric("entropy", "nats of a row", entropy_sums),
+        HeadMetric(
+            "breadth",
+            "exp(entropy) over the number of allowed keys",
+            breadth_sums,
+            compute_chance=random_breadth_sums,
+        ),
         HeadMetric("confidence", "largest weight of a row", confidence_sums),
         HeadMetric("distance", "tokens between query and key", distance_sums, self_attention_only=True),
         HeadMetric("sink", "weight on sinks", sink_sums),

@@ -1,7 +1,8 @@
 """Redundancy of heads: how similar their attention patterns and outputs are, compared with chance.
 
 `measure_redundancy` compares all heads over the same tokens: distances, clusters, a map in the plane, how much the
-heads of each layer differ, and outliers.
+heads of each layer differ, and outliers. Weights on sinks are left out, because heads that agree only on them are not
+redundant; `ComparableHeads.with_sinks` has the distances of whole rows.
 """
 
 from __future__ import annotations
@@ -18,11 +19,13 @@ from torch import Tensor, nn
 from ..inspect.attention_sites import require_ability
 from ..inspect.model_inputs import get_streams, is_encoder_decoder
 from .annotated_examples import Example
+from .attention_sinks import mark_first_token_sinks
 from .head_similarity import (
     CKA_ESTIMATORS,
     SMOOTHING_METHODS,
     ClusterMerge,
     HeadLocation,
+    NonSinkRows,
     OutputReservoir,
     PlaneEmbedding,
     RowSampling,
@@ -33,12 +36,13 @@ from .head_similarity import (
     collect_head_outputs,
     cut_clusters,
     embed_in_plane,
-    generalised_jensen_shannon,
     jensen_shannon_divergence,
     sample_rows,
     smooth_weights,
+    spread_of_sets,
 )
 from .head_table import Measure
+from .redundancy_summary import compare_redundancy, summarise_redundancy
 from .resampling import (
     Array,
     FoldedSums,
@@ -50,6 +54,7 @@ from .resampling import (
     holm_correction,
     mantel_test,
     poisson_test,
+    ratio_of_sums,
 )
 
 # --- Diversity of layers and outliers ------------------------------------------------------------------
@@ -60,7 +65,8 @@ NUM_NULL_DRAWS = 100_000
 class LayerDiversity(NamedTuple):
     """Diversity of the heads of one layer, from 0 (identical attention) to 1 (no two heads share a key).
 
-    `spread` is (H(mean of rows) - mean of H(row)) / log(number of heads) (1909.00015). Its chance level is the mean
+    `spread` is (H(mean of rows) - mean of H(row)) / log(number of heads) (1909.00015), over rows without sinks. Its
+    chance level is the mean
     over random sets of as many heads from all layers; `p` is the share of these sets that lie as far from that mean,
     corrected for the number of layers.
     """
@@ -99,28 +105,27 @@ class DiversitySums:
         layer_of_head = np.array([self.sites.index(head.site) for head in heads])
         generator, times = np.random.default_rng(seed), permutations if len(self.sites) > 1 else 0
         assignments = [layer_of_head, *(generator.permutation(layer_of_head) for _ in range(times))]
-        self.sets = torch.cat([self._layer_sets(torch.from_numpy(assignment)) for assignment in assignments])
-        self.observed, self.permuted = FoldedSums(), np.zeros((times, len(self.sites)))
+        self.sets = torch.cat([_membership(torch.from_numpy(layers), len(self.sites)) for layers in assignments])
+        self.observed, shape = FoldedSums(), (times, len(self.sites))
+        self.permuted, self.permuted_counts = np.zeros(shape), np.zeros(shape)
 
-    def _layer_sets(self, layer_of_head: Tensor) -> Tensor:
-        members = _membership(layer_of_head, len(self.sizes))
-        return members / members.sum(1, keepdim=True)
-
-    def add(self, text_index: int, rows: SampledRows) -> None:
+    def add(self, text_index: int, rows: NonSinkRows, row_weight: float = 1.0) -> None:
         """Add rows of a text."""
-        divergences = generalised_jensen_shannon(rows.weights, self.sets).cpu().numpy()
-        sums = divergences.reshape(-1, len(self.sites)) * rows.row_weight
-        self.observed.add(text_index, sums[0], rows.weights.shape[1] * rows.row_weight)
+        sums, counts = (
+            row_weight * one.cpu().numpy().reshape(-1, len(self.sites))
+            for one in spread_of_sets(rows.weights, self.sets, rows.counted)
+        )
+        self.observed.add(text_index, sums[0], counts[0])
         self.permuted += sums[1:]
+        self.permuted_counts += counts[1:]
 
     def layer_diversities(self, num_resamples: int, seed: int) -> tuple[LayerDiversity, ...]:
         """Diversity of each layer; NaN for a single head, and without a chance level for a single layer."""
-        maximum = np.array([math.log(size) if size > 1 else math.nan for size in self.sizes])
-        intervals = self.observed.mean_intervals(num_resamples, seed)
-        spreads = MeanIntervals(*(values / maximum for values in intervals))
-        permuted = self.permuted / self.observed.count / maximum
+        spreads = self.observed.mean_intervals(num_resamples, seed)
+        permuted = ratio_of_sums(self.permuted[None], self.permuted_counts[None])
         # The null distribution of a layer pools the permuted layers of the same size.
         null_values = [permuted[:, np.equal(self.sizes, size)].ravel() for size in self.sizes]
+        null_values = [null[~np.isnan(null)] for null in null_values]
         tests = [compare_with_null(value, null) for value, null in zip(spreads.mean, null_values, strict=True)]
         p = holm_correction([test.p for test in tests])
         return tuple(
@@ -171,108 +176,9 @@ def _studentise(values: Array) -> Array:
     return np.divide(gap, deviation, out=np.where(gap == 0, 0.0, np.copysign(np.inf, gap)), where=deviation > 1e-12)
 
 
-# --- The result in sentences ---------------------------------------------------------------------------
-
-SIGNIFICANCE = 0.05
-CHANCE_RATE = 0.05  # share of pairs below the distance threshold by chance
-MAX_DIVERGENCE = math.log(2)  # the largest Jensen-Shannon divergence, in nats
-
-
-def summarise_redundancy(group: ComparableHeads) -> str:
-    """Whether heads are redundant, in sentences with every number that the answer rests on."""
-    parts = [_distances_sentence(group), _clusters_sentence(group), _layers_sentence(group), _outputs_sentence(group)]
-    return f"{_verdict_sentence(group)} " + " ".join(part for part in parts if part)
-
-
-def compare_redundancy(group: ComparableHeads, other: ComparableHeads) -> str:
-    """A sentence about another model on the same texts: its median distance and how many of its pairs are similar."""
-    median = float(np.median(other.distances[np.triu_indices(len(other.heads), 1)]))
-    return (
-        f"among {_describe_heads(other)}, the median pair is {median:.3f} nats apart, and "
-        f"{len(other.similar_pairs)} of {other.num_pairs} pairs are significantly similar "
-        f"(instead of {len(group.similar_pairs)})."
-    )
-
-
-def _describe_heads(group: ComparableHeads) -> str:
-    queries, keys = group.streams
-    return f"{len(group.heads)} heads (queries from the {queries}, keys from the {keys})"
-
-
-def _verdict_sentence(group: ComparableHeads) -> str:
-    if not group.similar_pair_test.p < SIGNIFICANCE:
-        return "Not shown to be redundant."
-    similar = "Some heads have attention patterns more similar than chance"
-    if math.isnan(group.agreement.p):
-        return f"{similar}; their outputs could not be compared."
-    if group.agreement.p < SIGNIFICANCE:
-        outputs = "and heads with similar patterns have similar outputs"
-    else:
-        outputs = "but similar outputs are not shown"
-    return f"{similar}, {outputs}; ablate or prune them to measure what the model loses."
-
-
-def _distances_sentence(group: ComparableHeads) -> str:
-    pairs = np.triu_indices(len(group.heads), 1)
-    median, chance = (float(np.median(grid[pairs])) for grid in (group.distances, group.chance))
-    similar = group.similar_pairs
-    sentence = (
-        f"Among {_describe_heads(group)}, the median pair has a Jensen-Shannon divergence of {median:.3f} nats "
-        f"(at most {MAX_DIVERGENCE:.3f}), and of {chance:.3f} if weights are permuted; "
-        f"{len(similar)} of {group.num_pairs} pairs are significantly closer than {group.threshold:.3f}, "
-        f"where {group.similar_pair_test.chance:.1f} are expected by chance ({_format_p(group.similar_pair_test)})"
-    )
-    if not similar:
-        return f"{sentence}."
-    first, second = similar[0]
-    distance = group.distances[group.heads.index(first), group.heads.index(second)]
-    return f"{sentence}; the closest are {first} and {second} with {distance:.3f}."
-
-
-def _clusters_sentence(group: ComparableHeads) -> str:
-    clusters = group.cluster_members
-    count = len(clusters)
-    counts = f"{count} cluster{'s' if count > 1 else ''} ({group.num_chance_clusters} by chance)"
-    return f"Clustering up to that distance gives {counts}, the largest with {len(clusters[0])} heads."
-
-
-def _layers_sentence(group: ComparableHeads) -> str:
-    parts = list[str]()
-    if not math.isnan(group.within_layer_test.p):
-        parts.append(_within_layer_sentence(group.within_layer_test))
-    if any(not math.isnan(layer.p) for layer in group.layers):
-        significant = [layer for layer in group.layers if layer.p < SIGNIFICANCE]
-        fact = f"{len(significant)} of {len(group.layers)} layers differ in diversity from randomly chosen heads"
-        parts.append(f"{fact} (corrected p < {SIGNIFICANCE}).")
-    outliers = [outlier for outlier in group.outliers if outlier.p < SIGNIFICANCE]
-    if outliers:
-        first = outliers[0]
-        heads = f"{len(outliers)} heads are outliers" if len(outliers) > 1 else "1 head is an outlier"
-        fact = f"{heads} in their layer"
-        parts.append(f"{fact}, most clearly {first.head} (corrected p {first.p:.3f}).")
-    elif group.outliers:
-        parts.append("No head is an outlier in its layer.")
-    return " ".join(parts)
-
-
-def _within_layer_sentence(test: PermutationTest) -> str:
-    direction = "closer to" if test.value < 0 else "farther from"
-    distance = f"{abs(test.value):.3f} nats {direction} each other than to heads of other layers"
-    return f"Heads of one layer are {distance} ({_format_p(test)})."
-
-
-def _outputs_sentence(group: ComparableHeads) -> str:
-    if math.isnan(group.agreement.p):
-        return ""
-    correlation = f"r = {group.agreement.value:.2f} ({_format_p(group.agreement)})"
-    return f"Distances between attention patterns and between outputs correlate with {correlation}."
-
-
-def _format_p(test: PermutationTest) -> str:
-    return f"p = {test.p:.3f}" if test.p >= 0.001 else "p < 0.001"
-
-
 # --- Options and results -------------------------------------------------------------------------------
+
+CHANCE_RATE = 0.05  # share of pairs below the distance threshold by chance
 
 
 class RedundancyOptions(NamedTuple):
@@ -310,14 +216,40 @@ class RedundancyOptions(NamedTuple):
         return self
 
 
+class WholeRows(NamedTuple):
+    """Comparison of whole attention rows, sinks included.
+
+    `num_similar` pairs are significantly closer than `threshold` and than their chance distance; `num_expected` are by
+    chance, if weights are permuted but those on sinks stay.
+    """
+
+    distances: Array
+    threshold: float
+    num_similar: int
+    num_expected: float
+
+    @property
+    def median(self) -> float:
+        """Median distance of all pairs."""
+        return float(np.median(self.distances[np.triu_indices(len(self.distances), 1)]))
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """Dictionary of plain values, ready for JSON."""
+        return {**self._asdict(), "distances": _grid_to_lists(self.distances)}
+
+
 @dataclass(frozen=True, eq=False)
 class ComparableHeads:
     """Heads with the same query and key tokens, and every comparison between them.
 
-    - `distances`, `low`, `high`: Jensen-Shannon divergences of attention rows in nats [heads, heads], means over rows,
-      with confidence intervals.
-    - `chance`: the divergences if the weights of one head are permuted among the keys that it may read. They are as
-      sharp as before but unrelated.
+    - `distances`, `low`, `high`: Jensen-Shannon divergences of attention rows without sinks in nats [heads, heads],
+      means over the rows in which sinks leave both heads at least 1 % of the weight, with confidence intervals.
+    - `chance`: the divergences if the weights of one head are permuted among the other keys that it may read. They are
+      as sharp as before but unrelated.
+    - `with_sinks`: the same comparison of whole rows. `sink_weight` is the mean weight on sinks.
+    - `without_rest`: heads that are not compared because sinks leave them less than 1 % of the weight in (almost) all
+      rows.
     - `outputs`: CKA of head outputs, or None if it could not be computed.
     - `merges`, `threshold`, `clusters`: steps of the average-linkage clustering, its distance threshold, and the
       cluster of each head. `num_chance_clusters` is the number of clusters of the chance distances at this threshold.
@@ -334,6 +266,9 @@ class ComparableHeads:
     low: Array
     high: Array
     chance: Array
+    with_sinks: WholeRows
+    sink_weight: float
+    without_rest: tuple[HeadLocation, ...]
     outputs: Array | None
     merges: tuple[ClusterMerge, ...]
     threshold: float
@@ -380,6 +315,9 @@ class ComparableHeads:
             "streams": list(self.streams),
             "heads": [head._asdict() for head in self.heads],
             **grids,
+            "with_sinks": self.with_sinks.data,
+            "sink_weight": self.sink_weight,
+            "without_rest": [head._asdict() for head in self.without_rest],
             "outputs": None if self.outputs is None else _grid_to_lists(self.outputs),
             "threshold": self.threshold,
             "merges": [merge._asdict() for merge in self.merges],
@@ -431,26 +369,57 @@ class RedundancyResult:
 # --- Measurement ---------------------------------------------------------------------------------------
 
 
+class _DistanceSums:
+    """Sums over texts of the distances between heads, observed and by chance."""
+
+    def __init__(self) -> None:
+        self.distances, self.chance = FoldedSums(), FoldedSums()
+
+    def add(self, text_index: int, rows: NonSinkRows, permuted: Tensor, row_weight: float) -> None:
+        """Add rows of a text and the same rows with permuted weights."""
+        flags = rows.counted.double()
+        count = (flags @ flags.T).cpu().numpy() * row_weight
+        for sums, others in ((self.distances, None), (self.chance, permuted)):
+            divergence = jensen_shannon_divergence(rows.weights, others, rows.counted)
+            sums.add(text_index, divergence.cpu().numpy() * row_weight, count)
+
+
 class _RedundancySums:
     """Sums over texts for one group of heads."""
 
     def __init__(self, rows: SampledRows, options: RedundancyOptions) -> None:
         self.heads, self.options = rows.heads, options
-        self.distances, self.chance = FoldedSums(), FoldedSums()
+        self.rest, self.whole = _DistanceSums(), _DistanceSums()
+        self.sink_weight, self.num_rows = 0.0, 0.0
         self.diversity = DiversitySums(rows.heads, options.num_permutations, options.seed)
 
     def add(self, text_index: int, rows: SampledRows) -> None:
-        weights, count = self._smooth_weights(rows.weights), rows.weights.shape[1] * rows.row_weight
-        permuted = self._smooth_weights(rows.permute_weights((self.options.seed, text_index)))
-        distances = jensen_shannon_divergence(weights).cpu().numpy()
-        chance = jensen_shannon_divergence(weights, permuted).cpu().numpy()
-        self.distances.add(text_index, distances * rows.row_weight, count)
-        self.chance.add(text_index, chance * rows.row_weight, count)
-        self.diversity.add(text_index, rows)
+        """Add rows of a text."""
+        permuted = rows.permute_weights((self.options.seed, text_index))
+        rest, rest_permuted = (self._smooth_rest(rows.without_sinks(weights)) for weights in (rows.weights, permuted))
+        self.rest.add(text_index, rest, rest_permuted.weights, rows.row_weight)
+        whole, whole_permuted = (self._smooth_whole(weights) for weights in (rows.weights, permuted))
+        all_rows = torch.ones_like(rest.counted)
+        self.whole.add(text_index, NonSinkRows(whole, all_rows), whole_permuted, rows.row_weight)
+        self.diversity.add(text_index, rest, rows.row_weight)
+        self.sink_weight += rows.sink_weight * rows.row_weight
+        self.num_rows += all_rows.numel() * rows.row_weight
 
-    def _smooth_weights(self, weights: torch.Tensor) -> torch.Tensor:
+    def _smooth_rest(self, rows: NonSinkRows) -> NonSinkRows:
+        return rows._replace(weights=smooth_weights(rows.weights, self.options.smoothing))
+
+    def _smooth_whole(self, weights: Tensor) -> Tensor:
         """Smooth the weights of all keys but the learned sink."""
         return torch.cat([smooth_weights(weights[..., :-1], self.options.smoothing), weights[..., -1:]], -1)
+
+    def comparable_heads(self) -> list[int]:
+        """Indices of the heads of which every pair has rows; a head that has the fewest is left out first."""
+        counts = self.rest.distances.count.copy()
+        np.fill_diagonal(counts, 1)
+        indices = list(range(len(counts)))
+        while len(indices) > 1 and not (counts[np.ix_(indices, indices)] > 0).all():
+            indices.remove(min(indices, key=lambda n: (counts[n, indices].sum(), -n)))
+        return indices
 
 
 DEFAULT_OPTIONS = RedundancyOptions()
@@ -474,8 +443,9 @@ def measure_redundancy(
     streams = {module.site.name: get_streams(module.site, is_encoder_decoder(model)) for module in sites}
     sampling = RowSampling(options.rows_per_text, options.seed)
     sums, reservoirs = dict[StreamPair, _RedundancySums](), dict[str, OutputReservoir]()
+    marked = mark_first_token_sinks(model, sites, streams, examples)
     reasons, count = dict[str, str](), 0
-    for index, example in enumerate(examples):
+    for index, example in enumerate(marked.examples):
         count = index + 1
         groups, unsupported = sample_rows(model, sites, example, streams, sampling, index)
         reasons |= unsupported
@@ -489,15 +459,17 @@ def measure_redundancy(
         progress(count)
     if count < 2:
         raise ValueError(f"cannot compute confidence intervals from {count} texts; give at least two")
-    comparisons = tuple(
-        _compare_heads(pair, group_sums, reservoirs.get(pair[0]))
-        for pair, group_sums in sums.items()
-        if len(group_sums.heads) > 1
-    )
+    compared = [_compare_heads(pair, group_sums, reservoirs.get(pair[0])) for pair, group_sums in sums.items()]
+    comparisons = tuple(group for group in compared if group is not None)
     if not comparisons:
         details = "".join(f"; {site}: {reason}" for site, reason in reasons.items())
         raise ValueError(f"cannot compare heads: no two of them have the same queries and keys{details}")
-    notes = tuple(f"{site} is left out: {reason}" for site, reason in reasons.items())
+    left_out = reasons | {
+        str(head): "sinks leave less than 1 % of its weight in almost every row"
+        for group in comparisons
+        for head in group.without_rest
+    }
+    notes = (*marked.notes, *(f"{name} is left out: {reason}" for name, reason in left_out.items()))
     return RedundancyResult(name or type(model).__name__, count, comparisons, notes)
 
 
@@ -523,35 +495,67 @@ def _add_head_outputs(
             )
 
 
-def _compare_heads(pair: StreamPair, sums: _RedundancySums, reservoir: OutputReservoir | None) -> ComparableHeads:
-    """Turn the sums of a group into distances, clusters, tests and the rest of the result."""
-    options, heads = sums.options, sums.heads
-    distances, low, high = sums.distances.mean_intervals(options.num_resamples, options.seed)
-    permuted = sums.chance.mean_intervals(options.num_resamples, options.seed)
-    chance, pairs = permuted.mean, np.triu_indices(len(heads), 1)
-    threshold = _chance_threshold(chance) if options.max_distance is None else options.max_distance
+class _SimilarPairs(NamedTuple):
+    """Distances with intervals, their chance level, a distance threshold, and the numbers of pairs below it."""
+
+    intervals: MeanIntervals
+    chance: Array
+    threshold: float
+    num_similar: int
+    num_expected: float
+
+
+def _count_similar_pairs(sums: _DistanceSums, options: RedundancyOptions, indices: Sequence[int]) -> _SimilarPairs:
+    """Compare the distances of these heads with their chance level."""
+    grid, pairs = np.ix_(indices, indices), np.triu_indices(len(indices), 1)
+    observed, permuted = (
+        MeanIntervals(*(array[grid] for array in folds.mean_intervals(options.num_resamples, options.seed)))
+        for folds in (sums.distances, sums.chance)
+    )
+    threshold = _chance_threshold(permuted.mean) if options.max_distance is None else options.max_distance
+    num_similar = int((observed.high < np.minimum(threshold, permuted.mean))[pairs].sum())
+    num_expected = expected_pairs_below(*(array[pairs] for array in permuted), threshold=threshold)
+    return _SimilarPairs(observed, permuted.mean, threshold, num_similar, num_expected)
+
+
+def _compare_heads(
+    pair: StreamPair, sums: _RedundancySums, reservoir: OutputReservoir | None
+) -> ComparableHeads | None:
+    """Turn the sums of a group into distances, clusters, tests and the rest of the result.
+
+    Return None if fewer than two heads have rows.
+    """
+    options, indices = sums.options, sums.comparable_heads()
+    if len(indices) < 2:
+        return None
+    heads = tuple(sums.heads[n] for n in indices)
+    similar = _count_similar_pairs(sums.rest, options, indices)
+    whole = _count_similar_pairs(sums.whole, options, range(len(sums.heads)))
+    distances, threshold = similar.intervals.mean, similar.threshold
     merges = average_linkage(distances)
-    outputs = _output_similarity(heads, reservoir, options)
-    num_similar = int((high < np.minimum(threshold, chance))[pairs].sum())
-    num_expected = expected_pairs_below(*(grid[pairs] for grid in permuted), threshold=threshold)
+    outputs = _output_similarity(sums.heads, reservoir, options)
+    outputs = None if outputs is None else outputs[np.ix_(indices, indices)]
     sites = list(dict.fromkeys(head.site for head in heads))
     layer_of_head = [sites.index(head.site) for head in heads]
     return ComparableHeads(
         streams=pair,
         heads=heads,
         distances=distances,
-        low=low,
-        high=high,
-        chance=chance,
+        low=similar.intervals.low,
+        high=similar.intervals.high,
+        chance=similar.chance,
+        with_sinks=WholeRows(whole.intervals.mean, whole.threshold, whole.num_similar, whole.num_expected),
+        sink_weight=sums.sink_weight / sums.num_rows,
+        without_rest=tuple(head for head in sums.heads if head not in heads),
         outputs=outputs,
         merges=tuple(merges),
         threshold=threshold,
         clusters=cut_clusters(merges, threshold),
-        num_chance_clusters=len(set(cut_clusters(average_linkage(chance), threshold))),
+        num_chance_clusters=len(set(cut_clusters(average_linkage(similar.chance), threshold))),
         embedding=embed_in_plane(distances, seed=options.seed),
         layers=sums.diversity.layer_diversities(options.num_resamples, options.seed),
         outliers=find_outliers(distances, heads, seed=options.seed),
-        similar_pair_test=poisson_test(num_similar, num_expected),
+        similar_pair_test=poisson_test(similar.num_similar, similar.num_expected),
         within_layer_test=class_separation_test(distances, layer_of_head, options.num_permutations, options.seed),
         agreement=_test_agreement(distances, outputs, options),
     )

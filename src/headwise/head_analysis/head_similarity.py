@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from ..errors import suggest
 from ..inspect.hooks import AttentionCall, ModelRun, SiteModule
 from ..inspect.model_inputs import prepare_inputs
-from .annotated_examples import Example
+from .annotated_examples import Example, find_sink_tokens
+from .weight_bands import MIN_NON_SINK_WEIGHT
 
 # --- Distances of attention rows and similarity of outputs ---------------------------------------------
 
@@ -38,7 +39,7 @@ def smooth_weights(weights: Tensor, method: str) -> Tensor:
     """Smooth weights [heads, rows, keys]: "none", or "clark" for 0.999 w + 0.001 / keys (1906.04341)."""
     if method not in SMOOTHING_METHODS:
         raise ValueError(f"unknown smoothing={method!r}; {suggest(method, SMOOTHING_METHODS)}")
-    return weights if method == "none" else 0.999 * weights + 1e-3 / weights.shape[-1]
+    return weights if method == "none" else 0.999 * weights + 1e-3 / max(1, weights.shape[-1])
 
 
 def append_sink_column(weights: Tensor) -> Tensor:
@@ -46,12 +47,13 @@ def append_sink_column(weights: Tensor) -> Tensor:
     return torch.cat([weights, (1 - weights.sum(-1, keepdim=True)).clamp(min=0)], -1)
 
 
-def jensen_shannon_divergence(weights: Tensor, others: Tensor | None = None) -> Tensor:
+def jensen_shannon_divergence(weights: Tensor, others: Tensor | None = None, counted: Tensor | None = None) -> Tensor:
     """Jensen-Shannon divergence H((p + q) / 2) - (H(p) + H(q)) / 2 of every pair of heads, summed over rows: [heads,
     heads].
 
     `weights` are [heads, rows, keys]. If `others` of the same shape is given, p comes from `weights` and q from
-    `others`; the diagonal stays zero.
+    `others`; the diagonal stays zero. `counted` [heads, rows] marks the rows of each head that count; a pair sums over
+    the rows of both.
 
     >>> rows = torch.tensor([[[1.0, 0.0]], [[0.0, 1.0]], [[1.0, 0.0]]])
     >>> (jensen_shannon_divergence(rows) / math.log(2)).round(decimals=6).tolist()
@@ -59,40 +61,46 @@ def jensen_shannon_divergence(weights: Tensor, others: Tensor | None = None) -> 
     """
     second = weights if others is None else others
     heads, rows, keys = weights.shape
+    flags = torch.ones(heads, rows, device=weights.device) if counted is None else counted
     divergence = torch.zeros(heads, heads, dtype=torch.float64, device=weights.device)
     step = max(1, MAX_CELLS // max(1, heads * keys))
     for start in range(0, rows, step):
         p, q = (x[:, start : start + step] for x in (weights, second))
+        flags_of_chunk = flags[:, start : start + step].double()
         first_entropy, second_entropy = entropy(p), entropy(q)
         for head in range(heads - 1):
             mean_entropy = entropy((p[head] + q[head + 1 :]) / 2)
-            divergence[head, head + 1 :] += (
-                (mean_entropy - (first_entropy[head] + second_entropy[head + 1 :]) / 2).clamp(min=0).sum(-1)
-            )
+            by_row = (mean_entropy - (first_entropy[head] + second_entropy[head + 1 :]) / 2).clamp(min=0)
+            divergence[head, head + 1 :] += (by_row * flags_of_chunk[head + 1 :]) @ flags_of_chunk[head]
     return divergence + divergence.T
 
 
-def generalised_jensen_shannon(weights: Tensor, sets: Tensor) -> Tensor:
-    """Generalised Jensen-Shannon divergence H(mean p) - mean H(p) over each set of heads, summed over rows
-    (1909.00015): [sets].
+def spread_of_sets(weights: Tensor, sets: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
+    """Spread of each set of heads: (H(mean p) - mean H(p)) / log n over its n heads (generalised Jensen-Shannon
+    divergence, 1909.00015), summed over rows, and the number of these rows: [sets] each.
 
-    `weights` are [heads, rows, keys]; `sets` [sets, heads] holds 1 / n at each of a set's n heads and 0 elsewhere.
+    `weights` are [heads, rows, keys]; `sets` [sets, heads] marks the members of each set; `counted` [heads, rows] the
+    rows of each head that count. A row counts for a set in which at least two heads count it, and n is their number.
 
     >>> rows = torch.tensor([[[1.0, 0.0]], [[0.0, 1.0]]])
-    >>> (generalised_jensen_shannon(rows, torch.tensor([[0.5, 0.5], [1.0, 0.0]])) / math.log(2)).round(
-    ...     decimals=6
-    ... ).tolist()
-    [1.0, 0.0]
+    >>> sums, counts = spread_of_sets(rows, torch.tensor([[1.0, 1.0], [1.0, 0.0]]), torch.ones(2, 1))
+    >>> sums.round(decimals=6).tolist(), counts.tolist()
+    ([1.0, 0.0], [1.0, 0.0])
     """
-    heads, rows, keys = weights.shape
-    divergence = torch.zeros(len(sets), dtype=torch.float64, device=weights.device)
-    sets = sets.to(weights)
+    _, rows, keys = weights.shape
+    sets, flags_RH = sets.to(weights), counted.T.to(weights)
+    sums, counts = (torch.zeros(len(sets), dtype=torch.float64, device=weights.device) for _ in range(2))
     step = max(1, 2 * MAX_CELLS // max(1, len(sets) * keys))
     for start in range(0, rows, step):
-        chunk = weights[:, start : start + step]
-        mean = (sets @ chunk.reshape(heads, -1)).reshape(len(sets), -1, keys)
-        divergence += (entropy(mean) - sets.double() @ entropy(chunk)).clamp(min=0).sum(-1)
-    return divergence
+        chunk = weights[:, start : start + step].transpose(0, 1)
+        members = sets * flags_RH[start : start + step, None]  # [rows, sets, heads]
+        size = members.sum(-1)
+        members = members / size.clamp(min=1)[..., None]
+        mean_of_heads = (members.double() @ entropy(chunk)[..., None])[..., 0]
+        divergence = (entropy(members @ chunk) - mean_of_heads).clamp(min=0)
+        sums += torch.where(size > 1, divergence / size.clamp(min=2).double().log(), 0).sum(0)
+        counts += (size > 1).sum(0)
+    return sums, counts
 
 
 def centred_kernel_alignment(features: Tensor, estimator: str = "unbiased") -> Tensor:
@@ -153,12 +161,23 @@ class HeadLocation(NamedTuple):
         return f"{self.site} head {self.head}"
 
 
+class NonSinkRows(NamedTuple):
+    """Attention rows without sinks, rescaled to sum to 1, [heads, rows, other keys].
+
+    `counted` [heads, rows] marks the rows in which sinks leave at least `MIN_NON_SINK_WEIGHT`; the others are zero.
+    """
+
+    weights: Tensor
+    counted: Tensor
+
+
 class SampledRows(NamedTuple):
     """Sampled attention rows of all heads over the same tokens.
 
     - `streams`: names of the query stream and of the key stream.
     - `weights`: [heads, rows, keys + 1]; the last column is the weight of a learned sink.
     - `allowed`: keys that each row may read, [heads, rows, keys].
+    - `is_sink`: which keys are sinks, [keys]; the learned sink always is one.
     - `row_weight`: number of rows of the text that each sampled row stands for.
     """
 
@@ -166,20 +185,35 @@ class SampledRows(NamedTuple):
     heads: tuple[HeadLocation, ...]
     weights: Tensor
     allowed: Tensor
+    is_sink: Tensor
     row_weight: float = 1.0
 
     def permute_weights(self, seed: Sequence[int]) -> Tensor:
-        """Permute the weights of each row among the keys that it may read: as sharp as before, but unrelated to the
-        text.
+        """Permute the weights of each row among the keys that it may read, except for sinks, which keep theirs: as
+        sharp as before, with as much on sinks, but unrelated to the text.
         """
         generator, permuted = np.random.default_rng(seed), self.weights.clone()
-        for head, allowed in enumerate(self.allowed):
+        for head, allowed in enumerate(self.allowed & ~self.is_sink):
             keys = torch.from_numpy(generator.random(allowed.shape, dtype=np.float32)).to(allowed.device)
-            targets = (~allowed).int().argsort(dim=-1, stable=True)  # allowed keys first, in order
-            sources = torch.where(allowed, keys, 2).argsort(-1)  # allowed keys first, in random order
+            # Allowed keys come first, in order and in random order; the others follow in order in both and stay.
+            targets = (~allowed).int().argsort(dim=-1, stable=True)
+            sources = torch.where(allowed, keys, 2).argsort(dim=-1, stable=True)
             weights = permuted[head, :, :-1]
             weights.scatter_(-1, targets, self.weights[head, :, :-1].gather(-1, sources))
         return permuted
+
+    def without_sinks(self, weights: Tensor) -> NonSinkRows:
+        """Leave out the sinks of `weights`, those of these rows or permuted ones."""
+        rest = weights[..., :-1][..., ~self.is_sink]
+        mass = rest.sum(-1)
+        counted = mass >= MIN_NON_SINK_WEIGHT
+        scale = torch.where(counted, 1 / mass.clamp(min=MIN_NON_SINK_WEIGHT), 0)
+        return NonSinkRows(rest * scale[..., None], counted)
+
+    @property
+    def sink_weight(self) -> float:
+        """Weight on sinks, summed over heads and rows."""
+        return float((1 - self.weights[..., :-1][..., ~self.is_sink].sum(-1)).sum())
 
 
 class RowSampling(NamedTuple):
@@ -252,7 +286,8 @@ def sample_rows(
         }
         if usable:
             row_weight = example.streams[pair[0]].count / len(queries[members[0].site.name])
-            groups.append(_merge_sites(pair, usable)._replace(row_weight=row_weight))
+            is_sink = find_sink_tokens(example.streams[pair[1]])
+            groups.append(_merge_sites(pair, usable, is_sink)._replace(row_weight=row_weight))
     return groups, {name: hook.unsupported_reason for name, hook in hooks.items() if hook.unsupported_reason}
 
 
@@ -260,7 +295,7 @@ def _num_comparable_heads(sites: Sequence[SiteModule], streams: Mapping[str, Str
     return sum(other.site.q for other in sites if streams[other.site.name] == streams[module.site.name])
 
 
-def _merge_sites(pair: StreamPair, hooks: Mapping[SiteModule, RowSamplingHook]) -> SampledRows:
+def _merge_sites(pair: StreamPair, hooks: Mapping[SiteModule, RowSamplingHook], is_sink: Tensor) -> SampledRows:
     weights = [hook.weights for hook in hooks.values() if hook.weights is not None]
     allowed = torch.cat([hook.allowed for hook in hooks.values() if hook.allowed is not None])
     has_keys = allowed.any(-1).all(0)
@@ -270,7 +305,7 @@ def _merge_sites(pair: StreamPair, hooks: Mapping[SiteModule, RowSamplingHook]) 
         for head in range(len(site_weights))
     ]
     rows = append_sink_column(torch.cat(weights)[:, has_keys].float())
-    return SampledRows(pair, tuple(heads), rows, allowed[:, has_keys])
+    return SampledRows(pair, tuple(heads), rows, allowed[:, has_keys], is_sink.to(rows.device))
 
 
 class HeadOutputsHook:

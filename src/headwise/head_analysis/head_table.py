@@ -9,12 +9,18 @@ from typing import Any, NamedTuple
 
 
 class Measure(NamedTuple):
-    """A value with its confidence interval and the value expected by chance."""
+    """A value with its confidence interval and the value expected by chance.
+
+    `rows` is the number of rows (dependencies, alignment links) that the value averages. `p` is the one-sided p-value
+    of the excess over chance, not corrected; NaN if it was not tested.
+    """
 
     value: float
     low: float
     high: float
     chance: float
+    rows: float = math.nan
+    p: float = math.nan
 
     @property
     def is_above_chance(self) -> bool:

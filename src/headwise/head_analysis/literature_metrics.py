@@ -23,12 +23,11 @@ from .head_metrics import (
     argmax_offset_sums,
     mean_over_rows,
     rarest_token_sums,
-    row_entropy,
     select_largest,
     select_peak_offset,
 )
 from .head_table import HeadClass, HeadMeasures
-from .weight_bands import WeightBand
+from .weight_bands import WeightBand, row_entropy
 
 OFFSET_NAMES = {-1: "previous", 0: "self", 1: "next"}
 

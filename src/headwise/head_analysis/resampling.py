@@ -65,6 +65,71 @@ def confidence_interval(values: Array, confidence: float = CONFIDENCE) -> tuple[
     return low, high
 
 
+# --- Tests of a ratio against its chance level ---------------------------------------------------------
+
+
+def student_t_tail(t: Array, df: int) -> Array:
+    """Probability that a variable with Student's t distribution of `df` degrees of freedom exceeds each `t`.
+
+    The finite sums are 26.7.3 and 26.7.4 of Abramowitz and Stegun (1964).
+
+    >>> (
+    ...     student_t_tail(np.array([0.0, 12.706]), 1).round(4).tolist(),
+    ...     student_t_tail(np.array([4.303]), 2).round(4).tolist(),
+    ... )
+    ([0.5, 0.025], [0.025])
+    """
+    theta = np.arctan(np.abs(t) / math.sqrt(df))
+    cosine, sine = np.cos(theta), np.sin(theta)
+    is_odd = df % 2
+    term = cosine if is_odd else np.ones_like(cosine)
+    total = np.zeros_like(cosine)
+    for k in range(1 + is_odd, df, 2):
+        total = total + term
+        term = term * cosine**2 * k / (k + 1)
+    within = 2 / math.pi * (theta + sine * total) if is_odd else sine * total
+    tail = np.clip((1 - within) / 2, 0, 1)
+    return np.where(t >= 0, tail, 1 - tail)
+
+
+def excess_p_values(observed: tuple[Array, Array], baseline: tuple[Array, Array]) -> Array:
+    """One-sided p-values that a ratio of sums exceeds the ratio of a baseline, [columns].
+
+    `observed` and `baseline` are sums and counts, [texts, columns] each or arrays that broadcast to it. The test is a
+    t-test of the linearised contributions of the texts to the two ratios (Cochran 1977, 6.4). Texts without any count
+    are left out; p is NaN if fewer than two are left.
+
+    >>> sums, counts = np.array([[3.0], [4.0], [5.0]]), np.full((3, 1), 10.0)
+    >>> round(float(excess_p_values((sums, counts), (np.ones((3, 1)), counts))[0]), 4)
+    0.0175
+    """
+    shape = np.broadcast_shapes(*(array.shape for array in (*observed, *baseline)))
+    sums, counts, base_sums, base_counts = (np.broadcast_to(array, shape) for array in (*observed, *baseline))
+    p = np.full(shape[1], math.nan)
+    has_rows = (counts > 0) & (base_counts > 0)
+    for rows in np.unique(has_rows, axis=1).T:  # columns that count the same texts share their degrees of freedom
+        num_texts, columns = int(rows.sum()), (has_rows == rows[:, None]).all(0)
+        if num_texts < 2:
+            continue
+        own = _ratio_contributions(sums[rows][:, columns], counts[rows][:, columns])
+        base = _ratio_contributions(base_sums[rows][:, columns], base_counts[rows][:, columns])
+        excess, residuals = own[0] - base[0], own[1] - base[1]
+        error = np.sqrt((residuals**2).sum(0) / (num_texts * (num_texts - 1)))
+        # Texts that agree exactly leave no error: the excess is then certain if it is more than rounding.
+        is_exact = error <= COMPARISON_TOLERANCE
+        t = np.where(
+            is_exact, np.where(excess > COMPARISON_TOLERANCE, np.inf, -np.inf), excess / np.where(is_exact, 1, error)
+        )
+        p[columns] = student_t_tail(t, num_texts - 1)
+    return p
+
+
+def _ratio_contributions(sums: Array, counts: Array) -> tuple[Array, Array]:
+    """The ratio of total sum to total count, and each text's residual from it over the mean count."""
+    ratio = sums.sum(0) / counts.sum(0)
+    return ratio, (sums - ratio * counts) / counts.mean(0)
+
+
 # --- Bootstrap in bounded memory -----------------------------------------------------------------------
 
 MAX_FOLDS = 64
@@ -87,7 +152,8 @@ class MeanIntervals(NamedTuple):
 class FoldedSums:
     """Sums and row counts in at most `MAX_FOLDS` folds, which bound the memory of a bootstrap.
 
-    Text n goes to fold n modulo `MAX_FOLDS`; with fewer texts, every text is a fold of its own.
+    Text n goes to fold n modulo `MAX_FOLDS`; with fewer texts, every text is a fold of its own. A count is a number, or
+    an array of the shape of the sums; the mean of what was never counted is NaN.
 
     >>> folds = FoldedSums()
     >>> for number in range(3):
@@ -98,41 +164,46 @@ class FoldedSums:
 
     def __init__(self) -> None:
         self._sums: list[Array] = []
-        self._counts: list[float] = []
+        self._counts: list[Array] = []
 
-    def add(self, text_index: int, sums: Array, count: float) -> None:
+    def add(self, text_index: int, sums: Array, count: float | Array) -> None:
         """Add the sums of one text over `count` rows."""
+        count = np.asarray(count, dtype=np.float64)
         fold = text_index % MAX_FOLDS
         if fold < len(self._sums):
             self._sums[fold] = self._sums[fold] + sums
-            self._counts[fold] += count
+            self._counts[fold] = self._counts[fold] + count
         else:
             self._sums.append(sums)
             self._counts.append(count)
 
     @property
-    def count(self) -> float:
+    def count(self) -> Array:
         """Number of rows added so far."""
-        return sum(self._counts)
+        return np.sum(self._counts, 0)
 
     @property
     def mean(self) -> Array:
         """Total sum over the number of rows."""
-        return np.sum(self._sums, 0) / self.count
+        return ratio_of_sums(np.stack(self._sums), self._stack_counts())
 
     def mean_intervals(self, num_resamples: int, seed: int) -> MeanIntervals:
         """Means with 95 % intervals from resampled folds; NaN intervals if there is only one fold."""
-        shape = self._sums[0].shape
-        flat, counts = np.stack(self._sums).reshape(len(self._sums), -1), np.array(self._counts)
+        shape, folds = self._sums[0].shape, len(self._sums)
+        flat, counts = np.stack(self._sums).reshape(folds, -1), self._stack_counts().reshape(folds, -1)
         low, high = np.full(flat.shape[1], np.nan), np.full(flat.shape[1], np.nan)
-        if len(flat) > 1:
-            resamples = draw_resamples(len(flat), num_resamples, seed)
-            row_counts = resamples @ counts
-            resamples, row_counts = resamples[row_counts > 0], row_counts[row_counts > 0]
+        if folds > 1:
+            resamples = draw_resamples(folds, num_resamples, seed)
             for start in range(0, flat.shape[1], COLUMNS_PER_CHUNK):
                 columns = slice(start, start + COLUMNS_PER_CHUNK)
-                low[columns], high[columns] = confidence_interval(resamples @ flat[:, columns] / row_counts[:, None])
+                ratios = resampled_ratios(flat[:, columns], counts[:, columns], resamples)
+                low[columns], high[columns] = confidence_interval(ratios)
         return MeanIntervals(self.mean, low.reshape(shape), high.reshape(shape))
+
+    def _stack_counts(self) -> Array:
+        """Counts of every fold, in the shape of the sums."""
+        shape = self._sums[0].shape
+        return np.stack([np.broadcast_to(count, shape) for count in self._counts])
 
 
 # --- Sign-flip tests and corrections for multiple tests ------------------------------------------------

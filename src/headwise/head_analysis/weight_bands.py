@@ -23,6 +23,16 @@ GATHER_RATIO = (
 MIN_NON_SINK_WEIGHT = 0.01  # rows whose sinks leave less weight than this do not count
 
 
+def row_entropy(w_HTS: Tensor) -> Tensor:
+    """Entropy -sum p log p of each row, [H, T]; NaN for rows with negative weights.
+
+    >>> row_entropy(torch.tensor([[[0.5, 0.5, 0.0]]]))
+    tensor([[0.6931]])
+    """
+    tiny = torch.finfo(w_HTS.dtype).tiny  # changes only weights of 0, for which 0 * log(tiny) is 0
+    return -(w_HTS + tiny).log_().mul_(w_HTS).sum(-1)
+
+
 @dataclass(frozen=True, eq=False)
 class WeightBand:
     """Attention weights of some consecutive queries over one text, for every head of a layer.
@@ -104,6 +114,11 @@ class WeightBand:
     def non_sink_weight(self) -> Tensor:
         """Weight of each row that is not on sink tokens, [H, T]."""
         return self._cached("rest", lambda: self.weight_on(~find_sink_tokens(self.key_tokens)))
+
+    @property
+    def row_entropies(self) -> Tensor:
+        """Entropy of each row in nats, [H, T]."""
+        return self._cached("entropy", lambda: row_entropy(self.w_HTS))
 
     @property
     def max_weight(self) -> Tensor:
@@ -306,6 +321,7 @@ def merge_annotations(annotations: TokenAnnotations) -> TokenAnnotations:
         _any_by_word(annotations.is_punctuation, word_of_token, count),
         annotations.word_index.new_zeros(count).scatter_(0, word_of_token, annotations.word_index),
         frequency,
+        annotations.first_is_sink,
     )
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .annotated_examples import Example, TokenAnnotations
 from .head_table import Measure
-from .resampling import Array, confidence_interval, ratio_of_sums, resampled_ratios
+from .resampling import Array, confidence_interval, excess_p_values, ratio_of_sums, resampled_ratios
 from .weight_bands import BandCallback, WeightBand, WordBandMerger
 
 # A decoder row has one token as input and predicts the next one. The row that stands for a word is the one with the
@@ -118,9 +118,14 @@ class AlignmentScores:
             value = ratio_of_sums(sums, counts)
             low, high = confidence_interval(resampled_ratios(sums, counts, resamples))
             for n, suffix in enumerate(MEASURE_SUFFIXES):
-                chance = float(value[n, -2:].max())  # the last two rows are uniform attention and the diagonal
+                best = value.shape[1] - 2 + int(value[n, -2:].argmax())  # uniform attention or the diagonal
+                chance = float(value[n, best])
+                p = excess_p_values(
+                    (sums[:, n, :-2], counts[:, n, :-2]), (sums[:, n, best, None], counts[:, n, best, None])
+                )
                 for head in range(value.shape[1] - 2):
-                    measure = Measure(float(value[n, head]), float(low[n, head]), float(high[n, head]), chance)
+                    ends = (float(array[n, head]) for array in (value, low, high))
+                    measure = Measure(*ends, chance, float(counts[:, n, head].sum()), float(p[head]))
                     measures.setdefault((site, head), {})[f"{ALIGNMENT_PREFIX} {row}{suffix}"] = measure
         return measures
 

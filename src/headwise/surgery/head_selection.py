@@ -274,7 +274,7 @@ class KeepOnePerCluster(HeadSelection):
         clusters = [
             [(member.site, member.head) for member in members]
             for same_input in redundancy.readers
-            for members in same_input.cluster_members
+            for members in (*same_input.cluster_members, *((head,) for head in same_input.without_rest))
         ]
         for members in clusters:
             site, head = max(members, key=lambda member: scores.scores[member])

@@ -36,8 +36,8 @@ from .verification.quality_metrics import (
     TranslationPair,
     can_compute_bleu,
     check_min_count,
-    compare_bleu_of_texts,
     compare_tallies,
+    compare_translated_texts,
     get_translation_pairs,
     score_task,
     translate_sources,
@@ -109,11 +109,11 @@ class ModelEvaluator:
         return tally.report, tuple(tally.after)
 
     def score_generation(self, after: Transformer) -> list[MetricRow]:
-        """Score the generated answers of a model against the baseline's, by the task's scores or by BLEU."""
+        """Score the generated answers of a model against the baseline's, by the task's scores, or as translations."""
         answers = self.baseline_answers if after is self.net else self._generate_answers(after)
         if self.task is not None:
             return [row for row in compare_tallies(self.baseline_answers, answers) if "/" not in row.name]
-        return [compare_bleu_of_texts(self.baseline_answers, answers, self.pairs)]
+        return [compare_translated_texts(self.baseline_answers, answers, self.pairs)[0]]
 
     def _generate_answers(self, net: Transformer) -> list[Any]:
         with eval_mode(net):

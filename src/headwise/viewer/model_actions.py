@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ..head_analysis.annotated_examples import Example
-    from ..head_analysis.head_table import HeadTable
+    from ..head_analysis.head_table import HeadTable, Measure
     from ..traces import Trace
 
 MAX_NEW_TOKENS = 64  # generated for a source without a target
@@ -145,17 +145,19 @@ def measure_table(net: nn.Module, examples: Sequence[Example], progress: JobProg
     single = len(examples) == 1
     measured = list(examples) * 2 if single else list(examples)  # the mean of a text with itself is its own value
     table = measure_heads(net, measured, progress=lambda count: progress(min(count, len(examples)), len(examples)))
-    table = classify_heads(table)
     if not single:
-        return table
+        return classify_heads(table)
     heads = tuple(
-        replace(
-            head,
-            measures={name: value._replace(low=math.nan, high=math.nan) for name, value in head.measures.items()},
-        )
+        replace(head, measures={name: _untested(measure) for name, measure in head.measures.items()})
         for head in table.heads
     )
-    return replace(table, texts="1 text", heads=heads, notes=(*table.notes, "one text: no confidence intervals"))
+    note = "one text: no confidence intervals, and classes by scores that are not tested"
+    return classify_heads(replace(table, texts="1 text", heads=heads, notes=(*table.notes, note)), criteria="untested")
+
+
+def _untested(measure: Measure) -> Measure:
+    """The measure of one text that was measured twice: half the rows, no interval, no test."""
+    return measure._replace(low=math.nan, high=math.nan, rows=measure.rows / 2, p=math.nan)
 
 
 JOB_KINDS: dict[str, JobFunction] = {"text": capture_text, "measure": measure}

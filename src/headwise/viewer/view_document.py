@@ -111,7 +111,7 @@ def stack_measures(table: HeadTable, heads: Sequence[tuple[str, int]]) -> tuple[
     for row, key in enumerate(heads):
         for column, name in enumerate(names if key in by_head else ()):
             if name in by_head[key].measures:
-                stacked[row, column] = by_head[key].measures[name]
+                stacked[row, column] = by_head[key].measures[name][:4]
     return names, stacked
 
 

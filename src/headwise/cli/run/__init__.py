@@ -114,7 +114,9 @@ def _parser() -> CommandParser:
     scores = parser.add_expert_group("scores of translations")
     scores.add_argument("--score", metavar="REF", help="print BLEU and chrF against the lines of this file")
     scores.add_argument(
-        "--score-tokenize", metavar="NAME", help="sacreBLEU tokenizer for --score: 13a, zh, char or intl (default: 13a)"
+        "--score-tokenize",
+        metavar="NAME",
+        help="sacreBLEU tokenizer for --score: 13a, zh, char or intl (default: by the script of REF)",
     )
     serving = parser.add_expert_group("continuous batching")
     serving.add_argument(

@@ -24,7 +24,6 @@ from ..command_parser import UsageError
 from . import DECODING_OPTIONS
 from .inputs import InputLine, InputLines
 
-DEFAULT_BLEU_TOKENIZER = "13a"  # sacreBLEU's default
 DEFAULT_NEW_TOKENS = 64  # default of --max-new-tokens
 
 
@@ -167,7 +166,7 @@ class TranslationScores:
 
     path: str
     references: list[str]
-    tokenize: str
+    tokenize: str | None
     hypotheses: list[str] = field(default_factory=list)
 
     @staticmethod
@@ -184,7 +183,7 @@ class TranslationScores:
                 f"{path!r} cannot be read: {error}; give a text file with one reference per line"
             ) from None
         references = references[:-1] if references[-1] == "" else references
-        scores = TranslationScores(path, [line.rstrip("\r") for line in references], tokenize or DEFAULT_BLEU_TOKENIZER)
+        scores = TranslationScores(path, [line.rstrip("\r") for line in references], tokenize)
         score_translations(["a"], ["a"], scores.tokenize)  # raises if sacreBLEU or the tokenizer is missing
         return scores
 
@@ -208,9 +207,10 @@ class TranslationScores:
 
     def __str__(self) -> str:
         metrics = self.metrics
+        bleu = f"{metrics.bleu:6.2f}" if metrics.bleu is not None else "not computed, no reference has four tokens"
         return "\n".join(
             [
-                f"BLEU {metrics.bleu:6.2f}   {metrics.bleu_signature}",
+                f"BLEU {bleu}   {metrics.bleu_signature}",
                 f"chrF {metrics.chrf:6.2f}   {metrics.chrf_signature}",
             ]
         )

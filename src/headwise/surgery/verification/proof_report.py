@@ -10,7 +10,7 @@ from ...costs.cost_report import format_count
 from .efficiency import AttentionSize, CostPair
 from .model_comparison import HALF_TOLERANCE_STEPS, TOLERANCE_STEPS
 from .proof import ModelProof
-from .quality_metrics import IntervalEstimate, MetricRow, describe_significance
+from .quality_metrics import MAX_EQUAL_CHANGE, IntervalEstimate, MetricRow, describe_change
 
 PAGE_WIDTH = 80
 TEXT_WIDTH = PAGE_WIDTH - 4  # of an indented block
@@ -104,13 +104,8 @@ def _describe_change(row: MetricRow, objective: str) -> str:
     name = name[:1].upper() + name[1:]
     if row.before is None or row.change is None:
         return f"{name} {format_number(row.after.value)} ({_format_interval(row.after)})"
-    significance = describe_significance(row.change)
-    if significance.startswith("no"):
-        verdict = significance
-    else:
-        verdict = "better" if (significance == "more") == (row.better == "higher") else "worse"
     values = f"{format_number(row.before.value)} -> {format_number(row.after.value)}"
-    return f"{name} {values}: {verdict} (change {_format_interval(row.change)})"
+    return f"{name} {values}: {describe_change(row)} (change {_format_interval(row.change)})"
 
 
 def format_bytes(count: int) -> str:
@@ -254,8 +249,8 @@ def _quality_section(proof: ModelProof) -> Iterator[str]:
     yield ""
     yield from wrap_text(
         f"Over {quality.texts:,} texts with {quality.num_positions:,} scored positions. Intervals are bootstrap "
-        "intervals "
-        "over texts, with the same resamples for both models; a change is not significant if its interval contains 0."
+        "intervals over texts, with the same resamples for both models; a change is not significant if its interval "
+        f"contains 0, and no difference is shown only if the interval stays within {MAX_EQUAL_CHANGE:.0%} of the value."
     )
     for note in quality.notes:
         yield from wrap_text(to_one_line(note))

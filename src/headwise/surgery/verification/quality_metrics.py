@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import import_module
 from importlib.util import find_spec
 from itertools import chain
 from typing import Any, NamedTuple
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ...data import IGNORE_INDEX, Batch, Task
+from ...data.translation import BLEU_ORDER, choose_bleu_tokenizer, count_bleu_tokens, make_bleu
 from ...generation import load_tokenizers, max_positions
 from ...generation.decoding_strategies import greedy_decode
 from ...generation.generate import generate
@@ -244,22 +244,34 @@ def _interval_estimate(value: Array, resampled: Array) -> IntervalEstimate:
     return IntervalEstimate(*(float(array[0]) for array in (value, low, high)))
 
 
-def describe_significance(change: IntervalEstimate | None) -> str:
-    """Return "more" or "less", or "no difference shown" if the interval of the change contains 0.
+MAX_EQUAL_CHANGE = 0.1  # of the larger of both values: a wider interval around 0 does not show that nothing changed
 
-    >>> describe_significance(IntervalEstimate(0.5, 0.1, 0.9)), describe_significance(IntervalEstimate(0.5, -0.1, 0.9))
-    ('more', 'no difference shown')
+
+def describe_change(row: MetricRow) -> str:
+    """Return "better", "worse", "no difference shown" or "undecided" for the change of a metric.
+
+    If the interval of the change contains 0, a model is no different only as far as the interval is narrow: within a
+    tenth of the larger value. Otherwise the texts are too few to decide.
+
+    >>> after, before = IntervalEstimate(0.0, 0.0, 0.0), IntervalEstimate(69.0, 0.0, 100.0)
+    >>> describe_change(MetricRow("BLEU", "higher", after, before, IntervalEstimate(-69.0, -100.0, 0.0)))
+    'undecided, too few texts'
     """
-    if change is None or math.isnan(change.value) or change.low <= 0 <= change.high:
-        return "no difference shown"
-    return "more" if change.value > 0 else "less"
+    change, before = row.change, row.before
+    if change is None or before is None or math.isnan(change.value):
+        return "not compared"
+    if not change.low <= 0 <= change.high:
+        return "better" if (change.value > 0) == (row.better == "higher") else "worse"
+    scale = max(abs(before.value), abs(row.after.value))
+    is_narrow = max(abs(change.low), abs(change.high), abs(change.value)) <= MAX_EQUAL_CHANGE * scale
+    return "no difference shown" if is_narrow else "undecided, too few texts"
 
 
 # --- Scores of generated answers -----------------------------------------------------------------------
 
 SCORING_BATCH_SIZE = 32
 DEFAULT_NUM_EXAMPLES = 100  # of a task, generated and scored
-BLEU = "BLEU"
+BLEU, EXACT_MATCH = "BLEU", "exact_match"
 MAX_ANSWER_TOKENS = 64  # per translation
 
 
@@ -352,21 +364,40 @@ def can_compute_bleu(net: Transformer) -> bool:
     return can_translate and find_spec("sacrebleu") is not None
 
 
-def compare_bleu(before: Transformer, after: Transformer, pairs: Sequence[TranslationPair]) -> MetricRow:
-    """Return sacreBLEU (0 to 100) of both models' translations, with bootstrap intervals over pairs."""
-    return compare_bleu_of_texts(translate_sources(before, pairs), translate_sources(after, pairs), pairs)
+def compare_translations(
+    before: Transformer, after: Transformer, pairs: Sequence[TranslationPair]
+) -> tuple[MetricRow, str]:
+    """Compare the translations of both models, see `compare_translated_texts`."""
+    return compare_translated_texts(translate_sources(before, pairs), translate_sources(after, pairs), pairs)
 
 
-def compare_bleu_of_texts(before: Sequence[str], after: Sequence[str], pairs: Sequence[TranslationPair]) -> MetricRow:
-    """Return sacreBLEU of given translations before and after, with bootstrap intervals over pairs."""
+def compare_translated_texts(
+    before: Sequence[str], after: Sequence[str], pairs: Sequence[TranslationPair]
+) -> tuple[MetricRow, str]:
+    """Compare translations before and after: one metric with bootstrap intervals over pairs, and a note or "".
+
+    The metric is sacreBLEU (0 to 100) with the tokenizer for the script of the references. BLEU counts n-grams of up to
+    four tokens, so that it needs references with as many; if most have fewer, the metric is the share of answers that
+    equal their reference.
+    """
     check_min_count(len(pairs), "translations")
+    references = [pair.target for pair in pairs]
+    bleu = make_bleu(choose_bleu_tokenizer(references), effective_order=True)
+    num_long = sum(count >= BLEU_ORDER for count in count_bleu_tokens(bleu, references))
+    if 2 * num_long < len(references):
+        counts = [
+            [
+                TextCounts({EXACT_MATCH: float(text.strip() == pair.target.strip())}, 1)
+                for text, pair in zip(texts, pairs, strict=True)
+            ]
+            for texts in (after, before)
+        ]
+        note = f"BLEU is not computed: only {num_long} of {len(references)} references have {BLEU_ORDER} tokens"
+        return build_metric_row(EXACT_MATCH, EXACT_MATCH, (counts[0], counts[1])), note
     draws = draw_resamples(len(pairs), BOOTSTRAP_RESAMPLES, BOOTSTRAP_SEED)
-    after_scores, before_scores = (_bootstrap_bleu(translations, pairs, draws) for translations in (after, before))
-    return MetricRow(
-        BLEU,
-        "higher",
-        *(_bleu_estimate(scores) for scores in (after_scores, before_scores, after_scores - before_scores)),
-    )
+    after_scores, before_scores = (_bootstrap_bleu(bleu, texts, references, draws) for texts in (after, before))
+    estimates = (_bleu_estimate(scores) for scores in (after_scores, before_scores, after_scores - before_scores))
+    return MetricRow(BLEU, "higher", *estimates), ""
 
 
 def _bleu_estimate(scores: Any) -> IntervalEstimate:
@@ -389,12 +420,11 @@ def translate_sources(net: Transformer, pairs: Sequence[TranslationPair]) -> lis
     return translations
 
 
-def _bootstrap_bleu(translations: Sequence[str], pairs: Sequence[TranslationPair], draws: Any) -> Any:
+def _bootstrap_bleu(bleu: Any, translations: Sequence[str], references: Sequence[str], draws: Any) -> Any:
     """Return BLEU of all pairs, then of every resample; n-grams are counted once per pair and summed."""
-    bleu = import_module("sacrebleu.metrics").BLEU
-    metric = bleu(effective_order=True)
     sentence_scores = [
-        metric.sentence_score(translation, [pair.target]) for translation, pair in zip(translations, pairs, strict=True)
+        bleu.sentence_score(translation, [reference])
+        for translation, reference in zip(translations, references, strict=True)
     ]
     counts = np.array(
         [[*score.counts, *score.totals, score.sys_len, score.ref_len] for score in sentence_scores], dtype=np.float64

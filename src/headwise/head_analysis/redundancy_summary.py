@@ -1,0 +1,126 @@
+"""The redundancy of heads in sentences, with every number that the answer rests on."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .resampling import PermutationTest
+
+if TYPE_CHECKING:
+    from .head_redundancy import ComparableHeads
+
+SIGNIFICANCE = 0.05
+MAX_DIVERGENCE = math.log(2)  # the largest Jensen-Shannon divergence, in nats
+
+
+def summarise_redundancy(group: ComparableHeads) -> str:
+    """Whether heads are redundant, in sentences with every number that the answer rests on."""
+    parts = [
+        _distances_sentence(group),
+        _whole_rows_sentence(group),
+        _clusters_sentence(group),
+        _layers_sentence(group),
+        _outputs_sentence(group),
+    ]
+    return f"{_verdict_sentence(group)} " + " ".join(part for part in parts if part)
+
+
+def compare_redundancy(group: ComparableHeads, other: ComparableHeads) -> str:
+    """A sentence about another model on the same texts: its median distance and how many of its pairs are similar."""
+    median = float(np.median(other.distances[np.triu_indices(len(other.heads), 1)]))
+    return (
+        f"among {_describe_heads(other)}, the median pair is {median:.3f} nats apart without sinks, and "
+        f"{len(other.similar_pairs)} of {other.num_pairs} pairs are significantly similar "
+        f"(instead of {len(group.similar_pairs)})."
+    )
+
+
+def _describe_heads(group: ComparableHeads) -> str:
+    queries, keys = group.streams
+    return f"{len(group.heads)} heads (queries from the {queries}, keys from the {keys})"
+
+
+def _verdict_sentence(group: ComparableHeads) -> str:
+    if not group.similar_pair_test.p < SIGNIFICANCE:
+        return "Not shown to be redundant."
+    similar = "Some heads have attention patterns more similar than chance"
+    if math.isnan(group.agreement.p):
+        return f"{similar}; their outputs could not be compared."
+    if group.agreement.p < SIGNIFICANCE:
+        outputs = "and heads with similar patterns have similar outputs"
+    else:
+        outputs = "but similar outputs are not shown"
+    return f"{similar}, {outputs}; ablate or prune them to measure what the model loses."
+
+
+def _distances_sentence(group: ComparableHeads) -> str:
+    pairs = np.triu_indices(len(group.heads), 1)
+    median, chance = (float(np.median(grid[pairs])) for grid in (group.distances, group.chance))
+    similar = group.similar_pairs
+    sentence = (
+        f"Among {_describe_heads(group)}, without the {group.sink_weight:.0%} of their weight that is on sinks, the "
+        f"median pair has a Jensen-Shannon divergence of {median:.3f} nats "
+        f"(at most {MAX_DIVERGENCE:.3f}), and of {chance:.3f} if weights are permuted; "
+        f"{len(similar)} of {group.num_pairs} pairs are significantly closer than {group.threshold:.3f}, "
+        f"where {group.similar_pair_test.chance:.1f} are expected by chance ({_format_p(group.similar_pair_test)})"
+    )
+    if not similar:
+        return f"{sentence}."
+    first, second = similar[0]
+    distance = group.distances[group.heads.index(first), group.heads.index(second)]
+    return f"{sentence}; the closest are {first} and {second} with {distance:.3f}."
+
+
+def _whole_rows_sentence(group: ComparableHeads) -> str:
+    """How similar the heads would seem with their sinks."""
+    whole = group.with_sinks
+    return (
+        f"With sinks, the median pair is {whole.median:.3f} nats apart, and {whole.num_similar} pairs are closer than "
+        f"{whole.threshold:.3f}, where {whole.num_expected:.1f} are expected if every row keeps its sinks."
+    )
+
+
+def _clusters_sentence(group: ComparableHeads) -> str:
+    clusters = group.cluster_members
+    count = len(clusters)
+    counts = f"{count} cluster{'s' if count > 1 else ''} ({group.num_chance_clusters} by chance)"
+    return f"Clustering up to that distance gives {counts}, the largest with {len(clusters[0])} heads."
+
+
+def _layers_sentence(group: ComparableHeads) -> str:
+    parts = list[str]()
+    if not math.isnan(group.within_layer_test.p):
+        parts.append(_within_layer_sentence(group.within_layer_test))
+    if any(not math.isnan(layer.p) for layer in group.layers):
+        significant = [layer for layer in group.layers if layer.p < SIGNIFICANCE]
+        fact = f"{len(significant)} of {len(group.layers)} layers differ in diversity from randomly chosen heads"
+        parts.append(f"{fact} (corrected p < {SIGNIFICANCE}).")
+    outliers = [outlier for outlier in group.outliers if outlier.p < SIGNIFICANCE]
+    if outliers:
+        first = outliers[0]
+        heads = f"{len(outliers)} heads are outliers" if len(outliers) > 1 else "1 head is an outlier"
+        fact = f"{heads} in their layer"
+        parts.append(f"{fact}, most clearly {first.head} (corrected p {first.p:.3f}).")
+    elif group.outliers:
+        parts.append("No head is an outlier in its layer.")
+    return " ".join(parts)
+
+
+def _within_layer_sentence(test: PermutationTest) -> str:
+    direction = "closer to" if test.value < 0 else "farther from"
+    distance = f"{abs(test.value):.3f} nats {direction} each other than to heads of other layers"
+    return f"Heads of one layer are {distance} ({_format_p(test)})."
+
+
+def _outputs_sentence(group: ComparableHeads) -> str:
+    if math.isnan(group.agreement.p):
+        return ""
+    correlation = f"r = {group.agreement.value:.2f} ({_format_p(group.agreement)})"
+    return f"Distances between attention patterns and between outputs correlate with {correlation}."
+
+
+def _format_p(test: PermutationTest) -> str:
+    return f"p = {test.p:.3f}" if test.p >= 0.001 else "p < 0.001"
