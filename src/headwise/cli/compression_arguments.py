@@ -19,7 +19,6 @@ from .text_arguments import (
     check_text_arguments,
     parse_task,
     read_examples,
-    split_examples,
 )
 
 if TYPE_CHECKING:
@@ -98,6 +97,7 @@ class CompressionRun:
     def from_args(args: argparse.Namespace) -> CompressionRun:
         """Check all arguments, then read the model and the texts; nothing is written."""
         check_text_arguments(args)
+        from ..head_analysis.annotated_examples import split_examples
         from ..hub.pretrained_models import load
         from ..surgery.hf_export.model_folder import check_folder_empty
 

@@ -111,17 +111,3 @@ def _read_aligned_pairs(model: Any, args: argparse.Namespace) -> Any:
     return annotated_examples.examples_from_pairs(
         model, list(zip(source, target, strict=True))[: args.limit], links[: args.limit]
     )
-
-
-def split_examples(examples: list[Example], min_count: int = 8) -> tuple[list[Example], list[Example], str]:
-    """Split the examples in two: for choosing heads, for the proof, and a note for the report.
-
-    With fewer than `min_count` examples, both are all of them.
-    """
-    if len(examples) < min_count:
-        return (
-            examples,
-            examples,
-            f"heads were chosen by the {len(examples)} texts of the proof, because they are too few to split",
-        )
-    return examples[::2], examples[1::2], f"heads were chosen by {len(examples[::2])} texts that the proof does not use"

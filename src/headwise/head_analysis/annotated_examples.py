@@ -440,6 +440,20 @@ def read_lines(path: Path | str) -> list[str]:
         raise SpecError(f"cannot read {path} as text: {error}; give a UTF-8 file") from None
 
 
+def split_examples(examples: list[Example], min_count: int = 8) -> tuple[list[Example], list[Example], str]:
+    """Split the examples in two: for choosing heads, for the proof, and a note for the report.
+
+    With fewer than `min_count` examples, both are all of them.
+    """
+    if len(examples) < min_count:
+        return (
+            examples,
+            examples,
+            f"heads were chosen by the {len(examples)} texts of the proof, because they are too few to split",
+        )
+    return examples[::2], examples[1::2], f"heads were chosen by {len(examples[::2])} texts that the proof does not use"
+
+
 def _split_text(model: nn.Module, text: str) -> Iterator[str]:
     """The text, or its parts, halved at spaces until the model takes each."""
     words = text.split(" ")

@@ -224,7 +224,7 @@ def _metric_measures(metric_sums: MetricSums, site: str, metric: HeadMetric, res
     low, high = confidence_interval(resampled)
     return [
         Measure(
-            *(float(array[head]) for array in (value, low, high)), float(chance[0]), float(rows[head]), float(p[head])
+            float(value[head]), float(low[head]), float(high[head]), float(chance[0]), float(rows[head]), float(p[head])
         )
         for head in range(len(value))
     ]

@@ -21,6 +21,18 @@ if TYPE_CHECKING:
 FOLDER = Path(__file__).with_name("sample")
 MODEL, TRACE, MEASURES = FOLDER / "model", FOLDER / "sample.trace", FOLDER / "measures.json"
 SOURCE = "<zh>12,345,678.90 dollars"  # the tag names the target language
+TEXTS = (  # sources with their targets
+    "<zh>12,345,678.90 dollars\t一千二百三十四万五千六百七十八美元九十美分",
+    "<en>二〇九九年四月二日\t2 April 2099",
+    "<zh>1983-01-12\t一九八三年一月十二日",
+    "<zh>EUR 50000530.88\t五千万零五百三十欧元八十八欧分",
+    "<en>1905-08-21\t21 August 1905",
+    "<iso>20 January 2001\t2001-01-20",
+    "<zh>494,245.63 yuan\t四十九万四千二百四十五元六角三分",
+    "<iso>一九二三年八月二十日\t1923-08-20",
+    "<iso>八百零六美元\tUSD 806.00",
+    "<en>二〇八八年五月十四日\t14 May 2088",
+)
 
 
 def load_sample_trace() -> Trace:

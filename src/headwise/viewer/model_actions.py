@@ -109,14 +109,15 @@ def capture_trace(
 
 
 def make_examples(model: OpenModel, arguments: Mapping[str, Any]) -> list[Example]:
-    """The texts of a job as examples: `texts`, or the text that is shown."""
+    """The texts of a job as examples: `texts`, where a tab separates source and target, or the text that is shown."""
     from ..head_analysis.annotated_examples import ExampleReader
 
     reader = ExampleReader(model.get_model())
     texts = arguments.get("texts")
     if isinstance(texts, list) and texts:
         for text in texts:
-            reader.add_text(str(text))
+            source, _, target = str(text).partition("\t")
+            reader.add_text(source, target)
     else:
         streams = model.get_trace().streams
         text = streams["text"][0].text or " ".join(streams["text"][0].words)

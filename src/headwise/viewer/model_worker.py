@@ -174,11 +174,15 @@ def describe_error(error: BaseException) -> dict[str, str]:
 
     >>> describe_error(ValueError("there is no file /srv/name/model.json; give a folder"))
     {'fact': 'there is no file model.json', 'remedy': 'give a folder'}
+    >>> describe_error(ValueError("cannot keep 9 of the heads. Give a fraction such as 0.5"))
+    {'fact': 'cannot keep 9 of the heads', 'remedy': 'Give a fraction such as 0.5'}
     """
     text = hide_folders(" ".join(str(error).split()))[:400]
     if isinstance(error, (ValueError, MemoryError)) and text:
-        fact, _, remedy = text.partition("; ")
-        return {"fact": fact, "remedy": remedy}
+        fact, separator, remedy = text.partition("; ")
+        if not separator:  # "fact. Remedy"
+            fact, _, remedy = text.rpartition(". ")
+        return {"fact": fact or text, "remedy": remedy if fact else ""}
     return {"fact": f"{type(error).__name__}: {text}" if text else type(error).__name__, "remedy": ""}
 
 

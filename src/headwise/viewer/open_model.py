@@ -73,8 +73,9 @@ class OpenModel:
 
     With `load_model` the model is loaded when it is first needed, so that its trace is shown at once.
     `revision` grows whenever the trace or the ablated heads change, so that the page can tell old answers from new.
-    `output_folder` is where pruned and converted models may be written; None forbids it. `pruned` are the heads that
-    were removed from each site before, in the numbers that they had.
+    `output_folder` is where pruned and converted models may be written; None forbids it. `target` is the folder of the
+    model as it was named on the command line, "" for other models. `texts` are lines to start the screens with that
+    need several texts. `pruned` are the heads that were removed from each site before, in the numbers that they had.
     """
 
     trace: Trace | None = None
@@ -84,6 +85,8 @@ class OpenModel:
     ablated: tuple[AblatedHead, ...] = ()
     read_only: bool = False
     output_folder: Path | None = None
+    target: str = ""
+    texts: tuple[str, ...] = ()
     max_tokens: int = MAX_TOKENS
     revision: int = 0
     warnings: list[str] = field(default_factory=list[str])
@@ -146,6 +149,7 @@ class OpenModel:
             "warnings": list(self.warnings),
             "measures": describe_measures(self.table),
             "maxTokens": self.max_tokens,
+            "texts": list(self.texts),
             "ablated": [
                 {"site": site_names.index(head.site), "head": head.head, "mode": head.mode, "scale": head.scale}
                 for head in self.ablated

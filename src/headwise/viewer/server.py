@@ -38,6 +38,7 @@ from .model_actions import JOB_KINDS, TextTooLong, check_text_length
 from .model_worker import END_STATES, Job, ModelWorker, QueueFull, describe_error
 from .open_model import LENSES, MAX_TILE_CELLS, OpenModel, TileRange
 from .similarity_actions import compute_similarity
+from .surgery_actions import convert_heads, describe_surgery, plan_conversion, plan_pruning, prune_heads
 from .tile_encoding import encode_arrays
 
 STATIC_FOLDER = Path(__file__).parent / "static"
@@ -58,6 +59,11 @@ ALL_JOBS = {
     "sweep": sweep_heads,
     "similarity": compute_similarity,
     "cost": compute_cost,
+    "surgery": describe_surgery,
+    "plan-pruning": plan_pruning,
+    "plan-conversion": plan_conversion,
+    "prune": prune_heads,
+    "convert": convert_heads,
 }
 
 
@@ -189,7 +195,7 @@ class ViewServer:
         row = query.integer("row", 0, layer.batch_size - 1, 0)
         peak = view.peak(site, head, part, lens=query.choice("lens", LENSES), row=row)
         place = np.array([peak.query, peak.key], np.int32)
-        return binary_response(encode_arrays({"weight": np.float32([peak.weight]), "place": place}))
+        return binary_response(encode_arrays({"weight": np.array([peak.weight], np.float32), "place": place}))
 
     def _measures(self, view: OpenModel, query: Query) -> Response:
         return binary_response(encode_measures(view))

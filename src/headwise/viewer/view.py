@@ -55,7 +55,9 @@ def open_target(target: Target, log: Log = lambda _: None) -> OpenModel:
     if target.name is not None and is_trace(target.name):
         return open_trace(load_trace(target.name))
     name = str(bundled_sample.MODEL) if target.name is None else target.name
-    return open_model(load_target(name, log), target)
+    opened = open_model(load_target(name, log), target)
+    opened.target = name if Path(name).exists() else ""
+    return opened
 
 
 def open_trace(trace: Trace) -> OpenModel:
@@ -80,7 +82,9 @@ def _open_sample(out: Path | None) -> OpenModel:
     """Open the bundled sample: its trace and measures at once, its model when it is first needed."""
     trace, table = bundled_sample.load_sample_trace(), bundled_sample.load_sample_table()
     load_model = bundled_sample.load_sample_model
-    return OpenModel(trace, load_model=load_model, table=table, output_folder=out, read_only=out is None)
+    opened = OpenModel(trace, load_model=load_model, table=table, output_folder=out, read_only=out is None)
+    opened.target, opened.texts = str(bundled_sample.MODEL), bundled_sample.TEXTS
+    return opened
 
 
 # --- One HTML file --------------------------------------------------------------------------------------

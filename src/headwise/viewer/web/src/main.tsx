@@ -18,11 +18,12 @@ const LAZY: Partial<Record<ScreenId, () => Promise<ComponentType>>> = {
   text: async () => (await import("./screens/text")).TextScreen,
   classify: async () => (await import("./screens/classify")).ClassifyScreen,
   lab: async () => (await import("./screens/lab")).LabScreen,
+  prune: async () => (await import("./screens/prune")).PruneScreen,
   cost: async () => (await import("./screens/cost")).CostScreen,
   similarity: async () => (await import("./screens/similarity")).SimilarityScreen,
 };
 const loaded = signal<Partial<Record<ScreenId, ComponentType>>>({ map: MapScreen, head: HeadScreen });
-const AVAILABLE: ScreenId[] = ["open", "map", "head", "text", "classify", "similarity", "lab", "cost"];
+const AVAILABLE: ScreenId[] = ["open", "map", "head", "text", "classify", "similarity", "lab", "prune", "cost"];
 
 function CurrentScreen(): JSX.Element {
   const id = screen.value;

@@ -54,6 +54,7 @@ export interface ViewDocument {
   warnings: string[];
   measures: { name: string; low: number; high: number }[];
   maxTokens: number;
+  texts: string[];
   ablated: AblatedHead[];
   capabilities: Record<"text" | "measure" | "ablate" | "write", Ability>;
 }

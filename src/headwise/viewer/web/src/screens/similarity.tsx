@@ -53,7 +53,7 @@ export function SimilarityScreen(): JSX.Element {
   const groups = useSignal<Group[]>([]);
   const chosen = useSignal("0");
   const cut = useSignal<number | null>(null);
-  const texts = useSignal(Object.values(doc.value?.streams ?? {})[0]?.[0]?.text ?? "");
+  const texts = useSignal(doc.value?.texts.join("\n") || Object.values(doc.value?.streams ?? {})[0]?.[0]?.text || "");
   const group = groups.value[Number(chosen.value)];
   const compute = async () => {
     const result = await runJob("similarity", { texts: texts.value.split("\n").filter((line) => line.trim()) });
@@ -115,11 +115,11 @@ function GroupView({ group, threshold, onCut }: { group: Group; threshold: numbe
   });
   const shared = [...members.values()].filter((heads) => heads.length > 1).sort((a, b) => b.length - a.length);
   const name = (head: number) => headName(...group.heads[head]!);
-  const propose = () => {
+  const propose = (next: "lab" | "prune") => {
     const removed = shared.flatMap((heads) => heads.filter((head) => head !== representative(heads, group)));
     const added = removed.map((head) => group.heads[head]!).filter(([site, head]) => !isAblated(site, head));
     setAblated([...(doc.value?.ablated ?? []), ...added.map(([site, head]) => ({ site, head, mode: "zero", scale: 0 }))]);
-    screen.value = "lab";
+    screen.value = next;
   };
   return (
     <div class="stack similar">
@@ -133,8 +133,11 @@ function GroupView({ group, threshold, onCut }: { group: Group; threshold: numbe
         </label>
         <span class="t2">{t("similar.clusters", { count: members.size, chance: group.clustersByChance })}</span>
         <span class="grow" />
-        <button class="btn" type="button" aria-disabled={!shared.length} onClick={() => shared.length && propose()}>
+        <button class="btn" type="button" aria-disabled={!shared.length} onClick={() => shared.length && propose("lab")}>
           {t("similar.propose")}
+        </button>
+        <button class="btn" type="button" aria-disabled={!shared.length} onClick={() => shared.length && propose("prune")}>
+          {t("similar.prune")}
         </button>
       </div>
       <div class="two">

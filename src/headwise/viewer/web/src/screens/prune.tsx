@@ -1,0 +1,368 @@
+// Prune & convert: the sizes now, a plan which heads go or which form they get, and the new model with its proof.
+
+import { effect, signal } from "@preact/signals";
+import type { ComponentChildren, JSX } from "preact";
+import { useEffect } from "preact/hooks";
+import { setAblated } from "../actions";
+import { Panel, Segmented, Select } from "../components/basics";
+import { t, type TextKey } from "../i18n";
+import { doc, headCount, job, runJob, sites, source } from "../state";
+import { HeadMap, ResultView, SizeList, SizeTable, type Size, type Sizes, type SurgeryResult } from "./prune_result";
+
+interface Form {
+  form: string;
+  possible: boolean;
+  reason: string;
+  counts?: number[];
+}
+
+interface Surgery {
+  heads: number;
+  kvHeads: number;
+  costs: Size[];
+  forms: Form[];
+  methods: string[];
+}
+
+interface Plan extends Sizes {
+  summary: string;
+  removed?: [number, number][];
+  notes: string[];
+}
+
+type Request = Record<string, unknown>;
+
+const PER = ["layer", "stack", "model"] as const;
+const FOLDS = ["none", "mean", "bias"] as const;
+const ALIGN = ["none", "both", "keys", "values"] as const;
+const GROUPINGS = ["consecutive", "similar"] as const;
+const WHERE = ["all", "self", "cross"] as const;
+
+// The state of the screen outlives a visit to the Lab.
+const task = signal<"prune" | "convert">("prune");
+const surgery = signal<Surgery | null>(null);
+const texts = signal<string | null>(null);
+const folder = signal("");
+const chosenBy = signal<"lab" | "clusters" | "share">("lab");
+const share = signal(50);
+const method = signal("best");
+const per = signal<(typeof PER)[number]>("layer");
+const fold = signal<(typeof FOLDS)[number]>("none");
+const form = signal("kv");
+const count = signal(1);
+const align = signal<(typeof ALIGN)[number]>("none");
+const grouping = signal<(typeof GROUPINGS)[number]>("consecutive");
+const where = signal<(typeof WHERE)[number]>("all");
+const width = signal(16);
+const always = signal(1);
+const active = signal(1);
+const plan = signal<{ request: string; plan: Plan } | null>(null);
+const result = signal<SurgeryResult | null>(null);
+
+function openText(): string {
+  const streams = doc.value?.streams ?? {};
+  return ["source", "text"].map((name) => streams[name]?.[0]).flatMap((row) => (row ? [row.text || row.words.join(" ")] : [])).join("\t");
+}
+
+function textLines(): string[] {
+  const written = texts.value ?? (doc.value?.texts.join("\n") || openText());
+  return written.split("\n").filter((line) => line.trim());
+}
+
+/** The arguments of the jobs that plan and prune, without the folder. */
+function pruneRequest(): Request {
+  const common = { fold: fold.value, texts: textLines() };
+  if (chosenBy.value === "lab") return { heads: doc.value?.ablated.map((item) => [item.site, item.head]) ?? [], ...common };
+  if (chosenBy.value === "clusters") return { clusters: true, by: method.value, ...common };
+  return { keep: share.value / 100, by: method.value, per: per.value, ...common };
+}
+
+function convertRequest(): Request {
+  const common = { form: form.value, where: where.value, texts: textLines() };
+  if (form.value === "kv") return { kv: count.value, align: align.value, grouping: grouping.value, ...common };
+  if (form.value === "collaborative") return { width: width.value, ...common };
+  return form.value === "routed" ? { always: always.value, active: active.value, ...common } : common;
+}
+
+const REQUESTS = { prune: pruneRequest, convert: convertRequest };
+const PLAN_JOBS = { prune: "plan-pruning", convert: "plan-conversion" } as const;
+
+/** Read the sizes and forms once the model is free; a failure is shown and not repeated. */
+function useSurgery(): void {
+  useEffect(() => {
+    let isAsked = false;
+    return effect(() => {
+      if (isAsked || surgery.value || job.value || !doc.value?.capabilities.measure.possible || !source.isLive) return;
+      isAsked = true;
+      void runJob("surgery").then((found: Surgery | null) => {
+        if (!found) return;
+        surgery.value = found;
+        const counts = found.forms.find((item) => item.form === "kv")?.counts;
+        count.value = counts?.at(-1) ?? 1;
+        form.value = found.forms.find((item) => item.possible)?.form ?? "kv";
+      });
+    });
+  }, []);
+}
+
+export function PruneScreen(): JSX.Element {
+  useSurgery();
+  const isPossible = source.isLive && doc.value?.capabilities.measure.possible;
+  return (
+    <>
+      <div class="toolbar">
+        <h1>{t("prune.title")}</h1>
+        <span class="grow" />
+        <Segmented
+          label={t("prune.task")}
+          value={task.value}
+          options={[
+            ["prune", t("prune.prune")],
+            ["convert", t("prune.convert")],
+          ]}
+          onChange={(value) => (task.value = value)}
+        />
+      </div>
+      {!isPossible && <p class="note">{t("state.needsModel")}</p>}
+      <div class="surgery">
+        <Panel title={t("prune.now")}>
+          {surgery.value ? (
+            <SizeList heads={surgery.value.heads} kvHeads={surgery.value.kvHeads} sizes={surgery.value.costs} />
+          ) : (
+            <SizeList heads={headCount.value} kvHeads={sites.value.reduce((sum, item) => sum + item.kvHeads, 0)} sizes={[]} />
+          )}
+        </Panel>
+        <Panel title={t("prune.plan")}>
+          <div class="stack">
+            {task.value === "prune" ? <PruningPlan /> : <ConversionPlan />}
+            <Texts />
+            <PlanActions />
+            <PlannedSizes />
+          </div>
+        </Panel>
+        <Panel title={t("prune.result")} class="result">
+          {result.value ? <ResultView result={result.value} /> : <p class="t3">{t("prune.resultHint")}</p>}
+        </Panel>
+      </div>
+    </>
+  );
+}
+
+// --- The plan --------------------------------------------------------------------------------------------
+
+function options<Name extends string>(names: readonly Name[], group: string): (readonly [Name, string])[] {
+  return names.map((name) => [name, t(`prune.${group}.${name}` as TextKey)] as const);
+}
+
+function PruningPlan(): JSX.Element {
+  const isFresh = plan.value?.request === JSON.stringify(pruneRequest());
+  const isLab = chosenBy.value === "lab";
+  const goes: [number, number][] = isLab ? (doc.value?.ablated ?? []).map((item) => [item.site, item.head]) : isFresh ? (plan.value?.plan.removed ?? []) : [];
+  const removed = new Set(goes.map(([site, head]) => `${site}.${head}`));
+  const toggle = (site: number, head: number) => {
+    const kept = goes.filter(([other, number]) => other !== site || number !== head);
+    const heads: [number, number][] = kept.length < goes.length ? kept : [...goes, [site, head]];
+    const modes = new Map(doc.value?.ablated.map((item) => [`${item.site}.${item.head}`, item]));
+    setAblated(heads.map(([item, number]) => modes.get(`${item}.${number}`) ?? { site: item, head: number, mode: "zero", scale: 0 }));
+    chosenBy.value = "lab";
+  };
+  const fixed = sites.value.filter((item) => !item.abilities.prune.possible);
+  return (
+    <>
+      <Segmented
+        label={t("prune.choose")}
+        value={chosenBy.value}
+        options={[
+          ["lab", t("prune.fromLab")],
+          ["clusters", t("prune.fromClusters")],
+          ["share", t("prune.fromShare")],
+        ]}
+        onChange={(value) => (chosenBy.value = value)}
+      />
+      {isLab && <p class="t3 sm">{t(removed.size ? "prune.labHint" : "prune.labNone")}</p>}
+      {chosenBy.value === "clusters" && <p class="t3 sm">{t("prune.clustersHint")}</p>}
+      <div class="row wrap">
+        {chosenBy.value === "share" && (
+          <>
+            <label class="picker range">
+              <span>{t("prune.share", { share: share.value })}</span>
+              <input type="range" min="5" max="95" step="5" value={share.value} onInput={(event) => (share.value = Number(event.currentTarget.value))} />
+            </label>
+            <Select label={t("prune.per")} value={per.value} options={options(PER, "per")} onChange={(value) => (per.value = value)} />
+          </>
+        )}
+        {!isLab && <Select label={t("prune.method")} value={method.value} options={(surgery.value?.methods ?? ["best"]).map((name) => [name, methodName(name)] as const)} onChange={(value) => (method.value = value)} />}
+        <Select label={t("prune.fold")} value={fold.value} options={options(FOLDS, "fold")} onChange={(value) => (fold.value = value)} />
+      </div>
+      <div>
+        <h3>
+          {t("prune.map")}
+          {(isLab || isFresh) && <span class="t3"> · {t("prune.kept", { kept: headCount.value - removed.size, total: headCount.value })}</span>}
+        </h3>
+        <HeadMap removed={removed} onToggle={toggle} />
+        <p class="legend">
+          <span>
+            <i class="sw" /> {t("prune.stays")}
+          </span>
+          <span>
+            <i class="sw goes" /> {t("prune.goes")}
+          </span>
+          {!isLab && !isFresh && <span>{t("prune.mapHint")}</span>}
+        </p>
+      </div>
+      {fixed.map((item) => (
+        <p key={item.name} class="t3 sm">
+          {t("prune.notPrunable", { site: item.name, reason: item.abilities.prune.reason })}
+        </p>
+      ))}
+    </>
+  );
+}
+
+function methodName(name: string): string {
+  return name === "best" || name === "random" ? t(`prune.${name}`) : name;
+}
+
+function NumberField(props: { label: string; value: { value: number }; min: number }): JSX.Element {
+  return (
+    <label class="picker">
+      <span>{props.label}</span>
+      <input type="number" min={props.min} value={props.value.value} onInput={(event) => (props.value.value = Number(event.currentTarget.value))} />
+    </label>
+  );
+}
+
+function ConversionPlan(): JSX.Element {
+  const forms = surgery.value?.forms ?? [];
+  const counts = forms.find((item) => item.form === "kv")?.counts ?? [];
+  const refused = forms.filter((item) => !item.possible);
+  return (
+    <>
+      <div class="row wrap">
+        <Select
+          label={t("prune.form")}
+          value={form.value}
+          options={forms.filter((item) => item.possible).map((item) => [item.form, t(`prune.form.${item.form}` as TextKey)] as const)}
+          onChange={(value) => (form.value = value)}
+        />
+        {sites.value.some((item) => item.kind === "cross") && <Select label={t("prune.where")} value={where.value} options={options(WHERE, "where")} onChange={(value) => (where.value = value)} />}
+      </div>
+      <div class="row wrap">
+        {form.value === "kv" && (
+          <>
+            <span class="t3">{t("prune.count")}</span>
+            <Segmented label={t("prune.count")} value={String(count.value)} options={counts.map((item) => [String(item), String(item)] as const)} onChange={(value) => (count.value = Number(value))} />
+            <Select label={t("prune.grouping")} value={grouping.value} options={options(GROUPINGS, "grouping")} onChange={(value) => (grouping.value = value)} />
+            <Select label={t("prune.align")} value={align.value} options={options(ALIGN, "align")} onChange={(value) => (align.value = value)} />
+          </>
+        )}
+        {form.value === "collaborative" && <NumberField label={t("prune.width")} value={width} min={1} />}
+        {form.value === "routed" && (
+          <>
+            <NumberField label={t("prune.always")} value={always} min={0} />
+            <NumberField label={t("prune.active")} value={active} min={1} />
+          </>
+        )}
+      </div>
+      {refused.length > 0 && (
+        <div>
+          <h3>{t("prune.notForms")}</h3>
+          {refused.map((item) => (
+            <p key={item.form} class="t3 sm">
+              {t(`prune.form.${item.form}` as TextKey)}: {item.reason}
+            </p>
+          ))}
+        </div>
+      )}
+    </>
+  );
+}
+
+function Texts(): JSX.Element {
+  const lines = textLines();
+  return (
+    <details open={lines.length < 2}>
+      <summary>{t("prune.texts", { count: lines.length })}</summary>
+      <p class="t3 sm">{t("prune.textsHint")}</p>
+      <textarea rows={6} aria-label={t("prune.texts", { count: lines.length })} value={texts.value ?? lines.join("\n")} onInput={(event) => (texts.value = event.currentTarget.value)} />
+    </details>
+  );
+}
+
+/** Plan, name of the folder, and the button that writes the new model. */
+function PlanActions(): JSX.Element {
+  const kind = task.value;
+  const write = doc.value?.capabilities.write;
+  const hasPlan = kind === "convert" ? surgery.value !== null : chosenBy.value !== "lab" || (doc.value?.ablated.length ?? 0) > 0;
+  const isReady = source.isLive && !!doc.value?.capabilities.measure.possible && hasPlan && !job.value;
+  const canWrite = isReady && !!write?.possible;
+  const compute = async () => {
+    const request = REQUESTS[kind]();
+    const found: Plan | null = await runJob(PLAN_JOBS[kind], request);
+    if (found) plan.value = { request: JSON.stringify(request), plan: found };
+  };
+  const run = async () => {
+    const name = folder.value || defaultFolder();
+    const found: SurgeryResult | null = await runJob(kind, { ...REQUESTS[kind](), name });
+    if (!found) return;
+    result.value = found;
+    folder.value = nextFolder(name);
+  };
+  return (
+    <>
+      <form
+        class="row wrap"
+        onSubmit={(event) => {
+          event.preventDefault();
+          if (canWrite) void run();
+        }}
+      >
+        <button class="btn" type="button" aria-disabled={!isReady} onClick={() => isReady && void compute()}>
+          {t("prune.compute")}
+        </button>
+        <span class="grow" />
+        <label class="picker">
+          <span>{t("prune.name")}</span>
+          <input type="text" maxLength={64} spellcheck={false} value={folder.value} placeholder={defaultFolder()} onInput={(event) => (folder.value = event.currentTarget.value)} />
+        </label>
+        <button class="btn primary" type="submit" aria-disabled={!canWrite}>
+          {t(kind === "prune" ? "prune.run" : "prune.runConvert")}
+        </button>
+      </form>
+      {write && !write.possible && doc.value?.kind === "model" && <Reason>{write.reason}</Reason>}
+    </>
+  );
+}
+
+function Reason({ children }: { children: ComponentChildren }): JSX.Element {
+  return <p class="t3 sm">{children}</p>;
+}
+
+function defaultFolder(): string {
+  return task.value === "prune" ? "pruned" : "converted";
+}
+
+/** A folder that is not the one just written: pruned, pruned-2, pruned-3. */
+export function nextFolder(name: string): string {
+  const [, stem = name, number = "1"] = name.match(/^(.*?)-(\d+)$/) ?? [];
+  return `${stem}-${Number(number) + 1}`;
+}
+
+function PlannedSizes(): JSX.Element | null {
+  const kind = task.value;
+  const shown = plan.value;
+  if (!shown || ("removed" in shown.plan ? "prune" : "convert") !== kind) return null;
+  const isStale = shown.request !== JSON.stringify(REQUESTS[kind]());
+  return (
+    <div class={isStale ? "stale" : ""} data-testid="planned">
+      {isStale && <p class="stalebar">{t("prune.stale")}</p>}
+      <p class="t2">{shown.plan.summary}</p>
+      <SizeTable sizes={shown.plan} after={t("prune.planned")} />
+      {shown.plan.notes.map((note) => (
+        <p key={note} class="t3 sm">
+          {note}
+        </p>
+      ))}
+    </div>
+  );
+}

@@ -1,0 +1,315 @@
+"""Pruning and conversion on the page: the new folders hold what the library gives, and refusals change nothing."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import headwise as hw
+from headwise.cli import main
+from headwise.head_analysis.annotated_examples import examples_from_lines, split_examples
+from headwise.hub.pretrained_models import load
+from headwise.surgery import DropHeads, HeadRanking, KeepTop, Pool
+from headwise.surgery.pruning_plan import fingerprint_model
+from headwise.viewer import bundled_sample, surgery_actions
+from headwise.viewer.model_worker import Job, JobCancelled, JobProgress, ModelWorker
+from headwise.viewer.open_model import OpenModel
+from headwise.viewer.server import ALL_JOBS
+from headwise.viewer.view import Target, open_target
+
+HEADS = [[0, 1], [4, 3], [4, 5]]  # numbers of sites, as the page names heads
+NAMED_HEADS = (("encoder.0.attention", 1), ("decoder.0.cross", 3), ("decoder.0.cross", 5))
+TEXTS = list(bundled_sample.TEXTS[:4])
+LLAMA = {"model_type": "llama", "hidden_size": 24, "num_attention_heads": 6, "num_key_value_heads": 2,
+         "num_hidden_layers": 2, "intermediate_size": 20, "vocab_size": 40}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def short_timing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(surgery_actions, "TIMING_SECONDS", 0.05)
+
+
+@pytest.fixture
+def sample(tmp_path: Path) -> OpenModel:
+    return open_target(Target(out=tmp_path / "out"))
+
+
+def progress() -> JobProgress:
+    return JobProgress(Job("test", {}))
+
+
+def assert_equal_weights(found: nn.Module, wanted: nn.Module) -> None:
+    tensors = wanted.state_dict()
+    assert found.state_dict().keys() == tensors.keys()
+    for name, tensor in found.state_dict().items():
+        torch.testing.assert_close(tensor, tensors[name], rtol=0, atol=0)
+
+
+def run_job(model: OpenModel, kind: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The last event of a job, as the page sees it."""
+    worker = ModelWorker(model, ALL_JOBS)
+    job = worker.submit(kind, arguments)
+    while not job.has_ended:
+        time.sleep(0.02)
+    worker.close()
+    return job.events[-1]
+
+
+# --- What is written -----------------------------------------------------------------------------------
+
+
+def test_listed_heads_are_pruned_as_the_library_does_and_the_proof_holds(sample: OpenModel, tmp_path: Path):
+    found = surgery_actions.prune_heads(sample, {"heads": HEADS, "texts": TEXTS, "name": "small"}, progress())
+    net = bundled_sample.load_sample_model()
+    small = load(tmp_path / "out" / "small")
+    assert_equal_weights(small, hw.prune(net, DropHeads(NAMED_HEADS)).after)
+    example = examples_from_lines(net, TEXTS).examples[1]
+    with torch.inference_mode(), hw.ablate(net, [(site, head) for site, head in NAMED_HEADS]):
+        wanted = net(**example.inputs)
+    with torch.inference_mode():
+        torch.testing.assert_close(small(**example.inputs), wanted, rtol=1e-4, atol=1e-3)
+    assert found["holds"] is True
+    assert {check["what"] for check in found["proof"]["equal"]} >= {
+        "heads ablated vs. removed",
+        "headwise.load of the written folder",
+    }
+    assert json.loads((tmp_path / "out" / "small" / "proof.json").read_text())["holds"] is True
+    assert (tmp_path / "out" / "small" / "texts.txt").read_text(encoding="utf-8").splitlines() == TEXTS
+    assert found["folder"] == str(tmp_path / "out" / "small")
+    parameters = found["proof"]["savings"]["numbers"][0]
+    assert parameters["after"] == sum(parameter.numel() for parameter in small.parameters())
+
+
+def test_a_share_keeps_the_heads_that_the_library_ranks_highest(sample: OpenModel, tmp_path: Path):
+    lines = list(bundled_sample.TEXTS)
+    arguments = {"keep": 0.5, "by": "michel", "per": "model", "texts": lines}
+    net = bundled_sample.load_sample_model()
+    selection, _, _ = split_examples(examples_from_lines(net, lines).examples_with_frequencies())
+    wanted = hw.prune(net, KeepTop(0.5, HeadRanking("michel"), "model"), selection)
+    names = [layer.name for layer in sample.get_trace().layers]
+    planned = surgery_actions.plan_pruning(sample, arguments, progress())
+    assert sorted((names[site], head) for site, head in planned["removed"]) == sorted(wanted.plan.removed_heads)
+    assert planned["kept"] == 27
+    assert not (tmp_path / "out").exists()  # a plan writes nothing
+    surgery_actions.prune_heads(sample, arguments | {"name": "half"}, progress())
+    assert_equal_weights(load(tmp_path / "out" / "half"), wanted.after)
+
+
+def test_removed_heads_are_replaced_by_their_mean(sample: OpenModel, tmp_path: Path):
+    arguments = {"heads": HEADS, "fold": "mean", "texts": TEXTS, "name": "folded"}
+    found = surgery_actions.prune_heads(sample, arguments, progress())
+    net = bundled_sample.load_sample_model()
+    examples = examples_from_lines(net, TEXTS).examples_with_frequencies()
+    wanted = hw.prune(net, DropHeads(NAMED_HEADS), examples, fold="mean").after
+    assert_equal_weights(load(tmp_path / "out" / "folded"), wanted)
+    assert found["holds"]
+
+
+def test_the_command_of_the_page_makes_the_same_model(
+    sample: OpenModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    found = surgery_actions.prune_heads(sample, {"heads": HEADS, "texts": TEXTS, "name": "small"}, progress())
+    program, *words = shlex.split(found["command"])
+    assert program == "headwise"
+    assert main([*words, "--seconds", "0.05"]) == 0
+    assert "3 checks: equal" in capsys.readouterr().out
+    assert_equal_weights(load(tmp_path / "out" / "small-again"), load(tmp_path / "out" / "small"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "pool"),
+    [
+        ({"kv": 2}, "--kv 2", Pool(2)),
+        ({"kv": 3, "align": "both", "grouping": "similar"}, "--kv 3 --align both --grouping similar",
+         Pool(3, "both", "similar")),
+    ],
+)  # fmt: skip
+def test_heads_are_pooled_as_the_library_does(
+    sample: OpenModel, tmp_path: Path, arguments: dict[str, Any], options: str, pool: Pool
+):
+    arguments |= {"form": "kv", "texts": TEXTS, "name": "gqa"}
+    found = surgery_actions.convert_heads(sample, arguments, progress())
+    net = bundled_sample.load_sample_model()
+    wanted = hw.convert(net, pool, examples_from_lines(net, TEXTS).examples_with_frequencies())
+    assert_equal_weights(load(tmp_path / "out" / "gqa"), wanted.after)
+    assert {entry["site"]: entry["groups"] for entry in found["groups"]} == {
+        site: [list(group) for group in groups] for site, groups in wanted.groups.items()
+    }
+    assert f" {options} --data " in found["command"]
+    assert found["holds"]
+    planned = surgery_actions.plan_conversion(sample, arguments, progress())
+    assert planned["numbers"] == found["proof"]["savings"]["numbers"]
+
+
+def test_an_exact_form_is_proved_to_be_exact(sample: OpenModel):
+    found = surgery_actions.convert_heads(sample, {"form": "latent", "texts": TEXTS, "name": "mla"}, progress())
+    checks = {check["what"]: check["same"] for check in found["proof"]["equal"]}
+    assert checks["the new form, an exact rewrite"] is True
+
+
+# --- What is possible ----------------------------------------------------------------------------------
+
+
+def forms_of(model: OpenModel) -> dict[str, dict[str, Any]]:
+    found = surgery_actions.describe_surgery(model, {}, progress())
+    return {form["form"]: form for form in found["forms"]}
+
+
+def test_the_forms_are_those_that_the_model_allows(sample: OpenModel):
+    forms = forms_of(sample)
+    assert [name for name, form in forms.items() if form["possible"]] == ["kv", "latent", "routed"]
+    assert forms["kv"]["counts"] == [1, 2, 3]
+    assert "rotary" in forms["collaborative"]["reason"]
+    assert "its own key-value head already" in forms["mha"]["reason"]
+
+
+def test_a_model_with_shared_key_value_heads_can_be_given_one_for_each_query_head():
+    net = hw.build(hw.families.read_model_spec(LLAMA), seed=0).eval()
+    model = OpenModel(hw.trace(net, torch.tensor([[3, 1, 4, 1, 5]]), log=lambda _: None), net)
+    found = surgery_actions.describe_surgery(model, {}, progress())
+    forms = {form["form"]: form for form in found["forms"]}
+    assert (found["heads"], found["kvHeads"]) == (12, 4)
+    assert forms["kv"]["counts"] == [1]
+    assert forms["mha"]["possible"]
+
+
+# --- What is refused -----------------------------------------------------------------------------------
+
+
+def read_only(model: OpenModel) -> None:
+    model.read_only = True
+
+
+def drop_model(model: OpenModel) -> None:
+    model.load_model = None
+
+
+def replace_model(model: OpenModel) -> None:
+    model.model, model.target = nn.Linear(2, 2), ""
+
+
+def make_folder(model: OpenModel) -> None:
+    assert model.output_folder is not None
+    (model.output_folder / "small").mkdir(parents=True)
+    (model.output_folder / "small" / "kept.txt").write_text("kept")
+
+
+def nothing(model: OpenModel) -> None:
+    pass
+
+
+PRUNE = {"heads": HEADS, "texts": TEXTS, "name": "small"}
+CONVERT = {"form": "kv", "kv": 2, "texts": TEXTS, "name": "small"}
+
+
+@pytest.mark.parametrize("kind", ["prune", "convert"])
+@pytest.mark.parametrize(
+    ("change", "fact"),
+    [
+        (read_only, "the page may not write"),
+        (drop_model, "only a trace is open"),
+        (replace_model, "Linear has no config"),
+        (make_folder, "the folder small exists"),
+    ],
+)
+def test_what_cannot_be_written_or_changed_is_refused(
+    sample: OpenModel, kind: str, change: Callable[[OpenModel], None], fact: str
+):
+    change(sample)
+    event = run_job(sample, kind, PRUNE if kind == "prune" else CONVERT)
+    assert event["state"] == "failed"
+    assert event["error"]["fact"].startswith(fact)
+    assert event["error"]["remedy"]
+    assert sample.output_folder is not None
+    kept = sorted(path.name for path in sample.output_folder.rglob("*"))
+    assert kept == (["kept.txt", "small"] if change is make_folder else [])
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments", "fact"),
+    [
+        ("prune", PRUNE | {"heads": [[s, h] for s in range(9) for h in range(6)]}, "cannot remove all heads"),
+        ("prune", PRUNE | {"heads": [[0, 6]]}, "encoder.0.attention has no head 6"),
+        ("prune", PRUNE | {"heads": []}, "0 of heads, keep, clusters say"),
+        ("prune", PRUNE | {"keep": 0.5}, "2 of heads, keep, clusters say"),
+        ("prune", PRUNE | {"heads": [], "keep": 1.5}, "cannot keep 1.5 of the heads"),
+        ("prune", PRUNE | {"heads": [], "keep": "half"}, "keep='half' is no share"),
+        ("prune", PRUNE | {"heads": [], "keep": 0.5, "by": "luck"}, "unknown ranking method 'luck'"),
+        ("prune", PRUNE | {"texts": TEXTS[:1]}, "a proof needs at least 2 texts"),
+        ("prune", PRUNE | {"texts": "one"}, "texts must be a list"),
+        ("prune", PRUNE | {"name": "../small"}, "'../small' is no folder name"),
+        ("convert", CONVERT | {"kv": 4}, "encoder.0.attention: cannot split 6 key-value heads into 4"),
+        ("convert", CONVERT | {"kv": 0}, "kv=0 is not a whole number"),
+        ("convert", CONVERT | {"form": "linear"}, "there is no form 'linear'"),
+        ("convert", CONVERT | {"align": "keyz"}, "unknown align='keyz'"),
+        ("convert", CONVERT | {"form": "collaborative", "width": 8}, "encoder.0.attention: rotary transforms"),
+    ],
+)
+def test_arguments_that_cannot_work_are_refused(sample: OpenModel, kind: str, arguments: dict[str, Any], fact: str):
+    event = run_job(sample, kind, arguments)
+    assert event["state"] == "failed"
+    assert event["error"]["fact"].startswith(fact)
+    assert event["error"]["remedy"]
+    assert sample.output_folder is not None
+    assert not list(sample.output_folder.rglob("*"))
+
+
+# --- Jobs that end early -------------------------------------------------------------------------------
+
+
+class CancelledAt(JobProgress):
+    """Cancels its job when a step begins."""
+
+    def __init__(self, note: str) -> None:
+        super().__init__(Job("test", {}))
+        self.note = note
+
+    def __call__(self, done: int, total: int = 0, note: str = "") -> None:
+        if note.startswith(self.note):
+            self.job.cancel()
+        super().__call__(done, total, note)
+
+
+@pytest.mark.parametrize("note", ["removing heads", "writing the model", "comparing exported", "measuring speed"])
+def test_a_cancelled_job_leaves_no_folder_and_the_open_model_as_it_was(sample: OpenModel, note: str):
+    net: Any = sample.get_model()
+    before, revision = fingerprint_model(net), sample.revision
+    stop = CancelledAt(note)
+    with pytest.raises(JobCancelled):
+        surgery_actions.prune_heads(sample, PRUNE, stop)
+    assert stop.job.is_cancelled
+    assert fingerprint_model(net) == before
+    assert (sample.model, sample.revision, sample.ablated) == (net, revision, ())
+    assert sample.output_folder is not None
+    assert not list(sample.output_folder.rglob("*"))
+
+
+def test_a_job_that_fails_while_it_proves_leaves_no_folder(sample: OpenModel, monkeypatch: pytest.MonkeyPatch):
+    def fail(*_: Any) -> None:
+        raise ValueError("the disk is full; delete something")
+
+    monkeypatch.setattr("headwise.surgery.verification.proof.write_proof", fail)
+    net: Any = sample.get_model()
+    before = fingerprint_model(net)
+    event = run_job(sample, "convert", CONVERT)
+    assert event["error"] == {"fact": "the disk is full", "remedy": "delete something"}
+    assert fingerprint_model(net) == before
+    assert sample.output_folder is not None
+    assert not list(sample.output_folder.rglob("*"))
+
+
+def test_progress_names_the_steps_and_does_not_exceed_them(sample: OpenModel):
+    job = Job("test", {})
+    surgery_actions.prune_heads(sample, PRUNE, JobProgress(job))
+    steps = [event for event in job.events if event["state"] == "running"]
+    assert all(0 <= event["done"] < event["total"] == 9 for event in steps)
+    assert [event["done"] for event in steps] == sorted(event["done"] for event in steps)
+    assert "measuring speed" in [event["note"] for event in steps]
