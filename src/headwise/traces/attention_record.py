@@ -156,7 +156,7 @@ class AttentionRecord:
     @property
     def num_keys(self) -> int:
         """Number of key positions over all calls."""
-        return max((int(self._key_indices(call).max(initial=-1)) + 1 for call in self.calls), default=0)
+        return max((int(self.key_indices(call).max(initial=-1)) + 1 for call in self.calls), default=0)
 
     @property
     def batch_size(self) -> int:
@@ -180,7 +180,7 @@ class AttentionRecord:
             call_weights = self._call_weights(
                 call, head, row, (first_query - call.queries[0], end_query - call.queries[0]), grids
             )
-            weights[first_query - start : end_query - start, self._key_indices(call)] = call_weights
+            weights[first_query - start : end_query - start, self.key_indices(call)] = call_weights
         return weights
 
     def allowed(self, head: int, row: int, queries: tuple[int, int], grids: tuple[PackedMask, ...]) -> Array:
@@ -195,7 +195,7 @@ class AttentionRecord:
             if first_query < end_query:
                 own_range = first_query - call.queries[0], end_query - call.queries[0]
                 rows = slice(first_query - start, end_query - start)
-                allowed[rows, self._key_indices(call)] = self._call_allowed(call, head, row, own_range, grids)
+                allowed[rows, self.key_indices(call)] = self._call_allowed(call, head, row, own_range, grids)
         return allowed
 
     def _call_allowed(
@@ -217,7 +217,7 @@ class AttentionRecord:
             allowed &= np.arange(num_keys) <= np.arange(start, stop)[:, None]
         return allowed
 
-    def _key_indices(self, call: AttentionCallRecord) -> Array:
+    def key_indices(self, call: AttentionCallRecord) -> Array:
         """Positions of the keys of a call."""
         if call.places is not None:
             return self.arrays[f"places.{call.places}"]
