@@ -19,10 +19,11 @@ const LAZY: Partial<Record<ScreenId, () => Promise<ComponentType>>> = {
   classify: async () => (await import("./screens/classify")).ClassifyScreen,
   lab: async () => (await import("./screens/lab")).LabScreen,
   cost: async () => (await import("./screens/cost")).CostScreen,
+  steps: async () => (await import("./screens/steps")).StepsScreen,
   similarity: async () => (await import("./screens/similarity")).SimilarityScreen,
 };
 const loaded = signal<Partial<Record<ScreenId, ComponentType>>>({ map: MapScreen, head: HeadScreen });
-const AVAILABLE: ScreenId[] = ["open", "map", "head", "text", "classify", "similarity", "lab", "cost"];
+const AVAILABLE: ScreenId[] = ["open", "map", "head", "text", "classify", "similarity", "lab", "cost", "steps"];
 
 function CurrentScreen(): JSX.Element {
   const id = screen.value;

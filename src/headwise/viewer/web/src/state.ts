@@ -26,6 +26,8 @@ export const scatterX = signal("entropy");
 export const scatterY = signal("sink");
 export const language = signal<"en" | "zh">(initialLanguage());
 export const theme = signal<"" | "light" | "dark">("");
+export const selectedStep = signal(0); // of the Steps screen
+export const selectedKey = signal<number | null>(null); // position of the key whose numbers the Steps screen shows
 export const pinned = signal<string[]>([]); // "site.head"
 
 // --- what it does not ----------------------------------------------------------------------------------
@@ -179,6 +181,8 @@ const HASH_FIELDS: [string, { value: unknown }, (text: string) => unknown][] = [
   ["sort", sortHeads, (text) => text],
   ["x", scatterX, (text) => text],
   ["y", scatterY, (text) => text],
+  ["step", selectedStep, toNumber],
+  ["key", selectedKey, (text) => (text === "" ? null : toNumber(text))],
   ["pins", pinned, (text) => text.split(",").filter(Boolean)],
   ["theme", theme, oneOf(["", "light", "dark"])],
 ];
