@@ -8,6 +8,7 @@
 - Importance: `head_importance` runs the methods of `importance_methods` and `lrp` for one of the `objectives`.
 - Redundancy: `head_redundancy` compares heads by the distances of `head_similarity`.
 - Weights: `head_circuits` has QK and OV circuits; `rank_analysis` measures spectra, ranks and rank collapse.
+- Numbers: `model_steps` has every step of one head for one query, from the residual stream to the residual stream.
 - Statistics: `resampling` has bootstrap intervals and permutation tests, `random_baseline` untrained models.
 - Output: `head_figures` and `head_report`.
 """

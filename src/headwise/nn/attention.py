@@ -6,6 +6,7 @@ D model width.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import cast
 
@@ -21,7 +22,7 @@ from ..masking.sequence_info import AttentionMask, SequenceInfo
 from ..spec.attention_spec import AttentionSpec
 from . import call_validation
 from .attention_call import AttentionArguments, AttentionCall, CallPlanner, LayerState
-from .bound_parts import BoundParts
+from .bound_parts import BoundParts, StepObserver
 from .parallel_context import HasParallelContext
 from .part_weights import NO_SHARED, PartWeights, check_shared, shared_within
 
@@ -164,6 +165,19 @@ class Attention(HasParallelContext, nn.Module):
             device=str(weight.device),
             storage_format=storage_format,
         )
+
+    def observed(self, observe: StepObserver) -> Attention:
+        """A layer with the same weights that runs in plain tensor operations and calls `observe` after each part.
+
+        >>> import headwise as hw
+        >>> layer, seen = hw.Attention(hw.design(model=8, heads=2, modifiers=(hw.Softcap(5.0),))), []
+        >>> _ = layer.observed(lambda name, side, before, after: seen.append((name, side)))(torch.randn(1, 3, 8))
+        >>> seen
+        [('softcap', 'scores')]
+        """
+        layer = copy.copy(self)
+        layer.parts, layer.backend_name = self.parts.observed(observe), "dense"
+        return layer
 
     @property
     def weights(self) -> Mapping[str, PartWeights]:

@@ -2,17 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from ..backends import CoreSteps
-from ..interfaces import Gate, Mix, OutputStep, Project, QKTransform
-from ..interfaces.core_types import AuxLosses, PartParams, QueryContext
+from ..backends import CoreInputs, CoreSteps
+from ..backends.core_interface import ScoreTransform
+from ..interfaces import Gate, Mix, OutputStep, Project, QKTransform, ScoreStep, WeightStep
+from ..interfaces.core_types import AuxLosses, PartParams, Phase, QueryContext
+from ..masking.sequence_info import AttentionMask
 from ..spec.attention_spec import AttentionSpec
 from .part_weights import PartWeights
+
+
+class StepObserver(Protocol):
+    """Receives what a part changes: the part's name in the spec, what it acts on, and the tensor before and after.
+
+    `side` is "q", "k" or "v" for query and key transforms, "scores", "weights", "outputs" or "gates".
+    """
+
+    def __call__(self, name: str, side: str, before: Tensor, after: Tensor, /) -> object: ...
+
+
+def observe_nothing(name: str, side: str, before: Tensor, after: Tensor, /) -> None:
+    """The observer of a layer that nobody inspects."""
 
 
 class QKTransforms:
@@ -22,9 +40,12 @@ class QKTransforms:
     """
 
     def __init__(
-        self, transforms: Mapping[str, Sequence[tuple[str, QKTransform, PartParams]]], position_BT: Tensor
+        self,
+        transforms: Mapping[str, Sequence[tuple[str, QKTransform, PartParams]]],
+        position_BT: Tensor,
+        observe: StepObserver = observe_nothing,
     ) -> None:
-        self.transforms, self.position_BT = transforms, position_BT
+        self.transforms, self.position_BT, self.observe = transforms, position_BT, observe
         self._precomputed: dict[str, Any] = {}
 
     def __call__(self, x_BTHK: Tensor, side: str) -> Tensor:
@@ -32,7 +53,9 @@ class QKTransforms:
             if name not in self._precomputed:
                 exact = torch.promote_types(x_BTHK.dtype, torch.float32)
                 self._precomputed[name] = transform.precompute(self.position_BT, exact, p)
-            x_BTHK = transform.transform(x_BTHK, side, self._precomputed[name], p)
+            before = x_BTHK
+            x_BTHK = transform.transform(before, side, self._precomputed[name], p)
+            self.observe(name, side, before, x_BTHK)
         return x_BTHK
 
 
@@ -49,13 +72,40 @@ class BoundParts:
         }
         self.core_steps = CoreSteps.from_spec(spec, self.weights)
         self.mixes = [(name, part, weights[name]) for name, part in spec.parts_of(Mix)]
-        self._output_steps = [(part, weights[name]) for name, part in spec.parts_of(OutputStep)]
-        self._gates = [(part, weights[name]) for name, part in spec.parts_of(Gate)]
+        self._output_steps = [(name, part, weights[name]) for name, part in spec.parts_of(OutputStep)]
+        self._gates = [(name, part, weights[name]) for name, part in spec.parts_of(Gate)]
         self.score_head_of_row = spec.score_head_of_row
+        self._observe: StepObserver = observe_nothing
+
+    def observed(self, observe: StepObserver) -> BoundParts:
+        """The same parts with the same weights, which call `observe` after each of them."""
+        parts = copy.copy(self)
+        parts._observe = observe
+        steps = self.core_steps
+        observed_acts = {
+            side: [
+                partial(_act_observed, partial(observe, name, side), act)
+                for name, act in zip(self._names_in(phase), acts, strict=True)
+            ]
+            for side, phase, acts in (
+                ("scores", Phase.SCORES, steps.scores),
+                ("weights", Phase.WEIGHTS, steps.weights),
+            )
+        }
+        parts.core_steps = replace(steps, **observed_acts)
+        return parts
+
+    def _names_in(self, phase: Phase) -> list[str]:
+        """Names of the parts that change scores or weights in this phase, in order."""
+        return [
+            name
+            for name, part in self.spec.parts()
+            if isinstance(part, (ScoreStep, Mix, WeightStep)) and part.phase is phase
+        ]
 
     def qk_transforms(self, position_BT: Tensor) -> QKTransforms:
         """The query and key transforms of the layer at these positions."""
-        return QKTransforms(self._transforms, position_BT)
+        return QKTransforms(self._transforms, position_BT, self._observe)
 
     def project_kv(self, project: Project, z_BSE: Tensor, transforms: QKTransforms) -> dict[str, Tensor]:
         """The kv entry of these tokens: what a cache would keep of them."""
@@ -74,14 +124,18 @@ class BoundParts:
 
     def gate_values(self, context: QueryContext, aux_losses: AuxLosses | None) -> list[Tensor]:
         """The value of every gate for every token and head."""
-        return [gate.gate(context, p, aux_losses) for gate, p in self._gates]
+        return [gate.gate(context, p, aux_losses) for _, gate, p in self._gates]
 
     def finish_outputs(self, o_BTOV: Tensor, x_BTD: Tensor, gates: Sequence[Tensor]) -> Tensor:
         """Head outputs after the output steps and the gates."""
-        for step, p in self._output_steps:
-            o_BTOV = step.transform_outputs(o_BTOV, x_BTD, p)
-        for gate in gates:
-            o_BTOV = o_BTOV * gate
+        for name, step, p in self._output_steps:
+            before = o_BTOV
+            o_BTOV = step.transform_outputs(before, x_BTD, p)
+            self._observe(name, "outputs", before, o_BTOV)
+        for (name, _, _), gate in zip(self._gates, gates, strict=True):
+            before = o_BTOV
+            o_BTOV = before * gate
+            self._observe(name, "gates", before, o_BTOV)
         return o_BTOV
 
     def _key_factors(self, z_BSE: Tensor) -> dict[str, Tensor]:
@@ -89,3 +143,15 @@ class BoundParts:
         return {
             f"{name}.{key}": factor for name, mix, p in self.mixes for key, factor in mix.key_factors(z_BSE, p).items()
         }
+
+
+def _act_observed(
+    report: Callable[[Tensor, Tensor], object],
+    act: ScoreTransform,
+    a_BHTS: Tensor,
+    attention_mask: AttentionMask,
+    inputs: CoreInputs,
+) -> Tensor:
+    after = act(a_BHTS, attention_mask, inputs)
+    report(a_BHTS, after)
+    return after

@@ -5,6 +5,7 @@ In reading order:
 - `attention_record`: what a trace stores per attention layer and call, and how weights are recomputed from it;
   masks in compact form.
 - `attention_trace`: `Trace`, one whole run: weights, head outputs, tiles and thumbnails.
+- `head_steps`: the computation of one head for one query, step by step, as far as a trace holds it.
 - `trace_file`: the file format, safetensors with a JSON document and a checksum.
 - `import_export`: traces of weights from elsewhere; weights as CSV, JSON or NPZ.
 """

@@ -221,6 +221,11 @@ class AttentionRecord:
             allowed &= np.arange(num_keys) <= np.arange(start, stop)[:, None]
         return allowed
 
+    def key_indices(self, call: AttentionCallRecord) -> Array:
+        """Positions of the keys of a call."""
+        positions = self._key_positions(call)
+        return np.arange(positions.start, positions.stop) if isinstance(positions, slice) else positions
+
     def _key_positions(self, call: AttentionCallRecord) -> Array | slice:
         """Positions of the keys of a call; a slice, which is fast to assign to, unless they have gaps."""
         if call.places is not None:

@@ -22,6 +22,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from ..errors import SpecError
+from ..traces.head_steps import HeadPlace
 from .binary_answers import encode_marginals, encode_measures, encode_thumbnails, encode_tile
 from .cost_actions import compute_cost
 from .html_export import NOT_BUILT
@@ -38,6 +39,7 @@ from .model_actions import JOB_KINDS, TextTooLong, check_text_length
 from .model_worker import END_STATES, Job, ModelWorker, QueueFull, describe_error
 from .open_model import LENSES, MAX_TILE_CELLS, OpenModel, TileRange
 from .similarity_actions import compute_similarity
+from .step_answers import encode_steps, find_steps
 from .surgery_actions import convert_heads, describe_surgery, plan_conversion, plan_pruning, prune_heads
 from .tile_encoding import encode_arrays
 
@@ -97,6 +99,7 @@ class ViewServer:
             Route("/api/marginals", self._answer(self._marginals)),
             Route("/api/peak", self._answer(self._peak)),
             Route("/api/measures", self._answer(self._measures)),
+            Route("/api/steps", self._answer(self._steps)),
             Route("/api/jobs", self._submit, methods=["POST"]),
             Route("/api/jobs/{job}", self._cancel, methods=["DELETE"]),
             Route("/api/jobs/{job}/events", self._events),
@@ -199,6 +202,14 @@ class ViewServer:
 
     def _measures(self, view: OpenModel, query: Query) -> Response:
         return binary_response(encode_measures(view))
+
+    def _steps(self, view: OpenModel, query: Query) -> Response:
+        site, head = self._head(view, query)
+        layer = view.get_trace().get_layer(site)
+        number = query.integer("query", 0, layer.num_queries - 1)
+        row = query.integer("row", 0, layer.batch_size - 1, 0)
+        key = query.integer("key", 0, layer.num_keys - 1, 0) if "key" in query.parameters else None
+        return binary_response(encode_steps(*find_steps(view, HeadPlace(site, head, number, row), key)))
 
     def _head(self, view: OpenModel, query: Query) -> tuple[str, int]:
         site = view.site_name(query.integer("site", 0, 10**6))

@@ -20,10 +20,11 @@ const LAZY: Partial<Record<ScreenId, () => Promise<ComponentType>>> = {
   lab: async () => (await import("./screens/lab")).LabScreen,
   prune: async () => (await import("./screens/prune")).PruneScreen,
   cost: async () => (await import("./screens/cost")).CostScreen,
+  steps: async () => (await import("./screens/steps")).StepsScreen,
   similarity: async () => (await import("./screens/similarity")).SimilarityScreen,
 };
 const loaded = signal<Partial<Record<ScreenId, ComponentType>>>({ map: MapScreen, head: HeadScreen });
-const AVAILABLE: ScreenId[] = ["open", "map", "head", "text", "classify", "similarity", "lab", "prune", "cost"];
+const AVAILABLE: ScreenId[] = ["open", "map", "head", "text", "classify", "similarity", "lab", "prune", "cost", "steps"];
 
 function CurrentScreen(): JSX.Element {
   const id = screen.value;

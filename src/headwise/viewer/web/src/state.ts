@@ -36,6 +36,8 @@ export const rowMarginal = signal<"entropy" | "maximum">("entropy");
 export const matrixView = signal<View | null>(null); // the part of the matrix that the Head screen shows; null is all
 export const language = signal<"en" | "zh">(initialLanguage());
 export const theme = signal<"" | "light" | "dark">("");
+export const selectedStep = signal(0); // of the Steps screen
+export const selectedKey = signal<number | null>(null); // position of the key whose numbers the Steps screen shows
 export const pinned = signal<string[]>([]); // "site.head"
 
 // --- what it does not ----------------------------------------------------------------------------------
@@ -205,6 +207,8 @@ const HASH_FIELDS: [string, { value: unknown }, (text: string) => unknown][] = [
   ["color", scatterColor, (text) => text],
   ["part", matrixView, readView],
   ["rows", rowMarginal, oneOf(["entropy", "maximum"])],
+  ["step", selectedStep, toNumber],
+  ["key", selectedKey, (text) => (text === "" ? null : toNumber(text))],
   ["pins", pinned, (text) => text.split(",").filter(Boolean)],
   ["theme", theme, oneOf(["", "light", "dark"])],
 ];
