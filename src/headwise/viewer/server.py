@@ -188,8 +188,8 @@ class ViewServer:
         part = TileRange(query.span("q", layer.num_queries), query.span("k", layer.num_keys))
         row = query.integer("row", 0, layer.batch_size - 1, 0)
         peak = view.peak(site, head, part, lens=query.choice("lens", LENSES), row=row)
-        place = np.array([peak.query, peak.key], np.int32)
-        return binary_response(encode_arrays({"weight": np.float32([peak.weight]), "place": place}))
+        weight, place = np.array([peak.weight], np.float32), np.array([peak.query, peak.key], np.int32)
+        return binary_response(encode_arrays({"weight": weight, "place": place}))
 
     def _measures(self, view: OpenModel, query: Query) -> Response:
         return binary_response(encode_measures(view))
