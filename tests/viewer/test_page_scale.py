@@ -274,6 +274,9 @@ def test_a_long_head_opens_at_once_and_answers_exactly(page: Any):
             point(page, (cell - 2.5) / 512, (cell + 0.5) / 512)
             wanted = f"{weights[rows, columns].max():.6}"
             wait_until(page, f"Math.abs({EXACT} - {wanted}) <= 2e-5 * {wanted}")
+            query, key = np.unravel_index(weights[rows, columns].argmax(), (8, 8))
+            words = f"w{rows.start + query} → key ␣w{columns.start + key}"
+            assert words in page.get_by_test_id("exact").inner_text()
 
 
 def test_a_part_of_a_long_head_is_shown_with_one_cell_for_each_pair(page: Any):

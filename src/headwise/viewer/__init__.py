@@ -4,6 +4,7 @@ In reading order:
 
 - `open_model`: `OpenModel`, what the page shows: a trace, its measures, and the model if there is one.
 - `view_document`: the JSON description of what is open: model, tokens, attention layers, measures.
+- `weight_summaries`: pooled tiles, marginals, the largest weight of a part, and the masks of thumbnails.
 - `tile_encoding`: binary answers: arrays behind a JSON header.
 - `model_worker`: `ModelWorker`, one thread that runs jobs on the model, with progress and cancellation.
 - `model_actions`, `lab_actions`, `similarity_actions` and `cost_actions`: the jobs: capture a text, measure the heads,

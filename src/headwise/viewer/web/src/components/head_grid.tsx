@@ -71,7 +71,7 @@ export function HeadGrid({ stack }: { stack: string }): JSX.Element {
   const several = stacks.value.length > 1;
   return (
     <div class="stack-block">
-      {several && <h3>{stack.replace(/^(\S+) (self|attention)$/, "$1").replace(/ self$/, "")}</h3>}
+      {several && <h2>{stack.replace(/^(\S+) (self|attention)$/, "$1").replace(/ self$/, "")}</h2>}
       <div class="grid-box">
         <div class="grid-scroll" ref={box} onPointerOver={(event) => (hovered.value = headUnder(event))} onPointerLeave={() => (hovered.value = null)}>
           <div
@@ -199,11 +199,19 @@ function cellContent(item: HeadItem | null, row: number, column: number, mode: s
     head: item.index,
     className: isMeasured ? (top?.name ?? "unclear") : undefined,
     shade: range ? (measureOf(item.index, mode) - range.low) / (range.high - range.low || 1) : NaN,
-    caption: isMeasured ? (Number.isFinite(value) ? format(value).replace(/^0\./, ".") : "") : `H${item.head}`,
+    caption: isMeasured ? shortNumber(value) : `H${item.head}`,
     sink: measureOf(item.index, "sink"),
     isAblated: isAblated(item.site, item.head),
     isDimmed: isDimmed(item.index),
   };
+}
+
+/** A number of at most four signs, because a cell has no room for more; the tip beside the pointer has the others. */
+function shortNumber(value: number): string {
+  if (!Number.isFinite(value)) return "";
+  const size = Math.abs(value);
+  const text = size >= 100 ? value.toFixed(0) : size >= 10 ? value.toFixed(1) : size >= 0.01 || size < 0.0005 ? value.toFixed(2) : value.toFixed(3);
+  return text.replace(/^(-?)0\./, "$1.");
 }
 
 /** The number of a cell: the score of its class, or the measure that the cells show. */

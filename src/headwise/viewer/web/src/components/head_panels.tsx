@@ -67,10 +67,10 @@ export function RowPanel(props: { item: Site; row: ReadonlySignal<ExactRow | nul
   const { item } = props;
   const row = props.row.value;
   const marginals = props.marginals.value;
-  const queryWords = streamWords(item.queryStream);
+  const word = row ? streamWords(item.queryStream)[row.query] : undefined;
   const keyWords = streamWords(item.keyStream);
   return (
-    <Panel title={row ? `${t("query")} ${row.query} · ${visibleToken(queryWords[row.query] ?? "")}` : t("query")}>
+    <Panel title={row ? [`${t("query")} ${row.query}`, ...(word === undefined ? [] : [visibleToken(word)])].join(" · ") : t("query")}>
       {row ? (
         <table class="finder">
           <thead>
@@ -85,7 +85,7 @@ export function RowPanel(props: { item: Site; row: ReadonlySignal<ExactRow | nul
             {topKeys(row).map((key) => (
               <tr key={key}>
                 <td class="mono">
-                  {key} {visibleToken(keyWords[key] ?? "")}
+                  {key} {keyWords[key] !== undefined && visibleToken(keyWords[key])}
                 </td>
                 <td class="num">{row.weights[key]!.toPrecision(4)}</td>
               </tr>

@@ -22,7 +22,8 @@ const ZOOM = 4;
 export function Matrix(props: { item: Site; tile: TileState | null; marginals: Marginals | null; pointed: Signal<Pointed | null> }): JSX.Element {
   const { item, tile, marginals, pointed } = props;
   const drag = useSignal<Drag>(null);
-  const isLabelled = tile && tile.view.q1 - tile.view.q0 <= MAX_LABELS && tile.view.k1 - tile.view.k0 <= MAX_LABELS;
+  const hasWords = streamWords(item.queryStream).length > 0 || streamWords(item.keyStream).length > 0;
+  const isLabelled = hasWords && tile && tile.view.q1 - tile.view.q0 <= MAX_LABELS && tile.view.k1 - tile.view.k0 <= MAX_LABELS;
   const words = { queries: streamWords(item.queryStream), keys: streamWords(item.keyStream) };
   const ignoresClick = useRef(false); // the click at the end of a drag
   // the same object until the tile changes, so that hovering draws nothing anew

@@ -115,7 +115,7 @@ export const en = {
   "head.patches": "Patches",
   "head.noPatches": "The {keys} keys do not form a square of patches.",
   "head.choosePatch": "Choose a query to see its weights over the patches.",
-  "head.patchScale": "{side} × {side} patches in reading order; darkest {most}; {extra} tokens before them are left out.",
+  "head.patchScale": "{side} × {side} patches in reading order; largest weight {most}; left out before them: {extra}.",
   "head.noImage": "A trace holds tokens, not pixels, so the weights are drawn over an empty grid. Patches are numbered from the top left.",
   "head.rowsEntropy": "entropy",
   "head.rowsMaximum": "largest weight",

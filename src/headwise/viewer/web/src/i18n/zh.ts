@@ -117,7 +117,7 @@ export const zh: Record<TextKey, string> = {
   "head.patches": "图块",
   "head.noPatches": "{keys} 个键无法排成正方形的图块。",
   "head.choosePatch": "选择一个查询，即可查看它在各图块上的权重。",
-  "head.patchScale": "{side} × {side} 个图块，按阅读顺序排列；最深为 {most}；其前的 {extra} 个词元未画出。",
+  "head.patchScale": "{side} × {side} 个图块，按阅读顺序排列；最大权重 {most}；其前未画出的词元数：{extra}。",
   "head.noImage": "轨迹只保存词元，不保存像素，因此权重画在空白网格上。图块从左上角开始编号。",
   "head.rowsEntropy": "熵",
   "head.rowsMaximum": "最大权重",

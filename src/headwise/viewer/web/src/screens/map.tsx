@@ -19,7 +19,7 @@ export function MapScreen(): JSX.Element {
   const modes: [string, string][] = [
     ["thumbnail", t("map.thumbnail")],
     ["class", t("map.class")],
-    ...["entropy", "sink"].filter((name) => table?.names.includes(name)).map((name): [string, string] => [name, name]),
+    ...["entropy", "sink"].filter((name) => table?.names.includes(name)).map((name): [string, string] => [name, name.charAt(0).toUpperCase() + name.slice(1)]),
   ];
   if (canSweep || table?.names.includes("importance")) modes.push(["importance", t("map.importance")]);
   const others = (table?.names ?? []).filter((name) => !modes.some(([mode]) => mode === name));
