@@ -173,7 +173,7 @@ def prune_heads(model: OpenModel, arguments: Mapping[str, Any], progress: JobPro
     options = ProofOptions(
         result.plan.summary,
         keep=dict(result.plan.changed_sites),
-        replacements=dict(result.head_constants),
+        replacements={**result.head_constants},
         notes=(*texts.notes, *result.plan.notes),
         command=format_command(model, "prune", request.options, folder),
     )
