@@ -24,6 +24,7 @@ from headwise.viewer.model_worker import Job, JobCancelled, JobProgress, ModelWo
 from headwise.viewer.open_model import OpenModel
 from headwise.viewer.server import ALL_JOBS
 from headwise.viewer.view import Target, open_target
+from support.saved_models import save_models
 
 HEADS = [[0, 1], [4, 3], [4, 5]]  # numbers of sites, as the page names heads
 NAMED_HEADS = (("encoder.0.attention", 1), ("decoder.0.cross", 3), ("decoder.0.cross", 5))
@@ -122,6 +123,18 @@ def test_the_command_of_the_page_makes_the_same_model(
     assert main([*words, "--seconds", "0.05"]) == 0
     assert "3 checks: equal" in capsys.readouterr().out
     assert_equal_weights(load(tmp_path / "out" / "small-again"), load(tmp_path / "out" / "small"))
+
+
+def test_a_transformers_folder_becomes_one_again(tmp_path: Path):
+    pytest.importorskip("transformers")
+    source = save_models(tmp_path)["gpt2"]
+    model = open_target(Target(str(source), "a text", out=tmp_path / "out"))
+    arguments = {"heads": [[0, 1], [1, 1]], "texts": ["one line", "another line"], "name": "small"}
+    found = surgery_actions.prune_heads(model, arguments, progress())
+    wanted = hw.prune(load(source), DropHeads((("decoder.0.attention", 1), ("decoder.1.attention", 1)))).after
+    assert_equal_weights(load(tmp_path / "out" / "small"), wanted)
+    assert found["kind"] != "ours"
+    assert found["command"].split()[2] == str(source)
 
 
 @pytest.mark.parametrize(

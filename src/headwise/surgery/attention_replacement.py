@@ -214,7 +214,7 @@ def _check_removable(net: Transformer, site: str) -> None:
     if net.stacks[stack].blocks[int(depth)].spec.form == "merged":
         raise SpecError(
             f"cannot remove heads of {site}: a merged block uses the same heads for cross-attention and for its "
-            "running mean"
+            "running mean. Remove heads of other layers"
         )
 
 

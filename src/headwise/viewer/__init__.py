@@ -10,6 +10,7 @@ In reading order:
 - `model_actions`, `lab_actions`, `similarity_actions` and `cost_actions`: the jobs: capture a text, measure the heads,
   ablate heads and compare, find similar heads, and cost.
 - `step_answers`: the computation of one head for one query, step by step.
+- `surgery_actions`, `surgery_arguments`: the jobs that plan, prune and convert, with proofs; what they are asked for.
 - `http_security`: which requests are answered, and the headers of every answer.
 - `server`: the routes of the HTTP interface, and `serve`.
 - `html_export`: a single HTML file of what is open.

@@ -210,6 +210,7 @@ export const en = {
   "prune.fromShare": "Method and share",
   "prune.labHint": "The heads that are off in the Lab go. Click a head below to let it go or stay.",
   "prune.labNone": "No head is off. Click heads below, or propose some from the screens Lab or Similar.",
+  "prune.labModes": "In the Lab some of these heads are scaled or replaced by their mean. Pruning removes them whole; “replaced by their mean output” keeps the mean.",
   "prune.clustersHint": "Of every cluster of similar heads, the most important stays.",
   "prune.share": "keep {share} %",
   "prune.method": "ranked by",

@@ -212,6 +212,7 @@ export const zh: Record<TextKey, string> = {
   "prune.fromShare": "按方法和比例",
   "prune.labHint": "移除实验页中关闭的头。点击下面的头可改为移除或保留。",
   "prune.labNone": "没有关闭的头。请点击下面的头，或在“实验”“相似”页面中选择。",
+  "prune.labModes": "实验页中有些头只是被缩放或替换为均值。剪枝会完全移除它们；选择“替换为平均输出”可保留均值。",
   "prune.clustersHint": "每一簇相似的头只保留最重要的一个。",
   "prune.share": "保留 {share} %",
   "prune.method": "排序依据",

@@ -1,7 +1,7 @@
 // Prune & convert: the sizes now, a plan which heads go or which form they get, and the new model with its proof.
 
 import { effect, signal } from "@preact/signals";
-import type { ComponentChildren, JSX } from "preact";
+import type { JSX } from "preact";
 import { useEffect } from "preact/hooks";
 import { setAblated } from "../actions";
 import { Panel, Segmented, Select } from "../components/basics";
@@ -42,7 +42,7 @@ const WHERE = ["all", "self", "cross"] as const;
 const task = signal<"prune" | "convert">("prune");
 const surgery = signal<Surgery | null>(null);
 const texts = signal<string | null>(null);
-const folder = signal("");
+const folders = signal({ prune: "pruned", convert: "converted" });
 const chosenBy = signal<"lab" | "clusters" | "share">("lab");
 const share = signal(50);
 const method = signal("best");
@@ -135,9 +135,12 @@ export function PruneScreen(): JSX.Element {
         <Panel title={t("prune.plan")}>
           <div class="stack">
             {task.value === "prune" ? <PruningPlan /> : <ConversionPlan />}
+            <div class="planned">
+              {task.value === "prune" && <PlannedHeads />}
+              <PlannedSizes />
+            </div>
             <Texts />
             <PlanActions />
-            <PlannedSizes />
           </div>
         </Panel>
         <Panel title={t("prune.result")} class="result">
@@ -155,17 +158,8 @@ function options<Name extends string>(names: readonly Name[], group: string): (r
 }
 
 function PruningPlan(): JSX.Element {
-  const isFresh = plan.value?.request === JSON.stringify(pruneRequest());
   const isLab = chosenBy.value === "lab";
-  const goes: [number, number][] = isLab ? (doc.value?.ablated ?? []).map((item) => [item.site, item.head]) : isFresh ? (plan.value?.plan.removed ?? []) : [];
-  const removed = new Set(goes.map(([site, head]) => `${site}.${head}`));
-  const toggle = (site: number, head: number) => {
-    const kept = goes.filter(([other, number]) => other !== site || number !== head);
-    const heads: [number, number][] = kept.length < goes.length ? kept : [...goes, [site, head]];
-    const modes = new Map(doc.value?.ablated.map((item) => [`${item.site}.${item.head}`, item]));
-    setAblated(heads.map(([item, number]) => modes.get(`${item}.${number}`) ?? { site: item, head: number, mode: "zero", scale: 0 }));
-    chosenBy.value = "lab";
-  };
+  const isSoft = fold.value === "none" && doc.value?.ablated.some((item) => item.mode !== "zero" || item.scale !== 0);
   const fixed = sites.value.filter((item) => !item.abilities.prune.possible);
   return (
     <>
@@ -179,7 +173,8 @@ function PruningPlan(): JSX.Element {
         ]}
         onChange={(value) => (chosenBy.value = value)}
       />
-      {isLab && <p class="t3 sm">{t(removed.size ? "prune.labHint" : "prune.labNone")}</p>}
+      {isLab && <p class="t3 sm">{t(doc.value?.ablated.length ? "prune.labHint" : "prune.labNone")}</p>}
+      {isLab && isSoft && <p class="sm warn-text">{t("prune.labModes")}</p>}
       {chosenBy.value === "clusters" && <p class="t3 sm">{t("prune.clustersHint")}</p>}
       <div class="row wrap">
         {chosenBy.value === "share" && (
@@ -194,28 +189,45 @@ function PruningPlan(): JSX.Element {
         {!isLab && <Select label={t("prune.method")} value={method.value} options={(surgery.value?.methods ?? ["best"]).map((name) => [name, methodName(name)] as const)} onChange={(value) => (method.value = value)} />}
         <Select label={t("prune.fold")} value={fold.value} options={options(FOLDS, "fold")} onChange={(value) => (fold.value = value)} />
       </div>
-      <div>
-        <h3>
-          {t("prune.map")}
-          {(isLab || isFresh) && <span class="t3"> · {t("prune.kept", { kept: headCount.value - removed.size, total: headCount.value })}</span>}
-        </h3>
-        <HeadMap removed={removed} onToggle={toggle} />
-        <p class="legend">
-          <span>
-            <i class="sw" /> {t("prune.stays")}
-          </span>
-          <span>
-            <i class="sw goes" /> {t("prune.goes")}
-          </span>
-          {!isLab && !isFresh && <span>{t("prune.mapHint")}</span>}
-        </p>
-      </div>
       {fixed.map((item) => (
         <p key={item.name} class="t3 sm">
           {t("prune.notPrunable", { site: item.name, reason: item.abilities.prune.reason })}
         </p>
       ))}
     </>
+  );
+}
+
+/** The heads that stay and go, by the Lab or by the plan; a click makes the choice one by hand. */
+function PlannedHeads(): JSX.Element {
+  const isFresh = plan.value?.request === JSON.stringify(pruneRequest());
+  const isLab = chosenBy.value === "lab";
+  const goes: [number, number][] = isLab ? (doc.value?.ablated ?? []).map((item) => [item.site, item.head]) : isFresh ? (plan.value?.plan.removed ?? []) : [];
+  const removed = new Set(goes.map(([site, head]) => `${site}.${head}`));
+  const toggle = (site: number, head: number) => {
+    const kept = goes.filter(([other, number]) => other !== site || number !== head);
+    const heads: [number, number][] = kept.length < goes.length ? kept : [...goes, [site, head]];
+    const modes = new Map(doc.value?.ablated.map((item) => [`${item.site}.${item.head}`, item]));
+    setAblated(heads.map(([item, number]) => modes.get(`${item}.${number}`) ?? { site: item, head: number, mode: "zero", scale: 0 }));
+    chosenBy.value = "lab";
+  };
+  return (
+    <div>
+      <h3>
+        {t("prune.map")}
+        {(isLab || isFresh) && <span class="t3"> · {t("prune.kept", { kept: headCount.value - removed.size, total: headCount.value })}</span>}
+      </h3>
+      <HeadMap removed={removed} onToggle={toggle} />
+      <p class="legend">
+        <span>
+          <i class="sw" /> {t("prune.stays")}
+        </span>
+        <span>
+          <i class="sw goes" /> {t("prune.goes")}
+        </span>
+        {!isLab && !isFresh && <span>{t("prune.mapHint")}</span>}
+      </p>
+    </div>
   );
 }
 
@@ -302,11 +314,11 @@ function PlanActions(): JSX.Element {
     if (found) plan.value = { request: JSON.stringify(request), plan: found };
   };
   const run = async () => {
-    const name = folder.value || defaultFolder();
+    const name = folders.value[kind];
     const found: SurgeryResult | null = await runJob(kind, { ...REQUESTS[kind](), name });
     if (!found) return;
     result.value = found;
-    folder.value = nextFolder(name);
+    folders.value = { ...folders.value, [kind]: nextFolder(name) };
   };
   return (
     <>
@@ -323,23 +335,15 @@ function PlanActions(): JSX.Element {
         <span class="grow" />
         <label class="picker">
           <span>{t("prune.name")}</span>
-          <input type="text" maxLength={64} spellcheck={false} value={folder.value} placeholder={defaultFolder()} onInput={(event) => (folder.value = event.currentTarget.value)} />
+          <input type="text" maxLength={64} spellcheck={false} value={folders.value[kind]} onInput={(event) => (folders.value = { ...folders.value, [kind]: event.currentTarget.value })} />
         </label>
         <button class="btn primary" type="submit" aria-disabled={!canWrite}>
           {t(kind === "prune" ? "prune.run" : "prune.runConvert")}
         </button>
       </form>
-      {write && !write.possible && doc.value?.kind === "model" && <Reason>{write.reason}</Reason>}
+      {write && !write.possible && doc.value?.kind === "model" && <p class="t3 sm">{write.reason}</p>}
     </>
   );
-}
-
-function Reason({ children }: { children: ComponentChildren }): JSX.Element {
-  return <p class="t3 sm">{children}</p>;
-}
-
-function defaultFolder(): string {
-  return task.value === "prune" ? "pruned" : "converted";
 }
 
 /** A folder that is not the one just written: pruned, pruned-2, pruned-3. */
@@ -354,7 +358,7 @@ function PlannedSizes(): JSX.Element | null {
   if (!shown || ("removed" in shown.plan ? "prune" : "convert") !== kind) return null;
   const isStale = shown.request !== JSON.stringify(REQUESTS[kind]());
   return (
-    <div class={isStale ? "stale" : ""} data-testid="planned">
+    <div class={`planned-sizes ${isStale ? "stale" : ""}`} data-testid="planned">
       {isStale && <p class="stalebar">{t("prune.stale")}</p>}
       <p class="t2">{shown.plan.summary}</p>
       <SizeTable sizes={shown.plan} after={t("prune.planned")} />

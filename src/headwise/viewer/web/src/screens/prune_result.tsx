@@ -2,6 +2,7 @@
 
 import { useSignal } from "@preact/signals";
 import type { JSX } from "preact";
+import { useEffect, useRef } from "preact/hooks";
 import { DataTable } from "../components/data_table";
 import type { Column } from "../components/basics";
 import { format, t, type TextKey } from "../i18n";
@@ -91,7 +92,7 @@ export function SizeTable({ sizes, after }: { sizes: Sizes; after: string }): JS
       rows={sizes.numbers}
       columns={[
         { key: "name", title: t("prune.sizes"), value: (row) => sizeName(row.name, sizes.length) },
-        { key: "before", title: t("prune.now").replace(/^\d · /, ""), numeric: true, value: (row) => row.before, cell: (row) => formatSize(row.before, row.unit) },
+        { key: "before", title: t("prune.before"), numeric: true, value: (row) => row.before, cell: (row) => formatSize(row.before, row.unit) },
         { key: "after", title: after, numeric: true, value: (row) => row.after, cell: (row) => <b class="b">{formatSize(row.after, row.unit)}</b> },
         { key: "ratio", title: t("prune.ratio"), numeric: true, value: (row) => row.ratio ?? NaN, cell: (row) => (row.ratio === null ? "–" : `${(row.ratio * 100).toFixed(1)} %`) },
       ]}
@@ -136,11 +137,13 @@ export function HeadMap({ removed, onToggle }: { removed: ReadonlySet<string>; o
 /** A proof: its verdict, where the model is, the command that repeats it, and its tables. */
 export function ResultView({ result }: { result: SurgeryResult }): JSX.Element {
   const { proof } = result;
+  const verdict = useRef<HTMLParagraphElement>(null);
+  useEffect(() => verdict.current?.scrollIntoView({ block: "center" }), [result]);
   const failed = proof.equal.filter((check) => !check.same).length;
   const count = proof.equal.length;
   return (
     <div class="stack" data-testid="proof">
-      <p class={`verdict ${result.holds ? "ok" : "bad"}`} role="status">
+      <p ref={verdict} class={`verdict ${result.holds ? "ok" : "bad"}`} role="status">
         <svg class="ic" viewBox="0 0 16 16" aria-hidden="true">
           <path d={result.holds ? "M3 8.5l3.5 3.5L13 4.5" : "M4 4l8 8M12 4l-8 8"} />
         </svg>
