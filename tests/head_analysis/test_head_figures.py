@@ -157,19 +157,20 @@ def test_titles_name_the_model_and_axes_have_names(name: str):
         "layers": ("entropy (nats)", "attention layer", "95 % intervals"),
         "importance": ("importance by leave-one-out", "heads by decreasing importance", "95 % interval"),
         "map": ("nats of Jensen-Shannon divergence", "stress of the map 0.21"),
-        "pair": ("query", "key", "thicker and darker lines are larger weights"),
+        "pair": ("query", "key", "thicker, stronger lines are larger weights"),
     }
     words = next((words for end, words in wanted.items() if name.endswith(end)), ("query", "key", SCALE_LABEL))
     for word in words:
         assert word in said.replace("\n", " "), word
 
 
-def test_brightness_is_the_square_root_of_the_weight_and_the_scale_says_so():
+def test_colour_is_the_square_root_of_the_weight_and_the_scale_says_so():
     theme = FIGURE_THEMES["light"]
     shown = HeadPicture("a head", "sink", np.array([[0.25, 0.75], [1.0, 0.0]]), ["a", "b"], ["a", "b"])
     with figure_style(theme):
         figure = draw_gallery([shown], "model", theme)
         FigureCanvasAgg(figure).draw()
+    assert "strength of colour: its square root" in SCALE_LABEL
     heat_map, scale = figure.axes
     np.testing.assert_allclose(np.asarray(heat_map.images[0].get_array()), np.sqrt(shown.weights))
     labels = {float(tick.get_loc()): tick.label1.get_text() for tick in scale.xaxis.get_major_ticks()}

@@ -20,7 +20,7 @@ MIN_LINE_WEIGHT = 0.05  # smaller weights are not drawn as lines
 MAX_TOKEN_LABELS = 40  # labels on an axis; with more tokens, every second, third, ... has one
 MAX_TOKEN_LENGTH = 12
 SCALE_TICKS = (0.0, 0.01, 0.05, 0.2, 0.5, 1.0)  # weights marked on the scale
-SCALE_LABEL = "attention weight (brightness is its square root)"
+SCALE_LABEL = "attention weight (strength of colour: its square root)"
 
 
 class HeadPicture(NamedTuple):
@@ -142,7 +142,7 @@ def draw_head_overlay(first: HeadPicture, second: HeadPicture, title: str, theme
         axes.text(
             0.5, -3.3 + 1.0 * row, picture.title, ha="center", va="center", color=colour, fontsize=7, fontweight="bold"
         )
-    note = f"weights of at least {MIN_LINE_WEIGHT:g}; thicker and darker lines are larger weights"
+    note = f"weights of at least {MIN_LINE_WEIGHT:g}; thicker, stronger lines are larger weights"
     axes.text(0.5, count + 0.1, note, ha="center", va="center", fontsize=6, color=theme.muted)
     axes.set(xlim=(-0.5, 1.5), ylim=(count + 0.6, -3.9))
     axes.set_axis_off()

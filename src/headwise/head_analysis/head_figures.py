@@ -383,7 +383,7 @@ def draw_head_map(table: HeadTable, embedding: PlaneEmbedding, theme: FigureThem
 
 def _dot_size(head: HeadMeasures, sites: Sequence[str]) -> float:
     """Diameter of a head's dot in points."""
-    return 7 + 6 * sites.index(head.site) / max(1, len(sites) - 1)
+    return 10 + 5 * sites.index(head.site) / max(1, len(sites) - 1)
 
 
 def _draw_length(axes: Axes, embedding: PlaneEmbedding, theme: FigureTheme) -> None:
@@ -410,7 +410,7 @@ def _label_heads(axes: Axes, table: HeadTable, embedding: PlaneEmbedding, theme:
         label, radius = f"{head.layer}.{head.head}", _dot_size(head, sites) / 2
         half = 1.75 * len(label) + 0.5, 3.0  # half the size of a label of 5 points
         steps = [(0.0, 0.0), *((dx, dy) for dx in (1, -1, 0) for dy in (0, 1, -1) if dx or dy)]
-        for dx, dy in steps:
+        for dx, dy in steps if half[0] <= radius + 1 else steps[1:]:
             x, y = dx * (radius + half[0]), dy * (radius + half[1])
             ends = [[x - half[0], y - half[1]], [x + half[0], y + half[1]]]
             box = Bbox([[float(place[n] + pixels_per_point * end[n]) for n in range(2)] for end in ends])

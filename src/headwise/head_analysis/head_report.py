@@ -17,6 +17,7 @@ from ..traces import Trace
 from . import head_figures
 from .annotated_examples import Example
 from .attention_figures import HeadPicture, draw_gallery, draw_head, draw_head_overlay
+from .head_classes import UNCLEAR
 from .head_figures import CLASS_STYLES, FIGURE_THEMES, FigureTheme, class_group, save_figure
 from .head_redundancy import RedundancyResult
 from .head_table import HeadMeasures, HeadTable
@@ -145,9 +146,10 @@ def _list_figures(table: HeadTable, maker: PictureMaker, options: ReportOptions)
         yield "pair", partial(draw_head_overlay, *pair, f"{table.model}: attention of two heads")
     for location in options.drawn_heads:
         head = table.head(*location)
-        classes = ", ".join(f"{head_class.name} {head_class.score:.2f}" for head_class in head.classes[:3])
-        name = head.classes[0].name if head.classes else ""
-        picture = make_picture(maker.trace(0), maker.examples[0], head, name, classes)
+        classes = [head_class for head_class in head.classes if head_class.name != UNCLEAR]
+        names = ", ".join(f"{head_class.name} {head_class.score:.2f}" for head_class in classes[:3]) or "no class"
+        name = classes[0].name if classes else ""
+        picture = make_picture(maker.trace(0), maker.examples[0], head, name, names)
         yield head_file_name(*location), partial(draw_head, picture, f"{table.model}: {head.site} {head.head}")
 
 
