@@ -55,7 +55,7 @@ def test_one_command_reports_the_heads_of_a_model(
     sites = hw.sites(hw.load(folders[name]))
     assert len(told["heads"]) == sum(site.q for site in sites)
     assert told["data"] == "3 texts"
-    assert told["notes"][-1] == "1 empty lines"
+    assert told["notes"][-1] == "empty lines: 1"
     assert all("first token" in note for note in told["notes"][:-1])
     for head in told["heads"]:
         assert set(head) == {"stack", "kind", "layer", "head", "kv", "measures", "classes"}
@@ -108,8 +108,8 @@ def test_the_output_folder_holds_the_reports(
     ([], "give exactly one source of texts"),
     (["--data", "none"], "cannot read none as text"),
     (["--data", "one", "--conllu", "one"], "give exactly one source of texts"),
-    (["--data", "one"], "1 texts can be read; give at least two"),
-    (["--data", "empty"], "0 texts can be read: 2 empty lines; give at least two"),
+    (["--data", "one"], "only 1 of the texts can be read; give at least two"),
+    (["--data", "empty"], "only 0 of the texts can be read (empty lines: 2); give at least two"),
     (["--conllu", "one"], "a row has 1 columns, not 10"),
     (["--data", "two", "--limit", "1"], "is too few for a confidence interval"),
     (["--data", "two", "--sort", "entropie"], "cannot sort by 'entropie': it was not measured"),

@@ -171,7 +171,7 @@ def test_the_same_plan_again_and_not_for_another_model(
         (["ours", "--keep", "half", "--data", "texts"], "--keep half is not a share or number of heads; give 0.5"),
         (["ours", "--keep", "1.5", "--data", "texts"], "cannot keep 1.5 of the heads"),
         (["ours", "--keep", "0.5", "--by", "size", "--data", "texts"], "unknown ranking method 'size'"),
-        (["ours", "--keep", "0.5", "--data", "few"], "1 texts can be read; give at least two"),
+        (["ours", "--keep", "0.5", "--data", "few"], "only 1 of the texts can be read; give at least two"),
         (["ours", "--keep", "0.5", "--data", "none"], "cannot read none as text"),
         (["ours", "--heads", "0:9", "--data", "texts"], "decoder.0.attention has no head 9; its heads are 0..3"),
         (["ours", "--heads", "9:0", "--data", "texts"], "has no layer 9"),

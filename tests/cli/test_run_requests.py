@@ -80,7 +80,7 @@ def test_lines_are_answered_as_alone(net, folder: Path, tmp_path: Path, capsys: 
     assert (told[4]["text"], told[6]["text"]) == (lines[3], lines[5])  # line n draws from stream n of the seed
     assert told[1]["ended"] == "length"
     assert "5 requests, 29 tokens in" in err
-    assert "tokens a second that cost predicts at most" in err
+    assert "predicted maximum of tokens per second" in err
     assert [line["line"] for line in map(json.loads, out.splitlines())][-1] == 1  # as they are done, the longest last
 
 

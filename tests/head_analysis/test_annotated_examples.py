@@ -84,20 +84,20 @@ def test_skipped_texts_are_reported():
     counts = [scene.streams["text"].count for scene in sources.examples_with_frequencies()]
     assert max(counts) <= 12
     assert sum(counts) - 2 * len(counts) == 25
-    assert sources.notes == ("2 empty lines", "1 lines split because they are longer than the model takes")
+    assert sources.notes == ("empty lines: 2", "lines split because they are longer than the model takes: 1")
 
 
 def test_texts_with_unknown_tokens_are_skipped():
     sources = examples_from_lines(build_encoder(), ["the dog", "the cat", "a bark"])
     assert [scene.streams["text"].count for scene in sources.examples_with_frequencies()] == [4, 4]
-    assert sources.notes == ("1 texts with characters that the tokenizer does not know",)
+    assert sources.notes == ("texts with characters that the tokenizer does not know: 1",)
 
 
 def test_a_sentence_that_the_tokenizer_reads_otherwise():
     other = ParsedSentence("the dog", ("the", "dog", "gone"), ((0, 3), (4, 7), (7, 7)), ())
     sources = examples_from_sentences(build_encoder(), [other])
     assert sources.examples == []
-    assert "1 of 3 words have no token" in sources.notes[0]
+    assert sources.notes == ("sentences skipped because some of their words have no token of their own: 1",)
 
 
 def test_pairs_and_links():

@@ -71,8 +71,8 @@ def table(layers: int = 6, heads: int = 12, site: str = "bert.encoder.layer.{}.a
 def picture(title: str, queries: int = 17, keys: int = 17, name: str = "previous") -> HeadPicture:
     draw = np.random.default_rng(queries)
     words = ["[CLS]", "extraordinarily", "a", "of", "字", "internationalisation"]
-    tokens = [[words[n % len(words)] for n in range(count)] for count in (queries, keys)]
-    return HeadPicture(title, name, draw.dirichlet(np.ones(keys), queries), *tokens, [(2, 1)])
+    query_tokens, key_tokens = ([words[n % len(words)] for n in range(count)] for count in (queries, keys))
+    return HeadPicture(title, name, draw.dirichlet(np.ones(keys), queries), query_tokens, key_tokens, [(2, 1)])
 
 
 def embedding(count: int) -> PlaneEmbedding:
@@ -205,10 +205,9 @@ def test_letters_are_legible_on_their_cells(theme: FigureTheme):
 
 
 def example(ids: list[int]) -> Example:
-    flags = [torch.zeros(len(ids), dtype=torch.bool) for _ in range(3)]
-    tokens = TokenAnnotations(
-        torch.tensor(ids), tuple(f"w{one}" for one in ids), *flags, torch.arange(len(ids)), torch.ones(len(ids))
-    )
+    none, count = torch.zeros(len(ids), dtype=torch.bool), torch.ones(len(ids))
+    words = tuple(f"w{one}" for one in ids)
+    tokens = TokenAnnotations(torch.tensor(ids), words, none, none, none, torch.arange(len(ids)), count)
     return Example(torch.tensor([ids]), {"text": tokens})
 
 

@@ -94,7 +94,7 @@ def test_examples_are_shown_in_words_and_a_long_text_is_split():
         net, net, sources.examples_with_frequencies(), ProofOptions("Nothing.", timing=QUICK, notes=sources.notes)
     )
     assert {one.read + one.wanted for one in proof.examples} == {"The cat sat.", "A dog ran", "over all there."}
-    assert proof.notes == ("1 lines split because they are longer than the model takes",)
+    assert proof.notes == ("lines split because they are longer than the model takes: 1",)
     assert proof.savings.length == 20
 
 

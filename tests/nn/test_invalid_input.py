@@ -216,7 +216,7 @@ layer()(X, source=layer().float().project_source(X.float())) -> float32 .. float
 layer(source=13)(X) -> source of width 13 .. source=z
 causal()(X, source=X) -> causal() compares .. source=width .. full()
 layer(modifiers=(hw.Rotary(),))(X, source=X) -> Rotary .. source=width
-layer()(X, source=X, cache=causal().cache(batch=2, capacity=9)) -> project_source(z) .. one or the other
+layer()(X, source=X, cache=causal().cache(batch=2, capacity=9)) -> project_source(z) .. pass one of the two
 cached(X, spec=base(pattern="causal()", kv=2)) -> another spec .. layer.cache
 cached(X, batch=3) -> 3 rows, not 2 .. batch=2
 cached(X, dtype=torch.float32) -> torch.float32 .. torch.float64

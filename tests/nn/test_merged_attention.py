@@ -285,7 +285,7 @@ def test_autocast_decodes_from_its_cache():
     exact = block(x, source=z)
     for y in (steps, whole):
         assert (y - exact).abs().max() < 0.03 * exact.abs().max()
-    with pytest.raises(ValueError, match=r"remembered in torch.bfloat16 on cpu but x is torch.float32"):
+    with pytest.raises(ValueError, match=r"source was projected in torch.bfloat16 on cpu but x is torch.float32"):
         block(x, source=memory)
 
 

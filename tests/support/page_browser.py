@@ -51,6 +51,15 @@ def served(model: OpenModel) -> Iterator[str]:
         view.worker.close()
 
 
+def wait_until(page: Any, expression: str) -> None:
+    """Wait until an expression is true in the page, whose policy forbids Playwright's own way to wait."""
+    for _ in range(200):
+        if page.evaluate(expression):
+            return
+        page.wait_for_timeout(50)
+    pytest.fail(f"never true: {expression}")
+
+
 def examples_of_ids(opened: OpenModel, trace: Any) -> list[Example]:
     """The open ids as one example, for models without a tokenizer."""
     ids = torch.tensor(trace.streams["text"][0].ids)

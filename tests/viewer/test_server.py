@@ -119,13 +119,36 @@ def test_thumbnails_come_in_the_order_of_the_heads(client: TestClient, opened: O
     assert np.array_equal(found["thumbnails"][5], picture[index[:, None], index])
 
 
-def test_offsets_are_means_over_allowed_pairs(client: TestClient, opened: OpenModel):
-    wanted = opened.get_trace().head_weights(opened.heads[0][0], 0)
-    header, found = arrays(client, "/api/offsets?site=0&head=0")
+def test_marginals_are_means_over_allowed_pairs(client: TestClient, opened: OpenModel):
+    weights = opened.get_trace().head_weights(opened.heads[0][0], 0)
+    header, found = arrays(client, "/api/marginals?site=0&head=0")
     assert header["first"] == -36
-    for offset in (0, 1, 36):
-        assert found["means"][36 + offset] == pytest.approx(np.diagonal(wanted, -offset).mean(), abs=1e-6)
-    assert found["means"][:36].max() == 0
+    for offset in range(37):
+        assert found["by_offset"][offset - header["first"]] == pytest.approx(
+            np.diagonal(weights, -offset).mean(), abs=1e-6
+        )
+    assert not found["by_offset"][: -header["first"]].any()
+    queries_of_key = np.arange(37, 0, -1)  # the queries from a key on may attend to it
+    assert np.abs(found["received"] - weights.sum(0) / queries_of_key).max() < 1e-6
+    assert np.abs(found["maximum"] - weights.max(1)).max() < 1e-6
+    logs = np.log(np.where(weights > 0, weights, 1))
+    assert np.abs(found["entropy"] + (weights * logs).sum(1)).max() < 1e-5
+
+
+def test_the_peak_of_a_part_is_exact(client: TestClient, opened: OpenModel):
+    weights = opened.get_trace().head_weights(opened.heads[4][0], 1)
+    _, found = arrays(client, "/api/peak?site=1&head=1&q0=8&q1=24&k0=0&k1=16")
+    query, key = np.unravel_index(weights[8:24, :16].argmax(), (16, 16))
+    assert found["place"].tolist() == [8 + query, key]
+    assert found["weight"][0] == weights[8 + query, key]
+
+
+def test_thumbnails_come_with_the_masks_that_heads_share(client: TestClient):
+    _, found = arrays(client, "/api/thumbnails")
+    assert found["masks"].shape == (1, 64, 64)
+    assert found["mask_of_head"].tolist() == [0] * 6
+    position = np.arange(64) * 37 // 64
+    assert np.array_equal(found["masks"][0].astype(bool), position[None] > position[:, None])
 
 
 def test_one_query_in_all_heads(client: TestClient, opened: OpenModel):
@@ -288,7 +311,7 @@ def test_bad_bodies_are_refused(client: TestClient, body: str):
         "tile?site=0&head=0&rows=1025",
         "tile?site=0&head=0&q0=5&q1=5",
         "tile?site=0&head=0&pool=sum",
-        "offsets?site=0&head=9",
+        "marginals?site=0&head=9",
         "column?site=0&head=0&key=99",
     ],
 )

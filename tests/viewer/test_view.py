@@ -19,6 +19,7 @@ import torch
 
 import headwise as hw
 from headwise import cli
+from headwise.surgery.hf_export.model_folder import write_model_folder
 from headwise.viewer import bundled_sample, export_answers, html_export, notebook_widget, view
 from headwise.viewer.bundled_sample import SOURCE, TRACE, load_sample_trace
 from headwise.viewer.html_export import PageAssets, render_html
@@ -140,6 +141,14 @@ def test_models_open_with_their_texts(tmp_path: Path):
     assert made.has_model
     assert lines == [f"running make of {tmp_path / 'a.py'}"]
     assert hw.view(bundled_sample.load_sample_model(), SOURCE).opened.name == "dates"
+
+
+def test_a_pruned_folder_says_which_heads_are_gone(tmp_path: Path):
+    done = hw.prune(bundled_sample.load_sample_model(), hw.surgery.DropHeads((("decoder.1.attention", 2),)))
+    write_model_folder(done.after, bundled_sample.MODEL, tmp_path / "small", done.data)
+    opened = view.open_target(view.Target(str(tmp_path / "small"), "2026-11-20", SOURCE))
+    pruned = {site["name"]: site["prunedHeads"] for site in opened.describe()["sites"]}
+    assert {name: heads for name, heads in pruned.items() if heads} == {"decoder.1.attention": [2]}
 
 
 def test_a_page_that_is_not_built_is_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):

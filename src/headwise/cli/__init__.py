@@ -29,6 +29,7 @@ COMMANDS = {
     "cost": "parameters, FLOPs, memory and time of specs and models",
     "walk": "every tensor operation of a layer, with shapes and strides",
     "train": "train a model on a built-in task or your data",
+    "study": "train variants on tasks over seeds; report which differences are real",
     "run": "run a trained model on a text, an image, or each line of stdin",
     "sites": "every attention layer of a model and what it supports",
     "heads": "measure and classify every head of a model over texts",

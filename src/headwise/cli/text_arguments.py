@@ -95,8 +95,8 @@ def read_examples(
         reader = annotated_examples.examples_from_lines(model, annotated_examples.read_lines(args.data), args.limit)
     examples = reader.examples_with_frequencies()
     if len(examples) < 2:
-        reasons = f": {'; '.join(reader.notes)}" if reader.notes else ""
-        raise UsageError(f"only {len(examples)} texts can be read{reasons}; give at least two")
+        reasons = f" ({'; '.join(reader.notes)})" if reader.notes else ""
+        raise UsageError(f"only {len(examples)} of the texts can be read{reasons}; give at least two")
     return examples, reader.notes
 
 

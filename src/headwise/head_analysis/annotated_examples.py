@@ -250,10 +250,8 @@ class ExampleReader:
         streams = {name: _annotate_tokens(rows[0], spans[name]) for name, rows in inputs.token_rows.items()}
         if sentence is not None:
             num_words = len(sentence.word_spans)
-            without_tokens = _count_words_without_tokens(next(iter(streams.values())), num_words)
-            if without_tokens:
-                reason = f"{without_tokens} of {num_words} words have no token of their own"
-                self.skipped[f"sentences skipped, in which {reason}"] += 1
+            if _count_words_without_tokens(next(iter(streams.values())), num_words):
+                self.skipped["sentences skipped because some of their words have no token of their own"] += 1
                 return
         self.examples.append(Example(inputs.kwargs, streams, tuple(dependencies), links))
 
@@ -304,7 +302,7 @@ class ExampleReader:
     @property
     def notes(self) -> tuple[str, ...]:
         """What was skipped or split, with counts."""
-        return tuple(f"{count} {reason}" for reason, count in self.skipped.items())
+        return tuple(f"{reason}: {count}" for reason, count in self.skipped.items())
 
     def _tokenise(self, text: str, target: str) -> ModelInputs | None:
         """Model inputs for a text; None, with a note, if the model cannot take it."""

@@ -13,6 +13,7 @@ from .resampling import Array
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.colors import Colormap
     from matplotlib.figure import Figure
 
 NUM_COLUMNS = 3  # heat maps in a row of a gallery
@@ -93,7 +94,7 @@ def _draw_heat_map(axes: Axes, picture: HeadPicture, theme: FigureTheme, width: 
         side.set(visible=True, color=colour, linewidth=1.2)
 
 
-def _weight_colours(theme: FigureTheme) -> object:
+def _weight_colours(theme: FigureTheme) -> Colormap:
     from matplotlib.colors import LinearSegmentedColormap
 
     return LinearSegmentedColormap.from_list("weights", list(theme.colour_ramp))

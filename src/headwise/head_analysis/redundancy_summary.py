@@ -91,7 +91,8 @@ def _whole_rows_sentence(group: ComparableHeads) -> str:
 
 def _clusters_sentence(group: ComparableHeads) -> str:
     clusters = group.cluster_members
-    counts = f"{len(clusters)} clusters ({group.num_chance_clusters} by chance)"
+    count = len(clusters)
+    counts = f"{count} cluster{'s' if count > 1 else ''} ({group.num_chance_clusters} by chance)"
     return f"Clustering up to {group.threshold:.3f} nats gives {counts}, the largest with {len(clusters[0])} heads."
 
 
@@ -106,7 +107,8 @@ def _layers_sentence(group: ComparableHeads) -> str:
     outliers = [outlier for outlier in group.outliers if outlier.p < SIGNIFICANCE]
     if outliers:
         first = outliers[0]
-        fact = f"{len(outliers)} heads are outliers in their layer"
+        heads = f"{len(outliers)} heads are outliers" if len(outliers) > 1 else "1 head is an outlier"
+        fact = f"{heads} in their layer"
         parts.append(f"{fact}, most clearly {first.head} (corrected p {first.p:.3f}).")
     elif group.outliers:
         parts.append("No head is an outlier in its layer.")

@@ -124,8 +124,9 @@ class AlignmentScores:
                     (sums[:, n, :-2], counts[:, n, :-2]), (sums[:, n, best, None], counts[:, n, best, None])
                 )
                 for head in range(value.shape[1] - 2):
-                    ends = (float(array[n, head]) for array in (value, low, high))
-                    measure = Measure(*ends, chance, float(counts[:, n, head].sum()), float(p[head]))
+                    mean, start, stop = (float(array[n, head]) for array in (value, low, high))
+                    num_links = float(counts[:, n, head].sum())
+                    measure = Measure(mean, start, stop, chance, num_links, float(p[head]))
                     measures.setdefault((site, head), {})[f"{ALIGNMENT_PREFIX} {row}{suffix}"] = measure
         return measures
 

@@ -99,16 +99,16 @@ class ServingReport:
     def __str__(self) -> str:
         lines = [
             f"{self.requests:,} requests, {self.tokens:,} tokens in {self.seconds:,.2f} s of {len(self.steps):,} steps",
-            _format_line("tokens a second, all together", f"{self.rate:,.1f}"),
-            _format_line("tokens of prompts read, shared", f"{self.computed:,}, {self.shared:,}"),
-            " " * 34 + "".join(name.rjust(12) for name in ("mean", "half", "95 of 100")),
-            _format_latency("until the first token", self.wait),
-            _format_latency("from token to token", self.each),
-            _format_line("bytes in use at most, of", f"{self.peak_bytes:,}, {self.budget:,}"),
+            _format_line("tokens per second, all requests", f"{self.rate:,.1f}"),
+            _format_line("prompt tokens computed, found in the cache", f"{self.computed:,}, {self.shared:,}"),
+            " " * 34 + "".join(name.rjust(12) for name in ("mean", "median", "95 %")),
+            _format_latency("time to the first token", self.wait),
+            _format_latency("time between tokens", self.each),
+            _format_line("peak bytes, budget", f"{self.peak_bytes:,}, {self.budget:,}"),
             _format_line(
-                "layers that read pages where they lie, of", f"{self.layers - len(self.gathers)}, {self.layers}"
+                "layers that read pages in place, all layers", f"{self.layers - len(self.gathers)}, {self.layers}"
             ),
-            *(f"  for {count} they are gathered: {why}" for why, count in Counter(self.gathers.values()).items()),
+            *(f"  {count} layers gather their pages: {why}" for why, count in Counter(self.gathers.values()).items()),
         ]
         return "\n".join(lines)
 
@@ -151,9 +151,7 @@ class ThroughputPrediction:
         return {"device": self.device, "seconds": self.seconds, "tokens_per_second": self.tokens}
 
     def __str__(self) -> str:
-        return (
-            _format_line("tokens a second that cost predicts at most", f"{self.tokens:,.1f}") + f"\n  on {self.device}"
-        )
+        return _format_line("predicted maximum of tokens per second", f"{self.tokens:,.1f}") + f"\n  on {self.device}"
 
 
 def _min_step_seconds(serving: ServingCost, step: StepRecord) -> float:

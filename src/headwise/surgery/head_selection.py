@@ -53,10 +53,11 @@ DEFAULT_RANKING = HeadRanking()
 
 
 class HeadScores(NamedTuple):
-    """A score for every head, and notes on how it was estimated. Higher is more important."""
+    """A score for every head, notes on how it was estimated, and the method. Higher is more important."""
 
     scores: Mapping[HeadId, float]
     notes: tuple[str, ...] = ()
+    method: str = ""
 
     def unit_score(self, unit: HeadUnit) -> float:
         """Return the sum of the scores of a unit's heads; infinity, which keeps the unit, if one is unknown or NaN."""
@@ -79,7 +80,7 @@ def score_heads(net: Transformer, examples: Sequence[Example], ranking: HeadRank
     if ranking.method == RANDOM:
         heads = [(site, head) for site, count in count_heads(net.spec).items() for head in range(count)]
         ranks = np.random.default_rng(ranking.seed).permutation(len(heads))
-        return HeadScores({head: float(rank) for head, rank in zip(heads, ranks, strict=True)})
+        return HeadScores({head: float(rank) for head, rank in zip(heads, ranks, strict=True)}, method=RANDOM)
     if len(examples) < 2:
         raise SpecError(
             f"cannot rank heads by {ranking.method}: {len(examples)} examples. Give at least 2, or use method='random'"
@@ -100,7 +101,7 @@ def score_heads(net: Transformer, examples: Sequence[Example], ranking: HeadRank
         f"ranked by {importance.method} of {importance.objective} over {importance.texts} texts",
         *importance.notes,
     )
-    return HeadScores({(score.site, score.head): score.value for score in importance.heads}, notes)
+    return HeadScores({(score.site, score.head): score.value for score in importance.heads}, notes, importance.method)
 
 
 # --- Selections of heads -------------------------------------------------------------------------------
@@ -163,7 +164,7 @@ class KeepTop(HeadSelection):
             "stack": "each layer, the same heads in all layers of a stack",
             "model": "the model",
         }[self.scope]
-        return PruningPlan.of(net.spec, keep, f"the most important of {scope} by {self.ranking.method}", scores.notes)
+        return PruningPlan.of(net.spec, keep, f"the most important of {scope} by {scores.method}", scores.notes)
 
     def _select_per_layer(
         self, units_by_site: Mapping[str, tuple[HeadUnit, ...]], scores: HeadScores

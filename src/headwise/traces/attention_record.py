@@ -156,7 +156,11 @@ class AttentionRecord:
     @property
     def num_keys(self) -> int:
         """Number of key positions over all calls."""
-        return max((int(self._key_indices(call).max(initial=-1)) + 1 for call in self.calls), default=0)
+        ends = (
+            positions.stop if isinstance(positions, slice) else int(positions.max(initial=-1)) + 1
+            for positions in map(self._key_positions, self.calls)
+        )
+        return max(ends, default=0)
 
     @property
     def batch_size(self) -> int:
@@ -180,7 +184,7 @@ class AttentionRecord:
             call_weights = self._call_weights(
                 call, head, row, (first_query - call.queries[0], end_query - call.queries[0]), grids
             )
-            weights[first_query - start : end_query - start, self._key_indices(call)] = call_weights
+            weights[first_query - start : end_query - start, self._key_positions(call)] = call_weights
         return weights
 
     def allowed(self, head: int, row: int, queries: tuple[int, int], grids: tuple[PackedMask, ...]) -> Array:
@@ -195,7 +199,7 @@ class AttentionRecord:
             if first_query < end_query:
                 own_range = first_query - call.queries[0], end_query - call.queries[0]
                 rows = slice(first_query - start, end_query - start)
-                allowed[rows, self._key_indices(call)] = self._call_allowed(call, head, row, own_range, grids)
+                allowed[rows, self._key_positions(call)] = self._call_allowed(call, head, row, own_range, grids)
         return allowed
 
     def _call_allowed(
@@ -217,11 +221,12 @@ class AttentionRecord:
             allowed &= np.arange(num_keys) <= np.arange(start, stop)[:, None]
         return allowed
 
-    def _key_indices(self, call: AttentionCallRecord) -> Array:
-        """Positions of the keys of a call."""
+    def _key_positions(self, call: AttentionCallRecord) -> Array | slice:
+        """Positions of the keys of a call; a slice, which is fast to assign to, unless they have gaps."""
         if call.places is not None:
             return self.arrays[f"places.{call.places}"]
-        return (call.first or 0) + np.arange(call.keys[1] - call.keys[0])
+        first = call.first or 0
+        return slice(first, first + call.keys[1] - call.keys[0])
 
     def _call_weights(
         self,
@@ -234,17 +239,22 @@ class AttentionRecord:
         start, stop = query_range
         if call.weights is not None:
             return self.arrays[f"weights.{call.weights}"][row, head, start:stop].astype(np.float32)
+        num_keys = call.keys[1] - call.keys[0]
+        reach = min(stop, num_keys) if call.causal else num_keys  # later keys are masked for all of these queries
         q = self.arrays["q"][row, call.first_query_row + start : call.first_query_row + stop, head].astype(np.float32)
-        k = self.arrays["k"][row, slice(*call.keys), self.kv_head_of_query[head]].astype(np.float32)
-        scores = q @ k.T * np.float32(call.scale)
+        k = self.arrays["k"][row, call.keys[0] : call.keys[0] + reach, self.kv_head_of_query[head]].astype(np.float32)
+        scores = q @ k.T
+        scores *= np.float32(call.scale)
         if call.cap is not None:
             scores = np.float32(call.cap) * np.tanh(scores / np.float32(call.cap))
         for number in call.grids:
-            scores += grids[number].unpack_rows(row, head, start, stop)
+            scores += grids[number].unpack_rows(row, head, start, stop)[:, :reach]
         if call.causal:
-            scores[np.arange(scores.shape[1]) > np.arange(start, stop)[:, None]] = -np.inf
+            np.copyto(scores, -np.inf, where=np.arange(reach) > np.arange(start, stop)[:, None])
         sinks = self.arrays.get("sinks")
-        return softmax_with_sink(scores, None if sinks is None else float(sinks[head]))
+        weights = np.zeros((stop - start, num_keys), np.float32)
+        weights[:, :reach] = softmax_with_sink(scores, None if sinks is None else float(sinks[head]))
+        return weights
 
 
 def softmax_with_sink(scores: Array, sink: float | None = None) -> Array:

@@ -284,7 +284,7 @@ def from_dict(entries: Mapping[str, Any], defaults: Recipe | None = None) -> Rec
 def _to_tuples(value: Any) -> Any:
     if isinstance(value, Mapping):
         return tuple(value.items())
-    return tuple(value) if isinstance(value, list) else value
+    return tuple(map(_to_tuples, value)) if isinstance(value, list) else value
 
 
 def to_toml(recipe: Recipe) -> str:

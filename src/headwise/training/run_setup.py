@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,12 +40,15 @@ from .training_run import TrainingCheckpoint, TrainingRun, derive_worker_seed, d
 # --- Replacing the attention of a model ----------------------------------------------------------------
 
 
-def replace_self_attention(model_spec: ModelSpec, name: str) -> ModelSpec:
-    """Model spec with a preset in place of every self-attention, of the same width and number of query heads.
+AttentionEdit = Callable[[AttentionSpec], AttentionSpec]
 
-    A token attends to no more tokens than before. Positional modifiers such as RoPE are kept, unless the preset has its
-    own; if the preset does not support them, sinusoidal positions are added to the embedding instead. Cross-attention
-    is not changed.
+
+def replace_self_attention(model_spec: ModelSpec, new: str | AttentionEdit) -> ModelSpec:
+    """Model spec with another self-attention in every layer: a preset of the same width and number of query heads.
+
+    `new` is the name of the preset, or a function from the old spec to the new one. A token attends to no more tokens
+    than before. Positional modifiers such as RoPE are kept, unless the new attention has its own; if it does not
+    support them, sinusoidal positions are added to the embedding instead. Cross-attention is not changed.
 
     >>> from headwise.model_spec import EmbeddingSpec
     >>> attention = design(model=8, heads=4, pattern="causal()")
@@ -53,33 +57,38 @@ def replace_self_attention(model_spec: ModelSpec, name: str) -> ModelSpec:
     >>> [spec.heads.kv for _, spec in changed.attention_specs()]
     [1]
     """
-    return replace(model_spec, stacks=tuple(_replace_in_stack(stack, name) for stack in model_spec.stacks))
+    edit = partial(_design_like, new) if isinstance(new, str) else new
+    return replace(model_spec, stacks=tuple(_replace_in_stack(stack, edit) for stack in model_spec.stacks))
 
 
-def _replace_in_stack(stack: StackSpec, name: str) -> StackSpec:
+def _design_like(preset: str, spec: AttentionSpec) -> AttentionSpec:
+    return design(preset=preset, model=spec.model, heads=spec.heads.q)
+
+
+def _replace_in_stack(stack: StackSpec, edit: AttentionEdit) -> StackSpec:
     embedding = stack.embedding
     try:
-        blocks = [_replace_in_block(block, name, keep_positional=True) for block in stack.layers]
+        blocks = [_replace_in_block(block, edit, keep_positional=True) for block in stack.layers]
     except SpecError:
-        blocks = [_replace_in_block(block, name, keep_positional=False) for block in stack.layers]
+        blocks = [_replace_in_block(block, edit, keep_positional=False) for block in stack.layers]
         if embedding and embedding.positions is None:
             embedding = replace(embedding, positions=PositionSpec("sinusoidal"))
     return StackSpec.from_blocks(stack.name, stack.model, blocks, embedding=embedding, norm=stack.norm)
 
 
-def _replace_in_block(block: BlockSpec, name: str, keep_positional: bool) -> BlockSpec:
+def _replace_in_block(block: BlockSpec, edit: AttentionEdit, keep_positional: bool) -> BlockSpec:
     if isinstance(block.attention, ApproximateAttention):
         raise SpecError(f"cannot replace an attention that is not fully described by a spec: {block.attention.reason}")
-    return replace(block, attention=block.attention and _replace_spec(block.attention, name, keep_positional))
+    return replace(block, attention=block.attention and _replace_spec(block.attention, edit, keep_positional))
 
 
-def _replace_spec(spec: AttentionSpec, name: str, keep_positional: bool) -> AttentionSpec:
-    preset = design(preset=name, model=spec.model, heads=spec.heads.q)
-    pattern = spec.pattern if preset.pattern in (Full(), Causal()) else preset.pattern & spec.pattern
-    modifiers = preset.modifiers
+def _replace_spec(spec: AttentionSpec, edit: AttentionEdit, keep_positional: bool) -> AttentionSpec:
+    new = edit(spec)
+    pattern = spec.pattern if new.pattern in (Full(), Causal(), spec.pattern) else new.pattern & spec.pattern
+    modifiers = new.modifiers
     if keep_positional and not any(modifier.positional for modifier in modifiers):
         modifiers = (*(modifier for modifier in spec.modifiers if modifier.positional), *modifiers)
-    return replace(preset, pattern=pattern, modifiers=modifiers)
+    return replace(new, pattern=pattern, modifiers=modifiers)
 
 
 # --- Starting and resuming a run -----------------------------------------------------------------------

@@ -56,6 +56,22 @@ def _load_folder(name: str) -> nn.Module:
     return model
 
 
+def read_pruned_heads(name: str | None) -> dict[str, list[int]]:
+    """The heads that `headwise prune` removed from the model in a folder, by site; none for other targets."""
+    from ..model_spec.serialization import RECORD_FILE, SurgeryRecord
+
+    path = Path(name or "") / RECORD_FILE
+    if name is None or not path.is_file():
+        return {}
+    change = SurgeryRecord.from_file(path).change
+    if change.get("operation") != "prune":
+        return {}
+    return {
+        site: [head for head in range(count) if head not in change["keep"][site]]
+        for site, count in change["head_counts"].items()
+    }
+
+
 def check_settings(folder: Path) -> None:
     """Raise SpecError if config.json of a folder asks for attention code of a repository (CVE-2026-4372)."""
     try:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import copy
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,6 +15,17 @@ from numpy.typing import NDArray
 
 from ..traces.attention_trace import THUMBNAIL_SIZE, Trace
 from .view_document import describe_measures, describe_trace
+from .weight_summaries import (
+    Cells,
+    HeadReader,
+    Marginals,
+    Peak,
+    compute_marginals,
+    enlarge_picture,
+    find_peak,
+    make_edges,
+    pool_weights,
+)
 
 if TYPE_CHECKING:
     from torch import nn
@@ -63,7 +73,8 @@ class OpenModel:
 
     With `load_model` the model is loaded when it is first needed, so that its trace is shown at once.
     `revision` grows whenever the trace or the ablated heads change, so that the page can tell old answers from new.
-    `output_folder` is where pruned and converted models may be written; None forbids it.
+    `output_folder` is where pruned and converted models may be written; None forbids it. `pruned` are the heads that
+    were removed from each site before, in the numbers that they had.
     """
 
     trace: Trace | None = None
@@ -76,6 +87,7 @@ class OpenModel:
     max_tokens: int = MAX_TOKENS
     revision: int = 0
     warnings: list[str] = field(default_factory=list[str])
+    pruned: Mapping[str, Sequence[int]] = field(default_factory=dict[str, Sequence[int]])
     _changing: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False, compare=False)
     _loading: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False, compare=False)
     _origin: OpenModel | None = field(default=None, init=False, repr=False, compare=False)
@@ -127,7 +139,7 @@ class OpenModel:
         """The document of the page."""
         trace = self.trace if self.trace is not None else Trace({}, {}, ())
         site_names = [layer.name for layer in trace.layers]
-        return describe_trace(trace, self.sites, is_loadable=self.load_model is not None) | {
+        return describe_trace(trace, self.sites, is_loadable=self.load_model is not None, pruned=self.pruned) | {
             "kind": "model" if self.has_model else "trace",
             "revision": self.revision,
             "readOnly": self.read_only,
@@ -184,9 +196,22 @@ class OpenModel:
         "weight" are the attention weights, "value" the weights times the norm of each value vector, "effect" the
         weights times the norm of each value vector after the head's output projection (2004.10102).
         """
-        weights = self.get_trace().head_weights(site, head, queries, row=row).astype(np.float32)
-        norms = self._value_norms(site, head, lens, row)
-        return weights if norms is None else weights * norms[: weights.shape[1]]
+        return self.head_reader(site, head, lens=lens, row=row).weights(queries)
+
+    def head_reader(self, site: str, head: int, *, lens: str = "weight", row: int = 0) -> HeadReader:
+        """The weights of one head through a lens, and its mask, by ranges of queries."""
+        trace = self.get_trace()
+        layer = trace.get_layer(site)
+        norms = self._value_norms(site, head, lens, row)  # once, because the output projection takes long to read
+
+        def read_weights(queries: slice) -> FloatArray:
+            weights = trace.head_weights(site, head, queries, row=row).astype(np.float32, copy=False)
+            return weights if norms is None else weights * norms[: weights.shape[1]]
+
+        def read_mask(queries: slice) -> NDArray[np.bool_]:
+            return trace.head_mask(site, head, queries, row=row)
+
+        return HeadReader(read_weights, read_mask, layer.num_queries, layer.num_keys)
 
     def _value_norms(self, site: str, head: int, lens: str, row: int) -> FloatArray | None:
         """The factor of every key in a lens; None for the weights themselves."""
@@ -224,25 +249,14 @@ class OpenModel:
         """A picture of a range of weights; each cell is the largest or the mean weight in it."""
         if pool not in ("max", "mean"):
             raise ValueError(f"unknown pool={pool!r}; use max or mean")
-        trace = self.get_trace()
-        layer = trace.get_layer(site)
+        layer = self.get_trace().get_layer(site)
         start, stop, _ = part.queries.indices(layer.num_queries)
         left, right, _ = part.keys.indices(layer.num_keys)
         if stop <= start or right <= left:
             raise ValueError("the tile is empty; give at least one query and one key")
-        row_edges = _cell_edges(stop - start, part.size[0])
-        column_edges = _cell_edges(right - left, part.size[1])
-        values = np.zeros((len(row_edges) - 1, len(column_edges) - 1), np.float32)
-        masked = np.zeros(values.shape, np.uint8)
-        norms = self._value_norms(site, head, lens, row)  # once, because the output projection takes long to read
-        for cell, (begin, end) in enumerate(pairwise(row_edges.tolist())):
-            weights = self.weights(site, head, slice(start + begin, start + end), row=row)
-            weights = (weights if norms is None else weights * norms[: weights.shape[1]])[:, left:right]
-            reduce = np.maximum if pool == "max" else np.add
-            pooled = reduce.reduceat(reduce.reduce(weights, axis=0), column_edges[:-1])
-            values[cell] = pooled if pool == "max" else pooled / ((end - begin) * np.diff(column_edges))
-            allowed = trace.head_mask(site, head, slice(start + begin, start + end), row=row)[:, left:right]
-            masked[cell] = ~np.logical_or.reduceat(allowed.any(0), column_edges[:-1])
+        sides = [min(side, MAX_TILE_CELLS) for side in part.size]
+        cells = Cells(make_edges(start, stop, sides[0]), make_edges(left, right, sides[1]))
+        values, masked = pool_weights(self.head_reader(site, head, lens=lens, row=row), cells, pool)
         scale = 1.0 if lens == "weight" else float(values.max(initial=0.0)) or 1.0
         pixels = np.ceil(values * (255 / scale) - 1e-4).clip(0, 255).astype(np.uint8)
         return Tile(pixels, masked, scale)
@@ -257,10 +271,7 @@ class OpenModel:
             trace = drawn
         atlas = np.zeros((len(self.heads), THUMBNAIL_SIZE, THUMBNAIL_SIZE), np.uint8)
         for number, (site, head) in enumerate(self.heads):
-            picture = trace.thumbnail(site, head)
-            rows = np.arange(THUMBNAIL_SIZE) * picture.shape[0] // THUMBNAIL_SIZE
-            columns = np.arange(THUMBNAIL_SIZE) * picture.shape[1] // THUMBNAIL_SIZE
-            atlas[number] = picture[rows[:, None], columns]
+            atlas[number] = enlarge_picture(trace.thumbnail(site, head))
         return atlas
 
     def _keep_thumbnails(self, trace: Trace, drawn: Trace) -> None:
@@ -269,20 +280,16 @@ class OpenModel:
             if self.trace is trace:
                 self.trace = drawn
 
-    def mean_by_offset(self, site: str, head: int, *, row: int = 0) -> FloatArray:
-        """Mean weight at each distance query - key, from -(keys - 1) to queries - 1, over allowed pairs."""
-        layer = self.get_trace().get_layer(site)
-        num_queries, num_keys = layer.num_queries, layer.num_keys
-        sums = np.zeros(num_queries + num_keys - 1, np.float64)
-        counts = np.zeros(sums.shape, np.int64)
-        for begin in range(0, num_queries, 256):
-            block = slice(begin, min(begin + 256, num_queries))
-            weights = self.weights(site, head, block, row=row)
-            query, key = np.nonzero(self.get_trace().head_mask(site, head, block, row=row))
-            offset = begin + query - key + num_keys - 1
-            sums += np.bincount(offset, weights[query, key], len(sums))
-            counts += np.bincount(offset, minlength=len(sums))
-        return np.divide(sums, counts, out=np.zeros_like(sums), where=counts > 0).astype(np.float32)
+    def marginals(self, site: str, head: int, *, lens: str = "weight", row: int = 0) -> Marginals:
+        """What each key receives, the entropy and maximum of each query, and the mean weight at each distance.
+
+        The entropy and the means by distance are those of the weights, whatever the lens.
+        """
+        return compute_marginals(self.head_reader(site, head, row=row), self._value_norms(site, head, lens, row))
+
+    def peak(self, site: str, head: int, part: TileRange, *, lens: str = "weight", row: int = 0) -> Peak:
+        """The largest weight of a range of queries and keys."""
+        return find_peak(self.head_reader(site, head, lens=lens, row=row).weights, part.queries, part.keys)
 
     # --- changes ---------------------------------------------------------------------------------------
 
@@ -316,9 +323,3 @@ class OpenModel:
         with self._changing:
             self.table = replace(table)
             self.revision += 1
-
-
-def _cell_edges(count: int, cells: int) -> NDArray[np.int64]:
-    """Edges of at most `cells` nearly equal cells over `count` positions."""
-    cells = max(1, min(cells, count, MAX_TILE_CELLS))
-    return np.arange(cells + 1) * count // cells

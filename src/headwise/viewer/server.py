@@ -22,7 +22,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from ..errors import SpecError
-from .binary_answers import encode_measures, encode_thumbnails, encode_tile
+from .binary_answers import encode_marginals, encode_measures, encode_thumbnails, encode_tile
 from .cost_actions import compute_cost
 from .html_export import NOT_BUILT
 from .http_security import (
@@ -88,7 +88,8 @@ class ViewServer:
             Route("/api/row", self._answer(self._row)),
             Route("/api/column", self._answer(self._column)),
             Route("/api/rows", self._answer(self._rows)),
-            Route("/api/offsets", self._answer(self._offsets)),
+            Route("/api/marginals", self._answer(self._marginals)),
+            Route("/api/peak", self._answer(self._peak)),
             Route("/api/measures", self._answer(self._measures)),
             Route("/api/jobs", self._submit, methods=["POST"]),
             Route("/api/jobs/{job}", self._cancel, methods=["DELETE"]),
@@ -173,11 +174,22 @@ class ViewServer:
                 names.append([sites.index(layer.name), head])
         return binary_response(encode_arrays({"weights": weights}, heads=names, query=number))
 
-    def _offsets(self, view: OpenModel, query: Query) -> Response:
+    def _marginals(self, view: OpenModel, query: Query) -> Response:
         site, head = self._head(view, query)
         layer = view.get_trace().get_layer(site)
-        means = view.mean_by_offset(site, head, row=query.integer("row", 0, layer.batch_size - 1, 0))
-        return binary_response(encode_arrays({"means": means}, first=-(layer.num_keys - 1)))
+        row = query.integer("row", 0, layer.batch_size - 1, 0)
+        marginals = view.marginals(site, head, lens=query.choice("lens", LENSES), row=row)
+        return binary_response(encode_marginals(view, marginals, layer.num_keys))
+
+    def _peak(self, view: OpenModel, query: Query) -> Response:
+        """The exact largest weight of a part, for a cell that covers several pairs."""
+        site, head = self._head(view, query)
+        layer = view.get_trace().get_layer(site)
+        part = TileRange(query.span("q", layer.num_queries), query.span("k", layer.num_keys))
+        row = query.integer("row", 0, layer.batch_size - 1, 0)
+        peak = view.peak(site, head, part, lens=query.choice("lens", LENSES), row=row)
+        place = np.array([peak.query, peak.key], np.int32)
+        return binary_response(encode_arrays({"weight": np.float32([peak.weight]), "place": place}))
 
     def _measures(self, view: OpenModel, query: Query) -> Response:
         return binary_response(encode_measures(view))

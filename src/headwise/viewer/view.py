@@ -20,7 +20,7 @@ from ..traces import Trace, load_trace, trace_from_weights
 from . import bundled_sample
 from .export_answers import collect_answers
 from .html_export import render_html
-from .model_targets import Log, is_trace, load_target
+from .model_targets import Log, is_trace, load_target, read_pruned_heads
 from .open_model import OpenModel
 
 DEFAULT_TEXT = "The quick brown fox jumps over the lazy dog because the dog is asleep."
@@ -72,7 +72,8 @@ def open_model(model: Any, target: Target) -> OpenModel:
     if not text and not source:
         text = DEFAULT_TEXT
     trace = capture_trace(model, text, source, MAX_TOKENS)
-    return OpenModel(trace, model, output_folder=target.out, read_only=target.out is None)
+    pruned = read_pruned_heads(target.name)
+    return OpenModel(trace, model, output_folder=target.out, read_only=target.out is None, pruned=pruned)
 
 
 def _open_sample(out: Path | None) -> OpenModel:

@@ -21,18 +21,27 @@ ABILITIES = ("observe", "ablate", "prune", "convert")
 
 
 def describe_trace(
-    trace: Trace, sites: Mapping[str, Site] | None = None, *, is_loadable: bool = False
+    trace: Trace,
+    sites: Mapping[str, Site] | None = None,
+    *,
+    is_loadable: bool = False,
+    pruned: Mapping[str, Sequence[int]] | None = None,
 ) -> dict[str, Any]:
     """Describe the recorded run: its model, the tokens of every stream, and its attention layers.
 
     `sites` are the attention layers of the open model by name; without a model nothing can be done to a layer. What can
-    be done to the layers of a model that `is_loadable` is checked when it is loaded.
+    be done to the layers of a model that `is_loadable` is checked when it is loaded. `pruned` are the heads that each
+    site has lost, in the numbers that they had.
     """
     return {
         "version": DOCUMENT_VERSION,
         "model": {name: value for name, value in trace.model.items() if isinstance(value, (str, int, float, bool))},
         "streams": {name: [_describe_row(row) for row in rows] for name, rows in trace.streams.items()},
-        "sites": [_describe_site(layer, (sites or {}).get(layer.name), is_loadable) for layer in trace.layers],
+        "sites": [
+            _describe_site(layer, (sites or {}).get(layer.name), is_loadable)
+            | {"prunedHeads": sorted((pruned or {}).get(layer.name, ()))}
+            for layer in trace.layers
+        ],
         "skipped": dict(trace.skipped),
     }
 

@@ -1,13 +1,37 @@
 // What the page can do to the model and the selection; used by buttons, keys and commands alike.
 
 import { batch } from "@preact/signals";
-import { doc, headName, isAblated, loadDocument, pinned, runJob, selectedHead, selectedSite, sites } from "./state";
+import { doc, firstHeads, headCount, headName, isAblated, loadDocument, measures, pinned, runJob, selectedHead, selectedSite, sites, type MeasureTable } from "./state";
 import { announcement } from "./state";
 import type { AblatedHead } from "./source";
 import { t } from "./i18n";
 
 export async function measureHeads(): Promise<void> {
   if (await runJob("measure")) await loadDocument();
+}
+
+/** Ablate every head alone, and add how much that changes the output to the measures as "importance". */
+export async function measureImportance(): Promise<void> {
+  const result = (await runJob("sweep")) as { heads: [number, number, number][] } | null;
+  const table = measures.value;
+  if (!result || !table || !doc.value) return;
+  const values = new Map(result.heads.map(([siteNumber, head, change]) => [firstHeads.value[siteNumber]! + head, change]));
+  const finite = [...values.values()].filter(Number.isFinite);
+  batch(() => {
+    measures.value = addMeasure(table, "importance", values);
+    doc.value = { ...doc.value!, measures: [...doc.value!.measures, { name: "importance", low: 0, high: Math.max(...finite, 1e-12) }] };
+  });
+}
+
+/** A table with one more measure, without intervals and chance levels. */
+function addMeasure(table: MeasureTable, name: string, values: Map<number, number>): MeasureTable {
+  const before = table.names.length;
+  const stacked = new Float32Array(headCount.value * (before + 1) * 4).fill(NaN);
+  for (let head = 0; head < headCount.value; head++) {
+    stacked.set(table.values.subarray(head * before * 4, (head + 1) * before * 4), head * (before + 1) * 4);
+    stacked[(head * (before + 1) + before) * 4] = values.get(head) ?? NaN;
+  }
+  return { ...table, names: [...table.names, name], values: stacked };
 }
 
 export async function runText(text: string, source: string): Promise<boolean> {

@@ -20,6 +20,8 @@ export interface Site {
   heads: number;
   kvHeads: number;
   kvHeadOfQuery: number[];
+  /** The heads that were pruned, in the numbers that they had. */
+  prunedHeads: number[];
   queryStream: string;
   keyStream: string;
   numQueries: number;
@@ -227,7 +229,8 @@ export class ExportSource implements DataSource {
       const column = Float32Array.from({ length: queries }, (_, query) => weights[query * keys + Number(fields.get("key"))]!);
       return { fields: {}, arrays: { weights: { data: column, shape: [queries] } } };
     }
-    if (name === "offsets") return meanByOffset(weights, masked, queries, keys);
+    if (name === "marginals") return computeMarginals(weights, masked, queries, keys);
+    if (name === "peak") return findPeak(weights, keys, fields);
     throw this.missing();
   }
 
@@ -278,19 +281,42 @@ export class ExportSource implements DataSource {
   }
 }
 
-function meanByOffset(weights: Float32Array, masked: Uint8Array, queries: number, keys: number): Message {
+/** The marginals of a head, as `weight_summaries.compute_marginals` computes them. */
+function computeMarginals(weights: Float32Array, masked: Uint8Array, queries: number, keys: number): Message {
   const sums = new Float64Array(queries + keys - 1);
   const counts = new Int32Array(queries + keys - 1);
+  const received = new Float64Array(keys);
+  const possible = new Int32Array(keys);
+  const entropy = new Float32Array(queries);
+  const maximum = new Float32Array(queries);
   for (let query = 0; query < queries; query++) {
     for (let key = 0; key < keys; key++) {
       const cell = query * keys + key;
       if (masked[cell]) continue;
-      sums[query - key + keys - 1]! += weights[cell]!;
+      const weight = weights[cell]!;
+      sums[query - key + keys - 1]! += weight;
       counts[query - key + keys - 1]! += 1;
+      received[key]! += weight;
+      possible[key]! += 1;
+      if (weight > 0) entropy[query]! -= weight * Math.log(weight);
+      maximum[query] = Math.max(maximum[query]!, weight);
     }
   }
-  const means = Float32Array.from(sums, (sum, index) => (counts[index] ? sum / counts[index]! : 0));
-  return { fields: { first: -(keys - 1) }, arrays: { means: { data: means, shape: [means.length] } } };
+  const means = (totals: Float64Array, numbers: Int32Array) => Float32Array.from(totals, (sum, index) => (numbers[index] ? sum / numbers[index]! : 0));
+  const array = (data: Float32Array) => ({ data, shape: [data.length] });
+  return {
+    fields: { first: -(keys - 1) },
+    arrays: { received: array(means(received, possible)), entropy: array(entropy), maximum: array(maximum), by_offset: array(means(sums, counts)) },
+  };
+}
+
+/** The largest weight of a part of a head. */
+function findPeak(weights: Float32Array, keys: number, fields: URLSearchParams): Message {
+  const [q0 = 0, q1 = 0, k0 = 0, k1 = 0] = ["q0", "q1", "k0", "k1"].map((name) => Number(fields.get(name)));
+  let best = q0 * keys + k0;
+  for (let query = q0; query < q1; query++) for (let cell = query * keys + k0; cell < query * keys + k1; cell++) if (weights[cell]! > weights[best]!) best = cell;
+  const place = Int32Array.of(Math.floor(best / keys), best % keys);
+  return { fields: {}, arrays: { weight: { data: Float32Array.of(weights[best]!), shape: [1] }, place: { data: place, shape: [2] } } };
 }
 
 export function makeSource(): DataSource {

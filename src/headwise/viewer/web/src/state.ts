@@ -6,6 +6,13 @@ import { makeSource, RequestError, type JobEvent, type Message, type PageError, 
 export const source = makeSource();
 export const SCREENS = ["open", "map", "head", "text", "classify", "similarity", "lab", "prune", "steps", "diff", "cost"] as const;
 export type ScreenId = (typeof SCREENS)[number];
+/** A range of queries and of keys. */
+export interface View {
+  q0: number;
+  q1: number;
+  k0: number;
+  k1: number;
+}
 export const SCALES = ["sqrt", "lin", "log"] as const;
 export type Scale = (typeof SCALES)[number];
 export const LENSES = ["weight", "value", "effect"] as const;
@@ -24,6 +31,9 @@ export const scale = signal<Scale>("sqrt");
 export const sortHeads = signal("index");
 export const scatterX = signal("entropy");
 export const scatterY = signal("sink");
+export const scatterColor = signal("class"); // "class" or a measure
+export const rowMarginal = signal<"entropy" | "maximum">("entropy");
+export const matrixView = signal<View | null>(null); // the part of the matrix that the Head screen shows; null is all
 export const language = signal<"en" | "zh">(initialLanguage());
 export const theme = signal<"" | "light" | "dark">("");
 export const pinned = signal<string[]>([]); // "site.head"
@@ -32,7 +42,7 @@ export const pinned = signal<string[]>([]); // "site.head"
 
 export const doc = signal<ViewDocument | null>(null);
 export const loadError = signal<PageError | null>(null);
-export const thumbnails = signal<Uint8Array | null>(null);
+export const thumbnails = signal<ThumbnailAtlas | null>(null);
 export const measures = signal<MeasureTable | null>(null);
 export const job = signal<{ kind: string; event: JobEvent; abort: AbortController } | null>(null);
 export const jobError = signal<PageError | null>(null);
@@ -40,6 +50,13 @@ export const isLoaded = signal(false);
 export const showsTable = signal(false);
 export const overlay = signal<"" | "commands" | "keys" | "text">("");
 export const announcement = signal("");
+
+/** The 64 x 64 pictures of all heads, and the masks that they share. */
+export interface ThumbnailAtlas {
+  pictures: Uint8Array;
+  masks: Uint8Array;
+  maskOfHead: Int32Array;
+}
 
 export interface HeadClass {
   name: string;
@@ -62,6 +79,8 @@ export const firstHeads = computed(() => {
   let count = 0;
   return sites.value.map((site) => (count += site.heads) - site.heads);
 });
+/** The kinds of attention of the model, such as "encoder self" and "decoder cross". */
+export const stacks = computed(() => [...new Set(sites.value.map((site) => `${site.stack} ${site.kind}`))]);
 export const headCount = computed(() => sites.value.reduce((sum, site) => sum + site.heads, 0));
 export const site = computed<Site | undefined>(() => sites.value[selectedSite.value]);
 export const headIndex = computed(() => (firstHeads.value[selectedSite.value] ?? 0) + selectedHead.value);
@@ -73,7 +92,7 @@ export function isAblated(siteNumber: number, head: number): boolean {
 export function headName(siteNumber: number, head: number): string {
   const item = sites.value[siteNumber];
   if (!item) return "";
-  const several = new Set(sites.value.map((other) => `${other.stack} ${other.kind}`)).size > 1;
+  const several = stacks.value.length > 1;
   const letter = item.kind === "cross" ? "X" : item.stack === "encoder" ? "E" : item.stack === "decoder" ? "D" : "L";
   return `${several ? letter : "L"}${item.layer} H${head}`;
 }
@@ -119,7 +138,11 @@ export async function loadDocument(): Promise<void> {
     const [pictures, table] = await Promise.all([source.fetchArrays("thumbnails"), source.fetchArrays("measures")]);
     batch(() => {
       isLoaded.value = true;
-      thumbnails.value = pictures.arrays["thumbnails"]!.data as Uint8Array;
+      thumbnails.value = {
+        pictures: pictures.arrays["thumbnails"]!.data as Uint8Array,
+        masks: pictures.arrays["masks"]!.data as Uint8Array,
+        maskOfHead: pictures.arrays["mask_of_head"]!.data as Int32Array,
+      };
       measures.value = readMeasures(table);
     });
   } catch (error) {
@@ -179,10 +202,24 @@ const HASH_FIELDS: [string, { value: unknown }, (text: string) => unknown][] = [
   ["sort", sortHeads, (text) => text],
   ["x", scatterX, (text) => text],
   ["y", scatterY, (text) => text],
+  ["color", scatterColor, (text) => text],
+  ["part", matrixView, readView],
+  ["rows", rowMarginal, oneOf(["entropy", "maximum"])],
   ["pins", pinned, (text) => text.split(",").filter(Boolean)],
   ["theme", theme, oneOf(["", "light", "dark"])],
 ];
-const DEFAULTS = HASH_FIELDS.map(([, field]) => String(field.value ?? ""));
+const DEFAULTS = HASH_FIELDS.map(([, field]) => hashText(field.value));
+
+function hashText(value: unknown): string {
+  if (value && typeof value === "object" && !Array.isArray(value)) return Object.values(value).join(".");
+  return String(value ?? "");
+}
+
+/** A part of the matrix as "q0.q1.k0.k1"; null for anything else. */
+function readView(text: string): View | null {
+  const [q0 = 0, q1 = 0, k0 = 0, k1 = 0] = text.split(".").map(toNumber);
+  return q1 > q0 && k1 > k0 ? { q0, q1, k0, k1 } : null;
+}
 
 function toNumber(text: string): number {
   const value = Number.parseInt(text, 10);
@@ -207,7 +244,7 @@ export function readHash(): void {
 function makeHash(): string {
   const fields = new URLSearchParams();
   HASH_FIELDS.forEach(([key, field], index) => {
-    const text = String(field.value ?? "");
+    const text = hashText(field.value);
     if (text !== DEFAULTS[index]) fields.set(key, text);
   });
   const query = fields.toString();

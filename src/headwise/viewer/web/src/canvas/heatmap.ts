@@ -1,6 +1,6 @@
 // Heat maps: one canvas, one pixel of the image for each cell, enlarged without smoothing.
 
-import type { Scale } from "../state";
+import type { Scale, ThumbnailAtlas } from "../state";
 import { packedColor, rampColors, stepTable } from "./colors";
 
 export interface HeatmapImage {
@@ -13,8 +13,10 @@ export interface HeatmapImage {
 /** Draw 8-bit weights, so that each cell is one pixel; cells without an allowed pair are hatched. */
 export function drawHeatmap(canvas: HTMLCanvasElement, image: HeatmapImage, scale: Scale): void {
   const { rows, columns, data, masked } = image;
-  // A masked cell is a 2 x 2 checker, so small images are drawn with two pixels a cell.
-  const zoom = masked && rows * columns <= 512 * 512 ? 2 : 1;
+  // Masked cells are hatched with thin lines, so small images are drawn at about the resolution of the screen.
+  const wanted = (canvas.clientWidth || 256) * (devicePixelRatio || 1);
+  const zoom = masked ? Math.min(Math.max(Math.round(wanted / Math.max(rows, columns)), 1), 32) : 1;
+  const spacing = zoom >= 4 ? 6 : 4;
   canvas.width = columns * zoom;
   canvas.height = rows * zoom;
   const context = canvas.getContext("2d")!;
@@ -29,10 +31,9 @@ export function drawHeatmap(canvas: HTMLCanvasElement, image: HeatmapImage, scal
       const cell = row * columns + column;
       const hidden = masked?.[cell] === 1;
       const color = colors[steps[data[cell]!]!]!;
-      for (let y = 0; y < zoom; y++) {
-        for (let x = 0; x < zoom; x++) {
-          const on = zoom === 2 ? x === 1 - y : (row + column) % 2 === 1;
-          target[(row * zoom + y) * canvas.width + column * zoom + x] = hidden ? (on ? hatch : ground) : color;
+      for (let y = row * zoom; y < (row + 1) * zoom; y++) {
+        for (let x = column * zoom; x < (column + 1) * zoom; x++) {
+          target[y * canvas.width + x] = hidden ? ((x + y) % spacing === 0 ? hatch : ground) : color;
         }
       }
     }
@@ -40,7 +41,12 @@ export function drawHeatmap(canvas: HTMLCanvasElement, image: HeatmapImage, scal
   context.putImageData(pixels, 0, 0);
 }
 
+export const THUMBNAIL_SIDE = 64;
+const THUMBNAIL_CELLS = THUMBNAIL_SIDE * THUMBNAIL_SIDE;
+
 /** One picture of 64 x 64 cells from the atlas of thumbnails. */
-export function thumbnailImage(atlas: Uint8Array, index: number): HeatmapImage {
-  return { data: atlas.subarray(index * 4096, (index + 1) * 4096), rows: 64, columns: 64 };
+export function thumbnailImage(atlas: ThumbnailAtlas, index: number): HeatmapImage {
+  const part = (all: Uint8Array, number: number) => all.subarray(number * THUMBNAIL_CELLS, (number + 1) * THUMBNAIL_CELLS);
+  const masked = part(atlas.masks, atlas.maskOfHead[index]!);
+  return { data: part(atlas.pictures, index), rows: THUMBNAIL_SIDE, columns: THUMBNAIL_SIDE, masked };
 }

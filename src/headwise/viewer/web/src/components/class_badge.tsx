@@ -3,20 +3,25 @@
 import type { JSX } from "preact";
 import { t, type TextKey } from "../i18n";
 
-type Letter = "p" | "s" | "r" | "b" | "k" | "d" | "i" | "t" | "a" | "u";
+export type Letter = "p" | "s" | "r" | "b" | "k" | "d" | "i" | "t" | "a" | "u";
 
-const SHAPES: Record<Letter, JSX.Element> = {
-  p: <circle cx="8" cy="8" r="7.5" />,
-  s: <rect x=".75" y=".75" width="14.5" height="14.5" />,
-  r: <path d="M8 0l8 8-8 8-8-8z" />,
-  b: <rect x="0" y="2.5" width="16" height="11" rx="5.5" />,
-  k: <path d="M-.5 1.5h17L8 16z" />,
-  d: <path d="M.75.75h11v3.5h3.5v11h-11v-3.5h-3.5z" />,
-  i: <path d="M-.5 14.5h17L8 0z" />,
-  t: <path d="M8 .3l7.6 5.5-2.9 9H3.3L.4 5.8z" />,
-  a: <path d="M4 .9h8l4 7.1-4 7.1H4L0 8z" />,
-  u: <circle cx="8" cy="8" r="6.5" stroke-dasharray="2.5 2" />,
+/** The outline of each badge in a box of 16 x 16, for SVG and for canvases. */
+export const BADGE_PATHS: Record<Letter, string> = {
+  p: "M.5 8a7.5 7.5 0 1015 0 7.5 7.5 0 10-15 0z",
+  s: "M.75.75h14.5v14.5H.75z",
+  r: "M8 0l8 8-8 8-8-8z",
+  b: "M5.5 2.5h5a5.5 5.5 0 010 11h-5a5.5 5.5 0 010-11z",
+  k: "M-.5 1.5h17L8 16z",
+  d: "M.75.75h11v3.5h3.5v11h-11v-3.5h-3.5z",
+  i: "M-.5 14.5h17L8 0z",
+  t: "M8 .3l7.6 5.5-2.9 9H3.3L.4 5.8z",
+  a: "M4 .9h8l4 7.1-4 7.1H4L0 8z",
+  u: "M1.5 8a6.5 6.5 0 1013 0 6.5 6.5 0 10-13 0z",
 };
+/** Where the letter of a badge stands, so that it lies inside triangles too. */
+export function badgeBaseline(letter: Letter): number {
+  return letter === "k" ? 9.4 : letter === "i" ? 13 : 11.4;
+}
 const NAMES: Record<Letter, TextKey> = {
   p: "class.positional",
   s: "class.syntactic",
@@ -29,7 +34,7 @@ const NAMES: Record<Letter, TextKey> = {
   a: "class.alignment",
   u: "class.unclear",
 };
-export const LETTERS = Object.keys(SHAPES) as Letter[];
+export const LETTERS = Object.keys(BADGE_PATHS) as Letter[];
 
 /** The letter of a class by the library's name of it, such as "previous" or "obj -> governor". */
 export function classLetter(name: string | undefined): Letter {
@@ -53,8 +58,8 @@ export function Badge({ name, size = 16 }: { name: string | undefined; size?: nu
   const letter = classLetter(name);
   return (
     <svg class={`badge badge-${letter}`} width={size} height={size} viewBox="-1 -1 18 18" role="img" aria-label={name || className(letter)}>
-      <g>{SHAPES[letter]}</g>
-      <text x="8" y={letter === "k" ? 9.4 : letter === "i" ? 13 : 11.4} aria-hidden="true">
+      <path d={BADGE_PATHS[letter]} />
+      <text x="8" y={badgeBaseline(letter)} aria-hidden="true">
         {letter.toUpperCase()}
       </text>
     </svg>

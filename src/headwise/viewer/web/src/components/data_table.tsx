@@ -2,7 +2,10 @@
 
 import { useSignal } from "@preact/signals";
 import type { JSX } from "preact";
+import { t } from "../i18n";
 import type { Column } from "./basics";
+
+const MOST_ROWS = 500; // rows that are drawn at once; sorting always takes all of them
 
 export function DataTable<Row>(props: {
   caption: string;
@@ -13,6 +16,8 @@ export function DataTable<Row>(props: {
   onSelect?: (row: Row) => void;
   isSelected?: (row: Row) => boolean;
 }): JSX.Element {
+  const showsAll = useSignal(false);
+  const limit = showsAll.value ? props.rows.length : (props.limit ?? MOST_ROWS);
   const sortKey = useSignal(props.sort ?? "");
   const descending = useSignal(true);
   const column = props.columns.find((item) => item.key === sortKey.value);
@@ -49,7 +54,7 @@ export function DataTable<Row>(props: {
           </tr>
         </thead>
         <tbody>
-          {rows.slice(0, props.limit ?? rows.length).map((row, index) => (
+          {rows.slice(0, limit).map((row, index) => (
             <tr key={index} aria-selected={props.isSelected?.(row)} onClick={() => props.onSelect?.(row)}>
               {props.columns.map((item) => (
                 <td key={item.key} class={item.numeric ? "num" : ""}>
@@ -60,6 +65,14 @@ export function DataTable<Row>(props: {
           ))}
         </tbody>
       </table>
+      {props.limit === undefined && rows.length > limit && (
+        <p class="row table-more">
+          <span class="t3">{t("table.part", { shown: limit, count: rows.length })}</span>
+          <button class="btn" type="button" onClick={() => (showsAll.value = true)}>
+            {t("table.all")}
+          </button>
+        </p>
+      )}
     </div>
   );
 }

@@ -1,0 +1,115 @@
+"""`headwise study`: train variants of attention on tasks over several seeds, and report which differences are real."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .arguments import add_json_argument, add_set_argument, parse_value, print_page, to_json
+from .command_parser import CommandParser, UsageError
+
+if TYPE_CHECKING:
+    from ..studies.cells import Cell
+    from ..studies.study_plan import StudyPlan
+
+
+def main(argv: list[str]) -> int:
+    """Plan or run a study; cells that were finished before are not run again."""
+    args = _parser().parse_args(argv)
+    _check_arguments(args)
+    from ..studies.process_engine import ProcessEngine
+    from ..studies.study_file import read_study
+    from ..studies.study_plan import format_plan, plan_study
+    from ..studies.study_report import write_report
+    from ..studies.study_runner import run_study
+
+    study = read_study(args.file, args.scale, _parse_overrides(args.changes))
+    if args.plan or args.budget is not None:
+        plan = plan_study(study, ProcessEngine(args.jobs), _print_progress)
+        if args.budget is not None:
+            plan.check_budget(args.budget)
+        if args.plan:
+            print_page(to_json(_plan_data(plan)) if args.json else format_plan(plan))
+            return 0
+    out = Path(args.out or f"runs/studies/{study.name}-{study.scale}")
+    try:
+        results = run_study(study, out, ProcessEngine(args.jobs), _make_filter(args.only), _print_progress)
+    except KeyboardInterrupt:
+        print(f"headwise: interrupted; run the same command to go on in {out}", file=sys.stderr)
+        raise
+    report = write_report(results, out)
+    if args.json:
+        print_page(to_json({"out": str(out), "claims": report.claims, "failures": report.failures}))
+    else:
+        print_page("\n".join([f"{study.name}, scale {study.scale}", "", *report.claims, "", *report.failures]).rstrip())
+        print_page(
+            f"\n{out / 'report.html'}\n  The report, with figures; report.md, results.csv and results.jsonl beside it."
+        )
+    return 0
+
+
+def _parser() -> CommandParser:
+    parser = CommandParser(
+        "study",
+        "Train variants of attention on tasks, over several seeds, and report which differences are real. A study file "
+        "names variants, tasks, seeds and learning rates. A study that was stopped goes on when it is run again.",
+        "headwise study studies/variants.toml --scale smoke",
+        "headwise study studies/variants.toml --plan",
+    )
+    parser.add_argument("file", metavar="FILE", help="a study file (.toml)")
+    parser.add_argument(
+        "--scale", default="small", metavar="NAME", help="a scale of the file, such as smoke, small or base"
+    )
+    parser.add_argument("--out", metavar="DIR", help="folder of the results (default: runs/studies/NAME-SCALE)")
+    parser.add_argument("--plan", action="store_true", help="print the cost of every cell and train nothing")
+    parser.add_argument(
+        "--only",
+        action="append",
+        default=[],
+        metavar="GLOB",
+        help="run only these cells, as TASK/VARIANT/SEED, such as 'recall/*'; repeatable",
+    )
+    add_set_argument(parser, "change a key of the file, as in recipe.steps=100; repeatable")
+    parser.add_argument("--jobs", type=int, metavar="COUNT", help="processes (default: one for each processor)")
+    parser.add_argument("--budget", type=float, metavar="HOURS", help="refuse a study that is predicted to take longer")
+    add_json_argument(parser)
+    return parser
+
+
+def _check_arguments(args: argparse.Namespace) -> None:
+    if args.jobs is not None and args.jobs < 0:
+        raise UsageError(f"--jobs {args.jobs} is negative; give 1 or more, or 0 to run in this process")
+    if args.budget is not None and not args.budget > 0:
+        raise UsageError(f"--budget {args.budget:g} is no number of hours; give a number above 0")
+
+
+def _parse_overrides(changes: list[str]) -> dict[str, Any]:
+    overrides: dict[str, Any] = {}
+    for change in changes:
+        key, equals, text = change.partition("=")
+        if not equals or not key.strip():
+            raise UsageError(f"--set {change!r} is not KEY=VALUE; write it as in --set recipe.steps=100")
+        overrides[key.strip()] = parse_value(text)
+    return overrides
+
+
+def _make_filter(patterns: list[str]) -> Callable[[Cell], bool]:
+    """Whether a cell matches one of the patterns; without patterns all do."""
+
+    def is_chosen(cell: Cell) -> bool:
+        name = f"{cell.task}/{cell.variant}/{cell.seed}"
+        return not patterns or any(fnmatchcase(name, pattern) or cell.id == pattern for pattern in patterns)
+
+    return is_chosen
+
+
+def _plan_data(plan: StudyPlan) -> dict[str, Any]:
+    return {"study": plan.study.name, "scale": plan.study.scale, "seconds": plan.seconds, "cells": plan.data}
+
+
+def _print_progress(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

@@ -1,0 +1,130 @@
+"""Cells: the training runs of a study, each with an id that depends only on what determines its numbers."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from ..data import Batch, Task
+from ..errors import SpecError
+from ..model_spec import ModelSpec, serialization as model_serialization
+from ..training.recipe import Recipe, from_dict, to_dict
+from .study_file import CELL_EXECUTION, Study, StudyTask, Variant
+from .variant_models import VariantModel, make_variant_model
+
+CELL_FORMAT = 1  # grows when the results of a cell change, so that old results are not mixed with new ones
+ID_LENGTH = 12
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One training run: a variant on a task with a learning rate and a seed.
+
+    `config` holds everything that determines its numbers, as plain values; equal configs have equal ids, also in
+    different studies.
+    """
+
+    variant: str
+    task: str
+    rate: float
+    seed: int
+    config: Mapping[str, Any]
+
+    @property
+    def id(self) -> str:
+        """Hash of the config, the name of the cell's folder."""
+        text = json.dumps(self.config, sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()[:ID_LENGTH]
+
+
+class CellGrid:
+    """The models of a study, one for each variant on each task, and the cells that train them."""
+
+    def __init__(self, study: Study) -> None:
+        self.study = study
+        self.recipes: dict[tuple[str, str], Recipe] = {}
+        self.models: dict[tuple[str, str], VariantModel] = {}
+        self.batches: dict[tuple[str, str], Batch] = {}
+        for variant in study.variants.values():
+            for task in study.tasks.values():
+                key = variant.name, task.name
+                self.recipes[key] = make_recipe(study, variant, task)
+                self.batches[key] = task.task.batch(0, self.recipes[key].batch)
+                self.models[key] = make_variant_model(study, variant, task, self.batches[key])
+        for task in study.tasks.values():
+            self._check_all_differ(task.name)
+
+    @property
+    def pairs(self) -> Iterator[tuple[Variant, StudyTask]]:
+        """Every variant with every task, task by task."""
+        for task in self.study.tasks.values():
+            for variant in self.study.variants.values():
+                yield variant, task
+
+    def _check_all_differ(self, task: str) -> None:
+        """Raise if two variants would train the same model in the same way."""
+        seen: dict[tuple[ModelSpec, Recipe, tuple[float, ...]], str] = {}
+        for name, variant in self.study.variants.items():
+            key = self.models[name, task].spec, self.recipes[name, task], self.rates(variant)
+            if key in seen:
+                raise SpecError(
+                    f"the variants {seen[key]!r} and {name!r} are the same model on {task!r}; leave one out, or "
+                    "give it other options"
+                )
+            seen[key] = name
+
+    def rates(self, variant: Variant) -> tuple[float, ...]:
+        """The learning rates that are tried for a variant."""
+        return variant.rates or self.study.rates
+
+    def tuning_cells(self) -> list[Cell]:
+        """The cells that choose a learning rate, for variants with more than one."""
+        return [
+            self.cell(variant, task, rate, self.study.tuning_seed)
+            for variant, task in self.pairs
+            for rate in self.rates(variant)
+            if len(self.rates(variant)) > 1
+        ]
+
+    def report_cells(self, chosen: Mapping[tuple[str, str], float]) -> list[Cell]:
+        """The cells of the report, with the learning rate chosen for each variant on each task."""
+        return [
+            self.cell(variant, task, chosen[variant.name, task.name], seed)
+            for variant, task in self.pairs
+            if (variant.name, task.name) in chosen
+            for seed in self.study.seeds
+        ]
+
+    def cell(self, variant: Variant, task: StudyTask, rate: float, seed: int) -> Cell:
+        """The cell of a variant on a task, with this learning rate and seed."""
+        key = variant.name, task.name
+        recipe = from_dict({"lr": rate, "seed": seed}, self.recipes[key])
+        config = {
+            "format": CELL_FORMAT,
+            "task": describe_task(task.task),
+            "metric": task.metric,
+            "tests": {name: describe_task(test) for name, test in task.tests.items()},
+            "model": model_serialization.to_dict(self.models[key].spec),
+            "recipe": to_dict(recipe),
+            "head_texts": self.study.head_texts,
+        }
+        return Cell(variant.name, task.name, rate, seed, json.loads(json.dumps(config)))
+
+
+def make_recipe(study: Study, variant: Variant, task: StudyTask) -> Recipe:
+    """The recipe of a variant on a task: the study's, changed by the task and then by the variant."""
+    changes = {**study.recipe, **task.recipe, **variant.recipe}
+    steps = changes.get("steps", Recipe().steps)
+    evaluations = {"evaluate_every": max(1, steps // 10), "checkpoint_every": max(1, steps // 4), "keep": 1}
+    try:
+        return from_dict({**evaluations, **changes, **CELL_EXECUTION})
+    except SpecError as error:
+        raise SpecError(f"the recipe of {variant.name!r} on {task.name!r}: {error}") from None
+
+
+def describe_task(task: Task) -> dict[str, Any]:
+    """A task as plain values, from which `make_task` makes it again."""
+    return {"task": task.name, **{one.name: getattr(task, one.name) for one in fields(task) if one.init}}

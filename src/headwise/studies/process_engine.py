@@ -1,0 +1,146 @@
+"""Run cells in a pool of processes: one cell and one thread a process, killed processes are replaced."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+from typing import Any, Protocol, Self
+
+from .cells import Cell
+from .run_cell import read_result, run_cell, write_result
+
+MAX_ATTEMPTS = 3  # of a cell whose process dies
+STARTED_FILE = "started"
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
+
+
+class CellEngine(Protocol):
+    """What runs cells: it yields each result once, in any order. As a context it frees its workers at the end."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def run(self, cells: Sequence[Cell], folder: Path) -> Iterator[tuple[Cell, Mapping[str, Any]]]:
+        """Run the cells that have no result in their folder yet; yields every cell with its result."""
+        ...
+
+
+class ProcessEngine:
+    """Runs cells in `jobs` spawned processes on this machine; 0 runs them one by one in this process.
+
+    A cell whose process dies (out of memory, kill -9) is run again from its last checkpoint, at most three times; then
+    it is recorded as killed.
+    """
+
+    def __init__(self, jobs: int | None = None) -> None:
+        self.jobs = len(os.sched_getaffinity(0)) if jobs is None else jobs
+        self._pool: ProcessPoolExecutor | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End the processes; cells that still run resume from their checkpoints in the next run."""
+        if self._pool is not None:
+            workers = self._pool._processes or {}  # pyright: ignore[reportPrivateUsage] - Python 3.14 has terminate_workers
+            processes = list(workers.values())
+            self._pool.shutdown(wait=False, cancel_futures=True)
+            for process in processes:
+                process.terminate()
+            self._pool = None
+
+    def run(self, cells: Sequence[Cell], folder: Path) -> Iterator[tuple[Cell, Mapping[str, Any]]]:
+        """Run the cells; yields each with its result, finished ones first."""
+        pending = dict[str, Cell]()
+        for cell in cells:
+            result = read_result(folder / cell.id)
+            if result is not None:
+                yield cell, result
+            else:
+                pending[cell.id] = cell
+        if self.jobs == 0:
+            for cell in pending.values():
+                yield cell, run_cell(cell.config, str(folder / cell.id))
+            return
+        yield from self._run_in_pools(pending, folder)
+
+    def _run_in_pools(self, pending: dict[str, Cell], folder: Path) -> Iterator[tuple[Cell, Mapping[str, Any]]]:
+        attempts = Counter[str]()
+        while pending:
+            for cell_id in pending:
+                (folder / cell_id / STARTED_FILE).unlink(missing_ok=True)
+            try:
+                for cell, result in self._run_in_pool(pending, folder):
+                    del pending[cell.id]
+                    yield cell, result
+            except BrokenProcessPool:
+                self._pool = None
+                started = [cell_id for cell_id in pending if (folder / cell_id / STARTED_FILE).exists()]
+                attempts.update(started)
+                for cell_id in [cell_id for cell_id in started if attempts[cell_id] >= MAX_ATTEMPTS]:
+                    result = read_result(folder / cell_id) or _record_killed(folder / cell_id)
+                    yield pending.pop(cell_id), result
+
+    def _run_in_pool(self, pending: Mapping[str, Cell], folder: Path) -> Iterator[tuple[Cell, Mapping[str, Any]]]:
+        """Run cells in one pool, until all are done or a process dies."""
+        if self._pool is None:
+            context = multiprocessing.get_context("spawn")
+            self._pool = ProcessPoolExecutor(self.jobs, mp_context=context, initializer=_use_one_thread)
+        pool, queue = self._pool, iter(list(pending.values()))
+        futures: dict[Future[dict[str, Any]], Cell] = {}
+
+        def submit_next() -> None:
+            if (cell := next(queue, None)) is not None:
+                futures[pool.submit(_run_marked, cell.config, str(folder / cell.id))] = cell
+
+        for _ in range(self.jobs):
+            submit_next()
+        while futures:
+            for future in wait(futures, return_when=FIRST_COMPLETED).done:
+                result = future.result()
+                yield futures.pop(future), result
+                submit_next()
+
+
+def make_progress_line(done: int, total: int, cell: Cell, result: Mapping[str, Any]) -> str:
+    """One line about a finished cell.
+
+    >>> make_progress_line(3, 12, Cell("gqa", "recall", 1e-3, 1, {}), {"status": "done", "timing": {"seconds": 4.25}})
+    ' 3/12  recall  gqa  lr 0.001  seed 1  done in 4.2 s'
+    """
+    seconds = result.get("timing", {}).get("seconds", 0.0)
+    status = result["status"] if result["status"] == "done" else f"{result['status']}: {result.get('message', '')}"
+    return (
+        f"{done:>{len(str(total))}}/{total}  {cell.task}  {cell.variant}  lr {cell.rate:g}  seed {cell.seed}  "
+        f"{status} in {seconds:.1f} s"
+    )
+
+
+def _use_one_thread() -> None:
+    """Prepare a worker: one thread for every library, and Ctrl-C is left to the parent."""
+    import signal
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for name in THREAD_VARIABLES:
+        os.environ[name] = "1"
+    import torch
+
+    torch.set_num_threads(1)
+
+
+def _run_marked(config: Mapping[str, Any], folder: str) -> dict[str, Any]:
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    (Path(folder) / STARTED_FILE).touch()
+    return run_cell(config, folder)
+
+
+def _record_killed(folder: Path) -> dict[str, Any]:
+    result = {"status": "killed", "message": f"its process died {MAX_ATTEMPTS} times", "timing": {"seconds": 0.0}}
+    write_result(folder, result)
+    return result

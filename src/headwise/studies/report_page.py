@@ -1,0 +1,143 @@
+"""The report of a study as one self-contained HTML page: claims, figures and tables, in light and dark."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from html import escape
+
+from .report_figures import Span, curve_figure, scatter_figure, strip_figure
+from .study_file import StudyTask
+from .study_report import ReportTable, StudyReport, describe_protocol
+
+PAGE_FILE = "report.html"
+STYLE = """
+:root { color-scheme: light dark; --ground: #fff; --panel: #fff; --text: #1b1b1f; --muted: #5c5c66; --line: #dcdce0;
+  --accent: #3b3fb6; --seed: #3b3fb6; }
+@media (prefers-color-scheme: dark) { :root { --ground: #131316; --panel: #1b1b20; --text: #ececf1; --muted: #a3a3ad;
+  --line: #34343c; --accent: #9aa0ff; --seed: #9aa0ff; } }
+* { box-sizing: border-box; }
+body { margin: 0 auto; max-width: 1080px; padding: 32px 20px 80px; background: var(--ground); color: var(--text);
+  font: 15px/1.5 system-ui, "Noto Sans CJK SC", sans-serif; }
+h1 { font-size: 26px; margin: 0 0 4px; } h2 { font-size: 19px; margin: 44px 0 10px; }
+h3 { font-size: 15px; margin: 26px 0 8px; }
+.hypothesis { border-left: 3px solid var(--accent); padding: 2px 0 2px 14px; margin: 14px 0 0; max-width: 75ch; }
+.claims { max-width: 75ch; padding-left: 20px; } .muted, figcaption, caption { color: var(--muted); font-size: 13px; }
+.figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 440px), 1fr)); gap: 18px; }
+figure { margin: 0; border: 1px solid var(--line); border-radius: 6px; background: var(--panel); padding: 12px; }
+svg { width: 100%; height: auto; display: block; } svg text { fill: var(--text); font: 11.5px system-ui, sans-serif; }
+svg .label { fill: var(--muted); }
+svg line { stroke-width: 1.2; } svg .axis { stroke: var(--muted); stroke-width: 1; } svg .grid { stroke: var(--line); }
+svg .leader { stroke: var(--line); } svg .reference { stroke: var(--muted); stroke-dasharray: 4 3; }
+svg .interval { stroke: var(--text); stroke-width: 1.6; } svg .mean { stroke: var(--text); stroke-width: 2.4; }
+svg .seed { fill: var(--seed); fill-opacity: 0.65; }
+svg .front { fill: none; stroke: var(--muted); stroke-dasharray: 5 4; }
+svg .curve { fill: none; stroke-width: 1.7; } svg .sample { stroke-width: 2.2; }
+.wide { overflow-x: auto; } table { border-collapse: collapse; font-size: 13px; width: 100%; }
+caption { caption-side: bottom; text-align: left; padding-top: 6px; }
+th, td { padding: 4px 10px 4px 0; text-align: right; white-space: nowrap; border-bottom: 1px solid var(--line); }
+th:first-child, td:first-child, td:last-child, th:last-child { text-align: left; }
+th { color: var(--muted); font-weight: 500; } td { font-variant-numeric: tabular-nums; }
+"""
+
+
+def render_page(report: StudyReport) -> str:
+    """The page: no script, no remote address."""
+    study = report.results.study
+    body = [
+        f"<h1>{escape(study.name)}</h1>",
+        f'<p class="muted">{len(study.variants)} variants, {len(study.tasks)} tasks, {len(study.seeds)} seeds</p>',
+        f'<p class="hypothesis"><b>Hypothesis, stated before the runs.</b> {escape(study.hypothesis)}</p>',
+        "<h2>What can be claimed</h2>",
+        _list(report.claims, "claims"),
+    ]
+    for task in study.tasks.values():
+        body.append(f"<h2>{escape(task.name)}</h2>")
+        body.append(f'<div class="figures">{"".join(_figures(report, task))}</div>')
+        tables = (report.score_table(task), report.slice_table(task), report.head_table(task))
+        body += [_table(table) for table in tables if table is not None]
+    body += ["<h2>Formula against measurement</h2>", _table(report.size_table())]
+    if report.failures:
+        body += ["<h2>Cells without a result</h2>", _list(report.failures, "")]
+    body += ["<h2>Protocol and environment</h2>", _list(describe_protocol(report), "")]
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
+        f"<title>{escape(study.name)}: headwise study</title><style>{STYLE}</style></head>"
+        f"<body>{''.join(body)}</body></html>\n"
+    )
+
+
+def _figures(report: StudyReport, task: StudyTask) -> Iterator[str]:
+    study, scores = report.results.study, report.scores
+    names = sorted(
+        study.variants,
+        key=lambda name: _sort_key(scores[name, task.name].mean.value, task.higher_is_better),
+    )
+    means = {name: Span(*scores[name, task.name].mean) for name in names}
+    best = [name for name in names if scores[name, task.name].is_best]
+    strips = strip_figure(
+        {name: scores[name, task.name].values for name in names}, means, study.baseline, task.metric, best
+    )
+    yield _figure(strips, f"Every dot is one seed; bar: mean and 95 % interval; dashed: the mean of {study.baseline}.")
+    sizes = {name: report.results.grid.models[name, task.name].size for name in study.variants}
+    costs = {
+        "parameters": {name: float(size.parameters) for name, size in sizes.items()},
+        "FLOPs of a training step": {name: float(size.step_flops) for name, size in sizes.items()},
+        "KV bytes of a row": {name: float(size.kv_bytes or math.nan) for name, size in sizes.items()},
+    }
+    for label, values in costs.items():
+        points = {name: (values[name], means[name]) for name in study.variants}
+        if figure := scatter_figure(points, label, task.metric, task.higher_is_better):
+            yield _figure(figure, f"{task.metric} against {label}; joined: no variant is better and cheaper.")
+    yield from _curves(report, task)
+
+
+def _curves(report: StudyReport, task: StudyTask) -> Iterator[str]:
+    """Validation loss of the median seed against steps, time and FLOPs."""
+    by_step: dict[str, list[tuple[float, float]]] = {}
+    by_time: dict[str, list[tuple[float, float]]] = {}
+    by_flops: dict[str, list[tuple[float, float]]] = {}
+    for name in report.results.study.variants:
+        cells = [one for one in report.results.report_cells(name, task.name) if one.is_done]
+        if not cells:
+            continue
+        one = sorted(cells, key=lambda cell: cell.result["metrics"]["loss"])[len(cells) // 2]
+        points = [(float(point["step"]), point["metrics"]["loss"]) for point in one.result["curve"]]
+        step = one.result["timing"].get("step", math.nan)
+        flops = report.results.grid.models[name, task.name].size.step_flops
+        by_step[name] = points
+        by_time[name] = [(at * step, loss) for at, loss in points]
+        by_flops[name] = [(at * flops, loss) for at, loss in points]
+    for label, curves in (("step", by_step), ("seconds of training", by_time), ("training FLOPs", by_flops)):
+        if figure := curve_figure(curves, label, "validation loss"):
+            yield _figure(figure, f"Validation loss against {label}, median seed of each variant.")
+
+
+def _sort_key(value: float, higher_is_better: bool) -> float:
+    return math.inf if math.isnan(value) else -value if higher_is_better else value
+
+
+def _figure(svg: str, caption: str) -> str:
+    return f"<figure>{svg}<figcaption>{escape(caption)}</figcaption></figure>"
+
+
+def _list(lines: Sequence[str], kind: str) -> str:
+    return f'<ul class="{kind}">{"".join(f"<li>{escape(line)}</li>" for line in lines)}</ul>'
+
+
+def _table(table: ReportTable) -> str:
+    head = "".join(f"<th>{escape(name)}</th>" for name in table.header)
+    rows = "".join(f"<tr>{''.join(_cell(cell) for cell in row)}</tr>" for row in table.rows)
+    caption = f"<caption>{escape(table.caption)}</caption>" if table.caption else ""
+    return (
+        f'<h3>{escape(table.title)}</h3><div class="wide"><table>{caption}<thead><tr>{head}</tr></thead>'
+        f"<tbody>{rows}</tbody></table></div>"
+    )
+
+
+def _cell(text: str) -> str:
+    if text.startswith("**"):
+        return f"<td><b>{escape(text.strip('*'))}</b></td>"
+    return f"<td>{escape(text)}</td>"

@@ -1,0 +1,201 @@
+"""Statistics over seeds: intervals, paired comparisons with the baseline, success rates and steps to a threshold.
+
+Cells of one seed see the same data in the same order, so variants are compared seed by seed. The variance over seeds
+says how much a new training run would differ; the error of the test set says how much other test examples would. They
+are reported apart.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from ..head_analysis.resampling import confidence_interval, holm_correction
+from .study_file import StudyTask
+from .study_runner import CellResult, StudyResults
+
+SIGNIFICANCE = 0.05
+NUM_RESAMPLES = 10_000
+INTEGRATION_POINTS = 20_001
+
+
+class Interval(NamedTuple):
+    """A mean over seeds and its 95 % bootstrap interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A variant against the baseline on one task: paired differences over seeds; p is corrected over all comparisons.
+
+    A positive `difference` means that the variant has the larger metric, whether that is better or not.
+    """
+
+    difference: Interval
+    p: float
+    corrected_p: float = math.nan
+
+    @property
+    def is_significant(self) -> bool:
+        """Whether the corrected p is below 5 %."""
+        return self.corrected_p < SIGNIFICANCE
+
+
+@dataclass(frozen=True)
+class VariantScore:
+    """What a variant reached on one task.
+
+    `values` are the metrics of the seeds that ended; `seed_deviation` is their standard deviation, `test_error` the
+    standard error from the finite test set (only for shares, such as accuracies). `success_rate` is the share of seeds
+    that reached the threshold, `steps_to_threshold` the median number of steps until they did.
+    """
+
+    variant: str
+    task: str
+    values: tuple[float, ...]
+    mean: Interval
+    seed_deviation: float
+    test_error: float
+    failures: tuple[str, ...]
+    success_rate: float
+    steps_to_threshold: float
+    comparison: Comparison | None = None
+    is_best: bool = False
+
+
+def score_variants(results: StudyResults) -> dict[tuple[str, str], VariantScore]:
+    """Score every variant on every task, and compare it with the baseline.
+
+    p values are corrected over all comparisons of the study (Holm). A variant is the best of a task only if it differs
+    significantly from the baseline, or is the baseline and no variant is better.
+    """
+    scores: dict[tuple[str, str], VariantScore] = {}
+    comparisons: dict[tuple[str, str], Comparison] = {}
+    study = results.study
+    for task in study.tasks.values():
+        baseline = _values_by_seed(results.report_cells(study.baseline, task.name), task)
+        for variant in study.variants:
+            cells = results.report_cells(variant, task.name)
+            scores[variant, task.name] = _score_cells(variant, task, cells)
+            own = _values_by_seed(cells, task)
+            seeds = sorted(set(own) & set(baseline))
+            if variant != study.baseline and len(seeds) >= 2:
+                pairs = [own[seed] - baseline[seed] for seed in seeds]
+                comparisons[variant, task.name] = Comparison(bootstrap_mean(pairs), paired_t_test(pairs))
+    corrected = holm_correction([comparison.p for comparison in comparisons.values()])
+    for (key, comparison), p in zip(comparisons.items(), corrected, strict=True):
+        changed = Comparison(comparison.difference, comparison.p, p)
+        scores[key] = VariantScore(**{**vars(scores[key]), "comparison": changed})
+    for task in study.tasks.values():
+        if (best := _find_best(scores, task, study.baseline)) is not None:
+            scores[best] = VariantScore(**{**vars(scores[best]), "is_best": True})
+    return scores
+
+
+def bootstrap_mean(values: Sequence[float], seed: int = 0) -> Interval:
+    """Mean of the values with its 95 % percentile bootstrap interval.
+
+    >>> bootstrap_mean([0.5, 0.5, 0.5])
+    Interval(value=0.5, low=0.5, high=0.5)
+    """
+    array = np.asarray(values, dtype=np.float64)
+    if not len(array):
+        return Interval(math.nan, math.nan, math.nan)
+    chosen = np.random.default_rng(seed).integers(len(array), size=(NUM_RESAMPLES, len(array)))
+    low, high = confidence_interval(array[chosen].mean(1)[:, None])
+    return Interval(float(array.mean()), float(low[0]), float(high[0]))
+
+
+def paired_t_test(differences: Sequence[float]) -> float:
+    """Two-sided p of Student's t test that the mean of paired differences is 0; NaN for fewer than two.
+
+    >>> round(paired_t_test([1.0, 2.0, 3.0]), 4)
+    0.0742
+    """
+    array = np.asarray(differences, dtype=np.float64)
+    if len(array) < 2:
+        return math.nan
+    error = array.std(ddof=1) / math.sqrt(len(array))
+    if error == 0:
+        return 1.0 if array.mean() == 0 else 0.0
+    return student_tail(abs(array.mean()) / error, len(array) - 1)
+
+
+def student_tail(t: float, freedom: int) -> float:
+    """Probability that |T| >= t for Student's t with this many degrees of freedom.
+
+    With t = sqrt(n) tan(angle) the density is proportional to cos(angle)^(n - 1), which is integrated by Simpson's
+    rule.
+
+    >>> round(student_tail(12.7062, 1), 5)
+    0.05
+    """
+
+    def integrate(start: float) -> float:
+        angles = np.linspace(start, math.pi / 2, INTEGRATION_POINTS)
+        heights = np.abs(np.cos(angles)) ** (freedom - 1)
+        weights = np.ones(INTEGRATION_POINTS)
+        weights[1:-1:2], weights[2:-1:2] = 4, 2
+        return float((weights * heights).sum() * (angles[1] - angles[0]) / 3)
+
+    return integrate(math.atan(t / math.sqrt(freedom))) / integrate(0.0)
+
+
+def _values_by_seed(cells: Sequence[CellResult], task: StudyTask) -> dict[int, float]:
+    values = {one.cell.seed: one.result["metrics"].get(task.metric, math.nan) for one in cells if one.is_done}
+    return {seed: value for seed, value in values.items() if math.isfinite(value)}
+
+
+def _score_cells(variant: str, task: StudyTask, cells: Sequence[CellResult]) -> VariantScore:
+    values = list(_values_by_seed(cells, task).values())
+    reached = [step for one in cells if one.is_done and (step := _first_success(one, task)) is not None]
+    count = next((one.result["counts"].get(task.metric, 0) for one in cells if one.is_done), 0)
+    mean = bootstrap_mean(values)
+    is_share = task.metric.startswith(("accuracy", "exact")) and count
+    return VariantScore(
+        variant=variant,
+        task=task.name,
+        values=tuple(values),
+        mean=mean,
+        seed_deviation=float(np.std(values, ddof=1)) if len(values) > 1 else math.nan,
+        test_error=math.sqrt(max(0.0, mean.value * (1 - mean.value)) / count) if is_share else math.nan,
+        failures=tuple(f"seed {one.cell.seed}: {one.result['status']}" for one in cells if not one.is_done),
+        success_rate=len(reached) / len(cells) if cells and task.threshold is not None else math.nan,
+        steps_to_threshold=float(np.median(reached)) if reached else math.nan,
+    )
+
+
+def _first_success(one: CellResult, task: StudyTask) -> int | None:
+    """The first evaluation step at which the metric reached the threshold; None if it never did."""
+    if task.threshold is None:
+        return None
+    for point in one.result["curve"]:
+        value = point["metrics"].get(task.metric, math.nan)
+        if (value >= task.threshold) if task.higher_is_better else (value <= task.threshold):
+            return int(point["step"])
+    return None
+
+
+def _find_best(scores: dict[tuple[str, str], VariantScore], task: StudyTask, baseline: str) -> tuple[str, str] | None:
+    """The best variant of a task if it is significantly better than the baseline, else the unbeaten baseline."""
+    sign = 1 if task.higher_is_better else -1
+    better = [
+        key
+        for key, score in scores.items()
+        if key[1] == task.name
+        and score.comparison is not None
+        and score.comparison.is_significant
+        and sign * score.comparison.difference.value > 0
+    ]
+    if better:
+        return max(better, key=lambda key: sign * scores[key].mean.value)
+    means = [sign * score.mean.value for key, score in scores.items() if key[1] == task.name and score.values]
+    own = scores.get((baseline, task.name))
+    return (baseline, task.name) if own and own.values and sign * own.mean.value >= max(means) else None

@@ -1,0 +1,278 @@
+"""Study files: which variants are trained on which tasks, with which seeds, learning rates and sizes."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from ..costs.size_matching import MATCH_QUANTITIES
+from ..data import Task, make_task
+from ..data.synthetic_task import ModelShape
+from ..errors import SpecError, suggest
+from ..presets import PRESETS
+from ..training.recipe import Recipe
+
+SCALES = ("smoke", "small", "base", "gpu")
+MATCHINGS = ("none", *MATCH_QUANTITIES)
+LOWER_IS_BETTER = ("loss", "nats", "excess", "perplexity")
+MAX_FILE_BYTES = 2**20
+MAX_CELLS = 100_000
+
+# Recipe fields that a study sets by itself: cells run on one thread, without trial steps, and with their own seeds.
+CELL_EXECUTION: Mapping[str, Any] = {
+    "precision": "fp32",
+    "compile": "off",
+    "rows": "padded",
+    "attention": "fused",
+    "device": "cpu",
+    "parallelism": "auto",
+}
+STUDY_KEYS = (
+    "hypothesis",
+    "baseline",
+    "match",
+    "tolerance",
+    "seeds",
+    "tuning_seed",
+    "model",
+    "recipe",
+    "variants",
+    "tasks",
+    "scales",
+    "head_texts",
+)
+VARIANT_KEYS = ("preset", "spec", "options", "model", "recipe", "lr")
+TASK_KEYS = ("task", "metric", "threshold", "model", "recipe", "tests", "options")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One arm of a study: a preset or a spec file with options, and changes of the model and the recipe.
+
+    Options are arguments of `hw.design`, such as `kv = 2`, and fields of the spec, such as `heads.kv = 2`.
+    Without preset, spec and options, the attention is the one of the task's own model.
+    """
+
+    name: str
+    preset: str = ""
+    spec: str = ""
+    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    model: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    recipe: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    rates: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class StudyTask:
+    """A task of a study, the metric that compares variants on it, and further tests of the trained models.
+
+    A seed whose metric reaches `threshold` counts as a success. `tests` are tasks with other options, such as longer
+    sequences, on which the same models are evaluated.
+    """
+
+    name: str
+    task: Task
+    metric: str
+    threshold: float | None = None
+    model: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    recipe: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    tests: Mapping[str, Task] = field(default_factory=dict[str, Task])
+
+    @property
+    def higher_is_better(self) -> bool:
+        """Whether a larger metric is the better one."""
+        return self.metric not in LOWER_IS_BETTER
+
+
+@dataclass(frozen=True)
+class Study:
+    """A study as read from its file, at one scale; `folder` is where paths in the file start."""
+
+    name: str
+    hypothesis: str
+    baseline: str
+    variants: Mapping[str, Variant]
+    tasks: Mapping[str, StudyTask]
+    seeds: tuple[int, ...]
+    rates: tuple[float, ...]
+    recipe: Mapping[str, Any]
+    model: Mapping[str, Any]
+    match: str = "none"
+    tolerance: float = 0.1
+    tuning_seed: int = 0
+    head_texts: int = 16
+    scale: str = "small"
+    folder: Path = Path()
+
+
+def read_study(path: Path | str, scale: str = "small", overrides: Mapping[str, Any] | None = None) -> Study:
+    """Read a study file at a scale; `overrides` sets keys such as "recipe.steps" after the scale's own changes."""
+    path = Path(path)
+    try:
+        data = path.read_bytes()
+        if len(data) > MAX_FILE_BYTES:
+            raise SpecError(f"{path} has {len(data):,} bytes; a study file has at most {MAX_FILE_BYTES:,}")
+        table = tomllib.loads(data.decode())
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise SpecError(f"{path} cannot be read as a study: {error}; give a .toml file") from None
+    return parse_study(table, path.stem, scale, overrides or {}, path.parent)
+
+
+def parse_study(
+    table: Mapping[str, Any], name: str, scale: str, overrides: Mapping[str, Any], folder: Path = Path()
+) -> Study:
+    """Make a study from the tables of its file; raises SpecError for unknown keys, variants, tasks and values."""
+    _check_keys(table, STUDY_KEYS, "the study")
+    scales = table.get("scales", {})
+    if scale not in (*scales, "small"):
+        raise SpecError(f"the study {name!r} has no scale {scale!r}; {suggest(scale, [*scales, 'small'])}")
+    merged = _merge(table, scales.get(scale, {}))
+    for key, value in overrides.items():
+        merged = _merge(merged, _nest(key, value))
+    _check_keys(merged, STUDY_KEYS, "the study")
+    variants = {key: _parse_variant(key, values) for key, values in _table(merged, "variants").items()}
+    tasks = {key: _parse_task(key, values) for key, values in _table(merged, "tasks").items()}
+    if not variants or not tasks:
+        raise SpecError(f"the study {name!r} has {len(variants)} variants and {len(tasks)} tasks; give one of each")
+    recipe = dict(_table(merged, "recipe"))
+    rates = _parse_rates(recipe.pop("lr", Recipe().lr), "recipe.lr")
+    study = Study(
+        name=name,
+        hypothesis=str(merged.get("hypothesis", "")).strip(),
+        baseline=merged.get("baseline", next(iter(variants))),
+        variants=variants,
+        tasks=tasks,
+        seeds=_parse_seeds(merged.get("seeds", (1, 2, 3))),
+        rates=rates,
+        recipe=recipe,
+        model=_table(merged, "model"),
+        match=merged.get("match", "none"),
+        tolerance=merged.get("tolerance", 0.1),
+        tuning_seed=merged.get("tuning_seed", 0),
+        head_texts=merged.get("head_texts", 16),
+        scale=scale,
+        folder=folder,
+    )
+    _check_study(study)
+    return study
+
+
+def _check_study(study: Study) -> None:
+    if not study.hypothesis:
+        raise SpecError(f'the study {study.name!r} states no hypothesis; add hypothesis = "..." before it is run')
+    if study.baseline not in study.variants:
+        raise SpecError(f"there is no variant {study.baseline!r}; {suggest(study.baseline, study.variants)}")
+    if study.match not in MATCHINGS:
+        raise SpecError(f"match = {study.match!r} is unknown; {suggest(str(study.match), MATCHINGS)}")
+    if study.tuning_seed in study.seeds:
+        raise SpecError(
+            f"tuning_seed = {study.tuning_seed} is one of the seeds, so that the learning rate would be chosen on "
+            "what is reported; use another tuning_seed"
+        )
+    if not 0 < study.tolerance < 1:
+        raise SpecError(f"tolerance = {study.tolerance!r} must be between 0 and 1; use 0.1 for 10 %")
+    rates = [len(variant.rates or study.rates) for variant in study.variants.values()]
+    count = len(study.tasks) * sum(num + len(study.seeds) for num in rates)
+    if count > MAX_CELLS:
+        raise SpecError(f"the study has {count:,} cells; give fewer variants, rates or seeds (at most {MAX_CELLS:,})")
+    for changes in (study.model, *(variant.model for variant in study.variants.values())):
+        _check_keys(changes, [one.name for one in fields(ModelShape)], "model")
+    for changes in (study.recipe, *(variant.recipe for variant in study.variants.values())):
+        _check_recipe(changes)
+
+
+def _check_recipe(changes: Mapping[str, Any]) -> None:
+    known = [one.name for one in fields(Recipe) if one.name not in (*CELL_EXECUTION, "seed")]
+    _check_keys(changes, known, "recipe")
+
+
+def _parse_variant(name: str, values: Any) -> Variant:
+    _check_table(values, f"variants.{name}")
+    _check_keys(values, VARIANT_KEYS, f"variants.{name}")
+    preset, spec = values.get("preset", ""), values.get("spec", "")
+    if preset and spec:
+        raise SpecError(f"variants.{name} has preset and spec; give one of them")
+    if not preset and not spec and name in PRESETS:
+        preset = name
+    if preset and preset not in PRESETS:
+        raise SpecError(f"variants.{name}: there is no preset {preset!r}; {suggest(preset, PRESETS)}")
+    if not (preset or spec or set(values) & {"options", "model", "recipe"}):
+        raise SpecError(f"there is no preset {name!r}; {suggest(name, PRESETS)}, or give variants.{name} a spec")
+    rates = _parse_rates(values["lr"], f"variants.{name}.lr") if "lr" in values else ()
+    changes = {key: _table(values, key) for key in ("options", "model", "recipe")}
+    return Variant(name, preset, spec, changes["options"], changes["model"], changes["recipe"], rates)
+
+
+def _parse_task(name: str, values: Any) -> StudyTask:
+    _check_table(values, f"tasks.{name}")
+    settings = {key: value for key, value in values.items() if key in TASK_KEYS}
+    options = {key: value for key, value in values.items() if key not in TASK_KEYS} | dict(settings.get("options", {}))
+    kind = settings.get("task", name)
+    task = make_task(kind, **_tuples(options))
+    tests = {
+        key: make_task(kind, **_tuples({**options, **changes})) for key, changes in settings.get("tests", {}).items()
+    }
+    metric = settings.get("metric", next(iter(task.chance), "loss"))
+    if metric not in (*task.chance, "loss"):
+        raise SpecError(f"tasks.{name} has no metric {metric!r}; {suggest(metric, [*task.chance, 'loss'])}")
+    _check_recipe(_table(settings, "recipe"))
+    return StudyTask(
+        name, task, metric, settings.get("threshold"), _table(settings, "model"), _table(settings, "recipe"), tests
+    )
+
+
+def _parse_rates(value: Any, key: str) -> tuple[float, ...]:
+    rates = tuple(value) if isinstance(value, list) else (value,)
+    if not rates or not all(isinstance(rate, (int, float)) and 0 < rate <= 1 for rate in rates):
+        raise SpecError(f"{key} = {value!r} must be learning rates above 0 and at most 1; write [0.001, 0.003]")
+    return tuple(float(rate) for rate in rates)
+
+
+def _parse_seeds(value: Any) -> tuple[int, ...]:
+    seeds = tuple(value) if isinstance(value, (list, tuple)) else (value,)
+    if not seeds or len(set(seeds)) < len(seeds) or not all(type(seed) is int and seed >= 0 for seed in seeds):
+        raise SpecError(f"seeds = {value!r} must be different integers >= 0; write [1, 2, 3]")
+    return seeds
+
+
+def _tuples(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}
+
+
+def _table(values: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    table = values.get(key, {})
+    _check_table(table, key)
+    return table
+
+
+def _check_table(value: Any, key: str) -> None:
+    if not isinstance(value, Mapping):
+        raise SpecError(f"{key} = {value!r} is no table; write [{key}] and its fields below it")
+
+
+def _check_keys(values: Mapping[str, Any], known: Sequence[str], where: str) -> None:
+    for key in values:
+        if key not in known:
+            raise SpecError(f"{where} has no field {key!r}; {suggest(key, known)}")
+
+
+def _merge(table: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """The table with the changes: tables are merged key by key, everything else is replaced."""
+    merged = dict(table)
+    for key, value in changes.items():
+        old = merged.get(key)
+        merged[key] = _merge(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
+    return merged
+
+
+def _nest(path: str, value: Any) -> dict[str, Any]:
+    """The table that sets one dotted key.
+
+    >>> _nest("recipe.steps", 3)
+    {'recipe': {'steps': 3}}
+    """
+    first, _, rest = path.partition(".")
+    return {first: _nest(rest, value) if rest else value}

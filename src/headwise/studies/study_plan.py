@@ -1,0 +1,167 @@
+"""The price of a study before it runs: parameters, FLOPs and time of every cell, from a few real training steps."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ..errors import SpecError
+from .cells import Cell, CellGrid
+from .process_engine import ProcessEngine
+from .study_file import Study
+from .variant_models import ModelSize
+
+TRIAL_STEPS = 6
+FORWARD_SHARE = 1 / 3  # of a training step: the backward pass takes about two forward passes
+
+
+@dataclass(frozen=True)
+class CellPrice:
+    """The price of one cell of a variant on a task, and the number of such cells.
+
+    `seconds` is None if no steps were timed, or if they failed, which `problem` explains.
+    """
+
+    variant: str
+    task: str
+    count: int
+    steps: int
+    size: ModelSize
+    match: str
+    seconds: float | None
+    problem: str = ""
+
+    @property
+    def flops(self) -> int:
+        """FLOPs of the training of one cell."""
+        return self.steps * self.size.step_flops
+
+
+@dataclass(frozen=True)
+class StudyPlan:
+    """The prices of all cells of a study, and the number of processes that share them."""
+
+    study: Study
+    prices: tuple[CellPrice, ...]
+    jobs: int
+
+    @property
+    def num_cells(self) -> int:
+        """Number of cells, those that choose learning rates included."""
+        return sum(price.count for price in self.prices)
+
+    @property
+    def seconds(self) -> float | None:
+        """Predicted duration of the study; None if some cells were not timed."""
+        times = [price.seconds for price in self.prices]
+        if any(time is None for time in times):
+            return None
+        return sum(price.count * (price.seconds or 0.0) for price in self.prices) / max(1, self.jobs)
+
+    @property
+    def data(self) -> list[dict[str, Any]]:
+        """The prices as plain values."""
+        return [
+            {**{key: value for key, value in vars(price).items() if key != "size"}, **price.size._asdict()}
+            for price in self.prices
+        ]
+
+    def check_budget(self, hours: float) -> None:
+        """Raise SpecError if the study is predicted to take longer."""
+        if self.seconds is not None and self.seconds > hours * 3600:
+            raise SpecError(
+                f"the study {self.study.name!r} has {self.num_cells} cells and would take about "
+                f"{format_seconds(self.seconds)}, more than the budget of {hours:g} h; give fewer variants, seeds or "
+                "steps, a smaller --scale, or a larger --budget"
+            )
+
+
+def plan_study(study: Study, engine: ProcessEngine, progress: Callable[[str], object] = lambda line: None) -> StudyPlan:
+    """Price every cell; times come from a few training steps of each variant on each task, run by the engine."""
+    grid = CellGrid(study)
+    trials = {(variant.name, task.name): _trial_cell(grid, variant.name, task.name) for variant, task in grid.pairs}
+    timings: dict[str, Mapping[str, Any]] = {}
+    with tempfile.TemporaryDirectory(prefix="headwise-plan-") as folder, engine:
+        for _ in engine.run(_warm_up_cells(grid, engine.jobs), Path(folder)):
+            progress("starting the processes")
+        for number, (cell, result) in enumerate(engine.run(list(trials.values()), Path(folder)), 1):
+            timings[cell.id] = result
+            progress(f"timing {number}/{len(trials)}  {cell.task}  {cell.variant}")
+    prices: list[CellPrice] = []
+    for variant, task in grid.pairs:
+        key = variant.name, task.name
+        num_rates = len(grid.rates(variant))
+        recipe, result = grid.recipes[key], timings[trials[key].id]
+        is_done = result["status"] == "done"
+        prices.append(
+            CellPrice(
+                *key,
+                count=len(study.seeds) + (num_rates if num_rates > 1 else 0),
+                steps=recipe.steps,
+                size=grid.models[key].size,
+                match=grid.models[key].match,
+                seconds=_predict_seconds(grid, key, result["timing"]) if is_done else None,
+                problem="" if is_done else f"{result['status']}: {result.get('message', '')}",
+            )
+        )
+    return StudyPlan(study, tuple(prices), engine.jobs)
+
+
+def _warm_up_cells(grid: CellGrid, jobs: int) -> list[Cell]:
+    """One trial for each process, so that imports and compilation are not timed."""
+    variant, task = next(grid.pairs)
+    return [_trial_cell(grid, variant.name, task.name, seed) for seed in range(1, max(1, jobs) + 1)]
+
+
+def _trial_cell(grid: CellGrid, variant: str, task: str, seed: int = 0) -> Cell:
+    """The first cell of a variant on a task, cut to a few steps and one evaluation."""
+    study = grid.study
+    cell = grid.cell(study.variants[variant], study.tasks[task], grid.rates(study.variants[variant])[0], seed)
+    recipe = {**cell.config["recipe"], "steps": TRIAL_STEPS, "evaluate_every": TRIAL_STEPS}
+    return replace(cell, config={**cell.config, "recipe": recipe})
+
+
+def _predict_seconds(grid: CellGrid, key: tuple[str, str], timing: Mapping[str, float]) -> float:
+    """Seconds of a whole cell: the trial's, with its steps and its evaluation repeated as often as the recipe says."""
+    recipe, step = grid.recipes[key], timing["step"]
+    evaluations = -(-recipe.steps // recipe.evaluate_every)
+    evaluation = recipe.evaluate_batches * step * FORWARD_SHARE
+    fixed = max(0.0, timing["seconds"] - TRIAL_STEPS * step - evaluation)
+    return fixed + recipe.steps * step + evaluations * evaluation
+
+
+def format_seconds(seconds: float) -> str:
+    """Seconds as text in the largest fitting unit.
+
+    >>> format_seconds(42), format_seconds(150), format_seconds(5400)
+    ('42 s', '2.5 min', '1.5 h')
+    """
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.1f} min" if seconds < 90 * 60 else f"{seconds / 3600:.1f} h"
+
+
+def format_plan(plan: StudyPlan) -> str:
+    """The plan as a table for a terminal."""
+    lines = [f"{plan.study.name}, scale {plan.study.scale}: {plan.num_cells} cells", ""]
+    header = (
+        f"{'task':<10}{'variant':<16}{'cells':>6}{'steps':>7}{'parameters':>12}{'FLOPs':>9}{'KV bytes':>10}{'time':>9}"
+    )
+    lines.append(header)
+    for price in plan.prices:
+        time = "?" if price.seconds is None else format_seconds(price.seconds)
+        kv = "-" if price.size.kv_bytes is None else f"{price.size.kv_bytes:,}"
+        lines.append(
+            f"{price.task:<10}{price.variant:<16}{price.count:>6}{price.steps:>7}{price.size.parameters:>12,}"
+            f"{price.flops:>9.1e}{kv:>10}{time:>9}"
+        )
+    problems = [
+        f"{price.variant} on {price.task} cannot run: {price.problem}" for price in plan.prices if price.problem
+    ]
+    matched = {f"{price.variant}: {price.match}" for price in plan.prices if price.match}
+    total = "unknown" if plan.seconds is None else format_seconds(plan.seconds)
+    lines += ["", f"{total} with {plan.jobs} processes; times are of one cell, from {TRIAL_STEPS} steps timed here"]
+    return "\n".join([*lines, *problems, *sorted(matched)])

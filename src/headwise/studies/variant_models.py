@@ -1,0 +1,227 @@
+"""The model of a variant on a task: the task's own model with another size and attention, matched to the baseline."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..costs import cache_bytes, count_parameters
+from ..costs.size_matching import SizeMatch, list_sizes, match_size
+from ..costs.workload import Workload
+from ..data import Batch, Task
+from ..data.synthetic_task import ModelShape, make_small_decoder, make_small_encoder, make_small_translator
+from ..errors import SpecError
+from ..interfaces.modifiers import Modifier
+from ..model_spec import ModelSpec, StackSpec
+from ..presets import design
+from ..spec import serialization
+from ..spec.attention_spec import SLOTS, AttentionSpec
+from ..training.run_setup import AttentionEdit, replace_self_attention
+from ..training.training_run import count_step_flops
+from .study_file import Study, StudyTask, Variant
+
+DESIGN_OPTIONS = ("kv", "dim", "vdim", "bias", "pattern")  # passed to design; other options are fields of the spec
+
+
+FIXED_SIZES = ("model", "q")  # matching changes other sizes of a layer
+
+
+class ModelSize(NamedTuple):
+    """Size and cost of a model on a task: parameters, FLOPs of one training step, and KV bytes of a row in fp32."""
+
+    parameters: int
+    attention_parameters: int
+    step_flops: int
+    kv_bytes: int | None
+
+
+@dataclass(frozen=True)
+class VariantModel:
+    """The model spec of a variant on a task, its size, and how it was matched."""
+
+    spec: ModelSpec
+    size: ModelSize
+    match: str = ""
+
+
+def make_variant_model(study: Study, variant: Variant, task: StudyTask, batch: Batch) -> VariantModel:
+    """Make the model of a variant, matched to the baseline's if the study matches sizes; `batch` has its lengths."""
+    spec, match = _edit_model(study, variant, task), ""
+    if study.match != "none" and variant.name != study.baseline:
+        baseline = _edit_model(study, study.variants[study.baseline], task)
+        try:
+            spec, match = _match_model(study, spec, baseline, batch)
+        except SpecError as error:
+            raise SpecError(
+                f"the variant {variant.name!r} cannot be matched on {task.name!r} by {study.match}: {error}"
+            ) from None
+    return VariantModel(spec, measure_size(spec, batch), match)
+
+
+def measure_size(spec: ModelSpec, batch: Batch) -> ModelSize:
+    """Count the parameters of a model, the FLOPs of a step on this batch, and the KV bytes of one of its rows."""
+    attention = [layer for _, layer in spec.attention_specs()]
+    return ModelSize(
+        count_parameters(spec),
+        sum(map(count_parameters, attention)),
+        count_step_flops(spec, batch),
+        _kv_bytes(attention, batch),
+    )
+
+
+def _kv_bytes(specs: list[AttentionSpec], batch: Batch) -> int | None:
+    """Bytes that decoding keeps for one row of this length; None if some layer is not causal, as in encoders."""
+    length = batch.x.shape[1] if batch.x.dim() == 2 else 0
+    if not length:
+        return None
+    try:
+        return sum(cache_bytes(spec, batch=1, capacity=length) for spec in specs)
+    except SpecError:
+        return None
+
+
+# --- The size of a task's own model --------------------------------------------------------------------
+
+
+def read_shape(spec: ModelSpec) -> ModelShape:
+    """Read the width, heads, layers, feed-forward width and positions of a task's model.
+
+    >>> from headwise.data import make_task
+    >>> read_shape(make_task("recall").model())
+    ModelShape(width=64, heads=4, layers=2, feed=0, positions='rotary')
+    """
+    stack = spec.stacks[-1]
+    block = stack.layers[0]
+    attention = block.attention
+    if not isinstance(attention, AttentionSpec) or stack.embedding is None or stack.embedding.patches:
+        raise SpecError(f"the model {spec.name!r} is not one of the small token models; leave the table [model] out")
+    rotary = any(modifier.positional for modifier in attention.modifiers)
+    positions = "rotary" if rotary else "sinusoidal" if stack.embedding.positions else "none"
+    feed = 0 if block.feed is None else getattr(block.feed, "hidden", 0)
+    return ModelShape(stack.model, attention.heads.q, len(stack.layers), feed, positions)
+
+
+def resize_model(task: Task, changes: Mapping[str, Any]) -> ModelSpec:
+    """The model of a task with another width, number of heads or layers, feed-forward width or positions."""
+    own = task.model()
+    if not changes:
+        return own
+    shape = replace(read_shape(own), **changes)
+    if not isinstance(shape.positions, str) or shape.positions not in ("rotary", "sinusoidal", "none"):
+        raise SpecError(f"positions = {shape.positions!r} is unknown; use rotary, sinusoidal or none")
+    stack = own.stacks[-1]
+    vocabulary = _vocabulary(stack)
+    if own.kind == "encoder-decoder":
+        return make_small_translator(own.name, vocabulary, shape)
+    if own.kind == "decoder":
+        return make_small_decoder(own.name, vocabulary, shape)
+    attention = stack.layers[0].attention
+    assert isinstance(attention, AttentionSpec)  # read_shape has checked it
+    return make_small_encoder(own.name, vocabulary, shape, own.heads[0], attention.pattern)
+
+
+def _vocabulary(stack: StackSpec) -> int:
+    if stack.embedding is None or stack.embedding.tokens is None:
+        raise SpecError(f"the stack {stack.name!r} embeds no tokens; leave the table [model] out")
+    return stack.embedding.tokens
+
+
+# --- The attention of a variant ------------------------------------------------------------------------
+
+
+def _edit_model(study: Study, variant: Variant, task: StudyTask) -> ModelSpec:
+    spec = resize_model(task.task, {**study.model, **task.model, **variant.model})
+    if not (variant.preset or variant.spec or variant.options):
+        return spec
+    return replace_self_attention(spec, _make_edit(variant, study.folder))
+
+
+def _make_edit(variant: Variant, folder: Path) -> AttentionEdit:
+    file_spec = _read_spec(folder / variant.spec) if variant.spec else None
+    return partial(_edit_attention, variant, file_spec)
+
+
+def _edit_attention(variant: Variant, file_spec: AttentionSpec | None, old: AttentionSpec) -> AttentionSpec:
+    design_options = {key: value for key, value in variant.options.items() if key in DESIGN_OPTIONS}
+    new = old if file_spec is None else file_spec
+    if variant.preset:
+        new = design(preset=variant.preset, model=old.model, heads=old.heads.q, **design_options)
+    elif design_options:
+        parts: dict[str, Any] = {slot: getattr(new, slot) for slot in SLOTS if slot != "pattern"}
+        modifiers = tuple(part for _, part in new.parts_of(Modifier))
+        defaults = {"pattern": new.pattern, "model": new.model, "heads": new.heads.q, "modifiers": modifiers}
+        new = design(**{**parts, **defaults, **design_options})
+    if new.model != old.model:
+        raise SpecError(
+            f"the spec of the variant {variant.name!r} has model={new.model}, but the model of the task has "
+            f"{old.model}; set model.width = {new.model} in the study"
+        )
+    fields = {key: value for key, value in variant.options.items() if key not in DESIGN_OPTIONS}
+    return _set_fields(new, fields, variant.name) if fields else new
+
+
+def _set_fields(spec: AttentionSpec, fields: Mapping[str, Any], name: str) -> AttentionSpec:
+    table = serialization.to_dict(spec)
+    for path, value in fields.items():
+        *parents, last = path.split(".")
+        target: Any = table
+        for key in parents:
+            target = target.get(key) if isinstance(target, dict) else None
+        if not isinstance(target, dict):
+            raise SpecError(f"the variant {name!r} sets {path}, but its spec has no {'.'.join(parents)}")
+        target[last] = value
+    return serialization.from_dict(table)
+
+
+def _read_spec(path: Path) -> AttentionSpec:
+    from ..presets import from_json, from_toml
+
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SpecError(f"the spec {path} cannot be read: {error}") from None
+    return from_json(text) if path.suffix == ".json" else from_toml(text)
+
+
+# --- Matching ------------------------------------------------------------------------------------------
+
+
+def _match_model(study: Study, spec: ModelSpec, baseline: ModelSpec, batch: Batch) -> tuple[ModelSpec, str]:
+    """Match every self-attention to the baseline's of the same name; returns a sentence about the sizes."""
+    goals = [layer for name, layer in baseline.attention_specs() if not name.endswith("cross")]
+    workload = Workload(context=batch.x.shape[1] if batch.x.dim() == 2 else 1)
+    known: dict[tuple[AttentionSpec, AttentionSpec], AttentionSpec] = {}
+    sentences: list[str] = []
+    remaining = iter(goals)
+
+    def match_layer(old: AttentionSpec) -> AttentionSpec:
+        goal = next(remaining, goals[-1])
+        if (old, goal) not in known:
+            match = _match_layer(old, goal, study, workload)
+            known[old, goal] = match.spec
+            sentences.append(str(match))
+        return known[old, goal]
+
+    return replace_self_attention(spec, match_layer), "; ".join(dict.fromkeys(sentences))
+
+
+def _match_layer(old: AttentionSpec, goal: AttentionSpec, study: Study, workload: Workload) -> SizeMatch:
+    """The first size that reaches the goal; never the model width or the query heads, which the whole model shares."""
+    nearest: SizeMatch | None = None
+    for free in list_sizes(old):
+        if free in FIXED_SIZES:
+            continue
+        try:
+            match = match_size(old, like=goal, by=study.match, free=free, workload=workload)
+        except SpecError:
+            continue
+        if abs(match.difference) <= study.tolerance:
+            return match
+        if nearest is None or abs(match.difference) < abs(nearest.difference):
+            nearest = match
+    sizes = ", ".join(f"{name}={size}" for name, size in list_sizes(old).items() if name not in FIXED_SIZES)
+    fact = f"the nearest is {nearest}" if nearest else f"no single one of its sizes ({sizes}) reaches the baseline's"
+    raise SpecError(f"{fact}; set other sizes in its options, or raise tolerance = {study.tolerance:g}")

@@ -1,0 +1,346 @@
+// The grid of the Map: layers down, heads across. A few canvases show the heads; transparent cells above them take the
+// pointer, the keyboard and screen readers, so that choosing a head draws nothing anew.
+
+import { signal, useComputed, useSignal, useSignalEffect, type ReadonlySignal } from "@preact/signals";
+import type { JSX } from "preact";
+import { useEffect, useRef } from "preact/hooks";
+import { togglePin } from "../actions";
+import { themeVersion } from "../canvas/colors";
+import { drawBand, rowPitch, type BandContent, type Bracket, type CellContent, type CellSizes } from "../canvas/head_cells";
+import { format, t } from "../i18n";
+import { cellMode, classesOf, doc, firstHeads, headName, isAblated, measureOf, measures, scale, screen, selectHead, selectedHead, selectedSite, sites, sortHeads, stacks, thumbnails } from "../state";
+import { Meter } from "./basics";
+import { Badge, classLetter } from "./class_badge";
+
+export interface HeadItem {
+  index: number;
+  site: number;
+  head: number;
+}
+
+/** Only heads of this class are shown in full; "" is all. */
+export const classFilter = signal("");
+/** Only these heads are shown in full, as chosen in the scatter plot; null is all. */
+export const brushedHeads = signal<ReadonlySet<number> | null>(null);
+
+const BAND_ROWS = 8; // rows of one canvas
+const CELL_RANGE = { least: 22, most: 92, mostWide: 128 };
+const LABEL_WIDTH = 32;
+const MEAN_WIDTH = 120;
+const CAPTION_FROM = 28; // CSS pixels of a cell from which it has a caption
+const WIDE_PAGE = 1920;
+
+/** The cells of one row: the heads of a layer in their order, and null where one was pruned. */
+function rowHeads(site: number): (HeadItem | null)[] {
+  const { heads, prunedHeads } = sites.value[site]!;
+  const items: HeadItem[] = Array.from({ length: heads }, (_, head) => ({ index: firstHeads.value[site]! + head, site, head }));
+  const order = sortHeads.value;
+  if (order !== "index" && measures.value?.names.includes(order)) {
+    return [...items.sort((a, b) => measureOf(b.index, order) - measureOf(a.index, order)), ...prunedHeads.map(() => null)];
+  }
+  const row: (HeadItem | null)[] = items;
+  for (const gap of prunedHeads) row.splice(gap, 0, null);
+  return row;
+}
+
+export function isDimmed(index: number): boolean {
+  const letter = classFilter.value;
+  if (letter !== "" && classLetter(classesOf(index)[0]?.name) !== letter) return true;
+  return brushedHeads.value !== null && !brushedHeads.value.has(index);
+}
+
+export function HeadGrid({ stack }: { stack: string }): JSX.Element {
+  const box = useRef<HTMLDivElement>(null);
+  const width = useSignal(0);
+  const hovered = useSignal<Hovered | null>(null);
+  const numbers = sites.value.flatMap((site, number) => (`${site.stack} ${site.kind}` === stack ? [number] : []));
+  const columns = Math.max(...numbers.map((number) => sites.value[number]!.heads + sites.value[number]!.prunedHeads.length));
+  const sizes = useComputed(() => chooseSizes(width.value, columns, numbers));
+  useEffect(() => {
+    const watch = new ResizeObserver(() => (width.value = box.current?.clientWidth ?? 0));
+    watch.observe(box.current!);
+    return () => watch.disconnect();
+  }, []);
+  useSignalEffect(() => {
+    const { cell, caption, gap, rowGap } = sizes.value;
+    const style = box.current?.style;
+    for (const [name, size] of Object.entries({ cell, caption, gap, pitch: rowPitch(sizes.value), "row-gap": rowGap })) style?.setProperty(`--${name}`, `${size}px`);
+    style?.setProperty("--columns", String(columns));
+  });
+  const bands = Array.from({ length: Math.ceil(numbers.length / BAND_ROWS) }, (_, band) => numbers.slice(band * BAND_ROWS, (band + 1) * BAND_ROWS));
+  const several = stacks.value.length > 1;
+  return (
+    <div class="stack-block">
+      {several && <h3>{stack.replace(/^(\S+) (self|attention)$/, "$1").replace(/ self$/, "")}</h3>}
+      <div class="grid-box">
+        <div class="grid-scroll" ref={box} onPointerOver={(event) => (hovered.value = headUnder(event))} onPointerLeave={() => (hovered.value = null)}>
+          <div
+            class="grid"
+            role="grid"
+            aria-label={`${t("map.grid")}: ${stack}`}
+            aria-rowcount={numbers.length}
+            aria-colcount={columns}
+            onClick={onClick}
+            onDblClick={(event) => headUnder(event) && (screen.value = "head")}
+            onKeyDown={(event) => onKey(event, numbers)}
+          >
+            {sortHeads.value === "index" && <HeadNumbers count={columns} sizes={sizes} />}
+            {width.value > 0 && bands.map((band) => <Band key={band[0]} band={band} columns={columns} sizes={sizes} />)}
+          </div>
+        </div>
+        {hovered.value && <HeadTip box={box.current!} {...hovered.value} />}
+      </div>
+    </div>
+  );
+}
+
+function chooseSizes(width: number, columns: number, numbers: number[]): CellSizes {
+  const isWide = innerWidth >= WIDE_PAGE;
+  const most = isWide ? CELL_RANGE.mostWide : CELL_RANGE.most;
+  const margins = LABEL_WIDTH + (measures.value && innerWidth >= 900 ? MEAN_WIDTH : 0) + 8;
+  const gap = (width - margins) / columns < 40 ? 2 : 4;
+  const cell = Math.floor(Math.min(Math.max((width - margins) / columns - gap, CELL_RANGE.least), most));
+  const caption = cell >= CAPTION_FROM && cellMode.value !== "class" ? 19 : 0;
+  const isShared = numbers.some((number) => sites.value[number]!.kvHeads < sites.value[number]!.heads);
+  return { cell, caption, gap, rowGap: isShared ? gap + 8 : gap + 2 };
+}
+
+function headUnder(event: Event): Hovered | null {
+  const cell = (event.target as HTMLElement).closest<HTMLElement>("[data-head]");
+  if (!cell) return null;
+  const [site = 0, head = 0] = cell.dataset["head"]!.split(".").map(Number);
+  return { site, head, cell };
+}
+
+/** A click selects a head; with shift it pins it as well. */
+function onClick(event: MouseEvent): void {
+  const found = headUnder(event);
+  if (!found) return;
+  selectHead(found.site, found.head);
+  if (event.shiftKey) togglePin(found.site, found.head);
+}
+
+/** Arrow keys walk the cells as they are shown, so also through sorted rows and past pruned heads. */
+function onKey(event: KeyboardEvent, numbers: number[]): void {
+  const steps: Record<string, [number, number]> = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1], Home: [0, -Infinity], End: [0, Infinity] };
+  const step = steps[event.key];
+  if (!step || event.ctrlKey || event.metaKey || event.altKey) return;
+  const at = numbers.indexOf(selectedSite.value) + step[0];
+  if (at < 0 || at >= numbers.length) return; // the page moves on to the next stack
+  event.preventDefault();
+  event.stopPropagation();
+  const heads = (number: number) => rowHeads(number).filter((item) => item !== null);
+  const from = heads(selectedSite.value).findIndex((item) => item.head === selectedHead.value);
+  const row = heads(numbers[at]!);
+  const next = row[Math.min(Math.max(from + step[1], 0), row.length - 1)];
+  if (next) selectHead(next.site, next.head);
+}
+
+function HeadNumbers({ count, sizes }: { count: number; sizes: ReadonlySignal<CellSizes> }): JSX.Element {
+  const every = sizes.value.cell >= 26 ? 1 : 4;
+  return (
+    <div class="grid-heads" aria-hidden="true">
+      {Array.from({ length: count }, (_, head) => (
+        <span key={head}>{head % every === 0 ? `H${head}` : ""}</span>
+      ))}
+    </div>
+  );
+}
+
+/** Some neighbouring rows: one canvas, drawn while it is near the window, and the cells above it. */
+function Band({ band, columns, sizes }: { band: number[]; columns: number; sizes: ReadonlySignal<CellSizes> }): JSX.Element {
+  const box = useRef<HTMLDivElement>(null);
+  const canvas = useRef<HTMLCanvasElement>(null);
+  const isNear = useSignal(false);
+  useEffect(() => {
+    const watch = new IntersectionObserver(([entry]) => (isNear.value = entry!.isIntersecting), { rootMargin: "600px 1000000px" });
+    watch.observe(box.current!);
+    box.current!.style.setProperty("--rows", String(band.length));
+    return () => watch.disconnect();
+  }, [band.length]);
+  useSignalEffect(() => {
+    void themeVersion.value;
+    const element = canvas.current;
+    if (!element) return;
+    if (isNear.value) drawBand(element, bandContent(band, columns), sizes.value, thumbnails.value, scale.value);
+    else element.width = element.height = 1; // gives its memory back
+  });
+  return (
+    <div class="band" role="rowgroup" ref={box}>
+      <canvas ref={canvas} aria-hidden="true" width={1} height={1} />
+      {band.map((site) => (
+        <GridRow key={site} site={site} />
+      ))}
+    </div>
+  );
+}
+
+function bandContent(band: number[], columns: number): BandContent {
+  const mode = cellMode.value;
+  const range = doc.value?.measures.find(({ name }) => name === mode);
+  const cells: CellContent[] = [];
+  const brackets: Bracket[] = [];
+  band.forEach((site, row) => {
+    const heads = rowHeads(site);
+    heads.forEach((item, column) => cells.push(cellContent(item, row, column, mode, range)));
+    brackets.push(...findBrackets(site, heads, row));
+  });
+  return { cells, brackets, columns, rows: band.length, mode };
+}
+
+function cellContent(item: HeadItem | null, row: number, column: number, mode: string, range: { low: number; high: number } | undefined): CellContent {
+  if (!item) return { row, column, head: null, className: undefined, shade: NaN, caption: "", sink: NaN, isAblated: false, isDimmed: false };
+  const top = classesOf(item.index)[0];
+  const isMeasured = measures.value !== null;
+  const value = shownValue(item.index);
+  return {
+    row,
+    column,
+    head: item.index,
+    className: isMeasured ? (top?.name ?? "unclear") : undefined,
+    shade: range ? (measureOf(item.index, mode) - range.low) / (range.high - range.low || 1) : NaN,
+    caption: isMeasured ? (Number.isFinite(value) ? format(value).replace(/^0\./, ".") : "") : `H${item.head}`,
+    sink: measureOf(item.index, "sink"),
+    isAblated: isAblated(item.site, item.head),
+    isDimmed: isDimmed(item.index),
+  };
+}
+
+/** The number of a cell: the score of its class, or the measure that the cells show. */
+function shownValue(index: number): number {
+  const mode = cellMode.value;
+  return mode === "thumbnail" || mode === "class" ? (classesOf(index)[0]?.score ?? NaN) : measureOf(index, mode);
+}
+
+function findBrackets(site: number, heads: (HeadItem | null)[], row: number): Bracket[] {
+  const { kvHeads, kvHeadOfQuery, heads: count } = sites.value[site]!;
+  if (kvHeads >= count) return [];
+  const found: Bracket[] = [];
+  let group: number | undefined;
+  heads.forEach((item, column) => {
+    const next = item ? kvHeadOfQuery[item.head] : undefined;
+    if (next !== undefined && next === group) found.at(-1)!.last = column;
+    else if (next !== undefined) found.push({ row, first: column, last: column });
+    group = next;
+  });
+  return found.filter(({ first, last }) => last > first); // in sorted rows the heads of a group lie apart
+}
+
+function GridRow({ site }: { site: number }): JSX.Element {
+  const item = sites.value[site]!;
+  // A computed signal, so that a new selection renders two rows and not all of them.
+  const chosen = useComputed(() => (selectedSite.value === site ? selectedHead.value : -1)).value;
+  const row = useRef<HTMLDivElement>(null);
+  useEffect(() => {
+    if (chosen >= 0 && document.activeElement?.closest(".grid")) row.current?.querySelector<HTMLElement>("[aria-selected=true]")?.focus();
+  }, [chosen]);
+  const heads = rowHeads(site);
+  return (
+    <div class="grid-row" role="row" ref={row}>
+      <span class="ly" role="rowheader" title={item.name}>
+        {headName(site, 0).split(" ")[0]}
+      </span>
+      {heads.map((cell, column) =>
+        cell ? (
+          <div
+            key={cell.head}
+            class="cell"
+            role="gridcell"
+            data-head={`${site}.${cell.head}`}
+            aria-selected={chosen === cell.head}
+            tabIndex={chosen === cell.head ? 0 : -1}
+            aria-label={describeHead(cell)}
+          />
+        ) : (
+          <span key={`gap${column}`} class="cell-gap" title={t("map.pruned", { head: item.prunedHeads.find((head) => head === column) ?? "" })} />
+        ),
+      )}
+      <LayerMean site={site} />
+    </div>
+  );
+}
+
+/** The number that a head had before other heads of its layer were pruned. */
+function numberBefore(site: number, head: number): number {
+  return sites.value[site]!.prunedHeads.reduce((number, gap) => (gap <= number ? number + 1 : number), head);
+}
+
+function describeHead({ site, head, index }: HeadItem): string {
+  const top = classesOf(index)[0];
+  const parts = [headName(site, head)];
+  if (measures.value) parts.push(`${top?.name ?? t("class.unclear")} ${format(shownValue(index))}`);
+  if (isAblated(site, head)) parts.push(t("map.ablated"));
+  if (sites.value[site]!.prunedHeads.length) parts.push(t("map.before", { head: numberBefore(site, head) }));
+  const { kvHeads, heads, kvHeadOfQuery } = sites.value[site]!;
+  if (kvHeads < heads) parts.push(t("map.kvGroup", { kv: kvHeadOfQuery[head] ?? 0 }));
+  return parts.join(", ");
+}
+
+/** The mean of the shown measure over the heads of a layer, as a bar at the right of its row. */
+function LayerMean({ site }: { site: number }): JSX.Element | null {
+  const table = measures.value;
+  if (!table) return null;
+  const name = meanName(table.names);
+  const range = doc.value?.measures.find((measure) => measure.name === name);
+  const first = firstHeads.value[site]!;
+  const values = Array.from({ length: sites.value[site]!.heads }, (_, head) => measureOf(first + head, name)).filter(Number.isFinite);
+  const mean = values.reduce((sum, value) => sum + value, 0) / values.length;
+  return (
+    <span class="layer-mean hide-s" title={`${name} ${format(mean)}`}>
+      <span>{format(mean)}</span>
+      <Meter value={range ? mean / (range.high || 1) : 0} />
+    </span>
+  );
+}
+
+/** The measure whose mean stands beside every layer. */
+export function meanName(names: string[]): string {
+  if (names.includes(cellMode.value)) return cellMode.value;
+  return names.includes("entropy") ? "entropy" : (names[0] ?? "");
+}
+
+interface Hovered {
+  site: number;
+  head: number;
+  cell: HTMLElement;
+}
+
+/** What a head is, beside the pointer. */
+function HeadTip({ site, head, cell, box }: Hovered & { box: HTMLElement }): JSX.Element {
+  const tip = useRef<HTMLDivElement>(null);
+  const index = firstHeads.value[site]! + head;
+  const top = classesOf(index)[0];
+  const mode = cellMode.value;
+  const { kvHeads, heads, kvHeadOfQuery, prunedHeads } = sites.value[site]!;
+  useEffect(() => {
+    if (tip.current) placeTip(tip.current, cell, box);
+  });
+  return (
+    <div class="tip" ref={tip} aria-hidden="true">
+      <b class="b mono">{headName(site, head)}</b>
+      {isAblated(site, head) && <span class="t3"> · {t("map.ablated")}</span>}
+      {measures.value && (
+        <p class="row tight">
+          <Badge name={top?.name} /> {top?.name ?? t("class.unclear")} {top && <span class="num">{format(top.score)}</span>}
+        </p>
+      )}
+      {measures.value?.names.includes(mode) && (
+        <p>
+          {mode} <span class="num">{format(measureOf(index, mode))}</span>
+        </p>
+      )}
+      {prunedHeads.length > 0 && <p class="t3">{t("map.before", { head: numberBefore(site, head) })}</p>}
+      {kvHeads < heads && <p class="t3">{t("map.kvGroup", { kv: kvHeadOfQuery[head] ?? 0 })}</p>}
+    </div>
+  );
+}
+
+/** Put a tip under its cell, or above it where the window ends; both in the coordinates of the box around the grid. */
+function placeTip(tip: HTMLElement, cell: HTMLElement, box: HTMLElement): void {
+  const around = box.getBoundingClientRect();
+  const at = cell.getBoundingClientRect();
+  const left = Math.min(Math.max(at.left - around.left, 0), around.width - tip.offsetWidth);
+  const fits = at.bottom + tip.offsetHeight + 60 < innerHeight;
+  tip.style.left = `${left}px`;
+  tip.style.top = `${fits ? at.bottom - around.top + 6 : at.top - around.top - tip.offsetHeight - 6}px`;
+}

@@ -1,0 +1,199 @@
+// The panels beside the matrix: the whole matrix in small, the exact row of a query, the mean weight by distance, patches.
+
+import { useSignal, type ReadonlySignal } from "@preact/signals";
+import type { JSX } from "preact";
+import { thumbnailImage } from "../canvas/heatmap";
+import { format, t } from "../i18n";
+import type { Site } from "../source";
+import { headIndex, lens, scale, thumbnails } from "../state";
+import { Heatmap, Panel } from "./basics";
+import { shownView, wholeView, type ExactRow, type HeadData, type Marginals } from "./head_data";
+import { roundTicks } from "./head_scatter";
+import { moveView, percentBox, zoomView } from "./matrix";
+import { streamWords, visibleToken } from "./tokens";
+
+const LISTED_KEYS = 8;
+const FIRST_ZOOM = 8; // how much closer the first press on the small matrix looks
+
+/** The whole matrix in small, with a frame around the part that is shown; press or drag to move it. */
+export function Minimap({ item }: { item: Site }): JSX.Element {
+  const isPressed = useSignal(false);
+  const view = shownView(item);
+  const atlas = thumbnails.value;
+  const move = (event: PointerEvent) => {
+    const area = (event.currentTarget as HTMLElement).getBoundingClientRect();
+    const at = { query: ((event.clientY - area.top) / area.height) * item.numQueries, key: ((event.clientX - area.left) / area.width) * item.numKeys };
+    const isWhole = view.q1 - view.q0 === item.numQueries && view.k1 - view.k0 === item.numKeys;
+    if (isWhole) zoomView(item, FIRST_ZOOM, at);
+    else moveView(item, { queries: view.q1 - view.q0, keys: view.k1 - view.k0 }, at);
+  };
+  return (
+    <Panel title={t("head.minimap")}>
+      <div
+        class="minimap"
+        onPointerDown={(event) => {
+          isPressed.value = true;
+          event.currentTarget.setPointerCapture(event.pointerId);
+          move(event);
+        }}
+        onPointerMove={(event) => isPressed.value && move(event)}
+        onPointerUp={() => (isPressed.value = false)}
+        onPointerCancel={() => (isPressed.value = false)}
+      >
+        <Heatmap image={atlas && thumbnailImage(atlas, headIndex.value)} scale={scale.value} label={t("head.minimap")} />
+        <svg class="crosshair locked" viewBox="0 0 100 100" preserveAspectRatio="none" aria-hidden="true">
+          <rect class="cell-mark" {...percentBox(wholeView(item), view)} />
+        </svg>
+      </div>
+      <p class="t3 xs">{t("head.minimapHint")}</p>
+    </Panel>
+  );
+}
+
+/** The keys with the largest weights, the largest first. */
+function topKeys({ weights, masked }: ExactRow): number[] {
+  const top: number[] = [];
+  for (let key = 0; key < weights.length; key++) {
+    if (masked[key] || (top.length === LISTED_KEYS && weights[key]! <= weights[top.at(-1)!]!)) continue;
+    const place = top.findIndex((other) => weights[other]! < weights[key]!);
+    top.splice(place < 0 ? top.length : place, 0, key);
+    top.length = Math.min(top.length, LISTED_KEYS);
+  }
+  return top;
+}
+
+/** The exact weights of the selected query, the largest first. */
+export function RowPanel(props: { item: Site; row: ReadonlySignal<ExactRow | null>; marginals: ReadonlySignal<Marginals | null> }): JSX.Element {
+  const { item } = props;
+  const row = props.row.value;
+  const marginals = props.marginals.value;
+  const queryWords = streamWords(item.queryStream);
+  const keyWords = streamWords(item.keyStream);
+  return (
+    <Panel title={row ? `${t("query")} ${row.query} · ${visibleToken(queryWords[row.query] ?? "")}` : t("query")}>
+      {row ? (
+        <table class="finder">
+          <thead>
+            <tr>
+              <th scope="col">{t("key")}</th>
+              <th scope="col" class="num">
+                {t("weight")}
+              </th>
+            </tr>
+          </thead>
+          <tbody>
+            {topKeys(row).map((key) => (
+              <tr key={key}>
+                <td class="mono">
+                  {key} {visibleToken(keyWords[key] ?? "")}
+                </td>
+                <td class="num">{row.weights[key]!.toPrecision(4)}</td>
+              </tr>
+            ))}
+            {lens.value === "weight" && marginals && (
+              <tr>
+                <td class="t3">{t("head.entropyNats")}</td>
+                <td class="num t3">{format(marginals.entropy[row.query] ?? NaN)}</td>
+              </tr>
+            )}
+          </tbody>
+        </table>
+      ) : (
+        <p class="t3">{t("head.hint")}</p>
+      )}
+    </Panel>
+  );
+}
+
+const PROFILE = { width: 320, height: 110, left: 36, base: 84, tall: 74, reach: 32 };
+
+/** Mean weight at each distance between query and key. */
+export function OffsetProfile({ item, data }: { item: Site; data: HeadData }): JSX.Element {
+  const marginals = data.marginals.value;
+  const reason = data.marginalsError.value;
+  return (
+    <Panel title={t("head.offsets")}>
+      <div class="profile">{marginals ? <ProfileBars item={item} marginals={marginals} /> : <p class="t3">{reason ? `${reason.fact} ${reason.remedy}` : t("state.computing")}</p>}</div>
+    </Panel>
+  );
+}
+
+function ProfileBars({ item, marginals }: { item: Site; marginals: Marginals }): JSX.Element {
+  const isSelf = item.queryStream === item.keyStream;
+  const { width, height, left, base, tall } = PROFILE;
+  const reach = Math.min(Math.max(item.numQueries, item.numKeys), PROFILE.reach);
+  const first = marginals.firstOffset;
+  const low = isSelf && !marginals.byOffset.subarray(0, -first).some((mean) => mean > 0) ? 0 : -reach;
+  const shown: { offset: number; mean: number }[] = [];
+  for (let offset = low; offset <= reach; offset++) shown.push({ offset, mean: marginals.byOffset[offset - first] ?? 0 });
+  const most = Math.max(...shown.map(({ mean }) => mean), 1e-9);
+  const bar = (width - left - 4) / Math.max(shown.length, 1);
+  return (
+    <svg class="plot" viewBox={`0 0 ${width} ${height}`} role="img" aria-label={t("head.offsets")}>
+      {roundTicks(0, most, 2).map((tick) => (
+        <g key={tick}>
+          <line class="gridline" x1={left - 2} x2={width} y1={base - (tick / most) * tall} y2={base - (tick / most) * tall} />
+          <text class="tick" x={left - 6} y={base + 3 - (tick / most) * tall} text-anchor="end">
+            {format(tick)}
+          </text>
+        </g>
+      ))}
+      {shown.map(({ offset, mean }, index) => (
+        <rect key={offset} class="bar-mark" x={left + index * bar} y={base - (mean / most) * tall} width={Math.max(bar - 1, 0.6)} height={(mean / most) * tall}>
+          <title>{`${offset}: ${format(mean)}`}</title>
+        </rect>
+      ))}
+      {shown
+        .filter(({ offset }) => offset % 8 === 0)
+        .map(({ offset }) => (
+          <text key={offset} class="tick" x={left + (shown.findIndex((item) => item.offset === offset) + 0.5) * bar} y="97" text-anchor="middle">
+            {offset}
+          </text>
+        ))}
+      <text class="axis" x={width} y="109" text-anchor="end">
+        {t("head.offsetAxis")}
+      </text>
+    </svg>
+  );
+}
+
+/** The number of patches on each side of an image, and of the tokens before them; null if the keys are no square. */
+function patchGrid(numKeys: number): { side: number; extra: number } | null {
+  for (const extra of [1, 0, 2, 5]) {
+    const side = Math.round(Math.sqrt(numKeys - extra));
+    if (side > 1 && side * side === numKeys - extra) return { side, extra };
+  }
+  return null;
+}
+
+/** For a model of images: the weights of a query over the grid of patches. */
+export function PatchPanel({ item, row: exactRow }: { item: Site; row: ReadonlySignal<ExactRow | null> }): JSX.Element {
+  const row = exactRow.value;
+  const grid = patchGrid(item.numKeys);
+  const canDraw = grid && row && row.weights.length === item.numKeys;
+  const most = canDraw ? row.weights.subarray(grid.extra).reduce((a, b) => Math.max(a, b), 0) : 0;
+  const cells = canDraw && Uint8Array.from(row.weights.subarray(grid.extra), (weight) => Math.ceil((weight / (most || 1)) * 255));
+  return (
+    <Panel title={t("head.patches")}>
+      {!grid && <p class="t3">{t("head.noPatches", { keys: item.numKeys })}</p>}
+      {grid && !cells && <p class="t3">{t("head.choosePatch")}</p>}
+      {grid && cells && <PatchImage cells={cells} side={grid.side} query={row!.query - grid.extra} />}
+      {grid && cells && <p class="t3 xs">{t("head.patchScale", { side: grid.side, most: format(most), extra: grid.extra })}</p>}
+      <p class="t3 xs">{t("head.noImage")}</p>
+    </Panel>
+  );
+}
+
+function PatchImage({ cells, side, query }: { cells: Uint8Array; side: number; query: number }): JSX.Element {
+  const size = 100 / side;
+  return (
+    <div class="minimap">
+      <Heatmap image={{ data: cells, rows: side, columns: side }} scale={scale.value} label={t("head.patches")} />
+      {query >= 0 && (
+        <svg class="crosshair locked" viewBox="0 0 100 100" preserveAspectRatio="none" aria-hidden="true">
+          <rect class="cell-mark" x={(query % side) * size} y={Math.floor(query / side) * size} width={size} height={size} />
+        </svg>
+      )}
+    </div>
+  );
+}

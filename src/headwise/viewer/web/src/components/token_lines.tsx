@@ -1,0 +1,99 @@
+// Short texts as tokens joined by lines or arcs, and the strongest pairs as a table.
+
+import type { JSX } from "preact";
+import { cssRamp, rampPosition, themeVersion } from "../canvas/colors";
+import { format, t } from "../i18n";
+import type { Site } from "../source";
+import { scale, selectedToken } from "../state";
+import { DataTable } from "./data_table";
+import { cellSpan, type TileState } from "./head_data";
+import { streamWords, visibleToken } from "./tokens";
+
+const LISTED_PAIRS = 200;
+
+interface Pair {
+  query: number;
+  key: number;
+  weight: number;
+}
+
+/** The cells of a tile with their weights; a cell that covers several pairs stands for its first. */
+function tilePairs(tile: TileState, least: number): Pair[] {
+  const pairs: Pair[] = [];
+  for (let row = 0; row < tile.rows; row++) {
+    for (let column = 0; column < tile.columns; column++) {
+      const weight = (tile.weights[row * tile.columns + column]! / 255) * tile.scale;
+      if (weight < least) continue;
+      const { q0, k0 } = cellSpan(tile, row, column);
+      pairs.push({ query: q0, key: k0, weight });
+    }
+  }
+  return pairs;
+}
+
+export function StrongestPairs({ item, tile }: { item: Site; tile: TileState | null }): JSX.Element {
+  const words = { query: streamWords(item.queryStream), key: streamWords(item.keyStream) };
+  const pairs = tile ? tilePairs(tile, 0.01 * tile.scale).sort((a, b) => b.weight - a.weight).slice(0, LISTED_PAIRS) : [];
+  return (
+    <DataTable
+      caption={t("head.strongest")}
+      rows={pairs}
+      columns={[
+        { key: "query", title: t("query"), value: (pair) => `${pair.query} ${visibleToken(words.query[pair.query] ?? "")}` },
+        { key: "key", title: t("key"), value: (pair) => `${pair.key} ${visibleToken(words.key[pair.key] ?? "")}` },
+        { key: "weight", title: t("weight"), numeric: true, value: (pair) => pair.weight, cell: (pair) => format(pair.weight) },
+      ]}
+    />
+  );
+}
+
+/** Tokens in two columns joined by lines, or in one row joined by arcs. */
+export function TokenLines({ item, tile, arcs }: { item: Site; tile: TileState | null; arcs: boolean }): JSX.Element {
+  const queryWords = streamWords(item.queryStream);
+  const keyWords = streamWords(item.keyStream);
+  void themeVersion.value;
+  const pairs = tile ? tilePairs(tile, 0.02 * tile.scale) : [];
+  const focus = selectedToken.value;
+  const opacity = (pair: Pair) => rampPosition(pair.weight / (tile?.scale ?? 1), scale.value) * (focus === null || pair.query === focus ? 0.9 : 0.08);
+  if (arcs) {
+    const step = 64;
+    const width = queryWords.length * step;
+    const height = Math.min(40 + queryWords.length * 7, 320);
+    return (
+      <div class="scroll" tabIndex={0} role="region" aria-label={t("head.arcs")}>
+        <svg class="lines" width={width} height={height + 28} role="img" aria-label={t("head.arcs")}>
+          {pairs.map((pair, index) => {
+            const from = (pair.query + 0.5) * step;
+            const to = (pair.key + 0.5) * step;
+            const reach = Math.min(Math.abs(from - to) * 0.55 + 8, height);
+            return <path key={index} d={`M${from} ${height}C${from} ${height - reach} ${to} ${height - reach} ${to} ${height}`} stroke={cssRamp(0.85)} stroke-opacity={opacity(pair)} />;
+          })}
+          {queryWords.map((word, index) => (
+            <text key={index} class={`token-text ${focus === index ? "chosen" : ""}`} x={(index + 0.5) * step} y={height + 18} text-anchor="middle" onClick={() => (selectedToken.value = focus === index ? null : index)}>
+              {visibleToken(word)}
+            </text>
+          ))}
+        </svg>
+      </div>
+    );
+  }
+  const line = 22;
+  const height = Math.max(queryWords.length, keyWords.length) * line + 8;
+  return (
+    <svg class="lines" viewBox={`0 0 560 ${height}`} role="img" aria-label={t("head.lines")}>
+      {pairs.map((pair, index) => (
+        <path key={index} d={`M180 ${pair.query * line + 14}C260 ${pair.query * line + 14} 300 ${pair.key * line + 14} 380 ${pair.key * line + 14}`} stroke={cssRamp(0.85)} stroke-opacity={opacity(pair)} />
+      ))}
+      {queryWords.map((word, index) => (
+        <text key={`q${index}`} class={`token-text ${focus === index ? "chosen" : ""}`} x="172" y={index * line + 18} text-anchor="end" onClick={() => (selectedToken.value = focus === index ? null : index)}>
+          {visibleToken(word)}
+        </text>
+      ))}
+      {keyWords.map((word, index) => (
+        <text key={`k${index}`} class="token-text" x="388" y={index * line + 18}>
+          {visibleToken(word)}
+        </text>
+      ))}
+    </svg>
+  );
+}

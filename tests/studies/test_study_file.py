@@ -1,0 +1,144 @@
+"""Study files: what they mean, how scales and overrides change them, and the message for each mistake."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import headwise as hw
+from headwise.data import make_task
+from headwise.errors import SpecError
+from headwise.studies.cells import CellGrid
+from headwise.studies.study_file import parse_study, read_study
+
+RECALL = {"vocabulary": 32, "length": 32, "pairs": 4}
+TABLE: dict[str, Any] = {
+    "hypothesis": "fewer key-value heads recall as much",
+    "baseline": "mha",
+    "seeds": [1, 2],
+    "recipe": {"steps": 8, "batch": 4, "lr": [0.001, 0.003]},
+    "variants": {"mha": {}, "few": {"preset": "gqa", "options": {"kv": 2}, "lr": 0.002}},
+    "tasks": {"recall": {**RECALL, "threshold": 0.5, "tests": {"longer": {"length": 64, "pairs": 8}}}},
+    "scales": {"smoke": {"seeds": [1], "recipe": {"steps": 2}}},
+}
+
+
+def test_what_a_file_says(tmp_path: Path):
+    study = parse_study(TABLE, "few", "small", {})
+    assert study.seeds == (1, 2)
+    assert study.rates == (0.001, 0.003)
+    assert study.variants["few"].rates == (0.002,)
+    assert study.tasks["recall"].task == make_task("recall", **RECALL)
+    assert study.tasks["recall"].tests["longer"] == make_task("recall", vocabulary=32, length=64, pairs=8)
+    smoke = parse_study(TABLE, "few", "smoke", {"recipe.batch": 2, "tasks.recall.pairs": 2})
+    assert (smoke.seeds, smoke.recipe) == ((1,), {"steps": 2, "batch": 2})
+    assert smoke.tasks["recall"].task == make_task("recall", vocabulary=32, length=32, pairs=2)
+    (tmp_path / "few.toml").write_text("hypothesis = 'x'\n[variants.mha]\n[tasks.recall]\n")
+    assert read_study(tmp_path / "few.toml").name == "few"
+
+
+def test_cells_of_a_study():
+    grid = CellGrid(parse_study(TABLE, "few", "small", {}))
+    tuning = grid.tuning_cells()
+    assert [(cell.variant, cell.rate, cell.seed) for cell in tuning] == [("mha", 0.001, 0), ("mha", 0.003, 0)]
+    report = grid.report_cells({("mha", "recall"): 0.003, ("few", "recall"): 0.002})
+    assert [(cell.variant, cell.rate, cell.seed) for cell in report] == [
+        ("mha", 0.003, 1),
+        ("mha", 0.003, 2),
+        ("few", 0.002, 1),
+        ("few", 0.002, 2),
+    ]
+    assert len({cell.id for cell in [*tuning, *report]}) == 6
+    again = CellGrid(parse_study(TABLE, "other name", "small", {}))
+    assert again.report_cells({("mha", "recall"): 0.003})[0].id == report[0].id
+    changed = CellGrid(parse_study(TABLE, "few", "small", {"recipe.steps": 9}))
+    assert changed.report_cells({("mha", "recall"): 0.003})[0].id != report[0].id
+
+
+@pytest.mark.parametrize("match", ["params", "flops", "kv"])
+def test_matched_sizes_are_near_the_baseline(match: str):
+    variants = {name: {} for name in ("mha", "gqa", "collaborative", "diff2")}
+    if match == "kv":
+        del variants["collaborative"]  # its keys cannot grow to the baseline's cache within the tolerance
+    grid = CellGrid(parse_study({**TABLE, "match": match, "variants": variants}, "t", "small", {}))
+    for variant in variants:
+        own, like = (next(iter(grid.models[name, "recall"].spec.attention_specs()))[1] for name in (variant, "mha"))
+        count = {
+            "params": lambda spec: sum(one.numel() for one in hw.Attention(spec).parameters()),
+            "flops": lambda spec: hw.cost(spec, hw.Workload(context=32)).estimates[0].prefill_flops.total,
+            "kv": lambda spec: hw.cost(spec, hw.Workload(context=32)).estimates[0].cache_bytes,
+        }[match]
+        assert abs(count(own) / count(like) - 1) <= 0.1, variant
+
+
+MISTAKES = {
+    "no hypothesis": ({"hypothesis": " "}, "states no hypothesis"),
+    "no variant": ({"variants": {"mhaa": {}}}, "did you mean 'mha'"),
+    "no preset": ({"variants": {"mha": {"preset": "gqq"}}}, "did you mean 'gqa'"),
+    "no task": ({"tasks": {"recal": {}}}, "did you mean 'recall'"),
+    "no option": ({"tasks": {"recall": {"pears": 3}}}, "did you mean 'pairs'"),
+    "no metric": ({"tasks": {"recall": {"metric": "acuracy"}}}, "did you mean 'accuracy'"),
+    "no field": ({"recipes": {}}, "did you mean 'recipe'"),
+    "no recipe field": ({"recipe": {"step": 3}}, "did you mean 'steps'"),
+    "no baseline": ({"baseline": "gqa"}, "there is no variant 'gqa'"),
+    "matching": ({"match": "parameters"}, "did you mean 'params'"),
+    "tuning seed": ({"tuning_seed": 1}, "use another tuning_seed"),
+    "equal seeds": ({"seeds": [1, 1]}, "different integers"),
+    "rate": ({"recipe": {"lr": 0}}, "above 0"),
+    "table": ({"variants": {"mha": 3}}, "is no table"),
+    "two sources": ({"variants": {"mha": {"preset": "gqa", "spec": "x.toml"}}}, "give one of them"),
+    "shape": ({"model": {"wide": 3}}, "did you mean 'width'"),
+    "grid": ({"seeds": list(range(1, 60_000))}, "give fewer variants"),
+    "empty": ({"variants": {}}, "0 variants and 1 tasks"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes_give_one_line(name: str):
+    changes, words = MISTAKES[name]
+    with pytest.raises(SpecError, match=words) as caught:
+        parse_study({**TABLE, **changes}, "few", "small", {})
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("variants", "words"),
+    [
+        ({"mha": {}, "same": {"preset": "mha"}}, "'mha' and 'same' are the same model on 'recall'"),
+        ({"mha": {}, "mla": {}}, "cannot be matched on 'recall' by params"),
+        ({"mha": {}, "mine": {"spec": "missing.toml"}}, "cannot be read"),
+        ({"mha": {}, "mine": {"options": {"heds.kv": 2}}}, "has no heds"),
+        ({"mha": {"model": {"positions": "learned"}}}, "use rotary, sinusoidal or none"),
+    ],
+)
+def test_models_that_cannot_be_made(variants: dict[str, Any], words: str):
+    with pytest.raises(SpecError, match=words):
+        CellGrid(parse_study({**TABLE, "variants": variants, "match": "params"}, "few", "small", {}))
+
+
+def test_unknown_scale_and_unreadable_files(tmp_path: Path):
+    with pytest.raises(SpecError, match="did you mean 'smoke'"):
+        parse_study(TABLE, "few", "smok", {})
+    for text in (b"\xff", b"hypothesis = "):
+        (tmp_path / "bad.toml").write_bytes(text)
+        with pytest.raises(SpecError, match="cannot be read as a study"):
+            read_study(tmp_path / "bad.toml")
+    with pytest.raises(SpecError, match="cannot be read as a study"):
+        read_study(tmp_path / "missing.toml")
+
+
+def test_a_variant_from_a_file_and_a_resized_model(tmp_path: Path):
+    (tmp_path / "mine.toml").write_text(hw.to_toml(hw.design(model=32, heads=2, pattern="window(5)")))
+    table = {
+        **TABLE,
+        "model": {"width": 32, "layers": 3, "feed": 48},
+        "variants": {"mha": {"model": {"heads": 8}}, "mine": {"spec": "mine.toml", "options": {"kv": 1}}},
+    }
+    grid = CellGrid(parse_study(table, "t", "small", {}, tmp_path))
+    specs = [spec for _, spec in grid.models["mine", "recall"].spec.attention_specs()]
+    assert len(specs) == 3
+    assert specs[0].heads == hw.design(model=32, heads=2, kv=1).heads
+    assert "window(5)" in specs[0].pattern.text
+    assert next(iter(grid.models["mha", "recall"].spec.attention_specs()))[1].heads.q == 8

@@ -1,0 +1,238 @@
+"""Runs of a study: the same bytes after kill -9, killed processes, cells that fail, and the report."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headwise.cli import main
+from headwise.errors import SpecError
+from headwise.files import FolderLock
+from headwise.studies import process_engine
+from headwise.studies.cells import Cell
+from headwise.studies.process_engine import ProcessEngine
+from headwise.studies.run_cell import read_result, run_cell
+from headwise.studies.study_file import Study, read_study
+from headwise.studies.study_plan import plan_study
+from headwise.studies.study_report import StudyReport, write_report
+from headwise.studies.study_runner import RESULTS_FILE, StudyResults, run_study
+
+FILE = """
+hypothesis = "A window of 3 recalls less than full attention; <script>alert(1)</script>"
+match = "params"
+seeds = [1, 2, 3]
+head_texts = 2
+
+[recipe]
+steps = 6
+batch = 4
+lr = [0.001, 0.01]
+evaluate_every = 3
+evaluate_batches = 1
+
+[variants.mha]
+[variants.gqa]
+lr = 0.003
+[variants.near]
+options = { pattern = "window(3)" }
+
+[tasks.recall]
+vocabulary = 16
+length = 16
+pairs = [2, 3]
+threshold = 0.1
+tests.longer = { length = 32, pairs = 4 }
+"""
+IN_THIS_PROCESS = 0
+
+
+@pytest.fixture(scope="module")
+def study_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("study") / "small.toml"
+    path.write_text(FILE)
+    return path
+
+
+@pytest.fixture(scope="module")
+def study(study_file: Path) -> Study:
+    return read_study(study_file)
+
+
+@pytest.fixture(scope="module")
+def finished(study: Study, tmp_path_factory: pytest.TempPathFactory) -> tuple[StudyResults, StudyReport, Path]:
+    folder = tmp_path_factory.mktemp("finished")
+    results = run_study(study, folder, ProcessEngine(IN_THIS_PROCESS))
+    return results, write_report(results, folder), folder
+
+
+def test_a_finished_study_is_not_run_again(study: Study, finished: tuple[StudyResults, StudyReport, Path], monkeypatch):
+    _, _, folder = finished
+    before = (folder / RESULTS_FILE).read_bytes()
+    monkeypatch.setattr(process_engine, "run_cell", lambda *_: pytest.fail("a finished cell was run again"))
+    again = run_study(study, folder, ProcessEngine(IN_THIS_PROCESS))
+    assert (folder / RESULTS_FILE).read_bytes() == before
+    assert len(again.cells) == 4 + 9  # learning rates of two variants, three seeds of three
+
+
+def test_metrics_are_those_of_the_trained_model(finished: tuple[StudyResults, StudyReport, Path]):
+    results, _, folder = finished
+    cell = results.report_cells("mha", "recall")[0]
+    record = json.loads((folder / "cells" / cell.cell.id / "run" / "final.json").read_text())
+    assert cell.result["metrics"] == record["metrics"]
+    assert cell.result["parameters"] == results.grid.models["mha", "recall"].size.parameters
+    assert [point["step"] for point in cell.result["curve"]] == [3, 6]
+    assert 0 <= cell.result["tests"]["longer"]["accuracy"] <= 1
+    assert not (folder / "cells" / cell.cell.id / "run" / "checkpoint").exists()
+
+
+def test_kill_and_resume_give_the_same_bytes(
+    study_file: Path, study: Study, finished: tuple[StudyResults, StudyReport, Path], tmp_path: Path
+):
+    command = [
+        sys.executable,
+        "-m",
+        "headwise",
+        "study",
+        str(study_file),
+        "--out",
+        str(tmp_path / "out"),
+        "--jobs",
+        "2",
+    ]
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True)
+    cells = tmp_path / "out" / "cells"
+    deadline = time.monotonic() + 120
+    while len(list(cells.glob("*/result.json"))) < 2 and time.monotonic() < deadline and process.poll() is None:
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    done = len(list(cells.glob("*/result.json")))
+    assert 2 <= done < 13
+    run_study(study, tmp_path / "out", ProcessEngine(IN_THIS_PROCESS))
+    assert (tmp_path / "out" / RESULTS_FILE).read_bytes() == (finished[2] / RESULTS_FILE).read_bytes()
+
+
+def run_or_die(config: Mapping[str, Any], folder: str) -> dict[str, Any]:
+    """Run a cell, but end the process the first time, and always for seed 2."""
+    marker = Path(folder) / "died"
+    if config["recipe"]["seed"] == 2 or not marker.exists():
+        marker.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return run_cell(config, folder)
+
+
+def test_killed_processes_are_replaced(
+    study: Study, finished: tuple[StudyResults, StudyReport, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(process_engine, "_run_marked", _mark_and_die)
+    cells = [one.cell for one in finished[0].report_cells("gqa", "recall")][:2]
+    with ProcessEngine(1) as engine:
+        results = {cell.seed: result for cell, result in engine.run(cells, tmp_path)}
+    assert results[1]["metrics"] == finished[0].report_cells("gqa", "recall")[0].result["metrics"]
+    assert results[2]["status"] == "killed"
+    assert "3 times" in results[2]["message"]
+
+
+def _mark_and_die(config: Mapping[str, Any], folder: str) -> dict[str, Any]:
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    (Path(folder) / process_engine.STARTED_FILE).touch()
+    return run_or_die(config, folder)
+
+
+def test_cells_that_fail_are_recorded(study: Study, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for error, status in [(MemoryError(), "out of memory"), (SpecError("no such option"), "failed")]:
+        monkeypatch.setattr("headwise.studies.run_cell._train_and_test", _raising(error))
+        results = run_study(study, tmp_path / status.replace(" ", ""), ProcessEngine(IN_THIS_PROCESS))
+        assert {one.result["status"] for one in results.cells} == {status}
+        report = write_report(results, tmp_path / status.replace(" ", ""))
+        assert len(report.failures) == len(results.cells)
+
+
+def _raising(error: Exception) -> Callable[..., dict[str, Any]]:
+    def run(*_: object) -> dict[str, Any]:
+        raise error
+
+    return run
+
+
+def test_a_cell_that_diverges(study: Study, finished: tuple[StudyResults, StudyReport, Path], tmp_path: Path):
+    cell = finished[0].report_cells("mha", "recall")[0].cell
+    config = {**cell.config, "recipe": {**cell.config["recipe"], "lr": 1.0, "clip": 0.0, "steps": 60}}
+    result = run_cell(config, str(tmp_path))
+    assert result["status"] in ("done", "diverged")
+    assert read_result(tmp_path) == result
+
+
+def test_the_report(finished: tuple[StudyResults, StudyReport, Path]):
+    results, report, folder = finished
+    page, text = (folder / "report.html").read_text(), (folder / "report.md").read_text()
+    mean = report.scores["mha", "recall"].mean.value
+    assert f"{mean:.4g}" in text
+    assert f"{mean:.4g}" in page
+    assert "<script" not in page
+    assert "//" not in page.replace('xmlns="http://www.w3.org/2000/svg"', "")
+    assert page.count("<svg") == 7  # strips, three costs, three axes of time
+    assert all(claim in text for claim in report.claims)
+    rows = (folder / "results.csv").read_text().splitlines()
+    cell = results.report_cells("gqa", "recall")[0]
+    value = cell.result["metrics"]["accuracy"]
+    assert f"{cell.cell.id},report,recall,gqa,0.003,1,done,accuracy,{value!r}" in rows
+    assert "differs" not in text  # formulas and built models agree
+
+
+def test_plan_and_budget(study: Study):
+    plan = plan_study(study, ProcessEngine(IN_THIS_PROCESS))
+    assert plan.num_cells == 13
+    assert all(price.seconds and price.seconds > 0 for price in plan.prices)
+    assert plan.prices[0].flops == 6 * plan.prices[0].size.step_flops
+    with pytest.raises(SpecError, match="more than the budget of 1e-06 h"):
+        plan.check_budget(1e-6)
+
+
+def test_two_studies_in_one_folder_are_refused(
+    study: Study, finished: tuple[StudyResults, StudyReport, Path], tmp_path
+):
+    (tmp_path / "study.json").write_text('{"study": "another"}')
+    with pytest.raises(SpecError, match="holds the study 'another'"):
+        run_study(study, tmp_path, ProcessEngine(IN_THIS_PROCESS))
+    with FolderLock(finished[2]), pytest.raises(ValueError, match=str(finished[2])):
+        run_study(study, finished[2], ProcessEngine(IN_THIS_PROCESS))
+
+
+def test_command(
+    study_file: Path,
+    finished: tuple[StudyResults, StudyReport, Path],
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+):
+    assert main(["study", str(study_file), "--out", str(finished[2]), "--jobs", "0"]) == 0
+    printed = capsys.readouterr()
+    assert "recall: mha reaches accuracy" in printed.out
+    assert "report  9/9" in printed.err
+    only = ["study", str(study_file), "--out", str(tmp_path), "--jobs", "0", "--only", "recall/gqa/1", "--json"]
+    assert main(only) == 0
+    assert json.loads(capsys.readouterr().out)["failures"] == []
+    assert len((tmp_path / RESULTS_FILE).read_text().splitlines()) == 1
+    for wrong, words in [
+        ([str(study_file), "--scale", "huge"], "no scale 'huge'"),
+        ([str(study_file), "--set", "steps"], "is not KEY=VALUE"),
+        ([str(study_file), "--jobs", "-1"], "--jobs -1 is negative"),
+        ([str(study_file), "--budget", "0"], "give a number above 0"),
+        ([str(tmp_path / "none.toml")], "cannot be read as a study"),
+    ]:
+        assert main(["study", *wrong]) == 2
+        assert words in capsys.readouterr().err
+
+
+def test_a_cell_has_one_id(finished: tuple[StudyResults, StudyReport, Path]):
+    cell = finished[0].cells[0].cell
+    assert Cell(cell.variant, cell.task, cell.rate, cell.seed, dict(reversed(cell.config.items()))).id == cell.id

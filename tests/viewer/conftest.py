@@ -1,0 +1,37 @@
+"""The browser and the page that the tests of the page share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from support.page_browser import require_browser
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    path = require_browser()
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        started = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        assert int(started.version.split(".")[0]) >= 120, started.version
+        yield started
+        started.close()
+
+
+@pytest.fixture
+def page(browser: Any) -> Iterator[Any]:
+    """A page whose console must stay empty."""
+    context = browser.new_context(viewport={"width": 1280, "height": 900}, locale="en")
+    opened = context.new_page()
+    messages: list[str] = []
+    opened.on("console", lambda message: messages.append(message.text))
+    opened.on("pageerror", lambda error: messages.append(str(error)))
+    opened.on("dialog", lambda dialog: messages.append(dialog.message))
+    opened.set_default_timeout(20_000)
+    yield opened
+    context.close()
+    assert messages == []

@@ -1,0 +1,388 @@
+"""The Map and the Head screen with large models and long texts: what is drawn, and how long it takes.
+
+Times are printed (run pytest with -s), not asserted, because they are those of the machine.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+from headwise.traces import trace_from_weights
+from headwise.viewer import bundled_sample
+from headwise.viewer.lab_actions import sweep_heads
+from headwise.viewer.model_worker import Job, JobProgress
+from headwise.viewer.open_model import AblatedHead, OpenModel
+from headwise.viewer.view import open_trace
+from support.large_traces import make_large_trace, make_table
+from support.page_browser import served, wait_until
+
+FRAMES = """async (kind) => {
+  const cells = [...document.querySelectorAll('[role=gridcell]')], scroller = document.querySelector('.grid-scroll');
+  const times = [];
+  let last = await new Promise(requestAnimationFrame);
+  for (let n = 0; n < 40; n++) {
+    const key = n % 2 ? 'ArrowRight' : 'ArrowLeft', step = n < 20 ? 40 : -40, cell = cells[(n * 7) % cells.length];
+    if (kind === 'keys') window.dispatchEvent(new KeyboardEvent('keydown', { key }));
+    if (kind === 'scroll') { window.scrollBy(0, step); scroller.scrollLeft += step / 2; }
+    if (kind === 'hover') cell.dispatchEvent(new PointerEvent('pointerover', { bubbles: true }));
+    const now = await new Promise(requestAnimationFrame);
+    times.push(now - last);
+    last = now;
+  }
+  times.sort((a, b) => a - b);
+  return [times[20], times[36]].map((time) => Math.round(time * 10) / 10);
+}"""
+
+
+# Reads a copy of a canvas, because one that is read twice is moved off the GPU, which the console reports.
+READ_PIXELS = """(canvas, place) => {
+  const [x, y, w, h] = place.map(Math.round), copy = new OffscreenCanvas(w, h);
+  const c = copy.getContext('2d', { willReadFrequently: true });
+  c.drawImage(canvas, x, y, w, h, 0, 0, w, h);
+  return [w, ...c.getImageData(0, 0, w, h).data];
+}"""
+# Moves the pointer over the matrix and waits until the exact number has changed; times in milliseconds.
+HOVER = """async () => {
+  const matrix = document.querySelector('.matrix-canvas'), area = matrix.getBoundingClientRect();
+  const exact = document.querySelector('[data-testid=exact]'), times = [];
+  for (let n = 1; n < 20; n++) {
+    const begin = performance.now(), last = exact.textContent;
+    const at = { clientX: area.left + area.width * n / 42, clientY: area.top + area.height * n / 21, bubbles: true };
+    matrix.dispatchEvent(new PointerEvent('pointermove', at));
+    const isNew = () => exact.textContent !== last && /\\d$/.test(exact.textContent);
+    const isOpen = () => !isNew() && performance.now() - begin < 5000;
+    while (isOpen()) await new Promise((done) => setTimeout(done, 1));
+    times.push(performance.now() - begin);
+  }
+  times.sort((a, b) => a - b);
+  return [times[9], times[18]].map((time) => Math.round(time * 10) / 10);
+}"""
+
+
+def report(**figures: Any) -> None:
+    print(json.dumps(figures))
+
+
+def open_map(page: Any, url: str, query: str = "") -> None:
+    page.goto(url)
+    page.get_by_role("gridcell").first.wait_for()
+    if query:
+        page.evaluate(f"location.hash = '#/map?{query}'")
+    wait_until(page, "[...document.querySelectorAll('.band > canvas')].some((canvas) => canvas.width > 1)")
+    page.wait_for_timeout(150)
+
+
+def cell_pixels(page: Any, name: str) -> np.ndarray:
+    """The pixels of the canvas under a cell, [height, width, 3]."""
+    flat = page.evaluate(
+        f"""(name) => {{
+          const cell = document.querySelector(`[role=gridcell][aria-label^="${{name}}"]`);
+          const canvas = cell.closest('.band').querySelector('canvas');
+          const [a, b] = [cell.getBoundingClientRect(), canvas.getBoundingClientRect()];
+          return ({READ_PIXELS})(canvas, [a.left - b.left, a.top - b.top, a.width, a.height]);
+        }}""",
+        name,
+    )
+    return np.array(flat[1:]).reshape(-1, flat[0], 4)[:, :, :3]
+
+
+def colour(page: Any, name: str) -> list[int]:
+    text = page.evaluate(f"getComputedStyle(document.documentElement).getPropertyValue('{name}').trim()")
+    return [int(text[i : i + 2], 16) for i in (1, 3, 5)]
+
+
+# --- the Map -------------------------------------------------------------------------------------------
+
+
+def test_a_map_of_a_thousand_heads_is_drawn_on_few_canvases(page: Any):
+    trace = make_large_trace(32, 32, 24)
+    with served(OpenModel(trace, table=make_table(trace))) as url:
+        open_map(page, url)
+        assert page.get_by_role("gridcell").count() == 1024
+        assert page.locator("[role=gridcell] canvas").count() == 0
+        assert page.locator("canvas").count() <= 10
+        page.wait_for_timeout(1000)
+        for kind in ("keys", "scroll", "hover"):
+            median, slow = page.evaluate(FRAMES, kind)
+            report(heads=1024, kind=kind, median_ms=median, ninetieth_percentile_ms=slow)
+
+
+def test_a_map_of_eighty_layers_draws_the_rows_near_the_window(page: Any):
+    begin = time.monotonic()
+    with served(OpenModel(make_large_trace(80, 64, 8))) as url:
+        open_map(page, url)
+        report(heads=5120, shown_after_s=round(time.monotonic() - begin, 1))
+        assert page.get_by_role("gridcell").count() == 5120
+        drawn = "[...document.querySelectorAll('.band > canvas')].map((canvas) => canvas.width > 1)"
+        before = page.evaluate(drawn)
+        assert len(before) == 10
+        assert (before[0], before[-1]) == (True, False)
+        page.evaluate("document.querySelectorAll('.band')[9].scrollIntoView()")
+        wait_until(page, f"(({drawn})[9])")
+        assert page.evaluate(drawn)[0] is False
+        for kind in ("keys", "scroll", "hover"):
+            report(heads=5120, kind=kind, median_ms=page.evaluate(FRAMES, kind)[0])
+
+
+def test_masked_parts_of_thumbnails_are_hatched(page: Any):
+    """In the thumbnail of a causal head the part above the diagonal has the two colours of the hatch, and no other."""
+    with served(OpenModel(make_large_trace(1, 4, 16))) as url:
+        open_map(page, url, "theme=light")
+        pixels = cell_pixels(page, "L0 H1")
+        side = pixels.shape[1]
+        above = pixels[side // 8 : side // 3, side // 2 : side - 3].reshape(-1, 3)
+        hatch = {tuple(colour(page, "--hatch")), tuple(colour(page, "--hatch-bg"))}
+        assert {tuple(pixel) for pixel in above.tolist()} == hatch
+        below = {tuple(pixel) for pixel in pixels[side // 2 : side - 3, 4 : side // 3].reshape(-1, 3).tolist()}
+        assert not below & hatch
+
+
+def test_pruned_ablated_and_grouped_heads_are_marked(page: Any):
+    trace = make_large_trace(2, 6, 12, kv_heads=2)
+    opened = OpenModel(trace, pruned={"layers.1.attention": [0, 3]})
+    with served(opened) as url:
+        open_map(page, url, "theme=light")
+        plain = cell_pixels(page, "L0 H4")
+        assert page.locator(".grid-row").nth(0).locator(".cell-gap").count() == 0
+        order = (
+            page.locator(".grid-row")
+            .nth(1)
+            .locator(".cell, .cell-gap")
+            .evaluate_all("(cells) => cells.map((cell) => cell.dataset.head ?? 'gap')")
+        )
+        assert order == ["gap", "1.0", "1.1", "gap", "1.2", "1.3", "1.4", "1.5"]
+        label = page.get_by_role("gridcell").nth(6 + 2).get_attribute("aria-label")
+        assert "H4 before pruning" in label
+        assert "shares key-value head 0" in label
+        canvas = "document.querySelector('.band > canvas')"
+        bracket = page.evaluate(f"({READ_PIXELS})({canvas}, [0, 2, {canvas}.width, 1])")[4::4]
+        runs = np.flatnonzero(np.diff(np.array([0, *(np.array(bracket) > 0), 0]))).reshape(-1, 2)
+        assert len(runs) == 2
+    opened.ablated = (AblatedHead("layers.0.attention", 4),)
+    with served(opened) as url:
+        open_map(page, url, "theme=light")
+        struck = cell_pixels(page, "L0 H4")
+        assert "ablated" in page.get_by_role("gridcell").nth(4).get_attribute("aria-label")
+        height, width = struck.shape[:2]
+        rows = np.arange(20, 60)
+        diagonal = struck[rows, width * (height - rows) // height]
+        assert struck.mean() > plain.mean()  # paler
+        assert diagonal.mean() < 160
+
+
+def test_one_cell_of_the_grid_takes_the_focus_and_arrows_walk_as_shown(page: Any):
+    trace = make_large_trace(4, 8, 12)
+    table = make_table(trace)
+    with served(OpenModel(trace, table=table)) as url:
+        open_map(page, url, "sort=entropy")
+        first = sorted(range(8), key=lambda head: -table.heads[head].measures["entropy"].value)
+        page.get_by_role("gridcell").first.click()
+        assert page.locator(".head-name").inner_text() == f"L0 H{first[0]}"
+        assert page.locator("[role=gridcell][tabindex='0']").count() == 1
+        page.locator("[role=gridcell][tabindex='0']").focus()
+        page.keyboard.press("ArrowRight")
+        wait_until(page, f"document.querySelector('.head-name').textContent === 'L0 H{first[1]}'")
+        wait_until(page, f"document.activeElement.getAttribute('aria-label').startsWith('L0 H{first[1]}')")
+        page.keyboard.press("End")
+        wait_until(page, f"document.activeElement.getAttribute('aria-label').startsWith('L0 H{first[7]}')")
+        page.keyboard.press("ArrowDown")
+        wait_until(page, "document.activeElement.getAttribute('aria-label').startsWith('L1 ')")
+        assert page.get_by_role("grid").get_attribute("aria-rowcount") == "4"
+        page.keyboard.press("Enter")
+        page.get_by_role("heading", name="Head L1").wait_for()
+
+
+def test_the_scatter_selects_and_dims_heads(page: Any):
+    trace = make_large_trace(2, 8, 12)
+    table = make_table(trace)
+    with served(OpenModel(trace, table=table)) as url:
+        open_map(page, url, "x=entropy&y=sink")
+        plot = page.get_by_role("img", name="Scatter of 16 heads: entropy across, sink up")
+        plot.scroll_into_view_if_needed()
+        box = plot.bounding_box()
+        values = np.array([[head.measures[name].value for name in ("entropy", "sink")] for head in table.heads])
+        x, y = values[5] / values.max(0)
+        page.mouse.click(box["x"] + 44 + x * (box["width"] - 58), box["y"] + 224 - y * 202)
+        wait_until(page, "document.querySelector('.head-name').textContent === 'L0 H5'")
+        page.mouse.move(box["x"] + 44, box["y"] + 22)
+        page.mouse.down()
+        page.mouse.move(box["x"] + 44 + (box["width"] - 58) / 2, box["y"] + 230)
+        page.mouse.up()
+        count = int((values[:, 0] <= values[:, 0].max() / 2).sum())
+        page.get_by_text(f"{count} heads chosen").wait_for()
+        page.get_by_role("button", name="Show all").click()
+        page.get_by_text("Drag to choose heads").wait_for()
+        page.get_by_label("colour").select_option("importance")
+        assert "color=importance" in page.url
+
+
+@pytest.mark.parametrize("width", [900, 1000, 1100, 1280])
+def test_the_measures_of_the_inspector_are_not_cut_off(page: Any, width: int):
+    opened = OpenModel(bundled_sample.load_sample_trace(), table=bundled_sample.load_sample_table())
+    with served(opened) as url:
+        page.set_viewport_size({"width": width, "height": 900})
+        open_map(page, url)
+        sizes = page.evaluate(
+            "[...document.querySelectorAll('.side .scroll')].map((box) => [box.scrollWidth, box.clientWidth])"
+        )
+        assert sizes
+        assert all(inside <= outside for inside, outside in sizes)
+
+
+# --- the Head screen -----------------------------------------------------------------------------------
+
+
+def open_head(page: Any, url: str, query: str = "") -> None:
+    page.goto(url)
+    page.get_by_role("gridcell").first.wait_for()
+    page.evaluate(f"location.hash = '#/head?{query}'")
+    wait_until(page, "document.querySelector('.matrix-canvas:not(.draft) canvas')?.width > 1")
+
+
+def point(page: Any, across: float, down: float) -> None:
+    box = page.locator(".matrix-canvas canvas").bounding_box()
+    page.mouse.move(box["x"] + across * box["width"], box["y"] + down * box["height"])
+
+
+EXACT = "document.querySelector('[data-testid=exact] b')?.textContent"
+
+
+def test_a_long_head_opens_at_once_and_answers_exactly(page: Any):
+    opened = OpenModel(make_large_trace(1, 2, 4096))
+    opened.thumbnails()
+    weights = opened.get_trace().head_weights("layers.0.attention", 1)
+    with served(opened) as url:
+        page.goto(url)
+        page.get_by_role("gridcell").first.wait_for()
+        page.wait_for_timeout(300)
+        begin = time.monotonic()
+        page.evaluate("location.hash = '#/head?head=1&scale=lin'")
+        wait_until(page, "document.querySelector('.matrix-canvas canvas')?.width > 1")
+        draft = time.monotonic() - begin
+        wait_until(page, "document.querySelector('.matrix-canvas:not(.draft) canvas')?.width >= 512")
+        report(tokens=4096, draft_s=round(draft, 2), exact_s=round(time.monotonic() - begin, 2))
+        page.get_by_role("img", name="entropy of each row").wait_for()
+        median, slowest = page.evaluate(HOVER)
+        report(tokens=4096, hover_median_ms=median, hover_slowest_ms=slowest)
+        for cell in (100, 300):
+            rows, columns = slice(cell * 8, cell * 8 + 8), slice((cell - 3) * 8, (cell - 2) * 8)
+            point(page, (cell - 2.5) / 512, (cell + 0.5) / 512)
+            wanted = f"{weights[rows, columns].max():.6}"
+            wait_until(page, f"Math.abs({EXACT} - {wanted}) <= 2e-5 * {wanted}")
+
+
+def test_a_part_of_a_long_head_is_shown_with_one_cell_for_each_pair(page: Any):
+    opened = OpenModel(make_large_trace(1, 1, 2000))
+    weights = opened.get_trace().head_weights("layers.0.attention", 0)
+    with served(opened) as url:
+        open_head(page, url, "part=1000.1100.950.1050")
+        page.get_by_text("queries 1000–1100, keys 950–1050").wait_for()
+        point(page, 60.5 / 100, 70.5 / 100)
+        wanted = f"{weights[1070, 1010]:.6}"
+        wait_until(page, f"Math.abs({EXACT} - {wanted}) <= 2e-5 * {wanted}")
+        page.get_by_role("application").focus()
+        page.keyboard.press("-")
+        wait_until(page, "location.hash.includes('part=') && !location.hash.includes('part=1000.1100')")
+        page.keyboard.press("0")
+        page.get_by_text("all 2000 queries, 2000 keys").wait_for()
+        assert "part=" not in page.url
+        box = page.locator(".minimap").bounding_box()
+        page.mouse.click(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+        wait_until(page, "location.hash.includes('part=875.1125.875.1125')")
+
+
+def test_a_drag_shows_a_part_and_keys_walk_past_its_edge(page: Any):
+    opened = OpenModel(make_large_trace(1, 1, 120))
+    with served(opened) as url:
+        open_head(page, url)
+        point(page, 20.5 / 120, 40.5 / 120)
+        page.mouse.down()
+        point(page, 49.5 / 120, 69.5 / 120)
+        page.mouse.up()
+        wait_until(page, "location.hash.includes('part=40.70.20.50')")
+        wait_until(page, "document.querySelector('.matrix-canvas:not(.draft) canvas')?.height > 1")
+        page.get_by_role("application").focus()
+        page.keyboard.press("ArrowUp")
+        wait_until(page, "document.querySelector('[data-testid=exact]').textContent.includes('w39')")
+        assert "part=24.54.5.35" in page.url
+
+
+def test_marginals_are_those_of_the_weights(page: Any):
+    weights = np.tril(np.random.default_rng(3).random((1, 2, 9, 9)) + 0.1)
+    weights /= weights.sum(-1, keepdims=True)
+    with served(open_trace(trace_from_weights([weights], list("abcdefghi")))) as url:
+        open_head(page, url, "head=1")
+        entropy = -(weights[0, 1] * np.log(np.where(weights[0, 1] > 0, weights[0, 1], 1))).sum(1)
+        page.get_by_role("img", name=f"entropy of each row, longest bar {entropy.max():.2f}").wait_for()
+        received = weights[0, 1].sum(0) / np.arange(9, 0, -1)
+        page.get_by_role("img", name=f"weight on each key, longest bar {received.max():.2f}").wait_for()
+        page.get_by_label("Rows").select_option("maximum")
+        page.get_by_role("img", name="largest weight of each row, longest bar 1.00").wait_for()
+        page.get_by_label("Rows").select_option("entropy")
+        bars = page.evaluate(
+            """() => { const canvas = document.querySelector('.marginal.rows canvas');
+            const { data, width } = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height);
+            const isDrawn = (row) => (_, x) => data[(row * 5 * width + x) * 4 + 3];
+            return [...Array(9)].map((_, row) => [...Array(width)].filter(isDrawn(row)).length); }"""
+        )
+        assert np.abs(np.array(bars) - 96 * entropy / entropy.max()).max() <= 0.51
+
+
+def test_memory_stays_flat_over_two_hundred_heads(page: Any):
+    opened = OpenModel(make_large_trace(10, 20, 96))
+    with served(opened) as url:
+        open_head(page, url)
+        session = page.context.new_cdp_session(page)
+        session.send("HeapProfiler.enable")
+
+        def change_heads(count: int) -> None:
+            for number in range(count):
+                page.evaluate(f"location.hash = '#/head?site={number % 10}&head={number // 10 % 20}'")
+                page.wait_for_timeout(25)
+
+        def used_bytes() -> float:
+            page.wait_for_timeout(500)
+            session.send("HeapProfiler.collectGarbage")
+            return float(session.send("Runtime.getHeapUsage")["usedSize"])
+
+        change_heads(40)
+        before = used_bytes()
+        change_heads(200)
+        grown = used_bytes() - before
+        report(head_changes=200, heap_growth_kB=round(grown / 1000))
+        assert grown < 1_000_000
+
+
+def test_a_model_of_images_shows_its_weights_over_the_patches(page: Any):
+    trace = make_large_trace(1, 2, 17, causal=False)
+    opened = OpenModel(type(trace)(trace.model, {}, trace.layers))
+    with served(opened) as url:
+        open_head(page, url)
+        page.get_by_role("heading", name="Patches").wait_for()
+        page.get_by_text("A trace holds tokens, not pixels").wait_for()
+        point(page, 0.5 / 17, 6.5 / 17)
+        page.get_by_text("4 × 4 patches in reading order").wait_for()
+        assert page.locator(".minimap canvas").count() == 1
+
+
+def test_the_importance_of_heads_is_computed_when_it_is_asked_for(page: Any):
+    opened = OpenModel(
+        bundled_sample.load_sample_trace(),
+        load_model=bundled_sample.load_sample_model,
+        table=bundled_sample.load_sample_table(),
+    )
+    with served(opened) as url:
+        open_map(page, url)
+        page.get_by_role("button", name="Importance").click()
+        page.get_by_text("importance, 0.00 to").wait_for(timeout=60_000)
+        changes = sweep_heads(opened, {}, JobProgress(Job("sweep", {})))["heads"]
+        most = max(changes, key=lambda change: change[2])
+        number = opened.heads.index((opened.site_name(most[0]), most[1]))
+        label = page.get_by_role("gridcell").nth(number).get_attribute("aria-label")
+        assert float(label.split()[-1]) == pytest.approx(most[2], rel=0.02)
+        assert page.get_by_label("colour").locator("option", has_text="importance").count() == 1
