@@ -11,14 +11,13 @@ import pytest
 import headwise as hw
 from headwise import cli
 from headwise.head_analysis import head_figures
+from headwise.head_analysis.attention_figures import HeadPicture, draw_gallery, draw_head_overlay
 from headwise.head_analysis.head_figures import (
-    HeadPicture,
-    draw_gallery,
-    draw_head_overlay,
     format_head_ranking,
     format_head_table,
     with_ansi_colour,
 )
+from headwise.head_analysis.head_similarity import PlaneEmbedding
 from headwise.head_analysis.head_table import HeadClass, HeadMeasures, HeadTable, Measure
 from support.conllu_examples import ROWS, build_encoder, conllu_lines
 from support.saved_models import save_models
@@ -94,7 +93,7 @@ def test_the_output_folder_holds_the_reports(
     assert said(capsys, parsed["net"], "--conllu", parsed["conllu"], "--out", str(drawn), "--pair", *two)[0] == 0
     assert "one: encoder.0.attention 1" in (drawn / "pair-light.svg").read_text()
     assert "other: encoder.0.attention 0" in (drawn / "pair-light.svg").read_text()
-    assert "most global" in (out / "pair-light.svg").read_text()
+    assert "broadest" in (out / "pair-light.svg").read_text()
     code, _, told = said(
         capsys, parsed["net"], "--conllu", parsed["conllu"], "--out", str(tmp_path / "no"), "--pair", two[0],
         "encoder.0.attention:77",
@@ -173,9 +172,9 @@ def test_drawings_are_the_same_twice(paper: str, tmp_path: Path):
         "curve": lambda on: head_figures.draw_importance_curve(
             list("abc"), [(1, 0, 2), (3, 2, 4), (0, 0, 0)], "importance", on
         ),
-        "atlas": lambda on: head_figures.draw_head_map(small(), places, on),
+        "atlas": lambda on: head_figures.draw_head_map(small(), PlaneEmbedding(places, 0.1), on),
         "gallery": lambda on: draw_gallery([picture] * 4, "heads", on),
-        "pair": lambda on: draw_head_overlay(picture, picture, on),
+        "pair": lambda on: draw_head_overlay(picture, picture, "two heads", on),
     }
     for name, make in makers.items():
         for again in (1, 2):

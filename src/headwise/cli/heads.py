@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from ..head_analysis.importance_methods import ImportanceResult
 
 
+TRACE_SUFFIX = ".trace"
+
+
 @dataclass
 class ExtraAnalyses:
     """Results of --importance, --redundancy and --random-baseline; None if not requested. `lines` summarise them."""
@@ -128,22 +131,26 @@ def format_extras(extras: ExtraAnalyses) -> str:
 
 def main(argv: list[str]) -> int:
     """Measure and classify the heads of a model, print the table, and write figures if asked."""
-    args = _parser().parse_args(argv)
+    parser = _parser()
+    args = parser.parse_args(argv)
+    if args.model.endswith(TRACE_SUFFIX):
+        return _draw_from_trace(args, parser)
     _check_arguments(args)
     from ..hub.pretrained_models import load_original
+    from ..inspect.attention_sites import sites
 
     model = load_original(args.model).eval()
     attach_named_tokenizer(model, args)
+    drawn_heads = _locate_drawn_heads(args, sites(model)) if args.draw else []
     examples, notes = read_examples(model, args)
     measure = partial(_measure_model, examples=examples, args=args)
     table, extras = run_extras(model, measure(model), examples, args, measure)
     table = replace(table, notes=(*table.notes, *notes))
     if args.out is not None:
-        from ..head_analysis.head_report import write_head_report
+        from ..head_analysis.head_report import ReportOptions, write_head_report
 
-        for name in write_head_report(
-            model, table, examples, Path(args.out), (extras.importance, extras.redundancy), _parse_head_pair(args.pair)
-        ):
+        options = ReportOptions(extras.importance, extras.redundancy, _parse_head_pair(args.pair), drawn_heads)
+        for name in write_head_report(model, table, examples, Path(args.out), options):
             print(name, file=sys.stderr)
     print_page(to_json(table.data | extras.data) if args.json else _format_table(table, args) + format_extras(extras))
     return 0
@@ -156,8 +163,11 @@ def _parser() -> CommandParser:
         "with bootstrap confidence intervals over the texts.",
         "headwise heads path/to/model --data texts.txt --importance michel",
         "headwise heads path/to/model --conllu parsed.conllu --limit 500 --out heads",
+        "headwise heads dates.trace --draw E1H3 X0H2 --out heads",
     )
-    parser.add_argument("model", metavar="MODEL", help="a headwise or transformers folder")
+    parser.add_argument(
+        "model", metavar="MODEL", help="a headwise or transformers folder; with --draw also a .trace file"
+    )
     add_text_arguments(
         parser,
         "use examples of a task with known alignments: dates",
@@ -166,6 +176,13 @@ def _parser() -> CommandParser:
     parser.add_argument("--sort", metavar="MEASURE", help="list heads by this measure, largest first")
     add_extra_arguments(parser)
     parser.add_argument("--out", metavar="DIR", help="write the table and figures (SVG, PNG) to this folder")
+    parser.add_argument(
+        "--draw",
+        nargs="+",
+        default=[],
+        metavar="HEAD",
+        help="with --out, also draw these heads on the first text, such as L3H2 or SITE:HEAD",
+    )
     add_json_argument(parser)
     expert = parser.add_expert_group("details of the measurement")
     expert.add_argument(
@@ -202,8 +219,45 @@ def _check_arguments(args: argparse.Namespace) -> None:
         raise UsageError(f"--resamples {args.resamples} is too few for a confidence interval; give at least 100")
     if _parse_head_pair(args.pair) and args.out is None:
         raise UsageError("--pair needs a folder for the figure; add --out DIR")
+    _check_drawing(args)
+
+
+def _check_drawing(args: argparse.Namespace) -> None:
+    """Check --draw and --out."""
+    from ..head_analysis.head_table import check_head_name
+
+    for name in args.draw:
+        check_head_name(name)
+    if args.draw and args.out is None:
+        raise UsageError("--draw needs a folder for the figures; add --out DIR")
     if args.out is not None and Path(args.out).exists() and not Path(args.out).is_dir():
         raise UsageError(f"{args.out} is a file; give a folder")
+
+
+def _locate_drawn_heads(args: argparse.Namespace, layers: Sequence[Any]) -> list[tuple[str, int]]:
+    from ..head_analysis.head_table import locate_head
+
+    return [locate_head(name, layers) for name in args.draw]
+
+
+def _draw_from_trace(args: argparse.Namespace, parser: CommandParser) -> int:
+    """Draw heads of a trace, which needs neither the model nor texts."""
+    _check_drawing(args)
+    if not args.draw:
+        raise UsageError(f"{args.model} is a trace, whose heads can only be drawn; add --draw HEAD --out DIR")
+    unused = [name for name in vars(args) if getattr(args, name) != parser.get_default(name)]
+    if unused := [name for name in unused if name not in ("model", "draw", "out")]:
+        raise UsageError(f"--{unused[0].replace('_', '-')} needs a model, but {args.model} is a trace; leave it out")
+    from ..head_analysis.head_report import draw_traced_heads
+    from ..traces import load_trace
+
+    trace = load_trace(args.model)
+    heads = _locate_drawn_heads(args, trace.layers)
+    for site, head in heads:
+        trace.head_weights(site, head, slice(0, 1))  # refuse an unknown head before anything is written
+    for name in draw_traced_heads(trace, heads, Path(args.out)):
+        print(name)
+    return 0
 
 
 def _parse_head_pair(names: list[str]) -> list[tuple[str, int]]:

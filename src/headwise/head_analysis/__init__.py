@@ -6,9 +6,11 @@
   the measures, `head_classes` names heads by them.
 - Linguistic roles: `dependency_syntax` (dependency relations, attention probe) and `word_alignment` (translation).
 - Importance: `head_importance` runs the methods of `importance_methods` and `lrp` for one of the `objectives`.
-- Redundancy: `head_redundancy` compares heads by the distances of `head_similarity`.
+- Redundancy: `head_redundancy` compares heads by the distances of `head_similarity`; `redundancy_summary` puts the
+  result into sentences.
 - Weights: `head_circuits` has QK and OV circuits; `rank_analysis` measures spectra, ranks and rank collapse.
 - Numbers: `model_steps` has every step of one head for one query, from the residual stream to the residual stream.
 - Statistics: `resampling` has bootstrap intervals and permutation tests, `random_baseline` untrained models.
-- Output: `head_figures` and `head_report`.
+- Output: `head_figures` draws all heads, `attention_figures` single heads on the texts that `picture_examples` chooses;
+  `head_report` writes them.
 """

@@ -1,4 +1,4 @@
-"""Drawings of heads for light and dark backgrounds, and tables of heads for a terminal."""
+"""Drawings of all heads of a model for light and dark backgrounds, and tables of heads for a terminal."""
 
 from __future__ import annotations
 
@@ -6,20 +6,21 @@ import io
 import math
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from ..errors import SpecError
 from ..files import write_atomically
+from .head_metrics import HEAD_METRICS
 from .head_table import HeadMeasures, HeadTable
-from .resampling import Array
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+    from .head_similarity import PlaneEmbedding
 
 # --- Themes, colours and fonts -------------------------------------------------------------------------
 
@@ -112,6 +113,31 @@ def list_fonts() -> list[str]:
     return [DEFAULT_FONT, *(name for name in FALLBACK_FONTS if name in installed)]
 
 
+def wrap_title(text: str, inches: float, font_size: float) -> str:
+    """The text in lines that fit a width; a bold character is about 0.64 of the font size wide.
+
+    >>> wrap_title("Heads of a model", 0.7, 8.0)
+    'Heads of\\na model'
+    """
+    return textwrap.fill(text, max(8, int(72 * inches / (0.64 * font_size))))
+
+
+def text_colour_on(colour: str, alpha: float, theme: FigureTheme) -> str:
+    """Black or white, whichever is easier to read on a colour with this opacity.
+
+    >>> text_colour_on("#F0E442", 1.0, FIGURE_THEMES["dark"]), text_colour_on("#F0E442", 0.1, FIGURE_THEMES["dark"])
+    ('#000000', '#FFFFFF')
+    """
+    from matplotlib.colors import to_rgb
+
+    shown = [
+        alpha * own + (1 - alpha) * below for own, below in zip(to_rgb(colour), to_rgb(theme.background), strict=True)
+    ]
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in shown]
+    luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+    return "#000000" if luminance > 0.179 else "#FFFFFF"  # where both have the same contrast
+
+
 def replace_undrawable(text: str) -> str:
     """Replace every character that no listed font can draw with a box."""
     from matplotlib.font_manager import FontProperties, findfont, get_font
@@ -153,99 +179,29 @@ def save_figure(draw: Callable[[FigureTheme], Figure], path: Path | str, theme_n
     suffix = Path(path).suffix
     if suffix not in SAVE_OPTIONS:
         raise SpecError(f"cannot save a figure as {Path(path).name}: the name must end in {' or '.join(SAVE_OPTIONS)}")
-    import matplotlib
-
-    theme = get_theme(theme_name)
-    with matplotlib.rc_context():
-        matplotlib.rcdefaults()  # ignore the user's own settings
-        matplotlib.rcParams.update(plot_style(theme))
-        buffer = io.BytesIO()
+    theme, buffer = get_theme(theme_name), io.BytesIO()
+    with figure_style(theme):
         draw(theme).savefig(buffer, format=suffix[1:], **SAVE_OPTIONS[suffix])
     write_atomically(path, buffer.getvalue())
 
 
-# --- Attention weights of single heads -----------------------------------------------------------------
+@contextmanager
+def figure_style(theme: FigureTheme) -> Iterator[None]:
+    """Settings of matplotlib for a theme, without the user's own."""
+    import matplotlib
 
-NUM_COLUMNS = 3  # heat maps in a row
-MIN_LINE_WEIGHT = 0.05  # smaller weights are not drawn as lines
-
-
-class HeadPicture(NamedTuple):
-    """Attention weights [T, S] of one head over one text, with a title, a class name, tokens and cells to mark."""
-
-    title: str
-    name: str
-    weights: Array
-    query_tokens: Sequence[str]
-    key_tokens: Sequence[str]
-    marked_cells: Sequence[tuple[int, int]] = ()
-
-
-def draw_gallery(pictures: Sequence[HeadPicture], title: str, theme: FigureTheme) -> Figure:
-    """Draw a heat map for each head: queries from top to bottom, keys from left to right, gold dependencies marked."""
-    from matplotlib.figure import Figure
-
-    rows = -(-len(pictures) // NUM_COLUMNS)
-    columns = min(NUM_COLUMNS, len(pictures))
-    figure = Figure(figsize=(3.1 * columns, 3.2 * rows + 0.4), layout="constrained")
-    figure.suptitle(title, x=0.01, ha="left", fontweight="bold", fontsize=9)
-    for number, picture in enumerate(pictures, 1):
-        _draw_heat_map(figure.add_subplot(rows, columns, number), picture, theme)
-    return figure
-
-
-def _draw_heat_map(axes: Axes, picture: HeadPicture, theme: FigureTheme) -> None:
-    from matplotlib.colors import LinearSegmentedColormap
-    from matplotlib.patches import Rectangle
-
-    ramp = LinearSegmentedColormap.from_list("weights", list(theme.colour_ramp))
-    axes.imshow(np.sqrt(np.clip(picture.weights, 0, 1)), cmap=ramp, vmin=0, vmax=1, interpolation="nearest")
-    for t, s in picture.marked_cells:
-        axes.add_patch(Rectangle((s - 0.5, t - 0.5), 1, 1, fill=False, edgecolor=theme.pair_colours[1], lw=1.1))
-    axes.set_xticks(
-        range(len(picture.key_tokens)), [_shorten_token(word) for word in picture.key_tokens], rotation=90, fontsize=5.5
-    )
-    axes.set_yticks(
-        range(len(picture.query_tokens)), [_shorten_token(word) for word in picture.query_tokens], fontsize=5.5
-    )
-    axes.tick_params(length=0, pad=1)
-    letter, colour = class_style(picture.name, theme)
-    axes.set_title(f"{letter}  {picture.title}", fontsize=7, color=theme.foreground)
-    for side in axes.spines.values():
-        side.set(visible=True, color=colour, linewidth=1.2)
-
-
-def draw_head_overlay(first: HeadPicture, second: HeadPicture, theme: FigureTheme) -> Figure:
-    """Draw the attention of two heads as lines from queries to keys, in one colour each."""
-    from matplotlib.figure import Figure
-
-    count = max(len(first.query_tokens), len(first.key_tokens))
-    figure = Figure(figsize=(4.6, 0.21 * count + 0.9), layout="constrained")
-    axes = figure.add_subplot()
-    for picture, colour in zip((first, second), theme.pair_colours, strict=True):
-        for t, s in np.argwhere(picture.weights >= MIN_LINE_WEIGHT).tolist():
-            weight = float(picture.weights[t, s])
-            axes.plot([0, 1], [t, s], color=colour, alpha=min(1.0, 0.12 + 0.88 * weight), lw=0.4 + 2.2 * weight)
-    for x, words, side in ((-0.03, first.query_tokens, "right"), (1.03, first.key_tokens, "left")):
-        for row, word in enumerate(words):
-            axes.text(x, row, _shorten_token(word), ha=side, va="center", fontsize=7)
-    for row, (picture, colour) in enumerate(zip((first, second), theme.pair_colours, strict=True)):
-        axes.text(0.5, -2.4 + 0.9 * row, picture.title, ha="center", color=colour, fontsize=7.5, fontweight="bold")
-    axes.set(xlim=(-0.5, 1.5), ylim=(count - 0.3, -3.2))
-    axes.set_axis_off()
-    return figure
-
-
-def _shorten_token(word: str) -> str:
-    """The token as at most 12 characters that can be drawn."""
-    shown = replace_undrawable(word.strip()) or "·"
-    return shown if len(shown) <= 12 else f"{shown[:11]}…"
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()
+        matplotlib.rcParams.update(plot_style(theme))
+        yield
 
 
 # --- All heads of a model ------------------------------------------------------------------------------
 
 CELL_SIZE = 0.32  # inches
 MAX_LABELLED_HEADS = 24  # labels on an axis; with more heads, labels are left out
+NUM_NAMED_HEADS = 5  # named beside the curve of importance
+MEASURE_UNITS = {"entropy": "nats", "distance": "tokens"}
 
 
 def draw_head_grid(table: HeadTable, theme: FigureTheme) -> Figure:
@@ -256,20 +212,25 @@ def draw_head_grid(table: HeadTable, theme: FigureTheme) -> Figure:
 
     sites = table.sites
     num_heads = max(head.head for head in table.heads) + 1
-    inches = max(4.6, num_heads * CELL_SIZE + 2.6), len(sites) * CELL_SIZE + 1.5
+    name_width = 0.075 * max(map(len, sites)) + 0.6
+    inches = max(5.2, num_heads * CELL_SIZE + name_width), len(sites) * CELL_SIZE + 1.6
     figure = Figure(figsize=inches, layout="constrained")
     axes = figure.add_subplot()
     for head in table.heads:
         _draw_cell(axes, head.head, sites.index(head.site), head, theme)
-    axes.set(xlim=(-0.5, num_heads - 0.5), ylim=(len(sites) - 0.5, -0.5), aspect="equal", xlabel="head")
-    axes.set_title(f"Heads of {table.model}, {table.texts}")
+    axes.set(xlim=(-0.5, num_heads - 0.5), ylim=(len(sites) - 0.5, -0.5), aspect="equal")
+    axes.set(xlabel="head", ylabel="attention layer")
+    figure.suptitle(wrap_title(f"{table.model}: class of every head, {table.texts}", inches[0], 9), **_TITLE_STYLE)
     _set_ticks(axes.set_xticks, range(num_heads), [str(n) for n in range(num_heads)])
     _set_ticks(axes.set_yticks, range(len(sites)), list(sites))
     axes.tick_params(length=0)
     for side in axes.spines.values():
         side.set_visible(False)
-    _draw_legend(figure, table, theme)
+    _draw_legend(figure, table, theme, "class with the highest score; a stronger colour is a higher score")
     return figure
+
+
+_TITLE_STYLE: dict[str, Any] = {"x": 0.01, "ha": "left", "fontweight": "bold", "fontsize": 9}
 
 
 def _draw_cell(axes: Axes, x: int, y: int, head: HeadMeasures, theme: FigureTheme) -> None:
@@ -280,10 +241,10 @@ def _draw_cell(axes: Axes, x: int, y: int, head: HeadMeasures, theme: FigureThem
     strength = 0.35 + 0.65 * first.score if first and first.name != "unclear" else 1.0
     box = Rectangle((x - 0.47, y - 0.47), 0.94, 0.94, facecolor=colour, alpha=strength, edgecolor=theme.muted, lw=0.3)
     axes.add_patch(box)
-    axes.text(x, y, letter, ha="center", va="center", fontsize=7, color=theme.foreground)
+    axes.text(x, y, letter, ha="center", va="center", fontsize=7, color=text_colour_on(colour, strength, theme))
 
 
-def _draw_legend(figure: Figure, table: HeadTable, theme: FigureTheme) -> None:
+def _draw_legend(figure: Figure, table: HeadTable, theme: FigureTheme, title: str) -> None:
     from matplotlib.patches import Patch
 
     present = {class_group(head_class.name) for head in table.heads for head_class in head.classes[:1]}
@@ -298,7 +259,15 @@ def _draw_legend(figure: Figure, table: HeadTable, theme: FigureTheme) -> None:
         if name in present
     ]
     if handles:
-        figure.legend(handles=handles, loc="outside lower center", ncols=4, fontsize=7, handlelength=1)
+        figure.legend(
+            handles=handles,
+            loc="outside lower center",
+            ncols=4,
+            fontsize=7,
+            handlelength=1,
+            title=wrap_title(title, figure.get_figwidth() - 0.4, 7),
+            title_fontsize=7,
+        )
 
 
 def _set_ticks(set_ticks: Any, positions: Sequence[int], labels: Sequence[str]) -> None:
@@ -313,7 +282,7 @@ def draw_measure_by_layer(table: HeadTable, theme: FigureTheme, measure: str = "
     from matplotlib.figure import Figure
 
     sites = table.sites
-    figure = Figure(figsize=(6.4, 2.9), layout="constrained")
+    figure = Figure(figsize=(6.4, 3.9), layout="constrained")
     axes = figure.add_subplot()
     means: list[float] = []
     for index, site in enumerate(sites):
@@ -331,60 +300,132 @@ def draw_measure_by_layer(table: HeadTable, theme: FigureTheme, measure: str = "
     chance = [head.measures[measure].chance for head in first_heads]
     axes.plot(range(len(sites)), means, color=theme.foreground, lw=1, label="mean of the layer")
     axes.plot(range(len(sites)), chance, "--", color=theme.muted, lw=1, label="chance")
-    _set_ticks(axes.set_xticks, range(len(sites)), [site.removesuffix(".attention") for site in sites])
-    axes.tick_params(axis="x", labelrotation=30)
-    axes.set_title(f"{measure} by layer, {table.model}")
-    axes.legend(fontsize=7)
+    names = [site.removesuffix(".attention") for site in sites]
+    _set_ticks(axes.set_xticks, range(len(sites)), names)
+    axes.tick_params(axis="x", labelrotation=0 if 0.075 * sum(len(name) + 1 for name in names) < 5.0 else 90)
+    unit = MEASURE_UNITS.get(measure) or (HEAD_METRICS[measure].description if measure in HEAD_METRICS else "")
+    axes.set(xlabel="attention layer", ylabel=f"{measure} ({unit})" if unit else measure)
+    figure.suptitle(wrap_title(f"{table.model}: {measure} of every head, {table.texts}", 6.4, 9), **_TITLE_STYLE)
+    axes.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    _draw_legend(figure, table, theme, "dots are heads with 95 % intervals; colour: class with the highest score")
     return figure
 
 
 def draw_importance_curve(
-    names: Sequence[str], values: Sequence[tuple[float, float, float]], title: str, theme: FigureTheme
+    names: Sequence[str],
+    values: Sequence[tuple[float, float, float]],
+    title: str,
+    theme: FigureTheme,
+    axis_label: str = "importance",
 ) -> Figure:
     """Draw heads by decreasing importance; `values` are the value, low and high of each head."""
     from matplotlib.figure import Figure
 
     order = sorted(range(len(values)), key=lambda n: -values[n][0])
-    figure = Figure(figsize=(6.4, 2.9), layout="constrained")
+    figure = Figure(figsize=(6.4, 3.1), layout="constrained")
     axes = figure.add_subplot()
     ranks = range(len(order))
     axes.fill_between(
-        ranks, [values[n][1] for n in order], [values[n][2] for n in order], color=theme.pair_colours[0], alpha=0.25
+        ranks,
+        [values[n][1] for n in order],
+        [values[n][2] for n in order],
+        color=theme.pair_colours[0],
+        alpha=0.25,
+        label="95 % interval",
     )
-    axes.plot(ranks, [values[n][0] for n in order], color=theme.pair_colours[0], marker=".", ms=3)
+    axes.plot(ranks, [values[n][0] for n in order], color=theme.pair_colours[0], marker=".", ms=3, label="head")
     axes.axhline(0, color=theme.muted, lw=0.6)
-    for rank in list(ranks)[:5]:
-        axes.annotate(
-            names[order[rank]],
-            (rank, values[order[rank]][0]),
-            xytext=(4, 3),
-            textcoords="offset points",
-            fontsize=6.5,
-            color=theme.foreground,
-        )
-    axes.set(xlabel="heads by decreasing importance")
-    axes.set_title(title)
+    axes.ticklabel_format(axis="y", style="sci", scilimits=(-3, 4))
+    axes.set(xlabel="heads by decreasing importance", ylabel=axis_label)
+    figure.suptitle(wrap_title(title, 6.4, 9), **_TITLE_STYLE)
+    most = [f"{rank}  {names[n]}" for rank, n in enumerate(order[:NUM_NAMED_HEADS])]
+    axes.legend(
+        *axes.get_legend_handles_labels(),
+        title="\n".join(["most important:", *most, ""]),
+        title_fontsize=6.5,
+        fontsize=6.5,
+        loc="upper left",
+        bbox_to_anchor=(1.0, 1.0),
+        alignment="left",
+    )
     return figure
 
 
-def draw_head_map(table: HeadTable, positions: Array, theme: FigureTheme) -> Figure:
-    """Draw heads at points [heads, 2] with their class colours; later layers have larger dots."""
+def draw_head_map(table: HeadTable, embedding: PlaneEmbedding, theme: FigureTheme) -> Figure:
+    """Draw heads as points of an embedding with their class colours; later layers have larger dots.
+
+    A label names the layer and the head. Labels that would overlap others are left out, and a note says how many.
+    """
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(5.2, 5.2), layout="constrained")
+    figure = Figure(figsize=(5.6, 6.2), layout="constrained")
     axes = figure.add_subplot()
     sites = table.sites
-    for head, (x, y) in zip(table.heads, positions.tolist(), strict=True):
+    for head, (x, y) in zip(table.heads, embedding.points.tolist(), strict=True):
         colour = class_style(head.classes[0].name if head.classes else "unclear", theme)[1]
-        depth = sites.index(head.site) / max(1, len(sites) - 1)
-        axes.plot(x, y, "o", ms=7 + 6 * depth, color=colour, mec=theme.muted, mew=0.4, alpha=0.85)
-        axes.text(
-            x, y, f"{sites.index(head.site)}.{head.head}", ha="center", va="center", fontsize=5, color=theme.foreground
-        )
+        axes.plot(x, y, "o", ms=_dot_size(head, sites), color=colour, mec=theme.muted, mew=0.4, alpha=0.85)
+    axes.margins(0.08)
     axes.set(aspect="equal", xticks=[], yticks=[])
-    axes.set_title(f"{table.model}: similar heads are close; site.head, later is larger")
-    _draw_legend(figure, table, theme)
+    for side in axes.spines.values():
+        side.set_visible(False)
+    figure.suptitle(wrap_title(f"{table.model}: similar heads are close", 5.6, 9), **_TITLE_STYLE)
+    _draw_length(axes, embedding, theme)
+    note = "labels are layer.head; larger dots are later layers; colour: class with the highest score"
+    _draw_legend(figure, table, theme, note)
+    note_of_labels = axes.set_title(" ", fontsize=6.5, fontweight="normal")  # keeps its place in the layout
+    figure.draw_without_rendering()
+    figure.set_layout_engine("none")  # labels are placed in the final layout
+    if left_out := _label_heads(axes, table, embedding, theme):
+        heads = "1 head is" if left_out == 1 else f"{left_out} heads are"
+        note_of_labels.set_text(f"{heads} without a label, too close to others")
     return figure
+
+
+def _dot_size(head: HeadMeasures, sites: Sequence[str]) -> float:
+    """Diameter of a head's dot in points."""
+    return 10 + 5 * sites.index(head.site) / max(1, len(sites) - 1)
+
+
+def _draw_length(axes: Axes, embedding: PlaneEmbedding, theme: FigureTheme) -> None:
+    """Draw a bar of a round length below the points, because the plane has no other axis."""
+    low, high = embedding.points.min(0), embedding.points.max(0)
+    span = float(max(high - low)) or 1.0
+    length = next(size for size in (10.0**-n * m for n in range(9) for m in (5, 2, 1)) if size <= 0.3 * span)
+    x, y = float(low[0]), float(low[1]) - 0.07 * span
+    axes.plot([x, x + length], [y, y], color=theme.foreground, lw=1.5, solid_capstyle="butt")
+    text = f"{length:g} nats of Jensen-Shannon divergence without sinks; stress of the map {embedding.stress:.2f}"
+    axes.text(x, y - 0.025 * span, text, ha="left", va="top", fontsize=6.5)
+
+
+def _label_heads(axes: Axes, table: HeadTable, embedding: PlaneEmbedding, theme: FigureTheme) -> int:
+    """Write the label of every head on its dot or beside it unless it would overlap another; return the number left."""
+    from matplotlib.transforms import Bbox
+
+    figure, sites = axes.figure, table.sites
+    pixels_per_point = figure.dpi / 72
+    taken: list[Bbox] = [text.get_window_extent() for text in axes.texts]
+    left_out = 0
+    places = axes.transData.transform(embedding.points)
+    for head, point, place in zip(table.heads, embedding.points.tolist(), places, strict=True):
+        label, radius = f"{head.layer}.{head.head}", _dot_size(head, sites) / 2
+        half = 1.75 * len(label) + 0.5, 3.0  # half the size of a label of 5 points
+        steps = [(0.0, 0.0), *((dx, dy) for dx in (1, -1, 0) for dy in (0, 1, -1) if dx or dy)]
+        for dx, dy in steps if half[0] <= radius + 1 else steps[1:]:
+            x, y = dx * (radius + half[0]), dy * (radius + half[1])
+            ends = [[x - half[0], y - half[1]], [x + half[0], y + half[1]]]
+            box = Bbox([[float(place[n] + pixels_per_point * end[n]) for n in range(2)] for end in ends])
+            if not any(box.overlaps(other) for other in taken):
+                taken.append(box)
+                colour = class_style(head.classes[0].name if head.classes else "unclear", theme)[1]
+                inside = text_colour_on(colour, 0.85, theme) if not (dx or dy) else theme.foreground
+                axes.annotate(
+                    label, point, xytext=(x, y), textcoords="offset points", ha="center", va="center", fontsize=5,
+                    color=inside,
+                )  # fmt: skip
+                break
+        else:
+            left_out += 1
+    return left_out
 
 
 # --- Tables for a terminal -----------------------------------------------------------------------------

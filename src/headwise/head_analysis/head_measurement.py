@@ -222,11 +222,10 @@ def _metric_measures(metric_sums: MetricSums, site: str, metric: HeadMetric, res
         value, resampled, chance = (_reduce_mean(metric, means) for means in (value, resampled, chance))
         rows = rows.max(-1)
     low, high = confidence_interval(resampled)
+    columns = (array.tolist() for array in (value, low, high, rows, p))
     return [
-        Measure(
-            float(value[head]), float(low[head]), float(high[head]), float(chance[0]), float(rows[head]), float(p[head])
-        )
-        for head in range(len(value))
+        Measure(mean, start, stop, float(chance[0]), num_rows, p_value)
+        for mean, start, stop, num_rows, p_value in zip(*columns, strict=True)
     ]
 
 

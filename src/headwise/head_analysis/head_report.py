@@ -3,33 +3,26 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from torch import nn
 
 from ..files import write_atomically
-from ..inspect.trace_capture import Capture, trace
 from ..traces import Trace
 from . import head_figures
 from .annotated_examples import Example
-from .head_figures import (
-    CLASS_STYLES,
-    FIGURE_THEMES,
-    FigureTheme,
-    HeadPicture,
-    class_group,
-    draw_gallery,
-    draw_head_overlay,
-    save_figure,
-)
+from .attention_figures import HeadPicture, draw_gallery, draw_head, draw_head_overlay
+from .head_classes import UNCLEAR
+from .head_figures import CLASS_STYLES, FIGURE_THEMES, FigureTheme, class_group, save_figure
 from .head_redundancy import RedundancyResult
 from .head_table import HeadMeasures, HeadTable
 from .importance_methods import ImportanceResult
+from .picture_examples import PictureMaker, make_picture
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -84,9 +77,26 @@ def export_headvis(table: HeadTable, trace: Trace, annotated: Example, folder: P
 EXAMPLE_LENGTHS = range(6, 19)  # numbers of tokens that suit a heat map
 MAX_RELATIONS = 9  # largest number of relations in the figure
 
+HeadSelection = Sequence[tuple[str, int]]
+NamedFigure = tuple[str, Callable[[FigureTheme], "Figure"]]
 
-ExtraResults = tuple[ImportanceResult | None, RedundancyResult | None]
-PairSelection = Sequence[tuple[str, int]]
+
+class ReportOptions(NamedTuple):
+    """What a report draws besides the table.
+
+    - `importance`, `redundancy`: results that get a figure.
+    - `head_pair`: two heads, (site, number) each, for the overlay figure; by default these are the heads with the
+      broadest and the narrowest attention.
+    - `drawn_heads`: heads with a figure of their own on the first text.
+    """
+
+    importance: ImportanceResult | None = None
+    redundancy: RedundancyResult | None = None
+    head_pair: HeadSelection = ()
+    drawn_heads: HeadSelection = ()
+
+
+DEFAULT_OPTIONS = ReportOptions()
 
 
 def write_head_report(
@@ -94,15 +104,13 @@ def write_head_report(
     table: HeadTable,
     examples: Sequence[Example],
     folder: Path,
-    extra_results: ExtraResults = (None, None),
-    head_pair: PairSelection = (),
+    options: ReportOptions = DEFAULT_OPTIONS,
 ) -> Iterator[str]:
     """Write the table as JSON, the files of HeadVis, and every figure for light and dark backgrounds as SVG and PNG.
 
-    It yields the paths of the main files. `head_pair` are two heads, (site, number) each, for the overlay figure; by
-    default these are the heads with the broadest and the narrowest attention.
+    It yields the paths of the main files.
     """
-    for site, head in head_pair:
+    for site, head in (*options.head_pair, *options.drawn_heads):
         table.head(site, head)  # refuse an unknown head before anything is written
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / "heads.json", json.dumps(table.data, indent=1).encode())
@@ -110,56 +118,81 @@ def write_head_report(
     short = [
         example for example in examples if all(tokens.count in EXAMPLE_LENGTHS for tokens in example.streams.values())
     ]
-    shown = short or list(examples[:1])
-    for name, draw in [*_list_figures(model, table, shown, head_pair), *_extra_figures(table, *extra_results)]:
+    maker = PictureMaker(model, short or list(examples[:1]))
+    yield from write_figures([*_list_figures(table, maker, options), *_extra_figures(table, options)], folder)
+    yield from export_headvis(table, maker.trace(0), maker.examples[0], folder / "headvis")
+
+
+def write_figures(figures: Iterable[NamedFigure], folder: Path) -> Iterator[str]:
+    """Write each figure for light and dark backgrounds as SVG and PNG, and yield the path of the light SVG."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, draw in figures:
         for theme in FIGURE_THEMES:
             for suffix in (".svg", ".png"):
                 save_figure(draw, folder / f"{name}-{theme}{suffix}", theme)
         yield str(folder / f"{name}-light.svg")
-    yield from export_headvis(table, _trace_example(model, shown[0]), shown[0], folder / "headvis")
 
 
-def _list_figures(
-    model: nn.Module, table: HeadTable, examples: Sequence[Example], head_pair: PairSelection
-) -> Iterator[tuple[str, Callable[[FigureTheme], Figure]]]:
+def _list_figures(table: HeadTable, maker: PictureMaker, options: ReportOptions) -> Iterator[NamedFigure]:
     yield "grid", partial(head_figures.draw_head_grid, table)
     yield "entropy", partial(head_figures.draw_measure_by_layer, table)
-    if pictures := list(_class_pictures(model, table, examples)):
-        yield "gallery", partial(draw_gallery, pictures, f"{table.model}: the top head of each class")
-    if pictures := list(_relation_pictures(model, table, examples)):
-        title = f"{table.model}: the top head of each relation, its dependencies marked"
-        yield "relations", partial(draw_gallery, pictures, title)
-    if pair := _choose_pair(model, table, examples[0], head_pair):
-        yield "pair", partial(draw_head_overlay, *pair)
+    if pictures := list(_class_pictures(table, maker)):
+        title = f"{table.model}: the top head of each class, each on the text that shows it best"
+        yield "gallery", partial(draw_gallery, pictures, title, marks="the pairs of tokens that the class is about")
+    if pictures := list(_relation_pictures(table, maker)):
+        title = f"{table.model}: the top head of each dependency relation"
+        yield "relations", partial(draw_gallery, pictures, title, marks="the dependencies of the relation")
+    if pair := _choose_pair(table, maker, options.head_pair):
+        yield "pair", partial(draw_head_overlay, *pair, f"{table.model}: attention of two heads")
+    for location in options.drawn_heads:
+        head = table.head(*location)
+        classes = [head_class for head_class in head.classes if head_class.name != UNCLEAR]
+        names = ", ".join(f"{head_class.name} {head_class.score:.2f}" for head_class in classes[:3]) or "no class"
+        name = classes[0].name if classes else ""
+        picture = make_picture(maker.trace(0), maker.examples[0], head, name, names)
+        yield head_file_name(*location), partial(draw_head, picture, f"{table.model}: {head.site} {head.head}")
 
 
-def _extra_figures(
-    table: HeadTable, importance: ImportanceResult | None, redundancy: RedundancyResult | None
-) -> Iterator[tuple[str, Callable[[FigureTheme], Figure]]]:
+def head_file_name(site: str, head: int) -> str:
+    """File name of the figure of one head.
+
+    >>> head_file_name("decoder.1.attention", 3)
+    'head-decoder.1.attention-3'
+    """
+    return f"head-{site.replace('/', '.')}-{head}"
+
+
+def draw_traced_heads(trace: Trace, heads: HeadSelection, folder: Path) -> Iterator[str]:
+    """Write a figure of each chosen head on the first text of a trace, and yield their paths."""
+    figures: list[NamedFigure] = []
+    model = str(trace.model.get("name") or trace.model.get("class") or "model")
+    for site, head in heads:
+        layer = trace.get_layer(site)
+        query_words, key_words = (trace.streams[stream][0].words for stream in (layer.query_stream, layer.key_stream))
+        weights = trace.head_weights(site, head)
+        query_words, key_words = query_words[: weights.shape[0]], key_words[: weights.shape[1]]
+        text = f"text 1 of {layer.batch_size}" if layer.batch_size > 1 else ""
+        picture = HeadPicture(text, "", weights[: len(query_words), : len(key_words)], query_words, key_words)
+        figures.append((head_file_name(layer.name, head), partial(draw_head, picture, f"{model}: {layer.name} {head}")))
+    yield from write_figures(figures, folder)
+
+
+def _extra_figures(table: HeadTable, options: ReportOptions) -> Iterator[NamedFigure]:
+    importance, redundancy = options.importance, options.redundancy
     if importance is not None:
         names = [f"{head.site} {head.head}" for head in importance.heads]
         values = [(head.value, head.low, head.high) for head in importance.heads]
-        title = f"importance for {importance.objective}, by {importance.method}"
-        yield "importance", partial(head_figures.draw_importance_curve, names, values, title)
+        title = f"{table.model}: importance of every head for {importance.objective}, {importance.texts} texts"
+        label = f"importance by {importance.method}"
+        yield "importance", partial(head_figures.draw_importance_curve, names, values, title, axis_label=label)
     for number, group in enumerate(redundancy.readers if redundancy is not None else ()):
         heads = tuple(table.head(location.site, location.head) for location in group.heads)
         name = "map" if not number else f"map-{'-'.join(dict.fromkeys(group.streams))}"
-        yield name, partial(head_figures.draw_head_map, replace(table, heads=heads), group.embedding.points)
+        yield name, partial(head_figures.draw_head_map, replace(table, heads=heads), group.embedding)
 
 
-def _trace_example(model: nn.Module, example: Example) -> Trace:
-    return trace(model, example.model_inputs, capture=Capture(), log=lambda _: None)
-
-
-def _make_picture(trace: Trace, example: Example, head: HeadMeasures, name: str, title: str) -> HeadPicture:
-    layer = trace.get_layer(head.site)
-    query_words, key_words = example.streams[layer.query_stream].words, example.streams[layer.key_stream].words
-    return HeadPicture(title, name, trace.head_weights(head.site, head.head), query_words, key_words)
-
-
-def _class_pictures(model: nn.Module, table: HeadTable, examples: Sequence[Example]) -> Iterator[HeadPicture]:
-    """The head with the highest score of each class, on the first example."""
-    first_trace = _trace_example(model, examples[0])
+def _class_pictures(table: HeadTable, maker: PictureMaker) -> Iterator[HeadPicture]:
+    """The head with the highest score of each class, on the text that shows it best."""
     for group in CLASS_STYLES:
         members = [
             (head_class, head)
@@ -170,12 +203,15 @@ def _class_pictures(model: nn.Module, table: HeadTable, examples: Sequence[Examp
         if not members or group in ("unclear", "syntactic"):
             continue
         head_class, head = max(members, key=lambda member: member[0].score)
-        title = f"{head_class.name} {head_class.score:.2f}: {head.site} {head.head}"
-        yield _make_picture(first_trace, examples[0], head, head_class.name, title)
+        picture = maker.picture(
+            head, head_class.name, f"{head_class.name} {head_class.score:.2f}: {head.site} {head.head}"
+        )
+        if picture is not None:
+            yield picture
 
 
-def _relation_pictures(model: nn.Module, table: HeadTable, examples: Sequence[Example]) -> Iterator[HeadPicture]:
-    """The head with the highest score of each relation, on the first example with that relation."""
+def _relation_pictures(table: HeadTable, maker: PictureMaker) -> Iterator[HeadPicture]:
+    """The head with the highest score of each relation, on the text on which it finds the dependencies best."""
     members = [
         (head_class, head)
         for head in table.heads
@@ -184,36 +220,23 @@ def _relation_pictures(model: nn.Module, table: HeadTable, examples: Sequence[Ex
     ]
     done: set[str] = set()
     for head_class, head in sorted(members, key=lambda member: -member[0].score):
-        _, relation, _, towards = head_class.name.rsplit(" ", 3)
-        example = next(
-            (candidate for candidate in examples if any(arc[2] == relation for arc in candidate.dependencies)), None
-        )
-        if head_class.name in done or example is None or len(done) == MAX_RELATIONS:
+        if head_class.name in done or len(done) == MAX_RELATIONS:
             continue
-        done.add(head_class.name)
+        _, relation, _, towards = head_class.name.rsplit(" ", 3)
         title = f"{relation} to {towards} {head_class.score:.2f}: {head.site} {head.head}"
-        picture = _make_picture(_trace_example(model, example), example, head, head_class.name, title)
-        yield picture._replace(marked_cells=_dependency_cells(example, relation, towards))
-
-
-def _dependency_cells(example: Example, relation: str, towards: str) -> list[tuple[int, int]]:
-    """Cells (query, key) of a relation's dependencies, at the first tokens of the words."""
-    word_of_token = next(iter(example.streams.values())).word_index.tolist()
-    cells = [
-        (word_of_token.index(dependent), word_of_token.index(governor))
-        for dependent, governor, name in example.dependencies
-        if name == relation
-    ]
-    return cells if towards == "governor" else [(governor, dependent) for dependent, governor in cells]
+        picture = maker.picture(head, head_class.name, title)
+        if picture is not None:
+            done.add(head_class.name)
+            yield picture
 
 
 def _choose_pair(
-    model: nn.Module, table: HeadTable, example: Example, head_pair: PairSelection
+    table: HeadTable, maker: PictureMaker, head_pair: HeadSelection
 ) -> tuple[HeadPicture, HeadPicture] | None:
     """The two given heads, or the self-attention heads with the broadest and the narrowest attention of one stack."""
     if head_pair:
         first, second = (table.head(*location) for location in head_pair)
-        return _make_picture_pair(model, example, [(first, "one"), (second, "other")])
+        return _make_picture_pair(maker, [(first, "one"), (second, "other")])
     heads = [head for head in table.heads if {"breadth", "distance"} <= set(head.measures) and head.kind == "attention"]
     heads = [head for head in heads if not np.isnan(head.measures["distance"].value)]
     if len(heads) < 2:
@@ -223,14 +246,14 @@ def _choose_pair(
     broadest = max(heads, key=lambda head: head.measures["breadth"].value)
     others = (head for head in heads if head is not broadest)
     narrowest = min(others, key=lambda head: head.measures["breadth"].value)
-    return _make_picture_pair(model, example, [(broadest, "most global"), (narrowest, "most local")])
+    return _make_picture_pair(maker, [(broadest, "broadest"), (narrowest, "narrowest")])
 
 
 def _make_picture_pair(
-    model: nn.Module, example: Example, heads: Sequence[tuple[HeadMeasures, str]]
+    maker: PictureMaker, heads: Sequence[tuple[HeadMeasures, str]]
 ) -> tuple[HeadPicture, HeadPicture]:
-    example_trace = _trace_example(model, example)
     first, second = (
-        _make_picture(example_trace, example, head, "", f"{label}: {head.site} {head.head}") for head, label in heads
+        make_picture(maker.trace(0), maker.examples[0], head, "", f"{label}: {head.site} {head.head}")
+        for head, label in heads
     )
     return first, second

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 
 class Measure(NamedTuple):
@@ -109,3 +110,56 @@ class HeadTable:
 
 def _finite_or_last(value: float) -> float:
     return -math.inf if math.isnan(value) else value
+
+
+# --- Names of heads ------------------------------------------------------------------------------------
+
+HEAD_NAME = re.compile(r"([LEDX])(\d+) ?H(\d+)")
+EXAMPLE_NAMES = "L3H2 (or E3H2, D3H2, X3H2 for encoder, decoder and cross-attention), or SITE:HEAD"
+
+
+class LayerName(Protocol):
+    """What names an attention layer: a site of a model or a layer of a trace."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def stack(self) -> str: ...
+    @property
+    def kind(self) -> str: ...
+    @property
+    def layer(self) -> int: ...
+
+
+def check_head_name(name: str) -> None:
+    """Raise ValueError unless `name` could name a head."""
+    site, _, head = name.rpartition(":")
+    if not HEAD_NAME.fullmatch(name) and not (site and head.isdecimal()):
+        raise ValueError(f"{name!r} is not a head; write {EXAMPLE_NAMES}")
+
+
+def locate_head(name: str, layers: Iterable[LayerName]) -> tuple[str, int]:
+    """Return the site and the number of a head by its short name, as the page of headwise view writes it, or SITE:HEAD.
+
+    L is any layer, E the encoder, D the self-attention of the decoder, X the cross-attention.
+
+    >>> from types import SimpleNamespace as Layer
+    >>> cross = Layer(name="decoder.1.cross", stack="decoder", kind="cross", layer=1)
+    >>> locate_head("X1H3", [cross]), locate_head("decoder.1.cross:3", [cross])
+    (('decoder.1.cross', 3), ('decoder.1.cross', 3))
+    """
+    check_head_name(name)
+    match = HEAD_NAME.fullmatch(name)
+    if match is None:
+        site, _, head = name.rpartition(":")
+        return site, int(head)
+    letter, number, head = match[1], int(match[2]), int(match[3])
+    sites = [layer.name for layer in layers if layer.layer == number and letter in ("L", _layer_letter(layer))]
+    if len(sites) != 1:
+        fact = f"layer {number} is each of {', '.join(sites)}" if sites else f"there is no layer {letter}{number}"
+        raise ValueError(f"{name} is not one head, because {fact}; write {EXAMPLE_NAMES}")
+    return sites[0], head
+
+
+def _layer_letter(layer: LayerName) -> str:
+    return "X" if layer.kind == "cross" else "E" if layer.stack == "encoder" else "D"

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from .head_redundancy import ComparableHeads
 
 SIGNIFICANCE = 0.05
+MIN_SINK_WEIGHT = 0.005  # mean weight on sinks that is worth a sentence
 MAX_DIVERGENCE = math.log(2)  # the largest Jensen-Shannon divergence, in nats
 
 
@@ -60,9 +61,9 @@ def _distances_sentence(group: ComparableHeads) -> str:
     pairs = np.triu_indices(len(group.heads), 1)
     median, chance = (float(np.median(grid[pairs])) for grid in (group.distances, group.chance))
     similar = group.similar_pairs
+    sinks = f" without the {group.sink_weight:.0%} of their weight that is on sinks," if _has_sinks(group) else ""
     sentence = (
-        f"Among {_describe_heads(group)}, without the {group.sink_weight:.0%} of their weight that is on sinks, the "
-        f"median pair has a Jensen-Shannon divergence of {median:.3f} nats "
+        f"Among {_describe_heads(group)},{sinks} the median pair has a Jensen-Shannon divergence of {median:.3f} nats "
         f"(at most {MAX_DIVERGENCE:.3f}), and of {chance:.3f} if weights are permuted; "
         f"{len(similar)} of {group.num_pairs} pairs are significantly closer than {group.threshold:.3f}, "
         f"where {group.similar_pair_test.chance:.1f} are expected by chance ({_format_p(group.similar_pair_test)})"
@@ -74,20 +75,25 @@ def _distances_sentence(group: ComparableHeads) -> str:
     return f"{sentence}; the closest are {first} and {second} with {distance:.3f}."
 
 
+def _has_sinks(group: ComparableHeads) -> bool:
+    return group.sink_weight >= MIN_SINK_WEIGHT
+
+
 def _whole_rows_sentence(group: ComparableHeads) -> str:
-    """How similar the heads would seem with their sinks."""
+    """How similar the heads would seem with their sinks, if they have any."""
+    if not _has_sinks(group):
+        return ""
     whole = group.with_sinks
-    return (
-        f"With sinks, the median pair is {whole.median:.3f} nats apart, and {whole.num_similar} pairs are closer than "
-        f"{whole.threshold:.3f}, where {whole.num_expected:.1f} are expected if every row keeps its sinks."
-    )
+    pairs = f"{whole.num_similar} of {math.comb(len(whole.distances), 2)} pairs are closer than {whole.threshold:.3f}"
+    expected = f"{whole.num_expected:.1f} are expected if every row keeps its sinks"
+    return f"With sinks, the median pair is {whole.median:.3f} nats apart, and {pairs}, where {expected}."
 
 
 def _clusters_sentence(group: ComparableHeads) -> str:
     clusters = group.cluster_members
     count = len(clusters)
     counts = f"{count} cluster{'s' if count > 1 else ''} ({group.num_chance_clusters} by chance)"
-    return f"Clustering up to that distance gives {counts}, the largest with {len(clusters[0])} heads."
+    return f"Clustering up to {group.threshold:.3f} nats gives {counts}, the largest with {len(clusters[0])} heads."
 
 
 def _layers_sentence(group: ComparableHeads) -> str:

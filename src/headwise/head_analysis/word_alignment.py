@@ -124,9 +124,9 @@ class AlignmentScores:
                     (sums[:, n, :-2], counts[:, n, :-2]), (sums[:, n, best, None], counts[:, n, best, None])
                 )
                 for head in range(value.shape[1] - 2):
-                    mean, lowest, highest = (float(array[n, head]) for array in (value, low, high))
+                    mean, start, stop = (float(array[n, head]) for array in (value, low, high))
                     num_links = float(counts[:, n, head].sum())
-                    measure = Measure(mean, lowest, highest, chance, num_links, float(p[head]))
+                    measure = Measure(mean, start, stop, chance, num_links, float(p[head]))
                     measures.setdefault((site, head), {})[f"{ALIGNMENT_PREFIX} {row}{suffix}"] = measure
         return measures
 
