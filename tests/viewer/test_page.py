@@ -132,7 +132,8 @@ def test_the_keyboard_alone_walks_through_the_screens(page: Any):
             ("6", "Similar heads"),
             ("7", "Lab"),
             ("8", "Prune & convert"),
-            ("9", "Cost"),
+            ("9", "Steps E0 H0"),
+            ("0", "Cost"),
             ("2", "Map"),
         ]:
             page.keyboard.press(digit)
@@ -257,7 +258,7 @@ def test_no_screen_scrolls_sideways(page: Any, width: int):
         page.set_viewport_size({"width": width, "height": 900})
         page.goto(url)
         page.get_by_role("gridcell").first.wait_for()
-        for screen in ("map", "head", "text", "classify", "lab", "prune", "open"):
+        for screen in ("map", "head", "text", "classify", "lab", "prune", "open", "steps"):
             page.evaluate(f"location.hash = '#/{screen}'")
             page.wait_for_timeout(200)
             assert page.evaluate("document.documentElement.scrollWidth") <= width, screen

@@ -45,6 +45,7 @@ from .head_circuits import AttentionCircuits
 
 NUM_TERMS = 4  # largest products of a sum that are part of a step
 TOLERANCE = 2e-3  # relative to the largest number, for half precision
+ROTATION = "(a, b) ← (a cos θ - b sin θ, a sin θ + b cos θ) in each plane"
 PROBED = ("q", "k", "v", "scores", "weights", "heads")
 
 
@@ -337,7 +338,8 @@ class _Walk:
         planes = part.symmetry(self.spec, "k", weights).planes
         if planes:
             arrays["planes"] = np.array(planes, np.int32)
-        return HeadStep("transform", describe_part(part), arrays, part=repr(part))
+        formula = ROTATION if planes else describe_part(part)
+        return HeadStep("transform", formula, arrays, part=repr(part))
 
     def _query_terms(self) -> dict[str, Array]:
         """The largest products in each channel of the query, where the projection is one matrix."""

@@ -224,7 +224,9 @@ class AttentionRecord:
     def key_indices(self, call: AttentionCallRecord) -> Array:
         """Positions of the keys of a call."""
         positions = self._key_positions(call)
-        return np.arange(positions.start, positions.stop) if isinstance(positions, slice) else positions
+        if isinstance(positions, slice):
+            return np.arange(positions.start, positions.stop, dtype=np.int64)
+        return positions
 
     def _key_positions(self, call: AttentionCallRecord) -> Array | slice:
         """Positions of the keys of a call; a slice, which is fast to assign to, unless they have gaps."""

@@ -24,7 +24,7 @@ const LAZY: Partial<Record<ScreenId, () => Promise<ComponentType>>> = {
   similarity: async () => (await import("./screens/similarity")).SimilarityScreen,
 };
 const loaded = signal<Partial<Record<ScreenId, ComponentType>>>({ map: MapScreen, head: HeadScreen });
-const AVAILABLE: ScreenId[] = ["open", "map", "head", "text", "classify", "similarity", "lab", "prune", "cost", "steps"];
+const AVAILABLE: ScreenId[] = ["open", "map", "head", "text", "classify", "similarity", "lab", "prune", "steps", "cost"];
 
 function CurrentScreen(): JSX.Element {
   const id = screen.value;
@@ -79,8 +79,8 @@ function onKey(event: KeyboardEvent): void {
   const isTyping = /^(INPUT|TEXTAREA|SELECT)$/.test(target.tagName);
   if (event.ctrlKey || event.metaKey || event.altKey || (isTyping && event.key !== "Escape")) return;
   if (overlay.value && event.key !== "Escape") return;
-  const digit = Number.parseInt(event.key, 10);
-  const action = digit >= 1 && digit <= AVAILABLE.length ? () => (screen.value = AVAILABLE[digit - 1]!) : KEYS[event.key];
+  const chosen = AVAILABLE["1234567890".indexOf(event.key)];
+  const action = chosen ? () => (screen.value = chosen) : KEYS[event.key];
   if (event.key === "Enter" && screen.value === "map" && target.closest(".grid")) {
     event.preventDefault();
     screen.value = "head";

@@ -140,8 +140,13 @@ export function KeyCells(props: { steps: Steps; step: Step; array: string; allow
   const values = step.arrays[array]!.data;
   const on = pointedIndex(pointing, place);
   const { onClick, ...rest } = handlers(pointing, place, indices, cellAt);
+  const box = useRef<HTMLDivElement>(null);
+  useEffect(() => {
+    const chosen = box.current?.querySelector<HTMLElement>(".chosen");
+    if (box.current && chosen) box.current.scrollLeft = chosen.offsetLeft - box.current.clientWidth / 2;
+  }, [props.selected]);
   return (
-    <div class="scroll" tabIndex={-1}>
+    <div class="scroll keyscroll" tabIndex={-1} ref={box}>
       <div
         class="keycells"
         tabIndex={0}
@@ -172,7 +177,7 @@ export function KeyCells(props: { steps: Steps; step: Step; array: string; allow
               {isMasked ? (
                 <i class="m" />
               ) : (
-                <i class={shade === null ? "" : shade > 0.55 ? "deep" : "pale"} style={shade === null ? {} : { background: cssRamp(shade) }}>
+                <i style={shade === null ? {} : { background: cssRamp(shade), color: inkOn(cssRamp(shade)) }}>
                   {array === "allowed" ? "✓" : keyNumber(values[index]!, props.isWeight)}
                 </i>
               )}
@@ -182,6 +187,15 @@ export function KeyCells(props: { steps: Steps; step: Step; array: string; allow
       </div>
     </div>
   );
+}
+
+/** Black or white, whichever is easier to read on a colour. */
+function inkOn(color: string): string {
+  const [red = 0, green = 0, blue = 0] = (color.match(/\d+/g) ?? []).map((part) => {
+    const share = Number(part) / 255;
+    return share <= 0.04045 ? share / 12.92 : ((share + 0.055) / 1.055) ** 2.4;
+  });
+  return 0.2126 * red + 0.7152 * green + 0.0722 * blue > 0.18 ? "#101114" : "#ffffff";
 }
 
 function keyNumber(value: number, isWeight: boolean): string {

@@ -31,7 +31,7 @@ const KEY_ROWS: [string, TextKey][] = [
   ["K", "keys.k"],
   ["P", "keys.p"],
   ["T", "keys.t"],
-  ["1 … 9", "keys.digits"],
+  ["1 … 9 0", "keys.digits"],
   ["[  ]", "keys.brackets"],
   ["/", "keys.slash"],
   ["?", "keys.question"],

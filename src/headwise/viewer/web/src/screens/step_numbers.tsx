@@ -39,7 +39,7 @@ function StreamNumbers({ step, pointing }: Props): JSX.Element {
       : step.arrays["added"]
         ? [
             ["in", t("steps.residualIn")],
-            ["added", t("steps.norm")],
+            ["added", "n"],
             ["out", t("steps.residualOut")],
           ]
         : [["out", { residual: "x", contribution: "c", output_step: "z" }[step.name] ?? "n"]];
@@ -61,7 +61,7 @@ function Scale({ vectors, limit }: { vectors: Numbers[]; limit: number }): JSX.E
   const last = vectors[vectors.length - 1]!;
   return (
     <p class="xs t3">
-      {t("steps.channels", { count: last.length })}, {t("steps.range", { limit })}; {t("steps.norm2", { value: exact(Math.hypot(...last)) })}
+      {t("steps.channels", { count: last.length })}, {t("steps.range", { limit })}; {t("steps.length", { value: exact(Math.hypot(...last)) })}
     </p>
   );
 }

@@ -37,7 +37,7 @@ export function StepsScreen(): JSX.Element {
       });
     return () => abort.abort();
   });
-  useStepKeys(steps.value);
+  useStepKeys(steps.value, pointing);
   if (!source.isLive) return <NotInExport />;
   if (!site.value) return <p class="t3">{t("open.none")}</p>;
   return (
@@ -178,15 +178,19 @@ function Explanation({ steps, pointing }: { steps: Steps; pointing: Pointing }):
 }
 
 /** Left and right walk through the steps, up and down through the keys, unless a control of the page has the focus. */
-function useStepKeys(steps: Steps | null): void {
+function useStepKeys(steps: Steps | null, { locked }: Pointing): void {
   useEffect(() => {
     if (!steps) return;
     const onKey = (event: KeyboardEvent) => {
       const target = event.target as HTMLElement;
-      if (event.ctrlKey || event.metaKey || event.altKey || target.closest("input,textarea,select,dialog,[role=slider],[role=listbox]")) return;
+      if (event.ctrlKey || event.metaKey || event.altKey || target.closest("input,textarea,select,dialog")) return;
+      if (event.key === "Escape" && locked.value) {
+        event.stopPropagation();
+        locked.value = null;
+      }
       const across = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
       const along = { ArrowDown: 1, ArrowUp: -1 }[event.key];
-      if (across === undefined && along === undefined) return;
+      if ((across === undefined && along === undefined) || target.closest("[role=slider],[role=listbox]")) return;
       event.preventDefault();
       event.stopPropagation();
       if (across !== undefined) goTo(Math.min(Math.max(currentStep(steps) + across, 0), steps.steps.length - 1));

@@ -1,0 +1,167 @@
+"""The Steps screen in a browser: its numbers are the server's, and it is walked with the keyboard."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headwise.traces.head_steps import HeadPlace, HeadSteps
+from headwise.viewer import bundled_sample
+from headwise.viewer.open_model import OpenModel
+from headwise.viewer.step_answers import find_steps
+from headwise.viewer.view import open_trace, render_export
+from support.page_browser import require_browser, served
+
+SITE, HEAD, QUERY = 7, 2, 9
+ADDRESS = f"#/steps?site={SITE}&head={HEAD}&token={QUERY}"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    path = require_browser()
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        started = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        yield started
+        started.close()
+
+
+@pytest.fixture
+def page(browser: Any) -> Iterator[Any]:
+    """A page whose console must stay empty."""
+    context = browser.new_context(viewport={"width": 1280, "height": 900}, locale="en")
+    opened = context.new_page()
+    messages: list[str] = []
+    opened.on("console", lambda message: messages.append(message.text))
+    opened.on("pageerror", lambda error: messages.append(str(error)))
+    opened.set_default_timeout(20_000)
+    yield opened
+    context.close()
+    assert messages == []
+
+
+def sample(*, with_model: bool = True) -> OpenModel:
+    load_model = bundled_sample.load_sample_model if with_model else None
+    return OpenModel(
+        bundled_sample.load_sample_trace(), load_model=load_model, table=bundled_sample.load_sample_table()
+    )
+
+
+def open_steps(page: Any, url: str, address: str = ADDRESS) -> None:
+    page.goto(url)
+    page.get_by_role("gridcell").first.wait_for()
+    page.evaluate(f"location.hash = '{address}'")
+    page.locator(".step").first.wait_for()
+
+
+def number(text: str) -> float:
+    return float(text.replace("−", "-").replace("<.001", "0.0005"))
+
+
+def place_of(opened: OpenModel, steps: HeadSteps, name: str) -> int:
+    return [step.name for step in steps.steps].index(name)
+
+
+def explanation(page: Any) -> str:
+    return page.get_by_test_id("explanation").inner_text().replace("\n", " ")
+
+
+def test_the_visible_numbers_are_those_of_the_server(page: Any):
+    opened = sample()
+    place = HeadPlace(opened.get_trace().layers[SITE].name, HEAD, QUERY)
+    steps, note = find_steps(opened, place)
+    assert note == ""
+    with served(opened) as url:
+        open_steps(page, url)
+        for name, precision in (("product", 0.05), ("scale", 0.005), ("normalise", 5e-4)):
+            index = place_of(opened, steps, name)
+            values = steps.steps[index].arrays["out"]
+            for key in range(QUERY + 1):
+                shown = page.get_by_test_id(f"{index}.out.{key}").locator("i").inner_text()
+                assert number(shown) == pytest.approx(float(values[key]), abs=precision), (name, key)
+        for name in ("project", "transform"):
+            index = place_of(opened, steps, name)
+            for channel in range(16):
+                shown = page.get_by_test_id(f"{index}.q.0.{channel}").inner_text()
+                assert number(shown) == pytest.approx(float(steps.steps[index].arrays["q"][channel]), abs=5e-4)
+        hatched = page.locator(f'[data-testid^="{place_of(opened, steps, "normalise")}.out."] i.m')
+        assert hatched.count() == len(steps.positions) - QUERY - 1
+
+
+def test_a_cell_says_how_it_is_computed(page: Any):
+    """The numbers of the rule, put together by hand, give the number of the cell."""
+    opened = sample()
+    steps, _ = find_steps(opened, HeadPlace(opened.get_trace().layers[SITE].name, HEAD, QUERY))
+    index = place_of(opened, steps, "project")
+    with served(opened) as url:
+        open_steps(page, url)
+        page.get_by_test_id(f"{index}.q.0.3").click()
+        text = explanation(page)
+        wanted = float(steps.steps[index].arrays["q"][3])
+        value = number(re.findall(r"= ([−\d.e-]+)", text)[0])
+        assert value == pytest.approx(wanted, rel=1e-4)
+        terms = re.findall(r"([−\d.]+) × ([−\d.]+)", text)
+        rest = re.findall(r"more products: ([−\d.]+)", text)
+        assert len(terms) == 4
+        total = sum(number(a) * number(b) for a, b in terms) + number(rest[0])
+        assert total == pytest.approx(wanted, rel=1e-3)
+        weight = place_of(opened, steps, "normalise")
+        page.mouse.move(5, 5)
+        page.get_by_test_id(f"{weight}.out.4").click()
+        found = re.findall(r"exp\(([−\d.]+) − ([−\d.]+)\) / ([\d.]+)", explanation(page))
+        score, top, total = (number(part) for part in found[0])
+        wanted = float(steps.steps[weight].arrays["out"][4])
+        assert 2.718281828 ** (score - top) / total == pytest.approx(wanted, rel=1e-3)
+
+
+def test_arrows_walk_through_steps_and_keys_and_the_address_keeps_them(page: Any):
+    with served(sample()) as url:
+        open_steps(page, url)
+        current = page.locator(".steps-strip [aria-current=step]")
+        assert current.inner_text() == "x"
+        for expected in ("norm", "q k v", "rotation", "q·k"):
+            page.keyboard.press("ArrowRight")
+            page.locator(f".steps-strip [aria-current=step]:text-is('{expected}')").wait_for()
+        page.keyboard.press("ArrowLeft")
+        page.keyboard.press("ArrowUp")
+        page.locator(".keycells .chosen").first.wait_for()
+        assert "step=3" in page.url
+        assert "key=8" in page.url  # the key before the one with the largest weight, which is the query itself
+        address = page.url
+        page.reload()
+        page.locator(".step").first.wait_for()
+        assert page.url == address
+        assert current.inner_text() == "rotation"
+        page.keyboard.press("t")
+        page.get_by_role("table", name="Rotate by position").wait_for()
+        assert page.get_by_role("row").count() > 32
+
+
+def test_a_trace_alone_names_the_steps_that_it_does_not_hold(page: Any):
+    with served(sample(with_model=False)) as url:
+        open_steps(page, url)
+        assert page.get_by_text("from the trace").is_visible()
+        missing = page.locator(".missing-steps").inner_text()
+        assert "Residual stream in" in missing
+        assert "only a trace is open" in missing
+        assert page.locator(".step").count() == 6
+
+
+def test_an_export_names_the_command_that_shows_the_steps(page: Any, tmp_path: Path):
+    path = tmp_path / "page.html"
+    path.write_text(render_export(open_trace(bundled_sample.load_sample_trace())), encoding="utf-8")
+    page.goto(path.as_uri() + "#/steps")
+    note = page.get_by_test_id("not-in-export")
+    note.wait_for()
+    assert "headwise view MODEL" in note.inner_text()
+
+
+def test_the_steps_in_chinese(page: Any):
+    with served(sample()) as url:
+        open_steps(page, url.replace("/#", "/?lang=zh#"))
+        assert page.get_by_role("heading", name="按位置旋转").is_visible()
