@@ -87,12 +87,17 @@ def _describe_ability(site: Site | None, name: str, is_loadable: bool) -> dict[s
     return {"possible": ability.possible, "reason": ability.reason}
 
 
+def measure_names(table: HeadTable) -> list[str]:
+    """The measures that any head has, because self- and cross-attention have different ones."""
+    return list(dict.fromkeys(name for head in table.heads for name in head.measures))
+
+
 def describe_measures(table: HeadTable | None) -> list[dict[str, Any]]:
     """Describe the measures of a table: name and range of the values over all heads."""
     if table is None or not table.heads:
         return []
     descriptions: list[dict[str, Any]] = []
-    for name in table.heads[0].measures:
+    for name in measure_names(table):
         values = [head.measures[name].value for head in table.heads if name in head.measures]
         finite = [value for value in values if math.isfinite(value)]
         low, high = (min(finite), max(finite)) if finite else (0.0, 0.0)
@@ -105,7 +110,7 @@ def stack_measures(table: HeadTable, heads: Sequence[tuple[str, int]]) -> tuple[
 
     `heads` are (site, head). What was not measured is NaN.
     """
-    names = list(table.heads[0].measures) if table.heads else []
+    names = measure_names(table)
     by_head = {(head.site, head.head): head for head in table.heads}
     stacked = np.full((len(heads), len(names), 4), np.nan, np.float32)
     for row, key in enumerate(heads):

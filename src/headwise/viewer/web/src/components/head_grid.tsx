@@ -7,7 +7,7 @@ import { useEffect, useRef } from "preact/hooks";
 import { togglePin } from "../actions";
 import { themeVersion } from "../canvas/colors";
 import { drawBand, rowPitch, type BandContent, type Bracket, type CellContent, type CellSizes } from "../canvas/head_cells";
-import { format, t } from "../i18n";
+import { classWord, format, measureName, t } from "../i18n";
 import { cellMode, classesOf, doc, firstHeads, headName, isAblated, measureOf, measures, scale, screen, selectHead, selectedHead, selectedSite, sites, sortHeads, stacks, thumbnails } from "../state";
 import { Meter } from "./basics";
 import { Badge, classLetter } from "./class_badge";
@@ -276,7 +276,7 @@ function numberBefore(site: number, head: number): number {
 function describeHead({ site, head, index }: HeadItem): string {
   const top = classesOf(index)[0];
   const parts = [headName(site, head)];
-  if (measures.value) parts.push(`${top?.name ?? t("class.unclear")} ${format(shownValue(index))}`);
+  if (measures.value) parts.push(`${classWord(top?.name)} ${format(shownValue(index))}`);
   if (isAblated(site, head)) parts.push(t("map.ablated"));
   if (sites.value[site]!.prunedHeads.length) parts.push(t("map.before", { head: numberBefore(site, head) }));
   const { kvHeads, heads, kvHeadOfQuery } = sites.value[site]!;
@@ -329,12 +329,12 @@ function HeadTip({ site, head, cell, box }: Hovered & { box: HTMLElement }): JSX
       {isAblated(site, head) && <span class="t3"> · {t("map.ablated")}</span>}
       {measures.value && (
         <p class="row tight">
-          <Badge name={top?.name} /> {top?.name ?? t("class.unclear")} {top && <span class="num">{format(top.score)}</span>}
+          <Badge name={top?.name} /> {classWord(top?.name)} {top && <span class="num">{format(top.score)}</span>}
         </p>
       )}
       {measures.value?.names.includes(mode) && (
         <p>
-          {mode} <span class="num">{format(measureOf(index, mode))}</span>
+          {measureName(mode)} <span class="num">{format(measureOf(index, mode))}</span>
         </p>
       )}
       {prunedHeads.length > 0 && <p class="t3">{t("map.before", { head: numberBefore(site, head) })}</p>}

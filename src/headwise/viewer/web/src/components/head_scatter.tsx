@@ -5,7 +5,7 @@ import type { JSX } from "preact";
 import { useEffect, useMemo, useRef } from "preact/hooks";
 import { cssRamp, cssValue, themeVersion } from "../canvas/colors";
 import { drawBadge } from "../canvas/head_cells";
-import { format, t } from "../i18n";
+import { format, measureName, t } from "../i18n";
 import { classesOf, headIndex, headName, measureOf, measures, scatterColor, scatterX, scatterY, selectHead } from "../state";
 import { Panel, Select } from "./basics";
 import { brushedHeads, isDimmed, type HeadItem } from "./head_grid";
@@ -55,7 +55,7 @@ export function HeadScatter({ heads }: { heads: HeadItem[] }): JSX.Element {
     () => heads.map((item) => ({ item, x: measureOf(item.index, x), y: measureOf(item.index, y) })).filter((point) => Number.isFinite(point.x) && Number.isFinite(point.y)),
     [heads, x, y, measures.value],
   );
-  const options = names.map((name): [string, string] => [name, name]);
+  const options = names.map((name): [string, string] => [name, measureName(name)]);
   const brushed = brushedHeads.value;
   return (
     <Panel
@@ -135,7 +135,7 @@ function Plot({ points, color, names }: { points: Point[]; color: string; names:
       class={`scatter ${hovered.value ? "on-point" : ""}`}
       ref={frame}
       role="img"
-      aria-label={t("map.scatterLabel", { x: names[0], y: names[1], count: points.length })}
+      aria-label={t("map.scatterLabel", { x: measureName(names[0]), y: measureName(names[1]), count: points.length })}
       {...pointerHandlers(points, () => ({ ...axes, width: width.value }), hovered, drag)}
     >
       <canvas ref={marks} width={1} height={1} />
@@ -248,9 +248,9 @@ function drawAxes(context: CanvasRenderingContext2D, axes: Axes, [x, y]: [string
     context.fillText(format(tick), MARGIN.left - 6, at + 3.5);
   }
   context.fillStyle = cssValue("--text-2");
-  context.fillText(x, right, HEIGHT - 6);
+  context.fillText(measureName(x), right, HEIGHT - 6);
   context.textAlign = "left";
-  context.fillText(y, 4, 12);
+  context.fillText(measureName(y), 4, 12);
 }
 
 /** A ring around a mark, with the name of its head on a ground of its own. */

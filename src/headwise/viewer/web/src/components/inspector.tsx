@@ -3,12 +3,12 @@
 import type { JSX } from "preact";
 import { ablateReason, toggleAblated, togglePin } from "../actions";
 import { thumbnailImage } from "../canvas/heatmap";
-import { format, t } from "../i18n";
+import { classWord, format, measureMeaning, measureName, t } from "../i18n";
 import { classesOf, firstHeads, headIndex, headName, isAblated, measureOf, measures, moveHead, pinned, scale, screen, selectHead, selectedHead, selectedSite, site, thumbnails } from "../state";
 import { Heatmap, Icon } from "./basics";
 import { Badge } from "./class_badge";
 
-const SHOWN_MEASURES = ["entropy", "confidence", "distance", "sink", "previous", "self", "next", "duplicate", "induction", "rare-token", "broad", "importance"];
+const SHOWN_MEASURES = ["entropy", "confidence", "distance", "sink", "previous", "self", "next", "duplicate", "induction", "rare", "importance"];
 
 export function Inspector(): JSX.Element {
   const item = site.value;
@@ -41,7 +41,7 @@ export function Inspector(): JSX.Element {
           <p class="row top">
             <Badge name={classes[0]?.name} size={20} />
             <span>
-              <b class="b">{classes[0]?.name ?? t("class.unclear")}</b>
+              <b class="b">{classWord(classes[0]?.name)}</b>
               <br />
               <span class="t2 sm">{classes[0]?.evidence ?? t("inspector.noClass")}</span>
             </span>
@@ -112,7 +112,7 @@ function MeasureTable({ index }: { index: number }): JSX.Element {
             const high = measureOf(index, name, 2);
             return (
               <tr key={name}>
-                <td>{name}</td>
+                <td title={measureMeaning(name)}>{measureName(name)}</td>
                 <td class="num">{format(measureOf(index, name))}</td>
                 <td class="num t3">{Number.isFinite(low) ? `${format(low)}–${format(high)}` : "–"}</td>
                 <td class="num t3">{format(measureOf(index, name, 3))}</td>

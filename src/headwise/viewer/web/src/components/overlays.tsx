@@ -4,7 +4,7 @@ import { useSignal } from "@preact/signals";
 import type { ComponentChildren, JSX } from "preact";
 import { useEffect, useRef } from "preact/hooks";
 import { measureHeads, runText } from "../actions";
-import { t, type TextKey } from "../i18n";
+import { measureName, t, type TextKey } from "../i18n";
 import { cellMode, doc, headName, language, measures, overlay, screen, selectHead, sites, theme, type ScreenId } from "../state";
 import { className, LETTERS } from "./class_badge";
 
@@ -74,7 +74,7 @@ function listCommands(screens: readonly ScreenId[]): Command[] {
     { text: "English", run: () => (language.value = "en") },
     { text: "中文", run: () => (language.value = "zh") },
   );
-  for (const name of measures.value?.names ?? []) commands.push({ text: `${t("measure")}: ${name}`, run: () => (cellMode.value = name) });
+  for (const name of measures.value?.names ?? []) commands.push({ text: `${t("measure")}: ${measureName(name)}`, run: () => (cellMode.value = name) });
   for (const letter of LETTERS) commands.push({ text: `${t("class")}: ${className(letter)}`, run: () => (cellMode.value = "class") });
   sites.value.forEach((site, number) => {
     for (let head = 0; head < site.heads; head++) commands.push({ text: headName(number, head), run: () => selectHead(number, head) });

@@ -106,7 +106,19 @@ function Rail({ screens }: { screens: readonly ScreenId[] }): JSX.Element {
   );
 }
 
-const JOB_TEXTS: Record<string, TextKey> = { text: "job.text", measure: "job.measure", ablate: "job.ablate", sweep: "job.sweep", prune: "job.prune", convert: "job.convert", surgery: "job.surgery", "plan-pruning": "job.plan", "plan-conversion": "job.plan" };
+const JOB_TEXTS: Record<string, TextKey> = {
+  text: "job.text",
+  measure: "job.measure",
+  similarity: "job.similarity",
+  ablate: "job.ablate",
+  sweep: "job.sweep",
+  cost: "job.cost",
+  prune: "job.prune",
+  convert: "job.convert",
+  surgery: "job.surgery",
+  "plan-pruning": "job.plan",
+  "plan-conversion": "job.plan",
+};
 
 /** Progress of the running job with its cancel button, and the error of the last one. */
 function JobNotes(): JSX.Element {

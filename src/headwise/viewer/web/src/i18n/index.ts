@@ -5,6 +5,7 @@ import { en, type TextKey } from "./en";
 import { zh } from "./zh";
 
 export type { TextKey } from "./en";
+export { classWord, measureMeaning, measureName } from "./measures";
 
 /** The text of a key with {names} replaced by values. */
 export function t(key: TextKey, values: Record<string, string | number> = {}): string {

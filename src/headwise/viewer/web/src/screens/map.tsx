@@ -9,7 +9,7 @@ import { DataTable } from "../components/data_table";
 import { classFilter, HeadGrid, meanName, type HeadItem } from "../components/head_grid";
 import { HeadScatter } from "../components/head_scatter";
 import { MeasurePrompt } from "../components/shell";
-import { format, t, type TextKey } from "../i18n";
+import { classWord, format, measureName, t, type TextKey } from "../i18n";
 import { cellMode, classesOf, doc, firstHeads, headCount, headIndex, headName, measureOf, measures, scale, selectHead, showsTable, sites, sortHeads, source, stacks } from "../state";
 
 export function MapScreen(): JSX.Element {
@@ -19,7 +19,7 @@ export function MapScreen(): JSX.Element {
   const modes: [string, string][] = [
     ["thumbnail", t("map.thumbnail")],
     ["class", t("map.class")],
-    ...["entropy", "sink"].filter((name) => table?.names.includes(name)).map((name): [string, string] => [name, name.charAt(0).toUpperCase() + name.slice(1)]),
+    ...["entropy", "sink"].filter((name) => table?.names.includes(name)).map((name): [string, string] => [name, capitalise(measureName(name))]),
   ];
   if (canSweep || table?.names.includes("importance")) modes.push(["importance", t("map.importance")]);
   const others = (table?.names ?? []).filter((name) => !modes.some(([mode]) => mode === name));
@@ -36,7 +36,7 @@ export function MapScreen(): JSX.Element {
           <Select
             label={t("measure")}
             value={others.includes(cellMode.value) ? cellMode.value : ""}
-            options={[["", "…"], ...others.map((name): [string, string] => [name, name])]}
+            options={[["", "…"], ...others.map((name): [string, string] => [name, measureName(name)])]}
             onChange={(name) => name && (cellMode.value = name)}
           />
         )}
@@ -44,7 +44,7 @@ export function MapScreen(): JSX.Element {
           <Select
             label={t("map.order")}
             value={sortHeads.value}
-            options={[["index", t("map.index")], ...table.names.map((name): [string, string] => [name, name])]}
+            options={[["index", t("map.index")], ...table.names.map((name): [string, string] => [name, measureName(name)])]}
             onChange={(name) => (sortHeads.value = name)}
           />
         )}
@@ -74,6 +74,10 @@ export function MapScreen(): JSX.Element {
   );
 }
 
+function capitalise(text: string): string {
+  return text.charAt(0).toUpperCase() + text.slice(1);
+}
+
 /** Show a measure in the cells. The importance of the heads is computed when it is asked for first. */
 function chooseMode(mode: string): void {
   cellMode.value = mode;
@@ -97,7 +101,7 @@ function GridPanel(): JSX.Element {
             {isPruned && <Swatch kind="gap" text={t("map.prunedGap")} />}
             {isShared && <Swatch kind="bracket" text={t("map.bracket")} />}
             {mode === "thumbnail" && measures.value?.names.includes("sink") && <Swatch kind="sink" text={t("map.sinkBar")} />}
-            {measures.value && <span class="hide-s t3">{t("map.rowMean", { name: meanName(measures.value.names) })}</span>}
+            {measures.value && <span class="hide-s t3">{t("map.rowMean", { name: measureName(meanName(measures.value.names)) })}</span>}
           </span>
         </div>
       }
@@ -178,7 +182,7 @@ function StrongestHeads({ heads }: { heads: HeadItem[] }): JSX.Element {
                 </button>
               </td>
               <td>
-                <Badge name={name} /> {name}
+                <Badge name={name} /> {classWord(name)}
               </td>
               <td class="bar-cell">
                 <Meter value={score} />
@@ -203,13 +207,13 @@ function HeadTable({ heads }: { heads: HeadItem[] }): JSX.Element {
         onSelect={(row) => selectHead(row.site, row.head)}
         columns={[
           { key: "head", title: t("head"), value: (row) => headName(row.site, row.head) },
-          { key: "class", title: t("class"), value: (row) => classesOf(row.index)[0]?.name ?? t("class.unclear"), cell: (row) => (
-            <span class="row tight nw"><Badge name={classesOf(row.index)[0]?.name} />{classesOf(row.index)[0]?.name ?? t("class.unclear")}</span>
+          { key: "class", title: t("class"), value: (row) => classWord(classesOf(row.index)[0]?.name), cell: (row) => (
+            <span class="row tight nw"><Badge name={classesOf(row.index)[0]?.name} />{classWord(classesOf(row.index)[0]?.name)}</span>
           ) },
           { key: "score", title: t("score"), numeric: true, value: (row) => classesOf(row.index)[0]?.score ?? NaN, cell: (row) => format(classesOf(row.index)[0]?.score ?? NaN) },
           ...names.map((name) => ({
             key: name,
-            title: name,
+            title: measureName(name),
             numeric: true,
             value: (row: HeadItem) => measureOf(row.index, name),
             cell: (row: HeadItem) => format(measureOf(row.index, name)),

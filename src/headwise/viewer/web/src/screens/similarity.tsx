@@ -1,13 +1,14 @@
 // Similarity: distances between heads, clusters below a threshold, and a proposal which heads could go.
 
-import { useSignal } from "@preact/signals";
+import { signal, useSignal } from "@preact/signals";
 import type { JSX } from "preact";
+import { useEffect } from "preact/hooks";
 import { setAblated } from "../actions";
 import { Heatmap, Panel, Select } from "../components/basics";
 import { Badge } from "../components/class_badge";
 import { DataTable } from "../components/data_table";
 import { format, t } from "../i18n";
-import { classesOf, doc, firstHeads, headName, isAblated, runJob, scale, screen, selectHead, source } from "../state";
+import { classesOf, doc, firstHeads, headCount, headName, isAblated, job, runJob, scale, screen, selectHead, source } from "../state";
 import type { Message } from "../source";
 
 interface Group {
@@ -49,22 +50,38 @@ function representative(members: number[], group: Group): number {
   return members.reduce((best, head) => (total(head) < total(best) ? head : best));
 }
 
+const MAX_UNASKED = 256; // heads; the comparison of more waits for the button
+
+/** The last comparison, which stays while other screens are open. */
+const groups = signal<Group[]>([]);
+const cut = signal<number | null>(null);
+const texts = signal<string | null>(null);
+
+function openTexts(): string {
+  return texts.value ?? (doc.value?.texts.join("\n") || Object.values(doc.value?.streams ?? {})[0]?.[0]?.text || "");
+}
+
+async function compare(): Promise<void> {
+  const result = await runJob("similarity", { texts: openTexts().split("\n").filter((line) => line.trim()) });
+  if (!result) return;
+  groups.value = readGroups(result);
+  cut.value = null;
+}
+
 export function SimilarityScreen(): JSX.Element {
-  const groups = useSignal<Group[]>([]);
   const chosen = useSignal("0");
-  const cut = useSignal<number | null>(null);
-  const texts = useSignal(doc.value?.texts.join("\n") || Object.values(doc.value?.streams ?? {})[0]?.[0]?.text || "");
+  const canCompare = source.isLive && doc.value?.capabilities.measure.possible;
+  useEffect(() => {
+    if (!canCompare || groups.value.length || !openTexts() || headCount.value > MAX_UNASKED) return;
+    void compare();
+    return () => job.value?.kind === "similarity" && !groups.value.length && job.value.abort.abort(); // others need the model
+  }, []);
   const group = groups.value[Number(chosen.value)];
-  const compute = async () => {
-    const result = await runJob("similarity", { texts: texts.value.split("\n").filter((line) => line.trim()) });
-    if (!result) return;
-    groups.value = readGroups(result);
-    cut.value = null;
-  };
   return (
     <>
       <div class="toolbar">
         <h1>{t("similar.title")}</h1>
+        <span class="t3">{t("similar.hint")}</span>
         <span class="grow" />
         {groups.value.length > 1 && (
           <Select
@@ -75,30 +92,34 @@ export function SimilarityScreen(): JSX.Element {
           />
         )}
       </div>
-      <Panel>
+      {group && <GroupView group={group} threshold={cut.value ?? group.threshold} onCut={(value) => (cut.value = value)} />}
+      {canCompare ? <TextsPanel isOpen={!group} /> : <p class="t3">{t("state.needsModel")}</p>}
+    </>
+  );
+}
+
+function TextsPanel({ isOpen }: { isOpen: boolean }): JSX.Element {
+  const written = openTexts();
+  return (
+    <Panel>
+      <details open={isOpen}>
+        <summary>{t("similar.texts", { count: written.split("\n").filter((line) => line.trim()).length })}</summary>
         <form
           class="stack"
           onSubmit={(event) => {
             event.preventDefault();
-            void compute();
+            void compare();
           }}
         >
-          <p class="t3 sm">{t("similar.hint")}</p>
-          <label class="stack">
-            <span>{t("similar.texts")}</span>
-            <textarea rows={4} value={texts.value} onInput={(event) => (texts.value = event.currentTarget.value)} />
-          </label>
-          {source.isLive && doc.value?.capabilities.measure.possible ? (
+          <textarea rows={6} aria-label={t("similar.textsLabel")} value={written} onInput={(event) => (texts.value = event.currentTarget.value)} />
+          <div>
             <button class="btn primary" type="submit">
               {t("similar.run")}
             </button>
-          ) : (
-            <p class="t3">{t("state.needsModel")}</p>
-          )}
+          </div>
         </form>
-      </Panel>
-      {group && <GroupView group={group} threshold={cut.value ?? group.threshold} onCut={(value) => (cut.value = value)} />}
-    </>
+      </details>
+    </Panel>
   );
 }
 

@@ -1,0 +1,70 @@
+// Names of the measures and of the classes of heads, in the languages of the page.
+
+import { language } from "../state";
+
+type Words = readonly [name: string, meaning: string];
+
+const WORDS: Record<string, { en: Words; zh: Words }> = {
+  entropy: { en: ["entropy", "entropy of a row, in nats"], zh: ["熵", "一行权重的熵，单位为纳特"] },
+  breadth: { en: ["breadth", "exp(entropy) over the number of allowed keys"], zh: ["宽度", "exp(熵) 与可见键数之比"] },
+  confidence: { en: ["confidence", "largest weight of a row"], zh: ["置信度", "一行中的最大权重"] },
+  distance: { en: ["distance", "mean number of tokens between query and key"], zh: ["距离", "查询与键之间的平均词元数"] },
+  sink: { en: ["sink", "weight on sinks"], zh: ["汇点", "汇点上的权重"] },
+  first: { en: ["first token", "weight on the first token"], zh: ["首个词元", "第一个词元上的权重"] },
+  separator: { en: ["separator", "weight on separators"], zh: ["分隔符", "分隔符上的权重"] },
+  punctuation: { en: ["punctuation", "weight on punctuation, sinks left out"], zh: ["标点", "标点上的权重（不计汇点）"] },
+  previous: { en: ["previous", "weight on the previous token, sinks left out"], zh: ["前一个", "前一个词元上的权重（不计汇点）"] },
+  self: { en: ["self", "weight on the token itself, sinks left out"], zh: ["自身", "词元自身上的权重（不计汇点）"] },
+  next: { en: ["next", "weight on the next token, sinks left out"], zh: ["后一个", "后一个词元上的权重（不计汇点）"] },
+  offset: { en: ["one distance", "share of rows whose largest weight is at one distance"], zh: ["固定距离", "最大权重落在同一距离上的行所占比例"] },
+  peak: { en: ["which distance", "distance at which most rows have their largest weight"], zh: ["峰值距离", "多数行最大权重所在的距离"] },
+  positional_share: { en: ["by position", "share of the variance of weights that distance explains"], zh: ["位置占比", "权重方差中由距离解释的比例"] },
+  support50: { en: ["keys for 50 %", "share of keys that hold half of a row"], zh: ["50 % 键占比", "占一行一半权重的键的比例"] },
+  support90: { en: ["keys for 90 %", "share of keys that hold 90 % of a row"], zh: ["90 % 键占比", "占一行 90 % 权重的键的比例"] },
+  support95: { en: ["keys for 95 %", "share of keys that hold 95 % of a row"], zh: ["95 % 键占比", "占一行 95 % 权重的键的比例"] },
+  duplicate: { en: ["duplicate", "weight on other occurrences of the same token"], zh: ["重复词元", "同一词元其他出现处的权重"] },
+  induction: { en: ["induction", "weight on tokens after an earlier occurrence of the same token"], zh: ["归纳", "同一词元先前出现处之后词元上的权重"] },
+  rare: { en: ["rarest token", "share of rows whose largest weight is on the rarest token"], zh: ["最罕见词元", "最大权重落在最罕见词元上的行所占比例"] },
+  importance: { en: ["importance", "change of the loss when the head is ablated alone"], zh: ["重要性", "单独消融该头时损失的变化"] },
+  "alignment input": { en: ["alignment, read", "1 minus the alignment error rate of the row that reads a target word"], zh: ["对齐（读入）", "读入目标词的行：1 减去对齐错误率"] },
+  "alignment input precision": { en: ["alignment precision, read", "precision of the alignment of the row that reads a target word"], zh: ["对齐精确率（读入）", "读入目标词的行：对齐的精确率"] },
+  "alignment input recall": { en: ["alignment recall, read", "recall of the alignment of the row that reads a target word"], zh: ["对齐召回率（读入）", "读入目标词的行：对齐的召回率"] },
+  "alignment target": { en: ["alignment, predicted", "1 minus the alignment error rate of the row that predicts a target word"], zh: ["对齐（预测）", "预测目标词的行：1 减去对齐错误率"] },
+  "alignment target precision": { en: ["alignment precision, predicted", "precision of the alignment of the row that predicts a target word"], zh: ["对齐精确率（预测）", "预测目标词的行：对齐的精确率"] },
+  "alignment target recall": { en: ["alignment recall, predicted", "recall of the alignment of the row that predicts a target word"], zh: ["对齐召回率（预测）", "预测目标词的行：对齐的召回率"] },
+};
+
+function words(name: string): Words | undefined {
+  return WORDS[name]?.[language.value];
+}
+
+/** The name of a measure for readers; measures of a user's own keep theirs. */
+export function measureName(name: string): string {
+  return words(name)?.[0] ?? name.replace(/_/g, " ");
+}
+
+/** What a measure counts, where the page knows it. */
+export function measureMeaning(name: string): string | undefined {
+  return words(name)?.[1];
+}
+
+const CLASS_WORDS: Record<string, string> = {
+  sink: "汇点",
+  separator: "分隔符",
+  previous: "前一词元",
+  self: "自身",
+  next: "后一词元",
+  duplicate: "重复词元",
+  induction: "归纳",
+  punctuation: "标点",
+  "rare-token": "罕见词元",
+  broad: "宽泛",
+  alignment: "对齐",
+};
+
+/** The name of a head's class for readers, such as "previous", "offset -2" or "unclear". */
+export function classWord(name: string | undefined): string {
+  if (!name || name === "unclear") return language.value === "zh" ? "不明" : "unclear";
+  if (language.value === "en") return name;
+  return CLASS_WORDS[name] ?? name.replace(/^offset /, "距离 ");
+}
