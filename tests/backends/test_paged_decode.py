@@ -283,7 +283,7 @@ def test_an_engine_with_paged_layers_gathers_no_keys(monkeypatch: pytest.MonkeyP
     assert engine.memory.reading == PagedSupport(2, {})
     assert rows == [3] * 2
     assert gathered == 0
-    assert "layers that read pages where they lie, of" in str(engine.report())
+    assert "layers that read pages in place, all layers" in str(engine.report())
     assert str(engine.report()).splitlines()[-1].endswith(" 2, 2")
 
 
@@ -302,8 +302,8 @@ def test_an_engine_reports_layers_that_gather(monkeypatch: pytest.MonkeyPatch):
     assert report.data["layers"] == 3
     assert report.data["gathers"] == gathers
     assert str(report).splitlines()[-2:] == [
-        "  for 1 they are gathered: needs softmax, not Entmax",
-        "  for 1 they are gathered: the layer asks for dense",
+        "  layers that gather their pages: 1 (needs softmax, not Entmax)",
+        "  layers that gather their pages: 1 (the layer asks for dense)",
     ]
 
 

@@ -103,14 +103,18 @@ def test_translations_are_scored_against_their_references():
     net.usage = hw.ProcessorSpec(begin=(1,), end=(2,))
     attach_tokenizer(net, "bytes")
     sources = hw.ExampleReader(net)
-    for source, text in (("one cat", "eine Katze"), ("two dogs", "zwei Hunde"), ("a bird", "ein Vogel")):
+    for source, text in (
+        ("a cat sits", "eine Katze sitzt dort"),
+        ("dogs run", "zwei Hunde laufen schnell"),
+        ("a bird", "ein Vogel"),
+    ):
         sources.add_text(source, text)
     proof = prove(net, net, sources.examples_with_frequencies(), ProofOptions("Nothing.", timing=QUICK))
     bleu = proof.quality.row("BLEU")
     assert bleu.before == bleu.after
     assert bleu.change.value == 0.0
     assert 0 <= bleu.after.value < 20
-    assert {one.wanted for one in proof.examples} == {"eine Katze", "zwei Hunde", "ein Vogel"}
+    assert {one.wanted for one in proof.examples} == {"eine Katze sitzt dort", "zwei Hunde laufen schnell", "ein Vogel"}
     own = prove(
         net, net, sources.examples_with_frequencies(), ProofOptions("Nothing.", timing=QUICK, target_source="own")
     )

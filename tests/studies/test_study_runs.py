@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from headwise.studies.study_file import Study, read_study
 from headwise.studies.study_plan import plan_study
 from headwise.studies.study_report import StudyReport, write_report
 from headwise.studies.study_runner import RESULTS_FILE, StudyResults, run_study
+from support import dying_cells
 
 FILE = """
 hypothesis = "A window of 3 recalls less than full attention; <script>alert(1)</script>"
@@ -121,19 +122,10 @@ def test_kill_and_resume_give_the_same_bytes(
     assert (tmp_path / "out" / RESULTS_FILE).read_bytes() == (finished[2] / RESULTS_FILE).read_bytes()
 
 
-def run_or_die(config: Mapping[str, Any], folder: str) -> dict[str, Any]:
-    """Run a cell, but end the process the first time, and always for seed 2."""
-    marker = Path(folder) / "died"
-    if config["recipe"]["seed"] == 2 or not marker.exists():
-        marker.touch()
-        os.kill(os.getpid(), signal.SIGKILL)
-    return run_cell(config, folder)
-
-
 def test_killed_processes_are_replaced(
     study: Study, finished: tuple[StudyResults, StudyReport, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(process_engine, "_run_marked", _mark_and_die)
+    monkeypatch.setattr(process_engine, "_run_marked", dying_cells.run_or_die)
     cells = [one.cell for one in finished[0].report_cells("gqa", "recall")][:2]
     with ProcessEngine(1) as engine:
         results = {cell.seed: result for cell, result in engine.run(cells, tmp_path)}
@@ -142,10 +134,16 @@ def test_killed_processes_are_replaced(
     assert "3 times" in results[2]["message"]
 
 
-def _mark_and_die(config: Mapping[str, Any], folder: str) -> dict[str, Any]:
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    (Path(folder) / process_engine.STARTED_FILE).touch()
-    return run_or_die(config, folder)
+def test_workers_that_cannot_start(
+    finished: tuple[StudyResults, StudyReport, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(process_engine, "_run_marked", dying_cells.die_before_the_cell)
+    cells = [one.cell for one in finished[0].report_cells("gqa", "recall")][:1]
+    with (
+        ProcessEngine(1) as engine,
+        pytest.raises(OSError, match=r"ended 3 times before .* --jobs 0"),
+    ):
+        list(engine.run(cells, tmp_path))
 
 
 def test_cells_that_fail_are_recorded(study: Study, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

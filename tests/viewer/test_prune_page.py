@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,33 +13,14 @@ from headwise.hub.pretrained_models import load
 from headwise.viewer import bundled_sample, surgery_actions
 from headwise.viewer.open_model import OpenModel
 from headwise.viewer.view import Target, open_target
-from support.page_browser import require_browser, served
+from support.page_browser import served
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    path = require_browser()
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright:
-        started = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
-        yield started
-        started.close()
-
-
-@pytest.fixture
-def page(browser: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A page whose console must stay empty; proofs measure speed only briefly."""
+@pytest.fixture(autouse=True)
+def brief_timings(page: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Proofs measure speed only briefly, but have more time on a busy machine."""
     monkeypatch.setattr(surgery_actions, "TIMING_SECONDS", 0.05)
-    context = browser.new_context(viewport={"width": 1280, "height": 900}, locale="en")
-    opened = context.new_page()
-    messages: list[str] = []
-    opened.on("console", lambda message: messages.append(message.text))
-    opened.on("pageerror", lambda error: messages.append(str(error)))
-    opened.set_default_timeout(60_000)
-    yield opened
-    context.close()
-    assert messages == []
+    page.set_default_timeout(60_000)
 
 
 def show_screen(page: Any, url: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,35 +13,10 @@ from headwise.viewer import bundled_sample
 from headwise.viewer.open_model import OpenModel
 from headwise.viewer.step_answers import find_steps
 from headwise.viewer.view import open_trace, render_export
-from support.page_browser import require_browser, served
+from support.page_browser import served
 
 SITE, HEAD, QUERY = 7, 2, 9
-ADDRESS = f"#/steps?site={SITE}&head={HEAD}&token={QUERY}"
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    path = require_browser()
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright:
-        started = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
-        yield started
-        started.close()
-
-
-@pytest.fixture
-def page(browser: Any) -> Iterator[Any]:
-    """A page whose console must stay empty."""
-    context = browser.new_context(viewport={"width": 1280, "height": 900}, locale="en")
-    opened = context.new_page()
-    messages: list[str] = []
-    opened.on("console", lambda message: messages.append(message.text))
-    opened.on("pageerror", lambda error: messages.append(str(error)))
-    opened.set_default_timeout(20_000)
-    yield opened
-    context.close()
-    assert messages == []
+ADDRESS = f"#/steps?site={SITE}&head={HEAD}&position={QUERY}"
 
 
 def sample(*, with_model: bool = True) -> OpenModel:

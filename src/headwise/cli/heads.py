@@ -162,7 +162,6 @@ def _parser() -> CommandParser:
         "Measure what every head of a model attends to over texts, compare it with chance, and classify the heads, "
         "with bootstrap confidence intervals over the texts.",
         "headwise heads path/to/model --data texts.txt --importance michel",
-        "headwise heads path/to/model --conllu parsed.conllu --limit 500 --out heads",
         "headwise heads dates.trace --draw E1H3 X0H2 --out heads",
     )
     parser.add_argument(

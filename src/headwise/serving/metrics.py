@@ -108,7 +108,10 @@ class ServingReport:
             _format_line(
                 "layers that read pages in place, all layers", f"{self.layers - len(self.gathers)}, {self.layers}"
             ),
-            *(f"  {count} layers gather their pages: {why}" for why, count in Counter(self.gathers.values()).items()),
+            *(
+                f"  layers that gather their pages: {count} ({why})"
+                for why, count in Counter(self.gathers.values()).items()
+            ),
         ]
         return "\n".join(lines)
 

@@ -16,6 +16,10 @@ from .run_cell import read_result, run_cell, write_result
 
 MAX_ATTEMPTS = 3  # of a cell whose process dies
 STARTED_FILE = "started"
+WORKERS_FAIL = (
+    f"the worker processes ended {MAX_ATTEMPTS} times before they ran a cell (their output above may say why); "
+    "run the study with --jobs 0, which needs no workers"
+)
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
 
 
@@ -71,7 +75,7 @@ class ProcessEngine:
         yield from self._run_in_pools(pending, folder)
 
     def _run_in_pools(self, pending: dict[str, Cell], folder: Path) -> Iterator[tuple[Cell, Mapping[str, Any]]]:
-        attempts = Counter[str]()
+        attempts, num_failed_starts = Counter[str](), 0
         while pending:
             for cell_id in pending:
                 (folder / cell_id / STARTED_FILE).unlink(missing_ok=True)
@@ -79,9 +83,12 @@ class ProcessEngine:
                 for cell, result in self._run_in_pool(pending, folder):
                     del pending[cell.id]
                     yield cell, result
-            except BrokenProcessPool:
+            except BrokenProcessPool as error:
                 self._pool = None
                 started = [cell_id for cell_id in pending if (folder / cell_id / STARTED_FILE).exists()]
+                num_failed_starts = 0 if started else num_failed_starts + 1
+                if num_failed_starts == MAX_ATTEMPTS:
+                    raise ChildProcessError(WORKERS_FAIL) from error
                 attempts.update(started)
                 for cell_id in [cell_id for cell_id in started if attempts[cell_id] >= MAX_ATTEMPTS]:
                     result = read_result(folder / cell_id) or _record_killed(folder / cell_id)

@@ -115,10 +115,10 @@ export function decodeMessage(buffer: ArrayBuffer): Message {
 
 /** The token arrives in the URL fragment, which is never sent, and is kept for this tab. */
 export function takeToken(): string {
-  const match = location.hash.match(/token=([\w-]+)/);
+  const match = location.hash.match(/^#token=([\w-]+)/);
   if (match?.[1]) {
     sessionStorage.setItem("headwise-token", match[1]);
-    history.replaceState(null, "", location.pathname + location.search + location.hash.replace(/[#&]?token=[\w-]+&?/, "#").replace(/^#$/, ""));
+    history.replaceState(null, "", location.pathname + location.search + location.hash.replace(/^#token=[\w-]+&?/, "#").replace(/^#$/, ""));
   }
   return sessionStorage.getItem("headwise-token") ?? "";
 }

@@ -196,7 +196,7 @@ export async function runJob(kind: string, body: Record<string, unknown> = {}): 
 const HASH_FIELDS: [string, { value: unknown }, (text: string) => unknown][] = [
   ["site", selectedSite, toNumber],
   ["head", selectedHead, toNumber],
-  ["token", selectedToken, (text) => (text === "" ? null : toNumber(text))],
+  ["position", selectedToken, (text) => (text === "" ? null : toNumber(text))],
   ["cells", cellMode, (text) => text],
   ["form", headForm, oneOf(["matrix", "lines", "arcs"])],
   ["lens", lens, oneOf([...LENSES])],
