@@ -327,6 +327,8 @@ def test_marginals_are_those_of_the_weights(page: Any):
         page.get_by_label("Rows").select_option("maximum")
         page.get_by_role("img", name="largest weight of each row, longest bar 1.00").wait_for()
         page.get_by_label("Rows").select_option("entropy")
+        page.get_by_role("img", name="entropy of each row").wait_for()
+        page.evaluate("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
         bars = page.evaluate(
             """() => { const canvas = document.querySelector('.marginal.rows canvas');
             const { data, width } = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height);
