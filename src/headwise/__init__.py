@@ -56,6 +56,7 @@ if TYPE_CHECKING:  # for type checkers and editors only; at run time names are i
     from .nn.attention import Attention
     from .nn.op_trace import walk
     from .nn.position_embeddings import LearnedPositions, SinusoidalPositions
+    from .nn.tensor_attention import attend
     from .parts import REGISTRY
     from .parts.additive_attention import Additive
     from .parts.alibi import Alibi
@@ -141,6 +142,7 @@ _MODULE_OF_NAME = {
     "LongformerAttention": "nn",
     "MergedAttention": "nn",
     "depth_scaled_init": "nn",
+    "attend": "nn.tensor_attention",
     "build": "models",
     "DecodingConfig": "generation.decoding_config",
     "ProcessorSpec": "model_spec",

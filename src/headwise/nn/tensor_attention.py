@@ -1,0 +1,172 @@
+"""`attend`: attention over queries, keys and values that are given as tensors, without a layer.
+
+Shapes: B batch, T queries, S keys, H query heads, G key-value heads, K and V channels of a head.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache, partial
+
+import torch
+from torch import Tensor
+
+from .. import backends
+from ..backends import CallSignature, CoreInputs, CoreSteps
+from ..interfaces.core_types import Probe, QueryContext
+from ..kernels.autograd_guards import is_under_functorch
+from ..masking.sequence_info import AttentionMask, SequenceInfo
+from ..parts.dot_product import Dot
+from ..parts.weight_dropout import WeightDropout
+from ..presets import design
+from ..spec.attention_spec import AttentionSpec
+from .part_weights import PartWeights
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    dropout: float = 0.0,
+    need_weights: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """softmax(scale * query key^T + bias) value, and the weights if `need_weights`, else None.
+
+    Shapes are [B, H, T, K], [B, G, S, K] and [B, G, S, V], where H is a multiple of G; for one head also without H, or
+    without B and H. `mask` is True or 1 where a query may attend to a key; `bias` is added to the scores. Both
+    broadcast to [B, H, T, S]. With `causal`, the last query sees all keys. `scale` is 1/sqrt(K) unless given. A query
+    that may attend to nothing gets zeros. Weights and biases need all scores in memory; other calls run on the first
+    backend that supports them.
+
+    >>> q, k, v = torch.randn(3, 2, 8, 5, 16)
+    >>> output, weights = attend(q, k, v, mask=torch.ones(5, 5).tril(), need_weights=True)
+    >>> output.shape, weights.shape
+    (torch.Size([2, 8, 5, 16]), torch.Size([2, 8, 5, 5]))
+    """
+    _check_tensors(query, key, value)
+    dims = query.dim()
+    q, k, v = (_with_heads(tensor) for tensor in (query, key, value))
+    shape = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+    if causal and shape[2] > shape[3]:
+        raise ValueError(
+            f"causal attention needs as many keys as queries; here are {shape[2]} queries, {shape[3]} keys"
+        )
+    spec = _make_spec((q.shape[1], k.shape[1], q.shape[3], v.shape[3]), causal, scale, dropout)
+    allowed = None if mask is None else _broadcastable("mask", mask, dims, shape).to(q.device, torch.bool)
+    added = None if bias is None else _broadcastable("bias", bias, dims, shape)
+    probe = _make_probe(added, need_weights)
+    o = _run_core(spec, (q, k, v), allowed, probe)
+    weights = None if probe is None else probe.tensors.get("weights")
+    return _without_heads(o.transpose(1, 2), dims), None if weights is None else _without_heads(weights, dims)
+
+
+def _run_core(
+    spec: AttentionSpec, tensors: tuple[Tensor, Tensor, Tensor], mask: Tensor | None, probe: Probe | None
+) -> Tensor:
+    """Head outputs o [B, T, H, V] of q, k and v [B, heads, tokens, channels]."""
+    q_BTHK, k_BSGK, v_BSGV = (tensor.transpose(1, 2) for tensor in tensors)
+    has_dropout, num_queries, num_keys = bool(spec.modifiers), q_BTHK.shape[1], k_BSGK.shape[1]
+    call = CallSignature(
+        spec,
+        spec.core_of(spec.projection_form(False)),
+        device=q_BTHK.device.type,
+        dtype=q_BTHK.dtype,
+        needs_grad=torch.is_grad_enabled(),
+        single_query=num_queries == 1,
+        has_caller_mask=mask is not None,
+        training=has_dropout,
+        probed_tensors=frozenset() if probe is None else probe.points,
+        is_compiling=torch.compiler.is_compiling(),
+        is_transformed=is_under_functorch(),
+    )
+    queries = SequenceInfo.contiguous(
+        num_keys - num_queries if num_keys > num_queries else 0, num_queries, q_BTHK.device
+    )
+    keys = SequenceInfo.contiguous(0, num_keys, q_BTHK.device)
+    x_BTD = q_BTHK[:, :, 0]  # there is no layer input, and no part of these specs reads one
+    context = QueryContext(x_BTD, q_BTHK, spec.similarity.score_scale(call.core), queries)
+    inputs = CoreInputs(q_BTHK, k_BSGK, v_BSGV, context, {"k": k_BSGK, "v": v_BSGV}, {})
+    attention_mask = AttentionMask(queries, keys, spec.pattern, mask)
+    return _make_dispatch(call).attend(attention_mask, inputs, _core_steps(spec, has_dropout), probe)
+
+
+@lru_cache(256)
+def _make_spec(sizes: tuple[int, int, int, int], causal: bool, scale: float | None, dropout: float) -> AttentionSpec:
+    heads, kv, dim, vdim = sizes
+    return design(
+        model=heads * dim,
+        heads=heads,
+        kv=kv,
+        dim=dim,
+        vdim=vdim,
+        pattern="causal()" if causal else "full()",
+        similarity=Dot(scale),
+        modifiers=(WeightDropout(dropout),) if dropout else (),
+    )
+
+
+_make_dispatch = lru_cache(1024)(backends.make_dispatch)
+
+
+@lru_cache(256)
+def _core_steps(spec: AttentionSpec, training: bool) -> CoreSteps:
+    parts = {name: part for name, part in spec.parts() if name not in ("project", "output")}
+    return CoreSteps.from_spec(spec, {name: PartWeights(spec, part).train(training) for name, part in parts.items()})
+
+
+def _make_probe(bias: Tensor | None, need_weights: bool) -> Probe | None:
+    """Adds the bias to the scores, and keeps the weights."""
+    points = [*(["scores"] if bias is not None else []), *(["weights"] if need_weights else [])]
+    if not points:
+        return None
+    probe = Probe(*points)
+    probe.callback = partial(_change_or_keep, probe, bias)
+    return probe
+
+
+def _change_or_keep(probe: Probe, bias: Tensor | None, point: str, tensor: Tensor) -> Tensor | None:
+    if point == "scores" and bias is not None:
+        return tensor + bias
+    probe.tensors[point] = tensor
+    return None
+
+
+def _with_heads(tensor: Tensor) -> Tensor:
+    """[B, H, tokens, channels] of a tensor that may lack H, or B and H."""
+    return tensor if tensor.dim() == 4 else tensor[:, None] if tensor.dim() == 3 else tensor[None, None]
+
+
+def _without_heads(tensor: Tensor, dims: int) -> Tensor:
+    return tensor if dims == 4 else tensor[:, 0] if dims == 3 else tensor[0, 0]
+
+
+def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
+    shapes = f"query {list(query.shape)}, key {list(key.shape)}, value {list(value.shape)}"
+    if not 2 <= query.dim() <= 4 or {query.dim()} != {key.dim(), value.dim()}:
+        raise ValueError(f"{shapes}: give each as [batch, heads, tokens, channels], or all without heads or batch")
+    if query.shape[-1] != key.shape[-1] or key.shape[:-1] != value.shape[:-1]:
+        raise ValueError(f"{shapes}: queries and keys need equal channels, keys and values equal other sizes")
+    if query.dim() == 4 and (key.shape[1] == 0 or query.shape[1] % key.shape[1]):
+        raise ValueError(f"{shapes}: {query.shape[1]} query heads are not a multiple of {key.shape[1]} key-value heads")
+    if query.dim() > 2 and query.shape[0] != key.shape[0]:
+        raise ValueError(f"{shapes}: the batches have different sizes")
+    if not query.is_floating_point() or {query.dtype} != {key.dtype, value.dtype}:
+        dtypes = f"query {query.dtype}, key {key.dtype}, value {value.dtype}"
+        raise ValueError(f"{dtypes}: give three tensors of one floating-point dtype")
+
+
+def _broadcastable(name: str, tensor: Tensor, dims: int, shape: tuple[int, int, int, int]) -> Tensor:
+    """A mask or bias as [B or 1, H or 1, T or 1, S or 1]; one of three dimensions has no heads."""
+    if name == "mask" and tensor.is_floating_point() and not bool(((tensor == 0) | (tensor == 1)).all()):
+        raise ValueError("mask has values other than 0 and 1; give additive values as bias=, or a mask of booleans")
+    expanded = tensor[:, None] if tensor.dim() == 3 else tensor.reshape((1,) * (4 - tensor.dim()) + tensor.shape)
+    if tensor.dim() > 4 or any(have not in (1, want) for have, want in zip(expanded.shape, shape, strict=True)):
+        wanted = list(shape) if dims == 4 else list(shape[-dims:]) if dims == 2 else [shape[0], *shape[2:]]
+        raise ValueError(
+            f"{name} {list(tensor.shape)} does not broadcast to {wanted}; give it one of these sizes, or 1"
+        )
+    return expanded

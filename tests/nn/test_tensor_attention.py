@@ -1,0 +1,131 @@
+"""`attend`: the formula in float64, its shapes, and what it refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import headwise as hw
+
+B, H, G, T, S, K, V = 2, 6, 2, 5, 7, 8, 4
+
+
+def tensors(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(0)
+    return (
+        torch.randn(B, H, T, K, dtype=dtype),
+        torch.randn(B, G, S, K, dtype=dtype),
+        torch.randn(B, G, S, V, dtype=dtype),
+    )
+
+
+def render(
+    query: Tensor, key: Tensor, value: Tensor, allowed: Tensor, bias: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """The formula, head by head and query by query."""
+    output, weights = torch.zeros(B, H, T, V, dtype=torch.float64), torch.zeros(B, H, T, S, dtype=torch.float64)
+    for b, h, t in [(b, h, t) for b in range(B) for h in range(H) for t in range(T)]:
+        group = h // (H // G)
+        scores = torch.stack([query[b, h, t].dot(key[b, group, s]) * scale + bias[b, h, t, s] for s in range(S)])
+        powers = torch.where(allowed[b, h, t], (scores - scores.max()).exp(), 0.0)
+        if powers.sum() > 0:
+            weights[b, h, t] = powers / powers.sum()
+        output[b, h, t] = weights[b, h, t] @ value[b, group]
+    return output, weights
+
+
+MASK = torch.rand(B, 1, T, S, generator=torch.Generator().manual_seed(1)) > 0.4
+MASK[0, 0, 2] = False  # a query that may attend to nothing
+BIAS = torch.randn(1, H, T, S, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("need_weights", [False, True])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"causal": True},
+        {"mask": MASK},
+        {"mask": MASK[1, 0].int()},
+        {"bias": BIAS},
+        {"scale": 0.3, "mask": MASK, "bias": BIAS},
+    ],
+    ids=["plain", "causal", "mask", "zeros and ones", "bias", "all"],
+)
+def test_outputs_and_weights_are_those_of_the_formula(options: dict[str, Any], need_weights: bool):
+    query, key, value = tensors()
+    allowed = torch.ones(B, H, T, S, dtype=torch.bool)
+    if options.get("causal"):
+        allowed = allowed.tril(S - T)
+    if "mask" in options:
+        allowed = allowed & options["mask"].bool()
+    bias = options.get("bias", torch.zeros(1, 1, 1, 1)).expand(B, H, T, S)
+    expected = render(query, key, value, allowed, bias, options.get("scale", K**-0.5))
+    output, weights = hw.attend(query, key, value, need_weights=need_weights, **options)
+    torch.testing.assert_close(output, expected[0], rtol=1e-9, atol=1e-9)
+    assert (weights is not None) == need_weights
+    if weights is not None:
+        torch.testing.assert_close(weights, expected[1], rtol=1e-6, atol=1e-7)  # weights of a probe are float32 or more
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"mask": MASK[..., :T] | torch.eye(T, dtype=torch.bool)}, {"bias": BIAS[..., :T].float()}]
+)
+def test_gradients_are_those_of_torch(options: dict[str, Any]):
+    leaves = [torch.randn(B, H, T, K).requires_grad_() for _ in range(3)]
+    expected = [leaf.detach().clone().requires_grad_() for leaf in leaves]
+    hw.attend(*leaves, **options)[0].square().sum().backward()
+    added = options.get("bias", torch.zeros(1)).expand(B, H, T, T)
+    allowed = options.get("mask", torch.ones(1, dtype=torch.bool)).expand(B, H, T, T)
+    added = added.masked_fill(~allowed, -torch.inf)
+    scores = expected[0] @ expected[1].transpose(2, 3) * K**-0.5 + added
+    (scores.softmax(-1) @ expected[2]).square().sum().backward()
+    for ours, theirs in zip(leaves, expected, strict=True):
+        assert theirs.grad is not None
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_heads_and_batch_can_be_left_out():
+    query, key, value = tensors()
+    output, weights = hw.attend(query[:, 0], key[:, 0], value[:, 0], mask=MASK[:, 0], need_weights=True)
+    whole, whole_weights = hw.attend(query[:, :1], key[:, :1], value[:, :1], mask=MASK, need_weights=True)
+    assert weights is not None
+    assert whole_weights is not None
+    assert torch.equal(output, whole[:, 0])
+    assert torch.equal(weights, whole_weights[:, 0])
+    torch.testing.assert_close(hw.attend(query[0, 0], key[0, 0], value[0, 0], mask=MASK[0, 0])[0], output[0])
+
+
+def test_dropped_weights_are_scaled_up():
+    torch.manual_seed(0)
+    ones = torch.ones(1, 1, 400, 4)
+    output, weights = hw.attend(ones, ones, ones, dropout=0.25, need_weights=True)
+    assert weights is not None
+    kept = weights > 0
+    assert 0.72 < kept.double().mean() < 0.78
+    torch.testing.assert_close(weights[kept], torch.full_like(weights[kept], 1 / 400 / 0.75))
+    torch.testing.assert_close(output, weights @ ones)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda q, k, v: {"query": q[0]}, "all without heads or batch"),
+        (lambda q, k, v: {"key": k[..., :3]}, "queries and keys need equal channels"),
+        (lambda q, k, v: {"value": v[:, :, :2]}, "keys and values equal other sizes"),
+        (lambda q, k, v: {"query": q[:, :5]}, "5 query heads are not a multiple of 2"),
+        (lambda q, k, v: {"query": q[:1]}, "the batches have different sizes"),
+        (lambda q, k, v: {"value": v.float()}, "three tensors of one floating-point dtype"),
+        (lambda q, k, v: {"mask": torch.ones(T, S + 1)}, r"mask \[5, 8\] does not broadcast to \[2, 6, 5, 7\]"),
+        (lambda q, k, v: {"bias": torch.ones(3, T, S)}, r"bias \[3, 5, 7\] does not broadcast"),
+        (lambda q, k, v: {"mask": torch.full((T, S), -1e9)}, "give additive values as bias="),
+        (lambda q, k, v: {"key": k[:, :, :3], "value": v[:, :, :3], "causal": True}, "here are 5 queries, 3 keys"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused(change: Any, message: str):
+    query, key, value = tensors()
+    with pytest.raises(ValueError, match=message):
+        hw.attend(**({"query": query, "key": key, "value": value} | change(query, key, value)))
