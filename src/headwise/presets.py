@@ -30,6 +30,7 @@ from .parts.softmax import Softmax
 from .parts.sum_normaliser import Sum
 from .parts.talking_heads import TalkingHeads
 from .parts.value_projection import Values
+from .parts.weight_dropout import WeightDropout
 from .spec.attention_spec import AttentionSpec
 from .spec.heads import Heads
 from .spec.serialization import from_json as _from_json, from_toml as _from_toml
@@ -86,6 +87,29 @@ def design(*, preset: str | None = None, **options: Any) -> AttentionSpec:
     pattern = parse_pattern(options["pattern"]) if isinstance(options["pattern"], str) else options["pattern"]
     others = {"model": options["model"], "source": options["source"], "modifiers": options["modifiers"]}
     return AttentionSpec(heads=heads, pattern=pattern, **slots, **others)
+
+
+def design_core(
+    sizes: tuple[int, int, int, int], *, causal: bool, scale: float | None, dropout: float
+) -> AttentionSpec:
+    """The spec of softmax attention over queries, keys and values in hand.
+
+    `sizes` are query heads, key-value heads, and the channels of queries and of values.
+
+    >>> design_core((8, 2, 16, 32), causal=True, scale=None, dropout=0.0).heads
+    Heads.grouped(q=8, kv=2, dim=16, vdim=32)
+    """
+    heads, kv, dim, vdim = sizes
+    return design(
+        model=heads * dim,
+        heads=heads,
+        kv=kv,
+        dim=dim,
+        vdim=vdim,
+        pattern="causal()" if causal else "full()",
+        similarity=Dot(scale),
+        modifiers=(WeightDropout(dropout),) if dropout else (),
+    )
 
 
 def _check_keywords(options: dict[str, Any]) -> dict[str, Any]:

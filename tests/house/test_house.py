@@ -33,6 +33,7 @@ OUTSIDE = {".venv", ".git", "node_modules", "runs", "build", "dist", ".pytest_ca
 LINES_OF_A_FILE = 600
 LINES_OF_A_FUNCTION = 60
 ARGUMENTS = 6  # without self and cls
+SIGNATURES_OF_TORCH = {("multihead_attention.py", "forward")}  # of methods that replace one of torch's
 NESTING = 3
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -107,7 +108,7 @@ def test_functions_take_few_arguments():
         at(path, f, f"{f.name} takes {len(arguments(f))} arguments")
         for path in FILES
         for f in functions(path)
-        if len(arguments(f)) > ARGUMENTS
+        if len(arguments(f)) > ARGUMENTS and (path.name, f.name) not in SIGNATURES_OF_TORCH
     ]
     check_none(many)
 

@@ -122,7 +122,10 @@ def test_dropped_weights_are_scaled_up():
         (lambda q, k, v: {"mask": torch.ones(T, S + 1)}, r"mask \[5, 8\] does not broadcast to \[2, 6, 5, 7\]"),
         (lambda q, k, v: {"bias": torch.ones(3, T, S)}, r"bias \[3, 5, 7\] does not broadcast"),
         (lambda q, k, v: {"mask": torch.full((T, S), -1e9)}, "give additive values as bias="),
-        (lambda q, k, v: {"key": k[:, :, :3], "value": v[:, :, :3], "causal": True}, "here are 5 queries, 3 keys"),
+        (
+            lambda q, k, v: {"key": k[:, :, :3], "value": v[:, :, :3], "causal": True},
+            "5 queries needs as many keys; here are 3",
+        ),
     ],
 )
 def test_arguments_that_do_not_fit_are_refused(change: Any, message: str):

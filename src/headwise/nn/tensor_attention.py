@@ -5,21 +5,32 @@ Shapes: B batch, T queries, S keys, H query heads, G key-value heads, K and V ch
 
 from __future__ import annotations
 
-from functools import lru_cache, partial
+from functools import partial
+from typing import NamedTuple, TypedDict, Unpack
 
 import torch
 from torch import Tensor
 
 from .. import backends
-from ..backends import CallSignature, CoreInputs, CoreSteps
+from ..backends import CallSignature, CoreDispatch, CoreInputs, CoreSteps
+from ..errors import suggest
 from ..interfaces.core_types import Probe, QueryContext
 from ..kernels.autograd_guards import is_under_functorch
 from ..masking.sequence_info import AttentionMask, SequenceInfo
-from ..parts.dot_product import Dot
-from ..parts.weight_dropout import WeightDropout
-from ..presets import design
+from ..presets import design_core
 from ..spec.attention_spec import AttentionSpec
 from .part_weights import PartWeights
+
+MAX_PLANS = 1024
+
+
+class AttendOptions(TypedDict, total=False):
+    """Keyword arguments of `attend`."""
+
+    causal: bool
+    scale: float | None
+    dropout: float
+    need_weights: bool
 
 
 def attend(
@@ -28,11 +39,7 @@ def attend(
     value: Tensor,
     mask: Tensor | None = None,
     bias: Tensor | None = None,
-    *,
-    causal: bool = False,
-    scale: float | None = None,
-    dropout: float = 0.0,
-    need_weights: bool = False,
+    **options: Unpack[AttendOptions],
 ) -> tuple[Tensor, Tensor | None]:
     """softmax(scale * query key^T + bias) value, and the weights if `need_weights`, else None.
 
@@ -48,74 +55,89 @@ def attend(
     (torch.Size([2, 8, 5, 16]), torch.Size([2, 8, 5, 5]))
     """
     _check_tensors(query, key, value)
-    dims = query.dim()
+    _check_options(options)
+    dims, causal, need_weights = query.dim(), options.get("causal", False), options.get("need_weights", False)
     q, k, v = (_with_heads(tensor) for tensor in (query, key, value))
     shape = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
     if causal and shape[2] > shape[3]:
-        raise ValueError(
-            f"causal attention needs as many keys as queries; here are {shape[2]} queries, {shape[3]} keys"
-        )
-    spec = _make_spec((q.shape[1], k.shape[1], q.shape[3], v.shape[3]), causal, scale, dropout)
+        raise ValueError(f"causal attention of {shape[2]} queries needs as many keys; here are {shape[3]}")
     allowed = None if mask is None else _broadcastable("mask", mask, dims, shape).to(q.device, torch.bool)
-    added = None if bias is None else _broadcastable("bias", bias, dims, shape)
-    probe = _make_probe(added, need_weights)
-    o = _run_core(spec, (q, k, v), allowed, probe)
+    probe = _make_probe(None if bias is None else _broadcastable("bias", bias, dims, shape), need_weights)
+    core = CoreSizes(q.shape[1], k.shape[1], q.shape[3], v.shape[3])
+    plan = _find_plan(core, options, _signature(q, allowed, probe, options))
+    o = _run_core(plan, (q, k, v), allowed, probe)
     weights = None if probe is None else probe.tensors.get("weights")
     return _without_heads(o.transpose(1, 2), dims), None if weights is None else _without_heads(weights, dims)
 
 
+class CoreSizes(NamedTuple):
+    """Query heads, key-value heads, and their channels."""
+
+    heads: int
+    kv: int
+    dim: int
+    vdim: int
+
+
+class CorePlan(NamedTuple):
+    """How one kind of call runs."""
+
+    spec: AttentionSpec
+    dispatch: CoreDispatch
+    steps: CoreSteps
+    scale: float
+
+
+_plans: dict[tuple[object, ...], CorePlan] = {}
+
+
+def _find_plan(sizes: CoreSizes, options: AttendOptions, signature: dict[str, object]) -> CorePlan:
+    choices = options.get("causal", False), options.get("scale"), options.get("dropout", 0.0)
+    key = (sizes, choices, *signature.values())
+    if key in _plans:
+        return _plans[key]
+    causal, scale, dropout = choices
+    spec = design_core(sizes, causal=causal, scale=scale, dropout=dropout)
+    call = CallSignature(spec, spec.core_of(spec.projection_form(False)), **signature)  # pyright: ignore[reportArgumentType] - its fields
+    parts = {name: part for name, part in spec.parts() if name not in ("project", "output")}
+    weights = {name: PartWeights(spec, part).train(bool(dropout)) for name, part in parts.items()}
+    steps, scale = CoreSteps.from_spec(spec, weights), spec.similarity.score_scale(call.core)
+    plan = CorePlan(spec, backends.make_dispatch(call), steps, scale)
+    if not call.is_compiling:  # a plan made in a graph would be a new constant, and recompile it
+        if len(_plans) >= MAX_PLANS:
+            _plans.clear()
+        _plans[key] = plan
+    return plan
+
+
+def _signature(q_BHTK: Tensor, mask: Tensor | None, probe: Probe | None, options: AttendOptions) -> dict[str, object]:
+    """What the choice of a backend depends on, beside the spec."""
+    return {
+        "device": q_BHTK.device.type,
+        "dtype": q_BHTK.dtype,
+        "needs_grad": torch.is_grad_enabled(),
+        "single_query": q_BHTK.shape[2] == 1,
+        "has_caller_mask": mask is not None,
+        "training": options.get("dropout", 0.0) > 0,
+        "probed_tensors": frozenset[str]() if probe is None else probe.points,
+        "is_compiling": torch.compiler.is_compiling(),
+        "is_transformed": is_under_functorch(),
+    }
+
+
 def _run_core(
-    spec: AttentionSpec, tensors: tuple[Tensor, Tensor, Tensor], mask: Tensor | None, probe: Probe | None
+    plan: CorePlan, tensors: tuple[Tensor, Tensor, Tensor], mask: Tensor | None, probe: Probe | None
 ) -> Tensor:
     """Head outputs o [B, T, H, V] of q, k and v [B, heads, tokens, channels]."""
     q_BTHK, k_BSGK, v_BSGV = (tensor.transpose(1, 2) for tensor in tensors)
-    has_dropout, num_queries, num_keys = bool(spec.modifiers), q_BTHK.shape[1], k_BSGK.shape[1]
-    call = CallSignature(
-        spec,
-        spec.core_of(spec.projection_form(False)),
-        device=q_BTHK.device.type,
-        dtype=q_BTHK.dtype,
-        needs_grad=torch.is_grad_enabled(),
-        single_query=num_queries == 1,
-        has_caller_mask=mask is not None,
-        training=has_dropout,
-        probed_tensors=frozenset() if probe is None else probe.points,
-        is_compiling=torch.compiler.is_compiling(),
-        is_transformed=is_under_functorch(),
-    )
-    queries = SequenceInfo.contiguous(
-        num_keys - num_queries if num_keys > num_queries else 0, num_queries, q_BTHK.device
-    )
+    num_queries, num_keys = q_BTHK.shape[1], k_BSGK.shape[1]
+    queries = SequenceInfo.contiguous(max(num_keys - num_queries, 0), num_queries, q_BTHK.device)
     keys = SequenceInfo.contiguous(0, num_keys, q_BTHK.device)
     x_BTD = q_BTHK[:, :, 0]  # there is no layer input, and no part of these specs reads one
-    context = QueryContext(x_BTD, q_BTHK, spec.similarity.score_scale(call.core), queries)
+    context = QueryContext(x_BTD, q_BTHK, plan.scale, queries)
     inputs = CoreInputs(q_BTHK, k_BSGK, v_BSGV, context, {"k": k_BSGK, "v": v_BSGV}, {})
-    attention_mask = AttentionMask(queries, keys, spec.pattern, mask)
-    return _make_dispatch(call).attend(attention_mask, inputs, _core_steps(spec, has_dropout), probe)
-
-
-@lru_cache(256)
-def _make_spec(sizes: tuple[int, int, int, int], causal: bool, scale: float | None, dropout: float) -> AttentionSpec:
-    heads, kv, dim, vdim = sizes
-    return design(
-        model=heads * dim,
-        heads=heads,
-        kv=kv,
-        dim=dim,
-        vdim=vdim,
-        pattern="causal()" if causal else "full()",
-        similarity=Dot(scale),
-        modifiers=(WeightDropout(dropout),) if dropout else (),
-    )
-
-
-_make_dispatch = lru_cache(1024)(backends.make_dispatch)
-
-
-@lru_cache(256)
-def _core_steps(spec: AttentionSpec, training: bool) -> CoreSteps:
-    parts = {name: part for name, part in spec.parts() if name not in ("project", "output")}
-    return CoreSteps.from_spec(spec, {name: PartWeights(spec, part).train(training) for name, part in parts.items()})
+    attention_mask = AttentionMask(queries, keys, plan.spec.pattern, mask)
+    return plan.dispatch.attend(attention_mask, inputs, plan.steps, probe)
 
 
 def _make_probe(bias: Tensor | None, need_weights: bool) -> Probe | None:
@@ -142,6 +164,11 @@ def _with_heads(tensor: Tensor) -> Tensor:
 
 def _without_heads(tensor: Tensor, dims: int) -> Tensor:
     return tensor if dims == 4 else tensor[:, 0] if dims == 3 else tensor[0, 0]
+
+
+def _check_options(options: AttendOptions) -> None:
+    if unknown := sorted(set(options) - set(AttendOptions.__annotations__)):
+        raise TypeError(f"attend has no {unknown[0]!r}; {suggest(unknown[0], AttendOptions.__annotations__)}")
 
 
 def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
