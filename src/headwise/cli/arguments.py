@@ -134,9 +134,12 @@ def load_named_spec(name: str, sizes: Mapping[str, int]) -> AttentionSpec:
         )
     path = Path(name)
     if name != "-" and not path.exists():
+        from ..families.published_models import PUBLISHED_MODELS
+
         is_path = bool(path.suffix) or len(path.parts) > 1
         fact = f"there is no file {name!r}" if is_path else f"there is no preset or file {name!r}"
-        raise UsageError(f"{fact}; {'give a .toml or .json file, or a preset' if is_path else suggest(name, PRESETS)}")
+        names = [*PRESETS, *PUBLISHED_MODELS]
+        raise UsageError(f"{fact}; {'give a .toml or .json file, or a preset' if is_path else suggest(name, names)}")
     return parse_spec_text(name, read_text(name))
 
 
@@ -262,9 +265,12 @@ def list_spec_keys(target: AttentionSpec | ModelSpec) -> Iterator[str]:
 
 
 def _load_target(name: str, sizes: Mapping[str, int]) -> AttentionSpec | ModelSpec:
-    if name in PRESETS or (name != "-" and not Path(name).exists()):
+    is_published = is_published_model(Path(name))
+    if not is_published and (name in PRESETS or (name != "-" and not Path(name).exists())):
         return load_named_spec(name, sizes)
-    text = "" if Path(name).is_dir() else read_text(name) if name == "-" else _read_file_start(Path(name))
+    text = (
+        "" if is_published or Path(name).is_dir() else read_text(name) if name == "-" else _read_file_start(Path(name))
+    )
     model = _load_model(name, text)
     if model is None:
         return parse_spec_text(name, text) if name == "-" and not sizes else load_named_spec(name, sizes)
@@ -284,7 +290,7 @@ def _load_model(name: str, text: str) -> ModelSpec | None:
     if "stacks" in table:
         return model_spec.from_dict(table, DEFAULT_CHOICES)
     is_config = text.lstrip().startswith("{") and not _has_spec_keys(table)
-    if is_config or Path(name).is_dir() or Path(name).name == "config.json":
+    if is_config or Path(name).is_dir() or Path(name).name == "config.json" or is_published_model(Path(name)):
         return families.read_model_spec(table if name == "-" else name)
     return None
 
@@ -318,13 +324,26 @@ MODEL_KEYS = {".json": ("model_type", "architectures"), ".toml": ("stacks", "for
 
 
 def load_model_description(name: str | None) -> ModelSpec | None:
-    """Return the model that a folder, config.json or TOML file describes; None for anything else."""
+    """Return the model that a folder, config.json, TOML file or published name describes; None for anything else."""
     path = Path(name or "-")
-    if not path.is_dir() and not set(_read_keys(path)) & set(MODEL_KEYS.get(path.suffix, ())):
+    if (
+        not is_published_model(path)
+        and not path.is_dir()
+        and not set(_read_keys(path)) & set(MODEL_KEYS.get(path.suffix, ()))
+    ):
         return None
     from ..families import read_model_spec
 
     return read_model_spec(path)
+
+
+def is_published_model(path: Path) -> bool:
+    """Whether a name is that of a published model, and not of a preset, file or folder."""
+    if path.exists() or path.name != str(path) or path.name in PRESETS:
+        return False
+    from ..families.published_models import PUBLISHED_MODELS
+
+    return path.name in PUBLISHED_MODELS
 
 
 def _read_keys(path: Path) -> dict[str, Any]:

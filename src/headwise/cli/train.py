@@ -10,7 +10,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import suggest
-from .arguments import BAD_INPUT, PRESETS, add_json_argument, add_set_argument, parse_value, print_page, to_json
+from .arguments import (
+    BAD_INPUT,
+    PRESETS,
+    add_json_argument,
+    add_set_argument,
+    is_published_model,
+    parse_value,
+    print_page,
+    to_json,
+)
 from .command_parser import CommandParser, UsageError
 
 if TYPE_CHECKING:
@@ -200,11 +209,17 @@ def _make_model(name: str, task: Task, recipe: Recipe) -> ModelSpec | Transforme
 
         return replace_self_attention(task.model(), name)
     path = Path(name)
-    if not path.exists():
-        raise UsageError(f"there is no preset, file or folder {name!r}; {suggest(name, PRESETS)}")
-    from ..families import read_model_spec
+    from ..families import PUBLISHED_MODELS, read_model_spec
 
-    return read_model_spec(path) if path.suffix in DESCRIPTION_SUFFIXES else _load_weights(path, task, recipe)
+    is_published = is_published_model(path)
+    if not is_published and not path.exists():
+        known = [*PRESETS, *PUBLISHED_MODELS]
+        raise UsageError(f"there is no preset, file or folder {name!r}; {suggest(name, known)}")
+    return (
+        read_model_spec(path)
+        if is_published or path.suffix in DESCRIPTION_SUFFIXES
+        else _load_weights(path, task, recipe)
+    )
 
 
 def _load_weights(path: Path, task: Task, recipe: Recipe) -> Transformer:

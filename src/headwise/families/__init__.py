@@ -5,6 +5,7 @@ In reading order:
 - `config_reader` reads config.json key by key and writes it, and has the registries `FAMILIES` (readers) and `WRITERS`.
 - `attention_config` reads RoPE settings, score scales and the layers with a sliding window.
 - `model_builders` assembles decoders and encoders from sizes, blocks, embeddings and heads.
+- `published_models` names a few models of the literature, with the keys of their config.json.
 - `weight_names` maps our tensors to names, shapes and slices in checkpoint files.
 - One file per architecture and its relatives (`llama`, `gpt`, ...): its config reader, and its `WeightNames` if
   checkpoints can be loaded.
@@ -26,6 +27,7 @@ from ..model_spec import ModelSpec
 from ..model_spec.serialization import MANIFEST_FILE, find_record, read_model_toml
 from ..presets import DEFAULT_CHOICES
 from .config_reader import FAMILIES, WRITERS, TransformersConfig, read_config, write_config
+from .published_models import PUBLISHED_MODELS
 from .weight_names import WeightNames
 
 WEIGHT_NAMES: dict[str, WeightNames] = {}
@@ -34,21 +36,26 @@ for _module in iter_modules(__path__):
         if isinstance(_table, WeightNames):
             WEIGHT_NAMES.update(dict.fromkeys(_table.families, _table))
 
-__all__ = ["FAMILIES", "WRITERS", "read_model_spec", "write_config"]
+__all__ = ["FAMILIES", "PUBLISHED_MODELS", "WRITERS", "read_model_spec", "write_config"]
 
 
 def read_model_spec(source: str | Path | Mapping[str, Any]) -> ModelSpec:
-    """Return the model described by `source`: a config.json, its keys as a mapping, a TOML file, or a model folder.
+    """Return the model described by `source`: a config.json, its keys as a mapping, a TOML file, or a model folder;
+    or a name of `PUBLISHED_MODELS`, unless it is also that of a file or folder.
 
     A folder is one written by hw.save or by transformers. If it has a heads.json with a model description, that
     description is used, because config.json cannot express models with pruned heads.
 
     >>> read_model_spec({"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}).stacks[0].runs[0].times
     12
+    >>> read_model_spec("gpt3").stacks[0].runs[0].times
+    96
     """
     if isinstance(source, Mapping):
         return read_config(TransformersConfig(source, "config"))
     path = Path(source)
+    if str(source) in PUBLISHED_MODELS and not path.exists():
+        return read_config(TransformersConfig(PUBLISHED_MODELS[str(source)].config, str(source)))
     if path.is_dir():
         record = find_record(path)
         if record and record.model:

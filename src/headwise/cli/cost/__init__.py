@@ -90,7 +90,12 @@ def _parser() -> CommandParser:
         "headwise cost gqa mla --model 4096 --heads 32 --context 32768 --batch 16",
         "headwise cost path/to/config.json --generate 256 --operations",
     )
-    parser.add_argument("specs", nargs="*", metavar="WHAT", help="a preset, a spec or config file, or a model folder")
+    parser.add_argument(
+        "specs",
+        nargs="*",
+        metavar="WHAT",
+        help="a preset, a published model such as gpt3, a spec or config file, or a model folder",
+    )
     parser.add_argument("--model", type=int, metavar="WIDTH", help="model dimension of the presets")
     parser.add_argument("--heads", type=int, metavar="COUNT", help="number of query heads of the presets")
     add_set_argument(parser)
