@@ -94,7 +94,7 @@ def _parser() -> CommandParser:
         "specs",
         nargs="*",
         metavar="WHAT",
-        help="a preset, a published model such as gpt3, a spec or config file, or a model folder",
+        help="a preset, a model such as gpt3, a file or a model folder",
     )
     parser.add_argument("--model", type=int, metavar="WIDTH", help="model dimension of the presets")
     parser.add_argument("--heads", type=int, metavar="COUNT", help="number of query heads of the presets")
