@@ -114,26 +114,27 @@ def test_probes_hinder_and_other_words_are_refused():
 
 def test_rows_of_several_lengths_give_a_reason_not_to_compile():
     net, prompt = build_random(decoder_spec()), torch.tensor([[3, 1, 4], [0, 1, 5]])
-    told = hw.SequenceInfo.from_batch(prompt, lengths=[3, 2], pad="left")
+    sequence = hw.SequenceInfo.from_batch(prompt, lengths=[3, 2], pad="left")
     with torch.no_grad():
-        for tokens, compiled in ((told, False), (None, True)):
+        for tokens, compiled in ((sequence, False), (None, True)):
             choice = DecodingState(
                 net, prompt, max_new_tokens=2, sequence=tokens, config=hw.DecodingConfig(compile="on")
             ).choice
             assert choice.should_compile is compiled
             assert choice.reason == ("compiled: compile is on" if compiled else decoding_state.UNEQUAL_LENGTHS.reason)
         assert (
-            DecodingState(net, prompt, max_new_tokens=2, sequence=told).choice.reason == "not compiled: compile is off"
+            DecodingState(net, prompt, max_new_tokens=2, sequence=sequence).choice.reason
+            == "not compiled: compile is off"
         )
 
 
 def test_every_choice_is_reported_on_request():
-    net, heard = build_random(decoder_spec()), []
-    asked = TextGenerator.of(net, 5, 0.0, hw.DecodingConfig(compile="auto"), heard.append)
-    asked.answers(PromptBatch([[3, 1], [4, 1]], "ids", "together"))
-    list(asked.pieces(PromptBatch([[3, 1]], "ids", "alone")))
-    assert [choice.should_compile for choice in heard] == [False, False]
-    assert all("5 steps could gain" in choice.reason for choice in heard)
+    net, recorded = build_random(decoder_spec()), []
+    request = TextGenerator.of(net, 5, 0.0, hw.DecodingConfig(compile="auto"), recorded.append)
+    request.answers(PromptBatch([[3, 1], [4, 1]], "ids", "together"))
+    list(request.pieces(PromptBatch([[3, 1]], "ids", "alone")))
+    assert [choice.should_compile for choice in recorded] == [False, False]
+    assert all("5 steps could gain" in choice.reason for choice in recorded)
 
 
 @pytest.mark.compile
@@ -142,19 +143,19 @@ def test_a_training_step_is_compiled_once_for_each_shape(monkeypatch):
     torch.compiler.reset()
     counters.clear()
     net = hw.build(decoder_spec(), seed=0).train()
-    hidden, made = torch.compile(net.hidden), []
+    hidden, recorded = torch.compile(net.hidden), []
     optimiser = torch.optim.AdamW(net.parameters())
     for _ in range(5):
         loss = net.apply_head(hidden(torch.randint(11, (3, 7)))).square().mean()
         optimiser.zero_grad()
         loss.backward()
         optimiser.step()
-        made.append(counters["stats"]["unique_graphs"])
-    assert made == made[:1] * 5
+        recorded.append(counters["stats"]["unique_graphs"])
+    assert recorded == recorded[:1] * 5
     net.eval()
     with torch.no_grad():
         for _ in range(2):
             hidden(torch.randint(11, (3, 7)))
-            made.append(counters["stats"]["unique_graphs"])
-    assert made[5:] == [made[0] + 1] * 2  # answering is another graph, made once
+            recorded.append(counters["stats"]["unique_graphs"])
+    assert recorded[5:] == [recorded[0] + 1] * 2  # answering is another graph, made once
     torch.compiler.reset()

@@ -56,24 +56,24 @@ def anew(net: hw.Transformer, prompt: Sequence[int], count: int, source: Sequenc
 def shares(logits: Sequence[float], past: Sequence[int], temperature: float, how: hw.DecodingConfig) -> list[float]:
     """How likely each token is, by the definitions, one number after the other."""
     scores = [(s / how.repetition if s > 0 else s * how.repetition) if n in past else s for n, s in enumerate(logits)]
-    kept = {n: s / temperature for n, s in enumerate(scores)}
+    keep = {n: s / temperature for n, s in enumerate(scores)}
 
     def likely() -> dict[int, float]:
-        total = math.fsum(math.exp(s) for s in kept.values())
-        return {n: math.exp(s) / total for n, s in kept.items()}
+        total = math.fsum(math.exp(s) for s in keep.values())
+        return {n: math.exp(s) / total for n, s in keep.items()}
 
     if how.top_k is not None:
-        least = sorted(kept.values(), reverse=True)[: how.top_k][-1]
-        kept = {n: s for n, s in kept.items() if s >= least}
+        least = sorted(keep.values(), reverse=True)[: how.top_k][-1]
+        keep = {n: s for n, s in keep.items() if s >= least}
     if how.top_p is not None:
         share, within = likely(), 0.0
-        for n in sorted(kept, key=lambda n: share[n], reverse=True):
+        for n in sorted(keep, key=lambda n: share[n], reverse=True):
             if within >= how.top_p:  # those before it have the share already
-                del kept[n]
+                del keep[n]
             within += share[n]
     if how.min_p is not None:
         share = likely()
-        kept = {n: s for n, s in kept.items() if share[n] >= how.min_p * max(share.values())}
+        keep = {n: s for n, s in keep.items() if share[n] >= how.min_p * max(share.values())}
     share = likely()
     return [share.get(n, 0.0) for n in range(len(logits))]
 
@@ -107,12 +107,12 @@ def test_tokens_are_drawn_as_often_as_they_are_likely(name: str, temperature: fl
     logits[[2, 5]] = torch.tensor([0.9, -0.9], dtype=torch.float64)
     expected = shares(logits.tolist(), past, temperature, how)
     rows = 1000
-    said = {"temperature": temperature, "config": how}
+    options = {"temperature": temperature, "config": how}
     found = hw.generation.sample_tokens(
-        logits.expand(rows, -1), [past] * rows, streams=[RandomStream(7, n) for n in range(rows)], **said
+        logits.expand(rows, -1), [past] * rows, streams=[RandomStream(7, n) for n in range(rows)], **options
     )
     again = RandomStream(7, 1234)
-    found += [hw.generation.sample_tokens(logits[None], [past], streams=[again], **said)[0] for _ in range(300)]
+    found += [hw.generation.sample_tokens(logits[None], [past], streams=[again], **options)[0] for _ in range(300)]
     counts = Counter(found)
     assert p_value([counts[n] for n in range(9)], expected) > 1e-3
 
@@ -121,8 +121,8 @@ def test_tokens_are_drawn_as_often_as_they_are_likely(name: str, temperature: fl
 def test_filtered_logits_equal_the_definitions(name: str):
     for _ in range(50):
         logits = torch.randn(13, dtype=torch.float64) * 3
-        kept = filter_logits(logits[None], HOWS[name])[0].softmax(-1)
-        assert kept.tolist() == pytest.approx(shares(logits.tolist(), [], 1.0, HOWS[name]))
+        keep = filter_logits(logits[None], HOWS[name])[0].softmax(-1)
+        assert keep.tolist() == pytest.approx(shares(logits.tolist(), [], 1.0, HOWS[name]))
 
 
 def test_texts_are_drawn_as_often_as_they_are_likely():
@@ -130,8 +130,8 @@ def test_texts_are_drawn_as_often_as_they_are_likely():
     net = build_random(decoder_spec(words=5))
     first = logits_of(net, [3, 1]).softmax(-1).tolist()
     expected = [first[a] * share for a in range(5) for share in logits_of(net, [3, 1, a]).softmax(-1).tolist()]
-    said = hw.generate(net, [[3, 1]] * 1500, max_new_tokens=2, temperature=1.0, seed=5)
-    counts = Counter(5 * a + b for a, b in said)
+    generated = hw.generate(net, [[3, 1]] * 1500, max_new_tokens=2, temperature=1.0, seed=5)
+    counts = Counter(5 * a + b for a, b in generated)
     assert p_value([counts[n] for n in range(25)], expected) > 1e-3
 
 
@@ -181,10 +181,10 @@ def test_cached_generation_equals_generation_without_a_cache(name: str):
         for _ in range(6):
             ids += hw.generation.sample_tokens(logits_of(net, ids)[None], temperature=1.0, streams=[own])
         alone.append(ids[len(prompt) :])
-    said = {"max_new_tokens": 6, "temperature": 1.0, "seed": [3, 4, 5]}
+    options = {"max_new_tokens": 6, "temperature": 1.0, "seed": [3, 4, 5]}
     ends = (alone[0][2], alone[1][0])
     expected = [row[: min((row.index(end) for end in ends if end in row), default=6)] for row in alone]
-    assert hw.generate(net, PROMPTS, **said, config=hw.DecodingConfig(end=ends)) == expected
+    assert hw.generate(net, PROMPTS, **options, config=hw.DecodingConfig(end=ends)) == expected
 
 
 def test_a_translator_answers_each_source_as_alone(translator: hw.Transformer):
@@ -200,45 +200,45 @@ def test_a_translator_answers_each_source_as_alone(translator: hw.Transformer):
 
 
 def test_a_row_samples_independently_of_the_others(net: hw.Transformer):
-    said = {"max_new_tokens": 12, "temperature": 1.3, "seed": 8}
-    beside = hw.generate(net, [PROMPTS[0], PROMPTS[1], PROMPTS[2]], **said)
-    assert hw.generate(net, [[7] * 9, PROMPTS[1], [2]], **said)[1] == beside[1]
-    assert hw.generate(net, PROMPTS[0], **said) == beside[0]
-    assert hw.generate(net, [PROMPTS[0]] * 2, **said)[0] != hw.generate(net, [PROMPTS[0]] * 2, **said)[1]
+    options = {"max_new_tokens": 12, "temperature": 1.3, "seed": 8}
+    beside = hw.generate(net, [PROMPTS[0], PROMPTS[1], PROMPTS[2]], **options)
+    assert hw.generate(net, [[7] * 9, PROMPTS[1], [2]], **options)[1] == beside[1]
+    assert hw.generate(net, PROMPTS[0], **options) == beside[0]
+    assert hw.generate(net, [PROMPTS[0]] * 2, **options)[0] != hw.generate(net, [PROMPTS[0]] * 2, **options)[1]
     torch.manual_seed(3)
-    first = hw.generate(net, PROMPTS, **(said | {"seed": None}))
-    assert hw.generate(net, PROMPTS, **(said | {"seed": None})) != first
+    first = hw.generate(net, PROMPTS, **(options | {"seed": None}))
+    assert hw.generate(net, PROMPTS, **(options | {"seed": None})) != first
     torch.manual_seed(3)
-    assert hw.generate(net, PROMPTS, **(said | {"seed": None})) == first
+    assert hw.generate(net, PROMPTS, **(options | {"seed": None})) == first
 
 
 def test_rows_that_are_over_are_computed_no_longer(net: hw.Transformer, monkeypatch: pytest.MonkeyPatch):
     free = hw.generate(net, PROMPTS, max_new_tokens=9)
     end = free[1][0]
     sizes, hidden = [], net.hidden
-    monkeypatch.setattr(net, "hidden", lambda x, **said: sizes.append(len(x)) or hidden(x, **said))
-    said = hw.generate(net, PROMPTS, max_new_tokens=9, config=hw.DecodingConfig(end=(end,)))
-    assert said == [row[: row.index(end)] if end in row else row for row in free]
+    monkeypatch.setattr(net, "hidden", lambda x, **options: sizes.append(len(x)) or hidden(x, **options))
+    generated = hw.generate(net, PROMPTS, max_new_tokens=9, config=hw.DecodingConfig(end=(end,)))
+    assert generated == [row[: row.index(end)] if end in row else row for row in free]
     assert sizes[:2] == [3, 2]
     assert len(sizes) == max(row.index(end) + 1 if end in row else 9 for row in free)
 
 
 @pytest.mark.parametrize("end", range(WORDS))
 def test_rows_draw_on_as_they_would_when_others_end(net: hw.Transformer, end: int):
-    said = {"max_new_tokens": 9, "temperature": 1.0, "seed": 2}
-    free = hw.generate(net, PROMPTS * 2, **said)
+    options = {"max_new_tokens": 9, "temperature": 1.0, "seed": 2}
+    free = hw.generate(net, PROMPTS * 2, **options)
     cut = [row[: row.index(end)] if end in row else row for row in free]
-    assert hw.generate(net, PROMPTS * 2, **said, config=hw.DecodingConfig(end=end)) == cut
+    assert hw.generate(net, PROMPTS * 2, **options, config=hw.DecodingConfig(end=end)) == cut
 
 
 def test_prompts_are_returned_in_the_given_form(net: hw.Transformer):
     alone = hw.generate(net, PROMPTS[1], max_new_tokens=3)
-    for given in (tuple(PROMPTS[1]), torch.tensor(PROMPTS[1]), torch.tensor(PROMPTS[1], dtype=torch.int32)):
-        assert hw.generate(net, given, max_new_tokens=3) == alone
-    for given in ([PROMPTS[1]], torch.tensor([PROMPTS[1]]), [torch.tensor(PROMPTS[1])], (range(9, 10),)):
-        said = hw.generate(net, given, max_new_tokens=3)
-        assert said == [alone] or len(given[0]) == 1
-        assert isinstance(said[0], list)
+    for value in (tuple(PROMPTS[1]), torch.tensor(PROMPTS[1]), torch.tensor(PROMPTS[1], dtype=torch.int32)):
+        assert hw.generate(net, value, max_new_tokens=3) == alone
+    for value in ([PROMPTS[1]], torch.tensor([PROMPTS[1]]), [torch.tensor(PROMPTS[1])], (range(9, 10),)):
+        generated = hw.generate(net, value, max_new_tokens=3)
+        assert generated == [alone] or len(value[0]) == 1
+        assert isinstance(generated[0], list)
     best = hw.generate(net, PROMPTS, max_new_tokens=3, config=hw.DecodingConfig(beams=5, best=2))
     assert [len(row) for row in best] == [2, 2, 2]
     assert hw.generate(net, PROMPTS[1], max_new_tokens=3, config=hw.DecodingConfig(beams=5, best=2)) == best[1]
@@ -322,12 +322,12 @@ def test_beams_score_no_less_than_the_likeliest_tokens(net: hw.Transformer):
 
 def shifted(net: hw.Transformer, prompt: Sequence[int], count: int, known: int, window: int) -> list[int]:
     """By the definition: begin with the last tokens, and begin so again wherever there is no position left."""
-    said, view = [], list(prompt)[-window:]
+    recorded, view = [], list(prompt)[-window:]
     for _ in range(count):
-        said.append(int(logits_of(net, view).argmax()))
-        view.append(said[-1])
+        recorded.append(int(logits_of(net, view).argmax()))
+        view.append(recorded[-1])
         view = view if len(view) <= known else view[-window:]
-    return said
+    return recorded
 
 
 @pytest.mark.parametrize("window", [1, 4, 8])
@@ -344,8 +344,8 @@ def test_a_window_goes_on_beyond_the_last_position(window: int):
 
 def test_a_window_reads_the_end_of_a_prompt_alone(net: hw.Transformer, translator: hw.Transformer):
     for one in (net, translator):
-        said = hw.generate(one, PROMPTS, max_new_tokens=4, config=hw.DecodingConfig(window=3))
-        assert said == hw.generate(one, [prompt[-3:] for prompt in PROMPTS], max_new_tokens=4)
+        generated = hw.generate(one, PROMPTS, max_new_tokens=4, config=hw.DecodingConfig(window=3))
+        assert generated == hw.generate(one, [prompt[-3:] for prompt in PROMPTS], max_new_tokens=4)
 
 
 def test_all_positions_can_be_used():
@@ -363,18 +363,18 @@ def test_positions_of_a_part_count_too():
 
 
 def test_a_stream_equals_generation(net: hw.Transformer):
-    for said in ({}, {"temperature": 0.8, "seed": 11}, {"config": hw.DecodingConfig(end=(4, 7))}):
-        whole = hw.generate(net, PROMPTS[0], max_new_tokens=9, **said)
-        assert list(hw.stream(net, PROMPTS[0], max_new_tokens=9, **said)) == whole
+    for options in ({}, {"temperature": 0.8, "seed": 11}, {"config": hw.DecodingConfig(end=(4, 7))}):
+        whole = hw.generate(net, PROMPTS[0], max_new_tokens=9, **options)
+        assert list(hw.stream(net, PROMPTS[0], max_new_tokens=9, **options)) == whole
 
 
 def test_a_stream_leaves_the_model_as_it_was_between_tokens():
     net = hw.build(decoder_spec(), dropout=0.4, seed=0).train()
-    told = hw.stream(net, [3, 1], max_new_tokens=3)
-    first = [next(told)]
+    result = hw.stream(net, [3, 1], max_new_tokens=3)
+    first = [next(result)]
     assert all(module.training for module in net.modules())
     assert torch.is_grad_enabled()
-    assert first + list(told) == hw.generate(net, [3, 1], max_new_tokens=3)
+    assert first + list(result) == hw.generate(net, [3, 1], max_new_tokens=3)
     assert all(module.training for module in net.modules())
 
 
@@ -429,14 +429,14 @@ BAD: dict[str, tuple[bp.ModelSpec, Any, dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_ungeneratable_prompts_give_reasons(name: str):
-    described, prompt, said, words = BAD[name]
+    described, prompt, options, words = BAD[name]
     with pytest.raises(ValueError, match=words) as caught:
-        hw.generate(hw.build(described), prompt, **({"max_new_tokens": 3} | said))
+        hw.generate(hw.build(described), prompt, **({"max_new_tokens": 3} | options))
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("said", "words"),
+    ("options", "words"),
     [
         ({"top_k": 0}, "top_k must be an integer of at least 1, got 0"),
         ({"top_k": True}, "top_k must be an integer of at least 1, got True"),
@@ -453,17 +453,17 @@ def test_ungeneratable_prompts_give_reasons(name: str):
         ({"window": 0}, "window must be an integer of at least 1, got 0"),
     ],
 )
-def test_invalid_decoding_configs_give_reasons(said: dict[str, Any], words: str):
+def test_invalid_decoding_configs_give_reasons(options: dict[str, Any], words: str):
     with pytest.raises(hw.SpecError, match=words):
-        hw.DecodingConfig(**said)
+        hw.DecodingConfig(**options)
 
 
 def test_broken_weights_are_reported(net: hw.Transformer):
     with torch.no_grad():
         net.head["tokens"].weight[3] = math.nan
-    for said in ({}, {"temperature": 1.0}):
+    for options in ({}, {"temperature": 1.0}):
         with pytest.raises(ValueError, match="produced NaN logits"):
-            hw.generate(net, [1, 2], max_new_tokens=2, **said)
+            hw.generate(net, [1, 2], max_new_tokens=2, **options)
 
 
 def test_unstreamable_decoding_gives_reasons(net: hw.Transformer):

@@ -22,13 +22,13 @@ FEW = settings(max_examples=settings().max_examples // 8, deadline=None)  # of t
 
 def causal(preset: str) -> hw.AttentionSpec:
     """A preset, tiny and decodable."""
-    said = (
+    result = (
         {}
         if hw.design(preset=preset, model=MODEL, heads=4).pattern.tokens_before_decode == 0
         else {"pattern": "causal()"}
     )
     small = {"dim": 4, "project": hw.Latent(rank=6, rope=2)} if preset == "mla" else {}
-    return hw.design(preset=preset, model=MODEL, heads=4, **small, **said)
+    return hw.design(preset=preset, model=MODEL, heads=4, **small, **result)
 
 
 def stack(*specs: hw.AttentionSpec, **embedding: object) -> bp.StackSpec:
@@ -38,7 +38,7 @@ def stack(*specs: hw.AttentionSpec, **embedding: object) -> bp.StackSpec:
     )
 
 
-def drawn(net: hw.Transformer) -> hw.Transformer:
+def random_model(net: hw.Transformer) -> hw.Transformer:
     """Every number matters: no token is always the likeliest, and gaps are far above rounding."""
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
@@ -49,14 +49,14 @@ def drawn(net: hw.Transformer) -> hw.Transformer:
 
 def language(*specs: hw.AttentionSpec, **embedding: object) -> hw.Transformer:
     layers = stack(*specs, **embedding)
-    return drawn(
+    return random_model(
         hw.build(bp.ModelSpec("tiny", "decoder", (layers,), heads=(bp.OutputHeadSpec("tokens", TOKENS),)), seed=1)
     )
 
 
-def plain(**said: object) -> hw.AttentionSpec:
+def plain(**options: object) -> hw.AttentionSpec:
     return hw.design(
-        **{"model": MODEL, "heads": 3, "dim": 4, "pattern": "causal()", "modifiers": (hw.Rotary(),)} | said
+        **{"model": MODEL, "heads": 3, "dim": 4, "pattern": "causal()", "modifiers": (hw.Rotary(),)} | options
     )
 
 
@@ -84,9 +84,9 @@ def alone(net: hw.Transformer, prompt: list[int], count: int) -> list[int]:
 # --- alone and together --------------------------------------------------------------------------------
 
 PROMPTS = st.lists(st.integers(0, 2), min_size=1, max_size=14)  # of three tokens: many begin alike
-ASKED = st.tuples(PROMPTS, st.integers(1, 8))
+REQUESTS = st.tuples(PROMPTS, st.integers(1, 8))
 EVENTS = st.lists(st.sampled_from(["join", "join", "step", "step", "leave"]), max_size=16)
-WAYS = st.builds(
+CONFIGS = st.builds(
     hw.BatchingConfig,
     rows=st.integers(1, 6),
     page=st.integers(1, 5),
@@ -98,13 +98,17 @@ WAYS = st.builds(
 
 @pytest.mark.parametrize("name", MODELS)
 @FEW
-@given(asked=st.lists(ASKED, min_size=1, max_size=5), events=EVENTS, way=WAYS, tight=st.booleans(), data=st.data())
-def test_a_request_gets_the_tokens_it_gets_alone(name: str, asked, events, way: hw.BatchingConfig, tight: bool, data):
+@given(
+    requests=st.lists(REQUESTS, min_size=1, max_size=5), events=EVENTS, way=CONFIGS, tight=st.booleans(), data=st.data()
+)
+def test_a_request_gets_the_tokens_it_gets_alone(
+    name: str, requests, events, way: hw.BatchingConfig, tight: bool, data
+):
     net = model(name)
     if name == "prefix":
-        asked = [([*prompt, 1, 2, 0][: max(3, len(prompt))], count) for prompt, count in asked]
-    engine = hw.Engine(net, budget=smallest(net, way, asked) if tight else ROOMY, batching=way)
-    streams, coming = [], list(asked)
+        requests = [([*prompt, 1, 2, 0][: max(3, len(prompt))], count) for prompt, count in requests]
+    engine = hw.Engine(net, budget=smallest(net, way, requests) if tight else ROOMY, batching=way)
+    streams, coming = [], list(requests)
     for event in events:
         if event == "join" and coming:
             prompt, count = coming.pop()
@@ -116,20 +120,20 @@ def test_a_request_gets_the_tokens_it_gets_alone(name: str, asked, events, way: 
         assert engine.memory.used <= engine.memory.nbytes <= engine.memory.budget
     streams += [(engine.submit(prompt, max_new_tokens=count), prompt, count) for prompt, count in coming]
     for stream, prompt, count in reversed(streams):
-        expected, said = alone(net, prompt, count), stream.result()
-        assert said == (expected[: len(said)] if stream.ended == "cancelled" else expected)
+        expected, result = alone(net, prompt, count), stream.result()
+        assert result == (expected[: len(result)] if stream.ended == "cancelled" else expected)
         assert stream.ended in ("cancelled", "length")
     assert engine.memory.used == 0
-    assert engine.memory.pool.book.pages.num_held == 0
+    assert engine.memory.pool.book.pages.num_allocated == 0
 
 
-def smallest(net: hw.Transformer, way: hw.BatchingConfig, asked: list[tuple[list[int], int]]) -> int:
+def smallest(net: hw.Transformer, way: hw.BatchingConfig, requests: list[tuple[list[int], int]]) -> int:
     """The least budget in which each of these fits when it is alone, found from what is refused."""
     budget = 1
     while True:
         try:
             engine = hw.Engine(net, budget=budget, batching=way)
-            for prompt, count in asked:
+            for prompt, count in requests:
                 engine.submit(prompt, max_new_tokens=count)
             return budget
         except ValueError as refused:
@@ -142,23 +146,25 @@ def smallest(net: hw.Transformer, way: hw.BatchingConfig, asked: list[tuple[list
 def test_logits_are_those_of_one_pass(name: str, monkeypatch: pytest.MonkeyPatch):
     """In float64, where rounding cannot hide what is wrong."""
     net = MODELS[name]().double()
-    seen: list[tuple[list[int], torch.Tensor]] = []
+    recorded: list[tuple[list[int], torch.Tensor]] = []
 
     def watched(logits, past, **how):
-        seen.extend((list(ids), row) for ids, row in zip(past, logits, strict=True))
+        recorded.extend((list(ids), row) for ids, row in zip(past, logits, strict=True))
         return hw.generation.sample_tokens(logits, past, **how)
 
     monkeypatch.setattr(model_runner, "sample_tokens", watched)
     engine = hw.Engine(net, budget=ROOMY, batching=hw.BatchingConfig(rows=3, page=4, chunk=7))
-    asked = [([n * n % 5 for n in range(length)], count) for length, count in ((9, 5), (3, 7), (17, 3), (5, 4), (9, 2))]
-    streams = [engine.submit(prompt, max_new_tokens=count) for prompt, count in asked]
+    values = [
+        ([n * n % 5 for n in range(length)], count) for length, count in ((9, 5), (3, 7), (17, 3), (5, 4), (9, 2))
+    ]
+    streams = [engine.submit(prompt, max_new_tokens=count) for prompt, count in values]
     engine.run()
-    assert len(seen) == 21
-    for (prompt, _), stream in zip(asked, streams, strict=True):
+    assert len(recorded) == 21
+    for (prompt, _), stream in zip(values, streams, strict=True):
         whole = prompt + stream.ids
         with torch.no_grad():
             logits = net(torch.tensor([whole]))[0]
-        rows = [(len(ids) - 1, row) for ids, row in seen if ids == whole[: len(ids)]]
+        rows = [(len(ids) - 1, row) for ids, row in recorded if ids == whole[: len(ids)]]
         assert len(rows) >= len(stream.ids)
         for at, row in rows:
             torch.testing.assert_close(row, logits[at], rtol=1e-9, atol=1e-9)
@@ -167,11 +173,11 @@ def test_logits_are_those_of_one_pass(name: str, monkeypatch: pytest.MonkeyPatch
 def test_a_step_is_a_chunk_of_prompts_and_a_token_of_every_row():
     engine = hw.Engine(model("gqa"), budget=ROOMY, batching=hw.BatchingConfig(chunk=8))
     short, long = engine.submit([1, 2], max_new_tokens=20), engine.submit(list(range(13)) * 3, max_new_tokens=4)
-    told = []
+    recorded = []
     while engine.step():
-        told.append((len(short.ids), len(long.ids)))
+        recorded.append((len(short.ids), len(long.ids)))
     assert [step.tokens for step in engine.report().steps][:6] == [8, 8, 8, 8, 8, 0]  # a last token alone is a row
-    assert told[:6] == [(2, 0), (3, 0), (4, 0), (5, 0), (6, 1), (7, 2)]  # the short one was never kept waiting
+    assert recorded[:6] == [(2, 0), (3, 0), (4, 0), (5, 0), (6, 1), (7, 2)]  # the short one was never kept waiting
 
 
 # --- what is remembered --------------------------------------------------------------------------------
@@ -186,7 +192,7 @@ def test_beginnings_are_read_once():
     assert [stream.result() for stream in streams] == [alone(net, prompt, 5) for prompt in prompts]
     shared = 24  # two layers keep 24 numbers of each of 4 tokens in a page, one keeps 8 of each of 24
     assert engine.report().shared == 5 * shared
-    assert engine.memory.pool.book.pages.num_held == 0
+    assert engine.memory.pool.book.pages.num_allocated == 0
     again = engine.submit([*begin, 9, 9, 9], max_new_tokens=2)  # nobody holds those pages, but they are still known
     assert again.result() == alone(net, [*begin, 9, 9, 9], 2)
     assert engine.report().shared == 6 * shared
@@ -231,18 +237,18 @@ def translator(form: str) -> hw.Transformer:
     described = bp.ModelSpec(
         "tiny", "encoder-decoder", stacks, heads=(bp.OutputHeadSpec("tokens", TOKENS, table="encoder"),)
     )
-    net = drawn(hw.build(described, seed=1))
+    net = random_model(hw.build(described, seed=1))
     net.usage = hw.ProcessorSpec(begin=(1, 2), end=(0,))
     return net
 
 
-def generated(net: hw.Transformer, prompt: object, **said: object):
-    return hw.generate(net, prompt, **said)
+def generated(net: hw.Transformer, prompt: object, **options: object):
+    return hw.generate(net, prompt, **options)
 
 
 @pytest.mark.parametrize("form", ["seq", "merged"])
 @FEW
-@given(sources=st.lists(st.lists(st.integers(0, 12), min_size=1, max_size=9), min_size=1, max_size=7), way=WAYS)
+@given(sources=st.lists(st.lists(st.integers(0, 12), min_size=1, max_size=9), min_size=1, max_size=7), way=CONFIGS)
 def test_two_stacks_answer_together(form: str, sources: list[list[int]], way: hw.BatchingConfig):
     net = translator(form)
     engine = hw.Engine(net, budget=ROOMY, batching=way)
@@ -329,17 +335,17 @@ def test_a_chunk_takes_prompts_in_order(pending: list[int], chunk: int, opening:
 def test_cancelled_requests_free_their_pages_at_once():
     net = model("gqa")
     engine = hw.Engine(net, budget=ROOMY)
-    gone, other = engine.submit([1, 2, 3], max_new_tokens=20), engine.submit([4], max_new_tokens=20)
+    removed, other = engine.submit([1, 2, 3], max_new_tokens=20), engine.submit([4], max_new_tokens=20)
     waiting = engine.submit([5], max_new_tokens=3)
     waiting.cancel()
     assert waiting.ended == "cancelled"
-    assert [next(gone), next(gone)] == alone(net, [1, 2, 3], 20)[:2]
-    held = engine.memory.used
-    gone.cancel()
-    assert engine.memory.used < held
-    assert gone.ended == "cancelled"
-    assert gone.result() == alone(net, [1, 2, 3], 20)[: len(gone.ids)]
-    gone.cancel()
+    assert [next(removed), next(removed)] == alone(net, [1, 2, 3], 20)[:2]
+    used = engine.memory.used
+    removed.cancel()
+    assert engine.memory.used < used
+    assert removed.ended == "cancelled"
+    assert removed.result() == alone(net, [1, 2, 3], 20)[: len(removed.ids)]
+    removed.cancel()
     assert other.result() == alone(net, [4], 20)
     assert waiting.result() == []
 
@@ -388,8 +394,8 @@ def test_the_request_that_breaks_a_call_is_found_and_the_others_go_on(monkeypatc
         engine = hw.Engine(net, budget=ROOMY, batching=hw.BatchingConfig(page=2))
         hidden = net.hidden
 
-        def fussy(x, hidden=hidden, **told):
-            h = hidden(x, **told)
+        def fussy(x, hidden=hidden, **options):
+            h = hidden(x, **options)
             if (x == 11).any():
                 raise RuntimeError("eleven is too much")
             return h
@@ -410,8 +416,8 @@ def test_an_interrupted_step_has_not_happened(monkeypatch: pytest.MonkeyPatch):
         stream = engine.submit([1, 2, 3, 4, 5], max_new_tokens=6)
         hidden, calls = net.hidden, []
 
-        def interrupted(x, hidden=hidden, calls=calls, **told):
-            h = hidden(x, **told)
+        def interrupted(x, hidden=hidden, calls=calls, **options):
+            h = hidden(x, **options)
             calls.append(x)
             if len(calls) % 2:
                 raise KeyboardInterrupt
@@ -431,7 +437,7 @@ SMALL = 30_000
 
 
 @pytest.mark.parametrize(
-    ("name", "prompt", "said", "fact"),
+    ("name", "prompt", "options", "fact"),
     [
         ("gqa", [], {}, "the prompt is empty"),
         ("gqa", [1, 13], {}, "the prompt holds the id 13"),
@@ -446,19 +452,19 @@ SMALL = 30_000
         ("gqa", [1] * 900, {}, r"a request of 963 tokens needs 61 pages of 1,024 bytes and the budget of 30,000 bytes"),
     ],
 )
-def test_impossible_requests_are_refused_at_once(name: str, prompt, said: dict, fact: str):
+def test_impossible_requests_are_refused_at_once(name: str, prompt, options: dict, fact: str):
     net = model(name)
     engine = hw.Engine(net, budget=SMALL if len(prompt) > 800 else ROOMY)
     other = engine.submit([1, 2, 3], max_new_tokens=3)
     with pytest.raises(ValueError, match=fact):
-        engine.submit(prompt, **said)
+        engine.submit(prompt, **options)
     assert other.result() == alone(net, [1, 2, 3], 3)
 
 
 def test_the_recommended_budget_is_enough():
     net, way = model("mixed"), hw.BatchingConfig(page=4)
-    asked = [([1] * 37, 5)]
-    budget = smallest(net, way, asked)
+    request = [([1] * 37, 5)]
+    budget = smallest(net, way, request)
     assert hw.Engine(net, budget=budget, batching=way).submit([1] * 37, max_new_tokens=5).result()
     with pytest.raises(ValueError, match="a request of 41 tokens needs"):
         hw.Engine(net, budget=budget - 1, batching=way).submit([1] * 37, max_new_tokens=5)
@@ -473,9 +479,9 @@ def test_an_engine_that_cannot_be_is_refused():
         hw.Engine(net, budget=100)
     with pytest.raises(ValueError, match=r"give a model from hw\.build"):
         hw.Engine(net.decoder, budget=100)
-    for said in ({"rows": 0}, {"page": 1.5}, {"chunk": True}, {"order": "longest"}):
+    for options in ({"rows": 0}, {"page": 1.5}, {"chunk": True}, {"order": "longest"}):
         with pytest.raises(hw.SpecError, match="BatchingConfig"):
-            hw.BatchingConfig(**said)
+            hw.BatchingConfig(**options)
     with pytest.raises(ValueError, match="the source of 9 tokens exceeds the limit of 8"):
         hw.Engine(translator("seq"), budget=ROOMY, batching=hw.BatchingConfig(source=8)).submit([1] * 9)
 
@@ -486,18 +492,18 @@ def test_an_engine_that_cannot_be_is_refused():
 def test_a_request_samples_the_tokens_it_samples_alone():
     net = model("gqa")
     engine = hw.Engine(net, budget=ROOMY)
-    ways = [
+    modes = [
         {"temperature": 0.7, "seed": 3},
         {"temperature": 1.3, "seed": 4, "config": hw.DecodingConfig(top_k=5, repetition=1.5)},
         {"config": hw.DecodingConfig(repetition=4.0)},
         {"temperature": 0.7, "seed": 5},
         {"config": hw.DecodingConfig(end=(alone(net, [4, 5], 9)[4],))},
     ]
-    streams = [engine.submit([4, 5], max_new_tokens=9, **way) for way in ways]
-    expected = [generated(net, [4, 5], max_new_tokens=9, **way) for way in ways]
+    streams = [engine.submit([4, 5], max_new_tokens=9, **way) for way in modes]
+    expected = [generated(net, [4, 5], max_new_tokens=9, **way) for way in modes]
     assert [stream.result() for stream in streams] == expected
     assert [stream.ended for stream in streams] == ["length"] * 4 + ["stop"]
-    assert len({tuple(said) for said in expected}) == 5
+    assert len({tuple(options) for options in expected}) == 5
 
 
 def test_a_window_goes_on_beyond_the_last_position():
@@ -528,20 +534,20 @@ def letters() -> str:
     from tokenizers import Tokenizer, decoders, pre_tokenizers
     from tokenizers.models import WordLevel
 
-    made = Tokenizer(WordLevel({letter: n for n, letter in enumerate("<>abcdefghijk")}, unk_token="<"))
-    made.pre_tokenizer, made.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
-    return made.to_str()
+    tokenizer = Tokenizer(WordLevel({letter: n for n, letter in enumerate("<>abcdefghijk")}, unk_token="<"))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
+    return tokenizer.to_str()
 
 
 # --- who drives ----------------------------------------------------------------------------------------
 
 
 def test_readers_in_many_threads_drive_together():
-    net, told = model("gqa"), {}
+    net, recorded = model("gqa"), {}
     engine = hw.Engine(net, budget=ROOMY, batching=hw.BatchingConfig(rows=3))
 
     def client(n: int) -> None:
-        told[n] = list(engine.submit([n % 7, n % 5], max_new_tokens=3 + n))
+        recorded[n] = list(engine.submit([n % 7, n % 5], max_new_tokens=3 + n))
 
     threads = [threading.Thread(target=client, args=(n,)) for n in range(8)]
     for thread in threads:
@@ -549,7 +555,7 @@ def test_readers_in_many_threads_drive_together():
     for thread in threads:
         thread.join(60)
         assert not thread.is_alive()
-    assert told == {n: alone(net, [n % 7, n % 5], 3 + n) for n in range(8)}
+    assert recorded == {n: alone(net, [n % 7, n % 5], 3 + n) for n in range(8)}
 
 
 def test_a_thread_runs_the_engine_until_stopped():
@@ -570,14 +576,14 @@ def test_a_failing_thread_ends_the_requests_that_wait_for_it(monkeypatch: pytest
     engine = hw.Engine(model("gqa"), budget=ROOMY)
     monkeypatch.setattr(engine.memory, "can_admit", lambda *_: 1 / 0)
     with engine.background_thread():
-        stream, heard = engine.submit([1, 2], max_new_tokens=5), []
+        stream, recorded = engine.submit([1, 2], max_new_tokens=5), []
 
         def client() -> None:
             with pytest.raises(ZeroDivisionError):
                 stream.result()
-            heard.append(stream.ended)
+            recorded.append(stream.ended)
 
         thread = threading.Thread(target=client, daemon=True)
         thread.start()
         thread.join(20)
-        assert heard == ["failed"]
+        assert recorded == ["failed"]

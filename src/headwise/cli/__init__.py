@@ -31,6 +31,7 @@ COMMANDS = {
     "train": "train a model on a built-in task or your data",
     "study": "train variants on tasks over seeds; report which differences are real",
     "run": "run a trained model on a text, an image, or each line of stdin",
+    "serve": "a model behind the HTTP interface of OpenAI's completions",
     "sites": "every attention layer of a model and what it supports",
     "heads": "measure and classify every head of a model over texts",
     "prune": "remove heads: write a smaller model, with a proof",

@@ -348,8 +348,8 @@ def require_language_model(spec: ModelSpec) -> int:
     known = embedding.tokens if embedding else 0
     head = spec.heads[0] if spec.heads else None
     if not known or head is None or head.at != "each" or head.outputs != known:
-        wanted = f"Head('tokens', {known})" if known else "one over tokens that it also reads"
-        raise SpecError(f"{spec.name} does not say which token comes next; its first head must be {wanted}")
+        required = f"Head('tokens', {known})" if known else "one over tokens that it also reads"
+        raise SpecError(f"{spec.name} does not predict the next token; its first head must be {required}")
     return known
 
 

@@ -58,6 +58,9 @@ def require_class_names(net: Transformer) -> tuple[str, ...]:
     spec, names = net.spec, net.usage.labels
     if not spec.heads or spec.heads[0].at == "each":
         raise SpecError(f"the first output head of {spec.name} is not pooled over the row; give a classifier")
+    if not spec.heads[0].outputs:
+        fact = f"{spec.name} has no classes: it gives one vector for each text, without words or labels for it"
+        raise SpecError(f"{fact}; see its heads with `headwise view` or `headwise heads`, or give a fine-tuned model")
     if len(names) != spec.heads[0].outputs:
         fact = f"{spec.name} has {spec.heads[0].outputs} classes but {len(names)} names"
         raise SpecError(f'{fact}; set net.usage = hw.ProcessorSpec(labels=("cat", "dog"))')

@@ -52,7 +52,7 @@ class PagedSupport(NamedTuple):
 
 def _gather_reason(layer: Attention) -> str:
     if layer.backend_name not in (None, "paged"):
-        return f"the layer asks for {layer.backend_name}"
+        return f"the layer sets backend={layer.backend_name!r}"
     spec, like = layer.spec, layer.weights["project"].first_parameter
     job = CallSignature(
         spec,
@@ -80,7 +80,7 @@ class BatchingConfig:
 
     >>> BatchingConfig(rows=0)
     Traceback (most recent call last):
-    headwise.errors.SpecError: BatchingConfig: rows must be an integer of at least 1, got 0; give rows=64, say
+    headwise.errors.SpecError: BatchingConfig: rows must be an integer of at least 1, got 0; try rows=64
     """
 
     rows: int = 64
@@ -94,9 +94,7 @@ class BatchingConfig:
         for name in ("rows", "page", "chunk", "patience", "source"):
             size = getattr(self, name)
             if type(size) is not int or size < 1:
-                raise SpecError(
-                    f"BatchingConfig: {name} must be an integer of at least 1, got {size!r}; give {name}=64, say"
-                )
+                raise SpecError(f"BatchingConfig: {name} must be an integer of at least 1, got {size!r}; try {name}=64")
         if self.order not in ADMISSION_ORDERS:
             raise SpecError(
                 f"BatchingConfig(order={self.order!r}) is unknown; {suggest(str(self.order), ADMISSION_ORDERS)}"
@@ -172,7 +170,8 @@ class KVMemory:
         """Bytes in use: pages that belong to a row, and states and sources of the running rows."""
         rows = self.batching.rows
         return (
-            self.pool.book.pages.num_held * self.page_bytes + self.fixed_bytes * (rows - len(self._free_slots)) // rows
+            self.pool.book.pages.num_allocated * self.page_bytes
+            + self.fixed_bytes * (rows - len(self._free_slots)) // rows
         )
 
     def pages_needed(self, tokens: int) -> tuple[int, ...]:
@@ -248,8 +247,8 @@ class KVMemory:
 
     def _clear_states(self, place: CacheSlot) -> None:
         for state in self._states:
-            for held in state.state.values():
-                held[place.state_index] = 0
+            for tensor in state.state.values():
+                tensor[place.state_index] = 0
 
     def _encoder_output(self, places: Sequence[CacheSlot], slots: Tensor) -> EncoderOutput | None:
         if not any(self._source_buffers):
@@ -263,8 +262,8 @@ class KVMemory:
             SequenceInfo.contiguous(0, most, device) if whole else SequenceInfo(place, live.long() - 1, checked=True)
         )
         layers = [
-            spec and ProjectedSource({name: held[slots, :most] for name, held in kept.items()}, tokens, spec)
-            for spec, kept in zip(self._cross_specs, self._source_buffers, strict=True)
+            spec and ProjectedSource({name: tensor[slots, :most] for name, tensor in buffers.items()}, tokens, spec)
+            for spec, buffers in zip(self._cross_specs, self._source_buffers, strict=True)
         ]
         return EncoderOutput(self.pool.numbers.new_zeros(len(places), 0, 0), tokens, tuple(layers))
 

@@ -109,7 +109,7 @@ class ServingReport:
                 "layers that read pages in place, all layers", f"{self.layers - len(self.gathers)}, {self.layers}"
             ),
             *(
-                f"  layers that gather their pages: {count} ({why})"
+                f"  {count} {'layer gathers its' if count == 1 else 'layers gather their'} pages: {why}"
                 for why, count in Counter(self.gathers.values()).items()
             ),
         ]
@@ -158,14 +158,14 @@ class ThroughputPrediction:
 
 
 def _min_step_seconds(serving: ServingCost, step: StepRecord) -> float:
-    """Minimum seconds of one step, with its rows, and its prompts, taken to be of equal length."""
-    asked: Counter[RequestChunk] = Counter()
+    """Minimum seconds of one step, with its rows, and its prompts, all assumed to be equally long."""
+    chunks: Counter[RequestChunk] = Counter()
     if step.rows:
-        asked[RequestChunk(1, round(step.context / step.rows) - 1, serving.source_tokens)] += step.rows
+        chunks[RequestChunk(1, round(step.context / step.rows) - 1, serving.source_tokens)] += step.rows
     if step.num_prompts:
-        taken, past = (round(count / step.num_prompts) for count in (step.tokens, step.past))
-        asked[RequestChunk(max(1, taken), past, serving.source_tokens)] += step.num_prompts
-    return serving.estimate_step(asked).seconds
+        num_tokens, past = (round(count / step.num_prompts) for count in (step.tokens, step.past))
+        chunks[RequestChunk(max(1, num_tokens), past, serving.source_tokens)] += step.num_prompts
+    return serving.estimate_step(chunks).seconds
 
 
 def _format_line(name: str, value: str) -> str:

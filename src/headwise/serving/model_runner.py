@@ -56,8 +56,8 @@ class ModelRunner:
         context = sum(request.row.length + 1 for request, _ in rows)
         self._run_calls(rows)
         if prompts or rows:
-            taken, seconds = sum(count for _, count in prompts), perf_counter() - begun
-            self.steps.append(StepRecord(len(rows), context, len(prompts), taken, past, seconds))
+            num_tokens, seconds = sum(count for _, count in prompts), perf_counter() - begun
+            self.steps.append(StepRecord(len(rows), context, len(prompts), num_tokens, past, seconds))
 
     # --- prefill -------------------------------------------------------------------------------------------
 

@@ -227,11 +227,11 @@ def split_prefill(pending: Iterable[int], chunk_size: int, min_first_chunk: int 
     remaining = chunk_size
     for number, count in enumerate(pending):
         least = min(count, min_first_chunk)
-        taken = max(min(count, remaining), 0 if number else least)
-        if taken < max(least, 1):
+        num_tokens = max(min(count, remaining), 0 if number else least)
+        if num_tokens < max(least, 1):
             return
-        remaining -= taken
-        yield taken
+        remaining -= num_tokens
+        yield num_tokens
 
 
 def split_by_size(sizes: Sequence[int], call_cost: float) -> list[int]:

@@ -1,0 +1,239 @@
+"""What a request asks for, read from its JSON and checked.
+
+Field names, defaults and types are those of OpenAI's HTTP interface (platform.openai.com/docs/api-reference), with
+`top_k`, `min_p` and `repetition_penalty` as other servers have them. Fields that would change the answer and are not
+supported are refused; fields that describe the caller are ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from ..errors import suggest
+from ..generation.decoding_config import DecodingConfig
+
+MAX_PROMPTS = 64
+MAX_CHOICES = 16
+MAX_TOP_LOGPROBS = 20
+IGNORED = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
+# Fields that change answers and are not supported, with the values that change nothing.
+UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
+    "best_of": (None, 1),
+    "suffix": (None, ""),
+    "presence_penalty": (None, 0),
+    "frequency_penalty": (None, 0),
+    "logit_bias": (None, {}),
+    "tools": (None, []),
+    "functions": (None, []),
+    "response_format": (None, {"type": "text"}),
+}
+COMMON_FIELDS = (
+    "model",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "n",
+    "seed",
+    "stop",
+    "stream",
+    "stream_options",
+    "logprobs",
+)
+COMPLETION_FIELDS = (*COMMON_FIELDS, "prompt", "max_tokens", "echo")
+CHAT_FIELDS = (*COMMON_FIELDS, "messages", "max_tokens", "max_completion_tokens", "top_logprobs")
+DEFAULT_TOKENS = 16
+DEFAULT_CHAT_TOKENS = 512
+
+
+class FieldError(ValueError):
+    """A field that is missing, unknown or out of range; `field` is its name."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(message)
+        self.field = field
+
+
+@dataclass(frozen=True)
+class GenerationFields:
+    """What both kinds of requests ask for. `top_logprobs` is None for no log-probabilities."""
+
+    max_tokens: int
+    temperature: float
+    config: DecodingConfig
+    num_choices: int
+    seed: int | None
+    is_streamed: bool
+    has_usage_chunk: bool
+    top_logprobs: int | None
+    echo: bool = False
+
+
+@dataclass(frozen=True)
+class ChatMessage:
+    """One message of a conversation."""
+
+    role: str
+    content: str
+
+
+def read_completion_fields(body: Mapping[str, Any]) -> tuple[list[str | list[int]], GenerationFields]:
+    """The prompts of a completion request, and what it asks for.
+
+    >>> prompts, fields = read_completion_fields({"prompt": "Once", "max_tokens": 3, "temperature": 0})
+    >>> prompts, fields.max_tokens, fields.temperature
+    (['Once'], 3, 0.0)
+    """
+    reader = _FieldReader(body, COMPLETION_FIELDS)
+    top = reader.integer("logprobs", None, 0, MAX_TOP_LOGPROBS)
+    echo = reader.boolean("echo")
+    least = 0 if echo else 1  # an echoed prompt may be all that is wanted
+    max_tokens = reader.integer("max_tokens", DEFAULT_TOKENS, least)
+    assert max_tokens is not None
+    return _read_prompts(body), reader.generation(max_tokens, top, echo)
+
+
+def read_chat_fields(body: Mapping[str, Any]) -> tuple[list[ChatMessage], GenerationFields]:
+    """The messages of a chat request, and what it asks for."""
+    reader = _FieldReader(body, CHAT_FIELDS)
+    older = reader.integer("max_tokens", None, 1)
+    max_tokens = reader.integer("max_completion_tokens", older or DEFAULT_CHAT_TOKENS, 1)
+    top = reader.integer("top_logprobs", None, 0, MAX_TOP_LOGPROBS)
+    if reader.boolean("logprobs"):
+        top = top or 0
+    elif top is not None:
+        raise FieldError("top_logprobs", "top_logprobs needs logprobs=true; give both, or neither")
+    assert max_tokens is not None
+    return _read_messages(body), reader.generation(max_tokens, top, False)
+
+
+class _FieldReader:
+    """Reads the fields of one request."""
+
+    def __init__(self, body: Mapping[str, Any], known: Sequence[str]) -> None:
+        self.body = body
+        for name, value in body.items():
+            if name in UNSUPPORTED:
+                if value not in UNSUPPORTED[name]:
+                    raise FieldError(name, f"{name} is not supported; leave it out")
+            elif name not in known and name not in IGNORED:
+                raise FieldError(name, f"there is no field {name!r}; {suggest(name, known)}")
+
+    def integer(self, name: str, default: int | None, least: int, most: int | None = None) -> int | None:
+        """An integer, or the default where the field is absent or null."""
+        value = self.body.get(name)
+        if value is None:
+            return default
+        if (
+            not isinstance(value, int)
+            or isinstance(value, bool)
+            or value < least
+            or (most is not None and value > most)
+        ):
+            limits = f"of at least {least}" if most is None else f"from {least} to {most}"
+            raise FieldError(name, f"{name}={value!r}: give an integer {limits}")
+        return value
+
+    def number(self, name: str, default: float) -> float:
+        """A number, or the default."""
+        value = self.body.get(name)
+        if value is None:
+            return default
+        if not isinstance(value, (int, float)) or isinstance(value, bool):
+            raise FieldError(name, f"{name}={value!r} is not a number; give {default:g}, for example")
+        return float(value)
+
+    def boolean(self, name: str) -> bool:
+        """True or false; absent and null are false."""
+        value = self.body.get(name)
+        if value is not None and not isinstance(value, bool):
+            raise FieldError(name, f"{name}={value!r}: give true or false")
+        return bool(value)
+
+    def generation(self, max_tokens: int, top_logprobs: int | None, echo: bool) -> GenerationFields:
+        """The fields that both kinds of requests have."""
+        temperature = self.number("temperature", 1.0)
+        if not 0 <= temperature <= 2:
+            raise FieldError("temperature", f"temperature={temperature:g}: give a number from 0 to 2")
+        num_choices = self.integer("n", 1, 1, MAX_CHOICES)
+        options = self.body.get("stream_options")
+        if options is not None and not isinstance(options, Mapping):
+            raise FieldError("stream_options", 'stream_options is not an object; give {"include_usage": true}')
+        is_streamed = self.boolean("stream")
+        if is_streamed and (echo or top_logprobs is not None):
+            name = "echo" if echo else "logprobs"
+            raise FieldError(name, f"{name} is not supported in streams; leave out stream, or {name}")
+        assert num_choices is not None
+        return GenerationFields(
+            max_tokens=max_tokens,
+            temperature=temperature,
+            config=self._decoding_config(temperature),
+            num_choices=num_choices,
+            seed=self.integer("seed", None, 0, 2**63 - 1),
+            is_streamed=is_streamed,
+            has_usage_chunk=bool(options and options.get("include_usage")),
+            top_logprobs=top_logprobs,
+            echo=echo,
+        )
+
+    def _decoding_config(self, temperature: float) -> DecodingConfig:
+        stops = self.body.get("stop")
+        stops = [] if stops is None else [stops] if isinstance(stops, str) else stops
+        if not isinstance(stops, list) or not all(isinstance(stop, str) and stop for stop in stops):
+            raise FieldError("stop", f"stop={stops!r}: give a text that is not empty, or a list of such texts")
+        # Clients send top_p=1 with temperature=0, where nothing is sampled.
+        top_p, min_p = self.number("top_p", 1.0), self.number("min_p", 0.0)
+        top_k = self.integer("top_k", None, -1)
+        filters: dict[str, Any] = {}
+        if temperature > 0:
+            filters = {"top_p": top_p if top_p != 1 else None, "min_p": min_p or None}
+            filters["top_k"] = top_k if top_k is not None and top_k > 0 else None
+        try:
+            return DecodingConfig(stop=tuple(stops), repetition=self.number("repetition_penalty", 1.0), **filters)
+        except ValueError as error:
+            raise FieldError(str(error).split()[0], str(error)) from None
+
+
+def _read_prompts(body: Mapping[str, Any]) -> list[str | list[int]]:
+    prompt = body.get("prompt")
+    items: list[Any] = prompt if isinstance(prompt, list) and prompt and not _is_ids(prompt) else [prompt]
+    if len(items) > MAX_PROMPTS:
+        raise FieldError("prompt", f"prompt has {len(items)} items; give at most {MAX_PROMPTS}")
+    prompts: list[str | list[int]] = []
+    for item in items:
+        if not (isinstance(item, str) or _is_ids(item)) or not item:
+            _refuse_prompt(item)
+        prompts.append(item)
+    return prompts
+
+
+def _is_ids(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, int) and not isinstance(item, bool) for item in value)
+
+
+def _refuse_prompt(item: Any) -> NoReturn:
+    kind = "missing" if item is None else "empty" if item in ("", []) else f"of type {type(item).__name__}"
+    raise FieldError("prompt", f"the prompt is {kind}; give a text, token ids such as [3, 1, 4], or a list of either")
+
+
+def _read_messages(body: Mapping[str, Any]) -> list[ChatMessage]:
+    messages = body.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise FieldError("messages", 'messages is empty or missing; give [{"role": "user", "content": "Hello"}]')
+    return [_read_message(number, message) for number, message in enumerate(messages)]
+
+
+def _read_message(number: int, message: Any) -> ChatMessage:
+    role = message.get("role") if isinstance(message, Mapping) else None
+    content = message.get("content") if isinstance(message, Mapping) else None
+    if isinstance(content, list):  # parts of one text
+        parts = [
+            part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None for part in content
+        ]
+        content = "".join(part for part in parts if isinstance(part, str)) if None not in parts else None
+    if not isinstance(role, str) or not isinstance(content, str):
+        raise FieldError("messages", f"messages[{number}] needs a role and a text as its content")
+    return ChatMessage(role, content)

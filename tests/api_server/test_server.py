@@ -1,0 +1,318 @@
+"""`headwise serve`: OpenAI's own client, the numbers of hw.generate, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+import torch
+import uvicorn
+from starlette.testclient import TestClient
+
+import headwise as hw
+from headwise.api_server.chat_template import ChatTemplate, read_chat_template
+from headwise.api_server.request_fields import ChatMessage
+from headwise.api_server.server import MAX_BODY_BYTES, ApiSecurity, ApiServer, ServedModel, ServeOptions, serve
+from headwise.cli.run import attach_tokenizer
+from headwise.models import Transformer
+
+MESSAGES = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
+TEMPLATE = MESSAGES + "{% if add_generation_prompt %}<assistant>{% endif %}"
+CONFIG = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
+
+
+def language_model() -> Transformer:
+    net = hw.build(hw.families.read_model_spec(CONFIG | {"num_hidden_layers": 2, "vocab_size": 256}), seed=3)
+    for parameter in net.parameters():  # so that outputs of temperature 0 are not one token again and again
+        torch.nn.init.normal_(parameter, std=0.4, generator=torch.Generator().manual_seed(parameter.numel()))
+    attach_tokenizer(net, "bytes")
+    return net.eval()
+
+
+@pytest.fixture(scope="module")
+def net() -> Transformer:
+    return language_model()
+
+
+@contextmanager
+def running(model: ServedModel, options: ServeOptions) -> Iterator[str]:
+    """The address of a server that runs in a thread."""
+    started, servers, addresses = threading.Event(), list[uvicorn.Server](), list[str]()
+
+    class StoppableServer(uvicorn.Server):
+        def __init__(self, config: uvicorn.Config) -> None:
+            super().__init__(config)
+            servers.append(self)
+
+    def announce(address: str) -> None:
+        addresses.append(address)
+        started.set()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(uvicorn, "Server", StoppableServer)
+        thread = threading.Thread(target=serve, args=(model, options, announce))
+        thread.start()
+        assert started.wait(30)
+        yield addresses[0]
+        servers[0].should_exit = True
+        thread.join(30)
+        assert not thread.is_alive()
+
+
+@pytest.fixture(scope="module")
+def client(net: Transformer) -> Iterator[openai.OpenAI]:
+    model = ServedModel("small", hw.Engine(net, budget=4_000_000), ChatTemplate(TEMPLATE))
+    with running(model, ServeOptions(port=0, api_key="secret")) as address:
+        yield openai.OpenAI(base_url=address, api_key="secret", max_retries=0)
+
+
+def test_completions_are_those_of_generate(client: openai.OpenAI, net: Transformer):
+    answer = client.completions.create(model="small", prompt="Once upon", max_tokens=12, temperature=0, top_p=1)
+    assert answer.choices[0].text == hw.generate(net, "Once upon", max_new_tokens=12)
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.usage is not None
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (9, 12)
+    sampled = client.completions.create(model="small", prompt="Once upon", max_tokens=12, temperature=0.8, seed=7)
+    assert sampled.choices[0].text == hw.generate(net, "Once upon", max_new_tokens=12, temperature=0.8, seed=7)
+
+
+def test_several_prompts_and_choices_are_numbered_through(client: openai.OpenAI, net: Transformer):
+    answer = client.completions.create(model="small", prompt=["One", "Two and"], n=2, max_tokens=5, temperature=0)
+    expected = [hw.generate(net, prompt, max_new_tokens=5) for prompt in ("One", "One", "Two and", "Two and")]
+    assert [(choice.index, choice.text) for choice in answer.choices] == list(enumerate(expected))
+    ids = client.completions.create(model="small", prompt=[[79, 110, 101]], max_tokens=5, temperature=0)
+    assert ids.choices[0].text == expected[0]
+
+
+def test_streams_hand_on_the_same_text(client: openai.OpenAI, net: Transformer):
+    options = {"model": "small", "max_tokens": 20, "temperature": 0, "stream": True}
+    expected = hw.generate(net, "Once", max_new_tokens=20)
+    for prompt in ("Once", list(b"Once")):
+        chunks = list(client.completions.create(prompt=prompt, stream_options={"include_usage": True}, **options))
+        assert "".join(chunk.choices[0].text for chunk in chunks[:-1]) == expected
+        assert [chunk.choices[0].finish_reason for chunk in chunks[:-1]][-2:] == [None, "length"]
+        assert chunks[-1].choices == []
+        assert chunks[-1].usage.completion_tokens == 20
+
+
+def test_stop_texts_are_not_part_of_the_answer(client: openai.OpenAI, net: Transformer):
+    whole = hw.generate(net, "Once", max_new_tokens=30)
+    stop = whole[8:10]
+    answer = client.completions.create(model="small", prompt="Once", max_tokens=30, temperature=0, stop=[stop, "zzz"])
+    assert answer.choices[0].text == whole[: whole.index(stop)]
+    assert answer.choices[0].finish_reason == "stop"
+    chunks = client.completions.create(
+        model="small", prompt="Once", max_tokens=30, temperature=0, stop=stop, stream=True
+    )
+    assert "".join(chunk.choices[0].text for chunk in chunks) == whole[: whole.index(stop)]
+
+
+def test_log_probabilities_are_those_of_the_model(client: openai.OpenAI, net: Transformer):
+    answer = client.completions.create(model="small", prompt="Once", max_tokens=6, temperature=0, logprobs=3, echo=True)
+    logprobs, text = answer.choices[0].logprobs, answer.choices[0].text
+    assert logprobs is not None
+    assert logprobs.token_logprobs is not None
+    assert logprobs.top_logprobs is not None
+    assert text == "Once" + hw.generate(net, "Once", max_new_tokens=6)
+    ids = torch.tensor([[*b"Once", *hw.generate(net, [*b"Once"], max_new_tokens=6)]])
+    with torch.no_grad():
+        expected = copy.deepcopy(net).double()(ids)[0].log_softmax(-1)
+    assert logprobs.token_logprobs[0] is None
+    for position in range(1, ids.shape[1]):
+        assert logprobs.token_logprobs[position] == pytest.approx(
+            float(expected[position - 1, ids[0, position]]), abs=1e-4
+        )
+        likeliest = expected[position - 1].topk(3).values.tolist()
+        assert sorted(logprobs.top_logprobs[position].values(), reverse=True) == pytest.approx(likeliest, abs=1e-4)
+    scored = client.completions.create(model="small", prompt="Once", max_tokens=0, logprobs=1, echo=True)
+    assert scored.choices[0].text == "Once"
+    assert scored.choices[0].logprobs is not None
+    assert scored.choices[0].logprobs.token_logprobs == pytest.approx(logprobs.token_logprobs[:4])
+    assert scored.choices[0].logprobs.text_offset == [0, 1, 2, 3]
+
+
+def test_chats_are_prompts_of_the_template(client: openai.OpenAI, net: Transformer):
+    prompt = "<system>Be brief.\n<user>Hello\n<assistant>"
+    messages: list[Any] = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": "Hello"}]},
+    ]
+    answer = client.chat.completions.create(
+        model="small", messages=messages, max_completion_tokens=8, temperature=0, logprobs=True, top_logprobs=2
+    )
+    expected = hw.generate(net, prompt, max_new_tokens=8)
+    assert answer.choices[0].message.content == expected
+    assert answer.choices[0].logprobs is not None
+    assert answer.choices[0].logprobs.content is not None
+    assert [len(token.top_logprobs) for token in answer.choices[0].logprobs.content] == [2] * 8
+    chunks = list(
+        client.chat.completions.create(model="small", messages=messages, max_tokens=8, temperature=0, stream=True)
+    )
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == expected
+    assert chunks[-1].choices[0].finish_reason == "length"
+
+
+def test_many_clients_at_once(client: openai.OpenAI, net: Transformer):
+    texts: dict[int, str] = {}
+
+    def ask(number: int) -> None:
+        answer = client.completions.create(model="small", prompt="ab" * (number + 1), max_tokens=10, temperature=0)
+        texts[number] = answer.choices[0].text
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert texts == {n: hw.generate(net, "ab" * (n + 1), max_new_tokens=10) for n in range(12)}
+
+
+def test_a_client_that_goes_away_ends_its_output(client: openai.OpenAI):
+    with client.completions.create(model="small", prompt="x", max_tokens=1500, temperature=0, stream=True) as stream:
+        next(iter(stream))
+    metrics = client.with_options(timeout=30)._client.get
+    base = str(client.base_url).removesuffix("/v1/")
+    for _ in range(200):
+        text = metrics(f"{base}/metrics", headers={"Authorization": "Bearer secret"}).text
+        if "headwise_outputs 0\n" in text:
+            break
+        threading.Event().wait(0.05)
+    assert "headwise_outputs 0\n" in text
+    values = dict(line.split(" ") for line in text.splitlines() if not line.startswith("#"))
+    assert float(values["headwise_tokens_total"]) < 1500
+
+
+def test_models_and_health(client: openai.OpenAI):
+    assert [model.id for model in client.models.list()] == ["small"]
+    assert client.models.retrieve("small").owned_by == "headwise"
+    base = str(client.base_url).removesuffix("/v1/")
+    assert client._client.get(f"{base}/health").json() == {"status": "ok"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"prompt": ""}, "the prompt is empty"),
+        ({"prompt": None}, "the prompt is missing"),
+        ({"prompt": [["a"]]}, "the prompt is of type list"),
+        ({"prompt": [999]}, "999"),
+        ({"prompt": "a", "max_tokens": 0}, "max_tokens=0: give an integer of at least 1"),
+        ({"prompt": "a", "max_tokens": 10**9}, "tokens"),
+        ({"prompt": "a", "temperature": 3}, "temperature=3: give a number from 0 to 2"),
+        ({"prompt": "a", "top_p": 0, "temperature": 1}, "top_p must be above 0"),
+        ({"prompt": "a", "stop": [""]}, "give a text that is not empty"),
+        ({"prompt": "a", "frequency_penalty": 0.5}, "frequency_penalty is not supported"),
+        ({"prompt": "a", "max_token": 3}, "there is no field 'max_token'; did you mean 'max_tokens'"),
+        ({"prompt": "a", "n": 17}, "n=17: give an integer from 1 to 16"),
+        ({"prompt": "a", "stream": True, "echo": True}, "echo is not supported in streams"),
+        ({"prompt": "a", "logprobs": True}, "logprobs=True: give an integer from 0 to 20"),
+    ],
+)
+def test_fields_that_cannot_be_answered_are_refused(client: openai.OpenAI, fields: dict[str, Any], message: str):
+    with pytest.raises(openai.BadRequestError, match=message):
+        client.post("/completions", body={"model": "small", **fields}, cast_to=object)
+
+
+def test_other_models_and_keys_are_refused(client: openai.OpenAI):
+    with pytest.raises(openai.NotFoundError, match="there is no model 'gpt-5'; this server has 'small'"):
+        client.completions.create(model="gpt-5", prompt="a")
+    with pytest.raises(openai.AuthenticationError, match="the key is missing or wrong"):
+        client.with_options(api_key="wrong").models.list()
+
+
+@pytest.fixture
+def http(net: Transformer) -> Iterator[TestClient]:
+    """Requests without a client library, to a server without a template or a key."""
+    engine = hw.Engine(net, budget=1_000_000)
+    app = ApiSecurity(ApiServer(ServedModel("small", engine)).app(), ["testserver"], None)
+    with engine.background_thread():
+        yield TestClient(app, raise_server_exceptions=False)
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"host": "evil.example"}, 421),
+        ({"origin": "http://evil.example"}, 403),
+        ({"sec-fetch-site": "cross-site"}, 403),
+        ({"content-type": "text/plain"}, 415),
+        ({"content-length": str(MAX_BODY_BYTES + 1)}, 413),
+        ({}, 200),
+    ],
+)
+def test_who_may_call(http: TestClient, headers: dict[str, str], status: int):
+    body = json.dumps({"prompt": "a", "max_tokens": 1, "temperature": 0})
+    answer = http.post("/v1/completions", content=body, headers={"content-type": "application/json"} | headers)
+    assert answer.status_code == status
+    if status != 200:
+        assert answer.json()["error"]["message"]
+
+
+def test_bodies_and_paths_that_are_not_part_of_the_interface(http: TestClient):
+    for body, message in [("{", "the body is not JSON"), ("[1]", "the body is a list, not a JSON object")]:
+        answer = http.post("/v1/completions", content=body, headers={"content-type": "application/json"})
+        assert (answer.status_code, answer.json()["error"]["message"].startswith(message)) == (400, True)
+    assert http.post("/v1/embeddings", json={}).status_code == 404
+    assert http.get("/v1/completions").status_code == 405
+    answer = http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "Hi"}]})
+    assert "this model has no chat template" in answer.json()["error"]["message"]
+
+
+def test_a_model_that_fails_is_reported(http: TestClient, net: Transformer, monkeypatch: pytest.MonkeyPatch):
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("the tensors do not fit")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("headwise.serving.model_runner.ModelRunner.step", fail)
+        answer = http.post("/v1/completions", json={"prompt": "a", "max_tokens": 3})
+        assert answer.status_code == 500
+        assert answer.json()["error"]["message"] == "the model failed: the tensors do not fit"
+        streamed = http.post("/v1/completions", json={"prompt": "a", "max_tokens": 3, "stream": True})
+        assert "the model failed: the tensors do not fit" in streamed.text
+    assert http.post("/v1/completions", json={"prompt": "a", "max_tokens": 3, "temperature": 0}).status_code == 200
+
+
+def test_servers_that_others_can_reach_need_a_key(net: Transformer):
+    model = ServedModel("small", hw.Engine(net, budget=1_000_000))
+    with pytest.raises(ValueError, match="give an API key, or listen on"):
+        serve(model, ServeOptions("0.0.0.0", 0), lambda _: None)
+
+
+def test_templates_come_from_the_model_folder(tmp_path: Path):
+    assert read_chat_template(tmp_path) is None
+    config = {"chat_template": "{{ bos_token }}{{ messages[0].content }}", "bos_token": {"content": "<s>"}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    template = read_chat_template(tmp_path)
+    assert template is not None
+    assert template.render([ChatMessage("user", "Hi")]) == "<s>Hi"
+    (tmp_path / "chat_template.jinja").write_text("{{ raise_exception('roles must alternate') }}")
+    template = read_chat_template(tmp_path)
+    assert template is not None
+    with pytest.raises(ValueError, match="refuses these messages: roles must alternate"):
+        template.render([ChatMessage("user", "Hi")])
+    (tmp_path / "chat_template.jinja").write_text("{{ ''.__class__.__mro__ }}")
+    template = read_chat_template(tmp_path)
+    assert template is not None
+    with pytest.raises(ValueError, match="refuses these messages"):
+        template.render([ChatMessage("user", "Hi")])
+    (tmp_path / "chat_template.jinja").write_text("{% for %}")
+    with pytest.raises(ValueError, match="is not valid"):
+        read_chat_template(tmp_path)
+
+
+def test_a_port_that_is_taken_is_said(net: Transformer):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises((OSError, ValueError), match=str(port)):
+            serve(ServedModel("small", hw.Engine(net, budget=1_000_000)), ServeOptions(port=port), lambda _: None)
